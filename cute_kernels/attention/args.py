@@ -1,0 +1,28 @@
+"""Dynamic facts of an attention launch: the only statement of the kernel's launch ABI.
+
+The same tuple is filled with fake tensors at compile time (`fake`), with torch tensors at launch, and holds CuTe
+tensors on the device. An optional tensor that is absent has size 0 in its first mode (an empty tensor), never None, so
+that presence needs no compile-time variant.
+"""
+
+from typing import Any, NamedTuple
+
+
+class AttentionArgs(NamedTuple):
+    q: Any  # (T, Hq, Dqk)            16-bit, any token and head stride, last stride 1
+    k: Any  # (pages, Hkv, P, Dqk)    any page, head and row stride, last stride 1
+    v: Any  # (pages, Hkv, P, Dvo)
+    o: Any  # (T, Hq, Dvo)            any token and head stride, last stride 1
+    lse: Any  # (T | 0, Hq)           fp32, base 2, includes the sink; any strides
+    cu_seqlens_q: Any  # (B + 1,)     int32
+    kv_lens: Any  # (B,)              int32
+    page_table: Any  # (B, 2, M)      int32: [:, 0] pages of K, [:, 1] pages of V; any strides (0 where K and V share)
+    sink: Any  # (Hq | 0,)            fp32, natural-log units
+    scale: Any  # (1 | 0,)            fp32 device factor on the logits, times scale_log2
+    out_scale: Any  # (1 | 0,)        fp32 device factor on the output, times out_factor
+    scale_log2: Any  # Float32        logit scale x log2(e)
+    out_factor: Any  # Float32        factor on the normalised output
+    soft_cap: Any  # Float32          natural units, read only where spec.soft_cap
+    window_left: Any  # Int32         read only where spec.mask.window
+    grid: Any  # Int32                CTAs to launch (persistent)
+    enable_pdl: Any  # Int32          launch with programmatic stream serialisation

@@ -1,0 +1,74 @@
+"""Which kernel and spec serve a request. Plain Python: runs where no DSL is installed."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+
+from . import sm90
+from .spec import DTYPES, AttentionSpec, KVSpec, MaskSpec
+
+KERNELS = {"attention.sm90": sm90}  # op -> the package that states what it supports
+PACK_ROWS = 64  # a request with at most this many query tokens a KV head's group packs heads into rows
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a call asks for, in static terms. `rows`: upper bound of query tokens of one request."""
+
+    dtype: str
+    head_dim_qk: int
+    head_dim_vo: int
+    page_size: int
+    group: int
+    causal: bool = True
+    window: bool = False
+    soft_cap: bool = False
+    rows: int = 1 << 30
+
+
+def candidate(request: Request, module) -> AttentionSpec:
+    """The shipped spec that serves `request` with the least that it did not ask for."""
+    pack = request.group > 1 and request.rows <= PACK_ROWS
+    box = 8 if pack or request.page_size % 16 else 16
+    window = request.window or request.soft_cap or pack or box == 8
+    dims = (request.head_dim_qk, request.head_dim_vo)
+    spec = AttentionSpec(
+        request.dtype, *dims, MaskSpec(request.causal, window), KVSpec("paged", box), request.soft_cap, pack
+    )
+    tile = module.TILES.get(dims)
+    return replace(spec, tile=tile) if tile else spec
+
+
+@lru_cache(maxsize=None)
+def explain(request: Request, arch: str) -> tuple[tuple[str, AttentionSpec, str | None], ...]:
+    """Every kernel of the operator: (op, the spec it would run, None or why it refuses)."""
+    rows = []
+    for op, module in KERNELS.items():
+        spec = candidate(request, module)
+        reason = None if arch in module.ARCHS else f"architecture {arch}: needs {' or '.join(module.ARCHS)}"
+        rows.append((op, spec, reason or module.supports(spec)))
+    return tuple(rows)
+
+
+def select(request: Request, arch: str) -> tuple[str, AttentionSpec]:
+    """(op, spec) of the kernel that serves the request; NotImplementedError names what every kernel refused."""
+    rows = explain(request, arch)
+    for op, spec, reason in rows:
+        if reason is None:
+            return op, spec
+    raise NotImplementedError("no attention kernel: " + "; ".join(f"{op}: {reason}" for op, _, reason in rows))
+
+
+def shipped(arch: str) -> list[tuple[str, AttentionSpec]]:
+    """All (op, spec) that a bundle of `arch` holds: the image of `candidate` over all requests, each once."""
+    found: dict[tuple[str, AttentionSpec], None] = {}
+    for (op, module), dtype in product(KERNELS.items(), DTYPES):
+        if arch not in module.ARCHS:
+            continue
+        for dims, page, rows, causal, window, cap in product(
+            module.TILES, (8, 16), (1, 1 << 30), (True, False), (False, True), (False, True)
+        ):
+            spec = candidate(Request(dtype, *dims, page, 2, causal, window, cap, rows), module)
+            if module.supports(spec) is None:
+                found[op, spec] = None
+    return list(found)

@@ -1,0 +1,66 @@
+"""Static facts of an attention kernel: the compile key, the artifact's name and the test id.
+
+Presence is static, values are dynamic: what a spec does not name (lengths, page size, strides, scales, window size, the
+presence of sinks and LSE, PDL) is an argument of the compiled kernel; see `args.AttentionArgs`.
+"""
+
+from dataclasses import dataclass, field
+
+DTYPES = ("bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class MaskSpec:
+    """causal: bottom-right aligned. window: key j needs j >= p_i - window_left (the size is an argument)."""
+
+    causal: bool = True
+    window: bool = False
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """source: "paged". box: rows of one TMA box; it divides the page size and the tile."""
+
+    source: str = "paged"
+    box: int = 16
+
+
+@dataclass(frozen=True)
+class TileSpec:
+    """m query rows x n keys a CTA, `stages` K tiles and as many V tiles in flight, one warpgroup per 64 rows."""
+
+    m: int = 128
+    n: int = 128
+    stages: int = 2
+
+    @property
+    def warpgroups(self) -> int:
+        return self.m // 64
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """A forward attention kernel. pack_gqa: rows of a tile are (token, query head of the KV head's group)."""
+
+    dtype: str = "bf16"
+    head_dim_qk: int = 128
+    head_dim_vo: int = 128
+    mask: MaskSpec = field(default_factory=MaskSpec)
+    kv: KVSpec = field(default_factory=KVSpec)
+    soft_cap: bool = False
+    pack_gqa: bool = False
+    tile: TileSpec = field(default_factory=TileSpec)
+
+    @property
+    def name(self) -> str:
+        """A short readable identifier, unique among shipped specs."""
+        head = f"d{self.head_dim_qk}" + (f"x{self.head_dim_vo}" if self.head_dim_vo != self.head_dim_qk else "")
+        flags = [
+            "causal" if self.mask.causal else "full",
+            "window" if self.mask.window else "",
+            "cap" if self.soft_cap else "",
+            "pack" if self.pack_gqa else "",
+            f"{self.kv.source}{self.kv.box}",
+            f"m{self.tile.m}n{self.tile.n}s{self.tile.stages}",
+        ]
+        return "_".join([self.dtype, head, *filter(None, flags)])
