@@ -1,0 +1,48 @@
+"""Fake tensors and scalars that state a kernel's launch ABI at compile time.
+
+What is stated here is what the compiled function checks at launch: dtype, rank, static dims, divisibility of strides
+and alignment. A fresh symbol stands for every dim and stride that may differ, because two uses of the same symbol are
+checked to be equal.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+DTYPES: dict[str, Any] = {  # spec name -> CuTe type
+    "bf16": cutlass.BFloat16,
+    "fp16": cutlass.Float16,
+    "fp32": cutlass.Float32,
+    "e4m3": cutlass.Float8E4M3FN,
+    "int32": cutlass.Int32,
+    "int64": cutlass.Int64,
+    "uint8": cutlass.Uint8,
+}
+
+
+def tensor(
+    dtype: Any,
+    shape: Sequence[int | None],
+    *,
+    align: int,
+    stride_divisibility: int = 1,
+    last_stride_one: bool = True,
+) -> Any:
+    """A tensor argument of len(shape) modes: an int is a static extent, None a dynamic one (int32, fresh symbol).
+
+    align: bytes, of the first element. stride_divisibility: elements, of every dynamic stride (int64, fresh symbol).
+    last_stride_one: the last mode is contiguous, statically.
+    """
+    extents = tuple(cute.sym_int32() if extent is None else extent for extent in shape)
+    strides: list[Any] = [cute.sym_int64(divisibility=stride_divisibility) for _ in shape]
+    if last_stride_one:
+        strides[-1] = 1
+    return make_fake_tensor(dtype, extents, tuple(strides), assumed_align=align)
+
+
+def stream() -> Any:
+    """The stream argument: the caller's current torch stream of the tensors' device, passed by TVM FFI."""
+    return make_fake_stream(use_tvm_ffi_env_stream=True)
