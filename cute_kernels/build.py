@@ -1,0 +1,136 @@
+"""Compile a kernel: the only caller of cute.compile, shared by JIT, tools/aot and the tests.
+
+Nothing here needs a GPU, touches a tensor or launches: a kernel module `cute_kernels.<op>.forward` states its launch
+ABI with fake tensors (`fake_args(spec)`, a NamedTuple) and its host part (`forward(spec, stream, *args)`).
+
+cutlass is imported inside functions, because the DSL reads CUTE_DSL_ARCH when it is imported.
+"""
+
+import inspect
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from . import manifest
+
+OPTIONS = "--enable-tvm-ffi --keep-cubin --keep-ptx"
+# The default, 3, makes large Blackwell kernels spill: 992 bytes of stack against 16 for NVIDIA's FMHA example.
+ARCH_OPTIONS = {"sm_100a": "--opt-level 2", "sm_103a": "--opt-level 2"}
+# Settings that move files or messages, not code.
+HARMLESS = ("ARCH", "DUMP_DIR", "CACHE_DIR", "NO_CACHE", "DISABLE_FILE_CACHING", "LIBS", "LOG_TO_CONSOLE", "LOG_LEVEL")
+_LOCK = threading.Lock()  # cute.compile from several threads aborts the process
+
+
+class ArchMismatch(RuntimeError):
+    """The DSL of this process compiles for another architecture; it cannot be changed after its import."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled kernel. fn(*args), args as `fake_args` states them, launches on the tensors' current stream."""
+
+    op: str
+    spec: Any
+    arch: str
+    fn: Callable[..., None]
+    ptx: str
+    cubin: bytes
+
+    def export(self, path: Path, symbol: str) -> None:
+        """Write an object file whose only visible symbol is the TVM FFI function `symbol`."""
+        self.fn.export_to_c(str(path), function_name=symbol, export_only_tvm_ffi_symbols=True)  # type: ignore[attr-defined]
+
+
+def use_arch(arch: str) -> None:
+    """Make the DSL of this process compile for `arch`. ArchMismatch where it is set to another one already."""
+    current = os.environ.get("CUTE_DSL_ARCH")
+    if "cutlass" not in sys.modules:
+        current = os.environ.setdefault("CUTE_DSL_ARCH", arch)
+    elif current is None:  # the DSL took the architecture of the GPU it found
+        from cutlass.cutlass_dsl import CuTeDSL
+
+        current = CuTeDSL._get_dsl().envar.arch
+    if current != arch:
+        raise ArchMismatch(f"cannot compile for {arch}: CUTE_DSL_ARCH is {current}; set it before cutlass is imported")
+
+
+@cache
+def toolchain() -> dict[str, Any]:
+    """What compiles, as far as it decides the code: part of the artifact key. Imports the DSL."""
+    import cutlass
+
+    cuda = cutlass.CUDA_VERSION  # of the flavour in use: 12 and 13 may be installed side by side
+    prefix = "CUTE_DSL_"
+    settings = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(prefix) and name.removeprefix(prefix) not in HARMLESS
+    }
+    return {"dsl": version("nvidia-cutlass-dsl"), "cuda": f"{cuda.major}.{cuda.minor}", "settings": settings}
+
+
+def build(op: str, spec: Any, arch: str) -> Compiled:
+    """Compile kernel `op` for `spec`, in 1.5 to 4 s. NotImplementedError where `supports` refuses; or ArchMismatch."""
+    package = import_module(f"cute_kernels.{op}")
+    reason = package.supports(spec) if arch in package.ARCHS else f"architecture {arch}, the kernel has {package.ARCHS}"
+    if reason:
+        raise NotImplementedError(f"{manifest.label(op, spec)}: {reason}")
+    use_arch(arch)
+    with _LOCK, tempfile.TemporaryDirectory() as folder:
+        import cutlass.cute as cute
+
+        from . import abi
+
+        module = import_module(f"cute_kernels.{op}.forward")
+        args = module.fake_args(spec)
+        _name(module, f"{op}__{spec.name}".replace(".", "_"), args._fields)
+        options = f"{OPTIONS} {ARCH_OPTIONS.get(arch, '')} --dump-dir {folder}"
+        fn = cute.compile(module.forward, spec, abi.stream(), *args, options=options)
+        return Compiled(op, spec, arch, fn, fn.__ptx__, fn.__cubin__)
+
+
+def _name(module: Any, name: str, fields: tuple[str, ...]) -> None:
+    """Name what is compiled: the kernel in profilers (`name`), and the arguments in launch errors (`fields`)."""
+    for function in (module.forward, module.kernel):
+        function.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    inner = inspect.unwrap(module.forward)
+    head = [p for p in inspect.signature(inner).parameters.values() if p.kind == kind][:2]  # spec, stream
+    inner.__signature__ = inspect.Signature([*head, *(inspect.Parameter(field, kind) for field in fields)])  # type: ignore[attr-defined]
+
+
+def object_file(op: str, spec: Any, arch: str, folder: Path) -> Path:
+    """`folder/<key>.o`, compiled now unless it is there; `.cubin` and `.ptx` lie beside it.
+
+    The object appears last and in one step. Processes that want the same key wait for the first one.
+    """
+    use_arch(arch)
+    key = manifest.key(op, spec, arch, toolchain())
+    path = folder / f"{key}.o"
+    with manifest.locked(folder / f"{key}.lock"):
+        if path.exists():
+            os.utime(path)  # used: see prune() of tools/bundle.py
+            return path
+        compiled = build(op, spec, arch)
+        manifest.write_atomic(path.with_suffix(".cubin"), compiled.cubin)
+        manifest.write_atomic(path.with_suffix(".ptx"), compiled.ptx.encode())
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as scratch:
+            exported = Path(scratch) / "kernel.o"
+            compiled.export(exported, manifest.symbol(op, spec, key))
+            manifest.write_atomic(path, exported.read_bytes())
+    return path
+
+
+def load_object(path: Path, symbol: str) -> Callable[..., None]:
+    """The function of an object file of `object_file`; needs the DSL, no linker."""
+    from cutlass.cute.runtime import load_module
+
+    return getattr(load_module(str(path), enable_tvm_ffi=True), symbol)

@@ -1,0 +1,196 @@
+"""Artifact keys, spec <-> JSON, and the manifest of a bundle. Plain Python: the runtime reads bundles without a DSL.
+
+The key of an artifact is a hash of all that decides its code:
+
+    op, spec, arch   what is asked for
+    sources          the files of cute_kernels that can enter the trace of `op` (`source_hash`)
+    toolchain        DSL version, CUDA flavour of its compiler, and compiler settings from the environment
+
+A process that runs a bundle need not have the DSL: it takes `toolchain` from the bundle's manifest and computes the
+other parts itself. An entry therefore serves a request exactly if op, spec, arch and the installed sources are those
+it was compiled from. A DSL that happens to be installed at run time plays no part: compiled code does not call it, and
+the runtime library it needs lies in the bundle. What no key can tell, the loader and driver refuse: a bundle of another
+host platform (`Manifest.problem`), and a driver older than the CUDA flavour (CUDA 13 needs driver 580).
+"""
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import tempfile
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+SCHEMA = 1
+FILE = "manifest.json"
+PACKAGE = Path(__file__).resolve().parent
+HOST = f"{platform.system()}-{platform.machine()}".lower()
+
+
+def to_json(value: Any) -> Any:
+    """A spec (nested dataclasses, tuples, enums, scalars) as JSON values; every field, defaults too."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return to_json(value.value)
+    if isinstance(value, tuple):
+        return [to_json(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{type(value).__name__} has no place in a spec: {value!r}")
+
+
+def from_json(hint: Any, data: Any) -> Any:
+    """The value of type `hint` that `to_json` gave `data` for. Missing fields take their defaults.
+
+    TypeError or ValueError where `data` does not fit: unknown fields, a string for an int.
+    """
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if not isinstance(data, dict):
+            raise TypeError(f"{hint.__name__} wants an object, got {data!r}")
+        hints = get_type_hints(hint)
+        unknown = data.keys() - {f.name for f in dataclasses.fields(hint)}
+        if unknown:
+            raise TypeError(f"{hint.__name__} has no field {', '.join(sorted(unknown))}")
+        return hint(**{name: from_json(hints[name], item) for name, item in data.items()})
+    if get_origin(hint) in (Union, types.UnionType):
+        (inner,) = (arg for arg in get_args(hint) if arg is not type(None))  # only `T | None` is a spec field
+        return None if data is None else from_json(inner, data)
+    if get_origin(hint) is tuple:
+        args = get_args(hint)
+        kinds = args[:1] * len(data) if args[1:] == (...,) else args
+        return tuple(from_json(kind, item) for kind, item in zip(kinds, data, strict=True))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return hint(data)
+    if type(data) is not hint and not (hint is float and type(data) is int):
+        raise TypeError(f"wants {hint}, got {data!r}")
+    return data
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def canonical(value: Any) -> str:
+    """JSON with one spelling per value: sorted keys, no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def source_files(op: str, package: Path = PACKAGE) -> list[Path]:
+    """Files that can enter the trace of `op`: the shared ones and those of its operator family.
+
+    Another family's folder never does (tests/test_layering.py holds this).
+    """
+    family = op.split(".")[0]
+    folders = (package, package / "device", package / family)
+    return sorted([*folders[0].glob("*.py"), *(f for folder in folders[1:] for f in folder.rglob("*.py"))])
+
+
+@cache
+def source_hash(op: str, package: Path = PACKAGE) -> str:
+    """Hash of the names and contents of `source_files(op)`, once a process."""
+    sums = {f.relative_to(package).as_posix(): digest(f.read_bytes()) for f in source_files(op, package)}
+    return digest(canonical(sums).encode())
+
+
+def key(op: str, spec: Any, arch: str, toolchain: dict[str, Any]) -> str:
+    """The artifact key: 64 hex digits. `toolchain` is `build.toolchain()`, or what a manifest recorded."""
+    facts = {"op": op, "spec": to_json(spec), "arch": arch, "toolchain": toolchain, "sources": source_hash(op)}
+    return digest(canonical({"schema": SCHEMA, **facts}).encode())
+
+
+def label(op: str, spec: Any) -> str:
+    """How a kernel is called in lists, patterns and errors: `attention.sm90/bf16_d128_...`."""
+    return f"{op}/{spec.name}"
+
+
+def symbol(op: str, spec: Any, artifact_key: str) -> str:
+    """The C name of an artifact. It holds part of the key, so equal symbols mean equal code."""
+    return re.sub(r"\W", "_", f"{op}__{spec.name}") + f"__{artifact_key[:12]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a bundle (one folder, one architecture) holds. Written last, so its files are complete.
+
+    libraries: family -> {file, sha256}. runtime: {file, sha256} of the DSL's runtime library. kernels: one dict each
+    of op, spec, name, symbol, key, library (family), cubin {file, sha256}, object_sha256, and the facts of
+    tools/inspect.py, null where no disassembler was installed. File names are relative.
+    """
+
+    arch: str
+    toolchain: dict[str, Any]
+    libraries: dict[str, dict[str, str]]
+    runtime: dict[str, str]
+    kernels: list[dict[str, Any]]
+    host: str = HOST
+    schema: int = SCHEMA
+
+    def problem(self, arch: str) -> str | None:
+        """Why nothing of this bundle can run here for `arch`, or None."""
+        if self.arch != arch:
+            return f"is for {self.arch}"
+        if self.host != HOST:
+            return f"is for {self.host} hosts, this is {HOST}"
+        return None
+
+    def find(self, op: str, spec: Any) -> dict[str, Any] | None:
+        """The entry whose key equals that of (op, spec) under the installed sources, or None."""
+        wanted = key(op, spec, self.arch, self.toolchain)
+        return next((entry for entry in self.kernels if entry["key"] == wanted), None)
+
+    def refusal(self, op: str, spec: Any) -> str:
+        """Why `find` found nothing."""
+        wanted = to_json(spec)
+        if any(entry["op"] == op and entry["spec"] == wanted for entry in self.kernels):
+            return f"holds {label(op, spec)}, but compiled from other sources of cute_kernels: key does not match"
+        return f"does not hold {label(op, spec)} ({len(self.kernels)} kernels)"
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a bundle. FileNotFoundError where there is none, ValueError where it cannot be used."""
+    text = (folder / FILE).read_text()
+    try:
+        data = json.loads(text)
+        if data.get("schema") != SCHEMA:
+            raise ValueError(f"schema {data.get('schema')}, this version reads {SCHEMA}")
+        return Manifest(**data)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{folder / FILE}: {error}") from error
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Publish a bundle: to be called after all its files are in place."""
+    write_atomic(folder / FILE, (json.dumps(dataclasses.asdict(manifest), indent=1, sort_keys=True) + "\n").encode())
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` in one step; other processes see the old or the new file, whole."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock between processes (and threads) while the block runs. The kernel frees it at a crash."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
