@@ -1,0 +1,23 @@
+"""Rows, tokens and heads of a tile. Plain arithmetic: tested on ints, traced in kernels.
+
+A tile's rows are query tokens of one query head, or, packed, (token, query head of one KV head's group) with the head
+fastest: row = token * group + head. `fold` is the number of rows a token has: 1, or the group size when packed.
+"""
+
+
+def tile_rows(q_len, fold):
+    return q_len * fold
+
+
+def token_of(row, fold, pack):
+    """Query token of a row."""
+    return row // fold if pack else row
+
+
+def head_of(row, head, fold, pack):
+    """Query head of a row of the tile of `head` (a query head, or a KV head when packed)."""
+    return head * fold + row % fold if pack else head
+
+
+def kv_head_of(head, group, pack):
+    return head if pack else head // group

@@ -1,0 +1,68 @@
+"""Which keys a query token may see. Plain arithmetic on ints or traced values, but for `apply`.
+
+Tokens and keys are counted within a request; token i stands at position i + kv_len - q_len (bottom-right alignment).
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+
+@dataclass(frozen=True)
+class Lengths:
+    q_len: Int32
+    kv_len: Int32
+    window_left: Int32
+
+
+def visible(spec, token, n: Lengths):
+    """Half-open range of keys that `token` sees; empty where hi <= lo."""
+    position = token + n.kv_len - n.q_len
+    lo, hi = 0, n.kv_len
+    if spec.mask.causal:
+        hi = cutlass.min(hi, position + 1)
+    if spec.mask.window:
+        lo = cutlass.max(lo, position - n.window_left)
+    return lo, hi
+
+
+def kv_range(spec, first, last, n: Lengths):
+    """Half-open range of KV blocks that tokens first..last visit, (0, 0) or hi <= lo where they see no key."""
+    t = spec.tile.n
+    lo, hi = visible(spec, first, n)[0], visible(spec, last, n)[1]
+    return lo // t, (cutlass.max(hi, 0) + t - 1) // t
+
+
+def full_range(spec, first, last, n: Lengths):
+    """Half-open range of KV blocks in which every token of first..last sees every key (it may be empty, hi < lo)."""
+    t = spec.tile.n
+    lo, hi = visible(spec, last, n)[0], visible(spec, first, n)[1]
+    return (lo + t - 1) // t, cutlass.max(hi, 0) // t
+
+
+def segments(spec, block_lo, block_hi, full_lo, full_hi):
+    """[block_lo, block_hi) cut into (lo, hi, masked), from high blocks to low; only segments that may hold a block.
+
+    A caller loops over the tuple at trace time: the loop body is written once, and the copy for full blocks carries no
+    predicate. Without a causal mask only the last block can be cut on the right, and that one is the caller's first.
+    """
+    mid = cutlass.max(block_lo, cutlass.min(block_hi, full_hi))
+    left = cutlass.max(block_lo, cutlass.min(mid, full_lo))
+    cut = ((mid, block_hi, True), (left, mid, False), (block_lo, left, True))
+    return cut[0 if spec.mask.causal else 1 : 3 if spec.mask.window else 2]
+
+
+@cute.jit
+def apply(spec: cutlass.Constexpr, s: cute.Tensor, tokens: cute.Tensor, cols: cute.Tensor, base: Int32, n: Lengths):
+    """Write -inf into s (rows, cols), a block whose first key is `base`, where tokens[row] does not see base + cols[c]."""
+    for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
+        lo, hi = visible(spec, tokens[r], n)
+        lo, hi = lo - base - cols[0, 0][1], hi - base - cols[0, 0][1]
+        for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
+            col = cols[0, c][1] - cols[0, 0][1]  # static: the thread's own offset is folded into lo and hi
+            out = col >= hi
+            if const_expr(spec.mask.window):
+                out = out or col < lo
+            s[r, c] = -Float32.inf if out else s[r, c]

@@ -1,0 +1,1 @@
+"""Device leaves: know nothing of attention or top-k."""

@@ -1,0 +1,61 @@
+"""mbarrier pipelines addressed by one running counter.
+
+A pipe is `stages` full and `stages` empty barriers. Producer and consumers each count the items they have passed; item n
+lives in stage n % stages and its barriers complete in phase (n // stages) & 1, so a counter is all the state a role
+carries.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+
+@dataclass(frozen=True)
+class Pipe:
+    full: cute.Pointer  # `stages` mbarriers, then as many "empty" ones
+    stages: cutlass.Constexpr
+
+
+@cute.jit
+def make(smem, stages: cutlass.Constexpr, consumers: cutlass.Constexpr):
+    """Allocate and initialise: one producer arrival fills a stage, `consumers` arrivals free it. Fence and sync follow."""
+    p = Pipe(smem.allocate_array(Int64, 2 * stages), stages)
+    if cute.arch.warp_idx() == 0:
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(stages):
+                cute.arch.mbarrier_init(p.full + i, 1)
+                cute.arch.mbarrier_init(p.full + stages + i, consumers)
+    return p
+
+
+def slot(p: Pipe, n):
+    return n % p.stages
+
+
+def full(p: Pipe, n):
+    return p.full + slot(p, n)
+
+
+def wait_full(p: Pipe, n):
+    cute.arch.mbarrier_wait(p.full + slot(p, n), (n // p.stages) & 1)
+
+
+def wait_empty(p: Pipe, n):
+    cute.arch.mbarrier_wait(p.full + p.stages + slot(p, n), ((n // p.stages) & 1) ^ 1)
+
+
+@cute.jit
+def fill(p: Pipe, n: Int32, tx_bytes: Int32):
+    """Producer, one warp: wait until item n's stage is free, then announce its bytes."""
+    wait_empty(p, n)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full(p, n), tx_bytes)
+
+
+@cute.jit
+def release(p: Pipe, n: Int32):
+    """Consumer, one warp: it no longer reads item n."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(p.full + p.stages + slot(p, n))

@@ -1,0 +1,44 @@
+"""Warp collectives and conversions that the DSL lacks."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, const_expr
+
+
+@cute.jit
+def prefix_sum(x: Int32):
+    """Inclusive sum over lanes 0..lane."""
+    lane = cute.arch.lane_idx()
+    for i in cutlass.range_constexpr(5):
+        y = cute.arch.shuffle_sync_up(x, 1 << i)
+        if lane >= (1 << i):
+            x += y
+    return x
+
+
+@cute.jit
+def convert16(src: cute.Tensor, dst: cute.Tensor):
+    """fp32 registers to bf16 or fp16, two at a time (the vector conversion emits one at a time for some shapes)."""
+    name = "bf16x2" if const_expr(dst.element_type is BFloat16) else "f16x2"
+    words = cute.recast_tensor(dst, Int32)
+    for i in cutlass.range_constexpr(cute.size(words)):
+        words[i] = cute.arch.inline_ptx(
+            f"cvt.rn.{name}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+            write_only_types=[Int32],
+            read_only_args=[Float32(src[2 * i + 1]), Float32(src[2 * i])],
+        )
+
+
+@cute.jit
+def quad_transpose(w: cute.Tensor, at: cutlass.Constexpr):
+    """w[at:at+4] of the 4 lanes of a quad as a 4 x 4 matrix, transposed in place: two butterfly steps, 4 shuffles."""
+    lane = cute.arch.lane_idx()
+    for step in cutlass.range_constexpr(2):
+        bit = 1 << step
+        upper = (lane & bit) != 0
+        for i in cutlass.range_constexpr(4):
+            if const_expr(i & bit == 0):
+                lo, hi = w[at + i], w[at + i + bit]
+                got = cute.arch.shuffle_sync_bfly(lo if upper else hi, bit)
+                w[at + i] = got if upper else lo
+                w[at + i + bit] = hi if upper else got

@@ -1,0 +1,56 @@
+"""Warpgroup MMA: operands, issue, and register views of accumulators."""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hh
+from cutlass import Float32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.utils import LayoutEnum
+
+
+def smem_layout(shape, stages, dtype):
+    """(rows, cols, stages) row-major tile under the widest swizzle that cols allows."""
+    kind = hh.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, shape[1])
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    return cute.tile_to_shape(atom, (*shape, stages), order=(0, 1, 2))
+
+
+def mma_ss(dtype, warpgroups, n):
+    """C(m, n) += A(m, k) B(n, k): both K-major in shared memory."""
+    k = OperandMajorMode.K
+    return hh.make_trivial_tiled_mma(dtype, dtype, k, k, Float32, (warpgroups, 1, 1), (64, n))
+
+
+def mma_rs(dtype, warpgroups, n):
+    """C(m, n) += A(m, k) B(n, k): A in registers, B stored (k, n) row-major."""
+    k, mn, src = OperandMajorMode.K, OperandMajorMode.MN, warpgroup.OperandSource.RMEM
+    return hh.make_trivial_tiled_mma(dtype, dtype, k, mn, Float32, (warpgroups, 1, 1), (64, n), src)
+
+
+@cute.jit
+def issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: cutlass.Constexpr):
+    """acc (+)= a b over all of K, committed as one group and not waited for."""
+    atom = cute.make_mma_atom(mma.op)  # a local atom: setting a field of a struct member in a loop breaks dominance
+    atom.set(warpgroup.Field.ACCUMULATE, not zero)
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(cute.size(a.shape[2])):
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+def rows_cols(acc):
+    """((2, 2, V), M, N) accumulator as a (rows, cols) view."""
+    s, d = acc.layout.shape, acc.layout.stride
+    shape = ((s[0][1], s[1]), (s[0][0], s[0][2], s[2]))
+    stride = ((d[0][1], d[1]), (d[0][0], d[0][2], d[2]))
+    return cute.make_tensor(acc.iterator, cute.make_layout(shape, stride=stride))
+
+
+def as_operand_a(acc):
+    """((2, 2, V), M, N) accumulator as the ((2, 2, 2), M, (V/2, N)) fragment of a 16-bit A operand."""
+    lay = cute.logical_divide(acc.layout, ((None, None, 2), None, None))
+    s, d = lay.shape, lay.stride
+    shape = ((s[0][0], s[0][1], s[0][2][0]), s[1], (s[0][2][1], s[2]))
+    stride = ((d[0][0], d[0][1], d[0][2][0]), d[1], (d[0][2][1], d[2]))
+    return cute.make_tensor(acc.iterator, cute.make_layout(shape, stride=stride))
