@@ -1,0 +1,205 @@
+"""Attention cases and their inputs, shared by tests and bench."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from wrappers import checks, fp4, reference
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+TOLERANCE = {"bf16": 1e-2, "fp16": 1e-3}  # 16-bit in and out, N(0, 1) data, against fp32; rtol = atol
+SOFT_CAP_TOLERANCE = 1e-2
+LSE_TOLERANCE = 1e-3
+PAGE_SIZES = (8, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One call of trtllm_batch_context_with_kv_cache. kv_dtype "": the query's; "nvfp4": packed.
+
+    cache: "tuple" of K and V, "stacked" (pages, 2, ...), or "shared" (pages, 1, ...). strided_q: the query is a slice
+    of a wider tensor. spare_pages: pages of the pool that no request owns.
+    """
+
+    name: str
+    dtype: str = "bf16"
+    q_lens: tuple[int, ...] = (8,)
+    kv_lens: tuple[int, ...] = (8,)
+    heads_q: int = 4
+    heads_kv: int = 2
+    head_dim_qk: int = 64
+    head_dim_vo: int = 64
+    page_size: int = 16
+    layout: str = "HND"
+    causal: bool = True
+    window_left: int = -1
+    soft_cap: float = 0.0
+    sink: bool = False
+    lse: bool = True
+    kv_dtype: str = ""
+    cache: str = "tuple"
+    separate_tables: bool = False
+    strided_q: bool = False
+    spare_pages: int = 3
+
+    @property
+    def batch(self) -> int:
+        return len(self.q_lens)
+
+    @property
+    def tolerance(self) -> float:
+        """rtol = atol of the output."""
+        return SOFT_CAP_TOLERANCE if self.soft_cap else TOLERANCE[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        """2 multiply-adds of every kept (query, key) pair, causal and window counted exactly."""
+        pairs = 0
+        for m, n in zip(self.q_lens, self.kv_lens, strict=True):
+            for p in range(n - m, n):
+                last = min(n, p + 1) if self.causal else n
+                pairs += max(0, last - (max(0, p - self.window_left) if self.window_left >= 0 else 0))
+        return 2 * pairs * self.heads_q * (self.head_dim_qk + self.head_dim_vo)
+
+
+def _headline(mask: str, batch: int, length: int, heads: tuple[int, int], dim: int, page_size: int) -> AttentionCase:
+    name = f"prefill-bf16-{mask}-b{batch}-s{length}-h{heads[0]}x{heads[1]}-d{dim}-p{page_size}"
+    lens = (length,) * batch
+    return AttentionCase(
+        name, "bf16", lens, lens, *heads, dim, dim, page_size, causal=mask == "causal", lse=False, spare_pages=8
+    )
+
+
+PREFILL_BF16 = {
+    case.name: case
+    for case in (
+        _headline("causal", 2, 8192, (32, 8), 128, 64),
+        _headline("causal", 2, 8192, (32, 8), 128, 16),
+        _headline("full", 2, 8192, (32, 8), 128, 64),
+        _headline("causal", 4, 4096, (32, 8), 128, 64),
+        _headline("causal", 1, 16384, (64, 8), 128, 64),
+        _headline("causal", 16, 1024, (32, 8), 128, 64),
+        _headline("causal", 2, 8192, (64, 8), 64, 64),
+    )
+}
+
+_BASE = AttentionCase("", q_lens=(5, 37), kv_lens=(19, 37), sink=True)
+EDGE = {
+    case.name: case
+    for case in (
+        replace(_BASE, name="plain"),
+        replace(_BASE, name="odd", q_lens=(1, 3, 129, 65), kv_lens=(1, 67, 131, 257)),
+        replace(_BASE, name="q-len-0", q_lens=(0, 7, 0, 2, 0), kv_lens=(5, 9, 0, 40, 17)),
+        replace(_BASE, name="kv-len-0", q_lens=(3, 4, 2), kv_lens=(9, 0, 5)),
+        replace(_BASE, name="kv-len-0-no-sink", q_lens=(3, 4, 2), kv_lens=(9, 0, 5), sink=False),
+        replace(_BASE, name="kv-below-q", q_lens=(9, 150, 2), kv_lens=(4, 20, 33), sink=False),
+        replace(_BASE, name="one-token", q_lens=(1, 1, 60, 1), kv_lens=(300, 1, 77, 129)),
+        *(replace(_BASE, name=f"group-{g}", heads_q=2 * g, heads_kv=2) for g in (1, 3, 4, 5, 7, 8)),
+        *(replace(_BASE, name=f"page-{p}", page_size=p, q_lens=(9, 2), kv_lens=(300, 17)) for p in PAGE_SIZES),
+        replace(_BASE, name="strided-q", strided_q=True),
+        replace(_BASE, name="nhd", layout="NHD"),
+        replace(_BASE, name="stacked", cache="stacked"),
+        replace(_BASE, name="stacked-nhd", cache="stacked", layout="NHD"),
+        replace(_BASE, name="shared", cache="shared"),
+        replace(_BASE, name="shared-nhd", cache="shared", layout="NHD"),
+        replace(_BASE, name="separate-tables", separate_tables=True),
+        replace(_BASE, name="full", causal=False),
+        replace(_BASE, name="window", window_left=6, kv_lens=(40, 90)),
+        replace(_BASE, name="window-0", window_left=0),
+        replace(_BASE, name="full-window", causal=False, window_left=11, kv_lens=(40, 90)),
+        replace(_BASE, name="soft-cap", soft_cap=5.0),
+        replace(_BASE, name="fp16", dtype="fp16"),
+        replace(_BASE, name="d192x128", head_dim_qk=192, head_dim_vo=128),
+    )
+}
+
+
+def _cache(case: AttentionCase, device: torch.device, gen: torch.Generator, dim: int, tables: list[torch.Tensor]):
+    """A pool (pages, Hkv, P, dim), N(0, 1) where a request's tokens are and NaN in page tails and unused pages."""
+    size, dtype = case.page_size, DTYPES.get(case.kv_dtype or case.dtype, torch.float32)
+    pages = sum(-(-n // size) for n in case.kv_lens) + case.spare_pages
+    wide = torch.float32 if dtype.itemsize == 1 else dtype
+    pool = torch.full((pages, case.heads_kv, size, dim), float("nan"), dtype=wide, device=device)
+    for ids, n in zip(tables, case.kv_lens, strict=True):
+        tokens = torch.full((len(ids) * size, case.heads_kv, dim), float("nan"), dtype=wide, device=device)
+        tokens[:n] = torch.randn(n, case.heads_kv, dim, generator=gen, device=device).to(wide)
+        pool[ids.to(device)] = tokens.view(len(ids), size, case.heads_kv, dim).transpose(1, 2)
+    return pool.to(dtype)
+
+
+def _page_lists(case: AttentionCase, seed: int) -> list[torch.Tensor]:
+    """Shuffled page ids of each request, on the CPU."""
+    counts = [-(-n // case.page_size) for n in case.kv_lens]
+    order = torch.randperm(sum(counts) + case.spare_pages, generator=torch.Generator().manual_seed(seed))
+    return list(order[: sum(counts)].split(counts)) if counts else []
+
+
+def _table(case: AttentionCase, lists: list[torch.Tensor]) -> torch.Tensor:
+    """(B, M) int32; entries past a request's last page are an id far outside the pool."""
+    width = max([1, *(len(ids) for ids in lists)]) + 1
+    table = torch.full((case.batch, width), 1 << 30, dtype=torch.int32)
+    for row, ids in zip(table, lists, strict=True):
+        row[: len(ids)] = ids
+    return table
+
+
+def _laid_out(case: AttentionCase, k: torch.Tensor, v: torch.Tensor) -> Any:
+    """K and V pools in the case's layout and form."""
+    if case.layout == "NHD":
+        k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+    if case.cache == "stacked":
+        return torch.stack([k, v], dim=1)
+    return k.unsqueeze(1) if case.cache == "shared" else (k, v)
+
+
+def make_inputs(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> dict[str, Any]:
+    """Keyword arguments of the public function: pages shuffled, all unused memory and the outputs NaN."""
+    device = torch.device(device)
+    gen = torch.Generator(device).manual_seed(seed)
+    tokens, dtype = sum(case.q_lens), DTYPES[case.dtype]
+    wide_heads = case.heads_q * (2 if case.strided_q else 1)
+    query = torch.randn(tokens, wide_heads, case.head_dim_qk, generator=gen, device=device).to(dtype)
+    lists = _page_lists(case, seed)
+    v_lists = _page_lists(case, seed + 1) if case.separate_tables else lists
+    k = _cache(case, device, gen, case.head_dim_qk, lists)
+    v = k if case.cache == "shared" else _cache(case, device, gen, case.head_dim_vo, v_lists)
+    table = _table(case, lists)
+    inputs: dict[str, Any] = {}
+    if case.kv_dtype == "nvfp4":
+        (k, k_scales), (v, v_scales) = (fp4.nvfp4_quantize(t) for t in (k, v))
+        inputs["kv_block_scales"] = _laid_out(case, k_scales, v_scales)
+    offsets = torch.tensor([0, *case.q_lens]).cumsum(0).to(torch.int32)
+    kv_offsets = torch.tensor([0, *case.kv_lens]).cumsum(0).to(torch.int32)
+    poison = float("nan")
+    inputs |= {
+        "query": query[:, : case.heads_q],
+        "kv_cache": _laid_out(case, k, v),
+        "workspace_buffer": torch.zeros(1, dtype=torch.uint8, device=device),
+        "block_tables": (torch.stack([table, _table(case, v_lists)], 1) if case.separate_tables else table).to(device),
+        "seq_lens": torch.tensor(case.kv_lens, dtype=torch.int32, device=device),
+        "max_q_len": max([0, *case.q_lens]),
+        "max_kv_len": max([0, *case.kv_lens]),
+        "bmm1_scale": case.head_dim_qk**-0.5,
+        "bmm2_scale": 1.0,
+        "batch_size": case.batch,
+        "cum_seq_lens_q": offsets.to(device),
+        "cum_seq_lens_kv": kv_offsets.to(device),
+        "window_left": case.window_left,
+        "kv_layout": case.layout,
+        "sinks": torch.randn(case.heads_q, generator=gen, device=device) if case.sink else None,
+        "uses_shared_paged_kv_idx": not case.separate_tables,
+        "causal": case.causal,
+        "lse": torch.full((tokens, case.heads_q), poison, device=device) if case.lse else None,
+        "return_lse": case.lse,
+        "logits_soft_cap": case.soft_cap or None,
+    }
+    if case.dtype != "fp8":  # an fp8 query has several output types: the caller chooses
+        shape = (tokens, case.heads_q, case.head_dim_vo)
+        inputs["out"] = torch.full(shape, poison, dtype=dtype, device=device)
+    return inputs
+
+
+def reference_of(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o (T, Hq, Dvo), lse (T, Hq)) in fp32 of keyword arguments for the public function; writes nothing."""
+    return reference.paged_attention(checks.validate(checks.Call(**inputs)).problem)

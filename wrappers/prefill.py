@@ -1,0 +1,297 @@
+"""Prefill attention over a paged KV cache: public signatures -> reference (CPU) or compiled kernel (CUDA).
+
+Host time: a call whose signature (dtypes, shapes but the token count, flags) was seen before is one dict lookup, the
+views it cannot avoid and the compiled call, which itself checks dtype, device, alignment and strides. Everything else,
+detailed messages too, is `checks`. Nothing here synchronises or reads device values.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.attention import dispatch
+from cute_kernels.attention.dispatch import PACK_ROWS
+from cute_kernels.attention.spec import AttentionSpec
+
+from . import checks, fp4, ops, reference
+from .checks import Call, Checked
+from .fp4 import FP4Tensor
+from .reference import LOG2E
+
+NO_WINDOW = 1 << 30  # window_left of a call without a window, where the kernel has one
+MAX_PLANS = 4096  # the cache is emptied at this size: a caller may vary shapes for ever
+INF = float("inf")
+AS_IS, SWAPPED, STACKED_HND, STACKED_NHD = range(4)  # how caches become (pages, Hkv, P, D): 2 * stacked + NHD
+_FOUR_NONE = (None,) * 4
+_Tensor = torch.Tensor  # module globals: an attribute look-up saved is 20 ns
+_is_compiling = torch.compiler.is_compiling
+_empty, _empty_like = torch.empty, torch.empty_like
+
+
+class Plan(NamedTuple):
+    """What a signature decides. The tensors are empty and stand for absent arguments."""
+
+    fn: Callable[..., Any]  # the compiled kernel
+    dim_vo: int
+    dtype: torch.dtype  # of the output
+    device: torch.device
+    like_query: bool  # empty_like(query) is the output
+    layout: int
+    int32_lens: bool
+    tile_rows: int  # query rows of a tile
+    row_factor: int  # rows of a token: the GQA group where it is packed into rows
+    tile_heads: int
+    sms: int
+    no_lse: torch.Tensor  # (0, Hq) fp32
+    no_sink: torch.Tensor  # (0,) fp32
+    no_scale: torch.Tensor  # (0,) fp32
+
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+def trtllm_batch_context_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    workspace_buffer: torch.Tensor | None,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: float | torch.Tensor,
+    bmm2_scale: float | torch.Tensor,
+    batch_size: int,
+    cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor | None,
+    window_left: int = -1,
+    out: torch.Tensor | FP4Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_block_scales: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    uses_shared_paged_kv_idx: bool = True,
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    causal: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
+    logits_soft_cap: float | None = None,
+) -> Any:
+    """Attention of ragged queries over a paged KV cache that already holds the queries' own tokens.
+
+    Args, upstream's order (FlashInfer):
+        query: (T, Hq, D) fp16, bf16 or e4m3, any token and head stride; request r owns rows cum_seq_lens_q[r:r + 2].
+        kv_cache: (k, v), each (pages, Hkv, P, D) "HND" or (pages, P, Hkv, D) "NHD"; or one (pages, 2, ...) or
+            (pages, 1, ...) (K and V share storage). The query's dtype, e4m3, or uint8: packed NVFP4, last dim D / 2.
+        block_tables: int32 (B, M), or (B, 2, M) (K, V) with uses_shared_paged_kv_idx=False; entries past a request's
+            last page are not read.
+        seq_lens: int32 or uint32 (B,), KV length with this step's tokens. cum_seq_lens_q: int32 (B + 1,).
+        max_q_len: bound of query lengths; steers the schedule, never the result.
+        bmm1_scale, bmm2_scale: factor on the logits (natural units, nothing implicit) and on the output; a float or
+            a one-element fp32 tensor on the query's device, read by the kernel.
+        window_left: key j is kept where j >= position - window_left; negative is off. With or without causal.
+        out, out_dtype: result tensor or its dtype (query's, fp16, bf16, "nvfp4"); o_sf_scale is NVFP4's forward scale.
+        sinks: fp32 (Hq,), joins each head's softmax denominator, natural-log units, unscaled.
+        kv_block_scales, kv_cache_sf: e4m3 (pages, Hkv, P, D / 16) in kv_layout, tuple or stacked, linear for K and V
+            (`fp4.deinterleave_v_scales` converts the other order).
+        lse: fp32 (T, Hq), filled with log2 of the softmax denominator, sink included. logits_soft_cap: c * tanh(s / c).
+        causal: position of query row i is i + kv_len - q_len; keys up to it are kept.
+
+    Hints without effect on the result: workspace_buffer, cum_seq_lens_kv, max_kv_len, multi_ctas_kv_counter_buffer,
+    enable_pdl (None: on where the device has it).
+
+    Returns out (new where None was given), or (out, lse) where return_lse. A row without keys gives 0 and -inf (or
+    sink * log2 e). Rows of no request are undefined. CPU tensors run the fp32 reference.
+
+    Raises before any launch: ValueError rank, shape, stride, alignment, device; TypeError dtype; NotImplementedError
+    what no kernel does; an unknown kv_layout is a KeyError and a ValueError.
+    """
+    if _is_compiling():
+        return ops.trace(Call.of(locals()))
+    try:
+        k, v = (kv_cache, kv_cache) if isinstance(kv_cache, _Tensor) else kv_cache
+        tokens, heads, dim = query.shape
+        cap = logits_soft_cap or 0.0
+        rare = skip_softmax_threshold_scale_factor or use_fp16_softmax or uses_spcompress or (
+            o_sf_scale, o_sf_vec_size, kv_block_scales, kv_cache_sf) != _FOUR_NONE  # fmt: skip
+        key = (
+            query.get_device(), query.dtype, heads, dim, query.is_contiguous(), k.dtype, k.shape, v.shape, kv_layout,
+            block_tables.shape, uses_shared_paged_kv_idx, seq_lens.dtype, seq_lens.shape, cum_seq_lens_q.shape,
+            batch_size, type(bmm1_scale), type(bmm2_scale), out_dtype, None if out is None else out.dtype, causal,
+            None if sinks is None else sinks.shape, window_left >= 0, cap > 0, 0 <= cap < INF, True if rare else False,
+            (max_q_len if max_q_len < tokens else tokens) <= PACK_ROWS,
+        )  # fmt: skip
+        plan = _plans.get(key)
+    except (AttributeError, TypeError, ValueError):
+        checks.validate(Call.of(locals()))
+        raise
+    if plan is None:
+        checked = checks.validate(Call.of(locals()))
+        machine = _machine(checked.problem.q.device)
+        if machine is None:
+            return run_reference(checked)
+        stacked, nhd = isinstance(kv_cache, _Tensor), kv_layout == "NHD"
+        plan = _add_plan(key, checked, machine, 2 * stacked + nhd)
+    try:
+        shape = (tokens, heads, plan.dim_vo)
+        o: Any = out
+        if o is None:
+            o = _empty_like(query) if plan.like_query else _empty(shape, dtype=plan.dtype, device=plan.device)
+        elif o.shape != shape:
+            raise ValueError("out")
+        log: Any = lse
+        if log is None:
+            log = _empty((tokens, heads), dtype=torch.float32, device=plan.device) if return_lse else plan.no_lse
+        elif log.shape != (tokens, heads):
+            raise ValueError("lse")
+        if plan.layout:
+            k, v = _logical(k, v, plan.layout)
+        table = block_tables
+        if uses_shared_paged_kv_idx:
+            table = table.as_strided((batch_size, 2, table.shape[1]), (table.stride(0), 0, table.stride(1)))
+        scale, scale_log2 = _factor(bmm1_scale, LOG2E, plan)
+        out_scale, out_factor = _factor(bmm2_scale, 1.0, plan)
+        tiles = plan.tile_heads * (tokens * plan.row_factor // plan.tile_rows + batch_size)
+        if tokens and heads and batch_size:
+            plan.fn(
+                query, k, v, o, log, cum_seq_lens_q, seq_lens if plan.int32_lens else seq_lens.view(torch.int32),
+                table, plan.no_sink if sinks is None else sinks, scale, out_scale, scale_log2, out_factor, cap,
+                window_left if 0 <= window_left < NO_WINDOW else NO_WINDOW, tiles if tiles < plan.sms else plan.sms,
+                1 if enable_pdl is None or enable_pdl else 0,
+            )  # fmt: skip
+    except Exception:
+        checks.kernel_request(checks.validate(Call.of(locals())))  # says which argument the compiled code refused
+        raise
+    return (o, log) if return_lse else o
+
+
+def _logical(k: torch.Tensor, v: torch.Tensor, layout: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as (pages, Hkv, P, D) views, one torch operation each."""
+    if layout == SWAPPED:
+        return k.transpose(1, 2), v.transpose(1, 2)
+    pages, both, a, b, dim = k.shape
+    s_page, s_v, s_a, s_b, s_dim = k.stride()
+    size, stride = (pages, a, b, dim), (s_page, s_a, s_b, s_dim)
+    if layout == STACKED_NHD:
+        size, stride = (pages, b, a, dim), (s_page, s_b, s_a, s_dim)
+    return k.as_strided(size, stride), k.as_strided(size, stride, k.storage_offset() + (both - 1) * s_v)
+
+
+def _factor(value: float | torch.Tensor, unit: float, plan: Plan) -> tuple[torch.Tensor, float]:
+    """(device factor or empty, host factor) of a scale."""
+    if isinstance(value, _Tensor):
+        return value.reshape(1), unit
+    return plan.no_scale, value * unit
+
+
+def _machine(device: torch.device) -> tuple[str, int] | None:
+    """(architecture, SM count) of a device that compiled kernels serve, None for the reference."""
+    if device.type != "cuda":
+        return None
+    from . import runtime
+
+    return runtime.arch_of(device), torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _kernel(op: str, spec: AttentionSpec, arch: str) -> Callable[..., Any]:
+    from . import runtime
+
+    return runtime.kernel(op, spec, arch)
+
+
+def _add_plan(key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layout: int) -> Plan:
+    """The plan of a valid call, entered under its key; NotImplementedError where no kernel serves it."""
+    p, (arch, sms) = c.problem, machine
+    op, spec = dispatch.select(checks.kernel_request(c), arch)
+    fn = _kernel(op, spec, arch)
+    device, heads, dim_vo = p.q.device, p.q.shape[1], p.v.shape[3]
+    if device.type == "cuda" and torch.cuda.device_count() > 1:
+        fn = _on_device(fn, device)
+    group = heads // p.k.shape[1] if spec.pack_gqa else 1
+    assert isinstance(c.out_dtype, torch.dtype)
+    plan = Plan(
+        fn=fn,
+        dim_vo=dim_vo,
+        dtype=c.out_dtype,
+        device=device,
+        like_query=p.q.is_contiguous() and dim_vo == p.q.shape[2] and c.out_dtype == p.q.dtype,
+        layout=layout,
+        int32_lens=p.kv_lens.dtype == torch.int32,
+        tile_rows=spec.tile.m,
+        row_factor=group,
+        tile_heads=heads // group,
+        sms=sms,
+        no_lse=torch.empty(0, heads, dtype=torch.float32, device=device),
+        no_sink=torch.empty(0, dtype=torch.float32, device=device),
+        no_scale=torch.empty(0, dtype=torch.float32, device=device),
+    )
+    if len(_plans) >= MAX_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+def _on_device(fn: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """fn, launched with `device` current; only where a process sees several."""
+
+    def call(*args: Any) -> None:
+        with torch.cuda.device(device):
+            fn(*args)
+
+    return call
+
+
+def run_reference(c: Checked) -> Any:
+    """The checked call in fp32 torch on its own device, written to out and lse; what the public function returns."""
+    o, lse = reference.paged_attention(c.problem)
+    out = c.out
+    if isinstance(out, FP4Tensor):
+        out = FP4Tensor(out.data, out.scale, out.scale_start_index, tuple(o.shape))
+    elif out is None and c.out_dtype == "nvfp4":
+        out = fp4.empty(tuple(o.shape), o.device)
+    elif out is None:
+        assert isinstance(c.out_dtype, torch.dtype)
+        out = torch.empty(o.shape, dtype=c.out_dtype, device=o.device)
+    reference.store(o, out, c.o_sf_scale)
+    if c.lse is not None:
+        c.lse.copy_(lse)
+        lse = c.lse
+    return (out, lse) if c.return_lse else out
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What serves a call: `runs` (None: nothing), and for each kernel that does not, why."""
+
+    runs: str | None
+    refused: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        lines = [f"runs: {self.runs or 'nothing'}", *(f"refused: {name}: {why}" for name, why in self.refused)]
+        return "\n".join(lines)
+
+
+def explain(*args: Any, **kwargs: Any) -> Explanation:
+    """Which kernel would serve the public function called with these arguments; raises as it does on bad ones."""
+    bound = inspect.signature(trtllm_batch_context_with_kv_cache).bind(*args, **kwargs)
+    bound.apply_defaults()
+    checked = checks.validate(Call.of(bound.arguments))
+    device = checked.problem.q.device
+    machine = _machine(device)
+    if machine is None:
+        return Explanation("reference (torch, fp32)", tuple((op, f"device {device}") for op in dispatch.KERNELS))
+    try:
+        rows = dispatch.explain(checks.kernel_request(checked), machine[0])
+    except NotImplementedError as error:
+        return Explanation(None, tuple((op, str(error)) for op in dispatch.KERNELS))
+    runs = next((f"{op} {spec.name}" for op, spec, reason in rows if reason is None), None)
+    return Explanation(runs, tuple((op, reason) for op, _, reason in rows if reason is not None))

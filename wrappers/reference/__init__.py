@@ -1,0 +1,6 @@
+"""Every public function in plain torch, fp32 inside: the backend where there is no kernel, and the tests' oracle."""
+
+from .dense import LOG2E, attention
+from .paged import PagedProblem, gather, paged_attention, store
+
+__all__ = ["LOG2E", "PagedProblem", "attention", "gather", "paged_attention", "store"]

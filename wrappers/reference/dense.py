@@ -1,0 +1,94 @@
+"""Attention of one request in plain torch, fp32 inside, on CPU or GPU: the core of every reference.
+
+Logits are formed a block of query rows of one KV head at a time, so memory is bounded by `BLOCK` elements a matrix.
+On a GPU the caller keeps `torch.backends.cuda.matmul.allow_tf32` off (torch's default).
+"""
+
+import math
+
+import torch
+
+LOG2E = math.log2(math.e)
+BLOCK = 1 << 24  # fp32 elements of one logits block: 64 MiB, a few of which are alive at a time
+INF = float("inf")
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | torch.Tensor,
+    causal: bool = True,
+    window_left: int = -1,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of one request: o (m, Hq, Dvo) fp32, not scaled; lse (m, Hq) fp32, base 2, sink included.
+
+    q (m, Hq, Dqk), k (n, Hkv, Dqk), v (n, Hkv, Dvo), any floating dtype; query head h reads KV head h // (Hq / Hkv).
+    Query row i stands at position p = i + n - m (bottom-right). Key j is kept where j <= p (causal) and
+    j >= p - window_left (window_left >= 0). Logits s = scale * q.k, then soft_cap * tanh(s / soft_cap) where
+    soft_cap > 0. sinks (Hq,) fp32 in natural-log units join the denominator only, unscaled. A row with no kept key
+    gives o = 0 and lse = -inf (or sink * log2 e). Values of keys that are not kept never matter, NaN included.
+    """
+    m, heads, _ = q.shape
+    n, kv_heads, dim_vo = v.shape
+    group = heads // kv_heads
+    o = torch.zeros(m, heads, dim_vo, dtype=torch.float32, device=q.device)
+    lse = torch.full((m, heads), -INF, dtype=torch.float32, device=q.device)
+    rows = max(1, BLOCK // max(1, n * group))
+    for head in range(kv_heads):
+        mine = slice(head * group, (head + 1) * group)
+        keys, values = k[:, head].float(), v[:, head].float()
+        sink = None if sinks is None else sinks[mine].float()
+        for begin in range(0, m, rows):
+            block = slice(begin, min(begin + rows, m))
+            positions = torch.arange(block.start, block.stop, device=q.device) + (n - m)
+            span = _span(int(block.start) + n - m, int(block.stop) + n - m, n, causal, window_left)
+            logits = q[block, mine].float() @ keys[span].T * scale  # (rows, group, keys)
+            if soft_cap > 0:
+                logits = soft_cap * torch.tanh(logits / soft_cap)
+            keep = _keep(positions, torch.arange(span.start, span.stop, device=q.device), causal, window_left)
+            o[block, mine], lse[block, mine] = _softmax_values(logits, keep[:, None, :], values[span], sink)
+    return o, lse
+
+
+def _span(first: int, end: int, n: int, causal: bool, window_left: int) -> slice:
+    """Keys that any of the positions first..end-1 may keep."""
+    stop = max(0, min(n, end)) if causal else n
+    start = max(0, first - window_left) if window_left >= 0 else 0
+    return slice(min(start, stop), stop)
+
+
+def _keep(positions: torch.Tensor, keys: torch.Tensor, causal: bool, window_left: int) -> torch.Tensor:
+    """(rows, keys) bool."""
+    keep = torch.ones(len(positions), len(keys), dtype=torch.bool, device=positions.device)
+    if causal:
+        keep &= keys[None, :] <= positions[:, None]
+    if window_left >= 0:
+        keep &= keys[None, :] >= positions[:, None] - window_left
+    return keep
+
+
+def _softmax_values(
+    logits: torch.Tensor, keep: torch.Tensor, values: torch.Tensor, sink: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits (rows, group, keys), keep (rows, 1, keys), values (keys, D), sink (group,) -> o, lse of the block."""
+    logits = logits.masked_fill(~keep, -INF)
+    if sink is not None:  # an extra key without a value
+        logits = torch.cat([logits, sink[None, :, None].expand(len(logits), -1, 1)], dim=-1)
+        keep = torch.nn.functional.pad(keep, (0, 1))
+        values = torch.nn.functional.pad(values, (0, 0, 0, 1))
+    if logits.shape[-1] == 0:
+        return logits.new_zeros(*logits.shape[:2], values.shape[-1]), logits.new_full(logits.shape[:2], -INF)
+    top = logits.amax(-1, keepdim=True)
+    p = torch.exp(logits - top.masked_fill(top == -INF, 0.0))
+    total = p.sum(-1, keepdim=True)
+    o = p @ values.nan_to_num(0.0, 0.0, 0.0) / total.masked_fill(total == 0, 1.0)
+    if not values.isfinite().all():  # 0 * inf and 0 * NaN of keys that are not kept must not reach o
+        for bad in (INF, -INF, float("nan")):
+            found = values.isnan() if math.isnan(bad) else values == bad
+            o = o + torch.where((keep.float() @ found.float()) > 0, bad, 0.0)
+    lse = (top + total.log()).squeeze(-1) * LOG2E
+    return o, lse
