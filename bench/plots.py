@@ -1,0 +1,142 @@
+"""PNG plots from the rows of bench/results: roofline, share of the matmul rate, TFLOP/s against sequence length."""
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from .results import FOLDER, Row, newest
+
+# Okabe-Ito colours, told apart by any colour vision; the marker says the same once more.
+STYLE = {
+    "ours": ("#D55E00", "o"),
+    "cudnn": ("#0072B2", "s"),
+    "flash-attn-4": ("#009E73", "^"),
+    "flashinfer": ("#CC79A7", "D"),
+}
+SWEEP = re.compile(r"sweep-bf16-(causal|full)-b\d+-s(\d+)-")
+
+
+def figure(columns: int = 1, height: float = 4.2) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    fig, axes = pyplot.subplots(1, columns, figsize=(5.2 * columns + 1.5, height), layout="constrained", squeeze=False)
+    for axis in axes[0]:
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    return fig, axes[0]
+
+
+def save(fig: Any, path: Path) -> Path:
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, dpi=130)
+    pyplot.close(fig)
+    return path
+
+
+def matmul_rate(rows: Iterable[Row]) -> float | None:
+    """TFLOP/s of the floor: the matmul of the same run."""
+    rates = [r.tflops for r in rows if r.provider == "floor" and r.tflops]
+    return rates[-1] if rates else None
+
+
+def copy_rate(rows: Iterable[Row]) -> float | None:
+    """GB/s of the newest copy measured."""
+    rates = sorted((r.date, r.gbps) for r in rows if r.case == "ceiling-copy" and r.gbps)
+    return rates[-1][1] if rates else None
+
+
+def short(case: str) -> str:
+    """'prefill-bf16-causal-b2-s8192-h32x8-d128-p64' -> 'causal b2 s8192 h32x8 d128 p64'."""
+    return " ".join(case.split("-")[2:])
+
+
+def share(rows: list[Row], gpu: str, folder: Path) -> Path | None:
+    """Bars: share of the matmul rate of the same run, a group a headline case."""
+    rows = newest(rows, "prefill-")
+    names = list(dict.fromkeys(r.case for r in rows))
+    floor = {r.case: r.tflops for r in rows if r.provider == "floor"}
+    providers = [p for p in STYLE if any(r.provider == p for r in rows)]
+    if not names:
+        return None
+    fig, (axis,) = figure(height=1.2 + 0.62 * len(names))
+    width = 0.8 / len(providers)
+    for i, provider in enumerate(providers):
+        for r in (r for r in rows if r.provider == provider and r.tflops and floor.get(r.case)):
+            y = names.index(r.case) + (i - (len(providers) - 1) / 2) * width
+            value = 100 * r.tflops / floor[r.case]  # type: ignore[operator]
+            axis.barh(y, value, width * 0.92, color=STYLE[provider][0])
+            axis.text(value + 0.5, y, f"{r.tflops:.0f}", va="center", fontsize=7)
+        axis.barh(0, 0, color=STYLE[provider][0], label=provider)
+    axis.set_yticks(range(len(names)), [short(n) for n in names], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 105)
+    axis.set_xlabel("% of the bf16 matmul rate of the same run (figures at the bars: TFLOP/s)")
+    axis.set_title(f"Prefill attention, {gpu}; ours reads pages, the others contiguous K and V", fontsize=9)
+    fig.legend(loc="outside lower center", ncols=len(providers), fontsize=8, frameon=False)
+    return save(fig, folder / f"{gpu}-prefill-share.png")
+
+
+def roofline(rows: list[Row], gpu: str, folder: Path) -> Path | None:
+    """TFLOP/s over operations per byte that must move, under the two measured ceilings."""
+    chosen = newest(rows, "prefill-") + newest(rows, "sweep-")
+    mm, copy = matmul_rate(chosen), copy_rate(rows)
+    points = [r for r in chosen if r.provider in STYLE and r.tflops and r.gbps]
+    if not points or mm is None or copy is None:
+        return None
+    fig, (axis,) = figure()
+    intensities = [1e3 * p.tflops / p.gbps for p in points if p.tflops and p.gbps]
+    low, high = min(50.0, min(intensities) / 2), max(intensities) * 2
+    knee = 1e3 * mm / copy
+    axis.plot([low, knee, high], [low * copy / 1e3, mm, mm], color="black", lw=1.2)
+    axis.text(high, mm * 1.03, f"bf16 matmul {mm:.0f} TFLOP/s", ha="right", fontsize=8)
+    axis.text(low * 1.05, low * copy / 1e3 * 1.35, f"copy {copy:.0f} GB/s", fontsize=8)
+    for provider, (colour, marker) in STYLE.items():
+        xy = [(1e3 * p.tflops / p.gbps, p.tflops) for p in points if p.provider == provider and p.tflops and p.gbps]
+        if xy:
+            axis.scatter(*zip(*xy), s=22, color=colour, marker=marker, label=provider, alpha=0.85)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("FLOP per byte of Q, K, V and O")
+    axis.set_ylabel("TFLOP/s")
+    axis.set_title(f"Roofline of prefill attention, {gpu}, bf16", fontsize=9)
+    axis.legend(fontsize=8, frameon=False, loc="lower right")
+    return save(fig, folder / f"{gpu}-prefill-roofline.png")
+
+
+def lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
+    """TFLOP/s against sequence length, one panel causal and one full."""
+    found = [(m[1], int(m[2]), r) for r in newest(rows, "sweep-") if (m := SWEEP.match(r.case)) and r.tflops]
+    if not found:
+        return None
+    fig, axes = figure(2)
+    for axis, mask in zip(axes, ("causal", "full")):
+        for provider, (colour, marker) in STYLE.items():
+            line = sorted((s, r.tflops) for kind, s, r in found if kind == mask and r.provider == provider)
+            if line:
+                axis.plot(*zip(*line), color=colour, marker=marker, ms=5, label=provider)
+        mm = matmul_rate(r for kind, _, r in found if kind == mask)
+        if mm:
+            axis.axhline(mm, color="black", lw=1, ls="--", label="bf16 matmul")
+        ticks = sorted({s for kind, s, _ in found if kind == mask})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, [f"{s // 1024}k" if s >= 1024 else str(s) for s in ticks])
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("sequence length (32768 tokens in all)")
+        axis.set_title(f"{mask}, bf16, 32x8 heads, D128, {gpu}", fontsize=9)
+    axes[0].set_ylabel("TFLOP/s" + " (causal counts half the work)")
+    axes[1].legend(fontsize=8, frameon=False, loc="lower right")
+    return save(fig, folder / f"{gpu}-prefill-lengths.png")
+
+
+PLOTS: tuple[Callable[[list[Row], str, Path], Path | None], ...] = (share, lengths, roofline)
+
+
+def draw_all(results: dict[str, list[Row]], folder: Path = FOLDER) -> list[Path]:
+    """Every plot for which there are rows."""
+    return [path for gpu, rows in results.items() for plot in PLOTS if (path := plot(rows, gpu, folder))]

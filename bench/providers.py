@@ -1,0 +1,102 @@
+"""Who is measured. A provider turns the inputs of a case into calls; a peer reads contiguous K and V.
+
+`PROVIDERS[name](inputs)` returns {variant: (call, rows)}: `call()` runs the work once, `rows(result)` views its result
+as (tokens, heads, head_dim). The best variant of a provider counts. `Unavailable` says why one is not measured.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .workload import Inputs, contiguous, pages, shape_of
+
+Variant = tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]
+
+
+class Unavailable(Exception):
+    """The provider cannot run here; the message is the reason."""
+
+
+def ours(inputs: Inputs) -> dict[str, Variant]:
+    """The public function, on the pages, into an output that holds NaN at first."""
+    from wrappers import trtllm_batch_context_with_kv_cache
+
+    return {"": (lambda: trtllm_batch_context_with_kv_cache(**inputs), lambda o: o)}
+
+
+def cudnn(inputs: Inputs) -> dict[str, Variant]:
+    """torch SDPA with the cuDNN backend: heads outermost or tokens outermost, grouped or expanded K and V."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    shape, scale = shape_of(inputs), float(inputs["bmm1_scale"])
+    q, k, v = (t.transpose(1, 2) for t in contiguous(inputs))  # (b, h, s, d), tokens outermost in memory
+    group = shape.heads_q // shape.heads_kv
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return scaled_dot_product_attention(q, k, v, is_causal=shape.causal, scale=scale, enable_gqa=grouped)
+
+        return run
+
+    heads_first = [t.contiguous() for t in (q, k, v)]
+    calls = {"bhsd": call(heads_first[0], heads_first[1], heads_first[2], group > 1), "bshd": call(q, k, v, group > 1)}
+    if group > 1:
+        expanded = [t.repeat_interleave(group, dim=1) for t in heads_first[1:]]
+        calls["expanded"] = call(heads_first[0], expanded[0], expanded[1], False)
+    return {name: (run, lambda o: o.transpose(1, 2).flatten(0, 1)) for name, run in calls.items()}
+
+
+def flash_attn_4(inputs: Inputs) -> dict[str, Variant]:
+    """flash_attn.cute on contiguous (b, s, h, d)."""
+    try:
+        from flash_attn.cute.interface import flash_attn_func
+    except ImportError as error:
+        raise Unavailable(f"flash_attn.cute: {error}") from error
+    q, k, v = contiguous(inputs)
+    scale, causal = float(inputs["bmm1_scale"]), shape_of(inputs).causal
+
+    def rows(result: Any) -> torch.Tensor:
+        return (result[0] if isinstance(result, tuple) else result).flatten(0, 1)
+
+    return {"": (lambda: flash_attn_func(q, k, v, softmax_scale=scale, causal=causal), rows)}
+
+
+def flashinfer(inputs: Inputs) -> dict[str, Variant]:
+    """flashinfer's fa3 prefill on the same pages; planned once, outside the time."""
+    try:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+    except ImportError as error:
+        raise Unavailable(f"flashinfer: {error}") from error
+    shape, cache, query = shape_of(inputs), pages(inputs), inputs["query"]
+    page = cache[0].shape[2]
+    used = -(-shape.length // page)
+    space = torch.empty(256 << 20, dtype=torch.uint8, device=query.device)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(space, kv_layout="HND", backend="fa3")
+    starts = torch.arange(shape.batch + 1, dtype=torch.int32, device=query.device)
+    last = torch.full((shape.batch,), shape.length - (used - 1) * page, dtype=torch.int32, device=query.device)
+    wrapper.plan(
+        starts * shape.length,
+        starts * used,
+        inputs["block_tables"][:, :used].flatten(),
+        last,
+        shape.heads_q,
+        shape.heads_kv,
+        shape.head_dim,
+        page,
+        causal=shape.causal,
+        sm_scale=float(inputs["bmm1_scale"]),
+        q_data_type=query.dtype,
+        kv_data_type=query.dtype,
+    )
+    return {"": (lambda: wrapper.run(query, cache), lambda o: o)}
+
+
+PROVIDERS: dict[str, Callable[[Inputs], dict[str, Variant]]] = {
+    "ours": ours,
+    "cudnn": cudnn,
+    "flash-attn-4": flash_attn_4,
+    "flashinfer": flashinfer,
+}

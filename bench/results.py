@@ -1,0 +1,137 @@
+"""Rows of bench/results/<gpu>.csv: one a case and provider, all rows of a run share date and commit."""
+
+import csv
+import os
+import re
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "bench" / "results"
+
+
+@dataclass(frozen=True)
+class Row:
+    """ratio_to_ours = time of this provider / our time in the same run: above 1 means that ours is faster."""
+
+    date: str
+    commit: str
+    gpu: str
+    driver: str
+    torch: str
+    case: str
+    provider: str
+    time_us: float
+    tflops: float | None = None
+    gbps: float | None = None
+    ratio_to_ours: float | None = None
+
+    @property
+    def run(self) -> tuple[str, str]:
+        return self.date, self.commit
+
+
+COLUMNS = tuple(f.name for f in fields(Row))
+NUMBERS = ("time_us", "tflops", "gbps", "ratio_to_ours")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What all rows of a run have in common."""
+
+    date: str
+    commit: str
+    gpu: str
+    driver: str
+    torch: str
+
+    def row(
+        self, case: str, provider: str, time_us: float, tflops: float | None = None, gbps: float | None = None
+    ) -> Row:
+        return Row(self.date, self.commit, self.gpu, self.driver, self.torch, case, provider, time_us, tflops, gbps)
+
+
+def slug(name: str) -> str:
+    """'NVIDIA H200' -> 'nvidia-h200'."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def commit() -> str:
+    """CUTE_KERNELS_COMMIT where there is no git (a machine that got a copy of the tree), else HEAD."""
+    given = os.environ.get("CUTE_KERNELS_COMMIT")
+    if given:
+        return given
+    git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
+    if git.returncode:
+        raise RuntimeError("no git here: set CUTE_KERNELS_COMMIT to the commit that is measured")
+    return git.stdout.strip()
+
+
+def driver_version() -> str:
+    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.split()[0]
+
+
+def environment() -> Environment:
+    """Of the current GPU, now."""
+    import torch
+
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Environment(date, commit(), slug(torch.cuda.get_device_name()), driver_version(), torch.__version__)
+
+
+def with_ratios(rows: Iterable[Row]) -> list[Row]:
+    """The rows of one run with ratio_to_ours filled in where `ours` was measured on the case."""
+    rows = list(rows)
+    ours = {r.case: r.time_us for r in rows if r.provider == "ours"}
+    return [replace(r, ratio_to_ours=r.time_us / ours[r.case]) if r.case in ours else r for r in rows]
+
+
+def text(value: object) -> str:
+    """A field of the csv: four significant digits suffice, medians move by more than 1e-3."""
+    if value is None:
+        return ""
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def append(path: Path, rows: Iterable[Row]) -> None:
+    """Add rows to `path`; a new file gets the header."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with open(path, "a", newline="") as f:
+        out = csv.writer(f, lineterminator="\n")
+        if new:
+            out.writerow(COLUMNS)
+        out.writerows([text(getattr(r, c)) for c in COLUMNS] for r in rows)
+
+
+def read(path: Path) -> list[Row]:
+    """All rows of one file, oldest first."""
+    with open(path, newline="") as f:
+        raw = list(csv.DictReader(f))
+    return [
+        Row(**{c: (float(r[c]) if r[c] else None) if c in NUMBERS else r[c] for c in COLUMNS})  # type: ignore[arg-type]
+        for r in raw
+    ]
+
+
+def read_all(folder: Path = FOLDER) -> dict[str, list[Row]]:
+    """GPU -> its rows."""
+    return {path.stem: read(path) for path in sorted(folder.glob("*.csv"))}
+
+
+def newest(rows: Iterable[Row], prefix: str) -> list[Row]:
+    """For each case that begins with `prefix`: the rows of the newest run that measured `ours` on it."""
+    runs: dict[str, dict[tuple[str, str], list[Row]]] = {}
+    for row in rows:
+        if row.case.startswith(prefix):
+            runs.setdefault(row.case, {}).setdefault(row.run, []).append(row)
+    found = []
+    for case_runs in runs.values():
+        complete = [run for run, members in case_runs.items() if any(r.provider == "ours" for r in members)]
+        if complete:
+            found += case_runs[max(complete)]
+    return found

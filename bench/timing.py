@@ -1,0 +1,115 @@
+"""How a time is taken: rotated inputs, providers interleaved round by round, medians with spread.
+
+Nothing here needs a GPU: `Clock` is the only part that touches one, and the tests put a fake in its place.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+Call = Callable[[int], object]  # runs the work once on input set i
+
+
+class Clock(Protocol):
+    def measure(self, call: Call, sets: Sequence[int]) -> float:
+        """Microseconds a call, for one call on each of `sets`, back to back."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds a call: median and the 10th and 90th percentile of the samples."""
+
+    median: float
+    p10: float
+    p90: float
+
+    @property
+    def spread(self) -> float:
+        """Width of the middle 80 % of samples, as a share of the median."""
+        return (self.p90 - self.p10) / self.median
+
+
+def summarise(samples: Sequence[float]) -> Timing:
+    """Median and percentiles (linear between samples)."""
+    if not samples:
+        raise ValueError("no samples")
+    ordered = sorted(samples)
+
+    def at(share: float) -> float:
+        place = share * (len(ordered) - 1)
+        low = math.floor(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+    return Timing(statistics.median(ordered), at(0.1), at(0.9))
+
+
+def input_sets(set_bytes: int, l2_bytes: int) -> int:
+    """How many input sets to rotate so that a set has left the L2 when its turn comes again."""
+    if set_bytes >= 2 * l2_bytes:
+        return 1
+    return math.ceil(2 * l2_bytes / max(set_bytes, 1)) + 1
+
+
+def interleave(
+    calls: Mapping[str, Call], clock: Clock, sets: int, rounds: int = 15, warmup: int = 3, target_us: float = 2000
+) -> dict[str, Timing]:
+    """Time every provider in every round, so that a drift of the clocks meets all of them alike.
+
+    The order turns by one each round: no provider always follows the same other. A sample is as many back-to-back
+    calls as fill about `target_us`, each on the next input set.
+    """
+    names = list(calls)
+    place = dict.fromkeys(names, 0)
+
+    def sample(name: str, count: int) -> float:
+        order = [(place[name] + i) % sets for i in range(count)]
+        place[name] += count
+        return clock.measure(calls[name], order)
+
+    first = {name: [sample(name, 1) for _ in range(warmup)] for name in names}
+    counts = {name: max(1, round(target_us / max(min(times), 1e-3))) for name, times in first.items()}
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            samples[name].append(sample(name, min(counts[name], 100)))
+    return {name: summarise(times) for name, times in samples.items()}
+
+
+class CudaClock:
+    """CUDA events. A short spin on the GPU comes first, so that all calls are queued when the first one starts and the
+    interval holds no host time."""
+
+    SPIN_CYCLES_A_CALL = 200_000  # 0.1 ms at 2 GHz: more than the host part of any provider here
+
+    def measure(self, call: Call, sets: Sequence[int]) -> float:
+        import torch
+
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(self.SPIN_CYCLES_A_CALL * len(sets))
+        begin.record()
+        for i in sets:
+            call(i)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1000 / len(sets)
+
+
+class HostClock:
+    """Host time of a call: perf_counter around calls that are not waited for, the queue drained before and after."""
+
+    def __init__(self, drain: Callable[[], None], now: Callable[[], float] = time.perf_counter):
+        self.drain, self.now = drain, now
+
+    def measure(self, call: Call, sets: Sequence[int]) -> float:
+        self.drain()
+        begin = self.now()
+        for i in sets:
+            call(i)
+        end = self.now()
+        self.drain()
+        return (end - begin) * 1e6 / len(sets)

@@ -1,0 +1,258 @@
+"""The benchmark's arithmetic, on the CPU: timing with a fake clock, checks of results, csv, plots, ncu's output."""
+
+import csv
+
+import pytest
+import torch
+
+from bench import plots, readme, results, timing, workload
+from bench.results import Environment
+from tools import profile
+
+
+class FakeClock:
+    """Each call costs what `cost` says, times a factor that grows with every call: a GPU that heats up."""
+
+    def __init__(self, cost, drift=0.0):
+        self.cost, self.drift, self.calls, self.log = cost, drift, 0, []
+
+    def measure(self, call, sets):
+        total = 0.0
+        for i in sets:
+            name = call(i)
+            self.log.append((name, i))
+            total += self.cost[name] * (1 + self.drift * self.calls)
+            self.calls += 1
+        return total / len(sets)
+
+
+def named(*names):
+    return {name: (lambda i, name=name: name) for name in names}
+
+
+def test_median_and_percentiles():
+    t = timing.summarise([float(x) for x in range(11)][::-1])
+    assert (t.median, t.p10, t.p90) == (5, 1, 9)
+    assert t.spread == pytest.approx(1.6)
+    assert timing.summarise([7.0]) == timing.Timing(7, 7, 7)
+    with pytest.raises(ValueError):
+        timing.summarise([])
+
+
+@pytest.mark.parametrize("bytes_", [1, 4 << 20, 30 << 20, 99 << 20, 100 << 20, 500 << 20])
+def test_rotation_passes_twice_the_l2_before_a_set_returns(bytes_):
+    l2 = 50 << 20
+    count = timing.input_sets(bytes_, l2)
+    assert max((count - 1) * bytes_, bytes_) >= 2 * l2 or bytes_ * count >= 2 * l2
+    assert count == 1 or (count - 1) * bytes_ >= 2 * l2 > (count - 2) * bytes_
+
+
+def test_every_call_takes_the_next_input_set():
+    clock = FakeClock({"a": 900.0})
+    timing.interleave(named("a"), clock, sets=3, rounds=4, warmup=2, target_us=2000)
+    assert [i for _, i in clock.log] == [n % 3 for n in range(2 + 4 * 2)]
+
+
+def test_a_drifting_clock_does_not_move_the_ratio():
+    """One provider after the other would show 2 here: the second half of the run is half as fast."""
+    clock = FakeClock({"a": 1000.0, "b": 1000.0}, drift=0.01)
+    times = timing.interleave(named("a", "b"), clock, sets=1, rounds=50, target_us=1000)
+    assert times["a"].p90 / times["a"].p10 > 1.3  # the drift is there
+    assert times["a"].median / times["b"].median == pytest.approx(1, abs=0.01)
+
+
+def test_each_round_holds_each_provider_and_the_order_turns():
+    clock = FakeClock({"a": 1e4, "b": 1e4, "c": 1e4})
+    timing.interleave(named("a", "b", "c"), clock, sets=1, rounds=3, warmup=1, target_us=1)
+    rounds = ["".join(n for n, _ in clock.log[3 + 3 * r : 6 + 3 * r]) for r in range(3)]
+    assert rounds == ["abc", "bca", "cab"]
+
+
+def test_short_calls_are_batched():
+    clock = FakeClock({"long": 5000.0, "short": 100.0})
+    timing.interleave(named("long", "short"), clock, sets=1, rounds=1, warmup=1, target_us=2000)
+    names = [n for n, _ in clock.log[2:]]
+    assert (names.count("long"), names.count("short")) == (1, 20)
+
+
+def test_host_clock_leaves_the_wait_for_the_gpu_out():
+    now = [0.0]
+
+    def wait():
+        now[0] += 1.0  # a second
+
+    def call(i):
+        now[0] += 8e-6
+
+    clock = timing.HostClock(wait, lambda: now[0])
+    assert clock.measure(call, [0] * 16) == pytest.approx(8)
+
+
+def make_inputs(causal=True, batch=2, length=70, heads=(4, 2), dim=64, page=16, separate=False, layout="HND"):
+    """Equal requests in shuffled pages, and the contiguous K and V they were made from."""
+    gen = torch.Generator().manual_seed(1)
+    used = -(-length // page)
+    q = torch.randn(batch * length, heads[0], dim, generator=gen)
+    k, v = (torch.randn(batch, used * page, heads[1], dim, generator=gen) for _ in range(2))
+    tables = [torch.randperm(batch * used, generator=gen).int().view(batch, used) for _ in range(2 if separate else 1)]
+    caches = []
+    for rows, table in zip((k, v), (tables * 2)[:2]):
+        cache = torch.empty(batch * used, heads[1], page, dim)
+        cache[table.flatten().long()] = rows.view(batch * used, page, heads[1], dim).transpose(1, 2)
+        caches.append(cache.transpose(1, 2) if layout == "NHD" else cache)
+    inputs = {
+        "query": q,
+        "kv_cache": tuple(caches),
+        "kv_layout": layout,
+        "block_tables": torch.stack(tables, 1) if separate else tables[0],
+        "max_q_len": length,
+        "max_kv_len": length,
+        "batch_size": batch,
+        "bmm1_scale": dim**-0.5,
+        "bmm2_scale": 1.0,
+        "causal": causal,
+    }
+    return inputs, k[:, :length], v[:, :length]
+
+
+def sdpa(inputs, k, v, causal):
+    shape = workload.shape_of(inputs)
+    q = inputs["query"].unflatten(0, (shape.batch, shape.length))
+    args = [t.transpose(1, 2) for t in (q, k, v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*args, is_causal=causal, enable_gqa=True)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_contiguous_k_and_v_are_those_of_the_pages(separate, layout):
+    inputs, k, v = make_inputs(separate=separate, layout=layout)
+    q, got_k, got_v = workload.contiguous(inputs)
+    assert torch.equal(got_k, k) and torch.equal(got_v, v)
+    assert torch.equal(q.flatten(0, 1), inputs["query"])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_check_takes_right_results_and_refuses_wrong_ones(causal):
+    inputs, k, v = make_inputs(causal)
+    right = sdpa(inputs, k, v, causal)
+    assert workload.check(inputs, right) is None
+    assert workload.check(inputs, sdpa(inputs, k, v, not causal))  # the other mask
+    assert workload.check(inputs, right.roll(1, dims=1))  # heads in another order
+    assert workload.check(inputs, right * 1.1)
+    assert workload.check(inputs, right[:, :, :-1])
+    hole = right.clone()
+    hole[3, 1, 5] = float("nan")
+    assert workload.check(inputs, hole) == "not finite"
+
+
+def test_flops_and_bytes():
+    full, causal = (workload.Shape(2, 8192, 32, 8, 128, c) for c in (False, True))
+    assert full.flops == 4 * 2 * 32 * 8192 * 8192 * 128
+    assert causal.flops == full.flops / 2
+    assert full.bytes == 2 * 2 * 8192 * 128 * (32 + 32 + 8 + 8)
+
+
+def test_unequal_requests_are_refused():
+    inputs, _, _ = make_inputs()
+    with pytest.raises(ValueError, match="every request"):
+        workload.shape_of({**inputs, "max_kv_len": 71})
+
+
+ENV = Environment("2026-01-02T03:04:05+00:00", "abc123", "nvidia-h200", "580.1", "2.13.0")
+
+
+def run_rows(env=ENV, ours=100.0):
+    case = "prefill-bf16-causal-b2-s8192-h32x8-d128-p64"
+    return results.with_ratios(
+        [
+            env.row(case, "ours", ours, tflops=600.0, gbps=400.0),
+            env.row(case, "cudnn", 110.0, tflops=545.0, gbps=364.0),
+            env.row(case, "floor", 75.0, tflops=780.0, gbps=530.0),
+            env.row("ceiling-copy", "torch", 1000.0, gbps=4270.0),
+            env.row("host-prefill", "ours", 7.5),
+            *(env.row(f"sweep-bf16-{m}-b2-s{s}-h32x8-d128-p64", "ours", 9.0, tflops=s / 40, gbps=90.0)
+              for m in ("causal", "full") for s in (1024, 2048, 16384)),
+        ]
+    )  # fmt: skip
+
+
+def test_ratio_above_one_means_that_ours_is_faster():
+    by = {r.provider: r for r in run_rows() if r.case.startswith("prefill")}
+    assert by["cudnn"].ratio_to_ours == pytest.approx(1.1)
+    assert by["ours"].ratio_to_ours == 1
+    assert results.with_ratios([ENV.row("x", "cudnn", 3.0)])[0].ratio_to_ours is None
+
+
+def test_rows_survive_the_csv(tmp_path):
+    path = tmp_path / "nvidia-h200.csv"
+    rows = run_rows()
+    results.append(path, rows[:3])
+    results.append(path, rows[3:])
+    with open(path, newline="") as f:
+        assert next(csv.reader(f)) == (
+            "date,commit,gpu,driver,torch,case,provider,time_us,tflops,gbps,ratio_to_ours".split(",")
+        )
+    back = results.read_all(tmp_path)["nvidia-h200"]
+    assert back == rows
+
+
+def test_newest_is_the_last_run_that_measured_ours():
+    later = Environment("2026-01-03T00:00:00+00:00", "def", *[getattr(ENV, n) for n in ("gpu", "driver", "torch")])
+    peers_only = [later.row("prefill-bf16-causal-b2-s8192-h32x8-d128-p64", "cudnn", 1.0)]
+    assert {r.commit for r in results.newest(run_rows() + peers_only, "prefill-")} == {"abc123"}
+    assert {r.commit for r in results.newest(run_rows() + run_rows(later), "prefill-")} == {"def"}
+
+
+def test_slug_and_commit(monkeypatch):
+    assert results.slug("NVIDIA H200") == "nvidia-h200"
+    monkeypatch.setenv("CUTE_KERNELS_COMMIT", "given")
+    assert results.commit() == "given"
+
+
+def test_measured_table_holds_the_figures_of_the_run(tmp_path):
+    assert readme.measured({}, tmp_path) == "Not measured yet."
+    text = readme.measured({"nvidia-h200": run_rows()}, tmp_path)
+    assert "| `prefill-bf16-causal-b2-s8192-h32x8-d128-p64` | 100 | 600 | 77% | 1.10 |  |  |" in text
+    assert "commit abc123" in text and "ours 7.5 us" in text
+
+
+def test_text_between_markers_is_replaced():
+    page = "a\n<!-- t:begin -->\nold\n<!-- t:end -->\nb\n"
+    assert readme.between(page, "t", "new") == "a\n<!-- t:begin -->\nnew\n<!-- t:end -->\nb\n"
+    with pytest.raises(ValueError):
+        readme.between("no markers", "t", "new")
+
+
+def test_plots_are_drawn_from_rows(tmp_path):
+    paths = plots.draw_all({"nvidia-h200": run_rows()}, tmp_path)
+    assert [p.name for p in paths] == [f"nvidia-h200-prefill-{n}.png" for n in ("share", "lengths", "roofline")]
+    for path in paths:
+        data = path.read_bytes()
+        assert data.startswith(b"\x89PNG") and len(data) > 10_000
+    only_headline = [r for r in run_rows() if r.case.startswith("prefill")]
+    assert [p.name for p in plots.draw_all({"g": only_headline}, tmp_path)] == ["g-prefill-share.png"]
+
+
+TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"
+STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+NCU = f"""==PROF== Connected to process 1
+"ID","Kernel Name","gpu__time_duration.sum","launch__registers_per_thread","{TENSOR}","{STALLED.format("barrier")}",\
+"{STALLED.format("wait")}"
+"","","nsecond","register/thread","%","inst","inst"
+"0","attention_sm90","1,234,567","168","81.5","0.5","2.25"
+"""
+
+
+def test_ncu_output_becomes_a_short_report():
+    (kernel,) = profile.parse(NCU.splitlines())
+    assert kernel["gpu__time_duration.sum"] == ("1,234,567", "nsecond")
+    lines = profile.report(kernel).splitlines()
+    assert lines[0] == "attention_sm90"
+    stalls = [line.split() for line in lines[lines.index("  stalls (warps stalled a cycle that issues)") + 1 :]]
+    assert stalls == [["wait", "2.25"], ["barrier", "0.50"]]
+    assert any("168 register/thread" in line for line in lines) and any("81.5 %" in line for line in lines)
+    with pytest.raises(ValueError, match="ERROR"):
+        profile.parse(["==ERROR== no permission"])
+
+

@@ -1,0 +1,128 @@
+"""One benchmark case under Nsight Compute, and the figures that matter.
+
+    python -m tools.profile CASE [--provider ours] [--ncu PATH]
+
+Runs itself under `ncu --clock-control none` (the clocks stay as the benchmark finds them) and prints duration, tensor
+pipe, memory, stalls and launch resources of every kernel of one warm call.
+"""
+
+import argparse
+import csv
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+SECTIONS = (
+    "SpeedOfLight",
+    "ComputeWorkloadAnalysis",
+    "MemoryWorkloadAnalysis",
+    "SchedulerStats",
+    "WarpStateStats",
+    "LaunchStats",
+    "Occupancy",
+)
+METRICS = (
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "sm__inst_executed_pipe_tensor.sum",
+    "dram__bytes_read.sum",
+    "dram__bytes_write.sum",
+    "lts__t_sector_hit_rate.pct",
+    "l1tex__data_bank_conflicts_pipe_lsu.sum",
+)
+# heading -> patterns of the raw page's metric names, in print order
+GROUPS = {
+    "duration": (r"gpu__time_duration\.sum", r"(gpc|sm)__cycles_elapsed\.(avg\.per_second|max)"),
+    "tensor pipe": (r"sm__.*pipe_tensor.*", r"sm__throughput\.avg\.pct_.*"),
+    "memory": (
+        r"dram__bytes_(read|write)\.sum",
+        r"(dram|lts)__throughput\.avg\.pct_of_peak_sustained_elapsed",
+        r"lts__t_sector_hit_rate\.pct",
+        r"l1tex__data_bank_conflicts.*",
+    ),
+    "issue": (r"smsp__issue_active\.avg\.per_cycle_active", r"smsp__warps_(active|eligible)\.avg\.per_cycle_active"),
+    "launch": (
+        r"launch__(registers_per_thread|grid_size|block_size)",
+        r"launch__shared_mem_per_block_(dynamic|static)",
+        r"launch__occupancy_limit_.*",
+        r"sm__warps_active\.avg\.pct_of_peak_sustained_active",
+    ),
+}
+STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)_per_issue_active\.ratio")
+STALLS_SHOWN = 6
+
+
+def parse(lines: Iterable[str]) -> list[dict[str, tuple[str, str]]]:
+    """Kernels of `ncu --csv --page raw`: metric -> (value, unit). What precedes the header is ncu's own talk."""
+    found = list(lines)
+    start = next((i for i, line in enumerate(found) if line.startswith('"ID"')), None)
+    if start is None:
+        raise ValueError("no table in ncu's output: " + " ".join(line.strip() for line in found[-5:]))
+    names, units, *kernels = csv.reader(found[start:])
+    return [{n: (v, u) for n, v, u in zip(names, row, units)} for row in kernels if len(row) == len(names)]
+
+
+def report(kernel: dict[str, tuple[str, str]]) -> str:
+    """The figures that matter of one kernel, as lines."""
+    lines = [kernel.get("Kernel Name", ("?", ""))[0]]
+    for heading, patterns in GROUPS.items():
+        names = [n for p in patterns for n in kernel if re.fullmatch(p, n)]
+        lines += [f"  {heading}"] if names else []
+        lines += [f"    {n:72} {kernel[n][0]:>16} {kernel[n][1]}".rstrip() for n in dict.fromkeys(names)]
+    stalls = [(float(v.replace(",", "")), m[1]) for n, (v, _) in kernel.items() if (m := STALL.fullmatch(n)) and v]
+    if stalls:
+        lines.append("  stalls (warps stalled a cycle that issues)")
+        lines += [f"    {name:72} {value:16.2f}" for value, name in sorted(stalls, reverse=True)[:STALLS_SHOWN]]
+    return "\n".join(lines)
+
+
+def child(case: str, provider: str) -> None:
+    """One warm call between profiler start and stop; runs under ncu."""
+    import torch
+
+    from bench.providers import PROVIDERS
+    from tests import cases
+
+    variants = PROVIDERS[provider](cases.make_inputs(cases.PREFILL_BF16[case], "cuda", 0))
+    run = next(iter(variants.values()))[0]
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def profile(case: str, provider: str, ncu: str) -> list[dict[str, tuple[str, str]]]:
+    """Run `case` under ncu."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "ncu.csv")
+        command = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--target-processes", "all"]
+        command += [word for s in SECTIONS for word in ("--section", s)] + ["--metrics", ",".join(METRICS)]
+        command += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
+        command += [sys.executable, "-m", "tools.profile", case, "--provider", provider, "--child"]
+        ended = subprocess.run(command)
+        text = log.read_text().splitlines() if log.exists() else []
+        if ended.returncode:
+            raise SystemExit(f"ncu ended with {ended.returncode}: " + " ".join(text[-5:]))
+        return parse(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.profile", description=__doc__.splitlines()[0])
+    parser.add_argument("case", help="a name of tests/cases.py, such as prefill-bf16-causal-b2-s8192-h32x8-d128-p64")
+    parser.add_argument("--provider", default="ours", help="ours, cudnn, flash-attn-4 or flashinfer")
+    parser.add_argument("--ncu", default="ncu", help="path of Nsight Compute's command line")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(args.case, args.provider)
+        return
+    for kernel in profile(args.case, args.provider, args.ncu):
+        print(report(kernel))
+
+
+if __name__ == "__main__":
+    main()
