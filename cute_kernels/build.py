@@ -8,6 +8,7 @@ cutlass is imported inside functions, because the DSL reads CUTE_DSL_ARCH when i
 
 import inspect
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -43,6 +44,7 @@ class Compiled:
     fn: Callable[..., None]
     ptx: str
     cubin: bytes
+    shared: int | None  # bytes of dynamic shared memory of the largest launch; None where the host code hides it
 
     def export(self, path: Path, symbol: str) -> None:
         """Write an object file whose only visible symbol is the TVM FFI function `symbol`."""
@@ -94,7 +96,19 @@ def build(op: str, spec: Any, arch: str) -> Compiled:
         _name(module, f"{op}__{spec.name}".replace(".", "_"), args._fields)
         options = f"{OPTIONS} {ARCH_OPTIONS.get(arch, '')} --dump-dir {folder}"
         fn = cute.compile(module.forward, spec, abi.stream(), *args, options=options)
-        return Compiled(op, spec, arch, fn, fn.__ptx__, fn.__cubin__)
+        return Compiled(op, spec, arch, fn, fn.__ptx__, fn.__cubin__, _dynamic_shared(str(fn.ir_module)))
+
+
+def _dynamic_shared(host: str) -> int | None:
+    """The largest constant that the host code stores to field 2, dynamicSmemBytes, of a cudaLaunchConfig_t."""
+    field = (
+        r"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] .*struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
+    )
+    sizes = []
+    for found in re.finditer(field + r"\n\s*llvm\.store (%\w+), \1 ", host):
+        definitions = re.findall(rf"{found[2]} = llvm\.mlir\.constant\((\d+) : i64\)", host[: found.start()])
+        sizes += definitions[-1:]  # names are reused between functions: the last one is of this function
+    return max(map(int, sizes), default=None)
 
 
 def _name(module: Any, name: str, fields: tuple[str, ...]) -> None:
@@ -108,7 +122,7 @@ def _name(module: Any, name: str, fields: tuple[str, ...]) -> None:
 
 
 def object_file(op: str, spec: Any, arch: str, folder: Path) -> Path:
-    """`folder/<key>.o`, compiled now unless it is there; `.cubin` and `.ptx` lie beside it.
+    """`folder/<key>.o`, compiled now unless it is there; `.cubin`, `.ptx` and `.shared` (bytes) lie beside it.
 
     The object appears last and in one step. Processes that want the same key wait for the first one.
     """
@@ -122,6 +136,7 @@ def object_file(op: str, spec: Any, arch: str, folder: Path) -> Path:
         compiled = build(op, spec, arch)
         manifest.write_atomic(path.with_suffix(".cubin"), compiled.cubin)
         manifest.write_atomic(path.with_suffix(".ptx"), compiled.ptx.encode())
+        manifest.write_atomic(path.with_suffix(".shared"), manifest.canonical(compiled.shared).encode())
         with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as scratch:
             exported = Path(scratch) / "kernel.o"
             compiled.export(exported, manifest.symbol(op, spec, key))
@@ -134,3 +149,10 @@ def load_object(path: Path, symbol: str) -> Callable[..., None]:
     from cutlass.cute.runtime import load_module
 
     return getattr(load_module(str(path), enable_tvm_ffi=True), symbol)
+
+
+def runtime_libraries() -> list[str]:
+    """What an object file is linked with, as NVIDIA documents it: the DSL's runtime library and libtvm_ffi."""
+    from cutlass.cute.runtime import find_runtime_libraries
+
+    return find_runtime_libraries()

@@ -22,7 +22,7 @@ import platform
 import re
 import tempfile
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import cache
@@ -188,9 +188,16 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock between processes (and threads) while the block runs. The kernel frees it at a crash."""
+def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold an exclusive lock between processes (and threads) while the block runs. The system frees it at a crash.
+
+    waiting: called once if another process holds the lock.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,0 +1,303 @@
+"""Build a bundle: the kernels of one architecture as shared libraries that run without the DSL.
+
+    <bundle>/manifest.json                 written last: names, keys, hashes and facts of everything below
+    <bundle>/<family>-<12 hex>.so          one library per operator family, named by the keys it holds
+    <bundle>/cubin/<symbol>.cubin          what the library embeds, for inspection
+    <bundle>/libcute_dsl_runtime.so        NVIDIA's runtime library, copied from the DSL; found by RUNPATH $ORIGIN
+    <objects>/<key>.o .cubin .ptx .shared  one compiled kernel each; shared by all bundles of a checkout
+
+Kernels compile in processes, never in threads. A file of a published bundle is never rewritten, only replaced by
+another name, so a build that is interrupted at any point leaves the old bundle or the new one, both valid.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TextIO
+
+from cute_kernels import build, manifest
+from cute_kernels.manifest import Manifest
+
+from . import inspect
+
+RUNTIME = "libcute_dsl_runtime.so"
+LICENCE = (
+    "copying {source} into the bundle: NVIDIA software under the licence of the CUTLASS DSL; read it before you pass "
+    "the bundle on: https://docs.nvidia.com/cutlass/latest/media/docs/pythonDSL/license.html"
+)
+UNUSED_DAYS = 14  # objects not used for this long are deleted
+
+Kernel = tuple[str, Any]  # (op, spec)
+
+
+class BuildError(RuntimeError):
+    """Nothing was published; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A kernel on its way into a bundle."""
+
+    op: str
+    spec: Any
+    key: str
+    symbol: str
+
+    @property
+    def family(self) -> str:
+        return self.op.split(".")[0]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a bundle and the objects it is linked from lie."""
+
+    out: Path
+    objects: Path
+
+
+@dataclass(frozen=True)
+class Built:
+    manifest: Manifest
+    compiled: int  # kernels that no cached object served
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class Progress:
+    """A bar on a terminal, a line per kernel elsewhere."""
+
+    def __init__(self, total: int, out: TextIO = sys.stderr):
+        self.total, self.out, self.done, self.start = total, out, 0, time.monotonic()
+
+    def step(self, text: str) -> None:
+        self.done += 1
+        spent = time.monotonic() - self.start
+        left = spent / self.done * (self.total - self.done)
+        width = 30
+        bar = "#" * (width * self.done // self.total)
+        line = f"[{bar:<{width}}] {self.done}/{self.total} {left:4.0f} s left  {text}"
+        if self.out.isatty():
+            columns = shutil.get_terminal_size().columns - 1
+            print(
+                f"\r{line[:columns]:<{columns}}", end="" if self.done < self.total else "\n", file=self.out, flush=True
+            )
+        else:
+            print(line, file=self.out, flush=True)
+
+
+def compile_one(op: str, spec: Any, arch: str, objects: Path) -> str:
+    """Run in a worker process: the key of the object that now exists, with its facts."""
+    path = build.object_file(op, spec, arch, objects)
+    facts_of(path)
+    return path.stem
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    """inspect.facts of an object's cubin; kept beside the object, since the disassembler takes 0.6 s."""
+    cache = path.with_suffix(".facts")
+    if cache.exists():
+        return json.loads(cache.read_text())
+    shared = json.loads(path.with_suffix(".shared").read_text())
+    facts = inspect.facts(path.with_suffix(".cubin").read_bytes(), shared)
+    if inspect.disassembler() is not None:
+        manifest.write_atomic(cache, manifest.canonical(facts).encode())
+    return facts
+
+
+def compile_missing(items: list[Item], arch: str, objects: Path, jobs: int) -> int:
+    """Compile the items whose object does not exist, in `jobs` processes; how many there were.
+
+    BuildError lists every kernel that failed; the objects of the others are kept.
+    """
+    suffixes = (".o", ".facts") if inspect.disassembler() else (".o",)
+    missing = [i for i in items if not all((objects / f"{i.key}{suffix}").exists() for suffix in suffixes)]
+    if not missing:
+        return 0
+    failed: list[str] = []
+    progress = Progress(len(missing))
+    os.environ["CUTE_DSL_ARCH"] = arch  # inherited by the workers, who import the DSL after it is set
+    with ProcessPoolExecutor(min(jobs, len(missing)), mp_context=get_context("spawn")) as pool:
+        tasks = {pool.submit(compile_one, item.op, item.spec, arch, objects): item for item in missing}
+        try:
+            for task in as_completed(tasks):
+                item, error = tasks[task], task.exception()
+                name = manifest.label(item.op, item.spec)
+                if error is not None:
+                    failed.append(f"{name}: {type(error).__name__}: {error}")
+                elif task.result() != item.key:
+                    failed.append(f"{name}: sources of cute_kernels changed during the build, run it again")
+                progress.step(name)
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    if failed:
+        raise BuildError(f"{len(failed)} of {len(missing)} kernels failed, nothing published:\n" + "\n".join(failed))
+    return len(missing)
+
+
+def describe(item: Item, objects: Path) -> dict[str, Any]:
+    """The manifest entry of a compiled kernel."""
+    path = objects / f"{item.key}.o"
+    cubin = path.with_suffix(".cubin").read_bytes()
+    return {
+        "op": item.op,
+        "spec": manifest.to_json(item.spec),
+        "name": item.spec.name,
+        "symbol": item.symbol,
+        "key": item.key,
+        "library": item.family,
+        "object_sha256": manifest.digest(path.read_bytes()),
+        "cubin": {"file": f"cubin/{item.symbol}.cubin", "sha256": manifest.digest(cubin)},
+        **facts_of(path),
+    }
+
+
+def link(items: list[Item], place: Place, libraries: list[str]) -> dict[str, str]:
+    """One shared library of the items' objects, as NVIDIA documents it; {file, sha256}. Skipped where it exists."""
+    name = f"{items[0].family}-{manifest.digest(manifest.canonical([i.key for i in items]).encode())[:12]}.so"
+    target = place.out / name
+    if not target.exists():
+        compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+        if compiler is None:
+            raise BuildError("no linker: install a C compiler (cc, gcc or clang)")
+        temporary = place.out / f".tmp-{name}"
+        objects = [str(place.objects / f"{item.key}.o") for item in items]
+        command = [compiler, "-shared", "-o", str(temporary), *objects, *libraries]
+        command += ["-Wl,-rpath,$ORIGIN", "-Wl,--enable-new-dtags", "-Wl,-z,defs"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise BuildError(f"linking {name} failed:\n{done.stderr}")
+        os.replace(temporary, target)
+    return {"file": name, "sha256": manifest.digest(target.read_bytes())}
+
+
+def copy_runtime(source: Path, out: Path) -> dict[str, str]:
+    """Bring the DSL's runtime library into the bundle; {file, sha256}."""
+    data = source.read_bytes()
+    sha = manifest.digest(data)
+    target = out / RUNTIME
+    if not target.exists() or manifest.digest(target.read_bytes()) != sha:
+        say(LICENCE.format(source=source))
+        manifest.write_atomic(target, data)
+    return {"file": RUNTIME, "sha256": sha}
+
+
+def still_valid(out: Path, arch: str, spec_types: dict[str, type], toolchain: dict[str, Any]) -> list[Kernel]:
+    """Kernels of the bundle at `out` that the present sources and toolchain would give again."""
+    try:
+        old = manifest.read(out)
+    except (FileNotFoundError, ValueError):
+        return []
+    kept = []
+    for entry in old.kernels if old.problem(arch) is None else []:
+        family = spec_types.get(entry["library"])
+        try:
+            spec = manifest.from_json(family, entry["spec"])
+        except (TypeError, ValueError):  # a spec of other sources
+            continue
+        if manifest.key(entry["op"], spec, arch, toolchain) == entry["key"]:
+            kept.append((entry["op"], spec))
+    return kept
+
+
+def build_bundle(kernels: Iterable[Kernel], arch: str, place: Place, jobs: int, keep: dict[str, type]) -> Built:
+    """Make the bundle at `place` hold exactly `kernels`, and what is valid there of the families in `keep`.
+
+    keep: family -> type of its specs. BuildError: a kernel failed to compile, or the link did; the old bundle stays.
+    """
+    build.use_arch(arch)
+    toolchain = build.toolchain()
+    place.objects.mkdir(parents=True, exist_ok=True)
+    with manifest.locked(place.out / ".lock", lambda: say("waiting for another build of this bundle")):
+        wanted = dict.fromkeys([*kernels, *still_valid(place.out, arch, keep, toolchain)])
+        items = [item_of(op, spec, arch, toolchain) for op, spec in wanted]
+        items.sort(key=lambda item: item.symbol)
+        if not items:
+            raise BuildError("no kernel to build")
+        compiled = compile_missing(items, arch, place.objects, jobs)
+        result = publish(items, arch, toolchain, place)
+        prune(place, result)
+    return Built(result, compiled)
+
+
+def item_of(op: str, spec: Any, arch: str, toolchain: dict[str, Any]) -> Item:
+    key = manifest.key(op, spec, arch, toolchain)
+    return Item(op, spec, key, manifest.symbol(op, spec, key))
+
+
+def publish(items: list[Item], arch: str, toolchain: dict[str, Any], place: Place) -> Manifest:
+    """Link, copy, and then write the manifest. All objects exist."""
+    (place.out / "cubin").mkdir(exist_ok=True)
+    libraries = build.runtime_libraries()
+    runtime = next(Path(lib) for lib in libraries if Path(lib).name == RUNTIME)
+    families = sorted({item.family for item in items})
+    result = Manifest(
+        arch=arch,
+        toolchain=toolchain,
+        runtime=copy_runtime(runtime, place.out),
+        libraries={f: link([i for i in items if i.family == f], place, libraries) for f in families},
+        kernels=[describe(item, place.objects) for item in items],
+    )
+    for item, entry in zip(items, result.kernels, strict=True):
+        target = place.out / entry["cubin"]["file"]
+        if not target.exists():
+            manifest.write_atomic(target, (place.objects / f"{item.key}.cubin").read_bytes())
+    manifest.write(place.out, result)
+    return result
+
+
+def prune(place: Place, current: Manifest) -> None:
+    """Delete what no manifest names: libraries and cubins of earlier builds, and objects unused for UNUSED_DAYS."""
+    named = {lib["file"] for lib in current.libraries.values()} | {k["cubin"]["file"] for k in current.kernels}
+    for path in [*place.out.glob("*.so"), *place.out.glob("cubin/*.cubin"), *place.out.glob(".tmp-*")]:
+        ours = re.search(r"-[0-9a-f]{12}\.so$|__[0-9a-f]{12}\.cubin$|^\.tmp-", path.name)
+        if ours and path.relative_to(place.out).as_posix() not in named:
+            path.unlink()
+    oldest = time.time() - UNUSED_DAYS * 86400
+    for path in place.objects.glob("*.o"):
+        if path.stat().st_mtime < oldest:
+            for suffix in (".o", ".cubin", ".ptx", ".shared", ".facts"):
+                path.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def verify(out: Path, arch: str) -> list[str]:
+    """What is wrong with a bundle: hashes of its files, libraries that do not load, symbols that do not resolve."""
+    try:
+        found = manifest.read(out)
+    except (FileNotFoundError, ValueError) as error:
+        return [f"no bundle at {out}: {error}"]
+    problem = found.problem(arch)
+    if problem:
+        return [f"{out} {problem}"]
+    problems = []
+    for file in [found.runtime, *found.libraries.values(), *(entry["cubin"] for entry in found.kernels)]:
+        path = out / file["file"]
+        if not path.exists():
+            problems.append(f"{file['file']} is missing")
+        elif manifest.digest(path.read_bytes()) != file["sha256"]:
+            problems.append(f"{file['file']} does not have the hash that the manifest names")
+    if problems:
+        return problems
+    import tvm_ffi
+
+    for family, file in found.libraries.items():
+        try:
+            module = tvm_ffi.load_module(out / file["file"])
+        except Exception as error:  # whatever the loader raises, the library is unusable
+            problems.append(f"{file['file']} does not load: {error}")
+            continue
+        symbols = [entry["symbol"] for entry in found.kernels if entry["library"] == family]
+        problems += [f"{file['file']} lacks {symbol}" for symbol in symbols if not module.implements_function(symbol)]
+    return problems
