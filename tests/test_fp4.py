@@ -1,0 +1,148 @@
+"""NVFP4 formats, exactly, against brute force."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from wrappers import FP4Tensor, fp4
+
+E4M3 = torch.float8_e4m3fn
+
+
+def nearest_code(x: float) -> int:
+    """e2m1 code of a finite x: nearest of the grid in exact arithmetic, ties to the even code."""
+    distance = [abs(min(abs(x), 8.0) - g) for g in fp4.GRID]  # exact in float64 for any float16 x
+    code = min(range(8), key=lambda c: (distance[c], c % 2))
+    return code | (8 if np.signbit(x) else 0)
+
+
+def test_e2m1_of_every_fp16_value():
+    x = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    got = fp4.e2m1(torch.from_numpy(x.astype(np.float32))).numpy()
+    for value, code in zip(x, got, strict=True):
+        if np.isnan(value):
+            assert code == 7
+        elif np.isinf(value):
+            assert code == (15 if value < 0 else 7)
+        else:
+            assert code == nearest_code(float(value)), value
+
+
+def test_e4m3_saturates_and_rounds_to_even():
+    x = torch.tensor([0.0, 448.0, 449.0, 1e9, float("inf"), -1e9, -float("inf"), 17.0, 19.0, 2.0**-10, float("nan")])
+    want = [0.0, 448.0, 448.0, 448.0, 448.0, -448.0, -448.0, 16.0, 20.0, 0.0]
+    got = fp4.e4m3(x).float()
+    assert got[:-1].tolist() == want
+    assert got[-1].isnan()
+
+
+def test_pack_puts_even_index_low():
+    codes = torch.tensor([[1, 2, 15, 0]], dtype=torch.uint8)
+    assert fp4.pack(codes).tolist() == [[0x21, 0x0F]]
+    assert fp4.unpack(fp4.pack(codes)).tolist() == codes.tolist()
+
+
+@pytest.mark.parametrize("global_scale", [1.0, 300.0, 1e-3])
+def test_quantize_against_brute_force(global_scale):
+    gen = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 64, generator=gen) * torch.tensor([0.0, 1e-6, 1.0, 30.0, 1e4, 1e30])[:, None]
+    data, scales = fp4.nvfp4_quantize(x, global_scale)
+    assert data.dtype == torch.uint8 and data.shape == (6, 32) and scales.shape == (6, 4)
+    for row, block in itertools.product(range(6), range(4)):
+        values = x[row, block * 16 : block * 16 + 16]
+        sf = min(np.float32(values.abs().max()) * np.float32(global_scale) / np.float32(6), np.float32(448))
+        assert scales[row, block].float() == torch.tensor(sf).to(E4M3).float()
+        sf = np.float32(scales[row, block].float())
+        for i, value in enumerate(values.numpy()):
+            byte = int(data[row, block * 8 + i // 2])
+            code = byte >> 4 if i % 2 else byte & 15
+            want = nearest_code(float(value * np.float32(global_scale) / sf)) if sf else 0
+            assert code == want
+
+
+def test_dequantize_inverts_representable_values():
+    codes = torch.arange(16, dtype=torch.uint8).repeat(4, 2)  # every code in every block, so the amax is 6
+    sf = torch.tensor([[0.5, 1.0], [2.0, 448.0], [0.015625, 3.5], [16.0, 0.25]])
+    x = fp4.nvfp4_dequantize(fp4.pack(codes), sf.to(E4M3), 2.0)
+    grid = torch.tensor(fp4.GRID + tuple(-g for g in fp4.GRID)).repeat(4, 2)
+    assert torch.equal(x, grid * sf.repeat_interleave(16, 1) / 2)
+    data, scales = fp4.nvfp4_quantize(x, 2.0)
+    assert torch.equal(data, fp4.pack(codes)) and torch.equal(scales.float(), sf)
+
+
+def test_quantize_refuses_a_partial_block():
+    with pytest.raises(ValueError, match="x: last dimension 24"):
+        fp4.nvfp4_quantize(torch.zeros(2, 24))
+
+
+def test_swizzle_is_the_128x4_layout():
+    rows, columns = 256, 12
+    linear = torch.arange(rows * columns).view(rows, columns)
+    want = linear.view(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4).flatten()
+    got = torch.empty(rows * columns, dtype=torch.int64)
+    for row, column in itertools.product(range(rows), range(columns)):
+        got[fp4.swizzled_offset(row, column, columns)] = linear[row, column]
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("start,rows,columns", [(0, 1, 4), (5, 123, 6), (126, 130, 8), (100, 156, 3)])
+def test_scales_written_at_a_start_row_touch_nothing_else(start, rows, columns):
+    scale = torch.full((256, fp4.round_up(columns, 4)), 7.0).to(E4M3)
+    linear = (torch.arange(rows * columns).view(rows, columns) % 15 + 8.0).to(E4M3)
+    fp4.write_scales(linear, scale, start)
+    assert torch.equal(fp4.read_scales(scale, rows, columns, start).float(), linear.float())
+    assert (scale.float() == 7.0).sum() == scale.numel() - linear.numel()
+
+
+def test_store_and_load_an_output():
+    x = torch.randn(131, 3, 32, generator=torch.Generator().manual_seed(1))
+    out = fp4.empty((131, 3, 32), x.device)
+    assert out.scale.shape == (256, 8) and out.data.shape == (131, 3, 16) and out.dtype == "nvfp4"
+    fp4.store(x, out, 300.0)
+    data, scales = fp4.nvfp4_quantize(x.flatten(1), 300.0)
+    assert torch.equal(fp4.load(out, 300.0), fp4.nvfp4_dequantize(data, scales, 300.0).view(131, 3, 32))
+    assert (fp4.load(out, 300.0) - x).square().mean().sqrt() < 0.3 * x.std()
+
+
+def test_empty_output_has_a_tile_of_scales():
+    assert fp4.empty((0, 2, 16), torch.device("cpu")).scale.shape == (128, 4)
+
+
+def test_deinterleave_v_scales():
+    tokens, columns = 8, 4
+    linear = torch.arange(2 * tokens * columns).view(2, tokens, columns)
+    stored = torch.empty_like(linear).view(2, -1)
+    for t, s in itertools.product(range(tokens), range(columns)):
+        stored[:, t // 4 * 4 * columns + s * 4 + t % 4] = linear[:, t, s]
+    assert torch.equal(fp4.deinterleave_v_scales(stored.view(2, tokens, columns)), linear)
+
+
+GOOD = {"data": torch.zeros(5, 2, 8, dtype=torch.uint8), "scale": torch.zeros(128, 4, dtype=E4M3)}
+
+
+@pytest.mark.parametrize(
+    "change,name",
+    [
+        ({"data": torch.zeros(5, 2, 8)}, "data"),
+        ({"scale": torch.zeros(128, 4)}, "scale"),
+        ({"scale": torch.zeros(127, 4, dtype=E4M3)}, "scale"),
+        ({"scale": torch.zeros(0, 4, dtype=E4M3)}, "scale_start_index"),
+        ({"scale_start_index": -1}, "scale_start_index"),
+        ({"scale_start_index": 128}, "scale_start_index"),
+        ({"scale_start_index": 124}, "scale_start_index"),
+        ({"original_shape": (5, 16)}, "original_shape"),
+        ({"original_shape": (4, 2, 16)}, "original_shape"),
+        ({"original_shape": (5, 2, 17)}, "original_shape"),
+    ],
+)
+def test_fp4tensor_refuses(change, name):
+    with pytest.raises(ValueError, match=f"^{name}:"):
+        FP4Tensor(**(GOOD | change))
+
+
+@pytest.mark.parametrize("change", [{}, {"scale_start_index": 123}, {"original_shape": (5, 2, 15)}])
+def test_fp4tensor_takes(change):
+    t = FP4Tensor(**(GOOD | change))
+    assert t.data is GOOD["data"] and t.scale is GOOD["scale"] and t.shape == (5, 2, 8)

@@ -1,0 +1,225 @@
+"""The reference against torch's own attention, and against a per-row softmax in float64."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import cases
+from wrappers import fp4, reference
+from wrappers.reference import dense
+
+CPU = torch.device("cpu")
+LOG2E = math.log2(math.e)
+
+
+def random_qkv(m, n, heads_q, heads_kv, dim, dim_vo=None, seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    shapes = (m, heads_q, dim), (n, heads_kv, dim), (n, heads_kv, dim_vo or dim)
+    return [torch.randn(*shape, generator=gen) for shape in shapes]
+
+
+def visible(i, m, n, causal, window_left):
+    """Keys that row i of m keeps among n."""
+    p = i + n - m
+    return [j for j in range(n) if (not causal or j <= p) and (window_left < 0 or j >= p - window_left)]
+
+
+def brute(q, k, v, scale, causal, window_left=-1, soft_cap=0.0, sinks=None):
+    """A softmax at a time, in float64."""
+    q, k, v = (t.double().numpy() for t in (q, k, v))
+    m, heads, _ = q.shape
+    n, group = len(k), heads // k.shape[1]
+    o, lse = np.zeros((m, heads, v.shape[2])), np.full((m, heads), -np.inf)
+    for i in range(m):
+        keys = visible(i, m, n, causal, window_left)
+        for h in range(heads):
+            s = k[keys, h // group] @ q[i, h] * scale
+            if soft_cap:
+                s = soft_cap * np.tanh(s / soft_cap)
+            sink = -np.inf if sinks is None else float(sinks[h])
+            top = max([sink, *s])
+            if top == -np.inf:
+                continue
+            p = np.exp(s - top)
+            total = p.sum() + np.exp(sink - top)
+            o[i, h] = p @ v[keys, h // group] / total
+            lse[i, h] = (top + np.log(total)) * LOG2E
+    return torch.from_numpy(o).float(), torch.from_numpy(lse).float()
+
+
+def close(got, want, tolerance=2e-5):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window_left", [-1, 0, 5])
+@pytest.mark.parametrize("m,n,heads", [(7, 7, (4, 4)), (33, 80, (6, 2)), (1, 64, (8, 1))])
+def test_equals_torch(m, n, heads, causal, window_left):
+    q, k, v = random_qkv(m, n, *heads, 32)
+    keep = torch.tensor([[j in visible(i, m, n, causal, window_left) for j in range(n)] for i in range(m)])
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(0, 1)[None] for t in (q, k, v)), attn_mask=keep, scale=0.2, enable_gqa=True
+    )[0].transpose(0, 1)
+    got, _ = reference.attention(q, k, v, scale=0.2, causal=causal, window_left=window_left)
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    m=st.integers(0, 9), n=st.integers(0, 12), kv_heads=st.integers(1, 2), group=st.integers(1, 3),
+    causal=st.booleans(), window_left=st.integers(-1, 8), cap=st.sampled_from([0.0, 0.5, 5.0]),
+    sink=st.booleans(), block=st.integers(1, 40), dims=st.sampled_from([(4, 4), (6, 3)]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_equals_brute_force(m, n, kv_heads, group, causal, window_left, cap, sink, block, dims, seed):
+    q, k, v = random_qkv(m, n, kv_heads * group, kv_heads, *dims, seed=seed)
+    sinks = torch.randn(kv_heads * group, generator=torch.Generator().manual_seed(seed)) * 3 if sink else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense, "BLOCK", block)  # several query blocks even at these sizes
+        got = reference.attention(
+            q, k, v, scale=0.7, causal=causal, window_left=window_left, soft_cap=cap, sinks=sinks
+        )  # fmt: skip
+    close(got, brute(q, k, v, 0.7, causal, window_left, cap, sinks))
+
+
+def test_large_logits_of_either_sign():
+    q, k, v = random_qkv(4, 6, 2, 2, 8)
+    for scale in (6e4, -6e4):
+        close(reference.attention(q, k, v, scale=scale, causal=True), brute(q, k, v, scale, True), 1e-4)
+    k[:] = -q[0, 0] * 1e4  # every logit of row 0, head 0 far below any finite sentinel
+    o, lse = reference.attention(q, k, v, scale=1.0, causal=False)
+    assert lse[0, 0] < -1e4 and torch.allclose(o[0, 0], v[:, 0].mean(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_keys_that_are_not_kept_never_matter(bad):
+    q, k, v = random_qkv(3, 8, 2, 1, 4)
+    want = reference.attention(q, k, v, scale=1.0, causal=True, window_left=2)
+    k[7], v[7] = bad, bad  # kept by the last row only
+    k[:3], v[:3] = bad, bad  # before every window
+    o, lse = reference.attention(q, k, v, scale=1.0, causal=True, window_left=2)
+    assert torch.equal(o[:2], want[0][:2]) and torch.equal(lse[:2], want[1][:2])
+    assert not o[2].isfinite().any()
+
+
+def test_a_bad_query_row_stays_in_its_row_and_head():
+    q, k, v = random_qkv(3, 8, 2, 1, 4)
+    q[1, 0] = float("nan")
+    o, lse = reference.attention(q, k, v, scale=1.0, causal=True)
+    bad = torch.tensor([[False, False], [True, False], [False, False]])
+    assert torch.equal(lse.isnan(), bad) and torch.equal(o.isnan().all(-1), bad)
+
+
+def test_infinite_values_reach_the_output_with_their_sign():
+    q, k, v = random_qkv(2, 4, 1, 1, 3)
+    v[1, 0, 0], v[2, 0, 1], v[0, 0, 2], v[1, 0, 2] = math.inf, -math.inf, math.inf, -math.inf
+    o, _ = reference.attention(q, k, v, scale=1.0, causal=False)
+    assert (o[:, 0, 0] == math.inf).all() and (o[:, 0, 1] == -math.inf).all() and o[:, 0, 2].isnan().all()
+
+
+def test_sink_limits():
+    q, k, v = random_qkv(5, 9, 2, 2, 8)
+    plain = reference.attention(q, k, v, scale=0.3, causal=True)
+    none = reference.attention(q, k, v, scale=0.3, causal=True, sinks=torch.full((2,), -math.inf))
+    close(none, plain, 1e-6)
+    o, lse = reference.attention(q, k, v, scale=0.3, causal=True, sinks=torch.full((2,), 200.0))
+    assert (o.abs() < 1e-20).all() and torch.allclose(lse, torch.tensor(200 * LOG2E))
+
+
+@pytest.mark.parametrize("sink", [None, 1.5])
+def test_rows_without_keys(sink):
+    q, k, v = random_qkv(5, 2, 2, 1, 4)
+    sinks = None if sink is None else torch.full((2,), sink)
+    o, lse = reference.attention(q, k, v, scale=1.0, causal=True, sinks=sinks)
+    assert (o[:3] == 0).all() and (o[3:] != 0).any()
+    assert (lse[:3] == (-math.inf if sink is None else torch.tensor(sink * LOG2E))).all()
+
+
+def brute_paged(inputs, case):
+    """The case token by token out of the caches, in float64."""
+    k, v = inputs["kv_cache"] if isinstance(inputs["kv_cache"], tuple) else (0, 0)
+    if case.cache != "tuple":
+        k, v = inputs["kv_cache"][:, 0], inputs["kv_cache"][:, -1]
+    tables = inputs["block_tables"]
+    outs = []
+    starts = inputs["cum_seq_lens_q"].tolist()
+    for b, n in enumerate(case.kv_lens):
+        sequence = []
+        for which, cache in enumerate((k, v)):
+            row = tables[b, which] if case.separate_tables else tables[b]
+            dim = cache.shape[-1]
+            tokens = torch.empty(n, case.heads_kv, dim)
+            for t in range(n):
+                page = cache[int(row[t // case.page_size])]
+                tokens[t] = page[:, t % case.page_size] if case.layout == "HND" else page[t % case.page_size]
+            sequence.append(tokens)
+        q = inputs["query"][starts[b] : starts[b + 1]]
+        outs.append(
+            brute(q, *sequence, inputs["bmm1_scale"], case.causal, case.window_left, case.soft_cap, inputs["sinks"])
+        )
+    return tuple(torch.cat(parts) for parts in zip(*outs, strict=True))
+
+
+@pytest.mark.parametrize("name", cases.EDGE)
+def test_paged_cases(name):
+    case = cases.EDGE[name]
+    inputs = cases.make_inputs(case)
+    got = cases.reference_of(inputs)
+    close(got, brute_paged(inputs, case), 5e-5)
+
+
+def test_page_size_and_layout_do_not_change_bits():
+    case = replace(cases.EDGE["plain"], q_lens=(5, 40), kv_lens=(133, 41))
+    results = [
+        cases.reference_of(cases.make_inputs(replace(case, page_size=p, layout=layout)))
+        for p in cases.PAGE_SIZES
+        for layout in ("HND", "NHD")
+    ]
+    for o, lse in results[1:]:
+        assert torch.equal(o, results[0][0]) and torch.equal(lse, results[0][1])
+
+
+def test_too_short_a_page_table_is_refused():
+    inputs = cases.make_inputs(cases.EDGE["plain"])
+    inputs["seq_lens"] = torch.tensor([19, 3700], dtype=torch.int32)
+    with pytest.raises(ValueError, match="seq_lens: 3700 tokens"):
+        cases.reference_of(inputs)
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("dtype", ["fp8", "bf16"])
+def test_fp8_cache(dtype, layout):
+    case = replace(cases.EDGE["plain"], dtype=dtype, kv_dtype="fp8", layout=layout)
+    inputs = cases.make_inputs(case)
+    close(cases.reference_of(inputs), brute_paged(inputs, case), 5e-5)
+
+
+@pytest.mark.parametrize("cache,layout", [("tuple", "HND"), ("tuple", "NHD"), ("stacked", "HND"), ("shared", "NHD")])
+def test_nvfp4_cache_is_attention_on_dequantised_values(cache, layout):
+    case = replace(cases.EDGE["plain"], kv_dtype="nvfp4", cache=cache, layout=layout)
+    inputs = cases.make_inputs(case)
+    got = cases.reference_of(inputs)
+    data, scales = inputs.pop("kv_cache"), inputs.pop("kv_block_scales")
+    if isinstance(data, torch.Tensor):
+        wide = fp4.nvfp4_dequantize(data, scales).bfloat16()
+    else:
+        wide = tuple(fp4.nvfp4_dequantize(d, s).bfloat16() for d, s in zip(data, scales, strict=True))
+    close(got, brute_paged(inputs | {"kv_cache": wide}, case), 2e-2)  # bf16 rounds code * scale
+
+
+def test_interleaved_v_scales():
+    inputs = cases.make_inputs(replace(cases.EDGE["plain"], kv_dtype="nvfp4", page_size=16))
+    from wrappers import checks
+
+    problem = checks.validate(checks.Call(**inputs)).problem
+    want = reference.paged_attention(problem)
+    linear = problem.v_scales
+    stored = linear.unflatten(-2, (-1, 4)).transpose(-1, -2).reshape(linear.shape)
+    got = reference.paged_attention(replace(problem, v_scales=stored, v_scales_interleaved=True))
+    assert not torch.equal(stored.float(), linear.float())
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
