@@ -1,6 +1,6 @@
 """Facts of a compiled kernel, read from its cubin: registers, stack, shared memory, instruction counts.
 
-The disassemblers come from PyPI (`pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`, the extra `tools`) or from
+The disassemblers come from PyPI (nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm, in the extra `dev`) or from
 a CUDA toolkit on PATH. Without them every fact is None.
 """
 
