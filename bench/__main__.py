@@ -22,12 +22,13 @@ def attention(args: argparse.Namespace) -> None:
         raise SystemExit(f"no case begins with {args.cases!r}; there are: {', '.join(known)}")
     env = results.environment()
     path = args.results or results.FOLDER / f"{env.gpu}.csv"
-    providers = args.providers.split(",") if args.providers else list(bench.PROVIDERS)
-    top, found = bench.ceilings(bench.CudaClock())
-    for name, case in chosen.items():
-        found += bench.measure(name, case, top, providers, args.rounds)
+    providers = tuple(args.providers.split(",")) if args.providers else tuple(bench.PROVIDERS)
+    setup = bench.Setup(providers, args.rounds)
+    top, found = bench.ceilings(setup)
+    for case in chosen.values():
+        found += bench.measure(case, top, setup)
         torch.cuda.empty_cache()
-    found += bench.host(bench.host_case(), providers)
+    found += bench.host(bench.host_case(), setup)
     rows = bench.rows_of(found, env)
     results.append(path, rows)
     print(bench.table(found, rows, top))

@@ -1,7 +1,7 @@
 """Measures prefill attention: every case, every provider that runs here, ceilings of the machine in the same run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -10,7 +10,7 @@ from tests.cases import AttentionCase, make_inputs
 
 from .providers import PROVIDERS, Unavailable
 from .results import Environment, Row, with_ratios
-from .timing import Call, CudaClock, HostClock, Timing, input_sets, interleave
+from .timing import Call, Clock, CudaClock, HostClock, Timing, input_sets, interleave
 from .workload import Inputs, check, shape_of
 
 L2_BYTES = 50 << 20  # of Hopper; torch reports 60 MB on an H200
@@ -41,6 +41,17 @@ class Result:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class Setup:
+    """How a run measures. The tests put a fake clock and the CPU here."""
+
+    providers: tuple[str, ...] = tuple(PROVIDERS)
+    rounds: int = 15
+    device: str = "cuda"
+    clock: Clock = field(default_factory=CudaClock)
+    host_clock: Clock = field(default_factory=lambda: HostClock(torch.cuda.synchronize))
+
+
 def sweep_cases() -> dict[str, AttentionCase]:
     """Causal and full attention of SWEEP_TOKENS tokens in requests of growing length: 32x8 heads, D128, pages of 64."""
     found = {}
@@ -61,7 +72,7 @@ def case_of(name: str, lens: tuple[int, ...], causal: bool) -> AttentionCase:
     return AttentionCase(name, "bf16", lens, lens, 32, 8, 128, 128, 64, causal=causal, lse=False)
 
 
-def ceilings(clock: CudaClock, rounds: int = 15) -> tuple[Ceilings, list[Result]]:
+def ceilings(setup: Setup) -> tuple[Ceilings, list[Result]]:
     """Matmul of random data (zeros run faster than any real data) and a copy between two large buffers."""
     a, b = (torch.randn(MATMUL, MATMUL, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     c = torch.empty_like(a)
@@ -71,7 +82,7 @@ def ceilings(clock: CudaClock, rounds: int = 15) -> tuple[Ceilings, list[Result]
         "ceiling-matmul-bf16": lambda i: torch.mm(a, b, out=c),
         "ceiling-copy": lambda i: target.copy_(source),
     }
-    times = interleave(calls, clock, 1, rounds)
+    times = interleave(calls, setup.clock, 1, setup.rounds)
     matmul, copy = times["ceiling-matmul-bf16"], times["ceiling-copy"]
     found = Ceilings(2 * MATMUL**3 / matmul.median / 1e6, 2 * COPY_BYTES / copy.median / 1e3)
     return found, [
@@ -109,14 +120,14 @@ def best(times: Mapping[str, Timing]) -> dict[str, tuple[Timing, str]]:
     return found
 
 
-def inputs_of(case: AttentionCase) -> list[Inputs]:
+def inputs_of(case: AttentionCase, device: str) -> list[Inputs]:
     """As many input sets as leave none of them in the L2 when its turn comes again."""
-    first = make_inputs(case, "cuda", 0)
+    first = make_inputs(case, device, 0)
     count = input_sets(shape_of(first).bytes, L2_BYTES)
-    return [first, *(make_inputs(case, "cuda", seed) for seed in range(1, count))]
+    return [first, *(make_inputs(case, device, seed) for seed in range(1, count))]
 
 
-def collect(sets: list[Inputs], providers: list[str]) -> dict[str, Call]:
+def collect(sets: list[Inputs], providers: tuple[str, ...]) -> dict[str, Call]:
     """Calls of all providers; prints who is left out and why."""
     calls: dict[str, Call] = {}
     for provider in providers:
@@ -130,15 +141,16 @@ def collect(sets: list[Inputs], providers: list[str]) -> dict[str, Call]:
     return calls
 
 
-def measure(name: str, case: AttentionCase, top: Ceilings, providers: list[str], rounds: int) -> list[Result]:
+def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
     """All providers on one case, and the floor: the operations over the matmul rate of this run."""
+    name = case.name
     print(name, flush=True)
-    sets = inputs_of(case)
+    sets = inputs_of(case, setup.device)
     shape = shape_of(sets[0])
-    calls = collect(sets, providers)
+    calls = collect(sets, setup.providers)
     if not calls:
         return []
-    times = best(interleave(calls, CudaClock(), len(sets), rounds))
+    times = best(interleave(calls, setup.clock, len(sets), setup.rounds))
     found = [
         Result(name, provider, t, shape.flops / t.median / 1e6, shape.bytes / t.median / 1e3, variant)
         for provider, (t, variant) in times.items()
@@ -147,15 +159,15 @@ def measure(name: str, case: AttentionCase, top: Ceilings, providers: list[str],
     return [*found, Result(name, "floor", Timing(floor, floor, floor), top.tflops, shape.bytes / floor / 1e3)]
 
 
-def host(case: AttentionCase, providers: list[str]) -> list[Result]:
+def host(case: AttentionCase, setup: Setup) -> list[Result]:
     """Host time of a call on a tiny case; 16 calls a sample keep the GPU's queue short."""
-    print(HOST_CASE, flush=True)
-    calls = collect([make_inputs(case, "cuda", 0)], providers)
+    print(case.name, flush=True)
+    calls = collect([make_inputs(case, setup.device, 0)], setup.providers)
     if not calls:
         return []
     # target_us makes a sample of 16 calls of 8 us; the best variant is chosen as on the GPU
-    times = best(interleave(calls, HostClock(torch.cuda.synchronize), 1, rounds=50, warmup=10, target_us=128))
-    return [Result(HOST_CASE, provider, t, note=variant) for provider, (t, variant) in times.items()]
+    times = best(interleave(calls, setup.host_clock, 1, rounds=50, warmup=10, target_us=128))
+    return [Result(case.name, provider, t, note=variant) for provider, (t, variant) in times.items()]
 
 
 def rows_of(results: list[Result], env: Environment) -> list[Row]:

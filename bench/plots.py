@@ -14,6 +14,7 @@ STYLE = {
     "flash-attn-4": ("#009E73", "^"),
     "flashinfer": ("#CC79A7", "D"),
 }
+ROOFLINE_TICKS = (100, 200, 400, 600, 800, 1000)
 SWEEP = re.compile(r"sweep-bf16-(causal|full)-b\d+-s(\d+)-")
 
 
@@ -23,7 +24,7 @@ def figure(columns: int = 1, height: float = 4.2) -> tuple[Any, Any]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    fig, axes = pyplot.subplots(1, columns, figsize=(5.2 * columns + 1.5, height), layout="constrained", squeeze=False)
+    fig, axes = pyplot.subplots(1, columns, figsize=(5.2 * columns + 2, height), layout="constrained", squeeze=False)
     for axis in axes[0]:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
@@ -76,8 +77,8 @@ def share(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     axis.set_yticks(range(len(names)), [short(n) for n in names], fontsize=8)
     axis.invert_yaxis()
     axis.set_xlim(0, 105)
-    axis.set_xlabel("% of the bf16 matmul rate of the same run (figures at the bars: TFLOP/s)")
-    axis.set_title(f"Prefill attention, {gpu}; ours reads pages, the others contiguous K and V", fontsize=9)
+    axis.set_xlabel("% of the bf16 matmul rate of the same run; at the bars: TFLOP/s", fontsize=9)
+    axis.set_title(f"Prefill attention, {gpu}: ours paged, cudnn and flash-attn-4 contiguous", fontsize=9)
     fig.legend(loc="outside lower center", ncols=len(providers), fontsize=8, frameon=False)
     return save(fig, folder / f"{gpu}-prefill-share.png")
 
@@ -91,17 +92,20 @@ def roofline(rows: list[Row], gpu: str, folder: Path) -> Path | None:
         return None
     fig, (axis,) = figure()
     intensities = [1e3 * p.tflops / p.gbps for p in points if p.tflops and p.gbps]
-    low, high = min(50.0, min(intensities) / 2), max(intensities) * 2
+    low, high = 50.0, max(intensities) * 2
     knee = 1e3 * mm / copy
     axis.plot([low, knee, high], [low * copy / 1e3, mm, mm], color="black", lw=1.2)
     axis.text(high, mm * 1.03, f"bf16 matmul {mm:.0f} TFLOP/s", ha="right", fontsize=8)
-    axis.text(low * 1.05, low * copy / 1e3 * 1.35, f"copy {copy:.0f} GB/s", fontsize=8)
+    axis.text(knee * 0.62, knee * 0.55 * copy / 1e3, f"copy {copy:.0f} GB/s", fontsize=8)
     for provider, (colour, marker) in STYLE.items():
         xy = [(1e3 * p.tflops / p.gbps, p.tflops) for p in points if p.provider == provider and p.tflops and p.gbps]
         if xy:
             axis.scatter(*zip(*xy), s=22, color=colour, marker=marker, label=provider, alpha=0.85)
     axis.set_xscale("log")
     axis.set_yscale("log")
+    axis.set_yticks(ROOFLINE_TICKS, [str(t) for t in ROOFLINE_TICKS])
+    axis.set_ylim(ROOFLINE_TICKS[0], ROOFLINE_TICKS[-1])
+    axis.minorticks_off()
     axis.set_xlabel("FLOP per byte of Q, K, V and O")
     axis.set_ylabel("TFLOP/s")
     axis.set_title(f"Roofline of prefill attention, {gpu}, bf16", fontsize=9)
@@ -126,7 +130,7 @@ def lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
         ticks = sorted({s for kind, s, _ in found if kind == mask})
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, [f"{s // 1024}k" if s >= 1024 else str(s) for s in ticks])
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.08 * max([mm or 0, *(r.tflops or 0 for _, _, r in found)]))
         axis.set_xlabel("sequence length (32768 tokens in all)")
         axis.set_title(f"{mask}, bf16, 32x8 heads, D128, {gpu}", fontsize=9)
     axes[0].set_ylabel("TFLOP/s" + " (causal counts half the work)")

@@ -1,11 +1,12 @@
 """The benchmark's arithmetic, on the CPU: timing with a fake clock, checks of results, csv, plots, ncu's output."""
 
 import csv
+from functools import partial
 
 import pytest
 import torch
 
-from bench import plots, readme, results, timing, workload
+from bench import attention, plots, providers, readme, results, timing, workload
 from bench.results import Environment
 from tools import profile
 
@@ -256,3 +257,49 @@ def test_ncu_output_becomes_a_short_report():
         profile.parse(["==ERROR== no permission"])
 
 
+
+
+class WallClock:
+    def measure(self, call, sets):
+        for i in sets:
+            call(i)
+        return 10.0 * len(sets)
+
+
+def test_a_run_on_the_cpu_gives_checked_rows(monkeypatch, capsys):
+    """The whole path with the reference as `ours`, a right peer, a wrong one and one that is missing."""
+
+    def contiguous(factor, inputs):
+        def call():
+            return factor * sdpa(inputs, *workload.contiguous(inputs)[1:], inputs["causal"])
+
+        return {"slow": (call, lambda o: o), "": (call, lambda o: o)}
+
+    def missing(inputs):
+        raise providers.Unavailable("not here")
+
+    peers = {"right": partial(contiguous, 1), "wrong": partial(contiguous, 2), "missing": missing}
+    monkeypatch.setattr(attention, "PROVIDERS", {"ours": providers.ours, **peers})
+    case = attention.case_of("prefill-tiny", (40, 40), True)
+    setup = attention.Setup(("ours", *peers), 2, "cpu", WallClock(), WallClock())
+    top = attention.Ceilings(700.0, 4000.0)
+    found = attention.measure(case, top, setup) + attention.host(case, setup)
+    assert [(r.provider, r.note) for r in found] == [
+        ("ours", ""), ("right", "slow"), ("floor", ""), ("ours", ""), ("right", "slow")
+    ]  # fmt: skip
+    said = capsys.readouterr().out
+    assert "no row: wrong: off by" in said and "no row: not here" in said
+    rows = attention.rows_of(found[:3], ENV)
+    assert [r.case for r in rows] == ["prefill-tiny"] * 3 and rows[1].ratio_to_ours == pytest.approx(1)
+    assert rows[2].tflops == 700 and rows[2].time_us == pytest.approx(case_flops(case) / 700e6)
+    assert "prefill-tiny" in attention.table(found, rows, top)
+
+
+def case_flops(case):
+    return 4 * sum(n * n for n in case.q_lens) * case.heads_q * case.head_dim_qk / 2
+
+
+def test_sweep_cases_hold_the_same_number_of_tokens():
+    cases = attention.sweep_cases()
+    assert {sum(c.q_lens) for c in cases.values()} == {attention.SWEEP_TOKENS}
+    assert all(plots.SWEEP.match(name) and name == case.name for name, case in cases.items())

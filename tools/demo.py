@@ -8,23 +8,22 @@ reference on the CPU. With one: the kernel runs. Either is held against torch SD
 
 import argparse
 import importlib.util
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from . import demo_data
+from cute_kernels import manifest
+from cute_kernels.attention import dispatch
+
+from . import aot, demo_data
 
 PAGE = 16
 HEAD_DIM = 64  # the least a kernel has; the layer's 32 are padded with zeros
 ARCH = "sm_90a"
-BUNDLE = demo_data.ROOT / "build" / "demo-bundle"
-PATTERN = "fp16_d64_full_paged16"
 TOLERANCE = 2e-3  # rtol = atol: fp16 output of values up to about 4
 COPIES = 64  # of the text's requests, for a batch large enough to time
 
@@ -106,13 +105,26 @@ def compare(out: torch.Tensor, batch: Batch) -> tuple[float, float]:
     return float(difference.abs().max()), float(difference.norm() / want.norm())
 
 
+def kernel_name() -> str:
+    """The kernel that serves the demo's call."""
+    return dispatch.select(dispatch.Request("fp16", HEAD_DIM, HEAD_DIM, PAGE, group=1, causal=False), ARCH)[1].name
+
+
 def build() -> bool:
-    """Build the one kernel the demo needs; False where there is no compiler here (the DSL is not installed)."""
+    """Build the one kernel the demo needs into the bundle; False where the DSL, the compiler, is not installed."""
     if importlib.util.find_spec("cutlass") is None:
         return False
-    command = [sys.executable, "-m", "tools.aot", "build", "--arch", ARCH, "--out", str(BUNDLE), "--only", PATTERN]
-    subprocess.run(command, check=True, cwd=demo_data.ROOT)
+    for verb in (["build", "--only", kernel_name()], ["verify"]):
+        command = [sys.executable, "-m", "tools.aot", *verb, "--arch", ARCH]
+        subprocess.run(command, check=True, cwd=demo_data.ROOT)
     return True
+
+
+def resources() -> str:
+    """What the bundle says of the demo's kernel."""
+    name = kernel_name()
+    entry = next(k for k in manifest.read(aot.BUILD / "bundle" / ARCH).kernels if k["name"] == name)
+    return f"kernel {name}: {aot.summary(entry)}"
 
 
 def run_cpu(batch: Batch) -> str:
@@ -120,7 +132,7 @@ def run_cpu(batch: Batch) -> str:
     from wrappers import trtllm_batch_context_with_kv_cache
 
     worst, relative = compare(trtllm_batch_context_with_kv_cache(**paged(batch)), batch)
-    return f"CPU reference: agrees with torch SDPA, max error {worst:.1e}, relative {relative:.1e}"
+    return f"CPU reference agrees with torch SDPA: max error {worst:.1e}, relative {relative:.1e}"
 
 
 def run_gpu(batch: Batch) -> list[str]:
@@ -134,7 +146,7 @@ def run_gpu(batch: Batch) -> list[str]:
 
     gpu = torch.cuda.get_device_name()
     small, large = batch.to("cuda"), batch.repeat(COPIES).to("cuda")
-    lines = [f"{gpu} kernel: agrees with torch SDPA, {error(small, paged(small))}"]
+    lines = [f"kernel on {gpu} agrees with torch SDPA: {error(small, paged(small))}"]
     kwargs = paged(large)
     lines.append(f"  {COPIES} copies of the text: {error(large, kwargs)}")
     run = {"ours": lambda i: trtllm_batch_context_with_kv_cache(**kwargs)}
@@ -146,30 +158,19 @@ def run_gpu(batch: Batch) -> list[str]:
     return lines
 
 
-def resources() -> str:
-    """What the bundle's manifest says of the kernel that was built."""
-    import json
-
-    manifest = json.loads((BUNDLE / "manifest.json").read_text())
-    return json.dumps(manifest)[:200]
-
-
 def main() -> None:
     argparse.ArgumentParser(prog="python -m tools.demo", description=__doc__.splitlines()[0]).parse_args()
     data, origin = demo_data.load()
     batch = batch_of(data)
-    print(f"data: {origin}")
-    print(f"      requests of {batch.lengths} tokens, {batch.q.shape[1]} heads, pages of {PAGE}; {Path(__file__).name}")
+    heads, shown = batch.q.shape[1], " + ".join(map(str, batch.lengths))
+    built = build()
+    print(f"\ndata: {origin}\n      {shown} tokens, {heads} heads, KV in shuffled pages of {PAGE}")
+    print(resources() if built else "no CuTe DSL here: no kernel was built")
     print(run_cpu(batch))
-    if build():
-        os.environ.setdefault("CUTE_KERNELS_BUNDLE", str(BUNDLE))
-        print(resources())
-    else:
-        print("no CuTe DSL here: no kernel was built")
     if torch.cuda.is_available():
         print("\n".join(run_gpu(batch)))
     else:
-        print("no GPU here: the kernel was built, not run")
+        print("no GPU here: the kernel was compiled, not run")
 
 
 if __name__ == "__main__":
