@@ -38,10 +38,10 @@ SOURCE = {"paged": paged}
 @cute.jit
 def zero_tail(spec: cutlass.Constexpr, stage: cute.Tensor, valid: Int32, threads: cutlass.Constexpr):
     """Zero the rows [valid, next box) of a V stage: the rows past kv_len that share a box, and so a page, with valid
-    rows, hold whatever the page held, and 0 * NaN is NaN. `threads` threads; a proxy fence and a barrier follow."""
+    rows, hold whatever the page held, and 0 * NaN is NaN. The `threads` math threads share it; a proxy fence and a barrier follow."""
     vec = 8  # 16-bit elements of a 16-byte store
     per_row = spec.head_dim_vo // vec
-    tid = cute.arch.thread_idx()[0] % threads
+    tid = cute.arch.thread_idx()[0] - 128
     zeros = cute.make_rmem_tensor(vec, stage.element_type)
     zeros.fill(0.0)
     rows = (valid + spec.kv.box - 1) // spec.kv.box * spec.kv.box - valid

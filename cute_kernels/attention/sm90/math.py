@@ -16,6 +16,7 @@ from .. import epilogue, geometry, kv, mask, schedule, softmax
 from . import tile as tiles
 
 TURN_BARRIER = 1  # + warpgroup: may issue MMAs
+ALL_BARRIER = 4  # all math threads
 GROUP_BARRIER = 5  # + warpgroup: its 128 threads
 
 
@@ -40,8 +41,9 @@ class Tile:
 
     w: schedule.Work
     n: mask.Lengths
-    scale_log2: Float32  # raw score -> log2 units, before the soft cap
-    score_scale: Float32  # the same after it
+    scale_log2: Float32  # raw score -> log2 units
+    cap: Float32
+    score_scale: Float32  # what `softmax.score` left -> log2 units
 
 
 def group_index():
@@ -89,7 +91,7 @@ def registers(spec, plan, s) -> Registers:
 def scores(spec: cutlass.Constexpr, r: Registers, x: Tile, j: Int32, masked: cutlass.Constexpr):
     """Soft cap, mask and softmax of block j in r.s."""
     view = wgmma.rows_cols(r.s)
-    softmax.score(spec, r.s, x.scale_log2, x.score_scale)
+    softmax.score(spec, r.s, x.scale_log2, x.cap)
     if const_expr(masked):
         mask.apply(spec, view, r.tokens, r.cols, j * spec.tile.n, x.n)
     softmax.step(r.st, view, x.score_scale)
@@ -107,9 +109,10 @@ def first(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, i: Int32, j: 
     valid = x.n.kv_len - j * spec.tile.n
     if valid < spec.tile.n and valid % spec.kv.box != 0:
         pipe.wait_full(s.v_pipe, i)
-        kv.zero_tail(spec, s.v[None, None, pipe.slot(s.v_pipe, i)], valid, 128)
+        threads = 128 * spec.tile.warpgroups
+        kv.zero_tail(spec, s.v[None, None, pipe.slot(s.v_pipe, i)], valid, threads)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(), number_of_threads=128)
+        cute.arch.barrier(barrier_id=ALL_BARRIER, number_of_threads=threads)
 
 
 @cute.jit
@@ -237,7 +240,8 @@ def math(spec: cutlass.Constexpr, plan, s):
         w = schedule.hear(s.work)
         more = w.valid
         if w.valid != 0:
-            x = Tile(w, tiles.lengths(spec, w, a), scale_log2, softmax.score_scale(spec, scale_log2, a.soft_cap))
+            score_scale = softmax.score_scale(spec, scale_log2, a.soft_cap)
+            x = Tile(w, tiles.lengths(spec, w, a), scale_log2, a.soft_cap, score_scale)
             i = run_tile(spec, plan, s, r, x, i, t)
             store(spec, plan, r, x, out_scale)
         t += 1
