@@ -1,0 +1,38 @@
+"""Fixtures shared by the tests."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ARCH = "sm_90a"
+
+
+def start_python(*arguments: str, cwd: Path = ROOT, **env: str) -> subprocess.Popen[str]:
+    """Start the tests' Python; `env` is added to the environment."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, *arguments], cwd=cwd, env=os.environ | env, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def run_python(*arguments: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    return finish(start_python(*arguments, cwd=cwd, **env))
+
+
+@pytest.fixture(scope="session")
+def bundle() -> Path:
+    """The bundle of every shipped kernel of ARCH. The tool builds what its cache (build/obj) lacks, 5 s a kernel."""
+    out = ROOT / "build" / "bundle" / ARCH
+    done = run_python("-m", "tools.aot", "build", "--arch", ARCH, "--jobs", "2", "--out", str(out))
+    if done.returncode:
+        pytest.fail(f"tools.aot build failed:\n{done.stderr}", pytrace=False)
+    return out

@@ -1,0 +1,399 @@
+"""Bundles: what a process without the DSL loads, what it refuses, and builds that are interrupted or run at once."""
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from cute_kernels import manifest
+from cute_kernels.attention import dispatch
+from cute_kernels.attention.spec import AttentionSpec
+from tests.conftest import ARCH, ROOT, finish, run_python, start_python
+
+OP, SPEC = dispatch.shipped(ARCH)[0]
+OTHER = dispatch.shipped(ARCH)[-1][1]
+
+# Every import of the DSL fails, as where it is not installed.
+WITHOUT_DSL = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("cutlass", "nvidia_cutlass_dsl"):
+            raise ModuleNotFoundError(f"blocked: {name}", name=name)
+sys.meta_path.insert(0, Blocker())
+"""
+LOAD = (
+    WITHOUT_DSL
+    + """
+from cute_kernels.attention import dispatch
+from wrappers import runtime
+op, spec = dispatch.shipped("sm_90a")[0]
+"""
+)
+
+
+def load(code: str, bundle: Path | str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a process without the DSL; `op` and `spec` are the first shipped kernel."""
+    return run_python("-c", LOAD + code, CUTE_KERNELS_BUNDLE=str(bundle), CUDA_VISIBLE_DEVICES="", **env)
+
+
+def build(*arguments: str, out: Path, objects: Path) -> list[str]:
+    command = ["-m", "tools.aot", "build", "--arch", ARCH, "--jobs", "1", "--out", str(out), "--objects", str(objects)]
+    return [*command, *arguments]
+
+
+def compiled(done: subprocess.CompletedProcess[str]) -> int:
+    """How many kernels a build compiled, from what it printed."""
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"(\d+) compiled", done.stdout)
+    assert found, done.stdout
+    return int(found[1])
+
+
+@pytest.fixture
+def copy(bundle, tmp_path) -> Path:
+    """A bundle to spoil. Links, because the tool replaces files and never writes into them."""
+    return shutil.copytree(bundle, tmp_path / "bundle", copy_function=lambda a, b: Path(b).hardlink_to(a))
+
+
+@pytest.fixture
+def edit(copy):
+    """Rewrite the manifest of `copy`."""
+
+    def write(change) -> Path:
+        data = json.loads((copy / manifest.FILE).read_text())
+        change(data)
+        manifest.write_atomic(copy / manifest.FILE, json.dumps(data).encode())
+        return copy
+
+    return write
+
+
+# ---- what a process without the DSL can do
+
+
+CHECKS = """
+import torch
+from tests.fake_cuda import tensor as T
+fn = runtime.kernel(op, spec, "sm_90a")
+dt = {"bf16": "bfloat16", "fp16": "float16"}[spec.dtype]
+qk, vo = spec.head_dim_qk, spec.head_dim_vo
+good = dict(
+    q=T((7, 8, qk), dt), k=T((4, 2, 16, qk), dt), v=T((4, 2, 16, vo), dt), o=T((7, 8, vo), dt),
+    lse=T((0, 8), "float32"), cu_seqlens_q=T((3,), "int32"), kv_lens=T((2,), "int32"),
+    page_table=T((2, 2, 3), "int32"), sink=T((0,), "float32"), scale=T((0,), "float32"), out_scale=T((0,), "float32"),
+    scale_log2=1.0, out_factor=1.0, soft_cap=0.0, window_left=0, grid=132, enable_pdl=0,
+)
+cases = {
+    "good": {},
+    "dtype": {"q": T((7, 8, qk), "float32")},
+    "rank": {"k": T((4, 16, qk), dt)},
+    "head_dim": {"v": T((4, 2, 16, vo + 8), dt)},
+    "alignment": {"q": T((7, 8, qk), dt, offset=2)},
+    "stride": {"o": T((7, 8, vo), dt, strides=(8 * vo + 4, vo, 1))},
+    "contiguous": {"k": T((4, 2, 16, qk), dt, strides=(64 * qk, 32 * qk, 2 * qk, 2))},
+    "scalar": {"window_left": 1.5},
+    "device": {"sink": torch.zeros(8)},
+}
+for name, change in cases.items():
+    try:
+        fn(*(good | change).values())
+    except Exception as error:
+        print(name, "|", error)
+assert "cutlass" not in sys.modules
+"""
+
+
+def test_arguments_are_checked_without_the_dsl(bundle):
+    done = load(CHECKS, bundle, CUTE_KERNELS_JIT="0")
+    assert done.returncode == 0, done.stderr
+    errors = dict(line.split(" | ", 1) for line in done.stdout.splitlines())
+    expected = {
+        "good": r"Got Cuda Runtime Error",  # every check passed: the launch finds no GPU
+        "dtype": r"argument #0 .*expected dtype=",
+        "rank": r"argument #1 .*expected ndim=4",
+        "head_dim": r"Mismatched v\.shape\[3\] .*expected to be \d+",
+        "alignment": r"Misaligned Tensor data on argument #0 .*expected data alignment=16 bytes",
+        "stride": r"Invalid o\.strides\[0\] .*divisible by 8",
+        "contiguous": r"Mismatched k\.strides\[3\] .*expected to be 1",
+        "scalar": r"argument #14 .*expected int",
+        "device": r"argument #8 .*expected device_type=cuda",
+    }
+    assert errors.keys() == expected.keys()
+    for name, pattern in expected.items():
+        assert re.search(pattern, errors[name]), errors[name]
+
+
+def test_kernel_is_found_once(bundle):
+    code = """
+from dataclasses import replace
+first = runtime.kernel(op, spec, "sm_90a")
+import os
+os.environ["CUTE_KERNELS_BUNDLE"] = "/nowhere"
+assert runtime.kernel(op, spec, "sm_90a") is first, "by identity"
+assert runtime.kernel(op, replace(spec), "sm_90a") is first, "by value"
+"""
+    done = load(code, bundle)
+    assert done.returncode == 0, done.stderr
+
+
+def test_threads_get_one_function(bundle):
+    code = """
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(16) as pool:
+    found = list(pool.map(lambda _: runtime.kernel(op, spec, "sm_90a"), range(64)))
+assert len(set(map(id, found))) == 1
+"""
+    done = load(code, bundle)
+    assert done.returncode == 0, done.stderr
+
+
+FIND = 'runtime.kernel(op, spec, "sm_90a")'
+
+
+def test_missing_kernel_names_the_command(tmp_path):
+    done = load(FIND, tmp_path, CUTE_KERNELS_JIT="0")
+    assert f"KernelNotFound: no compiled kernel {OP}/{SPEC.name} for {ARCH}" in done.stderr
+    assert f"no bundle in {tmp_path / ARCH}" in done.stderr
+    assert "JIT: forbidden by CUTE_KERNELS_JIT=0" in done.stderr
+    assert f"python -m tools.aot build --arch {ARCH} --only {OP}/{SPEC.name}" in done.stderr
+
+
+def test_missing_dsl_is_named(tmp_path):
+    done = load(FIND, tmp_path)
+    assert "JIT: nvidia-cutlass-dsl is not installed" in done.stderr
+
+
+def test_command_for_a_spec_that_is_not_shipped(tmp_path):
+    done = load(
+        'from dataclasses import replace\nruntime.kernel(op, replace(spec, head_dim_qk=32), "sm_90a")', tmp_path
+    )
+    command = re.search(rf"build --arch {ARCH} --spec '{OP}=(.*)'", done.stderr)
+    assert command, done.stderr
+    assert manifest.from_json(AttentionSpec, json.loads(command[1])) == replace(SPEC, head_dim_qk=32)
+
+
+# ---- what a bundle is refused for
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda d: [k.update(key="0" * 64) for k in d["kernels"]], "key does not match"),
+        (lambda d: d["toolchain"].update(dsl="9.9.9"), "key does not match"),
+        (lambda d: d.update(arch="sm_100a"), "is for sm_100a"),
+        (lambda d: d.update(host="linux-aarch64"), "is for linux-aarch64 hosts"),
+        (lambda d: d.update(schema=0), "schema 0"),
+        (lambda d: d.update(kernels=[]), "does not hold"),
+    ],
+    ids=["key", "toolchain", "arch", "host", "schema", "kernels"],
+)
+def test_refused(edit, change, reason):
+    done = load(FIND, edit(change), CUTE_KERNELS_JIT="0")
+    assert "KernelNotFound" in done.stderr and reason in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "serves"),
+    [("attention/mask.py", False), ("device/pipe.py", False), ("build.py", False), ("topk/select.py", True)],
+)
+def test_sources_are_part_of_the_key(bundle, tmp_path, file, serves):
+    """A changed or new file that can enter the trace makes the bundle unusable; another family's does not."""
+    for package in ("cute_kernels", "wrappers"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    path = tmp_path / "cute_kernels" / file
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "a") as source:
+        source.write("\n# changed\n")
+    done = run_python("-c", LOAD + FIND, cwd=tmp_path, CUTE_KERNELS_BUNDLE=str(bundle), CUTE_KERNELS_JIT="0")
+    assert (done.returncode == 0) == serves, done.stderr
+    assert serves or "compiled from other sources" in done.stderr
+
+
+def test_second_bundle_serves(edit, bundle):
+    """A bundle that is refused does not hide the next one."""
+    broken = edit(lambda d: d.update(host="linux-aarch64"))
+    done = load(FIND, f"{broken}:{bundle}", CUTE_KERNELS_JIT="0")
+    assert done.returncode == 0, done.stderr
+
+
+def test_verify_tells_a_damaged_file(copy):
+    arguments = ("-m", "tools.aot", "verify", "--arch", ARCH, "--out", str(copy))
+    assert run_python(*arguments).returncode == 0
+    library = next(copy.glob("attention-*.so"))
+    data = library.read_bytes()
+    library.unlink()
+    assert f"{library.name} is missing" in run_python(*arguments).stderr
+    library.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    done = run_python(*arguments)
+    assert done.returncode == 1 and f"{library.name} does not have the hash" in done.stderr
+
+
+# ---- builds
+
+
+def test_rebuild_compiles_nothing(bundle):
+    before = (bundle / manifest.FILE).read_bytes()
+    assert compiled(run_python(*build(out=bundle, objects=ROOT / "build" / "obj"))) == 0
+    assert (bundle / manifest.FILE).read_bytes() == before
+
+
+# Replaces a bundle of one kernel by a bundle of another, and dies at the nth file that is put in place or deleted.
+CRASH = """
+import os, shutil, sys
+from pathlib import Path
+from cute_kernels import manifest
+from cute_kernels.attention import dispatch
+from tools import bundle
+work, objects = map(Path, sys.argv[1:])
+arch = "sm_90a"
+shipped = dispatch.shipped(arch)
+old, new = shipped[0], shipped[-1]
+place = bundle.Place(work / "old", objects)
+bundle.build_bundle([old], arch, place, 1, {})
+class Crash(BaseException): pass
+real_replace, real_unlink, steps = os.replace, Path.unlink, 0
+def step():
+    global steps
+    steps += 1
+    if steps > limit: raise Crash
+def replace(*a): step(); return real_replace(*a)
+def unlink(*a, **k): step(); return real_unlink(*a, **k)
+limit, seen = -1, []
+while True:
+    limit, steps = limit + 1, 0
+    out = work / f"crash{limit}"
+    shutil.copytree(work / "old", out, copy_function=os.link)
+    os.replace, Path.unlink = replace, unlink
+    try:
+        bundle.build_bundle([new], arch, bundle.Place(out, objects), 1, {})
+        crashed = False
+    except Crash:
+        crashed = True
+    finally:
+        os.replace, Path.unlink = real_replace, real_unlink
+    problems = bundle.verify(out, arch)
+    assert not problems, (limit, problems)
+    held = manifest.read(out)
+    seen.append([held.find(*old) is not None, held.find(*new) is not None])
+    assert seen[-1].count(True) == 1, seen
+    if not crashed:
+        break
+    bundle.build_bundle([new], arch, bundle.Place(out, objects), 1, {})
+    assert not bundle.verify(out, arch) and not list(out.glob(".tmp-*")), "the next build repairs"
+    assert len(list(out.glob("attention-*.so"))) == 1, "and cleans up"
+print(seen)
+"""
+
+
+def test_interrupted_build_leaves_a_valid_bundle(bundle, tmp_path):
+    done = run_python("-c", CRASH, str(tmp_path), str(ROOT / "build" / "obj"))
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1].lower())
+    assert seen[0] == [True, False] and seen[-1] == [False, True] and len(seen) >= 4
+
+
+def test_two_builds_at_once_make_one_bundle(tmp_path):
+    """Both want SPEC, one OTHER too: each kernel compiles once and the bundle holds both."""
+    out, objects = tmp_path / ARCH, tmp_path / "obj"
+    commands = [build("--only", f"{OP}/{spec.name}", out=out, objects=objects) for spec in (SPEC, OTHER)]
+    commands[1] += ["--only", f"{OP}/{SPEC.name}"]
+    done = [finish(process) for process in [start_python(*command) for command in commands]]
+    assert sum(map(compiled, done)) == 2
+    held = manifest.read(out)
+    assert held.find(OP, SPEC) and held.find(OP, OTHER) and len(held.kernels) == 2
+    assert run_python("-m", "tools.aot", "verify", "--arch", ARCH, "--out", str(out)).returncode == 0
+
+
+def test_jit_in_two_processes_compiles_once(tmp_path):
+    code = f"""
+from cute_kernels import build
+from cute_kernels.attention import dispatch
+from wrappers import runtime
+real, calls = build.build, []
+def counted(*a):
+    calls.append(a)
+    return real(*a)
+build.build = counted
+op, spec = dispatch.shipped("{ARCH}")[0]
+fn = runtime.kernel(op, spec, "{ARCH}")
+try:
+    fn()
+except TypeError as error:
+    assert "Expects 17 parameters" in str(error)
+print(len(calls))
+"""
+    env = {"XDG_CACHE_HOME": str(tmp_path), "CUTE_KERNELS_BUNDLE": "/nowhere", "CUTE_DSL_ARCH": ARCH}
+    done = [finish(process) for process in [start_python("-c", code, **env) for _ in range(2)]]
+    assert [d.returncode for d in done] == [0, 0], done
+    assert sorted(d.stdout.strip() for d in done) == ["0", "1"]
+    assert len(list((tmp_path / "cute_kernels" / "obj").glob("*.o"))) == 1
+
+
+def test_other_architecture_is_refused_after_import():
+    code = """
+import os
+os.environ["CUTE_DSL_ARCH"] = "sm_100a"
+from cute_kernels import build
+from cute_kernels.attention import dispatch
+op, spec = dispatch.shipped("sm_90a")[0]
+build.build(op, spec, "sm_90a")
+"""
+    done = run_python("-c", code)
+    assert "ArchMismatch: cannot compile for sm_90a: CUTE_DSL_ARCH is sm_100a" in done.stderr
+
+
+# ---- specs as JSON
+
+
+@pytest.mark.parametrize("spec", [spec for _, spec in dispatch.shipped(ARCH)], ids=lambda spec: spec.name)
+def test_spec_survives_json(spec):
+    assert manifest.from_json(AttentionSpec, json.loads(manifest.canonical(manifest.to_json(spec)))) == spec
+
+
+@dataclass(frozen=True)
+class Odd:
+    sizes: tuple[int, ...] = ()
+    pair: tuple[int, str] | None = None
+    scale: float = 1.0
+
+
+@pytest.mark.parametrize("odd", [Odd(), Odd((1, 2), (3, "x"), 0.5)])
+def test_tuples_and_optionals_survive_json(odd):
+    assert manifest.from_json(Odd, json.loads(manifest.canonical(manifest.to_json(odd)))) == odd
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"dtyp": "bf16"},
+        {"dtype": 16},
+        {"head_dim_qk": "128"},
+        {"soft_cap": 1},
+        {"tile": [128]},
+        {"tile": {"m": True}},
+        [],
+    ],
+    ids=str,
+)
+def test_json_that_is_no_spec_is_refused(data):
+    with pytest.raises((TypeError, ValueError)):
+        manifest.from_json(AttentionSpec, data)
+
+
+def test_key_depends_on_each_part():
+    tools = {"dsl": "4.8.1", "cuda": "13.4"}
+    keys = [
+        manifest.key(OP, SPEC, ARCH, tools),
+        manifest.key("attention.sm100", SPEC, ARCH, tools),
+        manifest.key(OP, OTHER, ARCH, tools),
+        manifest.key(OP, SPEC, "sm_100a", tools),
+        manifest.key(OP, SPEC, ARCH, tools | {"cuda": "12.9"}),
+        manifest.key(OP, SPEC, ARCH, tools | {"settings": {"CUTE_DSL_LINEINFO": "1"}}),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert keys[0] == manifest.key(OP, replace(SPEC), ARCH, dict(reversed(tools.items())))

@@ -1,0 +1,169 @@
+"""The shape of the code, held with `ast`: small pieces, and imports that only go down.
+
+tests, bench, tools -> wrappers -> {attention, topk}/dispatch -> kernels (sm90, sm100, combine, topk algorithms)
+-> seams -> spec, geometry -> build, manifest, abi, device
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("cute_kernels", "wrappers", "tools", "bench")
+FILES = sorted(f.relative_to(ROOT).as_posix() for folder in FOLDERS for f in (ROOT / folder).rglob("*.py"))
+FILE_LINES, FUNCTION_LINES, PARAMETERS = 600, 120, 8
+FAMILIES = ("attention", "topk")
+
+# Public functions whose signature another library set: they may have as many parameters as it has.
+UPSTREAM = {"wrappers/prefill.py": {"trtllm_batch_context_with_kv_cache"}}
+
+# Read where no DSL is installed: by the runtime, dispatch and the tools that list kernels.
+PLAIN = {"cute_kernels/__init__.py", "cute_kernels/manifest.py"} | {
+    f"cute_kernels/{family}/{name}.py"
+    for family in FAMILIES
+    for name in ("__init__", "spec", "args", "dispatch", "sm90/__init__", "sm100/__init__")
+}
+# build.py imports the DSL inside functions, after it has set the architecture.
+LATE_DSL = {"cute_kernels/build.py"}
+
+
+def tree(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text(), file)
+
+
+def package_of(file: str) -> list[str]:
+    return file.split("/")[:-1]
+
+
+def imports(file: str, top_only: bool = False) -> set[str]:
+    """Absolute dotted names of all modules that a file imports, and of names it imports from them.
+
+    top_only: not those inside functions.
+    """
+    found = set()
+    nodes = [*ast.walk(tree(file))]
+    if top_only:
+        inner = {n for f in nodes if isinstance(f, (ast.FunctionDef, ast.Lambda)) for n in ast.walk(f)}
+        nodes = [n for n in nodes if n not in inner]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package_of(file)[: len(package_of(file)) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def below(names: set[str], *packages: str) -> set[str]:
+    """Those of `names` that are one of `packages` or inside one."""
+    return {name for name in names for package in packages if name == package or name.startswith(package + ".")}
+
+
+def functions(file: str) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(tree(file)) if isinstance(node, ast.FunctionDef)]
+
+
+def parameters(function: ast.FunctionDef) -> int:
+    a = function.args
+    return len([*a.posonlyargs, *a.args, *a.kwonlyargs]) + (a.vararg is not None) + (a.kwarg is not None)
+
+
+def test_the_rules_see_what_they_forbid(tmp_path, monkeypatch):
+    """The helpers above, on a file that breaks every rule."""
+    file = "cute_kernels/attention/sm90/bad.py"
+    text = "from ..sm100 import load\nfrom ... import abi\nimport torch.cuda\n"
+    text += "def f(a, b=1, *c, d, **e):\n    import cutlass\n"
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    names = imports(file)
+    assert below(names, "cute_kernels.attention.sm100") and below(names, "torch") and below(names, "cutlass")
+    assert "cute_kernels.abi" in names and not below(imports(file, top_only=True), "cutlass")
+    assert parameters(functions(file)[0]) == 5
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_pieces_are_small(file):
+    assert len((ROOT / file).read_text().splitlines()) <= FILE_LINES
+    for function in functions(file):
+        lines = (function.end_lineno or 0) - function.lineno + 1
+        assert lines <= FUNCTION_LINES, f"{function.name} has {lines} lines"
+        if function.name not in UPSTREAM.get(file, ()):
+            count = parameters(function)
+            assert count <= PARAMETERS, f"{function.name} has {count} parameters"
+
+
+def test_exceptions_exist():
+    """A name that is excused but gone must leave the list."""
+    for file, names in UPSTREAM.items():
+        assert names <= {f.name for f in functions(file) if parameters(f) > PARAMETERS}, file
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.startswith("cute_kernels/")])
+def test_cute_kernels_imports_nothing_above(file):
+    names = imports(file)
+    assert not below(names, "torch", "numpy", "wrappers", "tools", "bench", "tests")
+    parts = file.split("/")
+    for family in FAMILIES:
+        others = [f"cute_kernels.{other}" for other in FAMILIES if other != family]
+        if parts[1] == family:
+            assert not below(names, *others), f"{family} must not import another operator family"
+        if parts[1] not in FAMILIES:
+            assert not below(names, f"cute_kernels.{family}"), "shared modules know no operator"
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.split("/")[1] in FAMILIES and f.startswith("cute_kernels/")])
+def test_kernels_never_import_each_other(file):
+    """Architecture folders are separate, and only dispatch knows them; seams and facts import no kernel."""
+    family, rest = file.split("/")[1], file.split("/")[2:]
+    folders = {f.name for f in (ROOT / "cute_kernels" / family).iterdir() if f.is_dir() and f.name != "__pycache__"}
+    allowed = folders if rest == ["dispatch.py"] else {rest[0]} & folders
+    forbidden = [f"cute_kernels.{family}.{folder}" for folder in sorted(folders - allowed)]
+    assert not below(
+        imports(file), *forbidden, *([] if rest == ["dispatch.py"] else [f"cute_kernels.{family}.dispatch"])
+    )
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f in PLAIN | LATE_DSL])
+def test_plain_modules_import_no_dsl(file):
+    assert not below(imports(file, top_only=file in LATE_DSL), "cutlass", "cute_kernels.abi", "cute_kernels.device")
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.startswith("wrappers/")])
+def test_wrappers_import_plain_modules_only(file):
+    """A process that runs a bundle has no DSL. The runtime may import build, inside the function that compiles."""
+    names = imports(file)
+    assert not below(names, "cutlass", "tools", "bench", "tests")
+    plain = {path.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for path in PLAIN}
+    modules = {
+        name
+        for name in below(names, "cute_kernels")
+        if (ROOT / (name.replace(".", "/") + ".py")).exists() or (ROOT / name.replace(".", "/")).is_dir()
+    }
+    assert modules - plain <= ({"cute_kernels.build"} if file == "wrappers/runtime.py" else set())
+    assert not below(imports(file, top_only=True), "cute_kernels.build")
+
+
+def test_no_cycles_among_package_modules():
+    """Imports at module level form no cycle, so any module can be imported first."""
+    modules = {f.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): f for f in FILES}
+    graph = {
+        name: {
+            other for other in imports(file, top_only=True) & modules.keys() if not f"{name}.".startswith(other + ".")
+        }
+        for name, file in modules.items()  # a module's own packages are imported before it in any case
+    }
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join([*path, name])
+        if name not in done:
+            for other in sorted(graph[name]):
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
