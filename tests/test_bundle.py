@@ -189,8 +189,9 @@ def test_command_for_a_spec_that_is_not_shipped(tmp_path):
         (lambda d: d.update(host="linux-aarch64"), "is for linux-aarch64 hosts"),
         (lambda d: d.update(schema=0), "schema 0"),
         (lambda d: d.update(kernels=[]), "does not hold"),
+        (lambda d: d["libraries"]["attention"].update(file="attention-0.so"), "lacks attention-0.so"),
     ],
-    ids=["key", "toolchain", "arch", "host", "schema", "kernels"],
+    ids=["key", "toolchain", "arch", "host", "schema", "kernels", "library"],
 )
 def test_refused(edit, change, reason):
     done = load(FIND, edit(change), CUTE_KERNELS_JIT="0")

@@ -65,6 +65,9 @@ def command_build(args: argparse.Namespace) -> int:
     except bundle.BuildError as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"interrupted: {args.out} is as it was, what was compiled is kept in {args.objects}", file=sys.stderr)
+        return 130
     total = len(built.manifest.kernels)
     seconds = time.monotonic() - start
     print(f"{args.out}: {total} kernels, {built.compiled} compiled, {total - built.compiled} cached, {seconds:.1f} s")

@@ -16,11 +16,12 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -97,6 +98,18 @@ class Progress:
             print(line, file=self.out, flush=True)
 
 
+def end_with_parent() -> None:
+    """Initialise a worker: without this, workers outlive a builder that was killed."""
+
+    def watch() -> None:
+        parent = parent_process()
+        if parent:
+            parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def compile_one(op: str, spec: Any, arch: str, objects: Path) -> str:
     """Run in a worker process: the key of the object that now exists, with its facts."""
     path = build.object_file(op, spec, arch, objects)
@@ -128,7 +141,8 @@ def compile_missing(items: list[Item], arch: str, objects: Path, jobs: int) -> i
     failed: list[str] = []
     progress = Progress(len(missing))
     os.environ["CUTE_DSL_ARCH"] = arch  # inherited by the workers, who import the DSL after it is set
-    with ProcessPoolExecutor(min(jobs, len(missing)), mp_context=get_context("spawn")) as pool:
+    workers = min(jobs, len(missing))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent) as pool:
         tasks = {pool.submit(compile_one, item.op, item.spec, arch, objects): item for item in missing}
         try:
             for task in as_completed(tasks):

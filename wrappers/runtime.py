@@ -84,7 +84,8 @@ def bundles(arch: str) -> list[tuple[Path, Manifest | None, str | None]]:
         except (OSError, ValueError) as error:
             found.append((folder, None, f"cannot be read: {error}"))
         else:
-            found.append((folder, held, held.problem(arch)))
+            lost = [lib["file"] for lib in held.libraries.values() if not (folder / lib["file"]).exists()]
+            found.append((folder, held, f"lacks {', '.join(lost)}" if lost else held.problem(arch)))
     return found
 
 
@@ -92,10 +93,8 @@ def _from_bundles(op: str, spec: Any, arch: str) -> Function | None:
     for _ in range(2):  # a build may replace a library between reading the manifest and loading: then read it again
         for folder, held, problem in bundles(arch):
             entry = held.find(op, spec) if held and not problem else None
-            if held is None or entry is None:
-                continue
-            path = folder / held.libraries[entry["library"]]["file"]
-            if path in _MODULES or path.exists():
+            if held and entry:
+                path = folder / held.libraries[entry["library"]]["file"]
                 return _module(path).get_function(entry["symbol"])
     return None
 
