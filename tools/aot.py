@@ -12,6 +12,7 @@ The process that runs kernels finds bundles by CUTE_KERNELS_BUNDLE; see wrappers
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from fnmatch import fnmatchcase
@@ -160,4 +161,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... show | head` ends quietly
     sys.exit(main())
