@@ -2,19 +2,21 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from ..device import copy, pipe
+
+LOADERS = 2  # warps that fill a stage together: issuing a TMA takes a warp about 100 cycles
 
 
 @cute.jit
 def paged(spec: cutlass.Constexpr, op: copy.Operand, smem: cute.Tensor, p: pipe.Pipe, pages: cute.Tensor, at):
-    """One warp: rows [j n, (j + 1) n) of a KV head into item i's stage, one TMA box per `spec.kv.box` rows.
+    """One of `LOADERS` warps: its boxes of the rows [j n, (j + 1) n) of a KV head, into item i's stage.
 
-    pages (M,): page ids of the request. at = (i, j, head, kv_len). Lane c looks up the page of box c. Boxes past kv_len
-    are fetched from a page past the pool, which TMA fills with zeros; their table entries are never read.
+    pages (M,): page ids of the request. at = (loader, i, j, head, kv_len). Lane c looks up the page of box c. Boxes past
+    kv_len are fetched from a page past the pool, which TMA fills with zeros; their table entries are never read.
     """
-    i, j, head, kv_len = at
+    loader, i, j, head, kv_len = at
     box, n = spec.kv.box, spec.tile.n
     page_size, pool = op.gmem.shape[0], op.gmem.shape[3]
     row = j * n + cute.arch.lane_idx() * box
@@ -23,13 +25,18 @@ def paged(spec: cutlass.Constexpr, op: copy.Operand, smem: cute.Tensor, p: pipe.
         page = pages[row // page_size]
         inside = row % page_size // box
     s, g = copy.boxes(op, smem, op.gmem, box)
-    pipe.fill(p, i, op.bytes)
-    for c in cutlass.range_constexpr(n // box):
-        page_c, inside_c = cute.arch.shuffle_sync(page, c), cute.arch.shuffle_sync(inside, c)
-        for d in cutlass.range_constexpr(cute.size(s, mode=[2])):
-            cute.copy(
-                op.atom, g[None, inside_c, d, head, page_c], s[None, c, d, pipe.slot(p, i)], tma_bar_ptr=pipe.full(p, i)
-            )
+    boxes = n // box
+    pipe.fill(p, i, op.bytes // boxes * ((boxes - loader + LOADERS - 1) // LOADERS))
+    # A coordinate that the compiler knows to be warp-uniform costs one move to a uniform register, any other a loop.
+    stage, full = cute.arch.make_warp_uniform(pipe.slot(p, i)), p.full
+    head = cute.arch.make_warp_uniform(head)
+    for c in cutlass.range_constexpr(0, boxes, LOADERS):
+        mine = c + loader
+        page_c, inside_c = cute.arch.shuffle_sync(page, mine), cute.arch.shuffle_sync(inside, mine)
+        if const_expr(c + LOADERS <= boxes) or mine < boxes:
+            for d in cutlass.range_constexpr(cute.size(s, mode=[2])):
+                dst = s[None, mine, d, stage]
+                cute.copy(op.atom, g[None, inside_c, d, head, page_c], dst, tma_bar_ptr=full + stage)
 
 
 SOURCE = {"paged": paged}

@@ -19,13 +19,13 @@ class Pipe:
 
 
 @cute.jit
-def make(smem, stages: cutlass.Constexpr, consumers: cutlass.Constexpr):
-    """Allocate and initialise: one producer arrival fills a stage, `consumers` arrivals free it. Fence and sync follow."""
+def make(smem, stages: cutlass.Constexpr, producers: cutlass.Constexpr, consumers: cutlass.Constexpr):
+    """Allocate and initialise: that many arrivals fill a stage, that many free it. A fence and a barrier follow."""
     p = Pipe(smem.allocate_array(Int64, 2 * stages), stages)
     if cute.arch.warp_idx() == 0:
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(stages):
-                cute.arch.mbarrier_init(p.full + i, 1)
+                cute.arch.mbarrier_init(p.full + i, producers)
                 cute.arch.mbarrier_init(p.full + stages + i, consumers)
     return p
 

@@ -1,6 +1,6 @@
 """Hopper attention forward: host part and device entry.
 
-Roles: warp 0 of warpgroup 0 loads (`load`, 24-40 registers a thread); each further warpgroup computes 64 rows of the tile
+Roles: the warps of warpgroup 0 load (`load`, 32-40 registers a thread), two feed K, two V; each further warpgroup computes 64 rows of the tile
 (`math`, 232-240 registers). CTAs are persistent.
 
 Pipelines: q_pipe, 1 stage, load -> math: Work of the next tile and its Q (packed: Work only, math gathers Q); freed when
@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, const_expr
 
 from ... import abi
 from ...device import copy, pipe, wgmma
-from .. import schedule
+from .. import kv, schedule
 from ..args import AttentionArgs
 from .load import load
 from .math import math
@@ -109,9 +109,9 @@ def kernel(spec: cutlass.Constexpr, plan: Plan):
         copy.allocate(smem, plan.k, dt),
         copy.allocate(smem, plan.v, dt),
         smem.allocate_tensor(Int32, cute.make_layout(schedule.FIELDS)),
-        pipe.make(smem, 1, warps),
-        pipe.make(smem, spec.tile.stages, warps),
-        pipe.make(smem, spec.tile.stages, warps),
+        pipe.make(smem, 1, 1, warps),
+        pipe.make(smem, spec.tile.stages, kv.LOADERS, warps),
+        pipe.make(smem, spec.tile.stages, kv.LOADERS, warps),
     )
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()
@@ -119,9 +119,8 @@ def kernel(spec: cutlass.Constexpr, plan: Plan):
     few, many = REGISTERS[spec.tile.warpgroups]
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < 4:
         cute.arch.setmaxregister_decrease(few)
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
-            load(spec, plan, s)
-            cute.arch.griddepcontrol_launch_dependents()
+        load(spec, plan, s)
+        cute.arch.griddepcontrol_launch_dependents()
     else:
         cute.arch.setmaxregister_increase(many)
         math(spec, plan, s)

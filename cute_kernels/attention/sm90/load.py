@@ -1,4 +1,4 @@
-"""Load role: one warp that finds tiles, announces them, and feeds Q, K and V by TMA."""
+"""Load role: warps that find the tiles of their CTA and feed them by TMA, `kv.LOADERS` each for K and for V."""
 
 import cutlass
 import cutlass.cute as cute
@@ -11,7 +11,7 @@ from . import tile as tiles
 
 @cute.jit
 def announce(spec: cutlass.Constexpr, plan, s, w: schedule.Work, t: Int32):
-    """Publish tile t's Work on the Q pipe, with its Q rows (unless math warps gather them) if it sees any key."""
+    """One warp: publish tile t's Work on the Q pipe, with its Q rows (unless math warps gather them) if it sees any key."""
     pipe.wait_empty(s.q_pipe, t)
     blocks = tiles.blocks(spec, w, plan.args)
     fetch = (blocks.hi > blocks.lo) and const_expr(not spec.pack_gqa)
@@ -29,29 +29,35 @@ def announce(spec: cutlass.Constexpr, plan, s, w: schedule.Work, t: Int32):
 
 
 @cute.jit
-def load(spec: cutlass.Constexpr, plan, s):
-    """K of block j - 1 is requested before V of block j: the order in which math consumes them."""
+def feed(spec: cutlass.Constexpr, plan, s, op: copy.Operand, loader: Int32, keys: cutlass.Constexpr):
+    """One warp: its share of K (`keys`) or V of every tile of this CTA, last block first. Loader 0 of K announces."""
     a = plan.args
-    fetch = kv.SOURCE[spec.kv.source]
+    smem, ring = (s.k, s.k_pipe) if keys else (s.v, s.v_pipe)
     group = a.q.shape[1] // a.k.shape[1]
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-    start, before, n, t = Int32(0), Int32(0), Int32(0), Int32(0)
-    more = Int32(1)
+    start, before, i, t, more = Int32(0), Int32(0), Int32(0), Int32(0), Int32(1)
     while more != 0:
         w, start, before = schedule.find(spec, a, schedule.turn(t, cta, ctas), start, before)
         more = w.valid
         b = tiles.blocks(spec, w, a)
-        if w.valid != 0 and b.hi > b.lo:
-            head = geometry.kv_head_of(w.head, group, spec.pack_gqa)
-            k_pages, v_pages = a.page_table[w.batch, 0, None], a.page_table[w.batch, 1, None]
-            fetch(spec, plan.k, s.k, s.k_pipe, k_pages, (n, b.hi - 1, head, w.kv_len))
-            announce(spec, plan, s, w, t)
-            for j in cutlass.range(b.hi - 1, b.lo, -1, unroll=1):
-                fetch(spec, plan.k, s.k, s.k_pipe, k_pages, (n + 1, j - 1, head, w.kv_len))
-                fetch(spec, plan.v, s.v, s.v_pipe, v_pages, (n, j, head, w.kv_len))
-                n += 1
-            fetch(spec, plan.v, s.v, s.v_pipe, v_pages, (n, b.lo, head, w.kv_len))
-            n += 1
-        else:
+        head = geometry.kv_head_of(w.head, group, spec.pack_gqa)
+        pages = a.page_table[w.batch, 0 if keys else 1, None]
+        owes = const_expr(keys) and loader == 0
+        if w.valid != 0:
+            for j in cutlass.range(b.hi - 1, b.lo - 1, -1, unroll=1):
+                kv.SOURCE[spec.kv.source](spec, op, smem, ring, pages, (loader, i, j, head, w.kv_len))
+                i += 1
+                if owes and j == b.hi - 1:
+                    announce(spec, plan, s, w, t)
+        if owes and (w.valid == 0 or b.hi <= b.lo):
             announce(spec, plan, s, w, t)
         t += 1
+
+
+@cute.jit
+def load(spec: cutlass.Constexpr, plan, s):
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    if warp < kv.LOADERS:
+        feed(spec, plan, s, plan.k, warp, True)
+    elif warp < 2 * kv.LOADERS:
+        feed(spec, plan, s, plan.v, warp - kv.LOADERS, False)
