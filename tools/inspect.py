@@ -51,7 +51,7 @@ def sass(cubin: bytes) -> str:
 
 def instructions(text: str) -> dict[str, int]:
     """How often each opcode of COUNTED occurs in SASS, by its first word: `HGMMA.64x128x16.F32.BF16` is HGMMA."""
-    found = Counter(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)", text, re.MULTILINE))
+    found = Counter(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ +)?([A-Z0-9_]+)", text, re.MULTILINE))
     return {name: found[name] for name in COUNTED if found[name]} | {"total": sum(found.values())}
 
 
