@@ -239,9 +239,9 @@ TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"
 STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 NCU = f"""==PROF== Connected to process 1
 "ID","Kernel Name","gpu__time_duration.sum","launch__registers_per_thread","{TENSOR}","{STALLED.format("barrier")}",\
-"{STALLED.format("wait")}"
-"","","nsecond","register/thread","%","inst","inst"
-"0","attention_sm90","1,234,567","168","81.5","0.5","2.25"
+"{STALLED.format("wait")}","{STALLED.format("math")}"
+"","","nsecond","register/thread","%","inst","inst","inst"
+"0","attention_sm90","1,234,567","168","81.5","0.5","2.25","n/a"
 """
 
 
@@ -263,7 +263,7 @@ class WallClock:
     def measure(self, call, sets):
         for i in sets:
             call(i)
-        return 10.0 * len(sets)
+        return 2000.0
 
 
 def test_a_run_on_the_cpu_gives_checked_rows(monkeypatch, capsys):

@@ -24,13 +24,10 @@ SECTIONS = (
     "LaunchStats",
     "Occupancy",
 )
-METRICS = (
+METRICS = (  # what no section holds
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
-    "sm__inst_executed_pipe_tensor.sum",
     "dram__bytes_read.sum",
     "dram__bytes_write.sum",
-    "lts__t_sector_hit_rate.pct",
-    "l1tex__data_bank_conflicts_pipe_lsu.sum",
 )
 # heading -> patterns of the raw page's metric names, in print order
 GROUPS = {
@@ -64,6 +61,14 @@ def parse(lines: Iterable[str]) -> list[dict[str, tuple[str, str]]]:
     return [{n: (v, u) for n, v, u in zip(names, row, units)} for row in kernels if len(row) == len(names)]
 
 
+def number(text: str) -> float | None:
+    """A figure of the table, None for `n/a`."""
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return None
+
+
 def report(kernel: dict[str, tuple[str, str]]) -> str:
     """The figures that matter of one kernel, as lines."""
     lines = [kernel.get("Kernel Name", ("?", ""))[0]]
@@ -71,7 +76,7 @@ def report(kernel: dict[str, tuple[str, str]]) -> str:
         names = [n for p in patterns for n in kernel if re.fullmatch(p, n)]
         lines += [f"  {heading}"] if names else []
         lines += [f"    {n:72} {kernel[n][0]:>16} {kernel[n][1]}".rstrip() for n in dict.fromkeys(names)]
-    stalls = [(float(v.replace(",", "")), m[1]) for n, (v, _) in kernel.items() if (m := STALL.fullmatch(n)) and v]
+    stalls = [(x, m[1]) for n, (v, _) in kernel.items() if (m := STALL.fullmatch(n)) and (x := number(v)) is not None]
     if stalls:
         lines.append("  stalls (warps stalled a cycle that issues)")
         lines += [f"    {name:72} {value:16.2f}" for value, name in sorted(stalls, reverse=True)[:STALLS_SHOWN]]
