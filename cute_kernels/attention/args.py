@@ -17,6 +17,7 @@ class AttentionArgs(NamedTuple):
     cu_seqlens_q: Any  # (B + 1,)     int32
     kv_lens: Any  # (B,)              int32
     page_table: Any  # (B, 2, M)      int32: [:, 0] pages of K, [:, 1] pages of V; any strides (0 where K and V share)
+    tickets: Any  # (N,)              int32, zero: counters of the tile scheduler, which leaves them zero
     sink: Any  # (Hq | 0,)            fp32, natural-log units
     scale: Any  # (1 | 0,)            fp32 device factor on the logits, times scale_log2
     out_scale: Any  # (1 | 0,)        fp32 device factor on the output, times out_factor
@@ -25,4 +26,5 @@ class AttentionArgs(NamedTuple):
     soft_cap: Any  # Float32          natural units, read only where spec.soft_cap
     window_left: Any  # Int32         read only where spec.mask.window
     grid: Any  # Int32                CTAs to launch (persistent)
+    ticket: Any  # Int32              counter of this launch, no other launch in flight may share it; -1: static rounds
     enable_pdl: Any  # Int32          launch with programmatic stream serialisation

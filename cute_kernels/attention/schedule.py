@@ -1,7 +1,8 @@
 """Tile scheduler: which (request, head, m_block) a CTA works on, computed on the device from the lengths.
 
-Tile t of a launch belongs to the request whose tiles cover t; CTAs take tiles in rounds, every other round in reverse, so
-that the descending lengths of causal tiles even out. Nothing is planned, counted or carried between launches.
+Tile t of a launch belongs to the request whose tiles cover t. A CTA starts with the tile of its own index and draws later
+ones from a counter, so that CTAs end together whatever the lengths; which CTA computes a tile never changes its result.
+The launch's last ticket resets the counter: nothing is planned, and no state passes from launch to launch.
 
 Within a request (`order`): KV heads go in sections whose K and V fit the L2 cache together; in a section the last, under
 a causal mask the longest, m_block comes first, and all heads of a section work on it before the next.
@@ -13,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..device import warp
+from ..device import pipe, warp
 from . import geometry
 
 L2_BYTES = 32 << 20  # of K and V at work at a time; Hopper's L2 is 50 MB in two halves
@@ -33,6 +34,7 @@ class Work:
 
 
 FIELDS = 7
+STAGES = 2  # tiles that are known ahead
 
 
 def order(index, m_blocks, heads, section):
@@ -49,9 +51,18 @@ def section_heads(kv_len, row_bytes, kv_heads, fold):
     return cutlass.min(fit, kv_heads) * fold
 
 
-def turn(i, cta, ctas):
-    """The tile that `cta` takes in its i-th round."""
-    return i * ctas + cta + i % 2 * (ctas - 1 - 2 * cta)
+@cute.jit
+def draw(a, t: Int32):
+    """One warp: the t-th tile of this CTA. The first is its index, later ones come from the launch's counter, which
+    hands out exactly as many tickets as the launch has tiles, or in rounds where it has no counter."""
+    ctas = cute.arch.grid_dim()[0]
+    tile = t * ctas + cute.arch.block_idx()[0]
+    if t > 0 and a.ticket >= 0:
+        got = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            got = cute.arch.atomic_add((a.tickets.iterator + a.ticket).llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
+        tile = ctas + cute.arch.shuffle_sync(got, 0)
+    return tile
 
 
 @cute.jit
@@ -97,11 +108,27 @@ def find(spec: cutlass.Constexpr, a, tile: Int32, start: Int32, before: Int32):
     return Work(valid, m_block, head, q_start, q_len, kv_len, start + owner), start, before
 
 
-def tell(w: Work, slot: cute.Tensor):
-    """Write a Work to shared memory (one lane, before it arrives on the barrier that publishes it)."""
-    for i, value in enumerate((w.valid, w.m_block, w.head, w.q_start, w.q_len, w.kv_len, w.batch)):
-        slot[i] = value
+@cute.jit
+def publish(spec: cutlass.Constexpr, a, s, t: Int32, start: Int32, before: Int32):
+    """One warp: draw and find the CTA's t-th tile and write it to the work pipe. Returns `find`'s (start', before')."""
+    tile = draw(a, t)
+    w, start, before = find(spec, a, tile, start, before)
+    pipe.wait_empty(s.work_pipe, t)
+    if cute.arch.lane_idx() == 0:
+        for i, value in enumerate((w.valid, w.m_block, w.head, w.q_start, w.q_len, w.kv_len, w.batch)):
+            s.work[i, pipe.slot(s.work_pipe, t)] = value
+        if w.valid == 0 and t > 0 and a.ticket >= 0 and tile == cute.arch.grid_dim()[0] + before - 1:
+            a.tickets[a.ticket] = 0  # the last ticket of the launch (past the end, `before` counts all tiles)
+        cute.arch.mbarrier_arrive(pipe.full(s.work_pipe, t))
+    cute.arch.sync_warp()
+    return start, before
 
 
-def hear(slot: cute.Tensor) -> Work:
-    return Work(*(slot[i] for i in range(FIELDS)))
+@cute.jit
+def hear(s, t: Int32):
+    """One warp: Work of the CTA's t-th tile."""
+    pipe.wait_full(s.work_pipe, t)
+    slot = pipe.slot(s.work_pipe, t)
+    w = Work(*(cute.arch.make_warp_uniform(s.work[i, slot]) for i in range(FIELDS)))
+    pipe.release(s.work_pipe, t)
+    return w

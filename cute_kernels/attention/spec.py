@@ -27,11 +27,13 @@ class KVSpec:
 
 @dataclass(frozen=True)
 class TileSpec:
-    """m query rows x n keys a CTA, `stages` K tiles and as many V tiles in flight, one warpgroup per 64 rows."""
+    """m query rows x n keys a CTA, one warpgroup per 64 rows; `stages` K tiles and as many V tiles in flight, and
+    `q_stages` Q tiles."""
 
     m: int = 128
     n: int = 128
     stages: int = 2
+    q_stages: int = 2
 
     @property
     def warpgroups(self) -> int:

@@ -8,13 +8,13 @@ from ..spec import DTYPES, AttentionSpec, TileSpec
 
 ARCHS = ("sm_90a",)
 
-# (head_dim_qk, head_dim_vo) -> tile. 227 KiB of shared memory hold Q, `stages` of K and of V; a warpgroup's registers
+# (head_dim_qk, head_dim_vo) -> tile. 227 KiB of shared memory hold `q_stages` of Q, `stages` of K and of V; a warpgroup's registers
 # (240 a thread) hold S, P and O.
 TILES = {
     (64, 64): TileSpec(128, 128, 2),
     (128, 128): TileSpec(128, 128, 2),
-    (192, 128): TileSpec(128, 128, 2),
-    (256, 256): TileSpec(128, 64, 2),
+    (192, 128): TileSpec(128, 128, 2, 1),
+    (256, 256): TileSpec(128, 64, 2, 1),
 }
 BOXES = (8, 16)
 

@@ -1,12 +1,15 @@
 """Hopper attention forward: host part and device entry.
 
-Roles: the warps of warpgroup 0 load (`load`, 32-40 registers a thread), two feed K, two V; each further warpgroup computes 64 rows of the tile
+Roles: the warps of warpgroup 0 load (`load`, 32-40 registers a thread), two feed K, two Q and V; each further warpgroup computes 64 rows of the tile
 (`math`, 232-240 registers). CTAs are persistent.
 
-Pipelines: q_pipe, 1 stage, load -> math: Work of the next tile and its Q (packed: Work only, math gathers Q); freed when
-the last QK of the tile is done. k_pipe and v_pipe, `tile.stages` stages, load -> math: a KV block each.
+Pipelines: work_pipe, 2 stages, loader 0 -> all: the next tile, published while the current one is loaded, freed when
+read. q_pipe, `tile.q_stages` stages, load -> math: Q of a tile that has a visible key (packed: unused, math gathers Q);
+freed when the last QK of the tile is done. k_pipe and v_pipe, `tile.stages` stages, load -> math: a KV block each, freed
+when its MMA is done.
 
-Shared memory: Q (m x Dqk), `stages` x (K (n x Dqk) + V (n x Dvo)), 16-bit, 1024-byte aligned, plus barriers and Work.
+Shared memory: `q_stages` x Q (m x Dqk), `stages` x (K (n x Dqk) + V (n x Dvo)), 16-bit, 1024-byte aligned, plus barriers
+and Work.
 
 Refused (see `supports`): other dtypes and head dims, KV that is not paged by TMA.
 """
@@ -40,6 +43,7 @@ def fake_args(spec) -> AttentionArgs:
         cu_seqlens_q=abi.tensor(cutlass.Int32, (None,), align=4),
         kv_lens=abi.tensor(cutlass.Int32, (None,), align=4),
         page_table=abi.tensor(cutlass.Int32, (None, 2, None), align=4),
+        tickets=abi.tensor(cutlass.Int32, (None,), align=4),
         sink=abi.tensor(cutlass.Float32, (None,), align=4),
         scale=abi.tensor(cutlass.Float32, (None,), align=4),
         out_scale=abi.tensor(cutlass.Float32, (None,), align=4),
@@ -48,6 +52,7 @@ def fake_args(spec) -> AttentionArgs:
         soft_cap=Float32(0.0),
         window_left=Int32(0),
         grid=Int32(1),
+        ticket=Int32(0),
         enable_pdl=Int32(0),
     )
 
@@ -72,6 +77,7 @@ class Shared:
     k: cute.Tensor
     v: cute.Tensor
     work: cute.Tensor
+    work_pipe: pipe.Pipe
     q_pipe: pipe.Pipe
     k_pipe: pipe.Pipe
     v_pipe: pipe.Pipe
@@ -83,7 +89,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     t, dt = spec.tile, abi.DTYPES[spec.dtype]
     rows = lambda x, mode: cute.make_tensor(x.iterator, cute.select(x.layout, mode=mode))  # noqa: E731
     plan = Plan(
-        copy.operand(rows(a.q, [0, 2, 1]), (t.m, spec.head_dim_qk), 1, t.m),
+        copy.operand(rows(a.q, [0, 2, 1]), (t.m, spec.head_dim_qk), t.q_stages, t.m),
         copy.operand(rows(a.k, [2, 3, 1, 0]), (t.n, spec.head_dim_qk), t.stages, spec.kv.box),
         copy.operand(rows(a.v, [2, 3, 1, 0]), (t.n, spec.head_dim_vo), t.stages, spec.kv.box),
         wgmma.mma_ss(dt, t.warpgroups, t.n),
@@ -108,8 +114,9 @@ def kernel(spec: cutlass.Constexpr, plan: Plan):
         copy.allocate(smem, plan.q, dt),
         copy.allocate(smem, plan.k, dt),
         copy.allocate(smem, plan.v, dt),
-        smem.allocate_tensor(Int32, cute.make_layout(schedule.FIELDS)),
-        pipe.make(smem, 1, 1, warps),
+        smem.allocate_tensor(Int32, cute.make_layout((schedule.FIELDS, schedule.STAGES))),
+        pipe.make(smem, schedule.STAGES, 1, warps + 2 * kv.LOADERS),
+        pipe.make(smem, spec.tile.q_stages, 1, warps),
         pipe.make(smem, spec.tile.stages, kv.LOADERS, warps),
         pipe.make(smem, spec.tile.stages, kv.LOADERS, warps),
     )

@@ -98,10 +98,11 @@ def scores(spec: cutlass.Constexpr, r: Registers, x: Tile, j: Int32, masked: cut
 
 
 @cute.jit
-def first(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, i: Int32, j: Int32):
+def first(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at):
     """The last KV block j, item i of the pipes: P is left in r.p, its PV is owed."""
+    i, j, q = at
     pipe.wait_full(s.k_pipe, i)
-    wgmma.issue(plan.mma_qk, r.s, r.q[None, None, None, 0], r.k[None, None, None, pipe.slot(s.k_pipe, i)], True)
+    wgmma.issue(plan.mma_qk, r.s, r.q[None, None, None, q], r.k[None, None, None, pipe.slot(s.k_pipe, i)], True)
     warpgroup.wait_group(0)
     pipe.release(s.k_pipe, i)
     scores(spec, r, x, j, True)
@@ -119,10 +120,10 @@ def first(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, i: Int32, j: 
 def step(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at, masked: cutlass.Constexpr):
     """QK of block j (item i + 1) and the PV owed to item i in flight together; softmax of j under PV and the other
     warpgroup's MMAs."""
-    i, j = at
+    i, j, q = at
     pipe.wait_full(s.k_pipe, i + 1)
     wait_turn(spec)
-    wgmma.issue(plan.mma_qk, r.s, r.q[None, None, None, 0], r.k[None, None, None, pipe.slot(s.k_pipe, i + 1)], True)
+    wgmma.issue(plan.mma_qk, r.s, r.q[None, None, None, q], r.k[None, None, None, pipe.slot(s.k_pipe, i + 1)], True)
     pipe.wait_full(s.v_pipe, i)
     wgmma.issue(plan.mma_pv, r.o, r.p, r.v[None, None, None, pipe.slot(s.v_pipe, i)], False)
     pass_turn(spec)
@@ -145,7 +146,7 @@ def last(spec: cutlass.Constexpr, plan, s, r: Registers, i: Int32):
 
 
 @cute.jit
-def gather_q(spec: cutlass.Constexpr, s, w: schedule.Work, a):
+def gather_q(spec: cutlass.Constexpr, s, w: schedule.Work, a, stage: Int32):
     """Packed GQA: this warpgroup copies its 64 rows of Q, (token, head) pairs, into swizzled shared memory."""
     vec = 8  # 16-bit elements of 16 bytes
     per_row = spec.head_dim_qk // vec
@@ -162,7 +163,7 @@ def gather_q(spec: cutlass.Constexpr, s, w: schedule.Work, a):
             token = w.q_start + geometry.token_of(row, fold, True)
             head = geometry.head_of(row, w.head, fold, True)
             cute.autovec_copy(cute.local_tile(a.q[token, head, None], (vec,), (i % per_row,)), piece)
-        cute.autovec_copy(piece, cute.local_tile(s.q, (1, vec, 1), (local, i % per_row, 0))[0, None, 0])
+        cute.autovec_copy(piece, cute.local_tile(s.q, (1, vec, 1), (local, i % per_row, stage))[0, None, 0])
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(), number_of_threads=128)
 
@@ -200,8 +201,8 @@ def factor(constant: Float32, tensor: cute.Tensor):
 
 
 @cute.jit
-def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, i: Int32, t: Int32):
-    """All KV blocks of a tile; returns the pipes' next item."""
+def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, i: Int32, q: Int32):
+    """All KV blocks of a tile; returns the next items of the K and V pipes and of the Q pipe."""
     b = tiles.blocks(spec, x.w, plan.args)
     softmax.reset(r.st)
     r.o.fill(0.0)
@@ -210,20 +211,24 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, i: Int32, 
         row = x.w.m_block * spec.tile.m + r.cols[k, 0][0]
         r.tokens[k] = geometry.token_of(row, fold, spec.pack_gqa)
     if b.hi > b.lo:
+        stage = pipe.slot(s.q_pipe, q)
         if const_expr(spec.pack_gqa):
-            gather_q(spec, s, x.w, plan.args)
-        first(spec, plan, s, r, x, i, b.hi - 1)
+            gather_q(spec, s, x.w, plan.args, stage)
+        else:
+            pipe.wait_full(s.q_pipe, q)
+        first(spec, plan, s, r, x, (i, b.hi - 1, stage))
         segments = mask.segments(spec, b.lo, b.hi - 1, b.full_lo, b.full_hi)
         for g in cutlass.range_constexpr(len(segments)):
             lo, hi, masked = segments[g]
             for j in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
-                step(spec, plan, s, r, x, (i, j), masked)
+                step(spec, plan, s, r, x, (i, j, stage), masked)
                 i += 1
-    pipe.release(s.q_pipe, t)
-    if b.hi > b.lo:
+        if const_expr(not spec.pack_gqa):
+            pipe.release(s.q_pipe, q)
         last(spec, plan, s, r, i)
         i += 1
-    return i
+        q += 1
+    return i, q
 
 
 @cute.jit
@@ -234,14 +239,13 @@ def math(spec: cutlass.Constexpr, plan, s):
     out_scale = factor(a.out_factor, a.out_scale)
     if group_index() == spec.tile.warpgroups - 1:
         pass_turn(spec)
-    i, t, more = Int32(0), Int32(0), Int32(1)
+    i, q, t, more = Int32(0), Int32(0), Int32(0), Int32(1)
     while more != 0:
-        pipe.wait_full(s.q_pipe, t)
-        w = schedule.hear(s.work)
+        w = schedule.hear(s, t)
         more = w.valid
         if w.valid != 0:
             score_scale = softmax.score_scale(spec, scale_log2, a.soft_cap)
             x = Tile(w, tiles.lengths(spec, w, a), scale_log2, a.soft_cap, score_scale)
-            i = run_tile(spec, plan, s, r, x, i, t)
+            i, q = run_tile(spec, plan, s, r, x, i, q)
             store(spec, plan, r, x, out_scale)
         t += 1
