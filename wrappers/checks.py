@@ -269,12 +269,12 @@ def _batch(call: Call, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
     _one_of("block_tables: dtype", table.dtype, (torch.int32,))
     width = table.shape[-1]
     _shape("block_tables", table, (batch, width) if shared else (batch, 2, width), f"{shared=} page indices")
+    _last_stride("block_tables", table)
     return table.unsqueeze(1).expand(-1, 2, -1) if shared else table, kv_lens, offsets
 
 
 def _hints(call: Call) -> None:
-    """Arguments that cannot change the result: refuse what asks for other semantics, ignore the rest."""
-    _integer("max_kv_len", call.max_kv_len, 0)
+    """Refuse hints that ask for other semantics."""
     factor = call.skip_softmax_threshold_scale_factor
     if factor is not None and not factor >= 0:
         raise ValueError(f"skip_softmax_threshold_scale_factor: {factor}, must be None or at least 0")

@@ -11,7 +11,7 @@ SCHEMA = """(
     Tensor query, Tensor k, Tensor v, Tensor block_tables, Tensor seq_lens, Tensor cum_seq_lens_q,
     Tensor(a!) out, Tensor(b!)? out_scale, Tensor(c!)? lse,
     float bmm1_scale, Tensor? bmm1_tensor, float bmm2_scale, Tensor? bmm2_tensor, Tensor? sinks,
-    Tensor? k_scales, Tensor? v_scales, SymInt max_q_len, SymInt max_kv_len, SymInt window_left,
+    Tensor? k_scales, Tensor? v_scales, SymInt max_q_len, SymInt window_left,
     float? o_sf_scale, SymInt scale_start_index, str kv_layout, bool? enable_pdl, float? skip_factor, bool shared_idx,
     bool causal, float? logits_soft_cap) -> ()"""
 
@@ -24,9 +24,9 @@ def _run(*args: Any) -> None:
     from .prefill import trtllm_batch_context_with_kv_cache
 
     query, k, v, tables, lens, offsets, out, out_scale, lse, s1, t1, s2, t2, sinks, ks, vs = args[:16]
-    max_q, max_kv, window, o_sf_scale, start, layout, pdl, skip, shared, causal, cap = args[16:]
+    max_q, window, o_sf_scale, start, layout, pdl, skip, shared, causal, cap = args[16:]
     trtllm_batch_context_with_kv_cache(
-        query, (k, v), None, tables, lens, max_q, max_kv, s1 if t1 is None else t1, s2 if t2 is None else t2,
+        query, (k, v), None, tables, lens, max_q, None, s1 if t1 is None else t1, s2 if t2 is None else t2,
         lens.shape[0], offsets, None, window, out=out if out_scale is None else fp4.FP4Tensor(out, out_scale, start),
         o_sf_scale=o_sf_scale, kv_layout=layout, enable_pdl=pdl, sinks=sinks,
         kv_block_scales=None if ks is None else (ks, vs), skip_softmax_threshold_scale_factor=skip,
@@ -70,7 +70,7 @@ def trace(call: checks.Call) -> Any:
     torch.ops.cute_kernels.trtllm_batch_context(
         query, k, v, call.block_tables, call.seq_lens, call.cum_seq_lens_q, out.data if packed else out,
         out.scale if packed else None, lse, *_either(call.bmm1_scale), *_either(call.bmm2_scale), call.sinks,
-        k_scales, v_scales, call.max_q_len, call.max_kv_len, call.window_left, call.o_sf_scale,
+        k_scales, v_scales, call.max_q_len, call.window_left, call.o_sf_scale,
         out.scale_start_index if packed else 0, call.kv_layout, call.enable_pdl,
         call.skip_softmax_threshold_scale_factor, call.uses_shared_paged_kv_idx, call.causal, call.logits_soft_cap,
     )  # fmt: skip

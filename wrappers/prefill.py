@@ -14,9 +14,8 @@ import torch
 
 from cute_kernels.attention import dispatch
 from cute_kernels.attention.dispatch import PACK_ROWS
-from cute_kernels.attention.spec import AttentionSpec
 
-from . import checks, fp4, ops, reference
+from . import checks, fp4, ops, reference, runtime
 from .checks import Call, Checked
 from .fp4 import FP4Tensor
 from .reference import LOG2E
@@ -60,7 +59,7 @@ def trtllm_batch_context_with_kv_cache(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     max_q_len: int,
-    max_kv_len: int,
+    max_kv_len: int | None,
     bmm1_scale: float | torch.Tensor,
     bmm2_scale: float | torch.Tensor,
     batch_size: int,
@@ -118,17 +117,18 @@ def trtllm_batch_context_with_kv_cache(
     if _is_compiling():
         return ops.trace(Call.of(locals()))
     try:
-        k, v = (kv_cache, kv_cache) if isinstance(kv_cache, _Tensor) else kv_cache
+        stacked = isinstance(kv_cache, _Tensor)
+        k, v = (kv_cache, kv_cache) if stacked else kv_cache
         tokens, heads, dim = query.shape
         cap = logits_soft_cap or 0.0
         rare = skip_softmax_threshold_scale_factor or use_fp16_softmax or uses_spcompress or (
             o_sf_scale, o_sf_vec_size, kv_block_scales, kv_cache_sf) != _FOUR_NONE  # fmt: skip
         key = (
-            query.get_device(), query.dtype, heads, dim, query.is_contiguous(), k.dtype, k.shape, v.shape, kv_layout,
-            block_tables.shape, uses_shared_paged_kv_idx, seq_lens.dtype, seq_lens.shape, cum_seq_lens_q.shape,
-            batch_size, type(bmm1_scale), type(bmm2_scale), out_dtype, None if out is None else out.dtype, causal,
-            None if sinks is None else sinks.shape, window_left >= 0, cap > 0, 0 <= cap < INF, True if rare else False,
-            (max_q_len if max_q_len < tokens else tokens) <= PACK_ROWS,
+            query.get_device(), query.dtype, heads, dim, query.is_contiguous(), stacked, k.dtype, k.shape, v.shape,
+            kv_layout, block_tables.shape, uses_shared_paged_kv_idx, seq_lens.dtype, seq_lens.shape, batch_size,
+            cum_seq_lens_q.shape, type(bmm1_scale), type(bmm2_scale), out_dtype, None if out is None else out.dtype,
+            None if sinks is None else sinks.shape, causal, window_left >= 0, cap > 0, 0 <= cap < INF, not rare,
+            (max_q_len if max_q_len < tokens else tokens) <= PACK_ROWS, max_q_len >= 0,
         )  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError, ValueError):
@@ -139,8 +139,7 @@ def trtllm_batch_context_with_kv_cache(
         machine = _machine(checked.problem.q.device)
         if machine is None:
             return run_reference(checked)
-        stacked, nhd = isinstance(kv_cache, _Tensor), kv_layout == "NHD"
-        plan = _add_plan(key, checked, machine, 2 * stacked + nhd)
+        plan = _add_plan(key, checked, machine, 2 * stacked + (kv_layout == "NHD"))
     try:
         shape = (tokens, heads, plan.dim_vo)
         o: Any = out
@@ -197,22 +196,14 @@ def _machine(device: torch.device) -> tuple[str, int] | None:
     """(architecture, SM count) of a device that compiled kernels serve, None for the reference."""
     if device.type != "cuda":
         return None
-    from . import runtime
-
     return runtime.arch_of(device), torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _kernel(op: str, spec: AttentionSpec, arch: str) -> Callable[..., Any]:
-    from . import runtime
-
-    return runtime.kernel(op, spec, arch)
 
 
 def _add_plan(key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layout: int) -> Plan:
     """The plan of a valid call, entered under its key; NotImplementedError where no kernel serves it."""
     p, (arch, sms) = c.problem, machine
     op, spec = dispatch.select(checks.kernel_request(c), arch)
-    fn = _kernel(op, spec, arch)
+    fn = runtime.kernel(op, spec, arch)
     device, heads, dim_vo = p.q.device, p.q.shape[1], p.v.shape[3]
     if device.type == "cuda" and torch.cuda.device_count() > 1:
         fn = _on_device(fn, device)

@@ -1,0 +1,561 @@
+"""trtllm_batch_context_with_kv_cache around the kernel: validation, the path to a launch, torch.compile."""
+
+import math
+import timeit
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_kernels.attention.args import AttentionArgs
+from tests import cases
+from wrappers import FP4Tensor, explain, fp4, prefill, reference, trtllm_batch_context_with_kv_cache
+from wrappers.reference import PagedProblem
+
+E4M3 = torch.float8_e4m3fn
+PLAIN = cases.EDGE["plain"]
+
+
+def inputs_of(case=PLAIN, **changes):
+    return cases.make_inputs(case) | changes
+
+
+def check(inputs, result, tolerance=1e-2):
+    want_o, want_lse = cases.reference_of(inputs)
+    o, lse = result if inputs["return_lse"] else (result, None)
+    torch.testing.assert_close(o.float(), want_o, rtol=tolerance, atol=tolerance)
+    if lse is not None:
+        torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
+
+
+# ---- the reference as the CPU's backend
+
+
+@pytest.mark.parametrize("name", cases.EDGE)
+def test_cpu_writes_out_and_lse_in_place(name):
+    inputs = inputs_of(cases.EDGE[name])
+    o, lse = trtllm_batch_context_with_kv_cache(**inputs)
+    assert o is inputs["out"] and lse is inputs["lse"]
+    check(inputs, (o, lse), cases.EDGE[name].tolerance)
+
+
+def test_positional_order_is_upstreams():
+    i = inputs_of()
+    names = (
+        "query kv_cache workspace_buffer block_tables seq_lens max_q_len max_kv_len bmm1_scale bmm2_scale batch_size "
+        "cum_seq_lens_q cum_seq_lens_kv window_left"
+    ).split()
+    o = trtllm_batch_context_with_kv_cache(
+        *(i[n] for n in names), None, torch.float16, None, None, "HND", None, i["sinks"], None, None, True
+    )
+    assert o.dtype == torch.float16
+    check(i | {"return_lse": False}, o)
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        {"max_q_len": 1 << 20},
+        {"max_kv_len": None},
+        {"workspace_buffer": None},
+        {"cum_seq_lens_kv": None},
+        {"enable_pdl": True},
+        {"enable_pdl": False},
+        {"multi_ctas_kv_counter_buffer": torch.zeros(4)},
+        {"use_fp16_softmax": False, "uses_spcompress": False},
+        {"skip_softmax_threshold_scale_factor": 0.0},
+        {"seq_lens": torch.tensor(PLAIN.kv_lens, dtype=torch.uint32)},
+        {"logits_soft_cap": 0.0},
+        {"window_left": -5},
+        {"bmm1_scale": torch.tensor(64**-0.5), "bmm2_scale": torch.tensor([1.0])},
+    ],
+    ids=lambda h: "-".join(h),
+)
+def test_what_must_not_change_a_bit(hint):
+    want = trtllm_batch_context_with_kv_cache(**inputs_of())
+    got = trtllm_batch_context_with_kv_cache(**inputs_of(**hint))
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_bmm2_scale_multiplies_the_output_only():
+    o, lse = trtllm_batch_context_with_kv_cache(**inputs_of())
+    o2, lse2 = trtllm_batch_context_with_kv_cache(**inputs_of(bmm2_scale=2))
+    assert torch.equal(o2, o * 2) and torch.equal(lse2, lse)
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16, torch.float16, E4M3])
+def test_fp8_query_output_types(out_dtype):
+    inputs = inputs_of(replace(PLAIN, dtype="fp8"), out_dtype=out_dtype, bmm2_scale=3.0)
+    o, _ = trtllm_batch_context_with_kv_cache(**inputs)
+    assert o.dtype == (out_dtype or E4M3)
+    want, _ = cases.reference_of(inputs)
+    assert torch.equal(o.float(), (fp4.e4m3(want) if o.dtype == E4M3 else want.to(out_dtype)).float())
+
+
+def test_fp8_output_saturates():
+    inputs = inputs_of(replace(PLAIN, dtype="fp8"), bmm2_scale=1e6)
+    o, _ = trtllm_batch_context_with_kv_cache(**inputs)
+    assert o.float().abs().max() == 448 and not o.float().isnan().any()
+
+
+@pytest.mark.parametrize("start", [None, 0, 77])
+def test_nvfp4_output(start):
+    inputs = inputs_of(replace(PLAIN, dtype="fp8", heads_q=6, heads_kv=2, q_lens=(0, 50), kv_lens=(4, 61)))
+    want, _ = cases.reference_of(inputs)
+    tokens = len(want)
+    inputs |= {"o_sf_scale": 300.0, "o_sf_vec_size": 16, "out_dtype": "nvfp4", "return_lse": False}
+    if start is not None:
+        scale = torch.full((128, 24), 7.0).to(E4M3)
+        inputs |= {"out": FP4Tensor(torch.zeros(tokens, 6, 32, dtype=torch.uint8), scale, start)}
+    out = trtllm_batch_context_with_kv_cache(**inputs)
+    assert isinstance(out, FP4Tensor) and out.original_shape == (tokens, 6, 64)
+    data, scales = fp4.nvfp4_quantize(want.flatten(1), 300.0)
+    assert torch.equal(out.data.flatten(1), data)
+    got = fp4.read_scales(out.scale, tokens, 24, start or 0)
+    assert torch.equal(got.float(), scales.float())
+    if start is not None:
+        assert out.data is inputs["out"].data and out.scale is scale
+        assert (scale.view(torch.uint8) == torch.tensor(7.0).to(E4M3).view(torch.uint8)).sum() >= (128 - tokens) * 24
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "nvfp4"])
+def test_no_tokens(dtype):
+    extra = {"out_dtype": "nvfp4", "o_sf_scale": 1.0} if dtype == "nvfp4" else {}
+    inputs = inputs_of(replace(PLAIN, q_lens=(0, 0)), out=None, lse=None, return_lse=True) | extra
+    o, lse = trtllm_batch_context_with_kv_cache(**inputs)
+    assert o.shape[0] == 0 and lse.shape == (0, 4)
+
+
+def test_kv_cache_sf_is_an_alias():
+    inputs = inputs_of(replace(PLAIN, kv_dtype="nvfp4"))
+    want = trtllm_batch_context_with_kv_cache(**inputs)[0].clone()
+    inputs["kv_cache_sf"] = inputs.pop("kv_block_scales")
+    assert torch.equal(trtllm_batch_context_with_kv_cache(**inputs)[0], want)
+
+
+# ---- validation
+
+T, HQ, D = 42, 4, 64
+POOL = inputs_of()["kv_cache"]
+BAD = {
+    "query type": ({"query": None}, TypeError, "query"),
+    "query rank": ({"query": torch.zeros(T, D)}, ValueError, "query"),
+    "query dtype": ({"query": torch.zeros(T, HQ, D)}, TypeError, "query: dtype"),
+    "query stride": ({"query": torch.zeros(T, HQ, 2 * D, dtype=torch.bfloat16)[..., ::2]}, ValueError, "query: stride"),
+    "heads": ({"query": torch.zeros(T, 3, D, dtype=torch.bfloat16)}, ValueError, "query: 3 heads"),
+    "head_dim": ({"query": torch.zeros(T, HQ, 32, dtype=torch.bfloat16)}, ValueError, "kv_cache: K has head_dim 64"),
+    "kv type": ({"kv_cache": None}, TypeError, "kv_cache"),
+    "kv triple": ({"kv_cache": POOL + POOL[:1]}, ValueError, "kv_cache: a tuple of 3"),
+    "kv rank": ({"kv_cache": POOL[0]}, ValueError, "kv_cache"),
+    "kv tuple rank": ({"kv_cache": (POOL[0], POOL[1][0])}, ValueError, r"kv_cache \(V\)"),
+    "kv second dim": ({"kv_cache": torch.stack([POOL[0]] * 3, 1)}, ValueError, "kv_cache"),
+    "kv dtypes": ({"kv_cache": (POOL[0], POOL[1].half())}, TypeError, "kv_cache: K is"),
+    "kv dtype": ({"kv_cache": tuple(t.half() for t in POOL)}, TypeError, "kv_cache: with query"),
+    "kv shapes": ({"kv_cache": (POOL[0], POOL[1][:-1])}, ValueError, "kv_cache: K"),
+    "kv stride": ({"kv_cache": (POOL[0].mT.contiguous().mT, POOL[1])}, ValueError, r"kv_cache \(K\): stride"),
+    "layout": ({"kv_layout": "HDN"}, ValueError, "kv_layout: 'HDN'"),
+    "layout key": ({"kv_layout": None}, KeyError, "kv_layout: None"),
+    "table dtype": ({"block_tables": torch.zeros(2, 4, dtype=torch.int64)}, TypeError, "block_tables: dtype"),
+    "table rank": ({"block_tables": torch.zeros(2, 2, 4, dtype=torch.int32)}, ValueError, "block_tables"),
+    "table batch": ({"block_tables": torch.zeros(3, 4, dtype=torch.int32)}, ValueError, "block_tables"),
+    "table not shared": ({"uses_shared_paged_kv_idx": False}, ValueError, "block_tables"),
+    "table stride": ({"block_tables": torch.zeros(4, 2, dtype=torch.int32).T}, ValueError, "block_tables: stride"),
+    "table dim 1": (
+        {"uses_shared_paged_kv_idx": False, "block_tables": torch.zeros(2, 3, 4, dtype=torch.int32)},
+        ValueError,
+        "block_tables",
+    ),
+    "lens dtype": ({"seq_lens": torch.tensor([19, 37])}, TypeError, "seq_lens: dtype"),
+    "lens rank": ({"seq_lens": torch.zeros(2, 1, dtype=torch.int32)}, ValueError, "seq_lens"),
+    "lens batch": ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, ValueError, "batch_size: 2"),
+    "batch": ({"batch_size": 3}, ValueError, "batch_size: 3"),
+    "batch type": ({"batch_size": 2.0}, TypeError, "batch_size"),
+    "offsets dtype": ({"cum_seq_lens_q": torch.tensor([0, 5, 42])}, TypeError, "cum_seq_lens_q: dtype"),
+    "offsets shape": ({"cum_seq_lens_q": torch.zeros(2, dtype=torch.int32)}, ValueError, "cum_seq_lens_q"),
+    "max_q_len": ({"max_q_len": -1}, ValueError, "max_q_len: -1"),
+    "max_q_len type": ({"max_q_len": "9"}, TypeError, "max_q_len"),
+    "bmm1 type": ({"bmm1_scale": None}, TypeError, "bmm1_scale"),
+    "bmm1 dtype": ({"bmm1_scale": torch.ones(1).double()}, TypeError, "bmm1_scale: dtype"),
+    "bmm2 shape": ({"bmm2_scale": torch.ones(2)}, ValueError, "bmm2_scale: shape"),
+    "window": ({"window_left": 1.5}, TypeError, "window_left"),
+    "out type": ({"out": "bf16"}, TypeError, "out: str"),
+    "out dtype": ({"out": torch.zeros(T, HQ, D)}, ValueError, "out_dtype: torch.float32"),
+    "out differs": ({"out_dtype": torch.float16}, TypeError, "out: dtype"),
+    "out shape": ({"out": torch.zeros(T, HQ, 32, dtype=torch.bfloat16)}, ValueError, "out: shape"),
+    "out_dtype": ({"out_dtype": torch.float32, "out": None}, ValueError, "out_dtype: torch.float32"),
+    "out_dtype string": ({"out_dtype": "fp4", "out": None}, ValueError, "out_dtype: 'fp4'"),
+    "out_dtype type": ({"out_dtype": 16, "out": None}, TypeError, "out_dtype: 16"),
+    "nvfp4 needs a scale": ({"out_dtype": "nvfp4", "out": None}, TypeError, "o_sf_scale"),
+    "nvfp4 scale": ({"out_dtype": "nvfp4", "out": None, "o_sf_scale": 0.0}, ValueError, "o_sf_scale: 0.0"),
+    "nvfp4 out": ({"out_dtype": "nvfp4", "o_sf_scale": 1.0}, ValueError, "out: a torch.bfloat16"),
+    "nvfp4 vec": (
+        {"out_dtype": "nvfp4", "out": None, "o_sf_scale": 1.0, "o_sf_vec_size": 32},
+        ValueError,
+        "o_sf_vec_size: 32",
+    ),
+    "nvfp4 out.scale": (
+        {"out": fp4.empty((T, HQ, 128), torch.device("cpu")), "o_sf_scale": 1.0},
+        ValueError,
+        "out.data: shape",
+    ),
+    "o_sf_scale": ({"o_sf_scale": 1.0}, ValueError, "o_sf_scale: 1.0"),
+    "o_sf_vec_size": ({"o_sf_vec_size": 16}, ValueError, "o_sf_vec_size: 16"),
+    "sinks type": ({"sinks": [torch.zeros(1)] * 4}, TypeError, "sinks: list"),
+    "sinks dtype": ({"sinks": torch.zeros(4).half()}, TypeError, "sinks: dtype"),
+    "sinks shape": ({"sinks": torch.zeros(3)}, ValueError, "sinks: shape"),
+    "block scales": ({"kv_block_scales": torch.zeros(1)}, ValueError, "kv_block_scales: must be None"),
+    "cache sf": ({"kv_cache_sf": torch.zeros(1)}, ValueError, "kv_cache_sf: must be None"),
+    "both sf": ({"kv_block_scales": torch.zeros(1), "kv_cache_sf": torch.zeros(1)}, ValueError, "kv_cache_sf: alias"),
+    "skip": ({"skip_softmax_threshold_scale_factor": 1e-30}, NotImplementedError, "skip_softmax_threshold_scale"),
+    "skip < 0": ({"skip_softmax_threshold_scale_factor": -1.0}, ValueError, "skip_softmax_threshold_scale_factor: -1"),
+    "skip nan": ({"skip_softmax_threshold_scale_factor": math.nan}, ValueError, "skip_softmax_threshold_scale_factor"),
+    "lse shape": ({"lse": torch.zeros(T, 3)}, ValueError, "lse: shape"),
+    "lse dtype": ({"lse": torch.zeros(T, HQ).half()}, TypeError, "lse: dtype"),
+    "fp16 softmax": ({"use_fp16_softmax": True}, NotImplementedError, "use_fp16_softmax"),
+    "spcompress": ({"uses_spcompress": True}, NotImplementedError, "uses_spcompress"),
+    "cap < 0": ({"logits_soft_cap": -1.0}, ValueError, "logits_soft_cap: -1"),
+    "cap inf": ({"logits_soft_cap": math.inf}, ValueError, "logits_soft_cap: inf"),
+    "cap type": ({"logits_soft_cap": "30"}, TypeError, "logits_soft_cap"),
+    "device": ({"seq_lens": torch.zeros(2, dtype=torch.int32, device="meta")}, ValueError, "seq_lens: device meta"),
+    "query device": ({"query": torch.zeros(T, HQ, D, device="meta").bfloat16()}, ValueError, "query: device"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused_before_anything_is_written(name):
+    change, error, message = BAD[name]
+    inputs = inputs_of(**change)
+    with pytest.raises(error, match=message):
+        trtllm_batch_context_with_kv_cache(**inputs)
+    if "out" not in change:
+        assert inputs["out"].isnan().all()
+
+
+def test_nvfp4_cache_needs_scales_of_its_shape():
+    inputs = inputs_of(replace(PLAIN, kv_dtype="nvfp4"))
+    k, v = inputs["kv_block_scales"]
+    for bad, error, message in (
+        (None, ValueError, "kv_block_scales: required"),
+        ((k, v[:, :1]), ValueError, r"kv_block_scales \(V"),
+        ((k, v.float()), TypeError, "kv_block_scales: K is"),
+        ((k.float(), v.float()), TypeError, r"kv_block_scales \(K\): dtype"),
+    ):
+        with pytest.raises(error, match=message):
+            trtllm_batch_context_with_kv_cache(**inputs | {"kv_block_scales": bad})
+
+
+# ---- the path to a launch, with a kernel that computes in torch what AttentionArgs say
+
+
+def emulate(spec, launches):
+    """A kernel of `spec` on any device: checks what compiled code would, then runs the reference."""
+
+    def kernel(*flat):
+        a = AttentionArgs(*flat)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[spec.dtype]
+        batch = a.kv_lens.shape[0]
+        if any(t.dtype != dtype for t in (a.q, a.k, a.v, a.o)) or a.page_table.dtype != torch.int32:
+            raise TypeError("dtype")
+        if [t.ndim for t in flat[:11]] != [3, 4, 4, 3, 2, 1, 1, 3, 1, 1, 1]:
+            raise ValueError("rank")
+        if any(t.device.type != "cpu" for t in flat[:11]):
+            raise ValueError("device")
+        if any(t.stride(-1) != 1 for t in (a.q, a.k, a.v, a.o, a.page_table)):
+            raise ValueError("last stride")
+        assert a.page_table.shape[:2] == (batch, 2) and a.cu_seqlens_q.shape == (batch + 1,)
+        assert a.kv_lens.dtype == a.cu_seqlens_q.dtype == torch.int32
+        assert all(t.dtype == torch.float32 for t in (a.lse, a.sink, a.scale, a.out_scale))
+        assert a.k.shape[3] == spec.head_dim_qk and a.v.shape[3] == spec.head_dim_vo
+        assert a.lse.shape[1] == a.q.shape[1] and all(isinstance(x, float) for x in flat[11:14])
+        group = a.q.shape[1] // a.k.shape[1] if spec.pack_gqa else 1
+        tiles = sum(-(-n * group // spec.tile.m) for n in a.cu_seqlens_q.diff().tolist()) * (a.q.shape[1] // group)
+        assert type(a.grid) is int and 1 <= a.grid <= 132 and (a.grid >= tiles or a.grid == 132)
+        assert type(a.enable_pdl) is int and type(a.window_left) is int and 0 <= a.window_left <= 1 << 30
+        launches.append(a)
+        window = a.window_left if spec.mask.window and a.window_left < 1 << 30 else -1
+        scale = a.scale_log2 / reference.LOG2E * (a.scale if len(a.scale) else 1.0)
+        problem = PagedProblem(
+            a.q, a.k, a.v, a.page_table, a.kv_lens, a.cu_seqlens_q, scale,
+            a.out_factor * (a.out_scale if len(a.out_scale) else 1.0), spec.mask.causal, window,
+            a.soft_cap if spec.soft_cap else 0.0, a.sink if len(a.sink) else None,
+        )  # fmt: skip
+        o, lse = reference.paged_attention(problem)
+        a.o.copy_(o)
+        if len(a.lse):
+            a.lse.copy_(lse)
+
+    return kernel
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The launches of this test's calls, which take the compiled kernel's path on CPU tensors."""
+    found = []
+    monkeypatch.setattr(prefill, "_machine", lambda device: ("sm_90a", 132))
+    monkeypatch.setattr(prefill.runtime, "kernel", lambda op, spec, arch: emulate(spec, found))
+    monkeypatch.setattr(prefill, "_plans", {})
+    return found
+
+
+@pytest.mark.parametrize("name", cases.EDGE)
+def test_launch_of_every_case(launches, name):
+    case = cases.EDGE[name]
+    inputs = inputs_of(case)
+    for _ in range(2):  # a new plan, then the same one
+        inputs["out"].fill_(math.nan)
+        check(inputs, trtllm_batch_context_with_kv_cache(**inputs), case.tolerance)
+    assert len(launches) == 2 and len(prefill._plans) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"out": None},
+        {"out": None, "out_dtype": torch.bfloat16},
+        {"lse": None},
+        {"lse": None, "return_lse": False},
+        {"sinks": None},
+        {"bmm1_scale": torch.tensor(0.11), "bmm2_scale": torch.tensor([0.7])},
+        {"bmm1_scale": 1, "bmm2_scale": 2},
+        {"seq_lens": torch.tensor(PLAIN.kv_lens, dtype=torch.uint32)},
+        {"window_left": 3, "logits_soft_cap": 4.0, "causal": False},
+        {"kv_cache": list(POOL)},
+        {"max_q_len": 1},
+        {"max_q_len": 1 << 30},
+    ],
+    ids=lambda c: "-".join(c),
+)
+def test_launch_variants(launches, change):
+    inputs = inputs_of(**change)
+    result = trtllm_batch_context_with_kv_cache(**inputs)
+    assert len(launches) == 1
+    check(inputs, result)
+    o = result[0] if inputs["return_lse"] else result
+    assert o.is_contiguous() and o.dtype == torch.bfloat16
+
+
+def test_allocated_output_of_a_strided_query_is_contiguous(launches):
+    inputs = inputs_of(cases.EDGE["strided-q"], out=None)
+    assert trtllm_batch_context_with_kv_cache(**inputs)[0].is_contiguous()
+    check(inputs, trtllm_batch_context_with_kv_cache(**inputs))
+
+
+def test_pdl_and_lse_without_return(launches):
+    for pdl, want in ((None, 1), (True, 1), (False, 0)):
+        inputs = inputs_of(enable_pdl=pdl, return_lse=False)
+        assert trtllm_batch_context_with_kv_cache(**inputs) is inputs["out"]
+        assert launches[-1].enable_pdl == want and not inputs["lse"].isnan().any()
+
+
+def test_values_and_token_counts_share_a_plan(launches):
+    short, long = replace(PLAIN, page_size=64), replace(PLAIN, q_lens=(9, 41), page_size=64, kv_lens=(20, 60))
+    for case in (short, long):
+        for window in (1, 7):
+            inputs = inputs_of(case, window_left=window, bmm1_scale=0.1 * window, logits_soft_cap=3.0 + window)
+            check(inputs, trtllm_batch_context_with_kv_cache(**inputs))
+    assert len(prefill._plans) == 1
+
+
+@pytest.mark.parametrize(
+    "a,b",
+    [
+        ({}, {"window_left": 2}),
+        ({}, {"logits_soft_cap": 2.0}),
+        ({}, {"causal": False}),
+        ({}, {"seq_lens": torch.tensor(PLAIN.kv_lens, dtype=torch.uint32)}),
+        ({"max_q_len": 37}, {"max_q_len": 100}),
+    ],
+    ids=["window", "cap", "causal", "uint32", "bound"],
+)
+def test_plans_do_not_mix(launches, a, b):
+    for change in (a, b, a, b):
+        inputs = inputs_of(replace(PLAIN, q_lens=(5, 37), kv_lens=(19, 37)), **change)
+        check(inputs, trtllm_batch_context_with_kv_cache(**inputs))
+
+
+def test_layouts_of_equal_shape_do_not_mix(launches):
+    case = replace(PLAIN, heads_kv=4, heads_q=4, page_size=8)
+    square = replace(case, heads_kv=8, heads_q=8)  # P = Hkv: HND and NHD have the same shape
+    for layout in ("HND", "NHD", "HND", "NHD"):
+        inputs = inputs_of(replace(square, layout=layout))
+        check(inputs, trtllm_batch_context_with_kv_cache(**inputs))
+
+
+def test_a_tuple_of_stacked_caches_is_refused_after_a_stacked_one(launches):
+    inputs = inputs_of(cases.EDGE["stacked"])
+    trtllm_batch_context_with_kv_cache(**inputs)
+    inputs["kv_cache"] = (inputs["kv_cache"], inputs["kv_cache"])
+    with pytest.raises(ValueError, match=r"kv_cache \(K\)"):
+        trtllm_batch_context_with_kv_cache(**inputs)
+    assert len(launches) == 1
+
+
+def test_plans_are_bounded(launches, monkeypatch):
+    monkeypatch.setattr(prefill, "MAX_PLANS", 3)
+    for pages in range(8):
+        trtllm_batch_context_with_kv_cache(**inputs_of(replace(PLAIN, spare_pages=pages)))
+        assert len(prefill._plans) <= 3
+    assert len(launches) == 8
+
+
+def test_nothing_is_launched_without_tokens(launches):
+    o, lse = trtllm_batch_context_with_kv_cache(**inputs_of(replace(PLAIN, q_lens=(0, 0)), out=None, lse=None))
+    assert o.shape == (0, 4, 64) and lse.shape == (0, 4)
+    none = replace(PLAIN, q_lens=(), kv_lens=())
+    assert trtllm_batch_context_with_kv_cache(**inputs_of(none, out=None))[0].shape == (0, 4, 64)
+    assert not launches
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused_before_a_launch(launches, name):
+    """As on the CPU, with a plan and without."""
+    change, error, message = BAD[name]
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            trtllm_batch_context_with_kv_cache(**inputs_of(**change))
+        assert not launches
+        trtllm_batch_context_with_kv_cache(**inputs_of())
+        launches.clear()
+
+
+@pytest.mark.parametrize(
+    "case,change,error,message",
+    [
+        (replace(PLAIN, dtype="fp8"), {}, NotImplementedError, "query: torch.float8"),
+        (replace(PLAIN, kv_dtype="fp8"), {}, NotImplementedError, "kv_cache: torch.float8"),
+        (replace(PLAIN, kv_dtype="nvfp4"), {}, NotImplementedError, "kv_cache: torch.uint8"),
+        (PLAIN, {"out_dtype": "nvfp4", "out": None, "o_sf_scale": 1.0}, NotImplementedError, "out_dtype: nvfp4"),
+        (PLAIN, {"out_dtype": torch.float16, "out": None}, NotImplementedError, "out_dtype: torch.float16"),
+        (replace(PLAIN, page_size=24), {}, NotImplementedError, "kv_cache: page size 24"),
+        (replace(PLAIN, page_size=512), {}, NotImplementedError, "kv_cache: page size 512"),
+        (replace(PLAIN, head_dim_qk=48, head_dim_vo=48), {}, NotImplementedError, r"head_dim \(48, 48\)"),
+        (PLAIN, {"query": torch.zeros(T * HQ * D + 1).bfloat16()[1:].view(T, HQ, D)}, ValueError, "query: address"),
+        (PLAIN, {"query": torch.zeros(T, HQ, D + 1).bfloat16()[..., :D]}, ValueError, "query: strides"),
+        (PLAIN, {"out": torch.zeros(T, HQ, D + 4).bfloat16()[..., :D]}, ValueError, "out: strides"),
+    ],
+)
+def test_what_no_kernel_takes(launches, case, change, error, message):
+    with pytest.raises(error, match=message):
+        trtllm_batch_context_with_kv_cache(**inputs_of(case, **change))
+    assert not launches
+
+
+def test_other_architectures_say_so(launches, monkeypatch):
+    monkeypatch.setattr(prefill, "_machine", lambda device: ("sm_80", 108))
+    with pytest.raises(NotImplementedError, match="architecture sm_80"):
+        trtllm_batch_context_with_kv_cache(**inputs_of())
+    assert "sm_80" in str(explain(**inputs_of()))
+
+
+def test_an_error_of_the_kernel_itself_comes_through(launches, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("launch failed")
+
+    monkeypatch.setattr(prefill.runtime, "kernel", lambda *args: broken)
+    with pytest.raises(RuntimeError, match="launch failed"):
+        trtllm_batch_context_with_kv_cache(**inputs_of())
+
+
+def test_explain(launches):
+    said = explain(**inputs_of())
+    assert said.runs is not None and said.runs.startswith("attention.sm90 bf16_d64_causal") and said.refused == ()
+    refused = explain(**inputs_of(replace(PLAIN, page_size=24)))
+    assert refused.runs is None and "page size 24" in str(refused)
+    assert not launches
+    with pytest.raises(ValueError, match="batch_size"):
+        explain(**inputs_of(batch_size=7))
+
+
+def test_explain_on_the_cpu():
+    assert "reference" in str(explain(**inputs_of())) and "cpu" in str(explain(**inputs_of()))
+
+
+def test_host_time_of_a_planned_call(launches, monkeypatch):
+    """Python's part of a launch. 4 us on an idle 3 GHz core; the bound leaves room for a busy machine, yet is far
+    below what planning (60 us) or the reference would take."""
+    monkeypatch.setattr(prefill.runtime, "kernel", lambda op, spec, arch: lambda *args: None)
+    inputs = inputs_of()
+    trtllm_batch_context_with_kv_cache(**inputs)
+    seconds = min(timeit.repeat(lambda: trtllm_batch_context_with_kv_cache(**inputs), number=2000, repeat=5)) / 2000
+    assert seconds < 25e-6
+
+
+# ---- torch.compile
+
+
+def op_arguments(inputs):
+    k, v = inputs["kv_cache"]
+    return (
+        inputs["query"], k, v, inputs["block_tables"], inputs["seq_lens"], inputs["cum_seq_lens_q"], inputs["out"],
+        None, inputs["lse"], inputs["bmm1_scale"], None, 1.0, torch.ones(1), inputs["sinks"], None, None,
+        inputs["max_q_len"], -1, None, 0, inputs["kv_layout"], None, None, True, True, None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["plain", "nhd", "kv-len-0"])
+def test_opcheck(name):
+    op = torch.ops.cute_kernels.trtllm_batch_context.default
+    torch.library.opcheck(op, op_arguments(inputs_of(cases.EDGE[name])))
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch.compiler.reset()  # else one test's variants count towards the next one's recompile limit
+
+
+COMPILED = {
+    "plain": (PLAIN, {}),
+    "allocates": (PLAIN, {"out": None, "lse": None}),
+    "no lse": (PLAIN, {"lse": None, "return_lse": False}),
+    "stacked nhd": (cases.EDGE["stacked-nhd"], {"out": None}),
+    "shared": (cases.EDGE["shared"], {}),
+    "separate tables": (cases.EDGE["separate-tables"], {}),
+    "tensor scales": (PLAIN, {"bmm1_scale": torch.tensor(0.2), "bmm2_scale": torch.tensor([3.0])}),
+    "window, cap": (PLAIN, {"window_left": 4, "logits_soft_cap": 3.0}),
+    "full": (PLAIN, {"causal": False}),
+    "fp8": (replace(PLAIN, dtype="fp8"), {"out_dtype": torch.bfloat16}),
+    "nvfp4 cache": (replace(PLAIN, kv_dtype="nvfp4"), {}),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_equals_eager(fresh_compiler, name):
+    case, change = COMPILED[name]
+    want = trtllm_batch_context_with_kv_cache(**inputs_of(case, **change))
+    compiled = torch.compile(trtllm_batch_context_with_kv_cache, fullgraph=True, backend="aot_eager")
+    inputs = inputs_of(case, **change)
+    got = compiled(**inputs)
+    for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (got, want)), strict=True):
+        assert torch.equal(a, b)
+    if inputs.get("out") is not None:
+        assert torch.equal(inputs["out"], want[0] if isinstance(want, tuple) else want)
+
+
+def test_compiled_with_varying_lengths(fresh_compiler):
+    compiled = torch.compile(trtllm_batch_context_with_kv_cache, fullgraph=True, backend="aot_eager", dynamic=True)
+    for lens in ((5, 37), (1, 2), (64, 33)):
+        inputs = inputs_of(replace(PLAIN, q_lens=lens, kv_lens=(70, 40)))
+        check(inputs, compiled(**inputs))
+
+
+def test_compiled_nvfp4_output(fresh_compiler):
+    extra = {"out_dtype": "nvfp4", "o_sf_scale": 200.0, "return_lse": False, "lse": None}
+    case = replace(PLAIN, dtype="fp8")
+    want = trtllm_batch_context_with_kv_cache(**inputs_of(case, **extra))
+
+    def packed(**inputs):
+        out = trtllm_batch_context_with_kv_cache(**inputs)
+        return out.data, out.scale
+
+    data, scale = torch.compile(packed, fullgraph=True, backend="aot_eager")(**inputs_of(case, **extra))
+    assert torch.equal(data, want.data)
+    columns = HQ * D // 16
+    assert torch.equal(fp4.read_scales(scale, T, columns).float(), fp4.read_scales(want.scale, T, columns).float())
+
+
+def test_compiled_refuses_what_eager_refuses(fresh_compiler):
+    compiled = torch.compile(trtllm_batch_context_with_kv_cache, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="use_fp16_softmax"):
+        compiled(**inputs_of(use_fp16_softmax=True))
+    with pytest.raises(ValueError, match="logits_soft_cap: -1"):
+        compiled(**inputs_of(logits_soft_cap=-1.0))
