@@ -256,9 +256,9 @@ def emulate(spec, launches):
         batch = a.kv_lens.shape[0]
         if any(t.dtype != dtype for t in (a.q, a.k, a.v, a.o)) or a.page_table.dtype != torch.int32:
             raise TypeError("dtype")
-        if [t.ndim for t in flat[:11]] != [3, 4, 4, 3, 2, 1, 1, 3, 1, 1, 1]:
+        if [t.ndim for t in flat[:12]] != [3, 4, 4, 3, 2, 1, 1, 3, 1, 1, 1, 1]:
             raise ValueError("rank")
-        if any(t.device.type != "cpu" for t in flat[:11]):
+        if any(t.device.type != "cpu" for t in flat[:12]):
             raise ValueError("device")
         if any(t.stride(-1) != 1 for t in (a.q, a.k, a.v, a.o, a.page_table)):
             raise ValueError("last stride")
@@ -266,11 +266,12 @@ def emulate(spec, launches):
         assert a.kv_lens.dtype == a.cu_seqlens_q.dtype == torch.int32
         assert all(t.dtype == torch.float32 for t in (a.lse, a.sink, a.scale, a.out_scale))
         assert a.k.shape[3] == spec.head_dim_qk and a.v.shape[3] == spec.head_dim_vo
-        assert a.lse.shape[1] == a.q.shape[1] and all(isinstance(x, float) for x in flat[11:14])
+        assert a.lse.shape[1] == a.q.shape[1] and all(isinstance(x, float) for x in flat[12:15])
         group = a.q.shape[1] // a.k.shape[1] if spec.pack_gqa else 1
         tiles = sum(-(-n * group // spec.tile.m) for n in a.cu_seqlens_q.diff().tolist()) * (a.q.shape[1] // group)
         assert type(a.grid) is int and 1 <= a.grid <= 132 and (a.grid >= tiles or a.grid == 132)
         assert type(a.enable_pdl) is int and type(a.window_left) is int and 0 <= a.window_left <= 1 << 30
+        assert a.tickets.dtype == torch.int32 and not a.tickets.any() and -1 <= a.ticket < len(a.tickets)
         launches.append(a)
         window = a.window_left if spec.mask.window and a.window_left < 1 << 30 else -1
         scale = a.scale_log2 / reference.LOG2E * (a.scale if len(a.scale) else 1.0)
@@ -294,6 +295,9 @@ def launches(monkeypatch):
     monkeypatch.setattr(prefill, "_machine", lambda device: ("sm_90a", 132))
     monkeypatch.setattr(prefill.runtime, "kernel", lambda op, spec, arch: emulate(spec, found))
     monkeypatch.setattr(prefill, "_plans", {})
+    monkeypatch.setattr(prefill, "_tickets", {})
+    monkeypatch.setattr(prefill, "_is_capturing", lambda: False)
+    monkeypatch.setattr(prefill, "_raw_stream", lambda index: 0)
     return found
 
 
@@ -454,6 +458,39 @@ def test_an_error_of_the_kernel_itself_comes_through(launches, monkeypatch):
     monkeypatch.setattr(prefill.runtime, "kernel", lambda *args: broken)
     with pytest.raises(RuntimeError, match="launch failed"):
         trtllm_batch_context_with_kv_cache(**inputs_of())
+
+
+def tickets_of(launches, monkeypatch, streams, capturing=False):
+    """Indices that launches on these streams get, one after the other."""
+    monkeypatch.setattr(prefill, "_is_capturing", lambda: capturing)
+    first = len(launches)
+    for stream in streams:
+        monkeypatch.setattr(prefill, "_raw_stream", lambda index, stream=stream: stream)
+        trtllm_batch_context_with_kv_cache(**inputs_of())
+    return [a.ticket for a in launches[first:]]
+
+
+def test_streams_and_captured_launches_never_share_a_counter(launches, monkeypatch):
+    a, b, again, per_thread = tickets_of(launches, monkeypatch, (0, 77, 0, prefill.PER_THREAD_STREAM))
+    captured = tickets_of(launches, monkeypatch, (0, 0, 77), capturing=True)
+    assert a == again and per_thread == -1
+    assert len({a, b, *captured}) == 5 and min(a, b, *captured) >= 0
+
+
+def test_counters_run_out_into_static_rounds(launches, monkeypatch):
+    monkeypatch.setattr(prefill, "TICKETS", 2)
+    assert sorted(tickets_of(launches, monkeypatch, (5,)) + tickets_of(launches, monkeypatch, (5, 5), True)) == [
+        -1,
+        0,
+        1,
+    ]
+    assert tickets_of(launches, monkeypatch, (5, 6)) == [0, -1]
+
+
+def test_a_capture_allocates_no_counters(launches, monkeypatch):
+    assert tickets_of(launches, monkeypatch, (5, 5), capturing=True) == [-1, -1]
+    assert prefill._tickets == {} and len(launches[0].tickets) == 0
+    assert tickets_of(launches, monkeypatch, (5,)) == [0]
 
 
 def test_explain(launches):

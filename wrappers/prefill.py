@@ -6,7 +6,7 @@ detailed messages too, is `checks`. Nothing here synchronises or reads device va
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,12 +21,16 @@ from .fp4 import FP4Tensor
 from .reference import LOG2E
 
 NO_WINDOW = 1 << 30  # window_left of a call without a window, where the kernel has one
+TICKETS = 1 << 16  # 256 KiB a device; captured launches use them up one each, and then run without
+PER_THREAD_STREAM = 2  # CUDA's handle of every thread's own default stream: not one stream
 MAX_PLANS = 4096  # the cache is emptied at this size: a caller may vary shapes for ever
 INF = float("inf")
 AS_IS, SWAPPED, STACKED_HND, STACKED_NHD = range(4)  # how caches become (pages, Hkv, P, D): 2 * stacked + NHD
 _FOUR_NONE = (None,) * 4
 _Tensor = torch.Tensor  # module globals: an attribute look-up saved is 20 ns
 _is_compiling = torch.compiler.is_compiling
+_is_capturing = torch.cuda.is_current_stream_capturing
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # torch without CUDA lacks it
 _empty, _empty_like = torch.empty, torch.empty_like
 
 
@@ -37,6 +41,7 @@ class Plan(NamedTuple):
     dim_vo: int
     dtype: torch.dtype  # of the output
     device: torch.device
+    alone: bool  # the only device of the process
     like_query: bool  # empty_like(query) is the output
     layout: int
     int32_lens: bool
@@ -50,6 +55,17 @@ class Plan(NamedTuple):
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
+
+
+class Tickets(NamedTuple):
+    """A device's counters for the kernel's tile scheduler, and who has which. Zero before and after every launch."""
+
+    counters: torch.Tensor  # (TICKETS,) int32
+    of_stream: dict[int, int]  # raw stream -> counter: launches of one stream never overlap
+    unused: Iterator[int]
+
+
+_tickets: dict[torch.device, Tickets] = {}
 
 
 def trtllm_batch_context_with_kv_cache(
@@ -105,9 +121,7 @@ def trtllm_batch_context_with_kv_cache(
         lse: fp32 (T, Hq), filled with log2 of the softmax denominator, sink included. logits_soft_cap: c * tanh(s / c).
         causal: position of query row i is i + kv_len - q_len; keys up to it are kept.
 
-    Hints without effect on the result: workspace_buffer, cum_seq_lens_kv, max_kv_len, multi_ctas_kv_counter_buffer,
-    enable_pdl (None: on where the device has it).
-
+    Hints: workspace_buffer, cum_seq_lens_kv, max_kv_len, multi_ctas_kv_counter_buffer, enable_pdl (None: on).
     Returns out (new where None was given), or (out, lse) where return_lse. A row without keys gives 0 and -inf (or
     sink * log2 e). Rows of no request are undefined. CPU tensors run the fp32 reference.
 
@@ -117,8 +131,9 @@ def trtllm_batch_context_with_kv_cache(
     if _is_compiling():
         return ops.trace(Call.of(locals()))
     try:
-        stacked = isinstance(kv_cache, _Tensor)
-        k, v = (kv_cache, kv_cache) if stacked else kv_cache
+        cache: Any = kv_cache
+        stacked = isinstance(cache, _Tensor)
+        k, v = (cache, cache) if stacked else cache
         tokens, heads, dim = query.shape
         cap = logits_soft_cap or 0.0
         rare = skip_softmax_threshold_scale_factor or use_fp16_softmax or uses_spcompress or (
@@ -140,6 +155,8 @@ def trtllm_batch_context_with_kv_cache(
         if machine is None:
             return run_reference(checked)
         plan = _add_plan(key, checked, machine, 2 * stacked + (kv_layout == "NHD"))
+    if not plan.alone and torch.cuda.current_device() != plan.device.index:
+        return _on_device(plan.device, Call.of(locals()))
     try:
         shape = (tokens, heads, plan.dim_vo)
         o: Any = out
@@ -161,11 +178,12 @@ def trtllm_batch_context_with_kv_cache(
         out_scale, out_factor = _factor(bmm2_scale, 1.0, plan)
         tiles = plan.tile_heads * (tokens * plan.row_factor // plan.tile_rows + batch_size)
         if tokens and heads and batch_size:
+            tickets, ticket = _ticket(plan.device)
             plan.fn(
                 query, k, v, o, log, cum_seq_lens_q, seq_lens if plan.int32_lens else seq_lens.view(torch.int32),
-                table, plan.no_sink if sinks is None else sinks, scale, out_scale, scale_log2, out_factor, cap,
+                table, tickets, plan.no_sink if sinks is None else sinks, scale, out_scale, scale_log2, out_factor, cap,
                 window_left if 0 <= window_left < NO_WINDOW else NO_WINDOW, tiles if tiles < plan.sms else plan.sms,
-                1 if enable_pdl is None or enable_pdl else 0,
+                ticket, 1 if enable_pdl is None or enable_pdl else 0,
             )  # fmt: skip
     except Exception:
         checks.kernel_request(checks.validate(Call.of(locals())))  # says which argument the compiled code refused
@@ -192,6 +210,40 @@ def _factor(value: float | torch.Tensor, unit: float, plan: Plan) -> tuple[torch
     return plan.no_scale, value * unit
 
 
+def _ticket(device: torch.device) -> tuple[torch.Tensor, int]:
+    """(counters, index) for a launch on the current stream; index -1 makes the kernel do without.
+
+    Eager launches take their stream's counter. A launch that is captured gets one for itself, since its graph may be
+    replayed beside anything. The counters are allocated outside captures, where zeroing them would become a graph node.
+    """
+    tickets, capturing = _tickets.get(device), _is_capturing()
+    if tickets is None:
+        if capturing:
+            return torch.empty(0, dtype=torch.int32, device=device), -1
+        tickets = _add_tickets(device)
+    if capturing:
+        return tickets.counters, next(tickets.unused, -1)
+    stream = _raw_stream(device.index)  # type: ignore[misc]
+    index = tickets.of_stream.get(stream)
+    if index is None:
+        index = tickets.of_stream.setdefault(stream, next(tickets.unused, -1))
+    return tickets.counters, index
+
+
+def _add_tickets(device: torch.device) -> Tickets:
+    """Waits once a device: a launch of another stream must find zeros."""
+    counters = torch.zeros(TICKETS, dtype=torch.int32, device=device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return _tickets.setdefault(device, Tickets(counters, {PER_THREAD_STREAM: -1}, iter(range(TICKETS))))
+
+
+def _on_device(device: torch.device, call: Call) -> Any:
+    """The call again with `device` current: whether a stream captures is asked of the current device only."""
+    with torch.cuda.device(device):
+        return trtllm_batch_context_with_kv_cache(*call)
+
+
 def _machine(device: torch.device) -> tuple[str, int] | None:
     """(architecture, SM count) of a device that compiled kernels serve, None for the reference."""
     if device.type != "cuda":
@@ -205,8 +257,6 @@ def _add_plan(key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layout
     op, spec = dispatch.select(checks.kernel_request(c), arch)
     fn = runtime.kernel(op, spec, arch)
     device, heads, dim_vo = p.q.device, p.q.shape[1], p.v.shape[3]
-    if device.type == "cuda" and torch.cuda.device_count() > 1:
-        fn = _on_device(fn, device)
     group = heads // p.k.shape[1] if spec.pack_gqa else 1
     assert isinstance(c.out_dtype, torch.dtype)
     plan = Plan(
@@ -214,6 +264,7 @@ def _add_plan(key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layout
         dim_vo=dim_vo,
         dtype=c.out_dtype,
         device=device,
+        alone=device.type != "cuda" or torch.cuda.device_count() == 1,
         like_query=p.q.is_contiguous() and dim_vo == p.q.shape[2] and c.out_dtype == p.q.dtype,
         layout=layout,
         int32_lens=p.kv_lens.dtype == torch.int32,
@@ -229,16 +280,6 @@ def _add_plan(key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layout
         _plans.clear()
     _plans[key] = plan
     return plan
-
-
-def _on_device(fn: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """fn, launched with `device` current; only where a process sees several."""
-
-    def call(*args: Any) -> None:
-        with torch.cuda.device(device):
-            fn(*args)
-
-    return call
 
 
 def run_reference(c: Checked) -> Any:
