@@ -402,6 +402,23 @@ def test_plans_are_bounded(launches, monkeypatch):
     assert len(launches) == 8
 
 
+def test_page_tables_take_turns(launches, monkeypatch):
+    """The view of the last table is kept: another table, and another storage or shape of the same one, are seen."""
+    monkeypatch.setattr(prefill.runtime, "kernel", lambda *args: lambda *flat: launches.append(AttentionArgs(*flat)))
+    first, second = inputs_of(), inputs_of(PLAIN)
+    second["block_tables"] = second["block_tables"].flip(0)
+    for inputs in (first, second, first):
+        trtllm_batch_context_with_kv_cache(**inputs)
+        assert torch.equal(launches[-1].page_table[:, 1], inputs["block_tables"])
+    moved = first["block_tables"].flip(0)
+    first["block_tables"].set_(moved)
+    trtllm_batch_context_with_kv_cache(**first)
+    assert launches[-1].page_table.data_ptr() == moved.data_ptr()
+    first["block_tables"].resize_(2, 2)
+    trtllm_batch_context_with_kv_cache(**first)
+    assert launches[-1].page_table.shape == (2, 2, 2)
+
+
 def test_nothing_is_launched_without_tokens(launches):
     o, lse = trtllm_batch_context_with_kv_cache(**inputs_of(replace(PLAIN, q_lens=(0, 0)), out=None, lse=None))
     assert o.shape == (0, 4, 64) and lse.shape == (0, 4)
