@@ -1,0 +1,412 @@
+"""trtllm_batch_context_with_kv_cache on a Hopper GPU, against the fp32 reference and against itself bit by bit.
+
+Kernels come from a bundle where one is built (`make cubins`), else they are compiled as they are met, seconds each.
+"""
+
+import itertools
+import math
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests import cases
+from tests.test_prefill_wrapper import BAD
+from wrappers import explain, prefill, trtllm_batch_context_with_kv_cache
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
+)
+
+CUDA = torch.device("cuda", 0)
+BASE = cases.AttentionCase("", q_lens=(70, 1, 0, 150), kv_lens=(200, 259, 3, 90), heads_q=8, heads_kv=2, sink=True)
+PACKED = replace(BASE, q_lens=(1, 5, 0, 16), kv_lens=(131, 5, 7, 300))
+DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+
+
+def make(case, seed=0, **changes):
+    return cases.make_inputs(case, CUDA, seed) | changes
+
+
+def run(inputs):
+    """(o, lse or None), copies, so that a second run cannot pass on the first one's result."""
+    for name in ("out", "lse"):
+        if inputs.get(name) is not None:
+            inputs[name].fill_(math.nan)
+    result = trtllm_batch_context_with_kv_cache(**inputs)
+    o, lse = result if inputs["return_lse"] else (result, None)
+    return o.clone(), None if lse is None else lse.clone()
+
+
+def same(a, b, what=""):
+    assert torch.equal(a[0], b[0]), what
+    if a[1] is not None and b[1] is not None:
+        assert torch.equal(a[1], b[1]), what
+
+
+def close(got, want, tolerance, what=""):
+    message = (lambda text: f"{what}: {text}") if what else None
+    torch.testing.assert_close(got[0].float(), want[0], rtol=tolerance, atol=tolerance, msg=message)
+    if got[1] is not None:
+        limit = cases.LSE_TOLERANCE
+        torch.testing.assert_close(got[1], want[1], rtol=limit, atol=limit, msg=message)
+
+
+def matches_reference(case, **changes):
+    inputs = make(case, **changes)
+    close(run(inputs), cases.reference_of(inputs), case.tolerance)
+
+
+# ---- against the reference
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("cap", [0.0, 4.0], ids=["", "cap"])
+@pytest.mark.parametrize("window", [-1, 37], ids=["", "window"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dims", DIMS, ids=lambda d: f"d{d[0]}x{d[1]}")
+def test_modifiers(dims, dtype, causal, window, cap, packed):
+    """Every sink, LSE, layout and page size of a kernel: close to the reference, and the same bits among themselves."""
+    case = replace(
+        PACKED if packed else BASE, dtype=dtype, head_dim_qk=dims[0], head_dim_vo=dims[1], causal=causal,
+        window_left=window, soft_cap=cap,
+    )  # fmt: skip
+    for sink in (True, False):
+        want, first = None, None
+        for page, layout, lse in itertools.product(cases.PAGE_SIZES, ("HND", "NHD"), (True, False)):
+            variant = replace(case, sink=sink, page_size=page, layout=layout, lse=lse)
+            inputs = make(variant)
+            got = run(inputs)
+            if want is None or first is None:
+                want, first = cases.reference_of(inputs), got
+                close(got, want, case.tolerance, f"{sink=} {page=} {layout}")
+            same(got, first, f"{sink=} {page=} {layout} {lse=}")
+
+
+@pytest.mark.parametrize("name", cases.EDGE)
+def test_edges(name):
+    matches_reference(cases.EDGE[name])
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16])
+@pytest.mark.parametrize("q_len", [1, 2, 63, 64, 65, 128, 129, 200])
+def test_groups_and_row_counts(group, q_len):
+    lens = (q_len, max(0, q_len - 1), q_len)
+    case = replace(BASE, q_lens=lens, kv_lens=(q_len, 333, 2 * q_len), heads_q=2 * group, heads_kv=2)
+    matches_reference(case)
+
+
+@pytest.mark.parametrize("kv_len", [0, 1, 15, 16, 17, 127, 128, 129, 255, 256, 257, 1000, 4097])
+@pytest.mark.parametrize("causal", [True, False])
+def test_kv_lengths(kv_len, causal):
+    for sink, q in itertools.product((True, False), (1, 130)):
+        matches_reference(replace(BASE, q_lens=(q, 3), kv_lens=(kv_len, 20), causal=causal, sink=sink))
+
+
+@pytest.mark.parametrize("window", [0, 1, 127, 128, 129, 5000, 1 << 29])
+@pytest.mark.parametrize("causal", [True, False])
+def test_windows(window, causal):
+    matches_reference(replace(BASE, q_lens=(200, 5), kv_lens=(700, 600), window_left=window, causal=causal))
+
+
+@pytest.mark.parametrize("name", cases.PREFILL_BF16)
+def test_headline_cases(name):
+    matches_reference(cases.PREFILL_BF16[name])
+
+
+def test_many_requests():
+    """More requests than a warp looks at in one step, most of them short or empty."""
+    q_lens = tuple((i * 7) % 5 for i in range(300))
+    kv_lens = tuple((i * 11) % 90 for i in range(300))
+    matches_reference(replace(BASE, q_lens=q_lens, kv_lens=kv_lens))
+    matches_reference(replace(BASE, q_lens=(*q_lens, 500), kv_lens=(*kv_lens, 600)))
+
+
+def test_large_logits():
+    for scale in (100.0, -100.0):
+        inputs = make(replace(BASE, sink=False), bmm1_scale=scale)
+        close(run(inputs), cases.reference_of(inputs), BASE.tolerance)
+
+
+def test_sink_limits():
+    case = replace(BASE, sink=False)
+    plain = run(make(case))
+    same(run(make(case, sinks=torch.full((8,), -math.inf, device=CUDA))), plain)
+    matches_reference(case, sinks=torch.full((8,), 50.0, device=CUDA))
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_device_scales(shape):
+    scales = {"bmm1_scale": torch.full(shape, 0.2, device=CUDA), "bmm2_scale": torch.full(shape, 0.5, device=CUDA)}
+    got = run(make(BASE, **scales))
+    close(got, cases.reference_of(make(BASE, **scales)), BASE.tolerance)
+    close(got, [t.float() for t in run(make(BASE, bmm1_scale=0.2, bmm2_scale=0.5))], BASE.tolerance)
+
+
+def test_strided_outputs():
+    inputs = make(BASE)
+    want = run(inputs)
+    tokens = len(inputs["query"])
+    wide, wide_lse = (
+        torch.zeros(tokens, 16, 128, dtype=torch.bfloat16, device=CUDA),
+        torch.zeros(8, tokens, device=CUDA),
+    )
+    inputs |= {"out": wide[:, ::2, :64], "lse": wide_lse.T}
+    same(run(inputs), want)
+    assert not wide[:, 1::2].any() and not wide[..., 64:].any()
+
+
+# ---- same bits
+
+
+@pytest.mark.parametrize(
+    "case", [BASE, PACKED, replace(BASE, q_lens=(700,), kv_lens=(3000,))], ids=["rows", "pack", "long"]
+)
+def test_repeats(case):
+    inputs = make(case)
+    first = run(inputs)
+    for _ in range(30):
+        same(run(inputs), first)
+
+
+def alone(inputs, request):
+    """A request of a batch as a call of its own."""
+    begin, end = inputs["cum_seq_lens_q"][request : request + 2].tolist()
+    one = slice(request, request + 1)
+    return inputs | {
+        "query": inputs["query"][begin:end],
+        "block_tables": inputs["block_tables"][one],
+        "seq_lens": inputs["seq_lens"][one],
+        "cum_seq_lens_q": torch.tensor([0, end - begin], dtype=torch.int32, device=CUDA),
+        "batch_size": 1,
+        "max_q_len": end - begin,
+        "out": None,
+        "lse": None,
+    }
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("cap", [0.0, 4.0])
+@pytest.mark.parametrize("dims", DIMS)
+def test_batch_invariance(dims, cap, causal):
+    """A request gives the same bits alone and in a batch, where it may take another kernel (packed or not)."""
+    case = replace(
+        BASE, q_lens=(1, 300, 20, 64, 0, 7), kv_lens=(500, 300, 777, 64, 9, 200), causal=causal, soft_cap=cap,
+        head_dim_qk=dims[0], head_dim_vo=dims[1],
+    )  # fmt: skip
+    inputs = make(case)
+    o, lse = run(inputs)
+    starts = inputs["cum_seq_lens_q"].tolist()
+    for request in range(case.batch):
+        rows = slice(starts[request], starts[request + 1])
+        same(run(alone(inputs, request)), (o[rows], lse[rows]), f"{request=}")
+
+
+@pytest.mark.parametrize("case", [BASE, PACKED], ids=["rows", "packed"])
+def test_bounds_do_not_matter(case):
+    first = run(make(case))
+    for bound in (0, 1, 64, 65, 10**6):
+        same(run(make(case, max_q_len=bound, max_kv_len=bound)), first, f"max_q_len={bound}")
+
+
+def test_pdl_does_not_matter():
+    """Back to back, so that a kernel which does not wait for its predecessor reads a half-written query."""
+    case = replace(BASE, q_lens=(500, 300), kv_lens=(900, 700))
+    source, inputs = make(case)["query"].clone(), make(case)
+    first = run(inputs)
+    for pdl in (True, False, None):
+        inputs["enable_pdl"] = pdl
+        inputs["query"].zero_()
+        for _ in range(10):
+            inputs["query"].copy_(source)
+            o, lse = trtllm_batch_context_with_kv_cache(**inputs)
+            inputs["query"].zero_()
+        same((o, lse), first, f"{pdl=}")
+        inputs["query"].copy_(source)
+        chained = inputs | {"out": torch.empty_like(inputs["out"])}  # the next launch reads what the last one wrote
+        for _ in range(10):
+            chained = chained | {"query": trtllm_batch_context_with_kv_cache(**chained)[0], "out": None}
+        if pdl is True:
+            last = chained["query"]
+        else:
+            assert torch.equal(chained["query"], last)
+
+
+def test_unsigned_lengths():
+    inputs = make(BASE)
+    same(run(inputs | {"seq_lens": inputs["seq_lens"].view(torch.uint32)}), run(inputs))
+
+
+# ---- graphs, streams, memory
+
+
+def graph_of(inputs):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = trtllm_batch_context_with_kv_cache(**inputs)
+    return graph, result
+
+
+def fill_lengths(inputs, q_lens, kv_lens):
+    inputs["cum_seq_lens_q"].copy_(torch.tensor([0, *q_lens]).cumsum(0))
+    inputs["seq_lens"].copy_(torch.tensor(kv_lens))
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_capture_short_replay_long(monkeypatch, warm):
+    case = replace(BASE, q_lens=(300, 100, 60), kv_lens=(900, 100, 555))
+    inputs = make(case)
+    want = run(inputs)
+    if not warm:  # as in a process whose first call is captured
+        monkeypatch.setattr(prefill, "_plans", {})
+        monkeypatch.setattr(prefill, "_tickets", {})
+    fill_lengths(inputs, (1, 0, 2), (1, 0, 5))
+    graph, result = graph_of(inputs)
+    for q_lens, kv_lens in (((5, 6, 7), (5, 60, 70)), (case.q_lens, case.kv_lens)):
+        fill_lengths(inputs, q_lens, kv_lens)
+        inputs["out"].fill_(math.nan)
+        graph.replay()
+        assert not result[0][: sum(q_lens)].isnan().any()
+    same(result, want)
+
+
+def test_graphs_replay_side_by_side():
+    shapes = [replace(BASE, q_lens=(200 + 50 * i, 33), kv_lens=(1500, 100 + i)) for i in range(4)]
+    inputs = [make(case, seed) for seed, case in enumerate(shapes)]
+    wants = [run(i) for i in inputs]
+    graphs = [graph_of(i) for i in inputs]
+    streams = [torch.cuda.Stream() for _ in graphs]
+    torch.cuda.synchronize()
+    for _ in range(25):
+        for (graph, _), stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        eager = run(inputs[0] | {"out": None, "lse": None, "return_lse": True})
+        torch.cuda.synchronize()
+        for (_, result), want in zip(graphs, wants, strict=True):
+            same(result, want)
+        same(eager, wants[0])
+
+
+def test_streams_and_threads():
+    shapes = [replace(BASE, q_lens=(100 + 90 * i, 5), kv_lens=(900, 50 + i), page_size=16 << i % 3) for i in range(4)]
+    inputs = [make(case, seed) for seed, case in enumerate(shapes)]
+    wants = [run(i) for i in inputs]
+    torch.cuda.synchronize()
+    errors: list[BaseException] = []
+
+    def work(index):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(50):
+                    same(run(inputs[index]), wants[index], f"thread {index}")
+        except BaseException as error:  # noqa: BLE001 - the main thread raises it
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_pool_beyond_two_billion_elements(layout):
+    case = replace(BASE, head_dim_qk=128, head_dim_vo=128, page_size=64, layout=layout)
+    inputs = make(case)
+    want = run(inputs)
+    small = inputs["kv_cache"]
+    pages = (1 << 31) // small[0][0].numel() + 1000
+    big = tuple(torch.empty(pages, *t.shape[1:], dtype=t.dtype, device=CUDA).fill_(math.nan) for t in small)
+    for to, source in zip(big, small, strict=True):
+        to[-len(source) :] = source
+    table = inputs["block_tables"]
+    shifted = torch.where(table < len(small[0]), table + pages - len(small[0]), table)
+    same(run(inputs | {"kv_cache": big, "block_tables": shifted}), want)
+
+
+def test_planned_calls_never_synchronise():
+    inputs = make(BASE, bmm1_scale=torch.ones(1, device=CUDA), out=None)
+    trtllm_batch_context_with_kv_cache(**inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        trtllm_batch_context_with_kv_cache(**inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- around the kernel
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused_before_a_launch(name):
+    """With a plan of the good call in place: what the plan's key does not hold, the compiled code refuses."""
+    change, error, message = BAD[name]
+
+    def moved(value):
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(moved, value))
+        return value.to(CUDA) if isinstance(value, torch.Tensor) and value.device.type == "cpu" else value
+
+    change = {key: moved(value) for key, value in change.items() if not hasattr(value, "scale_start_index")}
+    if not change or name == "nvfp4 out.scale":
+        pytest.skip("an FP4Tensor: checked on the CPU")
+    good = make(cases.EDGE["plain"])
+    run(good)
+    bad = make(cases.EDGE["plain"]) | change
+    with pytest.raises(error, match=message):
+        trtllm_batch_context_with_kv_cache(**bad)
+    torch.cuda.synchronize()
+    if "out" not in change:
+        assert bad["out"].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["seq_lens", "block_tables", "cum_seq_lens_q", "sinks", "kv_cache", "out", "lse"])
+def test_a_tensor_on_the_cpu_is_refused(name):
+    inputs = make(cases.EDGE["plain"])
+    run(inputs)
+    value = inputs[name]
+    inputs[name] = tuple(t.cpu() for t in value) if isinstance(value, tuple) else value.cpu()
+    with pytest.raises(ValueError, match=f"^{name}.*device cpu"):
+        trtllm_batch_context_with_kv_cache(**inputs)
+
+
+@pytest.mark.parametrize(
+    "case,change,message",
+    [
+        (replace(BASE, dtype="fp8"), {}, "query: torch.float8"),
+        (replace(BASE, kv_dtype="fp8"), {}, "kv_cache: torch.float8"),
+        (replace(BASE, kv_dtype="nvfp4"), {}, "kv_cache: torch.uint8"),
+        (replace(BASE, page_size=24), {}, "kv_cache: page size 24"),
+        (replace(BASE, head_dim_qk=80, head_dim_vo=80), {}, r"head_dim \(80, 80\)"),
+        (BASE, {"skip_softmax_threshold_scale_factor": 1.0}, "skip_softmax_threshold_scale_factor"),
+    ],
+)
+def test_what_no_kernel_does(case, change, message):
+    with pytest.raises(NotImplementedError, match=message):
+        trtllm_batch_context_with_kv_cache(**make(case, **change))
+
+
+@pytest.mark.parametrize("shift", [1, 4])
+def test_misaligned_query(shift):
+    inputs = make(BASE)
+    run(inputs)
+    q = inputs["query"]
+    inputs["query"] = torch.zeros(q.numel() + 8, dtype=q.dtype, device=CUDA)[shift : shift + q.numel()].view(q.shape)
+    with pytest.raises(ValueError, match="query: address"):
+        trtllm_batch_context_with_kv_cache(**inputs)
+
+
+def test_compiled_by_torch():
+    torch.compiler.reset()
+    inputs = make(BASE, out=None, lse=None)
+    compiled = torch.compile(trtllm_batch_context_with_kv_cache, fullgraph=True, backend="aot_eager")
+    same(compiled(**inputs), run(inputs))
+
+
+def test_explain_names_the_kernel():
+    assert str(explain(**make(BASE))).startswith("runs: attention.sm90 bf16_d64_causal")
