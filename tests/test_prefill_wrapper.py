@@ -202,6 +202,15 @@ BAD = {
     "o_sf_vec_size": ({"o_sf_vec_size": 16}, ValueError, "o_sf_vec_size: 16"),
     "sinks type": ({"sinks": [torch.zeros(1)] * 4}, TypeError, "sinks: list"),
     "sinks dtype": ({"sinks": torch.zeros(4).half()}, TypeError, "sinks: dtype"),
+    "sinks stride": ({"sinks": torch.zeros(8)[::2]}, ValueError, "sinks: stride"),
+    "lens stride": ({"seq_lens": torch.zeros(4, dtype=torch.int32)[::2]}, ValueError, "seq_lens: stride"),
+    "offsets stride": (
+        {"cum_seq_lens_q": torch.zeros(6, dtype=torch.int32)[::2]},
+        ValueError,
+        "cum_seq_lens_q: stride",
+    ),
+    "out stride": ({"out": torch.zeros(T, HQ, 2 * D).bfloat16()[..., ::2]}, ValueError, "out: stride"),
+    "V stride": ({"kv_cache": (POOL[0], POOL[1].mT.contiguous().mT)}, ValueError, r"kv_cache \(V\): stride"),
     "sinks shape": ({"sinks": torch.zeros(3)}, ValueError, "sinks: shape"),
     "block scales": ({"kv_block_scales": torch.zeros(1)}, ValueError, "kv_block_scales: must be None"),
     "cache sf": ({"kv_cache_sf": torch.zeros(1)}, ValueError, "kv_cache_sf: must be None"),
@@ -260,8 +269,7 @@ def emulate(spec, launches):
             raise ValueError("rank")
         if any(t.device.type != "cpu" for t in flat[:12]):
             raise ValueError("device")
-        if any(t.stride(-1) != 1 for t in (a.q, a.k, a.v, a.o, a.page_table)):
-            raise ValueError("last stride")
+        assert all(t.stride(-1) == 1 for t in (a.q, a.k, a.v, a.o, a.page_table, a.kv_lens, a.cu_seqlens_q, a.sink))
         assert a.page_table.shape[:2] == (batch, 2) and a.cu_seqlens_q.shape == (batch + 1,)
         assert a.kv_lens.dtype == a.cu_seqlens_q.dtype == torch.int32
         assert all(t.dtype == torch.float32 for t in (a.lse, a.sink, a.scale, a.out_scale))
@@ -447,6 +455,7 @@ def test_refused_before_a_launch(launches, name):
         (replace(PLAIN, kv_dtype="nvfp4"), {}, NotImplementedError, "kv_cache: torch.uint8"),
         (PLAIN, {"out_dtype": "nvfp4", "out": None, "o_sf_scale": 1.0}, NotImplementedError, "out_dtype: nvfp4"),
         (PLAIN, {"out_dtype": torch.float16, "out": None}, NotImplementedError, "out_dtype: torch.float16"),
+        (PLAIN, {"bmm1_scale": -1.0}, NotImplementedError, "bmm1_scale: -1.0"),
         (replace(PLAIN, page_size=24), {}, NotImplementedError, "kv_cache: page size 24"),
         (replace(PLAIN, page_size=512), {}, NotImplementedError, "kv_cache: page size 512"),
         (replace(PLAIN, head_dim_qk=48, head_dim_vo=48), {}, NotImplementedError, r"head_dim \(48, 48\)"),
@@ -459,6 +468,16 @@ def test_what_no_kernel_takes(launches, case, change, error, message):
     with pytest.raises(error, match=message):
         trtllm_batch_context_with_kv_cache(**inputs_of(case, **change))
     assert not launches
+
+
+def test_a_planned_call_sees_what_its_key_does_not_hold(launches):
+    good = inputs_of()
+    trtllm_batch_context_with_kv_cache(**good)
+    out = torch.zeros(T, HQ, 2 * D, dtype=torch.bfloat16)[..., ::2]
+    for change, message in (({"bmm1_scale": 0.0}, "bmm1_scale: 0.0"), ({"out": out}, "out: stride")):
+        with pytest.raises((ValueError, NotImplementedError), match=message):
+            trtllm_batch_context_with_kv_cache(**good | change)
+    assert len(launches) == 1
 
 
 def test_other_architectures_say_so(launches, monkeypatch):

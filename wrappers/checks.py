@@ -135,6 +135,10 @@ def kernel_request(c: Checked) -> Request:
             raise NotImplementedError(f"{name}: {dtype} has no CUDA kernel yet; {_names(KERNEL_DTYPES)} have")
     if c.out_dtype != p.q.dtype:
         raise NotImplementedError(f"out_dtype: {c.out_dtype} with query {p.q.dtype}; kernels write the query's dtype")
+    if isinstance(p.scale, float) and not p.scale > 0:
+        raise NotImplementedError(
+            f"bmm1_scale: {p.scale}; CUDA kernels take the maximum before they scale: positive only"
+        )
     page_size = p.k.shape[2]
     if page_size not in PAGE_SIZES:
         raise NotImplementedError(f"kv_cache: page size {page_size}; CUDA kernels have {_names(PAGE_SIZES)}")

@@ -1,8 +1,9 @@
 """Prefill attention over a paged KV cache: public signatures -> reference (CPU) or compiled kernel (CUDA).
 
 Host time: a call whose signature (dtypes, shapes but the token count, flags) was seen before is one dict lookup, the
-views it cannot avoid and the compiled call, which itself checks dtype, device, alignment and strides. Everything else,
-detailed messages too, is `checks`. Nothing here synchronises or reads device values.
+views it cannot avoid and the compiled call, which itself checks rank, dtype, device, alignment and the divisibility of
+strides, but not that the last one is 1. Everything else, detailed messages too, is `checks`. Nothing here synchronises
+or reads device values.
 """
 
 import inspect
@@ -44,7 +45,7 @@ class Plan(NamedTuple):
     alone: bool  # the only device of the process
     like_query: bool  # the output has the query's dtype and head_dim: empty_like is 1 us cheaper than empty
     layout: int
-    int32_lens: bool
+    host_scales: bool  # neither scale is a tensor
     tile_rows: int  # query rows of a tile
     row_factor: int  # rows of a token: the GQA group where it is packed into rows
     tile_heads: int
@@ -55,7 +56,23 @@ class Plan(NamedTuple):
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
-_last_table: tuple[Any, ...] = (None, 0, (), None)  # table, address, shape, view
+
+
+class Step(NamedTuple):
+    """The index tensors of a call, and what they mean for it. The last one is kept: all layers of a model pass the same
+    objects in a step, and looking at them anew costs 3 us."""
+
+    block_tables: Any
+    seq_lens: Any
+    cum_seq_lens_q: Any
+    shape: torch.Size  # of block_tables; with the address, notices an object that was resized or given other storage
+    address: int
+    facts: tuple[Any, ...]  # all that a plan depends on
+    both: Any  # block_tables (B, M) as (B, 2, M), K and V on the same entries
+    int32_lens: Any  # seq_lens viewed as int32
+
+
+_step = Step(None, None, None, torch.Size(), 0, (), None, None)
 
 
 class Tickets(NamedTuple):
@@ -70,38 +87,20 @@ _tickets: dict[torch.device, Tickets] = {}
 
 
 def trtllm_batch_context_with_kv_cache(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-    workspace_buffer: torch.Tensor | None,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_q_len: int,
-    max_kv_len: int | None,
-    bmm1_scale: float | torch.Tensor,
-    bmm2_scale: float | torch.Tensor,
-    batch_size: int,
-    cum_seq_lens_q: torch.Tensor,
-    cum_seq_lens_kv: torch.Tensor | None,
-    window_left: int = -1,
-    out: torch.Tensor | FP4Tensor | None = None,
-    out_dtype: torch.dtype | str | None = None,
-    o_sf_scale: float | None = None,
-    o_sf_vec_size: int | None = None,
-    kv_layout: str = "HND",
-    enable_pdl: bool | None = None,
-    sinks: torch.Tensor | None = None,
+    query: torch.Tensor, kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    workspace_buffer: torch.Tensor | None, block_tables: torch.Tensor, seq_lens: torch.Tensor, max_q_len: int,
+    max_kv_len: int | None, bmm1_scale: float | torch.Tensor, bmm2_scale: float | torch.Tensor, batch_size: int,
+    cum_seq_lens_q: torch.Tensor, cum_seq_lens_kv: torch.Tensor | None, window_left: int = -1,
+    out: torch.Tensor | FP4Tensor | None = None, out_dtype: torch.dtype | str | None = None,
+    o_sf_scale: float | None = None, o_sf_vec_size: int | None = None, kv_layout: str = "HND",
+    enable_pdl: bool | None = None, sinks: torch.Tensor | None = None,
     kv_block_scales: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
-    skip_softmax_threshold_scale_factor: float | None = None,
-    uses_shared_paged_kv_idx: bool = True,
-    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
-    causal: bool = True,
-    lse: torch.Tensor | None = None,
-    return_lse: bool = False,
-    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
-    use_fp16_softmax: bool | None = None,
-    uses_spcompress: bool | None = None,
-    logits_soft_cap: float | None = None,
-) -> Any:
+    skip_softmax_threshold_scale_factor: float | None = None, uses_shared_paged_kv_idx: bool = True,
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None, causal: bool = True,
+    lse: torch.Tensor | None = None, return_lse: bool = False,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None, use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None, logits_soft_cap: float | None = None,
+) -> Any:  # fmt: skip
     """Attention of ragged queries over a paged KV cache that already holds the queries' own tokens.
 
     Args, upstream's order (FlashInfer):
@@ -113,38 +112,46 @@ def trtllm_batch_context_with_kv_cache(
         seq_lens: int32 or uint32 (B,), KV length with this step's tokens. cum_seq_lens_q: int32 (B + 1,).
         max_q_len: bound of query lengths; steers the schedule, never the result.
         bmm1_scale, bmm2_scale: factor on the logits (natural units, nothing implicit) and on the output; a float or
-            a one-element fp32 tensor on the query's device, read by the kernel.
+            a one-element fp32 tensor on the query's device, read by the kernel. On CUDA bmm1_scale must be positive.
         window_left: key j is kept where j >= position - window_left; negative is off. With or without causal.
         out, out_dtype: result tensor or its dtype (query's, fp16, bf16, "nvfp4"); o_sf_scale is NVFP4's forward scale.
         sinks: fp32 (Hq,), joins each head's softmax denominator, natural-log units, unscaled.
-        kv_block_scales, kv_cache_sf: e4m3 (pages, Hkv, P, D / 16) in kv_layout, tuple or stacked, linear for K and V
-            (`fp4.deinterleave_v_scales` converts the other order).
+        kv_block_scales, kv_cache_sf: e4m3 (pages, Hkv, P, D / 16) in kv_layout, linear (`fp4.deinterleave_v_scales`).
         lse: fp32 (T, Hq), filled with log2 of the softmax denominator, sink included. logits_soft_cap: c * tanh(s / c).
         causal: position of query row i is i + kv_len - q_len; keys up to it are kept.
 
     Hints: workspace_buffer, cum_seq_lens_kv, max_kv_len, multi_ctas_kv_counter_buffer, enable_pdl (None: on).
     Returns out (new where None was given), or (out, lse) where return_lse. A row without keys gives 0 and -inf (or
     sink * log2 e). Rows of no request are undefined. CPU tensors run the fp32 reference.
-
     Raises before any launch: ValueError rank, shape, stride, alignment, device; TypeError dtype; NotImplementedError
     what no kernel does; an unknown kv_layout is a KeyError and a ValueError.
     """
     if _is_compiling():
-        return ops.trace(Call.of(locals()))
+        return ops.trace(Call(
+            query, kv_cache, workspace_buffer, block_tables, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale,
+            batch_size, cum_seq_lens_q, cum_seq_lens_kv, window_left, out, out_dtype, o_sf_scale, o_sf_vec_size,
+            kv_layout, enable_pdl, sinks, kv_block_scales, skip_softmax_threshold_scale_factor,
+            uses_shared_paged_kv_idx, kv_cache_sf, causal, lse, return_lse, multi_ctas_kv_counter_buffer,
+            use_fp16_softmax, uses_spcompress, logits_soft_cap))  # fmt: skip
     try:
         cache: Any = kv_cache
         stacked = isinstance(cache, _Tensor)
         k, v = (cache, cache) if stacked else cache
         tokens, heads, dim = query.shape
-        cap = logits_soft_cap or 0.0
+        step, cap = _step, logits_soft_cap or 0.0
+        if (block_tables is not step.block_tables or cum_seq_lens_q is not step.cum_seq_lens_q or
+                seq_lens is not step.seq_lens or block_tables.shape != step.shape
+                or block_tables.data_ptr() != step.address):  # fmt: skip
+            step = _new_step(block_tables, seq_lens, cum_seq_lens_q)
         rare = skip_softmax_threshold_scale_factor or use_fp16_softmax or uses_spcompress or (
             o_sf_scale, o_sf_vec_size, kv_block_scales, kv_cache_sf) != _FOUR_NONE  # fmt: skip
         key = (
-            query.get_device(), query.dtype, heads, dim, stacked, k.dtype, k.shape, v.shape,
-            kv_layout, block_tables.shape, uses_shared_paged_kv_idx, seq_lens.dtype, seq_lens.shape, batch_size,
-            cum_seq_lens_q.shape, type(bmm1_scale), type(bmm2_scale), out_dtype, None if out is None else out.dtype,
-            None if sinks is None else sinks.shape, causal, window_left >= 0, cap > 0, 0 <= cap < INF, not rare,
-            (max_q_len if max_q_len < tokens else tokens) <= PACK_ROWS, max_q_len >= 0,
+            query.get_device(), query.dtype, heads, dim, query.is_contiguous() or query.stride(-1) == 1, stacked,
+            k.dtype, k.shape, v.shape, k.is_contiguous() or k.stride(-1) == 1, v.is_contiguous() or v.stride(-1) == 1,
+            kv_layout, step.facts, uses_shared_paged_kv_idx, batch_size, type(bmm1_scale), type(bmm2_scale), out_dtype,
+            None if out is None else out.dtype, None if sinks is None else sinks.is_contiguous() and sinks.shape,
+            causal, window_left >= 0, cap and (1 if 0 < cap < INF else -1), not rare, max_q_len >= 0,
+            (max_q_len if max_q_len < tokens else tokens) <= PACK_ROWS,
         )  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError, ValueError):
@@ -159,12 +166,12 @@ def trtllm_batch_context_with_kv_cache(
     if not plan.alone and torch.cuda.current_device() != plan.device.index:
         return _on_device(plan.device, Call.of(locals()))
     try:
-        shape = (tokens, heads, plan.dim_vo)
         o: Any = out
         if o is None:
             like = plan.like_query and query.is_contiguous()
-            o = _empty_like(query) if like else _empty(shape, dtype=plan.dtype, device=plan.device)
-        elif o.shape != shape:
+            o = _empty_like(query) if like else _empty(
+                (tokens, heads, plan.dim_vo), dtype=plan.dtype, device=plan.device)  # fmt: skip
+        elif o.shape != (tokens, heads, plan.dim_vo) or not (o.is_contiguous() or o.stride(2) == 1):
             raise ValueError("out")
         log: Any = lse
         if log is None:
@@ -173,20 +180,25 @@ def trtllm_batch_context_with_kv_cache(
             raise ValueError("lse")
         if plan.layout:
             k, v = _logical(k, v, plan.layout)
-        table = _both(block_tables) if uses_shared_paged_kv_idx else block_tables
-        scale, scale_log2 = _factor(bmm1_scale, LOG2E, plan)
-        out_scale, out_factor = _factor(bmm2_scale, 1.0, plan)
+        if plan.host_scales:
+            scale = out_scale = plan.no_scale
+            scale_log2, out_factor = bmm1_scale * LOG2E, bmm2_scale * 1.0
+        else:
+            scale, scale_log2 = _factor(bmm1_scale, LOG2E, plan)
+            out_scale, out_factor = _factor(bmm2_scale, 1.0, plan)
+        if not scale_log2 > 0:
+            raise ValueError("bmm1_scale")
         tiles = plan.tile_heads * (tokens * plan.row_factor // plan.tile_rows + batch_size)
         if tokens and heads and batch_size:
             tickets, ticket = _ticket(plan.device)
             plan.fn(
-                query, k, v, o, log, cum_seq_lens_q, seq_lens if plan.int32_lens else seq_lens.view(torch.int32),
-                table, tickets, plan.no_sink if sinks is None else sinks, scale, out_scale, scale_log2, out_factor, cap,
-                window_left if 0 <= window_left < NO_WINDOW else NO_WINDOW, tiles if tiles < plan.sms else plan.sms,
-                ticket, 1 if enable_pdl is None or enable_pdl else 0,
+                query, k, v, o, log, cum_seq_lens_q, step.int32_lens, step.both if uses_shared_paged_kv_idx else
+                block_tables, tickets, plan.no_sink if sinks is None else sinks, scale, out_scale, scale_log2,
+                out_factor, cap, window_left if 0 <= window_left < NO_WINDOW else NO_WINDOW,
+                tiles if tiles < plan.sms else plan.sms, ticket, 1 if enable_pdl is None or enable_pdl else 0,
             )  # fmt: skip
     except Exception:
-        checks.kernel_request(checks.validate(Call.of(locals())))  # says which argument the compiled code refused
+        checks.kernel_request(checks.validate(Call.of(locals())))  # says which argument was refused
         raise
     return (o, log) if return_lse else o
 
@@ -203,17 +215,21 @@ def _logical(k: torch.Tensor, v: torch.Tensor, layout: int) -> tuple[torch.Tenso
     return k.as_strided(size, stride), k.as_strided(size, stride, k.storage_offset() + (both - 1) * s_v)
 
 
-def _both(table: torch.Tensor) -> torch.Tensor:
-    """(B, M) as (B, 2, M), K and V on the same entries. The last one is kept: all layers of a model pass the same
-    table, and the view costs 1.5 us."""
-    global _last_table
-    last, address, shape, view = _last_table
-    if table is last and table.data_ptr() == address and table.shape == shape:
-        return view
-    (batch, width), (row, entry) = table.shape, table.stride()
-    view = table.as_strided((batch, 2, width), (row, 0, entry))
-    _last_table = table, table.data_ptr(), table.shape, view
-    return view
+def _new_step(block_tables: torch.Tensor, seq_lens: torch.Tensor, cum_seq_lens_q: torch.Tensor) -> Step:
+    """Any tensors: what does not fit gives facts that no plan has."""
+    global _step
+    both = lens = None
+    if block_tables.dim() == 2:
+        (batch, width), (row, entry) = block_tables.shape, block_tables.stride()
+        both = block_tables.as_strided((batch, 2, width), (row, 0, entry))
+    if seq_lens.dtype in (torch.int32, torch.uint32):
+        lens = seq_lens if seq_lens.dtype == torch.int32 else seq_lens.view(torch.int32)
+    facts = (
+        block_tables.shape, block_tables.stride()[-1:], seq_lens.dtype, seq_lens.shape, seq_lens.stride(),
+        cum_seq_lens_q.shape, cum_seq_lens_q.stride(),
+    )  # fmt: skip
+    _step = Step(block_tables, seq_lens, cum_seq_lens_q, block_tables.shape, block_tables.data_ptr(), facts, both, lens)
+    return _step
 
 
 def _factor(value: float | torch.Tensor, unit: float, plan: Plan) -> tuple[torch.Tensor, float]:
@@ -280,7 +296,7 @@ def _add_plan(key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layout
         alone=device.type != "cuda" or torch.cuda.device_count() == 1,
         like_query=dim_vo == p.q.shape[2] and c.out_dtype == p.q.dtype,
         layout=layout,
-        int32_lens=p.kv_lens.dtype == torch.int32,
+        host_scales=isinstance(p.scale, float) and isinstance(p.out_scale, float),
         tile_rows=spec.tile.m,
         row_factor=group,
         tile_heads=heads // group,
