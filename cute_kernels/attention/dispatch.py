@@ -1,7 +1,7 @@
 """Which kernel and spec serve a request. Plain Python: runs where no DSL is installed."""
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from itertools import product
 
 from . import sm90
@@ -29,23 +29,22 @@ class Request:
 def candidate(request: Request, module) -> AttentionSpec:
     """The shipped spec that serves `request` with the least that it did not ask for."""
     pack = request.group > 1 and request.rows <= PACK_ROWS
-    box = 8 if pack or request.page_size % 16 else 16
-    window = request.window or request.soft_cap or pack or box == 8
+    mask = MaskSpec(request.causal, request.window or request.soft_cap or pack)
     dims = (request.head_dim_qk, request.head_dim_vo)
-    spec = AttentionSpec(
-        request.dtype, *dims, MaskSpec(request.causal, window), KVSpec("paged", box), request.soft_cap, pack
-    )
-    tile = module.TILES.get(dims)
+    spec = AttentionSpec(request.dtype, *dims, mask, KVSpec("paged"), request.soft_cap, pack)
+    tile = module.tile_for(spec)
     return replace(spec, tile=tile) if tile else spec
 
 
-@lru_cache(maxsize=None)
+@cache
 def explain(request: Request, arch: str) -> tuple[tuple[str, AttentionSpec, str | None], ...]:
     """Every kernel of the operator: (op, the spec it would run, None or why it refuses)."""
     rows = []
     for op, module in KERNELS.items():
         spec = candidate(request, module)
         reason = None if arch in module.ARCHS else f"architecture {arch}: needs {' or '.join(module.ARCHS)}"
+        if request.page_size not in module.PAGE_SIZES:
+            reason = reason or f"page_size {request.page_size}: the kernel reads pages of {module.PAGE_SIZES} rows"
         rows.append((op, spec, reason or module.supports(spec)))
     return tuple(rows)
 
@@ -65,10 +64,10 @@ def shipped(arch: str) -> list[tuple[str, AttentionSpec]]:
     for (op, module), dtype in product(KERNELS.items(), DTYPES):
         if arch not in module.ARCHS:
             continue
-        for dims, page, rows, causal, window, cap in product(
-            module.TILES, (8, 16), (1, 1 << 30), (True, False), (False, True), (False, True)
-        ):
-            spec = candidate(Request(dtype, *dims, page, 2, causal, window, cap, rows), module)
+        bools = (False, True)
+        for dims, rows, causal, window, cap in product(module.TILES, (1, 1 << 30), bools, bools, bools):
+            page = module.PAGE_SIZES[0]
+            spec = candidate(Request(dtype, dims[0], dims[1], page, 2, causal, window, cap, rows), module)
             if module.supports(spec) is None:
                 found[op, spec] = None
     return list(found)

@@ -6,37 +6,55 @@ from cutlass import Int32, const_expr
 
 from ..device import copy, pipe
 
-LOADERS = 2  # warps that fill a stage together: issuing a TMA takes a warp about 100 cycles
+LOADERS = 2  # warps that fill a stage together: issuing a TMA takes a warp tens of cycles
+BOXES = (8, 16, 64)  # rows of the TMA boxes; a fetch uses the largest that divides page and tile
+
+
+def boxes(n):
+    """Rows of the boxes that can fill a tile of n rows, ascending."""
+    return tuple(b for b in BOXES if n % b == 0)
 
 
 @cute.jit
 def paged(spec: cutlass.Constexpr, op: copy.Operand, smem: cute.Tensor, p: pipe.Pipe, pages: cute.Tensor, at):
     """One of `LOADERS` warps: its boxes of the rows [j n, (j + 1) n) of a KV head, into item i's stage.
 
-    pages (M,): page ids of the request. at = (loader, i, j, head, kv_len). Lane c looks up the page of box c. Boxes past
-    kv_len are fetched from a page past the pool, which TMA fills with zeros; their table entries are never read.
+    pages (M,): page ids of the request. at = (loader, i, j, head, kv_len). Lane c looks up the page of rows
+    [8 c, 8 c + 8). Boxes past kv_len are fetched from a page past the pool, which TMA fills with zeros; their table
+    entries are never read.
     """
     loader, i, j, head, kv_len = at
-    box, n = spec.kv.box, spec.tile.n
-    page_size, pool = op.gmem.shape[0], op.gmem.shape[3]
-    row = j * n + cute.arch.lane_idx() * box
+    least, n = op.boxes[0].rows, spec.tile.n
+    page_size, pool = op.boxes[0].gmem.shape[0], op.boxes[0].gmem.shape[3]
+    row = j * n + cute.arch.lane_idx() * least
     page, inside = Int32(pool), Int32(0)
-    if row < kv_len and cute.arch.lane_idx() < n // box:
+    if row < kv_len and cute.arch.lane_idx() < n // least:
         page = pages[row // page_size]
-        inside = row % page_size // box
-    s, g = copy.boxes(op, smem, op.gmem, box)
-    boxes = n // box
-    pipe.fill(p, i, op.bytes // boxes * ((boxes - loader + LOADERS - 1) // LOADERS))
+        inside = row % page_size
+    for k in cutlass.range_constexpr(len(op.boxes)):
+        rows = op.boxes[k].rows
+        above = op.boxes[k + 1].rows if const_expr(k + 1 < len(op.boxes)) else 1 << 30
+        if page_size >= rows and page_size < above:
+            fill(op.boxes[k], smem, p, (loader, i, head), (page, inside), (op.bytes, n, least))
+
+
+@cute.jit
+def fill(b: copy.Box, smem: cute.Tensor, p: pipe.Pipe, at, lanes, sizes: cutlass.Constexpr):
+    """One warp: every LOADERS-th box of a stage; lanes = (page, row inside it) of each `least` rows."""
+    (loader, i, head), (page, inside), (stage_bytes, n, least) = at, lanes, sizes
+    count = n // b.rows
+    s, g = copy.partition(b, smem, b.gmem)
+    pipe.fill(p, i, stage_bytes // count * ((count - loader + LOADERS - 1) // LOADERS))
     # A coordinate that the compiler knows to be warp-uniform costs one move to a uniform register, any other a loop.
-    stage, full = cute.arch.make_warp_uniform(pipe.slot(p, i)), p.full
-    head = cute.arch.make_warp_uniform(head)
-    for c in cutlass.range_constexpr(0, boxes, LOADERS):
+    stage, head = cute.arch.make_warp_uniform(pipe.slot(p, i)), cute.arch.make_warp_uniform(head)
+    for c in cutlass.range_constexpr(0, count, LOADERS):
         mine = c + loader
-        page_c, inside_c = cute.arch.shuffle_sync(page, mine), cute.arch.shuffle_sync(inside, mine)
-        if const_expr(c + LOADERS <= boxes) or mine < boxes:
+        lane = mine * (b.rows // least)
+        page_c, inside_c = cute.arch.shuffle_sync(page, lane), cute.arch.shuffle_sync(inside, lane) // b.rows
+        if const_expr(c + LOADERS <= count) or mine < count:
             for d in cutlass.range_constexpr(cute.size(s, mode=[2])):
                 dst = s[None, mine, d, stage]
-                cute.copy(op.atom, g[None, inside_c, d, head, page_c], dst, tma_bar_ptr=full + stage)
+                cute.copy(b.atom, g[None, inside_c, d, head, page_c], dst, tma_bar_ptr=p.full + stage)
 
 
 SOURCE = {"paged": paged}
@@ -44,13 +62,15 @@ SOURCE = {"paged": paged}
 
 @cute.jit
 def zero_tail(spec: cutlass.Constexpr, stage: cute.Tensor, valid: Int32, threads: cutlass.Constexpr):
-    """Zero the rows [valid, next box) of a V stage: the rows past kv_len that share a box, and so a page, with valid
-    rows, hold whatever the page held, and 0 * NaN is NaN. The `threads` math threads share it; a proxy fence and a barrier follow."""
+    """Zero the rows [valid, next multiple of the largest box) of a V stage: they may share a page with rows before
+    kv_len, hold whatever the page held, and 0 * NaN is NaN. The `threads` math threads share the work; a proxy fence
+    and a barrier follow."""
     vec = 8  # 16-bit elements of a 16-byte store
     per_row = spec.head_dim_vo // vec
     tid = cute.arch.thread_idx()[0] - 128
     zeros = cute.make_rmem_tensor(vec, stage.element_type)
     zeros.fill(0.0)
-    rows = (valid + spec.kv.box - 1) // spec.kv.box * spec.kv.box - valid
+    box = boxes(spec.tile.n)[-1]
+    rows = (valid + box - 1) // box * box - valid
     for i in cutlass.range(tid, rows * per_row, threads, unroll=1):
         cute.autovec_copy(zeros, cute.local_tile(stage, (1, vec), (valid + i // per_row, i % per_row))[0, None])

@@ -56,7 +56,7 @@ def segments(spec, block_lo, block_hi, full_lo, full_hi):
 
 @cute.jit
 def apply(spec: cutlass.Constexpr, s: cute.Tensor, tokens: cute.Tensor, cols: cute.Tensor, base: Int32, n: Lengths):
-    """Write -inf into s (rows, cols), a block whose first key is `base`, where tokens[row] does not see base + cols[c]."""
+    """-inf into s (rows, cols), a block whose first key is `base`, where tokens[row] does not see base + cols[c]."""
     for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
         lo, hi = visible(spec, tokens[r], n)
         lo, hi = lo - base - cols[0, 0][1], hi - base - cols[0, 0][1]

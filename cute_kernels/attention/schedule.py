@@ -1,11 +1,11 @@
 """Tile scheduler: which (request, head, m_block) a CTA works on, computed on the device from the lengths.
 
-Tile t of a launch belongs to the request whose tiles cover t. A CTA starts with the tile of its own index and draws later
-ones from a counter, so that CTAs end together whatever the lengths; which CTA computes a tile never changes its result.
-The launch's last ticket resets the counter: nothing is planned, and no state passes from launch to launch.
+Tile t of a launch belongs to the request whose tiles cover t. A CTA starts with the tile of its own index and draws
+later ones from a counter, so that CTAs end together whatever the lengths; which CTA computes a tile never changes its
+result. The launch's last ticket resets the counter: nothing is planned, and no state passes from launch to launch.
 
-Within a request (`order`): KV heads go in sections whose K and V fit the L2 cache together; in a section the last, under
-a causal mask the longest, m_block comes first, and all heads of a section work on it before the next.
+Within a request (`order`): KV heads go in sections whose K and V fit the L2 cache together; in a section the last,
+under a causal mask the longest, m_block comes first, and all heads of a section work on it before the next.
 """
 
 from dataclasses import dataclass

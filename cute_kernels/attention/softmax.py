@@ -11,17 +11,20 @@ from cutlass import Float32, const_expr
 
 LANES = 4  # of a Hopper accumulator row
 LOG2_E = 1.4426950408889634
+LAZY = 8.0  # log2 units
+CHAINS = 4
 
 
 @dataclass(frozen=True)
 class State:
     m: cute.Tensor
     l: cute.Tensor  # noqa: E741
-    rescale: cute.Tensor  # factor that the last `step` owes to O
+    shift: cute.Tensor  # m * scale_log2, 0 where m is -inf
+    rescale: cute.Tensor  # factor that the last `maxima` owes to O
 
 
 def make(rows):
-    return State(*(cute.make_rmem_tensor(rows, Float32) for _ in range(3)))
+    return State(*(cute.make_rmem_tensor(rows, Float32) for _ in range(4)))
 
 
 def reset(st: State):
@@ -45,25 +48,54 @@ def score_scale(spec, scale_log2, cap):
     return cap * LOG2_E if spec.soft_cap else scale_log2
 
 
+def reduce(row, op):
+    """Reduction of a register row in CHAINS independent chains, so that latency does not add up."""
+    n = cute.size(row)
+    part = [row[i] for i in range(CHAINS)]
+    for i in range(CHAINS, n):
+        part[i % CHAINS] = op(part[i % CHAINS], row[i])
+    while len(part) > 1:
+        part = [op(part[i], part[i + 1]) for i in range(0, len(part), 2)]
+    return part[0]
+
+
 @cute.jit
-def step(st: State, s: cute.Tensor, scale_log2: Float32):
-    """s <- exp2((s - m') * scale_log2) with the new maximum m'; l is brought up to date, O is owed st.rescale."""
+def maxima(st: State, s: cute.Tensor, scale_log2: Float32):
+    """Bring m up to date with a block of scores; l is scaled to it, O is owed st.rescale.
+
+    m follows the row's maximum only when that has grown by a factor of 2^LAZY: until then P exceeds 1 by less than that
+    factor, which costs no accuracy in floating point, and O needs no rescaling. A row decides for itself, so its result
+    does not depend on its neighbours.
+    """
+    top = [cute.arch.fmax(st.m[r], reduce(s[r, None], cute.arch.fmax)) for r in range(cute.size(st.m))]
     for r in cutlass.range_constexpr(cute.size(st.m)):
-        row = s[r, None].load()
-        m = row.reduce(cute.ReductionOp.MAX, st.m[r], 0)
-        m = cute.arch.warp_reduction_max(m, threads_in_group=LANES)
-        shift = Float32(0.0) if m == -Float32.inf else m * scale_log2  # a row without keys so far: exp2(-inf) = 0
-        st.rescale[r] = cute.math.exp2(st.m[r] * scale_log2 - shift, fastmath=True)
-        p = cute.math.exp2(row * scale_log2 - shift, fastmath=True)
-        st.l[r] = p.reduce(cute.ReductionOp.ADD, st.l[r] * st.rescale[r], 0)
+        m = cute.arch.warp_reduction_max(top[r], threads_in_group=LANES)
+        old = st.m[r]
+        grown = (m - old) * scale_log2 > LAZY  # false where neither is finite
+        m = m if grown else old
+        st.shift[r] = Float32(0.0) if m == -Float32.inf else m * scale_log2  # no key so far: exp2(-inf) = 0
+        st.rescale[r] = cute.math.exp2(old * scale_log2 - st.shift[r], fastmath=True) if grown else Float32(1.0)
+        st.l[r] = st.l[r] * st.rescale[r]
         st.m[r] = m
-        s[r, None].store(p)
+
+
+@cute.jit
+def exponentials(st: State, s: cute.Tensor, scale_log2: Float32, r: cutlass.Constexpr):
+    """Row r of s <- exp2((s - m) * scale_log2), summed into l."""
+    p = cute.math.exp2(s[r, None].load() * scale_log2 - st.shift[r], fastmath=True)
+    s[r, None].store(p)
+    st.l[r] += reduce(s[r, None], lambda x, y: x + y)
 
 
 @cute.jit
 def rescale(st: State, o: cute.Tensor):
-    for r in cutlass.range_constexpr(cute.size(st.m)):
-        o[r, None].store(o[r, None].load() * st.rescale[r])
+    """Pay st.rescale to O, in warps where a row owes it."""
+    owed = st.rescale[0] != 1.0
+    for r in cutlass.range_constexpr(1, cute.size(st.m)):
+        owed = owed or st.rescale[r] != 1.0
+    if cute.arch.vote_any_sync(owed):
+        for r in cutlass.range_constexpr(cute.size(st.m)):
+            o[r, None].store(o[r, None].load() * st.rescale[r])
 
 
 @cute.jit

@@ -19,21 +19,22 @@ class MaskSpec:
 
 @dataclass(frozen=True)
 class KVSpec:
-    """source: "paged". box: rows of one TMA box; it divides the page size and the tile."""
+    """source: "paged", pages of 8, 16, 32, ... rows fetched by TMA."""
 
     source: str = "paged"
-    box: int = 16
 
 
 @dataclass(frozen=True)
 class TileSpec:
     """m query rows x n keys a CTA, one warpgroup per 64 rows; `stages` K tiles and as many V tiles in flight, and
-    `q_stages` Q tiles."""
+    `q_stages` Q tiles. q_registers: Q is a register operand of Q K^T, which spares shared memory a third of its
+    reads."""
 
     m: int = 128
     n: int = 128
     stages: int = 2
     q_stages: int = 2
+    q_registers: bool = False
 
     @property
     def warpgroups(self) -> int:
@@ -62,7 +63,7 @@ class AttentionSpec:
             "window" if self.mask.window else "",
             "cap" if self.soft_cap else "",
             "pack" if self.pack_gqa else "",
-            f"{self.kv.source}{self.kv.box}",
-            f"m{self.tile.m}n{self.tile.n}s{self.tile.stages}",
+            self.kv.source,
+            f"m{self.tile.m}n{self.tile.n}s{self.tile.stages}" + ("r" if self.tile.q_registers else ""),
         ]
         return "_".join([self.dtype, head, *filter(None, flags)])

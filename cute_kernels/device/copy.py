@@ -8,32 +8,46 @@ from cutlass.cute.nvgpu import cpasync
 
 from .wgmma import smem_layout
 
+COLS = 64  # 16-bit columns of a box: the 128 bytes of a swizzle row
+
+
+@dataclass(frozen=True)
+class Box:
+    """A TMA box of (rows, COLS)."""
+
+    atom: cute.CopyAtom
+    gmem: cute.Tensor  # TMA coordinates: (rows, cols, ...)
+    rows: cutlass.Constexpr
+
 
 @dataclass(frozen=True)
 class Operand:
-    atom: cute.CopyAtom  # copies one box
-    gmem: cute.Tensor  # TMA coordinates: (rows, cols, ...)
+    """A tensor that fills stages of shared memory with tiles, in boxes of one or several sizes (ascending)."""
+
+    boxes: tuple[Box, ...]
     layout: cute.ComposedLayout  # (rows, cols, stages) in shared memory
     bytes: cutlass.Constexpr  # of one stage
 
 
-def operand(t, shape, stages, box):
-    """t (rows, cols, ...), last stride of cols 1: stages of `shape`, fetched in boxes of (box rows, 64 cols)."""
+def box(t, rows):
+    """t (rows, cols, ...), last stride of cols 1."""
+    layout = cute.select(smem_layout((rows, COLS), 1, t.element_type), mode=[0, 1])
+    atom, gmem = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), t, layout, (rows, COLS))
+    return Box(atom, gmem, rows)
+
+
+def operand(t, shape, stages, rows):
+    """t (rows, cols, ...): stages of `shape`, fetched in boxes of any of `rows`."""
     layout = smem_layout(shape, stages, t.element_type)
-    tiler = (box, 64)  # 64 16-bit columns: the 128 bytes of a swizzle row
-    atom, gmem = cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileG2SOp(), t, cute.select(smem_layout(tiler, 1, t.element_type), mode=[0, 1]), tiler
-    )
-    return Operand(atom, gmem, layout, cute.size_in_bytes(t.element_type, cute.select(layout, mode=[0, 1])))
+    size = cute.size_in_bytes(t.element_type, cute.select(layout, mode=[0, 1]))
+    return Operand(tuple(box(t, r) for r in rows), layout, size)
 
 
-def boxes(op: Operand, smem, gmem, box):
-    """(smem[box, row tile, col tile, stage], gmem[box, row tile, col tile, ...]) partitions for `cute.copy`."""
-    s = cute.local_tile(smem, (box, 64), (None,) * cute.rank(smem))
-    g = cute.local_tile(gmem, (box, 64), (None,) * cute.rank(gmem))
-    return cpasync.tma_partition(
-        op.atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)
-    )
+def partition(b: Box, smem, gmem):
+    """(smem[box, row tile, col tile, stage], gmem[box, row tile, col tile, ...]) for `cute.copy`."""
+    s = cute.local_tile(smem, (b.rows, COLS), (None,) * cute.rank(smem))
+    g = cute.local_tile(gmem, (b.rows, COLS), (None,) * cute.rank(gmem))
+    return cpasync.tma_partition(b.atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2))
 
 
 def allocate(smem, op: Operand, dtype):

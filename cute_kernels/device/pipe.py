@@ -1,7 +1,7 @@
 """mbarrier pipelines addressed by one running counter.
 
-A pipe is `stages` full and `stages` empty barriers. Producer and consumers each count the items they have passed; item n
-lives in stage n % stages and its barriers complete in phase (n // stages) & 1, so a counter is all the state a role
+A pipe is `stages` full and `stages` empty barriers. Producer and consumers each count the items they have passed; item
+n lives in stage n % stages and its barriers complete in phase (n // stages) & 1, so a counter is all the state a role
 carries.
 """
 
@@ -31,7 +31,11 @@ def make(smem, stages: cutlass.Constexpr, producers: cutlass.Constexpr, consumer
 
 
 def slot(p: Pipe, n):
-    return n % p.stages
+    return n & (p.stages - 1) if p.stages & (p.stages - 1) == 0 else n % p.stages
+
+
+def phase(p: Pipe, n):
+    return (n >> (p.stages.bit_length() - 1) if p.stages & (p.stages - 1) == 0 else n // p.stages) & 1
 
 
 def full(p: Pipe, n):
@@ -39,11 +43,11 @@ def full(p: Pipe, n):
 
 
 def wait_full(p: Pipe, n):
-    cute.arch.mbarrier_wait(p.full + slot(p, n), (n // p.stages) & 1)
+    cute.arch.mbarrier_wait(p.full + slot(p, n), phase(p, n))
 
 
 def wait_empty(p: Pipe, n):
-    cute.arch.mbarrier_wait(p.full + p.stages + slot(p, n), ((n // p.stages) & 1) ^ 1)
+    cute.arch.mbarrier_wait(p.full + p.stages + slot(p, n), phase(p, n) ^ 1)
 
 
 @cute.jit

@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hh
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import LayoutEnum
 
@@ -15,16 +15,28 @@ def smem_layout(shape, stages, dtype):
     return cute.tile_to_shape(atom, (*shape, stages), order=(0, 1, 2))
 
 
-def mma_ss(dtype, warpgroups, n):
-    """C(m, n) += A(m, k) B(n, k): both K-major in shared memory."""
-    k = OperandMajorMode.K
-    return hh.make_trivial_tiled_mma(dtype, dtype, k, k, Float32, (warpgroups, 1, 1), (64, n))
+def mma_nt(dtype, warpgroups, n, a_in_registers=False):
+    """C(m, n) += A(m, k) B(n, k), both K-major; A in shared memory or registers, B in shared memory."""
+    k, src = OperandMajorMode.K, source(a_in_registers)
+    return hh.make_trivial_tiled_mma(dtype, dtype, k, k, Float32, (warpgroups, 1, 1), (64, n), src)
 
 
-def mma_rs(dtype, warpgroups, n):
-    """C(m, n) += A(m, k) B(n, k): A in registers, B stored (k, n) row-major."""
-    k, mn, src = OperandMajorMode.K, OperandMajorMode.MN, warpgroup.OperandSource.RMEM
+def mma_nn(dtype, warpgroups, n):
+    """C(m, n) += A(m, k) B(k, n): A in registers, B row-major in shared memory."""
+    k, mn, src = OperandMajorMode.K, OperandMajorMode.MN, source(True)
     return hh.make_trivial_tiled_mma(dtype, dtype, k, mn, Float32, (warpgroups, 1, 1), (64, n), src)
+
+
+def source(registers):
+    return warpgroup.OperandSource.RMEM if registers else warpgroup.OperandSource.SMEM
+
+
+@cute.jit
+def load_a(mma: cute.TiledMma, smem: cute.Tensor, regs: cute.Tensor, thread: Int32):
+    """smem (m, k), K-major -> this thread's fragment of a register A operand."""
+    atom = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(False, 4), smem.element_type)
+    tiled = cute.make_tiled_copy_A(atom, mma).get_slice(thread)
+    cute.copy(atom, tiled.partition_S(smem), tiled.retile(regs))
 
 
 @cute.jit
@@ -54,3 +66,8 @@ def as_operand_a(acc):
     shape = ((s[0][0], s[0][1], s[0][2][0]), s[1], (s[0][2][1], s[2]))
     stride = ((d[0][0], d[0][1], d[0][2][0]), d[1], (d[0][2][1], d[2]))
     return cute.make_tensor(acc.iterator, cute.make_layout(shape, stride=stride))
+
+
+def like_accumulator(operand, acc):
+    """A 16-bit A operand fragment made by `as_operand_a` in the modes of the accumulator it came from."""
+    return cute.make_tensor(operand.iterator, acc.layout)

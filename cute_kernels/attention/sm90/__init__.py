@@ -8,15 +8,27 @@ from ..spec import DTYPES, AttentionSpec, TileSpec
 
 ARCHS = ("sm_90a",)
 
-# (head_dim_qk, head_dim_vo) -> tile. 227 KiB of shared memory hold `q_stages` of Q, `stages` of K and of V; a warpgroup's registers
-# (240 a thread) hold S, P and O.
-TILES = {
-    (64, 64): TileSpec(128, 128, 2),
-    (128, 128): TileSpec(128, 128, 2),
+# 227 KiB of shared memory hold `q_stages` of Q, `stages` of K and of V; the 232 registers of a thread (160 with three
+# math warpgroups) hold S, P, O and, with q_registers, Q.
+TILES = {  # (head_dim_qk, head_dim_vo) -> tile
+    (64, 64): TileSpec(128, 128, 4, 1),
+    (128, 128): TileSpec(128, 128, 2, 1),
     (192, 128): TileSpec(128, 128, 2, 1),
-    (256, 256): TileSpec(128, 64, 2, 1),
+    (256, 256): TileSpec(128, 80, 2, 1),
 }
-BOXES = (8, 16)
+PAGE_SIZES = (8, 16, 32, 64, 128, 256)
+
+
+def tile_for(spec: AttentionSpec) -> TileSpec | None:
+    """The tile that `spec` runs with. Its n depends on the head dims, causal and soft cap alone: n is what a row's
+    rounding depends on, and a request's result must depend on nothing but the request."""
+    dims = (spec.head_dim_qk, spec.head_dim_vo)
+    plain = not spec.soft_cap
+    if dims == (64, 64) and plain and not spec.mask.window and not spec.pack_gqa:
+        return TileSpec(192, 128, 4, 1)
+    if dims == (128, 128) and plain:  # under a causal mask a wide tile wastes more on the diagonal
+        return TileSpec(128, 128, 2, 1, True) if spec.mask.causal else TileSpec(128, 176, 2, 1)
+    return TILES.get(dims)
 
 
 def supports(spec: AttentionSpec) -> str | None:
@@ -26,8 +38,8 @@ def supports(spec: AttentionSpec) -> str | None:
     dims = (spec.head_dim_qk, spec.head_dim_vo)
     if dims not in TILES:
         return f"head_dim {dims}: the sm_90a kernel has {', '.join(map(str, TILES))}"
-    if spec.kv.source != "paged" or spec.kv.box not in BOXES:
-        return f"kv {spec.kv}: the sm_90a kernel reads paged KV in TMA boxes of {BOXES} rows"
-    if spec.tile.m % 64 or not 64 <= spec.tile.m <= 192 or spec.tile.n % spec.kv.box:
-        return f"tile {spec.tile}: m is 64, 128 or 192, n a multiple of the TMA box"
+    if spec.kv.source != "paged":
+        return f"kv {spec.kv}: the sm_90a kernel reads paged KV"
+    if spec.tile.m % 64 or not 64 <= spec.tile.m <= 192 or spec.tile.n % 16:
+        return f"tile {spec.tile}: m is 64, 128 or 192, n a multiple of 16"
     return None

@@ -1,24 +1,25 @@
 """Hopper attention forward: host part and device entry.
 
-Roles: the warps of warpgroup 0 load (`load`, 32-40 registers a thread), two feed K, two Q and V; each further warpgroup computes 64 rows of the tile
-(`math`, 232-240 registers). CTAs are persistent.
+Roles: the warps of warpgroup 0 load (`load`, 32-40 registers a thread), two feed K, two Q and V; each further
+warpgroup computes 64 rows of the tile (`math`, 160-240 registers). CTAs are persistent.
 
 Pipelines: work_pipe, 2 stages, loader 0 -> all: the next tile, published while the current one is loaded, freed when
 read. q_pipe, `tile.q_stages` stages, load -> math: Q of a tile that has a visible key (packed: unused, math gathers Q);
-freed when the last QK of the tile is done. k_pipe and v_pipe, `tile.stages` stages, load -> math: a KV block each, freed
-when its MMA is done.
+freed when the last QK of the tile is done, or once Q is in registers. k_pipe and v_pipe, `tile.stages` stages,
+load -> math: a KV block each, freed when its MMA is done.
 
-Shared memory: `q_stages` x Q (m x Dqk), `stages` x (K (n x Dqk) + V (n x Dvo)), 16-bit, 1024-byte aligned, plus barriers
-and Work.
+Shared memory: `q_stages` x Q (m x Dqk), `stages` x (K (n x Dqk) + V (n x Dvo)), 16-bit, 1024-byte aligned, plus
+barriers and Work.
 
 Refused (see `supports`): other dtypes and head dims, KV that is not paged by TMA.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 
 from ... import abi
 from ...device import copy, pipe, wgmma
@@ -33,7 +34,7 @@ REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}  # math warpgroups -> (lo
 def fake_args(spec) -> AttentionArgs:
     dt = abi.DTYPES[spec.dtype]
     qk, vo = spec.head_dim_qk, spec.head_dim_vo
-    wide = dict(align=16, stride_divisibility=8)
+    wide: Any = {"align": 16, "stride_divisibility": 8}
     return AttentionArgs(
         q=abi.tensor(dt, (None, None, qk), **wide),
         k=abi.tensor(dt, (None, None, None, qk), **wide),
@@ -89,11 +90,11 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     t, dt = spec.tile, abi.DTYPES[spec.dtype]
     rows = lambda x, mode: cute.make_tensor(x.iterator, cute.select(x.layout, mode=mode))  # noqa: E731
     plan = Plan(
-        copy.operand(rows(a.q, [0, 2, 1]), (t.m, spec.head_dim_qk), t.q_stages, t.m),
-        copy.operand(rows(a.k, [2, 3, 1, 0]), (t.n, spec.head_dim_qk), t.stages, spec.kv.box),
-        copy.operand(rows(a.v, [2, 3, 1, 0]), (t.n, spec.head_dim_vo), t.stages, spec.kv.box),
-        wgmma.mma_ss(dt, t.warpgroups, t.n),
-        wgmma.mma_rs(dt, t.warpgroups, spec.head_dim_vo),
+        copy.operand(rows(a.q, [0, 2, 1]), (t.m, spec.head_dim_qk), t.q_stages, (t.m,)),
+        copy.operand(rows(a.k, [2, 3, 1, 0]), (t.n, spec.head_dim_qk), t.stages, kv.boxes(t.n)),
+        copy.operand(rows(a.v, [2, 3, 1, 0]), (t.n, spec.head_dim_vo), t.stages, kv.boxes(t.n)),
+        wgmma.mma_nt(dt, t.warpgroups, t.n, t.q_registers),
+        wgmma.mma_nn(dt, t.warpgroups, spec.head_dim_vo),
         a,
     )
     kernel(spec, plan).launch(

@@ -12,12 +12,13 @@ from . import tile as tiles
 @cute.jit
 def fetch_q(spec: cutlass.Constexpr, plan, s, w: schedule.Work, q: Int32):
     """One warp: the Q rows of a tile, item q of the Q pipe. Rows past the request are its neighbour's, or zero."""
+    b = plan.q.boxes[0]
     pipe.fill(s.q_pipe, q, plan.q.bytes)
-    g = cute.domain_offset((w.q_start + w.m_block * spec.tile.m, 0), plan.q.gmem[None, None, w.head])
-    qs, qg = copy.boxes(plan.q, s.q, g, spec.tile.m)
+    g = cute.domain_offset((w.q_start + w.m_block * spec.tile.m, 0), b.gmem[None, None, w.head])
+    qs, qg = copy.partition(b, s.q, g)
     stage = cute.arch.make_warp_uniform(pipe.slot(s.q_pipe, q))
     for d in cutlass.range_constexpr(cute.size(qs, mode=[2])):
-        cute.copy(plan.q.atom, qg[None, 0, d], qs[None, 0, d, stage], tma_bar_ptr=s.q_pipe.full + stage)
+        cute.copy(b.atom, qg[None, 0, d], qs[None, 0, d, stage], tma_bar_ptr=s.q_pipe.full + stage)
 
 
 @cute.jit

@@ -74,8 +74,12 @@ def registers(spec, plan, s) -> Registers:
     p = cute.make_rmem_tensor_like(wgmma.as_operand_a(acc_s), s.v.element_type)
     rows = cute.size(wgmma.rows_cols(acc_o), mode=[0])
     coords = plan.mma_qk.get_slice(tid).partition_C(cute.make_identity_tensor((t.m, t.n)))
+    if spec.tile.q_registers:
+        q = cute.make_rmem_tensor(qk.partition_shape_A((t.m, spec.head_dim_qk)), s.q.element_type)
+    else:
+        q = plan.mma_qk.make_fragment_A(qk.partition_A(s.q))
     return Registers(
-        plan.mma_qk.make_fragment_A(qk.partition_A(s.q)),
+        q,
         plan.mma_qk.make_fragment_B(qk.partition_B(s.k)),
         plan.mma_pv.make_fragment_B(pv.partition_B(vt)),
         acc_s,
@@ -87,14 +91,32 @@ def registers(spec, plan, s) -> Registers:
     )
 
 
+def queries(spec, r: Registers, stage):
+    """The A operand of Q K^T."""
+    return r.q if spec.tile.q_registers else r.q[None, None, None, stage]
+
+
 @cute.jit
 def scores(spec: cutlass.Constexpr, r: Registers, x: Tile, j: Int32, masked: cutlass.Constexpr):
-    """Soft cap, mask and softmax of block j in r.s."""
+    """Soft cap, mask and new maxima of block j in r.s."""
     view = wgmma.rows_cols(r.s)
     softmax.score(spec, r.s, x.scale_log2, x.cap)
     if const_expr(masked):
         mask.apply(spec, view, r.tokens, r.cols, j * spec.tile.n, x.n)
-    softmax.step(r.st, view, x.score_scale)
+    softmax.maxima(r.st, view, x.score_scale)
+
+
+@cute.jit
+def probabilities(r: Registers, x: Tile, row: cutlass.Constexpr):
+    """exp2 of a row of r.s."""
+    softmax.exponentials(r.st, wgmma.rows_cols(r.s), x.score_scale, row)
+
+
+@cute.jit
+def operand_p(r: Registers, row: cutlass.Constexpr):
+    """A row of r.s in 16 bits, as A operand in r.p."""
+    src, dst = wgmma.rows_cols(r.s), wgmma.rows_cols(wgmma.like_accumulator(r.p, r.s))
+    warp.convert16(src[row, None], dst[row, None])
 
 
 @cute.jit
@@ -102,13 +124,15 @@ def first(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at):
     """The last KV block j, item i of the pipes: P is left in r.p, its PV is owed."""
     i, j, q = at
     pipe.wait_full(s.k_pipe, i)
-    wgmma.issue(plan.mma_qk, r.s, r.q[None, None, None, q], r.k[None, None, None, pipe.slot(s.k_pipe, i)], True)
+    wgmma.issue(plan.mma_qk, r.s, queries(spec, r, q), r.k[None, None, None, pipe.slot(s.k_pipe, i)], True)
     warpgroup.wait_group(0)
     pipe.release(s.k_pipe, i)
     scores(spec, r, x, j, True)
-    warp.convert16(wgmma.as_operand_a(r.s), r.p)
+    for row in cutlass.range_constexpr(cute.size(r.tokens)):
+        probabilities(r, x, row)
+        operand_p(r, row)
     valid = x.n.kv_len - j * spec.tile.n
-    if valid < spec.tile.n and valid % spec.kv.box != 0:
+    if valid < spec.tile.n and valid % kv.boxes(spec.tile.n)[-1] != 0:
         pipe.wait_full(s.v_pipe, i)
         threads = 128 * spec.tile.warpgroups
         kv.zero_tail(spec, s.v[None, None, pipe.slot(s.v_pipe, i)], valid, threads)
@@ -119,21 +143,25 @@ def first(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at):
 @cute.jit
 def step(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at, masked: cutlass.Constexpr):
     """QK of block j (item i + 1) and the PV owed to item i in flight together; softmax of j under PV and the other
-    warpgroup's MMAs."""
+    warpgroup's MMAs. PV has ended by the time the first row is done, whose conversion then runs under the second's
+    exponentials."""
     i, j, q = at
     pipe.wait_full(s.k_pipe, i + 1)
     wait_turn(spec)
-    wgmma.issue(plan.mma_qk, r.s, r.q[None, None, None, q], r.k[None, None, None, pipe.slot(s.k_pipe, i + 1)], True)
+    wgmma.issue(plan.mma_qk, r.s, queries(spec, r, q), r.k[None, None, None, pipe.slot(s.k_pipe, i + 1)], True)
     pipe.wait_full(s.v_pipe, i)
     wgmma.issue(plan.mma_pv, r.o, r.p, r.v[None, None, None, pipe.slot(s.v_pipe, i)], False)
     pass_turn(spec)
     warpgroup.wait_group(1)
     pipe.release(s.k_pipe, i + 1)
     scores(spec, r, x, j, masked)
+    probabilities(r, x, 0)
     warpgroup.wait_group(0)
     pipe.release(s.v_pipe, i)
+    operand_p(r, 0)
+    probabilities(r, x, 1)
+    operand_p(r, 1)
     softmax.rescale(r.st, wgmma.rows_cols(r.o))
-    warp.convert16(wgmma.as_operand_a(r.s), r.p)
 
 
 @cute.jit
@@ -216,6 +244,10 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, i: Int32, 
             gather_q(spec, s, x.w, plan.args, stage)
         else:
             pipe.wait_full(s.q_pipe, q)
+        if const_expr(spec.tile.q_registers):
+            wgmma.load_a(plan.mma_qk, s.q[None, None, stage], r.q, cute.arch.thread_idx()[0] - 128)
+            if const_expr(not spec.pack_gqa):
+                pipe.release(s.q_pipe, q)
         first(spec, plan, s, r, x, (i, b.hi - 1, stage))
         segments = mask.segments(spec, b.lo, b.hi - 1, b.full_lo, b.full_hi)
         for g in cutlass.range_constexpr(len(segments)):
@@ -223,7 +255,7 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, i: Int32, 
             for j in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
                 step(spec, plan, s, r, x, (i, j, stage), masked)
                 i += 1
-        if const_expr(not spec.pack_gqa):
+        if const_expr(not spec.pack_gqa and not spec.tile.q_registers):
             pipe.release(s.q_pipe, q)
         last(spec, plan, s, r, i)
         i += 1
