@@ -269,7 +269,8 @@ def emulate(spec, launches):
             raise ValueError("rank")
         if any(t.device.type != "cpu" for t in flat[:12]):
             raise ValueError("device")
-        assert all(t.stride(-1) == 1 for t in (a.q, a.k, a.v, a.o, a.page_table, a.kv_lens, a.cu_seqlens_q, a.sink))
+        if any(t.stride(-1) != 1 for t in (a.q, a.k, a.v, a.o, a.page_table, a.kv_lens, a.cu_seqlens_q, a.sink)):
+            raise ValueError("last stride")
         assert a.page_table.shape[:2] == (batch, 2) and a.cu_seqlens_q.shape == (batch + 1,)
         assert a.kv_lens.dtype == a.cu_seqlens_q.dtype == torch.int32
         assert all(t.dtype == torch.float32 for t in (a.lse, a.sink, a.scale, a.out_scale))

@@ -1,9 +1,8 @@
 """Prefill attention over a paged KV cache: public signatures -> reference (CPU) or compiled kernel (CUDA).
 
 Host time: a call whose signature (dtypes, shapes but the token count, flags) was seen before is one dict lookup, the
-views it cannot avoid and the compiled call, which itself checks rank, dtype, device, alignment and the divisibility of
-strides, but not that the last one is 1. Everything else, detailed messages too, is `checks`. Nothing here synchronises
-or reads device values.
+views it cannot avoid and the compiled call, which itself checks rank, dtype, device, alignment and strides. Everything
+else, detailed messages too, is `checks`. Nothing here synchronises or reads device values.
 """
 
 import inspect
@@ -146,11 +145,10 @@ def trtllm_batch_context_with_kv_cache(
         rare = skip_softmax_threshold_scale_factor or use_fp16_softmax or uses_spcompress or (
             o_sf_scale, o_sf_vec_size, kv_block_scales, kv_cache_sf) != _FOUR_NONE  # fmt: skip
         key = (
-            query.get_device(), query.dtype, heads, dim, query.is_contiguous() or query.stride(-1) == 1, stacked,
-            k.dtype, k.shape, v.shape, k.is_contiguous() or k.stride(-1) == 1, v.is_contiguous() or v.stride(-1) == 1,
-            kv_layout, step.facts, uses_shared_paged_kv_idx, batch_size, type(bmm1_scale), type(bmm2_scale), out_dtype,
-            None if out is None else out.dtype, None if sinks is None else sinks.is_contiguous() and sinks.shape,
-            causal, window_left >= 0, cap and (1 if 0 < cap < INF else -1), not rare, max_q_len >= 0,
+            query.get_device(), query.dtype, heads, dim, stacked, k.dtype, k.shape, v.shape, kv_layout, step.facts,
+            uses_shared_paged_kv_idx, batch_size, type(bmm1_scale), type(bmm2_scale), out_dtype, causal,
+            None if out is None else out.dtype, None if sinks is None else sinks.shape, window_left >= 0, not rare,
+            cap and (1 if 0 < cap < INF else -1), max_q_len >= 0,
             (max_q_len if max_q_len < tokens else tokens) <= PACK_ROWS,
         )  # fmt: skip
         plan = _plans.get(key)
@@ -171,7 +169,7 @@ def trtllm_batch_context_with_kv_cache(
             like = plan.like_query and query.is_contiguous()
             o = _empty_like(query) if like else _empty(
                 (tokens, heads, plan.dim_vo), dtype=plan.dtype, device=plan.device)  # fmt: skip
-        elif o.shape != (tokens, heads, plan.dim_vo) or not (o.is_contiguous() or o.stride(2) == 1):
+        elif o.shape != (tokens, heads, plan.dim_vo):
             raise ValueError("out")
         log: Any = lse
         if log is None:
@@ -224,10 +222,7 @@ def _new_step(block_tables: torch.Tensor, seq_lens: torch.Tensor, cum_seq_lens_q
         both = block_tables.as_strided((batch, 2, width), (row, 0, entry))
     if seq_lens.dtype in (torch.int32, torch.uint32):
         lens = seq_lens if seq_lens.dtype == torch.int32 else seq_lens.view(torch.int32)
-    facts = (
-        block_tables.shape, block_tables.stride()[-1:], seq_lens.dtype, seq_lens.shape, seq_lens.stride(),
-        cum_seq_lens_q.shape, cum_seq_lens_q.stride(),
-    )  # fmt: skip
+    facts = (block_tables.shape, seq_lens.dtype, seq_lens.shape, cum_seq_lens_q.shape)
     _step = Step(block_tables, seq_lens, cum_seq_lens_q, block_tables.shape, block_tables.data_ptr(), facts, both, lens)
     return _step
 
