@@ -1,5 +1,6 @@
 """Attention cases and their inputs, shared by tests and bench."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -203,3 +204,124 @@ def make_inputs(case: AttentionCase, device: "torch.device | str" = "cpu", seed:
 def reference_of(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """(o (T, Hq, Dvo), lse (T, Hq)) in fp32 of keyword arguments for the public function; writes nothing."""
     return reference.paged_attention(checks.validate(checks.Call(**inputs)).problem)
+
+
+def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
+    """Changes to the plain edge case that are refused: name -> (arguments, exception, pattern of its message)."""
+    pool = make_inputs(EDGE["plain"])["kv_cache"]
+    tokens, heads, dim = 42, 4, 64
+    return {
+        "query type": ({"query": None}, TypeError, "query"),
+        "query rank": ({"query": torch.zeros(tokens, dim)}, ValueError, "query"),
+        "query dtype": ({"query": torch.zeros(tokens, heads, dim)}, TypeError, "query: dtype"),
+        "query stride": (
+            {"query": torch.zeros(tokens, heads, 2 * dim, dtype=torch.bfloat16)[..., ::2]},
+            ValueError,
+            "query: stride",
+        ),
+        "heads": ({"query": torch.zeros(tokens, 3, dim, dtype=torch.bfloat16)}, ValueError, "query: 3 heads"),
+        "head_dim": (
+            {"query": torch.zeros(tokens, heads, 32, dtype=torch.bfloat16)},
+            ValueError,
+            "kv_cache: K has head_dim 64",
+        ),
+        "kv type": ({"kv_cache": None}, TypeError, "kv_cache"),
+        "kv triple": ({"kv_cache": pool + pool[:1]}, ValueError, "kv_cache: a tuple of 3"),
+        "kv rank": ({"kv_cache": pool[0]}, ValueError, "kv_cache"),
+        "kv tuple rank": ({"kv_cache": (pool[0], pool[1][0])}, ValueError, r"kv_cache \(V\)"),
+        "kv second dim": ({"kv_cache": torch.stack([pool[0]] * 3, 1)}, ValueError, "kv_cache"),
+        "kv dtypes": ({"kv_cache": (pool[0], pool[1].half())}, TypeError, "kv_cache: K is"),
+        "kv dtype": ({"kv_cache": tuple(t.half() for t in pool)}, TypeError, "kv_cache: with query"),
+        "kv shapes": ({"kv_cache": (pool[0], pool[1][:-1])}, ValueError, "kv_cache: K"),
+        "kv stride": ({"kv_cache": (pool[0].mT.contiguous().mT, pool[1])}, ValueError, r"kv_cache \(K\): stride"),
+        "layout": ({"kv_layout": "HDN"}, ValueError, "kv_layout: 'HDN'"),
+        "layout key": ({"kv_layout": None}, KeyError, "kv_layout: None"),
+        "table dtype": ({"block_tables": torch.zeros(2, 4, dtype=torch.int64)}, TypeError, "block_tables: dtype"),
+        "table rank": ({"block_tables": torch.zeros(2, 2, 4, dtype=torch.int32)}, ValueError, "block_tables"),
+        "table batch": ({"block_tables": torch.zeros(3, 4, dtype=torch.int32)}, ValueError, "block_tables"),
+        "table not shared": ({"uses_shared_paged_kv_idx": False}, ValueError, "block_tables"),
+        "table stride": ({"block_tables": torch.zeros(4, 2, dtype=torch.int32).T}, ValueError, "block_tables: stride"),
+        "table dim 1": (
+            {"uses_shared_paged_kv_idx": False, "block_tables": torch.zeros(2, 3, 4, dtype=torch.int32)},
+            ValueError,
+            "block_tables",
+        ),
+        "lens dtype": ({"seq_lens": torch.tensor([19, 37])}, TypeError, "seq_lens: dtype"),
+        "lens rank": ({"seq_lens": torch.zeros(2, 1, dtype=torch.int32)}, ValueError, "seq_lens"),
+        "lens batch": ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, ValueError, "batch_size: 2"),
+        "batch": ({"batch_size": 3}, ValueError, "batch_size: 3"),
+        "batch type": ({"batch_size": 2.0}, TypeError, "batch_size"),
+        "offsets dtype": ({"cum_seq_lens_q": torch.tensor([0, 5, 42])}, TypeError, "cum_seq_lens_q: dtype"),
+        "offsets shape": ({"cum_seq_lens_q": torch.zeros(2, dtype=torch.int32)}, ValueError, "cum_seq_lens_q"),
+        "max_q_len": ({"max_q_len": -1}, ValueError, "max_q_len: -1"),
+        "max_q_len type": ({"max_q_len": "9"}, TypeError, "max_q_len"),
+        "bmm1 type": ({"bmm1_scale": None}, TypeError, "bmm1_scale"),
+        "bmm1 dtype": ({"bmm1_scale": torch.ones(1).double()}, TypeError, "bmm1_scale: dtype"),
+        "bmm2 shape": ({"bmm2_scale": torch.ones(2)}, ValueError, "bmm2_scale: shape"),
+        "window": ({"window_left": 1.5}, TypeError, "window_left"),
+        "out type": ({"out": "bf16"}, TypeError, "out: str"),
+        "out dtype": ({"out": torch.zeros(tokens, heads, dim)}, ValueError, "out_dtype: torch.float32"),
+        "out differs": ({"out_dtype": torch.float16}, TypeError, "out: dtype"),
+        "out shape": ({"out": torch.zeros(tokens, heads, 32, dtype=torch.bfloat16)}, ValueError, "out: shape"),
+        "out_dtype": ({"out_dtype": torch.float32, "out": None}, ValueError, "out_dtype: torch.float32"),
+        "out_dtype string": ({"out_dtype": "fp4", "out": None}, ValueError, "out_dtype: 'fp4'"),
+        "out_dtype type": ({"out_dtype": 16, "out": None}, TypeError, "out_dtype: 16"),
+        "nvfp4 needs a scale": ({"out_dtype": "nvfp4", "out": None}, TypeError, "o_sf_scale"),
+        "nvfp4 scale": ({"out_dtype": "nvfp4", "out": None, "o_sf_scale": 0.0}, ValueError, "o_sf_scale: 0.0"),
+        "nvfp4 out": ({"out_dtype": "nvfp4", "o_sf_scale": 1.0}, ValueError, "out: a torch.bfloat16"),
+        "nvfp4 vec": (
+            {"out_dtype": "nvfp4", "out": None, "o_sf_scale": 1.0, "o_sf_vec_size": 32},
+            ValueError,
+            "o_sf_vec_size: 32",
+        ),
+        "nvfp4 out.scale": (
+            {"out": fp4.empty((tokens, heads, 128), torch.device("cpu")), "o_sf_scale": 1.0},
+            ValueError,
+            "out.data: shape",
+        ),
+        "o_sf_scale": ({"o_sf_scale": 1.0}, ValueError, "o_sf_scale: 1.0"),
+        "o_sf_vec_size": ({"o_sf_vec_size": 16}, ValueError, "o_sf_vec_size: 16"),
+        "sinks type": ({"sinks": [torch.zeros(1)] * 4}, TypeError, "sinks: list"),
+        "sinks dtype": ({"sinks": torch.zeros(4).half()}, TypeError, "sinks: dtype"),
+        "sinks stride": ({"sinks": torch.zeros(8)[::2]}, ValueError, "sinks: stride"),
+        "lens stride": ({"seq_lens": torch.zeros(4, dtype=torch.int32)[::2]}, ValueError, "seq_lens: stride"),
+        "offsets stride": (
+            {"cum_seq_lens_q": torch.zeros(6, dtype=torch.int32)[::2]},
+            ValueError,
+            "cum_seq_lens_q: stride",
+        ),
+        "out stride": ({"out": torch.zeros(tokens, heads, 2 * dim).bfloat16()[..., ::2]}, ValueError, "out: stride"),
+        "V stride": ({"kv_cache": (pool[0], pool[1].mT.contiguous().mT)}, ValueError, r"kv_cache \(V\): stride"),
+        "sinks shape": ({"sinks": torch.zeros(3)}, ValueError, "sinks: shape"),
+        "block scales": ({"kv_block_scales": torch.zeros(1)}, ValueError, "kv_block_scales: must be None"),
+        "cache sf": ({"kv_cache_sf": torch.zeros(1)}, ValueError, "kv_cache_sf: must be None"),
+        "both sf": (
+            {"kv_block_scales": torch.zeros(1), "kv_cache_sf": torch.zeros(1)},
+            ValueError,
+            "kv_cache_sf: alias",
+        ),
+        "skip": ({"skip_softmax_threshold_scale_factor": 1e-30}, NotImplementedError, "skip_softmax_threshold_scale"),
+        "skip < 0": (
+            {"skip_softmax_threshold_scale_factor": -1.0},
+            ValueError,
+            "skip_softmax_threshold_scale_factor: -1",
+        ),
+        "skip nan": (
+            {"skip_softmax_threshold_scale_factor": math.nan},
+            ValueError,
+            "skip_softmax_threshold_scale_factor",
+        ),
+        "lse shape": ({"lse": torch.zeros(tokens, 3)}, ValueError, "lse: shape"),
+        "lse dtype": ({"lse": torch.zeros(tokens, heads).half()}, TypeError, "lse: dtype"),
+        "fp16 softmax": ({"use_fp16_softmax": True}, NotImplementedError, "use_fp16_softmax"),
+        "spcompress": ({"uses_spcompress": True}, NotImplementedError, "uses_spcompress"),
+        "cap < 0": ({"logits_soft_cap": -1.0}, ValueError, "logits_soft_cap: -1"),
+        "cap inf": ({"logits_soft_cap": math.inf}, ValueError, "logits_soft_cap: inf"),
+        "cap type": ({"logits_soft_cap": "30"}, TypeError, "logits_soft_cap"),
+        "device": ({"seq_lens": torch.zeros(2, dtype=torch.int32, device="meta")}, ValueError, "seq_lens: device meta"),
+        "query device": (
+            {"query": torch.zeros(tokens, heads, dim, device="meta").bfloat16()},
+            ValueError,
+            "query: device",
+        ),
+    }

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests import cases
-from tests.test_prefill_wrapper import BAD
 from wrappers import explain, prefill, trtllm_batch_context_with_kv_cache
 
 pytestmark = pytest.mark.skipif(
@@ -20,6 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 CUDA = torch.device("cuda", 0)
+BAD = cases.refusals()
 BASE = cases.AttentionCase("", q_lens=(70, 1, 0, 150), kv_lens=(200, 259, 3, 90), heads_q=8, heads_kv=2, sink=True)
 PACKED = replace(BASE, q_lens=(1, 5, 0, 16), kv_lens=(131, 5, 7, 300))
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
