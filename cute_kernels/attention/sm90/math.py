@@ -1,7 +1,7 @@
 """Math role: one warpgroup per 64 rows of the tile. S = Q K^T, softmax, O += P V, store.
 
-A warpgroup issues QK of the next block before the softmax of the current one has let PV of the block before finish
-(`step`), and two warpgroups take turns at issuing, so that one's softmax runs under the other's MMA.
+A warpgroup issues QK of a block together with PV of the block before and computes the softmax of the one under the other
+(`step`), across tiles too (`last`); warpgroups take turns at issuing, so that one's softmax runs under another's MMAs.
 """
 
 from dataclasses import dataclass
@@ -91,9 +91,9 @@ def registers(spec, plan, s) -> Registers:
     )
 
 
-def queries(spec, r: Registers, stage):
-    """The A operand of Q K^T."""
-    return r.q if spec.tile.q_registers else r.q[None, None, None, stage]
+def ahead(spec):
+    """Whether the first QK of a tile is issued before the epilogue of the tile before."""
+    return not spec.pack_gqa and (spec.tile.q_registers or spec.tile.q_stages > 1)
 
 
 @cute.jit
@@ -120,11 +120,37 @@ def operand_p(r: Registers, row: cutlass.Constexpr):
 
 
 @cute.jit
-def first(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at):
-    """The last KV block j, item i of the pipes: P is left in r.p, its PV is owed."""
-    i, j, q = at
+def ready(spec: cutlass.Constexpr, plan, s, r: Registers, w: schedule.Work, at):
+    """Wait for what the first QK of a tile needs: its Q, item q, and K of its last block, item i."""
+    i, q = at
+    if const_expr(spec.pack_gqa):
+        gather_q(spec, s, w, plan.args, pipe.slot(s.q_pipe, q))
+    else:
+        pipe.wait_full(s.q_pipe, q)
+    if const_expr(spec.tile.q_registers):
+        wgmma.load_a(plan.mma_qk, s.q[None, None, pipe.slot(s.q_pipe, q)], r.q, cute.arch.thread_idx()[0] - 128)
+        if const_expr(not spec.pack_gqa):
+            pipe.release(s.q_pipe, q)
     pipe.wait_full(s.k_pipe, i)
-    wgmma.issue(plan.mma_qk, r.s, queries(spec, r, q), r.k[None, None, None, pipe.slot(s.k_pipe, i)], True)
+
+
+@cute.jit
+def issue_qk(spec: cutlass.Constexpr, plan, s, r: Registers, at):
+    i, q = at
+    a = r.q if const_expr(spec.tile.q_registers) else r.q[None, None, None, pipe.slot(s.q_pipe, q)]
+    wgmma.issue(plan.mma_qk, r.s, a, r.k[None, None, None, pipe.slot(s.k_pipe, i)], True)
+
+
+@cute.jit
+def issue_pv(plan, s, r: Registers, i: Int32):
+    pipe.wait_full(s.v_pipe, i)
+    wgmma.issue(plan.mma_pv, r.o, r.p, r.v[None, None, None, pipe.slot(s.v_pipe, i)], False)
+
+
+@cute.jit
+def first(spec: cutlass.Constexpr, s, r: Registers, x: Tile, at):
+    """The last KV block j, item i of the pipes, its QK in flight: P is left in r.p, its PV is owed."""
+    i, j = at
     warpgroup.wait_group(0)
     pipe.release(s.k_pipe, i)
     scores(spec, r, x, j, True)
@@ -148,9 +174,8 @@ def step(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at, masked: cu
     i, j, q = at
     pipe.wait_full(s.k_pipe, i + 1)
     wait_turn(spec)
-    wgmma.issue(plan.mma_qk, r.s, queries(spec, r, q), r.k[None, None, None, pipe.slot(s.k_pipe, i + 1)], True)
-    pipe.wait_full(s.v_pipe, i)
-    wgmma.issue(plan.mma_pv, r.o, r.p, r.v[None, None, None, pipe.slot(s.v_pipe, i)], False)
+    issue_qk(spec, plan, s, r, (i + 1, q))
+    issue_pv(plan, s, r, i)
     pass_turn(spec)
     warpgroup.wait_group(1)
     pipe.release(s.k_pipe, i + 1)
@@ -165,11 +190,22 @@ def step(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at, masked: cu
 
 
 @cute.jit
-def last(spec: cutlass.Constexpr, plan, s, r: Registers, i: Int32):
-    """The PV owed to item i."""
-    pipe.wait_full(s.v_pipe, i)
-    wgmma.issue(plan.mma_pv, r.o, r.p, r.v[None, None, None, pipe.slot(s.v_pipe, i)], False)
-    warpgroup.wait_group(0)
+def last(spec: cutlass.Constexpr, plan, s, r: Registers, after: schedule.Work, at):
+    """The PV owed by the tile at hand, item i, and, where Q has room for it, the first QK of the tile `after`, which then
+    runs under this tile's epilogue. Past the last tile that QK multiplies what the stages happen to hold: MMAs in flight
+    across a conditional make the compiler wait after each of them."""
+    i, q = at
+    if const_expr(ahead(spec)):
+        if after.valid != 0:
+            ready(spec, plan, s, r, after, (i + 1, q + 1))
+        wait_turn(spec)
+        issue_pv(plan, s, r, i)
+        issue_qk(spec, plan, s, r, (i + 1, q + 1))
+        pass_turn(spec)
+        warpgroup.wait_group(1)
+    else:
+        issue_pv(plan, s, r, i)
+        warpgroup.wait_group(0)
     pipe.release(s.v_pipe, i)
 
 
@@ -197,27 +233,33 @@ def gather_q(spec: cutlass.Constexpr, s, w: schedule.Work, a, stage: Int32):
 
 
 @cute.jit
-def store(spec: cutlass.Constexpr, plan, r: Registers, x: Tile, out_scale: Float32):
-    """Normalise and write this thread's rows of O and LSE that belong to the request."""
+def store(spec: cutlass.Constexpr, plan, r: Registers, w: schedule.Work, scales, empty: cutlass.Constexpr):
+    """Normalise and write this thread's rows of O and LSE that belong to the request; `empty`: no row sees a key."""
     a = plan.args
+    score_scale, out_scale = scales
     fold = tiles.fold(spec, a)
     o = wgmma.rows_cols(r.o)
     words = cute.make_rmem_tensor(cute.size(o, mode=[1]) // 2, Int32)
     for k in cutlass.range_constexpr(cute.size(o, mode=[0])):
-        row = x.w.m_block * spec.tile.m + r.cols[k, 0][0]
-        keep = r.tokens[k] < x.w.q_len
-        head = geometry.head_of(row, x.w.head, fold, spec.pack_gqa)
-        token = x.w.q_start + r.tokens[k]
+        row = w.m_block * spec.tile.m + r.cols[k, 0][0]
+        token = geometry.token_of(row, fold, spec.pack_gqa)
+        keep = token < w.q_len
+        head = geometry.head_of(row, w.head, fold, spec.pack_gqa)
         sink = -Float32.inf
         if a.sink.shape[0] > 0:
             sink = a.sink[head]
-        inverse, lse = softmax.finish(r.st, k, x.score_scale, sink)
-        values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
-        values.store(o[k, None].load() * (inverse * out_scale))
-        warp.convert16(values, cute.recast_tensor(words, a.o.element_type))
-        epilogue.store_row(a.o[token, head, None], words, keep)
+        out = a.o[w.q_start + token, head, None]
+        lse = sink * softmax.LOG2_E
+        if const_expr(empty):
+            words.fill(0)
+        else:
+            inverse, lse = softmax.finish(r.st, k, score_scale, sink)
+            values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
+            values.store(o[k, None].load() * (inverse * out_scale))
+            warp.convert16(values, cute.recast_tensor(words, a.o.element_type))
+        epilogue.store_row(out, words, keep)
         if keep and a.lse.shape[0] > 0 and cute.arch.lane_idx() % 4 == 0:
-            a.lse[token, head] = lse
+            a.lse[w.q_start + token, head] = lse
 
 
 @cute.jit
@@ -229,38 +271,41 @@ def factor(constant: Float32, tensor: cute.Tensor):
 
 
 @cute.jit
-def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, i: Int32, q: Int32):
-    """All KV blocks of a tile; returns the next items of the K and V pipes and of the Q pipe."""
+def set_tokens(spec: cutlass.Constexpr, r: Registers, w: schedule.Work, a):
+    for k in cutlass.range_constexpr(cute.size(r.tokens)):
+        row = w.m_block * spec.tile.m + r.cols[k, 0][0]
+        r.tokens[k] = geometry.token_of(row, tiles.fold(spec, a), spec.pack_gqa)
+
+
+@cute.jit
+def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at):
+    """The KV blocks of a tile whose first QK is in flight, up to the PV of the last; returns that one's pipe item."""
+    i, q = at
     b = tiles.blocks(spec, x.w, plan.args)
     softmax.reset(r.st)
     r.o.fill(0.0)
-    fold = tiles.fold(spec, plan.args)
-    for k in cutlass.range_constexpr(cute.size(r.tokens)):
-        row = x.w.m_block * spec.tile.m + r.cols[k, 0][0]
-        r.tokens[k] = geometry.token_of(row, fold, spec.pack_gqa)
-    if b.hi > b.lo:
-        stage = pipe.slot(s.q_pipe, q)
-        if const_expr(spec.pack_gqa):
-            gather_q(spec, s, x.w, plan.args, stage)
-        else:
-            pipe.wait_full(s.q_pipe, q)
-        if const_expr(spec.tile.q_registers):
-            wgmma.load_a(plan.mma_qk, s.q[None, None, stage], r.q, cute.arch.thread_idx()[0] - 128)
-            if const_expr(not spec.pack_gqa):
-                pipe.release(s.q_pipe, q)
-        first(spec, plan, s, r, x, (i, b.hi - 1, stage))
-        segments = mask.segments(spec, b.lo, b.hi - 1, b.full_lo, b.full_hi)
-        for g in cutlass.range_constexpr(len(segments)):
-            lo, hi, masked = segments[g]
-            for j in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
-                step(spec, plan, s, r, x, (i, j, stage), masked)
-                i += 1
-        if const_expr(not spec.pack_gqa and not spec.tile.q_registers):
-            pipe.release(s.q_pipe, q)
-        last(spec, plan, s, r, i)
-        i += 1
-        q += 1
-    return i, q
+    set_tokens(spec, r, x.w, plan.args)
+    first(spec, s, r, x, (i, b.hi - 1))
+    segments = mask.segments(spec, b.lo, b.hi - 1, b.full_lo, b.full_hi)
+    for g in cutlass.range_constexpr(len(segments)):
+        lo, hi, masked = segments[g]
+        for j in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
+            step(spec, plan, s, r, x, (i, j, q), masked)
+            i += 1
+    if const_expr(not spec.pack_gqa and not spec.tile.q_registers):
+        pipe.release(s.q_pipe, q)
+    return i
+
+
+@cute.jit
+def next_tile(spec: cutlass.Constexpr, plan, s, r: Registers, scales, t: Int32):
+    """(Work of the CTA's t-th tile or of the first after it that sees a key, t'); those that see none are stored."""
+    w = schedule.hear(s, t)
+    while w.valid != 0 and not tiles.any_block(spec, w, plan.args):
+        store(spec, plan, r, w, scales, True)
+        t += 1
+        w = schedule.hear(s, t)
+    return w, t + 1
 
 
 @cute.jit
@@ -268,16 +313,24 @@ def math(spec: cutlass.Constexpr, plan, s):
     a = plan.args
     r = registers(spec, plan, s)
     scale_log2 = factor(a.scale_log2, a.scale)
-    out_scale = factor(a.out_factor, a.out_scale)
+    scales = (softmax.score_scale(spec, scale_log2, a.soft_cap), factor(a.out_factor, a.out_scale))
     if group_index() == spec.tile.warpgroups - 1:
         pass_turn(spec)
-    i, q, t, more = Int32(0), Int32(0), Int32(0), Int32(1)
-    while more != 0:
-        w = schedule.hear(s, t)
-        more = w.valid
-        if w.valid != 0:
-            score_scale = softmax.score_scale(spec, scale_log2, a.soft_cap)
-            x = Tile(w, tiles.lengths(spec, w, a), scale_log2, a.soft_cap, score_scale)
-            i, q = run_tile(spec, plan, s, r, x, i, q)
-            store(spec, plan, r, x, out_scale)
-        t += 1
+    i, q = Int32(0), Int32(0)
+    w, t = next_tile(spec, plan, s, r, scales, Int32(0))
+    if w.valid != 0:
+        ready(spec, plan, s, r, w, (i, q))
+        issue_qk(spec, plan, s, r, (i, q))
+        while w.valid != 0:
+            x = Tile(w, tiles.lengths(spec, w, a), scale_log2, a.soft_cap, scales[0])
+            i = run_tile(spec, plan, s, r, x, (i, q))
+            w, t = next_tile(spec, plan, s, r, scales, t)
+            last(spec, plan, s, r, w, (i, q))
+            store(spec, plan, r, x.w, scales, False)
+            i += 1
+            q += 1
+            if const_expr(not ahead(spec)):
+                if w.valid != 0:
+                    ready(spec, plan, s, r, w, (i, q))
+                issue_qk(spec, plan, s, r, (i, q))
+        warpgroup.wait_group(0)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import cutlass
+import cutlass.cute as cute
 from cutlass import Int32
 
 from .. import geometry, mask
@@ -36,3 +37,10 @@ def blocks(spec, w: Work, a) -> Blocks:
     last = geometry.token_of(last_row, fold(spec, a), spec.pack_gqa)
     n = lengths(spec, w, a)
     return Blocks(*mask.kv_range(spec, first, last, n), *mask.full_range(spec, first, last, n))
+
+
+@cute.jit
+def any_block(spec: cutlass.Constexpr, w: Work, a):
+    """Whether a valid tile has a key to see."""
+    b = blocks(spec, w, a)
+    return w.valid != 0 and b.hi > b.lo
