@@ -38,9 +38,7 @@ def cudnn(inputs: Inputs) -> dict[str, Variant]:
     group = shape.heads_q // shape.heads_kv
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool) -> Callable[[], torch.Tensor]:
-        return lambda: scaled_dot_product_attention(
-            q, k, v, is_causal=shape.causal, scale=scale, enable_gqa=grouped
-        )
+        return lambda: scaled_dot_product_attention(q, k, v, is_causal=shape.causal, scale=scale, enable_gqa=grouped)
 
     heads_first = [t.contiguous() for t in (q, k, v)]
     calls = {"bhsd": call(heads_first[0], heads_first[1], heads_first[2], group > 1), "bshd": call(q, k, v, group > 1)}

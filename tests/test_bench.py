@@ -257,8 +257,6 @@ def test_ncu_output_becomes_a_short_report():
         profile.parse(["==ERROR== no permission"])
 
 
-
-
 class WallClock:
     def measure(self, call, sets):
         for i in sets:

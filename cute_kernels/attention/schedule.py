@@ -17,7 +17,7 @@ from cutlass import Int32
 from ..device import pipe, warp
 from . import geometry
 
-L2_BYTES = 32 << 20  # of K and V at work at a time; Hopper's L2 is 50 MB in two halves
+L2_BYTES = 16 << 20  # of K and V at work at a time; Hopper's L2 is 50 MB in two halves
 
 
 @dataclass(frozen=True)

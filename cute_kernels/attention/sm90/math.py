@@ -1,7 +1,8 @@
 """Math role: one warpgroup per 64 rows of the tile. S = Q K^T, softmax, O += P V, store.
 
-A warpgroup issues QK of a block together with PV of the block before and computes the softmax of the one under the other
-(`step`), across tiles too (`last`); warpgroups take turns at issuing, so that one's softmax runs under another's MMAs.
+A warpgroup issues QK of a block together with PV of the block before, and computes the softmax of the one under the
+other (`step`), across tiles too (`last`). Warpgroups take turns at issuing, so that one's softmax runs under another's
+MMAs.
 """
 
 from dataclasses import dataclass
@@ -191,9 +192,9 @@ def step(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at, masked: cu
 
 @cute.jit
 def last(spec: cutlass.Constexpr, plan, s, r: Registers, after: schedule.Work, at):
-    """The PV owed by the tile at hand, item i, and, where Q has room for it, the first QK of the tile `after`, which then
-    runs under this tile's epilogue. Past the last tile that QK multiplies what the stages happen to hold: MMAs in flight
-    across a conditional make the compiler wait after each of them."""
+    """The PV owed by the tile at hand, item i, and, where Q has room for it, the first QK of the tile `after`, which
+    then runs under this tile's epilogue. Past the last tile that QK multiplies what the stages happen to hold: with
+    MMAs in flight across a conditional the compiler waits after each of them."""
     i, q = at
     if const_expr(ahead(spec)):
         if after.valid != 0:
