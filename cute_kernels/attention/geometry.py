@@ -4,9 +4,22 @@ A tile's rows are query tokens of one query head, or, packed, (token, query head
 fastest: row = token * group + head. `fold` is the number of rows a token has: 1, or the group size when packed.
 """
 
+import cutlass
+
+
+def fold(spec, a):
+    """Rows that a token has in a tile: the query heads of a KV head where they are packed, else 1."""
+    return a.q.shape[1] // a.k.shape[1] if spec.pack_gqa else 1
+
 
 def tile_rows(q_len, fold):
     return q_len * fold
+
+
+def tile_tokens(m_block, m, q_len, fold):
+    """First and last query token of a tile of m rows."""
+    first = m_block * m
+    return first // fold, (cutlass.min(first + m, tile_rows(q_len, fold)) - 1) // fold
 
 
 def token_of(row, fold, pack):

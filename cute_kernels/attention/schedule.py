@@ -8,21 +8,21 @@ Within a request (`order`): KV heads go in sections whose K and V fit the L2 cac
 under a causal mask the longest, m_block comes first, and all heads of a section work on it before the next.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from ..device import pipe, warp
-from . import geometry
+from . import geometry, mask
 
 L2_BYTES = 16 << 20  # of K and V at work at a time; Hopper's L2 is 50 MB in two halves
 
 
-@dataclass(frozen=True)
-class Work:
-    """A tile, and what every role needs to know of its request."""
+class Work(NamedTuple):
+    """A tile, and what every role needs to know of its request. KV blocks: [lo, hi) have a key that a row of the tile
+    sees (none where hi <= lo), [full_lo, full_hi) need no mask."""
 
     valid: Int32
     m_block: Int32
@@ -31,9 +31,13 @@ class Work:
     q_len: Int32
     kv_len: Int32
     batch: Int32
+    lo: Int32
+    hi: Int32
+    full_lo: Int32
+    full_hi: Int32
 
 
-FIELDS = 7
+FIELDS = len(Work._fields)
 STAGES = 2  # tiles that are known ahead
 
 
@@ -105,7 +109,10 @@ def find(spec: cutlass.Constexpr, a, tile: Int32, start: Int32, before: Int32):
         row_bytes = (spec.head_dim_qk + spec.head_dim_vo) * 2
         section = section_heads(kv_len, row_bytes, kv_heads, group // fold)
         m_block, head = order(index, m_blocks, heads, section)
-    return Work(valid, m_block, head, q_start, q_len, kv_len, start + owner), start, before
+    n = mask.Lengths(q_len, kv_len, a.window_left)
+    first, last = geometry.tile_tokens(m_block, spec.tile.m, q_len, fold)
+    blocks = (*mask.kv_range(spec, first, last, n), *mask.full_range(spec, first, last, n))
+    return Work(valid, m_block, head, q_start, q_len, kv_len, start + owner, *blocks), start, before
 
 
 @cute.jit
@@ -115,7 +122,7 @@ def publish(spec: cutlass.Constexpr, a, s, t: Int32, start: Int32, before: Int32
     w, start, before = find(spec, a, tile, start, before)
     pipe.wait_empty(s.work_pipe, t)
     if cute.arch.lane_idx() == 0:
-        for i, value in enumerate((w.valid, w.m_block, w.head, w.q_start, w.q_len, w.kv_len, w.batch)):
+        for i, value in enumerate(w):
             s.work[i, pipe.slot(s.work_pipe, t)] = value
         if w.valid == 0 and t > 0 and a.ticket >= 0 and tile == cute.arch.grid_dim()[0] + before - 1:
             a.tickets[a.ticket] = 0  # the last ticket of the launch (past the end, `before` counts all tiles)

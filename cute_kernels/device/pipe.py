@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 
 @dataclass(frozen=True)
@@ -63,3 +63,12 @@ def release(p: Pipe, n: Int32):
     """Consumer, one warp: it no longer reads item n."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(p.full + p.stages + slot(p, n))
+
+
+@cute.jit
+def release_after(p: Pipe, n: Int32, value: Float32, below: Float32):
+    """`release`, once `value` is known. It is never less than `below`, but the compiler cannot tell: it moves neither
+    the release nor a wait for MMAs that follows in front of what computes `value`."""
+    with cute.arch.elect_one():
+        if not value < below:
+            cute.arch.mbarrier_arrive(p.full + p.stages + slot(p, n))

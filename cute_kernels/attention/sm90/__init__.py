@@ -25,9 +25,11 @@ def tile_for(spec: AttentionSpec) -> TileSpec | None:
     dims = (spec.head_dim_qk, spec.head_dim_vo)
     plain = not spec.soft_cap
     if dims == (64, 64) and plain and not spec.mask.window and not spec.pack_gqa:
-        return TileSpec(192, 128, 4, 2)
-    if dims == (128, 128) and plain:  # under a causal mask a wide tile wastes more on the diagonal
-        return TileSpec(128, 128, 3, 1, True) if spec.mask.causal else TileSpec(128, 176, 2, 1)
+        return TileSpec(192, 128, 4, 1)
+    if dims == (128, 128) and plain and not spec.mask.causal:
+        return TileSpec(128, 160, 2, 2)  # under a causal mask a wide tile wastes more on the diagonal
+    if dims == (128, 128) and plain and not spec.pack_gqa:
+        return TileSpec(128, 128, 3, 1, True)
     return TILES.get(dims)
 
 

@@ -6,7 +6,6 @@ from cutlass import Int32, const_expr
 
 from ...device import copy, pipe
 from .. import geometry, kv, schedule
-from . import tile as tiles
 
 
 @cute.jit
@@ -39,18 +38,17 @@ def feed(spec: cutlass.Constexpr, plan, s, op: copy.Operand, loader: Int32, keys
         w = schedule.hear(s, t)
         more = w.valid
         if w.valid != 0:
-            b = tiles.blocks(spec, w, a)
             head = geometry.kv_head_of(w.head, group, spec.pack_gqa)
             pages = a.page_table[w.batch, 0 if keys else 1, None]
-            if loads_q and b.hi > b.lo:
+            if loads_q and w.hi > w.lo:
                 fetch_q(spec, plan, s, w, q)
                 q += 1
-            for j in cutlass.range(b.hi - 1, b.lo - 1, -1, unroll=1):
+            for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
                 kv.SOURCE[spec.kv.source](spec, op, smem, ring, pages, (loader, i, j, head, w.kv_len))
                 i += 1
-                if publishes and j == b.hi - 1:
+                if publishes and j == w.hi - 1:
                     start, before = schedule.publish(spec, a, s, t + 1, start, before)
-            if publishes and b.hi <= b.lo:
+            if publishes and w.hi <= w.lo:
                 start, before = schedule.publish(spec, a, s, t + 1, start, before)
         t += 1
 

@@ -14,7 +14,6 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ...device import pipe, warp, wgmma
 from .. import epilogue, geometry, kv, mask, schedule, softmax
-from . import tile as tiles
 
 TURN_BARRIER = 1  # + warpgroup: may issue MMAs
 ALL_BARRIER = 4  # all math threads
@@ -143,6 +142,13 @@ def issue_qk(spec: cutlass.Constexpr, plan, s, r: Registers, at):
 
 
 @cute.jit
+def begin(spec: cutlass.Constexpr, plan, s, r: Registers, w: schedule.Work, at):
+    """The first QK of a tile."""
+    ready(spec, plan, s, r, w, at)
+    issue_qk(spec, plan, s, r, at)
+
+
+@cute.jit
 def issue_pv(plan, s, r: Registers, i: Int32):
     pipe.wait_full(s.v_pipe, i)
     wgmma.issue(plan.mma_pv, r.o, r.p, r.v[None, None, None, pipe.slot(s.v_pipe, i)], False)
@@ -179,10 +185,10 @@ def step(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at, masked: cu
     issue_pv(plan, s, r, i)
     pass_turn(spec)
     warpgroup.wait_group(1)
-    pipe.release(s.k_pipe, i + 1)
     scores(spec, r, x, j, masked)
     probabilities(r, x, 0)
-    warpgroup.wait_group(0)
+    pipe.release_after(s.k_pipe, i + 1, wgmma.rows_cols(r.s)[0, 0], -x.score_scale)
+    warpgroup.wait_group(0)  # stays behind that release, which stays behind an exponential, which is above -score_scale
     pipe.release(s.v_pipe, i)
     operand_p(r, 0)
     probabilities(r, x, 1)
@@ -216,7 +222,7 @@ def gather_q(spec: cutlass.Constexpr, s, w: schedule.Work, a, stage: Int32):
     vec = 8  # 16-bit elements of 16 bytes
     per_row = spec.head_dim_qk // vec
     tid = cute.arch.thread_idx()[0] % 128
-    fold = tiles.fold(spec, a)
+    fold = geometry.fold(spec, a)
     rows = geometry.tile_rows(w.q_len, fold)
     for c in cutlass.range_constexpr(64 * per_row // 128):
         i = tid + c * 128
@@ -238,7 +244,7 @@ def store(spec: cutlass.Constexpr, plan, r: Registers, w: schedule.Work, scales,
     """Normalise and write this thread's rows of O and LSE that belong to the request; `empty`: no row sees a key."""
     a = plan.args
     score_scale, out_scale = scales
-    fold = tiles.fold(spec, a)
+    fold = geometry.fold(spec, a)
     o = wgmma.rows_cols(r.o)
     words = cute.make_rmem_tensor(cute.size(o, mode=[1]) // 2, Int32)
     for k in cutlass.range_constexpr(cute.size(o, mode=[0])):
@@ -275,19 +281,18 @@ def factor(constant: Float32, tensor: cute.Tensor):
 def set_tokens(spec: cutlass.Constexpr, r: Registers, w: schedule.Work, a):
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         row = w.m_block * spec.tile.m + r.cols[k, 0][0]
-        r.tokens[k] = geometry.token_of(row, tiles.fold(spec, a), spec.pack_gqa)
+        r.tokens[k] = geometry.token_of(row, geometry.fold(spec, a), spec.pack_gqa)
 
 
 @cute.jit
 def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at):
     """The KV blocks of a tile whose first QK is in flight, up to the PV of the last; returns that one's pipe item."""
     i, q = at
-    b = tiles.blocks(spec, x.w, plan.args)
     softmax.reset(r.st)
     r.o.fill(0.0)
     set_tokens(spec, r, x.w, plan.args)
-    first(spec, s, r, x, (i, b.hi - 1))
-    segments = mask.segments(spec, b.lo, b.hi - 1, b.full_lo, b.full_hi)
+    first(spec, s, r, x, (i, x.w.hi - 1))
+    segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi)
     for g in cutlass.range_constexpr(len(segments)):
         lo, hi, masked = segments[g]
         for j in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
@@ -302,7 +307,7 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at):
 def next_tile(spec: cutlass.Constexpr, plan, s, r: Registers, scales, t: Int32):
     """(Work of the CTA's t-th tile or of the first after it that sees a key, t'); those that see none are stored."""
     w = schedule.hear(s, t)
-    while w.valid != 0 and not tiles.any_block(spec, w, plan.args):
+    while w.valid != 0 and w.hi <= w.lo:
         store(spec, plan, r, w, scales, True)
         t += 1
         w = schedule.hear(s, t)
@@ -320,18 +325,16 @@ def math(spec: cutlass.Constexpr, plan, s):
     i, q = Int32(0), Int32(0)
     w, t = next_tile(spec, plan, s, r, scales, Int32(0))
     if w.valid != 0:
-        ready(spec, plan, s, r, w, (i, q))
-        issue_qk(spec, plan, s, r, (i, q))
+        if const_expr(ahead(spec)):
+            begin(spec, plan, s, r, w, (i, q))
         while w.valid != 0:
-            x = Tile(w, tiles.lengths(spec, w, a), scale_log2, a.soft_cap, scales[0])
+            if const_expr(not ahead(spec)):
+                begin(spec, plan, s, r, w, (i, q))
+            x = Tile(w, mask.Lengths(w.q_len, w.kv_len, a.window_left), scale_log2, a.soft_cap, scales[0])
             i = run_tile(spec, plan, s, r, x, (i, q))
             w, t = next_tile(spec, plan, s, r, scales, t)
             last(spec, plan, s, r, w, (i, q))
             store(spec, plan, r, x.w, scales, False)
             i += 1
             q += 1
-            if const_expr(not ahead(spec)):
-                if w.valid != 0:
-                    ready(spec, plan, s, r, w, (i, q))
-                issue_qk(spec, plan, s, r, (i, q))
         warpgroup.wait_group(0)
