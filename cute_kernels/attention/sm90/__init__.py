@@ -20,15 +20,13 @@ PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 
 
 def tile_for(spec: AttentionSpec) -> TileSpec | None:
-    """The tile that `spec` runs with. Its n depends on the head dims, causal and soft cap alone: n is what a row's
-    rounding depends on, and a request's result must depend on nothing but the request."""
+    """The tile that `spec` runs with. Its n depends on the head dims alone: n is what a row's rounding depends on, and a
+    request's result must depend on nothing but the request."""
     dims = (spec.head_dim_qk, spec.head_dim_vo)
-    plain = not spec.soft_cap
-    if dims == (64, 64) and plain and not spec.mask.window and not spec.pack_gqa:
-        return TileSpec(192, 128, 4, 1)
-    if dims == (128, 128) and plain and not spec.mask.causal:
-        return TileSpec(128, 160, 2, 2)  # under a causal mask a wide tile wastes more on the diagonal
-    if dims == (128, 128) and plain and not spec.pack_gqa:
+    few_registers = not spec.soft_cap and not spec.pack_gqa
+    if dims == (64, 64) and few_registers and not spec.mask.window:
+        return TileSpec(192, 128, 4, 2)
+    if dims == (128, 128) and few_registers:
         return TileSpec(128, 128, 3, 1, True)
     return TILES.get(dims)
 
