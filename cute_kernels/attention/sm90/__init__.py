@@ -20,7 +20,7 @@ PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 
 
 def tile_for(spec: AttentionSpec) -> TileSpec | None:
-    """The tile that `spec` runs with. Its n depends on the head dims alone: n is what a row's rounding depends on, and a
+    """The tile that `spec` runs with. Its n depends on the head dims alone: a row's rounding depends on n, and a
     request's result must depend on nothing but the request."""
     dims = (spec.head_dim_qk, spec.head_dim_vo)
     few_registers = not spec.soft_cap and not spec.pack_gqa
