@@ -78,6 +78,7 @@ def edit(copy):
 
 CHECKS = """
 import torch
+from cute_kernels.attention.args import AttentionArgs
 from tests.fake_cuda import tensor as T
 fn = runtime.kernel(op, spec, "sm_90a")
 dt = {"bf16": "bfloat16", "fp16": "float16"}[spec.dtype]
@@ -85,9 +86,11 @@ qk, vo = spec.head_dim_qk, spec.head_dim_vo
 good = dict(
     q=T((7, 8, qk), dt), k=T((4, 2, 16, qk), dt), v=T((4, 2, 16, vo), dt), o=T((7, 8, vo), dt),
     lse=T((0, 8), "float32"), cu_seqlens_q=T((3,), "int32"), kv_lens=T((2,), "int32"),
-    page_table=T((2, 2, 3), "int32"), sink=T((0,), "float32"), scale=T((0,), "float32"), out_scale=T((0,), "float32"),
-    scale_log2=1.0, out_factor=1.0, soft_cap=0.0, window_left=0, grid=132, enable_pdl=0,
+    page_table=T((2, 2, 3), "int32"), tickets=T((8,), "int32"), sink=T((0,), "float32"), scale=T((0,), "float32"),
+    out_scale=T((0,), "float32"), scale_log2=1.0, out_factor=1.0, soft_cap=0.0, window_left=0, grid=132, ticket=0,
+    enable_pdl=0,
 )
+good = AttentionArgs(**good)._asdict()
 cases = {
     "good": {},
     "dtype": {"q": T((7, 8, qk), "float32")},
@@ -120,8 +123,8 @@ def test_arguments_are_checked_without_the_dsl(bundle):
         "alignment": r"Misaligned Tensor data on argument #0 .*expected data alignment=16 bytes",
         "stride": r"Invalid o\.strides\[0\] .*divisible by 8",
         "contiguous": r"Mismatched k\.strides\[3\] .*expected to be 1",
-        "scalar": r"argument #14 .*expected int",
-        "device": r"argument #8 .*expected device_type=cuda",
+        "scalar": r"argument #15 .*expected int",
+        "device": r"argument #9 .*expected device_type=cuda",
     }
     assert errors.keys() == expected.keys()
     for name, pattern in expected.items():
@@ -325,7 +328,7 @@ fn = runtime.kernel(op, spec, "{ARCH}")
 try:
     fn()
 except TypeError as error:
-    assert "Expects 17 parameters" in str(error)
+    assert "Expects 19 parameters" in str(error)
 print(len(calls))
 """
     env = {"XDG_CACHE_HOME": str(tmp_path), "CUTE_KERNELS_BUNDLE": "/nowhere", "CUTE_DSL_ARCH": ARCH}
