@@ -32,7 +32,10 @@ METRICS = (  # what no section holds
 # heading -> patterns of the raw page's metric names, in print order
 GROUPS = {
     "duration": (r"gpu__time_duration\.sum", r"(gpc|sm)__cycles_elapsed\.(avg\.per_second|max)"),
-    "tensor pipe": (r"sm__.*pipe_tensor.*", r"sm__throughput\.avg\.pct_.*"),
+    "tensor pipe": (
+        r"sm__pipe_tensor_(op_hmma_|type_hmma\w*_)?cycles_active\.avg\.pct_of_peak_sustained_elapsed",
+        r"sm__throughput\.avg\.pct_.*",
+    ),
     "memory": (
         r"dram__bytes_(read|write)\.sum",
         r"(dram|lts)__throughput\.avg\.pct_of_peak_sustained_elapsed",
