@@ -1,0 +1,74 @@
+"""Which spec a request gets, and what is refused. Plain Python: no DSL."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from cute_kernels.attention import dispatch, sm90
+from cute_kernels.attention.spec import AttentionSpec, TileSpec
+
+ARCH = "sm_90a"
+BASE = dispatch.Request("bf16", 128, 128, 16, 4)
+
+
+def all_requests():
+    for dtype, dims, page, group, causal, window, cap, rows in product(
+        ("bf16", "fp16"), sm90.TILES, sm90.PAGE_SIZES, (1, 3, 8), *[(False, True)] * 3, (1, 64, 65, 1 << 30)
+    ):
+        yield dispatch.Request(dtype, dims[0], dims[1], page, group, causal, window, cap, rows)
+
+
+def test_every_request_gets_a_shipped_spec_that_serves_it():
+    shipped = set(dispatch.shipped(ARCH))
+    found = set()
+    for request in all_requests():
+        op, spec = dispatch.select(request, ARCH)
+        found.add((op, spec))
+        assert spec.mask.causal == request.causal and spec.soft_cap == request.soft_cap
+        assert spec.mask.window or not request.window
+        assert (spec.dtype, spec.head_dim_qk) == (request.dtype, request.head_dim_qk)
+        assert spec.head_dim_vo == request.head_dim_vo
+        assert spec.pack_gqa == (request.group > 1 and request.rows <= dispatch.PACK_ROWS)
+    assert found == shipped
+
+
+def test_names_are_unique():
+    names = [spec.name for _, spec in dispatch.shipped(ARCH)]
+    assert len(set(names)) == len(names)
+
+
+def test_blocks_of_keys_do_not_depend_on_the_batch():
+    """n, which a row's rounding depends on, is the same whatever else a call holds: bits must not change with it."""
+    widths: dict[tuple, set[int]] = {}
+    for request in all_requests():
+        _, spec = dispatch.select(request, ARCH)
+        widths.setdefault((request.head_dim_qk, request.head_dim_vo), set()).add(spec.tile.n)
+    assert all(len(n) == 1 for n in widths.values()), widths
+
+
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        ({"dtype": "fp32"}, "dtype fp32"),
+        ({"head_dim_qk": 96, "head_dim_vo": 96}, "(96, 96)"),
+        ({"head_dim_vo": 64}, "(128, 64)"),
+        ({"page_size": 5}, "page_size 5"),
+        ({"page_size": 512}, "page_size 512"),
+    ],
+)
+def test_what_is_refused_is_named(change, word):
+    with pytest.raises(NotImplementedError) as error:
+        dispatch.select(replace(BASE, **change), ARCH)
+    assert word in str(error.value) and "attention.sm90" in str(error.value)
+
+
+def test_an_architecture_without_a_kernel_is_named():
+    with pytest.raises(NotImplementedError, match=r"sm_100a.*sm_90a"):
+        dispatch.select(BASE, "sm_100a")
+    assert dispatch.shipped("sm_100a") == []
+
+
+@pytest.mark.parametrize("tile", [TileSpec(96, 128), TileSpec(256, 128), TileSpec(128, 100)])
+def test_supports_refuses_tiles(tile):
+    assert "tile" in (sm90.supports(replace(AttentionSpec(), tile=tile)) or "")

@@ -1,0 +1,113 @@
+"""The functions that a kernel traces, run on ints against brute force. No GPU, no compilation."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("cutlass", reason="index functions take min and max from the DSL")
+
+from cute_kernels.attention import geometry, kv, mask, schedule
+from cute_kernels.attention.spec import AttentionSpec, MaskSpec, TileSpec
+
+SPECS = st.builds(
+    lambda causal, window, m, n: AttentionSpec(mask=MaskSpec(causal, window), tile=TileSpec(m, n)),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([64, 128, 192]),
+    st.sampled_from([64, 80, 128]),
+)
+LENGTHS = st.builds(mask.Lengths, st.integers(1, 400), st.integers(0, 700), st.integers(0, 500))
+
+
+def sees(spec: AttentionSpec, token: int, key: int, n: mask.Lengths) -> bool:
+    """spec.md 3.0, key by key."""
+    position = token + n.kv_len - n.q_len
+    return (
+        0 <= key < n.kv_len
+        and (not spec.mask.causal or key <= position)
+        and (not spec.mask.window or key >= position - n.window_left)
+    )
+
+
+@given(SPECS, LENGTHS, st.integers(0, 399))
+def test_visible_is_the_set_of_keys_a_token_sees(spec, n, token):
+    lo, hi = mask.visible(spec, token, n)
+    assert set(range(lo, hi)) == {j for j in range(n.kv_len) if sees(spec, token, j, n)}
+
+
+@settings(max_examples=200)
+@given(SPECS, LENGTHS, st.integers(1, 7), st.booleans(), st.data())
+def test_blocks_of_a_tile(spec, n, group, pack, data):
+    """Blocks outside the range hold no visible key; every key of a full block is visible to every row; the segments
+    walk the range once, from high to low, and call nothing full that is not."""
+    fold, t = (group if pack else 1), spec.tile
+    rows = geometry.tile_rows(n.q_len, fold)
+    m_block = data.draw(st.integers(0, (rows - 1) // t.m))
+    first, last = geometry.tile_tokens(m_block, t.m, n.q_len, fold)
+    tokens = {geometry.token_of(r, fold, pack) for r in range(m_block * t.m, min((m_block + 1) * t.m, rows))}
+    assert (first, last) == (min(tokens), max(tokens))
+
+    lo, hi = mask.kv_range(spec, first, last, n)
+    full_lo, full_hi = mask.full_range(spec, first, last, n)
+    visible = {j for j in range(n.kv_len) if any(sees(spec, i, j, n) for i in tokens)}
+    assert visible <= set(range(lo * t.n, hi * t.n))
+    for j in range(max(full_lo, 0), full_hi):
+        assert all(sees(spec, i, j * t.n + c, n) for i in (first, last) for c in (0, t.n - 1))
+    if hi <= lo:
+        assert not visible
+        return
+
+    # the last block is the kernel's own, and always masked; segments take the rest
+    walked = []
+    for a, b, masked in mask.segments(spec, lo, hi - 1, full_lo, full_hi):
+        for j in range(b - 1, a - 1, -1):
+            walked.append(j)
+            assert masked or all(sees(spec, i, j * t.n + c, n) for i in (first, last) for c in (0, t.n - 1))
+    assert walked == list(range(hi - 2, lo - 1, -1))
+
+
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 64))
+def test_order_visits_every_tile_once_longest_first(m_blocks, heads, section):
+    section = min(section, heads)
+    tiles = [schedule.order(i, m_blocks, heads, section) for i in range(m_blocks * heads)]
+    assert sorted(tiles) == [(m, h) for m in range(m_blocks) for h in range(heads)]
+    for part in {h // section for _, h in tiles}:
+        blocks = [m for m, h in tiles if h // section == part]
+        assert blocks == sorted(blocks, reverse=True)
+    assert [h // section for _, h in tiles] == sorted(h // section for _, h in tiles)
+
+
+@given(st.integers(0, 1 << 20), st.integers(1, 64), st.integers(1, 16))
+def test_a_section_fits_the_cache_or_is_one_head(kv_len, kv_heads, fold):
+    row_bytes = 512
+    heads = schedule.section_heads(kv_len, row_bytes, kv_heads, fold)
+    assert heads % fold == 0 and 1 <= heads // fold <= kv_heads
+    assert heads == fold or heads // fold * kv_len * row_bytes <= schedule.L2_BYTES
+    assert heads // fold == kv_heads or (heads // fold + 1) * kv_len * row_bytes > schedule.L2_BYTES
+
+
+@given(st.integers(0, 500), st.integers(0, 15), st.integers(1, 16))
+def test_packed_rows_are_token_and_head(row, kv_head, group):
+    token, head = geometry.token_of(row, group, True), geometry.head_of(row, kv_head, group, True)
+    assert token * group + head % group == row and head // group == kv_head
+    assert geometry.token_of(row, 1, False) == row and geometry.head_of(row, kv_head, 1, False) == kv_head
+    assert geometry.kv_head_of(head, group, False) == kv_head == geometry.kv_head_of(kv_head, group, True)
+
+
+@pytest.mark.parametrize("n", [64, 80, 96, 128, 160, 176])
+def test_boxes_fill_a_tile(n):
+    assert kv.boxes(n) and all(n % b == 0 for b in kv.boxes(n)) and n // kv.boxes(n)[0] <= 32
+    assert all(any(page % b == 0 for b in kv.boxes(n)) for page in (8, 16, 32, 64, 128, 256))
+
+
+class Tensor(NamedTuple):
+    shape: tuple[int, ...]
+
+
+@pytest.mark.parametrize("pack, rows", [(False, 1), (True, 4)])
+def test_fold(pack, rows):
+    a = type("Args", (), {"q": Tensor((9, 8, 64)), "k": Tensor((5, 2, 16, 64))})
+    assert geometry.fold(replace(AttentionSpec(), pack_gqa=pack), a) == rows
