@@ -32,6 +32,7 @@ def test_shipped(held, op, spec):
     counts = entry["instructions"]
     assert entry["stack"] == 0 and "LDL" not in counts and "STL" not in counts, "spills"
     assert counts["HGMMA"] > 0 and counts["UTMALDG"] > 0
+    assert counts["WARPGROUP"] < counts["HGMMA"], "the compiler fences and waits around every single WGMMA"
 
 
 def test_opcodes_are_counted_with_and_without_predicates():

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 INSTALL = "pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
-# Tensor-core MMAs, TMA copies, and the loads and stores that a spill would show as.
-COUNTED = ("HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "UTCOMMA", "UTMALDG", "UTMASTG", "LDL", "STL")
+# Tensor-core MMAs, Hopper's fences and waits around them, TMA copies, the loads and stores that a spill would show as.
+COUNTED = ("HGMMA", "QGMMA", "WARPGROUP", "UTCHMMA", "UTCQMMA", "UTCOMMA", "UTMALDG", "UTMASTG", "LDL", "STL")
 
 
 @cache
