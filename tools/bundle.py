@@ -118,14 +118,16 @@ def compile_one(op: str, spec: Any, arch: str, objects: Path) -> str:
 
 
 def facts_of(path: Path) -> dict[str, Any]:
-    """inspect.facts of an object's cubin; kept beside the object, since the disassembler takes 0.6 s."""
+    """inspect.facts of an object's cubin; kept beside the object, with the opcodes that were counted, since the
+    disassembler takes 0.6 s."""
     cache = path.with_suffix(".facts")
-    if cache.exists():
-        return json.loads(cache.read_text())
+    kept = json.loads(cache.read_text()) if cache.exists() else {}
+    if kept.get("counted") == list(inspect.COUNTED):
+        return kept["facts"]
     shared = json.loads(path.with_suffix(".shared").read_text())
     facts = inspect.facts(path.with_suffix(".cubin").read_bytes(), shared)
     if inspect.disassembler() is not None:
-        manifest.write_atomic(cache, manifest.canonical(facts).encode())
+        manifest.write_atomic(cache, manifest.canonical({"counted": inspect.COUNTED, "facts": facts}).encode())
     return facts
 
 
