@@ -187,8 +187,10 @@ def step(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at, masked: cu
     warpgroup.wait_group(1)
     scores(spec, r, x, j, masked)
     probabilities(r, x, 0)
-    pipe.release_after(s.k_pipe, i + 1, wgmma.rows_cols(r.s)[0, 0], -x.score_scale)
-    warpgroup.wait_group(0)  # stays behind that release, which stays behind an exponential, which is above -score_scale
+    # An exponential is never below -|score_scale|, whatever a device tensor holds: the release always happens, and the
+    # wait stays behind it.
+    pipe.release_after(s.k_pipe, i + 1, wgmma.rows_cols(r.s)[0, 0], -cute.math.absf(x.score_scale))
+    warpgroup.wait_group(0)
     pipe.release(s.v_pipe, i)
     operand_p(r, 0)
     probabilities(r, x, 1)
