@@ -1,15 +1,17 @@
-# make demo | test | bench | cubins | lint
+# make demo | test | bench | cubins | lint | plots | mutants
 #
 # PY          python that makes the virtual environment
 # VENV        where it lives
 # USE_SYSTEM  1: use PY as it is, with no virtual environment (a GPU machine that has torch and no package index)
 # ARCH, JOBS  of `make cubins`
+# MUTATED     kernels of `make mutants`
 
 PY ?= python3
 VENV ?= .venv
 USE_SYSTEM ?=
 ARCH ?= sm_90a
 JOBS ?= $(shell nproc)
+MUTATED ?= bf16_d128_causal_paged_m128n128s3r bf16_d64_full_window_pack_paged_m128n128s4
 
 ifeq ($(USE_SYSTEM),1)
 PYTHON := $(PY)
@@ -22,7 +24,7 @@ WEIGHTS := $(VENV)/.weights
 endif
 PIP := $(PYTHON) -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo test lint bench plots cubins clean
+.PHONY: demo test lint bench plots mutants cubins clean
 
 demo: $(READY) $(WEIGHTS)
 	$(PYTHON) -m tools.demo
@@ -40,6 +42,10 @@ bench: $(READY)
 plots: $(READY)
 	$(PYTHON) -m bench plots
 	$(PYTHON) -m bench readme
+
+# Breaks one synchronisation of these kernels at a time; about 10 minutes on 2 cores.
+mutants: $(READY)
+	$(PYTHON) -m tools.ptxsim.mutate $(MUTATED)
 
 cubins: $(READY)
 	$(PYTHON) -m tools.aot build --arch $(ARCH) --jobs $(JOBS)

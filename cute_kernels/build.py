@@ -12,7 +12,8 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -45,6 +46,7 @@ class Compiled:
     ptx: str
     cubin: bytes
     shared: int | None  # bytes of dynamic shared memory of the largest launch; None where the host code hides it
+    host: str  # the host function in the DSL's MLIR: tensor maps, grid and kernel parameters as functions of Args
 
     def export(self, path: Path, symbol: str) -> None:
         """Write an object file whose only visible symbol is the TVM FFI function `symbol`."""
@@ -95,8 +97,31 @@ def build(op: str, spec: Any, arch: str) -> Compiled:
         args = module.fake_args(spec)
         _name(module, f"{op}__{spec.name}".replace(".", "_"), args._fields)
         options = f"{OPTIONS} {ARCH_OPTIONS.get(arch, '')} --dump-dir {folder}"
-        fn = cute.compile(module.forward, spec, abi.stream(), *args, options=options)
-        return Compiled(op, spec, arch, fn, fn.__ptx__, fn.__cubin__, _dynamic_shared(str(fn.ir_module)))
+        with _kept_mlir(folder):
+            fn = cute.compile(module.forward, spec, abi.stream(), *args, options=options)
+        shared = _dynamic_shared(str(fn.ir_module))
+        return Compiled(op, spec, arch, fn, fn.__ptx__, fn.__cubin__, shared, _host_function(fn.__mlir__))
+
+
+@contextmanager
+def _kept_mlir(folder: str) -> Iterator[None]:
+    """Make cute.compile keep the MLIR of its first stage. No compile option does; CUTE_DSL_KEEP is read at import."""
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    settings = CuTeDSL._get_dsl().envar
+    before = settings.keep_ir_clean, settings.dump_dir
+    settings.keep_ir_clean, settings.dump_dir = True, folder
+    try:
+        yield
+    finally:
+        settings.keep_ir_clean, settings.dump_dir = before
+
+
+def _host_function(mlir: str) -> str:
+    """Type aliases and host function of a module, a twentieth of it."""
+    aliases = re.findall(r"^[!#]\w+ = .*\n", mlir, re.MULTILINE)
+    functions = re.findall(r"^( *)(func\.func .*?\n)\1\}$", mlir, re.MULTILINE | re.DOTALL)
+    return "".join(aliases) + "".join(f"{indent}{text}{indent}}}\n" for indent, text in functions)
 
 
 def _dynamic_shared(host: str) -> int | None:
@@ -122,7 +147,8 @@ def _name(module: Any, name: str, fields: tuple[str, ...]) -> None:
 
 
 def object_file(op: str, spec: Any, arch: str, folder: Path) -> Path:
-    """`folder/<key>.o`, compiled now unless it is there; `.cubin`, `.ptx` and `.shared` (bytes) lie beside it.
+    """`folder/<key>.o`, compiled now unless it is there; `.cubin`, `.ptx`, `.mlir` (of the host function) and `.shared`
+    (bytes) lie beside it.
 
     The object appears last and in one step. Processes that want the same key wait for the first one.
     """
@@ -136,6 +162,7 @@ def object_file(op: str, spec: Any, arch: str, folder: Path) -> Path:
         compiled = build(op, spec, arch)
         manifest.write_atomic(path.with_suffix(".cubin"), compiled.cubin)
         manifest.write_atomic(path.with_suffix(".ptx"), compiled.ptx.encode())
+        manifest.write_atomic(path.with_suffix(".mlir"), compiled.host.encode())
         manifest.write_atomic(path.with_suffix(".shared"), manifest.canonical(compiled.shared).encode())
         with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as scratch:
             exported = Path(scratch) / "kernel.o"

@@ -146,6 +146,15 @@ def test_device_scales(shape):
     close(got, [t.float() for t in run(make(BASE, bmm1_scale=0.2, bmm2_scale=0.5))], BASE.tolerance)
 
 
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_device_scale_that_is_not_positive(scale):
+    """Documented to give NaN, and to end."""
+    case = replace(BASE, q_lens=(40, 300), kv_lens=(700, 900))
+    out, _ = run(make(case, bmm1_scale=torch.full((1,), scale, device=CUDA)))
+    torch.cuda.synchronize()
+    assert out.isnan().any() or scale == 0.0
+
+
 def test_strided_outputs():
     inputs = make(BASE)
     want = run(inputs)

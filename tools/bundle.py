@@ -4,7 +4,7 @@
     <bundle>/<family>-<12 hex>.so          one library per operator family, named by the keys it holds
     <bundle>/cubin/<symbol>.cubin          what the library embeds, for inspection
     <bundle>/libcute_dsl_runtime.so        NVIDIA's runtime library, copied from the DSL; found by RUNPATH $ORIGIN
-    <objects>/<key>.o .cubin .ptx .shared  one compiled kernel each; shared by all bundles of a checkout
+    <objects>/<key>.o .cubin .ptx .mlir .shared  one compiled kernel each; shared by all bundles of a checkout
 
 Kernels compile in processes, never in threads. A file of a published bundle is never rewritten, only replaced by
 another name, so a build that is interrupted at any point leaves the old bundle or the new one, both valid.
@@ -284,7 +284,7 @@ def prune(place: Place, current: Manifest) -> None:
     oldest = time.time() - UNUSED_DAYS * 86400
     for path in place.objects.glob("*.o"):
         if path.stat().st_mtime < oldest:
-            for suffix in (".o", ".cubin", ".ptx", ".shared", ".facts"):
+            for suffix in (".o", ".cubin", ".ptx", ".mlir", ".shared", ".facts"):
                 path.with_suffix(suffix).unlink(missing_ok=True)
 
 

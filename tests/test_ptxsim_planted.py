@@ -1,0 +1,69 @@
+"""The simulator finds the bugs planted in a small kernel, whatever the schedule, and passes the kernel without one."""
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cute_kernels import build
+from tests.conftest import ARCH
+from tools.ptxsim import host
+from tools.ptxsim.faults import Deadlock, Fault
+from tools.ptxsim.machine import MODES
+from tools.ptxsim.run import run
+
+LENGTH, PAGES = 70, 5
+
+
+PAGE = 32  # rows, as in planted.py
+EXPECTED = {
+    "bytes": (Deadlock, r"warp  0.*try_wait(.|\n)*phase 0, 0 of 1 arrivals missing, 16 bytes missing"),
+    "arrival": (Deadlock, r"phase 0, 1 of 2 arrivals missing"),
+    "fence": (Fault, r"through the async proxy, written by warp \d without fence.proxy.async"),
+    "page": (Fault, r"4 B at offset 12 of argument 2, which has 12 B"),
+    "ragged": (Fault, r"at offset \d+ of argument 3, which has 8960 B"),
+    "wait": (Fault, r"under way|without synchronisation|nothing has written"),
+    "barrier": (Fault, r"no initialised mbarrier|without synchronisation"),
+    "early": (Fault, r"has not waited for its bulk stores"),
+}
+
+
+def launch(bug: str, tmp_path) -> tuple:
+    """(call, pool, table, copied, out) of a problem of three pages, the last one ragged."""
+    build.use_arch(ARCH)
+    import cutlass.cute as cute
+
+    from cute_kernels import abi
+    from tests import planted
+
+    with build._kept_mlir(str(tmp_path)):
+        options = f"{build.OPTIONS} --dump-dir {tmp_path}"
+        compiled = cute.compile(planted.forward, bug, abi.stream(), *planted.fake_args(), options=options)
+    rng = np.random.default_rng()
+    pool = rng.standard_normal((PAGES, PAGE, 64)).astype(ml_dtypes.bfloat16)
+    table = rng.permutation(PAGES)[:3].astype(np.int32)
+    copied = np.full((3, PAGE, 64), np.nan, ml_dtypes.bfloat16)
+    out = np.full((LENGTH, 64), np.nan, ml_dtypes.bfloat16)
+    args = [pool, copied, table, out, LENGTH, 3]
+    (call,) = host.evaluate(compiled.__mlir__, compiled.__ptx__, args, build._dynamic_shared(str(compiled.ir_module)))
+    return call, pool, table, copied, out
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_bug(tmp_path, mode):
+    call, pool, table, copied, out = launch("", tmp_path)
+    run(call, mode=mode, seed=1)
+    expected = (pool[table].astype(np.float32) + 1).astype(ml_dtypes.bfloat16)
+    assert (copied == expected).all()
+    assert (out == expected.reshape(-1, 64)[:LENGTH]).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bug", EXPECTED)
+def test_planted_bug(tmp_path, bug, mode):
+    call, *_ = launch(bug, tmp_path)
+    kind, message = EXPECTED[bug]
+    with pytest.raises(kind) as caught:
+        run(call, mode=mode, seed=1)
+    assert re.search(message, str(caught.value)), str(caught.value)

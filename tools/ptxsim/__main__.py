@@ -1,0 +1,71 @@
+"""Run a shipped kernel on the CPU and print the report.
+
+python -m tools.ptxsim bf16_d128_causal_paged_m128n128s2             all variants, all modes
+python -m tools.ptxsim 'bf16_d64*' --mode random --seed 3            part or glob of op/name
+python -m tools.ptxsim --forms FILE.ptx                              instruction forms of a file that are unknown
+"""
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+
+from tools import aot
+
+from . import workloads
+from .faults import Fault
+from .forms import find
+from .machine import MODES
+from .parse import parse
+from .program import control
+
+
+def unknown_forms(path: Path) -> Counter[str]:
+    """Opcodes of a PTX file that no form matches, and how often each occurs."""
+    instructions = parse(path.read_text()).instructions
+    return Counter(x.op for x in instructions if not control(x) and find(x.op) is None)
+
+
+def run_kernel(op: str, spec: object, arch: str, modes: list[str], seed: int) -> int:
+    """Print a line per variant and mode; the number of failures."""
+    family, failures = op.split(".")[0], 0
+    for case in workloads.CASES[family](spec):
+        for mode in modes:
+            head = f"{spec.name} {case.name:8} {mode:7}"  # type: ignore[attr-defined]
+            try:
+                outcome = workloads.RUN[family](spec, case, arch, mode=mode, seed=seed)
+            except Fault as fault:
+                failures += 1
+                print(f"{head} {type(fault).__name__}: {fault}", flush=True)
+                continue
+            wrong = not outcome.error <= 1
+            failures += wrong
+            counts = ", ".join(f"{count} {name}" for name, count in outcome.result.counts.items())
+            verdict = "WRONG" if wrong else "right"
+            print(
+                f"{head} {verdict}: {outcome.error:.2f} of the tolerance, {outcome.seconds:.2f} s, {counts}", flush=True
+            )
+    return failures
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.ptxsim", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("spec", nargs="?", help="name of a shipped kernel, part of it, or a glob")
+    parser.add_argument("--arch", default="sm_90a")
+    parser.add_argument("--mode", action="append", choices=MODES, help="repeatable; all modes by default")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--forms", type=Path, metavar="PTX")
+    args = parser.parse_args(argv)
+    if args.forms:
+        unknown = unknown_forms(args.forms)
+        print("\n".join(f"{count:6} {op}" for op, count in unknown.most_common()) or "every form is known")
+        return int(bool(unknown))
+    exact = [kernel for kernel in aot.shipped(args.arch) if kernel[1].name == args.spec]
+    kernels = exact or [kernel for kernel in aot.shipped(args.arch) if args.spec and aot.matches(kernel, args.spec)]
+    if not kernels:
+        parser.error(f"no shipped kernel of {args.arch} matches {args.spec}")
+    return min(1, sum(run_kernel(op, spec, args.arch, args.mode or list(MODES), args.seed) for op, spec in kernels))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Forms that update memory as one step: atom, red, and the asynchronous red.async."""
+
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .data import flag, is_policy, read, write
+from .faults import Fault
+from .forms import Op, effect, form, refuse
+from .machine import PARAMS, WINDOW, Threads
+from .numbers import decode, encode, flush, pair, unpair
+from .parse import Instruction, vector
+from .translate import dtype_of
+
+ATOMIC = "Parallel Synchronization and Communication Instructions: atom, red"
+U64 = np.uint64
+KINDS = re.compile(r"[busf](?:16|32|64)|f16x2|bf16x2|bf16")
+SPACES = ("global", "shared", "shared::cta", "shared::cluster")
+
+
+def wrap_up(old: Any, b: Any) -> Any:
+    return np.where(old >= b, old.dtype.type(0), old + old.dtype.type(1))
+
+
+def wrap_down(old: Any, b: Any) -> Any:
+    return np.where((old == 0) | (old > b), b, old - old.dtype.type(1))
+
+
+UPDATE: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+    "inc": wrap_up, "dec": wrap_down, "min": np.minimum, "max": np.maximum, "exch": lambda old, b: b,
+    "cas": lambda old, expected, new: np.where(old == expected, new, old),
+}  # fmt: skip
+
+
+def update_of(what: str, kind: str, in_cache: bool) -> tuple[str, Callable[..., Any]]:
+    """(PTX type of the operands, function) of an update. in_cache: f32 sums are done in L2, which flushes denormals."""
+    plain = UPDATE[what]
+    if kind == "f32" and what == "add" and in_cache:
+        return kind, lambda old, b: flush(flush(old) + flush(b))
+    if kind in ("f16", "bf16"):
+        return "b16", lambda old, b: encode(plain(decode(old, kind), decode(b, kind)), kind)
+    if kind in ("f16x2", "bf16x2"):
+        single = kind[:-2]
+
+        def both(old: Any, b: Any) -> Any:
+            values = zip(pair(old, single), pair(b, single))
+            return unpair(*(encode(plain(left, right), single) for left, right in values))
+
+        return "b32", both
+    return kind, plain
+
+
+@form(r"(atom|red)\.(.*)", ATOMIC)
+def atomic(x: Instruction, f: re.Match[str]) -> Op:
+    parts = f[2].split(".")
+    what = next((part for part in parts if part in UPDATE), "")
+    kind = parts[-1]
+    known = {
+        "relaxed",
+        "acquire",
+        "release",
+        "acq_rel",
+        "cta",
+        "cluster",
+        "gpu",
+        "sys",
+        "noftz",
+        "v2",
+        "v4",
+        "v8",
+        what,
+    }
+    if not what or not KINDS.fullmatch(kind) or set(parts[:-1]) - known - set(SPACES) - {"L2::cache_hint"}:
+        raise refuse(x, "this form")
+    space = next((part for part in parts if part in SPACES), "generic")
+    stored, update = update_of(what, kind, not space.startswith("shared"))
+    dtype, returns = dtype_of(stored), f[1] == "atom"
+    vectors = any(part in ("v2", "v4", "v8") for part in parts)
+    operands = [text for text in x.args[1 + returns :] if not is_policy(x, text)]
+    sources = [register for text in operands for register in vector(text)]
+    count = len(vector(operands[0])) if vectors else 1
+
+    def run(t: Threads, x: Instruction, address: Any, *values: Any) -> Any:
+        flag(t, address, acquire="release" not in parts, release="acquire" not in parts)
+        old = np.empty((count, t.count), dtype)
+        for part in turns(address):
+            some = t.select(part)
+            if some is None:
+                continue
+            pick = some.pick
+            was = read(some, x, space, address[pick], dtype, count)
+            old[:, pick] = was
+            if vectors:
+                new = np.stack([update(was[i], values[i][pick]) for i in range(count)])
+            else:
+                new = update(was[0], *[value[pick] for value in values])[None]
+            put(some, x, space, address[pick], new.astype(dtype))
+        return tuple(old) if count > 1 else old[0]
+
+    ins = [(x.args[int(returns)], "address"), *[(source, stored) for source in sources]]
+    outs = tuple((register, stored) for register in vector(x.args[0])) if returns and x.args[0] != "_" else ()
+    return effect(run, *ins, outs=outs)
+
+
+def turns(address: np.ndarray) -> list[np.ndarray]:
+    """Masks that cut threads into groups without a common address, in thread order for each address."""
+    order = np.argsort(address, kind="stable")
+    ordered = address[order]
+    starts = np.r_[True, ordered[1:] != ordered[:-1]]
+    if starts.all():
+        return [np.ones(len(address), bool)]
+    rank = np.arange(len(address)) - np.maximum.accumulate(np.where(starts, np.arange(len(address)), 0))
+    turn = np.empty_like(rank)
+    turn[order] = rank
+    return [turn == i for i in range(int(rank.max()) + 1)]
+
+
+def put(t: Threads, x: Instruction, space: str, address: np.ndarray, values: np.ndarray) -> None:
+    """Like `write`, but an atomic update is no plain write: the shadow keeps the last plain writer."""
+    m = t.machine
+    if space == "generic" and bool(((address >= U64(WINDOW)) & (address < U64(PARAMS))).all()):
+        space, address = "shared", address - U64(WINDOW)
+    if not space.startswith("shared"):
+        return write(t, x, space, address, values)
+    flat = m.flat(t, address, values.dtype.itemsize, x)
+    words = flat >> 2
+    if m.shared.reading[words].any() or m.shared.flying[words].any():
+        raise Fault(f"{t.say(x)}: updates shared memory that an async operation uses")
+    for i, row in enumerate(values):
+        m.shared.bytes.view(row.dtype)[flat // row.dtype.itemsize + i] = row
+
+
+@form(
+    r"red\.async(?:\.relaxed)?(?:\.cluster)?\.shared::cluster\.mbarrier::complete_tx::bytes"
+    r"\.(add|and|or|xor|inc|dec|min|max)\.([bus](?:32|64))",
+    "Parallel Synchronization and Communication Instructions: red.async",
+)
+def reduce_async(x: Instruction, f: re.Match[str]) -> Op:
+    update = UPDATE[f[1]]
+
+    def run(t: Threads, x: Instruction, address: Any, barrier: Any, values: Any) -> None:
+        m = t.machine
+        size = values.dtype.itemsize
+        to, signal = m.flat(t, address, size, x), m.flat(t, barrier, 8, x)
+        for i in range(t.count):
+            point = m.signalled(t, int(signal[i]), x)
+
+            def complete(place: int = int(to[i]) // size, value: Any = values[i : i + 1], point: Any = point) -> None:
+                memory = m.shared.bytes.view(values.dtype)
+                memory[place : place + 1] = update(memory[place : place + 1], value)
+                point.tx -= size
+                point.settle()
+
+            m.post(f"{t.say(x)} to {m.shared.name(int(to[i]))}", complete)
+
+    return effect(run, (x.args[0], "address"), (x.args[2], "address"), (x.args[1], f[2]))

@@ -1,0 +1,53 @@
+"""Synchronisation objects: mbarriers, named barriers, cluster barriers."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .faults import Fault
+from .order import Clock
+
+
+@dataclass
+class Mbarrier:
+    """An mbarrier object (PTX ISA, Parallel Synchronization: mbarrier). component: its phases, in order.Order."""
+
+    address: str
+    count: int
+    component: int
+    pending: int = 0
+    tx: int = 0
+    phase: int = 0
+    visible: bool = False  # its initialisation has been fenced for the async proxy and the cluster
+    arriving: Clock = field(default_factory=Clock)  # of the current phase
+    released: Clock = field(default_factory=Clock)  # of the phases that are complete
+
+    def __post_init__(self) -> None:
+        self.pending = self.count
+
+    def settle(self) -> bool:
+        """Complete the phase if nothing is missing. Fault on an arrival too many."""
+        if self.pending < 0:
+            raise Fault(f"mbarrier {self.address}: more arrivals in phase {self.phase} than its count {self.count}")
+        if self.pending or self.tx:
+            return False
+        self.phase += 1
+        self.pending = self.count
+        self.released.take(self.arriving)
+        self.released.event(self.component, self.phase)
+        self.arriving = Clock()
+        return True
+
+    def __str__(self) -> str:
+        return f"phase {self.phase}, {self.pending} of {self.count} arrivals missing, {self.tx} bytes missing"
+
+
+@dataclass
+class Rendezvous:
+    """A named barrier, or the barrier of a cluster: threads that have arrived, and those who wait."""
+
+    need: int
+    arrived: int = 0
+    phase: int = 0
+    clock: Clock = field(default_factory=Clock)
+    waiting: list[tuple[np.ndarray, int]] = field(default_factory=list)  # threads, unit at which they go on

@@ -1,0 +1,216 @@
+"""Integer arithmetic, bits, shifts, selection."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from .case import Sketch, elementwise, random
+from .data import KEYS_INT, pairs, triples
+
+N, L, C = "Integer Arithmetic Instructions: ", "Logic and Shift Instructions: ", "Comparison Instructions: "
+E, M = "Extended-Precision Arithmetic Instructions: ", "Data Movement Instructions: "
+BINARY = (
+    *("add.u32", "add.s32", "add.sat.s32", "sub.s32", "sub.sat.s32", "mul.lo.s32", "mul.hi.s32", "mul.hi.u32"),
+    *("mul24.lo.s32", "mul24.lo.u32", "mul24.hi.s32", "mul24.hi.u32", "min.s32", "min.u32", "max.s32", "max.u32"),
+    *("min.relu.s32", "max.relu.s32"),
+)
+PACKED = ("add.u16x2", "add.s16x2", "min.s16x2", "max.u16x2", "min.relu.s16x2", "max.relu.s16x2", "min.u16x2")
+TERNARY = (
+    *("mad.lo.s32", "mad.hi.s32", "mad.hi.u32", "mad.hi.sat.s32", "mad24.lo.s32", "mad24.hi.u32", "sad.s32", "sad.u32"),
+    *("dp4a.u32.u32", "dp4a.s32.s32", "dp4a.s32.u32", "dp4a.u32.s32", "dp2a.lo.s32.s32", "dp2a.hi.u32.s32"),
+)
+UNARY = (
+    "neg.s32",
+    "abs.s32",
+    "popc.b32",
+    "clz.b32",
+    "brev.b32",
+    "bfind.s32",
+    "bfind.u32",
+    "bfind.shiftamt.s32",
+    "cnot.b32",
+)
+MODES = ("f4e", "b4e", "rc8", "ecl", "ecr", "rc16")
+
+
+def keys(name: str, dtype: type = np.uint32) -> tuple[np.ndarray, np.ndarray]:
+    return pairs(KEYS_INT, dtype, name)
+
+
+def shifts(name: str, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Values, and shift distances up to and past the width."""
+    rng = random(name)
+    amount = np.array([0, 1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 0x80000001], np.uint32)
+    b = np.tile(amount, 4)
+    return rng.randint(0, 1 << 32, (len(b), 2), dtype=np.uint64).astype(np.uint32).view(np.uint64)[:, 0].astype(
+        f"u{bits // 8}"
+    ), b
+
+
+def arithmetic() -> Iterator[Sketch]:
+    for op in BINARY + PACKED:
+        yield elementwise(N + op.split(".")[0], op, keys(op), np.uint32)
+    for op in TERNARY:
+        yield elementwise(N + op.split(".")[0], op, triples(keys(op), op), np.uint32)
+    for op in UNARY:
+        yield elementwise(N + op.split(".")[0], op, (keys(op)[1],), np.uint32)
+    for op in ("mul.wide.s32", "mul.wide.u32"):
+        yield elementwise(N + "mul", op, keys(op), np.uint64)
+    for op in ("mul.wide.s16", "mul.wide.u16"):
+        a, b = keys(op)
+        yield elementwise(N + "mul", op, (a.astype(np.uint16), b.astype(np.uint16)), np.uint32)
+    for op in ("mad.wide.s32", "mad.wide.u32"):
+        a, b = keys(op)
+        c = random(op).randint(0, 1 << 63, len(a), dtype=np.uint64) * np.uint64(2)
+        yield elementwise(N + "mad", op, (a, b, c), np.uint64)
+    for op in ("add.s16", "sub.u16", "mul.lo.s16", "mul.hi.s16", "mul.hi.u16", "min.s16", "max.u16"):
+        a, b = keys(op)
+        yield elementwise(N + op.split(".")[0], op, (a.astype(np.uint16), b.astype(np.uint16)), np.uint16)
+    for op in ("add.s64", "sub.u64", "mul.lo.s64", "mul.hi.s64", "mul.hi.u64", "min.s64", "max.u64"):
+        a, b = wide(op)
+        yield elementwise(N + op.split(".")[0], op, (a, b), np.uint64)
+    for op in ("neg.s64", "abs.s64", "brev.b64"):
+        yield elementwise(N + op.split(".")[0], op, (wide(op)[0],), np.uint64)
+    for op in ("popc.b64", "clz.b64", "bfind.s64", "bfind.u64"):
+        yield elementwise(N + op.split(".")[0], op, (wide(op)[1],), np.uint32)
+
+
+def wide(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """64-bit pairs; the upper half comes from another pair."""
+    a, b = keys(name)
+    order = random(name).permutation(len(a))
+    return a | a[order].astype(np.uint64) << np.uint64(32), b | b[order].astype(np.uint64) << np.uint64(32)
+
+
+def division() -> Iterator[Sketch]:
+    """Without a zero divisor, for which the ISA leaves the result open."""
+    for op in ("div.s32", "div.u32", "rem.s32", "rem.u32"):
+        a, b = keys(op)
+        yield elementwise(N + op[:3], op, (a, np.where(b == 0, np.uint32(5), b)), np.uint32)
+    for op in ("div.s64", "rem.u64", "rem.s64"):
+        a, b = wide(op)
+        yield elementwise(N + op[:3], op, (a, np.where(b == 0, np.uint64(5), b)), np.uint64)
+    for op in ("div.s16", "rem.u16"):
+        a, b = (part.astype(np.uint16) for part in keys(op))
+        yield elementwise(N + op[:3], op, (a, np.where(b == 0, np.uint16(5), b)), np.uint16)
+
+
+def carries() -> Iterator[Sketch]:
+    add = "add.cc.u32 %t1, $a, $b;\naddc.cc.u32 %t2, $b, $c;\naddc.u32 $x, %t1, %t2;"
+    sub = "sub.cc.u32 %t1, $a, $b;\nsubc.cc.u32 %t2, $b, $c;\nsubc.u32 $x, %t1, %t2;"
+    mad = "mad.lo.cc.u32 %t1, $a, $b, $c;\nmadc.hi.u32 $x, $a, $b, %t1;"
+    long = "add.cc.u64 %q1, $a, $b;\naddc.u64 $x, $b, 0;"
+    for form, op in (("add.cc.u32, addc.cc.u32, addc.u32", add), ("sub.cc.u32, subc.cc.u32, subc.u32", sub)):
+        yield elementwise(E + form[:3], op, triples(keys(form), form), np.uint32, form=form, name=form)
+    form = "mad.lo.cc.u32, madc.hi.u32"
+    yield elementwise(E + "mad", mad, triples(keys(form), form), np.uint32, form=form, name=form)
+    form = "add.cc.u64, addc.u64"
+    yield elementwise(E + "add", long, wide(form), np.uint64, form=form, name=form)
+
+
+def fields() -> Iterator[Sketch]:
+    """Bit fields, masks and shifts, with positions and lengths past the width."""
+    rng = random("fields")
+    position = np.tile(np.array([0, 1, 8, 31, 32, 40, 255, 256], np.uint32), 16)
+    length = np.repeat(np.array([0, 1, 4, 16, 31, 32, 33, 255], np.uint32), 16)
+    value = rng.randint(0, 1 << 32, len(length), dtype=np.uint64).astype(np.uint32)
+    for op in ("bfe.s32", "bfe.u32"):
+        yield elementwise(N + "bfe", op, (value, position, length), np.uint32)
+    long = rng.randint(0, 1 << 63, len(length), dtype=np.uint64) * np.uint64(2)
+    far = position * np.uint32(2) & np.uint32(255)
+    for op in ("bfe.s64", "bfe.u64"):
+        yield elementwise(N + "bfe", op, (long, far, length), np.uint64)
+    yield elementwise(N + "bfi", "bfi.b32", (value, value[::-1].copy(), position, length), np.uint32)
+    yield elementwise(N + "bfi", "bfi.b64", (long, long[::-1].copy(), position & np.uint32(255), length), np.uint64)
+    for op in ("bmsk.clamp.b32", "bmsk.wrap.b32"):
+        yield elementwise(N + "bmsk", op, (position, length), np.uint32)
+    for op in ("szext.clamp.s32", "szext.wrap.u32"):
+        yield elementwise(N + "szext", op, (value, position), np.uint32)
+    for op, bits in (
+        ("shl.b32", 32),
+        ("shr.u32", 32),
+        ("shr.s32", 32),
+        ("shl.b64", 64),
+        ("shr.u64", 64),
+        ("shr.s64", 64),
+    ):
+        a, b = shifts(op, bits)
+        yield elementwise(L + op[:3], op, (a, b), a.dtype)
+    for op in ("shl.b16", "shr.u16", "shr.s16"):
+        a, b = shifts(op, 16)
+        yield elementwise(L + op[:3], op, (a, b), np.uint16)
+    for op in ("shf.l.wrap.b32", "shf.r.wrap.b32", "shf.l.clamp.b32", "shf.r.clamp.b32"):
+        a, c = shifts(op, 32)
+        yield elementwise(L + "shf", op, (a, a[::-1].copy(), c), np.uint32)
+
+
+def logic() -> Iterator[Sketch]:
+    for op in ("and.b32", "or.b32", "xor.b32"):
+        yield elementwise(L + op.split(".")[0], op, keys(op), np.uint32)
+    for op in ("and.b16", "xor.b16"):
+        a, b = keys(op)
+        yield elementwise(L + op.split(".")[0], op, (a.astype(np.uint16), b.astype(np.uint16)), np.uint16)
+    yield elementwise(L + "not", "not.b32", (keys("not")[1],), np.uint32)
+    yield elementwise(L + "or", "or.b64", wide("or"), np.uint64)
+    for lut in (0x01, 0x1B, 0x80, 0x96, 0xCA, 0xE8, 0xF8):
+        op = f"lop3.b32 $x, $a, $b, $c, {lut};"
+        yield elementwise(
+            L + "lop3", op, triples(keys("lop3"), "lop3"), np.uint32, form="lop3.b32", name=f"lop3.b32 {lut:#x}"
+        )
+    form = "and.pred, or.pred, xor.pred, not.pred"
+    op = """setp.lt.s32 %p1, $a, $b;
+        setp.gt.u32 %p2, $a, $b;
+        and.pred %p3, %p1, %p2;
+        or.pred %p4, %p1, %p2;
+        xor.pred %p5, %p1, %p2;
+        not.pred %p6, %p1;
+        selp.b32 $x, 1, 0, %p3;
+        @%p4 or.b32 $x, $x, 2;
+        @!%p5 or.b32 $x, $x, 4;
+        @%p6 or.b32 $x, $x, 8;"""
+    yield elementwise(L + "and", op, keys("pred"), np.uint32, form=form, name=form)
+    rng = random("prmt")
+    a, b, c = rng.randint(0, 1 << 32, (3, 128), dtype=np.uint64).astype(np.uint32)
+    yield elementwise(M + "prmt", "prmt.b32", (a, b, c), np.uint32)
+    for mode in MODES:
+        yield elementwise(M + "prmt", f"prmt.b32.{mode}", (a, b, c), np.uint32)
+
+
+def compared() -> Iterator[Sketch]:
+    for kind in ("eq", "ne", "lt", "le", "gt", "ge"):
+        form = f"setp.{kind}.s32"
+        op = f"{form} %p1, $a, $b;\nselp.b32 $x, $a, $b, %p1;"
+        yield elementwise(C + "setp", op, keys("setp"), np.uint32, form=form, name=form)
+    for kind in ("lo", "ls", "hi", "hs"):
+        form = f"setp.{kind}.u32"
+        op = f"{form} %p1, $a, $b;\nselp.b32 $x, 1, 0, %p1;"
+        yield elementwise(C + "setp", op, keys("setp"), np.uint32, form=form, name=form)
+    for kind in ("lt.s64", "ge.u64", "ne.b64"):
+        form = f"setp.{kind}"
+        op = f"{form} %p1, $a, $b;\nselp.b64 $x, $a, $b, %p1;"
+        yield elementwise(C + "setp", op, wide("setp"), np.uint64, form=form, name=form)
+    for kind in ("lt.s16", "gt.u16"):
+        form = f"setp.{kind}"
+        op = f"{form} %p1, $a, $b;\nselp.b16 $x, $a, $b, %p1;"
+        a, b = keys("setp")
+        yield elementwise(C + "setp", op, (a.astype(np.uint16), b.astype(np.uint16)), np.uint16, form=form, name=form)
+    for op in ("set.lt.u32.s32", "set.ge.s32.u32", "set.ne.f32.u32"):
+        yield elementwise(C + "set", op, keys(op), np.uint32)
+
+
+def moves() -> Iterator[Sketch]:
+    """mov between vectors and words."""
+    word = "mov.b32 {%h1, %h2}, $a;\nmov.b32 $x, {%h2, %h1};"
+    long = "mov.b64 {%t1, %t2}, $a;\nmov.b64 $x, {%t2, %t1};"
+    quarter = "mov.b64 {%h1, %h2, %h3, %h4}, $a;\nmov.b64 $x, {%h3, %h1, %h4, %h2};"
+    for form, op, data in (
+        ("mov.b32 {b16, b16}", word, keys("mov")[0]),
+        ("mov.b64 {b32, b32}", long, wide("mov")[0]),
+        ("mov.b64 {b16, b16, b16, b16}", quarter, wide("mov")[1]),
+    ):
+        yield elementwise(M + "mov", op, (data,), data.dtype, form=form, name=form)
+
+
+def sketches() -> Iterator[Sketch]:
+    for family in (arithmetic, division, carries, fields, logic, compared, moves):
+        yield from family()

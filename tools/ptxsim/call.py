@@ -1,0 +1,135 @@
+"""A kernel launch as the simulator takes it: PTX, global memory, parameters, tensor maps, grid."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .faults import Fault
+
+FIRST = 0x7F00_0000_0000  # address of the first buffer
+GUARD = 1 << 20  # unmapped bytes between buffers, at least: a stray address hits no other buffer
+FORMATS = {  # what cuTensorMapEncodeTiled calls CU_TENSOR_MAP_DATA_TYPE_*: bytes of an element in global memory
+    "u8": 1,
+    "u16": 2,
+    "u32": 4,
+    "u64": 8,
+    "f16": 2,
+    "bf16": 2,
+    "f32": 4,
+    "tf32": 4,
+    "16u4_align8": 0.5,
+}
+
+
+class Global:
+    """Global memory: numpy arrays at 64-bit addresses, apart from each other. Kernels read and write the arrays."""
+
+    def __init__(self) -> None:
+        self.bases = np.zeros(0, np.uint64)
+        self.buffers: list[np.ndarray] = []
+        self.names: list[str] = []
+        self._next = FIRST
+
+    def add(self, array: np.ndarray, name: str = "") -> int:
+        """The address of `array`, which must own its bytes in C order. An empty array has an address, and no byte."""
+        if not array.flags.c_contiguous:
+            raise ValueError(f"array {name}: must be C-contiguous, pass the buffer that it is a view of")
+        address = self._next
+        self.bases = np.append(self.bases, np.uint64(address))
+        self.buffers.append(array.reshape(-1).view(np.uint8))
+        self.names.append(name or f"buffer {len(self.names)}")
+        self._next += (array.nbytes + 2 * GUARD) // GUARD * GUARD
+        return address
+
+    def locate(self, address: np.ndarray, size: int, what: str) -> list[tuple[np.ndarray, np.ndarray, Any]]:
+        """(buffer, offsets, which of `address`) per buffer; Fault where `size` bytes are outside or misaligned."""
+        if not address.size:
+            return []
+        if (address % np.uint64(size)).any():
+            raise Fault(
+                f"{what}: address {int(address[address % np.uint64(size) != 0][0]):#x} is not aligned to {size} B"
+            )
+        owner = np.searchsorted(self.bases, address, "right") - 1
+        found = []
+        for index in [int(owner[0])] if (owner == owner[0]).all() else np.unique(owner).tolist():
+            which = slice(None) if (owner == index).all() else np.flatnonzero(owner == index)
+            if index < 0:
+                raise Fault(f"{what}: address {int(address[which][0]):#x} lies below every buffer")
+            offset = (address[which] - self.bases[index]).astype(np.int64)
+            outside = offset + size > self.buffers[index].size
+            if outside.any():
+                raise Fault(
+                    f"{what}: {size} B at offset {int(offset[outside][0])} of {self.names[index]}, "
+                    f"which has {self.buffers[index].size} B"
+                )
+            found.append((self.buffers[index], offset, which))
+        return found
+
+    def load(self, address: np.ndarray, dtype: Any, what: str = "load") -> np.ndarray:
+        """Elements of `dtype` at byte addresses (n,)."""
+        dtype = np.dtype(dtype)
+        out = np.empty(address.shape, dtype)
+        for buffer, offset, which in self.locate(address, dtype.itemsize, what):
+            out[which] = elements(buffer, dtype)[offset // dtype.itemsize]
+        return out
+
+    def store(self, address: np.ndarray, values: np.ndarray, what: str = "store") -> None:
+        """Elements to byte addresses (n,); where two fall on one address the last one stays."""
+        dtype = values.dtype
+        for buffer, offset, which in self.locate(address, dtype.itemsize, what):
+            elements(buffer, dtype)[offset // dtype.itemsize] = values[which]
+
+
+def elements(buffer: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Bytes seen as `dtype`; a remainder at the end is cut off."""
+    return buffer[: buffer.size // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """What cuTensorMapEncodeTiled is told. All lists begin with the innermost dimension.
+
+    address: of element 0, 16-byte aligned. dims: elements. strides: bytes, one per dimension after the innermost,
+    multiples of 16. box: elements. format: a key of FORMATS. swizzle: bytes of the span, 0, 32, 64 or 128. fill: of
+    elements outside the tensor, "zero" or "nan". element_strides are 1, there is no interleave.
+    """
+
+    address: int
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    format: str
+    swizzle: int = 0
+    fill: str = "zero"
+
+    def __post_init__(self) -> None:
+        inner = self.box[0] * FORMATS[self.format]
+        checks = (
+            (self.address % 16 == 0, f"address {self.address:#x}: must be a multiple of 16"),
+            (all(stride % 16 == 0 for stride in self.strides), f"strides {self.strides}: must be multiples of 16"),
+            (len(self.strides) == len(self.dims) - 1, f"strides {self.strides}: one per dimension after the first"),
+            (len(self.box) == len(self.dims) <= 5, f"box {self.box}: as many entries as dims {self.dims}, at most 5"),
+            (all(0 < b <= 256 for b in self.box), f"box {self.box}: entries from 1 to 256"),
+            (inner % 16 == 0, f"box {self.box}: the inner row of {inner} B is no multiple of 16 B"),
+            (not self.swizzle or inner <= self.swizzle, f"box {self.box}: inner row wider than swizzle {self.swizzle}"),
+        )
+        for good, problem in checks:
+            if not good:
+                raise ValueError(f"tensor map: {problem}")
+
+
+@dataclass
+class Call:
+    """One launch. params: per PTX parameter the bytes of its value, or a TensorMap. shared: dynamic bytes a CTA.
+
+    The block shape is the kernel's .reqntid, or `block`.
+    """
+
+    ptx: str
+    params: list[bytes | TensorMap]
+    grid: tuple[int, int, int] = (1, 1, 1)
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    shared: int = 0
+    block: tuple[int, int, int] | None = None
+    memory: Global = field(default_factory=Global)

@@ -1,0 +1,300 @@
+"""Forms that move and convert registers: mov, prmt, cvt, cvta, mapa."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .alu import unit
+from .forms import Op, effect, form, pure, refuse
+from .machine import PARAMS, WINDOW, Threads
+from .numbers import LARGEST, decode, encode, flush, truncate
+from .parse import Instruction, vector
+from .shared import RANK
+from .translate import dtype_of
+
+MOVE = "Data Movement and Conversion Instructions"
+U32, U64 = np.uint32, np.uint64
+
+
+@form(r"mov\.(pred|[busf](?:16|32|64|128))", f"{MOVE}: mov")
+def move(x: Instruction, f: re.Match[str]) -> Op:
+    into, out_of = vector(x.args[0]), vector(x.args[1])
+    if x.args[0].startswith("{"):
+        return unpack(x, f[1], into)
+    if x.args[1].startswith("{"):
+        bits = int(f[1].lstrip("busf"))
+        width = bits // len(out_of)
+        dtype = dtype_of(f"u{bits}")
+
+        def join(*parts: Any) -> Any:
+            total = np.asarray(parts[0]).astype(dtype)
+            for i, part in enumerate(parts[1:], 1):
+                total = total | (np.asarray(part).astype(dtype) << dtype.type(i * width))
+            return total
+
+        return Op(join, ((x.args[0], f"b{bits}"),), tuple((part, f"b{width}") for part in out_of))
+    return pure(x, lambda a: np.array(a), f[1], f[1])  # a copy: registers are views of the register file
+
+
+def unpack(x: Instruction, kind: str, into: list[str]) -> Op:
+    bits = int(kind.lstrip("busf"))
+    width = bits // len(into)
+    part = dtype_of(f"u{width}")
+
+    def run(a: Any) -> Any:
+        a = np.asarray(a)
+        return tuple((a >> a.dtype.type(i * width)).astype(part) for i in range(len(into)))
+
+    if x.args[1].startswith("{"):
+        raise refuse(x, "vector to vector")
+    return Op(run, tuple((register, f"b{width}") for register in into), ((x.args[1], f"b{bits}"),))
+
+
+@form(r"prmt\.b32(?:\.(f4e|b4e|rc8|ecl|ecr|rc16))?", f"{MOVE}: prmt")
+def permute(x: Instruction, f: re.Match[str]) -> Op:
+    """Bytes of {b, a} chosen by the selector; bit 3 of a choice replicates the byte's sign."""
+
+    def run(a: Any, b: Any, choice: Any) -> Any:
+        source = np.asarray(a, U64) | (np.asarray(b, U64) << U64(32))
+        choice = np.asarray(choice, U32)
+        out = U32(0)
+        for i in range(4):
+            place, sign = nibble(f[1], choice, i)
+            value = (source >> (place * U64(8))) & U64(255)
+            value = np.where(sign, np.where(value & U64(128), U64(255), U64(0)), value)
+            out = out | (value.astype(U32) << U32(8 * i))
+        return out
+
+    return pure(x, run, "b32", "b32", "b32", "b32")
+
+
+def nibble(mode: str | None, choice: Any, i: int) -> tuple[Any, Any]:
+    """(source byte, replicate its sign) of byte i of the result."""
+    if mode is None:
+        part = choice >> U32(4 * i)
+        return (part & U32(7)).astype(U64), (part & U32(8)) != 0
+    n = (choice & U32(3)).astype(np.int64)
+    place = {
+        "f4e": n + i,
+        "b4e": (n - i) % 8,
+        "rc8": n,
+        "ecl": np.maximum(n, i),
+        "ecr": np.minimum(n, i),
+        "rc16": (n & 1) * 2 + i % 2,
+    }[mode]
+    return place.astype(U64), np.False_
+
+
+# ------------------------------------------------------------------------------------------------ cvt
+ROUND: dict[str, Any] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+_KIND = r"[us](?:8|16|32|64)|f16|f32|f64|bf16|tf32"
+CVT = f"{MOVE}: cvt"
+TF32_LARGEST = np.array(0x7F7FE000, U32).view(np.float32)[()]
+
+
+@form(rf"cvt(?:\.(rni|rzi|rmi|rpi|rna|rn|rz|rm|rp))?(\.relu)?(\.ftz)?(\.satfinite|\.sat)?\.({_KIND})\.({_KIND})", CVT)
+def convert(x: Instruction, f: re.Match[str]) -> Op:
+    mode, relu, ftz, sat, to, source = f.groups()
+    if to == "tf32":
+        return pure(x, tf32(mode, bool(relu), sat == ".satfinite"), "b32", "f32")
+    if to in ("bf16", "f16") and source == "f32" and (mode in ("rm", "rp") or sat == ".sat"):
+        raise refuse(x, f"{mode} or .sat to 16 bits")
+    if to in ("bf16", "f16") and source == "f32":
+        return pure(x, narrowing(to, mode, bool(relu), sat == ".satfinite"), "b16", "f32")
+    if source in ("bf16", "f16") and to in ("f32", "f64"):
+        wide = np.float32 if to == "f32" else np.float64
+        return pure(x, lambda a: decode(np.atleast_1d(a), source).astype(wide), to, "b16")
+    if "bf16" in (to, source) or relu:
+        raise refuse(x, "this pair of types")
+    if to[0] == "f":
+        if mode in ("rz", "rm", "rp"):
+            raise refuse(x, f".{mode}")
+        dtype = dtype_of(to)
+        whole = ROUND.get(mode or "", lambda a: a)
+        run = lambda a: whole(np.asarray(a)).astype(dtype)  # noqa: E731
+        if sat:
+            plain = run
+            run = lambda a: unit(plain(a))  # noqa: E731
+        return pure(x, (lambda a: flush(run(flush(a)))) if ftz else run, to, source)
+    if source[0] == "f":
+        run = to_integer(to, ROUND[mode or "rzi"])
+        return pure(x, (lambda a: run(flush(a))) if ftz else run, to, source)
+    if sat:
+        bounds = np.iinfo(dtype_of(to))
+        clip = lambda a: np.clip(np.asarray(a).astype(object), bounds.min, bounds.max).astype(bounds.dtype)  # noqa: E731
+        return pure(x, clip, to, source)
+    dtype = dtype_of(to)
+    return pure(x, lambda a: np.asarray(a).astype(dtype), to, source)
+
+
+def to_integer(to: str, whole: Callable[..., Any]) -> Callable[..., Any]:
+    """Out-of-range values saturate; NaN gives 0 for types below 64 bits, and the top bit alone for 64 bits."""
+    bounds = np.iinfo(dtype_of(to))
+
+    def run(a: Any) -> Any:
+        a = whole(np.asarray(a, np.float64))
+        low, high = a <= float(bounds.min), a >= float(bounds.max)
+        inside = np.where(low | high | np.isnan(a), 0.0, a).astype(bounds.dtype)
+        out = np.where(low, bounds.dtype.type(bounds.min), np.where(high, bounds.dtype.type(bounds.max), inside))
+        nan = bounds.dtype.type(0)
+        if bounds.bits == 64:
+            nan = np.array(1 << 63, U64).view(bounds.dtype)[()]
+        return np.where(np.isnan(a), nan, out)
+
+    return run
+
+
+def tf32(mode: str | None, relu: bool, satfinite: bool) -> Callable[..., Any]:
+    """19 bits of a float32: rna rounds halves away from zero."""
+
+    def run(a: Any) -> Any:
+        a = np.atleast_1d(np.asarray(a, np.float32))
+        if relu:
+            a = np.where(np.isnan(a), a, np.maximum(a, np.float32(0)) + np.float32(0))
+        if satfinite:
+            a = np.clip(a, -TF32_LARGEST, TF32_LARGEST)
+        bits = a.view(U32)
+        if mode == "rn":
+            bits = bits + U32(0xFFF) + ((bits >> U32(13)) & U32(1))
+        elif mode == "rna":
+            bits = bits + U32(0x1000)
+        return np.where(np.isnan(a), U32(0x7FFFFFFF), bits & U32(0xFFFFE000))
+
+    return run
+
+
+def narrowing(to: str, mode: str | None, relu: bool, satfinite: bool) -> Callable[..., Any]:
+    def run(a: Any) -> Any:
+        a = np.atleast_1d(np.asarray(a, np.float32))
+        if relu:
+            a = np.where(np.isnan(a), a, np.maximum(a, np.float32(0)))
+        if satfinite:
+            a = np.clip(a, np.float32(-LARGEST[to]), np.float32(LARGEST[to]))
+        return truncate(a, to) if mode == "rz" else encode(a, to)
+
+    return run
+
+
+@form(r"cvt\.(rn|rz)(\.relu)?(\.satfinite)?\.(f16x2|bf16x2)\.f32", CVT)
+def convert_pair(x: Instruction, f: re.Match[str]) -> Op:
+    """d = {high: a, low: b}."""
+    one = narrowing(f[4][:-2], f[1], bool(f[2]), bool(f[3]))
+    return pure(x, lambda a, b: (one(a).astype(U32) << U32(16)) | one(b), "b32", "f32", "f32")
+
+
+@form(r"cvt\.rn\.satfinite(\.relu)?\.(e4m3x2|e5m2x2|e2m1x2|e2m3x2|e3m2x2)\.(f32|f16x2)", CVT)
+def convert_narrow(x: Instruction, f: re.Match[str]) -> Op:
+    kind = f[2][:-2]
+
+    def one(a: Any) -> Any:
+        a = np.atleast_1d(np.asarray(a, np.float32))
+        if f[1]:
+            a = np.where(np.isnan(a), a, np.maximum(a, np.float32(0)))
+        if kind in ("e2m1", "e2m3", "e3m2"):
+            a = np.where(np.isnan(a), np.float32(LARGEST[kind]), a)
+        return encode(a, kind, saturate=True)
+
+    def join(high: Any, low: Any) -> Any:
+        if kind == "e2m1":
+            return ((one(high) << np.uint8(4)) | (one(low) & np.uint8(15))).astype(np.uint16)
+        return (one(high).astype(np.uint16) << np.uint16(8)) | one(low)
+
+    if f[3] == "f32":
+        return pure(x, join, "b8" if kind == "e2m1" else "b16", "f32", "f32")
+    from_pair = lambda a: join(*reversed(halves(a)))  # noqa: E731
+    return pure(x, from_pair, "b16", "b32")
+
+
+def halves(a: Any) -> tuple[Any, Any]:
+    a = np.atleast_1d(np.asarray(a, U32))
+    return decode((a & U32(0xFFFF)).astype(np.uint16), "f16"), decode((a >> U32(16)).astype(np.uint16), "f16")
+
+
+@form(r"cvt\.rn(\.relu)?\.(f16x2|bf16x2)\.(e4m3x2|e5m2x2|e2m1x2|e2m3x2|e3m2x2|ue8m0x2)", CVT)
+def convert_wide(x: Instruction, f: re.Match[str]) -> Op:
+    """Every value of the narrow formats is exact in f16, and of ue8m0 in bf16."""
+    kind, to = f[3][:-2], f[2][:-2]
+
+    def run(a: Any) -> Any:
+        a = np.atleast_1d(np.asarray(a, np.uint16))
+        if kind == "e2m1":
+            low, high = (a & np.uint16(15)).astype(np.uint8), ((a >> np.uint16(4)) & np.uint16(15)).astype(np.uint8)
+        else:
+            low, high = (a & np.uint16(255)).astype(np.uint8), (a >> np.uint16(8)).astype(np.uint8)
+        pair = [decode(part, kind) for part in (low, high)]
+        if f[1]:
+            pair = [np.where(np.isnan(part), part, np.maximum(part, np.float32(0))) for part in pair]
+        low, high = (encode(part, to) for part in pair)
+        return low.astype(U32) | (high.astype(U32) << U32(16))
+
+    return pure(x, run, "b32", "b16")
+
+
+@form(r"cvt\.(rz|rp)(\.satfinite)?\.ue8m0x2\.(f32|bf16x2)", CVT)
+def convert_scale(x: Instruction, f: re.Match[str]) -> Op:
+    """Powers of two: the exponent of the magnitude, rounded toward zero or up."""
+
+    def one(a: Any) -> Any:
+        bits = np.atleast_1d(np.asarray(a, np.float32)).view(U32) & U32(0x7FFFFFFF)
+        exponent = bits >> U32(23)
+        if f[1] == "rp":
+            exponent = exponent + ((bits & U32(0x7FFFFF)) != 0)
+        return np.where(bits > U32(0x7F800000), U32(255), np.minimum(exponent, U32(254))).astype(np.uint16)
+
+    if f[3] != "f32":
+        raise refuse(x, f[3])
+    return pure(x, lambda a, b: (one(a) << np.uint16(8)) | one(b), "b16", "f32", "f32")
+
+
+# ------------------------------------------------------------------------------------------------ addresses
+@form(r"cvta(\.to)?\.(global|shared(?:::cta|::cluster)?|param|const|local)\.(u32|u64)", f"{MOVE}: cvta")
+def generic(x: Instruction, f: re.Match[str]) -> Op:
+    """Generic addresses: global ones as they are, shared ones and parameters each in a window of their own."""
+    if f[2] in ("const", "local"):
+        raise refuse(x, f".{f[2]}")
+    if not f[2].startswith("shared"):
+        return pure(x, lambda a: np.array(a), f[3], f[3])
+    wide = lambda a: np.asarray(a).astype(U64)  # noqa: E731
+    if f[1]:
+        return pure(x, lambda a: wide(a) - U64(WINDOW), f[3], f[3])
+    return pure(x, lambda a: wide(a) + U64(WINDOW), f[3], f[3])
+
+
+@form(r"mapa(\.shared::cluster)?\.(u32|u64)", f"{MOVE}: mapa")
+def map_address(x: Instruction, f: re.Match[str]) -> Op:
+    """The same variable in the shared memory of the CTA with rank b."""
+
+    def run(t: Threads, x: Instruction, a: Any, rank: Any) -> Any:
+        if (rank >= t.machine.cluster_size).any():
+            raise refuse(x, f"rank {int(rank.max())} in a cluster of {t.machine.cluster_size} CTAs")
+        inside = a & a.dtype.type((1 << RANK) - 1)
+        return (
+            inside
+            | (rank.astype(a.dtype) << a.dtype.type(RANK))
+            | (a.dtype.type(WINDOW) if f[1] is None else a.dtype.type(0))
+        )
+
+    return effect(run, (x.args[1], f[2]), (x.args[2], "u32"), outs=((x.args[0], f[2]),))
+
+
+@form(r"getctarank(\.shared::cluster)?\.(u32|u64)", f"{MOVE}: getctarank")
+def rank_of(x: Instruction, f: re.Match[str]) -> Op:
+    return pure(
+        x,
+        lambda a: ((np.asarray(a) >> np.asarray(a).dtype.type(RANK)) & np.asarray(a).dtype.type(255)).astype(U32),
+        "u32",
+        f[2],
+    )
+
+
+@form(r"isspacep\.(global|shared(?:::cta|::cluster)?|param|local|const)", f"{MOVE}: isspacep")
+def in_space(x: Instruction, f: re.Match[str]) -> Op:
+    def run(a: Any) -> Any:
+        shared = (np.asarray(a) >= WINDOW) & (np.asarray(a) < PARAMS)
+        if f[1].startswith("shared"):
+            return shared
+        return ~shared if f[1] == "global" else np.zeros_like(shared)
+
+    return pure(x, run, "pred", "u64")

@@ -1,0 +1,250 @@
+"""Forms that load and store memory: ld, st, ldmatrix, stmatrix, cp.async; atom and red are in atomic.py."""
+
+import re
+from typing import Any
+
+import numpy as np
+
+from .forms import WARP, Op, effect, form, refuse
+from .machine import PARAMS, WINDOW, Threads
+from .order import Clock
+from .parse import Instruction, vector
+from .translate import dtype_of
+
+MOVE = "Data Movement and Conversion Instructions"
+SPACE = r"(?:\.(param|global|shared(?:::cta|::cluster)?))?"
+ORDER = r"(?:\.(weak|volatile|relaxed|acquire|release|acq_rel|mmio))?(?:\.(cta|cluster|gpu|sys))?"
+CACHE = r"(?:\.(?:nc|ca|cg|cs|lu|cv|wb|wt|L1::\w+|L2::\w+))*"
+KIND = r"([busf](?:8|16|32|64))"
+U32, U64 = np.uint32, np.uint64
+
+
+# ------------------------------------------------------------------------------------------------ memory by address
+def read(t: Threads, x: Instruction, space: str, address: np.ndarray, dtype: Any, count: int) -> np.ndarray:
+    """(count, n) elements at the threads' addresses; the `count` elements of a thread are aligned as a whole."""
+    m = t.machine
+    if space == "generic":
+        shared = (address >= U64(WINDOW)) & (address < U64(PARAMS))
+        if shared.all():
+            return read(t, x, "shared", address - U64(WINDOW), dtype, count)
+        if shared.any():
+            raise refuse(x, "a generic access to several state spaces at once")
+        if (address >= U64(PARAMS)).all() and (address < U64(PARAMS + len(m.params))).all():
+            return read(t, x, "param", address - U64(PARAMS), dtype, count)
+    size = np.dtype(dtype).itemsize * count
+    if space == "param":
+        return m.params[(address.astype(np.int64)[:, None] + np.arange(size))].copy().view(dtype).T
+    if space.startswith("shared"):
+        return m.shared.load(t.warp, m.flat(t, address, size, x), dtype, count, t.say(x))
+    raw = m.memory.load(address.astype(U64), dtype if count == 1 else f"V{size}", t.say(x))
+    return raw.view(dtype).reshape(t.count, count).T
+
+
+def write(t: Threads, x: Instruction, space: str, address: np.ndarray, values: np.ndarray) -> None:
+    """values (count, n)."""
+    m = t.machine
+    if space == "generic":
+        shared = (address >= U64(WINDOW)) & (address < U64(PARAMS))
+        if shared.all():
+            return write(t, x, "shared", address - U64(WINDOW), values)
+        if shared.any():
+            raise refuse(x, "a generic access to several state spaces at once")
+    size = values.dtype.itemsize * len(values)
+    if space.startswith("shared"):
+        m.shared.store(t.warp, m.flat(t, address, size, x), values, t.say(x))
+    else:
+        raw = np.ascontiguousarray(values.T)
+        m.memory.store(
+            address.astype(U64), raw.reshape(-1) if len(values) == 1 else raw.view(f"V{size}").reshape(-1), t.say(x)
+        )
+
+
+def is_policy(x: Instruction, text: str) -> bool:
+    """An operand that is a cache policy."""
+    return "cache_hint" in x.op and text == x.args[-1]
+
+
+def flag(t: Threads, address: np.ndarray, acquire: bool, release: bool) -> None:
+    """Synchronise through the addresses of strong operations.
+
+    Weaker than the memory model in one point: relaxed atomics synchronise as well, fences next to them are not checked.
+    """
+    m = t.machine
+    for where in np.unique(address).tolist():
+        warps = np.unique(t.warp[address == where])
+        clock = m.state.flags.setdefault(where, Clock())
+        if acquire:
+            m.order.acquire(warps, clock)
+        if release:
+            m.order.release(warps, clock)
+
+
+@form(rf"ld{ORDER}{SPACE}{CACHE}(?:\.(v2|v4|v8))?\.{KIND}", f"{MOVE}: ld")
+def load(x: Instruction, f: re.Match[str]) -> Op:
+    order, _, space, _, kind = f.groups()
+    into, dtype = vector(x.args[0]), dtype_of(kind)
+    outs = tuple((register, kind) for register in into)
+    if space == "param":
+        return parameter(x, outs, dtype)
+
+    def run(t: Threads, x: Instruction, address: Any) -> Any:
+        if order in ("acquire", "volatile", "relaxed"):
+            flag(t, address, acquire=True, release=False)
+        got = read(t, x, space or "generic", address, dtype, len(into))
+        return tuple(got) if len(into) > 1 else got[0]
+
+    return effect(run, (x.args[1], "address"), outs=outs)
+
+
+def parameter(x: Instruction, outs: tuple[tuple[str, str], ...], dtype: Any) -> Op:
+    def run(t: Threads, x: Instruction, address: Any) -> Any:
+        got = read(t, x, "param", np.atleast_1d(address)[:1] - U64(PARAMS), dtype, len(outs))
+        many = np.repeat(got, t.count, 1)
+        return tuple(many) if len(outs) > 1 else many[0]
+
+    return effect(run, (x.args[1], "address"), outs=outs)
+
+
+@form(rf"st{ORDER}{SPACE}{CACHE}(?:\.(v2|v4|v8))?\.{KIND}", f"{MOVE}: st")
+def store(x: Instruction, f: re.Match[str]) -> Op:
+    order, _, space, _, kind = f.groups()
+
+    def run(t: Threads, x: Instruction, address: Any, *values: Any) -> None:
+        write(t, x, space or "generic", address, np.stack(values))
+        if order in ("release", "volatile", "relaxed"):
+            flag(t, address, acquire=False, release=True)
+
+    return effect(run, (x.args[0], "address"), *[(value, kind) for value in vector(x.args[1])])
+
+
+# ------------------------------------------------------------------------------------------------ matrices
+def rows_of(t: Threads, address: np.ndarray, matrix: int) -> np.ndarray:
+    """(warps, 8) addresses of the rows of matrix j: lanes 8 j to 8 j + 7 hold them."""
+    return address.reshape(-1, 32)[:, 8 * matrix : 8 * matrix + 8]
+
+
+@form(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16", f"{MOVE}: ldmatrix", level=WARP)
+def load_matrix(x: Instruction, f: re.Match[str]) -> Op:
+    """Lane l gets elements (l / 4, 2 (l % 4)) and the next one of each 8x8 matrix, or of its transpose."""
+    count, trans = int(f[1]), bool(f[2])
+
+    def run(t: Threads, x: Instruction, address: Any) -> Any:
+        out = []
+        for j in range(count):
+            rows = rows_of(t, address, j).reshape(-1)
+            some = Threads(t.machine, t.index.reshape(-1, 32)[:, :8].reshape(-1), len(rows))
+            got = read(some, x, "shared", rows, np.uint16, 8).T.reshape(-1, 8, 8)
+            got = got.transpose(0, 2, 1) if trans else got
+            out.append(np.ascontiguousarray(got).reshape(-1).view(U32))
+        return tuple(out) if count > 1 else out[0]
+
+    return effect(run, (x.args[1], "address"), outs=tuple((r, "b32") for r in vector(x.args[0])))
+
+
+@form(r"stmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16", f"{MOVE}: stmatrix", level=WARP)
+def store_matrix(x: Instruction, f: re.Match[str]) -> Op:
+    trans = bool(f[2])
+
+    def run(t: Threads, x: Instruction, address: Any, *values: Any) -> None:
+        for j, value in enumerate(values):
+            rows = rows_of(t, address, j).reshape(-1)
+            some = Threads(t.machine, t.index.reshape(-1, 32)[:, :8].reshape(-1), len(rows))
+            matrix = np.ascontiguousarray(value).view(np.uint16).reshape(-1, 8, 8)
+            matrix = matrix.transpose(0, 2, 1) if trans else matrix
+            write(some, x, "shared", rows, np.ascontiguousarray(matrix.reshape(-1, 8).T))
+
+    return effect(run, (x.args[0], "address"), *[(value, "b32") for value in vector(x.args[1])])
+
+
+# ------------------------------------------------------------------------------------------------ cp.async
+COPY = f"{MOVE}: cp.async (non-bulk)"
+
+
+@form(rf"cp\.async\.(ca|cg)\.shared(?:::cta)?\.global{CACHE}", COPY)
+def copy_async(x: Instruction, f: re.Match[str]) -> Op:
+    """16, 8 or 4 bytes a thread; bytes past src-size are zero."""
+    size = int(x.args[2])
+    extra = [text for text in x.args[3:] if not is_policy(x, text)]
+
+    def run(t: Threads, x: Instruction, target: Any, source: Any, *limits: Any) -> None:
+        m = t.machine
+        keep = limits[0].astype(np.int64) if limits else np.full(t.count, size)
+        got = np.zeros((t.count, size), np.uint8)
+        for amount in np.unique(keep).tolist():
+            mine = keep == amount
+            if amount:
+                data = m.memory.load(source[mine].astype(U64), f"V{size}", t.say(x))
+                got[mine, :amount] = data.view(np.uint8).reshape(-1, size)[:, :amount]
+        flat = m.flat(t, target, size, x)
+        words = m.shared.words(flat, size).reshape(t.count, -1)
+        for i, thread in enumerate(t.index.tolist()):
+            m.shared.check_write(np.array([thread >> 5]), words[i], t.say(x))
+            m.shared.flying[words[i]] += 1
+            m.state.copies.setdefault(thread, [[]])[-1].append((int(flat[i]), got[i], words[i]))
+
+    return effect(run, (x.args[0], "address"), (x.args[1], "address"), *[(text, "u32") for text in extra])
+
+
+def finish_copies(t: Threads, keep: int) -> None:
+    """Complete all but the newest `keep` committed groups of each thread."""
+    m = t.machine
+    for thread in t.index.tolist():
+        groups = m.state.copies.get(thread)
+        while groups and len(groups) - 1 > keep:
+            for flat, data, words in groups.pop(0):
+                m.shared.bytes[flat : flat + len(data)] = data
+                warp = thread >> 5
+                m.shared.end_write(words, warp, int(m.order.seen[warp, warp]))
+
+
+@form(r"cp\.async\.commit_group", COPY)
+def commit_copies(x: Instruction, f: re.Match[str]) -> Op:
+    def run(t: Threads, x: Instruction) -> None:
+        for thread in t.index.tolist():
+            t.machine.state.copies.setdefault(thread, [[]]).append([])
+
+    return effect(run)
+
+
+@form(r"cp\.async\.wait_(group|all)", COPY)
+def wait_copies(x: Instruction, f: re.Match[str]) -> Op:
+    keep = int(x.args[0]) if f[1] == "group" else 0
+
+    def run(t: Threads, x: Instruction) -> None:
+        if f[1] == "all":
+            for thread in t.index.tolist():
+                t.machine.state.copies.setdefault(thread, [[]]).append([])
+        finish_copies(t, keep)
+
+    return effect(run)
+
+
+@form(r"(prefetch|prefetchu|discard|applypriority|createpolicy)\..*", f"{MOVE}: prefetch and cache control")
+def hint(x: Instruction, f: re.Match[str]) -> Op:
+    """No effect on results. createpolicy gives a policy that nothing looks at."""
+    outs = ((x.args[0], "b64"),) if f[1] == "createpolicy" else ()
+    return effect(lambda t, x: np.zeros(t.count, U64) if outs else None, outs=outs)
+
+
+@form(r"cp\.async\.mbarrier\.arrive(\.noinc)?(?:\.shared(?:::cta)?)?\.b64", COPY)
+def copies_arrive(x: Instruction, f: re.Match[str]) -> Op:
+    """Arrives once the thread's earlier copies are complete; without .noinc the phase waits for one arrival more."""
+
+    def run(t: Threads, x: Instruction, address: Any) -> None:
+        m = t.machine
+        flat = m.flat(t, address, 8, x)
+        for i, thread in enumerate(t.index.tolist()):
+            barrier = m.mbarrier(t, int(flat[i]), x)
+            barrier.pending += 0 if f[1] else 1
+            some = Threads(m, t.index[i : i + 1], 1)
+            m.state.copies.setdefault(thread, [[]]).append([])
+
+            def complete(some: Threads = some, barrier: Any = barrier) -> None:
+                finish_copies(some, 0)
+                m.order.release(some.warps, barrier.arriving)
+                barrier.pending -= 1
+                barrier.settle()
+
+            m.post(f"{t.say(x)} at {barrier.address}", complete)
+
+    return effect(run, (x.args[0], "address"))

@@ -1,0 +1,321 @@
+"""Evaluates the host function of a kernel, as the DSL's clean MLIR states it: arguments in, launches out.
+
+The types of this IR hold every static number. An operation whose result is static is therefore read from its type; an
+implementation is needed only where a result depends on an argument. One that has none gives a value that raises
+Unsupported when it is used.
+"""
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cute_kernels import build
+
+from .call import Call, Global, TensorMap
+from .faults import Unsupported
+from .host_ir import (
+    Atom,
+    Dynamic,
+    Layout,
+    Op,
+    Unknown,
+    View,
+    bits_of,
+    element_of,
+    flat,
+    form_of,
+    host_function,
+    is_static,
+    merge,
+    open_numbers,
+    type_list,
+    wrap,
+)
+from .host_ops import MANY, ONE, tensor_map
+
+
+@dataclass
+class Frame:
+    """What an evaluation knows and has found."""
+
+    ptx: str
+    shared: Mapping[str, int] | int
+    values: dict[str, Any] = field(default_factory=dict)
+    memory: Global = field(default_factory=Global)
+    calls: list[Call] = field(default_factory=list)
+
+
+def compile_ir(op: str, spec: Any, arch: str) -> tuple[build.Compiled, str]:
+    """What cute_kernels.build.build gives, and the clean MLIR that `evaluate` takes."""
+    build.use_arch(arch)
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    settings = CuTeDSL._get_dsl().envar  # CUTE_DSL_KEEP and CUTE_DSL_DUMP_DIR, which were read at import
+    before = settings.keep_ir_clean, settings.dump_dir
+    with tempfile.TemporaryDirectory() as folder:
+        settings.keep_ir_clean, settings.dump_dir = True, folder
+        try:
+            compiled = build.build(op, spec, arch)
+        finally:
+            settings.keep_ir_clean, settings.dump_dir = before
+    return compiled, compiled.fn.__mlir__  # type: ignore[attr-defined]
+
+
+def evaluate(mlir: str, ptx: str, args: Sequence[Any], shared: Mapping[str, int] | int) -> list[Call]:
+    """The launches of the host function, in order. They share one memory.
+
+    args: numpy arrays for tensors (views of any strides) and pointers, numbers for scalars; no stream. An array may
+    hold any type of the right width. Arrays are registered by their owning buffer, once.
+    shared: dynamic shared memory in bytes, of every kernel or by kernel name.
+    """
+    parameters, body = host_function(mlir)
+    frame = Frame(ptx, shared)
+    wanted = [(name, type_) for name, type_ in parameters if type_ != "!cuda.stream"]
+    if len(wanted) != len(args):
+        raise ValueError(f"{len(args)} arguments: the host function takes {[type_ for _, type_ in wanted]}")
+    owners: dict[tuple[int, int], int] = {}
+    for index, ((name, type_), value) in enumerate(zip(wanted, args)):
+        try:
+            frame.values[name] = _argument(type_, value, frame.memory, owners, f"argument {index}")
+        except ValueError as error:
+            raise ValueError(f"argument {index}, {type_}: {error}") from None
+    _run(frame, body)
+    if not frame.calls:
+        raise ValueError("the host function launches nothing with these arguments")
+    return frame.calls
+
+
+# Arguments
+
+
+def _argument(type_: str, value: Any, memory: Global, owners: dict[tuple[int, int], int], name: str) -> Any:
+    """The value of a parameter of the host function; registers the buffer of an array."""
+    if type_.startswith(("!cute.memref<", "!cute.ptr<")):
+        if not isinstance(value, np.ndarray):
+            raise ValueError(f"{type(value).__name__}: must be a numpy array")
+        address = _register(value, memory, owners, name)
+        found = re.search(r"align<(\d+)>", type_)
+        align = int(found[1]) if found else max(bits_of(element_of(type_)) // 8, 1)
+        if address % align:
+            raise ValueError(
+                f"the first element lies at a multiple of {address & -address} B: must be one of {align} B"
+            )
+        return address if type_.startswith("!cute.ptr<") else View(address, _array_layout(type_, value))
+    if not isinstance(value, (bool, int, float, np.generic)):
+        raise ValueError(f"{type(value).__name__}: must be a number")
+    if re.fullmatch(r"i\d+", type_):
+        bits = bits_of(type_)
+        whole = int(value)
+        if whole != value or not -(1 << bits - 1) <= whole < 1 << bits:
+            raise ValueError(f"{value}: must be a whole number of {bits} bits")
+        return wrap(whole, type_)
+    if re.fullmatch(r"b?f\d+", type_):
+        return float(value)
+    raise Unsupported(f"{name}: no argument of type {type_}")
+
+
+def _register(array: np.ndarray, memory: Global, owners: dict[tuple[int, int], int], name: str) -> int:
+    """The address of the first element of `array`; its owning buffer is added to `memory` unless it is there."""
+    owner = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    start = owner.__array_interface__["data"][0]
+    key = start, owner.nbytes
+    if key not in owners or not owner.size:
+        owners[key] = memory.add(owner if owner.flags.c_contiguous else owner.T, name)
+    return owners[key] + array.__array_interface__["data"][0] - start
+
+
+def _array_layout(type_: str, array: np.ndarray) -> Layout:
+    """Shape and strides (elements) of `array`. ValueError where it is not what the memref type says."""
+    want: Layout = form_of(type_).layout
+    if array.itemsize * 8 != bits_of(element_of(type_)):
+        raise ValueError(f"elements of {array.itemsize} B: must have {bits_of(element_of(type_))} bits")
+    rank = len(want.shape) if isinstance(want.shape, tuple) else 1
+    if array.ndim != rank:
+        raise ValueError(f"shape {array.shape}: must have {rank} modes")
+    if any(stride % array.itemsize for stride in array.strides):
+        raise ValueError(f"strides {array.strides} B: must be multiples of the element's {array.itemsize} B")
+    strides = tuple(stride // array.itemsize for stride in array.strides)
+    layout = Layout(array.shape, strides) if isinstance(want.shape, tuple) else Layout(array.shape[0], strides[0])
+    for extent, shape in zip(array.shape, flat(want.shape)):
+        if not isinstance(shape, Dynamic) and extent != shape or isinstance(shape, Dynamic) and extent % shape.divisor:
+            raise ValueError(f"shape {array.shape}: must fit the type")
+    for extent, stride, wanted in zip(array.shape, strides, flat(want.stride)):
+        wrong = stride % wanted.divisor if isinstance(wanted, Dynamic) else stride != wanted
+        if wrong and array.size and extent > 1:
+            raise ValueError(f"strides {strides}: must fit the type")
+    return Layout(layout.shape, merge(want.stride, layout.stride, lenient=True))
+
+
+# Evaluation
+
+
+def _run(frame: Frame, ops: tuple[Op, ...]) -> tuple[Any, ...]:
+    """Evaluates a block; what it yields. Names of an inner block end with it."""
+    clusters: dict[str, tuple[int, ...]] = {}
+    for op in ops:
+        if op.name == "scf.yield":
+            return tuple(_value(frame, name) for name in op.operands)
+        if op.name == "cuda.launch_cfg.cluster_dim":
+            clusters[op.operands[0]] = tuple(_value(frame, name) for name in op.operands[1:])
+        elif op.name == "cuda.launch_ex":
+            frame.calls.append(_launch(frame, op, clusters))
+        elif op.name == "scf.if":
+            _if(frame, op)
+        elif op.regions and any("cuda.launch_ex" == inner.name for inner in _inner(op)):
+            raise Unsupported(f"line {op.line}: a launch inside {op.name}")
+        elif op.results:
+            try:
+                results = _results(frame, op)
+            except Unsupported as error:
+                results = [Unknown(str(error))] * len(op.results)
+            frame.values |= dict(zip(op.results, results))
+    return ()
+
+
+def _inner(op: Op) -> Iterator[Op]:
+    for region in op.regions:
+        for inner in region:
+            yield inner
+            yield from _inner(inner)
+
+
+def _if(frame: Frame, op: Op) -> None:
+    branch = 0 if _value(frame, op.operands[0]) else 1
+    if branch < len(op.regions):
+        inner = Frame(frame.ptx, frame.shared, dict(frame.values), frame.memory, frame.calls)
+        frame.values |= dict(zip(op.results, _run(inner, op.regions[branch])))
+
+
+def _value(frame: Frame, name: str, type_: str = "") -> Any:
+    """The value of a name; a static type is the value, whatever made it."""
+    if is_static(type_):
+        return form_of(type_)
+    value = frame.values.get(name, Unknown(f"{name} is not defined"))
+    if isinstance(value, Unknown):
+        raise Unsupported(value.reason)
+    return value
+
+
+def _results(frame: Frame, op: Op) -> list[Any]:
+    """One value per result, checked against the types that are written."""
+    if len(op.result_types) == len(op.results) and all(map(is_static, op.result_types)):
+        return [form_of(type_) for type_ in op.result_types]
+    if op.name in SPECIAL:
+        return [SPECIAL[op.name](frame, op)]
+    handler = ONE.get(op.name) or MANY.get(op.name)
+    if handler is None or "mode =" in op.text and op.name != "cute.get":
+        raise Unsupported(f"line {op.line}: operation {op.name} with a result that depends on arguments")
+    types = op.operand_types or ("",) * len(op.operands)
+    args = [_value(frame, name, type_) for name, type_ in zip(op.operands, types)]
+    if handler is not tensor_map and any(isinstance(arg, str) for arg in args):
+        raise Unsupported(f"line {op.line}: {op.name} of a composed layout")
+    made = handler(op, args)
+    results = list(made) if op.name in MANY else [made]
+    if len(op.result_types) == len(results):
+        try:
+            return [merge(form_of(type_), value) for type_, value in zip(op.result_types, results)]
+        except ValueError as error:
+            raise ValueError(f"line {op.line}, {op.name}: {error}") from None
+    return results
+
+
+def _dynamic_shared(frame: Frame, kernel: str) -> int:
+    size = frame.shared if isinstance(frame.shared, int) else frame.shared.get(kernel)
+    if size is None:
+        raise ValueError(f"shared memory of kernel {kernel}: not among {frame.shared}")
+    return size
+
+
+SPECIAL: dict[str, Callable[[Frame, Op], Any]] = {
+    "cuda.launch_cfg.create": lambda frame, op: op,
+    "cute.kernel_smem_size": lambda frame, op: _dynamic_shared(frame, op.text.split("@")[-1]),
+    "cute.make_atom": lambda frame, op: Atom(
+        tuple((type_, _value(frame, name)) for name, type_ in zip(op.operands, op.operand_types))
+    ),
+}
+
+
+# Launches
+
+
+def _launch(frame: Frame, op: Op, clusters: Mapping[str, tuple[int, ...]]) -> Call:
+    """Of the attributes of a launch only the cluster counts: programmatic and cooperative launch change no value."""
+    kernel, config = re.match(r" *@\w+::@(\w+)<(%\w+)>", op.text).groups()  # type: ignore[union-attr]
+    create: Op = _value(frame, config)
+    dims = {}
+    for name in ("gridDim", "blockDim"):
+        names = re.search(rf"{name} = \(([^)]*)\)", create.text)[1].split(", ")  # type: ignore[index]
+        dims[name] = tuple(int(_value(frame, dim)) for dim in names)
+    operands = zip(op.operands[1:], type_list(op.operand_types[1]), strict=True)
+    params = [packed for name, type_ in operands if (packed := _pack(frame, name, type_)) is not None]
+    text, wanted = _entry(frame.ptx, kernel)
+    found = [(128, 64) if isinstance(p, TensorMap) else (len(p[0]), p[1]) for p in params]
+    if found != wanted:
+        raise ValueError(f"parameters of kernel {kernel}: packed (bytes, alignment) {found}, the PTX has {wanted}")
+    values = [p if isinstance(p, TensorMap) else p[0] for p in params]
+    cluster = clusters.get(config, (1, 1, 1))
+    return Call(text, values, dims["gridDim"], cluster, _dynamic_shared(frame, kernel), dims["blockDim"], frame.memory)  # type: ignore[arg-type]
+
+
+def _entry(ptx: str, kernel: str) -> tuple[str, list[tuple[int, int]]]:
+    """The PTX without other kernels, and (bytes, alignment) of the kernel's parameters."""
+    entries = {
+        found[1]: found for found in re.finditer(r"^[^\n]*\.entry (\w+)\((.*?)^\}", ptx, re.MULTILINE | re.DOTALL)
+    }
+    if kernel not in entries:
+        raise ValueError(f"kernel {kernel}: the PTX has {', '.join(entries)}")
+    sizes = []
+    for param in re.findall(r"\.param ([^\n]*?),?\n", entries[kernel][2].partition("\n)")[0] + "\n"):
+        found = re.search(r"\.align (\d+) \.b8 \w+\[(\d+)\]", param)
+        scalar = re.match(r"\.[a-z]+(\d+)", param)
+        sizes.append((int(found[2]), int(found[1])) if found else (int(scalar[1]) // 8,) * 2)  # type: ignore[index]
+    for name, other in entries.items():
+        ptx = ptx if name == kernel else ptx.replace(other[0], "")
+    return ptx, sizes
+
+
+def _pack(frame: Frame, name: str, type_: str) -> tuple[bytes, int] | TensorMap | None:
+    """A kernel parameter as (bytes, alignment), its parts naturally aligned. None where all of it is static."""
+    if is_static(type_):
+        return None
+    value = _value(frame, name)
+    if isinstance(value, TensorMap):
+        return value
+    data, align = b"", 1
+    for part in _parts(type_, value):
+        align = max(align, len(part))
+        data += bytes(-len(data) % len(part)) + part
+    return (data + bytes(-len(data) % align), align) if data else None
+
+
+def _parts(type_: str, value: Any) -> list[bytes]:
+    """The machine values that a parameter consists of, each aligned to its size."""
+    if isinstance(value, Atom):
+        return [part for inner in value.fields for part in _parts(*inner)]
+    if found := re.fullmatch(r"vector<(\d+)x(\w+)>", type_):
+        return [b"".join(_parts(found[2], value) * int(found[1]))]
+    if found := re.fullmatch(r"(b?f)(\d+)", type_):
+        dtype = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32, "f64": np.float64}[type_]
+        return [np.asarray(value, dtype).tobytes()]
+    if found := re.match(r"!cute\.ptr<\w+, (\w+)", type_):
+        return [value.to_bytes(8 if found[1] in ("gmem", "generic") else 4, "little")]
+    if type_ == "!cute.fast_divmod_divisor<32>":  # quotient: ((x - high(x * factor) >> first) + high) >> second
+        shift = (value - 1).bit_length()
+        factor = (((1 << shift) - value << 32) // value + 1) % (1 << 32)
+        return [
+            value.to_bytes(4, "little"),
+            factor.to_bytes(4, "little"),
+            bytes([min(shift, 1)]),
+            bytes([max(shift - 1, 0)]),
+        ]
+    if re.fullmatch(r"i\d+|index|!cute\.i\d+(<.*>)?", type_) or form_of(type_) is not None:
+        leaves = open_numbers("i64", value) if type_ == "index" else open_numbers(type_, value)
+        return [(number % (1 << 8 * size)).to_bytes(size, "little") for size, number in leaves]
+    raise Unsupported(f"a kernel parameter of type {type_}")

@@ -1,0 +1,72 @@
+"""From a spec and a kernel's Args to a run: compile, evaluate the host function, simulate."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cute_kernels import build, manifest
+
+from . import host
+from .call import Call
+from .program import Program
+from .run import Result, run
+
+OBJECTS = Path(__file__).resolve().parents[2] / "build" / "obj"  # where tools.aot keeps what it compiled
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel. ptx; host: the host function's MLIR; shared: dynamic bytes a CTA."""
+
+    ptx: str
+    host: str
+    shared: int
+    program: Program
+
+    def call(self, args: Sequence[Any]) -> Call:
+        """The launch of `args`, the fields of the kernel's Args: torch tensors or numpy arrays, and numbers."""
+        calls = host.evaluate(self.host, self.ptx, [as_numpy(value) for value in args], self.shared)
+        if len(calls) != 1:
+            raise NotImplementedError(f"a host function with {len(calls)} launches")
+        return calls[0]
+
+
+@cache
+def load(op: str, spec: Any, arch: str) -> Kernel:
+    """The kernel of a spec, from the objects of tools.aot or compiled into them."""
+    path = build.object_file(op, spec, arch, OBJECTS)
+    text = {suffix: path.with_suffix(suffix).read_text() for suffix in (".ptx", ".mlir", ".shared")}
+    shared = int(text[".shared"]) if text[".shared"] != manifest.canonical(None) else 0
+    return Kernel(text[".ptx"], text[".mlir"], shared, Program(text[".ptx"]))
+
+
+def simulate(op: str, spec: Any, args: Sequence[Any], arch: str = "sm_90a", **how: Any) -> Result:
+    """Run a kernel on `args`, in place. how: mode, seed, blocks, resident, limit and program of `run.run`."""
+    kernel = load(op, spec, arch)
+    return run(kernel.call(args), **{"program": kernel.program} | how)
+
+
+def function(op: str, spec: Any, arch: str, results: list[Result], **how: Any) -> Callable[..., None]:
+    """What wrappers.runtime.kernel gives, but simulated; each launch adds to `results`."""
+
+    def launch(*args: Any) -> None:
+        results.append(simulate(op, spec, args, arch, **how))
+
+    return launch
+
+
+def as_numpy(value: Any) -> Any:
+    """A view of a torch tensor's memory, elements as integers of their width; anything else as it is."""
+    if not hasattr(value, "untyped_storage"):
+        return value
+    import torch
+
+    flat = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage()).numpy()  # type: ignore[arg-type]
+    size = value.element_size()
+    strides = [stride * size for stride in value.stride()]
+    dtype = np.dtype(np.float32 if value.dtype == torch.float32 else f"u{size}")
+    return np.ndarray(tuple(value.shape), dtype, flat, value.storage_offset() * size, strides)

@@ -1,0 +1,242 @@
+"""The state of the resident CTAs: registers, program counters, memories, barriers, queues of async operations."""
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from .barriers import Mbarrier, Rendezvous
+from .call import Call, TensorMap
+from .faults import Fault
+from .order import Clock, Order
+from .program import Program
+from .shared import RANK, Shared
+from .translate import STORAGE
+
+MODES = ("eager", "late", "newest", "random")
+PARAMS = 0x7E00_0000_0000  # generic address of the parameters
+WINDOW = 0x7D00_0000_0000  # generic address of shared memory
+POISON = {"W": 0x7FC0DEAD, "H": 0x7FC1, "D": 0x7FF8_DEAD_7FC0_DEAD}  # registers before they are written: NaN
+
+
+@dataclass
+class Pending:
+    """An asynchronous operation under way."""
+
+    what: str
+    complete: Callable[[], None]
+
+
+@dataclass
+class Threads:
+    """Threads that run a unit together. where: their columns of the register file."""
+
+    machine: "Machine"
+    where: Any
+    count: int
+    pick: Any = None  # of a selection: its positions among the threads it was selected from
+
+    @cached_property
+    def index(self) -> np.ndarray:
+        return np.arange(self.machine.threads)[self.where] if isinstance(self.where, slice) else self.where
+
+    @cached_property
+    def warp(self) -> np.ndarray:
+        """Warp of each thread, numbered through all resident CTAs."""
+        return self.index >> 5
+
+    @cached_property
+    def warps(self) -> np.ndarray:
+        return np.unique(self.warp)
+
+    @cached_property
+    def whole(self) -> bool:
+        """All 32 lanes of every warp are here."""
+        return self.count == 32 * len(self.warps)
+
+    def select(self, mask: np.ndarray) -> "Threads | None":
+        """The threads where `mask` holds; None where there are none."""
+        pick = np.flatnonzero(mask)
+        return Threads(self.machine, self.index[pick], len(pick), pick) if len(pick) else None
+
+    def merge(self, old: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """`old` of all threads with `values` in place of those selected."""
+        out = np.array(np.broadcast_to(old, np.shape(old)))
+        out[self.pick] = values
+        return out
+
+    def say(self, x: Any) -> str:
+        """Where: PTX line, source line, opcode, warps."""
+        at = f" ({x.source})" if x.source else ""
+        return f"line {x.line}{at}, warp {', '.join(map(str, self.warps[:8]))}: {x.op}"
+
+
+@dataclass
+class Settings:
+    mode: str = "eager"
+    seed: int = 0
+    limit: int = 2_000_000  # units until a livelock is reported
+
+
+@dataclass
+class State:
+    """What engines keep."""
+
+    # Operations under way by queue: in "" they complete in any order, in others in the order they were issued in.
+    pending: dict[str, deque[Pending]] = field(
+        default_factory=lambda: defaultdict(deque, {"": deque(), "store": deque()})
+    )
+    wgmma: dict[int, Any] = field(default_factory=dict)  # warpgroup -> wgmma.Pipe
+    bulk: dict[int, Any] = field(default_factory=dict)  # thread -> bulk groups
+    copies: dict[int, Any] = field(default_factory=dict)  # thread -> cp.async groups
+    named: dict[tuple[int, int], Rendezvous] = field(default_factory=dict)  # (slot, id)
+    cluster: dict[int, Rendezvous] = field(default_factory=dict)
+    flags: dict[int, Clock] = field(default_factory=dict)  # global or shared address of an atomic -> its clock
+    tensor: dict[int, Any] = field(default_factory=dict)  # slot -> tensor memory
+    initialised: dict[int, Clock] = field(default_factory=dict)  # warp -> its past at its last fence.mbarrier_init
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+class Machine:
+    """CTAs of whole clusters that are resident together."""
+
+    def __init__(self, program: Program, call: Call, blocks: list[tuple[int, int, int]], settings: Settings) -> None:
+        """blocks: indices of the CTAs, those of a cluster one after the other in rank order."""
+        self.program, self.call, self.settings = program, call, settings
+        self.random = np.random.default_rng(settings.seed)
+        shape = call.block or program.kernel.block
+        if not all(shape):
+            raise ValueError("block: the PTX has no .reqntid, so the call must say")
+        self.block = shape
+        self.per_cta = int(np.prod(shape))
+        if self.per_cta % 32:
+            raise ValueError(f"block {shape}: {self.per_cta} threads are no multiple of 32")
+        self.cluster_size = int(np.prod(call.cluster))
+        self.slots = len(blocks)
+        self.threads = self.per_cta * self.slots
+        self.warps = self.threads // 32
+        self.order = Order(self.warps)
+        size = program.kernel.shared_bytes + call.shared
+        self.shared = Shared(self.slots, size, self.per_cta // 32, self.order)
+        self.memory = call.memory
+        self.P, self.H, self.W, self.D = (
+            np.full((max(1, program.registers.count[letter]), self.threads), POISON.get(letter, 0), dtype)
+            for letter, dtype in STORAGE.items()
+        )
+        self.special = specials(call, blocks, shape)
+        self.first_slot = np.arange(self.threads) // self.per_cta // self.cluster_size * self.cluster_size
+        self.params, self.maps = pack(program, call)
+        self.mbarriers: dict[int, Mbarrier] = {}  # flat shared address -> object
+        self.state = State()
+        self.pc = np.zeros(self.threads, np.int32)
+        self.done = np.zeros(self.threads, bool)
+        self.blocked = np.zeros(self.threads, bool)  # inside a barrier
+        self.failed = np.full(self.threads, -1, np.int32)  # unit at which a wait failed, at event `failed_at`
+        self.failed_at = np.full(self.threads, -1, np.int64)
+        self.touched = np.ones(self.threads, bool)  # wgmma registers written since the last wgmma.fence
+        self.cluster_phase = np.zeros(self.threads, np.int64)  # of the cluster barrier, after the last arrival
+        self.events = 0  # counts everything that may let a wait succeed
+        self.stalled: np.ndarray | None = None  # of the unit that runs: threads that stay
+        self.unit = 0  # that runs
+        self.steps = 0
+        self.last = -1
+
+    # ------------------------------------------------------------- what generated code reads
+    def uniform(self, name: str) -> Any:
+        """A special register that all threads share."""
+        if name.startswith("ntid."):
+            return np.uint32(self.block["xyz".index(name[-1])])
+        if name in ("clock", "clock64", "globaltimer", "globaltimer_lo"):
+            return np.uint64(self.steps)
+        values = {"dynamic_smem_size": self.call.shared, "total_smem_size": self.shared.size, "nsmid": 132, "smid": 0}
+        if name not in values:
+            raise Fault(f"special register %{name} is not modelled")
+        return np.uint32(values[name])
+
+    def shared_address(self, where: Any, offset: int) -> np.ndarray:
+        """Of a shared variable, per thread. offset: in static memory; -1 the dynamic part."""
+        start = self.program.dynamic_start if offset < 0 else offset
+        return (self.special["cluster_ctarank"][where] << np.uint32(RANK)) + np.uint32(1024 + start)
+
+    def param_address(self, offset: int) -> np.uint64:
+        return np.uint64(PARAMS + offset)
+
+    # ------------------------------------------------------------- what forms use
+    def flat(self, t: Threads, address: np.ndarray, size: int, x: Any) -> np.ndarray:
+        """Shared addresses of threads -> indices into shared.bytes."""
+        return self.shared.flat(self.first_slot[t.where], address, size, t.say(x))
+
+    def mbarrier(self, t: Threads, flat: int, x: Any) -> Mbarrier:
+        found = self.mbarriers.get(int(flat))
+        if found is None:
+            raise Fault(f"{t.say(x)}: no initialised mbarrier at {self.shared.name(int(flat))}")
+        return found
+
+    def signalled(self, t: Threads, flat: int, x: Any) -> Mbarrier:
+        """An mbarrier that an async operation will signal."""
+        barrier = self.mbarrier(t, flat, x)
+        if not barrier.visible:
+            raise Fault(f"{t.say(x)}: the mbarrier at {barrier.address} was initialised, but not fenced for async use")
+        return barrier
+
+    def post(self, what: str, complete: Callable[[], None], queue: str = "") -> None:
+        """Start an async operation; the mode decides when it completes."""
+        if self.settings.mode == "eager":
+            complete()
+            self.events += 1
+        else:
+            self.state.pending[queue].append(Pending(what, complete))
+
+    def count(self, what: str) -> None:
+        self.state.counts[what] = self.state.counts.get(what, 0) + 1
+
+
+def specials(call: Call, blocks: list[tuple[int, int, int]], shape: tuple[int, int, int]) -> dict[str, np.ndarray]:
+    """Special registers that differ between threads or CTAs (PTX ISA, Special Registers)."""
+    per_cta = int(np.prod(shape))
+    lane = np.tile(np.arange(per_cta, dtype=np.uint32), len(blocks))
+    out: dict[str, np.ndarray] = {
+        "tid.x": lane % shape[0],
+        "tid.y": lane // shape[0] % shape[1],
+        "tid.z": lane // (shape[0] * shape[1]),
+        "laneid": lane & 31,
+        "warpid": lane >> 5,
+    }
+    bit = np.uint32(1) << (lane & np.uint32(31))
+    out |= {"lanemask_eq": bit, "lanemask_lt": bit - 1, "lanemask_le": bit | (bit - 1)}
+    out |= {"lanemask_ge": ~(bit - 1), "lanemask_gt": ~(bit | (bit - 1))}
+    index = np.repeat(np.array(blocks, np.uint32).reshape(-1, 3), per_cta, 0)
+    rank = np.zeros(len(lane), np.uint32)
+    for i, axis in enumerate("xyz"):
+        size, count = call.cluster[i], call.grid[i]
+        out[f"ctaid.{axis}"] = index[:, i]
+        out[f"nctaid.{axis}"] = np.full(len(lane), count, np.uint32)
+        out[f"cluster_ctaid.{axis}"] = index[:, i] % size
+        out[f"cluster_nctaid.{axis}"] = np.full(len(lane), size, np.uint32)
+        out[f"clusterid.{axis}"] = index[:, i] // size
+        out[f"nclusterid.{axis}"] = np.full(len(lane), count // size, np.uint32)
+        rank += out[f"cluster_ctaid.{axis}"] * np.uint32(np.prod(call.cluster[:i], dtype=int))
+    out["cluster_ctarank"] = rank
+    out["is_explicit_cluster"] = np.full(len(lane), call.cluster != (1, 1, 1), np.uint32)
+    out["cluster_nctarank"] = np.full(len(lane), np.prod(call.cluster), np.uint32)
+    return {name: values.astype(np.uint32) for name, values in out.items()}
+
+
+def pack(program: Program, call: Call) -> tuple[np.ndarray, dict[int, TensorMap]]:
+    """Parameter bytes, and tensor maps by their offset in them."""
+    expected = list(program.kernel.params.values())
+    if len(call.params) != len(expected):
+        raise ValueError(f"params: {len(call.params)} values, the kernel has {len(expected)} parameters")
+    end = max((offset + size for offset, size, _ in expected), default=0)
+    data, maps = bytearray(end), {}
+    for i, (value, (offset, size, _)) in enumerate(zip(call.params, expected)):
+        if isinstance(value, TensorMap):
+            maps[offset] = value
+            continue
+        if len(value) != size:
+            raise ValueError(f"params[{i}]: {len(value)} B, the kernel's parameter has {size} B")
+        data[offset : offset + size] = value
+    return np.frombuffer(bytes(data), np.uint8), maps

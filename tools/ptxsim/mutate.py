@@ -1,0 +1,168 @@
+"""Fault injection: break one synchronisation of a kernel at a time and see whether the simulator notices.
+
+    python -m tools.ptxsim.mutate bf16_d64_full_paged_m192n128s4 [--limit N] [--jobs N]
+
+A mutant counts as noticed if any mode ends in a Fault or in wrong results. The unmutated control must pass every mode.
+"""
+
+import argparse
+import os
+import random
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from tools import aot
+
+from . import launcher, workloads
+from .faults import Fault, Unsupported
+from .machine import MODES
+from .parse import Instruction, Kernel, parse
+from .run import translate
+
+LIMIT = 20_000  # units: a mutant that spins is stopped early
+_NOP = ("nop", ())
+
+
+@dataclass(frozen=True)
+class Mutant:
+    what: str
+    index: int  # instruction; -1 the control
+    line: int
+    op: str = ""
+    args: tuple[str, ...] = ()
+
+    def apply(self, kernel: Kernel) -> None:
+        if self.index >= 0:
+            kernel.instructions[self.index] = kernel.instructions[self.index]._replace(op=self.op, args=self.args)
+
+
+DROPPED = {  # opcode: what dropping it is called
+    r"mbarrier\.arrive\.expect_tx.*": "arrive.expect_tx",
+    r"mbarrier\.arrive(?!\.expect).*": "mbarrier.arrive",
+    r"mbarrier\.init.*": "mbarrier.init",
+    r"bar\.sync": "bar.sync",
+    r"bar\.arrive": "bar.arrive",
+    r"barrier\.cluster\..*": "barrier.cluster",
+    r"fence\.proxy\.async.*": "fence.proxy.async",
+    r"fence\.mbarrier_init.*": "fence.mbarrier_init",
+    r"wgmma\.fence.*": "wgmma.fence",
+    r"wgmma\.commit_group.*": "wgmma.commit_group",
+    r"wgmma\.wait_group.*": "wgmma.wait_group",
+    r"wgmma\.mma_async.*": "wgmma.mma_async",
+    r"cp\.async\.bulk\.tensor.*": "cp.async.bulk.tensor",
+    r"cp\.async\.bulk\.wait_group.*": "bulk.wait_group",
+    r"tcgen05\.(mma|commit|cp|wait::st|dealloc).*": "tcgen05",
+}
+
+
+def mutants(kernel: Kernel) -> Iterator[Mutant]:
+    """Every single change: an operation dropped, a wait skipped, a count or a coordinate that is off by one."""
+    for i, x in enumerate(kernel.instructions):
+        for pattern, name in DROPPED.items():
+            if re.fullmatch(pattern, x.op):
+                yield Mutant(f"drop {name}", i, x.line, *_NOP)
+        yield from changed(i, x)
+
+
+def changed(i: int, x: Instruction) -> Iterator[Mutant]:
+    if x.op.startswith("mbarrier.try_wait"):
+        yield Mutant("skip mbarrier.try_wait", i, x.line, "setp.eq.u32", (x.args[0], "0", "0"))
+        phase = "1" if x.args[2] == "0" else "0"
+        if x.args[2] in ("0", "1"):
+            yield Mutant("wait for the other phase", i, x.line, x.op, (*x.args[:2], phase, *x.args[3:]))
+    elif x.op.startswith("mbarrier.init") and x.args[1].isdigit():
+        yield Mutant("mbarrier.init with one arrival more", i, x.line, x.op, (x.args[0], str(int(x.args[1]) + 1)))
+    elif x.op.startswith("mbarrier.arrive.expect_tx") and x.args[-1].isdigit():
+        yield Mutant("expect 16 bytes less", i, x.line, x.op, (*x.args[:-1], str(int(x.args[-1]) - 16)))
+    elif x.op.startswith("cp.async.bulk.tensor") and "complete_tx" in x.op:
+        found = re.fullmatch(r"(\[\S+\s*,\s*\{)(.*)(\}\])", x.args[1])
+        parts = [part.strip() for part in found[2].split(",")] if found else []
+        if found and len(parts) > 2:
+            swapped = ", ".join([parts[0], parts[2], parts[1], *parts[3:]])
+            text = found[1] + swapped + found[3]
+            yield Mutant("swap two coordinates of a load", i, x.line, x.op, (x.args[0], text, *x.args[2:]))
+    elif x.op.startswith("wgmma.wait_group") and x.args[0] == "0":
+        yield Mutant("wait_group leaves one group", i, x.line, x.op, ("1",))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    mutant: Mutant
+    mode: str  # that noticed it, "" none
+    why: str
+
+
+def try_mutant(kernel: tuple[str, Any, str], mutant: Mutant) -> Verdict:
+    op, spec, arch = kernel
+    program = translate(launcher.load(op, spec, arch).ptx, mutant.apply)
+    family = op.split(".")[0]
+    for mode in MODES:
+        for case in workloads.CASES[family](spec):
+            try:
+                outcome = workloads.RUN[family](spec, case, arch, mode=mode, program=program, limit=LIMIT, seed=1)
+            except Fault as fault:
+                return Verdict(mutant, mode, str(fault).split("\n")[0])
+            except Unsupported as error:
+                return Verdict(mutant, mode, f"unsupported: {error}")
+            if not outcome.error <= 1:
+                return Verdict(mutant, mode, "wrong results")
+    return Verdict(mutant, "", "")
+
+
+def report(verdicts: list[Verdict]) -> str:
+    """A line per kind of change, then the survivors."""
+    kinds: dict[str, list[Verdict]] = defaultdict(list)
+    for verdict in verdicts:
+        kinds[verdict.mutant.what].append(verdict)
+    lines = []
+    for what, group in sorted(kinds.items()):
+        modes = Counter(v.mode for v in group if v.mode)
+        first = ", ".join(f"{count} in {mode}" for mode, count in modes.items())
+        lines.append(f"{what:38} {sum(bool(v.mode) for v in group):4} of {len(group):4} noticed: {first}")
+    noticed = sum(bool(v.mode) for v in verdicts)
+    lines.append(f"{noticed} of {len(verdicts)} noticed, {noticed / max(1, len(verdicts)):.0%}")
+    lines += [f"survives: line {v.mutant.line}: {v.mutant.what}" for v in verdicts if not v.mode]
+    return "\n".join(lines)
+
+
+def sample(found: list[Mutant], limit: int) -> list[Mutant]:
+    """At most `limit` of them, in turn from each kind."""
+    kinds: dict[str, list[Mutant]] = defaultdict(list)
+    for mutant in found:
+        kinds[mutant.what].append(mutant)
+    rng = random.Random(0)
+    for group in kinds.values():
+        rng.shuffle(group)
+    chosen: list[Mutant] = []
+    while len(chosen) < min(limit, len(found)):
+        chosen += [group.pop() for group in kinds.values() if group]
+    return chosen[:limit]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.ptxsim.mutate", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("spec", nargs="+", help="names of shipped kernels")
+    parser.add_argument("--arch", default="sm_90a")
+    parser.add_argument("--limit", type=int, default=1 << 30, help="mutants a kernel, evenly from each kind")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    args = parser.parse_args(argv)
+    for name in args.spec:
+        op, spec = next(kernel for kernel in aot.shipped(args.arch) if kernel[1].name == name)
+        kernel = (op, spec, args.arch)
+        found = sample(list(mutants(parse(launcher.load(*kernel).ptx))), args.limit)
+        control = try_mutant(kernel, Mutant("control", -1, 0))
+        print(f"{name}: control {f'fails in {control.mode}: {control.why}' if control.mode else 'passes'}", flush=True)
+        if control.mode:
+            return 1
+        run: Callable[..., Any] = ProcessPoolExecutor(args.jobs).map
+        print(report(list(run(try_mutant, [kernel] * len(found), found))), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Number formats as bits in numpy arrays, and arithmetic that numpy does not have as PTX defines it."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+FLOATS: dict[str, Any] = {  # formats of operands that are narrower than 32 bits
+    "f16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "e2m3": np.dtype(ml_dtypes.float6_e2m3fn),
+    "e3m2": np.dtype(ml_dtypes.float6_e3m2fn),
+    "e2m1": np.dtype(ml_dtypes.float4_e2m1fn),
+    "ue8m0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "e4m3": 448.0, "e5m2": 57344.0}
+LARGEST |= {"e2m3": 7.5, "e3m2": 28.0, "e2m1": 6.0}
+TINY = np.float32(2.0**-126)  # smallest normal
+
+
+def decode(bits: np.ndarray, kind: str) -> np.ndarray:
+    """float32 values of bit patterns (uint16 or uint8, the format in the low bits)."""
+    if kind == "bf16":
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if kind == "tf32":  # the tensor core drops the low bits of a float32
+        return (bits & np.uint32(0xFFFFE000)).view(np.float32)
+    if kind == "f16":
+        return bits.view(np.float16).astype(np.float32)
+    return _table(kind)[bits]
+
+
+_TABLES: dict[str, np.ndarray] = {}
+
+
+def _table(kind: str) -> np.ndarray:
+    """Values of all bytes; formats below 8 bits ignore the high bits."""
+    if kind not in _TABLES:
+        bits = {"e2m1": 4, "e2m3": 6, "e3m2": 6}.get(kind, 8)
+        patterns = (np.arange(256) % (1 << bits)).astype(np.uint8)
+        _TABLES[kind] = patterns.view(FLOATS[kind]).astype(np.float32)
+    return _TABLES[kind]
+
+
+def encode(values: np.ndarray, kind: str, saturate: bool = False) -> np.ndarray:
+    """float32 -> bits, round to nearest even. saturate: to the largest finite value (.satfinite), NaN stays NaN."""
+    values = np.asarray(values, np.float32)
+    if saturate:
+        values = np.clip(values, np.float32(-LARGEST[kind]), np.float32(LARGEST[kind]))
+    out = values.astype(FLOATS[kind])
+    bits = out.view(f"u{out.dtype.itemsize}")
+    if kind in ("bf16", "f16", "e4m3", "e5m2"):
+        nan = {"bf16": 0x7FFF, "f16": 0x7FFF, "e4m3": 0x7F, "e5m2": 0x7F}[kind]
+        return np.where(np.isnan(values), bits.dtype.type(nan), bits)
+    return bits
+
+
+def truncate(values: np.ndarray, kind: str) -> np.ndarray:
+    """float32 -> bits of "bf16" or "f16", round toward zero."""
+    values = np.asarray(values, np.float32)
+    if kind == "bf16":
+        bits = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        return np.where(np.isnan(values), np.uint16(0x7FFF), bits)
+    near = values.astype(np.float16)
+    past = np.abs(near.astype(np.float32)) > np.abs(values)
+    near = np.where(past, np.nextafter(near, np.float16(0)), near)
+    return np.where(np.isnan(values), np.uint16(0x7FFF), near.view(np.uint16))
+
+
+def flush(values: np.ndarray) -> np.ndarray:
+    """Denormals to zero of their sign (.ftz)."""
+    return np.where(np.abs(values) < TINY, np.copysign(np.float32(0), values), values)
+
+
+def to_odd(near: Any, error: Any) -> Any:
+    """Round to odd: a result inexact by `error` gets an odd last bit, which makes a second rounding harmless."""
+    signed = np.dtype(f"i{near.dtype.itemsize}")
+    bits = np.atleast_1d(near).view(signed).reshape(np.shape(near))
+    even = (error != 0) & np.isfinite(near) & (bits & 1 == 0)
+    toward = np.where(error > 0, near.dtype.type(np.inf), near.dtype.type(-np.inf))
+    return np.where(even, np.nextafter(near, toward), near)
+
+
+def sum_to_odd(a: Any, b: Any) -> Any:
+    """float64 a + b, rounded to odd."""
+    total = np.asarray(a + b)
+    back = total - a
+    return to_odd(total, (a - (total - back)) + (b - back))
+
+
+def fma(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c of float32 with one rounding."""
+    return sum_to_odd(np.asarray(a, np.float64) * b, np.asarray(c, np.float64)).astype(np.float32)
+
+
+def fma_to_odd(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c as float32 rounded to odd, to be rounded to a 16-bit format."""
+    total = sum_to_odd(np.asarray(a, np.float64) * b, np.asarray(c, np.float64))
+    near = total.astype(np.float32)
+    return to_odd(near, total - near)
+
+
+def rounded(exact: np.ndarray, mode: str) -> np.ndarray:
+    """float64 -> float32 in a PTX rounding mode: rn, rz, rm (down), rp (up)."""
+    near = exact.astype(np.float32)
+    if mode == "rn":
+        return near
+    wide = near.astype(np.float64)
+    above, below = wide > exact, wide < exact
+    if mode == "rz":
+        above, below = (wide > exact) & (exact > 0), (wide < exact) & (exact < 0)
+    elif mode == "rm":
+        below = np.zeros_like(above)
+    else:
+        above = np.zeros_like(below)
+    out = np.where(above, np.nextafter(near, np.float32(-np.inf)), near)
+    return np.where(below, np.nextafter(near, np.float32(np.inf)), out)
+
+
+def pair(bits: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """float32 values of the low and the high half of 32-bit registers that hold two 16-bit floats."""
+    bits = np.asarray(bits, np.uint32)
+    low, high = (bits & np.uint32(0xFFFF)).astype(np.uint16), (bits >> np.uint32(16)).astype(np.uint16)
+    return decode(low, kind), decode(high, kind)
+
+
+def unpair(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Two 16-bit patterns in one register."""
+    return low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))

@@ -1,0 +1,79 @@
+"""A PTX kernel cut into units: straight-line runs of instructions that a group of threads executes as one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .forms import require
+from .parse import Instruction, Kernel, parse
+from .translate import Names, Registers, Translator, build
+
+
+@dataclass
+class Unit:
+    first: int  # instruction
+    end: int  # instruction after the last
+    level: int  # which threads must stand here together: forms.THREAD, WARP, WARPGROUP
+    waits: bool  # may leave threads where they are
+    ends: str  # "branch", "return" or "" (falls through)
+    target: int = -1  # unit of a branch
+    run: Callable[[Any], Any] | None = None
+
+
+class Program:
+    """A translated kernel. change: edits the parsed kernel first (fault injection)."""
+
+    def __init__(self, ptx: str, change: Callable[[Kernel], None] | None = None) -> None:
+        self.kernel = parse(ptx)
+        if change:
+            change(self.kernel)
+        self.dynamic_start = -(-self.kernel.shared_bytes // 16) * 16
+        self.registers = Registers(self.kernel)
+        self.names = Names()
+        self.units = cut(self.kernel)
+        self.level = np.array([unit.level for unit in self.units], np.int8)
+        self.waits = np.array([unit.waits for unit in self.units])
+
+    def code(self, number: int) -> Callable[[Any], Any]:
+        """The function of a unit, translated at its first use."""
+        unit = self.units[number]
+        if unit.run is None:
+            name = f"unit_{number}"
+            translator = Translator(self.kernel, self.registers, self.names)
+            source = translator.unit(name, self.kernel.instructions[unit.first : unit.end])
+            unit.run = build(self.names, name, source)
+        return unit.run
+
+
+def control(x: Instruction) -> str:
+    head = x.op.split(".")[0]
+    return {"bra": "branch", "ret": "return", "exit": "return"}.get(head, "")
+
+
+def cut(kernel: Kernel) -> list[Unit]:
+    """Units begin at labels, after branches, around waits, and where more threads must come together than so far."""
+    instructions = kernel.instructions
+    facts = [(0, False) if control(x) else (require(x)[0].level, require(x)[0].waits) for x in instructions]
+    leads = {0, *kernel.labels.values()}
+    for i, x in enumerate(instructions):
+        if control(x):
+            leads.add(i + 1)
+        if facts[i][1]:
+            leads |= {i, i + 1}
+    current = 0
+    for i, (level, _) in enumerate(facts):
+        if i in leads or level > current:
+            leads.add(i)
+            current = level
+    starts = sorted(i for i in leads if i < len(instructions))
+    at = {first: number for number, first in enumerate(starts)}
+    units = []
+    for first, end in zip(starts, [*starts[1:], len(instructions)]):
+        last = instructions[end - 1]
+        unit = Unit(first, end, facts[first][0], facts[first][1], control(last))
+        if unit.ends == "branch":
+            unit.target = at[kernel.labels[last.args[0]]]
+        units.append(unit)
+    return units

@@ -1,0 +1,43 @@
+"""What a person needs to see when nobody can move: every warp's place, every barrier's state, what is under way."""
+
+import numpy as np
+
+from .machine import Machine
+from .shared import BASE
+
+
+def where(m: Machine) -> str:
+    """One line per group of lanes, mbarrier and barrier."""
+    lines = []
+    for warp in range(m.warps):
+        lanes = slice(32 * warp, 32 * warp + 32)
+        pc, live = m.pc[lanes], ~m.done[lanes]
+        for unit in np.unique(pc[live]):
+            standing = (pc == unit) & live
+            here, first = int(standing.sum()), 32 * warp + int(np.argmax(standing))
+            lines.append(f"  {_warp(m, warp)}, {here:2d} lanes, {_place(m, int(unit), first)}")
+            if m.program.level[unit] and here < int(live.sum()):
+                lines[-1] += " [waits for the other lanes of its warp]"
+    for flat, barrier in sorted(m.mbarriers.items()):
+        slot, offset = divmod(flat, m.shared.stride)
+        lines.append(f"  mbarrier at shared {offset - BASE:#x} of CTA {slot}: {barrier}")
+    for (slot, number), point in sorted(m.state.named.items()):
+        if point.arrived:
+            lines.append(f"  barrier {number} of CTA {slot}: {point.arrived} of {point.need} threads have arrived")
+    for cluster, point in m.state.cluster.items():
+        if point.arrived:
+            lines.append(f"  cluster barrier {cluster}: {point.arrived} of {point.need} threads have arrived")
+    lines += [f"  under way: {one.what}" for queue in m.state.pending.values() for one in queue]
+    return "\n".join(lines)
+
+
+def _warp(m: Machine, warp: int) -> str:
+    per_cta = m.per_cta // 32
+    return f"warp {warp % per_cta:2d}" + (f" of CTA {warp // per_cta}" if m.slots > 1 else "")
+
+
+def _place(m: Machine, unit: int, thread: int) -> str:
+    x = m.program.kernel.instructions[m.program.units[unit].first]
+    source = f" ({x.source})" if x.source else ""
+    state = " [in the barrier]" if m.blocked[thread] else ""
+    return f"line {x.line}{source}: {x.op} {', '.join(x.args)[:70]}{state}"

@@ -1,0 +1,94 @@
+"""Run a call: the grid in portions of CTAs that are resident together, then the checks at exit."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+# The modules that register instruction forms.
+from . import alu, atomic, convert, data, mma, sync, tcgen05, tma, warp, wgmma  # noqa: F401
+from .call import Call
+from .faults import Fault
+from .machine import MODES, Machine, Settings
+from .parse import Kernel
+from .program import Program
+from .schedule import run as run_machine
+
+Block = tuple[int, int, int]
+
+
+@dataclass
+class Result:
+    """steps: units executed. counts: asynchronous operations by kind."""
+
+    steps: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def run(
+    call: Call,
+    mode: str = "eager",
+    seed: int = 0,
+    blocks: Iterable[Block] | None = None,
+    resident: int = 4,
+    program: Program | None = None,
+    limit: int = 2_000_000,
+) -> Result:
+    """Execute the grid of `call`; its arrays hold the results.
+
+    mode: when asynchronous operations complete, see schedule.py. blocks: CTAs to run (all of the grid); whole
+    clusters run. resident: clusters that run at once; CTAs that wait for each other through global memory must all be
+    resident. program: the translated PTX of the call, to share it between runs. limit: units until a livelock is
+    reported, per portion. Fault (faults.py) on what is wrong on hardware; Unsupported on what is not modelled.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode: {mode!r}, must be one of {MODES}")
+    program = program or Program(call.ptx)
+    result = Result()
+    clusters = list(clusters_of(call, blocks))
+    for first in range(0, len(clusters), resident):
+        portion = [block for cluster in clusters[first : first + resident] for block in cluster]
+        machine = Machine(program, call, portion, Settings(mode, seed + first, limit))
+        run_machine(machine)
+        check_exit(machine)
+        result.steps += machine.steps
+        for name, count in machine.state.counts.items():
+            result.counts[name] = result.counts.get(name, 0) + count
+    return result
+
+
+def translate(ptx: str, change: Callable[[Kernel], None] | None = None) -> Program:
+    """A program for `run`. change: edits the parsed kernel first (fault injection)."""
+    return Program(ptx, change)
+
+
+def clusters_of(call: Call, blocks: Iterable[Block] | None) -> list[list[Block]]:
+    """CTAs by cluster, in rank order; only clusters that hold one of `blocks`."""
+    size = call.cluster
+    for i, axis in enumerate("xyz"):
+        if call.grid[i] % size[i]:
+            raise ValueError(f"grid {call.grid}: {axis} is no multiple of the cluster's {size[i]}")
+    wanted = None if blocks is None else {tuple(b[i] // size[i] for i in range(3)) for b in blocks}
+    out = []
+    counts = [call.grid[i] // size[i] for i in range(3)]
+    for z in range(counts[2]):
+        for y in range(counts[1]):
+            for x in range(counts[0]):
+                if wanted is None or (x, y, z) in wanted:
+                    out.append([
+                        (x * size[0] + i, y * size[1] + j, z * size[2] + k)
+                        for k in range(size[2]) for j in range(size[1]) for i in range(size[0])
+                    ])  # fmt: skip
+    return out
+
+
+def check_exit(m: Machine) -> None:
+    """What must not be left when a kernel ends."""
+    for barrier in m.mbarriers.values():
+        if barrier.tx:
+            raise Fault(f"exit: mbarrier {barrier.address} with {barrier.tx} bytes missing")
+    for thread, groups in m.state.bulk.items():
+        if groups.open or any(groups.closed):
+            raise Fault(f"exit: thread {thread} has not waited for its bulk stores, which read shared memory")
+    for first, pipe in m.state.wgmma.items():
+        if pipe.open or pipe.groups:
+            raise Fault(f"exit: the warpgroup of warp {first // 32} has not waited for its wgmma")
+    tcgen05.check_exit(m)

@@ -1,0 +1,163 @@
+"""Who runs next: threads move in groups that stand at the same unit; asynchronous operations complete in between.
+
+Modes: "eager", operations complete when issued; "late", only when no thread can move, oldest first; "newest", the
+same, newest first; "random", groups, parts of groups and operations in an order drawn from the seed.
+"""
+
+import numpy as np
+
+from .faults import Deadlock, Livelock
+from .forms import THREAD, WARP, WARPGROUP
+from .machine import Machine, Threads
+from .report import where
+from .sync import settle_cluster
+
+RUN = 64  # units that a group runs before the next one is chosen
+SHARES = (0.3, 0.3, 0.05, 0.01)  # random: chance that an operation completes after a step, by seed
+
+
+def run(m: Machine) -> None:
+    """Until every thread has returned and every operation is complete."""
+    with np.errstate(all="ignore"):
+        while not m.done.all():
+            chosen = choose(m)
+            if chosen is None:
+                if complete_one(m):
+                    continue
+                chosen = choose(m, part_of_warp=True)
+                if chosen is None:
+                    raise Deadlock(f"deadlock\n{where(m)}")
+            step(m, *chosen)
+            if m.settings.mode == "random" and m.random.random() < SHARES[m.settings.seed % len(SHARES)]:
+                complete_one(m)
+            if m.steps > m.settings.limit:
+                raise Livelock(f"no end after {m.settings.limit} units\n{where(m)}")
+        while complete_one(m):
+            pass
+
+
+def complete_one(m: Machine) -> bool:
+    """Complete one asynchronous operation; False where none is under way."""
+    queues = [queue for queue in m.state.pending.values() if queue]
+    if not queues:
+        return False
+    mode = m.settings.mode
+    if mode == "random":
+        queue = queues[int(m.random.integers(len(queues)))]
+        index = int(m.random.integers(len(queue))) if queue is m.state.pending[""] else 0
+    else:  # stores come last: who forgets to wait for one reads old memory
+        queue = next((queue for queue in queues if queue is not m.state.pending["store"]), queues[0])
+        index = -1 if mode == "newest" and queue is m.state.pending[""] else 0
+    one = queue[index]
+    del queue[index]
+    one.complete()
+    m.events += 1
+    return True
+
+
+def choose(m: Machine, part_of_warp: bool = False) -> tuple[int, np.ndarray, int] | None:
+    """(unit, threads, level up to which they are together); None where nobody can move.
+
+    part_of_warp: lanes may run a collective without the rest of their warp; its member mask then tells whether that
+    is right.
+    """
+    program, pc = m.program, m.pc
+    live = ~m.done
+    able = live & ~m.blocked & ~((m.failed == pc) & (m.failed_at == m.events))
+    if not able.any():
+        return None
+    by_warp, live_warp = pc.reshape(-1, 32), live.reshape(-1, 32)
+    lowest = np.where(live_warp, by_warp, np.iinfo(np.int32).max).min(1)
+    together = lowest >= np.where(live_warp, by_warp, -1).max(1)
+    level = program.level[pc]
+    if level.any():
+        collective = (level == WARP) & (together.repeat(32) | part_of_warp)
+        able &= (level == THREAD) | collective | whole_groups(m, lowest, together, level)
+        if not able.any():
+            return None
+    # Within a split warp the lanes at the lowest unit go first: they catch up with the others.
+    first = np.where(able.reshape(-1, 32), by_warp, np.iinfo(np.int32).max).min(1)
+    able &= (by_warp == first[:, None]).reshape(-1)
+    candidates = np.unique(pc[able])
+    random = m.settings.mode == "random"
+    if random:
+        unit = int(m.random.choice(candidates))
+    else:  # round robin: the next unit in program order
+        after = candidates[candidates > m.last]
+        unit = int(after[0] if len(after) else candidates[0])
+    m.last = unit
+    chosen = able & (pc == unit)
+    if random and program.level[unit] < WARPGROUP:
+        warps = np.unique(np.flatnonzero(chosen) >> 5)
+        keep = warps[m.random.random(len(warps)) < 0.6]
+        if len(keep):
+            chosen &= np.isin(np.arange(m.threads) >> 5, keep)
+    index = np.flatnonzero(chosen)
+    return unit, index, togetherness(m, index, together, live)
+
+
+def whole_groups(m: Machine, lowest: np.ndarray, together: np.ndarray, level: np.ndarray) -> np.ndarray:
+    """Threads at a warpgroup unit whose four warps are all there."""
+    if not (level == WARPGROUP).any() or m.per_cta % 128:
+        return np.zeros(m.threads, bool)
+    groups = lowest.reshape(-1, 4)
+    whole = together.reshape(-1, 4).all(1) & (groups.min(1) == groups.max(1)) & ~m.done.reshape(-1, 128).any(1)
+    return (level == WARPGROUP) & whole.repeat(128)
+
+
+def togetherness(m: Machine, index: np.ndarray, together: np.ndarray, live: np.ndarray) -> int:
+    """Which collectives the chosen threads may run without another choice."""
+    warps = np.unique(index >> 5)
+    if not together[warps].all() or len(index) != int(live.reshape(-1, 32)[warps].sum()):
+        return THREAD
+    groups = len(warps) % 4 == 0 and len(index) == 32 * len(warps)
+    if groups and (warps.reshape(-1, 4) == (warps[::4] // 4 * 4)[:, None] + np.arange(4)).all():
+        return WARPGROUP
+    return WARP
+
+
+def step(m: Machine, number: int, index: np.ndarray, level: int) -> None:
+    """Run a group until it splits, waits, needs others, or has run long enough."""
+    n = len(index)
+    contiguous = index[-1] - index[0] + 1 == n
+    s = slice(int(index[0]), int(index[-1]) + 1) if contiguous else index
+    t = Threads(m, s, n)
+    for _ in range(1 if m.settings.mode == "random" else RUN):
+        unit = m.program.units[number]
+        code = unit.run or m.program.code(number)
+        m.unit, m.stalled = number, None
+        m.steps += 1
+        result = code(t)
+        following = number + 1
+        if m.stalled is not None:  # some stay in a barrier; those that it let go have moved already
+            m.pc[index[~m.stalled]] = following
+            return
+        if unit.ends:
+            taken = np.broadcast_to(np.asarray(result), (n,))
+            if unit.ends == "return":
+                m.done[index[taken]] = True
+                leave(m)
+                m.pc[index[~taken]] = following
+                m.events += 1
+                return
+            if taken.all():
+                following = unit.target
+            elif taken.any():
+                m.pc[s] = np.where(taken, unit.target, following)
+                return
+        number = following
+        m.pc[s] = number
+        if m.program.level[number] > level:
+            return
+        if m.program.waits[number] and ((m.failed[s] == number) & (m.failed_at[s] == m.events)).any():
+            return
+
+
+def leave(m: Machine) -> None:
+    """Threads have exited: their cluster's barrier no longer waits for them, their CTA's shared memory may go."""
+    if m.cluster_size == 1:
+        return
+    for cluster in list(m.state.cluster):
+        settle_cluster(m, cluster)
+    whole = m.done.reshape(m.slots, -1).all(1)
+    m.shared.gone = set(np.flatnonzero(whole).tolist())

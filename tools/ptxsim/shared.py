@@ -1,0 +1,196 @@
+"""Shared memory of the resident CTAs, with a shadow that finds races whatever the schedule of this run is.
+
+Per 4-byte word the shadow knows who wrote it last (component and event, see order.py), which warps have read it since,
+and how many asynchronous reads and writes are under way. Of accesses below 4 bytes, those by different warps to parts
+of one word are not checked for order.
+
+A shared address is (CTA rank in the cluster << 24) + offset, as on hardware; user memory begins at offset 1024.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from .call import elements
+from .faults import Fault
+from .order import Order
+
+BASE = 1024  # bytes that the system keeps at the start of a CTA's shared memory
+RANK = 24  # bit of a shared address where the CTA rank begins
+EMPTY, SEVERAL = -1, -2  # in place of a component: never written; parts written by several warps, in no order
+
+
+class Shared:
+    def __init__(self, slots: int, size: int, warps_per_slot: int, order: Order) -> None:
+        """slots: CTAs. size: bytes a CTA, static and dynamic."""
+        self.size, self.order, self.per_slot = size, order, warps_per_slot
+        self.stride = -(-(BASE + size) // 1024) * 1024
+        self.bytes = np.full(slots * self.stride, 0xFF, np.uint8)  # NaN in every float type: stale reads are loud
+        words = self.bytes.size // 4
+        self.writer = np.full(words, EMPTY, np.int32)
+        self.event = np.zeros(words, np.int32)
+        self.partly = np.zeros(words, bool)  # the last write had less than 4 bytes
+        self.readers = np.zeros((words, warps_per_slot), np.int32)  # last event at which each warp of the CTA read
+        self.async_reader = np.full(words, EMPTY, np.int32)
+        self.async_event = np.zeros(words, np.int32)
+        self.reading = np.zeros(words, np.int16)
+        self.flying = np.zeros(words, np.int16)
+        self.gone: set[int] = set()  # slots whose CTA has exited
+
+    def name(self, flat: int) -> str:
+        slot, offset = divmod(flat, self.stride)
+        return f"shared {offset - BASE:#x}" + (f" of CTA slot {slot}" if len(self.bytes) > self.stride else "")
+
+    def flat(self, first_slot: Any, address: np.ndarray, size: int, what: str) -> np.ndarray:
+        """Indices into `bytes` of shared addresses; Fault where `size` bytes are outside or misaligned.
+
+        first_slot: of the cluster that each address belongs to.
+        """
+        address = address.astype(np.int64)
+        offset = address & ((1 << RANK) - 1)
+        if offset.size and (offset.min() < BASE or offset.max() + size > BASE + self.size):
+            bad = offset[(offset < BASE) | (offset + size > BASE + self.size)]
+            raise Fault(f"{what}: {size} B at shared {int(bad[0]) - BASE:#x}, the CTA has {self.size} B")
+        if (offset % size).any():
+            raise Fault(f"{what}: shared {int(offset[offset % size != 0][0]) - BASE:#x} is not aligned to {size} B")
+        slot = first_slot + (address >> RANK)
+        if self.gone and np.isin(slot, list(self.gone)).any():
+            raise Fault(f"{what}: shared memory of a CTA that has exited")
+        return slot * self.stride + offset
+
+    def words(self, flat: np.ndarray, size: int) -> np.ndarray:
+        """Words that accesses of `size` bytes touch: (n,) or (n, size / 4)."""
+        first = flat >> 2
+        return first if size <= 4 else first[:, None] + np.arange(size // 4)
+
+    # ------------------------------------------------------------- generic proxy
+    def load(self, warps: np.ndarray, flat: np.ndarray, dtype: Any, count: int, what: str) -> np.ndarray:
+        """(count, n) elements; warps (n,) global warp numbers of the readers."""
+        dtype = np.dtype(dtype)
+        words = self.words(flat, dtype.itemsize * count)
+        by = warps if words.ndim == 1 else warps[:, None]
+        part = dtype.itemsize * count < 4
+        self.check_read(by, words, what, part)
+        if not part:
+            self.readers[words, by % self.per_slot] = self.order.now(by)
+        items = (flat // dtype.itemsize) + np.arange(count)[:, None]
+        return elements(self.bytes, dtype)[items]
+
+    def check_read(self, by: np.ndarray, words: np.ndarray, what: str, part: bool = False) -> None:
+        """part: less than a word is read, so a write to another part of it may race."""
+        if self.flying[words].any():
+            raise Fault(f"{what}: reads {self._first(words, self.flying[words] > 0)} while an async write is under way")
+        writer = self.writer[words]
+        if (writer == EMPTY).any():
+            raise Fault(f"{what}: reads {self._first(words, writer == EMPTY)}, which nothing has written")
+        late = (writer >= 0) & (self.order.seen[by, np.maximum(writer, 0)] < self.event[words])
+        if part:
+            late &= ~self.partly[words]
+        if late.any():
+            raise Fault(
+                f"{what}: reads {self._first(words, late)}, written by {self.who(int(writer[late].flat[0]))}, "
+                "without synchronisation in between"
+            )
+
+    def store(self, warps: np.ndarray, flat: np.ndarray, values: np.ndarray, what: str) -> None:
+        """values (count, n)."""
+        size = values.dtype.itemsize * len(values)
+        words = self.words(flat, size)
+        by = warps if words.ndim == 1 else warps[:, None]
+        apart = self.check_write(by, words, what, size < 4)
+        items = (flat // values.dtype.itemsize) + np.arange(len(values))[:, None]
+        elements(self.bytes, values.dtype)[items] = values
+        self.writer[words], self.event[words] = np.where(apart, SEVERAL, by), self.order.now(by)
+        self.partly[words] = size < 4
+
+    def check_write(self, by: np.ndarray, words: np.ndarray, what: str, part: bool = False) -> np.ndarray:
+        """Words of which other warps write other parts at the same time, which only a `part` of a word may do."""
+        if self.flying[words].any():
+            raise Fault(
+                f"{what}: writes {self._first(words, self.flying[words] > 0)} while an async write is under way"
+            )
+        if self.reading[words].any():
+            raise Fault(
+                f"{what}: writes {self._first(words, self.reading[words] > 0)} while an async operation reads it"
+            )
+        writer = self.writer[words]
+        late = (writer >= 0) & (self.order.seen[by, np.maximum(writer, 0)] < self.event[words])
+        apart = late & self.partly[words] if part else np.zeros_like(late)
+        late &= ~apart
+        if late.any():
+            raise Fault(
+                f"{what}: overwrites {self._first(words, late)}, written by {self.who(int(writer[late].flat[0]))}, "
+                "without synchronisation in between"
+            )
+        self.check_readers(by, words, what)
+        return apart | (part & (writer == SEVERAL))
+
+    def check_readers(self, by: np.ndarray, words: np.ndarray, what: str) -> None:
+        """Everyone who read the words is in the past of the warps `by`: (1,), or one per word."""
+        if by.size == 1:  # the words of one operation lie in one CTA
+            start = int(words.flat[0]) * 4 // self.stride * self.per_slot
+            ordered = (self.readers[words].max(0) <= self.order.seen[by[0], start : start + self.per_slot]).all()
+            if ordered and (self.async_reader[words] == EMPTY).all():
+                return
+        by = np.broadcast_to(by, words.shape)
+        first = words * 4 // self.stride * self.per_slot  # global number of the CTA's first warp
+        seen = self.order.seen[by[..., None], first[..., None] + np.arange(self.per_slot)]
+        late = self.readers[words] > seen
+        if late.any():
+            where = np.argwhere(late)[0]
+            reader, place = int(first[tuple(where[:-1])] + where[-1]), self.name(int(words[tuple(where[:-1])]) * 4)
+            raise Fault(
+                f"{what}: overwrites {place}, which {self.who(reader)} has read, without synchronisation in between"
+            )
+        reader = self.async_reader[words]
+        late = (reader >= 0) & (self.order.seen[by, np.maximum(reader, 0)] < self.async_event[words])
+        if late.any():
+            raise Fault(f"{what}: overwrites {self._first(words, late)}, which an async operation may still read")
+
+    # ------------------------------------------------------------- async proxy
+    def begin_read(self, warps: np.ndarray, words: np.ndarray, what: str) -> None:
+        """An async operation of `warps` starts to read `words` (k,)."""
+        for warp in warps:
+            self.check_read(np.array([warp]), words, what)
+            writer = self.writer[words]
+            generic = (writer >= 0) & (writer < self.order.warps)
+            if generic.any():
+                stale = generic & (self.order.fenced[warp, np.maximum(writer, 0)] < self.event[words])
+                if stale.any():
+                    raise Fault(
+                        f"{what}: reads {self._first(words, stale)} through the async proxy, written by "
+                        f"{self.who(int(writer[stale][0]))} without fence.proxy.async"
+                    )
+        self.reading[words] += 1
+
+    def end_read(self, warps: np.ndarray, words: np.ndarray) -> None:
+        """The operation has read; `warps` know it."""
+        self.reading[words] -= 1
+        for warp in warps:
+            self.readers[words, warp % self.per_slot] = self.order.seen[warp, warp]
+
+    def begin_write(self, warp: int, words: np.ndarray, what: str) -> None:
+        """An async operation of `warp` starts to write `words` (k,)."""
+        self.check_write(np.array([warp]), words, what)
+        writer = self.writer[words]
+        generic = (writer >= 0) & (writer < self.order.warps)
+        stale = generic & (self.order.fenced[warp, np.maximum(writer, 0)] < self.event[words])
+        if stale.any():
+            raise Fault(
+                f"{what}: overwrites {self._first(words, stale)} through the async proxy, written by "
+                f"{self.who(int(writer[stale][0]))} without fence.proxy.async"
+            )
+        self.flying[words] += 1
+
+    def end_write(self, words: np.ndarray, component: int, event: int) -> None:
+        """The words are written; whoever has seen (component, event) may read them."""
+        self.flying[words] -= 1
+        self.writer[words], self.event[words], self.partly[words] = component, event, False
+        self.readers[words] = 0
+        self.async_reader[words] = EMPTY
+
+    def who(self, component: int) -> str:
+        return f"warp {component}" if component < self.order.warps else "an async operation"
+
+    def _first(self, words: np.ndarray, bad: np.ndarray) -> str:
+        return self.name(int(words[bad].flat[0]) * 4)

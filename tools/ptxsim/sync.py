@@ -1,0 +1,290 @@
+"""Forms that synchronise: named and cluster barriers, mbarriers, fences, and hints without effect on results."""
+
+import re
+from typing import Any
+
+import numpy as np
+
+from .barriers import Mbarrier, Rendezvous
+from .faults import Fault
+from .forms import WARP, Op, effect, form, refuse
+from .machine import Machine, Threads
+from .order import Clock
+from .parse import Instruction
+
+SYNC = "Parallel Synchronization and Communication Instructions"
+U32, U64 = np.uint32, np.uint64
+
+
+# ------------------------------------------------------------------------------------------------ barriers of a CTA
+@form(r"(bar|barrier)(?:\.cta)?\.(sync|arrive)(?:\.aligned)?", f"{SYNC}: barrier", level=WARP, waits=True)
+def barrier(x: Instruction, f: re.Match[str]) -> Op:
+    def run(t: Threads, x: Instruction, number: Any, *count: Any) -> None:
+        m = t.machine
+        slot = t.index // m.per_cta
+        stay = np.zeros(t.count, bool)
+        for s, i in sorted(set(zip(slot.tolist(), number.tolist()))):
+            mine = (slot == s) & (number == i)
+            need = int(count[0][mine][0]) if count else m.per_cta
+            if not arrive_named(t, x, (s, i), mine, need, f[2] == "sync"):
+                stay |= mine
+        m.stalled = stay if f[2] == "sync" else None
+
+    return effect(run, *[(text, "u32") for text in x.args])
+
+
+def arrive_named(t: Threads, x: Instruction, key: tuple[int, int], mine: np.ndarray, need: int, waits: bool) -> bool:
+    """Threads `mine` arrive; whether the barrier let everyone go."""
+    m = t.machine
+    point = m.state.named.setdefault(key, Rendezvous(need))
+    if point.arrived and point.need != need:
+        raise Fault(f"{t.say(x)}: barrier {key[1]} with {need} threads, others wait for {point.need}")
+    point.need = need
+    index = t.index[mine]
+    warps = np.unique(index >> 5)
+    point.arrived += 32 * len(warps)
+    if point.arrived > need:
+        raise Fault(f"{t.say(x)}: {point.arrived} threads at barrier {key[1]}, which is for {need}")
+    m.order.release(warps, point.clock)
+    if waits:
+        m.blocked[index] = True
+        point.waiting.append((index, m.unit + 1))
+    if point.arrived < need:
+        return False
+    for waiting, unit in point.waiting:
+        m.blocked[waiting] = False
+        m.pc[waiting] = unit
+        m.order.acquire(np.unique(waiting >> 5), point.clock)
+    del m.state.named[key]
+    m.events += 1
+    return True
+
+
+@form(r"bar\.warp\.sync", f"{SYNC}: bar.warp.sync", level=WARP)
+def warp_barrier(x: Instruction, f: re.Match[str]) -> Op:
+    """A warp counts as one thread in the order of events: nothing to do once its lanes are together."""
+    return effect(lambda t, x: None)
+
+
+@form(r"barrier\.cluster\.arrive(\.release|\.relaxed)?(\.aligned)?", f"{SYNC}: barrier.cluster", level=WARP)
+def cluster_arrive(x: Instruction, f: re.Match[str]) -> Op:
+    def run(t: Threads, x: Instruction) -> None:
+        m = t.machine
+        for cluster in np.unique(m.first_slot[t.where]).tolist():
+            mine = m.first_slot[t.where] == cluster
+            point = m.state.cluster.setdefault(cluster, Rendezvous(m.cluster_size * m.per_cta))
+            if (m.cluster_phase[t.index[mine]] > point.phase).any():
+                raise Fault(f"{t.say(x)}: arrives twice at the cluster barrier without a wait in between")
+            point.arrived += int(mine.sum())
+            m.cluster_phase[t.index[mine]] = point.phase + 1
+            if f[1] != ".relaxed":
+                m.order.release(np.unique(t.warp[mine]), point.clock)
+            else:
+                for warp in np.unique(t.warp[mine]).tolist():
+                    point.clock.take(m.state.initialised.get(warp, Clock()))
+            settle_cluster(m, cluster)
+
+    return effect(run)
+
+
+def settle_cluster(m: Machine, cluster: int) -> None:
+    """Complete the phase when all threads that have not exited are there."""
+    point = m.state.cluster.get(cluster)
+    if point is None or not point.arrived:
+        return
+    threads = slice(cluster * m.per_cta, (cluster + m.cluster_size) * m.per_cta)
+    if (m.done[threads] | (m.cluster_phase[threads] > point.phase)).all():
+        point.phase += 1
+        point.arrived = 0
+        m.events += 1
+
+
+@form(r"barrier\.cluster\.wait(\.acquire)?(\.aligned)?", f"{SYNC}: barrier.cluster", level=WARP, waits=True)
+def cluster_wait(x: Instruction, f: re.Match[str]) -> Op:
+    def run(t: Threads, x: Instruction) -> None:
+        m = t.machine
+        stay = np.zeros(t.count, bool)
+        for cluster in np.unique(m.first_slot[t.where]).tolist():
+            mine = m.first_slot[t.where] == cluster
+            point = m.state.cluster.get(cluster)
+            if point is None or (m.cluster_phase[t.index[mine]] == 0).any():
+                raise Fault(f"{t.say(x)}: waits at the cluster barrier without having arrived")
+            stay |= mine & (m.cluster_phase[t.where] > point.phase)
+            ready = mine & ~stay
+            if ready.any():
+                m.order.acquire(np.unique(t.warp[ready]), point.clock)
+        fail(t, stay)
+        m.stalled = stay
+
+    return effect(run)
+
+
+def fail(t: Threads, which: np.ndarray) -> None:
+    """These threads need not try this unit again before something happens."""
+    m = t.machine
+    m.failed[t.index[which]] = m.unit
+    m.failed_at[t.index[which]] = m.events
+
+
+# ------------------------------------------------------------------------------------------------ mbarriers
+MBARRIER = f"{SYNC}: mbarrier"
+PLACE = r"(?:\.(?:release|acquire|relaxed))?(?:\.(?:cta|cluster))?(?:\.shared(?:::cta|::cluster)?)?"
+
+
+def each(t: Threads, x: Instruction, address: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """(flat address, threads) of every mbarrier that the threads name."""
+    flat = t.machine.flat(t, address, 8, x)
+    return [(where, flat == where) for where in np.unique(flat).tolist()]
+
+
+@form(r"mbarrier\.init(?:\.shared(?:::cta)?)?\.b64", f"{MBARRIER}.init")
+def mbarrier_init(x: Instruction, f: re.Match[str]) -> Op:
+    def run(t: Threads, x: Instruction, address: Any, count: Any) -> None:
+        m = t.machine
+        for flat, mine in each(t, x, address):
+            if flat in m.mbarriers:
+                raise Fault(f"{t.say(x)}: the mbarrier at {m.shared.name(flat)} is initialised already")
+            m.shared.store(t.warp[mine], np.full(mine.sum(), flat), np.zeros((1, mine.sum()), U64), t.say(x))
+            m.mbarriers[flat] = Mbarrier(m.shared.name(flat), int(count[mine][0]), m.order.component())
+
+    return effect(run, (x.args[0], "address"), (x.args[1], "u32"))
+
+
+@form(r"mbarrier\.inval(?:\.shared(?:::cta)?)?\.b64", f"{MBARRIER}.inval")
+def mbarrier_inval(x: Instruction, f: re.Match[str]) -> Op:
+    def run(t: Threads, x: Instruction, address: Any) -> None:
+        for flat, _ in each(t, x, address):
+            t.machine.mbarrier(t, flat, x)
+            del t.machine.mbarriers[flat]
+
+    return effect(run, (x.args[0], "address"))
+
+
+@form(
+    rf"mbarrier\.(arrive|arrive_drop|expect_tx|complete_tx)(\.expect_tx)?(\.noComplete)?{PLACE}\.b64",
+    f"{MBARRIER}.arrive",
+)
+def mbarrier_arrive(x: Instruction, f: re.Match[str]) -> Op:
+    what = f[1]
+    operands = x.args if x.args[0].startswith("[") else x.args[1:]
+    token = x.args[0] if not x.args[0].startswith("[") and x.args[0] != "_" else ""
+    amount = (operands[1], "u32") if len(operands) > 1 else ("1", "u32")
+    relaxed = ".relaxed" in x.op
+
+    def run(t: Threads, x: Instruction, address: Any, number: Any) -> Any:
+        m = t.machine
+        tokens = np.zeros(t.count, U64)
+        for flat, mine in each(t, x, address):
+            barrier = m.mbarrier(t, flat, x)
+            known(t, x, flat, mine)
+            tokens[mine] = barrier.phase << 32 | barrier.pending
+            total = int(number[mine].sum())
+            if f[2] or what == "expect_tx":
+                barrier.tx += total
+                total = int(mine.sum())
+            elif what == "complete_tx":
+                barrier.tx -= total
+            if what.startswith("arrive"):
+                barrier.pending -= total
+                barrier.count -= total if what == "arrive_drop" else 0
+                if not relaxed:
+                    m.order.release(np.unique(t.warp[mine]), barrier.arriving)
+            barrier.settle()
+            m.events += 1
+        return tokens
+
+    return effect(run, (operands[0], "address"), amount, outs=((token, "b64"),) if token else ())
+
+
+def known(t: Threads, x: Instruction, flat: int, mine: np.ndarray) -> None:
+    """The initialisation of the mbarrier lies in the past of every thread that uses it."""
+    m = t.machine
+    m.shared.check_read(t.warp[mine], np.full(int(mine.sum()), flat >> 2), t.say(x))
+
+
+@form(rf"mbarrier\.(test_wait|try_wait)(\.parity)?{PLACE}\.b64", f"{MBARRIER}.try_wait", waits=True)
+def mbarrier_wait(x: Instruction, f: re.Match[str]) -> Op:
+    def run(t: Threads, x: Instruction, address: Any, expected: Any) -> Any:
+        m = t.machine
+        done = np.zeros(t.count, bool)
+        for flat, mine in each(t, x, address):
+            barrier = m.mbarrier(t, flat, x)
+            known(t, x, flat, mine)
+            if f[2]:
+                done[mine] = (barrier.phase & 1) != (expected[mine] & U32(1))
+            else:
+                done[mine] = barrier.phase > (expected[mine] >> U64(32)).astype(np.int64)
+            if done[mine].any():
+                m.order.acquire(np.unique(t.warp[mine & done]), barrier.released)
+        fail(t, ~done)
+        return done
+
+    return effect(run, (x.args[1], "address"), (x.args[2], "u32" if f[2] else "b64"), outs=((x.args[0], "pred"),))
+
+
+@form(r"mbarrier\.pending_count\.b64", f"{MBARRIER}.pending_count")
+def mbarrier_pending(x: Instruction, f: re.Match[str]) -> Op:
+    return Op(lambda a: np.asarray(a).astype(U32), ((x.args[0], "b32"),), ((x.args[1], "b64"),))
+
+
+# ------------------------------------------------------------------------------------------------ fences and hints
+@form(r"fence\.mbarrier_init\.release\.cluster", f"{SYNC}: membar, fence")
+def fence_init(x: Instruction, f: re.Match[str]) -> Op:
+    """Initialised mbarriers become visible to the async proxy and to the other CTAs of the cluster."""
+
+    def run(t: Threads, x: Instruction) -> None:
+        m = t.machine
+        slots = set((t.index // m.per_cta).tolist())
+        for flat, barrier in m.mbarriers.items():
+            if flat // m.shared.stride in slots:
+                barrier.visible = True
+        for warp in t.warps.tolist():
+            m.order.release(np.array([warp]), m.state.initialised.setdefault(warp, Clock()))
+
+    return effect(run)
+
+
+@form(r"fence\.proxy\.async.*", f"{SYNC}: membar, fence (proxy)")
+def fence_proxy(x: Instruction, f: re.Match[str]) -> Op:
+    def run(t: Threads, x: Instruction) -> None:
+        t.machine.order.fence_proxy(t.warps)
+        slots = set((t.index // t.machine.per_cta).tolist())
+        for flat, barrier in t.machine.mbarriers.items():
+            barrier.visible |= flat // t.machine.shared.stride in slots
+
+    return effect(run)
+
+
+@form(r"(fence|membar)(\.(?!proxy\.async|mbarrier_init).*)?", f"{SYNC}: membar, fence")
+def fence(x: Instruction, f: re.Match[str]) -> Op:
+    """Memory is sequentially consistent here: nothing to do, and nothing found where one is missing."""
+    return effect(lambda t, x: None)
+
+
+@form(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32", "Miscellaneous Instructions: setmaxnreg", level=WARP)
+def registers(x: Instruction, f: re.Match[str]) -> Op:
+    count = int(x.args[0])
+    if not 24 <= count <= 256 or count % 8:
+        raise Fault(f"line {x.line}: setmaxnreg {count}: a multiple of 8 from 24 to 256")
+    return effect(lambda t, x: None)
+
+
+@form(
+    r"(griddepcontrol|nanosleep|pragma|nop)(\.(wait|launch_dependents|u32))?", "Miscellaneous and control instructions"
+)
+def nothing(x: Instruction, f: re.Match[str]) -> Op:
+    """One grid runs at a time, so the grids before it are complete."""
+    return effect(lambda t, x: None)
+
+
+@form(r"(trap|brkpt)", "Miscellaneous Instructions: trap")
+def trap(x: Instruction, f: re.Match[str]) -> Op:
+    def run(t: Threads, x: Instruction) -> None:
+        raise Fault(f"{t.say(x)}: the kernel gave up")
+
+    return effect(run)
+
+
+@form(r"(bar|barrier)(\.cta)?\.red.*", f"{SYNC}: barrier", level=WARP)
+def barrier_reduce(x: Instruction, f: re.Match[str]) -> Op:
+    raise refuse(x, "a reduction over a barrier")

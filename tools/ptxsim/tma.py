@@ -1,0 +1,393 @@
+"""Bulk and tensor copies: forms of cp.async.bulk and st.async, and the engine that carries them out.
+
+A load marks its target as under way when it is issued, reads global memory when it completes, and then signals the
+mbarrier with its bytes. A store marks its source as being read until the issuing thread waits for its group.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .atomic import UPDATE, update_of
+from .call import FORMATS, TensorMap, elements
+from .convert import tf32 as to_tf32
+from .faults import Fault
+from .forms import Op, effect, form, refuse
+from .layout import box, box_addresses, box_words, swizzle
+from .machine import PARAMS, Machine, Threads
+from .parse import Instruction, vector
+
+BULK = "Data Movement and Conversion Instructions: cp.async.bulk"
+TENSOR = f"{BULK}.tensor"
+HINTS = r"(?:\.L2::cache_hint)?"
+U32, U64 = np.uint32, np.uint64
+TYPES = {"f16": "u2", "bf16": "u2", "f32": "f4", "f64": "f8", "u32": "u4", "s32": "i4", "u64": "u8", "s64": "i8"}
+TYPES |= {"b16": "u2", "b32": "u4", "b64": "u8", "u16": "u2", "u8": "u1"}
+
+
+@dataclass
+class Store:
+    """A bulk operation that reads shared memory."""
+
+    words: np.ndarray
+    warp: int
+    complete: Any
+    done: bool = False
+
+
+@dataclass
+class Groups:
+    """Bulk groups of a thread."""
+
+    open: list[Store] = field(default_factory=list)
+    closed: list[list[Store]] = field(default_factory=list)
+
+
+def tensor_operand(text: str) -> tuple[str, list[str]]:
+    """[map, {c0, c1}] -> (map, coordinates)."""
+    found = re.fullmatch(r"\[\s*([^,\s]+)\s*,\s*(\{.*\})\s*\]", text)
+    if not found:
+        raise ValueError(f"{text}: want [map, {{coordinates}}]")
+    return found[1], vector(found[2])
+
+
+def tensor_map(t: Threads, x: Instruction, address: int) -> TensorMap:
+    found = t.machine.maps.get(address - PARAMS)
+    if found is None:
+        raise Fault(f"{t.say(x)}: no tensor map at address {address:#x}")
+    return found
+
+
+def check_box(t: Threads, x: Instruction, tensor: TensorMap, at: list[int], shared: int) -> None:
+    """What the hardware refuses; a misaligned inner coordinate is an illegal instruction on an H200."""
+    if len(at) != len(tensor.dims):
+        raise Fault(f"{t.say(x)}: {len(at)} coordinates for a tensor map of rank {len(tensor.dims)}")
+    if at[0] * FORMATS[tensor.format] % 16:
+        raise Fault(f"{t.say(x)}: inner coordinate {at[0]} is no multiple of 16 B of {tensor.format}")
+    if shared % 128:
+        raise Fault(f"{t.say(x)}: {t.machine.shared.name(shared)} is not aligned to 128 B")
+
+
+# ------------------------------------------------------------------------------------------------ loads
+@form(
+    r"cp\.async\.bulk\.tensor\.([1-5])d\.shared::(cta|cluster)\.global(?:\.tile)?(::gather4)?\.mbarrier::complete_tx::bytes"
+    rf"(\.multicast::cluster)?{HINTS}(\.cta_group::[12])?{HINTS}",
+    TENSOR,
+)
+def load_tensor(x: Instruction, f: re.Match[str]) -> Op:
+    tensor, at = tensor_operand(x.args[1])
+    mask = [(x.args[3], "u32")] if f[4] else []
+
+    def run(t: Threads, x: Instruction, target: Any, address: Any, barrier: Any, *rest: Any) -> None:
+        m = t.machine
+        to, signal = m.flat(t, target, 16, x), m.flat(t, barrier, 8, x)
+        for i in range(t.count):
+            described = tensor_map(t, x, int(address[i]))
+            coordinates = [int(c[i]) for c in rest[len(mask) :]]
+            boxes = [coordinates]
+            if f[3]:
+                boxes = [[coordinates[0], row] for row in coordinates[1:]]
+            check_box(t, x, described, boxes[0], int(to[i]))
+            for j, start in enumerate(boxes):
+                data = Load(described, start, int(to[i]) + j * box(described)[3])
+                everyone = copies(m, t, i, data.to, int(signal[i]), int(rest[0][i]) if mask else None)
+                for place, where in everyone if f[5] != ".cta_group::2" else paired(m, everyone, int(signal[i])):
+                    issue_load(t, x, i, data, place, where)
+
+    ins = [(x.args[0], "address"), (tensor, "u64"), (x.args[2], "address"), *mask, *[(c, "s32") for c in at]]
+    return effect(run, *ins)
+
+
+def copies(m: Machine, t: Threads, i: int, to: int, signal: int, mask: int | None) -> list[tuple[int, int]]:
+    """(target, mbarrier) in every CTA of a multicast mask; without a mask those that were named."""
+    if mask is None:
+        return [(to, signal)]
+    first = int(m.first_slot[t.index[i]])
+    inside, barrier = to % m.shared.stride, signal % m.shared.stride
+    ranks = [rank for rank in range(m.cluster_size) if mask >> rank & 1]
+    return [((first + rank) * m.shared.stride + inside, (first + rank) * m.shared.stride + barrier) for rank in ranks]
+
+
+def paired(m: Machine, targets: list[tuple[int, int]], signal: int) -> list[tuple[int, int]]:
+    """cta_group::2: the mbarrier lies in that CTA of each pair whose rank has the parity of the CTA that was named."""
+    parity, stride = signal // m.shared.stride & 1, m.shared.stride
+    return [(place, (where // stride & ~1 | parity) * stride + where % stride) for place, where in targets]
+
+
+@dataclass
+class Load:
+    """A box to fetch."""
+
+    tensor: TensorMap
+    at: list[int]
+    to: int
+
+
+def issue_load(t: Threads, x: Instruction, i: int, load: Load, to: int, signal: int) -> None:
+    m = t.machine
+    _, linear, unit, size = box(load.tensor)
+    barrier = m.signalled(t, signal, x)
+    words = box_words(load.tensor, to)
+    inside_cta(t, x, to, int(linear[-1]) + unit)
+    m.shared.begin_write(int(t.warp[i]), words, t.say(x))
+    m.count("tma load")
+    say = t.say(x)
+
+    def complete() -> None:
+        source, inside = box_addresses(load.tensor, load.at)
+        values = np.full(len(linear), fill(load.tensor, unit), f"u{unit}")
+        if inside.any():
+            values[inside] = m.memory.load(source[inside], f"u{unit}", say)
+            if load.tensor.format == "tf32":  # rounded on the way
+                values[inside] = to_tf32("rn", False, False)(values[inside].view(np.float32))
+        elements(m.shared.bytes, values.dtype)[swizzle(to + linear, load.tensor.swizzle) // unit] = values
+        arrive(m, barrier, words, size)
+
+    m.post(f"{say} to {m.shared.name(to)}, mbarrier {barrier.address}", complete)
+
+
+def fill(tensor: TensorMap, unit: int) -> int:
+    """Bits of elements outside the tensor."""
+    if tensor.fill == "zero":
+        return 0
+    return {2: 0x7FF7, 4: 0x7FF77FF7}[unit]
+
+
+def inside_cta(t: Threads, x: Instruction, flat: int, size: int) -> None:
+    shared = t.machine.shared
+    if flat % shared.stride + size > 1024 + shared.size:
+        raise Fault(f"{t.say(x)}: {size} B at {shared.name(flat)}, the CTA has {shared.size} B")
+
+
+def arrive(m: Machine, barrier: Any, words: np.ndarray, size: int) -> None:
+    """The engine has written `words`: readable by whoever sees this phase of the mbarrier complete."""
+    m.shared.end_write(words, barrier.component, barrier.phase + 1)
+    barrier.tx -= size
+    barrier.settle()
+    m.events += 1
+
+
+@form(
+    rf"cp\.async\.bulk\.shared::(cta|cluster)\.(global|shared::cta)\.mbarrier::complete_tx::bytes(\.multicast::cluster)?{HINTS}",
+    BULK,
+)
+def load_bulk(x: Instruction, f: re.Match[str]) -> Op:
+    return copy_bulk(x, f[2] == "global", bool(f[3]), None)
+
+
+@form(
+    r"cp\.reduce\.async\.bulk\.shared::cluster\.shared::cta\.mbarrier::complete_tx::bytes"
+    r"\.(add|min|max|inc|dec|and|or|xor)\.([busf](?:32|64))",
+    "Data Movement and Conversion Instructions: cp.reduce.async.bulk",
+)
+def reduce_bulk(x: Instruction, f: re.Match[str]) -> Op:
+    update, dtype = UPDATE[f[1]], np.dtype(TYPES[f[2]])
+    return copy_bulk(x, False, False, lambda old, new: update(old.view(dtype), new.view(dtype)).view(np.uint8))
+
+
+def copy_bulk(x: Instruction, from_global: bool, multicast: bool, update: Any) -> Op:
+    """Bytes into shared memory. update: of the old and the new bytes; None where the new ones replace them."""
+    mask = [(x.args[4], "u32")] if multicast else []
+
+    def run(t: Threads, x: Instruction, target: Any, source: Any, size: Any, barrier: Any, *masks: Any) -> None:
+        m = t.machine
+        to, signal = m.flat(t, target, 16, x), m.flat(t, barrier, 8, x)
+        for i in range(t.count):
+            check_size(t, x, int(size[i]))
+            for place, where in copies(m, t, i, int(to[i]), int(signal[i]), int(masks[0][i]) if masks else None):
+                issue_bulk(t, x, i, (place, where, int(source[i]), int(size[i])), from_global, update)
+
+    ins = [(x.args[0], "address"), (x.args[1], "address"), (x.args[2], "u32"), (x.args[3], "address"), *mask]
+    return effect(run, *ins)
+
+
+def check_size(t: Threads, x: Instruction, size: int) -> None:
+    if size % 16:
+        raise Fault(f"{t.say(x)}: {size} B, must be a multiple of 16")
+
+
+def issue_bulk(
+    t: Threads, x: Instruction, i: int, copy: tuple[int, int, int, int], from_global: bool, update: Any
+) -> None:
+    m = t.machine
+    to, signal, source, size = copy
+    barrier, say, warp = m.signalled(t, signal, x), t.say(x), int(t.warp[i])
+    words = np.arange(to >> 2, (to + size) >> 2)
+    inside_cta(t, x, to, size)
+    if update is None:  # several updates of one word may be under way
+        m.shared.begin_write(warp, words, say)
+    else:
+        m.shared.flying[words] += 1
+    m.count("bulk load")
+    if from_global:
+        if source % 16:
+            raise Fault(f"{say}: global address {source:#x} is not aligned to 16 B")
+        origin = None
+    else:
+        origin = int(m.shared.flat(m.first_slot[t.index[i : i + 1]], np.array([source]), 16, say)[0])
+        m.shared.begin_read(np.array([warp]), np.arange(origin >> 2, (origin + size) >> 2), say)
+
+    def complete() -> None:
+        if origin is None:
+            data = m.memory.load(U64(source) + np.arange(0, size, 16, dtype=U64), "V16", say).view(np.uint8)
+        else:
+            data = m.shared.bytes[origin : origin + size].copy()
+            from_words = np.arange(origin >> 2, (origin + size) >> 2)
+            m.shared.reading[from_words] -= 1
+            m.shared.async_reader[from_words], m.shared.async_event[from_words] = barrier.component, barrier.phase + 1
+        m.shared.bytes[to : to + size] = data if update is None else update(m.shared.bytes[to : to + size], data)
+        arrive(m, barrier, words, size)
+
+    m.post(f"{say} to {m.shared.name(to)}, mbarrier {barrier.address}", complete)
+
+
+@form(
+    r"st\.async(?:\.weak)?(?:\.cluster)?\.shared::cluster\.mbarrier::complete_tx::bytes(?:\.(v2|v4))?\.([busf](?:32|64))",
+    "Data Movement and Conversion Instructions: st.async",
+)
+def store_async(x: Instruction, f: re.Match[str]) -> Op:
+    dtype = np.dtype(TYPES[f[2]])
+
+    def run(t: Threads, x: Instruction, target: Any, barrier: Any, *values: Any) -> None:
+        m = t.machine
+        size = dtype.itemsize * len(values)
+        to, signal = m.flat(t, target, size, x), m.flat(t, barrier, 8, x)
+        for i in range(t.count):
+            words = np.arange(to[i] >> 2, (to[i] + size) >> 2)
+            object_ = m.signalled(t, int(signal[i]), x)
+            m.shared.begin_write(int(t.warp[i]), words, t.say(x))
+            data = np.array([value[i] for value in values], dtype).view(np.uint8)
+
+            def complete(place: int = int(to[i]), data: Any = data, words: Any = words, object_: Any = object_) -> None:
+                m.shared.bytes[place : place + size] = data
+                arrive(m, object_, words, size)
+
+            m.post(f"{t.say(x)} to {m.shared.name(int(to[i]))}", complete)
+
+    return effect(run, (x.args[0], "address"), (x.args[2], "address"), *[(v, f[2]) for v in vector(x.args[1])])
+
+
+# ------------------------------------------------------------------------------------------------ stores
+@form(
+    r"cp\.(reduce\.)?async\.bulk\.tensor\.([1-5])d\.global\.shared::cta(?:\.(add|min|max|inc|dec|and|or|xor))?(?:\.tile)?(::scatter4)?"
+    rf"\.bulk_group{HINTS}",
+    TENSOR,
+)
+def store_tensor(x: Instruction, f: re.Match[str]) -> Op:
+    tensor, at = tensor_operand(x.args[0])
+    if f[4]:
+        raise refuse(x, "scatter4")
+
+    def run(t: Threads, x: Instruction, source: Any, address: Any, *coordinates: Any) -> None:
+        m = t.machine
+        origin = m.flat(t, source, 16, x)
+        for i in range(t.count):
+            described = tensor_map(t, x, int(address[i]))
+            place = [int(c[i]) for c in coordinates]
+            check_box(t, x, described, place, int(origin[i]))
+            if min(place) < 0:
+                raise Fault(f"{t.say(x)}: coordinates {place}: a negative one is an illegal instruction on an H200")
+            _, linear, unit, _ = box(described)
+            start, target = int(origin[i]), box_addresses(described, place, store=True)
+            inside_cta(t, x, start, int(linear[-1]) + unit)
+
+            def complete(
+                start: int = start, target: Any = target, described: Any = described, unit: int = unit
+            ) -> None:
+                place = swizzle(start + box(described)[1], described.swizzle) // unit
+                values = elements(m.shared.bytes, np.dtype(f"u{unit}"))[place]
+                where, inside = target
+                put(m, where[inside], values[inside], (f[3], described.format), t.say(x))
+
+            issue_store(t, x, i, box_words(described, start), complete)
+
+    return effect(run, (x.args[1], "address"), (tensor, "u64"), *[(c, "s32") for c in at])
+
+
+@form(
+    rf"cp\.(reduce\.)?async\.bulk\.global\.shared::cta\.bulk_group{HINTS}(?:\.(add|min|max|inc|dec|and|or|xor))?(\.noftz)?(?:\.(\w+))?",
+    BULK,
+)
+def store_bulk(x: Instruction, f: re.Match[str]) -> Op:
+    kind = f[4] or "u8"
+
+    def run(t: Threads, x: Instruction, target: Any, source: Any, size: Any) -> None:
+        m = t.machine
+        origin = m.flat(t, source, 16, x)
+        for i in range(t.count):
+            check_size(t, x, int(size[i]))
+            start, end, to = int(origin[i]), int(origin[i]) + int(size[i]), int(target[i])
+            inside_cta(t, x, start, end - start)
+
+            def complete(start: int = start, end: int = end, to: int = to) -> None:
+                dtype = np.dtype(TYPES[kind])
+                values = m.shared.bytes[start:end].view(f"u{dtype.itemsize}")
+                where = U64(to) + np.arange(0, end - start, dtype.itemsize, dtype=U64)
+                put(m, where, values, (f[2], kind), t.say(x))
+
+            issue_store(t, x, i, np.arange(start >> 2, end >> 2), complete)
+
+    return effect(run, (x.args[0], "address"), (x.args[1], "address"), (x.args[2], "u32"))
+
+
+def put(m: Machine, address: np.ndarray, values: np.ndarray, how: tuple[str | None, str], say: str) -> None:
+    """Store bits, or update global memory with them. how: (reduction, element type)."""
+    reduction, kind = how
+    if reduction is None:
+        m.memory.store(address, values, say)
+        return
+    old = m.memory.load(address, values.dtype, say)
+    stored, update = update_of(reduction, kind, in_cache=True)
+    dtype = np.dtype(TYPES[stored])
+    new = update(old.view(dtype), values.view(dtype)).astype(dtype).view(values.dtype)
+    m.memory.store(address, new, say)
+
+
+def issue_store(t: Threads, x: Instruction, i: int, words: np.ndarray, complete: Any) -> None:
+    m, warp = t.machine, int(t.warp[i])
+    m.shared.begin_read(np.array([warp]), words, t.say(x))
+    m.count("tma store")
+    store = Store(words, warp, complete)
+    m.state.bulk.setdefault(int(t.index[i]), Groups()).open.append(store)
+    m.post(t.say(x), lambda: finish(store), queue="store")
+
+
+def finish(store: Store) -> None:
+    if not store.done:
+        store.done = True
+        store.complete()
+
+
+@form(r"cp\.async\.bulk\.commit_group", BULK)
+def commit_bulk(x: Instruction, f: re.Match[str]) -> Op:
+    def run(t: Threads, x: Instruction) -> None:
+        for thread in t.index.tolist():
+            groups = t.machine.state.bulk.get(thread)
+            if groups:
+                groups.closed.append(groups.open)
+                groups.open = []
+
+    return effect(run)
+
+
+@form(r"cp\.async\.bulk\.wait_group(\.read)?", BULK)
+def wait_bulk(x: Instruction, f: re.Match[str]) -> Op:
+    keep = int(x.args[0])
+
+    def run(t: Threads, x: Instruction) -> None:
+        m = t.machine
+        for thread in t.index.tolist():
+            groups = m.state.bulk.get(thread)
+            while groups and len(groups.closed) > keep:
+                for store in groups.closed.pop(0):
+                    finish(store)
+                    m.shared.end_read(np.array([store.warp]), store.words)
+
+    return effect(run)
+
+
+@form(r"cp\.async\.bulk\.prefetch\..*", BULK)
+def prefetch(x: Instruction, f: re.Match[str]) -> Op:
+    return effect(lambda t, x: None)

@@ -1,0 +1,279 @@
+"""Tensor memory (sm_100a): its words, its allocation, and a shadow that finds accesses without synchronisation.
+
+A CTA has 128 lanes x 512 columns of 32-bit words (PTX ISA, Tensor Memory). An address is lane << 16 | column. The
+shadow works as that of shared memory (shared.py), by cells of 16 lanes x 1 column: every instruction that is modelled
+accesses whole cells. An engine is an order component whose events are the tcgen05.mma and tcgen05.cp that one thread
+has issued.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+
+from .faults import Fault
+from .order import Order
+from .shared import EMPTY
+
+LANES, COLUMNS, CELL = 128, 512, 16
+Region = tuple[slice, slice]  # cells of 16 lanes, columns
+U32 = np.uint32
+
+
+@dataclass
+class Engine:
+    """The operations of one issuing thread. component: of order.Order."""
+
+    component: int
+    issued: int = 0
+    committed: int = 0  # issued before the last commit
+    done: int = 0
+
+
+@dataclass
+class Store:
+    """A tcgen05.st that its warp has not waited for. values: None where they are written already."""
+
+    lanes: np.ndarray
+    columns: np.ndarray
+    values: np.ndarray | None
+    regions: list[Region]
+
+
+class Tensor:
+    """Tensor memory of one CTA."""
+
+    def __init__(self, slot: int, warps: int, order: Order, engines: dict[int, Engine]) -> None:
+        """warps: of a CTA. engines: by component, those that reach this memory."""
+        self.slot, self.warps, self.order, self.engines = slot, warps, order, engines
+        self.words = np.full((LANES, COLUMNS), 0xFFFFFFFF, U32)
+        self.owned = np.zeros(COLUMNS, bool)
+        shape = (LANES // CELL, COLUMNS)
+        self.writer, self.event = np.full(shape, EMPTY, np.int32), np.zeros(shape, np.int32)
+        self.reader, self.read_event = np.full(shape, EMPTY, np.int32), np.zeros(shape, np.int32)  # the last engine
+        self.readers = np.zeros((*shape, warps), np.int32)  # last event at which each warp of the CTA read
+        self.open = np.zeros(shape, bool)  # written by a tcgen05.st that has not been waited for
+        self.stores: dict[int, list[Store]] = {}  # by warp
+
+    # ------------------------------------------------------------- checks
+    def check_owned(self, region: Region, say: str) -> None:
+        columns = region[1]
+        if columns.start < 0 or columns.stop > COLUMNS or not self.owned[columns].all():
+            raise Fault(
+                f"{say}: columns {columns.start} to {columns.stop - 1} of tensor memory, "
+                f"allocated are {self.allocated()}"
+            )
+
+    def allocated(self) -> str:
+        edges = np.flatnonzero(np.diff(np.r_[False, self.owned, False].astype(np.int8)))
+        return ", ".join(f"{a} to {b - 1}" for a, b in zip(edges[::2], edges[1::2])) or "none"
+
+    def check_read(self, by: int, region: Region, say: str, engine: int = EMPTY) -> None:
+        """Warp `by` knows of what was last written. engine: that reads, its own writes are in order."""
+        self.check_owned(region, say)
+        writer, event = self.writer[region], self.event[region]
+        if (writer == EMPTY).any():
+            raise Fault(f"{say}: reads {self.place(region, writer == EMPTY)}, which nothing has written")
+        self.check_open(by, region, say, "reads")
+        late = self.late(by, writer, event, engine)
+        if late.any():
+            first = int(writer[late].flat[0]), int(event[late].flat[0])
+            raise Fault(f"{say}: reads {self.place(region, late)}, written by {self.who(*first)}")
+
+    def check_write(self, by: int, region: Region, say: str, engine: int = EMPTY) -> None:
+        """Warp `by` knows of everyone who wrote or read."""
+        self.check_owned(region, say)
+        self.check_open(by, region, say, "overwrites")
+        writer, event = self.writer[region], self.event[region]
+        late = self.late(by, writer, event, engine)
+        if late.any():
+            first = int(writer[late].flat[0]), int(event[late].flat[0])
+            raise Fault(f"{say}: overwrites {self.place(region, late)}, written by {self.who(*first)}")
+        start = self.slot * self.warps
+        unseen = self.readers[region] > self.order.seen[by, start : start + self.warps]
+        if unseen.any():
+            warp = start + int(np.argwhere(unseen)[0][-1])
+            raise Fault(
+                f"{say}: overwrites {self.place(region, np.any(unseen, axis=-1))}, which warp {warp} has read, "
+                "without synchronisation in between"
+            )
+        reader, event = self.reader[region], self.read_event[region]
+        late = self.late(by, reader, event, engine)
+        if late.any():
+            first = int(reader[late].flat[0]), int(event[late].flat[0])
+            raise Fault(f"{say}: overwrites {self.place(region, late)}, read by {self.who(*first)}")
+
+    def check_open(self, by: int, region: Region, say: str, does: str) -> None:
+        """Nothing of the region is being stored. A warp may store again before it waits."""
+        bad = self.open[region] & ((self.writer[region] != by) | (does == "reads"))
+        if bad.any():
+            where = self.place(region, bad)
+            raise Fault(f"{say}: {does} {where}, stored by a tcgen05.st without tcgen05.wait::st")
+
+    def late(self, by: int, component: np.ndarray, event: np.ndarray, engine: int) -> np.ndarray:
+        known = self.order.seen[by, np.maximum(component, 0)] >= event
+        return (component >= 0) & (component != engine) & ~known
+
+    def who(self, component: int, event: int) -> str:
+        engine = self.engines.get(component)
+        if engine is None:
+            return f"warp {component}, without synchronisation in between"
+        if engine.done < event:
+            return "a tcgen05 operation that is under way"
+        if engine.committed < event:
+            return "a tcgen05 operation that no tcgen05.commit covers"
+        return "a tcgen05 operation, the mbarrier of its tcgen05.commit was not waited for"
+
+    def place(self, region: Region, bad: np.ndarray) -> str:
+        cell, column = (int(v) for v in np.argwhere(bad)[0])
+        lane = (region[0].start + cell * (region[0].step or 1)) * CELL
+        column += region[1].start
+        return f"tensor memory lanes {lane} to {lane + CELL - 1}, column {column} of CTA slot {self.slot}"
+
+    # ------------------------------------------------------------- accesses
+    def load(self, by: int, regions: list[Region], say: str) -> None:
+        """A warp reads. It has read when the instruction is issued, see tcgen05.py."""
+        for region in regions:
+            self.check_read(by, region, say)
+            self.readers[region[0], region[1], by - self.slot * self.warps] = self.order.seen[by, by]
+
+    def store(self, by: int, store: Store, say: str) -> None:
+        """A warp stores; it has stored at its next wait::st."""
+        for region in store.regions:
+            self.check_write(by, region, say)
+            self.wrote(region, by, int(self.order.seen[by, by]))
+            self.open[region] = True
+        self.stores.setdefault(by, []).append(store)
+
+    def wait(self, by: int) -> None:
+        for store in self.stores.pop(by, []):
+            if store.values is not None:
+                self.words[store.lanes, store.columns] = store.values
+            for region in store.regions:
+                self.event[region] = self.order.seen[by, by]
+                self.open[region] = False
+
+    def wrote(self, region: Region, component: int, event: int) -> None:
+        self.writer[region], self.event[region] = component, event
+        self.readers[region] = 0
+        self.reader[region] = EMPTY
+
+
+@dataclass
+class Block:
+    """Columns that one allocation gave. A CTA pair allocates and frees together: sets of slots that have done so."""
+
+    count: int
+    holders: set[int] = field(default_factory=set)
+    freed: set[int] = field(default_factory=set)
+
+
+class Pool:
+    """What the CTA, or the CTA pair, of one cta_group shares. group: CTAs. first: slot of the first."""
+
+    def __init__(self, first: int, group: int, warps: int, order: Order) -> None:
+        self.first, self.group, self.order = first, group, order
+        self.engines: dict[int, Engine] = {}  # by component
+        self.tensors = {slot: Tensor(slot, warps, order, self.engines) for slot in range(first, first + group)}
+        self.blocks: dict[int, Block] = {}
+        self.relinquished: set[int] = set()
+        self.issuers: dict[int, Engine] = {}  # by thread
+
+    def engine(self, thread: int) -> Engine:
+        if thread not in self.issuers:
+            engine = Engine(self.order.component())
+            self.issuers[thread] = self.engines[engine.component] = engine
+        return self.issuers[thread]
+
+    def allocate(self, slot: int, count: int, say: str) -> int:
+        """The first column. In a pair the CTA that comes first allocates for both."""
+        if count not in (32, 64, 128, 256, 512):
+            raise Fault(f"{say}: {count} columns, must be a power of two from 32 to 512")
+        if slot in self.relinquished:
+            raise Fault(f"{say}: allocates after tcgen05.relinquish_alloc_permit")
+        for column, block in self.blocks.items():
+            if slot not in block.holders:
+                if block.count != count:
+                    raise Fault(f"{say}: {count} columns, the other CTA of the pair allocates {block.count}")
+                block.holders.add(slot)
+                return column
+        owned = self.tensors[slot].owned
+        for column in range(0, COLUMNS, count):
+            if not owned[column : column + count].any():
+                self.blocks[column] = Block(count, {slot})
+                for tensor in self.tensors.values():
+                    tensor.owned[column : column + count] = True
+                return column
+        raise Fault(
+            f"{say}: no {count} columns of tensor memory are free, allocated are {self.tensors[slot].allocated()}; "
+            "hardware would wait"
+        )
+
+    def free(self, slot: int, by: int, column: int, count: int, say: str) -> None:
+        block = self.blocks.get(column)
+        if block is None or block.count != count or slot not in block.holders - block.freed:
+            held = self.tensors[slot].allocated()
+            raise Fault(f"{say}: {count} columns from {column} are no allocation of the CTA, allocated are {held}")
+        region = (slice(0, LANES // CELL), slice(column, column + count))
+        self.tensors[slot].check_write(by, region, say)
+        block.freed.add(slot)
+        if len(block.freed) == self.group:
+            del self.blocks[column]
+            for tensor in self.tensors.values():
+                tensor.owned[column : column + count] = False
+                tensor.wrote(region, EMPTY, 0)
+
+    def check_exit(self) -> None:
+        """What must not be left when a kernel ends."""
+        for column, block in self.blocks.items():
+            where = ", ".join(str(slot) for slot in sorted(set(self.tensors) - block.freed))
+            raise Fault(
+                f"exit: {block.count} columns of tensor memory from column {column} are not deallocated, "
+                f"CTA slot {where}"
+            )
+        for tensor in self.tensors.values():
+            for warp in tensor.stores:
+                raise Fault(f"exit: warp {warp} has not waited for its tcgen05.st (tcgen05.wait::st)")
+        for thread, engine in self.issuers.items():
+            if engine.committed < engine.issued:
+                left = engine.issued - engine.committed
+                raise Fault(f"exit: no tcgen05.commit covers the last {left} tcgen05 operations of thread {thread}")
+
+
+# ------------------------------------------------------------------------------------------------ register fragments
+SHAPES = {
+    "32x32b": (32, 1, 1),
+    "16x64b": (16, 1, 2),
+    "16x128b": (16, 2, 4),
+    "16x256b": (16, 4, 8),
+    "16x32bx2": (16, 1, 1),
+}
+
+
+@cache
+def fragment(shape: str, count: int, packed: bool, offset: int) -> tuple[np.ndarray, np.ndarray, list[slice]]:
+    """(lane, column) of register i of thread t, and the columns touched (PTX ISA, tcgen05: Data Movement Shape).
+
+    Both arrays are (registers, 32), or (registers, 2, 32) where a register holds the low halves of two columns
+    (packed). count: .num. offset: columns between the halves of 16x32bx2.
+    """
+    _, registers, columns = SHAPES[shape]
+    i, t = np.arange(count * registers)[:, None], np.arange(32)[None, :]
+    if shape == "32x32b":
+        lane, column = t, i
+    elif shape == "16x64b":
+        lane, column = t // 4 + 8 * (t % 2), t // 2 % 2 + 2 * i
+    elif shape == "16x128b":
+        lane, column = t // 4 + 8 * (i % 2), t % 4 + 4 * (i // 2)
+    elif shape == "16x256b":
+        lane, column = t // 4 + 8 * (i // 2 % 2), 2 * (t % 4) + i % 2 + 8 * (i // 4)
+    else:
+        lane, column = t % 16, i
+    lane, column = np.broadcast_arrays(lane, column)
+    width = count * columns
+    if packed:
+        half = np.arange(2)[None, :, None]
+        lane, column, width = np.repeat(lane[:, None], 2, 1), 2 * column[:, None] + half, 2 * width
+    if shape == "16x32bx2":
+        return lane, column + offset * (t // 16), [slice(0, width), slice(offset, offset + width)]
+    return lane, column, [slice(0, width)]

@@ -1,0 +1,295 @@
+"""A unit (straight-line instructions) -> Python source that runs it for all its threads at once.
+
+Registers live in local variables inside the unit and go back to the register file at its end, or before an
+instruction that touches the register file itself.
+"""
+
+import re
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .faults import Unsupported
+from .forms import Op, require
+from .parse import Instruction, Kernel, vector
+
+CLASS = {"pred": "P", "16": "H", "32": "W", "64": "D"}  # register class by width
+STORAGE: dict[str, Any] = {"P": np.bool_, "H": np.uint16, "W": np.uint32, "D": np.uint64}
+WIDTH = {"H": 2, "W": 4, "D": 8}
+PER_THREAD = re.compile(
+    r"tid\..|is_explicit_cluster|laneid|warpid|lanemask_.*|.*cta.*|n?cluster.*"
+)  # special registers; others are uniform
+
+
+def register_class(kind: str) -> str:
+    digits = kind.lstrip("busf")
+    if kind != "pred" and digits not in CLASS:
+        raise Unsupported(f"registers of type .{kind}")
+    return CLASS.get(kind) or CLASS[digits]
+
+
+def dtype_of(kind: str) -> Any:
+    """numpy type of a PTX type; bf16, f8 and packed types travel as bits."""
+    if kind == "pred":
+        return np.dtype(np.bool_)
+    if kind in ("f16", "f32", "f64"):
+        return np.dtype(f"f{int(kind[1:]) // 8}")
+    letter, bits = kind[0], kind.lstrip("busf")
+    return np.dtype(f"{'i' if letter == 's' else 'u'}{int(bits) // 8}")
+
+
+def literal(text: str, kind: str) -> Any:
+    """A numpy scalar of an immediate operand."""
+    if kind == "pred":
+        return np.bool_(text not in ("0", "false"))
+    dtype = dtype_of(kind)
+    if text.startswith(("0f", "0F")):
+        value: Any = np.frombuffer(struct.pack("<I", int(text[2:], 16)), np.float32)[0]
+    elif text.startswith(("0d", "0D")):
+        value = np.frombuffer(struct.pack("<Q", int(text[2:], 16)), np.float64)[0]
+    elif dtype.kind == "f":
+        value = dtype.type(float(text))
+    else:
+        number = int(text.rstrip("U"), 0) & ((1 << 8 * dtype.itemsize) - 1)
+        return np.array(number, f"u{dtype.itemsize}").view(dtype)[()]
+    if dtype.kind == "f":
+        return dtype.type(value)
+    return value.view(f"u{value.itemsize}").astype(dtype)
+
+
+class Names:
+    """Constants and functions that generated code refers to, shared by the units of a program."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {"np": np, "where": np.where, "full": full}
+        self._known: dict[int, str] = {}
+
+    def add(self, value: Any) -> str:
+        name = self._known.get(id(value))
+        if name is None:
+            name = f"k{len(self.values)}"
+            self.values[name] = value
+            self._known[id(value)] = name
+        return name
+
+
+def full(value: Any, n: int) -> np.ndarray:
+    """An array of n threads, whatever a constant-only expression gave."""
+    array = np.asarray(value)
+    return array if array.ndim else np.full(n, array)
+
+
+class Registers:
+    """Where the registers of a kernel live: class and row."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.at: dict[str, tuple[str, int]] = {}
+        self.count = dict.fromkeys(STORAGE, 0)
+        for name, kind in kernel.registers.items():
+            letter = register_class(kind)
+            self.at[name] = (letter, self.count[letter])
+            self.count[letter] += 1
+        # Registers of asynchronous MMAs: writing one calls for a wgmma.fence.
+        mmas = [x for x in kernel.instructions if x.op.startswith("wgmma.mma")]
+        self.fenced = {name for x in mmas for text in x.args[:2] if text[0] == "{" for name in vector(text)}
+
+
+class Translator:
+    """Writes the source of one unit. Not reused."""
+
+    def __init__(self, kernel: Kernel, registers: Registers, names: Names) -> None:
+        self.kernel, self.registers, self.names = kernel, registers, names
+        self.lines: list[str] = []
+        self.loaded: set[str] = set()
+        self.dirty: set[str] = set()
+        self.views: dict[tuple[str, str], str] = {}
+
+    def unit(self, name: str, instructions: list[Instruction]) -> str:
+        """Source of `name(t)`, t the threads. Its value is the branch condition; None where the last one falls."""
+        result = "None"
+        for x in instructions:
+            if x.op.startswith("bra"):
+                result = self.guard(x) if x.guard else "True"
+            elif x.op in ("ret", "exit"):
+                result = self.guard(x) if x.guard else "True"
+            else:
+                try:
+                    self.instruction(x, require(x)[0].make(x, require(x)[1]))
+                except Unsupported:
+                    raise
+                except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+                    raise Unsupported(f"line {x.line}: {x.op} {', '.join(x.args)[:100]}: {error!r}") from error
+        self.lines.append(f"result = {result}")
+        self.flush()
+        body = "\n".join(f"  {line}" for line in self.lines)
+        return f"def {name}(t):\n  m, s, n = t.machine, t.where, t.count\n{body}\n  return result\n"
+
+    def instruction(self, x: Instruction, op: Op) -> None:
+        if not op.effect:
+            arguments = ", ".join(self.read(text, kind) for text, kind in op.ins)
+            self.assign(x, op, f"{self.names.add(op.run)}({arguments})")
+            return
+        if op.registers:
+            operands = [f"full({self.read(text, kind)}, n)" for text, kind in op.ins]
+            guard = f"full({self.guard(x)}, n)" if x.guard else "None"
+            self.lines.append(f"a = [{', '.join(operands)}]; g = {guard}")
+            self.flush()
+            self.loaded.clear()
+            self.views.clear()
+            if x.guard:
+                self.lines.append("h = t.select(g)")
+                self.lines.append(f"if h: {self.names.add(op.run)}(h, {self.names.add(x)}, *[v[h.pick] for v in a])")
+            else:
+                self.lines.append(f"{self.names.add(op.run)}(t, {self.names.add(x)}, *a)")
+            return
+        operands = [f"full({self.read(text, kind)}, n)" for text, kind in op.ins]
+        if not x.guard:
+            self.assign(x, op, f"{self.names.add(op.run)}({', '.join(['t', self.names.add(x), *operands])})")
+            return
+        self.lines.append(f"a = [{', '.join(operands)}]; h = t.select(full({self.guard(x)}, n))")
+        call = f"{self.names.add(op.run)}(h, {self.names.add(x)}, *[v[h.pick] for v in a])"
+        if not op.outs:
+            self.lines.append(f"if h: {call}")
+            return
+        self.lines.append(f"r = {call} if h else None")
+        many = len(op.outs) > 1
+        for i, (register, kind) in enumerate(op.outs):
+            old = self.load(register)
+            value = self.convert(f"r[{i}]" if many else "r", kind, register)
+            self.lines.append(f"{old} = h.merge({old}, {value}) if h else {old}")
+            self.wrote(register)
+
+    def assign(self, x: Instruction, op: Op, expression: str) -> None:
+        if not op.outs:
+            self.lines.append(expression)
+            return
+        if len(op.outs) > 1:
+            self.lines.append(f"r = {expression}")
+        for i, (register, kind) in enumerate(op.outs):
+            value = f"r[{i}]" if len(op.outs) > 1 else expression
+            if register == "_":
+                if len(op.outs) == 1:
+                    self.lines.append(value)
+                continue
+            value = self.convert(value, kind, register)
+            if x.guard:
+                value = f"where({self.guard(x)}, {value}, {self.load(register)})"
+            self.lines.append(f"{self.variable(register)} = {value}")
+            self.wrote(register)
+
+    def variable(self, register: str) -> str:
+        letter, row = self.registers.at[register]
+        return f"{letter}{row}"
+
+    def load(self, register: str) -> str:
+        name = self.variable(register)
+        if register not in self.loaded:
+            self.lines.append(f"{name} = m.{name[0]}[{name[1:]}, s]")
+            self.loaded.add(register)
+        return name
+
+    def wrote(self, register: str) -> None:
+        self.loaded.add(register)
+        self.dirty.add(register)
+        for key in [key for key in self.views if key[0] == register]:
+            del self.views[key]
+
+    def flush(self) -> None:
+        if self.dirty & self.registers.fenced:
+            self.lines.append("m.touched[s] = True")
+        for register in sorted(self.dirty):
+            name = self.variable(register)
+            self.lines.append(f"m.{name[0]}[{name[1:]}, s] = {name}")
+        self.dirty.clear()
+
+    def guard(self, x: Instruction) -> str:
+        predicate = self.load(x.guard.lstrip("!"))
+        return f"~{predicate}" if x.guard[0] == "!" else predicate
+
+    def convert(self, value: str, kind: str, register: str) -> str:
+        """`value` of PTX type `kind` as the register's class stores it; narrower integers are extended."""
+        letter = self.registers.at[register][0]
+        dtype = dtype_of(kind)
+        if letter == "P" or dtype == STORAGE[letter]:
+            return value
+        if dtype.itemsize == WIDTH[letter]:
+            return f"{value}.view({self.type(STORAGE[letter])})"
+        if dtype.kind == "f":
+            return f"{value}.view({self.type(f'u{dtype.itemsize}')}).astype({self.type(STORAGE[letter])})"
+        if dtype.kind == "i" and dtype.itemsize < WIDTH[letter]:
+            signed = self.type(f"i{WIDTH[letter]}")
+            return f"{value}.astype({signed}).view({self.type(STORAGE[letter])})"
+        return f"{value}.astype({self.type(STORAGE[letter])})"
+
+    def type(self, dtype: Any) -> str:
+        name = f"t_{np.dtype(dtype).name}"
+        self.names.values[name] = np.dtype(dtype)
+        return name
+
+    def read(self, text: str, kind: str) -> str:
+        if kind == "address":
+            return self.address(text)
+        if text.startswith("!"):
+            return f"~{self.read(text[1:], kind)}"
+        if text in self.registers.at:
+            return self.register(text, kind)
+        if text.startswith("%"):
+            return self.special(text[1:], kind)
+        if text in self.kernel.shared:
+            return f"m.shared_address(s, {self.kernel.shared[text][0]}).astype({self.type(dtype_of(kind))})"
+        if text in self.kernel.params:
+            return f"m.param_address({self.kernel.params[text][0]})"
+        return self.names.add(self.constant(text, kind))
+
+    def constant(self, text: str, kind: str) -> Any:
+        """One object per value, because Names knows objects by identity and must keep them alive."""
+        known: dict[tuple[str, str], Any] = self.names.values.setdefault("literals", {})
+        if (text, kind) not in known:
+            known[text, kind] = literal(text, kind)
+        return known[text, kind]
+
+    def register(self, name: str, kind: str) -> str:
+        variable = self.load(name)
+        letter = self.registers.at[name][0]
+        if letter == "P" or kind == "pred":
+            return variable
+        dtype = dtype_of(kind)
+        if dtype == STORAGE[letter]:
+            return variable
+        key = (name, dtype.str)
+        if key not in self.views:
+            self.views[key] = f"{variable}_{dtype.str[1:]}"
+            unsigned = self.type(f"u{dtype.itemsize}")
+            value = variable if dtype.itemsize == WIDTH[letter] else f"{variable}.astype({unsigned})"
+            value = value if dtype.kind == "u" else f"{value}.view({self.type(dtype)})"
+            self.lines.append(f"{self.views[key]} = {value}")
+        return self.views[key]
+
+    def special(self, name: str, kind: str) -> str:
+        value = f"m.special[{name!r}][s]" if PER_THREAD.fullmatch(name) else f"m.uniform({name!r})"
+        return f"{value}.astype({self.type(dtype_of(kind))})" if kind not in ("u32", "b32") else value
+
+    def address(self, text: str) -> str:
+        """[base], [base+offset] -> byte addresses with the width of the base."""
+        inside = text[1:-1].strip()
+        base, plus, offset = inside.partition("+")
+        base = base.strip()
+        if not plus and "-" in base[1:]:
+            base, _, offset = base.rpartition("-")
+            offset = "-" + offset
+        if base in self.registers.at:
+            kind = "u32" if self.registers.at[base][0] == "W" else "u64"
+            value = self.register(base, kind)
+        elif base in self.kernel.shared or base in self.kernel.params:
+            kind = "u32" if base in self.kernel.shared else "u64"
+            value = self.read(base, kind)
+        else:
+            return self.names.add(self.constant(inside, "u32"))
+        return f"({value} + {self.names.add(self.constant(offset.strip(), kind))})" if offset else value
+
+
+def build(names: Names, name: str, source: str) -> Callable[[Any], Any]:
+    exec(compile(source, f"<{name}>", "exec"), names.values)
+    return names.values[name]

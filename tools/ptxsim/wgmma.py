@@ -1,0 +1,214 @@
+"""Warpgroup matrix multiply (sm_90a): forms of wgmma, and the queue of groups of each warpgroup.
+
+Between wgmma.mma_async and the wait_group that covers it, the accumulator registers hold a NaN pattern, the operand
+tiles may not be written, and registers written since the last wgmma.fence may not be used.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .call import elements
+from .faults import Fault
+from .forms import WARPGROUP, Op, form, refuse
+from .layout import accumulator, fragment, matrix, swizzle
+from .machine import Machine, Threads
+from .numbers import decode
+from .parse import Instruction, vector
+
+WGMMA = "Asynchronous Warpgroup Level Matrix Instructions"
+SPANS = {0: 0, 1: 128, 2: 64, 3: 32}  # bits 62-63 of a matrix descriptor
+BYTES = {"bf16": 2, "f16": 2, "e4m3": 1, "e5m2": 1, "tf32": 4, "s8": 1, "u8": 1}
+UNREADABLE = np.uint32(0x7FC00BAD)
+F32 = np.float32
+
+
+@dataclass
+class Multiply:
+    """One mma_async under way."""
+
+    rows: tuple[int, ...]  # accumulator rows of the register file
+    words: np.ndarray  # of shared memory that it reads
+    run: Any
+
+
+@dataclass
+class Pipe:
+    """What a warpgroup has issued."""
+
+    open: list[Multiply] = field(default_factory=list)
+    groups: list[list[Multiply]] = field(default_factory=list)
+    sums: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)  # accumulators under way (64, n)
+
+
+def pipes(t: Threads) -> list[tuple[int, Pipe]]:
+    """(first thread, Pipe) of every warpgroup."""
+    return [(first, t.machine.state.wgmma.setdefault(first, Pipe())) for first in t.index[::128].tolist()]
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """A matrix descriptor of sm_90 (PTX ISA, Matrix Descriptor Format)."""
+
+    start: int
+    leading: int
+    stride: int
+    span: int
+
+    def words(self, m: Machine, slot: int, shape: tuple[int, int, int, str]) -> np.ndarray:
+        """Indices of the elements in shared.bytes, in units of the element size, (rows, k)."""
+        rows, row_bytes, size, major = shape
+        linear = self.start + matrix(rows, row_bytes, size, major, self.span, self.leading, self.stride)
+        return (slot * m.shared.stride + swizzle(linear, self.span)) // size
+
+
+def descriptor(t: Threads, x: Instruction, bits: int) -> Descriptor:
+    part = lambda low, count: bits >> low & (1 << count) - 1  # noqa: E731
+    if part(49, 3):
+        raise refuse(x, f"descriptor base offset {part(49, 3)}")
+    return Descriptor(part(0, 14) << 4, part(16, 14) << 4, part(32, 14) << 4, SPANS[part(62, 2)])
+
+
+@form(r"wgmma\.(fence|commit_group)\.sync\.aligned", WGMMA, level=WARPGROUP)
+def mark(x: Instruction, f: re.Match[str]) -> Op:
+    def run(t: Threads, x: Instruction) -> None:
+        for first, pipe in pipes(t):
+            if f[1] == "fence":
+                t.machine.touched[first : first + 128] = False
+            else:
+                pipe.groups.append(pipe.open)
+                pipe.open = []
+
+    return Op(run, (), (), effect=True, registers=True)
+
+
+@form(r"wgmma\.wait_group\.sync\.aligned", WGMMA, level=WARPGROUP)
+def wait(x: Instruction, f: re.Match[str]) -> Op:
+    keep = int(x.args[0])
+
+    def run(t: Threads, x: Instruction) -> None:
+        m = t.machine
+        for first, pipe in pipes(t):
+            warps = np.arange(first // 32, first // 32 + 4)
+            while len(pipe.groups) > keep:
+                for one in pipe.groups.pop(0):
+                    if one.run:
+                        one.run()
+                    m.shared.end_read(warps, one.words)
+            busy = {one.rows for group in [*pipe.groups, pipe.open] for one in group}
+            for rows in [rows for rows in pipe.sums if rows not in busy]:
+                total = pipe.sums.pop(rows)
+                row, column = accumulator(total.shape[1])
+                m.W[list(rows), first : first + 128] = total[row, column].view(np.uint32)
+
+    return Op(run, (), (), effect=True, registers=True)
+
+
+@form(
+    r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.(f32|f16|s32)\.(bf16|f16|tf32|e4m3|e5m2|s8|u8)"
+    r"\.(bf16|f16|tf32|e4m3|e5m2|s8|u8)(\.satfinite)?",
+    WGMMA,
+    level=WARPGROUP,
+)
+def multiply(x: Instruction, f: re.Match[str]) -> Op:
+    n, k, kind = int(f[1]), int(f[2]), f[4]
+    if f[3] != "f32" or kind in ("s8", "u8"):
+        raise refuse(x, f"{f[3]} += {kind} {f[5]}")
+    in_registers = x.args[1].startswith("{")
+    numbers = [int(text) for text in x.args[4:]]
+    sign = numbers[0] * numbers[1] if len(numbers) > 1 else 1
+    turned = (numbers[2:] if not in_registers else [0, *numbers[2:]]) or [0, 0]
+    major = ["mn" if bit else "k" for bit in (*turned, 0, 0)[:2]]
+    names = vector(x.args[0])
+    sources = vector(x.args[1])
+
+    def run(t: Threads, x: Instruction, *values: Any) -> None:
+        m = t.machine
+        rows = tuple(m.program.registers.at[name][1] for name in names)
+        b, enable = values[-2], values[-1]
+        m.count("wgmma")
+        for j, (first, pipe) in enumerate(pipes(t)):
+            part = slice(128 * j, 128 * j + 128)
+            if m.touched[first : first + 128].any():
+                raise Fault(f"{t.say(x)}: no wgmma.fence since the registers it uses were written")
+            same(t, x, b[part], enable[part], *([] if in_registers else [values[0][part]]))
+            tile_a: Any
+            if in_registers:
+                tile_a = gather(np.stack([value[part] for value in values[:4]]), k, kind)
+            else:
+                tile_a = Tile(m, first, descriptor(t, x, int(values[0][part][0])), (64, k, kind, major[0]))
+            tile_b = Tile(m, first, descriptor(t, x, int(b[part][0])), (n, k, f[5], major[1]))
+            issue(t, x, pipe, first, (rows, tile_a, tile_b, bool(enable[part][0]), F32(sign)))
+
+    ins = [*((name, "b32" if in_registers else "b64") for name in sources), (x.args[2], "b64"), (x.args[3], "pred")]
+    return Op(run, (), tuple(ins), effect=True, registers=True)
+
+
+def same(t: Threads, x: Instruction, *operands: np.ndarray) -> None:
+    for operand in operands:
+        if (operand != operand[0]).any():
+            raise Fault(f"{t.say(x)}: a descriptor or scale-d differs inside the warpgroup")
+
+
+class Tile:
+    """An operand in shared memory."""
+
+    def __init__(self, m: Machine, thread: int, place: Descriptor, shape: tuple[int, int, str, str]):
+        rows, k, self.kind, major = shape
+        self.size = BYTES[self.kind]
+        self.bytes = m.shared.bytes
+        self.index = place.words(m, thread // m.per_cta, (rows, k * self.size, self.size, major))
+        low, high = int(self.index.min()) * self.size, int(self.index.max() + 1) * self.size
+        slot = thread // m.per_cta * m.shared.stride
+        self.outside = low < slot + 1024 or high > slot + 1024 + m.shared.size
+        self.words = np.unique(self.index * self.size >> 2)
+
+    def values(self) -> np.ndarray:
+        return decode(elements(self.bytes, np.dtype(f"u{self.size}"))[self.index], self.kind)
+
+
+def gather(registers: np.ndarray, k: int, kind: str) -> np.ndarray:
+    """The 64 x k values of A fragments (4, 128)."""
+    size = BYTES[kind]
+    row, column = fragment(size)
+    out = np.empty((64, k), F32)
+    parts = np.ascontiguousarray(registers)[..., None].view(f"u{size}")
+    for i in range(4 // size):
+        out[row, column + i] = decode(np.ascontiguousarray(parts[..., i]), kind)
+    return out
+
+
+def issue(t: Threads, x: Instruction, pipe: Pipe, first: int, what: tuple[Any, ...]) -> None:
+    rows, a, b, keep, sign = what
+    m = t.machine
+    tiles = [tile for tile in (a, b) if isinstance(tile, Tile)]
+    if any(tile.outside for tile in tiles):
+        raise Fault(f"{t.say(x)}: an operand lies outside the CTA's {m.shared.size} B of shared memory")
+    words = tiles[0].words if len(tiles) == 1 else np.union1d(tiles[0].words, tiles[1].words)
+    warps = np.arange(first // 32, first // 32 + 4)
+    m.shared.begin_read(warps, words, t.say(x))
+    n = 2 * len(rows)
+    if rows not in pipe.sums:
+        if any(set(rows) & set(other) for other in pipe.sums):
+            raise Fault(f"{t.say(x)}: accumulators overlap those of an mma under way")
+        total = np.empty((64, n), F32)
+        total[accumulator(n)] = m.W[list(rows), first : first + 128].view(F32)
+        pipe.sums[rows] = total
+        m.W[list(rows), first : first + 128] = UNREADABLE
+
+    def run() -> None:
+        left = a.values() if isinstance(a, Tile) else a
+        product = left @ b.values().T
+        total = pipe.sums[rows]
+        if sign != 1:
+            product *= sign
+        if keep:
+            total += product
+        else:
+            total[:] = product
+
+    if m.settings.mode == "eager":
+        run()
+    pipe.open.append(Multiply(rows, words, None if m.settings.mode == "eager" else run))
