@@ -81,8 +81,11 @@ def toolchain() -> dict[str, Any]:
     return {"dsl": version("nvidia-cutlass-dsl"), "cuda": f"{cuda.major}.{cuda.minor}", "settings": settings}
 
 
-def build(op: str, spec: Any, arch: str) -> Compiled:
-    """Compile kernel `op` for `spec`, in 1.5 to 4 s. NotImplementedError where `supports` refuses; or ArchMismatch."""
+def build(op: str, spec: Any, arch: str, more: str = "") -> Compiled:
+    """Compile kernel `op` for `spec`, in 1.5 to 4 s. NotImplementedError where `supports` refuses; or ArchMismatch.
+
+    more: options of cute.compile that do not change the code, such as --generate-line-info.
+    """
     package = import_module(f"cute_kernels.{op}")
     reason = package.supports(spec) if arch in package.ARCHS else f"architecture {arch}, the kernel has {package.ARCHS}"
     if reason:
@@ -96,7 +99,7 @@ def build(op: str, spec: Any, arch: str) -> Compiled:
         module = import_module(f"cute_kernels.{op}.forward")
         args = module.fake_args(spec)
         _name(module, f"{op}__{spec.name}".replace(".", "_"), args._fields)
-        options = f"{OPTIONS} {ARCH_OPTIONS.get(arch, '')} --dump-dir {folder}"
+        options = f"{OPTIONS} {ARCH_OPTIONS.get(arch, '')} --dump-dir {folder} {more}"
         with _kept_mlir(folder):
             fn = cute.compile(module.forward, spec, abi.stream(), *args, options=options)
         shared = _dynamic_shared(str(fn.ir_module))

@@ -1,20 +1,13 @@
 """Every shipped kernel runs on the CPU: its PTX in the simulator, called through the public function."""
 
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 
 from cute_kernels.attention import dispatch
 from tests.conftest import ARCH
+from tools.ptxsim.pool import pool
 
 SHIPPED = dispatch.shipped(ARCH)
 NAMES = [spec.name for _, spec in SHIPPED]
-
-
-def one_thread() -> None:
-    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def problems(number: int) -> list[str]:
@@ -44,10 +37,8 @@ def problems(number: int) -> list[str]:
 @pytest.fixture(scope="module")
 def found(bundle) -> dict[str, list[str]]:
     """The problems of every kernel, on all cores."""
-    spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-    cores = len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(cores, spawn, initializer=one_thread) as pool:
-        return dict(zip(NAMES, pool.map(problems, range(len(SHIPPED)))))
+    with pool() as processes:
+        return dict(zip(NAMES, processes.map(problems, range(len(SHIPPED)))))
 
 
 @pytest.mark.parametrize("name", NAMES)

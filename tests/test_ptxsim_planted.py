@@ -18,10 +18,13 @@ LENGTH, PAGES = 70, 5
 
 PAGE = 32  # rows, as in planted.py
 EXPECTED = {
-    "bytes": (Deadlock, r"warp  0.*try_wait(.|\n)*phase 0, 0 of 1 arrivals missing, 16 bytes missing"),
+    "bytes": (
+        Deadlock,
+        r"warp  0.*\(pipe.py:\d+\): mbarrier.try_wait(.|\n)*phase 0, 0 of 1 arrivals missing, 16 bytes missing",
+    ),
     "arrival": (Deadlock, r"phase 0, 1 of 2 arrivals missing"),
     "fence": (Fault, r"through the async proxy, written by warp \d without fence.proxy.async"),
-    "page": (Fault, r"4 B at offset 12 of argument 2, which has 12 B"),
+    "page": (Fault, r"line \d+ \(planted.py:\d+\), warp \d.*4 B at offset 12 of argument 2, which has 12 B"),
     "ragged": (Fault, r"at offset \d+ of argument 3, which has 8960 B"),
     "wait": (Fault, r"under way|without synchronisation|nothing has written"),
     "barrier": (Fault, r"no initialised mbarrier|without synchronisation"),
@@ -38,7 +41,7 @@ def launch(bug: str, tmp_path) -> tuple:
     from tests import planted
 
     with build._kept_mlir(str(tmp_path)):
-        options = f"{build.OPTIONS} --dump-dir {tmp_path}"
+        options = f"{build.OPTIONS} --generate-line-info --dump-dir {tmp_path}"
         compiled = cute.compile(planted.forward, bug, abi.stream(), *planted.fake_args(), options=options)
     rng = np.random.default_rng()
     pool = rng.standard_normal((PAGES, PAGE, 64)).astype(ml_dtypes.bfloat16)

@@ -26,14 +26,14 @@ def unknown_forms(path: Path) -> Counter[str]:
     return Counter(x.op for x in instructions if not control(x) and find(x.op) is None)
 
 
-def run_kernel(op: str, spec: object, arch: str, modes: list[str], seed: int) -> int:
+def run_kernel(op: str, spec: object, arch: str, modes: list[str], **how: object) -> int:
     """Print a line per variant and mode; the number of failures."""
     family, failures = op.split(".")[0], 0
     for case in workloads.CASES[family](spec):
         for mode in modes:
             head = f"{spec.name} {case.name:8} {mode:7}"  # type: ignore[attr-defined]
             try:
-                outcome = workloads.RUN[family](spec, case, arch, mode=mode, seed=seed)
+                outcome = workloads.RUN[family](spec, case, arch, mode=mode, **how)
             except Fault as fault:
                 failures += 1
                 print(f"{head} {type(fault).__name__}: {fault}", flush=True)
@@ -54,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--mode", action="append", choices=MODES, help="repeatable; all modes by default")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lines", action="store_true", help="name source lines: compiles the kernel with line info")
     parser.add_argument("--forms", type=Path, metavar="PTX")
     args = parser.parse_args(argv)
     if args.forms:
@@ -64,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     kernels = exact or [kernel for kernel in aot.shipped(args.arch) if args.spec and aot.matches(kernel, args.spec)]
     if not kernels:
         parser.error(f"no shipped kernel of {args.arch} matches {args.spec}")
-    return min(1, sum(run_kernel(op, spec, args.arch, args.mode or list(MODES), args.seed) for op, spec in kernels))
+    how = {"seed": args.seed, "lines": args.lines}
+    return min(1, sum(run_kernel(*kernel, args.arch, args.mode or list(MODES), **how) for kernel in kernels))
 
 
 if __name__ == "__main__":

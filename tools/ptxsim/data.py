@@ -156,6 +156,48 @@ def store_matrix(x: Instruction, f: re.Match[str]) -> Op:
     return effect(run, (x.args[0], "address"), *[(value, "b32") for value in vector(x.args[1])])
 
 
+LANE = np.arange(32)
+
+
+@form(r"ldmatrix\.sync\.aligned\.m16n16\.x([12])\.trans\.shared(?:::cta)?\.b8", f"{MOVE}: ldmatrix", level=WARP)
+def load_matrix_bytes(x: Instruction, f: re.Match[str]) -> Op:
+    """sm_100a. Lane 16 j + i holds the address of row i of matrix j; two registers a matrix. Byte b of register r of
+    lane l is row 4 (l % 4) + 2 r + b % 2, column l / 4 + 8 (b / 2)."""
+    count = int(f[1])
+
+    def run(t: Threads, x: Instruction, address: Any) -> Any:
+        out = []
+        for j in range(count):
+            part = slice(16 * j, 16 * j + 16)
+            rows = address.reshape(-1, 32)[:, part].reshape(-1)
+            some = Threads(t.machine, t.index.reshape(-1, 32)[:, part].reshape(-1), len(rows))
+            got = read(some, x, "shared", rows, np.uint8, 16).T.reshape(-1, 16, 16)
+            for r in range(2):
+                parts = [got[:, 4 * (LANE % 4) + 2 * r + b % 2, LANE // 4 + 8 * (b // 2)] for b in range(4)]
+                out.append(np.ascontiguousarray(np.stack(parts, 2)).view(U32).reshape(-1))
+        return tuple(out)
+
+    return effect(run, (x.args[1], "address"), outs=tuple((r, "b32") for r in vector(x.args[0])))
+
+
+@form(r"stmatrix\.sync\.aligned\.m16n8\.x([124])\.trans\.shared(?:::cta)?\.b8", f"{MOVE}: stmatrix", level=WARP)
+def store_matrix_bytes(x: Instruction, f: re.Match[str]) -> Op:
+    """sm_100a. Lane 8 j + i holds the address of the 16 bytes of row i of matrix j in memory; byte b of lane l goes to
+    row 2 (l % 4) + b % 2, column l / 4 + 8 (b / 2)."""
+
+    def run(t: Threads, x: Instruction, address: Any, *values: Any) -> None:
+        for j, value in enumerate(values):
+            rows = rows_of(t, address, j).reshape(-1)
+            some = Threads(t.machine, t.index.reshape(-1, 32)[:, :8].reshape(-1), len(rows))
+            parts = np.ascontiguousarray(value).view(np.uint8).reshape(-1, 32, 4)
+            matrix = np.empty((len(parts), 8, 16), np.uint8)
+            for b in range(4):
+                matrix[:, 2 * (LANE % 4) + b % 2, LANE // 4 + 8 * (b // 2)] = parts[:, :, b]
+            write(some, x, "shared", rows, np.ascontiguousarray(matrix.reshape(-1, 16).T))
+
+    return effect(run, (x.args[0], "address"), *[(value, "b32") for value in vector(x.args[1])])
+
+
 # ------------------------------------------------------------------------------------------------ cp.async
 COPY = f"{MOVE}: cp.async (non-bulk)"
 

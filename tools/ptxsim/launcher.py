@@ -36,8 +36,11 @@ class Kernel:
 
 
 @cache
-def load(op: str, spec: Any, arch: str) -> Kernel:
-    """The kernel of a spec, from the objects of tools.aot or compiled into them."""
+def load(op: str, spec: Any, arch: str, lines: bool = False) -> Kernel:
+    """The kernel of a spec, from the objects of tools.aot or compiled into them; lines: anew, with line info."""
+    if lines:
+        found = build.build(op, spec, arch, "--generate-line-info")
+        return Kernel(found.ptx, found.host, found.shared or 0, Program(found.ptx))
     path = build.object_file(op, spec, arch, OBJECTS)
     text = {suffix: path.with_suffix(suffix).read_text() for suffix in (".ptx", ".mlir", ".shared")}
     shared = int(text[".shared"]) if text[".shared"] != manifest.canonical(None) else 0
@@ -45,8 +48,8 @@ def load(op: str, spec: Any, arch: str) -> Kernel:
 
 
 def simulate(op: str, spec: Any, args: Sequence[Any], arch: str = "sm_90a", **how: Any) -> Result:
-    """Run a kernel on `args`, in place. how: mode, seed, blocks, resident, limit and program of `run.run`."""
-    kernel = load(op, spec, arch)
+    """Run a kernel on `args`, in place. how: of `load` lines; of `run.run` mode, seed, blocks, resident and so on."""
+    kernel = load(op, spec, arch, how.pop("lines", False))
     return run(kernel.call(args), **{"program": kernel.program} | how)
 
 

@@ -79,6 +79,7 @@ class Settings:
     mode: str = "eager"
     seed: int = 0
     limit: int = 2_000_000  # units until a livelock is reported
+    exact: bool = False  # round sums of 16-bit and tf32 WGMMAs as hardware does
 
 
 @dataclass

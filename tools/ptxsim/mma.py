@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from . import tensorcore
 from .forms import WARP, Op, effect, form, refuse
 from .machine import Threads
 from .numbers import decode
@@ -48,12 +49,13 @@ def multiply(x: Instruction, f: re.Match[str]) -> Op:
     def run(t: Threads, x: Instruction, *values: Any) -> Any:
         left = fragment(list(values[: len(a)]), f[3], 16)
         right = fragment(list(values[len(a) : len(a) + len(b)]), f[4], 8)
-        product = left @ right.transpose(0, 2, 1)
-        out = []
-        for i, addend in enumerate(values[len(a) + len(b) :]):
-            part = product[:, LANE // 4 + 8 * (i // 2), 2 * (LANE % 4) + i % 2]
-            out.append(addend + part.reshape(-1))
-        return tuple(out)
+        sums = np.empty((len(left), 16, 8), np.float32)
+        places = [(LANE // 4 + 8 * (i // 2), 2 * (LANE % 4) + i % 2) for i in range(len(c))]
+        for (row, column), addend in zip(places, values[len(a) + len(b) :]):
+            sums[:, row, column] = addend.reshape(-1, 32)
+        for warp in range(len(sums)):
+            sums[warp] = tensorcore.multiply(left[warp], right[warp], sums[warp], (f[3], f[4]))
+        return tuple(sums[:, row, column].reshape(-1) for row, column in places)
 
     ins = [*((r, "b32") for r in (*a, *b)), *((r, "f32") for r in c)]
     return effect(run, *ins, outs=tuple((r, "f32") for r in d))

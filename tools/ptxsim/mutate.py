@@ -6,13 +6,11 @@ A mutant counts as noticed if any mode ends in a Fault or in wrong results. The 
 """
 
 import argparse
-import os
 import random
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +20,7 @@ from . import launcher, workloads
 from .faults import Fault, Unsupported
 from .machine import MODES
 from .parse import Instruction, Kernel, parse
+from .pool import pool
 from .run import translate
 
 LIMIT = 20_000  # units: a mutant that spins is stopped early
@@ -95,23 +94,27 @@ class Verdict:
     mutant: Mutant
     mode: str  # that noticed it, "" none
     why: str
+    ran: bool  # some case executed the changed instruction
 
 
 def try_mutant(kernel: tuple[str, Any, str], mutant: Mutant) -> Verdict:
     op, spec, arch = kernel
     program = translate(launcher.load(op, spec, arch).ptx, mutant.apply)
     family = op.split(".")[0]
+    ran = lambda: any(u.run and u.first <= mutant.index < u.end for u in program.units)  # noqa: E731
     for mode in MODES:
-        for case in workloads.CASES[family](spec):
+        for case in workloads.CASES[family](spec, thorough=True):
             try:
                 outcome = workloads.RUN[family](spec, case, arch, mode=mode, program=program, limit=LIMIT, seed=1)
             except Fault as fault:
-                return Verdict(mutant, mode, str(fault).split("\n")[0])
+                return Verdict(mutant, mode, str(fault).split("\n")[0], True)
             except Unsupported as error:
-                return Verdict(mutant, mode, f"unsupported: {error}")
+                return Verdict(mutant, mode, f"unsupported: {error}", True)
             if not outcome.error <= 1:
-                return Verdict(mutant, mode, "wrong results")
-    return Verdict(mutant, "", "")
+                return Verdict(mutant, mode, "wrong results", True)
+        if mutant.index >= 0 and not ran():
+            break  # the cases are the same in every mode
+    return Verdict(mutant, "", "", ran())
 
 
 def report(verdicts: list[Verdict]) -> str:
@@ -124,9 +127,14 @@ def report(verdicts: list[Verdict]) -> str:
         modes = Counter(v.mode for v in group if v.mode)
         first = ", ".join(f"{count} in {mode}" for mode, count in modes.items())
         lines.append(f"{what:38} {sum(bool(v.mode) for v in group):4} of {len(group):4} noticed: {first}")
-    noticed = sum(bool(v.mode) for v in verdicts)
-    lines.append(f"{noticed} of {len(verdicts)} noticed, {noticed / max(1, len(verdicts)):.0%}")
-    lines += [f"survives: line {v.mutant.line}: {v.mutant.what}" for v in verdicts if not v.mode]
+    ran = [v for v in verdicts if v.ran]
+    noticed = sum(bool(v.mode) for v in ran)
+    lines.append(
+        f"{noticed} of {len(ran)} noticed, {noticed / max(1, len(ran)):.0%}; {len(verdicts) - len(ran)} never ran"
+    )
+    for v in verdicts:
+        if not v.mode:
+            lines.append(f"{'survives' if v.ran else 'never ran'}: line {v.mutant.line}: {v.mutant.what}")
     return "\n".join(lines)
 
 
@@ -149,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("spec", nargs="+", help="names of shipped kernels")
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--limit", type=int, default=1 << 30, help="mutants a kernel, evenly from each kind")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--jobs", type=int, default=0, help="processes; one a core by default")
     args = parser.parse_args(argv)
     for name in args.spec:
         op, spec = next(kernel for kernel in aot.shipped(args.arch) if kernel[1].name == name)
@@ -159,8 +167,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name}: control {f'fails in {control.mode}: {control.why}' if control.mode else 'passes'}", flush=True)
         if control.mode:
             return 1
-        run: Callable[..., Any] = ProcessPoolExecutor(args.jobs).map
-        print(report(list(run(try_mutant, [kernel] * len(found), found))), flush=True)
+        with pool(args.jobs) as processes:
+            print(report(list(processes.map(try_mutant, [kernel] * len(found), found))), flush=True)
     return 0
 
 

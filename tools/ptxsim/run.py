@@ -31,13 +31,15 @@ def run(
     resident: int = 4,
     program: Program | None = None,
     limit: int = 2_000_000,
+    exact: bool = False,
 ) -> Result:
     """Execute the grid of `call`; its arrays hold the results.
 
     mode: when asynchronous operations complete, see schedule.py. blocks: CTAs to run (all of the grid); whole
     clusters run. resident: clusters that run at once; CTAs that wait for each other through global memory must all be
     resident. program: the translated PTX of the call, to share it between runs. limit: units until a livelock is
-    reported, per portion. Fault (faults.py) on what is wrong on hardware; Unsupported on what is not modelled.
+    reported, per portion. exact: WGMMAs of 16-bit and tf32 types give the bits of an H200, at several times the time;
+    those of 8-bit types always do. Fault (faults.py) on what is wrong on hardware; Unsupported on what is not modelled.
     """
     if mode not in MODES:
         raise ValueError(f"mode: {mode!r}, must be one of {MODES}")
@@ -46,7 +48,7 @@ def run(
     clusters = list(clusters_of(call, blocks))
     for first in range(0, len(clusters), resident):
         portion = [block for cluster in clusters[first : first + resident] for block in cluster]
-        machine = Machine(program, call, portion, Settings(mode, seed + first, limit))
+        machine = Machine(program, call, portion, Settings(mode, seed + first, limit, exact))
         run_machine(machine)
         check_exit(machine)
         result.steps += machine.steps

@@ -102,6 +102,9 @@ class Shared:
         elements(self.bytes, values.dtype)[items] = values
         self.writer[words], self.event[words] = np.where(apart, SEVERAL, by), self.order.now(by)
         self.partly[words] = size < 4
+        clash = (self.writer[words] != by) & ~apart  # another warp of the same group wrote the word
+        if size >= 4 and clash.any():
+            raise Fault(f"{what}: several warps write {self._first(words, clash)} without synchronisation in between")
 
     def check_write(self, by: np.ndarray, words: np.ndarray, what: str, part: bool = False) -> np.ndarray:
         """Words of which other warps write other parts at the same time, which only a `part` of a word may do."""

@@ -14,7 +14,7 @@ from .atomic import UPDATE, update_of
 from .call import FORMATS, TensorMap, elements
 from .convert import tf32 as to_tf32
 from .faults import Fault
-from .forms import Op, effect, form, refuse
+from .forms import Op, effect, form
 from .layout import box, box_addresses, box_words, swizzle
 from .machine import PARAMS, Machine, Threads
 from .parse import Instruction, vector
@@ -85,19 +85,24 @@ def load_tensor(x: Instruction, f: re.Match[str]) -> Op:
         to, signal = m.flat(t, target, 16, x), m.flat(t, barrier, 8, x)
         for i in range(t.count):
             described = tensor_map(t, x, int(address[i]))
-            coordinates = [int(c[i]) for c in rest[len(mask) :]]
-            boxes = [coordinates]
-            if f[3]:
-                boxes = [[coordinates[0], row] for row in coordinates[1:]]
-            check_box(t, x, described, boxes[0], int(to[i]))
-            for j, start in enumerate(boxes):
-                data = Load(described, start, int(to[i]) + j * box(described)[3])
+            place = [int(c[i]) for c in rest[len(mask) :]]
+            for start, coordinates in tiles(described, place, int(to[i]), bool(f[3])):
+                check_box(t, x, described, coordinates, int(to[i]))
+                data = Load(described, coordinates, start)
                 everyone = copies(m, t, i, data.to, int(signal[i]), int(rest[0][i]) if mask else None)
-                for place, where in everyone if f[5] != ".cta_group::2" else paired(m, everyone, int(signal[i])):
-                    issue_load(t, x, i, data, place, where)
+                for into, where in everyone if f[5] != ".cta_group::2" else paired(m, everyone, int(signal[i])):
+                    issue_load(t, x, i, data, into, where)
 
     ins = [(x.args[0], "address"), (tensor, "u64"), (x.args[2], "address"), *mask, *[(c, "s32") for c in at]]
     return effect(run, *ins)
+
+
+def tiles(tensor: TensorMap, at: list[int], shared: int, four: bool) -> list[tuple[int, list[int]]]:
+    """(place in shared memory, coordinates) of each box; tile::gather4 and scatter4 name a column and four rows."""
+    if not four:
+        return [(shared, at)]
+    pitch = tensor.swizzle or box(tensor)[3]
+    return [(shared + j * pitch, [at[0], row]) for j, row in enumerate(at[1:])]
 
 
 def copies(m: Machine, t: Threads, i: int, to: int, signal: int, mask: int | None) -> list[tuple[int, int]]:
@@ -277,33 +282,32 @@ def store_async(x: Instruction, f: re.Match[str]) -> Op:
 )
 def store_tensor(x: Instruction, f: re.Match[str]) -> Op:
     tensor, at = tensor_operand(x.args[0])
-    if f[4]:
-        raise refuse(x, "scatter4")
 
     def run(t: Threads, x: Instruction, source: Any, address: Any, *coordinates: Any) -> None:
-        m = t.machine
-        origin = m.flat(t, source, 16, x)
+        origin = t.machine.flat(t, source, 16, x)
         for i in range(t.count):
             described = tensor_map(t, x, int(address[i]))
-            place = [int(c[i]) for c in coordinates]
-            check_box(t, x, described, place, int(origin[i]))
-            if min(place) < 0:
-                raise Fault(f"{t.say(x)}: coordinates {place}: a negative one is an illegal instruction on an H200")
-            _, linear, unit, _ = box(described)
-            start, target = int(origin[i]), box_addresses(described, place, store=True)
-            inside_cta(t, x, start, int(linear[-1]) + unit)
-
-            def complete(
-                start: int = start, target: Any = target, described: Any = described, unit: int = unit
-            ) -> None:
-                place = swizzle(start + box(described)[1], described.swizzle) // unit
-                values = elements(m.shared.bytes, np.dtype(f"u{unit}"))[place]
-                where, inside = target
-                put(m, where[inside], values[inside], (f[3], described.format), t.say(x))
-
-            issue_store(t, x, i, box_words(described, start), complete)
+            for start, place in tiles(described, [int(c[i]) for c in coordinates], int(origin[i]), bool(f[4])):
+                check_box(t, x, described, place, int(origin[i]))
+                if min(place) < 0:
+                    raise Fault(f"{t.say(x)}: coordinates {place}: a negative one is an illegal instruction on an H200")
+                put_box(t, x, i, Load(described, place, start), f[3])
 
     return effect(run, (x.args[1], "address"), (tensor, "u64"), *[(c, "s32") for c in at])
+
+
+def put_box(t: Threads, x: Instruction, i: int, tile: Load, reduction: str | None) -> None:
+    """Store one box, which lies in shared memory at `tile.to`."""
+    m, start, described = t.machine, tile.to, tile.tensor
+    _, linear, unit, _ = box(described)
+    where, inside = box_addresses(described, tile.at, store=True)
+    inside_cta(t, x, start, int(linear[-1]) + unit)
+
+    def complete() -> None:
+        values = elements(m.shared.bytes, np.dtype(f"u{unit}"))[swizzle(start + linear, described.swizzle) // unit]
+        put(m, where[inside], values[inside], (reduction, described.format), t.say(x))
+
+    issue_store(t, x, i, box_words(described, start), complete)
 
 
 @form(

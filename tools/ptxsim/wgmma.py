@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from . import tensorcore
 from .call import elements
 from .faults import Fault
 from .forms import WARPGROUP, Op, form, refuse
@@ -140,7 +141,7 @@ def multiply(x: Instruction, f: re.Match[str]) -> Op:
             else:
                 tile_a = Tile(m, first, descriptor(t, x, int(values[0][part][0])), (64, k, kind, major[0]))
             tile_b = Tile(m, first, descriptor(t, x, int(b[part][0])), (n, k, f[5], major[1]))
-            issue(t, x, pipe, first, (rows, tile_a, tile_b, bool(enable[part][0]), F32(sign)))
+            issue(t, x, pipe, first, (rows, tile_a, tile_b, bool(enable[part][0]), F32(sign), kind))
 
     ins = [*((name, "b32" if in_registers else "b64") for name in sources), (x.args[2], "b64"), (x.args[3], "pred")]
     return Op(run, (), tuple(ins), effect=True, registers=True)
@@ -181,7 +182,7 @@ def gather(registers: np.ndarray, k: int, kind: str) -> np.ndarray:
 
 
 def issue(t: Threads, x: Instruction, pipe: Pipe, first: int, what: tuple[Any, ...]) -> None:
-    rows, a, b, keep, sign = what
+    rows, a, b, keep, sign, kind = what
     m = t.machine
     tiles = [tile for tile in (a, b) if isinstance(tile, Tile)]
     if any(tile.outside for tile in tiles):
@@ -199,15 +200,14 @@ def issue(t: Threads, x: Instruction, pipe: Pipe, first: int, what: tuple[Any, .
         m.W[list(rows), first : first + 128] = UNREADABLE
 
     def run() -> None:
-        left = a.values() if isinstance(a, Tile) else a
-        product = left @ b.values().T
+        left, right = (a.values() if isinstance(a, Tile) else a) * sign, b.values()
         total = pipe.sums[rows]
-        if sign != 1:
-            product *= sign
-        if keep:
-            total += product
+        if not keep:
+            total[:] = 0
+        if m.settings.exact or BYTES[b.kind] == 1:
+            total[:] = tensorcore.multiply(left, right, total, (kind, b.kind))
         else:
-            total[:] = product
+            total += left @ right.T
 
     if m.settings.mode == "eager":
         run()

@@ -54,8 +54,8 @@ def simulated(arch: str, results: list[Result], **how: Any) -> Iterator[None]:
         yield
 
 
-def attention_cases(spec: AttentionSpec) -> list[AttentionCase]:
-    """Cases whose kernel is `spec`."""
+def attention_cases(spec: AttentionSpec, thorough: bool = False) -> list[AttentionCase]:
+    """Cases whose kernel is `spec`. thorough: every box size, and lengths with which every pipeline wraps around."""
     common: dict[str, Any] = {
         "dtype": spec.dtype,
         "head_dim_qk": spec.head_dim_qk,
@@ -68,18 +68,22 @@ def attention_cases(spec: AttentionSpec) -> list[AttentionCase]:
     heads: dict[str, Any]
     if spec.pack_gqa:
         heads = {"heads_q": 6, "heads_kv": 2}
-        first, second = (5, 0, 33), (0, 1, 21)
+        first, second = (5, 0, 33), (2, 1, 21)
     else:
         heads = {"heads_q": 2, "heads_kv": 2}
-        first, second = (3, 0, 150), (9, 0, 197)
+        first, second = (3, 0, 150), (9, 1, 197)
     page_size = 16 if spec.dtype == "bf16" else 8  # with 64 below, every size of TMA box
     stacked = "stacked" if spec.head_dim_qk == spec.head_dim_vo else "tuple"
-    return [
+    cases = [
         AttentionCase("ragged", q_lens=first, kv_lens=(19, 7, 290), page_size=page_size, sink=True, window_left=window,
                       layout="NHD", strided_q=True, **heads, **common),
-        AttentionCase("short", q_lens=second, kv_lens=(0, 3, 140), page_size=64, lse=False, cache=stacked,
+        AttentionCase("short", q_lens=second, kv_lens=(256, 0, 140), page_size=64, lse=False, cache=stacked,
                       window_left=other, **heads, **common),
     ]  # fmt: skip
+    if not thorough:
+        return cases
+    more: dict[str, Any] = dict(q_lens=first, kv_lens=(1000, 0, 700), window_left=-1 if other < 0 else 600)
+    return [*cases, *(AttentionCase(f"page {p}", page_size=p, **more, **heads, **common) for p in (8, 16, 64))]
 
 
 def run_attention(spec: AttentionSpec, case: AttentionCase, arch: str, **how: Any) -> Outcome:
@@ -107,5 +111,5 @@ def distance(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> flo
     return float(ratio.max()) if ratio.numel() else 0.0
 
 
-CASES: dict[str, Callable[[Any], list[Any]]] = {"attention": attention_cases}  # by operator family
+CASES: dict[str, Callable[..., list[Any]]] = {"attention": attention_cases}  # by operator family
 RUN: dict[str, Callable[..., Outcome]] = {"attention": run_attention}

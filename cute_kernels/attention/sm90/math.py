@@ -220,8 +220,12 @@ def last(spec: cutlass.Constexpr, plan, s, r: Registers, after: schedule.Work, a
 
 @cute.jit
 def gather_q(spec: cutlass.Constexpr, s, w: schedule.Work, a, stage: Int32):
-    """Packed GQA: this warpgroup copies its 64 rows of Q, (token, head) pairs, into swizzled shared memory."""
+    """Packed GQA: this warpgroup copies its 64 rows of Q, (token, head) pairs, into swizzled shared memory.
+
+    A warp writes rows that others of the group read: all of them must have finished with the tile before.
+    """
     vec = 8  # 16-bit elements of 16 bytes
+    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(), number_of_threads=128)
     per_row = spec.head_dim_qk // vec
     tid = cute.arch.thread_idx()[0] % 128
     fold = geometry.fold(spec, a)

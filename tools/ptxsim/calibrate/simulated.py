@@ -21,5 +21,5 @@ def simulate(case: Case, mode: str = "eager", seed: int = 0) -> list[np.ndarray]
         for number, arg in enumerate(case.args)
     ]
     call = Call(case.ptx, params, case.grid, case.cluster, case.shared, memory=memory)
-    run(call, mode=mode, seed=seed)
+    run(call, mode=mode, seed=seed, exact=True)
     return [arrays[number] for number in case.outputs]

@@ -1,0 +1,18 @@
+"""Processes that simulate: spawned, since torch's threads do not survive a fork, with one thread each."""
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
+
+def pool(jobs: int = 0) -> ProcessPoolExecutor:
+    """jobs: 0, one for each core that this process may use."""
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(jobs or len(os.sched_getaffinity(0)), spawn, initializer=_one_thread)
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # before numpy's BLAS starts its own
