@@ -23,7 +23,7 @@ from .parse import Instruction, Kernel, parse
 from .pool import pool
 from .run import translate
 
-LIMIT = 20_000  # units: a mutant that spins is stopped early
+LIMIT = 200_000  # units: a mutant that spins is stopped early
 _NOP = ("nop", ())
 
 

@@ -72,17 +72,30 @@ class Shared:
         part = dtype.itemsize * count < 4
         self.check_read(by, words, what, part)
         if not part:
-            self.readers[words, by % self.per_slot] = self.order.now(by)
+            self.note_read(by, words)
         items = (flat // dtype.itemsize) + np.arange(count)[:, None]
         return elements(self.bytes, dtype)[items]
 
+    def note_read(self, by: np.ndarray, words: np.ndarray) -> None:
+        """Of the warps of other CTAs only the last that read a word is known."""
+        by = np.broadcast_to(by, words.shape)
+        own = by // self.per_slot == words * 4 // self.stride
+        self.readers[words[own], by[own] % self.per_slot] = self.order.now(by[own])
+        if not own.all():
+            away = ~own
+            self.async_reader[words[away]], self.async_event[words[away]] = by[away], self.order.now(by[away])
+
     def check_read(self, by: np.ndarray, words: np.ndarray, what: str, part: bool = False) -> None:
-        """part: less than a word is read, so a write to another part of it may race."""
+        """part: less than a word is read, so a write to another part of it may race.
+
+        Of a vector (words two-dimensional) one written word is enough: compilers widen loads over padding.
+        """
         if self.flying[words].any():
             raise Fault(f"{what}: reads {self._first(words, self.flying[words] > 0)} while an async write is under way")
         writer = self.writer[words]
-        if (writer == EMPTY).any():
-            raise Fault(f"{what}: reads {self._first(words, writer == EMPTY)}, which nothing has written")
+        empty = writer == EMPTY
+        if empty.any() and (words.ndim == 1 or empty.all(1).any()):
+            raise Fault(f"{what}: reads {self._first(words, empty)}, which nothing has written")
         late = (writer >= 0) & (self.order.seen[by, np.maximum(writer, 0)] < self.event[words])
         if part:
             late &= ~self.partly[words]
@@ -148,7 +161,8 @@ class Shared:
         reader = self.async_reader[words]
         late = (reader >= 0) & (self.order.seen[by, np.maximum(reader, 0)] < self.async_event[words])
         if late.any():
-            raise Fault(f"{what}: overwrites {self._first(words, late)}, which an async operation may still read")
+            readers = f"{self.who(int(reader[late].flat[0]))} may still read"
+            raise Fault(f"{what}: overwrites {self._first(words, late)}, which {readers}")
 
     # ------------------------------------------------------------- async proxy
     def begin_read(self, warps: np.ndarray, words: np.ndarray, what: str) -> None:
