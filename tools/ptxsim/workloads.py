@@ -83,8 +83,7 @@ def attention_cases(spec: AttentionSpec, thorough: bool = False) -> list[Attenti
     if not thorough:
         return cases
     more: dict[str, Any] = dict(q_lens=first, kv_lens=(1000, 0, 700), window_left=-1 if other < 0 else 600)
-    block = AttentionCase("block", q_lens=(3, 40, 5), kv_lens=(128, 128, 64), page_size=64, **heads, **common)
-    return [*cases, block, *(AttentionCase(f"page {p}", page_size=p, **more, **heads, **common) for p in (8, 16, 64))]
+    return [*cases, *(AttentionCase(f"page {p}", page_size=p, **more, **heads, **common) for p in (8, 16, 64))]
 
 
 def run_attention(spec: AttentionSpec, case: AttentionCase, arch: str, **how: Any) -> Outcome:
