@@ -16,13 +16,16 @@ FILE_LINES, FUNCTION_LINES, PARAMETERS = 600, 120, 8
 FAMILIES = ("attention", "topk")
 
 # Public functions whose signature another library set: they may have as many parameters as it has.
-UPSTREAM = {"wrappers/prefill.py": {"trtllm_batch_context_with_kv_cache"}}
+UPSTREAM = {
+    "wrappers/prefill.py": {"trtllm_batch_context_with_kv_cache"},
+    "wrappers/topk.py": {"top_k_page_table_transform"},
+}
 
 # Read where no DSL is installed: by the runtime, dispatch and the tools that list kernels.
 PLAIN = {"cute_kernels/__init__.py", "cute_kernels/manifest.py"} | {
     f"cute_kernels/{family}/{name}.py"
     for family in FAMILIES
-    for name in ("__init__", "spec", "args", "dispatch", "sm90/__init__", "sm100/__init__")
+    for name in ("__init__", "spec", "args", "dispatch", "sm90/__init__", "sm100/__init__", "radix/__init__")
 }
 # build.py imports the DSL inside functions, after it has set the architecture.
 LATE_DSL = {"cute_kernels/build.py"}

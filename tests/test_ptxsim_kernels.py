@@ -2,12 +2,13 @@
 
 import pytest
 
-from cute_kernels.attention import dispatch
+from cute_kernels import manifest
 from tests.conftest import ARCH
+from tools import aot
 from tools.ptxsim.pool import pool
 
-SHIPPED = dispatch.shipped(ARCH)
-NAMES = [spec.name for _, spec in SHIPPED]
+SHIPPED = aot.shipped(ARCH)
+NAMES = [manifest.label(op, spec) for op, spec in SHIPPED]
 
 
 def problems(number: int) -> list[str]:

@@ -23,11 +23,16 @@ from typing import Any
 from cute_kernels import build, manifest
 from cute_kernels.attention import dispatch as attention
 from cute_kernels.attention.spec import AttentionSpec
+from cute_kernels.topk import dispatch as topk
+from cute_kernels.topk.spec import TopKSpec
 
 from . import bundle, inspect
 
 BUILD = Path(__file__).resolve().parents[1] / "build"
-FAMILIES: dict[str, tuple[ModuleType, type]] = {"attention": (attention, AttentionSpec)}  # family -> dispatch, spec
+FAMILIES: dict[str, tuple[ModuleType, type]] = {  # operator family -> dispatch, spec
+    "attention": (attention, AttentionSpec),
+    "topk": (topk, TopKSpec),
+}
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 
 

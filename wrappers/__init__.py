@@ -1,13 +1,27 @@
 """torch-facing public functions: signatures, validation, the reference, and the way to compiled kernels."""
 
+from .checks_topk import TopKTieBreak
 from .fp4 import FP4Tensor, nvfp4_dequantize, nvfp4_quantize
 from .prefill import Explanation, explain, trtllm_batch_context_with_kv_cache
+from .topk import (
+    top_k,
+    top_k_page_table_transform,
+    top_k_per_row_decode,
+    top_k_per_row_prefill,
+    top_k_ragged_transform,
+)
 
 __all__ = [
     "Explanation",
     "FP4Tensor",
+    "TopKTieBreak",
     "explain",
     "nvfp4_dequantize",
     "nvfp4_quantize",
+    "top_k",
+    "top_k_page_table_transform",
+    "top_k_per_row_decode",
+    "top_k_per_row_prefill",
+    "top_k_ragged_transform",
     "trtllm_batch_context_with_kv_cache",
 ]

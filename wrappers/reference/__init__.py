@@ -2,5 +2,16 @@
 
 from .dense import LOG2E, attention
 from .paged import PagedProblem, gather, paged_attention, store
+from .topk import gather_bits, order_keys, top_k_rows
 
-__all__ = ["LOG2E", "PagedProblem", "attention", "gather", "paged_attention", "store"]
+__all__ = [
+    "LOG2E",
+    "PagedProblem",
+    "attention",
+    "gather",
+    "gather_bits",
+    "order_keys",
+    "paged_attention",
+    "store",
+    "top_k_rows",
+]

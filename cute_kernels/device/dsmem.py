@@ -1,0 +1,20 @@
+"""Shared memory of the other CTAs of a cluster, in words of 32 bits."""
+
+import cutlass.cute as cute
+from cutlass import Int32, Uint32
+
+
+def address(tensor, rank):
+    """Of the same tensor in CTA `rank` of the cluster."""
+    return cute.arch.map_dsmem_ptr(tensor.iterator, rank).toint()
+
+
+def load(base, word):
+    """32 bits at word `word` behind an `address`."""
+    text = "ld.shared::cluster.u32 {$w0}, [{$r0}];"
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[Int32(base) + 4 * word])
+
+
+def store(base, word, value):
+    text = "st.shared::cluster.u32 [{$r0}], {$r1};"
+    cute.arch.inline_ptx(text, write_only_types=[], read_only_args=[Int32(base) + 4 * word, Uint32(value)])

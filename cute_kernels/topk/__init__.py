@@ -1,0 +1,1 @@
+"""Top-k of rows: rows -> keys -> select <-> scope -> emit. One source for all public functions and architectures."""

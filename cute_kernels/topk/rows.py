@@ -1,0 +1,94 @@
+"""Which elements of a row count, and which of them a CTA holds."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr
+
+from . import keys
+from .args import DECODE, ENDS, LENGTHS
+from .spec import BITS
+
+GRAIN = 128  # slices of a row begin at multiples of this many keys
+WORDS = 4  # of a vector, 16 bytes
+
+
+def clamp(x, low, high):
+    return cutlass.min(cutlass.max(x, low), high)
+
+
+def slices(n, cluster):
+    """Keys of the slice of each CTA but the last."""
+    return (n + cluster * GRAIN - 1) // (cluster * GRAIN) * GRAIN
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The keys [low, low + count) of a window. words: the row's memory as vectors (WORDS, vectors), aligned; element
+    j of the slice is element j + shift of it. vectors: that hold elements of the slice."""
+
+    row: Int32
+    start: Int32
+    n: Int32
+    low: Int32
+    count: Int32
+    shift: Int32
+    vectors: Int32
+    words: cute.Tensor
+
+
+@cute.jit
+def bounds(a, row: Int32):
+    """(start, n) of the window of a row."""
+    limit = a.scores.shape[1]
+    start, n = Int32(0), Int32(0)
+    if a.starts.shape[0] > 0:
+        start = clamp(a.starts[row], 0, limit)
+    n = limit - start
+    if a.window == LENGTHS:
+        n = a.lengths[row]
+    elif a.window == ENDS:
+        n = clamp(a.lengths[row], 0, limit) - start
+    elif a.window == DECODE:
+        n = cutlass.max(a.lengths[row // a.next_n], 0) - a.next_n + row % a.next_n + 1
+    return start, clamp(n, 0, limit - start)
+
+
+def cut(spec, a, row, start, n, rank):
+    """The slice of CTA `rank`."""
+    size = BITS[spec.dtype] // 8
+    per = slices(n, spec.cluster)
+    low = cutlass.min(rank * per, n)
+    count = cutlass.min(per, n - low)
+    stride = a.scores.stride[0]
+    address = a.scores.iterator.toint() + (Int64(row) * stride + start + low) * size
+    shift = (address % 16).to(Int32) // size
+    pointer = cute.make_ptr(Uint32, address - (shift * size), cute.AddressSpace.gmem, assumed_align=16)
+    vectors = (count + shift + 16 // size - 1) // (16 // size)
+    words = cute.make_tensor(pointer, cute.make_layout((WORDS, vectors), stride=(1, WORDS)))
+    return Slice(row, start, n, low, count, shift, vectors, words)
+
+
+@cute.jit
+def fetch(spec: cutlass.Constexpr, s: Slice, v: Int32, into: cute.Tensor):
+    """Keys of vector v of a slice; 0 where it reaches beyond the slice, which is not read."""
+    bits = const_expr(BITS[spec.dtype])
+    per = const_expr(keys.per_word(spec))
+    first = v * (WORDS * per) - s.shift
+    if first >= 0 and first + WORDS * per <= s.count:
+        cute.autovec_copy(s.words[None, v], into)
+    else:
+        narrow = s.words
+        if const_expr(bits == 16):
+            pointer = cute.recast_ptr(s.words.iterator, dtype=cutlass.Uint16)
+            narrow = cute.make_tensor(pointer, cute.make_layout((8, s.vectors), stride=(1, 8)))
+        for w in cutlass.range_constexpr(WORDS):
+            word = Uint32(0)
+            for e in cutlass.range_constexpr(per):
+                j = first + w * per + e
+                if j >= 0 and j < s.count:
+                    word = word | (narrow[w * per + e, v].to(Uint32) << (16 * e))
+            into[w] = word
+    for w in cutlass.range_constexpr(WORDS):
+        into[w] = keys.encode(into[w], bits)

@@ -1,0 +1,48 @@
+"""Radix selection in shared memory: histograms of digits, and the bin that holds the boundary."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32, const_expr
+
+from ..device.warp import prefix_sum
+from .keys import BINS
+
+
+@cute.jit
+def clear(spec: cutlass.Constexpr, bins: cute.Tensor):
+    for b in cutlass.range(cute.arch.thread_idx()[0], BINS, spec.threads, unroll=1):
+        bins[b] = Uint32(0)
+
+
+@cute.jit
+def before(value: Int32, scratch: cute.Tensor, warps: cutlass.Constexpr):
+    """(sum over the warps before this one, sum over all) of `value`, one a warp in all its lanes. Holds a barrier."""
+    warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+    if lane == 0:
+        scratch[warp] = value
+    cute.arch.barrier()
+    mine = Int32(0)
+    if lane < warps:
+        mine = scratch[lane]
+    sums = prefix_sum(mine)
+    return cute.arch.shuffle_sync(sums - mine, warp), cute.arch.shuffle_sync(sums, 31)
+
+
+@cute.jit
+def search(spec: cutlass.Constexpr, total: cute.Tensor, need: Int32, scratch: cute.Tensor, found: cute.Tensor):
+    """Where the need-th largest key lies, need >= 1: (its bin, keys in that bin, keys needed of that bin)."""
+    per = const_expr(BINS // spec.threads)
+    top = BINS - 1 - cute.arch.thread_idx()[0] * per
+    mine = Int32(0)
+    for e in cutlass.range_constexpr(per):
+        mine += Int32(total[top - e])
+    inside = prefix_sum(mine)
+    above = before(cute.arch.shuffle_sync(inside, 31), scratch, spec.threads // 32)[0] + inside - mine
+    if above < need and need <= above + mine:
+        for e in cutlass.range_constexpr(per):
+            here = Int32(total[top - e])
+            if above < need and need <= above + here:
+                found[0], found[1], found[2] = top - e, here, need - above
+            above += here
+    cute.arch.barrier()
+    return found[0], found[1], found[2]

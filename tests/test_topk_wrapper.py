@@ -1,0 +1,329 @@
+"""The top-k functions around the kernel: validation, the path to a launch, torch.compile."""
+
+import timeit
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cute_kernels.topk import dispatch
+from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS, TopKArgs
+from cute_kernels.topk.spec import TopKSpec
+from tests import topk_cases as cases
+from tests.test_topk_reference import any_case
+from tests.topk_cases import PAGE_TABLE, PER_ROW, PLAIN, RAGGED, TOP_K, TopKCase
+from wrappers import TopKTieBreak, reference, top_k, top_k_page_table_transform, top_k_per_row_prefill, topk
+from wrappers.checks_topk import DTYPES
+
+
+def inputs_of(case, **changes):
+    return cases.make_inputs(case) | changes
+
+
+def check(case, inputs):
+    cases.same(cases.call(case.function, inputs), cases.brute(case.function, inputs), case)
+
+
+# ---- validation
+
+BAD = cases.refusals()
+
+
+def refuse(name):
+    function, change, error, message = BAD[name]
+    inputs = inputs_of(PLAIN[function], **change)
+    with pytest.raises(error, match=f"^{message}"):
+        getattr(topk, function)(**inputs)
+    for output in cases.OUTPUTS[function]:
+        if output not in change:
+            assert (inputs[output] == cases.POISON).all()
+    return function
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused_before_anything_is_written(name):
+    refuse(name)
+
+
+# ---- the path to a launch, with a kernel that computes in torch what TopKArgs say
+
+
+def emulate(spec, launches):
+    """A kernel of `spec` on any device: checks what compiled code would, and its callers' side of the ABI."""
+
+    def kernel(*flat):
+        a = TopKArgs(*flat)
+        dtypes = dict.fromkeys(TopKArgs._fields[:11], torch.int32) | {"indices": torch.int64}
+        dtypes |= dict.fromkeys(("scores", "values"), next(d for d, name in DTYPES.items() if name == spec.dtype))
+        matrices = ("scores", "out", "raw", "values", "indices", "table")
+        for name, dtype in dtypes.items():
+            t = getattr(a, name)
+            if t.dtype != dtype and not (t.dtype == torch.uint32 and dtype == torch.int32):  # as compiled code does
+                raise TypeError("dtype")
+            if t.ndim != (2 if name in matrices else 1) or t.device.type != "cpu":
+                raise ValueError("rank or device")
+            if t.stride(-1) != 1 and t.shape[-1] != 1:
+                raise ValueError("last stride")
+        assert all(type(x) is int for x in flat[11:]) and a.enable_pdl == 1
+        rows, width = a.scores.shape
+        assert rows > 0 and a.k >= 1 and a.last_ties in (0, 1) and 0 <= a.page_shift <= 30
+        for name in ("starts", "row_to_batch", "table_starts", "offsets"):
+            assert len(getattr(a, name)) in (0, rows)
+        assert len(a.lengths) == {FULL: 0, LENGTHS: rows, ENDS: rows, DECODE: rows // a.next_n}[a.window]
+        for name in ("out", "raw", "values", "indices"):
+            assert getattr(a, name).shape in ((0, a.k), (rows, a.k))
+            assert getattr(a, name).is_contiguous()
+        assert sum(map(len, (a.out, a.raw, a.indices))) and len(a.values) == len(a.indices)
+        assert not len(a.table) or len(a.row_to_batch) or len(a.table) >= rows
+        assert spec.capacity == 0 or spec.capacity * spec.cluster >= width
+        launches.append(a)
+        reference.top_k_rows(*flat)
+
+    return kernel
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The launches of this test's calls, which take the compiled kernel's path on CPU tensors."""
+    found = []
+
+    def kernel(op, spec, arch):
+        assert op in dispatch.KERNELS and isinstance(spec, TopKSpec) and arch == "sm_90a"
+        return emulate(spec, found)
+
+    monkeypatch.setattr(topk, "_machine", lambda device: ("sm_90a", 132))
+    monkeypatch.setattr(topk.runtime, "kernel", kernel)
+    monkeypatch.setattr(topk, "_plans", {})
+    return found
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(any_case(), st.integers(0, 2**20))
+def test_launch_of_any_call(launches, case, seed):
+    launches.clear()
+    inputs = cases.make_inputs(case, seed=seed)
+    for _ in range(2):  # a new plan, perhaps, then the same one
+        check(case, inputs)
+    assert len(launches) == (2 if case.rows else 0)
+
+
+def test_arguments_of_every_function(launches):
+    """The scores where they are, in the window their function has, and only what it asks for."""
+    facts = {
+        PAGE_TABLE: (LENGTHS, {"lengths", "out", "raw", "table"}),
+        RAGGED: (LENGTHS, {"lengths", "out", "offsets"}),
+        TOP_K: (FULL, {"values", "indices"}),
+        cases.PREFILL: (ENDS, {"starts", "lengths", "raw"}),
+        cases.DECODE: (DECODE, {"lengths", "raw"}),
+    }
+    for function, (window, present) in facts.items():
+        inputs = inputs_of(replace(PLAIN[function], shift=1, pad=3))
+        check(PLAIN[function], inputs)
+        a = launches[-1]
+        scores = inputs["logits" if function in PER_ROW else "input"]
+        assert a.scores.data_ptr() == scores.data_ptr() and a.scores.stride() == (53, 1)
+        assert a.window == window and {f for f in a._fields[1:11] if len(getattr(a, f))} == present
+        assert (a.k, a.page_shift, a.last_ties, a.next_n) == (7, 0, 0, 3 if function == cases.DECODE else 1)
+
+
+def test_arguments_of_a_page_table(launches):
+    case = TopKCase(PAGE_TABLE, rows=6, page_size=16, starts=True, batch_map=True, tie_break=TopKTieBreak.LARGE)
+    inputs = inputs_of(case)
+    result = top_k_page_table_transform(**inputs)
+    a = launches[0]
+    assert a.page_shift == 4 and a.last_ties == 1 and result is a.out is inputs["out"]
+    assert a.raw is inputs["out_raw_indices"] and a.row_to_batch is inputs["row_to_batch"]
+    assert a.starts is inputs["row_starts"] and a.table_starts is inputs["page_table_row_starts"]
+    inputs |= {"page_size": 1, "page_table_row_starts": None}
+    top_k_page_table_transform(**inputs)
+    assert launches[1].table_starts is inputs["row_starts"]
+
+
+def test_strided_logits_are_copied_and_left_alone(launches):
+    for stride, pad in ((2, 0), (3, 5)):
+        case = TopKCase(cases.PREFILL, stride=stride, pad=pad, lengths="mixed")
+        inputs = inputs_of(case)
+        before = inputs["logits"].clone()
+        check(case, inputs)
+        assert launches[-1].scores.stride() == (50, 1) and torch.equal(inputs["logits"], before)
+    transposed = inputs_of(TopKCase(cases.PREFILL))
+    transposed |= {"logits": transposed["logits"].T.contiguous().T, "stride0": 1, "stride1": 3}
+    check(TopKCase(cases.PREFILL), transposed)
+
+
+def test_positional_order_is_upstreams(launches):
+    i = inputs_of(TopKCase(PAGE_TABLE, starts=True, batch_map=True, given=False))
+    starts = torch.tensor([1, 2, 3], dtype=torch.int32)
+    out = top_k_page_table_transform(
+        i["input"], i["src_page_table"], i["lengths"], 7, i["row_to_batch"], False, TopKTieBreak.LARGE, True,
+        i["row_starts"], starts,
+    )  # fmt: skip
+    cases.same({"out": out}, cases.brute(PAGE_TABLE, i | {"page_table_row_starts": starts, "tie_break": 2}))
+    i = inputs_of(TopKCase(RAGGED, starts=True))
+    out = topk.top_k_ragged_transform(
+        i["input"], i["offsets"], i["lengths"], 7, False, TopKTieBreak.LARGE, True, i["row_starts"]
+    )
+    cases.same({"out": out}, cases.brute(RAGGED, i | {"tie_break": 2}))
+    i = inputs_of(TopKCase(TOP_K))
+    values, indices = top_k(i["input"], 7, True, False, TopKTieBreak.LARGE, True)
+    want = cases.brute(TOP_K, i | {"sorted": True, "tie_break": 2})
+    cases.same({"values": values, "indices": indices}, want)
+    i = inputs_of(replace(PLAIN[cases.DECODE]))
+    assert topk.top_k_per_row_decode(i["logits"], 3, i["seq_lens"], i["indices"], 3, 50, 1, 7) is None
+    cases.same({"indices": i["indices"]}, cases.brute(cases.DECODE, i))
+
+
+@pytest.mark.parametrize("function", [PAGE_TABLE, RAGGED, TOP_K])
+def test_hints_do_not_change_a_bit(launches, function):
+    inputs = inputs_of(replace(PLAIN[function], data="relu"))
+    want = cases.call(function, inputs)
+    for hint in ({"deterministic": False}, {"dsa_graph_safe": True}, {"tie_break": TopKTieBreak.SMALL}):
+        cases.same(cases.call(function, inputs | hint), want)
+
+
+@pytest.mark.parametrize("function", cases.FUNCTIONS)
+def test_values_share_a_plan_and_shapes_do_not(launches, function):
+    for case in (PLAIN[function], replace(PLAIN[function], data="relu"), replace(PLAIN[function], lengths="wild")):
+        check(case, inputs_of(case))
+    assert len(topk._plans) == 1
+    changes = [{"width": 51}, {"k": 8}, {"rows": 6}, {"pad": 1}, {"dtype": "bf16"}]
+    changes += [{"tie_break": TopKTieBreak.LARGE}] if function not in PER_ROW else []
+    changes += [{"page_size": 2}, {"batch_map": True}, {"starts": True}, {"given": False}] * (function == PAGE_TABLE)
+    for change in changes:
+        for _ in range(2):
+            case = replace(PLAIN[function], **change)
+            check(case, inputs_of(case))
+    assert len(topk._plans) == 1 + len(changes)
+
+
+def test_plans_are_bounded(launches, monkeypatch):
+    monkeypatch.setattr(topk, "MAX_PLANS", 3)
+    for width in range(20, 28):
+        case = TopKCase(TOP_K, width=width)
+        check(case, inputs_of(case))
+        assert len(topk._plans) <= 3
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused_before_a_launch(launches, name):
+    """As on the CPU, with a plan of the good call and without."""
+    for _ in range(2):
+        function = refuse(name)
+        assert not launches
+        cases.call(function, inputs_of(PLAIN[function]))
+        launches.clear()
+
+
+def test_nothing_is_launched_without_rows(launches):
+    for function in cases.FUNCTIONS:
+        case = replace(PLAIN[function], rows=0)
+        found = cases.call(function, inputs_of(case))
+        assert all(t.shape == (0, 7) for t in found.values())
+    assert not launches
+
+
+def test_allocated_outputs(launches):
+    i = inputs_of(replace(PLAIN[PAGE_TABLE], given=False))
+    out = top_k_page_table_transform(**i)
+    assert out.shape == (3, 7) and out.dtype == torch.int32 and out is not top_k_page_table_transform(**i)
+    raw = torch.full((3, 7), cases.POISON, dtype=torch.int32)
+    assert torch.equal(top_k_page_table_transform(**i, out_raw_indices=raw), out)
+    assert torch.equal(raw, cases.brute(PAGE_TABLE, i | {"out_raw_indices": raw})["out_raw_indices"])
+    for dtype in cases.DTYPES.values():
+        values, indices = top_k(torch.randn(2, 9).to(dtype), 4)
+        assert values.dtype == dtype and indices.dtype == torch.int64
+
+
+def test_other_architectures_say_so(launches, monkeypatch):
+    monkeypatch.setattr(topk, "_machine", lambda device: ("sm_80", 108))
+    for function in cases.FUNCTIONS:
+        with pytest.raises(NotImplementedError, match="architecture sm_80"):
+            cases.call(function, inputs_of(PLAIN[function]))
+
+
+def test_an_error_of_the_kernel_itself_comes_through(launches, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("launch failed")
+
+    monkeypatch.setattr(topk.runtime, "kernel", lambda *args: broken)
+    with pytest.raises(RuntimeError, match="launch failed"):
+        top_k(torch.zeros(1, 2), 1)
+
+
+@pytest.mark.parametrize("function", cases.FUNCTIONS)
+def test_host_time_of_a_planned_call(launches, monkeypatch, function):
+    """Python's part of a launch. 2 to 4 us on an idle 3 GHz core; the bound leaves room for a busy machine, yet is far
+    below what planning or the reference would take."""
+    monkeypatch.setattr(topk.runtime, "kernel", lambda op, spec, arch: lambda *args: None)
+    inputs, public = inputs_of(PLAIN[function]), getattr(topk, function)
+    public(**inputs)
+    assert min(timeit.repeat(lambda: public(**inputs), number=2000, repeat=5)) / 2000 < 25e-6
+
+
+# ---- torch.compile
+
+COMPILED = {
+    **PLAIN,
+    "allocates": replace(PLAIN[PAGE_TABLE], given=False, data="relu", tie_break=TopKTieBreak.LARGE),
+    "pages": TopKCase(PAGE_TABLE, rows=6, lengths="wild", starts=True, page_size=4, batch_map=True),
+    "starts": TopKCase(PAGE_TABLE, rows=6, lengths="wild", starts=True, dtype="bf16"),
+    "sorted": TopKCase(TOP_K, data="special", sorted=True, dtype="fp16"),
+    "strided": TopKCase(cases.PREFILL, stride=2, lengths="mixed"),
+}
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch.compiler.reset()  # else one test's variants count towards the next one's recompile limit
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_equals_eager(fresh_compiler, monkeypatch, name):
+    case = COMPILED[name]
+    compiled = torch.compile(getattr(topk, case.function), fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(cases.wrappers, case.function, compiled)
+    check(case, inputs_of(case))
+
+
+def test_compiled_with_varying_shapes(fresh_compiler, monkeypatch):
+    compiled = torch.compile(top_k_page_table_transform, fullgraph=True, backend="aot_eager", dynamic=True)
+    monkeypatch.setattr(cases.wrappers, PAGE_TABLE, compiled)
+    for rows, width, k in ((3, 50, 7), (5, 60, 9), (9, 33, 40)):
+        case = TopKCase(PAGE_TABLE, rows=rows, width=width, k=k, lengths="mixed")
+        check(case, inputs_of(case))
+
+
+def test_compiled_refuses_what_eager_refuses(fresh_compiler):
+    for function, change, message in (
+        (TOP_K, {"k": 51}, "k: 51"),
+        (PAGE_TABLE, {"page_size": 3}, "page_size: 3"),
+        (cases.PREFILL, {"num_rows": 2}, "num_rows: 2"),
+    ):
+        compiled = torch.compile(getattr(topk, function), fullgraph=True, backend="aot_eager")
+        with pytest.raises(Exception, match=message):
+            compiled(**inputs_of(PLAIN[function], **change))
+
+
+@pytest.mark.parametrize("function", [PAGE_TABLE, TOP_K, cases.PREFILL])
+def test_opcheck(launches, monkeypatch, function):
+    """With the arguments that an eager call gives to `run`."""
+    seen, run = [], topk.run
+    monkeypatch.setattr(topk, "run", lambda call: seen.append(call) or run(call))
+    inputs = inputs_of(PLAIN[function])
+    cases.call(function, inputs)
+    call = seen[0]
+    if function == TOP_K:
+        call = call._replace(values=torch.zeros(3, 7), indices=torch.zeros(3, 7, dtype=torch.int64))
+    torch.library.opcheck(torch.ops.cute_kernels.top_k_rows.default, tuple(call._replace(tie_break=0)[:-1]))
+
+
+def test_signatures_name_upstreams_arguments():
+    logits = torch.zeros(1, 4)
+    bounds = torch.zeros(1, dtype=torch.int32)
+    indices = torch.zeros(1, 2, dtype=torch.int32)
+    top_k_per_row_prefill(
+        logits=logits, row_starts=bounds, row_ends=bounds, indices=indices, num_rows=1, stride0=4, stride1=1, top_k=2
+    )
+    assert indices.tolist() == [[-1, -1]]

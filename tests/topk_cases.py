@@ -1,0 +1,386 @@
+"""Top-k cases, their inputs, and a brute force, shared by tests and bench."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import wrappers
+from wrappers import TopKTieBreak, topk
+
+PAGE_TABLE, RAGGED, TOP_K = "top_k_page_table_transform", "top_k_ragged_transform", "top_k"
+PREFILL, DECODE = "top_k_per_row_prefill", "top_k_per_row_decode"
+FUNCTIONS = (PAGE_TABLE, RAGGED, TOP_K, PREFILL, DECODE)
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+INTEGER = {"fp32": torch.int32, "fp16": torch.int16, "bf16": torch.int16}
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+PER_ROW = (PREFILL, DECODE)
+POISON = -77  # of outputs before a call
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class TopKCase:
+    """One call. data: a name in DATA. lengths: "full", "mixed" (around 0, k and the row's end) or "wild" (any int32).
+
+    pad: elements between rows. shift: elements by which the first lies past an aligned address. stride: of a row's
+    elements (per-row functions only). width_table: columns of the page table, 0: enough. starts, batch_map: with
+    row_starts, with row_to_batch.
+    """
+
+    function: str = PAGE_TABLE
+    dtype: str = "fp32"
+    rows: int = 3
+    width: int = 50
+    k: int = 7
+    data: str = "normal"
+    lengths: str = "full"
+    starts: bool = False
+    pad: int = 0
+    shift: int = 0
+    stride: int = 1
+    page_size: int = 1
+    width_table: int = 0
+    batch_map: bool = False
+    next_n: int = 1
+    tie_break: int = TopKTieBreak.NONE
+    sorted: bool = False
+    given: bool = True  # out and out_raw_indices
+
+
+PLAIN = {function: TopKCase(function, lengths="mixed", next_n=3) for function in FUNCTIONS}
+
+
+# ---- data
+
+
+def _patterns(dtype: str) -> list[int]:
+    """Bit patterns that a comparison of floats, or one at lower precision, gets wrong: NaN, inf, zeros, denormals."""
+    kind = torch.finfo(DTYPES[dtype])
+    floats = torch.tensor([0.0, float("inf"), kind.max, kind.smallest_normal, 1.0, 65504.0], dtype=DTYPES[dtype])
+    plain = floats.view(INTEGER[dtype]).tolist()
+    inf = plain[1]
+    positive = [*plain, inf - 1, 1, 2, inf + 1, torch.iinfo(INTEGER[dtype]).max]  # the last two are NaN
+    return positive + [p + torch.iinfo(INTEGER[dtype]).min for p in positive]
+
+
+def _random(gen: torch.Generator, shape: tuple[int, int], low: int, high: int, dtype: str) -> torch.Tensor:
+    """Scores of random bit patterns low..high-1."""
+    bits = torch.randint(low, high, shape, generator=gen, device=gen.device, dtype=torch.int64)
+    return bits.to(INTEGER[dtype]).view(DTYPES[dtype])
+
+
+def _special(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
+    patterns = torch.tensor(_patterns(dtype), dtype=INTEGER[dtype], device=gen.device)
+    return patterns[torch.randint(len(patterns), shape, generator=gen, device=gen.device)].view(DTYPES[dtype])
+
+
+def _normal(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
+    return torch.randn(shape, generator=gen, device=gen.device).to(DTYPES[dtype])
+
+
+def _constant(value: float) -> Any:
+    return lambda gen, shape, dtype: torch.full(shape, value, dtype=DTYPES[dtype], device=gen.device)
+
+
+def _low_bits(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
+    one = int(torch.ones(1, dtype=DTYPES[dtype]).view(INTEGER[dtype]))
+    return _random(gen, shape, one, one + 64, dtype)
+
+
+def _all_bits(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
+    limits = torch.iinfo(INTEGER[dtype])
+    return _random(gen, shape, limits.min, limits.max + 1, dtype)
+
+
+DATA: dict[str, Any] = {
+    "normal": _normal,
+    "constant": _constant(1.5),
+    "-inf": _constant(-float("inf")),
+    "nan": _constant(float("nan")),
+    "relu": lambda *a: _normal(*a).relu(),  # half of the row is +0
+    "mostly zero": lambda *a: (_normal(*a) - 3).relu(),
+    "ascending": lambda *a: _normal(*a).sort().values,
+    "descending": lambda *a: _normal(*a).sort(descending=True).values,
+    "low bits": _low_bits,
+    "special": _special,
+    "all bits": _all_bits,
+}
+
+
+def _bounds(gen: torch.Generator, count: int, case: TopKCase) -> torch.Tensor:
+    """int32 (count,): lengths, ends or starts."""
+    mixed = [-1, 0, 1, case.k - 1, case.k, case.k + 1, case.width - 1, case.width, case.width + 1, case.width // 2]
+    wild = [INT_MIN, INT_MIN + 1, -case.width, 2 * case.width, INT_MAX - 1, INT_MAX]
+    values = {"full": [case.width], "mixed": mixed, "wild": mixed + wild}[case.lengths]
+    chosen = torch.randint(len(values), (count,), generator=gen, device=gen.device)
+    return torch.tensor(values, dtype=torch.int32, device=gen.device)[chosen]
+
+
+def make_scores(case: TopKCase, gen: torch.Generator) -> torch.Tensor:
+    """(rows, width); what lies between rows and around them is +NaN, the largest key."""
+    scores = DATA[case.data](gen, (case.rows, case.width), case.dtype)
+    if not case.pad and not case.shift and case.stride == 1:
+        return scores
+    pitch = case.width * case.stride + case.pad
+    ones = torch.full((case.rows * pitch + case.shift,), -1, dtype=INTEGER[case.dtype], device=gen.device)
+    poison = (ones & torch.iinfo(ones.dtype).max).view(scores.dtype)
+    view = poison.as_strided(scores.shape, (pitch, case.stride), case.shift)
+    return view.copy_(scores)
+
+
+def make_inputs(case: TopKCase, device: torch.device = CPU, seed: int = 0) -> dict[str, Any]:
+    """The function's arguments by name."""
+    gen = torch.Generator(device).manual_seed(seed)
+    scores = make_scores(case, gen)
+
+    def ints(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=gen, device=device, dtype=torch.int32)
+
+    def blank() -> torch.Tensor:
+        return torch.full((case.rows, case.k), POISON, dtype=torch.int32, device=device)
+
+    if case.function in PER_ROW:
+        inputs = {"logits": scores, "indices": blank(), "num_rows": case.rows, "top_k": case.k}
+        inputs |= {"stride0": scores.stride(0), "stride1": scores.stride(1)}
+        if case.function == DECODE:
+            return inputs | {"next_n": case.next_n, "seq_lens": _bounds(gen, case.rows // case.next_n, case)}
+        starts = _bounds(gen, case.rows, case) // 2 if case.starts else ints(0, 1, case.rows)
+        return inputs | {"row_starts": starts, "row_ends": _bounds(gen, case.rows, case)}
+    inputs = {"input": scores, "k": case.k, "tie_break": case.tie_break}
+    if case.function == TOP_K:
+        return inputs | {"sorted": case.sorted}
+    inputs |= {"lengths": _bounds(gen, case.rows, case)}
+    inputs |= {"row_starts": _bounds(gen, case.rows, case) // 2 if case.starts else None}
+    if case.function == RAGGED:
+        return inputs | {"offsets": ints(-1000, 1000, case.rows)}
+    batches = case.rows // 2 + 1 if case.batch_map else case.rows + 1
+    columns = case.width_table or case.width // case.page_size + 3
+    inputs |= {"src_page_table": ints(-1, 10_000 // case.page_size, batches, columns), "page_size": case.page_size}
+    if case.batch_map:
+        inputs["row_to_batch"] = ints(-1 if case.lengths == "wild" else 0, batches, case.rows)
+    if case.starts and case.page_size > 1:
+        inputs["page_table_row_starts"] = ints(-2, 3, case.rows)
+    return inputs | ({"out": blank(), "out_raw_indices": blank()} if case.given else {})
+
+
+# ---- calls and comparison
+
+OUTPUTS = {PAGE_TABLE: ("out", "out_raw_indices"), RAGGED: (), TOP_K: (), PREFILL: ("indices",), DECODE: ("indices",)}
+
+
+def call(function: str, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The results by name, copies; outputs are poisoned first."""
+    for name in OUTPUTS[function]:
+        if inputs.get(name) is not None:
+            inputs[name].fill_(POISON)
+    returned = getattr(wrappers, function)(**inputs)
+    found = {name: inputs[name] for name in OUTPUTS[function] if inputs.get(name) is not None}
+    if function == TOP_K:
+        found |= {"values": returned[0], "indices": returned[1]}
+    elif returned is not None:
+        found["out"] = returned
+    return {name: t.clone() for name, t in found.items()}
+
+
+def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: object = "") -> None:
+    """Equal bits."""
+    assert got.keys() == want.keys(), what
+    for name, t in got.items():
+        other = want[name]
+        assert t.dtype == other.dtype and t.shape == other.shape, (what, name)
+        if t.is_floating_point():
+            bits = torch.int16 if t.element_size() == 2 else torch.int32
+            t, other = t.view(bits), other.view(bits)
+        if not torch.equal(t, other):
+            row = int((t != other).any(1).nonzero()[0])
+            raise AssertionError(f"{what} {name}, row {row}: {t[row].tolist()[:20]}, want {other[row].tolist()[:20]}")
+
+
+@contextmanager
+def on_reference() -> Iterator[None]:
+    """Calls inside run the reference, on tensors of any device."""
+    machine, plans = topk._machine, topk._plans
+    topk._machine, topk._plans = lambda device: None, {}
+    try:
+        yield
+    finally:
+        topk._machine, topk._plans = machine, plans
+
+
+# ---- the rules of the functions, once more, an element at a time
+
+
+def score_keys(row: torch.Tensor) -> list[int]:
+    """Unsigned integers in the order of the scores: all bits flipped where the sign is set, else the sign bit."""
+    width = row.element_size() * 8
+    patterns = row.contiguous().view(torch.int16 if width == 16 else torch.int32).tolist()
+    mask, sign = (1 << width) - 1, 1 << (width - 1)
+    return [~p & mask if p < 0 else p | sign for p in patterns]
+
+
+def chosen(row: torch.Tensor, k: int, start: int, end: int, large: bool) -> list[int]:
+    """Positions in row[start:end), from start on, in ascending order."""
+    keys = score_keys(row[start:end])
+    if len(keys) <= k:
+        return list(range(len(keys)))
+    ranked = sorted(range(len(keys)), key=lambda i: (-keys[i], -i if large else i))
+    return sorted(ranked[:k])
+
+
+def window(function: str, inputs: dict[str, Any], row: int, width: int) -> tuple[int, int]:
+    """[start, end) of a row, inside the row."""
+
+    def at(name: str, index: int) -> int:
+        return 0 if inputs.get(name) is None else int(inputs[name][index])
+
+    start = min(max(at("row_starts", row), 0), width)
+    if function == TOP_K:
+        end = width
+    elif function == PREFILL:
+        end = at("row_ends", row)
+    elif function == DECODE:
+        end = at("seq_lens", row // inputs["next_n"]) - inputs["next_n"] + row % inputs["next_n"] + 1
+    else:
+        end = start + at("lengths", row)
+    return start, min(max(end, start), width)
+
+
+def entry(inputs: dict[str, Any], row: int, position: int) -> int:
+    """What the page table makes of a position."""
+    table, size = inputs["src_page_table"], inputs["page_size"]
+    batch = row if inputs.get("row_to_batch") is None else int(inputs["row_to_batch"][row])
+    begin = inputs.get("page_table_row_starts")
+    if begin is None and size == 1:
+        begin = inputs.get("row_starts")
+    column = (0 if begin is None else int(begin[row])) + position // size
+    if not 0 <= batch < table.shape[0] or not 0 <= column < table.shape[1]:
+        return -1
+    page = int(table[batch, column])
+    return page if size == 1 else -1 if page < 0 else page * size + position % size
+
+
+def brute(function: str, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What `call` must return."""
+    scores = inputs["logits" if "logits" in inputs else "input"]
+    k, large = inputs["top_k" if "top_k" in inputs else "k"], inputs.get("tie_break") == 2
+    found: dict[str, list[list[Any]]] = {"out": [], "raw": []}
+    for row, line in enumerate(scores):
+        picked = chosen(line, k, *window(function, inputs, row, len(line)), large)
+        if function == TOP_K and inputs["sorted"]:
+            keys = score_keys(line)
+            picked = sorted(picked, key=lambda i: (-keys[i], i))
+        if function == PAGE_TABLE:
+            mapped = [entry(inputs, row, i) for i in picked]
+        else:
+            mapped = [i + int(inputs["offsets"][row]) for i in picked] if function == RAGGED else picked
+        found["out"].append(mapped + [-1] * (k - len(picked)))
+        found["raw"].append(picked + [-1] * (k - len(picked)))
+    shape = (len(scores), k)
+    out, raw = (torch.tensor(found[name], dtype=torch.int64).reshape(shape) for name in ("out", "raw"))
+    if function == TOP_K:
+        return {"values": scores[torch.arange(len(raw))[:, None], raw], "indices": raw}
+    if function in PER_ROW:
+        return {"indices": raw.int()}
+    given = inputs.get("out_raw_indices") is not None
+    return {"out": out.int()} | ({"out_raw_indices": raw.int()} if given else {})
+
+
+# ---- what is refused
+
+
+def _zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def _refusals(function: str) -> dict[str, Any]:
+    """name -> (change, error, message). The case in PLAIN has 3 rows of 50, k 7."""
+    scores, k = ("logits", "top_k") if function in PER_ROW else ("input", "k")
+    bad = {
+        "scores type": ({scores: [[1.0]]}, TypeError, f"{scores}: list"),
+        "scores None": ({scores: None}, TypeError, f"{scores}: NoneType"),
+        "scores rank": ({scores: torch.zeros(3)}, ValueError, rf"{scores}: shape \(3,\)"),
+        "scores dtype": ({scores: torch.zeros(3, 50).double()}, TypeError, f"{scores}: dtype torch.float64"),
+        "scores device": ({scores: torch.zeros(3, 50, device="meta")}, ValueError, f"{scores}: device meta"),
+        "k type": ({k: 7.0}, TypeError, f"{k}: 7.0"),
+        "k bool": ({k: True}, TypeError, f"{k}: True"),
+        "k 0": ({k: 0}, ValueError, f"{k}: 0"),
+        "k large": ({k: 2**31}, ValueError, f"{k}: 2147483648"),
+    }
+    per_row = {PAGE_TABLE: ["lengths"], RAGGED: ["lengths", "offsets"], TOP_K: []}.get(function, [])
+    per_row += {PREFILL: ["row_starts", "row_ends"], DECODE: ["seq_lens"]}.get(function, [])
+    optional = {PAGE_TABLE: ["row_to_batch", "row_starts", "page_table_row_starts"], RAGGED: ["row_starts"]}
+    for name in per_row:
+        bad[f"{name} None"] = ({name: None}, TypeError, f"{name}: NoneType")
+    for name in per_row + optional.get(function, []):
+        count = 1 if name == "seq_lens" else 3
+        bad |= {
+            f"{name} type": ({name: [1, 2, 3]}, TypeError, f"{name}: list"),
+            f"{name} dtype": ({name: _zeros(count, dtype=torch.int64)}, TypeError, f"{name}: dtype torch.int64"),
+            f"{name} unsigned": ({name: _zeros(count, dtype=torch.uint32)}, TypeError, f"{name}: dtype torch.uint32"),
+            f"{name} rank": ({name: _zeros(count, 1)}, ValueError, rf"{name}: shape \({count}, 1\)"),
+            f"{name} shape": ({name: _zeros(4)}, ValueError, rf"{name}: shape \(4,\)"),
+            f"{name} device": ({name: _zeros(count).to("meta")}, ValueError, f"{name}: device meta"),
+        }
+        if count > 1:
+            bad[f"{name} stride"] = ({name: _zeros(2 * count)[::2]}, ValueError, f"{name}: stride")
+    outputs = {PAGE_TABLE: ["out", "out_raw_indices"], TOP_K: [], RAGGED: []}.get(function, ["indices"])
+    for name in outputs:
+        bad |= {
+            f"{name} type": ({name: "int32"}, TypeError, f"{name}: str"),
+            f"{name} dtype": ({name: _zeros(3, 7, dtype=torch.int64)}, TypeError, f"{name}: dtype torch.int64"),
+            f"{name} shape": ({name: _zeros(3, 8)}, ValueError, rf"{name}: shape \(3, 8\)"),
+            f"{name} rank": ({name: _zeros(21)}, ValueError, rf"{name}: shape \(21,\)"),
+            f"{name} padded": ({name: _zeros(3, 8)[:, :7]}, ValueError, f"{name}: strides"),
+            f"{name} device": ({name: _zeros(3, 7).to("meta")}, ValueError, f"{name}: device meta"),
+        }
+    if function in PER_ROW:
+        rows = torch.zeros(200)
+        bad |= {
+            "num_rows": ({"num_rows": 2}, ValueError, "num_rows: 2"),
+            "stride0": ({"stride0": 49}, ValueError, "stride0: 49"),
+            "stride1": ({"stride1": 2}, ValueError, "stride1: 2"),
+            "indices None": ({"indices": None}, TypeError, "indices: NoneType"),
+            "overlap": ({scores: rows.as_strided((3, 50), (49, 1)), "stride0": 49}, ValueError, f"{scores}: strides"),
+            "expanded": ({scores: rows[:50].expand(3, 50), "stride0": 0}, ValueError, f"{scores}: strides"),
+        }
+    else:
+        bad |= {
+            "overlap": ({scores: torch.zeros(200).as_strided((3, 50), (49, 1))}, ValueError, f"{scores}: strides"),
+            "expanded": ({scores: torch.zeros(50).expand(3, 50)}, ValueError, f"{scores}: strides"),
+            "stride": ({scores: torch.zeros(3, 100)[:, ::2]}, ValueError, f"{scores}: stride"),
+            "tie_break": ({"tie_break": 3}, ValueError, "tie_break: 3"),
+            "tie_break type": ({"tie_break": "SMALL"}, ValueError, "tie_break: 'SMALL'"),
+        }
+    if function == DECODE:
+        bad |= {
+            "next_n": ({"next_n": 2}, ValueError, "next_n: 2"),
+            "next_n 0": ({"next_n": 0}, ValueError, "next_n: 0"),
+            "next_n type": ({"next_n": 3.0}, TypeError, "next_n: 3.0"),
+        }
+    if function == TOP_K:
+        bad["k > V"] = ({k: 51}, ValueError, "k: 51, must not exceed the 50")
+    if function == PAGE_TABLE:
+        table = "src_page_table"
+        bad |= {
+            "table type": ({table: None}, TypeError, f"{table}: NoneType"),
+            "table dtype": ({table: _zeros(3, 50, dtype=torch.int64)}, TypeError, f"{table}: dtype"),
+            "table rank": ({table: _zeros(150)}, ValueError, f"{table}: shape"),
+            "table rows": ({table: _zeros(2, 50)}, ValueError, rf"{table}: shape \(2, 50\).*row_to_batch"),
+            "table no rows": ({table: _zeros(0, 50), "row_to_batch": _zeros(3)}, ValueError, f"{table}: shape"),
+            "table stride": ({table: _zeros(50, 3).T}, ValueError, f"{table}: stride"),
+            "table device": ({table: _zeros(3, 50).to("meta")}, ValueError, f"{table}: device"),
+            "page_size 0": ({"page_size": 0}, ValueError, "page_size: 0"),
+            "page_size 3": ({"page_size": 3}, ValueError, "page_size: 3"),
+            "page_size large": ({"page_size": 2**31}, ValueError, "page_size: 2147483648"),
+            "page_size type": ({"page_size": 1.0}, TypeError, "page_size: 1.0"),
+            "starts in pages": ({"page_size": 4, "row_starts": _zeros(3)}, ValueError, "page_table_row_starts: None"),
+        }
+    return bad
+
+
+def refusals() -> dict[str, Any]:
+    """id -> (function, change of the arguments of its case in PLAIN, error, beginning of the message)."""
+    return {f"{function}: {name}": (function, *row) for function in PLAIN for name, row in _refusals(function).items()}

@@ -1,0 +1,167 @@
+"""Validation of the top-k functions: the cold half of `topk`.
+
+`validate` looks only at types, shapes, dtypes, strides and devices, never at device values. Rank, shape and stride
+raise ValueError, dtype TypeError; every message names the argument, its value and what is allowed.
+"""
+
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS
+
+from .checks import _integer, _last_stride, _names, _one_of, _shape
+
+DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+PAGE_TABLE, RAGGED, TOP_K = "top_k_page_table_transform", "top_k_ragged_transform", "top_k"
+PREFILL, DECODING = "top_k_per_row_prefill", "top_k_per_row_decode"
+WINDOWS = {PAGE_TABLE: LENGTHS, RAGGED: LENGTHS, TOP_K: FULL, PREFILL: ENDS, DECODING: DECODE}
+PER_ROW = (PREFILL, DECODING)
+LARGEST = 2**31 - 1  # of a row length, and of k
+MAX_PAGE_SIZE = 1 << 30
+
+
+class TopKTieBreak(IntEnum):
+    """Which of the scores equal to the k-th largest get in. NONE leaves it open, and is SMALL here."""
+
+    NONE = 0
+    SMALL = 1  # those of the lowest indices
+    LARGE = 2  # those of the highest indices
+
+
+class Call(NamedTuple):
+    """A call of any of the functions, in the terms of `TopKArgs`; None stands for what is absent.
+
+    layout: (num_rows, stride0, stride1) that a caller of the per-row functions states.
+    """
+
+    function: Any
+    scores: Any
+    k: Any
+    starts: Any = None
+    lengths: Any = None
+    out: Any = None
+    raw: Any = None
+    values: Any = None
+    indices: Any = None
+    table: Any = None
+    row_to_batch: Any = None
+    table_starts: Any = None
+    offsets: Any = None
+    next_n: Any = 1
+    page_size: Any = 1
+    tie_break: Any = TopKTieBreak.NONE
+    layout: Any = None
+
+
+# Public names of Call's fields, where they differ.
+_TRANSFORM = {
+    "scores": "input", "starts": "row_starts", "raw": "out_raw_indices", "table": "src_page_table",
+    "table_starts": "page_table_row_starts",
+}  # fmt: skip
+_PER_ROW = {"scores": "logits", "starts": "row_starts", "raw": "indices", "k": "top_k"}
+NAMES: dict[str, dict[str, str]] = {
+    PAGE_TABLE: _TRANSFORM,
+    RAGGED: _TRANSFORM,
+    TOP_K: _TRANSFORM,
+    PREFILL: _PER_ROW | {"lengths": "row_ends"},
+    DECODING: _PER_ROW | {"lengths": "seq_lens"},
+}
+
+
+def validate(call: Call) -> None:
+    """Raises on the first argument that does not fit."""
+    names = NAMES[call.function]
+    rows, width = _scores(names["scores"], call)
+    name = names.get("k", "k")
+    _bounded(name, call.k, LARGEST)
+    if call.function == TOP_K and call.k > width:
+        raise ValueError(f"{name}: {call.k}, must not exceed the {width} elements of a row of input")
+    if call.layout is not None:
+        stated(call)
+    _integer("next_n", call.next_n, 1)
+    if rows % call.next_n:
+        raise ValueError(f"next_n: {call.next_n}, must divide the {rows} rows of logits")
+    if isinstance(call.tie_break, bool) or call.tie_break not in tuple(TopKTieBreak):
+        raise ValueError(f"tie_break: {call.tie_break!r}, must be one of {_names(tuple(map(repr, TopKTieBreak)))}")
+    required = {"lengths"} if call.function != TOP_K else set()
+    required |= {"starts"} if call.function == PREFILL else {"offsets"} if call.function == RAGGED else set()
+    for field in ("starts", "lengths", "row_to_batch", "table_starts", "offsets"):
+        value, name = getattr(call, field), names.get(field, field)
+        if value is not None or field in required:
+            count = rows // call.next_n if field == "lengths" else rows
+            _integers(name, value, 1, call.scores.device)
+            _shape(name, value, (count,), "one a row" if call.next_n == 1 else "one for next_n rows")
+    if call.function == PAGE_TABLE:
+        _table(call, rows)
+    for field in ("out", "raw"):
+        value, name = getattr(call, field), names.get(field, field)
+        if value is not None or (field == "raw" and call.function in PER_ROW):
+            _integers(name, value, 2, call.scores.device)
+            _shape(name, value, (rows, call.k), "rows, k")
+            if not value.is_contiguous():
+                raise ValueError(f"{name}: strides {value.stride()}, must be contiguous")
+
+
+def stated(call: Call) -> None:
+    """num_rows, stride0 and stride1 must be those of the tensor; a stride that is never taken may be anything."""
+    num_rows, *strides = call.layout
+    if num_rows != call.scores.shape[0]:
+        raise ValueError(f"num_rows: {num_rows}, logits has {call.scores.shape[0]} rows")
+    for dim, stride in enumerate(strides):
+        if call.scores.shape[dim] > 1 and stride != call.scores.stride(dim):
+            raise ValueError(f"stride{dim}: {stride}, logits has strides {tuple(call.scores.stride())}")
+
+
+def _device(name: str, value: Any, ndim: int) -> torch.device:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: {type(value).__name__}, must be a torch.Tensor")
+    if value.ndim != ndim:
+        raise ValueError(f"{name}: shape {tuple(value.shape)}, must have {ndim} dimensions")
+    return value.device
+
+
+def _scores(name: str, call: Call) -> tuple[int, int]:
+    scores = call.scores
+    device = _device(name, scores, 2)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name}: device {device}, must be cpu or cuda")
+    _one_of(f"{name}: dtype", scores.dtype, DTYPES)
+    if scores.shape[1] > LARGEST:
+        raise ValueError(f"{name}: shape {tuple(scores.shape)}, a row may have {LARGEST} elements")
+    if call.function not in PER_ROW:
+        _last_stride(name, scores)
+    reach = 0  # from the first element to the last that the dimensions so far lead to
+    for stride, size in sorted(zip(scores.stride(), scores.shape, strict=True)):
+        if size > 1 and stride <= reach and scores.numel():
+            raise ValueError(f"{name}: strides {scores.stride()} of shape {tuple(scores.shape)}, rows must not overlap")
+        reach += stride * (size - 1)
+    return scores.shape[0], scores.shape[1]
+
+
+def _integers(name: str, value: Any, ndim: int, device: torch.device) -> None:
+    if _device(name, value, ndim) != device:
+        raise ValueError(f"{name}: device {value.device}, must be that of the scores, {device}")
+    _one_of(f"{name}: dtype", value.dtype, (torch.int32,))
+    _last_stride(name, value)
+
+
+def _table(call: Call, rows: int) -> None:
+    name = NAMES[call.function]["table"]
+    _integers(name, call.table, 2, call.scores.device)
+    batches = call.table.shape[0]
+    if rows and batches < (rows if call.row_to_batch is None else 1):
+        least = f"{rows} rows, one a row of input, without row_to_batch" if call.row_to_batch is None else "a row"
+        raise ValueError(f"{name}: shape {tuple(call.table.shape)}, needs {least}")
+    size = _bounded("page_size", call.page_size, MAX_PAGE_SIZE)
+    if size & (size - 1):
+        raise ValueError(f"page_size: {size}, must be a power of two")
+    if size > 1 and call.starts is not None and call.table_starts is None:
+        raise ValueError(f"page_table_row_starts: None, required where row_starts is given and page_size is {size}")
+
+
+def _bounded(name: str, value: Any, most: int) -> int:
+    if _integer(name, value, 1) > most:
+        raise ValueError(f"{name}: {value}, must be at most {most}")
+    return value

@@ -1,0 +1,101 @@
+"""Top-k selection of rows in plain torch, CPU or GPU: exact, with the total order and the ties of the kernels.
+
+A GPU call synchronises: it reads the rows' bounds on the host.
+"""
+
+from typing import Any
+
+import torch
+
+from cute_kernels.topk.args import DECODE, ENDS, FULL, TopKArgs
+
+INTEGERS = {2: torch.int16, 4: torch.int32}  # by the bytes of a score
+
+
+def order_keys(scores: torch.Tensor) -> torch.Tensor:
+    """Integers of the scores' own width and shape, ordered as the scores' bit patterns.
+
+    +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN; equal only where the bits are.
+    """
+    bits = scores.view(INTEGERS[scores.element_size()])
+    sign = torch.iinfo(bits.dtype).bits - 1
+    return bits ^ ((bits >> sign) & torch.iinfo(bits.dtype).max)
+
+
+def gather_bits(scores: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """scores[i, index[i, j]], bit by bit: on the CPU, torch sets all bits of a bf16 NaN that it gathers."""
+    return scores.view(INTEGERS[scores.element_size()]).gather(1, index).view(scores.dtype)
+
+
+def windows(args: TopKArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    """(first element, number of elements) of every row's window, int64 (R,), clamped to the row."""
+    rows, width = args.scores.shape
+    row = torch.arange(rows, device=args.scores.device)
+    start = args.starts.long().clamp(0, width) if len(args.starts) else torch.zeros_like(row)
+    if args.window == FULL:
+        return start, width - start
+    n = args.lengths.long()
+    if args.window == ENDS:
+        n = n - start
+    elif args.window == DECODE:
+        n = n[row // args.next_n] - args.next_n + row % args.next_n + 1
+    return start, torch.minimum(n.clamp(min=0), width - start)
+
+
+def select(args: TopKArgs) -> torch.Tensor:
+    """Indices relative to the windows' starts, int64 (R, k): ascending, then -1.
+
+    A window of at most k elements is taken whole. Of equal scores at the boundary the first get in, or the last.
+    """
+    index = torch.full((len(args.scores), args.k), -1, dtype=torch.int64, device=args.scores.device)
+    start, count = windows(args)
+    for row, (first, n) in enumerate(zip(start.tolist(), count.tolist(), strict=True)):
+        if n <= args.k:
+            index[row, :n] = torch.arange(n, device=index.device)
+            continue
+        keys = order_keys(args.scores[row, first : first + n])
+        if args.last_ties:
+            keys = keys.flip(0)
+        chosen = keys.sort(descending=True, stable=True).indices[: args.k]
+        index[row] = (n - 1 - chosen if args.last_ties else chosen).sort().values
+    return index
+
+
+def page_entries(index: torch.Tensor, args: TopKArgs) -> torch.Tensor:
+    """Positions that `index` (R, k) has through the page table, int64; -1 for -1 and where the table holds nothing.
+
+    It holds nothing outside its rows and columns, nor, where a page has more than one position, in negative entries.
+    """
+    (batches, width), shift = args.table.shape, int(args.page_shift)
+    batch = args.row_to_batch.long() if len(args.row_to_batch) else torch.arange(len(index), device=index.device)
+    column = index >> shift
+    if len(args.table_starts):
+        column = column + args.table_starts.long()[:, None]
+    inside = (index >= 0) & (column >= 0) & (column < width) & ((batch >= 0) & (batch < batches))[:, None]
+    if width == 0:
+        return torch.full_like(index, -1)
+    entry = args.table.long()[batch.clamp(0, batches - 1)[:, None], column.clamp(0, width - 1)]
+    if shift:
+        inside &= entry >= 0
+        entry = (entry << shift) + (index & (1 << shift) - 1)
+    return entry.masked_fill(~inside, -1)
+
+
+def top_k_rows(*flat: Any) -> None:
+    """What a kernel does with the same arguments, those of `TopKArgs`."""
+    args = TopKArgs(*flat)
+    index = select(args)
+    if len(args.out):
+        if len(args.table):
+            out = page_entries(index, args)
+        elif len(args.offsets):
+            out = torch.where(index < 0, -1, index + args.offsets.long()[:, None])
+        else:
+            out = index
+        args.out.copy_(out)
+    if len(args.raw):
+        args.raw.copy_(index)
+    if len(args.indices):
+        args.indices.copy_(index)
+    if len(args.values):
+        args.values.copy_(gather_bits(args.scores, index))
