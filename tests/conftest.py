@@ -6,16 +6,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 ARCH = "sm_90a"
+OUTSIDE = os.environ.get("CUTE_DSL_ARCH")  # what processes get that tests start
+if not torch.cuda.is_available():  # read when the DSL is imported, which some test or other does first
+    os.environ.setdefault("CUTE_DSL_ARCH", ARCH)
 
 
 def start_python(*arguments: str, cwd: Path = ROOT, **env: str) -> subprocess.Popen[str]:
     """Start the tests' Python; `env` is added to the environment."""
     pipe = subprocess.PIPE
+    outside = {name: value for name, value in os.environ.items() if name != "CUTE_DSL_ARCH" or OUTSIDE}
     return subprocess.Popen(
-        [sys.executable, *arguments], cwd=cwd, env=os.environ | env, stdout=pipe, stderr=pipe, text=True
+        [sys.executable, *arguments], cwd=cwd, env=outside | env, stdout=pipe, stderr=pipe, text=True
     )
 
 

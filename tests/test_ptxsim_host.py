@@ -1,12 +1,13 @@
 """tools/ptxsim/host.py: launches evaluated from MLIR, without and with the compiler."""
 
-import os
 import struct
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from cute_kernels import build
+from cute_kernels.attention import dispatch
 from tests.conftest import ARCH
 from tools.ptxsim import host
 from tools.ptxsim.call import TensorMap
@@ -129,12 +130,9 @@ def test_parameters_must_be_those_of_the_ptx():
         evaluate(np.zeros((2, 2, 64), np.uint16), ptx=PTX.partition(".visible .entry k_0")[0])
 
 
-@pytest.mark.skipif(os.environ.get("CUTE_DSL_ARCH", ARCH) != ARCH, reason="the DSL compiles for another architecture")
 def test_a_shipped_kernel():
-    from cute_kernels.attention import dispatch
-
     op, spec = dispatch.shipped(ARCH)[0]
-    compiled, mlir = host.compile_ir(op, spec, ARCH)
+    compiled = build.build(op, spec, ARCH)
     page, heads, dim = 16, 2, spec.head_dim_qk
     kv = np.zeros((5, 2, heads, page, dim), ml_dtypes.bfloat16)  # K and V of a page side by side
     q = np.zeros((7, 3 * heads, dim), ml_dtypes.bfloat16)
@@ -142,7 +140,7 @@ def test_a_shipped_kernel():
     one, none = np.ones(1, np.float32), np.zeros(0, np.float32)
     args = [q[:, :heads], kv[:, 0], kv[:, 1], np.zeros((7, heads, dim), ml_dtypes.bfloat16), np.zeros((7, heads), "f4")]
     args += [i32[:2], i32[:1], np.zeros((1, 2, 4), np.int32), i32, none, one, none, 0.5, 1.0, 0.0, 3, 6, -1, 0]
-    (call,) = host.evaluate(mlir, compiled.ptx, args, compiled.shared)
+    (call,) = host.evaluate(compiled.host, compiled.ptx, args, compiled.shared)
     assert call.grid == (6, 1, 1) and call.cluster == (1, 1, 1) and call.shared == compiled.shared
     _, sizes = host._entry(compiled.ptx, compiled.ptx.partition(".entry ")[2].partition("(")[0])
     assert [128 if isinstance(p, TensorMap) else len(p) for p in call.params] == [size for size, _ in sizes]

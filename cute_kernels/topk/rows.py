@@ -72,7 +72,7 @@ def cut(spec, a, row, start, n, rank):
 
 @cute.jit
 def fetch(spec: cutlass.Constexpr, s: Slice, v: Int32, into: cute.Tensor):
-    """Keys of vector v of a slice; 0 where it reaches beyond the slice, which is not read."""
+    """Keys of vector v of a slice; key 0 where it reaches beyond the slice, which is not read."""
     bits = const_expr(BITS[spec.dtype])
     per = const_expr(keys.per_word(spec))
     first = v * (WORDS * per) - s.shift
@@ -89,6 +89,8 @@ def fetch(spec: cutlass.Constexpr, s: Slice, v: Int32, into: cute.Tensor):
                 j = first + w * per + e
                 if j >= 0 and j < s.count:
                     word = word | (narrow[w * per + e, v].to(Uint32) << (16 * e))
+                else:
+                    word = word | (Uint32(0xFFFFFFFF >> (32 - bits)) << (16 * e))  # of key 0
             into[w] = word
     for w in cutlass.range_constexpr(WORDS):
         into[w] = keys.encode(into[w], bits)

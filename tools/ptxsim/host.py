@@ -6,15 +6,12 @@ Unsupported when it is used.
 """
 
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-
-from cute_kernels import build
 
 from .call import Call, Global, TensorMap
 from .faults import Unsupported
@@ -48,22 +45,6 @@ class Frame:
     values: dict[str, Any] = field(default_factory=dict)
     memory: Global = field(default_factory=Global)
     calls: list[Call] = field(default_factory=list)
-
-
-def compile_ir(op: str, spec: Any, arch: str) -> tuple[build.Compiled, str]:
-    """What cute_kernels.build.build gives, and the clean MLIR that `evaluate` takes."""
-    build.use_arch(arch)
-    from cutlass.cutlass_dsl import CuTeDSL
-
-    settings = CuTeDSL._get_dsl().envar  # CUTE_DSL_KEEP and CUTE_DSL_DUMP_DIR, which were read at import
-    before = settings.keep_ir_clean, settings.dump_dir
-    with tempfile.TemporaryDirectory() as folder:
-        settings.keep_ir_clean, settings.dump_dir = True, folder
-        try:
-            compiled = build.build(op, spec, arch)
-        finally:
-            settings.keep_ir_clean, settings.dump_dir = before
-    return compiled, compiled.fn.__mlir__  # type: ignore[attr-defined]
 
 
 def evaluate(mlir: str, ptx: str, args: Sequence[Any], shared: Mapping[str, int] | int) -> list[Call]:

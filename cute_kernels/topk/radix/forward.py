@@ -6,7 +6,7 @@ find the digit of the k-th largest key from a histogram of the whole row, until 
 needed or no digit is left. Then each warp counts what its part holds above the boundary and at it, and writes its share
 in index order; of equal keys at the boundary the lowest indices get in, or the highest (`last_ties`).
 
-Shared memory: keys (capacity + a vector), two histograms of BINS, a few words of scratch.
+Shared memory: keys (capacity + a vector), two histograms of BINS, STAGED indices, a few words of scratch.
 
 Refused (see `supports`): slices that do not fit.
 """
@@ -19,10 +19,10 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
 from ... import abi
-from ...device.warp import prefix_sum
 from .. import emit, keys, rows, scope, select
 from ..args import TopKArgs
 from ..spec import BITS
+from . import passes, write
 
 
 def fake_args(spec) -> TopKArgs:
@@ -51,9 +51,6 @@ def fake_args(spec) -> TopKArgs:
     )
 
 
-UNROLL = 4  # vectors that a thread has in flight
-
-
 @dataclass(frozen=True)
 class Shared:
     """Shared memory of a CTA."""
@@ -61,6 +58,7 @@ class Shared:
     keys: cute.Tensor  # (WORDS, vectors)
     local: cute.Tensor  # (BINS,) of this CTA
     total: cute.Tensor  # (BINS,) of the row; `local` itself where a CTA has the row alone
+    staged: cute.Tensor  # (STAGED,) indices of what was selected, in order
     scratch: cute.Tensor  # (warps,)
     found: cute.Tensor  # (3,)
     counts: cute.Tensor  # (cluster, 2)
@@ -87,6 +85,7 @@ def kernel(spec: cutlass.Constexpr, a: TopKArgs):
         smem.allocate_tensor(Uint32, cute.make_layout((rows.WORDS, vectors)), 16),
         local,
         local if const_expr(spec.cluster == 1) else smem.allocate_tensor(Uint32, cute.make_layout(keys.BINS)),
+        smem.allocate_tensor(Int32, cute.make_layout(write.STAGED)),
         smem.allocate_tensor(Int32, cute.make_layout(32)),
         smem.allocate_tensor(Int32, cute.make_layout(3), 16),
         smem.allocate_tensor(Int32, cute.make_layout((spec.cluster, 2), stride=(2, 1)), 16),
@@ -128,140 +127,8 @@ def pick(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice, rank: Int32):
             shift, width = digits[p]
             select.clear(spec, s.local)
             cute.arch.barrier()
-            tally(spec, s, x, (shift, width, prefix), p == 0)
+            passes.tally(spec, s, x, (shift, width, prefix), p == 0)
             scope.totals(spec, s.local, s.total)
             digit, here, need = select.search(spec, s.total, need, s.scratch, s.found)
             prefix, low = (prefix << width) | Uint32(digit), Int32(shift)
-    write(spec, a, s, x, (rank, prefix, low, need))
-
-
-@cute.jit
-def hold(spec: cutlass.Constexpr, s: Shared, x: rows.Slice, v: Int32, words: cute.Tensor):
-    """The keys of vector v, from where they are kept."""
-    if const_expr(spec.capacity > 0):
-        cute.autovec_copy(s.keys[None, v], words)
-    else:
-        rows.fetch(spec, x, v, words)
-
-
-@cute.jit
-def tally(spec: cutlass.Constexpr, s: Shared, x: rows.Slice, digit, first: cutlass.Constexpr):
-    """Count the digits of this CTA's keys into s.local: of all of them, which are read and kept (`first`), or of those
-    whose higher bits are the prefix. digit = (shift, bits, prefix)."""
-    tid = cute.arch.thread_idx()[0]
-    words = cute.make_rmem_tensor((rows.WORDS, UNROLL), Uint32)
-    for base in cutlass.range(tid, x.vectors, spec.threads * UNROLL, unroll=1):
-        for u in cutlass.range_constexpr(UNROLL):
-            v = base + u * spec.threads
-            if v < x.vectors:
-                if const_expr(first):
-                    rows.fetch(spec, x, v, words[None, u])
-                else:
-                    hold(spec, s, x, v, words[None, u])
-        for u in cutlass.range_constexpr(UNROLL):
-            v = base + u * spec.threads
-            if v < x.vectors:
-                if const_expr(first and spec.capacity > 0):
-                    cute.autovec_copy(words[None, u], s.keys[None, v])
-                count(spec, s, x, (v, words[None, u]), digit, first)
-
-
-@cute.jit
-def count(spec: cutlass.Constexpr, s: Shared, x: rows.Slice, at, digit, everything: cutlass.Constexpr):
-    v, words = at
-    shift, width, prefix = digit
-    bits, per = const_expr(BITS[spec.dtype]), const_expr(keys.per_word(spec))
-    for w in cutlass.range_constexpr(rows.WORDS):
-        for e in cutlass.range_constexpr(per):
-            key = keys.part(words[w], e, bits)
-            j = (v * rows.WORDS + w) * per + e - x.shift
-            counts = j >= 0 and j < x.count
-            if const_expr(not everything):
-                counts = counts and (key >> (shift + width)) == prefix
-            if counts:
-                bin_ = (key >> shift) & ((1 << width) - 1)
-                cute.arch.atomic_add(s.local.iterator + Int32(bin_), Uint32(1), sem="relaxed", scope="cta")
-
-
-@cute.jit
-def classify(spec: cutlass.Constexpr, x: rows.Slice, at, boundary, out: cute.Tensor):
-    """out (2, keys of a vector): which keys of a vector lie above the boundary, and which at it."""
-    v, words = at
-    prefix, low = boundary
-    bits, per = const_expr(BITS[spec.dtype]), const_expr(keys.per_word(spec))
-    for w in cutlass.range_constexpr(rows.WORDS):
-        for e in cutlass.range_constexpr(per):
-            key = keys.part(words[w], e, bits) >> low.to(Uint32)
-            j = (v * rows.WORDS + w) * per + e - x.shift
-            inside = j >= 0 and j < x.count
-            out[0, w * per + e] = Int32(inside and key > prefix)
-            out[1, w * per + e] = Int32(inside and key == prefix)
-
-
-@cute.jit
-def write(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice, boundary):
-    """Write this CTA's share of the row, in index order."""
-    rank, prefix, low, need = boundary
-    warps, per = const_expr(spec.threads // 32), const_expr(rows.WORDS * keys.per_word(spec))
-    warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-    part = (x.vectors + warps - 1) // warps
-    first, last = warp * part, cutlass.min(warp * part + part, x.vectors)
-    words = cute.make_rmem_tensor(rows.WORDS, Uint32)
-    which = cute.make_rmem_tensor((2, per), Int32)
-    above, equal = Int32(0), Int32(0)
-    for v in cutlass.range(first + lane, last, 32, unroll=1):
-        hold(spec, s, x, v, words)
-        classify(spec, x, (v, words), (prefix, low), which)
-        for e in cutlass.range_constexpr(per):
-            above += which[0, e]
-            equal += which[1, e]
-    above = cute.arch.shuffle_sync(prefix_sum(above), 31)
-    equal = cute.arch.shuffle_sync(prefix_sum(equal), 31)
-    above_before, above_all = select.before(above, s.scratch, warps)
-    cute.arch.barrier()
-    equal_before, equal_all = select.before(equal, s.scratch, warps)
-    scope.publish(spec, s.counts, above_all, equal_all)
-    position, skip, take = share(spec, a, s, rank, need)
-    for step in cutlass.range((last - first + 31) // 32, unroll=1):
-        v = first + step * 32 + lane
-        which.fill(0)
-        if v < last:
-            hold(spec, s, x, v, words)
-            classify(spec, x, (v, words), (prefix, low), which)
-        above_here, equal_here = Int32(0), Int32(0)
-        for e in cutlass.range_constexpr(per):
-            above_here += which[0, e]
-            equal_here += which[1, e]
-        above_sum, equal_sum = prefix_sum(above_here), prefix_sum(equal_here)
-        ups, ties = above_before + above_sum - above_here, equal_before + equal_sum - equal_here
-        for e in cutlass.range_constexpr(per):
-            index = x.low + v * per + e - x.shift
-            chosen = which[0, e] != 0 or (which[1, e] != 0 and ties >= skip and ties < skip + take)
-            if chosen:
-                at = position + ups + rows.clamp(ties - skip, 0, take)
-                key = keys.part(words[e // keys.per_word(spec)], e % keys.per_word(spec), BITS[spec.dtype])
-                emit.place(spec, a, x.row, at, index, key)
-            ups += which[0, e]
-            ties += which[1, e]
-        above_before += cute.arch.shuffle_sync(above_sum, 31)
-        equal_before += cute.arch.shuffle_sync(equal_sum, 31)
-
-
-@cute.jit
-def share(spec: cutlass.Constexpr, a, s: Shared, rank: Int32, need: Int32):
-    """(first output position of this CTA, boundary keys of it that do not get in before those that do, how many do)."""
-    position, before, everything = Int32(0), Int32(0), Int32(0)
-    for c in cutlass.range_constexpr(spec.cluster):
-        everything += s.counts[c, 1]
-    skipped = Int32(0)  # boundary keys of the row that come before the first that gets in
-    if a.last_ties != 0:
-        skipped = everything - need
-    for c in cutlass.range_constexpr(spec.cluster):
-        if c < rank:
-            position += s.counts[c, 0]
-            before += s.counts[c, 1]
-    position += rows.clamp(before - skipped, 0, need)
-    mine = s.counts[rank, 1]
-    skip = rows.clamp(skipped - before, 0, mine)
-    take = rows.clamp(need - rows.clamp(before - skipped, 0, need), 0, mine - skip)
-    return position, skip, take
+    write.write(spec, a, s, x, (rank, prefix, low, need))
