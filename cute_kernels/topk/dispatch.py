@@ -25,7 +25,7 @@ class Request:
 def plans(dtype: str) -> tuple[TopKSpec, ...]:
     """All specs of a dtype, those with more CTAs a row later."""
     size = BITS[dtype] // 8
-    small = TopKSpec(dtype, 1, 256, 16384 // size)
+    small = TopKSpec(dtype, 1, 512, 32768 // size)
     middle = TopKSpec(dtype, 1, 512, 65536 // size)
     clusters = tuple(TopKSpec(dtype, c, 512, 65536 // size) for c in radix.CLUSTERS[1:])
     large = tuple(TopKSpec(dtype, c, 1024, 196608 // size) for c in radix.CLUSTERS)

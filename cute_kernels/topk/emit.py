@@ -1,55 +1,71 @@
-"""What becomes of a selected element: page-table entry, offset index, plain index, value."""
+"""What becomes of selected elements: page-table entry, offset index, plain index, value. A loop each, so that what is
+absent costs one branch."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 
 from . import keys
 from .spec import BITS
 
 
 @cute.jit
-def translate(a, row: Int32, index: Int32):
-    """The index as `out` wants it."""
-    result = index
-    if a.table.shape[0] > 0:
-        batch, place = row, index >> a.page_shift
-        if a.row_to_batch.shape[0] > 0:
-            batch = a.row_to_batch[row]
-        if a.table_starts.shape[0] > 0:
-            place += a.table_starts[row]
-        result = Int32(-1)
-        if place >= 0 and place < a.table.shape[1] and batch >= 0 and batch < a.table.shape[0]:
-            result = a.table[batch, place]
-            if a.page_shift > 0 and result >= 0:
-                result = (result << a.page_shift) | (index & ((Int32(1) << a.page_shift) - 1))
-            elif a.page_shift > 0:
-                result = Int32(-1)
-    if a.offsets.shape[0] > 0:
-        result += a.offsets[row]
+def entry(a, table: cute.Tensor, index: Int32, start: Int32):
+    """The page-table entry of an index, -1 where the row of the table has none."""
+    result, place = Int32(-1), (index >> a.page_shift) + start
+    if place >= 0 and place < table.shape[0]:
+        result = table[place]
+        if a.page_shift > 0:
+            result = (result << a.page_shift) | (index & ((Int32(1) << a.page_shift) - 1)) if result >= 0 else Int32(-1)
     return result
 
 
 @cute.jit
-def place(spec: cutlass.Constexpr, a, row: Int32, position: Int32, index: Int32, key):
-    """Output `position` of a row is the element `index` of its window."""
+def place(spec: cutlass.Constexpr, a, s, x, position: Int32, count: Int32):
+    """Outputs [position, position + count) of row x.row are the elements s.staged of its window."""
+    tid, bits = cute.arch.thread_idx()[0], const_expr(BITS[spec.dtype])
     if a.out.shape[0] > 0:
-        a.out[row, position] = translate(a, row, index)
+        out = cute.domain_offset((position,), a.out[x.row, None])
+        if a.table.shape[0] > 0:
+            batch, start = x.row, Int32(0)
+            if a.row_to_batch.shape[0] > 0:
+                batch = a.row_to_batch[x.row]
+            if a.table_starts.shape[0] > 0:
+                start = a.table_starts[x.row]
+            if batch >= 0 and batch < a.table.shape[0]:
+                for i in cutlass.range(tid, count, spec.threads, unroll=1):
+                    out[i] = entry(a, a.table[batch, None], s.staged[i], start)
+            else:
+                for i in cutlass.range(tid, count, spec.threads, unroll=1):
+                    out[i] = Int32(-1)
+        else:
+            offset = Int32(0)
+            if a.offsets.shape[0] > 0:
+                offset = a.offsets[x.row]
+            for i in cutlass.range(tid, count, spec.threads, unroll=1):
+                out[i] = s.staged[i] + offset
     if a.raw.shape[0] > 0:
-        a.raw[row, position] = index
+        raw = cute.domain_offset((position,), a.raw[x.row, None])
+        for i in cutlass.range(tid, count, spec.threads, unroll=1):
+            raw[i] = s.staged[i]
     if a.indices.shape[0] > 0:
-        a.indices[row, position] = Int64(index)
+        indices = cute.domain_offset((position,), a.indices[x.row, None])
+        for i in cutlass.range(tid, count, spec.threads, unroll=1):
+            indices[i] = Int64(s.staged[i])
     if a.values.shape[0] > 0:
-        bits = cutlass.const_expr(BITS[spec.dtype])
-        keys.raw(a.values, bits)[row, position] = keys.decode(key, bits).to(keys.TYPES[bits])
+        values = cute.domain_offset((position,), keys.raw(a.values, bits)[x.row, None])
+        scores = cute.domain_offset((x.start,), keys.raw(a.scores, bits)[x.row, None])
+        for i in cutlass.range(tid, count, spec.threads, unroll=1):
+            values[i] = scores[s.staged[i]]
 
 
 @cute.jit
-def nothing(a, row: Int32, position: Int32):
-    """Output `position` of a row is padding."""
-    if a.out.shape[0] > 0:
-        a.out[row, position] = Int32(-1)
-    if a.raw.shape[0] > 0:
-        a.raw[row, position] = Int32(-1)
-    if a.indices.shape[0] > 0:
-        a.indices[row, position] = Int64(-1)
+def pad(spec: cutlass.Constexpr, a, row: Int32, first: Int32):
+    """Outputs from `first` to k of a row are padding."""
+    for i in cutlass.range(first + cute.arch.thread_idx()[0], a.k, spec.threads, unroll=1):
+        if a.out.shape[0] > 0:
+            a.out[row, i] = Int32(-1)
+        if a.raw.shape[0] > 0:
+            a.raw[row, i] = Int32(-1)
+        if a.indices.shape[0] > 0:
+            a.indices[row, i] = Int64(-1)

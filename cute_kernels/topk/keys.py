@@ -30,15 +30,6 @@ def encode(word, bits):
     return word ^ (signs * Uint32(0xFFFF) | Uint32(0x80008000))
 
 
-def decode(key, bits):
-    """The float's bits of one key."""
-    if bits == 32:
-        flipped = (Int32(key) >> 31).to(Uint32)  # all ones where the sign was clear
-        return key ^ (~flipped | Uint32(0x80000000))
-    positive = key >> 15
-    return key ^ (Uint32(0x8000) | ((positive ^ Uint32(1)) * Uint32(0x7FFF)))
-
-
 def part(word, e, bits):
     """Key e of a word of keys."""
     return word if bits == 32 else (word >> (16 * e)) & Uint32(0xFFFF)

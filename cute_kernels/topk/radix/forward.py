@@ -94,27 +94,26 @@ def kernel(spec: cutlass.Constexpr, a: TopKArgs):
     row = cute.arch.block_idx()[0] // spec.cluster
     rank = cute.arch.block_idx()[0] % spec.cluster
     start, n = rows.bounds(a, row)
+    x = rows.cut(spec, a, row, start, n, rank)
     if n <= a.k:
-        copy(spec, a, (row, rank, start, n))
+        copy(spec, a, s, x, rank)
     else:
-        pick(spec, a, s, rows.cut(spec, a, row, start, n, rank), rank)
+        pick(spec, a, s, x, rank)
     cute.arch.griddepcontrol_launch_dependents()
 
 
 @cute.jit
-def copy(spec: cutlass.Constexpr, a, at):
+def copy(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice, rank: Int32):
     """A row of at most k elements: all of them in order, then padding."""
-    row, rank, start, n = at
-    for i in cutlass.range(rank * spec.threads + cute.arch.thread_idx()[0], a.k, spec.threads * spec.cluster, unroll=1):
-        if i < n:
-            key = Uint32(0)
-            if a.values.shape[0] > 0:
-                bits = const_expr(BITS[spec.dtype])
-                word = keys.raw(a.scores, bits)[row, start + i].to(Uint32)
-                key = keys.part(keys.encode(word, bits), 0, bits)
-            emit.place(spec, a, row, i, i, key)
-        else:
-            emit.nothing(a, row, i)
+    for begin in cutlass.range(0, x.count, write.STAGED, unroll=1):
+        count = cutlass.min(x.count - begin, write.STAGED)
+        for i in cutlass.range(cute.arch.thread_idx()[0], count, spec.threads, unroll=1):
+            s.staged[i] = x.low + begin + i
+        cute.arch.barrier()
+        emit.place(spec, a, s, x, x.low + begin, count)
+        cute.arch.barrier()
+    if rank == 0:
+        emit.pad(spec, a, x.row, x.n)
 
 
 @cute.jit

@@ -5,9 +5,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
 from ...device.warp import prefix_sum
-from .. import emit, keys, rows, scope, select
-from ..spec import BITS
-from .passes import classify, hold, key_of, lanes, span
+from .. import emit, rows, scope, select
+from .passes import classify, hold, lanes, span
 
 STAGED = (
     4096  # indices that a CTA stages in shared memory, so that threads write neighbours; more are written one by one
@@ -38,37 +37,43 @@ def write(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary):
     scope.publish(spec, s.counts, above_all, equal_all)
     position, skip, take = share(spec, a, s, rank, need)
     count = above_all + take
+    for begin in cutlass.range(0, count, STAGED, unroll=1):
+        stage(spec, s, x, (first, last, above, equal), (least, greatest, skip, take), begin)
+        cute.arch.barrier()
+        emit.place(spec, a, s, x, position + begin, cutlass.min(count - begin, STAGED))
+        cute.arch.barrier()
+
+
+@cute.jit
+def stage(spec: cutlass.Constexpr, s, x: rows.Slice, part, boundary, begin: Int32):
+    """The indices of those of this CTA's selected keys that come at `begin` to `begin + STAGED` among them."""
+    first, last, above, equal = part
+    least, greatest, skip, take = boundary
+    lane = cute.arch.lane_idx()
+    words = cute.make_rmem_tensor(rows.WORDS, Uint32)
+    at = above + rows.clamp(equal - skip, 0, take) - begin  # of this warp's first selected key
     for step in cutlass.range((last - first + 31) // 32, unroll=1):
         v = first + step * 32 + lane
         ups, ties = Int32(0), Int32(0)
         if v < last:
             hold(spec, s, x, v, words)
             ups, ties = classify(spec, x, v, words, (least, greatest))
-        at = above + rows.clamp(equal - skip, 0, take)
-        above += cute.arch.shuffle_sync(prefix_sum(cute.arch.popc(ups)), 31)
         if cute.arch.vote_any_sync(ties != 0):
             mine = cute.arch.popc(ties)
             sums = prefix_sum(mine)
             ups = ups | chosen(spec, ties, equal + sums - mine, skip, take)
             equal += cute.arch.shuffle_sync(sums, 31)
-        mine = cute.arch.popc(ups)
-        at += prefix_sum(mine) - mine
-        for e in cutlass.range_constexpr(lanes(spec)):
-            if ups & (1 << e) != 0:
-                index = x.low + v * lanes(spec) + e - x.shift
-                if count <= STAGED:
-                    s.staged[at] = index
-                else:
-                    emit.place(spec, a, x.row, position + at, index, key_of(spec, words, e))
-                at += 1
-    if count <= STAGED:
-        cute.arch.barrier()
-        for i in cutlass.range(cute.arch.thread_idx()[0], count, spec.threads, unroll=1):
-            index = s.staged[i]
-            key = Uint32(0)
-            if a.values.shape[0] > 0:
-                key = key_at(spec, a, x, index)
-            emit.place(spec, a, x.row, position + i, index, key)
+        if cute.arch.vote_any_sync(ups != 0):
+            mine = cute.arch.popc(ups)
+            sums = prefix_sum(mine)
+            place = at + sums - mine
+            index = x.low + v * lanes(spec) - x.shift
+            for e in cutlass.range_constexpr(lanes(spec)):
+                if ups & (1 << e) != 0:
+                    if place >= 0 and place < STAGED:
+                        s.staged[place] = index + e
+                    place += 1
+            at += cute.arch.shuffle_sync(sums, 31)
 
 
 @cute.jit
@@ -81,14 +86,6 @@ def chosen(spec: cutlass.Constexpr, ties: Int32, rank: Int32, skip: Int32, take:
                 result = result | (1 << e)
             rank += 1
     return result
-
-
-@cute.jit
-def key_at(spec: cutlass.Constexpr, a, x: rows.Slice, index: Int32):
-    """The key of element `index` of the window."""
-    bits = const_expr(BITS[spec.dtype])
-    word = keys.raw(a.scores, bits)[x.row, x.start + index].to(Uint32)
-    return keys.part(keys.encode(word, bits), 0, bits)
 
 
 @cute.jit
