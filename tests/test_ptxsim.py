@@ -75,6 +75,8 @@ def test_an_unknown_form_names_its_line(tmp_path):
         execute("frob.u32 %r5, %r0;\n")
     with pytest.raises(Unsupported, match=r"line 21: .*multimem"):
         execute("multimem.ld_reduce.global.add.u32 %r5, [%rd0];\n")
+    with pytest.raises(Unsupported, match="special register %pm0"):
+        execute("mov.u32 %r5, %pm0;\n")
     (tmp_path / "kernel.ptx").write_text(HEAD.format(threads=32) + "frob.u32 %r5, %r0;\n" + STORE)
     assert unknown_forms(tmp_path / "kernel.ptx") == {"frob.u32": 1}
     assert main(["--forms", str(tmp_path / "kernel.ptx")]) == 1

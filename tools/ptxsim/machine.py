@@ -10,7 +10,7 @@ import numpy as np
 
 from .barriers import Mbarrier, Rendezvous
 from .call import Call, TensorMap
-from .faults import Fault
+from .faults import Fault, Unsupported
 from .order import Clock, Order
 from .program import Program
 from .shared import RANK, Shared
@@ -154,7 +154,7 @@ class Machine:
             return np.uint64(self.steps)
         values = {"dynamic_smem_size": self.call.shared, "total_smem_size": self.shared.size, "nsmid": 132, "smid": 0}
         if name not in values:
-            raise Fault(f"special register %{name} is not modelled")
+            raise Unsupported(f"special register %{name} is not modelled")
         return np.uint32(values[name])
 
     def shared_address(self, where: Any, offset: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from .faults import Fault, Unsupported
 from .machine import MODES
 from .parse import Instruction, Kernel, parse
 from .pool import pool
-from .run import translate
+from .program import Program
 
 LIMIT = 200_000  # units: a mutant that spins is stopped early
 _NOP = ("nop", ())
@@ -99,7 +99,7 @@ class Verdict:
 
 def try_mutant(kernel: tuple[str, Any, str], mutant: Mutant) -> Verdict:
     op, spec, arch = kernel
-    program = translate(launcher.load(op, spec, arch).ptx, mutant.apply)
+    program = Program(launcher.load(op, spec, arch).ptx, mutant.apply)
     family = op.split(".")[0]
     ran = lambda: any(u.run and u.first <= mutant.index < u.end for u in program.units)  # noqa: E731
     for mode in MODES:

@@ -1,6 +1,6 @@
 """Run a call: the grid in portions of CTAs that are resident together, then the checks at exit."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 # The modules that register instruction forms.
@@ -8,7 +8,6 @@ from . import alu, atomic, convert, data, mma, sync, tcgen05, tma, warp, wgmma  
 from .call import Call
 from .faults import Fault
 from .machine import MODES, Machine, Settings
-from .parse import Kernel
 from .program import Program
 from .schedule import run as run_machine
 
@@ -55,11 +54,6 @@ def run(
         for name, count in machine.state.counts.items():
             result.counts[name] = result.counts.get(name, 0) + count
     return result
-
-
-def translate(ptx: str, change: Callable[[Kernel], None] | None = None) -> Program:
-    """A program for `run`. change: edits the parsed kernel first (fault injection)."""
-    return Program(ptx, change)
 
 
 def clusters_of(call: Call, blocks: Iterable[Block] | None) -> list[list[Block]]:

@@ -1,7 +1,7 @@
 """wgmma: what shared memory the descriptors reach, where fragments lie, and how sums are rounded.
 
 Shared memory holds random small integers everywhere, so a result tells which bytes were read, and no layout formula is
-needed here. Sums are exact in f32 and f16. Only the cases in `rounding` have a tolerance.
+needed here. Sums are exact in f32 and f16. Only a case that names a tolerance has one.
 """
 
 from collections.abc import Iterator
