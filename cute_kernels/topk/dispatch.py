@@ -29,7 +29,7 @@ def plans(dtype: str) -> tuple[TopKSpec, ...]:
     middle = TopKSpec(dtype, 1, 512, 65536 // size)
     clusters = tuple(TopKSpec(dtype, c, 512, 65536 // size) for c in radix.CLUSTERS[1:])
     most = 1024 if dtype == "fp32" else 512  # with 8 keys a vector, the 64 registers of 1024 threads spill
-    large = tuple(TopKSpec(dtype, c, most, 196608 // size) for c in radix.CLUSTERS)
+    large = tuple(TopKSpec(dtype, c, most, 184320 // size) for c in radix.CLUSTERS)
     return (small, middle, *clusters, *large, TopKSpec(dtype, 16, most, 0))
 
 

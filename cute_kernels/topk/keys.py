@@ -1,15 +1,21 @@
 """Floats as unsigned keys of the same order: +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN, by bit pattern.
 
-Shared and global memory are read in words of 32 bits, one fp32 or two 16-bit floats; a key is 32 or 16 bits wide.
+Memory is read in words of 32 bits, one fp32 or two 16-bit floats. A float in a register is left-aligned in 32 bits, so
+a key is always 32 bits wide. The first histogram counts bins of keys: 64 an octave over 16 octaves of fp32 and bf16, 32
+over all of fp16, each sign; beyond, the outermost bins.
 """
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint16, Uint32
+from cutlass import Int32, Uint16, Uint32, const_expr
 
 from .spec import BITS
 
-DIGITS = {32: ((21, 11), (10, 11), (0, 10)), 16: ((5, 11), (0, 5))}  # key bits -> (shift, bits) of each radix pass
 BINS = 2048
+HALF = BINS // 2  # bins of a sign
+SIGN = 0x80000000
+WINDOW = {"fp32": (119 << 23, 17), "bf16": (119 << 23, 17), "fp16": (0, 21)}  # (least magnitude, log2 of a bin's width)
+FILLER = 0xFFFFFFFF  # a word of the lowest floats of all, -NaN
 TYPES = {32: Uint32, 16: Uint16}
 
 
@@ -22,14 +28,43 @@ def per_word(spec):
     return 32 // BITS[spec.dtype]
 
 
-def encode(word, bits):
-    """Keys of a word of floats: all bits flipped where the sign is set, else the sign alone."""
-    if bits == 32:
-        return word ^ ((Int32(word) >> 31).to(Uint32) | Uint32(0x80000000))
-    signs = (word >> 15) & Uint32(0x00010001)
-    return word ^ (signs * Uint32(0xFFFF) | Uint32(0x80008000))
-
-
 def part(word, e, bits):
-    """Key e of a word of keys."""
-    return word if bits == 32 else (word >> (16 * e)) & Uint32(0xFFFF)
+    """Float e of a word."""
+    if bits == 32:
+        return word
+    return word << 16 if e == 0 else word & Uint32(0xFFFF0000)
+
+
+def order(x):
+    """The key of a float: all bits flipped where the sign is set, else the sign alone."""
+    return x ^ ((Int32(x) >> 31).to(Uint32) | Uint32(SIGN))
+
+
+def flip(least):
+    """What makes of floats, by xor, numbers that compare with keys of the sign of `least` as their own keys do."""
+    return Uint32(SIGN) | ~(Int32(least) >> 31).to(Uint32)
+
+
+def bin_of(x, dtype):
+    """The bin of a float's key."""
+    low, shift = WINDOW[dtype]
+    magnitude = Int32(x & Uint32(SIGN - 1))
+    if low:
+        magnitude = cutlass.min(cutlass.max(magnitude - low, 0), (HALF << shift) - 1)
+    return HALF + ((magnitude >> shift) ^ (Int32(x) >> 31))
+
+
+@cute.jit
+def span(b: Int32, dtype: cutlass.Constexpr):
+    """(least, greatest) key of a bin."""
+    low, shift = const_expr(WINDOW[dtype][0]), const_expr(WINDOW[dtype][1])
+    step = b - HALF if b >= HALF else HALF - 1 - b
+    first, last = Uint32(0), Uint32(SIGN - 1)
+    if step > 0:
+        first = Uint32(low) + (Uint32(step) << shift)
+    if step < HALF - 1:
+        last = Uint32(low) + (Uint32(step + 1) << shift) - 1
+    least, greatest = Uint32(SIGN - 1) - last, Uint32(SIGN - 1) - first
+    if b >= HALF:
+        least, greatest = Uint32(SIGN) + first, Uint32(SIGN) + last
+    return least, greatest

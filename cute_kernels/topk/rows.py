@@ -72,7 +72,7 @@ def cut(spec, a, row, start, n, rank):
 
 @cute.jit
 def fetch(spec: cutlass.Constexpr, s: Slice, v: Int32, into: cute.Tensor):
-    """Keys of vector v of a slice; key 0 where it reaches beyond the slice, which is not read."""
+    """Words of vector v of a slice; filler where it reaches beyond the slice, which is not read."""
     bits = const_expr(BITS[spec.dtype])
     per = const_expr(keys.per_word(spec))
     first = v * (WORDS * per) - s.shift
@@ -84,13 +84,10 @@ def fetch(spec: cutlass.Constexpr, s: Slice, v: Int32, into: cute.Tensor):
             pointer = cute.recast_ptr(s.words.iterator, dtype=cutlass.Uint16)
             narrow = cute.make_tensor(pointer, cute.make_layout((8, s.vectors), stride=(1, 8)))
         for w in cutlass.range_constexpr(WORDS):
-            word = Uint32(0)
+            word = Uint32(keys.FILLER)
             for e in cutlass.range_constexpr(per):
                 j = first + w * per + e
                 if j >= 0 and j < s.count:
-                    word = word | (narrow[w * per + e, v].to(Uint32) << (16 * e))
-                else:
-                    word = word | (Uint32(0xFFFFFFFF >> (32 - bits)) << (16 * e))  # of key 0
+                    hole = const_expr((keys.FILLER >> (32 - bits)) << (bits * e))
+                    word = (word & Uint32(~hole & keys.FILLER)) | (narrow[w * per + e, v].to(Uint32) << (bits * e))
             into[w] = word
-    for w in cutlass.range_constexpr(WORDS):
-        into[w] = keys.encode(into[w], bits)

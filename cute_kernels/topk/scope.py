@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
 from ..device import dsmem
+from ..device.warp import prefix_sum
 from .keys import BINS
 
 
@@ -36,13 +37,29 @@ def totals(spec: cutlass.Constexpr, local: cute.Tensor, total: cute.Tensor):
 
 
 @cute.jit
-def publish(spec: cutlass.Constexpr, counts: cute.Tensor, above: Int32, equal: Int32):
-    """counts[c] = (above, equal) of CTA c, in every CTA of the row; (cluster, 2) in shared memory. Ends with `meet`."""
-    rank, tid = cute.arch.block_idx_in_cluster(), cute.arch.thread_idx()[0]
+def sums(spec: cutlass.Constexpr, counter: cute.Tensor):
+    """(sum of the counter over the CTAs of the row before this one, and over all, of CTA `lane`'s own, before that
+    CTA). counter (1,); after a `meet`."""
+    rank, lane = cute.arch.block_idx_in_cluster(), cute.arch.lane_idx()
+    own = Int32(0)
     if const_expr(spec.cluster == 1):
-        if tid == 0:
-            counts[0, 0], counts[0, 1] = above, equal
-    elif tid < spec.cluster:
-        dsmem.store(dsmem.address(counts, tid), 2 * rank, above)
-        dsmem.store(dsmem.address(counts, tid), 2 * rank + 1, equal)
-    meet(spec)
+        if lane == 0:
+            own = Int32(counter[0])
+    elif lane < spec.cluster:
+        own = Int32(dsmem.load(dsmem.address(counter, lane), 0))
+    inclusive = prefix_sum(own)
+    earlier = inclusive - own
+    return cute.arch.shuffle_sync(earlier, rank), cute.arch.shuffle_sync(inclusive, 31), own, earlier
+
+
+@cute.jit
+def pool(spec: cutlass.Constexpr, lists: cute.Tensor, own: Int32, earlier: Int32, into: cute.Tensor):
+    """into = the lists of all CTAs of the row, one behind the other: (2, LIST) each, `own` entries of CTA `lane`, behind
+    `earlier`. A barrier follows."""
+    warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+    for c in cutlass.range(warp, spec.cluster, spec.threads // 32, unroll=1):
+        length, first = cute.arch.shuffle_sync(own, c), cute.arch.shuffle_sync(earlier, c)
+        source = dsmem.address(lists, c)
+        for i in cutlass.range(lane, length, 32, unroll=1):
+            into[0, first + i] = dsmem.load(source, 2 * i)
+            into[1, first + i] = dsmem.load(source, 2 * i + 1)

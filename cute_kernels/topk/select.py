@@ -1,4 +1,4 @@
-"""Radix selection in shared memory: histograms of digits, and the bin that holds the boundary."""
+"""Selection by histograms: count keys in bins, find the bin that holds the boundary, and split it until few are left."""
 
 import cutlass
 import cutlass.cute as cute
@@ -12,6 +12,12 @@ from .keys import BINS
 def clear(spec: cutlass.Constexpr, bins: cute.Tensor):
     for b in cutlass.range(cute.arch.thread_idx()[0], BINS, spec.threads, unroll=1):
         bins[b] = Uint32(0)
+
+
+@cute.jit
+def add(bins: cute.Tensor, b, amount):
+    """bins[b] += amount, atomically; returns what it was."""
+    return cute.arch.atomic_add(bins.iterator + b, bins.element_type(amount), sem="relaxed", scope="cta")
 
 
 @cute.jit
@@ -29,6 +35,14 @@ def before(value: Int32, scratch: cute.Tensor, warps: cutlass.Constexpr):
 
 
 @cute.jit
+def rank_in(spec: cutlass.Constexpr, mine: Int32, scratch: cute.Tensor):
+    """(sum over the threads before this one, sum over all) of `mine`. Holds a barrier."""
+    inside = prefix_sum(mine)
+    earlier, everything = before(cute.arch.shuffle_sync(inside, 31), scratch, spec.threads // 32)
+    return earlier + inside - mine, everything
+
+
+@cute.jit
 def search(spec: cutlass.Constexpr, total: cute.Tensor, need: Int32, scratch: cute.Tensor, found: cute.Tensor):
     """Where the need-th largest key lies, need >= 1: (its bin, keys in that bin, keys needed of that bin)."""
     per = const_expr(BINS // spec.threads)
@@ -36,8 +50,7 @@ def search(spec: cutlass.Constexpr, total: cute.Tensor, need: Int32, scratch: cu
     mine = Int32(0)
     for e in cutlass.range_constexpr(per):
         mine += Int32(total[top - e])
-    inside = prefix_sum(mine)
-    above = before(cute.arch.shuffle_sync(inside, 31), scratch, spec.threads // 32)[0] + inside - mine
+    above = rank_in(spec, mine, scratch)[0]
     if above < need and need <= above + mine:
         for e in cutlass.range_constexpr(per):
             here = Int32(total[top - e])
@@ -46,3 +59,9 @@ def search(spec: cutlass.Constexpr, total: cute.Tensor, need: Int32, scratch: cu
             above += here
     cute.arch.barrier()
     return found[0], found[1], found[2]
+
+
+@cute.jit
+def split(least: Uint32, greatest: Uint32):
+    """log2 of the width of bins that cut the keys [least, greatest], more than one, into at most BINS."""
+    return cutlass.max(32 - Int32(cute.arch.clz(greatest - least)) - (BINS.bit_length() - 1), 0)

@@ -1,12 +1,13 @@
 """Exact top-k of rows by radix selection: host part and device entry.
 
-A row is shared by the CTAs of a cluster, a slice each. Roles: all threads do the same. A slice is read once, its keys
-stay in shared memory (`capacity` 0: it is read again in each pass). Passes over the digits of the keys, highest first,
-find the digit of the k-th largest key from a histogram of the whole row, until the keys of one bin are just those still
-needed or no digit is left. Then each warp counts what its part holds above the boundary and at it, and writes its share
-in index order; of equal keys at the boundary the lowest indices get in, or the highest (`last_ties`).
+A row is shared by the CTAs of a cluster, a slice each. Roles: all threads do the same. A slice is read once, kept in
+shared memory, and counted in bins of keys on the way. The bin that holds the k-th largest key of the row is split, from
+shared memory, until LIST keys at most are left in it, or those needed, or keys that are all equal. One more pass makes a
+bit a key: set above the boundary; the few keys at it are ranked one by one, with lower indices first (`last_ties`:
+higher), equal ones in greater number are counted in index order. The bits, in order, are what is written.
 
-Shared memory: keys (capacity + a vector), two histograms of BINS, STAGED indices, a few words of scratch.
+Shared memory: keys (capacity + two groups), bins of the CTA and of the row, which make room for the bits, STAGED indices
+and before them the bits of ties, two lists of keys at the boundary, a few words of scratch.
 
 Refused (see `supports`): slices that do not fit.
 """
@@ -55,13 +56,52 @@ def fake_args(spec) -> TopKArgs:
 class Shared:
     """Shared memory of a CTA."""
 
-    keys: cute.Tensor  # (WORDS, vectors)
+    keys: cute.Tensor  # (WORDS, vectors) of floats
     local: cute.Tensor  # (BINS,) of this CTA
     total: cute.Tensor  # (BINS,) of the row; `local` itself where a CTA has the row alone
+    bits: cute.Tensor  # (places / 32,) over `local` and `total`
     staged: cute.Tensor  # (STAGED,) indices of what was selected, in order
-    scratch: cute.Tensor  # (warps,)
+    ties: cute.Tensor  # (places / 32,) over `staged`
+    list: cute.Tensor  # (2, LIST) (key, CTA and place) of this CTA's keys at the boundary
+    pool: cute.Tensor  # (2, LIST) of the row's; `list` itself where a CTA has the row alone
+    scratch: cute.Tensor  # (32,)
     found: cute.Tensor  # (3,)
-    counts: cute.Tensor  # (cluster, 2)
+    above: cute.Tensor  # (1,) keys of this CTA above the boundary
+    near: cute.Tensor  # (1,) and at it
+    earlier: cute.Tensor  # (1,) keys at the boundary that get in, of CTAs before this one
+
+
+def allocate(spec) -> Shared:
+    smem = cutlass.utils.SmemAllocator()
+
+    def words(count, dtype=Uint32, align=16):
+        return smem.allocate_tensor(dtype, cute.make_layout(count), align)
+
+    places = spec.capacity + 2 * passes.GROUP
+    alone = spec.cluster == 1
+    held = cute.make_layout((rows.WORDS, places // passes.lanes(spec)))
+    buffer = smem.allocate_tensor(Uint32, held, 16)
+    bits = words(max(places // 32, keys.BINS * (1 if alone else 2)))
+    staged = words(write.STAGED, Int32)
+    pair = cute.make_layout((2, passes.LIST))
+    near = smem.allocate_tensor(Uint32, pair, 16)
+    counters = words(8, Int32)
+    one = lambda i: cute.make_tensor(counters.iterator + i, cute.make_layout(1))  # noqa: E731
+    return Shared(
+        keys=buffer,
+        local=cute.make_tensor(bits.iterator, cute.make_layout(keys.BINS)),
+        total=cute.make_tensor(bits.iterator + (0 if alone else keys.BINS), cute.make_layout(keys.BINS)),
+        bits=bits,
+        staged=staged,
+        ties=cute.make_tensor(cute.recast_ptr(staged.iterator, dtype=Uint32), staged.layout),
+        list=near,
+        pool=near if alone else smem.allocate_tensor(Uint32, pair, 16),
+        scratch=words(32, Int32),
+        found=cute.make_tensor(counters.iterator + 3, cute.make_layout(3)),
+        above=one(0),
+        near=one(1),
+        earlier=one(2),
+    )
 
 
 @cute.jit
@@ -78,18 +118,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
 
 @cute.kernel
 def kernel(spec: cutlass.Constexpr, a: TopKArgs):
-    smem = cutlass.utils.SmemAllocator()
-    vectors = const_expr(spec.capacity * BITS[spec.dtype] // 128 + 1 if spec.capacity else 1)
-    local = smem.allocate_tensor(Uint32, cute.make_layout(keys.BINS))
-    s = Shared(
-        smem.allocate_tensor(Uint32, cute.make_layout((rows.WORDS, vectors)), 16),
-        local,
-        local if const_expr(spec.cluster == 1) else smem.allocate_tensor(Uint32, cute.make_layout(keys.BINS)),
-        smem.allocate_tensor(Int32, cute.make_layout(write.STAGED)),
-        smem.allocate_tensor(Int32, cute.make_layout(32)),
-        smem.allocate_tensor(Int32, cute.make_layout(3), 16),
-        smem.allocate_tensor(Int32, cute.make_layout((spec.cluster, 2), stride=(2, 1)), 16),
-    )
+    s = allocate(spec)
     cute.arch.griddepcontrol_wait()
     row = cute.arch.block_idx()[0] // spec.cluster
     rank = cute.arch.block_idx()[0] % spec.cluster
@@ -119,15 +148,27 @@ def copy(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice, rank: Int32):
 @cute.jit
 def pick(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice, rank: Int32):
     """A row of more than k elements."""
-    digits = const_expr(keys.DIGITS[BITS[spec.dtype]])
-    prefix, low, need, here = Uint32(0), Int32(0), a.k, Int32(-1)
-    for p in cutlass.range_constexpr(len(digits)):
-        if here != need:
-            shift, width = digits[p]
-            select.clear(spec, s.local)
-            cute.arch.barrier()
-            passes.tally(spec, s, x, (shift, width, prefix), p == 0)
-            scope.totals(spec, s.local, s.total)
-            digit, here, need = select.search(spec, s.total, need, s.scratch, s.found)
-            prefix, low = (prefix << width) | Uint32(digit), Int32(shift)
-    write.write(spec, a, s, x, (rank, prefix, low, need))
+    select.clear(spec, s.local)
+    if cute.arch.thread_idx()[0] == 0:
+        s.above[0], s.near[0], s.earlier[0] = Int32(0), Int32(0), Int32(0)
+    cute.arch.barrier()
+    passes.hold(spec, s, x)
+    scope.totals(spec, s.local, s.total)
+    found, here, need = select.search(spec, s.total, a.k, s.scratch, s.found)
+    least, greatest = keys.span(found, spec.dtype)
+    while here > passes.LIST and here > need and greatest > least:
+        shift = select.split(least, greatest)
+        select.clear(spec, s.local)
+        cute.arch.barrier()
+        passes.tally(spec, s, x, least, greatest, shift)
+        scope.totals(spec, s.local, s.total)
+        found, here, need = select.search(spec, s.total, need, s.scratch, s.found)
+        least += Uint32(found) << shift
+        greatest = cutlass.min(greatest, least + ((Uint32(1) << shift) - 1))
+    passes.mark(spec, s, x, (least, greatest, here, need), rank)
+    position = write.settle(spec, a, s, x, (here, need), rank)
+    if const_expr(spec.cluster > 1):
+        cute.arch.cluster_arrive()
+    write.expand(spec, a, s, x, position)
+    if const_expr(spec.cluster > 1):
+        cute.arch.cluster_wait()

@@ -1,13 +1,21 @@
-"""Passes over the keys of a CTA: read them, count digits, find what lies above a boundary and at it."""
+"""Passes over the keys that a CTA holds in shared memory: fill it, count bins, mark what lies above a boundary.
+
+Places: the floats of shared memory in order, those of the slice from `shift` on; what vectors hold around the slice is
+filler, the lowest key.
+"""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from .. import keys, rows
+from .. import keys, rows, select
 from ..spec import BITS
 
 UNROLL = 4  # vectors that a thread has in flight
+STEP = 8  # words of marks that a warp makes at once
+GROUP = 32 * STEP  # places that are held or not together
+LIST = 256  # keys at the boundary that are ranked one by one
+OWNER = 20  # bits of a place, below its CTA
 
 
 def lanes(spec):
@@ -15,80 +23,107 @@ def lanes(spec):
     return rows.WORDS * keys.per_word(spec)
 
 
+def groups(spec, x):
+    """GROUPs of places that hold the slice."""
+    return (x.vectors * lanes(spec) + GROUP - 1) // GROUP
+
+
+@cute.jit
+def hold(spec: cutlass.Constexpr, s, x: rows.Slice):
+    """Read the slice into shared memory, and count the bins of its keys into s.local; a barrier follows."""
+    tid = cute.arch.thread_idx()[0]
+    vectors = groups(spec, x) * (GROUP // lanes(spec))
+    words = cute.make_rmem_tensor((rows.WORDS, UNROLL), Uint32)
+    for base in cutlass.range(tid, vectors, spec.threads * UNROLL, unroll=1):
+        for u in cutlass.range_constexpr(UNROLL):
+            v = base + u * spec.threads
+            if v < vectors:
+                rows.fetch(spec, x, v, words[None, u])
+        for u in cutlass.range_constexpr(UNROLL):
+            v = base + u * spec.threads
+            if v < vectors:
+                cute.autovec_copy(words[None, u], s.keys[None, v])
+                for e in cutlass.range_constexpr(lanes(spec)):
+                    select.add(s.local, keys.bin_of(key_of(spec, words[None, u], e), spec.dtype), 1)
+    if tid == 0:
+        select.add(s.local, 0, x.count - vectors * lanes(spec))
+
+
 def key_of(spec, words, e):
-    """Key e of a vector."""
+    """Float e of a vector."""
     return keys.part(words[e // keys.per_word(spec)], e % keys.per_word(spec), BITS[spec.dtype])
 
 
-def span(prefix, low):
-    """(least, greatest) key whose bits from `low` up are the prefix."""
-    least = prefix << low
-    return least, least + ((Uint32(1) << low) - 1)
-
-
 @cute.jit
-def hold(spec: cutlass.Constexpr, s, x: rows.Slice, v: Int32, words: cute.Tensor):
-    """The keys of vector v, from where they are kept."""
-    if const_expr(spec.capacity > 0):
-        cute.autovec_copy(s.keys[None, v], words)
-    else:
-        rows.fetch(spec, x, v, words)
-
-
-@cute.jit
-def tally(spec: cutlass.Constexpr, s, x: rows.Slice, digit, first: cutlass.Constexpr):
-    """Count a digit of this CTA's keys into s.local: of all of them, which are read and kept (`first`), or of those
-    whose higher bits are the prefix. digit = (shift, bits, prefix); a barrier follows.
-
-    What vectors hold beyond the slice is key 0: it is counted with the others and then taken off.
-    """
+def tally(spec: cutlass.Constexpr, s, x: rows.Slice, least: Uint32, greatest: Uint32, shift: Int32):
+    """Count the keys from least to greatest into s.local, bins of 2^shift keys; a barrier follows."""
     tid = cute.arch.thread_idx()[0]
-    shift, width, prefix = digit
-    least, greatest = Uint32(0), Uint32(0)
-    if const_expr(not first):
-        least, greatest = span(prefix, shift + width)
-    words = cute.make_rmem_tensor((rows.WORDS, UNROLL), Uint32)
-    for base in cutlass.range(tid, x.vectors, spec.threads * UNROLL, unroll=1):
-        for u in cutlass.range_constexpr(UNROLL):
-            v = base + u * spec.threads
-            if v < x.vectors:
-                if const_expr(first):
-                    rows.fetch(spec, x, v, words[None, u])
-                else:
-                    hold(spec, s, x, v, words[None, u])
-        for u in cutlass.range_constexpr(UNROLL):
-            v = base + u * spec.threads
-            if v < x.vectors:
-                if const_expr(first and spec.capacity > 0):
-                    cute.autovec_copy(words[None, u], s.keys[None, v])
-                for e in cutlass.range_constexpr(lanes(spec)):
-                    key = key_of(spec, words[None, u], e)
-                    if const_expr(first):
-                        add(s.local, key >> shift, 1)
-                    elif key >= least and key <= greatest:
-                        add(s.local, (key >> shift) & ((1 << width) - 1), 1)
-    if tid == 0 and least == 0:
-        add(s.local, Uint32(0), x.count - x.vectors * lanes(spec))
+    vectors = groups(spec, x) * (GROUP // lanes(spec))
+    words = cute.make_rmem_tensor(rows.WORDS, Uint32)
+    for v in cutlass.range(tid, vectors, spec.threads, unroll=1):
+        cute.autovec_copy(s.keys[None, v], words)
+        for e in cutlass.range_constexpr(lanes(spec)):
+            key = keys.order(key_of(spec, words, e))
+            if key >= least and key <= greatest:
+                select.add(s.local, Int32((key - least) >> shift), 1)
+    lowest = const_expr(keys.FILLER >> BITS[spec.dtype])  # key of the filler
+    if tid == 0 and least <= lowest and lowest <= greatest:
+        select.add(s.local, Int32((Uint32(lowest) - least) >> shift), x.count - vectors * lanes(spec))
 
 
 @cute.jit
-def add(bins: cute.Tensor, b: Uint32, amount):
-    cute.arch.atomic_add(bins.iterator + Int32(b), Uint32(amount), sem="relaxed", scope="cta")
+def load(spec: cutlass.Constexpr, s, place: Int32):
+    """The float at a place."""
+    if const_expr(BITS[spec.dtype] == 32):
+        return cute.make_tensor(s.keys.iterator, cute.make_layout(1 << 30))[place]
+    halves = cute.make_tensor(cute.recast_ptr(s.keys.iterator, dtype=cutlass.Uint16), cute.make_layout(1 << 30))
+    return halves[place].to(Uint32) << 16
 
 
 @cute.jit
-def classify(spec: cutlass.Constexpr, x: rows.Slice, v: Int32, words: cute.Tensor, boundary):
-    """(bit e: key e of vector v lies above the boundary, bit e: at it). boundary = (least, greatest) key at it."""
-    least, greatest = boundary
-    above, equal = Int32(0), Int32(0)
-    for e in cutlass.range_constexpr(lanes(spec)):
-        key = key_of(spec, words, e)
-        if key > greatest:
-            above = above | (1 << e)
-        elif key >= least:
-            equal = equal | (1 << e)
-    if equal != 0:  # key 0 beyond the slice may be among them
-        begin = rows.clamp(x.shift - v * lanes(spec), 0, lanes(spec))
-        end = rows.clamp(x.count + x.shift - v * lanes(spec), 0, lanes(spec))
-        equal = equal & ((1 << end) - (1 << begin))
-    return above, equal
+def mark(spec: cutlass.Constexpr, s, x: rows.Slice, boundary, rank: Int32):
+    """Set the bits s.bits of the places whose key lies above the boundary, and count them: s.above. Of those at it:
+    their count, s.near, and their list, s.list, or where the row has more of them than LIST, bits, s.ties. A barrier
+    follows. boundary = (least, greatest, keys of the row at it, keys needed of them)."""
+    least, greatest, here, need = boundary
+    warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+    flip = keys.flip(least)
+    over = greatest if need < here else least - 1
+    masks = cute.make_rmem_tensor(STEP, Uint32)
+    above, near = Int32(0), Int32(0)
+    for group in cutlass.range(warp, groups(spec, x), spec.threads // 32, unroll=1):
+        hits = Int32(0)
+        for u in cutlass.range_constexpr(STEP):
+            key = load(spec, s, group * GROUP + u * 32 + lane) ^ flip
+            masks[u] = Uint32(cute.arch.vote_ballot_sync(key > over))
+            if key >= least and key <= over:
+                hits = hits | (1 << u)
+        for u in cutlass.range_constexpr(STEP):
+            above += Int32(cute.arch.popc(masks[u]))
+        if lane == 0:
+            store(s.bits, group, masks)
+        if here > LIST and need < here:
+            for u in cutlass.range_constexpr(STEP):
+                place = group * GROUP + u * 32 + lane - x.shift
+                tie = (hits & (1 << u)) != 0 and place >= 0 and place < x.count
+                masks[u] = Uint32(cute.arch.vote_ballot_sync(tie))
+                near += Int32(cute.arch.popc(masks[u]))
+            if lane == 0:
+                store(s.ties, group, masks)
+        elif hits != 0:
+            for u in cutlass.range_constexpr(STEP):
+                place = group * GROUP + u * 32 + lane
+                if (hits & (1 << u)) != 0 and place >= x.shift and place < x.shift + x.count:
+                    slot = Int32(select.add(s.near, 0, 1))
+                    s.list[0, slot] = keys.order(load(spec, s, place))
+                    s.list[1, slot] = Uint32((rank << OWNER) | place)
+    if lane == 0:
+        if above > 0:
+            select.add(s.above, 0, above)
+        if near > 0:
+            select.add(s.near, 0, near)
+
+
+def store(bits, group, masks):
+    """Words of a group."""
+    cute.autovec_copy(masks, cute.make_tensor(bits.iterator + group * STEP, cute.make_layout(STEP)))
