@@ -37,11 +37,10 @@ def totals(spec: cutlass.Constexpr, local: cute.Tensor, total: cute.Tensor):
 
 
 @cute.jit
-def sums(spec: cutlass.Constexpr, counter: cute.Tensor):
+def sums(spec: cutlass.Constexpr, counter: cute.Tensor, rank: Int32):
     """(sum of the counter over the CTAs of the row before this one, and over all, of CTA `lane`'s own, before that
     CTA). counter (1,); after a `meet`."""
-    rank, lane = cute.arch.block_idx_in_cluster(), cute.arch.lane_idx()
-    own = Int32(0)
+    lane, own = cute.arch.lane_idx(), Int32(0)
     if const_expr(spec.cluster == 1):
         if lane == 0:
             own = Int32(counter[0])

@@ -44,13 +44,14 @@ def rank_in(spec: cutlass.Constexpr, mine: Int32, scratch: cute.Tensor):
 
 @cute.jit
 def search(spec: cutlass.Constexpr, total: cute.Tensor, need: Int32, scratch: cute.Tensor, found: cute.Tensor):
-    """Where the need-th largest key lies, need >= 1: (its bin, keys in that bin, keys needed of that bin)."""
+    """Where the need-th largest key lies, need >= 1: (its bin, keys in that bin, keys needed of that bin, all keys);
+    the first three mean nothing where there are fewer keys."""
     per = const_expr(BINS // spec.threads)
     top = BINS - 1 - cute.arch.thread_idx()[0] * per
     mine = Int32(0)
     for e in cutlass.range_constexpr(per):
         mine += Int32(total[top - e])
-    above = rank_in(spec, mine, scratch)[0]
+    above, everything = rank_in(spec, mine, scratch)
     if above < need and need <= above + mine:
         for e in cutlass.range_constexpr(per):
             here = Int32(total[top - e])
@@ -58,7 +59,7 @@ def search(spec: cutlass.Constexpr, total: cute.Tensor, need: Int32, scratch: cu
                 found[0], found[1], found[2] = top - e, here, need - above
             above += here
     cute.arch.barrier()
-    return found[0], found[1], found[2]
+    return found[0], found[1], found[2], everything
 
 
 @cute.jit

@@ -11,16 +11,16 @@ DTYPES = tuple(BITS)
 
 @dataclass(frozen=True)
 class TopKSpec:
-    """cluster: CTAs that share a row. threads: of a CTA. capacity: keys of its slice of the row that a CTA keeps in
-    shared memory; 0, it keeps none and reads the row once a pass."""
+    """cluster: CTAs that share a row. threads: of a CTA. capacity: keys that a CTA keeps in shared memory: all of its
+    slice of the row, or, where it streams the slice, candidates."""
 
     dtype: str = "fp32"
     cluster: int = 1
     threads: int = 512
     capacity: int = 8192
+    stream: bool = False
 
     @property
     def name(self) -> str:
         """A short readable identifier, unique among shipped specs."""
-        held = f"n{self.capacity}" if self.capacity else "stream"
-        return f"{self.dtype}_c{self.cluster}t{self.threads}_{held}"
+        return f"{self.dtype}_c{self.cluster}t{self.threads}_{'s' if self.stream else 'n'}{self.capacity}"

@@ -23,7 +23,7 @@ from ... import abi
 from .. import emit, keys, rows, scope, select
 from ..args import TopKArgs
 from ..spec import BITS
-from . import passes, write
+from . import filter, passes, write
 
 
 def fake_args(spec) -> TopKArgs:
@@ -57,6 +57,7 @@ class Shared:
     """Shared memory of a CTA."""
 
     keys: cute.Tensor  # (WORDS, vectors) of floats
+    index: cute.Tensor  # (places,) of candidates in the window; (1,) where a slice is held whole
     local: cute.Tensor  # (BINS,) of this CTA
     total: cute.Tensor  # (BINS,) of the row; `local` itself where a CTA has the row alone
     bits: cute.Tensor  # (places / 32,) over `local` and `total`
@@ -64,7 +65,7 @@ class Shared:
     ties: cute.Tensor  # (places / 32,) over `staged`
     list: cute.Tensor  # (2, LIST) (key, CTA and place) of this CTA's keys at the boundary
     pool: cute.Tensor  # (2, LIST) of the row's; `list` itself where a CTA has the row alone
-    scratch: cute.Tensor  # (32,)
+    scratch: cute.Tensor  # (64,)
     found: cute.Tensor  # (3,)
     above: cute.Tensor  # (1,) keys of this CTA above the boundary
     near: cute.Tensor  # (1,) and at it
@@ -82,13 +83,15 @@ def allocate(spec) -> Shared:
     held = cute.make_layout((rows.WORDS, places // passes.lanes(spec)))
     buffer = smem.allocate_tensor(Uint32, held, 16)
     bits = words(max(places // 32, keys.BINS * (1 if alone else 2)))
-    staged = words(write.STAGED, Int32)
+    index = words(places if spec.stream else 1, Int32)
+    staged = words(max(places // 32, write.STAGED), Int32)
     pair = cute.make_layout((2, passes.LIST))
     near = smem.allocate_tensor(Uint32, pair, 16)
     counters = words(8, Int32)
     one = lambda i: cute.make_tensor(counters.iterator + i, cute.make_layout(1))  # noqa: E731
     return Shared(
         keys=buffer,
+        index=index,
         local=cute.make_tensor(bits.iterator, cute.make_layout(keys.BINS)),
         total=cute.make_tensor(bits.iterator + (0 if alone else keys.BINS), cute.make_layout(keys.BINS)),
         bits=bits,
@@ -96,7 +99,7 @@ def allocate(spec) -> Shared:
         ties=cute.make_tensor(cute.recast_ptr(staged.iterator, dtype=Uint32), staged.layout),
         list=near,
         pool=near if alone else smem.allocate_tensor(Uint32, pair, 16),
-        scratch=words(32, Int32),
+        scratch=words(64, Int32),
         found=cute.make_tensor(counters.iterator + 3, cute.make_layout(3)),
         above=one(0),
         near=one(1),
@@ -148,23 +151,15 @@ def copy(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice, rank: Int32):
 @cute.jit
 def pick(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice, rank: Int32):
     """A row of more than k elements."""
-    select.clear(spec, s.local)
-    if cute.arch.thread_idx()[0] == 0:
-        s.above[0], s.near[0], s.earlier[0] = Int32(0), Int32(0), Int32(0)
-    cute.arch.barrier()
-    passes.hold(spec, s, x)
-    scope.totals(spec, s.local, s.total)
-    found, here, need = select.search(spec, s.total, a.k, s.scratch, s.found)
-    least, greatest = keys.span(found, spec.dtype)
-    while here > passes.LIST and here > need and greatest > least:
-        shift = select.split(least, greatest)
-        select.clear(spec, s.local)
-        cute.arch.barrier()
-        passes.tally(spec, s, x, least, greatest, shift)
+    if const_expr(spec.stream):
+        kept, found, here, need = filter.gather(spec, a, s, x)
+        x = filter.held(spec, x, kept)
+    else:
+        passes.prepare(spec, s)
+        passes.hold(spec, s, x)
         scope.totals(spec, s.local, s.total)
-        found, here, need = select.search(spec, s.total, need, s.scratch, s.found)
-        least += Uint32(found) << shift
-        greatest = cutlass.min(greatest, least + ((Uint32(1) << shift) - 1))
+        found, here, need, _ = select.search(spec, s.total, a.k, s.scratch, s.found)
+    least, greatest, here, need = passes.narrow(spec, s, x, found, here, need)
     passes.mark(spec, s, x, (least, greatest, here, need), rank)
     position = write.settle(spec, a, s, x, (here, need), rank)
     if const_expr(spec.cluster > 1):

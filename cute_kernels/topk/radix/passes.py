@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from .. import keys, rows, select
+from .. import keys, rows, scope, select
 from ..spec import BITS
 
 UNROLL = 4  # vectors that a thread has in flight
@@ -29,6 +29,15 @@ def groups(spec, x):
 
 
 @cute.jit
+def prepare(spec: cutlass.Constexpr, s):
+    """Nothing is counted yet. Ends with a barrier."""
+    select.clear(spec, s.local)
+    if cute.arch.thread_idx()[0] == 0:
+        s.above[0], s.near[0], s.earlier[0] = Int32(0), Int32(0), Int32(0)
+    cute.arch.barrier()
+
+
+@cute.jit
 def hold(spec: cutlass.Constexpr, s, x: rows.Slice):
     """Read the slice into shared memory, and count the bins of its keys into s.local; a barrier follows."""
     tid = cute.arch.thread_idx()[0]
@@ -45,6 +54,20 @@ def hold(spec: cutlass.Constexpr, s, x: rows.Slice):
                 cute.autovec_copy(words[None, u], s.keys[None, v])
                 for e in cutlass.range_constexpr(lanes(spec)):
                     select.add(s.local, keys.bin_of(key_of(spec, words[None, u], e), spec.dtype), 1)
+    if tid == 0:
+        select.add(s.local, 0, x.count - vectors * lanes(spec))
+
+
+@cute.jit
+def count(spec: cutlass.Constexpr, s, x: rows.Slice):
+    """Count the bins of the keys in shared memory into s.local; a barrier follows."""
+    tid = cute.arch.thread_idx()[0]
+    vectors = groups(spec, x) * (GROUP // lanes(spec))
+    words = cute.make_rmem_tensor(rows.WORDS, Uint32)
+    for v in cutlass.range(tid, vectors, spec.threads, unroll=1):
+        cute.autovec_copy(s.keys[None, v], words)
+        for e in cutlass.range_constexpr(lanes(spec)):
+            select.add(s.local, keys.bin_of(key_of(spec, words, e), spec.dtype), 1)
     if tid == 0:
         select.add(s.local, 0, x.count - vectors * lanes(spec))
 
@@ -72,12 +95,32 @@ def tally(spec: cutlass.Constexpr, s, x: rows.Slice, least: Uint32, greatest: Ui
 
 
 @cute.jit
+def narrow(spec: cutlass.Constexpr, s, x: rows.Slice, found: Int32, here: Int32, need: Int32):
+    """Split the bin found until what is left of it can be told apart: (least, greatest key, keys, keys needed)."""
+    least, greatest = keys.span(found, spec.dtype)
+    while here > LIST and here > need and greatest > least:
+        shift = select.split(least, greatest)
+        select.clear(spec, s.local)
+        cute.arch.barrier()
+        tally(spec, s, x, least, greatest, shift)
+        scope.totals(spec, s.local, s.total)
+        found, here, need, _ = select.search(spec, s.total, need, s.scratch, s.found)
+        least += Uint32(found) << shift
+        greatest = least + cutlass.min(greatest - least, (Uint32(1) << shift) - 1)
+    return least, greatest, here, need
+
+
+def flat(spec, s):
+    """The floats in shared memory, by place."""
+    pointer = cute.recast_ptr(s.keys.iterator, dtype=keys.TYPES[BITS[spec.dtype]])
+    return cute.make_tensor(pointer, cute.make_layout(cute.size(s.keys) * keys.per_word(spec)))
+
+
+@cute.jit
 def load(spec: cutlass.Constexpr, s, place: Int32):
     """The float at a place."""
-    if const_expr(BITS[spec.dtype] == 32):
-        return cute.make_tensor(s.keys.iterator, cute.make_layout(1 << 30))[place]
-    halves = cute.make_tensor(cute.recast_ptr(s.keys.iterator, dtype=cutlass.Uint16), cute.make_layout(1 << 30))
-    return halves[place].to(Uint32) << 16
+    word = flat(spec, s)[place].to(Uint32)
+    return word if const_expr(BITS[spec.dtype] == 32) else word << 16
 
 
 @cute.jit

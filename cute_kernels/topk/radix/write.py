@@ -7,7 +7,7 @@ from cutlass import Int32, Uint32, const_expr
 from .. import emit, rows, scope, select
 from .passes import GROUP, LIST, OWNER, STEP, groups
 
-STAGED = 4096  # indices that a CTA stages in shared memory, so that threads write neighbours
+STAGED = 2048  # indices that a CTA stages in shared memory, so that threads write neighbours
 
 
 @cute.jit
@@ -17,9 +17,9 @@ def settle(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary, rank: Int32):
     boundary = (keys of the row at it, keys needed of them); after `mark`. Ends the reading of other CTAs' memory."""
     here, need = boundary
     scope.meet(spec)
-    position, _, _, _ = scope.sums(spec, s.above)
+    position, _, _, _ = scope.sums(spec, s.above, rank)
     if need < here:
-        first, everything, own, earlier = scope.sums(spec, s.near)
+        first, everything, own, earlier = scope.sums(spec, s.near, rank)
         if here <= LIST:
             if const_expr(spec.cluster > 1):
                 scope.pool(spec, s.list, own, earlier, s.pool)
@@ -94,23 +94,42 @@ def share(spec, x):
 
 
 @cute.jit
-def expand(spec: cutlass.Constexpr, a, s, x: rows.Slice, position: Int32):
-    """Write the places in s.bits as outputs from `position` on."""
-    first, last = share(spec, x)
+def place_of(spec: cutlass.Constexpr, s, first: Int32, last: Int32):
+    """(set bits before this thread's words, all set bits). Holds a barrier."""
     mine = Int32(0)
     for w in cutlass.range(first, last, unroll=1):
         mine += Int32(cute.arch.popc(s.bits[w]))
-    at, count = select.rank_in(spec, mine, s.scratch)
+    return select.rank_in(spec, mine, s.scratch)
+
+
+@cute.jit
+def stage(spec: cutlass.Constexpr, s, x: rows.Slice, part, slot: Int32, places: cutlass.Constexpr = False):
+    """s.staged[slot ...] = the indices, or the places, of this thread's set bits, those that fit. A barrier follows.
+    part = the thread's `share`."""
+    first, last = part
+    for w in cutlass.range(first, last, unroll=1):
+        left = s.bits[w]
+        while left != 0:
+            lowest = left & (~left + 1)
+            if slot >= 0 and slot < STAGED:
+                place = w * 32 + 31 - Int32(cute.arch.clz(lowest))
+                if const_expr(places):
+                    s.staged[slot] = place
+                elif const_expr(spec.stream):
+                    s.staged[slot] = s.index[place]
+                else:
+                    s.staged[slot] = x.low - x.shift + place
+            slot += 1
+            left = left ^ lowest
+
+
+@cute.jit
+def expand(spec: cutlass.Constexpr, a, s, x: rows.Slice, position: Int32):
+    """Write the places in s.bits as outputs from `position` on."""
+    first, last = share(spec, x)
+    at, count = place_of(spec, s, first, last)
     for begin in cutlass.range(0, count, STAGED, unroll=1):
-        slot = at - begin
-        for w in cutlass.range(first, last, unroll=1):
-            left = s.bits[w]
-            while left != 0:
-                lowest = left & (~left + 1)
-                if slot >= 0 and slot < STAGED:
-                    s.staged[slot] = x.low - x.shift + w * 32 + 31 - Int32(cute.arch.clz(lowest))
-                slot += 1
-                left = left ^ lowest
+        stage(spec, s, x, (first, last), at - begin)
         cute.arch.barrier()
         emit.place(spec, a, s, x, position + begin, cutlass.min(count - begin, STAGED))
         cute.arch.barrier()
