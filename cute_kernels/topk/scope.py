@@ -37,18 +37,21 @@ def totals(spec: cutlass.Constexpr, local: cute.Tensor, total: cute.Tensor):
 
 
 @cute.jit
-def sums(spec: cutlass.Constexpr, counter: cute.Tensor, rank: Int32):
-    """(sum of the counter over the CTAs of the row before this one, and over all, of CTA `lane`'s own, before that
-    CTA). counter (1,); after a `meet`."""
-    lane, own = cute.arch.lane_idx(), Int32(0)
-    if const_expr(spec.cluster == 1):
-        if lane == 0:
-            own = Int32(counter[0])
-    elif lane < spec.cluster:
-        own = Int32(dsmem.load(dsmem.address(counter, lane), 0))
-    inclusive = prefix_sum(own)
-    earlier = inclusive - own
-    return cute.arch.shuffle_sync(earlier, rank), cute.arch.shuffle_sync(inclusive, 31), own, earlier
+def standing(spec: cutlass.Constexpr, counts: cute.Tensor, rank: Int32):
+    """Of the counts (2,) of all CTAs of the row, (sum of counts[0] before this CTA, sum of counts[1] before it and over
+    all; counts[1] of CTA `lane`, sum before that CTA); after a `meet`."""
+    lane, first, second = cute.arch.lane_idx(), Int32(0), Int32(0)
+    if lane < spec.cluster:
+        if const_expr(spec.cluster == 1):
+            second = Int32(counts[1])
+        else:
+            source = dsmem.address(counts, lane)
+            first, second = Int32(dsmem.load(source, 0)), Int32(dsmem.load(source, 1))
+    sums, nears = prefix_sum(first), prefix_sum(second)
+    return (
+        cute.arch.shuffle_sync(sums - first, rank), cute.arch.shuffle_sync(nears - second, rank),
+        cute.arch.shuffle_sync(nears, 31), second, nears - second,
+    )  # fmt: skip
 
 
 @cute.jit

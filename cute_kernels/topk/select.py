@@ -30,8 +30,8 @@ def before(value: Int32, scratch: cute.Tensor, warps: cutlass.Constexpr):
     mine = Int32(0)
     if lane < warps:
         mine = scratch[lane]
-    sums = prefix_sum(mine)
-    return cute.arch.shuffle_sync(sums - mine, warp), cute.arch.shuffle_sync(sums, 31)
+    sums = prefix_sum(mine, warps)
+    return cute.arch.shuffle_sync(sums - mine, warp), cute.arch.shuffle_sync(sums, warps - 1)
 
 
 @cute.jit

@@ -18,13 +18,17 @@ from ..spec import BITS
 from . import passes, write
 from .passes import lanes
 
-UNROLL = 2  # vectors of a thread in a chunk, FIELDs of a word
-FIELD = 16  # bits of a vector's count
+SAMPLE = 4096  # keys
+
+
+def unroll(spec):
+    """Vectors of a thread in a chunk: 16 keys. Their counts share a word."""
+    return 16 // lanes(spec)
 
 
 def chunk(spec):
     """Keys that are looked at between two barriers."""
-    return spec.threads * UNROLL * lanes(spec)
+    return spec.threads * 16
 
 
 def held(spec, x: rows.Slice, kept):
@@ -49,16 +53,19 @@ def gather(spec: cutlass.Constexpr, a, s, x: rows.Slice):
 
 @cute.jit
 def sample(spec: cutlass.Constexpr, a, s, x: rows.Slice):
-    """A key that more than k keys of the row are likely to reach: of a sample, a vector a thread, a rank five standard
+    """A key that more than k keys of the row are likely to reach: of a sample, vectors at equal distances, a rank five standard
     deviations beyond the one expected of the k-th. 0 where the sample is too small."""
-    tid = cute.arch.thread_idx()[0]
     passes.prepare(spec, s)
-    words = cute.make_rmem_tensor(rows.WORDS, Uint32)
-    rows.fetch(spec, x, Int32(Float32(x.vectors) * (Float32(tid) * Float32(1.0 / spec.threads))), words)
-    for e in cutlass.range_constexpr(lanes(spec)):
-        select.add(s.local, keys.bin_of(passes.key_of(spec, words, e), spec.dtype), 1)
+    words = cute.make_rmem_tensor((rows.WORDS, max(SAMPLE // lanes(spec) // spec.threads, 1)), Uint32)
+    vectors = const_expr(max(SAMPLE // lanes(spec), spec.threads))
+    for i in cutlass.range_constexpr(vectors // spec.threads):
+        at = Float32(cute.arch.thread_idx()[0] + i * spec.threads) * Float32(1.0 / vectors)
+        rows.fetch(spec, x, Int32(Float32(x.vectors) * at), words[None, i])
+    for i in cutlass.range_constexpr(cute.size(words) // rows.WORDS):
+        for e in cutlass.range_constexpr(lanes(spec)):
+            select.add(s.local, keys.bin_of(passes.key_of(spec, words[None, i], e), spec.dtype), 1)
     scope.totals(spec, s.local, s.total)
-    size = const_expr(spec.cluster * spec.threads * lanes(spec))
+    size = const_expr(spec.cluster * vectors * lanes(spec))
     mean = Float32(a.k) / Float32(x.n) * Float32(size)
     rank = Int32(mean + 5.0 * cute.math.sqrt(mean)) + 5
     floor = Uint32(0)
@@ -69,78 +76,92 @@ def sample(spec: cutlass.Constexpr, a, s, x: rows.Slice):
 
 @cute.jit
 def screen(spec: cutlass.Constexpr, a, s, x: rows.Slice, floor: Uint32):
-    """Keep the candidates of the slice: how many."""
-    now, later = (cute.make_rmem_tensor((rows.WORDS, UNROLL), Uint32) for _ in range(2))
+    """Keep the candidates of the slice: how many. Ends with a barrier."""
+    now, later = (cute.make_rmem_tensor((rows.WORDS, unroll(spec)), Uint32) for _ in range(2))
+    step = const_expr(spec.threads * unroll(spec))
     base, kept, turn = Int32(0), Int32(0), Int32(0)
     cute.arch.barrier()
     read(spec, x, base, now)
     while base < x.vectors:
-        step = const_expr(spec.threads * UNROLL)
         read(spec, x, base + step, later)
-        mask, first, second, count = weigh(spec, s, x, now, base, floor, turn)
+        count = Int32(0)
+        if floor > keys.FILLER >> BITS[spec.dtype]:
+            count = take(spec, s, x, now, (base, kept, turn), floor, False)
+        else:
+            count = take(spec, s, x, now, (base, kept, turn), floor, True)
         turn ^= 1
         if kept + count > spec.capacity:
             floor = squeeze(spec, a, s, x, kept)
             kept = a.k
         else:
-            keep(spec, s, x, now, base, mask, (kept + first, kept + second))
             kept += count
             base += step
             for i in cutlass.range_constexpr(cute.size(now)):
                 now[i] = later[i]
     cute.arch.barrier()
     fill(spec, s, kept)
+    cute.arch.barrier()
     return kept
 
 
 def vector(spec, base, u):
-    """This thread's vector u of the chunk: a warp has 32 * UNROLL neighbours."""
+    """This thread's vector u of the chunk: a warp has 32 * unroll neighbours."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    return base + warp * (32 * UNROLL) + u * 32 + cute.arch.lane_idx()
+    return base + warp * (32 * unroll(spec)) + u * 32 + cute.arch.lane_idx()
 
 
 @cute.jit
 def read(spec: cutlass.Constexpr, x: rows.Slice, base: Int32, words: cute.Tensor):
-    for u in cutlass.range_constexpr(UNROLL):
-        rows.fetch(spec, x, vector(spec, base, u), words[None, u])
+    """This thread's vectors of a chunk."""
+    end = (base + spec.threads * unroll(spec)) * lanes(spec)
+    if base >= x.shift and end <= x.count + x.shift:  # a chunk without filler
+        for u in cutlass.range_constexpr(unroll(spec)):
+            cute.autovec_copy(x.words[None, vector(spec, base, u)], words[None, u])
+    else:
+        for u in cutlass.range_constexpr(unroll(spec)):
+            rows.fetch(spec, x, vector(spec, base, u), words[None, u])
 
 
 @cute.jit
-def weigh(spec: cutlass.Constexpr, s, x: rows.Slice, words, base: Int32, floor: Uint32, turn: Int32):
-    """(candidates of this thread, a bit each; the chunk's before those of its first vector; of its second; how many)."""
-    flip = keys.flip(floor)
-    mask, mine = Int32(0), Int32(0)
-    for u in cutlass.range_constexpr(UNROLL):
-        v, bits = vector(spec, base, u), Int32(0)
+def take(spec: cutlass.Constexpr, s, x: rows.Slice, words, where, floor: Uint32, filler: cutlass.Constexpr):
+    """Count the candidates of a chunk, and append them to those kept if all fit. filler: it is no less than `floor`.
+    where = (first vector, candidates kept before, parity of the chunk). Holds a barrier."""
+    base, kept, turn = where
+    field = const_expr(32 // unroll(spec))
+    flip, most = keys.flip(floor), const_expr((1 << field) - 1)
+    mine = Int32(0)  # a count a vector
+    for u in cutlass.range_constexpr(unroll(spec)):
         for e in cutlass.range_constexpr(lanes(spec)):
-            if (passes.key_of(spec, words[None, u], e) ^ flip) >= floor:
-                bits = bits | (1 << e)
-        if bits != 0 and (v == 0 or v >= x.vectors - 1):  # may hold filler
-            begin = rows.clamp(x.shift - v * lanes(spec), 0, lanes(spec))
-            end = rows.clamp(x.count + x.shift - v * lanes(spec), 0, lanes(spec))
-            bits = bits & ((1 << end) - (1 << begin))
-        mask = mask | (bits << (u * lanes(spec)))
-        mine += Int32(cute.arch.popc(bits)) << (u * FIELD)
+            if candidate(spec, x, words, (base, u, e), flip, floor, filler):
+                mine += 1 << (u * field)
     sums = prefix_sum(mine)
-    whole = cute.arch.shuffle_sync(sums, 31)
-    low = const_expr((1 << FIELD) - 1)
+    whole, mine = cute.arch.shuffle_sync(sums, 31), sums - mine
+    warp = Int32(0)
+    for u in cutlass.range_constexpr(unroll(spec)):
+        warp += (whole >> (u * field)) & most
     scratch = cute.make_tensor(s.scratch.iterator + turn * 32, cute.make_layout(32))
-    earlier, count = select.before((whole & low) + (whole >> FIELD), scratch, spec.threads // 32)
-    first = sums - mine + (whole << FIELD)  # the second vector's come behind all first ones
-    return mask, earlier + (first & low), earlier + ((first >> FIELD) & low), count
-
-
-@cute.jit
-def keep(spec: cutlass.Constexpr, s, x: rows.Slice, words, base: Int32, mask: Int32, places):
-    """Append this thread's candidates."""
-    for u in cutlass.range_constexpr(UNROLL):
-        place = places[u]
-        index = x.low - x.shift + vector(spec, base, u) * lanes(spec)
-        if (mask >> (u * lanes(spec))) & ((1 << lanes(spec)) - 1) != 0:
+    earlier, count = select.before(warp, scratch, spec.threads // 32)
+    if kept + count <= spec.capacity:
+        earlier += kept
+        for u in cutlass.range_constexpr(unroll(spec)):
+            place = earlier + ((mine >> (u * field)) & most)
+            index = x.low - x.shift + vector(spec, base, u) * lanes(spec)
             for e in cutlass.range_constexpr(lanes(spec)):
-                if mask & (1 << (u * lanes(spec) + e)) != 0:
+                if candidate(spec, x, words, (base, u, e), flip, floor, filler):
                     put(spec, s, place, passes.key_of(spec, words[None, u], e), index + e)
                     place += 1
+            earlier += (whole >> (u * field)) & most
+    return count
+
+
+def candidate(spec, x, words, where, flip, floor, filler):
+    """Whether key e of vector u is one."""
+    base, u, e = where
+    result = (passes.key_of(spec, words[None, u], e) ^ flip) >= floor
+    if filler:
+        j = vector(spec, base, u) * lanes(spec) + e - x.shift
+        result = result & (j >= 0) & (j < x.count)
+    return result
 
 
 @cute.jit
@@ -175,17 +196,18 @@ def squeeze(spec: cutlass.Constexpr, a, s, x: rows.Slice, kept: Int32):
     least, greatest, here, need = passes.narrow(alone, s, y, found, here, need)
     passes.mark(alone, s, y, (least, greatest, here, need), Int32(0))
     write.settle(alone, a, s, y, (here, need), Int32(0))
-    first, last = write.share(spec, y)
-    at, _ = write.place_of(spec, s, first, last)
-    for begin in cutlass.range(0, a.k, write.STAGED, unroll=1):
-        write.stage(spec, s, y, (first, last), at - begin, True)
+    part = write.share(spec, y)
+    at, _ = write.place_of(spec, s, part)
+    room = const_expr(cute.size(s.ties))
+    for begin in cutlass.range(0, a.k, room, unroll=1):
+        write.stage(spec, s, y, part, at - begin, True)
         cute.arch.barrier()
-        count = cutlass.min(a.k - begin, write.STAGED)
+        count = cutlass.min(a.k - begin, room)
         for i in cutlass.range(0, count, spec.threads, unroll=1):
             slot = i + cute.arch.thread_idx()[0]
             word, index = Uint32(0), Int32(0)
             if slot < count:
-                word, index = passes.load(spec, s, s.staged[slot]), s.index[s.staged[slot]]
+                word, index = passes.load(spec, s, Int32(s.ties[slot])), s.index[s.ties[slot]]
             cute.arch.barrier()
             if slot < count:
                 put(spec, s, begin + slot, word, index)

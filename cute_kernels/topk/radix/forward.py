@@ -6,8 +6,8 @@ shared memory, until LIST keys at most are left in it, or those needed, or keys 
 bit a key: set above the boundary; the few keys at it are ranked one by one, with lower indices first (`last_ties`:
 higher), equal ones in greater number are counted in index order. The bits, in order, are what is written.
 
-Shared memory: keys (capacity + two groups), bins of the CTA and of the row, which make room for the bits, STAGED indices
-and before them the bits of ties, two lists of keys at the boundary, a few words of scratch.
+Shared memory: keys (capacity + two groups), bins of the CTA and of the row, which make room for the bits, the bits of
+ties, two lists of keys at the boundary, a few words of scratch.
 
 Refused (see `supports`): slices that do not fit.
 """
@@ -61,15 +61,14 @@ class Shared:
     local: cute.Tensor  # (BINS,) of this CTA
     total: cute.Tensor  # (BINS,) of the row; `local` itself where a CTA has the row alone
     bits: cute.Tensor  # (places / 32,) over `local` and `total`
-    staged: cute.Tensor  # (STAGED,) indices of what was selected, in order
-    ties: cute.Tensor  # (places / 32,) over `staged`
+    staged: cute.Tensor  # indices of what was selected, in order; over `keys`
+    ties: cute.Tensor  # (places / 32,) bits
     list: cute.Tensor  # (2, LIST) (key, CTA and place) of this CTA's keys at the boundary
     pool: cute.Tensor  # (2, LIST) of the row's; `list` itself where a CTA has the row alone
     scratch: cute.Tensor  # (64,)
     found: cute.Tensor  # (3,)
-    above: cute.Tensor  # (1,) keys of this CTA above the boundary
-    near: cute.Tensor  # (1,) and at it
-    earlier: cute.Tensor  # (1,) keys at the boundary that get in, of CTAs before this one
+    ranks: cute.Tensor  # (LIST,) of the keys in `pool`
+    counts: cute.Tensor  # (2,) keys of this CTA above the boundary (in a cluster), and at it
 
 
 def allocate(spec) -> Shared:
@@ -84,26 +83,23 @@ def allocate(spec) -> Shared:
     buffer = smem.allocate_tensor(Uint32, held, 16)
     bits = words(max(places // 32, keys.BINS * (1 if alone else 2)))
     index = words(places if spec.stream else 1, Int32)
-    staged = words(max(places // 32, write.STAGED), Int32)
+    ties = words(max(places // 32, 512))
     pair = cute.make_layout((2, passes.LIST))
     near = smem.allocate_tensor(Uint32, pair, 16)
-    counters = words(8, Int32)
-    one = lambda i: cute.make_tensor(counters.iterator + i, cute.make_layout(1))  # noqa: E731
     return Shared(
         keys=buffer,
         index=index,
         local=cute.make_tensor(bits.iterator, cute.make_layout(keys.BINS)),
         total=cute.make_tensor(bits.iterator + (0 if alone else keys.BINS), cute.make_layout(keys.BINS)),
         bits=bits,
-        staged=staged,
-        ties=cute.make_tensor(cute.recast_ptr(staged.iterator, dtype=Uint32), staged.layout),
+        staged=cute.make_tensor(cute.recast_ptr(buffer.iterator, dtype=Int32), cute.make_layout(cute.size(buffer))),
+        ties=ties,
         list=near,
         pool=near if alone else smem.allocate_tensor(Uint32, pair, 16),
         scratch=words(64, Int32),
-        found=cute.make_tensor(counters.iterator + 3, cute.make_layout(3)),
-        above=one(0),
-        near=one(1),
-        earlier=one(2),
+        found=words(3, Int32),
+        ranks=words(passes.LIST, Int32),
+        counts=words(2, Int32),
     )
 
 
@@ -123,6 +119,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
 def kernel(spec: cutlass.Constexpr, a: TopKArgs):
     s = allocate(spec)
     cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
     row = cute.arch.block_idx()[0] // spec.cluster
     rank = cute.arch.block_idx()[0] % spec.cluster
     start, n = rows.bounds(a, row)
@@ -131,14 +128,14 @@ def kernel(spec: cutlass.Constexpr, a: TopKArgs):
         copy(spec, a, s, x, rank)
     else:
         pick(spec, a, s, x, rank)
-    cute.arch.griddepcontrol_launch_dependents()
 
 
 @cute.jit
 def copy(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice, rank: Int32):
     """A row of at most k elements: all of them in order, then padding."""
-    for begin in cutlass.range(0, x.count, write.STAGED, unroll=1):
-        count = cutlass.min(x.count - begin, write.STAGED)
+    room = const_expr(cute.size(s.staged))
+    for begin in cutlass.range(0, x.count, room, unroll=1):
+        count = cutlass.min(x.count - begin, room)
         for i in cutlass.range(cute.arch.thread_idx()[0], count, spec.threads, unroll=1):
             s.staged[i] = x.low + begin + i
         cute.arch.barrier()

@@ -32,8 +32,10 @@ def groups(spec, x):
 def prepare(spec: cutlass.Constexpr, s):
     """Nothing is counted yet. Ends with a barrier."""
     select.clear(spec, s.local)
-    if cute.arch.thread_idx()[0] == 0:
-        s.above[0], s.near[0], s.earlier[0] = Int32(0), Int32(0), Int32(0)
+    for i in cutlass.range(cute.arch.thread_idx()[0], LIST, spec.threads, unroll=1):
+        s.ranks[i] = Int32(0)
+    if cute.arch.thread_idx()[0] < 2:
+        s.counts[cute.arch.thread_idx()[0]] = Int32(0)
     cute.arch.barrier()
 
 
@@ -125,46 +127,66 @@ def load(spec: cutlass.Constexpr, s, place: Int32):
 
 @cute.jit
 def mark(spec: cutlass.Constexpr, s, x: rows.Slice, boundary, rank: Int32):
-    """Set the bits s.bits of the places whose key lies above the boundary, and count them: s.above. Of those at it:
-    their count, s.near, and their list, s.list, or where the row has more of them than LIST, bits, s.ties. A barrier
-    follows. boundary = (least, greatest, keys of the row at it, keys needed of them)."""
+    """Set the bits s.bits of the places whose key lies above the boundary, and count them in a cluster: s.counts[0]. Of
+    those at it: their count, s.counts[1], and their list, s.list, or where the row has more of them than LIST, bits,
+    s.ties. A barrier follows. boundary = (least, greatest, keys of the row at it, keys needed of them)."""
     least, greatest, here, need = boundary
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     flip = keys.flip(least)
     over = greatest if need < here else least - 1
     masks = cute.make_rmem_tensor(STEP, Uint32)
-    above, near = Int32(0), Int32(0)
+    above = Int32(0)
     for group in cutlass.range(warp, groups(spec, x), spec.threads // 32, unroll=1):
-        hits = Int32(0)
+        nearest = load(spec, s, group * GROUP + lane) ^ flip  # above `least`
+        nearest -= least
         for u in cutlass.range_constexpr(STEP):
             key = load(spec, s, group * GROUP + u * 32 + lane) ^ flip
             masks[u] = Uint32(cute.arch.vote_ballot_sync(key > over))
-            if key >= least and key <= over:
-                hits = hits | (1 << u)
-        for u in cutlass.range_constexpr(STEP):
-            above += Int32(cute.arch.popc(masks[u]))
+            nearest = cutlass.min(nearest, key - least)
+            if const_expr(spec.cluster > 1):
+                if key > over:
+                    above += 1
         if lane == 0:
             store(s.bits, group, masks)
-        if here > LIST and need < here:
-            for u in cutlass.range_constexpr(STEP):
-                place = group * GROUP + u * 32 + lane - x.shift
-                tie = (hits & (1 << u)) != 0 and place >= 0 and place < x.count
-                masks[u] = Uint32(cute.arch.vote_ballot_sync(tie))
-                near += Int32(cute.arch.popc(masks[u]))
-            if lane == 0:
-                store(s.ties, group, masks)
-        elif hits != 0:
-            for u in cutlass.range_constexpr(STEP):
-                place = group * GROUP + u * 32 + lane
-                if (hits & (1 << u)) != 0 and place >= x.shift and place < x.shift + x.count:
-                    slot = Int32(select.add(s.near, 0, 1))
-                    s.list[0, slot] = keys.order(load(spec, s, place))
-                    s.list[1, slot] = Uint32((rank << OWNER) | place)
-    if lane == 0:
-        if above > 0:
-            select.add(s.above, 0, above)
-        if near > 0:
-            select.add(s.near, 0, near)
+        if need < here:
+            if here > LIST:
+                mark_ties(spec, s, x, group, flip, least, over)
+            elif nearest <= over - least:
+                note(spec, s, x, group, (flip, least, over), rank)
+    if const_expr(spec.cluster > 1):
+        above = cute.arch.warp_redux_sync(above, "add")
+        if lane == 0:
+            select.add(s.counts, 0, above)
+
+
+@cute.jit
+def mark_ties(spec: cutlass.Constexpr, s, x: rows.Slice, group: Int32, flip: Uint32, least: Uint32, over: Uint32):
+    """Bits, and the count, of a group's places whose key is at the boundary."""
+    masks, near = cute.make_rmem_tensor(STEP, Uint32), Int32(0)
+    for u in cutlass.range_constexpr(STEP):
+        place = group * GROUP + u * 32 + cute.arch.lane_idx()
+        key = load(spec, s, place) ^ flip
+        place -= x.shift
+        tie = key >= least and key <= over and place >= 0 and place < x.count
+        masks[u] = Uint32(cute.arch.vote_ballot_sync(tie))
+        near += Int32(cute.arch.popc(masks[u]))
+    if cute.arch.lane_idx() == 0:
+        store(s.ties, group, masks)
+        select.add(s.counts, 1, near)
+
+
+@cute.jit
+def note(spec: cutlass.Constexpr, s, x: rows.Slice, group: Int32, boundary, rank: Int32):
+    """List this lane's places of a group whose key is at the boundary."""
+    flip, least, over = boundary
+    for u in cutlass.range(STEP, unroll=1):
+        place = group * GROUP + u * 32 + cute.arch.lane_idx()
+        word = load(spec, s, place)
+        key = word ^ flip
+        if key >= least and key <= over and place >= x.shift and place < x.shift + x.count:
+            slot = select.add(s.counts, 1, 1)
+            s.list[0, slot] = keys.order(word)
+            s.list[1, slot] = Uint32((rank << OWNER) | place)
 
 
 def store(bits, group, masks):
