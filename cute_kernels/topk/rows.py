@@ -25,7 +25,7 @@ def slices(n, cluster):
 
 @dataclass(frozen=True)
 class Slice:
-    """The keys [low, low + count) of a window. words: the row's memory as vectors (WORDS, vectors), aligned; element
+    """The keys [low, end) of a window, of which `count` are held. words: the row's memory as vectors (WORDS, vectors), aligned; element
     j of the slice is element j + shift of it. vectors: that hold elements of the slice."""
 
     row: Int32
@@ -33,6 +33,7 @@ class Slice:
     n: Int32
     low: Int32
     count: Int32
+    end: Int32
     shift: Int32
     vectors: Int32
     words: cute.Tensor
@@ -67,7 +68,7 @@ def cut(spec, a, row, start, n, rank):
     pointer = cute.make_ptr(Uint32, address - (shift * size), cute.AddressSpace.gmem, assumed_align=16)
     vectors = (count + shift + 16 // size - 1) // (16 // size)
     words = cute.make_tensor(pointer, cute.make_layout((WORDS, vectors), stride=(1, WORDS)))
-    return Slice(row, start, n, low, count, shift, vectors, words)
+    return Slice(row, start, n, low, count, low + count, shift, vectors, words)
 
 
 @cute.jit

@@ -5,7 +5,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
 from ..device import dsmem
-from ..device.warp import prefix_sum
 from .keys import BINS
 
 
@@ -19,11 +18,15 @@ def meet(spec: cutlass.Constexpr):
         cute.arch.cluster_wait()
 
 
+PULLED = 4  # CTAs of the largest cluster whose threads add up what they need of all histograms themselves
+
+
 @cute.jit
-def totals(spec: cutlass.Constexpr, local: cute.Tensor, total: cute.Tensor):
-    """total[b] = the sum of local[b] over the CTAs of the row, both (BINS,). Begins and ends with `meet`."""
+def merge(spec: cutlass.Constexpr, local: cute.Tensor, total: cute.Tensor):
+    """From here on `bins` gives the sums of local (BINS,) over the CTAs of the row. Begins with `meet`; `local` may not
+    be changed before another one where a cluster has at most PULLED CTAs, and total (BINS,) is left alone there."""
     meet(spec)
-    if const_expr(spec.cluster > 1):
+    if const_expr(spec.cluster > PULLED):
         rank, tid = cute.arch.block_idx_in_cluster(), cute.arch.thread_idx()[0]
         share = const_expr(BINS // spec.cluster)
         for i in cutlass.range(tid, share, spec.threads, unroll=1):
@@ -37,31 +40,70 @@ def totals(spec: cutlass.Constexpr, local: cute.Tensor, total: cute.Tensor):
 
 
 @cute.jit
-def standing(spec: cutlass.Constexpr, counts: cute.Tensor, rank: Int32):
-    """Of the counts (2,) of all CTAs of the row, (sum of counts[0] before this CTA, sum of counts[1] before it and over
-    all; counts[1] of CTA `lane`, sum before that CTA); after a `meet`."""
-    lane, first, second = cute.arch.lane_idx(), Int32(0), Int32(0)
-    if lane < spec.cluster:
-        if const_expr(spec.cluster == 1):
-            second = Int32(counts[1])
-        else:
-            source = dsmem.address(counts, lane)
-            first, second = Int32(dsmem.load(source, 0)), Int32(dsmem.load(source, 1))
-    sums, nears = prefix_sum(first), prefix_sum(second)
-    return (
-        cute.arch.shuffle_sync(sums - first, rank), cute.arch.shuffle_sync(nears - second, rank),
-        cute.arch.shuffle_sync(nears, 31), second, nears - second,
-    )  # fmt: skip
+def again(spec: cutlass.Constexpr):
+    """`local` may be changed after `merge` and `bins`."""
+    if const_expr(1 < spec.cluster <= PULLED):
+        meet(spec)
 
 
 @cute.jit
-def pool(spec: cutlass.Constexpr, lists: cute.Tensor, own: Int32, earlier: Int32, into: cute.Tensor):
-    """into = the lists of all CTAs of the row, one behind the other: (2, LIST) each, `own` entries of CTA `lane`, behind
-    `earlier`. A barrier follows."""
-    warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+def bins(spec: cutlass.Constexpr, local: cute.Tensor, total: cute.Tensor, first: Int32, into: cute.Tensor):
+    """into = the merged bins from `first` on, a multiple of their number."""
+    count = const_expr(min(cute.size(into), 4))
+    part = cute.make_rmem_tensor(count, Uint32)
+    for i in cutlass.range_constexpr(cute.size(into) // count):
+        at = first + i * count
+        for c in cutlass.range_constexpr(spec.cluster if 1 < spec.cluster <= PULLED else 1):
+            if const_expr(spec.cluster == 1):
+                cute.autovec_copy(cute.make_tensor(local.iterator + at, part.layout), part)
+            elif const_expr(spec.cluster > PULLED):
+                cute.autovec_copy(cute.make_tensor(total.iterator + at, part.layout), part)
+            else:
+                dsmem.load_vector(dsmem.address(local, c), at, part)
+            for e in cutlass.range_constexpr(count):
+                into[i * count + e] = part[e] if const_expr(c == 0) else into[i * count + e] + part[e]
+
+
+@cute.jit
+def publish(spec: cutlass.Constexpr, counts: cute.Tensor, table: cute.Tensor):
+    """table[c] = counts (2,) of CTA c, in every CTA of the row; (cluster, 2). Ends with `meet`."""
+    if const_expr(spec.cluster > 1):
+        cute.arch.barrier()
+        rank, tid = cute.arch.block_idx_in_cluster(), cute.arch.thread_idx()[0]
+        if tid < spec.cluster:
+            for i in cutlass.range_constexpr(2):
+                dsmem.store(dsmem.address(table, tid), 2 * rank + i, counts[i])
+    meet(spec)
+
+
+@cute.jit
+def before(spec: cutlass.Constexpr, table: cute.Tensor, i: cutlass.Constexpr, rank: Int32):
+    """The sum of table[c, i] over the CTAs c before `rank`."""
+    mine = Int32(0)
+    if const_expr(spec.cluster > 1):
+        if cute.arch.lane_idx() < rank:
+            mine = Int32(table[cute.arch.lane_idx(), i])
+        mine = cute.arch.warp_redux_sync(mine, "add")
+    return mine
+
+
+@cute.jit
+def tell(spec: cutlass.Constexpr, counts: cute.Tensor, i: cutlass.Constexpr, amount: Int32, rank: Int32):
+    """counts[i] += amount in the CTAs of the row after `rank`, by the lanes of one warp. They see it after `meet`."""
+    lane = cute.arch.lane_idx()
+    if (lane > rank) & (lane < spec.cluster):
+        dsmem.add(dsmem.address(counts, lane), i, amount)
+
+
+@cute.jit
+def pool(spec: cutlass.Constexpr, lists: cute.Tensor, table: cute.Tensor, into: cute.Tensor):
+    """into = the lists of all CTAs of the row, (LIST,) of 64 bits each, table[c, 1] entries of CTA c, one behind the
+    other. Ends with a barrier."""
+    warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+    words = cute.make_tensor(cute.recast_ptr(into.iterator, dtype=Uint32), cute.make_layout(2 * cute.size(into)))
     for c in cutlass.range(warp, spec.cluster, spec.threads // 32, unroll=1):
-        length, first = cute.arch.shuffle_sync(own, c), cute.arch.shuffle_sync(earlier, c)
+        first = before(spec, table, 1, c)
         source = dsmem.address(lists, c)
-        for i in cutlass.range(lane, length, 32, unroll=1):
-            into[0, first + i] = dsmem.load(source, 2 * i)
-            into[1, first + i] = dsmem.load(source, 2 * i + 1)
+        for i in cutlass.range(lane, Int32(2 * table[c, 1]), 32, unroll=1):
+            words[2 * first + i] = dsmem.load(source, i)
+    cute.arch.barrier()

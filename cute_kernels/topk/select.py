@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
 from ..device.warp import prefix_sum
+from . import scope
 from .keys import BINS
 
 
@@ -27,11 +28,12 @@ def before(value: Int32, scratch: cute.Tensor, warps: cutlass.Constexpr):
     if lane == 0:
         scratch[warp] = value
     cute.arch.barrier()
-    mine = Int32(0)
+    mine, earlier = Int32(0), Int32(0)
     if lane < warps:
         mine = scratch[lane]
-    sums = prefix_sum(mine, warps)
-    return cute.arch.shuffle_sync(sums - mine, warp), cute.arch.shuffle_sync(sums, warps - 1)
+    if lane < warp:
+        earlier = mine
+    return cute.arch.warp_redux_sync(earlier, "add"), cute.arch.warp_redux_sync(mine, "add")
 
 
 @cute.jit
@@ -43,23 +45,26 @@ def rank_in(spec: cutlass.Constexpr, mine: Int32, scratch: cute.Tensor):
 
 
 @cute.jit
-def search(spec: cutlass.Constexpr, total: cute.Tensor, need: Int32, scratch: cute.Tensor, found: cute.Tensor):
-    """Where the need-th largest key lies, need >= 1: (its bin, keys in that bin, keys needed of that bin, all keys);
-    the first three mean nothing where there are fewer keys."""
+def search(spec: cutlass.Constexpr, s, need: Int32):
+    """Where the need-th largest key of the row lies, need >= 1: (its bin, keys in that bin, keys needed of that bin, all
+    keys); the first three mean nothing where there are fewer keys. Begins with `meet`."""
     per = const_expr(BINS // spec.threads)
-    top = BINS - 1 - cute.arch.thread_idx()[0] * per
-    mine = Int32(0)
+    scope.merge(spec, s.local, s.total)
+    first = BINS - (cute.arch.thread_idx()[0] + 1) * per
+    counts, mine = cute.make_rmem_tensor(per, Uint32), Int32(0)
+    scope.bins(spec, s.local, s.total, first, counts)
     for e in cutlass.range_constexpr(per):
-        mine += Int32(total[top - e])
-    above, everything = rank_in(spec, mine, scratch)
-    if above < need and need <= above + mine:
+        mine += Int32(counts[e])
+    above, everything = rank_in(spec, mine, s.scratch)
+    if (above < need) & (need <= above + mine):
+        b, here, left = Int32(0), Int32(0), Int32(0)
         for e in cutlass.range_constexpr(per):
-            here = Int32(total[top - e])
-            if above < need and need <= above + here:
-                found[0], found[1], found[2] = top - e, here, need - above
-            above += here
+            if above < need:
+                b, here, left = first + per - 1 - e, Int32(counts[per - 1 - e]), need - above
+            above += Int32(counts[per - 1 - e])
+        s.found[0], s.found[1], s.found[2] = b, here, left
     cute.arch.barrier()
-    return found[0], found[1], found[2], everything
+    return s.found[0], s.found[1], s.found[2], everything
 
 
 @cute.jit

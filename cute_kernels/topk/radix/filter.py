@@ -2,8 +2,8 @@
 
 A candidate's key is at least `floor`, at first the key of a rank in a sample of the row that leaves more than k, so that
 one pass over the row suffices. Where candidates would not fit, all but the CTA's k best give way, and their boundary is
-the floor from there on. Where the sample misled, and fewer than k of the row are left, the pass is done again from floor
-0: no result depends on the sample.
+the floor from there on. Where the sample misled, and fewer than k keys of the row reach the floor, the pass is done again
+from floor 0: no result depends on the sample.
 """
 
 from dataclasses import replace
@@ -21,83 +21,87 @@ from .passes import lanes
 SAMPLE = 4096  # keys
 
 
-def unroll(spec):
-    """Vectors of a thread in a chunk: 16 keys. Their counts share a word."""
-    return 16 // lanes(spec)
+UNROLL = 4  # vectors of a thread in a chunk
+FIELD = 16  # bits of a count of a warp's candidates in one vector a thread; two make a word
 
 
-def chunk(spec):
-    """Keys that are looked at between two barriers."""
-    return spec.threads * 16
+def room(spec):
+    """The largest k that `screen` has room for."""
+    return spec.capacity - 32 * UNROLL * lanes(spec)
 
 
-def held(spec, x: rows.Slice, kept):
-    """The slice of what is kept."""
-    return replace(x, shift=Int32(0), count=kept, vectors=(kept + lanes(spec) - 1) // lanes(spec))
+@cute.jit
+def held(spec: cutlass.Constexpr, s, x: rows.Slice, kept: Int32):
+    """The slice of what is kept: filler too, at both ends, where it is no less than the floor."""
+    filler = Int32(0)
+    if kept > 0:
+        filler = cutlass.max(x.low - s.index[0], 0) + cutlass.max(s.index[kept - 1] + 1 - x.end, 0)
+    vectors = (kept + lanes(spec) - 1) // lanes(spec)
+    return replace(x, shift=Int32(0), count=kept - filler, vectors=vectors)
 
 
 @cute.jit
 def gather(spec: cutlass.Constexpr, a, s, x: rows.Slice):
-    """Fill shared memory with candidates: (how many, bin of the row's k-th, keys in that bin, needed of them)."""
+    """Fill shared memory with candidates: (how many, bin of the row's k-th key, keys in that bin, needed of them)."""
     floor = sample(spec, a, s, x)
     kept, found, here, need, everything = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
     while everything < a.k:
         kept = screen(spec, a, s, x, floor)
         passes.prepare(spec, s)
-        passes.count(spec, s, held(spec, x, kept))
-        scope.totals(spec, s.local, s.total)
-        found, here, need, everything = select.search(spec, s.total, a.k, s.scratch, s.found)
+        passes.count(spec, s, held(spec, s, x, kept))
+        found, here, need, everything = select.search(spec, s, a.k)
         floor = Uint32(0)
+        scope.again(spec)
     return kept, found, here, need
 
 
 @cute.jit
 def sample(spec: cutlass.Constexpr, a, s, x: rows.Slice):
-    """A key that more than k keys of the row are likely to reach: of a sample, vectors at equal distances, a rank five standard
-    deviations beyond the one expected of the k-th. 0 where the sample is too small."""
+    """A key that more than k keys of the row are likely to reach: of a sample, vectors at equal distances, the one of a
+    rank five standard deviations beyond that expected of the k-th. 0 where the sample is too small."""
     passes.prepare(spec, s)
-    words = cute.make_rmem_tensor((rows.WORDS, max(SAMPLE // lanes(spec) // spec.threads, 1)), Uint32)
     vectors = const_expr(max(SAMPLE // lanes(spec), spec.threads))
+    words = cute.make_rmem_tensor((rows.WORDS, vectors // spec.threads), Uint32)
     for i in cutlass.range_constexpr(vectors // spec.threads):
         at = Float32(cute.arch.thread_idx()[0] + i * spec.threads) * Float32(1.0 / vectors)
         rows.fetch(spec, x, Int32(Float32(x.vectors) * at), words[None, i])
-    for i in cutlass.range_constexpr(cute.size(words) // rows.WORDS):
+    for i in cutlass.range_constexpr(vectors // spec.threads):
         for e in cutlass.range_constexpr(lanes(spec)):
             select.add(s.local, keys.bin_of(passes.key_of(spec, words[None, i], e), spec.dtype), 1)
-    scope.totals(spec, s.local, s.total)
     size = const_expr(spec.cluster * vectors * lanes(spec))
     mean = Float32(a.k) / Float32(x.n) * Float32(size)
     rank = Int32(mean + 5.0 * cute.math.sqrt(mean)) + 5
     floor = Uint32(0)
     if rank < size:
-        floor, _ = keys.span(select.search(spec, s.total, rank, s.scratch, s.found)[0], spec.dtype)
+        floor, _ = keys.span(select.search(spec, s, rank)[0], spec.dtype)
+    scope.again(spec)
     return floor
 
 
 @cute.jit
 def screen(spec: cutlass.Constexpr, a, s, x: rows.Slice, floor: Uint32):
-    """Keep the candidates of the slice: how many. Ends with a barrier."""
-    now, later = (cute.make_rmem_tensor((rows.WORDS, unroll(spec)), Uint32) for _ in range(2))
-    step = const_expr(spec.threads * unroll(spec))
-    base, kept, turn = Int32(0), Int32(0), Int32(0)
+    """Keep the keys of the slice that are at least `floor`: how many. Ends with a barrier."""
+    words = cute.make_rmem_tensor((rows.WORDS, UNROLL), Uint32)
+    warps = const_expr(spec.threads // 32)
+    base, kept, turn, part, until = Int32(0), Int32(0), Int32(0), Int32(0), Int32(warps)
     cute.arch.barrier()
-    read(spec, x, base, now)
     while base < x.vectors:
-        read(spec, x, base + step, later)
-        count = Int32(0)
-        if floor > keys.FILLER >> BITS[spec.dtype]:
-            count = take(spec, s, x, now, (base, kept, turn), floor, False)
-        else:
-            count = take(spec, s, x, now, (base, kept, turn), floor, True)
+        read(spec, x, base, words)
+        count = take(spec, s, x, words, (base, kept, turn), (floor, part, until))
         turn ^= 1
         if kept + count > spec.capacity:
-            floor = squeeze(spec, a, s, x, kept)
-            kept = a.k
+            until = part + 1  # the rest of the chunk comes a warp at a time, which fits beside k
+            if kept > a.k:
+                floor = squeeze(spec, a, s, x, kept)
+                kept = a.k
         else:
             kept += count
-            base += step
-            for i in cutlass.range_constexpr(cute.size(now)):
-                now[i] = later[i]
+            part = until
+            if until < warps:
+                until += 1
+            else:
+                part, until = Int32(0), Int32(warps)
+                base += spec.threads * UNROLL
     cute.arch.barrier()
     fill(spec, s, kept)
     cute.arch.barrier()
@@ -105,63 +109,59 @@ def screen(spec: cutlass.Constexpr, a, s, x: rows.Slice, floor: Uint32):
 
 
 def vector(spec, base, u):
-    """This thread's vector u of the chunk: a warp has 32 * unroll neighbours."""
+    """This thread's vector u of the chunk: a warp has 32 * UNROLL neighbours."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    return base + warp * (32 * unroll(spec)) + u * 32 + cute.arch.lane_idx()
+    return base + warp * (32 * UNROLL) + u * 32 + cute.arch.lane_idx()
 
 
 @cute.jit
 def read(spec: cutlass.Constexpr, x: rows.Slice, base: Int32, words: cute.Tensor):
     """This thread's vectors of a chunk."""
-    end = (base + spec.threads * unroll(spec)) * lanes(spec)
-    if base >= x.shift and end <= x.count + x.shift:  # a chunk without filler
-        for u in cutlass.range_constexpr(unroll(spec)):
+    end = (base + spec.threads * UNROLL) * lanes(spec)
+    if (base >= x.shift) & (end <= x.count + x.shift):  # a chunk without filler
+        for u in cutlass.range_constexpr(UNROLL):
             cute.autovec_copy(x.words[None, vector(spec, base, u)], words[None, u])
     else:
-        for u in cutlass.range_constexpr(unroll(spec)):
+        for u in cutlass.range_constexpr(UNROLL):
             rows.fetch(spec, x, vector(spec, base, u), words[None, u])
 
 
 @cute.jit
-def take(spec: cutlass.Constexpr, s, x: rows.Slice, words, where, floor: Uint32, filler: cutlass.Constexpr):
-    """Count the candidates of a chunk, and append them to those kept if all fit. filler: it is no less than `floor`.
-    where = (first vector, candidates kept before, parity of the chunk). Holds a barrier."""
-    base, kept, turn = where
-    field = const_expr(32 // unroll(spec))
-    flip, most = keys.flip(floor), const_expr((1 << field) - 1)
-    mine = Int32(0)  # a count a vector
-    for u in cutlass.range_constexpr(unroll(spec)):
-        for e in cutlass.range_constexpr(lanes(spec)):
-            if candidate(spec, x, words, (base, u, e), flip, floor, filler):
-                mine += 1 << (u * field)
-    sums = prefix_sum(mine)
-    whole, mine = cute.arch.shuffle_sync(sums, 31), sums - mine
-    warp = Int32(0)
-    for u in cutlass.range_constexpr(unroll(spec)):
-        warp += (whole >> (u * field)) & most
+def take(spec: cutlass.Constexpr, s, x: rows.Slice, words: cute.Tensor, where, what):
+    """Count the candidates of a chunk, and append them to those kept if all fit. Holds a barrier. where = (first vector,
+    candidates kept before, parity of the call). what = (floor, warps that look at their vectors: first, behind the last).
+    """
+    (base, kept, turn), (floor, part, until) = where, what
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    active = (warp >= part) & (warp < until)
+    flip, most = keys.flip(floor), const_expr((1 << FIELD) - 1)
+    mine, whole = (cute.make_rmem_tensor(UNROLL // 2, Int32) for _ in range(2))
+    for i in cutlass.range_constexpr(cute.size(words)):
+        words[i] = words[i] ^ (flip if const_expr(BITS[spec.dtype] == 32) else flip | (flip >> 16))
+    chosen = Int32(0)
+    for h in cutlass.range_constexpr(UNROLL // 2):
+        count = Int32(0)
+        for u in cutlass.range_constexpr(2):
+            for e in cutlass.range_constexpr(lanes(spec)):
+                if active & (passes.key_of(spec, words[None, 2 * h + u], e) >= floor):
+                    count += 1 << (u * FIELD)
+        sums = prefix_sum(count)
+        whole[h], mine[h] = cute.arch.shuffle_sync(sums, 31), sums - count
+        chosen += (whole[h] & most) + (whole[h] >> FIELD)
     scratch = cute.make_tensor(s.scratch.iterator + turn * 32, cute.make_layout(32))
-    earlier, count = select.before(warp, scratch, spec.threads // 32)
+    earlier, count = select.before(chosen, scratch, spec.threads // 32)
     if kept + count <= spec.capacity:
         earlier += kept
-        for u in cutlass.range_constexpr(unroll(spec)):
-            place = earlier + ((mine >> (u * field)) & most)
+        for u in cutlass.range_constexpr(UNROLL):
+            place = earlier + ((mine[u // 2] >> (u % 2 * FIELD)) & most)
             index = x.low - x.shift + vector(spec, base, u) * lanes(spec)
             for e in cutlass.range_constexpr(lanes(spec)):
-                if candidate(spec, x, words, (base, u, e), flip, floor, filler):
-                    put(spec, s, place, passes.key_of(spec, words[None, u], e), index + e)
+                key = passes.key_of(spec, words[None, u], e)
+                if active & (key >= floor):
+                    put(spec, s, place, key ^ flip, index + e)
                     place += 1
-            earlier += (whole >> (u * field)) & most
+            earlier += (whole[u // 2] >> (u % 2 * FIELD)) & most
     return count
-
-
-def candidate(spec, x, words, where, flip, floor, filler):
-    """Whether key e of vector u is one."""
-    base, u, e = where
-    result = (passes.key_of(spec, words[None, u], e) ^ flip) >= floor
-    if filler:
-        j = vector(spec, base, u) * lanes(spec) + e - x.shift
-        result = result & (j >= 0) & (j < x.count)
-    return result
 
 
 @cute.jit
@@ -178,40 +178,48 @@ def fill(spec: cutlass.Constexpr, s, kept: Int32):
     """The group that the last candidate is in ends with filler. A barrier follows."""
     behind = (kept + passes.GROUP - 1) // passes.GROUP * passes.GROUP
     for place in cutlass.range(kept + cute.arch.thread_idx()[0], behind, spec.threads, unroll=1):
-        put(spec, s, place, Uint32(keys.FILLER), Int32(0))
+        put(spec, s, place, Uint32(keys.FILLER), Int32(-(1 << 30)))
 
 
 @cute.jit
 def squeeze(spec: cutlass.Constexpr, a, s, x: rows.Slice, kept: Int32):
     """Keep the k best of more than k candidates. A floor for what comes behind them; ends with a barrier."""
     alone = const_expr(replace(spec, cluster=1))
-    s = replace(s, total=s.local, pool=s.list)
+    s = replace(s, pool=s.list)
     cute.arch.barrier()
     fill(spec, s, kept)
-    passes.prepare(spec, s)
-    y = held(spec, x, kept)
-    passes.count(spec, s, y)
     cute.arch.barrier()
-    found, here, need, _ = select.search(alone, s.local, a.k, s.scratch, s.found)
+    passes.prepare(spec, s)
+    y = held(spec, s, x, kept)
+    passes.count(spec, s, y)
+    found, here, need, _ = select.search(alone, s, a.k)
     least, greatest, here, need = passes.narrow(alone, s, y, found, here, need)
-    passes.mark(alone, s, y, (least, greatest, here, need), Int32(0))
+    passes.mark(alone, a, s, y, (least, greatest, here, need), Int32(0))
     write.settle(alone, a, s, y, (here, need), Int32(0))
+    cute.arch.barrier()
     part = write.share(spec, y)
     at, _ = write.place_of(spec, s, part)
     room = const_expr(cute.size(s.ties))
     for begin in cutlass.range(0, a.k, room, unroll=1):
         write.stage(spec, s, y, part, at - begin, True)
         cute.arch.barrier()
-        count = cutlass.min(a.k - begin, room)
-        for i in cutlass.range(0, count, spec.threads, unroll=1):
-            slot = i + cute.arch.thread_idx()[0]
-            word, index = Uint32(0), Int32(0)
-            if slot < count:
-                word, index = passes.load(spec, s, Int32(s.ties[slot])), s.index[s.ties[slot]]
-            cute.arch.barrier()
-            if slot < count:
-                put(spec, s, begin + slot, word, index)
-        cute.arch.barrier()
-    if least == greatest and a.last_ties == 0:
+        move(spec, s, begin, cutlass.min(a.k - begin, room))
+    if (least == greatest) & (a.last_ties == 0):
         least += 1
+    if const_expr(BITS[spec.dtype] == 16):
+        least = least & Uint32(0xFFFF0000)  # `take` compares keys whose low halves are 0
     return least
+
+
+@cute.jit
+def move(spec: cutlass.Constexpr, s, begin: Int32, count: Int32):
+    """Places `begin` and on get what is at the places in s.ties, none of which is lower. Ends with a barrier."""
+    for i in cutlass.range(0, count, spec.threads, unroll=1):
+        slot = i + cute.arch.thread_idx()[0]
+        word, index = Uint32(0), Int32(0)
+        if slot < count:
+            word, index = passes.load(spec, s, Int32(s.ties[slot])), s.index[s.ties[slot]]
+        cute.arch.barrier()
+        if slot < count:
+            put(spec, s, begin + slot, word, index)
+    cute.arch.barrier()

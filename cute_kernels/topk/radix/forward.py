@@ -17,7 +17,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, const_expr
+from cutlass import Int32, Uint32, Uint64, const_expr
 
 from ... import abi
 from .. import emit, keys, rows, scope, select
@@ -57,18 +57,19 @@ class Shared:
     """Shared memory of a CTA."""
 
     keys: cute.Tensor  # (WORDS, vectors) of floats
-    index: cute.Tensor  # (places,) of candidates in the window; (1,) where a slice is held whole
+    index: cute.Tensor  # (places,) in the window, of candidates; (1,) where a slice is held whole
     local: cute.Tensor  # (BINS,) of this CTA
-    total: cute.Tensor  # (BINS,) of the row; `local` itself where a CTA has the row alone
-    bits: cute.Tensor  # (places / 32,) over `local` and `total`
+    total: cute.Tensor  # (BINS,) of the row, where the cluster is larger than scope.PULLED
+    bits: cute.Tensor  # (places / 32,) over the bins, where no other CTA reads them any more; ties too
     staged: cute.Tensor  # indices of what was selected, in order; over `keys`
-    ties: cute.Tensor  # (places / 32,) bits
-    list: cute.Tensor  # (2, LIST) (key, CTA and place) of this CTA's keys at the boundary
-    pool: cute.Tensor  # (2, LIST) of the row's; `list` itself where a CTA has the row alone
+    ties: cute.Tensor  # (places / 32 at least,)
+    list: cute.Tensor  # (LIST,) this CTA's keys at the boundary, 64 bits with their places
+    pool: cute.Tensor  # (LIST,) the row's; `list` itself where a CTA has the row alone
+    ranks: cute.Tensor  # (LIST,) of `pool`
+    table: cute.Tensor  # (cluster, 2) counts of the CTAs
+    counts: cute.Tensor  # (4,) keys of this CTA above the boundary (in a cluster), and at it; chosen of CTAs before it
     scratch: cute.Tensor  # (64,)
-    found: cute.Tensor  # (3,)
-    ranks: cute.Tensor  # (LIST,) of the keys in `pool`
-    counts: cute.Tensor  # (2,) keys of this CTA above the boundary (in a cluster), and at it
+    found: cute.Tensor  # (4,)
 
 
 def allocate(spec) -> Shared:
@@ -78,28 +79,28 @@ def allocate(spec) -> Shared:
         return smem.allocate_tensor(dtype, cute.make_layout(count), align)
 
     places = spec.capacity + 2 * passes.GROUP
-    alone = spec.cluster == 1
     held = cute.make_layout((rows.WORDS, places // passes.lanes(spec)))
     buffer = smem.allocate_tensor(Uint32, held, 16)
-    bits = words(max(places // 32, keys.BINS * (1 if alone else 2)))
-    index = words(places if spec.stream else 1, Int32)
-    ties = words(max(places // 32, 512))
-    pair = cute.make_layout((2, passes.LIST))
-    near = smem.allocate_tensor(Uint32, pair, 16)
+    pulled, merged = 1 < spec.cluster <= scope.PULLED, spec.cluster > scope.PULLED
+    marks = places // 32
+    bits = words(2 * marks if pulled else max(2 * marks, keys.BINS * (1 + merged)))
+    local = words(keys.BINS) if pulled else cute.make_tensor(bits.iterator, cute.make_layout(keys.BINS))
+    entries = smem.allocate_tensor(Uint64, cute.make_layout(passes.LIST), 16)
     return Shared(
         keys=buffer,
-        index=index,
-        local=cute.make_tensor(bits.iterator, cute.make_layout(keys.BINS)),
-        total=cute.make_tensor(bits.iterator + (0 if alone else keys.BINS), cute.make_layout(keys.BINS)),
-        bits=bits,
+        index=words(places if spec.stream else 1, Int32),
+        local=local,
+        total=cute.make_tensor(bits.iterator + keys.BINS, local.layout) if merged else local,
+        bits=cute.make_tensor(bits.iterator, cute.make_layout(marks)),
         staged=cute.make_tensor(cute.recast_ptr(buffer.iterator, dtype=Int32), cute.make_layout(cute.size(buffer))),
-        ties=ties,
-        list=near,
-        pool=near if alone else smem.allocate_tensor(Uint32, pair, 16),
-        scratch=words(64, Int32),
-        found=words(3, Int32),
+        ties=cute.make_tensor(bits.iterator + marks, cute.make_layout(cute.size(bits) - marks)),
+        list=entries,
+        pool=entries if spec.cluster == 1 else smem.allocate_tensor(Uint64, entries.layout, 16),
         ranks=words(passes.LIST, Int32),
-        counts=words(2, Int32),
+        table=smem.allocate_tensor(Uint32, cute.make_layout((spec.cluster, 2), stride=(2, 1)), 16),
+        counts=words(4, Int32),
+        scratch=words(64, Int32),
+        found=words(4, Int32),
     )
 
 
@@ -150,17 +151,12 @@ def pick(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice, rank: Int32):
     """A row of more than k elements."""
     if const_expr(spec.stream):
         kept, found, here, need = filter.gather(spec, a, s, x)
-        x = filter.held(spec, x, kept)
+        x = filter.held(spec, s, x, kept)
     else:
         passes.prepare(spec, s)
         passes.hold(spec, s, x)
-        scope.totals(spec, s.local, s.total)
-        found, here, need, _ = select.search(spec, s.total, a.k, s.scratch, s.found)
+        found, here, need, _ = select.search(spec, s, a.k)
     least, greatest, here, need = passes.narrow(spec, s, x, found, here, need)
-    passes.mark(spec, s, x, (least, greatest, here, need), rank)
+    passes.mark(spec, a, s, x, (least, greatest, here, need), rank)
     position = write.settle(spec, a, s, x, (here, need), rank)
-    if const_expr(spec.cluster > 1):
-        cute.arch.cluster_arrive()
     write.expand(spec, a, s, x, position)
-    if const_expr(spec.cluster > 1):
-        cute.arch.cluster_wait()

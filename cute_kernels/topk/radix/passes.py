@@ -6,7 +6,7 @@ filler, the lowest key.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, const_expr
+from cutlass import Int32, Uint32, Uint64, const_expr
 
 from .. import keys, rows, scope, select
 from ..spec import BITS
@@ -34,7 +34,7 @@ def prepare(spec: cutlass.Constexpr, s):
     select.clear(spec, s.local)
     for i in cutlass.range(cute.arch.thread_idx()[0], LIST, spec.threads, unroll=1):
         s.ranks[i] = Int32(0)
-    if cute.arch.thread_idx()[0] < 2:
+    if cute.arch.thread_idx()[0] < 3:
         s.counts[cute.arch.thread_idx()[0]] = Int32(0)
     cute.arch.barrier()
 
@@ -89,10 +89,10 @@ def tally(spec: cutlass.Constexpr, s, x: rows.Slice, least: Uint32, greatest: Ui
         cute.autovec_copy(s.keys[None, v], words)
         for e in cutlass.range_constexpr(lanes(spec)):
             key = keys.order(key_of(spec, words, e))
-            if key >= least and key <= greatest:
+            if (key >= least) & (key <= greatest):
                 select.add(s.local, Int32((key - least) >> shift), 1)
     lowest = const_expr(keys.FILLER >> BITS[spec.dtype])  # key of the filler
-    if tid == 0 and least <= lowest and lowest <= greatest:
+    if (tid == 0) & (least <= lowest) & (lowest <= greatest):
         select.add(s.local, Int32((Uint32(lowest) - least) >> shift), x.count - vectors * lanes(spec))
 
 
@@ -100,13 +100,13 @@ def tally(spec: cutlass.Constexpr, s, x: rows.Slice, least: Uint32, greatest: Ui
 def narrow(spec: cutlass.Constexpr, s, x: rows.Slice, found: Int32, here: Int32, need: Int32):
     """Split the bin found until what is left of it can be told apart: (least, greatest key, keys, keys needed)."""
     least, greatest = keys.span(found, spec.dtype)
-    while here > LIST and here > need and greatest > least:
+    while (here > LIST) & (here > need) & (greatest > least):
         shift = select.split(least, greatest)
+        scope.again(spec)
         select.clear(spec, s.local)
         cute.arch.barrier()
         tally(spec, s, x, least, greatest, shift)
-        scope.totals(spec, s.local, s.total)
-        found, here, need, _ = select.search(spec, s.total, need, s.scratch, s.found)
+        found, here, need, _ = select.search(spec, s, need)
         least += Uint32(found) << shift
         greatest = least + cutlass.min(greatest - least, (Uint32(1) << shift) - 1)
     return least, greatest, here, need
@@ -125,8 +125,21 @@ def load(spec: cutlass.Constexpr, s, place: Int32):
     return word if const_expr(BITS[spec.dtype] == 32) else word << 16
 
 
+def index_of(spec, s, x, place):
+    """The index in the window of what is at a place."""
+    if spec.stream:
+        return s.index[place]
+    return x.low - x.shift + place
+
+
+def real(spec, s, x, place):
+    """Whether there is no filler at a place."""
+    index = index_of(spec, s, x, place)
+    return (index >= x.low) & (index < x.end)
+
+
 @cute.jit
-def mark(spec: cutlass.Constexpr, s, x: rows.Slice, boundary, rank: Int32):
+def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary, rank: Int32):
     """Set the bits s.bits of the places whose key lies above the boundary, and count them in a cluster: s.counts[0]. Of
     those at it: their count, s.counts[1], and their list, s.list, or where the row has more of them than LIST, bits,
     s.ties. A barrier follows. boundary = (least, greatest, keys of the row at it, keys needed of them)."""
@@ -134,6 +147,9 @@ def mark(spec: cutlass.Constexpr, s, x: rows.Slice, boundary, rank: Int32):
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     flip = keys.flip(least)
     over = greatest if need < here else least - 1
+    turn = Uint32(rank << OWNER)  # what makes of places, by xor, the lower word of a list's entries
+    if a.last_ties == 0:
+        turn = ~turn
     masks = cute.make_rmem_tensor(STEP, Uint32)
     above = Int32(0)
     for group in cutlass.range(warp, groups(spec, x), spec.threads // 32, unroll=1):
@@ -152,7 +168,7 @@ def mark(spec: cutlass.Constexpr, s, x: rows.Slice, boundary, rank: Int32):
             if here > LIST:
                 mark_ties(spec, s, x, group, flip, least, over)
             elif nearest <= over - least:
-                note(spec, s, x, group, (flip, least, over), rank)
+                note(spec, s, x, group, (flip, least, over), turn)
     if const_expr(spec.cluster > 1):
         above = cute.arch.warp_redux_sync(above, "add")
         if lane == 0:
@@ -166,8 +182,7 @@ def mark_ties(spec: cutlass.Constexpr, s, x: rows.Slice, group: Int32, flip: Uin
     for u in cutlass.range_constexpr(STEP):
         place = group * GROUP + u * 32 + cute.arch.lane_idx()
         key = load(spec, s, place) ^ flip
-        place -= x.shift
-        tie = key >= least and key <= over and place >= 0 and place < x.count
+        tie = (key >= least) & (key <= over) & real(spec, s, x, place)
         masks[u] = Uint32(cute.arch.vote_ballot_sync(tie))
         near += Int32(cute.arch.popc(masks[u]))
     if cute.arch.lane_idx() == 0:
@@ -176,17 +191,19 @@ def mark_ties(spec: cutlass.Constexpr, s, x: rows.Slice, group: Int32, flip: Uin
 
 
 @cute.jit
-def note(spec: cutlass.Constexpr, s, x: rows.Slice, group: Int32, boundary, rank: Int32):
-    """List this lane's places of a group whose key is at the boundary."""
+def note(spec: cutlass.Constexpr, s, x: rows.Slice, group: Int32, boundary, turn: Uint32):
+    """List this lane's places of a group whose key is at the boundary, as 64 bits: larger ones get in first."""
     flip, least, over = boundary
-    for u in cutlass.range(STEP, unroll=1):
-        place = group * GROUP + u * 32 + cute.arch.lane_idx()
-        word = load(spec, s, place)
-        key = word ^ flip
-        if key >= least and key <= over and place >= x.shift and place < x.shift + x.count:
-            slot = select.add(s.counts, 1, 1)
-            s.list[0, slot] = keys.order(word)
-            s.list[1, slot] = Uint32((rank << OWNER) | place)
+    hits, first = Uint32(0), group * GROUP + cute.arch.lane_idx()
+    for u in cutlass.range_constexpr(STEP):
+        key = load(spec, s, first + u * 32) ^ flip
+        if (key >= least) & (key <= over) & real(spec, s, x, first + u * 32):
+            hits = hits | Uint32(1 << u)
+    while hits != 0:
+        place = first + 32 * (31 - Int32(cute.arch.clz(hits)))
+        hits = hits ^ (Uint32(1) << Uint32((place - first) >> 5))
+        key = keys.order(load(spec, s, place))
+        s.list[select.add(s.counts, 1, 1)] = (Uint64(key) << 32) | Uint64(Uint32(place) ^ turn)
 
 
 def store(bits, group, masks):
