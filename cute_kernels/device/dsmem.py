@@ -5,8 +5,10 @@ from cutlass import Int32, Uint32
 
 
 def address(tensor, rank):
-    """Of the same tensor in CTA `rank` of the cluster."""
-    return cute.arch.map_dsmem_ptr(tensor.iterator, rank).toint()
+    """Of the same tensor in CTA `rank` of the cluster. Computed where it is used: hoisted out of loops, they spill."""
+    text = "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};"
+    own = Uint32(tensor.iterator.toint())
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[own, Uint32(rank)])
 
 
 def load(base, word):

@@ -19,6 +19,7 @@ from . import passes, write
 from .passes import lanes
 
 SAMPLE = 4096  # keys
+LINE = 8  # vectors of a sample that are neighbours, 128 bytes: single sectors cost memory as much time
 
 
 UNROLL = 4  # vectors of a thread in a chunk
@@ -57,14 +58,15 @@ def gather(spec: cutlass.Constexpr, a, s, x: rows.Slice):
 
 @cute.jit
 def sample(spec: cutlass.Constexpr, a, s, x: rows.Slice):
-    """A key that more than k keys of the row are likely to reach: of a sample, vectors at equal distances, the one of a
+    """A key that more than k keys of the row are likely to reach: of a sample, lines at equal distances, the one of a
     rank five standard deviations beyond that expected of the k-th. 0 where the sample is too small."""
     passes.prepare(spec, s)
     vectors = const_expr(max(SAMPLE // lanes(spec), spec.threads))
     words = cute.make_rmem_tensor((rows.WORDS, vectors // spec.threads), Uint32)
     for i in cutlass.range_constexpr(vectors // spec.threads):
-        at = Float32(cute.arch.thread_idx()[0] + i * spec.threads) * Float32(1.0 / vectors)
-        rows.fetch(spec, x, Int32(Float32(x.vectors) * at), words[None, i])
+        line, v = (cute.arch.thread_idx()[0] + i * spec.threads) // LINE, cute.arch.thread_idx()[0] % LINE
+        first = Int32(Float32(x.vectors) * (Float32(line) * Float32(LINE / vectors)))
+        rows.fetch(spec, x, first // LINE * LINE + v, words[None, i])
     for i in cutlass.range_constexpr(vectors // spec.threads):
         for e in cutlass.range_constexpr(lanes(spec)):
             select.add(s.local, keys.bin_of(passes.key_of(spec, words[None, i], e), spec.dtype), 1)

@@ -140,9 +140,9 @@ def real(spec, s, x, place):
 
 @cute.jit
 def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary, rank: Int32):
-    """Set the bits s.bits of the places whose key lies above the boundary, and count them in a cluster: s.counts[0]. Of
-    those at it: their count, s.counts[1], and their list, s.list, or where the row has more of them than LIST, bits,
-    s.ties. A barrier follows. boundary = (least, greatest, keys of the row at it, keys needed of them)."""
+    """Set the bits s.bits of the places whose key lies above the boundary. Of those at it: their count, s.counts[1], and
+    their list, s.list, or where the row has more of them than LIST, bits, s.ties. A barrier follows. boundary = (least,
+    greatest, keys of the row at it, keys needed of them)."""
     least, greatest, here, need = boundary
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     flip = keys.flip(least)
@@ -151,7 +151,6 @@ def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary, rank: Int32):
     if a.last_ties == 0:
         turn = ~turn
     masks = cute.make_rmem_tensor(STEP, Uint32)
-    above = Int32(0)
     for group in cutlass.range(warp, groups(spec, x), spec.threads // 32, unroll=1):
         nearest = load(spec, s, group * GROUP + lane) ^ flip  # above `least`
         nearest -= least
@@ -159,9 +158,6 @@ def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary, rank: Int32):
             key = load(spec, s, group * GROUP + u * 32 + lane) ^ flip
             masks[u] = Uint32(cute.arch.vote_ballot_sync(key > over))
             nearest = cutlass.min(nearest, key - least)
-            if const_expr(spec.cluster > 1):
-                if key > over:
-                    above += 1
         if lane == 0:
             store(s.bits, group, masks)
         if need < here:
@@ -169,10 +165,6 @@ def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary, rank: Int32):
                 mark_ties(spec, s, x, group, flip, least, over)
             elif nearest <= over - least:
                 note(spec, s, x, group, (flip, least, over), turn)
-    if const_expr(spec.cluster > 1):
-        above = cute.arch.warp_redux_sync(above, "add")
-        if lane == 0:
-            select.add(s.counts, 0, above)
 
 
 @cute.jit
