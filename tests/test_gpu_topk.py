@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import wrappers
-from cute_kernels.topk import dispatch
+from cute_kernels.topk import dispatch, radix
 from tests import topk_cases as cases
 from tests.topk_cases import DECODE, FUNCTIONS, PAGE_TABLE, PER_ROW, PLAIN, PREFILL, RAGGED, TOP_K, TopKCase
 from wrappers import TopKTieBreak, top_k, topk
@@ -95,12 +95,35 @@ def test_every_plan(monkeypatch, plan):
     """Whichever plan dispatch would take, all that can hold a row give the reference's bits."""
     monkeypatch.setattr(topk.dispatch, "select", lambda request, arch: (dispatch.OP, plan))
     monkeypatch.setattr(topk, "_plans", {})
-    room = plan.capacity * plan.cluster or 300_000
+    room = 60_000 * plan.cluster if plan.stream else plan.capacity * plan.cluster
     for width in {1, 100, room // 3 + 1, room - 1, room}:
         for data, lengths, k in (("normal", "mixed", 333), ("special", "wild", 2048), ("constant", "full", 64)):
             case = TopKCase(PAGE_TABLE, plan.dtype, 5, width, k, data, lengths, starts=lengths != "full")
             matches(replace(case, page_size=4, batch_map=True))
             matches(replace(case, tie_break=TopKTieBreak.LARGE, shift=3, pad=5))
+
+
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan.stream], ids=lambda plan: plan.name)
+def test_streams_whatever_the_sample_says(monkeypatch, plan):
+    """Candidates come all at the end or at the start, in what a sample takes or in what it leaves, or are all equal."""
+    monkeypatch.setattr(topk.dispatch, "select", lambda request, arch: (dispatch.OP, plan))
+    monkeypatch.setattr(topk, "_plans", {})
+    width = 70_000 * min(plan.cluster, 4)
+    rising = torch.linspace(-3, 3, width, device=CUDA)
+    line = torch.arange(width, device=CUDA) // 32 % (width // 4096) == 0
+    orders = [
+        rising,
+        -rising,
+        rising.abs(),
+        torch.where(line, rising + 9, rising),
+        torch.where(line, -9, rising.flip(0)),
+    ]
+    scores = torch.stack([*orders, torch.full_like(rising, -1.0)]).to(cases.DTYPES[plan.dtype])
+    for k, tie_break in itertools.product((1, 777, radix.room(plan)), (TopKTieBreak.SMALL, TopKTieBreak.LARGE)):
+        got = top_k(scores, k, tie_break=tie_break)
+        with cases.on_reference():
+            want = top_k(scores, k, tie_break=tie_break)
+        cases.same(dict(zip("vi", got, strict=True)), dict(zip("vi", want, strict=True)), (k, tie_break))
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)

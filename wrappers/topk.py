@@ -250,7 +250,7 @@ def _add_plan(key: tuple[Any, ...], call: Call) -> Plan:
         fn: Callable[..., Any] = reference.top_k_rows
     else:
         arch, sms = machine
-        op, spec = dispatch.select(dispatch.Request(DTYPES[scores.dtype], rows, width, sms), arch)
+        op, spec = dispatch.select(dispatch.Request(DTYPES[scores.dtype], rows, width, k, sms), arch)
         fn = runtime.kernel(op, spec, arch)
     plan = Plan(
         fn=fn,

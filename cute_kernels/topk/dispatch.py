@@ -9,7 +9,8 @@ from .spec import BITS, DTYPES, TopKSpec
 
 OP = "topk.radix"
 KERNELS = {OP: radix}
-LEAST = 2048  # keys that are worth a CTA of a cluster
+LEAST = 4096  # keys that are worth a CTA of a cluster
+GPC = 18  # SMs that a cluster can lie in
 
 
 @dataclass(frozen=True)
@@ -19,41 +20,69 @@ class Request:
     dtype: str
     rows: int
     length: int
+    k: int = 1
     sms: int = 132
 
 
 def plans(dtype: str) -> tuple[TopKSpec, ...]:
-    """All specs of a dtype, those with more CTAs a row later."""
-    size = BITS[dtype] // 8
-    small = TopKSpec(dtype, 1, 512, 32768 // size)
-    middle = TopKSpec(dtype, 1, 512, 65536 // size)
-    clusters = tuple(TopKSpec(dtype, c, 512, 65536 // size) for c in radix.CLUSTERS[1:])
-    most = 1024 if dtype == "fp32" else 512  # with 8 keys a vector, the 64 registers of 1024 threads spill
-    large = tuple(TopKSpec(dtype, c, most, 184320 // size) for c in radix.CLUSTERS)
-    return (small, middle, *clusters, *large, TopKSpec(dtype, 16, most, 0))
+    """All specs of a dtype."""
+    keys = 32 // BITS[dtype]  # in the place of one fp32
+    small = TopKSpec(dtype, 1, 256, 8192 * keys)
+    middle = tuple(TopKSpec(dtype, c, 512, 16384 * keys) for c in (1, 2, 4, 8, 16))
+    large = tuple(TopKSpec(dtype, c, 1024, 46080 * keys) for c in radix.CLUSTERS)
+    streams = tuple(TopKSpec(dtype, c, 512, 6144, True) for c in (1, 2, 4, 8, 16))
+    wide = tuple(TopKSpec(dtype, c, 512, 16384, True) for c in (1, 16))  # for k that `streams` have no room for
+    return (small, *middle, *large, *streams, *wide)
+
+
+def at_once(plan: TopKSpec, sms: int) -> int:
+    """Rows that fit the GPU at a time."""
+    resident = radix.resident(plan)
+    if plan.cluster == 1:
+        return sms * resident
+    full, rest = divmod(sms, GPC)
+    return full * (GPC * resident // plan.cluster) + rest * resident // plan.cluster
 
 
 @lru_cache(4096)  # lengths and rows vary for ever
-def candidate(request: Request) -> TopKSpec:
-    """The plan that fills the GPU with the fewest CTAs a row, or the smallest that holds the row."""
-    fitting = [plan for plan in plans(request.dtype) if plan.capacity * plan.cluster >= request.length]
-    if not fitting:
-        return plans(request.dtype)[-1]
-    wanted = max(1, min(request.sms // max(request.rows, 1), request.length // LEAST))
-    wide = [plan for plan in fitting if plan.cluster <= wanted]
+def candidate(request: Request) -> TopKSpec | None:
+    """The plan for a request, None where there is none.
+
+    A row is held whole where that can be: by the largest cluster whose CTAs get LEAST keys each, if all rows then run
+    at once, a CTA an SM; else by one CTA, if an SM has room for several. Longer rows, and many of them, are streamed. Measured in
+    bench/notes/topk-radix.md.
+    """
+    every, rows, length = plans(request.dtype), request.rows, request.length
+
+    def widest(choice: list[TopKSpec]) -> TopKSpec | None:
+        fit = [p for p in choice if p.cluster == 1 or p.cluster * LEAST <= length and p.cluster * rows <= request.sms]
+        fit = [p for p in fit if rows <= at_once(p, request.sms)]
+        return max(fit, key=lambda p: (p.cluster, -p.capacity), default=None)
+
+    held = sorted((p for p in every if not p.stream and p.cluster * p.capacity >= length), key=lambda p: p.capacity)
+    streams = [p for p in every if p.stream and request.k <= radix.room(p)]
+    shared = [p for p in held if p.cluster == 1 and radix.resident(p) > 1]
     return (
-        max(wide, key=lambda plan: (plan.cluster, -plan.capacity))
-        if wide
-        else min(fitting, key=lambda plan: (plan.cluster * plan.capacity, plan.cluster))
+        widest(held)
+        or next(iter(shared), None)
+        or widest(streams)
+        or min(streams, key=lambda p: (p.cluster, p.capacity), default=None)
+        or min(held, key=lambda p: p.cluster, default=None)
     )
 
 
 def select(request: Request, arch: str) -> tuple[str, TopKSpec]:
     """(op, spec) of the kernel that serves the request; NotImplementedError names what was refused."""
+    if arch not in radix.ARCHS:
+        raise NotImplementedError(f"no top-k kernel: {OP}: architecture {arch}: needs one of {radix.ARCHS}")
     spec = candidate(request)
-    reason = radix.supports(spec) if arch in radix.ARCHS else f"architecture {arch}: needs one of {radix.ARCHS}"
-    if reason:
-        raise NotImplementedError(f"no top-k kernel: {OP}: {reason}")
+    if spec is None:
+        held = max(p.cluster * p.capacity for p in plans(request.dtype) if not p.stream)
+        most = max(radix.room(p) for p in plans(request.dtype) if p.stream)
+        raise NotImplementedError(
+            f"no top-k kernel: k {request.k} of rows of {request.length} {request.dtype} elements: at most {most}, or "
+            f"rows of at most {held} elements"
+        )
     return OP, spec
 
 

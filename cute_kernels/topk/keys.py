@@ -9,9 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint16, Uint32, const_expr
 
-from .spec import BITS
+from .spec import BINS, BITS
 
-BINS = 2048
 HALF = BINS // 2  # bins of a sign
 SIGN = 0x80000000
 WINDOW = {"fp32": (119 << 23, 17), "bf16": (119 << 23, 17), "fp16": (0, 21)}  # (least magnitude, log2 of a bin's width)
@@ -43,6 +42,11 @@ def order(x):
 def flip(least):
     """What makes of floats, by xor, numbers that compare with keys of the sign of `least` as their own keys do."""
     return Uint32(SIGN) | ~(Int32(least) >> 31).to(Uint32)
+
+
+def turn(least):
+    """x * turn + flip is x ^ flip: 1 where only the sign is flipped, -1 where all bits are."""
+    return Uint32((Int32(least) >> 31) * -2 - 1)
 
 
 def bin_of(x, dtype):

@@ -5,7 +5,12 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
 from ..device import dsmem
-from .keys import BINS
+from .spec import BINS, PULLED
+
+
+def rank(spec):
+    """Of this CTA among those of the row."""
+    return cute.arch.block_idx_in_cluster() if spec.cluster > 1 else Int32(0)
 
 
 @cute.jit
@@ -18,23 +23,20 @@ def meet(spec: cutlass.Constexpr):
         cute.arch.cluster_wait()
 
 
-PULLED = 4  # CTAs of the largest cluster whose threads add up what they need of all histograms themselves
-
-
 @cute.jit
 def merge(spec: cutlass.Constexpr, local: cute.Tensor, total: cute.Tensor):
     """From here on `bins` gives the sums of local (BINS,) over the CTAs of the row. Begins with `meet`; `local` may not
     be changed before another one where a cluster has at most PULLED CTAs, and total (BINS,) is left alone there."""
     meet(spec)
     if const_expr(spec.cluster > PULLED):
-        rank, tid = cute.arch.block_idx_in_cluster(), cute.arch.thread_idx()[0]
+        tid = cute.arch.thread_idx()[0]
         share = const_expr(BINS // spec.cluster)
         for i in cutlass.range(tid, share, spec.threads, unroll=1):
-            b = rank * share + i
+            b = rank(spec) * share + i
             count = Uint32(0)
-            for c in cutlass.range_constexpr(spec.cluster):
+            for c in cutlass.range(spec.cluster, unroll=4):
                 count += dsmem.load(dsmem.address(local, c), b)
-            for c in cutlass.range_constexpr(spec.cluster):
+            for c in cutlass.range(spec.cluster, unroll=4):
                 dsmem.store(dsmem.address(total, c), b, count)
         meet(spec)
 
@@ -69,29 +71,29 @@ def publish(spec: cutlass.Constexpr, counts: cute.Tensor, table: cute.Tensor):
     """table[c] = counts (2,) of CTA c, in every CTA of the row; (cluster, 2). Ends with `meet`."""
     if const_expr(spec.cluster > 1):
         cute.arch.barrier()
-        rank, tid = cute.arch.block_idx_in_cluster(), cute.arch.thread_idx()[0]
+        tid = cute.arch.thread_idx()[0]
         if tid < spec.cluster:
             for i in cutlass.range_constexpr(2):
-                dsmem.store(dsmem.address(table, tid), 2 * rank + i, counts[i])
+                dsmem.store(dsmem.address(table, tid), 2 * rank(spec) + i, counts[i])
     meet(spec)
 
 
 @cute.jit
-def before(spec: cutlass.Constexpr, table: cute.Tensor, i: cutlass.Constexpr, rank: Int32):
-    """The sum of table[c, i] over the CTAs c before `rank`."""
+def before(spec: cutlass.Constexpr, table: cute.Tensor, i: cutlass.Constexpr, c: Int32):
+    """The sum of table[..., i] over the CTAs before `c`."""
     mine = Int32(0)
     if const_expr(spec.cluster > 1):
-        if cute.arch.lane_idx() < rank:
+        if cute.arch.lane_idx() < c:
             mine = Int32(table[cute.arch.lane_idx(), i])
         mine = cute.arch.warp_redux_sync(mine, "add")
     return mine
 
 
 @cute.jit
-def tell(spec: cutlass.Constexpr, counts: cute.Tensor, i: cutlass.Constexpr, amount: Int32, rank: Int32):
-    """counts[i] += amount in the CTAs of the row after `rank`, by the lanes of one warp. They see it after `meet`."""
+def tell(spec: cutlass.Constexpr, counts: cute.Tensor, i: cutlass.Constexpr, amount: Int32):
+    """counts[i] += amount in the CTAs of the row behind this one, by the lanes of one warp. They see it after `meet`."""
     lane = cute.arch.lane_idx()
-    if (lane > rank) & (lane < spec.cluster):
+    if (lane > rank(spec)) & (lane < spec.cluster):
         dsmem.add(dsmem.address(counts, lane), i, amount)
 
 

@@ -6,7 +6,7 @@ from cutlass import Int32, Uint32, const_expr
 
 from ..device.warp import prefix_sum
 from . import scope
-from .keys import BINS
+from .spec import BINS
 
 
 @cute.jit

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 BITS = {"fp32": 32, "fp16": 16, "bf16": 16}  # of a key
 DTYPES = tuple(BITS)
+BINS = 2048  # of a histogram
+PULLED = 4  # CTAs of the largest cluster whose threads add up what they need of all histograms themselves
 
 
 @dataclass(frozen=True)

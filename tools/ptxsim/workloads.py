@@ -125,8 +125,11 @@ class TopKCase:
 
 
 def topk_cases(spec: TopKSpec, thorough: bool = False) -> list[TopKCase]:
-    """Cases that a kernel of `spec` can run: every CTA of a cluster has keys, the last slice is ragged."""
-    length = min(spec.capacity * spec.cluster or 4000, 2500 + 200 * spec.cluster) - 3
+    """Cases that a kernel of `spec` can run: every CTA of a cluster has keys, the last slice is ragged. Plateaus are
+    more than a small cluster that streams its slices has room for."""
+    length = min(spec.capacity * spec.cluster, 2500 + 200 * spec.cluster) - 3
+    if spec.stream and spec.cluster <= 2:
+        length = 2 * (spec.capacity + 900) * spec.cluster - 3
     return [TopKCase("pages", length, 300), TopKCase("plateaus", length // 2, 70, True)]
 
 

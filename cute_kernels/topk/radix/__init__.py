@@ -4,12 +4,39 @@
 none.
 """
 
-from ..spec import BITS, TopKSpec
+from ..spec import BINS, BITS, PULLED, TopKSpec
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
-SHARED = 226 * 1024  # bytes a CTA can have
-FIXED = 45 * 1024  # bytes of all but keys
-CLUSTERS = (1, 2, 4, 8, 16)
+SHARED = 227 * 1024  # bytes a CTA can have
+SM = 228 * 1024  # bytes an SM has for its CTAs, of which each takes 1024 more than it asks for
+CLUSTERS = (1, 2, 3, 4, 8, 16)
+THREADS = (128, 256, 512, 1024)
+GROUP = 256  # places of shared memory that are held or not together
+LIST = 256  # keys at the boundary that are ranked one by one
+CHUNK = 512  # keys that a warp looks at, at once, of a slice that is streamed
+
+
+def places(spec: TopKSpec) -> int:
+    """Of keys in shared memory: those held, and groups that begin before and end behind them."""
+    return spec.capacity + 2 * GROUP
+
+
+def shared(spec: TopKSpec) -> int:
+    """Bytes of shared memory of a CTA, or slightly more."""
+    marks, bins = places(spec) // 4, 4 * BINS
+    histograms = marks + bins if 1 < spec.cluster <= PULLED else max(marks, bins * (1 + (spec.cluster > PULLED)))
+    lists = LIST * (4 + 8 * (1 + (spec.cluster > 1)))
+    return places(spec) * (BITS[spec.dtype] // 8 + 4 * spec.stream) + histograms + lists + 512
+
+
+def resident(spec: TopKSpec) -> int:
+    """CTAs that an SM holds at a time."""
+    return min(SM // (shared(spec) + 1024), 65536 // (spec.threads * 64))  # no kernel has more than 64 registers
+
+
+def room(spec: TopKSpec) -> int:
+    """The largest k of a slice that is streamed: the candidates of a warp fit beside it."""
+    return spec.capacity - CHUNK
 
 
 def supports(spec: TopKSpec) -> str | None:
@@ -18,8 +45,12 @@ def supports(spec: TopKSpec) -> str | None:
         return f"dtype {spec.dtype}: the kernel has {', '.join(BITS)}"
     if spec.cluster not in CLUSTERS:
         return f"cluster {spec.cluster}: the kernel has {CLUSTERS}"
-    if spec.threads % 128 or not 128 <= spec.threads <= 1024:
-        return f"threads {spec.threads}: a multiple of 128 up to 1024"
-    if spec.capacity % 1024 or spec.capacity * BITS[spec.dtype] // 8 + FIXED > SHARED:
-        return f"capacity {spec.capacity}: a multiple of 1024 keys that fit {SHARED - FIXED} bytes"
+    if spec.threads not in THREADS:
+        return f"threads {spec.threads}: the kernel has {THREADS}"
+    if spec.capacity < 1024 or spec.capacity % 1024:
+        return f"capacity {spec.capacity}: a multiple of 1024 keys"
+    if shared(spec) > SHARED:
+        return f"capacity {spec.capacity}: {shared(spec)} bytes of shared memory, a CTA can have {SHARED}"
+    if spec.stream and room(spec) < 1:
+        return f"capacity {spec.capacity}: no room for candidates"
     return None

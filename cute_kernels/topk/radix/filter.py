@@ -15,20 +15,17 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from ...device.warp import prefix_sum
 from .. import keys, rows, scope, select
 from ..spec import BITS
-from . import passes, write
+from . import CHUNK, GROUP, passes, write
 from .passes import lanes
 
 SAMPLE = 4096  # keys
+FIELD = 16  # bits of a count of a warp's candidates in one vector a thread; two make a word
 LINE = 8  # vectors of a sample that are neighbours, 128 bytes: single sectors cost memory as much time
 
 
-UNROLL = 4  # vectors of a thread in a chunk
-FIELD = 16  # bits of a count of a warp's candidates in one vector a thread; two make a word
-
-
-def room(spec):
-    """The largest k that `screen` has room for."""
-    return spec.capacity - 32 * UNROLL * lanes(spec)
+def unroll(spec):
+    """Vectors of a thread in a chunk."""
+    return CHUNK // 32 // lanes(spec)
 
 
 @cute.jit
@@ -83,7 +80,7 @@ def sample(spec: cutlass.Constexpr, a, s, x: rows.Slice):
 @cute.jit
 def screen(spec: cutlass.Constexpr, a, s, x: rows.Slice, floor: Uint32):
     """Keep the keys of the slice that are at least `floor`: how many. Ends with a barrier."""
-    words = cute.make_rmem_tensor((rows.WORDS, UNROLL), Uint32)
+    words = cute.make_rmem_tensor((rows.WORDS, unroll(spec)), Uint32)
     warps = const_expr(spec.threads // 32)
     base, kept, turn, part, until = Int32(0), Int32(0), Int32(0), Int32(0), Int32(warps)
     cute.arch.barrier()
@@ -103,7 +100,7 @@ def screen(spec: cutlass.Constexpr, a, s, x: rows.Slice, floor: Uint32):
                 until += 1
             else:
                 part, until = Int32(0), Int32(warps)
-                base += spec.threads * UNROLL
+                base += spec.threads * unroll(spec)
     cute.arch.barrier()
     fill(spec, s, kept)
     cute.arch.barrier()
@@ -111,20 +108,20 @@ def screen(spec: cutlass.Constexpr, a, s, x: rows.Slice, floor: Uint32):
 
 
 def vector(spec, base, u):
-    """This thread's vector u of the chunk: a warp has 32 * UNROLL neighbours."""
+    """This thread's vector u of the chunk: a warp has 32 * unroll neighbours."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    return base + warp * (32 * UNROLL) + u * 32 + cute.arch.lane_idx()
+    return base + warp * (32 * unroll(spec)) + u * 32 + cute.arch.lane_idx()
 
 
 @cute.jit
 def read(spec: cutlass.Constexpr, x: rows.Slice, base: Int32, words: cute.Tensor):
     """This thread's vectors of a chunk."""
-    end = (base + spec.threads * UNROLL) * lanes(spec)
+    end = (base + spec.threads * unroll(spec)) * lanes(spec)
     if (base >= x.shift) & (end <= x.count + x.shift):  # a chunk without filler
-        for u in cutlass.range_constexpr(UNROLL):
+        for u in cutlass.range_constexpr(unroll(spec)):
             cute.autovec_copy(x.words[None, vector(spec, base, u)], words[None, u])
     else:
-        for u in cutlass.range_constexpr(UNROLL):
+        for u in cutlass.range_constexpr(unroll(spec)):
             rows.fetch(spec, x, vector(spec, base, u), words[None, u])
 
 
@@ -137,11 +134,11 @@ def take(spec: cutlass.Constexpr, s, x: rows.Slice, words: cute.Tensor, where, w
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     active = (warp >= part) & (warp < until)
     flip, most = keys.flip(floor), const_expr((1 << FIELD) - 1)
-    mine, whole = (cute.make_rmem_tensor(UNROLL // 2, Int32) for _ in range(2))
+    mine, whole = (cute.make_rmem_tensor(unroll(spec) // 2, Int32) for _ in range(2))
     for i in cutlass.range_constexpr(cute.size(words)):
         words[i] = words[i] ^ (flip if const_expr(BITS[spec.dtype] == 32) else flip | (flip >> 16))
     chosen = Int32(0)
-    for h in cutlass.range_constexpr(UNROLL // 2):
+    for h in cutlass.range_constexpr(unroll(spec) // 2):
         count = Int32(0)
         for u in cutlass.range_constexpr(2):
             for e in cutlass.range_constexpr(lanes(spec)):
@@ -154,7 +151,7 @@ def take(spec: cutlass.Constexpr, s, x: rows.Slice, words: cute.Tensor, where, w
     earlier, count = select.before(chosen, scratch, spec.threads // 32)
     if kept + count <= spec.capacity:
         earlier += kept
-        for u in cutlass.range_constexpr(UNROLL):
+        for u in cutlass.range_constexpr(unroll(spec)):
             place = earlier + ((mine[u // 2] >> (u % 2 * FIELD)) & most)
             index = x.low - x.shift + vector(spec, base, u) * lanes(spec)
             for e in cutlass.range_constexpr(lanes(spec)):
@@ -178,7 +175,7 @@ def put(spec: cutlass.Constexpr, s, place: Int32, word: Uint32, index: Int32):
 @cute.jit
 def fill(spec: cutlass.Constexpr, s, kept: Int32):
     """The group that the last candidate is in ends with filler. A barrier follows."""
-    behind = (kept + passes.GROUP - 1) // passes.GROUP * passes.GROUP
+    behind = (kept + GROUP - 1) // GROUP * GROUP
     for place in cutlass.range(kept + cute.arch.thread_idx()[0], behind, spec.threads, unroll=1):
         put(spec, s, place, Uint32(keys.FILLER), Int32(-(1 << 30)))
 
@@ -196,8 +193,8 @@ def squeeze(spec: cutlass.Constexpr, a, s, x: rows.Slice, kept: Int32):
     passes.count(spec, s, y)
     found, here, need, _ = select.search(alone, s, a.k)
     least, greatest, here, need = passes.narrow(alone, s, y, found, here, need)
-    passes.mark(alone, a, s, y, (least, greatest, here, need), Int32(0))
-    write.settle(alone, a, s, y, (here, need), Int32(0))
+    passes.mark(alone, a, s, y, (least, greatest, here, need))
+    write.settle(alone, a, s, y, (here, need))
     cute.arch.barrier()
     part = write.share(spec, y)
     at, _ = write.place_of(spec, s, part)

@@ -20,10 +20,10 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, Uint64, const_expr
 
 from ... import abi
-from .. import emit, keys, rows, scope, select
+from .. import emit, rows, scope, select
 from ..args import TopKArgs
-from ..spec import BITS
-from . import filter, passes, write
+from ..spec import BINS, BITS, PULLED
+from . import LIST, filter, passes, places, write
 
 
 def fake_args(spec) -> TopKArgs:
@@ -59,7 +59,7 @@ class Shared:
     keys: cute.Tensor  # (WORDS, vectors) of floats
     index: cute.Tensor  # (places,) in the window, of candidates; (1,) where a slice is held whole
     local: cute.Tensor  # (BINS,) of this CTA
-    total: cute.Tensor  # (BINS,) of the row, where the cluster is larger than scope.PULLED
+    total: cute.Tensor  # (BINS,) of the row, where the cluster is larger than PULLED
     bits: cute.Tensor  # (places / 32,) over the bins, where no other CTA reads them any more; ties too
     staged: cute.Tensor  # indices of what was selected, in order; over `keys`
     ties: cute.Tensor  # (places / 32 at least,)
@@ -78,25 +78,25 @@ def allocate(spec) -> Shared:
     def words(count, dtype=Uint32, align=16):
         return smem.allocate_tensor(dtype, cute.make_layout(count), align)
 
-    places = spec.capacity + 2 * passes.GROUP
-    held = cute.make_layout((rows.WORDS, places // passes.lanes(spec)))
+    count = places(spec)
+    held = cute.make_layout((rows.WORDS, count // passes.lanes(spec)))
     buffer = smem.allocate_tensor(Uint32, held, 16)
-    pulled, merged = 1 < spec.cluster <= scope.PULLED, spec.cluster > scope.PULLED
-    marks = places // 32
-    bits = words(2 * marks if pulled else max(2 * marks, keys.BINS * (1 + merged)))
-    local = words(keys.BINS) if pulled else cute.make_tensor(bits.iterator, cute.make_layout(keys.BINS))
-    entries = smem.allocate_tensor(Uint64, cute.make_layout(passes.LIST), 16)
+    pulled, merged = 1 < spec.cluster <= PULLED, spec.cluster > PULLED
+    marks = count // 32
+    bits = words(2 * marks if pulled else max(2 * marks, BINS * (1 + merged)))
+    local = words(BINS) if pulled else cute.make_tensor(bits.iterator, cute.make_layout(BINS))
+    entries = smem.allocate_tensor(Uint64, cute.make_layout(LIST), 16)
     return Shared(
         keys=buffer,
-        index=words(places if spec.stream else 1, Int32),
+        index=words(count if spec.stream else 1, Int32),
         local=local,
-        total=cute.make_tensor(bits.iterator + keys.BINS, local.layout) if merged else local,
+        total=cute.make_tensor(bits.iterator + BINS, local.layout) if merged else local,
         bits=cute.make_tensor(bits.iterator, cute.make_layout(marks)),
         staged=cute.make_tensor(cute.recast_ptr(buffer.iterator, dtype=Int32), cute.make_layout(cute.size(buffer))),
         ties=cute.make_tensor(bits.iterator + marks, cute.make_layout(cute.size(bits) - marks)),
         list=entries,
         pool=entries if spec.cluster == 1 else smem.allocate_tensor(Uint64, entries.layout, 16),
-        ranks=words(passes.LIST, Int32),
+        ranks=words(LIST, Int32),
         table=smem.allocate_tensor(Uint32, cute.make_layout((spec.cluster, 2), stride=(2, 1)), 16),
         counts=words(4, Int32),
         scratch=words(64, Int32),
@@ -122,17 +122,16 @@ def kernel(spec: cutlass.Constexpr, a: TopKArgs):
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     row = cute.arch.block_idx()[0] // spec.cluster
-    rank = cute.arch.block_idx()[0] % spec.cluster
     start, n = rows.bounds(a, row)
-    x = rows.cut(spec, a, row, start, n, rank)
+    x = rows.cut(spec, a, row, start, n, scope.rank(spec))
     if n <= a.k:
-        copy(spec, a, s, x, rank)
+        copy(spec, a, s, x)
     else:
-        pick(spec, a, s, x, rank)
+        pick(spec, a, s, x)
 
 
 @cute.jit
-def copy(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice, rank: Int32):
+def copy(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice):
     """A row of at most k elements: all of them in order, then padding."""
     room = const_expr(cute.size(s.staged))
     for begin in cutlass.range(0, x.count, room, unroll=1):
@@ -142,12 +141,12 @@ def copy(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice, rank: Int32):
         cute.arch.barrier()
         emit.place(spec, a, s, x, x.low + begin, count)
         cute.arch.barrier()
-    if rank == 0:
+    if scope.rank(spec) == 0:
         emit.pad(spec, a, x.row, x.n)
 
 
 @cute.jit
-def pick(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice, rank: Int32):
+def pick(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice):
     """A row of more than k elements."""
     if const_expr(spec.stream):
         kept, found, here, need = filter.gather(spec, a, s, x)
@@ -157,6 +156,6 @@ def pick(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice, rank: Int32):
         passes.hold(spec, s, x)
         found, here, need, _ = select.search(spec, s, a.k)
     least, greatest, here, need = passes.narrow(spec, s, x, found, here, need)
-    passes.mark(spec, a, s, x, (least, greatest, here, need), rank)
-    position = write.settle(spec, a, s, x, (here, need), rank)
+    passes.mark(spec, a, s, x, (least, greatest, here, need))
+    position = write.settle(spec, a, s, x, (here, need))
     write.expand(spec, a, s, x, position)

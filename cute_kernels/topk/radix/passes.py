@@ -10,11 +10,10 @@ from cutlass import Int32, Uint32, Uint64, const_expr
 
 from .. import keys, rows, scope, select
 from ..spec import BITS
+from . import GROUP, LIST
 
 UNROLL = 4  # vectors that a thread has in flight
-STEP = 8  # words of marks that a warp makes at once
-GROUP = 32 * STEP  # places that are held or not together
-LIST = 256  # keys at the boundary that are ranked one by one
+STEP = GROUP // 32  # words of marks that a warp makes at once
 OWNER = 20  # bits of a place, below its CTA
 
 
@@ -139,15 +138,15 @@ def real(spec, s, x, place):
 
 
 @cute.jit
-def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary, rank: Int32):
+def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary):
     """Set the bits s.bits of the places whose key lies above the boundary. Of those at it: their count, s.counts[1], and
     their list, s.list, or where the row has more of them than LIST, bits, s.ties. A barrier follows. boundary = (least,
     greatest, keys of the row at it, keys needed of them)."""
     least, greatest, here, need = boundary
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-    flip = keys.flip(least)
+    sign, flip = keys.turn(least), keys.flip(least)
     over = greatest if need < here else least - 1
-    turn = Uint32(rank << OWNER)  # what makes of places, by xor, the lower word of a list's entries
+    turn = Uint32(scope.rank(spec) << OWNER)  # what makes of places, by xor, the lower word of a list's entries
     if a.last_ties == 0:
         turn = ~turn
     masks = cute.make_rmem_tensor(STEP, Uint32)
@@ -155,7 +154,7 @@ def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary, rank: Int32):
         nearest = load(spec, s, group * GROUP + lane) ^ flip  # above `least`
         nearest -= least
         for u in cutlass.range_constexpr(STEP):
-            key = load(spec, s, group * GROUP + u * 32 + lane) ^ flip
+            key = load(spec, s, group * GROUP + u * 32 + lane) * sign + flip  # the same as ^ flip, on another pipe
             masks[u] = Uint32(cute.arch.vote_ballot_sync(key > over))
             nearest = cutlass.min(nearest, key - least)
         if lane == 0:

@@ -5,26 +5,26 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
 from .. import emit, rows, scope, select
-from .passes import LIST, OWNER, STEP, groups, index_of
-
+from . import LIST
+from .passes import OWNER, STEP, groups, index_of
 
 
 @cute.jit
-def settle(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary, rank: Int32):
+def settle(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary):
     """Add those keys at the boundary that get in to s.bits. The first output position of this CTA, but for s.counts[2],
     which is complete after the next `meet`. A barrier follows. boundary = (keys of the row at it, keys needed of them);
     after `mark`."""
     here, need = boundary
     scope.publish(spec, s.counts, s.table)
-    position = scope.before(spec, s.table, 0, rank)
+    position = scope.before(spec, s.table, 0, scope.rank(spec))
     if need < here:
-        first, mine = scope.before(spec, s.table, 1, rank), s.counts[1]
+        first, mine = scope.before(spec, s.table, 1, scope.rank(spec)), s.counts[1]
         if here <= LIST:
             if const_expr(spec.cluster > 1):
                 scope.pool(spec, s.list, s.table, s.pool)
             compare(spec, s, first, mine, here)
             cute.arch.barrier()
-            choose(spec, a, s, first, mine, need, rank)
+            choose(spec, a, s, first, mine, need)
         else:
             skipped = Int32(0)  # of the row, before the first that gets in
             if a.last_ties != 0:
@@ -51,7 +51,7 @@ def compare(spec: cutlass.Constexpr, s, first: Int32, mine: Int32, count: Int32)
 
 
 @cute.jit
-def choose(spec: cutlass.Constexpr, a, s, first: Int32, mine: Int32, need: Int32, rank: Int32):
+def choose(spec: cutlass.Constexpr, a, s, first: Int32, mine: Int32, need: Int32):
     """Set the bits of those of this CTA's keys in s.pool that are among the `need` first of all, by one warp, which
     tells the CTAs behind how many they are."""
     if cute.arch.warp_idx() == 0:
@@ -65,7 +65,7 @@ def choose(spec: cutlass.Constexpr, a, s, first: Int32, mine: Int32, need: Int32
                 cute.arch.atomic_or(s.bits.iterator + (at >> 5), Uint32(1) << (at & 31), sem="relaxed", scope="cta")
                 chosen += 1
         if const_expr(spec.cluster > 1):
-            scope.tell(spec, s.counts, 2, cute.arch.warp_redux_sync(chosen, "add"), rank)
+            scope.tell(spec, s.counts, 2, cute.arch.warp_redux_sync(chosen, "add"))
 
 
 @cute.jit
