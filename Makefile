@@ -38,6 +38,7 @@ lint: $(READY)
 
 bench: $(READY)
 	$(PYTHON) -m bench attention --cases prefill-bf16
+	$(PYTHON) -m bench topk
 
 plots: $(READY)
 	$(PYTHON) -m bench plots

@@ -1,4 +1,5 @@
-"""PNG plots from the rows of bench/results: roofline, share of the matmul rate, TFLOP/s against sequence length."""
+"""PNG plots from the rows of bench/results: roofline, share of the matmul rate, TFLOP/s against sequence length; top-k
+times against row length."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -14,6 +15,13 @@ STYLE = {
     "flash-attn-4": ("#009E73", "^"),
     "flashinfer": ("#CC79A7", "D"),
 }
+TOPK_STYLE = {
+    "ours": STYLE["ours"],
+    "torch": ("#0072B2", "s"),
+    "flashinfer": STYLE["flashinfer"],
+    "floor": ("black", ""),
+}
+TOPK_SWEEP = re.compile(r"sweep-topk-fp32-(\d+)x(\d+)-k")
 ROOFLINE_TICKS = (100, 200, 400, 600, 800, 1000)
 SWEEP = re.compile(r"sweep-bf16-(causal|full)-b\d+-s(\d+)-")
 
@@ -138,7 +146,31 @@ def lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     return save(fig, folder / f"{gpu}-prefill-lengths.png")
 
 
-PLOTS: tuple[Callable[[list[Row], str, Path], Path | None], ...] = (share, lengths, roofline)
+def rows_and_lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
+    """Top-k: time against row length, a panel a number of rows, and the time to read the scores once."""
+    found = [(int(m[1]), int(m[2]), r) for r in newest(rows, "sweep-topk-") if (m := TOPK_SWEEP.match(r.case))]
+    counts = sorted({count for count, _, _ in found})
+    if not found:
+        return None
+    fig, axes = figure(len(counts))
+    for axis, count in zip(axes, counts):
+        for provider, (colour, marker) in TOPK_STYLE.items():
+            line = sorted((n, r.time_us) for c, n, r in found if c == count and r.provider == provider)
+            if line:
+                axis.plot(*zip(*line), color=colour, marker=marker, ms=4, label=provider)
+        ticks = sorted({n for c, n, _ in found if c == count})[::2]
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_ylim(1, None)
+        axis.set_xticks(ticks, [f"{n // 1024}k" for n in ticks])
+        axis.set_xlabel("row length")
+        axis.set_title(f"{count} row{'s' if count > 1 else ''}, fp32, k 2048 or length / 4", fontsize=9)
+    axes[0].set_ylabel(f"us, {gpu}")
+    axes[-1].legend(fontsize=8, frameon=False, loc="upper left")
+    return save(fig, folder / f"{gpu}-topk-lengths.png")
+
+
+PLOTS: tuple[Callable[[list[Row], str, Path], Path | None], ...] = (share, lengths, roofline, rows_and_lengths)
 
 
 def draw_all(results: dict[str, list[Row]], folder: Path = FOLDER) -> list[Path]:

@@ -1,11 +1,13 @@
-"""README's measured table: the newest run in bench/results, between two markers."""
+"""README's measured tables: the newest runs in bench/results, between markers."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from .results import FOLDER, ROOT, Row, newest, read_all
 
 README = ROOT / "README.md"
 PEERS = ("cudnn", "flash-attn-4", "flashinfer")
+TOPK_PEERS = ("torch", "flashinfer", "floor")
 
 
 def between(text: str, name: str, body: str) -> str:
@@ -27,31 +29,64 @@ def cells(rows: list[Row]) -> list[str]:
     return line
 
 
-def host_line(rows: list[Row]) -> str:
+def topk_cells(rows: list[Row]) -> list[str]:
+    """One line of the top-k table: times of a case, and how many times ours the others are."""
+    by = {r.provider: r for r in rows}
+    line = [f"`{by['ours'].case}`", f"{by['ours'].time_us:.1f}"]
+    return line + [f"{by[p].time_us:.1f} ({by[p].ratio_to_ours:.2f})" if p in by else "" for p in TOPK_PEERS]
+
+
+def host_line(rows: list[Row], prefix: str) -> str:
     """Host time of a call, where it was measured."""
-    times = [f"{r.provider} {r.time_us:.1f} us" for r in newest(rows, "host-prefill")]
+    times = [f"{r.provider} {r.time_us:.1f} us" for r in newest(rows, prefix)]
     return f"Host time of a call whose kernel is loaded: {', '.join(times)}." if times else ""
 
 
+def section(
+    gpu: str, rows: list[Row], prefix: str, head: list[str], line: Callable[[list[Row]], list[str]], images: list[Path]
+) -> list[str]:
+    """Paragraphs of one GPU's newest run: what ran, the table, host time, plots."""
+    chosen = newest(rows, prefix)
+    if not chosen:
+        return []
+    runs = sorted({(r.date, r.commit[:9], r.driver, r.torch) for r in chosen})
+    parts = ["\n".join(f"{gpu}, {date}, commit {c}, driver {d}, torch {t}." for date, c, d, t in runs)]
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
+    lines += [line([r for r in chosen if r.case == case]) for case in dict.fromkeys(r.case for r in chosen)]
+    parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
+    host = host_line(rows, f"host-{prefix.rstrip('-')}")
+    parts += [host] if host else []
+    return parts + [f"![{p.stem}]({p.relative_to(ROOT).as_posix()})" for p in images if p.is_relative_to(ROOT)]
+
+
 def measured(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
-    """Markdown of all GPUs' newest runs; says so where there is none."""
+    """Markdown of all GPUs' newest prefill runs; says so where there is none."""
+    head = ["case", "us", "TFLOP/s", "of matmul", *(f"{p} / ours" for p in PEERS)]
     parts = []
     for gpu, rows in results.items():
-        chosen = newest(rows, "prefill-")
-        if not chosen:
-            continue
-        runs = sorted({(r.date, r.commit[:9], r.driver, r.torch) for r in chosen})
-        parts.append("\n".join(f"{gpu}, {date}, commit {c}, driver {d}, torch {t}." for date, c, d, t in runs))
-        head = ["case", "us", "TFLOP/s", "of matmul", *(f"{p} / ours" for p in PEERS)]
-        lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
-        lines += [cells([r for r in chosen if r.case == case]) for case in dict.fromkeys(r.case for r in chosen)]
-        parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
-        parts += [host_line(rows)] if host_line(rows) else []
-        images = sorted(folder.glob(f"{gpu}-*.png"))
-        parts += [f"![{p.stem}]({p.relative_to(ROOT).as_posix()})" for p in images if p.is_relative_to(ROOT)]
+        parts += section(gpu, rows, "prefill-", head, cells, sorted(folder.glob(f"{gpu}-prefill-*.png")))
+    return "\n\n".join(parts) or "Not measured yet."
+
+
+def outputs(rows: list[Row]) -> str:
+    """What the functions' outputs cost, where it was measured."""
+    found = newest(rows, "outputs-")
+    times = [f"`{r.case.removeprefix('outputs-').partition('-topk-')[0]}` {r.time_us:.1f} us" for r in found]
+    case = found[0].case.partition("-topk-")[2] if found else ""
+    return f"All functions on `topk-{case}`: {', '.join(times)}." if found else ""
+
+
+def measured_topk(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
+    """The same of top-k."""
+    head = ["case", "ours, us", *(f"{p}, us (/ ours)" for p in TOPK_PEERS)]
+    parts = []
+    for gpu, rows in results.items():
+        found = section(gpu, rows, "topk-", head, topk_cells, sorted(folder.glob(f"{gpu}-topk-*.png")))
+        parts += [*found[:2], *filter(None, [outputs(rows)]), *found[2:]] if found else []
     return "\n\n".join(parts) or "Not measured yet."
 
 
 def update(path: Path = README) -> None:
-    """Write the table into README."""
-    path.write_text(between(path.read_text(), "measured", measured(read_all())))
+    """Write the tables into README."""
+    text, found = path.read_text(), read_all()
+    path.write_text(between(between(text, "measured", measured(found)), "measured-topk", measured_topk(found)))

@@ -211,7 +211,7 @@ def emulate(spec, launches):
 def launches(monkeypatch):
     """The launches of this test's calls, which take the compiled kernel's path on CPU tensors."""
     found = []
-    monkeypatch.setattr(prefill, "_machine", lambda device: ("sm_90a", 132))
+    monkeypatch.setattr(prefill.runtime, "machine", lambda device: ("sm_90a", 132))
     monkeypatch.setattr(prefill.runtime, "kernel", lambda op, spec, arch: emulate(spec, found))
     monkeypatch.setattr(prefill, "_plans", {})
     monkeypatch.setattr(prefill, "_tickets", {})
@@ -392,7 +392,7 @@ def test_a_planned_call_sees_what_its_key_does_not_hold(launches):
 
 
 def test_other_architectures_say_so(launches, monkeypatch):
-    monkeypatch.setattr(prefill, "_machine", lambda device: ("sm_80", 108))
+    monkeypatch.setattr(prefill.runtime, "machine", lambda device: ("sm_80", 108))
     with pytest.raises(NotImplementedError, match="architecture sm_80"):
         trtllm_batch_context_with_kv_cache(**inputs_of())
     assert "sm_80" in str(explain(**inputs_of()))

@@ -63,7 +63,7 @@ def report(tmp_path):
     suite = ET.Element("testsuite")
     tests = {"bf16_d64_causal": "", "fp16_full": "skipped", "cap": "failure", "cap_window": "", "window": ""}
     for name, child in tests.items():
-        case = ET.SubElement(suite, "testcase", classname="tests.test_attention_gpu", name=f"test[{name}]")
+        case = ET.SubElement(suite, "testcase", classname="tests.test_gpu_prefill", name=f"test[{name}]")
         if child:
             ET.SubElement(case, child)
     ET.SubElement(suite, "testcase", classname="tests.test_wrappers", name="test_sink")
@@ -74,8 +74,18 @@ def report(tmp_path):
 
 def test_record_counts_passed_gpu_tests_only(report, tmp_path):
     path = tmp_path / "hardware.csv"
-    counts = matrix.add(report, "sm_90a", "nvidia-h200", "abc", path)
+    counts = matrix.add([report], "sm_90a", "nvidia-h200", "abc", path)
     assert counts == {"bf16": 1, "head_dim 64": 1, "causal mask": 1, "sliding window": 2}
     rows = matrix.record(path)
     assert rows["sm_90a", "sliding window"]["passed"] == "2" and ("sm_90a", "soft cap") not in rows
-    assert matrix.add(report, "sm_90a", "nvidia-h200", "def", path) and len(matrix.record(path)) == 4
+    assert matrix.add([report], "sm_90a", "nvidia-h200", "def", path) and len(matrix.record(path)) == 4
+
+
+def test_a_record_of_one_suite_leaves_the_others(report, tmp_path):
+    path, other = tmp_path / "hardware.csv", tmp_path / "other.xml"
+    matrix.add([report], "sm_90a", "nvidia-h200", "abc", path)
+    suite = ET.Element("testsuite")
+    ET.SubElement(suite, "testcase", classname="tests.test_gpu_topk", name="test_replay[bf16]")
+    ET.ElementTree(suite).write(other)
+    counts = matrix.add([other], "sm_90a", "nvidia-h200", "def", path)
+    assert counts == {"top-k under CUDA graph replay": 1} and len(matrix.record(path)) == 5

@@ -93,7 +93,7 @@ def launches(monkeypatch):
         assert op in dispatch.KERNELS and isinstance(spec, TopKSpec) and arch == "sm_90a"
         return emulate(spec, found)
 
-    monkeypatch.setattr(topk, "_machine", lambda device: ("sm_90a", 132))
+    monkeypatch.setattr(topk.runtime, "machine", lambda device: ("sm_90a", 132))
     monkeypatch.setattr(topk.runtime, "kernel", kernel)
     monkeypatch.setattr(topk, "_plans", {})
     return found
@@ -237,7 +237,7 @@ def test_allocated_outputs(launches):
 
 
 def test_other_architectures_say_so(launches, monkeypatch):
-    monkeypatch.setattr(topk, "_machine", lambda device: ("sm_80", 108))
+    monkeypatch.setattr(topk.runtime, "machine", lambda device: ("sm_80", 108))
     for function in cases.FUNCTIONS:
         with pytest.raises(NotImplementedError, match="architecture sm_80"):
             cases.call(function, inputs_of(PLAIN[function]))

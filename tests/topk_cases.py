@@ -202,12 +202,12 @@ def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: obje
 @contextmanager
 def on_reference() -> Iterator[None]:
     """Calls inside run the reference, on tensors of any device."""
-    machine, plans = topk._machine, topk._plans
-    topk._machine, topk._plans = lambda device: None, {}
+    machine, plans = topk.runtime.machine, topk._plans
+    topk.runtime.machine, topk._plans = lambda device: None, {}
     try:
         yield
     finally:
-        topk._machine, topk._plans = machine, plans
+        topk.runtime.machine, topk._plans = machine, plans
 
 
 # ---- the rules of the functions, once more, an element at a time

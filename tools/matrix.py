@@ -2,7 +2,7 @@
 
     python -m tools.matrix              print the table
     python -m tools.matrix readme       write it into README
-    python -m tools.matrix record REPORT --gpu NAME --commit COMMIT
+    python -m tools.matrix record REPORT... --gpu NAME --commit COMMIT
                                         add what a GPU test run (pytest --junitxml) executed to tests/data/hardware.csv
 
 A cell is decided by `dispatch.explain` and by that record: `run` where tests of the feature passed on hardware,
@@ -14,11 +14,14 @@ import csv
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from bench.readme import README, between
 from cute_kernels.attention import dispatch
 from cute_kernels.attention.dispatch import Request
+from cute_kernels.topk import dispatch as topk
+from cute_kernels.topk.spec import DTYPES as TOPK_DTYPES
 
 ARCHS = {"sm_90a": "Hopper", "sm_100a": "B200", "sm_103a": "B300"}
 RECORD = Path(__file__).resolve().parent.parent / "tests" / "data" / "hardware.csv"
@@ -28,11 +31,18 @@ BASE = Request("bf16", 128, 128, page_size=64, group=4)
 
 @dataclass(frozen=True)
 class Feature:
-    """`requests`: calls that use it, all must be taken. `words`: a GPU test whose id holds one of them runs it."""
+    """`requests`: calls that use it, all must be taken. `words`: a GPU test of `suite` whose id holds one runs it."""
 
     name: str
-    requests: tuple[Request, ...] = (BASE,)
+    requests: tuple[Request | topk.Request, ...] = (BASE,)
     words: tuple[str, ...] = field(default=())
+    suite: str = "test_gpu_prefill"
+
+
+def selection(name: str, words: tuple[str, ...], *shapes: tuple[int, int]) -> Feature:
+    """A top-k feature: calls of all dtypes on so many rows of such a length."""
+    requests = tuple(topk.Request(d, rows, length, 2048) for d in TOPK_DTYPES for rows, length in shapes)
+    return Feature(name, requests, words, "test_gpu_topk")
 
 
 def variants(**changes: object) -> tuple[Request, ...]:
@@ -64,6 +74,11 @@ FEATURES = (
     Feature("scales on the device", words=("scale",)),
     Feature("separate K and V page tables", words=("separate",)),
     Feature("CUDA graph replay at other lengths", words=("graph", "replay")),
+    selection("top-k of fp32, fp16 and bf16 rows", ("test_data", "test_k", "test_rows"), (1, 4096), (4096, 8192)),
+    selection("top-k, rows over several CTAs", ("_c2t", "_c16t"), (1, 131072), (64, 65536)),
+    selection("top-k, streamed rows", ("test_streams_whatever",), (4096, 65536), (1, 1 << 21)),
+    selection("top-k, a million equal scores", ("million",), (1, 1000000)),
+    selection("top-k under CUDA graph replay", ("replay",), (12, 100000)),
 )
 
 
@@ -78,6 +93,12 @@ def record(path: Path = RECORD) -> dict[tuple[str, str], dict[str, str]]:
 def refusal(feature: Feature, arch: str) -> str | None:
     """None where every request of the feature has a kernel on `arch`, else the first reason."""
     for request in feature.requests:
+        if isinstance(request, topk.Request):
+            try:
+                topk.select(request, arch)
+            except NotImplementedError as error:
+                return str(error)
+            continue
         rows = dispatch.explain(request, arch)
         if not any(reason is None for _, _, reason in rows):
             return "; ".join(reason for _, _, reason in rows if reason)
@@ -117,16 +138,21 @@ def covered(passed: Iterable[str], failed: Iterable[str]) -> dict[str, int]:
     good, bad = ([t.lower() for t in tests if "gpu" in t.lower()] for tests in (passed, failed))
     counts = {}
     for feature in FEATURES:
-        hits = sum(any(word in t for word in feature.words) for t in good)
-        if hits and not any(word in t for word in feature.words for t in bad):
+        mine = [
+            [t for t in ts if feature.suite in t and any(word in t for word in feature.words)] for ts in (good, bad)
+        ]
+        hits, misses = map(len, mine)
+        if hits and not misses:
             counts[feature.name] = hits
     return counts
 
 
-def add(report: Path, arch: str, gpu: str, commit: str, path: Path = RECORD) -> dict[str, int]:
-    """Replace the rows of `arch` by what `report` shows."""
-    counts = covered(*executed(report))
-    kept = [row for (a, _), row in record(path).items() if a != arch]
+def add(reports: Iterable[Path], arch: str, gpu: str, commit: str, path: Path = RECORD) -> dict[str, int]:
+    """Replace the rows of `arch` by what the reports of one run show, for the suites that ran."""
+    passed, failed = (list(chain(*tests)) for tests in zip(*map(executed, reports)))
+    counts = covered(passed, failed)
+    ran = {f.name for f in FEATURES if any(f.suite in t.lower() for t in passed + failed)}
+    kept = [row for (a, feature), row in record(path).items() if a != arch or feature not in ran]
     rows = [dict(zip(COLUMNS, (arch, name, gpu, commit, n))) for name, n in counts.items()]
     with open(path, "w", newline="") as f:
         out = csv.DictWriter(f, COLUMNS, lineterminator="\n")
@@ -145,13 +171,13 @@ def main() -> None:
     verbs = parser.add_subparsers(dest="verb")
     verbs.add_parser("readme", help="write the table into README")
     one = verbs.add_parser("record", help="add what a GPU test run executed")
-    one.add_argument("report", type=Path, help="of pytest --junitxml")
+    one.add_argument("reports", type=Path, nargs="+", help="of pytest --junitxml")
     one.add_argument("--arch", default="sm_90a")
     one.add_argument("--gpu", required=True)
     one.add_argument("--commit", required=True)
     args = parser.parse_args()
     if args.verb == "record":
-        print(add(args.report, args.arch, args.gpu, args.commit))
+        print(add(args.reports, args.arch, args.gpu, args.commit))
     elif args.verb == "readme":
         update()
     else:

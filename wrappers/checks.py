@@ -88,8 +88,8 @@ def validate(call: Call) -> Checked:
     q = _tensor("query", call.query, 3, None)
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"query: device {q.device}, must be cpu or cuda")
-    _one_of("query: dtype", q.dtype, (torch.bfloat16, torch.float16, E4M3))
-    _last_stride("query", q)
+    check_one_of("query: dtype", q.dtype, (torch.bfloat16, torch.float16, E4M3))
+    check_last_stride("query", q)
     k, v = _split("kv_cache", call.kv_cache, call.kv_layout, q.device)
     if call.kv_block_scales is not None and call.kv_cache_sf is not None:
         raise ValueError("kv_cache_sf: alias of kv_block_scales, only one of the two may be given")
@@ -112,7 +112,7 @@ def validate(call: Call) -> Checked:
             _scale("bmm1_scale", call.bmm1_scale, q.device),
             _scale("bmm2_scale", call.bmm2_scale, q.device),
             bool(call.causal),
-            _integer("window_left", call.window_left),
+            check_integer("window_left", call.window_left),
             _soft_cap(call.logits_soft_cap),
             _per_head("sinks", call.sinks, q),
             k_scales,
@@ -123,7 +123,7 @@ def validate(call: Call) -> Checked:
         _lse(call.lse, q),
         bool(call.return_lse),
         None if call.o_sf_scale is None else float(call.o_sf_scale),
-        _integer("max_q_len", call.max_q_len, 0),
+        check_integer("max_q_len", call.max_q_len, 0),
     )
 
 
@@ -132,7 +132,7 @@ def kernel_request(c: Checked) -> Request:
     p = c.problem
     for name, dtype in (("query", p.q.dtype), ("kv_cache", p.k.dtype), ("out_dtype", c.out_dtype)):
         if dtype not in KERNEL_DTYPES:
-            raise NotImplementedError(f"{name}: {dtype} has no CUDA kernel yet; {_names(KERNEL_DTYPES)} have")
+            raise NotImplementedError(f"{name}: {dtype} has no CUDA kernel yet; {listed(KERNEL_DTYPES)} have")
     if c.out_dtype != p.q.dtype:
         raise NotImplementedError(f"out_dtype: {c.out_dtype} with query {p.q.dtype}; kernels write the query's dtype")
     if isinstance(p.scale, float) and not p.scale > 0:
@@ -141,7 +141,7 @@ def kernel_request(c: Checked) -> Request:
         )
     page_size = p.k.shape[2]
     if page_size not in PAGE_SIZES:
-        raise NotImplementedError(f"kv_cache: page size {page_size}; CUDA kernels have {_names(PAGE_SIZES)}")
+        raise NotImplementedError(f"kv_cache: page size {page_size}; CUDA kernels have {listed(PAGE_SIZES)}")
     for name, t in (("query", p.q), ("kv_cache (K)", p.k), ("kv_cache (V)", p.v), ("out", c.out)):
         if isinstance(t, torch.Tensor):
             _tma(name, t)
@@ -158,13 +158,13 @@ def kernel_request(c: Checked) -> Request:
     )
 
 
-def _names(values: Any) -> str:
+def listed(values: Any) -> str:
     return ", ".join(str(v) for v in values)
 
 
-def _one_of(what: str, value: Any, allowed: Any) -> None:
+def check_one_of(what: str, value: Any, allowed: Any) -> None:
     if value not in allowed:
-        raise TypeError(f"{what} {value}, must be one of {_names(allowed)}")
+        raise TypeError(f"{what} {value}, must be one of {listed(allowed)}")
 
 
 def _tensor(name: str, value: Any, ndim: int, device: torch.device | None) -> torch.Tensor:
@@ -177,12 +177,12 @@ def _tensor(name: str, value: Any, ndim: int, device: torch.device | None) -> to
     return value
 
 
-def _shape(name: str, t: torch.Tensor, shape: tuple[int, ...], why: str) -> None:
+def check_shape(name: str, t: torch.Tensor, shape: tuple[int, ...], why: str) -> None:
     if tuple(t.shape) != shape:
         raise ValueError(f"{name}: shape {tuple(t.shape)}, must be {shape} ({why})")
 
 
-def _last_stride(name: str, t: torch.Tensor) -> None:
+def check_last_stride(name: str, t: torch.Tensor) -> None:
     if t.stride(-1) != 1 and t.shape[-1] > 1:
         raise ValueError(f"{name}: stride {t.stride()}, the last must be 1")
 
@@ -195,7 +195,7 @@ def _tma(name: str, t: torch.Tensor) -> None:
         raise ValueError(f"{name}: strides {t.stride()} (logical order), all but the last must be multiples of {unit}")
 
 
-def _integer(name: str, value: Any, least: int | None = None) -> int:
+def check_integer(name: str, value: Any, least: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: {value!r}, must be an int")
     if least is not None and value < least:
@@ -219,7 +219,7 @@ def _split(name: str, value: Any, layout: Any, device: torch.device) -> tuple[to
     if k.dtype != v.dtype:
         raise TypeError(f"{name}: K is {k.dtype} and V {v.dtype}, must be the same")
     for which, t in (("K", k), ("V", v)):
-        _last_stride(f"{name} ({which})", t)
+        check_last_stride(f"{name} ({which})", t)
     return (k, v) if layout == "HND" else (k.transpose(1, 2), v.transpose(1, 2))
 
 
@@ -234,16 +234,16 @@ def _block_scales(
         return None, None
     k_scales, v_scales = _split(name, value, layout, k.device)
     for which, scales, data in (("K", k_scales, k), ("V", v_scales, v)):
-        _one_of(f"{name} ({which}): dtype", scales.dtype, (E4M3,))
+        check_one_of(f"{name} ({which}): dtype", scales.dtype, (E4M3,))
         shape = (*data.shape[:3], data.shape[3] * 2 // fp4.BLOCK)
-        _shape(f"{name} ({which}, logical HND)", scales, shape, "one e4m3 scale per 16 elements")
+        check_shape(f"{name} ({which}, logical HND)", scales, shape, "one e4m3 scale per 16 elements")
     return k_scales, v_scales
 
 
 def _heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Agreement of query and caches, all in logical order."""
     allowed = (q.dtype, E4M3, torch.uint8)
-    _one_of(f"kv_cache: with query {q.dtype}, dtype", k.dtype, allowed)
+    check_one_of(f"kv_cache: with query {q.dtype}, dtype", k.dtype, allowed)
     packed = 2 if k.dtype == torch.uint8 else 1
     pages, kv_heads, page_size, dim = k.shape
     if v.shape[:3] != k.shape[:3]:
@@ -259,21 +259,21 @@ def _heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 def _batch(call: Call, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Page table (B, 2, M), kv lengths (B,), query offsets (B + 1,)."""
     kv_lens = _tensor("seq_lens", call.seq_lens, 1, q.device)
-    _one_of("seq_lens: dtype", kv_lens.dtype, (torch.int32, torch.uint32))
-    _last_stride("seq_lens", kv_lens)
+    check_one_of("seq_lens: dtype", kv_lens.dtype, (torch.int32, torch.uint32))
+    check_last_stride("seq_lens", kv_lens)
     batch = kv_lens.shape[0]
-    if _integer("batch_size", call.batch_size, 0) != batch:
+    if check_integer("batch_size", call.batch_size, 0) != batch:
         raise ValueError(f"batch_size: {call.batch_size}, seq_lens has {batch} entries")
     offsets = _tensor("cum_seq_lens_q", call.cum_seq_lens_q, 1, q.device)
-    _one_of("cum_seq_lens_q: dtype", offsets.dtype, (torch.int32,))
-    _shape("cum_seq_lens_q", offsets, (batch + 1,), "batch_size + 1")
-    _last_stride("cum_seq_lens_q", offsets)
+    check_one_of("cum_seq_lens_q: dtype", offsets.dtype, (torch.int32,))
+    check_shape("cum_seq_lens_q", offsets, (batch + 1,), "batch_size + 1")
+    check_last_stride("cum_seq_lens_q", offsets)
     shared = bool(call.uses_shared_paged_kv_idx)
     table = _tensor("block_tables", call.block_tables, 2 if shared else 3, q.device)
-    _one_of("block_tables: dtype", table.dtype, (torch.int32,))
+    check_one_of("block_tables: dtype", table.dtype, (torch.int32,))
     width = table.shape[-1]
-    _shape("block_tables", table, (batch, width) if shared else (batch, 2, width), f"{shared=} page indices")
-    _last_stride("block_tables", table)
+    check_shape("block_tables", table, (batch, width) if shared else (batch, 2, width), f"{shared=} page indices")
+    check_last_stride("block_tables", table)
     return table.unsqueeze(1).expand(-1, 2, -1) if shared else table, kv_lens, offsets
 
 
@@ -292,7 +292,7 @@ def _hints(call: Call) -> None:
 
 def _scale(name: str, value: Any, device: torch.device) -> float | torch.Tensor:
     if isinstance(value, torch.Tensor):
-        _one_of(f"{name}: dtype", value.dtype, (torch.float32,))
+        check_one_of(f"{name}: dtype", value.dtype, (torch.float32,))
         if value.numel() != 1:
             raise ValueError(f"{name}: shape {tuple(value.shape)}, must have one element")
         if value.device != device:
@@ -317,9 +317,9 @@ def _per_head(name: str, value: Any, q: torch.Tensor) -> torch.Tensor | None:
     if value is None:
         return None
     t = _tensor(name, value, 1, q.device)
-    _one_of(f"{name}: dtype", t.dtype, (torch.float32,))
-    _shape(name, t, (q.shape[1],), "one value a query head")
-    _last_stride(name, t)
+    check_one_of(f"{name}: dtype", t.dtype, (torch.float32,))
+    check_shape(name, t, (q.shape[1],), "one value a query head")
+    check_last_stride(name, t)
     return t
 
 
@@ -327,8 +327,8 @@ def _lse(value: Any, q: torch.Tensor) -> torch.Tensor | None:
     if value is None:
         return None
     t = _tensor("lse", value, 2, q.device)
-    _one_of("lse: dtype", t.dtype, (torch.float32,))
-    _shape("lse", t, (q.shape[0], q.shape[1]), "tokens, query heads")
+    check_one_of("lse: dtype", t.dtype, (torch.float32,))
+    check_shape("lse", t, (q.shape[0], q.shape[1]), "tokens, query heads")
     return t
 
 
@@ -354,16 +354,16 @@ def _output(call: Call, q: torch.Tensor, dim_vo: int) -> "torch.dtype | str":
         return dtype
     allowed = tuple(dict.fromkeys((q.dtype, torch.float16, torch.bfloat16)))
     if dtype not in allowed:
-        raise ValueError(f"out_dtype: {dtype}, must be one of {_names(allowed)} or 'nvfp4'")
+        raise ValueError(f"out_dtype: {dtype}, must be one of {listed(allowed)} or 'nvfp4'")
     if call.o_sf_scale is not None:
         raise ValueError(f"o_sf_scale: {call.o_sf_scale}, must be None unless the output is nvfp4")
     if call.o_sf_vec_size is not None:
         raise ValueError(f"o_sf_vec_size: {call.o_sf_vec_size}, must be None unless the output is nvfp4")
     if call.out is not None:
         out = _tensor("out", call.out, 3, q.device)
-        _one_of("out: dtype", out.dtype, (dtype,))
-        _shape("out", out, shape, "tokens, query heads, V's head_dim")
-        _last_stride("out", out)
+        check_one_of("out: dtype", out.dtype, (dtype,))
+        check_shape("out", out, shape, "tokens, query heads, V's head_dim")
+        check_last_stride("out", out)
     return dtype
 
 
@@ -381,9 +381,9 @@ def _nvfp4_output(call: Call, shape: tuple[int, int, int], device: torch.device)
     if not isinstance(call.out, fp4.FP4Tensor):
         raise ValueError(f"out: a {call.out.dtype} tensor, out_dtype 'nvfp4' needs an FP4Tensor")
     data = _tensor("out.data", call.out.data, 3, device)
-    _shape("out.data", data, (*shape[:2], shape[2] // 2), "two values a byte")
+    check_shape("out.data", data, (*shape[:2], shape[2] // 2), "two values a byte")
     scale = _tensor("out.scale", call.out.scale, 2, device)
     columns = fp4.round_up(shape[1] * shape[2] // fp4.BLOCK, fp4.SCALE_TILE[1])
-    _shape("out.scale", scale, (scale.shape[0], columns), "one column per 16 elements of a row, rounded up to 4")
+    check_shape("out.scale", scale, (scale.shape[0], columns), "one column per 16 elements of a row, rounded up to 4")
     if not scale.is_contiguous():
         raise ValueError(f"out.scale: strides {scale.stride()}, must be contiguous")

@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS
 
-from .checks import _integer, _last_stride, _names, _one_of, _shape
+from .checks import check_integer, check_last_stride, check_one_of, check_shape, listed
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 PAGE_TABLE, RAGGED, TOP_K = "top_k_page_table_transform", "top_k_ragged_transform", "top_k"
@@ -80,11 +80,11 @@ def validate(call: Call) -> None:
         raise ValueError(f"{name}: {call.k}, must not exceed the {width} elements of a row of input")
     if call.layout is not None:
         stated(call)
-    _integer("next_n", call.next_n, 1)
+    check_integer("next_n", call.next_n, 1)
     if rows % call.next_n:
         raise ValueError(f"next_n: {call.next_n}, must divide the {rows} rows of logits")
     if isinstance(call.tie_break, bool) or call.tie_break not in tuple(TopKTieBreak):
-        raise ValueError(f"tie_break: {call.tie_break!r}, must be one of {_names(tuple(map(repr, TopKTieBreak)))}")
+        raise ValueError(f"tie_break: {call.tie_break!r}, must be one of {listed(tuple(map(repr, TopKTieBreak)))}")
     required = {"lengths"} if call.function != TOP_K else set()
     required |= {"starts"} if call.function == PREFILL else {"offsets"} if call.function == RAGGED else set()
     for field in ("starts", "lengths", "row_to_batch", "table_starts", "offsets"):
@@ -92,14 +92,14 @@ def validate(call: Call) -> None:
         if value is not None or field in required:
             count = rows // call.next_n if field == "lengths" else rows
             _integers(name, value, 1, call.scores.device)
-            _shape(name, value, (count,), "one a row" if call.next_n == 1 else "one for next_n rows")
+            check_shape(name, value, (count,), "one a row" if call.next_n == 1 else "one for next_n rows")
     if call.function == PAGE_TABLE:
         _table(call, rows)
     for field in ("out", "raw"):
         value, name = getattr(call, field), names.get(field, field)
         if value is not None or (field == "raw" and call.function in PER_ROW):
             _integers(name, value, 2, call.scores.device)
-            _shape(name, value, (rows, call.k), "rows, k")
+            check_shape(name, value, (rows, call.k), "rows, k")
             if not value.is_contiguous():
                 raise ValueError(f"{name}: strides {value.stride()}, must be contiguous")
 
@@ -127,11 +127,11 @@ def _scores(name: str, call: Call) -> tuple[int, int]:
     device = _device(name, scores, 2)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name}: device {device}, must be cpu or cuda")
-    _one_of(f"{name}: dtype", scores.dtype, DTYPES)
+    check_one_of(f"{name}: dtype", scores.dtype, DTYPES)
     if scores.shape[1] > LARGEST:
         raise ValueError(f"{name}: shape {tuple(scores.shape)}, a row may have {LARGEST} elements")
     if call.function not in PER_ROW:
-        _last_stride(name, scores)
+        check_last_stride(name, scores)
     reach = 0  # from the first element to the last that the dimensions so far lead to
     for stride, size in sorted(zip(scores.stride(), scores.shape, strict=True)):
         if size > 1 and stride <= reach and scores.numel():
@@ -143,8 +143,8 @@ def _scores(name: str, call: Call) -> tuple[int, int]:
 def _integers(name: str, value: Any, ndim: int, device: torch.device) -> None:
     if _device(name, value, ndim) != device:
         raise ValueError(f"{name}: device {value.device}, must be that of the scores, {device}")
-    _one_of(f"{name}: dtype", value.dtype, (torch.int32,))
-    _last_stride(name, value)
+    check_one_of(f"{name}: dtype", value.dtype, (torch.int32,))
+    check_last_stride(name, value)
 
 
 def _table(call: Call, rows: int) -> None:
@@ -162,6 +162,6 @@ def _table(call: Call, rows: int) -> None:
 
 
 def _bounded(name: str, value: Any, most: int) -> int:
-    if _integer(name, value, 1) > most:
+    if check_integer(name, value, 1) > most:
         raise ValueError(f"{name}: {value}, must be at most {most}")
     return value

@@ -157,7 +157,7 @@ def trtllm_batch_context_with_kv_cache(
         raise
     if plan is None:
         checked = checks.validate(Call.of(locals()))
-        machine = _machine(checked.problem.q.device)
+        machine = runtime.machine(checked.problem.q.device)
         if machine is None:
             return run_reference(checked)
         plan = _add_plan(key, checked, machine, 2 * stacked + (kv_layout == "NHD"))
@@ -268,13 +268,6 @@ def _on_device(device: torch.device, call: Call) -> Any:
         return trtllm_batch_context_with_kv_cache(*call)
 
 
-def _machine(device: torch.device) -> tuple[str, int] | None:
-    """(architecture, SM count) of a device that compiled kernels serve, None for the reference."""
-    if device.type != "cuda":
-        return None
-    return runtime.arch_of(device), torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _add_plan(key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layout: int) -> Plan:
     """The plan of a valid call, entered under its key; NotImplementedError where no kernel serves it."""
     p, (arch, sms) = c.problem, machine
@@ -342,7 +335,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     bound.apply_defaults()
     checked = checks.validate(Call.of(bound.arguments))
     device = checked.problem.q.device
-    machine = _machine(device)
+    machine = runtime.machine(device)
     if machine is None:
         return Explanation("reference (torch, fp32)", tuple((op, f"device {device}") for op in dispatch.KERNELS))
     try:

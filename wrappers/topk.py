@@ -233,19 +233,12 @@ def run(call: Call) -> tuple[Any, Any, Any]:
     return out, values, indices
 
 
-def _machine(device: torch.device) -> tuple[str, int] | None:
-    """(architecture, SM count) of a device that compiled kernels serve, None for the reference."""
-    if device.type != "cuda":
-        return None
-    return runtime.arch_of(device), torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _add_plan(key: tuple[Any, ...], call: Call) -> Plan:
     """The plan of a call, checked, and entered under its key if a kernel runs it: the reference checks nothing."""
     validate(call)
     scores, k = call.scores, call.k
     (rows, width), device = scores.shape, scores.device
-    machine = _machine(device)
+    machine = runtime.machine(device)
     if machine is None:
         fn: Callable[..., Any] = reference.top_k_rows
     else:

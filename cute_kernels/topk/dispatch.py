@@ -49,9 +49,8 @@ def candidate(request: Request) -> TopKSpec | None:
     """The plan for a request, None where there is none.
 
     A row is held whole where that can be: by the largest cluster whose CTAs get LEAST keys each, if all rows then run
-    at once, a CTA an SM; else by one CTA, if an SM has room for several. Longer rows, and many of them, are streamed. Measured in
-    bench/notes/topk-radix.md.
-    """
+    at once, a CTA an SM; else by one CTA, if an SM has room for several. Longer rows, and many of them, are streamed.
+    Measured in bench/notes/topk-radix.md."""
     every, rows, length = plans(request.dtype), request.rows, request.length
 
     def widest(choice: list[TopKSpec]) -> TopKSpec | None:

@@ -25,8 +25,8 @@ def slices(n, cluster):
 
 @dataclass(frozen=True)
 class Slice:
-    """The keys [low, end) of a window, of which `count` are held. words: the row's memory as vectors (WORDS, vectors), aligned; element
-    j of the slice is element j + shift of it. vectors: that hold elements of the slice."""
+    """The keys [low, end) of a window, of which `count` are held. words: the row's memory as vectors (WORDS, vectors),
+    aligned; element j of the slice is element j + shift of it. vectors: that hold elements of the slice."""
 
     row: Int32
     start: Int32

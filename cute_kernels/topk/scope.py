@@ -91,7 +91,8 @@ def before(spec: cutlass.Constexpr, table: cute.Tensor, i: cutlass.Constexpr, c:
 
 @cute.jit
 def tell(spec: cutlass.Constexpr, counts: cute.Tensor, i: cutlass.Constexpr, amount: Int32):
-    """counts[i] += amount in the CTAs of the row behind this one, by the lanes of one warp. They see it after `meet`."""
+    """counts[i] += amount in the CTAs of the row behind this one, by the lanes of one warp. They see it after
+    `meet`."""
     lane = cute.arch.lane_idx()
     if (lane > rank(spec)) & (lane < spec.cluster):
         dsmem.add(dsmem.address(counts, lane), i, amount)

@@ -1,4 +1,5 @@
-"""Selection by histograms: count keys in bins, find the bin that holds the boundary, and split it until few are left."""
+"""Selection by histograms: count keys in bins, find the bin that holds the boundary, and split it until few are
+left."""
 
 import cutlass
 import cutlass.cute as cute
@@ -46,9 +47,9 @@ def rank_in(spec: cutlass.Constexpr, mine: Int32, scratch: cute.Tensor):
 
 @cute.jit
 def search(spec: cutlass.Constexpr, s, need: Int32):
-    """Where the need-th largest key of the row lies, need >= 1: (its bin, keys in that bin, keys needed of that bin, all
-    keys); the first three mean nothing where there are fewer keys. In a cluster the CTA's own keys in higher bins, and in
-    that one if all are needed, are added to s.counts[0]; a barrier follows. Begins with `meet`."""
+    """Where the need-th largest key of the row lies, need >= 1: (its bin, keys in that bin, keys needed of that bin,
+    all keys); the first three mean nothing where there are fewer keys. In a cluster the CTA's own keys in higher bins,
+    and in that one if all are needed, are added to s.counts[0]; a barrier follows. Begins with `meet`."""
     per = const_expr(BINS // spec.threads)
     scope.merge(spec, s.local, s.total)
     first = BINS - (cute.arch.thread_idx()[0] + 1) * per

@@ -1,10 +1,9 @@
 """Slices longer than shared memory holds: they are streamed, and only candidates are kept, in index order.
 
-A candidate's key is at least `floor`, at first the key of a rank in a sample of the row that leaves more than k, so that
-one pass over the row suffices. Where candidates would not fit, all but the CTA's k best give way, and their boundary is
-the floor from there on. Where the sample misled, and fewer than k keys of the row reach the floor, the pass is done again
-from floor 0: no result depends on the sample.
-"""
+A candidate's key is at least `floor`, at first the key of a rank in a sample of the row that leaves more than k, so
+that one pass over the row suffices. Where candidates would not fit, all but the CTA's k best give way, and their
+boundary is the floor from there on. Where the sample misled, and fewer than k keys of the row reach the floor, the pass
+is done again from floor 0: no result depends on the sample."""
 
 from dataclasses import replace
 
@@ -127,9 +126,9 @@ def read(spec: cutlass.Constexpr, x: rows.Slice, base: Int32, words: cute.Tensor
 
 @cute.jit
 def take(spec: cutlass.Constexpr, s, x: rows.Slice, words: cute.Tensor, where, what):
-    """Count the candidates of a chunk, and append them to those kept if all fit. Holds a barrier. where = (first vector,
-    candidates kept before, parity of the call). what = (floor, warps that look at their vectors: first, behind the last).
-    """
+    """Count the candidates of a chunk, and append them to those kept if all fit. Holds a barrier. where = (first
+    vector, candidates kept before, parity of the call). what = (floor, warps that look at their vectors: first, behind
+    the last)."""
     (base, kept, turn), (floor, part, until) = where, what
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     active = (warp >= part) & (warp < until)

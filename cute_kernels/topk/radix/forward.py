@@ -2,8 +2,8 @@
 
 A row is shared by the CTAs of a cluster, a slice each. Roles: all threads do the same. A slice is read once, kept in
 shared memory, and counted in bins of keys on the way. The bin that holds the k-th largest key of the row is split, from
-shared memory, until LIST keys at most are left in it, or those needed, or keys that are all equal. One more pass makes a
-bit a key: set above the boundary; the few keys at it are ranked one by one, with lower indices first (`last_ties`:
+shared memory, until LIST keys at most are left in it, or those needed, or keys that are all equal. One more pass makes
+a bit a key: set above the boundary; the few keys at it are ranked one by one, with lower indices first (`last_ties`:
 higher), equal ones in greater number are counted in index order. The bits, in order, are what is written.
 
 Shared memory: keys (capacity + two groups), bins of the CTA and of the row, which make room for the bits, the bits of

@@ -139,9 +139,9 @@ def real(spec, s, x, place):
 
 @cute.jit
 def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary):
-    """Set the bits s.bits of the places whose key lies above the boundary. Of those at it: their count, s.counts[1], and
-    their list, s.list, or where the row has more of them than LIST, bits, s.ties. A barrier follows. boundary = (least,
-    greatest, keys of the row at it, keys needed of them)."""
+    """Set the bits s.bits of the places whose key lies above the boundary. Of those at it: their count, s.counts[1],
+    and their list, s.list, or where the row has more of them than LIST, bits, s.ties. A barrier follows. boundary =
+    (least, greatest, keys of the row at it, keys needed of them)."""
     least, greatest, here, need = boundary
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     sign, flip = keys.turn(least), keys.flip(least)

@@ -1,0 +1,206 @@
+"""Measures top-k: each case as a CUDA graph over inputs that have left the L2, all providers, the copy rate as
+floor."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from wrappers import (
+    top_k,
+    top_k_page_table_transform,
+    top_k_per_row_decode,
+    top_k_per_row_prefill,
+    top_k_ragged_transform,
+)  # fmt: skip
+
+from .attention import L2_BYTES, Ceilings, Result, Setup
+from .timing import Call, Timing, input_sets, interleave
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+HEADLINE = (
+    "topk-fp32-1x32768-k2048",
+    "topk-fp32-1x131072-k2048",
+    "topk-fp32-4x65536-k512",
+    "topk-fp32-64x16384-k2048",
+    "topk-fp32-64x65536-k2048",
+    "topk-bf16-64x65536-k2048",
+    "topk-fp32-16x524288-k2048",
+    "topk-fp32-32x129280-k1024",
+    "topk-fp32-1024x65536-k2048",
+    "topk-fp32-4096x8192-k2048",
+    "topk-fp32-4096x65536-k2048",
+)
+SWEEP = tuple(
+    f"sweep-topk-fp32-{rows}x{length}-k{min(2048, length // 4)}"
+    for rows, most in ((1, 20), (16, 20), (128, 18), (1024, 17))
+    for length in (1 << e for e in range(10, most + 1))
+)
+HOST_CASE = "host-topk-fp32-1x512-k64"
+OUTPUTS = "topk-fp32-64x65536-k2048"  # the case on which all functions are compared
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A case: scores and all that any of the functions reads or writes."""
+
+    scores: torch.Tensor
+    k: int
+    lengths: torch.Tensor
+    zeros: torch.Tensor
+    table: torch.Tensor
+    indices: torch.Tensor
+
+    @property
+    def bytes(self) -> int:
+        """The scores, read once."""
+        return self.scores.numel() * self.scores.element_size()
+
+
+def make(name: str, device: str, seed: int) -> Inputs:
+    """Scores N(0, 1) of a case 'topk-<dtype>-<rows>x<length>-k<k>'; every length is full."""
+    found = re.search(r"-(fp32|fp16|bf16)-(\d+)x(\d+)-k(\d+)$", name)
+    if not found:
+        raise ValueError(f"case {name!r}: must end as topk-fp32-64x65536-k2048")
+    rows, length, k = (int(x) for x in found.groups()[1:])
+    generator = torch.Generator(device).manual_seed(seed)
+    scores = torch.empty(rows, length, dtype=DTYPES[found[1]], device=device).normal_(generator=generator)
+    ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    pages = torch.randint(1 << 20, (rows, length // 64 + 1), generator=generator, **ints)
+    full, zeros = torch.full((rows,), length, **ints), torch.zeros(rows, **ints)
+    return Inputs(scores, k, full, zeros, pages, torch.full((rows, k), -7, **ints))
+
+
+def per_row(i: Inputs, decode: bool) -> torch.Tensor:
+    rows, (stride0, stride1) = i.scores.shape[0], i.scores.stride()
+    if decode:
+        top_k_per_row_decode(i.scores, 1, i.lengths, i.indices, rows, stride0, stride1, i.k)
+    else:
+        top_k_per_row_prefill(i.scores, i.zeros, i.lengths, i.indices, rows, stride0, stride1, i.k)
+    return i.indices
+
+
+def paged(i: Inputs) -> torch.Tensor:
+    top_k_page_table_transform(i.scores, i.table, i.lengths, i.k, page_size=64, out_raw_indices=i.indices)
+    return i.indices
+
+
+def flashinfer(i: Inputs) -> torch.Tensor:
+    import flashinfer as peer
+
+    return peer.top_k_ragged_transform(i.scores, i.zeros, i.lengths, i.k)
+
+
+# ours: the function that writes least. torch: values and 64-bit indices, unsorted, which is faster.
+PROVIDERS: dict[str, Callable[[Inputs], torch.Tensor]] = {
+    "ours": lambda i: top_k_ragged_transform(i.scores, i.zeros, i.lengths, i.k),
+    "torch": lambda i: torch.topk(i.scores, i.k, sorted=False).indices,
+    "flashinfer": flashinfer,
+}
+FUNCTIONS: dict[str, Callable[[Inputs], torch.Tensor]] = {
+    "top_k_ragged_transform": PROVIDERS["ours"],
+    "top_k_page_table_transform": paged,
+    "top_k": lambda i: top_k(i.scores, i.k)[1],
+    "top_k-sorted": lambda i: top_k(i.scores, i.k, sorted=True)[1],
+    "top_k_per_row_prefill": lambda i: per_row(i, False),
+    "top_k_per_row_decode": lambda i: per_row(i, True),
+}
+
+
+def check(inputs: Inputs, indices: torch.Tensor) -> str | None:
+    """None where the indices differ from each other and lead to the k largest scores, else what is wrong."""
+    order = indices.long().sort(1).values
+    if bool((order[:, 1:] == order[:, :-1]).any()) or int(order.min()) < 0:
+        return "an index comes twice, or is negative"
+    got, want = (
+        inputs.scores.gather(1, i).sort(1).values for i in (order, torch.topk(inputs.scores, inputs.k).indices)
+    )
+    return None if torch.equal(got, want) else "not the largest scores"
+
+
+def graph(run: Callable[[Inputs], object], sets: list[Inputs]) -> Call:
+    """A replay of one call on each of the sets."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for i in sets[:2]:
+            run(i)
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for i in sets:
+            run(i)
+    return lambda _: captured.replay()
+
+
+def every(run: Callable[[Inputs], object], sets: list[Inputs], _: int) -> None:
+    for i in sets:
+        run(i)
+
+
+def collect(
+    sets: list[Inputs], functions: dict[str, Callable[[Inputs], torch.Tensor]], setup: Setup
+) -> dict[str, Call]:
+    """Calls on all sets, of those that pass the check; prints who is left out and why."""
+    calls: dict[str, Call] = {}
+    for name, run in functions.items():
+        try:
+            wrong = check(sets[0], run(sets[0]))
+        except ImportError as error:
+            wrong = str(error)
+        if wrong:
+            print(f"  no row: {name}: {wrong}", flush=True)
+        else:
+            calls[name] = graph(run, sets) if setup.device == "cuda" else partial(every, run, sets)
+    return calls
+
+
+def inputs_of(name: str, device: str) -> list[Inputs]:
+    """As many input sets as leave none of them in the L2 when its turn comes again."""
+    first = make(name, device, 0)
+    return [first, *(make(name, device, seed) for seed in range(1, input_sets(first.bytes, L2_BYTES)))]
+
+
+def per_call(timing: Timing, sets: int) -> Timing:
+    return Timing(timing.median / sets, timing.p10 / sets, timing.p90 / sets)
+
+
+def measure(name: str, top: Ceilings, setup: Setup) -> list[Result]:
+    """All providers on one case, and the floor: the scores, read once, at the rate of this run's copy."""
+    print(name, flush=True)
+    sets = inputs_of(name, setup.device)
+    chosen = {p: PROVIDERS[p] for p in setup.providers if p in PROVIDERS}
+    calls = collect(sets, chosen, setup)
+    if not calls:
+        return []
+    size, floor = sets[0].bytes, sets[0].bytes / top.gbps / 1e3
+    times = {p: per_call(t, len(sets)) for p, t in interleave(calls, setup.clock, 1, setup.rounds).items()}
+    found = [Result(name, p, t, gbps=size / t.median / 1e3) for p, t in times.items()]
+    return [*found, Result(name, "floor", Timing(floor, floor, floor), gbps=top.gbps)]
+
+
+def outputs(name: str, setup: Setup) -> list[Result]:
+    """What the functions' outputs cost: all of ours on one case, as cases of their own."""
+    print(f"outputs of {name}", flush=True)
+    sets = inputs_of(name, setup.device)
+    times = interleave(collect(sets, FUNCTIONS, setup), setup.clock, 1, setup.rounds)
+    return [Result(f"outputs-{f}-{name}", "ours", per_call(t, len(sets))) for f, t in times.items()]
+
+
+def host(setup: Setup) -> list[Result]:
+    """Host time of a call on a tiny case, whose kernel takes less time than the call: the GPU's queue stays short."""
+    print(HOST_CASE, flush=True)
+    inputs = make(HOST_CASE, setup.device, 0)
+    functions = {f"ours/{name}": run for name, run in FUNCTIONS.items() if name != "top_k-sorted"}
+    calls: dict[str, Call] = {
+        n: partial(every, run, [inputs]) for n, run in (functions | {"torch": PROVIDERS["torch"]}).items()
+    }
+    times = interleave(calls, setup.host_clock, 1, rounds=20, warmup=10, target_us=2000)
+    found = [Result(HOST_CASE, "torch", times.pop("torch"))]
+    slowest = max(times, key=lambda name: times[name].median)
+    return [
+        *found,
+        Result(HOST_CASE, "ours", times[slowest], note=f"{slowest.partition('/')[2]}, the slowest function"),
+    ]
