@@ -25,7 +25,7 @@ def shared(spec: TopKSpec) -> int:
     """Bytes of shared memory of a CTA, or slightly more."""
     marks, bins = places(spec) // 4, 4 * BINS
     histograms = marks + bins if 1 < spec.cluster <= PULLED else max(marks, bins * (1 + (spec.cluster > PULLED)))
-    lists = LIST * (4 + 8 * (1 + (spec.cluster > 1)))
+    lists = LIST * 8 * (1 + (spec.cluster > 1))
     return places(spec) * (BITS[spec.dtype] // 8 + 4 * spec.stream) + histograms + lists + 512
 
 

@@ -194,7 +194,6 @@ def squeeze(spec: cutlass.Constexpr, a, s, x: rows.Slice, kept: Int32):
     least, greatest, here, need = passes.narrow(alone, s, y, found, here, need)
     passes.mark(alone, a, s, y, (least, greatest, here, need))
     write.settle(alone, a, s, y, (here, need))
-    cute.arch.barrier()
     part = write.share(spec, y)
     at, _ = write.place_of(spec, s, part)
     room = const_expr(cute.size(s.ties))

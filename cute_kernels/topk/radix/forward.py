@@ -65,7 +65,6 @@ class Shared:
     ties: cute.Tensor  # (places / 32 at least,)
     list: cute.Tensor  # (LIST,) this CTA's keys at the boundary, 64 bits with their places
     pool: cute.Tensor  # (LIST,) the row's; `list` itself where a CTA has the row alone
-    ranks: cute.Tensor  # (LIST,) of `pool`
     table: cute.Tensor  # (cluster, 2) counts of the CTAs
     counts: cute.Tensor  # (4,) keys of this CTA above the boundary (in a cluster), and at it; chosen of CTAs before it
     scratch: cute.Tensor  # (64,)
@@ -96,7 +95,6 @@ def allocate(spec) -> Shared:
         ties=cute.make_tensor(bits.iterator + marks, cute.make_layout(cute.size(bits) - marks)),
         list=entries,
         pool=entries if spec.cluster == 1 else smem.allocate_tensor(Uint64, entries.layout, 16),
-        ranks=words(LIST, Int32),
         table=smem.allocate_tensor(Uint32, cute.make_layout((spec.cluster, 2), stride=(2, 1)), 16),
         counts=words(4, Int32),
         scratch=words(64, Int32),

@@ -12,7 +12,7 @@ from .passes import OWNER, STEP, groups, index_of
 @cute.jit
 def settle(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary):
     """Add those keys at the boundary that get in to s.bits. The first output position of this CTA, but for s.counts[2],
-    which is complete after the next `meet`. A barrier follows. boundary = (keys of the row at it, keys needed of them);
+    which is complete after the next `meet`. Ends with a barrier. boundary = (keys of the row at it, keys needed of them);
     after `mark`."""
     here, need = boundary
     scope.publish(spec, s.counts, s.table)
@@ -22,9 +22,7 @@ def settle(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary):
         if here <= LIST:
             if const_expr(spec.cluster > 1):
                 scope.pool(spec, s.list, s.table, s.pool)
-            compare(spec, s, first, mine, here)
-            cute.arch.barrier()
-            choose(spec, a, s, first, mine, need)
+            choose(spec, a, s, (first, mine), here, need)
         else:
             skipped = Int32(0)  # of the row, before the first that gets in
             if a.last_ties != 0:
@@ -33,39 +31,36 @@ def settle(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary):
             skip = rows.clamp(skipped - first, 0, mine)
             cut(spec, s, x, skip, rows.clamp(need - taken, 0, mine - skip))
             position += taken
+        cute.arch.barrier()
+        if const_expr(spec.cluster > 1):
+            if cute.arch.warp_idx() == 0:
+                scope.tell(spec, s.counts, 2, s.counts[3])
     return position
 
 
 @cute.jit
-def compare(spec: cutlass.Constexpr, s, first: Int32, mine: Int32, count: Int32):
-    """s.ranks[i] = how many of the `count` keys in s.pool get in before key first + i, of the `mine` of this CTA; a
-    barrier follows. A lane a key, the others are dealt out to the warps."""
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    for i in cutlass.range(cute.arch.lane_idx(), mine, 32, unroll=1):
-        key, earlier = s.pool[first + i], Int32(0)
-        for j in cutlass.range(warp, count, spec.threads // 32, unroll=4):
+def choose(spec: cutlass.Constexpr, a, s, own, count: Int32, need: Int32):
+    """Set the bits of those of this CTA's keys in s.pool, own = (first, how many), that are among the `need` largest of
+    all `count`, and count them in a cluster: s.counts[3]. A warp a key; a barrier follows."""
+    warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+    first, mine = own
+    chosen = Int32(0)
+    for i in cutlass.range(warp, mine, spec.threads // 32, unroll=1):
+        key, larger = s.pool[first + i], Int32(0)
+        for j in cutlass.range(lane, count, 32, unroll=1):
             if s.pool[j] > key:
-                earlier += 1
-        if earlier > 0:
-            select.add(s.ranks, i, earlier)
-
-
-@cute.jit
-def choose(spec: cutlass.Constexpr, a, s, first: Int32, mine: Int32, need: Int32):
-    """Set the bits of those of this CTA's keys in s.pool that are among the `need` first of all, by one warp, which
-    tells the CTAs behind how many they are."""
-    if cute.arch.warp_idx() == 0:
-        chosen = Int32(0)
-        for i in cutlass.range(cute.arch.lane_idx(), mine, 32, unroll=1):
-            if s.ranks[i] < need:
-                place = Int32(Uint32(s.pool[first + i] & 0xFFFFFFFF))
+                larger += 1
+        if cute.arch.warp_redux_sync(larger, "add") < need:
+            chosen += 1
+            if lane == 0:
+                place = Int32(Uint32(key & 0xFFFFFFFF))
                 if a.last_ties == 0:
                     place = ~place
                 at = place & ((1 << OWNER) - 1)
                 cute.arch.atomic_or(s.bits.iterator + (at >> 5), Uint32(1) << (at & 31), sem="relaxed", scope="cta")
-                chosen += 1
-        if const_expr(spec.cluster > 1):
-            scope.tell(spec, s.counts, 2, cute.arch.warp_redux_sync(chosen, "add"))
+    if const_expr(spec.cluster > 1):
+        if (lane == 0) & (chosen > 0):
+            select.add(s.counts, 3, chosen)
 
 
 @cute.jit
@@ -142,7 +137,6 @@ def expand(spec: cutlass.Constexpr, a, s, x: rows.Slice, position: Int32):
     part, room = share(spec, x), const_expr(cute.size(s.staged))
     if const_expr(spec.cluster > 1):
         cute.arch.cluster_arrive()
-    cute.arch.barrier()
     at, count = place_of(spec, s, part)
     for begin in cutlass.range(0, count, room, unroll=1):
         stage(spec, s, x, part, at - begin)
