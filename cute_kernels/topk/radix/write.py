@@ -12,8 +12,8 @@ from .passes import OWNER, STEP, groups, index_of
 @cute.jit
 def settle(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary):
     """Add those keys at the boundary that get in to s.bits. The first output position of this CTA, but for s.counts[2],
-    which is complete after the next `meet`. Ends with a barrier. boundary = (keys of the row at it, keys needed of them);
-    after `mark`."""
+    which is complete after the next `meet`. Ends with a barrier. boundary = (keys of the row at it, keys needed of
+    them); after `mark`."""
     here, need = boundary
     scope.publish(spec, s.counts, s.table)
     position = scope.before(spec, s.table, 0, scope.rank(spec))
