@@ -27,14 +27,9 @@ def unroll(spec):
     return CHUNK // 32 // lanes(spec)
 
 
-@cute.jit
-def held(spec: cutlass.Constexpr, s, x: rows.Slice, kept: Int32):
-    """The slice of what is kept: filler too, at both ends, where it is no less than the floor."""
-    filler = Int32(0)
-    if kept > 0:
-        filler = cutlass.max(x.low - s.index[0], 0) + cutlass.max(s.index[kept - 1] + 1 - x.end, 0)
-    vectors = (kept + lanes(spec) - 1) // lanes(spec)
-    return replace(x, shift=Int32(0), count=kept - filler, vectors=vectors)
+def held(spec, x: rows.Slice, kept):
+    """The slice of what is kept."""
+    return replace(x, shift=Int32(0), count=kept, vectors=(kept + lanes(spec) - 1) // lanes(spec))
 
 
 @cute.jit
@@ -45,7 +40,7 @@ def gather(spec: cutlass.Constexpr, a, s, x: rows.Slice):
     while everything < a.k:
         kept = screen(spec, a, s, x, floor)
         passes.prepare(spec, s)
-        passes.count(spec, s, held(spec, s, x, kept))
+        passes.count(spec, s, held(spec, x, kept))
         found, here, need, everything = select.search(spec, s, a.k)
         floor = Uint32(0)
         scope.again(spec)
@@ -85,7 +80,11 @@ def screen(spec: cutlass.Constexpr, a, s, x: rows.Slice, floor: Uint32):
     cute.arch.barrier()
     while base < x.vectors:
         read(spec, x, base, words)
-        count = take(spec, s, x, words, (base, kept, turn), (floor, part, until))
+        count = Int32(0)
+        if floor > keys.FILLER >> BITS[spec.dtype]:
+            count = take(spec, s, x, words, (base, kept, turn), (floor, part, until), False)
+        else:
+            count = take(spec, s, x, words, (base, kept, turn), (floor, part, until), True)
         turn ^= 1
         if kept + count > spec.capacity:
             until = part + 1  # the rest of the chunk comes a warp at a time, which fits beside k
@@ -125,10 +124,10 @@ def read(spec: cutlass.Constexpr, x: rows.Slice, base: Int32, words: cute.Tensor
 
 
 @cute.jit
-def take(spec: cutlass.Constexpr, s, x: rows.Slice, words: cute.Tensor, where, what):
+def take(spec: cutlass.Constexpr, s, x: rows.Slice, words: cute.Tensor, where, what, filler: cutlass.Constexpr):
     """Count the candidates of a chunk, and append them to those kept if all fit. Holds a barrier. where = (first
     vector, candidates kept before, parity of the call). what = (floor, warps that look at their vectors: first, behind
-    the last)."""
+    the last). filler: its key is no less than the floor."""
     (base, kept, turn), (floor, part, until) = where, what
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     active = (warp >= part) & (warp < until)
@@ -141,7 +140,7 @@ def take(spec: cutlass.Constexpr, s, x: rows.Slice, words: cute.Tensor, where, w
         count = Int32(0)
         for u in cutlass.range_constexpr(2):
             for e in cutlass.range_constexpr(lanes(spec)):
-                if active & (passes.key_of(spec, words[None, 2 * h + u], e) >= floor):
+                if active & candidate(spec, x, words, (base, 2 * h + u, e), floor, filler):
                     count += 1 << (u * FIELD)
         sums = prefix_sum(count)
         whole[h], mine[h] = cute.arch.shuffle_sync(sums, 31), sums - count
@@ -154,12 +153,21 @@ def take(spec: cutlass.Constexpr, s, x: rows.Slice, words: cute.Tensor, where, w
             place = earlier + ((mine[u // 2] >> (u % 2 * FIELD)) & most)
             index = x.low - x.shift + vector(spec, base, u) * lanes(spec)
             for e in cutlass.range_constexpr(lanes(spec)):
-                key = passes.key_of(spec, words[None, u], e)
-                if active & (key >= floor):
-                    put(spec, s, place, key ^ flip, index + e)
+                if active & candidate(spec, x, words, (base, u, e), floor, filler):
+                    put(spec, s, place, passes.key_of(spec, words[None, u], e) ^ flip, index + e)
                     place += 1
             earlier += (whole[u // 2] >> (u % 2 * FIELD)) & most
     return count
+
+
+def candidate(spec, x, words, where, floor, filler):
+    """Whether key e of this thread's vector u of the chunk is one."""
+    base, u, e = where
+    result = passes.key_of(spec, words[None, u], e) >= floor
+    if filler:
+        j = vector(spec, base, u) * lanes(spec) + e - x.shift
+        result = result & (j >= 0) & (j < x.count)
+    return result
 
 
 @cute.jit
@@ -188,7 +196,7 @@ def squeeze(spec: cutlass.Constexpr, a, s, x: rows.Slice, kept: Int32):
     fill(spec, s, kept)
     cute.arch.barrier()
     passes.prepare(spec, s)
-    y = held(spec, s, x, kept)
+    y = held(spec, x, kept)
     passes.count(spec, s, y)
     found, here, need, _ = select.search(alone, s, a.k)
     least, greatest, here, need = passes.narrow(alone, s, y, found, here, need)

@@ -148,7 +148,7 @@ def pick(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice):
     """A row of more than k elements."""
     if const_expr(spec.stream):
         kept, found, here, need = filter.gather(spec, a, s, x)
-        x = filter.held(spec, s, x, kept)
+        x = filter.held(spec, x, kept)
     else:
         passes.prepare(spec, s)
         passes.hold(spec, s, x)
