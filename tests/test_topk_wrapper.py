@@ -310,10 +310,10 @@ def test_compiled_refuses_what_eager_refuses(fresh_compiler):
 def test_opcheck(launches, monkeypatch, function):
     """With the arguments that an eager call gives to `run`."""
     seen, run = [], topk.run
-    monkeypatch.setattr(topk, "run", lambda call: seen.append(call) or run(call))
+    monkeypatch.setattr(topk, "run", lambda *call: seen.append(call) or run(*call))
     inputs = inputs_of(PLAIN[function])
     cases.call(function, inputs)
-    call = seen[0]
+    call = topk.Call(*seen[0])
     if function == TOP_K:
         call = call._replace(values=torch.zeros(3, 7), indices=torch.zeros(3, 7, dtype=torch.int64))
     torch.library.opcheck(torch.ops.cute_kernels.top_k_rows.default, tuple(call._replace(tie_break=0)[:-1]))

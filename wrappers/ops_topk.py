@@ -21,7 +21,7 @@ torch.library.define(NAME, SCHEMA.replace("\n", " "), tags=torch.Tag.pt2_complia
 def _run(*args: Any) -> None:
     from .topk import run
 
-    run(Call(*args))
+    run(*args, None)
 
 
 @torch.library.register_fake(NAME)
