@@ -151,7 +151,7 @@ def topk_args(spec: TopKSpec, case: TopKCase) -> TopKArgs:
         else (ints()[None][:0], none, none, ints(5, 0, -9))
     )
     starts, lengths = (
-        (none, ints(k, case.length + 9, 1200))
+        (none, ints(k, case.length + 9, k + 1))
         if not case.plateaus
         else (ints(-3, 17, 400), ints(case.length, case.length - 1, 300))
     )
