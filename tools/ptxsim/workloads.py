@@ -47,12 +47,11 @@ def simulated(arch: str, results: list[Result], **how: Any) -> Iterator[None]:
 
     with mock.patch.multiple(
         prefill,
-        _machine=lambda device: (arch, SMS),
         _plans={},
         _tickets={},
         _is_capturing=lambda: False,
         _raw_stream=lambda index: 0,
-    ), mock.patch.object(prefill.runtime, "kernel", kernel):  # fmt: skip
+    ), mock.patch.multiple(prefill.runtime, kernel=kernel, machine=lambda device: (arch, SMS)):  # fmt: skip
         yield
 
 
