@@ -6,8 +6,9 @@ shared memory, until LIST keys at most are left in it, or those needed, or keys 
 a bit a key: set above the boundary; the few keys at it are ranked one by one, with lower indices first (`last_ties`:
 higher), equal ones in greater number are counted in index order. The bits, in order, are what is written.
 
-Shared memory: keys (capacity + two groups), bins of the CTA and of the row, which make room for the bits, the bits of
-ties, two lists of keys at the boundary, a few words of scratch.
+Shared memory: keys (capacity + two groups), with their indices where a slice is streamed (see `filter`), then what is
+written, over the keys; bins of the CTA and of the row, then the bits of marks and of ties over them; two lists of keys
+at the boundary; a few words of scratch.
 
 Refused (see `supports`): slices that do not fit.
 """
