@@ -5,13 +5,13 @@ Kernels come from a bundle where one is built (`make cubins`), else they are com
 
 import itertools
 import math
-import threading
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests import cases
+from tests.gpu import captured, in_threads
 from wrappers import explain, prefill, trtllm_batch_context_with_kv_cache
 
 pytestmark = pytest.mark.skipif(
@@ -252,13 +252,6 @@ def test_unsigned_lengths():
 # ---- graphs, streams, memory
 
 
-def graph_of(inputs):
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = trtllm_batch_context_with_kv_cache(**inputs)
-    return graph, result
-
-
 def fill_lengths(inputs, q_lens, kv_lens):
     inputs["cum_seq_lens_q"].copy_(torch.tensor([0, *q_lens]).cumsum(0))
     inputs["seq_lens"].copy_(torch.tensor(kv_lens))
@@ -273,7 +266,7 @@ def test_capture_short_replay_long(monkeypatch, warm):
         monkeypatch.setattr(prefill, "_plans", {})
         monkeypatch.setattr(prefill, "_tickets", {})
     fill_lengths(inputs, (1, 0, 2), (1, 0, 5))
-    graph, result = graph_of(inputs)
+    graph, result = captured(trtllm_batch_context_with_kv_cache, inputs)
     for q_lens, kv_lens in (((5, 6, 7), (5, 60, 70)), (case.q_lens, case.kv_lens)):
         fill_lengths(inputs, q_lens, kv_lens)
         inputs["out"].fill_(math.nan)
@@ -286,7 +279,7 @@ def test_graphs_replay_side_by_side():
     shapes = [replace(BASE, q_lens=(200 + 50 * i, 33), kv_lens=(1500, 100 + i)) for i in range(4)]
     inputs = [make(case, seed) for seed, case in enumerate(shapes)]
     wants = [run(i) for i in inputs]
-    graphs = [graph_of(i) for i in inputs]
+    graphs = [captured(trtllm_batch_context_with_kv_cache, i) for i in inputs]
     streams = [torch.cuda.Stream() for _ in graphs]
     torch.cuda.synchronize()
     for _ in range(25):
@@ -305,23 +298,12 @@ def test_streams_and_threads():
     inputs = [make(case, seed) for seed, case in enumerate(shapes)]
     wants = [run(i) for i in inputs]
     torch.cuda.synchronize()
-    errors: list[BaseException] = []
 
     def work(index):
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(50):
-                    same(run(inputs[index]), wants[index], f"thread {index}")
-        except BaseException as error:  # noqa: BLE001 - the main thread raises it
-            errors.append(error)
+        for _ in range(50):
+            same(run(inputs[index]), wants[index], f"thread {index}")
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    in_threads(work, len(inputs))
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])

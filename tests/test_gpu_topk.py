@@ -4,7 +4,6 @@ Kernels come from a bundle where one is built (`make cubins`), else they are com
 """
 
 import itertools
-import threading
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 import wrappers
 from cute_kernels.topk import dispatch, radix
 from tests import topk_cases as cases
+from tests.gpu import captured, in_threads
 from tests.topk_cases import DECODE, FUNCTIONS, PAGE_TABLE, PER_ROW, PLAIN, PREFILL, RAGGED, TOP_K, TopKCase
 from wrappers import TopKTieBreak, top_k, topk
 
@@ -260,13 +260,6 @@ def test_launches_wait_for_their_predecessor():
 # ---- graphs, streams, memory
 
 
-def graph_of(case, inputs):
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = getattr(wrappers, case.function)(**inputs)
-    return graph, result
-
-
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
 @pytest.mark.parametrize("width", [2000, 100_000])
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -277,7 +270,7 @@ def test_replay_with_other_values(monkeypatch, function, width, warm):
     run(case, inputs)
     if not warm:  # as in a process whose first call is captured
         monkeypatch.setattr(topk, "_plans", {})
-    graph, result = graph_of(case, inputs)
+    graph, result = captured(getattr(wrappers, case.function), inputs)
     returned = {TOP_K: ("values", "indices"), PAGE_TABLE: ("out",), RAGGED: ("out",)}.get(function, ())
     for seed in range(1, 9):
         for name, value in make(replace(case, data=tuple(cases.DATA)[seed]), seed).items():
@@ -296,7 +289,7 @@ def test_replay_with_other_values(monkeypatch, function, width, warm):
 def test_replay_around_length_k(k):
     case = TopKCase(PAGE_TABLE, rows=5, width=3 * k, k=k)
     inputs = make(case)
-    graph, _ = graph_of(case, inputs)
+    graph, _ = captured(getattr(wrappers, case.function), inputs)
     for length in (k - 1, k, k + 1, 3 * k, k, 0, -1, k + 1, 3 * k + 1):
         inputs["lengths"].fill_(length)
         inputs["input"].copy_(torch.randn(5, 3 * k, device=CUDA))
@@ -315,7 +308,7 @@ def test_graphs_replay_side_by_side():
     every = concurrent_cases()
     inputs = [make(case, seed) for seed, case in enumerate(every)]
     wants = [run(case, i) for case, i in zip(every, inputs, strict=True)]
-    graphs = [graph_of(case, i)[0] for case, i in zip(every, inputs, strict=True)]
+    graphs = [captured(getattr(wrappers, case.function), i)[0] for case, i in zip(every, inputs, strict=True)]
     streams = [torch.cuda.Stream() for _ in graphs]
     torch.cuda.synchronize()
     for _ in range(20):
@@ -350,23 +343,12 @@ def test_streams_and_threads():
     inputs = [make(case, seed) for seed, case in enumerate(every)]
     wants = [run(case, i) for case, i in zip(every, inputs, strict=True)]
     torch.cuda.synchronize()
-    errors: list[BaseException] = []
 
     def work(index):
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(40):
-                    cases.same(run(every[index], inputs[index]), wants[index], f"thread {index}")
-        except BaseException as error:  # noqa: BLE001 - the main thread raises it
-            errors.append(error)
+        for _ in range(40):
+            cases.same(run(every[index], inputs[index]), wants[index], f"thread {index}")
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(every))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    in_threads(work, len(every))
 
 
 @pytest.mark.parametrize("dtype,rows", [("fp32", 1100), ("bf16", 2200)])
