@@ -44,6 +44,11 @@ def flip(least):
     return Uint32(SIGN) | ~(Int32(least) >> 31).to(Uint32)
 
 
+def turn(least):
+    """x * turn + flip is x ^ flip: 1 where only the sign is flipped, -1 where all bits are."""
+    return Uint32((Int32(least) >> 31) * -2 - 1)
+
+
 def bin_of(x, dtype):
     """The bin of a float's key."""
     low, shift = WINDOW[dtype]

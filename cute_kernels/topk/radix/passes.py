@@ -142,7 +142,7 @@ def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary):
     (least, greatest, keys of the row at it, keys needed of them)."""
     least, greatest, here, need = boundary
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-    flip = keys.flip(least)
+    sign, flip = keys.turn(least), keys.flip(least)
     over = greatest if need < here else least - 1
     turn = Uint32(scope.rank(spec) << OWNER)  # what makes of places, by xor, the lower word of a list's entries
     if a.last_ties == 0:
@@ -152,7 +152,7 @@ def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary):
         nearest = load(spec, s, group * GROUP + lane) ^ flip  # above `least`
         nearest -= least
         for u in cutlass.range_constexpr(STEP):
-            key = load(spec, s, group * GROUP + u * 32 + lane) ^ flip
+            key = load(spec, s, group * GROUP + u * 32 + lane) * sign + flip  # the same as ^ flip, on another pipe
             masks[u] = Uint32(cute.arch.vote_ballot_sync(key > over))
             nearest = cutlass.min(nearest, key - least)
         if lane == 0:
