@@ -6,10 +6,10 @@ from cutlass import BFloat16, Float32, Int32, const_expr
 
 
 @cute.jit
-def prefix_sum(x: Int32, lanes: cutlass.Constexpr = 32):
-    """Inclusive sum over lanes 0..lane, right in the first `lanes`."""
+def prefix_sum(x: Int32):
+    """Inclusive sum over lanes 0..lane."""
     lane = cute.arch.lane_idx()
-    for i in cutlass.range_constexpr((lanes - 1).bit_length()):
+    for i in cutlass.range_constexpr(5):
         y = cute.arch.shuffle_sync_up(x, 1 << i)
         if lane >= (1 << i):
             x += y

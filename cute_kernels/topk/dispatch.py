@@ -10,7 +10,7 @@ from .spec import BITS, DTYPES, TopKSpec
 OP = "topk.radix"
 KERNELS = {OP: radix}
 LEAST = 4096  # keys that are worth a CTA of a cluster
-GPC = 18  # SMs that a cluster can lie in
+GPC = 18  # SMs of a GPC, in one of which a cluster lies; some have fewer: then a cluster waits for its turn
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def plans(dtype: str) -> tuple[TopKSpec, ...]:
     keys = 32 // BITS[dtype]  # in the place of one fp32
     small = TopKSpec(dtype, 1, 256, 8192 * keys)
     middle = tuple(TopKSpec(dtype, c, 512, 16384 * keys) for c in (1, 2, 4, 8, 16))
-    large = tuple(TopKSpec(dtype, c, 1024, 46080 * keys) for c in radix.CLUSTERS)
+    large = tuple(TopKSpec(dtype, c, 512, 46080 * keys) for c in radix.CLUSTERS)
     streams = tuple(TopKSpec(dtype, c, 512, 6144, True) for c in (1, 2, 4, 8, 16))
     wide = tuple(TopKSpec(dtype, c, 512, 16384, True) for c in (1, 16))  # for k that `streams` have no room for
     return (small, *middle, *large, *streams, *wide)

@@ -59,8 +59,7 @@ def sample(spec: cutlass.Constexpr, a, s, x: rows.Slice):
         first = Int32(Float32(x.vectors) * (Float32(line) * Float32(LINE / vectors)))
         rows.fetch(spec, x, first // LINE * LINE + v, words[None, i])
     for i in cutlass.range_constexpr(vectors // spec.threads):
-        for e in cutlass.range_constexpr(lanes(spec)):
-            select.add(s.local, keys.bin_of(passes.key_of(spec, words[None, i], e), spec.dtype), 1)
+        passes.bump(spec, s, words[None, i])
     size = const_expr(spec.cluster * vectors * lanes(spec))
     mean = Float32(a.k) / Float32(x.n) * Float32(size)
     rank = Int32(mean + 5.0 * cute.math.sqrt(mean)) + 5

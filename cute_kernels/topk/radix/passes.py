@@ -51,8 +51,7 @@ def hold(spec: cutlass.Constexpr, s, x: rows.Slice):
             v = base + u * spec.threads
             if v < vectors:
                 cute.autovec_copy(words[None, u], s.keys[None, v])
-                for e in cutlass.range_constexpr(lanes(spec)):
-                    select.add(s.local, keys.bin_of(key_of(spec, words[None, u], e), spec.dtype), 1)
+                bump(spec, s, words[None, u])
     if tid == 0:
         select.add(s.local, 0, x.count - vectors * lanes(spec))
 
@@ -65,10 +64,15 @@ def count(spec: cutlass.Constexpr, s, x: rows.Slice):
     words = cute.make_rmem_tensor(rows.WORDS, Uint32)
     for v in cutlass.range(tid, vectors, spec.threads, unroll=1):
         cute.autovec_copy(s.keys[None, v], words)
-        for e in cutlass.range_constexpr(lanes(spec)):
-            select.add(s.local, keys.bin_of(key_of(spec, words, e), spec.dtype), 1)
+        bump(spec, s, words)
     if tid == 0:
         select.add(s.local, 0, x.count - vectors * lanes(spec))
+
+
+def bump(spec, s, words):
+    """Count the bins of a vector's keys."""
+    for e in range(lanes(spec)):
+        select.add(s.local, keys.bin_of(key_of(spec, words, e), spec.dtype), 1)
 
 
 def key_of(spec, words, e):
@@ -152,7 +156,7 @@ def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary):
         nearest = load(spec, s, group * GROUP + lane) ^ flip  # above `least`
         nearest -= least
         for u in cutlass.range_constexpr(STEP):
-            key = load(spec, s, group * GROUP + u * 32 + lane) * sign + flip  # the same as ^ flip, on another pipe
+            key = load(spec, s, group * GROUP + u * 32 + lane) * sign + flip  # is ^ flip; with that, seven kernels spill
             masks[u] = Uint32(cute.arch.vote_ballot_sync(key > over))
             nearest = cutlass.min(nearest, key - least)
         if lane == 0:
