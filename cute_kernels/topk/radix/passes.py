@@ -156,7 +156,7 @@ def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary):
         nearest = load(spec, s, group * GROUP + lane) ^ flip  # above `least`
         nearest -= least
         for u in cutlass.range_constexpr(STEP):
-            key = load(spec, s, group * GROUP + u * 32 + lane) * sign + flip  # is ^ flip; with that, seven kernels spill
+            key = load(spec, s, group * GROUP + u * 32 + lane) * sign + flip  # `^ flip` makes seven kernels spill
             masks[u] = Uint32(cute.arch.vote_ballot_sync(key > over))
             nearest = cutlass.min(nearest, key - least)
         if lane == 0:
