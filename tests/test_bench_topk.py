@@ -221,6 +221,16 @@ def test_measured_table_holds_the_figures_of_the_run(tmp_path):
     assert "commit abc123" in text and "torch 8.9 us, ours 14.8 us" in text and "sweep" not in text
 
 
+def test_small_numbers_keep_two_digits():
+    """A floor of 0.0 us would say that reading takes no time."""
+    assert [readme.number(x, 1) for x in (379.31, 1.04, 1.0, 0.96, 0.10, 0.0307)] == [
+        "379.3", "1.0", "1.0", "0.96", "0.10", "0.031"
+    ]  # fmt: skip
+    assert [readme.number(x, 2) for x in (7.005, 0.284, 0.0964, 0.00456)] == ["7.00", "0.28", "0.096", "0.0046"]
+    rows = [ENV.row("topk-fp32-1x32768-k2048", p, us) for p, us in (("ours", 6.8), ("floor", 0.031))]
+    assert readme.topk_cells(results.with_ratios(rows))[1:] == ["6.8", "", "", "0.031 (0.0046)"]
+
+
 def test_lengths_are_drawn_from_the_sweep(tmp_path, monkeypatch):
     drawn, save = [], plots.save
     monkeypatch.setattr(plots, "save", lambda fig, path: drawn.append(fig) or save(fig, path))
