@@ -11,6 +11,8 @@ from bench import topk as bench
 from cute_kernels.topk import dispatch, radix
 from cute_kernels.topk.dispatch import Request
 from cute_kernels.topk.spec import DTYPES
+from tests.conftest import ROOT
+from wrappers import topk
 
 ARCH = "sm_90a"
 LONGEST = {"fp32": 737_280, "fp16": 1_474_560, "bf16": 1_474_560}  # elements of a row that a cluster holds
@@ -82,6 +84,13 @@ def test_k_of_a_long_row_is_limited_and_named(dtype, rows):
             assert f"k {k} of rows of {length} {dtype}" in str(error.value)
             assert f"at most {MOST}, or rows of at most {longest} " in str(error.value)
     assert not dispatch.select(Request(dtype, rows, longest, longest), ARCH)[1].stream
+
+
+def test_the_limit_is_written_down():
+    readme = (ROOT / "README.md").read_text()
+    for number in (MOST, *LONGEST.values()):
+        assert str(number) in topk.__doc__
+    assert str(MOST) in readme and str(LONGEST["fp32"]) in readme
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
