@@ -1,62 +1,74 @@
 """python -m bench attention | topk [--cases PREFIX] [--sweep] | plots | readme"""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from . import readme, results
 
+if TYPE_CHECKING:
+    from .attention import Ceilings, Result, Setup
 
-def attention(args: argparse.Namespace) -> None:
-    """Measure on the GPU of this machine, append to the csv, print the table."""
-    import torch
 
+class Family(NamedTuple):
+    """In what the benchmarks of the operators differ."""
+
+    cases: tuple[str, ...]
+    providers: tuple[str, ...]
+    measure: "Callable[[str, Ceilings, Setup], list[Result]]"  # of a case
+    rest: "Callable[[Setup], list[Result]]"  # after all cases
+    ceilings: str  # prefix of the ceilings that get rows
+
+
+def attention(sweep: bool) -> Family:
     from tests import cases
 
     from . import attention as bench
 
-    if not torch.cuda.is_available():
-        raise SystemExit("the benchmark needs a CUDA device")
-    known = cases.PREFILL_BF16 | (bench.sweep_cases() if args.sweep else {})
-    chosen = {n: c for n, c in known.items() if n.startswith((args.cases, "sweep-"))}
-    if not chosen:
-        raise SystemExit(f"no case begins with {args.cases!r}; there are: {', '.join(known)}")
-    env = results.environment()
-    path = args.results or results.FOLDER / f"{env.gpu}.csv"
-    providers = tuple(args.providers.split(",")) if args.providers else tuple(bench.PROVIDERS)
-    setup = bench.Setup(providers, args.rounds)
-    top, found = bench.ceilings(setup)
-    for case in chosen.values():
-        found += bench.measure(case, top, setup)
-        torch.cuda.empty_cache()
-    found += bench.host(bench.host_case(), setup)
-    rows = bench.rows_of(found, env)
-    results.append(path, rows)
-    print(bench.table(found, rows, top))
-    print(f"{len(rows)} rows -> {path}")
+    known = cases.PREFILL_BF16 | (bench.sweep_cases() if sweep else {})
+    return Family(
+        cases=tuple(known),
+        providers=tuple(bench.PROVIDERS),
+        measure=lambda name, top, setup: bench.measure(known[name], top, setup),
+        rest=lambda setup: bench.host(bench.host_case(), setup),
+        ceilings="ceiling-",
+    )
 
 
-def topk(args: argparse.Namespace) -> None:
+def topk(sweep: bool) -> Family:
+    from . import topk as bench
+
+    return Family(
+        cases=bench.HEADLINE + (bench.SWEEP if sweep else ()),
+        providers=tuple(bench.PROVIDERS),
+        measure=bench.measure,
+        rest=lambda setup: bench.outputs(bench.OUTPUTS, setup) + bench.host(setup),
+        ceilings="ceiling-copy",
+    )
+
+
+def measure(args: argparse.Namespace) -> None:
     """Measure on the GPU of this machine, append to the csv, print the table."""
     import torch
 
     from . import attention as bench
-    from . import topk
 
     if not torch.cuda.is_available():
         raise SystemExit("the benchmark needs a CUDA device")
-    known = topk.HEADLINE + (topk.SWEEP if args.sweep else ())
-    chosen = [name for name in known if name.startswith((args.cases, "sweep-"))]
+    family: Family = args.family(args.sweep)
+    chosen = [name for name in family.cases if name.startswith((args.cases, "sweep-"))]
     if not chosen:
-        raise SystemExit(f"no case begins with {args.cases!r}; there are: {', '.join(known)}")
+        raise SystemExit(f"no case begins with {args.cases!r}; there are: {', '.join(family.cases)}")
     env = results.environment()
     path = args.results or results.FOLDER / f"{env.gpu}.csv"
-    setup = bench.Setup(tuple(args.providers.split(",")) if args.providers else tuple(topk.PROVIDERS), args.rounds)
+    setup = bench.Setup(tuple(args.providers.split(",")) if args.providers else family.providers, args.rounds)
     top, found = bench.ceilings(setup)
-    found = [r for r in found if r.case == "ceiling-copy"]
+    found = [r for r in found if r.case.startswith(family.ceilings)]
     for name in chosen:
-        found += topk.measure(name, top, setup)
+        found += family.measure(name, top, setup)
         torch.cuda.empty_cache()
-    found += topk.outputs(topk.OUTPUTS, setup) + topk.host(setup)
+    found += family.rest(setup)
     rows = bench.rows_of(found, env)
     results.append(path, rows)
     print(bench.table(found, rows, top))
@@ -72,21 +84,21 @@ def plots(args: argparse.Namespace) -> None:
 
 
 def fill(args: argparse.Namespace) -> None:
-    """Fill README's measured table."""
+    """Fill README's measured tables."""
     readme.update()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     verbs = parser.add_subparsers(required=True)
-    for name, prefix, run in (("attention", "prefill-bf16", attention), ("topk", "topk", topk)):
+    for name, prefix, family in (("attention", "prefill-bf16", attention), ("topk", "topk", topk)):
         one = verbs.add_parser(name, help=f"measure {name}")
         one.add_argument("--cases", default=prefix, help="prefix of the cases' names")
         one.add_argument("--providers", default="", help="comma-separated; default: all that run here")
         one.add_argument("--sweep", action="store_true", help="also over lengths")
         one.add_argument("--rounds", type=int, default=15)
         one.add_argument("--results", type=Path, help="csv to append to; default bench/results/<gpu>.csv")
-        one.set_defaults(run=run)
+        one.set_defaults(run=measure, family=family)
     verbs.add_parser("plots", help=plots.__doc__).set_defaults(run=plots)
     verbs.add_parser("readme", help=fill.__doc__).set_defaults(run=fill)
     args = parser.parse_args()

@@ -29,11 +29,20 @@ def cells(rows: list[Row]) -> list[str]:
     return line
 
 
+def number(value: float, decimals: int) -> str:
+    """With `decimals`; below 1 with two significant digits."""
+    return f"{value:.{decimals}f}" if value >= 1 else f"{value:#.2g}"
+
+
+def beside(row: Row | None) -> str:
+    """Time of another provider, and how many times ours it is."""
+    return f"{number(row.time_us, 1)} ({number(row.ratio_to_ours, 2)})" if row and row.ratio_to_ours else ""
+
+
 def topk_cells(rows: list[Row]) -> list[str]:
-    """One line of the top-k table: times of a case, and how many times ours the others are."""
+    """One line of the top-k table."""
     by = {r.provider: r for r in rows}
-    line = [f"`{by['ours'].case}`", f"{by['ours'].time_us:.1f}"]
-    return line + [f"{by[p].time_us:.1f} ({by[p].ratio_to_ours:.2f})" if p in by else "" for p in TOPK_PEERS]
+    return [f"`{by['ours'].case}`", number(by["ours"].time_us, 1), *(beside(by.get(p)) for p in TOPK_PEERS)]
 
 
 def host_line(rows: list[Row], prefix: str) -> str:

@@ -113,8 +113,10 @@ FUNCTIONS: dict[str, Callable[[Inputs], torch.Tensor]] = {
 def check(inputs: Inputs, indices: torch.Tensor) -> str | None:
     """None where the indices differ from each other and lead to the k largest scores, else what is wrong."""
     order = indices.long().sort(1).values
-    if bool((order[:, 1:] == order[:, :-1]).any()) or int(order.min()) < 0:
-        return "an index comes twice, or is negative"
+    if bool((order[:, 1:] == order[:, :-1]).any()):
+        return "an index comes twice"
+    if int(order.min()) < 0 or int(order.max()) >= inputs.scores.shape[1]:
+        return "an index lies outside the row"
     got, want = (
         inputs.scores.gather(1, i).sort(1).values for i in (order, torch.topk(inputs.scores, inputs.k).indices)
     )

@@ -3,11 +3,15 @@
 import pytest
 
 from cute_kernels import manifest
-from tests.conftest import ARCH
+from cute_kernels.topk import dispatch, radix
+from tests.conftest import ARCH, build_bundle
 from tools import aot, inspect
 
 SHIPPED = aot.shipped(ARCH)
-SHARED_LIMIT = 227 * 1024  # bytes a CTA of Hopper can have
+BLACKWELL = ("sm_100a", "sm_103a")
+TOPK = dispatch.shipped(BLACKWELL[0])
+SHARED_LIMIT = 227 * 1024  # bytes a CTA can have
+RESERVED = 1024  # bytes that the system adds to each CTA's; the manifest counts them
 
 
 @pytest.fixture(scope="session")
@@ -21,18 +25,44 @@ def test_a_bundle_holds_what_is_shipped(held):
         assert len({entry[field] for entry in held.kernels}) == len(SHIPPED), field
 
 
-@pytest.mark.parametrize(("op", "spec"), SHIPPED, ids=[spec.name for _, spec in SHIPPED])
-def test_shipped(held, op, spec):
+@pytest.fixture(scope="session", params=BLACKWELL)
+def blackwell(request, tmp_path_factory) -> manifest.Manifest:
+    """Top-k for a GPU that no test runs on. 90 s each on two cores where nothing is cached."""
+    out = tmp_path_factory.mktemp("bundle") / request.param
+    return manifest.read(build_bundle(request.param, out, "--only", "topk."))
+
+
+def disassembled(held, op, spec):
+    """The entry of a kernel, which spills nothing."""
     entry = held.find(op, spec)
     assert entry is not None, held.refusal(op, spec)
     assert 0 < entry["shared"] <= SHARED_LIMIT
     if entry["instructions"] is None:
         pytest.skip(f"nothing can disassemble: {inspect.INSTALL}")
-    counts = entry["instructions"]
-    assert entry["stack"] == 0 and "LDL" not in counts and "STL" not in counts, "spills"
+    assert entry["stack"] == 0 and not {"LDL", "STL"} & entry["instructions"].keys(), "spills"
+    return entry
+
+
+def as_dispatch_counts(entry, spec):
+    """`radix.resident` must not promise CTAs that an SM has no room for."""
+    assert 0 < entry["registers"] <= 64
+    assert entry["shared"] <= radix.shared(spec) + RESERVED
+
+
+@pytest.mark.parametrize(("op", "spec"), SHIPPED, ids=[spec.name for _, spec in SHIPPED])
+def test_shipped(held, op, spec):
+    entry = disassembled(held, op, spec)
     if op.startswith("attention."):
+        counts = entry["instructions"]
         assert counts["HGMMA"] > 0 and counts["UTMALDG"] > 0
         assert counts["WARPGROUP"] < counts["HGMMA"], "the compiler fences and waits around every single WGMMA"
+    else:
+        as_dispatch_counts(entry, spec)
+
+
+@pytest.mark.parametrize(("op", "spec"), TOPK, ids=[spec.name for _, spec in TOPK])
+def test_topk_of_blackwell(blackwell, op, spec):
+    as_dispatch_counts(disassembled(blackwell, op, spec), spec)
 
 
 def test_opcodes_are_counted_with_and_without_predicates():

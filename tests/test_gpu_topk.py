@@ -96,7 +96,7 @@ def test_every_plan(monkeypatch, plan):
     monkeypatch.setattr(topk.dispatch, "select", lambda request, arch: (dispatch.OP, plan))
     monkeypatch.setattr(topk, "_plans", {})
     room = 60_000 * plan.cluster if plan.stream else plan.capacity * plan.cluster
-    for width in (1, 100, room // 3 + 1, room):
+    for width in (1, 100, room // 3 + 1, room - 1, room):
         for data, lengths, k in (("normal", "mixed", 333), ("special", "wild", 2048), ("constant", "full", 64)):
             case = TopKCase(PAGE_TABLE, plan.dtype, 5, width, k, data, lengths, starts=lengths != "full")
             matches(replace(case, page_size=4, batch_map=True))

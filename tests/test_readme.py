@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 import torch
 
-from bench.readme import README, measured
+from bench.readme import README, measured, measured_topk
 from bench.results import ROOT, read_all
 from tools import matrix
 
@@ -21,8 +21,9 @@ def test_support_table_is_up_to_date():
     assert section("support") == matrix.markdown(), "run: python -m tools.matrix readme"
 
 
-def test_measured_table_is_up_to_date():
+def test_measured_tables_are_up_to_date():
     assert section("measured") == measured(read_all()), "run: python -m bench readme"
+    assert section("measured-topk") == measured_topk(read_all()), "run: python -m bench readme"
 
 
 def test_example_runs_and_is_right():

@@ -243,6 +243,15 @@ def test_other_architectures_say_so(launches, monkeypatch):
             cases.call(function, inputs_of(PLAIN[function]))
 
 
+def test_k_that_no_kernel_has_room_for_is_named(launches):
+    scores = torch.zeros(1, 737_281)
+    with pytest.raises(NotImplementedError, match="k 15873 of rows of 737281 fp32"):
+        top_k(scores, 15_873)
+    assert not launches
+    top_k(scores[:, 1:], 15_873), top_k(scores, 15_872)
+    assert len(launches) == 2
+
+
 def test_an_error_of_the_kernel_itself_comes_through(launches, monkeypatch):
     def broken(*args):
         raise RuntimeError("launch failed")

@@ -10,7 +10,8 @@ that differs: both are accepted. Calls can be captured in a CUDA graph, and repl
 Host time: a call whose signature (dtypes, shapes, strides, k) was seen before is one dict lookup and the compiled call,
 which itself checks rank, dtype, device and strides. Everything else, detailed messages too, is `checks_topk`. Nothing
 here synchronises or reads device values. Errors are raised before any launch and before anything is written: ValueError
-rank, shape, stride, device, range; TypeError dtype or type; NotImplementedError what no kernel does.
+rank, shape, stride, device, range; TypeError dtype or type; NotImplementedError what no kernel does: on CUDA, k above
+15872 where L is above 737280 (fp32) or 1474560 (16 bits), more than a cluster can hold.
 """
 
 from collections.abc import Callable
