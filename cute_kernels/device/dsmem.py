@@ -1,4 +1,4 @@
-"""Shared memory of the other CTAs of a cluster, in words of 32 bits."""
+"""Shared memory of the other CTAs of a cluster, in words of 32 bits: it is read, each CTA writes its own."""
 
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
@@ -11,10 +11,10 @@ def address(tensor, rank):
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[own, Uint32(rank)])
 
 
-def load(base, word):
-    """32 bits at word `word` behind an `address`."""
-    text = "ld.shared::cluster.u32 {$w0}, [{$r0}];"
-    return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[Int32(base) + 4 * word])
+def load(base, i, dtype=Uint32):
+    """Element i, of 32 or 64 bits, behind an `address`."""
+    text = f"ld.shared::cluster.u{dtype.width} {{$w0}}, [{{$r0}}];"
+    return cute.arch.inline_ptx(text, write_only_types=[dtype], read_only_args=[Int32(base) + dtype.width // 8 * i])
 
 
 def load_vector(base, word, into):
@@ -27,12 +27,8 @@ def load_vector(base, word, into):
         into[i] = words[i]
 
 
-def store(base, word, value):
-    text = "st.shared::cluster.u32 [{$r0}], {$r1};"
-    cute.arch.inline_ptx(text, write_only_types=[], read_only_args=[Int32(base) + 4 * word, Uint32(value)])
-
-
-def add(base, word, value):
-    """Add to 32 bits at word `word` behind an `address`, as one step."""
-    text = "red.relaxed.cluster.shared::cluster.add.u32 [{$r0}], {$r1};"
-    cute.arch.inline_ptx(text, write_only_types=[], read_only_args=[Int32(base) + 4 * word, Uint32(value)])
+def release():
+    """What this thread wrote to its own CTA's shared memory comes before what it does next, for all of the cluster. A
+    relaxed arrival at the cluster's barrier that follows is a release of all that others may read there, and does not
+    wait for global memory."""
+    cute.arch.inline_ptx("fence.release.sync_restrict::shared::cta.cluster;", write_only_types=[], read_only_args=[])

@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
+from ..device import l2
 from . import keys
 from .args import DECODE, ENDS, LENGTHS
 from .spec import BITS
@@ -69,6 +70,15 @@ def cut(spec, a, row, start, n, rank):
     vectors = (count + shift + 16 // size - 1) // (16 // size)
     words = cute.make_tensor(pointer, cute.make_layout((WORDS, vectors), stride=(1, WORDS)))
     return Slice(row, start, n, low, count, low + count, shift, vectors, words)
+
+
+@cute.jit
+def prefetch(s: Slice, first: Int32, count: Int32):
+    """Begin to bring vectors [first, first + count) of a slice, those that lie in it whole, nearer."""
+    begin = cutlass.max(first, 1)
+    size = cutlass.min(first + count, s.vectors - 1) - begin
+    if (cute.arch.thread_idx()[0] == 0) & (size > 0):
+        l2.prefetch(s.words.iterator.toint() + Int64(begin) * (WORDS * 4), size * (WORDS * 4))
 
 
 @cute.jit

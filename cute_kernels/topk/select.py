@@ -48,12 +48,11 @@ def rank_in(spec: cutlass.Constexpr, mine: Int32, scratch: cute.Tensor):
 @cute.jit
 def search(spec: cutlass.Constexpr, s, need: Int32):
     """Where the need-th largest key of the row lies, need >= 1: (its bin, keys in that bin, keys needed of that bin,
-    all keys); the first three mean nothing where there are fewer keys. In a cluster the CTA's own keys in higher bins,
-    and in that one if all are needed, are added to s.counts[0]; a barrier follows. Begins with `meet`."""
+    all keys); the first three mean nothing where there are fewer keys. Begins with `meet`."""
     per = const_expr(BINS // spec.threads)
     scope.merge(spec, s.local, s.total)
     first = BINS - (cute.arch.thread_idx()[0] + 1) * per
-    counts, own, mine = cute.make_rmem_tensor(per, Uint32), cute.make_rmem_tensor(per, Uint32), Int32(0)
+    counts, mine = cute.make_rmem_tensor(per, Uint32), Int32(0)
     scope.bins(spec, s.local, s.total, first, counts)
     for e in cutlass.range_constexpr(per):
         mine += Int32(counts[e])
@@ -65,22 +64,28 @@ def search(spec: cutlass.Constexpr, s, need: Int32):
                 b, here, left = first + per - 1 - e, Int32(counts[per - 1 - e]), need - above
             above += Int32(counts[per - 1 - e])
         s.found[0], s.found[1], s.found[2] = b, here, left
-    if const_expr(spec.cluster > 1):
-        cute.autovec_copy(cute.make_tensor(s.local.iterator + first, own.layout), own)
     cute.arch.barrier()
-    b, here, left = s.found[0], s.found[1], s.found[2]
+    return s.found[0], s.found[1], s.found[2], everything
+
+
+@cute.jit
+def claim(spec: cutlass.Constexpr, s, found: Int32, here: Int32, need: Int32):
+    """Add this CTA's keys in those bins of the last `search` that get in whole to s.counts[1]."""
     if const_expr(spec.cluster > 1):
-        higher, lowest = Int32(0), b + 1 if left < here else b
+        per = const_expr(BINS // spec.threads)
+        first = cute.arch.thread_idx()[0] * per
+        lowest, higher = found if need == here else found + 1, Int32(0)
+        own = cute.make_rmem_tensor(per, Uint32)
+        cute.autovec_copy(cute.make_tensor(s.local.iterator + first, own.layout), own)
         for e in cutlass.range_constexpr(per):
             if first + e >= lowest:
                 higher += Int32(own[e])
         higher = cute.arch.warp_redux_sync(higher, "add")
-        if cute.arch.lane_idx() == 0:
-            add(s.counts, 0, higher)
-    return b, here, left, everything
+        if (cute.arch.lane_idx() == 0) & (higher > 0):
+            add(s.counts, 1, higher)
 
 
 @cute.jit
-def split(least: Uint32, greatest: Uint32):
-    """log2 of the width of bins that cut the keys [least, greatest], more than one, into at most BINS."""
-    return cutlass.max(32 - Int32(cute.arch.clz(greatest - least)) - (BINS.bit_length() - 1), 0)
+def split(least: Uint32, greatest: Uint32, bins: cutlass.Constexpr = BINS):
+    """log2 of the width of bins that cut the keys [least, greatest] into at most `bins`."""
+    return cutlass.max(32 - Int32(cute.arch.clz(greatest - least)) - (bins.bit_length() - 1), 0)

@@ -51,7 +51,10 @@ def write(t: Threads, x: Instruction, space: str, address: np.ndarray, values: n
             raise refuse(x, "a generic access to several state spaces at once")
     size = values.dtype.itemsize * len(values)
     if space.startswith("shared"):
-        m.shared.store(t.warp, m.flat(t, address, size, x), values, t.say(x))
+        flat = m.flat(t, address, size, x)
+        m.shared.store(t.warp, flat, values, t.say(x))
+        if space == "shared::cluster":
+            m.state.remote.update(t.warp[flat // m.shared.stride != t.index // m.per_cta].tolist())
     else:
         raw = np.ascontiguousarray(values.T)
         m.memory.store(

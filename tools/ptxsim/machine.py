@@ -97,7 +97,8 @@ class State:
     cluster: dict[int, Rendezvous] = field(default_factory=dict)
     flags: dict[int, Clock] = field(default_factory=dict)  # global or shared address of an atomic -> its clock
     tensor: dict[int, Any] = field(default_factory=dict)  # slot -> tensor memory
-    initialised: dict[int, Clock] = field(default_factory=dict)  # warp -> its past at its last fence.mbarrier_init
+    released: dict[int, Clock] = field(default_factory=dict)  # warp -> its past at its last fence
+    remote: set[int] = field(default_factory=set)  # warps with stores to other CTAs since a full release
     counts: dict[str, int] = field(default_factory=dict)
 
 

@@ -77,11 +77,13 @@ def cluster_arrive(x: Instruction, f: re.Match[str]) -> Op:
                 raise Fault(f"{t.say(x)}: arrives twice at the cluster barrier without a wait in between")
             point.arrived += int(mine.sum())
             m.cluster_phase[t.index[mine]] = point.phase + 1
+            warps = np.unique(t.warp[mine])
             if f[1] != ".relaxed":
-                m.order.release(np.unique(t.warp[mine]), point.clock)
+                m.order.release(warps, point.clock)
+                m.state.remote.difference_update(warps.tolist())
             else:
-                for warp in np.unique(t.warp[mine]).tolist():
-                    point.clock.take(m.state.initialised.get(warp, Clock()))
+                for warp in warps.tolist():
+                    point.clock.take(m.state.released.get(warp, Clock()))
             settle_cluster(m, cluster)
 
     return effect(run)
@@ -239,7 +241,20 @@ def fence_init(x: Instruction, f: re.Match[str]) -> Op:
             if flat // m.shared.stride in slots:
                 barrier.visible = True
         for warp in t.warps.tolist():
-            m.order.release(np.array([warp]), m.state.initialised.setdefault(warp, Clock()))
+            m.order.release(np.array([warp]), m.state.released.setdefault(warp, Clock()))
+
+    return effect(run)
+
+
+@form(r"fence\.release\.sync_restrict::shared::cta\.cluster", f"{SYNC}: membar, fence")
+def fence_own(x: Instruction, f: re.Match[str]) -> Op:
+    """Stores to the own CTA's shared memory come before a relaxed arrival that follows. Nothing is handed on by a warp
+    that has stored to other CTAs as well: which is more cautious than the memory model."""
+
+    def run(t: Threads, x: Instruction) -> None:
+        m = t.machine
+        for warp in set(t.warps.tolist()) - m.state.remote:
+            m.order.release(np.array([warp]), m.state.released.setdefault(warp, Clock()))
 
     return effect(run)
 
@@ -255,7 +270,7 @@ def fence_proxy(x: Instruction, f: re.Match[str]) -> Op:
     return effect(run)
 
 
-@form(r"(fence|membar)(\.(?!proxy\.async|mbarrier_init).*)?", f"{SYNC}: membar, fence")
+@form(r"(fence|membar)(\.(?!proxy\.async|mbarrier_init|release\.sync_restrict).*)?", f"{SYNC}: membar, fence")
 def fence(x: Instruction, f: re.Match[str]) -> Op:
     """Memory is sequentially consistent here: nothing to do, and nothing found where one is missing."""
     return effect(lambda t, x: None)

@@ -12,7 +12,7 @@ SM = 228 * 1024  # bytes an SM has for its CTAs, of which each takes 1024 more t
 CLUSTERS = (1, 2, 3, 4, 8, 16)
 THREADS = (128, 256, 512, 1024)
 GROUP = 256  # places of shared memory that are held or not together
-LIST = 256  # keys at the boundary that are ranked one by one
+LIST = 256  # keys at the boundary that are listed one by one
 CHUNK = 512  # keys that a warp looks at, at once, of a slice that is streamed
 
 
@@ -24,8 +24,10 @@ def places(spec: TopKSpec) -> int:
 def shared(spec: TopKSpec) -> int:
     """Bytes of shared memory of a CTA, or slightly more."""
     marks, bins = places(spec) // 4, 4 * BINS
-    histograms = marks + bins if 1 < spec.cluster <= PULLED else max(marks, bins * (1 + (spec.cluster > PULLED)))
-    lists = LIST * 8 * (1 + (spec.cluster > 1))
+    histograms = max(marks, bins) if spec.cluster == 1 else marks + bins
+    if spec.cluster > PULLED:
+        histograms += bins // spec.cluster
+    lists = LIST * (12 + 8 * (spec.cluster > 1))
     return places(spec) * (BITS[spec.dtype] // 8 + 4 * spec.stream) + histograms + lists + 512
 
 

@@ -43,16 +43,20 @@ def gather(spec: cutlass.Constexpr, a, s, x: rows.Slice):
         passes.count(spec, s, held(spec, x, kept))
         found, here, need, everything = select.search(spec, s, a.k)
         floor = Uint32(0)
-        scope.again(spec)
+        if everything < a.k:
+            scope.again(spec)
     return kept, found, here, need
 
 
 @cute.jit
 def sample(spec: cutlass.Constexpr, a, s, x: rows.Slice):
     """A key that more than k keys of the row are likely to reach: of a sample, lines at equal distances, the one of a
-    rank five standard deviations beyond that expected of the k-th. 0 where the sample is too small."""
+    rank five standard deviations beyond that expected of the k-th. 0 where the sample is too small. All CTAs of the row
+    look at the same sample."""
+    alone = const_expr(replace(spec, cluster=1))
+    x = rows.cut(alone, a, x.row, x.start, x.n, Int32(0))
     passes.prepare(spec, s)
-    vectors = const_expr(max(SAMPLE // lanes(spec), spec.threads))
+    vectors = const_expr(max(SAMPLE * (1 + (spec.cluster > 1)) // lanes(spec), spec.threads))
     words = cute.make_rmem_tensor((rows.WORDS, vectors // spec.threads), Uint32)
     for i in cutlass.range_constexpr(vectors // spec.threads):
         line, v = (cute.arch.thread_idx()[0] + i * spec.threads) // LINE, cute.arch.thread_idx()[0] % LINE
@@ -60,13 +64,13 @@ def sample(spec: cutlass.Constexpr, a, s, x: rows.Slice):
         rows.fetch(spec, x, first // LINE * LINE + v, words[None, i])
     for i in cutlass.range_constexpr(vectors // spec.threads):
         passes.bump(spec, s, words[None, i])
-    size = const_expr(spec.cluster * vectors * lanes(spec))
+    size = const_expr(vectors * lanes(spec))
     mean = Float32(a.k) / Float32(x.n) * Float32(size)
     rank = Int32(mean + 5.0 * cute.math.sqrt(mean)) + 5
     floor = Uint32(0)
     if rank < size:
-        floor, _ = keys.span(select.search(spec, s, rank)[0], spec.dtype)
-    scope.again(spec)
+        floor, _ = keys.span(select.search(alone, s, rank)[0], spec.dtype)
+    cute.arch.barrier()
     return floor
 
 
@@ -79,6 +83,7 @@ def screen(spec: cutlass.Constexpr, a, s, x: rows.Slice, floor: Uint32):
     cute.arch.barrier()
     while base < x.vectors:
         read(spec, x, base, words)
+        rows.prefetch(x, base + spec.threads * unroll(spec), Int32(spec.threads * unroll(spec)))
         count = Int32(0)
         if floor > keys.FILLER >> BITS[spec.dtype]:
             count = take(spec, s, x, words, (base, kept, turn), (floor, part, until), False)
@@ -198,16 +203,17 @@ def squeeze(spec: cutlass.Constexpr, a, s, x: rows.Slice, kept: Int32):
     y = held(spec, x, kept)
     passes.count(spec, s, y)
     found, here, need, _ = select.search(alone, s, a.k)
-    least, greatest, here, need = passes.narrow(alone, s, y, found, here, need)
-    passes.mark(alone, a, s, y, (least, greatest, here, need))
-    write.settle(alone, a, s, y, (here, need))
-    part = write.share(spec, y)
-    at, _ = write.place_of(spec, s, part)
+    boundary, found = passes.narrow(alone, s, y, found, here, need)
+    ties = passes.mark(alone, a, s, y, boundary, found)
+    write.settle(alone, a, s, y, boundary, ties)
+    pieces = passes.share(spec, y)
+    at, _ = write.place_of(spec, s, pieces)
     room = const_expr(cute.size(s.ties))
     for begin in cutlass.range(0, a.k, room, unroll=1):
-        write.stage(spec, s, y, part, at - begin, True)
+        write.stage(spec, s, y, pieces, at - begin, True)
         cute.arch.barrier()
         move(spec, s, begin, cutlass.min(a.k - begin, room))
+    least, greatest, _, _ = boundary
     if (least == greatest) & (a.last_ties == 0):
         least += 1
     if const_expr(BITS[spec.dtype] == 16):

@@ -60,14 +60,16 @@ class Shared:
     keys: cute.Tensor  # (WORDS, vectors) of floats
     index: cute.Tensor  # (places,) in the window, of candidates; (1,) where a slice is held whole
     local: cute.Tensor  # (BINS,) of this CTA
-    total: cute.Tensor  # (BINS,) of the row, where the cluster is larger than PULLED
-    bits: cute.Tensor  # (places / 32,) over the bins, where no other CTA reads them any more; ties too
+    total: cute.Tensor  # (BINS / cluster,) of the row, this CTA's share, where the cluster is larger than PULLED
+    bits: cute.Tensor  # (places / 32,) over the bins, where no other CTA reads them; ties too
     staged: cute.Tensor  # indices of what was selected, in order; over `keys`
     ties: cute.Tensor  # (places / 32 at least,)
-    list: cute.Tensor  # (LIST,) this CTA's keys at the boundary, 64 bits with their places
-    pool: cute.Tensor  # (LIST,) the row's; `list` itself where a CTA has the row alone
-    table: cute.Tensor  # (cluster, 2) counts of the CTAs
-    counts: cute.Tensor  # (4,) keys of this CTA above the boundary (in a cluster), and at it; chosen of CTAs before it
+    list: (
+        cute.Tensor
+    )  # (LIST,) this CTA's keys at the boundary, 64 bits with their places, where the row's list has them
+    pool: cute.Tensor  # (LIST,) the row's
+    fine: cute.Tensor  # (LIST,) fine bins of these
+    counts: cute.Tensor  # (4,) keys of this CTA at the boundary, and above it; chosen ones at it in CTAs before
     scratch: cute.Tensor  # (64,)
     found: cute.Tensor  # (4,)
 
@@ -81,22 +83,21 @@ def allocate(spec) -> Shared:
     count = places(spec)
     held = cute.make_layout((rows.WORDS, count // passes.lanes(spec)))
     buffer = smem.allocate_tensor(Uint32, held, 16)
-    pulled, merged = 1 < spec.cluster <= PULLED, spec.cluster > PULLED
-    marks = count // 32
-    bits = words(2 * marks if pulled else max(2 * marks, BINS * (1 + merged)))
-    local = words(BINS) if pulled else cute.make_tensor(bits.iterator, cute.make_layout(BINS))
+    alone, marks = spec.cluster == 1, count // 32
+    bits = words(max(2 * marks, BINS) if alone else 2 * marks)
+    local = cute.make_tensor(bits.iterator, cute.make_layout(BINS)) if alone else words(BINS)
     entries = smem.allocate_tensor(Uint64, cute.make_layout(LIST), 16)
     return Shared(
         keys=buffer,
         index=words(count if spec.stream else 1, Int32),
         local=local,
-        total=cute.make_tensor(bits.iterator + BINS, local.layout) if merged else local,
+        total=words(BINS // spec.cluster) if spec.cluster > PULLED else local,
         bits=cute.make_tensor(bits.iterator, cute.make_layout(marks)),
         staged=cute.make_tensor(cute.recast_ptr(buffer.iterator, dtype=Int32), cute.make_layout(cute.size(buffer))),
         ties=cute.make_tensor(bits.iterator + marks, cute.make_layout(cute.size(bits) - marks)),
         list=entries,
-        pool=entries if spec.cluster == 1 else smem.allocate_tensor(Uint64, entries.layout, 16),
-        table=smem.allocate_tensor(Uint32, cute.make_layout((spec.cluster, 2), stride=(2, 1)), 16),
+        pool=entries if alone else smem.allocate_tensor(Uint64, entries.layout, 16),
+        fine=words(LIST),
         counts=words(4, Int32),
         scratch=words(64, Int32),
         found=words(4, Int32),
@@ -154,7 +155,7 @@ def pick(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice):
         passes.prepare(spec, s)
         passes.hold(spec, s, x)
         found, here, need, _ = select.search(spec, s, a.k)
-    least, greatest, here, need = passes.narrow(spec, s, x, found, here, need)
-    passes.mark(spec, a, s, x, (least, greatest, here, need))
-    position = write.settle(spec, a, s, x, (here, need))
+    boundary, found = passes.narrow(spec, s, x, found, here, need)
+    ties = passes.mark(spec, a, s, x, boundary, found)
+    position = write.settle(spec, a, s, x, boundary, ties)
     write.expand(spec, a, s, x, position)

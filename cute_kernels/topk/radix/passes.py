@@ -31,8 +31,11 @@ def groups(spec, x):
 def prepare(spec: cutlass.Constexpr, s):
     """Nothing is counted yet. Ends with a barrier."""
     select.clear(spec, s.local)
-    if cute.arch.thread_idx()[0] < 4:
-        s.counts[cute.arch.thread_idx()[0]] = Int32(0)
+    tid = cute.arch.thread_idx()[0]
+    for i in cutlass.range(tid, LIST, spec.threads, unroll=1):
+        s.list[i], s.fine[i] = Uint64(0), Uint32(0)
+    if tid < 4:
+        s.counts[tid] = Int32(0)
     cute.arch.barrier()
 
 
@@ -99,8 +102,10 @@ def tally(spec: cutlass.Constexpr, s, x: rows.Slice, least: Uint32, greatest: Ui
 
 @cute.jit
 def narrow(spec: cutlass.Constexpr, s, x: rows.Slice, found: Int32, here: Int32, need: Int32):
-    """Split the bin found until what is left of it can be told apart: (least, greatest key, keys, keys needed)."""
+    """Split the bin found until what is left of it can be told apart: the boundary (its least, greatest key, keys of
+    the row at it, keys needed of them), and the bin of s.local that it is."""
     least, greatest = keys.span(found, spec.dtype)
+    select.claim(spec, s, found, here, need)
     while (here > LIST) & (here > need) & (greatest > least):
         shift = select.split(least, greatest)
         scope.again(spec)
@@ -108,9 +113,10 @@ def narrow(spec: cutlass.Constexpr, s, x: rows.Slice, found: Int32, here: Int32,
         cute.arch.barrier()
         tally(spec, s, x, least, greatest, shift)
         found, here, need, _ = select.search(spec, s, need)
+        select.claim(spec, s, found, here, need)
         least += Uint32(found) << shift
         greatest = least + cutlass.min(greatest - least, (Uint32(1) << shift) - 1)
-    return least, greatest, here, need
+    return (least, greatest, here, need), found
 
 
 def flat(spec, s):
@@ -140,63 +146,112 @@ def real(spec, s, x, place):
 
 
 @cute.jit
-def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary):
-    """Set the bits s.bits of the places whose key lies above the boundary. Of those at it: their count, s.counts[1],
-    and their list, s.list, or where the row has more of them than LIST, bits, s.ties. A barrier follows. boundary =
-    (least, greatest, keys of the row at it, keys needed of them)."""
-    least, greatest, here, need = boundary
-    warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-    sign, flip = keys.turn(least), keys.flip(least)
-    over = greatest if need < here else least - 1
-    turn = Uint32(scope.rank(spec) << OWNER)  # what makes of places, by xor, the lower word of a list's entries
-    if a.last_ties == 0:
-        turn = ~turn
-    masks = cute.make_rmem_tensor(STEP, Uint32)
-    for group in cutlass.range(warp, groups(spec, x), spec.threads // 32, unroll=1):
-        nearest = load(spec, s, group * GROUP + lane) ^ flip  # above `least`
-        nearest -= least
-        for u in cutlass.range_constexpr(STEP):
-            key = load(spec, s, group * GROUP + u * 32 + lane) * sign + flip  # `^ flip` makes seven kernels spill
-            masks[u] = Uint32(cute.arch.vote_ballot_sync(key > over))
-            nearest = cutlass.min(nearest, key - least)
-        if lane == 0:
-            store(s.bits, group, masks)
-        if need < here:
-            if here > LIST:
-                mark_ties(spec, s, x, group, flip, least, over)
-            elif nearest <= over - least:
-                note(spec, s, x, group, (flip, least, over), turn)
+def share(spec: cutlass.Constexpr, x: rows.Slice):
+    """(first, behind the last) of this thread's pieces of s.bits, in its warp's part, and log2 of the pieces of a word:
+    pieces are words, or bytes where a warp has few."""
+    per = part(spec, x)
+    parts = Int32(2) if per <= 2 else Int32(0)
+    total, count = (groups(spec, x) * STEP) << parts, (per * STEP) << parts
+    each = (count + 31) // 32
+    begin = cute.arch.warp_idx() * count
+    first = begin + cute.arch.lane_idx() * each
+    return first, cutlass.min(cutlass.min(first + each, begin + count), total), parts
+
+
+def part(spec, x):
+    """Groups of a warp, which are neighbours; the last warps have less."""
+    return (groups(spec, x) + spec.threads // 32 - 1) // (spec.threads // 32)
+
+
+def piece(bits, p, parts):
+    """(bits of a piece, place of the lowest)."""
+    low = (p & ((1 << parts) - 1)) << 3
+    return (bits[p >> parts] >> low) & (Uint32(0xFFFFFFFF) >> (12 * parts)), ((p >> parts) << 5) + low
 
 
 @cute.jit
-def mark_ties(spec: cutlass.Constexpr, s, x: rows.Slice, group: Int32, flip: Uint32, least: Uint32, over: Uint32):
-    """Bits, and the count, of a group's places whose key is at the boundary."""
-    masks, near = cute.make_rmem_tensor(STEP, Uint32), Int32(0)
+def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary, found: Int32):
+    """Set the bits s.bits of the places whose key is at the boundary, or above it. Those at it come into
+    s.list, if not all of them are needed; where the row has more than LIST into s.ties, as bits, instead. Returns the
+    keys at the boundary in the CTAs before this one, and in this one. Ends with `meet`. boundary, found: `narrow`'s."""
+    least, greatest, here, need = boundary
+    warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+    earlier, mine = scope.before(spec, s.local, found), here
+    if const_expr(spec.cluster > 1):
+        mine = Int32(s.local[found])
+    sign, flip = keys.turn(least), keys.flip(least)
+    per, hits = part(spec, x), Uint32(0)
+    first = warp * per
+    last = cutlass.min(first + per, groups(spec, x))
+    masks = cute.make_rmem_tensor(STEP, Uint32)
+    for group in cutlass.range(first, last, unroll=1):
+        nearest = greatest - least + 1
+        for u in cutlass.range_constexpr(STEP):
+            # x * sign + flip is the key, x ^ flip; what lies below the boundary wraps
+            above = load(spec, s, group * GROUP + u * 32 + lane) * sign + (flip - least)
+            masks[u] = Uint32(cute.arch.vote_ballot_sync(above <= Uint32(0xFFFFFFFF) - least))
+            nearest = cutlass.min(nearest, above)
+        if lane == 0:
+            store(s.bits, group, masks)
+        hits = hits << 1
+        if nearest <= greatest - least:
+            hits = hits | 1
+        if (need < here) & (here > LIST):
+            mark_ties(spec, s, x, group, flip, least, greatest)
+    earlier = cute.arch.warp_redux_sync(earlier, "add")
+    if (need < here) & (here <= LIST):
+        cute.arch.sync_warp()
+        while hits != 0:
+            group = last - 1 - (31 - Int32(cute.arch.clz(hits)))
+            hits = hits ^ (Uint32(1) << Uint32(last - 1 - group))
+            note(spec, a, s, x, group, (flip, least, greatest), earlier)
+    scope.meet(spec)
+    return earlier, mine
+
+
+@cute.jit
+def mark_ties(spec: cutlass.Constexpr, s, x: rows.Slice, group: Int32, flip: Uint32, least: Uint32, greatest: Uint32):
+    """Bits of a group's places whose key is at the boundary, apart from those above it."""
+    masks, over = (cute.make_rmem_tensor(STEP, Uint32) for _ in range(2))
     for u in cutlass.range_constexpr(STEP):
         place = group * GROUP + u * 32 + cute.arch.lane_idx()
         key = load(spec, s, place) ^ flip
-        tie = (key >= least) & (key <= over) & real(spec, s, x, place)
+        tie = (key >= least) & (key <= greatest) & real(spec, s, x, place)
         masks[u] = Uint32(cute.arch.vote_ballot_sync(tie))
-        near += Int32(cute.arch.popc(masks[u]))
+        over[u] = Uint32(cute.arch.vote_ballot_sync(key > greatest))
     if cute.arch.lane_idx() == 0:
         store(s.ties, group, masks)
-        select.add(s.counts, 1, near)
+        store(s.bits, group, over)
 
 
 @cute.jit
-def note(spec: cutlass.Constexpr, s, x: rows.Slice, group: Int32, boundary, turn: Uint32):
-    """List this lane's places of a group whose key is at the boundary, as 64 bits: larger ones get in first."""
-    flip, least, over = boundary
-    hits, first = Uint32(0), group * GROUP + cute.arch.lane_idx()
+def note(spec: cutlass.Constexpr, a, s, x: rows.Slice, group: Int32, boundary, earlier: Int32):
+    """List this lane's places of a group whose key is at the boundary, as 64 bits: larger ones get in first. Filler is
+    no longer marked. earlier: entries of the CTAs
+    before this one, whose places in the list stay 0."""
+    flip, least, greatest = boundary
+    some, start = Uint32(0), group * GROUP + cute.arch.lane_idx()
     for u in cutlass.range_constexpr(STEP):
-        key = load(spec, s, first + u * 32) ^ flip
-        if (key >= least) & (key <= over) & real(spec, s, x, first + u * 32):
-            hits = hits | Uint32(1 << u)
-    while hits != 0:
-        place = first + 32 * (31 - Int32(cute.arch.clz(hits)))
-        hits = hits ^ (Uint32(1) << Uint32((place - first) >> 5))
-        key = keys.order(load(spec, s, place))
-        s.list[select.add(s.counts, 1, 1)] = (Uint64(key) << 32) | Uint64(Uint32(place) ^ turn)
+        key = load(spec, s, start + u * 32) ^ flip
+        if (key >= least) & (key <= greatest):
+            some = some | Uint32(1 << u)
+    while some != 0:
+        place = start + 32 * (31 - Int32(cute.arch.clz(some)))
+        some = some ^ (Uint32(1) << Uint32((place - start) >> 5))
+        if real(spec, s, x, place):
+            name = Uint32(scope.rank(spec) << OWNER) | Uint32(place)
+            if a.last_ties == 0:
+                name = ~name
+            entry = (Uint64(keys.order(load(spec, s, place))) << 32) | Uint64(name)
+            s.list[earlier + select.add(s.counts, 0, 1)] = entry
+        else:
+            drop(s.bits, place)
+
+
+def drop(bits, place):
+    """Clear a bit."""
+    mask = ~(Uint32(1) << Uint32(place & 31))
+    cute.arch.atomic_and(bits.iterator + (place >> 5), mask, sem="relaxed", scope="cta")
 
 
 def store(bits, group, masks):
