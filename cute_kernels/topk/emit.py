@@ -21,17 +21,27 @@ def entry(a, table: cute.Tensor, index: Int32, start: Int32):
 
 
 @cute.jit
+def prepare(a, s, row: Int32):
+    """s.target of a row; a barrier follows. Read from memory early, because `place` ends the kernel."""
+    if cute.arch.thread_idx()[0] == 0:
+        batch, start, offset = row, Int32(0), Int32(0)
+        if a.row_to_batch.shape[0] > 0:
+            batch = a.row_to_batch[row]
+        if a.table_starts.shape[0] > 0:
+            start = a.table_starts[row]
+        if a.offsets.shape[0] > 0:
+            offset = a.offsets[row]
+        s.target[0], s.target[1], s.target[2] = batch, start, offset
+
+
+@cute.jit
 def place(spec: cutlass.Constexpr, a, s, x, position: Int32, count: Int32):
     """Outputs [position, position + count) of row x.row are the elements s.staged of its window."""
     tid, bits = cute.arch.thread_idx()[0], const_expr(BITS[spec.dtype])
     if a.out.shape[0] > 0:
         out = cute.domain_offset((position,), a.out[x.row, None])
         if a.table.shape[0] > 0:
-            batch, start = x.row, Int32(0)
-            if a.row_to_batch.shape[0] > 0:
-                batch = a.row_to_batch[x.row]
-            if a.table_starts.shape[0] > 0:
-                start = a.table_starts[x.row]
+            batch, start = s.target[0], s.target[1]
             if batch >= 0 and batch < a.table.shape[0]:
                 for i in cutlass.range(tid, count, spec.threads, unroll=1):
                     out[i] = entry(a, a.table[batch, None], s.staged[i], start)
@@ -39,11 +49,8 @@ def place(spec: cutlass.Constexpr, a, s, x, position: Int32, count: Int32):
                 for i in cutlass.range(tid, count, spec.threads, unroll=1):
                     out[i] = Int32(-1)
         else:
-            offset = Int32(0)
-            if a.offsets.shape[0] > 0:
-                offset = a.offsets[x.row]
             for i in cutlass.range(tid, count, spec.threads, unroll=1):
-                out[i] = s.staged[i] + offset
+                out[i] = s.staged[i] + s.target[2]
     if a.raw.shape[0] > 0:
         raw = cute.domain_offset((position,), a.raw[x.row, None])
         for i in cutlass.range(tid, count, spec.threads, unroll=1):

@@ -80,19 +80,31 @@ def bins(spec: cutlass.Constexpr, local: cute.Tensor, total: cute.Tensor, first:
 
 
 @cute.jit
-def before(spec: cutlass.Constexpr, counts: cute.Tensor, i: Int32):
-    """counts[i] of a CTA before this one, one a lane of each warp, else 0: to be added up over the warp."""
-    count, lane = Uint32(0), cute.arch.lane_idx()
-    if const_expr(spec.cluster > 1):
-        if lane < rank(spec):
-            count = dsmem.load(dsmem.address(counts, lane), i)
-    return Int32(count)
+def each(spec: cutlass.Constexpr, counts: cute.Tensor, i: Int32, table: cute.Tensor):
+    """table[c] = counts[i] of CTA c of the row, by one warp: where all ask, they wait for each other. A barrier
+    follows."""
+    lane = cute.arch.lane_idx()
+    if lane < spec.cluster:
+        table[lane] = Int32(dsmem.load(dsmem.address(counts, lane), i))
 
 
 @cute.jit
-def united(spec: cutlass.Constexpr, entries: cute.Tensor, i: Int32):
-    """entries[i] of the CTA of the row in which it is not 0, 64 bits."""
-    entry = Uint64(0)
-    for c in cutlass.range(spec.cluster, unroll=4):
-        entry = entry | dsmem.load(dsmem.address(entries, c), i, Uint64)
-    return entry
+def before(spec: cutlass.Constexpr, table: cute.Tensor, c: Int32):
+    """The sum of a table over the CTAs before `c`; where a CTA is alone 0."""
+    mine = Int32(0)
+    if const_expr(spec.cluster > 1):
+        if cute.arch.lane_idx() < c:
+            mine = table[cute.arch.lane_idx()]
+        mine = cute.arch.warp_redux_sync(mine, "add")
+    return mine
+
+
+@cute.jit
+def collect(spec: cutlass.Constexpr, lists: cute.Tensor, table: cute.Tensor, pool: cute.Tensor):
+    """pool = the lists of all CTAs of the row, 64 bits an entry, one behind the other, table[c] of CTA c. A warp a
+    list; a barrier follows."""
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    for c in cutlass.range(warp, spec.cluster, spec.threads // 32, unroll=1):
+        first, source = before(spec, table, c), dsmem.address(lists, c)
+        for i in cutlass.range(cute.arch.lane_idx(), table[c], 32, unroll=1):
+            pool[first + i] = dsmem.load(source, i, Uint64)

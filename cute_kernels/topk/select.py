@@ -86,6 +86,6 @@ def claim(spec: cutlass.Constexpr, s, found: Int32, here: Int32, need: Int32):
 
 
 @cute.jit
-def split(least: Uint32, greatest: Uint32, bins: cutlass.Constexpr = BINS):
-    """log2 of the width of bins that cut the keys [least, greatest] into at most `bins`."""
-    return cutlass.max(32 - Int32(cute.arch.clz(greatest - least)) - (bins.bit_length() - 1), 0)
+def split(least: Uint32, greatest: Uint32):
+    """log2 of the width of bins that cut the keys [least, greatest], more than one, into at most BINS."""
+    return cutlass.max(32 - Int32(cute.arch.clz(greatest - least)) - (BINS.bit_length() - 1), 0)

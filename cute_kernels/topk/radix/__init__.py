@@ -27,7 +27,7 @@ def shared(spec: TopKSpec) -> int:
     histograms = max(marks, bins) if spec.cluster == 1 else marks + bins
     if spec.cluster > PULLED:
         histograms += bins // spec.cluster
-    lists = LIST * (12 + 8 * (spec.cluster > 1))
+    lists = LIST * 8 * (1 + (spec.cluster > 1))
     return places(spec) * (BITS[spec.dtype] // 8 + 4 * spec.stream) + histograms + lists + 512
 
 

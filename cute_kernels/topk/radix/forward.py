@@ -64,12 +64,11 @@ class Shared:
     bits: cute.Tensor  # (places / 32,) over the bins, where no other CTA reads them; ties too
     staged: cute.Tensor  # indices of what was selected, in order; over `keys`
     ties: cute.Tensor  # (places / 32 at least,)
-    list: (
-        cute.Tensor
-    )  # (LIST,) this CTA's keys at the boundary, 64 bits with their places, where the row's list has them
-    pool: cute.Tensor  # (LIST,) the row's
-    fine: cute.Tensor  # (LIST,) fine bins of these
-    counts: cute.Tensor  # (4,) keys of this CTA at the boundary, and above it; chosen ones at it in CTAs before
+    list: cute.Tensor  # (LIST,) this CTA's keys at the boundary, 64 bits with their places
+    pool: cute.Tensor  # (LIST,) the row's, then zeros; `list` itself where a CTA is alone
+    counts: cute.Tensor  # (4,) keys of this CTA in `list`; above the boundary, or chosen from `list`
+    table: cute.Tensor  # (16,) counts of the row's CTAs
+    target: cute.Tensor  # (4,) of the row: of the page table row and first entry, offset of indices
     scratch: cute.Tensor  # (64,)
     found: cute.Tensor  # (4,)
 
@@ -97,8 +96,9 @@ def allocate(spec) -> Shared:
         ties=cute.make_tensor(bits.iterator + marks, cute.make_layout(cute.size(bits) - marks)),
         list=entries,
         pool=entries if alone else smem.allocate_tensor(Uint64, entries.layout, 16),
-        fine=words(LIST),
         counts=words(4, Int32),
+        table=words(16, Int32),
+        target=words(4, Int32),
         scratch=words(64, Int32),
         found=words(4, Int32),
     )
@@ -123,6 +123,7 @@ def kernel(spec: cutlass.Constexpr, a: TopKArgs):
     cute.arch.griddepcontrol_launch_dependents()
     row = cute.arch.block_idx()[0] // spec.cluster
     start, n = rows.bounds(a, row)
+    emit.prepare(a, s, row)
     x = rows.cut(spec, a, row, start, n, scope.rank(spec))
     if n <= a.k:
         copy(spec, a, s, x)
@@ -156,6 +157,5 @@ def pick(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice):
         passes.hold(spec, s, x)
         found, here, need, _ = select.search(spec, s, a.k)
     boundary, found = passes.narrow(spec, s, x, found, here, need)
-    ties = passes.mark(spec, a, s, x, boundary, found)
-    position = write.settle(spec, a, s, x, boundary, ties)
-    write.expand(spec, a, s, x, position)
+    passes.mark(spec, a, s, x, boundary, found)
+    write.expand(spec, a, s, x, write.settle(spec, a, s, x, boundary))

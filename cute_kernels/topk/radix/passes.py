@@ -33,7 +33,7 @@ def prepare(spec: cutlass.Constexpr, s):
     select.clear(spec, s.local)
     tid = cute.arch.thread_idx()[0]
     for i in cutlass.range(tid, LIST, spec.threads, unroll=1):
-        s.list[i], s.fine[i] = Uint64(0), Uint32(0)
+        s.pool[i] = Uint64(0)
     if tid < 4:
         s.counts[tid] = Int32(0)
     cute.arch.barrier()
@@ -172,13 +172,13 @@ def piece(bits, p, parts):
 @cute.jit
 def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary, found: Int32):
     """Set the bits s.bits of the places whose key is at the boundary, or above it. Those at it come into
-    s.list, if not all of them are needed; where the row has more than LIST into s.ties, as bits, instead. Returns the
-    keys at the boundary in the CTAs before this one, and in this one. Ends with `meet`. boundary, found: `narrow`'s."""
+    s.list, if not all of them are needed; where the row has more than LIST into s.ties, as bits, instead. How many
+    each CTA of the row has is then in s.table. Ends with `meet`. boundary, found: `narrow`'s."""
     least, greatest, here, need = boundary
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-    earlier, mine = scope.before(spec, s.local, found), here
     if const_expr(spec.cluster > 1):
-        mine = Int32(s.local[found])
+        if warp == 0:
+            scope.each(spec, s.local, found, s.table)
     sign, flip = keys.turn(least), keys.flip(least)
     per, hits = part(spec, x), Uint32(0)
     first = warp * per
@@ -198,15 +198,13 @@ def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary, found: Int32):
             hits = hits | 1
         if (need < here) & (here > LIST):
             mark_ties(spec, s, x, group, flip, least, greatest)
-    earlier = cute.arch.warp_redux_sync(earlier, "add")
     if (need < here) & (here <= LIST):
         cute.arch.sync_warp()
         while hits != 0:
             group = last - 1 - (31 - Int32(cute.arch.clz(hits)))
             hits = hits ^ (Uint32(1) << Uint32(last - 1 - group))
-            note(spec, a, s, x, group, (flip, least, greatest), earlier)
+            note(spec, a, s, x, group, (flip, least, greatest))
     scope.meet(spec)
-    return earlier, mine
 
 
 @cute.jit
@@ -225,10 +223,9 @@ def mark_ties(spec: cutlass.Constexpr, s, x: rows.Slice, group: Int32, flip: Uin
 
 
 @cute.jit
-def note(spec: cutlass.Constexpr, a, s, x: rows.Slice, group: Int32, boundary, earlier: Int32):
+def note(spec: cutlass.Constexpr, a, s, x: rows.Slice, group: Int32, boundary):
     """List this lane's places of a group whose key is at the boundary, as 64 bits: larger ones get in first. Filler is
-    no longer marked. earlier: entries of the CTAs
-    before this one, whose places in the list stay 0."""
+    no longer marked."""
     flip, least, greatest = boundary
     some, start = Uint32(0), group * GROUP + cute.arch.lane_idx()
     for u in cutlass.range_constexpr(STEP):
@@ -243,7 +240,7 @@ def note(spec: cutlass.Constexpr, a, s, x: rows.Slice, group: Int32, boundary, e
             if a.last_ties == 0:
                 name = ~name
             entry = (Uint64(keys.order(load(spec, s, place))) << 32) | Uint64(name)
-            s.list[earlier + select.add(s.counts, 0, 1)] = entry
+            s.list[select.add(s.counts, 0, 1)] = entry
         else:
             drop(s.bits, place)
 

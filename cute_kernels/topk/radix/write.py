@@ -2,111 +2,71 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, const_expr
+from cutlass import Int32, Uint32, Uint64, const_expr
 
-from ...device.warp import prefix_sum
 from .. import emit, rows, scope, select
 from . import LIST
 from .passes import OWNER, STEP, drop, groups, index_of, piece, share
 
+LOOKS = 8  # keys at the boundary that a thread compares with one, at once
+
 
 @cute.jit
-def settle(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary, ties):
-    """Of the keys at the boundary, leave those in s.bits that get in. The first output position of this CTA. Ends with
-    `scope.arrive`: no CTA of the row may end before the others have read its shared memory. boundary: of `narrow`,
-    ties: of `mark`."""
+def settle(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary):
+    """Of the keys at the boundary, leave those in s.bits that get in. How many of them come from CTAs before this one,
+    but for those that s.counts[1] of these say. Ends with a barrier. boundary: of
+    `narrow`; after `mark`."""
     _, _, here, need = boundary
-    position = scope.before(spec, s.counts, 1)
+    taken = Int32(0)
     if need < here:
         if here <= LIST:
-            choose(spec, a, s, boundary)
-            cute.arch.barrier()
             if const_expr(spec.cluster > 1):
-                if cute.arch.lane_idx() == 0:
-                    position += s.counts[2]
+                scope.collect(spec, s.list, s.table, s.pool)
+                cute.arch.barrier()
+            choose(spec, a, s, here, need)
         else:
-            earlier, mine = ties
+            earlier, mine = scope.before(spec, s.table, scope.rank(spec)), here
+            if const_expr(spec.cluster > 1):
+                mine = s.table[scope.rank(spec)]
             skipped = Int32(0)  # of the row, before the first that gets in
             if a.last_ties != 0:
                 skipped = here - need
             taken = rows.clamp(earlier - skipped, 0, need)
             skip = rows.clamp(skipped - earlier, 0, mine)
             cut(spec, s, x, skip, rows.clamp(need - taken, 0, mine - skip))
-            cute.arch.barrier()
-            if cute.arch.lane_idx() == 0:
-                position += taken
-    position = cute.arch.warp_redux_sync(position, "add")
-    scope.arrive(spec)
-    return position
+        cute.arch.barrier()
+    return taken
+
+
+def rankers(spec):
+    """Threads that rank a key at the boundary."""
+    return 4 if spec.cluster == 1 else 8
 
 
 @cute.jit
-def choose(spec: cutlass.Constexpr, a, s, boundary):
-    """Clear the bits of those keys at the boundary, the row's s.list, that are not among the `need` largest, and count
-    the others in CTAs before this one: s.counts[2]. A barrier follows.
-
-    They are counted in LIST fine bins; those of the bin that holds the last one needed are ranked, by a warp a key."""
-    least, greatest, here, need = boundary
-    warp, lane, warps = cute.arch.warp_idx(), cute.arch.lane_idx(), const_expr(spec.threads // 32)
-    shift = select.split(least, greatest, LIST)
-    for i in cutlass.range(cute.arch.thread_idx()[0], here, spec.threads, unroll=1):
-        if const_expr(spec.cluster > 1):
-            s.pool[i] = scope.united(spec, s.list, i)
-        select.add(s.fine, fine_bin(s.pool[i], least, shift), 1)
-    cute.arch.barrier()
-    last, count, left = locate(s, need)
-    for base in cutlass.range(0, here, spec.threads, unroll=1):
-        i, inside, asks, name = base + lane * warps + warp, Int32(0), Int32(0), Uint32(0)
-        if i < here:
-            b, name = fine_bin(s.pool[i], least, shift), Uint32(s.pool[i] & 0xFFFFFFFF)
-            if (b > last) | ((b == last) & (left == count)):
-                inside = Int32(1)
-            elif b == last:
-                asks = Int32(1)
-        asking = Uint32(cute.arch.vote_ballot_sync(asks == 1))
-        while asking != 0:
-            asker = 31 - Int32(cute.arch.clz(asking))
-            asking = asking ^ (Uint32(1) << Uint32(asker))
-            key, larger = s.pool[base + asker * warps + warp], Int32(0)
-            for j in cutlass.range(lane, here, 32, unroll=1):
-                if s.pool[j] > key:
+def choose(spec: cutlass.Constexpr, a, s, here: Int32, need: Int32):
+    """Clear the bits of those of this CTA's keys at the boundary, s.list, that are not among the `need` largest of all
+    `here`, s.pool, and count the others, s.counts[1]. A few threads a key; a barrier follows."""
+    tid, mine = cute.arch.thread_idx()[0], s.counts[0]
+    for base in cutlass.range(0, mine, spec.threads // rankers(spec), unroll=1):
+        i, key, larger, behind = base + tid // rankers(spec), Uint64(0), Int32(0), Int32(0)
+        if i < mine:
+            key, behind = s.list[i], here
+        for first in cutlass.range(tid % rankers(spec), behind, rankers(spec) * LOOKS, unroll=1):
+            others = [s.pool[first + j * rankers(spec)] for j in range(LOOKS)]  # behind the last one are zeros
+            for j in cutlass.range_constexpr(LOOKS):
+                if others[j] > key:
                     larger += 1
-            if (cute.arch.warp_redux_sync(larger, "add") < need) & (lane == asker):
-                inside = Int32(1)
-        if a.last_ties == 0:
-            name = ~name
-        owner, place = Int32(name >> OWNER), Int32(name & ((1 << OWNER) - 1))
-        if (i < here) & (owner == scope.rank(spec)) & (inside == 0):
-            drop(s.bits, place)
-        if const_expr(spec.cluster > 1):
-            ahead = cute.arch.vote_ballot_sync((i < here) & (owner < scope.rank(spec)) & (inside == 1))
-            if lane == 0:
-                select.add(s.counts, 2, cute.arch.popc(ahead))
-
-
-def fine_bin(entry, least, shift):
-    """The fine bin of a key at the boundary."""
-    return Int32((Uint32(entry >> 32) - least) >> shift)
-
-
-@cute.jit
-def locate(s, need: Int32):
-    """In which of the fine bins the need-th largest key lies: (bin, keys in it, keys needed of it)."""
-    per = const_expr(LIST // 32)
-    first = LIST - (cute.arch.lane_idx() + 1) * per
-    counts, mine = cute.make_rmem_tensor(per, Uint32), Int32(0)
-    cute.autovec_copy(cute.make_tensor(s.fine.iterator + first, counts.layout), counts)
-    for e in cutlass.range_constexpr(per):
-        mine += Int32(counts[e])
-    above = prefix_sum(mine) - mine
-    b, here, left = Int32(0), Int32(0), Int32(0)
-    for e in cutlass.range_constexpr(per):
-        count = Int32(counts[per - 1 - e])
-        if (above < need) & (need <= above + count):
-            b, here, left = first + per - 1 - e, count, need - above
-        above += count
-    b = cute.arch.warp_redux_sync(b, "add")
-    return b, cute.arch.warp_redux_sync(here, "add"), cute.arch.warp_redux_sync(left, "add")
+        for step in cutlass.range_constexpr(rankers(spec).bit_length() - 1):
+            larger += cute.arch.shuffle_sync_bfly(larger, 1 << step)
+        if (tid % rankers(spec) == 0) & (i < mine):
+            if larger < need:
+                select.add(s.counts, 1, 1)
+            else:
+                name = Uint32(key & 0xFFFFFFFF)
+                if a.last_ties == 0:
+                    name = ~name
+                drop(s.bits, Int32(name & ((1 << OWNER) - 1)))
 
 
 @cute.jit
@@ -160,13 +120,24 @@ def stage(spec: cutlass.Constexpr, s, x: rows.Slice, pieces, slot: Int32, places
 
 
 @cute.jit
-def expand(spec: cutlass.Constexpr, a, s, x: rows.Slice, position: Int32):
-    """Write the places in s.bits as outputs from `position` on."""
+def expand(spec: cutlass.Constexpr, a, s, x: rows.Slice, taken: Int32):
+    """Write the places in s.bits as outputs, behind those of the CTAs before this one: their s.counts[1], and
+    `taken`. No CTA of the row ends before the others have read these."""
     pieces, room = share(spec, x), const_expr(cute.size(s.staged))
+    scope.arrive(spec)
     at, count = place_of(spec, s, pieces)
-    for begin in cutlass.range(0, count, room, unroll=1):
+    scope.wait(spec)
+    if const_expr(spec.cluster > 1):
+        if cute.arch.warp_idx() == 0:
+            scope.each(spec, s.counts, Int32(1), s.table)
+    stage(spec, s, x, pieces, at)
+    scope.arrive(spec)
+    cute.arch.barrier()
+    position = scope.before(spec, s.table, scope.rank(spec)) + taken
+    emit.place(spec, a, s, x, position, cutlass.min(count, room))
+    for begin in cutlass.range(room, count, room, unroll=1):
+        cute.arch.barrier()
         stage(spec, s, x, pieces, at - begin)
         cute.arch.barrier()
         emit.place(spec, a, s, x, position + begin, cutlass.min(count - begin, room))
-        cute.arch.barrier()
     scope.wait(spec)
