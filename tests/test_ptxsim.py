@@ -59,6 +59,13 @@ def test_guards_keep_old_values():
     assert (out == np.where(np.arange(64) % 2, 9, 4)).all()
 
 
+def test_pairs_take_an_operand_that_is_the_same_for_all():
+    body = "mov.b32 %r6, 0x00050007; shl.b32 %r7, %r0, 16; or.b32 %r7, %r7, %r0; {}.u16x2 %r5, %r7, %r6;\n"
+    lane = np.arange(64)
+    for name, choose in (("min", np.minimum), ("max", np.maximum)):
+        assert (execute(body.format(name)) == (choose(lane, 5) << 16 | choose(lane, 7))).all()
+
+
 def test_loops_diverge_and_meet_again():
     body = """mov.u32 %r5, 0; mov.u32 %r6, 0;
     MORE: setp.ge.u32 %p1, %r6, %r0; @%p1 bra DONE;
@@ -183,6 +190,22 @@ def test_shared_memory_of_a_cta_that_has_left():
     """
     with pytest.raises(Fault, match="of a CTA that has exited"):
         execute(body + late, grid=2, cluster=2)
+
+
+def test_a_relaxed_arrival_hands_on_what_was_fenced_of_the_own_cta():
+    fence = "fence.release.sync_restrict::shared::cta.cluster;\n"
+    meet = "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;\n"
+    peer = "xor.b32 %r6, %r1, 1; mapa.shared::cluster.u32 %r7, %r4, %r6;\n"
+    end = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;\n"
+    own = peer + "st.shared.b32 [%r4], %r1;\n{}" + meet + "ld.shared::cluster.b32 %r5, [%r7];\n" + end
+    assert (execute(own.format(fence), grid=2, cluster=2).reshape(2, 64) == [[1], [0]]).all()
+    with pytest.raises(Fault, match="without synchronisation in between"):
+        execute(own.format(""), grid=2, cluster=2)
+    other = peer + "st.shared::cluster.b32 [%r7], %r1;\n" + fence + meet + "ld.shared.b32 %r5, [%r4];\n" + end
+    with pytest.raises(Fault, match="without synchronisation in between"):
+        execute(other, grid=2, cluster=2)
+    full = other.replace(fence, "").replace(".relaxed", "")
+    assert (execute(full, grid=2, cluster=2).reshape(2, 64) == [[1], [0]]).all()
 
 
 def test_arrivals_beyond_the_count():

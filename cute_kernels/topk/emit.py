@@ -21,8 +21,9 @@ def entry(a, table: cute.Tensor, index: Int32, start: Int32):
 
 
 @cute.jit
-def prepare(a, s, row: Int32):
-    """s.target of a row; a barrier follows. Read from memory early, because `place` ends the kernel."""
+def prepare(a, s, row: Int32, first: Int32):
+    """s.target of a row whose window begins at `first`; a barrier follows. Memory is read here, because
+    the kernel ends with `place`."""
     if cute.arch.thread_idx()[0] == 0:
         batch, start, offset = row, Int32(0), Int32(0)
         if a.row_to_batch.shape[0] > 0:
@@ -31,7 +32,7 @@ def prepare(a, s, row: Int32):
             start = a.table_starts[row]
         if a.offsets.shape[0] > 0:
             offset = a.offsets[row]
-        s.target[0], s.target[1], s.target[2] = batch, start, offset
+        s.target[0], s.target[1], s.target[2], s.target[3] = batch, start, offset, first
 
 
 @cute.jit
@@ -61,7 +62,7 @@ def place(spec: cutlass.Constexpr, a, s, x, position: Int32, count: Int32):
             indices[i] = Int64(s.staged[i])
     if a.values.shape[0] > 0:
         values = cute.domain_offset((position,), keys.raw(a.values, bits)[x.row, None])
-        scores = cute.domain_offset((x.start,), keys.raw(a.scores, bits)[x.row, None])
+        scores = cute.domain_offset((s.target[3],), keys.raw(a.scores, bits)[x.row, None])
         for i in cutlass.range(tid, count, spec.threads, unroll=1):
             values[i] = scores[s.staged[i]]
 

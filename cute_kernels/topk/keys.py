@@ -49,13 +49,27 @@ def turn(least):
     return Uint32((Int32(least) >> 31) * -2 - 1)
 
 
-def bin_of(x, dtype):
-    """The bin of a float's key."""
+def bins_of(word, dtype):
+    """The bins of the keys of a word's floats."""
     low, shift = WINDOW[dtype]
-    magnitude = Int32(x & Uint32(SIGN - 1))
+    if BITS[dtype] == 32:
+        magnitude = cutlass.min(cutlass.max(Int32(word & Uint32(SIGN - 1)) - low, 0), (HALF << shift) - 1)
+        return (HALF + ((magnitude >> shift) ^ (Int32(word) >> 31)),)
+    both = lambda x: Uint32(x << 16 | x)  # noqa: E731
+    low, shift = low >> 16, shift - 16
+    magnitude = word & both(0x7FFF)
     if low:
-        magnitude = cutlass.min(cutlass.max(magnitude - low, 0), (HALF << shift) - 1)
-    return HALF + ((magnitude >> shift) ^ (Int32(x) >> 31))
+        magnitude = packed("max", magnitude, both(low)) - both(low)
+        magnitude = packed("min", magnitude, both((HALF << shift) - 1))
+    negative = Uint32(cute.arch.prmt(word, Uint32(0), Uint32(0xBB99)))  # all bits of a half that has the sign
+    bins = ((magnitude >> shift) & both(HALF - 1)) ^ both(HALF) ^ (negative & both(BINS - 1))
+    return Int32(bins & Uint32(0xFFFF)), Int32(bins >> 16)
+
+
+def packed(op, x, y):
+    """min or max of the unsigned halves of words."""
+    text = f"{{ .reg .b32 t; mov.b32 t, {{$r1}}; {op}.u16x2 {{$w0}}, {{$r0}}, t; }}"  # takes no immediate operand
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[x, y])
 
 
 @cute.jit

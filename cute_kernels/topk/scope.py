@@ -80,12 +80,21 @@ def bins(spec: cutlass.Constexpr, local: cute.Tensor, total: cute.Tensor, first:
 
 
 @cute.jit
-def each(spec: cutlass.Constexpr, counts: cute.Tensor, i: Int32, table: cute.Tensor):
-    """table[c] = counts[i] of CTA c of the row, by one warp: where all ask, they wait for each other. A barrier
-    follows."""
-    lane = cute.arch.lane_idx()
-    if lane < spec.cluster:
-        table[lane] = Int32(dsmem.load(dsmem.address(counts, lane), i))
+def ask(spec: cutlass.Constexpr, counts: cute.Tensor, i: Int32):
+    """counts[i] of CTA `lane` of the row. Only warp 0 asks: where all do, they wait for each other."""
+    count, lane = Uint32(0), cute.arch.lane_idx()
+    if const_expr(spec.cluster > 1):
+        if (cute.arch.warp_idx() == 0) & (lane < spec.cluster):
+            count = Uint32(dsmem.load(dsmem.address(counts, lane), i))
+    return Int32(count)
+
+
+@cute.jit
+def note(spec: cutlass.Constexpr, asked: Int32, table: cute.Tensor):
+    """table[c] = what `ask` got from CTA c. A barrier follows."""
+    if const_expr(spec.cluster > 1):
+        if cute.arch.thread_idx()[0] < spec.cluster:
+            table[cute.arch.thread_idx()[0]] = asked
 
 
 @cute.jit

@@ -80,9 +80,8 @@ def integer_pairs(x: Instruction, f: re.Match[str]) -> Op:
     dtype, choose = dtype_of(f[3]), BINARY[f[1]]
 
     def run(a: Any, b: Any) -> Any:
-        a, b = np.atleast_1d(a).view(dtype), np.atleast_1d(b).view(dtype)
-        out = choose(a, b)
-        return (np.maximum(out, dtype.type(0)) if f[2] else out).view(U32)
+        out = choose(*(np.reshape(word, (-1, 1)).view(dtype) for word in (a, b)))  # a uniform operand is one word
+        return (np.maximum(out, dtype.type(0)) if f[2] else out).view(U32)[:, 0]
 
     return pure(x, run, "b32", "b32", "b32")
 

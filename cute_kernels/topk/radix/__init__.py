@@ -32,8 +32,9 @@ def shared(spec: TopKSpec) -> int:
 
 
 def resident(spec: TopKSpec) -> int:
-    """CTAs that an SM holds at a time."""
-    return min(SM // (shared(spec) + 1024), 65536 // (spec.threads * 64))  # no kernel has more than 64 registers
+    """CTAs that an SM holds at a time; the compiler is told so. With more threads, registers would spill."""
+    threads = 1536 if spec.cluster == 1 and BITS[spec.dtype] == 32 else 1024
+    return min(SM // (shared(spec) + 1024), threads // spec.threads)
 
 
 def room(spec: TopKSpec) -> int:

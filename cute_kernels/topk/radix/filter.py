@@ -138,7 +138,10 @@ def take(spec: cutlass.Constexpr, s, x: rows.Slice, words: cute.Tensor, where, w
     flip, most = keys.flip(floor), const_expr((1 << FIELD) - 1)
     mine, whole = (cute.make_rmem_tensor(unroll(spec) // 2, Int32) for _ in range(2))
     for i in cutlass.range_constexpr(cute.size(words)):
-        words[i] = words[i] ^ (flip if const_expr(BITS[spec.dtype] == 32) else flip | (flip >> 16))
+        if const_expr(BITS[spec.dtype] == 32):
+            words[i] = words[i] * keys.turn(floor) + flip  # the same as ^ flip, on another pipe
+        else:
+            words[i] = words[i] ^ (flip | (flip >> 16))
     chosen = Int32(0)
     for h in cutlass.range_constexpr(unroll(spec) // 2):
         count = Int32(0)

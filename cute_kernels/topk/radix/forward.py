@@ -24,7 +24,7 @@ from ... import abi
 from .. import emit, rows, scope, select
 from ..args import TopKArgs
 from ..spec import BINS, BITS, PULLED
-from . import LIST, filter, passes, places, write
+from . import LIST, filter, passes, places, resident, write
 
 
 def fake_args(spec) -> TopKArgs:
@@ -68,7 +68,7 @@ class Shared:
     pool: cute.Tensor  # (LIST,) the row's, then zeros; `list` itself where a CTA is alone
     counts: cute.Tensor  # (4,) keys of this CTA in `list`; above the boundary, or chosen from `list`
     table: cute.Tensor  # (16,) counts of the row's CTAs
-    target: cute.Tensor  # (4,) of the row: of the page table row and first entry, offset of indices
+    target: cute.Tensor  # (4,) row and first entry of the page table, offset of indices, start of the window
     scratch: cute.Tensor  # (64,)
     found: cute.Tensor  # (4,)
 
@@ -113,6 +113,8 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
         cluster=[spec.cluster, 1, 1],
         stream=stream,
         use_pdl=a.enable_pdl,
+        min_blocks_per_mp=resident(spec),
+        preferred_smem_carveout=100,
     )
 
 
@@ -123,7 +125,7 @@ def kernel(spec: cutlass.Constexpr, a: TopKArgs):
     cute.arch.griddepcontrol_launch_dependents()
     row = cute.arch.block_idx()[0] // spec.cluster
     start, n = rows.bounds(a, row)
-    emit.prepare(a, s, row)
+    emit.prepare(a, s, row, start)
     x = rows.cut(spec, a, row, start, n, scope.rank(spec))
     if n <= a.k:
         copy(spec, a, s, x)

@@ -74,8 +74,9 @@ def count(spec: cutlass.Constexpr, s, x: rows.Slice):
 
 def bump(spec, s, words):
     """Count the bins of a vector's keys."""
-    for e in range(lanes(spec)):
-        select.add(s.local, keys.bin_of(key_of(spec, words, e), spec.dtype), 1)
+    for w in range(rows.WORDS):
+        for b in keys.bins_of(words[w], spec.dtype):
+            select.add(s.local, b, 1)
 
 
 def key_of(spec, words, e):
@@ -176,9 +177,6 @@ def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary, found: Int32):
     each CTA of the row has is then in s.table. Ends with `meet`. boundary, found: `narrow`'s."""
     least, greatest, here, need = boundary
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-    if const_expr(spec.cluster > 1):
-        if warp == 0:
-            scope.each(spec, s.local, found, s.table)
     sign, flip = keys.turn(least), keys.flip(least)
     per, hits = part(spec, x), Uint32(0)
     first = warp * per
@@ -198,12 +196,14 @@ def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary, found: Int32):
             hits = hits | 1
         if (need < here) & (here > LIST):
             mark_ties(spec, s, x, group, flip, least, greatest)
+    ties = scope.ask(spec, s.local, found)
     if (need < here) & (here <= LIST):
         cute.arch.sync_warp()
         while hits != 0:
             group = last - 1 - (31 - Int32(cute.arch.clz(hits)))
             hits = hits ^ (Uint32(1) << Uint32(last - 1 - group))
             note(spec, a, s, x, group, (flip, least, greatest))
+    scope.note(spec, ties, s.table)
     scope.meet(spec)
 
 

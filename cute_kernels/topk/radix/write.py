@@ -127,10 +127,9 @@ def expand(spec: cutlass.Constexpr, a, s, x: rows.Slice, taken: Int32):
     scope.arrive(spec)
     at, count = place_of(spec, s, pieces)
     scope.wait(spec)
-    if const_expr(spec.cluster > 1):
-        if cute.arch.warp_idx() == 0:
-            scope.each(spec, s.counts, Int32(1), s.table)
+    chosen = scope.ask(spec, s.counts, Int32(1))
     stage(spec, s, x, pieces, at)
+    scope.note(spec, chosen, s.table)
     scope.arrive(spec)
     cute.arch.barrier()
     position = scope.before(spec, s.table, scope.rank(spec)) + taken
