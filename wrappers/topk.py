@@ -42,7 +42,8 @@ _empty_like = torch.empty_like
 
 
 class Plan(NamedTuple):
-    """What a signature decides. The tensors are empty and stand for absent arguments."""
+    """What a signature decides. `no_...` stand for absent arguments: empty tensors, in the form that `fn` takes them in
+    without a conversion."""
 
     fn: Callable[..., Any]  # the compiled kernel, or the reference
     device: torch.device
@@ -52,11 +53,11 @@ class Plan(NamedTuple):
     window: int
     page_shift: int
     last_ties: int
-    no_ints: torch.Tensor  # (0,) int32
-    no_table: torch.Tensor  # (0, 1) int32
-    no_out: torch.Tensor  # (0, k) int32
-    no_values: torch.Tensor  # (0, k), the scores' dtype
-    no_indices: torch.Tensor  # (0, k) int64
+    no_ints: Any  # (0,) int32
+    no_table: Any  # (0, 1) int32
+    no_out: Any  # (0, k) int32
+    no_values: Any  # (0, k), the scores' dtype
+    no_indices: Any  # (0, k) int64
     like_out: torch.Tensor  # (R, k) int32, one element expanded: empty_like is 0.5 us cheaper than empty
     like_values: torch.Tensor  # (R, k), the scores' dtype
     like_indices: torch.Tensor  # (R, k) int64
@@ -243,10 +244,16 @@ def _add_plan(key: tuple[Any, ...], call: Call) -> Plan:
     machine = runtime.machine(device)
     if machine is None:
         fn: Callable[..., Any] = reference.top_k_rows
+        given: Callable[[torch.Tensor], Any] = lambda tensor: tensor  # noqa: E731
     else:
+        given = runtime.argument
         arch, sms = machine
         op, spec = dispatch.select(dispatch.Request(DTYPES[scores.dtype], rows, width, k, sms), arch)
         fn = runtime.kernel(op, spec, arch)
+
+    def absent(dtype: torch.dtype, *shape: int) -> Any:
+        return given(torch.empty(0, *shape, dtype=dtype, device=device))
+
     plan = Plan(
         fn=fn,
         device=device,
@@ -256,11 +263,11 @@ def _add_plan(key: tuple[Any, ...], call: Call) -> Plan:
         window=WINDOWS[call.function],
         page_shift=call.page_size.bit_length() - 1,
         last_ties=int(call.tie_break == TopKTieBreak.LARGE),
-        no_ints=torch.empty(0, dtype=torch.int32, device=device),
-        no_table=torch.empty(0, 1, dtype=torch.int32, device=device),
-        no_out=torch.empty(0, k, dtype=torch.int32, device=device),
-        no_values=torch.empty(0, k, dtype=scores.dtype, device=device),
-        no_indices=torch.empty(0, k, dtype=torch.int64, device=device),
+        no_ints=absent(torch.int32),
+        no_table=absent(torch.int32, 1),
+        no_out=absent(torch.int32, k),
+        no_values=absent(scores.dtype, k),
+        no_indices=absent(torch.int64, k),
         like_out=torch.empty(1, dtype=torch.int32, device=device).expand(rows, k),
         like_values=torch.empty(1, dtype=scores.dtype, device=device).expand(rows, k),
         like_indices=torch.empty(1, dtype=torch.int64, device=device).expand(rows, k),
