@@ -21,18 +21,16 @@ def entry(a, table: cute.Tensor, index: Int32, start: Int32):
 
 
 @cute.jit
-def prepare(a, s, row: Int32, first: Int32):
-    """s.target of a row whose window begins at `first`; a barrier follows. Memory is read here, because
-    the kernel ends with `place`."""
-    if cute.arch.thread_idx()[0] == 0:
-        batch, start, offset = row, Int32(0), Int32(0)
-        if a.row_to_batch.shape[0] > 0:
-            batch = a.row_to_batch[row]
-        if a.table_starts.shape[0] > 0:
-            start = a.table_starts[row]
-        if a.offsets.shape[0] > 0:
-            offset = a.offsets[row]
-        s.target[0], s.target[1], s.target[2], s.target[3] = batch, start, offset, first
+def target(a, row: Int32):
+    """Where a row's outputs go, read from memory: (row of the page table, its first entry, offset of indices)."""
+    batch, start, offset = row, Int32(0), Int32(0)
+    if a.row_to_batch.shape[0] > 0:
+        batch = a.row_to_batch[row]
+    if a.table_starts.shape[0] > 0:
+        start = a.table_starts[row]
+    if a.offsets.shape[0] > 0:
+        offset = a.offsets[row]
+    return batch, start, offset
 
 
 @cute.jit

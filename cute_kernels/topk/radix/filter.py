@@ -52,10 +52,9 @@ def gather(spec: cutlass.Constexpr, a, s, x: rows.Slice):
 def sample(spec: cutlass.Constexpr, a, s, x: rows.Slice):
     """A key that more than k keys of the row are likely to reach: of a sample, lines at equal distances, the one of a
     rank five standard deviations beyond that expected of the k-th. 0 where the sample is too small. All CTAs of the row
-    look at the same sample."""
+    look at the same sample. After `passes.prepare`."""
     alone = const_expr(replace(spec, cluster=1))
     x = rows.cut(alone, a, x.row, x.start, x.n, Int32(0))
-    passes.prepare(spec, s)
     vectors = const_expr(max(SAMPLE * (1 + (spec.cluster > 1)) // lanes(spec), spec.threads))
     words = cute.make_rmem_tensor((rows.WORDS, vectors // spec.threads), Uint32)
     for i in cutlass.range_constexpr(vectors // spec.threads):

@@ -121,11 +121,14 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
 @cute.kernel
 def kernel(spec: cutlass.Constexpr, a: TopKArgs):
     s = allocate(spec)
+    passes.prepare(spec, s)
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     row = cute.arch.block_idx()[0] // spec.cluster
+    batch, first, offset = emit.target(a, row)  # early: reading memory takes long
     start, n = rows.bounds(a, row)
-    emit.prepare(a, s, row, start)
+    if cute.arch.thread_idx()[0] == 0:
+        s.target[0], s.target[1], s.target[2], s.target[3] = batch, first, offset, start
     x = rows.cut(spec, a, row, start, n, scope.rank(spec))
     if n <= a.k:
         copy(spec, a, s, x)
@@ -155,7 +158,6 @@ def pick(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice):
         kept, found, here, need = filter.gather(spec, a, s, x)
         x = filter.held(spec, x, kept)
     else:
-        passes.prepare(spec, s)
         passes.hold(spec, s, x)
         found, here, need, _ = select.search(spec, s, a.k)
     boundary, found = passes.narrow(spec, s, x, found, here, need)
