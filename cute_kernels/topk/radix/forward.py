@@ -3,12 +3,16 @@
 A row is shared by the CTAs of a cluster, a slice each. Roles: all threads do the same. A slice is read once, kept in
 shared memory, and counted in bins of keys on the way. The bin that holds the k-th largest key of the row is split, from
 shared memory, until LIST keys at most are left in it, or those needed, or keys that are all equal. One more pass makes
-a bit a key: set above the boundary; the few keys at it are ranked one by one, with lower indices first (`last_ties`:
-higher), equal ones in greater number are counted in index order. The bits, in order, are what is written.
+a bit a key: set at the boundary and above. The few keys at the boundary are listed and ranked, with lower indices first
+(`last_ties`: higher), and those that do not get in lose their bits; equal ones in greater number are counted in index
+order. The bits, in order, are what is written.
+
+A CTA writes only its own shared memory and reads that of the others: so its arrivals at the cluster's barrier need no
+fence that waits for memory (`scope.meet`).
 
 Shared memory: keys (capacity + two groups), with their indices where a slice is streamed (see `filter`), then what is
-written, over the keys; bins of the CTA and of the row, then the bits of marks and of ties over them; two lists of keys
-at the boundary; a few words of scratch.
+written, over the keys; bins of the CTA, then, where it is alone, over them, the bits of marks and of ties; lists of the
+keys at the boundary, its own and the row's; a few words of scratch.
 
 Refused (see `supports`): slices that do not fit.
 """
