@@ -201,6 +201,14 @@ def make_inputs(case: AttentionCase, device: "torch.device | str" = "cpu", seed:
     return inputs
 
 
+def as_decode(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same call, which is causal, of `trtllm_batch_decode_with_kv_cache`, with ragged queries."""
+    assert inputs["causal"]
+    gone = ("batch_size", "cum_seq_lens_kv", "causal", "max_kv_len", "kv_block_scales")
+    found = {name: value for name, value in inputs.items() if name not in gone}
+    return found | {"max_seq_len": inputs["max_kv_len"], "kv_cache_sf": inputs.get("kv_block_scales")}
+
+
 def reference_of(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """(o (T, Hq, Dvo), lse (T, Hq)) in fp32 of keyword arguments for the public function; writes nothing."""
     return reference.paged_attention(checks.validate(checks.Call(**inputs)).problem)

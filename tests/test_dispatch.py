@@ -17,6 +17,8 @@ def all_requests():
         ("bf16", "fp16"), sm90.TILES, sm90.PAGE_SIZES, (1, 3, 8), *[(False, True)] * 3, (1, 64, 65, 1 << 30)
     ):
         yield dispatch.Request(dtype, dims[0], dims[1], page, group, causal, window, cap, rows)
+        if causal and dims in sm90.SPLIT_TILES:
+            yield dispatch.Request(dtype, dims[0], dims[1], page, group, causal, window, cap, rows, split=True)
 
 
 def test_every_request_gets_a_shipped_spec_that_serves_it():
@@ -29,7 +31,8 @@ def test_every_request_gets_a_shipped_spec_that_serves_it():
         assert spec.mask.window or not request.window
         assert (spec.dtype, spec.head_dim_qk) == (request.dtype, request.head_dim_qk)
         assert spec.head_dim_vo == request.head_dim_vo
-        assert spec.pack_gqa == (request.group > 1 and request.rows <= dispatch.PACK_ROWS)
+        assert spec.pack_gqa == (request.split or request.group > 1 and request.rows <= dispatch.PACK_ROWS)
+        assert spec.split == request.split
     assert found == shipped
 
 
@@ -55,6 +58,7 @@ def test_blocks_of_keys_do_not_depend_on_the_batch():
         ({"head_dim_vo": 64}, "(128, 64)"),
         ({"page_size": 5}, "page_size 5"),
         ({"page_size": 512}, "page_size 512"),
+        ({"head_dim_qk": 192, "split": True}, "split: head_dim (192, 128)"),
     ],
 )
 def test_what_is_refused_is_named(change, word):

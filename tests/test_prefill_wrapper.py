@@ -175,20 +175,24 @@ def emulate(spec, launches):
         batch = a.kv_lens.shape[0]
         if any(t.dtype != dtype for t in (a.q, a.k, a.v, a.o)) or a.page_table.dtype != torch.int32:
             raise TypeError("dtype")
-        if [t.ndim for t in flat[:12]] != [3, 4, 4, 3, 2, 1, 1, 3, 1, 1, 1, 1]:
+        if [t.ndim for t in flat[:14]] != [3, 4, 4, 3, 2, 1, 1, 3, 1, 1, 1, 1, 3, 2]:
             raise ValueError("rank")
-        if any(t.device.type != "cpu" for t in flat[:12]):
+        if any(t.device.type != "cpu" for t in flat[:14]):
             raise ValueError("device")
         if any(t.stride(-1) != 1 for t in (a.q, a.k, a.v, a.o, a.page_table, a.kv_lens, a.cu_seqlens_q, a.sink)):
             raise ValueError("last stride")
         assert a.page_table.shape[:2] == (batch, 2) and a.cu_seqlens_q.shape == (batch + 1,)
         assert a.kv_lens.dtype == a.cu_seqlens_q.dtype == torch.int32
-        assert all(t.dtype == torch.float32 for t in (a.lse, a.sink, a.scale, a.out_scale))
+        assert all(t.dtype == torch.float32 for t in (a.lse, a.sink, a.scale, a.out_scale, a.part_o, a.part_lse))
         assert a.k.shape[3] == spec.head_dim_qk and a.v.shape[3] == spec.head_dim_vo
-        assert a.lse.shape[1] == a.q.shape[1] and all(isinstance(x, float) for x in flat[12:15])
+        assert a.lse.shape[1] == a.q.shape[1] and all(isinstance(x, float) for x in flat[14:17])
         group = a.q.shape[1] // a.k.shape[1] if spec.pack_gqa else 1
         tiles = sum(-(-n * group // spec.tile.m) for n in a.cu_seqlens_q.diff().tolist()) * (a.q.shape[1] // group)
         assert type(a.grid) is int and 1 <= a.grid <= 132 and (a.grid >= tiles or a.grid == 132)
+        most = max(a.cu_seqlens_q.diff().tolist(), default=0) * group
+        rows = (2 * a.grid, min(most, spec.tile.m)) if spec.split else (0, 1)
+        assert a.part_o.shape == (rows[0], a.part_o.shape[1], spec.head_dim_vo) and a.part_o.shape[1] >= rows[1]
+        assert a.part_lse.shape == a.part_o.shape[:2] and a.part_o.is_contiguous() and a.part_lse.is_contiguous()
         assert type(a.enable_pdl) is int and type(a.window_left) is int and 0 <= a.window_left <= 1 << 30
         assert a.tickets.dtype == torch.int32 and not a.tickets.any() and -1 <= a.ticket < len(a.tickets)
         launches.append(a)

@@ -1,6 +1,7 @@
 """torch-facing public functions: signatures, validation, the reference, and the way to compiled kernels."""
 
 from .checks_topk import TopKTieBreak
+from .decode import trtllm_batch_decode_with_kv_cache
 from .fp4 import FP4Tensor, nvfp4_dequantize, nvfp4_quantize
 from .prefill import Explanation, explain, trtllm_batch_context_with_kv_cache
 from .topk import (
@@ -10,6 +11,7 @@ from .topk import (
     top_k_per_row_prefill,
     top_k_ragged_transform,
 )
+from .xqa import xqa
 
 __all__ = [
     "Explanation",
@@ -24,4 +26,6 @@ __all__ = [
     "top_k_per_row_prefill",
     "top_k_ragged_transform",
     "trtllm_batch_context_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
+    "xqa",
 ]

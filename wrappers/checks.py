@@ -127,7 +127,7 @@ def validate(call: Call) -> Checked:
     )
 
 
-def kernel_request(c: Checked) -> Request:
+def kernel_request(c: Checked, split: bool = False) -> Request:
     """What the call asks of a compiled kernel; raises where no kernel can ever read these tensors."""
     p = c.problem
     for name, dtype in (("query", p.q.dtype), ("kv_cache", p.k.dtype), ("out_dtype", c.out_dtype)):
@@ -155,6 +155,7 @@ def kernel_request(c: Checked) -> Request:
         window=p.window_left >= 0,
         soft_cap=p.soft_cap > 0,
         rows=min(c.max_q_len, p.q.shape[0]),
+        split=split,
     )
 
 

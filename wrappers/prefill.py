@@ -1,4 +1,5 @@
-"""Prefill attention over a paged KV cache: public signatures -> reference (CPU) or compiled kernel (CUDA).
+"""Attention over a paged KV cache: public signature of prefill, and `attend`, which runs a call of any signature as
+reference (CPU) or compiled kernel (CUDA).
 
 Host time: a call whose signature (dtypes, shapes but the token count, flags) was seen before is one dict lookup, the
 views it cannot avoid and the compiled call, which itself checks rank, dtype, device, alignment and strides. Everything
@@ -7,7 +8,7 @@ else, detailed messages too, is `checks`. Nothing here synchronises or reads dev
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -49,11 +50,25 @@ class Plan(NamedTuple):
     row_factor: int  # rows of a token: the GQA group where it is packed into rows
     tile_heads: int
     sms: int
+    split: bool
     no_lse: torch.Tensor  # (0, Hq) fp32
     no_sink: torch.Tensor  # (0,) fp32
     no_scale: torch.Tensor  # (0,) fp32
+    no_tickets: torch.Tensor  # (0,) int32
+    no_part: torch.Tensor  # (0, 1, Dvo) fp32
+    no_part_lse: torch.Tensor  # (0, 1) fp32
 
 
+class Mode(NamedTuple):
+    """What a public function adds to the arguments of `attend`. split: a request's keys are shared among CTAs, for few
+    query rows. scale, out_scale: factors on bmm1_scale and bmm2_scale, whether these are floats or tensors."""
+
+    split: bool = False
+    scale: float = 1.0
+    out_scale: float = 1.0
+
+
+CONTEXT = Mode()
 _plans: dict[tuple[Any, ...], Plan] = {}
 
 
@@ -125,13 +140,26 @@ def trtllm_batch_context_with_kv_cache(
     Raises before any launch: ValueError rank, shape, stride, alignment, device; TypeError dtype; NotImplementedError
     what no kernel does; an unknown kv_layout is a KeyError and a ValueError.
     """
+    call = (
+        query, kv_cache, workspace_buffer, block_tables, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale,
+        batch_size, cum_seq_lens_q, cum_seq_lens_kv, window_left, out, out_dtype, o_sf_scale, o_sf_vec_size,
+        kv_layout, enable_pdl, sinks, kv_block_scales, skip_softmax_threshold_scale_factor,
+        uses_shared_paged_kv_idx, kv_cache_sf, causal, lse, return_lse, multi_ctas_kv_counter_buffer,
+        use_fp16_softmax, uses_spcompress, logits_soft_cap)  # fmt: skip
     if _is_compiling():
-        return ops.trace(Call(
-            query, kv_cache, workspace_buffer, block_tables, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale,
-            batch_size, cum_seq_lens_q, cum_seq_lens_kv, window_left, out, out_dtype, o_sf_scale, o_sf_vec_size,
-            kv_layout, enable_pdl, sinks, kv_block_scales, skip_softmax_threshold_scale_factor,
-            uses_shared_paged_kv_idx, kv_cache_sf, causal, lse, return_lse, multi_ctas_kv_counter_buffer,
-            use_fp16_softmax, uses_spcompress, logits_soft_cap))  # fmt: skip
+        return ops.trace(Call(*call))
+    return attend(CONTEXT, *call)
+
+
+def attend(mode: Mode, *call: Any) -> Any:
+    """`trtllm_batch_context_with_kv_cache`, all its arguments in order and unchecked, as `mode` says."""
+    (
+        query, kv_cache, workspace_buffer, block_tables, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale,
+        batch_size, cum_seq_lens_q, cum_seq_lens_kv, window_left, out, out_dtype, o_sf_scale, o_sf_vec_size,
+        kv_layout, enable_pdl, sinks, kv_block_scales, skip_softmax_threshold_scale_factor,
+        uses_shared_paged_kv_idx, kv_cache_sf, causal, lse, return_lse, multi_ctas_kv_counter_buffer,
+        use_fp16_softmax, uses_spcompress, logits_soft_cap,
+    ) = call  # fmt: skip
     try:
         cache: Any = kv_cache
         stacked = isinstance(cache, _Tensor)
@@ -149,20 +177,20 @@ def trtllm_batch_context_with_kv_cache(
             uses_shared_paged_kv_idx, batch_size, type(bmm1_scale), type(bmm2_scale), out_dtype, causal,
             None if out is None else out.dtype, None if sinks is None else sinks.shape, window_left >= 0, not rare,
             cap and (1 if 0 < cap < INF else -1), max_q_len >= 0,
-            (max_q_len if max_q_len < tokens else tokens) <= PACK_ROWS,
+            (max_q_len if max_q_len < tokens else tokens) <= PACK_ROWS, mode.split,
         )  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError, ValueError):
-        checks.validate(Call.of(locals()))
+        checks.validate(Call(*call))
         raise
     if plan is None:
-        checked = checks.validate(Call.of(locals()))
+        checked = checks.validate(Call(*call))
         machine = runtime.machine(checked.problem.q.device)
         if machine is None:
-            return run_reference(checked)
-        plan = _add_plan(key, checked, machine, 2 * stacked + (kv_layout == "NHD"))
+            return run_reference(checked, mode)
+        plan = _add_plan(key, checked, machine, 2 * stacked + (kv_layout == "NHD"), mode.split)
     if not plan.alone and torch.cuda.current_device() != plan.device.index:
-        return _on_device(plan.device, Call.of(locals()))
+        return _on_device(plan.device, mode, Call(*call))
     try:
         o: Any = out
         if o is None:
@@ -180,23 +208,32 @@ def trtllm_batch_context_with_kv_cache(
             k, v = _logical(k, v, plan.layout)
         if plan.host_scales:
             scale = out_scale = plan.no_scale
-            scale_log2, out_factor = bmm1_scale * LOG2E, bmm2_scale * 1.0
+            scale_log2, out_factor = bmm1_scale * mode.scale * LOG2E, bmm2_scale * mode.out_scale
         else:
-            scale, scale_log2 = _factor(bmm1_scale, LOG2E, plan)
-            out_scale, out_factor = _factor(bmm2_scale, 1.0, plan)
+            scale, scale_log2 = _factor(bmm1_scale, mode.scale * LOG2E, plan)
+            out_scale, out_factor = _factor(bmm2_scale, mode.out_scale, plan)
         if not scale_log2 > 0:
             raise ValueError("bmm1_scale")
         tiles = plan.tile_heads * (tokens * plan.row_factor // plan.tile_rows + batch_size)
         if tokens and heads and batch_size:
-            tickets, ticket = _ticket(plan.device)
+            if plan.split:
+                rows = (max_q_len if max_q_len < tokens else tokens) * plan.row_factor
+                rows, sms = rows if rows < plan.tile_rows else plan.tile_rows, plan.sms
+                part = _empty((2 * sms, rows, plan.dim_vo), dtype=torch.float32, device=plan.device)
+                part_lse = _empty((2 * sms, rows), dtype=torch.float32, device=plan.device)
+                tickets, ticket, grid = plan.no_tickets, -1, sms
+            else:
+                part, part_lse = plan.no_part, plan.no_part_lse
+                tickets, ticket = _ticket(plan.device)
+                grid = tiles if tiles < plan.sms else plan.sms
             plan.fn(
                 query, k, v, o, log, cum_seq_lens_q, step.int32_lens, step.both if uses_shared_paged_kv_idx else
-                block_tables, tickets, plan.no_sink if sinks is None else sinks, scale, out_scale, scale_log2,
-                out_factor, cap, window_left if 0 <= window_left < NO_WINDOW else NO_WINDOW,
-                tiles if tiles < plan.sms else plan.sms, ticket, 1 if enable_pdl is None or enable_pdl else 0,
+                block_tables, tickets, plan.no_sink if sinks is None else sinks, scale, out_scale, part, part_lse,
+                scale_log2, out_factor, cap, window_left if 0 <= window_left < NO_WINDOW else NO_WINDOW, grid, ticket,
+                1 if enable_pdl is None or enable_pdl else 0,
             )  # fmt: skip
     except Exception:
-        checks.kernel_request(checks.validate(Call.of(locals())))  # says which argument was refused
+        checks.kernel_request(checks.validate(Call(*call)), mode.split)  # says which argument was refused
         raise
     return (o, log) if return_lse else o
 
@@ -262,16 +299,16 @@ def _add_tickets(device: torch.device) -> Tickets:
     return _tickets.setdefault(device, Tickets(counters, {PER_THREAD_STREAM: -1}, iter(range(TICKETS))))
 
 
-def _on_device(device: torch.device, call: Call) -> Any:
+def _on_device(device: torch.device, mode: Mode, call: Call) -> Any:
     """The call again with `device` current: whether a stream captures is asked of the current device only."""
     with torch.cuda.device(device):
-        return trtllm_batch_context_with_kv_cache(*call)
+        return attend(mode, *call)
 
 
-def _add_plan(key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layout: int) -> Plan:
+def _add_plan(key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layout: int, split: bool) -> Plan:
     """The plan of a valid call, entered under its key; NotImplementedError where no kernel serves it."""
     p, (arch, sms) = c.problem, machine
-    op, spec = dispatch.select(checks.kernel_request(c), arch)
+    op, spec = dispatch.select(checks.kernel_request(c, split), arch)
     fn = runtime.kernel(op, spec, arch)
     device, heads, dim_vo = p.q.device, p.q.shape[1], p.v.shape[3]
     group = heads // p.k.shape[1] if spec.pack_gqa else 1
@@ -289,9 +326,13 @@ def _add_plan(key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layout
         row_factor=group,
         tile_heads=heads // group,
         sms=sms,
+        split=split,
         no_lse=torch.empty(0, heads, dtype=torch.float32, device=device),
         no_sink=torch.empty(0, dtype=torch.float32, device=device),
         no_scale=torch.empty(0, dtype=torch.float32, device=device),
+        no_tickets=torch.empty(0, dtype=torch.int32, device=device),
+        no_part=torch.empty(0, 1, dim_vo, dtype=torch.float32, device=device),
+        no_part_lse=torch.empty(0, 1, dtype=torch.float32, device=device),
     )
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
@@ -299,9 +340,11 @@ def _add_plan(key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layout
     return plan
 
 
-def run_reference(c: Checked) -> Any:
+def run_reference(c: Checked, mode: Mode = CONTEXT) -> Any:
     """The checked call in fp32 torch on its own device, written to out and lse; what the public function returns."""
-    o, lse = reference.paged_attention(c.problem)
+    p = c.problem
+    o, lse = reference.paged_attention(
+        replace(p, scale=p.scale * mode.scale, out_scale=p.out_scale * mode.out_scale))  # fmt: skip
     out = c.out
     if isinstance(out, FP4Tensor):
         out = FP4Tensor(out.data, out.scale, out.scale_start_index, tuple(o.shape))

@@ -21,6 +21,8 @@ class AttentionArgs(NamedTuple):
     sink: Any  # (Hq | 0,)            fp32, natural-log units
     scale: Any  # (1 | 0,)            fp32 device factor on the logits, times scale_log2
     out_scale: Any  # (1 | 0,)        fp32 device factor on the output, times out_factor
+    part_o: Any  # (2 grid | 0, R, Dvo)  fp32 scratch of spec.split; a tile has at most R rows
+    part_lse: Any  # (2 grid | 0, R)   fp32 scratch
     scale_log2: Any  # Float32        logit scale x log2(e)
     out_factor: Any  # Float32        factor on the normalised output
     soft_cap: Any  # Float32          natural units, read only where spec.soft_cap

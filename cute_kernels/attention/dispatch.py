@@ -13,7 +13,8 @@ PACK_ROWS = 64  # a request with at most this many query tokens a KV head's grou
 
 @dataclass(frozen=True)
 class Request:
-    """What a call asks for, in static terms. `rows`: upper bound of query tokens of one request."""
+    """What a call asks for, in static terms. `rows`: upper bound of query tokens of one request.
+    split: share the keys of a request among CTAs."""
 
     dtype: str
     head_dim_qk: int
@@ -24,14 +25,15 @@ class Request:
     window: bool = False
     soft_cap: bool = False
     rows: int = 1 << 30
+    split: bool = False
 
 
 def candidate(request: Request, module) -> AttentionSpec:
     """The shipped spec that serves `request` with the least that it did not ask for."""
-    pack = request.group > 1 and request.rows <= PACK_ROWS
+    pack = request.split or request.group > 1 and request.rows <= PACK_ROWS
     mask = MaskSpec(request.causal, request.window or request.soft_cap or pack)
     dims = (request.head_dim_qk, request.head_dim_vo)
-    spec = AttentionSpec(request.dtype, *dims, mask, KVSpec("paged"), request.soft_cap, pack)
+    spec = AttentionSpec(request.dtype, *dims, mask, KVSpec("paged"), request.soft_cap, pack, request.split)
     tile = module.tile_for(spec)
     return replace(spec, tile=tile) if tile else spec
 
@@ -65,9 +67,9 @@ def shipped(arch: str) -> list[tuple[str, AttentionSpec]]:
         if arch not in module.ARCHS:
             continue
         bools = (False, True)
-        for dims, rows, causal, window, cap in product(module.TILES, (1, 1 << 30), bools, bools, bools):
+        for dims, rows, causal, window, cap, split in product(module.TILES, (1, 1 << 30), bools, bools, bools, bools):
             page = module.PAGE_SIZES[0]
-            spec = candidate(Request(dtype, dims[0], dims[1], page, 2, causal, window, cap, rows), module)
-            if module.supports(spec) is None:
+            spec = candidate(Request(dtype, dims[0], dims[1], page, 2, causal, window, cap, rows, split), module)
+            if module.supports(spec) is None and (causal or not split):  # decoding is causal
                 found[op, spec] = None
     return list(found)

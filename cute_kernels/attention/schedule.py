@@ -4,6 +4,9 @@ Tile t of a launch belongs to the request whose tiles cover t. A CTA starts with
 later ones from a counter, so that CTAs end together whatever the lengths; which CTA computes a tile never changes its
 result. The launch's last ticket resets the counter: nothing is planned, and no state passes from launch to launch.
 
+With spec.split the unit of work is not a tile but a KV block of a tile: CTA c gets the blocks [c, c + 1) / CTAs of all
+there are, in the order of tiles, and so parts of tiles, at most one whose begin and one whose end another CTA has.
+
 Within a request (`order`): KV heads go in sections whose K and V fit the L2 cache together; in a section the last,
 under a causal mask the longest, m_block comes first, and all heads of a section work on it before the next.
 """
@@ -12,7 +15,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from ..device import pipe, warp
 from . import geometry, mask
@@ -22,7 +25,8 @@ L2_BYTES = 16 << 20  # of K and V at work at a time; Hopper's L2 is 50 MB in two
 
 class Work(NamedTuple):
     """A tile, and what every role needs to know of its request. KV blocks: [lo, hi) have a key that a row of the tile
-    sees (none where hi <= lo), [full_lo, full_hi) need no mask."""
+    sees (none where hi <= lo), [full_lo, full_hi) need no mask. slot: where the part of a tile goes, whole ones
+    have -1."""
 
     valid: Int32
     m_block: Int32
@@ -35,6 +39,7 @@ class Work(NamedTuple):
     hi: Int32
     full_lo: Int32
     full_hi: Int32
+    slot: Int32
 
 
 FIELDS = len(Work._fields)
@@ -55,6 +60,57 @@ def section_heads(kv_len, row_bytes, kv_heads, fold):
     return cutlass.min(fit, kv_heads) * fold
 
 
+def share(units, c, ctas):
+    """First of the units of CTA c of `ctas`."""
+    return (Int64(units) * c // ctas).to(Int32)
+
+
+def weight(spec, q_len, kv_len, window_left):
+    """Units of a tile of a request: KV blocks that any of its tiles visits, but at least one, where tiles are split."""
+    if not spec.split:
+        return Int32(1)
+    lo, hi = mask.kv_range(spec, 0, q_len - 1, mask.Lengths(q_len, kv_len, window_left))
+    return cutlass.max(hi - lo, 1)
+
+
+def tile_heads(spec, a):
+    """Heads that tiles are counted by."""
+    return a.k.shape[1] if spec.pack_gqa else a.q.shape[1]
+
+
+@cute.jit
+def look(spec: cutlass.Constexpr, a, b: Int32):
+    """(first query token, query tokens, tiles, units of a tile) of a request, zeros past the last."""
+    q_start, q_len, tiles, each = Int32(0), Int32(0), Int32(0), Int32(0)
+    if b < a.kv_lens.shape[0]:
+        q_start = a.cu_seqlens_q[b]
+        q_len = a.cu_seqlens_q[b + 1] - q_start
+        rows = geometry.tile_rows(q_len, geometry.fold(spec, a))
+        tiles = (rows + spec.tile.m - 1) // spec.tile.m * tile_heads(spec, a)
+        each = weight(spec, q_len, a.kv_lens[b] if cutlass.const_expr(spec.split) else Int32(0), a.window_left)
+    return q_start, q_len, tiles, each
+
+
+@cute.jit
+def units(spec: cutlass.Constexpr, a):
+    """One warp: all units of the launch."""
+    count = Int32(0)
+    for b in cutlass.range(cute.arch.lane_idx(), a.kv_lens.shape[0], 32, unroll=4):
+        _, _, tiles, each = look(spec, a, b)
+        count += tiles * each
+    return cute.arch.warp_redux_sync(count, "add")
+
+
+@cute.jit
+def begin(spec: cutlass.Constexpr, a):
+    """One warp: (first unit, behind the last) of this CTA, where tiles are split."""
+    first, last = Int32(0), Int32(0)
+    if cutlass.const_expr(spec.split):
+        count, c, ctas = units(spec, a), cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        first, last = share(count, c, ctas), share(count, c + 1, ctas)
+    return first, last
+
+
 @cute.jit
 def draw(a, t: Int32):
     """One warp: the t-th tile of this CTA. The first is its index, later ones come from the launch's counter, which
@@ -70,65 +126,83 @@ def draw(a, t: Int32):
 
 
 @cute.jit
-def find(spec: cutlass.Constexpr, a, tile: Int32, start: Int32, before: Int32):
-    """One warp: (Work of `tile`, start', before'), searching 32 requests at a time from request `start`, whose first
-    tile is `before`. The returned pair starts the next search, for a later tile."""
+def find(spec: cutlass.Constexpr, a, unit: Int32, end: Int32, start: Int32, before: Int32):
+    """One warp: (Work that begins with `unit`, start', before', first unit of its tile, units of that tile), searching
+    32 requests at a time from request `start`, whose first unit is `before`. The returned pair starts the next search,
+    for a later unit. Where tiles are split the work ends before `end`."""
     lane = cute.arch.lane_idx()
     batch = a.kv_lens.shape[0]
-    kv_heads = a.k.shape[1]
-    group = a.q.shape[1] // kv_heads
-    heads = kv_heads if cutlass.const_expr(spec.pack_gqa) else a.q.shape[1]
-    fold = group if cutlass.const_expr(spec.pack_gqa) else 1
-    q_start, q_len, tiles, upto = Int32(0), Int32(0), Int32(0), Int32(0)
+    fold = geometry.fold(spec, a)
+    heads = tile_heads(spec, a)
+    q_start, q_len, tiles, each, upto = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
     searching = start < batch
     while searching:
-        b = start + lane
-        q_start, q_len, tiles = Int32(0), Int32(0), Int32(0)
-        if b < batch:
-            q_start = a.cu_seqlens_q[b]
-            q_len = a.cu_seqlens_q[b + 1] - q_start
-            tiles = (geometry.tile_rows(q_len, fold) + spec.tile.m - 1) // spec.tile.m * heads
-        upto = warp.prefix_sum(tiles)
+        q_start, q_len, tiles, each = look(spec, a, start + lane)
+        upto = warp.prefix_sum(tiles * each)
         total = cute.arch.shuffle_sync(upto, 31)
-        searching = tile >= before + total
+        searching = unit >= before + total
         if searching:
             before += total
             start += 32
             searching = start < batch
-    index = tile - before
+    index = unit - before
     owner = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= index))
     valid = Int32(0)
     if start < batch and owner < 32:
         valid = Int32(1)
-    index -= cute.arch.shuffle_sync(upto - tiles, owner)
+    index -= cute.arch.shuffle_sync(upto - tiles * each, owner)
     q_start, q_len = cute.arch.shuffle_sync(q_start, owner), cute.arch.shuffle_sync(q_len, owner)
-    kv_len, m_block, head = Int32(0), Int32(0), Int32(0)
+    each = cute.arch.shuffle_sync(each, owner)
+    kv_len, m_block, head, offset = Int32(0), Int32(0), Int32(0), Int32(0)
     if valid != 0:
         kv_len = a.kv_lens[start + owner]
         m_blocks = (geometry.tile_rows(q_len, fold) + spec.tile.m - 1) // spec.tile.m
-        row_bytes = (spec.head_dim_qk + spec.head_dim_vo) * 2
-        section = section_heads(kv_len, row_bytes, kv_heads, group // fold)
-        m_block, head = order(index, m_blocks, heads, section)
+        if cutlass.const_expr(spec.split):
+            tile = index // each
+            offset = index - tile * each
+            m_block, head = tile % m_blocks, tile // m_blocks
+        else:
+            row_bytes = (spec.head_dim_qk + spec.head_dim_vo) * 2
+            section = section_heads(kv_len, row_bytes, a.k.shape[1], a.q.shape[1] // a.k.shape[1] // fold)
+            m_block, head = order(index, m_blocks, heads, section)
     n = mask.Lengths(q_len, kv_len, a.window_left)
     first, last = geometry.tile_tokens(m_block, spec.tile.m, q_len, fold)
-    blocks = (*mask.kv_range(spec, first, last, n), *mask.full_range(spec, first, last, n))
-    return Work(valid, m_block, head, q_start, q_len, kv_len, start + owner, *blocks), start, before
+    lo, hi = mask.kv_range(spec, first, last, n)
+    slot = Int32(-1)
+    if cutlass.const_expr(spec.split):
+        taken = cutlass.min(each - offset, end - unit)
+        base = mask.kv_range(spec, 0, q_len - 1, n)[0] + offset
+        lo, hi = cutlass.max(lo, base), cutlass.min(hi, base + taken)
+        if taken < each:
+            slot = 2 * cute.arch.block_idx()[0] + (Int32(1) if offset == 0 else Int32(0))
+    blocks = (lo, hi, *mask.full_range(spec, first, last, n), slot)
+    work = Work(valid, m_block, head, q_start, q_len, kv_len, start + owner, *blocks)
+    return work, start, before, unit - offset, each
 
 
 @cute.jit
-def publish(spec: cutlass.Constexpr, a, s, t: Int32, start: Int32, before: Int32):
-    """One warp: draw and find the CTA's t-th tile and write it to the work pipe. Returns `find`'s (start', before')."""
-    tile = draw(a, t)
-    w, start, before = find(spec, a, tile, start, before)
+def publish(spec: cutlass.Constexpr, a, s, t: Int32, start: Int32, before: Int32, unit: Int32, end: Int32):
+    """One warp: draw and find the CTA's t-th tile and write it to the work pipe. Returns `find`'s (start', before') and
+    the CTA's next unit; unit, end: of `begin`."""
+    tile = unit
+    if cutlass.const_expr(not spec.split):
+        tile = draw(a, t)
+    w, start, before, first, each = find(spec, a, tile, end, start, before)
+    valid = w.valid
+    if cutlass.const_expr(spec.split):
+        if unit >= end:
+            valid = Int32(0)
+        unit = cutlass.min(first + each, end)
     pipe.wait_empty(s.work_pipe, t)
     if cute.arch.lane_idx() == 0:
-        for i, value in enumerate(w):
+        for i, value in enumerate((valid, *w[1:])):
             s.work[i, pipe.slot(s.work_pipe, t)] = value
-        if w.valid == 0 and t > 0 and a.ticket >= 0 and tile == cute.arch.grid_dim()[0] + before - 1:
-            a.tickets[a.ticket] = 0  # the last ticket of the launch (past the end, `before` counts all tiles)
+        if cutlass.const_expr(not spec.split):
+            if w.valid == 0 and t > 0 and a.ticket >= 0 and tile == cute.arch.grid_dim()[0] + before - 1:
+                a.tickets[a.ticket] = 0  # the last ticket of the launch (past the end, `before` counts all tiles)
         cute.arch.mbarrier_arrive(pipe.full(s.work_pipe, t))
     cute.arch.sync_warp()
-    return start, before
+    return start, before, unit
 
 
 @cute.jit

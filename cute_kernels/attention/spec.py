@@ -43,7 +43,8 @@ class TileSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """A forward attention kernel. pack_gqa: rows of a tile are (token, query head of the KV head's group)."""
+    """A forward attention kernel. pack_gqa: rows of a tile are (token, query head of the KV head's group). split: all
+    CTAs get the same number of KV blocks, whatever tile these belong to; `combine` merges the parts of a tile."""
 
     dtype: str = "bf16"
     head_dim_qk: int = 128
@@ -52,6 +53,7 @@ class AttentionSpec:
     kv: KVSpec = field(default_factory=KVSpec)
     soft_cap: bool = False
     pack_gqa: bool = False
+    split: bool = False
     tile: TileSpec = field(default_factory=TileSpec)
 
     @property
@@ -63,6 +65,7 @@ class AttentionSpec:
             "window" if self.mask.window else "",
             "cap" if self.soft_cap else "",
             "pack" if self.pack_gqa else "",
+            "split" if self.split else "",
             self.kv.source,
             f"m{self.tile.m}n{self.tile.n}s{self.tile.stages}" + ("r" if self.tile.q_registers else ""),
         ]

@@ -25,14 +25,16 @@ class Kernel:
     ptx: str
     host: str
     shared: int
-    program: Program
 
-    def call(self, args: Sequence[Any]) -> Call:
-        """The launch of `args`, the fields of the kernel's Args: torch tensors or numpy arrays, and numbers."""
-        calls = host.evaluate(self.host, self.ptx, [as_numpy(value) for value in args], self.shared)
-        if len(calls) != 1:
-            raise NotImplementedError(f"a host function with {len(calls)} launches")
-        return calls[0]
+    def calls(self, args: Sequence[Any]) -> list[Call]:
+        """The launches of `args`, the fields of the kernel's Args: torch tensors or numpy arrays, and numbers."""
+        return host.evaluate(self.host, self.ptx, [as_numpy(value) for value in args], self.shared)
+
+
+@cache
+def program(ptx: str) -> Program:
+    """The translated kernel of a PTX text, which its runs share."""
+    return Program(ptx)
 
 
 @cache
@@ -40,17 +42,24 @@ def load(op: str, spec: Any, arch: str, lines: bool = False) -> Kernel:
     """The kernel of a spec, from the objects of tools.aot or compiled into them; lines: anew, with line info."""
     if lines:
         found = build.build(op, spec, arch, "--generate-line-info")
-        return Kernel(found.ptx, found.host, found.shared or 0, Program(found.ptx))
+        return Kernel(found.ptx, found.host, found.shared or 0)
     path = build.object_file(op, spec, arch, OBJECTS)
     text = {suffix: path.with_suffix(suffix).read_text() for suffix in (".ptx", ".mlir", ".shared")}
     shared = int(text[".shared"]) if text[".shared"] != manifest.canonical(None) else 0
-    return Kernel(text[".ptx"], text[".mlir"], shared, Program(text[".ptx"]))
+    return Kernel(text[".ptx"], text[".mlir"], shared)
 
 
 def simulate(op: str, spec: Any, args: Sequence[Any], arch: str = "sm_90a", **how: Any) -> Result:
-    """Run a kernel on `args`, in place. how: of `load` lines; of `run.run` mode, seed, blocks, resident and so on."""
-    kernel = load(op, spec, arch, how.pop("lines", False))
-    return run(kernel.call(args), **{"program": kernel.program} | how)
+    """Run a kernel on `args`, in place, its launches one after the other. how: of `load` lines; of `run.run` mode,
+    seed, blocks, resident and so on, where `program` is that of the first launch."""
+    kernel, total = load(op, spec, arch, how.pop("lines", False)), Result()
+    for call in kernel.calls(args):
+        result = run(call, **{"program": program(call.ptx)} | how)
+        how.pop("program", None)
+        total.steps += result.steps
+        for name, count in result.counts.items():
+            total.counts[name] = total.counts.get(name, 0) + count
+    return total
 
 
 def function(op: str, spec: Any, arch: str, results: list[Result], **how: Any) -> Callable[..., None]:

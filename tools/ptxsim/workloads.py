@@ -20,12 +20,13 @@ from cute_kernels.topk.args import ENDS, LENGTHS, TopKArgs
 from cute_kernels.topk.spec import TopKSpec
 from tests import cases
 from tests.cases import AttentionCase
-from wrappers import prefill, reference
+from wrappers import decode, prefill, reference
 
 from . import launcher
 from .run import Result
 
 SMS = 2  # of the simulated GPU: CTAs of a persistent grid
+SPLIT_SMS = 7  # where they share the keys of a request
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Outcome:
 
 
 @contextmanager
-def simulated(arch: str, results: list[Result], **how: Any) -> Iterator[None]:
+def simulated(arch: str, results: list[Result], sms: int = SMS, **how: Any) -> Iterator[None]:
     """Public functions take CPU tensors to compiled kernels, which the simulator runs; how: as `run.run` takes it."""
 
     def kernel(op: str, spec: Any, arch: str) -> Callable[..., None]:
@@ -51,7 +52,7 @@ def simulated(arch: str, results: list[Result], **how: Any) -> Iterator[None]:
         _tickets={},
         _is_capturing=lambda: False,
         _raw_stream=lambda index: 0,
-    ), mock.patch.multiple(prefill.runtime, kernel=kernel, machine=lambda device: (arch, SMS)):  # fmt: skip
+    ), mock.patch.multiple(prefill.runtime, kernel=kernel, machine=lambda device: (arch, sms)):  # fmt: skip
         yield
 
 
@@ -92,8 +93,11 @@ def run_attention(spec: AttentionSpec, case: AttentionCase, arch: str, **how: An
     expected, expected_lse = cases.reference_of(inputs)
     results: list[Result] = []
     start = time.perf_counter()
-    with simulated(arch, results, **how):
-        got = prefill.trtllm_batch_context_with_kv_cache(**inputs)
+    with simulated(arch, results, SPLIT_SMS if spec.split else SMS, **how):
+        if spec.split:
+            got = decode.trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs))
+        else:
+            got = prefill.trtllm_batch_context_with_kv_cache(**inputs)
     seconds = time.perf_counter() - start
     out, lse = got if case.lse else (got, None)
     error = distance(out, expected, case.tolerance)

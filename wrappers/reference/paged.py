@@ -34,14 +34,17 @@ class PagedProblem:
 
 
 def gather(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-    """A request's tokens, (length, Hkv, D), from cache (pages, Hkv, P, D); later table entries are not read."""
+    """A request's tokens, (length, Hkv, D), from cache (pages, Hkv, P, D); later entries are not read, a negative one
+    is a page of zeros."""
     size = cache.shape[2]
     used = -(-length // size)
     if used > len(pages):
         raise ValueError(f"seq_lens: {length} tokens need {used} pages, block_tables has {len(pages)} a request")
     ids = pages[:used].to(torch.int64)
     raw = cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache  # torch indexes no fp8 on CPU
-    tokens = raw[ids].transpose(1, 2).flatten(0, 1)[:length]
+    found = raw[ids.clamp(min=0)]
+    found[ids < 0] = 0
+    tokens = found.transpose(1, 2).flatten(0, 1)[:length]
     return tokens.view(cache.dtype)
 
 

@@ -16,6 +16,11 @@ TILES = {  # (head_dim_qk, head_dim_vo) -> tile
     (192, 128): TileSpec(128, 128, 2, 1),
     (256, 256): TileSpec(128, 80, 2, 1),
 }
+SPLIT_TILES = {  # of few rows: memory feeds them, so all the shared memory that there is holds K and V
+    (64, 64): TileSpec(64, 128, 6, 1),
+    (128, 128): TileSpec(64, 128, 3, 1),
+    (256, 256): TileSpec(64, 80, 2, 1),
+}
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 
 
@@ -23,6 +28,8 @@ def tile_for(spec: AttentionSpec) -> TileSpec | None:
     """The tile that `spec` runs with. Its n depends on the head dims alone: a row's rounding depends on n, and a
     request's result must depend on nothing but the request."""
     dims = (spec.head_dim_qk, spec.head_dim_vo)
+    if spec.split:
+        return SPLIT_TILES.get(dims)
     few_registers = not spec.soft_cap and not spec.pack_gqa
     if dims == (64, 64) and few_registers and not spec.mask.window:
         return TileSpec(192, 128, 4, 2)
@@ -38,6 +45,10 @@ def supports(spec: AttentionSpec) -> str | None:
     dims = (spec.head_dim_qk, spec.head_dim_vo)
     if dims not in TILES:
         return f"head_dim {dims}: the sm_90a kernel has {', '.join(map(str, TILES))}"
+    if spec.split and (dims not in SPLIT_TILES or not spec.pack_gqa):
+        return (
+            f"split: head_dim {dims}, pack_gqa {spec.pack_gqa}: has packed rows of {', '.join(map(str, SPLIT_TILES))}"
+        )
     if spec.kv.source != "paged":
         return f"kv {spec.kv}: the sm_90a kernel reads paged KV"
     if spec.tile.m % 64 or not 64 <= spec.tile.m <= 192 or spec.tile.n % 16:

@@ -19,16 +19,16 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from ... import abi
 from ...device import copy, pipe, wgmma
-from .. import kv, schedule
+from .. import combine, kv, schedule
 from ..args import AttentionArgs
 from .load import load
 from .math import math
 
-REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}  # math warpgroups -> (load, math) registers a thread
+REGISTERS = {1: (80, 240), 2: (40, 232), 3: (32, 160)}  # math warpgroups -> (load, math) registers a thread
 
 
 def fake_args(spec) -> AttentionArgs:
@@ -48,6 +48,8 @@ def fake_args(spec) -> AttentionArgs:
         sink=abi.tensor(cutlass.Float32, (None,), align=4),
         scale=abi.tensor(cutlass.Float32, (None,), align=4),
         out_scale=abi.tensor(cutlass.Float32, (None,), align=4),
+        part_o=abi.tensor(cutlass.Float32, (None, None, vo), align=16, stride_divisibility=4),
+        part_lse=abi.tensor(cutlass.Float32, (None, None), align=4),
         scale_log2=Float32(1.0),
         out_factor=Float32(1.0),
         soft_cap=Float32(0.0),
@@ -104,6 +106,10 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
         min_blocks_per_mp=1,
         use_pdl=a.enable_pdl,
     )
+    if const_expr(spec.split):
+        combine.kernel(spec, a).launch(
+            grid=[a.grid, 1, 1], block=[combine.THREADS, 1, 1], stream=stream, use_pdl=a.enable_pdl
+        )
 
 
 @cute.kernel

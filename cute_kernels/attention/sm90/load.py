@@ -32,8 +32,10 @@ def feed(spec: cutlass.Constexpr, plan, s, op: copy.Operand, loader: Int32, keys
     publishes = const_expr(keys) and loader == 0
     loads_q = const_expr(not keys and not spec.pack_gqa) and loader == 0
     start, before, i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(1)
+    unit, end = Int32(0), Int32(0)
     if publishes:
-        start, before = schedule.publish(spec, a, s, t, start, before)
+        unit, end = schedule.begin(spec, a)
+        start, before, unit = schedule.publish(spec, a, s, t, start, before, unit, end)
     while more != 0:
         w = schedule.hear(s, t)
         more = w.valid
@@ -47,9 +49,9 @@ def feed(spec: cutlass.Constexpr, plan, s, op: copy.Operand, loader: Int32, keys
                 kv.SOURCE[spec.kv.source](spec, op, smem, ring, pages, (loader, i, j, head, w.kv_len))
                 i += 1
                 if publishes and j == w.hi - 1:
-                    start, before = schedule.publish(spec, a, s, t + 1, start, before)
+                    start, before, unit = schedule.publish(spec, a, s, t + 1, start, before, unit, end)
             if publishes and w.hi <= w.lo:
-                start, before = schedule.publish(spec, a, s, t + 1, start, before)
+                start, before, unit = schedule.publish(spec, a, s, t + 1, start, before, unit, end)
         t += 1
 
 

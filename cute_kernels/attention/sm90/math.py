@@ -261,6 +261,10 @@ def store(spec: cutlass.Constexpr, plan, r: Registers, w: schedule.Work, scales,
         sink = -Float32.inf
         if a.sink.shape[0] > 0:
             sink = a.sink[head]
+        if const_expr(spec.split):
+            if w.slot >= 0:
+                part(spec, a, r, w, k, score_scale, empty)
+                keep = token < 0
         out = a.o[w.q_start + token, head, None]
         lse = sink * softmax.LOG2_E
         if const_expr(empty):
@@ -273,6 +277,27 @@ def store(spec: cutlass.Constexpr, plan, r: Registers, w: schedule.Work, scales,
         epilogue.store_row(out, words, keep)
         if keep and a.lse.shape[0] > 0 and cute.arch.lane_idx() % 4 == 0:
             a.lse[w.q_start + token, head] = lse
+
+
+@cute.jit
+def part(
+    spec: cutlass.Constexpr, a, r: Registers, w: schedule.Work, k: cutlass.Constexpr, scale, empty: cutlass.Constexpr
+):
+    """Row k of this thread in a part of a tile: O, normalised, and LSE in fp32, without sink and factors."""
+    o, row = wgmma.rows_cols(r.o), r.cols[k, 0][0]
+    inverse, lse = Float32(0.0), -Float32.inf
+    if const_expr(not empty):
+        inverse, lse = softmax.finish(r.st, k, scale, -Float32.inf)
+    if row < a.part_lse.shape[1]:
+        if cute.arch.lane_idx() % 4 == 0:
+            a.part_lse[w.slot, row] = lse
+        if const_expr(not empty):
+            pairs = cute.local_tile(a.part_o[w.slot, row, None], (2,), (None,))
+            for c in cutlass.range_constexpr(cute.size(o, mode=[1]) // 2):
+                piece = cute.make_rmem_tensor(2, Float32)
+                for e in cutlass.range_constexpr(2):
+                    piece[e] = o[k, 2 * c + e] * inverse
+                cute.autovec_copy(piece, pairs[None, 4 * c + cute.arch.lane_idx() % 4])
 
 
 @cute.jit

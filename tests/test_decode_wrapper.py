@@ -1,0 +1,230 @@
+"""The decode functions on the CPU: reference, the path to a launch with a kernel in torch, and what is refused."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import wrappers
+from tests import cases
+from tests.test_prefill_wrapper import check, launches  # noqa: F401 - a fixture
+from wrappers import trtllm_batch_decode_with_kv_cache
+from wrappers.xqa import xqa
+
+CASES = {name: case for name, case in cases.EDGE.items() if case.causal}
+SQUARE = {name: case for name, case in CASES.items() if case.head_dim_qk == case.head_dim_vo}
+PLAIN = cases.EDGE["plain"]
+
+
+def decode_of(case, **changes):
+    return cases.as_decode(cases.make_inputs(case)) | changes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cpu_gives_what_prefill_gives(name):
+    case = CASES[name]
+    inputs = cases.make_inputs(case)
+    check(inputs, trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs)), case.tolerance)
+
+
+@pytest.mark.parametrize("name", SQUARE)
+def test_launch_of_every_case(launches, name):  # noqa: F811
+    case = SQUARE[name]
+    inputs = cases.make_inputs(case)
+    for _ in range(2):  # a new plan, then the same one
+        inputs["out"].fill_(math.nan)
+        check(inputs, trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs)), case.tolerance)
+    assert len(launches) == 2 and all(a.ticket == -1 and len(a.part_o) == 2 * a.grid == 264 for a in launches)
+
+
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_requests_of_equal_length(request, launched, q_len):
+    if launched:
+        request.getfixturevalue("launches")
+    case = replace(PLAIN, q_lens=(q_len,) * 3, kv_lens=(9, 40, 17))
+    inputs = decode_of(case)
+    ragged = [t.clone() for t in trtllm_batch_decode_with_kv_cache(**inputs)]
+    inputs["out"].fill_(math.nan)
+    plain = inputs | {"cum_seq_lens_q": None, "max_q_len": None, "q_len_per_req": q_len}
+    assert all(map(torch.equal, trtllm_batch_decode_with_kv_cache(**plain), ragged))
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_scales(request, launched):
+    if launched:
+        request.getfixturevalue("launches")
+    case = replace(PLAIN, q_lens=(1, 2))
+    inputs = decode_of(case, bmm1_scale=0.2, bmm2_scale=0.5, o_scale=3.0)
+    want = [t.clone() for t in trtllm_batch_decode_with_kv_cache(**inputs | {"bmm2_scale": 1.5, "o_scale": 1.0})]
+    changes = {
+        "o_scale": {},
+        "tensors": {"bmm1_scale": torch.tensor([0.2]), "bmm2_scale": torch.tensor([0.5])},
+        "log2": {"bmm1_scale": 7.0, "bmm1_scale_log2": torch.tensor([0.2 * math.log2(math.e)])},
+        "sinks": {"sinks": [inputs["sinks"]]},
+    }
+    for what, change in changes.items():
+        got = trtllm_batch_decode_with_kv_cache(**inputs | change)
+        for g, w in zip(got, want):
+            torch.testing.assert_close(g.float(), w.float(), rtol=1e-2, atol=1e-2, msg=what)
+
+
+BAD = {
+    "mask": ({"mask": torch.zeros(1)}, NotImplementedError, "mask: "),
+    "backend": ({"backend": "fa9"}, KeyError, "backend: 'fa9'"),
+    "sinks": ({"sinks": [torch.zeros(4)] * 2}, ValueError, "sinks: a list of 2"),
+    "log2": ({"bmm1_scale_log2": 1.0}, TypeError, "bmm1_scale_log2: float"),
+    "o_scale": ({"o_scale": "1"}, TypeError, "o_scale: '1'"),
+    "max_q_len": ({"max_q_len": None}, ValueError, "max_q_len: None"),
+    "q_len": ({"cum_seq_lens_q": None, "q_len_per_req": 0}, ValueError, "q_len_per_req: 0"),
+    "tokens": ({"cum_seq_lens_q": None, "q_len_per_req": 4}, ValueError, "query: 42 tokens, must be 2 x 4"),
+    "query": ({"query": None}, TypeError, "query"),
+    "query, equal lengths": ({"query": None, "cum_seq_lens_q": None}, TypeError, "query"),
+    "seq_lens": ({"seq_lens": None}, TypeError, "seq_lens"),
+    "table": ({"block_tables": torch.zeros(3, 4, dtype=torch.int32)}, ValueError, "block_tables"),
+    "skip": ({"skip_softmax_threshold_scale_factor": 0.1}, NotImplementedError, "skip_softmax_threshold_scale_factor"),
+    "window": ({"window_left": 0.5}, TypeError, "window_left"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused_before_anything_is_written(name):
+    change, error, message = BAD[name]
+    inputs = decode_of(PLAIN) | change
+    with pytest.raises(error, match=f'^{message}|^"{message}'):
+        trtllm_batch_decode_with_kv_cache(**inputs)
+    assert inputs["out"].isnan().all()
+
+
+# ---- xqa
+
+
+def xqa_inputs(lens=(5, 0, 40), heads=(6, 2), dim=64, page=16, layout="NHD", flat=False, dtype=torch.float16):
+    """(arguments, K and V (tokens, Hkv, D) of each request), unused memory NaN."""
+    gen = torch.Generator().manual_seed(3)
+    batch, (hq, hkv) = len(lens), heads
+    used = [-(-n // page) for n in lens]
+    ids = torch.randperm(sum(used) + 2, generator=gen).int()
+    table = torch.full((batch, max(used) + 1), -1, dtype=torch.int32)
+    pools = torch.full((2, len(ids), page, hkv, dim), math.nan, dtype=dtype)
+    rows, at = [], 0
+    for b, n in enumerate(lens):
+        mine = ids[at : at + used[b]]
+        at += used[b]
+        table[b, : used[b]] = mine
+        kv = torch.randn(2, n, hkv, dim, generator=gen).to(dtype)
+        rows.append(kv)
+        for t in range(n):
+            pools[:, mine[t // page], t % page] = kv[:, t]
+    k, v = pools
+    if flat:
+        k, v = k.reshape(-1, dim), v.reshape(-1, dim)
+    elif layout == "HND":
+        k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+    q = torch.randn(batch, 1, hq, dim, generator=gen).to(dtype)
+    return {
+        "q": q, "k_cache": k, "v_cache": v, "page_table": table,
+        "seq_lens": torch.tensor(lens).to(torch.uint32)[:, None], "output": torch.full_like(q, math.nan),
+        "workspace_buffer": torch.full((64,), 255, dtype=torch.uint8),
+        "semaphores": torch.full((9,), 77).to(torch.uint32),
+        "num_kv_heads": hkv, "page_size": page, "kv_layout": layout,
+    }, rows  # fmt: skip
+
+
+def brute(inputs, rows):
+    """spec.md 5.2, request by request in fp64."""
+    q = inputs["q"][:, 0].double()
+    scale = float(inputs.get("q_scale", 1.0)) * float(inputs.get("kv_scale") or 1.0) / math.sqrt(q.shape[-1])
+    width = inputs.get("sliding_win_size", 0)
+    out = torch.zeros_like(q)
+    for b, (k, v) in enumerate(rows):
+        k, v = (t.double()[-width if width else 0 :].repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        logits = torch.einsum("hd,nhd->hn", q[b], k) * scale
+        sinks = inputs.get("sinks")
+        extra = [] if sinks is None else [sinks.reshape(-1, 1).double()]
+        if k.shape[0]:
+            p = torch.cat([logits, *extra], 1).softmax(1)[:, : k.shape[0]]
+            out[b] = torch.einsum("hn,nhd->hd", p, v) * float(inputs.get("kv_scale") or 1.0)
+    return out[:, None]
+
+
+VARIANTS = {
+    "plain": {}, "window": {"sliding_win_size": 7}, "window 1": {"sliding_win_size": 1},
+    "sinks": {"sinks": torch.linspace(-1, 3, 6).view(2, 3)}, "scales": {"q_scale": 0.7, "kv_scale": 1.3},
+    "scale tensors": {"q_scale": torch.tensor(0.7), "kv_scale": torch.tensor([1.3])},
+    "kv_scale tensor": {"kv_scale": torch.tensor([1.3])},
+    "signed lengths": {"seq_lens": torch.tensor([[5], [0], [40]]).int()},
+    "sm_count": {"kv_layout": 64}, "all": {"sliding_win_size": 20, "sinks": torch.ones(2, 3), "q_scale": 2.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_xqa(request, launched, name):
+    if launched:
+        request.getfixturevalue("launches")
+    inputs, rows = xqa_inputs()
+    inputs |= VARIANTS[name]
+    assert xqa(**inputs) is None
+    torch.testing.assert_close(inputs["output"].double(), brute(inputs, rows), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("form", [{"layout": "HND"}, {"flat": True}, {"heads": (5, 1), "dim": 128, "page": 32}])
+def test_xqa_caches(form):
+    inputs, rows = xqa_inputs(**form)
+    wrappers.xqa(**inputs)
+    torch.testing.assert_close(inputs["output"].double(), brute(inputs, rows), rtol=2e-3, atol=2e-3)
+
+
+def test_xqa_both_signatures():
+    inputs, rows = xqa_inputs(flat=True)
+    first = [inputs[n] for n in ("q", "k_cache", "v_cache", "page_table", "seq_lens", "output", "workspace_buffer",
+                                 "semaphores", "num_kv_heads", "page_size")]  # fmt: skip
+    for rest in ((None, 1.0, torch.ones(1), 0, 132), (None, 1.0, 1.0, 0, "NHD", 132, True)):
+        inputs["output"].fill_(math.nan)
+        xqa(*first, *rest)
+        torch.testing.assert_close(inputs["output"].double(), brute(inputs, rows), rtol=2e-3, atol=2e-3)
+
+
+def test_a_negative_page_is_a_page_of_zeros():
+    inputs, rows = xqa_inputs(lens=(40,))
+    want = inputs | {"output": inputs["output"].clone()}
+    inputs["page_table"][0, 1] = -1
+    for t in rows[0]:
+        t[16:32] = 0
+    xqa(**inputs)
+    torch.testing.assert_close(inputs["output"].double(), brute(want, rows), rtol=2e-3, atol=2e-3)
+
+
+XQA_BAD = {
+    "beam": ({"q": torch.zeros(3, 2, 6, 64).half()}, ValueError, r"q: shape \(3, 2"),
+    "q dtype": ({"q": torch.zeros(3, 1, 6, 64)}, TypeError, "q: dtype"),
+    "output": ({"output": torch.zeros(3, 1, 6, 32).half()}, ValueError, "output: shape"),
+    "output dtype": ({"output": torch.zeros(3, 1, 6, 64)}, TypeError, "output: dtype"),
+    "output e4m3": ({"output": torch.zeros(3, 1, 6, 64).to(torch.float8_e4m3fn)}, NotImplementedError, "output: e4m3"),
+    "page_size": ({"page_size": 24}, ValueError, "page_size: 24"),
+    "page_size differs": ({"page_size": 32}, ValueError, "k_cache: shape"),
+    "layout": ({"kv_layout": "DNH"}, KeyError, "kv_layout: 'DNH'"),
+    "seq_lens": ({"seq_lens": torch.zeros(2, 1, dtype=torch.int32)}, ValueError, "seq_lens: shape"),
+    "seq_lens dtype": ({"seq_lens": torch.zeros(3, 1)}, TypeError, "seq_lens: dtype"),
+    "page_table": ({"page_table": torch.zeros(2, 2, dtype=torch.int32)}, ValueError, "page_table: shape"),
+    "cache dtype": ({"k_cache": torch.zeros(9, 16, 2, 64)}, TypeError, "k_cache, v_cache"),
+    "sinks": ({"sinks": torch.zeros(6)}, ValueError, "sinks: shape"),
+    "window": ({"sliding_win_size": -1}, ValueError, "sliding_win_size: -1"),
+    "q_scale": ({"q_scale": None}, TypeError, "q_scale: None"),
+    "kv_scale": ({"kv_scale": torch.ones(2)}, ValueError, "q_scale: shape|kv_scale: shape"),
+    "drafts": ({"q_seq_len": 2}, NotImplementedError, "q_seq_len"),
+    "mask": ({"mask": torch.zeros(1)}, NotImplementedError, "mask"),
+    "sf": ({"k_sf_cache": torch.zeros(1)}, NotImplementedError, "k_sf_cache"),
+}
+
+
+@pytest.mark.parametrize("name", XQA_BAD)
+def test_xqa_refuses_before_anything_is_written(name):
+    change, error, message = XQA_BAD[name]
+    inputs = xqa_inputs()[0] | change
+    with pytest.raises(error, match=f'^{message}|^"{message}'):
+        xqa(**inputs)
+    if "output" not in change:
+        assert inputs["output"].isnan().all()

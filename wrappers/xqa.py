@@ -1,0 +1,118 @@
+"""`xqa`: decode attention in place, in the terms of FlashInfer's XQA."""
+
+import math
+from typing import Any
+
+import torch
+
+from . import checks
+from .decode import eager, uniform
+from .prefill import Mode, attend
+
+PAGE_SIZES = (16, 32, 64, 128)
+NAMES = {  # of `attend`'s arguments
+    "query": "q", "kv_cache": "k_cache, v_cache", "block_tables": "page_table", "out": "output",
+    "bmm1_scale": "q_scale", "bmm2_scale": "kv_scale", "batch_size": "seq_lens", "window_left": "sliding_win_size",
+}  # fmt: skip
+
+
+def xqa(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor,
+    output: torch.Tensor, workspace_buffer: torch.Tensor | None, semaphores: torch.Tensor | None, num_kv_heads: int,
+    page_size: int, sinks: torch.Tensor | None = None, q_scale: float | torch.Tensor = 1.0,
+    kv_scale: float | torch.Tensor | None = None, sliding_win_size: int = 0, kv_layout: str | int | None = "NHD",
+    sm_count: int | None = None, enable_pdl: bool | None = None, rcp_out_scale: float = 1.0, q_seq_len: int = 1,
+    mask: torch.Tensor | None = None, *, q_cu_seq_lens: torch.Tensor | None = None,
+    k_sf_cache: torch.Tensor | None = None, v_sf_cache: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Attention of one token a request over a paged KV cache that already holds it, written to `output`.
+
+    o = kv_scale * softmax(q_scale * kv_scale / sqrt(D) * q k^T) v; kv_scale applies to caches of any dtype.
+
+    Args, upstream's order (FlashInfer):
+        q: (B, 1, Hq, D) fp16 or bf16; the second dimension is the beam width, 1. output: the same shape and dtype.
+        k_cache, v_cache: (pages, P, Hkv, D) "NHD" or (pages, Hkv, P, D) "HND", or flat (pages * P * Hkv, D), rows in
+            NHD order.
+        page_table: int32 (B, M); entries past a request's last page are not read, a negative one before it is a page
+            of zeros. seq_lens: uint32 or int32 (B, 1), KV length with the token.
+        num_kv_heads, page_size: Hkv, and P, one of 16, 32, 64, 128.
+        sinks: fp32 (Hkv, Hq / Hkv), join the softmax denominator, natural-log units, unscaled.
+        q_scale, kv_scale: a float or an fp32 tensor of one element (kv_scale None: 1).
+        sliding_win_size: W last positions are seen, 0: all.
+        kv_layout: an int in its place is sm_count, as in older signatures.
+
+    Accepted and not used: workspace_buffer, semaphores (whatever they hold), sm_count, enable_pdl (a hint).
+    NotImplementedError: q_seq_len > 1, mask and q_cu_seq_lens (drafts); scale-factor caches; e4m3 output, which alone
+    rcp_out_scale concerns. ValueError rank, shape, stride, device; TypeError dtype.
+    """
+    drafts = {"q_seq_len": q_seq_len != 1, "mask": mask is not None, "q_cu_seq_lens": q_cu_seq_lens is not None}
+    later = drafts | {"k_sf_cache": k_sf_cache is not None, "v_sf_cache": v_sf_cache is not None}
+    for name in (name for name, given in later.items() if given):
+        raise NotImplementedError(f"{name}: {'drafts' if name in drafts else 'NVFP4 caches'} have no kernel yet")
+    for name, t in (("q", q), ("output", output), ("k_cache", k_cache), ("v_cache", v_cache), ("seq_lens", seq_lens)):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name}: {type(t).__name__}, must be a torch.Tensor")
+    if q.dim() != 4 or q.shape[1] != 1:
+        raise ValueError(f"q: shape {tuple(q.shape)}, must be (batch, beam width 1, heads, head_dim)")
+    checks.check_one_of("q: dtype", q.dtype, (torch.float16, torch.bfloat16))
+    checks.check_shape("output", output, tuple(q.shape), "that of q")
+    if output.dtype == torch.float8_e4m3fn:
+        raise NotImplementedError("output: e4m3 has no kernel yet, must have q's dtype")
+    checks.check_one_of("output: dtype", output.dtype, (q.dtype,))
+    if isinstance(kv_layout, int) or kv_layout is None:
+        kv_layout = "NHD"  # it was sm_count
+    if checks.check_integer("page_size", page_size) not in PAGE_SIZES:
+        raise ValueError(f"page_size: {page_size}, must be one of {checks.listed(PAGE_SIZES)}")
+    checks.check_integer("num_kv_heads", num_kv_heads, 1)
+    caches = tuple(_paged(name, t, page_size, num_kv_heads, kv_layout)
+                   for name, t in (("k_cache", k_cache), ("v_cache", v_cache)))  # fmt: skip
+    batch, heads, dim = q.shape[0], q.shape[2], q.shape[3]
+    checks.check_shape("seq_lens", seq_lens, (batch, 1) if seq_lens.dim() == 2 else (batch,), "batch, 1")
+    if sinks is not None:
+        if not isinstance(sinks, torch.Tensor):
+            raise TypeError(f"sinks: {type(sinks).__name__}, must be a torch.Tensor")
+        checks.check_shape("sinks", sinks, (num_kv_heads, heads // num_kv_heads), "KV heads, query heads of each")
+        sinks = sinks.reshape(heads)
+    if checks.check_integer("sliding_win_size", sliding_win_size, 0) > 0:
+        sliding_win_size -= 1
+    else:
+        sliding_win_size = -1
+    kv_scale = 1.0 if kv_scale is None else kv_scale
+    scale, unit = (q_scale, 1.0 / math.sqrt(dim)) if isinstance(q_scale, torch.Tensor) else (
+        kv_scale, _number("q_scale", q_scale) / math.sqrt(dim))  # fmt: skip
+    if isinstance(q_scale, torch.Tensor):
+        scale = q_scale * kv_scale
+    try:
+        call = checks.Call(
+            q[:, 0], caches, None, page_table, seq_lens.reshape(batch), 1, None, scale, kv_scale, batch,
+            uniform(batch, 1, q.device), None, sliding_win_size, output[:, 0], kv_layout=kv_layout,
+            enable_pdl=enable_pdl, sinks=sinks)  # fmt: skip
+        (eager if torch.compiler.is_compiling() else attend)(Mode(True, unit), *call)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        name, colon, rest = str(error).partition(":")
+        first = name.split(" ")[0]
+        if colon and first in NAMES:
+            raise type(error)(NAMES[first] + name[len(first) :] + colon + rest) from error
+        raise
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: {value!r}, must be a float or a float32 tensor of one element")
+    return float(value)
+
+
+def _paged(name: str, cache: torch.Tensor, page_size: int, heads: int, layout: str) -> torch.Tensor:
+    """A cache in 4 dimensions, checked against page_size and num_kv_heads."""
+    if cache.dim() == 2:
+        if cache.shape[0] % (page_size * heads) or layout != "NHD" or not cache.is_contiguous():
+            given = f"shape {tuple(cache.shape)}, strides {cache.stride()}, {layout}"
+            pages = f"whole pages of {page_size} tokens x {heads} heads"
+            raise ValueError(f"{name}: {given}, a flat cache is contiguous, NHD, of {pages}")
+        return cache.view(-1, page_size, heads, cache.shape[1])
+    if cache.dim() != 4:
+        raise ValueError(f"{name}: shape {tuple(cache.shape)}, must have 2 or 4 dimensions")
+    if layout in ("NHD", "HND"):
+        inner = (page_size, heads) if layout == "NHD" else (heads, page_size)
+        checks.check_shape(name, cache, (cache.shape[0], *inner, cache.shape[3]), f"{layout}, page_size, num_kv_heads")
+    return cache
