@@ -17,7 +17,7 @@ class Family(NamedTuple):
     cases: tuple[str, ...]
     providers: tuple[str, ...]
     measure: "Callable[[str, Ceilings, Setup], list[Result]]"  # of a case
-    rest: "Callable[[Setup], list[Result]]"  # after all cases
+    rest: "Callable[[Setup, list[str]], list[Result]]"  # after all cases, which it is told
     ceilings: str  # prefix of the ceilings that get rows
 
 
@@ -25,13 +25,23 @@ def attention(sweep: bool) -> Family:
     from tests import cases
 
     from . import attention as bench
+    from . import decode
 
-    known = cases.PREFILL_BF16 | (bench.sweep_cases() if sweep else {})
+    known = cases.PREFILL_BF16 | cases.DECODE_BF16 | (bench.sweep_cases() if sweep else {})
+
+    def one(name: str, top: "Ceilings", setup: "Setup") -> "list[Result]":
+        return (decode.measure if name.startswith("decode-") else bench.measure)(known[name], top, setup)
+
+    def rest(setup: "Setup", chosen: list[str]) -> "list[Result]":
+        decoding = [name.startswith("decode-") for name in chosen]
+        found = [] if all(decoding) else bench.host(bench.host_case(), setup)
+        return found + (decode.host(setup) if any(decoding) else [])
+
     return Family(
         cases=tuple(known),
         providers=tuple(bench.PROVIDERS),
-        measure=lambda name, top, setup: bench.measure(known[name], top, setup),
-        rest=lambda setup: bench.host(bench.host_case(), setup),
+        measure=one,
+        rest=rest,
         ceilings="ceiling-",
     )
 
@@ -43,7 +53,7 @@ def topk(sweep: bool) -> Family:
         cases=bench.HEADLINE + (bench.SWEEP if sweep else ()),
         providers=tuple(bench.PROVIDERS),
         measure=bench.measure,
-        rest=lambda setup: bench.outputs(bench.OUTPUTS, setup) + bench.host(setup),
+        rest=lambda setup, _: bench.outputs(bench.OUTPUTS, setup) + bench.host(setup),
         ceilings="ceiling-copy",
     )
 
@@ -68,7 +78,7 @@ def measure(args: argparse.Namespace) -> None:
     for name in chosen:
         found += family.measure(name, top, setup)
         torch.cuda.empty_cache()
-    found += family.rest(setup)
+    found += family.rest(setup, chosen)
     rows = bench.rows_of(found, env)
     results.append(path, rows)
     print(bench.table(found, rows, top))

@@ -95,7 +95,26 @@ def measured_topk(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
     return "\n\n".join(parts) or "Not measured yet."
 
 
+def decode_cells(rows: list[Row]) -> list[str]:
+    """One line of the decode table."""
+    by = {r.provider: r for r in rows}
+    mine, floor = by["ours"], by.get("floor")
+    line = [f"`{mine.case}`", f"{mine.time_us:.1f}", f"{mine.gbps:.0f}" if mine.gbps else ""]
+    line.append(number(floor.ratio_to_ours, 2) if floor and floor.ratio_to_ours else "")
+    return [*line, beside(by.get("flashinfer"))]
+
+
+def measured_decode(results: dict[str, list[Row]]) -> str:
+    """The same of decode attention."""
+    head = ["case", "ours, us", "GB/s of K and V", "floor / ours", "flashinfer, us (/ ours)"]
+    parts = [part for gpu, rows in results.items() for part in section(gpu, rows, "decode-", head, decode_cells, [])]
+    return "\n\n".join(parts) or "Not measured yet."
+
+
 def update(path: Path = README) -> None:
     """Write the tables into README."""
     text, found = path.read_text(), read_all()
-    path.write_text(between(between(text, "measured", measured(found)), "measured-topk", measured_topk(found)))
+    tables = {"measured": measured, "measured-decode": measured_decode, "measured-topk": measured_topk}
+    for name, table in tables.items():
+        text = between(text, name, table(found))
+    path.write_text(text)

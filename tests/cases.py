@@ -85,6 +85,25 @@ PREFILL_BF16 = {
     )
 }
 
+
+def _decoding(batch: int, length: int, heads: tuple[int, int], dim: int, page_size: int) -> AttentionCase:
+    name = f"decode-bf16-b{batch}-s{length}-h{heads[0]}x{heads[1]}-d{dim}-p{page_size}"
+    return AttentionCase(
+        name, "bf16", (1,) * batch, (length,) * batch, *heads, dim, dim, page_size, lse=False, spare_pages=8
+    )
+
+
+DECODE_BF16 = {
+    case.name: case
+    for case in (
+        _decoding(64, 8192, (64, 8), 128, 64),
+        _decoding(16, 32768, (64, 8), 128, 64),
+        _decoding(1, 131072, (64, 8), 128, 64),
+        _decoding(128, 2048, (32, 8), 128, 32),
+        _decoding(64, 8192, (64, 8), 64, 64),
+    )
+}
+
 _BASE = AttentionCase("", q_lens=(5, 37), kv_lens=(19, 37), sink=True)
 EDGE = {
     case.name: case

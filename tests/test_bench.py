@@ -6,8 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from bench import attention, plots, providers, readme, results, timing, workload
+from bench import attention, decode, plots, providers, readme, results, timing, workload
 from bench.results import Environment
+from tests import cases
 from tools import profile
 
 
@@ -301,3 +302,32 @@ def test_sweep_cases_hold_the_same_number_of_tokens():
     cases = attention.sweep_cases()
     assert {sum(c.q_lens) for c in cases.values()} == {attention.SWEEP_TOKENS}
     assert all(plots.SWEEP.match(name) and name == case.name for name, case in cases.items())
+
+
+def test_a_decode_run_on_the_cpu_gives_checked_rows(monkeypatch, capsys, tmp_path):
+    """The reference as `ours`, and a peer that is wrong in one request."""
+    case = cases._decoding(3, 70, (4, 2), 64, 16)
+
+    def wrong(inputs):
+        def run():
+            out = decode.ours(inputs)().clone()
+            out[-1] += 0.1
+            return out
+
+        return run
+
+    monkeypatch.setattr(decode, "PROVIDERS", {"ours": decode.ours, "wrong": wrong, "flashinfer": decode.flashinfer})
+    setup = attention.Setup(("ours", "wrong", "flashinfer"), 2, "cpu", WallClock(), WallClock())
+    found = decode.measure(case, attention.Ceilings(700.0, 4000.0), setup) + decode.host(setup)
+    assert [(r.case, r.provider) for r in found] == [
+        (case.name, "ours"), (case.name, "floor"), ("host-decode", "ours")
+    ]  # fmt: skip
+    said = capsys.readouterr().out
+    assert "no row: wrong: off by 0.1" in said and "no row: flashinfer: ModuleNotFoundError" in said
+    assert decode.kv_bytes(case) == 3 * 70 * 2 * 2 * 64 * 2
+    assert found[0].gbps == pytest.approx(decode.kv_bytes(case) / 2000e3)
+    rows = attention.rows_of(found, ENV)
+    assert rows[1].time_us == pytest.approx(decode.kv_bytes(case) / 4000e3)
+    text = readme.measured_decode({"nvidia-h200": rows})
+    assert f"| `{case.name}` | 2000.0 | 0 |" in text and "Host time" in text
+    assert readme.measured_decode({}) == "Not measured yet."

@@ -74,6 +74,21 @@ FEATURES = (
     Feature("scales on the device", words=("scale",)),
     Feature("separate K and V page tables", words=("separate",)),
     Feature("CUDA graph replay at other lengths", words=("graph", "replay")),
+    *(
+        Feature(f"decode, {name}", tuple(replace(r, split=True, rows=rows) for r in found), words, "test_gpu_decode")
+        for name, found, rows, words in (
+            (
+                "split-KV, head_dim 64, 128, 256",
+                dims((64, 64), (128, 128), (256, 256)),
+                1,
+                ("test_lengths", "one_long"),
+            ),
+            ("several query tokens", variants(), 64, ("query_tokens", "ragged")),
+            ("sinks, window, soft cap", variants(window=True, soft_cap=True), 1, ("sink-window-cap",)),
+            ("xqa", variants(), 1, ("xqa",)),
+            ("CUDA graph replay at other lengths", variants(), 1, ("replay",)),
+        )
+    ),
     selection("top-k of fp32, fp16 and bf16 rows", ("test_data", "test_k", "test_rows"), (1, 4096), (4096, 8192)),
     selection("top-k, rows over several CTAs", ("_c2t", "_c16t"), (1, 131072), (64, 65536)),
     selection("top-k, streamed rows", ("test_streams_whatever",), (4096, 65536), (1, 1 << 21)),

@@ -1,0 +1,103 @@
+"""Measures decode attention: each case against the time that its keys and values take at the copy rate of the run."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from tests import cases
+from tests.cases import AttentionCase
+from wrappers import reference, trtllm_batch_decode_with_kv_cache
+
+from .attention import Ceilings, Result, Setup
+from .timing import Call, Timing, interleave
+
+TOLERANCE = 1e-2
+HOST_CASE = "host-decode"
+Inputs = dict[str, Any]
+
+
+def ours(inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """One token a request, so without offsets."""
+    plain = cases.as_decode(inputs) | {"cum_seq_lens_q": None, "max_q_len": None}
+    return lambda: trtllm_batch_decode_with_kv_cache(**plain)
+
+
+def flashinfer(inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """flashinfer's XQA on the same pages."""
+    from flashinfer.xqa import xqa
+
+    q, (k, v), table = inputs["query"], inputs["kv_cache"], inputs["block_tables"]
+    out, lens = torch.empty_like(q), inputs["seq_lens"].view(torch.uint32)[:, None]
+    space = torch.empty(256 << 20, dtype=torch.uint8, device=q.device)
+    flags = torch.zeros(8 << 20, dtype=torch.uint8, device=q.device).view(torch.uint32)
+
+    def run() -> torch.Tensor:
+        xqa(q[:, None], k, v, table, lens, out[:, None], space, flags, k.shape[1], k.shape[2], kv_layout="HND")
+        return out
+
+    return run
+
+
+PROVIDERS: dict[str, Callable[[Inputs], Callable[[], torch.Tensor]]] = {"ours": ours, "flashinfer": flashinfer}
+
+
+def kv_bytes(case: AttentionCase) -> int:
+    """Keys and values, read once."""
+    row = case.head_dim_qk + case.head_dim_vo
+    return sum(case.kv_lens) * case.heads_kv * row * cases.DTYPES[case.kv_dtype or case.dtype].itemsize
+
+
+def check(inputs: Inputs, out: torch.Tensor) -> str | None:
+    """None where the first and the last request are right, else what is wrong."""
+    table, lens, query = inputs["block_tables"], inputs["seq_lens"], inputs["query"]
+    k, v = inputs["kv_cache"]
+    for b in {0, len(lens) - 1}:
+        offsets = torch.tensor([0, 1], dtype=torch.int32)
+        pages = table[b : b + 1, None].expand(-1, 2, -1)
+        problem = reference.PagedProblem(
+            query[b : b + 1], k, v, pages, lens[b : b + 1], offsets, inputs["bmm1_scale"], inputs["bmm2_scale"]
+        )
+        error = (out[b : b + 1].float() - reference.paged_attention(problem)[0]).abs().max()
+        if not error <= TOLERANCE:
+            return f"off by {float(error):.3g}"
+    return None
+
+
+def collect(inputs: Inputs, providers: tuple[str, ...]) -> dict[str, Call]:
+    """Calls of the providers that pass the check; prints who is left out and why."""
+    calls: dict[str, Call] = {}
+    for name in (p for p in providers if p in PROVIDERS):
+        try:
+            run = PROVIDERS[name](inputs)
+            wrong = check(inputs, run())
+        except Exception as error:  # a peer may refuse in its own way: the reason is printed, no row written
+            wrong = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if wrong:
+            print(f"  no row: {name}: {wrong}", flush=True)
+        else:
+            calls[name] = partial(lambda run, _: run(), run)
+    return calls
+
+
+def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
+    """All providers on one case, whose caches are larger than the L2, and the floor."""
+    print(case.name, flush=True)
+    calls = collect(cases.make_inputs(case, setup.device), setup.providers)
+    if not calls:
+        return []
+    size = kv_bytes(case)
+    floor = size / top.gbps / 1e3
+    times = interleave(calls, setup.clock, 1, setup.rounds)
+    found = [Result(case.name, p, t, gbps=size / t.median / 1e3) for p, t in times.items()]
+    return [*found, Result(case.name, "floor", Timing(floor, floor, floor), gbps=top.gbps)]
+
+
+def host(setup: Setup) -> list[Result]:
+    """Host time of a call on a tiny case, whose kernel takes about as long as the call."""
+    print(HOST_CASE, flush=True)
+    case = AttentionCase(HOST_CASE, q_lens=(1,), kv_lens=(64,), lse=False)
+    calls = collect(cases.make_inputs(case, setup.device), setup.providers)
+    times = interleave(calls, setup.host_clock, 1, rounds=20, warmup=10, target_us=2000) if calls else {}
+    return [Result(HOST_CASE, provider, t) for provider, t in times.items()]
