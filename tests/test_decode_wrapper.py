@@ -70,6 +70,25 @@ def test_scales(request, launched):
             torch.testing.assert_close(g.float(), w.float(), rtol=1e-2, atol=1e-2, msg=what)
 
 
+def test_under_compile():
+    """The graph breaks at the call; the result is the same."""
+    inputs = decode_of(PLAIN)
+    want = [t.clone() for t in trtllm_batch_decode_with_kv_cache(**inputs)]
+    inputs["out"].fill_(math.nan)
+
+    @torch.compile(backend="eager")
+    def layer(query):
+        o, lse = trtllm_batch_decode_with_kv_cache(**inputs | {"query": query * 1})
+        return o + 0, lse
+
+    assert all(map(torch.equal, layer(inputs["query"]), want))
+
+
+def test_max_q_len_is_a_hint(launches):  # noqa: F811
+    inputs = cases.make_inputs(PLAIN)
+    check(inputs, trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs) | {"max_q_len": 1}), PLAIN.tolerance)
+
+
 BAD = {
     "mask": ({"mask": torch.zeros(1)}, NotImplementedError, "mask: "),
     "backend": ({"backend": "fa9"}, KeyError, "backend: 'fa9'"),

@@ -34,8 +34,8 @@ def trtllm_batch_decode_with_kv_cache(
 
     Args, upstream's order (FlashInfer); those not named here as in `trtllm_batch_context_with_kv_cache`:
         query: (B * q_len_per_req, Hq, D), or ragged (T, Hq, D) with cum_seq_lens_q, int32 (B + 1,), and max_q_len, a
-            bound of its differences. Row t of a request of q tokens stands at position seq_len - q + t, and sees no
-            later key.
+            hint: bound of its differences. Row t of a request of q tokens stands at position seq_len - q + t, and sees
+            no later key.
         seq_lens: int32 or uint32 (B,), KV length with the query's tokens. bmm1_scale_log2: fp32 tensor of one element,
             instead of bmm1_scale, times log2(e). sinks: fp32 (Hq,), or a list of that one tensor.
         o_scale: bmm2_scale is divided by it for e4m3 output; 16-bit output is multiplied by it again.

@@ -217,8 +217,8 @@ def attend(mode: Mode, *call: Any) -> Any:
         tiles = plan.tile_heads * (tokens * plan.row_factor // plan.tile_rows + batch_size)
         if tokens and heads and batch_size:
             if plan.split:
-                rows = (max_q_len if max_q_len < tokens else tokens) * plan.row_factor
-                rows, sms = rows if rows < plan.tile_rows else plan.tile_rows, plan.sms
+                rows, sms = tokens * plan.row_factor, plan.sms  # more rows no tile can have, whatever max_q_len says
+                rows = rows if rows < plan.tile_rows else plan.tile_rows
                 part = _empty((2 * sms, rows, plan.dim_vo), dtype=torch.float32, device=plan.device)
                 part_lse = _empty((2 * sms, rows), dtype=torch.float32, device=plan.device)
                 tickets, ticket, grid = plan.no_tickets, -1, sms
