@@ -9,7 +9,7 @@ import torch
 import wrappers
 from tests import cases
 from tests.test_prefill_wrapper import check, launches  # noqa: F401 - a fixture
-from wrappers import trtllm_batch_decode_with_kv_cache
+from wrappers import prefill, trtllm_batch_decode_with_kv_cache
 from wrappers.xqa import xqa
 
 CASES = {name: case for name, case in cases.EDGE.items() if case.causal}
@@ -87,6 +87,22 @@ def test_under_compile():
 def test_max_q_len_is_a_hint(launches):  # noqa: F811
     inputs = cases.make_inputs(PLAIN)
     check(inputs, trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs) | {"max_q_len": 1}), PLAIN.tolerance)
+
+
+def test_scratch_is_kept_for_a_stream_and_new_in_a_capture(launches, monkeypatch):  # noqa: F811
+    inputs = decode_of(PLAIN)
+    now = {"stream": 0, "capturing": False}
+    monkeypatch.setattr(prefill, "_raw_stream", lambda index: now["stream"])
+    monkeypatch.setattr(prefill, "_is_capturing", lambda: now["capturing"])
+    for stream, capturing in ((0, False), (0, False), (7, False), (0, True), (0, True), (2, False), (2, False)):
+        now |= {"stream": stream, "capturing": capturing}
+        trtllm_batch_decode_with_kv_cache(**inputs)
+    where = [a.part_o.data_ptr() for a in launches]
+    assert where[0] == where[1] and len({*where[1:]}) == 6
+    monkeypatch.setattr(prefill, "MAX_SCRATCH", 2)
+    now["stream"] = 9
+    trtllm_batch_decode_with_kv_cache(**inputs)
+    assert len(prefill._scratch) == 1
 
 
 BAD = {

@@ -219,6 +219,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(prefill.runtime, "kernel", lambda op, spec, arch: emulate(spec, found))
     monkeypatch.setattr(prefill, "_plans", {})
     monkeypatch.setattr(prefill, "_tickets", {})
+    monkeypatch.setattr(prefill, "_scratch", {})
     monkeypatch.setattr(prefill, "_is_capturing", lambda: False)
     monkeypatch.setattr(prefill, "_raw_stream", lambda index: 0)
     return found

@@ -61,7 +61,7 @@ def trtllm_batch_decode_with_kv_cache(
             raise TypeError(f"o_scale: {o_scale!r}, must be a float")
         dtype = out_dtype or (query if out is None else out).dtype
         mode = mode._replace(out_scale=1.0 if dtype == torch.float8_e4m3fn else float(o_scale))
-    batch = len(seq_lens) if isinstance(seq_lens, torch.Tensor) and seq_lens.dim() else 0
+    batch = seq_lens.shape[0] if isinstance(seq_lens, torch.Tensor) and seq_lens.dim() else 0
     if cum_seq_lens_q is None:
         checks.check_integer("q_len_per_req", q_len_per_req, 1)
         if isinstance(query, torch.Tensor) and query.dim() == 3 and query.shape[0] != batch * q_len_per_req:

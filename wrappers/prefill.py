@@ -23,6 +23,7 @@ from .reference import LOG2E
 
 NO_WINDOW = 1 << 30  # window_left of a call without a window, where the kernel has one
 TICKETS = 1 << 16  # 256 KiB a device; captured launches use them up one each, and then run without
+MAX_SCRATCH = 64  # streams whose scratch is kept, 4 to 18 MB each
 PER_THREAD_STREAM = 2  # CUDA's handle of every thread's own default stream: not one stream
 MAX_PLANS = 4096  # the cache is emptied at this size: a caller may vary shapes for ever
 INF = float("inf")
@@ -98,6 +99,7 @@ class Tickets(NamedTuple):
 
 
 _tickets: dict[torch.device, Tickets] = {}
+_scratch: dict[tuple[torch.device, int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # by device, raw stream, Dvo
 
 
 def trtllm_batch_context_with_kv_cache(
@@ -217,11 +219,8 @@ def attend(mode: Mode, *call: Any) -> Any:
         tiles = plan.tile_heads * (tokens * plan.row_factor // plan.tile_rows + batch_size)
         if tokens and heads and batch_size:
             if plan.split:
-                rows, sms = tokens * plan.row_factor, plan.sms  # more rows no tile can have, whatever max_q_len says
-                rows = rows if rows < plan.tile_rows else plan.tile_rows
-                part = _empty((2 * sms, rows, plan.dim_vo), dtype=torch.float32, device=plan.device)
-                part_lse = _empty((2 * sms, rows), dtype=torch.float32, device=plan.device)
-                tickets, ticket, grid = plan.no_tickets, -1, sms
+                part, part_lse = _parts(plan)
+                tickets, ticket, grid = plan.no_tickets, -1, plan.sms
             else:
                 part, part_lse = plan.no_part, plan.no_part_lse
                 tickets, ticket = _ticket(plan.device)
@@ -289,6 +288,27 @@ def _ticket(device: torch.device) -> tuple[torch.Tensor, int]:
     if index is None:
         index = tickets.of_stream.setdefault(stream, next(tickets.unused, -1))
     return tickets.counters, index
+
+
+def _parts(plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scratch for parts of tiles, (2 SMs, rows, Dvo) and (2 SMs, rows). That of a stream is kept, since its launches
+    never overlap: allocating takes as long as launching. A captured launch has its own."""
+    if not _is_capturing():
+        stream = _raw_stream(plan.device.index)  # type: ignore[misc]
+        if stream != PER_THREAD_STREAM:
+            found = _scratch.get((plan.device, stream, plan.dim_vo))
+            if found is None:
+                if len(_scratch) >= MAX_SCRATCH:
+                    _scratch.clear()
+                found = _scratch.setdefault((plan.device, stream, plan.dim_vo), _new_parts(plan))
+            return found
+    return _new_parts(plan)
+
+
+def _new_parts(plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (2 * plan.sms, plan.tile_rows)
+    o = _empty((*shape, plan.dim_vo), dtype=torch.float32, device=plan.device)
+    return o, _empty(shape, dtype=torch.float32, device=plan.device)
 
 
 def _add_tickets(device: torch.device) -> Tickets:

@@ -50,6 +50,7 @@ def simulated(arch: str, results: list[Result], sms: int = SMS, **how: Any) -> I
         prefill,
         _plans={},
         _tickets={},
+        _scratch={},
         _is_capturing=lambda: False,
         _raw_stream=lambda index: 0,
     ), mock.patch.multiple(prefill.runtime, kernel=kernel, machine=lambda device: (arch, sms)):  # fmt: skip
