@@ -139,7 +139,8 @@ def test_a_shipped_kernel():
     i32 = np.zeros(8, np.int32)
     one, none = np.ones(1, np.float32), np.zeros(0, np.float32)
     args = [q[:, :heads], kv[:, 0], kv[:, 1], np.zeros((7, heads, dim), ml_dtypes.bfloat16), np.zeros((7, heads), "f4")]
-    args += [i32[:2], i32[:1], np.zeros((1, 2, 4), np.int32), i32, none, one, none, 0.5, 1.0, 0.0, 3, 6, -1, 0]
+    args += [i32[:2], i32[:1], np.zeros((1, 2, 4), np.int32), i32, none, one, none, np.zeros((0, 1, dim), "f4")]
+    args += [np.zeros((0, 1), "f4"), 0.5, 1.0, 0.0, 3, 6, -1, 0]
     (call,) = host.evaluate(compiled.host, compiled.ptx, args, compiled.shared)
     assert call.grid == (6, 1, 1) and call.cluster == (1, 1, 1) and call.shared == compiled.shared
     _, sizes = host._entry(compiled.ptx, compiled.ptx.partition(".entry ")[2].partition("(")[0])
