@@ -1,7 +1,7 @@
 """Hopper attention forward: host part and device entry.
 
-Roles: the warps of warpgroup 0 load (`load`, 32-40 registers a thread), two feed K, two Q and V; each further
-warpgroup computes 64 rows of the tile (`math`, 160-240 registers). CTAs are persistent.
+Roles: the warps of warpgroup 0 load (`load`, 32-80 registers a thread), two feed K, two Q and V; each further
+warpgroup computes 64 rows of the tile (`math`, 160-248 registers). CTAs are persistent.
 
 Pipelines: work_pipe, 2 stages, loader 0 -> all: the next tile, published while the current one is loaded, freed when
 read. q_pipe, `tile.q_stages` stages, load -> math: Q of a tile that has a visible key (packed: unused, math gathers Q);
@@ -28,7 +28,7 @@ from ..args import AttentionArgs
 from .load import load
 from .math import math
 
-REGISTERS = {1: (80, 240), 2: (40, 232), 3: (32, 160)}  # math warpgroups -> (load, math) registers a thread
+REGISTERS = {1: (80, 248), 2: (40, 232), 3: (32, 160)}  # math warpgroups -> (load, math) registers a thread
 
 
 def fake_args(spec) -> AttentionArgs:
