@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cutlass", reason="index functions take min and max from the DSL")
 
-from cute_kernels.attention import geometry, kv, mask, schedule
+from cute_kernels.attention import combine, geometry, kv, mask, schedule
 from cute_kernels.attention.spec import AttentionSpec, MaskSpec, TileSpec
 
 SPECS = st.builds(
@@ -111,3 +111,38 @@ class Tensor(NamedTuple):
 def test_fold(pack, rows):
     a = type("Args", (), {"q": Tensor((9, 8, 64)), "k": Tensor((5, 2, 16, 64))})
     assert geometry.fold(replace(AttentionSpec(), pack_gqa=pack), a) == rows
+
+
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))
+def test_shares_of_a_split_and_who_merges(tiles, ctas):
+    """Shares differ by one unit at most. Of the tiles that several CTAs have parts of, each is merged by one, which
+    finds the slots in which the parts are; no two parts have the same slot."""
+    units = sum(tiles)
+    starts = [schedule.share(units, c, ctas) for c in range(ctas + 1)]
+    sizes = {b - a for a, b in zip(starts, starts[1:])}
+    assert starts[0] == 0 and starts[-1] == units and max(sizes) - min(sizes) <= 1
+    taken, merged, first = set(), {}, 0
+    for number, each in enumerate(tiles):
+        parts = [c for c in range(ctas) if max(starts[c], first) < min(starts[c + 1], first + each)]
+        if len(parts) > 1:
+            slots = [schedule.slot(c, max(starts[c], first) - first) for c in parts]
+            assert not taken & set(slots) and max(slots) < 2 * ctas
+            taken |= set(slots)
+            merged[number] = [c for c in range(1, ctas) if starts[c] < first + each
+                              and combine.merges(first, starts[c], starts[c - 1])]  # fmt: skip
+            (merger,) = merged[number]
+            assert slots == [schedule.slot(c, c - (merger - 1)) for c in parts]
+        else:
+            inside = [c for c in range(1, ctas) if first <= starts[c] < min(first + each, units)]
+            assert not any(combine.merges(first, starts[c], starts[c - 1]) for c in inside)
+        first += each
+
+
+@given(SPECS, LENGTHS)
+def test_units_of_a_tile_hold_all_blocks_that_any_of_its_tokens_visits(spec, n):
+    split = replace(spec, split=True)
+    every = [mask.kv_range(split, token, token, n) for token in range(n.q_len)]
+    visited = {j for lo, hi in every for j in range(lo, hi)}
+    lo = mask.kv_range(split, 0, n.q_len - 1, n)[0]
+    found = int(schedule.weight(split, n.q_len, n.kv_len, n.window_left))
+    assert found >= 1 and visited <= set(range(lo, lo + found))

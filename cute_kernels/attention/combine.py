@@ -14,6 +14,12 @@ THREADS = 256
 AHEAD = 4  # parts that a warp loads at once
 
 
+def merges(first, unit, before):
+    """Whether a CTA merges the tile whose first unit is `first`: its own work begins inside, with `unit`, and that of
+    the CTA before it, with `before`, does not."""
+    return (first < unit) & (before <= first)
+
+
 @cute.kernel
 def kernel(spec: cutlass.Constexpr, a):
     cute.arch.griddepcontrol_wait()
@@ -22,7 +28,7 @@ def kernel(spec: cutlass.Constexpr, a):
     unit = schedule.share(units, i, ctas)
     if i > 0 and unit < units:
         w, _, _, first, each = schedule.find(spec, a, unit, unit + 1, Int32(0), Int32(0))
-        if first < unit and schedule.share(units, i - 1, ctas) <= first:
+        if merges(first, unit, schedule.share(units, i - 1, ctas)):
             merge(spec, a, w, (i - 1, first + each, units))
 
 
@@ -69,7 +75,7 @@ def gather(spec: cutlass.Constexpr, a, row: Int32, parts):
         begin, behind = schedule.share(units, c, ctas), schedule.share(units, c + 1, ctas)
         has = (c < ctas) & (begin < end) & (begin < behind)
         if has:
-            lse = a.part_lse[slot(c, first), row]
+            lse = a.part_lse[schedule.slot(c, c - first), row]
         count = 32 - Int32(cute.arch.clz(Int32(cute.arch.vote_ballot_sync(has))))
         peak = cute.arch.fmax(top, cute.arch.warp_reduction_max(lse))
         if peak != -Float32.inf:
@@ -78,7 +84,8 @@ def gather(spec: cutlass.Constexpr, a, row: Int32, parts):
             acc.store(acc.load() * old)
             for j in cutlass.range(0, count, AHEAD, unroll=1):
                 for e in cutlass.range_constexpr(AHEAD):
-                    at = slot(cutlass.min(base + j + e, ctas - 1), first)
+                    at = cutlass.min(base + j + e, ctas - 1)
+                    at = schedule.slot(at, at - first)
                     source = cute.local_tile(a.part_o[at, row, None], (per,), (cute.arch.lane_idx(),))
                     cute.autovec_copy(source, pieces[None, e])
                 for e in cutlass.range_constexpr(AHEAD):
@@ -88,8 +95,3 @@ def gather(spec: cutlass.Constexpr, a, row: Int32, parts):
         top = peak
         base += 32
     return acc, top, total
-
-
-def slot(c, first):
-    """Where CTA c put its part of a tile that begins in CTA `first`, which is not behind c."""
-    return 2 * c + cutlass.max(1 - (c - first), 0)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32
 
 from ..device import pipe, warp
 from . import geometry, mask
@@ -61,8 +61,13 @@ def section_heads(kv_len, row_bytes, kv_heads, fold):
 
 
 def share(units, c, ctas):
-    """First of the units of CTA c of `ctas`."""
-    return (Int64(units) * c // ctas).to(Int32)
+    """First of the units of CTA c of `ctas`: equal shares, the first ones have the rest."""
+    return units // ctas * c + cutlass.min(c, units % ctas)
+
+
+def slot(cta, behind):
+    """Where a CTA puts its part of a tile that begins `behind` units, or CTAs, before it."""
+    return 2 * cta + cutlass.max(1 - behind, 0)
 
 
 def weight(spec, q_len, kv_len, window_left):
@@ -168,14 +173,14 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, end: Int32, start: Int32, befo
     n = mask.Lengths(q_len, kv_len, a.window_left)
     first, last = geometry.tile_tokens(m_block, spec.tile.m, q_len, fold)
     lo, hi = mask.kv_range(spec, first, last, n)
-    slot = Int32(-1)
+    part = Int32(-1)
     if cutlass.const_expr(spec.split):
         taken = cutlass.min(each - offset, end - unit)
         base = mask.kv_range(spec, 0, q_len - 1, n)[0] + offset
         lo, hi = cutlass.max(lo, base), cutlass.min(hi, base + taken)
         if taken < each:
-            slot = 2 * cute.arch.block_idx()[0] + (Int32(1) if offset == 0 else Int32(0))
-    blocks = (lo, hi, *mask.full_range(spec, first, last, n), slot)
+            part = slot(cute.arch.block_idx()[0], offset)
+    blocks = (lo, hi, *mask.full_range(spec, first, last, n), part)
     work = Work(valid, m_block, head, q_start, q_len, kv_len, start + owner, *blocks)
     return work, start, before, unit - offset, each
 

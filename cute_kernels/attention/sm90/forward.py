@@ -3,6 +3,8 @@
 Roles: the warps of warpgroup 0 load (`load`, 32-80 registers a thread), two feed K, two Q and V; each further
 warpgroup computes 64 rows of the tile (`math`, 160-248 registers). CTAs are persistent.
 
+With spec.split the tiles of a CTA may be parts of tiles (`schedule`), and a second launch merges these (`combine`).
+
 Pipelines: work_pipe, 2 stages, loader 0 -> all: the next tile, published while the current one is loaded, freed when
 read. q_pipe, `tile.q_stages` stages, load -> math: Q of a tile that has a visible key (packed: unused, math gathers Q);
 freed when the last QK of the tile is done, or once Q is in registers. k_pipe and v_pipe, `tile.stages` stages,

@@ -261,10 +261,6 @@ def store(spec: cutlass.Constexpr, plan, r: Registers, w: schedule.Work, scales,
         sink = -Float32.inf
         if a.sink.shape[0] > 0:
             sink = a.sink[head]
-        if const_expr(spec.split):
-            if w.slot >= 0:
-                part(spec, a, r, w, k, score_scale, empty)
-                keep = token < 0
         out = a.o[w.q_start + token, head, None]
         lse = sink * softmax.LOG2_E
         if const_expr(empty):
@@ -280,24 +276,35 @@ def store(spec: cutlass.Constexpr, plan, r: Registers, w: schedule.Work, scales,
 
 
 @cute.jit
-def part(
-    spec: cutlass.Constexpr, a, r: Registers, w: schedule.Work, k: cutlass.Constexpr, scale, empty: cutlass.Constexpr
-):
-    """Row k of this thread in a part of a tile: O, normalised, and LSE in fp32, without sink and factors."""
-    o, row = wgmma.rows_cols(r.o), r.cols[k, 0][0]
-    inverse, lse = Float32(0.0), -Float32.inf
-    if const_expr(not empty):
-        inverse, lse = softmax.finish(r.st, k, scale, -Float32.inf)
-    if row < a.part_lse.shape[1]:
-        if cute.arch.lane_idx() % 4 == 0:
-            a.part_lse[w.slot, row] = lse
+def store_part(spec: cutlass.Constexpr, plan, r: Registers, w: schedule.Work, scales, empty: cutlass.Constexpr):
+    """Write this thread's rows of a part of a tile: O, normalised, and LSE in fp32, without sink and factors."""
+    a, o = plan.args, wgmma.rows_cols(r.o)
+    for k in cutlass.range_constexpr(cute.size(o, mode=[0])):
+        row, inverse, lse = r.cols[k, 0][0], Float32(0.0), -Float32.inf
         if const_expr(not empty):
-            pairs = cute.local_tile(a.part_o[w.slot, row, None], (2,), (None,))
-            for c in cutlass.range_constexpr(cute.size(o, mode=[1]) // 2):
-                piece = cute.make_rmem_tensor(2, Float32)
-                for e in cutlass.range_constexpr(2):
-                    piece[e] = o[k, 2 * c + e] * inverse
-                cute.autovec_copy(piece, pairs[None, 4 * c + cute.arch.lane_idx() % 4])
+            inverse, lse = softmax.finish(r.st, k, scales[0], -Float32.inf)
+        if row < a.part_lse.shape[1]:
+            if cute.arch.lane_idx() % 4 == 0:
+                a.part_lse[w.slot, row] = lse
+            if const_expr(not empty):
+                pairs = cute.local_tile(a.part_o[w.slot, row, None], (2,), (None,))
+                for c in cutlass.range_constexpr(cute.size(o, mode=[1]) // 2):
+                    piece = cute.make_rmem_tensor(2, Float32)
+                    for e in cutlass.range_constexpr(2):
+                        piece[e] = o[k, 2 * c + e] * inverse
+                    cute.autovec_copy(piece, pairs[None, 4 * c + cute.arch.lane_idx() % 4])
+
+
+@cute.jit
+def write(spec: cutlass.Constexpr, plan, r: Registers, w: schedule.Work, scales, empty: cutlass.Constexpr):
+    """The results of a tile, or of a part of one, to where they go."""
+    if const_expr(spec.split):
+        if w.slot >= 0:
+            store_part(spec, plan, r, w, scales, empty)
+        else:
+            store(spec, plan, r, w, scales, empty)
+    else:
+        store(spec, plan, r, w, scales, empty)
 
 
 @cute.jit
@@ -339,7 +346,7 @@ def next_tile(spec: cutlass.Constexpr, plan, s, r: Registers, scales, t: Int32):
     """(Work of the CTA's t-th tile or of the first after it that sees a key, t'); those that see none are stored."""
     w = schedule.hear(s, t)
     while w.valid != 0 and w.hi <= w.lo:
-        store(spec, plan, r, w, scales, True)
+        write(spec, plan, r, w, scales, True)
         t += 1
         w = schedule.hear(s, t)
     return w, t + 1
@@ -365,7 +372,7 @@ def math(spec: cutlass.Constexpr, plan, s):
             i = run_tile(spec, plan, s, r, x, (i, q))
             w, t = next_tile(spec, plan, s, r, scales, t)
             last(spec, plan, s, r, w, (i, q))
-            store(spec, plan, r, x.w, scales, False)
+            write(spec, plan, r, x.w, scales, False)
             i += 1
             q += 1
         warpgroup.wait_group(0)
