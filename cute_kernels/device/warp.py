@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, const_expr
+from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
 
 
 @cute.jit
@@ -42,3 +42,9 @@ def quad_transpose(w: cute.Tensor, at: cutlass.Constexpr):
                 got = cute.arch.shuffle_sync_bfly(lo if upper else hi, bit)
                 w[at + i] = got if upper else lo
                 w[at + i + bit] = hi if upper else got
+
+
+def packed(op, x, y):
+    """min or max (`op`) of the unsigned 16-bit halves of words."""
+    text = f"{{ .reg .b32 t; mov.b32 t, {{$r1}}; {op}.u16x2 {{$w0}}, {{$r0}}, t; }}"  # takes no immediate operand
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[x, y])

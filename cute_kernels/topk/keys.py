@@ -9,6 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint16, Uint32, const_expr
 
+from ..device import warp
 from .spec import BINS, BITS
 
 HALF = BINS // 2  # bins of a sign
@@ -59,17 +60,11 @@ def bins_of(word, dtype):
     low, shift = low >> 16, shift - 16
     magnitude = word & both(0x7FFF)
     if low:
-        magnitude = packed("max", magnitude, both(low)) - both(low)
-        magnitude = packed("min", magnitude, both((HALF << shift) - 1))
+        magnitude = warp.packed("max", magnitude, both(low)) - both(low)
+        magnitude = warp.packed("min", magnitude, both((HALF << shift) - 1))
     negative = Uint32(cute.arch.prmt(word, Uint32(0), Uint32(0xBB99)))  # all bits of a half that has the sign
     bins = ((magnitude >> shift) & both(HALF - 1)) ^ both(HALF) ^ (negative & both(BINS - 1))
     return Int32(bins & Uint32(0xFFFF)), Int32(bins >> 16)
-
-
-def packed(op, x, y):
-    """min or max of the unsigned halves of words."""
-    text = f"{{ .reg .b32 t; mov.b32 t, {{$r1}}; {op}.u16x2 {{$w0}}, {{$r0}}, t; }}"  # takes no immediate operand
-    return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[x, y])
 
 
 @cute.jit

@@ -90,7 +90,7 @@ def ask(spec: cutlass.Constexpr, counts: cute.Tensor, i: Int32):
 
 
 @cute.jit
-def note(spec: cutlass.Constexpr, asked: Int32, table: cute.Tensor):
+def answer(spec: cutlass.Constexpr, asked: Int32, table: cute.Tensor):
     """table[c] = what `ask` got from CTA c. A barrier follows."""
     if const_expr(spec.cluster > 1):
         if cute.arch.thread_idx()[0] < spec.cluster:

@@ -203,7 +203,7 @@ def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary, found: Int32):
             group = last - 1 - (31 - Int32(cute.arch.clz(hits)))
             hits = hits ^ (Uint32(1) << Uint32(last - 1 - group))
             note(spec, a, s, x, group, (flip, least, greatest))
-    scope.note(spec, ties, s.table)
+    scope.answer(spec, ties, s.table)
     scope.meet(spec)
 
 

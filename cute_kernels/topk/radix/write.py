@@ -14,8 +14,7 @@ LOOKS = 8  # keys at the boundary that a thread compares with one, at once
 @cute.jit
 def settle(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary):
     """Of the keys at the boundary, leave those in s.bits that get in. How many of them come from CTAs before this one,
-    but for those that s.counts[1] of these say. Ends with a barrier. boundary: of
-    `narrow`; after `mark`."""
+    but for those that s.counts[1] of these say. After `mark`; ends with a barrier. boundary: of `narrow`."""
     _, _, here, need = boundary
     taken = Int32(0)
     if need < here:
@@ -129,7 +128,7 @@ def expand(spec: cutlass.Constexpr, a, s, x: rows.Slice, taken: Int32):
     scope.wait(spec)
     chosen = scope.ask(spec, s.counts, Int32(1))
     stage(spec, s, x, pieces, at)
-    scope.note(spec, chosen, s.table)
+    scope.answer(spec, chosen, s.table)
     scope.arrive(spec)
     cute.arch.barrier()
     position = scope.before(spec, s.table, scope.rank(spec)) + taken
