@@ -86,7 +86,7 @@ PREFILL_BF16 = {
 }
 
 
-def _decoding(batch: int, length: int, heads: tuple[int, int], dim: int, page_size: int) -> AttentionCase:
+def decoding(batch: int, length: int, heads: tuple[int, int], dim: int, page_size: int) -> AttentionCase:
     name = f"decode-bf16-b{batch}-s{length}-h{heads[0]}x{heads[1]}-d{dim}-p{page_size}"
     return AttentionCase(
         name, "bf16", (1,) * batch, (length,) * batch, *heads, dim, dim, page_size, lse=False, spare_pages=8
@@ -96,11 +96,11 @@ def _decoding(batch: int, length: int, heads: tuple[int, int], dim: int, page_si
 DECODE_BF16 = {
     case.name: case
     for case in (
-        _decoding(64, 8192, (64, 8), 128, 64),
-        _decoding(16, 32768, (64, 8), 128, 64),
-        _decoding(1, 131072, (64, 8), 128, 64),
-        _decoding(128, 2048, (32, 8), 128, 32),
-        _decoding(64, 8192, (64, 8), 64, 64),
+        decoding(64, 8192, (64, 8), 128, 64),
+        decoding(16, 32768, (64, 8), 128, 64),
+        decoding(1, 131072, (64, 8), 128, 64),
+        decoding(128, 2048, (32, 8), 128, 32),
+        decoding(64, 8192, (64, 8), 64, 64),
     )
 }
 

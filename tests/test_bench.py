@@ -306,7 +306,7 @@ def test_sweep_cases_hold_the_same_number_of_tokens():
 
 def test_a_decode_run_on_the_cpu_gives_checked_rows(monkeypatch, capsys, tmp_path):
     """The reference as `ours`, and a peer that is wrong in one request."""
-    case = cases._decoding(3, 70, (4, 2), 64, 16)
+    case = cases.decoding(3, 70, (4, 2), 64, 16)
 
     def wrong(inputs):
         def run():

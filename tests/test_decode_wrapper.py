@@ -212,6 +212,38 @@ def test_xqa_caches(form):
     torch.testing.assert_close(inputs["output"].double(), brute(inputs, rows), rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND", "flat"])
+@pytest.mark.parametrize("kind", ["e4m3", "nvfp4"])
+def test_xqa_of_quantised_caches(kind, layout):
+    """On the CPU: attention on the dequantised values."""
+    inputs, rows = xqa_inputs(layout="NHD" if layout == "flat" else layout, flat=layout == "flat")
+    for name, sf in (("k_cache", "k_sf_cache"), ("v_cache", "v_sf_cache")):
+        if kind == "e4m3":
+            inputs[name] = inputs[name].to(torch.float8_e4m3fn)
+        else:
+            inputs[name], factors = wrappers.nvfp4_quantize(inputs[name])
+            inputs[sf] = factors.view(torch.uint8)
+    for pair in rows:
+        for t in pair:
+            codes = (
+                t.to(torch.float8_e4m3fn) if kind == "e4m3" else wrappers.nvfp4_dequantize(*wrappers.nvfp4_quantize(t))
+            )
+            t.copy_(codes)
+    xqa(**inputs | {"kv_scale": torch.tensor([0.5])})
+    want = brute(inputs | {"kv_scale": 0.5}, rows)
+    torch.testing.assert_close(inputs["output"].double(), want, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
+def test_cpu_takes_quantised_caches_and_cuda_names_them(request, kind):
+    case = replace(PLAIN, kv_dtype=kind)
+    inputs = cases.make_inputs(case)
+    check(inputs, trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs)), case.tolerance)
+    request.getfixturevalue("launches")
+    with pytest.raises(NotImplementedError, match="^kv_cache: torch"):
+        trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs))
+
+
 def test_xqa_both_signatures():
     inputs, rows = xqa_inputs(flat=True)
     first = [inputs[n] for n in ("q", "k_cache", "v_cache", "page_table", "seq_lens", "output", "workspace_buffer",
@@ -232,6 +264,7 @@ def test_a_negative_page_is_a_page_of_zeros():
     torch.testing.assert_close(inputs["output"].double(), brute(want, rows), rtol=2e-3, atol=2e-3)
 
 
+SF = torch.zeros(6, 16, 2, 4, dtype=torch.uint8)
 XQA_BAD = {
     "beam": ({"q": torch.zeros(3, 2, 6, 64).half()}, ValueError, r"q: shape \(3, 2"),
     "q dtype": ({"q": torch.zeros(3, 1, 6, 64)}, TypeError, "q: dtype"),
@@ -248,10 +281,14 @@ XQA_BAD = {
     "sinks": ({"sinks": torch.zeros(6)}, ValueError, "sinks: shape"),
     "window": ({"sliding_win_size": -1}, ValueError, "sliding_win_size: -1"),
     "q_scale": ({"q_scale": None}, TypeError, "q_scale: None"),
-    "kv_scale": ({"kv_scale": torch.ones(2)}, ValueError, "q_scale: shape|kv_scale: shape"),
+    "kv_scale": ({"kv_scale": torch.ones(2)}, ValueError, "kv_scale: shape"),
+    "kv_scale type": ({"kv_scale": "1"}, TypeError, "kv_scale: '1'"),
     "drafts": ({"q_seq_len": 2}, NotImplementedError, "q_seq_len"),
     "mask": ({"mask": torch.zeros(1)}, NotImplementedError, "mask"),
-    "sf": ({"k_sf_cache": torch.zeros(1)}, NotImplementedError, "k_sf_cache"),
+    "one sf": ({"k_sf_cache": torch.zeros(1)}, ValueError, "k_sf_cache, v_sf_cache: one"),
+    "sf of 16 bits": ({"k_sf_cache": SF, "v_sf_cache": SF}, ValueError, "k_sf_cache, v_sf_cache: must be None where"),
+    "sf dtype": ({"k_sf_cache": SF.float(), "v_sf_cache": SF}, TypeError, "k_sf_cache: dtype"),
+    "cache type": ({"v_cache": None}, TypeError, "v_cache: NoneType"),
 }
 
 

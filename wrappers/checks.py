@@ -109,8 +109,8 @@ def validate(call: Call) -> Checked:
             table,
             kv_lens,
             cu_seqlens_q,
-            _scale("bmm1_scale", call.bmm1_scale, q.device),
-            _scale("bmm2_scale", call.bmm2_scale, q.device),
+            check_scale("bmm1_scale", call.bmm1_scale, q.device),
+            check_scale("bmm2_scale", call.bmm2_scale, q.device),
             bool(call.causal),
             check_integer("window_left", call.window_left),
             _soft_cap(call.logits_soft_cap),
@@ -291,7 +291,7 @@ def _hints(call: Call) -> None:
         raise NotImplementedError("uses_spcompress: not supported, must be None or False")
 
 
-def _scale(name: str, value: Any, device: torch.device) -> float | torch.Tensor:
+def check_scale(name: str, value: Any, device: torch.device) -> float | torch.Tensor:
     if isinstance(value, torch.Tensor):
         check_one_of(f"{name}: dtype", value.dtype, (torch.float32,))
         if value.numel() != 1:

@@ -14,6 +14,9 @@ from .prefill import Mode, attend
 
 LN2 = 0.6931471805599453
 BACKENDS = ("auto", "xqa", "trtllm-gen")
+SPLIT = Mode(split=True)
+_is_compiling = torch.compiler.is_compiling
+eager = torch.compiler.disable(attend)  # torch.compile breaks its graph here
 _is_capturing = torch.cuda.is_current_stream_capturing
 
 
@@ -38,7 +41,7 @@ def trtllm_batch_decode_with_kv_cache(
             no later key.
         seq_lens: int32 or uint32 (B,), KV length with the query's tokens. bmm1_scale_log2: fp32 tensor of one element,
             instead of bmm1_scale, times log2(e). sinks: fp32 (Hq,), or a list of that one tensor.
-        o_scale: bmm2_scale is divided by it for e4m3 output; 16-bit output is multiplied by it again.
+        o_scale: by which bmm2_scale is divided, for quantised output; 16-bit output is multiplied by it again.
 
     Hints: workspace_buffer, max_seq_len, backend, enable_pdl. Returns out (new where None was given), or (out, lse).
     Raises as `trtllm_batch_context_with_kv_cache` does; NotImplementedError for mask.
@@ -59,8 +62,9 @@ def trtllm_batch_decode_with_kv_cache(
     if o_scale != 1.0:
         if isinstance(o_scale, bool) or not isinstance(o_scale, (int, float)):
             raise TypeError(f"o_scale: {o_scale!r}, must be a float")
-        dtype = out_dtype or (query if out is None else out).dtype
-        mode = mode._replace(out_scale=1.0 if dtype == torch.float8_e4m3fn else float(o_scale))
+        dtype = out_dtype or getattr(query if out is None else out, "dtype", None)
+        if dtype in (torch.float16, torch.bfloat16):
+            mode = mode._replace(out_scale=float(o_scale))
     batch = seq_lens.shape[0] if isinstance(seq_lens, torch.Tensor) and seq_lens.dim() else 0
     if cum_seq_lens_q is None:
         checks.check_integer("q_len_per_req", q_len_per_req, 1)
@@ -77,11 +81,6 @@ def trtllm_batch_decode_with_kv_cache(
         batch, cum_seq_lens_q, None, window_left, out, out_dtype, o_sf_scale, o_sf_vec_size, kv_layout, enable_pdl,
         sinks, kv_cache_sf, skip_softmax_threshold_scale_factor, uses_shared_paged_kv_idx, None, True, lse, return_lse,
         None, None, None, logits_soft_cap)  # fmt: skip
-
-
-SPLIT = Mode(split=True)
-_is_compiling = torch.compiler.is_compiling
-eager = torch.compiler.disable(attend)  # torch.compile breaks its graph here
 
 
 def uniform(batch: int, length: int, device: torch.device) -> torch.Tensor:

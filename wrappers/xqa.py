@@ -1,6 +1,5 @@
 """`xqa`: decode attention in place, in the terms of FlashInfer's XQA."""
 
-import math
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from .prefill import Mode, attend
 PAGE_SIZES = (16, 32, 64, 128)
 NAMES = {  # of `attend`'s arguments
     "query": "q", "kv_cache": "k_cache, v_cache", "block_tables": "page_table", "out": "output",
-    "bmm1_scale": "q_scale", "bmm2_scale": "kv_scale", "batch_size": "seq_lens", "window_left": "sliding_win_size",
+    "bmm1_scale": "q_scale * kv_scale", "kv_block_scales": "k_sf_cache, v_sf_cache",
 }  # fmt: skip
 
 
@@ -32,7 +31,8 @@ def xqa(
     Args, upstream's order (FlashInfer):
         q: (B, 1, Hq, D) fp16 or bf16; the second dimension is the beam width, 1. output: the same shape and dtype.
         k_cache, v_cache: (pages, P, Hkv, D) "NHD" or (pages, Hkv, P, D) "HND", or flat (pages * P * Hkv, D), rows in
-            NHD order.
+            NHD order; q's dtype, e4m3, or uint8: packed NVFP4, last dimension D / 2, with k_sf_cache and v_sf_cache,
+            uint8 or e4m3 scale factors, last dimension D / 16, in the same order.
         page_table: int32 (B, M); entries past a request's last page are not read, a negative one before it is a page
             of zeros. seq_lens: uint32 or int32 (B, 1), KV length with the token.
         num_kv_heads, page_size: Hkv, and P, one of 16, 32, 64, 128.
@@ -42,14 +42,15 @@ def xqa(
         kv_layout: an int in its place is sm_count, as in older signatures.
 
     Accepted and not used: workspace_buffer, semaphores (whatever they hold), sm_count, enable_pdl (a hint).
-    NotImplementedError: q_seq_len > 1, mask and q_cu_seq_lens (drafts); scale-factor caches; e4m3 output, which alone
-    rcp_out_scale concerns. ValueError rank, shape, stride, device; TypeError dtype.
+    NotImplementedError: q_seq_len > 1, mask and q_cu_seq_lens (drafts); e4m3 output, which alone rcp_out_scale
+    concerns; on CUDA e4m3 and NVFP4 caches. ValueError rank, shape, stride, device; TypeError dtype.
     """
     drafts = {"q_seq_len": q_seq_len != 1, "mask": mask is not None, "q_cu_seq_lens": q_cu_seq_lens is not None}
-    later = drafts | {"k_sf_cache": k_sf_cache is not None, "v_sf_cache": v_sf_cache is not None}
-    for name in (name for name, given in later.items() if given):
-        raise NotImplementedError(f"{name}: {'drafts' if name in drafts else 'NVFP4 caches'} have no kernel yet")
-    for name, t in (("q", q), ("output", output), ("k_cache", k_cache), ("v_cache", v_cache), ("seq_lens", seq_lens)):
+    for name in (name for name, given in drafts.items() if given):
+        raise NotImplementedError(f"{name}: drafts are not supported yet, must be {1 if name == 'q_seq_len' else None}")
+    if (k_sf_cache is None) != (v_sf_cache is None):
+        raise ValueError("k_sf_cache, v_sf_cache: one of the two is None, must be both or none")
+    for name, t in (("q", q), ("output", output), ("seq_lens", seq_lens)):
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name}: {type(t).__name__}, must be a torch.Tensor")
     if q.dim() != 4 or q.shape[1] != 1:
@@ -64,8 +65,13 @@ def xqa(
     if checks.check_integer("page_size", page_size) not in PAGE_SIZES:
         raise ValueError(f"page_size: {page_size}, must be one of {checks.listed(PAGE_SIZES)}")
     checks.check_integer("num_kv_heads", num_kv_heads, 1)
-    caches = tuple(_paged(name, t, page_size, num_kv_heads, kv_layout)
-                   for name, t in (("k_cache", k_cache), ("v_cache", v_cache)))  # fmt: skip
+
+    def paged(name: str, cache: torch.Tensor | None) -> torch.Tensor:
+        return _paged(name, cache, page_size, num_kv_heads, kv_layout)
+
+    caches, factors = (paged("k_cache", k_cache), paged("v_cache", v_cache)), None
+    if k_sf_cache is not None:
+        factors = paged("k_sf_cache", k_sf_cache), paged("v_sf_cache", v_sf_cache)
     batch, heads, dim = q.shape[0], q.shape[2], q.shape[3]
     checks.check_shape("seq_lens", seq_lens, (batch, 1) if seq_lens.dim() == 2 else (batch,), "batch, 1")
     if sinks is not None:
@@ -77,16 +83,18 @@ def xqa(
         sliding_win_size -= 1
     else:
         sliding_win_size = -1
-    kv_scale = 1.0 if kv_scale is None else kv_scale
-    scale, unit = (q_scale, 1.0 / math.sqrt(dim)) if isinstance(q_scale, torch.Tensor) else (
-        kv_scale, _number("q_scale", q_scale) / math.sqrt(dim))  # fmt: skip
-    if isinstance(q_scale, torch.Tensor):
-        scale = q_scale * kv_scale
+    k_factor = checks.check_scale("kv_scale", 1.0 if kv_scale is None else kv_scale, q.device)
+    factor = checks.check_scale("q_scale", q_scale, q.device)
+    scale, unit = k_factor, dim**-0.5
+    if isinstance(factor, torch.Tensor):
+        scale = factor * k_factor
+    else:
+        unit *= factor
     try:
         call = checks.Call(
-            q[:, 0], caches, None, page_table, seq_lens.reshape(batch), 1, None, scale, kv_scale, batch,
+            q[:, 0], caches, None, page_table, seq_lens.reshape(batch), 1, None, scale, k_factor, batch,
             uniform(batch, 1, q.device), None, sliding_win_size, output[:, 0], kv_layout=kv_layout,
-            enable_pdl=enable_pdl, sinks=sinks)  # fmt: skip
+            enable_pdl=enable_pdl, sinks=sinks, kv_block_scales=factors)  # fmt: skip
         (eager if torch.compiler.is_compiling() else attend)(Mode(True, unit), *call)
     except (ValueError, TypeError, NotImplementedError) as error:
         name, colon, rest = str(error).partition(":")
@@ -96,14 +104,13 @@ def xqa(
         raise
 
 
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: {value!r}, must be a float or a float32 tensor of one element")
-    return float(value)
-
-
-def _paged(name: str, cache: torch.Tensor, page_size: int, heads: int, layout: str) -> torch.Tensor:
-    """A cache in 4 dimensions, checked against page_size and num_kv_heads."""
+def _paged(name: str, cache: Any, page_size: int, heads: int, layout: Any) -> torch.Tensor:
+    """A cache in 4 dimensions, checked against page_size and num_kv_heads; scale factors as e4m3."""
+    if not isinstance(cache, torch.Tensor):
+        raise TypeError(f"{name}: {type(cache).__name__}, must be a torch.Tensor")
+    if name.endswith("_sf_cache"):
+        checks.check_one_of(f"{name}: dtype", cache.dtype, (torch.uint8, checks.E4M3))
+        cache = cache.view(checks.E4M3)
     if cache.dim() == 2:
         if cache.shape[0] % (page_size * heads) or layout != "NHD" or not cache.is_contiguous():
             given = f"shape {tuple(cache.shape)}, strides {cache.stride()}, {layout}"
