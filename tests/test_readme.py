@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 import torch
 
-from bench.readme import README, measured, measured_topk
+from bench.readme import README, measured, measured_decode, measured_topk
 from bench.results import ROOT, read_all
 from tools import matrix
 
@@ -23,6 +23,7 @@ def test_support_table_is_up_to_date():
 
 def test_measured_tables_are_up_to_date():
     assert section("measured") == measured(read_all()), "run: python -m bench readme"
+    assert section("measured-decode") == measured_decode(read_all()), "run: python -m bench readme"
     assert section("measured-topk") == measured_topk(read_all()), "run: python -m bench readme"
 
 
