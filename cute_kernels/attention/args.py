@@ -21,12 +21,18 @@ class AttentionArgs(NamedTuple):
     sink: Any  # (Hq | 0,)            fp32, natural-log units
     scale: Any  # (1 | 0,)            fp32 device factor on the logits, times scale_log2
     out_scale: Any  # (1 | 0,)        fp32 device factor on the output, times out_factor
-    part_o: Any  # (2 grid | 0, R, Dvo)  fp32 scratch of spec.split; a tile has at most R rows
-    part_lse: Any  # (2 grid | 0, R)   fp32 scratch
+    k_scales: Any  # (pages | 0, Hkv, P, Dqk / 16)  e4m3 as uint8, of NVFP4 caches; any strides, last 1
+    v_scales: Any  # (pages | 0, Hkv, P, Dvo / 16)
+    o8: Any  # (T | 0, Hq, Dvo)       e4m3 as uint8, instead of o, which is then (0, Hq, Dvo); read where spec.split
+    drafts: Any  # (T | 0, W)         int32, bit t of a token's row: it sees draft t; instead of causal, where spec.split
+    part: Any  # (slots | 0, R, Dvo + 4)  fp32 scratch of spec.split, a tile has at most R rows: O, then LSE
     scale_log2: Any  # Float32        logit scale x log2(e)
     out_factor: Any  # Float32        factor on the normalised output
-    soft_cap: Any  # Float32          natural units, read only where spec.soft_cap
+    soft_cap: Any  # Float32          natural units, read where spec.soft_cap, or, 0 for none, spec.split
+    skip: Any  # Float32              skip-softmax: log2 of the threshold times kv_len, -inf for none
     window_left: Any  # Int32         read only where spec.mask.window
+    chunk: Any  # Int32               with spec.split, KV blocks of a part, whatever the batch; 0: equal shares of the CTAs
+    interleaved: Any  # Int32         V scales of 4 tokens are interleaved
     grid: Any  # Int32                CTAs to launch (persistent)
     ticket: Any  # Int32              counter of this launch, no other launch in flight may share it; -1: static rounds
     enable_pdl: Any  # Int32          launch with programmatic stream serialisation

@@ -5,7 +5,7 @@ from functools import cache
 from itertools import product
 
 from . import sm90
-from .spec import DTYPES, AttentionSpec, KVSpec, MaskSpec
+from .spec import DTYPES, KV_DTYPES, AttentionSpec, KVSpec, MaskSpec
 
 KERNELS = {"attention.sm90": sm90}  # op -> the package that states what it supports
 PACK_ROWS = 64  # a request with at most this many query tokens a KV head's group packs heads into rows
@@ -14,7 +14,7 @@ PACK_ROWS = 64  # a request with at most this many query tokens a KV head's grou
 @dataclass(frozen=True)
 class Request:
     """What a call asks for, in static terms. `rows`: upper bound of query tokens of one request.
-    split: share the keys of a request among CTAs."""
+    split: share the keys of a request among CTAs. kv_dtype: "" for the query's, "e4m3", "nvfp4"."""
 
     dtype: str
     head_dim_qk: int
@@ -26,6 +26,7 @@ class Request:
     soft_cap: bool = False
     rows: int = 1 << 30
     split: bool = False
+    kv_dtype: str = ""
 
 
 def candidate(request: Request, module) -> AttentionSpec:
@@ -33,7 +34,8 @@ def candidate(request: Request, module) -> AttentionSpec:
     pack = request.split or request.group > 1 and request.rows <= PACK_ROWS
     mask = MaskSpec(request.causal, request.window or request.soft_cap or pack)
     dims = (request.head_dim_qk, request.head_dim_vo)
-    spec = AttentionSpec(request.dtype, *dims, mask, KVSpec("paged"), request.soft_cap, pack, request.split)
+    kv, cap = KVSpec("paged", request.kv_dtype), request.soft_cap and not request.split
+    spec = AttentionSpec(request.dtype, *dims, mask, kv, cap, pack, request.split)
     tile = module.tile_for(spec)
     return replace(spec, tile=tile) if tile else spec
 
@@ -67,9 +69,10 @@ def shipped(arch: str) -> list[tuple[str, AttentionSpec]]:
         if arch not in module.ARCHS:
             continue
         bools = (False, True)
-        for dims, rows, causal, window, cap, split in product(module.TILES, (1, 1 << 30), bools, bools, bools, bools):
+        every = product(module.TILES, (1, 1 << 30), bools, bools, bools, bools, ("", *KV_DTYPES))
+        for dims, rows, causal, window, cap, split, kv in every:
             page = module.PAGE_SIZES[0]
-            spec = candidate(Request(dtype, dims[0], dims[1], page, 2, causal, window, cap, rows, split), module)
+            spec = candidate(Request(dtype, dims[0], dims[1], page, 2, causal, window, cap, rows, split, kv), module)
             if module.supports(spec) is None and (causal or not split):  # decoding is causal
                 found[op, spec] = None
     return list(found)

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32, Uint16
 
 from ..device import warp
 
@@ -23,3 +23,34 @@ def store_row(out: cute.Tensor, words: cute.Tensor, keep):
             for i in cutlass.range_constexpr(4):
                 piece[i] = words[k + i]
             cute.autovec_copy(cute.recast_tensor(piece, out.element_type), cute.local_tile(out, (8,), (k + lane,)))
+
+
+@cute.jit
+def store_piece(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor):
+    """Few fp32 values as piece number `piece` of a row of the output, 16-bit or, where the call has o8, e4m3."""
+    n = cute.size(values)
+    if a.o8.shape[0] > 0:
+        target = cute.local_tile(a.o8[token, head, None], (n,), (piece,))
+        out = cute.make_rmem_tensor(n, target.element_type)
+        pairs = cute.recast_tensor(out, Uint16)
+        for i in cutlass.range_constexpr(n // 2):
+            pairs[i] = cute.arch.inline_ptx(
+                "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r0}, {$r1};",
+                write_only_types=[Uint16],
+                read_only_args=[values[2 * i + 1], values[2 * i]],
+            )
+        cute.autovec_copy(out, target)
+    else:
+        target = cute.local_tile(a.o[token, head, None], (n,), (piece,))
+        out = cute.make_rmem_tensor(n, target.element_type)
+        warp.convert16(values, out)
+        cute.autovec_copy(out, target)
+
+
+@cute.jit
+def sink_of(a, head: Int32):
+    """A head's sink, natural-log units, -inf where the call has none."""
+    sink = -Float32.inf
+    if a.sink.shape[0] > 0:
+        sink = a.sink[head]
+    return sink

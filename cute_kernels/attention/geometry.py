@@ -6,6 +6,7 @@ fastest: row = token * group + head. `fold` is the number of rows a token has: 1
 
 import cutlass
 
+MMA_ROWS = 16  # of the instruction that decoding uses
 
 def fold(spec, a):
     """Rows that a token has in a tile: the query heads of a KV head where they are packed, else 1."""
@@ -14,6 +15,15 @@ def fold(spec, a):
 
 def tile_rows(q_len, fold):
     return q_len * fold
+
+
+def tile_m(spec, rows):
+    """Rows of the tiles of a request that has `rows`: with spec.split 16, 32 or 64, the least that holds them all."""
+    if not spec.split:
+        return spec.tile.m
+    most = spec.tile.m // MMA_ROWS
+    groups = cutlass.min((rows + MMA_ROWS - 1) // MMA_ROWS, most)
+    return cutlass.min(groups + groups // 3, most) * MMA_ROWS
 
 
 def tile_tokens(m_block, m, q_len, fold):

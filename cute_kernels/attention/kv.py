@@ -61,6 +61,37 @@ SOURCE = {"paged": paged}
 
 
 @cute.jit
+def find_scales(spec: cutlass.Constexpr, scales: cute.Tensor, pages: cute.Tensor, at):
+    """Pages of the rows whose scale factors this lane fetches of a block; -1 past kv_len. Called ahead of the wait for
+    a free stage, which hides the latency."""
+    loader, _, j, _, kv_len = at
+    found = cute.make_rmem_tensor(spec.tile.n // (32 * LOADERS), Int32)
+    for c in cutlass.range_constexpr(cute.size(found)):
+        row = j * spec.tile.n + (c * LOADERS + loader) * 32 + cute.arch.lane_idx()
+        found[c] = Int32(-1)
+        if row < kv_len:
+            found[c] = pages[row // scales.shape[2]]
+    return found
+
+
+@cute.jit
+def fetch_scales(spec: cutlass.Constexpr, scales: cute.Tensor, smem: cute.Tensor, p: pipe.Pipe, found, at):
+    """NVFP4's scale factors of the rows that `paged` fetches, (n, D / 16) bytes of item i's stage, row by row: too
+    short for TMA. Rows past kv_len or of no page become zeros. Every lane arrives once what it copied is there."""
+    loader, i, j, head, _ = at
+    size = const_expr(scales.shape[3])
+    for c in cutlass.range_constexpr(cute.size(found)):
+        inside = (c * LOADERS + loader) * 32 + cute.arch.lane_idx()
+        page, exists = found[c], (found[c] >= 0) & (found[c] < scales.shape[0])
+        row = (j * spec.tile.n + inside) % scales.shape[2]
+        source = scales[page if exists else Int32(0), head, row, None].iterator
+        target = smem[inside, None, pipe.slot(p, i)].iterator
+        text = f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};"
+        cute.arch.inline_ptx(text, read_only_args=[target.toint(), source.toint(), Int32(size) if exists else Int32(0)])
+    cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full(p, i))
+
+
+@cute.jit
 def zero_tail(spec: cutlass.Constexpr, stage: cute.Tensor, valid: Int32, threads: cutlass.Constexpr):
     """Zero the rows [valid, next multiple of the largest box) of a V stage: they may share a page with rows before
     kv_len, hold whatever the page held, and 0 * NaN is NaN. The `threads` math threads share the work; a proxy fence

@@ -12,17 +12,24 @@ from cutlass import Float32, Int32, const_expr
 
 @dataclass(frozen=True)
 class Lengths:
+    """drafts: 1 where the query tokens are drafts that a mask of their own (`apply_drafts`), instead of the causal one,
+    hides from each other; only with spec.split."""
+
     q_len: Int32
     kv_len: Int32
     window_left: Int32
+    drafts: Int32 = 0  # type: ignore[assignment]
 
 
 def visible(spec, token, n: Lengths):
-    """Half-open range of keys that `token` sees; empty where hi <= lo."""
+    """Half-open range of keys that `token` sees, or, of drafts, may see; empty where hi <= lo."""
     position = token + n.kv_len - n.q_len
     lo, hi = 0, n.kv_len
     if spec.mask.causal:
-        hi = cutlass.min(hi, position + 1)
+        own = position + 1
+        if spec.split:
+            own = cutlass.max(own, n.drafts * n.kv_len)
+        hi = cutlass.min(hi, own)
     if spec.mask.window:
         lo = cutlass.max(lo, position - n.window_left)
     return lo, hi
@@ -39,6 +46,8 @@ def full_range(spec, first, last, n: Lengths):
     """Half-open range of KV blocks in which every token of first..last sees every key (it may be empty, hi < lo)."""
     t = spec.tile.n
     lo, hi = visible(spec, last, n)[0], visible(spec, first, n)[1]
+    if spec.split:
+        hi = cutlass.min(hi, n.kv_len - n.drafts * n.q_len)
     return (lo + t - 1) // t, cutlass.max(hi, 0) // t
 
 
@@ -55,14 +64,26 @@ def segments(spec, block_lo, block_hi, full_lo, full_hi):
 
 
 @cute.jit
-def apply(spec: cutlass.Constexpr, s: cute.Tensor, tokens: cute.Tensor, cols: cute.Tensor, base: Int32, n: Lengths):
-    """-inf into s (rows, cols), a block whose first key is `base`, where tokens[row] does not see base + cols[c]."""
+def apply(spec: cutlass.Constexpr, s: cute.Tensor, tokens: cute.Tensor, cols: cutlass.Constexpr, key: Int32, n: Lengths):
+    """-inf into s (rows, cols) where tokens[row] does not see key + cols[c]. cols: static numbers; the thread's own
+    offset is in `key`."""
     for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
         lo, hi = visible(spec, tokens[r], n)
-        lo, hi = lo - base - cols[0, 0][1], hi - base - cols[0, 0][1]
+        lo, hi = lo - key, hi - key
         for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
-            col = cols[0, c][1] - cols[0, 0][1]  # static: the thread's own offset is folded into lo and hi
-            out = col >= hi
+            out = cols[c] >= hi
             if const_expr(spec.mask.window):
-                out = out or col < lo
+                out = out or cols[c] < lo
             s[r, c] = -Float32.inf if out else s[r, c]
+
+
+@cute.jit
+def apply_drafts(s: cute.Tensor, drafts: cute.Tensor, tokens: cute.Tensor, cols: cutlass.Constexpr, key: Int32):
+    """As `apply`, for drafts: s keeps draft t, key + cols[c] = t, where bit t of drafts[tokens[row]] is set. Other keys
+    are left alone."""
+    for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
+        for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
+            draft = key + cols[c]
+            if draft >= 0 and draft < 32 * drafts.shape[1] and tokens[r] < drafts.shape[0]:
+                if (drafts[tokens[r], draft // 32] >> (draft % 32)) & 1 == 0:
+                    s[r, c] = -Float32.inf

@@ -5,7 +5,9 @@ later ones from a counter, so that CTAs end together whatever the lengths; which
 result. The launch's last ticket resets the counter: nothing is planned, and no state passes from launch to launch.
 
 With spec.split the unit of work is not a tile but a KV block of a tile: CTA c gets the blocks [c, c + 1) / CTAs of all
-there are, in the order of tiles, and so parts of tiles, at most one whose begin and one whose end another CTA has.
+there are, in the order of tiles, and so parts of tiles, at most one whose begin and one whose end another CTA has. With
+args.chunk a unit is that many blocks, and each is a part of its own: where a request's parts end, and so its bits, do
+not depend on the rest of the batch.
 
 Within a request (`order`): KV heads go in sections whose K and V fit the L2 cache together; in a section the last,
 under a causal mask the longest, m_block comes first, and all heads of a section work on it before the next.
@@ -65,17 +67,29 @@ def share(units, c, ctas):
     return units // ctas * c + cutlass.min(c, units % ctas)
 
 
+def holder(unit, units, ctas):
+    """The CTA that has a unit: the inverse of `share`."""
+    each, rest = units // ctas, units % ctas
+    return cutlass.max(unit // (each + 1), (unit - rest) // cutlass.max(each, 1))
+
+
 def slot(cta, behind):
     """Where a CTA puts its part of a tile that begins `behind` units, or CTAs, before it."""
     return 2 * cta + cutlass.max(1 - behind, 0)
 
 
-def weight(spec, q_len, kv_len, window_left):
-    """Units of a tile of a request: KV blocks that any of its tiles visits, but at least one, where tiles are split."""
+def weight(spec, n, chunk):
+    """Units of a tile of a request: KV blocks that any of its tiles visits, but at least one, where tiles are split;
+    `chunk` blocks each, where that is not 0."""
     if not spec.split:
         return Int32(1)
-    lo, hi = mask.kv_range(spec, 0, q_len - 1, mask.Lengths(q_len, kv_len, window_left))
-    return cutlass.max(hi - lo, 1)
+    lo, hi = mask.kv_range(spec, 0, n.q_len - 1, n)
+    per = cutlass.max(chunk, 1)
+    return (cutlass.max(hi - lo, 1) + per - 1) // per
+
+
+def lengths(spec, a, q_len, kv_len):
+    return mask.Lengths(q_len, kv_len, a.window_left, cutlass.min(a.drafts.shape[0], 1) if spec.split else 0)
 
 
 def tile_heads(spec, a):
@@ -91,8 +105,9 @@ def look(spec: cutlass.Constexpr, a, b: Int32):
         q_start = a.cu_seqlens_q[b]
         q_len = a.cu_seqlens_q[b + 1] - q_start
         rows = geometry.tile_rows(q_len, geometry.fold(spec, a))
-        tiles = (rows + spec.tile.m - 1) // spec.tile.m * tile_heads(spec, a)
-        each = weight(spec, q_len, a.kv_lens[b] if cutlass.const_expr(spec.split) else Int32(0), a.window_left)
+        m = geometry.tile_m(spec, rows)
+        tiles = (rows + m - 1) // m * tile_heads(spec, a)
+        each = weight(spec, lengths(spec, a, q_len, a.kv_lens[b] if cutlass.const_expr(spec.split) else 0), a.chunk)
     return q_start, q_len, tiles, each
 
 
@@ -132,9 +147,9 @@ def draw(a, t: Int32):
 
 @cute.jit
 def find(spec: cutlass.Constexpr, a, unit: Int32, end: Int32, start: Int32, before: Int32):
-    """One warp: (Work that begins with `unit`, start', before', first unit of its tile, units of that tile), searching
-    32 requests at a time from request `start`, whose first unit is `before`. The returned pair starts the next search,
-    for a later unit. Where tiles are split the work ends before `end`."""
+    """One warp: (Work that begins with `unit`, start', before', (first unit of its tile, units of that tile, unit behind
+    the work)), searching 32 requests at a time from request `start`, whose first unit is `before`. The returned pair
+    starts the next search, for a later unit. Where tiles are split the work ends before `end`."""
     lane = cute.arch.lane_idx()
     batch = a.kv_lens.shape[0]
     fold = geometry.fold(spec, a)
@@ -159,9 +174,11 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, end: Int32, start: Int32, befo
     q_start, q_len = cute.arch.shuffle_sync(q_start, owner), cute.arch.shuffle_sync(q_len, owner)
     each = cute.arch.shuffle_sync(each, owner)
     kv_len, m_block, head, offset = Int32(0), Int32(0), Int32(0), Int32(0)
+    rows = geometry.tile_rows(q_len, fold)
+    m = geometry.tile_m(spec, rows)
     if valid != 0:
         kv_len = a.kv_lens[start + owner]
-        m_blocks = (geometry.tile_rows(q_len, fold) + spec.tile.m - 1) // spec.tile.m
+        m_blocks = (rows + m - 1) // m
         if cutlass.const_expr(spec.split):
             tile = index // each
             offset = index - tile * each
@@ -170,19 +187,21 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, end: Int32, start: Int32, befo
             row_bytes = (spec.head_dim_qk + spec.head_dim_vo) * 2
             section = section_heads(kv_len, row_bytes, a.k.shape[1], a.q.shape[1] // a.k.shape[1] // fold)
             m_block, head = order(index, m_blocks, heads, section)
-    n = mask.Lengths(q_len, kv_len, a.window_left)
-    first, last = geometry.tile_tokens(m_block, spec.tile.m, q_len, fold)
+    n = lengths(spec, a, q_len, kv_len)
+    first, last = geometry.tile_tokens(m_block, m, q_len, fold)
     lo, hi = mask.kv_range(spec, first, last, n)
-    part = Int32(-1)
+    part, taken = Int32(-1), Int32(1)
     if cutlass.const_expr(spec.split):
-        taken = cutlass.min(each - offset, end - unit)
-        base = mask.kv_range(spec, 0, q_len - 1, n)[0] + offset
-        lo, hi = cutlass.max(lo, base), cutlass.min(hi, base + taken)
+        if a.chunk == 0:
+            taken = cutlass.min(each - offset, end - unit)
+        per = cutlass.max(a.chunk, 1)
+        base = mask.kv_range(spec, 0, q_len - 1, n)[0] + offset * per
+        lo, hi = cutlass.max(lo, base), cutlass.min(hi, base + taken * per)
         if taken < each:
-            part = slot(cute.arch.block_idx()[0], offset)
+            part = unit if a.chunk > 0 else slot(cute.arch.block_idx()[0], offset)
     blocks = (lo, hi, *mask.full_range(spec, first, last, n), part)
     work = Work(valid, m_block, head, q_start, q_len, kv_len, start + owner, *blocks)
-    return work, start, before, unit - offset, each
+    return work, start, before, (unit - offset, each, unit + taken)
 
 
 @cute.jit
@@ -192,12 +211,12 @@ def publish(spec: cutlass.Constexpr, a, s, t: Int32, start: Int32, before: Int32
     tile = unit
     if cutlass.const_expr(not spec.split):
         tile = draw(a, t)
-    w, start, before, first, each = find(spec, a, tile, end, start, before)
+    w, start, before, units = find(spec, a, tile, end, start, before)
     valid = w.valid
     if cutlass.const_expr(spec.split):
         if unit >= end:
             valid = Int32(0)
-        unit = cutlass.min(first + each, end)
+        unit = units[2]
     pipe.wait_empty(s.work_pipe, t)
     if cute.arch.lane_idx() == 0:
         for i, value in enumerate((valid, *w[1:])):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32
 
 LANES = 4  # of a Hopper accumulator row
 LOG2_E = 1.4426950408889634
@@ -33,19 +33,26 @@ def reset(st: State):
 
 
 @cute.jit
-def score(spec: cutlass.Constexpr, s: cute.Tensor, scale_log2: Float32, cap: Float32):
-    """Soft cap in place: s becomes tanh(s * scale / cap), to be scaled by `score_scale`. 1 - 2 / (1 + e^2y) keeps fp32
+def factor(constant: Float32, tensor: cute.Tensor):
+    """constant times the one-element device tensor, if there is one."""
+    if tensor.shape[0] > 0:
+        constant *= tensor[0]
+    return constant
+
+
+@cute.jit
+def cap_scores(s: cute.Tensor, scale_log2: Float32, cap: Float32):
+    """Soft cap in place: s becomes tanh(s * scale / cap), to be scaled by `capped_scale`. 1 - 2 / (1 + e^2y) keeps fp32
     accuracy (tanh.approx has 2^-11, times cap)."""
-    if const_expr(spec.soft_cap):
-        y2 = scale_log2 * 2.0 / cap  # exp(2 y) = exp2(s * 2 scale_log2 / cap)
-        for i in cutlass.range_constexpr(cute.size(s)):
-            e = cute.math.exp2(s[i] * y2, fastmath=True)
-            s[i] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + e)
+    y2 = scale_log2 * 2.0 / cap  # exp(2 y) = exp2(s * 2 scale_log2 / cap)
+    for i in cutlass.range_constexpr(cute.size(s)):
+        e = cute.math.exp2(s[i] * y2, fastmath=True)
+        s[i] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + e)
 
 
-def score_scale(spec, scale_log2, cap):
-    """What turns a score after `score` into log2 units."""
-    return cap * LOG2_E if spec.soft_cap else scale_log2
+def capped_scale(cap):
+    """What turns a score after `cap_scores` into log2 units."""
+    return cap * LOG2_E
 
 
 def reduce(row, op):
@@ -99,18 +106,24 @@ def rescale(st: State, o: cute.Tensor):
 
 
 @cute.jit
-def finish(st: State, r: cutlass.Constexpr, scale_log2: Float32, sink: Float32):
-    """(1 / sum, log2 of the sum of exp) of row r over its keys and the sink (natural units, -inf for none).
+def close(top: Float32, total: Float32, sink: Float32):
+    """(factor that normalises, log2 of the sum of exp) of a row whose sum over keys is total * 2^top, with its sink
+    (natural units, -inf for none).
 
     A row that has neither gives (0, -inf). Both terms are taken relative to the larger, so a sink of any size is safe.
     """
-    total = cute.arch.warp_reduction_sum(st.l[r], threads_in_group=LANES)
-    mine, other = st.m[r] * scale_log2, sink * LOG2_E
-    top = cute.arch.fmax(mine, other)
+    other = sink * LOG2_E
+    peak = cute.arch.fmax(top, other)
     inverse, lse = Float32(0.0), -Float32.inf
-    if top != -Float32.inf:
-        keys = cute.math.exp2(mine - top, fastmath=True)
-        total = total * keys + cute.math.exp2(other - top, fastmath=True)
+    if peak != -Float32.inf:
+        keys = cute.math.exp2(top - peak, fastmath=True)
+        total = total * keys + cute.math.exp2(other - peak, fastmath=True)
         inverse = keys * cute.arch.rcp_approx(total)
-        lse = top + cute.math.log2(total, fastmath=True)
+        lse = peak + cute.math.log2(total, fastmath=True)
     return inverse, lse
+
+
+@cute.jit
+def finish(st: State, r: cutlass.Constexpr, scale_log2: Float32, sink: Float32):
+    """`close` of row r over its keys."""
+    return close(st.m[r] * scale_log2, cute.arch.warp_reduction_sum(st.l[r], threads_in_group=LANES), sink)

@@ -7,6 +7,7 @@ presence of sinks and LSE, PDL) is an argument of the compiled kernel; see `args
 from dataclasses import dataclass, field
 
 DTYPES = ("bf16", "fp16")
+KV_DTYPES = ("e4m3", "nvfp4")  # beside the query's
 
 
 @dataclass(frozen=True)
@@ -19,16 +20,22 @@ class MaskSpec:
 
 @dataclass(frozen=True)
 class KVSpec:
-    """source: "paged", pages of 8, 16, 32, ... rows fetched by TMA."""
+    """source: "paged", pages of 8, 16, 32, ... rows fetched by TMA. dtype: "" for the query's, "e4m3", or "nvfp4":
+    packed e2m1, two a byte, with an e4m3 scale factor per 16."""
 
     source: str = "paged"
+    dtype: str = ""
+
+    @property
+    def bits(self) -> int:
+        return {"": 16, "e4m3": 8, "nvfp4": 4}[self.dtype]
 
 
 @dataclass(frozen=True)
 class TileSpec:
-    """m query rows x n keys a CTA, one warpgroup per 64 rows; `stages` K tiles and as many V tiles in flight, and
+    """m query rows (with spec.split: at most) x n keys a CTA; `stages` K tiles and as many V tiles in flight, and
     `q_stages` Q tiles. q_registers: Q is a register operand of Q K^T, which spares shared memory a third of its
-    reads."""
+    reads. Without spec.split a warpgroup computes 64 rows."""
 
     m: int = 128
     n: int = 128
@@ -44,7 +51,8 @@ class TileSpec:
 @dataclass(frozen=True)
 class AttentionSpec:
     """A forward attention kernel. pack_gqa: rows of a tile are (token, query head of the KV head's group). split: all
-    CTAs get the same number of KV blocks, whatever tile these belong to; `combine` merges the parts of a tile."""
+    CTAs get the same number of KV blocks, whatever tile these belong to; `combine` merges the parts of a tile. Such a
+    kernel is for decoding: any soft cap, mask of drafts and type of output are arguments of it."""
 
     dtype: str = "bf16"
     head_dim_qk: int = 128
@@ -69,4 +77,5 @@ class AttentionSpec:
             self.kv.source,
             f"m{self.tile.m}n{self.tile.n}s{self.tile.stages}" + ("r" if self.tile.q_registers else ""),
         ]
-        return "_".join([self.dtype, head, *filter(None, flags)])
+        kv = f"kv{self.kv.dtype}" if self.kv.dtype else ""
+        return "_".join(filter(None, [self.dtype, kv, head, *flags]))

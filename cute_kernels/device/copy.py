@@ -8,16 +8,17 @@ from cutlass.cute.nvgpu import cpasync
 
 from .wgmma import smem_layout
 
-COLS = 64  # 16-bit columns of a box: the 128 bytes of a swizzle row
+SWIZZLE_BYTES = 128  # most that a row of a box has
 
 
 @dataclass(frozen=True)
 class Box:
-    """A TMA box of (rows, COLS)."""
+    """A TMA box of (rows, cols)."""
 
     atom: cute.CopyAtom
     gmem: cute.Tensor  # TMA coordinates: (rows, cols, ...)
     rows: cutlass.Constexpr
+    cols: cutlass.Constexpr
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,10 @@ class Operand:
 
 def box(t, rows):
     """t (rows, cols, ...), last stride of cols 1."""
-    layout = cute.select(smem_layout((rows, COLS), 1, t.element_type), mode=[0, 1])
-    atom, gmem = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), t, layout, (rows, COLS))
-    return Box(atom, gmem, rows)
+    shape = rows, min(t.shape[1], SWIZZLE_BYTES * 8 // t.element_type.width)
+    layout = cute.select(smem_layout(shape, 1, t.element_type), mode=[0, 1])
+    atom, gmem = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), t, layout, shape)
+    return Box(atom, gmem, *shape)
 
 
 def operand(t, shape, stages, rows):
@@ -45,8 +47,8 @@ def operand(t, shape, stages, rows):
 
 def partition(b: Box, smem, gmem):
     """(smem[box, row tile, col tile, stage], gmem[box, row tile, col tile, ...]) for `cute.copy`."""
-    s = cute.local_tile(smem, (b.rows, COLS), (None,) * cute.rank(smem))
-    g = cute.local_tile(gmem, (b.rows, COLS), (None,) * cute.rank(gmem))
+    s = cute.local_tile(smem, (b.rows, b.cols), (None,) * cute.rank(smem))
+    g = cute.local_tile(gmem, (b.rows, b.cols), (None,) * cute.rank(gmem))
     return cpasync.tma_partition(b.atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2))
 
 

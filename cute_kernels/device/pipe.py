@@ -2,7 +2,7 @@
 
 A pipe is `stages` full and `stages` empty barriers. Producer and consumers each count the items they have passed; item
 n lives in stage n % stages and its barriers complete in phase (n // stages) & 1, so a counter is all the state a role
-carries.
+carries. Where the division costs too much, a role carries a position instead: `stage_of`, `behind`.
 """
 
 from dataclasses import dataclass
@@ -72,3 +72,30 @@ def release_after(p: Pipe, n: Int32, value: Float32, below: Float32):
     with cute.arch.elect_one():
         if not value < below:
             cute.arch.mbarrier_arrive(p.full + p.stages + slot(p, n))
+
+
+PHASE = 1 << 16  # bit of a position: its lower bits are the stage; the first item's is 0
+
+
+def stage_of(at):
+    return at & (PHASE - 1)
+
+
+@cute.jit
+def behind(p: Pipe, at: Int32):
+    """The position of the next item."""
+    at += 1
+    if at & (PHASE - 1) == p.stages:
+        at = (at - p.stages) ^ PHASE
+    return at
+
+
+def wait_full_at(p: Pipe, at):
+    cute.arch.mbarrier_wait(p.full + stage_of(at), (at // PHASE) & 1)
+
+
+@cute.jit
+def release_at(p: Pipe, at: Int32):
+    """Consumer, one warp: it no longer reads what is there."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(p.full + p.stages + stage_of(at))

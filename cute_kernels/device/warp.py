@@ -48,3 +48,13 @@ def packed(op, x, y):
     """min or max (`op`) of the unsigned 16-bit halves of words."""
     text = f"{{ .reg .b32 t; mov.b32 t, {{$r1}}; {op}.u16x2 {{$w0}}, {{$r0}}, t; }}"  # takes no immediate operand
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[x, y])
+
+
+def bits(x):
+    """The bits of an fp32 value as an Int32."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
+def from_bits(x):
+    """The fp32 value that has the bits of an Int32."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])

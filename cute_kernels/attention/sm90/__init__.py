@@ -16,10 +16,18 @@ TILES = {  # (head_dim_qk, head_dim_vo) -> tile
     (192, 128): TileSpec(128, 128, 2, 1),
     (256, 256): TileSpec(128, 80, 2, 1),
 }
-SPLIT_TILES = {  # of few rows: memory feeds them, so all the shared memory that there is holds K and V
-    (64, 64): TileSpec(64, 128, 6, 1),
-    (128, 128): TileSpec(64, 128, 3, 1),
-    (256, 256): TileSpec(64, 80, 2, 1),
+# Decoding: memory feeds it, so all the shared memory that there is, but 18 KiB, holds K and V as they are stored. A stage
+# is small enough to share the work among CTAs evenly, and gives each of 8 warps 16 or 32 keys.
+SPLIT_TILES = {  # (KV dtype, head_dim) -> tile
+    ("", 64): TileSpec(64, 128, 6, 1),
+    ("", 128): TileSpec(64, 128, 3, 1),
+    ("", 256): TileSpec(64, 64, 3, 1),
+    ("e4m3", 64): TileSpec(64, 256, 6, 1),
+    ("e4m3", 128): TileSpec(64, 256, 3, 1),
+    ("e4m3", 256): TileSpec(64, 128, 3, 1),
+    ("nvfp4", 64): TileSpec(64, 256, 10, 1),
+    ("nvfp4", 128): TileSpec(64, 256, 5, 1),
+    ("nvfp4", 256): TileSpec(64, 128, 5, 1),
 }
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 
@@ -29,7 +37,7 @@ def tile_for(spec: AttentionSpec) -> TileSpec | None:
     request's result must depend on nothing but the request."""
     dims = (spec.head_dim_qk, spec.head_dim_vo)
     if spec.split:
-        return SPLIT_TILES.get(dims)
+        return SPLIT_TILES.get((spec.kv.dtype, dims[0])) if dims[0] == dims[1] else None
     few_registers = not spec.soft_cap and not spec.pack_gqa
     if dims == (64, 64) and few_registers and not spec.mask.window:
         return TileSpec(192, 128, 4, 2)
@@ -45,10 +53,12 @@ def supports(spec: AttentionSpec) -> str | None:
     dims = (spec.head_dim_qk, spec.head_dim_vo)
     if dims not in TILES:
         return f"head_dim {dims}: the sm_90a kernel has {', '.join(map(str, TILES))}"
-    if spec.split and (dims not in SPLIT_TILES or not spec.pack_gqa):
-        return (
-            f"split: head_dim {dims}, pack_gqa {spec.pack_gqa}: has packed rows of {', '.join(map(str, SPLIT_TILES))}"
-        )
+    if spec.split:
+        if tile_for(spec) is None or not spec.pack_gqa or spec.soft_cap:
+            shipped = ", ".join(sorted({str(dim) for _, dim in SPLIT_TILES}))
+            return f"split: head_dim {dims}, pack_gqa {spec.pack_gqa}: has packed rows of head_dim {shipped}"
+    elif spec.kv.dtype:
+        return f"kv {spec.kv.dtype}: the sm_90a kernel has it for decoding only"
     if spec.kv.source != "paged":
         return f"kv {spec.kv}: the sm_90a kernel reads paged KV"
     if spec.tile.m % 64 or not 64 <= spec.tile.m <= 192 or spec.tile.n % 16:

@@ -17,6 +17,7 @@ Refused (see `supports`): other dtypes and head dims, KV that is not paged by TM
 """
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import cutlass
@@ -27,20 +28,29 @@ from ... import abi
 from ...device import copy, pipe, wgmma
 from .. import combine, kv, schedule
 from ..args import AttentionArgs
+from . import decode
 from .load import load
 from .math import math
 
-REGISTERS = {1: (80, 248), 2: (40, 232), 3: (32, 160)}  # math warpgroups -> (load, math) registers a thread
+REGISTERS = {2: (40, 232), 3: (32, 160)}  # math warpgroups -> (load, math) registers a thread
+SPLIT_REGISTERS = (72, 216)
 
 
 def fake_args(spec) -> AttentionArgs:
     dt = abi.DTYPES[spec.dtype]
     qk, vo = spec.head_dim_qk, spec.head_dim_vo
     wide: Any = {"align": 16, "stride_divisibility": 8}
+    raw: Any = {"align": 16, "stride_divisibility": 16}
+    cached = abi.DTYPES[{"": spec.dtype, "e4m3": "e4m3", "nvfp4": "uint8"}[spec.kv.dtype]]
+    cache = lambda dim: abi.tensor(cached, (None, None, None, dim), **(raw if spec.kv.dtype else wide))  # noqa: E731
+    packed = 2 if spec.kv.dtype == "nvfp4" else 1
+    scales = lambda count: abi.tensor(  # noqa: E731
+        cutlass.Uint8, (None, None, None, count), align=gcd(count, 16), stride_divisibility=gcd(count, 16)
+    )
     return AttentionArgs(
         q=abi.tensor(dt, (None, None, qk), **wide),
-        k=abi.tensor(dt, (None, None, None, qk), **wide),
-        v=abi.tensor(dt, (None, None, None, vo), **wide),
+        k=cache(qk // packed),
+        v=cache(vo // packed),
         o=abi.tensor(dt, (None, None, vo), **wide),
         lse=abi.tensor(cutlass.Float32, (None, None), align=4, last_stride_one=False),
         cu_seqlens_q=abi.tensor(cutlass.Int32, (None,), align=4),
@@ -50,12 +60,18 @@ def fake_args(spec) -> AttentionArgs:
         sink=abi.tensor(cutlass.Float32, (None,), align=4),
         scale=abi.tensor(cutlass.Float32, (None,), align=4),
         out_scale=abi.tensor(cutlass.Float32, (None,), align=4),
-        part_o=abi.tensor(cutlass.Float32, (None, None, vo), align=16, stride_divisibility=4),
-        part_lse=abi.tensor(cutlass.Float32, (None, None), align=4),
+        k_scales=scales(qk // 16),
+        v_scales=scales(vo // 16),
+        o8=abi.tensor(cutlass.Uint8, (None, None, vo), **raw),
+        drafts=abi.tensor(cutlass.Int32, (None, None), align=4),
+        part=abi.tensor(cutlass.Float32, (None, None, vo + 4), align=16, stride_divisibility=4),
         scale_log2=Float32(1.0),
         out_factor=Float32(1.0),
         soft_cap=Float32(0.0),
+        skip=Float32(0.0),
         window_left=Int32(0),
+        chunk=Int32(0),
+        interleaved=Int32(0),
         grid=Int32(1),
         ticket=Int32(0),
         enable_pdl=Int32(0),
@@ -64,28 +80,36 @@ def fake_args(spec) -> AttentionArgs:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything the host part makes for the kernel."""
+    """Everything the host part makes for the kernel; without split also how to load and multiply Q."""
 
-    q: copy.Operand
+    args: AttentionArgs
     k: copy.Operand
     v: copy.Operand
-    mma_qk: cute.TiledMma
-    mma_pv: cute.TiledMma
-    args: AttentionArgs
+    q: copy.Operand | None = None
+    mma_qk: cute.TiledMma | None = None
+    mma_pv: cute.TiledMma | None = None
 
 
 @dataclass(frozen=True)
 class Shared:
     """Shared memory of a CTA."""
 
-    q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
     work: cute.Tensor
     work_pipe: pipe.Pipe
-    q_pipe: pipe.Pipe
     k_pipe: pipe.Pipe
     v_pipe: pipe.Pipe
+    q: cute.Tensor | None = None
+    q_pipe: pipe.Pipe | None = None
+    k_scales: cute.Tensor | None = None
+    v_scales: cute.Tensor | None = None
+    merge: decode.Meeting | None = None
+
+
+def warpgroups(spec):
+    """That compute."""
+    return decode.WARPS // 4 if spec.split else spec.tile.warpgroups
 
 
 @cute.jit
@@ -93,17 +117,17 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     a = AttentionArgs(*flat)
     t, dt = spec.tile, abi.DTYPES[spec.dtype]
     rows = lambda x, mode: cute.make_tensor(x.iterator, cute.select(x.layout, mode=mode))  # noqa: E731
-    plan = Plan(
-        copy.operand(rows(a.q, [0, 2, 1]), (t.m, spec.head_dim_qk), t.q_stages, (t.m,)),
-        copy.operand(rows(a.k, [2, 3, 1, 0]), (t.n, spec.head_dim_qk), t.stages, kv.boxes(t.n)),
-        copy.operand(rows(a.v, [2, 3, 1, 0]), (t.n, spec.head_dim_vo), t.stages, kv.boxes(t.n)),
-        wgmma.mma_nt(dt, t.warpgroups, t.n, t.q_registers),
-        wgmma.mma_nn(dt, t.warpgroups, spec.head_dim_vo),
-        a,
-    )
+    cached = [
+        copy.operand(rows(x, [2, 3, 1, 0]), (t.n, x.shape[3]), t.stages, kv.boxes(t.n)) for x in (a.k, a.v)
+    ]
+    plan = Plan(a, *cached)
+    if const_expr(not spec.split):
+        q = copy.operand(rows(a.q, [0, 2, 1]), (t.m, spec.head_dim_qk), t.q_stages, (t.m,))
+        mma_qk = wgmma.mma_nt(dt, t.warpgroups, t.n, t.q_registers)
+        plan = Plan(a, *cached, q, mma_qk, wgmma.mma_nn(dt, t.warpgroups, spec.head_dim_vo))
     kernel(spec, plan).launch(
         grid=[a.grid, 1, 1],
-        block=[128 * (t.warpgroups + 1), 1, 1],
+        block=[128 * (warpgroups(spec) + 1), 1, 1],
         stream=stream,
         min_blocks_per_mp=1,
         use_pdl=a.enable_pdl,
@@ -114,29 +138,43 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
         )
 
 
+def shared(spec, plan):
+    smem, warps, stages = cutlass.utils.SmemAllocator(), 4 * warpgroups(spec), spec.tile.stages
+    allocate = smem.allocate_tensor
+    packed = spec.kv.dtype == "nvfp4"
+    fills = kv.LOADERS * (33 if packed else 1)  # lanes that copy scale factors arrive too
+    common = {
+        "k": copy.allocate(smem, plan.k, plan.args.k.element_type),
+        "v": copy.allocate(smem, plan.v, plan.args.v.element_type),
+        "work": allocate(Int32, cute.make_layout((schedule.FIELDS, schedule.STAGES))),
+        "work_pipe": pipe.make(smem, schedule.STAGES, 1, warps + 2 * kv.LOADERS),
+        "k_pipe": pipe.make(smem, stages, fills, warps),
+        "v_pipe": pipe.make(smem, stages, fills, warps),
+    }
+    if not spec.split:
+        q = copy.allocate(smem, plan.q, plan.args.q.element_type)
+        return Shared(**common, q=q, q_pipe=pipe.make(smem, spec.tile.q_stages, 1, warps))
+    if packed:
+        for name, dim in (("k_scales", spec.head_dim_qk), ("v_scales", spec.head_dim_vo)):
+            shape, stride = (spec.tile.n, dim // 16, stages), (dim // 16, 1, spec.tile.n * dim // 16)
+            common[name] = allocate(cutlass.Uint8, cute.make_layout(shape, stride=stride), 16)
+    return Shared(**common, merge=decode.meeting(smem))
+
+
 @cute.kernel
 def kernel(spec: cutlass.Constexpr, plan: Plan):
-    dt = abi.DTYPES[spec.dtype]
-    smem = cutlass.utils.SmemAllocator()
-    warps = spec.tile.warpgroups * 4
-    s = Shared(
-        copy.allocate(smem, plan.q, dt),
-        copy.allocate(smem, plan.k, dt),
-        copy.allocate(smem, plan.v, dt),
-        smem.allocate_tensor(Int32, cute.make_layout((schedule.FIELDS, schedule.STAGES))),
-        pipe.make(smem, schedule.STAGES, 1, warps + 2 * kv.LOADERS),
-        pipe.make(smem, spec.tile.q_stages, 1, warps),
-        pipe.make(smem, spec.tile.stages, kv.LOADERS, warps),
-        pipe.make(smem, spec.tile.stages, kv.LOADERS, warps),
-    )
+    s = shared(spec, plan)
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()
     cute.arch.griddepcontrol_wait()
-    few, many = REGISTERS[spec.tile.warpgroups]
+    few, many = SPLIT_REGISTERS if const_expr(spec.split) else REGISTERS[spec.tile.warpgroups]
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < 4:
         cute.arch.setmaxregister_decrease(few)
         load(spec, plan, s)
         cute.arch.griddepcontrol_launch_dependents()
     else:
         cute.arch.setmaxregister_increase(many)
-        math(spec, plan, s)
+        if const_expr(spec.split):
+            decode.math(spec, plan, s)
+        else:
+            math(spec, plan, s)

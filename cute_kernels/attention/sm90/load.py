@@ -28,9 +28,10 @@ def feed(spec: cutlass.Constexpr, plan, s, op: copy.Operand, loader: Int32, keys
     """
     a = plan.args
     smem, ring = (s.k, s.k_pipe) if keys else (s.v, s.v_pipe)
+    scales, s_scales = (a.k_scales, s.k_scales) if keys else (a.v_scales, s.v_scales)
     group = a.q.shape[1] // a.k.shape[1]
     publishes = const_expr(keys) and loader == 0
-    loads_q = const_expr(not keys and not spec.pack_gqa) and loader == 0
+    loads_q = const_expr(not keys and not spec.pack_gqa)
     start, before, i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(1)
     unit, end = Int32(0), Int32(0)
     if publishes:
@@ -42,11 +43,17 @@ def feed(spec: cutlass.Constexpr, plan, s, op: copy.Operand, loader: Int32, keys
         if w.valid != 0:
             head = geometry.kv_head_of(w.head, group, spec.pack_gqa)
             pages = a.page_table[w.batch, 0 if keys else 1, None]
-            if loads_q and w.hi > w.lo:
-                fetch_q(spec, plan, s, w, q)
-                q += 1
+            if const_expr(loads_q):
+                if loader == 0 and w.hi > w.lo:
+                    fetch_q(spec, plan, s, w, q)
+                    q += 1
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
-                kv.SOURCE[spec.kv.source](spec, op, smem, ring, pages, (loader, i, j, head, w.kv_len))
+                at = (loader, i, j, head, w.kv_len)
+                if const_expr(spec.kv.dtype == "nvfp4"):
+                    found = kv.find_scales(spec, scales, pages, at)
+                kv.SOURCE[spec.kv.source](spec, op, smem, ring, pages, at)
+                if const_expr(spec.kv.dtype == "nvfp4"):
+                    kv.fetch_scales(spec, scales, s_scales, ring, found, at)
                 i += 1
                 if publishes and j == w.hi - 1:
                     start, before, unit = schedule.publish(spec, a, s, t + 1, start, before, unit, end)

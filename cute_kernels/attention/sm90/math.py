@@ -43,7 +43,7 @@ class Tile:
     n: mask.Lengths
     scale_log2: Float32  # raw score -> log2 units
     cap: Float32
-    score_scale: Float32  # what `softmax.score` left -> log2 units
+    score_scale: Float32  # what `scores` reduces -> log2 units
 
 
 def group_index():
@@ -100,9 +100,12 @@ def ahead(spec):
 def scores(spec: cutlass.Constexpr, r: Registers, x: Tile, j: Int32, masked: cutlass.Constexpr):
     """Soft cap, mask and new maxima of block j in r.s."""
     view = wgmma.rows_cols(r.s)
-    softmax.score(spec, r.s, x.scale_log2, x.cap)
+    if const_expr(spec.soft_cap):
+        softmax.cap_scores(r.s, x.scale_log2, x.cap)
     if const_expr(masked):
-        mask.apply(spec, view, r.tokens, r.cols, j * spec.tile.n, x.n)
+        mine = r.cols[0, 0][1]
+        cols = [r.cols[0, c][1] - mine for c in range(cute.size(view, mode=[1]))]
+        mask.apply(spec, view, r.tokens, cols, j * spec.tile.n + mine, x.n)
     softmax.maxima(r.st, view, x.score_scale)
 
 
@@ -258,9 +261,7 @@ def store(spec: cutlass.Constexpr, plan, r: Registers, w: schedule.Work, scales,
         token = geometry.token_of(row, fold, spec.pack_gqa)
         keep = token < w.q_len
         head = geometry.head_of(row, w.head, fold, spec.pack_gqa)
-        sink = -Float32.inf
-        if a.sink.shape[0] > 0:
-            sink = a.sink[head]
+        sink = epilogue.sink_of(a, head)
         out = a.o[w.q_start + token, head, None]
         lse = sink * softmax.LOG2_E
         if const_expr(empty):
@@ -273,46 +274,6 @@ def store(spec: cutlass.Constexpr, plan, r: Registers, w: schedule.Work, scales,
         epilogue.store_row(out, words, keep)
         if keep and a.lse.shape[0] > 0 and cute.arch.lane_idx() % 4 == 0:
             a.lse[w.q_start + token, head] = lse
-
-
-@cute.jit
-def store_part(spec: cutlass.Constexpr, plan, r: Registers, w: schedule.Work, scales, empty: cutlass.Constexpr):
-    """Write this thread's rows of a part of a tile: O, normalised, and LSE in fp32, without sink and factors."""
-    a, o = plan.args, wgmma.rows_cols(r.o)
-    for k in cutlass.range_constexpr(cute.size(o, mode=[0])):
-        row, inverse, lse = r.cols[k, 0][0], Float32(0.0), -Float32.inf
-        if const_expr(not empty):
-            inverse, lse = softmax.finish(r.st, k, scales[0], -Float32.inf)
-        if row < a.part_lse.shape[1]:
-            if cute.arch.lane_idx() % 4 == 0:
-                a.part_lse[w.slot, row] = lse
-            if const_expr(not empty):
-                pairs = cute.local_tile(a.part_o[w.slot, row, None], (2,), (None,))
-                for c in cutlass.range_constexpr(cute.size(o, mode=[1]) // 2):
-                    piece = cute.make_rmem_tensor(2, Float32)
-                    for e in cutlass.range_constexpr(2):
-                        piece[e] = o[k, 2 * c + e] * inverse
-                    cute.autovec_copy(piece, pairs[None, 4 * c + cute.arch.lane_idx() % 4])
-
-
-@cute.jit
-def write(spec: cutlass.Constexpr, plan, r: Registers, w: schedule.Work, scales, empty: cutlass.Constexpr):
-    """The results of a tile, or of a part of one, to where they go."""
-    if const_expr(spec.split):
-        if w.slot >= 0:
-            store_part(spec, plan, r, w, scales, empty)
-        else:
-            store(spec, plan, r, w, scales, empty)
-    else:
-        store(spec, plan, r, w, scales, empty)
-
-
-@cute.jit
-def factor(constant: Float32, tensor: cute.Tensor):
-    """constant times the one-element device tensor, if there is one."""
-    if tensor.shape[0] > 0:
-        constant *= tensor[0]
-    return constant
 
 
 @cute.jit
@@ -346,7 +307,7 @@ def next_tile(spec: cutlass.Constexpr, plan, s, r: Registers, scales, t: Int32):
     """(Work of the CTA's t-th tile or of the first after it that sees a key, t'); those that see none are stored."""
     w = schedule.hear(s, t)
     while w.valid != 0 and w.hi <= w.lo:
-        write(spec, plan, r, w, scales, True)
+        store(spec, plan, r, w, scales, True)
         t += 1
         w = schedule.hear(s, t)
     return w, t + 1
@@ -356,8 +317,9 @@ def next_tile(spec: cutlass.Constexpr, plan, s, r: Registers, scales, t: Int32):
 def math(spec: cutlass.Constexpr, plan, s):
     a = plan.args
     r = registers(spec, plan, s)
-    scale_log2 = factor(a.scale_log2, a.scale)
-    scales = (softmax.score_scale(spec, scale_log2, a.soft_cap), factor(a.out_factor, a.out_scale))
+    scale_log2 = softmax.factor(a.scale_log2, a.scale)
+    score_scale = softmax.capped_scale(a.soft_cap) if const_expr(spec.soft_cap) else scale_log2
+    scales = (score_scale, softmax.factor(a.out_factor, a.out_scale))
     if group_index() == spec.tile.warpgroups - 1:
         pass_turn(spec)
     i, q = Int32(0), Int32(0)
@@ -372,7 +334,7 @@ def math(spec: cutlass.Constexpr, plan, s):
             i = run_tile(spec, plan, s, r, x, (i, q))
             w, t = next_tile(spec, plan, s, r, scales, t)
             last(spec, plan, s, r, w, (i, q))
-            write(spec, plan, r, x.w, scales, False)
+            store(spec, plan, r, x.w, scales, False)
             i += 1
             q += 1
         warpgroup.wait_group(0)

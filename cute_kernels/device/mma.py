@@ -1,0 +1,36 @@
+"""`mma.sync` m16n8k16 of a warp, and the words of shared memory that feed it.
+
+Lane 4 g + t has rows g and g + 8 of A and C, and column g of B; of k, and of C's columns, 2 t and 2 t + 1, of k also 8
+past these. A: 4 words (rows g and g + 8, then both 8 columns on). B: 2 words. C: 2 floats of row g, then of g + 8.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32, Uint32
+
+
+def issue(name, c, at, a, b):
+    """c[at:at + 4] += a b; name: "bf16" or "fp16"; a: 4 words, b: 2 words."""
+    kind = {"bf16": "bf16", "fp16": "f16"}[name]
+    out, rest = ", ".join(f"{{$w{i}}}" for i in range(4)), [f"{{$r{i}}}" for i in range(10)]
+    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{out}}}, "
+    text += ", ".join(f"{{{', '.join(part)}}}" for part in (rest[:4], rest[4:6], rest[6:])) + ";"
+    old = [c[at + i] for i in range(4)]
+    new = cute.arch.inline_ptx(text, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *old])
+    for i in range(4):
+        c[at + i] = new[i]
+
+
+def load(address, count):
+    """`count` (1, 2 or 4) words of shared memory from a byte address, aligned to their size."""
+    names = ", ".join(f"{{$w{i}}}" for i in range(count))
+    text = f"ld.shared.v{count}.b32 {{{names}}}, [{{$r0}}];" if count > 1 else "ld.shared.b32 {$w0}, [{$r0}];"
+    words = cute.arch.inline_ptx(text, write_only_types=[Uint32] * count, read_only_args=[address])
+    return list(words) if count > 1 else [words]
+
+
+def load_bytes(address, count):
+    """`count` (1, 2 or 4) bytes of shared memory as the low bytes of a word."""
+    if count == 4:
+        return load(address, 1)[0]
+    text = f"{{ .reg .b16 t; ld.shared.u{8 * count} t, [{{$r0}}]; cvt.u32.u16 {{$w0}}, t; }}"
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[address])
