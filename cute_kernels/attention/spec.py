@@ -35,17 +35,18 @@ class KVSpec:
 class TileSpec:
     """m query rows (with spec.split: at most) x n keys a CTA; `stages` K tiles and as many V tiles in flight, and
     `q_stages` Q tiles. q_registers: Q is a register operand of Q K^T, which spares shared memory a third of its
-    reads. Without spec.split a warpgroup computes 64 rows."""
+    reads. groups: warpgroups that compute with spec.split; without, one for 64 rows."""
 
     m: int = 128
     n: int = 128
     stages: int = 2
     q_stages: int = 2
     q_registers: bool = False
+    groups: int = 0
 
     @property
     def warpgroups(self) -> int:
-        return self.m // 64
+        return self.groups or self.m // 64
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,9 @@ class AttentionSpec:
             "pack" if self.pack_gqa else "",
             "split" if self.split else "",
             self.kv.source,
-            f"m{self.tile.m}n{self.tile.n}s{self.tile.stages}" + ("r" if self.tile.q_registers else ""),
+            f"m{self.tile.m}n{self.tile.n}s{self.tile.stages}" 
+            + ("r" if self.tile.q_registers else "")
+            + (f"g{self.tile.groups}" if self.tile.groups else ""),
         ]
         kv = f"kv{self.kv.dtype}" if self.kv.dtype else ""
         return "_".join(filter(None, [self.dtype, kv, head, *flags]))

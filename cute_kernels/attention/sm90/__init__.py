@@ -16,18 +16,18 @@ TILES = {  # (head_dim_qk, head_dim_vo) -> tile
     (192, 128): TileSpec(128, 128, 2, 1),
     (256, 256): TileSpec(128, 80, 2, 1),
 }
-# Decoding: memory feeds it, so all the shared memory that there is, but 18 KiB, holds K and V as they are stored. A stage
-# is small enough to share the work among CTAs evenly, and gives each of 8 warps 16 or 32 keys.
+# Decoding: nearly all the shared memory that there is holds K and V as they are stored. Stages are small, so that work is
+# shared among CTAs evenly. Three warpgroups convert where registers suffice, which is without Q in them.
 SPLIT_TILES = {  # (KV dtype, head_dim) -> tile
-    ("", 64): TileSpec(64, 128, 6, 1),
-    ("", 128): TileSpec(64, 128, 3, 1),
-    ("", 256): TileSpec(64, 64, 3, 1),
-    ("e4m3", 64): TileSpec(64, 256, 6, 1),
-    ("e4m3", 128): TileSpec(64, 256, 3, 1),
-    ("e4m3", 256): TileSpec(64, 128, 3, 1),
-    ("nvfp4", 64): TileSpec(64, 256, 10, 1),
-    ("nvfp4", 128): TileSpec(64, 256, 5, 1),
-    ("nvfp4", 256): TileSpec(64, 128, 5, 1),
+    ("", 64): TileSpec(64, 128, 6, 1, True, 2),
+    ("", 128): TileSpec(64, 128, 3, 1, True, 2),
+    ("", 256): TileSpec(64, 64, 3, 1, True, 2),
+    ("e4m3", 64): TileSpec(64, 256, 5, 1, False, 3),
+    ("e4m3", 128): TileSpec(64, 128, 5, 1, False, 3),
+    ("e4m3", 256): TileSpec(64, 64, 6, 1, True, 2),
+    ("nvfp4", 64): TileSpec(64, 256, 8, 1, False, 3),
+    ("nvfp4", 128): TileSpec(64, 128, 8, 1, False, 3),
+    ("nvfp4", 256): TileSpec(64, 64, 8, 1, True, 2),
 }
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 

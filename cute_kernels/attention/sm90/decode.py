@@ -18,7 +18,6 @@ from ... import abi
 from ...device import copy, mma, pipe, warp
 from .. import epilogue, geometry, mask, quant, schedule, softmax
 
-WARPS = 8
 BARRIER = 1  # all math threads
 COLUMNS = 4  # of a lane that are merged at a time: 32 of a warp
 
@@ -41,9 +40,13 @@ def halves(spec):
     return max(1, spec.head_dim_vo // 128)
 
 
+def warps(spec):
+    return 4 * spec.tile.warpgroups
+
+
 def keys(spec):
-    """Keys that a warp computes at a time."""
-    return min(32, spec.tile.n * halves(spec) // WARPS)
+    """Keys that a warp computes at a time: where it has none to convert, more registers hold a key."""
+    return 32 if spec.kv.dtype else 16
 
 
 def columns(spec):
@@ -68,20 +71,24 @@ class Meeting:
     o: cute.Tensor  # (warp, row, eighth, COLUMNS)
     stats: cute.Tensor  # (warp, row, maximum and sum)
     normal: cute.Tensor  # (row of the tile,) factor that normalises
+    q: cute.Tensor | None  # (4 words of a lane, lane, 16 of k, 16 rows), unless in registers
 
 
-def meeting(smem):
+def meeting(spec, smem):
     row_major = lambda *shape: cute.make_ordered_layout(shape, order=tuple(reversed(range(len(shape)))))  # noqa: E731
     return Meeting(
-        smem.allocate_tensor(Float32, row_major(WARPS, geometry.MMA_ROWS, 8, COLUMNS), 16),
-        smem.allocate_tensor(Float32, row_major(WARPS, geometry.MMA_ROWS, 2), 8),
-        smem.allocate_tensor(Float32, cute.make_layout(WARPS // 2 * geometry.MMA_ROWS)),
+        smem.allocate_tensor(Float32, row_major(warps(spec), geometry.MMA_ROWS, 8, COLUMNS), 16),
+        smem.allocate_tensor(Float32, row_major(warps(spec), geometry.MMA_ROWS, 2), 8),
+        smem.allocate_tensor(Float32, cute.make_layout(spec.tile.m)),
+        None if spec.tile.q_registers else smem.allocate_tensor(
+            Uint32, cute.make_layout((4, 32, spec.head_dim_qk // 16, spec.tile.m // geometry.MMA_ROWS)), 16
+        ),
     )
 
 
 @dataclass(frozen=True)
 class Registers:
-    q: cute.Tensor  # words of two rows: element 2 w of k of row g, of row g + 8
+    q: cute.Tensor | None  # words of two rows: element 2 w of k of row g, of row g + 8; or in Meeting.q
     unit: cute.Tensor  # what the two rows were divided by
     o: cute.Tensor
     st: softmax.State
@@ -120,7 +127,7 @@ def registers(spec):
     k, v = Row.of(spec, spec.head_dim_qk), Row.of(spec, spec.head_dim_vo)
     pieces = max(1, k.width // 64)
     r = Registers(
-        rmem(spec.head_dim_qk // 4, Uint32), rmem(2, Float32), rmem(spec.head_dim_vo // halves(spec) // 2, Float32),
+        rmem(spec.head_dim_qk // 4, Uint32) if spec.tile.q_registers else None, rmem(2, Float32), rmem(spec.head_dim_vo // halves(spec) // 2, Float32),
         softmax.make(2), rmem(2, Int32), rmem(pieces, Int32), rmem(2, Int32), rmem(1, Int32),
     )  # fmt: skip
     for i in range(pieces):
@@ -137,13 +144,13 @@ def place(spec: cutlass.Constexpr, a, w: schedule.Work):
     m = geometry.tile_m(spec, rows)
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
     half, number = number % halves(spec), number // halves(spec)
-    shares = WARPS // halves(spec) * geometry.MMA_ROWS // m
+    shares = warps(spec) // halves(spec) * geometry.MMA_ROWS // m
     n = schedule.lengths(spec, a, w.q_len, w.kv_len)
     return Place(w, n, m, rows, number // shares, number % shares, shares, half, a.interleaved)
 
 
 @cute.jit
-def load_q(spec: cutlass.Constexpr, a, r: Registers, x: Place):
+def load_q(spec: cutlass.Constexpr, a, s, r: Registers, x: Place):
     """This lane's elements of its two rows, zeros past the request, in the type and order of the cached words."""
     row, fold, fmt = Row.of(spec, spec.head_dim_qk), geometry.fold(spec, a), quant.FORMATS[spec.kv.dtype]
     g, t = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
@@ -162,12 +169,23 @@ def load_q(spec: cutlass.Constexpr, a, r: Registers, x: Place):
         r.unit[k] = Float32(1.0)
         if const_expr(spec.kv.dtype != "" and spec.dtype == "bf16"):
             r.unit[k] = to_fp16(words)
+        ordered = [in_order(fmt, words, i) for i in range(spec.head_dim_qk // 8)]
         for i in cutlass.range_constexpr(spec.head_dim_qk // 8):
-            first, second = (const_expr(i * 2 // fmt.elements * fmt.elements + e)
-                             for e in fmt.key_order[i * 2 % fmt.elements :][:2])  # fmt: skip
-            r.q[2 * i + k] = words[i]
-            if const_expr(second != first + 1):
-                r.q[2 * i + k] = quant.permute(words[first // 2], words[second // 2], (0x5410, 0x7632)[first % 2])
+            if const_expr(spec.tile.q_registers):
+                r.q[2 * i + k] = ordered[i]
+            elif x.share == 0 and x.half == 0:
+                s.merge.q[i % 2 * 2 + k, cute.arch.lane_idx(), i // 2, x.group] = ordered[i]
+    if const_expr(not spec.tile.q_registers):
+        sync(spec)
+
+
+def in_order(fmt, words, i):
+    """The i-th pair of a row in the order of its cached words."""
+    start = i * 2 // fmt.elements * fmt.elements
+    first, second = (start + fmt.key_order[i * 2 % fmt.elements + e] for e in range(2))
+    if second == first + 1:
+        return words[i]
+    return quant.permute(words[first // 2], words[second // 2], (0x5410, 0x7632)[first % 2])
 
 
 @cute.jit
@@ -186,7 +204,15 @@ def to_fp16(words: cute.Tensor):
     return warp.from_bits(exponent << 23)
 
 
-def issue_qk(spec, s, r, scores, stage, row):
+def words_of_q(spec, s, r, x, step):
+    """Operand A of 16 of k."""
+    if spec.tile.q_registers:
+        return [r.q[4 * step + c] for c in range(4)]
+    offset = cute.crd2idx((0, cute.arch.lane_idx(), step, x.group), s.merge.q.layout)
+    return mma.load(s.merge.q.iterator.toint() + 4 * offset, 4)
+
+
+def issue_qk(spec, s, r, x, scores, stage, row):
     """scores = Q K^T of the rows [row, row + keys) of a stage."""
     name, fmt = quant.operand(spec), quant.FORMATS[spec.kv.dtype]
     k, n, dim, tiles = Row.of(spec, spec.head_dim_qk), spec.tile.n, spec.head_dim_qk, keys(spec) // 8
@@ -211,7 +237,7 @@ def issue_qk(spec, s, r, scores, stage, row):
     for part in (scores, *sums):
         part.fill(0.0)
     for step in range(dim // 16):
-        a = [r.q[4 * step + c] for c in range(4)]
+        a = words_of_q(spec, s, r, x, step)
         for j in range(tiles):
             mma.issue(name, (scores, *sums)[step % chains], 4 * j, a, operands[j][2 * step : 2 * step + 2])
     for part in sums:
@@ -331,36 +357,41 @@ def run(spec: cutlass.Constexpr, a, s, r: Registers, x: Place, scales, at: Int32
     p = cute.make_rmem_tensor(keys(spec) // 4, Uint32)
     raw = cute.make_rmem_tensor((columns(spec)[1] * spec.kv.bits // 32, 4, keys(spec) // 16), Uint32)
     factors = cute.make_rmem_tensor((4, keys(spec) // 16), Uint32)
-    owed, before = False, (at, Int32(0), Int32(0))
+    unread = False  # whether the stage of V in `before` is to be freed
+    owed, before, row = False, (at, Int32(0), Int32(0)), x.share * keys(spec)
     for j in cutlass.range(x.w.hi - 1, x.w.lo - 1, -1, unroll=1):
         pipe.wait_full_at(s.k_pipe, at)
-        for row in cutlass.range(x.share * keys(spec), spec.tile.n, x.shares * keys(spec), unroll=1):
-            issue_qk(spec, s, r, scores, pipe.stage_of(at), row)
+        while row < spec.tile.n:
+            issue_qk(spec, s, r, x, scores, pipe.stage_of(at), row)
             if owed:
                 load_v(spec, s, r, x, before, raw, factors)
                 issue_pv(spec, r, p, raw, factors)
-            if before[0] != at:
+            if unread and before[0] != at:
                 free_v(s, before[0])
-            before = (at, row, j * spec.tile.n + row)
+            unread, before = True, (at, row, j * spec.tile.n + row)
             owed = probabilities(spec, a, r, x, scales, (j, before[2]), scores, p)
+            row += x.shares * keys(spec)
+        row -= spec.tile.n
         pipe.release_at(s.k_pipe, at)
+        if not unread or before[0] != at:  # no keys of this warp
+            free_v(s, at)
         at = pipe.behind(s.k_pipe, at)
     if owed:
         load_v(spec, s, r, x, before, raw, factors)
         issue_pv(spec, r, p, raw, factors)
-    if x.w.hi > x.w.lo:
+    if unread:
         free_v(s, before[0])
     return at
 
 
 def free_v(s, at):
-    """Nobody frees a stage that is still being filled, though skip-softmax may have left it unread."""
+    """Nobody frees a stage that is being filled, though it may have no use for it."""
     pipe.wait_full_at(s.v_pipe, at)
     pipe.release_at(s.v_pipe, at)
 
 
-def sync():
-    cute.arch.barrier(barrier_id=BARRIER, number_of_threads=32 * WARPS)
+def sync(spec):
+    cute.arch.barrier(barrier_id=BARRIER, number_of_threads=32 * warps(spec))
 
 
 @cute.jit
@@ -374,7 +405,7 @@ def weigh(spec: cutlass.Constexpr, a, s, r: Registers, x: Place, scales):
         if t == 0:
             s.merge.stats[own, 8 * k + g, 0] = r.st.m[k] * scales[1]
             s.merge.stats[own, 8 * k + g, 1] = total
-    sync()
+    sync(spec)
     view = rows_view(r.o)
     for k in cutlass.range_constexpr(2):
         top, total = -Float32.inf, Float32(0.0)
@@ -425,8 +456,8 @@ def merge(spec: cutlass.Constexpr, a, s, r: Registers, x: Place, scales):
                 for u in cutlass.range_constexpr(COLUMNS):
                     piece[u] = r.o[4 * (number + u) + 2 * k + e]
                 cute.autovec_copy(piece, s.merge.o[own, 8 * k + g, (2 * t + e) ^ g, None])
-        sync()
-        for index in cutlass.range(tid, 8 * halves(spec) * x.m, 32 * WARPS, unroll=1):
+        sync(spec)
+        for index in cutlass.range(tid, 8 * halves(spec) * x.m, 32 * warps(spec), unroll=1):
             eighth, row, half = index % 8, index // 8 % x.m, index // 8 // x.m
             at = x.w.m_block * x.m + row
             if at < x.rows:
@@ -443,7 +474,7 @@ def merge(spec: cutlass.Constexpr, a, s, r: Registers, x: Place, scales):
                 else:
                     token, head = geometry.token_of(at, fold, True), geometry.head_of(at, x.w.head, fold, True)
                     epilogue.store_piece(a, x.w.q_start + token, head, column, total)
-        sync()
+        sync(spec)
 
 
 @cute.jit
@@ -456,7 +487,7 @@ def math(spec: cutlass.Constexpr, plan, s):
     w = schedule.hear(s, t)
     while w.valid != 0:
         x = place(spec, a, w)
-        load_q(spec, a, r, x)
+        load_q(spec, a, s, r, x)
         at = run(spec, a, s, r, x, scales, at)
         merge(spec, a, s, r, x, scales)
         t += 1

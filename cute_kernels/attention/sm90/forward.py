@@ -33,7 +33,7 @@ from .load import load
 from .math import math
 
 REGISTERS = {2: (40, 232), 3: (32, 160)}  # math warpgroups -> (load, math) registers a thread
-SPLIT_REGISTERS = (72, 216)
+SPLIT_REGISTERS = {2: (72, 216), 3: (56, 152)}
 
 
 def fake_args(spec) -> AttentionArgs:
@@ -107,11 +107,6 @@ class Shared:
     merge: decode.Meeting | None = None
 
 
-def warpgroups(spec):
-    """That compute."""
-    return decode.WARPS // 4 if spec.split else spec.tile.warpgroups
-
-
 @cute.jit
 def forward(spec: cutlass.Constexpr, stream, *flat):
     a = AttentionArgs(*flat)
@@ -127,7 +122,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
         plan = Plan(a, *cached, q, mma_qk, wgmma.mma_nn(dt, t.warpgroups, spec.head_dim_vo))
     kernel(spec, plan).launch(
         grid=[a.grid, 1, 1],
-        block=[128 * (warpgroups(spec) + 1), 1, 1],
+        block=[128 * (spec.tile.warpgroups + 1), 1, 1],
         stream=stream,
         min_blocks_per_mp=1,
         use_pdl=a.enable_pdl,
@@ -139,7 +134,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
 
 
 def shared(spec, plan):
-    smem, warps, stages = cutlass.utils.SmemAllocator(), 4 * warpgroups(spec), spec.tile.stages
+    smem, warps, stages = cutlass.utils.SmemAllocator(), 4 * spec.tile.warpgroups, spec.tile.stages
     allocate = smem.allocate_tensor
     packed = spec.kv.dtype == "nvfp4"
     fills = kv.LOADERS * (33 if packed else 1)  # lanes that copy scale factors arrive too
@@ -158,7 +153,7 @@ def shared(spec, plan):
         for name, dim in (("k_scales", spec.head_dim_qk), ("v_scales", spec.head_dim_vo)):
             shape, stride = (spec.tile.n, dim // 16, stages), (dim // 16, 1, spec.tile.n * dim // 16)
             common[name] = allocate(cutlass.Uint8, cute.make_layout(shape, stride=stride), 16)
-    return Shared(**common, merge=decode.meeting(smem))
+    return Shared(**common, merge=decode.meeting(spec, smem))
 
 
 @cute.kernel
@@ -167,7 +162,7 @@ def kernel(spec: cutlass.Constexpr, plan: Plan):
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()
     cute.arch.griddepcontrol_wait()
-    few, many = SPLIT_REGISTERS if const_expr(spec.split) else REGISTERS[spec.tile.warpgroups]
+    few, many = const_expr(SPLIT_REGISTERS if spec.split else REGISTERS)[spec.tile.warpgroups]
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < 4:
         cute.arch.setmaxregister_decrease(few)
         load(spec, plan, s)
