@@ -27,7 +27,7 @@ def attention(sweep: bool) -> Family:
     from . import attention as bench
     from . import decode
 
-    known = cases.PREFILL_BF16 | cases.DECODE_BF16 | (bench.sweep_cases() if sweep else {})
+    known = cases.PREFILL_BF16 | cases.DECODE | (bench.sweep_cases() if sweep else {})
 
     def one(name: str, top: "Ceilings", setup: "Setup") -> "list[Result]":
         return (decode.measure if name.startswith("decode-") else bench.measure)(known[name], top, setup)

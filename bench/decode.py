@@ -1,6 +1,7 @@
 """Measures decode attention: each case against the time that its keys and values take at the copy rate of the run."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from .timing import Call, Timing, interleave
 
 TOLERANCE = 1e-2
 HOST_CASE = "host-decode"
+WIDER = {"nvfp4": "fp8", "fp8": ""}  # caches that ours is compared with, in its own time on the same case
 Inputs = dict[str, Any]
 
 
@@ -44,20 +46,31 @@ PROVIDERS: dict[str, Callable[[Inputs], Callable[[], torch.Tensor]]] = {"ours": 
 
 
 def kv_bytes(case: AttentionCase) -> int:
-    """Keys and values, read once."""
+    """Keys and values, read once, with their scale factors."""
     row = case.head_dim_qk + case.head_dim_vo
-    return sum(case.kv_lens) * case.heads_kv * row * cases.DTYPES[case.kv_dtype or case.dtype].itemsize
+    size = row // 2 + row // 16 if case.kv_dtype == "nvfp4" else row * (1 if case.kv_dtype else 2)
+    return sum(case.kv_lens) * case.heads_kv * size
 
 
 def check(inputs: Inputs, out: torch.Tensor) -> str | None:
     """None where the first and the last request are right, else what is wrong."""
     table, lens, query = inputs["block_tables"], inputs["seq_lens"], inputs["query"]
     k, v = inputs["kv_cache"]
+    k_scales, v_scales = inputs.get("kv_block_scales") or (None, None)
     for b in {0, len(lens) - 1}:
         offsets = torch.tensor([0, 1], dtype=torch.int32)
         pages = table[b : b + 1, None].expand(-1, 2, -1)
         problem = reference.PagedProblem(
-            query[b : b + 1], k, v, pages, lens[b : b + 1], offsets, inputs["bmm1_scale"], inputs["bmm2_scale"]
+            query[b : b + 1],
+            k,
+            v,
+            pages,
+            lens[b : b + 1],
+            offsets,
+            inputs["bmm1_scale"],
+            inputs["bmm2_scale"],
+            k_scales=k_scales,
+            v_scales=v_scales,
         )
         error = (out[b : b + 1].float() - reference.paged_attention(problem)[0]).abs().max()
         if not error <= TOLERANCE:
@@ -87,6 +100,10 @@ def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
     calls = collect(cases.make_inputs(case, setup.device), setup.providers)
     if not calls:
         return []
+    wider = WIDER.get(case.kv_dtype)
+    if wider is not None and "ours" in calls:
+        inputs = cases.make_inputs(replace(case, kv_dtype=wider), setup.device)
+        calls |= {f"own-{wider or 'bf16'}": call for call in collect(inputs, ("ours",)).values()}
     size = kv_bytes(case)
     floor = size / top.gbps / 1e3
     times = interleave(calls, setup.clock, 1, setup.rounds)

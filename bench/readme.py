@@ -101,12 +101,21 @@ def decode_cells(rows: list[Row]) -> list[str]:
     mine, floor = by["ours"], by.get("floor")
     line = [f"`{mine.case}`", f"{mine.time_us:.1f}", f"{mine.gbps:.0f}" if mine.gbps else ""]
     line.append(number(floor.ratio_to_ours, 2) if floor and floor.ratio_to_ours else "")
+    own = next((r for name, r in by.items() if name.startswith("own-")), None)
+    line.append(beside(own))
     return [*line, beside(by.get("flashinfer"))]
 
 
 def measured_decode(results: dict[str, list[Row]]) -> str:
     """The same of decode attention."""
-    head = ["case", "ours, us", "GB/s of K and V", "floor / ours", "flashinfer, us (/ ours)"]
+    head = [
+        "case",
+        "ours, us",
+        "GB/s of K and V",
+        "floor / ours",
+        "next wider cache, us (/ ours)",
+        "flashinfer, us (/ ours)",
+    ]
     parts = [part for gpu, rows in results.items() for part in section(gpu, rows, "decode-", head, decode_cells, [])]
     return "\n\n".join(parts) or "Not measured yet."
 

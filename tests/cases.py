@@ -86,21 +86,24 @@ PREFILL_BF16 = {
 }
 
 
-def decoding(batch: int, length: int, heads: tuple[int, int], dim: int, page_size: int) -> AttentionCase:
-    name = f"decode-bf16-b{batch}-s{length}-h{heads[0]}x{heads[1]}-d{dim}-p{page_size}"
-    return AttentionCase(
-        name, "bf16", (1,) * batch, (length,) * batch, *heads, dim, dim, page_size, lse=False, spare_pages=8
-    )
+def decoding(
+    batch: int, length: int, heads: tuple[int, int], dim: int, page_size: int, kv_dtype: str = ""
+) -> AttentionCase:
+    """A headline case of a bf16 query."""
+    name = f"decode-{kv_dtype or 'bf16'}-b{batch}-s{length}-h{heads[0]}x{heads[1]}-d{dim}-p{page_size}"
+    case = AttentionCase(name, "bf16", (1,) * batch, (length,) * batch, *heads, dim, dim, page_size)
+    return replace(case, lse=False, spare_pages=8, kv_dtype=kv_dtype)
 
 
-DECODE_BF16 = {
+DECODE = {
     case.name: case
+    for kv_dtype in ("", "fp8", "nvfp4")
     for case in (
-        decoding(64, 8192, (64, 8), 128, 64),
-        decoding(16, 32768, (64, 8), 128, 64),
-        decoding(1, 131072, (64, 8), 128, 64),
-        decoding(128, 2048, (32, 8), 128, 32),
-        decoding(64, 8192, (64, 8), 64, 64),
+        decoding(64, 8192, (64, 8), 128, 64, kv_dtype),
+        decoding(16, 32768, (64, 8), 128, 64, kv_dtype),
+        decoding(1, 131072, (64, 8), 128, 64, kv_dtype),
+        decoding(128, 2048, (32, 8), 128, 32, kv_dtype),
+        decoding(64, 8192, (64, 8), 64, 64, kv_dtype),
     )
 }
 
@@ -327,7 +330,7 @@ def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
             ValueError,
             "kv_cache_sf: alias",
         ),
-        "skip": ({"skip_softmax_threshold_scale_factor": 1e-30}, NotImplementedError, "skip_softmax_threshold_scale"),
+        "skip type": ({"skip_softmax_threshold_scale_factor": "1"}, TypeError, "skip_softmax_threshold_scale"),
         "skip < 0": (
             {"skip_softmax_threshold_scale_factor": -1.0},
             ValueError,

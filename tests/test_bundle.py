@@ -88,8 +88,9 @@ good = dict(
     q=T((7, 8, qk), dt), k=T((4, 2, 16, qk), dt), v=T((4, 2, 16, vo), dt), o=T((7, 8, vo), dt),
     lse=T((0, 8), "float32"), cu_seqlens_q=T((3,), "int32"), kv_lens=T((2,), "int32"),
     page_table=T((2, 2, 3), "int32"), tickets=T((8,), "int32"), sink=T((0,), "float32"), scale=T((0,), "float32"),
-    out_scale=T((0,), "float32"), part_o=T((0, 1, vo), "float32"), part_lse=T((0, 1), "float32"), scale_log2=1.0,
-    out_factor=1.0, soft_cap=0.0, window_left=0, grid=132, ticket=0, enable_pdl=0,
+    out_scale=T((0,), "float32"), k_scales=T((0, 1, 1, qk // 16), "uint8"), v_scales=T((0, 1, 1, vo // 16), "uint8"),
+    o8=T((0, 8, vo), "uint8"), drafts=T((0, 1), "int32"), part=T((0, 1, vo + 4), "float32"), scale_log2=1.0,
+    out_factor=1.0, soft_cap=0.0, skip=0.0, window_left=0, chunk=0, interleaved=0, grid=132, ticket=0, enable_pdl=0,
 )
 good = AttentionArgs(**good)._asdict()
 cases = {

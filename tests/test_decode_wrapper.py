@@ -35,7 +35,7 @@ def test_launch_of_every_case(launches, name):  # noqa: F811
     for _ in range(2):  # a new plan, then the same one
         inputs["out"].fill_(math.nan)
         check(inputs, trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs)), case.tolerance)
-    assert len(launches) == 2 and all(a.ticket == -1 and len(a.part_o) == 2 * a.grid == 264 for a in launches)
+    assert len(launches) == 2 and all(a.ticket == -1 and len(a.part) == 2 * a.grid == 264 for a in launches)
 
 
 @pytest.mark.parametrize("launched", [False, True])
@@ -97,7 +97,7 @@ def test_scratch_is_kept_for_a_stream_and_new_in_a_capture(launches, monkeypatch
     for stream, capturing in ((0, False), (0, False), (7, False), (0, True), (0, True), (2, False), (2, False)):
         now |= {"stream": stream, "capturing": capturing}
         trtllm_batch_decode_with_kv_cache(**inputs)
-    where = [a.part_o.data_ptr() for a in launches]
+    where = [a.part.data_ptr() for a in launches]
     assert where[0] == where[1] and len({*where[1:]}) == 6
     monkeypatch.setattr(prefill, "MAX_SCRATCH", 2)
     now["stream"] = 9
@@ -106,7 +106,18 @@ def test_scratch_is_kept_for_a_stream_and_new_in_a_capture(launches, monkeypatch
 
 
 BAD = {
-    "mask": ({"mask": torch.zeros(1)}, NotImplementedError, "mask: "),
+    "mask": ({"mask": 3}, TypeError, "mask: int"),
+    "mask dtype": ({"mask": torch.zeros(42, 4)}, TypeError, "mask: dtype"),
+    "mask shape": (
+        {"mask": torch.zeros(42, 2).to(torch.uint16)},
+        ValueError,
+        r"mask: shape \(42, 2\), must be \(42, 4",
+    ),
+    "mask device": (
+        {"mask": torch.zeros(42, 4, device="meta").to(torch.uint16)},
+        ValueError,
+        "mask: device meta",
+    ),
     "backend": ({"backend": "fa9"}, KeyError, "backend: 'fa9'"),
     "sinks": ({"sinks": [torch.zeros(4)] * 2}, ValueError, "sinks: a list of 2"),
     "log2": ({"bmm1_scale_log2": 1.0}, TypeError, "bmm1_scale_log2: float"),
@@ -118,7 +129,7 @@ BAD = {
     "query, equal lengths": ({"query": None, "cum_seq_lens_q": None}, TypeError, "query"),
     "seq_lens": ({"seq_lens": None}, TypeError, "seq_lens"),
     "table": ({"block_tables": torch.zeros(3, 4, dtype=torch.int32)}, ValueError, "block_tables"),
-    "skip": ({"skip_softmax_threshold_scale_factor": 0.1}, NotImplementedError, "skip_softmax_threshold_scale_factor"),
+    "skip": ({"skip_softmax_threshold_scale_factor": -0.1}, ValueError, "skip_softmax_threshold_scale_factor"),
     "window": ({"window_left": 0.5}, TypeError, "window_left"),
 }
 
@@ -234,14 +245,138 @@ def test_xqa_of_quantised_caches(kind, layout):
     torch.testing.assert_close(inputs["output"].double(), want, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("cache", ["tuple", "stacked"])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
-def test_cpu_takes_quantised_caches_and_cuda_names_them(request, kind):
-    case = replace(PLAIN, kv_dtype=kind)
+def test_quantised_caches(request, kind, layout, cache, launched):
+    if launched:
+        request.getfixturevalue("launches")
+    case = replace(PLAIN, kv_dtype=kind, layout=layout, cache=cache)
     inputs = cases.make_inputs(case)
-    check(inputs, trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs)), case.tolerance)
-    request.getfixturevalue("launches")
-    with pytest.raises(NotImplementedError, match="^kv_cache: torch"):
-        trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs))
+    for _ in range(2):
+        inputs["out"].fill_(math.nan)
+        check(inputs, trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs)), case.tolerance)
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_interleaved_scales_of_v(request, launched):
+    if launched:
+        request.getfixturevalue("launches")
+    inputs = cases.make_inputs(replace(PLAIN, kv_dtype="nvfp4"))
+    want = [t.clone() for t in trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs))]
+    k, v = inputs["kv_block_scales"]
+    stored = v.unflatten(2, (-1, 4)).transpose(-1, -2).reshape(v.shape)
+    assert torch.equal(wrappers.fp4.deinterleave_v_scales(stored).view(torch.uint8), v.view(torch.uint8))
+    inputs["kv_block_scales"] = (k, stored)
+    inputs["out"].fill_(math.nan)
+    got = trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs), v_scales_interleaved=True)
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_e4m3_output(request, launched, given):
+    """Rounded and saturated; bmm2_scale includes 1 / o_scale."""
+    if launched:
+        request.getfixturevalue("launches")
+    inputs = decode_of(PLAIN, bmm2_scale=400.0)
+    o, _ = cases.reference_of(cases.make_inputs(PLAIN) | {"bmm2_scale": 400.0})
+    out = torch.zeros(o.shape, dtype=torch.float8_e4m3fn) if given else None
+    inputs |= {"out": out, "out_dtype": torch.float8_e4m3fn, "o_scale": 0.5}
+    got, _ = trtllm_batch_decode_with_kv_cache(**inputs)
+    assert got.dtype == torch.float8_e4m3fn and (not given or got is out) and (o.abs() > 448).any()
+    torch.testing.assert_close(got.float(), o.clamp(-448, 448), rtol=0.07, atol=1e-2)
+
+
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("change", [{"batch_invariant": True}, {"skip_softmax_threshold_scale_factor": 1e-30}], ids=str)
+def test_options_that_keep_the_result(request, launched, change):
+    made = request.getfixturevalue("launches") if launched else []
+    case = replace(PLAIN, q_lens=(1, 2, 17), kv_lens=(9000, 70, 5000))
+    inputs = cases.make_inputs(case)
+    check(inputs, trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs), **change), case.tolerance)
+    for a in made:
+        assert (a.chunk > 0) == ("batch_invariant" in change) and (a.skip > -math.inf) == (a.chunk == 0)
+
+
+def tree(q_len, seed=0):
+    """(q_len, q_len) bool: a draft sees itself and some of the others."""
+    gen = torch.Generator().manual_seed(seed)
+    return (torch.rand(q_len, q_len, generator=gen) < 0.4) | torch.eye(q_len, dtype=torch.bool)
+
+
+def packed(masks):
+    """uint16 (sum of rows, W) of masks (q_len, q_len); the bits behind q_len are set, as garbage."""
+    most = max(len(m) for m in masks)
+    width = (most + 31) // 32 * 32
+    rows = torch.cat([torch.nn.functional.pad(m, (0, width - len(m)), value=True) for m in masks])
+    words = (rows.unflatten(1, (-1, 16)).int() << torch.arange(16, dtype=torch.int32)).sum(-1)
+    return words.to(torch.uint16)
+
+
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("q_len", [1, 5, 33, 64])
+@pytest.mark.parametrize("form", ["equal", "ragged", "causal"])
+def test_masks_of_drafts(request, launched, q_len, form):
+    """Each row against attention on the keys that its mask leaves."""
+    if launched:
+        request.getfixturevalue("launches")
+    q_lens = (q_len, q_len, 0, 3) if form == "ragged" else (q_len, q_len)
+    lens = (q_len + 20, q_len, 7, 90)[: len(q_lens)]
+    masks = [torch.ones(n, n).bool().tril() if form == "causal" else tree(n, b) for b, n in enumerate(q_lens)]
+    case = replace(PLAIN, q_lens=q_lens, kv_lens=lens)
+    inputs = decode_of(case, mask=packed(masks))
+    if form != "ragged":
+        inputs |= {"cum_seq_lens_q": None, "max_q_len": None, "q_len_per_req": q_len}
+        inputs["mask"] = inputs["mask"].unflatten(0, (2, q_len))
+    o, lse = trtllm_batch_decode_with_kv_cache(**inputs)
+    if form == "causal":
+        want = trtllm_batch_decode_with_kv_cache(**decode_of(case))
+        assert torch.equal(o, want[0]) and torch.equal(lse, want[1])
+    expected = draft_rows(inputs, case, masks)
+    torch.testing.assert_close(o.double(), expected, rtol=1e-2, atol=1e-2)
+
+
+def draft_rows(inputs, case, masks):
+    """O of every token in fp64, from the keys that it sees."""
+    k_pool, v_pool = inputs["kv_cache"]
+    out, at = [], 0
+    for b, (q_len, length) in enumerate(zip(case.q_lens, case.kv_lens)):
+        ids = inputs["block_tables"][b, : -(-length // case.page_size)].long()
+        k, v = (t[ids].transpose(1, 2).flatten(0, 1)[:length].double() for t in (k_pool, v_pool))
+        k, v = (t.repeat_interleave(case.heads_q // case.heads_kv, 1) for t in (k, v))
+        for row in range(q_len):
+            keep = torch.cat([torch.ones(length - q_len).bool(), masks[b][row]])
+            logits = torch.einsum("hd,nhd->hn", inputs["query"][at].double(), k[keep]) * inputs["bmm1_scale"]
+            p = torch.cat([logits, inputs["sinks"][:, None].double()], 1).softmax(1)[:, :-1]
+            out.append(torch.einsum("hn,nhd->hd", p, v[keep]))
+            at += 1
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_xqa_drafts(request, launched, ragged):
+    """As the decode function does it, with implicit 1 / sqrt(D)."""
+    if launched:
+        request.getfixturevalue("launches")
+    q_lens = (5, 0, 2) if ragged else (5, 5, 5)
+    case = replace(PLAIN, q_lens=q_lens, kv_lens=(40, 9, 5), dtype="fp16", layout="NHD")
+    inputs = decode_of(case, mask=packed([tree(n, b) for b, n in enumerate(q_lens)]))
+    want, _ = trtllm_batch_decode_with_kv_cache(**inputs)
+    want, q, mask = want.clone(), inputs["query"], inputs["mask"]
+    extra = {"q_cu_seq_lens": inputs["cum_seq_lens_q"]}
+    if not ragged:
+        q, mask, extra = q.unflatten(0, (3, 1, 5)), mask.unflatten(0, (3, 5)), {}
+    for dtype in (torch.float16, torch.float8_e4m3fn):
+        out = torch.zeros(q.shape, dtype=dtype)
+        xqa(q, *inputs["kv_cache"], inputs["block_tables"], inputs["seq_lens"][:, None], out, None, None, 2, 16,
+            sinks=inputs["sinks"].view(2, -1), q_seq_len=5, mask=mask, rcp_out_scale=0.5, **extra)  # fmt: skip
+        if dtype == torch.float16:
+            torch.testing.assert_close(out.view(want.shape), want, rtol=1e-3, atol=1e-3)
+        else:
+            torch.testing.assert_close(out.view(want.shape).float(), want.float() / 2, rtol=0.07, atol=1e-2)
 
 
 def test_xqa_both_signatures():
@@ -265,12 +400,12 @@ def test_a_negative_page_is_a_page_of_zeros():
 
 
 SF = torch.zeros(6, 16, 2, 4, dtype=torch.uint8)
+ROWS = {"q": torch.zeros(3, 6, 64).half(), "output": torch.zeros(3, 6, 64).half()}
 XQA_BAD = {
     "beam": ({"q": torch.zeros(3, 2, 6, 64).half()}, ValueError, r"q: shape \(3, 2"),
     "q dtype": ({"q": torch.zeros(3, 1, 6, 64)}, TypeError, "q: dtype"),
     "output": ({"output": torch.zeros(3, 1, 6, 32).half()}, ValueError, "output: shape"),
     "output dtype": ({"output": torch.zeros(3, 1, 6, 64)}, TypeError, "output: dtype"),
-    "output e4m3": ({"output": torch.zeros(3, 1, 6, 64).to(torch.float8_e4m3fn)}, NotImplementedError, "output: e4m3"),
     "page_size": ({"page_size": 24}, ValueError, "page_size: 24"),
     "page_size differs": ({"page_size": 32}, ValueError, "k_cache: shape"),
     "layout": ({"kv_layout": "DNH"}, KeyError, "kv_layout: 'DNH'"),
@@ -283,8 +418,18 @@ XQA_BAD = {
     "q_scale": ({"q_scale": None}, TypeError, "q_scale: None"),
     "kv_scale": ({"kv_scale": torch.ones(2)}, ValueError, "kv_scale: shape"),
     "kv_scale type": ({"kv_scale": "1"}, TypeError, "kv_scale: '1'"),
-    "drafts": ({"q_seq_len": 2}, NotImplementedError, "q_seq_len"),
-    "mask": ({"mask": torch.zeros(1)}, NotImplementedError, "mask"),
+    "drafts": ({"q_seq_len": 2}, ValueError, r"q: shape \(3, 1, 6, 64\), must be .*, q_seq_len 2"),
+    "no mask": (
+        {"q": torch.zeros(3, 1, 2, 6, 64).half(), "output": torch.zeros(3, 1, 2, 6, 64).half(), "q_seq_len": 2},
+        ValueError,
+        "mask: None, required",
+    ),
+    "mask": ({"mask": torch.zeros(1)}, TypeError, "mask: dtype"),
+    "mask shape": ({"mask": torch.zeros(3, 2, 2).to(torch.uint16)}, ValueError, r"mask: shape \(3, 2, 2\)"),
+    "offsets": (ROWS | {"q_cu_seq_lens": torch.zeros(4)}, TypeError, "q_cu_seq_lens: dtype"),
+    "offsets shape": (ROWS | {"q_cu_seq_lens": torch.zeros(3).int()}, ValueError, "q_cu_seq_lens: shape"),
+    "offsets rank": ({"q_cu_seq_lens": torch.zeros(4).int()}, ValueError, "q: shape .*q_cu_seq_lens"),
+    "rcp": ({"rcp_out_scale": "1"}, TypeError, "rcp_out_scale: '1'"),
     "one sf": ({"k_sf_cache": torch.zeros(1)}, ValueError, "k_sf_cache, v_sf_cache: one"),
     "sf of 16 bits": ({"k_sf_cache": SF, "v_sf_cache": SF}, ValueError, "k_sf_cache, v_sf_cache: must be None where"),
     "sf dtype": ({"k_sf_cache": SF.float(), "v_sf_cache": SF}, TypeError, "k_sf_cache: dtype"),

@@ -17,8 +17,9 @@ def all_requests():
         ("bf16", "fp16"), sm90.TILES, sm90.PAGE_SIZES, (1, 3, 8), *[(False, True)] * 3, (1, 64, 65, 1 << 30)
     ):
         yield dispatch.Request(dtype, dims[0], dims[1], page, group, causal, window, cap, rows)
-        if causal and dims in sm90.SPLIT_TILES:
-            yield dispatch.Request(dtype, dims[0], dims[1], page, group, causal, window, cap, rows, split=True)
+        for kv_dtype, dim in sm90.SPLIT_TILES if causal else ():
+            if dims == (dim, dim):
+                yield dispatch.Request(dtype, dim, dim, page, group, causal, window, cap, rows, True, kv_dtype)
 
 
 def test_every_request_gets_a_shipped_spec_that_serves_it():
@@ -27,7 +28,8 @@ def test_every_request_gets_a_shipped_spec_that_serves_it():
     for request in all_requests():
         op, spec = dispatch.select(request, ARCH)
         found.add((op, spec))
-        assert spec.mask.causal == request.causal and spec.soft_cap == request.soft_cap
+        assert spec.mask.causal == request.causal and spec.kv.dtype == request.kv_dtype
+        assert spec.soft_cap == (request.soft_cap and not request.split)
         assert spec.mask.window or not request.window
         assert (spec.dtype, spec.head_dim_qk) == (request.dtype, request.head_dim_qk)
         assert spec.head_dim_vo == request.head_dim_vo
@@ -46,7 +48,8 @@ def test_blocks_of_keys_do_not_depend_on_the_batch():
     widths: dict[tuple, set[int]] = {}
     for request in all_requests():
         _, spec = dispatch.select(request, ARCH)
-        widths.setdefault((request.head_dim_qk, request.head_dim_vo), set()).add(spec.tile.n)
+        key = request.head_dim_qk, request.head_dim_vo, request.split, request.kv_dtype
+        widths.setdefault(key, set()).add(spec.tile.n)
     assert all(len(n) == 1 for n in widths.values()), widths
 
 
@@ -59,6 +62,7 @@ def test_blocks_of_keys_do_not_depend_on_the_batch():
         ({"page_size": 5}, "page_size 5"),
         ({"page_size": 512}, "page_size 512"),
         ({"head_dim_qk": 192, "split": True}, "split: head_dim (192, 128)"),
+        ({"kv_dtype": "e4m3"}, "kv e4m3: the sm_90a kernel has it for decoding only"),
     ],
 )
 def test_what_is_refused_is_named(change, word):

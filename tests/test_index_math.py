@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cutlass", reason="index functions take min and max from the DSL")
 
-from cute_kernels.attention import combine, geometry, kv, mask, schedule
+from cute_kernels.attention import geometry, kv, mask, schedule
+from cute_kernels.attention.sm90 import decode
 from cute_kernels.attention.spec import AttentionSpec, MaskSpec, TileSpec
 
 SPECS = st.builds(
@@ -115,34 +116,64 @@ def test_fold(pack, rows):
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))
 def test_shares_of_a_split_and_who_merges(tiles, ctas):
-    """Shares differ by one unit at most. Of the tiles that several CTAs have parts of, each is merged by one, which
-    finds the slots in which the parts are; no two parts have the same slot."""
+    """Shares differ by one unit at most. A tile of which several CTAs have parts is merged by the one that has its
+    begin, as the last tile of its share, which finds the slots in which the parts are; no two parts share a slot."""
     units = sum(tiles)
     starts = [schedule.share(units, c, ctas) for c in range(ctas + 1)]
     sizes = {b - a for a, b in zip(starts, starts[1:])}
     assert starts[0] == 0 and starts[-1] == units and max(sizes) - min(sizes) <= 1
-    taken, merged, first = set(), {}, 0
-    for number, each in enumerate(tiles):
+    taken, first = set(), 0
+    for each in tiles:
         parts = [c for c in range(ctas) if max(starts[c], first) < min(starts[c + 1], first + each)]
+        assert [schedule.holder(u, units, ctas) for u in (first, first + each - 1)] == [parts[0], parts[-1]]
+        assert parts == list(range(parts[0], parts[-1] + 1))
         if len(parts) > 1:
+            assert first <= starts[parts[0] + 1] - 1 < first + each
             slots = [schedule.slot(c, max(starts[c], first) - first) for c in parts]
+            assert slots == [schedule.slot(c, c - parts[0]) for c in parts]
             assert not taken & set(slots) and max(slots) < 2 * ctas
             taken |= set(slots)
-            merged[number] = [c for c in range(1, ctas) if starts[c] < first + each
-                              and combine.merges(first, starts[c], starts[c - 1])]  # fmt: skip
-            (merger,) = merged[number]
-            assert slots == [schedule.slot(c, c - (merger - 1)) for c in parts]
-        else:
-            inside = [c for c in range(1, ctas) if first <= starts[c] < min(first + each, units)]
-            assert not any(combine.merges(first, starts[c], starts[c - 1]) for c in inside)
         first += each
 
 
-@given(SPECS, LENGTHS)
-def test_units_of_a_tile_hold_all_blocks_that_any_of_its_tokens_visits(spec, n):
-    split = replace(spec, split=True)
+@given(SPECS, LENGTHS, st.integers(0, 5), st.booleans())
+def test_units_of_a_tile_hold_all_blocks_that_any_of_its_tokens_visits(spec, n, chunk, drafts):
+    split, n = replace(spec, split=True), replace(n, drafts=int(drafts))
     every = [mask.kv_range(split, token, token, n) for token in range(n.q_len)]
     visited = {j for lo, hi in every for j in range(lo, hi)}
     lo = mask.kv_range(split, 0, n.q_len - 1, n)[0]
-    found = int(schedule.weight(split, n.q_len, n.kv_len, n.window_left))
-    assert found >= 1 and visited <= set(range(lo, lo + found))
+    found = int(schedule.weight(split, n, chunk))
+    assert found >= 1 and visited <= set(range(lo, lo + found * max(chunk, 1)))
+
+
+@given(SPECS, LENGTHS)
+def test_drafts_see_all_older_keys_and_may_see_each_other(spec, n):
+    split, n = replace(spec, split=True, mask=replace(spec.mask, causal=True)), replace(n, drafts=1)
+    for token in range(n.q_len):
+        lo, hi = mask.visible(split, token, n)
+        assert hi == n.kv_len and lo == mask.visible(split, token, replace(n, drafts=0))[0]
+    full = mask.full_range(split, 0, n.q_len - 1, n)
+    assert full[1] * split.tile.n <= max(0, n.kv_len - n.q_len)
+
+
+@given(st.integers(1, 400))
+def test_tiles_of_a_split_are_as_small_as_their_rows_allow(rows):
+    spec = AttentionSpec(split=True, tile=TileSpec(64, 128))
+    m = geometry.tile_m(spec, rows)
+    assert m == next((m for m in (16, 32, 64) if rows <= m), 64)
+    assert geometry.tile_m(AttentionSpec(), rows) == AttentionSpec().tile.m
+
+
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_swizzle_is_that_of_shared_memory(width):
+    """TMA's pattern: 16-byte pieces change places by the exclusive or with the number of their 128 bytes."""
+    places = set()
+    for row in range(16):
+        for byte in range(width):
+            linear = row * width + byte
+            piece, line = linear // 16, linear // 128
+            bits = width // 16
+            want = (piece ^ line % bits) * 16 + byte % 16
+            assert decode.swizzle(width, row, byte) == want
+            places.add(want)
+    assert places == set(range(16 * width))

@@ -173,38 +173,53 @@ def emulate(spec, launches):
         a = AttentionArgs(*flat)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[spec.dtype]
         batch = a.kv_lens.shape[0]
-        if any(t.dtype != dtype for t in (a.q, a.k, a.v, a.o)) or a.page_table.dtype != torch.int32:
+        cached = {"": dtype, "e4m3": torch.float8_e4m3fn, "nvfp4": torch.uint8}[spec.kv.dtype]
+        types = [dtype, cached, cached, dtype, *[torch.uint8] * 3]
+        if [t.dtype for t in (a.q, a.k, a.v, a.o, a.k_scales, a.v_scales, a.o8)] != types:
             raise TypeError("dtype")
-        if [t.ndim for t in flat[:14]] != [3, 4, 4, 3, 2, 1, 1, 3, 1, 1, 1, 1, 3, 2]:
+        if a.page_table.dtype != torch.int32:
+            raise TypeError("dtype")
+        if [t.ndim for t in flat[:17]] != [3, 4, 4, 3, 2, 1, 1, 3, 1, 1, 1, 1, 4, 4, 3, 2, 3]:
             raise ValueError("rank")
-        if any(t.device.type != "cpu" for t in flat[:14]):
+        if any(t.device.type != "cpu" for t in flat[:17]):
             raise ValueError("device")
         if any(t.stride(-1) != 1 for t in (a.q, a.k, a.v, a.o, a.page_table, a.kv_lens, a.cu_seqlens_q, a.sink)):
             raise ValueError("last stride")
         assert a.page_table.shape[:2] == (batch, 2) and a.cu_seqlens_q.shape == (batch + 1,)
-        assert a.kv_lens.dtype == a.cu_seqlens_q.dtype == torch.int32
-        assert all(t.dtype == torch.float32 for t in (a.lse, a.sink, a.scale, a.out_scale, a.part_o, a.part_lse))
-        assert a.k.shape[3] == spec.head_dim_qk and a.v.shape[3] == spec.head_dim_vo
-        assert a.lse.shape[1] == a.q.shape[1] and all(isinstance(x, float) for x in flat[14:17])
+        assert a.kv_lens.dtype == a.cu_seqlens_q.dtype == a.drafts.dtype == torch.int32
+        assert all(t.dtype == torch.float32 for t in (a.lse, a.sink, a.scale, a.out_scale, a.part))
+        packed = 2 if spec.kv.dtype == "nvfp4" else 1
+        assert a.k.shape[3] * packed == spec.head_dim_qk and a.v.shape[3] * packed == spec.head_dim_vo
+        for scales, values in ((a.k_scales, a.k), (a.v_scales, a.v)):
+            found = (len(values) if packed == 2 else 0, values.shape[3] * packed // 16)
+            assert (scales.shape[0], scales.shape[3]) == found
+        assert a.lse.shape[1] == a.q.shape[1] and all(isinstance(x, float) for x in flat[17:21])
+        assert (len(a.o8) == 0) != (len(a.o) == 0) and (spec.split or len(a.o8) == 0)
         group = a.q.shape[1] // a.k.shape[1] if spec.pack_gqa else 1
         tiles = sum(-(-n * group // spec.tile.m) for n in a.cu_seqlens_q.diff().tolist()) * (a.q.shape[1] // group)
         assert type(a.grid) is int and 1 <= a.grid <= 132 and (a.grid >= tiles or a.grid == 132)
-        most = max(a.cu_seqlens_q.diff().tolist(), default=0) * group
-        rows = (2 * a.grid, min(most, spec.tile.m)) if spec.split else (0, 1)
-        assert a.part_o.shape == (rows[0], a.part_o.shape[1], spec.head_dim_vo) and a.part_o.shape[1] >= rows[1]
-        assert a.part_lse.shape == a.part_o.shape[:2] and a.part_o.is_contiguous() and a.part_lse.is_contiguous()
+        parts = 2 * a.grid
+        if a.chunk:
+            blocks = [-(-n // spec.tile.n) for n in a.kv_lens.tolist()]
+            rows = [-(-n * group // spec.tile.m) for n in a.cu_seqlens_q.diff().tolist()]
+            parts = sum(m * max(1, -(-n // a.chunk)) for m, n in zip(rows, blocks)) * a.k.shape[1]
+        assert len(a.part) >= parts if spec.split else len(a.part) == 0
+        assert not spec.split or a.part.shape[1:] == (spec.tile.m, spec.head_dim_vo + 4) and a.part.is_contiguous()
         assert type(a.enable_pdl) is int and type(a.window_left) is int and 0 <= a.window_left <= 1 << 30
+        assert type(a.chunk) is type(a.interleaved) is int and (spec.split or a.chunk == 0 and a.skip == -math.inf)
         assert a.tickets.dtype == torch.int32 and not a.tickets.any() and -1 <= a.ticket < len(a.tickets)
         launches.append(a)
         window = a.window_left if spec.mask.window and a.window_left < 1 << 30 else -1
         scale = a.scale_log2 / reference.LOG2E * (a.scale if len(a.scale) else 1.0)
+        k_scales, v_scales = (t.view(torch.float8_e4m3fn) if len(t) else None for t in (a.k_scales, a.v_scales))
         problem = PagedProblem(
             a.q, a.k, a.v, a.page_table, a.kv_lens, a.cu_seqlens_q, scale,
             a.out_factor * (a.out_scale if len(a.out_scale) else 1.0), spec.mask.causal, window,
-            a.soft_cap if spec.soft_cap else 0.0, a.sink if len(a.sink) else None,
+            a.soft_cap if spec.soft_cap or spec.split else 0.0, a.sink if len(a.sink) else None, k_scales, v_scales,
+            bool(a.interleaved), a.drafts if len(a.drafts) else None,
         )  # fmt: skip
         o, lse = reference.paged_attention(problem)
-        a.o.copy_(o)
+        reference.store(o, a.o8.view(torch.float8_e4m3fn) if len(a.o8) else a.o)
         if len(a.lse):
             a.lse.copy_(lse)
 

@@ -139,22 +139,24 @@ def test_a_shipped_kernel():
     i32 = np.zeros(8, np.int32)
     one, none = np.ones(1, np.float32), np.zeros(0, np.float32)
     args = [q[:, :heads], kv[:, 0], kv[:, 1], np.zeros((7, heads, dim), ml_dtypes.bfloat16), np.zeros((7, heads), "f4")]
-    args += [i32[:2], i32[:1], np.zeros((1, 2, 4), np.int32), i32, none, one, none, np.zeros((0, 1, dim), "f4")]
-    args += [np.zeros((0, 1), "f4"), 0.5, 1.0, 0.0, 3, 6, -1, 0]
+    factors = np.zeros((0, 1, 1, dim // 16), np.uint8)
+    args += [i32[:2], i32[:1], np.zeros((1, 2, 4), np.int32), i32, none, one, none, factors, factors]
+    args += [np.zeros((0, heads, dim), np.uint8), np.zeros((0, 1), np.int32), np.zeros((0, 1, dim + 4), "f4")]
+    args += [0.5, 1.0, 0.0, 0.0, 3, 0, 0, 6, -1, 0]
     (call,) = host.evaluate(compiled.host, compiled.ptx, args, compiled.shared)
     assert call.grid == (6, 1, 1) and call.cluster == (1, 1, 1) and call.shared == compiled.shared
     _, sizes = host._entry(compiled.ptx, compiled.ptx.partition(".entry ")[2].partition("(")[0])
     assert [128 if isinstance(p, TensorMap) else len(p) for p in call.params] == [size for size, _ in sizes]
     maps = [p for p in call.params if isinstance(p, TensorMap)]
     start = dict(zip(call.memory.names, call.memory.bases.tolist()))
-    assert maps[0].dims == (dim, 7, heads) and maps[0].strides == (3 * heads * dim * 2, dim * 2)
-    assert maps[0].box == (64, spec.tile.m, 1) and maps[0].address == start["argument 0"]
+    assert maps[6].dims == (dim, 7, heads) and maps[6].strides == (3 * heads * dim * 2, dim * 2)
+    assert maps[6].box == (64, spec.tile.m, 1) and maps[6].address == start["argument 0"]
     half = heads * page * dim * 2
-    for k, v in zip(maps[1:4], maps[4:7]):
+    for k, v in zip(maps[:3], maps[3:6]):
         assert k.dims == v.dims == (dim, page, heads, 5) and k.strides == v.strides == (
             dim * 2,
             half // heads,
             2 * half,
         )
         assert (k.address, v.address) == (start["argument 1"], start["argument 1"] + half), "one buffer, added once"
-    assert [k.box for k in maps[1:4]] == [(64, rows, 1, 1) for rows in (8, 16, 64)]
+    assert [k.box for k in maps[:3]] == [(64, rows, 1, 1) for rows in (8, 16, 64)]

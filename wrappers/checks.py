@@ -19,6 +19,7 @@ from .reference import PagedProblem
 
 KERNEL_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 E4M3 = torch.float8_e4m3fn
+KV_DTYPES = {E4M3: "e4m3", torch.uint8: "nvfp4"}  # of kernels that split, beside the query's
 PAGE_SIZES = tuple(1 << i for i in range(3, 9))
 TMA_BYTES = 16  # alignment of a TMA descriptor's base address and of every stride but the last
 
@@ -81,6 +82,7 @@ class Checked:
     return_lse: bool
     o_sf_scale: float | None
     max_q_len: int
+    skips: bool
 
 
 def validate(call: Call) -> Checked:
@@ -124,17 +126,22 @@ def validate(call: Call) -> Checked:
         bool(call.return_lse),
         None if call.o_sf_scale is None else float(call.o_sf_scale),
         check_integer("max_q_len", call.max_q_len, 0),
+        bool(call.skip_softmax_threshold_scale_factor),
     )
 
 
 def kernel_request(c: Checked, split: bool = False) -> Request:
     """What the call asks of a compiled kernel; raises where no kernel can ever read these tensors."""
     p = c.problem
-    for name, dtype in (("query", p.q.dtype), ("kv_cache", p.k.dtype), ("out_dtype", c.out_dtype)):
-        if dtype not in KERNEL_DTYPES:
-            raise NotImplementedError(f"{name}: {dtype} has no CUDA kernel yet; {listed(KERNEL_DTYPES)} have")
-    if c.out_dtype != p.q.dtype:
-        raise NotImplementedError(f"out_dtype: {c.out_dtype} with query {p.q.dtype}; kernels write the query's dtype")
+    if p.q.dtype not in KERNEL_DTYPES:
+        raise NotImplementedError(f"query: {p.q.dtype} has no CUDA kernel yet; {listed(KERNEL_DTYPES)} have")
+    for name, dtype, more in (("kv_cache", p.k.dtype, KV_DTYPES), ("out_dtype", c.out_dtype, (E4M3,))):
+        allowed = (p.q.dtype, *more) if split else (p.q.dtype,)
+        if dtype not in allowed:
+            what = "decode" if split else "prefill"
+            raise NotImplementedError(f"{name}: {dtype} has no CUDA kernel of {what} yet; {listed(allowed)} have")
+    if c.skips and not split:
+        raise NotImplementedError("skip_softmax_threshold_scale_factor: no CUDA kernel of prefill has it, None or 0")
     if isinstance(p.scale, float) and not p.scale > 0:
         raise NotImplementedError(
             f"bmm1_scale: {p.scale}; CUDA kernels take the maximum before they scale: positive only"
@@ -145,10 +152,13 @@ def kernel_request(c: Checked, split: bool = False) -> Request:
     for name, t in (("query", p.q), ("kv_cache (K)", p.k), ("kv_cache (V)", p.v), ("out", c.out)):
         if isinstance(t, torch.Tensor):
             _tma(name, t)
+    for name, t in (("kv_cache_sf (K)", p.k_scales), ("kv_cache_sf (V)", p.v_scales)):
+        if t is not None:
+            _tma(name, t, t.shape[3] if t.shape[3] in (4, 8, 16) else 4)
     return Request(
         dtype=KERNEL_DTYPES[p.q.dtype],
         head_dim_qk=p.q.shape[2],
-        head_dim_vo=p.v.shape[3],
+        head_dim_vo=p.v.shape[3] * (1 if p.v_scales is None else 2),
         page_size=page_size,
         group=p.q.shape[1] // p.k.shape[1],
         causal=p.causal,
@@ -156,6 +166,7 @@ def kernel_request(c: Checked, split: bool = False) -> Request:
         soft_cap=p.soft_cap > 0,
         rows=min(c.max_q_len, p.q.shape[0]),
         split=split,
+        kv_dtype=KV_DTYPES.get(p.k.dtype, ""),
     )
 
 
@@ -188,10 +199,10 @@ def check_last_stride(name: str, t: torch.Tensor) -> None:
         raise ValueError(f"{name}: stride {t.stride()}, the last must be 1")
 
 
-def _tma(name: str, t: torch.Tensor) -> None:
-    if t.data_ptr() % TMA_BYTES:
-        raise ValueError(f"{name}: address {t.data_ptr():#x}, must be a multiple of {TMA_BYTES} bytes")
-    unit = TMA_BYTES // t.element_size()
+def _tma(name: str, t: torch.Tensor, size: int = TMA_BYTES) -> None:
+    if t.data_ptr() % size:
+        raise ValueError(f"{name}: address {t.data_ptr():#x}, must be a multiple of {size} bytes")
+    unit = size // t.element_size()
     if any(stride % unit for stride in t.stride()[:-1]):
         raise ValueError(f"{name}: strides {t.stride()} (logical order), all but the last must be multiples of {unit}")
 
@@ -281,10 +292,10 @@ def _batch(call: Call, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
 def _hints(call: Call) -> None:
     """Refuse hints that ask for other semantics."""
     factor = call.skip_softmax_threshold_scale_factor
-    if factor is not None and not factor >= 0:
-        raise ValueError(f"skip_softmax_threshold_scale_factor: {factor}, must be None or at least 0")
-    if factor:
-        raise NotImplementedError(f"skip_softmax_threshold_scale_factor: {factor}, only None and 0 (dense) exist")
+    if factor is not None and (isinstance(factor, bool) or not isinstance(factor, (int, float))):
+        raise TypeError(f"skip_softmax_threshold_scale_factor: {factor!r}, must be a float or None")
+    if factor is not None and not 0 <= factor < math.inf:
+        raise ValueError(f"skip_softmax_threshold_scale_factor: {factor}, must be None or at least 0, and finite")
     if call.use_fp16_softmax:
         raise NotImplementedError("use_fp16_softmax: the softmax is computed in fp32, must be None or False")
     if call.uses_spcompress:
@@ -353,7 +364,7 @@ def _output(call: Call, q: torch.Tensor, dim_vo: int) -> "torch.dtype | str":
     if dtype == "nvfp4":
         _nvfp4_output(call, shape, q.device)
         return dtype
-    allowed = tuple(dict.fromkeys((q.dtype, torch.float16, torch.bfloat16)))
+    allowed = tuple(dict.fromkeys((q.dtype, torch.float16, torch.bfloat16, E4M3)))
     if dtype not in allowed:
         raise ValueError(f"out_dtype: {dtype}, must be one of {listed(allowed)} or 'nvfp4'")
     if call.o_sf_scale is not None:

@@ -31,7 +31,8 @@ def trtllm_batch_decode_with_kv_cache(
     cum_seq_lens_q: torch.Tensor | None = None, skip_softmax_threshold_scale_factor: float | None = None,
     kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     uses_shared_paged_kv_idx: bool = True, lse: torch.Tensor | None = None, return_lse: bool = False,
-    bmm1_scale_log2: torch.Tensor | None = None, logits_soft_cap: float | None = None,
+    bmm1_scale_log2: torch.Tensor | None = None, logits_soft_cap: float | None = None, *,
+    v_scales_interleaved: bool = False, batch_invariant: bool = False,
 ) -> Any:  # fmt: skip
     """Attention of the last tokens of each request over a paged KV cache that already holds these tokens.
 
@@ -41,13 +42,18 @@ def trtllm_batch_decode_with_kv_cache(
             no later key.
         seq_lens: int32 or uint32 (B,), KV length with the query's tokens. bmm1_scale_log2: fp32 tensor of one element,
             instead of bmm1_scale, times log2(e). sinks: fp32 (Hq,), or a list of that one tensor.
-        o_scale: by which bmm2_scale is divided, for quantised output; 16-bit output is multiplied by it again.
+        out, out_dtype: the query's dtype, or e4m3, saturated. o_scale: by which bmm2_scale is divided, for quantised
+            output; 16-bit output is multiplied by it again.
+        mask: uint16 (B, q_len_per_req, W), or (T, W) with cum_seq_lens_q, W two for every 32 drafts: little-endian
+            words whose bit t says that the row's token sees draft t, instead of causal; older keys are seen.
+        skip_softmax_threshold_scale_factor: keys whose probabilities all lie below it, over seq_len, times the largest
+            so far may be left out; which ones are looked at together is the kernel's choice. On the CPU none are.
+        v_scales_interleaved: V's scale factors as TensorRT-LLM's kernels want them (`fp4.deinterleave_v_scales`).
+        batch_invariant: a request's bits do not depend on the rest of its batch; slower (README has figures).
 
     Hints: workspace_buffer, max_seq_len, backend, enable_pdl. Returns out (new where None was given), or (out, lse).
-    Raises as `trtllm_batch_context_with_kv_cache` does; NotImplementedError for mask.
+    Raises as `trtllm_batch_context_with_kv_cache` does. e4m3 and NVFP4 caches are computed with in fp16.
     """
-    if mask is not None:
-        raise NotImplementedError("mask: masks of drafts have no kernel, must be None (causal)")
     if backend not in BACKENDS:
         raise checks.UnknownName(f"backend: {backend!r}, must be one of {checks.listed(BACKENDS)}")
     if isinstance(sinks, (list, tuple)):
@@ -55,10 +61,12 @@ def trtllm_batch_decode_with_kv_cache(
             raise ValueError(f"sinks: a list of {len(sinks)}, must hold one tensor")
         sinks = sinks[0]
     mode = SPLIT
+    if v_scales_interleaved or batch_invariant:
+        mode = mode._replace(interleaved=bool(v_scales_interleaved), invariant=bool(batch_invariant))
     if bmm1_scale_log2 is not None:
         if not isinstance(bmm1_scale_log2, torch.Tensor):
             raise TypeError(f"bmm1_scale_log2: {type(bmm1_scale_log2).__name__}, must be a torch.Tensor")
-        bmm1_scale, mode = bmm1_scale_log2, Mode(True, LN2)
+        bmm1_scale, mode = bmm1_scale_log2, mode._replace(scale=LN2)
     if o_scale != 1.0:
         if isinstance(o_scale, bool) or not isinstance(o_scale, (int, float)):
             raise TypeError(f"o_scale: {o_scale!r}, must be a float")
@@ -66,7 +74,8 @@ def trtllm_batch_decode_with_kv_cache(
         if dtype in (torch.float16, torch.bfloat16):
             mode = mode._replace(out_scale=float(o_scale))
     batch = seq_lens.shape[0] if isinstance(seq_lens, torch.Tensor) and seq_lens.dim() else 0
-    if cum_seq_lens_q is None:
+    equal = cum_seq_lens_q is None
+    if equal:
         checks.check_integer("q_len_per_req", q_len_per_req, 1)
         if isinstance(query, torch.Tensor) and query.dim() == 3 and query.shape[0] != batch * q_len_per_req:
             tokens = f"{batch} x {q_len_per_req}"
@@ -76,11 +85,25 @@ def trtllm_batch_decode_with_kv_cache(
             cum_seq_lens_q = uniform(batch, q_len_per_req, query.device)
     elif max_q_len is None:
         raise ValueError("max_q_len: None, required with cum_seq_lens_q")
+    if mask is not None:
+        lead = (batch, q_len_per_req) if equal else (query.shape[0],)
+        mode = mode._replace(drafts=drafts_of(mask, lead, max_q_len, query.device))
     return (eager if _is_compiling() else attend)(
         mode, query, kv_cache, workspace_buffer, block_tables, seq_lens, max_q_len, max_seq_len, bmm1_scale, bmm2_scale,
         batch, cum_seq_lens_q, None, window_left, out, out_dtype, o_sf_scale, o_sf_vec_size, kv_layout, enable_pdl,
         sinks, kv_cache_sf, skip_softmax_threshold_scale_factor, uses_shared_paged_kv_idx, None, True, lse, return_lse,
         None, None, None, logits_soft_cap)  # fmt: skip
+
+
+def drafts_of(mask: Any, lead: tuple[int, ...], most: int, device: torch.device) -> torch.Tensor:
+    """A mask of drafts, uint16 (*lead, W), as int32 (tokens, W / 2)."""
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"mask: {type(mask).__name__}, must be a torch.Tensor or None")
+    checks.check_one_of("mask: dtype", mask.dtype, (torch.uint16,))
+    checks.check_shape("mask", mask, (*lead, (most + 31) // 32 * 2), "rows of query tokens, two words for 32 drafts")
+    if mask.device != device:
+        raise ValueError(f"mask: device {mask.device}, must be the query's, {device}")
+    return mask.contiguous().view(torch.int32).reshape(-1, (most + 31) // 32)
 
 
 def uniform(batch: int, length: int, device: torch.device) -> torch.Tensor:

@@ -9,6 +9,8 @@ else, detailed messages too, is `checks`. Nothing here synchronises or reads dev
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from math import log2
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +25,12 @@ from .reference import LOG2E
 
 NO_WINDOW = 1 << 30  # window_left of a call without a window, where the kernel has one
 TICKETS = 1 << 16  # 256 KiB a device; captured launches use them up one each, and then run without
+CHUNK = 4096  # keys of a part of a request in the invariant mode
 MAX_SCRATCH = 64  # streams whose scratch is kept, 4 to 18 MB each
 PER_THREAD_STREAM = 2  # CUDA's handle of every thread's own default stream: not one stream
 MAX_PLANS = 4096  # the cache is emptied at this size: a caller may vary shapes for ever
 INF = float("inf")
 AS_IS, SWAPPED, STACKED_HND, STACKED_NHD = range(4)  # how caches become (pages, Hkv, P, D): 2 * stacked + NHD
-_FOUR_NONE = (None,) * 4
 _Tensor = torch.Tensor  # module globals: an attribute look-up saved is 20 ns
 _is_compiling = torch.compiler.is_compiling
 _is_capturing = torch.cuda.is_current_stream_capturing
@@ -46,8 +48,11 @@ class Plan(NamedTuple):
     alone: bool  # the only device of the process
     like_query: bool  # the output has the query's dtype and head_dim: empty_like is 1 us cheaper than empty
     layout: int
+    scales_layout: int  # of the scale factors of a NVFP4 cache, -1 for others
     host_scales: bool  # neither scale is a tensor
-    tile_rows: int  # query rows of a tile
+    out8: bool  # e4m3 output
+    tile_rows: int  # most query rows of a tile
+    tile_keys: int
     row_factor: int  # rows of a token: the GQA group where it is packed into rows
     tile_heads: int
     sms: int
@@ -56,17 +61,25 @@ class Plan(NamedTuple):
     no_sink: torch.Tensor  # (0,) fp32
     no_scale: torch.Tensor  # (0,) fp32
     no_tickets: torch.Tensor  # (0,) int32
-    no_part: torch.Tensor  # (0, 1, Dvo) fp32
-    no_part_lse: torch.Tensor  # (0, 1) fp32
+    no_scales: tuple[torch.Tensor, torch.Tensor]  # (0, 1, 1, D / 16) uint8, of K and V
+    no_out: torch.Tensor  # (0, Hq, Dvo), the query's dtype
+    no_out8: torch.Tensor  # (0, Hq, Dvo) uint8
+    no_drafts: torch.Tensor  # (0, 1) int32
+    no_part: torch.Tensor  # (0, 1, Dvo + 4) fp32
 
 
 class Mode(NamedTuple):
     """What a public function adds to the arguments of `attend`. split: a request's keys are shared among CTAs, for few
-    query rows. scale, out_scale: factors on bmm1_scale and bmm2_scale, whether these are floats or tensors."""
+    query rows. scale, out_scale: factors on bmm1_scale and bmm2_scale, whether these are floats or tensors. drafts:
+    int32 (T, W), bit t of a token's row: it sees draft t. interleaved: V's scale factors are, 4 tokens each. invariant:
+    a request's bits do not depend on the rest of its batch."""
 
     split: bool = False
     scale: float = 1.0
     out_scale: float = 1.0
+    drafts: torch.Tensor | None = None
+    interleaved: bool = False
+    invariant: bool = False
 
 
 CONTEXT = Mode()
@@ -99,7 +112,7 @@ class Tickets(NamedTuple):
 
 
 _tickets: dict[torch.device, Tickets] = {}
-_scratch: dict[tuple[torch.device, int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # by device, raw stream, Dvo
+_scratch: dict[tuple[torch.device, int, int], torch.Tensor] = {}  # by device, raw stream, Dvo
 
 
 def trtllm_batch_context_with_kv_cache(
@@ -172,14 +185,24 @@ def attend(mode: Mode, *call: Any) -> Any:
                 seq_lens is not step.seq_lens or block_tables.shape != step.shape
                 or block_tables.data_ptr() != step.address):  # fmt: skip
             step = _new_step(block_tables, seq_lens, cum_seq_lens_q)
-        rare = skip_softmax_threshold_scale_factor or use_fp16_softmax or uses_spcompress or (
-            o_sf_scale, o_sf_vec_size, kv_block_scales, kv_cache_sf) != _FOUR_NONE  # fmt: skip
+        skip = skip_softmax_threshold_scale_factor or 0.0
+        factors: Any = kv_cache_sf if kv_block_scales is None else kv_block_scales
+        k_factors: Any = None
+        v_factors: Any = None
+        facts: Any = None
+        if factors is not None:
+            k_factors, v_factors = (factors, factors) if isinstance(factors, _Tensor) else factors
+            facts = isinstance(factors, _Tensor), k_factors.dtype, k_factors.shape, v_factors.shape
+        rare = (use_fp16_softmax or uses_spcompress or o_sf_scale is not None or o_sf_vec_size is not None
+                or factors is not kv_block_scales and kv_block_scales is not None
+                or kv_cache_sf is not None and factors is not kv_cache_sf)  # fmt: skip
         key = (
             query.get_device(), query.dtype, heads, dim, stacked, k.dtype, k.shape, v.shape, kv_layout, step.facts,
             uses_shared_paged_kv_idx, batch_size, type(bmm1_scale), type(bmm2_scale), out_dtype, causal,
             None if out is None else out.dtype, None if sinks is None else sinks.shape, window_left >= 0, not rare,
             cap and (1 if 0 < cap < INF else -1), max_q_len >= 0,
-            (max_q_len if max_q_len < tokens else tokens) <= PACK_ROWS, mode.split,
+            (max_q_len if max_q_len < tokens else tokens) <= PACK_ROWS, mode.split, facts,
+            skip and (1 if skip > 0 else -1), None if mode.drafts is None else mode.drafts.shape[0] == tokens,
         )  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError, ValueError):
@@ -190,7 +213,8 @@ def attend(mode: Mode, *call: Any) -> Any:
         machine = runtime.machine(checked.problem.q.device)
         if machine is None:
             return run_reference(checked, mode)
-        plan = _add_plan(key, checked, machine, 2 * stacked + (kv_layout == "NHD"), mode.split)
+        nhd = kv_layout == "NHD"
+        plan = _add_plan(key, checked, machine, (2 * stacked + nhd, 2 * facts[0] + nhd if facts else -1), mode.split)
     if not plan.alone and torch.cuda.current_device() != plan.device.index:
         return _on_device(plan.device, mode, Call(*call))
     try:
@@ -216,20 +240,30 @@ def attend(mode: Mode, *call: Any) -> Any:
             out_scale, out_factor = _factor(bmm2_scale, mode.out_scale, plan)
         if not scale_log2 > 0:
             raise ValueError("bmm1_scale")
+        if plan.scales_layout >= 0:
+            k_factors, v_factors = _logical(k_factors, v_factors, plan.scales_layout)
+            k_factors, v_factors = k_factors.view(torch.uint8), v_factors.view(torch.uint8)
+        else:
+            k_factors, v_factors = plan.no_scales
         tiles = plan.tile_heads * (tokens * plan.row_factor // plan.tile_rows + batch_size)
         if tokens and heads and batch_size:
-            if plan.split:
-                part, part_lse = _parts(plan)
-                tickets, ticket, grid = plan.no_tickets, -1, plan.sms
-            else:
-                part, part_lse = plan.no_part, plan.no_part_lse
+            part, tickets, ticket, chunk = plan.no_part, plan.no_tickets, -1, 0
+            grid = tiles if tiles < plan.sms else plan.sms
+            if not plan.split:
                 tickets, ticket = _ticket(plan.device)
-                grid = tiles if tiles < plan.sms else plan.sms
+            elif mode.invariant:
+                chunk = CHUNK // plan.tile_keys
+                most = -(-block_tables.shape[-1] * k.shape[2] // CHUNK)  # parts of a request
+                grid, part = plan.sms, _new_parts(plan, tiles * most)
+            else:
+                grid, part = plan.sms, _parts(plan)
+            o16, o8 = (plan.no_out, o.view(torch.uint8)) if plan.out8 else (o, plan.no_out8)
             plan.fn(
-                query, k, v, o, log, cum_seq_lens_q, step.int32_lens, step.both if uses_shared_paged_kv_idx else
-                block_tables, tickets, plan.no_sink if sinks is None else sinks, scale, out_scale, part, part_lse,
-                scale_log2, out_factor, cap, window_left if 0 <= window_left < NO_WINDOW else NO_WINDOW, grid, ticket,
-                1 if enable_pdl is None or enable_pdl else 0,
+                query, k, v, o16, log, cum_seq_lens_q, step.int32_lens, step.both if uses_shared_paged_kv_idx else
+                block_tables, tickets, plan.no_sink if sinks is None else sinks, scale, out_scale, k_factors, v_factors,
+                o8, plan.no_drafts if mode.drafts is None else mode.drafts, part, scale_log2, out_factor, cap,
+                log2(skip) if skip else -INF, window_left if 0 <= window_left < NO_WINDOW else NO_WINDOW, chunk,
+                int(mode.interleaved), grid, ticket, 1 if enable_pdl is None or enable_pdl else 0,
             )  # fmt: skip
     except Exception:
         checks.kernel_request(checks.validate(Call(*call)), mode.split)  # says which argument was refused
@@ -239,6 +273,8 @@ def attend(mode: Mode, *call: Any) -> Any:
 
 def _logical(k: torch.Tensor, v: torch.Tensor, layout: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V as (pages, Hkv, P, D) views, one torch operation each."""
+    if layout == AS_IS:
+        return k, v
     if layout == SWAPPED:
         return k.transpose(1, 2), v.transpose(1, 2)
     pages, both, a, b, dim = k.shape
@@ -290,9 +326,9 @@ def _ticket(device: torch.device) -> tuple[torch.Tensor, int]:
     return tickets.counters, index
 
 
-def _parts(plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scratch for parts of tiles, (2 SMs, rows, Dvo) and (2 SMs, rows). That of a stream is kept, since its launches
-    never overlap: allocating takes as long as launching. A captured launch has its own."""
+def _parts(plan: Plan) -> torch.Tensor:
+    """Scratch for parts of tiles, two of each CTA. That of a stream is kept, since its launches never overlap:
+    allocating takes as long as launching. A captured launch has its own."""
     if not _is_capturing():
         stream = _raw_stream(plan.device.index)  # type: ignore[misc]
         if stream != PER_THREAD_STREAM:
@@ -300,15 +336,14 @@ def _parts(plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
             if found is None:
                 if len(_scratch) >= MAX_SCRATCH:
                     _scratch.clear()
-                found = _scratch.setdefault((plan.device, stream, plan.dim_vo), _new_parts(plan))
+                new = _new_parts(plan, 2 * plan.sms)
+                found = _scratch.setdefault((plan.device, stream, plan.dim_vo), new)
             return found
-    return _new_parts(plan)
+    return _new_parts(plan, 2 * plan.sms)
 
 
-def _new_parts(plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (2 * plan.sms, plan.tile_rows)
-    o = _empty((*shape, plan.dim_vo), dtype=torch.float32, device=plan.device)
-    return o, _empty(shape, dtype=torch.float32, device=plan.device)
+def _new_parts(plan: Plan, slots: int) -> torch.Tensor:
+    return _empty((slots, plan.tile_rows, plan.dim_vo + 4), dtype=torch.float32, device=plan.device)
 
 
 def _add_tickets(device: torch.device) -> Tickets:
@@ -325,12 +360,16 @@ def _on_device(device: torch.device, mode: Mode, call: Call) -> Any:
         return attend(mode, *call)
 
 
-def _add_plan(key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layout: int, split: bool) -> Plan:
+def _add_plan(
+    key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layouts: tuple[int, int], split: bool
+) -> Plan:
     """The plan of a valid call, entered under its key; NotImplementedError where no kernel serves it."""
     p, (arch, sms) = c.problem, machine
     op, spec = dispatch.select(checks.kernel_request(c, split), arch)
     fn = runtime.kernel(op, spec, arch)
-    device, heads, dim_vo = p.q.device, p.q.shape[1], p.v.shape[3]
+    device, heads = p.q.device, p.q.shape[1]
+    dim_vo = p.v.shape[3] * (1 if p.v_scales is None else 2)
+    empty8 = partial(torch.empty, dtype=torch.uint8, device=device)
     group = heads // p.k.shape[1] if spec.pack_gqa else 1
     assert isinstance(c.out_dtype, torch.dtype)
     plan = Plan(
@@ -340,9 +379,12 @@ def _add_plan(key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layout
         device=device,
         alone=device.type != "cuda" or torch.cuda.device_count() == 1,
         like_query=dim_vo == p.q.shape[2] and c.out_dtype == p.q.dtype,
-        layout=layout,
+        layout=layouts[0],
+        scales_layout=layouts[1],
         host_scales=isinstance(p.scale, float) and isinstance(p.out_scale, float),
+        out8=c.out_dtype == torch.float8_e4m3fn,
         tile_rows=spec.tile.m,
+        tile_keys=spec.tile.n,
         row_factor=group,
         tile_heads=heads // group,
         sms=sms,
@@ -351,8 +393,11 @@ def _add_plan(key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layout
         no_sink=torch.empty(0, dtype=torch.float32, device=device),
         no_scale=torch.empty(0, dtype=torch.float32, device=device),
         no_tickets=torch.empty(0, dtype=torch.int32, device=device),
-        no_part=torch.empty(0, 1, dim_vo, dtype=torch.float32, device=device),
-        no_part_lse=torch.empty(0, 1, dtype=torch.float32, device=device),
+        no_scales=(empty8(0, 1, 1, p.q.shape[2] // 16), empty8(0, 1, 1, dim_vo // 16)),
+        no_out=torch.empty(0, heads, dim_vo, dtype=p.q.dtype, device=device),
+        no_out8=empty8(0, heads, dim_vo),
+        no_drafts=torch.empty(0, 1, dtype=torch.int32, device=device),
+        no_part=torch.empty(0, 1, dim_vo + 4, dtype=torch.float32, device=device),
     )
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
@@ -361,10 +406,11 @@ def _add_plan(key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layout
 
 
 def run_reference(c: Checked, mode: Mode = CONTEXT) -> Any:
-    """The checked call in fp32 torch on its own device, written to out and lse; what the public function returns."""
-    p = c.problem
-    o, lse = reference.paged_attention(
-        replace(p, scale=p.scale * mode.scale, out_scale=p.out_scale * mode.out_scale))  # fmt: skip
+    """The checked call in fp32 torch on its own device, written to out and lse; what the public function returns.
+    Skip-softmax leaves out nothing."""
+    p = replace(c.problem, drafts=mode.drafts, v_scales_interleaved=mode.interleaved)
+    p = replace(p, scale=p.scale * mode.scale, out_scale=p.out_scale * mode.out_scale)
+    o, lse = reference.paged_attention(p)
     out = c.out
     if isinstance(out, FP4Tensor):
         out = FP4Tensor(out.data, out.scale, out.scale_start_index, tuple(o.shape))

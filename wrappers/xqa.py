@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from . import checks
-from .decode import eager, uniform
+from .decode import drafts_of, eager, uniform
 from .prefill import Mode, attend
 
 PAGE_SIZES = (16, 32, 64, 128)
@@ -23,43 +23,50 @@ def xqa(
     sm_count: int | None = None, enable_pdl: bool | None = None, rcp_out_scale: float = 1.0, q_seq_len: int = 1,
     mask: torch.Tensor | None = None, *, q_cu_seq_lens: torch.Tensor | None = None,
     k_sf_cache: torch.Tensor | None = None, v_sf_cache: torch.Tensor | None = None,
+    v_scales_interleaved: bool = False, batch_invariant: bool = False,
 ) -> None:  # fmt: skip
-    """Attention of one token a request over a paged KV cache that already holds it, written to `output`.
+    """Attention of one token, or of some drafts, a request over a paged KV cache that already holds them, written to
+    `output`.
 
     o = kv_scale * softmax(q_scale * kv_scale / sqrt(D) * q k^T) v; kv_scale applies to caches of any dtype.
 
     Args, upstream's order (FlashInfer):
-        q: (B, 1, Hq, D) fp16 or bf16; the second dimension is the beam width, 1. output: the same shape and dtype.
+        q: (B, 1, Hq, D) fp16 or bf16; the second dimension is the beam width, 1. Drafts: (B, 1, q_seq_len, Hq, D), or
+            ragged (T, Hq, D) with q_cu_seq_lens, int32 or uint32 (B + 1,), and q_seq_len, the most of a request.
+        output: q's shape; its dtype or e4m3, which is multiplied by rcp_out_scale and saturated.
         k_cache, v_cache: (pages, P, Hkv, D) "NHD" or (pages, Hkv, P, D) "HND", or flat (pages * P * Hkv, D), rows in
             NHD order; q's dtype, e4m3, or uint8: packed NVFP4, last dimension D / 2, with k_sf_cache and v_sf_cache,
             uint8 or e4m3 scale factors, last dimension D / 16, in the same order.
         page_table: int32 (B, M); entries past a request's last page are not read, a negative one before it is a page
-            of zeros. seq_lens: uint32 or int32 (B, 1), KV length with the token.
+            of zeros. seq_lens: uint32 or int32 (B, 1), KV length with the tokens.
         num_kv_heads, page_size: Hkv, and P, one of 16, 32, 64, 128.
         sinks: fp32 (Hkv, Hq / Hkv), join the softmax denominator, natural-log units, unscaled.
         q_scale, kv_scale: a float or an fp32 tensor of one element (kv_scale None: 1).
         sliding_win_size: W last positions are seen, 0: all.
         kv_layout: an int in its place is sm_count, as in older signatures.
+        mask: uint16 (B, q_seq_len, W) or (T, W), W two for every 32 drafts: which drafts a draft sees, as
+            `trtllm_batch_decode_with_kv_cache` says; required where q_seq_len > 1.
+        v_scales_interleaved, batch_invariant: as there.
 
     Accepted and not used: workspace_buffer, semaphores (whatever they hold), sm_count, enable_pdl (a hint).
-    NotImplementedError: q_seq_len > 1, mask and q_cu_seq_lens (drafts); e4m3 output, which alone rcp_out_scale
-    concerns; on CUDA e4m3 and NVFP4 caches. ValueError rank, shape, stride, device; TypeError dtype.
+    ValueError rank, shape, stride, device; TypeError dtype; NotImplementedError what no kernel does.
     """
-    drafts = {"q_seq_len": q_seq_len != 1, "mask": mask is not None, "q_cu_seq_lens": q_cu_seq_lens is not None}
-    for name in (name for name, given in drafts.items() if given):
-        raise NotImplementedError(f"{name}: drafts are not supported yet, must be {1 if name == 'q_seq_len' else None}")
     if (k_sf_cache is None) != (v_sf_cache is None):
         raise ValueError("k_sf_cache, v_sf_cache: one of the two is None, must be both or none")
     for name, t in (("q", q), ("output", output), ("seq_lens", seq_lens)):
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name}: {type(t).__name__}, must be a torch.Tensor")
-    if q.dim() != 4 or q.shape[1] != 1:
-        raise ValueError(f"q: shape {tuple(q.shape)}, must be (batch, beam width 1, heads, head_dim)")
-    checks.check_one_of("q: dtype", q.dtype, (torch.float16, torch.bfloat16))
-    checks.check_shape("output", output, tuple(q.shape), "that of q")
-    if output.dtype == torch.float8_e4m3fn:
-        raise NotImplementedError("output: e4m3 has no kernel yet, must have q's dtype")
-    checks.check_one_of("output: dtype", output.dtype, (q.dtype,))
+    rows, out, offsets, lead = _tokens(
+        q, output, seq_lens, checks.check_integer("q_seq_len", q_seq_len, 1), q_cu_seq_lens
+    )
+    drafts = None
+    if mask is not None:
+        drafts = drafts_of(mask, lead, q_seq_len, q.device)
+    elif q_seq_len > 1:
+        raise ValueError(f"mask: None, required where q_seq_len is {q_seq_len}")
+    rcp = checks.check_scale("rcp_out_scale", rcp_out_scale, q.device)
+    if isinstance(rcp, torch.Tensor):
+        raise TypeError("rcp_out_scale: a tensor, must be a float")
     if isinstance(kv_layout, int) or kv_layout is None:
         kv_layout = "NHD"  # it was sm_count
     if checks.check_integer("page_size", page_size) not in PAGE_SIZES:
@@ -72,8 +79,7 @@ def xqa(
     caches, factors = (paged("k_cache", k_cache), paged("v_cache", v_cache)), None
     if k_sf_cache is not None:
         factors = paged("k_sf_cache", k_sf_cache), paged("v_sf_cache", v_sf_cache)
-    batch, heads, dim = q.shape[0], q.shape[2], q.shape[3]
-    checks.check_shape("seq_lens", seq_lens, (batch, 1) if seq_lens.dim() == 2 else (batch,), "batch, 1")
+    batch, (_, heads, dim) = len(seq_lens), rows.shape
     if sinks is not None:
         if not isinstance(sinks, torch.Tensor):
             raise TypeError(f"sinks: {type(sinks).__name__}, must be a torch.Tensor")
@@ -92,16 +98,47 @@ def xqa(
         unit *= factor
     try:
         call = checks.Call(
-            q[:, 0], caches, None, page_table, seq_lens.reshape(batch), 1, None, scale, k_factor, batch,
-            uniform(batch, 1, q.device), None, sliding_win_size, output[:, 0], kv_layout=kv_layout,
-            enable_pdl=enable_pdl, sinks=sinks, kv_block_scales=factors)  # fmt: skip
-        (eager if torch.compiler.is_compiling() else attend)(Mode(True, unit), *call)
+            rows, caches, None, page_table, seq_lens.reshape(batch), q_seq_len, None, scale, k_factor, batch,
+            offsets, None, sliding_win_size, out, kv_layout=kv_layout, enable_pdl=enable_pdl, sinks=sinks,
+            kv_block_scales=factors)  # fmt: skip
+        mode = Mode(True, unit, rcp if output.dtype == checks.E4M3 else 1.0, drafts, bool(v_scales_interleaved),
+                    bool(batch_invariant))  # fmt: skip
+        (eager if torch.compiler.is_compiling() else attend)(mode, *call)
     except (ValueError, TypeError, NotImplementedError) as error:
         name, colon, rest = str(error).partition(":")
         first = name.split(" ")[0]
         if colon and first in NAMES:
             raise type(error)(NAMES[first] + name[len(first) :] + colon + rest) from error
         raise
+
+
+def _tokens(
+    q: torch.Tensor, output: torch.Tensor, seq_lens: torch.Tensor, most: int, offsets: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """(q (T, Hq, D), output (T, Hq, D), their offsets (B + 1,), leading dimensions of a mask)."""
+    checks.check_one_of("q: dtype", q.dtype, (torch.float16, torch.bfloat16))
+    drafts, ragged = most > 1 or q.dim() == 5, offsets is not None
+    if ragged:
+        shape, fits = "(tokens, heads, head_dim) with q_cu_seq_lens", q.dim() == 3
+    elif drafts:
+        shape, fits = f"(batch, beam width 1, q_seq_len {most}, heads, head_dim)", q.dim() == 5 and q.shape[2] == most
+    else:
+        shape, fits = "(batch, beam width 1, heads, head_dim)", q.dim() == 4
+    if not fits or not ragged and q.shape[1] != 1:
+        raise ValueError(f"q: shape {tuple(q.shape)}, must be {shape}")
+    checks.check_shape("output", output, tuple(q.shape), "that of q")
+    checks.check_one_of("output: dtype", output.dtype, (q.dtype, checks.E4M3))
+    batch = len(seq_lens) if ragged and seq_lens.dim() else q.shape[0]
+    checks.check_shape("seq_lens", seq_lens, (batch, 1) if seq_lens.dim() == 2 else (batch,), "batch, 1")
+    if offsets is not None:
+        if not isinstance(offsets, torch.Tensor):
+            raise TypeError(f"q_cu_seq_lens: {type(offsets).__name__}, must be a torch.Tensor or None")
+        checks.check_one_of("q_cu_seq_lens: dtype", offsets.dtype, (torch.int32, torch.uint32))
+        checks.check_shape("q_cu_seq_lens", offsets, (batch + 1,), "batch + 1")
+        return q, output, offsets.view(torch.int32), (q.shape[0],)
+    if drafts:
+        return q[:, 0].flatten(0, 1), output.view(-1, *q.shape[3:]), uniform(batch, most, q.device), (batch, most)
+    return q[:, 0], output[:, 0], uniform(batch, 1, q.device), (batch, 1)
 
 
 def _paged(name: str, cache: Any, page_size: int, heads: int, layout: Any) -> torch.Tensor:

@@ -8,6 +8,7 @@ import cutlass
 
 MMA_ROWS = 16  # of the instruction that decoding uses
 
+
 def fold(spec, a):
     """Rows that a token has in a tile: the query heads of a KV head where they are packed, else 1."""
     return a.q.shape[1] // a.k.shape[1] if spec.pack_gqa else 1

@@ -64,7 +64,9 @@ def segments(spec, block_lo, block_hi, full_lo, full_hi):
 
 
 @cute.jit
-def apply(spec: cutlass.Constexpr, s: cute.Tensor, tokens: cute.Tensor, cols: cutlass.Constexpr, key: Int32, n: Lengths):
+def apply(
+    spec: cutlass.Constexpr, s: cute.Tensor, tokens: cute.Tensor, cols: cutlass.Constexpr, key: Int32, n: Lengths
+):
     """-inf into s (rows, cols) where tokens[row] does not see key + cols[c]. cols: static numbers; the thread's own
     offset is in `key`."""
     for r in cutlass.range_constexpr(cute.size(s, mode=[0])):

@@ -2,7 +2,8 @@
 
 Quantised caches are computed with in fp16, which holds every e4m3 value, and every e2m1 value times its scale factor,
 exactly. Nothing is written back: a word is converted where it is used, once for all query rows of a warp. An e2m1 code
-becomes an e4m3 number by moving its bits, as many times smaller as the exponents' biases differ, and `cvt` does the rest.
+becomes an e4m3 number by moving its bits, smaller by a power of two as the exponents' biases differ (E2M1_UNIT), and
+`cvt` does the rest.
 """
 
 from collections.abc import Callable

@@ -147,9 +147,9 @@ def draw(a, t: Int32):
 
 @cute.jit
 def find(spec: cutlass.Constexpr, a, unit: Int32, end: Int32, start: Int32, before: Int32):
-    """One warp: (Work that begins with `unit`, start', before', (first unit of its tile, units of that tile, unit behind
-    the work)), searching 32 requests at a time from request `start`, whose first unit is `before`. The returned pair
-    starts the next search, for a later unit. Where tiles are split the work ends before `end`."""
+    """One warp: (Work that begins with `unit`, start', before', (first unit of its tile, units of that tile, unit
+    behind the work)), searching 32 requests at a time from request `start`, whose first unit is `before`. The returned
+    pair starts the next search, for a later unit. Where tiles are split the work ends before `end`."""
     lane = cute.arch.lane_idx()
     batch = a.kv_lens.shape[0]
     fold = geometry.fold(spec, a)

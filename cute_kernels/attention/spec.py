@@ -76,7 +76,7 @@ class AttentionSpec:
             "pack" if self.pack_gqa else "",
             "split" if self.split else "",
             self.kv.source,
-            f"m{self.tile.m}n{self.tile.n}s{self.tile.stages}" 
+            f"m{self.tile.m}n{self.tile.n}s{self.tile.stages}"
             + ("r" if self.tile.q_registers else "")
             + (f"g{self.tile.groups}" if self.tile.groups else ""),
         ]

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -65,6 +65,7 @@ def attention_cases(spec: AttentionSpec, thorough: bool = False) -> list[Attenti
         "head_dim_vo": spec.head_dim_vo,
         "causal": spec.mask.causal,
         "soft_cap": 12.0 if spec.soft_cap else 0.0,
+        "kv_dtype": {"e4m3": "fp8"}.get(spec.kv.dtype, spec.kv.dtype),
     }
     window = 75 if spec.mask.window else -1
     other = -1 if spec.soft_cap or spec.pack_gqa else window  # a kernel with a window serves calls without one
@@ -83,6 +84,8 @@ def attention_cases(spec: AttentionSpec, thorough: bool = False) -> list[Attenti
         AttentionCase("short", q_lens=second, kv_lens=(256, 0, 140), page_size=64, lse=False, cache=stacked,
                       window_left=other, **heads, **common),
     ]  # fmt: skip
+    if spec.split:  # every soft cap is an argument
+        cases[1] = replace(cases[1], soft_cap=12.0)
     if not thorough:
         return cases
     more: dict[str, Any] = dict(q_lens=first, kv_lens=(1000, 0, 700), window_left=-1 if other < 0 else 600)

@@ -19,7 +19,7 @@ def attention(
     v: torch.Tensor,
     *,
     scale: float | torch.Tensor,
-    causal: bool = True,
+    causal: "bool | torch.Tensor" = True,
     window_left: int = -1,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
@@ -31,7 +31,11 @@ def attention(
     j >= p - window_left (window_left >= 0). Logits s = scale * q.k, then soft_cap * tanh(s / soft_cap) where
     soft_cap > 0. sinks (Hq,) fp32 in natural-log units join the denominator only, unscaled. A row with no kept key
     gives o = 0 and lse = -inf (or sink * log2 e). Values of keys that are not kept never matter, NaN included.
+    causal may be an int32 tensor (m, W), a mask of drafts: row i keeps the keys before the last m, and of these, t,
+    where bit t of its row is set.
     """
+    drafts = causal if isinstance(causal, torch.Tensor) else None
+    causal = causal is True
     m, heads, _ = q.shape
     n, kv_heads, dim_vo = v.shape
     group = heads // kv_heads
@@ -50,6 +54,8 @@ def attention(
             if soft_cap > 0:
                 logits = soft_cap * torch.tanh(logits / soft_cap)
             keep = _keep(positions, torch.arange(span.start, span.stop, device=q.device), causal, window_left)
+            if drafts is not None:
+                keep &= _draft_keep(drafts[block], torch.arange(span.start, span.stop, device=q.device) - (n - m))
             o[block, mine], lse[block, mine] = _softmax_values(logits, keep[:, None, :], values[span], sink)
     return o, lse
 
@@ -69,6 +75,13 @@ def _keep(positions: torch.Tensor, keys: torch.Tensor, causal: bool, window_left
     if window_left >= 0:
         keep &= keys[None, :] >= positions[:, None] - window_left
     return keep
+
+
+def _draft_keep(drafts: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """(rows, keys) bool: key j is draft numbers[j], or, where that is negative, before all of them."""
+    at = numbers.clamp(0, 32 * drafts.shape[1] - 1)
+    bits = drafts[:, at // 32] >> (at % 32) & 1
+    return (bits == 1) | (numbers != at)
 
 
 def _softmax_values(

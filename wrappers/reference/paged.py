@@ -31,6 +31,7 @@ class PagedProblem:
     k_scales: torch.Tensor | None = None  # (pages, Hkv, P, Dqk / 16) e4m3
     v_scales: torch.Tensor | None = None  # (pages, Hkv, P, Dvo / 16) e4m3
     v_scales_interleaved: bool = False  # as `fp4.deinterleave_v_scales` describes
+    drafts: torch.Tensor | None = None  # (T, W) int32, instead of causal: bit t of a token's row, it sees draft t
 
 
 def gather(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
@@ -74,7 +75,7 @@ def paged_attention(p: PagedProblem) -> tuple[torch.Tensor, torch.Tensor]:
             k,
             v,
             scale=p.scale,
-            causal=p.causal,
+            causal=p.causal if p.drafts is None else p.drafts[rows],
             window_left=p.window_left,
             soft_cap=p.soft_cap,
             sinks=p.sinks,

@@ -16,8 +16,8 @@ TILES = {  # (head_dim_qk, head_dim_vo) -> tile
     (192, 128): TileSpec(128, 128, 2, 1),
     (256, 256): TileSpec(128, 80, 2, 1),
 }
-# Decoding: nearly all the shared memory that there is holds K and V as they are stored. Stages are small, so that work is
-# shared among CTAs evenly. Three warpgroups convert where registers suffice, which is without Q in them.
+# Decoding: nearly all the shared memory that there is holds K and V as they are stored. Stages are small, so that work
+# is shared among CTAs evenly. Three warpgroups convert where registers suffice, which is without Q in them.
 SPLIT_TILES = {  # (KV dtype, head_dim) -> tile
     ("", 64): TileSpec(64, 128, 6, 1, True, 2),
     ("", 128): TileSpec(64, 128, 3, 1, True, 2),

@@ -1,10 +1,10 @@
 """Math role of spec.split: few query rows, so that memory and the conversion of what it delivers set the pace.
 
-A warp computes 16 rows of the tile with `mma.sync`, on keys of its own in every KV block: `Place`. It reads cached rows
-from shared memory as they are stored, converts them in registers to operands (`quant`), and has a softmax of its own;
-the warps of a row meet once, at the end of a tile (`merge`). Which element of k, or column of the output, a lane's words
-are is free, if Q has the same order: lane 4 g + t takes the t-th quarter of the bytes of every box of a row of K, and
-the g-th eighth of a row of V, so that its words are neighbours.
+A warp computes 16 rows of the tile with `mma.sync`, on keys of its own: `Place`. It reads cached rows from shared
+memory as they are stored, converts them in registers to operands (`quant`), and has a softmax of its own; the warps of
+a row meet once, at the end of a tile (`merge`). Which element of k, or column of the output, a lane's words are is
+free, if Q has the same order: lane 4 g + t takes the t-th quarter of the bytes of every box of a row of K, and the g-th
+eighth of a row of V, so that its words are neighbours.
 """
 
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ class Meeting:
     o: cute.Tensor  # (warp, row, eighth, COLUMNS)
     stats: cute.Tensor  # (warp, row, maximum and sum)
     normal: cute.Tensor  # (row of the tile,) factor that normalises
-    q: cute.Tensor | None  # (4 words of a lane, lane, 16 of k, 16 rows), unless in registers
+    q: Any  # (4 words of a lane, lane, 16 of k, 16 rows), unless in registers
 
 
 def meeting(spec, smem):
@@ -80,7 +80,9 @@ def meeting(spec, smem):
         smem.allocate_tensor(Float32, row_major(warps(spec), geometry.MMA_ROWS, 8, COLUMNS), 16),
         smem.allocate_tensor(Float32, row_major(warps(spec), geometry.MMA_ROWS, 2), 8),
         smem.allocate_tensor(Float32, cute.make_layout(spec.tile.m)),
-        None if spec.tile.q_registers else smem.allocate_tensor(
+        None
+        if spec.tile.q_registers
+        else smem.allocate_tensor(
             Uint32, cute.make_layout((4, 32, spec.head_dim_qk // 16, spec.tile.m // geometry.MMA_ROWS)), 16
         ),
     )
@@ -88,7 +90,7 @@ def meeting(spec, smem):
 
 @dataclass(frozen=True)
 class Registers:
-    q: cute.Tensor | None  # words of two rows: element 2 w of k of row g, of row g + 8; or in Meeting.q
+    q: Any  # words of two rows: element 2 w of k of row g, of row g + 8; or in Meeting.q
     unit: cute.Tensor  # what the two rows were divided by
     o: cute.Tensor
     st: softmax.State
@@ -100,8 +102,8 @@ class Registers:
 
 @dataclass(frozen=True)
 class Place:
-    """What a warp has of the tile at hand: rows [first, first + 16) of the request's, every `shares`-th group of
-    `keys`, from `share` on, and one of the `halves` of the output."""
+    """What a warp has of the tile at hand: 16 rows, number `group` of such, every `shares`-th group of `keys`, from
+    `share` on, and one of the `halves` of the output."""
 
     w: schedule.Work
     n: mask.Lengths
@@ -127,9 +129,12 @@ def registers(spec):
     k, v = Row.of(spec, spec.head_dim_qk), Row.of(spec, spec.head_dim_vo)
     pieces = max(1, k.width // 64)
     r = Registers(
-        rmem(spec.head_dim_qk // 4, Uint32) if spec.tile.q_registers else None, rmem(2, Float32), rmem(spec.head_dim_vo // halves(spec) // 2, Float32),
-        softmax.make(2), rmem(2, Int32), rmem(pieces, Int32), rmem(2, Int32), rmem(1, Int32),
-    )  # fmt: skip
+        rmem(spec.head_dim_qk // 4, Uint32) if spec.tile.q_registers else None,
+        rmem(2, Float32),
+        rmem(spec.head_dim_vo // halves(spec) // 2, Float32),
+        softmax.make(2),
+        *(rmem(count, Int32) for count in (2, pieces, 2, 1)),
+    )
     for i in range(pieces):
         r.k_at[i] = swizzle(k.width, g, t * (k.width // 4) + 16 * i)
     for i in range(2):
@@ -317,7 +322,9 @@ def skips(view: cute.Tensor, r: Registers, x: Place, score_scale: Float32, least
     """Skip-softmax: whether each row of this warp finds all these keys below its maximum so far by the threshold."""
     votes = True
     for k in cutlass.range_constexpr(2):
-        top = cute.arch.warp_reduction_max(softmax.reduce(view[k, None], cute.arch.fmax), threads_in_group=softmax.LANES)
+        top = cute.arch.warp_reduction_max(
+            softmax.reduce(view[k, None], cute.arch.fmax), threads_in_group=softmax.LANES
+        )
         below = top == -Float32.inf or (top - r.st.m[k]) * score_scale < least
         votes = votes and (below or r.tokens[k] >= x.w.q_len)
     return cute.arch.vote_all_sync(votes)
@@ -396,8 +403,8 @@ def sync(spec):
 
 @cute.jit
 def weigh(spec: cutlass.Constexpr, a, s, r: Registers, x: Place, scales):
-    """Scale this warp's O to the maximum of all the keys of its rows; what normalises a row goes to s.merge.normal, its LSE
-    to where it belongs."""
+    """Scale this warp's O to the maximum of all the keys of its rows; what normalises a row goes to s.merge.normal, its
+    LSE to where it belongs."""
     own = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
     g, t = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
     for k in cutlass.range_constexpr(2):

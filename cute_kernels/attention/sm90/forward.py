@@ -112,9 +112,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     a = AttentionArgs(*flat)
     t, dt = spec.tile, abi.DTYPES[spec.dtype]
     rows = lambda x, mode: cute.make_tensor(x.iterator, cute.select(x.layout, mode=mode))  # noqa: E731
-    cached = [
-        copy.operand(rows(x, [2, 3, 1, 0]), (t.n, x.shape[3]), t.stages, kv.boxes(t.n)) for x in (a.k, a.v)
-    ]
+    cached = [copy.operand(rows(x, [2, 3, 1, 0]), (t.n, x.shape[3]), t.stages, kv.boxes(t.n)) for x in (a.k, a.v)]
     plan = Plan(a, *cached)
     if const_expr(not spec.split):
         q = copy.operand(rows(a.q, [0, 2, 1]), (t.m, spec.head_dim_qk), t.q_stages, (t.m,))
