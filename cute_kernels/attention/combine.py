@@ -16,15 +16,15 @@ AHEAD = 4  # parts that a warp loads at once
 
 @cute.kernel
 def kernel(spec: cutlass.Constexpr, a):
-    cute.arch.griddepcontrol_wait()
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     units = schedule.units(spec, a)
     begin, end = schedule.share(units, cta, ctas), schedule.share(units, cta + 1, ctas)
     unit, start, before = begin, Int32(0), Int32(0)
     if a.chunk == 0:
         unit = cutlass.max(begin, end - 1)  # of the tiles that begin here only the last has parts elsewhere
+    w, start, before, tile = schedule.find(spec, a, unit, unit + 1, start, before)
+    cute.arch.griddepcontrol_wait()  # the lengths are older than the forward kernel, which waited for them
     while unit < end:
-        w, start, before, tile = schedule.find(spec, a, unit, unit + 1, start, before)
         first, each = tile[0], tile[1]
         last = Int32(first + each)
         if first >= begin:
@@ -33,6 +33,8 @@ def kernel(spec: cutlass.Constexpr, a):
             elif a.chunk == 0 and last > end:
                 merge(spec, a, w, (first, schedule.holder(last - 1, units, ctas) - cta + 1, cta))
         unit = last
+        if unit < end:
+            w, start, before, tile = schedule.find(spec, a, unit, unit + 1, start, before)
 
 
 @cute.jit

@@ -23,7 +23,7 @@ def tile_m(spec, rows):
     if not spec.split:
         return spec.tile.m
     most = spec.tile.m // MMA_ROWS
-    groups = cutlass.min((rows + MMA_ROWS - 1) // MMA_ROWS, most)
+    groups = cutlass.max(1, cutlass.min((rows + MMA_ROWS - 1) // MMA_ROWS, most))
     return cutlass.min(groups + groups // 3, most) * MMA_ROWS
 
 
