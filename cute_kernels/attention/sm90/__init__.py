@@ -22,11 +22,11 @@ SPLIT_TILES = {  # (KV dtype, head_dim) -> tile
     ("", 64): TileSpec(64, 128, 6, 1, True, 2),
     ("", 128): TileSpec(64, 128, 3, 1, True, 2),
     ("", 256): TileSpec(64, 64, 3, 1, True, 2),
-    ("e4m3", 64): TileSpec(64, 256, 5, 1, False, 3),
-    ("e4m3", 128): TileSpec(64, 128, 5, 1, False, 3),
+    ("e4m3", 64): TileSpec(64, 256, 6, 1, True, 2),
+    ("e4m3", 128): TileSpec(64, 128, 6, 1, True, 2),
     ("e4m3", 256): TileSpec(64, 64, 6, 1, True, 2),
     ("nvfp4", 64): TileSpec(64, 256, 8, 1, False, 3),
-    ("nvfp4", 128): TileSpec(64, 128, 8, 1, False, 3),
+    ("nvfp4", 128): TileSpec(64, 256, 4, 1, False, 3),
     ("nvfp4", 256): TileSpec(64, 64, 8, 1, True, 2),
 }
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)

@@ -7,6 +7,7 @@ free, if Q has the same order: lane 4 g + t takes the t-th quarter of the bytes 
 eighth of a row of V, so that its words are neighbours.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,8 @@ from ...device import copy, mma, pipe, warp
 from .. import epilogue, geometry, mask, quant, schedule, softmax
 
 BARRIER = 1  # all math threads
-COLUMNS = 4  # of a lane that are merged at a time: 32 of a warp
+COLUMNS = 8  # of a lane's that are merged at a time: 64 of a warp's
+PIECE = 4  # of these, that a thread adds up
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Registers:
     tokens: cute.Tensor
     k_at: cute.Tensor  # offsets of this lane's pieces of rows of K
     v_at: cute.Tensor  # of V: keys 2 t, 2 t + 1
-    scales_at: cute.Tensor  # of the scale factors: K, V of those keys
+    scales_at: cute.Tensor  # of the scale factors: of K; of V, keys 2 t, 2 t + 1
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,6 @@ class Place:
     share: Int32
     shares: Int32
     half: Int32
-    interleaved: Int32
 
 
 def swizzle(width, row, byte):
@@ -121,7 +122,7 @@ def swizzle(width, row, byte):
     return row * width + (byte ^ (row * width // 128 % (width // 16) * 16))
 
 
-def registers(spec):
+def registers(spec, a):
     """Fragments of a warp, with the offsets that never change."""
     rmem = cute.make_rmem_tensor
     lane = cute.arch.lane_idx()
@@ -133,13 +134,19 @@ def registers(spec):
         rmem(2, Float32),
         rmem(spec.head_dim_vo // halves(spec) // 2, Float32),
         softmax.make(2),
-        *(rmem(count, Int32) for count in (2, pieces, 2, 1)),
+        *(rmem(count, Int32) for count in (2, pieces, 2, 3)),
     )
     for i in range(pieces):
         r.k_at[i] = swizzle(k.width, g, t * (k.width // 4) + 16 * i)
     for i in range(2):
         r.v_at[i] = swizzle(v.width, 2 * t + i, g * (v.width // 8))
     r.scales_at[0] = g * (spec.head_dim_qk // 16) + t * (spec.head_dim_qk // 64)
+    size = spec.head_dim_vo // 16
+    block = g * size // 8 + (cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4) % halves(spec)
+    for i in range(2):
+        key = 2 * t + i
+        linear, interleaved = key * size + block, key // 4 * 4 * size + block * 4 + key % 4
+        r.scales_at[1 + i] = linear + cutlass.min(a.interleaved, 1) * (interleaved - linear)
     return r
 
 
@@ -151,30 +158,42 @@ def place(spec: cutlass.Constexpr, a, w: schedule.Work):
     half, number = number % halves(spec), number // halves(spec)
     shares = warps(spec) // halves(spec) * geometry.MMA_ROWS // m
     n = schedule.lengths(spec, a, w.q_len, w.kv_len)
-    return Place(w, n, m, rows, number // shares, number % shares, shares, half, a.interleaved)
+    return Place(w, n, m, rows, number // shares, number % shares, shares, half)
+
+
+def early(spec):
+    """Whether Q of a tile is fetched before the merge of the tile before, where registers hold both."""
+    return spec.kv.dtype != "nvfp4" or spec.head_dim_qk < 128
 
 
 @cute.jit
-def load_q(spec: cutlass.Constexpr, a, s, r: Registers, x: Place):
-    """This lane's elements of its two rows, zeros past the request, in the type and order of the cached words."""
-    row, fold, fmt = Row.of(spec, spec.head_dim_qk), geometry.fold(spec, a), quant.FORMATS[spec.kv.dtype]
+def fetch_q(spec: cutlass.Constexpr, a, w: schedule.Work, words: cute.Tensor):
+    """Words (D / 8, 2) of this lane's two rows, zeros past the request: its columns as the cached rows' boxes are."""
+    x, row, fold = place(spec, a, w), Row.of(spec, spec.head_dim_qk), geometry.fold(spec, a)
     g, t = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
     vectors = const_expr(row.width * 8 // spec.kv.bits // 4 // 8)  # of a box, 8 elements each
+    words.fill(0)
     for k in cutlass.range_constexpr(2):
-        at = x.w.m_block * x.m + 16 * x.group + 8 * k + g
-        r.tokens[k] = geometry.token_of(at, fold, True)
-        words = cute.make_rmem_tensor(spec.head_dim_qk // 8, Uint32)
-        words.fill(0)
+        at = w.m_block * x.m + 16 * x.group + 8 * k + g
         if at < x.rows:
-            source = a.q[x.w.q_start + r.tokens[k], geometry.head_of(at, x.w.head, fold, True), None]
+            source = a.q[w.q_start + geometry.token_of(at, fold, True), geometry.head_of(at, w.head, fold, True), None]
             for i in cutlass.range_constexpr(row.boxes * vectors):
                 piece = cute.local_tile(source, (8,), ((i // vectors * 4 + t) * vectors + i % vectors,))
-                into = cute.local_tile(words, (4,), (i,))
+                into = cute.local_tile(words[None, k], (4,), (i,))
                 cute.autovec_copy(piece, cute.recast_tensor(into, source.element_type))
+
+
+@cute.jit
+def set_q(spec: cutlass.Constexpr, a, s, r: Registers, x: Place, words: cute.Tensor):
+    """Operand A of this warp's rows, in the type that is multiplied and the order of the cached words."""
+    fold, fmt = geometry.fold(spec, a), quant.FORMATS[spec.kv.dtype]
+    for k in cutlass.range_constexpr(2):
+        at = x.w.m_block * x.m + 16 * x.group + 8 * k + cute.arch.lane_idx() // 4
+        r.tokens[k] = geometry.token_of(at, fold, True)
         r.unit[k] = Float32(1.0)
         if const_expr(spec.kv.dtype != "" and spec.dtype == "bf16"):
-            r.unit[k] = to_fp16(words)
-        ordered = [in_order(fmt, words, i) for i in range(spec.head_dim_qk // 8)]
+            r.unit[k] = to_fp16(words[None, k])
+        ordered = [in_order(fmt, words[None, k], i) for i in range(spec.head_dim_qk // 8)]
         for i in cutlass.range_constexpr(spec.head_dim_qk // 8):
             if const_expr(spec.tile.q_registers):
                 r.q[2 * i + k] = ordered[i]
@@ -232,10 +251,8 @@ def issue_qk(spec, s, r, x, scores, stage, row):
         if spec.kv.dtype == "nvfp4":
             at = s.k_scales.iterator.toint() + (stage * n + row + 8 * j) * (dim // 16) + r.scales_at[0]
             factors = quant.scale_pairs(mma.load_bytes(at, dim // 64))
-            for w in range(len(pairs)):
-                block = w // 2
-                factor = quant.permute(factors[block // 2], factors[block // 2], (0x1010, 0x3232)[block % 2])
-                pairs[w] = [quant.times(pair, factor) for pair in pairs[w]]
+            each = [quant.permute(factors[b // 2], factors[b // 2], (0x1010, 0x3232)[b % 2]) for b in range(dim // 64)]
+            pairs = [[quant.times(pair, each[w // 2]) for pair in some] for w, some in enumerate(pairs)]
         operands.append([pair for some in pairs for pair in some])
     chains = 4 // tiles  # of MMAs for each 8 keys: so many are in flight
     sums = [cute.make_rmem_tensor(cute.size(scores), Float32) for _ in range(chains - 1)]
@@ -269,12 +286,8 @@ def load_v(spec: cutlass.Constexpr, s, r: Registers, x: Place, at, raw: cute.Ten
                     raw[b * per + u, e, c] = words[u]
             if const_expr(spec.kv.dtype == "nvfp4"):
                 size = const_expr(spec.head_dim_vo // 16)
-                block = cute.arch.lane_idx() // 4 * size // 8 + x.half
-                token = row + inside + 2 * t + e % 2
-                place = token * size + block
-                if x.interleaved != 0:
-                    place = token // 4 * 4 * size + block * 4 + token % 4
-                factors[e, c] = mma.load_bytes(s.v_scales.iterator.toint() + stage * n * size + place, 1)
+                at = s.v_scales.iterator.toint() + (stage * n + row + inside) * size
+                factors[e, c] = mma.load_bytes(at + r.scales_at[1 + e % 2], 1)
     if key + keys(spec) > x.w.kv_len:
         for c in cutlass.range_constexpr(keys(spec) // 16):
             for e in cutlass.range_constexpr(4):
@@ -407,6 +420,7 @@ def weigh(spec: cutlass.Constexpr, a, s, r: Registers, x: Place, scales):
     LSE to where it belongs."""
     own = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
     g, t = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
+    most = const_expr((warps(spec) // halves(spec) + 3) // 4)
     for k in cutlass.range_constexpr(2):
         total = cute.arch.warp_reduction_sum(r.st.l[k], threads_in_group=softmax.LANES)
         if t == 0:
@@ -414,15 +428,18 @@ def weigh(spec: cutlass.Constexpr, a, s, r: Registers, x: Place, scales):
             s.merge.stats[own, 8 * k + g, 1] = total
     sync(spec)
     view = rows_view(r.o)
-    for k in cutlass.range_constexpr(2):
-        top, total = -Float32.inf, Float32(0.0)
-        for c in cutlass.range(x.shares, unroll=1):
-            top = cute.arch.fmax(top, s.merge.stats[(x.group * x.shares + c) * halves(spec), 8 * k + g, 0])
+    for k in cutlass.range_constexpr(2):  # a lane of a quad looks at every fourth warp
+        tops, sums = [-Float32.inf] * most, [Float32(0.0)] * most
+        for c in cutlass.range_constexpr(most):
+            if 4 * c + t < x.shares:
+                other = (x.group * x.shares + 4 * c + t) * halves(spec)
+                tops[c], sums[c] = s.merge.stats[other, 8 * k + g, 0], s.merge.stats[other, 8 * k + g, 1]
+        top = cute.arch.warp_reduction_max(functools.reduce(cute.arch.fmax, tops), threads_in_group=softmax.LANES)
         base = Float32(0.0) if top == -Float32.inf else top
-        for c in cutlass.range(x.shares, unroll=1):
-            other = (x.group * x.shares + c) * halves(spec)
-            less = cute.math.exp2(s.merge.stats[other, 8 * k + g, 0] - base, fastmath=True)
-            total += s.merge.stats[other, 8 * k + g, 1] * less
+        total = Float32(0.0)
+        for c in cutlass.range_constexpr(most):
+            total += sums[c] * cute.math.exp2(tops[c] - base, fastmath=True)
+        total = cute.arch.warp_reduction_sum(total, threads_in_group=softmax.LANES)
         mine = cute.math.exp2(r.st.m[k] * scales[1] - base, fastmath=True)
         view[k, None].store(view[k, None].load() * mine)
         if x.share == 0 and x.half == 0 and t == 0:
@@ -456,46 +473,57 @@ def merge(spec: cutlass.Constexpr, a, s, r: Registers, x: Place, scales):
     weigh(spec, a, s, r, x, scales)
     own, tid = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4, cute.arch.thread_idx()[0] - 128
     g, t, fold = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4, geometry.fold(spec, a)
+    left = x.rows - x.w.m_block * x.m  # rows of this tile and later ones
     for number in cutlass.range_constexpr(0, columns(spec)[1], COLUMNS):
         for k in cutlass.range_constexpr(2):
-            for e in cutlass.range_constexpr(2):
-                piece = cute.make_rmem_tensor(COLUMNS, Float32)
-                for u in cutlass.range_constexpr(COLUMNS):
-                    piece[u] = r.o[4 * (number + u) + 2 * k + e]
-                cute.autovec_copy(piece, s.merge.o[own, 8 * k + g, (2 * t + e) ^ g, None])
+            if 16 * x.group + 8 * k < left:
+                for e in cutlass.range_constexpr(2):
+                    piece = cute.make_rmem_tensor(COLUMNS, Float32)
+                    for u in cutlass.range_constexpr(COLUMNS):
+                        piece[u] = r.o[4 * (number + u) + 2 * k + e]
+                    cute.autovec_copy(piece, s.merge.o[own, 8 * k + g, (2 * t + e) ^ g, None])
         sync(spec)
-        for index in cutlass.range(tid, 8 * halves(spec) * x.m, 32 * warps(spec), unroll=1):
-            eighth, row, half = index % 8, index // 8 % x.m, index // 8 // x.m
-            at = x.w.m_block * x.m + row
-            if at < x.rows:
-                total, piece = cute.make_rmem_tensor(COLUMNS, Float32), cute.make_rmem_tensor(COLUMNS, Float32)
-                total.fill(0.0)
-                for c in cutlass.range(x.shares, unroll=1):
-                    other = (row // 16 * x.shares + c) * halves(spec) + half
-                    cute.autovec_copy(s.merge.o[other, row % 16, eighth ^ (row % 8), None], piece)
-                    total.store(total.load() + piece.load())
-                total.store(total.load() * s.merge.normal[row])
-                column = first_column(spec, half, number, eighth) // COLUMNS
-                if x.w.slot >= 0:
-                    cute.autovec_copy(total, cute.local_tile(a.part[x.w.slot, row, None], (COLUMNS,), (column,)))
-                else:
-                    token, head = geometry.token_of(at, fold, True), geometry.head_of(at, x.w.head, fold, True)
-                    epilogue.store_piece(a, x.w.q_start + token, head, column, total)
+        pieces = const_expr(COLUMNS // PIECE)
+        for index in cutlass.range(tid, 8 * pieces * halves(spec) * cutlass.min(left, x.m), 32 * warps(spec), unroll=1):
+            part, eighth, half = index % pieces, index // pieces % 8, index // pieces // 8 % halves(spec)
+            row = index // pieces // 8 // halves(spec)
+            total, piece = cute.make_rmem_tensor(PIECE, Float32), cute.make_rmem_tensor(PIECE, Float32)
+            total.fill(0.0)
+            for c in cutlass.range(x.shares, unroll=4):
+                other = (row // 16 * x.shares + c) * halves(spec) + half
+                source = s.merge.o[other, row % 16, eighth ^ (row % 8), None]
+                cute.autovec_copy(cute.local_tile(source, (PIECE,), (part,)), piece)
+                total.store(total.load() + piece.load())
+            total.store(total.load() * s.merge.normal[row])
+            column = first_column(spec, half, number, eighth) // PIECE + part
+            if x.w.slot >= 0:
+                cute.autovec_copy(total, cute.local_tile(a.part[x.w.slot, row, None], (PIECE,), (column,)))
+            else:
+                at = x.w.m_block * x.m + row
+                token, head = geometry.token_of(at, fold, True), geometry.head_of(at, x.w.head, fold, True)
+                epilogue.store_piece(a, x.w.q_start + token, head, column, total)
         sync(spec)
 
 
 @cute.jit
 def math(spec: cutlass.Constexpr, plan, s):
     a = plan.args
-    r = registers(spec)
+    r = registers(spec, a)
     scale_log2 = softmax.factor(a.scale_log2, a.scale)
     scales = (scale_log2, softmax.capped_scale(a.soft_cap) if a.soft_cap > 0.0 else scale_log2)
     at, t = Int32(0), Int32(0)
+    words = cute.make_rmem_tensor((spec.head_dim_qk // 8, 2), Uint32)
     w = schedule.hear(s, t)
+    if const_expr(early(spec)) and w.valid != 0:
+        fetch_q(spec, a, w, words)
     while w.valid != 0:
         x = place(spec, a, w)
-        load_q(spec, a, s, r, x)
+        if const_expr(not early(spec)):
+            fetch_q(spec, a, w, words)
+        set_q(spec, a, s, r, x, words)
         at = run(spec, a, s, r, x, scales, at)
-        merge(spec, a, s, r, x, scales)
         t += 1
         w = schedule.hear(s, t)
+        if const_expr(early(spec)) and w.valid != 0:
+            fetch_q(spec, a, w, words)
+        merge(spec, a, s, r, x, scales)
