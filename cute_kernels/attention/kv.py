@@ -6,7 +6,6 @@ from cutlass import Int32, const_expr
 
 from ..device import copy, pipe
 
-LOADERS = 2  # warps that fill a stage together: issuing a TMA takes a warp tens of cycles
 BOXES = (8, 16, 64)  # rows of the TMA boxes; a fetch uses the largest that divides page and tile
 
 
@@ -15,9 +14,14 @@ def boxes(n):
     return tuple(b for b in BOXES if n % b == 0)
 
 
+def loaders(spec):
+    """Warps that fill a stage together: issuing a TMA takes a warp tens of cycles, which decoding has."""
+    return 1 if spec.split else 2
+
+
 @cute.jit
 def paged(spec: cutlass.Constexpr, op: copy.Operand, smem: cute.Tensor, p: pipe.Pipe, pages: cute.Tensor, at):
-    """One of `LOADERS` warps: its boxes of the rows [j n, (j + 1) n) of a KV head, into item i's stage.
+    """One of the `loaders`: its boxes of the rows [j n, (j + 1) n) of a KV head, into item i's stage.
 
     pages (M,): page ids of the request. at = (loader, i, j, head, kv_len). Lane c looks up the page of rows
     [8 c, 8 c + 8). Boxes past kv_len are fetched from a page past the pool, which TMA fills with zeros; their table
@@ -35,23 +39,23 @@ def paged(spec: cutlass.Constexpr, op: copy.Operand, smem: cute.Tensor, p: pipe.
         rows = op.boxes[k].rows
         above = op.boxes[k + 1].rows if const_expr(k + 1 < len(op.boxes)) else 1 << 30
         if page_size >= rows and page_size < above:
-            fill(op.boxes[k], smem, p, (loader, i, head), (page, inside), (op.bytes, n, least))
+            fill(op.boxes[k], smem, p, (loader, i, head), (page, inside), (op.bytes, n, least, loaders(spec)))
 
 
 @cute.jit
 def fill(b: copy.Box, smem: cute.Tensor, p: pipe.Pipe, at, lanes, sizes: cutlass.Constexpr):
-    """One warp: every LOADERS-th box of a stage; lanes = (page, row inside it) of each `least` rows."""
-    (loader, i, head), (page, inside), (stage_bytes, n, least) = at, lanes, sizes
+    """One warp of `of`: its boxes of a stage; lanes = (page, row inside it) of each `least` rows."""
+    (loader, i, head), (page, inside), (stage_bytes, n, least, of) = at, lanes, sizes
     count = n // b.rows
     s, g = copy.partition(b, smem, b.gmem)
-    pipe.fill(p, i, stage_bytes // count * ((count - loader + LOADERS - 1) // LOADERS))
+    pipe.fill(p, i, stage_bytes // count * ((count - loader + of - 1) // of))
     # A coordinate that the compiler knows to be warp-uniform costs one move to a uniform register, any other a loop.
     stage, head = cute.arch.make_warp_uniform(pipe.slot(p, i)), cute.arch.make_warp_uniform(head)
-    for c in cutlass.range_constexpr(0, count, LOADERS):
+    for c in cutlass.range_constexpr(0, count, of):
         mine = c + loader
         lane = mine * (b.rows // least)
         page_c, inside_c = cute.arch.shuffle_sync(page, lane), cute.arch.shuffle_sync(inside, lane) // b.rows
-        if const_expr(c + LOADERS <= count) or mine < count:
+        if const_expr(c + of <= count) or mine < count:
             for d in cutlass.range_constexpr(cute.size(s, mode=[2])):
                 dst = s[None, mine, d, stage]
                 cute.copy(b.atom, g[None, inside_c, d, head, page_c], dst, tma_bar_ptr=p.full + stage)
@@ -65,9 +69,9 @@ def find_scales(spec: cutlass.Constexpr, scales: cute.Tensor, pages: cute.Tensor
     """Pages of the rows whose scale factors this lane fetches of a block; -1 past kv_len. Called ahead of the wait for
     a free stage, which hides the latency."""
     loader, _, j, _, kv_len = at
-    found = cute.make_rmem_tensor(spec.tile.n // (32 * LOADERS), Int32)
+    found = cute.make_rmem_tensor(spec.tile.n // (32 * loaders(spec)), Int32)
     for c in cutlass.range_constexpr(cute.size(found)):
-        row = j * spec.tile.n + (c * LOADERS + loader) * 32 + cute.arch.lane_idx()
+        row = j * spec.tile.n + (c * loaders(spec) + loader) * 32 + cute.arch.lane_idx()
         found[c] = Int32(-1)
         if row < kv_len:
             found[c] = pages[row // scales.shape[2]]
@@ -81,7 +85,7 @@ def fetch_scales(spec: cutlass.Constexpr, scales: cute.Tensor, smem: cute.Tensor
     loader, i, j, head, _ = at
     size = const_expr(scales.shape[3])
     for c in cutlass.range_constexpr(cute.size(found)):
-        inside = (c * LOADERS + loader) * 32 + cute.arch.lane_idx()
+        inside = (c * loaders(spec) + loader) * 32 + cute.arch.lane_idx()
         page, exists = found[c], (found[c] >= 0) & (found[c] < scales.shape[0])
         row = (j * spec.tile.n + inside) % scales.shape[2]
         source = scales[page if exists else Int32(0), head, row, None].iterator

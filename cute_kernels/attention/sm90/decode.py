@@ -163,7 +163,7 @@ def place(spec: cutlass.Constexpr, a, w: schedule.Work):
 
 def early(spec):
     """Whether Q of a tile is fetched before the merge of the tile before, where registers hold both."""
-    return spec.kv.dtype != "nvfp4" or spec.head_dim_qk < 128
+    return spec.kv.dtype != "nvfp4" or spec.head_dim_qk < 128 or spec.head_dim_qk == 128 and spec.tile.groups == 2
 
 
 @cute.jit

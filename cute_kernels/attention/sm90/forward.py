@@ -1,19 +1,22 @@
 """Hopper attention forward: host part and device entry.
 
-Roles: the warps of warpgroup 0 load (`load`, 32-80 registers a thread), two feed K, two Q and V; each further
-warpgroup computes 64 rows of the tile (`math`, 160-248 registers). CTAs are persistent.
+Roles: the warps of warpgroup 0 load (`load`, 32-72 registers a thread), two feed K, two Q and V; each further
+warpgroup computes 64 rows of the tile (`math`, 160-232 registers). CTAs are persistent.
 
-With spec.split the tiles of a CTA may be parts of tiles (`schedule`), and a second launch merges these (`combine`).
+With spec.split, for decoding, the tiles of a CTA may be parts of tiles (`schedule`), and a second launch merges these
+(`combine`); one warp feeds K, one V, one schedules; all warps of two or three warpgroups compute the same few rows on
+different keys (`decode`, 152-216 registers).
 
-Pipelines: work_pipe, 2 stages, loader 0 -> all: the next tile, published while the current one is loaded, freed when
-read. q_pipe, `tile.q_stages` stages, load -> math: Q of a tile that has a visible key (packed: unused, math gathers Q);
-freed when the last QK of the tile is done, or once Q is in registers. k_pipe and v_pipe, `tile.stages` stages,
-load -> math: a KV block each, freed when its MMA is done.
+Pipelines: work_pipe, 2 stages, loader 0 of K, or the scheduling warp, -> all: the next tile, published while the
+current one is loaded, freed when read. q_pipe (not split), `tile.q_stages` stages, load -> math: Q of a tile that has a
+visible key (packed: unused, math gathers Q); freed when the last QK of the tile is done, or once Q is in registers.
+k_pipe and v_pipe, `tile.stages` stages, load -> math: a KV block each, with the scale factors of an NVFP4 cache, which
+cp.async copies; freed when its MMA is done.
 
-Shared memory: `q_stages` x Q (m x Dqk), `stages` x (K (n x Dqk) + V (n x Dvo)), 16-bit, 1024-byte aligned, plus
-barriers and Work.
+Shared memory: `q_stages` x Q (m x Dqk) (not split), `stages` x (K (n x Dqk) + V (n x Dvo)) as stored, 1024-byte
+aligned, their scale factors, `decode.Meeting` (split), barriers and Work.
 
-Refused (see `supports`): other dtypes and head dims, KV that is not paged by TMA.
+Refused (see `supports`): other dtypes and head dims, quantised caches unless split, KV that is not paged by TMA.
 """
 
 from dataclasses import dataclass
@@ -135,12 +138,12 @@ def shared(spec, plan):
     smem, warps, stages = cutlass.utils.SmemAllocator(), 4 * spec.tile.warpgroups, spec.tile.stages
     allocate = smem.allocate_tensor
     packed = spec.kv.dtype == "nvfp4"
-    fills = kv.LOADERS * (33 if packed else 1)  # lanes that copy scale factors arrive too
+    fills = kv.loaders(spec) * (33 if packed else 1)  # lanes that copy scale factors arrive too
     common = {
         "k": copy.allocate(smem, plan.k, plan.args.k.element_type),
         "v": copy.allocate(smem, plan.v, plan.args.v.element_type),
         "work": allocate(Int32, cute.make_layout((schedule.FIELDS, schedule.STAGES))),
-        "work_pipe": pipe.make(smem, schedule.STAGES, 1, warps + 2 * kv.LOADERS),
+        "work_pipe": pipe.make(smem, schedule.STAGES, 1, warps + 2 * kv.loaders(spec)),
         "k_pipe": pipe.make(smem, stages, fills, warps),
         "v_pipe": pipe.make(smem, stages, fills, warps),
     }

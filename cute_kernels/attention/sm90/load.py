@@ -1,4 +1,4 @@
-"""Load role: warps that schedule the tiles of their CTA and feed them by TMA, `kv.LOADERS` each for K and for V."""
+"""Load role: warps that schedule the tiles of their CTA and feed them by TMA, `kv.loaders` each for K and for V."""
 
 import cutlass
 import cutlass.cute as cute
@@ -24,18 +24,18 @@ def fetch_q(spec: cutlass.Constexpr, plan, s, w: schedule.Work, q: Int32):
 def feed(spec: cutlass.Constexpr, plan, s, op: copy.Operand, loader: Int32, keys: cutlass.Constexpr):
     """One warp: its share of K (`keys`) or V of every tile of this CTA, last block first.
 
-    Loader 0 of K also publishes each tile while it loads the one before; loader 0 of V also loads Q.
+    Loader 0 of K also publishes each tile while it loads the one before, unless `announce` does; loader 0 of V also
+    loads Q.
     """
     a = plan.args
     smem, ring = (s.k, s.k_pipe) if keys else (s.v, s.v_pipe)
     scales, s_scales = (a.k_scales, s.k_scales) if keys else (a.v_scales, s.v_scales)
     group = a.q.shape[1] // a.k.shape[1]
-    publishes = const_expr(keys) and loader == 0
+    publishes = const_expr(keys and not spec.split) and loader == 0
     loads_q = const_expr(not keys and not spec.pack_gqa)
     start, before, i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(1)
     unit, end = Int32(0), Int32(0)
     if publishes:
-        unit, end = schedule.begin(spec, a)
         start, before, unit = schedule.publish(spec, a, s, t, start, before, unit, end)
     while more != 0:
         w = schedule.hear(s, t)
@@ -63,9 +63,23 @@ def feed(spec: cutlass.Constexpr, plan, s, op: copy.Operand, loader: Int32, keys
 
 
 @cute.jit
+def announce(spec: cutlass.Constexpr, a, s):
+    """One warp: publish the CTA's tiles, and that there are no more."""
+    unit, end = schedule.begin(spec, a)
+    start, before, t, more = Int32(0), Int32(0), Int32(0), Int32(1)
+    while more != 0:
+        more = Int32(1) if unit < end else Int32(0)
+        start, before, unit = schedule.publish(spec, a, s, t, start, before, unit, end)
+        t += 1
+
+
+@cute.jit
 def load(spec: cutlass.Constexpr, plan, s):
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    if warp < kv.LOADERS:
+    count = const_expr(kv.loaders(spec))
+    if warp < count:
         feed(spec, plan, s, plan.k, warp, True)
-    elif warp < 2 * kv.LOADERS:
-        feed(spec, plan, s, plan.v, warp - kv.LOADERS, False)
+    elif warp < 2 * count:
+        feed(spec, plan, s, plan.v, warp - count, False)
+    elif const_expr(spec.split) and warp == 2 * count:
+        announce(spec, plan.args, s)

@@ -1,4 +1,4 @@
-"""Math role: one warpgroup per 64 rows of the tile. S = Q K^T, softmax, O += P V, store.
+"""Math role of prefill: one warpgroup per 64 rows of the tile. S = Q K^T, softmax, O += P V, store.
 
 A warpgroup issues QK of a block together with PV of the block before, and computes the softmax of the one under the
 other (`step`), across tiles too (`last`). Warpgroups take turns at issuing, so that one's softmax runs under another's
