@@ -266,7 +266,7 @@ def test_needle_in_128k_keys(kv):
     want = cases.reference_of(inputs)
     got = run(cases.as_decode(inputs))
     close(got, want, 5e-3)
-    assert (want[0][0, 0] - 100).abs().max() > 20  # the needle shows, in the head that looks for it
+    assert (want[0][0, 0] - 100).abs().max() > 10  # the needle shows, in the head that looks for it
     assert (want[0][0, 1] - 100).abs().max() < 5  # NVFP4 has 96 for 100
 
 

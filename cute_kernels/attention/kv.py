@@ -66,12 +66,12 @@ SOURCE = {"paged": paged}
 
 @cute.jit
 def find_scales(spec: cutlass.Constexpr, scales: cute.Tensor, pages: cute.Tensor, at):
-    """Pages of the rows whose scale factors this lane fetches of a block; -1 past kv_len. Called ahead of the wait for
-    a free stage, which hides the latency."""
-    loader, _, j, _, kv_len = at
-    found = cute.make_rmem_tensor(spec.tile.n // (32 * loaders(spec)), Int32)
+    """Pages of the rows whose scale factors this lane fetches of block j; -1 past kv_len. at = (j, kv_len). Called
+    ahead of the wait for a free stage, which hides the latency."""
+    j, kv_len = at
+    found = cute.make_rmem_tensor(spec.tile.n // 32, Int32)
     for c in cutlass.range_constexpr(cute.size(found)):
-        row = j * spec.tile.n + (c * loaders(spec) + loader) * 32 + cute.arch.lane_idx()
+        row = j * spec.tile.n + c * 32 + cute.arch.lane_idx()
         found[c] = Int32(-1)
         if row < kv_len:
             found[c] = pages[row // scales.shape[2]]
@@ -80,12 +80,14 @@ def find_scales(spec: cutlass.Constexpr, scales: cute.Tensor, pages: cute.Tensor
 
 @cute.jit
 def fetch_scales(spec: cutlass.Constexpr, scales: cute.Tensor, smem: cute.Tensor, p: pipe.Pipe, found, at):
-    """NVFP4's scale factors of the rows that `paged` fetches, (n, D / 16) bytes of item i's stage, row by row: too
-    short for TMA. Rows past kv_len or of no page become zeros. Every lane arrives once what it copied is there."""
-    loader, i, j, head, _ = at
+    """One warp: NVFP4's scale factors of block j of a KV head, (n, D / 16) bytes of item i's stage, row by row: too
+    short for TMA. at = (i, j, head). Rows past kv_len or of no page become zeros. Every lane arrives once what it
+    copied is there."""
+    i, j, head = at
     size = const_expr(scales.shape[3])
+    pipe.wait_empty(p, i)
     for c in cutlass.range_constexpr(cute.size(found)):
-        inside = (c * loaders(spec) + loader) * 32 + cute.arch.lane_idx()
+        inside = c * 32 + cute.arch.lane_idx()
         page, exists = found[c], (found[c] >= 0) & (found[c] < scales.shape[0])
         row = (j * spec.tile.n + inside) % scales.shape[2]
         source = scales[page if exists else Int32(0), head, row, None].iterator

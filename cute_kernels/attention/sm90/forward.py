@@ -4,8 +4,8 @@ Roles: the warps of warpgroup 0 load (`load`, 32-72 registers a thread), two fee
 warpgroup computes 64 rows of the tile (`math`, 160-232 registers). CTAs are persistent.
 
 With spec.split, for decoding, the tiles of a CTA may be parts of tiles (`schedule`), and a second launch merges these
-(`combine`); one warp feeds K, one V, one schedules; all warps of two or three warpgroups compute the same few rows on
-different keys (`decode`, 152-216 registers).
+(`combine`); one warp feeds K, one V, one schedules, one copies scale factors; all warps of two or three warpgroups
+compute the same few rows on different keys (`decode`, 152-216 registers).
 
 Pipelines: work_pipe, 2 stages, loader 0 of K, or the scheduling warp, -> all: the next tile, published while the
 current one is loaded, freed when read. q_pipe (not split), `tile.q_stages` stages, load -> math: Q of a tile that has a
@@ -138,12 +138,12 @@ def shared(spec, plan):
     smem, warps, stages = cutlass.utils.SmemAllocator(), 4 * spec.tile.warpgroups, spec.tile.stages
     allocate = smem.allocate_tensor
     packed = spec.kv.dtype == "nvfp4"
-    fills = kv.loaders(spec) * (33 if packed else 1)  # lanes that copy scale factors arrive too
+    fills = kv.loaders(spec) + (32 if packed else 0)  # lanes that copy scale factors arrive too
     common = {
         "k": copy.allocate(smem, plan.k, plan.args.k.element_type),
         "v": copy.allocate(smem, plan.v, plan.args.v.element_type),
         "work": allocate(Int32, cute.make_layout((schedule.FIELDS, schedule.STAGES))),
-        "work_pipe": pipe.make(smem, schedule.STAGES, 1, warps + 2 * kv.loaders(spec)),
+        "work_pipe": pipe.make(smem, schedule.STAGES, 1, warps + 2 * kv.loaders(spec) + (1 if packed else 0)),
         "k_pipe": pipe.make(smem, stages, fills, warps),
         "v_pipe": pipe.make(smem, stages, fills, warps),
     }

@@ -29,7 +29,6 @@ def feed(spec: cutlass.Constexpr, plan, s, op: copy.Operand, loader: Int32, keys
     """
     a = plan.args
     smem, ring = (s.k, s.k_pipe) if keys else (s.v, s.v_pipe)
-    scales, s_scales = (a.k_scales, s.k_scales) if keys else (a.v_scales, s.v_scales)
     group = a.q.shape[1] // a.k.shape[1]
     publishes = const_expr(keys and not spec.split) and loader == 0
     loads_q = const_expr(not keys and not spec.pack_gqa)
@@ -49,11 +48,7 @@ def feed(spec: cutlass.Constexpr, plan, s, op: copy.Operand, loader: Int32, keys
                     q += 1
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
                 at = (loader, i, j, head, w.kv_len)
-                if const_expr(spec.kv.dtype == "nvfp4"):
-                    found = kv.find_scales(spec, scales, pages, at)
                 kv.SOURCE[spec.kv.source](spec, op, smem, ring, pages, at)
-                if const_expr(spec.kv.dtype == "nvfp4"):
-                    kv.fetch_scales(spec, scales, s_scales, ring, found, at)
                 i += 1
                 if publishes and j == w.hi - 1:
                     start, before, unit = schedule.publish(spec, a, s, t + 1, start, before, unit, end)
@@ -74,6 +69,24 @@ def announce(spec: cutlass.Constexpr, a, s):
 
 
 @cute.jit
+def feed_scales(spec: cutlass.Constexpr, plan, s):
+    """One warp: the scale factors of K and V of every tile, into the stages that `feed` fills."""
+    a = plan.args
+    i, t, more = Int32(0), Int32(0), Int32(1)
+    while more != 0:
+        w = schedule.hear(s, t)
+        more = w.valid
+        if w.valid != 0:
+            for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
+                k_pages = kv.find_scales(spec, a.k_scales, a.page_table[w.batch, 0, None], (j, w.kv_len))
+                v_pages = kv.find_scales(spec, a.v_scales, a.page_table[w.batch, 1, None], (j, w.kv_len))
+                kv.fetch_scales(spec, a.k_scales, s.k_scales, s.k_pipe, k_pages, (i, j, w.head))
+                kv.fetch_scales(spec, a.v_scales, s.v_scales, s.v_pipe, v_pages, (i, j, w.head))
+                i += 1
+        t += 1
+
+
+@cute.jit
 def load(spec: cutlass.Constexpr, plan, s):
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     count = const_expr(kv.loaders(spec))
@@ -83,3 +96,5 @@ def load(spec: cutlass.Constexpr, plan, s):
         feed(spec, plan, s, plan.v, warp - count, False)
     elif const_expr(spec.split) and warp == 2 * count:
         announce(spec, plan.args, s)
+    elif const_expr(spec.kv.dtype == "nvfp4"):
+        feed_scales(spec, plan, s)
