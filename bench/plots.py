@@ -91,6 +91,31 @@ def share(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     return save(fig, folder / f"{gpu}-prefill-share.png")
 
 
+def decode_share(rows: list[Row], gpu: str, folder: Path) -> Path | None:
+    """Decode: share of the copy rate of the same run at which K and V are read, a group a case, a bar a cache type."""
+    rows = newest(rows, "decode-")
+    shapes = list(dict.fromkeys(r.case.split("-", 2)[2] for r in rows))
+    caches = list(dict.fromkeys(r.case.split("-")[1] for r in rows))
+    if not shapes:
+        return None
+    ratio = {r.case: r.ratio_to_ours for r in rows if r.provider == "floor" and r.ratio_to_ours}
+    fig, (axis,) = figure(height=1.2 + 0.62 * len(shapes))
+    width = 0.8 / len(caches)
+    for i, (cache, (colour, _)) in enumerate(zip(caches, STYLE.values())):
+        for r in (r for r in rows if r.provider == "ours" and r.case.split("-")[1] == cache and r.case in ratio):
+            y = shapes.index(r.case.split("-", 2)[2]) + (i - (len(caches) - 1) / 2) * width
+            axis.barh(y, 100 * ratio[r.case], width * 0.92, color=colour)
+            axis.text(100 * ratio[r.case] + 0.5, y, f"{r.time_us:.0f} us", va="center", fontsize=7)
+        axis.barh(0, 0, color=colour, label=f"{cache} K and V")
+    axis.set_yticks(range(len(shapes)), [s.replace("-", " ") for s in shapes], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 115)
+    axis.set_xlabel("% of the copy rate of the same run at which K and V are read", fontsize=9)
+    axis.set_title(f"Decode attention of bf16 queries, {gpu}", fontsize=9)
+    fig.legend(loc="outside lower center", ncols=len(caches), fontsize=8, frameon=False)
+    return save(fig, folder / f"{gpu}-decode-share.png")
+
+
 def roofline(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     """TFLOP/s over operations per byte that must move, under the two measured ceilings."""
     chosen = newest(rows, "prefill-") + newest(rows, "sweep-")
@@ -170,7 +195,13 @@ def rows_and_lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     return save(fig, folder / f"{gpu}-topk-lengths.png")
 
 
-PLOTS: tuple[Callable[[list[Row], str, Path], Path | None], ...] = (share, lengths, roofline, rows_and_lengths)
+PLOTS: tuple[Callable[[list[Row], str, Path], Path | None], ...] = (
+    share,
+    decode_share,
+    lengths,
+    roofline,
+    rows_and_lengths,
+)
 
 
 def draw_all(results: dict[str, list[Row]], folder: Path = FOLDER) -> list[Path]:

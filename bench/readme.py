@@ -106,7 +106,7 @@ def decode_cells(rows: list[Row]) -> list[str]:
     return [*line, beside(by.get("flashinfer"))]
 
 
-def measured_decode(results: dict[str, list[Row]]) -> str:
+def measured_decode(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
     """The same of decode attention."""
     head = [
         "case",
@@ -116,7 +116,9 @@ def measured_decode(results: dict[str, list[Row]]) -> str:
         "next wider cache, us (/ ours)",
         "flashinfer, us (/ ours)",
     ]
-    parts = [part for gpu, rows in results.items() for part in section(gpu, rows, "decode-", head, decode_cells, [])]
+    parts = []
+    for gpu, rows in results.items():
+        parts += section(gpu, rows, "decode-", head, decode_cells, sorted(folder.glob(f"{gpu}-decode-*.png")))
     return "\n\n".join(parts) or "Not measured yet."
 
 
