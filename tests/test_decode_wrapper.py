@@ -107,6 +107,8 @@ def test_scratch_is_kept_for_a_stream_and_new_in_a_capture(launches, monkeypatch
 
 BAD = {
     "mask": ({"mask": 3}, TypeError, "mask: int"),
+    "mask, no query": ({"mask": torch.zeros(1), "query": None}, TypeError, "query"),
+    "mask, max_q_len": ({"mask": torch.zeros(1), "max_q_len": "9"}, TypeError, "max_q_len: '9'"),
     "mask dtype": ({"mask": torch.zeros(42, 4)}, TypeError, "mask: dtype"),
     "mask shape": (
         {"mask": torch.zeros(42, 2).to(torch.uint16)},

@@ -56,7 +56,9 @@ def test_matrix_tells_run_from_compiled_and_refused():
     assert matrix.cell(by["fp16"], "sm_90a", ran) == "compiled"
     assert matrix.cell(by["bf16"], "sm_100a", ran) == "no"
     # a record of an architecture that refuses the feature today says nothing
-    assert matrix.cell(by["prefill, NVFP4 KV"], "sm_90a", {("sm_90a", "prefill, NVFP4 KV"): ran["sm_90a", "bf16"]}) == "no"
+    assert (
+        matrix.cell(by["prefill, NVFP4 KV"], "sm_90a", {("sm_90a", "prefill, NVFP4 KV"): ran["sm_90a", "bf16"]}) == "no"
+    )
 
 
 @pytest.fixture

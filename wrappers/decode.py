@@ -85,7 +85,8 @@ def trtllm_batch_decode_with_kv_cache(
             cum_seq_lens_q = uniform(batch, q_len_per_req, query.device)
     elif max_q_len is None:
         raise ValueError("max_q_len: None, required with cum_seq_lens_q")
-    if mask is not None:
+    if mask is not None and isinstance(query, torch.Tensor):
+        checks.check_integer("max_q_len", max_q_len, 0)
         lead = (batch, q_len_per_req) if equal else (query.shape[0],)
         mode = mode._replace(drafts=drafts_of(mask, lead, max_q_len, query.device))
     return (eager if _is_compiling() else attend)(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 class AttentionArgs(NamedTuple):
     q: Any  # (T, Hq, Dqk)            16-bit, any token and head stride, last stride 1
-    k: Any  # (pages, Hkv, P, Dqk)    any page, head and row stride, last stride 1
+    k: Any  # (pages, Hkv, P, Dqk)    as q, e4m3, or uint8 of half the width: packed e2m1; any strides, last stride 1
     v: Any  # (pages, Hkv, P, Dvo)
     o: Any  # (T, Hq, Dvo)            any token and head stride, last stride 1
     lse: Any  # (T | 0, Hq)           fp32, base 2, includes the sink; any strides
@@ -24,18 +24,14 @@ class AttentionArgs(NamedTuple):
     k_scales: Any  # (pages | 0, Hkv, P, Dqk / 16)  e4m3 as uint8, of NVFP4 caches; any strides, last 1
     v_scales: Any  # (pages | 0, Hkv, P, Dvo / 16)
     o8: Any  # (T | 0, Hq, Dvo)       e4m3 as uint8, instead of o, which is then (0, Hq, Dvo); read where spec.split
-    drafts: (
-        Any  # (T | 0, W)         int32, bit t of a token's row: it sees draft t; instead of causal, where spec.split
-    )
+    drafts: Any  # (T | 0, W)         int32, bit t of a token's row: it sees draft t, not causal; where spec.split
     part: Any  # (slots | 0, R, Dvo + 4)  fp32 scratch of spec.split, a tile has at most R rows: O, then LSE
     scale_log2: Any  # Float32        logit scale x log2(e)
     out_factor: Any  # Float32        factor on the normalised output
     soft_cap: Any  # Float32          natural units, read where spec.soft_cap, or, 0 for none, spec.split
     skip: Any  # Float32              skip-softmax: log2 of the threshold times kv_len, -inf for none
     window_left: Any  # Int32         read only where spec.mask.window
-    chunk: (
-        Any  # Int32               with spec.split, KV blocks of a part, whatever the batch; 0: equal shares of the CTAs
-    )
+    chunk: Any  # Int32               with spec.split, KV blocks of a part; 0: equal shares of the CTAs
     interleaved: Any  # Int32         V scales of 4 tokens are interleaved
     grid: Any  # Int32                CTAs to launch (persistent)
     ticket: Any  # Int32              counter of this launch, no other launch in flight may share it; -1: static rounds

@@ -92,6 +92,8 @@ def meeting(spec, smem):
 
 @dataclass(frozen=True)
 class Registers:
+    """Fragments of a warp."""
+
     q: Any  # words of two rows: element 2 w of k of row g, of row g + 8; or in Meeting.q
     unit: cute.Tensor  # what the two rows were divided by
     o: cute.Tensor
@@ -163,7 +165,7 @@ def place(spec: cutlass.Constexpr, a, w: schedule.Work):
 
 def early(spec):
     """Whether Q of a tile is fetched before the merge of the tile before, where registers hold both."""
-    return spec.kv.dtype != "nvfp4" or spec.head_dim_qk < 128 or spec.head_dim_qk == 128 and spec.tile.groups == 2
+    return spec.kv.dtype != "nvfp4" or spec.head_dim_qk < 128
 
 
 @cute.jit
