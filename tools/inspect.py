@@ -16,7 +16,7 @@ from typing import Any
 
 INSTALL = "pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
 # Tensor-core MMAs, Hopper's fences and waits around them, TMA copies, the loads and stores that a spill would show as.
-COUNTED = ("HGMMA", "QGMMA", "WARPGROUP", "UTCHMMA", "UTCQMMA", "UTCOMMA", "UTMALDG", "UTMASTG", "LDL", "STL")
+COUNTED = ("HMMA", "HGMMA", "QGMMA", "WARPGROUP", "UTCHMMA", "UTCQMMA", "UTCOMMA", "UTMALDG", "UTMASTG", "LDL", "STL")
 
 
 @cache
