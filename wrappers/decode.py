@@ -49,7 +49,7 @@ def trtllm_batch_decode_with_kv_cache(
         skip_softmax_threshold_scale_factor: keys whose probabilities all lie below it, over seq_len, times the largest
             so far may be left out; which ones are looked at together is the kernel's choice. On the CPU none are.
         v_scales_interleaved: V's scale factors as TensorRT-LLM's kernels want them (`fp4.deinterleave_v_scales`).
-        batch_invariant: a request's bits do not depend on the rest of its batch; slower (README has figures).
+        batch_invariant: a request's bits do not depend on the rest of its batch; slower (bench/notes/decode.md).
 
     Hints: workspace_buffer, max_seq_len, backend, enable_pdl. Returns out (new where None was given), or (out, lse).
     Raises as `trtllm_batch_context_with_kv_cache` does. e4m3 and NVFP4 caches are computed with in fp16.
@@ -61,6 +61,7 @@ def trtllm_batch_decode_with_kv_cache(
             raise ValueError(f"sinks: a list of {len(sinks)}, must hold one tensor")
         sinks = sinks[0]
     mode = SPLIT
+    check_interleaved(v_scales_interleaved, kv_cache_sf)
     if v_scales_interleaved or batch_invariant:
         mode = mode._replace(interleaved=bool(v_scales_interleaved), invariant=bool(batch_invariant))
     if bmm1_scale_log2 is not None:
@@ -94,6 +95,11 @@ def trtllm_batch_decode_with_kv_cache(
         batch, cum_seq_lens_q, None, window_left, out, out_dtype, o_sf_scale, o_sf_vec_size, kv_layout, enable_pdl,
         sinks, kv_cache_sf, skip_softmax_threshold_scale_factor, uses_shared_paged_kv_idx, None, True, lse, return_lse,
         None, None, None, logits_soft_cap)  # fmt: skip
+
+
+def check_interleaved(interleaved: bool, scales: Any) -> None:
+    if interleaved and scales is None:
+        raise ValueError(f"v_scales_interleaved: {interleaved}, must be False where the cache has no scale factors")
 
 
 def drafts_of(mask: Any, lead: tuple[int, ...], most: int, device: torch.device) -> torch.Tensor:

@@ -202,7 +202,7 @@ def attend(mode: Mode, *call: Any) -> Any:
             None if out is None else out.dtype, None if sinks is None else sinks.shape, window_left >= 0, not rare,
             cap and (1 if 0 < cap < INF else -1), max_q_len >= 0,
             (max_q_len if max_q_len < tokens else tokens) <= PACK_ROWS, mode.split, facts,
-            skip and (1 if skip > 0 else -1), None if mode.drafts is None else mode.drafts.shape[0] == tokens,
+            skip and (1 if skip > 0 else -1),
         )  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError, ValueError):

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 
 from . import checks
-from .decode import drafts_of, eager, uniform
+from .decode import check_interleaved, drafts_of, eager, uniform
 from .prefill import Mode, attend
 
 PAGE_SIZES = (16, 32, 64, 128)
 NAMES = {  # of `attend`'s arguments
     "query": "q", "kv_cache": "k_cache, v_cache", "block_tables": "page_table", "out": "output",
-    "bmm1_scale": "q_scale * kv_scale", "kv_block_scales": "k_sf_cache, v_sf_cache",
+    "cum_seq_lens_q": "q_cu_seq_lens", "bmm1_scale": "q_scale * kv_scale", "kv_block_scales": "k_sf_cache, v_sf_cache",
 }  # fmt: skip
 
 
@@ -53,6 +53,7 @@ def xqa(
     """
     if (k_sf_cache is None) != (v_sf_cache is None):
         raise ValueError("k_sf_cache, v_sf_cache: one of the two is None, must be both or none")
+    check_interleaved(v_scales_interleaved, k_sf_cache)
     for name, t in (("q", q), ("output", output), ("seq_lens", seq_lens)):
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name}: {type(t).__name__}, must be a torch.Tensor")
@@ -137,6 +138,8 @@ def _tokens(
         checks.check_shape("q_cu_seq_lens", offsets, (batch + 1,), "batch + 1")
         return q, output, offsets.view(torch.int32), (q.shape[0],)
     if drafts:
+        if not output.is_contiguous():
+            raise ValueError(f"output: strides {output.stride()}, must be contiguous where q_seq_len is given")
         return q[:, 0].flatten(0, 1), output.view(-1, *q.shape[3:]), uniform(batch, most, q.device), (batch, most)
     return q[:, 0], output[:, 0], uniform(batch, 1, q.device), (batch, 1)
 
