@@ -2,8 +2,8 @@
 
 Quantised caches are computed with in fp16, which holds every e4m3 value, and every e2m1 value times its scale factor,
 exactly. Nothing is written back: a word is converted where it is used, once for all query rows of a warp. An e2m1 code
-becomes an e4m3 number by moving its bits, smaller by a power of two as the exponents' biases differ (E2M1_UNIT), and
-`cvt` does the rest.
+becomes an e4m3 number by moving its bits, smaller by 2^6 as the exponents' biases differ, and `cvt` does the
+rest.
 """
 
 from collections.abc import Callable
@@ -12,17 +12,14 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Uint32
 
-E2M1_UNIT = 2.0**6  # e2m1 codes / their bits as e4m3
-
 
 class Format(NamedTuple):
-    """elements: of a word. pairs(word): pairs of its elements, in the order key_order. values(a, b): the pairs (element
-    e of word a, of word b) of two rows, in the order value_order."""
+    """elements: of a word; order: in which they come out. pairs(word): two at a time. values(a, b): of each element,
+    those of two rows."""
 
     elements: int
-    key_order: tuple[int, ...]
+    order: tuple[int, ...]
     pairs: Callable[..., list]
-    value_order: tuple[int, ...]
     values: Callable[..., list]
 
 
@@ -51,13 +48,13 @@ def from_e4m3(word):
 
 
 def from_e2m1(word):
-    """Eight codes as e4m3 bytes, / E2M1_UNIT: (elements 0, 2, 4, 6; elements 1, 3, 5, 7)."""
+    """Eight codes as e4m3 bytes, / 2^6: (elements 0, 2, 4, 6; elements 1, 3, 5, 7)."""
     signs, magnitudes = Uint32(0x80808080), Uint32(0x1C1C1C1C)
     return word << 4 & signs | word << 2 & magnitudes, word & signs | word >> 2 & magnitudes
 
 
 def scale_pairs(word):
-    """Four scale factors, bytes of a word, as two pairs of fp16, times E2M1_UNIT."""
+    """Four scale factors, bytes of a word, as two pairs of fp16, times 2^6."""
     return [times(pair, Uint32(0x54005400)) for pair in from_e4m3(word)]  # 64, 64
 
 
@@ -82,7 +79,7 @@ def values4(a, b):
 
 
 FORMATS = {
-    "": Format(2, (0, 1), pairs16, (0, 1), values16),
-    "e4m3": Format(4, (0, 1, 2, 3), from_e4m3, (0, 1, 2, 3), values8),
-    "nvfp4": Format(8, (0, 2, 4, 6, 1, 3, 5, 7), pairs4, (0, 2, 4, 6, 1, 3, 5, 7), values4),
+    "": Format(2, (0, 1), pairs16, values16),
+    "e4m3": Format(4, (0, 1, 2, 3), from_e4m3, values8),
+    "nvfp4": Format(8, (0, 2, 4, 6, 1, 3, 5, 7), pairs4, values4),
 }

@@ -33,8 +33,8 @@ PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 
 
 def tile_for(spec: AttentionSpec) -> TileSpec | None:
-    """The tile that `spec` runs with. Its n depends on the head dims alone: a row's rounding depends on n, and a
-    request's result must depend on nothing but the request."""
+    """The tile that `spec` runs with. Its n depends on the head dims, split and the cache's type alone: a row's
+    rounding depends on n, and a request's result must depend on nothing but the request."""
     dims = (spec.head_dim_qk, spec.head_dim_vo)
     if spec.split:
         return SPLIT_TILES.get((spec.kv.dtype, dims[0])) if dims[0] == dims[1] else None

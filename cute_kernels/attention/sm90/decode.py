@@ -208,7 +208,7 @@ def set_q(spec: cutlass.Constexpr, a, s, r: Registers, x: Place, words: cute.Ten
 def in_order(fmt, words, i):
     """The i-th pair of a row in the order of its cached words."""
     start = i * 2 // fmt.elements * fmt.elements
-    first, second = (start + fmt.key_order[i * 2 % fmt.elements + e] for e in range(2))
+    first, second = (start + fmt.order[i * 2 % fmt.elements + e] for e in range(2))
     if second == first + 1:
         return words[i]
     return quant.permute(words[first // 2], words[second // 2], (0x5410, 0x7632)[first % 2])
@@ -311,7 +311,7 @@ def issue_pv(spec, r, p, raw, factors):
             both = [fmt.values(raw[u, 2 * e, c], raw[u, 2 * e + 1, c]) for e in range(2)]
             if spec.kv.dtype == "nvfp4":
                 both = [[quant.times(pair, scales[e]) for pair in both[e]] for e in range(2)]
-            for element, pairs in zip(fmt.value_order, zip(*both)):
+            for element, pairs in zip(fmt.order, zip(*both)):
                 mma.issue(name, r.o, 4 * (u * fmt.elements + element), a, pairs)
 
 
