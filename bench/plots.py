@@ -65,55 +65,53 @@ def short(case: str) -> str:
     return " ".join(case.split("-")[2:])
 
 
+Bar = tuple[str, str, float, str]  # group, series, percent, what stands beside it
+
+
+def bars(found: list[Bar], colours: dict[str, str], words: tuple[str, str], path: Path) -> Path:
+    """Horizontal bars, a group each thing measured, a bar a series; words = (title, what is 100 %)."""
+    groups = list(dict.fromkeys(group for group, *_ in found))
+    series = [name for name in colours if any(name == bar[1] for bar in found)]
+    fig, (axis,) = figure(height=1.2 + 0.62 * len(groups))
+    width = 0.8 / len(series)
+    for i, name in enumerate(series):
+        for group, _, value, text in (bar for bar in found if bar[1] == name):
+            y = groups.index(group) + (i - (len(series) - 1) / 2) * width
+            axis.barh(y, value, width * 0.92, color=colours[name])
+            axis.text(value + 0.5, y, text, va="center", fontsize=7)
+        axis.barh(0, 0, color=colours[name], label=name)
+    axis.set_yticks(range(len(groups)), groups, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 5 + max(100, *(value for _, _, value, _ in found)))
+    axis.set_xlabel(words[1], fontsize=9)
+    axis.set_title(words[0], fontsize=9)
+    fig.legend(loc="outside lower center", ncols=len(series), fontsize=8, frameon=False)
+    return save(fig, path)
+
+
 def share(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     """Bars: share of the matmul rate of the same run, a group a headline case."""
     rows = newest(rows, "prefill-")
-    names = list(dict.fromkeys(r.case for r in rows))
-    floor = {r.case: r.tflops for r in rows if r.provider == "floor"}
-    providers = [p for p in STYLE if any(r.provider == p for r in rows)]
-    if not names:
-        return None
-    fig, (axis,) = figure(height=1.2 + 0.62 * len(names))
-    width = 0.8 / len(providers)
-    for i, provider in enumerate(providers):
-        for r in (r for r in rows if r.provider == provider and r.tflops and floor.get(r.case)):
-            y = names.index(r.case) + (i - (len(providers) - 1) / 2) * width
-            value = 100 * r.tflops / floor[r.case]  # type: ignore[operator]
-            axis.barh(y, value, width * 0.92, color=STYLE[provider][0])
-            axis.text(value + 0.5, y, f"{r.tflops:.0f}", va="center", fontsize=7)
-        axis.barh(0, 0, color=STYLE[provider][0], label=provider)
-    axis.set_yticks(range(len(names)), [short(n) for n in names], fontsize=8)
-    axis.invert_yaxis()
-    axis.set_xlim(0, 105)
-    axis.set_xlabel("% of the bf16 matmul rate of the same run; at the bars: TFLOP/s", fontsize=9)
-    axis.set_title(f"Prefill attention, {gpu}: ours paged, cudnn and flash-attn-4 contiguous", fontsize=9)
-    fig.legend(loc="outside lower center", ncols=len(providers), fontsize=8, frameon=False)
-    return save(fig, folder / f"{gpu}-prefill-share.png")
+    floor = {r.case: r.tflops for r in rows if r.provider == "floor" and r.tflops}
+    chosen = (r for r in rows if r.provider in STYLE and r.case in floor)
+    found = [(short(r.case), r.provider, 100 * r.tflops / floor[r.case], f"{r.tflops:.0f}") for r in chosen if r.tflops]
+    title = f"Prefill attention, {gpu}: ours paged, cudnn and flash-attn-4 contiguous"
+    words = title, "% of the bf16 matmul rate of the same run; at the bars: TFLOP/s"
+    colours = {provider: colour for provider, (colour, _) in STYLE.items()}
+    return bars(found, colours, words, folder / f"{gpu}-prefill-share.png") if found else None
 
 
 def decode_share(rows: list[Row], gpu: str, folder: Path) -> Path | None:
-    """Decode: share of the copy rate of the same run at which K and V are read, a group a case, a bar a cache type."""
+    """The same of decode: share of the copy rate at which K and V are read, a bar a type of cache."""
     rows = newest(rows, "decode-")
-    shapes = list(dict.fromkeys(r.case.split("-", 2)[2] for r in rows))
-    caches = list(dict.fromkeys(r.case.split("-")[1] for r in rows))
-    if not shapes:
-        return None
     ratio = {r.case: r.ratio_to_ours for r in rows if r.provider == "floor" and r.ratio_to_ours}
-    fig, (axis,) = figure(height=1.2 + 0.62 * len(shapes))
-    width = 0.8 / len(caches)
-    for i, (cache, (colour, _)) in enumerate(zip(caches, STYLE.values())):
-        for r in (r for r in rows if r.provider == "ours" and r.case.split("-")[1] == cache and r.case in ratio):
-            y = shapes.index(r.case.split("-", 2)[2]) + (i - (len(caches) - 1) / 2) * width
-            axis.barh(y, 100 * ratio[r.case], width * 0.92, color=colour)
-            axis.text(100 * ratio[r.case] + 0.5, y, f"{r.time_us:.0f} us", va="center", fontsize=7)
-        axis.barh(0, 0, color=colour, label=f"{cache} K and V")
-    axis.set_yticks(range(len(shapes)), [s.replace("-", " ") for s in shapes], fontsize=8)
-    axis.invert_yaxis()
-    axis.set_xlim(0, 115)
-    axis.set_xlabel("% of the copy rate of the same run at which K and V are read", fontsize=9)
-    axis.set_title(f"Decode attention of bf16 queries, {gpu}", fontsize=9)
-    fig.legend(loc="outside lower center", ncols=len(caches), fontsize=8, frameon=False)
-    return save(fig, folder / f"{gpu}-decode-share.png")
+    found = []
+    for r in (r for r in rows if r.provider == "ours" and r.case in ratio):
+        _, cache, shape = r.case.split("-", 2)
+        found.append((shape.replace("-", " "), f"{cache} K and V", 100 * ratio[r.case], f"{r.time_us:.0f} us"))
+    colours = dict(zip(dict.fromkeys(bar[1] for bar in found), (colour for colour, _ in STYLE.values())))
+    words = f"Decode attention of bf16 queries, {gpu}", "% of the copy rate of the same run at which K and V are read"
+    return bars(found, colours, words, folder / f"{gpu}-decode-share.png") if found else None
 
 
 def roofline(rows: list[Row], gpu: str, folder: Path) -> Path | None:
