@@ -236,6 +236,18 @@ def test_plots_are_drawn_from_rows(tmp_path):
     assert [p.name for p in plots.draw_all({"g": only_headline}, tmp_path)] == ["g-prefill-share.png"]
 
 
+def test_decode_plot_has_a_bar_for_each_cache_and_case(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "bars", lambda found, colours, words, path: drawn.append((found, colours)) or path)
+    rows = [r for r in results.read_all()["nvidia-h200"] if r.case.startswith("decode-")]
+    assert plots.decode_share(rows, "g", tmp_path) == tmp_path / "g-decode-share.png"
+    ((found, colours),) = drawn
+    newest = [r for r in plots.newest(rows, "decode-") if r.provider == "ours"]
+    assert len(found) == len(newest) == len({bar[:2] for bar in found}) and colours.keys() == {bar[1] for bar in found}
+    assert all(bar[3] == f"{r.time_us:.0f} us" for bar, r in zip(found, newest))
+    assert plots.decode_share([], "g", tmp_path) is None
+
+
 TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"
 STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 NCU = f"""==PROF== Connected to process 1
