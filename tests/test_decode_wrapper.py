@@ -9,7 +9,7 @@ import torch
 import wrappers
 from tests import cases
 from tests.test_prefill_wrapper import check, launches  # noqa: F401 - a fixture
-from wrappers import prefill, trtllm_batch_decode_with_kv_cache
+from wrappers import checks, prefill, trtllm_batch_decode_with_kv_cache
 from wrappers.xqa import xqa
 
 CASES = {name: case for name, case in cases.EDGE.items() if case.causal}
@@ -35,7 +35,7 @@ def test_launch_of_every_case(launches, name):  # noqa: F811
     for _ in range(2):  # a new plan, then the same one
         inputs["out"].fill_(math.nan)
         check(inputs, trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs)), case.tolerance)
-    assert len(launches) == 2 and all(a.ticket == -1 and len(a.part) == 2 * a.grid == 264 for a in launches)
+    assert len(launches) == 2 and all(a.ticket == 0 and len(a.part) == 2 * a.grid == 264 for a in launches)
 
 
 @pytest.mark.parametrize("launched", [False, True])
@@ -98,7 +98,18 @@ def test_scratch_is_kept_for_a_stream_and_new_in_a_capture(launches, monkeypatch
         now |= {"stream": stream, "capturing": capturing}
         trtllm_batch_decode_with_kv_cache(**inputs)
     where = [a.part.data_ptr() for a in launches]
+    counters = [a.tickets.data_ptr() + 4 * a.ticket for a in launches]
     assert where[0] == where[1] and len({*where[1:]}) == 6
+    assert counters[0] == counters[1] and len({*counters[1:]}) == 6
+    assert counters[4] - counters[3] == 4 * launches[3].grid  # captured ones share an allocation, not a counter
+    tickets = prefill._tickets[launches[0].q.device]
+    taken = tickets.used[0]  # a capture that finds no counters left has zeroed ones of its own
+    tickets.used[0] = len(tickets.counters) - 1
+    now |= {"capturing": True}
+    trtllm_batch_decode_with_kv_cache(**inputs)
+    assert launches[-1].ticket == 0 and len(launches[-1].tickets) == launches[-1].grid
+    tickets.used[0] = taken
+    now |= {"capturing": False}
     monkeypatch.setattr(prefill, "MAX_SCRATCH", 2)
     now["stream"] = 9
     trtllm_batch_decode_with_kv_cache(**inputs)
@@ -463,3 +474,20 @@ def test_xqa_refuses_before_anything_is_written(name):
         xqa(**inputs)
     if "output" not in change:
         assert inputs["output"].isnan().all()
+
+
+def test_more_rows_than_a_kernel_divides(launches, monkeypatch):  # noqa: F811
+    inputs = decode_of(PLAIN)
+    trtllm_batch_decode_with_kv_cache(**inputs)
+    tokens, heads = inputs["query"].shape[:2]
+    group = launches[0].q.shape[1] // launches[0].k.shape[1]
+    for most, fits in ((tokens * group * group + 1, True), (tokens * group * group, False)):
+        monkeypatch.setattr(checks, "MOST_ROWS", most)
+        for known in (True, False):  # a plan
+            if not known:
+                prefill._plans.clear()
+            if fits:
+                trtllm_batch_decode_with_kv_cache(**inputs)
+            else:
+                with pytest.raises(NotImplementedError, match=f"query: {tokens} tokens of {heads} heads"):
+                    trtllm_batch_decode_with_kv_cache(**inputs)

@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cutlass", reason="index functions take min and max from the DSL")
 
+from cutlass import Int32
+
 from cute_kernels.attention import geometry, kv, mask, schedule
 from cute_kernels.attention.sm90 import decode
 from cute_kernels.attention.spec import AttentionSpec, MaskSpec, TileSpec
+from cute_kernels.device.divisor import Divisor
 
 SPECS = st.builds(
     lambda causal, window, m, n: AttentionSpec(mask=MaskSpec(causal, window), tile=TileSpec(m, n)),
@@ -156,12 +159,25 @@ def test_drafts_see_all_older_keys_and_may_see_each_other(spec, n):
     assert full[1] * split.tile.n <= max(0, n.kv_len - n.q_len)
 
 
-@given(st.integers(0, 400))
-def test_tiles_of_a_split_are_as_small_as_their_rows_allow(rows):
-    spec = AttentionSpec(split=True, tile=TileSpec(64, 128))
+@given(st.integers(0, 400), st.sampled_from([(64, 1), (64, 2), (32, 1), (64, 3)]))
+def test_tiles_of_a_split_are_as_small_as_their_rows_allow(rows, tile):
+    """Warps are shared out evenly among groups of 8 rows."""
+    most, warpgroups = tile
+    spec = AttentionSpec(split=True, tile=TileSpec(most, 128, groups=warpgroups))
+    sizes = [8 * n for n in range(1, 17) if 4 * warpgroups % n == 0 and 8 * n <= most]
     m = geometry.tile_m(spec, rows)
-    assert m == next((m for m in (16, 32, 64) if rows <= m), 64)
+    assert m == next((m for m in sizes if rows <= m), sizes[-1])
+    assert geometry.shares(spec, m) * m == 8 * geometry.warps(spec)
     assert geometry.tile_m(AttentionSpec(), rows) == AttentionSpec().tile.m
+    count, shares = geometry.warps(spec), geometry.shares(spec, m)
+    assert [w * (m // 8) // count for w in range(count)] == [w // shares for w in range(count)]
+
+
+@given(st.integers(1, 512), st.integers(0, 1 << 21))
+def test_divisor(d, x):
+    x %= (1 << 30) // d
+    by = Divisor(Int32(d))
+    assert (int(Int32(x) // by), int(Int32(x) % by), int(Int32(3) * by)) == (x // d, x % d, 3 * d)
 
 
 @pytest.mark.parametrize("width", [32, 64, 128])

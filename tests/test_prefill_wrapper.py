@@ -204,6 +204,7 @@ def emulate(spec, launches):
             rows = [-(-n * group // spec.tile.m) for n in a.cu_seqlens_q.diff().tolist()]
             parts = sum(m * max(1, -(-n // a.chunk)) for m, n in zip(rows, blocks)) * a.k.shape[1]
         assert len(a.part) >= parts if spec.split else len(a.part) == 0
+        assert not spec.split or a.ticket >= 0 and len(a.tickets) - a.ticket >= (len(a.part) if a.chunk else a.grid)
         assert not spec.split or a.part.shape[1:] == (spec.tile.m, spec.head_dim_vo + 4) and a.part.is_contiguous()
         assert type(a.enable_pdl) is int and type(a.window_left) is int and 0 <= a.window_left <= 1 << 30
         assert type(a.chunk) is type(a.interleaved) is int and (spec.split or a.chunk == 0 and a.skip == -math.inf)

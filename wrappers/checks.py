@@ -17,6 +17,7 @@ from cute_kernels.attention.dispatch import Request
 from . import fp4
 from .reference import PagedProblem
 
+MOST_ROWS = 1 << 30  # query rows of a KV head times heads of its group, in decoding: `cute_kernels.device.divisor`
 KERNEL_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 E4M3 = torch.float8_e4m3fn
 KV_DTYPES = {E4M3: "e4m3", torch.uint8: "nvfp4"}  # of kernels that split, beside the query's
@@ -146,6 +147,12 @@ def kernel_request(c: Checked, split: bool = False) -> Request:
         raise NotImplementedError(
             f"bmm1_scale: {p.scale}; CUDA kernels take the maximum before they scale: positive only"
         )
+    (tokens, heads), group = p.q.shape[:2], p.q.shape[1] // p.k.shape[1]
+    if split and tokens * group * group >= MOST_ROWS:
+        raise NotImplementedError(
+            f"query: {tokens} tokens of {heads} heads, {group} a KV head; a CUDA kernel of decode divides exactly "
+            f"where tokens x {group} x {group} is below {MOST_ROWS}"
+        )
     page_size = p.k.shape[2]
     if page_size not in PAGE_SIZES:
         raise NotImplementedError(f"kv_cache: page size {page_size}; CUDA kernels have {listed(PAGE_SIZES)}")
@@ -160,7 +167,7 @@ def kernel_request(c: Checked, split: bool = False) -> Request:
         head_dim_qk=p.q.shape[2],
         head_dim_vo=p.v.shape[3] * (1 if p.v_scales is None else 2),
         page_size=page_size,
-        group=p.q.shape[1] // p.k.shape[1],
+        group=group,
         causal=p.causal,
         window=p.window_left >= 0,
         soft_cap=p.soft_cap > 0,

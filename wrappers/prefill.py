@@ -7,7 +7,8 @@ else, detailed messages too, is `checks`. Nothing here synchronises or reads dev
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import log2
@@ -24,8 +25,8 @@ from .fp4 import FP4Tensor
 from .reference import LOG2E
 
 NO_WINDOW = 1 << 30  # window_left of a call without a window, where the kernel has one
-TICKETS = 1 << 16  # 256 KiB a device; captured launches use them up one each, and then run without
-CHUNK = 4096  # keys of a part of a request in the invariant mode
+TICKETS = 1 << 20  # 4 MiB a device; captured launches use them up, one each, decoding one for each CTA
+CHUNK = 4096  # keys of a part of a request in the invariant mode, rounded down to KV blocks
 MAX_SCRATCH = 64  # streams whose scratch is kept, 4 to 18 MB each
 PER_THREAD_STREAM = 2  # CUDA's handle of every thread's own default stream: not one stream
 MAX_PLANS = 4096  # the cache is emptied at this size: a caller may vary shapes for ever
@@ -103,16 +104,28 @@ class Step(NamedTuple):
 _step = Step(None, None, None, torch.Size(), 0, (), None, None)
 
 
+_LOCK = threading.Lock()
+
+
 class Tickets(NamedTuple):
-    """A device's counters for the kernel's tile scheduler, and who has which. Zero before and after every launch."""
+    """A device's counters for launches, and who has which. Zero before and after every launch."""
 
     counters: torch.Tensor  # (TICKETS,) int32
     of_stream: dict[int, int]  # raw stream -> counter: launches of one stream never overlap
-    unused: Iterator[int]
+    used: list[int]  # one number: how many have an owner
+
+    def take(self, count: int) -> int:
+        """First of so many counters that nobody has, -1 where there are none left."""
+        with _LOCK:
+            first = self.used[0]
+            if first + count > len(self.counters):
+                return -1
+            self.used[0] += count
+            return first
 
 
 _tickets: dict[torch.device, Tickets] = {}
-_scratch: dict[tuple[torch.device, int, int], torch.Tensor] = {}  # by device, raw stream, Dvo
+_scratch: dict[tuple[torch.device, int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # by device, raw stream, Dvo
 
 
 def trtllm_batch_context_with_kv_cache(
@@ -251,12 +264,14 @@ def attend(mode: Mode, *call: Any) -> Any:
             grid = tiles if tiles < plan.sms else plan.sms
             if not plan.split:
                 tickets, ticket = _ticket(plan.device)
+            elif tokens * plan.row_factor * plan.row_factor >= checks.MOST_ROWS:
+                raise ValueError("query")
             elif mode.invariant:
                 chunk = CHUNK // plan.tile_keys
-                most = -(-block_tables.shape[-1] * k.shape[2] // CHUNK)  # parts of a request
-                grid, part = plan.sms, _new_parts(plan, tiles * most)
+                most = -(-block_tables.shape[-1] * k.shape[2] // (chunk * plan.tile_keys))  # parts of a request
+                grid, ticket, (part, tickets) = plan.sms, 0, _new_parts(plan, tiles * most, tiles * most)
             else:
-                grid, part = plan.sms, _parts(plan)
+                grid, (part, tickets, ticket) = plan.sms, _parts(plan)
             o16, o8 = (plan.no_out, o.view(torch.uint8)) if plan.out8 else (o, plan.no_out8)
             plan.fn(
                 query, k, v, o16, log, cum_seq_lens_q, step.int32_lens, step.both if uses_shared_paged_kv_idx else
@@ -318,32 +333,40 @@ def _ticket(device: torch.device) -> tuple[torch.Tensor, int]:
             return torch.empty(0, dtype=torch.int32, device=device), -1
         tickets = _add_tickets(device)
     if capturing:
-        return tickets.counters, next(tickets.unused, -1)
+        return tickets.counters, tickets.take(1)
     stream = _raw_stream(device.index)  # type: ignore[misc]
     index = tickets.of_stream.get(stream)
     if index is None:
-        index = tickets.of_stream.setdefault(stream, next(tickets.unused, -1))
+        index = tickets.of_stream.setdefault(stream, tickets.take(1))
     return tickets.counters, index
 
 
-def _parts(plan: Plan) -> torch.Tensor:
-    """Scratch for parts of tiles, two of each CTA. That of a stream is kept, since its launches never overlap:
-    allocating takes as long as launching. A captured launch has its own."""
-    if not _is_capturing():
-        stream = _raw_stream(plan.device.index)  # type: ignore[misc]
-        if stream != PER_THREAD_STREAM:
-            found = _scratch.get((plan.device, stream, plan.dim_vo))
-            if found is None:
-                if len(_scratch) >= MAX_SCRATCH:
-                    _scratch.clear()
-                new = _new_parts(plan, 2 * plan.sms)
-                found = _scratch.setdefault((plan.device, stream, plan.dim_vo), new)
-            return found
-    return _new_parts(plan, 2 * plan.sms)
+def _parts(plan: Plan) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Scratch for parts of tiles, two of each CTA, with counters, one a CTA, from an index on. Those of a stream are
+    kept, since its launches never overlap: allocating takes as long as launching. A captured launch has its own."""
+    slots, counters = 2 * plan.sms, plan.sms
+    if _is_capturing():
+        tickets = _tickets.get(plan.device)
+        first = tickets.take(counters) if tickets else -1
+        if tickets and first >= 0:
+            return _new_parts(plan, slots, 0)[0], tickets.counters, first
+        return *_new_parts(plan, slots, counters), 0
+    if plan.device not in _tickets:
+        _add_tickets(plan.device)  # for later captures
+    stream = _raw_stream(plan.device.index)  # type: ignore[misc]
+    if stream == PER_THREAD_STREAM:
+        return *_new_parts(plan, slots, counters), 0
+    found = _scratch.get((plan.device, stream, plan.dim_vo))
+    if found is None:
+        if len(_scratch) >= MAX_SCRATCH:
+            _scratch.clear()
+        found = _scratch.setdefault((plan.device, stream, plan.dim_vo), _new_parts(plan, slots, counters))
+    return *found, 0
 
 
-def _new_parts(plan: Plan, slots: int) -> torch.Tensor:
-    return _empty((slots, plan.tile_rows, plan.dim_vo + 4), dtype=torch.float32, device=plan.device)
+def _new_parts(plan: Plan, slots: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
+    part = _empty((slots, plan.tile_rows, plan.dim_vo + 4), dtype=torch.float32, device=plan.device)
+    return part, torch.zeros(counters, dtype=torch.int32, device=plan.device) if counters else plan.no_tickets
 
 
 def _add_tickets(device: torch.device) -> Tickets:
@@ -351,7 +374,7 @@ def _add_tickets(device: torch.device) -> Tickets:
     counters = torch.zeros(TICKETS, dtype=torch.int32, device=device)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-    return _tickets.setdefault(device, Tickets(counters, {PER_THREAD_STREAM: -1}, iter(range(TICKETS))))
+    return _tickets.setdefault(device, Tickets(counters, {PER_THREAD_STREAM: -1}, [0]))
 
 
 def _on_device(device: torch.device, mode: Mode, call: Call) -> Any:

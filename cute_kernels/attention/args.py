@@ -17,7 +17,7 @@ class AttentionArgs(NamedTuple):
     cu_seqlens_q: Any  # (B + 1,)     int32
     kv_lens: Any  # (B,)              int32
     page_table: Any  # (B, 2, M)      int32: [:, 0] pages of K, [:, 1] pages of V; any strides (0 where K and V share)
-    tickets: Any  # (N,)              int32, zero: counters of the tile scheduler, which leaves them zero
+    tickets: Any  # (N,)              int32, zero, and left so: counters of the tile scheduler, of parts done
     sink: Any  # (Hq | 0,)            fp32, natural-log units
     scale: Any  # (1 | 0,)            fp32 device factor on the logits, times scale_log2
     out_scale: Any  # (1 | 0,)        fp32 device factor on the output, times out_factor
@@ -34,5 +34,6 @@ class AttentionArgs(NamedTuple):
     chunk: Any  # Int32               with spec.split, KV blocks of a part; 0: equal shares of the CTAs
     interleaved: Any  # Int32         V scales of 4 tokens are interleaved
     grid: Any  # Int32                CTAs to launch (persistent)
-    ticket: Any  # Int32              counter of this launch, no other launch in flight may share it; -1: static rounds
+    ticket: Any  # Int32              counter of this launch, no other launch in flight may share it; -1: static rounds.
+    #                                   spec.split: the first of as many as CTAs, or, with chunk, slots
     enable_pdl: Any  # Int32          launch with programmatic stream serialisation

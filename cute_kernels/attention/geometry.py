@@ -4,9 +4,11 @@ A tile's rows are query tokens of one query head, or, packed, (token, query head
 fastest: row = token * group + head. `fold` is the number of rows a token has: 1, or the group size when packed.
 """
 
+from itertools import pairwise
+
 import cutlass
 
-MMA_ROWS = 16  # of the instruction that decoding uses
+WARP_ROWS = 8  # of a warp that decodes
 
 
 def fold(spec, a):
@@ -18,13 +20,33 @@ def tile_rows(q_len, fold):
     return q_len * fold
 
 
+def warps(spec):
+    """Math warps."""
+    return 4 * spec.tile.warpgroups
+
+
+def groups(spec):
+    """With spec.split, how many groups of WARP_ROWS rows a tile may have: each has as many warps."""
+    return [n for n in range(1, warps(spec) + 1) if warps(spec) % n == 0 and WARP_ROWS * n <= spec.tile.m]
+
+
 def tile_m(spec, rows):
-    """Rows of the tiles of a request that has `rows`: with spec.split 16, 32 or 64, the least that holds them all."""
+    """Rows of the tiles of a request that has `rows`: with spec.split those of the fewest groups that hold them all."""
     if not spec.split:
         return spec.tile.m
-    most = spec.tile.m // MMA_ROWS
-    groups = cutlass.max(1, cutlass.min((rows + MMA_ROWS - 1) // MMA_ROWS, most))
-    return cutlass.min(groups + groups // 3, most) * MMA_ROWS
+    m = WARP_ROWS
+    for less, more in pairwise(groups(spec)):
+        m += cutlass.min(cutlass.max(rows - less * WARP_ROWS, 0), 1) * (more - less) * WARP_ROWS
+    return m
+
+
+def shares(spec, m):
+    """Warps of each group of a tile of m rows."""
+    count = warps(spec)
+    for less, more in pairwise(groups(spec)):
+        fewer = warps(spec) // less - warps(spec) // more
+        count -= cutlass.min(cutlass.max(m - less * WARP_ROWS, 0), 1) * fewer
+    return count
 
 
 def tile_tokens(m_block, m, q_len, fold):

@@ -2,8 +2,8 @@
 
 Quantised caches are computed with in fp16, which holds every e4m3 value, and every e2m1 value times its scale factor,
 exactly. Nothing is written back: a word is converted where it is used, once for all query rows of a warp. An e2m1 code
-becomes an e4m3 number by moving its bits, smaller by 2^6 as the exponents' biases differ, and `cvt` does the
-rest.
+becomes an e4m3 number by moving its bits, smaller by 2^6 as the exponents' biases differ (Format.unit), and `cvt` does
+the rest.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,12 @@ from cutlass import Uint32
 
 
 class Format(NamedTuple):
-    """elements: of a word; order: in which they come out. pairs(word): two at a time. values(a, b): of each element,
-    those of two rows."""
+    """elements: of a word; order: in which they come out; unit: what operands are to be multiplied by. pairs(word): two
+    at a time. values(a, b): of each element, those of two rows."""
 
     elements: int
     order: tuple[int, ...]
+    unit: float
     pairs: Callable[..., list]
     values: Callable[..., list]
 
@@ -47,15 +48,16 @@ def from_e4m3(word):
     return list(cute.arch.inline_ptx(text, write_only_types=[Uint32] * 2, read_only_args=[word]))
 
 
+def select(a, b, mask):
+    """The bits of a where the mask has ones, of b elsewhere."""
+    text = "{ .reg .b32 t; mov.b32 t, {$r2}; lop3.b32 {$w0}, {$r0}, {$r1}, t, 0xE4; }"  # takes no immediate operand
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[a, b, mask])
+
+
 def from_e2m1(word):
     """Eight codes as e4m3 bytes, / 2^6: (elements 0, 2, 4, 6; elements 1, 3, 5, 7)."""
-    signs, magnitudes = Uint32(0x80808080), Uint32(0x1C1C1C1C)
-    return word << 4 & signs | word << 2 & magnitudes, word & signs | word >> 2 & magnitudes
-
-
-def scale_pairs(word):
-    """Four scale factors, bytes of a word, as two pairs of fp16, times 2^6."""
-    return [times(pair, Uint32(0x54005400)) for pair in from_e4m3(word)]  # 64, 64
+    signs, magnitudes = select(word, Uint32(0), Uint32(0x88888888)), Uint32(0x1C1C1C1C)  # opaque, so that it is shared
+    return select(word << 2, signs << 4, magnitudes), select(word >> 2, signs, magnitudes)
 
 
 def pairs16(word):
@@ -75,11 +77,12 @@ def pairs4(word):
 
 
 def values4(a, b):
-    return [pair for half in zip(from_e2m1(a), from_e2m1(b)) for pair in values8(*half)]
+    pairs = [pairs4(permute(a, b, selector)) for selector in (0x5140, 0x7362)]  # of elements 0, 2, 1, 3 and 4, 6, 5, 7
+    return [pair for half in (0, 2) for four in pairs for pair in four[half : half + 2]]
 
 
 FORMATS = {
-    "": Format(2, (0, 1), pairs16, values16),
-    "e4m3": Format(4, (0, 1, 2, 3), from_e4m3, values8),
-    "nvfp4": Format(8, (0, 2, 4, 6, 1, 3, 5, 7), pairs4, values4),
+    "": Format(2, (0, 1), 1.0, pairs16, values16),
+    "e4m3": Format(4, (0, 1, 2, 3), 1.0, from_e4m3, values8),
+    "nvfp4": Format(8, (0, 2, 4, 6, 1, 3, 5, 7), 64.0, pairs4, values4),
 }

@@ -28,7 +28,7 @@ L2_BYTES = 16 << 20  # of K and V at work at a time; Hopper's L2 is 50 MB in two
 class Work(NamedTuple):
     """A tile, and what every role needs to know of its request. KV blocks: [lo, hi) have a key that a row of the tile
     sees (none where hi <= lo), [full_lo, full_hi) need no mask. slot: where the part of a tile goes, whole ones
-    have -1."""
+    have -1; parts: of the tile; base: the CTA, or with args.chunk the slot, of the first."""
 
     valid: Int32
     m_block: Int32
@@ -42,10 +42,16 @@ class Work(NamedTuple):
     full_lo: Int32
     full_hi: Int32
     slot: Int32
+    parts: Int32
+    base: Int32
 
 
 FIELDS = len(Work._fields)
-STAGES = 2  # tiles that are known ahead
+
+
+def stages(spec):
+    """Tiles that are published and not released: one of them is worked on, one loaded, and decoding's stay longer."""
+    return 4 if spec.split else 2
 
 
 def order(index, m_blocks, heads, section):
@@ -123,12 +129,9 @@ def units(spec: cutlass.Constexpr, a):
 
 @cute.jit
 def begin(spec: cutlass.Constexpr, a):
-    """One warp: (first unit, behind the last) of this CTA, where tiles are split."""
-    first, last = Int32(0), Int32(0)
-    if cutlass.const_expr(spec.split):
-        count, c, ctas = units(spec, a), cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        first, last = share(count, c, ctas), share(count, c + 1, ctas)
-    return first, last
+    """One warp: (first unit of this CTA, (behind its last, units of all)), where tiles are split."""
+    count, c, ctas = units(spec, a), cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    return share(count, c, ctas), (share(count, c + 1, ctas), count)
 
 
 @cute.jit
@@ -146,10 +149,10 @@ def draw(a, t: Int32):
 
 
 @cute.jit
-def find(spec: cutlass.Constexpr, a, unit: Int32, end: Int32, start: Int32, before: Int32):
-    """One warp: (Work that begins with `unit`, start', before', (first unit of its tile, units of that tile, unit
-    behind the work)), searching 32 requests at a time from request `start`, whose first unit is `before`. The returned
-    pair starts the next search, for a later unit. Where tiles are split the work ends before `end`."""
+def find(spec: cutlass.Constexpr, a, unit: Int32, start: Int32, before: Int32, limits):
+    """One warp: (Work that begins with `unit`, start', before', unit behind it), searching 32 requests at a time from
+    request `start`, whose first unit is `before`. The returned pair starts the next search, for a later unit. Where
+    tiles are split, limits is the second item of `begin`."""
     lane = cute.arch.lane_idx()
     batch = a.kv_lens.shape[0]
     fold = geometry.fold(spec, a)
@@ -190,33 +193,37 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, end: Int32, start: Int32, befo
     n = lengths(spec, a, q_len, kv_len)
     first, last = geometry.tile_tokens(m_block, m, q_len, fold)
     lo, hi = mask.kv_range(spec, first, last, n)
-    part, taken = Int32(-1), Int32(1)
+    part, taken, parts, base = Int32(-1), Int32(1), Int32(1), unit - offset
     if cutlass.const_expr(spec.split):
+        (end, count), ctas = limits, cute.arch.grid_dim()[0]
+        parts = each
         if a.chunk == 0:
             taken = cutlass.min(each - offset, end - unit)
+            base = holder(unit - offset, count, ctas)
+            parts = holder(unit - offset + each - 1, count, ctas) - base + 1
         per = cutlass.max(a.chunk, 1)
-        base = mask.kv_range(spec, 0, q_len - 1, n)[0] + offset * per
-        lo, hi = cutlass.max(lo, base), cutlass.min(hi, base + taken * per)
+        begins = mask.kv_range(spec, 0, q_len - 1, n)[0] + offset * per
+        lo, hi = cutlass.max(lo, begins), cutlass.min(hi, begins + taken * per)
         if taken < each:
             part = unit if a.chunk > 0 else slot(cute.arch.block_idx()[0], offset)
-    blocks = (lo, hi, *mask.full_range(spec, first, last, n), part)
+    blocks = (lo, hi, *mask.full_range(spec, first, last, n), part, parts, base)
     work = Work(valid, m_block, head, q_start, q_len, kv_len, start + owner, *blocks)
-    return work, start, before, (unit - offset, each, unit + taken)
+    return work, start, before, unit + taken
 
 
 @cute.jit
-def publish(spec: cutlass.Constexpr, a, s, t: Int32, start: Int32, before: Int32, unit: Int32, end: Int32):
+def publish(spec: cutlass.Constexpr, a, s, t: Int32, start: Int32, before: Int32, unit: Int32, limits):
     """One warp: draw and find the CTA's t-th tile and write it to the work pipe. Returns `find`'s (start', before') and
-    the CTA's next unit; unit, end: of `begin`."""
+    the CTA's next unit; unit, limits: of `begin`."""
     tile = unit
     if cutlass.const_expr(not spec.split):
         tile = draw(a, t)
-    w, start, before, units = find(spec, a, tile, end, start, before)
+    w, start, before, behind = find(spec, a, tile, start, before, limits)
     valid = w.valid
     if cutlass.const_expr(spec.split):
-        if unit >= end:
+        if unit >= limits[0]:
             valid = Int32(0)
-        unit = units[2]
+        unit = behind
     pipe.wait_empty(s.work_pipe, t)
     if cute.arch.lane_idx() == 0:
         for i, value in enumerate((valid, *w[1:])):
@@ -229,11 +236,15 @@ def publish(spec: cutlass.Constexpr, a, s, t: Int32, start: Int32, before: Int32
     return start, before, unit
 
 
-@cute.jit
-def hear(s, t: Int32):
-    """One warp: Work of the CTA's t-th tile."""
+def read(s, t: Int32):
+    """One warp: Work of the CTA's t-th tile, until it is released."""
     pipe.wait_full(s.work_pipe, t)
     slot = pipe.slot(s.work_pipe, t)
-    w = Work(*(cute.arch.make_warp_uniform(s.work[i, slot]) for i in range(FIELDS)))
+    return Work(*(cute.arch.make_warp_uniform(s.work[i, slot]) for i in range(FIELDS)))
+
+
+def hear(s, t: Int32):
+    """One warp: Work of the CTA's t-th tile, which it will not read again."""
+    w = read(s, t)
     pipe.release(s.work_pipe, t)
     return w

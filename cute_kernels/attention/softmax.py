@@ -9,6 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
+from ..device import warp
+
 LANES = 4  # of a Hopper accumulator row
 LOG2_E = 1.4426950408889634
 LAZY = 8.0  # log2 units
@@ -30,6 +32,7 @@ def make(rows):
 def reset(st: State):
     st.m.fill(-Float32.inf)
     st.l.fill(0.0)
+    st.shift.fill(0.0)
 
 
 @cute.jit
@@ -44,7 +47,8 @@ def factor(constant: Float32, tensor: cute.Tensor):
 def cap_scores(s: cute.Tensor, scale_log2: Float32, cap: Float32):
     """Soft cap in place: s becomes tanh(s * scale / cap), to be scaled by `capped_scale`. 1 - 2 / (1 + e^2y) keeps fp32
     accuracy (tanh.approx has 2^-11, times cap)."""
-    y2 = scale_log2 * 2.0 / cap  # exp(2 y) = exp2(s * 2 scale_log2 / cap)
+    # exp(2 y) = exp2(s * 2 scale_log2 / cap). A division would be a call, made ahead of time where there is no cap too.
+    y2 = scale_log2 * 2.0 * cute.arch.rcp_approx(cap)
     for i in cutlass.range_constexpr(cute.size(s)):
         e = cute.math.exp2(s[i] * y2, fastmath=True)
         s[i] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + e)
@@ -57,10 +61,10 @@ def capped_scale(cap):
 
 def reduce(row, op):
     """Reduction of a register row in CHAINS independent chains, so that latency does not add up."""
-    n = cute.size(row)
-    part = [row[i] for i in range(CHAINS)]
-    for i in range(CHAINS, n):
-        part[i % CHAINS] = op(part[i % CHAINS], row[i])
+    n, chains = cute.size(row), min(CHAINS, cute.size(row))
+    part = [row[i] for i in range(chains)]
+    for i in range(chains, n):
+        part[i % chains] = op(part[i % chains], row[i])
     while len(part) > 1:
         part = [op(part[i], part[i + 1]) for i in range(0, len(part), 2)]
     return part[0]
@@ -103,6 +107,25 @@ def rescale(st: State, o: cute.Tensor):
     if cute.arch.vote_any_sync(owed):
         for r in cutlass.range_constexpr(cute.size(st.m)):
             o[r, None].store(o[r, None].load() * st.rescale[r])
+
+
+@cute.jit
+def keep_up(st: State, s: cute.Tensor, o: cute.Tensor, scale_log2: cute.Tensor):
+    """`maxima` and `rescale` in one, where rows have scales of their own and lie across the quads of a warp: as long as
+    no lane finds a row grown, nothing is exchanged."""
+    top = [cute.arch.fmax(st.m[r], reduce(s[r, None], cute.arch.fmax)) for r in range(cute.size(st.m))]
+    grown = (top[0] - st.m[0]) * scale_log2[0] > LAZY
+    for r in cutlass.range_constexpr(1, cute.size(st.m)):
+        grown = grown or (top[r] - st.m[r]) * scale_log2[r] > LAZY
+    if cute.arch.vote_any_sync(grown):
+        for r in cutlass.range_constexpr(cute.size(st.m)):
+            m, old = warp.across_quads(top[r], cute.arch.fmax), st.m[r]
+            m = m if (m - old) * scale_log2[r] > LAZY else old
+            st.shift[r] = Float32(0.0) if m == -Float32.inf else m * scale_log2[r]
+            owed = Float32(1.0) if m == old else cute.math.exp2(old * scale_log2[r] - st.shift[r], fastmath=True)
+            st.l[r] = st.l[r] * owed
+            st.m[r] = m
+            o[r, None].store(o[r, None].load() * owed)
 
 
 @cute.jit

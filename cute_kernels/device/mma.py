@@ -20,6 +20,12 @@ def issue(name, c, at, a, b):
         c[at + i] = new[i]
 
 
+def transpose(word):
+    """The 8 x 8 matrix of 16-bit elements whose row g the quad g holds, transposed."""
+    text = "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};"
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[word])
+
+
 def load(address, count):
     """`count` (1, 2 or 4) words of shared memory from a byte address, aligned to their size."""
     names = ", ".join(f"{{$w{i}}}" for i in range(count))

@@ -91,7 +91,7 @@ def behind(p: Pipe, at: Int32):
 
 
 def wait_full_at(p: Pipe, at):
-    cute.arch.mbarrier_wait(p.full + stage_of(at), (at // PHASE) & 1)
+    cute.arch.mbarrier_wait(p.full + stage_of(at), (at >> (PHASE.bit_length() - 1)) & 1)
 
 
 @cute.jit

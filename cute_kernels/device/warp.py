@@ -16,6 +16,13 @@ def prefix_sum(x: Int32):
     return x
 
 
+def across_quads(x, op):
+    """Reduction over the 8 lanes of the same place in their quads."""
+    for i in (4, 8, 16):
+        x = op(x, cute.arch.shuffle_sync_bfly(x, i))
+    return x
+
+
 @cute.jit
 def convert16(src: cute.Tensor, dst: cute.Tensor):
     """fp32 registers to bf16 or fp16, two at a time (the vector conversion emits one at a time for some shapes)."""

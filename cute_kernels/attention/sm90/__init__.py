@@ -16,18 +16,18 @@ TILES = {  # (head_dim_qk, head_dim_vo) -> tile
     (192, 128): TileSpec(128, 128, 2, 1),
     (256, 256): TileSpec(128, 80, 2, 1),
 }
-# Decoding: nearly all the shared memory that there is holds K and V as they are stored. Stages are small, so that work
-# is shared among CTAs evenly. Three warpgroups convert where registers suffice, which is without Q in them.
+# Decoding: nearly all the shared memory that there is holds K and V as they are stored. A warp has 16 to 64 keys of a
+# stage. Stages are small, so that work is shared among CTAs evenly. More warps convert where registers suffice.
 SPLIT_TILES = {  # (KV dtype, head_dim) -> tile
-    ("", 64): TileSpec(64, 128, 6, 1, True, 2),
-    ("", 128): TileSpec(64, 128, 3, 1, True, 2),
-    ("", 256): TileSpec(64, 64, 3, 1, True, 2),
-    ("e4m3", 64): TileSpec(64, 256, 6, 1, True, 2),
-    ("e4m3", 128): TileSpec(64, 128, 6, 1, True, 2),
-    ("e4m3", 256): TileSpec(64, 64, 6, 1, True, 2),
-    ("nvfp4", 64): TileSpec(64, 256, 8, 1, False, 3),
-    ("nvfp4", 128): TileSpec(64, 256, 4, 1, False, 3),
-    ("nvfp4", 256): TileSpec(64, 64, 8, 1, True, 2),
+    ("", 64): TileSpec(64, 128, 6, 1, False, 2),
+    ("", 128): TileSpec(64, 128, 3, 1, False, 2),
+    ("", 256): TileSpec(32, 64, 3, 1, False, 1),
+    ("e4m3", 64): TileSpec(64, 256, 6, 1, False, 2),
+    ("e4m3", 128): TileSpec(64, 256, 3, 1, False, 2),
+    ("e4m3", 256): TileSpec(64, 128, 3, 1, False, 2),
+    ("nvfp4", 64): TileSpec(64, 512, 4, 1, False, 2),
+    ("nvfp4", 128): TileSpec(64, 384, 3, 1, False, 3),
+    ("nvfp4", 256): TileSpec(64, 128, 5, 1, False, 2),
 }
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 
@@ -61,6 +61,6 @@ def supports(spec: AttentionSpec) -> str | None:
         return f"kv {spec.kv.dtype}: the sm_90a kernel has it for decoding only"
     if spec.kv.source != "paged":
         return f"kv {spec.kv}: the sm_90a kernel reads paged KV"
-    if spec.tile.m % 64 or not 64 <= spec.tile.m <= 192 or spec.tile.n % 16:
+    if not spec.split and (spec.tile.m % 64 or not 64 <= spec.tile.m <= 192 or spec.tile.n % 16):
         return f"tile {spec.tile}: m is 64, 128 or 192, n a multiple of 16"
     return None

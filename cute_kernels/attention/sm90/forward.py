@@ -3,13 +3,14 @@
 Roles: the warps of warpgroup 0 load (`load`, 32-72 registers a thread), two feed K, two Q and V; each further
 warpgroup computes 64 rows of the tile (`math`, 160-232 registers). CTAs are persistent.
 
-With spec.split, for decoding, the tiles of a CTA may be parts of tiles (`schedule`), and a second launch merges these
-(`combine`); one warp feeds K, one V, one schedules, one copies scale factors; all warps of two or three warpgroups
-compute the same few rows on different keys (`decode`, 152-216 registers).
+With spec.split, for decoding, the tiles of a CTA may be parts of tiles (`schedule`), which the CTA that finishes the
+last one merges (`combine`); one warp feeds K, one V, one schedules, one copies scale factors; all warps of one to
+three warpgroups compute the same few rows on different keys (`decode`, 152-248 registers).
 
-Pipelines: work_pipe, 2 stages, loader 0 of K, or the scheduling warp, -> all: the next tile, published while the
-current one is loaded, freed when read. q_pipe (not split), `tile.q_stages` stages, load -> math: Q of a tile that has a
-visible key (packed: unused, math gathers Q); freed when the last QK of the tile is done, or once Q is in registers.
+Pipelines: work_pipe, 2 stages (split: 4), loader 0 of K, or the scheduling warp, -> all: the next tile, published while
+the current one is loaded, freed when read, by `decode` when the tile is done. q_pipe (not split), `tile.q_stages`
+stages, load -> math: Q of a tile that has a visible key (packed: unused, math gathers Q); freed when the last QK of the
+tile is done, or once Q is in registers.
 k_pipe and v_pipe, `tile.stages` stages, load -> math: a KV block each, with the scale factors of an NVFP4 cache, which
 cp.async copies; freed when its MMA is done.
 
@@ -29,14 +30,14 @@ from cutlass import Float32, Int32, const_expr
 
 from ... import abi
 from ...device import copy, pipe, wgmma
-from .. import combine, kv, schedule
+from .. import kv, schedule
 from ..args import AttentionArgs
 from . import decode
 from .load import load
 from .math import math
 
 REGISTERS = {2: (40, 232), 3: (32, 160)}  # math warpgroups -> (load, math) registers a thread
-SPLIT_REGISTERS = {2: (72, 216), 3: (56, 152)}
+SPLIT_REGISTERS = {1: (72, 248), 2: (72, 216), 3: (56, 152)}
 
 
 def fake_args(spec) -> AttentionArgs:
@@ -128,10 +129,6 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
         min_blocks_per_mp=1,
         use_pdl=a.enable_pdl,
     )
-    if const_expr(spec.split):
-        combine.kernel(spec, a).launch(
-            grid=[a.grid, 1, 1], block=[combine.THREADS, 1, 1], stream=stream, use_pdl=a.enable_pdl
-        )
 
 
 def shared(spec, plan):
@@ -142,8 +139,8 @@ def shared(spec, plan):
     common = {
         "k": copy.allocate(smem, plan.k, plan.args.k.element_type),
         "v": copy.allocate(smem, plan.v, plan.args.v.element_type),
-        "work": allocate(Int32, cute.make_layout((schedule.FIELDS, schedule.STAGES))),
-        "work_pipe": pipe.make(smem, schedule.STAGES, 1, warps + 2 * kv.loaders(spec) + (1 if packed else 0)),
+        "work": allocate(Int32, cute.make_layout((schedule.FIELDS, schedule.stages(spec)))),
+        "work_pipe": pipe.make(smem, schedule.stages(spec), 1, warps + 2 * kv.loaders(spec) + (1 if packed else 0)),
         "k_pipe": pipe.make(smem, stages, fills, warps),
         "v_pipe": pipe.make(smem, stages, fills, warps),
     }

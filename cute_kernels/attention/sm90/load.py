@@ -33,9 +33,9 @@ def feed(spec: cutlass.Constexpr, plan, s, op: copy.Operand, loader: Int32, keys
     publishes = const_expr(keys and not spec.split) and loader == 0
     loads_q = const_expr(not keys and not spec.pack_gqa)
     start, before, i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(1)
-    unit, end = Int32(0), Int32(0)
+    unit, limits = Int32(0), (Int32(0), Int32(0))
     if publishes:
-        start, before, unit = schedule.publish(spec, a, s, t, start, before, unit, end)
+        start, before, unit = schedule.publish(spec, a, s, t, start, before, unit, limits)
     while more != 0:
         w = schedule.hear(s, t)
         more = w.valid
@@ -51,20 +51,20 @@ def feed(spec: cutlass.Constexpr, plan, s, op: copy.Operand, loader: Int32, keys
                 kv.SOURCE[spec.kv.source](spec, op, smem, ring, pages, at)
                 i += 1
                 if publishes and j == w.hi - 1:
-                    start, before, unit = schedule.publish(spec, a, s, t + 1, start, before, unit, end)
+                    start, before, unit = schedule.publish(spec, a, s, t + 1, start, before, unit, limits)
             if publishes and w.hi <= w.lo:
-                start, before, unit = schedule.publish(spec, a, s, t + 1, start, before, unit, end)
+                start, before, unit = schedule.publish(spec, a, s, t + 1, start, before, unit, limits)
         t += 1
 
 
 @cute.jit
 def announce(spec: cutlass.Constexpr, a, s):
     """One warp: publish the CTA's tiles, and that there are no more."""
-    unit, end = schedule.begin(spec, a)
+    unit, limits = schedule.begin(spec, a)
     start, before, t, more = Int32(0), Int32(0), Int32(0), Int32(1)
     while more != 0:
-        more = Int32(1) if unit < end else Int32(0)
-        start, before, unit = schedule.publish(spec, a, s, t, start, before, unit, end)
+        more = Int32(1) if unit < limits[0] else Int32(0)
+        start, before, unit = schedule.publish(spec, a, s, t, start, before, unit, limits)
         t += 1
 
 
@@ -78,10 +78,11 @@ def feed_scales(spec: cutlass.Constexpr, plan, s):
         more = w.valid
         if w.valid != 0:
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
-                k_pages = kv.find_scales(spec, a.k_scales, a.page_table[w.batch, 0, None], (j, w.kv_len))
-                v_pages = kv.find_scales(spec, a.v_scales, a.page_table[w.batch, 1, None], (j, w.kv_len))
-                kv.fetch_scales(spec, a.k_scales, s.k_scales, s.k_pipe, k_pages, (i, j, w.head))
-                kv.fetch_scales(spec, a.v_scales, s.v_scales, s.v_pipe, v_pages, (i, j, w.head))
+                pages = [
+                    kv.find_scales(spec, a.k.shape[2], a.page_table[w.batch, k, None], (j, w.kv_len)) for k in (0, 1)
+                ]
+                kv.fetch_scales(spec, a.k_scales, s.k_scales, s.k_pipe, pages[0], (i, j, w.head))
+                kv.fetch_scales(spec, a.v_scales, s.v_scales, s.v_pipe, pages[1], (i, j, w.head))
                 i += 1
         t += 1
 
