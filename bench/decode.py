@@ -26,6 +26,11 @@ def ours(inputs: Inputs) -> Callable[[], torch.Tensor]:
     return lambda: trtllm_batch_decode_with_kv_cache(**plain)
 
 
+def batch_invariant(inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """Ours, with bits that do not depend on the rest of the batch."""
+    return ours(inputs | {"batch_invariant": True})
+
+
 def flashinfer(inputs: Inputs) -> Callable[[], torch.Tensor]:
     """flashinfer's XQA on the same pages."""
     from flashinfer.xqa import xqa
@@ -42,7 +47,11 @@ def flashinfer(inputs: Inputs) -> Callable[[], torch.Tensor]:
     return run
 
 
-PROVIDERS: dict[str, Callable[[Inputs], Callable[[], torch.Tensor]]] = {"ours": ours, "flashinfer": flashinfer}
+PROVIDERS: dict[str, Callable[[Inputs], Callable[[], torch.Tensor]]] = {
+    "ours": ours,
+    "batch-invariant": batch_invariant,
+    "flashinfer": flashinfer,
+}
 
 
 def kv_bytes(case: AttentionCase) -> int:
@@ -97,7 +106,8 @@ def collect(inputs: Inputs, providers: tuple[str, ...]) -> dict[str, Call]:
 def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
     """All providers on one case, whose caches are larger than the L2, and the floor."""
     print(case.name, flush=True)
-    calls = collect(cases.make_inputs(case, setup.device), setup.providers)
+    providers = tuple(p for q in setup.providers for p in ((q, "batch-invariant") if q == "ours" else (q,)))
+    calls = collect(cases.make_inputs(case, setup.device), providers)
     if not calls:
         return []
     wider = WIDER.get(case.kv_dtype)

@@ -103,7 +103,7 @@ def decode_cells(rows: list[Row]) -> list[str]:
     line.append(number(floor.ratio_to_ours, 2) if floor and floor.ratio_to_ours else "")
     own = next((r for name, r in by.items() if name.startswith("own-")), None)
     line.append(beside(own))
-    return [*line, beside(by.get("flashinfer"))]
+    return [*line, beside(by.get("batch-invariant")), beside(by.get("flashinfer"))]
 
 
 def measured_decode(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
@@ -114,6 +114,7 @@ def measured_decode(results: dict[str, list[Row]], folder: Path = FOLDER) -> str
         "GB/s of K and V",
         "floor / ours",
         "next wider cache, us (/ ours)",
+        "`batch_invariant`, us (/ ours)",
         "flashinfer, us (/ ours)",
     ]
     parts = []

@@ -328,18 +328,18 @@ def test_a_decode_run_on_the_cpu_gives_checked_rows(monkeypatch, capsys, tmp_pat
 
         return run
 
-    monkeypatch.setattr(decode, "PROVIDERS", {"ours": decode.ours, "wrong": wrong, "flashinfer": decode.flashinfer})
+    monkeypatch.setattr(decode, "PROVIDERS", decode.PROVIDERS | {"wrong": wrong})
     setup = attention.Setup(("ours", "wrong", "flashinfer"), 2, "cpu", WallClock(), WallClock())
     found = decode.measure(case, attention.Ceilings(700.0, 4000.0), setup) + decode.host(setup)
     assert [(r.case, r.provider) for r in found] == [
-        (case.name, "ours"), (case.name, "floor"), ("host-decode", "ours")
+        (case.name, "ours"), (case.name, "batch-invariant"), (case.name, "floor"), ("host-decode", "ours")
     ]  # fmt: skip
     said = capsys.readouterr().out
     assert "no row: wrong: off by 0.1" in said and "no row: flashinfer: ModuleNotFoundError" in said
     assert decode.kv_bytes(case) == 3 * 70 * 2 * 2 * 64 * 2
     assert found[0].gbps == pytest.approx(decode.kv_bytes(case) / 2000e3)
     rows = attention.rows_of(found, ENV)
-    assert rows[1].time_us == pytest.approx(decode.kv_bytes(case) / 4000e3)
+    assert rows[2].time_us == pytest.approx(decode.kv_bytes(case) / 4000e3)
     text = readme.measured_decode({"nvidia-h200": rows})
-    assert f"| `{case.name}` | 2000.0 | 0 |" in text and "Host time" in text
+    assert f"| `{case.name}` | 2000.0 | 0 |" in text and "| 2000.0 (1.00) |" in text and "Host time" in text
     assert readme.measured_decode({}) == "Not measured yet."

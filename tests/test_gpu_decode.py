@@ -10,7 +10,7 @@ import wrappers
 from tests import cases
 from tests.gpu import captured, in_threads
 from tests.test_decode_wrapper import brute, packed, tree, xqa_inputs
-from wrappers import trtllm_batch_decode_with_kv_cache, xqa
+from wrappers import prefill, trtllm_batch_decode_with_kv_cache, xqa
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
@@ -118,6 +118,30 @@ def test_one_long_request_and_many_short_ones(kv):
     case = replace(BASE, q_lens=(1,) * 256, kv_lens=lens, head_dim_qk=128, head_dim_vo=128, spare_pages=1, kv_dtype=kv)
     matches_reference(case)
     matches_reference(replace(case, q_lens=(1,), kv_lens=(131_072,)))
+
+
+@CACHES
+def test_pages_that_do_not_exist_are_zeros(kv):
+    """Negative entries of the table, past a length or before it, and ones past the pool."""
+    case = replace(BASE, q_lens=(1, 1), kv_lens=(600, 5000), kv_dtype=kv)
+    inputs = make(case, cum_seq_lens_q=None, max_q_len=None)
+    want = cases.make_inputs(case, CUDA)
+    table = inputs["block_tables"]
+    page, last = inputs["kv_cache"][0].shape[2], int(inputs["kv_cache"][0].shape[0])
+    for gone, entry in ((2, -1), (5, last)):
+        for pool in (*want["kv_cache"], *(want.get("kv_block_scales") or ())):
+            (pool.view(torch.uint8) if pool.element_size() == 1 else pool)[table[0, gone].long()] = 0
+        table[0, gone] = entry
+    table[0, -(-600 // page) :] = -7
+    close(run(inputs), cases.reference_of(want), case.tolerance)
+
+
+def test_counters_of_parts_are_zero_after_launches():
+    for lens in ((100_000,), (3, 70_000, 500), (9000,) * 40):
+        inputs = make(replace(BASE, q_lens=(1,) * len(lens), kv_lens=lens), cum_seq_lens_q=None, max_q_len=None)
+        run(inputs)
+    torch.cuda.synchronize()
+    assert prefill._scratch and not any(counters.any() for _, counters in prefill._scratch.values())
 
 
 def test_workspace_may_hold_anything():
