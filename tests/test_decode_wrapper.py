@@ -476,6 +476,15 @@ def test_xqa_refuses_before_anything_is_written(name):
         assert inputs["output"].isnan().all()
 
 
+@pytest.mark.parametrize("order", [("", "fp8", "nvfp4"), ("fp8", "", "nvfp4"), ("nvfp4", "fp8", "")])
+def test_kernels_whose_tiles_differ_share_no_scratch(launches, order):  # noqa: F811
+    """All on one stream; the fake kernel checks the rows of its scratch."""
+    for kv in order:
+        case = replace(PLAIN, head_dim_qk=256, head_dim_vo=256, kv_dtype=kv)
+        trtllm_batch_decode_with_kv_cache(**cases.as_decode(cases.make_inputs(case)))
+    assert len({a.part.shape[1] for a in launches}) > 1
+
+
 def test_more_rows_than_a_kernel_divides(launches, monkeypatch):  # noqa: F811
     inputs = decode_of(PLAIN)
     trtllm_batch_decode_with_kv_cache(**inputs)

@@ -125,7 +125,7 @@ class Tickets(NamedTuple):
 
 
 _tickets: dict[torch.device, Tickets] = {}
-_scratch: dict[tuple[torch.device, int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # by device, raw stream, Dvo
+_scratch: dict[tuple[torch.device, int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # by what `_parts` says
 
 
 def trtllm_batch_context_with_kv_cache(
@@ -356,11 +356,12 @@ def _parts(plan: Plan) -> tuple[torch.Tensor, torch.Tensor, int]:
     stream = _raw_stream(plan.device.index)  # type: ignore[misc]
     if stream == PER_THREAD_STREAM:
         return *_new_parts(plan, slots, counters), 0
-    found = _scratch.get((plan.device, stream, plan.dim_vo))
+    key = plan.device, stream, plan.dim_vo, plan.tile_rows
+    found = _scratch.get(key)
     if found is None:
         if len(_scratch) >= MAX_SCRATCH:
             _scratch.clear()
-        found = _scratch.setdefault((plan.device, stream, plan.dim_vo), _new_parts(plan, slots, counters))
+        found = _scratch.setdefault(key, _new_parts(plan, slots, counters))
     return *found, 0
 
 
