@@ -149,14 +149,16 @@ def test_a_shipped_kernel():
     assert [128 if isinstance(p, TensorMap) else len(p) for p in call.params] == [size for size, _ in sizes]
     maps = [p for p in call.params if isinstance(p, TensorMap)]
     start = dict(zip(call.memory.names, call.memory.bases.tolist()))
-    assert maps[6].dims == (dim, 7, heads) and maps[6].strides == (3 * heads * dim * 2, dim * 2)
-    assert maps[6].box == (64, spec.tile.m, 1) and maps[6].address == start["argument 0"]
+    kv_boxes = (8, 16, 32, 64)
+    count = len(kv_boxes)
+    assert maps[2 * count].dims == (dim, 7, heads) and maps[2 * count].strides == (3 * heads * dim * 2, dim * 2)
+    assert maps[2 * count].box == (64, spec.tile.m, 1) and maps[2 * count].address == start["argument 0"]
     half = heads * page * dim * 2
-    for k, v in zip(maps[:3], maps[3:6]):
+    for k, v in zip(maps[:count], maps[count : 2 * count]):
         assert k.dims == v.dims == (dim, page, heads, 5) and k.strides == v.strides == (
             dim * 2,
             half // heads,
             2 * half,
         )
         assert (k.address, v.address) == (start["argument 1"], start["argument 1"] + half), "one buffer, added once"
-    assert [k.box for k in maps[:3]] == [(64, rows, 1, 1) for rows in (8, 16, 64)]
+    assert [k.box for k in maps[:count]] == [(64, rows, 1, 1) for rows in kv_boxes]
