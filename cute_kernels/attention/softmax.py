@@ -32,7 +32,6 @@ def make(rows):
 def reset(st: State):
     st.m.fill(-Float32.inf)
     st.l.fill(0.0)
-    st.shift.fill(0.0)
 
 
 @cute.jit

@@ -364,6 +364,7 @@ def run(spec: cutlass.Constexpr, a, s, r: Registers, x: Place, at: Int32):
     """O of this warp's keys of all KV blocks, from position `at` of the pipes on; the position behind. PV of some keys
     is issued behind QK of the next ones, whose latency it hides."""
     softmax.reset(r.st)
+    r.st.shift.fill(0.0)
     r.o.fill(0.0)
     scores = cute.make_rmem_tensor(keys(spec) // 4, Float32)
     p = cute.make_rmem_tensor(keys(spec) // 8, Uint32)
