@@ -63,8 +63,9 @@ def fill(b: copy.Box, smem: cute.Tensor, p: pipe.Pipe, at, lanes, sizes: cutlass
     stage, head = cute.arch.make_warp_uniform(pipe.slot(p, i)), cute.arch.make_warp_uniform(head)
     for c in cutlass.range_constexpr(0, count, of):
         mine = c + loader if const_expr(of > 1) else c  # static where it can be
-        page_c = cute.arch.shuffle_sync(pages[const_expr(c * (b.rows // least) // 32)], mine * (b.rows // least) % 32)
-        box_c = 0 if const_expr(box is None) else cute.arch.shuffle_sync(box, mine * (b.rows // least) % 32)
+        lane = mine * (b.rows // least)  # its low five bits, which a shuffle looks at
+        page_c = cute.arch.shuffle_sync(pages[const_expr(c * (b.rows // least) // 32)], lane)
+        box_c = 0 if const_expr(box is None) else cute.arch.shuffle_sync(box, lane)
         if const_expr(c + of <= count) or mine < count:
             for d in cutlass.range_constexpr(cute.size(s, mode=[2])):
                 dst = s[None, mine, d, stage]
