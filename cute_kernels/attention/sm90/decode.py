@@ -40,7 +40,7 @@ class Row:
 
 
 def keys(spec):
-    """Keys that a warp computes at a time, 16 or 32: one tile of K for each warp, where all have the same rows."""
+    """Keys that a warp computes at a time, a multiple of 16: all warps of a row together a KV block, or part of it."""
     return spec.tile.n // warps(spec)
 
 
