@@ -106,11 +106,13 @@ def collect(inputs: Inputs, providers: tuple[str, ...]) -> dict[str, Call]:
 def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
     """All providers on one case, whose caches are larger than the L2, and the floor."""
     print(case.name, flush=True)
-    providers = tuple(p for q in setup.providers for p in ((q, "batch-invariant") if q == "ours" else (q,)))
-    calls = collect(cases.make_inputs(case, setup.device), providers)
+    inputs = cases.make_inputs(case, setup.device)
+    calls = collect(inputs, setup.providers)
     if not calls:
         return []
     wider = WIDER.get(case.kv_dtype)
+    if "ours" in calls:
+        calls |= collect(inputs, ("batch-invariant",))
     if wider is not None and "ours" in calls:
         inputs = cases.make_inputs(replace(case, kv_dtype=wider), setup.device)
         calls |= {f"own-{wider or 'bf16'}": call for call in collect(inputs, ("ours",)).values()}

@@ -103,12 +103,11 @@ def test_scratch_is_kept_for_a_stream_and_new_in_a_capture(launches, monkeypatch
     assert counters[0] == counters[1] and len({*counters[1:]}) == 6
     assert counters[4] - counters[3] == 4 * launches[3].grid  # captured ones share an allocation, not a counter
     tickets = prefill._tickets[launches[0].q.device]
-    taken = tickets.used[0]  # a capture that finds no counters left has zeroed ones of its own
-    tickets.used[0] = len(tickets.counters) - 1
+    full = tickets._replace(used=[len(tickets.counters) - 1])
+    monkeypatch.setitem(prefill._tickets, launches[0].q.device, full)  # then a capture has zeroed ones of its own
     now |= {"capturing": True}
     trtllm_batch_decode_with_kv_cache(**inputs)
     assert launches[-1].ticket == 0 and len(launches[-1].tickets) == launches[-1].grid
-    tickets.used[0] = taken
     now |= {"capturing": False}
     monkeypatch.setattr(prefill, "MAX_SCRATCH", 2)
     now["stream"] = 9

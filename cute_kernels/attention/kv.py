@@ -76,8 +76,8 @@ SOURCE = {"paged": paged}
 
 
 def scale_rows(spec):
-    """Neighbouring rows whose scale factors a lane fetches: of one page."""
-    return min(BOXES[0], spec.tile.n // 32)
+    """Neighbouring rows whose scale factors a lane fetches: of one page, so a power of two up to the smallest."""
+    return min(BOXES[0], 1 << (spec.tile.n // 32).bit_length() - 1)
 
 
 @cute.jit

@@ -57,6 +57,8 @@ def supports(spec: AttentionSpec) -> str | None:
         if tile_for(spec) is None or not spec.pack_gqa or spec.soft_cap:
             shipped = ", ".join(sorted({str(dim) for _, dim in SPLIT_TILES}))
             return f"split: head_dim {dims}, pack_gqa {spec.pack_gqa}: has packed rows of head_dim {shipped}"
+        if spec.tile.n % (64 * spec.tile.warpgroups):
+            return f"tile {spec.tile}: n is a multiple of 16 keys for each of {4 * spec.tile.warpgroups} warps"
     elif spec.kv.dtype:
         return f"kv {spec.kv.dtype}: the sm_90a kernel has it for decoding only"
     if spec.kv.source != "paged":
