@@ -150,9 +150,9 @@ def draw(a, t: Int32):
 
 @cute.jit
 def find(spec: cutlass.Constexpr, a, unit: Int32, start: Int32, before: Int32, limits):
-    """One warp: (Work that begins with `unit`, start', before', unit behind it), searching 32 requests at a time from
-    request `start`, whose first unit is `before`. The returned pair starts the next search, for a later unit. Where
-    tiles are split, limits is the second item of `begin`."""
+    """One warp: (Work that begins with `unit`, start', before', (first unit of its tile, unit behind the work)),
+    searching 32 requests at a time from request `start`, whose first unit is `before`. The returned pair starts the
+    next search, for a later unit. Where tiles are split, limits is the second item of `begin`."""
     lane = cute.arch.lane_idx()
     batch = a.kv_lens.shape[0]
     fold = geometry.fold(spec, a)
@@ -208,7 +208,7 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, start: Int32, before: Int32, l
             part = unit if a.chunk > 0 else slot(cute.arch.block_idx()[0], offset)
     blocks = (lo, hi, *mask.full_range(spec, first, last, n), part, parts, base)
     work = Work(valid, m_block, head, q_start, q_len, kv_len, start + owner, *blocks)
-    return work, start, before, unit + taken
+    return work, start, before, (unit - offset, unit + taken)
 
 
 @cute.jit
@@ -218,7 +218,7 @@ def publish(spec: cutlass.Constexpr, a, s, t: Int32, start: Int32, before: Int32
     tile = unit
     if cutlass.const_expr(not spec.split):
         tile = draw(a, t)
-    w, start, before, behind = find(spec, a, tile, start, before, limits)
+    w, start, before, (_, behind) = find(spec, a, tile, start, before, limits)
     valid = w.valid
     if cutlass.const_expr(spec.split):
         if unit >= limits[0]:

@@ -59,12 +59,22 @@ def feed(spec: cutlass.Constexpr, plan, s, op: copy.Operand, loader: Int32, keys
 
 @cute.jit
 def announce(spec: cutlass.Constexpr, a, s):
-    """One warp: publish the CTA's tiles, and that there are no more."""
+    """One warp: publish the CTA's tiles, and that there are no more. The tile whose end another CTA has is published
+    second, right behind the one whose begin another CTA has: then parts are merged while whole tiles are loaded."""
     unit, limits = schedule.begin(spec, a)
+    end, count = limits[0], limits[1]
     start, before, t, more = Int32(0), Int32(0), Int32(0), Int32(1)
+    passed, left = Int32(0), Int32(0)  # the first unit that was passed over, and how many
     while more != 0:
-        more = Int32(1) if unit < limits[0] else Int32(0)
-        start, before, unit = schedule.publish(spec, a, s, t, start, before, unit, limits)
+        more = Int32(1) if unit < end else Int32(0)
+        start, before, unit = schedule.publish(spec, a, s, t, start, before, unit, (end, count))
+        if t == 0 and a.chunk == 0 and unit < end:
+            _, start, before, tile = schedule.find(spec, a, end - 1, start, before, (end, count))
+            passed, left = unit, cutlass.max(tile[0] - unit, 0)
+            unit += left
+        if unit >= end and left > 0:
+            unit, end = passed, passed + left
+            start, before, left = Int32(0), Int32(0), Int32(0)
         t += 1
 
 
