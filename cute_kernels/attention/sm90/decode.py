@@ -8,7 +8,6 @@ free, if Q has the same order: lane 4 g + t takes the t-th quarter of the bytes 
 eighth of a row of V, so that its words are neighbours.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,8 +91,8 @@ class Registers:
     raw: cute.Tensor  # a score of a row, as it is multiplied, to log2 units
     scale: cute.Tensor  # what is reduced of it to log2 units
     k_at: cute.Tensor  # offsets of this lane's pieces of rows of K
-    v_at: cute.Tensor  # of V: keys 2 t, 2 t + 1
-    scales_at: cute.Tensor  # of the scale factors: of K; of V, keys 2 t, 2 t + 1; of V's next block
+    v_at: cute.Tensor  # of V: keys 2 t, 2 t + 1, where these are swizzled differently
+    scales_at: cute.Tensor  # of the scale factors: of K; of V, key 2 t; from there to key 2 t + 1; to the next block
 
 
 @dataclass(frozen=True)
@@ -121,6 +120,11 @@ def blocks(spec):
     return max(1, spec.head_dim_vo // 128) if spec.kv.dtype == "nvfp4" else 1
 
 
+def v_pieces(spec):
+    """1 where the rows of V of two keys in a line of 128 bytes are swizzled alike."""
+    return 2 if Row.of(spec, spec.head_dim_vo).width == copy.SWIZZLE_BYTES else 1
+
+
 def registers(spec, a):
     """Fragments of a warp, with the offsets that never change."""
     rmem = cute.make_rmem_tensor
@@ -135,19 +139,17 @@ def registers(spec, a):
         softmax.make(2),
         rmem(2, Int32),
         *(rmem(2, Float32) for _ in range(2)),
-        *(rmem(count, Int32) for count in (pieces, 2, 4)),
+        *(rmem(count, Int32) for count in (pieces, v_pieces(spec), 4)),
     )
     for i in range(pieces):
         r.k_at[i] = swizzle(k.width, g, t * (k.width // 4) + 16 * i)
-    for i in range(2):
+    for i in range(v_pieces(spec)):
         r.v_at[i] = swizzle(v.width, 2 * t + i, g * (v.width // 8))
     r.scales_at[0] = g * (spec.head_dim_qk // 16) + t * (spec.head_dim_qk // 64)
     size, inter = spec.head_dim_vo // 16, cutlass.min(a.interleaved, 1)
-    block = g * size // 8
-    for i in range(2):
-        key = 2 * t + i
-        linear, interleaved = key * size + block, key // 4 * 4 * size + block * 4 + key % 4
-        r.scales_at[1 + i] = linear + inter * (interleaved - linear)
+    linear, interleaved = 2 * t * size + g * size // 8, t // 2 * 4 * size + g * size // 8 * 4 + 2 * t % 4
+    r.scales_at[1] = linear + inter * (interleaved - linear)
+    r.scales_at[2] = size + inter * (1 - size)
     r.scales_at[3] = 1 + 3 * inter
     return r
 
@@ -256,7 +258,7 @@ def k_factors(spec, s, r, stage, row):
     count = spec.head_dim_qk // 64
     at = s.k_scales.iterator.toint() + (stage * spec.tile.n + row) * (spec.head_dim_qk // 16) + r.scales_at[0]
     both = quant.from_e4m3(mma.load_bytes(at, count))
-    return [quant.permute(both[b // 2], both[b // 2], (0x1010, 0x3232)[b % 2]) for b in range(count)]
+    return [quant.twice(both[b // 2], b % 2) for b in range(count)]
 
 
 @cute.jit
@@ -275,14 +277,15 @@ def load_v(
     for c in cutlass.range_constexpr(keys(spec) // 16):
         for e in cutlass.range_constexpr(4):
             inside = const_expr(16 * c + 8 * (e // 2))
-            words = mma.load(base + (b * n + inside) * v.width + r.v_at[e % 2], per)
+            at = const_expr(e % 2 if v_pieces(spec) == 2 else 0)
+            words = mma.load(base + (b * n + inside + e % 2 - at) * v.width + r.v_at[at], per)
             for u in cutlass.range_constexpr(per):
                 raw[u, e, c] = words[u]
             if const_expr(spec.kv.dtype == "nvfp4"):
                 size = const_expr(spec.head_dim_vo // 16)
-                at = s.v_scales.iterator.toint() + (stage * n + row + inside) * size + r.scales_at[1 + e % 2]
+                at = s.v_scales.iterator.toint() + (stage * n + row + inside) * size + r.scales_at[1]
                 for k in cutlass.range_constexpr(blocks(spec)):
-                    factors[k, e, c] = mma.load_bytes(at + k * r.scales_at[3], 1)
+                    factors[k, e, c] = mma.load_bytes(at + e % 2 * r.scales_at[2] + k * r.scales_at[3], 1)
     if key + keys(spec) > x.w.kv_len:
         for c in cutlass.range_constexpr(keys(spec) // 16):
             for e in cutlass.range_constexpr(4):
@@ -296,8 +299,8 @@ def issue_pv(spec, r, p, b, raw, factors):
     name, fmt = quant.operand(spec), quant.FORMATS[spec.kv.dtype]
     for c in range(keys(spec) // 16):
         if spec.kv.dtype == "nvfp4":
-            word = lambda k: functools.reduce(lambda x, y: x | y, (factors[k, e, c] << 8 * e for e in range(4)))  # noqa: B023, E731
-            scales = [quant.from_e4m3(word(k)) for k in range(blocks(spec))]
+            pair = lambda k, e: quant.permute(factors[k, 2 * e, c], factors[k, 2 * e + 1, c], 0x40)  # noqa: B023, E731
+            scales = [[quant.from_e4m3(pair(k, e))[0] for e in range(2)] for k in range(blocks(spec))]
         for u in range(cute.size(raw, mode=[0])):
             both = [fmt.values(raw[u, 2 * e, c], raw[u, 2 * e + 1, c]) for e in range(2)]
             if spec.kv.dtype == "nvfp4":
