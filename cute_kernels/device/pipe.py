@@ -90,12 +90,21 @@ def behind(p: Pipe, at: Int32):
     return at
 
 
-def wait_full_at(p: Pipe, at):
-    cute.arch.mbarrier_wait(p.full + stage_of(at), (at >> (PHASE.bit_length() - 1)) & 1)
+def is_full_at(p: Pipe, at):
+    """Whether the item is there: asked early, it hides the latency of an answer."""
+    return cute.arch.mbarrier_test_wait(p.full + stage_of(at), (at >> (PHASE.bit_length() - 1)) & 1)
 
 
 @cute.jit
-def release_at(p: Pipe, at: Int32):
-    """Consumer, one warp: it no longer reads what is there."""
-    with cute.arch.elect_one():
+def wait_full_at(p: Pipe, at: Int32, known=False):
+    """known: of `is_full_at`."""
+    if not known:
+        cute.arch.mbarrier_wait(p.full + stage_of(at), (at >> (PHASE.bit_length() - 1)) & 1)
+
+
+@cute.jit
+def release_at(p: Pipe, at: Int32, last):
+    """Consumer, one warp: it no longer reads what is there, if `last`. Lane 0 instead of an elected one: no branch."""
+    cute.arch.sync_warp()
+    if last & (cute.arch.lane_idx() == 0):
         cute.arch.mbarrier_arrive(p.full + p.stages + stage_of(at))

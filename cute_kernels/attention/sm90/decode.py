@@ -9,7 +9,7 @@ eighth of a row of V, so that its words are neighbours.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -108,6 +108,7 @@ class Place:
     group: Int32  # of rows in the tile
     share: Int32
     shares: Int32
+    plain: Int32  # keys from w.full_lo on, whose scores are neither masked nor changed
 
 
 def swizzle(width, row, byte):
@@ -146,7 +147,7 @@ def registers(spec, a):
     for i in range(v_pieces(spec)):
         r.v_at[i] = swizzle(v.width, 2 * t + i, g * (v.width // 8))
     r.scales_at[0] = g * (spec.head_dim_qk // 16) + t * (spec.head_dim_qk // 64)
-    size, inter = spec.head_dim_vo // 16, cutlass.min(a.interleaved, 1)
+    size, inter = spec.head_dim_vo // 16, a.interleaved
     linear, interleaved = 2 * t * size + g * size // 8, t // 2 * 4 * size + g * size // 8 * 4 + 2 * t % 4
     r.scales_at[1] = linear + inter * (interleaved - linear)
     r.scales_at[2] = size + inter * (1 - size)
@@ -162,7 +163,10 @@ def place(spec: cutlass.Constexpr, a, r: Registers, w: schedule.Work):
     n, shares = schedule.lengths(spec, a, w.q_len, w.kv_len), geometry.shares(spec, m)
     group = number * (m // ROWS) // warps(spec)
     first = w.m_block * m
-    return Place(w, n, first, rows, cutlass.min(rows - first, m), group, number - group * shares, shares)
+    plain = cutlass.max(w.full_hi - w.full_lo, 0) * spec.tile.n
+    if a.soft_cap > 0.0 or a.skip != -Float32.inf:
+        plain = Int32(0)
+    return Place(w, n, first, rows, cutlass.min(rows - first, m), group, number - group * shares, shares, plain)
 
 
 def early(spec):
@@ -263,15 +267,19 @@ def k_factors(spec, s, r, stage, row):
 
 @cute.jit
 def load_v(
-    spec: cutlass.Constexpr, s, r: Registers, x: Place, at, b: cutlass.Constexpr, raw: cute.Tensor, factors: cute.Tensor
+    spec: cutlass.Constexpr,
+    s,
+    r: Registers,
+    x: Place,
+    spot,
+    b: cutlass.Constexpr,
+    raw: cute.Tensor,
+    factors: cute.Tensor,
 ):
-    """This lane's words raw (word, key of 4, 16 keys) of a box of V, and the scale factors of each key; at = (position,
-    first row in the stage, its key). Rows past kv_len hold whatever the page held, and 0 * NaN is NaN: zeros."""
-    where, row, key = at
-    if const_expr(b == 0):
-        pipe.wait_full_at(s.v_pipe, where)
-    v, n = Row.of(spec, spec.head_dim_vo), spec.tile.n
-    stage, t = pipe.stage_of(where), cute.arch.lane_idx() % 4
+    """This lane's words raw (word, key of 4, 16 keys) of a box of V, and the scale factors of each key. Rows past
+    kv_len hold whatever the page held, and 0 * NaN is NaN: zeros."""
+    v, n, row, key = Row.of(spec, spec.head_dim_vo), spec.tile.n, spot.row, spot.key
+    stage, t = pipe.stage_of(spot.at), cute.arch.lane_idx() % 4
     base = s.v.iterator.toint() + stage * (n * v.width * v.boxes) + row * v.width
     per = const_expr(v.width // 32)
     for c in cutlass.range_constexpr(keys(spec) // 16):
@@ -340,32 +348,61 @@ def skips(view: cute.Tensor, r: Registers, x: Place, least: Float32):
 
 
 @cute.jit
-def probabilities(spec: cutlass.Constexpr, a, r: Registers, x: Place, at, scores: cute.Tensor, p: cute.Tensor):
-    """Scores of keys `key` on, of KV block j, to words of P, unless skip-softmax leaves them out; whether they count.
-    at = (j, key)."""
-    view, (j, key) = rows_view(scores), at
+def change(spec: cutlass.Constexpr, a, r: Registers, x: Place, key: Int32, scores: cute.Tensor):
+    """Soft cap and mask on the scores of the keys that begin with `key`; whether skip-softmax leaves V in: where not,
+    they are all masked."""
+    view, wanted, n = rows_view(scores), True, spec.tile.n
     if a.soft_cap > 0.0:
         for k in cutlass.range_constexpr(2):
             softmax.cap_scores(view[k, None], r.raw[k], a.soft_cap)
-    if j >= x.w.full_hi or j < x.w.full_lo:
+    if key >= x.w.full_hi * n or key < x.w.full_lo * n:
         mask_scores(spec, a, view, r, x, key)
-    count = True
     if a.skip != -Float32.inf:
-        count = not skips(view, r, x, a.skip - cute.math.log2(Float32(x.w.kv_len), fastmath=True))
-    if count:
-        softmax.keep_up(r.st, view, rows_view(r.o), r.scale)
-        for k in cutlass.range_constexpr(2):
-            softmax.exponentials(r.st, view, r.scale[k], k)
-        warp.convert16(scores, cute.recast_tensor(p, abi.DTYPES[quant.operand(spec)]))
-        for i in cutlass.range_constexpr(cute.size(p)):
-            p[i] = mma.transpose(p[i])
-    return count
+        wanted = not skips(view, r, x, a.skip - cute.math.log2(Float32(x.w.kv_len), fastmath=True))
+        if not wanted:
+            scores.fill(-Float32.inf)
+    return wanted
+
+
+@cute.jit
+def probabilities(spec: cutlass.Constexpr, r: Registers, scores: cute.Tensor, p: cute.Tensor):
+    """Scores to words of P."""
+    view = rows_view(scores)
+    softmax.keep_up(r.st, view, rows_view(r.o), r.scale)
+    for k in cutlass.range_constexpr(2):
+        softmax.exponentials(r.st, view, r.scale[k], k)
+    warp.convert16(scores, cute.recast_tensor(p, abi.DTYPES[quant.operand(spec)]))
+    for i in cutlass.range_constexpr(cute.size(p)):
+        p[i] = mma.transpose(p[i])
+
+
+class Spot(NamedTuple):
+    """`keys` that a warp is at: position of their block in the pipes, row in the stage, key of the request."""
+
+    at: Int32
+    row: Int32
+    key: Int32
+
+
+@cute.jit
+def onward(spec: cutlass.Constexpr, s, x: Place, k: Spot):
+    """The warp's next keys, those that come before these."""
+    at, row = k.at, k.row - x.shares * keys(spec)
+    if row < 0:
+        at, row = pipe.behind(s.k_pipe, at), row + spec.tile.n
+    return Spot(at, row, k.key - x.shares * keys(spec))
+
+
+def leave(spec, ring, x: Place, k: Spot):
+    """Frees the stage, if these are this warp's last keys of it."""
+    pipe.release_at(ring, k.at, k.row < x.shares * keys(spec))
 
 
 @cute.jit
 def run(spec: cutlass.Constexpr, a, s, r: Registers, x: Place, at: Int32):
-    """O of this warp's keys of all KV blocks, from position `at` of the pipes on; the position behind. PV of some keys
-    is issued behind QK of the next ones, whose latency it hides."""
+    """O of this warp's keys of all KV blocks, from position `at` of the pipes on; the position behind. P V of some keys
+    is issued behind Q K of the next ones, whose latency it hides. What few keys need is out of the inner loop, which
+    the instruction cache then holds."""
     softmax.reset(r.st)
     r.st.shift.fill(0.0)
     r.o.fill(0.0)
@@ -373,38 +410,39 @@ def run(spec: cutlass.Constexpr, a, s, r: Registers, x: Place, at: Int32):
     p = cute.make_rmem_tensor(keys(spec) // 8, Uint32)
     raw = cute.make_rmem_tensor((Row.of(spec, spec.head_dim_vo).width // 32, 4, keys(spec) // 16), Uint32)
     factors = cute.make_rmem_tensor((blocks(spec), 4, keys(spec) // 16), Uint32)
-    owed, before, previous = False, (at, Int32(0), Int32(0)), at
-    for j in cutlass.range(x.w.hi - 1, x.w.lo - 2, -1, unroll=1):
-        row, real = x.share * keys(spec), j >= x.w.lo  # the last round only has what is owed
-        if real:
-            pipe.wait_full_at(s.k_pipe, at)
-        while row < spec.tile.n:
-            key = j * spec.tile.n + row
-            live = real and key < x.w.kv_len
-            if live:
-                issue_qk(spec, s, r, scores, pipe.stage_of(at), row)
-            if owed:
+    row, end = spec.tile.n - (x.shares - x.share) * keys(spec), x.w.lo * spec.tile.n
+    k = Spot(at, row, (x.w.hi - 1) * spec.tile.n + row)
+    while k.key >= cutlass.max(end, x.w.kv_len):  # no arithmetic past kv_len
+        for ring in (s.k_pipe, s.v_pipe):
+            pipe.wait_full_at(ring, k.at)
+            leave(spec, ring, x, k)
+        k = onward(spec, s, x, k)
+    before, scored, wanted, more = Spot(k.at, Int32(spec.tile.n), k.key), False, False, k.key >= end  # nothing to leave
+    while more:
+        if scored:
+            wanted = change(spec, a, r, x, before.key, scores)
+        plain = True
+        while plain:
+            k_there, v_there = pipe.is_full_at(s.k_pipe, k.at), pipe.is_full_at(s.v_pipe, before.at)
+            if scored:
+                probabilities(spec, r, scores, p)
+            if k.key >= end:
+                pipe.wait_full_at(s.k_pipe, k.at, k_there)
+                issue_qk(spec, s, r, scores, pipe.stage_of(k.at), k.row)
+                leave(spec, s.k_pipe, x, k)
+            pipe.wait_full_at(s.v_pipe, before.at, v_there)
+            if wanted:
                 for b in cutlass.range_constexpr(Row.of(spec, spec.head_dim_vo).boxes):
                     load_v(spec, s, r, x, before, b, raw, factors)
                     issue_pv(spec, r, p, b, raw, factors)
-            if row < x.shares * keys(spec) and j != x.w.hi - 1:
-                free_v(s, previous)
-            owed = False
-            if live:
-                before = (at, row, key)
-                owed = probabilities(spec, a, r, x, (j, key), scores, p)
-            row += x.shares * keys(spec)
-        if real:
-            pipe.release_at(s.k_pipe, at)
-            previous = at
-            at = pipe.behind(s.k_pipe, at)
-    return at
-
-
-def free_v(s, at):
-    """Nobody frees a stage that is being filled, though it may have no use for it."""
-    pipe.wait_full_at(s.v_pipe, at)
-    pipe.release_at(s.v_pipe, at)
+            leave(spec, s.v_pipe, x, before)
+            before = k
+            k = onward(spec, s, x, k)
+            scored = before.key >= end
+            wanted = scored
+            plain = scored & (Uint32(before.key - x.w.full_lo * spec.tile.n) < Uint32(x.plain))
+        more = scored
+    return before.at
 
 
 @cute.jit
