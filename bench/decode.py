@@ -21,8 +21,8 @@ Inputs = dict[str, Any]
 
 
 def ours(inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """One token a request, so without offsets."""
-    plain = cases.as_decode(inputs) | {"cum_seq_lens_q": None, "max_q_len": None}
+    """As many tokens a request, so without offsets."""
+    plain = cases.as_decode(inputs) | {"cum_seq_lens_q": None, "max_q_len": None, "q_len_per_req": inputs["max_q_len"]}
     return lambda: trtllm_batch_decode_with_kv_cache(**plain)
 
 
@@ -33,6 +33,8 @@ def batch_invariant(inputs: Inputs) -> Callable[[], torch.Tensor]:
 
 def flashinfer(inputs: Inputs) -> Callable[[], torch.Tensor]:
     """flashinfer's XQA on the same pages."""
+    if inputs["max_q_len"] > 1:
+        raise ValueError("its drafts want masks")
     from flashinfer.xqa import xqa
 
     q, (k, v), table = inputs["query"], inputs["kv_cache"], inputs["block_tables"]
@@ -66,11 +68,12 @@ def check(inputs: Inputs, out: torch.Tensor) -> str | None:
     table, lens, query = inputs["block_tables"], inputs["seq_lens"], inputs["query"]
     k, v = inputs["kv_cache"]
     k_scales, v_scales = inputs.get("kv_block_scales") or (None, None)
+    tokens = inputs["max_q_len"]
     for b in {0, len(lens) - 1}:
-        offsets = torch.tensor([0, 1], dtype=torch.int32)
+        offsets, own = torch.tensor([0, tokens], dtype=torch.int32), slice(b * tokens, (b + 1) * tokens)
         pages = table[b : b + 1, None].expand(-1, 2, -1)
         problem = reference.PagedProblem(
-            query[b : b + 1],
+            query[own],
             k,
             v,
             pages,
@@ -78,10 +81,11 @@ def check(inputs: Inputs, out: torch.Tensor) -> str | None:
             offsets,
             inputs["bmm1_scale"],
             inputs["bmm2_scale"],
+            causal=True,
             k_scales=k_scales,
             v_scales=v_scales,
         )
-        error = (out[b : b + 1].float() - reference.paged_attention(problem)[0]).abs().max()
+        error = (out[own].float() - reference.paged_attention(problem)[0]).abs().max()
         if not error <= TOLERANCE:
             return f"off by {float(error):.3g}"
     return None

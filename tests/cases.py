@@ -87,11 +87,12 @@ PREFILL_BF16 = {
 
 
 def decoding(
-    batch: int, length: int, heads: tuple[int, int], dim: int, page_size: int, kv_dtype: str = ""
+    batch: int, length: int, heads: tuple[int, int], dim: int, page_size: int, kv_dtype: str = "", tokens: int = 1
 ) -> AttentionCase:
-    """A headline case of a bf16 query."""
+    """A headline case of bf16 queries, `tokens` a request."""
     name = f"decode-{kv_dtype or 'bf16'}-b{batch}-s{length}-h{heads[0]}x{heads[1]}-d{dim}-p{page_size}"
-    case = AttentionCase(name, "bf16", (1,) * batch, (length,) * batch, *heads, dim, dim, page_size)
+    name += f"-q{tokens}" if tokens > 1 else ""
+    case = AttentionCase(name, "bf16", (tokens,) * batch, (length,) * batch, *heads, dim, dim, page_size)
     return replace(case, lse=False, spare_pages=8, kv_dtype=kv_dtype)
 
 
@@ -104,6 +105,7 @@ DECODE = {
         decoding(1, 131072, (64, 8), 128, 64, kv_dtype),
         decoding(128, 2048, (32, 8), 128, 32, kv_dtype),
         decoding(64, 8192, (64, 8), 64, 64, kv_dtype),
+        *(decoding(64, 8192, (64, 8), 128, 64, kv_dtype, tokens) for tokens in (2, 4, 8)),
     )
 }
 

@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import wrappers
+from cute_kernels.attention import dispatch
 from tests import cases
 from tests.test_prefill_wrapper import check, launches  # noqa: F401 - a fixture
 from wrappers import checks, prefill, trtllm_batch_decode_with_kv_cache
@@ -311,6 +313,28 @@ def test_options_that_keep_the_result(request, launched, change):
     check(inputs, trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs), **change), case.tolerance)
     for a in made:
         assert (a.chunk > 0) == ("batch_invariant" in change) and (a.skip > -math.inf) == (a.chunk == 0)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_kernels_for_many_rows(launches, monkeypatch, invariant):  # noqa: F811
+    """More than 8 query rows of a KV head have kernels of their own, unless a request's bits may not depend on it."""
+    found = []
+
+    def select(request, arch):
+        found.append(dispatch.select(request, arch))
+        return found[-1]
+
+    monkeypatch.setattr(prefill, "dispatch", SimpleNamespace(select=select))
+    for q_len in (1, 2, 3, 8, 9, 20, 1):  # of 3 heads a KV head
+        case = replace(PLAIN, q_lens=(q_len, 1), kv_lens=(40, 30), heads_q=6, heads_kv=2)
+        inputs = cases.make_inputs(case)
+        check(
+            inputs,
+            trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs), batch_invariant=invariant),
+            case.tolerance,
+        )
+    made = [spec.wide for _, spec in found]
+    assert made == ([False] if invariant else [False, False, True, True, True]) and len(launches) == 7
 
 
 def tree(q_len, seed=0):

@@ -14,7 +14,7 @@ BASE = dispatch.Request("bf16", 128, 128, 16, 4)
 
 def all_requests():
     for dtype, dims, page, group, causal, window, cap, rows in product(
-        ("bf16", "fp16"), sm90.TILES, sm90.PAGE_SIZES, (1, 3, 8), *[(False, True)] * 3, (1, 64, 65, 1 << 30)
+        ("bf16", "fp16"), sm90.TILES, sm90.PAGE_SIZES, (1, 3, 8), *[(False, True)] * 3, (1, 2, 64, 65, 1 << 30)
     ):
         yield dispatch.Request(dtype, dims[0], dims[1], page, group, causal, window, cap, rows)
         for kv_dtype, dim in sm90.SPLIT_TILES if causal else ():
@@ -35,6 +35,8 @@ def test_every_request_gets_a_shipped_spec_that_serves_it():
         assert spec.head_dim_vo == request.head_dim_vo
         assert spec.pack_gqa == (request.split or request.group > 1 and request.rows <= dispatch.PACK_ROWS)
         assert spec.split == request.split
+        many = request.rows * request.group > 8
+        assert spec.wide == (request.split and many and request.head_dim_qk in sm90.WIDE_DIMS)
     assert found == shipped
 
 
@@ -44,11 +46,12 @@ def test_names_are_unique():
 
 
 def test_blocks_of_keys_do_not_depend_on_the_batch():
-    """n, which a row's rounding depends on, is the same whatever else a call holds: bits must not change with it."""
+    """n, which a row's rounding depends on, is the same whatever else a call holds: bits must not change with it. Wide
+    kernels are for rows that the longest request has; `batch_invariant` does not ask."""
     widths: dict[tuple, set[int]] = {}
     for request in all_requests():
         _, spec = dispatch.select(request, ARCH)
-        key = request.head_dim_qk, request.head_dim_vo, request.split, request.kv_dtype
+        key = request.head_dim_qk, request.head_dim_vo, request.split, request.kv_dtype, spec.wide
         widths.setdefault(key, set()).add(spec.tile.n)
     assert all(len(n) == 1 for n in widths.values()), widths
 

@@ -159,18 +159,18 @@ def test_drafts_see_all_older_keys_and_may_see_each_other(spec, n):
     assert full[1] * split.tile.n <= max(0, n.kv_len - n.q_len)
 
 
-@given(st.integers(0, 400), st.sampled_from([(64, 1), (64, 2), (32, 1), (64, 3)]))
-def test_tiles_of_a_split_are_as_small_as_their_rows_allow(rows, tile):
-    """Warps are shared out evenly among groups of 8 rows."""
-    most, warpgroups = tile
-    spec = AttentionSpec(split=True, tile=TileSpec(most, 128, groups=warpgroups))
-    sizes = [8 * n for n in range(1, 17) if 4 * warpgroups % n == 0 and 8 * n <= most]
+@given(st.integers(0, 400), st.sampled_from([(64, 1), (64, 2), (32, 1), (64, 3)]), st.booleans())
+def test_tiles_of_a_split_are_as_small_as_their_rows_allow(rows, tile, wide):
+    """Warps are shared out evenly among groups of 8 rows, or 16."""
+    (most, warpgroups), each = tile, 16 if wide else 8
+    spec = AttentionSpec(split=True, wide=wide, tile=TileSpec(most, 128, groups=warpgroups))
+    sizes = [each * n for n in range(1, 17) if 4 * warpgroups % n == 0 and each * n <= most]
     m = geometry.tile_m(spec, rows)
     assert m == next((m for m in sizes if rows <= m), sizes[-1])
-    assert geometry.shares(spec, m) * m == 8 * geometry.warps(spec)
+    assert geometry.shares(spec, m) * m == each * geometry.warps(spec)
     assert geometry.tile_m(AttentionSpec(), rows) == AttentionSpec().tile.m
     count, shares = geometry.warps(spec), geometry.shares(spec, m)
-    assert [w * (m // 8) // count for w in range(count)] == [w // shares for w in range(count)]
+    assert [w * (m // each) // count for w in range(count)] == [w // shares for w in range(count)]
 
 
 @given(st.integers(1, 512), st.integers(0, 1 << 21))

@@ -131,7 +131,7 @@ def validate(call: Call) -> Checked:
     )
 
 
-def kernel_request(c: Checked, split: bool = False) -> Request:
+def kernel_request(c: Checked, split: bool = False, invariant: bool = False) -> Request:
     """What the call asks of a compiled kernel; raises where no kernel can ever read these tensors."""
     p = c.problem
     if p.q.dtype not in KERNEL_DTYPES:
@@ -171,7 +171,7 @@ def kernel_request(c: Checked, split: bool = False) -> Request:
         causal=p.causal,
         window=p.window_left >= 0,
         soft_cap=p.soft_cap > 0,
-        rows=min(c.max_q_len, p.q.shape[0]),
+        rows=1 if invariant else min(c.max_q_len, p.q.shape[0]),  # other requests' tokens count
         split=split,
         kv_dtype=KV_DTYPES.get(p.k.dtype, ""),
     )

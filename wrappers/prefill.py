@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.attention import dispatch
-from cute_kernels.attention.dispatch import PACK_ROWS
+from cute_kernels.attention.dispatch import FEW_ROWS, PACK_ROWS
 
 from . import checks, fp4, ops, reference, runtime
 from .checks import Call, Checked
@@ -214,7 +214,7 @@ def attend(mode: Mode, *call: Any) -> Any:
             uses_shared_paged_kv_idx, batch_size, type(bmm1_scale), type(bmm2_scale), out_dtype, causal,
             None if out is None else out.dtype, None if sinks is None else sinks.shape, window_left >= 0, not rare,
             cap and (1 if 0 < cap < INF else -1), max_q_len >= 0,
-            (max_q_len if max_q_len < tokens else tokens) <= PACK_ROWS, mode.split, facts,
+            _rows(max_q_len if max_q_len < tokens else tokens, mode), mode.split, facts,
             skip and (1 if skip > 0 else -1),
         )  # fmt: skip
         plan = _plans.get(key)
@@ -227,7 +227,7 @@ def attend(mode: Mode, *call: Any) -> Any:
         if machine is None:
             return run_reference(checked, mode)
         nhd = kv_layout == "NHD"
-        plan = _add_plan(key, checked, machine, (2 * stacked + nhd, 2 * facts[0] + nhd if facts else -1), mode.split)
+        plan = _add_plan(key, checked, machine, (2 * stacked + nhd, 2 * facts[0] + nhd if facts else -1), mode)
     if not plan.alone and torch.cuda.current_device() != plan.device.index:
         return _on_device(plan.device, mode, Call(*call))
     try:
@@ -384,12 +384,17 @@ def _on_device(device: torch.device, mode: Mode, call: Call) -> Any:
         return attend(mode, *call)
 
 
-def _add_plan(
-    key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layouts: tuple[int, int], split: bool
-) -> Plan:
+def _rows(most: int, mode: Mode) -> int:
+    """What a plan depends on of the most query tokens that a request has."""
+    if not mode.split:
+        return most <= PACK_ROWS
+    return 0 if mode.invariant else most if most <= FEW_ROWS else FEW_ROWS + 1
+
+
+def _add_plan(key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layouts: tuple[int, int], mode: Mode) -> Plan:
     """The plan of a valid call, entered under its key; NotImplementedError where no kernel serves it."""
     p, (arch, sms) = c.problem, machine
-    op, spec = dispatch.select(checks.kernel_request(c, split), arch)
+    op, spec = dispatch.select(checks.kernel_request(c, mode.split, mode.invariant), arch)
     fn = runtime.kernel(op, spec, arch)
     device, heads = p.q.device, p.q.shape[1]
     dim_vo = p.v.shape[3] * (1 if p.v_scales is None else 2)
@@ -412,7 +417,7 @@ def _add_plan(
         row_factor=group,
         tile_heads=heads // group,
         sms=sms,
-        split=split,
+        split=mode.split,
         no_lse=torch.empty(0, heads, dtype=torch.float32, device=device),
         no_sink=torch.empty(0, dtype=torch.float32, device=device),
         no_scale=torch.empty(0, dtype=torch.float32, device=device),

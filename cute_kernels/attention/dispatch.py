@@ -9,6 +9,7 @@ from .spec import DTYPES, KV_DTYPES, AttentionSpec, KVSpec, MaskSpec
 
 KERNELS = {"attention.sm90": sm90}  # op -> the package that states what it supports
 PACK_ROWS = 64  # a request with at most this many query tokens a KV head's group packs heads into rows
+FEW_ROWS = 8  # query rows of a KV head that a warp of a decoding kernel has, where it is not a wide one
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ def candidate(request: Request, module) -> AttentionSpec:
     mask = MaskSpec(request.causal, request.window or request.soft_cap or pack)
     dims = (request.head_dim_qk, request.head_dim_vo)
     kv, cap = KVSpec("paged", request.kv_dtype), request.soft_cap and not request.split
-    spec = AttentionSpec(request.dtype, *dims, mask, kv, cap, pack, request.split)
+    wide = request.split and request.rows * request.group > FEW_ROWS and dims[0] in module.WIDE_DIMS
+    spec = AttentionSpec(request.dtype, *dims, mask, kv, cap, pack, request.split, wide)
     tile = module.tile_for(spec)
     return replace(spec, tile=tile) if tile else spec
 

@@ -8,8 +8,6 @@ from itertools import pairwise
 
 import cutlass
 
-WARP_ROWS = 8  # of a warp that decodes
-
 
 def fold(spec, a):
     """Rows that a token has in a tile: the query heads of a KV head where they are packed, else 1."""
@@ -25,18 +23,23 @@ def warps(spec):
     return 4 * spec.tile.warpgroups
 
 
+def warp_rows(spec):
+    """Query rows of a warp with spec.split."""
+    return 16 if spec.wide else 8
+
+
 def groups(spec):
-    """With spec.split, how many groups of WARP_ROWS rows a tile may have: each has as many warps."""
-    return [n for n in range(1, warps(spec) + 1) if warps(spec) % n == 0 and WARP_ROWS * n <= spec.tile.m]
+    """With spec.split, how many groups of `warp_rows` a tile may have: each has as many warps."""
+    return [n for n in range(1, warps(spec) + 1) if warps(spec) % n == 0 and warp_rows(spec) * n <= spec.tile.m]
 
 
 def tile_m(spec, rows):
     """Rows of the tiles of a request that has `rows`: with spec.split those of the fewest groups that hold them all."""
     if not spec.split:
         return spec.tile.m
-    m = WARP_ROWS
+    each = m = warp_rows(spec)
     for less, more in pairwise(groups(spec)):
-        m += cutlass.min(cutlass.max(rows - less * WARP_ROWS, 0), 1) * (more - less) * WARP_ROWS
+        m += cutlass.min(cutlass.max(rows - less * each, 0), 1) * (more - less) * each
     return m
 
 
@@ -45,7 +48,7 @@ def shares(spec, m):
     count = warps(spec)
     for less, more in pairwise(groups(spec)):
         fewer = warps(spec) // less - warps(spec) // more
-        count -= cutlass.min(cutlass.max(m - less * WARP_ROWS, 0), 1) * fewer
+        count -= cutlass.min(cutlass.max(m - less * warp_rows(spec), 0), 1) * fewer
     return count
 
 

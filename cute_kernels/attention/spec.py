@@ -53,7 +53,8 @@ class TileSpec:
 class AttentionSpec:
     """A forward attention kernel. pack_gqa: rows of a tile are (token, query head of the KV head's group). split: all
     CTAs get the same number of KV blocks, whatever tile these belong to; `combine` merges the parts of a tile. Such a
-    kernel is for decoding: any soft cap, mask of drafts and type of output are arguments of it."""
+    kernel is for decoding: any soft cap, mask of drafts and type of output are arguments of it. wide: a warp of it has
+    16 query rows instead of 8, so that these share the reading and converting of a key."""
 
     dtype: str = "bf16"
     head_dim_qk: int = 128
@@ -63,6 +64,7 @@ class AttentionSpec:
     soft_cap: bool = False
     pack_gqa: bool = False
     split: bool = False
+    wide: bool = False
     tile: TileSpec = field(default_factory=TileSpec)
 
     @property
@@ -75,6 +77,7 @@ class AttentionSpec:
             "cap" if self.soft_cap else "",
             "pack" if self.pack_gqa else "",
             "split" if self.split else "",
+            "wide" if self.wide else "",
             self.kv.source,
             f"m{self.tile.m}n{self.tile.n}s{self.tile.stages}"
             + ("r" if self.tile.q_registers else "")

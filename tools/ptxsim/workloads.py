@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 
+from cute_kernels.attention import sm90
 from cute_kernels.attention.spec import AttentionSpec
 from cute_kernels.topk.args import ENDS, LENGTHS, TopKArgs
 from cute_kernels.topk.spec import TopKSpec
@@ -76,6 +77,8 @@ def attention_cases(spec: AttentionSpec, thorough: bool = False) -> list[Attenti
     else:
         heads = {"heads_q": 2, "heads_kv": 2}
         first, second = (3, 0, 150), (9, 1, 197)
+    if spec.split and not spec.wide and spec.head_dim_qk in sm90.WIDE_DIMS:
+        first, second = (2, 0, 1), (1, 2, 1)
     page_size = 16 if spec.dtype == "bf16" else 8  # with 64 below, every size of TMA box
     stacked = "stacked" if spec.head_dim_qk == spec.head_dim_vo else "tuple"
     cases = [

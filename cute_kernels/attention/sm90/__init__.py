@@ -18,6 +18,7 @@ TILES = {  # (head_dim_qk, head_dim_vo) -> tile
 }
 # Decoding: nearly all the shared memory that there is holds K and V as they are stored. A warp has 16 to 64 keys of a
 # stage. Stages are small, so that work is shared among CTAs evenly. More warps convert where registers suffice.
+# Wide kernels hold more in registers, 8 warps at most, and add up more of O in shared memory.
 SPLIT_TILES = {  # (KV dtype, head_dim) -> tile
     ("", 64): TileSpec(64, 128, 6, 1, False, 2),
     ("", 128): TileSpec(64, 128, 3, 1, False, 2),
@@ -29,6 +30,8 @@ SPLIT_TILES = {  # (KV dtype, head_dim) -> tile
     ("nvfp4", 128): TileSpec(64, 384, 3, 1, False, 3),
     ("nvfp4", 256): TileSpec(64, 128, 5, 1, False, 2),
 }
+WIDE_TILES = {**SPLIT_TILES, ("nvfp4", 128): TileSpec(64, 256, 5, 1, False, 2)}
+WIDE_DIMS = (64, 128)  # 256: O and Q of 16 rows are 192 registers of a thread
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 
 
@@ -37,7 +40,7 @@ def tile_for(spec: AttentionSpec) -> TileSpec | None:
     rounding depends on n, and a request's result must depend on nothing but the request."""
     dims = (spec.head_dim_qk, spec.head_dim_vo)
     if spec.split:
-        return SPLIT_TILES.get((spec.kv.dtype, dims[0])) if dims[0] == dims[1] else None
+        return (WIDE_TILES if spec.wide else SPLIT_TILES).get((spec.kv.dtype, dims[0])) if dims[0] == dims[1] else None
     few_registers = not spec.soft_cap and not spec.pack_gqa
     if dims == (64, 64) and few_registers and not spec.mask.window:
         return TileSpec(192, 128, 4, 2)
@@ -57,6 +60,8 @@ def supports(spec: AttentionSpec) -> str | None:
         if tile_for(spec) is None or not spec.pack_gqa or spec.soft_cap:
             shipped = ", ".join(sorted({str(dim) for _, dim in SPLIT_TILES}))
             return f"split: head_dim {dims}, pack_gqa {spec.pack_gqa}: has packed rows of head_dim {shipped}"
+        if spec.wide and dims[0] not in WIDE_DIMS:
+            return f"wide: head_dim {dims[0]}: has {', '.join(map(str, WIDE_DIMS))}"
         if spec.tile.n % (64 * spec.tile.warpgroups):
             return f"tile {spec.tile}: n is a multiple of 16 keys for each of {4 * spec.tile.warpgroups} warps"
     elif spec.kv.dtype:

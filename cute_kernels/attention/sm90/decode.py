@@ -1,11 +1,11 @@
 """Math role of spec.split: few query rows, so that memory and the conversion of what it delivers set the pace.
 
-A warp computes 8 rows of the tile with `mma.sync`, on keys of its own: `Place`. Keys are the rows of the MMA, and then
-columns of V, so that query rows need no padding to 16: S^T = K Q^T and O^T = V^T P^T. It reads cached rows from shared
-memory as they are stored, converts them in registers to operands (`quant`), and has a softmax of its own; the warps of
-a row meet once, at the end of a tile (`merge`). Which element of k, or column of the output, a lane's words are is
-free, if Q has the same order: lane 4 g + t takes the t-th quarter of the bytes of every box of a row of K, and the g-th
-eighth of a row of V, so that its words are neighbours.
+A warp computes 8 rows of the tile, in wide kernels 16, with `mma.sync`, on keys of its own: `Place`. Keys are the rows
+of the MMA, and then columns of V, so that query rows need no padding to 16: S^T = K Q^T and O^T = V^T P^T. It reads
+cached rows from shared memory as they are stored, converts them in registers to operands (`quant`), and has a softmax
+of its own; the warps of a row meet once, at the end of a tile (`merge`). Which element of k, or column of the output, a
+lane's words are is free, if Q has the same order: lane 4 g + t takes the t-th quarter of the bytes of every box of a
+row of K, and the g-th eighth of a row of V, so that its words are neighbours.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from ...device.divisor import Divisor
 from .. import combine, epilogue, geometry, mask, quant, schedule, softmax
 
 BARRIER = 1  # all math threads
-ROWS, warps = geometry.WARP_ROWS, geometry.warps
+warps, warp_rows = geometry.warps, geometry.warp_rows
 PIECE = 4  # columns that a thread adds up
 
 
@@ -56,7 +56,12 @@ def first_column(spec, number, eighth):
 
 def merged(spec):
     """Columns of a lane that are merged at a time."""
-    return min(16, spec.head_dim_vo // 8)
+    return min(8 if spec.wide else 16, spec.head_dim_vo // 8)
+
+
+def halves(spec):
+    """Columns of 8 query rows that a warp's operands of K and V are multiplied with."""
+    return warp_rows(spec) // 8
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,8 @@ class Meeting:
 def meeting(spec, smem):
     row_major = lambda *shape: cute.make_ordered_layout(shape, order=tuple(reversed(range(len(shape)))))  # noqa: E731
     return Meeting(
-        smem.allocate_tensor(Float32, row_major(warps(spec), ROWS, 8 * merged(spec) // PIECE, PIECE), 16),
-        smem.allocate_tensor(Float32, row_major(warps(spec), ROWS, 2), 8),
+        smem.allocate_tensor(Float32, row_major(warps(spec), warp_rows(spec), 8 * merged(spec) // PIECE, PIECE), 16),
+        smem.allocate_tensor(Float32, row_major(warps(spec), warp_rows(spec), 2), 8),
         smem.allocate_tensor(Int32, cute.make_layout(1)),
         pipe.make(smem, 1, warps(spec), warps(spec)),
     )
@@ -81,11 +86,12 @@ def meeting(spec, smem):
 
 @dataclass(frozen=True)
 class Registers:
-    """Fragments of a warp. Its lane has Q of row g, and what the scores and the output are of, rows 2 t and 2 t + 1."""
+    """Fragments of a warp. Of each 8 rows, a half, its lane has Q of row g, and what the scores and the output are of,
+    rows 2 t and 2 t + 1."""
 
     fold: Any  # `geometry.fold`, as a divisor
-    q: cute.Tensor  # words of a row: element 2 w of k
-    o: cute.Tensor  # (2 rows, 2 columns, pairs of columns)
+    q: cute.Tensor  # (words of a row: element 2 w of k, half)
+    o: cute.Tensor  # (2 rows x 2 columns x pairs of columns, half)
     st: softmax.State
     tokens: cute.Tensor
     raw: cute.Tensor  # a score of a row, as it is multiplied, to log2 units
@@ -97,7 +103,7 @@ class Registers:
 
 @dataclass(frozen=True)
 class Place:
-    """What a warp has of the tile at hand: 8 rows, number `group` of such, every `shares`-th group of `keys`, from
+    """What a warp has of the tile at hand: `warp_rows`, number `group` of such, every `shares`-th group of `keys`, from
     `share` on."""
 
     w: schedule.Work
@@ -132,14 +138,14 @@ def registers(spec, a):
     lane = cute.arch.lane_idx()
     g, t = lane // 4, lane % 4
     k, v = Row.of(spec, spec.head_dim_qk), Row.of(spec, spec.head_dim_vo)
-    pieces = max(1, k.width // 64)
+    pieces, rows = max(1, k.width // 64), 2 * halves(spec)
     r = Registers(
         Divisor(geometry.fold(spec, a)),
-        rmem(spec.head_dim_qk // 8, Uint32),
-        rmem(spec.head_dim_vo // 4, Float32),
-        softmax.make(2),
-        rmem(2, Int32),
-        *(rmem(2, Float32) for _ in range(2)),
+        rmem((spec.head_dim_qk // 8, halves(spec)), Uint32),
+        rmem((spec.head_dim_vo // 4, halves(spec)), Float32),
+        softmax.make(rows),
+        rmem(rows, Int32),
+        *(rmem(rows, Float32) for _ in range(2)),
         *(rmem(count, Int32) for count in (pieces, v_pieces(spec), 4)),
     )
     for i in range(pieces):
@@ -161,7 +167,7 @@ def place(spec: cutlass.Constexpr, a, r: Registers, w: schedule.Work):
     m = geometry.tile_m(spec, rows)
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
     n, shares = schedule.lengths(spec, a, w.q_len, w.kv_len), geometry.shares(spec, m)
-    group = number * (m // ROWS) // warps(spec)
+    group = number * (m // warp_rows(spec)) // warps(spec)
     first = w.m_block * m
     plain = cutlass.max(w.full_hi - w.full_lo, 0) * spec.tile.n
     if a.soft_cap > 0.0 or a.skip != -Float32.inf:
@@ -171,37 +177,43 @@ def place(spec: cutlass.Constexpr, a, r: Registers, w: schedule.Work):
 
 def early(spec):
     """Whether Q of a tile is fetched before O of the tile before is out of registers, which hides the latency."""
-    return spec.head_dim_qk <= 128
+    return spec.head_dim_qk * halves(spec) <= 128
 
 
 @cute.jit
 def fetch_q(spec: cutlass.Constexpr, a, r: Registers, x: Place, words: cute.Tensor):
-    """Words (D / 8,) of this lane's row g, zeros past the request: its columns as the cached rows' boxes are."""
+    """Words (D / 8, half) of this lane's rows g, zeros past the request, their columns in the order of boxes."""
     w, row = x.w, Row.of(spec, spec.head_dim_qk)
     g, t = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
     vectors = const_expr(row.width * 8 // spec.kv.bits // 4 // 8)  # of a box, 8 elements each
     words.fill(0)
-    at = x.first + ROWS * x.group + g
-    if at < x.rows:
-        source = a.q[w.q_start + geometry.token_of(at, r.fold, True), geometry.head_of(at, w.head, r.fold, True), None]
-        for i in cutlass.range_constexpr(row.boxes * vectors):
-            piece = cute.local_tile(source, (8,), ((i // vectors * 4 + t) * vectors + i % vectors,))
-            cute.autovec_copy(piece, cute.recast_tensor(cute.local_tile(words, (4,), (i,)), source.element_type))
+    for half in cutlass.range_constexpr(halves(spec)):
+        at = x.first + warp_rows(spec) * x.group + 8 * half + g
+        if at < x.rows:
+            token, head = geometry.token_of(at, r.fold, True), geometry.head_of(at, w.head, r.fold, True)
+            source = a.q[w.q_start + token, head, None]
+            for i in cutlass.range_constexpr(row.boxes * vectors):
+                piece = cute.local_tile(source, (8,), ((i // vectors * 4 + t) * vectors + i % vectors,))
+                target = cute.local_tile(words[None, half], (4,), (i,))
+                cute.autovec_copy(piece, cute.recast_tensor(target, source.element_type))
 
 
 @cute.jit
 def set_q(spec: cutlass.Constexpr, a, r: Registers, x: Place, words: cute.Tensor, scale_log2: Float32):
     """Operand B of this warp's rows, in the type that is multiplied and the order of the cached words."""
     fmt = quant.FORMATS[spec.kv.dtype]
-    unit, t = Float32(fmt.unit), cute.arch.lane_idx() % 4
-    if const_expr(spec.kv.dtype != "" and spec.dtype == "bf16"):
-        unit *= to_fp16(words)
-    for k in cutlass.range_constexpr(2):
-        r.tokens[k] = geometry.token_of(x.first + ROWS * x.group + 2 * t + k, r.fold, True)
-        r.raw[k] = cute.arch.shuffle_sync(unit, 8 * t + 4 * k) * scale_log2
-        r.scale[k] = softmax.capped_scale(a.soft_cap) if a.soft_cap > 0.0 else r.raw[k]
-    for i in cutlass.range_constexpr(spec.head_dim_qk // 8):
-        r.q[i] = in_order(fmt, words, i)
+    t = cute.arch.lane_idx() % 4
+    for half in cutlass.range_constexpr(halves(spec)):
+        unit, own = Float32(fmt.unit), words[None, half]
+        if const_expr(spec.kv.dtype != "" and spec.dtype == "bf16"):
+            unit *= to_fp16(own)
+        for i in cutlass.range_constexpr(2):
+            k, row = 2 * half + i, x.first + warp_rows(spec) * x.group + 8 * half + 2 * t + i
+            r.tokens[k] = geometry.token_of(row, r.fold, True)
+            r.raw[k] = cute.arch.shuffle_sync(unit, 8 * t + 4 * i) * scale_log2
+            r.scale[k] = softmax.capped_scale(a.soft_cap) if a.soft_cap > 0.0 else r.raw[k]
+        for i in cutlass.range_constexpr(spec.head_dim_qk // 8):
+            r.q[i, half] = in_order(fmt, own, i)
 
 
 def in_order(fmt, words, i):
@@ -254,7 +266,8 @@ def issue_qk(spec, s, r, scores, stage, row):
             for i in range(0, len(operands[0]), 2):
                 a = [operands[half][i + e] for e in range(2) for half in range(2)]
                 at = b * len(operands[0]) + i
-                mma.issue(name, scores, 4 * tile, a, [r.q[at], r.q[at + 1]])
+                for h in range(halves(spec)):
+                    mma.issue(name, scores[None, h], 4 * tile, a, [r.q[at, h], r.q[at + 1, h]])
 
 
 def k_factors(spec, s, r, stage, row):
@@ -303,7 +316,7 @@ def load_v(
 
 
 def issue_pv(spec, r, p, b, raw, factors):
-    """O^T += V^T P^T of a box; p: words of P, two for 16 keys."""
+    """O^T += V^T P^T of a box; p: words of P (two for 16 keys, half)."""
     name, fmt = quant.operand(spec), quant.FORMATS[spec.kv.dtype]
     for c in range(keys(spec) // 16):
         if spec.kv.dtype == "nvfp4":
@@ -316,13 +329,16 @@ def issue_pv(spec, r, p, b, raw, factors):
             of = [dict(zip(fmt.order, pairs)) for pairs in both]
             for i in range(0, fmt.elements, 2):
                 a = [of[e][i + half] for e in range(2) for half in range(2)]
-                mma.issue(name, r.o, 2 * (b * columns(spec) + u * fmt.elements + i), a, [p[2 * c], p[2 * c + 1]])
+                at = 2 * (b * columns(spec) + u * fmt.elements + i)
+                for h in range(halves(spec)):
+                    mma.issue(name, r.o[None, h], at, a, [p[2 * c, h], p[2 * c + 1, h]])
 
 
 def rows_view(fragment):
-    """(2 rows, columns) of an accumulator: of rows 2 t and 2 t + 1 what row g, row g + 8 of each MMA has."""
-    tiles = cute.size(fragment) // 4
-    return cute.make_tensor(fragment.iterator, cute.make_layout((2, (2, tiles)), stride=(1, (2, 4))))
+    """(2 rows of each half, columns) of accumulators: of rows 2 t and 2 t + 1 what row g, row g + 8 of each MMA has."""
+    size, count = cute.size(fragment, mode=[0]), cute.size(fragment, mode=[1])
+    layout = cute.make_layout(((2, count), (2, size // 4)), stride=((1, size), (2, 4)))
+    return cute.make_tensor(fragment.iterator, layout)
 
 
 @cute.jit
@@ -340,7 +356,7 @@ def mask_scores(spec: cutlass.Constexpr, a, view: cute.Tensor, r: Registers, x: 
 def skips(view: cute.Tensor, r: Registers, x: Place, least: Float32):
     """Skip-softmax: whether each row of this warp finds all these keys below its maximum so far by the threshold."""
     votes = True
-    for k in cutlass.range_constexpr(2):
+    for k in cutlass.range_constexpr(cute.size(r.tokens)):
         top = warp.across_quads(softmax.reduce(view[k, None], cute.arch.fmax), cute.arch.fmax)
         below = top == -Float32.inf or (top - r.st.m[k]) * r.scale[k] < least
         votes = votes and (below or r.tokens[k] >= x.w.q_len)
@@ -353,7 +369,7 @@ def change(spec: cutlass.Constexpr, a, r: Registers, x: Place, key: Int32, score
     they are all masked."""
     view, wanted, n = rows_view(scores), True, spec.tile.n
     if a.soft_cap > 0.0:
-        for k in cutlass.range_constexpr(2):
+        for k in cutlass.range_constexpr(cute.size(r.tokens)):
             softmax.cap_scores(view[k, None], r.raw[k], a.soft_cap)
     if key >= x.w.full_hi * n or key < x.w.full_lo * n:
         mask_scores(spec, a, view, r, x, key)
@@ -369,7 +385,7 @@ def probabilities(spec: cutlass.Constexpr, r: Registers, scores: cute.Tensor, p:
     """Scores to words of P."""
     view = rows_view(scores)
     softmax.keep_up(r.st, view, rows_view(r.o), r.scale)
-    for k in cutlass.range_constexpr(2):
+    for k in cutlass.range_constexpr(cute.size(r.tokens)):
         softmax.exponentials(r.st, view, r.scale[k], k)
     warp.convert16(scores, cute.recast_tensor(p, abi.DTYPES[quant.operand(spec)]))
     for i in cutlass.range_constexpr(cute.size(p)):
@@ -406,8 +422,8 @@ def run(spec: cutlass.Constexpr, a, s, r: Registers, x: Place, at: Int32):
     softmax.reset(r.st)
     r.st.shift.fill(0.0)
     r.o.fill(0.0)
-    scores = cute.make_rmem_tensor(keys(spec) // 4, Float32)
-    p = cute.make_rmem_tensor(keys(spec) // 8, Uint32)
+    scores = cute.make_rmem_tensor((keys(spec) // 4, halves(spec)), Float32)
+    p = cute.make_rmem_tensor((keys(spec) // 8, halves(spec)), Uint32)
     raw = cute.make_rmem_tensor((Row.of(spec, spec.head_dim_vo).width // 32, 4, keys(spec) // 16), Uint32)
     factors = cute.make_rmem_tensor((blocks(spec), 4, keys(spec) // 16), Uint32)
     row, end = spec.tile.n - (x.shares - x.share) * keys(spec), x.w.lo * spec.tile.n
@@ -451,17 +467,17 @@ def store_sums(spec: cutlass.Constexpr, s, r: Registers, x: Place, turn: Int32, 
     own = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
     g, t, count = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4, const_expr(merged(spec) // PIECE)
     pipe.wait_empty(s.merge.ready, turn)
-    if ROWS * x.group < x.left:
-        for k in cutlass.range_constexpr(2):
-            row = 2 * t + k
+    if warp_rows(spec) * x.group < x.left:
+        for k in cutlass.range_constexpr(cute.size(r.tokens)):
+            row = k // 2 * 8 + 2 * t + k % 2
             if const_expr(number == 0):
                 total = warp.across_quads(r.st.l[k], lambda x, y: x + y)
                 s.merge.stats[own, row, 0], s.merge.stats[own, row, 1] = r.st.m[k] * r.scale[k], total
             for i in cutlass.range_constexpr(count):
                 piece = cute.make_rmem_tensor(PIECE, Float32)
                 for e in cutlass.range_constexpr(PIECE):
-                    piece[e] = r.o[2 * (number + PIECE * i + e) + k]
-                cute.autovec_copy(piece, s.merge.o[own, row, (g * count + i) ^ t, None])
+                    piece[e] = r.o[2 * (number + PIECE * i + e) + k % 2, k // 2]
+                cute.autovec_copy(piece, s.merge.o[own, row, (g * count + i) ^ (t + k // 2 * 4), None])
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(pipe.full(s.merge.ready, turn))
@@ -470,7 +486,11 @@ def store_sums(spec: cutlass.Constexpr, s, r: Registers, x: Place, turn: Int32, 
 @cute.jit
 def add_up(spec: cutlass.Constexpr, s, x: Place, row: Int32, piece: Int32, total: cute.Tensor):
     """total = sum of O x 2^(maximum - top) over the warps of a row; returns (top, sum of all exponentials / 2^top)."""
-    first, inside, part = row // ROWS * x.shares, row % ROWS, cute.make_rmem_tensor(PIECE, Float32)
+    first, inside, part = (
+        row // warp_rows(spec) * x.shares,
+        row % warp_rows(spec),
+        cute.make_rmem_tensor(PIECE, Float32),
+    )
     top, exponentials = -Float32.inf, Float32(0.0)
     total.fill(0.0)
     for c in cutlass.range(x.shares, unroll=4):
@@ -527,7 +547,7 @@ def math(spec: cutlass.Constexpr, plan, s):
     r = registers(spec, a)
     scale_log2 = softmax.factor(a.scale_log2, a.scale)
     at, t, turn = Int32(0), Int32(0), Int32(0)
-    words = cute.make_rmem_tensor(spec.head_dim_qk // 8, Uint32)
+    words = cute.make_rmem_tensor((spec.head_dim_qk // 8, halves(spec)), Uint32)
     w = schedule.read(s, t)
     x = place(spec, a, r, w)
     if w.valid != 0:
