@@ -270,6 +270,22 @@ def test_batch_invariant_bits(kv, q_len):
         assert torch.equal(got[0], o[chosen].flatten(0, 1)) and torch.equal(got[1], lse[chosen].flatten(0, 1)), chosen
 
 
+@CACHES
+def test_batch_invariant_bits_of_ragged_requests(kv):
+    """A request with few rows beside one with many, for which there would be a kernel of its own."""
+    q_lens = (1, 20, 3)
+    case = replace(BASE, q_lens=q_lens, kv_lens=(9000, 300, 70), head_dim_qk=128, head_dim_vo=128, kv_dtype=kv)
+    inputs = make(case, batch_invariant=True)
+    o, lse = run(inputs)
+    for b, n in enumerate(q_lens):
+        own = slice(sum(q_lens[:b]), sum(q_lens[: b + 1]))
+        alone = inputs | {"cum_seq_lens_q": None, "max_q_len": None, "q_len_per_req": n}
+        alone |= {name: inputs[name][own].contiguous() for name in ("query", "out", "lse")}
+        alone |= {name: inputs[name][b : b + 1].contiguous() for name in ("block_tables", "seq_lens")}
+        got = run(alone)
+        assert torch.equal(got[0], o[own]) and torch.equal(got[1], lse[own]), b
+
+
 @pytest.mark.parametrize("kv", ["fp8", "nvfp4"])
 def test_needle_in_128k_keys(kv):
     """A long row over values far from zero: sums lose nothing, and one key among all is found."""
