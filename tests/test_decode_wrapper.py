@@ -337,6 +337,17 @@ def test_kernels_for_many_rows(launches, monkeypatch, invariant):  # noqa: F811
     assert made == ([False] if invariant else [False, False, True, True, True]) and len(launches) == 7
 
 
+@pytest.mark.parametrize("kv", ["", "fp8", "nvfp4"])
+def test_scratch_holds_the_parts_of_many_rows(launches, kv):  # noqa: F811
+    """Checked where the launch would be, against the tiles that the kernel cuts."""
+    case = replace(PLAIN, q_lens=(1, 60), kv_lens=(40, 70), head_dim_qk=128, head_dim_vo=128, kv_dtype=kv)
+    inputs = cases.make_inputs(case)
+    for _ in range(2):
+        got = trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs), batch_invariant=True)
+        check(inputs, got, case.tolerance)
+    assert len(launches) == 2 and all(a.chunk for a in launches)
+
+
 def tree(q_len, seed=0):
     """(q_len, q_len) bool: a draft sees itself and some of the others."""
     gen = torch.Generator().manual_seed(seed)

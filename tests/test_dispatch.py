@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from cute_kernels.attention import dispatch, sm90
-from cute_kernels.attention.spec import AttentionSpec, TileSpec
+from cute_kernels.attention.spec import AttentionSpec, MaskSpec, TileSpec
 
 ARCH = "sm_90a"
 BASE = dispatch.Request("bf16", 128, 128, 16, 4)
@@ -78,6 +78,15 @@ def test_an_architecture_without_a_kernel_is_named():
     with pytest.raises(NotImplementedError, match=r"sm_100a.*sm_90a"):
         dispatch.select(BASE, "sm_100a")
     assert dispatch.shipped("sm_100a") == []
+
+
+@pytest.mark.parametrize(
+    "tile, word", [(TileSpec(64, 384, groups=3), "m is 8 rows"), (TileSpec(48, 128, groups=3), "n is a multiple")]
+)
+def test_supports_refuses_tiles_that_warps_cannot_share(tile, word):
+    spec = AttentionSpec(mask=MaskSpec(True, True), pack_gqa=True, split=True, tile=tile)
+    assert word in (sm90.supports(spec) or "")
+    assert sm90.supports(replace(spec, tile=TileSpec(48, 384, groups=3))) is None
 
 
 @pytest.mark.parametrize("tile", [TileSpec(96, 128), TileSpec(256, 128), TileSpec(128, 100)])

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cute_kernels.attention import geometry
 from cute_kernels.attention.args import AttentionArgs
 from tests import cases
 from wrappers import FP4Tensor, explain, fp4, prefill, reference, trtllm_batch_context_with_kv_cache
@@ -201,7 +202,8 @@ def emulate(spec, launches):
         parts = 2 * a.grid
         if a.chunk:
             blocks = [-(-n // spec.tile.n) for n in a.kv_lens.tolist()]
-            rows = [-(-n * group // spec.tile.m) for n in a.cu_seqlens_q.diff().tolist()]
+            counts = [n * group for n in a.cu_seqlens_q.diff().tolist()]
+            rows = [-(-n // geometry.tile_m(spec, n)) for n in counts]  # as the kernel cuts them
             parts = sum(m * max(1, -(-n // a.chunk)) for m, n in zip(rows, blocks)) * a.k.shape[1]
         assert len(a.part) >= parts if spec.split else len(a.part) == 0
         assert not spec.split or a.ticket >= 0 and len(a.tickets) - a.ticket >= (len(a.part) if a.chunk else a.grid)

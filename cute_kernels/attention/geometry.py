@@ -23,21 +23,16 @@ def warps(spec):
     return 4 * spec.tile.warpgroups
 
 
-def warp_rows(spec):
-    """Query rows of a warp with spec.split."""
-    return 16 if spec.wide else 8
-
-
 def groups(spec):
-    """With spec.split, how many groups of `warp_rows` a tile may have: each has as many warps."""
-    return [n for n in range(1, warps(spec) + 1) if warps(spec) % n == 0 and warp_rows(spec) * n <= spec.tile.m]
+    """With spec.split, how many groups of `spec.warp_rows` a tile may have: each has as many warps."""
+    return [n for n in range(1, warps(spec) + 1) if warps(spec) % n == 0 and spec.warp_rows * n <= spec.tile.m]
 
 
 def tile_m(spec, rows):
     """Rows of the tiles of a request that has `rows`: with spec.split those of the fewest groups that hold them all."""
     if not spec.split:
         return spec.tile.m
-    each = m = warp_rows(spec)
+    each = m = spec.warp_rows
     for less, more in pairwise(groups(spec)):
         m += cutlass.min(cutlass.max(rows - less * each, 0), 1) * (more - less) * each
     return m
@@ -48,7 +43,7 @@ def shares(spec, m):
     count = warps(spec)
     for less, more in pairwise(groups(spec)):
         fewer = warps(spec) // less - warps(spec) // more
-        count -= cutlass.min(cutlass.max(m - less * warp_rows(spec), 0), 1) * fewer
+        count -= cutlass.min(cutlass.max(m - less * spec.warp_rows, 0), 1) * fewer
     return count
 
 

@@ -68,6 +68,11 @@ class AttentionSpec:
     tile: TileSpec = field(default_factory=TileSpec)
 
     @property
+    def warp_rows(self) -> int:
+        """Query rows of a warp with split."""
+        return 16 if self.wide else 8
+
+    @property
     def name(self) -> str:
         """A short readable identifier, unique among shipped specs."""
         head = f"d{self.head_dim_qk}" + (f"x{self.head_dim_vo}" if self.head_dim_vo != self.head_dim_qk else "")

@@ -27,7 +27,7 @@ SPLIT_TILES = {  # (KV dtype, head_dim) -> tile
     ("e4m3", 128): TileSpec(64, 256, 3, 1, False, 2),
     ("e4m3", 256): TileSpec(64, 128, 3, 1, False, 2),
     ("nvfp4", 64): TileSpec(64, 512, 4, 1, False, 2),
-    ("nvfp4", 128): TileSpec(64, 384, 3, 1, False, 3),
+    ("nvfp4", 128): TileSpec(48, 384, 3, 1, False, 3),
     ("nvfp4", 256): TileSpec(64, 128, 5, 1, False, 2),
 }
 WIDE_TILES = {**SPLIT_TILES, ("nvfp4", 128): TileSpec(64, 256, 5, 1, False, 2)}
@@ -62,6 +62,9 @@ def supports(spec: AttentionSpec) -> str | None:
             return f"split: head_dim {dims}, pack_gqa {spec.pack_gqa}: has packed rows of head_dim {shipped}"
         if spec.wide and dims[0] not in WIDE_DIMS:
             return f"wide: head_dim {dims[0]}: has {', '.join(map(str, WIDE_DIMS))}"
+        rows = spec.warp_rows
+        if spec.tile.m % rows or 4 * spec.tile.warpgroups % (spec.tile.m // rows):
+            return f"tile {spec.tile}: m is {rows} rows for each of a divisor of {4 * spec.tile.warpgroups} warps"
         if spec.tile.n % (64 * spec.tile.warpgroups):
             return f"tile {spec.tile}: n is a multiple of 16 keys for each of {4 * spec.tile.warpgroups} warps"
     elif spec.kv.dtype:

@@ -21,7 +21,7 @@ from ...device.divisor import Divisor
 from .. import combine, epilogue, geometry, mask, quant, schedule, softmax
 
 BARRIER = 1  # all math threads
-warps, warp_rows = geometry.warps, geometry.warp_rows
+warps = geometry.warps
 PIECE = 4  # columns that a thread adds up
 
 
@@ -61,7 +61,7 @@ def merged(spec):
 
 def halves(spec):
     """Columns of 8 query rows that a warp's operands of K and V are multiplied with."""
-    return warp_rows(spec) // 8
+    return spec.warp_rows // 8
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Meeting:
 def meeting(spec, smem):
     row_major = lambda *shape: cute.make_ordered_layout(shape, order=tuple(reversed(range(len(shape)))))  # noqa: E731
     return Meeting(
-        smem.allocate_tensor(Float32, row_major(warps(spec), warp_rows(spec), 8 * merged(spec) // PIECE, PIECE), 16),
-        smem.allocate_tensor(Float32, row_major(warps(spec), warp_rows(spec), 2), 8),
+        smem.allocate_tensor(Float32, row_major(warps(spec), spec.warp_rows, 8 * merged(spec) // PIECE, PIECE), 16),
+        smem.allocate_tensor(Float32, row_major(warps(spec), spec.warp_rows, 2), 8),
         smem.allocate_tensor(Int32, cute.make_layout(1)),
         pipe.make(smem, 1, warps(spec), warps(spec)),
     )
@@ -167,7 +167,7 @@ def place(spec: cutlass.Constexpr, a, r: Registers, w: schedule.Work):
     m = geometry.tile_m(spec, rows)
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
     n, shares = schedule.lengths(spec, a, w.q_len, w.kv_len), geometry.shares(spec, m)
-    group = number * (m // warp_rows(spec)) // warps(spec)
+    group = number * (m // spec.warp_rows) // warps(spec)
     first = w.m_block * m
     plain = cutlass.max(w.full_hi - w.full_lo, 0) * spec.tile.n
     if a.soft_cap > 0.0 or a.skip != -Float32.inf:
@@ -188,7 +188,7 @@ def fetch_q(spec: cutlass.Constexpr, a, r: Registers, x: Place, words: cute.Tens
     vectors = const_expr(row.width * 8 // spec.kv.bits // 4 // 8)  # of a box, 8 elements each
     words.fill(0)
     for half in cutlass.range_constexpr(halves(spec)):
-        at = x.first + warp_rows(spec) * x.group + 8 * half + g
+        at = x.first + spec.warp_rows * x.group + 8 * half + g
         if at < x.rows:
             token, head = geometry.token_of(at, r.fold, True), geometry.head_of(at, w.head, r.fold, True)
             source = a.q[w.q_start + token, head, None]
@@ -208,7 +208,7 @@ def set_q(spec: cutlass.Constexpr, a, r: Registers, x: Place, words: cute.Tensor
         if const_expr(spec.kv.dtype != "" and spec.dtype == "bf16"):
             unit *= to_fp16(own)
         for i in cutlass.range_constexpr(2):
-            k, row = 2 * half + i, x.first + warp_rows(spec) * x.group + 8 * half + 2 * t + i
+            k, row = 2 * half + i, x.first + spec.warp_rows * x.group + 8 * half + 2 * t + i
             r.tokens[k] = geometry.token_of(row, r.fold, True)
             r.raw[k] = cute.arch.shuffle_sync(unit, 8 * t + 4 * i) * scale_log2
             r.scale[k] = softmax.capped_scale(a.soft_cap) if a.soft_cap > 0.0 else r.raw[k]
@@ -467,7 +467,7 @@ def store_sums(spec: cutlass.Constexpr, s, r: Registers, x: Place, turn: Int32, 
     own = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
     g, t, count = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4, const_expr(merged(spec) // PIECE)
     pipe.wait_empty(s.merge.ready, turn)
-    if warp_rows(spec) * x.group < x.left:
+    if spec.warp_rows * x.group < x.left:
         for k in cutlass.range_constexpr(cute.size(r.tokens)):
             row = k // 2 * 8 + 2 * t + k % 2
             if const_expr(number == 0):
@@ -487,8 +487,8 @@ def store_sums(spec: cutlass.Constexpr, s, r: Registers, x: Place, turn: Int32, 
 def add_up(spec: cutlass.Constexpr, s, x: Place, row: Int32, piece: Int32, total: cute.Tensor):
     """total = sum of O x 2^(maximum - top) over the warps of a row; returns (top, sum of all exponentials / 2^top)."""
     first, inside, part = (
-        row // warp_rows(spec) * x.shares,
-        row % warp_rows(spec),
+        row // spec.warp_rows * x.shares,
+        row % spec.warp_rows,
         cute.make_rmem_tensor(PIECE, Float32),
     )
     top, exponentials = -Float32.inf, Float32(0.0)
