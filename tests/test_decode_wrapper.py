@@ -72,18 +72,42 @@ def test_scales(request, launched):
             torch.testing.assert_close(g.float(), w.float(), rtol=1e-2, atol=1e-2, msg=what)
 
 
-def test_under_compile():
-    """The graph breaks at the call; the result is the same."""
-    inputs = decode_of(PLAIN)
-    want = [t.clone() for t in trtllm_batch_decode_with_kv_cache(**inputs)]
-    inputs["out"].fill_(math.nan)
+EQUAL = {"cum_seq_lens_q": None, "max_q_len": None}
+COMPILED = {
+    "ragged": (PLAIN, {}),
+    "allocates": (PLAIN, {"out": None, "lse": None}),
+    "one token": (replace(PLAIN, q_lens=(1,) * 2), EQUAL | {"lse": None, "return_lse": False}),
+    "scales": (replace(PLAIN, q_lens=(1,) * 2), EQUAL | {"bmm1_scale_log2": torch.tensor([0.3]), "o_scale": 2.0}),
+    "window, cap": (PLAIN, {"window_left": 4, "logits_soft_cap": 3.0, "batch_invariant": True}),
+    "e4m3": (replace(PLAIN, kv_dtype="fp8"), {"out": None, "out_dtype": torch.float8_e4m3fn}),
+    "nvfp4": (replace(PLAIN, kv_dtype="nvfp4", page_size=64), {"v_scales_interleaved": True}),
+    "sinks": (PLAIN, {"sinks": [torch.randn(PLAIN.heads_q)]}),
+}
 
-    @torch.compile(backend="eager")
-    def layer(query):
-        o, lse = trtllm_batch_decode_with_kv_cache(**inputs | {"query": query * 1})
-        return o + 0, lse
 
-    assert all(map(torch.equal, layer(inputs["query"]), want))
+@pytest.mark.parametrize("name", COMPILED)
+def test_one_graph_under_compile(name):
+    torch.compiler.reset()
+    case, change = COMPILED[name]
+    inputs = decode_of(case, **change)
+    compiled = torch.compile(trtllm_batch_decode_with_kv_cache, fullgraph=True, backend="aot_eager")
+    got, want = compiled(**inputs), trtllm_batch_decode_with_kv_cache(**decode_of(case, **change))
+    got, want = (x if isinstance(x, tuple) else (x,) for x in (got, want))
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))  # NaN too
+    if inputs.get("out") is not None:
+        assert got[0] is inputs["out"] or torch.equal(inputs["out"].view(torch.uint8), want[0].view(torch.uint8))
+
+
+def test_drafts_and_other_lengths_under_compile():
+    torch.compiler.reset()
+    compiled = torch.compile(trtllm_batch_decode_with_kv_cache, fullgraph=True, backend="aot_eager", dynamic=True)
+    for batch, q_len in ((3, 5), (2, 33), (4, 2)):
+        case = replace(PLAIN, q_lens=(q_len,) * batch, kv_lens=(q_len + 20,) * batch)
+        mask = packed([tree(q_len, b) for b in range(batch)]).unflatten(0, (batch, q_len))
+        given = EQUAL | {"q_len_per_req": q_len, "mask": mask}
+        want = trtllm_batch_decode_with_kv_cache(**decode_of(case, **given))
+        assert all(map(torch.equal, compiled(**decode_of(case, **given)), want))
 
 
 def test_max_q_len_is_a_hint(launches):  # noqa: F811
@@ -425,6 +449,23 @@ def test_xqa_drafts(request, launched, ragged):
             torch.testing.assert_close(out.view(want.shape), want, rtol=1e-3, atol=1e-3)
         else:
             torch.testing.assert_close(out.view(want.shape).float(), want.float() / 2, rtol=0.07, atol=1e-2)
+
+
+@pytest.mark.parametrize("form", [{}, {"flat": True}, {"layout": "HND"}], ids=str)
+def test_xqa_in_one_graph(form):
+    torch.compiler.reset()
+    inputs, _ = xqa_inputs(**form)
+    inputs |= {"sliding_win_size": 9, "q_scale": 0.8, "kv_scale": torch.tensor([1.2])}
+    xqa(**inputs)
+    want = inputs["output"].clone()
+    inputs["output"].fill_(math.nan)
+
+    def layer(**given):
+        xqa(**given)
+        return given["output"] + 0
+
+    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(**inputs)
+    assert torch.equal(got, want) and torch.equal(inputs["output"], want)
 
 
 def test_xqa_both_signatures():

@@ -495,13 +495,13 @@ def op_arguments(inputs):
     return (
         inputs["query"], k, v, inputs["block_tables"], inputs["seq_lens"], inputs["cum_seq_lens_q"], inputs["out"],
         None, inputs["lse"], inputs["bmm1_scale"], None, 1.0, torch.ones(1), inputs["sinks"], None, None,
-        inputs["max_q_len"], -1, None, 0, inputs["kv_layout"], None, None, True, True, None,
+        inputs["max_q_len"], -1, None, 0, inputs["kv_layout"], None, None, True, True, None, *prefill.CONTEXT,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["plain", "nhd", "kv-len-0"])
 def test_opcheck(name):
-    op = torch.ops.cute_kernels.trtllm_batch_context.default
+    op = torch.ops.cute_kernels.paged_attention.default
     torch.library.opcheck(op, op_arguments(inputs_of(cases.EDGE[name])))
 
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from . import checks
+from . import checks, ops
 from .prefill import Mode, attend
 
 LN2 = 0.6931471805599453
 BACKENDS = ("auto", "xqa", "trtllm-gen")
 SPLIT = Mode(split=True)
 _is_compiling = torch.compiler.is_compiling
-eager = torch.compiler.disable(attend)  # torch.compile breaks its graph here
 _is_capturing = torch.cuda.is_current_stream_capturing
 
 
@@ -90,11 +89,12 @@ def trtllm_batch_decode_with_kv_cache(
         checks.check_integer("max_q_len", max_q_len, 0)
         lead = (batch, q_len_per_req) if equal else (query.shape[0],)
         mode = mode._replace(drafts=drafts_of(mask, lead, max_q_len, query.device))
-    return (eager if _is_compiling() else attend)(
-        mode, query, kv_cache, workspace_buffer, block_tables, seq_lens, max_q_len, max_seq_len, bmm1_scale, bmm2_scale,
+    call = (
+        query, kv_cache, workspace_buffer, block_tables, seq_lens, max_q_len, max_seq_len, bmm1_scale, bmm2_scale,
         batch, cum_seq_lens_q, None, window_left, out, out_dtype, o_sf_scale, o_sf_vec_size, kv_layout, enable_pdl,
         sinks, kv_cache_sf, skip_softmax_threshold_scale_factor, uses_shared_paged_kv_idx, None, True, lse, return_lse,
         None, None, None, logits_soft_cap)  # fmt: skip
+    return ops.trace(mode, checks.Call(*call)) if _is_compiling() else attend(mode, *call)
 
 
 def check_interleaved(interleaved: bool, scales: Any) -> None:
@@ -115,11 +115,13 @@ def drafts_of(mask: Any, lead: tuple[int, ...], most: int, device: torch.device)
 
 def uniform(batch: int, length: int, device: torch.device) -> torch.Tensor:
     """int32 offsets (batch + 1,) of requests of `length` query tokens each."""
-    if device.type == "cuda" and _is_capturing():  # memory of a graph must not be kept
-        return _offsets.__wrapped__(batch, length, device)
+    if _is_compiling() or device.type == "cuda" and _is_capturing():  # memory of a graph must not be kept
+        return _new_offsets(batch, length, device)
     return _offsets(batch, length, device)
 
 
-@lru_cache(1024)
-def _offsets(batch: int, length: int, device: torch.device) -> torch.Tensor:
+def _new_offsets(batch: int, length: int, device: torch.device) -> torch.Tensor:
     return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
+
+
+_offsets = lru_cache(1024)(_new_offsets)

@@ -175,7 +175,7 @@ def trtllm_batch_context_with_kv_cache(
         uses_shared_paged_kv_idx, kv_cache_sf, causal, lse, return_lse, multi_ctas_kv_counter_buffer,
         use_fp16_softmax, uses_spcompress, logits_soft_cap)  # fmt: skip
     if _is_compiling():
-        return ops.trace(Call(*call))
+        return ops.trace(CONTEXT, Call(*call))
     return attend(CONTEXT, *call)
 
 

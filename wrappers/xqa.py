@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from . import checks
-from .decode import check_interleaved, drafts_of, eager, uniform
+from . import checks, ops
+from .decode import check_interleaved, drafts_of, uniform
 from .prefill import Mode, attend
 
 PAGE_SIZES = (16, 32, 64, 128)
@@ -104,7 +104,7 @@ def xqa(
             kv_block_scales=factors)  # fmt: skip
         mode = Mode(True, unit, rcp if output.dtype == checks.E4M3 else 1.0, drafts, bool(v_scales_interleaved),
                     bool(batch_invariant))  # fmt: skip
-        (eager if torch.compiler.is_compiling() else attend)(mode, *call)
+        ops.trace(mode, call) if torch.compiler.is_compiling() else attend(mode, *call)
     except (ValueError, TypeError, NotImplementedError) as error:
         name, colon, rest = str(error).partition(":")
         first = name.split(" ")[0]
