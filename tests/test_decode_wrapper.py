@@ -11,7 +11,7 @@ import wrappers
 from cute_kernels.attention import dispatch
 from tests import cases
 from tests.test_prefill_wrapper import check, launches  # noqa: F401 - a fixture
-from wrappers import checks, prefill, trtllm_batch_decode_with_kv_cache
+from wrappers import attention, checks, scratch, trtllm_batch_decode_with_kv_cache
 from wrappers.xqa import xqa
 
 CASES = {name: case for name, case in cases.EDGE.items() if case.causal}
@@ -118,8 +118,8 @@ def test_max_q_len_is_a_hint(launches):  # noqa: F811
 def test_scratch_is_kept_for_a_stream_and_new_in_a_capture(launches, monkeypatch):  # noqa: F811
     inputs = decode_of(PLAIN)
     now = {"stream": 0, "capturing": False}
-    monkeypatch.setattr(prefill, "_raw_stream", lambda index: now["stream"])
-    monkeypatch.setattr(prefill, "_is_capturing", lambda: now["capturing"])
+    monkeypatch.setattr(scratch, "_raw_stream", lambda index: now["stream"])
+    monkeypatch.setattr(scratch, "_is_capturing", lambda: now["capturing"])
     for stream, capturing in ((0, False), (0, False), (7, False), (0, True), (0, True), (2, False), (2, False)):
         now |= {"stream": stream, "capturing": capturing}
         trtllm_batch_decode_with_kv_cache(**inputs)
@@ -128,17 +128,17 @@ def test_scratch_is_kept_for_a_stream_and_new_in_a_capture(launches, monkeypatch
     assert where[0] == where[1] and len({*where[1:]}) == 6
     assert counters[0] == counters[1] and len({*counters[1:]}) == 6
     assert counters[4] - counters[3] == 4 * launches[3].grid  # captured ones share an allocation, not a counter
-    tickets = prefill._tickets[launches[0].q.device]
+    tickets = scratch._tickets[launches[0].q.device]
     full = tickets._replace(used=[len(tickets.counters) - 1])
-    monkeypatch.setitem(prefill._tickets, launches[0].q.device, full)  # then a capture has zeroed ones of its own
+    monkeypatch.setitem(scratch._tickets, launches[0].q.device, full)  # then a capture has zeroed ones of its own
     now |= {"capturing": True}
     trtllm_batch_decode_with_kv_cache(**inputs)
     assert launches[-1].ticket == 0 and len(launches[-1].tickets) == launches[-1].grid
     now |= {"capturing": False}
-    monkeypatch.setattr(prefill, "MAX_SCRATCH", 2)
+    monkeypatch.setattr(scratch, "MOST", 2)
     now["stream"] = 9
     trtllm_batch_decode_with_kv_cache(**inputs)
-    assert len(prefill._scratch) == 1
+    assert len(scratch._kept) == 1
 
 
 BAD = {
@@ -348,7 +348,7 @@ def test_kernels_for_many_rows(launches, monkeypatch, invariant):  # noqa: F811
         found.append(dispatch.select(request, arch))
         return found[-1]
 
-    monkeypatch.setattr(prefill, "dispatch", SimpleNamespace(select=select))
+    monkeypatch.setattr(attention, "dispatch", SimpleNamespace(select=select))
     for q_len in (1, 2, 3, 8, 9, 20, 1):  # of 3 heads a KV head
         case = replace(PLAIN, q_lens=(q_len, 1), kv_lens=(40, 30), heads_q=6, heads_kv=2)
         inputs = cases.make_inputs(case)
@@ -569,7 +569,7 @@ def test_more_rows_than_a_kernel_divides(launches, monkeypatch):  # noqa: F811
         monkeypatch.setattr(checks, "MOST_ROWS", most)
         for known in (True, False):  # a plan
             if not known:
-                prefill._plans.clear()
+                attention._plans.clear()
             if fits:
                 trtllm_batch_decode_with_kv_cache(**inputs)
             else:

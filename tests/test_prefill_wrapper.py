@@ -10,7 +10,7 @@ import torch
 from cute_kernels.attention import geometry
 from cute_kernels.attention.args import AttentionArgs
 from tests import cases
-from wrappers import FP4Tensor, explain, fp4, prefill, reference, trtllm_batch_context_with_kv_cache
+from wrappers import FP4Tensor, attention, explain, fp4, reference, scratch, trtllm_batch_context_with_kv_cache
 from wrappers.reference import PagedProblem
 
 E4M3 = torch.float8_e4m3fn
@@ -233,13 +233,13 @@ def emulate(spec, launches):
 def launches(monkeypatch):
     """The launches of this test's calls, which take the compiled kernel's path on CPU tensors."""
     found = []
-    monkeypatch.setattr(prefill.runtime, "machine", lambda device: ("sm_90a", 132))
-    monkeypatch.setattr(prefill.runtime, "kernel", lambda op, spec, arch: emulate(spec, found))
-    monkeypatch.setattr(prefill, "_plans", {})
-    monkeypatch.setattr(prefill, "_tickets", {})
-    monkeypatch.setattr(prefill, "_scratch", {})
-    monkeypatch.setattr(prefill, "_is_capturing", lambda: False)
-    monkeypatch.setattr(prefill, "_raw_stream", lambda index: 0)
+    monkeypatch.setattr(attention.runtime, "machine", lambda device: ("sm_90a", 132))
+    monkeypatch.setattr(attention.runtime, "kernel", lambda op, spec, arch: emulate(spec, found))
+    monkeypatch.setattr(attention, "_plans", {})
+    monkeypatch.setattr(scratch, "_tickets", {})
+    monkeypatch.setattr(scratch, "_kept", {})
+    monkeypatch.setattr(scratch, "_is_capturing", lambda: False)
+    monkeypatch.setattr(scratch, "_raw_stream", lambda index: 0)
     return found
 
 
@@ -250,7 +250,7 @@ def test_launch_of_every_case(launches, name):
     for _ in range(2):  # a new plan, then the same one
         inputs["out"].fill_(math.nan)
         check(inputs, trtllm_batch_context_with_kv_cache(**inputs), case.tolerance)
-    assert len(launches) == 2 and len(prefill._plans) == 1
+    assert len(launches) == 2 and len(attention._plans) == 1
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_values_and_token_counts_share_a_plan(launches):
         for window in (1, 7):
             inputs = inputs_of(case, window_left=window, bmm1_scale=0.1 * window, logits_soft_cap=3.0 + window)
             check(inputs, trtllm_batch_context_with_kv_cache(**inputs))
-    assert len(prefill._plans) == 1
+    assert len(attention._plans) == 1
 
 
 @pytest.mark.parametrize(
@@ -337,16 +337,16 @@ def test_a_tuple_of_stacked_caches_is_refused_after_a_stacked_one(launches):
 
 
 def test_plans_are_bounded(launches, monkeypatch):
-    monkeypatch.setattr(prefill, "MAX_PLANS", 3)
+    monkeypatch.setattr(attention, "MAX_PLANS", 3)
     for pages in range(8):
         trtllm_batch_context_with_kv_cache(**inputs_of(replace(PLAIN, spare_pages=pages)))
-        assert len(prefill._plans) <= 3
+        assert len(attention._plans) <= 3
     assert len(launches) == 8
 
 
 def test_page_tables_take_turns(launches, monkeypatch):
     """The view of the last table is kept: another table, and another storage or shape of the same one, are seen."""
-    monkeypatch.setattr(prefill.runtime, "kernel", lambda *args: lambda *flat: launches.append(AttentionArgs(*flat)))
+    monkeypatch.setattr(attention.runtime, "kernel", lambda *args: lambda *flat: launches.append(AttentionArgs(*flat)))
     first, second = inputs_of(), inputs_of(PLAIN)
     second["block_tables"] = second["block_tables"].flip(0)
     for inputs in (first, second, first):
@@ -415,7 +415,7 @@ def test_a_planned_call_sees_what_its_key_does_not_hold(launches):
 
 
 def test_other_architectures_say_so(launches, monkeypatch):
-    monkeypatch.setattr(prefill.runtime, "machine", lambda device: ("sm_80", 108))
+    monkeypatch.setattr(attention.runtime, "machine", lambda device: ("sm_80", 108))
     with pytest.raises(NotImplementedError, match="architecture sm_80"):
         trtllm_batch_context_with_kv_cache(**inputs_of())
     assert "sm_80" in str(explain(**inputs_of()))
@@ -425,30 +425,30 @@ def test_an_error_of_the_kernel_itself_comes_through(launches, monkeypatch):
     def broken(*args):
         raise RuntimeError("launch failed")
 
-    monkeypatch.setattr(prefill.runtime, "kernel", lambda *args: broken)
+    monkeypatch.setattr(attention.runtime, "kernel", lambda *args: broken)
     with pytest.raises(RuntimeError, match="launch failed"):
         trtllm_batch_context_with_kv_cache(**inputs_of())
 
 
 def tickets_of(launches, monkeypatch, streams, capturing=False):
     """Indices that launches on these streams get, one after the other."""
-    monkeypatch.setattr(prefill, "_is_capturing", lambda: capturing)
+    monkeypatch.setattr(scratch, "_is_capturing", lambda: capturing)
     first = len(launches)
     for stream in streams:
-        monkeypatch.setattr(prefill, "_raw_stream", lambda index, stream=stream: stream)
+        monkeypatch.setattr(scratch, "_raw_stream", lambda index, stream=stream: stream)
         trtllm_batch_context_with_kv_cache(**inputs_of())
     return [a.ticket for a in launches[first:]]
 
 
 def test_streams_and_captured_launches_never_share_a_counter(launches, monkeypatch):
-    a, b, again, per_thread = tickets_of(launches, monkeypatch, (0, 77, 0, prefill.PER_THREAD_STREAM))
+    a, b, again, per_thread = tickets_of(launches, monkeypatch, (0, 77, 0, scratch.PER_THREAD_STREAM))
     captured = tickets_of(launches, monkeypatch, (0, 0, 77), capturing=True)
     assert a == again and per_thread == -1
     assert len({a, b, *captured}) == 5 and min(a, b, *captured) >= 0
 
 
 def test_counters_run_out_into_static_rounds(launches, monkeypatch):
-    monkeypatch.setattr(prefill, "TICKETS", 2)
+    monkeypatch.setattr(scratch, "TICKETS", 2)
     assert sorted(tickets_of(launches, monkeypatch, (5,)) + tickets_of(launches, monkeypatch, (5, 5), True)) == [
         -1,
         0,
@@ -459,7 +459,7 @@ def test_counters_run_out_into_static_rounds(launches, monkeypatch):
 
 def test_a_capture_allocates_no_counters(launches, monkeypatch):
     assert tickets_of(launches, monkeypatch, (5, 5), capturing=True) == [-1, -1]
-    assert prefill._tickets == {} and len(launches[0].tickets) == 0
+    assert scratch._tickets == {} and len(launches[0].tickets) == 0
     assert tickets_of(launches, monkeypatch, (5,)) == [0]
 
 
@@ -480,7 +480,7 @@ def test_explain_on_the_cpu():
 def test_host_time_of_a_planned_call(launches, monkeypatch):
     """Python's part of a launch. 4 us on an idle 3 GHz core; the bound leaves room for a busy machine, yet is far
     below what planning (60 us) or the reference would take."""
-    monkeypatch.setattr(prefill.runtime, "kernel", lambda op, spec, arch: lambda *args: None)
+    monkeypatch.setattr(attention.runtime, "kernel", lambda op, spec, arch: lambda *args: None)
     inputs = inputs_of()
     trtllm_batch_context_with_kv_cache(**inputs)
     seconds = min(timeit.repeat(lambda: trtllm_batch_context_with_kv_cache(**inputs), number=2000, repeat=5)) / 2000
@@ -495,7 +495,7 @@ def op_arguments(inputs):
     return (
         inputs["query"], k, v, inputs["block_tables"], inputs["seq_lens"], inputs["cum_seq_lens_q"], inputs["out"],
         None, inputs["lse"], inputs["bmm1_scale"], None, 1.0, torch.ones(1), inputs["sinks"], None, None,
-        inputs["max_q_len"], -1, None, 0, inputs["kv_layout"], None, None, True, True, None, *prefill.CONTEXT,
+        inputs["max_q_len"], -1, None, 0, inputs["kv_layout"], None, None, True, True, None, *attention.CONTEXT,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import checks, ops
-from .prefill import Mode, attend
+from .attention import Mode, attend
 
 LN2 = 0.6931471805599453
 BACKENDS = ("auto", "xqa", "trtllm-gen")

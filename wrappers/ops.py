@@ -21,8 +21,8 @@ torch.library.define(NAME, SCHEMA.replace("\n", " "), tags=torch.Tag.pt2_complia
 
 @torch.library.impl(NAME, ("cpu", "cuda"))
 def _run(*args: Any) -> None:
-    """The eager path on the operator's arguments, in the schema's order; the last ones are a `prefill.Mode`."""
-    from .prefill import Mode, attend
+    """The eager path on the operator's arguments, in the schema's order; the last ones are a `attention.Mode`."""
+    from .attention import Mode, attend
 
     query, k, v, tables, lens, offsets, out, out_scale, lse, s1, t1, s2, t2, sinks, ks, vs = args[:16]
     max_q, window, o_sf_scale, start, layout, pdl, skip, shared, causal, cap, *mode = args[16:]
@@ -51,7 +51,7 @@ def _either(value: Any) -> tuple[float, torch.Tensor | None]:
 
 
 def trace(mode: tuple[Any, ...], call: checks.Call) -> Any:
-    """What `torch.compile` records for a public function: allocation, then the operator. mode: a `prefill.Mode`."""
+    """What `torch.compile` records for a public function: allocation, then the operator. mode: a `attention.Mode`."""
     if call.use_fp16_softmax or call.uses_spcompress:
         raise NotImplementedError("use_fp16_softmax, uses_spcompress: not supported, must be None or False")
     query = call.query

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from . import checks, ops
+from .attention import Mode, attend
 from .decode import check_interleaved, drafts_of, uniform
-from .prefill import Mode, attend
 
 PAGE_SIZES = (16, 32, 64, 128)
 NAMES = {  # of `attend`'s arguments

@@ -21,7 +21,7 @@ from cute_kernels.topk.args import ENDS, LENGTHS, TopKArgs
 from cute_kernels.topk.spec import TopKSpec
 from tests import cases
 from tests.cases import AttentionCase
-from wrappers import decode, prefill, reference
+from wrappers import attention, decode, prefill, reference, scratch
 
 from . import launcher
 from .run import Result
@@ -47,14 +47,11 @@ def simulated(arch: str, results: list[Result], sms: int = SMS, **how: Any) -> I
     def kernel(op: str, spec: Any, arch: str) -> Callable[..., None]:
         return launcher.function(op, spec, arch, results, **how)
 
-    with mock.patch.multiple(
-        prefill,
-        _plans={},
-        _tickets={},
-        _scratch={},
-        _is_capturing=lambda: False,
-        _raw_stream=lambda index: 0,
-    ), mock.patch.multiple(prefill.runtime, kernel=kernel, machine=lambda device: (arch, sms)):  # fmt: skip
+    with (
+        mock.patch.multiple(scratch, _tickets={}, _kept={}, _is_capturing=lambda: False, _raw_stream=lambda index: 0),
+        mock.patch.multiple(attention, _plans={}),
+        mock.patch.multiple(attention.runtime, kernel=kernel, machine=lambda device: (arch, sms)),
+    ):
         yield
 
 

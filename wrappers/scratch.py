@@ -1,0 +1,94 @@
+"""Counters and scratch memory that launches on a device share: kept, because allocating takes as long as launching.
+
+Launches of one stream never overlap, so what is kept belongs to a stream. A captured launch has its own, since its
+graph may be replayed beside anything.
+"""
+
+import threading
+from typing import Any, NamedTuple
+
+import torch
+
+TICKETS = 1 << 20  # 4 MiB a device; captured launches use them up, one each, decoding one for each CTA
+MOST = 64  # streams whose scratch is kept, 4 to 18 MB each
+PER_THREAD_STREAM = 2  # CUDA's handle of every thread's own default stream: not one stream
+_is_capturing = torch.cuda.is_current_stream_capturing
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # torch without CUDA lacks it
+_LOCK = threading.Lock()
+
+
+class Tickets(NamedTuple):
+    """A device's counters for launches, and who has which. Zero before and after every launch."""
+
+    counters: torch.Tensor  # (TICKETS,) int32
+    of_stream: dict[int, int]  # raw stream -> counter: launches of one stream never overlap
+    used: list[int]  # one number: how many have an owner
+
+    def take(self, count: int) -> int:
+        """First of so many counters that nobody has, -1 where there are none left."""
+        with _LOCK:
+            first = self.used[0]
+            if first + count > len(self.counters):
+                return -1
+            self.used[0] += count
+            return first
+
+
+_tickets: dict[torch.device, Tickets] = {}
+_kept: dict[tuple[torch.device, int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # by what `parts` says
+
+
+def ticket(device: torch.device) -> tuple[torch.Tensor, int]:
+    """(counters, index) for a launch on the current stream; index -1 makes the kernel do without.
+
+    The counters are allocated outside captures, where zeroing them would become a graph node.
+    """
+    tickets, capturing = _tickets.get(device), _is_capturing()
+    if tickets is None:
+        if capturing:
+            return torch.empty(0, dtype=torch.int32, device=device), -1
+        tickets = _add_tickets(device)
+    if capturing:
+        return tickets.counters, tickets.take(1)
+    stream = _raw_stream(device.index)  # type: ignore[misc]
+    index = tickets.of_stream.get(stream)
+    if index is None:
+        index = tickets.of_stream.setdefault(stream, tickets.take(1))
+    return tickets.counters, index
+
+
+def parts(plan: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Scratch for parts of tiles, two of each CTA, with counters, one a CTA, from an index on. plan: an
+    `attention.Plan`."""
+    slots, counters = 2 * plan.sms, plan.sms
+    if _is_capturing():
+        tickets = _tickets.get(plan.device)
+        first = tickets.take(counters) if tickets else -1
+        if tickets and first >= 0:
+            return new_parts(plan, slots, 0)[0], tickets.counters, first
+        return *new_parts(plan, slots, counters), 0
+    if plan.device not in _tickets:
+        _add_tickets(plan.device)  # for later captures
+    stream = _raw_stream(plan.device.index)  # type: ignore[misc]
+    if stream == PER_THREAD_STREAM:
+        return *new_parts(plan, slots, counters), 0
+    key = plan.device, stream, plan.dim_vo, plan.tile_rows
+    found = _kept.get(key)
+    if found is None:
+        if len(_kept) >= MOST:
+            _kept.clear()
+        found = _kept.setdefault(key, new_parts(plan, slots, counters))
+    return *found, 0
+
+
+def new_parts(plan: Any, slots: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
+    part = torch.empty((slots, plan.tile_rows, plan.dim_vo + 4), dtype=torch.float32, device=plan.device)
+    return part, torch.zeros(counters, dtype=torch.int32, device=plan.device) if counters else plan.no_tickets
+
+
+def _add_tickets(device: torch.device) -> Tickets:
+    """Waits once a device: a launch of another stream must find zeros."""
+    counters = torch.zeros(TICKETS, dtype=torch.int32, device=device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return _tickets.setdefault(device, Tickets(counters, {PER_THREAD_STREAM: -1}, [0]))
