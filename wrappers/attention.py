@@ -248,7 +248,7 @@ def _rows(most: int, mode: Mode) -> int:
     """What a plan depends on of the most query tokens that a request has."""
     if not mode.split:
         return most <= PACK_ROWS
-    return 0 if mode.invariant else most if most <= FEW_ROWS else FEW_ROWS + 1
+    return -1 if mode.invariant else min(most, FEW_ROWS + 1)
 
 
 def _add_plan(key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layouts: tuple[int, int], mode: Mode) -> Plan:
