@@ -31,7 +31,7 @@ def cells(rows: list[Row]) -> list[str]:
 
 def number(value: float, decimals: int) -> str:
     """With `decimals`; below 1 with two significant digits."""
-    return f"{value:.{decimals}f}" if value >= 1 else f"{value:#.2g}"
+    return f"{value:.{decimals}f}" if round(value, 2) >= 1 else f"{value:#.2g}"
 
 
 def beside(row: Row | None) -> str:

@@ -273,7 +273,7 @@ def test_batch_invariant_bits(kv, q_len):
 @CACHES
 def test_batch_invariant_bits_of_ragged_requests(kv):
     """A request with few rows beside one with many, for which there would be a kernel of its own."""
-    q_lens = (1, 20, 3)
+    q_lens = (1, 20, 3)  # 80 rows: more than one tile of NVFP4's kernel
     case = replace(BASE, q_lens=q_lens, kv_lens=(9000, 300, 70), head_dim_qk=128, head_dim_vo=128, kv_dtype=kv)
     inputs = make(case, batch_invariant=True)
     o, lse = run(inputs)

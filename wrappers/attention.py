@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.attention import dispatch
-from cute_kernels.attention.dispatch import FEW_ROWS, PACK_ROWS
+from cute_kernels.attention.dispatch import PACK_ROWS
+from cute_kernels.attention.spec import FEW_ROWS
 
 from . import checks, fp4, reference, runtime, scratch
 from .checks import Call, Checked

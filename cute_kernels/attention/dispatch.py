@@ -5,11 +5,10 @@ from functools import cache
 from itertools import product
 
 from . import sm90
-from .spec import DTYPES, KV_DTYPES, AttentionSpec, KVSpec, MaskSpec
+from .spec import DTYPES, FEW_ROWS, KV_DTYPES, AttentionSpec, KVSpec, MaskSpec
 
 KERNELS = {"attention.sm90": sm90}  # op -> the package that states what it supports
 PACK_ROWS = 64  # a request with at most this many query tokens a KV head's group packs heads into rows
-FEW_ROWS = 8  # query rows of a KV head that a warp of a decoding kernel has, where it is not a wide one
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 DTYPES = ("bf16", "fp16")
 KV_DTYPES = ("e4m3", "nvfp4")  # beside the query's
+FEW_ROWS = 8  # query rows that a warp has with split, half of those of a wide kernel
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class AttentionSpec:
     @property
     def warp_rows(self) -> int:
         """Query rows of a warp with split."""
-        return 16 if self.wide else 8
+        return 2 * FEW_ROWS if self.wide else FEW_ROWS
 
     @property
     def name(self) -> str:

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from cute_kernels.attention import sm90
-from cute_kernels.attention.spec import AttentionSpec
+from cute_kernels.attention.spec import FEW_ROWS, AttentionSpec
 from cute_kernels.topk.args import ENDS, LENGTHS, TopKArgs
 from cute_kernels.topk.spec import TopKSpec
 from tests import cases
@@ -41,10 +41,15 @@ class Outcome:
 
 
 @contextmanager
-def simulated(arch: str, results: list[Result], sms: int = SMS, **how: Any) -> Iterator[None]:
-    """Public functions take CPU tensors to compiled kernels, which the simulator runs; how: as `run.run` takes it."""
+def simulated(
+    arch: str, results: list[Result], sms: int = SMS, only: AttentionSpec | None = None, **how: Any
+) -> Iterator[None]:
+    """Public functions take CPU tensors to compiled kernels, which the simulator runs; how: as `run.run` takes it.
+    only: the kernel that they must choose."""
 
     def kernel(op: str, spec: Any, arch: str) -> Callable[..., None]:
+        if only not in (None, spec):
+            raise ValueError(f"the call is served by {spec.name}, not by {only.name if only else only}")
         return launcher.function(op, spec, arch, results, **how)
 
     with (
@@ -53,6 +58,11 @@ def simulated(arch: str, results: list[Result], sms: int = SMS, **how: Any) -> I
         mock.patch.multiple(attention.runtime, kernel=kernel, machine=lambda device: (arch, sms)),
     ):
         yield
+
+
+def narrow(spec: AttentionSpec) -> bool:
+    """Whether calls with many rows have another kernel, unless they ask for `batch_invariant`."""
+    return spec.split and not spec.wide and spec.head_dim_qk in sm90.WIDE_DIMS
 
 
 def attention_cases(spec: AttentionSpec, thorough: bool = False) -> list[AttentionCase]:
@@ -74,8 +84,8 @@ def attention_cases(spec: AttentionSpec, thorough: bool = False) -> list[Attenti
     else:
         heads = {"heads_q": 2, "heads_kv": 2}
         first, second = (3, 0, 150), (9, 1, 197)
-    if spec.split and not spec.wide and spec.head_dim_qk in sm90.WIDE_DIMS:
-        first, second = (2, 0, 1), (1, 2, 1)
+    if narrow(spec):
+        second = (1, 2, 1)
     page_size = 16 if spec.dtype == "bf16" else 8  # with 64 below, every size of TMA box
     stacked = "stacked" if spec.head_dim_qk == spec.head_dim_vo else "tuple"
     cases = [
@@ -97,9 +107,12 @@ def run_attention(spec: AttentionSpec, case: AttentionCase, arch: str, **how: An
     expected, expected_lse = cases.reference_of(inputs)
     results: list[Result] = []
     start = time.perf_counter()
-    with simulated(arch, results, SPLIT_SMS if spec.split else SMS, **how):
+    with simulated(arch, results, SPLIT_SMS if spec.split else SMS, spec, **how):
         if spec.split:
-            got = decode.trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs))
+            many = max(case.q_lens) * case.heads_q // case.heads_kv > FEW_ROWS
+            got = decode.trtllm_batch_decode_with_kv_cache(
+                **cases.as_decode(inputs), batch_invariant=many and narrow(spec)
+            )
         else:
             got = prefill.trtllm_batch_context_with_kv_cache(**inputs)
     seconds = time.perf_counter() - start

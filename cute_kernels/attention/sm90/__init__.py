@@ -30,9 +30,14 @@ SPLIT_TILES = {  # (KV dtype, head_dim) -> tile
     ("nvfp4", 128): TileSpec(48, 384, 3, 1, False, 3),
     ("nvfp4", 256): TileSpec(64, 128, 5, 1, False, 2),
 }
-WIDE_TILES = {**SPLIT_TILES, ("nvfp4", 128): TileSpec(64, 256, 5, 1, False, 2)}
 WIDE_DIMS = (64, 128)  # 256: O and Q of 16 rows are 192 registers of a thread
+WIDE_TILES = {key: tile for key, tile in SPLIT_TILES.items() if key[1] in WIDE_DIMS}
+WIDE_TILES["nvfp4", 128] = TileSpec(64, 256, 5, 1, False, 2)
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
+
+
+def split_tiles(spec: AttentionSpec) -> dict[tuple[str, int], TileSpec]:
+    return WIDE_TILES if spec.wide else SPLIT_TILES
 
 
 def tile_for(spec: AttentionSpec) -> TileSpec | None:
@@ -40,7 +45,7 @@ def tile_for(spec: AttentionSpec) -> TileSpec | None:
     rounding depends on n, and a request's result must depend on nothing but the request."""
     dims = (spec.head_dim_qk, spec.head_dim_vo)
     if spec.split:
-        return (WIDE_TILES if spec.wide else SPLIT_TILES).get((spec.kv.dtype, dims[0])) if dims[0] == dims[1] else None
+        return split_tiles(spec).get((spec.kv.dtype, dims[0])) if dims[0] == dims[1] else None
     few_registers = not spec.soft_cap and not spec.pack_gqa
     if dims == (64, 64) and few_registers and not spec.mask.window:
         return TileSpec(192, 128, 4, 2)
@@ -58,10 +63,9 @@ def supports(spec: AttentionSpec) -> str | None:
         return f"head_dim {dims}: the sm_90a kernel has {', '.join(map(str, TILES))}"
     if spec.split:
         if tile_for(spec) is None or not spec.pack_gqa or spec.soft_cap:
-            shipped = ", ".join(sorted({str(dim) for _, dim in SPLIT_TILES}))
-            return f"split: head_dim {dims}, pack_gqa {spec.pack_gqa}: has packed rows of head_dim {shipped}"
-        if spec.wide and dims[0] not in WIDE_DIMS:
-            return f"wide: head_dim {dims[0]}: has {', '.join(map(str, WIDE_DIMS))}"
+            shipped = ", ".join(sorted({str(dim) for _, dim in split_tiles(spec)}))
+            asked = f"head_dim {dims}, pack_gqa {spec.pack_gqa}, wide {spec.wide}"
+            return f"split: {asked}: has packed rows of head_dim {shipped}"
         rows = spec.warp_rows
         if spec.tile.m % rows or 4 * spec.tile.warpgroups % (spec.tile.m // rows):
             return f"tile {spec.tile}: m is {rows} rows for each of a divisor of {4 * spec.tile.warpgroups} warps"

@@ -456,6 +456,7 @@ def run(spec: cutlass.Constexpr, a, s, r: Registers, x: Place, at: Int32):
             k = onward(spec, s, x, k)
             scored = before.key >= end
             wanted = scored
+            # one comparison: keys before full_lo wrap
             plain = scored & (Uint32(before.key - x.w.full_lo * spec.tile.n) < Uint32(x.plain))
         more = scored
     return before.at
