@@ -22,7 +22,7 @@ class Family(NamedTuple):
 
 
 def attention(sweep: bool) -> Family:
-    from tests import cases
+    from bench.cases import attention as cases
 
     from . import attention as bench
     from . import decode

@@ -6,8 +6,7 @@ from functools import partial
 
 import torch
 
-from tests.cases import AttentionCase, make_inputs
-
+from .cases.attention import AttentionCase, make_inputs
 from .providers import PROVIDERS, Unavailable
 from .results import Environment, Row, with_ratios
 from .timing import Call, Clock, CudaClock, HostClock, Timing, input_sets, interleave

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from tests import cases
-from tests.cases import AttentionCase
 from wrappers import reference, trtllm_batch_decode_with_kv_cache
 
 from .attention import Ceilings, Result, Setup
+from .cases import attention as cases
+from .cases.attention import AttentionCase
 from .timing import Call, Timing, interleave
 
 TOLERANCE = 1e-2

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bench import attention, decode, plots, providers, readme, results, timing, workload
+from bench.cases import attention as cases
 from bench.results import Environment
-from tests import cases
 from tools import profile
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import wrappers
+from bench.cases import attention as cases
 from cute_kernels.attention import dispatch
-from tests import cases
 from tests.test_prefill_wrapper import check, launches  # noqa: F401 - a fixture
 from wrappers import attention, checks, scratch, trtllm_batch_decode_with_kv_cache
 from wrappers.xqa import xqa

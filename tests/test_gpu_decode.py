@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import wrappers
-from tests import cases
+from bench.cases import attention as cases
 from tests.gpu import captured, in_threads
 from tests.test_decode_wrapper import brute, packed, tree, xqa_inputs
 from wrappers import scratch, trtllm_batch_decode_with_kv_cache, xqa

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests import cases
+from bench.cases import attention as cases
 from tests.gpu import captured, in_threads
 from wrappers import attention, explain, scratch, trtllm_batch_context_with_kv_cache
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import wrappers
+from bench.cases import topk as cases
+from bench.cases.topk import DECODE, FUNCTIONS, PAGE_TABLE, PER_ROW, PLAIN, PREFILL, RAGGED, TOP_K, TopKCase
 from cute_kernels.topk import dispatch, radix
-from tests import topk_cases as cases
 from tests.gpu import captured, in_threads
-from tests.topk_cases import DECODE, FUNCTIONS, PAGE_TABLE, PER_ROW, PLAIN, PREFILL, RAGGED, TOP_K, TopKCase
 from wrappers import TopKTieBreak, top_k, topk
 
 pytestmark = pytest.mark.skipif(

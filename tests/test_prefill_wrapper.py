@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bench.cases import attention as cases
 from cute_kernels.attention import geometry
 from cute_kernels.attention.args import AttentionArgs
-from tests import cases
 from wrappers import FP4Tensor, attention, explain, fp4, reference, scratch, trtllm_batch_context_with_kv_cache
 from wrappers.reference import PagedProblem
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import cases
+from bench.cases import attention as cases
 from wrappers import fp4, reference
 from wrappers.reference import dense
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import topk_cases as cases
-from tests.topk_cases import DECODE, PAGE_TABLE, PREFILL, RAGGED, TOP_K, TopKCase
+from bench.cases import topk as cases
+from bench.cases.topk import DECODE, PAGE_TABLE, PREFILL, RAGGED, TOP_K, TopKCase
 from wrappers import TopKTieBreak, reference, top_k, top_k_per_row_prefill, top_k_ragged_transform
 
 

@@ -9,12 +9,12 @@ import tvm_ffi
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bench.cases import topk as cases
+from bench.cases.topk import PAGE_TABLE, PER_ROW, PLAIN, RAGGED, TOP_K, TopKCase
 from cute_kernels.topk import dispatch, radix
 from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS, TopKArgs
 from cute_kernels.topk.spec import TopKSpec
-from tests import topk_cases as cases
 from tests.test_topk_reference import any_case
-from tests.topk_cases import PAGE_TABLE, PER_ROW, PLAIN, RAGGED, TOP_K, TopKCase
 from wrappers import TopKTieBreak, reference, top_k, top_k_page_table_transform, top_k_per_row_prefill, topk
 from wrappers.checks_topk import DTYPES
 

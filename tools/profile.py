@@ -90,8 +90,8 @@ def child(case: str, provider: str) -> None:
     """One warm call between profiler start and stop; runs under ncu."""
     import torch
 
+    from bench.cases import attention as cases
     from bench.providers import PROVIDERS
-    from tests import cases
 
     variants = PROVIDERS[provider](cases.make_inputs(cases.PREFILL_BF16[case], "cuda", 0))
     run = next(iter(variants.values()))[0]
@@ -120,7 +120,7 @@ def profile(case: str, provider: str, ncu: str) -> list[dict[str, tuple[str, str
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.profile", description=__doc__.splitlines()[0])
-    parser.add_argument("case", help="a name of tests/cases.py, such as prefill-bf16-causal-b2-s8192-h32x8-d128-p64")
+    parser.add_argument("case", help="a case of bench, such as prefill-bf16-causal-b2-s8192-h32x8-d128-p64")
     parser.add_argument("--provider", default="ours", help="ours, cudnn, flash-attn-4 or flashinfer")
     parser.add_argument("--ncu", default="ncu", help="path of Nsight Compute's command line")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

@@ -1,0 +1,1 @@
+"""Cases and their inputs, shared by benchmarks, tests and tools."""
