@@ -1,7 +1,7 @@
 """Compile a kernel: the only caller of cute.compile, shared by JIT, tools/aot and the tests.
 
 Nothing here needs a GPU, touches a tensor or launches: a kernel module `cute_kernels.<op>.forward` states its launch
-ABI with fake tensors (`fake_args(spec)`, a NamedTuple) and its host part (`forward(spec, stream, *args)`).
+ABI with fake tensors (`fake_args(spec)`, name -> fake, in the order of a launch) and its host part (`forward(spec, stream, *args)`).
 
 cutlass is imported inside functions, because the DSL reads CUTE_DSL_ARCH when it is imported.
 """
@@ -98,10 +98,10 @@ def build(op: str, spec: Any, arch: str, more: str = "") -> Compiled:
 
         module = import_module(f"cute_kernels.{op}.forward")
         args = module.fake_args(spec)
-        _name(module, f"{op}__{spec.name}".replace(".", "_"), args._fields)
+        _name(module, f"{op}__{spec.name}".replace(".", "_"), tuple(args))
         options = f"{OPTIONS} {ARCH_OPTIONS.get(arch, '')} --dump-dir {folder} {more}"
         with _kept_mlir(folder):
-            fn = cute.compile(module.forward, spec, abi.stream(), *args, options=options)
+            fn = cute.compile(module.forward, spec, abi.stream(), *args.values(), options=options)
         shared = _dynamic_shared(str(fn.ir_module))
         return Compiled(op, spec, arch, fn, fn.__ptx__, fn.__cubin__, shared, _host_function(fn.__mlir__))
 

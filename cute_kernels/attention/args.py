@@ -1,39 +1,110 @@
-"""Dynamic facts of an attention launch: the only statement of the kernel's launch ABI.
+"""Dynamic facts of an attention launch: the only statement of a kernel's launch ABI.
 
-The same tuple is filled with fake tensors at compile time (`fake`), with torch tensors at launch, and holds CuTe
-tensors on the device. An optional tensor that is absent has size 0 in its first mode (an empty tensor), never None, so
-that presence needs no compile-time variant.
+Arguments come in blocks, each owned by the seam that reads it. A kernel has the fields that its spec has (`fields`), in
+the order of the blocks; on the device they lie in the blocks (`Args`), where what a spec has not is None. The same names
+stand for fake tensors at compile time (`fakes`), torch tensors at launch, and CuTe tensors on the device. An optional
+tensor that a call lacks has size 0 in its first mode (an empty tensor), so that presence needs no other kernel.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 
-class AttentionArgs(NamedTuple):
-    q: Any  # (T, Hq, Dqk)            16-bit, any token and head stride, last stride 1
-    k: Any  # (pages, Hkv, P, Dqk)    as q, e4m3, or uint8 of half the width: packed e2m1; any strides, last stride 1
+class Query(NamedTuple):
+    """Read by `load` and by roles that gather Q."""
+
+    q: Any  # (T, Hq, Dqk)                16-bit, any token and head stride, last stride 1
+    cu_seqlens_q: Any  # (B + 1,)         int32
+
+
+class KV(NamedTuple):
+    """Read by `kv` and, the lengths, by `geometry`."""
+
+    k: Any  # (pages, Hkv, P, Dqk)        as q, e4m3, or uint8 of half the width: packed e2m1; any strides, last 1
     v: Any  # (pages, Hkv, P, Dvo)
-    o: Any  # (T, Hq, Dvo)            any token and head stride, last stride 1
-    lse: Any  # (T | 0, Hq)           fp32, base 2, includes the sink; any strides
-    cu_seqlens_q: Any  # (B + 1,)     int32
-    kv_lens: Any  # (B,)              int32
-    page_table: Any  # (B, 2, M)      int32: [:, 0] pages of K, [:, 1] pages of V; any strides (0 where K and V share)
-    tickets: Any  # (N,)              int32, zero, and left so: counters of the tile scheduler, of parts done
-    sink: Any  # (Hq | 0,)            fp32, natural-log units
-    scale: Any  # (1 | 0,)            fp32 device factor on the logits, times scale_log2
-    out_scale: Any  # (1 | 0,)        fp32 device factor on the output, times out_factor
-    k_scales: Any  # (pages | 0, Hkv, P, Dqk / 16)  e4m3 as uint8, of NVFP4 caches; any strides, last 1
-    v_scales: Any  # (pages | 0, Hkv, P, Dvo / 16)
-    o8: Any  # (T | 0, Hq, Dvo)       e4m3 as uint8, instead of o, which is then (0, Hq, Dvo); read where spec.split
-    drafts: Any  # (T | 0, W)         int32, bit t of a token's row: it sees draft t, not causal; where spec.split
-    part: Any  # (slots | 0, R, Dvo + 4)  fp32 scratch of spec.split, a tile has at most R rows: O, then LSE
-    scale_log2: Any  # Float32        logit scale x log2(e)
-    out_factor: Any  # Float32        factor on the normalised output
-    soft_cap: Any  # Float32          natural units, read where spec.soft_cap, or, 0 for none, spec.split
-    skip: Any  # Float32              skip-softmax: log2 of the threshold times kv_len, -inf for none
-    window_left: Any  # Int32         read only where spec.mask.window
-    chunk: Any  # Int32               with spec.split, KV blocks of a part; 0: equal shares of the CTAs
-    interleaved: Any  # Int32         V scales of 4 tokens are interleaved
-    grid: Any  # Int32                CTAs to launch (persistent)
-    ticket: Any  # Int32              counter of this launch, no other launch in flight may share it; -1: static rounds.
-    #                                   spec.split: the first of as many as CTAs, or, with chunk, slots
-    enable_pdl: Any  # Int32          launch with programmatic stream serialisation
+    kv_lens: Any  # (B,)                  int32
+    page_table: Any  # (B, 2, M)          int32: [:, 0] pages of K, [:, 1] pages of V; any strides (0: shared)
+    k_scales: Any = None  # (pages, Hkv, P, Dqk / 16)  e4m3 as uint8; any strides, last 1
+    v_scales: Any = None  # (pages, Hkv, P, Dvo / 16)
+    v_scales_interleaved: Any = None  # Int32  V scales of 4 tokens are interleaved
+
+
+class Mask(NamedTuple):
+    """Read by `mask`."""
+
+    window_left: Any = None  # Int32      keys before position - window_left are hidden; 2^30 for none
+    causal: Any = None  # Int32           0: tokens see all keys
+    draft_mask: Any = None  # (T | 0, W)  int32, bit t of a token's row: it sees draft t; instead of causal
+
+
+class Logits(NamedTuple):
+    """Read by `logits` and `softmax`."""
+
+    scale_log2: Any  # Float32            logit scale x log2(e)
+    scale: Any  # (1 | 0,)                fp32 device factor on the logits, times scale_log2
+    soft_cap: Any = None  # Float32       natural units, 0 for none
+    skip_threshold: Any = None  # Float32 skip-softmax: log2 of the threshold times kv_len, -inf for none
+
+
+class Out(NamedTuple):
+    """Read by `epilogue`, `softmax.normalizer` and `combine`."""
+
+    o: Any  # (T | 0, Hq, Dvo)            q's type; any token and head stride, last stride 1
+    lse: Any  # (T | 0, Hq)               fp32, base 2, includes the sink; any strides
+    sink: Any  # (Hq | 0,)                fp32, natural-log units
+    out_factor: Any  # Float32            factor on the normalised output
+    out_scale: Any  # (1 | 0,)            fp32 device factor on the output, times out_factor
+    o_fp8: Any = None  # (T | 0, Hq, Dvo) e4m3 as uint8, instead of o, which is then (0, Hq, Dvo)
+
+
+class Schedule(NamedTuple):
+    """Read by `schedule` and `combine`."""
+
+    grid: Any  # Int32                    CTAs to launch (persistent)
+    counters: Any  # (N,)                 int32, zero, and left so
+    counter_base: Any  # Int32            first counter of this launch, no other launch in flight may share it. "tiles":
+    #                                     one, or -1: static rounds. "stream_k": one a CTA, or, with blocks_per_split,
+    #                                     one a slot
+    enable_pdl: Any  # Int32              launch with programmatic stream serialisation
+    o_partial: Any = None  # (slots, R, Dvo + 4)  fp32 scratch, a tile has at most R rows: O, then LSE
+    blocks_per_split: Any = None  # Int32 KV blocks of a part; 0: equal shares of the CTAs
+
+
+class Args(NamedTuple):
+    query: Query
+    kv: KV
+    mask: Mask
+    logits: Logits
+    out: Out
+    schedule: Schedule
+
+
+BLOCKS: tuple[Any, ...] = (Query, KV, Mask, Logits, Out, Schedule)
+OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it; others every spec has
+    "k_scales": lambda spec: spec.kv.scaled,
+    "v_scales": lambda spec: spec.kv.scaled,
+    "v_scales_interleaved": lambda spec: spec.kv.scaled,
+    "window_left": lambda spec: spec.mask.window,
+    "causal": lambda spec: spec.mask.causal == "value",
+    "draft_mask": lambda spec: spec.mask.bits,
+    "soft_cap": lambda spec: spec.logits.soft_cap,
+    "skip_threshold": lambda spec: spec.logits.skip,
+    "o_fp8": lambda spec: "e4m3" in spec.out,
+    "o_partial": lambda spec: spec.schedule == "stream_k",
+    "blocks_per_split": lambda spec: spec.schedule == "stream_k",
+}
+
+
+def has(spec: Any, field: str) -> bool:
+    return field not in OPTIONAL or OPTIONAL[field](spec)
+
+
+def fields(spec: Any) -> tuple[str, ...]:
+    """Names of the arguments of a kernel of `spec`, in the order of a launch."""
+    return tuple(field for block in BLOCKS for field in block._fields if has(spec, field))
+
+
+def pack(spec: Any, flat: Sequence[Any]) -> Args:
+    """The arguments of a launch, in the order of `fields`, in their blocks."""
+    values = dict(zip(fields(spec), flat, strict=True))
+    return Args(*(block(**{name: values.get(name) for name in block._fields}) for block in BLOCKS))

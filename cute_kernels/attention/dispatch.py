@@ -1,79 +1,52 @@
-"""Which kernel and spec serve a request. Plain Python: runs where no DSL is installed."""
+"""Which kernel serves a problem. Plain Python: runs where no DSL is installed."""
 
-from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
+from typing import Any, NamedTuple
 
-from . import sm90
-from .spec import DTYPES, FEW_ROWS, KV_DTYPES, AttentionSpec, KVSpec, MaskSpec
+from . import decode, sm90
+from .problem import Problem
 
-KERNELS = {"attention.sm90": sm90}  # op -> the package that states what it supports
-PACK_ROWS = 64  # a request with at most this many query tokens a KV head's group packs heads into rows
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a call asks for, in static terms. `rows`: upper bound of query tokens of one request.
-    split: share the keys of a request among CTAs. kv_dtype: "" for the query's, "e4m3", "nvfp4"."""
-
-    dtype: str
-    head_dim_qk: int
-    head_dim_vo: int
-    page_size: int
-    group: int
-    causal: bool = True
-    window: bool = False
-    soft_cap: bool = False
-    rows: int = 1 << 30
-    split: bool = False
-    kv_dtype: str = ""
+OPS = {"attention.decode": decode, "attention.sm90": sm90}  # in the order in which they are asked
 
 
-def candidate(request: Request, module) -> AttentionSpec:
-    """The shipped spec that serves `request` with the least that it did not ask for."""
-    pack = request.split or request.group > 1 and request.rows <= PACK_ROWS
-    mask = MaskSpec(request.causal, request.window or request.soft_cap or pack)
-    dims = (request.head_dim_qk, request.head_dim_vo)
-    kv, cap = KVSpec("paged", request.kv_dtype), request.soft_cap and not request.split
-    wide = request.split and request.rows * request.group > FEW_ROWS and dims[0] in module.WIDE_DIMS
-    spec = AttentionSpec(request.dtype, *dims, mask, kv, cap, pack, request.split, wide)
-    tile = module.tile_for(spec)
-    return replace(spec, tile=tile) if tile else spec
+class Answer(NamedTuple):
+    """What an op says of a problem: the spec that it would run, and None or why it refuses."""
+
+    op: str
+    spec: Any
+    reason: str | None
+
+
+def refusal(module: Any, problem: Problem, spec: Any, arch: str) -> str | None:
+    """None where an op serves a problem with a spec, else the reason why not."""
+    if arch not in module.ARCHS:
+        return f"architecture {arch}: needs {' or '.join(module.ARCHS)}"
+    if problem.phase != module.PHASE:
+        return f"phase {problem.phase}: serves {module.PHASE}"
+    if problem.page_size not in module.PAGE_SIZES:
+        return f"page_size {problem.page_size}: the kernel reads pages of {module.PAGE_SIZES} rows"
+    return module.supports(spec)
 
 
 @cache
-def explain(request: Request, arch: str) -> tuple[tuple[str, AttentionSpec, str | None], ...]:
-    """Every kernel of the operator: (op, the spec it would run, None or why it refuses)."""
-    rows = []
-    for op, module in KERNELS.items():
-        spec = candidate(request, module)
-        reason = None if arch in module.ARCHS else f"architecture {arch}: needs {' or '.join(module.ARCHS)}"
-        if request.page_size not in module.PAGE_SIZES:
-            reason = reason or f"page_size {request.page_size}: the kernel reads pages of {module.PAGE_SIZES} rows"
-        rows.append((op, spec, reason or module.supports(spec)))
-    return tuple(rows)
+def explain(problem: Problem, arch: str) -> tuple[Answer, ...]:
+    """Every op's answer."""
+    found = []
+    for op, module in OPS.items():
+        spec: Any = module.candidate(problem, arch)
+        found.append(Answer(op, spec, refusal(module, problem, spec, arch)))
+    return tuple(found)
 
 
-def select(request: Request, arch: str) -> tuple[str, AttentionSpec]:
-    """(op, spec) of the kernel that serves the request; NotImplementedError names what every kernel refused."""
-    rows = explain(request, arch)
-    for op, spec, reason in rows:
+def select(problem: Problem, arch: str) -> tuple[str, Any]:
+    """(op, spec) of the kernel that serves the problem; NotImplementedError names what every op refused."""
+    answers = explain(problem, arch)
+    for op, spec, reason in answers:
         if reason is None:
             return op, spec
-    raise NotImplementedError("no attention kernel: " + "; ".join(f"{op}: {reason}" for op, _, reason in rows))
+    raise NotImplementedError("no attention kernel: " + "; ".join(f"{op}: {reason}" for op, _, reason in answers))
 
 
-def shipped(arch: str) -> list[tuple[str, AttentionSpec]]:
-    """All (op, spec) that a bundle of `arch` holds: the image of `candidate` over all requests, each once."""
-    found: dict[tuple[str, AttentionSpec], None] = {}
-    for (op, module), dtype in product(KERNELS.items(), DTYPES):
-        if arch not in module.ARCHS:
-            continue
-        bools = (False, True)
-        every = product(module.TILES, (1, 1 << 30), bools, bools, bools, bools, ("", *KV_DTYPES))
-        for dims, rows, causal, window, cap, split, kv in every:
-            page = module.PAGE_SIZES[0]
-            spec = candidate(Request(dtype, dims[0], dims[1], page, 2, causal, window, cap, rows, split, kv), module)
-            if module.supports(spec) is None and (causal or not split):  # decoding is causal
-                found[op, spec] = None
-    return list(found)
+def shipped(arch: str) -> list[tuple[str, Any]]:
+    """All (op, spec) that a bundle of `arch` holds."""
+    return [(op, spec) for op, module in OPS.items() for spec in module.shipped(arch)]

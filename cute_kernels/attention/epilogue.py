@@ -1,20 +1,46 @@
-"""Where a finished tile goes: O in 16 bits and LSE, straight from registers, rows outside the request left alone."""
+"""Where a row of the output goes: fp32 values, normalised, to 16 bits, e4m3 or a part of a split tile; and its LSE.
+Straight from registers; rows outside the request are left alone."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint16
+from cutlass import Float32, Int32, Uint16, const_expr
 
 from ..device import warp
+from . import softmax
 
 
 @cute.jit
-def store_row(out: cute.Tensor, words: cute.Tensor, keep):
-    """One row of O: `words` (D / 8,) are this lane's 2-element pieces of every 8-column group of the row.
+def sink_of(a, head: Int32):
+    """A head's sink, natural-log units, -inf where the call has none."""
+    sink = -Float32.inf
+    if a.out.sink.shape[0] > 0:
+        sink = a.out.sink[head]
+    return sink
+
+
+def scale_of(a):
+    """The factor on the output."""
+    return softmax.device_factor(a.out.out_factor, a.out.out_scale)
+
+
+@cute.jit
+def store_lse(a, token: Int32, head: Int32, lse: Float32, mine):
+    """LSE of a row, by the thread that it is the business of (`mine`), where the call wants it."""
+    if mine and a.out.lse.shape[0] > 0:
+        a.out.lse[token, head] = lse
+
+
+@cute.jit
+def store_quad_row(a, token: Int32, head: Int32, values: cute.Tensor, keep):
+    """One row of O: `values` (D / 4,) are this lane's 2-element pieces of every 8-column group of the row.
 
     A quad transposes them so that each lane holds whole 16-byte groups, and stores 64 contiguous bytes at a time.
     """
     lane = cute.arch.lane_idx() % 4
-    groups = cute.size(words)
+    out = a.out.o[token, head, None]
+    groups = const_expr(cute.size(values) // 2)
+    words = cute.make_rmem_tensor(groups, Int32)
+    warp.convert16(values, cute.recast_tensor(words, out.element_type))
     for k in cutlass.range_constexpr(0, groups, 4):
         warp.quad_transpose(words, k)
     if keep:
@@ -26,31 +52,45 @@ def store_row(out: cute.Tensor, words: cute.Tensor, keep):
 
 
 @cute.jit
-def store_piece(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor):
-    """Few fp32 values as piece number `piece` of a row of the output, 16-bit or, where the call has o8, e4m3."""
-    n = cute.size(values)
-    if a.o8.shape[0] > 0:
-        target = cute.local_tile(a.o8[token, head, None], (n,), (piece,))
-        out = cute.make_rmem_tensor(n, target.element_type)
-        pairs = cute.recast_tensor(out, Uint16)
-        for i in cutlass.range_constexpr(n // 2):
-            pairs[i] = cute.arch.inline_ptx(
-                "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r0}, {$r1};",
-                write_only_types=[Uint16],
-                read_only_args=[values[2 * i + 1], values[2 * i]],
-            )
-        cute.autovec_copy(out, target)
+def store_piece(spec: cutlass.Constexpr, a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor):
+    """Few values as piece number `piece` of a row of the output, in the type that the call asks for."""
+    if const_expr("e4m3" in spec.out):
+        if a.out.o_fp8.shape[0] > 0:
+            store_e4m3(a, token, head, piece, values)
+        else:
+            store_16bit(a, token, head, piece, values)
     else:
-        target = cute.local_tile(a.o[token, head, None], (n,), (piece,))
-        out = cute.make_rmem_tensor(n, target.element_type)
-        warp.convert16(values, out)
-        cute.autovec_copy(out, target)
+        store_16bit(a, token, head, piece, values)
 
 
 @cute.jit
-def sink_of(a, head: Int32):
-    """A head's sink, natural-log units, -inf where the call has none."""
-    sink = -Float32.inf
-    if a.sink.shape[0] > 0:
-        sink = a.sink[head]
-    return sink
+def store_16bit(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor):
+    target = cute.local_tile(a.out.o[token, head, None], (cute.size(values),), (piece,))
+    out = cute.make_rmem_tensor(cute.size(values), target.element_type)
+    warp.convert16(values, out)
+    cute.autovec_copy(out, target)
+
+
+@cute.jit
+def store_e4m3(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor):
+    """Saturated."""
+    n = cute.size(values)
+    target = cute.local_tile(a.out.o_fp8[token, head, None], (n,), (piece,))
+    out = cute.make_rmem_tensor(n, target.element_type)
+    pairs = cute.recast_tensor(out, Uint16)
+    for i in cutlass.range_constexpr(n // 2):
+        pairs[i] = cute.arch.inline_ptx(
+            "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r0}, {$r1};",
+            write_only_types=[Uint16],
+            read_only_args=[values[2 * i + 1], values[2 * i]],
+        )
+    cute.autovec_copy(out, target)
+
+
+@cute.jit
+def store_partial(spec: cutlass.Constexpr, a, slot: Int32, row: Int32, piece: Int32, values: cute.Tensor, lse: Float32):
+    """Few values as piece number `piece` of a row of a part of a tile, in fp32; LSE with the first."""
+    target = a.schedule.o_partial[slot, row, None]
+    cute.autovec_copy(values, cute.local_tile(target, (cute.size(values),), (piece,)))
+    if piece == 0:
+        target[spec.head_dim_vo] = lse

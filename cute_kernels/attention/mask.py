@@ -1,4 +1,4 @@
-"""Which keys a query token may see. Plain arithmetic on ints or traced values, but for `apply`.
+"""Which keys a query token may see. Plain arithmetic on ints or traced values, but for `apply` and `apply_bits`.
 
 Tokens and keys are counted within a request; token i stands at position i + kv_len - q_len (bottom-right alignment).
 """
@@ -12,22 +12,37 @@ from cutlass import Float32, Int32, const_expr
 
 @dataclass(frozen=True)
 class Lengths:
-    """drafts: 1 where the query tokens are drafts that a mask of their own (`apply_drafts`), instead of the causal one,
-    hides from each other; only with spec.split."""
+    """full: 1 where no token's position bounds its keys, read where spec.mask.causal is "value". drafts: 1 where the
+    query tokens are drafts that a mask of bits, instead of the causal one, hides from each other, with
+    spec.mask.bits."""
 
     q_len: Int32
     kv_len: Int32
     window_left: Int32
+    full: Int32 = 0  # type: ignore[assignment]
     drafts: Int32 = 0  # type: ignore[assignment]
+
+
+def lengths(spec, a, q_len, kv_len):
+    """Lengths of a request, with what the arguments say of its mask."""
+    return Lengths(
+        q_len,
+        kv_len,
+        a.mask.window_left if spec.mask.window else 0,
+        1 - a.mask.causal if spec.mask.causal == "value" else 0,
+        cutlass.min(a.mask.draft_mask.shape[0], 1) if spec.mask.bits else 0,
+    )
 
 
 def visible(spec, token, n: Lengths):
     """Half-open range of keys that `token` sees, or, of drafts, may see; empty where hi <= lo."""
     position = token + n.kv_len - n.q_len
     lo, hi = 0, n.kv_len
-    if spec.mask.causal:
+    if spec.mask.causal != "never":
         own = position + 1
-        if spec.split:
+        if spec.mask.causal == "value":
+            own = cutlass.max(own, n.full * n.kv_len)
+        if spec.mask.bits:
             own = cutlass.max(own, n.drafts * n.kv_len)
         hi = cutlass.min(hi, own)
     if spec.mask.window:
@@ -46,7 +61,7 @@ def full_range(spec, first, last, n: Lengths):
     """Half-open range of KV blocks in which every token of first..last sees every key (it may be empty, hi < lo)."""
     t = spec.tile.n
     lo, hi = visible(spec, last, n)[0], visible(spec, first, n)[1]
-    if spec.split:
+    if spec.mask.bits:
         hi = cutlass.min(hi, n.kv_len - n.drafts * n.q_len)
     return (lo + t - 1) // t, cutlass.max(hi, 0) // t
 
@@ -55,12 +70,13 @@ def segments(spec, block_lo, block_hi, full_lo, full_hi):
     """[block_lo, block_hi) cut into (lo, hi, masked), from high blocks to low; only segments that may hold a block.
 
     A caller loops over the tuple at trace time: the loop body is written once, and the copy for full blocks carries no
-    predicate. Without a causal mask only the last block can be cut on the right, and that one is the caller's first.
+    predicate. The last block of a tile is not among these: without a mask on the right only that one can be cut there.
     """
     mid = cutlass.max(block_lo, cutlass.min(block_hi, full_hi))
     left = cutlass.max(block_lo, cutlass.min(mid, full_lo))
     cut = ((mid, block_hi, True), (left, mid, False), (block_lo, left, True))
-    return cut[0 if spec.mask.causal else 1 : 3 if spec.mask.window else 2]
+    right = spec.mask.causal != "never" or spec.mask.bits
+    return cut[0 if right else 1 : 3 if spec.mask.window else 2]
 
 
 @cute.jit
@@ -80,12 +96,12 @@ def apply(
 
 
 @cute.jit
-def apply_drafts(s: cute.Tensor, drafts: cute.Tensor, tokens: cute.Tensor, cols: cutlass.Constexpr, key: Int32):
-    """As `apply`, for drafts: s keeps draft t, key + cols[c] = t, where bit t of drafts[tokens[row]] is set. Other keys
+def apply_bits(s: cute.Tensor, bits: cute.Tensor, tokens: cute.Tensor, cols: cutlass.Constexpr, key: Int32):
+    """As `apply`, for drafts: s keeps draft t, key + cols[c] = t, where bit t of bits[tokens[row]] is set. Other keys
     are left alone."""
     for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
         for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
             draft = key + cols[c]
-            if draft >= 0 and draft < 32 * drafts.shape[1] and tokens[r] < drafts.shape[0]:
-                if (drafts[tokens[r], draft // 32] >> (draft % 32)) & 1 == 0:
+            if draft >= 0 and draft < 32 * bits.shape[1] and tokens[r] < bits.shape[0]:
+                if (bits[tokens[r], draft // 32] >> (draft % 32)) & 1 == 0:
                     s[r, c] = -Float32.inf

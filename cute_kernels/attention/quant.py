@@ -15,7 +15,7 @@ from cutlass import Uint32
 
 class Format(NamedTuple):
     """elements: of a word; order: in which they come out; unit: what operands are to be multiplied by. pairs(word): two
-    at a time. values(a, b): of each element, those of two rows."""
+    at a time. values(a, b): of each element, those of two rows. Factors of blocks multiply pairs: `scale`."""
 
     elements: int
     order: tuple[int, ...]
@@ -26,7 +26,11 @@ class Format(NamedTuple):
 
 def operand(spec):
     """Type that the MMA multiplies: the query's, or fp16 where the cache is quantised."""
-    return "fp16" if spec.kv.dtype else spec.dtype
+    return spec.q if spec.kv.bits == 16 else "fp16"
+
+
+def format_of(spec) -> "Format":
+    return FORMATS["" if spec.kv.bits == 16 else spec.kv.dtype]
 
 
 def permute(x, y, selector):
@@ -35,8 +39,8 @@ def permute(x, y, selector):
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[x, y])
 
 
-def twice(pair, half):
-    """A pair of one of a pair's fp16 values: an operand of `times` that costs no instruction."""
+def broadcast(pair, half):
+    """The low or high half of an f16x2 word in both halves: an operand of `times` that costs no instruction."""
     text = f"{{ .reg .b16 lo, hi; mov.b32 {{lo, hi}}, {{$r0}}; mov.b32 {{$w0}}, {{{('lo, lo', 'hi, hi')[half]}}}; }}"
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[pair])
 
@@ -45,6 +49,11 @@ def times(pair, scale):
     """Product of pairs of fp16."""
     text = "{ .reg .b32 t; mov.b32 t, {$r1}; mul.rn.f16x2 {$w0}, {$r0}, t; }"  # takes no immediate operand
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[pair, scale])
+
+
+def scale(pairs, factors, i):
+    """Pairs times the i-th factor, itself a pair; as they are where the format has none (None)."""
+    return pairs if factors is None else [times(pair, factors[i]) for pair in pairs]
 
 
 def from_e4m3(word):
@@ -87,7 +96,7 @@ def values4(a, b):
     return [pair for half in (0, 2) for four in pairs for pair in four[half : half + 2]]
 
 
-FORMATS = {
+FORMATS = {  # "": 16-bit
     "": Format(2, (0, 1), 1.0, pairs16, values16),
     "e4m3": Format(4, (0, 1, 2, 3), 1.0, from_e4m3, values8),
     "nvfp4": Format(8, (0, 2, 4, 6, 1, 3, 5, 7), 64.0, pairs4, values4),

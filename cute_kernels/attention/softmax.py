@@ -1,18 +1,18 @@
-"""Online softmax on a (rows, cols) register view. A row's columns are spread over `LANES` neighbouring lanes.
+"""Online softmax on a (rows, cols) register view. A row's columns are spread over lanes: how many, and which, is the
+caller's (`lanes`, `across`).
 
 m is the running maximum of raw scores, l this lane's share of the running sum of exp2((s - m) * scale_log2).
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from ..device import warp
+from .logits import LOG2_E
 
-LANES = 4  # of a Hopper accumulator row
-LOG2_E = 1.4426950408889634
 LAZY = 8.0  # log2 units
 CHAINS = 4
 
@@ -22,7 +22,14 @@ class State:
     m: cute.Tensor
     l: cute.Tensor  # noqa: E741
     shift: cute.Tensor  # m * scale_log2, 0 where m is -inf
-    rescale: cute.Tensor  # factor that the last `maxima` owes to O
+    rescale: cute.Tensor  # factor that the last `update_max` owes to O
+
+
+class Normalizer(NamedTuple):
+    """factor: 1 / (sum of exponentials), 0 for a row without keys. lse: log2 of that sum, sink included."""
+
+    factor: Float32
+    lse: Float32
 
 
 def make(rows):
@@ -35,27 +42,11 @@ def reset(st: State):
 
 
 @cute.jit
-def factor(constant: Float32, tensor: cute.Tensor):
+def device_factor(constant: Float32, tensor: cute.Tensor):
     """constant times the one-element device tensor, if there is one."""
     if tensor.shape[0] > 0:
         constant *= tensor[0]
     return constant
-
-
-@cute.jit
-def cap_scores(s: cute.Tensor, scale_log2: Float32, cap: Float32):
-    """Soft cap in place: s becomes tanh(s * scale / cap), to be scaled by `capped_scale`. 1 - 2 / (1 + e^2y) keeps fp32
-    accuracy (tanh.approx has 2^-11, times cap)."""
-    # exp(2 y) = exp2(s * 2 scale_log2 / cap). A division would be a call, made ahead of time where there is no cap too.
-    y2 = scale_log2 * 2.0 * cute.arch.rcp_approx(cap)
-    for i in cutlass.range_constexpr(cute.size(s)):
-        e = cute.math.exp2(s[i] * y2, fastmath=True)
-        s[i] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + e)
-
-
-def capped_scale(cap):
-    """What turns a score after `cap_scores` into log2 units."""
-    return cap * LOG2_E
 
 
 def reduce(row, op):
@@ -69,17 +60,23 @@ def reduce(row, op):
     return part[0]
 
 
+def row_max(st: State, s: cute.Tensor):
+    """This lane's part of the maximum of each row, with the one so far."""
+    return [cute.arch.fmax(st.m[r], reduce(s[r, None], cute.arch.fmax)) for r in range(cute.size(st.m))]
+
+
 @cute.jit
-def maxima(st: State, s: cute.Tensor, scale_log2: Float32):
-    """Bring m up to date with a block of scores; l is scaled to it, O is owed st.rescale.
+def update_max(st: State, s: cute.Tensor, scale_log2: Float32, lanes: cutlass.Constexpr):
+    """Bring m up to date with a block of scores; l is scaled to it, O is owed st.rescale. lanes: neighbours that have
+    columns of a row.
 
     m follows the row's maximum only when that has grown by a factor of 2^LAZY: until then P exceeds 1 by less than that
     factor, which costs no accuracy in floating point, and O needs no rescaling. A row decides for itself, so its result
     does not depend on its neighbours.
     """
-    top = [cute.arch.fmax(st.m[r], reduce(s[r, None], cute.arch.fmax)) for r in range(cute.size(st.m))]
+    top = row_max(st, s)
     for r in cutlass.range_constexpr(cute.size(st.m)):
-        m = cute.arch.warp_reduction_max(top[r], threads_in_group=LANES)
+        m = cute.arch.warp_reduction_max(top[r], threads_in_group=lanes)
         old = st.m[r]
         grown = (m - old) * scale_log2 > LAZY  # false where neither is finite
         m = m if grown else old
@@ -90,7 +87,28 @@ def maxima(st: State, s: cute.Tensor, scale_log2: Float32):
 
 
 @cute.jit
-def exponentials(st: State, s: cute.Tensor, scale_log2: Float32, r: cutlass.Constexpr):
+def update_max_and_rescale(
+    st: State, s: cute.Tensor, o: cute.Tensor, scale_log2: cute.Tensor, across: cutlass.Constexpr
+):
+    """`update_max` and `rescale` in one, where rows have scales of their own: as long as no lane finds a row grown,
+    nothing is exchanged. across(x, op): reduces over the lanes that have columns of a row."""
+    top = row_max(st, s)
+    grown = (top[0] - st.m[0]) * scale_log2[0] > LAZY
+    for r in cutlass.range_constexpr(1, cute.size(st.m)):
+        grown = grown or (top[r] - st.m[r]) * scale_log2[r] > LAZY
+    if cute.arch.vote_any_sync(grown):
+        for r in cutlass.range_constexpr(cute.size(st.m)):
+            m, old = across(top[r], cute.arch.fmax), st.m[r]
+            m = m if (m - old) * scale_log2[r] > LAZY else old
+            st.shift[r] = Float32(0.0) if m == -Float32.inf else m * scale_log2[r]
+            owed = Float32(1.0) if m == old else cute.math.exp2(old * scale_log2[r] - st.shift[r], fastmath=True)
+            st.l[r] = st.l[r] * owed
+            st.m[r] = m
+            o[r, None].store(o[r, None].load() * owed)
+
+
+@cute.jit
+def exp_and_sum(st: State, s: cute.Tensor, scale_log2: Float32, r: cutlass.Constexpr):
     """Row r of s <- exp2((s - m) * scale_log2), summed into l."""
     p = cute.math.exp2(s[r, None].load() * scale_log2 - st.shift[r], fastmath=True)
     s[r, None].store(p)
@@ -109,28 +127,18 @@ def rescale(st: State, o: cute.Tensor):
 
 
 @cute.jit
-def keep_up(st: State, s: cute.Tensor, o: cute.Tensor, scale_log2: cute.Tensor):
-    """`maxima` and `rescale` in one, where rows have scales of their own and lie across the quads of a warp: as long as
-    no lane finds a row grown, nothing is exchanged."""
-    top = [cute.arch.fmax(st.m[r], reduce(s[r, None], cute.arch.fmax)) for r in range(cute.size(st.m))]
-    grown = (top[0] - st.m[0]) * scale_log2[0] > LAZY
-    for r in cutlass.range_constexpr(1, cute.size(st.m)):
-        grown = grown or (top[r] - st.m[r]) * scale_log2[r] > LAZY
-    if cute.arch.vote_any_sync(grown):
-        for r in cutlass.range_constexpr(cute.size(st.m)):
-            m, old = warp.across_quads(top[r], cute.arch.fmax), st.m[r]
-            m = m if (m - old) * scale_log2[r] > LAZY else old
-            st.shift[r] = Float32(0.0) if m == -Float32.inf else m * scale_log2[r]
-            owed = Float32(1.0) if m == old else cute.math.exp2(old * scale_log2[r] - st.shift[r], fastmath=True)
-            st.l[r] = st.l[r] * owed
-            st.m[r] = m
-            o[r, None].store(o[r, None].load() * owed)
+def skippable(
+    st: State, s: cute.Tensor, scale_log2: cute.Tensor, r: cutlass.Constexpr, least: Float32, across: cutlass.Constexpr
+):
+    """Skip-softmax: whether row r finds all these scores below its maximum so far by 2^least. The vote among rows is
+    the role's."""
+    top = across(reduce(s[r, None], cute.arch.fmax), cute.arch.fmax)
+    return top == -Float32.inf or (top - st.m[r]) * scale_log2[r] < least
 
 
 @cute.jit
-def close(top: Float32, total: Float32, sink: Float32):
-    """(factor that normalises, log2 of the sum of exp) of a row whose sum over keys is total * 2^top, with its sink
-    (natural units, -inf for none).
+def normalizer(top: Float32, total: Float32, sink: Float32):
+    """`Normalizer` of a row whose sum over keys is total * 2^top, with its sink (natural units, -inf for none).
 
     A row that has neither gives (0, -inf). Both terms are taken relative to the larger, so a sink of any size is safe.
     """
@@ -142,10 +150,12 @@ def close(top: Float32, total: Float32, sink: Float32):
         total = total * keys + cute.math.exp2(other - peak, fastmath=True)
         inverse = keys * cute.arch.rcp_approx(total)
         lse = peak + cute.math.log2(total, fastmath=True)
-    return inverse, lse
+    return Normalizer(inverse, lse)
 
 
 @cute.jit
-def finish(st: State, r: cutlass.Constexpr, scale_log2: Float32, sink: Float32):
-    """`close` of row r over its keys."""
-    return close(st.m[r] * scale_log2, cute.arch.warp_reduction_sum(st.l[r], threads_in_group=LANES), sink)
+def row_normalizer(
+    st: State, r: cutlass.Constexpr, scale_log2: Float32, sink: Float32, lanes: cutlass.Constexpr
+):
+    """`normalizer` of row r over its keys."""
+    return normalizer(st.m[r] * scale_log2, cute.arch.warp_reduction_sum(st.l[r], threads_in_group=lanes), sink)

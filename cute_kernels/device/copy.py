@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
-from .wgmma import smem_layout
+from .layout import smem_layout
 
 SWIZZLE_BYTES = 128  # most that a row of a box has
 

@@ -2,7 +2,7 @@
 
 A pipe is `stages` full and `stages` empty barriers. Producer and consumers each count the items they have passed; item
 n lives in stage n % stages and its barriers complete in phase (n // stages) & 1, so a counter is all the state a role
-carries. Where the division costs too much, a role carries a position instead: `stage_of`, `behind`.
+carries. Where the division costs too much, a role carries a `cursor` instead: stage and phase of an item in one number.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def make(smem, stages: cutlass.Constexpr, producers: cutlass.Constexpr, consumer
     return p
 
 
-def slot(p: Pipe, n):
+def stage(p: Pipe, n):
     return n & (p.stages - 1) if p.stages & (p.stages - 1) == 0 else n % p.stages
 
 
@@ -39,15 +39,15 @@ def phase(p: Pipe, n):
 
 
 def full(p: Pipe, n):
-    return p.full + slot(p, n)
+    return p.full + stage(p, n)
 
 
 def wait_full(p: Pipe, n):
-    cute.arch.mbarrier_wait(p.full + slot(p, n), phase(p, n))
+    cute.arch.mbarrier_wait(p.full + stage(p, n), phase(p, n))
 
 
 def wait_empty(p: Pipe, n):
-    cute.arch.mbarrier_wait(p.full + p.stages + slot(p, n), phase(p, n) ^ 1)
+    cute.arch.mbarrier_wait(p.full + p.stages + stage(p, n), phase(p, n) ^ 1)
 
 
 @cute.jit
@@ -62,7 +62,7 @@ def fill(p: Pipe, n: Int32, tx_bytes: Int32):
 def release(p: Pipe, n: Int32):
     """Consumer, one warp: it no longer reads item n."""
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(p.full + p.stages + slot(p, n))
+        cute.arch.mbarrier_arrive(p.full + p.stages + stage(p, n))
 
 
 @cute.jit
@@ -71,40 +71,40 @@ def release_after(p: Pipe, n: Int32, value: Float32, below: Float32):
     the release nor a wait for MMAs that follows in front of what computes `value`."""
     with cute.arch.elect_one():
         if not value < below:
-            cute.arch.mbarrier_arrive(p.full + p.stages + slot(p, n))
+            cute.arch.mbarrier_arrive(p.full + p.stages + stage(p, n))
 
 
-PHASE = 1 << 16  # bit of a position: its lower bits are the stage; the first item's is 0
+PHASE = 1 << 16  # bit of a cursor: its lower bits are the stage; the first item's is 0
 
 
-def stage_of(at):
-    return at & (PHASE - 1)
+def cursor_stage(cursor):
+    return cursor & (PHASE - 1)
 
 
 @cute.jit
-def behind(p: Pipe, at: Int32):
-    """The position of the next item."""
-    at += 1
-    if at & (PHASE - 1) == p.stages:
-        at = (at - p.stages) ^ PHASE
-    return at
+def advance(p: Pipe, cursor: Int32):
+    """The cursor of the next item."""
+    cursor += 1
+    if cursor & (PHASE - 1) == p.stages:
+        cursor = (cursor - p.stages) ^ PHASE
+    return cursor
 
 
-def is_full_at(p: Pipe, at):
+def try_wait(p: Pipe, cursor):
     """Whether the item is there: asked early, it hides the latency of an answer."""
-    return cute.arch.mbarrier_test_wait(p.full + stage_of(at), (at >> (PHASE.bit_length() - 1)) & 1)
+    return cute.arch.mbarrier_test_wait(p.full + cursor_stage(cursor), (cursor >> (PHASE.bit_length() - 1)) & 1)
 
 
 @cute.jit
-def wait_full_at(p: Pipe, at: Int32, known=False):
-    """known: of `is_full_at`."""
+def wait_cursor(p: Pipe, cursor: Int32, known=False):
+    """`wait_full` by cursor. known: of `try_wait`."""
     if not known:
-        cute.arch.mbarrier_wait(p.full + stage_of(at), (at >> (PHASE.bit_length() - 1)) & 1)
+        cute.arch.mbarrier_wait(p.full + cursor_stage(cursor), (cursor >> (PHASE.bit_length() - 1)) & 1)
 
 
 @cute.jit
-def release_at(p: Pipe, at: Int32, last):
-    """Consumer, one warp: it no longer reads what is there, if `last`. Lane 0 instead of an elected one: no branch."""
+def release_cursor(p: Pipe, cursor: Int32, last):
+    """Consumer, one warp: it no longer reads the item, if `last`. Lane 0 instead of an elected one: no branch."""
     cute.arch.sync_warp()
     if last & (cute.arch.lane_idx() == 0):
-        cute.arch.mbarrier_arrive(p.full + p.stages + stage_of(at))
+        cute.arch.mbarrier_arrive(p.full + p.stages + cursor_stage(cursor))

@@ -5,14 +5,6 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hh
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.utils import LayoutEnum
-
-
-def smem_layout(shape, stages, dtype):
-    """(rows, cols, stages) row-major tile under the widest swizzle that cols allows."""
-    kind = hh.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, shape[1])
-    atom = warpgroup.make_smem_layout_atom(kind, dtype)
-    return cute.tile_to_shape(atom, (*shape, stages), order=(0, 1, 2))
 
 
 def mma_nt(dtype, warpgroups, n, a_in_registers=False):

@@ -1,80 +1,114 @@
-"""Hopper attention forward. This file is plain Python: what the kernel can do, and which tile it takes.
-
-`supports` is the only statement of what the kernel can do: dispatch, tests, the list of shipped kernels and README's
-support table come from it. It imports no DSL, because a process that runs a bundle has none.
+"""Prefill on Hopper: many query rows, WGMMA. This file is plain Python: what the kernel can do (`supports`, and the
+constants that `dispatch` looks at), which tile it takes, and what is shipped of it. It imports no DSL, because a process
+that runs a bundle has none.
 """
 
-from ..spec import DTYPES, AttentionSpec, TileSpec
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import ClassVar, cast
+
+from ..problem import Problem
+from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec
 
 ARCHS = ("sm_90a",)
+PHASE = "prefill"
+PAGE_SIZES = (8, 16, 32, 64, 128, 256)
+PACK_ROWS = 64  # a request with at most this many query tokens a KV head's group packs heads into rows
+
+
+@dataclass(frozen=True)
+class Tile:
+    """m query rows x n keys a CTA, a warpgroup for 64 rows; `stages` K tiles and as many V tiles in flight, and
+    `q_stages` Q tiles. q_in_regs: Q is a register operand of Q K^T, which spares shared memory a third of its reads."""
+
+    m: int = 128
+    n: int = 128
+    stages: int = 2
+    q_stages: int = 1
+    q_in_regs: bool = False
+
+    loaders: ClassVar[int] = 2  # warps that fill a stage together: issuing a TMA takes one tens of cycles
+    l2_bytes: ClassVar[int] = 16 << 20  # of K and V at work at a time; Hopper's L2 is 50 MB in two halves
+
+    @property
+    def warpgroups(self) -> int:
+        return self.m // 64
+
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """Rows that a tile may have."""
+        return (self.m,)
+
+    @property
+    def name(self) -> str:
+        return f"m{self.m}n{self.n}s{self.stages}" + ("r" if self.q_in_regs else "")
+
+
+Spec = AttentionSpec[Tile]
 
 # 227 KiB of shared memory hold `q_stages` of Q, `stages` of K and of V; the 232 registers of a thread (160 with three
-# math warpgroups) hold S, P, O and, with q_registers, Q.
-TILES = {  # (head_dim_qk, head_dim_vo) -> tile
-    (64, 64): TileSpec(128, 128, 4, 1),
-    (128, 128): TileSpec(128, 128, 2, 1),
-    (192, 128): TileSpec(128, 128, 2, 1),
-    (256, 256): TileSpec(128, 80, 2, 1),
+# math warpgroups) hold S, P, O and, with q_in_regs, Q. n depends on the head dims alone: a row's rounding depends on n,
+# and a request's result must depend on nothing but the request.
+TILES = {  # (head_dim_qk, head_dim_vo) -> tile of kernels that take every modifier
+    (64, 64): Tile(128, 128, 4),
+    (128, 128): Tile(128, 128, 2),
+    (192, 128): Tile(128, 128, 2),
+    (256, 256): Tile(128, 80, 2),
 }
-# Decoding: nearly all the shared memory that there is holds K and V as they are stored. A warp has 16 to 64 keys of a
-# stage. Stages are small, so that work is shared among CTAs evenly. More warps convert where registers suffice.
-# Wide kernels hold more in registers, 8 warps at most, and add up more of O in shared memory.
-SPLIT_TILES = {  # (KV dtype, head_dim) -> tile
-    ("", 64): TileSpec(64, 128, 6, 1, False, 2),
-    ("", 128): TileSpec(64, 128, 3, 1, False, 2),
-    ("", 256): TileSpec(32, 64, 3, 1, False, 1),
-    ("e4m3", 64): TileSpec(64, 256, 6, 1, False, 2),
-    ("e4m3", 128): TileSpec(64, 256, 3, 1, False, 2),
-    ("e4m3", 256): TileSpec(64, 128, 3, 1, False, 2),
-    ("nvfp4", 64): TileSpec(64, 512, 4, 1, False, 2),
-    ("nvfp4", 128): TileSpec(48, 384, 3, 1, False, 3),
-    ("nvfp4", 256): TileSpec(64, 128, 5, 1, False, 2),
+HEADLINE_TILES = TILES | {  # of kernels that take none
+    (64, 64): Tile(192, 128, 4, 2),
+    (128, 128): Tile(128, 128, 3, 1, True),
 }
-WIDE_DIMS = (64, 128)  # 256: O and Q of 16 rows are 192 registers of a thread
-WIDE_TILES = {key: tile for key, tile in SPLIT_TILES.items() if key[1] in WIDE_DIMS}
-WIDE_TILES["nvfp4", 128] = TileSpec(64, 256, 5, 1, False, 2)
-PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 
 
-def split_tiles(spec: AttentionSpec) -> dict[tuple[str, int], TileSpec]:
-    return WIDE_TILES if spec.wide else SPLIT_TILES
+def headline(q: str, dims: tuple[int, int], causal: bool) -> Spec:
+    """The spec of a mask and nothing else."""
+    mask, tile = MaskSpec("always" if causal else "never"), HEADLINE_TILES.get(dims)
+    return AttentionSpec(q, KVSpec(q), (q,), *dims, mask, tile=cast(Tile, tile))
 
 
-def tile_for(spec: AttentionSpec) -> TileSpec | None:
-    """The tile that `spec` runs with. Its n depends on the head dims, split and the cache's type alone: a row's
-    rounding depends on n, and a request's result must depend on nothing but the request."""
-    dims = (spec.head_dim_qk, spec.head_dim_vo)
-    if spec.split:
-        return split_tiles(spec).get((spec.kv.dtype, dims[0])) if dims[0] == dims[1] else None
-    few_registers = not spec.soft_cap and not spec.pack_gqa
-    if dims == (64, 64) and few_registers and not spec.mask.window:
-        return TileSpec(192, 128, 4, 2)
-    if dims == (128, 128) and few_registers:
-        return TileSpec(128, 128, 3, 1, True)
-    return TILES.get(dims)
+def general(q: str, dims: tuple[int, int], pack: bool) -> Spec:
+    """The spec that takes every modifier as a value."""
+    mask, logits, tile = MaskSpec("value", window=True), LogitsSpec(soft_cap=True), TILES.get(dims)
+    return AttentionSpec(q, KVSpec(q), (q,), *dims, mask, logits, pack_gqa=pack, tile=cast(Tile, tile))
 
 
-def supports(spec: AttentionSpec) -> str | None:
-    """None where the kernel runs `spec`, else the reason why not."""
-    if spec.dtype not in DTYPES:
-        return f"dtype {spec.dtype}: the sm_90a kernel has {', '.join(DTYPES)}"
-    dims = (spec.head_dim_qk, spec.head_dim_vo)
-    if dims not in TILES:
-        return f"head_dim {dims}: the sm_90a kernel has {', '.join(map(str, TILES))}"
-    if spec.split:
-        if tile_for(spec) is None or not spec.pack_gqa or spec.soft_cap:
-            shipped = ", ".join(sorted({str(dim) for _, dim in split_tiles(spec)}))
-            asked = f"head_dim {dims}, pack_gqa {spec.pack_gqa}, wide {spec.wide}"
-            return f"split: {asked}: has packed rows of head_dim {shipped}"
-        rows = spec.warp_rows
-        if spec.tile.m % rows or 4 * spec.tile.warpgroups % (spec.tile.m // rows):
-            return f"tile {spec.tile}: m is {rows} rows for each of a divisor of {4 * spec.tile.warpgroups} warps"
-        if spec.tile.n % (64 * spec.tile.warpgroups):
-            return f"tile {spec.tile}: n is a multiple of 16 keys for each of {4 * spec.tile.warpgroups} warps"
-    elif spec.kv.dtype:
-        return f"kv {spec.kv.dtype}: the sm_90a kernel has it for decoding only"
-    if spec.kv.source != "paged":
-        return f"kv {spec.kv}: the sm_90a kernel reads paged KV"
-    if not spec.split and (spec.tile.m % 64 or not 64 <= spec.tile.m <= 192 or spec.tile.n % 16):
-        return f"tile {spec.tile}: m is 64, 128 or 192, n a multiple of 16"
+def candidate(problem: Problem, arch: str) -> Spec:
+    """The spec that would serve a problem, if `supports` lets it."""
+    p, dims = problem, (problem.head_dim_qk, problem.head_dim_vo)
+    pack = p.group > 1 and p.rows <= PACK_ROWS
+    plain = not (pack or p.window or p.soft_cap or p.drafts or p.skip)
+    spec = headline(p.q, dims, p.causal) if plain else general(p.q, dims, pack)
+    mask, logits = replace(spec.mask, bits=p.drafts), replace(spec.logits, skip=p.skip)
+    return replace(spec, kv=KVSpec(p.kv), out=(p.out,), mask=mask, logits=logits)
+
+
+def supports(spec: Spec) -> str | None:
+    """None where the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
+    if spec.q not in DTYPES:
+        return f"q {spec.q}: the kernel has {', '.join(DTYPES)}"
+    if spec.kv.dtype != spec.q or spec.kv.source != "paged":
+        return f"kv {spec.kv.source} {spec.kv.dtype}: the kernel has paged {spec.q}"
+    if spec.out != (spec.q,):
+        return f"out {', '.join(spec.out)}: the kernel has {spec.q}"
+    if spec.dims not in TILES:
+        return f"head_dim {spec.dims}: the kernel has {', '.join(map(str, TILES))}"
+    if spec.mask.bits:
+        return "drafts: the kernel has no mask of bits"
+    if spec.logits.skip:
+        return "skip-softmax: the kernel skips nothing"
+    if spec.schedule != "tiles":
+        return f"schedule {spec.schedule}: the kernel has tiles"
+    t = spec.tile
+    if t.m % 64 or not 64 <= t.m <= 192 or t.n % 16:
+        return f"tile {t}: m is 64, 128 or 192, n a multiple of 16"
     return None
+
+
+def shipped(arch: str) -> list[Spec]:
+    """Of each type and head_dim: a headline spec a mask, and the general ones."""
+    found = []
+    for q, dims in product(DTYPES, TILES):
+        found += [headline(q, dims, causal) for causal in (True, False)]
+        found += [general(q, dims, pack) for pack in (False, True)]
+    return found if arch in ARCHS else []

@@ -1,11 +1,12 @@
 """Math role of prefill: one warpgroup per 64 rows of the tile. S = Q K^T, softmax, O += P V, store.
 
 A warpgroup issues QK of a block together with PV of the block before, and computes the softmax of the one under the
-other (`step`), across tiles too (`last`). Warpgroups take turns at issuing, so that one's softmax runs under another's
-MMAs.
+other (`step`), across tiles too (`finish_pv`). Warpgroups take turns at issuing, so that one's softmax runs under
+another's MMAs.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -13,8 +14,13 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...device import pipe, warp, wgmma
-from .. import epilogue, geometry, kv, mask, schedule, softmax
+from .. import epilogue, geometry, logits, mask, softmax
+from ..kv import source
+from ..logits import Cols, Rows
+from ..schedule import work
+from ..schedule.work import Work
 
+LANES = 4  # that have columns of a row of an accumulator
 TURN_BARRIER = 1  # + warpgroup: may issue MMAs
 ALL_BARRIER = 4  # all math threads
 GROUP_BARRIER = 5  # + warpgroup: its 128 threads
@@ -35,15 +41,27 @@ class Registers:
     cols: cute.Tensor  # coordinates in the tile
 
 
+class Scales(NamedTuple):
+    """score: raw scores to log2 units, before a soft cap. out: on the output."""
+
+    score: Float32
+    out: Float32
+
+
 @dataclass(frozen=True)
 class Tile:
-    """What a warpgroup knows of the tile at hand, and the scales."""
+    """What a warpgroup knows of the tile at hand."""
 
-    w: schedule.Work
+    w: Work
     n: mask.Lengths
-    scale_log2: Float32  # raw score -> log2 units
-    cap: Float32
-    score_scale: Float32  # what `scores` reduces -> log2 units
+    scales: Scales
+
+
+class Items(NamedTuple):
+    """Items of the pipes: the KV block, and the tile's Q."""
+
+    kv: Int32
+    q: Int32
 
 
 def group_index():
@@ -74,7 +92,7 @@ def registers(spec, plan, s) -> Registers:
     p = cute.make_rmem_tensor_like(wgmma.as_operand_a(acc_s), s.v.element_type)
     rows = cute.size(wgmma.rows_cols(acc_o), mode=[0])
     coords = plan.mma_qk.get_slice(tid).partition_C(cute.make_identity_tensor((t.m, t.n)))
-    if spec.tile.q_registers:
+    if spec.tile.q_in_regs:
         q = cute.make_rmem_tensor(qk.partition_shape_A((t.m, spec.head_dim_qk)), s.q.element_type)
     else:
         q = plan.mma_qk.make_fragment_A(qk.partition_A(s.q))
@@ -93,26 +111,37 @@ def registers(spec, plan, s) -> Registers:
 
 def ahead(spec):
     """Whether the first QK of a tile is issued before the epilogue of the tile before."""
-    return not spec.pack_gqa and (spec.tile.q_registers or spec.tile.q_stages > 1)
+    return not spec.pack_gqa and (spec.tile.q_in_regs or spec.tile.q_stages > 1)
+
+
+def score_to_log2(a, x: Tile, capped):
+    """What turns scores, as the softmax reduces them, into log2 units."""
+    return logits.capped_to_log2(a.logits.soft_cap) if capped else x.scales.score
 
 
 @cute.jit
-def scores(spec: cutlass.Constexpr, r: Registers, x: Tile, j: Int32, masked: cutlass.Constexpr):
+def scores(
+    spec: cutlass.Constexpr,
+    a,
+    r: Registers,
+    x: Tile,
+    j: Int32,
+    capped: cutlass.Constexpr,
+    masked: cutlass.Constexpr,
+):
     """Soft cap, mask and new maxima of block j in r.s."""
     view = wgmma.rows_cols(r.s)
-    if const_expr(spec.soft_cap):
-        softmax.cap_scores(r.s, x.scale_log2, x.cap)
-    if const_expr(masked):
-        mine = r.cols[0, 0][1]
-        cols = [r.cols[0, c][1] - mine for c in range(cute.size(view, mode=[1]))]
-        mask.apply(spec, view, r.tokens, cols, j * spec.tile.n + mine, x.n)
-    softmax.maxima(r.st, view, x.score_scale)
+    mine = r.cols[0, 0][1]
+    at = [r.cols[0, c][1] - mine for c in range(cute.size(view, mode=[1]))]
+    rows, cols = Rows(r.tokens, x.w.q_start, x.n), Cols(j * spec.tile.n + mine, at)
+    logits.transform(spec, a, view, [x.scales.score] * cute.size(r.tokens), rows, cols, capped, masked)
+    softmax.update_max(r.st, view, score_to_log2(a, x, capped), LANES)
 
 
 @cute.jit
-def probabilities(r: Registers, x: Tile, row: cutlass.Constexpr):
+def probabilities(a, r: Registers, x: Tile, row: cutlass.Constexpr, capped: cutlass.Constexpr):
     """exp2 of a row of r.s."""
-    softmax.exponentials(r.st, wgmma.rows_cols(r.s), x.score_scale, row)
+    softmax.exp_and_sum(r.st, wgmma.rows_cols(r.s), score_to_log2(a, x, capped), row)
 
 
 @cute.jit
@@ -123,116 +152,122 @@ def operand_p(r: Registers, row: cutlass.Constexpr):
 
 
 @cute.jit
-def ready(spec: cutlass.Constexpr, plan, s, r: Registers, w: schedule.Work, at):
-    """Wait for what the first QK of a tile needs: its Q, item q, and K of its last block, item i."""
-    i, q = at
+def wait_first_qk(spec: cutlass.Constexpr, plan, s, r: Registers, w: Work, at: Items):
+    """Wait for what the first QK of a tile needs: its Q and K of its last block."""
     if const_expr(spec.pack_gqa):
-        gather_q(spec, s, w, plan.args, pipe.slot(s.q_pipe, q))
+        gather_q(spec, s, w, plan.args, pipe.stage(s.q_pipe, at.q))
     else:
-        pipe.wait_full(s.q_pipe, q)
-    if const_expr(spec.tile.q_registers):
-        wgmma.load_a(plan.mma_qk, s.q[None, None, pipe.slot(s.q_pipe, q)], r.q, cute.arch.thread_idx()[0] - 128)
+        pipe.wait_full(s.q_pipe, at.q)
+    if const_expr(spec.tile.q_in_regs):
+        wgmma.load_a(plan.mma_qk, s.q[None, None, pipe.stage(s.q_pipe, at.q)], r.q, cute.arch.thread_idx()[0] - 128)
         if const_expr(not spec.pack_gqa):
-            pipe.release(s.q_pipe, q)
-    pipe.wait_full(s.k_pipe, i)
+            pipe.release(s.q_pipe, at.q)
+    pipe.wait_full(s.k_pipe, at.kv)
 
 
 @cute.jit
-def issue_qk(spec: cutlass.Constexpr, plan, s, r: Registers, at):
-    i, q = at
-    a = r.q if const_expr(spec.tile.q_registers) else r.q[None, None, None, pipe.slot(s.q_pipe, q)]
-    wgmma.issue(plan.mma_qk, r.s, a, r.k[None, None, None, pipe.slot(s.k_pipe, i)], True)
+def issue_qk(spec: cutlass.Constexpr, plan, s, r: Registers, at: Items):
+    q = r.q if const_expr(spec.tile.q_in_regs) else r.q[None, None, None, pipe.stage(s.q_pipe, at.q)]
+    wgmma.issue(plan.mma_qk, r.s, q, r.k[None, None, None, pipe.stage(s.k_pipe, at.kv)], True)
 
 
 @cute.jit
-def begin(spec: cutlass.Constexpr, plan, s, r: Registers, w: schedule.Work, at):
+def start_tile(spec: cutlass.Constexpr, plan, s, r: Registers, w: Work, at: Items):
     """The first QK of a tile."""
-    ready(spec, plan, s, r, w, at)
+    wait_first_qk(spec, plan, s, r, w, at)
     issue_qk(spec, plan, s, r, at)
 
 
 @cute.jit
 def issue_pv(plan, s, r: Registers, i: Int32):
     pipe.wait_full(s.v_pipe, i)
-    wgmma.issue(plan.mma_pv, r.o, r.p, r.v[None, None, None, pipe.slot(s.v_pipe, i)], False)
+    wgmma.issue(plan.mma_pv, r.o, r.p, r.v[None, None, None, pipe.stage(s.v_pipe, i)], False)
 
 
 @cute.jit
-def first(spec: cutlass.Constexpr, s, r: Registers, x: Tile, at):
-    """The last KV block j, item i of the pipes, its QK in flight: P is left in r.p, its PV is owed."""
-    i, j = at
-    warpgroup.wait_group(0)
-    pipe.release(s.k_pipe, i)
-    scores(spec, r, x, j, True)
+def first_block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, i: Int32, capped: cutlass.Constexpr):
+    """The last KV block of a tile, item i of the pipes, its scores in r.s: P is left in r.p, its PV is owed."""
+    j = x.w.hi - 1
+    scores(spec, a, r, x, j, capped, True)
     for row in cutlass.range_constexpr(cute.size(r.tokens)):
-        probabilities(r, x, row)
+        probabilities(a, r, x, row, capped)
         operand_p(r, row)
     valid = x.n.kv_len - j * spec.tile.n
-    if valid < spec.tile.n and valid % kv.boxes(spec.tile.n)[-1] != 0:
+    if valid < spec.tile.n and source(spec).cut(spec, valid):
         pipe.wait_full(s.v_pipe, i)
-        threads = 128 * spec.tile.warpgroups
-        kv.zero_tail(spec, s.v[None, None, pipe.slot(s.v_pipe, i)], valid, threads)
+        threads, tid = 128 * spec.tile.warpgroups, cute.arch.thread_idx()[0] - 128
+        source(spec).zero_tail(spec, s.v[None, None, pipe.stage(s.v_pipe, i)], valid, tid, threads)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=ALL_BARRIER, number_of_threads=threads)
 
 
 @cute.jit
-def step(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at, masked: cutlass.Constexpr):
-    """QK of block j (item i + 1) and the PV owed to item i in flight together; softmax of j under PV and the other
-    warpgroup's MMAs. PV has ended by the time the first row is done, whose conversion then runs under the second's
-    exponentials."""
-    i, j, q = at
+def step(
+    spec: cutlass.Constexpr,
+    plan,
+    s,
+    r: Registers,
+    x: Tile,
+    at: Items,
+    j: Int32,
+    how: cutlass.Constexpr,
+):
+    """QK of block j (item at.kv + 1) and the PV owed to item at.kv in flight together; softmax of j under PV and the
+    other warpgroup's MMAs. PV has ended by the time the first row is done, whose conversion then runs under the
+    second's exponentials. how: (capped, masked)."""
+    capped, masked = how
+    i, a = at.kv, plan.args
     pipe.wait_full(s.k_pipe, i + 1)
     wait_turn(spec)
-    issue_qk(spec, plan, s, r, (i + 1, q))
+    issue_qk(spec, plan, s, r, Items(i + 1, at.q))
     issue_pv(plan, s, r, i)
     pass_turn(spec)
     warpgroup.wait_group(1)
-    scores(spec, r, x, j, masked)
-    probabilities(r, x, 0)
-    # An exponential is never below -|score_scale|, whatever a device tensor holds: the release always happens, and the
-    # wait stays behind it.
-    pipe.release_after(s.k_pipe, i + 1, wgmma.rows_cols(r.s)[0, 0], -cute.math.absf(x.score_scale))
+    scores(spec, a, r, x, j, capped, masked)
+    probabilities(a, r, x, 0, capped)
+    # Always true (exp >= 0 >= -|scale|), but the compiler cannot know: it keeps the release behind the scores and the
+    # wait behind the release, whatever a device tensor holds.
+    below = -cute.math.absf(score_to_log2(a, x, capped))
+    pipe.release_after(s.k_pipe, i + 1, wgmma.rows_cols(r.s)[0, 0], below)
     warpgroup.wait_group(0)
     pipe.release(s.v_pipe, i)
     operand_p(r, 0)
-    probabilities(r, x, 1)
+    probabilities(a, r, x, 1, capped)
     operand_p(r, 1)
     softmax.rescale(r.st, wgmma.rows_cols(r.o))
 
 
 @cute.jit
-def last(spec: cutlass.Constexpr, plan, s, r: Registers, after: schedule.Work, at):
-    """The PV owed by the tile at hand, item i, and, where Q has room for it, the first QK of the tile `after`, which
-    then runs under this tile's epilogue. Past the last tile that QK multiplies what the stages happen to hold: with
-    MMAs in flight across a conditional the compiler waits after each of them."""
-    i, q = at
+def finish_pv(spec: cutlass.Constexpr, plan, s, r: Registers, after: Work, at: Items):
+    """The PV owed by the tile at hand, and, where Q has room for it, the first QK of the tile `after`, which then runs
+    under this tile's epilogue. Past the last tile that QK multiplies what the stages happen to hold: with MMAs in
+    flight across a conditional the compiler waits after each of them."""
     if const_expr(ahead(spec)):
         if after.valid != 0:
-            ready(spec, plan, s, r, after, (i + 1, q + 1))
+            wait_first_qk(spec, plan, s, r, after, Items(at.kv + 1, at.q + 1))
         wait_turn(spec)
-        issue_pv(plan, s, r, i)
-        issue_qk(spec, plan, s, r, (i + 1, q + 1))
+        issue_pv(plan, s, r, at.kv)
+        issue_qk(spec, plan, s, r, Items(at.kv + 1, at.q + 1))
         pass_turn(spec)
         warpgroup.wait_group(1)
     else:
-        issue_pv(plan, s, r, i)
+        issue_pv(plan, s, r, at.kv)
         warpgroup.wait_group(0)
-    pipe.release(s.v_pipe, i)
+    pipe.release(s.v_pipe, at.kv)
 
 
 @cute.jit
-def gather_q(spec: cutlass.Constexpr, s, w: schedule.Work, a, stage: Int32):
+def gather_q(spec: cutlass.Constexpr, s, w: Work, a, stage: Int32):
     """Packed GQA: this warpgroup copies its 64 rows of Q, (token, head) pairs, into swizzled shared memory.
 
     A warp writes rows that others of the group read: all of them must have finished with the tile before.
     """
-    vec = 8  # 16-bit elements of 16 bytes
+    vec = const_expr(128 // s.q.element_type.width)  # of 16 bytes
     cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(), number_of_threads=128)
-    per_row = spec.head_dim_qk // vec
+    per_row = const_expr(spec.head_dim_qk // vec)
     tid = cute.arch.thread_idx()[0] % 128
-    fold = geometry.fold(spec, a)
-    rows = geometry.tile_rows(w.q_len, fold)
+    per_token = geometry.rows_per_token(spec, a)
+    rows = geometry.tile_rows(w.q_len, per_token)
     for c in cutlass.range_constexpr(64 * per_row // 128):
         i = tid + c * 128
         local = group_index() * 64 + i // per_row
@@ -240,101 +275,121 @@ def gather_q(spec: cutlass.Constexpr, s, w: schedule.Work, a, stage: Int32):
         piece = cute.make_rmem_tensor(vec, s.q.element_type)
         piece.fill(0.0)
         if row < rows:
-            token = w.q_start + geometry.token_of(row, fold, True)
-            head = geometry.head_of(row, w.head, fold, True)
-            cute.autovec_copy(cute.local_tile(a.q[token, head, None], (vec,), (i % per_row,)), piece)
+            token = w.q_start + geometry.token_of(row, per_token, True)
+            head = geometry.head_of(row, w.head, per_token, True)
+            cute.autovec_copy(cute.local_tile(a.query.q[token, head, None], (vec,), (i % per_row,)), piece)
         cute.autovec_copy(piece, cute.local_tile(s.q, (1, vec, 1), (local, i % per_row, stage))[0, None, 0])
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(), number_of_threads=128)
 
 
 @cute.jit
-def store(spec: cutlass.Constexpr, plan, r: Registers, w: schedule.Work, scales, empty: cutlass.Constexpr):
+def store(spec: cutlass.Constexpr, a, r: Registers, w: Work, scales: Scales, empty: cutlass.Constexpr):
     """Normalise and write this thread's rows of O and LSE that belong to the request; `empty`: no row sees a key."""
-    a = plan.args
-    score_scale, out_scale = scales
-    fold = geometry.fold(spec, a)
+    per_token = geometry.rows_per_token(spec, a)
+    to_log2 = scales.score
+    if const_expr(spec.logits.soft_cap):
+        if a.logits.soft_cap > 0.0:
+            to_log2 = logits.capped_to_log2(a.logits.soft_cap)
     o = wgmma.rows_cols(r.o)
-    words = cute.make_rmem_tensor(cute.size(o, mode=[1]) // 2, Int32)
     for k in cutlass.range_constexpr(cute.size(o, mode=[0])):
         row = w.m_block * spec.tile.m + r.cols[k, 0][0]
-        token = geometry.token_of(row, fold, spec.pack_gqa)
+        token = geometry.token_of(row, per_token, spec.pack_gqa)
         keep = token < w.q_len
-        head = geometry.head_of(row, w.head, fold, spec.pack_gqa)
+        head = geometry.head_of(row, w.head, per_token, spec.pack_gqa)
         sink = epilogue.sink_of(a, head)
-        out = a.o[w.q_start + token, head, None]
-        lse = sink * softmax.LOG2_E
+        lse = sink * logits.LOG2_E
+        values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
         if const_expr(empty):
-            words.fill(0)
+            values.fill(0.0)
         else:
-            inverse, lse = softmax.finish(r.st, k, score_scale, sink)
-            values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
-            values.store(o[k, None].load() * (inverse * out_scale))
-            warp.convert16(values, cute.recast_tensor(words, a.o.element_type))
-        epilogue.store_row(out, words, keep)
-        if keep and a.lse.shape[0] > 0 and cute.arch.lane_idx() % 4 == 0:
-            a.lse[w.q_start + token, head] = lse
+            normal = softmax.row_normalizer(r.st, k, to_log2, sink, LANES)
+            lse = normal.lse
+            values.store(o[k, None].load() * (normal.factor * scales.out))
+        epilogue.store_quad_row(a, w.q_start + token, head, values, keep)
+        epilogue.store_lse(a, w.q_start + token, head, lse, keep and cute.arch.lane_idx() % LANES == 0)
 
 
 @cute.jit
-def set_tokens(spec: cutlass.Constexpr, r: Registers, w: schedule.Work, a):
+def set_tokens(spec: cutlass.Constexpr, r: Registers, w: Work, a):
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         row = w.m_block * spec.tile.m + r.cols[k, 0][0]
-        r.tokens[k] = geometry.token_of(row, geometry.fold(spec, a), spec.pack_gqa)
+        r.tokens[k] = geometry.token_of(row, geometry.rows_per_token(spec, a), spec.pack_gqa)
 
 
 @cute.jit
-def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at):
-    """The KV blocks of a tile whose first QK is in flight, up to the PV of the last; returns that one's pipe item."""
-    i, q = at
-    softmax.reset(r.st)
-    r.o.fill(0.0)
-    set_tokens(spec, r, x.w, plan.args)
-    first(spec, s, r, x, (i, x.w.hi - 1))
+def run_blocks(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items, capped: cutlass.Constexpr):
+    """The KV blocks of a tile whose first scores are there, up to the PV of the last; returns that one's item."""
+    i = at.kv
+    first_block(spec, plan.args, s, r, x, i, capped)
     segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi)
     for g in cutlass.range_constexpr(len(segments)):
         lo, hi, masked = segments[g]
         for j in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
-            step(spec, plan, s, r, x, (i, j, q), masked)
+            step(spec, plan, s, r, x, Items(i, at.q), j, (capped, masked))
             i += 1
-    if const_expr(not spec.pack_gqa and not spec.tile.q_registers):
-        pipe.release(s.q_pipe, q)
     return i
 
 
 @cute.jit
-def next_tile(spec: cutlass.Constexpr, plan, s, r: Registers, scales, t: Int32):
-    """(Work of the CTA's t-th tile or of the first after it that sees a key, t'); those that see none are stored."""
-    w = schedule.hear(s, t)
+def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items):
+    """The KV blocks of a tile whose first QK is in flight, up to the PV of the last; returns that one's item."""
+    a = plan.args
+    softmax.reset(r.st)
+    r.o.fill(0.0)
+    set_tokens(spec, r, x.w, a)
+    warpgroup.wait_group(0)
+    pipe.release(s.k_pipe, at.kv)
+    i = at.kv
+    if const_expr(spec.logits.soft_cap):  # a loop for each: a conditional in it would wait for MMAs
+        if a.logits.soft_cap > 0.0:
+            i = run_blocks(spec, plan, s, r, x, at, True)
+        else:
+            i = run_blocks(spec, plan, s, r, x, at, False)
+    else:
+        i = run_blocks(spec, plan, s, r, x, at, False)
+    if const_expr(not spec.pack_gqa and not spec.tile.q_in_regs):
+        pipe.release(s.q_pipe, at.q)
+    return i
+
+
+class Next(NamedTuple):
+    """A tile, and the number of the one behind it."""
+
+    w: Work
+    t: Int32
+
+
+@cute.jit
+def next_tile(spec: cutlass.Constexpr, a, s, r: Registers, scales: Scales, t: Int32):
+    """The CTA's t-th tile or the first after it that sees a key; those that see none are stored."""
+    w = work.consume(spec, s, t)
     while w.valid != 0 and w.hi <= w.lo:
-        store(spec, plan, r, w, scales, True)
+        store(spec, a, r, w, scales, True)
         t += 1
-        w = schedule.hear(s, t)
-    return w, t + 1
+        w = work.consume(spec, s, t)
+    return Next(w, t + 1)
 
 
 @cute.jit
 def math(spec: cutlass.Constexpr, plan, s):
     a = plan.args
     r = registers(spec, plan, s)
-    scale_log2 = softmax.factor(a.scale_log2, a.scale)
-    score_scale = softmax.capped_scale(a.soft_cap) if const_expr(spec.soft_cap) else scale_log2
-    scales = (score_scale, softmax.factor(a.out_factor, a.out_scale))
+    scales = Scales(softmax.device_factor(a.logits.scale_log2, a.logits.scale), epilogue.scale_of(a))
     if group_index() == spec.tile.warpgroups - 1:
         pass_turn(spec)
-    i, q = Int32(0), Int32(0)
-    w, t = next_tile(spec, plan, s, r, scales, Int32(0))
+    at = Items(Int32(0), Int32(0))
+    w, t = next_tile(spec, a, s, r, scales, Int32(0))
     if w.valid != 0:
         if const_expr(ahead(spec)):
-            begin(spec, plan, s, r, w, (i, q))
+            start_tile(spec, plan, s, r, w, at)
         while w.valid != 0:
             if const_expr(not ahead(spec)):
-                begin(spec, plan, s, r, w, (i, q))
-            x = Tile(w, mask.Lengths(w.q_len, w.kv_len, a.window_left), scale_log2, a.soft_cap, scales[0])
-            i = run_tile(spec, plan, s, r, x, (i, q))
-            w, t = next_tile(spec, plan, s, r, scales, t)
-            last(spec, plan, s, r, w, (i, q))
-            store(spec, plan, r, x.w, scales, False)
-            i += 1
-            q += 1
+                start_tile(spec, plan, s, r, w, at)
+            x = Tile(w, mask.lengths(spec, a, w.q_len, w.kv_len), scales)
+            i = run_tile(spec, plan, s, r, x, at)
+            w, t = next_tile(spec, a, s, r, scales, t)
+            finish_pv(spec, plan, s, r, w, Items(i, at.q))
+            store(spec, a, r, x.w, scales, False)
+            at = Items(i + 1, at.q + 1)
         warpgroup.wait_group(0)

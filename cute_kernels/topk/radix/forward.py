@@ -31,7 +31,7 @@ from ..spec import BINS, BITS, PULLED
 from . import LIST, filter, passes, places, resident, write
 
 
-def fake_args(spec) -> TopKArgs:
+def fake_args(spec) -> dict[str, Any]:
     dtype, size = abi.DTYPES[spec.dtype], BITS[spec.dtype] // 8
     ints: Any = {"align": 4}
     per_row = lambda: abi.tensor(cutlass.Int32, (None,), **ints)  # noqa: E731
@@ -54,7 +54,7 @@ def fake_args(spec) -> TopKArgs:
         k=Int32(1),
         last_ties=Int32(0),
         enable_pdl=Int32(0),
-    )
+    )._asdict()
 
 
 @dataclass(frozen=True)

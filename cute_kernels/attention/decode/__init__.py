@@ -1,0 +1,116 @@
+"""Decode: few query rows a request, on any architecture that has mma.sync and TMA. This file is plain Python: what the
+kernel can do (`supports`, and the constants that `dispatch` looks at), which tile it takes, and what is shipped of it.
+It imports no DSL, because a process that runs a bundle has none.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, ClassVar
+
+from ..problem import Problem
+from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec
+
+ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+PHASE = "decode"
+PAGE_SIZES = (8, 16, 32, 64, 128, 256)
+QUANTISED = ("e4m3", "nvfp4")
+FEW_ROWS = 8  # of a warp; kernels for calls with more rows have twice as many
+
+
+@dataclass(frozen=True)
+class Tile:
+    """At most m query rows x n keys a CTA; `stages` K tiles and as many V tiles in flight. The warps of `warpgroups`
+    compute, `rows_per_warp` rows each, 8 or 16, on keys of their own."""
+
+    m: int
+    n: int
+    stages: int
+    warpgroups: int = 2
+    rows_per_warp: int = FEW_ROWS
+
+    loaders: ClassVar[int] = 1  # warps that fill a stage together
+
+    @property
+    def warps(self) -> int:
+        return 4 * self.warpgroups
+
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """Rows that a tile may have, ascending: a number of groups of rows that the warps divide into evenly."""
+        each = self.rows_per_warp
+        return tuple(n * each for n in range(1, self.warps + 1) if self.warps % n == 0 and n * each <= self.m)
+
+    @property
+    def name(self) -> str:
+        return f"m{self.m}n{self.n}s{self.stages}g{self.warpgroups}r{self.rows_per_warp}"
+
+
+Spec = AttentionSpec[Tile]
+
+# Nearly all the shared memory that there is holds K and V as they are stored. A warp has 16 to 64 keys of a stage.
+# Stages are small, so that work is shared among CTAs evenly. More warps convert where registers suffice. Kernels of 16
+# rows a warp hold more in registers, 8 warps at most, and add up more of O in shared memory.
+TILES = {  # (type of the cache, head_dim, rows of a warp) -> tile
+    ("16-bit", 64, 8): Tile(64, 128, 6),
+    ("16-bit", 128, 8): Tile(64, 128, 3),
+    ("16-bit", 256, 8): Tile(32, 64, 3, 1),
+    ("e4m3", 64, 8): Tile(64, 256, 6),
+    ("e4m3", 128, 8): Tile(64, 256, 3),
+    ("e4m3", 256, 8): Tile(64, 128, 3),
+    ("nvfp4", 64, 8): Tile(64, 512, 4),
+    ("nvfp4", 128, 8): Tile(48, 384, 3, 3),
+    ("nvfp4", 256, 8): Tile(64, 128, 5),
+    ("16-bit", 64, 16): Tile(64, 128, 6, 2, 16),
+    ("16-bit", 128, 16): Tile(64, 128, 3, 2, 16),
+    ("e4m3", 64, 16): Tile(64, 256, 6, 2, 16),
+    ("e4m3", 128, 16): Tile(64, 256, 3, 2, 16),
+    ("nvfp4", 64, 16): Tile(64, 512, 4, 2, 16),
+    ("nvfp4", 128, 16): Tile(64, 256, 5, 2, 16),  # head_dim 256: O and Q of 16 rows are 192 registers of a thread
+}
+DIMS = tuple(sorted({dim for _, dim, _ in TILES}))
+
+
+def spec_of(q: str, kv: str, dim: int, rows: int) -> Spec:
+    """The spec of these types that takes every modifier, with so many rows a warp if it has a tile of those."""
+    kind = kv if kv in QUANTISED else "16-bit"
+    tile: Any = TILES.get((kind, dim, rows)) or TILES.get((kind, dim, FEW_ROWS))
+    mask, logits = MaskSpec("always", True, True), LogitsSpec(True, True)
+    return AttentionSpec(q, KVSpec(kv), (q, "e4m3"), dim, dim, mask, logits, "stream_k", True, tile)
+
+
+def candidate(problem: Problem, arch: str) -> Spec:
+    """The spec that would serve a problem, if `supports` lets it."""
+    p = problem
+    many = not p.batch_invariant and p.rows * p.group > FEW_ROWS  # other requests' rows count
+    spec = spec_of(p.q, p.kv, p.head_dim_qk, 2 * FEW_ROWS if many else FEW_ROWS)
+    mask = spec.mask if p.causal else replace(spec.mask, causal="value")
+    out = spec.out if p.out in spec.out else (p.out,)
+    return replace(spec, head_dim_vo=p.head_dim_vo, mask=mask, out=out)
+
+
+def supports(spec: Spec) -> str | None:
+    """None where the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
+    if spec.q not in DTYPES:
+        return f"q {spec.q}: the kernel has {', '.join(DTYPES)}"
+    if spec.kv.dtype not in (spec.q, *QUANTISED) or spec.kv.source != "paged":
+        return f"kv {spec.kv.source} {spec.kv.dtype}: the kernel has paged {', '.join((spec.q, *QUANTISED))}"
+    if spec.out not in ((spec.q, "e4m3"), (spec.q,)):
+        return f"out {', '.join(spec.out)}: the kernel has {spec.q}, e4m3"
+    if spec.head_dim_qk != spec.head_dim_vo or spec.head_dim_qk not in DIMS:
+        return f"head_dim {spec.dims}: the kernel has {', '.join(map(str, DIMS))}"
+    if spec.mask.causal != "always":
+        return "causal False: tokens of the kernel see no later keys"
+    if spec.schedule != "stream_k" or not spec.pack_gqa:
+        return f"schedule {spec.schedule}, pack_gqa {spec.pack_gqa}: the kernel has stream_k of packed rows"
+    t = spec.tile
+    if t.rows_per_warp not in (FEW_ROWS, 2 * FEW_ROWS) or t.m not in t.heights:
+        return f"tile {t}: m is 8 or 16 rows (rows_per_warp) for each of a divisor of {t.warps} warps"
+    if t.n % (16 * t.warps):
+        return f"tile {t}: n is a multiple of 16 keys for each of {t.warps} warps"
+    return None
+
+
+def shipped(arch: str) -> list[Spec]:
+    """Every kernel takes every modifier: one of each types and head_dim, one more for calls of many rows."""
+    found = [spec_of(q, q if kv == "16-bit" else kv, dim, rows) for q, (kv, dim, rows) in product(DTYPES, TILES)]
+    return found if arch in ARCHS else []

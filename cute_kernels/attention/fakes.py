@@ -1,0 +1,63 @@
+"""The launch ABI in fake tensors, which a kernel is compiled with: the DSL half of `args`."""
+
+from math import gcd
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32
+
+from .. import abi
+from . import args
+from .spec import BLOCK
+
+STORED = {"nvfp4": "uint8"}  # types of caches whose elements have no type of their own
+
+
+def fake_args(spec) -> dict[str, Any]:
+    """Name -> fake tensor or scalar, in the order of a launch."""
+    dt, qk, vo = abi.DTYPES[spec.q], spec.head_dim_qk, spec.head_dim_vo
+    wide: Any = {"align": 16, "stride_divisibility": 8}
+    bytewise: Any = {"align": 16, "stride_divisibility": 16}
+    cached, each = abi.DTYPES[STORED.get(spec.kv.dtype, spec.kv.dtype)], max(1, 8 // spec.kv.bits)
+
+    def cache(dim):
+        return abi.tensor(cached, (None, None, None, dim // each), **(wide if spec.kv.bits == 16 else bytewise))
+
+    def scales(dim):
+        size = gcd(dim // BLOCK, 16)
+        return abi.tensor(cutlass.Uint8, (None, None, None, dim // BLOCK), align=size, stride_divisibility=size)
+
+    def vector(dtype):
+        return abi.tensor(dtype, (None,), align=4)
+
+    found: dict[str, Any] = {
+        "q": abi.tensor(dt, (None, None, qk), **wide),
+        "cu_seqlens_q": vector(Int32),
+        "k": cache(qk),
+        "v": cache(vo),
+        "kv_lens": vector(Int32),
+        "page_table": abi.tensor(Int32, (None, 2, None), align=4),
+        "k_scales": scales(qk),
+        "v_scales": scales(vo),
+        "v_scales_interleaved": Int32(0),
+        "window_left": Int32(0),
+        "causal": Int32(0),
+        "draft_mask": abi.tensor(Int32, (None, None), align=4),
+        "scale_log2": Float32(1.0),
+        "scale": vector(Float32),
+        "soft_cap": Float32(0.0),
+        "skip_threshold": Float32(0.0),
+        "o": abi.tensor(dt, (None, None, vo), **wide),
+        "lse": abi.tensor(Float32, (None, None), align=4, last_stride_one=False),
+        "sink": vector(Float32),
+        "out_factor": Float32(1.0),
+        "out_scale": vector(Float32),
+        "o_fp8": abi.tensor(cutlass.Uint8, (None, None, vo), **bytewise),
+        "grid": Int32(1),
+        "counters": vector(Int32),
+        "counter_base": Int32(0),
+        "enable_pdl": Int32(0),
+        "o_partial": abi.tensor(Float32, (None, None, vo + 4), align=16, stride_divisibility=4),
+        "blocks_per_split": Int32(0),
+    }
+    return {name: found[name] for name in args.fields(spec)}

@@ -1,0 +1,109 @@
+"""KV blocks from pages, by TMA. A page, or a part of it, is a box."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from ...device import copy, pipe
+from . import pages
+
+BOXES = (8, 16, 32, 64)  # rows of the TMA boxes; a fetch uses the largest that divides page and tile
+
+
+class Block(NamedTuple):
+    """One warp's part of a KV block. loader: number of the warp among those that fill a stage together; item: of the
+    pipe; j: number of the block; head: KV head."""
+
+    loader: Int32
+    item: Int32
+    j: Int32
+    head: Int32
+    kv_len: Int32
+
+
+class Lanes(NamedTuple):
+    """What the lanes of a warp know of the rows of a block: page, and box inside the page (None: a page is one)."""
+
+    page: cute.Tensor
+    box: Int32 | None
+
+
+def boxes(n):
+    """Rows of the boxes that can fill a tile of n rows, ascending."""
+    return tuple(b for b in BOXES if n % b == 0)
+
+
+@cute.jit
+def fill(spec: cutlass.Constexpr, op: copy.Operand, smem: cute.Tensor, p: pipe.Pipe, table: cute.Tensor, at: Block):
+    """One of the `tile.loaders` warps: its boxes of the rows [j n, (j + 1) n) of a KV head, into the item's stage.
+
+    table (M,): page ids of the request. Lane c looks up the pages of rows [8 c, 8 c + 8), and of those 256 rows on.
+    Boxes past kv_len are fetched from a page past the pool, which TMA fills with zeros; their table entries are never
+    read.
+    """
+    least, n = op.boxes[0].rows, spec.tile.n
+    page_size, pool = op.boxes[0].gmem.shape[0], op.boxes[0].gmem.shape[3]
+    found, box = cute.make_rmem_tensor((n // least + 31) // 32, Int32), Int32(0)
+    for c in cutlass.range_constexpr(cute.size(found)):
+        inside = (32 * c + cute.arch.lane_idx()) * least
+        row = at.j * n + inside
+        found[c] = Int32(pool)
+        if row < at.kv_len and inside < n:
+            found[c] = pages.page_of(table, row, page_size)
+        if const_expr(c == 0):  # box of its page, where a page has several: 256 rows on it is the same
+            box = pages.row_in_page(row, page_size) >> const_expr(op.boxes[-1].rows.bit_length() - 1)
+    for k in cutlass.range_constexpr(len(op.boxes)):
+        rows, largest = op.boxes[k].rows, const_expr(k + 1 == len(op.boxes))
+        if page_size >= rows and (largest or page_size == rows):
+            fill_boxes(spec, op, k, smem, p, Lanes(found, box if const_expr(largest) else None), at)
+
+
+@cute.jit
+def fill_boxes(
+    spec: cutlass.Constexpr,
+    op: copy.Operand,
+    k: cutlass.Constexpr,
+    smem: cute.Tensor,
+    p: pipe.Pipe,
+    lanes: Lanes,
+    at: Block,
+):
+    """One warp: its boxes of a stage, of the operand's k-th size."""
+    b, n, least, of = op.boxes[k], spec.tile.n, op.boxes[0].rows, spec.tile.loaders
+    count = n // b.rows
+    s, g = copy.partition(b, smem, b.gmem)
+    size = op.bytes // count * ((count - at.loader + of - 1) // of) if const_expr(of > 1) else op.bytes
+    pipe.fill(p, at.item, size)
+    # A coordinate that the compiler knows to be warp-uniform costs one move to a uniform register, any other a loop.
+    stage, head = cute.arch.make_warp_uniform(pipe.stage(p, at.item)), cute.arch.make_warp_uniform(at.head)
+    for c in cutlass.range_constexpr(0, count, of):
+        mine = c + at.loader if const_expr(of > 1) else c  # static where it can be
+        lane = mine * (b.rows // least)  # its low five bits, which a shuffle looks at
+        page_c = cute.arch.shuffle_sync(lanes.page[const_expr(c * (b.rows // least) // 32)], lane)
+        box_c = 0 if const_expr(lanes.box is None) else cute.arch.shuffle_sync(lanes.box, lane)
+        if const_expr(c + of <= count) or mine < count:
+            for d in cutlass.range_constexpr(cute.size(s, mode=[2])):
+                dst = s[None, mine, d, stage]
+                cute.copy(b.atom, g[None, box_c, d, head, page_c], dst, tma_bar_ptr=p.full + stage)
+
+
+def cut(spec, valid):
+    """Whether a block of `valid` rows ends inside a box, so that `zero_tail` has work to do."""
+    return valid % boxes(spec.tile.n)[-1] != 0
+
+
+@cute.jit
+def zero_tail(spec: cutlass.Constexpr, stage: cute.Tensor, valid: Int32, tid: Int32, threads: cutlass.Constexpr):
+    """Zero the rows [valid, next multiple of the largest box) of a V stage: they may share a page with rows before
+    kv_len, hold whatever the page held, and 0 * NaN is NaN. `threads` threads share the work; a proxy fence and a
+    barrier follow."""
+    vec = const_expr(128 // stage.element_type.width)  # of a 16-byte store
+    per_row = const_expr(spec.head_dim_vo // vec)
+    zeros = cute.make_rmem_tensor(vec, stage.element_type)
+    zeros.fill(0.0)
+    box = boxes(spec.tile.n)[-1]
+    rows = (valid + box - 1) // box * box - valid
+    for i in cutlass.range(tid, rows * per_row, threads, unroll=1):
+        cute.autovec_copy(zeros, cute.local_tile(stage, (1, vec), (valid + i // per_row, i % per_row))[0, None])

@@ -1,0 +1,84 @@
+"""Producer roles: warps that feed a CTA's tiles to the pipes, `tile.loaders` each for K and for V."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from ..device import copy, pipe
+from . import geometry
+from .kv import pages, scales, source
+from .kv.tma import Block
+from .schedule import tiles, work
+from .schedule.work import Search, Work
+
+
+@cute.jit
+def fetch_q(spec: cutlass.Constexpr, plan, s, w: Work, q: Int32):
+    """One warp: the Q rows of a tile, item q of the Q pipe. Rows past the request are its neighbour's, or zero."""
+    b = plan.q.boxes[0]
+    pipe.fill(s.q_pipe, q, plan.q.bytes)
+    g = cute.domain_offset((w.q_start + w.m_block * spec.tile.m, 0), b.gmem[None, None, w.head])
+    qs, qg = copy.partition(b, s.q, g)
+    stage = cute.arch.make_warp_uniform(pipe.stage(s.q_pipe, q))
+    for d in cutlass.range_constexpr(cute.size(qs, mode=[2])):
+        cute.copy(b.atom, qg[None, 0, d], qs[None, 0, d, stage], tma_bar_ptr=s.q_pipe.full + stage)
+
+
+@cute.jit
+def load_kv(
+    spec: cutlass.Constexpr,
+    plan,
+    s,
+    which: cutlass.Constexpr,
+    loader: Int32,
+    publishes: cutlass.Constexpr = False,
+    loads_q: cutlass.Constexpr = False,
+):
+    """One warp: its share of K or V (`which`, of kv.pages) of every tile of this CTA, last block first. Loader 0 also,
+    where it `publishes`, publishes each tile while it loads the one before, and, where it `loads_q`, loads Q."""
+    a = plan.args
+    op, smem, ring = (plan.k, s.k, s.k_pipe) if which == pages.K else (plan.v, s.v, s.v_pipe)
+    announces = const_expr(publishes) and loader == 0
+    search = Search(Int32(0), Int32(0))
+    i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(1)
+    if announces:
+        search = tiles.publish(spec, a, s, t, search)
+    while more != 0:
+        w = work.consume(spec, s, t)
+        more = w.valid
+        if w.valid != 0:
+            head = geometry.kv_head_of(w.head, geometry.group(a), spec.pack_gqa)
+            table = pages.of_request(a, w.batch, which)
+            if const_expr(loads_q):
+                if loader == 0 and w.hi > w.lo:
+                    fetch_q(spec, plan, s, w, q)
+                    q += 1
+            for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
+                source(spec).fill(spec, op, smem, ring, table, Block(loader, i, j, head, w.kv_len))
+                i += 1
+                if announces and j == w.hi - 1:
+                    search = tiles.publish(spec, a, s, t + 1, search)
+            if announces and w.hi <= w.lo:
+                search = tiles.publish(spec, a, s, t + 1, search)
+        t += 1
+
+
+@cute.jit
+def load_scales(spec: cutlass.Constexpr, plan, s):
+    """One warp: the scale factors of K and V of every tile, into the stages that `load_kv` fills."""
+    a = plan.args
+    i, t, more = Int32(0), Int32(0), Int32(1)
+    while more != 0:
+        w = work.consume(spec, s, t)
+        more = w.valid
+        if w.valid != 0:
+            for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
+                found = [
+                    scales.find(spec, a.kv.k.shape[2], pages.of_request(a, w.batch, which), j, w.kv_len)
+                    for which in (pages.K, pages.V)
+                ]
+                at = Block(Int32(0), i, j, w.head, w.kv_len)
+                scales.fill(spec, a.kv.k_scales, s.k_scales, s.k_pipe, found[0], at)
+                scales.fill(spec, a.kv.v_scales, s.v_scales, s.v_pipe, found[1], at)
+                i += 1
+        t += 1

@@ -1,0 +1,31 @@
+"""What a call asks of an attention kernel, in static terms. No kernel word in it: dispatch decides what runs."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Types: "fp16", "bf16", "e4m3", of kv and out also "nvfp4" (packed e2m1 with an e4m3 scale factor per 16).
+
+    phase: "prefill", or "decode": few query tokens a request, whose keys are worth sharing among CTAs. rows: upper
+    bound of the query tokens of one request. group: query heads of a KV head. drafts: a mask of bits says which of the
+    request's last tokens a token sees. skip: keys that hardly count may be left out. interleaved: V's scale factors
+    are, of 4 tokens each. batch_invariant: a request's bits must not depend on the rest of its batch.
+    """
+
+    q: str = "bf16"
+    kv: str = "bf16"
+    out: str = "bf16"
+    head_dim_qk: int = 128
+    head_dim_vo: int = 128
+    page_size: int = 16
+    group: int = 1
+    rows: int = 1 << 30
+    phase: str = "prefill"
+    causal: bool = True
+    window: bool = False
+    drafts: bool = False
+    soft_cap: bool = False
+    skip: bool = False
+    interleaved: bool = False
+    batch_invariant: bool = False

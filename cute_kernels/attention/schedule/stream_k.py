@@ -1,0 +1,161 @@
+"""Stream-K: the unit of work is a KV block of a tile. CTA c gets the units [c, c + 1) / CTAs of all there are, in the
+order of tiles, and so parts of tiles, at most one whose begin and one whose end another CTA has; `combine` merges them.
+With blocks_per_split a unit is that many blocks, and each is a part of its own: where a request's parts end, and so its
+bits, do not depend on the rest of the batch.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from .. import geometry, mask
+from . import work
+from .work import RequestTiles, Search, Split, Work
+
+
+class Share(NamedTuple):
+    """Units of a CTA, [begin, end) of `total`."""
+
+    begin: Int32
+    end: Int32
+    total: Int32
+
+
+class Units(NamedTuple):
+    """tile: first unit of the tile; end: the unit behind the work."""
+
+    tile: Int32
+    end: Int32
+
+
+def first_unit(total, c, ctas):
+    """Of CTA c of `ctas`: equal shares, the first ones have the rest."""
+    return total // ctas * c + cutlass.min(c, total % ctas)
+
+
+def cta_of_unit(unit, total, ctas):
+    """The CTA that has a unit: the inverse of `first_unit`."""
+    each, rest = total // ctas, total % ctas
+    return cutlass.max(unit // (each + 1), (unit - rest) // cutlass.max(each, 1))
+
+
+def split_slot(cta, behind):
+    """Where a CTA puts its part of a tile that begins `behind` units, or CTAs, before it."""
+    return 2 * cta + cutlass.max(1 - behind, 0)
+
+
+@cute.jit
+def slot_of(a, w: Work, part: Int32):
+    """Slot of a part of a tile."""
+    slot = w.split.first + part
+    if a.schedule.blocks_per_split == 0:
+        slot = split_slot(slot, part)
+    return slot
+
+
+def units_per_tile(spec, n, blocks_per_split):
+    """Units of a tile of a request: KV blocks that any of its tiles visits, but at least one; `blocks_per_split`
+    blocks each, where that is not 0."""
+    lo, hi = mask.kv_range(spec, 0, n.q_len - 1, n)
+    per = cutlass.max(blocks_per_split, 1)
+    return (cutlass.max(hi - lo, 1) + per - 1) // per
+
+
+@cute.jit
+def request_tiles(spec: cutlass.Constexpr, a, b: Int32):
+    """RequestTiles of a request."""
+    q_start, q_len, tiles, each = Int32(0), Int32(0), Int32(0), Int32(0)
+    if b < geometry.batch(a):
+        q_start, q_len = geometry.request_queries(a, b)
+        rows = geometry.tile_rows(q_len, geometry.rows_per_token(spec, a))
+        m = geometry.tile_m(spec, rows)
+        tiles = (rows + m - 1) // m * geometry.tile_heads(spec, a)
+        n = mask.lengths(spec, a, q_len, geometry.request_keys(a, b))
+        each = units_per_tile(spec, n, a.schedule.blocks_per_split)
+    return RequestTiles(q_start, q_len, tiles, each)
+
+
+@cute.jit
+def total_units(spec: cutlass.Constexpr, a):
+    """One warp: all units of the launch."""
+    count = Int32(0)
+    for b in cutlass.range(cute.arch.lane_idx(), geometry.batch(a), 32, unroll=4):
+        _, _, tiles, each = request_tiles(spec, a, b)
+        count += tiles * each
+    return cute.arch.warp_redux_sync(count, "add")
+
+
+@cute.jit
+def cta_share(spec: cutlass.Constexpr, a):
+    """One warp: the Share of this CTA."""
+    total, c, ctas = total_units(spec, a), cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    return Share(first_unit(total, c, ctas), first_unit(total, c + 1, ctas), total)
+
+
+@cute.jit
+def find(spec: cutlass.Constexpr, a, unit: Int32, search: Search, share: Share):
+    """One warp: (Work that begins with `unit`, the next Search, Units)."""
+    found, search = work.locate(spec, a, unit, search, request_tiles)
+    per_token = geometry.rows_per_token(spec, a)
+    each, split = found.each, a.schedule.blocks_per_split
+    kv_len, m_block, head, offset = Int32(0), Int32(0), Int32(0), Int32(0)
+    rows = geometry.tile_rows(found.q_len, per_token)
+    m = geometry.tile_m(spec, rows)
+    if found.valid != 0:
+        kv_len = geometry.request_keys(a, found.request)
+        m_blocks = (rows + m - 1) // m
+        tile = found.index // each
+        offset = found.index - tile * each
+        m_block, head = tile % m_blocks, tile // m_blocks
+    n = mask.lengths(spec, a, found.q_len, kv_len)
+    first, last = geometry.tile_tokens(m_block, m, found.q_len, per_token)
+    lo, hi = mask.kv_range(spec, first, last, n)
+    slot, taken, count, base = Int32(-1), Int32(1), each, unit - offset
+    ctas = cute.arch.grid_dim()[0]
+    if split == 0:
+        taken = cutlass.min(each - offset, share.end - unit)
+        base = cta_of_unit(unit - offset, share.total, ctas)
+        count = cta_of_unit(unit - offset + each - 1, share.total, ctas) - base + 1
+    per = cutlass.max(split, 1)
+    begins = mask.kv_range(spec, 0, found.q_len - 1, n)[0] + offset * per
+    lo, hi = cutlass.max(lo, begins), cutlass.min(hi, begins + taken * per)
+    if taken < each:
+        slot = unit if split > 0 else split_slot(cute.arch.block_idx()[0], offset)
+    blocks = (lo, hi, *mask.full_range(spec, first, last, n), Split(slot, count, base))
+    w = Work(found.valid, m_block, head, found.q_start, found.q_len, kv_len, found.request, *blocks)
+    return w, search, Units(unit - offset, unit + taken)
+
+
+@cute.jit
+def publish(spec: cutlass.Constexpr, a, s, t: Int32, unit: Int32, search: Search, share: Share):
+    """One warp: find the work that begins with `unit` and publish it as the CTA's t-th; none at share.end. Returns
+    (the next Search, the unit behind)."""
+    w, search, units = find(spec, a, unit, search, share)
+    valid = w.valid
+    if unit >= share.end:
+        valid = Int32(0)
+    work.publish(s, t, Work(valid, *w[1:]))
+    return search, units.end
+
+
+@cute.jit
+def schedule_warp(spec: cutlass.Constexpr, a, s):
+    """One warp: publish the CTA's work, and that there is no more. Both shared tiles come first, the tail of the first
+    and the head of the last, so that their merges overlap with the whole tiles between."""
+    share = cta_share(spec, a)
+    unit, end = share.begin, share.end
+    search, t, more = Search(Int32(0), Int32(0)), Int32(0), Int32(1)
+    passed, left = Int32(0), Int32(0)  # the first unit that was passed over, and how many
+    while more != 0:
+        more = Int32(1) if unit < end else Int32(0)
+        search, unit = publish(spec, a, s, t, unit, search, Share(share.begin, end, share.total))
+        if t == 0 and a.schedule.blocks_per_split == 0 and unit < end:
+            _, search, units = find(spec, a, end - 1, search, Share(share.begin, end, share.total))
+            passed, left = unit, cutlass.max(units.tile - unit, 0)
+            unit += left
+        if unit >= end and left > 0:
+            unit, end = passed, passed + left
+            search, left = Search(Int32(0), Int32(0)), Int32(0)
+        t += 1
