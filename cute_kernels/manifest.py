@@ -3,7 +3,7 @@
 The key of an artifact is a hash of all that decides its code:
 
     op, spec, arch   what is asked for
-    sources          the files of cute_kernels that can enter the trace of `op` (`source_hash`)
+    sources          the code of all files of cute_kernels that the kernel module imports (`source_hash`)
     toolchain        DSL version, CUDA flavour of its compiler, and compiler settings from the environment
 
 A process that runs a bundle need not have the DSL: it takes `toolchain` from the bundle's manifest and computes the
@@ -13,6 +13,7 @@ the runtime library it needs lies in the bundle. What no key can tell, the loade
 host platform (`Manifest.problem`), and a driver older than the CUDA flavour (CUDA 13 needs driver 580).
 """
 
+import ast
 import dataclasses
 import fcntl
 import hashlib
@@ -27,12 +28,23 @@ from contextlib import contextmanager
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 SCHEMA = 1
 FILE = "manifest.json"
 PACKAGE = Path(__file__).resolve().parent
 HOST = f"{platform.system()}-{platform.machine()}".lower()
+
+
+def user_cache() -> Path:
+    """This project's folder in the user's cache: $XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cute_kernels"
+
+
+def build_folder() -> Path:
+    """Where bundles (bundle/ARCH) and objects (obj) are built: build/ of a checkout, else the user's cache."""
+    checkout = PACKAGE.parent
+    return checkout / "build" if (checkout / "pyproject.toml").is_file() else user_cache()
 
 
 def to_json(value: Any) -> Any:
@@ -53,18 +65,19 @@ def from_json(hint: Any, data: Any) -> Any:
 
     TypeError or ValueError where `data` does not fit: unknown fields, a string for an int.
     """
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+    kind = get_origin(hint) or hint
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(data, dict):
-            raise TypeError(f"{hint.__name__} wants an object, got {data!r}")
-        hints = get_type_hints(hint)
-        unknown = data.keys() - {f.name for f in dataclasses.fields(hint)}
+            raise TypeError(f"{kind.__name__} wants an object, got {data!r}")
+        hints = _field_types(kind, get_args(hint))
+        unknown = data.keys() - hints.keys()
         if unknown:
-            raise TypeError(f"{hint.__name__} has no field {', '.join(sorted(unknown))}")
-        return hint(**{name: from_json(hints[name], item) for name, item in data.items()})
-    if get_origin(hint) in (Union, types.UnionType):
+            raise TypeError(f"{kind.__name__} has no field {', '.join(sorted(unknown))}")
+        return kind(**{name: from_json(hints[name], item) for name, item in data.items()})
+    if kind in (Union, types.UnionType):
         (inner,) = (arg for arg in get_args(hint) if arg is not type(None))  # only `T | None` is a spec field
         return None if data is None else from_json(inner, data)
-    if get_origin(hint) is tuple:
+    if kind is tuple:
         args = get_args(hint)
         kinds = args[:1] * len(data) if args[1:] == (...,) else args
         return tuple(from_json(kind, item) for kind, item in zip(kinds, data, strict=True))
@@ -73,6 +86,20 @@ def from_json(hint: Any, data: Any) -> Any:
     if type(data) is not hint and not (hint is float and type(data) is int):
         raise TypeError(f"wants {hint}, got {data!r}")
     return data
+
+
+def _field_types(kind: type, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Field -> type of the dataclass `kind`, whose type variables stand for `args`: `T` is Tile in `Spec[Tile]`."""
+    bound = dict(zip(getattr(kind, "__parameters__", ()), args))
+
+    def concrete(hint: Any) -> Any:
+        if isinstance(hint, TypeVar):
+            return bound.get(hint, hint)
+        free = getattr(hint, "__parameters__", ()) if get_origin(hint) else ()
+        return hint[tuple(bound.get(variable, variable) for variable in free)] if free else hint
+
+    hints = get_type_hints(kind)
+    return {field.name: concrete(hints[field.name]) for field in dataclasses.fields(kind)}
 
 
 def digest(data: bytes) -> str:
@@ -85,19 +112,78 @@ def canonical(value: Any) -> str:
 
 
 def source_files(op: str, package: Path = PACKAGE) -> list[Path]:
-    """Files that can enter the trace of `op`: the shared ones and those of its operator family.
-
-    Another family's folder never does (tests/test_layering.py holds this).
+    """Files of `package` that decide the code of `op`: those that its kernel module imports, inside functions too, with
+    the packages that an import runs first; and build.py, which compiles them, but not what that imports (this file).
     """
-    family = op.split(".")[0]
-    folders = (package, package / "device", package / family)
-    return sorted([*folders[0].glob("*.py"), *(f for folder in folders[1:] for f in folder.rglob("*.py"))])
+    found: dict[str, Path | None] = {f"{package.name}.build": package / "build.py"}
+    waiting = [f"{package.name}.abi", f"{package.name}.{op}.forward"]
+    while waiting:
+        parts = waiting.pop().split(".")
+        for name in (".".join(parts[: n + 1]) for n in range(len(parts))):
+            if name not in found:
+                file = found[name] = _file(name, package)
+                waiting += _imports(file, name) if file else ()
+    return sorted(file for file in found.values() if file)
+
+
+def _file(module: str, package: Path) -> Path | None:
+    """The file of a module inside `package`, by its dotted name; None for other names."""
+    first, *rest = module.split(".")
+    path = package.joinpath(*rest)
+    files = (path / "__init__.py", path.parent / f"{path.name}.py")
+    return next((file for file in files if file.is_file()), None) if first == package.name else None
+
+
+def _imports(file: Path, module: str) -> list[str]:
+    """Dotted names that a file, which is `module`, imports from anywhere: modules, or names in them."""
+    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+    above = {level: package[: len(package) + 1 - level] if level else [] for level, _ in _read(file)[1]}
+    return [".".join([*above[level], name]) for level, name in _read(file)[1]]
+
+
+@cache
+def _read(file: Path) -> tuple[str, list[tuple[int, str]]]:
+    """Digest of a file's code, and the (level, dotted name) of each import; level: 0, or dots before the name."""
+    tree = ast.parse(file.read_bytes())
+    imports: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imports += [(0, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            origin = f"{node.module}." if node.module else ""
+            imports += [(node.level, origin + alias.name) for alias in node.names]
+    return digest(code(tree).encode()), imports
+
+
+def code(tree: Any) -> str:
+    """A syntax tree as text without comments, docstrings and layout, the same under every Python from 3.10.
+
+    ast.dump is not: it shows fields that later versions have added. In code that 3.10 can read, those are empty.
+    """
+    if isinstance(tree, list):
+        return f"[{','.join(map(code, tree))}]"
+    if not isinstance(tree, ast.AST):
+        return repr(tree)
+    shown = []
+    for name, value in ast.iter_fields(tree):
+        if isinstance(value, list):
+            value = [item for item in value if not _says_nothing(item, tree)]
+        if value not in (None, []) and name not in ("ctx", "kind"):
+            shown.append(f"{name}={code(value)}")
+    return f"{type(tree).__name__}({','.join(shown)})"
+
+
+def _says_nothing(node: Any, parent: ast.AST) -> bool:
+    """Whether `node` is a statement of a string alone, or an empty part of an f-string, which some Pythons add."""
+    if isinstance(parent, ast.JoinedStr):
+        return isinstance(node, ast.Constant) and node.value == ""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 @cache
 def source_hash(op: str, package: Path = PACKAGE) -> str:
-    """Hash of the names and contents of `source_files(op)`, once a process."""
-    sums = {f.relative_to(package).as_posix(): digest(f.read_bytes()) for f in source_files(op, package)}
+    """Hash of the names and the code of `source_files(op)`, once a process: 0.2 s."""
+    sums = {f.relative_to(package).as_posix(): _read(f)[0] for f in source_files(op, package)}
     return digest(canonical(sums).encode())
 
 

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from fnmatch import fnmatchcase
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +29,7 @@ from cute_kernels.topk.spec import TopKSpec
 
 from . import bundle, inspect
 
-BUILD = Path(__file__).resolve().parents[1] / "build"
+BUILD = manifest.build_folder()
 FAMILIES: dict[str, tuple[ModuleType, type]] = {  # operator family -> dispatch, spec
     "attention": (attention, AttentionSpec),
     "topk": (topk, TopKSpec),
@@ -38,6 +39,12 @@ ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 
 def shipped(arch: str) -> list[bundle.Kernel]:
     return [kernel for dispatch, _ in FAMILIES.values() for kernel in dispatch.shipped(arch)]
+
+
+def spec_type(op: str) -> Any:
+    """What manifest.from_json makes specs of `op` as: `Spec` of its package, else the family's."""
+    package = import_module(f"cute_kernels.{op}")
+    return package.Spec if hasattr(package, "Spec") else FAMILIES[op.split(".")[0]][1]
 
 
 def matches(kernel: bundle.Kernel, pattern: str) -> bool:
@@ -50,16 +57,15 @@ def parse_spec(text: str) -> bundle.Kernel:
     """`attention.sm90={"dtype": "bf16", ...}`: fields that are left out take their defaults."""
     op, _, spec = text.partition("=")
     try:
-        return op, manifest.from_json(FAMILIES[op.split(".")[0]][1], json.loads(spec))
-    except (KeyError, TypeError, ValueError) as error:
+        return op, manifest.from_json(spec_type(op), json.loads(spec))
+    except (ImportError, KeyError, TypeError, ValueError) as error:
         raise SystemExit(f"--spec wants OP=JSON of a spec: {error!r}") from error
 
 
 def command_build(args: argparse.Namespace) -> int:
     kernels = shipped(args.arch)
-    keep: dict[str, type] = {}
-    if args.only or args.spec:
-        keep = {family: spec for family, (_, spec) in FAMILIES.items()}
+    keep = spec_type if args.only or args.spec else None
+    if keep:
         kernels = [kernel for kernel in kernels if any(matches(kernel, pattern) for pattern in args.only)]
         kernels += [parse_spec(text) for text in args.spec]
     if not kernels:

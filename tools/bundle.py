@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
@@ -38,6 +38,7 @@ LICENCE = (
 UNUSED_DAYS = 14  # objects not used for this long are deleted
 
 Kernel = tuple[str, Any]  # (op, spec)
+SpecType = Callable[[str], Any]  # op -> type of its specs, as manifest.from_json takes it
 
 
 class BuildError(RuntimeError):
@@ -210,7 +211,7 @@ def copy_runtime(source: Path, out: Path) -> dict[str, str]:
     return {"file": RUNTIME, "sha256": sha}
 
 
-def still_valid(out: Path, arch: str, spec_types: dict[str, type], toolchain: dict[str, Any]) -> list[Kernel]:
+def still_valid(out: Path, arch: str, spec_type: SpecType, toolchain: dict[str, Any]) -> list[Kernel]:
     """Kernels of the bundle at `out` that the present sources and toolchain would give again."""
     try:
         old = manifest.read(out)
@@ -218,26 +219,25 @@ def still_valid(out: Path, arch: str, spec_types: dict[str, type], toolchain: di
         return []
     kept = []
     for entry in old.kernels if old.problem(arch) is None else []:
-        family = spec_types.get(entry["library"])
         try:
-            spec = manifest.from_json(family, entry["spec"])
-        except (TypeError, ValueError):  # a spec of other sources
+            spec = manifest.from_json(spec_type(entry["op"]), entry["spec"])
+        except (LookupError, ImportError, TypeError, ValueError):  # an op or a spec of other sources
             continue
         if manifest.key(entry["op"], spec, arch, toolchain) == entry["key"]:
             kept.append((entry["op"], spec))
     return kept
 
 
-def build_bundle(kernels: Iterable[Kernel], arch: str, place: Place, jobs: int, keep: dict[str, type]) -> Built:
-    """Make the bundle at `place` hold exactly `kernels`, and what is valid there of the families in `keep`.
+def build_bundle(kernels: Iterable[Kernel], arch: str, place: Place, jobs: int, keep: SpecType | None = None) -> Built:
+    """Make the bundle at `place` hold exactly `kernels`; with `keep`, also what is valid there already.
 
-    keep: family -> type of its specs. BuildError: a kernel failed to compile, or the link did; the old bundle stays.
+    BuildError: a kernel failed to compile, or the link did; the old bundle stays.
     """
     build.use_arch(arch)
     toolchain = build.toolchain()
     place.objects.mkdir(parents=True, exist_ok=True)
     with manifest.locked(place.out / ".lock", lambda: say("waiting for another build of this bundle")):
-        wanted = dict.fromkeys([*kernels, *still_valid(place.out, arch, keep, toolchain)])
+        wanted = dict.fromkeys([*kernels, *(still_valid(place.out, arch, keep, toolchain) if keep else ())])
         items = [item_of(op, spec, arch, toolchain) for op, spec in wanted]
         items.sort(key=lambda item: item.symbol)
         if not items:

@@ -1,7 +1,7 @@
 """Find or build the kernel of a spec: this process -> a bundle -> JIT -> an error that says which command builds it.
 
 CUTE_KERNELS_BUNDLE  folders to look for bundles in, separated by os.pathsep. Each is a bundle, or holds one per
-                     architecture. Default: build/bundle beside the package, then the user's cache folder.
+                     architecture. Default: build/bundle of the checkout, then bundle in the user's cache folder.
 CUTE_KERNELS_JIT     0 forbids compiling. Default 1: compile where the DSL is installed; objects are kept in the user's
                      cache folder ($XDG_CACHE_HOME or ~/.cache, cute_kernels/) and shared by processes.
 
@@ -61,14 +61,10 @@ def _find(op: str, spec: Any, arch: str) -> Function:
         return function
 
 
-def user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cute_kernels"
-
-
 def bundle_folders(arch: str) -> list[Path]:
     """Folders that may hold a bundle of `arch`, in the order they are tried."""
     chosen = os.environ.get("CUTE_KERNELS_BUNDLE")
-    default = [manifest.PACKAGE.parent / "build" / "bundle", user_cache() / "bundle"]
+    default = dict.fromkeys(folder / "bundle" for folder in (manifest.build_folder(), manifest.user_cache()))
     roots = [Path(p) for p in chosen.split(os.pathsep) if p] if chosen else default
     return [folder for root in roots for folder in (root / arch, root)]
 
@@ -130,7 +126,7 @@ def _compile(op: str, spec: Any, arch: str) -> Function | None:
         return None
     from cute_kernels import build
 
-    folder = user_cache() / "obj"
+    folder = manifest.user_cache() / "obj"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK)

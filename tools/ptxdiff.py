@@ -1,0 +1,169 @@
+"""Is the code of the shipped kernels still the same? Compare the PTX of two checkouts; names may differ.
+
+    python -m tools.ptxdiff dump build/ptx/before --root ../other-checkout
+    python -m tools.ptxdiff dump build/ptx/now --only 'bf16_d128*' --jobs 2
+    python -m tools.ptxdiff compare build/ptx/before build/ptx/now --abi --lines 20
+
+`dump` writes <folder>/<op>/<name>.ptx, from the objects of that checkout's build/obj, which it compiles where they are
+missing. `compare` pairs kernels by their normalised text, so names may differ. For a kernel without an equal it counts
+the lines that differ from the kernel that --map names ("<op>/<name> <op>/<name>", one pair a line), else from the one
+whose name is closest. Exit status 1 where a kernel of the first folder has no equal in the second.
+"""
+
+import argparse
+import difflib
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# Runs in the checkout that is dumped, of any age: it may use only what all of them have.
+WORKER = """
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+from cute_kernels import build
+from tools import aot
+folder, arch, only, share, shares = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
+objects = Path("build/obj")
+objects.mkdir(parents=True, exist_ok=True)
+def matches(op, name):
+    return only in f"{op}/{name}" or fnmatchcase(f"{op}/{name}", only) or fnmatchcase(name, only)
+for op, spec in [kernel for kernel in aot.shipped(arch) if matches(kernel[0], kernel[1].name)][share::shares]:
+    text = build.object_file(op, spec, arch, objects).with_suffix(".ptx").read_text()
+    target = folder / op / f"{spec.name}.ptx"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text)
+    print(f"{op}/{spec.name}", flush=True)
+"""
+REGISTER = re.compile(r"%(r|rd|rs|rq|p|f|fd|h|b)(\d+)\b")
+
+
+def dump(folder: Path, root: Path, arch: str, only: str, jobs: int) -> int:
+    """Write the PTX of shipped kernels of the checkout `root` that match `only`; 1 where a kernel failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-c", WORKER, str(folder.resolve()), arch, only]
+    # -c puts the working directory first on the path: the modules are those of `root`
+    workers = [
+        subprocess.Popen([*command, str(share), str(jobs)], cwd=root, env={**os.environ, "CUTE_DSL_ARCH": arch})
+        for share in range(jobs)
+    ]
+    statuses = [worker.wait() for worker in workers]
+    return int(any(statuses))
+
+
+def normalise(ptx: str, abi: bool = False) -> str:
+    """PTX without what is no code: names of kernels and parameters, comments, blank lines, files and line numbers.
+
+    abi: also without where parameters lie. The parameter block and the loads from it go, and registers are numbered by
+    first appearance, so that what is left depends on what is done with the parameters, not on their order and offsets.
+    This cannot tell a kernel that takes two parameters for each other.
+    """
+    ptx = re.sub(r"/\*.*?\*/", "", ptx, flags=re.DOTALL)
+    ptx = re.sub(r"//.*", "", ptx)
+    for index, name in enumerate(dict.fromkeys(re.findall(r"\.(?:entry|func)\b[^({;]*?([\w$]+)\s*\(", ptx))):
+        ptx = re.sub(rf"(?<![\w$]){re.escape(name)}(?=_param_|(?![\w$]))", f"kernel{index}", ptx)
+    if abi:
+        ptx = re.sub(r"^\s*\.param\b.*\n", "", ptx, flags=re.MULTILINE)
+        ptx = re.sub(r"^\s*(?:ld\.param\b|mov\.\w+\s.*\bkernel\d+_param_).*\n", "", ptx, flags=re.MULTILINE)
+        ptx = re.sub(r"^\s*\.reg\b.*\n", "", ptx, flags=re.MULTILINE)
+        ptx = _renumber(ptx)
+    lines = (re.sub(r"\s+", " ", line).strip() for line in ptx.splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith((".file", ".loc")))
+
+
+def _renumber(ptx: str) -> str:
+    """Registers of each class numbered in the order in which they appear."""
+    numbers: dict[str, str] = {}
+    counts: dict[str, itertools.count[int]] = {}
+
+    def renamed(found: re.Match[str]) -> str:
+        if found[0] not in numbers:
+            numbers[found[0]] = f"%{found[1]}{next(counts.setdefault(found[1], itertools.count()))}"
+        return numbers[found[0]]
+
+    return REGISTER.sub(renamed, ptx)
+
+
+def read(folder: Path, abi: bool) -> dict[str, str]:
+    """`<op>/<name>` -> normalised PTX of what `dump` wrote."""
+    return {
+        path.relative_to(folder).with_suffix("").as_posix(): normalise(path.read_text(), abi)
+        for path in sorted(folder.glob("*/*.ptx"))
+    }
+
+
+def closest(label: str, others: list[str]) -> str | None:
+    """The label of `others` whose name resembles that of `label` most; the op counts only between equals."""
+
+    def likeness(other: str) -> tuple[float, float]:
+        names = difflib.SequenceMatcher(None, label.partition("/")[2], other.partition("/")[2])
+        return names.ratio(), difflib.SequenceMatcher(None, label, other).ratio()
+
+    return max(others, key=likeness, default=None)
+
+
+def differing(one: str, other: str) -> list[str]:
+    """The lines of one text that the other lacks (`< line`) and the reverse (`> line`), by the program diff."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / name for name in ("one", "other")]
+        for path, text in zip(paths, (one, other), strict=True):
+            path.write_text(text + "\n")
+        done = subprocess.run(["diff", "--speed-large-files", *map(str, paths)], capture_output=True, text=True)
+    return [line for line in done.stdout.splitlines() if line.startswith(("< ", "> "))]
+
+
+def compare(before: dict[str, str], after: dict[str, str], renamed: dict[str, str], lines: int) -> int:
+    """Print what of `before` has no equal in `after`, with `lines` lines of each difference; the exit status."""
+    texts = set(after.values())
+    lost = [label for label, text in before.items() if text not in texts]
+    known = set(before.values())
+    new = [label for label, text in after.items() if text not in known]
+    equal = len(before) - len(lost)
+    print(f"{equal} of {len(before)} kernels have an equal, {len(lost)} have none, {len(new)} are new")
+    for label in lost:
+        other = renamed.get(label) or closest(label, new or list(after))
+        if other is None:
+            print(f"{label}: nothing to compare with")
+            continue
+        found = differing(before[label], after[other])
+        print(f"{label}: {len(found)} of {before[label].count(chr(10)) + 1} lines differ from {other}")
+        print("".join(f"    {line}\n" for line in found[:lines]), end="")
+    mapped = {label: renamed[label] for label in before if label in renamed and label not in lost}
+    for label, other in mapped.items():
+        if after.get(other) != before[label]:
+            print(f"{label}: has an equal, but {other} is not it")
+    return int(bool(lost))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.ptxdiff", description=(__doc__ or "").split("\n")[0])
+    verbs = parser.add_subparsers(required=True, dest="verb")
+    verb = verbs.add_parser("dump", help="write the PTX of shipped kernels")
+    verb.add_argument("folder", type=Path)
+    verb.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="a checkout (this one)")
+    verb.add_argument("--arch", default="sm_90a")
+    verb.add_argument("--only", default="", metavar="PATTERN", help="part or glob of op/name")
+    verb.add_argument("--jobs", type=int, default=1, help="processes")
+    verb = verbs.add_parser("compare", help="which kernels of A have no equal in B")
+    verb.add_argument("a", type=Path)
+    verb.add_argument("b", type=Path)
+    verb.add_argument("--map", type=Path, help="file of pairs: label in A, label in B")
+    verb.add_argument("--abi", action="store_true", help="let parameters lie elsewhere")
+    verb.add_argument("--lines", type=int, default=0, help="print so many lines of each difference")
+    args = parser.parse_args(argv)
+    if args.verb == "dump":
+        return dump(args.folder, args.root, args.arch, args.only, args.jobs)
+    renamed = dict(line.split() for line in args.map.read_text().splitlines() if line.strip()) if args.map else {}
+    before, after = read(args.a, args.abi), read(args.b, args.abi)
+    if not before or not after:
+        print(f"no .ptx in {args.a if not before else args.b}", file=sys.stderr)
+        return 2
+    return compare(before, after, renamed, args.lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
