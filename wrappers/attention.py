@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.attention import dispatch
-from cute_kernels.attention.dispatch import PACK_ROWS
-from cute_kernels.attention.spec import FEW_ROWS
+from cute_kernels.attention import args, dispatch
+from cute_kernels.attention.decode import FEW_ROWS
+from cute_kernels.attention.sm90 import PACK_ROWS
 
 from . import checks, fp4, reference, runtime, scratch
 from .checks import Call, Checked
@@ -36,6 +36,8 @@ class Plan(NamedTuple):
     """What a signature decides. The tensors are empty and stand for absent arguments."""
 
     fn: Callable[..., Any]  # the compiled kernel
+    fields: tuple[str, ...]
+    causal: int
     dim_vo: int
     dtype: torch.dtype  # of the output
     device: torch.device
@@ -191,13 +193,18 @@ def attend(mode: Mode, *call: Any) -> Any:
             else:
                 grid, (part, tickets, ticket) = plan.sms, scratch.parts(plan)
             o16, o8 = (plan.no_out, o.view(torch.uint8)) if plan.out8 else (o, plan.no_out8)
-            plan.fn(
-                query, k, v, o16, log, cum_seq_lens_q, step.int32_lens, step.both if uses_shared_paged_kv_idx else
-                block_tables, tickets, plan.no_sink if sinks is None else sinks, scale, out_scale, k_factors, v_factors,
-                o8, plan.no_drafts if mode.drafts is None else mode.drafts, part, scale_log2, out_factor, cap,
-                log2(skip) if skip else -INF, window_left if 0 <= window_left < NO_WINDOW else NO_WINDOW, chunk,
-                int(mode.interleaved), grid, ticket, 1 if enable_pdl is None or enable_pdl else 0,
-            )  # fmt: skip
+            values = {
+                "q": query, "cu_seqlens_q": cum_seq_lens_q, "k": k, "v": v, "kv_lens": step.int32_lens,
+                "page_table": step.both if uses_shared_paged_kv_idx else block_tables, "k_scales": k_factors,
+                "v_scales": v_factors, "v_scales_interleaved": int(mode.interleaved),
+                "window_left": window_left if 0 <= window_left < NO_WINDOW else NO_WINDOW, "causal": plan.causal,
+                "draft_mask": plan.no_drafts if mode.drafts is None else mode.drafts, "scale_log2": scale_log2,
+                "scale": scale, "soft_cap": cap, "skip_threshold": log2(skip) if skip else -INF, "o": o16, "lse": log,
+                "sink": plan.no_sink if sinks is None else sinks, "out_factor": out_factor, "out_scale": out_scale,
+                "o_fp8": o8, "grid": grid, "counters": tickets, "counter_base": ticket,
+                "enable_pdl": 1 if enable_pdl is None or enable_pdl else 0, "o_partial": part,
+                "blocks_per_split": chunk}  # fmt: skip
+            plan.fn(*[values[name] for name in plan.fields])
     except Exception:
         checks.kernel_request(checks.validate(Call(*call)), mode.split)  # says which argument was refused
         raise
@@ -264,6 +271,8 @@ def _add_plan(key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layout
     assert isinstance(c.out_dtype, torch.dtype)
     plan = Plan(
         fn=fn,
+        fields=args.fields(spec),
+        causal=int(p.causal),
         dim_vo=dim_vo,
         dtype=c.out_dtype,
         device=device,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.attention.dispatch import Request
+from cute_kernels.attention.problem import Problem as Request
 
 from . import fp4
 from .reference import PagedProblem
@@ -162,8 +162,11 @@ def kernel_request(c: Checked, split: bool = False, invariant: bool = False) -> 
     for name, t in (("kv_cache_sf (K)", p.k_scales), ("kv_cache_sf (V)", p.v_scales)):
         if t is not None:
             _tma(name, t, t.shape[3] if t.shape[3] in (4, 8, 16) else 4)
+    q = KERNEL_DTYPES[p.q.dtype]
     return Request(
-        dtype=KERNEL_DTYPES[p.q.dtype],
+        q=q,
+        kv=KV_DTYPES.get(p.k.dtype, q),
+        out="e4m3" if c.out_dtype == E4M3 else q,
         head_dim_qk=p.q.shape[2],
         head_dim_vo=p.v.shape[3] * (1 if p.v_scales is None else 2),
         page_size=page_size,
@@ -172,8 +175,7 @@ def kernel_request(c: Checked, split: bool = False, invariant: bool = False) -> 
         window=p.window_left >= 0,
         soft_cap=p.soft_cap > 0,
         rows=1 if invariant else min(c.max_q_len, p.q.shape[0]),  # other requests' tokens count
-        split=split,
-        kv_dtype=KV_DTYPES.get(p.k.dtype, ""),
+        phase="decode" if split else "prefill",
     )
 
 

@@ -87,10 +87,10 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     device = checked.problem.q.device
     machine = runtime.machine(device)
     if machine is None:
-        return Explanation("reference (torch, fp32)", tuple((op, f"device {device}") for op in dispatch.KERNELS))
+        return Explanation("reference (torch, fp32)", tuple((op, f"device {device}") for op in dispatch.OPS))
     try:
         rows = dispatch.explain(checks.kernel_request(checked), machine[0])
     except NotImplementedError as error:
-        return Explanation(None, tuple((op, str(error)) for op in dispatch.KERNELS))
+        return Explanation(None, tuple((op, str(error)) for op in dispatch.OPS))
     runs = next((f"{op} {spec.name}" for op, spec, reason in rows if reason is None), None)
     return Explanation(runs, tuple((op, reason) for op, _, reason in rows if reason is not None))

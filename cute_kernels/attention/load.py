@@ -38,11 +38,11 @@ def load_kv(
     where it `publishes`, publishes each tile while it loads the one before, and, where it `loads_q`, loads Q."""
     a = plan.args
     op, smem, ring = (plan.k, s.k, s.k_pipe) if which == pages.K else (plan.v, s.v, s.v_pipe)
-    announces = const_expr(publishes) and loader == 0
     search = Search(Int32(0), Int32(0))
     i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(1)
-    if announces:
-        search = tiles.publish(spec, a, s, t, search)
+    if const_expr(publishes):
+        if loader == 0:
+            search = tiles.publish(spec, a, s, t, search)
     while more != 0:
         w = work.consume(spec, s, t)
         more = w.valid
@@ -56,10 +56,12 @@ def load_kv(
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
                 source(spec).fill(spec, op, smem, ring, table, Block(loader, i, j, head, w.kv_len))
                 i += 1
-                if announces and j == w.hi - 1:
+                if const_expr(publishes):
+                    if loader == 0 and j == w.hi - 1:
+                        search = tiles.publish(spec, a, s, t + 1, search)
+            if const_expr(publishes):
+                if loader == 0 and w.hi <= w.lo:
                     search = tiles.publish(spec, a, s, t + 1, search)
-            if announces and w.hi <= w.lo:
-                search = tiles.publish(spec, a, s, t + 1, search)
         t += 1
 
 

@@ -13,8 +13,8 @@ import torch
 
 from bench.cases import attention as cases
 from bench.cases.attention import AttentionCase
-from cute_kernels.attention import sm90
-from cute_kernels.attention.spec import FEW_ROWS, AttentionSpec
+from cute_kernels.attention.decode import FEW_ROWS
+from cute_kernels.attention.spec import AttentionSpec
 from wrappers import decode, prefill
 
 from ..run import Result
@@ -23,23 +23,27 @@ from .common import SMS, Outcome, distance, simulated
 SPLIT_SMS = 7  # where CTAs share the keys of a request
 
 
+def split(spec):
+    return spec.schedule == "stream_k"
+
+
 def narrow(spec: AttentionSpec) -> bool:
     """Whether calls with many rows have another kernel, unless they ask for `batch_invariant`."""
-    return spec.split and not spec.wide and spec.head_dim_qk in sm90.WIDE_DIMS
+    return split(spec) and spec.tile.rows_per_warp == FEW_ROWS and spec.head_dim_qk < 256
 
 
 def attention_cases(spec: AttentionSpec, thorough: bool = False) -> list[AttentionCase]:
     """Cases whose kernel is `spec`. thorough: every box size, and lengths with which every pipeline wraps around."""
     common: dict[str, Any] = {
-        "dtype": spec.dtype,
+        "dtype": spec.q,
         "head_dim_qk": spec.head_dim_qk,
         "head_dim_vo": spec.head_dim_vo,
-        "causal": spec.mask.causal,
-        "soft_cap": 12.0 if spec.soft_cap else 0.0,
-        "kv_dtype": {"e4m3": "fp8"}.get(spec.kv.dtype, spec.kv.dtype),
+        "causal": (spec.mask.causal != "never"),
+        "soft_cap": 12.0 if spec.logits.soft_cap else 0.0,
+        "kv_dtype": {"e4m3": "fp8", "nvfp4": "nvfp4"}.get(spec.kv.dtype, ""),
     }
     window = 75 if spec.mask.window else -1
-    other = -1 if spec.soft_cap or spec.pack_gqa else window  # a kernel with a window serves calls without one
+    other = -1 if spec.logits.soft_cap or spec.pack_gqa else window  # a kernel with a window serves calls without one
     heads: dict[str, Any]
     if spec.pack_gqa:
         heads = {"heads_q": 6, "heads_kv": 2}
@@ -49,7 +53,7 @@ def attention_cases(spec: AttentionSpec, thorough: bool = False) -> list[Attenti
         first, second = (3, 0, 150), (9, 1, 197)
     if narrow(spec):
         second = (1, 2, 1)
-    page_size = 16 if spec.dtype == "bf16" else 8  # with 64 below, every size of TMA box
+    page_size = 16 if spec.q == "bf16" else 8  # with 64 below, every size of TMA box
     stacked = "stacked" if spec.head_dim_qk == spec.head_dim_vo else "tuple"
     cases = [
         AttentionCase("ragged", q_lens=first, kv_lens=(19, 7, 290), page_size=page_size, sink=True, window_left=window,
@@ -57,7 +61,7 @@ def attention_cases(spec: AttentionSpec, thorough: bool = False) -> list[Attenti
         AttentionCase("short", q_lens=second, kv_lens=(256, 0, 140), page_size=64, lse=False, cache=stacked,
                       window_left=other, **heads, **common),
     ]  # fmt: skip
-    if spec.split:  # every soft cap is an argument
+    if split(spec):  # every soft cap is an argument
         cases[1] = replace(cases[1], soft_cap=12.0)
     if not thorough:
         return cases
@@ -70,8 +74,8 @@ def run_attention(spec: AttentionSpec, case: AttentionCase, arch: str, **how: An
     expected, expected_lse = cases.reference_of(inputs)
     results: list[Result] = []
     start = time.perf_counter()
-    with simulated(arch, results, SPLIT_SMS if spec.split else SMS, spec, **how):
-        if spec.split:
+    with simulated(arch, results, SPLIT_SMS if split(spec) else SMS, spec, **how):
+        if split(spec):
             many = max(case.q_lens) * case.heads_q // case.heads_kv > FEW_ROWS
             got = decode.trtllm_batch_decode_with_kv_cache(
                 **cases.as_decode(inputs), batch_invariant=many and narrow(spec)

@@ -1,0 +1,141 @@
+"""Decode: host part and device entry.
+
+Roles (`roles`): one warp feeds K, one V, one schedules, one copies scale factors; all warps of one to three warpgroups
+compute the same few rows on different keys (`math`). CTAs are persistent; their tiles may be parts of tiles
+(`schedule.stream_k`), which the CTA that finishes the last one merges (`combine`).
+
+Pipelines: work_pipe, 4 stages, the scheduling warp -> all: the next tile, freed when read, by `math` when the tile is
+done. k_pipe and v_pipe, `tile.stages` stages, load -> math: a KV block each, with the scale factors of an NVFP4 cache,
+which cp.async copies; freed when its keys are multiplied.
+
+Shared memory: `stages` x (K (n x Dqk) + V (n x Dvo)) as stored, 1024-byte aligned, their scale factors,
+`reduce.ReduceSmem`, barriers and Work.
+
+Refused (see `supports`): head dims that differ, full attention, KV that is not paged by TMA.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from ...device import copy, pipe
+from ...device.roles import Role, Roles
+from .. import fakes, load
+from ..args import Args, pack
+from ..kv import arrivals, pages, tma
+from ..schedule import stream_k, work
+from ..spec import BLOCK
+from . import reduce
+from .math import math
+
+REGISTERS = {1: (72, 248), 2: (72, 216), 3: (56, 152)}  # math warpgroups -> (other, math) registers a thread
+
+fake_args = fakes.fake_args
+
+
+def roles(spec) -> Roles:
+    few, many = REGISTERS[spec.tile.warpgroups]
+    return Roles.of(
+        Role("load_k", spec.tile.loaders, few),
+        Role("load_v", spec.tile.loaders, few),
+        Role("schedule", 1, few),
+        Role("load_scales" if spec.kv.scaled else "idle", 1, few),
+        Role("math", spec.tile.warps, many),
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything the host part makes for the kernel."""
+
+    args: Args
+    k: copy.Operand
+    v: copy.Operand
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory of a CTA."""
+
+    k: cute.Tensor
+    v: cute.Tensor
+    work: cute.Tensor
+    work_pipe: pipe.Pipe
+    k_pipe: pipe.Pipe
+    v_pipe: pipe.Pipe
+    k_scales: cute.Tensor | None
+    v_scales: cute.Tensor | None
+    merge: reduce.ReduceSmem
+
+
+@cute.jit
+def forward(spec: cutlass.Constexpr, stream, *flat):
+    a, t = pack(spec, flat), spec.tile
+    rows = lambda x: cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0]))  # noqa: E731
+    k, v = (copy.operand(rows(x), (t.n, x.shape[3]), t.stages, tma.boxes(t.n)) for x in (a.kv.k, a.kv.v))
+    kernel(spec, Plan(a, k, v)).launch(
+        grid=[a.schedule.grid, 1, 1],
+        block=[32 * roles(spec).warps(), 1, 1],
+        stream=stream,
+        min_blocks_per_mp=1,
+        use_pdl=a.schedule.enable_pdl,
+    )
+
+
+def scale_stages(spec, smem, dim):
+    """(n, D / 16, stages) bytes of scale factors, None where the cache has none."""
+    n, size = spec.tile.n, dim // BLOCK
+    if not spec.kv.scaled:
+        return None
+    return smem.allocate_tensor(
+        cutlass.Uint8, cute.make_layout((n, size, spec.tile.stages), stride=(size, 1, n * size)), 16
+    )
+
+
+def shared(spec, plan):
+    smem, r, t = cutlass.utils.SmemAllocator(), roles(spec), spec.tile
+    count = work.STAGES[spec.schedule]
+    return Shared(
+        k=copy.allocate(smem, plan.k, plan.args.kv.k.element_type),
+        v=copy.allocate(smem, plan.v, plan.args.kv.v.element_type),
+        work=smem.allocate_tensor(Int32, cute.make_layout((work.fields(spec), count))),
+        work_pipe=pipe.make(
+            smem, count, r.warps("schedule"), r.warps("load_k", "load_v", "load_scales", "math")
+        ),
+        k_pipe=pipe.make(smem, t.stages, arrivals(spec, r), r.warps("math")),
+        v_pipe=pipe.make(smem, t.stages, arrivals(spec, r), r.warps("math")),
+        k_scales=scale_stages(spec, smem, spec.head_dim_qk),
+        v_scales=scale_stages(spec, smem, spec.head_dim_vo),
+        merge=reduce.allocate(spec, smem),
+    )
+
+
+@cute.jit
+def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
+    """The warps that do not compute."""
+    if warp < roles(spec).first("load_v"):
+        load.load_kv(spec, plan, s, pages.K, warp)
+    elif warp < roles(spec).first("schedule"):
+        load.load_kv(spec, plan, s, pages.V, warp - roles(spec).first("load_v"))
+    elif warp == roles(spec).first("schedule"):
+        stream_k.schedule_warp(spec, plan.args, s)
+    elif const_expr(roles(spec).warps("load_scales") > 0):
+        load.load_scales(spec, plan, s)
+
+
+@cute.kernel
+def kernel(spec: cutlass.Constexpr, plan: Plan):
+    s = shared(spec, plan)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.barrier()
+    cute.arch.griddepcontrol_wait()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    if warp < roles(spec).first("math"):
+        cute.arch.setmaxregister_decrease(roles(spec).registers("load_k"))
+        serve(spec, plan, s, warp)
+        cute.arch.griddepcontrol_launch_dependents()
+    else:
+        cute.arch.setmaxregister_increase(roles(spec).registers("math"))
+        math(spec, plan, s)

@@ -1,0 +1,76 @@
+"""Who has what in decode: bytes of cached rows, and the columns and keys of a warp's lanes. Plain arithmetic: tested on
+ints, traced in kernels.
+
+The k order inside a dot product is arbitrary as long as Q uses the same one. Lane 4 g + t reads quarter t of each (at
+most 128-byte) chunk of a K row, and eighth g of each chunk of a V row, so its loads are contiguous.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import cutlass
+
+from ...device import copy
+from ..spec import BLOCK
+
+
+class Chunks(NamedTuple):
+    """A cached row as TMA boxes see it: `count` chunks of `width` bytes."""
+
+    width: int
+    count: int
+
+    @staticmethod
+    def of(spec, dim) -> "Chunks":
+        size = dim * spec.kv.bits // 8
+        return Chunks(min(size, copy.SWIZZLE_BYTES), max(1, size // copy.SWIZZLE_BYTES))
+
+
+def keys(spec):
+    """Keys that a warp computes at a time, a multiple of 16: all warps of a row together a KV block, or part of it."""
+    return spec.tile.n // spec.tile.warps
+
+
+def columns(spec):
+    """Columns of the output that a lane's piece of a chunk has."""
+    return Chunks.of(spec, spec.head_dim_vo).width // spec.kv.bits
+
+
+def first_column(spec, number, eighth):
+    """Of the output, of a lane's column `number` on, in the `eighth` of its chunks."""
+    each = columns(spec)
+    return number // each * each * 8 + eighth * each + number % each
+
+
+def columns_at_once(spec):
+    """Columns of a lane that the warps of a row add up at a time."""
+    return min(8 if spec.tile.rows_per_warp > 8 else 16, spec.head_dim_vo // 8)
+
+
+def halves(spec):
+    """Columns of 8 query rows that a warp's operands of K and V are multiplied with."""
+    return spec.tile.rows_per_warp // 8
+
+
+def warps_per_group(spec, m):
+    """Warps that share a group of rows of a tile of m rows."""
+    each, count = spec.tile.rows_per_warp, spec.tile.warps
+    for less, more in pairwise(spec.tile.heights):
+        fewer = spec.tile.warps * each // less - spec.tile.warps * each // more
+        count -= cutlass.min(cutlass.max(m - less, 0), 1) * fewer
+    return count
+
+
+def swizzle(width, row, byte):
+    """Where TMA puts a byte of a row of a box of `width` bytes, under the widest swizzle that it allows."""
+    return row * width + (byte ^ (row * width // 128 % (width // 16) * 16))
+
+
+def scale_blocks(spec):
+    """Scale factors of a row of V that a lane needs."""
+    return max(1, spec.head_dim_vo // (8 * BLOCK)) if spec.kv.scaled else 1
+
+
+def v_offsets(spec):
+    """Offsets of V that a lane keeps: 2 where adjacent keys use different swizzle patterns (128-byte rows), else 1."""
+    return 2 if Chunks.of(spec, spec.head_dim_vo).width == copy.SWIZZLE_BYTES else 1

@@ -1,0 +1,190 @@
+"""Operands of decode's MMAs: Q as B operand, K and V from shared memory as they are stored, converted in registers
+(`quant`) to A operands."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, const_expr
+
+from ...device import mma, pipe, warp
+from .. import geometry, logits, quant
+from ..spec import BLOCK
+from .layout import Chunks, columns, halves, keys, scale_blocks, v_offsets
+
+
+class KeyCursor(NamedTuple):
+    """`keys` that a warp is at: cursor of their block in the pipes, row in the stage, key of the request."""
+
+    block: Int32
+    row: Int32
+    key: Int32
+
+
+class V(NamedTuple):
+    """Registers of a chunk of V: words (word, key of 4, 16 keys), and scale factors (block, key of 4, 16 keys)."""
+
+    words: cute.Tensor
+    scales: cute.Tensor
+
+
+def allocate_v(spec):
+    count = keys(spec) // 16
+    words = (Chunks.of(spec, spec.head_dim_vo).width // 32, 4, count)
+    return V(*(cute.make_rmem_tensor(shape, Uint32) for shape in (words, (scale_blocks(spec), 4, count))))
+
+
+@cute.jit
+def fetch_q(spec: cutlass.Constexpr, a, r, x, words: cute.Tensor):
+    """Words (D / 8, half) of this lane's rows g, zeros past the request, their columns in the order of chunks."""
+    w, row = x.w, Chunks.of(spec, spec.head_dim_qk)
+    g, t = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
+    vectors = const_expr(row.width * 8 // spec.kv.bits // 4 // 8)  # of a chunk, 8 elements each
+    words.fill(0)
+    for half in cutlass.range_constexpr(halves(spec)):
+        at = x.first + spec.tile.rows_per_warp * x.group + 8 * half + g
+        if at < x.rows:
+            token = geometry.token_of(at, r.rows_per_token, True)
+            head = geometry.head_of(at, w.head, r.rows_per_token, True)
+            source = a.query.q[w.q_start + token, head, None]
+            for i in cutlass.range_constexpr(row.count * vectors):
+                piece = cute.local_tile(source, (8,), ((i // vectors * 4 + t) * vectors + i % vectors,))
+                target = cute.local_tile(words[None, half], (4,), (i,))
+                cute.autovec_copy(piece, cute.recast_tensor(target, source.element_type))
+
+
+@cute.jit
+def set_q(spec: cutlass.Constexpr, a, r, x, words: cute.Tensor, scale_log2: Float32):
+    """Operand B of this warp's rows, in the type that is multiplied and the order of the cached words."""
+    fmt = quant.format_of(spec)
+    t = cute.arch.lane_idx() % 4
+    for half in cutlass.range_constexpr(halves(spec)):
+        unit, own = Float32(fmt.unit), words[None, half]
+        if const_expr(quant.operand(spec) != spec.q):
+            unit *= to_fp16(own)
+        for i in cutlass.range_constexpr(2):
+            k, row = 2 * half + i, x.first + spec.tile.rows_per_warp * x.group + 8 * half + 2 * t + i
+            r.tokens[k] = geometry.token_of(row, r.rows_per_token, True)
+            r.score_to_log2[k] = cute.arch.shuffle_sync(unit, 8 * t + 4 * i) * scale_log2
+            capped = a.logits.soft_cap > 0.0
+            r.to_log2[k] = logits.capped_to_log2(a.logits.soft_cap) if capped else r.score_to_log2[k]
+        for i in cutlass.range_constexpr(spec.head_dim_qk // 8):
+            r.q[i, half] = in_order(fmt, own, i)
+
+
+def in_order(fmt, words, i):
+    """The i-th pair of a row in the order of its cached words."""
+    start = i * 2 // fmt.elements * fmt.elements
+    first, second = (start + fmt.order[i * 2 % fmt.elements + e] for e in range(2))
+    if second == first + 1:
+        return words[i]
+    return quant.permute(words[first // 2], words[second // 2], (0x5410, 0x7632)[first % 2])
+
+
+@cute.jit
+def to_fp16(words: cute.Tensor):
+    """bf16 pairs of a row, of which a quad has a quarter each, to fp16 in place, divided by the returned power of two,
+    near the largest: fp16 has neither bf16's range nor needs it then."""
+    values = cute.make_rmem_tensor(2 * cute.size(words), Float32)
+    values.store(cute.recast_tensor(words, cutlass.BFloat16).load().to(Float32))
+    top = Float32(0.0)
+    for i in cutlass.range_constexpr(cute.size(values)):
+        top = cute.arch.fmax(top, cute.math.absf(values[i]))
+    top = cute.arch.warp_reduction_max(top, threads_in_group=4)
+    exponent = cutlass.max(Int32(27), cutlass.min(Int32(227), warp.bits(top) >> 23))
+    values.store(values.load() * warp.from_bits((254 - exponent) << 23))
+    warp.convert16(values, cute.recast_tensor(words, cutlass.Float16))
+    return warp.from_bits(exponent << 23)
+
+
+def issue_qk(spec, s, r, scores, stage, row):
+    """scores = K Q^T of the rows [row, row + keys) of a stage."""
+    name, fmt = quant.operand(spec), quant.format_of(spec)
+    k, n = Chunks.of(spec, spec.head_dim_qk), spec.tile.n
+    base = s.k.iterator.toint() + stage * (n * k.width * k.count) + row * k.width
+    quarter = k.width // 4
+    scores.fill(0.0)
+    for tile in range(keys(spec) // 16):
+        rows = (16 * tile, 16 * tile + 8)
+        factors = [k_factors(spec, s, r, stage, row + inside) for inside in rows]
+        for b in range(k.count):
+            operands: list[list[Any]] = [[], []]
+            for half, inside in enumerate(rows):
+                for piece in range(max(1, quarter // 16)):
+                    at = base + (b * n + inside) * k.width + r.k_at[piece]
+                    for word in mma.load(at, min(4, quarter // 4)):
+                        block = (b * quarter // 4 + len(operands[half]) // 4) // 2
+                        operands[half] += quant.scale(fmt.pairs(word), factors[half], block)
+            for i in range(0, len(operands[0]), 2):
+                a = [operands[half][i + e] for e in range(2) for half in range(2)]
+                at = b * len(operands[0]) + i
+                for h in range(halves(spec)):
+                    mma.issue(name, scores[None, h], 4 * tile, a, [r.q[at, h], r.q[at + 1, h]])
+
+
+def k_factors(spec, s, r, stage, row):
+    """Scale factors of this lane's quarter of a row of K, a pair of each; None where the cache has none."""
+    if not spec.kv.scaled:
+        return None
+    count, size = spec.head_dim_qk // 64, spec.head_dim_qk // BLOCK
+    at = s.k_scales.iterator.toint() + (stage * spec.tile.n + row) * size + r.scales_at[0]
+    both = quant.from_e4m3(mma.load_bytes(at, count))
+    return [quant.broadcast(both[b // 2], b % 2) for b in range(count)]
+
+
+def load_v_factors(spec, s, r, v: V, stage, row, at):
+    """Scale factors of a key, at = (inside, key of 4, 16 keys): of row + inside; nothing where the cache has none."""
+    if spec.kv.scaled:
+        (inside, e, c), size = at, spec.head_dim_vo // BLOCK
+        base = s.v_scales.iterator.toint() + (stage * spec.tile.n + row + inside) * size + r.scales_at[1]
+        for k in range(scale_blocks(spec)):
+            v.scales[k, e, c] = mma.load_bytes(base + e % 2 * r.scales_at[2] + k * r.scales_at[3], 1)
+
+
+@cute.jit
+def load_v(spec: cutlass.Constexpr, s, r, x, at: KeyCursor, b: cutlass.Constexpr, v: V):
+    """This lane's words of a chunk of V, and the scale factors of each key. Rows past kv_len hold whatever the page
+    held, and 0 * NaN is NaN: zeros."""
+    chunk, n, row, key = Chunks.of(spec, spec.head_dim_vo), spec.tile.n, at.row, at.key
+    stage, t = pipe.cursor_stage(at.block), cute.arch.lane_idx() % 4
+    base = s.v.iterator.toint() + stage * (n * chunk.width * chunk.count) + row * chunk.width
+    per = const_expr(chunk.width // 32)
+    for c in cutlass.range_constexpr(keys(spec) // 16):
+        for e in cutlass.range_constexpr(4):
+            inside = const_expr(16 * c + 8 * (e // 2))
+            own = const_expr(e % 2 if v_offsets(spec) == 2 else 0)
+            words = mma.load(base + (b * n + inside + e % 2 - own) * chunk.width + r.v_at[own], per)
+            for u in cutlass.range_constexpr(per):
+                v.words[u, e, c] = words[u]
+            load_v_factors(spec, s, r, v, stage, row, (inside, e, c))
+    if key + keys(spec) > x.w.kv_len:
+        for c in cutlass.range_constexpr(keys(spec) // 16):
+            for e in cutlass.range_constexpr(4):
+                if key + 16 * c + 8 * (e // 2) + 2 * t + e % 2 >= x.w.kv_len:
+                    v.words[None, e, c].fill(0)
+                    v.scales[None, e, c].fill(0)
+
+
+def v_factors(spec, v: V, c):
+    """Factors of 16 keys as pairs [key pair][block]; None where the cache has none."""
+    if not spec.kv.scaled:
+        return [None, None]
+    pair = lambda k, e: quant.permute(v.scales[k, 2 * e, c], v.scales[k, 2 * e + 1, c], 0x40)  # noqa: E731
+    each = [[quant.from_e4m3(pair(k, e))[0] for e in range(2)] for k in range(scale_blocks(spec))]
+    return [[factors[e] for factors in each] for e in range(2)]
+
+
+def issue_pv(spec, r, p, b, v: V):
+    """O^T += V^T P^T of a chunk; p: words of P (two for 16 keys, half)."""
+    name, fmt = quant.operand(spec), quant.format_of(spec)
+    for c in range(keys(spec) // 16):
+        factors = v_factors(spec, v, c)
+        for u in range(cute.size(v.words, mode=[0])):
+            both = [fmt.values(v.words[u, 2 * e, c], v.words[u, 2 * e + 1, c]) for e in range(2)]
+            both = [quant.scale(both[e], factors[e], u // 2) for e in range(2)]
+            of = [dict(zip(fmt.order, pairs)) for pairs in both]
+            for i in range(0, fmt.elements, 2):
+                a = [of[e][i + half] for e in range(2) for half in range(2)]
+                at = 2 * (b * columns(spec) + u * fmt.elements + i)
+                for h in range(halves(spec)):
+                    mma.issue(name, r.o[None, h], at, a, [p[2 * c, h], p[2 * c + 1, h]])
