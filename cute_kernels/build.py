@@ -1,7 +1,8 @@
 """Compile a kernel: the only caller of cute.compile, shared by JIT, tools/aot and the tests.
 
 Nothing here needs a GPU, touches a tensor or launches: a kernel module `cute_kernels.<op>.forward` states its launch
-ABI with fake tensors (`fake_args(spec)`, name -> fake, in the order of a launch) and its host part (`forward(spec, stream, *args)`).
+ABI with fake tensors (`fake_args(spec)`, name -> fake, in the order of a launch) and its host part
+(`forward(spec, stream, *args)`).
 
 cutlass is imported inside functions, because the DSL reads CUTE_DSL_ARCH when it is imported.
 """

@@ -1,57 +1,103 @@
-"""Which spec a request gets, and what is refused. Plain Python: no DSL."""
+"""Which spec a problem gets, and what is refused. Plain Python: no DSL."""
 
 from dataclasses import replace
 from itertools import product
 
 import pytest
 
-from cute_kernels.attention import dispatch, sm90
-from cute_kernels.attention.spec import AttentionSpec, MaskSpec, TileSpec
+from cute_kernels.attention import args, decode, dispatch, sm90
+from cute_kernels.attention.problem import Problem
 
 ARCH = "sm_90a"
-BASE = dispatch.Request("bf16", 128, 128, 16, 4)
+BLACKWELL = ("sm_100a", "sm_103a")
+BASE = Problem("bf16", "bf16", "bf16", 128, 128, 16, 4)
+FEW_KERNELS = 200  # of an architecture, attention and top-k together
 
 
-def all_requests():
-    for dtype, dims, page, group, causal, window, cap, rows in product(
-        ("bf16", "fp16"), sm90.TILES, sm90.PAGE_SIZES, (1, 3, 8), *[(False, True)] * 3, (1, 2, 64, 65, 1 << 30)
-    ):
-        yield dispatch.Request(dtype, dims[0], dims[1], page, group, causal, window, cap, rows)
-        for kv_dtype, dim in sm90.SPLIT_TILES if causal else ():
-            if dims == (dim, dim):
-                yield dispatch.Request(dtype, dim, dim, page, group, causal, window, cap, rows, True, kv_dtype)
+def problems(phase):
+    """Every problem that some kernel serves."""
+    every = product(("bf16", "fp16"), (8, 256), (1, 3, 8), *[(False, True)] * 3, (1, 2, 64, 65, 1 << 30))
+    for q, page, group, causal, window, cap, rows in every:
+        base = Problem(q, q, q, 128, 128, page, group, rows, phase, causal, window, soft_cap=cap)
+        if phase == "prefill":
+            yield from (replace(base, head_dim_qk=qk, head_dim_vo=vo) for qk, vo in sm90.TILES)
+            continue
+        base = replace(base, causal=True)
+        for (kind, dim, _), out, invariant in product(decode.TILES, (q, "e4m3"), (False, True)):
+            kv = q if kind == "16-bit" else kind
+            yield replace(base, kv=kv, out=out, head_dim_qk=dim, head_dim_vo=dim, batch_invariant=invariant,
+                          drafts=window, skip=cap)  # fmt: skip
 
 
-def test_every_request_gets_a_shipped_spec_that_serves_it():
-    shipped = set(dispatch.shipped(ARCH))
-    found = set()
-    for request in all_requests():
-        op, spec = dispatch.select(request, ARCH)
-        found.add((op, spec))
-        assert spec.mask.causal == request.causal and spec.kv.dtype == request.kv_dtype
-        assert spec.soft_cap == (request.soft_cap and not request.split)
-        assert spec.mask.window or not request.window
-        assert (spec.dtype, spec.head_dim_qk) == (request.dtype, request.head_dim_qk)
-        assert spec.head_dim_vo == request.head_dim_vo
-        assert spec.pack_gqa == (request.split or request.group > 1 and request.rows <= dispatch.PACK_ROWS)
-        assert spec.split == request.split
-        many = request.rows * request.group > 8
-        assert spec.wide == (request.split and many and request.head_dim_qk in sm90.WIDE_DIMS)
+def serves(spec, problem):
+    """Whether a kernel of `spec` computes the problem, as the spec's docstrings say."""
+    mask = spec.mask
+    return (
+        (spec.q, spec.kv.dtype, *spec.dims) == (problem.q, problem.kv, problem.head_dim_qk, problem.head_dim_vo)
+        and problem.out in spec.out
+        and mask.causal in (("always" if problem.causal else "never"), "value")
+        and (mask.window or not problem.window)
+        and (mask.bits or not problem.drafts)
+        and (spec.logits.soft_cap or not problem.soft_cap)
+        and (spec.logits.skip or not problem.skip)
+    )
+
+
+def test_every_problem_of_prefill_gets_a_shipped_spec_that_serves_it():
+    shipped, found = set(sm90.shipped(ARCH)), set()
+    for problem in problems("prefill"):
+        op, spec = dispatch.select(problem, ARCH)
+        found.add(spec)
+        assert op == "attention.sm90" and serves(spec, problem)
+        assert spec.pack_gqa == (problem.group > 1 and problem.rows <= sm90.PACK_ROWS)
     assert found == shipped
 
 
+@pytest.mark.parametrize("arch", [ARCH, *BLACKWELL])
+def test_every_problem_of_decode_gets_a_shipped_spec_that_serves_it(arch):
+    shipped, found = set(decode.shipped(arch)), set()
+    for problem in problems("decode"):
+        op, spec = dispatch.select(problem, arch)
+        found.add(spec)
+        assert op == "attention.decode" and serves(spec, problem)
+        many = problem.rows * problem.group > 8 and problem.head_dim_qk < 256 and not problem.batch_invariant
+        assert spec.tile.rows_per_warp == (16 if many else 8)
+    assert found == shipped
+
+
+def test_few_kernels_are_shipped(capsys):
+    """A policy, not a product: of each types and head_dim one headline spec a mask and the general ones."""
+    from cute_kernels.topk import dispatch as topk
+
+    for arch in (ARCH, *BLACKWELL):
+        counts = len(dispatch.shipped(arch)), len(topk.shipped(arch))
+        with capsys.disabled():
+            print(f"\n{arch}: {counts[0]} attention kernels, {counts[1]} of top-k", end="")
+        assert sum(counts) < FEW_KERNELS
+
+
 def test_names_are_unique():
-    names = [spec.name for _, spec in dispatch.shipped(ARCH)]
+    names = [(op, spec.name) for op, spec in dispatch.shipped(ARCH)]
     assert len(set(names)) == len(names)
 
 
+def test_general_kernels_take_every_modifier_of_their_op():
+    """A field of the launch that some kernel of an op has, all kernels but the headline ones have."""
+    for op, module in dispatch.OPS.items():
+        specs = module.shipped(module.ARCHS[0])
+        for q, dims in {(spec.q, spec.dims) for spec in specs}:
+            mine = [s for s in specs if (s.q, s.kv.scaled, s.dims) == (q, False, dims)]
+            general = [set(args.fields(s)) for s in mine if s.mask.window]
+            assert general and all(set(args.fields(s)) <= fields for s in mine for fields in general), op
+
+
 def test_blocks_of_keys_do_not_depend_on_the_batch():
-    """n, which a row's rounding depends on, is the same whatever else a call holds: bits must not change with it. Wide
-    kernels are for rows that the longest request has; `batch_invariant` does not ask."""
+    """n, which a row's rounding depends on, is the same whatever else a call holds: bits must not change with it.
+    Decode's kernels of 16 rows are for rows that the longest request has; `batch_invariant` does not ask."""
     widths: dict[tuple, set[int]] = {}
-    for request in all_requests():
-        _, spec = dispatch.select(request, ARCH)
-        key = request.head_dim_qk, request.head_dim_vo, request.split, request.kv_dtype, spec.wide
+    for problem in (*problems("prefill"), *problems("decode")):
+        _, spec = dispatch.select(problem, ARCH)
+        key = problem.phase, spec.dims, spec.kv.bits, getattr(spec.tile, "rows_per_warp", 0)
         widths.setdefault(key, set()).add(spec.tile.n)
     assert all(len(n) == 1 for n in widths.values()), widths
 
@@ -59,36 +105,56 @@ def test_blocks_of_keys_do_not_depend_on_the_batch():
 @pytest.mark.parametrize(
     "change, word",
     [
-        ({"dtype": "fp32"}, "dtype fp32"),
-        ({"head_dim_qk": 96, "head_dim_vo": 96}, "(96, 96)"),
-        ({"head_dim_vo": 64}, "(128, 64)"),
-        ({"page_size": 5}, "page_size 5"),
-        ({"page_size": 512}, "page_size 512"),
-        ({"head_dim_qk": 192, "split": True}, "split: head_dim (192, 128)"),
-        ({"kv_dtype": "e4m3"}, "kv e4m3: the sm_90a kernel has it for decoding only"),
+        ({"q": "e4m3", "kv": "e4m3"}, "attention.sm90: q e4m3"),
+        ({"head_dim_qk": 96, "head_dim_vo": 96}, "attention.sm90: head_dim (96, 96)"),
+        ({"head_dim_vo": 64}, "attention.sm90: head_dim (128, 64)"),
+        ({"page_size": 5}, "attention.sm90: page_size 5"),
+        ({"page_size": 512}, "attention.sm90: page_size 512"),
+        ({"kv": "e4m3"}, "attention.sm90: kv paged e4m3"),
+        ({"kv": "fp16"}, "attention.sm90: kv paged fp16"),
+        ({"out": "e4m3"}, "attention.sm90: out e4m3"),
+        ({"out": "nvfp4"}, "attention.sm90: out nvfp4"),
+        ({"skip": True}, "attention.sm90: skip-softmax"),
+        ({"drafts": True}, "attention.sm90: drafts"),
+        ({"phase": "decode", "head_dim_qk": 192}, "attention.decode: head_dim (192, 128)"),
+        ({"phase": "decode", "head_dim_qk": 192, "head_dim_vo": 192}, "attention.decode: head_dim (192, 192)"),
+        ({"phase": "decode", "causal": False}, "attention.decode: causal False"),
+        ({"phase": "decode", "out": "nvfp4"}, "attention.decode: out nvfp4"),
+        ({"phase": "decode", "q": "e4m3"}, "attention.decode: q e4m3"),
+        ({"phase": "decode", "page_size": 5}, "attention.decode: page_size 5"),
     ],
 )
 def test_what_is_refused_is_named(change, word):
     with pytest.raises(NotImplementedError) as error:
         dispatch.select(replace(BASE, **change), ARCH)
-    assert word in str(error.value) and "attention.sm90" in str(error.value)
+    assert word in str(error.value)
 
 
 def test_an_architecture_without_a_kernel_is_named():
-    with pytest.raises(NotImplementedError, match=r"sm_100a.*sm_90a"):
+    with pytest.raises(NotImplementedError, match=r"sm_100a: needs sm_90a"):
         dispatch.select(BASE, "sm_100a")
-    assert dispatch.shipped("sm_100a") == []
+    assert sm90.shipped("sm_100a") == [] == decode.shipped("sm_80")
 
 
 @pytest.mark.parametrize(
-    "tile, word", [(TileSpec(64, 384, groups=3), "m is 8 rows"), (TileSpec(48, 128, groups=3), "n is a multiple")]
+    "tile, word", [(decode.Tile(64, 384, 3, 3), "m is 8 or 16 rows"), (decode.Tile(48, 128, 3, 3), "n is a multiple")]
 )
-def test_supports_refuses_tiles_that_warps_cannot_share(tile, word):
-    spec = AttentionSpec(mask=MaskSpec(True, True), pack_gqa=True, split=True, tile=tile)
-    assert word in (sm90.supports(spec) or "")
-    assert sm90.supports(replace(spec, tile=TileSpec(48, 384, groups=3))) is None
+def test_decode_refuses_tiles_that_warps_cannot_share(tile, word):
+    spec = replace(decode.shipped(ARCH)[0], tile=tile)
+    assert word in (decode.supports(spec) or "")
+    assert decode.supports(replace(spec, tile=decode.Tile(48, 384, 3, 3))) is None
 
 
-@pytest.mark.parametrize("tile", [TileSpec(96, 128), TileSpec(256, 128), TileSpec(128, 100)])
-def test_supports_refuses_tiles(tile):
-    assert "tile" in (sm90.supports(replace(AttentionSpec(), tile=tile)) or "")
+@pytest.mark.parametrize("tile", [sm90.Tile(96, 128), sm90.Tile(256, 128), sm90.Tile(128, 100)])
+def test_prefill_refuses_tiles(tile):
+    assert "tile" in (sm90.supports(replace(sm90.shipped(ARCH)[0], tile=tile)) or "")
+
+
+def test_arguments_come_in_blocks():
+    """`pack` is the inverse of `fields`: every name once, in its block, absent ones None."""
+    for _, spec in dispatch.shipped(ARCH):
+        names = args.fields(spec)
+        packed = args.pack(spec, names)
+        held = {name: value for block in packed for name, value in block._asdict().items()}
+        assert len(set(names)) == len(names)
+        assert all(held.pop(name) == name for name in names) and set(held.values()) <= {None}

@@ -4,26 +4,39 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 pytest.importorskip("cutlass", reason="index functions take min and max from the DSL")
 
 from cutlass import Int32
 
-from cute_kernels.attention import geometry, kv, mask, schedule
-from cute_kernels.attention.sm90 import decode
-from cute_kernels.attention.spec import AttentionSpec, MaskSpec, TileSpec
+from cute_kernels.attention import decode, geometry, mask, sm90
+from cute_kernels.attention.decode import layout
+from cute_kernels.attention.kv import tma
+from cute_kernels.attention.schedule import stream_k, tiles
+from cute_kernels.attention.spec import AttentionSpec, MaskSpec
 from cute_kernels.device.divisor import Divisor
+from cute_kernels.device.roles import Role, Roles
 
+hypothesis_settings.register_profile("busy", deadline=None)  # a busy machine is no failure
+hypothesis_settings.load_profile("busy")
+settings = hypothesis_settings
 SPECS = st.builds(
-    lambda causal, window, m, n: AttentionSpec(mask=MaskSpec(causal, window), tile=TileSpec(m, n)),
-    st.booleans(),
+    lambda causal, window, m, n: AttentionSpec(mask=MaskSpec(causal, window), tile=sm90.Tile(m, n)),
+    st.sampled_from(["always", "never", "value"]),
     st.booleans(),
     st.sampled_from([64, 128, 192]),
     st.sampled_from([64, 80, 128]),
 )
-LENGTHS = st.builds(mask.Lengths, st.integers(1, 400), st.integers(0, 700), st.integers(0, 500))
+LENGTHS = st.builds(mask.Lengths, st.integers(1, 400), st.integers(0, 700), st.integers(0, 500), st.integers(0, 1))
+DECODE = decode.shipped("sm_90a")[0]
+
+
+def causal(spec: AttentionSpec, n: mask.Lengths) -> bool:
+    """Whether positions bound what tokens see."""
+    return {"always": True, "never": False, "value": n.full == 0}[spec.mask.causal]
 
 
 def sees(spec: AttentionSpec, token: int, key: int, n: mask.Lengths) -> bool:
@@ -31,7 +44,7 @@ def sees(spec: AttentionSpec, token: int, key: int, n: mask.Lengths) -> bool:
     position = token + n.kv_len - n.q_len
     return (
         0 <= key < n.kv_len
-        and (not spec.mask.causal or key <= position)
+        and (not causal(spec, n) or key <= position)
         and (not spec.mask.window or key >= position - n.window_left)
     )
 
@@ -76,21 +89,21 @@ def test_blocks_of_a_tile(spec, n, group, pack, data):
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 64))
 def test_order_visits_every_tile_once_longest_first(m_blocks, heads, section):
     section = min(section, heads)
-    tiles = [schedule.order(i, m_blocks, heads, section) for i in range(m_blocks * heads)]
-    assert sorted(tiles) == [(m, h) for m in range(m_blocks) for h in range(heads)]
-    for part in {h // section for _, h in tiles}:
-        blocks = [m for m, h in tiles if h // section == part]
+    found = [tiles.lpt_order(i, m_blocks, heads, section) for i in range(m_blocks * heads)]
+    assert sorted(found) == [(m, h) for m in range(m_blocks) for h in range(heads)]
+    for part in {h // section for _, h in found}:
+        blocks = [m for m, h in found if h // section == part]
         assert blocks == sorted(blocks, reverse=True)
-    assert [h // section for _, h in tiles] == sorted(h // section for _, h in tiles)
+    assert [h // section for _, h in found] == sorted(h // section for _, h in found)
 
 
 @given(st.integers(0, 1 << 20), st.integers(1, 64), st.integers(1, 16))
 def test_a_section_fits_the_cache_or_is_one_head(kv_len, kv_heads, fold):
-    row_bytes = 512
-    heads = schedule.section_heads(kv_len, row_bytes, kv_heads, fold)
+    row_bytes, l2_bytes = 512, 16 << 20
+    heads = tiles.l2_section(kv_len, row_bytes, kv_heads, fold, l2_bytes)
     assert heads % fold == 0 and 1 <= heads // fold <= kv_heads
-    assert heads == fold or heads // fold * kv_len * row_bytes <= schedule.L2_BYTES
-    assert heads // fold == kv_heads or (heads // fold + 1) * kv_len * row_bytes > schedule.L2_BYTES
+    assert heads == fold or heads // fold * kv_len * row_bytes <= l2_bytes
+    assert heads // fold == kv_heads or (heads // fold + 1) * kv_len * row_bytes > l2_bytes
 
 
 @given(st.integers(0, 500), st.integers(0, 15), st.integers(1, 16))
@@ -103,8 +116,8 @@ def test_packed_rows_are_token_and_head(row, kv_head, group):
 
 @pytest.mark.parametrize("n", [64, 80, 96, 128, 160, 176])
 def test_boxes_fill_a_tile(n):
-    assert kv.boxes(n) and all(n % b == 0 for b in kv.boxes(n)) and n // kv.boxes(n)[0] <= 32
-    assert all(any(page % b == 0 for b in kv.boxes(n)) for page in (8, 16, 32, 64, 128, 256))
+    assert tma.boxes(n) and all(n % b == 0 for b in tma.boxes(n)) and n // tma.boxes(n)[0] <= 32
+    assert all(any(page % b == 0 for b in tma.boxes(n)) for page in (8, 16, 32, 64, 128, 256))
 
 
 class Tensor(NamedTuple):
@@ -112,65 +125,89 @@ class Tensor(NamedTuple):
 
 
 @pytest.mark.parametrize("pack, rows", [(False, 1), (True, 4)])
-def test_fold(pack, rows):
-    a = type("Args", (), {"q": Tensor((9, 8, 64)), "k": Tensor((5, 2, 16, 64))})
-    assert geometry.fold(replace(AttentionSpec(), pack_gqa=pack), a) == rows
+def test_rows_per_token(pack, rows):
+    query, kv = type("Query", (), {"q": Tensor((9, 8, 64))}), type("KV", (), {"k": Tensor((5, 2, 16, 64))})
+    a = type("Args", (), {"query": query, "kv": kv})
+    assert geometry.rows_per_token(replace(DECODE, pack_gqa=pack), a) == rows
+    assert geometry.tile_heads(replace(DECODE, pack_gqa=pack), a) == 8 // rows
 
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))
-def test_shares_of_a_split_and_who_merges(tiles, ctas):
+def test_shares_of_a_split_and_who_merges(each_tile, ctas):
     """Shares differ by one unit at most. A tile of which several CTAs have parts is merged by the one that has its
     begin, as the last tile of its share, which finds the slots in which the parts are; no two parts share a slot."""
-    units = sum(tiles)
-    starts = [schedule.share(units, c, ctas) for c in range(ctas + 1)]
+    units = sum(each_tile)
+    starts = [stream_k.first_unit(units, c, ctas) for c in range(ctas + 1)]
     sizes = {b - a for a, b in zip(starts, starts[1:])}
     assert starts[0] == 0 and starts[-1] == units and max(sizes) - min(sizes) <= 1
     taken, first = set(), 0
-    for each in tiles:
+    for each in each_tile:
         parts = [c for c in range(ctas) if max(starts[c], first) < min(starts[c + 1], first + each)]
-        assert [schedule.holder(u, units, ctas) for u in (first, first + each - 1)] == [parts[0], parts[-1]]
+        assert [stream_k.cta_of_unit(u, units, ctas) for u in (first, first + each - 1)] == [parts[0], parts[-1]]
         assert parts == list(range(parts[0], parts[-1] + 1))
         if len(parts) > 1:
             assert first <= starts[parts[0] + 1] - 1 < first + each
-            slots = [schedule.slot(c, max(starts[c], first) - first) for c in parts]
-            assert slots == [schedule.slot(c, c - parts[0]) for c in parts]
+            slots = [stream_k.split_slot(c, max(starts[c], first) - first) for c in parts]
+            assert slots == [stream_k.split_slot(c, c - parts[0]) for c in parts]
             assert not taken & set(slots) and max(slots) < 2 * ctas
             taken |= set(slots)
         first += each
 
 
+def of_drafts(spec):
+    """The spec with a mask of bits, causal but for that."""
+    return replace(spec, mask=MaskSpec("always", spec.mask.window, bits=True))
+
+
 @given(SPECS, LENGTHS, st.integers(0, 5), st.booleans())
-def test_units_of_a_tile_hold_all_blocks_that_any_of_its_tokens_visits(spec, n, chunk, drafts):
-    split, n = replace(spec, split=True), replace(n, drafts=int(drafts))
-    every = [mask.kv_range(split, token, token, n) for token in range(n.q_len)]
+def test_units_of_a_tile_hold_all_blocks_that_any_of_its_tokens_visits(spec, n, blocks_per_split, drafts):
+    spec, n = of_drafts(spec), replace(n, drafts=int(drafts))
+    every = [mask.kv_range(spec, token, token, n) for token in range(n.q_len)]
     visited = {j for lo, hi in every for j in range(lo, hi)}
-    lo = mask.kv_range(split, 0, n.q_len - 1, n)[0]
-    found = int(schedule.weight(split, n, chunk))
-    assert found >= 1 and visited <= set(range(lo, lo + found * max(chunk, 1)))
+    lo = mask.kv_range(spec, 0, n.q_len - 1, n)[0]
+    found = int(stream_k.units_per_tile(spec, n, blocks_per_split))
+    assert found >= 1 and visited <= set(range(lo, lo + found * max(blocks_per_split, 1)))
 
 
 @given(SPECS, LENGTHS)
 def test_drafts_see_all_older_keys_and_may_see_each_other(spec, n):
-    split, n = replace(spec, split=True, mask=replace(spec.mask, causal=True)), replace(n, drafts=1)
+    spec, n = of_drafts(spec), replace(n, drafts=1)
     for token in range(n.q_len):
-        lo, hi = mask.visible(split, token, n)
-        assert hi == n.kv_len and lo == mask.visible(split, token, replace(n, drafts=0))[0]
-    full = mask.full_range(split, 0, n.q_len - 1, n)
-    assert full[1] * split.tile.n <= max(0, n.kv_len - n.q_len)
+        lo, hi = mask.visible(spec, token, n)
+        assert hi == n.kv_len and lo == mask.visible(spec, token, replace(n, drafts=0))[0]
+    full = mask.full_range(spec, 0, n.q_len - 1, n)
+    assert full[1] * spec.tile.n <= max(0, n.kv_len - n.q_len)
+    assert len(mask.segments(spec, 0, 9, 2, 5)) == (3 if spec.mask.window else 2), "blocks of drafts are masked"
 
 
-@given(st.integers(0, 400), st.sampled_from([(64, 1), (64, 2), (32, 1), (48, 3)]), st.booleans())
-def test_tiles_of_a_split_are_as_small_as_their_rows_allow(rows, tile, wide):
+@given(st.integers(0, 400), st.sampled_from([(64, 1), (64, 2), (32, 1), (48, 3)]), st.sampled_from([8, 16]))
+def test_decode_tiles_are_as_small_as_their_rows_allow(rows, tile, each):
     """Warps are shared out evenly among groups of 8 rows, or 16."""
-    (most, warpgroups), each = tile, 16 if wide else 8
-    spec = AttentionSpec(split=True, wide=wide, tile=TileSpec(most, 128, groups=warpgroups))
+    most, warpgroups = tile
+    spec = replace(DECODE, tile=decode.Tile(most, 128, 3, warpgroups, each))
     sizes = [each * n for n in range(1, 17) if 4 * warpgroups % n == 0 and each * n <= most]
+    assert spec.tile.heights == tuple(sizes)
     m = geometry.tile_m(spec, rows)
     assert m == next((m for m in sizes if rows <= m), sizes[-1])
-    assert geometry.shares(spec, m) * m == each * geometry.warps(spec)
-    assert geometry.tile_m(AttentionSpec(), rows) == AttentionSpec().tile.m
-    count, shares = geometry.warps(spec), geometry.shares(spec, m)
+    count, shares = spec.tile.warps, layout.warps_per_group(spec, m)
+    assert shares * m == each * count
     assert [w * (m // each) // count for w in range(count)] == [w // shares for w in range(count)]
+
+
+def test_prefill_tiles_have_one_height():
+    spec = sm90.shipped("sm_90a")[0]
+    assert all(geometry.tile_m(spec, rows) == spec.tile.m for rows in (0, 1, 63, 10**6))
+
+
+def test_roles_are_a_table():
+    """Warp ranges, counts and registers follow from it; a warpgroup of two budgets is refused."""
+    roles = Roles.of(Role("load", 1, 40), Role("idle", 3, 40), Role("none", 0, 7), Role("math", 8, 232))
+    assert [roles.first(name) for name in ("load", "idle", "math", "none")] == [0, 1, 4, 12]
+    assert (roles.warps(), roles.warps("load", "math"), roles.warps("none")) == (12, 9, 0)
+    assert roles.registers("math") == 232
+    for table in ((Role("load", 3, 40),), (Role("load", 2, 40), Role("idle", 2, 48))):
+        with pytest.raises(ValueError, match="roles"):
+            Roles.of(*table)
 
 
 @given(st.integers(1, 512), st.integers(0, 1 << 21))
@@ -190,6 +227,6 @@ def test_swizzle_is_that_of_shared_memory(width):
             piece, line = linear // 16, linear // 128
             bits = width // 16
             want = (piece ^ line % bits) * 16 + byte % 16
-            assert decode.swizzle(width, row, byte) == want
+            assert layout.swizzle(width, row, byte) == want
             places.add(want)
     assert places == set(range(16 * width))

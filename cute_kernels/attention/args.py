@@ -1,9 +1,10 @@
 """Dynamic facts of an attention launch: the only statement of a kernel's launch ABI.
 
-Arguments come in blocks, each owned by the seam that reads it. A kernel has the fields that its spec has (`fields`), in
-the order of the blocks; on the device they lie in the blocks (`Args`), where what a spec has not is None. The same names
-stand for fake tensors at compile time (`fakes`), torch tensors at launch, and CuTe tensors on the device. An optional
-tensor that a call lacks has size 0 in its first mode (an empty tensor), so that presence needs no other kernel.
+Arguments come in blocks, each owned by the seam that reads it. A kernel has the fields that its spec has (`fields`),
+in the order of the blocks; on the device they lie in the blocks (`Args`), where what a spec has not is None. The same
+names stand for fake tensors at compile time (`fakes`), torch tensors at launch, and CuTe tensors on the device. An
+optional tensor that a call lacks has size 0 in its first mode (an empty tensor), so that presence needs no other
+kernel.
 """
 
 from collections.abc import Callable, Sequence

@@ -154,8 +154,6 @@ def normalizer(top: Float32, total: Float32, sink: Float32):
 
 
 @cute.jit
-def row_normalizer(
-    st: State, r: cutlass.Constexpr, scale_log2: Float32, sink: Float32, lanes: cutlass.Constexpr
-):
+def row_normalizer(st: State, r: cutlass.Constexpr, scale_log2: Float32, sink: Float32, lanes: cutlass.Constexpr):
     """`normalizer` of row r over its keys."""
     return normalizer(st.m[r] * scale_log2, cute.arch.warp_reduction_sum(st.l[r], threads_in_group=lanes), sink)

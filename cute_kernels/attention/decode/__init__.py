@@ -68,12 +68,13 @@ TILES = {  # (type of the cache, head_dim, rows of a warp) -> tile
     ("nvfp4", 128, 16): Tile(64, 256, 5, 2, 16),  # head_dim 256: O and Q of 16 rows are 192 registers of a thread
 }
 DIMS = tuple(sorted({dim for _, dim, _ in TILES}))
+BLACKWELL = TILES | {("e4m3", 128, 16): Tile(64, 64, 12, 1, 16)}  # with 8 warps this one spills there
 
 
-def spec_of(q: str, kv: str, dim: int, rows: int) -> Spec:
+def spec_of(q: str, kv: str, dim: int, rows: int, arch: str) -> Spec:
     """The spec of these types that takes every modifier, with so many rows a warp if it has a tile of those."""
-    kind = kv if kv in QUANTISED else "16-bit"
-    tile: Any = TILES.get((kind, dim, rows)) or TILES.get((kind, dim, FEW_ROWS))
+    kind, tiles = kv if kv in QUANTISED else "16-bit", TILES if arch == "sm_90a" else BLACKWELL
+    tile: Any = tiles.get((kind, dim, rows)) or tiles.get((kind, dim, FEW_ROWS))
     mask, logits = MaskSpec("always", True, True), LogitsSpec(True, True)
     return AttentionSpec(q, KVSpec(kv), (q, "e4m3"), dim, dim, mask, logits, "stream_k", True, tile)
 
@@ -82,7 +83,7 @@ def candidate(problem: Problem, arch: str) -> Spec:
     """The spec that would serve a problem, if `supports` lets it."""
     p = problem
     many = not p.batch_invariant and p.rows * p.group > FEW_ROWS  # other requests' rows count
-    spec = spec_of(p.q, p.kv, p.head_dim_qk, 2 * FEW_ROWS if many else FEW_ROWS)
+    spec = spec_of(p.q, p.kv, p.head_dim_qk, 2 * FEW_ROWS if many else FEW_ROWS, arch)
     mask = spec.mask if p.causal else replace(spec.mask, causal="value")
     out = spec.out if p.out in spec.out else (p.out,)
     return replace(spec, head_dim_vo=p.head_dim_vo, mask=mask, out=out)
@@ -112,5 +113,5 @@ def supports(spec: Spec) -> str | None:
 
 def shipped(arch: str) -> list[Spec]:
     """Every kernel takes every modifier: one of each types and head_dim, one more for calls of many rows."""
-    found = [spec_of(q, q if kv == "16-bit" else kv, dim, rows) for q, (kv, dim, rows) in product(DTYPES, TILES)]
+    found = [spec_of(q, q if kv == "16-bit" else kv, dim, rows, arch) for q, (kv, dim, rows) in product(DTYPES, TILES)]
     return found if arch in ARCHS else []

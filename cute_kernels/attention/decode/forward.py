@@ -101,9 +101,7 @@ def shared(spec, plan):
         k=copy.allocate(smem, plan.k, plan.args.kv.k.element_type),
         v=copy.allocate(smem, plan.v, plan.args.kv.v.element_type),
         work=smem.allocate_tensor(Int32, cute.make_layout((work.fields(spec), count))),
-        work_pipe=pipe.make(
-            smem, count, r.warps("schedule"), r.warps("load_k", "load_v", "load_scales", "math")
-        ),
+        work_pipe=pipe.make(smem, count, r.warps("schedule"), r.warps("load_k", "load_v", "load_scales", "math")),
         k_pipe=pipe.make(smem, t.stages, arrivals(spec, r), r.warps("math")),
         v_pipe=pipe.make(smem, t.stages, arrivals(spec, r), r.warps("math")),
         k_scales=scale_stages(spec, smem, spec.head_dim_qk),

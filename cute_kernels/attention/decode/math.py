@@ -1,8 +1,8 @@
 """Math role of decode: few query rows, so that memory and the conversion of what it delivers set the pace.
 
-A warp computes 8 rows of the tile, or 16, with `mma.sync`, on keys of its own: `WarpTile`. Keys are the rows of the MMA,
-and then columns of V, so that query rows need no padding to 16: S^T = K Q^T and O^T = V^T P^T. It has a softmax of its
-own; the warps of a row meet once, at the end of a tile (`reduce`).
+A warp computes 8 rows of the tile, or 16, with `mma.sync`, on keys of its own: `WarpTile`. Keys are the rows of the
+MMA, and then columns of V, so that query rows need no padding to 16: S^T = K Q^T and O^T = V^T P^T. It has a softmax
+of its own; the warps of a row meet once, at the end of a tile (`reduce`).
 """
 
 from dataclasses import dataclass
@@ -179,8 +179,8 @@ def release_if_last(spec, ring, x: WarpTile, k: KeyCursor):
 @cute.jit
 def run(spec: cutlass.Constexpr, a, s, r: Registers, x: WarpTile, cursor: Int32):
     """O of this warp's keys of all KV blocks, from `cursor` of the pipes on; the cursor behind. P V of some keys is
-    issued behind Q K of the next ones, whose latency it hides. Rarely needed code is kept outside the inner loop so that
-    the loop fits the instruction cache."""
+    issued behind Q K of the next ones, whose latency it hides. Rarely needed code is kept outside the inner loop, so
+    that the loop fits the instruction cache."""
     softmax.reset(r.st)
     r.st.shift.fill(0.0)
     r.o.fill(0.0)

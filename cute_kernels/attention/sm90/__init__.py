@@ -1,6 +1,6 @@
 """Prefill on Hopper: many query rows, WGMMA. This file is plain Python: what the kernel can do (`supports`, and the
-constants that `dispatch` looks at), which tile it takes, and what is shipped of it. It imports no DSL, because a process
-that runs a bundle has none.
+constants that `dispatch` looks at), which tile it takes, and what is shipped of it. It imports no DSL, because a
+process that runs a bundle has none.
 """
 
 from dataclasses import dataclass, replace

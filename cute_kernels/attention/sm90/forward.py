@@ -4,9 +4,9 @@ Roles (`roles`): the warps of warpgroup 0 load, two feed K, one of which also pu
 further warpgroup computes 64 rows of the tile (`math`). CTAs are persistent.
 
 Pipelines: work_pipe, 2 stages, loader 0 of K -> all: the next tile, published while the current one is loaded, freed
-when read. q_pipe, `tile.q_stages` stages, load -> math: Q of a tile that has a visible key (packed: unused, math gathers
-Q); freed when the last QK of the tile is done, or once Q is in registers. k_pipe and v_pipe, `tile.stages` stages,
-load -> math: a KV block each; freed when its MMA is done.
+when read. q_pipe, `tile.q_stages` stages, load -> math: Q of a tile that has a visible key (packed: unused, math
+gathers Q); freed when the last QK of the tile is done, or once Q is in registers. k_pipe and v_pipe, `tile.stages`
+stages, load -> math: a KV block each; freed when its MMA is done.
 
 Shared memory: `q_stages` x Q (m x Dqk), `stages` x (K (n x Dqk) + V (n x Dvo)), 1024-byte aligned, barriers and Work.
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 
 from ... import abi
 from ...device import copy, pipe, wgmma
@@ -73,9 +73,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     a = pack(spec, flat)
     t, dt = spec.tile, abi.DTYPES[spec.q]
     rows = lambda x, mode: cute.make_tensor(x.iterator, cute.select(x.layout, mode=mode))  # noqa: E731
-    k, v = (
-        copy.operand(rows(x, [2, 3, 1, 0]), (t.n, x.shape[3]), t.stages, tma.boxes(t.n)) for x in (a.kv.k, a.kv.v)
-    )
+    k, v = (copy.operand(rows(x, [2, 3, 1, 0]), (t.n, x.shape[3]), t.stages, tma.boxes(t.n)) for x in (a.kv.k, a.kv.v))
     q = copy.operand(rows(a.query.q, [0, 2, 1]), (t.m, spec.head_dim_qk), t.q_stages, (t.m,))
     mma_qk = wgmma.mma_nt(dt, t.warpgroups, t.n, t.q_in_regs)
     mma_pv = wgmma.mma_nn(dt, t.warpgroups, spec.head_dim_vo)

@@ -1,0 +1,144 @@
+"""Two checkouts side by side on one GPU: times of ours and the bits of its results.
+
+    python -m bench.compare ../other-checkout --cases prefill,decode,topk,host --rounds 15
+
+A refactoring is proved by this where PTX cannot be compared: both checkouts run in processes of their own, which take
+turns, so that a drift of the clocks meets both alike. A line a case: time of the other checkout, of this one, their
+ratio (above 1: this one is faster), the spread, and whether the bits of the outputs are equal. Cases whose names begin
+with `more-` are calls that no headline has: windows, caps, few rows.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from .timing import summarise
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET_US = 2000
+MORE: dict[str, dict[str, Any]] = {  # changes to the first headline of prefill
+    "more-window1024-d128": {"window_left": 1024},
+    "more-window1024-d64": {"window_left": 1024, "head_dim_qk": 64, "head_dim_vo": 64},
+    "more-full-window1024-d128": {"window_left": 1024, "causal": False},
+    "more-cap-d128": {"soft_cap": 30.0},
+    "more-cap-d64": {"soft_cap": 30.0, "head_dim_qk": 64, "head_dim_vo": 64},
+    "more-d192x128": {"heads_q": 16, "heads_kv": 16, "head_dim_qk": 192},
+    "more-d256": {"heads_q": 16, "heads_kv": 8, "head_dim_qk": 256, "head_dim_vo": 256},
+    "more-window1024-d256": {"heads_q": 16, "heads_kv": 8, "head_dim_qk": 256, "head_dim_vo": 256, "window_left": 1024},
+    "more-rows16-d128": {"q_lens": (16,) * 64, "kv_lens": (8192,) * 64},
+    "more-rows16-window1024-d128": {"q_lens": (16,) * 64, "kv_lens": (8192,) * 64, "window_left": 1024},
+    "more-rows16-full-d128": {"q_lens": (16,) * 64, "kv_lens": (8192,) * 64, "causal": False},
+    "more-rows16-d64": {"q_lens": (16,) * 64, "kv_lens": (8192,) * 64, "head_dim_qk": 64, "head_dim_vo": 64},
+}
+# Runs in the checkout that is measured, of any age: it may use only what all of them have.
+WORKER = """
+import hashlib, json, sys
+from dataclasses import replace
+import torch
+from bench import attention, decode, topk
+from bench.timing import CudaClock, HostClock
+from wrappers import trtllm_batch_context_with_kv_cache as context
+try:
+    from bench.cases import attention as cases
+except ImportError:
+    from tests import cases
+more, clock, host = json.loads(sys.argv[1]), CudaClock(), HostClock(torch.cuda.synchronize)
+known = cases.PREFILL_BF16 | cases.DECODE
+base = known["prefill-bf16-causal-b2-s8192-h32x8-d128-p64"]
+tuples = lambda x: {k: tuple(v) if isinstance(v, list) else v for k, v in x.items()}
+known |= {name: replace(base, name=name, **tuples(change)) for name, change in more.items()}
+calls, sets, found = None, 1, []
+def prepare(name):
+    if "topk" in name:
+        inputs = [topk.make(name, "cuda", 0)] if name.startswith("host") else topk.inputs_of(name, "cuda")
+        run = topk.PROVIDERS["ours"]
+        out, each = run(inputs[0]), len(inputs)
+        call = (lambda i: run(inputs[0])) if name.startswith("host") else topk.graph(run, inputs)
+        return call, 1, 1 if name.startswith("host") else each, out
+    if name == "host-prefill":
+        case = attention.host_case()
+    elif name == "host-decode":
+        case = cases.AttentionCase(name, q_lens=(1,), kv_lens=(64,), lse=False)
+    else:
+        case = known[name]
+    if "decode" in name:
+        runs = [decode.ours(cases.make_inputs(case, "cuda", 0))]
+    else:
+        one = [cases.make_inputs(case, "cuda", 0)]
+        every = attention.inputs_of(case, "cuda") if name.startswith("prefill") else one
+        runs = [lambda i=i: context(**i) for i in every]
+    return (lambda i: runs[i]()), len(runs), 1, runs[0]()
+for line in sys.stdin:
+    want = json.loads(line)
+    if "open" in want:
+        calls = found = None
+        torch.cuda.empty_cache()
+        call, sets, each, out = prepare(want["open"])
+        bits = hashlib.sha256(out.contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
+        answer, place = {"bits": bits}, 0
+    else:
+        order = [(place + i) % sets for i in range(want["count"])]
+        place += want["count"]
+        answer = {"us": (host if want["host"] else clock).measure(call, order) / each}
+        torch.cuda.synchronize()
+    print(">>" + json.dumps(answer), flush=True)
+"""
+
+
+class Side:
+    """A checkout in a process of its own."""
+
+    def __init__(self, root: Path):
+        command = [sys.executable, "-c", WORKER, json.dumps(MORE)]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True)
+
+    def ask(self, **want: Any) -> dict[str, Any]:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps(want) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith(">>"):
+                return json.loads(line[2:])
+        raise RuntimeError(f"the process of a checkout ended with {self.process.wait()}")
+
+
+def compare(sides: list[Side], name: str, rounds: int) -> str:
+    """A line of the table."""
+    bits = [side.ask(open=name)["bits"] for side in sides]
+    host = name.startswith("host")
+    first = [min(side.ask(count=1, host=host)["us"] for _ in range(5)) for side in sides]
+    count = max(1, min(100, round(TARGET_US / max(first))))
+    samples: list[list[float]] = [[], []]
+    for turn in range(rounds):
+        for which in (0, 1) if turn % 2 else (1, 0):
+            samples[which].append(sides[which].ask(count=count, host=host)["us"])
+    other, this = map(summarise, samples)
+    same = "equal" if bits[0] == bits[1] else "DIFFER"
+    ratio = other.median / this.median
+    return f"{name:48} {other.median:9.2f} {this.median:9.2f} {ratio:7.4f} {this.spread:6.1%} {same}"
+
+
+def main() -> None:
+    from .cases import attention as cases
+    from .topk import HEADLINE, HOST_CASE
+
+    parser = argparse.ArgumentParser(prog="python -m bench.compare", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("other", type=Path, help="root of another checkout, its kernels built")
+    parser.add_argument("--cases", default="prefill,decode,topk,host,more", help="prefixes, with commas")
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    hosts = ("host-prefill", "host-decode", HOST_CASE)
+    names = [*cases.PREFILL_BF16, *cases.DECODE, *MORE, *HEADLINE, *hosts]
+    sides = [Side(args.other), Side(ROOT)]
+    print(f"{'case':48} {'other us':>9} {'this us':>9} {'ratio':>7} {'spread':>6} bits", flush=True)
+    for name in names:
+        if name.startswith(tuple(args.cases.split(","))):
+            print(compare(sides, name, args.rounds), flush=True)
+
+
+if __name__ == "__main__":
+    main()
