@@ -132,7 +132,8 @@ def kernel(spec: cutlass.Constexpr, a: TopKArgs):
     target = emit.target(a, row)  # early: reading memory takes long
     window = rows.bounds(a, row)
     if cute.arch.thread_idx()[0] == 0:
-        s.target[0], s.target[1], s.target[2], s.target[3] = *target, window.start
+        s.target[0], s.target[1], s.target[2] = target
+        s.target[3] = window.start
     x = rows.slice_of(spec, a, row, window, scope.rank(spec))
     if window.n <= a.k:
         copy(spec, a, s, x)
