@@ -1,4 +1,4 @@
-"""Which plan a top-k request gets, and what is refused. Plain Python: no DSL."""
+"""Which plan a top-k problem gets, and what is refused. Plain Python: no DSL."""
 
 import re
 from itertools import product
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bench import topk as bench
 from cute_kernels.topk import dispatch, radix
-from cute_kernels.topk.dispatch import Request
+from cute_kernels.topk.problem import Problem
 from cute_kernels.topk.spec import DTYPES
 from tests.conftest import ROOT
 from wrappers import topk
@@ -25,29 +25,29 @@ lengths = st.one_of(
     st.integers(0, 1 << 14), st.integers(0, 1 << 23), st.tuples(st.sampled_from(EDGES), st.integers(-1, 1)).map(sum)
 )
 ks = st.one_of(st.sampled_from((1, 64, 2048, 5632, 5633, MOST, MOST + 1)), st.integers(1, 1 << 21))
-requests = st.builds(Request, st.sampled_from(DTYPES), counts, lengths, ks, st.sampled_from(SMS))
+problems = st.builds(Problem, st.sampled_from(DTYPES), counts, lengths, ks, st.sampled_from(SMS))
 
 
-def holds(plan, request):
+def holds(plan, problem):
     """A slice lies in shared memory, or the candidates of a row fit beside what a warp looks at."""
-    return request.k <= radix.room(plan) if plan.stream else plan.cluster * plan.capacity >= request.length
+    return problem.k <= radix.room(plan) if plan.stream else plan.cluster * plan.capacity >= problem.length
 
 
 @settings(max_examples=1000, deadline=None)
-@given(requests)
-def test_a_plan_can_hold_what_it_serves(request):
-    plan = dispatch.candidate(request)
-    if request.length > LONGEST[request.dtype] and request.k > MOST:
+@given(problems)
+def test_a_plan_can_hold_what_it_serves(problem):
+    plan = dispatch.candidate(problem)
+    if problem.length > LONGEST[problem.dtype] and problem.k > MOST:
         assert plan is None
     else:
-        assert plan in dispatch.plans(request.dtype) and holds(plan, request)
+        assert plan in dispatch.plans(problem.dtype) and holds(plan, problem)
 
 
 @pytest.mark.parametrize("sms", SMS)
 def test_a_row_is_shared_only_where_all_rows_run_at_once(sms):
     """Whenever `k` leaves the choice: each CTA has keys that are worth it, and no row waits for another."""
     for dtype, rows, length in product(DTYPES, range(1, 162), (4097, *EDGES, 1 << 21)):
-        plan = dispatch.candidate(Request(dtype, rows, length, 5632, sms))
+        plan = dispatch.candidate(Problem(dtype, rows, length, 5632, sms))
         if plan.cluster > 1:
             assert plan.cluster * dispatch.LEAST <= length
             assert plan.cluster * rows <= sms and rows <= dispatch.at_once(plan, sms)
@@ -58,18 +58,18 @@ def test_readmes_table_of_plans(dtype):
     """One row or many, of lengths on both sides of each bound; k of many long rows."""
     keys = 1 if dtype == "fp32" else 2  # in the place of one fp32
     for rows, bound, cluster in ((4096, 16384 * keys, 1), (1, LONGEST[dtype], 16)):
-        held, streamed = (dispatch.candidate(Request(dtype, rows, bound + more, 2048)) for more in (0, 1))
+        held, streamed = (dispatch.candidate(Problem(dtype, rows, bound + more, 2048)) for more in (0, 1))
         assert (held.stream, held.cluster, streamed.stream, streamed.cluster) == (False, cluster, True, cluster)
-        assert dispatch.candidate(Request(dtype, rows, 1 << 21, MOST)).cluster == cluster
+        assert dispatch.candidate(Problem(dtype, rows, 1 << 21, MOST)).cluster == cluster
 
 
 @pytest.mark.parametrize("name", [*bench.HEADLINE, *bench.SWEEP])
 def test_measured_cases_have_a_shipped_plan(name):
     dtype, *sizes = re.search(r"topk-(\w+)-(\d+)x(\d+)-k(\d+)$", name).groups()
     for arch, sms in product(radix.ARCHS, SMS):
-        request = Request(dtype, *map(int, sizes), sms)
-        op, plan = dispatch.select(request, arch)
-        assert (op, plan) in dispatch.shipped(arch) and holds(plan, request)
+        problem = Problem(dtype, *map(int, sizes), sms)
+        op, plan = dispatch.select(problem, arch)
+        assert (op, plan) in dispatch.shipped(arch) and holds(plan, problem)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,13 +77,31 @@ def test_measured_cases_have_a_shipped_plan(name):
 def test_k_of_a_long_row_is_limited_and_named(dtype, rows):
     longest = LONGEST[dtype]
     for length in (longest + 1, 4_000_000):
-        assert dispatch.select(Request(dtype, rows, length, MOST), ARCH)[1].stream
+        assert dispatch.select(Problem(dtype, rows, length, MOST), ARCH)[1].stream
         for k in (MOST + 1, length):
             with pytest.raises(NotImplementedError) as error:
-                dispatch.select(Request(dtype, rows, length, k), ARCH)
+                dispatch.select(Problem(dtype, rows, length, k), ARCH)
             assert f"k {k} of rows of {length} {dtype}" in str(error.value)
             assert f"at most {MOST}, or rows of at most {longest} " in str(error.value)
-    assert not dispatch.select(Request(dtype, rows, longest, longest), ARCH)[1].stream
+    assert not dispatch.select(Problem(dtype, rows, longest, longest), ARCH)[1].stream
+
+
+@pytest.mark.parametrize(
+    "problem", [Problem("bf16", 4096, 65536, 2048), Problem("fp32", 1, LONGEST["fp32"] + 1, MOST + 1)]
+)
+def test_explain_says_what_select_does(problem):
+    """A row for each kernel, on every architecture; the reason is in the error."""
+    for arch in (*radix.ARCHS, "sm_80"):
+        rows = dispatch.explain(problem, arch)
+        assert [op for op, _, _ in rows] == list(dispatch.KERNELS)
+        (op, spec, reason), *_ = rows
+        assert spec == dispatch.candidate(problem)
+        assert (reason is None) == (arch != "sm_80" and spec is not None)
+        if reason is None:
+            assert dispatch.select(problem, arch) == (op, spec)
+        else:
+            with pytest.raises(NotImplementedError, match=f"no top-k kernel: {op}: {reason}"):
+                dispatch.select(problem, arch)
 
 
 def test_the_limit_is_written_down():
@@ -112,10 +130,10 @@ def test_every_plan_is_shipped_to_every_architecture():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sms", [132, 148])
 def test_every_plan_is_somebodys(dtype, sms):
-    """A plan that no request gets would be compiled, tested and shipped for nothing."""
+    """A plan that no problem gets would be compiled, tested and shipped for nothing."""
     lengths = sorted({size for e in range(12, 22) for size in (1 << e, 3 << e - 1, (1 << e) + 1)})
     found = {
-        dispatch.candidate(Request(dtype, rows, length, k, sms))
+        dispatch.candidate(Problem(dtype, rows, length, k, sms))
         for rows, length, k in product((1, 5, 8, 12, 16, 20, 30, 40, 50, 70, 100, 200), lengths, (1, 5633))
     }
     assert {plan.name for plan in dispatch.plans(dtype)} == {plan.name for plan in found}

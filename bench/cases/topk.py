@@ -18,16 +18,20 @@ INTEGER = {"fp32": torch.int32, "fp16": torch.int16, "bf16": torch.int16}
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 PER_ROW = (PREFILL, DECODE)
 POISON = -77  # of outputs before a call
+LARGE = 1 << 26  # elements of a buffer that is not filled
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class TopKCase:
-    """One call. data: a name in DATA. lengths: "full", "mixed" (around 0, k and the row's end) or "wild" (any int32).
+    """One call. data: a name in DATA, or several, the rows' in turn.
 
-    pad: elements between rows. shift: elements by which the first lies past an aligned address. stride: of a row's
-    elements (per-row functions only). width_table: columns of the page table, 0: enough. starts, batch_map: with
-    row_starts, with row_to_batch.
+    lengths: "full", "mixed" (around 0, k and the row's end), "wild" (any int32), or the values themselves; for the
+    per-row functions the ends. starts: whether there are row_starts, or their values. pad: elements between rows.
+    shift: elements by which the first lies past an aligned address. stride: of a row's elements (per-row functions
+    only). hollow: elements at the front of each row that are in no window, and hold anything. width_table: columns of
+    the page table, 0: enough; pad_table: elements between its rows. batch_map: with row_to_batch, or its values.
+    table_starts: page_table_row_starts, other than what the seed gives.
     """
 
     function: str = PAGE_TABLE
@@ -35,15 +39,18 @@ class TopKCase:
     rows: int = 3
     width: int = 50
     k: int = 7
-    data: str = "normal"
-    lengths: str = "full"
-    starts: bool = False
+    data: str | tuple[str, ...] = "normal"
+    lengths: str | tuple[int, ...] = "full"
+    starts: bool | tuple[int, ...] = False
     pad: int = 0
     shift: int = 0
     stride: int = 1
+    hollow: int = 0
     page_size: int = 1
     width_table: int = 0
-    batch_map: bool = False
+    pad_table: int = 0
+    batch_map: bool | tuple[int, ...] = False
+    table_starts: tuple[int, ...] = ()
     next_n: int = 1
     tie_break: int = TopKTieBreak.NONE
     sorted: bool = False
@@ -95,6 +102,56 @@ def _all_bits(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch
     return _random(gen, shape, limits.min, limits.max + 1, dtype)
 
 
+def _quantised(step: float) -> Any:
+    return lambda *a: (_normal(*a).float() / step).round().mul(step).to(DTYPES[a[2]])
+
+
+def _shelf(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
+    """One in 32 scores is larger than 3/4, half of the others are 3/4."""
+    draw = torch.rand(shape, generator=gen, device=gen.device)
+    value = torch.where(draw < 1 / 32, 1 + draw, torch.where(draw < 33 / 64, torch.full_like(draw, 0.75), -draw))
+    return value.to(DTYPES[dtype])
+
+
+def _filler(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
+    """One in 32 scores is a number, one in 16 the negative NaN next to the least, the others are the least NaN."""
+    draw = torch.rand(shape, generator=gen, device=gen.device)
+    bits = torch.where(draw < 3 / 32, -2, -1).to(INTEGER[dtype])
+    return torch.where(draw < 1 / 32, _normal(gen, shape, dtype).view(INTEGER[dtype]), bits).view(DTYPES[dtype])
+
+
+def _ties(count: int) -> Any:
+    """As many scores as `count` are 1, one in 32 larger, the others smaller."""
+
+    def make(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
+        scores = -torch.rand(shape, generator=gen, device=gen.device)
+        order = scores.argsort(1)
+        scores.scatter_(1, order[:, :count], 1.0)
+        scores.scatter_(1, order[:, count : count + shape[1] // 32], 3.0)
+        return scores.to(DTYPES[dtype])
+
+    return make
+
+
+def sampled(width: int, size: int, lanes: int) -> torch.Tensor:
+    """Which elements of an aligned row the sample of a streaming kernel holds: `size` keys in lines of 8 vectors."""
+    vectors = (width + lanes - 1) // lanes
+    lines = (torch.arange(size // lanes // 8) * (vectors * 8 / (size // lanes))).int() // 8 * 8
+    found = torch.zeros(width + 8 * lanes, dtype=torch.bool)
+    found[(lines[:, None] * lanes + torch.arange(8 * lanes)).flatten()] = True
+    return found[:width]
+
+
+def _sample(size: int, inside: float, outside: float) -> Any:
+    """Normal scores with one mean where a sample of `size` keys is taken, another where it is not."""
+
+    def make(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
+        where = sampled(shape[1], size, 4 if dtype == "fp32" else 8).to(gen.device)
+        return (_normal(gen, shape, dtype).float() + torch.where(where, inside, outside)).to(DTYPES[dtype])
+
+    return make
+
+
 DATA: dict[str, Any] = {
     "normal": _normal,
     "constant": _constant(1.5),
@@ -107,11 +164,25 @@ DATA: dict[str, Any] = {
     "low bits": _low_bits,
     "special": _special,
     "all bits": _all_bits,
+    "negative": lambda *a: -_normal(*a).abs(),
+    "huge": lambda *a: (_normal(*a).float() * 2000).to(DTYPES[a[2]]),  # outermost bins, but for fp16
+    "tiny": lambda *a: (_normal(*a).float() / 2000).to(DTYPES[a[2]]),  # the bins of zero, but for fp16
+    "coarse": _quantised(1 / 8),
+    "shelf": _shelf,
+    "filler": _filler,
+    "256 ties": _ties(256),
+    "257 ties": _ties(257),
+    "sample too high": _sample(4096, 9.0, 0.0),  # of a kernel with a CTA a row
+    "sample too low": _sample(4096, -9.0, 0.0),
+    "cluster's sample too high": _sample(8192, 9.0, 0.0),
+    "cluster's sample too low": _sample(8192, -9.0, 0.0),
 }
 
 
 def _bounds(gen: torch.Generator, count: int, case: TopKCase) -> torch.Tensor:
     """int32 (count,): lengths, ends or starts."""
+    if isinstance(case.lengths, tuple):
+        return torch.tensor(case.lengths, dtype=torch.int32, device=gen.device)
     mixed = [-1, 0, 1, case.k - 1, case.k, case.k + 1, case.width - 1, case.width, case.width + 1, case.width // 2]
     wild = [INT_MIN, INT_MIN + 1, -case.width, 2 * case.width, INT_MAX - 1, INT_MAX]
     values = {"full": [case.width], "mixed": mixed, "wild": mixed + wild}[case.lengths]
@@ -121,14 +192,24 @@ def _bounds(gen: torch.Generator, count: int, case: TopKCase) -> torch.Tensor:
 
 def make_scores(case: TopKCase, gen: torch.Generator) -> torch.Tensor:
     """(rows, width); what lies between rows and around them is +NaN, the largest key."""
-    scores = DATA[case.data](gen, (case.rows, case.width), case.dtype)
-    if not case.pad and not case.shift and case.stride == 1:
+    shape = (case.rows, case.width - case.hollow)
+    if isinstance(case.data, str):
+        scores = DATA[case.data](gen, shape, case.dtype)
+    else:
+        lines = [DATA[case.data[row % len(case.data)]](gen, (1, shape[1]), case.dtype) for row in range(case.rows)]
+        scores = torch.cat([line.view(INTEGER[case.dtype]) for line in lines]).view(lines[0].dtype)
+    if not case.pad and not case.shift and case.stride == 1 and not case.hollow:
         return scores
     pitch = case.width * case.stride + case.pad
-    ones = torch.full((case.rows * pitch + case.shift,), -1, dtype=INTEGER[case.dtype], device=gen.device)
-    poison = (ones & torch.iinfo(ones.dtype).max).view(scores.dtype)
-    view = poison.as_strided(scores.shape, (pitch, case.stride), case.shift)
-    return view.copy_(scores)
+    size = case.rows * pitch + case.shift
+    nan = torch.iinfo(INTEGER[case.dtype]).max
+    if size < LARGE:
+        flat = torch.full((size,), nan, dtype=INTEGER[case.dtype], device=gen.device).view(scores.dtype)
+    else:  # no page of memory is touched but where scores lie
+        flat = torch.empty(size, dtype=scores.dtype, device=gen.device)
+    view = flat.as_strided((case.rows, case.width), (pitch, case.stride), case.shift)
+    view[:, case.hollow :].view(INTEGER[case.dtype]).copy_(scores.view(INTEGER[case.dtype]))
+    return view
 
 
 def make_inputs(case: TopKCase, device: torch.device = CPU, seed: int = 0) -> dict[str, Any]:
@@ -140,28 +221,43 @@ def make_inputs(case: TopKCase, device: torch.device = CPU, seed: int = 0) -> di
         return torch.randint(low, high, shape, generator=gen, device=device, dtype=torch.int32)
 
     def blank() -> torch.Tensor:
-        return torch.full((case.rows, case.k), POISON, dtype=torch.int32, device=device)
+        return torch.full((case.rows + 2, case.k), POISON, dtype=torch.int32, device=device)[1:-1]
+
+    def values(given: bool | tuple[int, ...]) -> torch.Tensor | None:
+        return torch.tensor(given, dtype=torch.int32, device=device) if isinstance(given, tuple) else None
 
     if case.function in PER_ROW:
         inputs = {"logits": scores, "indices": blank(), "num_rows": case.rows, "top_k": case.k}
         inputs |= {"stride0": scores.stride(0), "stride1": scores.stride(1)}
         if case.function == DECODE:
             return inputs | {"next_n": case.next_n, "seq_lens": _bounds(gen, case.rows // case.next_n, case)}
-        starts = _bounds(gen, case.rows, case) // 2 if case.starts else ints(0, 1, case.rows)
+        starts = values(case.starts)
+        if starts is None:
+            starts = _bounds(gen, case.rows, case) // 2 if case.starts else ints(0, 1, case.rows)
         return inputs | {"row_starts": starts, "row_ends": _bounds(gen, case.rows, case)}
     inputs = {"input": scores, "k": case.k, "tie_break": case.tie_break}
     if case.function == TOP_K:
         return inputs | {"sorted": case.sorted}
     inputs |= {"lengths": _bounds(gen, case.rows, case)}
-    inputs |= {"row_starts": _bounds(gen, case.rows, case) // 2 if case.starts else None}
+    starts = values(case.starts)
+    if starts is None and case.starts:
+        starts = _bounds(gen, case.rows, case) // 2
+    inputs |= {"row_starts": starts}
     if case.function == RAGGED:
         return inputs | {"offsets": ints(-1000, 1000, case.rows)}
     batches = case.rows // 2 + 1 if case.batch_map else case.rows + 1
     columns = case.width_table or case.width // case.page_size + 3
-    inputs |= {"src_page_table": ints(-1, 10_000 // case.page_size, batches, columns), "page_size": case.page_size}
+    table = ints(-1, 10_000 // case.page_size, batches, columns)
+    if case.pad_table:
+        flat = torch.empty(batches * (columns + case.pad_table), dtype=torch.int32, device=device)
+        table = flat.as_strided(table.shape, (columns + case.pad_table, 1)).copy_(table)
+    inputs |= {"src_page_table": table, "page_size": case.page_size}
     if case.batch_map:
-        inputs["row_to_batch"] = ints(-1 if case.lengths == "wild" else 0, batches, case.rows)
-    if case.starts and case.page_size > 1:
+        rows = values(case.batch_map)
+        inputs["row_to_batch"] = ints(-1 if case.lengths == "wild" else 0, batches, case.rows) if rows is None else rows
+    if case.table_starts:
+        inputs["page_table_row_starts"] = values(case.table_starts)
+    elif case.starts and case.page_size > 1:
         inputs["page_table_row_starts"] = ints(-2, 3, case.rows)
     return inputs | ({"out": blank(), "out_raw_indices": blank()} if case.given else {})
 

@@ -1,27 +1,15 @@
-"""Which spec serves a top-k call. Plain Python: runs where no DSL is installed."""
+"""Which kernel and spec serve a top-k problem. Plain Python: runs where no DSL is installed."""
 
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
 from . import radix
+from .problem import Problem
 from .spec import BITS, DTYPES, TopKSpec
 
-OP = "topk.radix"
-KERNELS = {OP: radix}
+KERNELS = {"topk.radix": radix}  # op -> the package that states what it supports
 LEAST = 4096  # keys that are worth a CTA of a cluster
 GPC = 18  # SMs of a GPC, in one of which a cluster lies; some have fewer: then a cluster waits for its turn
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a call asks for, as far as it decides the code. length: upper bound of the keys of a row."""
-
-    dtype: str
-    rows: int
-    length: int
-    k: int = 1
-    sms: int = 132
 
 
 def plans(dtype: str) -> tuple[TopKSpec, ...]:
@@ -45,21 +33,21 @@ def at_once(plan: TopKSpec, sms: int) -> int:
 
 
 @lru_cache(4096)  # lengths and rows vary for ever
-def candidate(request: Request) -> TopKSpec | None:
-    """The plan for a request, None where there is none.
+def candidate(problem: Problem) -> TopKSpec | None:
+    """The plan for a problem, None where there is none.
 
     A row is held whole where that can be: by the largest cluster whose CTAs get LEAST keys each, if all rows then run
     at once, a CTA an SM; else by one CTA, if an SM has room for several. Longer rows, and many of them, are streamed.
     Measured in bench/notes/topk-radix.md."""
-    every, rows, length = plans(request.dtype), request.rows, request.length
+    every, rows, length = plans(problem.dtype), problem.rows, problem.length
 
     def widest(choice: list[TopKSpec]) -> TopKSpec | None:
-        fit = [p for p in choice if p.cluster == 1 or p.cluster * LEAST <= length and p.cluster * rows <= request.sms]
-        fit = [p for p in fit if rows <= at_once(p, request.sms)]
+        fit = [p for p in choice if p.cluster == 1 or p.cluster * LEAST <= length and p.cluster * rows <= problem.sms]
+        fit = [p for p in fit if rows <= at_once(p, problem.sms)]
         return max(fit, key=lambda p: (p.cluster, -p.capacity), default=None)
 
     held = sorted((p for p in every if not p.stream and p.cluster * p.capacity >= length), key=lambda p: p.capacity)
-    streams = [p for p in every if p.stream and request.k <= radix.room(p)]
+    streams = [p for p in every if p.stream and problem.k <= radix.room(p)]
     shared = [p for p in held if p.cluster == 1 and radix.resident(p) > 1]
     return (
         widest(held)
@@ -70,21 +58,41 @@ def candidate(request: Request) -> TopKSpec | None:
     )
 
 
-def select(request: Request, arch: str) -> tuple[str, TopKSpec]:
-    """(op, spec) of the kernel that serves the request; NotImplementedError names what was refused."""
-    if arch not in radix.ARCHS:
-        raise NotImplementedError(f"no top-k kernel: {OP}: architecture {arch}: needs one of {radix.ARCHS}")
-    spec = candidate(request)
-    if spec is None:
-        held = max(p.cluster * p.capacity for p in plans(request.dtype) if not p.stream)
-        most = max(radix.room(p) for p in plans(request.dtype) if p.stream)
-        raise NotImplementedError(
-            f"no top-k kernel: k {request.k} of rows of {request.length} {request.dtype} elements: at most {most}, or "
-            f"rows of at most {held} elements"
-        )
-    return OP, spec
+def explain(problem: Problem, arch: str) -> tuple[tuple[str, TopKSpec | None, str | None], ...]:
+    """Every kernel of the operator: (op, the spec it would run, None or why it refuses)."""
+    rows = []
+    for op, module in KERNELS.items():
+        spec = candidate(problem)
+        reason = None if arch in module.ARCHS else f"architecture {arch}: needs {' or '.join(module.ARCHS)}"
+        rows.append((op, spec, reason or (module.supports(spec) if spec else too_large(problem))))
+    return tuple(rows)
+
+
+def too_large(problem: Problem) -> str:
+    """Why no plan serves a problem: neither is there room for its k, nor can a cluster hold its rows."""
+    every = plans(problem.dtype)
+    most = max(radix.room(p) for p in every if p.stream)
+    longest = max(p.cluster * p.capacity for p in every if not p.stream)
+    return (
+        f"k {problem.k} of rows of {problem.length} {problem.dtype} elements: at most {most}, or rows of at most "
+        f"{longest} elements"
+    )
+
+
+def select(problem: Problem, arch: str) -> tuple[str, TopKSpec]:
+    """(op, spec) of the kernel that serves the problem; NotImplementedError names what every kernel refused."""
+    rows = explain(problem, arch)
+    for op, spec, reason in rows:
+        if spec is not None and reason is None:
+            return op, spec
+    raise NotImplementedError("no top-k kernel: " + "; ".join(f"{op}: {reason}" for op, _, reason in rows))
 
 
 def shipped(arch: str) -> list[tuple[str, TopKSpec]]:
-    """All (op, spec) that a bundle of `arch` holds."""
-    return [(OP, plan) for dtype, op in product(DTYPES, KERNELS) if arch in radix.ARCHS for plan in plans(dtype)]
+    """All (op, spec) that a bundle of `arch` holds, each once: every plan is some problem's."""
+    kernels = [(op, dtype) for (op, module), dtype in product(KERNELS.items(), DTYPES) if arch in module.ARCHS]
+    return [(op, plan) for op, dtype in kernels for plan in plans(dtype)]
+
+
+Request = Problem  # former names, until their users are merged
+OP = "topk.radix"

@@ -1,5 +1,7 @@
-"""What becomes of selected elements: page-table entry, offset index, plain index, value. A loop each, so that what is
-absent costs one branch."""
+"""Write selected elements: page-table entry, offset index, plain index, value. One loop each, so that an absent output
+costs one branch."""
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -7,6 +9,14 @@ from cutlass import Int32, Int64, const_expr
 
 from . import keys
 from .spec import BITS
+
+
+class Target(NamedTuple):
+    """Where the outputs of a row come from."""
+
+    batch: Int32  # row of the page table
+    first: Int32  # entry of that row which is the window's first page
+    offset: Int32  # added to indices
 
 
 @cute.jit
@@ -21,21 +31,22 @@ def entry(a, table: cute.Tensor, index: Int32, start: Int32):
 
 
 @cute.jit
-def target(a, row: Int32):
-    """Where a row's outputs go, read from memory: (row of the page table, its first entry, offset of indices)."""
-    batch, start, offset = row, Int32(0), Int32(0)
+def target(a, row: Int32) -> Target:
+    """Read the target of a row; absent tensors give the row itself, 0 and 0."""
+    batch, first, offset = row, Int32(0), Int32(0)
     if a.row_to_batch.shape[0] > 0:
         batch = a.row_to_batch[row]
     if a.table_starts.shape[0] > 0:
-        start = a.table_starts[row]
+        first = a.table_starts[row]
     if a.offsets.shape[0] > 0:
         offset = a.offsets[row]
-    return batch, start, offset
+    return Target(batch, first, offset)
 
 
 @cute.jit
 def place(spec: cutlass.Constexpr, a, s, x, position: Int32, count: Int32):
-    """Outputs [position, position + count) of row x.row are the elements s.staged of its window."""
+    """Write outputs [position, position + count) of row x.row: the elements of its window that s.staged[0 .. count - 1]
+    lists."""
     tid, bits = cute.arch.thread_idx()[0], const_expr(BITS[spec.dtype])
     if a.out.shape[0] > 0:
         out = cute.domain_offset((position,), a.out[x.row, None])
@@ -67,7 +78,7 @@ def place(spec: cutlass.Constexpr, a, s, x, position: Int32, count: Int32):
 
 @cute.jit
 def pad(spec: cutlass.Constexpr, a, row: Int32, first: Int32):
-    """Outputs from `first` to k of a row are padding."""
+    """Write padding, -1, to outputs [first, k) of a row. Values have none: no row of `top_k` is padded."""
     for i in cutlass.range(first + cute.arch.thread_idx()[0], a.k, spec.threads, unroll=1):
         if a.out.shape[0] > 0:
             a.out[row, i] = Int32(-1)

@@ -1,8 +1,10 @@
-"""Floats as unsigned keys of the same order: +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN, by bit pattern.
+"""Floats as unsigned keys of the same order, by bit pattern: +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN.
 
 Memory is read in words of 32 bits, one fp32 or two 16-bit floats. A float in a register is left-aligned in 32 bits, so
-a key is always 32 bits wide. The first histogram counts bins of keys: 64 an octave over 16 octaves of fp32 and bf16, 32
-over all of fp16, each sign; beyond, the outermost bins.
+a key is always 32 bits wide, and a 16-bit float's low half is 0 (positive) or all ones (negative).
+
+The first histogram has BINS / 2 bins a sign. fp32 and bf16: 64 bins an octave over 16 octaves from 2^-8 on; smaller and
+larger magnitudes are in the outermost bins. fp16: 32 bins an octave, over all of them.
 """
 
 import cutlass
@@ -36,22 +38,24 @@ def part(word, e, bits):
 
 
 def order(x):
-    """The key of a float: all bits flipped where the sign is set, else the sign alone."""
+    """The key of a float x: x with all bits flipped where its sign is set, else with the sign flipped."""
     return x ^ ((Int32(x) >> 31).to(Uint32) | Uint32(SIGN))
 
 
-def flip(least):
-    """What makes of floats, by xor, numbers that compare with keys of the sign of `least` as their own keys do."""
+def xor_mask(least):
+    """The mask m with x ^ m == order(x) for floats of the sign of `least`, a key.
+
+    For floats of the other sign x ^ m lies on the same side of `least` as order(x)."""
     return Uint32(SIGN) | ~(Int32(least) >> 31).to(Uint32)
 
 
-def turn(least):
-    """x * turn + flip is x ^ flip: 1 where only the sign is flipped, -1 where all bits are."""
+def sign_multiplier(least):
+    """1 or -1: x * sign_multiplier + xor_mask == x ^ xor_mask, as a multiply-add, on another pipe than xor."""
     return Uint32((Int32(least) >> 31) * -2 - 1)
 
 
 def bins_of(word, dtype):
-    """The bins of the keys of a word's floats."""
+    """The bins of the keys of a word's floats: a tuple of one (fp32) or two."""
     low, shift = WINDOW[dtype]
     if BITS[dtype] == 32:
         magnitude = cutlass.min(cutlass.max(Int32(word & Uint32(SIGN - 1)) - low, 0), (HALF << shift) - 1)
@@ -68,8 +72,8 @@ def bins_of(word, dtype):
 
 
 @cute.jit
-def span(b: Int32, dtype: cutlass.Constexpr):
-    """(least, greatest) key of a bin."""
+def range_of(b: Int32, dtype: cutlass.Constexpr):
+    """(least, greatest) key of bin `b` of the first histogram."""
     low, shift = const_expr(WINDOW[dtype][0]), const_expr(WINDOW[dtype][1])
     step = b - HALF if b >= HALF else HALF - 1 - b
     first, last = Uint32(0), Uint32(SIGN - 1)

@@ -1,6 +1,7 @@
 """Which elements of a row count, and which of them a CTA holds."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -24,6 +25,13 @@ def slices(n, cluster):
     return (n + cluster * GRAIN - 1) // (cluster * GRAIN) * GRAIN
 
 
+class Window(NamedTuple):
+    """Elements [start, start + n) of a row, inside the row."""
+
+    start: Int32
+    n: Int32
+
+
 @dataclass(frozen=True)
 class Slice:
     """The keys [low, end) of a window, of which `count` are held. words: the row's memory as vectors (WORDS, vectors),
@@ -41,8 +49,8 @@ class Slice:
 
 
 @cute.jit
-def bounds(a, row: Int32):
-    """(start, n) of the window of a row."""
+def bounds(a, row: Int32) -> Window:
+    """Read the window of a row: the only reader of starts and lengths, which may hold anything."""
     limit = a.scores.shape[1]
     start, n = Int32(0), Int32(0)
     if a.starts.shape[0] > 0:
@@ -54,11 +62,12 @@ def bounds(a, row: Int32):
         n = clamp(a.lengths[row], 0, limit) - start
     elif a.window == DECODE:
         n = cutlass.max(a.lengths[row // a.next_n], 0) - a.next_n + row % a.next_n + 1
-    return start, clamp(n, 0, limit - start)
+    return Window(start, clamp(n, 0, limit - start))
 
 
-def cut(spec, a, row, start, n, rank):
-    """The slice of CTA `rank`."""
+def slice_of(spec, a, row, window: Window, rank):
+    """The slice of CTA `rank` of a window."""
+    start, n = window
     size = BITS[spec.dtype] // 8
     per = slices(n, spec.cluster)
     low = cutlass.min(rank * per, n)
@@ -74,7 +83,7 @@ def cut(spec, a, row, start, n, rank):
 
 @cute.jit
 def prefetch(s: Slice, first: Int32, count: Int32):
-    """Begin to bring vectors [first, first + count) of a slice, those that lie in it whole, nearer."""
+    """Prefetch vectors [first, first + count) of a slice into L2, those that lie in it whole."""
     begin = cutlass.max(first, 1)
     size = cutlass.min(first + count, s.vectors - 1) - begin
     if (cute.arch.thread_idx()[0] == 0) & (size > 0):
@@ -83,7 +92,7 @@ def prefetch(s: Slice, first: Int32, count: Int32):
 
 @cute.jit
 def fetch(spec: cutlass.Constexpr, s: Slice, v: Int32, into: cute.Tensor):
-    """Words of vector v of a slice; filler where it reaches beyond the slice, which is not read."""
+    """Load vector v of a slice into registers; filler where it reaches beyond the slice, which is not read."""
     bits = const_expr(BITS[spec.dtype])
     per = const_expr(keys.per_word(spec))
     first = v * (WORDS * per) - s.shift

@@ -1,4 +1,9 @@
-"""How the CTAs that share a row put their parts together: one CTA, or a cluster through distributed shared memory."""
+"""The CTAs that share a row: one, or a cluster whose CTAs read each other's shared memory.
+
+Where a CTA is alone, all of this costs a CTA barrier at most. Histograms are summed in two ways: in clusters of up to
+PULLED CTAs every thread adds the bins of all CTAs where it reads them (`bins`); in larger ones each CTA first adds up
+its share of the bins (`merge`).
+"""
 
 import cutlass
 import cutlass.cute as cute
@@ -9,13 +14,13 @@ from .spec import BINS, PULLED
 
 
 def rank(spec):
-    """Of this CTA among those of the row."""
+    """The number of this CTA among those of its row."""
     return cute.arch.block_idx_in_cluster() if spec.cluster > 1 else Int32(0)
 
 
 @cute.jit
 def arrive(spec: cutlass.Constexpr):
-    """The first half of `meet`; where a CTA is alone nothing."""
+    """First half of the cluster barrier: what this thread wrote to its CTA's shared memory is visible after `wait`."""
     if const_expr(spec.cluster > 1):
         dsmem.release()
         cute.arch.cluster_arrive_relaxed()
@@ -23,13 +28,14 @@ def arrive(spec: cutlass.Constexpr):
 
 @cute.jit
 def wait(spec: cutlass.Constexpr):
+    """Second half of the cluster barrier: all threads of the row have arrived."""
     if const_expr(spec.cluster > 1):
         cute.arch.cluster_wait()
 
 
 @cute.jit
 def meet(spec: cutlass.Constexpr):
-    """All threads of the row have arrived, and see what the others wrote to the shared memory of their own CTAs."""
+    """Barrier of all threads of the row; each then sees what the others wrote to their CTAs' shared memory."""
     if const_expr(spec.cluster == 1):
         cute.arch.barrier()
     arrive(spec)
@@ -38,8 +44,9 @@ def meet(spec: cutlass.Constexpr):
 
 @cute.jit
 def merge(spec: cutlass.Constexpr, local: cute.Tensor, total: cute.Tensor):
-    """From here on `bins` gives the sums of local (BINS,) over the CTAs of the row. Begins with `meet`. In clusters of
-    more than PULLED CTAs each adds up its share of them, total (BINS / cluster,)."""
+    """Make the sums of all CTAs' histograms, local (BINS,), readable through `bins`. Starts with `meet`.
+
+    In clusters of more than PULLED CTAs each CTA writes its share of the sums to total (BINS / cluster,)."""
     meet(spec)
     if const_expr(spec.cluster > PULLED):
         share = const_expr(BINS // spec.cluster)
@@ -52,8 +59,8 @@ def merge(spec: cutlass.Constexpr, local: cute.Tensor, total: cute.Tensor):
 
 
 @cute.jit
-def again(spec: cutlass.Constexpr):
-    """The bins may be changed after a search."""
+def release_bins(spec: cutlass.Constexpr):
+    """Wait until all CTAs are done reading bins (after `select.search`): then histograms may be overwritten."""
     if const_expr(1 < spec.cluster <= PULLED):
         meet(spec)
     else:
@@ -62,7 +69,7 @@ def again(spec: cutlass.Constexpr):
 
 @cute.jit
 def bins(spec: cutlass.Constexpr, local: cute.Tensor, total: cute.Tensor, first: Int32, into: cute.Tensor):
-    """into = the merged bins from `first` on, a multiple of their number."""
+    """Read the merged bins [first, first + size(into)) into registers; first is a multiple of size(into)."""
     count = const_expr(min(cute.size(into), 4))
     part = cute.make_rmem_tensor(count, Uint32)
     for i in cutlass.range_constexpr(cute.size(into) // count):
@@ -80,8 +87,10 @@ def bins(spec: cutlass.Constexpr, local: cute.Tensor, total: cute.Tensor, first:
 
 
 @cute.jit
-def ask(spec: cutlass.Constexpr, counts: cute.Tensor, i: Int32):
-    """counts[i] of CTA `lane` of the row. Only warp 0 asks: where all do, they wait for each other."""
+def gather_counts(spec: cutlass.Constexpr, counts: cute.Tensor, i: Int32):
+    """Read counts[i] of every CTA of the row: lane c of warp 0 returns that of CTA c, all others 0.
+
+    Only one warp reads, because several would wait for each other."""
     count, lane = Uint32(0), cute.arch.lane_idx()
     if const_expr(spec.cluster > 1):
         if (cute.arch.warp_idx() == 0) & (lane < spec.cluster):
@@ -90,16 +99,16 @@ def ask(spec: cutlass.Constexpr, counts: cute.Tensor, i: Int32):
 
 
 @cute.jit
-def answer(spec: cutlass.Constexpr, asked: Int32, table: cute.Tensor):
-    """table[c] = what `ask` got from CTA c. A barrier follows."""
+def store_counts(spec: cutlass.Constexpr, count: Int32, table: cute.Tensor):
+    """Store what `gather_counts` returned: table[c] of CTA c. The caller needs a barrier before it reads the table."""
     if const_expr(spec.cluster > 1):
         if cute.arch.thread_idx()[0] < spec.cluster:
-            table[cute.arch.thread_idx()[0]] = asked
+            table[cute.arch.thread_idx()[0]] = count
 
 
 @cute.jit
-def before(spec: cutlass.Constexpr, table: cute.Tensor, c: Int32):
-    """The sum of a table over the CTAs before `c`; where a CTA is alone 0."""
+def sum_before_cta(spec: cutlass.Constexpr, table: cute.Tensor, c: Int32):
+    """The sum of table[0 .. c - 1]; 0 where a CTA is alone. All lanes of a warp call it."""
     mine = Int32(0)
     if const_expr(spec.cluster > 1):
         if cute.arch.lane_idx() < c:
@@ -110,10 +119,11 @@ def before(spec: cutlass.Constexpr, table: cute.Tensor, c: Int32):
 
 @cute.jit
 def collect(spec: cutlass.Constexpr, lists: cute.Tensor, table: cute.Tensor, pool: cute.Tensor):
-    """pool = the lists of all CTAs of the row, 64 bits an entry, one behind the other, table[c] of CTA c. A warp a
-    list; a barrier follows."""
+    """Copy the lists of all CTAs of the row, table[c] entries of 64 bits of CTA c, into `pool`, in rank order.
+
+    One warp copies a list. The caller needs a barrier before it reads the pool."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     for c in cutlass.range(warp, spec.cluster, spec.threads // 32, unroll=1):
-        first, source = before(spec, table, c), dsmem.address(lists, c)
+        first, source = sum_before_cta(spec, table, c), dsmem.address(lists, c)
         for i in cutlass.range(cute.arch.lane_idx(), table[c], 32, unroll=1):
             pool[first + i] = dsmem.load(source, i, Uint64)

@@ -1,6 +1,8 @@
 """Selection by histograms: count keys in bins, find the bin that holds the boundary, and split it until few are
 left."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
@@ -10,21 +12,33 @@ from . import scope
 from .spec import BINS
 
 
+class Found(NamedTuple):
+    """What `search` returns. The first three mean nothing where the row has fewer keys than were asked for."""
+
+    bin: Int32  # that the need-th largest key of the row is in
+    here: Int32  # keys of the row in that bin
+    need: Int32  # how many of them are among the `need` largest keys of the row
+    total: Int32  # keys of the row in all bins
+
+
 @cute.jit
 def clear(spec: cutlass.Constexpr, bins: cute.Tensor):
+    """Set all BINS bins to 0. The caller needs a barrier."""
     for b in cutlass.range(cute.arch.thread_idx()[0], BINS, spec.threads, unroll=1):
         bins[b] = Uint32(0)
 
 
 @cute.jit
 def add(bins: cute.Tensor, b, amount):
-    """bins[b] += amount, atomically; returns what it was."""
+    """Add `amount` to bins[b] atomically; returns the value before."""
     return cute.arch.atomic_add(bins.iterator + b, bins.element_type(amount), sem="relaxed", scope="cta")
 
 
 @cute.jit
-def before(value: Int32, scratch: cute.Tensor, warps: cutlass.Constexpr):
-    """(sum over the warps before this one, sum over all) of `value`, one a warp in all its lanes. Holds a barrier."""
+def sum_before_warp(value: Int32, scratch: cute.Tensor, warps: cutlass.Constexpr):
+    """(sum over the warps before this one, sum over all warps) of `value`, which is equal in all lanes of a warp.
+
+    All threads of the CTA call it: it contains a CTA barrier. scratch: (warps,) at least."""
     warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
     if lane == 0:
         scratch[warp] = value
@@ -39,16 +53,17 @@ def before(value: Int32, scratch: cute.Tensor, warps: cutlass.Constexpr):
 
 @cute.jit
 def rank_in(spec: cutlass.Constexpr, mine: Int32, scratch: cute.Tensor):
-    """(sum over the threads before this one, sum over all) of `mine`. Holds a barrier."""
+    """(sum over the threads before this one, sum over all threads) of `mine`. Contains a CTA barrier."""
     inside = prefix_sum(mine)
-    earlier, everything = before(cute.arch.shuffle_sync(inside, 31), scratch, spec.threads // 32)
+    earlier, everything = sum_before_warp(cute.arch.shuffle_sync(inside, 31), scratch, spec.threads // 32)
     return earlier + inside - mine, everything
 
 
 @cute.jit
-def search(spec: cutlass.Constexpr, s, need: Int32):
-    """Where the need-th largest key of the row lies, need >= 1: (its bin, keys in that bin, keys needed of that bin,
-    all keys); the first three mean nothing where there are fewer keys. Begins with `meet`."""
+def search(spec: cutlass.Constexpr, s, need: Int32) -> Found:
+    """Find the bin of the need-th largest key of the row, need >= 1, in the CTAs' histograms s.local.
+
+    Starts with `scope.meet`."""
     per = const_expr(BINS // spec.threads)
     scope.merge(spec, s.local, s.total)
     first = BINS - (cute.arch.thread_idx()[0] + 1) * per
@@ -65,12 +80,12 @@ def search(spec: cutlass.Constexpr, s, need: Int32):
             above += Int32(counts[per - 1 - e])
         s.found[0], s.found[1], s.found[2] = b, here, left
     cute.arch.barrier()
-    return s.found[0], s.found[1], s.found[2], everything
+    return Found(s.found[0], s.found[1], s.found[2], everything)
 
 
 @cute.jit
 def claim(spec: cutlass.Constexpr, s, found: Int32, here: Int32, need: Int32):
-    """Add this CTA's keys in those bins of the last `search` that get in whole to s.counts[1]."""
+    """Add this CTA's keys in the bins that get in whole (after `search` gave found, here, need) to s.counts[1]."""
     if const_expr(spec.cluster > 1):
         per = const_expr(BINS // spec.threads)
         first = cute.arch.thread_idx()[0] * per
@@ -87,5 +102,5 @@ def claim(spec: cutlass.Constexpr, s, found: Int32, here: Int32, need: Int32):
 
 @cute.jit
 def split(least: Uint32, greatest: Uint32):
-    """log2 of the width of bins that cut the keys [least, greatest], more than one, into at most BINS."""
+    """log2 of the width of bins that divide the keys least .. greatest, least < greatest, into at most BINS."""
     return cutlass.max(32 - Int32(cute.arch.clz(greatest - least)) - (BINS.bit_length() - 1), 0)

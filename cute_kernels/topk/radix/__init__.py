@@ -6,6 +6,7 @@ none.
 
 from ..spec import BINS, BITS, PULLED, TopKSpec
 
+Spec = TopKSpec
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 SHARED = 227 * 1024  # bytes a CTA can have
 SM = 228 * 1024  # bytes an SM has for its CTAs, of which each takes 1024 more than it asks for

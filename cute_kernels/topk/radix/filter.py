@@ -6,6 +6,7 @@ boundary is the floor from there on. Where the sample misled, and fewer than k k
 is done again from floor 0: no result depends on the sample."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -22,39 +23,58 @@ FIELD = 16  # bits of a count of a warp's candidates in one vector a thread; two
 LINE = 8  # vectors of a sample that are neighbours, 128 bytes: single sectors cost memory as much time
 
 
+class Kept(NamedTuple):
+    """What `gather` returns. count: candidates in this CTA's shared memory."""
+
+    count: Int32
+    found: select.Found  # where the row's k-th key lies
+
+
+class Chunk(NamedTuple):
+    """A step of `filter_pass`."""
+
+    base: Int32  # first vector of the chunk
+    kept: Int32  # candidates kept before
+    parity: Int32  # alternates, so that a step need not wait for the reads of the one before
+    first: Int32  # warps [first, end) look at their vectors
+    end: Int32
+
+
 def unroll(spec):
     """Vectors of a thread in a chunk."""
     return CHUNK // 32 // lanes(spec)
 
 
 def held(spec, x: rows.Slice, kept):
-    """The slice of what is kept."""
+    """The candidates kept, as a slice."""
     return replace(x, shift=Int32(0), count=kept, vectors=(kept + lanes(spec) - 1) // lanes(spec))
 
 
 @cute.jit
-def gather(spec: cutlass.Constexpr, a, s, x: rows.Slice):
-    """Fill shared memory with candidates: (how many, bin of the row's k-th key, keys in that bin, needed of them)."""
+def gather(spec: cutlass.Constexpr, a, s, x: rows.Slice) -> Kept:
+    """Fill shared memory with candidates, and find the bin of the row's k-th key."""
     floor = sample(spec, a, s, x)
-    kept, found, here, need, everything = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-    while everything < a.k:
-        kept = screen(spec, a, s, x, floor)
+    kept, b, here, need, total = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+    while total < a.k:
+        kept = filter_pass(spec, a, s, x, floor)
         passes.prepare(spec, s)
         passes.count(spec, s, held(spec, x, kept))
-        found, here, need, everything = select.search(spec, s, a.k)
+        b, here, need, total = select.search(spec, s, a.k)
         floor = Uint32(0)
-        if everything < a.k:
-            scope.again(spec)
-    return kept, found, here, need
+        if total < a.k:
+            scope.release_bins(spec)
+    return Kept(kept, select.Found(b, here, need, total))
 
 
 @cute.jit
 def sample(spec: cutlass.Constexpr, a, s, x: rows.Slice):
-    """A key that more than k keys of the row are likely to reach: of a sample, lines at equal distances, the one of a
-    rank five standard deviations beyond that expected of the k-th. 0 where the sample is too small. All CTAs of the row
-    look at the same sample. After `passes.prepare`."""
+    """A key, the floor, that more than k keys of the row are likely to reach; 0 where the sample is too small.
+
+    The sample: lines at equal distances, the same for all CTAs of the row. The floor: the least key of the bin of its
+    key whose rank lies five standard deviations beyond that expected of the row's k-th. After `passes.prepare`; ends
+    with a CTA barrier."""
     alone = const_expr(replace(spec, cluster=1))
-    x = rows.cut(alone, a, x.row, x.start, x.n, Int32(0))
+    x = rows.slice_of(alone, a, x.row, rows.Window(x.start, x.n), Int32(0))
     vectors = const_expr(max(SAMPLE * (1 + (spec.cluster > 1)) // lanes(spec), spec.threads))
     words = cute.make_rmem_tensor((rows.WORDS, vectors // spec.threads), Uint32)
     for i in cutlass.range_constexpr(vectors // spec.threads):
@@ -62,45 +82,45 @@ def sample(spec: cutlass.Constexpr, a, s, x: rows.Slice):
         first = Int32(Float32(x.vectors) * (Float32(line) * Float32(LINE / vectors)))
         rows.fetch(spec, x, first // LINE * LINE + v, words[None, i])
     for i in cutlass.range_constexpr(vectors // spec.threads):
-        passes.bump(spec, s, words[None, i])
+        passes.count_vector(spec, s, words[None, i])
     size = const_expr(vectors * lanes(spec))
     mean = Float32(a.k) / Float32(x.n) * Float32(size)
     rank = Int32(mean + 5.0 * cute.math.sqrt(mean)) + 5
     floor = Uint32(0)
     if rank < size:
-        floor, _ = keys.span(select.search(alone, s, rank)[0], spec.dtype)
+        floor, _ = keys.range_of(select.search(alone, s, rank).bin, spec.dtype)
     cute.arch.barrier()
     return floor
 
 
 @cute.jit
-def screen(spec: cutlass.Constexpr, a, s, x: rows.Slice, floor: Uint32):
-    """Keep the keys of the slice that are at least `floor`: how many. Ends with a barrier."""
+def filter_pass(spec: cutlass.Constexpr, a, s, x: rows.Slice, floor: Uint32):
+    """Keep the keys of the slice that are at least `floor`. Returns how many were kept; ends with a CTA barrier."""
     words = cute.make_rmem_tensor((rows.WORDS, unroll(spec)), Uint32)
     warps = const_expr(spec.threads // 32)
-    base, kept, turn, part, until = Int32(0), Int32(0), Int32(0), Int32(0), Int32(warps)
+    base, kept, parity, first, end = Int32(0), Int32(0), Int32(0), Int32(0), Int32(warps)
     cute.arch.barrier()
     while base < x.vectors:
         read(spec, x, base, words)
         rows.prefetch(x, base + spec.threads * unroll(spec), Int32(spec.threads * unroll(spec)))
         count = Int32(0)
         if floor > keys.FILLER >> BITS[spec.dtype]:
-            count = take(spec, s, x, words, (base, kept, turn), (floor, part, until), False)
+            count = take(spec, s, x, words, Chunk(base, kept, parity, first, end), floor, False)
         else:
-            count = take(spec, s, x, words, (base, kept, turn), (floor, part, until), True)
-        turn ^= 1
+            count = take(spec, s, x, words, Chunk(base, kept, parity, first, end), floor, True)
+        parity ^= 1
         if kept + count > spec.capacity:
-            until = part + 1  # the rest of the chunk comes a warp at a time, which fits beside k
+            end = first + 1  # take the rest of the chunk a warp at a time: at most CHUNK keys, so k + CHUNK <= capacity
             if kept > a.k:
-                floor = squeeze(spec, a, s, x, kept)
+                floor = compact(spec, a, s, x, kept)
                 kept = a.k
         else:
             kept += count
-            part = until
-            if until < warps:
-                until += 1
+            first = end
+            if end < warps:
+                end += 1
             else:
-                part, until = Int32(0), Int32(warps)
+                first, end = Int32(0), Int32(warps)
                 base += spec.threads * unroll(spec)
     cute.arch.barrier()
     fill(spec, s, kept)
@@ -109,14 +129,14 @@ def screen(spec: cutlass.Constexpr, a, s, x: rows.Slice, floor: Uint32):
 
 
 def vector(spec, base, u):
-    """This thread's vector u of the chunk: a warp has 32 * unroll neighbours."""
+    """The number of this thread's vector u of the chunk at `base`: a warp has 32 * unroll neighbours."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     return base + warp * (32 * unroll(spec)) + u * 32 + cute.arch.lane_idx()
 
 
 @cute.jit
 def read(spec: cutlass.Constexpr, x: rows.Slice, base: Int32, words: cute.Tensor):
-    """This thread's vectors of a chunk."""
+    """Load this thread's vectors of the chunk at `base`."""
     end = (base + spec.threads * unroll(spec)) * lanes(spec)
     if (base >= x.shift) & (end <= x.count + x.shift):  # a chunk without filler
         for u in cutlass.range_constexpr(unroll(spec)):
@@ -127,20 +147,28 @@ def read(spec: cutlass.Constexpr, x: rows.Slice, base: Int32, words: cute.Tensor
 
 
 @cute.jit
-def take(spec: cutlass.Constexpr, s, x: rows.Slice, words: cute.Tensor, where, what, filler: cutlass.Constexpr):
-    """Count the candidates of a chunk, and append them to those kept if all fit. Holds a barrier. where = (first
-    vector, candidates kept before, parity of the call). what = (floor, warps that look at their vectors: first, behind
-    the last). filler: its key is no less than the floor."""
-    (base, kept, turn), (floor, part, until) = where, what
+def take(
+    spec: cutlass.Constexpr,
+    s,
+    x: rows.Slice,
+    words: cute.Tensor,
+    chunk: Chunk,
+    floor: Uint32,
+    filler: cutlass.Constexpr,
+):
+    """Count the candidates of a chunk, and append them to those kept if all fit. Contains a CTA barrier.
+
+    filler: its key may reach the floor, so that places outside the slice are looked at one by one."""
+    base, kept = chunk.base, chunk.kept
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    active = (warp >= part) & (warp < until)
-    flip, most = keys.flip(floor), const_expr((1 << FIELD) - 1)
+    active = (warp >= chunk.first) & (warp < chunk.end)
+    mask, most = keys.xor_mask(floor), const_expr((1 << FIELD) - 1)
     mine, whole = (cute.make_rmem_tensor(unroll(spec) // 2, Int32) for _ in range(2))
     for i in cutlass.range_constexpr(cute.size(words)):
         if const_expr(BITS[spec.dtype] == 32):
-            words[i] = words[i] * keys.turn(floor) + flip  # the same as ^ flip, on another pipe
+            words[i] = words[i] * keys.sign_multiplier(floor) + mask  # the same as ^ mask, on another pipe
         else:
-            words[i] = words[i] ^ (flip | (flip >> 16))
+            words[i] = words[i] ^ (mask | (mask >> 16))
     chosen = Int32(0)
     for h in cutlass.range_constexpr(unroll(spec) // 2):
         count = Int32(0)
@@ -151,8 +179,8 @@ def take(spec: cutlass.Constexpr, s, x: rows.Slice, words: cute.Tensor, where, w
         sums = prefix_sum(count)
         whole[h], mine[h] = cute.arch.shuffle_sync(sums, 31), sums - count
         chosen += (whole[h] & most) + (whole[h] >> FIELD)
-    scratch = cute.make_tensor(s.scratch.iterator + turn * 32, cute.make_layout(32))
-    earlier, count = select.before(chosen, scratch, spec.threads // 32)
+    scratch = cute.make_tensor(s.scratch.iterator + chunk.parity * 32, cute.make_layout(32))
+    earlier, count = select.sum_before_warp(chosen, scratch, spec.threads // 32)
     if kept + count <= spec.capacity:
         earlier += kept
         for u in cutlass.range_constexpr(unroll(spec)):
@@ -160,14 +188,14 @@ def take(spec: cutlass.Constexpr, s, x: rows.Slice, words: cute.Tensor, where, w
             index = x.low - x.shift + vector(spec, base, u) * lanes(spec)
             for e in cutlass.range_constexpr(lanes(spec)):
                 if active & candidate(spec, x, words, (base, u, e), floor, filler):
-                    put(spec, s, place, passes.key_of(spec, words[None, u], e) ^ flip, index + e)
+                    put(spec, s, place, passes.key_of(spec, words[None, u], e) ^ mask, index + e)
                     place += 1
             earlier += (whole[u // 2] >> (u % 2 * FIELD)) & most
     return count
 
 
 def candidate(spec, x, words, where, floor, filler):
-    """Whether key e of this thread's vector u of the chunk is one."""
+    """Whether key e of this thread's vector u of the chunk at `base` is a candidate. where: (base, u, e)."""
     base, u, e = where
     result = passes.key_of(spec, words[None, u], e) >= floor
     if filler:
@@ -178,6 +206,7 @@ def candidate(spec, x, words, where, floor, filler):
 
 @cute.jit
 def put(spec: cutlass.Constexpr, s, place: Int32, word: Uint32, index: Int32):
+    """Store a candidate, a left-aligned float, and its index in the window."""
     if const_expr(BITS[spec.dtype] == 32):
         passes.flat(spec, s)[place] = word
     else:
@@ -187,15 +216,15 @@ def put(spec: cutlass.Constexpr, s, place: Int32, word: Uint32, index: Int32):
 
 @cute.jit
 def fill(spec: cutlass.Constexpr, s, kept: Int32):
-    """The group that the last candidate is in ends with filler. A barrier follows."""
+    """Store filler from `kept` to the end of its group. The caller needs a barrier."""
     behind = (kept + GROUP - 1) // GROUP * GROUP
     for place in cutlass.range(kept + cute.arch.thread_idx()[0], behind, spec.threads, unroll=1):
         put(spec, s, place, Uint32(keys.FILLER), Int32(-(1 << 30)))
 
 
 @cute.jit
-def squeeze(spec: cutlass.Constexpr, a, s, x: rows.Slice, kept: Int32):
-    """Keep the k best of more than k candidates. A floor for what comes behind them; ends with a barrier."""
+def compact(spec: cutlass.Constexpr, a, s, x: rows.Slice, kept: Int32):
+    """Keep the k best of more than k candidates. Returns the floor of later keys; ends with a CTA barrier."""
     alone = const_expr(replace(spec, cluster=1))
     s = replace(s, pool=s.list)
     cute.arch.barrier()
@@ -204,19 +233,18 @@ def squeeze(spec: cutlass.Constexpr, a, s, x: rows.Slice, kept: Int32):
     passes.prepare(spec, s)
     y = held(spec, x, kept)
     passes.count(spec, s, y)
-    found, here, need, _ = select.search(alone, s, a.k)
-    boundary, found = passes.narrow(alone, s, y, found, here, need)
-    passes.mark(alone, a, s, y, boundary, found)
-    write.settle(alone, a, s, y, boundary)
+    boundary = passes.refine(alone, s, y, select.search(alone, s, a.k))
+    passes.mark(alone, a, s, y, boundary)
+    write.resolve_ties(alone, a, s, y, boundary)
     pieces = passes.share(spec, y)
-    at, _ = write.place_of(spec, s, pieces)
+    at, _ = write.rank_bits(spec, s, pieces)
     room = const_expr(cute.size(s.ties))
     for begin in cutlass.range(0, a.k, room, unroll=1):
         write.stage(spec, s, y, pieces, at - begin, True)
         cute.arch.barrier()
         move(spec, s, begin, cutlass.min(a.k - begin, room))
-    least, greatest, _, _ = boundary
-    if (least == greatest) & (a.last_ties == 0):
+    least = boundary.least
+    if (least == boundary.greatest) & (a.last_ties == 0):
         least += 1
     if const_expr(BITS[spec.dtype] == 16):
         least = least & Uint32(0xFFFF0000)  # `take` compares keys whose low halves are 0
@@ -225,7 +253,9 @@ def squeeze(spec: cutlass.Constexpr, a, s, x: rows.Slice, kept: Int32):
 
 @cute.jit
 def move(spec: cutlass.Constexpr, s, begin: Int32, count: Int32):
-    """Places `begin` and on get what is at the places in s.ties, none of which is lower. Ends with a barrier."""
+    """Move the candidates at places s.ties[0 .. count - 1], none below its target, to places `begin` and on.
+
+    Ends with a CTA barrier."""
     for i in cutlass.range(0, count, spec.threads, unroll=1):
         slot = i + cute.arch.thread_idx()[0]
         word, index = Uint32(0), Int32(0)

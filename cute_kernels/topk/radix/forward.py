@@ -129,12 +129,13 @@ def kernel(spec: cutlass.Constexpr, a: TopKArgs):
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     row = cute.arch.block_idx()[0] // spec.cluster
-    batch, first, offset = emit.target(a, row)  # early: reading memory takes long
-    start, n = rows.bounds(a, row)
+    target = emit.target(a, row)  # early: reading memory takes long
+    window = rows.bounds(a, row)
     if cute.arch.thread_idx()[0] == 0:
-        s.target[0], s.target[1], s.target[2], s.target[3] = batch, first, offset, start
-    x = rows.cut(spec, a, row, start, n, scope.rank(spec))
-    if n <= a.k:
+        s.target[0], s.target[1], s.target[2] = target
+        s.target[3] = window.start
+    x = rows.slice_of(spec, a, row, window, scope.rank(spec))
+    if window.n <= a.k:
         copy(spec, a, s, x)
     else:
         pick(spec, a, s, x)
@@ -159,11 +160,11 @@ def copy(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice):
 def pick(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice):
     """A row of more than k elements."""
     if const_expr(spec.stream):
-        kept, found, here, need = filter.gather(spec, a, s, x)
+        kept, found = filter.gather(spec, a, s, x)
         x = filter.held(spec, x, kept)
     else:
-        passes.hold(spec, s, x)
-        found, here, need, _ = select.search(spec, s, a.k)
-    boundary, found = passes.narrow(spec, s, x, found, here, need)
-    passes.mark(spec, a, s, x, boundary, found)
-    write.expand(spec, a, s, x, write.settle(spec, a, s, x, boundary))
+        passes.load_slice(spec, s, x)
+        found = select.search(spec, s, a.k)
+    boundary = passes.refine(spec, s, x, found)
+    passes.mark(spec, a, s, x, boundary)
+    write.expand(spec, a, s, x, write.resolve_ties(spec, a, s, x, boundary))

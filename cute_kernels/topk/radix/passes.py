@@ -4,6 +4,8 @@ Places: the floats of shared memory in order, those of the slice from `shift` on
 filler, the lowest key.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, Uint64, const_expr
@@ -15,6 +17,24 @@ from . import GROUP, LIST
 UNROLL = 4  # vectors that a thread has in flight
 STEP = GROUP // 32  # words of marks that a warp makes at once
 OWNER = 20  # bits of a place, below its CTA
+
+
+class Boundary(NamedTuple):
+    """The keys least .. greatest, of which some get in: all larger ones do, no smaller one."""
+
+    least: Uint32
+    greatest: Uint32
+    here: Int32  # keys of the row at the boundary
+    need: Int32  # how many of them get in
+    bin: Int32  # of s.local, that they are in
+
+
+class Pieces(NamedTuple):
+    """Pieces [first, end) of s.bits, one thread's. 1 << parts pieces make a word: bytes where a warp has few words."""
+
+    first: Int32
+    end: Int32
+    parts: Int32
 
 
 def lanes(spec):
@@ -29,7 +49,7 @@ def groups(spec, x):
 
 @cute.jit
 def prepare(spec: cutlass.Constexpr, s):
-    """Nothing is counted yet. Ends with a barrier."""
+    """Clear s.local, s.pool and s.counts. Ends with a CTA barrier."""
     select.clear(spec, s.local)
     tid = cute.arch.thread_idx()[0]
     for i in cutlass.range(tid, LIST, spec.threads, unroll=1):
@@ -40,8 +60,8 @@ def prepare(spec: cutlass.Constexpr, s):
 
 
 @cute.jit
-def hold(spec: cutlass.Constexpr, s, x: rows.Slice):
-    """Read the slice into shared memory, and count the bins of its keys into s.local; a barrier follows."""
+def load_slice(spec: cutlass.Constexpr, s, x: rows.Slice):
+    """Copy the slice to shared memory and count the bins of its keys into s.local. The caller needs a barrier."""
     tid = cute.arch.thread_idx()[0]
     vectors = groups(spec, x) * (GROUP // lanes(spec))
     words = cute.make_rmem_tensor((rows.WORDS, UNROLL), Uint32)
@@ -54,26 +74,26 @@ def hold(spec: cutlass.Constexpr, s, x: rows.Slice):
             v = base + u * spec.threads
             if v < vectors:
                 cute.autovec_copy(words[None, u], s.keys[None, v])
-                bump(spec, s, words[None, u])
+                count_vector(spec, s, words[None, u])
     if tid == 0:
         select.add(s.local, 0, x.count - vectors * lanes(spec))
 
 
 @cute.jit
 def count(spec: cutlass.Constexpr, s, x: rows.Slice):
-    """Count the bins of the keys in shared memory into s.local; a barrier follows."""
+    """Count the bins of the keys in shared memory into s.local. The caller needs a barrier."""
     tid = cute.arch.thread_idx()[0]
     vectors = groups(spec, x) * (GROUP // lanes(spec))
     words = cute.make_rmem_tensor(rows.WORDS, Uint32)
     for v in cutlass.range(tid, vectors, spec.threads, unroll=1):
         cute.autovec_copy(s.keys[None, v], words)
-        bump(spec, s, words)
+        count_vector(spec, s, words)
     if tid == 0:
         select.add(s.local, 0, x.count - vectors * lanes(spec))
 
 
-def bump(spec, s, words):
-    """Count the bins of a vector's keys."""
+def count_vector(spec, s, words):
+    """Count the bins of a vector's keys into s.local."""
     for w in range(rows.WORDS):
         for b in keys.bins_of(words[w], spec.dtype):
             select.add(s.local, b, 1)
@@ -85,8 +105,8 @@ def key_of(spec, words, e):
 
 
 @cute.jit
-def tally(spec: cutlass.Constexpr, s, x: rows.Slice, least: Uint32, greatest: Uint32, shift: Int32):
-    """Count the keys from least to greatest into s.local, bins of 2^shift keys; a barrier follows."""
+def count_range(spec: cutlass.Constexpr, s, x: rows.Slice, least: Uint32, greatest: Uint32, shift: Int32):
+    """Count the keys least .. greatest into s.local, in bins of 2^shift keys. The caller needs a barrier."""
     tid = cute.arch.thread_idx()[0]
     vectors = groups(spec, x) * (GROUP // lanes(spec))
     words = cute.make_rmem_tensor(rows.WORDS, Uint32)
@@ -102,82 +122,82 @@ def tally(spec: cutlass.Constexpr, s, x: rows.Slice, least: Uint32, greatest: Ui
 
 
 @cute.jit
-def narrow(spec: cutlass.Constexpr, s, x: rows.Slice, found: Int32, here: Int32, need: Int32):
-    """Split the bin found until what is left of it can be told apart: the boundary (its least, greatest key, keys of
-    the row at it, keys needed of them), and the bin of s.local that it is."""
-    least, greatest = keys.span(found, spec.dtype)
-    select.claim(spec, s, found, here, need)
+def refine(spec: cutlass.Constexpr, s, x: rows.Slice, found: select.Found) -> Boundary:
+    """Split the bin found until it holds LIST keys of the row at most, or as many as are needed, or equal keys only."""
+    b, here, need, _ = found
+    least, greatest = keys.range_of(b, spec.dtype)
+    select.claim(spec, s, b, here, need)
     while (here > LIST) & (here > need) & (greatest > least):
         shift = select.split(least, greatest)
-        scope.again(spec)
+        scope.release_bins(spec)
         select.clear(spec, s.local)
         cute.arch.barrier()
-        tally(spec, s, x, least, greatest, shift)
-        found, here, need, _ = select.search(spec, s, need)
-        select.claim(spec, s, found, here, need)
-        least += Uint32(found) << shift
+        count_range(spec, s, x, least, greatest, shift)
+        b, here, need, _ = select.search(spec, s, need)
+        select.claim(spec, s, b, here, need)
+        least += Uint32(b) << shift
         greatest = least + cutlass.min(greatest - least, (Uint32(1) << shift) - 1)
-    return (least, greatest, here, need), found
+    return Boundary(least, greatest, here, need, b)
 
 
 def flat(spec, s):
-    """The floats in shared memory, by place."""
+    """The bit patterns in shared memory, by place."""
     pointer = cute.recast_ptr(s.keys.iterator, dtype=keys.TYPES[BITS[spec.dtype]])
     return cute.make_tensor(pointer, cute.make_layout(cute.size(s.keys) * keys.per_word(spec)))
 
 
 @cute.jit
 def load(spec: cutlass.Constexpr, s, place: Int32):
-    """The float at a place."""
+    """The float at a place, left-aligned."""
     word = flat(spec, s)[place].to(Uint32)
     return word if const_expr(BITS[spec.dtype] == 32) else word << 16
 
 
 def index_of(spec, s, x, place):
-    """The index in the window of what is at a place."""
+    """The index in the window of the key at a place."""
     if spec.stream:
         return s.index[place]
     return x.low - x.shift + place
 
 
 def real(spec, s, x, place):
-    """Whether there is no filler at a place."""
+    """Whether a place holds a key of the slice, not filler."""
     index = index_of(spec, s, x, place)
     return (index >= x.low) & (index < x.end)
 
 
 @cute.jit
-def share(spec: cutlass.Constexpr, x: rows.Slice):
-    """(first, behind the last) of this thread's pieces of s.bits, in its warp's part, and log2 of the pieces of a word:
-    pieces are words, or bytes where a warp has few."""
+def share(spec: cutlass.Constexpr, x: rows.Slice) -> Pieces:
+    """This thread's pieces of s.bits, inside its warp's part."""
     per = part(spec, x)
     parts = Int32(2) if per <= 2 else Int32(0)
     total, count = (groups(spec, x) * STEP) << parts, (per * STEP) << parts
     each = (count + 31) // 32
     begin = cute.arch.warp_idx() * count
     first = begin + cute.arch.lane_idx() * each
-    return first, cutlass.min(cutlass.min(first + each, begin + count), total), parts
+    return Pieces(first, cutlass.min(cutlass.min(first + each, begin + count), total), parts)
 
 
 def part(spec, x):
-    """Groups of a warp, which are neighbours; the last warps have less."""
+    """Groups of a warp, which are neighbours; the last warps have fewer."""
     return (groups(spec, x) + spec.threads // 32 - 1) // (spec.threads // 32)
 
 
 def piece(bits, p, parts):
-    """(bits of a piece, place of the lowest)."""
+    """(bits of piece p of a thread's pieces, place of the lowest bit)."""
     low = (p & ((1 << parts) - 1)) << 3
     return (bits[p >> parts] >> low) & (Uint32(0xFFFFFFFF) >> (12 * parts)), ((p >> parts) << 5) + low
 
 
 @cute.jit
-def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary, found: Int32):
-    """Set the bits s.bits of the places whose key is at the boundary, or above it. Those at it come into
-    s.list, if not all of them are needed; where the row has more than LIST into s.ties, as bits, instead. How many
-    each CTA of the row has is then in s.table. Ends with `meet`. boundary, found: `narrow`'s."""
-    least, greatest, here, need = boundary
+def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary: Boundary):
+    """Set the bits s.bits of the places whose key is at the boundary or above it.
+
+    Where not all keys at the boundary get in, they are recorded, too: in s.list where the row has at most LIST of them,
+    else as bits in s.ties, no longer in s.bits. s.table then tells how many each CTA has. Ends with `scope.meet`."""
+    least, greatest, here, need, b = boundary
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-    sign, flip = keys.turn(least), keys.flip(least)
+    sign, mask = keys.sign_multiplier(least), keys.xor_mask(least)
     per, hits = part(spec, x), Uint32(0)
     first = warp * per
     last = cutlass.min(first + per, groups(spec, x))
@@ -185,8 +205,8 @@ def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary, found: Int32):
     for group in cutlass.range(first, last, unroll=1):
         nearest = greatest - least + 1
         for u in cutlass.range_constexpr(STEP):
-            # x * sign + flip is the key, x ^ flip; what lies below the boundary wraps
-            above = load(spec, s, group * GROUP + u * 32 + lane) * sign + (flip - least)
+            # x * sign + mask is the key, x ^ mask; keys below the boundary wrap around
+            above = load(spec, s, group * GROUP + u * 32 + lane) * sign + (mask - least)
             masks[u] = Uint32(cute.arch.vote_ballot_sync(above <= Uint32(0xFFFFFFFF) - least))
             nearest = cutlass.min(nearest, above)
         if lane == 0:
@@ -195,25 +215,26 @@ def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary, found: Int32):
         if nearest <= greatest - least:
             hits = hits | 1
         if (need < here) & (here > LIST):
-            mark_ties(spec, s, x, group, flip, least, greatest)
-    ties = scope.ask(spec, s.local, found)
+            mark_ties(spec, s, x, group, boundary)
+    ties = scope.gather_counts(spec, s.local, b)
     if (need < here) & (here <= LIST):
         cute.arch.sync_warp()
         while hits != 0:
             group = last - 1 - (31 - Int32(cute.arch.clz(hits)))
             hits = hits ^ (Uint32(1) << Uint32(last - 1 - group))
-            note(spec, a, s, x, group, (flip, least, greatest))
-    scope.answer(spec, ties, s.table)
+            list_ties(spec, a, s, x, group, boundary)
+    scope.store_counts(spec, ties, s.table)
     scope.meet(spec)
 
 
 @cute.jit
-def mark_ties(spec: cutlass.Constexpr, s, x: rows.Slice, group: Int32, flip: Uint32, least: Uint32, greatest: Uint32):
-    """Bits of a group's places whose key is at the boundary, apart from those above it."""
+def mark_ties(spec: cutlass.Constexpr, s, x: rows.Slice, group: Int32, boundary: Boundary):
+    """Set the bits of a group's places: s.ties where the key is at the boundary, s.bits where it is above."""
+    least, greatest, mask = boundary.least, boundary.greatest, keys.xor_mask(boundary.least)
     masks, over = (cute.make_rmem_tensor(STEP, Uint32) for _ in range(2))
     for u in cutlass.range_constexpr(STEP):
         place = group * GROUP + u * 32 + cute.arch.lane_idx()
-        key = load(spec, s, place) ^ flip
+        key = load(spec, s, place) ^ mask
         tie = (key >= least) & (key <= greatest) & real(spec, s, x, place)
         masks[u] = Uint32(cute.arch.vote_ballot_sync(tie))
         over[u] = Uint32(cute.arch.vote_ballot_sync(key > greatest))
@@ -223,13 +244,13 @@ def mark_ties(spec: cutlass.Constexpr, s, x: rows.Slice, group: Int32, flip: Uin
 
 
 @cute.jit
-def note(spec: cutlass.Constexpr, a, s, x: rows.Slice, group: Int32, boundary):
-    """List this lane's places of a group whose key is at the boundary, as 64 bits: larger ones get in first. Filler is
-    no longer marked."""
-    flip, least, greatest = boundary
+def list_ties(spec: cutlass.Constexpr, a, s, x: rows.Slice, group: Int32, boundary: Boundary):
+    """Append this lane's keys of a group at the boundary to s.list, with CTA and place, as 64 bits: larger entries get
+    in first. Clears the bits of filler."""
+    least, greatest, mask = boundary.least, boundary.greatest, keys.xor_mask(boundary.least)
     some, start = Uint32(0), group * GROUP + cute.arch.lane_idx()
     for u in cutlass.range_constexpr(STEP):
-        key = load(spec, s, start + u * 32) ^ flip
+        key = load(spec, s, start + u * 32) ^ mask
         if (key >= least) & (key <= greatest):
             some = some | Uint32(1 << u)
     while some != 0:
@@ -246,11 +267,11 @@ def note(spec: cutlass.Constexpr, a, s, x: rows.Slice, group: Int32, boundary):
 
 
 def drop(bits, place):
-    """Clear a bit."""
+    """Clear the bit of a place, atomically."""
     mask = ~(Uint32(1) << Uint32(place & 31))
     cute.arch.atomic_and(bits.iterator + (place >> 5), mask, sem="relaxed", scope="cta")
 
 
 def store(bits, group, masks):
-    """Words of a group."""
+    """Store the words of a group."""
     cute.autovec_copy(masks, cute.make_tensor(bits.iterator + group * STEP, cute.make_layout(STEP)))

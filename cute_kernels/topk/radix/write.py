@@ -1,4 +1,4 @@
-"""Settle which keys at the boundary get in, and write what was selected, in index order."""
+"""Decide which keys at the boundary get in, and write what was selected, in index order."""
 
 import cutlass
 import cutlass.cute as cute
@@ -6,16 +6,17 @@ from cutlass import Int32, Uint32, Uint64, const_expr
 
 from .. import emit, rows, scope, select
 from . import LIST
-from .passes import OWNER, STEP, drop, groups, index_of, piece, share
+from .passes import OWNER, STEP, Boundary, Pieces, drop, groups, index_of, piece, share
 
 LOOKS = 8  # keys at the boundary that a thread compares with one, at once
 
 
 @cute.jit
-def settle(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary):
-    """Of the keys at the boundary, leave those in s.bits that get in. How many of them come from CTAs before this one,
-    but for those that s.counts[1] of these say. After `mark`; ends with a barrier. boundary: of `narrow`."""
-    _, _, here, need = boundary
+def resolve_ties(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary: Boundary):
+    """Of the keys at the boundary, leave in s.bits those that get in. After `passes.mark`; ends with a CTA barrier.
+
+    Returns the number of keys at the boundary taken by lower CTAs that are not already in their s.counts[1]."""
+    here, need = boundary.here, boundary.need
     taken = Int32(0)
     if need < here:
         if here <= LIST:
@@ -24,7 +25,7 @@ def settle(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary):
                 cute.arch.barrier()
             choose(spec, a, s, here, need)
         else:
-            earlier, mine = scope.before(spec, s.table, scope.rank(spec)), here
+            earlier, mine = scope.sum_before_cta(spec, s.table, scope.rank(spec)), here
             if const_expr(spec.cluster > 1):
                 mine = s.table[scope.rank(spec)]
             skipped = Int32(0)  # of the row, before the first that gets in
@@ -32,7 +33,7 @@ def settle(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary):
                 skipped = here - need
             taken = rows.clamp(earlier - skipped, 0, need)
             skip = rows.clamp(skipped - earlier, 0, mine)
-            cut(spec, s, x, skip, rows.clamp(need - taken, 0, mine - skip))
+            take_ties(spec, s, x, skip, rows.clamp(need - taken, 0, mine - skip))
         cute.arch.barrier()
     return taken
 
@@ -44,8 +45,8 @@ def rankers(spec):
 
 @cute.jit
 def choose(spec: cutlass.Constexpr, a, s, here: Int32, need: Int32):
-    """Clear the bits of those of this CTA's keys at the boundary, s.list, that are not among the `need` largest of all
-    `here`, s.pool, and count the others, s.counts[1]. A few threads a key; a barrier follows."""
+    """Count in s.counts[1] those of this CTA's keys at the boundary, s.list, that are among the `need` largest of the
+    row's, s.pool; clear the bits of the others. A few threads rank a key. The caller needs a barrier."""
     tid, mine = cute.arch.thread_idx()[0], s.counts[0]
     for base in cutlass.range(0, mine, spec.threads // rankers(spec), unroll=1):
         i, key, larger, behind = base + tid // rankers(spec), Uint64(0), Int32(0), Int32(0)
@@ -69,8 +70,8 @@ def choose(spec: cutlass.Constexpr, a, s, here: Int32, need: Int32):
 
 
 @cute.jit
-def cut(spec: cutlass.Constexpr, s, x: rows.Slice, skip: Int32, take: Int32):
-    """Set the bits of this CTA's ties number skip to skip + take. A barrier follows."""
+def take_ties(spec: cutlass.Constexpr, s, x: rows.Slice, skip: Int32, take: Int32):
+    """Set the bits of this CTA's ties number skip .. skip + take - 1, in index order. The caller needs a barrier."""
     words = groups(spec, x) * STEP
     per = (words + spec.threads - 1) // spec.threads
     first = cutlass.min(cute.arch.thread_idx()[0] * per, words)
@@ -90,8 +91,8 @@ def cut(spec: cutlass.Constexpr, s, x: rows.Slice, skip: Int32, take: Int32):
 
 
 @cute.jit
-def place_of(spec: cutlass.Constexpr, s, pieces):
-    """(set bits before this thread's pieces, all set bits). Holds a barrier."""
+def rank_bits(spec: cutlass.Constexpr, s, pieces: Pieces):
+    """(number of set bits before this thread's pieces, number of all set bits). Contains a CTA barrier."""
     first, last, parts = pieces
     mine = Int32(0)
     for p in cutlass.range(first, last, unroll=1):
@@ -100,9 +101,10 @@ def place_of(spec: cutlass.Constexpr, s, pieces):
 
 
 @cute.jit
-def stage(spec: cutlass.Constexpr, s, x: rows.Slice, pieces, slot: Int32, places: cutlass.Constexpr = False):
-    """s.staged[slot ...] = the indices of this thread's set bits, or s.ties[slot ...] = their places, those that fit. A
-    barrier follows."""
+def stage(spec: cutlass.Constexpr, s, x: rows.Slice, pieces: Pieces, slot: Int32, places: cutlass.Constexpr = False):
+    """Write the indices of this thread's set bits to s.staged[slot ...], or (places) their places to s.ties[slot ...].
+
+    Slots outside the tensor are skipped. The caller needs a barrier."""
     first, last, parts = pieces
     room = const_expr(cute.size(s.ties) if places else cute.size(s.staged))
     for p in cutlass.range(first, last, unroll=1):
@@ -120,18 +122,19 @@ def stage(spec: cutlass.Constexpr, s, x: rows.Slice, pieces, slot: Int32, places
 
 @cute.jit
 def expand(spec: cutlass.Constexpr, a, s, x: rows.Slice, taken: Int32):
-    """Write the places in s.bits as outputs, behind those of the CTAs before this one: their s.counts[1], and
-    `taken`. No CTA of the row ends before the others have read these."""
+    """Write the keys in s.bits as outputs, behind those of lower CTAs: their s.counts[1] and `taken`.
+
+    taken: of `resolve_ties`. No CTA of the row ends before the others have read its counts."""
     pieces, room = share(spec, x), const_expr(cute.size(s.staged))
     scope.arrive(spec)
-    at, count = place_of(spec, s, pieces)
+    at, count = rank_bits(spec, s, pieces)
     scope.wait(spec)
-    chosen = scope.ask(spec, s.counts, Int32(1))
+    chosen = scope.gather_counts(spec, s.counts, Int32(1))
     stage(spec, s, x, pieces, at)
-    scope.answer(spec, chosen, s.table)
+    scope.store_counts(spec, chosen, s.table)
     scope.arrive(spec)
     cute.arch.barrier()
-    position = scope.before(spec, s.table, scope.rank(spec)) + taken
+    position = scope.sum_before_cta(spec, s.table, scope.rank(spec)) + taken
     emit.place(spec, a, s, x, position, cutlass.min(count, room))
     for begin in cutlass.range(room, count, room, unroll=1):
         cute.arch.barrier()

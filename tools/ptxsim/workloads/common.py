@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from wrappers import attention, scratch
+from wrappers import attention, scratch, topk
 
 from .. import launcher
 from ..run import Result
@@ -42,7 +42,10 @@ def simulated(
     with (
         mock.patch.multiple(scratch, _tickets={}, _kept={}, _is_capturing=lambda: False, _raw_stream=lambda index: 0),
         mock.patch.multiple(attention, _plans={}),
-        mock.patch.multiple(attention.runtime, kernel=kernel, machine=lambda device: (arch, sms)),
+        mock.patch.multiple(topk, _plans={}),
+        mock.patch.multiple(
+            attention.runtime, kernel=kernel, machine=lambda device: (arch, sms), argument=lambda tensor: tensor
+        ),
     ):
         yield
 

@@ -1,79 +1,284 @@
-"""Small problems for every shipped top-k kernel."""
+"""Small problems for top-k kernels, called through the public functions."""
 
 import hashlib
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
+from unittest import mock
 
 import torch
 
-from bench.cases import attention as cases
-from cute_kernels.topk.args import ENDS, LENGTHS, TopKArgs
-from cute_kernels.topk.spec import TopKSpec
-from wrappers import reference
+from bench.cases import topk as cases
+from bench.cases.topk import DECODE, PAGE_TABLE, PREFILL, RAGGED, TOP_K, TopKCase
+from cute_kernels.topk import dispatch, radix
+from cute_kernels.topk.spec import DTYPES, TopKSpec
+from wrappers import TopKTieBreak
 
-from .. import launcher
-from .common import Outcome
+from ..run import Result
+from .common import Outcome, simulated
+
+LARGE = TopKTieBreak.LARGE
+SMS = 132  # of the simulated GPU: what dispatch counts with
 
 
 @dataclass(frozen=True)
-class TopKCase:
-    """Rows of `length` scores whose bounds are ragged. plateaus: most scores are equal; then the last ties get in, rows
-    end where `lengths` says, begin at `starts`, and indices get an offset; else they go through a page table."""
+class Case:
+    """Calls, one after the other on the same plans; each must give the brute force's bits. spec: the kernel that serves
+    them, None the one that dispatch chooses. times: launches of each call on the same memory."""
 
     name: str
-    length: int
-    k: int
-    plateaus: bool = False
+    calls: tuple[TopKCase, ...]
+    spec: TopKSpec | None = None
+    times: int = 1
 
 
-def topk_cases(spec: TopKSpec, thorough: bool = False) -> list[TopKCase]:
-    """Cases that a kernel of `spec` can run: every CTA of a cluster has keys, the last slice is ragged. Plateaus are
-    more than a small cluster that streams its slices has room for."""
-    length = min(spec.capacity * spec.cluster, 2500 + 200 * spec.cluster) - 3
-    if spec.stream and spec.cluster <= 2:
-        length = 2 * (spec.capacity + 900) * spec.cluster - 3
-    return [TopKCase("pages", length, 300), TopKCase("plateaus", length // 2, 70, True)]
+def kernel(name: str) -> TopKSpec:
+    """The shipped spec of a name."""
+    return next(plan for dtype in DTYPES for plan in dispatch.plans(dtype) if plan.name == name)
 
 
-def topk_args(spec: TopKSpec, case: TopKCase) -> TopKArgs:
-    """Rows of a wider, misaligned tensor whose other elements are NaN; outputs poisoned."""
-    generator = torch.Generator().manual_seed(0)
-    rows, k, dtype = 3, case.k, cases.DTYPES.get(spec.dtype, torch.float32)
-    buffer = torch.full((rows, case.length + 5), math.nan)
-    buffer[:, 1 : 1 + case.length] = torch.randn(rows, case.length, generator=generator)
-    if case.plateaus:
-        buffer = buffer.clamp(min=0.8)
-    ints = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
-    none, blank = ints(), lambda dtype: torch.full((rows, k), -7).to(dtype)  # noqa: E731
-    values = torch.empty(0, k, dtype=dtype) if case.plateaus else blank(dtype)  # only where no row is padded
-    table = torch.randint(0, 1000, (2, case.length // 16 + 2), generator=generator, dtype=torch.int32)
-    pages = (
-        (table, ints(1, 0, 1), ints(1, 0, 0), none)
-        if not case.plateaus
-        else (ints()[None][:0], none, none, ints(5, 0, -9))
-    )
-    starts, lengths = (
-        (none, ints(k, case.length + 9, k + 1))
-        if not case.plateaus
-        else (ints(-3, 17, 400), ints(case.length, case.length - 1, 300))
-    )
-    return TopKArgs(
-        buffer.to(dtype)[:, 1 : 1 + case.length], starts, lengths, blank(torch.int32), blank(torch.int32), values,
-        blank(torch.int64), *pages, ENDS if case.plateaus else LENGTHS, 1, 0 if case.plateaus else 4, k,
-        int(case.plateaus), 1,
+def topk_cases(spec: TopKSpec, thorough: bool = False) -> list[Case]:
+    """Two cases that a kernel of `spec` can run: all functions, both tie breaks, and every way to settle ties, on rows
+    that give every CTA of a cluster keys, the last slice ragged. Where slices are streamed, a row whose candidates
+    have no room."""
+    width, k, dtype = min(spec.capacity * spec.cluster, 2500 + 200 * spec.cluster) - 3, 300, spec.dtype
+    first = [
+        TopKCase(PAGE_TABLE, dtype, 2, width, k, ("shelf", "special"), (width + 9, width - 70), page_size=16,
+                 batch_map=True, width_table=width // 16 - 9),
+        TopKCase(PAGE_TABLE, dtype, 2, width, k, "low bits", (width, k), starts=(-7, 900)),
+        TopKCase(TOP_K, dtype, 1, width, k, "256 ties"),
+    ]  # fmt: skip
+    second = [
+        TopKCase(RAGGED, dtype, 2, width, k, ("filler", "257 ties"), (width, width - 17), starts=(3, -2), shift=1,
+                 pad=4, tie_break=LARGE),
+        TopKCase(PREFILL, dtype, 1, width, k, "coarse", (width - 9,), starts=(5,), shift=3),
+        TopKCase(DECODE, dtype, 2, width, k, "huge", (width,), next_n=2),
+    ]  # fmt: skip
+    if spec.stream:
+        room = (spec.capacity + 700) * spec.cluster
+        second.append(TopKCase(RAGGED, dtype, 1, room, k, "constant", tie_break=LARGE))
+    return [Case("first ties", tuple(first)), Case("last ties", tuple(second))]
+
+
+def topk_structures(shipped: list[TopKSpec]) -> list[TopKSpec]:
+    """Kernels that stand for all: one CTA, clusters whose threads add up all histograms and those that merge them, rows
+    held and streamed, both widths of keys, and both sizes of a CTA."""
+    names = (
+        "fp32_c1t256_n8192", "bf16_c1t512_n32768", "fp32_c3t512_n46080", "bf16_c4t512_n32768", "fp32_c16t512_n16384",
+        "bf16_c1t512_s6144", "fp32_c2t512_s6144", "bf16_c8t512_s6144",
     )  # fmt: skip
+    return [spec for spec in shipped if spec.name in names]
 
 
-def run_topk(spec: TopKSpec, case: TopKCase, arch: str, **how: Any) -> Outcome:
-    args, expected = topk_args(spec, case), topk_args(spec, case)
-    reference.top_k_rows(*expected)
-    start = time.perf_counter()
-    result = launcher.simulate("topk.radix", spec, args, arch, **how)
-    seconds = time.perf_counter() - start
-    got = [t.view(torch.int16) if t.element_size() == 2 else t for t in args[3:7]]
-    want = [t.view(torch.int16) if t.element_size() == 2 else t for t in expected[3:7]]
-    equal = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(got, want))
-    bits = hashlib.sha256(b"".join(t.numpy().tobytes() for t in got)).hexdigest()
-    return Outcome(0.0 if equal else math.inf, bits, seconds, result)
+@contextmanager
+def forced(spec: TopKSpec | None) -> Iterator[None]:
+    """Public functions run `spec`. Dispatch gives large kernels to large problems only; here small ones must do, since
+    a simulated key costs a million times as long as a real one."""
+    if spec is None:
+        yield
+        return
+    with mock.patch.object(dispatch, "select", lambda problem, arch: (next(iter(dispatch.KERNELS)), spec)):
+        yield
+
+
+def run_topk(spec: TopKSpec | None, case: Case, arch: str, **how: Any) -> Outcome:
+    results, digest, right, seconds = Result(), hashlib.sha256(), True, 0.0
+    launches: list[Result] = []
+    spec = spec or case.spec
+    with simulated(arch, launches, SMS, spec, **how), forced(spec):
+        for call in case.calls:
+            inputs = cases.make_inputs(call)
+            before = {name: bits(t).clone() for name, t in inputs.items() if checked(name, t)}
+            expected = cases.brute(call.function, inputs)
+            for _ in range(case.times):
+                start = time.perf_counter()
+                got = cases.call(call.function, inputs)
+                seconds += time.perf_counter() - start
+                right &= got.keys() == expected.keys()
+                right &= all(torch.equal(bits(got[name]), bits(want)) for name, want in expected.items())
+                right &= all(torch.equal(bits(inputs[name]), t) for name, t in before.items())
+                right &= all(intact(inputs[name]) for name in cases.OUTPUTS[call.function] if name in inputs)
+                for name in sorted(got):
+                    digest.update(bits(got[name]).numpy().tobytes())
+    for result in launches:
+        results.steps += result.steps
+        for name, count in result.counts.items():
+            results.counts[name] = results.counts.get(name, 0) + count
+    return Outcome(0.0 if right else math.inf, digest.hexdigest(), seconds, results)
+
+
+def checked(name: str, value: Any) -> bool:
+    """Whether an argument is a tensor that no call may change, and that is small enough to compare."""
+    return (
+        isinstance(value, torch.Tensor)
+        and name not in ("out", "out_raw_indices", "indices")
+        and value.untyped_storage().nbytes() < cases.LARGE
+    )
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bit patterns, contiguous."""
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(kinds[tensor.element_size()]).contiguous()
+
+
+def intact(output: torch.Tensor) -> bool:
+    """Whether the rows in memory before and behind an output of `make_inputs` still hold what they did."""
+    around = torch.empty(0, dtype=output.dtype).set_(output.untyped_storage())
+    k = output.shape[1]
+    return bool((around[:k] == cases.POISON).all() and (around[-k:] == cases.POISON).all())
+
+
+def topk_features() -> list[Case]:
+    """The covering set: what the functions promise, each on a kernel where it matters."""
+    return [
+        *patterns(),
+        *ties(),
+        *bounds(),
+        *pages(),
+        *streams(),
+        *memory(),
+        Case("plans", tuple(plans())),
+    ]
+
+
+def patterns() -> list[Case]:
+    """Every kind of bit pattern, both tie breaks, with the values themselves and without."""
+    found = []
+    for name in ("fp32_c1t256_n8192", "bf16_c2t512_n32768", "fp16_c8t512_n32768"):
+        plan = kernel(name)
+        call = TopKCase(TOP_K, plan.dtype, 6, 2700, 300)
+        special = ("special", "all bits", "tiny", "huge", "negative", "-inf")
+        calls = [replace(call, data=special, sorted=True), replace(call, data=special[::-1], tie_break=LARGE)]
+        calls.append(TopKCase(RAGGED, plan.dtype, 4, 2700, 300, ("nan", "relu", "filler", "low bits"), shift=5, pad=1))
+        found.append(Case(f"patterns {plan.dtype}", tuple(calls), plan))
+    return found
+
+
+def ties() -> list[Case]:
+    """Thousands of equal keys at the boundary, and as many as are listed one by one; few and nearly all get in."""
+    found = []
+    for name in ("fp32_c1t256_n8192", "fp32_c3t512_n46080", "bf16_c4t512_n32768", "fp32_c16t512_n16384"):
+        plan = kernel(name)
+        width, above = 3000, 3000 // 32
+        calls = [
+            TopKCase(RAGGED, plan.dtype, 3, width, above + more, ("256 ties", "257 ties", "shelf"), tie_break=which)
+            for which, more in product(TopKTieBreak, (0, 1, 130, 255, 256, 257))
+            if which
+        ]
+        calls += [TopKCase(RAGGED, plan.dtype, 2, width, 1200, ("shelf", "constant"), tie_break=which) for which in (1, 2)]
+        found.append(Case(f"ties {name}", tuple(calls), plan))
+    return found
+
+
+def bounds() -> list[Case]:
+    """Windows that hold anything, of every function; k against the length of the window; slices that fill a CTA."""
+    low, high = cases.INT_MIN, cases.INT_MAX
+    wild = (low, -1, 0, 1, 255, 256, 257, high, 900, 8192)
+    starts = (high, low, -5, 0, 3, 700, 40, -1, 899, 1)
+    calls = [
+        TopKCase(RAGGED, "fp32", 10, 900, 256, "normal", wild),
+        TopKCase(RAGGED, "fp32", 10, 900, 256, "normal", wild, starts=starts, shift=2, pad=3),
+        TopKCase(PREFILL, "fp32", 10, 900, 256, "normal", wild, starts=starts),
+        TopKCase(DECODE, "fp32", 9, 900, 256, "normal", (low, high, 257), next_n=3),
+        TopKCase(DECODE, "fp32", 6, 900, 256, "normal", (1, 902), next_n=3),
+        TopKCase(DECODE, "fp32", 4, 900, 900, "normal", (899, 900, -1, 300)),
+        TopKCase(PREFILL, "fp32", 3, 900, 256, "normal", (900, 600, 257), starts=(0, 1, 2), stride=3, pad=1),
+        *(TopKCase(TOP_K, "fp32", 1, 900, k) for k in (1, 2, 899, 900)),
+        TopKCase(RAGGED, "fp32", 2, 5, 900, "special", (5, 3)),
+    ]
+    full = [
+        ("fp32_c1t256_n8192", 8192, (1, 4100, 8191, 8192)),
+        ("bf16_c1t256_n16384", 16384, (12000, 16383, 16384)),
+        ("fp32_c16t512_n16384", 262144, (2048,)),
+        ("fp16_c2t512_n92160", 184320, (3,)),
+    ]
+    found = [Case("bounds", tuple(calls), kernel("fp32_c1t256_n8192"))]
+    cluster = tuple(replace(call, dtype="bf16") for call in calls[1:5])
+    found.append(Case("bounds of a cluster", cluster, kernel("bf16_c4t512_n32768")))
+    for name, width, ks in full:
+        dtype = name[:4]
+        calls = [TopKCase(TOP_K, dtype, 1, width, k, "normal" if k < width // 2 else "special") for k in ks]
+        found.append(Case(f"full {name}", tuple(calls), kernel(name)))
+    return found
+
+
+def pages() -> list[Case]:
+    """Page tables: sizes of pages, rows and columns that do not exist, entries that are negative or wrap."""
+    call = TopKCase(PAGE_TABLE, "fp32", 6, 900, 200, "normal", (900, 800, 201, 150, 0, 900), shift=1)
+    other = (2, 0, -1, 7, cases.INT_MIN, 1)
+    first = (0, 3, -2, cases.INT_MAX, cases.INT_MIN, 5)
+    calls = [
+        replace(call),
+        replace(call, given=False, tie_break=LARGE),
+        replace(call, starts=(0, 100, -5, 9, 1, 899)),
+        replace(call, starts=(0, 100, -5, 9, 1, 899), table_starts=first),
+        replace(call, batch_map=other, width_table=300),
+        replace(call, page_size=4, batch_map=other, starts=(0, 7, 0, 0, 0, 0), table_starts=first),
+        replace(call, page_size=64, width_table=9),
+        replace(call, page_size=1 << 30),
+        replace(call, k=901, page_size=2),
+    ]
+    large = replace(call, dtype="bf16", page_size=16, batch_map=True)
+    return [
+        Case("pages", tuple(calls), kernel("fp32_c1t256_n8192")),
+        Case("pages of a cluster", (large, replace(large, tie_break=LARGE)), kernel("bf16_c8t512_n32768")),
+    ]
+
+
+def streams() -> list[Case]:
+    """Candidates: a sample that misleads either way, more than there is room for, k as large as it may be."""
+    found = []
+    one = {"fp32_c1t512_s6144": 11000, "bf16_c1t512_s6144": 12000}
+    for name, width in one.items():
+        plan, k = kernel(name), 1000
+        data = ("sample too high", "sample too low", "ascending", "shelf")
+        call = TopKCase(RAGGED, plan.dtype, 4, width, k, data)
+        most = radix.room(plan)
+        calls = [
+            call,
+            replace(call, tie_break=LARGE, shift=1, data=("constant", "special", "filler", "sample too low")),
+            TopKCase(TOP_K, plan.dtype, 2, width, most, ("ascending", "constant"), tie_break=LARGE),
+            TopKCase(TOP_K, plan.dtype, 2, width, most, ("special", "constant")),
+            TopKCase(RAGGED, plan.dtype, 2, width, most, "special", (most, most + 1), starts=(3, 0)),
+            TopKCase(RAGGED, plan.dtype, 2, width, 1, ("normal", "constant")),
+        ]
+        found.append(Case(f"candidates {name}", tuple(calls), plan))
+    for name, width in (("fp32_c2t512_s6144", 24000), ("bf16_c8t512_s6144", 70000)):
+        plan = kernel(name)
+        data = ("cluster's sample too high", "cluster's sample too low")
+        call = TopKCase(RAGGED, plan.dtype, 2, width, 1500, data)
+        calls = [call, replace(call, data="constant", rows=1), replace(call, data="filler", rows=1, tie_break=LARGE)]
+        found.append(Case(f"candidates {name}", tuple(calls), plan))
+    return found
+
+
+def memory() -> list[Case]:
+    """Offsets beyond 2^31 bytes of rows, windows and tables; a second launch on the same memory; many rows."""
+    far = TopKCase(RAGGED, "fp32", 3, 700, 64, "normal", (700, 690, 700), pad=(1 << 29) + 1)
+    hollow = TopKCase(RAGGED, "fp32", 1, (1 << 29) + 700, 64, hollow=1 << 29, lengths=(699,), starts=((1 << 29) + 1,))
+    table = TopKCase(PAGE_TABLE, "fp32", 3, 700, 64, batch_map=(2, 1, 0), pad_table=(1 << 29) + 1)
+    again = TopKCase(PAGE_TABLE, "fp32", 2, 900, 64, ("shelf", "257 ties"), page_size=4)
+    return [
+        Case("far rows", (far, hollow, table), kernel("fp32_c1t256_n8192")),
+        Case("far rows of 16 bits", (replace(far, dtype="bf16", pad=(1 << 30) + 1),), kernel("bf16_c2t512_n32768")),
+        Case("two launches", (again,), kernel("fp32_c2t512_n16384"), times=2),
+        Case("two launches, streamed", (again,), kernel("fp32_c1t512_s6144"), times=2),
+    ]
+
+
+def plans() -> Iterator[TopKCase]:
+    """Pairs of calls that differ in one fact: each runs what it asks for, on the kernel that dispatch chooses."""
+    for function in cases.FUNCTIONS:
+        base = TopKCase(function, "fp32", 2, 600, 40, "coarse", "mixed", next_n=2 if function == DECODE else 1)
+        changes: list[dict[str, Any]] = [{}, {"k": 41}, {"dtype": "bf16"}, {"dtype": "fp16"}, {"pad": 1}, {"rows": 4}]
+        changes += [{"width": 601}, {"shift": 1}, {"next_n": 1}] if function == DECODE else [{"width": 601}, {"shift": 1}]
+        changes += [{"stride": 2}] if function in cases.PER_ROW else [{"tie_break": LARGE}]
+        if function == PAGE_TABLE:
+            changes += [{"page_size": 2}, {"starts": True}, {"batch_map": True}, {"given": False}, {"width_table": 20}]
+        for change in changes:
+            yield replace(base, **change)
