@@ -143,6 +143,8 @@ class Machine:
         self.events = 0  # counts everything that may let a wait succeed
         self.stalled: np.ndarray | None = None  # of the unit that runs: threads that stay
         self.unit = 0  # that runs
+        self.entered = bytearray(len(program.units))  # units that have run
+        self.active = bytearray(len(program.kernel.instructions))  # those whose guard has held for a thread
         self.steps = 0
         self.last = -1
 

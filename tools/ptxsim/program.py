@@ -42,9 +42,17 @@ class Program:
         if unit.run is None:
             name = f"unit_{number}"
             translator = Translator(self.kernel, self.registers, self.names)
-            source = translator.unit(name, self.kernel.instructions[unit.first : unit.end])
+            source = translator.unit(name, unit.first, unit.end)
             unit.run = build(self.names, name, source)
         return unit.run
+
+    def executed(self, entered: bytes | bytearray, active: bytes | bytearray) -> np.ndarray:
+        """Which instructions some thread executed (instructions,). entered: of every unit, whether it ran; active: of
+        every instruction with a guard, whether the guard held for a thread. A branch counts, taken or not."""
+        out = np.repeat(np.frombuffer(entered, bool), [unit.end - unit.first for unit in self.units])
+        guarded = [i for i, x in enumerate(self.kernel.instructions) if x.guard and not control(x)]
+        out[guarded] &= np.frombuffer(active, bool)[guarded]
+        return out
 
 
 def control(x: Instruction) -> str:

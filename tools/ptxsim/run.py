@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 # The modules that register instruction forms.
 from . import alu, atomic, convert, data, mma, sync, tcgen05, tma, warp, wgmma  # noqa: F401
 from .call import Call
@@ -16,10 +18,20 @@ Block = tuple[int, int, int]
 
 @dataclass
 class Result:
-    """steps: units executed. counts: asynchronous operations by kind."""
+    """steps: units executed. counts: asynchronous operations by kind. executed: by PTX text, of each instruction
+    whether a thread executed it (program.Program.executed)."""
 
     steps: int = 0
     counts: dict[str, int] = field(default_factory=dict)
+    executed: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def add(self, other: "Result") -> None:
+        """Take in another run."""
+        self.steps += other.steps
+        for name, count in other.counts.items():
+            self.counts[name] = self.counts.get(name, 0) + count
+        for ptx, executed in other.executed.items():
+            self.executed[ptx] = self.executed.get(ptx, False) | executed
 
 
 def run(
@@ -50,9 +62,8 @@ def run(
         machine = Machine(program, call, portion, Settings(mode, seed + first, limit, exact))
         run_machine(machine)
         check_exit(machine)
-        result.steps += machine.steps
-        for name, count in machine.state.counts.items():
-            result.counts[name] = result.counts.get(name, 0) + count
+        executed = program.executed(machine.entered, machine.active)
+        result.add(Result(machine.steps, machine.state.counts, {call.ptx: executed}))
     return result
 
 

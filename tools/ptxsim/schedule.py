@@ -126,6 +126,7 @@ def step(m: Machine, number: int, index: np.ndarray, level: int) -> None:
         unit = m.program.units[number]
         code = unit.run or m.program.code(number)
         m.unit, m.stalled = number, None
+        m.entered[number] = 1
         m.steps += 1
         result = code(t)
         following = number + 1
