@@ -33,6 +33,7 @@ class Program:
         self.registers = Registers(self.kernel)
         self.names = Names()
         self.units = cut(self.kernel)
+        self.flows: dict[int, Any] = {}  # of units, as undefined.py needs them
         self.level = np.array([unit.level for unit in self.units], np.int8)
         self.waits = np.array([unit.waits for unit in self.units])
 

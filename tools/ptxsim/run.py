@@ -8,6 +8,7 @@ import numpy as np
 # The modules that register instruction forms.
 from . import alu, atomic, convert, data, mma, sync, tcgen05, tma, warp, wgmma  # noqa: F401
 from .call import Call
+from .exchange import Exchange
 from .faults import Fault
 from .machine import MODES, Machine, Settings
 from .program import Program
@@ -55,11 +56,11 @@ def run(
     if mode not in MODES:
         raise ValueError(f"mode: {mode!r}, must be one of {MODES}")
     program = program or Program(call.ptx)
-    result = Result()
+    result, memory = Result(), Exchange(call.memory)
     clusters = list(clusters_of(call, blocks))
     for first in range(0, len(clusters), resident):
         portion = [block for cluster in clusters[first : first + resident] for block in cluster]
-        machine = Machine(program, call, portion, Settings(mode, seed + first, limit, exact))
+        machine = Machine(program, call, memory, portion, Settings(mode, seed + first, limit, exact))
         run_machine(machine)
         check_exit(machine)
         executed = program.executed(machine.entered, machine.active)
