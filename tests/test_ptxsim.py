@@ -171,8 +171,9 @@ def test_grid_subsets():
 
 def test_blocks_wait_for_each_other_only_if_resident():
     """CTA 0 spins until CTA 1 has written."""
-    body = """mov.u32 %r5, 1; setp.ne.u32 %p1, %r1, 0; @%p1 bra DONE;
-    SPIN: ld.relaxed.gpu.global.b32 %r6, [%rd1+256]; setp.ne.u32 %p2, %r6, 1; @%p2 bra SPIN; DONE:
+    body = """mov.u32 %r5, 1; setp.eq.u32 %p1, %r1, 0; @%p1 bra SPIN;
+    st.relaxed.gpu.global.b32 [%rd1+-256], 1; bra DONE;
+    SPIN: ld.relaxed.gpu.global.b32 %r6, [%rd1]; setp.ne.u32 %p2, %r6, 1; @%p2 bra SPIN; DONE:
     """
     assert (execute(body, grid=2, resident=2, mode="random", seed=1) == 1).all()
     with pytest.raises(Livelock):

@@ -2,6 +2,7 @@
 
 python -m tools.ptxsim bf16_d128_causal_paged_m128n128s2             all variants, all modes
 python -m tools.ptxsim 'bf16_d64*' --mode random --seed 3            part or glob of op/name
+python -m tools.ptxsim 'fp16*pack*' --coverage --lines               and what of its PTX no case executes
 python -m tools.ptxsim --forms FILE.ptx                              instruction forms of a file that are unknown
 """
 
@@ -12,12 +13,13 @@ from pathlib import Path
 
 from tools import aot
 
-from . import workloads
+from . import coverage, workloads
 from .faults import Fault
 from .forms import find
 from .machine import MODES
 from .parse import parse
 from .program import control
+from .run import Result
 
 
 def unknown_forms(path: Path) -> Counter[str]:
@@ -26,8 +28,9 @@ def unknown_forms(path: Path) -> Counter[str]:
     return Counter(x.op for x in instructions if not control(x) and find(x.op) is None)
 
 
-def run_kernel(op: str, spec: object, arch: str, modes: list[str], **how: object) -> int:
-    """Print a line per variant and mode; the number of failures."""
+def run_kernel(kernel: tuple[str, object], arch: str, modes: list[str], cover: bool, **how: object) -> int:
+    """Print a line per variant and mode, and what none of them executed (cover); the number of failures."""
+    (op, spec), total = kernel, Result()
     family, failures = op.split(".")[0], 0
     for case in workloads.CASES[family](spec):
         for mode in modes:
@@ -38,6 +41,7 @@ def run_kernel(op: str, spec: object, arch: str, modes: list[str], **how: object
                 failures += 1
                 print(f"{head} {type(fault).__name__}: {fault}", flush=True)
                 continue
+            total.add(outcome.result)
             wrong = not outcome.error <= 1
             failures += wrong
             counts = ", ".join(f"{count} {name}" for name, count in outcome.result.counts.items())
@@ -45,6 +49,8 @@ def run_kernel(op: str, spec: object, arch: str, modes: list[str], **how: object
             print(
                 f"{head} {verdict}: {outcome.error:.2f} of the tolerance, {outcome.seconds:.2f} s, {counts}", flush=True
             )
+    if cover:
+        print(coverage.report(total), flush=True)
     return failures
 
 
@@ -55,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mode", action="append", choices=MODES, help="repeatable; all modes by default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lines", action="store_true", help="name source lines: compiles the kernel with line info")
+    parser.add_argument("--coverage", action="store_true", help="print what no case executed")
     parser.add_argument("--forms", type=Path, metavar="PTX")
     args = parser.parse_args(argv)
     if args.forms:
@@ -66,7 +73,8 @@ def main(argv: list[str] | None = None) -> int:
     if not kernels:
         parser.error(f"no shipped kernel of {args.arch} matches {args.spec}")
     how = {"seed": args.seed, "lines": args.lines}
-    return min(1, sum(run_kernel(*kernel, args.arch, args.mode or list(MODES), **how) for kernel in kernels))
+    modes = args.mode or list(MODES)
+    return min(1, sum(run_kernel(kernel, args.arch, modes, args.coverage, **how) for kernel in kernels))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from .data import flag, is_policy, read, write
+from .data import Sync, is_policy, read, synchronise, write
+from .exchange import ATOMIC as STORED
+from .exchange import STRONG
 from .faults import Fault
 from .forms import Op, effect, form, refuse
 from .machine import PARAMS, WINDOW, Threads
@@ -84,15 +86,18 @@ def atomic(x: Instruction, f: re.Match[str]) -> Op:
     sources = [register for text in operands for register in vector(text)]
     count = len(vector(operands[0])) if vectors else 1
 
+    both = "acq_rel" in parts
+    sync = Sync(True, True, both or "acquire" in parts, both or "release" in parts, "cta" not in parts)
+
     def run(t: Threads, x: Instruction, address: Any, *values: Any) -> Any:
-        flag(t, address, acquire="release" not in parts, release="acquire" not in parts)
+        synchronise(t, address, space, sync)
         old = np.empty((count, t.count), dtype)
         for part in turns(address):
             some = t.select(part)
             if some is None:
                 continue
             pick = some.pick
-            was = read(some, x, space, address[pick], dtype, count)
+            was = read(some, x, space, address[pick], dtype, count, STRONG)
             old[:, pick] = was
             if vectors:
                 new = np.stack([update(was[i], values[i][pick]) for i in range(count)])
@@ -125,7 +130,7 @@ def put(t: Threads, x: Instruction, space: str, address: np.ndarray, values: np.
     if space == "generic" and bool(((address >= U64(WINDOW)) & (address < U64(PARAMS))).all()):
         space, address = "shared", address - U64(WINDOW)
     if not space.startswith("shared"):
-        return write(t, x, space, address, values)
+        return write(t, x, space, address, values, STORED)
     flat = m.flat(t, address, values.dtype.itemsize, x)
     words = flat >> 2
     if m.shared.reading[words].any() or m.shared.flying[words].any():

@@ -42,8 +42,9 @@ class Global:
         self._next += (array.nbytes + 2 * GUARD) // GUARD * GUARD
         return address
 
-    def locate(self, address: np.ndarray, size: int, what: str) -> list[tuple[np.ndarray, np.ndarray, Any]]:
-        """(buffer, offsets, which of `address`) per buffer; Fault where `size` bytes are outside or misaligned."""
+    def locate(self, address: np.ndarray, size: int, what: str) -> list[tuple[int, np.ndarray, Any]]:
+        """(number of the buffer, offsets, which of `address`) per buffer; Fault where `size` bytes are outside or
+        misaligned."""
         if not address.size:
             return []
         if (address % np.uint64(size)).any():
@@ -63,22 +64,29 @@ class Global:
                     f"{what}: {size} B at offset {int(offset[outside][0])} of {self.names[index]}, "
                     f"which has {self.buffers[index].size} B"
                 )
-            found.append((self.buffers[index], offset, which))
+            found.append((index, offset, which))
         return found
 
-    def load(self, address: np.ndarray, dtype: Any, what: str = "load") -> np.ndarray:
-        """Elements of `dtype` at byte addresses (n,)."""
+    def load(self, address: np.ndarray, dtype: Any, what: str = "load", check: Any = None) -> np.ndarray:
+        """Elements of `dtype` at byte addresses (n,). check: called with each item of `locate`."""
         dtype = np.dtype(dtype)
         out = np.empty(address.shape, dtype)
-        for buffer, offset, which in self.locate(address, dtype.itemsize, what):
-            out[which] = elements(buffer, dtype)[offset // dtype.itemsize]
+        for index, offset, which in self.locate(address, dtype.itemsize, what):
+            if check:
+                check(index, offset, which)
+            out[which] = elements(self.buffers[index], dtype)[offset // dtype.itemsize]
         return out
 
-    def store(self, address: np.ndarray, values: np.ndarray, what: str = "store") -> None:
-        """Elements to byte addresses (n,); where two fall on one address the last one stays."""
+    def store(self, address: np.ndarray, values: np.ndarray, what: str = "store", note: Any = None) -> None:
+        """Elements to byte addresses (n,); where two fall on one address the last one stays. note: called with each
+        item of `locate` and the elements (before, behind, written)."""
         dtype = values.dtype
-        for buffer, offset, which in self.locate(address, dtype.itemsize, what):
-            elements(buffer, dtype)[offset // dtype.itemsize] = values[which]
+        for index, offset, which in self.locate(address, dtype.itemsize, what):
+            memory, at = elements(self.buffers[index], dtype), offset // dtype.itemsize
+            before = memory[at] if note else None
+            memory[at] = values[which]
+            if note:
+                note(index, offset, which, (before, memory[at], values[which]))
 
 
 def elements(buffer: np.ndarray, dtype: np.dtype) -> np.ndarray:

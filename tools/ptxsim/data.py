@@ -1,10 +1,11 @@
 """Forms that load and store memory: ld, st, ldmatrix, stmatrix, cp.async; atom and red are in atomic.py."""
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from .exchange import ATOMIC, CONSTANT, STRONG, WEAK
 from .forms import WARP, Op, effect, form, refuse
 from .machine import PARAMS, WINDOW, Threads
 from .order import Clock
@@ -16,17 +17,21 @@ SPACE = r"(?:\.(param|global|shared(?:::cta|::cluster)?))?"
 ORDER = r"(?:\.(weak|volatile|relaxed|acquire|release|acq_rel|mmio))?(?:\.(cta|cluster|gpu|sys))?"
 CACHE = r"(?:\.(?:nc|ca|cg|cs|lu|cv|wb|wt|L1::\w+|L2::\w+))*"
 KIND = r"([busf](?:8|16|32|64))"
+READS, WRITES = ("acquire", "volatile", "relaxed", "mmio"), ("release", "volatile", "relaxed", "mmio")  # strong ones
 U32, U64 = np.uint32, np.uint64
 
 
 # ------------------------------------------------------------------------------------------------ memory by address
-def read(t: Threads, x: Instruction, space: str, address: np.ndarray, dtype: Any, count: int) -> np.ndarray:
-    """(count, n) elements at the threads' addresses; the `count` elements of a thread are aligned as a whole."""
+def read(
+    t: Threads, x: Instruction, space: str, address: np.ndarray, dtype: Any, count: int, how: str = WEAK
+) -> np.ndarray:
+    """(count, n) elements at the threads' addresses; the `count` elements of a thread are aligned as a whole. how: as
+    exchange.Exchange.load takes it, of global memory."""
     m = t.machine
     if space == "generic":
         shared = (address >= U64(WINDOW)) & (address < U64(PARAMS))
         if shared.all():
-            return read(t, x, "shared", address - U64(WINDOW), dtype, count)
+            return read(t, x, "shared", address - U64(WINDOW), dtype, count, how)
         if shared.any():
             raise refuse(x, "a generic access to several state spaces at once")
         if (address >= U64(PARAMS)).all() and (address < U64(PARAMS + len(m.params))).all():
@@ -36,17 +41,17 @@ def read(t: Threads, x: Instruction, space: str, address: np.ndarray, dtype: Any
         return m.params[(address.astype(np.int64)[:, None] + np.arange(size))].copy().view(dtype).T
     if space.startswith("shared"):
         return m.shared.load(t.warp, m.flat(t, address, size, x), dtype, count, t.say(x))
-    raw = m.memory.load(address.astype(U64), dtype if count == 1 else f"V{size}", t.say(x))
+    raw = m.memory.load(m.memory.past(t.warp), address.astype(U64), dtype if count == 1 else f"V{size}", t.say(x), how)
     return raw.view(dtype).reshape(t.count, count).T
 
 
-def write(t: Threads, x: Instruction, space: str, address: np.ndarray, values: np.ndarray) -> None:
-    """values (count, n)."""
+def write(t: Threads, x: Instruction, space: str, address: np.ndarray, values: np.ndarray, kind: int = 0) -> None:
+    """values (count, n). kind: as exchange.Exchange.store takes it, of global memory."""
     m = t.machine
     if space == "generic":
         shared = (address >= U64(WINDOW)) & (address < U64(PARAMS))
         if shared.all():
-            return write(t, x, "shared", address - U64(WINDOW), values)
+            return write(t, x, "shared", address - U64(WINDOW), values, kind)
         if shared.any():
             raise refuse(x, "a generic access to several state spaces at once")
     size = values.dtype.itemsize * len(values)
@@ -57,9 +62,8 @@ def write(t: Threads, x: Instruction, space: str, address: np.ndarray, values: n
             m.state.remote.update(t.warp[flat // m.shared.stride != t.index // m.per_cta].tolist())
     else:
         raw = np.ascontiguousarray(values.T)
-        m.memory.store(
-            address.astype(U64), raw.reshape(-1) if len(values) == 1 else raw.view(f"V{size}").reshape(-1), t.say(x)
-        )
+        whole = raw.reshape(-1) if len(values) == 1 else raw.view(f"V{size}").reshape(-1)
+        m.memory.store(t.warp, address.astype(U64), whole, t.say(x), kind)
 
 
 def is_policy(x: Instruction, text: str) -> bool:
@@ -67,33 +71,59 @@ def is_policy(x: Instruction, text: str) -> bool:
     return "cache_hint" in x.op and text == x.args[-1]
 
 
-def flag(t: Threads, address: np.ndarray, acquire: bool, release: bool) -> None:
-    """Synchronise through the addresses of strong operations.
+class Sync(NamedTuple):
+    """What a strong operation does for order: reads or writes its word (atomics both), acquires, releases, and whether
+    other CTAs count."""
 
-    Weaker than the memory model in one point: relaxed atomics synchronise as well, fences next to them are not checked.
+    reads: bool
+    writes: bool
+    acquires: bool
+    releases: bool
+    wide: bool
+
+
+def synchronise(t: Threads, address: np.ndarray, space: str, s: Sync) -> None:
+    """Hand clocks on through the words of strong operations (PTX ISA, Memory Consistency Model: release and acquire
+    patterns). Relaxed ones hand on what the warp's last fence covers, and what they read waits for its next fence.
+
+    A plain store in between does not end what a word hands on, which is weaker than the model.
     """
     m = t.machine
-    for where in np.unique(address).tolist():
-        warps = np.unique(t.warp[address == where])
-        clock = m.state.flags.setdefault(where, Clock())
-        if acquire:
-            m.order.acquire(warps, clock)
-        if release:
-            m.order.release(warps, clock)
+    shared = space.startswith("shared") or (space == "generic" and bool((address < U64(PARAMS)).all()))
+    wide = s.wide and not shared
+    flags = m.memory.flags if wide else m.state.flags
+    if not (s.acquires or s.releases or flags or m.state.fences):
+        return
+    home = m.first_slot[t.where] if shared else t.index // m.per_cta
+    where = address.astype(np.int64) + (0 if wide else home.astype(np.int64) << 48)
+    for key in np.unique(where).tolist():
+        clock = flags.get(key, Clock()) if s.reads else Clock()
+        for warp in np.unique(t.warp[where == key]).tolist():  # atomics come one after the other, in this order
+            if s.reads and s.acquires:
+                m.order.acquire(np.array([warp]), clock)
+            elif s.reads:
+                m.state.heard.setdefault((warp, wide), Clock()).take(clock)
+            if s.writes and s.releases:
+                m.order.release(np.array([warp]), clock)
+            elif s.writes and (warp, wide) in m.state.fences:
+                clock.take(m.state.fences[warp, wide])
+        if s.writes:
+            flags[key] = clock
 
 
 @form(rf"ld{ORDER}{SPACE}{CACHE}(?:\.(v2|v4|v8))?\.{KIND}", f"{MOVE}: ld")
 def load(x: Instruction, f: re.Match[str]) -> Op:
-    order, _, space, _, kind = f.groups()
+    order, scope, space, _, kind = f.groups()
     into, dtype = vector(x.args[0]), dtype_of(kind)
+    how = STRONG if order in READS else CONSTANT if ".nc" in x.op else WEAK
     outs = tuple((register, kind) for register in into)
     if space == "param":
         return parameter(x, outs, dtype)
 
     def run(t: Threads, x: Instruction, address: Any) -> Any:
-        if order in ("acquire", "volatile", "relaxed"):
-            flag(t, address, acquire=True, release=False)
-        got = read(t, x, space or "generic", address, dtype, len(into))
+        if how == STRONG:
+            synchronise(t, address, space or "generic", Sync(True, False, order == "acquire", False, scope != "cta"))
+        got = read(t, x, space or "generic", address, dtype, len(into), how)
         return tuple(got) if len(into) > 1 else got[0]
 
     return effect(run, (x.args[1], "address"), outs=outs)
@@ -110,12 +140,13 @@ def parameter(x: Instruction, outs: tuple[tuple[str, str], ...], dtype: Any) -> 
 
 @form(rf"st{ORDER}{SPACE}{CACHE}(?:\.(v2|v4|v8))?\.{KIND}", f"{MOVE}: st")
 def store(x: Instruction, f: re.Match[str]) -> Op:
-    order, _, space, _, kind = f.groups()
+    order, scope, space, _, kind = f.groups()
+    strong = order in WRITES
 
     def run(t: Threads, x: Instruction, address: Any, *values: Any) -> None:
-        write(t, x, space or "generic", address, np.stack(values))
-        if order in ("release", "volatile", "relaxed"):
-            flag(t, address, acquire=False, release=True)
+        write(t, x, space or "generic", address, np.stack(values), ATOMIC if strong else 0)
+        if strong:
+            synchronise(t, address, space or "generic", Sync(False, True, False, order == "release", scope != "cta"))
 
     return effect(run, (x.args[0], "address"), *[(value, kind) for value in vector(x.args[1])])
 
@@ -218,7 +249,7 @@ def copy_async(x: Instruction, f: re.Match[str]) -> Op:
         for amount in np.unique(keep).tolist():
             mine = keep == amount
             if amount:
-                data = m.memory.load(source[mine].astype(U64), f"V{size}", t.say(x))
+                data = m.memory.load(m.memory.past(t.warp[mine]), source[mine].astype(U64), f"V{size}", t.say(x))
                 got[mine, :amount] = data.view(np.uint8).reshape(-1, size)[:, :amount]
         flat = m.flat(t, target, size, x)
         words = m.shared.words(flat, size).reshape(t.count, -1)

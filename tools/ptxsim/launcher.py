@@ -56,9 +56,7 @@ def simulate(op: str, spec: Any, args: Sequence[Any], arch: str = "sm_90a", **ho
     for call in kernel.calls(args):
         result = run(call, **{"program": program(call.ptx)} | how)
         how.pop("program", None)
-        total.steps += result.steps
-        for name, count in result.counts.items():
-            total.counts[name] = total.counts.get(name, 0) + count
+        total.add(result)
     return total
 
 

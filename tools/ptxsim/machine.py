@@ -10,6 +10,7 @@ import numpy as np
 
 from .barriers import Mbarrier, Rendezvous
 from .call import Call, TensorMap
+from .exchange import Exchange
 from .faults import Fault, Unsupported
 from .order import Clock, Order
 from .program import Program
@@ -95,9 +96,12 @@ class State:
     copies: dict[int, Any] = field(default_factory=dict)  # thread -> cp.async groups
     named: dict[tuple[int, int], Rendezvous] = field(default_factory=dict)  # (slot, id)
     cluster: dict[int, Rendezvous] = field(default_factory=dict)
-    flags: dict[int, Clock] = field(default_factory=dict)  # global or shared address of an atomic -> its clock
+    flags: dict[int, Clock] = field(default_factory=dict)  # of strong operations in shared memory, or of scope .cta
+    # By warp, and whether other CTAs count: its past at its last fence; what it read since, and no fence took up yet.
+    fences: dict[tuple[int, bool], Clock] = field(default_factory=dict)
+    heard: dict[tuple[int, bool], Clock] = field(default_factory=dict)
     tensor: dict[int, Any] = field(default_factory=dict)  # slot -> tensor memory
-    released: dict[int, Clock] = field(default_factory=dict)  # warp -> its past at its last fence
+    released: dict[int, Clock] = field(default_factory=dict)  # warp -> its past at its last fence for the cluster
     remote: set[int] = field(default_factory=set)  # warps with stores to other CTAs since a full release
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -105,9 +109,11 @@ class State:
 class Machine:
     """CTAs of whole clusters that are resident together."""
 
-    def __init__(self, program: Program, call: Call, blocks: list[tuple[int, int, int]], settings: Settings) -> None:
+    def __init__(
+        self, program: Program, call: Call, memory: Exchange, blocks: list[tuple[int, int, int]], settings: Settings
+    ) -> None:
         """blocks: indices of the CTAs, those of a cluster one after the other in rank order."""
-        self.program, self.call, self.settings = program, call, settings
+        self.program, self.call, self.memory, self.settings = program, call, memory, settings
         self.random = np.random.default_rng(settings.seed)
         shape = call.block or program.kernel.block
         if not all(shape):
@@ -123,7 +129,7 @@ class Machine:
         self.order = Order(self.warps)
         size = program.kernel.shared_bytes + call.shared
         self.shared = Shared(self.slots, size, self.per_cta // 32, self.order)
-        self.memory = call.memory
+        memory.begin(self.order)
         self.P, self.H, self.W, self.D = (
             np.full((max(1, program.registers.count[letter]), self.threads), POISON.get(letter, 0), dtype)
             for letter, dtype in STORAGE.items()
@@ -139,10 +145,13 @@ class Machine:
         self.failed = np.full(self.threads, -1, np.int32)  # unit at which a wait failed, at event `failed_at`
         self.failed_at = np.full(self.threads, -1, np.int64)
         self.touched = np.ones(self.threads, bool)  # wgmma registers written since the last wgmma.fence
+        self.undefined: dict[int, dict[str, str]] = {}  # warp -> registers without a value, and why (undefined.py)
         self.cluster_phase = np.zeros(self.threads, np.int64)  # of the cluster barrier, after the last arrival
         self.events = 0  # counts everything that may let a wait succeed
         self.stalled: np.ndarray | None = None  # of the unit that runs: threads that stay
         self.unit = 0  # that runs
+        self.entered = bytearray(len(program.units))  # units that have run
+        self.active = bytearray(len(program.kernel.instructions))  # those whose guard has held for a thread
         self.steps = 0
         self.last = -1
 

@@ -42,16 +42,17 @@ class Order:
         self.warps = warps
         self.components = warps
         self.seen = np.zeros((warps, warps + 64), np.int32)
-        np.fill_diagonal(self.seen, 1)
+        self.seen[np.arange(warps), np.arange(warps)] = 1
         self.fenced = np.zeros_like(self.seen)
 
-    def component(self) -> int:
-        """A new component, without events yet."""
-        self.components += 1
+    def component(self, count: int = 1) -> int:
+        """The first of `count` new components, without events yet."""
+        first = self.components
+        self.components += count
         if self.components > self.seen.shape[1]:
-            more = np.zeros((self.warps, self.components), np.int32)
+            more = np.zeros((self.warps, self.components), np.int32)  # room for as many again
             self.seen, self.fenced = np.hstack([self.seen, more]), np.hstack([self.fenced, more])
-        return self.components - 1
+        return first
 
     def now(self, warps: np.ndarray) -> np.ndarray:
         """The current event of each warp itself."""

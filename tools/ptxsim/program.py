@@ -33,6 +33,7 @@ class Program:
         self.registers = Registers(self.kernel)
         self.names = Names()
         self.units = cut(self.kernel)
+        self.flows: dict[int, Any] = {}  # of units, as undefined.py needs them
         self.level = np.array([unit.level for unit in self.units], np.int8)
         self.waits = np.array([unit.waits for unit in self.units])
 
@@ -42,9 +43,17 @@ class Program:
         if unit.run is None:
             name = f"unit_{number}"
             translator = Translator(self.kernel, self.registers, self.names)
-            source = translator.unit(name, self.kernel.instructions[unit.first : unit.end])
+            source = translator.unit(name, unit.first, unit.end)
             unit.run = build(self.names, name, source)
         return unit.run
+
+    def executed(self, entered: bytes | bytearray, active: bytes | bytearray) -> np.ndarray:
+        """Which instructions some thread executed (instructions,). entered: of every unit, whether it ran; active: of
+        every instruction with a guard, whether the guard held for a thread. A branch counts, taken or not."""
+        out = np.repeat(np.frombuffer(entered, bool), [unit.end - unit.first for unit in self.units])
+        guarded = [i for i, x in enumerate(self.kernel.instructions) if x.guard and not control(x)]
+        out[guarded] &= np.frombuffer(active, bool)[guarded]
+        return out
 
 
 def control(x: Instruction) -> str:

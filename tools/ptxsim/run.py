@@ -3,9 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 # The modules that register instruction forms.
 from . import alu, atomic, convert, data, mma, sync, tcgen05, tma, warp, wgmma  # noqa: F401
 from .call import Call
+from .exchange import Exchange
 from .faults import Fault
 from .machine import MODES, Machine, Settings
 from .program import Program
@@ -16,10 +19,20 @@ Block = tuple[int, int, int]
 
 @dataclass
 class Result:
-    """steps: units executed. counts: asynchronous operations by kind."""
+    """steps: units executed. counts: asynchronous operations by kind. executed: by PTX text, of each instruction
+    whether a thread executed it (program.Program.executed)."""
 
     steps: int = 0
     counts: dict[str, int] = field(default_factory=dict)
+    executed: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def add(self, other: "Result") -> None:
+        """Take in another run."""
+        self.steps += other.steps
+        for name, count in other.counts.items():
+            self.counts[name] = self.counts.get(name, 0) + count
+        for ptx, executed in other.executed.items():
+            self.executed[ptx] = self.executed.get(ptx, False) | executed
 
 
 def run(
@@ -43,16 +56,15 @@ def run(
     if mode not in MODES:
         raise ValueError(f"mode: {mode!r}, must be one of {MODES}")
     program = program or Program(call.ptx)
-    result = Result()
+    result, memory = Result(), Exchange(call.memory)
     clusters = list(clusters_of(call, blocks))
     for first in range(0, len(clusters), resident):
         portion = [block for cluster in clusters[first : first + resident] for block in cluster]
-        machine = Machine(program, call, portion, Settings(mode, seed + first, limit, exact))
+        machine = Machine(program, call, memory, portion, Settings(mode, seed + first, limit, exact))
         run_machine(machine)
         check_exit(machine)
-        result.steps += machine.steps
-        for name, count in machine.state.counts.items():
-            result.counts[name] = result.counts.get(name, 0) + count
+        executed = program.executed(machine.entered, machine.active)
+        result.add(Result(machine.steps, machine.state.counts, {call.ptx: executed}))
     return result
 
 

@@ -11,6 +11,7 @@ from .forms import THREAD, WARP, WARPGROUP
 from .machine import Machine, Threads
 from .report import where
 from .sync import settle_cluster
+from .undefined import follow
 
 RUN = 64  # units that a group runs before the next one is chosen
 SHARES = (0.3, 0.3, 0.05, 0.01)  # random: chance that an operation completes after a step, by seed
@@ -126,6 +127,9 @@ def step(m: Machine, number: int, index: np.ndarray, level: int) -> None:
         unit = m.program.units[number]
         code = unit.run or m.program.code(number)
         m.unit, m.stalled = number, None
+        m.entered[number] = 1
+        if m.undefined:
+            follow(m, number, t)
         m.steps += 1
         result = code(t)
         following = number + 1

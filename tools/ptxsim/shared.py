@@ -85,8 +85,9 @@ class Shared:
             away = ~own
             self.async_reader[words[away]], self.async_event[words[away]] = by[away], self.order.now(by[away])
 
-    def check_read(self, by: np.ndarray, words: np.ndarray, what: str, part: bool = False) -> None:
-        """part: less than a word is read, so a write to another part of it may race.
+    def check_read(self, by: np.ndarray, words: np.ndarray, what: str, part: bool = False, blank: bool = False) -> None:
+        """part: less than a word is read, so a write to another part of it may race. blank: words that nothing has
+        written may be read.
 
         Of a vector (words two-dimensional) one written word is enough: compilers widen loads over padding.
         """
@@ -94,7 +95,7 @@ class Shared:
             raise Fault(f"{what}: reads {self._first(words, self.flying[words] > 0)} while an async write is under way")
         writer = self.writer[words]
         empty = writer == EMPTY
-        if empty.any() and (words.ndim == 1 or empty.all(1).any()):
+        if not blank and empty.any() and (words.ndim == 1 or empty.all(1).any()):
             raise Fault(f"{what}: reads {self._first(words, empty)}, which nothing has written")
         late = (writer >= 0) & (self.order.seen[by, np.maximum(writer, 0)] < self.event[words])
         if part:
@@ -165,10 +166,11 @@ class Shared:
             raise Fault(f"{what}: overwrites {self._first(words, late)}, which {readers}")
 
     # ------------------------------------------------------------- async proxy
-    def begin_read(self, warps: np.ndarray, words: np.ndarray, what: str) -> None:
-        """An async operation of `warps` starts to read `words` (k,)."""
+    def begin_read(self, warps: np.ndarray, words: np.ndarray, what: str, blank: bool = False) -> str:
+        """An async operation of `warps` starts to read `words` (k,). blank: words that nothing has written may be read;
+        then the result tells of one, if there are any."""
         for warp in warps:
-            self.check_read(np.array([warp]), words, what)
+            self.check_read(np.array([warp]), words, what, blank=blank)
             writer = self.writer[words]
             generic = (writer >= 0) & (writer < self.order.warps)
             if generic.any():
@@ -179,6 +181,8 @@ class Shared:
                         f"{self.who(int(writer[stale][0]))} without fence.proxy.async"
                     )
         self.reading[words] += 1
+        empty = self.writer[words] == EMPTY
+        return f"{what}: reads {self._first(words, empty)}, which nothing has written" if empty.any() else ""
 
     def end_read(self, warps: np.ndarray, words: np.ndarray) -> None:
         """The operation has read; `warps` know it."""

@@ -83,7 +83,8 @@ def cluster_arrive(x: Instruction, f: re.Match[str]) -> Op:
                 m.state.remote.difference_update(warps.tolist())
             else:
                 for warp in warps.tolist():
-                    point.clock.take(m.state.released.get(warp, Clock()))
+                    for clock in (m.state.released.get(warp), m.state.fences.get((warp, True))):
+                        point.clock.take(clock or Clock())
             settle_cluster(m, cluster)
 
     return effect(run)
@@ -272,8 +273,25 @@ def fence_proxy(x: Instruction, f: re.Match[str]) -> Op:
 
 @form(r"(fence|membar)(\.(?!proxy\.async|mbarrier_init|release\.sync_restrict).*)?", f"{SYNC}: membar, fence")
 def fence(x: Instruction, f: re.Match[str]) -> Op:
-    """Memory is sequentially consistent here: nothing to do, and nothing found where one is missing."""
-    return effect(lambda t, x: None)
+    """Values need none, since memory is sequentially consistent here; order does (data.synchronise)."""
+    parts = x.op.split(".")
+    if "proxy" in parts:
+        return effect(lambda t, x: None)
+    sides = (False,) if "cta" in parts else (False, True)
+
+    def run(t: Threads, x: Instruction) -> None:
+        m = t.machine
+        for warp in t.warps.tolist():
+            one, clock = np.array([warp]), Clock()
+            if "release" not in parts:
+                for wide in sides:
+                    m.order.acquire(one, m.state.heard.pop((warp, wide), Clock()))
+            if "acquire" not in parts:
+                m.order.release(one, clock)
+                m.state.fences |= {(warp, wide): clock for wide in sides}
+                m.state.remote.difference_update([warp] if True in sides else [])
+
+    return effect(run)
 
 
 @form(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32", "Miscellaneous Instructions: setmaxnreg", level=WARP)

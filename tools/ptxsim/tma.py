@@ -13,6 +13,7 @@ import numpy as np
 from .atomic import UPDATE, update_of
 from .call import FORMATS, TensorMap, elements
 from .convert import tf32 as to_tf32
+from .exchange import ASYNC, ATOMIC, FLYING, STRONG
 from .faults import Fault
 from .forms import Op, effect, form
 from .layout import box, box_addresses, box_words, swizzle
@@ -33,8 +34,9 @@ class Store:
 
     words: np.ndarray
     warp: int
-    complete: Any
+    complete: Any  # gives what exchange.Exchange.store does
     done: bool = False
+    places: list[Any] = field(default_factory=list)  # of global memory that it wrote
 
 
 @dataclass
@@ -138,13 +140,13 @@ def issue_load(t: Threads, x: Instruction, i: int, load: Load, to: int, signal: 
     inside_cta(t, x, to, int(linear[-1]) + unit)
     m.shared.begin_write(int(t.warp[i]), words, t.say(x))
     m.count("tma load")
-    say = t.say(x)
+    say, past = t.say(x), m.memory.bulk_past(int(t.warp[i]))
 
     def complete() -> None:
         source, inside = box_addresses(load.tensor, load.at)
         values = np.full(len(linear), fill(load.tensor, unit), f"u{unit}")
         if inside.any():
-            values[inside] = m.memory.load(source[inside], f"u{unit}", say)
+            values[inside] = m.memory.load(past, source[inside], f"u{unit}", say)
             if load.tensor.format == "tf32":  # rounded on the way
                 values[inside] = to_tf32("rn", False, False)(values[inside].view(np.float32))
         elements(m.shared.bytes, values.dtype)[swizzle(to + linear, load.tensor.swizzle) // unit] = values
@@ -234,9 +236,11 @@ def issue_bulk(
         origin = int(m.shared.flat(m.first_slot[t.index[i : i + 1]], np.array([source]), 16, say)[0])
         m.shared.begin_read(np.array([warp]), np.arange(origin >> 2, (origin + size) >> 2), say)
 
+    past = m.memory.bulk_past(warp)
+
     def complete() -> None:
         if origin is None:
-            data = m.memory.load(U64(source) + np.arange(0, size, 16, dtype=U64), "V16", say).view(np.uint8)
+            data = m.memory.load(past, U64(source) + np.arange(0, size, 16, dtype=U64), "V16", say).view(np.uint8)
         else:
             data = m.shared.bytes[origin : origin + size].copy()
             from_words = np.arange(origin >> 2, (origin + size) >> 2)
@@ -303,9 +307,9 @@ def put_box(t: Threads, x: Instruction, i: int, tile: Load, reduction: str | Non
     where, inside = box_addresses(described, tile.at, store=True)
     inside_cta(t, x, start, int(linear[-1]) + unit)
 
-    def complete() -> None:
+    def complete() -> list[Any]:
         values = elements(m.shared.bytes, np.dtype(f"u{unit}"))[swizzle(start + linear, described.swizzle) // unit]
-        put(m, where[inside], values[inside], (reduction, described.format), t.say(x))
+        return put(t, x, i, (where[inside], values[inside]), (reduction, described.format))
 
     issue_store(t, x, i, box_words(described, start), complete)
 
@@ -325,28 +329,31 @@ def store_bulk(x: Instruction, f: re.Match[str]) -> Op:
             start, end, to = int(origin[i]), int(origin[i]) + int(size[i]), int(target[i])
             inside_cta(t, x, start, end - start)
 
-            def complete(start: int = start, end: int = end, to: int = to) -> None:
+            def complete(i: int = i, start: int = start, end: int = end, to: int = to) -> list[Any]:
                 dtype = np.dtype(TYPES[kind])
                 values = m.shared.bytes[start:end].view(f"u{dtype.itemsize}")
                 where = U64(to) + np.arange(0, end - start, dtype.itemsize, dtype=U64)
-                put(m, where, values, (f[2], kind), t.say(x))
+                return put(t, x, i, (where, values), (f[2], kind))
 
             issue_store(t, x, i, np.arange(start >> 2, end >> 2), complete)
 
     return effect(run, (x.args[0], "address"), (x.args[1], "address"), (x.args[2], "u32"))
 
 
-def put(m: Machine, address: np.ndarray, values: np.ndarray, how: tuple[str | None, str], say: str) -> None:
-    """Store bits, or update global memory with them. how: (reduction, element type)."""
-    reduction, kind = how
+def put(
+    t: Threads, x: Instruction, i: int, what: tuple[np.ndarray, np.ndarray], how: tuple[str | None, str]
+) -> list[Any]:
+    """Store bits, or update global memory with them, for thread i. what: (addresses, values); how: (reduction, element
+    type). What exchange.Exchange.store gives."""
+    (address, values), (reduction, kind) = what, how
+    m, say, warps = t.machine, t.say(x), t.warp[i : i + 1]
     if reduction is None:
-        m.memory.store(address, values, say)
-        return
-    old = m.memory.load(address, values.dtype, say)
+        return m.memory.store(warps, address, values, say, ASYNC | FLYING)
+    old = m.memory.load(m.memory.past(warps), address, values.dtype, say, STRONG)
     stored, update = update_of(reduction, kind, in_cache=True)
     dtype = np.dtype(TYPES[stored])
     new = update(old.view(dtype), values.view(dtype)).astype(dtype).view(values.dtype)
-    m.memory.store(address, new, say)
+    return m.memory.store(warps, address, new, say, ASYNC | FLYING | ATOMIC)
 
 
 def issue_store(t: Threads, x: Instruction, i: int, words: np.ndarray, complete: Any) -> None:
@@ -361,7 +368,7 @@ def issue_store(t: Threads, x: Instruction, i: int, words: np.ndarray, complete:
 def finish(store: Store) -> None:
     if not store.done:
         store.done = True
-        store.complete()
+        store.places = store.complete()
 
 
 @form(r"cp\.async\.bulk\.commit_group", BULK)
@@ -388,6 +395,8 @@ def wait_bulk(x: Instruction, f: re.Match[str]) -> Op:
                 for store in groups.closed.pop(0):
                     finish(store)
                     m.shared.end_read(np.array([store.warp]), store.words)
+                    if not f[1]:
+                        m.memory.settle(store.places, store.warp)
 
     return effect(run)
 

@@ -106,15 +106,18 @@ class Translator:
         self.dirty: set[str] = set()
         self.views: dict[tuple[str, str], str] = {}
 
-    def unit(self, name: str, instructions: list[Instruction]) -> str:
-        """Source of `name(t)`, t the threads. Its value is the branch condition; None where the last one falls."""
+    def unit(self, name: str, first: int, end: int) -> str:
+        """Source of `name(t)`, t the threads, for instructions [first, end). Its value is the branch condition; None
+        where the last one falls."""
         result = "None"
-        for x in instructions:
+        for i, x in enumerate(self.kernel.instructions[first:end], first):
             if x.op.startswith("bra"):
                 result = self.guard(x) if x.guard else "True"
             elif x.op in ("ret", "exit"):
                 result = self.guard(x) if x.guard else "True"
             else:
+                if x.guard:
+                    self.lines.append(f"if not m.active[{i}]: m.active[{i}] = bool(np.any({self.guard(x)}))")
                 try:
                     self.instruction(x, require(x)[0].make(x, require(x)[1]))
                 except Unsupported:

@@ -1,7 +1,8 @@
 """Warpgroup matrix multiply (sm_90a): forms of wgmma, and the queue of groups of each warpgroup.
 
 Between wgmma.mma_async and the wait_group that covers it, the accumulator registers hold a NaN pattern, the operand
-tiles may not be written, and registers written since the last wgmma.fence may not be used.
+tiles may not be written, and registers written since the last wgmma.fence may not be used. Sums of tiles that nothing
+has written are undefined (undefined.py).
 """
 
 import re
@@ -42,6 +43,7 @@ class Pipe:
     open: list[Multiply] = field(default_factory=list)
     groups: list[list[Multiply]] = field(default_factory=list)
     sums: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)  # accumulators under way (64, n)
+    undefined: dict[tuple[int, ...], tuple[list[str], str]] = field(default_factory=dict)  # of them: names, why
 
 
 def pipes(t: Threads) -> list[tuple[int, Pipe]]:
@@ -85,7 +87,7 @@ def mark(x: Instruction, f: re.Match[str]) -> Op:
     return Op(run, (), (), effect=True, registers=True)
 
 
-@form(r"wgmma\.wait_group\.sync\.aligned", WGMMA, level=WARPGROUP)
+@form(r"wgmma\.wait_group\.sync\.aligned", WGMMA, level=WARPGROUP, waits=True)
 def wait(x: Instruction, f: re.Match[str]) -> Op:
     keep = int(x.args[0])
 
@@ -103,6 +105,9 @@ def wait(x: Instruction, f: re.Match[str]) -> Op:
                 total = pipe.sums.pop(rows)
                 row, column = accumulator(total.shape[1])
                 m.W[list(rows), first : first + 128] = total[row, column].view(np.uint32)
+                names, why = pipe.undefined.pop(rows, ([], ""))
+                for warp in warps.tolist() if why else ():
+                    m.undefined.setdefault(warp, {}).update(dict.fromkeys(names, why))
 
     return Op(run, (), (), effect=True, registers=True)
 
@@ -189,7 +194,9 @@ def issue(t: Threads, x: Instruction, pipe: Pipe, first: int, what: tuple[Any, .
         raise Fault(f"{t.say(x)}: an operand lies outside the CTA's {m.shared.size} B of shared memory")
     words = tiles[0].words if len(tiles) == 1 else np.union1d(tiles[0].words, tiles[1].words)
     warps = np.arange(first // 32, first // 32 + 4)
-    m.shared.begin_read(warps, words, t.say(x))
+    why = m.shared.begin_read(warps, words, t.say(x), blank=True)
+    if why or pipe.undefined or m.undefined:
+        taint(m, pipe, warps, (rows, vector(x.args[0])), (why, keep))
     n = 2 * len(rows)
     if rows not in pipe.sums:
         if any(set(rows) & set(other) for other in pipe.sums):
@@ -212,3 +219,15 @@ def issue(t: Threads, x: Instruction, pipe: Pipe, first: int, what: tuple[Any, .
     if m.settings.mode == "eager":
         run()
     pipe.open.append(Multiply(rows, words, None if m.settings.mode == "eager" else run))
+
+
+def taint(m: Machine, pipe: Pipe, warps: np.ndarray, sums: tuple[tuple[int, ...], list[str]], how: Any) -> None:
+    """The sums of a multiplication are undefined if its operands are, or if it adds to what is. sums: rows and names of
+    the accumulators; how: (why the operands are undefined or "", whether it adds)."""
+    (rows, names), (why, keep) = sums, how
+    before = pipe.undefined.pop(rows, (names, ""))[1]
+    for warp in warps.tolist():
+        for name in names:
+            before = m.undefined.get(warp, {}).pop(name, "") or before
+    if why or keep and before:
+        pipe.undefined[rows] = names, why or before

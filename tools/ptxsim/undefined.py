@@ -1,0 +1,62 @@
+"""Registers that hold nothing: sums of a wgmma that has multiplied shared memory which nothing has written.
+
+That alone is no fault: kernels issue multiplications ahead whose sums they then drop. Registers computed from such sums
+are undefined as well, and to store one, to branch on it or to use it as an address is a fault. Kept by warp; what a
+part of a warp, or a guarded instruction, writes stays undefined.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+from .faults import Fault
+from .forms import require
+from .parse import Instruction
+from .program import Program, control
+
+_REGISTER = re.compile(r"%[\w$@]+")
+
+
+class Flow(NamedTuple):
+    """Registers that an instruction reads and writes. carries: what it reads goes into what it writes, no further."""
+
+    x: Instruction
+    reads: frozenset[str]
+    writes: tuple[str, ...]
+    carries: bool
+
+
+def flows(program: Program, number: int) -> list[Flow]:
+    """Of the instructions of a unit."""
+    unit, out = program.units[number], []
+    for x in program.kernel.instructions[unit.first : unit.end]:
+        reads = set(_REGISTER.findall(x.guard))
+        writes: tuple[str, ...] = ()
+        carries = False
+        if not control(x):
+            form, found = require(x)
+            op = form.make(x, found)
+            for text, _ in op.ins:
+                reads |= set(_REGISTER.findall(text))
+            writes = tuple(register for register, _ in op.outs)
+            carries = bool(writes) and all(kind != "address" for _, kind in op.ins)
+        out.append(Flow(x, frozenset(reads), writes, carries))
+    return out
+
+
+def follow(m: Any, number: int, t: Any) -> None:
+    """Threads t are about to run a unit: Fault where they use an undefined register; m.undefined is as behind it."""
+    if number not in m.program.flows:
+        m.program.flows[number] = flows(m.program, number)
+    for warp in t.warps.tolist():
+        known: dict[str, str] = m.undefined.get(warp, {})
+        for flow in m.program.flows[number] if known else ():
+            used = [name for name in flow.reads if name in known]
+            if used and (not flow.carries or flow.x.guard.lstrip("!") in known):
+                raise Fault(f"{t.say(flow.x)}: uses {used[0]}, which depends on {known[used[0]]}")
+            if used:
+                known |= dict.fromkeys(flow.writes, known[used[0]])
+            elif t.whole and not flow.x.guard:
+                for name in flow.writes:
+                    known.pop(name, None)
+        if not known:
+            m.undefined.pop(warp, None)
