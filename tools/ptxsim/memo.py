@@ -59,7 +59,7 @@ def _describe(arg: Any, digests: dict[int, str]) -> Any:
 
 
 def _digest(memory: np.ndarray) -> str:
-    return hashlib.blake2b(memory, digest_size=16).hexdigest()
+    return hashlib.blake2b(memory.data, digest_size=16).hexdigest()
 
 
 @cache
