@@ -1,4 +1,4 @@
-# make demo | test | bench | cubins | lint | plots | mutants
+# make demo | quick | test | test-all | bench | cubins | lint | plots | mutants
 #
 # PY          python that makes the virtual environment
 # VENV        where it lives
@@ -24,13 +24,20 @@ WEIGHTS := $(VENV)/.weights
 endif
 PIP := $(PYTHON) -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo test lint bench plots mutants cubins clean
+.PHONY: demo quick test test-all lint bench plots mutants cubins clean
 
 demo: $(READY) $(WEIGHTS)
 	$(PYTHON) -m tools.demo
 
+# What needs no compiled kernel, 2 minutes; what CI runs, 15 on 2 cores; everything, and nothing remembered.
+quick: lint
+	$(PYTHON) -m pytest -m "not kernels"
+
 test: lint
 	$(PYTHON) -m pytest
+
+test-all: lint
+	$(PYTHON) -m pytest --all
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

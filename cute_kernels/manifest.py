@@ -137,13 +137,13 @@ def _file(module: str, package: Path) -> Path | None:
 def _imports(file: Path, module: str) -> list[str]:
     """Dotted names that a file, which is `module`, imports from anywhere: modules, or names in them."""
     package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
-    above = {level: package[: len(package) + 1 - level] if level else [] for level, _ in _read(file)[1]}
-    return [".".join([*above[level], name]) for level, name in _read(file)[1]]
+    above = {level: package[: len(package) + 1 - level] if level else [] for level, _ in source(file)[1]}
+    return [".".join([*above[level], name]) for level, name in source(file)[1]]
 
 
 @cache
-def _read(file: Path) -> tuple[str, list[tuple[int, str]]]:
-    """Digest of a file's code, and the (level, dotted name) of each import; level: 0, or dots before the name."""
+def source(file: Path) -> tuple[str, list[tuple[int, str]]]:
+    """(digest of a file's code, its imports); an import is (level, dotted name), level: 0, or dots before the name."""
     tree = ast.parse(file.read_bytes())
     imports: list[tuple[int, str]] = []
     for node in ast.walk(tree):
@@ -183,7 +183,7 @@ def _says_nothing(node: Any, parent: ast.AST) -> bool:
 @cache
 def source_hash(op: str, package: Path = PACKAGE) -> str:
     """Hash of the names and the code of `source_files(op)`, once a process: 0.2 s."""
-    sums = {f.relative_to(package).as_posix(): _read(f)[0] for f in source_files(op, package)}
+    sums = {f.relative_to(package).as_posix(): source(f)[0] for f in source_files(op, package)}
     return digest(canonical(sums).encode())
 
 

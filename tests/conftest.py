@@ -4,15 +4,60 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from cute_kernels import build
+
 ROOT = Path(__file__).resolve().parents[1]
 ARCH = "sm_90a"
+BUNDLE = ROOT / "build" / "bundle" / ARCH
+BUILDING = pytest.StashKey[subprocess.Popen[str]]()
 OUTSIDE = os.environ.get("CUTE_DSL_ARCH")  # what processes get that tests start
 if not torch.cuda.is_available():  # read when the DSL is imported, which some test or other does first
     os.environ.setdefault("CUTE_DSL_ARCH", ARCH)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run everything, and simulate what was simulated before too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without --all, tests marked `full` are left out. Tests on a GPU compile what they run. Those that need kernels
+    come last, since these are compiled meanwhile."""
+    for item in items:
+        if item.path.name.startswith("test_gpu_"):
+            item.add_marker(pytest.mark.kernels)
+    if not config.getoption("--all"):
+        full = [item for item in items if item.get_closest_marker("full")]
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=full)
+    items.sort(key=lambda item: item.get_closest_marker("kernels") is not None)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build the bundle beside the tests that do not need it, where any does."""
+    if not session.config.option.collectonly and any("bundle" in item.fixturenames for item in session.items):
+        session.config.stash[BUILDING] = start_build(ARCH, BUNDLE)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if BUILDING in config.stash:
+        config.stash[BUILDING].kill()  # no harm where it has ended
+
+
+@pytest.fixture(autouse=True)
+def compile_in_marked_tests_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make quick` runs the tests without the marker `kernels`: they must not compile, or it is not quick."""
+    if not request.node.get_closest_marker("kernels"):
+
+        def refuse(op: str, spec: Any, *_: Any) -> None:
+            pytest.fail(f"this test compiles {op}: mark it with pytest.mark.kernels")
+
+        monkeypatch.setattr(build, "build", refuse)
+        monkeypatch.setattr(build, "object_file", refuse)
 
 
 def start_python(*arguments: str, cwd: Path = ROOT, **env: str) -> subprocess.Popen[str]:
@@ -20,7 +65,7 @@ def start_python(*arguments: str, cwd: Path = ROOT, **env: str) -> subprocess.Po
     pipe = subprocess.PIPE
     outside = {name: value for name, value in os.environ.items() if name != "CUTE_DSL_ARCH" or OUTSIDE}
     return subprocess.Popen(
-        [sys.executable, *arguments], cwd=cwd, env=outside | env, stdout=pipe, stderr=pipe, text=True
+        [sys.executable, *arguments], cwd=cwd, env=outside | env, stdin=pipe, stdout=pipe, stderr=pipe, text=True
     )
 
 
@@ -33,16 +78,27 @@ def run_python(*arguments: str, cwd: Path = ROOT, **env: str) -> subprocess.Comp
     return finish(start_python(*arguments, cwd=cwd, **env))
 
 
-def build_bundle(arch: str, out: Path, *only: str) -> Path:
-    """A bundle of shipped kernels at `out`. The tool builds what its cache (build/obj) lacks, 3 to 5 s a kernel."""
-    command = ("-m", "tools.aot", "build", "--arch", arch, "--jobs", "2", "--out", str(out), *only)
-    done = run_python(*command, CUTE_DSL_ARCH=arch)
+def start_build(arch: str, out: Path, *only: str) -> subprocess.Popen[str]:
+    """Start the tool that builds a bundle of shipped kernels, 3 to 5 s for each that its cache (build/obj) lacks."""
+    jobs = str(len(os.sched_getaffinity(0)))
+    return start_python(
+        *("-m", "tools.aot", "build", "--arch", arch, "--jobs", jobs, "--out", str(out), *only), CUTE_DSL_ARCH=arch
+    )
+
+
+def built(process: subprocess.Popen[str], out: Path) -> Path:
+    """The bundle `out` of a process that was started to build it."""
+    done = finish(process)
     if done.returncode:
         pytest.fail(f"tools.aot build failed:\n{done.stderr}", pytrace=False)
     return out
 
 
+def build_bundle(arch: str, out: Path, *only: str) -> Path:
+    return built(start_build(arch, out, *only), out)
+
+
 @pytest.fixture(scope="session")
-def bundle() -> Path:
+def bundle(request: pytest.FixtureRequest) -> Path:
     """The bundle of every shipped kernel of ARCH."""
-    return build_bundle(ARCH, ROOT / "build" / "bundle" / ARCH)
+    return built(request.config.stash[BUILDING], BUNDLE)

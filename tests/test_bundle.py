@@ -12,34 +12,72 @@ import pytest
 from cute_kernels import manifest
 from cute_kernels.attention import dispatch
 from cute_kernels.attention.args import AttentionArgs
-from cute_kernels.attention.spec import AttentionSpec
-from tests.conftest import ARCH, ROOT, finish, run_python, start_python
+from tests.conftest import ARCH, ROOT, build_bundle, finish, run_python, start_python
+from tools import aot, bundle
 
+pytestmark = pytest.mark.kernels
 OP, SPEC = dispatch.shipped(ARCH)[0]
 OTHER = dispatch.shipped(ARCH)[-1][1]
+OBJECTS = ROOT / "build" / "obj"
 
-# Every import of the DSL fails, as where it is not installed.
+# A process that cannot import the DSL, as where it is not installed, and forks for each program that it is sent: all
+# programs find torch and the runtime imported, and nothing that another one left.
 WITHOUT_DSL = """
-import sys
+import json, os, sys, traceback
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("cutlass", "nvidia_cutlass_dsl"):
             raise ModuleNotFoundError(f"blocked: {name}", name=name)
 sys.meta_path.insert(0, Blocker())
-"""
-LOAD = (
-    WITHOUT_DSL
-    + """
 from cute_kernels.attention import dispatch
 from wrappers import runtime
 op, spec = dispatch.shipped("sm_90a")[0]
+for line in sys.stdin:
+    program = json.loads(line)
+    child = os.fork()
+    if not child:
+        for stream, path in ((1, program["out"]), (2, program["err"])):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
+        os.environ.update(program["env"])
+        status = 1
+        try:
+            exec(program["code"], {"__name__": "__main__", **globals()})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-)
 
 
-def load(code: str, bundle: Path | str, **env: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def server():
+    process = start_python("-c", WITHOUT_DSL, CUDA_VISIBLE_DEVICES="")
+    yield process
+    finish(process)
+
+
+@pytest.fixture
+def load(server, tmp_path):
     """Run `code` in a process without the DSL; `op` and `spec` are the first shipped kernel."""
-    return run_python("-c", LOAD + code, CUTE_KERNELS_BUNDLE=str(bundle), CUDA_VISIBLE_DEVICES="", **env)
+
+    def run(code: str, bundle: Path | str, **env: str) -> subprocess.CompletedProcess[str]:
+        out, err = tmp_path / "out", tmp_path / "err"
+        program = {"code": code, "env": env | {"CUTE_KERNELS_BUNDLE": str(bundle)}, "out": str(out), "err": str(err)}
+        server.stdin.write(json.dumps(program) + "\n")
+        server.stdin.flush()
+        status = int(server.stdout.readline())
+        return subprocess.CompletedProcess([], status, out.read_text(), err.read_text())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    """A bundle of SPEC and OTHER."""
+    only = [argument for spec in (SPEC, OTHER) for argument in ("--only", f"{OP}/{spec.name}")]
+    return build_bundle(ARCH, tmp_path_factory.mktemp("bundle") / ARCH, *only)
 
 
 def build(*arguments: str, out: Path, objects: Path) -> list[str]:
@@ -56,9 +94,9 @@ def compiled(done: subprocess.CompletedProcess[str]) -> int:
 
 
 @pytest.fixture
-def copy(bundle, tmp_path) -> Path:
+def copy(small, tmp_path) -> Path:
     """A bundle to spoil. Links, because the tool replaces files and never writes into them."""
-    return shutil.copytree(bundle, tmp_path / "bundle", copy_function=lambda a, b: Path(b).hardlink_to(a))
+    return shutil.copytree(small, tmp_path / "bundle", copy_function=lambda a, b: Path(b).hardlink_to(a))
 
 
 @pytest.fixture
@@ -78,6 +116,7 @@ def edit(copy):
 
 
 CHECKS = """
+import re
 import torch
 from cute_kernels.attention.args import AttentionArgs
 from tests.fake_cuda import tensor as T
@@ -108,32 +147,32 @@ for name, change in cases.items():
     try:
         fn(*(good | change).values())
     except Exception as error:
-        print(name, "|", error)
+        print(name, "|", re.sub(r"#(\\d+)", lambda found: list(good)[int(found[1])], str(error)))
 assert "cutlass" not in sys.modules
 """
 
 
-def test_arguments_are_checked_without_the_dsl(bundle):
-    done = load(CHECKS, bundle, CUTE_KERNELS_JIT="0")
+def test_arguments_are_checked_without_the_dsl(load, small):
+    done = load(CHECKS, small, CUTE_KERNELS_JIT="0")
     assert done.returncode == 0, done.stderr
     errors = dict(line.split(" | ", 1) for line in done.stdout.splitlines())
     expected = {
         "good": r"Got Cuda Runtime Error",  # every check passed: the launch finds no GPU
-        "dtype": r"argument #0 .*expected dtype=",
-        "rank": r"argument #1 .*expected ndim=4",
+        "dtype": r"argument q .*expected dtype=",
+        "rank": r"argument k .*expected ndim=4",
         "head_dim": r"Mismatched v\.shape\[3\] .*expected to be \d+",
-        "alignment": r"Misaligned Tensor data on argument #0 .*expected data alignment=16 bytes",
+        "alignment": r"Misaligned Tensor data on argument q .*expected data alignment=16 bytes",
         "stride": r"Invalid o\.strides\[0\] .*divisible by 8",
         "contiguous": r"Mismatched k\.strides\[3\] .*expected to be 1",
-        "scalar": r"argument #21 .*expected int",
-        "device": r"argument #9 .*expected device_type=cuda",
+        "scalar": r"argument window_left .*expected int",
+        "device": r"argument sink .*expected device_type=cuda",
     }
     assert errors.keys() == expected.keys()
     for name, pattern in expected.items():
         assert re.search(pattern, errors[name]), errors[name]
 
 
-def test_kernel_is_found_once(bundle):
+def test_kernel_is_found_once(load, small):
     code = """
 from dataclasses import replace
 first = runtime.kernel(op, spec, "sm_90a")
@@ -142,25 +181,25 @@ os.environ["CUTE_KERNELS_BUNDLE"] = "/nowhere"
 assert runtime.kernel(op, spec, "sm_90a") is first, "by identity"
 assert runtime.kernel(op, replace(spec), "sm_90a") is first, "by value"
 """
-    done = load(code, bundle)
+    done = load(code, small)
     assert done.returncode == 0, done.stderr
 
 
-def test_threads_get_one_function(bundle):
+def test_threads_get_one_function(load, small):
     code = """
 from concurrent.futures import ThreadPoolExecutor
 with ThreadPoolExecutor(16) as pool:
     found = list(pool.map(lambda _: runtime.kernel(op, spec, "sm_90a"), range(64)))
 assert len(set(map(id, found))) == 1
 """
-    done = load(code, bundle)
+    done = load(code, small)
     assert done.returncode == 0, done.stderr
 
 
 FIND = 'runtime.kernel(op, spec, "sm_90a")'
 
 
-def test_missing_kernel_names_the_command(tmp_path):
+def test_missing_kernel_names_the_command(load, tmp_path):
     done = load(FIND, tmp_path, CUTE_KERNELS_JIT="0")
     assert f"KernelNotFound: no compiled kernel {OP}/{SPEC.name} for {ARCH}" in done.stderr
     assert f"no bundle in {tmp_path / ARCH}" in done.stderr
@@ -168,18 +207,18 @@ def test_missing_kernel_names_the_command(tmp_path):
     assert f"python -m tools.aot build --arch {ARCH} --only {OP}/{SPEC.name}" in done.stderr
 
 
-def test_missing_dsl_is_named(tmp_path):
+def test_missing_dsl_is_named(load, tmp_path):
     done = load(FIND, tmp_path)
     assert "JIT: nvidia-cutlass-dsl is not installed" in done.stderr
 
 
-def test_command_for_a_spec_that_is_not_shipped(tmp_path):
+def test_command_for_a_spec_that_is_not_shipped(load, tmp_path):
     done = load(
         'from dataclasses import replace\nruntime.kernel(op, replace(spec, head_dim_qk=32), "sm_90a")', tmp_path
     )
     command = re.search(rf"build --arch {ARCH} --spec '{OP}=(.*)'", done.stderr)
     assert command, done.stderr
-    assert manifest.from_json(AttentionSpec, json.loads(command[1])) == replace(SPEC, head_dim_qk=32)
+    assert manifest.from_json(aot.spec_type(OP), json.loads(command[1])) == replace(SPEC, head_dim_qk=32)
 
 
 # ---- what a bundle is refused for
@@ -198,32 +237,15 @@ def test_command_for_a_spec_that_is_not_shipped(tmp_path):
     ],
     ids=["key", "toolchain", "arch", "host", "schema", "kernels", "library"],
 )
-def test_refused(edit, change, reason):
+def test_refused(load, edit, change, reason):
     done = load(FIND, edit(change), CUTE_KERNELS_JIT="0")
     assert "KernelNotFound" in done.stderr and reason in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("file", "serves"),
-    [("attention/mask.py", False), ("device/pipe.py", False), ("build.py", False), ("topk/select.py", True)],
-)
-def test_sources_are_part_of_the_key(bundle, tmp_path, file, serves):
-    """A changed or new file that can enter the trace makes the bundle unusable; another family's does not."""
-    for package in ("cute_kernels", "wrappers"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    path = tmp_path / "cute_kernels" / file
-    path.parent.mkdir(exist_ok=True)
-    with open(path, "a") as source:
-        source.write("\n# changed\n")
-    done = run_python("-c", LOAD + FIND, cwd=tmp_path, CUTE_KERNELS_BUNDLE=str(bundle), CUTE_KERNELS_JIT="0")
-    assert (done.returncode == 0) == serves, done.stderr
-    assert serves or "compiled from other sources" in done.stderr
-
-
-def test_second_bundle_serves(edit, bundle):
+def test_second_bundle_serves(load, edit, small):
     """A bundle that is refused does not hide the next one."""
     broken = edit(lambda d: d.update(host="linux-aarch64"))
-    done = load(FIND, f"{broken}:{bundle}", CUTE_KERNELS_JIT="0")
+    done = load(FIND, f"{broken}:{small}", CUTE_KERNELS_JIT="0")
     assert done.returncode == 0, done.stderr
 
 
@@ -242,10 +264,43 @@ def test_verify_tells_a_damaged_file(copy):
 # ---- builds
 
 
-def test_rebuild_compiles_nothing(bundle):
-    before = (bundle / manifest.FILE).read_bytes()
-    assert compiled(run_python(*build(out=bundle, objects=ROOT / "build" / "obj"))) == 0
-    assert (bundle / manifest.FILE).read_bytes() == before
+def test_rebuild_compiles_nothing(copy):
+    before = (copy / manifest.FILE).read_bytes()
+    assert compiled(run_python(*build("--only", SPEC.name, out=copy, objects=OBJECTS))) == 0
+    assert (copy / manifest.FILE).read_bytes() == before
+
+
+FIND_HERE = """
+import sys
+from cute_kernels import manifest
+from cute_kernels.attention import dispatch
+from wrappers import runtime
+op, spec = dispatch.shipped("sm_90a")[0]
+print(manifest.__file__)
+runtime.kernel(op, spec, "sm_90a")
+"""
+
+
+def test_installed_package_builds_and_finds_bundles(small, tmp_path):
+    """Beside no pyproject.toml, bundles lie in the user's cache. They serve while the code of the package stays."""
+    site, elsewhere = tmp_path / "site-packages", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for package in ("cute_kernels", "wrappers", "tools"):
+        shutil.copytree(ROOT / package, site / package, ignore=shutil.ignore_patterns("__pycache__", "ptxsim"))
+    env = {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path / "cache"), "CUTE_KERNELS_JIT": "0"}
+    command = ("-m", "tools.aot", "build", "--arch", ARCH, "--only", f"{OP}/{SPEC.name}", "--objects", str(OBJECTS))
+    assert compiled(run_python(*command, cwd=elsewhere, **env)) == 0
+    assert manifest.read(tmp_path / "cache" / "cute_kernels" / "bundle" / ARCH).find(OP, SPEC)
+
+    def found() -> subprocess.CompletedProcess[str]:
+        return run_python("-c", FIND_HERE, cwd=elsewhere, **env)
+
+    path = site / "cute_kernels" / "attention" / "mask.py"
+    path.write_text("# changed\n" + path.read_text())
+    done = found()
+    assert done.returncode == 0 and done.stdout.strip() == str(site / "cute_kernels" / "manifest.py"), done.stderr
+    path.write_text("changed = 1\n" + path.read_text())
+    assert "compiled from other sources" in found().stderr
 
 
 # Replaces a bundle of one kernel by a bundle of another, and dies at the nth file that is put in place or deleted.
@@ -296,23 +351,23 @@ print(seen)
 """
 
 
-def test_interrupted_build_leaves_a_valid_bundle(bundle, tmp_path):
-    done = run_python("-c", CRASH, str(tmp_path), str(ROOT / "build" / "obj"))
+def test_interrupted_build_leaves_a_valid_bundle(small, tmp_path):
+    done = run_python("-c", CRASH, str(tmp_path), str(OBJECTS))
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1].lower())
     assert seen[0] == [True, False] and seen[-1] == [False, True] and len(seen) >= 4
 
 
-def test_two_builds_at_once_make_one_bundle(tmp_path):
-    """Both want SPEC, one OTHER too: each kernel compiles once and the bundle holds both."""
-    out, objects = tmp_path / ARCH, tmp_path / "obj"
-    commands = [build("--only", f"{OP}/{spec.name}", out=out, objects=objects) for spec in (SPEC, OTHER)]
+def test_two_builds_at_once_make_one_bundle(small, tmp_path):
+    """Both want SPEC, one OTHER too: the bundle holds both."""
+    out = tmp_path / ARCH
+    commands = [build("--only", f"{OP}/{spec.name}", out=out, objects=OBJECTS) for spec in (SPEC, OTHER)]
     commands[1] += ["--only", f"{OP}/{SPEC.name}"]
     done = [finish(process) for process in [start_python(*command) for command in commands]]
-    assert sum(map(compiled, done)) == 2
+    assert sum(map(compiled, done)) == 0, "the objects were there"
     held = manifest.read(out)
     assert held.find(OP, SPEC) and held.find(OP, OTHER) and len(held.kernels) == 2
-    assert run_python("-m", "tools.aot", "verify", "--arch", ARCH, "--out", str(out)).returncode == 0
+    assert bundle.verify(out, ARCH) == []
 
 
 def test_jit_in_two_processes_compiles_once(tmp_path):

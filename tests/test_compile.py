@@ -1,15 +1,20 @@
 """Every shipped kernel compiles without a GPU and holds the instructions it should. Reads the bundle's manifest."""
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import pytest
 
 from cute_kernels import manifest
-from cute_kernels.topk import dispatch, radix
+from cute_kernels.topk import radix
 from tests.conftest import ARCH, build_bundle
 from tools import aot, inspect
+from tools.ptxsim import workloads
 
+pytestmark = pytest.mark.kernels
 SHIPPED = aot.shipped(ARCH)
-BLACKWELL = ("sm_100a", "sm_103a")
-TOPK = dispatch.shipped(BLACKWELL[0])
+BLACKWELL = [(arch, op, spec) for arch in ("sm_100a", "sm_103a") for op, spec in aot.shipped(arch)]
 SHARED_LIMIT = 227 * 1024  # bytes a CTA can have
 RESERVED = 1024  # bytes that the system adds to each CTA's; the manifest counts them
 REGISTERS = 65536  # of an SM
@@ -26,11 +31,30 @@ def test_a_bundle_holds_what_is_shipped(held):
         assert len({entry[field] for entry in held.kernels}) == len(SHIPPED), field
 
 
-@pytest.fixture(scope="session", params=BLACKWELL)
-def blackwell(request, tmp_path_factory) -> manifest.Manifest:
-    """Top-k for a GPU that no test runs on. 90 s each on two cores where nothing is cached."""
-    out = tmp_path_factory.mktemp("bundle") / request.param
-    return manifest.read(build_bundle(request.param, out, "--only", "topk."))
+def covering() -> list[tuple[str, str, Any]]:
+    """Of the kernels in BLACKWELL, on which no test runs, one of each structure."""
+    found = []
+    for arch, op in dict.fromkeys((arch, op) for arch, op, _ in BLACKWELL):
+        specs = [spec for *where, spec in BLACKWELL if where == [arch, op]]
+        found += [(arch, op, spec) for spec in workloads.STRUCTURES[op.split(".")[0]](specs)]
+    return found
+
+
+COVERING = covering()
+
+
+@pytest.fixture(scope="session")
+def blackwell(request, tmp_path_factory) -> Callable[[str], manifest.Manifest]:
+    """The bundle of an architecture: a kernel of each structure, with --all every shipped one."""
+    chosen = BLACKWELL if request.config.getoption("--all") else COVERING
+
+    @cache
+    def build(arch: str) -> manifest.Manifest:
+        only = [["--only", manifest.label(op, spec)] for other, op, spec in chosen if other == arch]
+        out = tmp_path_factory.mktemp("bundle") / arch
+        return manifest.read(build_bundle(arch, out, *(argument for pair in only for argument in pair)))
+
+    return build
 
 
 def disassembled(held, op, spec):
@@ -50,24 +74,30 @@ def as_dispatch_counts(entry, spec):
     assert entry["shared"] <= radix.shared(spec) + RESERVED
 
 
+def as_its_op(entry, op, spec):
+    """The instructions that a kernel of `op` should hold, and the resources that dispatch counts with."""
+    if op.startswith("topk."):
+        return as_dispatch_counts(entry, spec)
+    counts = entry["instructions"]
+    assert counts["UTMALDG"] > 0
+    if op == "attention.decode" or getattr(spec, "split", False):
+        assert counts["HMMA"] > 0 and "HGMMA" not in counts
+    else:
+        assert counts["HGMMA"] > 0
+        assert counts["WARPGROUP"] < counts["HGMMA"], "the compiler fences and waits around every single WGMMA"
+
+
 @pytest.mark.parametrize(("op", "spec"), SHIPPED, ids=[spec.name for _, spec in SHIPPED])
 def test_shipped(held, op, spec):
-    entry = disassembled(held, op, spec)
-    if op.startswith("attention."):
-        counts = entry["instructions"]
-        assert counts["UTMALDG"] > 0
-        if spec.split:
-            assert counts["HMMA"] > 0 and "HGMMA" not in counts
-        else:
-            assert counts["HGMMA"] > 0
-            assert counts["WARPGROUP"] < counts["HGMMA"], "the compiler fences and waits around every single WGMMA"
-    else:
-        as_dispatch_counts(entry, spec)
+    as_its_op(disassembled(held, op, spec), op, spec)
 
 
-@pytest.mark.parametrize(("op", "spec"), TOPK, ids=[spec.name for _, spec in TOPK])
-def test_topk_of_blackwell(blackwell, op, spec):
-    as_dispatch_counts(disassembled(blackwell, op, spec), spec)
+@pytest.mark.parametrize(
+    ("arch", "op", "spec"),
+    [pytest.param(*k, id=f"{k[0]}-{k[2].name}", marks=() if k in COVERING else pytest.mark.full) for k in BLACKWELL],
+)
+def test_shipped_for_blackwell(blackwell, arch, op, spec):
+    as_its_op(disassembled(blackwell(arch), op, spec), op, spec)
 
 
 def test_opcodes_are_counted_with_and_without_predicates():

@@ -130,6 +130,7 @@ def test_parameters_must_be_those_of_the_ptx():
         evaluate(np.zeros((2, 2, 64), np.uint16), ptx=PTX.partition(".visible .entry k_0")[0])
 
 
+@pytest.mark.kernels
 def test_a_shipped_kernel():
     op, spec = dispatch.shipped(ARCH)[0]
     compiled = build.build(op, spec, ARCH)

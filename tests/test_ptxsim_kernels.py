@@ -1,47 +1,137 @@
-"""Every shipped kernel runs on the CPU: its PTX in the simulator, called through the public function."""
+"""Every shipped kernel runs on the CPU: its PTX in the simulator, called through public functions.
+
+All kernels run their cases in mode `eager`; those that stand for a structure run them in all modes, which must not
+change a bit. The covering set of features runs in `eager`, by whatever kernels dispatch chooses. Of the bf16 and the
+fp16 kernel of a spec one is simulated where their PTX is equal but for types. --all runs all kernels in all modes.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from cute_kernels import manifest
-from tests.conftest import ARCH
-from tools import aot
+from tests.conftest import ARCH, ROOT
+from tools import aot, ptxdiff
+from tools.ptxsim import launcher, workloads
+from tools.ptxsim.faults import Fault
+from tools.ptxsim.machine import MODES
 from tools.ptxsim.pool import pool
 
-SHIPPED = aot.shipped(ARCH)
-NAMES = [manifest.label(op, spec) for op, spec in SHIPPED]
+pytestmark = pytest.mark.kernels
+SHIPPED = {manifest.label(op, spec): (op, spec) for op, spec in aot.shipped(ARCH)}
+FEATURES = {
+    f"{family}/{case.name}": (family, number)
+    for family, features in workloads.FEATURES.items()
+    for number, case in enumerate(features())
+}
+MEMORY = ROOT / "build" / "simulated"
 
 
-def problems(number: int) -> list[str]:
-    """What is wrong with a shipped kernel, over all cases and modes."""
-    from tools.ptxsim import workloads
-    from tools.ptxsim.faults import Fault
-    from tools.ptxsim.machine import MODES
+def family_of(op: str) -> str:
+    return op.split(".")[0]
 
-    op, spec = SHIPPED[number]
-    family, found = op.split(".")[0], []
+
+def structures() -> set[str]:
+    """Labels of the kernels that stand for the structures of all."""
+    found = set()
+    for family, choose in workloads.STRUCTURES.items():
+        of_family = {spec: label for label, (op, spec) in SHIPPED.items() if family_of(op) == family}
+        found |= {of_family[spec] for spec in choose(list(of_family))}
+    return found
+
+
+def untyped(op: str, spec: Any) -> str:
+    """A spec in which bf16 and fp16 read alike: kernels of equal ones are twins."""
+    return re.sub("bf16|fp16", "half", f"{op} {manifest.canonical(manifest.to_json(spec))}")
+
+
+TWINS = {}  # the fp16 kernel -> the bf16 one, by label
+for label, (op, spec) in SHIPPED.items():
+    others = [other for other, kernel in SHIPPED.items() if other != label and untyped(*kernel) == untyped(op, spec)]
+    if others and '"fp16"' in manifest.canonical(manifest.to_json(spec)):
+        (TWINS[label],) = others
+
+
+def equal_but_for_types(label: str) -> bool:
+    """Whether the PTX of a twin is that of the other one with the types' names exchanged."""
+    texts = (launcher.load(*SHIPPED[name], ARCH).ptx for name in (label, TWINS[label]))
+    first, second = (re.sub(r"\bbf16|(?<=\.)bf16", "f16", ptxdiff.normalise(text)) for text in texts)
+    return first == second
+
+
+# ---- what the processes do
+
+
+def problems_of_kernel(label: str, modes: tuple[str, ...], everything: bool) -> list[str]:
+    if label in TWINS and not everything and equal_but_for_types(label):
+        return []
+    op, spec = SHIPPED[label]
+    family, found = family_of(op), []
     for case in workloads.CASES[family](spec):
         bits = set()
-        for seed, mode in enumerate(MODES):
-            try:
-                outcome = workloads.RUN[family](spec, case, ARCH, mode=mode, seed=seed if mode == "random" else 0)
-            except (Fault, NotImplementedError) as error:
-                found.append(f"{case.name}, {mode}: {error}")
-                continue
-            if not outcome.error <= 1:
-                found.append(f"{case.name}, {mode}: {outcome.error:.2f} times the tolerance")
-            bits.add(outcome.bits)
+        for mode in modes:
+            bits |= run(found, f"{case.name}, {mode}", family, spec, case, mode, everything)
         if len(bits) > 1:
             found.append(f"{case.name}: bits depend on when asynchronous operations complete")
     return found
 
 
+def problems_of_feature(label: str, everything: bool) -> list[str]:
+    family, number = FEATURES[label]
+    found: list[str] = []
+    run(found, label, family, None, workloads.FEATURES[family]()[number], "eager", everything)
+    return found
+
+
+def run(found: list[str], name: str, family: str, spec: Any, case: Any, mode: str, everything: bool) -> set[str]:
+    """Add what is wrong to `found`; the bits of the outcome, none where the run failed."""
+    how = {"mode": mode, "seed": MODES.index(mode) if mode == "random" else 0}
+    try:
+        outcome = workloads.RUN[family](spec, case, ARCH, **how, memory=None if everything else MEMORY)
+    except (Fault, NotImplementedError) as error:
+        found.append(f"{name}: {error}")
+        return set()
+    if not outcome.error <= 1:
+        found.append(f"{name}: {outcome.error:.2f} times the tolerance")
+    return {outcome.bits}
+
+
+# ---- tests
+
+
 @pytest.fixture(scope="module")
-def found(bundle) -> dict[str, list[str]]:
-    """The problems of every kernel, on all cores."""
+def problems(request) -> Any:
+    """label -> what is wrong: all selected tests' work, on all cores, what takes longest first."""
+    everything = request.config.getoption("--all")
+    work: dict[str, tuple[Callable[..., list[str]], tuple[Any, ...]]] = {}
+    chosen = structures()
+    for item in request.session.items:
+        label = item.callspec.params.get("label") if item.path == request.path and hasattr(item, "callspec") else None
+        if label in FEATURES:
+            work[label] = problems_of_feature, (label, everything)
+        elif label in SHIPPED:
+            modes = MODES if everything or label in chosen else ("eager",)
+            work[label] = problems_of_kernel, (label, modes, everything)
     with pool() as processes:
-        return dict(zip(NAMES, processes.map(problems, range(len(SHIPPED)))))
+        order = sorted(work, key=lambda label: label not in chosen)
+        futures = {label: processes.submit(work[label][0], *work[label][1]) for label in order}
+        yield lambda label: futures[label].result()
+        processes.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_shipped_kernel(found, name):
-    assert not found[name], "\n".join(found[name])
+@pytest.mark.parametrize("label", SHIPPED)
+def test_shipped_kernel(problems, label):
+    assert not problems(label), "\n".join(problems(label))
+
+
+@pytest.mark.parametrize("label", FEATURES)
+def test_feature(problems, label):
+    assert not problems(label), "\n".join(problems(label))
+
+
+@pytest.mark.parametrize("twin", [label for label in TWINS if label.startswith("attention.") and "_kv" not in label])
+def test_types_alone_differ_between_twins(twin):
+    """Else both are simulated. Kernels that convert a cache differ, and so do those of top-k."""
+    assert equal_but_for_types(twin)

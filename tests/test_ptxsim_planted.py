@@ -13,6 +13,7 @@ from tools.ptxsim.faults import Deadlock, Fault
 from tools.ptxsim.machine import MODES
 from tools.ptxsim.run import run
 
+pytestmark = pytest.mark.kernels
 LENGTH, PAGES = 70, 5
 
 

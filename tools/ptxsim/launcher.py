@@ -51,8 +51,19 @@ def load(op: str, spec: Any, arch: str, lines: bool = False) -> Kernel:
 
 def simulate(op: str, spec: Any, args: Sequence[Any], arch: str = "sm_90a", **how: Any) -> Result:
     """Run a kernel on `args`, in place, its launches one after the other. how: of `load` lines; of `run.run` mode,
-    seed, blocks, resident and so on, where `program` is that of the first launch."""
-    kernel, total = load(op, spec, arch, how.pop("lines", False)), Result()
+    seed, blocks, resident and so on, where `program` is that of the first launch; memory: a folder of results of equal
+    runs (memo.py), which are not repeated."""
+    folder, lines = how.pop("memory", None), how.pop("lines", False)
+    kernel = load(op, spec, arch, lines)
+    if folder is None:
+        return _run(kernel, args, how)
+    from . import memo
+
+    return memo.recall(folder, (kernel, sorted(how.items())), args, lambda: _run(kernel, args, how))
+
+
+def _run(kernel: Kernel, args: Sequence[Any], how: dict[str, Any]) -> Result:
+    total = Result()
     for call in kernel.calls(args):
         result = run(call, **{"program": program(call.ptx)} | how)
         how.pop("program", None)

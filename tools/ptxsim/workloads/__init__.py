@@ -3,13 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
-from .attention import attention_cases, run_attention
+from .attention import attention_cases, run_attention, structures
+from .attention_features import attention_features
 from .common import SMS, Outcome, distance, simulated
 from .topk import run_topk, topk_cases, topk_features, topk_structures
 
 __all__ = ["CASES", "FEATURES", "RUN", "SMS", "STRUCTURES", "Outcome", "distance", "simulated"]
 
-CASES: dict[str, Callable[..., list[Any]]] = {"attention": attention_cases, "topk": topk_cases}  # by operator family
+# By operator family: small problems of a shipped kernel; problems that reach every feature, run through the public
+# function by whatever kernel dispatch chooses; how to run either; kernels that stand for the structures of all.
+CASES: dict[str, Callable[..., list[Any]]] = {"attention": attention_cases, "topk": topk_cases}
+FEATURES: dict[str, Callable[[], list[Any]]] = {"attention": attention_features, "topk": topk_features}
 RUN: dict[str, Callable[..., Outcome]] = {"attention": run_attention, "topk": run_topk}
-FEATURES: dict[str, Callable[[], list[Any]]] = {"topk": topk_features}  # the covering set, each case with its kernel
-STRUCTURES: dict[str, Callable[[list[Any]], list[Any]]] = {"topk": topk_structures}  # kernels that stand for all
+STRUCTURES: dict[str, Callable[[list[Any]], list[Any]]] = {"attention": structures, "topk": topk_structures}
