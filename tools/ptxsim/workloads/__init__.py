@@ -3,11 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
-from .attention import attention_cases, run_attention
+from .attention import attention_cases, run_attention, structures
+from .attention_features import attention_features
 from .common import SMS, Outcome, distance, simulated
 from .topk import run_topk, topk_cases
 
-__all__ = ["CASES", "RUN", "SMS", "Outcome", "distance", "simulated"]
+__all__ = ["CASES", "FEATURES", "RUN", "SMS", "STRUCTURES", "Outcome", "distance", "simulated"]
 
-CASES: dict[str, Callable[..., list[Any]]] = {"attention": attention_cases, "topk": topk_cases}  # by operator family
+# By operator family: small problems of a shipped kernel; problems that reach every feature through whatever kernels
+# serve them; how to run either; kernels that stand for the structures of all.
+CASES: dict[str, Callable[..., list[Any]]] = {"attention": attention_cases, "topk": topk_cases}
+FEATURES: dict[str, Callable[[], list[Any]]] = {"attention": attention_features}
 RUN: dict[str, Callable[..., Outcome]] = {"attention": run_attention, "topk": run_topk}
+STRUCTURES: dict[str, Callable[..., list[Any]]] = {"attention": structures}
