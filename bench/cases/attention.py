@@ -1,6 +1,7 @@
-"""Attention cases and their inputs, shared by tests and bench."""
+"""Attention cases and their inputs, shared by tests, bench and the simulator."""
 
 import math
+import mmap
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,15 +13,27 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m
 TOLERANCE = {"bf16": 1e-2, "fp16": 1e-3}  # 16-bit in and out, N(0, 1) data, against fp32; rtol = atol
 SOFT_CAP_TOLERANCE = 1e-2
 LSE_TOLERANCE = 1e-3
+MANY_KEYS = 300  # keys from which on the tolerance shrinks as an output of N(0, 1) values does
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
+FAR_BYTES = 1 << 31  # least distance of pages, tokens and rows of `far` tensors
+KEPT = 512  # last keys of `steps` data, whose scores are above those of the others
+STEP = 3.0  # by so many log2 units, with STEP_SCALE
+STEP_SCALE = STEP / 16 * math.log(2)
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One call of trtllm_batch_context_with_kv_cache. kv_dtype "": the query's; "nvfp4": packed.
+    """One call of a public function: "context", "decode" or "xqa". kv_dtype "": the query's; "nvfp4": packed.
 
-    cache: "tuple" of K and V, "stacked" (pages, 2, ...), or "shared" (pages, 1, ...). strided_q: the query is a slice
-    of a wider tensor. spare_pages: pages of the pool that no request owns.
+    cache: "tuple" of K and V, "stacked" (pages, 2, ...), "shared" (pages, 1, ...), or, of xqa, "flat" rows. strided_q:
+    the query is a slice of a wider tensor. spare_pages: pages of the pool that no request owns.
+    scale: of the logits, 0 for D^-0.5; out_scale: of the output (xqa: kv_scale, and `scale` holds it once).
+    o_scale: decode's, or xqa's rcp_out_scale. device: which scales are tensors: "scale", "log2", "out".
+    data: "normal"; "needles": every row finds one key, far from the last and in a block of its own, 10 log2 units above
+    the others, whose sum weighs about as much; "steps": the last KEPT keys score STEP log2 units above all others (with
+    STEP_SCALE), in "steps-mixed" below them for the last head. skip: threshold factor, with which `kept` last keys (0:
+    all) must be left. drafts: a random mask of drafts; it and equal q_lens need no offsets. zero_page: a negative page
+    id in each table. far: pages, tokens and rows of all large tensors lie FAR_BYTES apart.
     """
 
     name: str
@@ -43,6 +56,25 @@ class AttentionCase:
     separate_tables: bool = False
     strided_q: bool = False
     spare_pages: int = 3
+    function: str = "context"
+    scale: float = 0.0
+    out_scale: float = 1.0
+    o_scale: float = 1.0
+    device: tuple[str, ...] = ()
+    out_dtype: str = ""
+    data: str = "normal"
+    skip: float = 0.0
+    kept: int = 0
+    drafts: bool = False
+    interleaved: bool = False
+    invariant: bool = False
+    uint32_lens: bool = False
+    zero_page: bool = False
+    far: bool = False
+
+    @property
+    def bmm1_scale(self) -> float:
+        return self.scale or self.head_dim_qk**-0.5
 
     @property
     def batch(self) -> int:
@@ -52,6 +84,19 @@ class AttentionCase:
     def tolerance(self) -> float:
         """rtol = atol of the output."""
         return SOFT_CAP_TOLERANCE if self.soft_cap else TOLERANCE[self.dtype]
+
+    @property
+    def output_factor(self) -> float:
+        """What the normalised output is multiplied with: o_scale by decode where it is not quantised, by xqa where it
+        is."""
+        return self.out_scale * (self.o_scale if (self.out_dtype == "fp8") == (self.function == "xqa") else 1.0)
+
+    def atol(self) -> torch.Tensor:
+        """(T, 1, 1): of each token's output. Where n keys weigh alike, outputs and their errors shrink as n^-0.5."""
+        keys = [min(n, self.window_left + 1 if self.window_left >= 0 else n) for n in self.kv_lens]
+        each = torch.tensor(self.q_lens, dtype=torch.int64)
+        shrunk = (torch.tensor(keys).clamp(min=MANY_KEYS) / MANY_KEYS) ** -0.5
+        return self.tolerance * abs(self.output_factor) * shrunk.repeat_interleave(each)[:, None, None]
 
     @property
     def flops(self) -> int:
@@ -140,16 +185,42 @@ EDGE = {
 }
 
 
-def _cache(case: AttentionCase, device: torch.device, gen: torch.Generator, dim: int, tables: list[torch.Tensor]):
-    """A pool (pages, Hkv, P, dim), N(0, 1) where a request's tokens are and NaN in page tails and unused pages."""
+def _tokens(case: AttentionCase, q: torch.Tensor, n: int, gen: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """K (n, Hkv, Dqk) and V (n, Hkv, Dvo) of a request with queries q (m, Hq, Dqk), in fp32."""
+    k = torch.randn(n, case.heads_kv, case.head_dim_qk, generator=gen, device=q.device)
+    v = torch.randn(n, case.heads_kv, case.head_dim_vo, generator=gen, device=q.device)
+    if case.data == "needles" and len(q) and n:
+        k, v = 0.25 * k, v + 1
+        rows = q.float().unflatten(1, (case.heads_kv, -1)).transpose(1, 2).flatten(0, 1)  # (m * group, Hkv, D)
+        height = 10 * math.log(2) / case.bmm1_scale / rows.square().sum(-1, keepdim=True)
+        for i, row in enumerate(rows * height):
+            token = i // (case.heads_q // case.heads_kv)
+            own = n - len(q) + token
+            last = n - len(q) if case.drafts else own + 1 if case.causal else n
+            first = max(0, own - case.window_left) if case.window_left >= 0 else 0
+            if first < last:
+                k[first + i * 37 % max(1, (last - first) // 2)] = row
+    if case.data.startswith("steps"):
+        k[..., 0] = 0
+        k[: n - KEPT] = 0
+        k[: n - KEPT, :, 0] = -4
+        k[n - KEPT :] = 0
+        v[: n - KEPT] += 4
+    return k, v
+
+
+def _pool(case: AttentionCase, lists: list[torch.Tensor], tokens: list[torch.Tensor]) -> torch.Tensor:
+    """(pages, Hkv, P, D) in the cache's dtype, fp32 for NVFP4: NaN in page tails and unused pages."""
     size, dtype = case.page_size, DTYPES.get(case.kv_dtype or case.dtype, torch.float32)
     pages = sum(-(-n // size) for n in case.kv_lens) + case.spare_pages
+    dim = tokens[0].shape[2] if tokens else case.head_dim_qk
+    device = tokens[0].device if tokens else None
     wide = torch.float32 if dtype.itemsize == 1 else dtype
     pool = torch.full((pages, case.heads_kv, size, dim), float("nan"), dtype=wide, device=device)
-    for ids, n in zip(tables, case.kv_lens, strict=True):
-        tokens = torch.full((len(ids) * size, case.heads_kv, dim), float("nan"), dtype=wide, device=device)
-        tokens[:n] = torch.randn(n, case.heads_kv, dim, generator=gen, device=device).to(wide)
-        pool[ids.to(device)] = tokens.view(len(ids), size, case.heads_kv, dim).transpose(1, 2)
+    for ids, rows in zip(lists, tokens, strict=True):
+        whole = torch.full((len(ids) * size, case.heads_kv, dim), float("nan"), dtype=wide, device=device)
+        whole[: len(rows)] = rows.to(wide)
+        pool[ids.to(pool.device)] = whole.view(len(ids), size, case.heads_kv, dim).transpose(1, 2)
     return pool.to(dtype)
 
 
@@ -178,51 +249,173 @@ def _laid_out(case: AttentionCase, k: torch.Tensor, v: torch.Tensor) -> Any:
     return k.unsqueeze(1) if case.cache == "shared" else (k, v)
 
 
-def make_inputs(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> dict[str, Any]:
-    """Keyword arguments of the public function: pages shuffled, all unused memory and the outputs NaN."""
-    device = torch.device(device)
-    gen = torch.Generator(device).manual_seed(seed)
-    tokens, dtype = sum(case.q_lens), DTYPES[case.dtype]
+def _distant(t: torch.Tensor) -> torch.Tensor:
+    """A copy whose first dimension has a stride of FAR_BYTES; what lies between is address space, not memory."""
+    step = FAR_BYTES // t.element_size()
+    size = len(t) * FAR_BYTES + t.numel() * t.element_size()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python names from 3.13 on
+    whole = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8).view(t.dtype)
+    return whole.as_strided(t.shape, (step, *t.contiguous().stride()[1:])).copy_(t)
+
+
+def make_problem(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> reference.PagedProblem:
+    """What the case computes, in the reference's terms; its query may be a slice of a wider tensor."""
+    gen = torch.Generator(torch.device(device)).manual_seed(seed)
     wide_heads = case.heads_q * (2 if case.strided_q else 1)
-    query = torch.randn(tokens, wide_heads, case.head_dim_qk, generator=gen, device=device).to(dtype)
+    q = torch.randn(sum(case.q_lens), wide_heads, case.head_dim_qk, generator=gen, device=device)
+    if case.data.startswith("steps"):
+        q[..., 0] = 4
+        if case.data == "steps-mixed":
+            q[:, case.heads_q - 1, 0] = -4
+    q = q.to(DTYPES[case.dtype])[:, : case.heads_q]
     lists = _page_lists(case, seed)
     v_lists = _page_lists(case, seed + 1) if case.separate_tables else lists
-    k = _cache(case, device, gen, case.head_dim_qk, lists)
-    v = k if case.cache == "shared" else _cache(case, device, gen, case.head_dim_vo, v_lists)
-    table = _table(case, lists)
-    inputs: dict[str, Any] = {}
+    tokens = [_tokens(case, rows, n, gen) for rows, n in zip(q.split(case.q_lens), case.kv_lens, strict=True)]
+    k, v = _pool(case, lists, [k for k, _ in tokens]), _pool(case, v_lists, [v for _, v in tokens])
+    v = k if case.cache == "shared" else v
+    k_scales, v_scales = None, None
     if case.kv_dtype == "nvfp4":
-        (k, k_scales), (v, v_scales) = (fp4.nvfp4_quantize(t) for t in (k, v))
-        inputs["kv_block_scales"] = _laid_out(case, k_scales, v_scales)
-    offsets = torch.tensor([0, *case.q_lens]).cumsum(0).to(torch.int32)
-    kv_offsets = torch.tensor([0, *case.kv_lens]).cumsum(0).to(torch.int32)
-    poison = float("nan")
-    inputs |= {
-        "query": query[:, : case.heads_q],
-        "kv_cache": _laid_out(case, k, v),
+        (k, k_scales), (v, v_scales) = fp4.nvfp4_quantize(k), fp4.nvfp4_quantize(v)
+        if case.interleaved:
+            blocks = v_scales.view(torch.uint8).unflatten(2, (-1, 4)).transpose(-1, -2)
+            v_scales = blocks.reshape(v_scales.shape).view(v_scales.dtype)
+    table = torch.stack([_table(case, lists), _table(case, v_lists)], 1)
+    if case.zero_page:
+        table[:, :, 1] = -1
+    drafts = None
+    if case.drafts:
+        shape = sum(case.q_lens), (max(case.q_lens) + 31) // 32
+        drafts = torch.randint(-(1 << 31), 1 << 31, shape, generator=torch.Generator().manual_seed(seed))
+        drafts[:1] = 0  # sees no draft
+        drafts = drafts.to(torch.int32).to(device)
+    return reference.PagedProblem(
+        q, k, v, table.to(device), torch.tensor(case.kv_lens, dtype=torch.int32, device=device),
+        torch.tensor([0, *case.q_lens]).cumsum(0).to(torch.int32).to(device), case.bmm1_scale, case.output_factor,
+        case.causal, case.window_left, case.soft_cap,
+        torch.randn(case.heads_q, generator=gen, device=device) if case.sink else None, k_scales, v_scales,
+        case.interleaved, drafts,
+    )  # fmt: skip
+
+
+def expected(case: AttentionCase, p: reference.PagedProblem) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o (T, Hq, Dvo), lse (T, Hq)) in fp32; o as it is saturated, not as it is rounded."""
+    o, lse = reference.paged_attention(replace(p, window_left=case.kept - 1) if case.kept else p)
+    return (o.clamp(-fp4.E4M3_MAX, fp4.E4M3_MAX) if case.out_dtype == "fp8" else o), lse
+
+
+def _tensors(case: AttentionCase, p: reference.PagedProblem) -> dict[str, Any]:
+    """Arguments by trtllm's names that context and decode have in common. Outputs are NaN, and slices where the query
+    is one."""
+    distant = _distant if case.far else lambda t: t
+    device, tokens = p.q.device, len(p.q)
+
+    def pools(k: torch.Tensor, v: torch.Tensor) -> Any:
+        found = _laid_out(case, k, v)
+        return tuple(distant(t) for t in found) if isinstance(found, tuple) else distant(found)
+
+    def scale(name: str, value: float) -> Any:
+        return torch.tensor([value], device=device) if name in case.device else value
+
+    inputs: dict[str, Any] = {
+        "query": distant(p.q),
+        "kv_cache": pools(p.k, p.v),
         "workspace_buffer": torch.zeros(1, dtype=torch.uint8, device=device),
-        "block_tables": (torch.stack([table, _table(case, v_lists)], 1) if case.separate_tables else table).to(device),
-        "seq_lens": torch.tensor(case.kv_lens, dtype=torch.int32, device=device),
+        "block_tables": p.page_table if case.separate_tables else p.page_table[:, 0].contiguous(),
+        "seq_lens": p.kv_lens.view(torch.uint32) if case.uint32_lens else p.kv_lens,
         "max_q_len": max([0, *case.q_lens]),
-        "max_kv_len": max([0, *case.kv_lens]),
-        "bmm1_scale": case.head_dim_qk**-0.5,
-        "bmm2_scale": 1.0,
-        "batch_size": case.batch,
-        "cum_seq_lens_q": offsets.to(device),
-        "cum_seq_lens_kv": kv_offsets.to(device),
+        "bmm1_scale": scale("scale", case.bmm1_scale),
+        "bmm2_scale": scale("out", case.out_scale),
+        "cum_seq_lens_q": p.cu_seqlens_q,
         "window_left": case.window_left,
         "kv_layout": case.layout,
-        "sinks": torch.randn(case.heads_q, generator=gen, device=device) if case.sink else None,
+        "sinks": p.sinks,
         "uses_shared_paged_kv_idx": not case.separate_tables,
-        "causal": case.causal,
-        "lse": torch.full((tokens, case.heads_q), poison, device=device) if case.lse else None,
+        "lse": distant(torch.full((tokens, case.heads_q), math.nan, device=device)) if case.lse else None,
         "return_lse": case.lse,
         "logits_soft_cap": case.soft_cap or None,
     }
+    if p.k_scales is not None:
+        assert p.v_scales is not None
+        inputs["kv_cache_sf"] = pools(p.k_scales, p.v_scales)
+    if case.skip:
+        inputs["skip_softmax_threshold_scale_factor"] = case.skip
     if case.dtype != "fp8":  # an fp8 query has several output types: the caller chooses
-        shape = (tokens, case.heads_q, case.head_dim_vo)
-        inputs["out"] = torch.full(shape, poison, dtype=dtype, device=device)
+        heads = case.heads_q * (2 if case.strided_q else 1)
+        out = torch.full((tokens, heads, case.head_dim_vo), math.nan, device=device)
+        inputs["out"] = distant(out.to(DTYPES[case.out_dtype or case.dtype])[:, : case.heads_q])
     return inputs
+
+
+def context_arguments(case: AttentionCase, p: reference.PagedProblem) -> dict[str, Any]:
+    inputs = _tensors(case, p)
+    inputs["kv_block_scales"] = inputs.pop("kv_cache_sf", None)
+    return inputs | {
+        "max_kv_len": max([0, *case.kv_lens]),
+        "batch_size": case.batch,
+        "cum_seq_lens_kv": torch.tensor([0, *case.kv_lens]).cumsum(0).to(torch.int32).to(p.q.device),
+        "causal": case.causal,
+    }
+
+
+def _mask_of(case: AttentionCase, p: reference.PagedProblem, equal: bool) -> torch.Tensor | None:
+    """The public functions' uint16 words, two for every 32 drafts."""
+    if p.drafts is None:
+        return None
+    words = p.drafts.view(torch.uint16)
+    return words.unflatten(0, (case.batch, -1)) if equal else words
+
+
+def decode_arguments(case: AttentionCase, p: reference.PagedProblem) -> dict[str, Any]:
+    """As many tokens for each request are said by their number, else by offsets."""
+    inputs, equal = _tensors(case, p), len(set(case.q_lens)) == 1
+    if equal:
+        del inputs["cum_seq_lens_q"], inputs["max_q_len"]
+        inputs["q_len_per_req"] = case.q_lens[0]
+    if "log2" in case.device:
+        scale = torch.tensor([inputs.pop("bmm1_scale") * math.log2(math.e)], device=p.q.device)
+        inputs["bmm1_scale_log2"] = scale
+    if case.invariant:
+        inputs["batch_invariant"] = True
+    return inputs | {
+        "max_seq_len": max([0, *case.kv_lens]),
+        "o_scale": case.o_scale,
+        "mask": _mask_of(case, p, equal),
+        "v_scales_interleaved": case.interleaved,
+    }
+
+
+def xqa_arguments(case: AttentionCase, p: reference.PagedProblem) -> dict[str, Any]:
+    """As `decode_arguments`; one token each without a mask are the form without drafts."""
+    t, equal, device = _tensors(case, p), len(set(case.q_lens)) == 1, p.q.device
+    most, q, out = max(case.q_lens), t["query"], t["out"]
+    if equal:
+        shape = (case.batch, 1) if most == 1 and not case.drafts else (case.batch, 1, most)
+        q, out = (x.unflatten(0, shape) for x in (q, out))
+    caches = [*t["kv_cache"], *t.get("kv_cache_sf", ())]
+    if case.cache == "flat":
+        caches = [x.flatten(0, 2) for x in caches]
+    scale = case.bmm1_scale * math.sqrt(case.head_dim_qk) / case.out_scale
+    inputs: dict[str, Any] = {
+        "q": q, "k_cache": caches[0], "v_cache": caches[1], "page_table": t["block_tables"],
+        "seq_lens": t["seq_lens"][:, None], "output": out, "workspace_buffer": None, "semaphores": None,
+        "num_kv_heads": case.heads_kv, "page_size": case.page_size, "kv_layout": case.layout,
+        "sinks": None if p.sinks is None else p.sinks.view(case.heads_kv, -1),
+        "q_scale": torch.tensor(scale, device=device) if "scale" in case.device else scale,
+        "kv_scale": t["bmm2_scale"] if "out" in case.device or case.out_scale != 1.0 else None,
+        "sliding_win_size": case.window_left + 1, "rcp_out_scale": case.o_scale, "q_seq_len": most,
+        "mask": _mask_of(case, p, equal), "v_scales_interleaved": case.interleaved, "batch_invariant": case.invariant,
+    }  # fmt: skip
+    if not equal:
+        inputs["q_cu_seq_lens"] = p.cu_seqlens_q.view(torch.uint32)
+    if len(caches) == 4:
+        inputs |= {"k_sf_cache": caches[2].view(torch.uint8), "v_sf_cache": caches[3]}
+    return inputs
+
+
+def make_inputs(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> dict[str, Any]:
+    """Keyword arguments of `trtllm_batch_context_with_kv_cache`: pages shuffled, all unused memory and the outputs
+    NaN."""
+    return context_arguments(case, make_problem(case, device, seed))
 
 
 def as_decode(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -1,91 +1,158 @@
-"""Small problems for every shipped attention kernel.
+"""Problems for the attention kernels: small ones for every shipped kernel, and a covering set of features.
 
-Each variant is ragged, fills unused memory and outputs with NaN, and takes another page size, layout and modifier, so
-that together they reach each path of a kernel.
+A scenario is one or more calls of public functions on the same device, one after the other. Unused memory, scratch and
+outputs hold NaN; results are compared with the fp32 reference of the same data, and with those of an equal call before.
 """
 
 import hashlib
 import time
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+import wrappers
 from bench.cases import attention as cases
 from bench.cases.attention import AttentionCase
-from cute_kernels.attention.decode import FEW_ROWS
-from cute_kernels.attention.spec import AttentionSpec
-from wrappers import decode, prefill
+from cute_kernels.attention.decode import FEW_ROWS, shipped
 
+from ..faults import Fault
 from ..run import Result
 from .common import SMS, Outcome, distance, simulated
 
-SPLIT_SMS = 7  # where CTAs share the keys of a request
+SHARED_SMS = 7  # where CTAs share the keys of a request
+WIDE = {(s.kv.dtype, s.head_dim_qk) for s in shipped("sm_90a") if s.tile.rows_per_warp > FEW_ROWS}
+FUNCTIONS: dict[str, tuple[Any, Any]] = {
+    "context": (wrappers.trtllm_batch_context_with_kv_cache, cases.context_arguments),
+    "decode": (wrappers.trtllm_batch_decode_with_kv_cache, cases.decode_arguments),
+    "xqa": (wrappers.xqa, cases.xqa_arguments),
+}
 
 
-def split(spec):
-    return spec.schedule == "stream_k"
+@dataclass(frozen=True)
+class Scenario:
+    """Calls on a device of `sms` multiprocessors, the same case with the same data."""
+
+    name: str
+    calls: tuple[AttentionCase, ...]
+    sms: int = SMS
 
 
-def narrow(spec: AttentionSpec) -> bool:
-    """Whether calls with many rows have another kernel, unless they ask for `batch_invariant`."""
-    return split(spec) and spec.tile.rows_per_warp == FEW_ROWS and spec.head_dim_qk < 256
+@dataclass(frozen=True)
+class Kernel:
+    """What cases need to know of a spec."""
+
+    decodes: bool
+    few_rows: int  # query rows of a request from which on another kernel serves it, 0: none does
+    packed: bool
+    window: bool
+    cap: bool
+    general: bool  # causal or full, as the call says
+    keys: int  # of all stages
+    same: dict[str, Any]  # what its cases have in common
 
 
-def attention_cases(spec: AttentionSpec, thorough: bool = False) -> list[AttentionCase]:
-    """Cases whose kernel is `spec`. thorough: every box size, and lengths with which every pipeline wraps around."""
-    common: dict[str, Any] = {
+def kernel_of(spec: Any) -> Kernel:
+    """The only reader of specs here."""
+    decodes = spec.schedule == "stream_k"
+    narrow = decodes and spec.tile.rows_per_warp == FEW_ROWS and (spec.kv.dtype, spec.head_dim_qk) in WIDE
+    same: dict[str, Any] = {
+        "function": "decode" if decodes else "context",
         "dtype": spec.q,
         "head_dim_qk": spec.head_dim_qk,
         "head_dim_vo": spec.head_dim_vo,
-        "causal": (spec.mask.causal != "never"),
-        "soft_cap": 12.0 if spec.logits.soft_cap else 0.0,
-        "kv_dtype": {"e4m3": "fp8", "nvfp4": "nvfp4"}.get(spec.kv.dtype, ""),
+        "causal": spec.mask.causal != "never",
+        "kv_dtype": {spec.q: "", "e4m3": "fp8"}.get(spec.kv.dtype, spec.kv.dtype),
     }
-    window = 75 if spec.mask.window else -1
-    other = -1 if spec.logits.soft_cap or spec.pack_gqa else window  # a kernel with a window serves calls without one
-    heads: dict[str, Any]
-    if spec.pack_gqa:
-        heads = {"heads_q": 6, "heads_kv": 2}
-        first, second = (5, 0, 33), (2, 1, 21)
-    else:
-        heads = {"heads_q": 2, "heads_kv": 2}
-        first, second = (3, 0, 150), (9, 1, 197)
-    if narrow(spec):
-        second = (1, 2, 1)
-    page_size = 16 if spec.q == "bf16" else 8  # with 64 below, every size of TMA box
+    keys, few = spec.tile.n * spec.tile.stages, FEW_ROWS if narrow else 0
+    general = not decodes and spec.mask.causal == "value"
+    return Kernel(decodes, few, spec.pack_gqa, spec.mask.window, spec.logits.soft_cap, general, keys, same)
+
+
+def structure(spec: Any) -> Any:
+    """Specs of equal structure differ in types, masks and modifiers alone, which one mode shows."""
+    k = kernel_of(spec)
+    widest = k.same["kv_dtype"], k.few_rows
+    return k.decodes, k.packed, spec.head_dim_qk, spec.head_dim_vo, *(widest if k.decodes else (k.window or k.cap,))
+
+
+def structures(specs: Iterable[Any]) -> list[Any]:
+    """One shipped spec of every structure, bf16 where there is one: what runs in all modes."""
+    found: dict[Any, Any] = {}
+    for spec in sorted(specs, key=lambda spec: kernel_of(spec).same["dtype"]):
+        found.setdefault(structure(spec), spec)
+    return list(found.values())
+
+
+def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
+    """Scenarios whose kernel is `spec`. thorough: every box size too."""
+    k = kernel_of(spec)
+    window = 75 if k.window else -1
+    other = -1 if k.cap or k.packed else window  # a kernel with a window serves calls without one
+    packed = k.packed
+    first, second = ((5, 0, 9), (2, 1, 3)) if packed else ((3, 0, 150), (9, 1, 197))
+    if k.few_rows:
+        first, second = (2, 0, 1), (1, 2, 1)
+    heads: dict[str, Any] = {"heads_q": 6 if packed else 2, "heads_kv": 2}
+    same = k.same | heads | {"data": "needles"}
     stacked = "stacked" if spec.head_dim_qk == spec.head_dim_vo else "tuple"
-    cases = [
-        AttentionCase("ragged", q_lens=first, kv_lens=(19, 7, 290), page_size=page_size, sink=True, window_left=window,
-                      layout="NHD", strided_q=True, **heads, **common),
-        AttentionCase("short", q_lens=second, kv_lens=(256, 0, 140), page_size=64, lse=False, cache=stacked,
-                      window_left=other, **heads, **common),
-    ]  # fmt: skip
-    if split(spec):  # every soft cap is an argument
-        cases[1] = replace(cases[1], soft_cap=12.0)
-    if not thorough:
-        return cases
-    more: dict[str, Any] = dict(q_lens=first, kv_lens=(1000, 0, 700), window_left=-1 if other < 0 else 600)
-    return [*cases, *(AttentionCase(f"page {p}", page_size=p, **more, **heads, **common) for p in (8, 16, 64))]
+    page_size = 16 if k.same["dtype"] == "bf16" else 8  # with 64 below, every size of TMA box
+    ragged = AttentionCase(
+        "ragged", q_lens=first, kv_lens=(19, 7, k.keys + 290), page_size=page_size, sink=True, window_left=window,
+        layout="NHD", strided_q=True, device=("scale", "out"), out_scale=0.5, **same,
+    )  # fmt: skip
+    short = AttentionCase(
+        "short", q_lens=second, kv_lens=(256, 0, 140), page_size=64, lse=False, cache=stacked, window_left=other,
+        soft_cap=12.0 if k.cap else 0.0, **same,
+    )  # fmt: skip
+    sms = SHARED_SMS if k.decodes else SMS
+    if k.general:
+        short = replace(short, causal=False)
+    found = [Scenario("ragged", (ragged,), SMS), Scenario("short", (short,), sms)]
+    if thorough:
+        more = replace(ragged, kv_lens=(1000, 0, 700), window_left=-1 if other < 0 else 600, sink=False)
+        found += [Scenario(f"page {p}", (replace(more, page_size=p),), sms) for p in (8, 16, 64)]
+    return found
 
 
-def run_attention(spec: AttentionSpec, case: AttentionCase, arch: str, **how: Any) -> Outcome:
-    inputs = cases.make_inputs(case)
-    expected, expected_lse = cases.reference_of(inputs)
-    results: list[Result] = []
-    start = time.perf_counter()
-    with simulated(arch, results, SPLIT_SMS if split(spec) else SMS, spec, **how):
-        if split(spec):
-            many = max(case.q_lens) * case.heads_q // case.heads_kv > FEW_ROWS
-            got = decode.trtllm_batch_decode_with_kv_cache(
-                **cases.as_decode(inputs), batch_invariant=many and narrow(spec)
-            )
-        else:
-            got = prefill.trtllm_batch_context_with_kv_cache(**inputs)
-    seconds = time.perf_counter() - start
-    out, lse = got if case.lse else (got, None)
-    error = distance(out, expected, case.tolerance)
+def call(case: AttentionCase) -> tuple[torch.Tensor, torch.Tensor | None, float]:
+    """(out (T, Hq, Dvo), lse or None, error) of a call of the case's function."""
+    function, arguments = FUNCTIONS[case.function]
+    problem = cases.make_problem(case)
+    inputs = arguments(case, problem)
+    want, want_lse = cases.expected(case, problem)
+    result = function(**inputs)
+    out: torch.Tensor = inputs["output" if case.function == "xqa" else "out"]
+    lse = inputs.get("lse")
+    if result is not None and (result[0] if case.lse else result) is not out:
+        raise Fault("the result is not the tensor that the call gave for it")
+    if case.strided_q and not out._base[:, case.heads_q :].isnan().all():  # type: ignore[index]
+        raise Fault("the call writes beside its output")
+    out = out.reshape(want.shape)
+    rtol = case.tolerance + (2.0**-4 if case.out_dtype == "fp8" else 0.0)
+    error = distance(out, want, rtol, case.atol())
     if lse is not None:
-        error = max(error, distance(lse, expected_lse, cases.LSE_TOLERANCE))
-    bits = hashlib.sha256(out.view(torch.int16).contiguous().numpy().tobytes()).hexdigest()
-    return Outcome(error, bits, seconds, results[0])
+        error = max(error, distance(lse, want_lse, cases.LSE_TOLERANCE))
+    return out, lse, error
+
+
+def bits_of(*tensors: torch.Tensor | None) -> str:
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    found = (t.contiguous().view(integers[t.element_size()]).numpy().tobytes() for t in tensors if t is not None)
+    return hashlib.sha256(b"".join(found)).hexdigest()
+
+
+def run_attention(spec: Any, scenario: Scenario, arch: str, **how: Any) -> Outcome:
+    """The largest error of the scenario's calls; the bits of all of them. spec: the kernel that they must run."""
+    results: list[Result] = []
+    bits: dict[AttentionCase, str] = {}
+    error, start = 0.0, time.perf_counter()
+    with simulated(arch, results, scenario.sms, spec, **how):
+        for case in scenario.calls:
+            out, lse, worst = call(case)
+            error, found = max(error, worst), bits_of(out, lse)
+            if bits.setdefault(case, found) != found:
+                raise Fault(f"{case.name}: an equal call gives other bits")
+    seconds = time.perf_counter() - start
+    return Outcome(error, hashlib.sha256("".join(bits.values()).encode()).hexdigest(), seconds, results[0])

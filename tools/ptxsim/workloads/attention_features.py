@@ -1,0 +1,122 @@
+"""The covering set of features of prefill, decode and xqa: whatever README's table and the docstrings promise has a
+scenario that fails where the feature is wrong. Kernels are those that serve the calls; shapes are as small as they may
+be for every pipeline to wrap around.
+"""
+
+from dataclasses import replace
+
+from bench.cases.attention import KEPT, STEP, STEP_SCALE, AttentionCase
+
+from .attention import SHARED_SMS, Scenario
+
+REFUSED = ("prefill: no keys, sink",)  # by the simulator: it refuses fewer KV blocks than stages, though correct
+MANY = 70  # requests: the scheduler looks at 32 at a time
+
+
+def spread(count: int, tokens: dict[int, int]) -> tuple[int, ...]:
+    """Lengths of `count` requests, those of `tokens`, 0 elsewhere."""
+    return tuple(tokens.get(i, 0) for i in range(count))
+
+
+def prefill() -> list[Scenario]:
+    packed = AttentionCase(
+        "", q_lens=(5, 0, 2), kv_lens=(1190, 9, 83), heads_q=6, heads_kv=2, data="needles", sink=True
+    )
+    plain = replace(packed, q_lens=(3, 150), kv_lens=(61, 333), heads_q=2)
+    wide = replace(plain, head_dim_qk=128, head_dim_vo=128, q_lens=(130, 1), kv_lens=(817, 35), heads_q=1, heads_kv=1)
+    found = [
+        # tails of V at every TMA box size, all layouts and caches; the packed one fills every stage twice
+        replace(packed, name="page 8, packed, NHD, separate tables", page_size=8, layout="NHD", separate_tables=True),
+        replace(plain, name="page 16, strided, stacked", page_size=16, cache="stacked", layout="NHD", strided_q=True),
+        replace(wide, name="page 32, head_dim 128", page_size=32),
+        replace(plain, name="page 64, full, window", page_size=64, causal=False, window_left=101),
+        replace(plain, name="page 128, cap, window", page_size=128, window_left=90, soft_cap=9.0),
+        replace(packed, name="page 256, shared, device scales", page_size=256, cache="shared", device=("scale", "out"),
+                out_scale=-1.7, kv_lens=(400, 9, 83)),
+        # scores of any size
+        replace(packed, name="scale 1", scale=1.0, data="normal", kv_lens=(700, 9, 83)),
+        replace(wide, name="scale 1, head_dim 128", scale=1.0, data="normal", causal=False),
+        # rows and tiles without keys
+        replace(plain, name="no keys, sink", q_lens=(3, 200, 7), kv_lens=(0, 9, 2)),
+        replace(packed, name="no keys", q_lens=(3, 40, 7), kv_lens=(0, 9, 2), sink=False),
+        replace(packed, name="window 0, 5 heads", window_left=0, heads_q=5, heads_kv=1, uint32_lens=True),
+        # requests beyond those that the scheduler looks at together
+        replace(packed, name="70 requests", q_lens=spread(MANY, {0: 1, 31: 2, 32: 1, 33: 2, 63: 1, 64: 2, 69: 1}),
+                kv_lens=spread(MANY, {0: 5, 20: 9, 31: 40, 32: 130, 33: 7, 64: 33, 69: 12})),
+        replace(packed, name="far", far=True, heads_q=4, kv_lens=(40, 9, 83)),
+    ]  # fmt: skip
+    again = replace(packed, name="again", q_lens=(5, 2, 3), kv_lens=(40, 83, 9), heads_q=4)
+    calls = (again, replace(again, name="again, fp16", dtype="fp16"), again, replace(again, name="full", causal=False))
+    return [*(Scenario(case.name, (case,)) for case in found), Scenario("calls in turn", calls)]
+
+
+def decode() -> list[Scenario]:
+    few = AttentionCase(
+        "", q_lens=(1, 1, 1), kv_lens=(1300, 0, 83), heads_q=6, heads_kv=2, data="needles", sink=True,
+        function="decode",
+    )  # fmt: skip
+    many = replace(few, q_lens=(4, 0, 3), kv_lens=(1030, 40, 83))
+    d128 = replace(few, head_dim_qk=128, head_dim_vo=128, heads_q=3, heads_kv=1)
+    e4m3, nvfp4 = replace(d128, kv_dtype="fp8"), replace(d128, kv_dtype="nvfp4")
+    skip = replace(few, name="skip", scale=STEP_SCALE, data="steps", q_lens=(1,), kv_lens=(1536,), sink=False)
+    below, above = (1536 * 2 ** -(STEP + step) for step in (0.2, -0.2))
+    found = [
+        replace(few, name="page 8, NHD", page_size=8, layout="NHD"),
+        replace(many, name="page 16, window, separate tables", page_size=16, window_left=600, separate_tables=True),
+        replace(many, name="page 128, fp16, stacked NHD", page_size=128, dtype="fp16", cache="stacked", layout="NHD"),
+        replace(d128, name="page 32, strided, uint32", page_size=32, strided_q=True, uint32_lens=True),
+        replace(few, name="page 256, shared", page_size=256, cache="shared", kv_lens=(900, 0, 83)),
+        replace(many, name="cap, device scales", soft_cap=5.0, device=("log2", "out"), out_scale=-0.3, o_scale=7.0),
+        replace(few, name="scale 1", scale=1.0, data="normal"),
+        replace(many, name="scale 1, 12 rows", scale=1.0, data="normal"),
+        replace(e4m3, name="e4m3, e4m3 output", out_dtype="fp8", out_scale=90.0, o_scale=3.0, page_size=8),
+        replace(e4m3, name="e4m3, 12 rows", q_lens=(4, 1), kv_lens=(1100, 300), page_size=64, o_scale=2.0, sink=False),
+        replace(nvfp4, name="nvfp4", page_size=8),
+        replace(nvfp4, name="nvfp4, interleaved, e4m3 output", q_lens=(4, 1), kv_lens=(1100, 300), page_size=16,
+                interleaved=True, out_dtype="fp8", separate_tables=True),
+        replace(nvfp4, name="nvfp4, head_dim 64, interleaved, NHD", head_dim_qk=64, head_dim_vo=64, page_size=64,
+                interleaved=True, layout="NHD"),
+        replace(many, name="no keys", q_lens=(2, 9, 3), kv_lens=(0, 4, 300), sink=False),
+        replace(few, name="70 requests", kv_lens=spread(MANY, {0: 5, 31: 40, 32: 300, 33: 7, 63: 1, 64: 133, 69: 12}),
+                q_lens=spread(MANY, {0: 1, 20: 1, 31: 2, 32: 1, 33: 2, 64: 2, 69: 1})),
+        replace(many, name="drafts", drafts=True, q_lens=(40, 3), kv_lens=(200, 60), heads_q=2, heads_kv=1),
+        replace(few, name="far", far=True, kv_lens=(140, 0, 83)),
+        replace(nvfp4, name="nvfp4, far", far=True, kv_lens=(140, 0, 83)),
+        replace(few, name="invariant", invariant=True, kv_lens=(4200, 0, 83), heads_q=3, heads_kv=1, q_lens=(1, 1, 1)),
+    ]  # fmt: skip
+    twice = replace(few, name="twice", q_lens=(1, 1), kv_lens=(900, 1100))
+    return [
+        *(Scenario(case.name, (case,), SHARED_SMS) for case in found),
+        Scenario("again", (twice, replace(twice, name="fp16", dtype="fp16"), twice), SHARED_SMS),
+        Scenario("40 parts", (replace(few, name="40 parts", q_lens=(1,), kv_lens=(5000,), heads_q=1, heads_kv=1),), 40),
+        Scenario("skip", (
+            replace(skip, skip=above, kept=KEPT), replace(skip, skip=below),
+            replace(skip, data="steps-mixed", skip=above, heads_q=3, heads_kv=1),
+            replace(skip, skip=above, kept=KEPT, heads_q=12, heads_kv=1, head_dim_qk=128, head_dim_vo=128),
+        ), 1),
+    ]  # fmt: skip
+
+
+def xqa() -> list[Scenario]:
+    one = AttentionCase(
+        "", q_lens=(1, 1, 1), kv_lens=(600, 0, 83), heads_q=6, heads_kv=2, data="needles", sink=True, lse=False,
+        function="xqa", layout="NHD", uint32_lens=True,
+    )  # fmt: skip
+    found = [
+        replace(one, name="flat, window", cache="flat", window_left=300, out_scale=0.7, zero_page=True),
+        replace(one, name="drafts, e4m3 output", q_lens=(5, 5), kv_lens=(600, 83), drafts=True, kv_dtype="fp8",
+                out_dtype="fp8", o_scale=30.0, device=("scale", "out"), out_scale=1.5, window_left=500),
+        replace(one, name="ragged drafts", q_lens=(3, 0, 5), kv_lens=(140, 9, 83), drafts=True, layout="HND",
+                o_scale=30.0, page_size=128),
+        replace(one, name="nvfp4, interleaved", kv_dtype="nvfp4", interleaved=True, page_size=32, window_left=0),
+    ]  # fmt: skip
+    return [Scenario(case.name, (case,), SHARED_SMS) for case in found]
+
+
+def attention_features() -> list[Scenario]:
+    found = [
+        replace(scenario, name=f"{part.__name__}: {scenario.name}")
+        for part in (prefill, decode, xqa)
+        for scenario in part()
+    ]
+    return [scenario for scenario in found if scenario.name not in REFUSED]
