@@ -1,15 +1,13 @@
 """What a simulated kernel computes: public functions on the simulator, compared with the reference."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 
-from wrappers import attention, scratch
+from wrappers.machine import Machine, override
 
 from .. import launcher
 from ..run import Result
@@ -27,24 +25,31 @@ class Outcome:
     result: Result
 
 
-@contextmanager
-def simulated(
-    arch: str, results: list[Result], sms: int = SMS, only: Any = None, **how: Any
-) -> Iterator[None]:
-    """Public functions take CPU tensors to compiled kernels, which the simulator runs; how: as `run.run` takes it.
-    only: the kernel that they must choose."""
+class SimulatedMachine(Machine):
+    """A GPU of `sms` SMs under CPU tensors, whose kernels the simulator runs; how: as `run.run` takes it. only: the
+    kernel that calls must choose."""
 
-    def kernel(op: str, spec: Any, arch: str) -> Callable[..., None]:
-        if only not in (None, spec):
-            raise ValueError(f"the call is served by {spec.name}, not by {only.name if only else only}")
-        return launcher.function(op, spec, arch, results, **how)
+    def __init__(self, arch: str, results: list[Result], sms: int, only: Any, how: dict[str, Any]):
+        super().__init__()
+        self.known, self.results, self.only, self.how = (arch, sms), results, only, how
 
-    with (
-        mock.patch.multiple(scratch, _tickets={}, _kept={}, _is_capturing=lambda: False, _raw_stream=lambda index: 0),
-        mock.patch.multiple(attention, _plans={}),
-        mock.patch.multiple(attention.runtime, kernel=kernel, machine=lambda device: (arch, sms)),
-    ):
-        yield
+    def facts(self, device: torch.device) -> tuple[str, int]:
+        return self.known
+
+    def kernel(self, op: str, spec: Any, arch: str) -> Callable[..., None]:
+        if self.only not in (None, spec):
+            raise ValueError(f"the call is served by {spec.name}, not by {self.only.name}")
+        return launcher.function(op, spec, arch, self.results, **self.how)
+
+    is_capturing = staticmethod(lambda: False)
+    raw_stream = staticmethod(lambda index: 0)
+    device_count = staticmethod(lambda: 1)
+
+
+def simulated(arch: str, results: list[Result], sms: int = SMS, only: Any = None, **how: Any) -> Any:
+    """A context: public functions take CPU tensors to compiled kernels, which the simulator runs. `SimulatedMachine`
+    says what the arguments are."""
+    return override(SimulatedMachine(arch, results, sms, only, how))
 
 
 def distance(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
