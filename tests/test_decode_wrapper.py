@@ -2,16 +2,14 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import wrappers
 from bench.cases import attention as cases
-from cute_kernels.attention import dispatch
-from tests.test_prefill_wrapper import check, launches  # noqa: F401 - a fixture
-from wrappers import attention, checks, scratch, trtllm_batch_decode_with_kv_cache
+from tests.test_prefill_wrapper import check, here, launches  # noqa: F401 - fixtures
+from wrappers import checks, scratch, trtllm_batch_decode_with_kv_cache
 from wrappers.xqa import xqa
 
 CASES = {name: case for name, case in cases.EDGE.items() if case.causal}
@@ -115,30 +113,27 @@ def test_max_q_len_is_a_hint(launches):  # noqa: F811
     check(inputs, trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs) | {"max_q_len": 1}), PLAIN.tolerance)
 
 
-def test_scratch_is_kept_for_a_stream_and_new_in_a_capture(launches, monkeypatch):  # noqa: F811
+def test_scratch_is_kept_for_a_stream_and_new_in_a_capture(here, launches, monkeypatch):  # noqa: F811
     inputs = decode_of(PLAIN)
-    now = {"stream": 0, "capturing": False}
-    monkeypatch.setattr(scratch, "_raw_stream", lambda index: now["stream"])
-    monkeypatch.setattr(scratch, "_is_capturing", lambda: now["capturing"])
-    for stream, capturing in ((0, False), (0, False), (7, False), (0, True), (0, True), (2, False), (2, False)):
-        now |= {"stream": stream, "capturing": capturing}
+    streams = ((0, False), (0, False), (7, False), (0, True), (0, True), (2, False), (2, False))
+    for here.stream, here.capturing in streams:
         trtllm_batch_decode_with_kv_cache(**inputs)
     where = [a.part.data_ptr() for a in launches]
     counters = [a.tickets.data_ptr() + 4 * a.ticket for a in launches]
     assert where[0] == where[1] and len({*where[1:]}) == 6
     assert counters[0] == counters[1] and len({*counters[1:]}) == 6
     assert counters[4] - counters[3] == 4 * launches[3].grid  # captured ones share an allocation, not a counter
-    tickets = scratch._tickets[launches[0].q.device]
+    tickets = here.tickets[launches[0].q.device]
     full = tickets._replace(used=[len(tickets.counters) - 1])
-    monkeypatch.setitem(scratch._tickets, launches[0].q.device, full)  # then a capture has zeroed ones of its own
-    now |= {"capturing": True}
+    monkeypatch.setitem(here.tickets, launches[0].q.device, full)  # then a capture has zeroed ones of its own
+    here.capturing = True
     trtllm_batch_decode_with_kv_cache(**inputs)
     assert launches[-1].ticket == 0 and len(launches[-1].tickets) == launches[-1].grid
-    now |= {"capturing": False}
+    here.capturing = False
     monkeypatch.setattr(scratch, "MOST", 2)
-    now["stream"] = 9
+    here.stream = 9
     trtllm_batch_decode_with_kv_cache(**inputs)
-    assert len(scratch._kept) == 1
+    assert len(here.parts) == 1
 
 
 BAD = {
@@ -340,15 +335,8 @@ def test_options_that_keep_the_result(request, launched, change):
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_kernels_for_many_rows(launches, monkeypatch, invariant):  # noqa: F811
+def test_kernels_for_many_rows(here, launches, invariant):  # noqa: F811
     """More than 8 query rows of a KV head have kernels of their own, unless a request's bits may not depend on it."""
-    found = []
-
-    def select(request, arch):
-        found.append(dispatch.select(request, arch))
-        return found[-1]
-
-    monkeypatch.setattr(attention, "dispatch", SimpleNamespace(select=select))
     for q_len in (1, 2, 3, 8, 9, 20, 1):  # of 3 heads a KV head
         case = replace(PLAIN, q_lens=(q_len, 1), kv_lens=(40, 30), heads_q=6, heads_kv=2)
         inputs = cases.make_inputs(case)
@@ -357,18 +345,16 @@ def test_kernels_for_many_rows(launches, monkeypatch, invariant):  # noqa: F811
             trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs), batch_invariant=invariant),
             case.tolerance,
         )
-    made = [spec.wide for _, spec in found]
+    made = [spec.wide for spec in here.specs]
     assert made == ([False] if invariant else [False, False, True, True, True]) and len(launches) == 7
 
 
-def test_a_plan_without_tokens_is_not_that_of_batch_invariance(launches, monkeypatch):  # noqa: F811
+def test_a_plan_without_tokens_is_not_that_of_batch_invariance(here):  # noqa: F811
     """A group of 16 heads has 16 rows a token: wide kernels, whatever was called before."""
-    found = []
-    monkeypatch.setattr(attention.runtime, "kernel", lambda op, spec, arch: found.append(spec) or (lambda *flat: None))
     for q_len, invariant in ((0, False), (1, True), (1, False)):
         case = replace(PLAIN, q_lens=(q_len,) * 2, kv_lens=(40, 30), heads_q=16, heads_kv=1)
         trtllm_batch_decode_with_kv_cache(**decode_of(case), batch_invariant=invariant)
-    assert [spec.wide for spec in found] == [False, True, True]
+    assert [spec.wide for spec in here.specs] == [False, True, True]
 
 
 @pytest.mark.parametrize("kv", ["", "fp8", "nvfp4"])
@@ -570,7 +556,7 @@ def test_kernels_whose_tiles_differ_share_no_scratch(launches, order):  # noqa: 
     assert len({a.part.shape[1] for a in launches}) > 1
 
 
-def test_more_rows_than_a_kernel_divides(launches, monkeypatch):  # noqa: F811
+def test_more_rows_than_a_kernel_divides(here, launches, monkeypatch):  # noqa: F811
     inputs = decode_of(PLAIN)
     trtllm_batch_decode_with_kv_cache(**inputs)
     tokens, heads = inputs["query"].shape[:2]
@@ -579,7 +565,7 @@ def test_more_rows_than_a_kernel_divides(launches, monkeypatch):  # noqa: F811
         monkeypatch.setattr(checks, "MOST_ROWS", most)
         for known in (True, False):  # a plan
             if not known:
-                attention._plans.clear()
+                here.plans.clear()
             if fits:
                 trtllm_batch_decode_with_kv_cache(**inputs)
             else:

@@ -10,7 +10,7 @@ import wrappers
 from bench.cases import attention as cases
 from tests.gpu import captured, in_threads
 from tests.test_decode_wrapper import brute, packed, tree, xqa_inputs
-from wrappers import scratch, trtllm_batch_decode_with_kv_cache, xqa
+from wrappers import machine, trtllm_batch_decode_with_kv_cache, xqa
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
@@ -141,7 +141,8 @@ def test_counters_of_parts_are_zero_after_launches():
         inputs = make(replace(BASE, q_lens=(1,) * len(lens), kv_lens=lens), cum_seq_lens_q=None, max_q_len=None)
         run(inputs)
     torch.cuda.synchronize()
-    assert scratch._kept and not any(counters.any() for _, counters in scratch._kept.values())
+    parts = machine.current.parts
+    assert parts and not any(counters.any() for _, counters in parts.values())
 
 
 def test_workspace_may_hold_anything():

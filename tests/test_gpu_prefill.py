@@ -12,7 +12,7 @@ import torch
 
 from bench.cases import attention as cases
 from tests.gpu import captured, in_threads
-from wrappers import attention, explain, scratch, trtllm_batch_context_with_kv_cache
+from wrappers import explain, machine, trtllm_batch_context_with_kv_cache
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
@@ -263,8 +263,7 @@ def test_capture_short_replay_long(monkeypatch, warm):
     inputs = make(case)
     want = run(inputs)
     if not warm:  # as in a process whose first call is captured
-        monkeypatch.setattr(attention, "_plans", {})
-        monkeypatch.setattr(scratch, "_tickets", {})
+        monkeypatch.setattr(machine, "current", machine.Machine())
     fill_lengths(inputs, (1, 0, 2), (1, 0, 5))
     graph, result = captured(trtllm_batch_context_with_kv_cache, inputs)
     for q_lens, kv_lens in (((5, 6, 7), (5, 60, 70)), (case.q_lens, case.kv_lens)):

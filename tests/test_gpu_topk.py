@@ -14,7 +14,7 @@ from bench.cases import topk as cases
 from bench.cases.topk import DECODE, FUNCTIONS, PAGE_TABLE, PER_ROW, PLAIN, PREFILL, RAGGED, TOP_K, TopKCase
 from cute_kernels.topk import dispatch, radix
 from tests.gpu import captured, in_threads
-from wrappers import TopKTieBreak, top_k, topk
+from wrappers import TopKTieBreak, machine, top_k
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
@@ -93,8 +93,8 @@ def test_rows(rows):
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
 def test_every_plan(monkeypatch, plan):
     """Whichever plan dispatch would take, all that can hold a row give the reference's bits."""
-    monkeypatch.setattr(topk.dispatch, "select", lambda request, arch: (dispatch.OP, plan))
-    monkeypatch.setattr(topk, "_plans", {})
+    monkeypatch.setattr(dispatch, "select", lambda request, arch: (dispatch.OP, plan))
+    monkeypatch.setattr(machine, "current", machine.Machine())  # without the plans of other tests
     room = 60_000 * plan.cluster if plan.stream else plan.capacity * plan.cluster
     for width in (1, 100, room // 3 + 1, room - 1, room):
         for data, lengths, k in (("normal", "mixed", 333), ("special", "wild", 2048), ("constant", "full", 64)):
@@ -106,8 +106,8 @@ def test_every_plan(monkeypatch, plan):
 @pytest.mark.parametrize("plan", [plan for plan in PLANS if plan.stream], ids=lambda plan: plan.name)
 def test_streams_whatever_the_sample_says(monkeypatch, plan):
     """Candidates come all at the end or at the start, in what a sample takes or in what it leaves, or are all equal."""
-    monkeypatch.setattr(topk.dispatch, "select", lambda request, arch: (dispatch.OP, plan))
-    monkeypatch.setattr(topk, "_plans", {})
+    monkeypatch.setattr(dispatch, "select", lambda request, arch: (dispatch.OP, plan))
+    monkeypatch.setattr(machine, "current", machine.Machine())  # without the plans of other tests
     width = 70_000 * min(plan.cluster, 4)
     rising = torch.linspace(-3, 3, width, device=CUDA)
     line = torch.arange(width, device=CUDA) // 32 % (width // 4096) == 0
@@ -269,7 +269,7 @@ def test_replay_with_other_values(monkeypatch, function, width, warm):
     inputs = make(case)
     run(case, inputs)
     if not warm:  # as in a process whose first call is captured
-        monkeypatch.setattr(topk, "_plans", {})
+        monkeypatch.setattr(machine, "current", machine.Machine())  # without the plans of other tests
     graph, result = captured(getattr(wrappers, case.function), inputs)
     returned = {TOP_K: ("values", "indices"), PAGE_TABLE: ("out",), RAGGED: ("out",)}.get(function, ())
     for seed in range(1, 9):

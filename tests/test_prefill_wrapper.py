@@ -10,7 +10,8 @@ import torch
 from bench.cases import attention as cases
 from cute_kernels.attention import geometry
 from cute_kernels.attention.args import AttentionArgs
-from wrappers import FP4Tensor, attention, explain, fp4, reference, scratch, trtllm_batch_context_with_kv_cache
+from tests.fake_machine import FakeMachine
+from wrappers import FP4Tensor, attention, explain, fp4, machine, reference, scratch, trtllm_batch_context_with_kv_cache
 from wrappers.reference import PagedProblem
 
 E4M3 = torch.float8_e4m3fn
@@ -230,27 +231,27 @@ def emulate(spec, launches):
 
 
 @pytest.fixture
-def launches(monkeypatch):
-    """The launches of this test's calls, which take the compiled kernel's path on CPU tensors."""
-    found = []
-    monkeypatch.setattr(attention.runtime, "machine", lambda device: ("sm_90a", 132))
-    monkeypatch.setattr(attention.runtime, "kernel", lambda op, spec, arch: emulate(spec, found))
-    monkeypatch.setattr(attention, "_plans", {})
-    monkeypatch.setattr(scratch, "_tickets", {})
-    monkeypatch.setattr(scratch, "_kept", {})
-    monkeypatch.setattr(scratch, "_is_capturing", lambda: False)
-    monkeypatch.setattr(scratch, "_raw_stream", lambda index: 0)
-    return found
+def here():
+    """A machine whose kernels compute in torch; its `launches` are those of this test's calls, `specs` its kernels."""
+    fake = FakeMachine(lambda op, spec: fake.specs.append(spec) or emulate(spec, fake.launches))
+    fake.launches, fake.specs = [], []
+    with machine.override(fake):
+        yield fake
+
+
+@pytest.fixture
+def launches(here):
+    return here.launches
 
 
 @pytest.mark.parametrize("name", cases.EDGE)
-def test_launch_of_every_case(launches, name):
+def test_launch_of_every_case(here, launches, name):
     case = cases.EDGE[name]
     inputs = inputs_of(case)
     for _ in range(2):  # a new plan, then the same one
         inputs["out"].fill_(math.nan)
         check(inputs, trtllm_batch_context_with_kv_cache(**inputs), case.tolerance)
-    assert len(launches) == 2 and len(attention._plans) == 1
+    assert len(launches) == 2 and len(here.plans) == 1
 
 
 @pytest.mark.parametrize(
@@ -293,13 +294,13 @@ def test_pdl_and_lse_without_return(launches):
         assert launches[-1].enable_pdl == want and not inputs["lse"].isnan().any()
 
 
-def test_values_and_token_counts_share_a_plan(launches):
+def test_values_and_token_counts_share_a_plan(here):
     short, long = replace(PLAIN, page_size=64), replace(PLAIN, q_lens=(9, 41), page_size=64, kv_lens=(20, 60))
     for case in (short, long):
         for window in (1, 7):
             inputs = inputs_of(case, window_left=window, bmm1_scale=0.1 * window, logits_soft_cap=3.0 + window)
             check(inputs, trtllm_batch_context_with_kv_cache(**inputs))
-    assert len(attention._plans) == 1
+    assert len(here.plans) == 1
 
 
 @pytest.mark.parametrize(
@@ -336,17 +337,17 @@ def test_a_tuple_of_stacked_caches_is_refused_after_a_stacked_one(launches):
     assert len(launches) == 1
 
 
-def test_plans_are_bounded(launches, monkeypatch):
-    monkeypatch.setattr(attention, "MAX_PLANS", 3)
+def test_plans_are_bounded(here):
+    here.max_plans = 3
     for pages in range(8):
         trtllm_batch_context_with_kv_cache(**inputs_of(replace(PLAIN, spare_pages=pages)))
-        assert len(attention._plans) <= 3
-    assert len(launches) == 8
+        assert len(here.plans) <= 3
+    assert len(here.launches) == 8
 
 
-def test_page_tables_take_turns(launches, monkeypatch):
+def test_page_tables_take_turns(here, launches):
     """The view of the last table is kept: another table, and another storage or shape of the same one, are seen."""
-    monkeypatch.setattr(attention.runtime, "kernel", lambda *args: lambda *flat: launches.append(AttentionArgs(*flat)))
+    here.of = lambda *args: lambda *flat: launches.append(AttentionArgs(*flat))
     first, second = inputs_of(), inputs_of(PLAIN)
     second["block_tables"] = second["block_tables"].flip(0)
     for inputs in (first, second, first):
@@ -414,53 +415,49 @@ def test_a_planned_call_sees_what_its_key_does_not_hold(launches):
     assert len(launches) == 1
 
 
-def test_other_architectures_say_so(launches, monkeypatch):
-    monkeypatch.setattr(attention.runtime, "machine", lambda device: ("sm_80", 108))
+def test_other_architectures_say_so(here):
+    here.known = "sm_80", 108
     with pytest.raises(NotImplementedError, match="architecture sm_80"):
         trtllm_batch_context_with_kv_cache(**inputs_of())
     assert "sm_80" in str(explain(**inputs_of()))
 
 
-def test_an_error_of_the_kernel_itself_comes_through(launches, monkeypatch):
+def test_an_error_of_the_kernel_itself_comes_through(here):
     def broken(*args):
         raise RuntimeError("launch failed")
 
-    monkeypatch.setattr(attention.runtime, "kernel", lambda *args: broken)
+    here.of = lambda *args: broken
     with pytest.raises(RuntimeError, match="launch failed"):
         trtllm_batch_context_with_kv_cache(**inputs_of())
 
 
-def tickets_of(launches, monkeypatch, streams, capturing=False):
+def tickets_of(here, streams, capturing=False):
     """Indices that launches on these streams get, one after the other."""
-    monkeypatch.setattr(scratch, "_is_capturing", lambda: capturing)
-    first = len(launches)
-    for stream in streams:
-        monkeypatch.setattr(scratch, "_raw_stream", lambda index, stream=stream: stream)
+    here.capturing = capturing
+    first = len(here.launches)
+    for here.stream in streams:
         trtllm_batch_context_with_kv_cache(**inputs_of())
-    return [a.ticket for a in launches[first:]]
+    return [a.ticket for a in here.launches[first:]]
 
 
-def test_streams_and_captured_launches_never_share_a_counter(launches, monkeypatch):
-    a, b, again, per_thread = tickets_of(launches, monkeypatch, (0, 77, 0, scratch.PER_THREAD_STREAM))
-    captured = tickets_of(launches, monkeypatch, (0, 0, 77), capturing=True)
+def test_streams_and_captured_launches_never_share_a_counter(here):
+    a, b, again, per_thread = tickets_of(here, (0, 77, 0, scratch.PER_THREAD_STREAM))
+    captured = tickets_of(here, (0, 0, 77), capturing=True)
     assert a == again and per_thread == -1
     assert len({a, b, *captured}) == 5 and min(a, b, *captured) >= 0
+    assert here.waits == [torch.device("cpu")], "another stream must find zeros"
 
 
-def test_counters_run_out_into_static_rounds(launches, monkeypatch):
+def test_counters_run_out_into_static_rounds(here, monkeypatch):
     monkeypatch.setattr(scratch, "TICKETS", 2)
-    assert sorted(tickets_of(launches, monkeypatch, (5,)) + tickets_of(launches, monkeypatch, (5, 5), True)) == [
-        -1,
-        0,
-        1,
-    ]
-    assert tickets_of(launches, monkeypatch, (5, 6)) == [0, -1]
+    assert sorted(tickets_of(here, (5,)) + tickets_of(here, (5, 5), True)) == [-1, 0, 1]
+    assert tickets_of(here, (5, 6)) == [0, -1]
 
 
-def test_a_capture_allocates_no_counters(launches, monkeypatch):
-    assert tickets_of(launches, monkeypatch, (5, 5), capturing=True) == [-1, -1]
-    assert scratch._tickets == {} and len(launches[0].tickets) == 0
-    assert tickets_of(launches, monkeypatch, (5,)) == [0]
+def test_a_capture_allocates_no_counters(here):
+    assert tickets_of(here, (5, 5), capturing=True) == [-1, -1]
+    assert here.tickets == {} and len(here.launches[0].tickets) == 0 and not here.waits
+    assert tickets_of(here, (5,)) == [0]
 
 
 def test_explain(launches):
@@ -477,10 +474,10 @@ def test_explain_on_the_cpu():
     assert "reference" in str(explain(**inputs_of())) and "cpu" in str(explain(**inputs_of()))
 
 
-def test_host_time_of_a_planned_call(launches, monkeypatch):
+def test_host_time_of_a_planned_call(here):
     """Python's part of a launch. 4 us on an idle 3 GHz core; the bound leaves room for a busy machine, yet is far
     below what planning (60 us) or the reference would take."""
-    monkeypatch.setattr(attention.runtime, "kernel", lambda op, spec, arch: lambda *args: None)
+    here.kernel = lambda op, spec, arch: lambda *args: None
     inputs = inputs_of()
     trtllm_batch_context_with_kv_cache(**inputs)
     seconds = min(timeit.repeat(lambda: trtllm_batch_context_with_kv_cache(**inputs), number=2000, repeat=5)) / 2000

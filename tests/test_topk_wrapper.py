@@ -14,9 +14,19 @@ from bench.cases.topk import PAGE_TABLE, PER_ROW, PLAIN, RAGGED, TOP_K, TopKCase
 from cute_kernels.topk import dispatch, radix
 from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS, TopKArgs
 from cute_kernels.topk.spec import TopKSpec
+from tests.fake_machine import FakeMachine
 from tests.test_topk_reference import any_case
-from wrappers import TopKTieBreak, reference, top_k, top_k_page_table_transform, top_k_per_row_prefill, topk
-from wrappers.checks_topk import DTYPES
+from wrappers import (
+    TopKTieBreak,
+    machine,
+    reference,
+    top_k,
+    top_k_page_table_transform,
+    top_k_per_row_prefill,
+    topk,
+)
+from wrappers.topk import plan
+from wrappers.topk.checks import DTYPES
 
 
 def inputs_of(case, **changes):
@@ -87,18 +97,22 @@ def emulate(spec, launches):
 
 
 @pytest.fixture
-def launches(monkeypatch):
-    """The launches of this test's calls, which take the compiled kernel's path on CPU tensors."""
-    found = []
+def here():
+    """A machine whose kernels compute in torch; its `launches` are those of this test's calls."""
 
-    def kernel(op, spec, arch):
-        assert op in dispatch.KERNELS and isinstance(spec, TopKSpec) and arch == "sm_90a"
-        return emulate(spec, found)
+    def kernel(op, spec):
+        assert op in dispatch.KERNELS and isinstance(spec, TopKSpec)
+        return emulate(spec, fake.launches)
 
-    monkeypatch.setattr(topk.runtime, "machine", lambda device: ("sm_90a", 132))
-    monkeypatch.setattr(topk.runtime, "kernel", kernel)
-    monkeypatch.setattr(topk, "_plans", {})
-    return found
+    fake = FakeMachine(kernel)
+    fake.launches = []
+    with machine.override(fake):
+        yield fake
+
+
+@pytest.fixture
+def launches(here):
+    return here.launches
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -186,10 +200,10 @@ def test_hints_do_not_change_a_bit(launches, function):
 
 
 @pytest.mark.parametrize("function", cases.FUNCTIONS)
-def test_values_share_a_plan_and_shapes_do_not(launches, function):
+def test_values_share_a_plan_and_shapes_do_not(here, function):
     for case in (PLAIN[function], replace(PLAIN[function], data="relu"), replace(PLAIN[function], lengths="wild")):
         check(case, inputs_of(case))
-    assert len(topk._plans) == 1
+    assert len(here.plans) == 1
     changes = [{"width": 51}, {"k": 8}, {"rows": 6}, {"pad": 1}, {"dtype": "bf16"}]
     changes += [{"tie_break": TopKTieBreak.LARGE}] if function not in PER_ROW else []
     changes += [{"page_size": 2}, {"batch_map": True}, {"starts": True}, {"given": False}] * (function == PAGE_TABLE)
@@ -197,15 +211,15 @@ def test_values_share_a_plan_and_shapes_do_not(launches, function):
         for _ in range(2):
             case = replace(PLAIN[function], **change)
             check(case, inputs_of(case))
-    assert len(topk._plans) == 1 + len(changes)
+    assert len(here.plans) == 1 + len(changes)
 
 
-def test_plans_are_bounded(launches, monkeypatch):
-    monkeypatch.setattr(topk, "MAX_PLANS", 3)
+def test_plans_are_bounded(here):
+    here.max_plans = 3
     for width in range(20, 28):
         case = TopKCase(TOP_K, width=width)
         check(case, inputs_of(case))
-        assert len(topk._plans) <= 3
+        assert len(here.plans) <= 3
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -238,8 +252,8 @@ def test_allocated_outputs(launches):
         assert values.dtype == dtype and indices.dtype == torch.int64
 
 
-def test_other_architectures_say_so(launches, monkeypatch):
-    monkeypatch.setattr(topk.runtime, "machine", lambda device: ("sm_80", 108))
+def test_other_architectures_say_so(here):
+    here.known = "sm_80", 108
     for function in cases.FUNCTIONS:
         with pytest.raises(NotImplementedError, match="architecture sm_80"):
             cases.call(function, inputs_of(PLAIN[function]))
@@ -254,20 +268,20 @@ def test_k_that_no_kernel_has_room_for_is_named(launches):
     assert len(launches) == 2
 
 
-def test_an_error_of_the_kernel_itself_comes_through(launches, monkeypatch):
+def test_an_error_of_the_kernel_itself_comes_through(here):
     def broken(*args):
         raise RuntimeError("launch failed")
 
-    monkeypatch.setattr(topk.runtime, "kernel", lambda *args: broken)
+    here.of = lambda *args: broken
     with pytest.raises(RuntimeError, match="launch failed"):
         top_k(torch.zeros(1, 2), 1)
 
 
 @pytest.mark.parametrize("function", cases.FUNCTIONS)
-def test_host_time_of_a_planned_call(launches, monkeypatch, function):
+def test_host_time_of_a_planned_call(here, function):
     """Python's part of a launch. 2 to 4 us on an idle 3 GHz core; the bound leaves room for a busy machine, yet is far
     below what planning or the reference would take."""
-    monkeypatch.setattr(topk.runtime, "kernel", lambda op, spec, arch: lambda *args: None)
+    here.kernel = lambda op, spec, arch: lambda *args: None
     inputs, public = inputs_of(PLAIN[function]), getattr(topk, function)
     public(**inputs)
     assert min(timeit.repeat(lambda: public(**inputs), number=2000, repeat=5)) / 2000 < 25e-6
@@ -320,11 +334,11 @@ def test_compiled_refuses_what_eager_refuses(fresh_compiler):
 @pytest.mark.parametrize("function", [PAGE_TABLE, TOP_K, cases.PREFILL])
 def test_opcheck(launches, monkeypatch, function):
     """With the arguments that an eager call gives to `run`."""
-    seen, run = [], topk.run
-    monkeypatch.setattr(topk, "run", lambda *call: seen.append(call) or run(*call))
+    seen, run = [], plan.run
+    monkeypatch.setattr(plan, "run", lambda call: seen.append(call) or run(call))
     inputs = inputs_of(PLAIN[function])
     cases.call(function, inputs)
-    call = topk.Call(*seen[0])
+    call = seen[0]
     if function == TOP_K:
         call = call._replace(values=torch.zeros(3, 7), indices=torch.zeros(3, 7, dtype=torch.int64))
     torch.library.opcheck(torch.ops.cute_kernels.top_k_rows.default, tuple(call._replace(tie_break=0)[:-1]))

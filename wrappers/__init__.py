@@ -1,10 +1,10 @@
 """torch-facing public functions: signatures, validation, the reference, and the way to compiled kernels."""
 
-from .checks_topk import TopKTieBreak
 from .decode import trtllm_batch_decode_with_kv_cache
 from .fp4 import FP4Tensor, nvfp4_dequantize, nvfp4_quantize
 from .prefill import Explanation, explain, trtllm_batch_context_with_kv_cache
 from .topk import (
+    TopKTieBreak,
     top_k,
     top_k_page_table_transform,
     top_k_per_row_decode,

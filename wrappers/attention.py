@@ -18,14 +18,13 @@ from cute_kernels.attention import args, dispatch
 from cute_kernels.attention.decode import FEW_ROWS
 from cute_kernels.attention.sm90 import PACK_ROWS
 
-from . import checks, fp4, reference, runtime, scratch
+from . import checks, fp4, machine, reference, scratch
 from .checks import Call, Checked
 from .fp4 import FP4Tensor
 from .reference import LOG2E
 
 NO_WINDOW = 1 << 30  # window_left of a call without a window, where the kernel has one
 CHUNK = 4096  # keys of a part of a request in the invariant mode, rounded down to KV blocks
-MAX_PLANS = 4096  # the cache is emptied at this size: a caller may vary shapes for ever
 INF = float("inf")
 AS_IS, SWAPPED, STACKED_HND, STACKED_NHD = range(4)  # how caches become (pages, Hkv, P, D): 2 * stacked + NHD
 _Tensor = torch.Tensor  # module globals: an attribute look-up saved is 20 ns
@@ -79,7 +78,6 @@ class Mode(NamedTuple):
 
 
 CONTEXT = Mode()
-_plans: dict[tuple[Any, ...], Plan] = {}
 
 
 class Step(NamedTuple):
@@ -137,18 +135,18 @@ def attend(mode: Mode, *call: Any) -> Any:
             _rows(max_q_len if max_q_len < tokens else tokens, mode), mode.split, facts,
             skip and (1 if skip > 0 else -1),
         )  # fmt: skip
-        plan = _plans.get(key)
+        plan = machine.current.plans.get(key)
     except (AttributeError, TypeError, ValueError):
         checks.validate(Call(*call))
         raise
     if plan is None:
         checked = checks.validate(Call(*call))
-        machine = runtime.machine(checked.problem.q.device)
-        if machine is None:
+        found = machine.current.facts(checked.problem.q.device)
+        if found is None:
             return run_reference(checked, mode)
         nhd = kv_layout == "NHD"
-        plan = _add_plan(key, checked, machine, (2 * stacked + nhd, 2 * facts[0] + nhd if facts else -1), mode)
-    if not plan.alone and torch.cuda.current_device() != plan.device.index:
+        plan = _add_plan(key, checked, found, (2 * stacked + nhd, 2 * facts[0] + nhd if facts else -1), mode)
+    if not plan.alone and machine.current.current_device() != plan.device.index:
         return _on_device(plan.device, mode, Call(*call))
     try:
         o: Any = out
@@ -248,7 +246,7 @@ def _factor(value: float | torch.Tensor, unit: float, plan: Plan) -> tuple[torch
 
 def _on_device(device: torch.device, mode: Mode, call: Call) -> Any:
     """The call again with `device` current: whether a stream captures is asked of the current device only."""
-    with torch.cuda.device(device):
+    with machine.current.on(device):
         return attend(mode, *call)
 
 
@@ -259,11 +257,11 @@ def _rows(most: int, mode: Mode) -> int:
     return -1 if mode.invariant else min(most, FEW_ROWS + 1)
 
 
-def _add_plan(key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layouts: tuple[int, int], mode: Mode) -> Plan:
+def _add_plan(key: tuple[Any, ...], c: Checked, facts: tuple[str, int], layouts: tuple[int, int], mode: Mode) -> Plan:
     """The plan of a valid call, entered under its key; NotImplementedError where no kernel serves it."""
-    p, (arch, sms) = c.problem, machine
+    p, (arch, sms) = c.problem, facts
     op, spec = dispatch.select(checks.kernel_request(c, mode.split, mode.invariant), arch)
-    fn = runtime.kernel(op, spec, arch)
+    fn = machine.current.kernel(op, spec, arch)
     device, heads = p.q.device, p.q.shape[1]
     dim_vo = p.v.shape[3] * (1 if p.v_scales is None else 2)
     empty8 = partial(torch.empty, dtype=torch.uint8, device=device)
@@ -276,7 +274,7 @@ def _add_plan(key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layout
         dim_vo=dim_vo,
         dtype=c.out_dtype,
         device=device,
-        alone=device.type != "cuda" or torch.cuda.device_count() == 1,
+        alone=machine.current.device_count() == 1,
         like_query=dim_vo == p.q.shape[2] and c.out_dtype == p.q.dtype,
         layout=layouts[0],
         scales_layout=layouts[1],
@@ -298,9 +296,7 @@ def _add_plan(key: tuple[Any, ...], c: Checked, machine: tuple[str, int], layout
         no_drafts=torch.empty(0, 1, dtype=torch.int32, device=device),
         no_part=torch.empty(0, 1, dim_vo + 4, dtype=torch.float32, device=device),
     )
-    if len(_plans) >= MAX_PLANS:
-        _plans.clear()
-    _plans[key] = plan
+    machine.current.keep(key, plan)
     return plan
 
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from . import checks, ops
+from . import checks, machine, ops
 from .attention import Mode, attend
 
 LN2 = 0.6931471805599453
 BACKENDS = ("auto", "xqa", "trtllm-gen")
 SPLIT = Mode(split=True)
 _is_compiling = torch.compiler.is_compiling
-_is_capturing = torch.cuda.is_current_stream_capturing
 
 
 def trtllm_batch_decode_with_kv_cache(
@@ -114,8 +113,8 @@ def drafts_of(mask: Any, lead: tuple[int, ...], most: int, device: torch.device)
 
 
 def uniform(batch: int, length: int, device: torch.device) -> torch.Tensor:
-    """int32 offsets (batch + 1,) of requests of `length` query tokens each."""
-    if _is_compiling() or device.type == "cuda" and _is_capturing():  # memory of a graph must not be kept
+    """int32 offsets (batch + 1,) of requests of `length` query tokens each. Memory of a graph is not kept."""
+    if _is_compiling() or device.type == "cuda" and machine.current.is_capturing():
         return _new_offsets(batch, length, device)
     return _offsets(batch, length, device)
 

@@ -8,7 +8,7 @@ import torch
 
 from cute_kernels.attention import dispatch
 
-from . import checks, ops, runtime
+from . import checks, machine, ops
 from .attention import CONTEXT, attend
 from .checks import Call
 from .fp4 import FP4Tensor
@@ -85,11 +85,11 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     bound.apply_defaults()
     checked = checks.validate(Call.of(bound.arguments))
     device = checked.problem.q.device
-    machine = runtime.machine(device)
-    if machine is None:
+    facts = machine.current.facts(device)
+    if facts is None:
         return Explanation("reference (torch, fp32)", tuple((op, f"device {device}") for op in dispatch.OPS))
     try:
-        rows = dispatch.explain(checks.kernel_request(checked), machine[0])
+        rows = dispatch.explain(checks.kernel_request(checked), facts[0])
     except NotImplementedError as error:
         return Explanation(None, tuple((op, str(error)) for op in dispatch.OPS))
     runs = next((f"{op} {spec.name}" for op, spec, reason in rows if reason is None), None)

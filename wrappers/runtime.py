@@ -186,10 +186,3 @@ def arch_of(device: torch.device | int | None = None) -> str:
             raise ValueError(f"needs a CUDA device, got {device}")
         device = device.index
     return _arch_of_index(torch.cuda.current_device() if device is None else device)
-
-
-def machine(device: torch.device) -> tuple[str, int] | None:
-    """(architecture, SM count) of a device that compiled kernels serve, None for the reference."""
-    if device.type != "cuda":
-        return None
-    return arch_of(device), torch.cuda.get_device_properties(device).multi_processor_count

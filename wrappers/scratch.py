@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import machine
+
 TICKETS = 1 << 20  # 4 MiB a device; captured launches use them up, one each, decoding one for each CTA
 MOST = 64  # streams whose scratch is kept, 4 to 18 MB each
 PER_THREAD_STREAM = 2  # CUDA's handle of every thread's own default stream: not one stream
-_is_capturing = torch.cuda.is_current_stream_capturing
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # torch without CUDA lacks it
 _LOCK = threading.Lock()
 
 
@@ -34,23 +34,20 @@ class Tickets(NamedTuple):
             return first
 
 
-_tickets: dict[torch.device, Tickets] = {}
-_kept: dict[tuple[torch.device, int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # by what `parts` says
-
-
 def ticket(device: torch.device) -> tuple[torch.Tensor, int]:
     """(counters, index) for a launch on the current stream; index -1 makes the kernel do without.
 
     The counters are allocated outside captures, where zeroing them would become a graph node.
     """
-    tickets, capturing = _tickets.get(device), _is_capturing()
+    here = machine.current
+    tickets, capturing = here.tickets.get(device), here.is_capturing()
     if tickets is None:
         if capturing:
             return torch.empty(0, dtype=torch.int32, device=device), -1
         tickets = _add_tickets(device)
     if capturing:
         return tickets.counters, tickets.take(1)
-    stream = _raw_stream(device.index)  # type: ignore[misc]
+    stream = here.raw_stream(device.index)
     index = tickets.of_stream.get(stream)
     if index is None:
         index = tickets.of_stream.setdefault(stream, tickets.take(1))
@@ -60,24 +57,24 @@ def ticket(device: torch.device) -> tuple[torch.Tensor, int]:
 def parts(plan: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Scratch for parts of tiles, two of each CTA, with counters, one a CTA, from an index on. plan: an
     `attention.Plan`."""
-    slots, counters = 2 * plan.sms, plan.sms
-    if _is_capturing():
-        tickets = _tickets.get(plan.device)
+    here, slots, counters = machine.current, 2 * plan.sms, plan.sms
+    if here.is_capturing():
+        tickets = here.tickets.get(plan.device)
         first = tickets.take(counters) if tickets else -1
         if tickets and first >= 0:
             return new_parts(plan, slots, 0)[0], tickets.counters, first
         return *new_parts(plan, slots, counters), 0
-    if plan.device not in _tickets:
+    if plan.device not in here.tickets:
         _add_tickets(plan.device)  # for later captures
-    stream = _raw_stream(plan.device.index)  # type: ignore[misc]
+    stream = here.raw_stream(plan.device.index)
     if stream == PER_THREAD_STREAM:
         return *new_parts(plan, slots, counters), 0
     key = plan.device, stream, plan.dim_vo, plan.tile_rows
-    found = _kept.get(key)
+    found = here.parts.get(key)
     if found is None:
-        if len(_kept) >= MOST:
-            _kept.clear()
-        found = _kept.setdefault(key, new_parts(plan, slots, counters))
+        if len(here.parts) >= MOST:
+            here.parts.clear()
+        found = here.parts.setdefault(key, new_parts(plan, slots, counters))
     return *found, 0
 
 
@@ -89,6 +86,5 @@ def new_parts(plan: Any, slots: int, counters: int) -> tuple[torch.Tensor, torch
 def _add_tickets(device: torch.device) -> Tickets:
     """Waits once a device: a launch of another stream must find zeros."""
     counters = torch.zeros(TICKETS, dtype=torch.int32, device=device)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    return _tickets.setdefault(device, Tickets(counters, {PER_THREAD_STREAM: -1}, [0]))
+    machine.current.synchronize(device)
+    return machine.current.tickets.setdefault(device, Tickets(counters, {PER_THREAD_STREAM: -1}, [0]))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import wrappers
-from wrappers import TopKTieBreak, topk
+from wrappers import TopKTieBreak, machine
 
 PAGE_TABLE, RAGGED, TOP_K = "top_k_page_table_transform", "top_k_ragged_transform", "top_k"
 PREFILL, DECODE = "top_k_per_row_prefill", "top_k_per_row_decode"
@@ -298,12 +298,10 @@ def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: obje
 @contextmanager
 def on_reference() -> Iterator[None]:
     """Calls inside run the reference, on tensors of any device."""
-    machine, plans = topk.runtime.machine, topk._plans
-    topk.runtime.machine, topk._plans = lambda device: None, {}
-    try:
+    reference = machine.Machine()
+    reference.facts = lambda device: None  # type: ignore[method-assign]
+    with machine.override(reference):
         yield
-    finally:
-        topk.runtime.machine, topk._plans = machine, plans
 
 
 # ---- the rules of the functions, once more, an element at a time

@@ -1,16 +1,14 @@
 """What a simulated kernel computes: public functions on the simulator, compared with the reference."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 
 from cute_kernels.attention.args import fields
-from wrappers import attention, scratch, topk
+from wrappers.machine import Machine, override
 
 from .. import launcher
 from ..faults import Fault
@@ -29,16 +27,22 @@ class Outcome:
     result: Result
 
 
-@contextmanager
-def simulated(arch: str, results: list[Result], sms: int = SMS, only: Any = None, **how: Any) -> Iterator[None]:
-    """Public functions take CPU tensors to compiled kernels, which the simulator runs; how: as `run.run` takes it.
-    only: the kernel that they must choose. A launch finds NaN in its scratch, and zeros in its counters, which it must
-    leave behind too."""
+class SimulatedMachine(Machine):
+    """A GPU of `sms` SMs under CPU tensors, whose kernels the simulator runs; how: as `run.run` takes it. only: the
+    kernel that calls must choose. A launch finds NaN in its scratch, and zeros in its counters, which it must leave
+    behind too."""
 
-    def kernel(op: str, spec: Any, arch: str) -> Callable[..., None]:
-        if only not in (None, spec):
-            raise ValueError(f"the call is served by {spec.name}, not by {only.name if only else only}")
-        function = launcher.function(op, spec, arch, results, **how)
+    def __init__(self, arch: str, results: list[Result], sms: int, only: Any, how: dict[str, Any]):
+        super().__init__()
+        self.known, self.results, self.only, self.how = (arch, sms), results, only, how
+
+    def facts(self, device: torch.device) -> tuple[str, int]:
+        return self.known
+
+    def kernel(self, op: str, spec: Any, arch: str) -> Callable[..., None]:
+        if self.only not in (None, spec):
+            raise ValueError(f"the call is served by {spec.name}, not by {self.only.name}")
+        function = launcher.function(op, spec, arch, self.results, **self.how)
 
         def launch(*args: Any) -> None:
             counters, parts = scratch_of(op, spec, args)
@@ -50,15 +54,15 @@ def simulated(arch: str, results: list[Result], sms: int = SMS, only: Any = None
 
         return launch
 
-    with (
-        mock.patch.multiple(scratch, _tickets={}, _kept={}, _is_capturing=lambda: False, _raw_stream=lambda index: 0),
-        mock.patch.multiple(attention, _plans={}),
-        mock.patch.multiple(topk, _plans={}),
-        mock.patch.multiple(
-            attention.runtime, kernel=kernel, machine=lambda device: (arch, sms), argument=lambda tensor: tensor
-        ),
-    ):
-        yield
+    is_capturing = staticmethod(lambda: False)
+    raw_stream = staticmethod(lambda index: 0)
+    device_count = staticmethod(lambda: 1)
+
+
+def simulated(arch: str, results: list[Result], sms: int = SMS, only: Any = None, **how: Any) -> Any:
+    """A context: public functions take CPU tensors to compiled kernels, which the simulator runs. `SimulatedMachine`
+    says what the arguments are."""
+    return override(SimulatedMachine(arch, results, sms, only, how))
 
 
 def scratch_of(op: str, spec: Any, args: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

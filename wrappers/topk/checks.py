@@ -1,4 +1,4 @@
-"""Validation of the top-k functions: the cold half of `topk`.
+"""Validation of the top-k functions.
 
 `validate` looks only at types, shapes, dtypes, strides and devices, never at device values. Rank, shape and stride
 raise ValueError, dtype TypeError; every message names the argument, its value and what is allowed.
@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS
 
-from .checks import check_integer, check_last_stride, check_one_of, check_shape, listed
+from ..checks import check_integer, check_last_stride, check_one_of, check_shape, listed
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 PAGE_TABLE, RAGGED, TOP_K = "top_k_page_table_transform", "top_k_ragged_transform", "top_k"

@@ -1,11 +1,12 @@
-"""The torch.library operator behind `torch.compile` of the top-k functions: mutates preallocated outputs, never reached
-by eager calls."""
+"""The torch.library operator of the top-k functions, for `torch.compile` and for tensors that are not plain: mutates
+preallocated outputs."""
 
 from typing import Any
 
 import torch
 
-from .checks_topk import PAGE_TABLE, RAGGED, TOP_K, Call, stated
+from .checks import PAGE_TABLE, RAGGED, TOP_K, Call, stated
+from .plan import run
 
 NAME = "cute_kernels::top_k_rows"
 # The fields of Call in order, but the last.
@@ -19,9 +20,7 @@ torch.library.define(NAME, SCHEMA.replace("\n", " "), tags=torch.Tag.pt2_complia
 
 @torch.library.impl(NAME, ("cpu", "cuda"))
 def _run(*args: Any) -> None:
-    from .topk import run
-
-    run(*args, None)
+    run(Call(*args))
 
 
 @torch.library.register_fake(NAME)

@@ -1,0 +1,65 @@
+"""A machine under tests: calls on CPU tensors take the compiled kernel's path, to kernels written in torch."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from wrappers.machine import Machine
+
+
+class FakeMachine(Machine):
+    """GPUs of `sms` SMs under CPU tensors, which lie on device None. kernel: (op, spec) -> a function that takes a
+    launch's arguments. May be set between calls: `devices`, how many there are, `device`, the current one, its
+    `stream`, and whether that is `capturing`. Nobody launches, or asks for a stream, while another device is current.
+    """
+
+    def __init__(self, kernel: Callable[[str, Any], Callable[..., Any]], arch: str = "sm_90a", sms: int = 132):
+        super().__init__()
+        self.of = kernel
+        self.known = arch, sms
+        self.devices = 1
+        self.device: int | None = None
+        self.stream = 0
+        self.capturing = False
+        self.waits: list[torch.device] = []  # for streams
+
+    def facts(self, device: torch.device) -> tuple[str, int]:
+        assert device == torch.device("cpu")
+        return self.known
+
+    def kernel(self, op: str, spec: Any, arch: str) -> Callable[..., Any]:
+        assert arch == self.known[0]
+        fn = self.of(op, spec)
+
+        def launch(*flat: Any) -> None:
+            assert self.device is None, "launched on the current device, which is not the tensors'"
+            fn(*flat)
+
+        return launch
+
+    def is_capturing(self) -> bool:  # type: ignore[override]
+        assert self.device is None, "asked of another device"
+        return self.capturing
+
+    def raw_stream(self, index: int | None) -> int:  # type: ignore[override]
+        assert index is None, "the stream of another device"
+        return self.stream
+
+    def current_device(self) -> int | None:  # type: ignore[override]
+        return self.device
+
+    def device_count(self) -> int:  # type: ignore[override]
+        return self.devices
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:  # type: ignore[override]
+        before, self.device = self.device, device.index
+        try:
+            yield
+        finally:
+            self.device = before
+
+    def synchronize(self, device: torch.device) -> None:
+        self.waits.append(device)

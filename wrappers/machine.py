@@ -1,0 +1,66 @@
+"""The machine that calls run on: all that the host asks of CUDA and the runtime, and what it keeps from call to call.
+
+One object, `current`, stands for it; tests and the simulator put another in its place with `override`. What a launch
+asks are torch's own functions, as attributes of the class, so asking costs what torch does.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from . import runtime
+
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)  # torch without CUDA lacks it
+
+
+class Machine:
+    """What is kept: `plans` by the static facts of a call, of all public functions; `tickets` and `parts`, counters and
+    scratch memory, see `scratch`."""
+
+    max_plans = 4096  # `plans` is emptied at this size: a caller may vary shapes for ever
+    is_capturing = staticmethod(torch.cuda.is_current_stream_capturing)  # asked of the current device's stream
+    raw_stream = staticmethod(_raw_stream)  # of a device, by its index: a handle
+    current_device = staticmethod(torch.cuda.current_device)
+    device_count = staticmethod(torch.cuda.device_count)
+    on = staticmethod(torch.cuda.device)  # a context in which a device is the current one
+
+    def __init__(self) -> None:
+        self.plans: dict[tuple[Any, ...], Any] = {}
+        self.tickets: dict[torch.device, Any] = {}
+        self.parts: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def facts(self, device: torch.device) -> tuple[str, int] | None:
+        """(architecture, SM count) of a device that compiled kernels serve, None for the reference."""
+        if device.type != "cuda":
+            return None
+        return runtime.arch_of(device), torch.cuda.get_device_properties(device).multi_processor_count
+
+    def kernel(self, op: str, spec: Any, arch: str) -> Callable[..., None]:
+        """The compiled function, see `runtime.kernel`."""
+        return runtime.kernel(op, spec, arch)
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait for the current stream of a device."""
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def keep(self, key: tuple[Any, ...], plan: Any) -> None:
+        if len(self.plans) >= self.max_plans:
+            self.plans.clear()
+        self.plans[key] = plan
+
+
+current = Machine()
+
+
+@contextmanager
+def override(machine: Machine) -> Iterator[Machine]:
+    """Calls inside run on `machine`."""
+    global current
+    before, current = current, machine
+    try:
+        yield machine
+    finally:
+        current = before

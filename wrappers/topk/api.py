@@ -1,0 +1,130 @@
+"""The public signatures of top-k; what they promise is said in the package."""
+
+from typing import Any
+
+import torch
+
+from .. import reference
+from ..plain import traced
+from . import op, plan
+from .checks import DECODING, PAGE_TABLE, PREFILL, RAGGED, TOP_K, Call, TopKTieBreak
+
+_call = Call.__new__  # `_call(Call, ...)` is `Call(...)`, which makes a dict first: 0.4 us of 0.6
+
+
+def _run(call: Call) -> tuple[Any, Any, Any]:
+    """(out, values, indices) of a call."""
+    return op.trace(call) if traced(call.scores) else plan.run(call)
+
+
+def top_k_page_table_transform(
+    input: torch.Tensor, src_page_table: torch.Tensor, lengths: torch.Tensor, k: int,
+    row_to_batch: torch.Tensor | None = None, deterministic: bool = True, tie_break: int = TopKTieBreak.NONE,
+    dsa_graph_safe: bool = False, row_starts: torch.Tensor | None = None,
+    page_table_row_starts: torch.Tensor | None = None, *, page_size: int = 1, out: torch.Tensor | None = None,
+    out_raw_indices: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Page-table entries of the k largest scores of each row, in ascending order of their positions, then -1.
+
+    out[i, j] = src_page_table[b, p + x // page_size] * page_size + x % page_size for the j-th chosen index x of row i,
+    b = row_to_batch[i], p = page_table_row_starts[i].
+
+    Args, upstream's order (FlashInfer):
+        input: (R, L) fp32, fp16 or bf16, any row stride that keeps rows apart, any address; row i's window is the
+            lengths[i] elements from row_starts[i] on, and x counts from there.
+        src_page_table: int32 (B, M), any row stride. lengths: int32 (R,). k: at least 1; may exceed L.
+        row_to_batch: int32 (R,), row of the table; None: i, and B >= R.
+        row_starts: int32 (R,), None: 0. page_table_row_starts: int32 (R,), None: row_starts, and with page_size > 1
+            required where row_starts is given.
+        page_size: a power of two up to 2^30. With 1, entries are copied as they are; else a negative one gives -1.
+        out, out_raw_indices: int32 (R, k), contiguous; the second is filled with x.
+
+    -1 also where b or the column lies outside the table. Returns out, int32 (R, k).
+    """
+    if page_table_row_starts is None and page_size == 1:
+        page_table_row_starts = row_starts
+    return _run(_call(
+        Call, PAGE_TABLE, input, k, starts=row_starts, lengths=lengths, out=out, raw=out_raw_indices,
+        table=src_page_table, row_to_batch=row_to_batch, table_starts=page_table_row_starts, page_size=page_size,
+        tie_break=tie_break,
+    ))[0]  # fmt: skip
+
+
+def top_k_ragged_transform(
+    input: torch.Tensor,
+    offsets: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    deterministic: bool = True,
+    tie_break: int = TopKTieBreak.NONE,
+    dsa_graph_safe: bool = False,
+    row_starts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """offsets[i] + x for the indices x of the k largest scores of each row, ascending, then -1 (without offset).
+
+    input (R, L), lengths, row_starts and k as in `top_k_page_table_transform`; offsets int32 (R,), any values (sums
+    wrap at 32 bits). Signature: FlashInfer. Returns int32 (R, k).
+    """
+    return _run(
+        _call(Call, RAGGED, input, k, starts=row_starts, lengths=lengths, offsets=offsets, tie_break=tie_break)
+    )[0]
+
+
+def top_k(
+    input: torch.Tensor,
+    k: int,
+    sorted: bool = False,
+    deterministic: bool = True,
+    tie_break: int = TopKTieBreak.NONE,
+    dsa_graph_safe: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, indices) of the k largest scores of each row: the scores' dtype and int64, both (R, k).
+
+    input (R, V) as in `top_k_page_table_transform`; k <= V. Order: ascending index, or with sorted=True descending
+    value, then ascending index. Signature: FlashInfer.
+    """
+    _, values, indices = _run(_call(Call, TOP_K, input, k, tie_break=tie_break))
+    if not sorted:
+        return values, indices
+    order = reference.order_keys(values).sort(dim=1, descending=True, stable=True).indices
+    return reference.gather_bits(values, order), indices.gather(1, order)
+
+
+def top_k_per_row_prefill(
+    logits: torch.Tensor,
+    row_starts: torch.Tensor,
+    row_ends: torch.Tensor,
+    indices: torch.Tensor,
+    num_rows: int,
+    stride0: int,
+    stride1: int,
+    top_k: int,
+) -> None:
+    """Write the indices of the top_k largest logits of each row's window, relative to its start, ascending, then -1.
+
+    Args (FlagGems, vLLM): logits (num_rows, V) fp32, fp16 or bf16, never modified, of strides (stride0, stride1);
+    copied first unless stride1 is 1. row_starts, row_ends int32 (num_rows,): the window [start, end), clamped to the
+    row, the start first; no element where end <= start. indices int32 (num_rows, top_k), contiguous. top_k may exceed
+    V.
+    """
+    layout = (num_rows, stride0, stride1)
+    _run(_call(Call, PREFILL, logits, top_k, starts=row_starts, lengths=row_ends, raw=indices, layout=layout))
+
+
+def top_k_per_row_decode(
+    logits: torch.Tensor,
+    next_n: int,
+    seq_lens: torch.Tensor,
+    indices: torch.Tensor,
+    num_rows: int,
+    stride0: int,
+    stride1: int,
+    top_k: int,
+) -> None:
+    """`top_k_per_row_prefill` for next_n rows a request: row r's window is [0, end) with
+    end = seq_lens[r // next_n] - next_n + r % next_n + 1, clamped to the row.
+
+    Args (vLLM): seq_lens int32 (num_rows / next_n,), the others as there.
+    """
+    layout = (num_rows, stride0, stride1)
+    _run(_call(Call, DECODING, logits, top_k, lengths=seq_lens, raw=indices, next_n=next_n, layout=layout))

@@ -1,0 +1,137 @@
+"""A known call of a top-k function: one dictionary lookup, the outputs that its caller did not give, the launch."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.topk import dispatch
+from cute_kernels.topk.args import TopKArgs
+
+from .. import machine, reference, runtime
+from .checks import DTYPES, PER_ROW, TOP_K, WINDOWS, Call, TopKTieBreak, validate
+
+AT = TopKArgs(*range(len(TopKArgs._fields)))  # where a launch takes what
+_SCORES, _STARTS, _LENGTHS, _OUT, _RAW, _VALUES, _INDICES, _TABLE = AT[:8]
+_ROW_TO_BATCH, _TABLE_STARTS, _OFFSETS = AT.row_to_batch, AT.table_starts, AT.offsets
+_empty_like = torch.empty_like  # a module global: an attribute look-up saved is 20 ns
+
+
+class Plan(NamedTuple):
+    """What the static facts of a call decide."""
+
+    fn: Callable[..., Any]  # the compiled kernel, or the reference
+    flat: list[Any]  # its arguments, `TopKArgs`; what a call may lack is empty, in the form that `fn` converts fastest
+    device: torch.device
+    alone: bool  # the only device of the process
+    copies: bool  # the kernel cannot read the scores where they are
+    rows: int
+    like_out: torch.Tensor  # (R, k) int32, one element expanded: empty_like is 0.5 us cheaper than empty
+    like_values: torch.Tensor  # (R, k), the scores' dtype
+    like_indices: torch.Tensor  # (R, k) int64
+
+
+def run(call: Call) -> tuple[Any, Any, Any]:
+    """(out, values, indices) of a call; None for what its function does not return."""
+    (
+        function, scores, k, starts, lengths, out, raw, values, indices, table, row_to_batch, table_starts, offsets,
+        next_n, page_size, tie_break, layout,
+    ) = call  # fmt: skip
+    here = machine.current
+    try:  # what compiled code checks itself is left out: ranks, the dtypes of outputs, devices
+        key = (
+            function, scores.get_device(), scores.dtype, scores.shape, scores.stride(), k, k.__class__,
+            next_n, next_n.__class__, page_size, page_size.__class__, tie_break, layout,
+            None if starts is None else starts.numel(), None if starts is None else starts.dtype,
+            None if lengths is None else lengths.numel(), None if lengths is None else lengths.dtype,
+            None if table is None else table.shape, None if table is None else table.dtype,
+            None if row_to_batch is None else row_to_batch.numel(),
+            None if row_to_batch is None else row_to_batch.dtype,
+            None if table_starts is None else table_starts.numel(),
+            None if table_starts is None else table_starts.dtype,
+            None if offsets is None else offsets.numel(), None if offsets is None else offsets.dtype,
+            None if out is None else out.shape, None if out is None else out.is_contiguous(),
+            None if raw is None else raw.shape, None if raw is None else raw.is_contiguous(),
+        )  # fmt: skip
+        plan = here.plans.get(key)
+    except (AttributeError, TypeError):
+        validate(call)
+        raise
+    if plan is None:
+        validate(call)
+        facts = here.facts(scores.device)
+        plan = plan_for(call, facts)
+        if facts is not None:  # the reference checks nothing: its calls are validated each time
+            here.keep(key, plan)
+    if not plan.alone and here.current_device() != plan.device.index:
+        with here.on(plan.device):
+            return run(call)
+    flat = plan.flat.copy()
+    try:
+        flat[_SCORES] = scores.clone(memory_format=torch.contiguous_format) if plan.copies else scores
+        if function == TOP_K:
+            if values is None:
+                values, indices = _empty_like(plan.like_values), _empty_like(plan.like_indices)
+            flat[_VALUES], flat[_INDICES] = values, indices
+        else:
+            flat[_LENGTHS] = lengths
+            if out is None and function not in PER_ROW:
+                out = _empty_like(plan.like_out)
+            if out is not None:
+                flat[_OUT] = out
+            if raw is not None:
+                flat[_RAW] = raw
+            if starts is not None:
+                flat[_STARTS] = starts
+            if table is not None:
+                flat[_TABLE] = table
+            if row_to_batch is not None:
+                flat[_ROW_TO_BATCH] = row_to_batch
+            if table_starts is not None:
+                flat[_TABLE_STARTS] = table_starts
+            if offsets is not None:
+                flat[_OFFSETS] = offsets
+        if plan.rows:
+            plan.fn(*flat)
+    except Exception:
+        validate(call)  # says which argument was refused
+        raise
+    return out, values, indices
+
+
+def plan_for(call: Call, facts: tuple[str, int] | None) -> Plan:
+    """The plan of a valid call on a machine of these facts; NotImplementedError where no kernel serves it."""
+    scores, k = call.scores, call.k
+    (rows, width), device = scores.shape, scores.device
+    fn: Callable[..., Any] = reference.top_k_rows
+    given: Callable[[torch.Tensor], Any] = lambda tensor: tensor  # noqa: E731
+    if facts is not None:
+        arch, sms = facts
+        op, spec = dispatch.select(dispatch.Request(DTYPES[scores.dtype], rows, width, k, sms), arch)
+        fn, given = machine.current.kernel(op, spec, arch), runtime.argument
+
+    def empty(dtype: torch.dtype, *shape: int) -> Any:
+        return given(torch.empty(0, *shape, dtype=dtype, device=device))
+
+    def like(dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(1, dtype=dtype, device=device).expand(rows, k)
+
+    none = empty(torch.int32)
+    flat = TopKArgs(
+        scores=None, starts=none, lengths=none, out=empty(torch.int32, k), raw=empty(torch.int32, k),
+        values=empty(scores.dtype, k), indices=empty(torch.int64, k), table=empty(torch.int32, 1), row_to_batch=none,
+        table_starts=none, offsets=none, window=WINDOWS[call.function], next_n=call.next_n,
+        page_shift=call.page_size.bit_length() - 1, k=k, last_ties=int(call.tie_break == TopKTieBreak.LARGE),
+        enable_pdl=1,
+    )  # fmt: skip
+    return Plan(
+        fn=fn,
+        flat=list(flat),
+        device=device,
+        alone=facts is None or machine.current.device_count() == 1,
+        copies=width != 1 and scores.stride(1) != 1,  # per-row functions, and rows without elements
+        rows=rows,
+        like_out=like(torch.int32),
+        like_values=like(scores.dtype),
+        like_indices=like(torch.int64),
+    )
