@@ -18,11 +18,13 @@ import torch
 
 from cute_kernels import manifest
 from cute_kernels.attention import dispatch
+from cute_kernels.attention.problem import Problem
 
 from . import aot, demo_data
 
 PAGE = 16
 HEAD_DIM = 64  # the least a kernel has; the layer's 32 are padded with zeros
+PROBLEM = Problem("fp16", "fp16", "fp16", HEAD_DIM, HEAD_DIM, PAGE, group=1, causal=False)
 ARCH = "sm_90a"
 TOLERANCE = 2e-3  # rtol = atol: fp16 output of values up to about 4
 COPIES = 64  # of the text's requests, for a batch large enough to time
@@ -107,7 +109,7 @@ def compare(out: torch.Tensor, batch: Batch) -> tuple[float, float]:
 
 def kernel_name() -> str:
     """The kernel that serves the demo's call."""
-    return dispatch.select(dispatch.Request("fp16", HEAD_DIM, HEAD_DIM, PAGE, group=1, causal=False), ARCH)[1].name
+    return dispatch.select(PROBLEM, ARCH)[1].name
 
 
 def build() -> bool:

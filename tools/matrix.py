@@ -19,14 +19,14 @@ from pathlib import Path
 
 from bench.readme import README, between
 from cute_kernels.attention import dispatch
-from cute_kernels.attention.dispatch import Request
+from cute_kernels.attention.problem import Problem as Request
 from cute_kernels.topk import dispatch as topk
 from cute_kernels.topk.spec import DTYPES as TOPK_DTYPES
 
 ARCHS = {"sm_90a": "Hopper", "sm_100a": "B200", "sm_103a": "B300"}
 RECORD = Path(__file__).resolve().parent.parent / "tests" / "data" / "hardware.csv"
 COLUMNS = ("arch", "feature", "gpu", "commit", "passed")
-BASE = Request("bf16", 128, 128, page_size=64, group=4)
+BASE = Request(page_size=64, group=4)
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ def dims(*pairs: tuple[int, int]) -> tuple[Request, ...]:
 
 FEATURES = (
     Feature("bf16", variants(), ("bf16",)),
-    Feature("fp16", variants(dtype="fp16"), ("fp16",)),
-    Feature("fp8 (e4m3) Q, K and V", variants(dtype="fp8")),
-    Feature("prefill, e4m3 KV", variants(kv_dtype="e4m3")),
-    Feature("prefill, NVFP4 KV", variants(kv_dtype="nvfp4")),
+    Feature("fp16", variants(q="fp16", kv="fp16", out="fp16"), ("fp16",)),
+    Feature("fp8 (e4m3) Q, K and V", variants(q="e4m3", kv="e4m3")),
+    Feature("prefill, e4m3 KV", variants(kv="e4m3")),
+    Feature("prefill, NVFP4 KV", variants(kv="nvfp4")),
     Feature("head_dim 64", dims((64, 64)), ("d64",)),
     Feature("head_dim 128", dims((128, 128)), ("d128",)),
     Feature("head_dim 192 for Q and K, 128 for V", dims((192, 128)), ("d192x128",)),
@@ -76,7 +76,7 @@ FEATURES = (
     Feature("separate K and V page tables", words=("separate",)),
     Feature("CUDA graph replay at other lengths", words=("graph", "replay")),
     *(
-        Feature(f"decode, {name}", tuple(replace(r, split=True, rows=rows) for r in found), words, "test_gpu_decode")
+        Feature(f"decode, {name}", tuple(replace(r, phase="decode", rows=rows) for r in found), words, "test_gpu_decode")
         for name, found, rows, words in (
             (
                 "split-KV, head_dim 64, 128, 256",
@@ -86,8 +86,8 @@ FEATURES = (
             ),
             ("several query tokens", variants(), 64, ("query_tokens", "ragged")),
             ("sinks, window, soft cap", variants(window=True, soft_cap=True), 1, ("sink-window-cap",)),
-            ("e4m3 KV", variants(kv_dtype="e4m3"), 1, ("fp8",)),
-            ("NVFP4 KV", variants(kv_dtype="nvfp4"), 1, ("nvfp4",)),
+            ("e4m3 KV", variants(kv="e4m3"), 1, ("fp8",)),
+            ("NVFP4 KV", variants(kv="nvfp4"), 1, ("nvfp4",)),
             ("masks of drafts", variants(), 64, ("drafts",)),
             ("e4m3 output", variants(), 1, ("e4m3_output",)),
             ("skip-softmax", variants(), 1, ("skip",)),

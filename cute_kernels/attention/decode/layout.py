@@ -14,16 +14,16 @@ from ...device import copy
 from ..spec import BLOCK
 
 
-class Chunks(NamedTuple):
-    """A cached row as TMA boxes see it: `count` chunks of `width` bytes."""
+class CachedRow(NamedTuple):
+    """A row of K or V as TMA boxes see it: chunks of `width` bytes."""
 
     width: int
-    count: int
+    chunks: int
 
     @staticmethod
-    def of(spec, dim) -> "Chunks":
+    def of(spec, dim) -> "CachedRow":
         size = dim * spec.kv.bits // 8
-        return Chunks(min(size, copy.SWIZZLE_BYTES), max(1, size // copy.SWIZZLE_BYTES))
+        return CachedRow(min(size, copy.SWIZZLE_BYTES), max(1, size // copy.SWIZZLE_BYTES))
 
 
 def keys(spec):
@@ -33,7 +33,7 @@ def keys(spec):
 
 def columns(spec):
     """Columns of the output that a lane's piece of a chunk has."""
-    return Chunks.of(spec, spec.head_dim_vo).width // spec.kv.bits
+    return CachedRow.of(spec, spec.head_dim_vo).width // spec.kv.bits
 
 
 def first_column(spec, number, eighth):
@@ -73,4 +73,4 @@ def scale_blocks(spec):
 
 def v_offsets(spec):
     """Offsets of V that a lane keeps: 2 where adjacent keys use different swizzle patterns (128-byte rows), else 1."""
-    return 2 if Chunks.of(spec, spec.head_dim_vo).width == copy.SWIZZLE_BYTES else 1
+    return 2 if CachedRow.of(spec, spec.head_dim_vo).width == copy.SWIZZLE_BYTES else 1

@@ -21,7 +21,7 @@ from ..schedule import work
 from ..schedule.work import Work
 from ..spec import BLOCK
 from . import operands, reduce
-from .layout import Chunks, columns_at_once, halves, keys, swizzle, v_offsets, warps_per_group
+from .layout import CachedRow, columns_at_once, halves, keys, swizzle, v_offsets, warps_per_group
 from .operands import KeyCursor
 
 BARRIER = 1  # all math threads
@@ -66,7 +66,7 @@ def registers(spec, a):
     rmem = cute.make_rmem_tensor
     lane = cute.arch.lane_idx()
     g, t = lane // 4, lane % 4
-    k, v = Chunks.of(spec, spec.head_dim_qk), Chunks.of(spec, spec.head_dim_vo)
+    k, v = CachedRow.of(spec, spec.head_dim_qk), CachedRow.of(spec, spec.head_dim_vo)
     pieces, rows = max(1, k.width // 64), 2 * halves(spec)
     r = Registers(
         Divisor(geometry.rows_per_token(spec, a)),
@@ -210,7 +210,7 @@ def run(spec: cutlass.Constexpr, a, s, r: Registers, x: WarpTile, cursor: Int32)
                 release_if_last(spec, s.k_pipe, x, k)
             pipe.wait_cursor(s.v_pipe, before.block, v_there)
             if wanted:
-                for b in cutlass.range_constexpr(Chunks.of(spec, spec.head_dim_vo).count):
+                for b in cutlass.range_constexpr(CachedRow.of(spec, spec.head_dim_vo).chunks):
                     operands.load_v(spec, s, r, x, before, b, v)
                     operands.issue_pv(spec, r, p, b, v)
             release_if_last(spec, s.v_pipe, x, before)

@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from ...device import mma, pipe, warp
 from .. import geometry, logits, quant
 from ..spec import BLOCK
-from .layout import Chunks, columns, halves, keys, scale_blocks, v_offsets
+from .layout import CachedRow, columns, halves, keys, scale_blocks, v_offsets
 
 
 class KeyCursor(NamedTuple):
@@ -30,14 +30,14 @@ class V(NamedTuple):
 
 def allocate_v(spec):
     count = keys(spec) // 16
-    words = (Chunks.of(spec, spec.head_dim_vo).width // 32, 4, count)
+    words = (CachedRow.of(spec, spec.head_dim_vo).width // 32, 4, count)
     return V(*(cute.make_rmem_tensor(shape, Uint32) for shape in (words, (scale_blocks(spec), 4, count))))
 
 
 @cute.jit
 def fetch_q(spec: cutlass.Constexpr, a, r, x, words: cute.Tensor):
     """Words (D / 8, half) of this lane's rows g, zeros past the request, their columns in the order of chunks."""
-    w, row = x.w, Chunks.of(spec, spec.head_dim_qk)
+    w, row = x.w, CachedRow.of(spec, spec.head_dim_qk)
     g, t = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
     vectors = const_expr(row.width * 8 // spec.kv.bits // 4 // 8)  # of a chunk, 8 elements each
     words.fill(0)
@@ -47,7 +47,7 @@ def fetch_q(spec: cutlass.Constexpr, a, r, x, words: cute.Tensor):
             token = geometry.token_of(at, r.rows_per_token, True)
             head = geometry.head_of(at, w.head, r.rows_per_token, True)
             source = a.query.q[w.q_start + token, head, None]
-            for i in cutlass.range_constexpr(row.count * vectors):
+            for i in cutlass.range_constexpr(row.chunks * vectors):
                 piece = cute.local_tile(source, (8,), ((i // vectors * 4 + t) * vectors + i % vectors,))
                 target = cute.local_tile(words[None, half], (4,), (i,))
                 cute.autovec_copy(piece, cute.recast_tensor(target, source.element_type))
@@ -100,14 +100,14 @@ def to_fp16(words: cute.Tensor):
 def issue_qk(spec, s, r, scores, stage, row):
     """scores = K Q^T of the rows [row, row + keys) of a stage."""
     name, fmt = quant.operand(spec), quant.format_of(spec)
-    k, n = Chunks.of(spec, spec.head_dim_qk), spec.tile.n
-    base = s.k.iterator.toint() + stage * (n * k.width * k.count) + row * k.width
+    k, n = CachedRow.of(spec, spec.head_dim_qk), spec.tile.n
+    base = s.k.iterator.toint() + stage * (n * k.width * k.chunks) + row * k.width
     quarter = k.width // 4
     scores.fill(0.0)
     for tile in range(keys(spec) // 16):
         rows = (16 * tile, 16 * tile + 8)
         factors = [k_factors(spec, s, r, stage, row + inside) for inside in rows]
-        for b in range(k.count):
+        for b in range(k.chunks):
             operands: list[list[Any]] = [[], []]
             for half, inside in enumerate(rows):
                 for piece in range(max(1, quarter // 16)):
@@ -145,9 +145,9 @@ def load_v_factors(spec, s, r, v: V, stage, row, at):
 def load_v(spec: cutlass.Constexpr, s, r, x, at: KeyCursor, b: cutlass.Constexpr, v: V):
     """This lane's words of a chunk of V, and the scale factors of each key. Rows past kv_len hold whatever the page
     held, and 0 * NaN is NaN: zeros."""
-    chunk, n, row, key = Chunks.of(spec, spec.head_dim_vo), spec.tile.n, at.row, at.key
+    chunk, n, row, key = CachedRow.of(spec, spec.head_dim_vo), spec.tile.n, at.row, at.key
     stage, t = pipe.cursor_stage(at.block), cute.arch.lane_idx() % 4
-    base = s.v.iterator.toint() + stage * (n * chunk.width * chunk.count) + row * chunk.width
+    base = s.v.iterator.toint() + stage * (n * chunk.width * chunk.chunks) + row * chunk.width
     per = const_expr(chunk.width // 32)
     for c in cutlass.range_constexpr(keys(spec) // 16):
         for e in cutlass.range_constexpr(4):
