@@ -5,6 +5,7 @@ tests, bench, tools -> wrappers -> {attention, topk}/dispatch -> kernels (sm90, 
 """
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,12 @@ UPSTREAM = {
     "wrappers/topk/api.py": {"top_k_page_table_transform"},
 }
 
+OPS = ("sm90", "decode", "radix")
 # Read where no DSL is installed: by the runtime, dispatch and the tools that list kernels.
 PLAIN = {"cute_kernels/__init__.py", "cute_kernels/manifest.py"} | {
     f"cute_kernels/{family}/{name}.py"
     for family in FAMILIES
-    for name in ("__init__", "problem", "spec", "args", "dispatch", "sm90/__init__", "decode/__init__", "radix/__init__")
+    for name in ("__init__", "problem", "spec", "args", "dispatch", *(f"{op}/__init__" for op in OPS))
 }
 # build.py imports the DSL inside functions, after it has set the architecture.
 LATE_DSL = {"cute_kernels/build.py"}
@@ -71,8 +73,20 @@ def functions(file: str) -> list[ast.FunctionDef]:
 
 
 def parameters(function: ast.FunctionDef) -> int:
+    """A tuple without a name for its type, which the function unpacks, counts as its elements."""
     a = function.args
-    return len([*a.posonlyargs, *a.args, *a.kwonlyargs]) + (a.vararg is not None) + (a.kwarg is not None)
+    named = [*a.posonlyargs, *a.args, *a.kwonlyargs]
+    found = {arg.arg: 1 for arg in named}
+    types = {arg.arg: ast.unparse(arg.annotation) if arg.annotation else "Any" for arg in named}
+    plain = {name for name, kind in types.items() if re.match(r"Any|tuple|.*Constexpr", kind)}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+            whole = isinstance(node.value, ast.Tuple) and len(node.value.elts) == len(node.targets[0].elts)
+            pairs = zip(node.targets[0].elts, node.value.elts) if whole else [(node.targets[0], node.value)]
+            for target, value in pairs:
+                if isinstance(target, ast.Tuple) and isinstance(value, ast.Name) and value.id in plain:
+                    found[value.id] = len(target.elts)
+    return sum(found.values()) + (a.vararg is not None) + (a.kwarg is not None)
 
 
 def test_the_rules_see_what_they_forbid(tmp_path, monkeypatch):
@@ -80,6 +94,7 @@ def test_the_rules_see_what_they_forbid(tmp_path, monkeypatch):
     file = "cute_kernels/attention/sm90/bad.py"
     text = "from ..sm100 import load\nfrom ... import abi\nimport torch.cuda\n"
     text += "def f(a, b=1, *c, d, **e):\n    import cutlass\n"
+    text += "def g(a, b, c):\n    x, y = a\n    (u, v, w), z = b, c\n"
     path = tmp_path / file
     path.parent.mkdir(parents=True)
     path.write_text(text)
@@ -87,7 +102,7 @@ def test_the_rules_see_what_they_forbid(tmp_path, monkeypatch):
     names = imports(file)
     assert below(names, "cute_kernels.attention.sm100") and below(names, "torch") and below(names, "cutlass")
     assert "cute_kernels.abi" in names and not below(imports(file, top_only=True), "cutlass")
-    assert parameters(functions(file)[0]) == 5
+    assert [parameters(f) for f in functions(file)] == [5, 6]
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -31,27 +31,6 @@ def store_lse(a, token: Int32, head: Int32, lse: Float32, mine):
 
 
 @cute.jit
-def store_quad_row(a, token: Int32, head: Int32, values: cute.Tensor, keep):
-    """One row of O: `values` (D / 4,) are this lane's 2-element pieces of every 8-column group of the row.
-
-    A quad transposes them so that each lane holds whole 16-byte groups, and stores 64 contiguous bytes at a time.
-    """
-    lane = cute.arch.lane_idx() % 4
-    out = a.out.o[token, head, None]
-    groups = const_expr(cute.size(values) // 2)
-    words = cute.make_rmem_tensor(groups, Int32)
-    warp.convert16(values, cute.recast_tensor(words, out.element_type))
-    for k in cutlass.range_constexpr(0, groups, 4):
-        warp.quad_transpose(words, k)
-    if keep:
-        for k in cutlass.range_constexpr(0, groups, 4):
-            piece = cute.make_rmem_tensor(4, Int32)
-            for i in cutlass.range_constexpr(4):
-                piece[i] = words[k + i]
-            cute.autovec_copy(cute.recast_tensor(piece, out.element_type), cute.local_tile(out, (8,), (k + lane,)))
-
-
-@cute.jit
 def store_piece(spec: cutlass.Constexpr, a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor):
     """Few values as piece number `piece` of a row of the output, in the type that the call asks for."""
     if const_expr("e4m3" in spec.out):

@@ -132,10 +132,10 @@ def k_factors(spec, s, r, stage, row):
     return [quant.broadcast(both[b // 2], b % 2) for b in range(count)]
 
 
-def load_v_factors(spec, s, r, v: V, stage, row, at):
-    """Scale factors of a key, at = (inside, key of 4, 16 keys): of row + inside; nothing where the cache has none."""
+def load_v_factors(spec, s, r, v: V, stage, row, e, c):
+    """Scale factors of the e-th of a lane's keys, of 16 from row + 16 c on; nothing where the cache has none."""
     if spec.kv.scaled:
-        (inside, e, c), size = at, spec.head_dim_vo // BLOCK
+        size, inside = spec.head_dim_vo // BLOCK, 16 * c + 8 * (e // 2)
         base = s.v_scales.iterator.toint() + (stage * spec.tile.n + row + inside) * size + r.scales_at[1]
         for k in range(scale_blocks(spec)):
             v.scales[k, e, c] = mma.load_bytes(base + e % 2 * r.scales_at[2] + k * r.scales_at[3], 1)
@@ -156,7 +156,7 @@ def load_v(spec: cutlass.Constexpr, s, r, x, at: KeyCursor, b: cutlass.Constexpr
             words = mma.load(base + (b * n + inside + e % 2 - own) * chunk.width + r.v_at[own], per)
             for u in cutlass.range_constexpr(per):
                 v.words[u, e, c] = words[u]
-            load_v_factors(spec, s, r, v, stage, row, (inside, e, c))
+            load_v_factors(spec, s, r, v, stage, row, e, c)
     if key + keys(spec) > x.w.kv_len:
         for c in cutlass.range_constexpr(keys(spec) // 16):
             for e in cutlass.range_constexpr(4):

@@ -120,7 +120,7 @@ def peek(spec, s, t: Int32):
     stage = pipe.stage(s.work_pipe, t)
     values = [cute.arch.make_warp_uniform(s.work[i, stage]) for i in range(fields(spec))]
     count = len(Work._fields) - 1
-    return Work(*values[:count], split=Split(*values[count:]) if values[count:] else None)
+    return Work(*values[:count])._replace(split=Split(*values[count:]) if values[count:] else None)
 
 
 def consume(spec, s, t: Int32):

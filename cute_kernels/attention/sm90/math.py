@@ -6,7 +6,7 @@ another's MMAs.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -19,8 +19,8 @@ from ..kv import source
 from ..logits import Cols, Rows
 from ..schedule import work
 from ..schedule.work import Work
+from .store import LANES, Scales, store
 
-LANES = 4  # that have columns of a row of an accumulator
 TURN_BARRIER = 1  # + warpgroup: may issue MMAs
 ALL_BARRIER = 4  # all math threads
 GROUP_BARRIER = 5  # + warpgroup: its 128 threads
@@ -41,13 +41,6 @@ class Registers:
     cols: cute.Tensor  # coordinates in the tile
 
 
-class Scales(NamedTuple):
-    """score: raw scores to log2 units, before a soft cap. out: on the output."""
-
-    score: Float32
-    out: Float32
-
-
 @dataclass(frozen=True)
 class Tile:
     """What a warpgroup knows of the tile at hand."""
@@ -55,6 +48,13 @@ class Tile:
     w: Work
     n: mask.Lengths
     scales: Scales
+
+
+class How(NamedTuple):
+    """What a loop does with its blocks. static: bools."""
+
+    capped: Any
+    masked: Any
 
 
 class Items(NamedTuple):
@@ -120,22 +120,14 @@ def score_to_log2(a, x: Tile, capped):
 
 
 @cute.jit
-def scores(
-    spec: cutlass.Constexpr,
-    a,
-    r: Registers,
-    x: Tile,
-    j: Int32,
-    capped: cutlass.Constexpr,
-    masked: cutlass.Constexpr,
-):
+def scores(spec: cutlass.Constexpr, a, r: Registers, x: Tile, j: Int32, how: cutlass.Constexpr):
     """Soft cap, mask and new maxima of block j in r.s."""
     view = wgmma.rows_cols(r.s)
     mine = r.cols[0, 0][1]
     at = [r.cols[0, c][1] - mine for c in range(cute.size(view, mode=[1]))]
     rows, cols = Rows(r.tokens, x.w.q_start, x.n), Cols(j * spec.tile.n + mine, at)
-    logits.transform(spec, a, view, [x.scales.score] * cute.size(r.tokens), rows, cols, capped, masked)
-    softmax.update_max(r.st, view, score_to_log2(a, x, capped), LANES)
+    logits.transform(spec, a, view, [x.scales.score] * cute.size(r.tokens), rows, cols, how.capped, how.masked)
+    softmax.update_max(r.st, view, score_to_log2(a, x, how.capped), LANES)
 
 
 @cute.jit
@@ -188,7 +180,7 @@ def issue_pv(plan, s, r: Registers, i: Int32):
 def first_block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, i: Int32, capped: cutlass.Constexpr):
     """The last KV block of a tile, item i of the pipes, its scores in r.s: P is left in r.p, its PV is owed."""
     j = x.w.hi - 1
-    scores(spec, a, r, x, j, capped, True)
+    scores(spec, a, r, x, j, How(capped, True))
     for row in cutlass.range_constexpr(cute.size(r.tokens)):
         probabilities(a, r, x, row, capped)
         operand_p(r, row)
@@ -214,8 +206,7 @@ def step(
 ):
     """QK of block j (item at.kv + 1) and the PV owed to item at.kv in flight together; softmax of j under PV and the
     other warpgroup's MMAs. PV has ended by the time the first row is done, whose conversion then runs under the
-    second's exponentials. how: (capped, masked)."""
-    capped, masked = how
+    second's exponentials."""
     i, a = at.kv, plan.args
     pipe.wait_full(s.k_pipe, i + 1)
     wait_turn(spec)
@@ -223,16 +214,16 @@ def step(
     issue_pv(plan, s, r, i)
     pass_turn(spec)
     warpgroup.wait_group(1)
-    scores(spec, a, r, x, j, capped, masked)
-    probabilities(a, r, x, 0, capped)
+    scores(spec, a, r, x, j, how)
+    probabilities(a, r, x, 0, how.capped)
     # Always true (exp >= 0 >= -|scale|), but the compiler cannot know: it keeps the release behind the scores and the
     # wait behind the release, whatever a device tensor holds.
-    below = -cute.math.absf(score_to_log2(a, x, capped))
+    below = -cute.math.absf(score_to_log2(a, x, how.capped))
     pipe.release_after(s.k_pipe, i + 1, wgmma.rows_cols(r.s)[0, 0], below)
     warpgroup.wait_group(0)
     pipe.release(s.v_pipe, i)
     operand_p(r, 0)
-    probabilities(a, r, x, 1, capped)
+    probabilities(a, r, x, 1, how.capped)
     operand_p(r, 1)
     softmax.rescale(r.st, wgmma.rows_cols(r.o))
 
@@ -284,33 +275,6 @@ def gather_q(spec: cutlass.Constexpr, s, w: Work, a, stage: Int32):
 
 
 @cute.jit
-def store(spec: cutlass.Constexpr, a, r: Registers, w: Work, scales: Scales, empty: cutlass.Constexpr):
-    """Normalise and write this thread's rows of O and LSE that belong to the request; `empty`: no row sees a key."""
-    per_token = geometry.rows_per_token(spec, a)
-    to_log2 = scales.score
-    if const_expr(spec.logits.soft_cap):
-        if a.logits.soft_cap > 0.0:
-            to_log2 = logits.capped_to_log2(a.logits.soft_cap)
-    o = wgmma.rows_cols(r.o)
-    for k in cutlass.range_constexpr(cute.size(o, mode=[0])):
-        row = w.m_block * spec.tile.m + r.cols[k, 0][0]
-        token = geometry.token_of(row, per_token, spec.pack_gqa)
-        keep = token < w.q_len
-        head = geometry.head_of(row, w.head, per_token, spec.pack_gqa)
-        sink = epilogue.sink_of(a, head)
-        lse = sink * logits.LOG2_E
-        values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
-        if const_expr(empty):
-            values.fill(0.0)
-        else:
-            normal = softmax.row_normalizer(r.st, k, to_log2, sink, LANES)
-            lse = normal.lse
-            values.store(o[k, None].load() * (normal.factor * scales.out))
-        epilogue.store_quad_row(a, w.q_start + token, head, values, keep)
-        epilogue.store_lse(a, w.q_start + token, head, lse, keep and cute.arch.lane_idx() % LANES == 0)
-
-
-@cute.jit
 def set_tokens(spec: cutlass.Constexpr, r: Registers, w: Work, a):
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         row = w.m_block * spec.tile.m + r.cols[k, 0][0]
@@ -326,7 +290,7 @@ def run_blocks(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Item
     for g in cutlass.range_constexpr(len(segments)):
         lo, hi, masked = segments[g]
         for j in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
-            step(spec, plan, s, r, x, Items(i, at.q), j, (capped, masked))
+            step(spec, plan, s, r, x, Items(i, at.q), j, How(capped, masked))
             i += 1
     return i
 

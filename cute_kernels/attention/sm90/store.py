@@ -1,0 +1,68 @@
+"""From accumulators of WGMMA, whose rows lie in quads, to rows of O."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from ...device import warp, wgmma
+from .. import epilogue, geometry, logits, softmax
+from ..schedule.work import Work
+
+LANES = 4  # that have columns of a row of an accumulator
+
+
+class Scales(NamedTuple):
+    """score: raw scores to log2 units, before a soft cap. out: on the output."""
+
+    score: Float32
+    out: Float32
+
+
+@cute.jit
+def store_quad_row(a, token: Int32, head: Int32, values: cute.Tensor, keep):
+    """One row of O: `values` (D / 4,) are this lane's 2-element pieces of every 8-column group of the row.
+
+    A quad transposes them so that each lane holds whole 16-byte groups, and stores 64 contiguous bytes at a time.
+    """
+    lane = cute.arch.lane_idx() % 4
+    out = a.out.o[token, head, None]
+    groups = const_expr(cute.size(values) // 2)
+    words = cute.make_rmem_tensor(groups, Int32)
+    warp.convert16(values, cute.recast_tensor(words, out.element_type))
+    for k in cutlass.range_constexpr(0, groups, 4):
+        warp.quad_transpose(words, k)
+    if keep:
+        for k in cutlass.range_constexpr(0, groups, 4):
+            piece = cute.make_rmem_tensor(4, Int32)
+            for i in cutlass.range_constexpr(4):
+                piece[i] = words[k + i]
+            cute.autovec_copy(cute.recast_tensor(piece, out.element_type), cute.local_tile(out, (8,), (k + lane,)))
+
+
+@cute.jit
+def store(spec: cutlass.Constexpr, a, r, w: Work, scales: Scales, empty: cutlass.Constexpr):
+    """Normalise and write this thread's rows of O and LSE that belong to the request; `empty`: no row sees a key."""
+    per_token = geometry.rows_per_token(spec, a)
+    to_log2 = scales.score
+    if const_expr(spec.logits.soft_cap):
+        if a.logits.soft_cap > 0.0:
+            to_log2 = logits.capped_to_log2(a.logits.soft_cap)
+    o = wgmma.rows_cols(r.o)
+    for k in cutlass.range_constexpr(cute.size(o, mode=[0])):
+        row = w.m_block * spec.tile.m + r.cols[k, 0][0]
+        token = geometry.token_of(row, per_token, spec.pack_gqa)
+        keep = token < w.q_len
+        head = geometry.head_of(row, w.head, per_token, spec.pack_gqa)
+        sink = epilogue.sink_of(a, head)
+        lse = sink * logits.LOG2_E
+        values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
+        if const_expr(empty):
+            values.fill(0.0)
+        else:
+            normal = softmax.row_normalizer(r.st, k, to_log2, sink, LANES)
+            lse = normal.lse
+            values.store(o[k, None].load() * (normal.factor * scales.out))
+        store_quad_row(a, w.q_start + token, head, values, keep)
+        epilogue.store_lse(a, w.q_start + token, head, lse, keep and cute.arch.lane_idx() % LANES == 0)
