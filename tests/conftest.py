@@ -18,6 +18,8 @@ BUILDING = pytest.StashKey[subprocess.Popen[str]]()
 OUTSIDE = os.environ.get("CUTE_DSL_ARCH")  # what processes get that tests start
 if not torch.cuda.is_available():  # read when the DSL is imported, which some test or other does first
     os.environ.setdefault("CUTE_DSL_ARCH", ARCH)
+    torch.set_num_threads(1)  # tensors are small: two threads take 4 times the processor time of one
+    os.environ["OMP_NUM_THREADS"] = "1"  # in processes that tests start
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
