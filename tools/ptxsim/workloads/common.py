@@ -28,9 +28,7 @@ class Outcome:
 
 
 @contextmanager
-def simulated(
-    arch: str, results: list[Result], sms: int = SMS, only: Any = None, **how: Any
-) -> Iterator[None]:
+def simulated(arch: str, results: list[Result], sms: int = SMS, only: Any = None, **how: Any) -> Iterator[None]:
     """Public functions take CPU tensors to compiled kernels, which the simulator runs; how: as `run.run` takes it.
     only: the kernel that they must choose."""
 
