@@ -41,6 +41,7 @@ class SimulatedMachine(Machine):
             raise ValueError(f"the call is served by {spec.name}, not by {self.only.name}")
         return launcher.function(op, spec, arch, self.results, **self.how)
 
+    argument = staticmethod(lambda tensor: tensor)
     is_capturing = staticmethod(lambda: False)
     raw_stream = staticmethod(lambda index: 0)
     device_count = staticmethod(lambda: 1)
