@@ -493,7 +493,8 @@ def test_a_capture_allocates_no_counters(here):
 
 def test_explain(launches):
     said = explain(**inputs_of())
-    assert said.runs is not None and said.runs.startswith("attention.sm90 bf16_d64_causal") and said.refused == ()
+    assert said.runs is not None and said.runs.startswith("attention.sm90 bf16_d64_")
+    assert said.refused == (("attention.decode", "phase prefill: serves decode"),)
     refused = explain(**inputs_of(replace(PLAIN, page_size=24)))
     assert refused.runs is None and "page_size 24" in str(refused)
     assert not launches
@@ -503,6 +504,9 @@ def test_explain(launches):
 
 def test_explain_on_the_cpu():
     assert "reference" in str(explain(**inputs_of())) and "cpu" in str(explain(**inputs_of()))
+    inputs = inputs_of()
+    assert "attention.sm90 bf16_d64" in str(explain(**inputs, arch="sm_90a"))
+    assert explain(**inputs, arch="sm_80").runs is None and inputs["out"].isnan().all()
 
 
 def test_host_time_of_a_planned_call(here):
