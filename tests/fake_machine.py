@@ -39,6 +39,9 @@ class FakeMachine(Machine):
 
         return launch
 
+    def argument(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
     def is_capturing(self) -> bool:  # type: ignore[override]
         assert self.device is None, "asked of another device"
         return self.capturing

@@ -8,9 +8,9 @@ import torch
 
 import wrappers
 from bench.cases import attention as cases
-from tests.test_prefill_wrapper import check, here, launches  # noqa: F401 - fixtures
-from wrappers import checks, scratch, trtllm_batch_decode_with_kv_cache
-from wrappers.xqa import xqa
+from tests.test_prefill_wrapper import SMS, check, here, launches  # noqa: F401 - fixtures
+from wrappers import scratch, trtllm_batch_decode_with_kv_cache, xqa
+from wrappers.attention import checks
 
 CASES = {name: case for name, case in cases.EDGE.items() if case.causal}
 SQUARE = {name: case for name, case in CASES.items() if case.head_dim_qk == case.head_dim_vo}
@@ -35,7 +35,7 @@ def test_launch_of_every_case(launches, name):  # noqa: F811
     for _ in range(2):  # a new plan, then the same one
         inputs["out"].fill_(math.nan)
         check(inputs, trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs)), case.tolerance)
-    assert len(launches) == 2 and all(a.ticket == 0 and len(a.part) == 2 * a.grid == 264 for a in launches)
+    assert len(launches) == 2 and all(a.counter_base == 0 and len(a.o_partial) == 2 * a.grid == 2 * SMS for a in launches)
 
 
 @pytest.mark.parametrize("launched", [False, True])
@@ -118,8 +118,8 @@ def test_scratch_is_kept_for_a_stream_and_new_in_a_capture(here, launches, monke
     streams = ((0, False), (0, False), (7, False), (0, True), (0, True), (2, False), (2, False))
     for here.stream, here.capturing in streams:
         trtllm_batch_decode_with_kv_cache(**inputs)
-    where = [a.part.data_ptr() for a in launches]
-    counters = [a.tickets.data_ptr() + 4 * a.ticket for a in launches]
+    where = [a.o_partial.data_ptr() for a in launches]
+    counters = [a.counters.data_ptr() + 4 * a.counter_base for a in launches]
     assert where[0] == where[1] and len({*where[1:]}) == 6
     assert counters[0] == counters[1] and len({*counters[1:]}) == 6
     assert counters[4] - counters[3] == 4 * launches[3].grid  # captured ones share an allocation, not a counter
@@ -128,7 +128,7 @@ def test_scratch_is_kept_for_a_stream_and_new_in_a_capture(here, launches, monke
     monkeypatch.setitem(here.tickets, launches[0].q.device, full)  # then a capture has zeroed ones of its own
     here.capturing = True
     trtllm_batch_decode_with_kv_cache(**inputs)
-    assert launches[-1].ticket == 0 and len(launches[-1].tickets) == launches[-1].grid
+    assert launches[-1].counter_base == 0 and len(launches[-1].counters) == launches[-1].grid
     here.capturing = False
     monkeypatch.setattr(scratch, "MOST", 2)
     here.stream = 9
@@ -331,7 +331,8 @@ def test_options_that_keep_the_result(request, launched, change):
     inputs = cases.make_inputs(case)
     check(inputs, trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs), **change), case.tolerance)
     for a in made:
-        assert (a.chunk > 0) == ("batch_invariant" in change) and (a.skip > -math.inf) == (a.chunk == 0)
+        assert (a.blocks_per_split > 0) == ("batch_invariant" in change)
+        assert (a.skip_threshold > -math.inf) == (a.blocks_per_split == 0)
 
 
 @pytest.mark.parametrize("invariant", [False, True])
@@ -345,8 +346,8 @@ def test_kernels_for_many_rows(here, launches, invariant):  # noqa: F811
             trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs), batch_invariant=invariant),
             case.tolerance,
         )
-    made = [spec.wide for spec in here.specs]
-    assert made == ([False] if invariant else [False, False, True, True, True]) and len(launches) == 7
+    made = [spec.tile.rows_per_warp for spec in here.specs]
+    assert made == ([8] * 6 if invariant else [8, 8, 16, 16, 16, 16]) and len(launches) == 7
 
 
 def test_a_plan_without_tokens_is_not_that_of_batch_invariance(here):  # noqa: F811
@@ -354,7 +355,7 @@ def test_a_plan_without_tokens_is_not_that_of_batch_invariance(here):  # noqa: F
     for q_len, invariant in ((0, False), (1, True), (1, False)):
         case = replace(PLAIN, q_lens=(q_len,) * 2, kv_lens=(40, 30), heads_q=16, heads_kv=1)
         trtllm_batch_decode_with_kv_cache(**decode_of(case), batch_invariant=invariant)
-    assert [spec.wide for spec in here.specs] == [False, True, True]
+    assert [spec.tile.rows_per_warp for spec in here.specs] == [16, 8]
 
 
 @pytest.mark.parametrize("kv", ["", "fp8", "nvfp4"])
@@ -365,7 +366,7 @@ def test_scratch_holds_the_parts_of_many_rows(launches, kv):  # noqa: F811
     for _ in range(2):
         got = trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs), batch_invariant=True)
         check(inputs, got, case.tolerance)
-    assert len(launches) == 2 and all(a.chunk for a in launches)
+    assert len(launches) == 2 and all(a.blocks_per_split for a in launches)
 
 
 def tree(q_len, seed=0):
@@ -553,7 +554,7 @@ def test_kernels_whose_tiles_differ_share_no_scratch(launches, order):  # noqa: 
     for kv in order:
         case = replace(PLAIN, head_dim_qk=256, head_dim_vo=256, kv_dtype=kv)
         trtllm_batch_decode_with_kv_cache(**cases.as_decode(cases.make_inputs(case)))
-    assert len({a.part.shape[1] for a in launches}) > 1
+    assert len({a.o_partial.shape[1] for a in launches}) > 1
 
 
 def test_more_rows_than_a_kernel_divides(here, launches, monkeypatch):  # noqa: F811

@@ -18,9 +18,8 @@ FAMILIES = ("attention", "topk")
 
 # Public functions whose signature another library set: they may have as many parameters as it has.
 UPSTREAM = {
-    "wrappers/prefill.py": {"trtllm_batch_context_with_kv_cache"},
-    "wrappers/decode.py": {"trtllm_batch_decode_with_kv_cache"},
-    "wrappers/xqa.py": {"xqa"},
+    "wrappers/attention/trtllm.py": {"trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache"},
+    "wrappers/attention/xqa.py": {"xqa"},
     "wrappers/topk/api.py": {"top_k_page_table_transform"},
 }
 

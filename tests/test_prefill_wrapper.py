@@ -3,18 +3,21 @@
 import math
 import timeit
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench.cases import attention as cases
-from cute_kernels.attention import geometry
-from cute_kernels.attention.args import AttentionArgs
+from cute_kernels.attention import args, geometry
 from tests.fake_machine import FakeMachine
-from wrappers import FP4Tensor, attention, explain, fp4, machine, reference, scratch, trtllm_batch_context_with_kv_cache
-from wrappers.reference import PagedProblem
+from wrappers import FP4Tensor, explain, fp4, machine, reference, scratch, trtllm_batch_context_with_kv_cache
+from wrappers.attention import op
+from wrappers.attention.explain import problem_of
+from wrappers.attention.problem import SEPARATE, Problem, new_requests
 
 E4M3 = torch.float8_e4m3fn
+SMS = 132
 PLAIN = cases.EDGE["plain"]
 
 
@@ -168,72 +171,99 @@ def test_nvfp4_cache_needs_scales_of_its_shape():
 # ---- the path to a launch, with a kernel that computes in torch what AttentionArgs say
 
 
-def emulate(spec, launches):
-    """A kernel of `spec` on any device: checks what compiled code would, then runs the reference."""
+def emulate(op, spec, launches):
+    """A kernel of `spec` on any device: checks what compiled code would, then runs the reference. A launch is kept as
+    its arguments by name."""
+    names = args.fields(spec)
 
     def kernel(*flat):
-        a = AttentionArgs(*flat)
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[spec.dtype]
-        batch = a.kv_lens.shape[0]
-        cached = {"": dtype, "e4m3": torch.float8_e4m3fn, "nvfp4": torch.uint8}[spec.kv.dtype]
-        types = [dtype, cached, cached, dtype, *[torch.uint8] * 3]
-        if [t.dtype for t in (a.q, a.k, a.v, a.o, a.k_scales, a.v_scales, a.o8)] != types:
-            raise TypeError("dtype")
-        if a.page_table.dtype != torch.int32:
-            raise TypeError("dtype")
-        if [t.ndim for t in flat[:17]] != [3, 4, 4, 3, 2, 1, 1, 3, 1, 1, 1, 1, 4, 4, 3, 2, 3]:
-            raise ValueError("rank")
-        if any(t.device.type != "cpu" for t in flat[:17]):
-            raise ValueError("device")
-        if any(t.stride(-1) != 1 for t in (a.q, a.k, a.v, a.o, a.page_table, a.kv_lens, a.cu_seqlens_q, a.sink)):
-            raise ValueError("last stride")
-        assert a.page_table.shape[:2] == (batch, 2) and a.cu_seqlens_q.shape == (batch + 1,)
-        assert a.kv_lens.dtype == a.cu_seqlens_q.dtype == a.drafts.dtype == torch.int32
-        assert all(t.dtype == torch.float32 for t in (a.lse, a.sink, a.scale, a.out_scale, a.part))
-        packed = 2 if spec.kv.dtype == "nvfp4" else 1
-        assert a.k.shape[3] * packed == spec.head_dim_qk and a.v.shape[3] * packed == spec.head_dim_vo
-        for scales, values in ((a.k_scales, a.k), (a.v_scales, a.v)):
-            found = (len(values) if packed == 2 else 0, values.shape[3] * packed // 16)
-            assert (scales.shape[0], scales.shape[3]) == found
-        assert a.lse.shape[1] == a.q.shape[1] and all(isinstance(x, float) for x in flat[17:21])
-        assert (len(a.o8) == 0) != (len(a.o) == 0) and (spec.split or len(a.o8) == 0)
-        group = a.q.shape[1] // a.k.shape[1] if spec.pack_gqa else 1
-        tiles = sum(-(-n * group // spec.tile.m) for n in a.cu_seqlens_q.diff().tolist()) * (a.q.shape[1] // group)
-        assert type(a.grid) is int and 1 <= a.grid <= 132 and (a.grid >= tiles or a.grid == 132)
-        parts = 2 * a.grid
-        if a.chunk:
-            blocks = [-(-n // spec.tile.n) for n in a.kv_lens.tolist()]
-            counts = [n * group for n in a.cu_seqlens_q.diff().tolist()]
-            rows = [-(-n // geometry.tile_m(spec, n)) for n in counts]  # as the kernel cuts them
-            parts = sum(m * max(1, -(-n // a.chunk)) for m, n in zip(rows, blocks)) * a.k.shape[1]
-        assert len(a.part) >= parts if spec.split else len(a.part) == 0
-        assert not spec.split or a.ticket >= 0 and len(a.tickets) - a.ticket >= (len(a.part) if a.chunk else a.grid)
-        assert not spec.split or a.part.shape[1:] == (spec.tile.m, spec.head_dim_vo + 4) and a.part.is_contiguous()
-        assert type(a.enable_pdl) is int and type(a.window_left) is int and 0 <= a.window_left <= 1 << 30
-        assert type(a.chunk) is type(a.interleaved) is int and (spec.split or a.chunk == 0 and a.skip == -math.inf)
-        assert a.tickets.dtype == torch.int32 and not a.tickets.any() and -1 <= a.ticket < len(a.tickets)
+        a = SimpleNamespace(**dict(zip(names, flat, strict=True)))
+        check_arguments(spec, a)
+        check_schedule(spec, a)
         launches.append(a)
-        window = a.window_left if spec.mask.window and a.window_left < 1 << 30 else -1
-        scale = a.scale_log2 / reference.LOG2E * (a.scale if len(a.scale) else 1.0)
-        k_scales, v_scales = (t.view(torch.float8_e4m3fn) if len(t) else None for t in (a.k_scales, a.v_scales))
-        problem = PagedProblem(
-            a.q, a.k, a.v, a.page_table, a.kv_lens, a.cu_seqlens_q, scale,
-            a.out_factor * (a.out_scale if len(a.out_scale) else 1.0), spec.mask.causal, window,
-            a.soft_cap if spec.soft_cap or spec.split else 0.0, a.sink if len(a.sink) else None, k_scales, v_scales,
-            bool(a.interleaved), a.drafts if len(a.drafts) else None,
+        factors = {name: getattr(a, name).view(E4M3) if name in names else None for name in ("k_scales", "v_scales")}
+        window = getattr(a, "window_left", 1 << 30)
+        drafts, kind = getattr(a, "draft_mask", ()), spec.mask.causal
+        problem = Problem(
+            "", "", a.q, a.k, a.v, new_requests(a.page_table, a.kv_lens, a.cu_seqlens_q, SEPARATE), 0,
+            a.scale_log2 / reference.LOG2E, a.scale if len(a.scale) else None,
+            a.out_factor, a.out_scale if len(a.out_scale) else None,
+            causal={"always": True, "never": False}[kind] if kind != "value" else bool(a.causal),
+            window_left=window if window < 1 << 30 else -1, soft_cap=getattr(a, "soft_cap", 0.0),
+            sinks=a.sink if len(a.sink) else None, drafts=drafts if len(drafts) else None,
+            interleaved=bool(getattr(a, "v_scales_interleaved", 0)), **factors,
         )  # fmt: skip
         o, lse = reference.paged_attention(problem)
-        reference.store(o, a.o8.view(torch.float8_e4m3fn) if len(a.o8) else a.o)
+        fp8 = getattr(a, "o_fp8", ())
+        reference.store(o, fp8.view(E4M3) if len(fp8) else a.o)
         if len(a.lse):
             a.lse.copy_(lse)
 
     return kernel
 
 
+RANKS = dict(q=3, k=4, v=4, o=3, lse=2, page_table=3, k_scales=4, v_scales=4, o_fp8=3, draft_mask=2, o_partial=3)
+INTEGERS = ("grid", "counter_base", "enable_pdl", "window_left", "causal", "v_scales_interleaved", "blocks_per_split")
+FLOATS = ("scale_log2", "out_factor", "soft_cap", "skip_threshold")
+
+
+def check_arguments(spec, a):
+    """What compiled code checks of its arguments, and what their callers promise."""
+    dtype, fp32 = {"bf16": torch.bfloat16, "fp16": torch.float16}[spec.q], torch.float32
+    cached = {"e4m3": E4M3, "nvfp4": torch.uint8}.get(spec.kv.dtype, dtype)
+    types = dict(q=dtype, k=cached, v=cached, o=dtype, lse=fp32, sink=fp32, scale=fp32, out_scale=fp32, o_partial=fp32)
+    types |= dict.fromkeys(("k_scales", "v_scales", "o_fp8"), torch.uint8)
+    for name, value in vars(a).items():
+        if name in INTEGERS or name in FLOATS:
+            if type(value) is not (int if name in INTEGERS else float):
+                raise TypeError(name)
+            continue
+        if value.dtype != types.get(name, torch.int32):
+            raise TypeError(f"dtype of {name}")
+        if value.ndim != RANKS.get(name, 1) or value.device.type != "cpu":
+            raise ValueError(f"rank or device of {name}")
+        if value.stride(-1) != 1 and name != "lse" and value.shape[-1] != 1:
+            raise ValueError(f"last stride of {name}")
+    packed = 2 if spec.kv.dtype == "nvfp4" else 1
+    assert (a.k.shape[3] * packed, a.v.shape[3] * packed) == (spec.head_dim_qk, spec.head_dim_vo)
+    if packed == 2:
+        for scales, values in ((a.k_scales, a.k), (a.v_scales, a.v)):
+            assert scales.shape == (*values.shape[:3], values.shape[3] // 8)
+    tokens, heads, _ = a.q.shape
+    for name in ("o", "o_fp8", "lse", "draft_mask"):
+        t = getattr(a, name, a.lse)
+        assert len(t) in (0, tokens) and (name == "draft_mask" or t.shape[1] == heads)
+    assert (len(getattr(a, "o_fp8", ())) == 0) != (len(a.o) == 0) or tokens == 0
+    batch = len(a.kv_lens)
+    assert a.page_table.shape[:2] == (batch, 2) and a.cu_seqlens_q.shape == (batch + 1,)
+    assert len(a.sink) in (0, heads) and len(a.scale) in (0, 1) and len(a.out_scale) in (0, 1)
+
+
+def check_schedule(spec, a):
+    """Counters that nobody else has, and scratch for the parts that the kernel writes."""
+    group = a.q.shape[1] // a.k.shape[1] if spec.pack_gqa else 1
+    rows = [n * group for n in a.cu_seqlens_q.diff().tolist()]
+    tiles = sum(-(-n // spec.tile.m) for n in rows) * (a.q.shape[1] // group)
+    assert 1 <= a.grid <= SMS and (a.grid >= tiles or a.grid == SMS)
+    assert not a.counters.any() and -1 <= a.counter_base < max(1, len(a.counters))
+    assert a.enable_pdl in (0, 1) and 0 <= getattr(a, "window_left", 0) <= 1 << 30
+    if spec.schedule == "tiles":
+        return
+    slots, counters = 2 * a.grid, a.grid
+    if a.blocks_per_split:
+        blocks = [-(-n // spec.tile.n) for n in a.kv_lens.tolist()]
+        cut = [-(-n // geometry.tile_m(spec, n)) for n in rows]  # as the kernel cuts them
+        slots = sum(m * max(1, -(-n // a.blocks_per_split)) for m, n in zip(cut, blocks)) * a.k.shape[1]
+        counters = slots
+    assert a.counter_base >= 0 and len(a.counters) - a.counter_base >= counters
+    assert len(a.o_partial) >= slots and a.o_partial.is_contiguous()
+    assert a.o_partial.shape[1:] == (spec.tile.m, spec.head_dim_vo + 4)
+
+
 @pytest.fixture
 def here():
     """A machine whose kernels compute in torch; its `launches` are those of this test's calls, `specs` its kernels."""
-    fake = FakeMachine(lambda op, spec: fake.specs.append(spec) or emulate(spec, fake.launches))
+    fake = FakeMachine(lambda op, spec: fake.specs.append(spec) or emulate(op, spec, fake.launches))
     fake.launches, fake.specs = [], []
     with machine.override(fake):
         yield fake
@@ -347,7 +377,7 @@ def test_plans_are_bounded(here):
 
 def test_page_tables_take_turns(here, launches):
     """The view of the last table is kept: another table, and another storage or shape of the same one, are seen."""
-    here.of = lambda *args: lambda *flat: launches.append(AttentionArgs(*flat))
+    here.of = lambda op, spec: lambda *flat: launches.append(SimpleNamespace(**dict(zip(args.fields(spec), flat))))
     first, second = inputs_of(), inputs_of(PLAIN)
     second["block_tables"] = second["block_tables"].flip(0)
     for inputs in (first, second, first):
@@ -385,14 +415,15 @@ def test_refused_before_a_launch(launches, name):
 @pytest.mark.parametrize(
     "case,change,error,message",
     [
-        (replace(PLAIN, dtype="fp8"), {}, NotImplementedError, "query: torch.float8"),
-        (replace(PLAIN, kv_dtype="fp8"), {}, NotImplementedError, "kv_cache: torch.float8"),
-        (replace(PLAIN, kv_dtype="nvfp4"), {}, NotImplementedError, "kv_cache: torch.uint8"),
-        (PLAIN, {"out_dtype": "nvfp4", "out": None, "o_sf_scale": 1.0}, NotImplementedError, "out_dtype: nvfp4"),
-        (PLAIN, {"out_dtype": torch.float16, "out": None}, NotImplementedError, "out_dtype: torch.float16"),
+        (replace(PLAIN, dtype="fp8"), {"out": None}, NotImplementedError, "attention.sm90: q e4m3"),
+        (replace(PLAIN, kv_dtype="fp8"), {}, NotImplementedError, "attention.sm90: kv paged e4m3"),
+        (replace(PLAIN, kv_dtype="nvfp4"), {}, NotImplementedError, "attention.sm90: kv paged nvfp4"),
+        (PLAIN, {"out_dtype": "nvfp4", "out": None, "o_sf_scale": 1.0}, NotImplementedError, "sm90: out nvfp4"),
+        (PLAIN, {"out_dtype": torch.float16, "out": None}, NotImplementedError, "attention.sm90: out fp16"),
+        (PLAIN, {"skip_softmax_threshold_scale_factor": 0.1}, NotImplementedError, "attention.sm90: skip-softmax"),
         (PLAIN, {"bmm1_scale": -1.0}, NotImplementedError, "bmm1_scale: -1.0"),
-        (replace(PLAIN, page_size=24), {}, NotImplementedError, "kv_cache: page size 24"),
-        (replace(PLAIN, page_size=512), {}, NotImplementedError, "kv_cache: page size 512"),
+        (replace(PLAIN, page_size=24), {}, NotImplementedError, "page_size 24"),
+        (replace(PLAIN, page_size=512), {}, NotImplementedError, "page_size 512"),
         (replace(PLAIN, head_dim_qk=48, head_dim_vo=48), {}, NotImplementedError, r"head_dim \(48, 48\)"),
         (PLAIN, {"query": torch.zeros(T * HQ * D + 1).bfloat16()[1:].view(T, HQ, D)}, ValueError, "query: address"),
         (PLAIN, {"query": torch.zeros(T, HQ, D + 1).bfloat16()[..., :D]}, ValueError, "query: strides"),
@@ -437,7 +468,7 @@ def tickets_of(here, streams, capturing=False):
     first = len(here.launches)
     for here.stream in streams:
         trtllm_batch_context_with_kv_cache(**inputs_of())
-    return [a.ticket for a in here.launches[first:]]
+    return [a.counter_base for a in here.launches[first:]]
 
 
 def test_streams_and_captured_launches_never_share_a_counter(here):
@@ -456,15 +487,16 @@ def test_counters_run_out_into_static_rounds(here, monkeypatch):
 
 def test_a_capture_allocates_no_counters(here):
     assert tickets_of(here, (5, 5), capturing=True) == [-1, -1]
-    assert here.tickets == {} and len(here.launches[0].tickets) == 0 and not here.waits
+    assert here.tickets == {} and len(here.launches[0].counters) == 0 and not here.waits
     assert tickets_of(here, (5,)) == [0]
 
 
 def test_explain(launches):
     said = explain(**inputs_of())
-    assert said.runs is not None and said.runs.startswith("attention.sm90 bf16_d64_causal") and said.refused == ()
+    assert said.runs is not None and said.runs.startswith("attention.sm90 bf16_d64_")
+    assert said.refused == (("attention.decode", "phase prefill: serves decode"),)
     refused = explain(**inputs_of(replace(PLAIN, page_size=24)))
-    assert refused.runs is None and "page size 24" in str(refused)
+    assert refused.runs is None and "page_size 24" in str(refused)
     assert not launches
     with pytest.raises(ValueError, match="batch_size"):
         explain(**inputs_of(batch_size=7))
@@ -472,6 +504,9 @@ def test_explain(launches):
 
 def test_explain_on_the_cpu():
     assert "reference" in str(explain(**inputs_of())) and "cpu" in str(explain(**inputs_of()))
+    inputs = inputs_of()
+    assert "attention.sm90 bf16_d64" in str(explain(**inputs, arch="sm_90a"))
+    assert explain(**inputs, arch="sm_80").runs is None and inputs["out"].isnan().all()
 
 
 def test_host_time_of_a_planned_call(here):
@@ -488,18 +523,15 @@ def test_host_time_of_a_planned_call(here):
 
 
 def op_arguments(inputs):
-    k, v = inputs["kv_cache"]
-    return (
-        inputs["query"], k, v, inputs["block_tables"], inputs["seq_lens"], inputs["cum_seq_lens_q"], inputs["out"],
-        None, inputs["lse"], inputs["bmm1_scale"], None, 1.0, torch.ones(1), inputs["sinks"], None, None,
-        inputs["max_q_len"], -1, None, 0, inputs["kv_layout"], None, None, True, True, None, *attention.CONTEXT,
-    )  # fmt: skip
+    """What an adapter would give to the operator."""
+    p = problem_of(trtllm_batch_context_with_kv_cache, **inputs)
+    given = p._asdict() | p.requests._asdict() | {"out_block_scales": None, "out_block_start": 0}
+    return tuple(given[name] for name in op.FIELDS)
 
 
 @pytest.mark.parametrize("name", ["plain", "nhd", "kv-len-0"])
 def test_opcheck(name):
-    op = torch.ops.cute_kernels.paged_attention.default
-    torch.library.opcheck(op, op_arguments(inputs_of(cases.EDGE[name])))
+    torch.library.opcheck(torch.ops.cute_kernels.attention.default, op_arguments(inputs_of(cases.EDGE[name])))
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import tvm_ffi
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -65,7 +64,6 @@ def emulate(spec, launches):
     """A kernel of `spec` on any device: checks what compiled code would, and its callers' side of the ABI."""
 
     def kernel(*flat):
-        flat = [torch.from_dlpack(x) if isinstance(x, tvm_ffi.Tensor) else x for x in flat]
         a = TopKArgs(*flat)
         dtypes = dict.fromkeys(TopKArgs._fields[:11], torch.int32) | {"indices": torch.int64}
         dtypes |= dict.fromkeys(("scores", "values"), next(d for d, name in DTYPES.items() if name == spec.dtype))

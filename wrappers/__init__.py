@@ -1,8 +1,9 @@
 """torch-facing public functions: signatures, validation, the reference, and the way to compiled kernels."""
 
-from .decode import trtllm_batch_decode_with_kv_cache
+from .attention.explain import Explanation, explain
+from .attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+from .attention.xqa import xqa
 from .fp4 import FP4Tensor, nvfp4_dequantize, nvfp4_quantize
-from .prefill import Explanation, explain, trtllm_batch_context_with_kv_cache
 from .topk import (
     TopKTieBreak,
     top_k,
@@ -11,7 +12,6 @@ from .topk import (
     top_k_per_row_prefill,
     top_k_ragged_transform,
 )
-from .xqa import xqa
 
 __all__ = [
     "Explanation",

@@ -41,6 +41,10 @@ class Machine:
         """The compiled function, see `runtime.kernel`."""
         return runtime.kernel(op, spec, arch)
 
+    def argument(self, tensor: torch.Tensor) -> Any:
+        """A tensor in the form that compiled functions convert fastest, for those that are passed often."""
+        return runtime.argument(tensor)
+
     def synchronize(self, device: torch.device) -> None:
         """Wait for the current stream of a device."""
         if device.type == "cuda":

@@ -34,13 +34,14 @@ class Tickets(NamedTuple):
             return first
 
 
-def ticket(device: torch.device) -> tuple[torch.Tensor, int]:
-    """(counters, index) for a launch on the current stream; index -1 makes the kernel do without.
+def ticket(device: torch.device, capturing: bool) -> tuple[torch.Tensor, int]:
+    """(counters, index) for a launch on the current stream, which is captured or not; index -1 makes the kernel do
+    without.
 
     The counters are allocated outside captures, where zeroing them would become a graph node.
     """
     here = machine.current
-    tickets, capturing = here.tickets.get(device), here.is_capturing()
+    tickets = here.tickets.get(device)
     if tickets is None:
         if capturing:
             return torch.empty(0, dtype=torch.int32, device=device), -1
@@ -54,15 +55,15 @@ def ticket(device: torch.device) -> tuple[torch.Tensor, int]:
     return tickets.counters, index
 
 
-def parts(plan: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
+def parts(plan: Any, capturing: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Scratch for parts of tiles, two of each CTA, with counters, one a CTA, from an index on. plan: an
-    `attention.Plan`."""
+    `attention.plan.Plan`."""
     here, slots, counters = machine.current, 2 * plan.sms, plan.sms
-    if here.is_capturing():
+    if capturing:
         tickets = here.tickets.get(plan.device)
         first = tickets.take(counters) if tickets else -1
         if tickets and first >= 0:
-            return new_parts(plan, slots, 0)[0], tickets.counters, first
+            return _new_part(plan, slots), tickets.counters, first
         return *new_parts(plan, slots, counters), 0
     if plan.device not in here.tickets:
         _add_tickets(plan.device)  # for later captures
@@ -79,8 +80,12 @@ def parts(plan: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 def new_parts(plan: Any, slots: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
-    part = torch.empty((slots, plan.tile_rows, plan.dim_vo + 4), dtype=torch.float32, device=plan.device)
-    return part, torch.zeros(counters, dtype=torch.int32, device=plan.device) if counters else plan.no_tickets
+    """Scratch for so many parts, and zeroed counters."""
+    return _new_part(plan, slots), torch.zeros(counters, dtype=torch.int32, device=plan.device)
+
+
+def _new_part(plan: Any, slots: int) -> torch.Tensor:
+    return torch.empty((slots, plan.tile_rows, plan.dim_vo + 4), dtype=torch.float32, device=plan.device)
 
 
 def _add_tickets(device: torch.device) -> Tickets:

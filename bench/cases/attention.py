@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from wrappers import checks, fp4, reference
+from wrappers import fp4, reference, trtllm_batch_context_with_kv_cache
+from wrappers.attention.explain import problem_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 TOLERANCE = {"bf16": 1e-2, "fp16": 1e-3}  # 16-bit in and out, N(0, 1) data, against fp32; rtol = atol
@@ -428,7 +429,7 @@ def as_decode(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def reference_of(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """(o (T, Hq, Dvo), lse (T, Hq)) in fp32 of keyword arguments for the public function; writes nothing."""
-    return reference.paged_attention(checks.validate(checks.Call(**inputs)).problem)
+    return reference.paged_attention(problem_of(trtllm_batch_context_with_kv_cache, **inputs))
 
 
 def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
@@ -518,8 +519,8 @@ def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
         "out stride": ({"out": torch.zeros(tokens, heads, 2 * dim).bfloat16()[..., ::2]}, ValueError, "out: stride"),
         "V stride": ({"kv_cache": (pool[0], pool[1].mT.contiguous().mT)}, ValueError, r"kv_cache \(V\): stride"),
         "sinks shape": ({"sinks": torch.zeros(3)}, ValueError, "sinks: shape"),
-        "block scales": ({"kv_block_scales": torch.zeros(1)}, ValueError, "kv_block_scales: must be None"),
-        "cache sf": ({"kv_cache_sf": torch.zeros(1)}, ValueError, "kv_cache_sf: must be None"),
+        "block scales": ({"kv_block_scales": pool}, ValueError, "kv_block_scales: must be None"),
+        "cache sf": ({"kv_cache_sf": pool}, ValueError, "kv_cache_sf: must be None"),
         "both sf": (
             {"kv_block_scales": torch.zeros(1), "kv_cache_sf": torch.zeros(1)},
             ValueError,

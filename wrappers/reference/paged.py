@@ -1,37 +1,10 @@
 """Paged attention of a batch in plain torch, fp32 inside, CPU or GPU: gather each request, then `dense.attention`."""
 
-from dataclasses import dataclass
-
 import torch
 
 from .. import fp4
+from ..attention.problem import Problem
 from .dense import attention
-
-
-@dataclass(frozen=True)
-class PagedProblem:
-    """What a paged attention call computes, in one layout whatever the public function's arguments looked like.
-
-    k and v hold 16-bit or e4m3 values, or packed e2m1 (uint8, last dimension D / 2) with k_scales and v_scales.
-    Reads lengths on the host, so a GPU call synchronises.
-    """
-
-    q: torch.Tensor  # (T, Hq, Dqk)
-    k: torch.Tensor  # (pages, Hkv, P, Dqk)
-    v: torch.Tensor  # (pages, Hkv, P, Dvo)
-    page_table: torch.Tensor  # (B, 2, M) int32: [:, 0] pages of K, [:, 1] pages of V
-    kv_lens: torch.Tensor  # (B,) int32 or uint32
-    cu_seqlens_q: torch.Tensor  # (B + 1,) int32
-    scale: float | torch.Tensor  # factor on the logits, natural units
-    out_scale: float | torch.Tensor  # factor on the normalised output
-    causal: bool = True
-    window_left: int = -1  # negative: off
-    soft_cap: float = 0.0  # 0: off
-    sinks: torch.Tensor | None = None  # (Hq,) fp32, natural-log units
-    k_scales: torch.Tensor | None = None  # (pages, Hkv, P, Dqk / 16) e4m3
-    v_scales: torch.Tensor | None = None  # (pages, Hkv, P, Dvo / 16) e4m3
-    v_scales_interleaved: bool = False  # as `fp4.deinterleave_v_scales` describes
-    drafts: torch.Tensor | None = None  # (T, W) int32, instead of causal: bit t of a token's row, it sees draft t
 
 
 def gather(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
@@ -54,33 +27,38 @@ def _values(cache: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tenso
     return tokens if scales is None else fp4.nvfp4_dequantize(tokens, gather(scales, pages, length))
 
 
-def paged_attention(p: PagedProblem) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o (T, Hq, Dvo) fp32 including out_scale, lse (T, Hq) fp32 base 2). Rows of no request are 0 and -inf."""
+def _factor(number: float, tensor: torch.Tensor | None) -> float | torch.Tensor:
+    return number if tensor is None else number * tensor
+
+
+def paged_attention(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o (T, Hq, Dvo) fp32 including out_scale, lse (T, Hq) fp32 base 2). Rows of no request are 0 and -inf. Reads
+    lengths on the host, so a GPU call synchronises; skips nothing."""
     tokens, heads, _ = p.q.shape
-    dim_vo = p.v.shape[-1] * (1 if p.v_scales is None else 2)
-    o = torch.zeros(tokens, heads, dim_vo, dtype=torch.float32, device=p.q.device)
+    o = torch.zeros(tokens, heads, p.dim_vo, dtype=torch.float32, device=p.q.device)
     lse = torch.full((tokens, heads), -float("inf"), dtype=torch.float32, device=p.q.device)
-    v_scales = p.v_scales
-    if v_scales is not None and p.v_scales_interleaved:
+    v_scales, r = p.v_scales, p.requests
+    if v_scales is not None and p.interleaved:
         v_scales = fp4.deinterleave_v_scales(v_scales)
-    starts = p.cu_seqlens_q.tolist()
-    for request, length in enumerate(p.kv_lens.tolist()):
+    if r.cu_seqlens_q is None:
+        starts = [n * p.max_q_len for n in range(r.batch + 1)]
+    else:
+        starts = r.cu_seqlens_q.tolist()
+    for request, length in enumerate(r.kv_lens.tolist()):
         rows = slice(starts[request], starts[request + 1])
         if rows.start == rows.stop:
             continue
-        k = _values(p.k, p.k_scales, p.page_table[request, 0], length)
-        v = _values(p.v, v_scales, p.page_table[request, 1], length)
         o[rows], lse[rows] = attention(
             p.q[rows],
-            k,
-            v,
-            scale=p.scale,
-            causal=p.causal if p.drafts is None else p.drafts[rows],
+            _values(p.k, p.k_scales, r.page_table[request, 0], length),
+            _values(p.v, v_scales, r.page_table[request, 1], length),
+            scale=_factor(p.scale, p.scale_tensor),
+            causal=bool(p.causal) if p.drafts is None else p.drafts[rows],
             window_left=p.window_left,
-            soft_cap=p.soft_cap,
+            soft_cap=p.soft_cap or 0.0,
             sinks=p.sinks,
         )
-    return o * p.out_scale, lse
+    return o * _factor(p.out_scale, p.out_scale_tensor), lse
 
 
 def store(o: torch.Tensor, out: "torch.Tensor | fp4.FP4Tensor", o_sf_scale: float | None = None) -> None:

@@ -8,7 +8,7 @@ import torch
 from cute_kernels.topk import dispatch
 from cute_kernels.topk.args import TopKArgs
 
-from .. import machine, reference, runtime
+from .. import machine, reference
 from .checks import DTYPES, PER_ROW, TOP_K, WINDOWS, Call, TopKTieBreak, validate
 
 AT = TopKArgs(*range(len(TopKArgs._fields)))  # where a launch takes what
@@ -108,7 +108,7 @@ def plan_for(call: Call, facts: tuple[str, int] | None) -> Plan:
     if facts is not None:
         arch, sms = facts
         op, spec = dispatch.select(dispatch.Request(DTYPES[scores.dtype], rows, width, k, sms), arch)
-        fn, given = machine.current.kernel(op, spec, arch), runtime.argument
+        fn, given = machine.current.kernel(op, spec, arch), machine.current.argument
 
     def empty(dtype: torch.dtype, *shape: int) -> Any:
         return given(torch.empty(0, *shape, dtype=dtype, device=device))

@@ -54,6 +54,7 @@ class SimulatedMachine(Machine):
 
         return launch
 
+    argument = staticmethod(lambda tensor: tensor)
     is_capturing = staticmethod(lambda: False)
     raw_stream = staticmethod(lambda index: 0)
     device_count = staticmethod(lambda: 1)

@@ -1,0 +1,245 @@
+"""Validation of an attention problem, in the words of the function that was called.
+
+`validate` looks only at types, shapes, dtypes, strides and devices, never at device values. Rank, shape and stride
+raise ValueError, dtype TypeError; every message names the argument, its value and what is allowed. What a kernel can do
+is said by `dispatch`; `kernel_tensors` adds what compiled code wants of the tensors themselves.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import fp4
+from ..checks import check_integer, check_last_stride, check_one_of, check_shape, listed
+from .problem import Problem
+
+SIGNATURES: dict[str, dict[str, str]] = {}  # public function -> field of Problem -> its name there, where it differs
+E4M3 = torch.float8_e4m3fn
+MOST_ROWS = 1 << 30  # query rows of a KV head times heads of its group, in decoding: `cute_kernels.device.divisor`
+TMA_BYTES = 16  # alignment of a TMA descriptor's base address and of every stride but the last
+
+Names = Callable[[str], str]
+
+
+def names_of(p: Problem) -> Names:
+    """What the caller calls a field."""
+    table = SIGNATURES.get(p.signature, {})
+    return lambda field: table.get(field, field)
+
+
+def validate(p: Problem) -> None:
+    """Raises on the first argument that does not fit."""
+    name = names_of(p)
+    q = check_tensor(name("q"), p.q, 3, None)
+    if q.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name('q')}: device {q.device}, must be cpu or cuda")
+    check_one_of(f"{name('q')}: dtype", q.dtype, (torch.bfloat16, torch.float16, E4M3))
+    check_last_stride(name("q"), q)
+    _caches(p, name)
+    _block_scales(p, name)
+    _requests(p, name)
+    for field in ("scale", "out_scale"):
+        check_scale(name(field), getattr(p, field), getattr(p, f"{field}_tensor"), q.device)
+    check_integer(name("window_left"), p.window_left)
+    check_integer(name("max_q_len"), p.max_q_len, 0)
+    _amount(name("soft_cap"), p.soft_cap)
+    _amount(name("skip"), p.skip)
+    if p.sinks is not None:
+        sinks = check_tensor(name("sinks"), p.sinks, 1, q.device)
+        check_one_of(f"{name('sinks')}: dtype", sinks.dtype, (torch.float32,))
+        check_shape(name("sinks"), sinks, (q.shape[1],), "one value a query head")
+        check_last_stride(name("sinks"), sinks)
+    if p.lse is not None:
+        lse = check_tensor(name("lse"), p.lse, 2, q.device)
+        check_one_of(f"{name('lse')}: dtype", lse.dtype, (torch.float32,))
+        check_shape(name("lse"), lse, (q.shape[0], q.shape[1]), "tokens, query heads")
+    _output(p, name)
+
+
+def kernel_tensors(p: Problem) -> None:
+    """Raises where compiled code cannot read these tensors, or not with these factors."""
+    name = names_of(p)
+    if not p.scale > 0:
+        raise NotImplementedError(
+            f"{name('scale')}: {p.scale}; CUDA kernels take the maximum before they scale: positive only"
+        )
+    (tokens, heads), group = p.q.shape[:2], p.q.shape[1] // p.k.shape[1]
+    if p.phase == "decode" and tokens * group * group >= MOST_ROWS:
+        raise NotImplementedError(
+            f"{name('q')}: {tokens} tokens of {heads} heads, {group} a KV head; a CUDA kernel of decode divides "
+            f"exactly where tokens x {group} x {group} is below {MOST_ROWS}"
+        )
+    for field in ("q", "k", "v", "out"):
+        t = getattr(p, field)
+        if isinstance(t, torch.Tensor):
+            _tma(name(field), t, TMA_BYTES)
+    for field in ("k_scales", "v_scales"):
+        t = getattr(p, field)
+        if t is not None:
+            _tma(name(field), t, t.shape[3] if t.shape[3] in (4, 8, 16) else 4)
+
+
+def check_tensor(name: str, value: Any, ndim: int, device: torch.device | None) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: {type(value).__name__}, must be a torch.Tensor")
+    if value.ndim != ndim:
+        raise ValueError(f"{name}: shape {tuple(value.shape)}, must have {ndim} dimensions")
+    if device is not None and value.device != device:
+        raise ValueError(f"{name}: device {value.device}, must be the query's, {device}")
+    return value
+
+
+def check_scale(name: str, value: Any, tensor: torch.Tensor | None, device: torch.device) -> None:
+    """A float, or an fp32 tensor of one element."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: {value!r}, must be a float or a float32 tensor of one element")
+    if tensor is None:
+        return
+    check_one_of(f"{name}: dtype", tensor.dtype, (torch.float32,))
+    if tensor.numel() != 1:
+        raise ValueError(f"{name}: shape {tuple(tensor.shape)}, must have one element")
+    if tensor.device != device:
+        raise ValueError(f"{name}: device {tensor.device}, must be the query's, {device}")
+
+
+def drafts_of(mask: Any, lead: tuple[int, ...], most: Any, most_name: str, device: torch.device) -> torch.Tensor:
+    """A mask of drafts, uint16 (*lead, W), of at most `most` drafts a request, as int32 (tokens, W / 2)."""
+    check_integer(most_name, most, 0)
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"mask: {type(mask).__name__}, must be a torch.Tensor or None")
+    check_one_of("mask: dtype", mask.dtype, (torch.uint16,))
+    check_shape("mask", mask, (*lead, (most + 31) // 32 * 2), "rows of query tokens, two words for 32 drafts")
+    if mask.device != device:
+        raise ValueError(f"mask: device {mask.device}, must be the query's, {device}")
+    return mask.contiguous().view(torch.int32).reshape(-1, (most + 31) // 32)
+
+
+def _amount(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: {value!r}, must be a float or None")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name}: {value}, must be None, 0 (off) or positive and finite")
+
+
+def _tma(name: str, t: torch.Tensor, size: int) -> None:
+    if t.data_ptr() % size:
+        raise ValueError(f"{name}: address {t.data_ptr():#x}, must be a multiple of {size} bytes")
+    unit = size // t.element_size()
+    if any(stride % unit for stride in t.stride()[:-1]):
+        raise ValueError(f"{name}: strides {t.stride()} (logical order), all but the last must be multiples of {unit}")
+
+
+def _caches(p: Problem, name: Names) -> None:
+    """K and V, and their agreement with the query, all in logical order."""
+    q, kv = p.q, name("kv")
+    k, v = (check_tensor(name(field), getattr(p, field), 4, q.device) for field in ("k", "v"))
+    if k.dtype != v.dtype:
+        raise TypeError(f"{kv}: K is {k.dtype} and V {v.dtype}, must be the same")
+    check_last_stride(name("k"), k)
+    check_last_stride(name("v"), v)
+    check_one_of(f"{kv}: with query {q.dtype}, dtype", k.dtype, (q.dtype, E4M3, torch.uint8))
+    packed = 2 if k.dtype == torch.uint8 else 1
+    _, kv_heads, page_size, dim = k.shape
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"{kv}: K {tuple(k.shape)} and V {tuple(v.shape)} may differ in the last dimension only")
+    if dim * packed != q.shape[2]:
+        raise ValueError(f"{kv}: K has head_dim {dim * packed}, must be the query's, {q.shape[2]}")
+    if page_size == 0 or (kv_heads == 0 and q.shape[1] > 0):
+        raise ValueError(f"{kv}: shape {tuple(k.shape)}, needs at least one head and one row a page")
+    if kv_heads and q.shape[1] % kv_heads:
+        raise ValueError(f"{name('q')}: {q.shape[1]} heads, must be a multiple of {kv}'s {kv_heads}")
+
+
+def _block_scales(p: Problem, name: Names) -> None:
+    """NVFP4 scale factors are there exactly where the cache is packed."""
+    both = name("scales")
+    if (p.k.dtype == torch.uint8) != (p.k_scales is not None):
+        need = "required" if p.k_scales is None else "must be None"
+        raise ValueError(f"{both}: {need} where {name('kv')} is {p.k.dtype} (NVFP4 caches are torch.uint8)")
+    if p.k_scales is None:
+        if p.interleaved:
+            raise ValueError(f"{name('interleaved')}: True, must be False where the cache has no scale factors")
+        return
+    k, v = (check_tensor(name(field), getattr(p, field), 4, p.q.device) for field in ("k_scales", "v_scales"))
+    if k.dtype != v.dtype:
+        raise TypeError(f"{both}: K is {k.dtype} and V {v.dtype}, must be the same")
+    for field, scales, data in (("k_scales", k, p.k), ("v_scales", v, p.v)):
+        check_last_stride(name(field), scales)
+        check_one_of(f"{name(field)}: dtype", scales.dtype, (E4M3,))
+        shape = (*data.shape[:3], data.shape[3] * 2 // fp4.BLOCK)
+        check_shape(name(field), scales, shape, "logical HND: one e4m3 scale per 16 elements")
+
+
+def _requests(p: Problem, name: Names) -> None:
+    r, device = p.requests, p.q.device
+    lens = check_tensor(name("kv_lens"), r.kv_lens, 1, device)
+    check_one_of(f"{name('kv_lens')}: dtype", lens.dtype, (torch.int32, torch.uint32))
+    check_last_stride(name("kv_lens"), lens)
+    batch = lens.shape[0]
+    if r.cu_seqlens_q is None:
+        check_integer(name("max_q_len"), p.max_q_len, 1)
+        if p.q.shape[0] != batch * p.max_q_len:
+            tokens = f"{batch} x {p.max_q_len}"
+            both = f"{name('kv_lens')}, {name('max_q_len')}"
+            raise ValueError(f"{name('q')}: {p.q.shape[0]} tokens, must be {tokens} ({both})")
+    else:
+        offsets = check_tensor(name("cu_seqlens_q"), r.cu_seqlens_q, 1, device)
+        check_one_of(f"{name('cu_seqlens_q')}: dtype", offsets.dtype, (torch.int32,))
+        check_shape(name("cu_seqlens_q"), offsets, (batch + 1,), "batch_size + 1")
+        check_last_stride(name("cu_seqlens_q"), offsets)
+    table = check_tensor(name("page_table"), r.page_table, 3, device)
+    check_one_of(f"{name('page_table')}: dtype", table.dtype, (torch.int32,))
+    check_shape(name("page_table"), table, (batch, 2, table.shape[2]), "requests, K and V, pages")
+    check_last_stride(name("page_table"), table)
+
+
+def _output(p: Problem, name: Names) -> None:
+    """out, out_dtype and out_sf_scale against each other."""
+    q, out = p.q, p.out
+    if out is not None and not isinstance(out, (torch.Tensor, fp4.FP4Tensor)):
+        raise TypeError(f"{name('out')}: {type(out).__name__}, must be a torch.Tensor or FP4Tensor")
+    dtype = p.result_dtype
+    if isinstance(dtype, str) and dtype != "nvfp4":
+        raise ValueError(f"{name('out_dtype')}: {dtype!r}, the only string is 'nvfp4'")
+    if not isinstance(dtype, (str, torch.dtype)):
+        raise TypeError(f"{name('out_dtype')}: {dtype!r}, must be a torch.dtype or 'nvfp4'")
+    shape = (q.shape[0], q.shape[1], p.dim_vo)
+    if dtype == "nvfp4":
+        _nvfp4_output(p, name, shape)
+        return
+    allowed = tuple(dict.fromkeys((q.dtype, torch.float16, torch.bfloat16, E4M3)))
+    if dtype not in allowed:
+        raise ValueError(f"{name('out_dtype')}: {dtype}, must be one of {listed(allowed)} or 'nvfp4'")
+    if p.out_sf_scale is not None:
+        raise ValueError(f"{name('out_sf_scale')}: {p.out_sf_scale}, must be None unless the output is nvfp4")
+    if out is not None:
+        given = check_tensor(name("out"), out, 3, q.device)
+        check_one_of(f"{name('out')}: dtype", given.dtype, (dtype,))
+        check_shape(name("out"), given, shape, "tokens, query heads, V's head_dim")
+        check_last_stride(name("out"), given)
+
+
+def _nvfp4_output(p: Problem, name: Names, shape: tuple[int, int, int]) -> None:
+    factor, out, device = p.out_sf_scale, p.out, p.q.device
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+        raise TypeError(f"{name('out_sf_scale')}: {factor!r}, nvfp4 output needs a float")
+    if not 0 < factor < math.inf:
+        raise ValueError(f"{name('out_sf_scale')}: {factor}, must be positive and finite")
+    if shape[1] * shape[2] % fp4.BLOCK or shape[2] % 2:
+        raise ValueError(f"{name('out')}: rows of {shape[1:]} elements, nvfp4 needs a multiple of {fp4.BLOCK}")
+    if out is None:
+        return
+    if not isinstance(out, fp4.FP4Tensor):
+        raise ValueError(f"{name('out')}: a {out.dtype} tensor, out_dtype 'nvfp4' needs an FP4Tensor")
+    data = check_tensor(f"{name('out')}.data", out.data, 3, device)
+    check_shape(f"{name('out')}.data", data, (*shape[:2], shape[2] // 2), "two values a byte")
+    scale = check_tensor(f"{name('out')}.scale", out.scale, 2, device)
+    columns = fp4.round_up(shape[1] * shape[2] // fp4.BLOCK, fp4.SCALE_TILE[1])
+    why = "one column per 16 elements of a row, rounded up to 4"
+    check_shape(f"{name('out')}.scale", scale, (scale.shape[0], columns), why)
+    if not scale.is_contiguous():
+        raise ValueError(f"{name('out')}.scale: strides {scale.stride()}, must be contiguous")

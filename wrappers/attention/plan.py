@@ -1,0 +1,277 @@
+"""What the static facts of a problem decide, and the launch of a problem by what was decided.
+
+Host time: a problem whose facts (dtypes, shapes but the token count, what is present) were seen before is one
+dictionary lookup and the compiled call, which itself checks rank, dtype, device, alignment and strides. Nothing here
+synchronises or reads device values.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import log2
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from cute_kernels.attention import args, dispatch
+from cute_kernels.attention.problem import Problem as Facts
+
+from .. import fp4, machine, reference, scratch
+from ..fp4 import FP4Tensor
+from ..reference import LOG2E
+from . import checks
+from .problem import Problem
+
+NO_WINDOW = 1 << 30  # window_left of a call without a window, where the kernel has one
+CHUNK = 4096  # keys of a part of a request in the invariant mode, rounded down to KV blocks
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", checks.E4M3: "e4m3", torch.uint8: "nvfp4", "nvfp4": "nvfp4"}
+INF = float("inf")
+_Tensor = torch.Tensor  # module globals: an attribute look-up saved is 20 ns
+_empty, _empty_like = torch.empty, torch.empty_like
+
+
+def facts_of(p: Problem) -> Facts:
+    """What a valid problem asks of a kernel."""
+    rows = p.max_q_len if p.requests.cu_seqlens_q is None else 1 << _bucket(p.max_q_len, p.q.shape[0])
+    return Facts(
+        q=TYPES[p.q.dtype],
+        kv=TYPES[p.k.dtype],
+        out=TYPES[p.result_dtype],
+        head_dim_qk=p.q.shape[2],
+        head_dim_vo=p.dim_vo,
+        page_size=p.k.shape[2],
+        group=p.q.shape[1] // p.k.shape[1],
+        rows=rows,
+        phase=p.phase,
+        causal=bool(p.causal),
+        window=p.window_left >= 0,
+        drafts=p.drafts is not None,
+        soft_cap=bool(p.soft_cap),
+        skip=bool(p.skip),
+        interleaved=bool(p.interleaved),
+        batch_invariant=bool(p.batch_invariant),
+    )
+
+
+def _bucket(most: int, tokens: int) -> int:
+    """Plans depend on the query tokens of a request by the power of two that bounds them. Negative for what is none."""
+    if tokens < most:
+        most = tokens
+    return (most - 1).bit_length() if most > 0 else most
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """flat: the kernel's arguments, where the call sets nothing; what a call may lack is empty there, in the form that
+    the kernel converts fastest. at: name of an argument -> its place."""
+
+    fn: Callable[..., None]  # the compiled kernel
+    flat: list[Any]
+    at: SimpleNamespace
+    device: torch.device
+    alone: bool  # the only device of the process
+    dtype: torch.dtype  # of the output
+    like_query: bool  # the output has the query's dtype and head_dim: empty_like is 1 us cheaper than empty
+    dim_vo: int
+    row_factor: int  # rows of a token: the GQA group where it is packed into rows
+    tile_heads: int
+    tile_rows: int  # most query rows of a tile
+    sms: int
+    stream_k: bool  # CTAs share the keys of a request
+    part_keys: int  # of a part of a request, where parts do not depend on the batch; else 0
+    offsets: torch.Tensor | None = None  # (B + 1,) int32, of requests of equal length
+
+    def launch(self, p: Problem) -> Any:
+        """What the public function returns. p: of the facts that the plan was made for."""
+        here = machine.current
+        if not self.alone and here.current_device() != self.device.index:
+            with here.on(self.device):  # whether a stream captures is asked of the current device only
+                return self.launch(p)
+        (
+            _, _, q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor, _, window_left,
+            soft_cap, sinks, k_scales, v_scales, _, drafts, skip, out, _, _, lse, return_lse, _, enable_pdl,
+        ) = p  # fmt: skip
+        page_table, kv_lens, cu_seqlens_q, batch, _ = requests
+        flat, at = self.flat.copy(), self.at
+        tokens, heads, _ = q.shape
+        o: Any = out
+        if o is None:
+            like = self.like_query and q.is_contiguous()
+            o = _empty_like(q) if like else _empty((tokens, heads, self.dim_vo), dtype=self.dtype, device=self.device)
+        elif o.shape != (tokens, heads, self.dim_vo):
+            raise ValueError("out")
+        if lse is not None:
+            if lse.shape != (tokens, heads):
+                raise ValueError("lse")
+            flat[at.lse] = lse
+        elif return_lse:
+            flat[at.lse] = lse = _empty((tokens, heads), dtype=torch.float32, device=self.device)
+        result = (o, lse) if return_lse else o
+        if not scale > 0:
+            raise ValueError("scale")
+        if not tokens or not heads or not batch:
+            return result
+        flat[at.q], flat[at.k], flat[at.v], flat[at.kv_lens], flat[at.page_table] = q, k, v, kv_lens, page_table
+        flat[at.scale_log2], flat[at.out_factor] = scale * LOG2E, float(out_scale)
+        if o.dtype == checks.E4M3:
+            flat[at.o_fp8] = o.view(torch.uint8)
+        else:
+            flat[at.o] = o
+        if window_left >= 0:
+            flat[at.window_left] = min(window_left, NO_WINDOW)
+        if soft_cap:
+            flat[at.soft_cap] = float(soft_cap)
+        if skip:
+            flat[at.skip_threshold] = log2(skip)
+        if sinks is not None:
+            flat[at.sink] = sinks
+        if drafts is not None:
+            flat[at.draft_mask] = drafts
+        if scale_tensor is not None:
+            flat[at.scale] = scale_tensor if scale_tensor.ndim == 1 else scale_tensor.reshape(1)
+        if out_scale_tensor is not None:
+            flat[at.out_scale] = out_scale_tensor if out_scale_tensor.ndim == 1 else out_scale_tensor.reshape(1)
+        if k_scales is not None and v_scales is not None:
+            flat[at.k_scales], flat[at.v_scales] = k_scales.view(torch.uint8), v_scales.view(torch.uint8)
+        if enable_pdl is not None:
+            flat[at.enable_pdl] = 1 if enable_pdl else 0
+        capturing = here.is_capturing()
+        if cu_seqlens_q is None:
+            cu_seqlens_q = self.equal_offsets(batch, max_q_len, capturing)
+        flat[at.cu_seqlens_q] = cu_seqlens_q
+        tiles = self.tile_heads * (tokens * self.row_factor // self.tile_rows + batch)
+        if not self.stream_k:
+            flat[at.grid] = tiles if tiles < self.sms else self.sms
+            flat[at.counters], flat[at.counter_base] = scratch.ticket(self.device, capturing)
+        elif tokens * self.row_factor * self.row_factor >= checks.MOST_ROWS:
+            raise ValueError("q")
+        elif self.part_keys:
+            most = -(-page_table.shape[2] * k.shape[2] // self.part_keys)  # parts of a request
+            flat[at.o_partial], flat[at.counters] = scratch.new_parts(self, tiles * most, tiles * most)
+        else:
+            flat[at.o_partial], flat[at.counters], flat[at.counter_base] = scratch.parts(self, capturing)
+        self.fn(*flat)
+        return result
+
+    def equal_offsets(self, batch: int, length: int, capturing: bool) -> torch.Tensor:
+        """int32 (batch + 1,), of requests of `length` query tokens each. Memory of a graph is not kept, nor is kept
+        memory a graph's; a launch on another stream must find them written."""
+        if self.offsets is not None and not capturing:
+            return self.offsets
+        made = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=self.device)
+        if not capturing:
+            machine.current.synchronize(self.device)
+            self.offsets = made
+        return made
+
+
+def plan_for(p: Problem, arch: str, sms: int) -> Plan:
+    """The plan of a valid problem; NotImplementedError where no kernel serves it."""
+    facts = facts_of(p)
+    op, spec = dispatch.select(facts, arch)
+    checks.kernel_tensors(p)
+    here, device, heads = machine.current, p.q.device, p.q.shape[1]
+    fn = here.kernel(op, spec, arch)
+    group = facts.group if spec.pack_gqa else 1
+    blocks = CHUNK // spec.tile.n if p.batch_invariant else 0
+
+    def empty(dtype: torch.dtype, *shape: int) -> Any:
+        return here.argument(torch.empty(0, *shape, dtype=dtype, device=device))
+
+    fp32, int32 = torch.float32, torch.int32
+    default: dict[str, Any] = {
+        "v_scales_interleaved": int(facts.interleaved),
+        "window_left": NO_WINDOW,
+        "causal": int(facts.causal),
+        "draft_mask": empty(int32, 1),
+        "scale": empty(fp32),
+        "soft_cap": 0.0,
+        "skip_threshold": -INF,
+        "o": empty(p.q.dtype, heads, facts.head_dim_vo),
+        "lse": empty(fp32, heads),
+        "sink": empty(fp32),
+        "out_scale": empty(fp32),
+        "o_fp8": empty(torch.uint8, heads, facts.head_dim_vo),
+        "grid": sms,
+        "counters": empty(int32),
+        "counter_base": 0,
+        "enable_pdl": 1,
+        "blocks_per_split": blocks,
+    }
+    names, dtype = args.fields(spec), p.result_dtype
+    assert isinstance(dtype, torch.dtype)
+    return Plan(
+        fn=fn,
+        flat=[default.get(name) for name in names],
+        at=SimpleNamespace(**{name: place for place, name in enumerate(names)}),
+        device=device,
+        alone=here.device_count() == 1,
+        dtype=dtype,
+        like_query=facts.head_dim_vo == p.q.shape[2] and dtype == p.q.dtype,
+        dim_vo=facts.head_dim_vo,
+        row_factor=group,
+        tile_heads=heads // group,
+        tile_rows=spec.tile.m,
+        sms=sms,
+        stream_k=spec.schedule == "stream_k",
+        part_keys=blocks * spec.tile.n if spec.schedule == "stream_k" else 0,
+    )
+
+
+def run(p: Problem) -> Any:
+    """What the public function returns, of a problem that nothing traces and nobody checked."""
+    (
+        _, phase, q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor, causal, window_left,
+        soft_cap, sinks, k_scales, v_scales, interleaved, drafts, skip, out, out_dtype, out_sf_scale, _, _,
+        batch_invariant, _,
+    ) = p  # fmt: skip
+    here = machine.current
+    try:
+        tokens, heads, dim = q.shape
+        equal = requests.cu_seqlens_q is None
+        key = (
+            phase, q.get_device(), q.dtype, heads, dim, k.dtype, k.shape, v.shape, requests.facts,
+            (tokens, max_q_len) if equal else _bucket(max_q_len, tokens), causal, window_left >= 0,
+            soft_cap and (1 if 0 < soft_cap < INF else -1), skip and (1 if 0 < skip < INF else -1),
+            None if sinks is None else sinks.shape, None if drafts is None else drafts.shape[1], interleaved,
+            None if k_scales is None else (k_scales.dtype, k_scales.shape),
+            None if v_scales is None else (v_scales.dtype, v_scales.shape),
+            None if out is None else out.dtype, out_dtype, out_sf_scale is None, batch_invariant,
+            scale.__class__, None if scale_tensor is None else scale_tensor.numel(),
+            out_scale.__class__, None if out_scale_tensor is None else out_scale_tensor.numel(),
+        )  # fmt: skip
+        plan = here.plans.get(key)
+    except (AttributeError, TypeError, ValueError):
+        checks.validate(p)
+        raise
+    if plan is None:
+        checks.validate(p)
+        found = here.facts(q.device)
+        if found is None:
+            return run_reference(p)
+        plan = plan_for(p, *found)
+        here.keep(key, plan)
+    try:
+        return plan.launch(p)
+    except Exception:
+        checks.validate(p)  # says which argument was refused
+        checks.kernel_tensors(p)
+        raise
+
+
+def run_reference(p: Problem) -> Any:
+    """The valid problem in fp32 torch on its own device, written to out and lse. Skip-softmax leaves out nothing."""
+    o, lse = reference.paged_attention(p)
+    out: Any = p.out
+    dtype: Any = p.result_dtype
+    if isinstance(out, FP4Tensor):
+        out = FP4Tensor(out.data, out.scale, out.scale_start_index, tuple(o.shape))
+    elif out is None and isinstance(dtype, str):
+        out = fp4.empty(tuple(o.shape), o.device)
+    elif out is None:
+        out = torch.empty(o.shape, dtype=dtype, device=o.device)
+    reference.store(o, out, p.out_sf_scale)
+    if p.lse is not None:
+        p.lse.copy_(lse)
+        lse = p.lse
+    return (out, lse) if p.return_lse else out

@@ -1,0 +1,162 @@
+"""The tensors of an attention call in one form, whatever its signature. Nothing here looks at values or checks them."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..checks import UnknownName
+from ..fp4 import FP4Tensor
+
+_Tensor = torch.Tensor  # a module global: an attribute look-up saved is 20 ns
+
+
+class Requests(NamedTuple):
+    """Where the tokens of each request are."""
+
+    page_table: torch.Tensor  # (B, 2, M) int32: [:, 0] pages of K, [:, 1] pages of V
+    kv_lens: torch.Tensor  # (B,) int32
+    cu_seqlens_q: torch.Tensor | None  # (B + 1,) int32; None: every request has max_q_len tokens
+    batch: int
+    facts: tuple[Any, ...] | None  # all that a plan depends on; None: something traces the call
+
+
+class Problem(NamedTuple):
+    """An attention call. k and v hold 16-bit or e4m3 values, or packed e2m1 (uint8, last dimension D / 2) with k_scales
+    and v_scales. None stands for what is absent."""
+
+    signature: str  # the public function that was called, of `checks.SIGNATURES`
+    phase: str  # "prefill"; "decode": few query tokens a request
+    q: torch.Tensor  # (T, Hq, Dqk)
+    k: torch.Tensor  # (pages, Hkv, P, Dqk)
+    v: torch.Tensor  # (pages, Hkv, P, Dvo)
+    requests: Requests
+    max_q_len: int  # bound of query lengths; steers the schedule
+    scale: float  # factor on the logits, natural units
+    scale_tensor: torch.Tensor | None  # fp32, one element: another factor
+    out_scale: float  # factor on the normalised output
+    out_scale_tensor: torch.Tensor | None
+    causal: bool = True
+    window_left: int = -1  # negative: off
+    soft_cap: float | None = None  # 0: off
+    sinks: torch.Tensor | None = None  # (Hq,) fp32, natural-log units
+    k_scales: torch.Tensor | None = None  # (pages, Hkv, P, Dqk / 16) e4m3
+    v_scales: torch.Tensor | None = None  # (pages, Hkv, P, Dvo / 16) e4m3
+    interleaved: bool = False  # v_scales are, as `fp4.deinterleave_v_scales` describes
+    drafts: torch.Tensor | None = None  # (T, W) int32, instead of causal: bit t of a token's row, it sees draft t
+    skip: float | None = None  # skip-softmax: threshold times kv_len; 0: off
+    out: torch.Tensor | FP4Tensor | None = None  # (T, Hq, Dvo)
+    out_dtype: torch.dtype | str | None = None  # "nvfp4", or a dtype; None: that of out, else that of q
+    out_sf_scale: float | None = None  # NVFP4's forward scale
+    lse: torch.Tensor | None = None  # (T, Hq) fp32, base 2, sink included
+    return_lse: bool = False
+    batch_invariant: bool = False  # a request's bits do not depend on the rest of its batch
+    enable_pdl: bool | None = None  # None: on
+
+    @property
+    def dim_vo(self) -> int:
+        return self.v.shape[3] * (1 if self.k_scales is None else 2)
+
+    @property
+    def result_dtype(self) -> torch.dtype | str:
+        """The output's: out_dtype, else out's, else the query's."""
+        if self.out_dtype is not None:
+            return self.out_dtype
+        return self.q.dtype if self.out is None else self.out.dtype
+
+
+class Form(NamedTuple):
+    """How a signature gives its requests. name: of its page table. shared: that is (B, M), K and V on the same entries,
+    else (B, 2, M). column: lengths may be (B, 1)."""
+
+    name: str = "block_tables"
+    shared: bool = True
+    column: bool = False
+
+
+SHARED, SEPARATE = Form(), Form(shared=False)
+
+
+class _Given(NamedTuple):
+    """The index tensors of the last call as they were given, and what was made of them: all layers of a model pass the
+    same objects in a step, and views cost 1 us each. `numbers` notice an object that was resized or given other
+    memory."""
+
+    table: Any = None
+    lens: Any = None
+    offsets: Any = None
+    numbers: tuple[Any, ...] = ()
+    requests: Requests = Requests(torch.empty(0), torch.empty(0), None, 0, None)
+
+
+_last = _Given()
+
+
+def requests_of(table: Any, lens: Any, offsets: Any, plain: bool = True, form: Form = SHARED) -> Requests:
+    """lens: int32 or uint32. Of any values: what does not fit stays as it is, for `checks`, and gives facts that no
+    plan has; but a table of another rank is refused.
+
+    plain: False where something traces the call: then views must be made anew, and there are no facts."""
+    global _last
+    if not plain:
+        return new_requests(table, lens, offsets, form)._replace(facts=None)
+    last = _last
+    try:
+        numbers = (table.data_ptr(), table.shape, table.stride(), lens.data_ptr(), lens.shape, form,
+                   None if offsets is None else offsets.shape)  # fmt: skip
+    except (AttributeError, RuntimeError):  # no tensors, or some without memory
+        return new_requests(table, lens, offsets, form)
+    if last.table is table and last.lens is lens and last.offsets is offsets and last.numbers == numbers:
+        return last.requests
+    found = new_requests(table, lens, offsets, form)
+    _last = _Given(table, lens, offsets, numbers, found)
+    return found
+
+
+def new_requests(table: Any, lens: Any, offsets: Any, form: Form) -> Requests:
+    """As `requests_of`, of a call that nothing traces; nothing is kept."""
+    if not isinstance(table, torch.Tensor) or not isinstance(lens, torch.Tensor) or not lens.dim():
+        return Requests(table, lens, offsets, -1, ())
+    if table.dim() != (2 if form.shared else 3):
+        raise ValueError(f"{form.name}: shape {tuple(table.shape)}, must have {2 if form.shared else 3} dimensions")
+    given = lens.dtype
+    if form.column and lens.dim() == 2 and lens.shape[1] == 1:
+        lens = lens.squeeze(1)
+    if given == torch.uint32:
+        lens = lens.view(torch.int32)
+    if form.shared:
+        table = table.unsqueeze(1).expand(-1, 2, -1)
+    counts = None if offsets is None else getattr(offsets, "shape", ())
+    return Requests(table, lens, offsets, lens.shape[0], (table.shape, given, lens.shape, counts))
+
+
+def pair(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as (pages, Hkv, P, D) views, one torch operation each. value: (k, v), each of that shape "HND", or
+    (pages, P, Hkv, D) "NHD"; or one tensor (pages, 1 or 2, ...) of both."""
+    if layout != "HND" and layout != "NHD":
+        raise UnknownName(f"kv_layout: {layout!r}, must be 'HND' or 'NHD'")
+    if isinstance(value, (tuple, list)):
+        if len(value) != 2:
+            raise ValueError(f"{name}: a tuple of {len(value)}, must be (k, v)")
+        k, v = value
+        if not isinstance(k, _Tensor) or not isinstance(v, _Tensor) or k.ndim != 4 or v.ndim != 4:
+            _refuse(f"{name} (K)", k, 4)
+            _refuse(f"{name} (V)", v, 4)
+        return (k, v) if layout == "HND" else (k.transpose(1, 2), v.transpose(1, 2))
+    if not isinstance(value, _Tensor) or value.ndim != 5 or value.shape[1] not in (1, 2):
+        _refuse(name, value, 5)
+        raise ValueError(f"{name}: shape {tuple(value.shape)}, the second dimension must be 1 or 2")
+    pages, both, a, b, dim = value.shape
+    s_page, s_both, s_a, s_b, s_dim = value.stride()
+    size, stride = (pages, a, b, dim), (s_page, s_a, s_b, s_dim)
+    if layout == "NHD":
+        size, stride = (pages, b, a, dim), (s_page, s_b, s_a, s_dim)
+    start = value.storage_offset()
+    return value.as_strided(size, stride, start), value.as_strided(size, stride, start + (both - 1) * s_both)
+
+
+def _refuse(name: str, value: Any, ndim: int) -> None:
+    """Raises where `value` is no tensor of so many dimensions."""
+    if not isinstance(value, _Tensor):
+        raise TypeError(f"{name}: {type(value).__name__}, must be a torch.Tensor")
+    if value.ndim != ndim:
+        raise ValueError(f"{name}: shape {tuple(value.shape)}, must have {ndim} dimensions")

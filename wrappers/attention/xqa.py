@@ -1,0 +1,174 @@
+"""`xqa`: decode attention in place, in the terms of FlashInfer's XQA."""
+
+from typing import Any
+
+import torch
+
+from ..checks import check_integer, check_one_of, check_shape, listed
+from ..plain import traced
+from .checks import E4M3, SIGNATURES, check_scale, drafts_of
+from .op import serve
+from .problem import Form, Problem, pair, requests_of
+
+PAGE_SIZES = (16, 32, 64, 128)
+FORM = Form("page_table", column=True)
+SIGNATURES["xqa"] = {
+    "kv": "k_cache, v_cache", "k": "k_cache", "v": "v_cache", "kv_lens": "seq_lens", "out": "output",
+    "cu_seqlens_q": "q_cu_seq_lens", "max_q_len": "q_seq_len", "scale": "q_scale * kv_scale", "out_scale": "kv_scale",
+    "scales": "k_sf_cache, v_sf_cache", "k_scales": "k_sf_cache", "v_scales": "v_sf_cache",
+    "interleaved": "v_scales_interleaved",
+}  # fmt: skip
+_Tensor = torch.Tensor
+_problem = Problem.__new__  # `_problem(Problem, ...)` is `Problem(...)`, less a dict: 0.4 us
+
+
+def xqa(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor,
+    output: torch.Tensor, workspace_buffer: torch.Tensor | None, semaphores: torch.Tensor | None, num_kv_heads: int,
+    page_size: int, sinks: torch.Tensor | None = None, q_scale: float | torch.Tensor = 1.0,
+    kv_scale: float | torch.Tensor | None = None, sliding_win_size: int = 0, kv_layout: str | int | None = "NHD",
+    sm_count: int | None = None, enable_pdl: bool | None = None, rcp_out_scale: float = 1.0, q_seq_len: int = 1,
+    mask: torch.Tensor | None = None, *, q_cu_seq_lens: torch.Tensor | None = None,
+    k_sf_cache: torch.Tensor | None = None, v_sf_cache: torch.Tensor | None = None,
+    v_scales_interleaved: bool = False, batch_invariant: bool = False,
+) -> None:  # fmt: skip
+    """Attention of one token, or of some drafts, a request over a paged KV cache that already holds them, written to
+    `output`.
+
+    o = kv_scale * softmax(q_scale * kv_scale / sqrt(D) * q k^T) v; kv_scale applies to caches of any dtype.
+
+    Args, upstream's order (FlashInfer):
+        q: (B, 1, Hq, D) fp16 or bf16; the second dimension is the beam width, 1. Drafts: (B, 1, q_seq_len, Hq, D), or
+            ragged (T, Hq, D) with q_cu_seq_lens, int32 or uint32 (B + 1,), and q_seq_len, the most of a request.
+        output: q's shape; its dtype or e4m3, which is multiplied by rcp_out_scale and saturated.
+        k_cache, v_cache: (pages, P, Hkv, D) "NHD" or (pages, Hkv, P, D) "HND", or flat (pages * P * Hkv, D), rows in
+            NHD order; q's dtype, e4m3, or uint8: packed NVFP4, last dimension D / 2, with k_sf_cache and v_sf_cache,
+            uint8 or e4m3 scale factors, last dimension D / 16, in the same order.
+        page_table: int32 (B, M); entries past a request's last page are not read, a negative one before it is a page
+            of zeros. seq_lens: uint32 or int32 (B, 1), KV length with the tokens.
+        num_kv_heads, page_size: Hkv, and P, one of 16, 32, 64, 128.
+        sinks: fp32 (Hkv, Hq / Hkv), join the softmax denominator, natural-log units, unscaled.
+        q_scale, kv_scale: a float or an fp32 tensor of one element (kv_scale None: 1).
+        sliding_win_size: W last positions are seen, 0: all.
+        kv_layout: an int in its place is sm_count, as in older signatures.
+        mask: uint16 (B, q_seq_len, W) or (T, W), W two for every 32 drafts: which drafts a draft sees, as
+            `trtllm_batch_decode_with_kv_cache` says; required where q_seq_len > 1.
+        v_scales_interleaved, batch_invariant: as there.
+
+    Accepted and not used: workspace_buffer, semaphores (whatever they hold), sm_count, enable_pdl (a hint).
+    ValueError rank, shape, stride, device; TypeError dtype; NotImplementedError what no kernel does.
+    """
+    if (k_sf_cache is None) != (v_sf_cache is None):
+        raise ValueError("k_sf_cache, v_sf_cache: one of the two is None, must be both or none")
+    for name, t in (("q", q), ("output", output), ("seq_lens", seq_lens)):
+        if not isinstance(t, _Tensor):
+            raise TypeError(f"{name}: {type(t).__name__}, must be a torch.Tensor")
+    if q_seq_len.__class__ is not int or q_seq_len < 1:
+        check_integer("q_seq_len", q_seq_len, 1)
+    rows, out = _tokens(q, output, q_seq_len, q_cu_seq_lens)
+    if q_cu_seq_lens is not None and getattr(q_cu_seq_lens, "dtype", None) == torch.uint32:
+        q_cu_seq_lens = q_cu_seq_lens.view(torch.int32)
+    requests = requests_of(page_table, seq_lens, q_cu_seq_lens, not traced(q), FORM)
+    if q_cu_seq_lens is None and requests.batch != q.shape[0]:
+        check_shape("seq_lens", seq_lens, (q.shape[0], 1), "batch, 1")
+    drafts = None
+    if mask is not None:
+        lead = (requests.batch, q_seq_len) if q_cu_seq_lens is None else (q.shape[0],)
+        drafts = drafts_of(mask, lead, q_seq_len, "q_seq_len", q.device)
+    elif q_seq_len > 1:
+        raise ValueError(f"mask: None, required where q_seq_len is {q_seq_len}")
+    if isinstance(kv_layout, int) or kv_layout is None:
+        kv_layout = "NHD"  # it was sm_count
+    if check_integer("page_size", page_size) not in PAGE_SIZES:
+        raise ValueError(f"page_size: {page_size}, must be one of {listed(PAGE_SIZES)}")
+    check_integer("num_kv_heads", num_kv_heads, 1)
+    size = page_size, num_kv_heads
+    caches = _paged("k_cache", k_cache, *size, kv_layout), _paged("v_cache", v_cache, *size, kv_layout)
+    k, v = pair("k_cache, v_cache", caches, kv_layout)
+    k_scales = v_scales = None
+    if k_sf_cache is not None:
+        factors = (
+            _factors("k_sf_cache", k_sf_cache, *size, kv_layout),
+            _factors("v_sf_cache", v_sf_cache, *size, kv_layout),
+        )
+        k_scales, v_scales = pair("k_sf_cache, v_sf_cache", factors, kv_layout)
+    _, heads, dim = rows.shape
+    if sinks is not None:
+        if not isinstance(sinks, _Tensor):
+            raise TypeError(f"sinks: {type(sinks).__name__}, must be a torch.Tensor")
+        check_shape("sinks", sinks, (num_kv_heads, heads // num_kv_heads), "KV heads, query heads of each")
+        sinks = sinks.reshape(heads)
+    window_left = check_integer("sliding_win_size", sliding_win_size, 0) - 1  # 0 is off there, negative here
+    q_factor, q_tensor = _factor("q_scale", q_scale, q.device)
+    out_scale, kv_tensor = _factor("kv_scale", 1.0 if kv_scale is None else kv_scale, q.device)
+    scale, scale_tensor = q_factor * out_scale * dim**-0.5, q_tensor if kv_tensor is None else kv_tensor
+    if q_tensor is not None and kv_tensor is not None:
+        scale_tensor = q_tensor * kv_tensor
+    check_scale("rcp_out_scale", rcp_out_scale, None, q.device)
+    if output.dtype == E4M3:
+        out_scale *= rcp_out_scale
+    serve(_problem(
+        Problem, "xqa", "decode", rows, k, v, requests, q_seq_len, scale, scale_tensor, out_scale, kv_tensor, True,
+        window_left, None, sinks, k_scales, v_scales, v_scales_interleaved, drafts, None, out, None, None, None, False,
+        batch_invariant, enable_pdl,
+    ))  # fmt: skip
+
+
+def _factor(name: str, value: Any, device: torch.device) -> tuple[float, torch.Tensor | None]:
+    """(float, tensor) whose product a scale is."""
+    if value.__class__ is float:
+        return value, None
+    scale, tensor = (1.0, value) if isinstance(value, _Tensor) else (value, None)
+    check_scale(name, scale, tensor, device)
+    return float(scale), None if tensor is None else tensor.reshape(1)
+
+
+def _tokens(
+    q: torch.Tensor, output: torch.Tensor, most: int, offsets: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and output as (T, Hq, D)."""
+    check_one_of("q: dtype", q.dtype, (torch.float16, torch.bfloat16))
+    drafts, ragged = most > 1 or q.dim() == 5, offsets is not None
+    if ragged:
+        shape, fits = "(tokens, heads, head_dim) with q_cu_seq_lens", q.dim() == 3
+    elif drafts:
+        shape, fits = f"(batch, beam width 1, q_seq_len {most}, heads, head_dim)", q.dim() == 5 and q.shape[2] == most
+    else:
+        shape, fits = "(batch, beam width 1, heads, head_dim)", q.dim() == 4
+    if not fits or not ragged and q.shape[1] != 1:
+        raise ValueError(f"q: shape {tuple(q.shape)}, must be {shape}")
+    if output.shape != q.shape:
+        check_shape("output", output, tuple(q.shape), "that of q")
+    check_one_of("output: dtype", output.dtype, (q.dtype, E4M3))
+    if ragged:
+        return q, output
+    if not drafts:
+        return q.squeeze(1), output.squeeze(1)
+    if not output.is_contiguous():
+        raise ValueError(f"output: strides {output.stride()}, must be contiguous where q_seq_len is given")
+    return q[:, 0].flatten(0, 1), output.view(-1, *q.shape[3:])
+
+
+def _paged(name: str, cache: Any, page_size: int, heads: int, layout: Any) -> torch.Tensor:
+    """A cache in 4 dimensions, checked against page_size and num_kv_heads."""
+    if not isinstance(cache, _Tensor):
+        raise TypeError(f"{name}: {type(cache).__name__}, must be a torch.Tensor")
+    if cache.dim() == 2:
+        if cache.shape[0] % (page_size * heads) or layout != "NHD" or not cache.is_contiguous():
+            given = f"shape {tuple(cache.shape)}, strides {cache.stride()}, {layout}"
+            pages = f"whole pages of {page_size} tokens x {heads} heads"
+            raise ValueError(f"{name}: {given}, a flat cache is contiguous, NHD, of {pages}")
+        return cache.view(-1, page_size, heads, cache.shape[1])
+    if cache.dim() != 4:
+        raise ValueError(f"{name}: shape {tuple(cache.shape)}, must have 2 or 4 dimensions")
+    inner = (page_size, heads) if layout == "NHD" else (heads, page_size)
+    if cache.shape[1:3] != inner and layout in ("NHD", "HND"):
+        check_shape(name, cache, (cache.shape[0], *inner, cache.shape[3]), f"{layout}, page_size, num_kv_heads")
+    return cache
+
+
+def _factors(name: str, factors: Any, page_size: int, heads: int, layout: Any) -> torch.Tensor:
+    """Scale factors in 4 dimensions, as e4m3."""
+    found = _paged(name, factors, page_size, heads, layout)
+    check_one_of(f"{name}: dtype", found.dtype, (torch.uint8, E4M3))
+    return found.view(E4M3)
