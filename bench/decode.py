@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from wrappers import reference, trtllm_batch_decode_with_kv_cache
+from wrappers.attention.problem import Problem, Requests
 
 from .attention import Ceilings, Result, Setup
 from .cases import attention as cases
@@ -72,16 +73,19 @@ def check(inputs: Inputs, out: torch.Tensor) -> str | None:
     for b in {0, len(lens) - 1}:
         offsets, own = torch.tensor([0, tokens], dtype=torch.int32), slice(b * tokens, (b + 1) * tokens)
         pages = table[b : b + 1, None].expand(-1, 2, -1)
-        problem = reference.PagedProblem(
+        requests = Requests(pages, lens[b : b + 1], offsets, 1, None)
+        problem = Problem(
+            "trtllm_batch_decode_with_kv_cache",
+            "decode",
             query[own],
             k,
             v,
-            pages,
-            lens[b : b + 1],
-            offsets,
+            requests,
+            tokens,
             inputs["bmm1_scale"],
+            None,
             inputs["bmm2_scale"],
-            causal=True,
+            None,
             k_scales=k_scales,
             v_scales=v_scales,
         )

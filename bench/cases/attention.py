@@ -9,6 +9,7 @@ import torch
 
 from wrappers import fp4, reference, trtllm_batch_context_with_kv_cache
 from wrappers.attention.explain import problem_of
+from wrappers.attention.problem import Problem, Requests
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 TOLERANCE = {"bf16": 1e-2, "fp16": 1e-3}  # 16-bit in and out, N(0, 1) data, against fp32; rtol = atol
@@ -259,7 +260,7 @@ def _distant(t: torch.Tensor) -> torch.Tensor:
     return whole.as_strided(t.shape, (step, *t.contiguous().stride()[1:])).copy_(t)
 
 
-def make_problem(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> reference.PagedProblem:
+def make_problem(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> Problem:
     """What the case computes, in the reference's terms; its query may be a slice of a wider tensor."""
     gen = torch.Generator(torch.device(device)).manual_seed(seed)
     wide_heads = case.heads_q * (2 if case.strided_q else 1)
@@ -289,22 +290,24 @@ def make_problem(case: AttentionCase, device: "torch.device | str" = "cpu", seed
         drafts = torch.randint(-(1 << 31), 1 << 31, shape, generator=torch.Generator().manual_seed(seed))
         drafts[:1] = 0  # sees no draft
         drafts = drafts.to(torch.int32).to(device)
-    return reference.PagedProblem(
-        q, k, v, table.to(device), torch.tensor(case.kv_lens, dtype=torch.int32, device=device),
-        torch.tensor([0, *case.q_lens]).cumsum(0).to(torch.int32).to(device), case.bmm1_scale, case.output_factor,
-        case.causal, case.window_left, case.soft_cap,
+    lens = torch.tensor(case.kv_lens, dtype=torch.int32, device=device)
+    offsets = torch.tensor([0, *case.q_lens]).cumsum(0).to(torch.int32).to(device)
+    return Problem(
+        f"trtllm_batch_{case.function}_with_kv_cache", "prefill" if case.function == "context" else "decode", q, k, v,
+        Requests(table.to(device), lens, offsets, case.batch, None), max([0, *case.q_lens]), case.bmm1_scale, None,
+        case.output_factor, None, case.causal, case.window_left, case.soft_cap,
         torch.randn(case.heads_q, generator=gen, device=device) if case.sink else None, k_scales, v_scales,
         case.interleaved, drafts,
     )  # fmt: skip
 
 
-def expected(case: AttentionCase, p: reference.PagedProblem) -> tuple[torch.Tensor, torch.Tensor]:
+def expected(case: AttentionCase, p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """(o (T, Hq, Dvo), lse (T, Hq)) in fp32; o as it is saturated, not as it is rounded."""
-    o, lse = reference.paged_attention(replace(p, window_left=case.kept - 1) if case.kept else p)
+    o, lse = reference.paged_attention(p._replace(window_left=case.kept - 1) if case.kept else p)
     return (o.clamp(-fp4.E4M3_MAX, fp4.E4M3_MAX) if case.out_dtype == "fp8" else o), lse
 
 
-def _tensors(case: AttentionCase, p: reference.PagedProblem) -> dict[str, Any]:
+def _tensors(case: AttentionCase, p: Problem) -> dict[str, Any]:
     """Arguments by trtllm's names that context and decode have in common. Outputs are NaN, and slices where the query
     is one."""
     distant = _distant if case.far else lambda t: t
@@ -321,12 +324,12 @@ def _tensors(case: AttentionCase, p: reference.PagedProblem) -> dict[str, Any]:
         "query": distant(p.q),
         "kv_cache": pools(p.k, p.v),
         "workspace_buffer": torch.zeros(1, dtype=torch.uint8, device=device),
-        "block_tables": p.page_table if case.separate_tables else p.page_table[:, 0].contiguous(),
-        "seq_lens": p.kv_lens.view(torch.uint32) if case.uint32_lens else p.kv_lens,
+        "block_tables": p.requests.page_table if case.separate_tables else p.requests.page_table[:, 0].contiguous(),
+        "seq_lens": p.requests.kv_lens.view(torch.uint32) if case.uint32_lens else p.requests.kv_lens,
         "max_q_len": max([0, *case.q_lens]),
         "bmm1_scale": scale("scale", case.bmm1_scale),
         "bmm2_scale": scale("out", case.out_scale),
-        "cum_seq_lens_q": p.cu_seqlens_q,
+        "cum_seq_lens_q": p.requests.cu_seqlens_q,
         "window_left": case.window_left,
         "kv_layout": case.layout,
         "sinks": p.sinks,
@@ -347,7 +350,7 @@ def _tensors(case: AttentionCase, p: reference.PagedProblem) -> dict[str, Any]:
     return inputs
 
 
-def context_arguments(case: AttentionCase, p: reference.PagedProblem) -> dict[str, Any]:
+def context_arguments(case: AttentionCase, p: Problem) -> dict[str, Any]:
     inputs = _tensors(case, p)
     inputs["kv_block_scales"] = inputs.pop("kv_cache_sf", None)
     return inputs | {
@@ -358,7 +361,7 @@ def context_arguments(case: AttentionCase, p: reference.PagedProblem) -> dict[st
     }
 
 
-def _mask_of(case: AttentionCase, p: reference.PagedProblem, equal: bool) -> torch.Tensor | None:
+def _mask_of(case: AttentionCase, p: Problem, equal: bool) -> torch.Tensor | None:
     """The public functions' uint16 words, two for every 32 drafts."""
     if p.drafts is None:
         return None
@@ -366,7 +369,7 @@ def _mask_of(case: AttentionCase, p: reference.PagedProblem, equal: bool) -> tor
     return words.unflatten(0, (case.batch, -1)) if equal else words
 
 
-def decode_arguments(case: AttentionCase, p: reference.PagedProblem) -> dict[str, Any]:
+def decode_arguments(case: AttentionCase, p: Problem) -> dict[str, Any]:
     """As many tokens for each request are said by their number, else by offsets."""
     inputs, equal = _tensors(case, p), len(set(case.q_lens)) == 1
     if equal:
@@ -385,7 +388,7 @@ def decode_arguments(case: AttentionCase, p: reference.PagedProblem) -> dict[str
     }
 
 
-def xqa_arguments(case: AttentionCase, p: reference.PagedProblem) -> dict[str, Any]:
+def xqa_arguments(case: AttentionCase, p: Problem) -> dict[str, Any]:
     """As `decode_arguments`; one token each without a mask are the form without drafts."""
     t, equal, device = _tensors(case, p), len(set(case.q_lens)) == 1, p.q.device
     most, q, out = max(case.q_lens), t["query"], t["out"]
@@ -407,7 +410,8 @@ def xqa_arguments(case: AttentionCase, p: reference.PagedProblem) -> dict[str, A
         "mask": _mask_of(case, p, equal), "v_scales_interleaved": case.interleaved, "batch_invariant": case.invariant,
     }  # fmt: skip
     if not equal:
-        inputs["q_cu_seq_lens"] = p.cu_seqlens_q.view(torch.uint32)
+        assert p.requests.cu_seqlens_q is not None
+        inputs["q_cu_seq_lens"] = p.requests.cu_seqlens_q.view(torch.uint32)
     if len(caches) == 4:
         inputs |= {"k_sf_cache": caches[2].view(torch.uint8), "v_sf_cache": caches[3]}
     return inputs
