@@ -123,7 +123,7 @@ def refusal(feature: Feature, arch: str) -> str | None:
             continue
         rows = dispatch.explain(request, arch)
         if not any(reason is None for _, _, reason in rows):
-            return "; ".join(reason for _, _, reason in rows if reason)
+            return "; ".join(str(reason) for _, _, reason in rows if reason)
     return None
 
 

@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from . import decode, sm90
-from .problem import Problem
+from .problem import Problem, Refusal
 
 OPS = {"attention.decode": decode, "attention.sm90": sm90}  # in the order in which they are asked
 
@@ -14,17 +14,26 @@ class Answer(NamedTuple):
 
     op: str
     spec: Any
-    reason: str | None
+    reason: Refusal | None
 
 
-def refusal(module: Any, problem: Problem, spec: Any, arch: str) -> str | None:
+class Unsupported(NotImplementedError):
+    """No op serves a problem. field: of the problem, that the op meant for such problems refused."""
+
+    def __init__(self, answers: tuple[Answer, ...]):
+        super().__init__("; ".join(f"{op}: {reason}" for op, _, reason in answers))
+        found = [reason.field for _, _, reason in answers if reason]
+        self.field = next((field for field in found if field not in ("phase", "arch")), found[0])
+
+
+def refusal(module: Any, problem: Problem, spec: Any, arch: str) -> Refusal | None:
     """None where an op serves a problem with a spec, else the reason why not."""
-    if arch not in module.ARCHS:
-        return f"architecture {arch}: needs {' or '.join(module.ARCHS)}"
     if problem.phase != module.PHASE:
-        return f"phase {problem.phase}: serves {module.PHASE}"
+        return Refusal("phase", f"{problem.phase}: serves {module.PHASE}")
+    if arch not in module.ARCHS:
+        return Refusal("arch", f"{arch}: needs {' or '.join(module.ARCHS)}")
     if problem.page_size not in module.PAGE_SIZES:
-        return f"page_size {problem.page_size}: the kernel reads pages of {module.PAGE_SIZES} rows"
+        return Refusal("page_size", f"{problem.page_size}: the kernel reads pages of {module.PAGE_SIZES} rows")
     return module.supports(spec)
 
 
@@ -39,12 +48,12 @@ def explain(problem: Problem, arch: str) -> tuple[Answer, ...]:
 
 
 def select(problem: Problem, arch: str) -> tuple[str, Any]:
-    """(op, spec) of the kernel that serves the problem; NotImplementedError names what every op refused."""
+    """(op, spec) of the kernel that serves the problem; `Unsupported` names what every op refused."""
     answers = explain(problem, arch)
     for op, spec, reason in answers:
         if reason is None:
             return op, spec
-    raise NotImplementedError("no attention kernel: " + "; ".join(f"{op}: {reason}" for op, _, reason in answers))
+    raise Unsupported(answers)
 
 
 def shipped(arch: str) -> list[tuple[str, Any]]:

@@ -1,6 +1,17 @@
 """What a call asks of an attention kernel, in static terms. No kernel word in it: dispatch decides what runs."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Refusal(NamedTuple):
+    """Why a kernel does not serve a problem. field: of the problem, or "arch"."""
+
+    field: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.field} {self.why}"
 
 
 @dataclass(frozen=True)

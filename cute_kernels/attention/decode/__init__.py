@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar
 
-from ..problem import Problem
+from ..problem import Problem, Refusal
 from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
@@ -89,25 +89,25 @@ def candidate(problem: Problem, arch: str) -> Spec:
     return replace(spec, head_dim_vo=p.head_dim_vo, mask=mask, out=out)
 
 
-def supports(spec: Spec) -> str | None:
+def supports(spec: Spec) -> Refusal | None:
     """None where the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
     if spec.q not in DTYPES:
-        return f"q {spec.q}: the kernel has {', '.join(DTYPES)}"
+        return Refusal("q", f"{spec.q}: the kernel has {', '.join(DTYPES)}")
     if spec.kv.dtype not in (spec.q, *QUANTISED) or spec.kv.source != "paged":
-        return f"kv {spec.kv.source} {spec.kv.dtype}: the kernel has paged {', '.join((spec.q, *QUANTISED))}"
+        return Refusal("kv", f"{spec.kv.source} {spec.kv.dtype}: the kernel has paged {', '.join((spec.q, *QUANTISED))}")
     if spec.out not in ((spec.q, "e4m3"), (spec.q,)):
-        return f"out {', '.join(spec.out)}: the kernel has {spec.q}, e4m3"
+        return Refusal("out", f"{', '.join(spec.out)}: the kernel has {spec.q}, e4m3")
     if spec.head_dim_qk != spec.head_dim_vo or spec.head_dim_qk not in DIMS:
-        return f"head_dim {spec.dims}: the kernel has {', '.join(map(str, DIMS))}"
+        return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, DIMS))}")
     if spec.mask.causal != "always":
-        return "causal False: tokens of the kernel see no later keys"
+        return Refusal("causal", "False: tokens of the kernel see no later keys")
     if spec.schedule != "stream_k" or not spec.pack_gqa:
-        return f"schedule {spec.schedule}, pack_gqa {spec.pack_gqa}: the kernel has stream_k of packed rows"
+        return Refusal("schedule", f"{spec.schedule}, pack_gqa {spec.pack_gqa}: the kernel has stream_k of packed rows")
     t = spec.tile
     if t.rows_per_warp not in (FEW_ROWS, 2 * FEW_ROWS) or t.m not in t.heights:
-        return f"tile {t}: m is 8 or 16 rows (rows_per_warp) for each of a divisor of {t.warps} warps"
+        return Refusal("tile", f"{t}: m is 8 or 16 rows (rows_per_warp) for each of a divisor of {t.warps} warps")
     if t.n % (16 * t.warps):
-        return f"tile {t}: n is a multiple of 16 keys for each of {t.warps} warps"
+        return Refusal("tile", f"{t}: n is a multiple of 16 keys for each of {t.warps} warps")
     return None
 
 

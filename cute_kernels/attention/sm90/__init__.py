@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar, cast
 
-from ..problem import Problem
+from ..problem import Problem, Refusal
 from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec
 
 ARCHS = ("sm_90a",)
@@ -83,25 +83,25 @@ def candidate(problem: Problem, arch: str) -> Spec:
     return replace(spec, kv=KVSpec(p.kv), out=(p.out,), mask=mask, logits=logits)
 
 
-def supports(spec: Spec) -> str | None:
+def supports(spec: Spec) -> Refusal | None:
     """None where the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
     if spec.q not in DTYPES:
-        return f"q {spec.q}: the kernel has {', '.join(DTYPES)}"
+        return Refusal("q", f"{spec.q}: the kernel has {', '.join(DTYPES)}")
     if spec.kv.dtype != spec.q or spec.kv.source != "paged":
-        return f"kv {spec.kv.source} {spec.kv.dtype}: the kernel has paged {spec.q}"
+        return Refusal("kv", f"{spec.kv.source} {spec.kv.dtype}: the kernel has paged {spec.q}")
     if spec.out != (spec.q,):
-        return f"out {', '.join(spec.out)}: the kernel has {spec.q}"
+        return Refusal("out", f"{', '.join(spec.out)}: the kernel has {spec.q}")
     if spec.dims not in TILES:
-        return f"head_dim {spec.dims}: the kernel has {', '.join(map(str, TILES))}"
+        return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, TILES))}")
     if spec.mask.bits:
-        return "drafts: the kernel has no mask of bits"
+        return Refusal("drafts", "True: the kernel has no mask of bits")
     if spec.logits.skip:
-        return "skip-softmax: the kernel skips nothing"
+        return Refusal("skip", "True: the kernel has no skip-softmax")
     if spec.schedule != "tiles":
-        return f"schedule {spec.schedule}: the kernel has tiles"
+        return Refusal("schedule", f"{spec.schedule}: the kernel has tiles")
     t = spec.tile
     if t.m % 64 or not 64 <= t.m <= 192 or t.n % 16:
-        return f"tile {t}: m is 64, 128 or 192, n a multiple of 16"
+        return Refusal("tile", f"{t}: m is 64, 128 or 192, n a multiple of 16")
     return None
 
 

@@ -114,11 +114,6 @@ def ahead(spec):
     return not spec.pack_gqa and (spec.tile.q_in_regs or spec.tile.q_stages > 1)
 
 
-def score_to_log2(a, x: Tile, capped):
-    """What turns scores, as the softmax reduces them, into log2 units."""
-    return logits.capped_to_log2(a.logits.soft_cap) if capped else x.scales.score
-
-
 @cute.jit
 def scores(spec: cutlass.Constexpr, a, r: Registers, x: Tile, j: Int32, how: cutlass.Constexpr):
     """Soft cap, mask and new maxima of block j in r.s."""
@@ -127,13 +122,13 @@ def scores(spec: cutlass.Constexpr, a, r: Registers, x: Tile, j: Int32, how: cut
     at = [r.cols[0, c][1] - mine for c in range(cute.size(view, mode=[1]))]
     rows, cols = Rows(r.tokens, x.w.q_start, x.n), Cols(j * spec.tile.n + mine, at)
     logits.transform(spec, a, view, [x.scales.score] * cute.size(r.tokens), rows, cols, how.capped, how.masked)
-    softmax.update_max(r.st, view, score_to_log2(a, x, how.capped), LANES)
+    softmax.update_max(r.st, view, x.scales.reduced, LANES)
 
 
 @cute.jit
-def probabilities(a, r: Registers, x: Tile, row: cutlass.Constexpr, capped: cutlass.Constexpr):
+def probabilities(r: Registers, x: Tile, row: cutlass.Constexpr):
     """exp2 of a row of r.s."""
-    softmax.exp_and_sum(r.st, wgmma.rows_cols(r.s), score_to_log2(a, x, capped), row)
+    softmax.exp_and_sum(r.st, wgmma.rows_cols(r.s), x.scales.reduced, row)
 
 
 @cute.jit
@@ -178,11 +173,13 @@ def issue_pv(plan, s, r: Registers, i: Int32):
 
 @cute.jit
 def first_block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, i: Int32, capped: cutlass.Constexpr):
-    """The last KV block of a tile, item i of the pipes, its scores in r.s: P is left in r.p, its PV is owed."""
+    """The last KV block of a tile, item i of the pipes, its QK in flight: P is left in r.p, its PV is owed."""
     j = x.w.hi - 1
+    warpgroup.wait_group(0)
+    pipe.release(s.k_pipe, i)
     scores(spec, a, r, x, j, How(capped, True))
     for row in cutlass.range_constexpr(cute.size(r.tokens)):
-        probabilities(a, r, x, row, capped)
+        probabilities(r, x, row)
         operand_p(r, row)
     valid = x.n.kv_len - j * spec.tile.n
     if valid < spec.tile.n and source(spec).cut(spec, valid):
@@ -215,15 +212,15 @@ def step(
     pass_turn(spec)
     warpgroup.wait_group(1)
     scores(spec, a, r, x, j, how)
-    probabilities(a, r, x, 0, how.capped)
+    probabilities(r, x, 0)
     # Always true (exp >= 0 >= -|scale|), but the compiler cannot know: it keeps the release behind the scores and the
     # wait behind the release, whatever a device tensor holds.
-    below = -cute.math.absf(score_to_log2(a, x, how.capped))
+    below = -cute.math.absf(x.scales.reduced)
     pipe.release_after(s.k_pipe, i + 1, wgmma.rows_cols(r.s)[0, 0], below)
     warpgroup.wait_group(0)
     pipe.release(s.v_pipe, i)
     operand_p(r, 0)
-    probabilities(a, r, x, 1, how.capped)
+    probabilities(r, x, 1)
     operand_p(r, 1)
     softmax.rescale(r.st, wgmma.rows_cols(r.o))
 
@@ -282,36 +279,19 @@ def set_tokens(spec: cutlass.Constexpr, r: Registers, w: Work, a):
 
 
 @cute.jit
-def run_blocks(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items, capped: cutlass.Constexpr):
-    """The KV blocks of a tile whose first scores are there, up to the PV of the last; returns that one's item."""
-    i = at.kv
-    first_block(spec, plan.args, s, r, x, i, capped)
+def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items, capped: cutlass.Constexpr):
+    """The KV blocks of a tile whose first QK is in flight, up to the PV of the last; returns that one's item."""
+    a, i = plan.args, at.kv
+    softmax.reset(r.st)
+    r.o.fill(0.0)
+    set_tokens(spec, r, x.w, a)
+    first_block(spec, a, s, r, x, i, capped)
     segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi)
     for g in cutlass.range_constexpr(len(segments)):
         lo, hi, masked = segments[g]
         for j in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
             step(spec, plan, s, r, x, Items(i, at.q), j, How(capped, masked))
             i += 1
-    return i
-
-
-@cute.jit
-def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items):
-    """The KV blocks of a tile whose first QK is in flight, up to the PV of the last; returns that one's item."""
-    a = plan.args
-    softmax.reset(r.st)
-    r.o.fill(0.0)
-    set_tokens(spec, r, x.w, a)
-    warpgroup.wait_group(0)
-    pipe.release(s.k_pipe, at.kv)
-    i = at.kv
-    if const_expr(spec.logits.soft_cap):  # a loop for each: a conditional in it would wait for MMAs
-        if a.logits.soft_cap > 0.0:
-            i = run_blocks(spec, plan, s, r, x, at, True)
-        else:
-            i = run_blocks(spec, plan, s, r, x, at, False)
-    else:
-        i = run_blocks(spec, plan, s, r, x, at, False)
     if const_expr(not spec.pack_gqa and not spec.tile.q_in_regs):
         pipe.release(s.q_pipe, at.q)
     return i
@@ -336,10 +316,13 @@ def next_tile(spec: cutlass.Constexpr, a, s, r: Registers, scales: Scales, t: In
 
 
 @cute.jit
-def math(spec: cutlass.Constexpr, plan, s):
+def run_tiles(spec: cutlass.Constexpr, plan, s, capped: cutlass.Constexpr):
+    """All tiles of the CTA."""
     a = plan.args
     r = registers(spec, plan, s)
-    scales = Scales(softmax.device_factor(a.logits.scale_log2, a.logits.scale), epilogue.scale_of(a))
+    score = softmax.device_factor(a.logits.scale_log2, a.logits.scale)
+    reduced = logits.capped_to_log2(a.logits.soft_cap) if const_expr(capped) else score
+    scales = Scales(score, reduced, epilogue.scale_of(a))
     if group_index() == spec.tile.warpgroups - 1:
         pass_turn(spec)
     at = Items(Int32(0), Int32(0))
@@ -351,9 +334,20 @@ def math(spec: cutlass.Constexpr, plan, s):
             if const_expr(not ahead(spec)):
                 start_tile(spec, plan, s, r, w, at)
             x = Tile(w, mask.lengths(spec, a, w.q_len, w.kv_len), scales)
-            i = run_tile(spec, plan, s, r, x, at)
+            i = run_tile(spec, plan, s, r, x, at, capped)
             w, t = next_tile(spec, a, s, r, scales, t)
             finish_pv(spec, plan, s, r, w, Items(i, at.q))
             store(spec, a, r, x.w, scales, False)
             at = Items(i + 1, at.q + 1)
         warpgroup.wait_group(0)
+
+
+@cute.jit
+def math(spec: cutlass.Constexpr, plan, s):
+    if const_expr(spec.logits.soft_cap):  # code for each: a conditional among MMAs would wait for them
+        if plan.args.logits.soft_cap > 0.0:
+            run_tiles(spec, plan, s, True)
+        else:
+            run_tiles(spec, plan, s, False)
+    else:
+        run_tiles(spec, plan, s, False)

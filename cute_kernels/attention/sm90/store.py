@@ -14,9 +14,11 @@ LANES = 4  # that have columns of a row of an accumulator
 
 
 class Scales(NamedTuple):
-    """score: raw scores to log2 units, before a soft cap. out: on the output."""
+    """score: of raw scores to log2 units. reduced: of what the softmax reduces, scores or capped ones. out: on the
+    output."""
 
     score: Float32
+    reduced: Float32
     out: Float32
 
 
@@ -45,10 +47,6 @@ def store_quad_row(a, token: Int32, head: Int32, values: cute.Tensor, keep):
 def store(spec: cutlass.Constexpr, a, r, w: Work, scales: Scales, empty: cutlass.Constexpr):
     """Normalise and write this thread's rows of O and LSE that belong to the request; `empty`: no row sees a key."""
     per_token = geometry.rows_per_token(spec, a)
-    to_log2 = scales.score
-    if const_expr(spec.logits.soft_cap):
-        if a.logits.soft_cap > 0.0:
-            to_log2 = logits.capped_to_log2(a.logits.soft_cap)
     o = wgmma.rows_cols(r.o)
     for k in cutlass.range_constexpr(cute.size(o, mode=[0])):
         row = w.m_block * spec.tile.m + r.cols[k, 0][0]
@@ -61,7 +59,7 @@ def store(spec: cutlass.Constexpr, a, r, w: Work, scales: Scales, empty: cutlass
         if const_expr(empty):
             values.fill(0.0)
         else:
-            normal = softmax.row_normalizer(r.st, k, to_log2, sink, LANES)
+            normal = softmax.row_normalizer(r.st, k, scales.reduced, sink, LANES)
             lse = normal.lse
             values.store(o[k, None].load() * (normal.factor * scales.out))
         store_quad_row(a, w.q_start + token, head, values, keep)
