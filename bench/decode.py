@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from wrappers import reference, trtllm_batch_decode_with_kv_cache
-from wrappers.attention.problem import Problem, Requests
+from wrappers.attention.explain import problem_of
 
 from .attention import Ceilings, Result, Setup
 from .cases import attention as cases
@@ -67,28 +67,14 @@ def kv_bytes(case: AttentionCase) -> int:
 def check(inputs: Inputs, out: torch.Tensor) -> str | None:
     """None where the first and the last request are right, else what is wrong."""
     table, lens, query = inputs["block_tables"], inputs["seq_lens"], inputs["query"]
-    k, v = inputs["kv_cache"]
-    k_scales, v_scales = inputs.get("kv_block_scales") or (None, None)
     tokens = inputs["max_q_len"]
     for b in {0, len(lens) - 1}:
-        offsets, own = torch.tensor([0, tokens], dtype=torch.int32), slice(b * tokens, (b + 1) * tokens)
-        pages = table[b : b + 1, None].expand(-1, 2, -1)
-        requests = Requests(pages, lens[b : b + 1], offsets, 1, None)
-        problem = Problem(
-            "trtllm_batch_decode_with_kv_cache",
-            "decode",
-            query[own],
-            k,
-            v,
-            requests,
-            tokens,
-            inputs["bmm1_scale"],
-            None,
-            inputs["bmm2_scale"],
-            None,
-            k_scales=k_scales,
-            v_scales=v_scales,
-        )
+        own = slice(b * tokens, (b + 1) * tokens)
+        problem = problem_of(
+            trtllm_batch_decode_with_kv_cache, query[own], inputs["kv_cache"], None, table[b : b + 1], lens[b : b + 1],
+            None, inputs["bmm1_scale"], inputs["bmm2_scale"], q_len_per_req=tokens,
+            kv_cache_sf=inputs.get("kv_block_scales"),
+        )  # fmt: skip
         error = (out[own].float() - reference.paged_attention(problem)[0]).abs().max()
         if not error <= TOLERANCE:
             return f"off by {float(error):.3g}"

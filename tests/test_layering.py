@@ -1,7 +1,8 @@
 """The shape of the code, held with `ast`: small pieces, and imports that only go down.
 
-tests, bench, tools -> wrappers -> {attention, topk}/dispatch -> kernels (sm90, sm100, combine, topk algorithms)
--> seams -> spec, geometry -> build, manifest, abi, device
+tests, bench, tools -> wrappers: signatures -> op -> plan -> checks, reference -> problem -> machine, scratch, runtime
+-> {attention, topk}/dispatch -> kernels (sm90, sm100, combine, topk algorithms) -> seams -> spec, geometry
+-> build, manifest, abi, device
 """
 
 import ast
@@ -166,6 +167,23 @@ def test_wrappers_import_plain_modules_only(file):
     assert not below(imports(file, top_only=True), "cute_kernels.build")
 
 
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Names along a cycle, the first once more at the end; none where there is no cycle."""
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name not in done:
+            for other in sorted(graph[name]):
+                if found := visit(other, (*path, name)):
+                    return found
+            done.add(name)
+        return []
+
+    return next(filter(None, (visit(name, ()) for name in graph)), [])
+
+
 def test_no_cycles_among_package_modules():
     """Imports, those inside functions too, form no cycle: any module can be imported first, and calls go down only."""
     modules = {f.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): f for f in FILES}
@@ -173,14 +191,13 @@ def test_no_cycles_among_package_modules():
         name: {other for other in imports(file) & modules.keys() if not f"{name}.".startswith(other + ".")}
         for name, file in modules.items()  # a module's own packages are imported before it in any case
     }
-    done: set[str] = set()
+    assert not cycle(graph)
 
-    def visit(name: str, path: tuple[str, ...]) -> None:
-        assert name not in path, " -> ".join([*path, name])
-        if name not in done:
-            for other in sorted(graph[name]):
-                visit(other, (*path, name))
-            done.add(name)
 
-    for name in graph:
-        visit(name, ())
+def test_cycles_are_seen(tmp_path, monkeypatch):
+    (tmp_path / "p").mkdir()
+    for name, text in (("a", "def f():\n    from . import b\n"), ("b", "from .c import x\n"), ("c", "from . import a")):
+        (tmp_path / "p" / f"{name}.py").write_text(text)
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    graph = {name: imports(f"p/{name[2:]}.py") & {"p.a", "p.b", "p.c"} for name in ("p.a", "p.b", "p.c")}
+    assert cycle(graph) == ["p.a", "p.b", "p.c", "p.a"] and not cycle(graph | {"p.a": set()})

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.cases import attention as cases
-from wrappers import fp4, reference
+from wrappers import fp4, reference, trtllm_batch_context_with_kv_cache
+from wrappers.attention.explain import problem_of
 from wrappers.reference import dense
 
 CPU = torch.device("cpu")
@@ -214,12 +215,10 @@ def test_nvfp4_cache_is_attention_on_dequantised_values(cache, layout):
 
 def test_interleaved_v_scales():
     inputs = cases.make_inputs(replace(cases.EDGE["plain"], kv_dtype="nvfp4", page_size=16))
-    from wrappers import checks
-
-    problem = checks.validate(checks.Call(**inputs)).problem
+    problem = problem_of(trtllm_batch_context_with_kv_cache, **inputs)
     want = reference.paged_attention(problem)
     linear = problem.v_scales
     stored = linear.unflatten(-2, (-1, 4)).transpose(-1, -2).reshape(linear.shape)
-    got = reference.paged_attention(replace(problem, v_scales=stored, v_scales_interleaved=True))
+    got = reference.paged_attention(problem._replace(v_scales=stored, interleaved=True))
     assert not torch.equal(stored.float(), linear.float())
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])

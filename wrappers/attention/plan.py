@@ -32,7 +32,9 @@ _empty, _empty_like = torch.empty, torch.empty_like
 
 def facts_of(p: Problem) -> Facts:
     """What a valid problem asks of a kernel."""
-    rows = p.max_q_len if p.requests.cu_seqlens_q is None else 1 << _bucket(p.max_q_len, p.q.shape[0])
+    rows = min(p.max_q_len, p.q.shape[0])
+    if p.requests.cu_seqlens_q is not None:  # plans depend on it by the power of two that bounds it
+        rows = 1 << max(rows - 1, 0).bit_length()
     return Facts(
         q=TYPES[p.q.dtype],
         kv=TYPES[p.k.dtype],
@@ -51,13 +53,6 @@ def facts_of(p: Problem) -> Facts:
         interleaved=bool(p.interleaved),
         batch_invariant=bool(p.batch_invariant),
     )
-
-
-def _bucket(most: int, tokens: int) -> int:
-    """Plans depend on the query tokens of a request by the power of two that bounds them. Negative for what is none."""
-    if tokens < most:
-        most = tokens
-    return (most - 1).bit_length() if most > 0 else most
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +107,7 @@ class Plan:
         if not tokens or not heads or not batch:
             return result
         flat[at.q], flat[at.k], flat[at.v], flat[at.kv_lens], flat[at.page_table] = q, k, v, kv_lens, page_table
-        flat[at.scale_log2], flat[at.out_factor] = scale * LOG2E, float(out_scale)
+        flat[at.scale_log2], flat[at.out_factor] = scale * LOG2E, out_scale + 0.0
         if o.dtype == checks.E4M3:
             flat[at.o_fp8] = o.view(torch.uint8)
         else:
@@ -226,14 +221,16 @@ def run(p: Problem) -> Any:
         batch_invariant, _,
     ) = p  # fmt: skip
     here = machine.current
+    _, _, offsets, _, facts = requests
     try:
         tokens, heads, dim = q.shape
-        equal = requests.cu_seqlens_q is None
+        rows = max_q_len if max_q_len < tokens else tokens
+        rows = (rows - 1).bit_length() if rows > 0 else rows
         key = (
-            phase, q.get_device(), q.dtype, heads, dim, k.dtype, k.shape, v.shape, requests.facts,
-            (tokens, max_q_len) if equal else _bucket(max_q_len, tokens), causal, window_left >= 0,
+            phase, q.get_device(), q.dtype, heads, dim, k.dtype, k.shape, v.shape, facts,
+            (tokens, max_q_len) if offsets is None else rows, causal, window_left >= 0,
             soft_cap and (1 if 0 < soft_cap < INF else -1), skip and (1 if 0 < skip < INF else -1),
-            None if sinks is None else sinks.shape, None if drafts is None else drafts.shape[1], interleaved,
+            None if sinks is None else sinks.numel(), None if drafts is None else drafts.shape[1], interleaved,
             None if k_scales is None else (k_scales.dtype, k_scales.shape),
             None if v_scales is None else (v_scales.dtype, v_scales.shape),
             None if out is None else out.dtype, out_dtype, out_sf_scale is None, batch_invariant,
