@@ -2,7 +2,7 @@
 
 All kernels run their cases in mode `eager`; those that stand for a structure run them in all modes, which must not
 change a bit. The covering set of features runs in `eager`, by whatever kernels dispatch chooses. Of the bf16 and the
-fp16 kernel of a spec one is simulated where their PTX is equal but for types. --all runs all kernels in all modes.
+fp16 kernel of a spec one is simulated where their PTX is equal but for types. --all runs all kernels in all modes, and repeats what build/simulated remembers (tools/ptxsim/memo.py).
 """
 
 import re
@@ -14,10 +14,11 @@ import pytest
 from cute_kernels import manifest
 from tests.conftest import ARCH, ROOT
 from tools import aot, ptxdiff
-from tools.ptxsim import launcher, workloads
+from tools.ptxsim import coverage, launcher, memo, workloads
 from tools.ptxsim.faults import Fault
 from tools.ptxsim.machine import MODES
 from tools.ptxsim.pool import pool
+from tools.ptxsim.run import Result
 
 pytestmark = pytest.mark.kernels
 SHIPPED = {manifest.label(op, spec): (op, spec) for op, spec in aot.shipped(ARCH)}
@@ -68,13 +69,19 @@ def problems_of_kernel(label: str, modes: tuple[str, ...], everything: bool) -> 
     if label in TWINS and not everything and equal_but_for_types(label):
         return []
     op, spec = SHIPPED[label]
-    family, found = family_of(op), []
+    family, found, eager = family_of(op), [], Result()
     for case in workloads.CASES[family](spec):
         bits = set()
         for mode in modes:
-            bits |= run(found, f"{case.name}, {mode}", family, spec, case, mode, everything)
+            outcome = run(found, f"{case.name}, {mode}", family, spec, case, mode, everything)
+            if outcome:
+                bits.add(outcome.bits)
+            if outcome and mode == "eager":
+                eager.add(outcome.result)
         if len(bits) > 1:
             found.append(f"{case.name}: bits depend on when asynchronous operations complete")
+    if coverage.BASELINE.exists() and not found:
+        found += coverage.grown({label: coverage.missing(eager).share})
     return found
 
 
@@ -85,17 +92,19 @@ def problems_of_feature(label: str, everything: bool) -> list[str]:
     return found
 
 
-def run(found: list[str], name: str, family: str, spec: Any, case: Any, mode: str, everything: bool) -> set[str]:
-    """Add what is wrong to `found`; the bits of the outcome, none where the run failed."""
+def run(
+    found: list[str], name: str, family: str, spec: Any, case: Any, mode: str, everything: bool
+) -> workloads.Outcome | None:
+    """The outcome, None where the run failed; adds what is wrong to `found`."""
     how = {"mode": mode, "seed": MODES.index(mode) if mode == "random" else 0}
     try:
         outcome = workloads.RUN[family](spec, case, ARCH, **how, memory=None if everything else MEMORY)
     except (Fault, NotImplementedError) as error:
         found.append(f"{name}: {error}")
-        return set()
+        return None
     if not outcome.error <= 1:
         found.append(f"{name}: {outcome.error:.2f} times the tolerance")
-    return {outcome.bits}
+    return outcome
 
 
 # ---- tests
@@ -119,6 +128,7 @@ def problems(request) -> Any:
         futures = {label: processes.submit(work[label][0], *work[label][1]) for label in order}
         yield lambda label: futures[label].result()
         processes.shutdown(cancel_futures=True)
+    memo.prune(MEMORY)
 
 
 @pytest.mark.parametrize("label", SHIPPED)
