@@ -2,7 +2,8 @@
 
 All kernels run their cases in mode `eager`; those that stand for a structure run them in all modes, which must not
 change a bit. The covering set of features runs in `eager`, by whatever kernels dispatch chooses. Of the bf16 and the
-fp16 kernel of a spec one is simulated where their PTX is equal but for types. --all runs all kernels in all modes, and repeats what build/simulated remembers (tools/ptxsim/memo.py).
+fp16 kernel of a spec one is simulated where their PTX is equal but for types. Launches that build/simulated remembers
+(tools/ptxsim/memo.py) are not repeated. With --all, all kernels run in all modes, twins too, and nothing is remembered.
 """
 
 import re
