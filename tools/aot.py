@@ -4,7 +4,7 @@
     python -m tools.aot build --arch sm_90a --only 'bf16_d128*' what matches, and what is valid there already
     python -m tools.aot list                                    what a bundle holds
     python -m tools.aot verify                                  hashes, loading, symbols
-    python -m tools.aot show bf16_d128_causal_paged16_m128n128s2 --sass
+    python -m tools.aot show bf16_d128_causal_paged_m128n128s3r --sass
 
 The process that runs kernels finds bundles by CUTE_KERNELS_BUNDLE; see wrappers/runtime.py.
 """
