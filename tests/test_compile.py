@@ -36,9 +36,10 @@ def covering() -> list[tuple[str, str, Any]]:
     found = []
     for op in dict.fromkeys(op for _, op, _ in BLACKWELL):
         archs = list(dict.fromkeys(arch for arch, other, _ in BLACKWELL if other == op))
-        specs = [spec for arch, other, spec in BLACKWELL if (arch, other) == (archs[0], op)]
-        chosen = workloads.STRUCTURES[op.split(".")[0]](specs)
-        found += [(archs[number % len(archs)], op, spec) for number, spec in enumerate(chosen)]
+        for number, arch in enumerate(archs):
+            specs = [spec for *where, spec in BLACKWELL if where == [arch, op]]
+            chosen = workloads.STRUCTURES[op.split(".")[0]](specs)
+            found += [(arch, op, spec) for spec in chosen[number :: len(archs)]]
     return found
 
 
