@@ -59,7 +59,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             if isinstance(report, pytest.TestReport):
                 seconds[report.nodeid.partition("::")[0]] += report.duration
     parts = [f"{file.removeprefix('tests/')} {spent:.0f} s" for file, spent in seconds.most_common() if spent >= 1]
-    terminalreporter.write_line("time: " + ", ".join(parts))
+    if parts:
+        terminalreporter.write_line("time: " + ", ".join(parts))
 
 
 @pytest.fixture(autouse=True)
