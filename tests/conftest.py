@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if BUILDING in config.stash:
         config.stash[BUILDING].kill()  # no harm where it has ended
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print where the time went: seconds by file, as tests/README.md lists them."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    parts = [f"{file.removeprefix('tests/')} {spent:.0f} s" for file, spent in seconds.most_common() if spent >= 1]
+    if parts:
+        terminalreporter.write_line("time: " + ", ".join(parts))
 
 
 @pytest.fixture(autouse=True)

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from cute_kernels import manifest
-from cute_kernels.attention import dispatch
-from cute_kernels.attention.args import AttentionArgs
+from cute_kernels.attention import args, dispatch
 from tests.conftest import ARCH, ROOT, build_bundle, finish, run_python, start_python
 from tools import aot, bundle
 
 pytestmark = pytest.mark.kernels
 OP, SPEC = dispatch.shipped(ARCH)[0]
-OTHER = dispatch.shipped(ARCH)[-1][1]
+OTHER = [spec for op, spec in dispatch.shipped(ARCH) if op == OP][-1]
 OBJECTS = ROOT / "build" / "obj"
 
 # A process that cannot import the DSL, as where it is not installed, and forks for each program that it is sent: all
@@ -118,20 +117,23 @@ def edit(copy):
 CHECKS = """
 import re
 import torch
-from cute_kernels.attention.args import AttentionArgs
+from cute_kernels.attention import args
 from tests.fake_cuda import tensor as T
 fn = runtime.kernel(op, spec, "sm_90a")
-dt = {"bf16": "bfloat16", "fp16": "float16"}[spec.dtype]
+dt = {"bf16": "bfloat16", "fp16": "float16"}[spec.q]
 qk, vo = spec.head_dim_qk, spec.head_dim_vo
-good = dict(
+tensors = dict(
     q=T((7, 8, qk), dt), k=T((4, 2, 16, qk), dt), v=T((4, 2, 16, vo), dt), o=T((7, 8, vo), dt),
     lse=T((0, 8), "float32"), cu_seqlens_q=T((3,), "int32"), kv_lens=T((2,), "int32"),
-    page_table=T((2, 2, 3), "int32"), tickets=T((8,), "int32"), sink=T((0,), "float32"), scale=T((0,), "float32"),
-    out_scale=T((0,), "float32"), k_scales=T((0, 1, 1, qk // 16), "uint8"), v_scales=T((0, 1, 1, vo // 16), "uint8"),
-    o8=T((0, 8, vo), "uint8"), drafts=T((0, 1), "int32"), part=T((0, 1, vo + 4), "float32"), scale_log2=1.0,
-    out_factor=1.0, soft_cap=0.0, skip=0.0, window_left=0, chunk=0, interleaved=0, grid=132, ticket=0, enable_pdl=0,
+    page_table=T((2, 2, 3), "int32"), sink=T((0,), "float32"), scale=T((0,), "float32"), out_scale=T((0,), "float32"),
+    o_fp8=T((0, 8, vo), "uint8"), draft_mask=T((0, 1), "int32"), counters=T((8,), "int32"),
+    o_partial=T((0, 1, vo + 4), "float32"),
 )
-good = AttentionArgs(**good)._asdict()
+numbers = dict(
+    scale_log2=1.0, out_factor=1.0, soft_cap=0.0, skip_threshold=0.0, window_left=0, causal=1, grid=132,
+    counter_base=0, enable_pdl=0, blocks_per_split=0,
+)
+good = {name: (tensors | numbers)[name] for name in args.fields(spec)}
 cases = {
     "good": {},
     "dtype": {"q": T((7, 8, qk), "float32")},
@@ -312,8 +314,8 @@ from cute_kernels.attention import dispatch
 from tools import bundle
 work, objects = map(Path, sys.argv[1:])
 arch = "sm_90a"
-shipped = dispatch.shipped(arch)
-old, new = shipped[0], shipped[-1]
+first = dispatch.shipped(arch)[0]
+old, *_, new = [kernel for kernel in dispatch.shipped(arch) if kernel[0] == first[0]]
 place = bundle.Place(work / "old", objects)
 bundle.build_bundle([old], arch, place, 1)
 class Crash(BaseException): pass
@@ -385,7 +387,7 @@ fn = runtime.kernel(op, spec, "{ARCH}")
 try:
     fn()
 except TypeError as error:
-    assert "Expects {len(AttentionArgs._fields)} parameters" in str(error)
+    assert "Expects {len(args.fields(SPEC))} parameters" in str(error)
 print(len(calls))
 """
     env = {"XDG_CACHE_HOME": str(tmp_path), "CUTE_KERNELS_BUNDLE": "/nowhere", "CUTE_DSL_ARCH": ARCH}

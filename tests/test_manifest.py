@@ -18,7 +18,7 @@ from tools import aot
 SHIPPED = aot.shipped(ARCH)
 OPS = sorted({op for op, _ in SHIPPED})
 OP, SPEC = dispatch.shipped(ARCH)[0]
-OTHER = dispatch.shipped(ARCH)[-1][1]
+OTHER = [spec for op, spec in dispatch.shipped(ARCH) if op == OP][-1]
 
 # ---- specs as JSON
 
@@ -77,22 +77,19 @@ def test_a_type_variable_stands_for_one_type(hint, data):
         manifest.from_json(hint, data)
 
 
+TILE = manifest.to_json(SPEC.tile)
+
+
 @pytest.mark.parametrize(
-    "data",
-    [
-        {"dtyp": "bf16"},
-        {"dtype": 16},
-        {"head_dim_qk": "128"},
-        {"soft_cap": 1},
-        {"tile": [128]},
-        {"tile": {"m": True}},
-        [],
-    ],
+    "change",
+    [{"heads": 8}, {"q": 16}, {"head_dim_qk": "128"}, {"pack_gqa": 1}, {"tile": [128]}, {"tile": TILE | {"m": True}}],
     ids=str,
 )
-def test_json_that_is_no_spec_is_refused(data):
+def test_json_that_is_no_spec_is_refused(change):
+    data = manifest.to_json(SPEC)
+    assert read(OP, data | {"tile": TILE}) == SPEC
     with pytest.raises((TypeError, ValueError)):
-        read(OP, data)
+        read(OP, data | change)
 
 
 # ---- keys

@@ -4,7 +4,7 @@
     python -m tools.aot build --arch sm_90a --only 'bf16_d128*' what matches, and what is valid there already
     python -m tools.aot list                                    what a bundle holds
     python -m tools.aot verify                                  hashes, loading, symbols
-    python -m tools.aot show bf16_d128_causal_paged16_m128n128s2 --sass
+    python -m tools.aot show bf16_d128_causal_paged_m128n128s3r --sass
 
 The process that runs kernels finds bundles by CUTE_KERNELS_BUNDLE; see wrappers/runtime.py.
 """
@@ -18,33 +18,26 @@ import time
 from fnmatch import fnmatchcase
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from cute_kernels import build, manifest
 from cute_kernels.attention import dispatch as attention
-from cute_kernels.attention.spec import AttentionSpec
 from cute_kernels.topk import dispatch as topk
-from cute_kernels.topk.spec import TopKSpec
 
 from . import bundle, inspect
 
 BUILD = manifest.build_folder()
-FAMILIES: dict[str, tuple[ModuleType, type]] = {  # operator family -> dispatch, spec
-    "attention": (attention, AttentionSpec),
-    "topk": (topk, TopKSpec),
-}
+FAMILIES = {"attention": attention, "topk": topk}  # operator family -> dispatch
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 
 
 def shipped(arch: str) -> list[bundle.Kernel]:
-    return [kernel for dispatch, _ in FAMILIES.values() for kernel in dispatch.shipped(arch)]
+    return [kernel for dispatch in FAMILIES.values() for kernel in dispatch.shipped(arch)]
 
 
 def spec_type(op: str) -> Any:
-    """What manifest.from_json makes specs of `op` as: `Spec` of its package, else the family's."""
-    package = import_module(f"cute_kernels.{op}")
-    return package.Spec if hasattr(package, "Spec") else FAMILIES[op.split(".")[0]][1]
+    """What manifest.from_json makes specs of `op` as."""
+    return import_module(f"cute_kernels.{op}").Spec
 
 
 def matches(kernel: bundle.Kernel, pattern: str) -> bool:
@@ -58,7 +51,7 @@ def parse_spec(text: str) -> bundle.Kernel:
     op, _, spec = text.partition("=")
     try:
         return op, manifest.from_json(spec_type(op), json.loads(spec))
-    except (ImportError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
         raise SystemExit(f"--spec wants OP=JSON of a spec: {error!r}") from error
 
 

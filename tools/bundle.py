@@ -221,7 +221,7 @@ def still_valid(out: Path, arch: str, spec_type: SpecType, toolchain: dict[str, 
     for entry in old.kernels if old.problem(arch) is None else []:
         try:
             spec = manifest.from_json(spec_type(entry["op"]), entry["spec"])
-        except (LookupError, ImportError, TypeError, ValueError):  # an op or a spec of other sources
+        except (AttributeError, ImportError, TypeError, ValueError):  # an op or a spec of other sources
             continue
         if manifest.key(entry["op"], spec, arch, toolchain) == entry["key"]:
             kept.append((entry["op"], spec))
