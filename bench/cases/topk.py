@@ -247,7 +247,8 @@ def make_inputs(case: TopKCase, device: torch.device = CPU, seed: int = 0) -> di
         return inputs | {"offsets": ints(-1000, 1000, case.rows)}
     batches = case.rows // 2 + 1 if case.batch_map else case.rows + 1
     columns = case.width_table or case.width // case.page_size + 3
-    table = ints(-3, 10_000 // case.page_size, batches, columns)
+    most = max(8, 10_000 // case.page_size)
+    table = ints(-1 - most // 8, most, batches, columns)
     if case.pad_table:
         flat = torch.empty(batches * (columns + case.pad_table), dtype=torch.int32, device=device)
         table = flat.as_strided(table.shape, (columns + case.pad_table, 1)).copy_(table)

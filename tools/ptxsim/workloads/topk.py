@@ -157,6 +157,7 @@ def patterns() -> list[Case]:
         special = ("special", "all bits", "tiny", "negative")
         calls = [replace(call, data=special, sorted=True), replace(call, data=special[::-1], tie_break=LARGE)]
         calls.append(TopKCase(RAGGED, plan.dtype, 3, 2700, 300, ("nan", "relu", "huge"), shift=5, pad=1))
+        calls.append(TopKCase(RAGGED, plan.dtype, 1, 500, 400, "huge"))  # few ties in the bin that filler is in
         found.append(Case(f"patterns {plan.dtype}", tuple(calls), plan))
     return found
 
@@ -246,6 +247,7 @@ def streams() -> list[Case]:
         sets = {
             "sample misleads": [
                 replace(call, data=("sample too high", "sample too low")),
+                replace(call, data="sample too high", k=120, rows=1),  # candidates are few less than k
                 replace(call, data=("normal", "constant"), k=1),
             ],
             "last ties": [replace(call, data=("filler", "sample too low"), tie_break=LARGE, shift=1)],
