@@ -180,17 +180,38 @@ def test_blocks_wait_for_each_other_only_if_resident():
         execute(body, grid=2, resident=1, limit=2000)
 
 
+MEET = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;\n"
+
+
 def test_shared_memory_of_a_cta_that_has_left():
-    body = """st.shared.b32 [%r4], %r1; barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
-    xor.b32 %r6, %r1, 1; mapa.shared::cluster.u32 %r7, %r4, %r6; ld.shared::cluster.b32 %r5, [%r7];
-    """
-    again = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;\n"
-    assert (execute(body + again, grid=2, cluster=2).reshape(2, 64) == [[1], [0]]).all()
+    write = "st.shared.b32 [%r4], %r1;" + MEET + "xor.b32 %r6, %r1, 1; mapa.shared::cluster.u32 %r7, %r4, %r6;\n"
+    read = "ld.shared::cluster.b32 %r5, [%r7];\n"
+    assert (execute(write + read + MEET, grid=2, cluster=2).reshape(2, 64) == [[1], [0]]).all()
+    with pytest.raises(Fault, match="exit: CTA slot . leaves, warp . reads shared 0x0 of CTA slot . without"):
+        execute(write + read, grid=2, cluster=2)
     late = """setp.eq.u32 %p1, %r1, 1; @%p1 bra OUT; mov.u32 %r8, 0;
     WASTE: add.s32 %r8, %r8, 1; setp.lt.u32 %p2, %r8, 300; @%p2 bra WASTE; ld.shared::cluster.b32 %r5, [%r7]; OUT:
     """
     with pytest.raises(Fault, match="of a CTA that has exited"):
-        execute(body + late, grid=2, cluster=2)
+        execute(write + late, grid=2, cluster=2)
+
+
+def test_cluster_waits_belong_to_arrivals():
+    assert (execute("mov.u32 %r5, 1;" + MEET + MEET, grid=2, cluster=2) == 1).all()
+    with pytest.raises(Fault, match="waits at the cluster barrier without having arrived"):
+        execute(MEET + "barrier.cluster.wait.aligned;\n", grid=2, cluster=2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_plain_accesses_are_ordered_after_atomics(mode):
+    body = """setp.ne.u32 %p1, %r0, 0; @%p1 bra JOIN; st.shared.b32 [%r3], 0; JOIN: bar.sync 0;
+    atom.shared.add.u32 %r6, [%r3], 1; {} ld{}.shared.u32 %r5, [%r3]; max.u32 %r5, %r5, 32; min.u32 %r5, %r5, 32;
+    """
+    assert (execute(body.format("bar.sync 0;", ""), mode=mode) == 32).all()
+    assert (execute(body.format("", ".volatile"), mode=mode) == 32).all()
+    for unordered in ("", "setp.eq.u32 %p2, %r0, 0; @%p2 st.shared.b32 [%r3], 5; bar.sync 0;"):
+        with pytest.raises(Fault, match=r"shared 0x0, .*warp \d.*, without synchronisation in between"):
+            execute(body.format(unordered, ""), mode=mode)
 
 
 def test_a_relaxed_arrival_hands_on_what_was_fenced_of_the_own_cta():

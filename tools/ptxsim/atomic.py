@@ -135,6 +135,7 @@ def put(t: Threads, x: Instruction, space: str, address: np.ndarray, values: np.
     words = flat >> 2
     if m.shared.reading[words].any() or m.shared.flying[words].any():
         raise Fault(f"{t.say(x)}: updates shared memory that an async operation uses")
+    m.shared.update(t.warp, words, t.say(x))
     for i, row in enumerate(values):
         m.shared.bytes.view(row.dtype)[flat // row.dtype.itemsize + i] = row
 

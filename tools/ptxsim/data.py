@@ -40,7 +40,7 @@ def read(
     if space == "param":
         return m.params[(address.astype(np.int64)[:, None] + np.arange(size))].copy().view(dtype).T
     if space.startswith("shared"):
-        return m.shared.load(t.warp, m.flat(t, address, size, x), dtype, count, t.say(x))
+        return m.shared.load(t.warp, m.flat(t, address, size, x), dtype, count, t.say(x), how == STRONG)
     raw = m.memory.load(m.memory.past(t.warp), address.astype(U64), dtype if count == 1 else f"V{size}", t.say(x), how)
     return raw.view(dtype).reshape(t.count, count).T
 

@@ -147,6 +147,7 @@ class Machine:
         self.touched = np.ones(self.threads, bool)  # wgmma registers written since the last wgmma.fence
         self.undefined: dict[int, dict[str, str]] = {}  # warp -> registers without a value, and why (undefined.py)
         self.cluster_phase = np.zeros(self.threads, np.int64)  # of the cluster barrier, after the last arrival
+        self.cluster_waited = np.zeros(self.threads, np.int64)  # the same, after the last wait
         self.events = 0  # counts everything that may let a wait succeed
         self.stalled: np.ndarray | None = None  # of the unit that runs: threads that stay
         self.unit = 0  # that runs

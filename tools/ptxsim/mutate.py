@@ -1,8 +1,9 @@
 """Fault injection: break one synchronisation of a kernel at a time and see whether the simulator notices.
 
-    python -m tools.ptxsim.mutate bf16_d64_full_paged_m192n128s4 [--limit N] [--jobs N]
+    python -m tools.ptxsim.mutate bf16_d64_full_paged_m192n128s4 [--limit N] [--mode MODE ...] [--jobs N]
 
-A mutant counts as noticed if any mode ends in a Fault or in wrong results. The unmutated control must pass every mode.
+A mutant counts as noticed if any case in any mode ends in a Fault or in wrong results; the first one ends its runs. The
+unmutated control must pass every mode.
 """
 
 import argparse
@@ -10,8 +11,9 @@ import random
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tools import aot
@@ -21,9 +23,8 @@ from .faults import Fault, Unsupported
 from .machine import MODES
 from .parse import Instruction, Kernel, parse
 from .pool import pool
-from .program import Program
 
-LIMIT = 200_000  # units: a mutant that spins is stopped early
+LIMIT = 40_000  # units, in `random` five times as many: a mutant that spins is stopped early
 _NOP = ("nop", ())
 
 
@@ -35,10 +36,6 @@ class Mutant:
     op: str = ""
     args: tuple[str, ...] = ()
 
-    def apply(self, kernel: Kernel) -> None:
-        if self.index >= 0:
-            kernel.instructions[self.index] = kernel.instructions[self.index]._replace(op=self.op, args=self.args)
-
 
 DROPPED = {  # opcode: what dropping it is called
     r"mbarrier\.arrive\.expect_tx.*": "arrive.expect_tx",
@@ -47,6 +44,11 @@ DROPPED = {  # opcode: what dropping it is called
     r"bar\.sync": "bar.sync",
     r"bar\.arrive": "bar.arrive",
     r"barrier\.cluster\..*": "barrier.cluster",
+    r"fence\.(acq_rel|sc)\..*": "fence.acq_rel",
+    r"(atom|red)\..*": "atom, red",
+    r"cp\.async\.(ca|cg|wait|mbarrier).*": "cp.async",
+    r"(ldmatrix|mma)\.sync.*": "ldmatrix, mma.sync",
+    r"st\.shared.*": "st.shared",
     r"fence\.proxy\.async.*": "fence.proxy.async",
     r"fence\.mbarrier_init.*": "fence.mbarrier_init",
     r"wgmma\.fence.*": "wgmma.fence",
@@ -85,6 +87,12 @@ def changed(i: int, x: Instruction) -> Iterator[Mutant]:
             swapped = ", ".join([parts[0], parts[2], parts[1], *parts[3:]])
             text = found[1] + swapped + found[3]
             yield Mutant("swap two coordinates of a load", i, x.line, x.op, (x.args[0], text, *x.args[2:]))
+    elif re.fullmatch(r"st\.global\.b32", x.op) and x.args[1] == "0":
+        yield Mutant("drop st.global of zero", i, x.line, *_NOP)
+    elif x.op == "fence.acq_rel.gpu":
+        yield Mutant("fence of the CTA alone", i, x.line, "fence.acq_rel.cta")
+    elif x.op == "bar.sync" and len(x.args) > 1 and x.args[0].isdigit():
+        yield Mutant("another barrier", i, x.line, x.op, (str(int(x.args[0]) ^ 8), *x.args[1:]))
     elif x.op.startswith("wgmma.wait_group") and x.args[0] == "0":
         yield Mutant("wait_group leaves one group", i, x.line, x.op, ("1",))
 
@@ -97,24 +105,27 @@ class Verdict:
     ran: bool  # some case executed the changed instruction
 
 
-def try_mutant(kernel: tuple[str, Any, str], mutant: Mutant) -> Verdict:
+def try_mutant(kernel: tuple[str, Any, str], modes: Sequence[str], mutant: Mutant) -> Verdict:
     op, spec, arch = kernel
-    program = Program(launcher.load(op, spec, arch).ptx, mutant.apply)
-    family = op.split(".")[0]
-    ran = lambda: any(u.run and u.first <= mutant.index < u.end for u in program.units)  # noqa: E731
-    for mode in MODES:
+    program = launcher.program(launcher.load(op, spec, arch).ptx)
+    if mutant.index >= 0:
+        program = program.changed(mutant.index, mutant.op, mutant.args)
+    family, ran = op.split(".")[0], False
+    for mode in modes:
+        how = {"mode": mode, "program": program, "limit": LIMIT * (5 if mode == "random" else 1), "seed": 1}
         for case in workloads.CASES[family](spec, thorough=True):
             try:
-                outcome = workloads.RUN[family](spec, case, arch, mode=mode, program=program, limit=LIMIT, seed=1)
+                outcome = workloads.RUN[family](spec, case, arch, **how)
             except Fault as fault:
                 return Verdict(mutant, mode, str(fault).split("\n")[0], True)
             except Unsupported as error:
                 return Verdict(mutant, mode, f"unsupported: {error}", True)
             if not outcome.error <= 1:
                 return Verdict(mutant, mode, "wrong results", True)
-        if mutant.index >= 0 and not ran():
+            ran |= mutant.index >= 0 and any(one[mutant.index] for one in outcome.result.executed.values())
+        if mutant.index >= 0 and not ran:
             break  # the cases are the same in every mode
-    return Verdict(mutant, "", "", ran())
+    return Verdict(mutant, "", "", ran)
 
 
 def report(verdicts: list[Verdict]) -> str:
@@ -157,18 +168,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("spec", nargs="+", help="names of shipped kernels")
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--limit", type=int, default=1 << 30, help="mutants a kernel, evenly from each kind")
+    parser.add_argument("--mode", action="append", choices=MODES, help="repeatable; all modes by default")
     parser.add_argument("--jobs", type=int, default=0, help="processes; one a core by default")
     args = parser.parse_args(argv)
+    modes = args.mode or list(MODES)
     for name in args.spec:
         op, spec = next(kernel for kernel in aot.shipped(args.arch) if kernel[1].name == name)
         kernel = (op, spec, args.arch)
         found = sample(list(mutants(parse(launcher.load(*kernel).ptx))), args.limit)
-        control = try_mutant(kernel, Mutant("control", -1, 0))
+        control = try_mutant(kernel, modes, Mutant("control", -1, 0))
         print(f"{name}: control {f'fails in {control.mode}: {control.why}' if control.mode else 'passes'}", flush=True)
         if control.mode:
             return 1
         with pool(args.jobs) as processes:
-            print(report(list(processes.map(try_mutant, [kernel] * len(found), found))), flush=True)
+            print(report(list(processes.map(partial(try_mutant, kernel, modes), found))), flush=True)
     return 0
 
 

@@ -1,7 +1,8 @@
 """A PTX kernel cut into units: straight-line runs of instructions that a group of threads executes as one."""
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,10 @@ class Unit:
 
 
 class Program:
-    """A translated kernel. change: edits the parsed kernel first (fault injection)."""
+    """A translated kernel."""
 
-    def __init__(self, ptx: str, change: Callable[[Kernel], None] | None = None) -> None:
+    def __init__(self, ptx: str) -> None:
         self.kernel = parse(ptx)
-        if change:
-            change(self.kernel)
         self.dynamic_start = -(-self.kernel.shared_bytes // 16) * 16
         self.registers = Registers(self.kernel)
         self.names = Names()
@@ -36,6 +35,19 @@ class Program:
         self.flows: dict[int, Any] = {}  # of units, as undefined.py needs them
         self.level = np.array([unit.level for unit in self.units], np.int8)
         self.waits = np.array([unit.waits for unit in self.units])
+
+    def changed(self, index: int, op: str, args: tuple[str, ...]) -> "Program":
+        """The program with another instruction in place of one that does not branch. Units stay as they are cut, and
+        all but one are shared with this program, so that each is translated once."""
+        other = copy.copy(self)
+        instructions = list(self.kernel.instructions)
+        instructions[index] = instructions[index]._replace(op=op, args=args)
+        other.kernel = replace(self.kernel, instructions=instructions)
+        number = next(i for i, unit in enumerate(self.units) if unit.first <= index < unit.end)
+        other.units = list(self.units)
+        other.units[number] = replace(self.units[number], run=None)
+        other.flows = {}
+        return other
 
     def code(self, number: int) -> Callable[[Any], Any]:
         """The function of a unit, translated at its first use."""

@@ -164,4 +164,6 @@ def leave(m: Machine) -> None:
     for cluster in list(m.state.cluster):
         settle_cluster(m, cluster)
     whole = m.done.reshape(m.slots, -1).all(1)
-    m.shared.gone = set(np.flatnonzero(whole).tolist())
+    for slot in set(np.flatnonzero(whole).tolist()) - m.shared.gone:
+        m.shared.check_exit(slot)
+        m.shared.gone.add(slot)

@@ -1,7 +1,8 @@
 """Shared memory of the resident CTAs, with a shadow that finds races whatever the schedule of this run is.
 
 Per 4-byte word the shadow knows who wrote it last (component and event, see order.py), which warps have read it since,
-and how many asynchronous reads and writes are under way. Of accesses below 4 bytes, those by different warps to parts
+and how many asynchronous reads and writes are under way; of atomics it knows the last one, which plain accesses must
+have in their past. Of accesses below 4 bytes, those by different warps to parts
 of one word are not checked for order.
 
 A shared address is (CTA rank in the cluster << 24) + offset, as on hardware; user memory begins at offset 1024.
@@ -33,6 +34,9 @@ class Shared:
         self.readers = np.zeros((words, warps_per_slot), np.int32)  # last event at which each warp of the CTA read
         self.async_reader = np.full(words, EMPTY, np.int32)
         self.async_event = np.zeros(words, np.int32)
+        self.updater = np.full(words, EMPTY, np.int32)  # last warp whose atomic updated the word, and its event
+        self.update_event = np.zeros(words, np.int32)
+        self.updated = False  # any word
         self.reading = np.zeros(words, np.int16)
         self.flying = np.zeros(words, np.int16)
         self.gone: set[int] = set()  # slots whose CTA has exited
@@ -64,14 +68,18 @@ class Shared:
         return first if size <= 4 else first[:, None] + np.arange(size // 4)
 
     # ------------------------------------------------------------- generic proxy
-    def load(self, warps: np.ndarray, flat: np.ndarray, dtype: Any, count: int, what: str) -> np.ndarray:
-        """(count, n) elements; warps (n,) global warp numbers of the readers."""
+    def load(
+        self, warps: np.ndarray, flat: np.ndarray, dtype: Any, count: int, what: str, strong: bool = False
+    ) -> np.ndarray:
+        """(count, n) elements; warps (n,) global warp numbers of the readers. strong: atomic, volatile and so on."""
         dtype = np.dtype(dtype)
         words = self.words(flat, dtype.itemsize * count)
         by = warps if words.ndim == 1 else warps[:, None]
         part = dtype.itemsize * count < 4
         self.check_read(by, words, what, part)
-        if not part:
+        if self.updated and not strong:
+            self.check_updates(by, words, f"{what}: reads")
+        if not part and not strong:
             self.note_read(by, words)
         items = (flat // dtype.itemsize) + np.arange(count)[:, None]
         return elements(self.bytes, dtype)[items]
@@ -132,6 +140,8 @@ class Shared:
             )
         writer = self.writer[words]
         late = (writer >= 0) & (self.order.seen[by, np.maximum(writer, 0)] < self.event[words])
+        if self.updated:
+            self.check_updates(by, words, f"{what}: overwrites")
         apart = late & self.partly[words] if part else np.zeros_like(late)
         late &= ~apart
         if late.any():
@@ -141,6 +151,29 @@ class Shared:
             )
         self.check_readers(by, words, what)
         return apart | (part & (writer == SEVERAL))
+
+    def update(self, warps: np.ndarray, words: np.ndarray, what: str) -> None:
+        """Atomics of `warps` (n,) update words (n,)."""
+        self.check_readers(warps, words, what)
+        self.updated = True
+        self.updater[words], self.update_event[words] = warps, self.order.now(warps)
+
+    def check_updates(self, by: np.ndarray, words: np.ndarray, what: str) -> None:
+        updater = self.updater[words]
+        late = (updater >= 0) & (self.order.seen[by, np.maximum(updater, 0)] < self.update_event[words])
+        if late.any():
+            who = self.who(int(updater[late].flat[0]))
+            raise Fault(f"{what} {self._first(words, late)}, updated by {who}, without synchronisation in between")
+
+    def check_exit(self, slot: int) -> None:
+        """What other CTAs have read of a CTA's shared memory lies in its past when it exits."""
+        words = slice(slot * self.stride // 4, (slot + 1) * self.stride // 4)
+        seen = self.order.seen[slot * self.per_slot : (slot + 1) * self.per_slot].max(0)
+        reader = self.async_reader[words]
+        late = (reader >= 0) & (reader < self.order.warps) & (seen[np.maximum(reader, 0)] < self.async_event[words])
+        if late.any():
+            place, who = self.name(words.start * 4 + 4 * int(np.argmax(late))), self.who(int(reader[late][0]))
+            raise Fault(f"exit: CTA slot {slot} leaves, {who} reads {place} without synchronisation before that")
 
     def check_readers(self, by: np.ndarray, words: np.ndarray, what: str) -> None:
         """Everyone who read the words is in the past of the warps `by`: (1,), or one per word."""

@@ -110,11 +110,13 @@ def cluster_wait(x: Instruction, f: re.Match[str]) -> Op:
         for cluster in np.unique(m.first_slot[t.where]).tolist():
             mine = m.first_slot[t.where] == cluster
             point = m.state.cluster.get(cluster)
-            if point is None or (m.cluster_phase[t.index[mine]] == 0).any():
+            mark = t.index[mine]
+            if point is None or (m.cluster_phase[mark] == m.cluster_waited[mark]).any():
                 raise Fault(f"{t.say(x)}: waits at the cluster barrier without having arrived")
             stay |= mine & (m.cluster_phase[t.where] > point.phase)
             ready = mine & ~stay
             if ready.any():
+                m.cluster_waited[t.index[ready]] = m.cluster_phase[t.index[ready]]
                 m.order.acquire(np.unique(t.warp[ready]), point.clock)
         fail(t, stay)
         m.stalled = stay
