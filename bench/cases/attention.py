@@ -35,7 +35,8 @@ class AttentionCase:
     the others, whose sum weighs about as much; "steps": the last KEPT keys score STEP log2 units above all others (with
     STEP_SCALE), in "steps-mixed" below them for the last head. skip: threshold factor, with which `kept` last keys (0:
     all) must be left. drafts: a random mask of drafts; it and equal q_lens need no offsets. zero_page: a negative page
-    id in each table. far: pages, tokens and rows of all large tensors lie FAR_BYTES apart.
+    id in each table. q_unit: of the first query, the next ones' are smaller by powers of 8. far: pages, tokens and rows
+    of all large tensors lie FAR_BYTES apart.
     """
 
     name: str
@@ -72,6 +73,7 @@ class AttentionCase:
     invariant: bool = False
     uint32_lens: bool = False
     zero_page: bool = False
+    q_unit: float = 1.0
     far: bool = False
 
     @property
@@ -265,6 +267,9 @@ def make_problem(case: AttentionCase, device: "torch.device | str" = "cpu", seed
     gen = torch.Generator(torch.device(device)).manual_seed(seed)
     wide_heads = case.heads_q * (2 if case.strided_q else 1)
     q = torch.randn(sum(case.q_lens), wide_heads, case.head_dim_qk, generator=gen, device=device)
+    if case.q_unit != 1.0:
+        powers = torch.arange(q[..., 0].numel(), device=device).view(q[..., :1].shape) % 3
+        q *= case.q_unit * 8.0**-powers
     if case.data.startswith("steps"):
         q[..., 0] = 4
         if case.data == "steps-mixed":
@@ -313,9 +318,12 @@ def _tensors(case: AttentionCase, p: Problem) -> dict[str, Any]:
     distant = _distant if case.far else lambda t: t
     device, tokens = p.q.device, len(p.q)
 
+    def layer(t: torch.Tensor) -> torch.Tensor:  # the second of a model's
+        return distant(t) if case.far else torch.stack([torch.full_like(t, -1), t])[1]
+
     def pools(k: torch.Tensor, v: torch.Tensor) -> Any:
         found = _laid_out(case, k, v)
-        return tuple(distant(t) for t in found) if isinstance(found, tuple) else distant(found)
+        return tuple(layer(t) for t in found) if isinstance(found, tuple) else layer(found)
 
     def scale(name: str, value: float) -> Any:
         return torch.tensor([value], device=device) if name in case.device else value

@@ -30,6 +30,12 @@ FUNCTIONS: dict[str, tuple[Any, Any]] = {
 }
 
 
+DECODE_STRUCTURES = {  # (KV dtype, head_dim, 8 rows a warp): every type, head_dim and number of rows at least twice
+    ("", 64, True), ("", 128, False), ("", 256, True), ("fp8", 64, False), ("fp8", 128, True), ("nvfp4", 64, True),
+    ("nvfp4", 128, True), ("nvfp4", 128, False),
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Scenario:
     """Calls on a device of `sms` multiprocessors, the same case with the same data."""
@@ -71,17 +77,21 @@ def kernel_of(spec: Any) -> Kernel:
 
 
 def structure(spec: Any) -> Any:
-    """Specs of equal structure differ in types, masks and modifiers alone, which one mode shows."""
-    k = kernel_of(spec)
-    widest = k.same["kv_dtype"], k.few_rows
-    return k.decodes, k.packed, spec.head_dim_qk, spec.head_dim_vo, *(widest if k.decodes else (k.window or k.cap,))
+    """What sets a kernel's code apart but for types, masks and modifiers, which one mode shows; None where another head
+    dimension stands for it."""
+    k, dim = kernel_of(spec), spec.head_dim_qk
+    if k.decodes:
+        key = k.same["kv_dtype"], dim, spec.tile.rows_per_warp == FEW_ROWS
+        return key if key in DECODE_STRUCTURES else None
+    return dim, k.packed, k.general
 
 
 def structures(specs: Iterable[Any]) -> list[Any]:
-    """One shipped spec of every structure, bf16 where there is one: what runs in all modes."""
+    """A shipped spec of every structure, bf16 where there is one: what runs in all modes."""
     found: dict[Any, Any] = {}
     for spec in sorted(specs, key=lambda spec: kernel_of(spec).same["dtype"]):
-        found.setdefault(structure(spec), spec)
+        if structure(spec):
+            found.setdefault(structure(spec), spec)
     return list(found.values())
 
 
