@@ -28,7 +28,8 @@ class AttentionCase:
     """One call of a public function: "context", "decode" or "xqa". kv_dtype "": the query's; "nvfp4": packed.
 
     cache: "tuple" of K and V, "stacked" (pages, 2, ...), "shared" (pages, 1, ...), or, of xqa, "flat" rows. strided_q:
-    the query is a slice of a wider tensor. spare_pages: pages of the pool that no request owns.
+    the query has every second head of a wider tensor. sink: unit of the sinks, 0 for none; the first is -inf where it
+    is large. fresh: the call makes its outputs. spare_pages: pages of the pool that no request owns.
     scale: of the logits, 0 for D^-0.5; out_scale: of the output (xqa: kv_scale, and `scale` holds it once).
     o_scale: decode's, or xqa's rcp_out_scale. device: which scales are tensors: "scale", "log2", "out".
     data: "normal"; "needles": every row finds one key, far from the last and in a block of its own, 10 log2 units above
@@ -52,7 +53,7 @@ class AttentionCase:
     causal: bool = True
     window_left: int = -1
     soft_cap: float = 0.0
-    sink: bool = False
+    sink: float = 0.0
     lse: bool = True
     kv_dtype: str = ""
     cache: str = "tuple"
@@ -73,6 +74,7 @@ class AttentionCase:
     invariant: bool = False
     uint32_lens: bool = False
     zero_page: bool = False
+    fresh: bool = False
     q_unit: float = 1.0
     far: bool = False
 
@@ -274,7 +276,10 @@ def make_problem(case: AttentionCase, device: "torch.device | str" = "cpu", seed
         q[..., 0] = 4
         if case.data == "steps-mixed":
             q[:, case.heads_q - 1, 0] = -4
-    q = q.to(DTYPES[case.dtype])[:, : case.heads_q]
+    q = q.to(DTYPES[case.dtype])[:, :: wide_heads // case.heads_q]
+    sinks = torch.randn(case.heads_q, generator=gen, device=device) * case.sink
+    if case.sink > 1:
+        sinks[0] = -math.inf
     lists = _page_lists(case, seed)
     v_lists = _page_lists(case, seed + 1) if case.separate_tables else lists
     tokens = [_tokens(case, rows, n, gen) for rows, n in zip(q.split(case.q_lens), case.kv_lens, strict=True)]
@@ -301,8 +306,7 @@ def make_problem(case: AttentionCase, device: "torch.device | str" = "cpu", seed
         f"trtllm_batch_{case.function}_with_kv_cache", "prefill" if case.function == "context" else "decode", q, k, v,
         Requests(table.to(device), lens, offsets, case.batch, None), max([0, *case.q_lens]), case.bmm1_scale, None,
         case.output_factor, None, case.causal, case.window_left, case.soft_cap,
-        torch.randn(case.heads_q, generator=gen, device=device) if case.sink else None, k_scales, v_scales,
-        case.interleaved, drafts,
+        sinks if case.sink else None, k_scales, v_scales, case.interleaved, drafts,
     )  # fmt: skip
 
 
@@ -342,7 +346,6 @@ def _tensors(case: AttentionCase, p: Problem) -> dict[str, Any]:
         "kv_layout": case.layout,
         "sinks": p.sinks,
         "uses_shared_paged_kv_idx": not case.separate_tables,
-        "lse": distant(torch.full((tokens, case.heads_q), math.nan, device=device)) if case.lse else None,
         "return_lse": case.lse,
         "logits_soft_cap": case.soft_cap or None,
     }
@@ -351,10 +354,12 @@ def _tensors(case: AttentionCase, p: Problem) -> dict[str, Any]:
         inputs["kv_cache_sf"] = pools(p.k_scales, p.v_scales)
     if case.skip:
         inputs["skip_softmax_threshold_scale_factor"] = case.skip
-    if case.dtype != "fp8":  # an fp8 query has several output types: the caller chooses
-        heads = case.heads_q * (2 if case.strided_q else 1)
-        out = torch.full((tokens, heads, case.head_dim_vo), math.nan, device=device)
-        inputs["out"] = distant(out.to(DTYPES[case.out_dtype or case.dtype])[:, : case.heads_q])
+    if case.lse and not case.fresh:
+        inputs["lse"] = distant(torch.full((tokens, case.heads_q), math.nan, device=device))
+    if case.dtype != "fp8" and not case.fresh:  # an fp8 query has several output types: the caller chooses
+        every = 2 if case.strided_q else 1
+        out = torch.full((tokens, case.heads_q * every, case.head_dim_vo), math.nan, device=device)
+        inputs["out"] = distant(out.to(DTYPES[case.out_dtype or case.dtype])[:, ::every])
     return inputs
 
 
@@ -423,6 +428,15 @@ def xqa_arguments(case: AttentionCase, p: Problem) -> dict[str, Any]:
     if len(caches) == 4:
         inputs |= {"k_sf_cache": caches[2].view(torch.uint8), "v_sf_cache": caches[3]}
     return inputs
+
+
+def alone(case: AttentionCase, p: Problem) -> tuple[AttentionCase, Problem]:
+    """The case's first request, and what it computes."""
+    assert p.drafts is None
+    m, r = case.q_lens[0], p.requests
+    first = Requests(r.page_table[:1], r.kv_lens[:1], None if r.cu_seqlens_q is None else r.cu_seqlens_q[:2], 1, None)
+    first_case = replace(case, q_lens=case.q_lens[:1], kv_lens=case.kv_lens[:1])
+    return first_case, p._replace(q=p.q[:m], requests=first, max_q_len=m)
 
 
 def make_inputs(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> dict[str, Any]:

@@ -34,8 +34,8 @@ def prefill() -> list[Scenario]:
         replace(packed, name="page 256, shared, device scales", page_size=256, cache="shared", device=("scale", "out"),
                 out_scale=-1.7, kv_lens=(400, 9, 83)),
         # scores of any size
-        replace(packed, name="scale 1", scale=1.0, data="normal", kv_lens=(700, 9, 83)),
-        replace(wide, name="scale 1, head_dim 128", scale=1.0, data="normal", causal=False),
+        replace(packed, name="scale 1", scale=1.0, data="normal", kv_lens=(700, 9, 83), sink=30.0),
+        replace(wide, name="scale 1, head_dim 128", scale=1.0, data="normal", causal=False, fresh=True, strided_q=True),
         # rows and tiles without keys
         replace(plain, name="no keys, sink", q_lens=(3, 200, 7), kv_lens=(0, 9, 2)),
         replace(packed, name="no keys", q_lens=(3, 40, 7), kv_lens=(0, 9, 2), sink=False),
@@ -72,11 +72,11 @@ def decode() -> list[Scenario]:
         replace(many, name="page 16, window, separate tables", page_size=16, window_left=600, separate_tables=True),
         replace(many, name="page 128, fp16, stacked NHD", page_size=128, dtype="fp16", cache="stacked", layout="NHD"),
         replace(d128, name="page 32, strided, uint32", page_size=32, strided_q=True, uint32_lens=True),
-        replace(few, name="page 256, shared", page_size=256, cache="shared", kv_lens=(900, 0, 83)),
+        replace(few, name="page 256, shared NHD", page_size=256, cache="shared", layout="NHD", kv_lens=(900, 0, 83)),
         replace(many, name="cap, device scales", soft_cap=5.0, device=("log2", "out"), out_scale=-0.3, o_scale=7.0),
-        replace(few, name="scale 1", scale=1.0, data="normal"),
-        replace(many, name="scale 1, 12 rows", scale=1.0, data="normal"),
-        replace(e4m3, name="e4m3, e4m3 output", out_dtype="fp8", out_scale=90.0, o_scale=3.0, page_size=8),
+        replace(few, name="scale 1", scale=1.0, data="normal", sink=30.0),
+        replace(many, name="scale 1, 12 rows", scale=1.0, data="normal", fresh=True),
+        replace(e4m3, name="e4m3, e4m3 output", out_dtype="fp8", out_scale=300.0, o_scale=3.0, page_size=8),
         replace(e4m3, name="e4m3, 12 rows", q_lens=(4, 1), kv_lens=(1100, 300), page_size=64, o_scale=2.0, sink=False),
         replace(nvfp4, name="nvfp4", page_size=8),
         replace(nvfp4, name="nvfp4, interleaved, e4m3 output", q_lens=(4, 1), kv_lens=(1100, 300), page_size=16,
@@ -127,7 +127,7 @@ def xqa() -> list[Scenario]:
                 out_dtype="fp8", o_scale=30.0, device=("scale", "out"), out_scale=1.5, window_left=500),
         replace(one, name="ragged drafts", q_lens=(3, 0, 5), kv_lens=(140, 9, 83), drafts=True, layout="HND",
                 o_scale=30.0, page_size=128),
-        replace(one, name="nvfp4, interleaved", kv_dtype="nvfp4", interleaved=True, page_size=32, window_left=0),
+        replace(one, name="nvfp4, interleaved", kv_dtype="nvfp4", interleaved=True, page_size=32, zero_page=True),
     ]  # fmt: skip
     return [Scenario(case.name, (case,), SHARED_SMS) for case in found]
 
