@@ -100,7 +100,8 @@ def decode() -> list[Scenario]:
     facts: list[dict[str, Any]] = [
         {"dtype": "fp16"}, {"out_dtype": "fp8"}, {"kv_dtype": "fp8"}, {"layout": "NHD"}, {"device": ("scale",)},
         {"q_lens": (1, 7)}, {"head_dim_qk": 128, "head_dim_vo": 128}, {"kv_dtype": "fp8", "out_dtype": "fp8"},
-        {"dtype": "fp16", "kv_dtype": "fp8", "out_dtype": "fp8"},
+        {"dtype": "fp16", "kv_dtype": "fp8", "out_dtype": "fp8"}, {"q_lens": (2, 2)}, {"kv_dtype": "nvfp4"},
+        {"kv_dtype": "nvfp4", "interleaved": True}, {"drafts": True},
     ]  # fmt: skip
     turns = [replace(first, name=str(fact), **fact) for fact in facts]
     return [
