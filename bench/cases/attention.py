@@ -28,14 +28,16 @@ class AttentionCase:
     """One call of a public function: "context", "decode" or "xqa". kv_dtype "": the query's; "nvfp4": packed.
 
     cache: "tuple" of K and V, "stacked" (pages, 2, ...), "shared" (pages, 1, ...), or, of xqa, "flat" rows. strided_q:
-    the query is a slice of a wider tensor. spare_pages: pages of the pool that no request owns.
+    the query has every second head of a wider tensor. sink: unit of the sinks, 0 for none; the first is -inf where it
+    is large. fresh: the call makes its outputs. spare_pages: pages of the pool that no request owns.
     scale: of the logits, 0 for D^-0.5; out_scale: of the output (xqa: kv_scale, and `scale` holds it once).
     o_scale: decode's, or xqa's rcp_out_scale. device: which scales are tensors: "scale", "log2", "out".
     data: "normal"; "needles": every row finds one key, far from the last and in a block of its own, 10 log2 units above
     the others, whose sum weighs about as much; "steps": the last KEPT keys score STEP log2 units above all others (with
     STEP_SCALE), in "steps-mixed" below them for the last head. skip: threshold factor, with which `kept` last keys (0:
     all) must be left. drafts: a random mask of drafts; it and equal q_lens need no offsets. zero_page: a negative page
-    id in each table. far: pages, tokens and rows of all large tensors lie FAR_BYTES apart.
+    id in each table. q_unit: of the first query, the next ones' are smaller by powers of 8. far: pages, tokens and rows
+    of all large tensors lie FAR_BYTES apart.
     """
 
     name: str
@@ -51,7 +53,7 @@ class AttentionCase:
     causal: bool = True
     window_left: int = -1
     soft_cap: float = 0.0
-    sink: bool = False
+    sink: float = 0.0
     lse: bool = True
     kv_dtype: str = ""
     cache: str = "tuple"
@@ -72,6 +74,8 @@ class AttentionCase:
     invariant: bool = False
     uint32_lens: bool = False
     zero_page: bool = False
+    fresh: bool = False
+    q_unit: float = 1.0
     far: bool = False
 
     @property
@@ -265,11 +269,17 @@ def make_problem(case: AttentionCase, device: "torch.device | str" = "cpu", seed
     gen = torch.Generator(torch.device(device)).manual_seed(seed)
     wide_heads = case.heads_q * (2 if case.strided_q else 1)
     q = torch.randn(sum(case.q_lens), wide_heads, case.head_dim_qk, generator=gen, device=device)
+    if case.q_unit != 1.0:
+        powers = torch.arange(q[..., 0].numel(), device=device).view(q[..., :1].shape) % 3
+        q *= case.q_unit * 8.0**-powers
     if case.data.startswith("steps"):
         q[..., 0] = 4
         if case.data == "steps-mixed":
             q[:, case.heads_q - 1, 0] = -4
-    q = q.to(DTYPES[case.dtype])[:, : case.heads_q]
+    q = q.to(DTYPES[case.dtype])[:, :: wide_heads // case.heads_q]
+    sinks = torch.randn(case.heads_q, generator=gen, device=device) * case.sink
+    if case.sink > 1:
+        sinks[0] = -math.inf
     lists = _page_lists(case, seed)
     v_lists = _page_lists(case, seed + 1) if case.separate_tables else lists
     tokens = [_tokens(case, rows, n, gen) for rows, n in zip(q.split(case.q_lens), case.kv_lens, strict=True)]
@@ -296,8 +306,7 @@ def make_problem(case: AttentionCase, device: "torch.device | str" = "cpu", seed
         f"trtllm_batch_{case.function}_with_kv_cache", "prefill" if case.function == "context" else "decode", q, k, v,
         Requests(table.to(device), lens, offsets, case.batch, None), max([0, *case.q_lens]), case.bmm1_scale, None,
         case.output_factor, None, case.causal, case.window_left, case.soft_cap,
-        torch.randn(case.heads_q, generator=gen, device=device) if case.sink else None, k_scales, v_scales,
-        case.interleaved, drafts,
+        sinks if case.sink else None, k_scales, v_scales, case.interleaved, drafts,
     )  # fmt: skip
 
 
@@ -313,9 +322,12 @@ def _tensors(case: AttentionCase, p: Problem) -> dict[str, Any]:
     distant = _distant if case.far else lambda t: t
     device, tokens = p.q.device, len(p.q)
 
+    def layer(t: torch.Tensor) -> torch.Tensor:  # the second of a model's
+        return distant(t) if case.far else torch.stack([torch.full_like(t, -1), t])[1]
+
     def pools(k: torch.Tensor, v: torch.Tensor) -> Any:
         found = _laid_out(case, k, v)
-        return tuple(distant(t) for t in found) if isinstance(found, tuple) else distant(found)
+        return tuple(layer(t) for t in found) if isinstance(found, tuple) else layer(found)
 
     def scale(name: str, value: float) -> Any:
         return torch.tensor([value], device=device) if name in case.device else value
@@ -334,7 +346,6 @@ def _tensors(case: AttentionCase, p: Problem) -> dict[str, Any]:
         "kv_layout": case.layout,
         "sinks": p.sinks,
         "uses_shared_paged_kv_idx": not case.separate_tables,
-        "lse": distant(torch.full((tokens, case.heads_q), math.nan, device=device)) if case.lse else None,
         "return_lse": case.lse,
         "logits_soft_cap": case.soft_cap or None,
     }
@@ -343,10 +354,12 @@ def _tensors(case: AttentionCase, p: Problem) -> dict[str, Any]:
         inputs["kv_cache_sf"] = pools(p.k_scales, p.v_scales)
     if case.skip:
         inputs["skip_softmax_threshold_scale_factor"] = case.skip
-    if case.dtype != "fp8":  # an fp8 query has several output types: the caller chooses
-        heads = case.heads_q * (2 if case.strided_q else 1)
-        out = torch.full((tokens, heads, case.head_dim_vo), math.nan, device=device)
-        inputs["out"] = distant(out.to(DTYPES[case.out_dtype or case.dtype])[:, : case.heads_q])
+    if case.lse and not case.fresh:
+        inputs["lse"] = distant(torch.full((tokens, case.heads_q), math.nan, device=device))
+    if case.dtype != "fp8" and not case.fresh:  # an fp8 query has several output types: the caller chooses
+        every = 2 if case.strided_q else 1
+        out = torch.full((tokens, case.heads_q * every, case.head_dim_vo), math.nan, device=device)
+        inputs["out"] = distant(out.to(DTYPES[case.out_dtype or case.dtype])[:, ::every])
     return inputs
 
 
@@ -415,6 +428,15 @@ def xqa_arguments(case: AttentionCase, p: Problem) -> dict[str, Any]:
     if len(caches) == 4:
         inputs |= {"k_sf_cache": caches[2].view(torch.uint8), "v_sf_cache": caches[3]}
     return inputs
+
+
+def alone(case: AttentionCase, p: Problem) -> tuple[AttentionCase, Problem]:
+    """The case's first request, and what it computes."""
+    assert p.drafts is None
+    m, r = case.q_lens[0], p.requests
+    first = Requests(r.page_table[:1], r.kv_lens[:1], None if r.cu_seqlens_q is None else r.cu_seqlens_q[:2], 1, None)
+    first_case = replace(case, q_lens=case.q_lens[:1], kv_lens=case.kv_lens[:1])
+    return first_case, p._replace(q=p.q[:m], requests=first, max_q_len=m)
 
 
 def make_inputs(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> dict[str, Any]:

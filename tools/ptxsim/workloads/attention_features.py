@@ -4,12 +4,12 @@ be for every pipeline to wrap around.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from bench.cases.attention import KEPT, STEP, STEP_SCALE, AttentionCase
 
 from .attention import SHARED_SMS, Scenario
 
-REFUSED = ("prefill: no keys, sink",)  # by the simulator: it refuses fewer KV blocks than stages, though correct
 MANY = 70  # requests: the scheduler looks at 32 at a time
 
 
@@ -34,8 +34,8 @@ def prefill() -> list[Scenario]:
         replace(packed, name="page 256, shared, device scales", page_size=256, cache="shared", device=("scale", "out"),
                 out_scale=-1.7, kv_lens=(400, 9, 83)),
         # scores of any size
-        replace(packed, name="scale 1", scale=1.0, data="normal", kv_lens=(700, 9, 83)),
-        replace(wide, name="scale 1, head_dim 128", scale=1.0, data="normal", causal=False),
+        replace(packed, name="scale 1", scale=1.0, data="normal", kv_lens=(700, 9, 83), sink=30.0),
+        replace(wide, name="scale 1, head_dim 128", scale=1.0, data="normal", causal=False, fresh=True, strided_q=True),
         # rows and tiles without keys
         replace(plain, name="no keys, sink", q_lens=(3, 200, 7), kv_lens=(0, 9, 2)),
         replace(packed, name="no keys", q_lens=(3, 40, 7), kv_lens=(0, 9, 2), sink=False),
@@ -45,9 +45,16 @@ def prefill() -> list[Scenario]:
                 kv_lens=spread(MANY, {0: 5, 20: 9, 31: 40, 32: 130, 33: 7, 64: 33, 69: 12})),
         replace(packed, name="far", far=True, heads_q=4, kv_lens=(40, 9, 83)),
     ]  # fmt: skip
-    again = replace(packed, name="again", q_lens=(5, 2, 3), kv_lens=(40, 83, 9), heads_q=4)
-    calls = (again, replace(again, name="again, fp16", dtype="fp16"), again, replace(again, name="full", causal=False))
-    return [*(Scenario(case.name, (case,)) for case in found), Scenario("calls in turn", calls)]
+    # what a plan depends on: calls that differ in one fact, and an equal one at last
+    first = replace(packed, name="first", q_lens=(5, 2, 3), kv_lens=(40, 83, 9), heads_q=16, heads_kv=8, page_size=8)
+    rows, one = replace(first, name="many rows", q_lens=(70, 2, 3)), {"q_lens": (1, 1, 1)}
+    facts: list[dict[str, Any]] = [
+        {"dtype": "fp16"}, {"causal": False}, {"soft_cap": 6.0}, {"layout": "NHD"}, {"device": ("scale", "out")}, one,
+        one | {"function": "decode"},
+    ]  # fmt: skip
+    turns = [first, *(replace(first, name=str(fact), **fact) for fact in facts)]
+    turns += [rows, replace(rows, name="window", window_left=20), first]
+    return [*(Scenario(case.name, (case,)) for case in found), Scenario("calls in turn", tuple(turns))]
 
 
 def decode() -> list[Scenario]:
@@ -65,11 +72,11 @@ def decode() -> list[Scenario]:
         replace(many, name="page 16, window, separate tables", page_size=16, window_left=600, separate_tables=True),
         replace(many, name="page 128, fp16, stacked NHD", page_size=128, dtype="fp16", cache="stacked", layout="NHD"),
         replace(d128, name="page 32, strided, uint32", page_size=32, strided_q=True, uint32_lens=True),
-        replace(few, name="page 256, shared", page_size=256, cache="shared", kv_lens=(900, 0, 83)),
+        replace(few, name="page 256, shared NHD", page_size=256, cache="shared", layout="NHD", kv_lens=(900, 0, 83)),
         replace(many, name="cap, device scales", soft_cap=5.0, device=("log2", "out"), out_scale=-0.3, o_scale=7.0),
-        replace(few, name="scale 1", scale=1.0, data="normal"),
-        replace(many, name="scale 1, 12 rows", scale=1.0, data="normal"),
-        replace(e4m3, name="e4m3, e4m3 output", out_dtype="fp8", out_scale=90.0, o_scale=3.0, page_size=8),
+        replace(few, name="scale 1", scale=1.0, data="normal", sink=30.0),
+        replace(many, name="scale 1, 12 rows", scale=1.0, data="normal", fresh=True),
+        replace(e4m3, name="e4m3, e4m3 output", out_dtype="fp8", out_scale=300.0, o_scale=3.0, page_size=8),
         replace(e4m3, name="e4m3, 12 rows", q_lens=(4, 1), kv_lens=(1100, 300), page_size=64, o_scale=2.0, sink=False),
         replace(nvfp4, name="nvfp4", page_size=8),
         replace(nvfp4, name="nvfp4, interleaved, e4m3 output", q_lens=(4, 1), kv_lens=(1100, 300), page_size=16,
@@ -82,17 +89,30 @@ def decode() -> list[Scenario]:
         replace(many, name="drafts", drafts=True, q_lens=(40, 3), kv_lens=(200, 60), heads_q=2, heads_kv=1),
         replace(few, name="far", far=True, kv_lens=(140, 0, 83)),
         replace(nvfp4, name="nvfp4, far", far=True, kv_lens=(140, 0, 83)),
-        replace(few, name="invariant", invariant=True, kv_lens=(4200, 0, 83), heads_q=3, heads_kv=1, q_lens=(1, 1, 1)),
+        replace(few, name="invariant", invariant=True, kv_lens=(4300, 0, 83), q_lens=(1, 2, 3)),
+        replace(few, name="invariant, window", invariant=True, kv_lens=(5000, 0, 83), heads_q=3, heads_kv=1,
+                window_left=4400, out_dtype="fp8", device=("out",), out_scale=4.0),
+        replace(nvfp4, name="nvfp4, head_dim 256, interleaved", head_dim_qk=256, head_dim_vo=256, interleaved=True,
+                kv_lens=(300, 0, 83), heads_q=2),
+        replace(e4m3, name="e4m3, large queries", q_unit=2.0**20, scale=2.0**-21, data="normal", kv_lens=(300, 0, 83)),
     ]  # fmt: skip
-    twice = replace(few, name="twice", q_lens=(1, 1), kv_lens=(900, 1100))
+    first = replace(few, name="first", q_lens=(1, 1), kv_lens=(130, 300), heads_q=16, heads_kv=8, page_size=8)
+    facts: list[dict[str, Any]] = [
+        {"dtype": "fp16"}, {"out_dtype": "fp8"}, {"kv_dtype": "fp8"}, {"layout": "NHD"}, {"device": ("scale",)},
+        {"q_lens": (1, 7)}, {"head_dim_qk": 128, "head_dim_vo": 128}, {"kv_dtype": "fp8", "out_dtype": "fp8"},
+        {"dtype": "fp16", "kv_dtype": "fp8", "out_dtype": "fp8"}, {"q_lens": (2, 2)}, {"kv_dtype": "nvfp4"},
+        {"kv_dtype": "nvfp4", "interleaved": True}, {"drafts": True},
+    ]  # fmt: skip
+    turns = [replace(first, name=str(fact), **fact) for fact in facts]
     return [
         *(Scenario(case.name, (case,), SHARED_SMS) for case in found),
-        Scenario("again", (twice, replace(twice, name="fp16", dtype="fp16"), twice), SHARED_SMS),
+        Scenario("calls in turn", (first, *turns, first), SHARED_SMS),
         Scenario("40 parts", (replace(few, name="40 parts", q_lens=(1,), kv_lens=(5000,), heads_q=1, heads_kv=1),), 40),
         Scenario("skip", (
             replace(skip, skip=above, kept=KEPT), replace(skip, skip=below),
             replace(skip, data="steps-mixed", skip=above, heads_q=3, heads_kv=1),
             replace(skip, skip=above, kept=KEPT, heads_q=12, heads_kv=1, head_dim_qk=128, head_dim_vo=128),
+            replace(skip, skip=below, kept=KEPT, soft_cap=100.0, heads_q=3, heads_kv=1, scale=1.4 * STEP_SCALE),
         ), 1),
     ]  # fmt: skip
 
@@ -108,15 +128,14 @@ def xqa() -> list[Scenario]:
                 out_dtype="fp8", o_scale=30.0, device=("scale", "out"), out_scale=1.5, window_left=500),
         replace(one, name="ragged drafts", q_lens=(3, 0, 5), kv_lens=(140, 9, 83), drafts=True, layout="HND",
                 o_scale=30.0, page_size=128),
-        replace(one, name="nvfp4, interleaved", kv_dtype="nvfp4", interleaved=True, page_size=32, window_left=0),
+        replace(one, name="nvfp4, interleaved", kv_dtype="nvfp4", interleaved=True, page_size=32, zero_page=True),
     ]  # fmt: skip
     return [Scenario(case.name, (case,), SHARED_SMS) for case in found]
 
 
 def attention_features() -> list[Scenario]:
-    found = [
+    return [
         replace(scenario, name=f"{part.__name__}: {scenario.name}")
         for part in (prefill, decode, xqa)
         for scenario in part()
     ]
-    return [scenario for scenario in found if scenario.name not in REFUSED]

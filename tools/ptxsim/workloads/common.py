@@ -14,6 +14,7 @@ from .. import launcher
 from ..faults import Fault
 from ..run import Result
 
+INTEGERS = {"cu_seqlens_q", "kv_lens", "page_table", "counters", "draft_mask"}  # tensors of int32
 SMS = 2  # of the simulated GPU: CTAs of a persistent grid
 
 
@@ -67,10 +68,13 @@ def simulated(arch: str, results: list[Result], sms: int = SMS, only: Any = None
 
 
 def scratch_of(op: str, spec: Any, args: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(counters, scratch) of a launch."""
+    """(counters, scratch) of a launch, whose index tensors must be of the ABI's type: the simulator sees bytes."""
     if not op.startswith("attention"):
         return [], []
     named = dict(zip(fields(spec), args, strict=True))
+    for name in INTEGERS & named.keys():
+        if named[name].dtype != torch.int32:
+            raise Fault(f"{name}: {named[name].dtype}, must be torch.int32")
     return [named["counters"]], [named[name] for name in ("o_partial",) if name in named]
 
 

@@ -1,0 +1,75 @@
+"""The covering set of attention features: its data are what they are said to be, the reference agrees with it through
+the public functions, and what the scenarios watch is noticed."""
+
+import pytest
+import torch
+
+from bench.cases import attention as cases
+from bench.cases.attention import AttentionCase
+from cute_kernels.attention.args import fields
+from cute_kernels.attention.softmax import LAZY
+from tests.conftest import ARCH
+from tools import aot
+from tools.ptxsim.faults import Fault
+from tools.ptxsim.workloads import FEATURES, STRUCTURES, common
+from tools.ptxsim.workloads.attention import call, kernel_of
+from wrappers.reference import LOG2E
+
+SCENARIOS = FEATURES["attention"]()
+CALLS = {f"{s.name}: {case.name}": case for s in SCENARIOS for case in s.calls}
+
+
+@pytest.mark.parametrize("name", [name for name, case in CALLS.items() if not case.kept])
+def test_public_functions_give_what_a_case_expects(name):
+    """On CPU tensors they run the reference, which leaves out nothing where softmax may skip."""
+    assert call(CALLS[name])[1] <= 1
+
+
+def test_needles_grow_late_and_leave_the_others_half():
+    """Of every row the maximum grows by more than LAZY behind the first 128 keys that are visited, the last ones; the
+    keys below it keep a share that a wrong rescaling shows."""
+    case = AttentionCase("", q_lens=(5,), kv_lens=(1190,), heads_q=6, heads_kv=2, data="needles")
+    p = cases.make_problem(case)
+    _, lse = cases.expected(case, p)
+    k = cases.reference.gather(p.k, p.requests.page_table[0, 0], 1190).float()
+    q = p.q.float().unflatten(1, (2, 3))
+    scores = torch.einsum("mhgd,nhd->mhgn", q, k).flatten(1, 2) * p.scale * LOG2E
+    before, top = scores[..., -128:].amax(-1), scores.amax(-1)
+    assert (top - before > LAZY / 2).all()
+    assert (top - before > LAZY).sum() > 15  # of 30 rows
+    assert (2 ** (top - lse) < 0.7).all()
+
+
+def test_far_tensors_lie_far_apart():
+    case = AttentionCase("", far=True, kv_dtype="nvfp4", function="decode")
+    inputs = cases.decode_arguments(case, cases.make_problem(case))
+    tensors = [inputs["query"], inputs["out"], inputs["lse"], *inputs["kv_cache"], *inputs["kv_cache_sf"]]
+    assert all(t.stride(0) * t.element_size() == cases.FAR_BYTES for t in tensors)
+
+
+def test_tolerance_shrinks_with_the_keys():
+    case = AttentionCase("", q_lens=(1, 2), kv_lens=(30_000, 300), out_scale=2.0)
+    torch.testing.assert_close(case.atol().flatten(), torch.tensor([2e-3, 2e-2, 2e-2]))
+
+
+def test_counters_and_types_of_a_launch_are_looked_at():
+    with pytest.raises(Fault, match="behind the launch counter 1 is 3"):
+        common.check_zero([torch.tensor([0, 3])], "behind")
+    op, spec = next(kernel for kernel in aot.shipped(ARCH) if kernel[0] == "attention.decode")
+    named = {name: torch.zeros(1, dtype=torch.int32) for name in fields(spec)}
+    counters, scratch = common.scratch_of(op, spec, list(named.values()))
+    assert counters[0] is named["counters"] and scratch[0] is named["o_partial"]
+    with pytest.raises(Fault, match="kv_lens: torch.uint32"):
+        common.scratch_of(op, spec, list((named | {"kv_lens": torch.zeros(1, dtype=torch.uint32)}).values()))
+
+
+def test_structures_are_few_and_have_every_type_and_head_dim():
+    shipped = [spec for op, spec in aot.shipped(ARCH) if op.startswith("attention")]
+    found = STRUCTURES["attention"](shipped)
+    assert len(found) <= 16
+    for facts in (
+        lambda spec: kernel_of(spec).same["kv_dtype"],
+        lambda spec: (kernel_of(spec).decodes, spec.head_dim_qk, spec.head_dim_vo),
+        lambda spec: (kernel_of(spec).decodes, kernel_of(spec).packed, kernel_of(spec).few_rows),
+    ):
+        assert {facts(spec) for spec in found} == {facts(spec) for spec in shipped}
