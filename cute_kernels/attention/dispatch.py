@@ -18,12 +18,11 @@ class Answer(NamedTuple):
 
 
 class Unsupported(NotImplementedError):
-    """No op serves a problem. field: of the problem, that the op meant for such problems refused."""
+    """No op serves a problem. field: of the problem, or "arch", that the op meant for such problems refused."""
 
     def __init__(self, answers: tuple[Answer, ...]):
         super().__init__("; ".join(f"{op}: {reason}" for op, _, reason in answers))
-        found = [reason.field for _, _, reason in answers if reason]
-        self.field = next((field for field in found if field not in ("phase", "arch")), found[0])
+        self.field = next(reason.field for _, _, reason in answers if reason and reason.field != "phase")
 
 
 def refusal(module: Any, problem: Problem, spec: Any, arch: str) -> Refusal | None:

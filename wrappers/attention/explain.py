@@ -59,4 +59,4 @@ def explain(
     except NotImplementedError as error:
         return Explanation(None, tuple((op, str(error)) for op in dispatch.OPS))
     runs = next((f"{op} {spec.name}" for op, spec, reason in answers if reason is None), None)
-    return Explanation(runs, tuple((op, reason) for op, _, reason in answers if reason is not None))
+    return Explanation(runs, tuple((op, str(reason)) for op, _, reason in answers if reason is not None))

@@ -25,6 +25,7 @@ from .problem import Problem
 NO_WINDOW = 1 << 30  # window_left of a call without a window, where the kernel has one
 CHUNK = 4096  # keys of a part of a request in the invariant mode, rounded down to KV blocks
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", checks.E4M3: "e4m3", torch.uint8: "nvfp4", "nvfp4": "nvfp4"}
+FIELDS = {"arch": "q", "kv": "k", "page_size": "k", "head_dim": "q", "out": "out_dtype"}  # fact -> the tensor problem's, if other
 INF = float("inf")
 _Tensor = torch.Tensor  # module globals: an attribute look-up saved is 20 ns
 _empty, _empty_like = torch.empty, torch.empty_like
@@ -163,7 +164,11 @@ class Plan:
 def plan_for(p: Problem, arch: str, sms: int) -> Plan:
     """The plan of a valid problem; NotImplementedError where no kernel serves it."""
     facts = facts_of(p)
-    op, spec = dispatch.select(facts, arch)
+    try:
+        op, spec = dispatch.select(facts, arch)
+    except dispatch.Unsupported as error:
+        name = checks.names_of(p)(FIELDS.get(error.field, error.field))
+        raise NotImplementedError(f"{name}: no attention kernel: {error}") from error
     checks.kernel_tensors(p)
     here, device, heads = machine.current, p.q.device, p.q.shape[1]
     fn = here.kernel(op, spec, arch)

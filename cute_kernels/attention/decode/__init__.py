@@ -94,7 +94,8 @@ def supports(spec: Spec) -> Refusal | None:
     if spec.q not in DTYPES:
         return Refusal("q", f"{spec.q}: the kernel has {', '.join(DTYPES)}")
     if spec.kv.dtype not in (spec.q, *QUANTISED) or spec.kv.source != "paged":
-        return Refusal("kv", f"{spec.kv.source} {spec.kv.dtype}: the kernel has paged {', '.join((spec.q, *QUANTISED))}")
+        held = ", ".join((spec.q, *QUANTISED))
+        return Refusal("kv", f"{spec.kv.source} {spec.kv.dtype}: the kernel has paged {held}")
     if spec.out not in ((spec.q, "e4m3"), (spec.q,)):
         return Refusal("out", f"{', '.join(spec.out)}: the kernel has {spec.q}, e4m3")
     if spec.head_dim_qk != spec.head_dim_vo or spec.head_dim_qk not in DIMS:
