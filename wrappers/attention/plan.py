@@ -25,7 +25,7 @@ from .problem import Problem
 NO_WINDOW = 1 << 30  # window_left of a call without a window, where the kernel has one
 CHUNK = 4096  # keys of a part of a request in the invariant mode, rounded down to KV blocks
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", checks.E4M3: "e4m3", torch.uint8: "nvfp4", "nvfp4": "nvfp4"}
-FIELDS = {"arch": "q", "kv": "k", "page_size": "k", "head_dim": "q", "out": "out_dtype"}  # fact -> the tensor problem's, if other
+FIELDS = {"arch": "q", "kv": "k", "page_size": "k", "head_dim": "q", "out": "out_dtype"}  # fact -> field of Problem
 INF = float("inf")
 _Tensor = torch.Tensor  # module globals: an attribute look-up saved is 20 ns
 _empty, _empty_like = torch.empty, torch.empty_like
