@@ -133,6 +133,23 @@ def _ties(count: int) -> Any:
     return make
 
 
+def _bin(count: int) -> Any:
+    """As many scores as `count` are one of two neighbours that share a bin, one in 32 is larger, the others smaller."""
+
+    def make(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
+        scores = _ties(count)(gen, shape, dtype)
+        upper = torch.rand(shape, generator=gen, device=gen.device) < 0.5
+        return torch.where((scores == 1) & upper, 1 + 2**-7, scores)
+
+    return make
+
+
+def _seam(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
+    """Scores around 2^-8, where the bin of small magnitudes of fp32 and bf16 ends: no power of two wide."""
+    draw = torch.rand(shape, generator=gen, device=gen.device)
+    return (2**-8 * (1 + (draw - 0.5) / 16)).to(DTYPES[dtype])
+
+
 def sampled(width: int, size: int, lanes: int) -> torch.Tensor:
     """Which elements of an aligned row the sample of a streaming kernel holds: `size` keys in lines of 8 vectors."""
     vectors = (width + lanes - 1) // lanes
@@ -172,6 +189,8 @@ DATA: dict[str, Any] = {
     "filler": _filler,
     "256 ties": _ties(256),
     "257 ties": _ties(257),
+    "257 in a bin": _bin(257),
+    "seam": _seam,
     "sample too high": _sample(4096, 9.0, 0.0),  # of a kernel with a CTA a row
     "sample too low": _sample(4096, -9.0, 0.0),
     "cluster's sample too high": _sample(8192, 9.0, 0.0),

@@ -156,7 +156,8 @@ def patterns() -> list[Case]:
         call = TopKCase(TOP_K, plan.dtype, 4, 2700, 300)
         special = ("special", "all bits", "tiny", "negative")
         calls = [replace(call, data=special, sorted=True), replace(call, data=special[::-1], tie_break=LARGE)]
-        calls.append(TopKCase(RAGGED, plan.dtype, 3, 2700, 300, ("nan", "relu", "huge"), shift=5, pad=1))
+        calls.append(TopKCase(RAGGED, plan.dtype, 4, 2700, 300, ("nan", "relu", "huge", "filler"), shift=5, pad=1))
+        calls.append(TopKCase(RAGGED, plan.dtype, 1, 2700, 900, "seam"))
         calls.append(TopKCase(RAGGED, plan.dtype, 1, 500, 400, "huge"))  # few ties in the bin that filler is in
         found.append(Case(f"patterns {plan.dtype}", tuple(calls), plan))
     return found
@@ -168,10 +169,10 @@ def ties() -> list[Case]:
     for name in ("fp32_c1t256_n8192", "fp32_c3t512_n46080", "bf16_c4t512_n32768", "fp32_c16t512_n16384"):
         plan = kernel(name)
         width, above = 3000, 3000 // 32
-        data = ("256 ties", "257 ties", "shelf")
-        some = (0, 1, 130, 256, 257) if plan.cluster == 1 else (1, 130, 256)
+        data = ("256 ties", "257 ties", "257 in a bin", "shelf")
+        some = (0, 1, 130, 256, 257) if plan.cluster == 1 else (130, 256, 257)
         calls = [
-            TopKCase(RAGGED, plan.dtype, 3, width, above + more, data, tie_break=which)
+            TopKCase(RAGGED, plan.dtype, 4, width, above + more, data, tie_break=which)
             for more, which in product(some, (SMALL, LARGE))
         ]
         calls += [TopKCase(RAGGED, plan.dtype, 1, width, 1200, "shelf", tie_break=which) for which in (SMALL, LARGE)]
