@@ -137,6 +137,19 @@ def test_scratch_is_kept_for_a_stream_and_new_in_a_capture(here, launches, monke
     assert len(here.parts) == 1
 
 
+def test_explain(here):  # noqa: F811
+    """Nothing is launched or written; arguments are refused in the words of the function that was asked for."""
+    inputs, (given, _) = decode_of(PLAIN), xqa_inputs()
+    for function, call, head in ((trtllm_batch_decode_with_kv_cache, inputs, "bf16"), (xqa, given, "fp16")):
+        said = wrappers.explain(function=function, **call)
+        assert said.runs is not None and said.runs.startswith(f"attention.decode {head}_d64")
+        assert "phase decode" in dict(said.refused)["attention.sm90"]
+        assert wrappers.explain(function=function, arch="sm_80", **call).runs is None
+    assert not here.launches and inputs["out"].isnan().all() and given["output"].isnan().all()
+    with pytest.raises(TypeError, match="^k_cache, v_cache: K is"):
+        wrappers.explain(function=xqa, **given | {"v_cache": given["v_cache"].float()})
+
+
 BAD = {
     "mask": ({"mask": 3}, TypeError, "mask: int"),
     "mask, no query": ({"mask": torch.zeros(1), "query": None}, TypeError, "query"),
