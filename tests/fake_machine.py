@@ -9,6 +9,16 @@ import torch
 from wrappers.machine import Machine
 
 
+class Broken(BaseException):
+    """A promise of a kernel's callers that does not hold. Compiled code would not see it, so the host may not mistake
+    it for a refusal, as it would an Exception."""
+
+
+def promised(condition: Any, what: str = "") -> None:
+    if not condition:
+        raise Broken(what)
+
+
 class FakeMachine(Machine):
     """GPUs of `sms` SMs under CPU tensors, which lie on device None. kernel: (op, spec) -> a function that takes a
     launch's arguments. May be set between calls: `devices`, how many there are, `device`, the current one, its
@@ -26,15 +36,15 @@ class FakeMachine(Machine):
         self.waits: list[torch.device] = []  # for streams
 
     def facts(self, device: torch.device) -> tuple[str, int]:
-        assert device == torch.device("cpu")
+        promised(device == torch.device("cpu"))
         return self.known
 
     def kernel(self, op: str, spec: Any, arch: str) -> Callable[..., Any]:
-        assert arch == self.known[0]
+        promised(arch == self.known[0])
         fn = self.of(op, spec)
 
         def launch(*flat: Any) -> None:
-            assert self.device is None, "launched on the current device, which is not the tensors'"
+            promised(self.device is None, "launched on the current device, which is not the tensors'")
             fn(*flat)
 
         return launch
@@ -43,11 +53,11 @@ class FakeMachine(Machine):
         return tensor
 
     def is_capturing(self) -> bool:  # type: ignore[override]
-        assert self.device is None, "asked of another device"
+        promised(self.device is None, "asked of another device")
         return self.capturing
 
     def raw_stream(self, index: int | None) -> int:  # type: ignore[override]
-        assert index is None, "the stream of another device"
+        promised(index is None, "the stream of another device")
         return self.stream
 
     def current_device(self) -> int | None:  # type: ignore[override]

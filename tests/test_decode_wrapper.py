@@ -137,6 +137,36 @@ def test_scratch_is_kept_for_a_stream_and_new_in_a_capture(here, launches, monke
     assert len(here.parts) == 1
 
 
+def test_explain(here):  # noqa: F811
+    """Nothing is launched or written; arguments are refused in the words of the function that was asked for."""
+    inputs, (given, _) = decode_of(PLAIN), xqa_inputs()
+    for function, call, head in ((trtllm_batch_decode_with_kv_cache, inputs, "bf16"), (xqa, given, "fp16")):
+        said = wrappers.explain(function=function, **call)
+        assert said.runs is not None and said.runs.startswith(f"attention.decode {head}_d64")
+        assert "phase decode" in dict(said.refused)["attention.sm90"]
+        assert wrappers.explain(function=function, arch="sm_80", **call).runs is None
+    assert not here.launches and inputs["out"].isnan().all() and given["output"].isnan().all()
+    with pytest.raises(TypeError, match="^k_cache, v_cache: K is"):
+        wrappers.explain(function=xqa, **given | {"v_cache": given["v_cache"].float()})
+
+
+def test_a_planned_call_sees_what_its_key_does_not_hold(launches):  # noqa: F811
+    equal = decode_of(replace(PLAIN, q_lens=(2, 2)), cum_seq_lens_q=None, max_q_len=None, q_len_per_req=2)
+    packed4 = decode_of(replace(PLAIN, kv_dtype="nvfp4"))
+    k, v = packed4["kv_cache_sf"]
+    for good, change, message in (
+        (equal, {"q_len_per_req": 1}, r"query: 4 tokens, must be 2 x 1 \(seq_lens, q_len_per_req\)"),
+        (equal, {"out": equal["out"][1:]}, "out: shape"),
+        (packed4, {"kv_cache_sf": (k, v[:, :1])}, r"kv_cache_sf \(V\): shape"),
+        (packed4, {"kv_cache_sf": None}, "kv_cache_sf: required"),
+    ):
+        trtllm_batch_decode_with_kv_cache(**good)
+        count = len(launches)
+        with pytest.raises(ValueError, match=message):
+            trtllm_batch_decode_with_kv_cache(**good | change)
+        assert len(launches) == count
+
+
 BAD = {
     "mask": ({"mask": 3}, TypeError, "mask: int"),
     "mask, no query": ({"mask": torch.zeros(1), "query": None}, TypeError, "query"),
@@ -333,7 +363,7 @@ def test_options_that_keep_the_result(request, launched, change):
     check(inputs, trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs), **change), case.tolerance)
     for a in made:
         assert (a.blocks_per_split > 0) == ("batch_invariant" in change)
-        assert (a.skip_threshold > -math.inf) == (a.blocks_per_split == 0)
+        assert a.skip_threshold == (-math.inf if a.blocks_per_split else math.log2(1e-30))
 
 
 @pytest.mark.parametrize("invariant", [False, True])

@@ -10,7 +10,7 @@ import torch
 
 from bench.cases import attention as cases
 from cute_kernels.attention import args, geometry
-from tests.fake_machine import FakeMachine
+from tests.fake_machine import FakeMachine, promised
 from wrappers import FP4Tensor, explain, fp4, machine, reference, scratch, trtllm_batch_context_with_kv_cache
 from wrappers.attention import op
 from wrappers.attention.explain import problem_of
@@ -225,18 +225,23 @@ def check_arguments(spec, a):
         if value.stride(-1) != 1 and name != "lse" and value.shape[-1] != 1:
             raise ValueError(f"last stride of {name}")
     packed = 2 if spec.kv.dtype == "nvfp4" else 1
-    assert (a.k.shape[3] * packed, a.v.shape[3] * packed) == (spec.head_dim_qk, spec.head_dim_vo)
-    if packed == 2:
-        for scales, values in ((a.k_scales, a.k), (a.v_scales, a.v)):
-            assert scales.shape == (*values.shape[:3], values.shape[3] // 8)
+    last = dict(q=spec.head_dim_qk, k=spec.head_dim_qk // packed, v=spec.head_dim_vo // packed, o=spec.head_dim_vo,
+                o_fp8=spec.head_dim_vo, k_scales=spec.head_dim_qk // 16, v_scales=spec.head_dim_vo // 16,
+                o_partial=spec.head_dim_vo + 4)  # fmt: skip
+    if any(getattr(a, name).shape[-1] != size for name, size in last.items() if hasattr(a, name)):
+        raise ValueError("last dimension")
     tokens, heads, _ = a.q.shape
+    promised(a.k.shape[:3] == a.v.shape[:3] and heads % a.k.shape[1] == 0)
+    if packed == 2:
+        promised(a.k_scales.shape[:3] == a.v_scales.shape[:3] == a.k.shape[:3])
     for name in ("o", "o_fp8", "lse", "draft_mask"):
         t = getattr(a, name, a.lse)
-        assert len(t) in (0, tokens) and (name == "draft_mask" or t.shape[1] == heads)
-    assert (len(getattr(a, "o_fp8", ())) == 0) != (len(a.o) == 0) or tokens == 0
+        promised(len(t) in (0, tokens) and (name == "draft_mask" or t.shape[1] == heads), name)
+    promised((len(getattr(a, "o_fp8", ())) == 0) != (len(a.o) == 0) or tokens == 0)
     batch = len(a.kv_lens)
-    assert a.page_table.shape[:2] == (batch, 2) and a.cu_seqlens_q.shape == (batch + 1,)
-    assert len(a.sink) in (0, heads) and len(a.scale) in (0, 1) and len(a.out_scale) in (0, 1)
+    promised(a.page_table.shape[:2] == (batch, 2) and a.cu_seqlens_q.shape == (batch + 1,))
+    promised(len(a.sink) in (0, heads) and len(a.scale) in (0, 1) and len(a.out_scale) in (0, 1))
+    promised(a.scale_log2 > 0 and tokens and heads and batch)
 
 
 def check_schedule(spec, a):
@@ -244,9 +249,9 @@ def check_schedule(spec, a):
     group = a.q.shape[1] // a.k.shape[1] if spec.pack_gqa else 1
     rows = [n * group for n in a.cu_seqlens_q.diff().tolist()]
     tiles = sum(-(-n // spec.tile.m) for n in rows) * (a.q.shape[1] // group)
-    assert 1 <= a.grid <= SMS and (a.grid >= tiles or a.grid == SMS)
-    assert not a.counters.any() and -1 <= a.counter_base < max(1, len(a.counters))
-    assert a.enable_pdl in (0, 1) and 0 <= getattr(a, "window_left", 0) <= 1 << 30
+    promised(1 <= a.grid <= SMS and (a.grid >= tiles or a.grid == SMS))
+    promised(not a.counters.any() and -1 <= a.counter_base < max(1, len(a.counters)))
+    promised(a.enable_pdl in (0, 1) and 0 <= getattr(a, "window_left", 0) <= 1 << 30)
     if spec.schedule == "tiles":
         return
     slots, counters = 2 * a.grid, a.grid
@@ -255,9 +260,9 @@ def check_schedule(spec, a):
         cut = [-(-n // geometry.tile_m(spec, n)) for n in rows]  # as the kernel cuts them
         slots = sum(m * max(1, -(-n // a.blocks_per_split)) for m, n in zip(cut, blocks)) * a.k.shape[1]
         counters = slots
-    assert a.counter_base >= 0 and len(a.counters) - a.counter_base >= counters
-    assert len(a.o_partial) >= slots and a.o_partial.is_contiguous()
-    assert a.o_partial.shape[1:] == (spec.tile.m, spec.head_dim_vo + 4)
+    promised(a.counter_base >= 0 and len(a.counters) - a.counter_base >= counters)
+    promised(len(a.o_partial) >= slots and a.o_partial.is_contiguous())
+    promised(a.o_partial.shape[1:] == (spec.tile.m, spec.head_dim_vo + 4))
 
 
 @pytest.fixture
@@ -397,6 +402,8 @@ def test_nothing_is_launched_without_tokens(launches):
     assert o.shape == (0, 4, 64) and lse.shape == (0, 4)
     none = replace(PLAIN, q_lens=(), kv_lens=())
     assert trtllm_batch_context_with_kv_cache(**inputs_of(none, out=None))[0].shape == (0, 4, 64)
+    rows_of_nobody = inputs_of(none, query=torch.zeros(3, 4, 64).bfloat16(), out=None, lse=None)
+    assert trtllm_batch_context_with_kv_cache(**rows_of_nobody)[0].shape == (3, 4, 64)
     assert not launches
 
 
@@ -440,7 +447,13 @@ def test_a_planned_call_sees_what_its_key_does_not_hold(launches):
     good = inputs_of()
     trtllm_batch_context_with_kv_cache(**good)
     out = torch.zeros(T, HQ, 2 * D, dtype=torch.bfloat16)[..., ::2]
-    for change, message in (({"bmm1_scale": 0.0}, "bmm1_scale: 0.0"), ({"out": out}, "out: stride")):
+    for change, message in (
+        ({"bmm1_scale": 0.0}, "bmm1_scale: 0.0"),
+        ({"out": out}, "out: stride"),
+        ({"out": good["out"][1:]}, "out: shape"),
+        ({"lse": good["lse"][1:]}, "lse: shape"),
+        ({"bmm1_scale": torch.ones(2)}, "bmm1_scale: dtype|bmm1_scale: shape"),
+    ):
         with pytest.raises((ValueError, NotImplementedError), match=message):
             trtllm_batch_context_with_kv_cache(**good | change)
     assert len(launches) == 1

@@ -13,7 +13,7 @@ from bench.cases.topk import PAGE_TABLE, PER_ROW, PLAIN, RAGGED, TOP_K, TopKCase
 from cute_kernels.topk import dispatch, radix
 from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS, TopKArgs
 from cute_kernels.topk.spec import TopKSpec
-from tests.fake_machine import FakeMachine
+from tests.fake_machine import FakeMachine, promised
 from tests.test_topk_reference import any_case
 from wrappers import (
     TopKTieBreak,
@@ -76,18 +76,18 @@ def emulate(spec, launches):
                 raise ValueError("rank or device")
             if t.stride(-1) != 1 and t.shape[-1] != 1:
                 raise ValueError("last stride")
-        assert all(type(x) is int for x in flat[11:]) and a.enable_pdl == 1
+        promised(all(type(x) is int for x in flat[11:]) and a.enable_pdl == 1)
         rows, width = a.scores.shape
-        assert rows > 0 and a.k >= 1 and a.last_ties in (0, 1) and 0 <= a.page_shift <= 30
+        promised(rows > 0 and a.k >= 1 and a.last_ties in (0, 1) and 0 <= a.page_shift <= 30)
         for name in ("starts", "row_to_batch", "table_starts", "offsets"):
-            assert len(getattr(a, name)) in (0, rows)
-        assert len(a.lengths) == {FULL: 0, LENGTHS: rows, ENDS: rows, DECODE: rows // a.next_n}[a.window]
+            promised(len(getattr(a, name)) in (0, rows))
+        promised(len(a.lengths) == {FULL: 0, LENGTHS: rows, ENDS: rows, DECODE: rows // a.next_n}[a.window])
         for name in ("out", "raw", "values", "indices"):
-            assert getattr(a, name).shape in ((0, a.k), (rows, a.k))
-            assert getattr(a, name).is_contiguous()
-        assert sum(map(len, (a.out, a.raw, a.indices))) and len(a.values) == len(a.indices)
-        assert not len(a.table) or len(a.row_to_batch) or len(a.table) >= rows
-        assert a.k <= radix.room(spec) if spec.stream else spec.capacity * spec.cluster >= width
+            promised(getattr(a, name).shape in ((0, a.k), (rows, a.k)))
+            promised(getattr(a, name).is_contiguous())
+        promised(sum(map(len, (a.out, a.raw, a.indices))) and len(a.values) == len(a.indices))
+        promised(not len(a.table) or len(a.row_to_batch) or len(a.table) >= rows)
+        promised(a.k <= radix.room(spec) if spec.stream else spec.capacity * spec.cluster >= width)
         launches.append(a)
         reference.top_k_rows(*flat)
 

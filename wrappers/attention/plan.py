@@ -109,7 +109,7 @@ class Plan:
             return result
         flat[at.q], flat[at.k], flat[at.v], flat[at.kv_lens], flat[at.page_table] = q, k, v, kv_lens, page_table
         flat[at.scale_log2], flat[at.out_factor] = scale * LOG2E, out_scale + 0.0
-        if o.dtype == checks.E4M3:
+        if self.dtype is checks.E4M3:
             flat[at.o_fp8] = o.view(torch.uint8)
         else:
             flat[at.o] = o

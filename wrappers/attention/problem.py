@@ -113,7 +113,7 @@ def new_requests(table: Any, lens: Any, offsets: Any, form: Form) -> Requests:
     made = _views(table, lens, offsets, form)
     if made.batch < 0:
         return made._replace(facts=next(_next))
-    facts = (made.page_table.shape, lens.dtype, lens.shape, None if offsets is None else offsets.shape)
+    facts = (made.page_table.shape, made.kv_lens.shape, None if offsets is None else offsets.shape)
     if len(_numbers) >= 4096:  # shapes may vary for ever
         _numbers.clear()
     return made._replace(facts=_numbers.setdefault(facts, next(_next)))
@@ -121,8 +121,8 @@ def new_requests(table: Any, lens: Any, offsets: Any, form: Form) -> Requests:
 
 def _views(table: Any, lens: Any, offsets: Any, form: Form) -> Requests:
     """Without facts; of a batch of -1 where a value is no tensor."""
-    tensors = (table, lens) if offsets is None else (table, lens, offsets)
-    if not all(isinstance(t, _Tensor) for t in tensors) or not lens.dim():
+    given = isinstance(table, _Tensor) and isinstance(lens, _Tensor) and isinstance(offsets, (_Tensor, type(None)))
+    if not given or not lens.dim():
         return Requests(table, lens, offsets, -1, None)
     if table.dim() != (2 if form.shared else 3):
         raise ValueError(f"{form.name}: shape {tuple(table.shape)}, must have {2 if form.shared else 3} dimensions")
@@ -131,7 +131,8 @@ def _views(table: Any, lens: Any, offsets: Any, form: Form) -> Requests:
     if lens.dtype == torch.uint32:
         lens = lens.view(torch.int32)
     if form.shared:
-        table = table.unsqueeze(1).expand(-1, 2, -1)
+        (batch, width), (row, entry) = table.shape, table.stride()
+        table = table.as_strided((batch, 2, width), (row, 0, entry))
     return Requests(table, lens, offsets, lens.shape[0], None)
 
 
