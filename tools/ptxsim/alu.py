@@ -407,11 +407,11 @@ def float_mad(x: Instruction, f: re.Match[str]) -> Op:
     return float_fma(x, re.fullmatch(r"fma\.(rn|rz|rm|rp)(\.ftz)?(\.sat)?\.(f32|f64)", x.op.replace("mad", "fma", 1)))  # type: ignore[arg-type]
 
 
-@form(r"(add|sub|mul|fma)\.(rn|rz|rm|rp)(\.ftz)?\.f32x2", FLOAT)
+@form(r"(add|sub|mul|fma)(?:\.(rn|rz|rm|rp))?(\.ftz)?\.f32x2", FLOAT)
 def packed(x: Instruction, f: re.Match[str]) -> Op:
-    """sm_100: two float32 in a 64-bit register."""
-    if f[2] != "rn":
-        raise refuse(x, f".{f[2]}")
+    """sm_100: two float32 in a 64-bit register. Without a rounding, rn."""
+    if f[2] not in (None, "rn") or f[3]:
+        raise refuse(x, f"{x.op}: this rounding, or flushing")
     run = fma if f[1] == "fma" else ARITHMETIC[f[1]]
 
     def both(*operands: Any) -> Any:
