@@ -154,9 +154,11 @@ def object_file(op: str, spec: Any, arch: str, folder: Path) -> Path:
     """`folder/<key>.o`, compiled now unless it is there; `.cubin`, `.ptx`, `.mlir` (of the host function) and `.shared`
     (bytes) lie beside it.
 
-    The object appears last and in one step. Processes that want the same key wait for the first one.
+    The object appears last and in one step. Processes that want the same key wait for the first one. What is there is
+    found whatever architecture the DSL of this process compiles for.
     """
-    use_arch(arch)
+    if "cutlass" not in sys.modules:
+        os.environ.setdefault("CUTE_DSL_ARCH", arch)
     key = manifest.key(op, spec, arch, toolchain())
     path = folder / f"{key}.o"
     with manifest.locked(folder / f"{key}.lock"):

@@ -4,13 +4,15 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cute_kernels import build
+from cute_kernels import build, manifest
 
 ROOT = Path(__file__).resolve().parents[1]
 ARCH = "sm_90a"
@@ -117,3 +119,19 @@ def build_bundle(arch: str, out: Path, *only: str) -> Path:
 def bundle(request: pytest.FixtureRequest) -> Path:
     """The bundle of every shipped kernel of ARCH."""
     return built(request.config.stash[BUILDING], BUNDLE)
+
+
+@pytest.fixture(scope="session")
+def blackwell(request, tmp_path_factory) -> Callable[[str], manifest.Manifest]:
+    """The bundle of an architecture: a kernel of each structure, with --all every shipped one."""
+    from tests import kernels
+
+    chosen = kernels.BLACKWELL if request.config.getoption("--all") else kernels.COVERING
+
+    @cache
+    def build(arch: str) -> manifest.Manifest:
+        only = [["--only", manifest.label(op, spec)] for other, op, spec in chosen if other == arch]
+        out = tmp_path_factory.mktemp("bundle") / arch
+        return manifest.read(build_bundle(arch, out, *(argument for pair in only for argument in pair)))
+
+    return build

@@ -1,20 +1,15 @@
 """Every shipped kernel compiles without a GPU and holds the instructions it should. Reads the bundle's manifest."""
 
-from collections.abc import Callable
-from functools import cache
-from typing import Any
-
 import pytest
 
 from cute_kernels import manifest
 from cute_kernels.topk import radix
-from tests.conftest import ARCH, build_bundle
+from tests.conftest import ARCH
+from tests.kernels import BLACKWELL, COVERING
 from tools import aot, inspect
-from tools.ptxsim import workloads
 
 pytestmark = pytest.mark.kernels
 SHIPPED = aot.shipped(ARCH)
-BLACKWELL = [(arch, op, spec) for arch in ("sm_100a", "sm_103a") for op, spec in aot.shipped(arch)]
 SHARED_LIMIT = 227 * 1024  # bytes a CTA can have
 RESERVED = 1024  # bytes that the system adds to each CTA's; the manifest counts them
 REGISTERS = 65536  # of an SM
@@ -29,35 +24,6 @@ def test_a_bundle_holds_what_is_shipped(held):
     assert len(held.kernels) == len(SHIPPED)
     for field in ("name", "symbol", "key"):
         assert len({entry[field] for entry in held.kernels}) == len(SHIPPED), field
-
-
-def covering() -> list[tuple[str, str, Any]]:
-    """Of the kernels in BLACKWELL, on which no test runs, one of each structure, for one architecture or the other."""
-    found = []
-    for op in dict.fromkeys(op for _, op, _ in BLACKWELL):
-        archs = list(dict.fromkeys(arch for arch, other, _ in BLACKWELL if other == op))
-        for number, arch in enumerate(archs):
-            specs = [spec for *where, spec in BLACKWELL if where == [arch, op]]
-            chosen = workloads.STRUCTURES[op.split(".")[0]](specs)
-            found += [(arch, op, spec) for spec in chosen[number :: len(archs)]]
-    return found
-
-
-COVERING = covering()
-
-
-@pytest.fixture(scope="session")
-def blackwell(request, tmp_path_factory) -> Callable[[str], manifest.Manifest]:
-    """The bundle of an architecture: a kernel of each structure, with --all every shipped one."""
-    chosen = BLACKWELL if request.config.getoption("--all") else COVERING
-
-    @cache
-    def build(arch: str) -> manifest.Manifest:
-        only = [["--only", manifest.label(op, spec)] for other, op, spec in chosen if other == arch]
-        out = tmp_path_factory.mktemp("bundle") / arch
-        return manifest.read(build_bundle(arch, out, *(argument for pair in only for argument in pair)))
-
-    return build
 
 
 def disassembled(held, op, spec):

@@ -14,6 +14,7 @@ import pytest
 
 from cute_kernels import manifest
 from tests.conftest import ARCH, ROOT
+from tests.kernels import BLACKWELL, COVERING
 from tools import aot, ptxdiff
 from tools.ptxsim import coverage, launcher, memo, workloads
 from tools.ptxsim.faults import Fault
@@ -23,6 +24,7 @@ from tools.ptxsim.run import Result
 
 pytestmark = pytest.mark.kernels
 SHIPPED = {manifest.label(op, spec): (op, spec) for op, spec in aot.shipped(ARCH)}
+ELSEWHERE = {f"{arch} {manifest.label(op, spec)}": (arch, op, spec) for arch, op, spec in BLACKWELL}
 FEATURES = {
     f"{family}/{case.name}": (family, number)
     for family, features in workloads.FEATURES.items()
@@ -93,13 +95,29 @@ def problems_of_feature(label: str, everything: bool) -> list[str]:
     return found
 
 
+def problems_elsewhere(label: str, everything: bool) -> list[str]:
+    """Of a kernel of another architecture."""
+    arch, op, spec = ELSEWHERE[label]
+    found: list[str] = []
+    for case in workloads.CASES[family_of(op)](spec):
+        run(found, f"{case.name}, {arch}", family_of(op), spec, case, "eager", everything, arch)
+    return found
+
+
 def run(
-    found: list[str], name: str, family: str, spec: Any, case: Any, mode: str, everything: bool
+    found: list[str],
+    name: str,
+    family: str,
+    spec: Any,
+    case: Any,
+    mode: str,
+    everything: bool,
+    arch: str = ARCH,
 ) -> workloads.Outcome | None:
     """The outcome, None where the run failed; adds what is wrong to `found`."""
     how = {"mode": mode, "seed": MODES.index(mode) if mode == "random" else 0}
     try:
-        outcome = workloads.RUN[family](spec, case, ARCH, **how, memory=None if everything else MEMORY)
+        outcome = workloads.RUN[family](spec, case, arch, **how, memory=None if everything else MEMORY)
     except (Fault, NotImplementedError) as error:
         found.append(f"{name}: {error}")
         return None
@@ -121,6 +139,9 @@ def problems(request) -> Any:
         label = item.callspec.params.get("label") if item.path == request.path and hasattr(item, "callspec") else None
         if label in FEATURES:
             work[label] = problems_of_feature, (label, everything)
+        elif label in ELSEWHERE:
+            request.getfixturevalue("blackwell")(ELSEWHERE[label][0])  # this process compiles for ARCH only
+            work[label] = problems_elsewhere, (label, everything)
         elif label in SHIPPED:
             modes = MODES if everything or label in chosen else ("eager",)
             work[label] = problems_of_kernel, (label, modes, everything)
@@ -139,6 +160,15 @@ def test_shipped_kernel(problems, label):
 
 @pytest.mark.parametrize("label", FEATURES)
 def test_feature(problems, label):
+    assert not problems(label), "\n".join(problems(label))
+
+
+@pytest.mark.parametrize(
+    "label",
+    [pytest.param(x, marks=() if kernel in COVERING else pytest.mark.full) for x, kernel in ELSEWHERE.items()],
+)
+def test_kernel_of_blackwell(problems, label):
+    """On which no device ran it: compiled and simulated."""
     assert not problems(label), "\n".join(problems(label))
 
 
