@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from .call import elements
 from .data import Sync, is_policy, read, synchronise, write
 from .exchange import ATOMIC as STORED
 from .exchange import STRONG
-from .faults import Fault
 from .forms import Op, effect, form, refuse
 from .machine import PARAMS, WINDOW, Threads
 from .numbers import decode, encode, flush, pair, unpair
@@ -92,18 +92,20 @@ def atomic(x: Instruction, f: re.Match[str]) -> Op:
     def run(t: Threads, x: Instruction, address: Any, *values: Any) -> Any:
         synchronise(t, address, space, sync)
         old = np.empty((count, t.count), dtype)
-        for part in turns(address):
-            some = t.select(part)
-            if some is None:
+        place = None if vectors else cells(t, x, space, address, dtype)
+        for pick in turns(address):
+            if place:
+                memory, at = place[0], place[1][pick]
+                old[0, pick] = was = memory[at]
+                memory[at] = update(was, *[value[pick] for value in values])
                 continue
-            pick = some.pick
-            was = read(some, x, space, address[pick], dtype, count, STRONG)
-            old[:, pick] = was
+            some = Threads(t.machine, t.index[pick], len(pick))
+            old[:, pick] = was = read(some, x, space, address[pick], dtype, count, STRONG)
             if vectors:
                 new = np.stack([update(was[i], values[i][pick]) for i in range(count)])
             else:
                 new = update(was[0], *[value[pick] for value in values])[None]
-            put(some, x, space, address[pick], new.astype(dtype))
+            write(some, x, space, address[pick], new.astype(dtype), STORED)
         return tuple(old) if count > 1 else old[0]
 
     ins = [(x.args[int(returns)], "address"), *[(source, stored) for source in sources]]
@@ -112,32 +114,28 @@ def atomic(x: Instruction, f: re.Match[str]) -> Op:
 
 
 def turns(address: np.ndarray) -> list[np.ndarray]:
-    """Masks that cut threads into groups without a common address, in thread order for each address."""
+    """Threads cut into groups without a common address, in thread order for each address."""
     order = np.argsort(address, kind="stable")
     ordered = address[order]
     starts = np.r_[True, ordered[1:] != ordered[:-1]]
     if starts.all():
-        return [np.ones(len(address), bool)]
+        return [np.arange(len(address))]
     rank = np.arange(len(address)) - np.maximum.accumulate(np.where(starts, np.arange(len(address)), 0))
     turn = np.empty_like(rank)
     turn[order] = rank
-    return [turn == i for i in range(int(rank.max()) + 1)]
+    return np.split(np.argsort(turn, kind="stable"), np.cumsum(np.bincount(turn))[:-1])
 
 
-def put(t: Threads, x: Instruction, space: str, address: np.ndarray, values: np.ndarray) -> None:
-    """Like `write`, but an atomic update is no plain write: the shadow keeps the last plain writer."""
+def cells(t: Threads, x: Instruction, space: str, address: np.ndarray, dtype: np.dtype) -> Any:
+    """(shared memory as elements of `dtype`, which of them the threads update), checked; None for global memory."""
     m = t.machine
     if space == "generic" and bool(((address >= U64(WINDOW)) & (address < U64(PARAMS))).all()):
         space, address = "shared", address - U64(WINDOW)
     if not space.startswith("shared"):
-        return write(t, x, space, address, values, STORED)
-    flat = m.flat(t, address, values.dtype.itemsize, x)
-    words = flat >> 2
-    if m.shared.reading[words].any() or m.shared.flying[words].any():
-        raise Fault(f"{t.say(x)}: updates shared memory that an async operation uses")
-    m.shared.update(t.warp, words, t.say(x))
-    for i, row in enumerate(values):
-        m.shared.bytes.view(row.dtype)[flat // row.dtype.itemsize + i] = row
+        return None
+    flat = m.flat(t, address, dtype.itemsize, x)
+    m.shared.update(t.warp, flat, dtype.itemsize, t.say(x))
+    return elements(m.shared.bytes, dtype), flat // dtype.itemsize
 
 
 @form(

@@ -91,8 +91,6 @@ def changed(i: int, x: Instruction) -> Iterator[Mutant]:
         yield Mutant("drop st.global of zero", i, x.line, *_NOP)
     elif x.op == "fence.acq_rel.gpu":
         yield Mutant("fence of the CTA alone", i, x.line, "fence.acq_rel.cta")
-    elif x.op == "bar.sync" and len(x.args) > 1 and x.args[0].isdigit():
-        yield Mutant("another barrier", i, x.line, x.op, (str(int(x.args[0]) ^ 8), *x.args[1:]))
     elif x.op.startswith("wgmma.wait_group") and x.args[0] == "0":
         yield Mutant("wait_group leaves one group", i, x.line, x.op, ("1",))
 

@@ -152,11 +152,18 @@ class Shared:
         self.check_readers(by, words, what)
         return apart | (part & (writer == SEVERAL))
 
-    def update(self, warps: np.ndarray, words: np.ndarray, what: str) -> None:
-        """Atomics of `warps` (n,) update words (n,)."""
-        self.check_readers(warps, words, what)
+    def update(self, warps: np.ndarray, flat: np.ndarray, size: int, what: str) -> None:
+        """Atomics of `warps` (n,) update `size` bytes at flat (n,)."""
+        words = self.words(flat, size)
+        by = warps if words.ndim == 1 else warps[:, None]
+        self.check_read(by, words, what, size < 4)
+        if self.reading[words].any():
+            raise Fault(
+                f"{what}: updates {self._first(words, self.reading[words] > 0)}, which an async operation reads"
+            )
+        self.check_readers(by, words, what)
         self.updated = True
-        self.updater[words], self.update_event[words] = warps, self.order.now(warps)
+        self.updater[words], self.update_event[words] = by, self.order.now(by)
 
     def check_updates(self, by: np.ndarray, words: np.ndarray, what: str) -> None:
         updater = self.updater[words]
