@@ -76,7 +76,9 @@ FEATURES = (
     Feature("separate K and V page tables", words=("separate",)),
     Feature("CUDA graph replay at other lengths", words=("graph", "replay")),
     *(
-        Feature(f"decode, {name}", tuple(replace(r, phase="decode", rows=rows) for r in found), words, "test_gpu_decode")
+        Feature(
+            f"decode, {name}", tuple(replace(r, phase="decode", rows=rows) for r in found), words, "test_gpu_decode"
+        )
         for name, found, rows, words in (
             (
                 "split-KV, head_dim 64, 128, 256",

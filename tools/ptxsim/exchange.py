@@ -10,7 +10,7 @@ kept: a write that comes too early for a reader elsewhere is not found.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,21 @@ class Past:
     fenced: np.ndarray
     rows: np.ndarray
     bulk: bool = False
+
+
+class Change(NamedTuple):
+    """Bytes of memory before a write, behind it, and what was written."""
+
+    before: np.ndarray
+    behind: np.ndarray
+    written: np.ndarray
+
+
+class How(NamedTuple):
+    """what: the instruction, for messages; kind: of the write."""
+
+    what: str
+    kind: int
 
 
 class Exchange:
@@ -96,7 +111,7 @@ class Exchange:
 
         def note(index: int, offset: np.ndarray, which: Any, change: tuple[np.ndarray, ...]) -> None:
             by = warps if len(warps) == 1 else warps[which]
-            places.append((index, self.write(index, offset, by, change, (what, kind | part))))
+            places.append((index, self.write(index, offset, by, Change(*change), How(what, kind | part))))
 
         self.memory.store(address, values, what, note)
         return places
@@ -135,10 +150,8 @@ class Exchange:
             why = "which no fence.proxy.async has made visible" if past.bulk else why
             raise Fault(f"{what}: reads {self.name(index, words, late)}, {why}")
 
-    def write(
-        self, index: int, offset: np.ndarray, by: np.ndarray, change: tuple[np.ndarray, ...], how: tuple[str, int]
-    ) -> np.ndarray:
-        """Check and note a write: the words. by: warps; change: (bytes before, behind, written); how: (what, kind)."""
+    def write(self, index: int, offset: np.ndarray, by: np.ndarray, change: Change, how: How) -> np.ndarray:
+        """Check and note a write: the words. by: warps."""
         what, kind = how
         before, behind, written = change
         size = written.dtype.itemsize

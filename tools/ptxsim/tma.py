@@ -6,7 +6,7 @@ mbarrier with its bytes. A store marks its source as being read until the issuin
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -204,7 +204,7 @@ def copy_bulk(x: Instruction, from_global: bool, multicast: bool, update: Any) -
         for i in range(t.count):
             check_size(t, x, int(size[i]))
             for place, where in copies(m, t, i, int(to[i]), int(signal[i]), int(masks[0][i]) if masks else None):
-                issue_bulk(t, x, i, (place, where, int(source[i]), int(size[i])), from_global, update)
+                issue_bulk(t, x, i, Bulk(place, where, int(source[i]), int(size[i])), from_global, update)
 
     ins = [(x.args[0], "address"), (x.args[1], "address"), (x.args[2], "u32"), (x.args[3], "address"), *mask]
     return effect(run, *ins)
@@ -215,9 +215,16 @@ def check_size(t: Threads, x: Instruction, size: int) -> None:
         raise Fault(f"{t.say(x)}: {size} B, must be a multiple of 16")
 
 
-def issue_bulk(
-    t: Threads, x: Instruction, i: int, copy: tuple[int, int, int, int], from_global: bool, update: Any
-) -> None:
+class Bulk(NamedTuple):
+    """A copy of a line of bytes; signal: the mbarrier that counts them."""
+
+    to: int
+    signal: int
+    source: int
+    size: int
+
+
+def issue_bulk(t: Threads, x: Instruction, i: int, copy: Bulk, from_global: bool, update: Any) -> None:
     m = t.machine
     to, signal, source, size = copy
     barrier, say, warp = m.signalled(t, signal, x), t.say(x), int(t.warp[i])

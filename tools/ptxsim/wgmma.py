@@ -7,7 +7,7 @@ has written are undefined (undefined.py).
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -146,7 +146,7 @@ def multiply(x: Instruction, f: re.Match[str]) -> Op:
             else:
                 tile_a = Tile(m, first, descriptor(t, x, int(values[0][part][0])), (64, k, kind, major[0]))
             tile_b = Tile(m, first, descriptor(t, x, int(b[part][0])), (n, k, f[5], major[1]))
-            issue(t, x, pipe, first, (rows, tile_a, tile_b, bool(enable[part][0]), F32(sign), kind))
+            issue(t, x, pipe, first, Product(rows, tile_a, tile_b, bool(enable[part][0]), F32(sign), kind))
 
     ins = [*((name, "b32" if in_registers else "b64") for name in sources), (x.args[2], "b64"), (x.args[3], "pred")]
     return Op(run, (), tuple(ins), effect=True, registers=True)
@@ -186,7 +186,18 @@ def gather(registers: np.ndarray, k: int, kind: str) -> np.ndarray:
     return out
 
 
-def issue(t: Threads, x: Instruction, pipe: Pipe, first: int, what: tuple[Any, ...]) -> None:
+class Product(NamedTuple):
+    """What a warpgroup multiplies. rows: of registers that hold the sums; keep: these are added to."""
+
+    rows: Any
+    a: Any
+    b: Any
+    keep: bool
+    sign: Any
+    kind: Any
+
+
+def issue(t: Threads, x: Instruction, pipe: Pipe, first: int, what: Product) -> None:
     rows, a, b, keep, sign, kind = what
     m = t.machine
     tiles = [tile for tile in (a, b) if isinstance(tile, Tile)]

@@ -181,4 +181,7 @@ def run_attention(spec: Any, scenario: Scenario, arch: str, **how: Any) -> Outco
             if bits.setdefault(case, found) != found:
                 raise Fault(f"{case.name}: an equal call gives other bits")
     seconds = time.perf_counter() - start
-    return Outcome(error, hashlib.sha256("".join(bits.values()).encode()).hexdigest(), seconds, results[0])
+    whole = Result()
+    for result in results:
+        whole.add(result)
+    return Outcome(error, hashlib.sha256("".join(bits.values()).encode()).hexdigest(), seconds, whole)
