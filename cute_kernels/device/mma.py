@@ -1,7 +1,10 @@
 """`mma.sync` m16n8k16 of a warp, and the words of shared memory that feed it.
 
-Lane 4 g + t has rows g and g + 8 of A and C, and column g of B; of k, and of C's columns, 2 t and 2 t + 1, of k also 8
-past these. A: 4 words (rows g and g + 8, then both 8 columns on). B: 2 words. C: 2 floats of row g, then of g + 8.
+PTX's fragments, lane 4 g + t; each entry is two neighbours, x and x + 1:
+
+    A (row, k)     (g, 2 t) (g + 8, 2 t) (g, 2 t + 8) (g + 8, 2 t + 8)     4 words of 16-bit pairs
+    B (k, col)     (2 t, g) (2 t + 8, g)                                   2 words
+    C (row, col)   (g, 2 t) (g + 8, 2 t)                                   4 floats
 """
 
 import cutlass.cute as cute

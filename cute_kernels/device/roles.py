@@ -30,6 +30,9 @@ class Roles(NamedTuple):
             before += role.warps
         return before
 
+    def first_thread(self, name: str) -> int:
+        return 32 * self.first(name)
+
     def warps(self, *names: str) -> int:
         """Warps of these roles together, of all where none is named."""
         return sum(role.warps for role in self.table if role.name in names or not names)

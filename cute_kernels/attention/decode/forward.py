@@ -21,7 +21,6 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ...device import copy, pipe
-from ...device.roles import Role, Roles
 from .. import fakes, load
 from ..args import Args, pack
 from ..kv import arrivals, pages, tma
@@ -29,21 +28,9 @@ from ..schedule import stream_k, work
 from ..spec import BLOCK
 from . import reduce
 from .math import math
-
-REGISTERS = {1: (72, 248), 2: (72, 216), 3: (56, 152)}  # math warpgroups -> (other, math) registers a thread
+from .roles import roles
 
 fake_args = fakes.fake_args
-
-
-def roles(spec) -> Roles:
-    few, many = REGISTERS[spec.tile.warpgroups]
-    return Roles.of(
-        Role("load_k", spec.tile.loaders, few),
-        Role("load_v", spec.tile.loaders, few),
-        Role("schedule", 1, few),
-        Role("load_scales" if spec.kv.scaled else "idle", 1, few),
-        Role("math", spec.tile.warps, many),
-    )
 
 
 @dataclass(frozen=True)

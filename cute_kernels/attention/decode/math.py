@@ -23,6 +23,7 @@ from ..spec import BLOCK
 from . import operands, reduce
 from .layout import CachedRow, columns_at_once, halves, keys, swizzle, v_offsets, warps_per_group
 from .operands import KeyCursor
+from .roles import roles
 
 BARRIER = 1  # all math threads
 
@@ -100,7 +101,7 @@ def set_scale_offsets(spec, a, r: Registers, g, t):
 def warp_tile(spec: cutlass.Constexpr, a, r: Registers, w: Work):
     rows = geometry.tile_rows(w.q_len, r.rows_per_token)
     m = geometry.tile_m(spec, rows)
-    number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
+    number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first("math")
     n, shares = mask.lengths(spec, a, w.q_len, w.kv_len), warps_per_group(spec, m)
     group = number * (m // spec.tile.rows_per_warp) // spec.tile.warps
     first = w.m_block * m
@@ -227,7 +228,7 @@ def run(spec: cutlass.Constexpr, a, s, r: Registers, x: WarpTile, cursor: Int32)
 @cute.jit
 def math(spec: cutlass.Constexpr, plan, s):
     a = plan.args
-    tid = cute.arch.thread_idx()[0] - 128
+    tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
     r = registers(spec, a)
     scale_log2 = softmax.device_factor(a.logits.scale_log2, a.logits.scale)
     cursor, t, turn = Int32(0), Int32(0), Int32(0)

@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, const_expr
 from ...device import pipe, warp
 from .. import epilogue, geometry, quant, softmax
 from .layout import columns_at_once, first_column
+from .roles import roles
 
 PIECE = 4  # columns that a thread adds up
 
@@ -105,7 +106,8 @@ def finish(spec: cutlass.Constexpr, a, r, x, row: Int32, column: Int32, total: c
 def merge(spec: cutlass.Constexpr, a, s, r, x, turn: Int32, number: cutlass.Constexpr):
     """`columns_at_once` of a lane, from `number` on, of the tile's output, or its part's, that all warps have
     stored."""
-    tid, count = cute.arch.thread_idx()[0] - 128, const_expr(columns_at_once(spec) // PIECE)  # pieces of a lane
+    tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
+    count = const_expr(columns_at_once(spec) // PIECE)  # pieces of a lane
     pieces = const_expr(8 * count)  # of a row
     pipe.wait_full(s.merge.ready, turn)
     for index in cutlass.range(tid, pieces * x.left, 32 * spec.tile.warps, unroll=1):

@@ -21,25 +21,14 @@ from cutlass import Int32
 
 from ... import abi
 from ...device import copy, pipe, wgmma
-from ...device.roles import Role, Roles
 from .. import fakes, load
 from ..args import Args, pack
 from ..kv import arrivals, pages, tma
 from ..schedule import work
 from .math import math
-
-REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # math warpgroups -> (load, math) registers a thread
+from .roles import roles
 
 fake_args = fakes.fake_args
-
-
-def roles(spec) -> Roles:
-    few, many = REGISTERS[spec.tile.warpgroups]
-    return Roles.of(
-        Role("load_k", spec.tile.loaders, few),
-        Role("load_v", spec.tile.loaders, few),
-        Role("math", 4 * spec.tile.warpgroups, many),
-    )
 
 
 @dataclass(frozen=True)

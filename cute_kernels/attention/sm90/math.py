@@ -19,6 +19,7 @@ from ..kv import source
 from ..logits import Cols, Rows
 from ..schedule import work
 from ..schedule.work import Work
+from .roles import roles
 from .store import LANES, Scales, store
 
 TURN_BARRIER = 1  # + warpgroup: may issue MMAs
@@ -83,7 +84,7 @@ def pass_turn(spec: cutlass.Constexpr):
 
 def registers(spec, plan, s) -> Registers:
     t = spec.tile
-    tid = cute.arch.thread_idx()[0] - 128
+    tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
     base = group_index() * 128
     qk, pv = plan.mma_qk.get_slice(base), plan.mma_pv.get_slice(base)
     vt = cute.make_tensor(s.v.iterator, cute.select(s.v.layout, mode=[1, 0, 2]))
@@ -146,7 +147,12 @@ def wait_first_qk(spec: cutlass.Constexpr, plan, s, r: Registers, w: Work, at: I
     else:
         pipe.wait_full(s.q_pipe, at.q)
     if const_expr(spec.tile.q_in_regs):
-        wgmma.load_a(plan.mma_qk, s.q[None, None, pipe.stage(s.q_pipe, at.q)], r.q, cute.arch.thread_idx()[0] - 128)
+        wgmma.load_a(
+            plan.mma_qk,
+            s.q[None, None, pipe.stage(s.q_pipe, at.q)],
+            r.q,
+            cute.arch.thread_idx()[0] - roles(spec).first_thread("math"),
+        )
         if const_expr(not spec.pack_gqa):
             pipe.release(s.q_pipe, at.q)
     pipe.wait_full(s.k_pipe, at.kv)
@@ -184,7 +190,7 @@ def first_block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, i: Int32, 
     valid = x.n.kv_len - j * spec.tile.n
     if valid < spec.tile.n and source(spec).cut(spec, valid):
         pipe.wait_full(s.v_pipe, i)
-        threads, tid = 128 * spec.tile.warpgroups, cute.arch.thread_idx()[0] - 128
+        threads, tid = 128 * spec.tile.warpgroups, cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
         source(spec).zero_tail(spec, s.v[None, None, pipe.stage(s.v_pipe, i)], valid, tid, threads)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=ALL_BARRIER, number_of_threads=threads)

@@ -1,0 +1,16 @@
+"""The roles of decode's warps: a table from which ranges, arrival counts and register budgets follow."""
+
+from ...device.roles import Role, Roles
+
+REGISTERS = {1: (72, 248), 2: (72, 216), 3: (56, 152)}  # math warpgroups -> (other, math) registers a thread
+
+
+def roles(spec) -> Roles:
+    load_regs, math_regs = REGISTERS[spec.tile.warpgroups]
+    return Roles.of(
+        Role("load_k", spec.tile.loaders, load_regs),
+        Role("load_v", spec.tile.loaders, load_regs),
+        Role("schedule", 1, load_regs),
+        Role("load_scales" if spec.kv.scaled else "idle", 1, load_regs),
+        Role("math", spec.tile.warps, math_regs),
+    )
