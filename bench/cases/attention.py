@@ -33,11 +33,11 @@ class AttentionCase:
     scale: of the logits, 0 for D^-0.5; out_scale: of the output (xqa: kv_scale, and `scale` holds it once).
     o_scale: decode's, or xqa's rcp_out_scale. device: which scales are tensors: "scale", "log2", "out".
     data: "normal"; "needles": every row finds one key, far from the last and in a block of its own, 10 log2 units above
-    the others, whose sum weighs about as much; "steps": the last KEPT keys score STEP log2 units above all others (with
-    STEP_SCALE), in "steps-mixed" below them for the last head. skip: threshold factor, with which `kept` last keys (0:
-    all) must be left. drafts: a random mask of drafts; it and equal q_lens need no offsets. zero_page: a negative page
-    id in each table. q_unit: of the first query, the next ones' are smaller by powers of 8. far: pages, tokens and rows
-    of all large tensors lie FAR_BYTES apart.
+    the others, whose sum weighs about as much, and so does the sink; "steps": the last KEPT keys score STEP log2 units
+    above all others (with STEP_SCALE), in "steps-mixed" below them for the last head. skip: threshold factor, with
+    which `kept` last keys (0: all) must be left. drafts: a random mask of drafts; it and equal q_lens need no offsets.
+    zero_page: a negative page id in each table. q_unit: of the first query, the next ones' are smaller by powers of 8.
+    far: pages, tokens and rows of all large tensors lie FAR_BYTES apart.
     """
 
     name: str
@@ -280,6 +280,8 @@ def make_problem(case: AttentionCase, device: "torch.device | str" = "cpu", seed
     sinks = torch.randn(case.heads_q, generator=gen, device=device) * case.sink
     if case.sink > 1:
         sinks[0] = -math.inf
+    if case.data == "needles":
+        sinks += math.log(500)
     lists = _page_lists(case, seed)
     v_lists = _page_lists(case, seed + 1) if case.separate_tables else lists
     tokens = [_tokens(case, rows, n, gen) for rows, n in zip(q.split(case.q_lens), case.kv_lens, strict=True)]

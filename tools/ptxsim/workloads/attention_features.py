@@ -35,6 +35,7 @@ def prefill() -> list[Scenario]:
                 out_scale=-1.7, kv_lens=(400, 9, 83)),
         # scores of any size
         replace(packed, name="scale 1", scale=1.0, data="normal", kv_lens=(700, 9, 83), sink=30.0),
+        replace(packed, name="scale 1, fp16", scale=1.0, data="normal", kv_lens=(700, 9, 83), dtype="fp16"),
         replace(wide, name="scale 1, head_dim 128", scale=1.0, data="normal", causal=False, fresh=True, strided_q=True),
         # rows and tiles without keys
         replace(plain, name="no keys, sink", q_lens=(3, 200, 7), kv_lens=(0, 9, 2)),
@@ -78,6 +79,7 @@ def decode() -> list[Scenario]:
         replace(many, name="scale 1, 12 rows", scale=1.0, data="normal", fresh=True),
         replace(e4m3, name="e4m3, e4m3 output", out_dtype="fp8", out_scale=300.0, o_scale=3.0, page_size=8),
         replace(e4m3, name="e4m3, 12 rows", q_lens=(4, 1), kv_lens=(1100, 300), page_size=64, o_scale=2.0, sink=False),
+        replace(e4m3, name="e4m3, scale 1", q_lens=(4, 1), kv_lens=(700, 300), scale=1.0, data="normal"),
         replace(nvfp4, name="nvfp4", page_size=8),
         replace(nvfp4, name="nvfp4, interleaved, e4m3 output", q_lens=(4, 1), kv_lens=(1100, 300), page_size=16,
                 interleaved=True, out_dtype="fp8", separate_tables=True),
@@ -104,10 +106,11 @@ def decode() -> list[Scenario]:
         {"kv_dtype": "nvfp4", "interleaved": True}, {"drafts": True},
     ]  # fmt: skip
     turns = [replace(first, name=str(fact), **fact) for fact in facts]
+    parts = replace(few, name="40 parts", q_lens=(1,), kv_lens=(5000,), heads_q=8, heads_kv=1, scale=1.0, data="normal")
     return [
         *(Scenario(case.name, (case,), SHARED_SMS) for case in found),
         Scenario("calls in turn", (first, *turns, first), SHARED_SMS),
-        Scenario("40 parts", (replace(few, name="40 parts", q_lens=(1,), kv_lens=(5000,), heads_q=1, heads_kv=1),), 40),
+        Scenario("40 parts", (parts,), 40),
         Scenario("skip", (
             replace(skip, skip=above, kept=KEPT), replace(skip, skip=below),
             replace(skip, data="steps-mixed", skip=above, heads_q=3, heads_kv=1),
