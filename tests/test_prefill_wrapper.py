@@ -338,23 +338,6 @@ def test_values_and_token_counts_share_a_plan(here):
     assert len(here.plans) == 1
 
 
-@pytest.mark.parametrize(
-    "a,b",
-    [
-        ({}, {"window_left": 2}),
-        ({}, {"logits_soft_cap": 2.0}),
-        ({}, {"causal": False}),
-        ({}, {"seq_lens": torch.tensor(PLAIN.kv_lens, dtype=torch.uint32)}),
-        ({"max_q_len": 37}, {"max_q_len": 100}),
-    ],
-    ids=["window", "cap", "causal", "uint32", "bound"],
-)
-def test_plans_do_not_mix(launches, a, b):
-    for change in (a, b, a, b):
-        inputs = inputs_of(replace(PLAIN, q_lens=(5, 37), kv_lens=(19, 37)), **change)
-        check(inputs, trtllm_batch_context_with_kv_cache(**inputs))
-
-
 def test_layouts_of_equal_shape_do_not_mix(launches):
     case = replace(PLAIN, heads_kv=4, heads_q=4, page_size=8)
     square = replace(case, heads_kv=8, heads_q=8)  # P = Hkv: HND and NHD have the same shape

@@ -221,9 +221,8 @@ def plan_for(p: Problem, arch: str, sms: int) -> Plan:
 def run(p: Problem) -> Any:
     """What the public function returns, of a problem that nothing traces and nobody checked."""
     (
-        _, phase, q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor, causal, window_left,
-        soft_cap, sinks, k_scales, v_scales, interleaved, drafts, skip, out, out_dtype, out_sf_scale, _, _,
-        batch_invariant, _,
+        _, phase, q, k, v, requests, max_q_len, _, scale_tensor, _, out_scale_tensor, causal, window_left, soft_cap,
+        sinks, k_scales, v_scales, interleaved, drafts, skip, out, out_dtype, out_sf_scale, _, _, batch_invariant, _,
     ) = p  # fmt: skip
     here = machine.current
     _, _, offsets, _, facts = requests
@@ -239,8 +238,8 @@ def run(p: Problem) -> Any:
             None if k_scales is None else (k_scales.dtype, k_scales.shape),
             None if v_scales is None else (v_scales.dtype, v_scales.shape),
             None if out is None else out.dtype, out_dtype, out_sf_scale is None, batch_invariant,
-            scale.__class__, None if scale_tensor is None else scale_tensor.numel(),
-            out_scale.__class__, None if out_scale_tensor is None else out_scale_tensor.numel(),
+            None if scale_tensor is None else scale_tensor.numel(),
+            None if out_scale_tensor is None else out_scale_tensor.numel(),
         )  # fmt: skip
         plan = here.plans.get(key)
     except (AttributeError, TypeError, ValueError):

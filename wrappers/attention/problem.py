@@ -153,19 +153,20 @@ def pair(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor
             _refuse(f"{name} (K)", k, 4)
             _refuse(f"{name} (V)", v, 4)
             raise
-    if not isinstance(value, _Tensor) or value.ndim != 5 or value.shape[1] not in (1, 2):
+    shape = value.shape if isinstance(value, _Tensor) else ()
+    if len(shape) != 5 or shape[1] not in (1, 2):
         _refuse(name, value, 5)
         raise ValueError(f"{name}: shape {tuple(value.shape)}, the second dimension must be 1 or 2")
     if _is_dynamo_compiling():  # it sees no storage offsets
         value = value.transpose(2, 3) if layout == "NHD" else value
         return value[:, 0], value[:, -1]
-    pages, both, a, b, dim = value.shape
+    pages, both, a, b, dim = shape
     s_page, s_both, s_a, s_b, s_dim = value.stride()
     size, stride = (pages, a, b, dim), (s_page, s_a, s_b, s_dim)
     if layout == "NHD":
         size, stride = (pages, b, a, dim), (s_page, s_b, s_a, s_dim)
-    start = value.storage_offset()
-    return value.as_strided(size, stride, start), value.as_strided(size, stride, start + (both - 1) * s_both)
+    k = value.as_strided(size, stride)
+    return k, k if both == 1 else value.as_strided(size, stride, value.storage_offset() + s_both)
 
 
 def _refuse(name: str, value: Any, ndim: int) -> None:
