@@ -12,8 +12,8 @@ from bench.cases.attention import AttentionCase
 from bench.readme import README, measured, measured_decode, measured_topk
 from bench.results import ROOT, read_all
 from cute_kernels.attention.problem import Problem
-from tests import conftest, gpu
-from tools import matrix
+from tests import conftest, gpu, kernels
+from tools import aot, matrix
 
 TEXT = README.read_text()
 
@@ -85,12 +85,8 @@ def test_values_of_equal_cells_share_a_row():
 
 
 def test_simulated_is_what_ci_simulates():
-    from tests import test_ptxsim_kernels as ci
-
-    assert {(arch, op) for arch, op in matrix.SIMULATED if arch == ci.ARCH} == {
-        (ci.ARCH, op) for op, _ in ci.SHIPPED.values()
-    }
-    assert {arch for arch, _ in matrix.SIMULATED} == {ci.ARCH}
+    here = {(conftest.ARCH, op) for op, _ in aot.shipped(conftest.ARCH)}
+    assert matrix.SIMULATED == here | {(arch, op) for arch, op, _ in kernels.COVERING}
 
 
 def problems():

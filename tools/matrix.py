@@ -26,10 +26,8 @@ from cute_kernels.topk.problem import Problem as Rows
 
 ARCHS = {"sm_90a": "Hopper", "sm_100a": "B200", "sm_103a": "B300"}
 RUN = ("sm_90a",)  # architectures whose GPU tests are run
-SIMULATED = {  # (architecture, op) whose kernels CI's simulator runs
-    ("sm_90a", "attention.decode"),
-    ("sm_90a", "attention.sm90"),
-    ("sm_90a", "topk.radix"),
+SIMULATED = {("sm_90a", "attention.sm90")} | {  # (architecture, op) whose kernels CI's simulator runs
+    (arch, op) for arch in ("sm_90a", "sm_100a", "sm_103a") for op in ("attention.decode", "topk.radix")
 }
 RECORD = Path(__file__).resolve().parent.parent / "tests" / "data" / "hardware.csv"
 COLUMNS = ("arch", "feature", "gpu", "commit", "passed")
