@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cute_kernels import build, manifest
+from tools import matrix
 
 ROOT = Path(__file__).resolve().parents[1]
 ARCH = "sm_90a"
@@ -29,10 +30,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run everything, and simulate what was simulated before too")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "feature(*names): of tests on a GPU: what they show, names of tools.matrix")
+
+
+def features_of(item: pytest.Item) -> set[str]:
+    """Names that the markers `feature` of a test say, each of them a feature of tools.matrix."""
+    names = {name for mark in item.iter_markers("feature") for name in mark.args}
+    if names - matrix.NAMES:
+        raise pytest.UsageError(f"{item.nodeid}: tools.matrix has no feature {', '.join(sorted(names - matrix.NAMES))}")
+    if names and not item.path.name.startswith("test_gpu_"):
+        raise pytest.UsageError(f"{item.nodeid}: only tests on a GPU show a feature")
+    return names
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --all, tests marked `full` are left out. Tests on a GPU compile what they run. Those that need kernels
-    come last, since these are compiled meanwhile."""
+    """Without --all, tests marked `full` are left out. Tests on a GPU compile what they run, and a junit report says
+    their features. Tests that need kernels come last, since these are compiled meanwhile."""
     for item in items:
+        item.user_properties += [("feature", name) for name in sorted(features_of(item))]
         if item.path.name.startswith("test_gpu_"):
             item.add_marker(pytest.mark.kernels)
     if not config.getoption("--all"):

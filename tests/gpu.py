@@ -1,10 +1,164 @@
-"""What the GPU tests of both operator families do with a call."""
+"""What the GPU tests of both operator families share: cases and the features that they show, calls, graphs, threads."""
 
+import itertools
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
+
+import wrappers
+from bench.cases import attention as cases
+from bench.cases.attention import AttentionCase
+from cute_kernels.attention.problem import Problem
+from tools import matrix
+
+OPS = {"context": "prefill", "decode": "decode", "xqa": "xqa"}  # AttentionCase.function -> Feature.op
+PACKED_TOKENS = 64  # of prefill: at most as many query tokens are few
+FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] = {
+    "context": (wrappers.trtllm_batch_context_with_kv_cache, cases.context_arguments),
+    "decode": (wrappers.trtllm_batch_decode_with_kv_cache, cases.decode_arguments),
+    "xqa": (wrappers.xqa, cases.xqa_arguments),
+}
+
+
+# ---- what a test shows
+
+
+def feature(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.feature(*names)
+
+
+def problem_of(case: AttentionCase) -> Problem:
+    """What the case asks of a kernel."""
+    q, kv, out = (t.replace("fp8", "e4m3") for t in (case.dtype, case.kv_dtype or case.dtype, case.out_dtype))
+    return Problem(
+        q, kv, out or q, case.head_dim_qk, case.head_dim_vo, case.page_size, case.heads_q // case.heads_kv,
+        max(case.q_lens), "prefill" if case.function == "context" else "decode", case.causal, case.window_left >= 0,
+        case.drafts, bool(case.soft_cap), bool(case.skip), case.interleaved, case.invariant,
+    )  # fmt: skip
+
+
+def features(case: AttentionCase) -> tuple[str, ...]:
+    """Names of the features that a call of the case uses."""
+    op, problem = OPS[case.function], problem_of(case)
+    others = {  # no static facts of a kernel
+        "sinks": case.sink,
+        "LSE": case.lse,
+        "scales on the device": bool(case.device),
+        "separate K and V page tables": case.separate_tables,
+        "few query tokens": problem.group > 1 and problem.rows <= PACKED_TOKENS,
+        "several query tokens": problem.rows > 1,
+    }
+    names = {f"{op} with {name}" for name, has in others.items() if has} & matrix.NAMES
+    return (*sorted(names), *(f.name for f in matrix.FEATURES if f.op == op and f.used_by(problem)))
+
+
+def marked(case: AttentionCase, name: str = "") -> Any:
+    """The case as a parameter of a test, which then carries the case's features."""
+    return pytest.param(case, id=name or case.name, marks=feature(*features(case)))
+
+
+def grid(base: AttentionCase, *axes: dict[str, dict[str, Any]]) -> list[Any]:
+    """Parameters of a test: `base` with every combination of changes. An axis: name -> fields of the case."""
+    found = []
+    for combination in itertools.product(*(axis.items() for axis in axes)):
+        changes = {field: value for _, change in combination for field, value in change.items()}
+        found.append(marked(replace(base, **changes), "-".join(name for name, _ in combination if name) or "plain"))
+    return found
+
+
+def values(field: str, *found: Any) -> dict[str, dict[str, Any]]:
+    """An axis of one field."""
+    return {f"{field}={str(value).replace(' ', '')}": {field: value} for value in found}
+
+
+def dims(*pairs: tuple[int, int]) -> dict[str, dict[str, Any]]:
+    return {f"d{qk}x{vo}": {"head_dim_qk": qk, "head_dim_vo": vo} for qk, vo in pairs}
+
+
+# ---- calls and their results
+
+
+Inputs = dict[str, Any]  # keyword arguments of a public function
+
+
+def call_of(case: AttentionCase, device: Any, seed: int = 0) -> tuple[Inputs, tuple[torch.Tensor, torch.Tensor]]:
+    """(arguments of the case's function, the reference's (o, lse) in fp32)."""
+    problem = cases.make_problem(case, device, seed)
+    return FUNCTIONS[case.function][1](case, problem), cases.expected(case, problem)
+
+
+def run(function: str, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(o (T, Hq, Dvo), lse or None): copies, so that a second run cannot pass on the first one's result."""
+    for t in (inputs.get(name) for name in ("out", "output", "lse")):
+        if t is not None and t.element_size() == 1:
+            t.view(torch.uint8).fill_(0x7F)  # e4m3's NaN
+        elif t is not None:
+            t.fill_(math.nan)
+    result = FUNCTIONS[function][0](**inputs)
+    if function == "xqa":
+        result = inputs["output"]
+    o, lse = result if inputs.get("return_lse") else (result, None)
+    return o.flatten(0, -3).clone(), None if lse is None else lse.clone()
+
+
+def keys_seen(case: AttentionCase) -> torch.Tensor:
+    """(T,) float: keys that each query token sees; of drafts, as if they were causal."""
+    found = []
+    for q, n in zip(case.q_lens, case.kv_lens, strict=True):
+        position = torch.arange(n - q, n)
+        last = (position + 1).clamp(0, n) if case.causal else torch.full((q,), n)
+        first = (position - case.window_left).clamp(0, n) if case.window_left >= 0 else torch.zeros(q)
+        found.append((last - first).clamp(min=0))
+    return torch.cat(found).float()
+
+
+def limits(case: AttentionCase) -> torch.Tensor:
+    """(T, 1, 1) absolute tolerance of each token's output: as the output of N(0, 1) values, it shrinks as n^-0.5."""
+    shrunk = (keys_seen(case).clamp(min=cases.MANY_KEYS) / cases.MANY_KEYS) ** -0.5
+    return (case.tolerance * abs(case.output_factor) * shrunk)[:, None, None]
+
+
+def close(got: Sequence[Any], want: Sequence[Any], rtol: float, atol: Any, what: object = "") -> None:
+    """(o, lse or None) against fp32. atol: of o, a number or a tensor that o's shape is broadcast with."""
+    limit = torch.as_tensor(atol, device=want[0].device) + rtol * want[0].abs()
+    off = ~((got[0].float() - want[0]).abs() <= limit)  # NaN is off
+    if off.any():
+        where = off.nonzero()[0].tolist()
+        pair = f"{float(got[0][tuple(where)])}, must be {float(want[0][tuple(where)])}"
+        raise AssertionError(f"{what}: {int(off.sum())} of {off.numel()} outputs are off, first {where}: {pair}")
+    if got[1] is not None:
+        limit_lse = cases.LSE_TOLERANCE
+        torch.testing.assert_close(got[1], want[1], rtol=limit_lse, atol=limit_lse, msg=lambda text: f"{what}: {text}")
+
+
+def as_expected(case: AttentionCase, got: Sequence[Any], want: Sequence[Any]) -> None:
+    """The result of a case against its reference."""
+    rtol = case.tolerance + (2.0**-4 if case.out_dtype == "fp8" else 0.0)
+    close(got, want, rtol, limits(case).to(want[0].device), case.name)
+
+
+def same(a: Sequence[Any], b: Sequence[Any], what: object = "") -> None:
+    """Equal results; an lse that either side lacks is not compared."""
+    for x, y in zip(a, b, strict=True):
+        if x is not None and y is not None:
+            x, y = (t.view(torch.uint8) if t.element_size() == 1 else t for t in (x, y))
+            assert torch.equal(x, y), what
+
+
+def matches_reference(case: AttentionCase, device: Any, seed: int = 0) -> None:
+    """Close to the reference, and the same bits in a second call."""
+    inputs, want = call_of(case, device, seed)
+    first = run(case.function, inputs)
+    as_expected(case, first, want)
+    same(run(case.function, inputs), first, case.name)
+
+
+# ---- graphs and threads
 
 
 def captured(function: Callable[..., Any], inputs: dict[str, Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

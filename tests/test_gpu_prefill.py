@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from bench.cases import attention as cases
-from tests.gpu import captured, in_threads
+from tests import gpu
+from tests.gpu import captured, dims, feature, features, grid, in_threads, marked, same, values
 from wrappers import explain, machine, trtllm_batch_context_with_kv_cache
 
 pytestmark = pytest.mark.skipif(
@@ -22,7 +23,9 @@ CUDA = torch.device("cuda", 0)
 BAD = cases.refusals()
 BASE = cases.AttentionCase("", q_lens=(70, 1, 0, 150), kv_lens=(200, 259, 3, 90), heads_q=8, heads_kv=2, sink=True)
 PACKED = replace(BASE, q_lens=(1, 5, 0, 16), kv_lens=(131, 5, 7, 300))
-DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+DIMS = dims((64, 64), (128, 128), (192, 128), (256, 256))
+CAUSAL = {"causal": {}, "full": {"causal": False}}
+CAP = {"": {}, "cap": {"soft_cap": 4.0}}
 
 
 def make(case, seed=0, **changes):
@@ -30,49 +33,32 @@ def make(case, seed=0, **changes):
 
 
 def run(inputs):
-    """(o, lse or None), copies, so that a second run cannot pass on the first one's result."""
-    for name in ("out", "lse"):
-        if inputs.get(name) is not None:
-            inputs[name].fill_(math.nan)
-    result = trtllm_batch_context_with_kv_cache(**inputs)
-    o, lse = result if inputs["return_lse"] else (result, None)
-    return o.clone(), None if lse is None else lse.clone()
-
-
-def same(a, b, what=""):
-    assert torch.equal(a[0], b[0]), what
-    if a[1] is not None and b[1] is not None:
-        assert torch.equal(a[1], b[1]), what
-
-
-def close(got, want, tolerance, what=""):
-    message = (lambda text: f"{what}: {text}") if what else None
-    torch.testing.assert_close(got[0].float(), want[0], rtol=tolerance, atol=tolerance, msg=message)
-    if got[1] is not None:
-        limit = cases.LSE_TOLERANCE
-        torch.testing.assert_close(got[1], want[1], rtol=limit, atol=limit, msg=message)
+    return gpu.run("context", inputs)
 
 
 def matches_reference(case, **changes):
     inputs = make(case, **changes)
-    close(run(inputs), cases.reference_of(inputs), case.tolerance)
+    gpu.as_expected(case, run(inputs), cases.reference_of(inputs))
 
 
 # ---- against the reference
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-@pytest.mark.parametrize("cap", [0.0, 4.0], ids=["", "cap"])
-@pytest.mark.parametrize("window", [-1, 37], ids=["", "window"])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("dims", DIMS, ids=lambda d: f"d{d[0]}x{d[1]}")
-def test_modifiers(dims, dtype, causal, window, cap, packed):
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        BASE,
+        DIMS,
+        values("dtype", "bf16", "fp16"),
+        CAUSAL,
+        {"": {}, "window": {"window_left": 37}},
+        CAP,
+        {"rows": {}, "packed": {"q_lens": PACKED.q_lens, "kv_lens": PACKED.kv_lens}},
+    ),
+)
+@feature(*(f"prefill page size {size}" for size in cases.PAGE_SIZES))
+def test_modifiers(case):
     """Every sink, LSE, layout and page size of a kernel: close to the reference, and the same bits among themselves."""
-    case = replace(
-        PACKED if packed else BASE, dtype=dtype, head_dim_qk=dims[0], head_dim_vo=dims[1], causal=causal,
-        window_left=window, soft_cap=cap,
-    )  # fmt: skip
     for sink in (True, False):
         want, first = None, None
         for page, layout, lse in itertools.product(cases.PAGE_SIZES, ("HND", "NHD"), (True, False)):
@@ -81,41 +67,61 @@ def test_modifiers(dims, dtype, causal, window, cap, packed):
             got = run(inputs)
             if want is None or first is None:
                 want, first = cases.reference_of(inputs), got
-                close(got, want, case.tolerance, f"{sink=} {page=} {layout}")
+                gpu.as_expected(replace(case, name=f"{sink=} {page=} {layout}"), got, want)
             same(got, first, f"{sink=} {page=} {layout} {lse=}")
 
 
-@pytest.mark.parametrize("name", cases.EDGE)
-def test_edges(name):
-    matches_reference(cases.EDGE[name])
-
-
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16])
-@pytest.mark.parametrize("q_len", [1, 2, 63, 64, 65, 128, 129, 200])
-def test_groups_and_row_counts(group, q_len):
-    lens = (q_len, max(0, q_len - 1), q_len)
-    case = replace(BASE, q_lens=lens, kv_lens=(q_len, 333, 2 * q_len), heads_q=2 * group, heads_kv=2)
+@pytest.mark.parametrize("case", [marked(case) for case in cases.EDGE.values()])
+def test_edges(case):
     matches_reference(case)
 
 
-@pytest.mark.parametrize("kv_len", [0, 1, 15, 16, 17, 127, 128, 129, 255, 256, 257, 1000, 4097])
-@pytest.mark.parametrize("causal", [True, False])
-def test_kv_lengths(kv_len, causal):
+def of_group(group, q_len):
+    lens = (q_len, max(0, q_len - 1), q_len)
+    return replace(BASE, q_lens=lens, kv_lens=(q_len, 333, 2 * q_len), heads_q=2 * group, heads_kv=2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        marked(of_group(group, q_len), f"{group}-{q_len}")
+        for group in (1, 2, 3, 4, 5, 6, 7, 8, 16)
+        for q_len in (1, 2, 63, 64, 65, 128, 129, 200)
+    ],
+)
+def test_groups_and_row_counts(case):
+    matches_reference(case)
+
+
+LENGTHS = (0, 1, 15, 16, 17, 127, 128, 129, 255, 256, 257, 1000, 4097)
+
+
+@pytest.mark.parametrize(
+    "case", grid(BASE, {f"s{n}": {"q_lens": (130, 3), "kv_lens": (n, 20)} for n in LENGTHS}, CAUSAL)
+)
+def test_kv_lengths(case):
     for sink, q in itertools.product((True, False), (1, 130)):
-        matches_reference(replace(BASE, q_lens=(q, 3), kv_lens=(kv_len, 20), causal=causal, sink=sink))
+        matches_reference(replace(case, q_lens=(q, 3), sink=sink))
 
 
-@pytest.mark.parametrize("window", [0, 1, 127, 128, 129, 5000, 1 << 29])
-@pytest.mark.parametrize("causal", [True, False])
-def test_windows(window, causal):
-    matches_reference(replace(BASE, q_lens=(200, 5), kv_lens=(700, 600), window_left=window, causal=causal))
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        replace(BASE, q_lens=(200, 5), kv_lens=(700, 600)),
+        values("window_left", 0, 1, 127, 128, 129, 5000, 1 << 29),
+        CAUSAL,
+    ),
+)
+def test_windows(case):
+    matches_reference(case)
 
 
-@pytest.mark.parametrize("name", cases.PREFILL_BF16)
-def test_headline_cases(name):
-    matches_reference(cases.PREFILL_BF16[name])
+@pytest.mark.parametrize("case", [marked(case) for case in cases.PREFILL_BF16.values()])
+def test_headline_cases(case):
+    matches_reference(case)
 
 
+@feature(*features(BASE))
 def test_many_requests():
     """More requests than a warp looks at in one step, most of them short or empty."""
     q_lens = tuple((i * 7) % 5 for i in range(300))
@@ -128,9 +134,10 @@ def test_large_logits():
     matches_reference(replace(BASE, sink=False), bmm1_scale=100.0)
     inputs = make(replace(BASE, sink=False))
     inputs["query"][0, 0], inputs["kv_cache"][0][:, 0] = 64.0, -64.0  # every logit of row 0, head 0 is -3.3e4
-    close(run(inputs), cases.reference_of(inputs), BASE.tolerance)
+    gpu.as_expected(BASE, run(inputs), cases.reference_of(inputs))
 
 
+@feature("prefill with sinks")
 def test_sink_limits():
     case = replace(BASE, sink=False)
     plain = run(make(case))
@@ -139,20 +146,20 @@ def test_sink_limits():
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
+@feature("prefill with scales on the device")
 def test_device_scales(shape):
     scales = {"bmm1_scale": torch.full(shape, 0.2, device=CUDA), "bmm2_scale": torch.full(shape, 0.5, device=CUDA)}
     got = run(make(BASE, **scales))
-    close(got, cases.reference_of(make(BASE, **scales)), BASE.tolerance)
-    close(got, [t.float() for t in run(make(BASE, bmm1_scale=0.2, bmm2_scale=0.5))], BASE.tolerance)
+    gpu.as_expected(BASE, got, cases.reference_of(make(BASE, **scales)))
+    gpu.as_expected(BASE, got, [t.float() for t in run(make(BASE, bmm1_scale=0.2, bmm2_scale=0.5))])
 
 
 @pytest.mark.parametrize("scale", [-0.2, 0.0])
 def test_device_scale_that_is_not_positive(scale):
-    """Documented to give NaN, and to end."""
+    """Gives NaN, as rows with sinks show, and ends."""
     case = replace(BASE, q_lens=(40, 300), kv_lens=(700, 900))
-    out, _ = run(make(case, bmm1_scale=torch.full((1,), scale, device=CUDA)))
-    torch.cuda.synchronize()
-    assert out.isnan().any() or scale == 0.0
+    out, lse = run(make(case, bmm1_scale=torch.full((1,), scale, device=CUDA)))
+    assert out.isnan().all() and lse.isnan().all()
 
 
 def test_strided_outputs():
@@ -172,7 +179,8 @@ def test_strided_outputs():
 
 
 @pytest.mark.parametrize(
-    "case", [BASE, PACKED, replace(BASE, q_lens=(700,), kv_lens=(3000,))], ids=["rows", "pack", "long"]
+    "case",
+    [marked(BASE, "rows"), marked(PACKED, "pack"), marked(replace(BASE, q_lens=(700,), kv_lens=(3000,)), "long")],
 )
 def test_repeats(case):
     inputs = make(case)
@@ -197,15 +205,12 @@ def alone(inputs, request):
     }
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("cap", [0.0, 4.0])
-@pytest.mark.parametrize("dims", DIMS)
-def test_batch_invariance(dims, cap, causal):
+@pytest.mark.parametrize(
+    "case",
+    grid(replace(BASE, q_lens=(1, 300, 20, 64, 0, 7), kv_lens=(500, 300, 777, 64, 9, 200)), DIMS, CAP, CAUSAL),
+)
+def test_batch_invariance(case):
     """A request gives the same bits alone and in a batch, where it may take another kernel (packed or not)."""
-    case = replace(
-        BASE, q_lens=(1, 300, 20, 64, 0, 7), kv_lens=(500, 300, 777, 64, 9, 200), causal=causal, soft_cap=cap,
-        head_dim_qk=dims[0], head_dim_vo=dims[1],
-    )  # fmt: skip
     inputs = make(case)
     o, lse = run(inputs)
     starts = inputs["cum_seq_lens_q"].tolist()
@@ -214,13 +219,14 @@ def test_batch_invariance(dims, cap, causal):
         same(run(alone(inputs, request)), (o[rows], lse[rows]), f"{request=}")
 
 
-@pytest.mark.parametrize("case", [BASE, PACKED], ids=["rows", "packed"])
+@pytest.mark.parametrize("case", [marked(BASE, "rows"), marked(PACKED, "packed")])
 def test_bounds_do_not_matter(case):
     first = run(make(case))
     for bound in (0, 1, 64, 65, 10**6):
         same(run(make(case, max_q_len=bound, max_kv_len=bound)), first, f"max_q_len={bound}")
 
 
+@feature(*features(BASE))
 def test_pdl_does_not_matter():
     """Back to back, so that a kernel which does not wait for its predecessor reads a half-written query."""
     case = replace(BASE, q_lens=(500, 300), kv_lens=(900, 700))
@@ -258,6 +264,7 @@ def fill_lengths(inputs, q_lens, kv_lens):
 
 
 @pytest.mark.parametrize("warm", [True, False])
+@feature("prefill with CUDA graph replay at other lengths")
 def test_capture_short_replay_long(monkeypatch, warm):
     case = replace(BASE, q_lens=(300, 100, 60), kv_lens=(900, 100, 555))
     inputs = make(case)
@@ -292,6 +299,7 @@ def test_graphs_replay_side_by_side():
         same(eager, wants[0])
 
 
+@feature(*features(BASE))
 def test_streams_and_threads():
     shapes = [replace(BASE, q_lens=(100 + 90 * i, 5), kv_lens=(900, 50 + i), page_size=16 << i % 3) for i in range(4)]
     inputs = [make(case, seed) for seed, case in enumerate(shapes)]
@@ -371,14 +379,14 @@ def test_a_tensor_on_the_cpu_is_refused(name):
 @pytest.mark.parametrize(
     "case,change,message",
     [
-        (replace(BASE, dtype="fp8"), {}, "query: torch.float8"),
-        (replace(BASE, kv_dtype="fp8"), {}, "kv_cache: torch.float8"),
-        (replace(BASE, kv_dtype="nvfp4"), {}, "kv_cache: torch.uint8"),
-        (replace(BASE, page_size=24), {}, "kv_cache: page size 24"),
+        (replace(BASE, dtype="fp8"), {}, "query: .*q e4m3"),
+        (replace(BASE, kv_dtype="fp8"), {}, "kv_cache .*kv paged e4m3"),
+        (replace(BASE, kv_dtype="nvfp4"), {}, "kv_cache .*kv paged nvfp4"),
+        (replace(BASE, page_size=24), {}, "kv_cache .*page_size 24"),
         (replace(BASE, head_dim_qk=80, head_dim_vo=80), {}, r"head_dim \(80, 80\)"),
         (BASE, {"bmm1_scale": -0.1}, "bmm1_scale: -0.1"),
         (BASE, {"bmm1_scale": 0.0}, "bmm1_scale: 0.0"),
-        (BASE, {"skip_softmax_threshold_scale_factor": 1.0}, "skip_softmax_threshold_scale_factor"),
+        (BASE, {"skip_softmax_threshold_scale_factor": 1.0}, "skip_softmax_threshold_scale_factor: .*skip True"),
     ],
 )
 def test_what_no_kernel_does(case, change, message):
@@ -404,4 +412,5 @@ def test_compiled_by_torch():
 
 
 def test_explain_names_the_kernel():
-    assert str(explain(**make(BASE))).startswith("runs: attention.sm90 bf16_d64_causal")
+    assert str(explain(**make(BASE))).startswith("runs: attention.sm90 bf16_d64_causal_paged_")
+    assert str(explain(**make(PACKED))).startswith("runs: attention.sm90 bf16_d64_anyw_cap_pack_paged_")

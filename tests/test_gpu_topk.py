@@ -13,7 +13,7 @@ import wrappers
 from bench.cases import topk as cases
 from bench.cases.topk import DECODE, FUNCTIONS, PAGE_TABLE, PER_ROW, PLAIN, PREFILL, RAGGED, TOP_K, TopKCase
 from cute_kernels.topk import dispatch, radix
-from tests.gpu import captured, in_threads
+from tests.gpu import captured, feature, in_threads
 from wrappers import TopKTieBreak, machine, top_k
 
 pytestmark = pytest.mark.skipif(
@@ -25,6 +25,13 @@ BAD = cases.refusals()
 WIDTHS = (1, 2, 31, 127, 128, 129, 1000, 4095, 8193, 16384, 65536, 129280, 200001, 524288, 786433, 1_000_000, 1_200_000)
 KS = (1, 2, 3, 7, 8, 31, 32, 33, 127, 128, 255, 256, 257, 511, 513, 1000, 1024, 2047, 2048, 2049, 3000, 4095, 4096)
 PLANS = [plan for dtype in cases.DTYPES for plan in dispatch.plans(dtype)]
+DTYPES = [pytest.param(dtype, marks=feature(f"top-k scores {dtype}")) for dtype in cases.DTYPES]
+
+
+def marked(plan):
+    """The plan as a parameter of a test, which then carries the plan's features."""
+    rows = "streamed" if plan.stream else "over several CTAs" if plan.cluster > 1 else "in one CTA"
+    return pytest.param(plan, id=plan.name, marks=feature(f"top-k scores {plan.dtype}", f"top-k rows {rows}"))
 
 
 def make(case, seed=0):
@@ -59,7 +66,7 @@ def matches(case, seed=0):
 # ---- against the reference
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("data", cases.DATA)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_data(function, data, dtype):
@@ -67,7 +74,7 @@ def test_data(function, data, dtype):
         matches(TopKCase(function, dtype, 4, width, k, data, "mixed", next_n=2, tie_break=tie_break, sorted=k == 5))
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_widths(width, dtype):
     for rows, k in itertools.product((1, 5), (1, 64, 2048)):
@@ -75,7 +82,7 @@ def test_widths(width, dtype):
             matches(TopKCase(PAGE_TABLE, dtype, rows, width, k, data, "mixed" if rows > 1 else "full"))
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", KS)
 def test_k(k, dtype):
     for width, data in itertools.product((4096, 20_000, 150_000), ("normal", "low bits")):
@@ -90,10 +97,10 @@ def test_rows(rows):
             matches(TopKCase(RAGGED, "bf16", rows, width, 200, "normal", "mixed", starts=True))
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
+@pytest.mark.parametrize("plan", [marked(plan) for plan in PLANS])
 def test_every_plan(monkeypatch, plan):
     """Whichever plan dispatch would take, all that can hold a row give the reference's bits."""
-    monkeypatch.setattr(dispatch, "select", lambda request, arch: (dispatch.OP, plan))
+    monkeypatch.setattr(dispatch, "select", lambda problem, arch: ("topk.radix", plan))
     monkeypatch.setattr(machine, "current", machine.Machine())  # without the plans of other tests
     room = 60_000 * plan.cluster if plan.stream else plan.capacity * plan.cluster
     for width in (1, 100, room // 3 + 1, room - 1, room):
@@ -103,10 +110,10 @@ def test_every_plan(monkeypatch, plan):
             matches(replace(case, tie_break=TopKTieBreak.LARGE, shift=3, pad=5))
 
 
-@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan.stream], ids=lambda plan: plan.name)
+@pytest.mark.parametrize("plan", [marked(plan) for plan in PLANS if plan.stream])
 def test_streams_whatever_the_sample_says(monkeypatch, plan):
     """Candidates come all at the end or at the start, in what a sample takes or in what it leaves, or are all equal."""
-    monkeypatch.setattr(dispatch, "select", lambda request, arch: (dispatch.OP, plan))
+    monkeypatch.setattr(dispatch, "select", lambda problem, arch: ("topk.radix", plan))
     monkeypatch.setattr(machine, "current", machine.Machine())  # without the plans of other tests
     width = 70_000 * min(plan.cluster, 4)
     rising = torch.linspace(-3, 3, width, device=CUDA)
@@ -126,7 +133,7 @@ def test_streams_whatever_the_sample_says(monkeypatch, plan):
         cases.same(dict(zip("vi", got, strict=True)), dict(zip("vi", want, strict=True)), (k, tie_break))
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [129, 5000, 70_001])
 def test_any_address_and_row_stride(width, dtype):
     for shift, pad in itertools.product((0, 1, 2, 3, 5, 7, 8), (0, 1, 4)):
@@ -161,8 +168,9 @@ def test_rows_without_elements(function):
         matches(TopKCase(function, rows=rows, width=width, k=5, lengths="mixed"))
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("data", ["constant", "-inf", "nan", "mostly zero", "low bits"])
+@feature("top-k with a million equal scores")
 def test_a_million_equal_scores(data, dtype):
     for tie_break, rows in itertools.product((TopKTieBreak.SMALL, TopKTieBreak.LARGE), (1, 3)):
         case = TopKCase(TOP_K, dtype, rows, 1_000_000, 2048, data, tie_break=tie_break)
@@ -219,7 +227,7 @@ def test_repeats(width, data):
         cases.same(run(case, inputs), first)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [3000, 60_000])
 def test_batch_independence(width, dtype):
     """A row gives the same bits alone and among any number of others, where it may take another plan."""
@@ -263,6 +271,7 @@ def test_launches_wait_for_their_predecessor():
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
 @pytest.mark.parametrize("width", [2000, 100_000])
 @pytest.mark.parametrize("function", FUNCTIONS)
+@feature("top-k with CUDA graph replay")
 def test_replay_with_other_values(monkeypatch, function, width, warm):
     """Scores, bounds and tables change in place between replays; lengths cross k both ways."""
     case = TopKCase(function, rows=12, width=width, k=1000, lengths="mixed", next_n=3, batch_map=True)
@@ -286,6 +295,7 @@ def test_replay_with_other_values(monkeypatch, function, width, warm):
 
 
 @pytest.mark.parametrize("k", [64, 2048])
+@feature("top-k with CUDA graph replay")
 def test_replay_around_length_k(k):
     case = TopKCase(PAGE_TABLE, rows=5, width=3 * k, k=k)
     inputs = make(case)

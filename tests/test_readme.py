@@ -1,14 +1,19 @@
 """README: its example runs, its tables are those that the code and the results give, its figures have rows."""
 
+import dataclasses
+import itertools
 import re
-import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 import torch
 
+from bench.cases.attention import AttentionCase
 from bench.readme import README, measured, measured_decode, measured_topk
 from bench.results import ROOT, read_all
-from tools import matrix
+from cute_kernels.attention.problem import Problem
+from tests import conftest, gpu, kernels
+from tools import aot, matrix
 
 TEXT = README.read_text()
 
@@ -49,47 +54,155 @@ def test_commands_and_files_named_in_readme_exist():
         assert (ROOT / path).exists(), path
 
 
-def test_matrix_tells_run_from_compiled_and_refused():
-    ran = {("sm_90a", "bf16"): {"gpu": "nvidia-h200", "commit": "0123456789abcdef"}}
-    by = {f.name: f for f in matrix.FEATURES}
-    assert matrix.cell(by["bf16"], "sm_90a", ran) == "run (nvidia-h200, 012345678)"
-    assert matrix.cell(by["fp16"], "sm_90a", ran) == "compiled"
-    assert matrix.cell(by["bf16"], "sm_100a", ran) == "no"
+# ---- the support table
+
+
+def named(name):
+    return next(f for f in matrix.FEATURES if f.name == name)
+
+
+def test_features_have_names_of_their_own():
+    assert len(matrix.NAMES) == len(matrix.FEATURES)
+
+
+def test_matrix_tells_run_from_simulated_compiled_and_refused(monkeypatch):
+    row = {"gpu": "nvidia-h200", "commit": "0123456789abcdef"}
+    ran = {("sm_90a", "prefill Q, K and V bf16"): row, ("sm_90a", "prefill KV NVFP4"): row}
+    cells = [matrix.cell(named(name), "sm_90a", ran) for name in ("prefill Q, K and V bf16", "decode output e4m3")]
+    assert cells == ["run (nvidia-h200, 012345678)", "compiled, simulated"]
     # a record of an architecture that refuses the feature today says nothing
-    assert (
-        matrix.cell(by["prefill, NVFP4 KV"], "sm_90a", {("sm_90a", "prefill, NVFP4 KV"): ran["sm_90a", "bf16"]}) == "no"
+    assert matrix.cell(named("prefill KV NVFP4"), "sm_90a", ran) == "no"
+    assert matrix.cell(named("prefill Q, K and V bf16"), "sm_100a", ran) == "no"
+    monkeypatch.setattr(matrix, "SIMULATED", {("sm_100a", "attention.decode")})
+    cells = [matrix.cell(named("decode output e4m3"), arch, ran) for arch in ("sm_100a", "sm_103a")]
+    assert cells == ["compiled, simulated", "compiled"]
+
+
+def test_values_of_equal_cells_share_a_row():
+    lines = matrix.markdown({}).splitlines()
+    assert "| prefill | page size | 8, 16, 32, 64, 128, 256 | compiled, simulated | no | no |" in lines
+    assert "| prefill | page size | 1, 5 | no | no | no |" in lines
+
+
+def test_simulated_is_what_ci_simulates():
+    here = {(conftest.ARCH, op) for op, _ in aot.shipped(conftest.ARCH)}
+    assert matrix.SIMULATED == here | {(arch, op) for arch, op, _ in kernels.COVERING}
+
+
+def problems():
+    """Attention problems of all features, and of none."""
+    return [matrix.PREFILL, matrix.DECODE, *(f.problem for f in matrix.FEATURES if f.op != "top-k")]
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Problem) if f.name not in ("rows", "phase")])
+def test_a_fact_of_a_problem_has_a_feature(field):
+    """What a call can ask of a kernel has a row, and in some row its value differs from the others'."""
+    assert any(field in f.facts for f in matrix.FEATURES)
+    assert len({getattr(problem, field) for problem in problems()}) > 1
+
+
+def test_a_row_of_top_k_is_served_as_it_says():
+    def spec(value):
+        return matrix.topk.select(named(f"top-k rows {value}").problem, "sm_90a")[1]
+
+    assert (spec("in one CTA").cluster, spec("in one CTA").stream) == (1, False)
+    assert spec("over several CTAs").cluster > 1 and spec("streamed").stream
+
+
+# ---- markers of GPU tests and the record of a run
+
+
+class Collected:
+    """A plugin that keeps what is collected."""
+
+    def pytest_collection_finish(self, session):
+        self.items = session.items
+
+
+def test_gpu_tests_show_every_feature_that_a_kernel_has():
+    """A served feature that no GPU test carries could never be `run`, and a refused one that a test carries is none."""
+    kept = Collected()
+    files = sorted(str(path) for path in (ROOT / "tests").glob("test_gpu_*.py"))
+    assert pytest.main(["--collect-only", "-qq", "-s", "-p", "no:cacheprovider", *files], plugins=[kept]) == 0
+    carried = {name for item in kept.items for key, name in item.user_properties if key == "feature"}
+    served = {f.name for f in matrix.FEATURES if any(matrix.op_of(f, arch) for arch in matrix.RUN)}
+    assert carried == served
+
+
+def test_features_follow_from_the_fields_of_a_case():
+    case = AttentionCase(
+        "", kv_dtype="nvfp4", function="decode", heads_q=6, page_size=64, window_left=3, interleaved=True
     )
+    assert set(gpu.features(case)) == {
+        "decode query bf16", "decode KV NVFP4", "decode KV NVFP4 with interleaved V factors", "decode head_dim 64",
+        "decode page size 64", "decode query heads of a KV head 3", "decode with a causal mask",
+        "decode with a sliding window", "decode with LSE", "decode with several query tokens",
+    }  # fmt: skip
+    few = AttentionCase("", heads_q=2, causal=False, soft_cap=1.0, lse=False, sink=True, device=("scale",))
+    assert set(gpu.features(few)) == {
+        "prefill Q, K and V bf16", "prefill head_dim 64", "prefill page size 16", "prefill with full attention",
+        "prefill query heads of a KV head 1", "prefill with a soft cap", "prefill with sinks",
+        "prefill with scales on the device",
+    }  # fmt: skip
+    assert "prefill with few query tokens" in gpu.features(replace(few, heads_q=4))
+    skipping = replace(case, function="xqa", skip=2.0, drafts=True, out_dtype="fp8", invariant=True)
+    assert {f for f in gpu.features(skipping) if "head" not in f and "page" not in f} == {
+        "xqa KV NVFP4", "xqa output e4m3", "xqa with a sliding window", "xqa with a mask of drafts"
+    }  # fmt: skip
+
+
+FEATURES = ("prefill Q, K and V bf16", "prefill with a soft cap", "decode KV NVFP4", "decode with sinks")
+NUMBERS = itertools.count()  # of files: a process imports a module once
 
 
 @pytest.fixture
 def report(tmp_path):
-    """A junit report: a passed, a skipped and a failed GPU test, and a CPU test."""
-    suite = ET.Element("testsuite")
-    tests = {"bf16_d64_causal": "", "fp16_full": "skipped", "cap": "failure", "cap_window": "", "window": ""}
-    for name, child in tests.items():
-        case = ET.SubElement(suite, "testcase", classname="tests.test_gpu_prefill", name=f"test[{name}]")
-        if child:
-            ET.SubElement(case, child)
-    ET.SubElement(suite, "testcase", classname="tests.test_wrappers", name="test_sink")
-    path = tmp_path / "report.xml"
-    ET.ElementTree(suite).write(path)
-    return path
+    """A function that runs GPU tests, {name: (features, body)}, and returns the path of their junit report."""
+
+    def run(tests, code=pytest.ExitCode.TESTS_FAILED, file="test_gpu_example"):
+        name = f"{file}_{next(NUMBERS)}"
+        folder = tmp_path / name
+        folder.mkdir()
+        lines = ["import pytest"]
+        for test, (features, body) in tests.items():
+            marks = ", ".join(map(repr, features))
+            lines += [f"@pytest.mark.feature({marks})", f"def test_{test}():", f"    {body}"]
+        (folder / f"{name}.py").write_text("\n".join(lines) + "\n")
+        found = folder / "report.xml"
+        options = ["-q", "-s", "-p", "no:cacheprovider", "--rootdir", str(folder), f"--junitxml={found}"]
+        assert pytest.main([*options, str(folder)], plugins=[conftest]) == code
+        return found
+
+    return run
 
 
-def test_record_counts_passed_gpu_tests_only(report, tmp_path):
+def test_record_counts_passed_tests_that_carry_a_feature(report, tmp_path):
+    """Of soft cap one test fails; of NVFP4 all are skipped; sinks have none."""
+    bf16, cap, nvfp4, _ = FEATURES
+    tests = {
+        "one": ((bf16,), "pass"), "two": ((bf16, cap), "pass"), "three": ((cap,), "assert False"),
+        "four": ((nvfp4,), "pytest.skip()"), "five": ((), "pass"),
+    }  # fmt: skip
     path = tmp_path / "hardware.csv"
-    counts = matrix.add([report], "sm_90a", "nvidia-h200", "abc", path)
-    assert counts == {"bf16": 1, "head_dim 64": 1, "causal mask": 1, "sliding window": 2}
+    assert matrix.add([report(tests)], "sm_90a", "nvidia-h200", "abc", path) == {bf16: 2}
     rows = matrix.record(path)
-    assert rows["sm_90a", "sliding window"]["passed"] == "2" and ("sm_90a", "soft cap") not in rows
-    assert matrix.add([report], "sm_90a", "nvidia-h200", "def", path) and len(matrix.record(path)) == 4
+    assert rows.keys() == {("sm_90a", bf16)} and rows["sm_90a", bf16]["passed"] == "2"
 
 
-def test_a_record_of_one_suite_leaves_the_others(report, tmp_path):
-    path, other = tmp_path / "hardware.csv", tmp_path / "other.xml"
-    matrix.add([report], "sm_90a", "nvidia-h200", "abc", path)
-    suite = ET.Element("testsuite")
-    ET.SubElement(suite, "testcase", classname="tests.test_gpu_topk", name="test_replay[bf16]")
-    ET.ElementTree(suite).write(other)
-    counts = matrix.add([other], "sm_90a", "nvidia-h200", "def", path)
-    assert counts == {"top-k under CUDA graph replay": 1} and len(matrix.record(path)) == 5
+def test_a_record_replaces_the_rows_of_what_ran(report, tmp_path):
+    bf16, cap, nvfp4, sinks = FEATURES
+    path, good = tmp_path / "hardware.csv", pytest.ExitCode.OK
+    matrix.add([report({"a": (FEATURES, "pass")}, good)], "sm_90a", "nvidia-h200", "abc", path)
+    later = {"a": ((bf16,), "pass"), "b": ((cap,), "assert False"), "c": ((nvfp4,), "pytest.skip()")}
+    matrix.add([report(later)], "sm_90a", "nvidia-h200", "def", path)
+    rows = matrix.record(path)
+    assert {name: row["commit"] for (_, name), row in rows.items()} == {bf16: "def", nvfp4: "abc", sinks: "abc"}
+    matrix.add([report(later)], "sm_100a", "b200", "123", path)
+    assert len(matrix.record(path)) == 4 and rows.items() <= matrix.record(path).items()
+
+
+def test_unknown_features_and_those_of_cpu_tests_are_refused(report, capsys):
+    report({"a": (("prefill KV e5m2",), "pass")}, pytest.ExitCode.USAGE_ERROR)
+    assert "tools.matrix has no feature prefill KV e5m2" in capsys.readouterr().err
+    report({"a": (FEATURES, "pass")}, pytest.ExitCode.USAGE_ERROR, "test_example")
+    assert "only tests on a GPU show a feature" in capsys.readouterr().err

@@ -5,105 +5,131 @@
     python -m tools.matrix record REPORT... --gpu NAME --commit COMMIT
                                         add what a GPU test run (pytest --junitxml) executed to tests/data/hardware.csv
 
-A cell is decided by `dispatch.explain` and by that record: `run` where tests of the feature passed on hardware,
-`compiled` where a kernel takes it and CI compiles that kernel, `no` where every kernel refuses.
+A feature is a problem that its family's `dispatch.explain` is asked. A cell is `no` where every kernel refuses, `run`
+where GPU tests that carry the feature's marker passed on that architecture and none failed, else `compiled`, with
+`simulated` where CI's simulator runs that kernel's op for that architecture.
 """
 
 import argparse
 import csv
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from bench.readme import README, between
-from cute_kernels.attention import dispatch
-from cute_kernels.attention.problem import Problem as Request
+from cute_kernels.attention import dispatch as attention
+from cute_kernels.attention.problem import Problem
 from cute_kernels.topk import dispatch as topk
-from cute_kernels.topk.spec import DTYPES as TOPK_DTYPES
+from cute_kernels.topk.problem import Problem as Rows
 
 ARCHS = {"sm_90a": "Hopper", "sm_100a": "B200", "sm_103a": "B300"}
+RUN = ("sm_90a",)  # architectures whose GPU tests are run
+SIMULATED = {("sm_90a", "attention.sm90")} | {  # (architecture, op) whose kernels CI's simulator runs
+    (arch, op) for arch in ("sm_90a", "sm_100a", "sm_103a") for op in ("attention.decode", "topk.radix")
+}
 RECORD = Path(__file__).resolve().parent.parent / "tests" / "data" / "hardware.csv"
 COLUMNS = ("arch", "feature", "gpu", "commit", "passed")
-BASE = Request(page_size=64, group=4)
+
+
+FAMILIES: dict[str, Any] = {"prefill": attention, "decode": attention, "xqa": attention, "top-k": topk}
 
 
 @dataclass(frozen=True)
 class Feature:
-    """`requests`: calls that use it, all must be taken. `words`: a GPU test of `suite` whose id holds one runs it."""
+    """op: of the public function, a key of FAMILIES. what, value: the feature; values of a `what` whose cells are equal
+    share a row. problem: a call that uses it. facts: fields of the problem that say so, none where the feature is no
+    static fact of a kernel (sinks)."""
 
-    name: str
-    requests: tuple[Request | topk.Request, ...] = (BASE,)
-    words: tuple[str, ...] = field(default=())
-    suite: str = "test_gpu_prefill"
+    op: str
+    what: str
+    value: str
+    problem: Any
+    facts: tuple[str, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """What the marker of a GPU test says."""
+        return f"{self.op} {self.what} {self.value}"
 
-def selection(name: str, words: tuple[str, ...], *shapes: tuple[int, int]) -> Feature:
-    """A top-k feature: calls of all dtypes on so many rows of such a length."""
-    requests = tuple(topk.Request(d, rows, length, 2048) for d in TOPK_DTYPES for rows, length in shapes)
-    return Feature(name, requests, words, "test_gpu_topk")
-
-
-def variants(**changes: object) -> tuple[Request, ...]:
-    return (replace(BASE, **changes),)  # type: ignore[arg-type]
-
-
-def dims(*pairs: tuple[int, int]) -> tuple[Request, ...]:
-    return tuple(replace(BASE, head_dim_qk=qk, head_dim_vo=vo) for qk, vo in pairs)
+    def used_by(self, problem: Any) -> bool:
+        """Whether the static facts of a call say that it uses the feature."""
+        return bool(self.facts) and all(getattr(problem, f) == getattr(self.problem, f) for f in self.facts)
 
 
-FEATURES = (
-    Feature("bf16", variants(), ("bf16",)),
-    Feature("fp16", variants(q="fp16", kv="fp16", out="fp16"), ("fp16",)),
-    Feature("fp8 (e4m3) Q, K and V", variants(q="e4m3", kv="e4m3")),
-    Feature("prefill, e4m3 KV", variants(kv="e4m3")),
-    Feature("prefill, NVFP4 KV", variants(kv="nvfp4")),
-    Feature("head_dim 64", dims((64, 64)), ("d64",)),
-    Feature("head_dim 128", dims((128, 128)), ("d128",)),
-    Feature("head_dim 192 for Q and K, 128 for V", dims((192, 128)), ("d192x128",)),
-    Feature("head_dim 256", dims((256, 256)), ("d256",)),
-    Feature("page sizes 8 to 256", tuple(replace(BASE, page_size=p) for p in (8, 16, 32, 64, 128, 256)), ("page",)),
-    Feature("grouped heads, any ratio", tuple(replace(BASE, group=g) for g in (1, 3, 8)), ("group", "gqa")),
-    Feature("packed grouped heads (few query rows)", variants(rows=1), ("pack",)),
-    Feature("causal mask", variants(causal=True), ("causal",)),
-    Feature("full attention", variants(causal=False), ("full",)),
-    Feature("sliding window", variants(window=True), ("window",)),
-    Feature("soft cap", variants(soft_cap=True), ("cap",)),
-    Feature("sinks", words=("sink",)),
-    Feature("LSE", words=("lse",)),
-    Feature("scales on the device", words=("scale",)),
-    Feature("separate K and V page tables", words=("separate",)),
-    Feature("CUDA graph replay at other lengths", words=("graph", "replay")),
-    *(
-        Feature(
-            f"decode, {name}", tuple(replace(r, phase="decode", rows=rows) for r in found), words, "test_gpu_decode"
-        )
-        for name, found, rows, words in (
-            (
-                "split-KV, head_dim 64, 128, 256",
-                dims((64, 64), (128, 128), (256, 256)),
-                1,
-                ("test_lengths", "one_long"),
-            ),
-            ("several query tokens", variants(), 64, ("query_tokens", "ragged")),
-            ("sinks, window, soft cap", variants(window=True, soft_cap=True), 1, ("sink-window-cap",)),
-            ("e4m3 KV", variants(kv="e4m3"), 1, ("fp8",)),
-            ("NVFP4 KV", variants(kv="nvfp4"), 1, ("nvfp4",)),
-            ("masks of drafts", variants(), 64, ("drafts",)),
-            ("e4m3 output", variants(), 1, ("e4m3_output",)),
-            ("skip-softmax", variants(), 1, ("skip",)),
-            ("batch-invariant bits", variants(), 1, ("invariant",)),
-            ("xqa", variants(), 1, ("xqa",)),
-            ("CUDA graph replay at other lengths", variants(), 1, ("replay",)),
-        )
-    ),
-    selection("top-k of fp32, fp16 and bf16 rows", ("test_data", "test_k", "test_rows"), (1, 4096), (4096, 8192)),
-    selection("top-k, rows over several CTAs", ("_c2t", "_c16t"), (1, 131072), (64, 65536)),
-    selection("top-k, streamed rows", ("test_streams_whatever",), (4096, 65536), (1, 1 << 21)),
-    selection("top-k, a million equal scores", ("million",), (1, 1000000)),
-    selection("top-k under CUDA graph replay", ("replay",), (12, 100000)),
+def features(op: str, base: Any, what: str, values: dict[str, dict[str, Any]]) -> tuple[Feature, ...]:
+    """Features of one kind: value -> what their problem has, where `base` may have something else."""
+    return tuple(Feature(op, what, v, replace(base, **facts), tuple(facts)) for v, facts in values.items())
+
+
+PREFILL = Problem(page_size=64, group=4)
+DECODE = Problem(page_size=64, group=4, phase="decode", rows=1)
+XQA = replace(DECODE, q="fp16", kv="fp16", out="fp16")
+HALVES = {dtype: {"q": dtype, "kv": dtype, "out": dtype} for dtype in ("bf16", "fp16")}
+QUANTISED = {"e4m3": {"kv": "e4m3"}, "NVFP4": {"kv": "nvfp4"}}
+OUTPUTS = {"e4m3": {"out": "e4m3"}, "NVFP4": {"out": "nvfp4"}}
+MODIFIERS: dict[str, dict[str, Any]] = {
+    "a causal mask": {"causal": True},
+    "full attention": {"causal": False},
+    "a sliding window": {"window": True},
+    "a mask of drafts": {"drafts": True},
+    "a soft cap": {"soft_cap": True},
+    "skip-softmax": {"skip": True},
+    "sinks": {},
+    "LSE": {},
+    "scales on the device": {},
+    "separate K and V page tables": {},
+    "CUDA graph replay at other lengths": {},
+}
+
+
+def heads(*groups: int) -> dict[str, dict[str, Any]]:
+    return {str(group): {"group": group} for group in groups}
+
+
+def pages(*sizes: int) -> dict[str, dict[str, Any]]:
+    return {str(size): {"page_size": size} for size in sizes}
+
+
+def dims(*pairs: tuple[int, int]) -> dict[str, dict[str, Any]]:
+    return {
+        f"{qk}" if qk == vo else f"{qk} (Q, K) and {vo} (V)": {"head_dim_qk": qk, "head_dim_vo": vo} for qk, vo in pairs
+    }
+
+
+ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # arguments of `features`
+    ("prefill", PREFILL, "Q, K and V", HALVES | {"e4m3": {"q": "e4m3", "kv": "e4m3"}}),
+    ("prefill", PREFILL, "KV", QUANTISED | {"ragged": {"source": "ragged"}}),
+    ("prefill", PREFILL, "output", OUTPUTS),
+    ("prefill", PREFILL, "head_dim", dims((64, 64), (128, 128), (192, 128), (256, 256))),
+    ("prefill", PREFILL, "page size", pages(8, 16, 32, 64, 128, 256, 1, 5)),
+    ("prefill", PREFILL, "query heads of a KV head", heads(1, 2, 3, 4, 5, 6, 7, 8, 16)),
+    ("prefill", PREFILL, "with", MODIFIERS),
+    ("prefill", replace(PREFILL, rows=1), "with", {"few query tokens": {}}),
+    ("decode", replace(DECODE, kv="e4m3", out="e4m3"), "query", {t: {"q": t} for t in ("bf16", "fp16", "e4m3")}),
+    ("decode", DECODE, "KV", HALVES | QUANTISED),
+    ("decode", replace(DECODE, kv="nvfp4"), "KV", {"NVFP4 with interleaved V factors": {"interleaved": True}}),
+    ("decode", DECODE, "output", OUTPUTS),
+    ("decode", DECODE, "head_dim", dims((64, 64), (128, 128), (256, 256))),
+    ("decode", DECODE, "page size", pages(8, 16, 32, 64, 128, 256, 1, 5)),
+    ("decode", DECODE, "query heads of a KV head", heads(1, 3, 4, 5, 8, 16, 64, 96)),
+    ("decode", DECODE, "with", MODIFIERS | {"batch-invariant bits": {"batch_invariant": True}}),
+    ("decode", replace(DECODE, rows=64), "with", {"several query tokens": {}}),
+    ("xqa", XQA, "KV", {"fp16": HALVES["fp16"]} | QUANTISED),
+    ("xqa", XQA, "output", {"e4m3": {"out": "e4m3"}}),
+    ("xqa", XQA, "page size", pages(16, 32, 64, 128)),
+    ("xqa", XQA, "with", {name: MODIFIERS[name] for name in ("a sliding window", "a mask of drafts", "sinks")}),
+    ("top-k", Rows("fp32", 64, 65536, 2048), "scores", {d: {"dtype": d} for d in ("fp32", "fp16", "bf16")}),
+    ("top-k", Rows("fp32", 4096, 8192, 2048), "rows", {"in one CTA": {}}),
+    ("top-k", Rows("fp32", 1, 131072, 2048), "rows", {"over several CTAs": {}}),
+    ("top-k", Rows("fp32", 4096, 65536, 2048), "rows", {"streamed": {}}),
+    ("top-k", Rows("fp32", 1, 1000000, 2048), "with", {"a million equal scores": {}}),
+    ("top-k", Rows("fp32", 12, 100000, 1000), "with", {"CUDA graph replay": {}}),
+    ("top-k", Rows("fp32", 1, 1 << 21, 20000), "k", {"20000 of 2 million": {}}),
 )
+FEATURES = tuple(feature for asked in ASKED for feature in features(*asked))
+NAMES = frozenset(feature.name for feature in FEATURES)
 
 
 def record(path: Path = RECORD) -> dict[tuple[str, str], dict[str, str]]:
@@ -114,74 +140,58 @@ def record(path: Path = RECORD) -> dict[tuple[str, str], dict[str, str]]:
         return {(row["arch"], row["feature"]): row for row in csv.DictReader(f)}
 
 
-def refusal(feature: Feature, arch: str) -> str | None:
-    """None where every request of the feature has a kernel on `arch`, else the first reason."""
-    for request in feature.requests:
-        if isinstance(request, topk.Request):
-            try:
-                topk.select(request, arch)
-            except NotImplementedError as error:
-                return str(error)
-            continue
-        rows = dispatch.explain(request, arch)
-        if not any(reason is None for _, _, reason in rows):
-            return "; ".join(str(reason) for _, _, reason in rows if reason)
-    return None
+def op_of(feature: Feature, arch: str) -> str | None:
+    """The op that serves the feature's problem on `arch`, None where all refuse."""
+    answers = FAMILIES[feature.op].explain(feature.problem, arch)
+    return next((op for op, _, reason in answers if reason is None), None)
 
 
 def cell(feature: Feature, arch: str, ran: dict[tuple[str, str], dict[str, str]]) -> str:
     """What the table says of one feature on one architecture."""
-    if refusal(feature, arch) is not None:
+    op, row = op_of(feature, arch), ran.get((arch, feature.name))
+    if op is None:
         return "no"
-    row = ran.get((arch, feature.name))
-    return f"run ({row['gpu']}, {row['commit'][:9]})" if row else "compiled"
+    if row:
+        return f"run ({row['gpu']}, {row['commit'][:9]})"
+    return "compiled, simulated" if (arch, op) in SIMULATED else "compiled"
 
 
 def markdown(ran: dict[tuple[str, str], dict[str, str]] | None = None) -> str:
     """The table."""
     ran = record() if ran is None else ran
-    lines = [["", *(f"{arch} ({name})" for arch, name in ARCHS.items())], ["---"] * (len(ARCHS) + 1)]
-    lines += [[f.name, *(cell(f, arch, ran) for arch in ARCHS)] for f in FEATURES]
+    rows: dict[tuple[str, ...], list[str]] = {}  # (op, what, cells) -> values
+    for f in FEATURES:
+        rows.setdefault((f.op, f.what, *(cell(f, arch, ran) for arch in ARCHS)), []).append(f.value)
+    lines = [["", "", "", *(f"{arch} ({name})" for arch, name in ARCHS.items())], ["---"] * (len(ARCHS) + 3)]
+    lines += [[op, what, ", ".join(values), *cells] for (op, what, *cells), values in rows.items()]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def executed(report: Path) -> tuple[list[str], list[str]]:
-    """Ids of the passed and of the failed tests of a junit report; skipped ones are neither."""
-    passed, failed = [], []
-    for case in ET.parse(report).getroot().iter("testcase"):
-        kinds = {child.tag for child in case}
-        if kinds & {"failure", "error"}:
-            failed.append(f"{case.get('classname')}::{case.get('name')}")
-        elif "skipped" not in kinds:
-            passed.append(f"{case.get('classname')}::{case.get('name')}")
-    return passed, failed
-
-
-def covered(passed: Iterable[str], failed: Iterable[str]) -> dict[str, int]:
-    """Feature -> how many GPU tests of it passed; a feature with a failure, or with no test, is left out."""
-    good, bad = ([t.lower() for t in tests if "gpu" in t.lower()] for tests in (passed, failed))
-    counts = {}
-    for feature in FEATURES:
-        mine = [
-            [t for t in ts if feature.suite in t and any(word in t for word in feature.words)] for ts in (good, bad)
-        ]
-        hits, misses = map(len, mine)
-        if hits and not misses:
-            counts[feature.name] = hits
+def executed(reports: Iterable[Path]) -> dict[str, tuple[int, int]]:
+    """Feature -> how many tests that carry its marker passed and failed in junit reports; skipped ones are neither."""
+    counts: dict[str, tuple[int, int]] = {}
+    for case in (case for report in reports for case in ET.parse(report).getroot().iter("testcase")):
+        ended = {child.tag for child in case}
+        if "skipped" in ended:
+            continue
+        bad = bool(ended & {"failure", "error"})
+        for name in {p.get("value", "") for p in case.iter("property") if p.get("name") == "feature"}:
+            passed, failed = counts.get(name, (0, 0))
+            counts[name] = passed + (not bad), failed + bad
     return counts
 
 
 def add(reports: Iterable[Path], arch: str, gpu: str, commit: str, path: Path = RECORD) -> dict[str, int]:
-    """Replace the rows of `arch` by what the reports of one run show, for the suites that ran."""
-    passed, failed = (list(chain(*tests)) for tests in zip(*map(executed, reports)))
-    counts = covered(passed, failed)
-    ran = {f.name for f in FEATURES if any(f.suite in t.lower() for t in passed + failed)}
-    kept = [row for (a, feature), row in record(path).items() if a != arch or feature not in ran]
+    """Replace the rows of `arch` of features whose tests ran; feature -> how many tests passed, where none failed."""
+    found = executed(reports)
+    counts = {name: passed for name, (passed, failed) in found.items() if not failed}
+    kept = [row for (a, feature), row in record(path).items() if a != arch or feature not in found]
     rows = [dict(zip(COLUMNS, (arch, name, gpu, commit, n))) for name, n in counts.items()]
+    order = {feature.name: i for i, feature in enumerate(FEATURES)}
     with open(path, "w", newline="") as f:
         out = csv.DictWriter(f, COLUMNS, lineterminator="\n")
         out.writeheader()
-        out.writerows([*kept, *rows])
+        out.writerows(sorted([*kept, *rows], key=lambda row: (row["arch"], order.get(row["feature"], -1))))
     return counts
 
 

@@ -21,7 +21,8 @@ class Problem:
     phase: "prefill", or "decode": few query tokens a request, whose keys are worth sharing among CTAs. rows: upper
     bound of the query tokens of one request. group: query heads of a KV head. drafts: a mask of bits says which of the
     request's last tokens a token sees. skip: keys that hardly count may be left out. interleaved: V's scale factors
-    are, of 4 tokens each. batch_invariant: a request's bits must not depend on the rest of its batch.
+    are, of 4 tokens each. batch_invariant: a request's bits must not depend on the rest of its batch. source: of K and
+    V, "paged" or "ragged".
     """
 
     q: str = "bf16"
@@ -40,3 +41,4 @@ class Problem:
     skip: bool = False
     interleaved: bool = False
     batch_invariant: bool = False
+    source: str = "paged"

@@ -86,7 +86,7 @@ def candidate(problem: Problem, arch: str) -> Spec:
     spec = spec_of(p.q, p.kv, p.head_dim_qk, 2 * FEW_ROWS if many else FEW_ROWS, arch)
     mask = spec.mask if p.causal else replace(spec.mask, causal="value")
     out = spec.out if p.out in spec.out else (p.out,)
-    return replace(spec, head_dim_vo=p.head_dim_vo, mask=mask, out=out)
+    return replace(spec, kv=KVSpec(p.kv, p.source), head_dim_vo=p.head_dim_vo, mask=mask, out=out)
 
 
 def supports(spec: Spec) -> Refusal | None:

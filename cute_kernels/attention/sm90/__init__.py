@@ -80,7 +80,7 @@ def candidate(problem: Problem, arch: str) -> Spec:
     plain = not (pack or p.window or p.soft_cap or p.drafts or p.skip)
     spec = headline(p.q, dims, p.causal) if plain else general(p.q, dims, pack)
     mask, logits = replace(spec.mask, bits=p.drafts), replace(spec.logits, skip=p.skip)
-    return replace(spec, kv=KVSpec(p.kv), out=(p.out,), mask=mask, logits=logits)
+    return replace(spec, kv=KVSpec(p.kv, p.source), out=(p.out,), mask=mask, logits=logits)
 
 
 def supports(spec: Spec) -> Refusal | None:
