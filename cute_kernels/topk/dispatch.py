@@ -92,7 +92,3 @@ def shipped(arch: str) -> list[tuple[str, TopKSpec]]:
     """All (op, spec) that a bundle of `arch` holds, each once: every plan is some problem's."""
     kernels = [(op, dtype) for (op, module), dtype in product(KERNELS.items(), DTYPES) if arch in module.ARCHS]
     return [(op, plan) for op, dtype in kernels for plan in plans(dtype)]
-
-
-Request = Problem  # former names, until their users are merged
-OP = "topk.radix"

@@ -7,6 +7,7 @@ import torch
 
 from cute_kernels.topk import dispatch
 from cute_kernels.topk.args import TopKArgs
+from cute_kernels.topk.problem import Problem
 
 from .. import machine, reference
 from .checks import DTYPES, PER_ROW, TOP_K, WINDOWS, Call, TopKTieBreak, validate
@@ -107,7 +108,7 @@ def plan_for(call: Call, facts: tuple[str, int] | None) -> Plan:
     given: Callable[[torch.Tensor], Any] = lambda tensor: tensor  # noqa: E731
     if facts is not None:
         arch, sms = facts
-        op, spec = dispatch.select(dispatch.Request(DTYPES[scores.dtype], rows, width, k, sms), arch)
+        op, spec = dispatch.select(Problem(DTYPES[scores.dtype], rows, width, k, sms), arch)
         fn, given = machine.current.kernel(op, spec, arch), machine.current.argument
 
     def empty(dtype: torch.dtype, *shape: int) -> Any:

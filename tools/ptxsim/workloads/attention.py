@@ -102,10 +102,10 @@ def structures(specs: Iterable[Any]) -> list[Any]:
 def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     """Scenarios whose kernel is `spec`. thorough: every box size too."""
     k = kernel_of(spec)
-    window = 75 if k.window else -1
+    window = (300 if k.general else 75) if k.window else -1
     other = -1 if k.cap or k.packed else window  # a kernel with a window serves calls without one
     packed = k.packed
-    first, second = ((5, 0, 9), (2, 1, 3)) if packed else ((3, 0, 150), (9, 1, 197))
+    first, second = ((5, 0, 40), (2, 1, 3)) if packed else ((3, 0, 150), (9, 1, 197))
     if k.few_rows:
         first, second = (2, 0, 1), (1, 2, 1)
     heads: dict[str, Any] = {"heads_q": 6 if packed else 2, "heads_kv": 2}
@@ -121,9 +121,9 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
         soft_cap=12.0 if k.cap else 0.0, **same,
     )  # fmt: skip
     sms = SHARED_SMS if k.decodes else SMS
-    if k.general:
-        short = replace(short, causal=False)
     found = [Scenario("ragged", (ragged,), SMS), Scenario("short", (short,), sms)]
+    if k.general:  # code of its own with a cap, and a mask as the call says
+        found[1] = Scenario("short", (replace(short, causal=False), replace(ragged, soft_cap=12.0)), sms)
     if thorough:
         more = replace(ragged, kv_lens=(1000, 0, 700), window_left=-1 if other < 0 else 600, sink=False)
         found += [Scenario(f"page {p}", (replace(more, page_size=p),), sms) for p in (8, 16, 64)]
