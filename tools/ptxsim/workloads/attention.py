@@ -22,6 +22,7 @@ from ..faults import Fault
 from ..run import Result
 from .common import SMS, Outcome, distance, simulated
 
+Results = tuple[torch.Tensor, torch.Tensor | None]  # out (T, Hq, Dvo), lse
 SHARED_SMS = 7  # where CTAs share the keys of a request
 WIDE = {(s.kv.dtype, s.head_dim_qk) for s in shipped("sm_90a") if s.tile.rows_per_warp > FEW_ROWS}
 FUNCTIONS: dict[str, tuple[Any, Any]] = {
@@ -130,7 +131,7 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     return found
 
 
-def launched(case: AttentionCase, problem: Problem) -> tuple[torch.Tensor, torch.Tensor | None]:
+def launched(case: AttentionCase, problem: Problem) -> Results:
     """(out (T, Hq, Dvo), lse or None) of a call of the case's function."""
     function, arguments = FUNCTIONS[case.function]
     inputs = arguments(case, problem)
@@ -147,8 +148,8 @@ def launched(case: AttentionCase, problem: Problem) -> tuple[torch.Tensor, torch
     return out.reshape(len(problem.q), case.heads_q, case.head_dim_vo), lse
 
 
-def call(case: AttentionCase) -> tuple[str, float]:
-    """(bits of the results, error) of a call, and, where they may not depend on the batch, another of one request."""
+def call(case: AttentionCase) -> tuple[Results, float]:
+    """(results, error) of a call, and, where they may not depend on the batch, another of one request."""
     problem = cases.make_problem(case)
     want, want_lse = cases.expected(case, problem)
     out, lse = launched(case, problem)
@@ -160,7 +161,7 @@ def call(case: AttentionCase) -> tuple[str, float]:
         m, first = case.q_lens[0], launched(*cases.alone(case, problem))
         if bits_of(*first) != bits_of(out[:m], None if lse is None else lse[:m]):
             raise Fault("the bits of the first request depend on the rest of its batch")
-    return bits_of(out, lse), error
+    return (out, lse), error
 
 
 def bits_of(*tensors: torch.Tensor | None) -> str:
@@ -173,13 +174,18 @@ def run_attention(spec: Any, scenario: Scenario, arch: str, **how: Any) -> Outco
     """The largest error of the scenario's calls; the bits of all of them. spec: the kernel that they must run."""
     results: list[Result] = []
     bits: dict[AttentionCase, str] = {}
+    results_of: list[tuple[AttentionCase, Results]] = []
     error, start = 0.0, time.perf_counter()
     with simulated(arch, results, scenario.sms, spec, **how):
         for case in scenario.calls:
-            found, worst = call(case)
-            error = max(error, worst)
+            tensors, worst = call(case)
+            error, found = max(error, worst), bits_of(*tensors)
+            results_of.append((case, tensors))
             if bits.setdefault(case, found) != found:
                 raise Fault(f"{case.name}: an equal call gives other bits")
+    for case, tensors in results_of:
+        if bits_of(*tensors) != bits[case]:
+            raise Fault(f"{case.name}: a later call changes the results")
     seconds = time.perf_counter() - start
     whole = Result()
     for result in results:

@@ -48,7 +48,7 @@ def prefill() -> list[Scenario]:
     ]  # fmt: skip
     # what a plan depends on: calls that differ in one fact, and an equal one at last
     first = replace(packed, name="first", q_lens=(5, 2, 3), kv_lens=(40, 83, 9), heads_q=16, heads_kv=8, page_size=8)
-    rows, one = replace(first, name="many rows", q_lens=(70, 2, 3)), {"q_lens": (1, 1, 1)}
+    rows, one = replace(first, name="many rows", q_lens=(70, 2, 3)), {"q_lens": (1, 2, 1)}
     facts: list[dict[str, Any]] = [
         {"dtype": "fp16"}, {"causal": False}, {"soft_cap": 6.0}, {"layout": "NHD"}, {"device": ("scale", "out")}, one,
         one | {"function": "decode"},
@@ -88,7 +88,7 @@ def decode() -> list[Scenario]:
         replace(many, name="no keys", q_lens=(2, 9, 3), kv_lens=(0, 4, 300), sink=False),
         replace(few, name="70 requests", kv_lens=spread(MANY, {0: 5, 31: 40, 32: 300, 33: 7, 63: 1, 64: 133, 69: 12}),
                 q_lens=spread(MANY, {0: 1, 20: 1, 31: 2, 32: 1, 33: 2, 64: 2, 69: 1})),
-        replace(many, name="drafts", drafts=True, q_lens=(40, 3), kv_lens=(200, 60), heads_q=2, heads_kv=1),
+        replace(many, name="drafts", drafts=True, q_lens=(40, 3), kv_lens=(256, 60), heads_q=2, heads_kv=1),
         replace(few, name="far", far=True, kv_lens=(140, 0, 83)),
         replace(nvfp4, name="nvfp4, far", far=True, kv_lens=(140, 0, 83)),
         replace(few, name="invariant", invariant=True, kv_lens=(4300, 0, 83), q_lens=(1, 2, 3)),
@@ -103,7 +103,7 @@ def decode() -> list[Scenario]:
         {"dtype": "fp16"}, {"out_dtype": "fp8"}, {"kv_dtype": "fp8"}, {"layout": "NHD"}, {"device": ("scale",)},
         {"q_lens": (1, 7)}, {"head_dim_qk": 128, "head_dim_vo": 128}, {"kv_dtype": "fp8", "out_dtype": "fp8"},
         {"dtype": "fp16", "kv_dtype": "fp8", "out_dtype": "fp8"}, {"q_lens": (2, 2)}, {"kv_dtype": "nvfp4"},
-        {"kv_dtype": "nvfp4", "interleaved": True}, {"drafts": True},
+        {"kv_dtype": "nvfp4", "interleaved": True}, {"drafts": True}, {"lse": False, "scale": 0.2},
     ]  # fmt: skip
     turns = [replace(first, name=str(fact), **fact) for fact in facts]
     parts = replace(few, name="40 parts", q_lens=(1,), kv_lens=(5000,), heads_q=8, heads_kv=1, scale=1.0, data="normal")
@@ -127,7 +127,7 @@ def xqa() -> list[Scenario]:
     )  # fmt: skip
     found = [
         replace(one, name="flat, window", cache="flat", window_left=300, out_scale=0.7, zero_page=True),
-        replace(one, name="drafts, e4m3 output", q_lens=(5, 5), kv_lens=(600, 83), drafts=True, kv_dtype="fp8",
+        replace(one, name="drafts, e4m3 output", q_lens=(5, 5), kv_lens=(512, 83), drafts=True, kv_dtype="fp8",
                 out_dtype="fp8", o_scale=30.0, device=("scale", "out"), out_scale=1.5, window_left=500),
         replace(one, name="ragged drafts", q_lens=(3, 0, 5), kv_lens=(140, 9, 83), drafts=True, layout="HND",
                 o_scale=30.0, page_size=128),
