@@ -282,7 +282,7 @@ def test_host_time_of_a_planned_call(here, function):
     here.kernel = lambda op, spec, arch: lambda *args: None
     inputs, public = inputs_of(PLAIN[function]), getattr(topk, function)
     public(**inputs)
-    assert min(timeit.repeat(lambda: public(**inputs), number=2000, repeat=5)) / 2000 < 25e-6
+    assert min(timeit.repeat(lambda: public(**inputs), number=200, repeat=50)) / 200 < 25e-6
 
 
 # ---- torch.compile

@@ -28,7 +28,7 @@ SIGNATURES[CONTEXT] = {f: name.replace("kv_cache_sf", "kv_block_scales") for f, 
 SIGNATURES[DECODE] = _NAMES | _SCALES | {"interleaved": "v_scales_interleaved"}
 SIGNATURES[EQUAL] = SIGNATURES[DECODE] | {"max_q_len": "q_len_per_req"}
 _Tensor = torch.Tensor
-_new = tuple.__new__  # `_new(Problem, (...))`, of all fields in order, is 0.5 us cheaper than `Problem(...)`
+_problem = Problem.__new__  # `_problem(Problem, ...)` is `Problem(...)`, less a dict: 0.4 us
 
 
 def trtllm_batch_context_with_kv_cache(
@@ -90,11 +90,11 @@ def trtllm_batch_context_with_kv_cache(
             raise ValueError(f"batch_size: {batch_size}, seq_lens has {requests.batch} entries")
     scale, scale_tensor = (1.0, bmm1_scale) if isinstance(bmm1_scale, _Tensor) else (bmm1_scale, None)
     out_scale, out_scale_tensor = (1.0, bmm2_scale) if isinstance(bmm2_scale, _Tensor) else (bmm2_scale, None)
-    p = _new(Problem, (
-        signature, "prefill", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
+    p = _problem(
+        Problem, signature, "prefill", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
         out_scale_tensor, causal, window_left, logits_soft_cap, sinks, k_scales, v_scales, False, None,
         skip_softmax_threshold_scale_factor, out, out_dtype, o_sf_scale, lse, return_lse, False, enable_pdl,
-    ))  # fmt: skip
+    )  # fmt: skip
     if o_sf_vec_size is not None:
         _check_vector(p, o_sf_vec_size)
     return serve(p)
@@ -165,11 +165,11 @@ def trtllm_batch_decode_with_kv_cache(
     out_scale, out_scale_tensor = (1.0, bmm2_scale) if isinstance(bmm2_scale, _Tensor) else (bmm2_scale, None)
     if o_scale != 1.0:
         out_scale = _unscaled(out_scale, o_scale, out_dtype or getattr(query if out is None else out, "dtype", None))
-    p = _new(Problem, (
-        signature, "decode", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
+    p = _problem(
+        Problem, signature, "decode", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
         out_scale_tensor, True, window_left, logits_soft_cap, sink, k_scales, v_scales, v_scales_interleaved, drafts,
         skip_softmax_threshold_scale_factor, out, out_dtype, o_sf_scale, lse, return_lse, batch_invariant, enable_pdl,
-    ))  # fmt: skip
+    )  # fmt: skip
     if o_sf_vec_size is not None:
         _check_vector(p, o_sf_vec_size)
     return serve(p)

@@ -19,7 +19,7 @@ SIGNATURES["xqa"] = {
     "interleaved": "v_scales_interleaved",
 }  # fmt: skip
 _Tensor = torch.Tensor
-_new = tuple.__new__  # `_new(Problem, (...))`, of all fields in order, is 0.5 us cheaper than `Problem(...)`
+_problem = Problem.__new__  # `_problem(Problem, ...)` is `Problem(...)`, less a dict: 0.4 us
 
 
 def xqa(
@@ -107,11 +107,11 @@ def xqa(
     check_scale("rcp_out_scale", rcp_out_scale, None, q.device)
     if output.dtype == E4M3:
         out_scale *= rcp_out_scale
-    serve(_new(Problem, (
-        "xqa", "decode", rows, k, v, requests, q_seq_len, scale, scale_tensor, out_scale, kv_tensor, True,
+    serve(_problem(
+        Problem, "xqa", "decode", rows, k, v, requests, q_seq_len, scale, scale_tensor, out_scale, kv_tensor, True,
         window_left, None, sinks, k_scales, v_scales, v_scales_interleaved, drafts, None, out, None, None, None, False,
         batch_invariant, enable_pdl,
-    )))  # fmt: skip
+    ))  # fmt: skip
 
 
 def _factor(name: str, value: Any, device: torch.device) -> tuple[float, torch.Tensor | None]:

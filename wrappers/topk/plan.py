@@ -1,7 +1,8 @@
 """A known call of a top-k function: one dictionary lookup, the outputs that its caller did not give, the launch."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,7 +19,8 @@ _ROW_TO_BATCH, _TABLE_STARTS, _OFFSETS = AT.row_to_batch, AT.table_starts, AT.of
 _empty_like = torch.empty_like  # a module global: an attribute look-up saved is 20 ns
 
 
-class Plan(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Plan:
     """What the static facts of a call decide."""
 
     fn: Callable[..., Any]  # the compiled kernel, or the reference
