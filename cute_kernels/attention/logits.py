@@ -53,7 +53,8 @@ def hide(spec: cutlass.Constexpr, a, s: cute.Tensor, rows: Rows, cols: Cols):
     if const_expr(spec.mask.bits):
         if rows.n.drafts != 0:
             bits = cute.domain_offset((rows.start, 0), a.mask.draft_mask)
-            mask.apply_bits(s, bits, rows.tokens, cols.at, cols.first - (rows.n.kv_len - rows.n.q_len))
+            draft = cols.first - (rows.n.kv_len - rows.n.q_len)
+            mask.apply_bits(s, bits, rows.tokens, cols.at, draft, rows.n.q_len)
 
 
 @cute.jit

@@ -96,12 +96,14 @@ def apply(
 
 
 @cute.jit
-def apply_bits(s: cute.Tensor, bits: cute.Tensor, tokens: cute.Tensor, cols: cutlass.Constexpr, key: Int32):
+def apply_bits(
+    s: cute.Tensor, bits: cute.Tensor, tokens: cute.Tensor, cols: cutlass.Constexpr, key: Int32, q_len: Int32
+):
     """As `apply`, for drafts: s keeps draft t, key + cols[c] = t, where bit t of bits[tokens[row]] is set. Other keys
-    are left alone."""
+    are left alone, and rows past the request's q_len tokens."""
     for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
         for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
             draft = key + cols[c]
-            if draft >= 0 and draft < 32 * bits.shape[1] and tokens[r] < bits.shape[0]:
+            if draft >= 0 and draft < 32 * bits.shape[1] and tokens[r] < q_len:
                 if (bits[tokens[r], draft // 32] >> (draft % 32)) & 1 == 0:
                     s[r, c] = -Float32.inf

@@ -87,7 +87,7 @@ def shared(spec, plan):
     return Shared(
         k=copy.allocate(smem, plan.k, plan.args.kv.k.element_type),
         v=copy.allocate(smem, plan.v, plan.args.kv.v.element_type),
-        work=smem.allocate_tensor(Int32, cute.make_layout((work.fields(spec), count))),
+        work=work.allocate(spec, smem),
         work_pipe=pipe.make(smem, count, r.warps("schedule"), r.warps("load_k", "load_v", "load_scales", "math")),
         k_pipe=pipe.make(smem, t.stages, arrivals(spec, r), r.warps("math")),
         v_pipe=pipe.make(smem, t.stages, arrivals(spec, r), r.warps("math")),

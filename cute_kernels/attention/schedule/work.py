@@ -71,6 +71,11 @@ def fields(spec):
     return len(Work._fields) - 1 + (len(Split._fields) if spec.schedule == "stream_k" else 0)
 
 
+def allocate(spec, smem):
+    """Shared memory of published tiles, each aligned to what a thread stores at once."""
+    return smem.allocate_tensor(Int32, cute.make_layout(((fields(spec) + 3) // 4 * 4, STAGES[spec.schedule])), 16)
+
+
 def flatten(w: Work):
     return (*w[:-1], *(w.split or ()))
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
 
 from ... import abi
 from ...device import copy, pipe, wgmma
@@ -81,7 +80,7 @@ def shared(spec, plan):
     return Shared(
         k=copy.allocate(smem, plan.k, plan.args.kv.k.element_type),
         v=copy.allocate(smem, plan.v, plan.args.kv.v.element_type),
-        work=smem.allocate_tensor(Int32, cute.make_layout((work.fields(spec), count))),
+        work=work.allocate(spec, smem),
         work_pipe=pipe.make(smem, count, 1, r.warps("load_k", "load_v", "math")),
         k_pipe=pipe.make(smem, t.stages, arrivals(spec, r), math_warps),
         v_pipe=pipe.make(smem, t.stages, arrivals(spec, r), math_warps),

@@ -44,6 +44,17 @@ def store_quad_row(a, token: Int32, head: Int32, values: cute.Tensor, keep):
 
 
 @cute.jit
+def zero_quad_row(spec: cutlass.Constexpr, a, token: Int32, head: Int32, keep):
+    """One row of O, of zeros."""
+    out, piece = a.out.o[token, head, None], cute.make_rmem_tensor(4, Int32)
+    piece.fill(0)
+    if keep:
+        for k in cutlass.range_constexpr(0, spec.head_dim_vo // 8, 4):
+            target = cute.local_tile(out, (8,), (k + cute.arch.lane_idx() % LANES,))
+            cute.autovec_copy(cute.recast_tensor(piece, out.element_type), target)
+
+
+@cute.jit
 def store(spec: cutlass.Constexpr, a, r, w: Work, scales: Scales, empty: cutlass.Constexpr):
     """Normalise and write this thread's rows of O and LSE that belong to the request; `empty`: no row sees a key."""
     per_token = geometry.rows_per_token(spec, a)
@@ -55,12 +66,12 @@ def store(spec: cutlass.Constexpr, a, r, w: Work, scales: Scales, empty: cutlass
         head = geometry.head_of(row, w.head, per_token, spec.pack_gqa)
         sink = epilogue.sink_of(a, head)
         lse = sink * logits.LOG2_E
-        values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
         if const_expr(empty):
-            values.fill(0.0)
+            zero_quad_row(spec, a, w.q_start + token, head, keep)
         else:
+            values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
             normal = softmax.row_normalizer(r.st, k, scales.reduced, sink, LANES)
             lse = normal.lse
             values.store(o[k, None].load() * (normal.factor * scales.out))
-        store_quad_row(a, w.q_start + token, head, values, keep)
+            store_quad_row(a, w.q_start + token, head, values, keep)
         epilogue.store_lse(a, w.q_start + token, head, lse, keep and cute.arch.lane_idx() % LANES == 0)
