@@ -281,3 +281,12 @@ def test_equal_calls_share_a_plan(here):
         for function, inputs in everything():
             function(**inputs)
     assert len(here.plans) == len(list(everything()))
+
+
+def test_a_plan_keeps_nothing_of_a_call(here):
+    """It would hold memory, and threads would see each other's tensors."""
+    for function, inputs in everything():
+        for _ in range(2):
+            function(**inputs)
+        given = [id(value) for value in here.launches[-1][2].values() if isinstance(value, torch.Tensor) and len(value)]
+        assert given and not {id(value) for plan in here.plans.values() for value in plan.flat} & {*given}
