@@ -285,6 +285,18 @@ def test_ncu_output_becomes_a_short_report():
         profile.parse(["==ERROR== no permission"])
 
 
+@pytest.mark.parametrize("name", ["prefill-tiny", "decode-tiny", "topk-fp32-3x100-k7"])
+def test_cases_of_all_operators_are_profiled(monkeypatch, name):
+    monkeypatch.setattr(cases, "PREFILL_BF16", {"prefill-tiny": prefill.case_of("prefill-tiny", (40, 40), True)})
+    monkeypatch.setattr(cases, "DECODE", {"decode-tiny": cases.decoding(3, 70, (4, 2), 64, 16)})
+    out = profile.call_of(name, "ours", "cpu")()
+    assert isinstance(out, torch.Tensor) and len(out) == {"p": 80, "d": 3, "t": 3}[name[0]]
+    with pytest.raises(SystemExit, match=f"no provider 'x' for {name}; there are: ours, "):
+        profile.call_of(name, "x", "cpu")
+    with pytest.raises(SystemExit, match="no case 'other'"):
+        profile.call_of("other", "ours", "cpu")
+
+
 class WallClock:
     def measure(self, call, sets):
         for i in sets:
