@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from . import readme, results
 
 if TYPE_CHECKING:
-    from .attention import Ceilings, Result, Setup
+    from .harness import Ceilings, Result, Setup
 
 
 class Family(NamedTuple):
@@ -24,22 +24,21 @@ class Family(NamedTuple):
 def attention(sweep: bool) -> Family:
     from bench.cases import attention as cases
 
-    from . import attention as bench
-    from . import decode
+    from . import decode, prefill
 
-    known = cases.PREFILL_BF16 | cases.DECODE | (bench.sweep_cases() if sweep else {})
+    known = cases.PREFILL_BF16 | cases.DECODE | (prefill.sweep_cases() if sweep else {})
 
     def one(name: str, top: "Ceilings", setup: "Setup") -> "list[Result]":
-        return (decode.measure if name.startswith("decode-") else bench.measure)(known[name], top, setup)
+        return (decode.measure if name.startswith("decode-") else prefill.measure)(known[name], top, setup)
 
     def rest(setup: "Setup", chosen: list[str]) -> "list[Result]":
         decoding = [name.startswith("decode-") for name in chosen]
-        found = [] if all(decoding) else bench.host(bench.host_case(), setup)
+        found = [] if all(decoding) else prefill.host(prefill.host_case(), setup)
         return found + (decode.host(setup) if any(decoding) else [])
 
     return Family(
         cases=tuple(known),
-        providers=tuple(bench.PROVIDERS),
+        providers=tuple(prefill.PROVIDERS),
         measure=one,
         rest=rest,
         ceilings="ceiling-",
@@ -62,7 +61,7 @@ def measure(args: argparse.Namespace) -> None:
     """Measure on the GPU of this machine, append to the csv, print the table."""
     import torch
 
-    from . import attention as bench
+    from . import harness
 
     if not torch.cuda.is_available():
         raise SystemExit("the benchmark needs a CUDA device")
@@ -72,16 +71,16 @@ def measure(args: argparse.Namespace) -> None:
         raise SystemExit(f"no case begins with {args.cases!r}; there are: {', '.join(family.cases)}")
     env = results.environment()
     path = args.results or results.FOLDER / f"{env.gpu}.csv"
-    setup = bench.Setup(tuple(args.providers.split(",")) if args.providers else family.providers, args.rounds)
-    top, found = bench.ceilings(setup)
+    setup = harness.Setup(tuple(args.providers.split(",")) if args.providers else family.providers, args.rounds)
+    top, found = harness.ceilings(setup)
     found = [r for r in found if r.case.startswith(family.ceilings)]
     for name in chosen:
         found += family.measure(name, top, setup)
         torch.cuda.empty_cache()
     found += family.rest(setup, chosen)
-    rows = bench.rows_of(found, env)
+    rows = harness.rows_of(found, env)
     results.append(path, rows)
-    print(bench.table(found, rows, top))
+    print(harness.table(found, rows, top))
     print(f"{len(rows)} rows -> {path}")
 
 

@@ -38,9 +38,13 @@ WORKER = """
 import hashlib, json, sys
 from dataclasses import replace
 import torch
-from bench import attention, decode, topk
+from bench import decode, topk
 from bench.timing import CudaClock, HostClock
 from wrappers import trtllm_batch_context_with_kv_cache as context
+try:
+    from bench import prefill
+except ImportError:
+    from bench import attention as prefill
 try:
     from bench.cases import attention as cases
 except ImportError:
@@ -59,7 +63,7 @@ def prepare(name):
         call = (lambda i: run(inputs[0])) if name.startswith("host") else topk.graph(run, inputs)
         return call, 1, 1 if name.startswith("host") else each, out
     if name == "host-prefill":
-        case = attention.host_case()
+        case = prefill.host_case()
     elif name == "host-decode":
         case = cases.AttentionCase(name, q_lens=(1,), kv_lens=(64,), lse=False)
     else:
@@ -68,7 +72,7 @@ def prepare(name):
         runs = [decode.ours(cases.make_inputs(case, "cuda", 0))]
     else:
         one = [cases.make_inputs(case, "cuda", 0)]
-        every = attention.inputs_of(case, "cuda") if name.startswith("prefill") else one
+        every = prefill.inputs_of(case, "cuda") if name.startswith("prefill") else one
         runs = [lambda i=i: context(**i) for i in every]
     return (lambda i: runs[i]()), len(runs), 1, runs[0]()
 for line in sys.stdin:

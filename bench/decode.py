@@ -3,22 +3,19 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
-from wrappers import reference, trtllm_batch_decode_with_kv_cache
-from wrappers.attention.explain import problem_of
+from wrappers import trtllm_batch_decode_with_kv_cache
 
-from .attention import Ceilings, Result, Setup
 from .cases import attention as cases
 from .cases.attention import AttentionCase
+from .harness import Ceilings, Result, Setup, host_times, ready
 from .timing import Call, Timing, interleave
+from .workload import Inputs, check
 
-TOLERANCE = 1e-2
 HOST_CASE = "host-decode"
 WIDER = {"nvfp4": "fp8", "fp8": ""}  # caches that ours is compared with, in its own time on the same case
-Inputs = dict[str, Any]
 
 
 def ours(inputs: Inputs) -> Callable[[], torch.Tensor]:
@@ -64,35 +61,12 @@ def kv_bytes(case: AttentionCase) -> int:
     return sum(case.kv_lens) * case.heads_kv * size
 
 
-def check(inputs: Inputs, out: torch.Tensor) -> str | None:
-    """None where the first and the last request are right, else what is wrong."""
-    table, lens, query = inputs["block_tables"], inputs["seq_lens"], inputs["query"]
-    tokens = inputs["max_q_len"]
-    for b in {0, len(lens) - 1}:
-        own = slice(b * tokens, (b + 1) * tokens)
-        problem = problem_of(
-            trtllm_batch_decode_with_kv_cache, query[own], inputs["kv_cache"], None, table[b : b + 1], lens[b : b + 1],
-            None, inputs["bmm1_scale"], inputs["bmm2_scale"], q_len_per_req=tokens,
-            kv_cache_sf=inputs.get("kv_block_scales"),
-        )  # fmt: skip
-        error = (out[own].float() - reference.paged_attention(problem)[0]).abs().max()
-        if not error <= TOLERANCE:
-            return f"off by {float(error):.3g}"
-    return None
-
-
 def collect(inputs: Inputs, providers: tuple[str, ...]) -> dict[str, Call]:
     """Calls of the providers that pass the check; prints who is left out and why."""
     calls: dict[str, Call] = {}
     for name in (p for p in providers if p in PROVIDERS):
-        try:
-            run = PROVIDERS[name](inputs)
-            wrong = check(inputs, run())
-        except Exception as error:  # a peer may refuse in its own way: the reason is printed, no row written
-            wrong = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        if wrong:
-            print(f"  no row: {name}: {wrong}", flush=True)
-        else:
+        run = ready(name, partial(PROVIDERS[name], inputs), partial(check, inputs))
+        if run is not None:
             calls[name] = partial(lambda run, _: run(), run)
     return calls
 
@@ -121,6 +95,5 @@ def host(setup: Setup) -> list[Result]:
     """Host time of a call on a tiny case, whose kernel takes about as long as the call."""
     print(HOST_CASE, flush=True)
     case = AttentionCase(HOST_CASE, q_lens=(1,), kv_lens=(64,), lse=False)
-    calls = collect(cases.make_inputs(case, setup.device), setup.providers)
-    times = interleave(calls, setup.host_clock, 1, rounds=20, warmup=10, target_us=2000) if calls else {}
+    times = host_times(collect(cases.make_inputs(case, setup.device), setup.providers), setup)
     return [Result(HOST_CASE, provider, t) for provider, t in times.items()]

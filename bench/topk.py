@@ -17,8 +17,8 @@ from wrappers import (
     top_k_ragged_transform,
 )  # fmt: skip
 
-from .attention import L2_BYTES, Ceilings, Result, Setup
-from .timing import Call, Timing, input_sets, interleave
+from .harness import Ceilings, Result, Setup, host_times, ready, rotated
+from .timing import Call, Timing, interleave
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 HEADLINE = (
@@ -148,21 +148,14 @@ def collect(
     """Calls on all sets, of those that pass the check; prints who is left out and why."""
     calls: dict[str, Call] = {}
     for name, run in functions.items():
-        try:
-            wrong = check(sets[0], run(sets[0]))
-        except ImportError as error:
-            wrong = str(error)
-        if wrong:
-            print(f"  no row: {name}: {wrong}", flush=True)
-        else:
+        if ready(name, partial(partial, run, sets[0]), partial(check, sets[0])):
             calls[name] = graph(run, sets) if setup.device == "cuda" else partial(every, run, sets)
     return calls
 
 
 def inputs_of(name: str, device: str) -> list[Inputs]:
-    """As many input sets as leave none of them in the L2 when its turn comes again."""
-    first = make(name, device, 0)
-    return [first, *(make(name, device, seed) for seed in range(1, input_sets(first.bytes, L2_BYTES)))]
+    """Input sets of a case, see `rotated`."""
+    return rotated(lambda seed: make(name, device, seed), lambda inputs: inputs.bytes)
 
 
 def per_call(timing: Timing, sets: int) -> Timing:
@@ -192,14 +185,14 @@ def outputs(name: str, setup: Setup) -> list[Result]:
 
 
 def host(setup: Setup) -> list[Result]:
-    """Host time of a call on a tiny case, whose kernel takes less time than the call: the GPU's queue stays short."""
+    """Host time of a call: of ours, of the slowest function."""
     print(HOST_CASE, flush=True)
     inputs = make(HOST_CASE, setup.device, 0)
     functions = {f"ours/{name}": run for name, run in FUNCTIONS.items() if name != "top_k-sorted"}
     calls: dict[str, Call] = {
         n: partial(every, run, [inputs]) for n, run in (functions | {"torch": PROVIDERS["torch"]}).items()
     }
-    times = interleave(calls, setup.host_clock, 1, rounds=20, warmup=10, target_us=2000)
+    times = host_times(calls, setup)
     found = [Result(HOST_CASE, "torch", times.pop("torch"))]
     slowest = max(times, key=lambda name: times[name].median)
     return [

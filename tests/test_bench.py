@@ -1,12 +1,13 @@
 """The benchmark's arithmetic, on the CPU: timing with a fake clock, checks of results, csv, plots, ncu's output."""
 
+import ast
 import csv
 from functools import partial
 
 import pytest
 import torch
 
-from bench import attention, decode, plots, providers, readme, results, timing, workload
+from bench import compare, decode, harness, plots, prefill, providers, readme, results, timing, topk, workload
 from bench.cases import attention as cases
 from bench.results import Environment
 from tools import profile
@@ -107,6 +108,8 @@ def make_inputs(causal=True, batch=2, length=70, heads=(4, 2), dim=64, page=16, 
         "kv_cache": tuple(caches),
         "kv_layout": layout,
         "block_tables": torch.stack(tables, 1) if separate else tables[0],
+        "seq_lens": torch.full((batch,), length, dtype=torch.int32),
+        "cum_seq_lens_q": torch.arange(0, (batch + 1) * length, length, dtype=torch.int32),
         "max_q_len": length,
         "max_kv_len": length,
         "batch_size": batch,
@@ -146,6 +149,18 @@ def test_check_takes_right_results_and_refuses_wrong_ones(causal):
     hole = right.clone()
     hole[3, 1, 5] = float("nan")
     assert workload.check(inputs, hole) == "not finite"
+
+
+@pytest.mark.parametrize("kv_dtype", ["", "fp8", "nvfp4"])
+def test_check_reads_every_cache_and_allows_less_where_outputs_are_small(kv_dtype):
+    """Outputs of 20000 keys are about 0.01: an error of a tenth of that is not rounding."""
+    inputs = cases.make_inputs(cases.decoding(3, 20_000, (2, 1), 64, 64, kv_dtype, tokens=2))
+    right, _ = cases.reference_of(inputs)
+    assert workload.check(inputs, right) is None
+    assert workload.check(inputs, right * 0.85).startswith("off by")
+    late = right.clone()
+    late[-1, -1] += 0.005  # the last head of the last token
+    assert workload.check(inputs, late).startswith("off by")
 
 
 def test_flops_and_bytes():
@@ -270,6 +285,18 @@ def test_ncu_output_becomes_a_short_report():
         profile.parse(["==ERROR== no permission"])
 
 
+@pytest.mark.parametrize("name", ["prefill-tiny", "decode-tiny", "topk-fp32-3x100-k7"])
+def test_cases_of_all_operators_are_profiled(monkeypatch, name):
+    monkeypatch.setattr(cases, "PREFILL_BF16", {"prefill-tiny": prefill.case_of("prefill-tiny", (40, 40), True)})
+    monkeypatch.setattr(cases, "DECODE", {"decode-tiny": cases.decoding(3, 70, (4, 2), 64, 16)})
+    out = profile.call_of(name, "ours", "cpu")()
+    assert isinstance(out, torch.Tensor) and len(out) == {"p": 80, "d": 3, "t": 3}[name[0]]
+    with pytest.raises(SystemExit, match=f"no provider 'x' for {name}; there are: ours, "):
+        profile.call_of(name, "x", "cpu")
+    with pytest.raises(SystemExit, match="no case 'other'"):
+        profile.call_of("other", "ours", "cpu")
+
+
 class WallClock:
     def measure(self, call, sets):
         for i in sets:
@@ -290,20 +317,20 @@ def test_a_run_on_the_cpu_gives_checked_rows(monkeypatch, capsys):
         raise providers.Unavailable("not here")
 
     peers = {"right": partial(contiguous, 1), "wrong": partial(contiguous, 2), "missing": missing}
-    monkeypatch.setattr(attention, "PROVIDERS", {"ours": providers.ours, **peers})
-    case = attention.case_of("prefill-tiny", (40, 40), True)
-    setup = attention.Setup(("ours", *peers), 2, "cpu", WallClock(), WallClock())
-    top = attention.Ceilings(700.0, 4000.0)
-    found = attention.measure(case, top, setup) + attention.host(case, setup)
+    monkeypatch.setattr(prefill, "PROVIDERS", {"ours": providers.ours, **peers})
+    case = prefill.case_of("prefill-tiny", (40, 40), True)
+    setup = harness.Setup(("ours", *peers), 2, "cpu", WallClock(), WallClock())
+    top = harness.Ceilings(700.0, 4000.0)
+    found = prefill.measure(case, top, setup) + prefill.host(case, setup)
     assert [(r.provider, r.note) for r in found] == [
         ("ours", ""), ("right", "slow"), ("floor", ""), ("ours", ""), ("right", "slow")
     ]  # fmt: skip
     said = capsys.readouterr().out
-    assert "no row: wrong: off by" in said and "no row: not here" in said
-    rows = attention.rows_of(found[:3], ENV)
+    assert "no row: wrong: off by" in said and "no row: missing: not here" in said
+    rows = harness.rows_of(found[:3], ENV)
     assert [r.case for r in rows] == ["prefill-tiny"] * 3 and rows[1].ratio_to_ours == pytest.approx(1)
     assert rows[2].tflops == 700 and rows[2].time_us == pytest.approx(case_flops(case) / 700e6)
-    assert "prefill-tiny" in attention.table(found, rows, top)
+    assert "prefill-tiny" in harness.table(found, rows, top)
 
 
 def case_flops(case):
@@ -311,9 +338,44 @@ def case_flops(case):
 
 
 def test_sweep_cases_hold_the_same_number_of_tokens():
-    cases = attention.sweep_cases()
-    assert {sum(c.q_lens) for c in cases.values()} == {attention.SWEEP_TOKENS}
+    cases = prefill.sweep_cases()
+    assert {sum(c.q_lens) for c in cases.values()} == {prefill.SWEEP_TOKENS}
     assert all(plots.SWEEP.match(name) and name == case.name for name, case in cases.items())
+
+
+class Side:
+    """A checkout for `compare`: calls take `us`, the first one of a case longer."""
+
+    def __init__(self, name, us, bits, log):
+        self.name, self.us, self.bits, self.log = name, us, bits, log
+
+    def ask(self, **want):
+        self.log.append((self.name, *want.values()))
+        return {"bits": self.bits} if "open" in want else {"us": self.us}
+
+
+def test_two_checkouts_take_turns():
+    """A line has both medians, other / this, and whether the bits are equal; a sample fills about TARGET_US."""
+    log = []
+    sides = [Side("other", 500.0, "ab", log), Side("this", 400.0, "ab", log)]
+    name, other, this, ratio, spread, bits = compare.compare(sides, "prefill-x", rounds=3).split()
+    assert (name, other, this, ratio, spread, bits) == ("prefill-x", "500.00", "400.00", "1.2500", "0.0%", "equal")
+    assert log[:2] == [("other", "prefill-x"), ("this", "prefill-x")]
+    samples = [entry for entry in log[2:] if entry[1] > 1]
+    assert samples == [(who, 4, False) for who in ("this", "other", "other", "this", "this", "other")]
+    sides[0].bits = "cd"
+    log.clear()
+    assert compare.compare(sides, "host-x", rounds=1).endswith(" DIFFER")
+    assert all(entry[-1] is True for entry in log[2:])
+
+
+def test_what_runs_in_a_checkout_uses_names_that_this_one_has():
+    modules = {"prefill": prefill, "decode": decode, "topk": topk, "cases": cases}
+    used = [node for node in ast.walk(ast.parse(compare.WORKER)) if isinstance(node, ast.Attribute)]
+    names = [(n.value.id, n.attr) for n in used if isinstance(n.value, ast.Name) and n.value.id in modules]
+    assert {module for module, _ in names} == modules.keys()
+    for module, name in names:
+        assert hasattr(modules[module], name), f"{module}.{name}"
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -330,17 +392,17 @@ def test_a_decode_run_on_the_cpu_gives_checked_rows(monkeypatch, capsys, tokens)
         return run
 
     monkeypatch.setattr(decode, "PROVIDERS", decode.PROVIDERS | {"wrong": wrong})
-    setup = attention.Setup(("ours", "wrong", "flashinfer"), 2, "cpu", WallClock(), WallClock())
-    found = decode.measure(case, attention.Ceilings(700.0, 4000.0), setup) + decode.host(setup)
+    setup = harness.Setup(("ours", "wrong", "flashinfer"), 2, "cpu", WallClock(), WallClock())
+    found = decode.measure(case, harness.Ceilings(700.0, 4000.0), setup) + decode.host(setup)
     assert [(r.case, r.provider) for r in found] == [
         (case.name, "ours"), (case.name, "batch-invariant"), (case.name, "floor"), ("host-decode", "ours")
     ]  # fmt: skip
     said = capsys.readouterr().out
-    assert "no row: wrong: off by 0.1" in said and "no row: flashinfer: " in said
+    assert "no row: wrong: off by" in said and "no row: flashinfer: " in said
     assert ("ModuleNotFoundError" if tokens == 1 else "masks") in said and case.name.endswith("-q3") == (tokens == 3)
     assert decode.kv_bytes(case) == 3 * 70 * 2 * 2 * 64 * 2
     assert found[0].gbps == pytest.approx(decode.kv_bytes(case) / 2000e3)
-    rows = attention.rows_of(found, ENV)
+    rows = harness.rows_of(found, ENV)
     assert rows[2].time_us == pytest.approx(decode.kv_bytes(case) / 4000e3)
     text = readme.measured_decode({"nvidia-h200": rows})
     assert f"| `{case.name}` | 2000.0 | 0 |" in text and "| 2000.0 (1.00) |" in text and "Host time" in text

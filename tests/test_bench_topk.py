@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bench import __main__ as command
-from bench import attention, plots, readme, results, topk
-from bench.attention import Ceilings, Setup
+from bench import harness, plots, readme, results, topk
+from bench.harness import Ceilings, Setup
 from tests.test_bench import ENV
 
 NAME = "topk-fp32-3x100-k7"
@@ -34,7 +34,7 @@ class Costs:
 
 @pytest.fixture(autouse=True)
 def small_l2(monkeypatch):
-    monkeypatch.setattr(topk, "L2_BYTES", (SETS - 1) * 600)
+    monkeypatch.setattr(harness, "L2_BYTES", (SETS - 1) * 600)
 
 
 def setup_of(costs, *providers):
@@ -124,9 +124,9 @@ def test_measure_gives_rows_to_those_that_pass(monkeypatch, capsys):
     assert ours.gbps == pytest.approx(1200 / 1000e-6 / 1e9)
     assert floor.timing.median == pytest.approx(1200 / 4000e9 * 1e6) and floor.gbps == 4000
     said = capsys.readouterr().out
-    assert "no row: wrong: not the largest scores" in said and "no row: missing: no such module" in said
-    rows = attention.rows_of(found, ENV)
-    assert rows[1].ratio_to_ours == 3 and NAME in attention.table(found, rows, TOP)
+    assert "no row: wrong: not the largest scores" in said and "no row: missing: ImportError: no such module" in said
+    rows = harness.rows_of(found, ENV)
+    assert rows[1].ratio_to_ours == 3 and NAME in harness.table(found, rows, TOP)
 
 
 def test_a_sample_runs_every_input_set(monkeypatch):
@@ -167,11 +167,11 @@ def test_host_time_is_that_of_the_slowest_function(monkeypatch):
 
 def test_the_command_appends_all_rows_of_a_run(monkeypatch, tmp_path):
     path, costs = tmp_path / "gpu.csv", Costs(ours=1000.0, torch=3000.0)
-    copy = attention.Result("ceiling-copy", "torch", attention.Timing(5, 5, 5), gbps=4000.0)
+    copy = harness.Result("ceiling-copy", "torch", harness.Timing(5, 5, 5), gbps=4000.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(results, "environment", lambda: ENV)
-    monkeypatch.setattr(attention, "ceilings", lambda _: (TOP, [replace(copy, case="ceiling-matmul-bf16"), copy]))
-    monkeypatch.setattr(attention, "Setup", lambda providers, rounds: Setup(providers, rounds, "cpu", costs, costs))
+    monkeypatch.setattr(harness, "ceilings", lambda _: (TOP, [replace(copy, case="ceiling-matmul-bf16"), copy]))
+    monkeypatch.setattr(harness, "Setup", lambda providers, rounds: Setup(providers, rounds, "cpu", costs, costs))
     monkeypatch.setattr(topk, "PROVIDERS", costs.wrap({p: topk.PROVIDERS[p] for p in ("ours", "torch")}))
     monkeypatch.setattr(topk, "HEADLINE", (NAME, "topk-bf16-3x100-k7"))
     monkeypatch.setattr(topk, "outputs", lambda name, setup: [replace(copy, case=f"outputs-x-{name}", provider="ours")])

@@ -11,7 +11,7 @@ from bench.cases import attention as cases
 from bench.cases.attention import KEPT, STEP, STEP_SCALE
 from tests import gpu
 from tests.gpu import captured, close, dims, feature, features, grid, in_threads, same, values
-from wrappers import machine, trtllm_batch_decode_with_kv_cache
+from wrappers import explain, machine, trtllm_batch_decode_with_kv_cache
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
@@ -346,6 +346,14 @@ def test_needle_in_128k_keys(case):
     close(got, want, 5e-3, 5e-3)
     assert (want[0][0, 0] - 100).abs().max() > 10  # the needle shows, in the head that looks for it
     assert (want[0][0, 1] - 100).abs().max() < 5  # NVFP4 has 96 for 100
+
+
+def test_explain_names_the_kernel():
+    """The kernels of many rows have 16 a warp, of which invariant bits may make no use."""
+    said = [str(explain(function=trtllm_batch_decode_with_kv_cache, **gpu.call_of(case, CUDA)[0])) for case in (
+        BASE, replace(BASE, q_lens=(9,) * 4), replace(BASE, q_lens=(9,) * 4, invariant=True))]  # fmt: skip
+    rows = [text.splitlines()[0].rpartition("r")[2] for text in said]
+    assert rows == ["8", "16", "8"] and all(text.startswith("runs: attention.decode bf16_d64_") for text in said)
 
 
 # ---- xqa

@@ -12,8 +12,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 SECTIONS = (
     "SpeedOfLight",
@@ -86,15 +88,36 @@ def report(kernel: dict[str, tuple[str, str]]) -> str:
     return "\n".join(lines)
 
 
+def known(case: str, device: str) -> tuple[dict[str, Any], Callable[[], Any]]:
+    """Providers of a case of bench (prefill, decode or top-k), each a function of the inputs; what makes the inputs."""
+    from bench import decode, prefill, topk
+    from bench.cases import attention as cases
+
+    if case in cases.PREFILL_BF16:
+        return dict(prefill.PROVIDERS), partial(cases.make_inputs, cases.PREFILL_BF16[case], device)
+    if case in cases.DECODE:
+        return dict(decode.PROVIDERS), partial(cases.make_inputs, cases.DECODE[case], device)
+    if case.startswith("topk-"):
+        calls = {name: partial(partial, run) for name, run in topk.PROVIDERS.items()}
+        return dict(calls), partial(topk.make, case, device, 0)
+    names = ", ".join([*cases.PREFILL_BF16, *cases.DECODE, *topk.HEADLINE])
+    raise SystemExit(f"no case {case!r}; there are: {names}, and all that end as topk-fp32-64x65536-k2048")
+
+
+def call_of(case: str, provider: str, device: str) -> Callable[[], object]:
+    """A call of one provider on a case; of several variants the first."""
+    providers, inputs = known(case, device)
+    if provider not in providers:
+        raise SystemExit(f"no provider {provider!r} for {case}; there are: {', '.join(providers)}")
+    made = providers[provider](inputs())
+    return next(iter(made.values()))[0] if isinstance(made, dict) else made
+
+
 def child(case: str, provider: str) -> None:
     """One warm call between profiler start and stop; runs under ncu."""
     import torch
 
-    from bench.cases import attention as cases
-    from bench.providers import PROVIDERS
-
-    variants = PROVIDERS[provider](cases.make_inputs(cases.PREFILL_BF16[case], "cuda", 0))
-    run = next(iter(variants.values()))[0]
+    run = call_of(case, provider, "cuda")
     run()
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
@@ -120,8 +143,8 @@ def profile(case: str, provider: str, ncu: str) -> list[dict[str, tuple[str, str
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.profile", description=__doc__.splitlines()[0])
-    parser.add_argument("case", help="a case of bench, such as prefill-bf16-causal-b2-s8192-h32x8-d128-p64")
-    parser.add_argument("--provider", default="ours", help="ours, cudnn, flash-attn-4 or flashinfer")
+    parser.add_argument("case", help="of bench, such as prefill-bf16-causal-b2-s8192-h32x8-d128-p64")
+    parser.add_argument("--provider", default="ours", help="ours, or a peer that bench has for the case")
     parser.add_argument("--ncu", default="ncu", help="path of Nsight Compute's command line")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

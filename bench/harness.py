@@ -1,0 +1,112 @@
+"""What the benchmarks of all operators share: ceilings of the machine in the same run, who is measured, results as rows
+and as a table."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from .results import Environment, Row, with_ratios
+from .timing import Call, Clock, CudaClock, HostClock, Timing, input_sets, interleave
+
+T = TypeVar("T")
+L2_BYTES = 50 << 20  # of Hopper; torch reports 60 MB on an H200
+MATMUL = 8192
+COPY_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this machine reached in this run: bf16 matmul in TFLOP/s, device copy in GB/s read and written."""
+
+    tflops: float
+    gbps: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """One provider on one case."""
+
+    case: str
+    provider: str
+    timing: Timing
+    tflops: float | None = None
+    gbps: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a run measures. The tests put a fake clock and the CPU here."""
+
+    providers: tuple[str, ...]
+    rounds: int = 15
+    device: str = "cuda"
+    clock: Clock = field(default_factory=CudaClock)
+    host_clock: Clock = field(default_factory=lambda: HostClock(torch.cuda.synchronize))
+
+
+def ceilings(setup: Setup) -> tuple[Ceilings, list[Result]]:
+    """Matmul of random data (zeros run faster than any real data) and a copy between two large buffers."""
+    a, b = (torch.randn(MATMUL, MATMUL, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    c = torch.empty_like(a)
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    calls: dict[str, Call] = {
+        "ceiling-matmul-bf16": lambda i: torch.mm(a, b, out=c),
+        "ceiling-copy": lambda i: target.copy_(source),
+    }
+    times = interleave(calls, setup.clock, 1, setup.rounds)
+    matmul, copy = times["ceiling-matmul-bf16"], times["ceiling-copy"]
+    found = Ceilings(2 * MATMUL**3 / matmul.median / 1e6, 2 * COPY_BYTES / copy.median / 1e3)
+    return found, [
+        Result("ceiling-matmul-bf16", "torch", matmul, tflops=found.tflops),
+        Result("ceiling-copy", "torch", copy, gbps=found.gbps),
+    ]
+
+
+def rotated(make: Callable[[int], T], size: Callable[[T], int]) -> list[T]:
+    """As many input sets, make(seed) of size(set) bytes, as leave none of them in the L2 when its turn comes again."""
+    first = make(0)
+    return [first, *(make(seed) for seed in range(1, input_sets(size(first), L2_BYTES)))]
+
+
+def no_row(name: str, reason: str) -> None:
+    print(f"  no row: {name}: {reason}", flush=True)
+
+
+def ready(name: str, make: Callable[[], Callable[[], T]], check: Callable[[T], str | None]) -> Callable[[], T] | None:
+    """What make() gives, a call whose result passes its check; else None, and the reason is printed."""
+    try:
+        run = make()
+        wrong = check(run())
+    except Exception as error:  # a peer may refuse a shape in its own way
+        wrong = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if wrong:
+        no_row(name, wrong)
+    return None if wrong else run
+
+
+def host_times(calls: Mapping[str, Call], setup: Setup) -> dict[str, Timing]:
+    """Host time of calls on a tiny case, whose kernel takes less time than the call: the GPU's queue stays short."""
+    return interleave(calls, setup.host_clock, 1, rounds=20, warmup=10, target_us=2000) if calls else {}
+
+
+def rows_of(results: list[Result], env: Environment) -> list[Row]:
+    """Rows of the csv."""
+    return with_ratios(env.row(r.case, r.provider, r.timing.median, tflops=r.tflops, gbps=r.gbps) for r in results)
+
+
+def table(results: list[Result], rows: list[Row], top: Ceilings) -> str:
+    """What a person reads: a line a case and provider."""
+    lines = [
+        f"matmul {top.tflops:.0f} TFLOP/s, copy {top.gbps:.0f} GB/s",
+        f"{'case':46} {'provider':13} {'us':>9} {'spread':>7} {'TFLOP/s':>8} {'of mm':>6} {'ratio':>6}  variant",
+    ]
+    for r, row in zip(results, rows):
+        rate = f"{r.tflops:8.0f} {r.tflops / top.tflops:6.1%}" if r.tflops else f"{'':8} {'':6}"
+        ratio = f"{row.ratio_to_ours:6.3f}" if row.ratio_to_ours else f"{'':6}"
+        time = f"{r.timing.median:9.1f} {r.timing.spread:7.1%}"
+        lines.append(f"{r.case:46} {r.provider:13} {time} {rate} {ratio}  {r.note}".rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,98 @@
+"""Measures prefill attention: every case, every provider that runs here, the best variant of each."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from .cases.attention import AttentionCase, make_inputs
+from .harness import Ceilings, Result, Setup, host_times, no_row, ready, rotated
+from .providers import PROVIDERS, Unavailable
+from .timing import Call, Timing, interleave
+from .workload import Inputs, check, shape_of
+
+SWEEP_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+SWEEP_TOKENS = 32768  # the batch shrinks as the length grows
+HOST_CASE = "host-prefill"
+
+
+def sweep_cases() -> dict[str, AttentionCase]:
+    """Causal and full attention of SWEEP_TOKENS tokens in requests of growing length: 32x8 heads, D128, pages of 64."""
+    found = {}
+    for causal in (True, False):
+        for length in SWEEP_LENGTHS:
+            batch = SWEEP_TOKENS // length
+            name = f"sweep-bf16-{'causal' if causal else 'full'}-b{batch}-s{length}-h32x8-d128-p64"
+            found[name] = case_of(name, (length,) * batch, causal)
+    return found
+
+
+def host_case() -> AttentionCase:
+    """A call whose kernel takes about as long as its launch."""
+    return case_of(HOST_CASE, (128,), True)
+
+
+def case_of(name: str, lens: tuple[int, ...], causal: bool) -> AttentionCase:
+    return AttentionCase(name, "bf16", lens, lens, 32, 8, 128, 128, 64, causal=causal, lse=False)
+
+
+def best(times: Mapping[str, Timing]) -> dict[str, tuple[Timing, str]]:
+    """The fastest variant of each provider, and its name."""
+    found: dict[str, tuple[Timing, str]] = {}
+    for label, timing in times.items():
+        provider, _, variant = label.partition("/")
+        if provider not in found or timing.median < found[provider][0].median:
+            found[provider] = (timing, variant)
+    return found
+
+
+def inputs_of(case: AttentionCase, device: str) -> list[Inputs]:
+    """Input sets of a case, see `rotated`."""
+    return rotated(lambda seed: make_inputs(case, device, seed), lambda inputs: shape_of(inputs).bytes)
+
+
+def check_rows(inputs: Inputs, rows: Callable[[Any], torch.Tensor], result: Any) -> str | None:
+    return check(inputs, rows(result))
+
+
+def collect(sets: list[Inputs], providers: tuple[str, ...]) -> dict[str, Call]:
+    """Calls of all variants that pass the check, by "provider" or "provider/variant"; prints who does not, and why."""
+    calls: dict[str, Call] = {}
+    for provider in providers:
+        try:
+            variants = [PROVIDERS[provider](inputs) for inputs in sets]
+        except Unavailable as error:
+            no_row(provider, str(error))
+            continue
+        for name, (run, rows) in variants[0].items():
+            label = f"{provider}/{name}" if name else provider
+            if ready(label, partial(partial, run), partial(check_rows, sets[0], rows)):
+                runs = [v[name][0] for v in variants]
+                calls[label] = partial(lambda runs, i: runs[i](), runs)
+    return calls
+
+
+def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
+    """All providers on one case, and the floor: the operations over the matmul rate of this run."""
+    name = case.name
+    print(name, flush=True)
+    sets = inputs_of(case, setup.device)
+    shape = shape_of(sets[0])
+    calls = collect(sets, setup.providers)
+    if not calls:
+        return []
+    times = best(interleave(calls, setup.clock, len(sets), setup.rounds))
+    found = [
+        Result(name, provider, t, shape.flops / t.median / 1e6, shape.bytes / t.median / 1e3, variant)
+        for provider, (t, variant) in times.items()
+    ]
+    floor = shape.flops / top.tflops / 1e6
+    return [*found, Result(name, "floor", Timing(floor, floor, floor), top.tflops, shape.bytes / floor / 1e3)]
+
+
+def host(case: AttentionCase, setup: Setup) -> list[Result]:
+    """Host time of a call; the best variant is chosen as on the GPU."""
+    print(case.name, flush=True)
+    times = best(host_times(collect([make_inputs(case, setup.device, 0)], setup.providers), setup))
+    return [Result(case.name, provider, t, note=variant) for provider, (t, variant) in times.items()]

@@ -1,0 +1,76 @@
+"""What the GPU tests hold a result to (`tests.gpu`), tried on the CPU: the reference passes, small wrongs do not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench.cases.attention import AttentionCase
+from tests import gpu
+
+CASE = AttentionCase("", q_lens=(3, 0, 5), kv_lens=(400, 7, 5), window_left=320, heads_q=2, sink=True)
+CASES = {
+    "context": CASE,
+    "full": replace(CASE, causal=False),
+    "decode": replace(CASE, function="decode"),
+    "drafts": replace(CASE, function="decode", drafts=True, q_lens=(2, 2, 2), kv_dtype="nvfp4", interleaved=True),
+    "e4m3": replace(CASE, function="decode", out_dtype="fp8", out_scale=30.0),
+    "xqa": replace(CASE, function="xqa", dtype="fp16", q_lens=(1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_of_public_functions_pass(name):
+    gpu.matches_reference(CASES[name], "cpu")
+
+
+@pytest.mark.parametrize("name", ["context", "full"])
+def test_keys_of_a_token_are_counted(name):
+    case, want = CASES[name], []
+    for q, n in zip(case.q_lens, case.kv_lens):
+        for i in range(n - q, n):
+            seen = [j for j in range(n) if j >= i - case.window_left and (j <= i or not case.causal)]
+            want.append(len(seen))
+    assert gpu.keys_seen(case).tolist() == want
+
+
+def test_what_is_allowed_shrinks_with_the_keys():
+    """Of 30000 keys an output is a tenth of that of 300, and so is its rounding: no part of V may be lost."""
+    case = AttentionCase("", q_lens=(1, 1), kv_lens=(30_000, 300), function="decode", heads_q=1, heads_kv=1)
+    limits = gpu.limits(case).flatten().tolist()
+    assert limits == pytest.approx([0.001, 0.01])
+    _, (o, lse) = gpu.call_of(case, "cpu")
+    gpu.as_expected(case, (o, lse), (o, lse))
+    with pytest.raises(AssertionError, match=r"outputs are off, first \[0, 0, "):
+        gpu.as_expected(case, (o * 0.8, lse), (o, lse))
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.1])
+def test_one_wrong_output_or_lse_is_noticed(value):
+    _, (o, lse) = gpu.call_of(CASE, "cpu")
+    for wrong in ((o.clone(), lse), (o, lse.clone())):
+        changed = wrong[0] if wrong[1] is lse else wrong[1]
+        changed.view(-1)[-1] += value
+        with pytest.raises(AssertionError):
+            gpu.as_expected(CASE, wrong, (o, lse))
+
+
+def test_a_call_that_writes_nothing_is_noticed(monkeypatch):
+    """Outputs hold NaN before each call."""
+    case = CASES["decode"]
+    inputs, want = gpu.call_of(case, "cpu")
+    gpu.run("decode", inputs)
+    idle = {"decode": (lambda **inputs: (inputs["out"], inputs["lse"]), None)}
+    monkeypatch.setattr(gpu, "FUNCTIONS", idle)
+    with pytest.raises(AssertionError):
+        gpu.as_expected(case, gpu.run("decode", inputs), want)
+    assert all(t is None or t.isnan().all() for t in gpu.run("decode", inputs))
+
+
+def test_bits_are_compared():
+    one = torch.ones(3, 2, dtype=torch.float8_e4m3fn), torch.zeros(3)
+    gpu.same(one, (one[0].clone(), None))
+    other = one[0].view(torch.uint8).clone()
+    other[2, 1] += 1
+    with pytest.raises(AssertionError, match="which"):
+        gpu.same(one, (other.view(torch.float8_e4m3fn), None), "which")
