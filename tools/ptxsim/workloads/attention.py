@@ -125,6 +125,18 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     found = [Scenario("ragged", (ragged,), SMS), Scenario("short", (short,), sms)]
     if k.general:  # code of its own with a cap, and a mask as the call says
         found[1] = Scenario("short", (replace(short, causal=False), replace(ragged, soft_cap=12.0)), sms)
+    keys = spec.tile.n + 40  # so that several CTAs have a share
+    other_boxes = [
+        replace(short, page_size=page, kv_lens=(keys, 0, 9), lse=True, sink=True)
+        for page in (8, 16, 32)
+        if page != page_size
+    ]
+    found.append(Scenario("boxes", tuple(other_boxes), sms))
+    idle = (0,) * 127  # requests without queries: a warp looks at 32 at a time
+    many = replace(short, q_lens=(*idle, 2 if k.few_rows else 3, 0, 1), kv_lens=(*idle, keys, 7, 9), lse=True)
+    if k.decodes:
+        many = replace(many, drafts=True, skip=1e-30, soft_cap=0.0)
+    found.append(Scenario("many", (many,), sms))
     if thorough:
         more = replace(ragged, kv_lens=(1000, 0, 700), window_left=-1 if other < 0 else 600, sink=False)
         found += [Scenario(f"page {p}", (replace(more, page_size=p),), sms) for p in (8, 16, 64)]

@@ -107,9 +107,7 @@ def run_topk(spec: TopKSpec | None, case: Case, arch: str, **how: Any) -> Outcom
                 for name in sorted(got):
                     digest.update(bits(got[name]).numpy().tobytes())
     for result in launches:
-        results.steps += result.steps
-        for name, count in result.counts.items():
-            results.counts[name] = results.counts.get(name, 0) + count
+        results.add(result)
     return Outcome(0.0 if right else math.inf, digest.hexdigest(), seconds, results)
 
 
