@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from cute_kernels import build
-from cute_kernels.attention import dispatch
+from cute_kernels.attention import sm90
+from cute_kernels.attention.args import fields
 from tests.conftest import ARCH
 from tools.ptxsim import host
 from tools.ptxsim.call import TensorMap
@@ -132,18 +133,19 @@ def test_parameters_must_be_those_of_the_ptx():
 
 @pytest.mark.kernels
 def test_a_shipped_kernel():
-    op, spec = dispatch.shipped(ARCH)[0]
+    op, spec = "attention.sm90", sm90.shipped(ARCH)[0]
     compiled = build.build(op, spec, ARCH)
     page, heads, dim = 16, 2, spec.head_dim_qk
     kv = np.zeros((5, 2, heads, page, dim), ml_dtypes.bfloat16)  # K and V of a page side by side
     q = np.zeros((7, 3 * heads, dim), ml_dtypes.bfloat16)
-    i32 = np.zeros(8, np.int32)
-    one, none = np.ones(1, np.float32), np.zeros(0, np.float32)
-    args = [q[:, :heads], kv[:, 0], kv[:, 1], np.zeros((7, heads, dim), ml_dtypes.bfloat16), np.zeros((7, heads), "f4")]
-    factors = np.zeros((0, 1, 1, dim // 16), np.uint8)
-    args += [i32[:2], i32[:1], np.zeros((1, 2, 4), np.int32), i32, none, one, none, factors, factors]
-    args += [np.zeros((0, heads, dim), np.uint8), np.zeros((0, 1), np.int32), np.zeros((0, 1, dim + 4), "f4")]
-    args += [0.5, 1.0, 0.0, 0.0, 3, 0, 0, 6, -1, 0]
+    i32, one, none = np.zeros(8, np.int32), np.ones(1, np.float32), np.zeros(0, np.float32)
+    named = {
+        "q": q[:, :heads], "k": kv[:, 0], "v": kv[:, 1], "o": np.zeros((7, heads, dim), ml_dtypes.bfloat16),
+        "lse": np.zeros((7, heads), "f4"), "cu_seqlens_q": i32[:2], "kv_lens": i32[:1], "counters": i32,
+        "page_table": np.zeros((1, 2, 4), np.int32), "sink": none, "scale": one, "out_scale": none, "scale_log2": 0.5,
+        "out_factor": 1.0, "grid": 6, "counter_base": -1, "enable_pdl": 0,
+    }  # fmt: skip
+    args = [named[name] for name in fields(spec)]
     (call,) = host.evaluate(compiled.host, compiled.ptx, args, compiled.shared)
     assert call.grid == (6, 1, 1) and call.cluster == (1, 1, 1) and call.shared == compiled.shared
     _, sizes = host._entry(compiled.ptx, compiled.ptx.partition(".entry ")[2].partition("(")[0])
@@ -154,12 +156,12 @@ def test_a_shipped_kernel():
     count = len(kv_boxes)
     assert maps[2 * count].dims == (dim, 7, heads) and maps[2 * count].strides == (3 * heads * dim * 2, dim * 2)
     assert maps[2 * count].box == (64, spec.tile.m, 1) and maps[2 * count].address == start["argument 0"]
-    half = heads * page * dim * 2
+    half, first = heads * page * dim * 2, start[f"argument {fields(spec).index('k')}"]
     for k, v in zip(maps[:count], maps[count : 2 * count]):
         assert k.dims == v.dims == (dim, page, heads, 5) and k.strides == v.strides == (
             dim * 2,
             half // heads,
             2 * half,
         )
-        assert (k.address, v.address) == (start["argument 1"], start["argument 1"] + half), "one buffer, added once"
+        assert (k.address, v.address) == (first, first + half), "one buffer, added once"
     assert [k.box for k in maps[:count]] == [(64, rows, 1, 1) for rows in kv_boxes]

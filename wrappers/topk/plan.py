@@ -42,19 +42,21 @@ def run(call: Call) -> tuple[Any, Any, Any]:
     ) = call  # fmt: skip
     here = machine.current
     try:  # what compiled code checks itself is left out: ranks, the dtypes of outputs, devices
+        rare = None  # in most calls none of these is there
+        if out is not None or raw is not None or starts is not None or table is not None or row_to_batch is not None:
+            rare = (
+                None if starts is None else (starts.numel(), starts.dtype),
+                None if table is None else (table.shape, table.dtype),
+                None if row_to_batch is None else (row_to_batch.numel(), row_to_batch.dtype),
+                None if table_starts is None else (table_starts.numel(), table_starts.dtype),
+                None if out is None else (out.shape, out.is_contiguous()),
+                None if raw is None else (raw.shape, raw.is_contiguous()),
+            )
         key = (
             function, scores.get_device(), scores.dtype, scores.shape, scores.stride(), k, k.__class__,
             next_n, next_n.__class__, page_size, page_size.__class__, tie_break, layout,
-            None if starts is None else starts.numel(), None if starts is None else starts.dtype,
             None if lengths is None else lengths.numel(), None if lengths is None else lengths.dtype,
-            None if table is None else table.shape, None if table is None else table.dtype,
-            None if row_to_batch is None else row_to_batch.numel(),
-            None if row_to_batch is None else row_to_batch.dtype,
-            None if table_starts is None else table_starts.numel(),
-            None if table_starts is None else table_starts.dtype,
-            None if offsets is None else offsets.numel(), None if offsets is None else offsets.dtype,
-            None if out is None else out.shape, None if out is None else out.is_contiguous(),
-            None if raw is None else raw.shape, None if raw is None else raw.is_contiguous(),
+            None if offsets is None else offsets.numel(), None if offsets is None else offsets.dtype, rare,
         )  # fmt: skip
         plan = here.plans.get(key)
     except (AttributeError, TypeError):
