@@ -53,8 +53,8 @@ def run(call: Call) -> tuple[Any, Any, Any]:
                 None if raw is None else (raw.shape, raw.is_contiguous()),
             )
         key = (
-            function, scores.get_device(), scores.dtype, scores.shape, scores.stride(), k, k.__class__,
-            next_n, next_n.__class__, page_size, page_size.__class__, tie_break, layout,
+            function, scores.get_device(), scores.dtype, scores.shape, scores.is_contiguous() or scores.stride(),
+            k, k.__class__, next_n, next_n.__class__, page_size, page_size.__class__, tie_break, layout,
             None if lengths is None else lengths.numel(), None if lengths is None else lengths.dtype,
             None if offsets is None else offsets.numel(), None if offsets is None else offsets.dtype, rare,
         )  # fmt: skip
