@@ -10,19 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-import wrappers
 from bench.cases import attention as cases
 from bench.cases.attention import AttentionCase
 from cute_kernels.attention.problem import Problem
+from cute_kernels.attention.sm90 import PACK_ROWS
 from tools import matrix
 
 OPS = {"context": "prefill", "decode": "decode", "xqa": "xqa"}  # AttentionCase.function -> Feature.op
-PACKED_TOKENS = 64  # of prefill: at most as many query tokens are few
-FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] = {
-    "context": (wrappers.trtllm_batch_context_with_kv_cache, cases.context_arguments),
-    "decode": (wrappers.trtllm_batch_decode_with_kv_cache, cases.decode_arguments),
-    "xqa": (wrappers.xqa, cases.xqa_arguments),
-}
 
 
 # ---- what a test shows
@@ -50,7 +44,7 @@ def features(case: AttentionCase) -> tuple[str, ...]:
         "LSE": case.lse,
         "scales on the device": bool(case.device),
         "separate K and V page tables": case.separate_tables,
-        "few query tokens": problem.group > 1 and problem.rows <= PACKED_TOKENS,
+        "few query tokens": problem.group > 1 and problem.rows <= PACK_ROWS,
         "several query tokens": problem.rows > 1,
     }
     names = {f"{op} with {name}" for name, has in others.items() if has} & matrix.NAMES
@@ -89,7 +83,7 @@ Inputs = dict[str, Any]  # keyword arguments of a public function
 def call_of(case: AttentionCase, device: Any, seed: int = 0) -> tuple[Inputs, tuple[torch.Tensor, torch.Tensor]]:
     """(arguments of the case's function, the reference's (o, lse) in fp32)."""
     problem = cases.make_problem(case, device, seed)
-    return FUNCTIONS[case.function][1](case, problem), cases.expected(case, problem)
+    return cases.FUNCTIONS[case.function][1](case, problem), cases.expected(case, problem)
 
 
 def run(function: str, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -99,7 +93,7 @@ def run(function: str, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tens
             t.view(torch.uint8).fill_(0x7F)  # e4m3's NaN
         elif t is not None:
             t.fill_(math.nan)
-    result = FUNCTIONS[function][0](**inputs)
+    result = cases.FUNCTIONS[function][0](**inputs)
     if function == "xqa":
         result = inputs["output"]
     o, lse = result if inputs.get("return_lse") else (result, None)

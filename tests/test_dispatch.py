@@ -7,6 +7,7 @@ import pytest
 
 from cute_kernels.attention import args, decode, dispatch, sm90
 from cute_kernels.attention.problem import Problem
+from cute_kernels.attention.spec import LogitsSpec
 
 ARCH = "sm_90a"
 BLACKWELL = ("sm_100a", "sm_103a")
@@ -150,6 +151,17 @@ def test_decode_refuses_tiles_that_warps_cannot_share(tile, word):
 def test_prefill_refuses_tiles(tile):
     refusal = sm90.supports(replace(sm90.shipped(ARCH)[0], tile=tile))
     assert refusal is not None and refusal.field == "tile"
+
+
+def test_what_a_kernel_cannot_be_traced_with_is_refused():
+    """Specs that no problem gives, but --spec of the artifact tool may."""
+    spec = decode.shipped(ARCH)[0]
+    for logits in (LogitsSpec(), LogitsSpec(soft_cap=True), LogitsSpec(skip=True)):
+        refusal = decode.supports(replace(spec, logits=logits))
+        assert refusal is not None and refusal.field == "logits"
+    for op, module in dispatch.OPS.items():
+        refusal = module.supports(replace(module.shipped(ARCH)[0], tile=None))
+        assert refusal is not None and refusal.field == "tile", op
 
 
 def test_arguments_come_in_blocks():

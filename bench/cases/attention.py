@@ -2,11 +2,13 @@
 
 import math
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+import wrappers
 from wrappers import fp4, reference, trtllm_batch_context_with_kv_cache
 from wrappers.attention.explain import problem_of
 from wrappers.attention.problem import Problem, Requests
@@ -430,6 +432,13 @@ def xqa_arguments(case: AttentionCase, p: Problem) -> dict[str, Any]:
     if len(caches) == 4:
         inputs |= {"k_sf_cache": caches[2].view(torch.uint8), "v_sf_cache": caches[3]}
     return inputs
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] = {  # AttentionCase.function -> both
+    "context": (wrappers.trtllm_batch_context_with_kv_cache, context_arguments),
+    "decode": (wrappers.trtllm_batch_decode_with_kv_cache, decode_arguments),
+    "xqa": (wrappers.xqa, xqa_arguments),
+}
 
 
 def alone(case: AttentionCase, p: Problem) -> tuple[AttentionCase, Problem]:

@@ -104,7 +104,11 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("causal", "False: tokens of the kernel see no later keys")
     if spec.schedule != "stream_k" or not spec.pack_gqa:
         return Refusal("schedule", f"{spec.schedule}, pack_gqa {spec.pack_gqa}: the kernel has stream_k of packed rows")
+    if not (spec.logits.soft_cap and spec.logits.skip):
+        return Refusal("logits", f"{spec.logits}: the kernel takes a soft cap and skip-softmax as values, off or not")
     t = spec.tile
+    if t is None:
+        return Refusal("tile", "None: a spec needs one")
     if t.rows_per_warp not in (FEW_ROWS, 2 * FEW_ROWS) or t.m not in t.heights:
         return Refusal("tile", f"{t}: m is 8 or 16 rows (rows_per_warp) for each of a divisor of {t.warps} warps")
     if t.n % (16 * t.warps):

@@ -100,6 +100,8 @@ def supports(spec: Spec) -> Refusal | None:
     if spec.schedule != "tiles":
         return Refusal("schedule", f"{spec.schedule}: the kernel has tiles")
     t = spec.tile
+    if t is None:
+        return Refusal("tile", "None: a spec needs one")
     if t.m % 64 or not 64 <= t.m <= 192 or t.n % 16:
         return Refusal("tile", f"{t}: m is 64, 128 or 192, n a multiple of 16")
     return None

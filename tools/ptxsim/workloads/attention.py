@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-import wrappers
 from bench.cases import attention as cases
 from bench.cases.attention import AttentionCase
 from cute_kernels.attention.decode import FEW_ROWS, shipped
@@ -25,11 +24,6 @@ from .common import SMS, Outcome, distance, simulated
 Results = tuple[torch.Tensor, torch.Tensor | None]  # out (T, Hq, Dvo), lse
 SHARED_SMS = 7  # where CTAs share the keys of a request
 WIDE = {(s.kv.dtype, s.head_dim_qk) for s in shipped("sm_90a") if s.tile.rows_per_warp > FEW_ROWS}
-FUNCTIONS: dict[str, tuple[Any, Any]] = {
-    "context": (wrappers.trtllm_batch_context_with_kv_cache, cases.context_arguments),
-    "decode": (wrappers.trtllm_batch_decode_with_kv_cache, cases.decode_arguments),
-    "xqa": (wrappers.xqa, cases.xqa_arguments),
-}
 
 
 DECODE_STRUCTURES = {  # (KV dtype, head_dim, 8 rows a warp): every type, head_dim and number of rows at least twice
@@ -146,7 +140,7 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
 
 def launched(case: AttentionCase, problem: Problem) -> Results:
     """(out (T, Hq, Dvo), lse or None) of a call of the case's function."""
-    function, arguments = FUNCTIONS[case.function]
+    function, arguments = cases.FUNCTIONS[case.function]
     inputs = arguments(case, problem)
     result = function(**inputs)
     out, lse = result if case.lse else (result, None)
