@@ -100,23 +100,6 @@ def run(function: str, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tens
     return o.flatten(0, -3).clone(), None if lse is None else lse.clone()
 
 
-def keys_seen(case: AttentionCase) -> torch.Tensor:
-    """(T,) float: keys that each query token sees; of drafts, as if they were causal."""
-    found = []
-    for q, n in zip(case.q_lens, case.kv_lens, strict=True):
-        position = torch.arange(n - q, n)
-        last = (position + 1).clamp(0, n) if case.causal else torch.full((q,), n)
-        first = (position - case.window_left).clamp(0, n) if case.window_left >= 0 else torch.zeros(q)
-        found.append((last - first).clamp(min=0))
-    return torch.cat(found).float()
-
-
-def limits(case: AttentionCase) -> torch.Tensor:
-    """(T, 1, 1) absolute tolerance of each token's output: as the output of N(0, 1) values, it shrinks as n^-0.5."""
-    shrunk = (keys_seen(case).clamp(min=cases.MANY_KEYS) / cases.MANY_KEYS) ** -0.5
-    return (case.tolerance * abs(case.output_factor) * shrunk)[:, None, None]
-
-
 def close(got: Sequence[Any], want: Sequence[Any], rtol: float, atol: Any, what: object = "") -> None:
     """(o, lse or None) against fp32. atol: of o, a number or a tensor that o's shape is broadcast with."""
     limit = torch.as_tensor(atol, device=want[0].device) + rtol * want[0].abs()
@@ -133,7 +116,7 @@ def close(got: Sequence[Any], want: Sequence[Any], rtol: float, atol: Any, what:
 def as_expected(case: AttentionCase, got: Sequence[Any], want: Sequence[Any]) -> None:
     """The result of a case against its reference."""
     rtol = case.tolerance + (2.0**-4 if case.out_dtype == "fp8" else 0.0)
-    close(got, want, rtol, limits(case).to(want[0].device), case.name)
+    close(got, want, rtol, case.atol().to(want[0].device), case.name)
 
 
 def same(a: Sequence[Any], b: Sequence[Any], what: object = "") -> None:

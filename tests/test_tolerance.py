@@ -31,13 +31,13 @@ def test_keys_of_a_token_are_counted(name):
         for i in range(n - q, n):
             seen = [j for j in range(n) if j >= i - case.window_left and (j <= i or not case.causal)]
             want.append(len(seen))
-    assert gpu.keys_seen(case).tolist() == want
+    assert case.keys_seen().tolist() == want
 
 
 def test_what_is_allowed_shrinks_with_the_keys():
     """Of 30000 keys an output is a tenth of that of 300, and so is its rounding: no part of V may be lost."""
     case = AttentionCase("", q_lens=(1, 1), kv_lens=(30_000, 300), function="decode", heads_q=1, heads_kv=1)
-    limits = gpu.limits(case).flatten().tolist()
+    limits = case.atol().flatten().tolist()
     assert limits == pytest.approx([0.001, 0.01])
     _, (o, lse) = gpu.call_of(case, "cpu")
     gpu.as_expected(case, (o, lse), (o, lse))
@@ -61,7 +61,7 @@ def test_a_call_that_writes_nothing_is_noticed(monkeypatch):
     inputs, want = gpu.call_of(case, "cpu")
     gpu.run("decode", inputs)
     idle = {"decode": (lambda **inputs: (inputs["out"], inputs["lse"]), None)}
-    monkeypatch.setattr(gpu, "FUNCTIONS", idle)
+    monkeypatch.setattr(gpu.cases, "FUNCTIONS", idle)
     with pytest.raises(AssertionError):
         gpu.as_expected(case, gpu.run("decode", inputs), want)
     assert all(t is None or t.isnan().all() for t in gpu.run("decode", inputs))

@@ -99,12 +99,20 @@ class AttentionCase:
         is."""
         return self.out_scale * (self.o_scale if (self.out_dtype == "fp8") == (self.function == "xqa") else 1.0)
 
+    def keys_seen(self) -> torch.Tensor:
+        """(T,) float: keys that each query token sees; of drafts, as if they were causal."""
+        found = []
+        for q, n in zip(self.q_lens, self.kv_lens, strict=True):
+            position = torch.arange(n - q, n)
+            last = (position + 1).clamp(0, n) if self.causal else torch.full((q,), n)
+            first = (position - self.window_left).clamp(0, n) if self.window_left >= 0 else torch.zeros(q)
+            found.append((last - first).clamp(min=0))
+        return torch.cat(found).float()
+
     def atol(self) -> torch.Tensor:
         """(T, 1, 1): of each token's output. Where n keys weigh alike, outputs and their errors shrink as n^-0.5."""
-        keys = [min(n, self.window_left + 1 if self.window_left >= 0 else n) for n in self.kv_lens]
-        each = torch.tensor(self.q_lens, dtype=torch.int64)
-        shrunk = (torch.tensor(keys).clamp(min=MANY_KEYS) / MANY_KEYS) ** -0.5
-        return self.tolerance * abs(self.output_factor) * shrunk.repeat_interleave(each)[:, None, None]
+        shrunk = (self.keys_seen().clamp(min=MANY_KEYS) / MANY_KEYS) ** -0.5
+        return (self.tolerance * abs(self.output_factor) * shrunk)[:, None, None]
 
     @property
     def flops(self) -> int:
