@@ -8,16 +8,20 @@ from itertools import pairwise
 
 import cutlass
 
+from ..device.clamp import clamp
+
 
 def request_queries(a, b):
-    """(first query token, query tokens) of request b."""
-    start = a.query.cu_seqlens_q[b]
-    return start, a.query.cu_seqlens_q[b + 1] - start
+    """(first query token, query tokens) of request b: rows of q, whatever the offsets hold."""
+    tokens = a.query.q.shape[0]
+    start, end = clamp(a.query.cu_seqlens_q[b], 0, tokens), clamp(a.query.cu_seqlens_q[b + 1], 0, tokens)
+    return start, cutlass.max(end - start, 0)
 
 
 def request_keys(a, b):
-    """Keys of request b."""
-    return a.kv.kv_lens[b]
+    """Keys of request b: as many as its page table has room for, whatever the length says, and none without pages."""
+    pages, _, page_size, _ = a.kv.k.shape
+    return clamp(a.kv.kv_lens[b], 0, a.kv.page_table.shape[2] * page_size * cutlass.min(pages, 1))
 
 
 def batch(a):

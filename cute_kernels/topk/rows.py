@@ -8,16 +8,13 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from ..device import l2
+from ..device.clamp import clamp
 from . import keys
 from .args import DECODE, ENDS, LENGTHS
 from .spec import BITS
 
 GRAIN = 128  # slices of a row begin at multiples of this many keys
 WORDS = 4  # of a vector, 16 bytes
-
-
-def clamp(x, low, high):
-    return cutlass.min(cutlass.max(x, low), high)
 
 
 def slices(n, cluster):

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from .. import geometry, mask
 from . import work
 from .work import RequestTiles, Search, Split, Work
+
+MOST_UNITS = (1 << 31) - 1
 
 
 class Share(NamedTuple):
@@ -79,12 +81,18 @@ def request_tiles(spec: cutlass.Constexpr, a, b: Int32):
 
 @cute.jit
 def total_units(spec: cutlass.Constexpr, a):
-    """One warp: all units of the launch."""
-    count = Int32(0)
+    """One warp: all units of the launch, 0 where it has no room for them: offsets that fall make requests overlap, and
+    so more tiles than rows could have."""
+    count, room = Int64(0), Int64(MOST_UNITS)
     for b in cutlass.range(cute.arch.lane_idx(), geometry.batch(a), 32, unroll=4):
         _, _, tiles, each = request_tiles(spec, a, b)
-        count += tiles * each
-    return cute.arch.warp_redux_sync(count, "add")
+        count += Int64(tiles) * each
+    count = cutlass.min(count, Int64(1) << 40)  # its upper part, of 32 lanes, fits 32 bits
+    upper = cute.arch.warp_redux_sync(Int32(count >> 16), "add")
+    total = (Int64(upper) << 16) + cute.arch.warp_redux_sync(Int32(count & 0xFFFF), "add")
+    if a.schedule.blocks_per_split > 0:  # each is a part with a slot
+        room = Int64(a.schedule.o_partial.shape[0])
+    return Int32(total) if total <= room else Int32(0)
 
 
 @cute.jit

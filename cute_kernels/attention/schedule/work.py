@@ -100,7 +100,7 @@ def locate(spec: cutlass.Constexpr, a, unit: Int32, search: Search, request_tile
     index = unit - before
     owner = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= index))
     valid = Int32(0)
-    if start < batch and owner < 32:
+    if owner < 32 and start + owner < batch:
         valid = Int32(1)
     index -= cute.arch.shuffle_sync(upto - tiles * each, owner)
     q_start, q_len = cute.arch.shuffle_sync(q_start, owner), cute.arch.shuffle_sync(q_len, owner)

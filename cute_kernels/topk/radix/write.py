@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, Uint64, const_expr
 
+from ...device.clamp import clamp
 from .. import emit, rows, scope, select
 from . import LIST
 from .passes import OWNER, STEP, Boundary, Pieces, drop, groups, index_of, piece, share
@@ -31,9 +32,9 @@ def resolve_ties(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary: Boundar
             skipped = Int32(0)  # of the row, before the first that gets in
             if a.last_ties != 0:
                 skipped = here - need
-            taken = rows.clamp(earlier - skipped, 0, need)
-            skip = rows.clamp(skipped - earlier, 0, mine)
-            take_ties(spec, s, x, skip, rows.clamp(need - taken, 0, mine - skip))
+            taken = clamp(earlier - skipped, 0, need)
+            skip = clamp(skipped - earlier, 0, mine)
+            take_ties(spec, s, x, skip, clamp(need - taken, 0, mine - skip))
         cute.arch.barrier()
     return taken
 

@@ -1,0 +1,7 @@
+"""Plain arithmetic: of ints or traced values."""
+
+import cutlass
+
+
+def clamp(x, low, high):
+    return cutlass.min(cutlass.max(x, low), high)

@@ -1,0 +1,87 @@
+"""Index tensors that hold anything, in the simulator: it faults where a kernel leaves its tensors, does not end, or
+leaves a counter behind. On a GPU: test_gpu_hostile.py."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.cases import attention as cases
+from bench.cases import hostile
+from bench.cases.attention import LSE_TOLERANCE, AttentionCase
+from cute_kernels.attention import geometry
+from tests.conftest import ARCH
+from tools.ptxsim.workloads import distance, simulated
+
+ANY = st.one_of(st.integers(-(1 << 31), (1 << 31) - 1), st.integers(-20, 200))
+
+
+def arguments(tokens, offsets, lens, columns, page_size, pages):
+    shaped = lambda *shape: SimpleNamespace(shape=shape)  # noqa: E731
+    return SimpleNamespace(
+        query=SimpleNamespace(q=shaped(tokens, 8, 64), cu_seqlens_q=offsets),
+        kv=SimpleNamespace(k=shaped(pages, 2, page_size, 64), page_table=shaped(1, 2, columns), kv_lens=lens),
+    )
+
+
+@given(st.integers(1, 100), ANY, ANY, ANY, st.integers(0, 9), st.sampled_from([1, 8, 64]), st.integers(0, 3))
+def test_a_request_lies_inside_its_tensors(tokens, first, behind, length, columns, page_size, pages):
+    a = arguments(tokens, [first, behind], [length], columns, page_size, pages)
+    start, count = geometry.request_queries(a, 0)
+    assert 0 <= start <= start + count <= tokens or (count == 0 and 0 <= start <= tokens)
+    keys = geometry.request_keys(a, 0)
+    assert 0 <= keys <= columns * page_size and (pages or keys == 0)
+    if 0 <= first <= behind <= tokens:
+        assert (start, count) == (first, behind - first)
+    if 0 <= length <= columns * page_size and pages:
+        assert keys == length
+
+
+BASE = AttentionCase(
+    "hostile", q_lens=(3, 0, 5), kv_lens=(140, 9, 40), heads_q=2, heads_kv=1, spare_pages=0, separate_tables=True,
+    sink=True,
+)  # fmt: skip
+DECODE = replace(BASE, function="decode")
+ALL = ("lengths", "rising offsets", "falling offsets", "pages", "no columns", "no pages", "any bytes")
+SOME = ("rising offsets", "pages", "any bytes")
+CALLS = {
+    "prefill": (BASE, ALL),
+    "prefill, window": (replace(BASE, heads_kv=2, window_left=30, causal=False), SOME),
+    "decode": (DECODE, ALL),
+    "decode, nvfp4": (replace(DECODE, kv_dtype="nvfp4"), (*SOME, "no pages")),
+    "decode, parts of their own": (replace(DECODE, invariant=True), SOME),
+}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", CALLS)
+def test_simulated_kernels_stay_inside_their_tensors(name):
+    case, kinds = CALLS[name]
+    function = cases.FUNCTIONS[case.function][0]
+    with simulated(ARCH, [], 7):
+        for seed, kind in enumerate(kinds):
+            p = hostile.spoilt(case, cases.make_problem(case), kind, seed)
+            o, lse, owners = hostile.expected(p)
+            assert owners.max() <= 1, "two requests that own a row race"
+            with hostile.guarded(hostile.arguments(case, p), ("out", "lse")) as inputs:
+                got, got_lse = function(**inputs)
+            assert got[owners == 0].isnan().all() and got_lse[owners == 0].isnan().all(), (kind, "rows of no request")
+            own = owners == 1
+            assert distance(got[own], o[own], case.tolerance) <= 1, kind
+            assert distance(got_lse[own], lse[own], LSE_TOLERANCE) <= 1, kind
+
+
+@pytest.mark.kernels
+def test_a_launch_without_room_for_all_parts_computes_none():
+    """Offsets that fall make requests overlap: these have more tiles than their rows could, so parts than slots."""
+    case = replace(DECODE, invariant=True, q_lens=(39, 41, *(40,) * 6), kv_lens=(9,) * 8, heads_q=1)
+    p = cases.make_problem(case)
+    offsets = torch.tensor([0, 320] * 4 + [0], dtype=torch.int32)
+    p = p._replace(requests=p.requests._replace(cu_seqlens_q=offsets))
+    inputs = hostile.arguments(case, p)
+    with simulated(ARCH, [], 7), hostile.guarded(inputs, ("out", "lse")) as given_:
+        got, lse = cases.FUNCTIONS["decode"][0](**given_)
+    assert got.isnan().all() and lse.isnan().all()
