@@ -46,7 +46,7 @@ CALLS = {
     "decode nvfp4": replace(DECODE, kv_dtype="nvfp4", **D128),
     "decode nvfp4 d64": replace(DECODE, kv_dtype="nvfp4", interleaved=True, **WIDE),
     "decode nvfp4 invariant": replace(DECODE, kv_dtype="nvfp4", invariant=True, **D128),
-    "xqa": replace(DECODE, function="xqa", layout="NHD", lse=False, separate_tables=False, kv_dtype="fp8"),
+    "xqa": replace(DECODE, function="xqa", layout="NHD", lse=False, separate_tables=False, kv_dtype="fp8", drafts=True),
 }
 
 

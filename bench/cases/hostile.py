@@ -27,13 +27,21 @@ KINDS = (
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+def _without_nan(t: torch.Tensor) -> torch.Tensor:
+    """A copy, with zeros instead."""
+    if t.dtype != torch.float8_e4m3fn:
+        return t.nan_to_num() if t.is_floating_point() else t
+    codes = t.view(torch.uint8)
+    return torch.where(codes & 0x7F == 0x7F, 0, codes).view(t.dtype)
+
+
 def spoilt(case: AttentionCase, p: Problem, kind: str, seed: int) -> Problem:
     """The case's problem with index tensors of a kind of KINDS. Pools hold no NaN: a table may name any row of them."""
     gen, r = torch.Generator().manual_seed(seed), p.requests
     table, lens, offsets = r.page_table[:, : 2 if case.separate_tables else 1], r.kv_lens, r.cu_seqlens_q
     most = table.shape[2] * p.k.shape[2]
-    k, v = (t.clone() if t.element_size() == 1 else t.nan_to_num() for t in (p.k, p.v))
-    p = p._replace(k=k, v=v)
+    fields = ("k", "v") if p.k_scales is None else ("k", "v", "k_scales", "v_scales")
+    p = p._replace(**{field: _without_nan(getattr(p, field)) for field in fields})
 
     def some(t: torch.Tensor, *values: int) -> torch.Tensor:
         """Two of three entries of t are of these values."""
@@ -59,7 +67,6 @@ def spoilt(case: AttentionCase, p: Problem, kind: str, seed: int) -> Problem:
     if kind == "no columns":
         table = table[:, :, :0]
     if kind == "no pages":
-        fields = ("k", "v") if p.k_scales is None else ("k", "v", "k_scales", "v_scales")
         p = p._replace(**{field: getattr(p, field)[:0].contiguous() for field in fields})
     table = table.expand(-1, 2, -1).contiguous()
     return p._replace(requests=r._replace(page_table=table, kv_lens=lens, cu_seqlens_q=offsets))

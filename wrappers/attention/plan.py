@@ -142,7 +142,7 @@ class Plan:
         elif tokens * self.row_factor * self.row_factor >= checks.MOST_ROWS:
             raise ValueError("q")
         elif self.part_keys:
-            most = -(-page_table.shape[2] * k.shape[2] // self.part_keys)  # parts of a request
+            most = -(-page_table.shape[2] * k.shape[2] // self.part_keys) or 1  # parts of a request
             flat[at.o_partial], flat[at.counters] = scratch.new_parts(self, tiles * most, tiles * most)
         else:
             flat[at.o_partial], flat[at.counters], flat[at.counter_base] = scratch.parts(self, capturing)
