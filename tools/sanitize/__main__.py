@@ -91,7 +91,8 @@ def main() -> None:
             ended.append(future.result())
             print(row(ended[-1]), flush=True)
     for e in ended:
-        print("\n".join(details(e)), flush=True)
+        for line in details(e):
+            print(line, flush=True)
     raise SystemExit(0 if all(e.clean for e in ended) else 1)
 
 

@@ -27,6 +27,8 @@ def compiled(variant: str, folder: str):
 
     from . import kernels
 
+    name = f"handover_{variant}"
+    kernels.handover.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
     options = f"{build.OPTIONS} --generate-line-info --dump-dir {folder}"
     return cute.compile(kernels.forward, variant, abi.stream(), *kernels.fake_args(), options=options)
 
