@@ -2,11 +2,12 @@
 
     python -m tools.sanitize.calls OP [--device cuda]
 
-Inputs are made on the CPU and copied, each storage whole, so that hardly any kernel but ours runs. The covering sets of
-the simulator come first; then types by head dimensions, and batches that give a CTA several tiles, whole and shared.
+Inputs are made on the CPU and copied, each storage whole, so that hardly any kernel but ours runs. Features one by one;
+types by head dimensions; batches that give a CTA several tiles, whole and shared. Needs torch and a bundle, or the DSL.
 """
 
 import argparse
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain, product
@@ -17,19 +18,71 @@ import torch
 from bench.cases import attention, topk
 from bench.cases.attention import AttentionCase
 from bench.cases.topk import DECODE, PAGE_TABLE, PREFILL, RAGGED, TOP_K, TopKCase
-from tools.ptxsim.workloads.attention_features import decode, prefill, xqa
-from tools.ptxsim.workloads.common import distance
 from wrappers import TopKTieBreak, machine
 
 DIMS = {"64": (64, 64), "128": (128, 128), "192x128": (192, 128), "256": (256, 256)}
 EQUAL_DIMS = {name: pair for name, pair in DIMS.items() if pair[0] == pair[1]}
 
 
-def _covering(part: Callable[[], list[Any]]) -> Iterator[AttentionCase]:
-    """Each different case of a covering set, but those whose strides need address space without memory, and those whose
-    result depends on how keys are shared among CTAs (skip-softmax)."""
-    cases = dict.fromkeys(case for scenario in part() for case in scenario.calls)
-    yield from (case for case in cases if not case.far and not case.skip)
+def _prefill_features() -> Iterator[AttentionCase]:
+    """Page sizes with layouts and caches, rows and requests without keys, scales on the device."""
+    packed = AttentionCase("", q_lens=(5, 0, 2), kv_lens=(1190, 9, 83), heads_q=6, data="needles", sink=True)
+    plain = replace(packed, q_lens=(3, 150), kv_lens=(61, 333), heads_q=2)
+    changes: tuple[tuple[AttentionCase, dict[str, Any]], ...] = (
+        (packed, {"page_size": 8, "layout": "NHD", "separate_tables": True}),
+        (plain, {"page_size": 16, "cache": "stacked", "layout": "NHD", "strided_q": True}),
+        (plain, {"page_size": 32, "head_dim_qk": 128, "head_dim_vo": 128}),
+        (plain, {"page_size": 64, "causal": False, "window_left": 101}),
+        (plain, {"page_size": 128, "window_left": 90, "soft_cap": 9.0}),
+        (packed, {"page_size": 256, "cache": "shared", "device": ("scale", "out"), "out_scale": -1.7}),
+        (plain, {"q_lens": (3, 200, 7), "kv_lens": (0, 9, 2)}),
+        (packed, {"q_lens": (3, 40, 7), "kv_lens": (0, 9, 2), "sink": False}),
+        (packed, {"window_left": 0, "heads_q": 5, "heads_kv": 1, "uint32_lens": True}),
+        (packed, {"q_lens": (0, 1, 0, 2) * 18, "kv_lens": (5, 9, 0, 40) * 18}),
+    )
+    yield from (replace(case, name=str(fields), **fields) for case, fields in changes)
+
+
+def _decode_features() -> Iterator[AttentionCase]:
+    """As `_prefill_features`; output types too."""
+    few = AttentionCase(
+        "", q_lens=(1, 1, 1), kv_lens=(1300, 0, 83), heads_q=6, data="needles", sink=True, function="decode"
+    )
+    changes: tuple[dict[str, Any], ...] = (
+        {"page_size": 8, "layout": "NHD"},
+        {"page_size": 16, "window_left": 600, "separate_tables": True, "q_lens": (4, 0, 3)},
+        {"page_size": 32, "strided_q": True, "uint32_lens": True, "head_dim_qk": 128, "head_dim_vo": 128},
+        {"page_size": 128, "cache": "stacked", "layout": "NHD", "q_lens": (4, 0, 3)},
+        {"page_size": 256, "cache": "shared"},
+        {"soft_cap": 5.0, "device": ("log2", "out"), "out_scale": -0.3, "o_scale": 7.0, "q_lens": (4, 0, 3)},
+        {"kv_dtype": "fp8", "out_dtype": "fp8", "out_scale": 300.0, "o_scale": 3.0},
+        {"kv_dtype": "nvfp4", "out_dtype": "fp8", "interleaved": True, "separate_tables": True},
+        {"q_lens": (2, 9, 3), "kv_lens": (0, 4, 300), "sink": False},
+        {"q_lens": (0, 1, 0, 2) * 18, "kv_lens": (5, 9, 0, 40) * 18},
+        {"q_lens": (40, 3), "kv_lens": (256, 60), "heads_q": 2, "heads_kv": 1, "drafts": True},
+    )
+    yield from (replace(few, name=str(fields), **fields) for fields in changes)
+
+
+def _xqa() -> Iterator[AttentionCase]:
+    one = AttentionCase(
+        "", q_lens=(1, 1, 1), kv_lens=(600, 0, 83), heads_q=6, data="needles", sink=True, lse=False, function="xqa",
+        layout="NHD", uint32_lens=True,
+    )  # fmt: skip
+    changes: tuple[dict[str, Any], ...] = (
+        {"cache": "flat", "window_left": 300, "out_scale": 0.7, "zero_page": True},
+        {
+            "q_lens": (5, 5),
+            "kv_lens": (512, 83),
+            "drafts": True,
+            "kv_dtype": "fp8",
+            "out_dtype": "fp8",
+            "o_scale": 30.0,
+        },
+        {"q_lens": (3, 0, 5), "kv_lens": (140, 9, 83), "drafts": True, "layout": "HND", "page_size": 128},
+        {"kv_dtype": "nvfp4", "interleaved": True, "page_size": 32, "dtype": "fp16"},
+    )
+    yield from (replace(one, name=str(fields), **fields) for fields in changes)
 
 
 def _prefill() -> Iterator[AttentionCase]:
@@ -71,14 +124,14 @@ def _top_k(rows: int, width: int, k: int) -> Iterator[TopKCase]:
 
 Case = AttentionCase | TopKCase
 OPS: dict[str, Callable[[], Iterator[Case]]] = {
-    "prefill-features": lambda: _covering(prefill),
+    "prefill-features": _prefill_features,
     "prefill": _prefill,
-    "decode-features": lambda: _covering(decode),
+    "decode-features": _decode_features,
     "decode-bf16": lambda: _decode("", "bf16"),
     "decode-fp16": lambda: _decode("", "fp16"),
     "decode-e4m3": lambda: _decode("fp8", "bf16"),
     "decode-nvfp4": lambda: _decode("nvfp4", "fp16"),
-    "xqa": lambda: _covering(xqa),
+    "xqa": _xqa,
     "topk-cta": lambda: _top_k(5, 3000, 300),
     "topk-clusters": lambda: chain(_top_k(3, 30_001, 300), _top_k(3, 70_001, 300)),
     "topk-streamed": lambda: chain(_top_k(140, 50_003, 64), _top_k(1, 1_600_003, 64)),
@@ -98,6 +151,14 @@ def moved(value: Any, device: str) -> Any:
     return torch.empty(0, dtype=value.dtype, device=device).set_(whole.untyped_storage(), *form)
 
 
+def distance(got: torch.Tensor, want: torch.Tensor, rtol: float, atol: "float | torch.Tensor") -> float:
+    """Largest error over what is allowed, infinite where only one is finite."""
+    got, want = got.float(), want.float()
+    ratio = (got - want).abs() / (atol + rtol * want.abs())
+    ratio = torch.where((got == want) | (got.isnan() & want.isnan()), 0.0, ratio.nan_to_num(math.inf, math.inf))
+    return float(ratio.max()) if ratio.numel() else 0.0
+
+
 def attend(case: AttentionCase, device: str) -> float:
     """The error of a call over what is allowed."""
     function, arguments = attention.FUNCTIONS[case.function]
@@ -109,7 +170,11 @@ def attend(case: AttentionCase, device: str) -> float:
     out = (inputs["output"] if case.function == "xqa" else out).cpu().reshape(want.shape)
     rtol = case.tolerance + (2.0**-4 if case.out_dtype == "fp8" else 0.0)
     error = distance(out, want, rtol, case.atol())
-    return error if lse is None else max(error, distance(lse.cpu(), want_lse, attention.LSE_TOLERANCE))
+    return (
+        error
+        if lse is None
+        else max(error, distance(lse.cpu(), want_lse, attention.LSE_TOLERANCE, attention.LSE_TOLERANCE))
+    )
 
 
 def choose(case: TopKCase, device: str) -> float:
