@@ -131,5 +131,6 @@ def peek(spec, s, t: Int32):
 def consume(spec, s, t: Int32):
     """One warp: Work of the CTA's t-th tile, which it will not read again."""
     w = peek(spec, s, t)
+    cute.arch.sync_warp()  # all lanes have read before one of them arrives
     pipe.release(s.work_pipe, t)
     return w

@@ -154,6 +154,7 @@ def wait_first_qk(spec: cutlass.Constexpr, plan, s, r: Registers, w: Work, at: I
             cute.arch.thread_idx()[0] - roles(spec).first_thread("math"),
         )
         if const_expr(not spec.pack_gqa):
+            cute.arch.sync_warp()  # all lanes have read before one of them arrives
             pipe.release(s.q_pipe, at.q)
     pipe.wait_full(s.k_pipe, at.kv)
 

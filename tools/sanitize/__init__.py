@@ -1,0 +1,1 @@
+"""compute-sanitizer over all operators: memcheck, racecheck, synccheck, initcheck."""

@@ -1,0 +1,100 @@
+"""All operators under compute-sanitizer: which tool reports what.
+
+    python -m tools.sanitize [--tool racecheck ...] [--op decode-bf16 ...] [--jobs 8] [--timeout 240] [--logs FOLDER]
+
+One process for each tool and operator (`calls.OPS`), several side by side. Prints a table, then the findings: kind,
+kernel, the accesses with their SASS addresses (and source lines, where the kernels have line info), how often. Kernels
+come from where calls find them; build a bundle first. Exits with 1 where a process failed or a tool reported anything.
+"""
+
+import argparse
+import os
+import re
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+from . import under
+from .report import Report, lines, parse
+
+ROOT = Path(__file__).resolve().parents[2]
+# Every tensor is an allocation of its own: what lies beside it is nobody's, and new memory has no old contents.
+ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+# racecheck looks at shared memory alone, so only at our kernels; initcheck must see every kernel that writes.
+ONLY_OURS = ["--kernel-name", "regex=attention_|topk_"]
+FILTERED = ("racecheck", "synccheck")
+DONE = re.compile(r"^(\d+) calls, (\d+) launches, all right$", re.MULTILINE)
+
+
+class Ended(NamedTuple):
+    """A process. done: its last line, (calls, launches), None where it failed; text: all that it printed."""
+
+    tool: str
+    op: str
+    seconds: float
+    done: tuple[int, int] | None
+    report: Report
+    text: str
+
+    @property
+    def clean(self) -> bool:
+        return self.done is not None and bool(self.report.summary) and not self.report.found
+
+
+def check(tool: str, op: str, args: argparse.Namespace) -> Ended:
+    """One process under one tool."""
+    start = time.monotonic()
+    options = under.command(args.sanitizer, tool, args.option) + (ONLY_OURS if tool in FILTERED else [])
+    text = under.run([*options, sys.executable, "-m", "tools.sanitize.calls", op], args.timeout)
+    if args.logs:
+        Path(args.logs).mkdir(parents=True, exist_ok=True)
+        Path(args.logs, f"{tool}-{op}.txt").write_text(text)
+    found = DONE.search(text)
+    done = (int(found[1]), int(found[2])) if found else None
+    return Ended(tool, op, time.monotonic() - start, done, parse(text), text)
+
+
+def row(e: Ended) -> str:
+    calls, launches = e.done or ("-", "FAILED")
+    summary = e.report.summary or "the tool did not end"
+    return f"| {e.tool} | {e.op} | {calls} | {launches} | {e.report.count} | {summary} | {e.seconds:.0f} |"
+
+
+def details(e: Ended) -> list[str]:
+    """What a row of the table leaves out."""
+    if e.clean:
+        return []
+    tail = [] if e.done and e.report.summary else [line for line in e.text.splitlines() if line.strip()][-6:]
+    return [f"{e.tool} {e.op}:", *lines(e.report), *(f"         {line}" for line in tail)]
+
+
+def main() -> None:
+    from .calls import OPS
+
+    parser = argparse.ArgumentParser(prog="python -m tools.sanitize", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--tool", nargs="+", choices=under.OPTIONS, default=list(under.OPTIONS))
+    parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--logs", help="folder to which each process' output goes")
+    under.arguments(parser)
+    args = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    os.chdir(ROOT)
+    print(under.version(args.sanitizer))
+    print("| tool | op | calls | launches | reported | its summary | s |")
+    print("| --- | --- | ---: | ---: | ---: | --- | ---: |")
+    ended = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for future in [pool.submit(check, tool, op, args) for tool, op in product(args.tool, args.op)]:
+            ended.append(future.result())
+            print(row(ended[-1]), flush=True)
+    for e in ended:
+        for line in details(e):
+            print(line, flush=True)
+    raise SystemExit(0 if all(e.clean for e in ended) else 1)
+
+
+if __name__ == "__main__":
+    main()

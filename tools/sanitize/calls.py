@@ -1,0 +1,230 @@
+"""Small calls of every operator, for one process under compute-sanitizer.
+
+    python -m tools.sanitize.calls OP [--device cuda]
+
+Inputs are made on the CPU and copied, each storage whole, so that hardly any kernel but ours runs. Features one by one;
+types by head dimensions; batches that give a CTA several tiles, whole and shared. Needs torch and a bundle, or the DSL.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain, product
+from typing import Any
+
+import torch
+
+from bench.cases import attention, topk
+from bench.cases.attention import AttentionCase
+from bench.cases.topk import DECODE, PAGE_TABLE, PREFILL, RAGGED, TOP_K, TopKCase
+from wrappers import TopKTieBreak, machine
+
+DIMS = {"64": (64, 64), "128": (128, 128), "192x128": (192, 128), "256": (256, 256)}
+EQUAL_DIMS = {name: pair for name, pair in DIMS.items() if pair[0] == pair[1]}
+
+
+def _prefill_features() -> Iterator[AttentionCase]:
+    """Page sizes with layouts and caches, rows and requests without keys, scales on the device."""
+    packed = AttentionCase("", q_lens=(5, 0, 2), kv_lens=(1190, 9, 83), heads_q=6, data="needles", sink=True)
+    plain = replace(packed, q_lens=(3, 150), kv_lens=(61, 333), heads_q=2)
+    changes: tuple[tuple[AttentionCase, dict[str, Any]], ...] = (
+        (packed, {"page_size": 8, "layout": "NHD", "separate_tables": True}),
+        (plain, {"page_size": 16, "cache": "stacked", "layout": "NHD", "strided_q": True}),
+        (plain, {"page_size": 32, "head_dim_qk": 128, "head_dim_vo": 128}),
+        (plain, {"page_size": 64, "causal": False, "window_left": 101}),
+        (plain, {"page_size": 128, "window_left": 90, "soft_cap": 9.0}),
+        (packed, {"page_size": 256, "cache": "shared", "device": ("scale", "out"), "out_scale": -1.7}),
+        (plain, {"q_lens": (3, 200, 7), "kv_lens": (0, 9, 2)}),
+        (packed, {"q_lens": (3, 40, 7), "kv_lens": (0, 9, 2), "sink": False}),
+        (packed, {"window_left": 0, "heads_q": 5, "heads_kv": 1, "uint32_lens": True}),
+        (packed, {"q_lens": (0, 1, 0, 2) * 18, "kv_lens": (5, 9, 0, 40) * 18}),
+    )
+    yield from (replace(case, name=str(fields), **fields) for case, fields in changes)
+
+
+def _decode_features() -> Iterator[AttentionCase]:
+    """As `_prefill_features`; output types too."""
+    few = AttentionCase(
+        "", q_lens=(1, 1, 1), kv_lens=(1300, 0, 83), heads_q=6, data="needles", sink=True, function="decode"
+    )
+    changes: tuple[dict[str, Any], ...] = (
+        {"page_size": 8, "layout": "NHD"},
+        {"page_size": 16, "window_left": 600, "separate_tables": True, "q_lens": (4, 0, 3)},
+        {"page_size": 32, "strided_q": True, "uint32_lens": True, "head_dim_qk": 128, "head_dim_vo": 128},
+        {"page_size": 128, "cache": "stacked", "layout": "NHD", "q_lens": (4, 0, 3)},
+        {"page_size": 256, "cache": "shared"},
+        {"soft_cap": 5.0, "device": ("log2", "out"), "out_scale": -0.3, "o_scale": 7.0, "q_lens": (4, 0, 3)},
+        {"kv_dtype": "fp8", "out_dtype": "fp8", "out_scale": 300.0, "o_scale": 3.0},
+        {"kv_dtype": "nvfp4", "out_dtype": "fp8", "interleaved": True, "separate_tables": True},
+        {"q_lens": (2, 9, 3), "kv_lens": (0, 4, 300), "sink": False},
+        {"q_lens": (0, 1, 0, 2) * 18, "kv_lens": (5, 9, 0, 40) * 18},
+        {"q_lens": (40, 3), "kv_lens": (256, 60), "heads_q": 2, "heads_kv": 1, "drafts": True},
+    )
+    yield from (replace(few, name=str(fields), **fields) for fields in changes)
+
+
+def _xqa() -> Iterator[AttentionCase]:
+    one = AttentionCase(
+        "", q_lens=(1, 1, 1), kv_lens=(600, 0, 83), heads_q=6, data="needles", sink=True, lse=False, function="xqa",
+        layout="NHD", uint32_lens=True,
+    )  # fmt: skip
+    changes: tuple[dict[str, Any], ...] = (
+        {"cache": "flat", "window_left": 300, "out_scale": 0.7, "zero_page": True},
+        {
+            "q_lens": (5, 5),
+            "kv_lens": (512, 83),
+            "drafts": True,
+            "kv_dtype": "fp8",
+            "out_dtype": "fp8",
+            "o_scale": 30.0,
+        },
+        {"q_lens": (3, 0, 5), "kv_lens": (140, 9, 83), "drafts": True, "layout": "HND", "page_size": 128},
+        {"kv_dtype": "nvfp4", "interleaved": True, "page_size": 32, "dtype": "fp16"},
+    )
+    yield from (replace(one, name=str(fields), **fields) for fields in changes)
+
+
+def _prefill() -> Iterator[AttentionCase]:
+    base = AttentionCase("", q_lens=(37, 3, 130), kv_lens=(67, 40, 333), heads_q=2, data="needles", sink=True)
+    masks: tuple[dict[str, Any], ...] = ({}, {"causal": False, "window_left": 50}, {"soft_cap": 9.0})
+    ragged: dict[str, Any] = {"q_lens": (5, 0, 1), "kv_lens": (19, 7, 301), "heads_q": 6, "page_size": 8}
+    for (name, (qk, vo)), dtype in product(DIMS.items(), ("bf16", "fp16")):
+        case = replace(base, dtype=dtype, head_dim_qk=qk, head_dim_vo=vo)
+        for changes in (*masks, ragged, {"fresh": True}):
+            yield replace(case, name=f"{dtype} {name} {changes}", **changes)
+    yield replace(base, name="many tiles", q_lens=(140,) * 10, kv_lens=(150,) * 10, heads_q=16, heads_kv=8)
+
+
+def _decode(kv_dtype: str, dtype: str) -> Iterator[AttentionCase]:
+    """A few rows, as many as make another kernel serve them, drafts, and batches for every CTA."""
+    base = AttentionCase(
+        "", dtype, q_lens=(1, 1, 1), kv_lens=(1300, 0, 83), heads_q=6, data="needles", sink=True, function="decode",
+        kv_dtype=kv_dtype,
+    )  # fmt: skip
+    many = {"q_lens": (1,) * 40, "kv_lens": (700, 90, 1, 300) * 10, "heads_kv": 4}
+    calls: tuple[dict[str, Any], ...] = (
+        {}, {"q_lens": (4, 1, 3), "fresh": True}, {"q_lens": (3, 3, 3), "kv_lens": (900, 3, 83), "drafts": True},
+        many | {"heads_q": 8}, many | {"heads_q": 40, "window_left": 200, "skip": 1e-30},
+        {"invariant": True, "kv_lens": (5000, 0, 83), "soft_cap": 9.0},
+    )  # fmt: skip
+    for (name, (qk, vo)), changes in product(EQUAL_DIMS.items(), calls):
+        yield replace(base, name=f"{name} {changes}", head_dim_qk=qk, head_dim_vo=vo, **changes)
+
+
+def _top_k(rows: int, width: int, k: int) -> Iterator[TopKCase]:
+    """All functions on rows of one width, ties and all; both widths of keys."""
+    for dtype in ("fp32", "bf16"):
+        yield TopKCase(PAGE_TABLE, dtype, rows, width, k, ("shelf", "special"), "mixed", page_size=16, batch_map=True)
+        yield TopKCase(RAGGED, dtype, rows, width, k, "normal", "mixed", starts=True, tie_break=TopKTieBreak.LARGE)
+        yield TopKCase(TOP_K, dtype, rows, width, k, "257 ties")
+        yield TopKCase(PREFILL, dtype, rows, width, k, "low bits", "mixed", starts=True)
+        yield TopKCase(DECODE, dtype, rows, width, k, "normal", "mixed", next_n=rows)
+
+
+Case = AttentionCase | TopKCase
+OPS: dict[str, Callable[[], Iterator[Case]]] = {
+    "prefill-features": _prefill_features,
+    "prefill": _prefill,
+    "decode-features": _decode_features,
+    "decode-bf16": lambda: _decode("", "bf16"),
+    "decode-fp16": lambda: _decode("", "fp16"),
+    "decode-e4m3": lambda: _decode("fp8", "bf16"),
+    "decode-nvfp4": lambda: _decode("nvfp4", "fp16"),
+    "xqa": _xqa,
+    "topk-cta": lambda: _top_k(5, 3000, 300),
+    "topk-clusters": lambda: chain(_top_k(3, 30_001, 300), _top_k(3, 70_001, 300)),
+    "topk-streamed": lambda: chain(_top_k(140, 50_003, 64), _top_k(1, 1_600_003, 64)),
+}
+
+
+def moved(value: Any, device: str) -> Any:
+    """Tensors on another device with their strides, inside tuples and dictionaries too: whole storages are copied."""
+    if isinstance(value, dict):
+        return {name: moved(inner, device) for name, inner in value.items()}
+    if isinstance(value, tuple):
+        return tuple(moved(inner, device) for inner in value)
+    if not isinstance(value, torch.Tensor) or value.device == torch.device(device):
+        return value
+    whole = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage()).to(device)
+    form = value.storage_offset(), value.shape, value.stride()
+    return torch.empty(0, dtype=value.dtype, device=device).set_(whole.untyped_storage(), *form)
+
+
+def distance(got: torch.Tensor, want: torch.Tensor, rtol: float, atol: "float | torch.Tensor") -> float:
+    """Largest error over what is allowed, infinite where only one is finite."""
+    got, want = got.float(), want.float()
+    ratio = (got - want).abs() / (atol + rtol * want.abs())
+    ratio = torch.where((got == want) | (got.isnan() & want.isnan()), 0.0, ratio.nan_to_num(math.inf, math.inf))
+    return float(ratio.max()) if ratio.numel() else 0.0
+
+
+def attend(case: AttentionCase, device: str) -> float:
+    """The error of a call over what is allowed."""
+    function, arguments = attention.FUNCTIONS[case.function]
+    problem = attention.make_problem(case)
+    want, want_lse = attention.expected(case, problem)
+    inputs = moved(arguments(case, problem), device)
+    result = function(**inputs)
+    out, lse = result if case.lse and case.function != "xqa" else (result, None)
+    out = (inputs["output"] if case.function == "xqa" else out).cpu().reshape(want.shape)
+    rtol = case.tolerance + (2.0**-4 if case.out_dtype == "fp8" else 0.0)
+    error = distance(out, want, rtol, case.atol())
+    return (
+        error
+        if lse is None
+        else max(error, distance(lse.cpu(), want_lse, attention.LSE_TOLERANCE, attention.LSE_TOLERANCE))
+    )
+
+
+def choose(case: TopKCase, device: str) -> float:
+    """0 where a call gives the reference's bits; an AssertionError says where it does not."""
+    inputs = topk.make_inputs(case)
+    there = moved(inputs, device)
+    with topk.on_reference():
+        want = topk.call(case.function, inputs)
+    topk.same({name: t.cpu() for name, t in topk.call(case.function, there).items()}, want, case)
+    return 0.0
+
+
+class Counting(machine.Machine):
+    """Counts launches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = 0
+
+    def kernel(self, op: str, spec: Any, arch: str) -> Callable[..., None]:
+        launch = super().kernel(op, spec, arch)
+
+        def counted(*args: Any) -> None:
+            self.launches += 1
+            launch(*args)
+
+        return counted
+
+
+def run(op: str, device: str) -> tuple[int, int]:
+    """(calls, launches) of an operator's calls, each of which is compared with the reference."""
+    count = 0
+    with machine.override(Counting()) as here:
+        for case in OPS[op]():
+            error = attend(case, device) if isinstance(case, AttentionCase) else choose(case, device)
+            if not error <= 1:
+                raise AssertionError(f"{case}: off by {error:.3g} times what is allowed")
+            count += 1
+    assert isinstance(here, Counting)
+    return count, here.launches
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.sanitize.calls", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("op", choices=OPS)
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    calls, launches = run(args.op, args.device)
+    print(f"{calls} calls, {launches} launches, all right")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""compute-sanitizer as a command: where it is, its options, a run of it with a time limit."""
+
+import argparse
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+BARRIERS = 256  # mbarriers of a CTA that the tools follow; what the compiler counts may be too few
+OPTIONS = {
+    "memcheck": ["--padding", "512"],  # what lies between two allocations is nobody's
+    "racecheck": ["--num-cuda-barriers", str(BARRIERS)],
+    "synccheck": ["--num-cuda-barriers", str(BARRIERS)],
+    "initcheck": [],
+}
+LIMIT = "100"  # reports printed of a process; the tools count all
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Those that every use of the tools has."""
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--sanitizer", default=find(), help="path of compute-sanitizer")
+    parser.add_argument("--option", nargs="+", action="extend", default=[], help="more of its options, without --")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds of one process")
+    parser.add_argument("--jobs", type=int, default=max(1, cores // 2), help="processes side by side")
+
+
+def find() -> str:
+    """Path of compute-sanitizer: on PATH, or of a CUDA toolkit."""
+    toolkits = sorted(Path("/usr/local").glob("cuda*/bin/compute-sanitizer"), key=lambda p: (p.parts[3] != "cuda", p))
+    return shutil.which("compute-sanitizer") or (str(toolkits[0]) if toolkits else "compute-sanitizer")
+
+
+def version(sanitizer: str) -> str:
+    """The line that names it."""
+    try:
+        text = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"no compute-sanitizer: {error}") from None
+    return " ".join(text.split())
+
+
+def command(sanitizer: str, tool: str, options: list[str]) -> list[str]:
+    """What precedes the command that is checked. options: as on the command line, without their dashes."""
+    more = [f"--{word}" if i == 0 else word for option in options for i, word in enumerate(option.split("="))]
+    return [sanitizer, "--tool", tool, "--print-limit", LIMIT, "--show-backtrace", "no", *OPTIONS[tool], *more]
+
+
+def run(words: list[str], timeout: float) -> str:
+    """Output and errors of a command, which is ended after so many seconds."""
+    limited = ["timeout", "--kill-after=10", str(timeout), *words]
+    ended = subprocess.run(limited, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    note = {124: f"timed out after {timeout:.0f} s", 137: f"killed after {timeout:.0f} s"}.get(ended.returncode)
+    return ended.stdout + (f"\n{note}\n" if note else "")
