@@ -143,7 +143,7 @@ def ended(tmp_path, text, seconds=9.0):
     tool.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
     tool.chmod(0o755)
     args = argparse.Namespace(sanitizer=str(tool), option=[], timeout=seconds, logs=str(tmp_path / "logs"))
-    return runner.check("racecheck", "xqa", args)
+    return runner.check("racecheck", "xqa", 0, args)
 
 
 def test_a_process_that_hangs_is_ended(tmp_path):

@@ -2,8 +2,8 @@
 
     python -m tools.sanitize [--tool racecheck ...] [--op decode-bf16 ...] [--jobs 8] [--timeout 240] [--logs FOLDER]
 
-One process for each tool and operator (`calls.OPS`), several side by side. Prints a table, then the findings: kind,
-kernel, the accesses with their SASS addresses (and source lines, where the kernels have line info), how often. Kernels
+One process for each tool and operator (`calls.OPS`), several side by side, on all GPUs in turn. Prints a table, then
+the findings: kind, kernel, the accesses with their SASS addresses (and source lines, where the kernels have line info), how often. Kernels
 come from where calls find them; build a bundle first. Exits with 1 where a process failed or a tool reported anything.
 """
 
@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from . import under
 from .report import Report, lines, parse
@@ -44,11 +46,11 @@ class Ended(NamedTuple):
         return self.done is not None and bool(self.report.summary) and not self.report.found
 
 
-def check(tool: str, op: str, args: argparse.Namespace) -> Ended:
-    """One process under one tool."""
+def check(tool: str, op: str, gpu: int, args: argparse.Namespace) -> Ended:
+    """One process under one tool, on one GPU."""
     start = time.monotonic()
     options = under.command(args.sanitizer, tool, args.option) + (ONLY_OURS if tool in FILTERED else [])
-    text = under.run([*options, sys.executable, "-m", "tools.sanitize.calls", op], args.timeout)
+    text = under.run([*options, sys.executable, "-m", "tools.sanitize.calls", op], args.timeout, gpu)
     if args.logs:
         Path(args.logs).mkdir(parents=True, exist_ok=True)
         Path(args.logs, f"{tool}-{op}.txt").write_text(text)
@@ -87,7 +89,8 @@ def main() -> None:
     print("| --- | --- | ---: | ---: | ---: | --- | ---: |")
     ended = []
     with ThreadPoolExecutor(args.jobs) as pool:
-        for future in [pool.submit(check, tool, op, args) for tool, op in product(args.tool, args.op)]:
+        pairs, gpus = product(args.tool, args.op), max(1, torch.cuda.device_count())
+        for future in [pool.submit(check, *pair, n % gpus, args) for n, pair in enumerate(pairs)]:
             ended.append(future.result())
             print(row(ended[-1]), flush=True)
     for e in ended:

@@ -46,9 +46,12 @@ def command(sanitizer: str, tool: str, options: list[str]) -> list[str]:
     return [sanitizer, "--tool", tool, "--print-limit", LIMIT, "--show-backtrace", "no", *OPTIONS[tool], *more]
 
 
-def run(words: list[str], timeout: float) -> str:
-    """Output and errors of a command, which is ended after so many seconds."""
+def run(words: list[str], timeout: float, gpu: int = 0) -> str:
+    """Output and errors of a command on one GPU, which is ended after so many seconds."""
     limited = ["timeout", "--kill-after=10", str(timeout), *words]
-    ended = subprocess.run(limited, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    ended = subprocess.run(
+        limited, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)},
+    )  # fmt: skip
     note = {124: f"timed out after {timeout:.0f} s", 137: f"killed after {timeout:.0f} s"}.get(ended.returncode)
     return ended.stdout + (f"\n{note}\n" if note else "")
