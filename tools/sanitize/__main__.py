@@ -3,8 +3,9 @@
     python -m tools.sanitize [--tool racecheck ...] [--op decode-bf16 ...] [--jobs 8] [--timeout 240] [--logs FOLDER]
 
 One process for each tool and operator (`calls.OPS`), several side by side, on all GPUs in turn. Prints a table, then
-the findings: kind, kernel, the accesses with their SASS addresses (and source lines, where the kernels have line info), how often. Kernels
-come from where calls find them; build a bundle first. Exits with 1 where a process failed or a tool reported anything.
+the findings: kind, kernel, the accesses with their SASS addresses (and source lines, where the kernels have line info),
+how often. Kernels come from where calls find them; build a bundle first. Exits with 1 where a process failed or a tool
+reported anything.
 """
 
 import argparse

@@ -133,7 +133,7 @@ OPS: dict[str, Callable[[], Iterator[Case]]] = {
     "xqa": _xqa,
     "topk-cta": lambda: _top_k(5, 3000, 300),
     "topk-clusters": lambda: chain(_top_k(3, 30_001, 300), _top_k(3, 70_001, 300)),
-    "topk-streamed": lambda: chain(_top_k(140, 17_003, 64), _top_k(1, 1_600_003, 64)),
+    "topk-streamed": lambda: chain(_top_k(140, 50_003, 64), _top_k(1, 1_600_003, 64)),
 }
 
 
