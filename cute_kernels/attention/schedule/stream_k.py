@@ -84,7 +84,7 @@ def total_units(spec: cutlass.Constexpr, a):
     """One warp: all units of the launch, 0 where it has no room for them: offsets that fall make requests overlap, and
     so more tiles than rows could have."""
     count, room = Int64(0), Int64(MOST_UNITS)
-    for b in cutlass.range(cute.arch.lane_idx(), geometry.batch(a), 32, unroll=4):
+    for b in cutlass.range(cute.arch.lane_idx(), geometry.batch(a), 32, unroll=2):
         _, _, tiles, each = request_tiles(spec, a, b)
         count += Int64(tiles) * each
     count = cutlass.min(count, Int64(1) << 40)  # its upper part, of 32 lanes, fits 32 bits
