@@ -115,7 +115,7 @@ def start_build(arch: str, out: Path, *only: str) -> subprocess.Popen[str]:
     """Start the tool that builds a bundle of shipped kernels, 3 to 5 s for each that its cache (build/obj) lacks."""
     jobs = str(len(os.sched_getaffinity(0)))
     return start_python(
-        *("-m", "tools.aot", "build", "--arch", arch, "--jobs", jobs, "--out", str(out), *only), CUTE_DSL_ARCH=arch
+        *("-m", "cute_kernels", "build", "--arch", arch, "--jobs", jobs, "--out", str(out), *only), CUTE_DSL_ARCH=arch
     )
 
 
@@ -123,7 +123,7 @@ def built(process: subprocess.Popen[str], out: Path) -> Path:
     """The bundle `out` of a process that was started to build it."""
     done = finish(process)
     if done.returncode:
-        pytest.fail(f"tools.aot build failed:\n{done.stderr}", pytrace=False)
+        pytest.fail(f"cute_kernels build failed:\n{done.stderr}", pytrace=False)
     return out
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels import manifest
+from cute_kernels import bundle, catalog, manifest
 from cute_kernels.attention import args, dispatch
 from tests.conftest import ARCH, ROOT, build_bundle, finish, run_python, start_python
-from tools import aot, bundle
 
 pytestmark = pytest.mark.kernels
 OP, SPEC = dispatch.shipped(ARCH)[0]
@@ -80,8 +79,8 @@ def small(tmp_path_factory) -> Path:
 
 
 def build(*arguments: str, out: Path, objects: Path) -> list[str]:
-    command = ["-m", "tools.aot", "build", "--arch", ARCH, "--jobs", "1", "--out", str(out), "--objects", str(objects)]
-    return [*command, *arguments]
+    place = ("--out", str(out), "--objects", str(objects))
+    return ["-m", "cute_kernels", "build", "--arch", ARCH, "--jobs", "1", *place, *arguments]
 
 
 def compiled(done: subprocess.CompletedProcess[str]) -> int:
@@ -206,7 +205,7 @@ def test_missing_kernel_names_the_command(load, tmp_path):
     assert f"KernelNotFound: no compiled kernel {OP}/{SPEC.name} for {ARCH}" in done.stderr
     assert f"no bundle in {tmp_path / ARCH}" in done.stderr
     assert "JIT: forbidden by CUTE_KERNELS_JIT=0" in done.stderr
-    assert f"python -m tools.aot build --arch {ARCH} --only {OP}/{SPEC.name}" in done.stderr
+    assert f"python -m cute_kernels build --arch {ARCH} --only {OP}/{SPEC.name}" in done.stderr
 
 
 def test_missing_dsl_is_named(load, tmp_path):
@@ -220,7 +219,7 @@ def test_command_for_a_spec_that_is_not_shipped(load, tmp_path):
     )
     command = re.search(rf"build --arch {ARCH} --spec '{OP}=(.*)'", done.stderr)
     assert command, done.stderr
-    assert manifest.from_json(aot.spec_type(OP), json.loads(command[1])) == replace(SPEC, head_dim_qk=32)
+    assert manifest.from_json(catalog.spec_type(OP), json.loads(command[1])) == replace(SPEC, head_dim_qk=32)
 
 
 # ---- what a bundle is refused for
@@ -252,7 +251,7 @@ def test_second_bundle_serves(load, edit, small):
 
 
 def test_verify_tells_a_damaged_file(copy):
-    arguments = ("-m", "tools.aot", "verify", "--arch", ARCH, "--out", str(copy))
+    arguments = ("-m", "cute_kernels", "verify", "--arch", ARCH, "--out", str(copy))
     assert run_python(*arguments).returncode == 0
     library = next(copy.glob("attention-*.so"))
     data = library.read_bytes()
@@ -272,46 +271,12 @@ def test_rebuild_compiles_nothing(copy):
     assert (copy / manifest.FILE).read_bytes() == before
 
 
-FIND_HERE = """
-import sys
-from cute_kernels import manifest
-from cute_kernels.attention import dispatch
-from wrappers import runtime
-op, spec = dispatch.shipped("sm_90a")[0]
-print(manifest.__file__)
-runtime.kernel(op, spec, "sm_90a")
-"""
-
-
-def test_installed_package_builds_and_finds_bundles(small, tmp_path):
-    """Beside no pyproject.toml, bundles lie in the user's cache. They serve while the code of the package stays."""
-    site, elsewhere = tmp_path / "site-packages", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    for package in ("cute_kernels", "wrappers", "tools"):
-        shutil.copytree(ROOT / package, site / package, ignore=shutil.ignore_patterns("__pycache__", "ptxsim"))
-    env = {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path / "cache"), "CUTE_KERNELS_JIT": "0"}
-    command = ("-m", "tools.aot", "build", "--arch", ARCH, "--only", f"{OP}/{SPEC.name}", "--objects", str(OBJECTS))
-    assert compiled(run_python(*command, cwd=elsewhere, **env)) == 0
-    assert manifest.read(tmp_path / "cache" / "cute_kernels" / "bundle" / ARCH).find(OP, SPEC)
-
-    def found() -> subprocess.CompletedProcess[str]:
-        return run_python("-c", FIND_HERE, cwd=elsewhere, **env)
-
-    path = site / "cute_kernels" / "attention" / "mask.py"
-    path.write_text("# changed\n" + path.read_text())
-    done = found()
-    assert done.returncode == 0 and done.stdout.strip() == str(site / "cute_kernels" / "manifest.py"), done.stderr
-    path.write_text("changed = 1\n" + path.read_text())
-    assert "compiled from other sources" in found().stderr
-
-
 # Replaces a bundle of one kernel by a bundle of another, and dies at the nth file that is put in place or deleted.
 CRASH = """
 import os, shutil, sys
 from pathlib import Path
-from cute_kernels import manifest
+from cute_kernels import bundle, manifest
 from cute_kernels.attention import dispatch
-from tools import bundle
 work, objects = map(Path, sys.argv[1:])
 arch = "sm_90a"
 first = dispatch.shipped(arch)[0]

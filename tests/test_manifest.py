@@ -10,12 +10,11 @@ from typing import Generic, TypeVar
 
 import pytest
 
-from cute_kernels import manifest
+from cute_kernels import catalog, manifest
 from cute_kernels.attention import dispatch
 from tests.conftest import ARCH, run_python
-from tools import aot
 
-SHIPPED = aot.shipped(ARCH)
+SHIPPED = catalog.shipped(ARCH)
 OPS = sorted({op for op, _ in SHIPPED})
 OP, SPEC = dispatch.shipped(ARCH)[0]
 OTHER = [spec for op, spec in dispatch.shipped(ARCH) if op == OP][-1]
@@ -24,7 +23,7 @@ OTHER = [spec for op, spec in dispatch.shipped(ARCH) if op == OP][-1]
 
 
 def read(op: str, data: object):
-    return manifest.from_json(aot.spec_type(op), data)
+    return manifest.from_json(catalog.spec_type(op), data)
 
 
 @pytest.mark.parametrize("op", OPS)
