@@ -17,6 +17,7 @@ import platform
 import signal
 import sys
 import time
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -161,11 +162,10 @@ def installed(distribution: str) -> str:
 def gpus() -> list[str]:
     """A line for each GPU that torch sees, with its architecture."""
     try:
+        import_module("cute_kernels.ops")  # which says so where another module is called wrappers
         import torch
 
         from wrappers import runtime
-
-        from . import ops  # noqa: F401: says where another `wrappers` is in the way
     except ImportError as error:
         return [f"GPUs: unknown, {error}"]
     count = torch.cuda.device_count()

@@ -15,7 +15,7 @@ def _require(ours: Path) -> None:
     if module is None and spec is None:
         raise ImportError(f"cute_kernels.ops needs the package wrappers, installed with it as {ours}: there is none")
     file = getattr(module, "__file__", None) if module else spec.origin if spec else None
-    if file is None or Path(file).resolve() != ours.resolve():
+    if not file or Path(file).resolve() != ours.resolve():
         other = file or f"a folder without __init__.py, {list(getattr(module or spec, '__path__', []))}"
         raise ImportError(f"the module wrappers is {other}, which hides {ours}: remove it from sys.path or rename it")
 

@@ -81,6 +81,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line("time: " + ", ".join(parts))
 
 
+# A process that runs this first cannot import the DSL, as where it is not installed.
+BLOCK_DSL = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("cutlass", "nvidia_cutlass_dsl"):
+            raise ModuleNotFoundError(f"blocked: {name}", name=name)
+sys.meta_path.insert(0, Blocker())
+"""
+
+
 @pytest.fixture(autouse=True)
 def compile_in_marked_tests_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """`make quick` runs the tests without the marker `kernels`: they must not compile, or it is not quick."""

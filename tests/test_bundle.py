@@ -11,22 +11,19 @@ import pytest
 
 from cute_kernels import bundle, catalog, manifest
 from cute_kernels.attention import args, dispatch
-from tests.conftest import ARCH, ROOT, build_bundle, finish, run_python, start_python
+from tests.conftest import ARCH, BLOCK_DSL, ROOT, build_bundle, finish, run_python, start_python
 
 pytestmark = pytest.mark.kernels
 OP, SPEC = dispatch.shipped(ARCH)[0]
 OTHER = [spec for op, spec in dispatch.shipped(ARCH) if op == OP][-1]
 OBJECTS = ROOT / "build" / "obj"
 
-# A process that cannot import the DSL, as where it is not installed, and forks for each program that it is sent: all
-# programs find torch and the runtime imported, and nothing that another one left.
-WITHOUT_DSL = """
-import json, os, sys, traceback
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("cutlass", "nvidia_cutlass_dsl"):
-            raise ModuleNotFoundError(f"blocked: {name}", name=name)
-sys.meta_path.insert(0, Blocker())
+# A process without the DSL, which forks for each program that it is sent: all programs find torch and the runtime
+# imported, and nothing that another one left.
+WITHOUT_DSL = (
+    BLOCK_DSL
+    + """
+import json, os, traceback
 from cute_kernels.attention import dispatch
 from wrappers import runtime
 op, spec = dispatch.shipped("sm_90a")[0]
@@ -47,6 +44,7 @@ for line in sys.stdin:
         os._exit(status)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -339,9 +337,12 @@ def test_two_builds_at_once_make_one_bundle(small, tmp_path):
 
 def test_jit_in_two_processes_compiles_once(tmp_path):
     code = f"""
+import logging, sys
 from cute_kernels import build
 from cute_kernels.attention import dispatch
 from wrappers import runtime
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(name)s %(message)s")
+logging.getLogger("cute_kernels").setLevel("INFO")
 real, calls = build.build, []
 def counted(*a):
     calls.append(a)
@@ -349,6 +350,7 @@ def counted(*a):
 build.build = counted
 op, spec = dispatch.shipped("{ARCH}")[0]
 fn = runtime.kernel(op, spec, "{ARCH}")
+assert runtime.kernel(op, spec, "{ARCH}") is fn
 try:
     fn()
 except TypeError as error:
@@ -358,8 +360,13 @@ print(len(calls))
     env = {"XDG_CACHE_HOME": str(tmp_path), "CUTE_KERNELS_BUNDLE": "/nowhere", "CUTE_DSL_ARCH": ARCH}
     done = [finish(process) for process in [start_python("-c", code, **env) for _ in range(2)]]
     assert [d.returncode for d in done] == [0, 0], done
-    assert sorted(d.stdout.strip() for d in done) == ["0", "1"]
-    assert len(list((tmp_path / "cute_kernels" / "obj").glob("*.o"))) == 1
+    said = sorted(d.stdout.splitlines() for d in done)
+    assert [lines.pop() for lines in said] in (["0", "1"], ["1", "0"])
+    (path,) = (tmp_path / "cute_kernels" / "obj").glob("*.o")
+    for (line,) in said:  # one each, of a kernel that was there or that it waited for or compiled
+        how = rf"(compiled into|loaded from) {path}"
+        assert re.fullmatch(rf"INFO cute_kernels {OP}/{SPEC.name} for {ARCH}: {how}, \d+\.\d{{4}} s", line)
+    assert any("compiled into" in line for (line,) in said)
 
 
 def test_other_architecture_is_refused_after_import():

@@ -171,6 +171,14 @@ def test_comments_and_docstrings_are_no_code(op, package, edited):
     assert edited(op, files, '\n# more\n\n"""More."""\n') == manifest.source_hash(op, package)
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_the_version_of_the_package_is_no_code(op, package, edited):
+    """A release that changes no kernel keeps what was compiled."""
+    root = [Path("__init__.py")]
+    assert edited(op, root, '\n__version__ = "9.9"\n') == manifest.source_hash(op, package)
+    assert edited(op, root, '\n__version__, x = "9.9", 1\n') != manifest.source_hash(op, package)
+
+
 def test_an_edit_of_one_op_leaves_the_others(package, edited):
     for op in OPS:
         folder = Path(*op.split("."))
