@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from . import build, cubin, manifest
-from .manifest import Manifest
+from .manifest import Kernel, Manifest
 
 RUNTIME = "libcute_dsl_runtime.so"
 LICENCE = (
@@ -35,7 +35,6 @@ LICENCE = (
 )
 UNUSED_DAYS = 14  # objects not used for this long are deleted
 
-Kernel = tuple[str, Any]  # (op, spec)
 SpecType = Callable[[str], Any]  # op -> type of its specs, as manifest.from_json takes it
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from . import manifest
 from .attention import dispatch as attention
+from .manifest import Kernel
 from .topk import dispatch as topk
 
-Kernel = tuple[str, Any]  # (op, spec)
 FAMILIES = {"attention": attention, "topk": topk}  # operator family -> dispatch
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 

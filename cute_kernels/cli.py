@@ -51,7 +51,7 @@ def command_build(args: argparse.Namespace) -> int:
     return 0
 
 
-def parsed(text: str) -> catalog.Kernel:
+def parsed(text: str) -> manifest.Kernel:
     try:
         return catalog.parse(text)
     except ValueError as error:
@@ -75,14 +75,14 @@ def command_list(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"no bundle at {out}: {error}", file=sys.stderr)
         return 1
-    print(f"{out}: {found.arch}, {content(found)}")
+    print(f"{out}: {content(found)}")
     for entry in found.kernels:
         print(f"{entry['op']}/{entry['name']:<60} {summary(entry)}")
     return 0
 
 
 def content(held: manifest.Manifest) -> str:
-    return f"{len(held.kernels)} kernels, DSL {held.toolchain['dsl']}, CUDA {held.toolchain['cuda']}"
+    return f"{len(held.kernels)} kernels of {held.arch}, DSL {held.toolchain['dsl']}, CUDA {held.toolchain['cuda']}"
 
 
 def summary(facts: dict[str, Any]) -> str:

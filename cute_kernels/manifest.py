@@ -33,6 +33,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 SCHEMA = 1
 FILE = "manifest.json"
 PACKAGE = Path(__file__).resolve().parent
+Kernel = tuple[str, Any]  # (op, spec)
 HOST = f"{platform.system()}-{platform.machine()}".lower()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import cute_kernels
 import wrappers
@@ -88,6 +89,14 @@ def test_no_bundle_is_said_with_the_command_that_builds_one(no_settings, monkeyp
     monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(tmp_path / "none"))
     with pytest.raises(SystemExit, match=f"no bundle of {ARCH} in {tmp_path}/none: cute-kernels build --arch {ARCH}"):
         cli.main([verb])
+
+
+def test_env_names_gpus_and_their_architectures(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"NVIDIA H20{i}")
+    monkeypatch.setattr(runtime, "arch_of", {0: "sm_90a", 1: "sm_100a"}.get)
+    assert cli.main(["env"]) == 0
+    assert "\nGPU 0: NVIDIA H200, sm_90a\nGPU 1: NVIDIA H201, sm_100a\n" in capsys.readouterr().out
 
 
 # ---- names
@@ -249,7 +258,8 @@ def test_an_installed_package_builds_and_finds_bundles(installed):
     assert f"{folder}: 1 kernels load, hashes match" in installed.run("cute-kernels", "verify")
     said = installed.run("cute-kernels", "env")
     assert f"cute-kernels {cute_kernels.__version__} in {installed.site / 'cute_kernels'}\n" in said
-    assert f"bundle {folder}: usable, 1 kernels, DSL " in said and "JIT: forbidden by CUTE_KERNELS_JIT=0" in said
+    assert f"bundle {folder}: usable, 1 kernels of {ARCH}, DSL " in said
+    assert "JIT: forbidden by CUTE_KERNELS_JIT=0" in said
     for line in (r"Python \d", r"torch \d", r"apache-tvm-ffi \d", r"nvidia-cutlass-dsl \d", "GPUs: torch sees none$"):
         assert re.search(f"^{line}", said, re.MULTILINE), said
 
@@ -257,7 +267,8 @@ def test_an_installed_package_builds_and_finds_bundles(installed):
     text = file.read_text()
     file.write_text(text + "changed = 1\n")
     try:
-        assert f"bundle {folder}: not usable, 1 kernels" in installed.run("cute-kernels", "env")
+        code = f"from cute_kernels import cli, places; print(*map(cli.usable, places.bundles('{ARCH}')))"
+        assert installed.run("python", "-c", code).startswith(f"not usable, 1 kernels of {ARCH}, DSL ")
     finally:
         file.write_text(text)
 
