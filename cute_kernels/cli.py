@@ -14,7 +14,6 @@ compiler is installed.
 import argparse
 import os
 import platform
-import signal
 import sys
 import time
 from importlib import import_module
@@ -87,7 +86,8 @@ def content(held: manifest.Manifest) -> str:
 
 def summary(facts: dict[str, Any]) -> str:
     counts = facts["instructions"] or {}
-    shown = " ".join(f"{count} {name}" for name, count in counts.items() if name != "total") or "not disassembled"
+    shown = " ".join(f"{count} {name}" for name, count in counts.items() if name != "total")
+    shown = shown or (f"{counts['total']} instructions" if counts else "not disassembled")
     return f"{facts['registers']} registers, {facts['stack']} B stack, {facts['shared']} B shared, {shown}"
 
 
@@ -212,6 +212,8 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... show | head` ends quietly
     args = arguments().parse_args(argv)
+    if args.run in (command_build, command_show) and not places.has_dsl():
+        print("nvidia-cutlass-dsl, which compiles, is not installed: pip install cute-kernels[build]", file=sys.stderr)
+        return 1
     return args.run(args)

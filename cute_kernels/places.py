@@ -64,6 +64,14 @@ def bundles(arch: str) -> list[Found]:
     return found
 
 
+def has_dsl() -> bool:
+    """Whether CuTe DSL, the compiler, is installed here."""
+    try:
+        return find_spec("cutlass") is not None
+    except ImportError:  # an import hook refuses it
+        return False
+
+
 def why_no_jit() -> str | None:
     """Why nothing may be compiled at run time, or None. ValueError where CUTE_KERNELS_JIT is neither 0 nor 1."""
     setting = os.environ.get("CUTE_KERNELS_JIT", "1")
@@ -71,8 +79,4 @@ def why_no_jit() -> str | None:
         raise ValueError(f"CUTE_KERNELS_JIT is {setting!r}; it can be 0 (compile nothing) or 1 (the default)")
     if setting == "0":
         return "forbidden by CUTE_KERNELS_JIT=0"
-    try:
-        installed = find_spec("cutlass") is not None
-    except ImportError:  # an import hook refuses it
-        installed = False
-    return None if installed else "nvidia-cutlass-dsl is not installed"
+    return None if has_dsl() else "nvidia-cutlass-dsl is not installed"

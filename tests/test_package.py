@@ -99,6 +99,19 @@ def test_env_names_gpus_and_their_architectures(monkeypatch, capsys):
     assert "\nGPU 0: NVIDIA H200, sm_90a\nGPU 1: NVIDIA H201, sm_100a\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", [["build"], ["show", SPEC.name]])
+def test_what_compiles_names_what_is_missing(monkeypatch, capsys, command):
+    monkeypatch.setattr(places, "find_spec", lambda name: None)
+    assert cli.main(command) == 1
+    assert "nvidia-cutlass-dsl, which compiles, is not installed" in capsys.readouterr().err
+
+
+def test_a_summary_tells_what_was_counted():
+    facts = {"registers": 40, "stack": 0, "shared": 1024}
+    for counts, said in (({"HMMA": 8, "total": 90}, "8 HMMA"), ({"total": 90}, "90 instructions"), (None, "not dis")):
+        assert f"40 registers, 0 B stack, 1024 B shared, {said}" in cli.summary(facts | {"instructions": counts})
+
+
 # ---- names
 
 

@@ -40,7 +40,8 @@ def kernel(op: str, spec: Any, arch: str) -> Function:
     """The compiled function of `op` for `spec`: positional arguments as the kernel's Args, runs on the current stream.
 
     0.13 us for a spec object seen before (hashing a nested spec costs over 1 us, so identity is tried first), 0.7 ms to
-    load from a bundle, seconds to compile. KernelNotFound names the kernel and the command that builds it.
+    load from a bundle, seconds to compile. KernelNotFound names the kernel and the command that builds it; ValueError
+    where CUTE_KERNELS_JIT would have to be read and is neither 0 nor 1.
     """
     hit = _HOT.get((op, id(spec), arch))
     if hit is not None:
