@@ -56,7 +56,7 @@ mutants: $(READY)
 	$(PYTHON) -m tools.ptxsim.mutate $(MUTATED)
 
 cubins: $(READY)
-	$(PYTHON) -m tools.aot build --arch $(ARCH) --jobs $(JOBS)
+	$(PYTHON) -m cute_kernels build --arch $(ARCH) --jobs $(JOBS)
 
 clean:
 	rm -rf build $(VENV)/.ready $(VENV)/.weights

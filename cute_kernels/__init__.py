@@ -1,1 +1,3 @@
-"""Attention and top-k kernels in CuTe DSL: everything here is traced, or feeds a trace. No torch."""
+"""Attention and top-k kernels in CuTe DSL, and what builds them. No torch, but for `ops`: the functions of wrappers."""
+
+__version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Compile a kernel: the only caller of cute.compile, shared by JIT, tools/aot and the tests.
+"""Compile a kernel: the only caller of cute.compile, shared by JIT, bundle.py and the tests.
 
 Nothing here needs a GPU, touches a tensor or launches: a kernel module `cute_kernels.<op>.forward` states its launch
 ABI with fake tensors (`fake_args(spec)`, name -> fake, in the order of a launch) and its host part
@@ -163,7 +163,7 @@ def object_file(op: str, spec: Any, arch: str, folder: Path) -> Path:
     path = folder / f"{key}.o"
     with manifest.locked(folder / f"{key}.lock"):
         if path.exists():
-            os.utime(path)  # used: see prune() of tools/bundle.py
+            os.utime(path)  # used: see prune() of bundle.py
             return path
         compiled = build(op, spec, arch)
         manifest.write_atomic(path.with_suffix(".cubin"), compiled.cubin)

@@ -33,18 +33,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 SCHEMA = 1
 FILE = "manifest.json"
 PACKAGE = Path(__file__).resolve().parent
+Kernel = tuple[str, Any]  # (op, spec)
 HOST = f"{platform.system()}-{platform.machine()}".lower()
-
-
-def user_cache() -> Path:
-    """This project's folder in the user's cache: $XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cute_kernels"
-
-
-def build_folder() -> Path:
-    """Where bundles (bundle/ARCH) and objects (obj) are built: build/ of a checkout, else the user's cache."""
-    checkout = PACKAGE.parent
-    return checkout / "build" if (checkout / "pyproject.toml").is_file() else user_cache()
 
 
 def to_json(value: Any) -> Any:
@@ -174,9 +164,12 @@ def code(tree: Any) -> str:
 
 
 def _says_nothing(node: Any, parent: ast.AST) -> bool:
-    """Whether `node` is a statement of a string alone, or an empty part of an f-string, which some Pythons add."""
+    """Whether `node` is a statement of a string alone or of the package's version, or an empty part of an f-string,
+    which some Pythons add."""
     if isinstance(parent, ast.JoinedStr):
         return isinstance(node, ast.Constant) and node.value == ""
+    if isinstance(node, ast.Assign) and isinstance(parent, ast.Module):
+        return [ast.unparse(target) for target in node.targets] == ["__version__"]
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
@@ -209,7 +202,7 @@ class Manifest:
 
     libraries: family -> {file, sha256}. runtime: {file, sha256} of the DSL's runtime library. kernels: one dict each
     of op, spec, name, symbol, key, library (family), cubin {file, sha256}, object_sha256, and the facts of
-    tools/inspect.py, null where no disassembler was installed. File names are relative.
+    cute_kernels/cubin.py, null where no disassembler was installed. File names are relative.
     """
 
     arch: str

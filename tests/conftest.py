@@ -81,6 +81,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line("time: " + ", ".join(parts))
 
 
+# A process that runs this first cannot import the DSL, as where it is not installed.
+BLOCK_DSL = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("cutlass", "nvidia_cutlass_dsl"):
+            raise ModuleNotFoundError(f"blocked: {name}", name=name)
+sys.meta_path.insert(0, Blocker())
+"""
+
+
 @pytest.fixture(autouse=True)
 def compile_in_marked_tests_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """`make quick` runs the tests without the marker `kernels`: they must not compile, or it is not quick."""
@@ -115,7 +126,7 @@ def start_build(arch: str, out: Path, *only: str) -> subprocess.Popen[str]:
     """Start the tool that builds a bundle of shipped kernels, 3 to 5 s for each that its cache (build/obj) lacks."""
     jobs = str(len(os.sched_getaffinity(0)))
     return start_python(
-        *("-m", "tools.aot", "build", "--arch", arch, "--jobs", jobs, "--out", str(out), *only), CUTE_DSL_ARCH=arch
+        *("-m", "cute_kernels", "build", "--arch", arch, "--jobs", jobs, "--out", str(out), *only), CUTE_DSL_ARCH=arch
     )
 
 
@@ -123,7 +134,7 @@ def built(process: subprocess.Popen[str], out: Path) -> Path:
     """The bundle `out` of a process that was started to build it."""
     done = finish(process)
     if done.returncode:
-        pytest.fail(f"tools.aot build failed:\n{done.stderr}", pytrace=False)
+        pytest.fail(f"cute_kernels build failed:\n{done.stderr}", pytrace=False)
     return out
 
 

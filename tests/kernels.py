@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from tools import aot
+from cute_kernels import catalog
 from tools.ptxsim import workloads
 
-BLACKWELL = [(arch, op, spec) for arch in ("sm_100a", "sm_103a") for op, spec in aot.shipped(arch)]
+BLACKWELL = [(arch, op, spec) for arch in ("sm_100a", "sm_103a") for op, spec in catalog.shipped(arch)]
 
 
 def covering() -> list[tuple[str, str, Any]]:

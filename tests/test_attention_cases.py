@@ -6,10 +6,10 @@ import torch
 
 from bench.cases import attention as cases
 from bench.cases.attention import AttentionCase
+from cute_kernels import catalog
 from cute_kernels.attention.args import fields
 from cute_kernels.attention.softmax import LAZY
 from tests.conftest import ARCH
-from tools import aot
 from tools.ptxsim.faults import Fault
 from tools.ptxsim.workloads import FEATURES, STRUCTURES, common
 from tools.ptxsim.workloads.attention import call, kernel_of
@@ -55,7 +55,7 @@ def test_tolerance_shrinks_with_the_keys():
 def test_counters_and_types_of_a_launch_are_looked_at():
     with pytest.raises(Fault, match="behind the launch counter 1 is 3"):
         common.check_zero([torch.tensor([0, 3])], "behind")
-    op, spec = next(kernel for kernel in aot.shipped(ARCH) if kernel[0] == "attention.decode")
+    op, spec = next(kernel for kernel in catalog.shipped(ARCH) if kernel[0] == "attention.decode")
     named = {name: torch.zeros(1, dtype=torch.int32) for name in fields(spec)}
     counters, scratch = common.scratch_of(op, spec, list(named.values()))
     assert counters[0] is named["counters"] and scratch[0] is named["o_partial"]
@@ -64,7 +64,7 @@ def test_counters_and_types_of_a_launch_are_looked_at():
 
 
 def test_structures_are_few_and_have_every_type_and_head_dim():
-    shipped = [spec for op, spec in aot.shipped(ARCH) if op.startswith("attention")]
+    shipped = [spec for op, spec in catalog.shipped(ARCH) if op.startswith("attention")]
     found = STRUCTURES["attention"](shipped)
     assert len(found) <= 16
     for facts in (

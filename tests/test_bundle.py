@@ -9,25 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels import manifest
+from cute_kernels import bundle, catalog, manifest
 from cute_kernels.attention import args, dispatch
-from tests.conftest import ARCH, ROOT, build_bundle, finish, run_python, start_python
-from tools import aot, bundle
+from tests.conftest import ARCH, BLOCK_DSL, ROOT, build_bundle, finish, run_python, start_python
 
 pytestmark = pytest.mark.kernels
 OP, SPEC = dispatch.shipped(ARCH)[0]
 OTHER = [spec for op, spec in dispatch.shipped(ARCH) if op == OP][-1]
 OBJECTS = ROOT / "build" / "obj"
 
-# A process that cannot import the DSL, as where it is not installed, and forks for each program that it is sent: all
-# programs find torch and the runtime imported, and nothing that another one left.
-WITHOUT_DSL = """
-import json, os, sys, traceback
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("cutlass", "nvidia_cutlass_dsl"):
-            raise ModuleNotFoundError(f"blocked: {name}", name=name)
-sys.meta_path.insert(0, Blocker())
+# A process without the DSL, which forks for each program that it is sent: all programs find torch and the runtime
+# imported, and nothing that another one left.
+WITHOUT_DSL = (
+    BLOCK_DSL
+    + """
+import json, os, traceback
 from cute_kernels.attention import dispatch
 from wrappers import runtime
 op, spec = dispatch.shipped("sm_90a")[0]
@@ -48,6 +44,7 @@ for line in sys.stdin:
         os._exit(status)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +77,8 @@ def small(tmp_path_factory) -> Path:
 
 
 def build(*arguments: str, out: Path, objects: Path) -> list[str]:
-    command = ["-m", "tools.aot", "build", "--arch", ARCH, "--jobs", "1", "--out", str(out), "--objects", str(objects)]
-    return [*command, *arguments]
+    place = ("--out", str(out), "--objects", str(objects))
+    return ["-m", "cute_kernels", "build", "--arch", ARCH, "--jobs", "1", *place, *arguments]
 
 
 def compiled(done: subprocess.CompletedProcess[str]) -> int:
@@ -206,7 +203,7 @@ def test_missing_kernel_names_the_command(load, tmp_path):
     assert f"KernelNotFound: no compiled kernel {OP}/{SPEC.name} for {ARCH}" in done.stderr
     assert f"no bundle in {tmp_path / ARCH}" in done.stderr
     assert "JIT: forbidden by CUTE_KERNELS_JIT=0" in done.stderr
-    assert f"python -m tools.aot build --arch {ARCH} --only {OP}/{SPEC.name}" in done.stderr
+    assert f"python -m cute_kernels build --arch {ARCH} --only {OP}/{SPEC.name}" in done.stderr
 
 
 def test_missing_dsl_is_named(load, tmp_path):
@@ -220,7 +217,7 @@ def test_command_for_a_spec_that_is_not_shipped(load, tmp_path):
     )
     command = re.search(rf"build --arch {ARCH} --spec '{OP}=(.*)'", done.stderr)
     assert command, done.stderr
-    assert manifest.from_json(aot.spec_type(OP), json.loads(command[1])) == replace(SPEC, head_dim_qk=32)
+    assert manifest.from_json(catalog.spec_type(OP), json.loads(command[1])) == replace(SPEC, head_dim_qk=32)
 
 
 # ---- what a bundle is refused for
@@ -252,7 +249,7 @@ def test_second_bundle_serves(load, edit, small):
 
 
 def test_verify_tells_a_damaged_file(copy):
-    arguments = ("-m", "tools.aot", "verify", "--arch", ARCH, "--out", str(copy))
+    arguments = ("-m", "cute_kernels", "verify", "--arch", ARCH, "--out", str(copy))
     assert run_python(*arguments).returncode == 0
     library = next(copy.glob("attention-*.so"))
     data = library.read_bytes()
@@ -272,46 +269,12 @@ def test_rebuild_compiles_nothing(copy):
     assert (copy / manifest.FILE).read_bytes() == before
 
 
-FIND_HERE = """
-import sys
-from cute_kernels import manifest
-from cute_kernels.attention import dispatch
-from wrappers import runtime
-op, spec = dispatch.shipped("sm_90a")[0]
-print(manifest.__file__)
-runtime.kernel(op, spec, "sm_90a")
-"""
-
-
-def test_installed_package_builds_and_finds_bundles(small, tmp_path):
-    """Beside no pyproject.toml, bundles lie in the user's cache. They serve while the code of the package stays."""
-    site, elsewhere = tmp_path / "site-packages", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    for package in ("cute_kernels", "wrappers", "tools"):
-        shutil.copytree(ROOT / package, site / package, ignore=shutil.ignore_patterns("__pycache__", "ptxsim"))
-    env = {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path / "cache"), "CUTE_KERNELS_JIT": "0"}
-    command = ("-m", "tools.aot", "build", "--arch", ARCH, "--only", f"{OP}/{SPEC.name}", "--objects", str(OBJECTS))
-    assert compiled(run_python(*command, cwd=elsewhere, **env)) == 0
-    assert manifest.read(tmp_path / "cache" / "cute_kernels" / "bundle" / ARCH).find(OP, SPEC)
-
-    def found() -> subprocess.CompletedProcess[str]:
-        return run_python("-c", FIND_HERE, cwd=elsewhere, **env)
-
-    path = site / "cute_kernels" / "attention" / "mask.py"
-    path.write_text("# changed\n" + path.read_text())
-    done = found()
-    assert done.returncode == 0 and done.stdout.strip() == str(site / "cute_kernels" / "manifest.py"), done.stderr
-    path.write_text("changed = 1\n" + path.read_text())
-    assert "compiled from other sources" in found().stderr
-
-
 # Replaces a bundle of one kernel by a bundle of another, and dies at the nth file that is put in place or deleted.
 CRASH = """
 import os, shutil, sys
 from pathlib import Path
-from cute_kernels import manifest
+from cute_kernels import bundle, manifest
 from cute_kernels.attention import dispatch
-from tools import bundle
 work, objects = map(Path, sys.argv[1:])
 arch = "sm_90a"
 first = dispatch.shipped(arch)[0]
@@ -374,9 +337,12 @@ def test_two_builds_at_once_make_one_bundle(small, tmp_path):
 
 def test_jit_in_two_processes_compiles_once(tmp_path):
     code = f"""
+import logging, sys
 from cute_kernels import build
 from cute_kernels.attention import dispatch
 from wrappers import runtime
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(name)s %(message)s")
+logging.getLogger("cute_kernels").setLevel("INFO")
 real, calls = build.build, []
 def counted(*a):
     calls.append(a)
@@ -384,6 +350,7 @@ def counted(*a):
 build.build = counted
 op, spec = dispatch.shipped("{ARCH}")[0]
 fn = runtime.kernel(op, spec, "{ARCH}")
+assert runtime.kernel(op, spec, "{ARCH}") is fn
 try:
     fn()
 except TypeError as error:
@@ -393,8 +360,13 @@ print(len(calls))
     env = {"XDG_CACHE_HOME": str(tmp_path), "CUTE_KERNELS_BUNDLE": "/nowhere", "CUTE_DSL_ARCH": ARCH}
     done = [finish(process) for process in [start_python("-c", code, **env) for _ in range(2)]]
     assert [d.returncode for d in done] == [0, 0], done
-    assert sorted(d.stdout.strip() for d in done) == ["0", "1"]
-    assert len(list((tmp_path / "cute_kernels" / "obj").glob("*.o"))) == 1
+    said = sorted(d.stdout.splitlines() for d in done)
+    assert [lines.pop() for lines in said] in (["0", "1"], ["1", "0"])
+    (path,) = (tmp_path / "cute_kernels" / "obj").glob("*.o")
+    for (line,) in said:  # one each, of a kernel that was there or that it waited for or compiled
+        how = rf"(compiled into|loaded from) {path}"
+        assert re.fullmatch(rf"INFO cute_kernels {OP}/{SPEC.name} for {ARCH}: {how}, \d+\.\d{{4}} s", line)
+    assert any("compiled into" in line for (line,) in said)
 
 
 def test_other_architecture_is_refused_after_import():

@@ -2,14 +2,13 @@
 
 import pytest
 
-from cute_kernels import manifest
+from cute_kernels import catalog, cubin, manifest
 from cute_kernels.topk import radix
 from tests.conftest import ARCH
 from tests.kernels import BLACKWELL, COVERING
-from tools import aot, inspect
 
 pytestmark = pytest.mark.kernels
-SHIPPED = aot.shipped(ARCH)
+SHIPPED = catalog.shipped(ARCH)
 SHARED_LIMIT = 227 * 1024  # bytes a CTA can have
 RESERVED = 1024  # bytes that the system adds to each CTA's; the manifest counts them
 REGISTERS = 65536  # of an SM
@@ -32,7 +31,7 @@ def disassembled(held, op, spec):
     assert entry is not None, held.refusal(op, spec)
     assert 0 < entry["shared"] <= SHARED_LIMIT
     if entry["instructions"] is None:
-        pytest.skip(f"nothing can disassemble: {inspect.INSTALL}")
+        pytest.skip(f"nothing can disassemble: {cubin.INSTALL}")
     assert entry["stack"] == 0 and not {"LDL", "STL"} & entry["instructions"].keys(), "spills"
     return entry
 
@@ -78,4 +77,4 @@ def test_opcodes_are_counted_with_and_without_predicates():
         /*0040*/                   LDG.E R1, [R2] ;
         /*0050*/              @P1  BRA 0x40 ;
     """
-    assert inspect.instructions(text) == {"HGMMA": 1, "UTMALDG": 2, "STL": 1, "total": 6}
+    assert cubin.instructions(text) == {"HGMMA": 1, "UTMALDG": 2, "STL": 1, "total": 6}

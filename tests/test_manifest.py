@@ -10,12 +10,11 @@ from typing import Generic, TypeVar
 
 import pytest
 
-from cute_kernels import manifest
+from cute_kernels import catalog, manifest
 from cute_kernels.attention import dispatch
 from tests.conftest import ARCH, run_python
-from tools import aot
 
-SHIPPED = aot.shipped(ARCH)
+SHIPPED = catalog.shipped(ARCH)
 OPS = sorted({op for op, _ in SHIPPED})
 OP, SPEC = dispatch.shipped(ARCH)[0]
 OTHER = [spec for op, spec in dispatch.shipped(ARCH) if op == OP][-1]
@@ -24,7 +23,7 @@ OTHER = [spec for op, spec in dispatch.shipped(ARCH) if op == OP][-1]
 
 
 def read(op: str, data: object):
-    return manifest.from_json(aot.spec_type(op), data)
+    return manifest.from_json(catalog.spec_type(op), data)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -170,6 +169,14 @@ def test_key_changes_with_each_source_and_with_nothing_else(op, package, edited)
 def test_comments_and_docstrings_are_no_code(op, package, edited):
     files = [file.relative_to(package) for file in manifest.source_files(op, package)]
     assert edited(op, files, '\n# more\n\n"""More."""\n') == manifest.source_hash(op, package)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_version_of_the_package_is_no_code(op, package, edited):
+    """A release that changes no kernel keeps what was compiled."""
+    root = [Path("__init__.py")]
+    assert edited(op, root, '\n__version__ = "9.9"\n') == manifest.source_hash(op, package)
+    assert edited(op, root, '\n__version__, x = "9.9", 1\n') != manifest.source_hash(op, package)
 
 
 def test_an_edit_of_one_op_leaves_the_others(package, edited):

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from cute_kernels import manifest
+from cute_kernels import catalog, manifest
 from tests.conftest import ARCH, ROOT
 from tests.kernels import BLACKWELL, COVERING
-from tools import aot, ptxdiff
+from tools import ptxdiff
 from tools.ptxsim import coverage, launcher, memo, workloads
 from tools.ptxsim.faults import Fault
 from tools.ptxsim.machine import MODES
@@ -23,7 +23,7 @@ from tools.ptxsim.pool import pool
 from tools.ptxsim.run import Result
 
 pytestmark = pytest.mark.kernels
-SHIPPED = {manifest.label(op, spec): (op, spec) for op, spec in aot.shipped(ARCH)}
+SHIPPED = {manifest.label(op, spec): (op, spec) for op, spec in catalog.shipped(ARCH)}
 ELSEWHERE = {f"{arch} {manifest.label(op, spec)}": (arch, op, spec) for arch, op, spec in BLACKWELL}
 FEATURES = {
     f"{family}/{case.name}": (family, number)

@@ -1,1 +1,1 @@
-"""Command-line tools: `python -m tools.aot` builds bundles, tools/inspect.py reads cubins."""
+"""Command-line tools: run as `python -m tools.NAME`."""

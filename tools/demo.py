@@ -11,16 +11,17 @@ import importlib.util
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from cute_kernels import manifest
+from cute_kernels import cli, manifest, places
 from cute_kernels.attention import dispatch
 from cute_kernels.attention.problem import Problem
 
-from . import aot, demo_data
+from . import demo_data
 
 PAGE = 16
 HEAD_DIM = 64  # the least a kernel has; the layer's 32 are padded with zeros
@@ -112,12 +113,17 @@ def kernel_name() -> str:
     return dispatch.select(PROBLEM, ARCH)[1].name
 
 
+def out() -> Path:
+    """Where the demo's bundle is built, and found."""
+    return places.bundle_folders(ARCH)[0]
+
+
 def build() -> bool:
     """Build the one kernel the demo needs into the bundle; False where the DSL, the compiler, is not installed."""
     if importlib.util.find_spec("cutlass") is None:
         return False
     for verb in (["build", "--only", kernel_name()], ["verify"]):
-        command = [sys.executable, "-m", "tools.aot", *verb, "--arch", ARCH]
+        command = [sys.executable, "-m", "cute_kernels", *verb, "--arch", ARCH, "--out", str(out())]
         subprocess.run(command, check=True, cwd=demo_data.ROOT)
     return True
 
@@ -125,8 +131,8 @@ def build() -> bool:
 def resources() -> str:
     """What the bundle says of the demo's kernel."""
     name = kernel_name()
-    entry = next(k for k in manifest.read(aot.BUILD / "bundle" / ARCH).kernels if k["name"] == name)
-    return f"kernel {name}: {aot.summary(entry)}"
+    entry = next(k for k in manifest.read(out()).kernels if k["name"] == name)
+    return f"kernel {name}: {cli.summary(entry)}"
 
 
 def run_cpu(batch: Batch) -> str:

@@ -26,13 +26,16 @@ import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 from cute_kernels import build
-from tools import aot
+try:
+    from cute_kernels.catalog import shipped
+except ImportError:
+    from tools.aot import shipped
 folder, arch, only, share, shares = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
 objects = Path("build/obj")
 objects.mkdir(parents=True, exist_ok=True)
 def matches(op, name):
     return only in f"{op}/{name}" or fnmatchcase(f"{op}/{name}", only) or fnmatchcase(name, only)
-for op, spec in [kernel for kernel in aot.shipped(arch) if matches(kernel[0], kernel[1].name)][share::shares]:
+for op, spec in [kernel for kernel in shipped(arch) if matches(kernel[0], kernel[1].name)][share::shares]:
     text = build.object_file(op, spec, arch, objects).with_suffix(".ptx").read_text()
     target = folder / op / f"{spec.name}.ptx"
     target.parent.mkdir(parents=True, exist_ok=True)

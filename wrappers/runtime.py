@@ -1,31 +1,30 @@
 """Find or build the kernel of a spec: this process -> a bundle -> JIT -> an error that says which command builds it.
 
-CUTE_KERNELS_BUNDLE  folders to look for bundles in, separated by os.pathsep. Each is a bundle, or holds one per
-                     architecture. Default: build/bundle of the checkout, then bundle in the user's cache folder.
-CUTE_KERNELS_JIT     0 forbids compiling. Default 1: compile where the DSL is installed; objects are kept in the user's
-                     cache folder ($XDG_CACHE_HOME or ~/.cache, cute_kernels/) and shared by processes.
+cute_kernels/places.py says where bundles are looked for, where compiled objects are kept, and what forbids compiling.
+Each kernel that is loaded or compiled is one INFO line of the logger `cute_kernels`.
 
 A bundle needs torch, apache-tvm-ffi and a driver; the DSL is imported only to compile. What an entry of a bundle must
 match is said in cute_kernels/manifest.py.
 """
 
+import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cute_kernels import manifest
-from cute_kernels.manifest import Manifest
+from cute_kernels import manifest, places
 
 Function = Callable[..., None]
 
+LOG = logging.getLogger("cute_kernels")
 HOT_LIMIT = 4096  # spec objects remembered by identity
 _LOCK = threading.Lock()  # held while a kernel is loaded or compiled
 _KERNELS: dict[tuple[str, Any, str], Function] = {}
@@ -41,7 +40,8 @@ def kernel(op: str, spec: Any, arch: str) -> Function:
     """The compiled function of `op` for `spec`: positional arguments as the kernel's Args, runs on the current stream.
 
     0.13 us for a spec object seen before (hashing a nested spec costs over 1 us, so identity is tried first), 0.7 ms to
-    load from a bundle, seconds to compile. KernelNotFound names the kernel and the command that builds it.
+    load from a bundle, seconds to compile. KernelNotFound names the kernel and the command that builds it; ValueError
+    where CUTE_KERNELS_JIT would have to be read and is neither 0 nor 1.
     """
     hit = _HOT.get((op, id(spec), arch))
     if hit is not None:
@@ -51,9 +51,7 @@ def kernel(op: str, spec: Any, arch: str) -> Function:
 
 def _find(op: str, spec: Any, arch: str) -> Function:
     with _LOCK:
-        function = _KERNELS.get((op, spec, arch)) or _from_bundles(op, spec, arch) or _compile(op, spec, arch)
-        if function is None:
-            raise KernelNotFound(_missing(op, spec, arch))
+        function = _KERNELS.get((op, spec, arch)) or _obtain(op, spec, arch)
         _KERNELS[op, spec, arch] = function
         if len(_HOT) >= HOT_LIMIT:
             _HOT.clear()
@@ -61,37 +59,24 @@ def _find(op: str, spec: Any, arch: str) -> Function:
         return function
 
 
-def bundle_folders(arch: str) -> list[Path]:
-    """Folders that may hold a bundle of `arch`, in the order they are tried."""
-    chosen = os.environ.get("CUTE_KERNELS_BUNDLE")
-    default = dict.fromkeys(folder / "bundle" for folder in (manifest.build_folder(), manifest.user_cache()))
-    roots = [Path(p) for p in chosen.split(os.pathsep) if p] if chosen else default
-    return [folder for root in roots for folder in (root / arch, root)]
+def _obtain(op: str, spec: Any, arch: str) -> Function:
+    """Load or compile a kernel, and say so in the log."""
+    start = time.perf_counter()
+    found = _from_bundles(op, spec, arch) or _compile(op, spec, arch)
+    if found is None:
+        raise KernelNotFound(_missing(op, spec, arch))
+    function, how = found
+    LOG.info("%s for %s: %s, %.4f s", manifest.label(op, spec), arch, how, time.perf_counter() - start)
+    return function
 
 
-def bundles(arch: str) -> list[tuple[Path, Manifest | None, str | None]]:
-    """(folder, manifest, why it is refused) of every bundle found. Read anew each time: another process may build."""
-    found: list[tuple[Path, Manifest | None, str | None]] = []
-    for folder in bundle_folders(arch):
-        try:
-            held = manifest.read(folder)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except (OSError, ValueError) as error:
-            found.append((folder, None, f"cannot be read: {error}"))
-        else:
-            lost = [lib["file"] for lib in held.libraries.values() if not (folder / lib["file"]).exists()]
-            found.append((folder, held, f"lacks {', '.join(lost)}" if lost else held.problem(arch)))
-    return found
-
-
-def _from_bundles(op: str, spec: Any, arch: str) -> Function | None:
+def _from_bundles(op: str, spec: Any, arch: str) -> tuple[Function, str] | None:
     for _ in range(2):  # a build may replace a library between reading the manifest and loading: then read it again
-        for folder, held, problem in bundles(arch):
+        for folder, held, problem in places.bundles(arch):
             entry = held.find(op, spec) if held and not problem else None
             if held and entry:
                 path = folder / held.libraries[entry["library"]]["file"]
-                return _module(path).get_function(entry["symbol"])
+                return _module(path).get_function(entry["symbol"]), f"loaded from the bundle {folder}"
     return None
 
 
@@ -110,23 +95,12 @@ def argument(tensor: torch.Tensor) -> Any:
     return tvm_ffi.from_dlpack(tensor)
 
 
-def _why_no_jit() -> str | None:
-    """Why nothing may be compiled here, or None."""
-    if os.environ.get("CUTE_KERNELS_JIT", "1") == "0":
-        return "forbidden by CUTE_KERNELS_JIT=0"
-    try:
-        installed = find_spec("cutlass") is not None
-    except ImportError:  # an import hook refuses it
-        installed = False
-    return None if installed else "nvidia-cutlass-dsl is not installed"
-
-
-def _compile(op: str, spec: Any, arch: str) -> Function | None:
-    if _why_no_jit():
+def _compile(op: str, spec: Any, arch: str) -> tuple[Function, str] | None:
+    if places.why_no_jit():
         return None
     from cute_kernels import build
 
-    folder = manifest.user_cache() / "obj"
+    folder = places.user_cache() / "obj"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK)
@@ -134,8 +108,10 @@ def _compile(op: str, spec: Any, arch: str) -> Function | None:
         writable = False
     if not writable:  # no home, or a read-only one: this process compiles for itself
         folder = Path(_scratch().name)
+    kept = set(os.listdir(folder))
     path = build.object_file(op, spec, arch, folder)
-    return build.load_object(path, manifest.symbol(op, spec, path.stem))
+    how = f"loaded from {path}" if path.name in kept else f"compiled into {path}"
+    return build.load_object(path, manifest.symbol(op, spec, path.stem)), how
 
 
 @cache
@@ -151,14 +127,14 @@ def _missing(op: str, spec: Any, arch: str) -> str:
         which = f"--only {manifest.label(op, spec)}"
     else:
         which = f"--spec '{op}={manifest.canonical(manifest.to_json(spec))}'"
-    command = f"python -m tools.aot build --arch {arch} {which}"
+    command = f"python -m cute_kernels build --arch {arch} {which}"
     return "\n".join([*lines, f"  build it, where nvidia-cutlass-dsl is installed: {command}"])
 
 
 def report(arch: str, wanted: tuple[str, Any] | None = None) -> list[str]:
     """Lines that say which bundles of `arch` were found, why one cannot serve (op, spec) `wanted`, and if JIT is on."""
     lines = []
-    for folder, held, problem in bundles(arch):
+    for folder, held, problem in places.bundles(arch):
         if held is None or problem:
             lines.append(f"bundle {folder}: {problem}")
         elif wanted is None:
@@ -168,8 +144,8 @@ def report(arch: str, wanted: tuple[str, Any] | None = None) -> list[str]:
             serves = held.find(*wanted) is not None
             lines.append(f"bundle {folder}: {'serves it' if serves else held.refusal(*wanted)}")
     if not lines:
-        lines.append(f"no bundle in {os.pathsep.join(map(str, bundle_folders(arch)))}")
-    reason = _why_no_jit()
+        lines.append(f"no bundle in {os.pathsep.join(map(str, places.bundle_folders(arch)))}")
+    reason = places.why_no_jit()
     return [*lines, f"JIT: {reason}" if reason else "JIT: allowed"]
 
 

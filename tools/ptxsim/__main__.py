@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tools import aot
+from cute_kernels import catalog
 
 from . import coverage, workloads
 from .faults import Fault
@@ -68,8 +68,9 @@ def main(argv: list[str] | None = None) -> int:
         unknown = unknown_forms(args.forms)
         print("\n".join(f"{count:6} {op}" for op, count in unknown.most_common()) or "every form is known")
         return int(bool(unknown))
-    exact = [kernel for kernel in aot.shipped(args.arch) if kernel[1].name == args.spec]
-    kernels = exact or [kernel for kernel in aot.shipped(args.arch) if args.spec and aot.matches(kernel, args.spec)]
+    shipped = catalog.shipped(args.arch)
+    exact = [kernel for kernel in shipped if kernel[1].name == args.spec]
+    kernels = exact or [kernel for kernel in shipped if args.spec and catalog.matches(kernel, args.spec)]
     if not kernels:
         parser.error(f"no shipped kernel of {args.arch} matches {args.spec}")
     how = {"seed": args.seed, "lines": args.lines}

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cute_kernels import manifest
-from tools import aot
+from cute_kernels import catalog, manifest
 
 from .parse import Kernel, parse
 from .pool import pool
@@ -185,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--jobs", type=int, default=0, help="processes; one a core by default")
     args = parser.parse_args(argv)
-    kernels = [k for k in aot.shipped(args.arch) if not args.spec or any(aot.matches(k, s) for s in args.spec)]
+    kernels = [k for k in catalog.shipped(args.arch) if not args.spec or any(catalog.matches(k, s) for s in args.spec)]
     with pool(args.jobs) as processes:
         found = list(processes.map(measure, [(op, spec, args.arch) for op, spec in kernels]))
     labels = [manifest.label(op, spec) for op, spec in kernels]

@@ -15,7 +15,7 @@ from .call import Call
 from .program import Program
 from .run import Result, run
 
-OBJECTS = Path(__file__).resolve().parents[2] / "build" / "obj"  # where tools.aot keeps what it compiled
+OBJECTS = Path(__file__).resolve().parents[2] / "build" / "obj"  # where builds of a checkout keep them
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def program(ptx: str) -> Program:
 
 @cache
 def load(op: str, spec: Any, arch: str, lines: bool = False) -> Kernel:
-    """The kernel of a spec, from the objects of tools.aot or compiled into them; lines: anew, with line info."""
+    """The kernel of a spec, from the objects of builds or compiled into them; lines: anew, with line info."""
     if lines:
         found = build.build(op, spec, arch, "--generate-line-info")
         return Kernel(found.ptx, found.host, found.shared or 0)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tools import aot
+from cute_kernels import catalog
 
 from . import launcher, workloads
 from .faults import Fault, Unsupported
@@ -171,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     modes = args.mode or list(MODES)
     for name in args.spec:
-        op, spec = next(kernel for kernel in aot.shipped(args.arch) if kernel[1].name == name)
+        op, spec = next(kernel for kernel in catalog.shipped(args.arch) if kernel[1].name == name)
         kernel = (op, spec, args.arch)
         found = sample(list(mutants(parse(launcher.load(*kernel).ptx))), args.limit)
         control = try_mutant(kernel, modes, Mutant("control", -1, 0))

@@ -4,7 +4,7 @@
     <bundle>/<family>-<12 hex>.so          one library per operator family, named by the keys it holds
     <bundle>/cubin/<symbol>.cubin          what the library embeds, for inspection
     <bundle>/libcute_dsl_runtime.so        NVIDIA's runtime library, copied from the DSL; found by RUNPATH $ORIGIN
-    <objects>/<key>.o .cubin .ptx .mlir .shared  one compiled kernel each; shared by all bundles of a checkout
+    <objects>/<key>.o .cubin .ptx .mlir .shared  one compiled kernel each; shared by all bundles
 
 Kernels compile in processes, never in threads. A file of a published bundle is never rewritten, only replaced by
 another name, so a build that is interrupted at any point leaves the old bundle or the new one, both valid.
@@ -25,10 +25,8 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, TextIO
 
-from cute_kernels import build, manifest
-from cute_kernels.manifest import Manifest
-
-from . import inspect
+from . import build, cubin, manifest
+from .manifest import Kernel, Manifest
 
 RUNTIME = "libcute_dsl_runtime.so"
 LICENCE = (
@@ -37,7 +35,6 @@ LICENCE = (
 )
 UNUSED_DAYS = 14  # objects not used for this long are deleted
 
-Kernel = tuple[str, Any]  # (op, spec)
 SpecType = Callable[[str], Any]  # op -> type of its specs, as manifest.from_json takes it
 
 
@@ -119,16 +116,16 @@ def compile_one(op: str, spec: Any, arch: str, objects: Path) -> str:
 
 
 def facts_of(path: Path) -> dict[str, Any]:
-    """inspect.facts of an object's cubin; kept beside the object, with the opcodes that were counted, since the
+    """cubin.facts of an object's cubin; kept beside the object, with the opcodes that were counted, since the
     disassembler takes 0.6 s."""
     cache = path.with_suffix(".facts")
     kept = json.loads(cache.read_text()) if cache.exists() else {}
-    if kept.get("counted") == list(inspect.COUNTED):
+    if kept.get("counted") == list(cubin.COUNTED):
         return kept["facts"]
     shared = json.loads(path.with_suffix(".shared").read_text())
-    facts = inspect.facts(path.with_suffix(".cubin").read_bytes(), shared)
-    if inspect.disassembler() is not None:
-        manifest.write_atomic(cache, manifest.canonical({"counted": inspect.COUNTED, "facts": facts}).encode())
+    facts = cubin.facts(path.with_suffix(".cubin").read_bytes(), shared)
+    if cubin.disassembler() is not None:
+        manifest.write_atomic(cache, manifest.canonical({"counted": cubin.COUNTED, "facts": facts}).encode())
     return facts
 
 
@@ -137,7 +134,7 @@ def compile_missing(items: list[Item], arch: str, objects: Path, jobs: int) -> i
 
     BuildError lists every kernel that failed; the objects of the others are kept.
     """
-    suffixes = (".o", ".facts") if inspect.disassembler() else (".o",)
+    suffixes = (".o", ".facts") if cubin.disassembler() else (".o",)
     missing = [i for i in items if not all((objects / f"{i.key}{suffix}").exists() for suffix in suffixes)]
     if not missing:
         return 0
@@ -167,7 +164,7 @@ def compile_missing(items: list[Item], arch: str, objects: Path, jobs: int) -> i
 def describe(item: Item, objects: Path) -> dict[str, Any]:
     """The manifest entry of a compiled kernel."""
     path = objects / f"{item.key}.o"
-    cubin = path.with_suffix(".cubin").read_bytes()
+    code = path.with_suffix(".cubin").read_bytes()
     return {
         "op": item.op,
         "spec": manifest.to_json(item.spec),
@@ -176,7 +173,7 @@ def describe(item: Item, objects: Path) -> dict[str, Any]:
         "key": item.key,
         "library": item.family,
         "object_sha256": manifest.digest(path.read_bytes()),
-        "cubin": {"file": f"cubin/{item.symbol}.cubin", "sha256": manifest.digest(cubin)},
+        "cubin": {"file": f"cubin/{item.symbol}.cubin", "sha256": manifest.digest(code)},
         **facts_of(path),
     }
 

@@ -1,0 +1,219 @@
+"""The command `cute-kernels`, also `python -m cute_kernels`: bundles of compiled kernels, which run where no DSL and no
+compiler is installed.
+
+    cute-kernels build --arch sm_90a                       every shipped kernel, into the place where lookups begin
+    cute-kernels build --arch sm_90a --only 'bf16_d128*'   what matches, and what is valid there already
+    cute-kernels list                                      what a bundle holds
+    cute-kernels verify                                    hashes, loading, symbols
+    cute-kernels show bf16_d128_causal_paged_m128n128s3r --sass
+    cute-kernels env                                       versions, GPUs, bundles that a process here finds
+
+`build` and `show` need the DSL. Where bundles lie is said in cute_kernels/places.py.
+"""
+
+import argparse
+import os
+import platform
+import sys
+import time
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from . import __version__, build, bundle, catalog, cubin, manifest, places
+from .places import Found
+
+
+def command_build(args: argparse.Namespace) -> int:
+    kernels = catalog.shipped(args.arch)
+    keep = catalog.spec_type if args.only or args.spec else None
+    if keep:
+        kernels = [kernel for kernel in kernels if any(catalog.matches(kernel, pattern) for pattern in args.only)]
+        kernels += [parsed(text) for text in args.spec]
+    if not kernels:
+        print(f"no shipped kernel of {args.arch} matches {' '.join(args.only)}", file=sys.stderr)
+        return 2
+    start = time.monotonic()
+    out = args.out or places.bundle_folders(args.arch)[0]
+    try:
+        built = bundle.build_bundle(kernels, args.arch, bundle.Place(out, args.objects), args.jobs, keep)
+    except bundle.BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"interrupted: {out} is as it was, what was compiled is kept in {args.objects}", file=sys.stderr)
+        return 130
+    total = len(built.manifest.kernels)
+    seconds = time.monotonic() - start
+    print(f"{out}: {total} kernels, {built.compiled} compiled, {total - built.compiled} cached, {seconds:.1f} s")
+    return 0
+
+
+def parsed(text: str) -> manifest.Kernel:
+    try:
+        return catalog.parse(text)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+
+
+def existing(args: argparse.Namespace) -> Path:
+    """The bundle that the user names, or the first one that a process finds."""
+    if args.out:
+        return args.out
+    for found in places.bundles(args.arch):
+        return found.folder
+    searched = os.pathsep.join(map(str, places.bundle_roots()))
+    raise SystemExit(f"no bundle of {args.arch} in {searched}: cute-kernels build --arch {args.arch} makes one")
+
+
+def command_list(args: argparse.Namespace) -> int:
+    out = existing(args)
+    try:
+        found = manifest.read(out)
+    except (OSError, ValueError) as error:
+        print(f"no bundle at {out}: {error}", file=sys.stderr)
+        return 1
+    print(f"{out}: {content(found)}")
+    for entry in found.kernels:
+        print(f"{entry['op']}/{entry['name']:<60} {summary(entry)}")
+    return 0
+
+
+def content(held: manifest.Manifest) -> str:
+    return f"{len(held.kernels)} kernels of {held.arch}, DSL {held.toolchain['dsl']}, CUDA {held.toolchain['cuda']}"
+
+
+def summary(facts: dict[str, Any]) -> str:
+    counts = facts["instructions"] or {}
+    shown = " ".join(f"{count} {name}" for name, count in counts.items() if name != "total")
+    shown = shown or (f"{counts['total']} instructions" if counts else "not disassembled")
+    return f"{facts['registers']} registers, {facts['stack']} B stack, {facts['shared']} B shared, {shown}"
+
+
+def command_verify(args: argparse.Namespace) -> int:
+    out = existing(args)
+    problems = bundle.verify(out, args.arch)
+    if problems:
+        print("\n".join(problems), file=sys.stderr)
+        return 1
+    found = manifest.read(out)
+    print(f"{out}: {len(found.kernels)} kernels load, hashes match")
+    if any(entry["registers"] is None for entry in found.kernels):
+        print(f"registers and instruction counts are unknown: {cubin.INSTALL}, then build again")
+    return 0
+
+
+def command_show(args: argparse.Namespace) -> int:
+    """Facts of one kernel, compiled now unless its object exists."""
+    shipped = catalog.shipped(args.arch)
+    found = [kernel for kernel in shipped if args.name in (kernel[1].name, manifest.label(*kernel))]
+    if args.name.partition("=")[1]:
+        found = [parsed(args.name)]
+    if not found:
+        close = [manifest.label(*kernel) for kernel in shipped if catalog.matches(kernel, args.name)]
+        print("\n".join([f"no shipped kernel is called {args.name}", *close]), file=sys.stderr)
+        return 2
+    op, spec = found[0]
+    path = build.object_file(op, spec, args.arch, args.objects)
+    print(
+        f"{manifest.label(op, spec)} {args.arch}\nspec {manifest.canonical(manifest.to_json(spec))}\nkey  {path.stem}"
+    )
+    print(summary(bundle.facts_of(path)))
+    if args.ptx:
+        print(path.with_suffix(".ptx").read_text())
+    if cubin.disassembler() is None:
+        print(f"no registers, no SASS: {cubin.INSTALL}")
+    elif args.sass:
+        print(cubin.sass(path.with_suffix(".cubin").read_bytes()))
+    return 0
+
+
+def command_env(args: argparse.Namespace) -> int:
+    """What a process of this Python runs kernels with. Nothing here is an error: it says what is missing."""
+    print(f"cute-kernels {__version__} in {manifest.PACKAGE}")
+    print(f"Python {platform.python_version()}, {manifest.HOST}")
+    for name in ("torch", "apache-tvm-ffi", "nvidia-cutlass-dsl"):
+        print(f"{name} {installed(name)}")
+    print("\n".join(gpus()))
+    found: dict[Path, Found] = {}
+    for arch in catalog.ARCHS:
+        for item in places.bundles(arch):  # a folder that is itself a bundle is found for every architecture
+            if item.folder not in found or item.problem is None:
+                found[item.folder] = item
+    for item in found.values():
+        print(f"bundle {item.folder}: {usable(item)}")
+    if not found:
+        print(f"no bundle in {os.pathsep.join(map(str, places.bundle_roots()))}")
+    try:
+        print(f"JIT: {places.why_no_jit() or 'allowed'}")
+    except ValueError as error:
+        print(f"JIT: {error}")
+    return 0
+
+
+def installed(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "is not installed"
+
+
+def gpus() -> list[str]:
+    """A line for each GPU that torch sees, with its architecture."""
+    try:
+        import_module("cute_kernels.ops")  # which says so where another module is called wrappers
+        import torch
+
+        from wrappers import runtime
+    except ImportError as error:
+        return [f"GPUs: unknown, {error}"]
+    count = torch.cuda.device_count()
+    lines = [f"GPU {i}: {torch.cuda.get_device_name(i)}, {runtime.arch_of(i)}" for i in range(count)]
+    return lines or ["GPUs: torch sees none"]
+
+
+def usable(found: Found) -> str:
+    """How much of a bundle the installed sources can use."""
+    held = found.manifest
+    if held is None or found.problem:
+        return f"not usable, {found.problem}"
+    valid = len(bundle.still_valid(found.folder, held.arch, catalog.spec_type, held.toolchain))
+    if valid == len(held.kernels):
+        return f"usable, {content(held)}"
+    which = f"{valid} of its kernels usable" if valid else "not usable"
+    return f"{which}, {content(held)}: compiled from other sources of cute_kernels, build it again"
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="cute-kernels", description="Bundles of compiled kernels.")
+    parser.add_argument("--version", action="version", version=__version__)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--arch", default="sm_90a", choices=catalog.ARCHS)
+    common.add_argument("--out", type=Path, help="the bundle's folder; default: where lookups begin")
+    common.add_argument("--objects", type=Path, default=places.homes()[0] / "obj", help="cache of compiled kernels")
+    verbs = parser.add_subparsers(required=True, metavar="build | list | verify | show | env")
+    verb = verbs.add_parser("build", parents=[common], help="compile what is missing and publish a bundle")
+    verb.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
+    verb.add_argument(
+        "--only", action="append", default=[], metavar="PATTERN", help="part or glob of op/name; repeatable"
+    )
+    verb.add_argument("--spec", action="append", default=[], metavar="OP=JSON", help="a spec that is not shipped")
+    verb.set_defaults(run=command_build)
+    verbs.add_parser("list", parents=[common], help="kernels of a bundle").set_defaults(run=command_list)
+    verbs.add_parser("verify", parents=[common], help="check a bundle").set_defaults(run=command_verify)
+    verb = verbs.add_parser("show", parents=[common], help="facts, PTX and SASS of one kernel")
+    verb.add_argument("name", help="a shipped kernel's name, or OP=JSON")
+    verb.add_argument("--ptx", action="store_true")
+    verb.add_argument("--sass", action="store_true")
+    verb.set_defaults(run=command_show)
+    verbs.add_parser("env", help="versions, GPUs, bundles found, JIT").set_defaults(run=command_env)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = arguments().parse_args(argv)
+    if args.run in (command_build, command_show) and not places.has_dsl():
+        print("nvidia-cutlass-dsl, which compiles, is not installed: pip install cute-kernels[build]", file=sys.stderr)
+        return 1
+    return args.run(args)

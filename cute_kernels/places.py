@@ -1,0 +1,82 @@
+"""Where bundles and compiled objects lie on this machine, and whether a process may compile. No torch, no DSL.
+
+CUTE_KERNELS_BUNDLE  folders that hold bundles, one per architecture, separated by os.pathsep; a folder may be a bundle
+                     itself. Default: bundle/ of each of `homes()`. Builds go to the first of them, lookups try all.
+CUTE_KERNELS_JIT     0 forbids compiling at run time. Default 1: compile where the DSL is installed; objects are kept in
+                     obj/ of `user_cache()` and shared by processes.
+"""
+
+import os
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from . import manifest
+from .manifest import Manifest
+
+
+class Found(NamedTuple):
+    """A bundle: its folder, its manifest (None where it cannot be read), and why nothing of it can be used, or None."""
+
+    folder: Path
+    manifest: Manifest | None
+    problem: str | None
+
+
+def user_cache() -> Path:
+    """This project's folder in the user's cache: $XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cute_kernels"
+
+
+def homes() -> list[Path]:
+    """Where bundles (bundle/ARCH) and objects (obj) lie: build/ of a checkout, if the package is part of one, and the
+    user's cache. They are built in the first and found in all."""
+    project = manifest.PACKAGE.parent / "pyproject.toml"
+    ours = project.is_file() and re.search(r'^name = "cute-kernels"$', project.read_text(), re.MULTILINE)
+    return [*([project.parent / "build"] if ours else []), user_cache()]
+
+
+def bundle_roots() -> list[Path]:
+    """CUTE_KERNELS_BUNDLE, or its default."""
+    chosen = os.environ.get("CUTE_KERNELS_BUNDLE")
+    return [Path(p) for p in chosen.split(os.pathsep) if p] if chosen else [home / "bundle" for home in homes()]
+
+
+def bundle_folders(arch: str) -> list[Path]:
+    """Folders that may hold a bundle of `arch`, in the order they are tried; a build goes to the first."""
+    return [folder for root in bundle_roots() for folder in (root / arch, root)]
+
+
+def bundles(arch: str) -> list[Found]:
+    """Every bundle in `bundle_folders(arch)`. Read anew each time: another process may build."""
+    found: list[Found] = []
+    for folder in bundle_folders(arch):
+        try:
+            held = manifest.read(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError) as error:
+            found.append(Found(folder, None, f"cannot be read: {error}"))
+        else:
+            lost = [lib["file"] for lib in held.libraries.values() if not (folder / lib["file"]).exists()]
+            found.append(Found(folder, held, f"lacks {', '.join(lost)}" if lost else held.problem(arch)))
+    return found
+
+
+def has_dsl() -> bool:
+    """Whether CuTe DSL, the compiler, is installed here."""
+    try:
+        return find_spec("cutlass") is not None
+    except ImportError:  # an import hook refuses it
+        return False
+
+
+def why_no_jit() -> str | None:
+    """Why nothing may be compiled at run time, or None. ValueError where CUTE_KERNELS_JIT is neither 0 nor 1."""
+    setting = os.environ.get("CUTE_KERNELS_JIT", "1")
+    if setting not in ("0", "1"):
+        raise ValueError(f"CUTE_KERNELS_JIT is {setting!r}; it can be 0 (compile nothing) or 1 (the default)")
+    if setting == "0":
+        return "forbidden by CUTE_KERNELS_JIT=0"
+    return None if has_dsl() else "nvidia-cutlass-dsl is not installed"
