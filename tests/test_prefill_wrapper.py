@@ -131,7 +131,7 @@ def test_no_tokens(dtype):
     assert o.shape[0] == 0 and lse.shape == (0, 4)
 
 
-def test_kv_cache_sf_is_an_alias():
+def test_scale_factors_have_two_names():
     inputs = inputs_of(replace(PLAIN, kv_dtype="nvfp4"))
     want = trtllm_batch_context_with_kv_cache(**inputs)[0].clone()
     inputs["kv_cache_sf"] = inputs.pop("kv_block_scales")
@@ -159,7 +159,7 @@ def test_nvfp4_cache_needs_scales_of_its_shape():
     inputs = inputs_of(replace(PLAIN, kv_dtype="nvfp4"))
     k, v = inputs["kv_block_scales"]
     for bad, error, message in (
-        (None, ValueError, "kv_block_scales: required"),
+        (None, ValueError, "kv_cache_sf: required"),
         ((k, v[:, :1]), ValueError, r"kv_block_scales \(V"),
         ((k, v.float()), TypeError, "kv_block_scales: K is"),
         ((k.float(), v.float()), TypeError, r"kv_block_scales \(K\): dtype"),
