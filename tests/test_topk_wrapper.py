@@ -22,7 +22,6 @@ from wrappers import (
     reference,
     top_k,
     top_k_page_table_transform,
-    top_k_per_row_prefill,
     topk,
 )
 from wrappers.topk import plan
@@ -380,13 +379,3 @@ def test_opcheck(launches, monkeypatch, function):
     if function == TOP_K:
         call = call._replace(values=torch.zeros(3, 7), indices=torch.zeros(3, 7, dtype=torch.int64))
     torch.library.opcheck(torch.ops.cute_kernels.top_k_rows.default, tuple(call._replace(tie_break=0)[:-1]))
-
-
-def test_signatures_name_upstreams_arguments():
-    logits = torch.zeros(1, 4)
-    bounds = torch.zeros(1, dtype=torch.int32)
-    indices = torch.zeros(1, 2, dtype=torch.int32)
-    top_k_per_row_prefill(
-        logits=logits, row_starts=bounds, row_ends=bounds, indices=indices, num_rows=1, stride0=4, stride1=1, top_k=2
-    )
-    assert indices.tolist() == [[-1, -1]]

@@ -12,7 +12,7 @@ from .checks import DECODING, PAGE_TABLE, PREFILL, RAGGED, TOP_K, Call, TopKTieB
 _call = Call.__new__  # `_call(Call, ...)` is `Call(...)`, which makes a dict first: 0.4 us of 0.6
 
 
-def _run(call: Call) -> tuple[Any, Any, Any]:
+def serve(call: Call) -> tuple[Any, Any, Any]:
     """(out, values, indices) of a call."""
     return op.trace(with_ints(call)) if traced(call.scores) else plan.run(call)
 
@@ -43,7 +43,7 @@ def top_k_page_table_transform(
     """
     if page_table_row_starts is None and page_size == 1:
         page_table_row_starts = row_starts
-    return _run(_call(
+    return serve(_call(
         Call, PAGE_TABLE, input, k, starts=row_starts, lengths=lengths, out=out, raw=out_raw_indices,
         table=src_page_table, row_to_batch=row_to_batch, table_starts=page_table_row_starts, page_size=page_size,
         tie_break=tie_break,
@@ -65,7 +65,7 @@ def top_k_ragged_transform(
     input (R, L), lengths, row_starts and k as in `top_k_page_table_transform`; offsets int32 (R,), any values (sums
     wrap at 32 bits). Signature: FlashInfer. Returns int32 (R, k).
     """
-    return _run(
+    return serve(
         _call(Call, RAGGED, input, k, starts=row_starts, lengths=lengths, offsets=offsets, tie_break=tie_break)
     )[0]
 
@@ -83,7 +83,7 @@ def top_k(
     input (R, V) as in `top_k_page_table_transform`; k <= V. Order: ascending index, or with sorted=True descending
     value, then ascending index. Signature: FlashInfer.
     """
-    _, values, indices = _run(_call(Call, TOP_K, input, k, tie_break=tie_break))
+    _, values, indices = serve(_call(Call, TOP_K, input, k, tie_break=tie_break))
     if not sorted:
         return values, indices
     order = reference.order_keys(values).sort(dim=1, descending=True, stable=True).indices
@@ -108,7 +108,7 @@ def top_k_per_row_prefill(
     rows apart. top_k may exceed V.
     """
     layout = (num_rows, stride0, stride1)
-    _run(_call(Call, PREFILL, logits, top_k, starts=row_starts, lengths=row_ends, raw=indices, layout=layout))
+    serve(_call(Call, PREFILL, logits, top_k, starts=row_starts, lengths=row_ends, raw=indices, layout=layout))
 
 
 def top_k_per_row_decode(
@@ -130,4 +130,4 @@ def top_k_per_row_decode(
     if isinstance(seq_lens, torch.Tensor) and seq_lens.dim() == 2:
         seq_lens, next_n = each_row(seq_lens, next_n, logits), 1
     layout = (num_rows, stride0, stride1)
-    _run(_call(Call, DECODING, logits, top_k, lengths=seq_lens, raw=indices, next_n=next_n, layout=layout))
+    serve(_call(Call, DECODING, logits, top_k, lengths=seq_lens, raw=indices, next_n=next_n, layout=layout))

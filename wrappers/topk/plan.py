@@ -105,6 +105,12 @@ def run(call: Call) -> tuple[Any, Any, Any]:
     return out, values, indices
 
 
+def facts_of(call: Call, sms: int) -> Problem:
+    """What a valid call asks of a kernel on a GPU of so many SMs."""
+    rows, width = call.scores.shape
+    return Problem(DTYPES[call.scores.dtype], rows, width, call.k, sms)
+
+
 def plan_for(call: Call, facts: tuple[str, int] | None) -> Plan:
     """The plan of a valid call on a machine of these facts; NotImplementedError where no kernel serves it."""
     scores, k = call.scores, call.k
@@ -113,7 +119,7 @@ def plan_for(call: Call, facts: tuple[str, int] | None) -> Plan:
     given: Callable[[torch.Tensor], Any] = lambda tensor: tensor  # noqa: E731
     if facts is not None:
         arch, sms = facts
-        op, spec = dispatch.select(Problem(DTYPES[scores.dtype], rows, width, k, sms), arch)
+        op, spec = dispatch.select(facts_of(call, sms), arch)
         fn, given = machine.current.kernel(op, spec, arch), machine.current.argument
 
     def empty(dtype: torch.dtype, *shape: int) -> Any:
