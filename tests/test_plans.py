@@ -179,8 +179,8 @@ TOPK_OWN = {
     },
     topk_cases.RAGGED: TOPK_TRANSFORM,
     topk_cases.TOP_K: {"ties": {"tie_break": 2}},
-    topk_cases.PREFILL: {"stride": {"stride": 2}},
-    topk_cases.DECODE: {"next_n": {"next_n": 1}, "stride": {"stride": 2}},
+    topk_cases.PREFILL: {"stride": {"stride": 2}, "output": {"pad_out": 3}},
+    topk_cases.DECODE: {"next_n": {"next_n": 1}, "stride": {"stride": 2}, "ends": {"each_row": True}},
 }  # fmt: skip
 
 

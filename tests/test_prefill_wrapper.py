@@ -13,8 +13,8 @@ from cute_kernels.attention import args, geometry
 from tests.fake_machine import FakeMachine, promised
 from wrappers import FP4Tensor, explain, fp4, machine, reference, scratch, trtllm_batch_context_with_kv_cache
 from wrappers.attention import op
-from wrappers.attention.explain import problem_of
 from wrappers.attention.problem import SEPARATE, Problem, new_requests
+from wrappers.explanation import problem_of
 
 E4M3 = torch.float8_e4m3fn
 SMS = 132
@@ -42,19 +42,6 @@ def test_cpu_writes_out_and_lse_in_place(name):
     o, lse = trtllm_batch_context_with_kv_cache(**inputs)
     assert o is inputs["out"] and lse is inputs["lse"]
     check(inputs, (o, lse), cases.EDGE[name].tolerance)
-
-
-def test_positional_order_is_upstreams():
-    i = inputs_of()
-    names = (
-        "query kv_cache workspace_buffer block_tables seq_lens max_q_len max_kv_len bmm1_scale bmm2_scale batch_size "
-        "cum_seq_lens_q cum_seq_lens_kv window_left"
-    ).split()
-    o = trtllm_batch_context_with_kv_cache(
-        *(i[n] for n in names), None, torch.float16, None, None, "HND", None, i["sinks"], None, None, True
-    )
-    assert o.dtype == torch.float16
-    check(i | {"return_lse": False}, o)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +118,7 @@ def test_no_tokens(dtype):
     assert o.shape[0] == 0 and lse.shape == (0, 4)
 
 
-def test_kv_cache_sf_is_an_alias():
+def test_scale_factors_have_two_names():
     inputs = inputs_of(replace(PLAIN, kv_dtype="nvfp4"))
     want = trtllm_batch_context_with_kv_cache(**inputs)[0].clone()
     inputs["kv_cache_sf"] = inputs.pop("kv_block_scales")
@@ -159,7 +146,7 @@ def test_nvfp4_cache_needs_scales_of_its_shape():
     inputs = inputs_of(replace(PLAIN, kv_dtype="nvfp4"))
     k, v = inputs["kv_block_scales"]
     for bad, error, message in (
-        (None, ValueError, "kv_block_scales: required"),
+        (None, ValueError, "kv_cache_sf: required"),
         ((k, v[:, :1]), ValueError, r"kv_block_scales \(V"),
         ((k, v.float()), TypeError, "kv_block_scales: K is"),
         ((k.float(), v.float()), TypeError, r"kv_block_scales \(K\): dtype"),

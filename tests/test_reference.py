@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bench.cases import attention as cases
 from wrappers import fp4, reference, trtllm_batch_context_with_kv_cache
-from wrappers.attention.explain import problem_of
+from wrappers.explanation import problem_of
 from wrappers.reference import dense
 
 CPU = torch.device("cpu")

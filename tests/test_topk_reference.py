@@ -48,6 +48,8 @@ def any_case(draw):
         tie_break=draw(st.sampled_from(tuple(TopKTieBreak))),
         sorted=draw(st.booleans()),
         given=draw(st.booleans()),
+        pad_out=draw(st.sampled_from((0, 0, 1, 5))),
+        each_row=draw(st.booleans()),
     )
 
 

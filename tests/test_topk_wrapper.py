@@ -3,6 +3,7 @@
 import timeit
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -21,7 +22,6 @@ from wrappers import (
     reference,
     top_k,
     top_k_page_table_transform,
-    top_k_per_row_prefill,
     topk,
 )
 from wrappers.topk import plan
@@ -84,7 +84,7 @@ def emulate(spec, launches):
         promised(len(a.lengths) == {FULL: 0, LENGTHS: rows, ENDS: rows, DECODE: rows // a.next_n}[a.window])
         for name in ("out", "raw", "values", "indices"):
             promised(getattr(a, name).shape in ((0, a.k), (rows, a.k)))
-            promised(getattr(a, name).is_contiguous())
+            promised(len(getattr(a, name)) < 2 or getattr(a, name).stride(0) >= a.k)
         promised(sum(map(len, (a.out, a.raw, a.indices))) and len(a.values) == len(a.indices))
         promised(not len(a.table) or len(a.row_to_batch) or len(a.table) >= rows)
         promised(a.k <= radix.room(spec) if spec.stream else spec.capacity * spec.cluster >= width)
@@ -187,6 +187,44 @@ def test_positional_order_is_upstreams(launches):
     i = inputs_of(replace(PLAIN[cases.DECODE]))
     assert topk.top_k_per_row_decode(i["logits"], 3, i["seq_lens"], i["indices"], 3, 50, 1, 7) is None
     cases.same({"indices": i["indices"]}, cases.brute(cases.DECODE, i))
+
+
+def test_the_forms_of_vllm(launches):
+    """Lengths of two dimensions hold the end of each row; indices are columns of a wider buffer, written in place."""
+    gen = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 50, generator=gen)
+    wide = torch.full((9, 20), cases.POISON, dtype=torch.int32)
+    ends = torch.tensor([50, 0, 7, 31, -3, 99], dtype=torch.int32)
+    column, strided = ends[:, None], torch.stack([ends, ends], 1)[:, :1]
+    for next_n, lens in ((1, column), (1, strided), (3, ends.view(2, 3)), (2, ends.view(3, 2)), (2, column)):
+        wide.fill_(cases.POISON)
+        indices = wide[1:7, 5:12]
+        topk.top_k_per_row_decode(logits, next_n, lens, indices, 6, 50, 1, 7)
+        want = cases.brute(cases.DECODE, {"logits": logits, "next_n": 1, "seq_lens": ends, "top_k": 7})
+        cases.same({"indices": indices}, want)
+        a = launches[-1]
+        assert (a.next_n, a.lengths.shape) == (1, (6,)) and a.raw is indices and a.scores is logits
+        indices.fill_(cases.POISON)
+        assert (wide == cases.POISON).all()
+    inputs = inputs_of(replace(PLAIN[cases.PREFILL], pad_out=9))
+    check(PLAIN[cases.PREFILL], inputs)
+    assert launches[-1].raw is inputs["indices"] and inputs["indices"].stride() == (16, 1)
+
+
+def test_numbers_of_numpy(launches):
+    """`emulate` wants Python's in a launch."""
+    for function, change in (
+        (PAGE_TABLE, {"k": np.int64(7), "page_size": np.uint8(4)}),
+        (RAGGED, {"k": np.int32(7), "tie_break": np.int64(2)}),
+        (TOP_K, {"k": np.uint16(7)}),
+        (cases.PREFILL, {"top_k": np.int64(7), "num_rows": np.int64(3), "stride0": np.int32(50)}),
+        (cases.DECODE, {"top_k": np.int64(7), "next_n": np.int64(3)}),
+    ):
+        inputs = inputs_of(PLAIN[function])
+        plain = {name: value.item() for name, value in change.items()}
+        want = cases.brute(function, inputs | plain)
+        for _ in range(2):  # a new plan, then the same one
+            cases.same(cases.call(function, inputs | change), want)
 
 
 @pytest.mark.parametrize("function", [PAGE_TABLE, RAGGED, TOP_K])
@@ -293,7 +331,8 @@ COMPILED = {
     "pages": TopKCase(PAGE_TABLE, rows=6, lengths="wild", starts=True, page_size=4, batch_map=True),
     "starts": TopKCase(PAGE_TABLE, rows=6, lengths="wild", starts=True, dtype="bf16"),
     "sorted": TopKCase(TOP_K, data="special", sorted=True, dtype="fp16"),
-    "strided": TopKCase(cases.PREFILL, stride=2, lengths="mixed"),
+    "strided": TopKCase(cases.PREFILL, stride=2, lengths="mixed", pad_out=3),
+    "each row": TopKCase(cases.DECODE, rows=6, next_n=3, lengths="wild", each_row=True),
 }
 
 
@@ -340,13 +379,3 @@ def test_opcheck(launches, monkeypatch, function):
     if function == TOP_K:
         call = call._replace(values=torch.zeros(3, 7), indices=torch.zeros(3, 7, dtype=torch.int64))
     torch.library.opcheck(torch.ops.cute_kernels.top_k_rows.default, tuple(call._replace(tie_break=0)[:-1]))
-
-
-def test_signatures_name_upstreams_arguments():
-    logits = torch.zeros(1, 4)
-    bounds = torch.zeros(1, dtype=torch.int32)
-    indices = torch.zeros(1, 2, dtype=torch.int32)
-    top_k_per_row_prefill(
-        logits=logits, row_starts=bounds, row_ends=bounds, indices=indices, num_rows=1, stride0=4, stride1=1, top_k=2
-    )
-    assert indices.tolist() == [[-1, -1]]

@@ -1,8 +1,8 @@
 """torch-facing public functions: signatures, validation, the reference, and the way to compiled kernels."""
 
-from .attention.explain import Explanation, explain
 from .attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from .attention.xqa import xqa
+from .explanation import Explanation, explain
 from .fp4 import FP4Tensor, nvfp4_dequantize, nvfp4_quantize
 from .topk import (
     TopKTieBreak,

@@ -70,6 +70,14 @@ def _obtain(op: str, spec: Any, arch: str) -> Function:
     return function
 
 
+def where(op: str, spec: Any, arch: str) -> str:
+    """Where `kernel` finds a kernel: a bundle, the compiler, or nowhere and which command builds it. Loads nothing."""
+    for folder, held, problem in places.bundles(arch):
+        if held and not problem and held.find(op, spec):
+            return f"bundle {folder}"
+    return _missing(op, spec, arch) if places.why_no_jit() else "to be compiled at its first call"
+
+
 def _from_bundles(op: str, spec: Any, arch: str) -> tuple[Function, str] | None:
     for _ in range(2):  # a build may replace a library between reading the manifest and loading: then read it again
         for folder, held, problem in places.bundles(arch):

@@ -10,8 +10,8 @@ import torch
 
 import wrappers
 from wrappers import fp4, reference, trtllm_batch_context_with_kv_cache
-from wrappers.attention.explain import problem_of
 from wrappers.attention.problem import Problem, Requests
+from wrappers.explanation import problem_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 TOLERANCE = {"bf16": 1e-2, "fp16": 1e-3}  # 16-bit in and out, N(0, 1) data, against fp32; rtol = atol
@@ -569,7 +569,7 @@ def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
         "both sf": (
             {"kv_block_scales": torch.zeros(1), "kv_cache_sf": torch.zeros(1)},
             ValueError,
-            "kv_cache_sf: alias",
+            "kv_block_scales: alias",
         ),
         "skip type": ({"skip_softmax_threshold_scale_factor": "1"}, TypeError, "skip_softmax_threshold_scale"),
         "skip < 0": (

@@ -31,7 +31,8 @@ class TopKCase:
     shift: elements by which the first lies past an aligned address. stride: of a row's elements (per-row functions
     only). hollow: elements at the front of each row that are in no window, and hold anything. width_table: columns of
     the page table, 0: enough; pad_table: elements between its rows. batch_map: with row_to_batch, or its values.
-    table_starts: page_table_row_starts, other than what the seed gives.
+    table_starts: page_table_row_starts, other than what the seed gives. pad_out: elements between rows of given
+    outputs. each_row: seq_lens are (rows / next_n, next_n), the ends of the rows themselves.
     """
 
     function: str = PAGE_TABLE
@@ -55,6 +56,8 @@ class TopKCase:
     tie_break: int = TopKTieBreak.NONE
     sorted: bool = False
     given: bool = True  # out and out_raw_indices
+    pad_out: int = 0
+    each_row: bool = False
 
 
 PLAIN = {function: TopKCase(function, lengths="mixed", next_n=3) for function in FUNCTIONS}
@@ -240,7 +243,11 @@ def make_inputs(case: TopKCase, device: torch.device = CPU, seed: int = 0) -> di
         return torch.randint(low, high, shape, generator=gen, device=device, dtype=torch.int32)
 
     def blank() -> torch.Tensor:
-        return torch.full((case.rows + 2, case.k), POISON, dtype=torch.int32, device=device)[1:-1]
+        pitch = case.k + case.pad_out
+        flat = torch.empty((case.rows + 2) * pitch, dtype=torch.int32, device=device)
+        for around in (flat,) if len(flat) < LARGE else (flat[: case.k], flat[-case.k :]):
+            around.fill_(POISON)
+        return flat.view(-1, pitch)[1:-1, : case.k]
 
     def values(given: bool | tuple[int, ...]) -> torch.Tensor | None:
         return torch.tensor(given, dtype=torch.int32, device=device) if isinstance(given, tuple) else None
@@ -249,7 +256,9 @@ def make_inputs(case: TopKCase, device: torch.device = CPU, seed: int = 0) -> di
         inputs = {"logits": scores, "indices": blank(), "num_rows": case.rows, "top_k": case.k}
         inputs |= {"stride0": scores.stride(0), "stride1": scores.stride(1)}
         if case.function == DECODE:
-            return inputs | {"next_n": case.next_n, "seq_lens": _bounds(gen, case.rows // case.next_n, case)}
+            ends = _bounds(gen, case.rows if case.each_row else case.rows // case.next_n, case)
+            ends = ends.view(-1, case.next_n) if case.each_row else ends
+            return inputs | {"next_n": case.next_n, "seq_lens": ends}
         starts = values(case.starts)
         if starts is None:
             starts = _bounds(gen, case.rows, case) // 2 if case.starts else ints(0, 1, case.rows)
@@ -355,6 +364,8 @@ def window(function: str, inputs: dict[str, Any], row: int, width: int) -> tuple
         end = width
     elif function == PREFILL:
         end = at("row_ends", row)
+    elif function == DECODE and inputs["seq_lens"].dim() == 2:
+        end = int(inputs["seq_lens"].flatten()[row])
     elif function == DECODE:
         end = at("seq_lens", row // inputs["next_n"]) - inputs["next_n"] + row % inputs["next_n"] + 1
     else:
@@ -447,7 +458,9 @@ def _refusals(function: str) -> dict[str, Any]:
             f"{name} dtype": ({name: _zeros(3, 7, dtype=torch.int64)}, TypeError, f"{name}: dtype torch.int64"),
             f"{name} shape": ({name: _zeros(3, 8)}, ValueError, rf"{name}: shape \(3, 8\)"),
             f"{name} rank": ({name: _zeros(21)}, ValueError, rf"{name}: shape \(21,\)"),
-            f"{name} padded": ({name: _zeros(3, 8)[:, :7]}, ValueError, f"{name}: strides"),
+            f"{name} overlap": ({name: _zeros(20).as_strided((3, 7), (6, 1))}, ValueError, f"{name}: strides"),
+            f"{name} expanded": ({name: _zeros(1, 7).expand(3, 7)}, ValueError, f"{name}: strides"),
+            f"{name} stride": ({name: _zeros(3, 14)[:, ::2]}, ValueError, f"{name}: stride"),
             f"{name} device": ({name: _zeros(3, 7).to("meta")}, ValueError, f"{name}: device meta"),
         }
     if function in PER_ROW:
@@ -473,6 +486,10 @@ def _refusals(function: str) -> dict[str, Any]:
             "next_n": ({"next_n": 2}, ValueError, "next_n: 2"),
             "next_n 0": ({"next_n": 0}, ValueError, "next_n: 0"),
             "next_n type": ({"next_n": 3.0}, TypeError, "next_n: 3.0"),
+            "each row, few": ({"seq_lens": _zeros(2, 1)}, ValueError, r"seq_lens: shape \(2, 1\)"),
+            "each row, next_n": ({"seq_lens": _zeros(1, 3), "next_n": 2}, ValueError, r"seq_lens: shape \(1, 3\)"),
+            "each row, next_n 0": ({"seq_lens": _zeros(3, 1), "next_n": 0}, ValueError, "next_n: 0"),
+            "each row, dtype": ({"seq_lens": _zeros(3, 1).long()}, TypeError, "seq_lens: dtype"),
         }
     if function == TOP_K:
         bad["k > V"] = ({k: 51}, ValueError, "k: 51, must not exceed the 50")

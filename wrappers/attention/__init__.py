@@ -1,6 +1,5 @@
 """Attention over a paged KV cache: signature -> `Problem` -> plan -> launch. Imports go down this list.
 
-- explain: which kernel would serve a call, and why others would not
 - trtllm, xqa: public signatures: what one upstream function calls its arguments, and nothing else
 - op: the torch operator, for torch.compile and tensors that are not plain; `serve`, which signatures end in
 - plan: what the static facts of a problem decide; a known problem is one dictionary lookup and its launch

@@ -8,14 +8,16 @@ import torch
 from ..checks import UnknownName, check_integer, listed
 from ..fp4 import BLOCK, FP4Tensor
 from ..plain import traced
+from ..scalars import factor, integer, real
 from .checks import SIGNATURES, drafts_of
 from .op import serve
 from .problem import SEPARATE, SHARED, Problem, pair, requests_of
 
 LN2 = 0.6931471805599453
-BACKENDS = ("auto", "xqa", "trtllm-gen")
+BACKENDS = ("auto", "xqa", "trtllm-gen", "cake")  # of upstream: here a hint
+TRANSFORM_MODES = (None, "k_only", "separate_kv")  # the same
 CONTEXT, DECODE = "trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache"
-CONTEXT_SF = CONTEXT + ", kv_cache_sf"  # with the other name of the scale factors
+CONTEXT_BLOCK = CONTEXT + ", kv_block_scales"  # with the other name of the scale factors
 EQUAL = DECODE + ", q_len_per_req"  # requests of equal length
 _SCALES = {"scales": "kv_cache_sf", "k_scales": "kv_cache_sf (K)", "v_scales": "kv_cache_sf (V)"}
 _NAMES = {
@@ -23,9 +25,9 @@ _NAMES = {
     "kv_lens": "seq_lens", "cu_seqlens_q": "cum_seq_lens_q", "scale": "bmm1_scale", "out_scale": "bmm2_scale",
     "soft_cap": "logits_soft_cap", "skip": "skip_softmax_threshold_scale_factor", "out_sf_scale": "o_sf_scale",
 }  # fmt: skip
-SIGNATURES[CONTEXT_SF] = _NAMES | _SCALES
-SIGNATURES[CONTEXT] = {f: name.replace("kv_cache_sf", "kv_block_scales") for f, name in SIGNATURES[CONTEXT_SF].items()}
-SIGNATURES[DECODE] = _NAMES | _SCALES | {"interleaved": "v_scales_interleaved"}
+SIGNATURES[CONTEXT] = _NAMES | _SCALES
+SIGNATURES[CONTEXT_BLOCK] = _NAMES | {f: name.replace("kv_cache_sf", "kv_block_scales") for f, name in _SCALES.items()}
+SIGNATURES[DECODE] = SIGNATURES[CONTEXT] | {"interleaved": "v_scales_interleaved"}
 SIGNATURES[EQUAL] = SIGNATURES[DECODE] | {"max_q_len": "q_len_per_req"}
 _Tensor = torch.Tensor
 _problem = Problem.__new__  # `_problem(Problem, ...)` is `Problem(...)`, less a dict: 0.4 us
@@ -35,20 +37,20 @@ def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor, kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     workspace_buffer: torch.Tensor | None, block_tables: torch.Tensor, seq_lens: torch.Tensor, max_q_len: int,
     max_kv_len: int | None, bmm1_scale: float | torch.Tensor, bmm2_scale: float | torch.Tensor, batch_size: int,
-    cum_seq_lens_q: torch.Tensor, cum_seq_lens_kv: torch.Tensor | None, window_left: int = -1,
+    cum_seq_lens_q: torch.Tensor, cum_seq_lens_kv: torch.Tensor | None, window_left: int | None = -1,
     out: torch.Tensor | FP4Tensor | None = None, out_dtype: torch.dtype | str | None = None,
     o_sf_scale: float | None = None, o_sf_vec_size: int | None = None, kv_layout: str = "HND",
     enable_pdl: bool | None = None, sinks: torch.Tensor | None = None,
-    kv_block_scales: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     skip_softmax_threshold_scale_factor: float | None = None, uses_shared_paged_kv_idx: bool = True,
-    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None, causal: bool = True,
-    lse: torch.Tensor | None = None, return_lse: bool = False,
+    causal: bool = True, lse: torch.Tensor | None = None, return_lse: bool = False,
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None, use_fp16_softmax: bool | None = None,
-    uses_spcompress: bool | None = None, logits_soft_cap: float | None = None,
+    uses_spcompress: bool | None = None, backend: str = "auto", *, logits_soft_cap: float | None = None,
+    kv_block_scales: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Any:  # fmt: skip
     """Attention of ragged queries over a paged KV cache that already holds the queries' own tokens.
 
-    Args, upstream's order (FlashInfer):
+    Args, upstream's order (FlashInfer 0.7.2), ours by keyword only:
         query: (T, Hq, D) fp16, bf16 or e4m3, any token and head stride; request r owns rows cum_seq_lens_q[r:r + 2].
         kv_cache: (k, v), each (pages, Hkv, P, D) "HND" or (pages, P, Hkv, D) "NHD"; or one (pages, 2, ...) or
             (pages, 1, ...) (K and V share storage). The query's dtype, e4m3, or uint8: packed NVFP4, last dim D / 2.
@@ -58,38 +60,47 @@ def trtllm_batch_context_with_kv_cache(
         max_q_len: bound of query lengths; steers the schedule, never the result.
         bmm1_scale, bmm2_scale: factor on the logits (natural units, nothing implicit) and on the output; a float or
             a one-element fp32 tensor on the query's device, read by the kernel. On CUDA bmm1_scale must be positive.
-        window_left: key j is kept where j >= position - window_left; negative is off. With or without causal.
+        window_left: key j is kept where j >= position - window_left; negative or None: off. With or without causal.
         out, out_dtype: result tensor or its dtype (query's, fp16, bf16, "nvfp4"); o_sf_scale is NVFP4's forward scale.
         sinks: fp32 (Hq,), joins each head's softmax denominator, natural-log units, unscaled.
-        kv_block_scales, kv_cache_sf: e4m3 (pages, Hkv, P, D / 16) in kv_layout, linear (`fp4.deinterleave_v_scales`).
-        lse: fp32 (T, Hq), filled with log2 of the softmax denominator, sink included. logits_soft_cap: c * tanh(s / c).
+        kv_cache_sf: e4m3 (pages, Hkv, P, D / 16) in kv_layout, linear (`fp4.deinterleave_v_scales`); kv_block_scales
+            is its older name.
         causal: position of query row i is i + kv_len - q_len; keys up to it are kept.
+        lse: fp32 (T, Hq), filled with log2 of the softmax denominator, sink included. logits_soft_cap: c * tanh(s / c).
 
-    Hints: workspace_buffer, cum_seq_lens_kv, max_kv_len, multi_ctas_kv_counter_buffer, enable_pdl (None: on).
+    Hints: workspace_buffer, cum_seq_lens_kv, max_kv_len, multi_ctas_kv_counter_buffer, backend, enable_pdl (None: on).
     Returns out (new where None was given), or (out, lse) where return_lse. A row without keys gives 0 and -inf (or
     sink * log2 e). Rows of no request are undefined. CPU tensors run the fp32 reference.
     Raises before any launch: ValueError rank, shape, stride, alignment, device; TypeError dtype; NotImplementedError
     what no kernel does; an unknown kv_layout is a KeyError and a ValueError.
     """
-    signature, scales = CONTEXT, kv_block_scales
-    if kv_cache_sf is not None:
-        if kv_block_scales is not None:
-            raise ValueError("kv_cache_sf: alias of kv_block_scales, only one of the two may be given")
-        signature, scales = CONTEXT_SF, kv_cache_sf
+    signature, scales = CONTEXT, kv_cache_sf
+    if kv_block_scales is not None:
+        if kv_cache_sf is not None:
+            raise ValueError("kv_block_scales: alias of kv_cache_sf, only one of the two may be given")
+        signature, scales = CONTEXT_BLOCK, kv_block_scales
+    if backend not in BACKENDS:
+        raise UnknownName(f"backend: {backend!r}, must be one of {listed(BACKENDS)}")
     if use_fp16_softmax or uses_spcompress:
         raise NotImplementedError("use_fp16_softmax, uses_spcompress: not supported, must be None or False")
     k, v = pair("kv_cache", kv_cache, kv_layout)
     k_scales = v_scales = None
     if scales is not None:
         k_scales, v_scales = pair("kv_cache_sf" if kv_block_scales is None else "kv_block_scales", scales, kv_layout)
+    if max_q_len.__class__ is not int or window_left.__class__ is not int or batch_size.__class__ is not int:
+        max_q_len, batch_size = integer(max_q_len), integer(batch_size)
+        window_left = -1 if window_left is None else integer(window_left)
+    if logits_soft_cap is not None or skip_softmax_threshold_scale_factor is not None or o_sf_scale is not None:
+        logits_soft_cap, o_sf_scale = real(logits_soft_cap), real(o_sf_scale)
+        skip_softmax_threshold_scale_factor = real(skip_softmax_threshold_scale_factor)
     form = SHARED if uses_shared_paged_kv_idx else SEPARATE
     requests = requests_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), form)
     if batch_size != requests.batch or isinstance(batch_size, float):
         check_integer("batch_size", batch_size, 0)
         if requests.batch >= 0:  # seq_lens is a tensor
             raise ValueError(f"batch_size: {batch_size}, seq_lens has {requests.batch} entries")
-    scale, scale_tensor = (1.0, bmm1_scale) if isinstance(bmm1_scale, _Tensor) else (bmm1_scale, None)
-    out_scale, out_scale_tensor = (1.0, bmm2_scale) if isinstance(bmm2_scale, _Tensor) else (bmm2_scale, None)
+    scale, scale_tensor = (bmm1_scale, None) if bmm1_scale.__class__ is float else factor(bmm1_scale)
+    out_scale, out_scale_tensor = (bmm2_scale, None) if bmm2_scale.__class__ is float else factor(bmm2_scale)
     p = _problem(
         Problem, signature, "prefill", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
         out_scale_tensor, causal, window_left, logits_soft_cap, sinks, k_scales, v_scales, False, None,
@@ -103,20 +114,24 @@ def trtllm_batch_context_with_kv_cache(
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor, kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     workspace_buffer: torch.Tensor | None, block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int | None,
-    bmm1_scale: float | torch.Tensor = 1.0, bmm2_scale: float | torch.Tensor = 1.0, window_left: int = -1,
+    bmm1_scale: float | torch.Tensor = 1.0, bmm2_scale: float | torch.Tensor = 1.0, window_left: int | None = -1,
     out: torch.Tensor | None = None, out_dtype: torch.dtype | str | None = None, o_sf_scale: float | None = None,
     o_sf_vec_size: int | None = None, sinks: torch.Tensor | Sequence[torch.Tensor] | None = None,
-    kv_layout: str = "HND", enable_pdl: bool | None = None, backend: str = "auto", q_len_per_req: int = 1,
-    o_scale: float = 1.0, mask: torch.Tensor | None = None, max_q_len: int | None = None,
+    kv_layout: str = "HND", enable_pdl: bool | None = None, backend: str = "auto", q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0, mask: torch.Tensor | None = None, max_q_len: int | None = None,
     cum_seq_lens_q: torch.Tensor | None = None, skip_softmax_threshold_scale_factor: float | None = None,
     kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     uses_shared_paged_kv_idx: bool = True, lse: torch.Tensor | None = None, return_lse: bool = False,
-    bmm1_scale_log2: torch.Tensor | None = None, logits_soft_cap: float | None = None, *,
-    v_scales_interleaved: bool = False, batch_invariant: bool = False,
+    bmm1_scale_log2: torch.Tensor | None = None, multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    enable_block_sparse_attention: bool = False, cp_world: int = 1, cp_rank: int = 0,
+    causal_seqlens_kv_global: torch.Tensor | None = None, bf16q_fp8kv_transform_mode: str | None = None,
+    request_order: torch.Tensor | None = None, request_order_plan: Any = None, *,
+    logits_soft_cap: float | None = None, v_scales_interleaved: bool = False, batch_invariant: bool = False,
 ) -> Any:  # fmt: skip
     """Attention of the last tokens of each request over a paged KV cache that already holds these tokens.
 
-    Args, upstream's order (FlashInfer); those not named here as in `trtllm_batch_context_with_kv_cache`:
+    Args, upstream's order (FlashInfer 0.7.2), ours by keyword only; what is not named here is as in
+    `trtllm_batch_context_with_kv_cache`:
         query: (B * q_len_per_req, Hq, D), or ragged (T, Hq, D) with cum_seq_lens_q, int32 (B + 1,), and max_q_len, a
             hint: bound of its differences. Row t of a request of q tokens stands at position seq_len - q + t, and sees
             no later key.
@@ -131,11 +146,18 @@ def trtllm_batch_decode_with_kv_cache(
         v_scales_interleaved: V's scale factors as TensorRT-LLM's kernels want them (`fp4.deinterleave_v_scales`).
         batch_invariant: a request's bits do not depend on the rest of its batch; slower (bench/notes/decode.md).
 
-    Hints: workspace_buffer, max_seq_len, backend, enable_pdl. Returns out (new where None was given), or (out, lse).
+    Hints: workspace_buffer, max_seq_len, backend, enable_pdl, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode,
+    request_order, request_order_plan. Refused but for their defaults: enable_block_sparse_attention, cp_world, cp_rank,
+    causal_seqlens_kv_global (context parallelism). Returns out (new where None was given), or (out, lse).
     Raises as `trtllm_batch_context_with_kv_cache` does. e4m3 and NVFP4 caches are computed with in fp16.
     """
     if backend not in BACKENDS:
         raise UnknownName(f"backend: {backend!r}, must be one of {listed(BACKENDS)}")
+    if (enable_block_sparse_attention is not False or cp_world != 1 or cp_rank != 0
+            or causal_seqlens_kv_global is not None or bf16q_fp8kv_transform_mode is not None):  # fmt: skip
+        _check_modes(
+            enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, bf16q_fp8kv_transform_mode
+        )
     sink: Any = sinks
     if isinstance(sinks, (list, tuple)):
         if len(sinks) != 1:
@@ -145,6 +167,9 @@ def trtllm_batch_decode_with_kv_cache(
     k_scales = v_scales = None
     if kv_cache_sf is not None:
         k_scales, v_scales = pair("kv_cache_sf", kv_cache_sf, kv_layout)
+    if logits_soft_cap is not None or skip_softmax_threshold_scale_factor is not None or o_sf_scale is not None:
+        logits_soft_cap, o_sf_scale = real(logits_soft_cap), real(o_sf_scale)
+        skip_softmax_threshold_scale_factor = real(skip_softmax_threshold_scale_factor)
     form = SHARED if uses_shared_paged_kv_idx else SEPARATE
     requests = requests_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), form)
     signature = DECODE
@@ -152,18 +177,20 @@ def trtllm_batch_decode_with_kv_cache(
         signature, max_q_len = EQUAL, q_len_per_req
     elif max_q_len is None:
         raise ValueError("max_q_len: None, required with cum_seq_lens_q")
+    if max_q_len.__class__ is not int or window_left.__class__ is not int:
+        max_q_len, window_left = integer(max_q_len), -1 if window_left is None else integer(window_left)
     drafts = None
     if mask is not None and isinstance(query, _Tensor):
         equal = cum_seq_lens_q is None
-        lead = (requests.batch, q_len_per_req) if equal else (query.shape[0],)
+        lead = (requests.batch, max_q_len) if equal else (query.shape[0],)
         drafts = drafts_of(mask, lead, max_q_len, "q_len_per_req" if equal else "max_q_len", query.device)
-    scale, scale_tensor = (1.0, bmm1_scale) if isinstance(bmm1_scale, _Tensor) else (bmm1_scale, None)
+    scale, scale_tensor = (bmm1_scale, None) if bmm1_scale.__class__ is float else factor(bmm1_scale)
     if bmm1_scale_log2 is not None:
         if not isinstance(bmm1_scale_log2, _Tensor):
             raise TypeError(f"bmm1_scale_log2: {type(bmm1_scale_log2).__name__}, must be a torch.Tensor")
         scale, scale_tensor = LN2, bmm1_scale_log2
-    out_scale, out_scale_tensor = (1.0, bmm2_scale) if isinstance(bmm2_scale, _Tensor) else (bmm2_scale, None)
-    if o_scale != 1.0:
+    out_scale, out_scale_tensor = (bmm2_scale, None) if bmm2_scale.__class__ is float else factor(bmm2_scale)
+    if o_scale != 1.0 and o_scale is not None:
         out_scale = _unscaled(out_scale, o_scale, out_dtype or getattr(query if out is None else out, "dtype", None))
     p = _problem(
         Problem, signature, "decode", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
@@ -175,8 +202,26 @@ def trtllm_batch_decode_with_kv_cache(
     return serve(p)
 
 
+def _check_modes(sparse: Any, world: Any, rank: Any, lens: Any, mode: Any) -> None:
+    """Raises on values of decode's arguments that ask for what no kernel does."""
+    if not isinstance(sparse, bool):
+        raise TypeError(f"enable_block_sparse_attention: {sparse!r}, must be a bool")
+    for name, value, only, what in (
+        ("enable_block_sparse_attention", sparse, False, "pages of its own for each KV head"),
+        ("cp_world", world, 1, "context parallelism"),
+        ("cp_rank", rank, 0, "context parallelism"),
+        ("causal_seqlens_kv_global", lens, None, "context parallelism"),
+    ):
+        if value is not only and (only is None or value != only):
+            given = f"a {type(value).__name__}" if only is None else repr(value)
+            raise NotImplementedError(f"{name}: {given}, must be {only}: {what} is not supported")
+    if mode not in TRANSFORM_MODES:
+        raise UnknownName(f"bf16q_fp8kv_transform_mode: {mode!r}, must be one of {listed(TRANSFORM_MODES)}")
+
+
 def _unscaled(out_scale: Any, o_scale: Any, dtype: Any) -> Any:
     """The factor on an output of `dtype`: what bmm2_scale was divided by is put back where nothing is quantised."""
+    o_scale = real(o_scale)
     if isinstance(o_scale, bool) or not isinstance(o_scale, (int, float)):
         raise TypeError(f"o_scale: {o_scale!r}, must be a float")
     return out_scale * o_scale if dtype in (torch.float16, torch.bfloat16) else out_scale

@@ -6,6 +6,7 @@ import torch
 
 from ..checks import check_integer, check_one_of, check_shape, listed
 from ..plain import traced
+from ..scalars import factor, integer, real
 from .checks import E4M3, SIGNATURES, check_scale, drafts_of
 from .op import serve
 from .problem import Form, Problem, pair, requests_of
@@ -37,7 +38,7 @@ def xqa(
 
     o = kv_scale * softmax(q_scale * kv_scale / sqrt(D) * q k^T) v; kv_scale applies to caches of any dtype.
 
-    Args, upstream's order (FlashInfer):
+    Args, upstream's order (FlashInfer 0.7.2), ours by keyword only:
         q: (B, 1, Hq, D) fp16 or bf16; the second dimension is the beam width, 1. Drafts: (B, 1, q_seq_len, Hq, D), or
             ragged (T, Hq, D) with q_cu_seq_lens, int32 or uint32 (B + 1,), and q_seq_len, the most of a request.
         output: q's shape; its dtype or e4m3, which is multiplied by rcp_out_scale and saturated.
@@ -64,7 +65,7 @@ def xqa(
         if not isinstance(t, _Tensor):
             raise TypeError(f"{name}: {type(t).__name__}, must be a torch.Tensor")
     if q_seq_len.__class__ is not int or q_seq_len < 1:
-        check_integer("q_seq_len", q_seq_len, 1)
+        q_seq_len = check_integer("q_seq_len", integer(q_seq_len), 1)
     rows, out = _tokens(q, output, q_seq_len, q_cu_seq_lens)
     if q_cu_seq_lens is not None and getattr(q_cu_seq_lens, "dtype", None) == torch.uint32:
         q_cu_seq_lens = q_cu_seq_lens.view(torch.int32)
@@ -79,6 +80,8 @@ def xqa(
         raise ValueError(f"mask: None, required where q_seq_len is {q_seq_len}")
     if isinstance(kv_layout, int) or kv_layout is None:
         kv_layout = "NHD"  # it was sm_count
+    if page_size.__class__ is not int or num_kv_heads.__class__ is not int or sliding_win_size.__class__ is not int:
+        page_size, num_kv_heads, sliding_win_size = map(integer, (page_size, num_kv_heads, sliding_win_size))
     if check_integer("page_size", page_size) not in PAGE_SIZES:
         raise ValueError(f"page_size: {page_size}, must be one of {listed(PAGE_SIZES)}")
     check_integer("num_kv_heads", num_kv_heads, 1)
@@ -104,7 +107,9 @@ def xqa(
     scale, scale_tensor = q_factor * out_scale * dim**-0.5, q_tensor if kv_tensor is None else kv_tensor
     if q_tensor is not None and kv_tensor is not None:
         scale_tensor = q_tensor * kv_tensor
-    check_scale("rcp_out_scale", rcp_out_scale, None, q.device)
+    if rcp_out_scale.__class__ is not float:
+        rcp_out_scale = real(rcp_out_scale)
+        check_scale("rcp_out_scale", rcp_out_scale, None, q.device)
     if output.dtype == E4M3:
         out_scale *= rcp_out_scale
     serve(_problem(
@@ -118,7 +123,7 @@ def _factor(name: str, value: Any, device: torch.device) -> tuple[float, torch.T
     """(float, tensor) whose product a scale is."""
     if value.__class__ is float:
         return value, None
-    scale, tensor = (1.0, value) if isinstance(value, _Tensor) else (value, None)
+    scale, tensor = factor(value)
     check_scale(name, scale, tensor, device)
     return float(scale), None if tensor is None else tensor.reshape(1)
 

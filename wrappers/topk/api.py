@@ -7,14 +7,15 @@ import torch
 from .. import reference
 from ..plain import traced
 from . import op, plan
-from .checks import DECODING, PAGE_TABLE, PREFILL, RAGGED, TOP_K, Call, TopKTieBreak
+from .checks import DECODING, PAGE_TABLE, PREFILL, RAGGED, TOP_K, Call, TopKTieBreak, each_row, with_ints
 
+_Tensor = torch.Tensor  # a module global: an attribute look-up saved is 20 ns
 _call = Call.__new__  # `_call(Call, ...)` is `Call(...)`, which makes a dict first: 0.4 us of 0.6
 
 
-def _run(call: Call) -> tuple[Any, Any, Any]:
+def serve(call: Call) -> tuple[Any, Any, Any]:
     """(out, values, indices) of a call."""
-    return op.trace(call) if traced(call.scores) else plan.run(call)
+    return op.trace(with_ints(call)) if traced(call.scores) else plan.run(call)
 
 
 def top_k_page_table_transform(
@@ -37,13 +38,13 @@ def top_k_page_table_transform(
         row_starts: int32 (R,), None: 0. page_table_row_starts: int32 (R,), None: row_starts, and with page_size > 1
             required where row_starts is given.
         page_size: a power of two up to 2^30. With 1, entries are copied as they are; else a negative one gives -1.
-        out, out_raw_indices: int32 (R, k), contiguous; the second is filled with x.
+        out, out_raw_indices: int32 (R, k), any row stride that keeps rows apart; the second is filled with x.
 
     -1 also where b or the column lies outside the table. Returns out, int32 (R, k).
     """
     if page_table_row_starts is None and page_size == 1:
         page_table_row_starts = row_starts
-    return _run(_call(
+    return serve(_call(
         Call, PAGE_TABLE, input, k, starts=row_starts, lengths=lengths, out=out, raw=out_raw_indices,
         table=src_page_table, row_to_batch=row_to_batch, table_starts=page_table_row_starts, page_size=page_size,
         tie_break=tie_break,
@@ -65,7 +66,7 @@ def top_k_ragged_transform(
     input (R, L), lengths, row_starts and k as in `top_k_page_table_transform`; offsets int32 (R,), any values (sums
     wrap at 32 bits). Signature: FlashInfer. Returns int32 (R, k).
     """
-    return _run(
+    return serve(
         _call(Call, RAGGED, input, k, starts=row_starts, lengths=lengths, offsets=offsets, tie_break=tie_break)
     )[0]
 
@@ -83,7 +84,7 @@ def top_k(
     input (R, V) as in `top_k_page_table_transform`; k <= V. Order: ascending index, or with sorted=True descending
     value, then ascending index. Signature: FlashInfer.
     """
-    _, values, indices = _run(_call(Call, TOP_K, input, k, tie_break=tie_break))
+    _, values, indices = serve(_call(Call, TOP_K, input, k, tie_break=tie_break))
     if not sorted:
         return values, indices
     order = reference.order_keys(values).sort(dim=1, descending=True, stable=True).indices
@@ -104,11 +105,11 @@ def top_k_per_row_prefill(
 
     Args (FlagGems, vLLM): logits (num_rows, V) fp32, fp16 or bf16, never modified, of strides (stride0, stride1);
     copied first unless stride1 is 1. row_starts, row_ends int32 (num_rows,): the window [start, end), clamped to the
-    row, the start first; no element where end <= start. indices int32 (num_rows, top_k), contiguous. top_k may exceed
-    V.
+    row, the start first; no element where end <= start. indices int32 (num_rows, top_k), any row stride that keeps
+    rows apart. top_k may exceed V.
     """
     layout = (num_rows, stride0, stride1)
-    _run(_call(Call, PREFILL, logits, top_k, starts=row_starts, lengths=row_ends, raw=indices, layout=layout))
+    serve(_call(Call, PREFILL, logits, top_k, starts=row_starts, lengths=row_ends, raw=indices, layout=layout))
 
 
 def top_k_per_row_decode(
@@ -124,7 +125,10 @@ def top_k_per_row_decode(
     """`top_k_per_row_prefill` for next_n rows a request: row r's window is [0, end) with
     end = seq_lens[r // next_n] - next_n + r % next_n + 1, clamped to the row.
 
-    Args (vLLM): seq_lens int32 (num_rows / next_n,), the others as there.
+    Args (vLLM): seq_lens int32 (num_rows / next_n,), or the end of each row itself, (num_rows / next_n, next_n) or
+    (num_rows, 1); the others as there.
     """
+    if (seq_lens.__class__ is _Tensor or isinstance(seq_lens, _Tensor)) and seq_lens.dim() == 2:
+        seq_lens, next_n = each_row(seq_lens, next_n, logits), 1
     layout = (num_rows, stride0, stride1)
-    _run(_call(Call, DECODING, logits, top_k, lengths=seq_lens, raw=indices, next_n=next_n, layout=layout))
+    serve(_call(Call, DECODING, logits, top_k, lengths=seq_lens, raw=indices, next_n=next_n, layout=layout))

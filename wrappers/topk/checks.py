@@ -12,6 +12,7 @@ import torch
 from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS
 
 from ..checks import check_integer, check_last_stride, check_one_of, check_shape, listed
+from ..scalars import integer
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 PAGE_TABLE, RAGGED, TOP_K = "top_k_page_table_transform", "top_k_ragged_transform", "top_k"
@@ -70,6 +71,21 @@ NAMES: dict[str, dict[str, str]] = {
 }
 
 
+def with_ints(call: Call) -> Call:
+    """The call with numpy's integers as Python's."""
+    return call._replace(k=integer(call.k), next_n=integer(call.next_n), page_size=integer(call.page_size))
+
+
+def each_row(seq_lens: torch.Tensor, next_n: Any, logits: Any) -> torch.Tensor:
+    """`seq_lens` of two dimensions, which hold the end of each row of logits, as (rows,): what next_n = 1 means."""
+    if isinstance(logits, torch.Tensor) and logits.dim() == 2:
+        rows, tokens = logits.shape[0], check_integer("next_n", integer(next_n), 1)
+        if seq_lens.shape != (rows, 1) and (rows % tokens or seq_lens.shape != (rows // tokens, tokens)):
+            allowed = f"one a row, ({rows}, 1) or (rows / next_n, next_n), of {rows} rows and next_n {tokens}"
+            raise ValueError(f"seq_lens: shape {tuple(seq_lens.shape)}, must be {allowed}")
+    return seq_lens.contiguous().view(-1)
+
+
 def validate(call: Call) -> None:
     """Raises on the first argument that does not fit."""
     names = NAMES[call.function]
@@ -100,8 +116,7 @@ def validate(call: Call) -> None:
         if value is not None or (field == "raw" and call.function in PER_ROW):
             _integers(name, value, 2, call.scores.device)
             check_shape(name, value, (rows, call.k), "rows, k")
-            if not value.is_contiguous():
-                raise ValueError(f"{name}: strides {value.stride()}, must be contiguous")
+            _apart(name, value)
 
 
 def stated(call: Call) -> None:
@@ -132,12 +147,17 @@ def _scores(name: str, call: Call) -> tuple[int, int]:
         raise ValueError(f"{name}: shape {tuple(scores.shape)}, a row may have {LARGEST} elements")
     if call.function not in PER_ROW:
         check_last_stride(name, scores)
-    reach = 0  # from the first element to the last that the dimensions so far lead to
-    for stride, size in sorted(zip(scores.stride(), scores.shape, strict=True)):
-        if size > 1 and stride <= reach and scores.numel():
-            raise ValueError(f"{name}: strides {scores.stride()} of shape {tuple(scores.shape)}, rows must not overlap")
-        reach += stride * (size - 1)
+    _apart(name, scores)
     return scores.shape[0], scores.shape[1]
+
+
+def _apart(name: str, t: torch.Tensor) -> None:
+    """Raises where two elements of a matrix share memory."""
+    reach = 0  # from the first element to the last that the dimensions so far lead to
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1 and stride <= reach and t.numel():
+            raise ValueError(f"{name}: strides {t.stride()} of shape {tuple(t.shape)}, rows must not overlap")
+        reach += stride * (size - 1)
 
 
 def _integers(name: str, value: Any, ndim: int, device: torch.device) -> None:

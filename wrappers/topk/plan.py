@@ -11,7 +11,7 @@ from cute_kernels.topk.args import TopKArgs
 from cute_kernels.topk.problem import Problem
 
 from .. import machine, reference
-from .checks import DTYPES, PER_ROW, TOP_K, WINDOWS, Call, TopKTieBreak, validate
+from .checks import DTYPES, PER_ROW, TOP_K, WINDOWS, Call, TopKTieBreak, validate, with_ints
 
 AT = TopKArgs(*range(len(TopKArgs._fields)))  # where a launch takes what
 _SCORES, _STARTS, _LENGTHS, _OUT, _RAW, _VALUES, _INDICES, _TABLE = AT[:8]
@@ -49,8 +49,8 @@ def run(call: Call) -> tuple[Any, Any, Any]:
                 None if table is None else (table.shape, table.dtype),
                 None if row_to_batch is None else (row_to_batch.numel(), row_to_batch.dtype),
                 None if table_starts is None else (table_starts.numel(), table_starts.dtype),
-                None if out is None else (out.shape, out.is_contiguous()),
-                None if raw is None else (raw.shape, raw.is_contiguous()),
+                None if out is None else (out.shape, out.is_contiguous() or out.stride()),
+                None if raw is None else (raw.shape, raw.is_contiguous() or raw.stride()),
             )
         key = (
             function, scores.get_device(), scores.dtype, scores.shape, scores.is_contiguous() or scores.stride(),
@@ -60,9 +60,10 @@ def run(call: Call) -> tuple[Any, Any, Any]:
         )  # fmt: skip
         plan = here.plans.get(key)
     except (AttributeError, TypeError):
-        validate(call)
+        validate(with_ints(call))
         raise
     if plan is None:
+        call = with_ints(call)
         validate(call)
         facts = here.facts(scores.device)
         plan = plan_for(call, facts)
@@ -99,9 +100,15 @@ def run(call: Call) -> tuple[Any, Any, Any]:
         if plan.rows:
             plan.fn(*flat)
     except Exception:
-        validate(call)  # says which argument was refused
+        validate(with_ints(call))  # says which argument was refused
         raise
     return out, values, indices
+
+
+def facts_of(call: Call, sms: int) -> Problem:
+    """What a valid call asks of a kernel on a GPU of so many SMs."""
+    rows, width = call.scores.shape
+    return Problem(DTYPES[call.scores.dtype], rows, width, call.k, sms)
 
 
 def plan_for(call: Call, facts: tuple[str, int] | None) -> Plan:
@@ -112,7 +119,7 @@ def plan_for(call: Call, facts: tuple[str, int] | None) -> Plan:
     given: Callable[[torch.Tensor], Any] = lambda tensor: tensor  # noqa: E731
     if facts is not None:
         arch, sms = facts
-        op, spec = dispatch.select(Problem(DTYPES[scores.dtype], rows, width, k, sms), arch)
+        op, spec = dispatch.select(facts_of(call, sms), arch)
         fn, given = machine.current.kernel(op, spec, arch), machine.current.argument
 
     def empty(dtype: torch.dtype, *shape: int) -> Any:

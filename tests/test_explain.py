@@ -1,0 +1,150 @@
+"""`explain`: what it says of a call is what the call does, which it does not make."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+import wrappers
+from bench.cases import topk as topk_cases
+from cute_kernels import manifest
+from cute_kernels.topk import dispatch as topk_dispatch
+from tests.fake_machine import FakeMachine
+from tests.test_signatures import UPSTREAM, inputs_of, same
+from wrappers import explain, machine
+from wrappers.explanation import FUNCTIONS, SMS
+
+ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+NAMES = [function.__name__ for function in FUNCTIONS]
+
+
+def cases_of(name):
+    """Good calls of a function, of several kernels."""
+    inputs = inputs_of(name)
+    yield inputs
+    if name in topk_cases.FUNCTIONS:
+        plain = topk_cases.PLAIN[name]
+        for dtype, rows, width in (("bf16", 3, 300_000), ("fp32", 600, 20_000), ("fp32", 6, 70_000)):
+            change = {"dtype": dtype, "rows": rows, "width": width}
+            yield topk_cases.make_inputs(replace(plain, data="constant", **change))
+    elif name == "xqa":
+        yield inputs | {"sliding_win_size": 3}
+    else:
+        yield inputs | {"logits_soft_cap": 4.0}
+
+
+def untouched(inputs):
+    """Copies of the tensors of a call."""
+    return [t.clone() for t in inputs.values() if isinstance(t, torch.Tensor)]
+
+
+def test_every_public_function_is_explained():
+    others = {"Explanation", "FP4Tensor", "TopKTieBreak", "explain", "nvfp4_dequantize", "nvfp4_quantize"}
+    assert set(wrappers.__all__) - others == set(NAMES) == set(UPSTREAM)
+    assert all(getattr(wrappers, name) is function for name, function in zip(NAMES, FUNCTIONS, strict=True))
+
+
+@pytest.mark.parametrize("name, arch", [*product(NAMES, ARCHS)])
+def test_what_is_said_is_what_runs(name, arch):
+    """On a machine of that architecture, and of tensors on the CPU without one."""
+    ran = []
+    fake = FakeMachine(lambda op, spec: lambda *args: ran.append(f"{op} {spec.name}"), arch, SMS[arch])
+    for inputs in cases_of(name):
+        before = untouched(inputs)
+        said = explain(function=getattr(wrappers, name), arch=arch, **inputs)
+        with machine.override(fake):
+            assert explain(function=getattr(wrappers, name), **inputs) == said
+            assert all(map(same, untouched(inputs), before)) and not fake.plans and not ran
+            if said.runs is None:
+                with pytest.raises(NotImplementedError, match=arch):
+                    getattr(wrappers, name)(**inputs)
+                assert name == NAMES[0] and arch != "sm_90a"
+                continue
+            getattr(wrappers, name)(**inputs)
+            fake.plans.clear()
+        assert [said.runs] == ran and said.found
+        ran.clear()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_cpu_runs_the_reference(name):
+    said = explain(function=getattr(wrappers, name), **inputs_of(name))
+    assert said.runs.startswith("reference") and said.found is None
+    assert said.refused and all(why == "device cpu" for _, why in said.refused)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_architecture_without_kernels(name):
+    said = explain(function=getattr(wrappers, name), arch="sm_80", **inputs_of(name))
+    assert said.runs is None and said.found is None and "sm_80: needs sm_90a" in str(said)
+    assert str(said).startswith("runs: nothing\nrefused: ")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bad_arguments_are_refused_as_the_function_does(name):
+    inputs = inputs_of(name)
+    first = UPSTREAM[name].split()[0]
+    for change in ({first: None}, {first: inputs[first].double()}, {"unknown": 1}):
+        with pytest.raises(TypeError) as expected:
+            getattr(wrappers, name)(**inputs | change)
+        for arch in (None, "sm_90a"):
+            with pytest.raises(TypeError) as error:
+                explain(function=getattr(wrappers, name), arch=arch, **inputs | change)
+            assert str(error.value) == str(expected.value)
+
+
+def test_the_context_function_is_asked_by_position():
+    inputs = inputs_of(NAMES[0])
+    args = [inputs.pop(name) for name in UPSTREAM[NAMES[0]].split()[:13]]
+    assert explain(*args, **inputs, arch="sm_90a").runs.startswith("attention.sm90 bf16_d64")
+
+
+def test_other_functions_are_refused():
+    with pytest.raises(TypeError, match="^function: nvfp4_quantize, must be one of trtllm_batch_context.*, top_k,"):
+        explain(torch.zeros(1, 16), function=wrappers.nvfp4_quantize)
+
+
+def test_sms_decide_what_top_k_runs():
+    inputs = topk_cases.make_inputs(topk_cases.TopKCase(topk_cases.TOP_K, rows=130, width=30_000, data="constant"))
+    said = [explain(function=wrappers.top_k, arch="sm_90a", sms=sms, **inputs).runs for sms in (None, 132, 78)]
+    plans = [topk_dispatch.candidate(topk_dispatch.Problem("fp32", 130, 30_000, 7, sms)) for sms in (132, 132, 78)]
+    assert said == [f"topk.radix {plan.name}" for plan in plans] and said[1] != said[2]
+    with pytest.raises(ValueError, match="sms: 0"):
+        explain(function=wrappers.top_k, arch="sm_90a", sms=0, **inputs)
+
+
+def test_what_kernels_ask_of_tensors_is_said():
+    """No kernel takes the sign of scores the other way round."""
+    said = explain(**inputs_of(NAMES[0]) | {"bmm1_scale": -1.0}, arch="sm_90a")
+    assert said.runs is None and "bmm1_scale: -1.0" in dict(said.refused)["attention.sm90"]
+
+
+# ---- where a kernel is found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_where_a_kernel_is_found(monkeypatch, tmp_path, name):
+    """In a bundle, or to be compiled, or nowhere, and then which command builds it."""
+    inputs, function = inputs_of(name), getattr(wrappers, name)
+    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(tmp_path))
+    monkeypatch.setenv("CUTE_KERNELS_JIT", "1")
+    said = explain(function=function, arch="sm_90a", **inputs)
+    assert said.found == "to be compiled at its first call"
+    monkeypatch.setenv("CUTE_KERNELS_JIT", "0")
+    missing = explain(function=function, arch="sm_90a", **inputs)
+    label = "/".join(said.runs.split())
+    assert missing.runs == said.runs and f"no bundle in {tmp_path}" in missing.found
+    assert f"build --arch sm_90a --only {label}" in missing.found
+    op, kernel = said.runs.split()
+    shipped = [*wrappers.explanation.dispatch.shipped("sm_90a"), *topk_dispatch.shipped("sm_90a")]
+    (spec,) = (spec for other, spec in shipped if (other, spec.name) == (op, kernel))
+    tools = {"dsl": "0", "cuda": "0", "settings": {}}
+    entry = {"op": op, "spec": manifest.to_json(spec), "key": manifest.key(op, spec, "sm_90a", tools)}
+    bundle = tmp_path / "sm_90a"
+    bundle.mkdir()
+    (bundle / "a.so").touch()
+    manifest.write(bundle, manifest.Manifest("sm_90a", tools, {"a": {"file": "a.so", "sha256": ""}}, {}, [entry]))
+    served = explain(function=function, arch="sm_90a", **inputs)
+    assert served.found == f"bundle {bundle}"
+    assert f"{served}\n".startswith(f"runs: {said.runs}\nfound: bundle {bundle}\n")

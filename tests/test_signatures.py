@@ -1,0 +1,195 @@
+"""Signatures: upstream's names at upstream's positions, what is ours by keyword only, and what arguments may be."""
+
+import inspect
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import wrappers
+from bench.cases import attention as cases
+from bench.cases import topk as topk_cases
+from tests.test_decode_wrapper import xqa_inputs
+from tests.test_prefill_wrapper import here, launches  # noqa: F401 - fixtures
+from wrappers import trtllm_batch_context_with_kv_cache as context
+from wrappers import trtllm_batch_decode_with_kv_cache as decode
+from wrappers import xqa
+
+PLAIN = replace(cases.EDGE["plain"], q_lens=(1, 2), kv_lens=(9, 40))
+
+# FlashInfer 0.7.2, but for the last two: vLLM, which calls them by position.
+UPSTREAM = {
+    "trtllm_batch_context_with_kv_cache": """
+        query kv_cache workspace_buffer block_tables seq_lens max_q_len max_kv_len bmm1_scale bmm2_scale batch_size
+        cum_seq_lens_q cum_seq_lens_kv window_left out out_dtype o_sf_scale o_sf_vec_size kv_layout enable_pdl sinks
+        kv_cache_sf skip_softmax_threshold_scale_factor uses_shared_paged_kv_idx causal lse return_lse
+        multi_ctas_kv_counter_buffer use_fp16_softmax uses_spcompress backend""",
+    "trtllm_batch_decode_with_kv_cache": """
+        query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale bmm2_scale window_left out
+        out_dtype o_sf_scale o_sf_vec_size sinks kv_layout enable_pdl backend q_len_per_req o_scale mask max_q_len
+        cum_seq_lens_q skip_softmax_threshold_scale_factor kv_cache_sf uses_shared_paged_kv_idx lse return_lse
+        bmm1_scale_log2 multi_ctas_kv_counter_buffer enable_block_sparse_attention cp_world cp_rank
+        causal_seqlens_kv_global bf16q_fp8kv_transform_mode request_order request_order_plan""",
+    "xqa": """
+        q k_cache v_cache page_table seq_lens output workspace_buffer semaphores num_kv_heads page_size sinks q_scale
+        kv_scale sliding_win_size kv_layout sm_count enable_pdl rcp_out_scale q_seq_len mask""",
+    "top_k": "input k sorted deterministic tie_break dsa_graph_safe",
+    "top_k_page_table_transform": """
+        input src_page_table lengths k row_to_batch deterministic tie_break dsa_graph_safe row_starts
+        page_table_row_starts""",
+    "top_k_ragged_transform": "input offsets lengths k deterministic tie_break dsa_graph_safe row_starts",
+    "top_k_per_row_prefill": "logits row_starts row_ends indices num_rows stride0 stride1 top_k",
+    "top_k_per_row_decode": "logits next_n seq_lens indices num_rows stride0 stride1 top_k",
+}
+KEYWORDS = {  # upstream's, by keyword only
+    "xqa": {"q_cu_seq_lens", "k_sf_cache", "v_sf_cache"},
+    "top_k_page_table_transform": {"page_size", "out", "out_raw_indices"},
+}
+
+
+def inputs_of(function):
+    """Keyword arguments of a good call."""
+    if function == "xqa":
+        return xqa_inputs()[0]
+    if function in topk_cases.FUNCTIONS:
+        return topk_cases.make_inputs(topk_cases.PLAIN[function])
+    inputs = cases.make_inputs(PLAIN)
+    return inputs if function == context.__name__ else cases.as_decode(inputs)
+
+
+def results(function, args, kwargs):
+    """What a call returned and wrote."""
+    given = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
+    returned = getattr(wrappers, function)(*args, **kwargs)
+    found = returned if isinstance(returned, tuple) else () if returned is None else (returned,)
+    return [t.clone() for t in (*found, *given)]
+
+
+def same(a, b):
+    """Equal bits."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("function", UPSTREAM)
+def test_positions_are_upstreams(function):
+    parameters = inspect.signature(getattr(wrappers, function)).parameters.values()
+    by_position = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
+    assert by_position == UPSTREAM[function].split()
+    others = {p.name for p in parameters if p.name not in by_position}
+    assert others >= KEYWORDS.get(function, set())
+    assert all(p.kind == p.KEYWORD_ONLY and p.default is not p.empty for p in parameters if p.name in others)
+
+
+@pytest.mark.parametrize("function", UPSTREAM)
+def test_a_call_through_every_position(function):
+    inputs, names = inputs_of(function), UPSTREAM[function].split()
+    want = results(function, (), {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in inputs.items()})
+    parameters = inspect.signature(getattr(wrappers, function)).parameters
+    args = [inputs.pop(name, parameters[name].default) for name in names]
+    got = results(function, args, inputs)
+    assert len(got) == len(want) and all(any(same(a, b) for b in want) for a in got)
+
+
+# ---- hints, and what is refused but for its default
+
+BUFFER = torch.zeros(8, dtype=torch.int32)
+HINTS = [
+    (context, {"multi_ctas_kv_counter_buffer": BUFFER}), (context, {"backend": "trtllm-gen"}),
+    (context, {"backend": "cake"}), (decode, {"multi_ctas_kv_counter_buffer": BUFFER}), (decode, {"backend": "cake"}),
+    (decode, {"enable_block_sparse_attention": False, "cp_world": 1, "cp_rank": 0}),
+    (decode, {"bf16q_fp8kv_transform_mode": "k_only"}), (decode, {"bf16q_fp8kv_transform_mode": "separate_kv"}),
+    (decode, {"request_order": BUFFER, "request_order_plan": object()}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function, hint", HINTS, ids=lambda x: "-".join(x) if isinstance(x, dict) else x.__name__)
+def test_hints_change_nothing(function, hint):
+    want = results(function.__name__, (), inputs_of(function.__name__))
+    got = results(function.__name__, (), inputs_of(function.__name__) | hint)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    assert not BUFFER.any()
+
+
+REFUSED = [
+    (context, {"backend": "fa3"}, KeyError, "backend: 'fa3', must be one of auto, xqa, trtllm-gen, cake"),
+    (decode, {"enable_block_sparse_attention": True}, NotImplementedError,
+     "enable_block_sparse_attention: True, must be False"),
+    (decode, {"enable_block_sparse_attention": "no"}, TypeError, "enable_block_sparse_attention: 'no', must be a bool"),
+    (decode, {"cp_world": 2}, NotImplementedError, "cp_world: 2, must be 1"),
+    (decode, {"cp_rank": 1}, NotImplementedError, "cp_rank: 1, must be 0"),
+    (decode, {"causal_seqlens_kv_global": BUFFER}, NotImplementedError,
+     "causal_seqlens_kv_global: a Tensor, must be None"),
+    (decode, {"bf16q_fp8kv_transform_mode": "both"}, ValueError,
+     "bf16q_fp8kv_transform_mode: 'both', must be one of None, k_only, separate_kv"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function, change, error, message", REFUSED)
+def test_what_would_change_results_is_refused(launches, function, change, error, message):  # noqa: F811
+    """With a plan of the good call, too."""
+    inputs = inputs_of(function.__name__)
+    for _ in range(2):
+        with pytest.raises(error, match=f"^{message}"):
+            function(**inputs | change)
+        assert not launches
+        function(**inputs)
+        launches.clear()
+
+
+# ---- numbers
+
+ONE = {"window_left": np.int64(3), "bmm1_scale": np.float32(0.25), "bmm2_scale": np.float16(0.5)}
+NUMBERS = [
+    (context, {**ONE, "max_q_len": np.int32(2), "batch_size": np.int64(2), "logits_soft_cap": np.float32(4)}),
+    (decode, {**ONE, "max_q_len": np.int64(2), "logits_soft_cap": np.float32(4),
+              "skip_softmax_threshold_scale_factor": np.float32(0.5)}),
+    (decode, {"max_q_len": None, "cum_seq_lens_q": None, "q_len_per_req": np.int64(2), "o_scale": np.float32(2)}),
+    (xqa, {"num_kv_heads": np.int64(2), "page_size": np.int32(16), "sliding_win_size": np.int64(3),
+           "q_seq_len": np.uint8(1), "q_scale": np.float32(0.25), "kv_scale": np.float16(0.5),
+           "rcp_out_scale": np.float32(1)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("function, numbers", NUMBERS, ids=lambda x: "" if isinstance(x, dict) else x.__name__)
+def test_numbers_of_numpy(request, launched, function, numbers):
+    """As Python's own, without a launch and with one, whose arguments are Python's."""
+    seen = request.getfixturevalue("launches") if launched else []
+    inputs = inputs_of(function.__name__)
+    if "q_len_per_req" in numbers:
+        inputs = cases.as_decode(cases.make_inputs(replace(PLAIN, q_lens=(2, 2))))
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in numbers.items()}
+    want = results(function.__name__, (), inputs | plain)
+    for _ in range(2):  # a new plan, perhaps, then the same one
+        got = results(function.__name__, (), inputs | numbers)
+        assert all(map(same, got, want)) and len(got) == len(want)
+    if launched:
+        assert len(seen) == 3
+        assert not any(isinstance(value, np.generic) for launch in seen for value in vars(launch).values())
+
+
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("function", [context, decode])
+def test_a_window_of_none_is_off(request, launched, function):
+    if launched:
+        request.getfixturevalue("launches")
+    inputs = inputs_of(function.__name__)
+    want = results(function.__name__, (), inputs | {"window_left": -1})
+    assert torch.equal(results(function.__name__, (), inputs | {"window_left": None})[0], want[0])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"max_q_len": 2.0}, "max_q_len: 2.0"), ({"max_q_len": True}, "max_q_len: True"),
+        ({"max_q_len": torch.tensor(2)}, "max_q_len: tensor"), ({"window_left": np.float32(3)}, "window_left: "),
+        ({"window_left": np.bool_(True)}, "window_left: "), ({"bmm1_scale": True}, "bmm1_scale: True"),
+        ({"bmm2_scale": "1"}, "bmm2_scale: '1'"), ({"bmm1_scale": np.ones(1)}, "bmm1_scale: "),
+        ({"logits_soft_cap": "4"}, "logits_soft_cap: '4'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_such_number_is_refused(change, message):
+    for function in (context, decode):
+        with pytest.raises(TypeError, match=f"^{message}"):
+            function(**inputs_of(function.__name__) | change)

@@ -1,0 +1,128 @@
+"""What serves a call, and where that is found, without making the call."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, NoReturn
+
+from cute_kernels.attention import dispatch
+from cute_kernels.topk import dispatch as topk_dispatch
+
+from . import machine, runtime, topk
+from .attention import checks, plan, trtllm, xqa
+from .attention.problem import Problem
+from .checks import check_integer, listed
+from .topk import checks as topk_checks
+from .topk import plan as topk_plan
+from .topk.checks import Call
+
+FUNCTIONS: tuple[FunctionType, ...] = (
+    trtllm.trtllm_batch_context_with_kv_cache,
+    trtllm.trtllm_batch_decode_with_kv_cache,
+    xqa.xqa,
+    topk.top_k,
+    topk.top_k_page_table_transform,
+    topk.top_k_ragged_transform,
+    topk.top_k_per_row_prefill,
+    topk.top_k_per_row_decode,
+)  # type: ignore[assignment]
+SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}  # of a GPU that is not there: H200, B200, B300
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What serves a call: `runs`, a kernel or the reference (None: nothing); for each kernel that does not, why.
+
+    found: where that kernel is: the folder of a bundle, "to be compiled at its first call", or that it is in no bundle
+    here and which command builds it; None where no kernel runs.
+    """
+
+    runs: str | None
+    refused: tuple[tuple[str, str], ...]
+    found: str | None = None
+
+    def __str__(self) -> str:
+        lines = [f"runs: {self.runs or 'nothing'}", *([f"found: {self.found}"] if self.found else [])]
+        return "\n".join([*lines, *(f"refused: {name}: {why}" for name, why in self.refused)])
+
+
+class _Asked(Exception):
+    """Carries what an adapter would serve."""
+
+
+def _ask(asked: Any) -> NoReturn:
+    raise _Asked(asked)
+
+
+def problem_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a public function asks with these arguments, unchecked: a `Problem`, or top-k's `Call`. The function's own
+    code, whose last step, `serve`, is another here: it costs calls nothing, and nothing is launched or written."""
+    if function not in FUNCTIONS:
+        names = listed(f.__name__ for f in FUNCTIONS)
+        raise TypeError(f"function: {getattr(function, '__name__', function)}, must be one of {names}")
+    assert isinstance(function, FunctionType)
+    scope = function.__globals__ | {"serve": _ask}
+    asks = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+    asks.__kwdefaults__ = function.__kwdefaults__
+    try:
+        asks(*args, **kwargs)
+    except _Asked as found:
+        return found.args[0]
+    raise AssertionError(f"{function.__name__} does not end in serve")
+
+
+def explain(
+    *args: Any,
+    function: Callable[..., Any] = trtllm.trtllm_batch_context_with_kv_cache,
+    arch: str | None = None,
+    sms: int | None = None,
+    **kwargs: Any,
+) -> Explanation:
+    """Which kernel would serve a public function of attention or top-k called with these arguments, and where it is
+    found; raises as the function does on bad ones. Launches, writes, loads and compiles nothing.
+
+    arch, sms: of the GPU, "sm_90a" and how many SMs, which top-k's choice depends on; tensors may then be on the CPU.
+    None: those of the tensors' device, else an H200's, B200's or B300's SMs.
+    """
+    asked = problem_of(function, *args, **kwargs)
+    attention = isinstance(asked, Problem)
+    if attention:
+        checks.validate(asked)
+        device = asked.q.device
+    else:
+        asked = topk_checks.with_ints(asked)
+        topk_checks.validate(asked)
+        device = asked.scores.device
+    known, count = machine.current.facts(device) or (None, None)
+    arch = known if arch is None else arch
+    if arch is None:
+        ops = dispatch.OPS if attention else topk_dispatch.KERNELS
+        name = "reference (torch, fp32)" if attention else "reference (torch)"
+        return Explanation(name, tuple((op, f"device {device}") for op in ops))
+    if sms is None:
+        sms = count if count is not None and arch == known else SMS.get(arch, SMS["sm_90a"])
+    answers = _attention(asked, arch) if attention else _top_k(asked, arch, check_integer("sms", sms, 1))
+    refused = tuple((op, str(reason)) for op, _, reason in answers if reason is not None)
+    for op, spec, reason in answers:
+        if reason is None:
+            return Explanation(f"{op} {spec.name}", refused, runtime.where(op, spec, arch))
+    return Explanation(None, refused)
+
+
+def _attention(p: Problem, arch: str) -> list[tuple[str, Any, Any]]:
+    """(op, spec, None or why it refuses) of every op."""
+    answers = []
+    for op, spec, reason in dispatch.explain(plan.facts_of(p), arch):
+        why: Any = reason
+        if reason is None:
+            try:
+                checks.kernel_tensors(p)
+            except NotImplementedError as error:
+                why = error
+        answers.append((op, spec, why))
+    return answers
+
+
+def _top_k(call: Call, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
+    """The same of top-k."""
+    return [*topk_dispatch.explain(topk_plan.facts_of(call, sms), arch)]
