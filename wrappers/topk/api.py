@@ -1,20 +1,15 @@
 """The public signatures of top-k; what they promise is said in the package."""
 
-from typing import Any
-
 import torch
 
 from .. import reference
-from ..plain import traced
-from . import op, plan
+from . import op
 from .checks import DECODING, PAGE_TABLE, PREFILL, RAGGED, TOP_K, Call, TopKTieBreak
 
 _call = Call.__new__  # `_call(Call, ...)` is `Call(...)`, which makes a dict first: 0.4 us of 0.6
 
 
-def _run(call: Call) -> tuple[Any, Any, Any]:
-    """(out, values, indices) of a call."""
-    return op.trace(call) if traced(call.scores) else plan.run(call)
+_run = op.serve
 
 
 def top_k_page_table_transform(
