@@ -121,12 +121,14 @@ def operators(graph):
 
 
 class Seen(TorchDispatchMode):
+    """calls: (operator, positional arguments, others) of each."""
+
     def __init__(self):
         super().__init__()
-        self.operators = []
+        self.calls = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.operators.append(function)
+        self.calls.append((function, args, kwargs or {}))
         return function(*args, **(kwargs or {}))
 
 
@@ -185,7 +187,7 @@ def functionalized(function, inputs):
 def watched(function, inputs):
     with Seen() as seen:
         found = results(function, inputs)
-    assert sum(operator in OPERATORS for operator in seen.operators) == 1 and len(seen.operators) < 50
+    assert sum(operator in OPERATORS for operator, _, _ in seen.calls) == 1 and len(seen.calls) < 50
     return found
 
 
@@ -291,6 +293,23 @@ def test_later_launches_are_given_nothing_of_it(how, name):
     assert {n: looks(n, v) for n, v in launch.items() if n not in apart} == {
         n: looks(n, v) for n, v in want[2].items() if n not in apart
     }
+
+
+def test_functionalize_writes_to_what_was_given():
+    function, inputs = CALLS["context, outputs given"]()
+    functionalized(function, inputs)
+    assert bits([inputs["out"], inputs["lse"]]) == bits(results(*CALLS["context, outputs given"]())[-2:])
+
+
+@pytest.mark.parametrize("name", ["decode, drafts", "decode, nvfp4", "xqa", "page table, new", "top_k_per_row_decode"])
+def test_opcheck(name):
+    with Seen() as seen:
+        results(*CALLS[name]())
+    ((operator, args, given),) = [call for call in seen.calls if call[0] in OPERATORS]
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if "nvfp4" not in name:  # torch compares no e4m3 on the CPU
+        checks.append("test_schema")
+    torch.library.opcheck(operator, args, given, test_utils=checks)
 
 
 @pytest.mark.parametrize("name", SOME)
