@@ -1,4 +1,8 @@
-"""torch-facing public functions: signatures, validation, the reference, and the way to compiled kernels."""
+"""torch-facing public functions: signatures, validation, the reference, and the way to compiled kernels.
+
+Nothing here has a backward. In grad mode, queries, caches, sinks and scores that require grad are refused with a
+RuntimeError; other arguments are taken as constants. Under torch.no_grad() and inference_mode() they may be parameters.
+"""
 
 from .attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from .attention.xqa import xqa

@@ -92,6 +92,7 @@ def unpack(data: torch.Tensor) -> torch.Tensor:
     return torch.stack([data & 15, data >> 4], dim=-1).flatten(-2)
 
 
+@torch.no_grad()
 def nvfp4_quantize(x: torch.Tensor, global_scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """x (..., D), D % 16 == 0 -> packed data (..., D / 2) uint8, linear scales (..., D / 16) e4m3.
 
@@ -107,6 +108,7 @@ def nvfp4_quantize(x: torch.Tensor, global_scale: float = 1.0) -> tuple[torch.Te
     return pack(codes.flatten(-2)), scales
 
 
+@torch.no_grad()
 def nvfp4_dequantize(data: torch.Tensor, scales: torch.Tensor, global_scale: float = 1.0) -> torch.Tensor:
     """data (..., D / 2), linear scales (..., D / 16) -> fp32 (..., D): code * sf / global_scale."""
     grid = torch.tensor(GRID + tuple(-x for x in GRID), dtype=torch.float32, device=data.device)

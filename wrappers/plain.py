@@ -1,9 +1,14 @@
-"""Which calls may go straight to a kernel."""
+"""Which calls may go straight to a kernel, and how the others call its torch operator."""
+
+from typing import Any
 
 import torch
+from torch._C._functorch import TransformType
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch as _modes_before_dispatch
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # module globals: an attribute look-up saved is 20 ns
 _modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _Tensor = torch.Tensor
 
@@ -13,7 +18,29 @@ def traced(tensor: object) -> bool:
     vmap and its like), or the tensor has no memory of its own (fake, functional, proxy). 0.1 us."""
     if _is_dynamo_compiling():  # first, and apart: torch.compile sees no further
         return True
-    if tensor.__class__ is _Tensor and not _modes() and _transform() is None:
+    if tensor.__class__ is _Tensor and not _modes() and _transform() is None and not _function_modes():
         return False
     special = isinstance(tensor, _Tensor) and not isinstance(tensor, (torch.nn.Parameter, torch.nn.Buffer))
-    return special or bool(_modes()) or _transform() is not None
+    return special or bool(_modes()) or _transform() is not None or bool(_modes_before_dispatch())
+
+
+def write(operator: torch._ops.OpOverload, **given: Any) -> None:
+    """Call an operator that writes to some of its arguments and returns nothing. torch.func.functionalize, which has no
+    rule for such, gets what torch.compile makes of it: an operator that returns what is written."""
+    transform = None if _is_dynamo_compiling() else _transform()
+    if transform is None or transform.key() != TransformType.Functionalize:
+        operator(**given)
+        return
+    from torch._higher_order_ops.auto_functionalize import auto_functionalized, get_mutable_args
+
+    names, _ = get_mutable_args(operator)
+    for name, written in zip(names, auto_functionalized(operator, **given)[-len(names) :], strict=True):
+        if written is not None:
+            given[name].copy_(written)
+
+
+def no_backward(name: str) -> RuntimeError:
+    """What a call in grad mode raises on an argument that requires grad."""
+    return RuntimeError(
+        f"{name}: requires grad, and this function has no backward: call it under torch.no_grad(), or detach {name}"
+    )

@@ -428,7 +428,6 @@ def _refusals(function: str) -> dict[str, Any]:
         "scores None": ({scores: None}, TypeError, f"{scores}: NoneType"),
         "scores rank": ({scores: torch.zeros(3)}, ValueError, rf"{scores}: shape \(3,\)"),
         "scores dtype": ({scores: torch.zeros(3, 50).double()}, TypeError, f"{scores}: dtype torch.float64"),
-        "scores device": ({scores: torch.zeros(3, 50, device="meta")}, ValueError, f"{scores}: device meta"),
         "k type": ({k: 7.0}, TypeError, f"{k}: 7.0"),
         "k bool": ({k: True}, TypeError, f"{k}: True"),
         "k 0": ({k: 0}, ValueError, f"{k}: 0"),
@@ -437,6 +436,9 @@ def _refusals(function: str) -> dict[str, Any]:
     per_row = {PAGE_TABLE: ["lengths"], RAGGED: ["lengths", "offsets"], TOP_K: []}.get(function, [])
     per_row += {PREFILL: ["row_starts", "row_ends"], DECODE: ["seq_lens"]}.get(function, [])
     optional = {PAGE_TABLE: ["row_to_batch", "row_starts", "page_table_row_starts"], RAGGED: ["row_starts"]}
+    if per_row:
+        scores_there = {scores: torch.zeros(3, 50, device="meta")}
+        bad["scores device"] = scores_there, ValueError, f"{per_row[0]}: device cpu, must be that of the scores, meta"
     for name in per_row:
         bad[f"{name} None"] = ({name: None}, TypeError, f"{name}: NoneType")
     for name in per_row + optional.get(function, []):

@@ -33,7 +33,7 @@ def validate(p: Problem) -> None:
     """Raises on the first argument that does not fit."""
     name = names_of(p)
     q = check_tensor(name("q"), p.q, 3, None)
-    if q.device.type not in ("cpu", "cuda"):
+    if q.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name('q')}: device {q.device}, must be cpu or cuda")
     check_one_of(f"{name('q')}: dtype", q.dtype, (torch.bfloat16, torch.float16, E4M3))
     check_last_stride(name("q"), q)

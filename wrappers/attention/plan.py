@@ -261,18 +261,26 @@ def run(p: Problem) -> Any:
 
 
 def run_reference(p: Problem) -> Any:
-    """The valid problem in fp32 torch on its own device, written to out and lse. Skip-softmax leaves out nothing."""
-    o, lse = reference.paged_attention(p)
-    out: Any = p.out
-    dtype: Any = p.result_dtype
-    if isinstance(out, FP4Tensor):
-        out = FP4Tensor(out.data, out.scale, out.scale_start_index, tuple(o.shape))
-    elif out is None and isinstance(dtype, str):
-        out = fp4.empty(tuple(o.shape), o.device)
-    elif out is None:
-        out = torch.empty(o.shape, dtype=dtype, device=o.device)
-    reference.store(o, out, p.out_sf_scale)
-    if p.lse is not None:
-        p.lse.copy_(lse)
-        lse = p.lse
+    """The valid problem in fp32 torch on its own device, written to out and lse; of meta tensors, the outputs.
+    Skip-softmax leaves out nothing."""
+    out, lse = outputs(p)
+    if not p.q.is_meta:
+        with torch.no_grad(), torch.autocast(p.q.device.type, enabled=False):
+            o, found = reference.paged_attention(p)
+            reference.store(o, out, p.out_sf_scale)
+            if lse is not None:
+                lse.copy_(found)
     return (out, lse) if p.return_lse else out
+
+
+def outputs(p: Problem) -> tuple[Any, torch.Tensor | None]:
+    """(out, lse) of a call, new where its caller gave none; lse is None where nobody wants it."""
+    out: Any = p.out
+    shape, dtype, lse = (p.q.shape[0], p.q.shape[1], p.dim_vo), p.result_dtype, p.lse
+    if isinstance(out, FP4Tensor):
+        out = FP4Tensor(out.data, out.scale, out.scale_start_index, shape)
+    elif out is None:
+        out = fp4.empty(shape, p.q.device) if isinstance(dtype, str) else p.q.new_empty(shape, dtype=dtype)
+    if lse is None and p.return_lse:
+        lse = p.q.new_empty(shape[:2], dtype=torch.float32)
+    return out, lse

@@ -137,11 +137,11 @@ def _tokens(
     if ragged:
         shape, fits = "(tokens, heads, head_dim) with q_cu_seq_lens", q.dim() == 3
     elif drafts:
-        shape, fits = f"(batch, beam width 1, q_seq_len {most}, heads, head_dim)", q.dim() == 5 and q.shape[2] == most
+        shape, fits = "(batch, beam width 1, q_seq_len {}, heads, head_dim)", q.dim() == 5 and q.shape[2] == most
     else:
         shape, fits = "(batch, beam width 1, heads, head_dim)", q.dim() == 4
     if not fits or not ragged and q.shape[1] != 1:
-        raise ValueError(f"q: shape {tuple(q.shape)}, must be {shape}")
+        raise ValueError(f"q: shape {tuple(q.shape)}, must be {shape.format(most)}")
     if output.shape != q.shape:
         check_shape("output", output, tuple(q.shape), "that of q")
     check_one_of("output: dtype", output.dtype, (q.dtype, E4M3))

@@ -82,8 +82,10 @@ def page_entries(index: torch.Tensor, args: TopKArgs) -> torch.Tensor:
 
 
 def top_k_rows(*flat: Any) -> None:
-    """What a kernel does with the same arguments, those of `TopKArgs`."""
+    """What a kernel does with the same arguments, those of `TopKArgs`; nothing, of meta tensors."""
     args = TopKArgs(*flat)
+    if args.scores.is_meta:
+        return
     index = select(args)
     if len(args.out):
         if len(args.table):

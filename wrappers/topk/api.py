@@ -1,21 +1,13 @@
 """The public signatures of top-k; what they promise is said in the package."""
 
-from typing import Any
-
 import torch
 
 from .. import reference
-from ..plain import traced
-from . import op, plan
-from .checks import DECODING, PAGE_TABLE, PREFILL, RAGGED, TOP_K, Call, TopKTieBreak, each_row, with_ints
+from .checks import DECODING, PAGE_TABLE, PREFILL, RAGGED, TOP_K, Call, TopKTieBreak, each_row
+from .op import serve
 
 _Tensor = torch.Tensor  # a module global: an attribute look-up saved is 20 ns
 _call = Call.__new__  # `_call(Call, ...)` is `Call(...)`, which makes a dict first: 0.4 us of 0.6
-
-
-def serve(call: Call) -> tuple[Any, Any, Any]:
-    """(out, values, indices) of a call."""
-    return op.trace(with_ints(call)) if traced(call.scores) else plan.run(call)
 
 
 def top_k_page_table_transform(

@@ -140,7 +140,7 @@ def _device(name: str, value: Any, ndim: int) -> torch.device:
 def _scores(name: str, call: Call) -> tuple[int, int]:
     scores = call.scores
     device = _device(name, scores, 2)
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name}: device {device}, must be cpu or cuda")
     check_one_of(f"{name}: dtype", scores.dtype, DTYPES)
     if scores.shape[1] > LARGEST:
