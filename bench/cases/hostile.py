@@ -40,8 +40,9 @@ def spoilt(case: AttentionCase, p: Problem, kind: str, seed: int) -> Problem:
     gen, r = torch.Generator().manual_seed(seed), p.requests
     table, lens, offsets = r.page_table[:, : 2 if case.separate_tables else 1], r.kv_lens, r.cu_seqlens_q
     most = table.shape[2] * p.k.shape[2]
+    assert offsets is not None
     fields = ("k", "v") if p.k_scales is None else ("k", "v", "k_scales", "v_scales")
-    p = p._replace(**{field: _without_nan(getattr(p, field)) for field in fields})
+    pools: dict[str, Any] = {field: _without_nan(getattr(p, field)) for field in fields}
 
     def some(t: torch.Tensor, *values: int) -> torch.Tensor:
         """Two of three entries of t are of these values."""
@@ -67,9 +68,9 @@ def spoilt(case: AttentionCase, p: Problem, kind: str, seed: int) -> Problem:
     if kind == "no columns":
         table = table[:, :, :0]
     if kind == "no pages":
-        p = p._replace(**{field: getattr(p, field)[:0].contiguous() for field in fields})
+        pools = {field: pool[:0].contiguous() for field, pool in pools.items()}
     table = table.expand(-1, 2, -1).contiguous()
-    return p._replace(requests=r._replace(page_table=table, kv_lens=lens, cu_seqlens_q=offsets))
+    return p._replace(requests=r._replace(page_table=table, kv_lens=lens, cu_seqlens_q=offsets), **pools)
 
 
 def expected(p: Problem) -> Results:
