@@ -4,7 +4,6 @@ CUTE_KERNELS_CHECK  1 reads lengths, offsets, page ids and scales of every call 
                     device to do so. Default 0: they are read on the CPU only, and clamped by kernels.
 """
 
-import math
 import os
 from functools import cache
 from typing import Any, NoReturn
@@ -12,6 +11,8 @@ from typing import Any, NoReturn
 import torch
 
 from . import overlap
+
+INF = float("inf")
 
 
 class UnknownName(KeyError, ValueError):
@@ -63,7 +64,7 @@ def check_number(name: str, value: Any, or_else: str = "", positive: bool = Fals
     """A finite float or int. or_else: what else it may be."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: {value!r}, must be a float{or_else}")
-    if not (0 < value if positive else True) or not math.isfinite(value):
+    if not (0 if positive else -INF) < value < INF:
         raise ValueError(f"{name}: {value}, must be {'positive and ' if positive else ''}finite")
 
 

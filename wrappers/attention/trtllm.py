@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from ..checks import UnknownName, check_integer, listed
+from ..checks import UnknownName, check_integer, check_number, check_optional_flag, check_strided, listed, refuse_flag
 from ..fp4 import BLOCK, FP4Tensor
 from ..plain import traced
-from .checks import SIGNATURES, drafts_of
+from .checks import SIGNATURES, check_scale, drafts_of
 from .op import serve
-from .problem import SEPARATE, SHARED, Problem, pair, requests_of
+from .problem import SEPARATE, SHARED, Form, Problem, pair, requests_of
 
 LN2 = 0.6931471805599453
 BACKENDS = ("auto", "xqa", "trtllm-gen")
@@ -76,17 +76,20 @@ def trtllm_batch_context_with_kv_cache(
         if kv_block_scales is not None:
             raise ValueError("kv_cache_sf: alias of kv_block_scales, only one of the two may be given")
         signature, scales = CONTEXT_SF, kv_cache_sf
-    if use_fp16_softmax or uses_spcompress:
-        raise NotImplementedError("use_fp16_softmax, uses_spcompress: not supported, must be None or False")
+    if use_fp16_softmax is not None or uses_spcompress is not None:
+        for name, value in (("use_fp16_softmax", use_fp16_softmax), ("uses_spcompress", uses_spcompress)):
+            check_optional_flag(name, value)
+            if value:
+                raise NotImplementedError(f"{name}: {value}, not supported, must be None or False")
     k, v = pair("kv_cache", kv_cache, kv_layout)
     k_scales = v_scales = None
     if scales is not None:
         k_scales, v_scales = pair("kv_cache_sf" if kv_block_scales is None else "kv_block_scales", scales, kv_layout)
-    form = SHARED if uses_shared_paged_kv_idx else SEPARATE
+    form = SHARED if uses_shared_paged_kv_idx is True else _form(uses_shared_paged_kv_idx)
     requests = requests_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), form)
-    if batch_size != requests.batch or isinstance(batch_size, float):
+    if batch_size != requests.batch or batch_size.__class__ is not int:
         check_integer("batch_size", batch_size, 0)
-        if requests.batch >= 0:  # seq_lens is a tensor
+        if batch_size != requests.batch >= 0:  # seq_lens is a tensor
             raise ValueError(f"batch_size: {batch_size}, seq_lens has {requests.batch} entries")
     scale, scale_tensor = (1.0, bmm1_scale) if isinstance(bmm1_scale, _Tensor) else (bmm1_scale, None)
     out_scale, out_scale_tensor = (1.0, bmm2_scale) if isinstance(bmm2_scale, _Tensor) else (bmm2_scale, None)
@@ -145,7 +148,7 @@ def trtllm_batch_decode_with_kv_cache(
     k_scales = v_scales = None
     if kv_cache_sf is not None:
         k_scales, v_scales = pair("kv_cache_sf", kv_cache_sf, kv_layout)
-    form = SHARED if uses_shared_paged_kv_idx else SEPARATE
+    form = SHARED if uses_shared_paged_kv_idx is True else _form(uses_shared_paged_kv_idx)
     requests = requests_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), form)
     signature = DECODE
     if cum_seq_lens_q is None:
@@ -159,11 +162,10 @@ def trtllm_batch_decode_with_kv_cache(
         drafts = drafts_of(mask, lead, max_q_len, "q_len_per_req" if equal else "max_q_len", query.device)
     scale, scale_tensor = (1.0, bmm1_scale) if isinstance(bmm1_scale, _Tensor) else (bmm1_scale, None)
     if bmm1_scale_log2 is not None:
-        if not isinstance(bmm1_scale_log2, _Tensor):
-            raise TypeError(f"bmm1_scale_log2: {type(bmm1_scale_log2).__name__}, must be a torch.Tensor")
+        check_scale("bmm1_scale_log2", 1.0, check_strided("bmm1_scale_log2", bmm1_scale_log2), bmm1_scale_log2.device)
         scale, scale_tensor = LN2, bmm1_scale_log2
     out_scale, out_scale_tensor = (1.0, bmm2_scale) if isinstance(bmm2_scale, _Tensor) else (bmm2_scale, None)
-    if o_scale != 1.0:
+    if o_scale.__class__ is not float or o_scale != 1.0:
         out_scale = _unscaled(out_scale, o_scale, out_dtype or getattr(query if out is None else out, "dtype", None))
     p = _problem(
         Problem, signature, "decode", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
@@ -177,13 +179,19 @@ def trtllm_batch_decode_with_kv_cache(
 
 def _unscaled(out_scale: Any, o_scale: Any, dtype: Any) -> Any:
     """The factor on an output of `dtype`: what bmm2_scale was divided by is put back where nothing is quantised."""
-    if isinstance(o_scale, bool) or not isinstance(o_scale, (int, float)):
-        raise TypeError(f"o_scale: {o_scale!r}, must be a float")
+    check_number("o_scale", o_scale, positive=True)
+    check_number("bmm2_scale", out_scale, " or a float32 tensor of one element")
     return out_scale * o_scale if dtype in (torch.float16, torch.bfloat16) else out_scale
 
 
+def _form(shared: Any) -> Form:
+    """Of a page table that is not, or not surely, shared."""
+    return SEPARATE if shared is False else refuse_flag("uses_shared_paged_kv_idx", shared)
+
+
 def _check_vector(p: Problem, size: Any) -> None:
-    if p.result_dtype != "nvfp4":
+    check_integer("o_sf_vec_size", size)
+    if "nvfp4" not in (p.out_dtype, getattr(p.out, "dtype", None)):
         raise ValueError(f"o_sf_vec_size: {size}, must be None unless the output is nvfp4")
     if size != BLOCK:
         raise ValueError(f"o_sf_vec_size: {size}, must be None or {BLOCK}")

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..checks import check_integer, check_one_of, check_shape, listed
+from ..checks import check_integer, check_number, check_one_of, check_shape, check_strided, listed
 from ..plain import traced
 from .checks import E4M3, SIGNATURES, check_scale, drafts_of
 from .op import serve
@@ -18,7 +18,7 @@ SIGNATURES["xqa"] = {
     "scales": "k_sf_cache, v_sf_cache", "k_scales": "k_sf_cache", "v_scales": "v_sf_cache",
     "interleaved": "v_scales_interleaved",
 }  # fmt: skip
-_Tensor = torch.Tensor
+_Tensor, _strided = torch.Tensor, torch.strided
 _problem = Problem.__new__  # `_problem(Problem, ...)` is `Problem(...)`, less a dict: 0.4 us
 
 
@@ -61,12 +61,12 @@ def xqa(
     if (k_sf_cache is None) != (v_sf_cache is None):
         raise ValueError("k_sf_cache, v_sf_cache: one of the two is None, must be both or none")
     for name, t in (("q", q), ("output", output), ("seq_lens", seq_lens)):
-        if not isinstance(t, _Tensor):
-            raise TypeError(f"{name}: {type(t).__name__}, must be a torch.Tensor")
+        if not isinstance(t, _Tensor) or t.layout is not _strided:
+            check_strided(name, t)
     if q_seq_len.__class__ is not int or q_seq_len < 1:
         check_integer("q_seq_len", q_seq_len, 1)
     rows, out = _tokens(q, output, q_seq_len, q_cu_seq_lens)
-    if q_cu_seq_lens is not None and getattr(q_cu_seq_lens, "dtype", None) == torch.uint32:
+    if q_cu_seq_lens is not None and check_strided("q_cu_seq_lens", q_cu_seq_lens, 1).dtype == torch.uint32:
         q_cu_seq_lens = q_cu_seq_lens.view(torch.int32)
     requests = requests_of(page_table, seq_lens, q_cu_seq_lens, not traced(q), FORM)
     if q_cu_seq_lens is None and requests.batch != q.shape[0]:
@@ -77,7 +77,7 @@ def xqa(
         drafts = drafts_of(mask, lead, q_seq_len, "q_seq_len", q.device)
     elif q_seq_len > 1:
         raise ValueError(f"mask: None, required where q_seq_len is {q_seq_len}")
-    if isinstance(kv_layout, int) or kv_layout is None:
+    if kv_layout is None or kv_layout.__class__ is int:
         kv_layout = "NHD"  # it was sm_count
     if check_integer("page_size", page_size) not in PAGE_SIZES:
         raise ValueError(f"page_size: {page_size}, must be one of {listed(PAGE_SIZES)}")
@@ -94,9 +94,7 @@ def xqa(
         k_scales, v_scales = pair("k_sf_cache, v_sf_cache", factors, kv_layout)
     _, heads, dim = rows.shape
     if sinks is not None:
-        if not isinstance(sinks, _Tensor):
-            raise TypeError(f"sinks: {type(sinks).__name__}, must be a torch.Tensor")
-        check_shape("sinks", sinks, (num_kv_heads, heads // num_kv_heads), "KV heads, query heads of each")
+        check_shape("sinks", check_strided("sinks", sinks), (num_kv_heads, heads // num_kv_heads), "KV heads, query heads of each")
         sinks = sinks.reshape(heads)
     window_left = check_integer("sliding_win_size", sliding_win_size, 0) - 1  # 0 is off there, negative here
     q_factor, q_tensor = _factor("q_scale", q_scale, q.device)
@@ -104,7 +102,8 @@ def xqa(
     scale, scale_tensor = q_factor * out_scale * dim**-0.5, q_tensor if kv_tensor is None else kv_tensor
     if q_tensor is not None and kv_tensor is not None:
         scale_tensor = q_tensor * kv_tensor
-    check_scale("rcp_out_scale", rcp_out_scale, None, q.device)
+    if rcp_out_scale != 1.0 or rcp_out_scale.__class__ is not float:
+        check_number("rcp_out_scale", rcp_out_scale, positive=True)
     if output.dtype == E4M3:
         out_scale *= rcp_out_scale
     serve(_problem(
@@ -151,8 +150,8 @@ def _tokens(
 
 def _paged(name: str, cache: Any, page_size: int, heads: int, layout: Any) -> torch.Tensor:
     """A cache in 4 dimensions, checked against page_size and num_kv_heads."""
-    if not isinstance(cache, _Tensor):
-        raise TypeError(f"{name}: {type(cache).__name__}, must be a torch.Tensor")
+    if not isinstance(cache, _Tensor) or cache.layout is not _strided:
+        check_strided(name, cache)
     if cache.dim() == 2:
         if cache.shape[0] % (page_size * heads) or layout != "NHD" or not cache.is_contiguous():
             given = f"shape {tuple(cache.shape)}, strides {cache.stride()}, {layout}"

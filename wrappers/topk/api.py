@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from .. import reference
+from ..checks import check_flag, check_integer
 from ..plain import traced
 from . import op, plan
 from .checks import DECODING, PAGE_TABLE, PREFILL, RAGGED, TOP_K, Call, TopKTieBreak
@@ -15,6 +16,15 @@ _call = Call.__new__  # `_call(Call, ...)` is `Call(...)`, which makes a dict fi
 def _run(call: Call) -> tuple[Any, Any, Any]:
     """(out, values, indices) of a call."""
     return op.trace(call) if traced(call.scores) else plan.run(call)
+
+
+def _refuse_other_than(kind: type, **given: Any) -> None:
+    """Raises on the first that is no bool, or no int."""
+    for name, value in given.items():
+        if kind is bool:
+            check_flag(name, value)
+        else:
+            check_integer(name, value)
 
 
 def top_k_page_table_transform(
@@ -41,6 +51,8 @@ def top_k_page_table_transform(
 
     -1 also where b or the column lies outside the table. Returns out, int32 (R, k).
     """
+    if deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
+        _refuse_other_than(bool, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
     if page_table_row_starts is None and page_size == 1:
         page_table_row_starts = row_starts
     return _run(_call(
@@ -65,6 +77,8 @@ def top_k_ragged_transform(
     input (R, L), lengths, row_starts and k as in `top_k_page_table_transform`; offsets int32 (R,), any values (sums
     wrap at 32 bits). Signature: FlashInfer. Returns int32 (R, k).
     """
+    if deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
+        _refuse_other_than(bool, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
     return _run(
         _call(Call, RAGGED, input, k, starts=row_starts, lengths=lengths, offsets=offsets, tie_break=tie_break)
     )[0]
@@ -83,6 +97,8 @@ def top_k(
     input (R, V) as in `top_k_page_table_transform`; k <= V. Order: ascending index, or with sorted=True descending
     value, then ascending index. Signature: FlashInfer.
     """
+    if sorted.__class__ is not bool or deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
+        _refuse_other_than(bool, sorted=sorted, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
     _, values, indices = _run(_call(Call, TOP_K, input, k, tie_break=tie_break))
     if not sorted:
         return values, indices
@@ -108,6 +124,8 @@ def top_k_per_row_prefill(
     V.
     """
     layout = (num_rows, stride0, stride1)
+    if num_rows.__class__ is not int or stride0.__class__ is not int or stride1.__class__ is not int:
+        _refuse_other_than(int, num_rows=num_rows, stride0=stride0, stride1=stride1)
     _run(_call(Call, PREFILL, logits, top_k, starts=row_starts, lengths=row_ends, raw=indices, layout=layout))
 
 
@@ -127,4 +145,6 @@ def top_k_per_row_decode(
     Args (vLLM): seq_lens int32 (num_rows / next_n,), the others as there.
     """
     layout = (num_rows, stride0, stride1)
+    if num_rows.__class__ is not int or stride0.__class__ is not int or stride1.__class__ is not int:
+        _refuse_other_than(int, num_rows=num_rows, stride0=stride0, stride1=stride1)
     _run(_call(Call, DECODING, logits, top_k, lengths=seq_lens, raw=indices, next_n=next_n, layout=layout))
