@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from .checks import check_apart, check_integer, check_number, check_one_of, check_shape, check_strided
+from .plain import traced
 
 BLOCK = 16  # elements that share a scale factor
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitude of code 0..7; bit 3 is the sign
 E4M3_MAX = 448.0
 SCALE_TILE = 128, 4  # rows, columns
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # what is quantised
 
 
 def round_up(x: int, to: int) -> int:
@@ -48,8 +50,9 @@ class FP4Tensor:
             raise ValueError(f"scale: dtype {scale.dtype}, must be torch.float8_e4m3fn")
         if data.ndim < 2:
             raise ValueError(f"data: shape {tuple(data.shape)}, must have 2 dimensions or more")
-        if scale.device != data.device:
-            raise ValueError(f"scale: device {scale.device}, must be that of data, {data.device}")
+        _same_device("scale", scale, "data", data)
+        if not scale.is_contiguous():
+            raise ValueError(f"scale: strides {scale.stride()}, must be contiguous")
         if scale.shape[0] % SCALE_TILE[0]:
             raise ValueError(f"scale: {scale.shape[0]} rows, must be a multiple of {SCALE_TILE[0]}")
         columns = scale_columns(data.shape[1:].numel() * 2)
@@ -98,8 +101,7 @@ def check_sizes(name: str, value: Any) -> None:
 
 
 def _floats(name: str, x: Any) -> None:
-    if not check_strided(name, x).is_floating_point():
-        raise TypeError(f"{name}: dtype {x.dtype}, must be a floating-point one")
+    check_one_of(f"{name}: dtype", check_strided(name, x).dtype, FLOATS)
 
 
 def _bytes(name: str, x: Any, unit: int = 1) -> None:
@@ -129,13 +131,22 @@ def _swizzled(name: str, scales: Any, rows: int, columns: int, start: Any) -> No
         raise ValueError(f"start: {start}, {rows} rows from there must be in the {scales.shape[0]} of {name}")
 
 
-def _global(value: Any) -> None:
+def _same_device(name: str, t: torch.Tensor, other_name: str, other: Any) -> None:
+    if t.device != other.device:
+        raise ValueError(f"{name}: device {t.device}, must be that of {other_name}, {other.device}")
+
+
+def _global(value: Any, other_name: str, other: torch.Tensor) -> None:
+    """The global scale of another argument; a tensor's value is read on the CPU only."""
     if isinstance(value, torch.Tensor):
         check_one_of("global_scale: dtype", check_strided("global_scale", value).dtype, (torch.float32,))
         if value.numel() != 1:
             raise ValueError(f"global_scale: shape {tuple(value.shape)}, must have one element")
-    else:
-        check_number("global_scale", value, " or a float32 tensor of one element", positive=True)
+        _same_device("global_scale", value, other_name, other)
+        if value.device.type != "cpu" or traced(value):
+            return
+        value = value.item()
+    check_number("global_scale", value, " or a float32 tensor of one element", positive=True)
 
 
 def e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -176,7 +187,7 @@ def nvfp4_quantize(x: torch.Tensor, global_scale: float | torch.Tensor = 1.0) ->
     """
     _floats("x", x)
     _whole("x", x, BLOCK)
-    _global(global_scale)
+    _global(global_scale, "x", x)
     blocks = x.float().unflatten(-1, (-1, BLOCK))
     scales = e4m3(blocks.abs().amax(-1) * global_scale / GRID[-1])
     factor = scales.float().unsqueeze(-1)
@@ -191,9 +202,8 @@ def nvfp4_dequantize(
     _bytes("data", data, BLOCK // 2)
     _factors("scales", scales)
     check_shape("scales", scales, (*data.shape[:-1], data.shape[-1] * 2 // BLOCK), f"one for {BLOCK} elements of data")
-    if scales.device != data.device:
-        raise ValueError(f"scales: device {scales.device}, must be that of data, {data.device}")
-    _global(global_scale)
+    _same_device("scales", scales, "data", data)
+    _global(global_scale, "data", data)
     grid = torch.tensor(GRID + tuple(-x for x in GRID), dtype=torch.float32, device=data.device)
     values = grid[unpack(data).long()].unflatten(-1, (-1, BLOCK))
     return (values * scales.float().unsqueeze(-1) / global_scale).flatten(-2)
@@ -206,8 +216,8 @@ def swizzled_offset(row: Any, col: Any, columns: int) -> Any:
     for name, value in (("row", row), ("col", col)):
         if not isinstance(value, torch.Tensor):
             check_integer(name, value, 0)
-        elif value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
-            raise TypeError(f"{name}: dtype {value.dtype}, must be an integer one")
+        else:
+            check_one_of(f"{name}: dtype", check_strided(name, value).dtype, (torch.int64, torch.int32))
     tile = row // 128 * (columns // 4) + col // 4
     return tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + col % 4
 
@@ -221,8 +231,7 @@ def write_scales(scales: torch.Tensor, into: torch.Tensor, start: int = 0) -> No
     """Linear scales (rows, K) into rows start.. of the swizzled contiguous tensor `into`; the rest keeps its bytes."""
     _factors("scales", scales, 2)
     _swizzled("into", into, *scales.shape, start)
-    if into.device != scales.device:
-        raise ValueError(f"into: device {into.device}, must be that of scales, {scales.device}")
+    _same_device("into", into, "scales", scales)
     check_apart({"into": into}, {"scales": scales})
     offsets = _offsets(len(scales), start, scales.shape[1], into.shape[1], scales.device)
     into.view(torch.uint8).view(-1)[offsets.flatten()] = scales.view(torch.uint8).flatten()
@@ -240,6 +249,8 @@ def read_scales(swizzled: torch.Tensor, rows: int, columns: int, start: int = 0)
 def empty(shape: tuple[int, ...], device: torch.device) -> FP4Tensor:
     """An uninitialised FP4Tensor for values of `shape` (rows, ..., D); at least one tile of scale rows."""
     check_sizes("shape", shape)
+    if not isinstance(device, torch.device):
+        raise TypeError(f"device: {device!r}, must be a torch.device")
     width = 1
     for extent in shape[1:]:
         width *= extent
@@ -261,6 +272,7 @@ def store(x: torch.Tensor, out: FP4Tensor, global_scale: float) -> None:
     _floats("x", x)
     _packed("out", out)
     check_shape("x", x, (*out.shape[:-1], out.shape[-1] * 2), "what out holds")
+    _same_device("x", x, "out", out)
     data, scales = nvfp4_quantize(x.flatten(1), global_scale)
     out.data.copy_(data.view(out.data.shape))
     write_scales(scales, out.scale, out.scale_start_index)

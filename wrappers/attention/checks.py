@@ -141,8 +141,9 @@ def drafts_of(mask: Any, lead: tuple[int, ...], most: Any, most_name: str, devic
     check_integer(most_name, most, 0)
     check_strided("mask", mask)
     check_one_of("mask: dtype", mask.dtype, (torch.uint16,))
-    check_shape("mask", mask, (*lead, (most + 31) // 32 * 2), "rows of query tokens, two words for 32 drafts")
-    if mask.device != device:
+    why = f"rows of query tokens, two words for 32 of {most_name}"
+    check_shape("mask", mask, (*lead, (most + 31) // 32 * 2), why)
+    if mask.device != device and device.type in ("cpu", "cuda"):
         raise ValueError(f"mask: device {mask.device}, must be the query's, {device}")
     return mask.contiguous().view(torch.int32).reshape(-1, (most + 31) // 32)
 
@@ -211,7 +212,7 @@ def _requests(p: Problem, name: Names) -> None:
     check_one_of(f"{name('kv_lens')}: dtype", lens.dtype, (torch.int32, torch.uint32))
     check_last_stride(name("kv_lens"), lens)
     batch = lens.shape[0]
-    if r.cu_seqlens_q is None:
+    if r.cu_seqlens_q is None and p.phase == "decode":
         check_integer(name("max_q_len"), p.max_q_len, 1)
         if p.q.shape[0] != batch * p.max_q_len:
             tokens = f"{batch} x {p.max_q_len}"
@@ -244,7 +245,8 @@ def _output(p: Problem, name: Names) -> None:
         return
     allowed = tuple(dict.fromkeys((q.dtype, torch.float16, torch.bfloat16, E4M3)))
     if dtype not in allowed:
-        raise ValueError(f"{name('out_dtype')}: {dtype}, must be one of {listed(allowed)} or 'nvfp4'")
+        what = f"{name('out')}: dtype" if p.out_dtype is None else f"{name('out_dtype')}:"
+        raise ValueError(f"{what} {dtype}, must be one of {listed(allowed)} or 'nvfp4'")
     if p.out_sf_scale is not None:
         raise ValueError(f"{name('out_sf_scale')}: {p.out_sf_scale}, must be None unless the output is nvfp4")
     if out is not None:

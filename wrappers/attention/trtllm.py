@@ -8,7 +8,7 @@ import torch
 from ..checks import UnknownName, check_integer, check_number, check_optional_flag, check_strided, listed, refuse_flag
 from ..fp4 import BLOCK, FP4Tensor
 from ..plain import traced
-from .checks import SIGNATURES, check_scale, drafts_of
+from .checks import SIGNATURES, drafts_of
 from .op import serve
 from .problem import SEPARATE, SHARED, Form, Problem, pair, requests_of
 
@@ -17,6 +17,7 @@ BACKENDS = ("auto", "xqa", "trtllm-gen")
 CONTEXT, DECODE = "trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache"
 CONTEXT_SF = CONTEXT + ", kv_cache_sf"  # with the other name of the scale factors
 EQUAL = DECODE + ", q_len_per_req"  # requests of equal length
+LOG2 = ", bmm1_scale_log2"  # behind either
 _SCALES = {"scales": "kv_cache_sf", "k_scales": "kv_cache_sf (K)", "v_scales": "kv_cache_sf (V)"}
 _NAMES = {
     "q": "query", "kv": "kv_cache", "k": "kv_cache (K)", "v": "kv_cache (V)", "page_table": "block_tables",
@@ -27,6 +28,7 @@ SIGNATURES[CONTEXT_SF] = _NAMES | _SCALES
 SIGNATURES[CONTEXT] = {f: name.replace("kv_cache_sf", "kv_block_scales") for f, name in SIGNATURES[CONTEXT_SF].items()}
 SIGNATURES[DECODE] = _NAMES | _SCALES | {"interleaved": "v_scales_interleaved"}
 SIGNATURES[EQUAL] = SIGNATURES[DECODE] | {"max_q_len": "q_len_per_req"}
+SIGNATURES |= {f + LOG2: SIGNATURES[f] | {"scale": "bmm1_scale_log2"} for f in (DECODE, EQUAL)}
 _Tensor = torch.Tensor
 _problem = Problem.__new__  # `_problem(Problem, ...)` is `Problem(...)`, less a dict: 0.4 us
 
@@ -87,10 +89,10 @@ def trtllm_batch_context_with_kv_cache(
         k_scales, v_scales = pair("kv_cache_sf" if kv_block_scales is None else "kv_block_scales", scales, kv_layout)
     form = SHARED if uses_shared_paged_kv_idx is True else _form(uses_shared_paged_kv_idx)
     requests = requests_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), form)
-    if batch_size != requests.batch or batch_size.__class__ is not int:
+    if batch_size.__class__ is not int or batch_size != requests.batch:
         check_integer("batch_size", batch_size, 0)
         if batch_size != requests.batch >= 0:  # seq_lens is a tensor
-            raise ValueError(f"batch_size: {batch_size}, seq_lens has {requests.batch} entries")
+            raise ValueError(f"batch_size: {batch_size}, must be the {requests.batch} entries of seq_lens")
     scale, scale_tensor = (1.0, bmm1_scale) if isinstance(bmm1_scale, _Tensor) else (bmm1_scale, None)
     out_scale, out_scale_tensor = (1.0, bmm2_scale) if isinstance(bmm2_scale, _Tensor) else (bmm2_scale, None)
     p = _problem(
@@ -156,13 +158,14 @@ def trtllm_batch_decode_with_kv_cache(
     elif max_q_len is None:
         raise ValueError("max_q_len: None, required with cum_seq_lens_q")
     drafts = None
-    if mask is not None and isinstance(query, _Tensor):
+    if mask is not None and isinstance(query, _Tensor) and requests.batch >= 0:
         equal = cum_seq_lens_q is None
         lead = (requests.batch, q_len_per_req) if equal else (query.shape[0],)
         drafts = drafts_of(mask, lead, max_q_len, "q_len_per_req" if equal else "max_q_len", query.device)
     scale, scale_tensor = (1.0, bmm1_scale) if isinstance(bmm1_scale, _Tensor) else (bmm1_scale, None)
     if bmm1_scale_log2 is not None:
-        check_scale("bmm1_scale_log2", 1.0, check_strided("bmm1_scale_log2", bmm1_scale_log2), bmm1_scale_log2.device)
+        check_strided("bmm1_scale_log2", bmm1_scale_log2)
+        signature += LOG2
         scale, scale_tensor = LN2, bmm1_scale_log2
     out_scale, out_scale_tensor = (1.0, bmm2_scale) if isinstance(bmm2_scale, _Tensor) else (bmm2_scale, None)
     if o_scale.__class__ is not float or o_scale != 1.0:

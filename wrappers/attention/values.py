@@ -11,6 +11,8 @@ import torch
 from .checks import Names, names_of
 from .problem import Problem
 
+MOST = 2**31  # keys of a request
+
 
 def check(p: Problem, positive: bool = False) -> None:
     """ValueError names the argument, the request, its value and what is allowed, for the first value of a valid problem
@@ -48,7 +50,8 @@ def _offsets(p: Problem, name: Names) -> torch.Tensor:
                 raise ValueError(f"{where}, must be in [{least}, {tokens}]: from the entry before it to the tokens")
             least = offset
         rows = offsets.cpu().long().diff()
-    first = (lens - rows - p.window_left).clamp(min=0) if p.window_left >= 0 else torch.zeros_like(lens)
+    window = min(p.window_left, MOST)
+    first = (lens - rows - window).clamp(min=0) if window >= 0 else torch.zeros_like(lens)
     return torch.where(rows > 0, first, lens)
 
 

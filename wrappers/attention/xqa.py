@@ -65,10 +65,12 @@ def xqa(
             check_strided(name, t)
     if q_seq_len.__class__ is not int or q_seq_len < 1:
         check_integer("q_seq_len", q_seq_len, 1)
-    rows, out = _tokens(q, output, q_seq_len, q_cu_seq_lens)
     if q_cu_seq_lens is not None and check_strided("q_cu_seq_lens", q_cu_seq_lens, 1).dtype == torch.uint32:
         q_cu_seq_lens = q_cu_seq_lens.view(torch.int32)
+    rows, out = _tokens(q, output, q_seq_len, q_cu_seq_lens)
     requests = requests_of(page_table, seq_lens, q_cu_seq_lens, not traced(q), FORM)
+    if requests.batch < 0:
+        check_strided("page_table", page_table, 2)
     if q_cu_seq_lens is None and requests.batch != q.shape[0]:
         check_shape("seq_lens", seq_lens, (q.shape[0], 1), "batch, 1")
     drafts = None
@@ -102,7 +104,7 @@ def xqa(
     scale, scale_tensor = q_factor * out_scale * dim**-0.5, q_tensor if kv_tensor is None else kv_tensor
     if q_tensor is not None and kv_tensor is not None:
         scale_tensor = q_tensor * kv_tensor
-    if rcp_out_scale != 1.0 or rcp_out_scale.__class__ is not float:
+    if rcp_out_scale.__class__ is not float or rcp_out_scale != 1.0:
         check_number("rcp_out_scale", rcp_out_scale, positive=True)
     if output.dtype == E4M3:
         out_scale *= rcp_out_scale

@@ -53,7 +53,7 @@ def paged_attention(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
             _values(p.v, v_scales, r.page_table[request, 1], length),
             scale=_factor(p.scale, p.scale_tensor),
             causal=bool(p.causal) if p.drafts is None else p.drafts[rows],
-            window_left=p.window_left,
+            window_left=min(p.window_left, most),
             soft_cap=p.soft_cap or 0.0,
             sinks=p.sinks,
         )
