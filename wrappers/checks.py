@@ -83,7 +83,8 @@ def check_last_stride(name: str, t: torch.Tensor) -> None:
         raise ValueError(f"{name}: stride {t.stride()}, the last must be 1")
 
 
-def check_integer(name: str, value: Any, least: int | None = None) -> int:
+def check_integer(name: str, value: Any, least: int | None = None) -> Any:
+    """The value, an int, or one that torch.compile traces."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: {value!r}, must be an int")
     if least is not None and value < least:

@@ -55,7 +55,7 @@ class FP4Tensor:
             raise ValueError(f"scale: strides {scale.stride()}, must be contiguous")
         if scale.shape[0] % SCALE_TILE[0]:
             raise ValueError(f"scale: {scale.shape[0]} rows, must be a multiple of {SCALE_TILE[0]}")
-        columns = scale_columns(data.shape[1:].numel() * 2)
+        columns = _scale_columns(data.shape[1:].numel() * 2)
         if scale.shape[1] != columns:
             raise ValueError(f"scale: {scale.shape[1]} columns, must be {columns}: one for {BLOCK} elements of a row")
         check_integer("scale_start_index", scale_start_index)
@@ -65,7 +65,7 @@ class FP4Tensor:
             most = f"{data.shape[0]} rows from there must be in scale's {scale.shape[0]}"
             raise ValueError(f"scale_start_index: {scale_start_index}, {most}")
         if original_shape is not None:
-            check_sizes("original_shape", original_shape)
+            _sizes("original_shape", original_shape)
             packed = (*original_shape[:-1], -(-original_shape[-1] // 2))
             if tuple(data.shape) != packed:
                 shape = tuple(original_shape)
@@ -85,12 +85,12 @@ class FP4Tensor:
         return self.data.device
 
 
-def scale_columns(elements: int) -> int:
+def _scale_columns(elements: int) -> int:
     """Columns of a swizzled scale tensor whose rows have so many elements."""
     return round_up(-(-elements // BLOCK), SCALE_TILE[1])
 
 
-def check_sizes(name: str, value: Any) -> None:
+def _sizes(name: str, value: Any) -> None:
     """A shape of two dimensions or more."""
     if not isinstance(value, (tuple, list)):
         raise TypeError(f"{name}: {value!r}, must be a tuple of int")
@@ -230,7 +230,7 @@ def _offsets(rows: int, start: int, columns: int, padded: int, device: torch.dev
 def write_scales(scales: torch.Tensor, into: torch.Tensor, start: int = 0) -> None:
     """Linear scales (rows, K) into rows start.. of the swizzled contiguous tensor `into`; the rest keeps its bytes."""
     _factors("scales", scales, 2)
-    _swizzled("into", into, *scales.shape, start)
+    _swizzled("into", into, scales.shape[0], scales.shape[1], start)
     _same_device("into", into, "scales", scales)
     check_apart({"into": into}, {"scales": scales})
     offsets = _offsets(len(scales), start, scales.shape[1], into.shape[1], scales.device)
@@ -248,7 +248,7 @@ def read_scales(swizzled: torch.Tensor, rows: int, columns: int, start: int = 0)
 
 def empty(shape: tuple[int, ...], device: torch.device) -> FP4Tensor:
     """An uninitialised FP4Tensor for values of `shape` (rows, ..., D); at least one tile of scale rows."""
-    check_sizes("shape", shape)
+    _sizes("shape", shape)
     if not isinstance(device, torch.device):
         raise TypeError(f"device: {device!r}, must be a torch.device")
     width = 1
@@ -258,7 +258,7 @@ def empty(shape: tuple[int, ...], device: torch.device) -> FP4Tensor:
         raise ValueError(f"shape: {tuple(shape)}, rows must be a multiple of {BLOCK} elements, the last dimension even")
     rows = max(SCALE_TILE[0], round_up(shape[0], SCALE_TILE[0]))
     data = torch.empty(*shape[:-1], shape[-1] // 2, dtype=torch.uint8, device=device)
-    columns = scale_columns(width)
+    columns = _scale_columns(width)
     return FP4Tensor(data, torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device), 0, tuple(shape))
 
 

@@ -57,7 +57,8 @@ def _forms_meet(
 
 
 def _span(shape: torch.Size, strides: tuple[int, ...], size: int) -> Span:
-    run, dims = size, []
+    run = size
+    dims: list[tuple[int, int]] = []
     for stride, count in sorted(zip(strides, shape, strict=True)):
         if count == 1 or stride == 0:
             continue

@@ -154,9 +154,13 @@ def trtllm_batch_decode_with_kv_cache(
     requests = requests_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), form)
     signature = DECODE
     if cum_seq_lens_q is None:
+        if max_q_len is not None:
+            check_integer("max_q_len", max_q_len)  # not used
         signature, max_q_len = EQUAL, q_len_per_req
     elif max_q_len is None:
         raise ValueError("max_q_len: None, required with cum_seq_lens_q")
+    elif q_len_per_req.__class__ is not int:
+        check_integer("q_len_per_req", q_len_per_req)  # not used
     drafts = None
     if mask is not None and isinstance(query, _Tensor) and requests.batch >= 0:
         equal = cum_seq_lens_q is None

@@ -96,7 +96,8 @@ def xqa(
         k_scales, v_scales = pair("k_sf_cache, v_sf_cache", factors, kv_layout)
     _, heads, dim = rows.shape
     if sinks is not None:
-        check_shape("sinks", check_strided("sinks", sinks), (num_kv_heads, heads // num_kv_heads), "KV heads, query heads of each")
+        check_strided("sinks", sinks)
+        check_shape("sinks", sinks, (num_kv_heads, heads // num_kv_heads), "KV heads, query heads of each")
         sinks = sinks.reshape(heads)
     window_left = check_integer("sliding_win_size", sliding_win_size, 0) - 1  # 0 is off there, negative here
     q_factor, q_tensor = _factor("q_scale", q_scale, q.device)

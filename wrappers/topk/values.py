@@ -1,5 +1,5 @@
-"""Values that a top-k call reads: bounds of windows, rows of the page table. They may hold anything, all functions clamp
-them; where CUTE_KERNELS_CHECK is 1, those that reach out of their row are refused, on CUDA and on the CPU."""
+"""Values that a top-k call reads: bounds of windows, rows of the page table. They may hold anything, all functions
+clamp them; where CUTE_KERNELS_CHECK is 1, those that reach out of their row are refused, on CUDA and on the CPU."""
 
 import torch
 
