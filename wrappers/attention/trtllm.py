@@ -23,6 +23,7 @@ _NAMES = {
     "q": "query", "kv": "kv_cache", "k": "kv_cache (K)", "v": "kv_cache (V)", "page_table": "block_tables",
     "kv_lens": "seq_lens", "cu_seqlens_q": "cum_seq_lens_q", "scale": "bmm1_scale", "out_scale": "bmm2_scale",
     "soft_cap": "logits_soft_cap", "skip": "skip_softmax_threshold_scale_factor", "out_sf_scale": "o_sf_scale",
+    "drafts": "mask",
 }  # fmt: skip
 SIGNATURES[CONTEXT_SF] = _NAMES | _SCALES
 SIGNATURES[CONTEXT] = {f: name.replace("kv_cache_sf", "kv_block_scales") for f, name in SIGNATURES[CONTEXT_SF].items()}

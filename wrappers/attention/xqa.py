@@ -16,7 +16,7 @@ SIGNATURES["xqa"] = {
     "kv": "k_cache, v_cache", "k": "k_cache", "v": "v_cache", "kv_lens": "seq_lens", "out": "output",
     "cu_seqlens_q": "q_cu_seq_lens", "max_q_len": "q_seq_len", "scale": "q_scale * kv_scale", "out_scale": "kv_scale",
     "scales": "k_sf_cache, v_sf_cache", "k_scales": "k_sf_cache", "v_scales": "v_sf_cache",
-    "interleaved": "v_scales_interleaved",
+    "interleaved": "v_scales_interleaved", "drafts": "mask",
 }  # fmt: skip
 _Tensor, _strided = torch.Tensor, torch.strided
 _problem = Problem.__new__  # `_problem(Problem, ...)` is `Problem(...)`, less a dict: 0.4 us
