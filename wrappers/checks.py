@@ -1,8 +1,18 @@
-"""Checks of one argument, generic: each message names the argument, its value and what is allowed."""
+"""Checks of one argument, generic: each message names the argument, its value and what is allowed.
 
-from typing import Any
+CUTE_KERNELS_CHECK  1 reads lengths, offsets, page ids and scales of every call before its launch, and waits for the
+                    device to do so. Default 0: they are read on the CPU only, and clamped by kernels.
+"""
+
+import os
+from functools import cache
+from typing import Any, NoReturn
 
 import torch
+
+from . import overlap
+
+INF = float("inf")
 
 
 class UnknownName(KeyError, ValueError):
@@ -13,6 +23,49 @@ class UnknownName(KeyError, ValueError):
 
 def listed(values: Any) -> str:
     return ", ".join(str(v) for v in values)
+
+
+@cache
+def checking() -> bool:
+    """Whether values on a device are to be checked: CUTE_KERNELS_CHECK, read once a process."""
+    found = os.environ.get("CUTE_KERNELS_CHECK", "0")
+    if found not in ("0", "1"):
+        raise ValueError(f"CUTE_KERNELS_CHECK: {found!r}, must be 0 or 1")
+    return found == "1"
+
+
+def check_strided(name: str, value: Any, ndim: int | None = None) -> torch.Tensor:
+    """A strided tensor, of so many dimensions."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: {type(value).__name__}, must be a torch.Tensor")
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else value.layout
+        raise ValueError(f"{name}: layout {kind}, must be torch.strided")
+    if ndim is not None and value.ndim != ndim:
+        raise ValueError(f"{name}: shape {tuple(value.shape)}, must have {ndim} dimensions")
+    return value
+
+
+def refuse_flag(name: str, value: Any, or_none: str = "") -> NoReturn:
+    raise TypeError(f"{name}: {value!r}, must be True{',' if or_none else ' or'} False{or_none}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    if value is not True and value is not False:
+        refuse_flag(name, value)
+
+
+def check_optional_flag(name: str, value: Any) -> None:
+    if value is not None and value is not True and value is not False:
+        refuse_flag(name, value, " or None")
+
+
+def check_number(name: str, value: Any, or_else: str = "", positive: bool = False) -> None:
+    """A finite float or int. or_else: what else it may be."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: {value!r}, must be a float{or_else}")
+    if not (0 if positive else -INF) < value < INF:
+        raise ValueError(f"{name}: {value}, must be {'positive and ' if positive else ''}finite")
 
 
 def check_one_of(what: str, value: Any, allowed: Any) -> None:
@@ -30,9 +83,23 @@ def check_last_stride(name: str, t: torch.Tensor) -> None:
         raise ValueError(f"{name}: stride {t.stride()}, the last must be 1")
 
 
-def check_integer(name: str, value: Any, least: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+def check_integer(name: str, value: Any, least: int | None = None) -> Any:
+    """The value, an int, or one that torch.compile traces."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: {value!r}, must be an int")
     if least is not None and value < least:
         raise ValueError(f"{name}: {value}, must be at least {least}")
     return value
+
+
+def check_apart(outputs: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor | None]) -> None:
+    """No output has two elements at one address, or memory in common with an input or another output."""
+    others = dict(inputs)
+    for name, out in outputs.items():
+        if overlap.folded(out):
+            form = f"strides {out.stride()} of shape {tuple(out.shape)}"
+            raise ValueError(f"{name}: {form}, elements must not overlap each other")
+        for other, t in others.items():
+            if t is not None and overlap.overlap(out, t):
+                raise ValueError(f"{name}: shape {tuple(out.shape)} overlaps the memory of {other}, must be apart")
+        others[name] = out

@@ -3,16 +3,22 @@
 A scale tensor is linear, (..., D / 16) beside data (..., D / 2), or swizzled for tensor-core use: rows in tiles of 128,
 scale columns in tiles of 4, 512 bytes a tile (`swizzled_offset`). KV caches carry linear scales, outputs swizzled ones.
 Formats: spec of NVIDIA's PTX ISA (e2m1, cvt.rn.satfinite) and cuBLAS's 128x4 block-scaling layout.
+
+Functions raise before anything is written: TypeError a type or dtype, ValueError a shape, stride, device or number.
 """
 
 from typing import Any
 
 import torch
 
+from .checks import check_apart, check_integer, check_number, check_one_of, check_shape, check_strided
+from .plain import traced
+
 BLOCK = 16  # elements that share a scale factor
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitude of code 0..7; bit 3 is the sign
 E4M3_MAX = 448.0
 SCALE_TILE = 128, 4  # rows, columns
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # what is quantised
 
 
 def round_up(x: int, to: int) -> int:
@@ -24,7 +30,7 @@ class FP4Tensor:
 
     data: uint8 (rows, ..., D / 2). scale: e4m3 (M, K), M a multiple of 128, K = round_up(elements of a row / 16, 4), in
     the 128x4 swizzle; row r of data has its factors in row scale_start_index + r. original_shape: the unpacked shape.
-    ValueError names what does not fit.
+    TypeError names what is no tensor, int or tuple, ValueError what does not fit.
     """
 
     dtype = "nvfp4"
@@ -36,22 +42,34 @@ class FP4Tensor:
         scale_start_index: int = 0,
         original_shape: tuple[int, ...] | None = None,
     ):
+        check_strided("data", data)
+        check_strided("scale", scale, 2)
         if data.dtype != torch.uint8:
             raise ValueError(f"data: dtype {data.dtype}, must be torch.uint8")
         if scale.dtype != torch.float8_e4m3fn:
             raise ValueError(f"scale: dtype {scale.dtype}, must be torch.float8_e4m3fn")
+        if data.ndim < 2:
+            raise ValueError(f"data: shape {tuple(data.shape)}, must have 2 dimensions or more")
+        _same_device("scale", scale, "data", data)
+        if not scale.is_contiguous():
+            raise ValueError(f"scale: strides {scale.stride()}, must be contiguous")
         if scale.shape[0] % SCALE_TILE[0]:
             raise ValueError(f"scale: {scale.shape[0]} rows, must be a multiple of {SCALE_TILE[0]}")
+        columns = _scale_columns(data.shape[1:].numel() * 2)
+        if scale.shape[1] != columns:
+            raise ValueError(f"scale: {scale.shape[1]} columns, must be {columns}: one for {BLOCK} elements of a row")
+        check_integer("scale_start_index", scale_start_index)
         if not 0 <= scale_start_index < scale.shape[0]:
             raise ValueError(f"scale_start_index: {scale_start_index}, must be in [0, {scale.shape[0]})")
         if scale_start_index + data.shape[0] > scale.shape[0]:
-            raise ValueError(
-                f"scale_start_index: {scale_start_index} + {data.shape[0]} rows exceed scale's {scale.shape[0]}"
-            )
+            most = f"{data.shape[0]} rows from there must be in scale's {scale.shape[0]}"
+            raise ValueError(f"scale_start_index: {scale_start_index}, {most}")
         if original_shape is not None:
+            _sizes("original_shape", original_shape)
             packed = (*original_shape[:-1], -(-original_shape[-1] // 2))
             if tuple(data.shape) != packed:
-                raise ValueError(f"original_shape: {tuple(original_shape)} packs to {packed}, not {tuple(data.shape)}")
+                shape = tuple(original_shape)
+                raise ValueError(f"original_shape: {shape} packs to {packed}, must be data's {tuple(data.shape)}")
         self.data = data
         self.scale = scale
         self.scale_start_index = scale_start_index
@@ -67,13 +85,79 @@ class FP4Tensor:
         return self.data.device
 
 
+def _scale_columns(elements: int) -> int:
+    """Columns of a swizzled scale tensor whose rows have so many elements."""
+    return round_up(-(-elements // BLOCK), SCALE_TILE[1])
+
+
+def _sizes(name: str, value: Any) -> None:
+    """A shape of two dimensions or more."""
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"{name}: {value!r}, must be a tuple of int")
+    for size in value:
+        check_integer(f"{name}: {tuple(value)}: size", size, 0)
+    if len(value) < 2:
+        raise ValueError(f"{name}: {tuple(value)}, must have 2 dimensions or more")
+
+
+def _floats(name: str, x: Any) -> None:
+    check_one_of(f"{name}: dtype", check_strided(name, x).dtype, FLOATS)
+
+
+def _bytes(name: str, x: Any, unit: int = 1) -> None:
+    """uint8, a multiple of `unit` in the last dimension."""
+    check_one_of(f"{name}: dtype", check_strided(name, x).dtype, (torch.uint8,))
+    _whole(name, x, unit)
+
+
+def _whole(name: str, x: torch.Tensor, unit: int) -> None:
+    if not x.ndim or x.shape[-1] % unit:
+        raise ValueError(f"{name}: shape {tuple(x.shape)}, the last dimension must be a multiple of {unit}")
+
+
+def _factors(name: str, scales: Any, ndim: int | None = None) -> None:
+    check_one_of(f"{name}: dtype", check_strided(name, scales, ndim).dtype, (torch.float8_e4m3fn,))
+
+
+def _swizzled(name: str, scales: Any, rows: int, columns: int, start: Any) -> None:
+    """Has room for linear scales (rows, columns) from row `start` on."""
+    _factors(name, scales, 2)
+    if not scales.is_contiguous():
+        raise ValueError(f"{name}: strides {scales.stride()}, must be contiguous")
+    needs = f"{SCALE_TILE[0]}, {round_up(columns, SCALE_TILE[1])} columns"
+    if scales.shape[0] % SCALE_TILE[0] or scales.shape[1] != round_up(columns, SCALE_TILE[1]):
+        raise ValueError(f"{name}: shape {tuple(scales.shape)}, must have a multiple of {needs}")
+    if check_integer("start", start, 0) + rows > scales.shape[0]:
+        raise ValueError(f"start: {start}, {rows} rows from there must be in the {scales.shape[0]} of {name}")
+
+
+def _same_device(name: str, t: torch.Tensor, other_name: str, other: Any) -> None:
+    if t.device != other.device:
+        raise ValueError(f"{name}: device {t.device}, must be that of {other_name}, {other.device}")
+
+
+def _global(value: Any, other_name: str, other: torch.Tensor) -> None:
+    """The global scale of another argument; a tensor's value is read on the CPU only."""
+    if isinstance(value, torch.Tensor):
+        check_one_of("global_scale: dtype", check_strided("global_scale", value).dtype, (torch.float32,))
+        if value.numel() != 1:
+            raise ValueError(f"global_scale: shape {tuple(value.shape)}, must have one element")
+        _same_device("global_scale", value, other_name, other)
+        if value.device.type != "cpu" or traced(value):
+            return
+        value = value.item()
+    check_number("global_scale", value, " or a float32 tensor of one element", positive=True)
+
+
 def e4m3(x: torch.Tensor) -> torch.Tensor:
     """To e4m3, round to nearest even, saturating at +-448 (torch's own conversion gives NaN there); NaN stays."""
+    _floats("x", x)
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def e2m1(x: torch.Tensor) -> torch.Tensor:
     """Codes 0..15 (uint8) of fp32 x: round to nearest, ties to the even code, saturating at 6; NaN becomes +6."""
+    _floats("x", x)
     a = x.abs()
     code = (a > 0.25).to(torch.uint8)
     for closed, bound in ((True, 0.75), (False, 1.25), (True, 1.75), (False, 2.5), (True, 3.5), (False, 5.0)):
@@ -84,23 +168,27 @@ def e2m1(x: torch.Tensor) -> torch.Tensor:
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
     """(..., D) codes -> (..., D / 2) bytes."""
+    _bytes("codes", codes, 2)
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
 def unpack(data: torch.Tensor) -> torch.Tensor:
     """(..., D / 2) bytes -> (..., D) codes."""
+    _bytes("data", data)
     return torch.stack([data & 15, data >> 4], dim=-1).flatten(-2)
 
 
 @torch.no_grad()
-def nvfp4_quantize(x: torch.Tensor, global_scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def nvfp4_quantize(x: torch.Tensor, global_scale: float | torch.Tensor = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """x (..., D), D % 16 == 0 -> packed data (..., D / 2) uint8, linear scales (..., D / 16) e4m3.
 
     sf = e4m3(global_scale * amax / 6) of each block of 16; code = e2m1(x * global_scale / sf), 0 where sf is 0. So
-    `global_scale` is the forward one, at most 448 * 6 / amax(x) to avoid saturation.
+    `global_scale` is the forward one, at most 448 * 6 / amax(x) to avoid saturation; a float or a float32 tensor of one
+    element.
     """
-    if x.shape[-1] % BLOCK:
-        raise ValueError(f"x: last dimension {x.shape[-1]}, must be a multiple of {BLOCK}")
+    _floats("x", x)
+    _whole("x", x, BLOCK)
+    _global(global_scale, "x", x)
     blocks = x.float().unflatten(-1, (-1, BLOCK))
     scales = e4m3(blocks.abs().amax(-1) * global_scale / GRID[-1])
     factor = scales.float().unsqueeze(-1)
@@ -109,8 +197,15 @@ def nvfp4_quantize(x: torch.Tensor, global_scale: float = 1.0) -> tuple[torch.Te
 
 
 @torch.no_grad()
-def nvfp4_dequantize(data: torch.Tensor, scales: torch.Tensor, global_scale: float = 1.0) -> torch.Tensor:
+def nvfp4_dequantize(
+    data: torch.Tensor, scales: torch.Tensor, global_scale: float | torch.Tensor = 1.0
+) -> torch.Tensor:
     """data (..., D / 2), linear scales (..., D / 16) -> fp32 (..., D): code * sf / global_scale."""
+    _bytes("data", data, BLOCK // 2)
+    _factors("scales", scales)
+    check_shape("scales", scales, (*data.shape[:-1], data.shape[-1] * 2 // BLOCK), f"one for {BLOCK} elements of data")
+    _same_device("scales", scales, "data", data)
+    _global(global_scale, "data", data)
     grid = torch.tensor(GRID + tuple(-x for x in GRID), dtype=torch.float32, device=data.device)
     values = grid[unpack(data).long()].unflatten(-1, (-1, BLOCK))
     return (values * scales.float().unsqueeze(-1) / global_scale).flatten(-2)
@@ -118,6 +213,13 @@ def nvfp4_dequantize(data: torch.Tensor, scales: torch.Tensor, global_scale: flo
 
 def swizzled_offset(row: Any, col: Any, columns: int) -> Any:
     """Offset of scale (row, col) in a swizzled tensor of `columns` (a multiple of 4); ints or integer tensors."""
+    if check_integer("columns", columns, 0) % SCALE_TILE[1]:
+        raise ValueError(f"columns: {columns}, must be a multiple of {SCALE_TILE[1]}")
+    for name, value in (("row", row), ("col", col)):
+        if not isinstance(value, torch.Tensor):
+            check_integer(name, value, 0)
+        else:
+            check_one_of(f"{name}: dtype", check_strided(name, value).dtype, (torch.int64, torch.int32))
     tile = row // 128 * (columns // 4) + col // 4
     return tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + col % 4
 
@@ -129,29 +231,50 @@ def _offsets(rows: int, start: int, columns: int, padded: int, device: torch.dev
 
 def write_scales(scales: torch.Tensor, into: torch.Tensor, start: int = 0) -> None:
     """Linear scales (rows, K) into rows start.. of the swizzled contiguous tensor `into`; the rest keeps its bytes."""
+    _factors("scales", scales, 2)
+    _swizzled("into", into, scales.shape[0], scales.shape[1], start)
+    _same_device("into", into, "scales", scales)
+    check_apart({"into": into}, {"scales": scales})
     offsets = _offsets(len(scales), start, scales.shape[1], into.shape[1], scales.device)
     into.view(torch.uint8).view(-1)[offsets.flatten()] = scales.view(torch.uint8).flatten()
 
 
 def read_scales(swizzled: torch.Tensor, rows: int, columns: int, start: int = 0) -> torch.Tensor:
     """Linear scales (rows, columns) out of rows start.. of a swizzled contiguous tensor."""
+    check_integer("rows", rows, 0)
+    check_integer("columns", columns, 0)
+    _swizzled("swizzled", swizzled, rows, columns, start)
     offsets = _offsets(rows, start, columns, swizzled.shape[1], swizzled.device)
     return swizzled.view(torch.uint8).view(-1)[offsets].view(torch.float8_e4m3fn)
 
 
 def empty(shape: tuple[int, ...], device: torch.device) -> FP4Tensor:
     """An uninitialised FP4Tensor for values of `shape` (rows, ..., D); at least one tile of scale rows."""
-    rows = max(SCALE_TILE[0], round_up(shape[0], SCALE_TILE[0]))
+    _sizes("shape", shape)
+    if not isinstance(device, torch.device):
+        raise TypeError(f"device: {device!r}, must be a torch.device")
     width = 1
     for extent in shape[1:]:
         width *= extent
+    if shape[-1] % 2 or width % BLOCK:
+        raise ValueError(f"shape: {tuple(shape)}, rows must be a multiple of {BLOCK} elements, the last dimension even")
+    rows = max(SCALE_TILE[0], round_up(shape[0], SCALE_TILE[0]))
     data = torch.empty(*shape[:-1], shape[-1] // 2, dtype=torch.uint8, device=device)
-    columns = round_up(width // BLOCK, SCALE_TILE[1])
+    columns = _scale_columns(width)
     return FP4Tensor(data, torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device), 0, tuple(shape))
+
+
+def _packed(name: str, value: Any) -> None:
+    if not isinstance(value, FP4Tensor):
+        raise TypeError(f"{name}: {type(value).__name__}, must be an FP4Tensor")
 
 
 def store(x: torch.Tensor, out: FP4Tensor, global_scale: float) -> None:
     """Quantise x (rows, ..., D) into `out`, blocks of 16 along a row's flattened elements."""
+    _floats("x", x)
+    _packed("out", out)
+    check_shape("x", x, (*out.shape[:-1], out.shape[-1] * 2), "what out holds")
+    _same_device("x", x, "out", out)
     data, scales = nvfp4_quantize(x.flatten(1), global_scale)
     out.data.copy_(data.view(out.data.shape))
     write_scales(scales, out.scale, out.scale_start_index)
@@ -159,6 +282,7 @@ def store(x: torch.Tensor, out: FP4Tensor, global_scale: float) -> None:
 
 def load(t: FP4Tensor, global_scale: float) -> torch.Tensor:
     """The fp32 values of `t`, shape (rows, ..., D)."""
+    _packed("t", t)
     data = t.data.flatten(1)
     scales = read_scales(t.scale, data.shape[0], data.shape[1] * 2 // BLOCK, t.scale_start_index)
     return nvfp4_dequantize(data, scales, global_scale).view(*t.data.shape[:-1], -1)
@@ -166,6 +290,9 @@ def load(t: FP4Tensor, global_scale: float) -> torch.Tensor:
 
 def deinterleave_v_scales(scales: torch.Tensor) -> torch.Tensor:
     """Linear V scales (..., P, S) from the layout that interleaves 4 tokens: stored[t // 4 * 4S + s * 4 + t % 4]."""
+    check_strided("scales", scales)
+    if scales.ndim < 2 or scales.shape[-2] % 4:
+        raise ValueError(f"scales: shape {tuple(scales.shape)}, the last but one dimension must be a multiple of 4")
     tokens, columns = scales.shape[-2:]
     stored = scales.reshape(*scales.shape[:-2], tokens // 4, columns, 4)
     return stored.transpose(-1, -2).reshape(scales.shape)

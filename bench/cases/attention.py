@@ -531,7 +531,7 @@ def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
         "bmm2 shape": ({"bmm2_scale": torch.ones(2)}, ValueError, "bmm2_scale: shape"),
         "window": ({"window_left": 1.5}, TypeError, "window_left"),
         "out type": ({"out": "bf16"}, TypeError, "out: str"),
-        "out dtype": ({"out": torch.zeros(tokens, heads, dim)}, ValueError, "out_dtype: torch.float32"),
+        "out dtype": ({"out": torch.zeros(tokens, heads, dim)}, ValueError, "out: dtype torch.float32"),
         "out differs": ({"out_dtype": torch.float16}, TypeError, "out: dtype"),
         "out shape": ({"out": torch.zeros(tokens, heads, 32, dtype=torch.bfloat16)}, ValueError, "out: shape"),
         "out_dtype": ({"out_dtype": torch.float32, "out": None}, ValueError, "out_dtype: torch.float32"),

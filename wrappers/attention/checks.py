@@ -2,7 +2,8 @@
 
 `validate` looks only at types, shapes, dtypes, strides and devices, never at device values. Rank, shape and stride
 raise ValueError, dtype TypeError; every message names the argument, its value and what is allowed. What a kernel can do
-is said by `dispatch`; `kernel_tensors` adds what compiled code wants of the tensors themselves.
+is said by `dispatch`; `kernel_tensors` adds what compiled code wants of the tensors themselves. Outputs may share no
+byte with another tensor of the call.
 """
 
 import math
@@ -12,7 +13,18 @@ from typing import Any
 import torch
 
 from .. import fp4
-from ..checks import check_integer, check_last_stride, check_one_of, check_shape, listed
+from ..checks import (
+    check_apart,
+    check_flag,
+    check_integer,
+    check_last_stride,
+    check_number,
+    check_one_of,
+    check_optional_flag,
+    check_shape,
+    check_strided,
+    listed,
+)
 from .problem import Problem
 
 SIGNATURES: dict[str, dict[str, str]] = {}  # public function -> field of Problem -> its name there, where it differs
@@ -32,6 +44,7 @@ def names_of(p: Problem) -> Names:
 def validate(p: Problem) -> None:
     """Raises on the first argument that does not fit."""
     name = names_of(p)
+    scalars(p)
     q = check_tensor(name("q"), p.q, 3, None)
     if q.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name('q')}: device {q.device}, must be cpu or cuda")
@@ -42,7 +55,6 @@ def validate(p: Problem) -> None:
     _requests(p, name)
     for field in ("scale", "out_scale"):
         check_scale(name(field), getattr(p, field), getattr(p, f"{field}_tensor"), q.device)
-    check_integer(name("window_left"), p.window_left)
     check_integer(name("max_q_len"), p.max_q_len, 0)
     _amount(name("soft_cap"), p.soft_cap)
     _amount(name("skip"), p.skip)
@@ -56,6 +68,29 @@ def validate(p: Problem) -> None:
         check_one_of(f"{name('lse')}: dtype", lse.dtype, (torch.float32,))
         check_shape(name("lse"), lse, (q.shape[0], q.shape[1]), "tokens, query heads")
     _output(p, name)
+    _outputs_apart(p, name)
+
+
+def scalars(p: Problem) -> None:
+    """Raises on a flag or a number of another kind: what a plan, found by equality, would let pass."""
+    name = names_of(p)
+    for field in ("causal", "interleaved", "batch_invariant", "return_lse"):
+        check_flag(name(field), getattr(p, field))
+    check_optional_flag(name("enable_pdl"), p.enable_pdl)
+    for field in ("scale", "out_scale"):
+        check_number(name(field), getattr(p, field), " or a float32 tensor of one element")
+    check_integer(name("window_left"), p.window_left)
+    check_integer(name("max_q_len"), p.max_q_len)
+
+
+def reason(p: Problem) -> Exception | None:
+    """What is wrong with a call that failed, if anything is."""
+    try:
+        validate(p)
+        kernel_tensors(p)
+    except (TypeError, ValueError, NotImplementedError) as found:
+        return found
+    return None
 
 
 def kernel_tensors(p: Problem) -> None:
@@ -82,10 +117,7 @@ def kernel_tensors(p: Problem) -> None:
 
 
 def check_tensor(name: str, value: Any, ndim: int, device: torch.device | None) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name}: {type(value).__name__}, must be a torch.Tensor")
-    if value.ndim != ndim:
-        raise ValueError(f"{name}: shape {tuple(value.shape)}, must have {ndim} dimensions")
+    check_strided(name, value, ndim)
     if device is not None and value.device != device:
         raise ValueError(f"{name}: device {value.device}, must be the query's, {device}")
     return value
@@ -93,10 +125,10 @@ def check_tensor(name: str, value: Any, ndim: int, device: torch.device | None) 
 
 def check_scale(name: str, value: Any, tensor: torch.Tensor | None, device: torch.device) -> None:
     """A float, or an fp32 tensor of one element."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: {value!r}, must be a float or a float32 tensor of one element")
+    check_number(name, value, " or a float32 tensor of one element")
     if tensor is None:
         return
+    check_strided(name, tensor)
     check_one_of(f"{name}: dtype", tensor.dtype, (torch.float32,))
     if tensor.numel() != 1:
         raise ValueError(f"{name}: shape {tuple(tensor.shape)}, must have one element")
@@ -107,11 +139,11 @@ def check_scale(name: str, value: Any, tensor: torch.Tensor | None, device: torc
 def drafts_of(mask: Any, lead: tuple[int, ...], most: Any, most_name: str, device: torch.device) -> torch.Tensor:
     """A mask of drafts, uint16 (*lead, W), of at most `most` drafts a request, as int32 (tokens, W / 2)."""
     check_integer(most_name, most, 0)
-    if not isinstance(mask, torch.Tensor):
-        raise TypeError(f"mask: {type(mask).__name__}, must be a torch.Tensor or None")
+    check_strided("mask", mask)
     check_one_of("mask: dtype", mask.dtype, (torch.uint16,))
-    check_shape("mask", mask, (*lead, (most + 31) // 32 * 2), "rows of query tokens, two words for 32 drafts")
-    if mask.device != device:
+    why = f"rows of query tokens, two words for 32 of {most_name}"
+    check_shape("mask", mask, (*lead, (most + 31) // 32 * 2), why)
+    if mask.device != device and device.type in ("cpu", "cuda"):
         raise ValueError(f"mask: device {mask.device}, must be the query's, {device}")
     return mask.contiguous().view(torch.int32).reshape(-1, (most + 31) // 32)
 
@@ -180,7 +212,7 @@ def _requests(p: Problem, name: Names) -> None:
     check_one_of(f"{name('kv_lens')}: dtype", lens.dtype, (torch.int32, torch.uint32))
     check_last_stride(name("kv_lens"), lens)
     batch = lens.shape[0]
-    if r.cu_seqlens_q is None:
+    if r.cu_seqlens_q is None and p.phase == "decode":
         check_integer(name("max_q_len"), p.max_q_len, 1)
         if p.q.shape[0] != batch * p.max_q_len:
             tokens = f"{batch} x {p.max_q_len}"
@@ -213,7 +245,8 @@ def _output(p: Problem, name: Names) -> None:
         return
     allowed = tuple(dict.fromkeys((q.dtype, torch.float16, torch.bfloat16, E4M3)))
     if dtype not in allowed:
-        raise ValueError(f"{name('out_dtype')}: {dtype}, must be one of {listed(allowed)} or 'nvfp4'")
+        what = f"{name('out')}: dtype" if p.out_dtype is None else f"{name('out_dtype')}:"
+        raise ValueError(f"{what} {dtype}, must be one of {listed(allowed)} or 'nvfp4'")
     if p.out_sf_scale is not None:
         raise ValueError(f"{name('out_sf_scale')}: {p.out_sf_scale}, must be None unless the output is nvfp4")
     if out is not None:
@@ -225,10 +258,7 @@ def _output(p: Problem, name: Names) -> None:
 
 def _nvfp4_output(p: Problem, name: Names, shape: tuple[int, int, int]) -> None:
     factor, out, device = p.out_sf_scale, p.out, p.q.device
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
-        raise TypeError(f"{name('out_sf_scale')}: {factor!r}, nvfp4 output needs a float")
-    if not 0 < factor < math.inf:
-        raise ValueError(f"{name('out_sf_scale')}: {factor}, must be positive and finite")
+    check_number(name("out_sf_scale"), factor, " where the output is nvfp4", positive=True)
     if shape[1] * shape[2] % fp4.BLOCK or shape[2] % 2:
         raise ValueError(f"{name('out')}: rows of {shape[1:]} elements, nvfp4 needs a multiple of {fp4.BLOCK}")
     if out is None:
@@ -243,3 +273,20 @@ def _nvfp4_output(p: Problem, name: Names, shape: tuple[int, int, int]) -> None:
     check_shape(f"{name('out')}.scale", scale, (scale.shape[0], columns), why)
     if not scale.is_contiguous():
         raise ValueError(f"{name('out')}.scale: strides {scale.stride()}, must be contiguous")
+
+
+TENSORS = ("q", "k", "v", "k_scales", "v_scales", "sinks", "drafts", "scale_tensor", "out_scale_tensor")  # of Problem
+TABLES = ("page_table", "kv_lens", "cu_seqlens_q")  # of Requests
+
+
+def _outputs_apart(p: Problem, name: Names) -> None:
+    outputs: dict[str, torch.Tensor] = {}
+    if isinstance(p.out, fp4.FP4Tensor):
+        outputs = {f"{name('out')}.data": p.out.data, f"{name('out')}.scale": p.out.scale}
+    elif p.out is not None:
+        outputs = {name("out"): p.out}
+    if p.lse is not None:
+        outputs[name("lse")] = p.lse
+    if outputs:
+        given = {name(field.removesuffix("_tensor")): getattr(p, field) for field in TENSORS}
+        check_apart(outputs, given | {name(field): getattr(p.requests, field) for field in TABLES})

@@ -16,10 +16,11 @@ import torch
 from cute_kernels.attention import args, dispatch
 from cute_kernels.attention.problem import Problem as Facts
 
-from .. import fp4, machine, reference, scratch
+from .. import fp4, machine, overlap, reference, scratch
+from ..checks import checking
 from ..fp4 import FP4Tensor
 from ..reference import LOG2E
-from . import checks
+from . import checks, values
 from .problem import Problem
 
 NO_WINDOW = 1 << 30  # window_left of a call without a window, where the kernel has one
@@ -75,6 +76,7 @@ class Plan:
     sms: int
     stream_k: bool  # CTAs share the keys of a request
     part_keys: int  # of a part of a request, where parts do not depend on the batch; else 0
+    checked: bool  # values are read and checked before a launch
     offsets: torch.Tensor | None = None  # (B + 1,) int32, of requests of equal length
 
     def launch(self, p: Problem) -> Any:
@@ -94,16 +96,16 @@ class Plan:
         if o is None:
             like = self.like_query and q.is_contiguous()
             o = _empty_like(q) if like else _empty((tokens, heads, self.dim_vo), dtype=self.dtype, device=self.device)
-        elif o.shape != (tokens, heads, self.dim_vo):
+        elif o.shape != (tokens, heads, self.dim_vo) or overlap.taken(o, q, k, v):
             raise ValueError("out")
         if lse is not None:
-            if lse.shape != (tokens, heads):
+            if lse.shape != (tokens, heads) or overlap.taken(lse, q, k, v) or overlap.overlap(lse, o):
                 raise ValueError("lse")
             flat[at.lse] = lse
         elif return_lse:
             flat[at.lse] = lse = _empty((tokens, heads), dtype=torch.float32, device=self.device)
         result = (o, lse) if return_lse else o
-        if not scale > 0:
+        if not 0 < scale < INF or not -INF < out_scale < INF:
             raise ValueError("scale")
         if not tokens or not heads or not batch:
             return result
@@ -132,6 +134,8 @@ class Plan:
         if enable_pdl is not None:
             flat[at.enable_pdl] = 1 if enable_pdl else 0
         capturing = here.is_capturing()
+        if self.checked and not capturing:
+            values.check(p, positive=True)
         if cu_seqlens_q is None:
             cu_seqlens_q = self.equal_offsets(batch, max_q_len, capturing)
         flat[at.cu_seqlens_q] = cu_seqlens_q
@@ -168,7 +172,7 @@ def plan_for(p: Problem, arch: str, sms: int) -> Plan:
         op, spec = dispatch.select(facts, arch)
     except dispatch.Unsupported as error:
         name = checks.names_of(p)(FIELDS.get(error.field, error.field))
-        raise NotImplementedError(f"{name}: no attention kernel: {error}") from error
+        raise NotImplementedError(f"{name}: no attention kernel: {error}") from None
     checks.kernel_tensors(p)
     here, device, heads = machine.current, p.q.device, p.q.shape[1]
     fn = here.kernel(op, spec, arch)
@@ -215,17 +219,24 @@ def plan_for(p: Problem, arch: str, sms: int) -> Plan:
         sms=sms,
         stream_k=spec.schedule == "stream_k",
         part_keys=blocks * spec.tile.n if spec.schedule == "stream_k" else 0,
+        checked=checking(),
     )
 
 
 def run(p: Problem) -> Any:
     """What the public function returns, of a problem that nothing traces and nobody checked."""
     (
-        _, phase, q, k, v, requests, max_q_len, _, scale_tensor, _, out_scale_tensor, causal, window_left, soft_cap,
-        sinks, k_scales, v_scales, interleaved, drafts, skip, out, out_dtype, out_sf_scale, _, _, batch_invariant, _,
+        _, phase, q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor, causal, window_left,
+        soft_cap, sinks, k_scales, v_scales, interleaved, drafts, skip, out, out_dtype, out_sf_scale, _, return_lse,
+        batch_invariant, enable_pdl,
     ) = p  # fmt: skip
     here = machine.current
     _, _, offsets, _, facts = requests
+    if (scale.__class__ is not float or out_scale.__class__ is not float or window_left.__class__ is not int
+            or max_q_len.__class__ is not int or causal.__class__ is not bool or interleaved.__class__ is not bool
+            or batch_invariant.__class__ is not bool or return_lse.__class__ is not bool
+            or enable_pdl is not None and enable_pdl.__class__ is not bool):  # fmt: skip
+        checks.scalars(p)
     try:
         tokens, heads, dim = q.shape
         rows = max_q_len if max_q_len < tokens else tokens
@@ -233,7 +244,8 @@ def run(p: Problem) -> Any:
         key = (
             phase, q.get_device(), q.dtype, heads, dim, k.dtype, k.shape, v.shape, facts,
             (tokens, max_q_len) if offsets is None else rows, causal, window_left >= 0,
-            soft_cap and (1 if 0 < soft_cap < INF else -1), skip and (1 if 0 < skip < INF else -1),
+            None if soft_cap is None else (soft_cap.__class__, soft_cap and (1 if 0 < soft_cap < INF else -1)),
+            None if skip is None else (skip.__class__, skip and (1 if 0 < skip < INF else -1)),
             None if sinks is None else sinks.numel(), None if drafts is None else drafts.shape[1], interleaved,
             None if k_scales is None else (k_scales.dtype, k_scales.shape),
             None if v_scales is None else (v_scales.dtype, v_scales.shape),
@@ -243,8 +255,10 @@ def run(p: Problem) -> Any:
         )  # fmt: skip
         plan = here.plans.get(key)
     except (AttributeError, TypeError, ValueError):
-        checks.validate(p)
-        raise
+        why = checks.reason(p)
+        if why is None:
+            raise
+        raise why from None
     if plan is None:
         checks.validate(p)
         found = here.facts(q.device)
@@ -255,14 +269,17 @@ def run(p: Problem) -> Any:
     try:
         return plan.launch(p)
     except Exception:
-        checks.validate(p)  # says which argument was refused
-        checks.kernel_tensors(p)
-        raise
+        why = checks.reason(p)  # says which argument was refused
+        if why is None:
+            raise
+        raise why from None
 
 
 def run_reference(p: Problem) -> Any:
     """The valid problem in fp32 torch on its own device, written to out and lse; of meta tensors, the outputs.
     Skip-softmax leaves out nothing."""
+    if not p.q.is_meta:
+        values.check(p)
     out, lse = outputs(p)
     if not p.q.is_meta:
         with torch.no_grad(), torch.autocast(p.q.device.type, enabled=False):

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from ..checks import UnknownName, check_integer, listed
+from ..checks import UnknownName, check_integer, check_number, check_optional_flag, check_strided, listed, refuse_flag
 from ..fp4 import BLOCK, FP4Tensor
 from ..plain import traced
 from ..scalars import factor, integer, real
 from .checks import SIGNATURES, drafts_of
 from .op import serve
-from .problem import SEPARATE, SHARED, Problem, pair, requests_of
+from .problem import SEPARATE, SHARED, Form, Problem, pair, requests_of
 
 LN2 = 0.6931471805599453
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cake")  # of upstream: here a hint
@@ -19,16 +19,19 @@ TRANSFORM_MODES = (None, "k_only", "separate_kv")  # the same
 CONTEXT, DECODE = "trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache"
 CONTEXT_BLOCK = CONTEXT + ", kv_block_scales"  # with the other name of the scale factors
 EQUAL = DECODE + ", q_len_per_req"  # requests of equal length
+LOG2 = ", bmm1_scale_log2"  # behind either
 _SCALES = {"scales": "kv_cache_sf", "k_scales": "kv_cache_sf (K)", "v_scales": "kv_cache_sf (V)"}
 _NAMES = {
     "q": "query", "kv": "kv_cache", "k": "kv_cache (K)", "v": "kv_cache (V)", "page_table": "block_tables",
     "kv_lens": "seq_lens", "cu_seqlens_q": "cum_seq_lens_q", "scale": "bmm1_scale", "out_scale": "bmm2_scale",
     "soft_cap": "logits_soft_cap", "skip": "skip_softmax_threshold_scale_factor", "out_sf_scale": "o_sf_scale",
+    "drafts": "mask",
 }  # fmt: skip
 SIGNATURES[CONTEXT] = _NAMES | _SCALES
 SIGNATURES[CONTEXT_BLOCK] = _NAMES | {f: name.replace("kv_cache_sf", "kv_block_scales") for f, name in _SCALES.items()}
 SIGNATURES[DECODE] = SIGNATURES[CONTEXT] | {"interleaved": "v_scales_interleaved"}
 SIGNATURES[EQUAL] = SIGNATURES[DECODE] | {"max_q_len": "q_len_per_req"}
+SIGNATURES |= {f + LOG2: SIGNATURES[f] | {"scale": "bmm1_scale_log2"} for f in (DECODE, EQUAL)}
 _Tensor = torch.Tensor
 _problem = Problem.__new__  # `_problem(Problem, ...)` is `Problem(...)`, less a dict: 0.4 us
 
@@ -81,8 +84,11 @@ def trtllm_batch_context_with_kv_cache(
         signature, scales = CONTEXT_BLOCK, kv_block_scales
     if backend not in BACKENDS:
         raise UnknownName(f"backend: {backend!r}, must be one of {listed(BACKENDS)}")
-    if use_fp16_softmax or uses_spcompress:
-        raise NotImplementedError("use_fp16_softmax, uses_spcompress: not supported, must be None or False")
+    if use_fp16_softmax is not None or uses_spcompress is not None:
+        for name, value in (("use_fp16_softmax", use_fp16_softmax), ("uses_spcompress", uses_spcompress)):
+            check_optional_flag(name, value)
+            if value:
+                raise NotImplementedError(f"{name}: {value}, not supported, must be None or False")
     k, v = pair("kv_cache", kv_cache, kv_layout)
     k_scales = v_scales = None
     if scales is not None:
@@ -93,12 +99,12 @@ def trtllm_batch_context_with_kv_cache(
     if logits_soft_cap is not None or skip_softmax_threshold_scale_factor is not None or o_sf_scale is not None:
         logits_soft_cap, o_sf_scale = real(logits_soft_cap), real(o_sf_scale)
         skip_softmax_threshold_scale_factor = real(skip_softmax_threshold_scale_factor)
-    form = SHARED if uses_shared_paged_kv_idx else SEPARATE
+    form = SHARED if uses_shared_paged_kv_idx is True else _form(uses_shared_paged_kv_idx)
     requests = requests_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), form)
-    if batch_size != requests.batch or isinstance(batch_size, float):
+    if batch_size.__class__ is not int or batch_size != requests.batch:
         check_integer("batch_size", batch_size, 0)
-        if requests.batch >= 0:  # seq_lens is a tensor
-            raise ValueError(f"batch_size: {batch_size}, seq_lens has {requests.batch} entries")
+        if batch_size != requests.batch >= 0:  # seq_lens is a tensor
+            raise ValueError(f"batch_size: {batch_size}, must be the {requests.batch} entries of seq_lens")
     scale, scale_tensor = (bmm1_scale, None) if bmm1_scale.__class__ is float else factor(bmm1_scale)
     out_scale, out_scale_tensor = (bmm2_scale, None) if bmm2_scale.__class__ is float else factor(bmm2_scale)
     p = _problem(
@@ -170,27 +176,31 @@ def trtllm_batch_decode_with_kv_cache(
     if logits_soft_cap is not None or skip_softmax_threshold_scale_factor is not None or o_sf_scale is not None:
         logits_soft_cap, o_sf_scale = real(logits_soft_cap), real(o_sf_scale)
         skip_softmax_threshold_scale_factor = real(skip_softmax_threshold_scale_factor)
-    form = SHARED if uses_shared_paged_kv_idx else SEPARATE
+    form = SHARED if uses_shared_paged_kv_idx is True else _form(uses_shared_paged_kv_idx)
     requests = requests_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), form)
     signature = DECODE
     if cum_seq_lens_q is None:
+        if max_q_len is not None:
+            check_integer("max_q_len", max_q_len)  # not used
         signature, max_q_len = EQUAL, q_len_per_req
     elif max_q_len is None:
         raise ValueError("max_q_len: None, required with cum_seq_lens_q")
+    elif q_len_per_req.__class__ is not int:
+        check_integer("q_len_per_req", integer(q_len_per_req))  # not used
     if max_q_len.__class__ is not int or window_left.__class__ is not int:
         max_q_len, window_left = integer(max_q_len), -1 if window_left is None else integer(window_left)
     drafts = None
-    if mask is not None and isinstance(query, _Tensor):
+    if mask is not None and isinstance(query, _Tensor) and requests.batch >= 0:
         equal = cum_seq_lens_q is None
         lead = (requests.batch, max_q_len) if equal else (query.shape[0],)
         drafts = drafts_of(mask, lead, max_q_len, "q_len_per_req" if equal else "max_q_len", query.device)
     scale, scale_tensor = (bmm1_scale, None) if bmm1_scale.__class__ is float else factor(bmm1_scale)
     if bmm1_scale_log2 is not None:
-        if not isinstance(bmm1_scale_log2, _Tensor):
-            raise TypeError(f"bmm1_scale_log2: {type(bmm1_scale_log2).__name__}, must be a torch.Tensor")
+        check_strided("bmm1_scale_log2", bmm1_scale_log2)
+        signature += LOG2
         scale, scale_tensor = LN2, bmm1_scale_log2
     out_scale, out_scale_tensor = (bmm2_scale, None) if bmm2_scale.__class__ is float else factor(bmm2_scale)
-    if o_scale != 1.0 and o_scale is not None:
+    if o_scale is not None and (o_scale.__class__ is not float or o_scale != 1.0):
         out_scale = _unscaled(out_scale, o_scale, out_dtype or getattr(query if out is None else out, "dtype", None))
     p = _problem(
         Problem, signature, "decode", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
@@ -222,13 +232,19 @@ def _check_modes(sparse: Any, world: Any, rank: Any, lens: Any, mode: Any) -> No
 def _unscaled(out_scale: Any, o_scale: Any, dtype: Any) -> Any:
     """The factor on an output of `dtype`: what bmm2_scale was divided by is put back where nothing is quantised."""
     o_scale = real(o_scale)
-    if isinstance(o_scale, bool) or not isinstance(o_scale, (int, float)):
-        raise TypeError(f"o_scale: {o_scale!r}, must be a float")
+    check_number("o_scale", o_scale, positive=True)
+    check_number("bmm2_scale", out_scale, " or a float32 tensor of one element")
     return out_scale * o_scale if dtype in (torch.float16, torch.bfloat16) else out_scale
 
 
+def _form(shared: Any) -> Form:
+    """Of a page table that is not, or not surely, shared."""
+    return SEPARATE if shared is False else refuse_flag("uses_shared_paged_kv_idx", shared)
+
+
 def _check_vector(p: Problem, size: Any) -> None:
-    if p.result_dtype != "nvfp4":
+    check_integer("o_sf_vec_size", size)
+    if "nvfp4" not in (p.out_dtype, getattr(p.out, "dtype", None)):
         raise ValueError(f"o_sf_vec_size: {size}, must be None unless the output is nvfp4")
     if size != BLOCK:
         raise ValueError(f"o_sf_vec_size: {size}, must be None or {BLOCK}")

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..checks import check_integer, check_one_of, check_shape, listed
+from ..checks import check_integer, check_number, check_one_of, check_shape, check_strided, listed
 from ..plain import traced
 from ..scalars import factor, integer, real
 from .checks import E4M3, SIGNATURES, check_scale, drafts_of
@@ -17,9 +17,9 @@ SIGNATURES["xqa"] = {
     "kv": "k_cache, v_cache", "k": "k_cache", "v": "v_cache", "kv_lens": "seq_lens", "out": "output",
     "cu_seqlens_q": "q_cu_seq_lens", "max_q_len": "q_seq_len", "scale": "q_scale * kv_scale", "out_scale": "kv_scale",
     "scales": "k_sf_cache, v_sf_cache", "k_scales": "k_sf_cache", "v_scales": "v_sf_cache",
-    "interleaved": "v_scales_interleaved",
+    "interleaved": "v_scales_interleaved", "drafts": "mask",
 }  # fmt: skip
-_Tensor = torch.Tensor
+_Tensor, _strided = torch.Tensor, torch.strided
 _problem = Problem.__new__  # `_problem(Problem, ...)` is `Problem(...)`, less a dict: 0.4 us
 
 
@@ -62,14 +62,16 @@ def xqa(
     if (k_sf_cache is None) != (v_sf_cache is None):
         raise ValueError("k_sf_cache, v_sf_cache: one of the two is None, must be both or none")
     for name, t in (("q", q), ("output", output), ("seq_lens", seq_lens)):
-        if not isinstance(t, _Tensor):
-            raise TypeError(f"{name}: {type(t).__name__}, must be a torch.Tensor")
+        if not isinstance(t, _Tensor) or t.layout is not _strided:
+            check_strided(name, t)
     if q_seq_len.__class__ is not int or q_seq_len < 1:
         q_seq_len = check_integer("q_seq_len", integer(q_seq_len), 1)
-    rows, out = _tokens(q, output, q_seq_len, q_cu_seq_lens)
-    if q_cu_seq_lens is not None and getattr(q_cu_seq_lens, "dtype", None) == torch.uint32:
+    if q_cu_seq_lens is not None and check_strided("q_cu_seq_lens", q_cu_seq_lens, 1).dtype == torch.uint32:
         q_cu_seq_lens = q_cu_seq_lens.view(torch.int32)
+    rows, out = _tokens(q, output, q_seq_len, q_cu_seq_lens)
     requests = requests_of(page_table, seq_lens, q_cu_seq_lens, not traced(q), FORM)
+    if requests.batch < 0:
+        check_strided("page_table", page_table, 2)
     if q_cu_seq_lens is None and requests.batch != q.shape[0]:
         check_shape("seq_lens", seq_lens, (q.shape[0], 1), "batch, 1")
     drafts = None
@@ -78,7 +80,7 @@ def xqa(
         drafts = drafts_of(mask, lead, q_seq_len, "q_seq_len", q.device)
     elif q_seq_len > 1:
         raise ValueError(f"mask: None, required where q_seq_len is {q_seq_len}")
-    if isinstance(kv_layout, int) or kv_layout is None:
+    if kv_layout is None or kv_layout.__class__ is int:
         kv_layout = "NHD"  # it was sm_count
     if page_size.__class__ is not int or num_kv_heads.__class__ is not int or sliding_win_size.__class__ is not int:
         page_size, num_kv_heads, sliding_win_size = map(integer, (page_size, num_kv_heads, sliding_win_size))
@@ -97,8 +99,7 @@ def xqa(
         k_scales, v_scales = pair("k_sf_cache, v_sf_cache", factors, kv_layout)
     _, heads, dim = rows.shape
     if sinks is not None:
-        if not isinstance(sinks, _Tensor):
-            raise TypeError(f"sinks: {type(sinks).__name__}, must be a torch.Tensor")
+        check_strided("sinks", sinks)
         check_shape("sinks", sinks, (num_kv_heads, heads // num_kv_heads), "KV heads, query heads of each")
         sinks = sinks.reshape(heads)
     window_left = check_integer("sliding_win_size", sliding_win_size, 0) - 1  # 0 is off there, negative here
@@ -107,9 +108,9 @@ def xqa(
     scale, scale_tensor = q_factor * out_scale * dim**-0.5, q_tensor if kv_tensor is None else kv_tensor
     if q_tensor is not None and kv_tensor is not None:
         scale_tensor = q_tensor * kv_tensor
-    if rcp_out_scale.__class__ is not float:
+    if rcp_out_scale.__class__ is not float or rcp_out_scale != 1.0:
         rcp_out_scale = real(rcp_out_scale)
-        check_scale("rcp_out_scale", rcp_out_scale, None, q.device)
+        check_number("rcp_out_scale", rcp_out_scale, positive=True)
     if output.dtype == E4M3:
         out_scale *= rcp_out_scale
     serve(_problem(
@@ -156,8 +157,8 @@ def _tokens(
 
 def _paged(name: str, cache: Any, page_size: int, heads: int, layout: Any) -> torch.Tensor:
     """A cache in 4 dimensions, checked against page_size and num_kv_heads."""
-    if not isinstance(cache, _Tensor):
-        raise TypeError(f"{name}: {type(cache).__name__}, must be a torch.Tensor")
+    if not isinstance(cache, _Tensor) or cache.layout is not _strided:
+        check_strided(name, cache)
     if cache.dim() == 2:
         if cache.shape[0] % (page_size * heads) or layout != "NHD" or not cache.is_contiguous():
             given = f"shape {tuple(cache.shape)}, strides {cache.stride()}, {layout}"

@@ -8,16 +8,13 @@ from .dense import attention
 
 
 def gather(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-    """A request's tokens, (length, Hkv, D), from cache (pages, Hkv, P, D); later entries are not read, a negative one
-    is a page of zeros."""
-    size = cache.shape[2]
-    used = -(-length // size)
-    if used > len(pages):
-        raise ValueError(f"seq_lens: {length} tokens need {used} pages, block_tables has {len(pages)} a request")
-    ids = pages[:used].to(torch.int64)
+    """A request's tokens, (length, Hkv, D), from cache (pages, Hkv, P, D); later entries are not read, one that is no
+    page of the cache is a page of zeros."""
+    held, _, size, _ = cache.shape
+    ids = pages[: -(-length // size)].to(torch.int64)
     raw = cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache  # torch indexes no fp8 on CPU
-    found = raw[ids.clamp(min=0)]
-    found[ids < 0] = 0
+    found = raw[ids.clamp(0, held - 1)]
+    found[(ids < 0) | (ids >= held)] = 0
     tokens = found.transpose(1, 2).flatten(0, 1)[:length]
     return tokens.view(cache.dtype)
 
@@ -33,7 +30,8 @@ def _factor(number: float, tensor: torch.Tensor | None) -> float | torch.Tensor:
 
 def paged_attention(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """(o (T, Hq, Dvo) fp32 including out_scale, lse (T, Hq) fp32 base 2). Rows of no request are 0 and -inf. Reads
-    lengths on the host, so a GPU call synchronises; skips nothing."""
+    lengths on the host, so a GPU call synchronises; skips nothing. Values that make no sense are clamped as kernels
+    do: rows to the query's, keys to what a row of the table holds, none where the cache has no pages."""
     tokens, heads, _ = p.q.shape
     o = torch.zeros(tokens, heads, p.dim_vo, dtype=torch.float32, device=p.q.device)
     lse = torch.full((tokens, heads), -float("inf"), dtype=torch.float32, device=p.q.device)
@@ -43,10 +41,11 @@ def paged_attention(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     if r.cu_seqlens_q is None:
         starts = [n * p.max_q_len for n in range(r.batch + 1)]
     else:
-        starts = r.cu_seqlens_q.tolist()
-    for request, length in enumerate(r.kv_lens.tolist()):
+        starts = r.cu_seqlens_q.clamp(0, tokens).tolist()
+    most = r.page_table.shape[2] * p.k.shape[2] if p.k.shape[0] else 0
+    for request, length in enumerate(r.kv_lens.clamp(0, most).tolist()):
         rows = slice(starts[request], starts[request + 1])
-        if rows.start == rows.stop:
+        if rows.start >= rows.stop:
             continue
         o[rows], lse[rows] = attention(
             p.q[rows],
@@ -54,7 +53,7 @@ def paged_attention(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
             _values(p.v, v_scales, r.page_table[request, 1], length),
             scale=_factor(p.scale, p.scale_tensor),
             causal=bool(p.causal) if p.drafts is None else p.drafts[rows],
-            window_left=p.window_left,
+            window_left=min(p.window_left, most),
             soft_cap=p.soft_cap or 0.0,
             sinks=p.sinks,
         )

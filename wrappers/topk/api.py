@@ -1,13 +1,26 @@
 """The public signatures of top-k; what they promise is said in the package."""
 
+from typing import Any
+
 import torch
 
 from .. import reference
+from ..checks import check_flag, check_integer
+from ..scalars import integer
 from .checks import DECODING, PAGE_TABLE, PREFILL, RAGGED, TOP_K, Call, TopKTieBreak, each_row
 from .op import serve
 
 _Tensor = torch.Tensor  # a module global: an attribute look-up saved is 20 ns
 _call = Call.__new__  # `_call(Call, ...)` is `Call(...)`, which makes a dict first: 0.4 us of 0.6
+
+
+def _refuse_other_than(kind: type, **given: Any) -> None:
+    """Raises on the first that is no bool, or no int."""
+    for name, value in given.items():
+        if kind is bool:
+            check_flag(name, value)
+        else:
+            check_integer(name, value)
 
 
 def top_k_page_table_transform(
@@ -34,6 +47,8 @@ def top_k_page_table_transform(
 
     -1 also where b or the column lies outside the table. Returns out, int32 (R, k).
     """
+    if deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
+        _refuse_other_than(bool, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
     if page_table_row_starts is None and page_size == 1:
         page_table_row_starts = row_starts
     return serve(_call(
@@ -58,6 +73,8 @@ def top_k_ragged_transform(
     input (R, L), lengths, row_starts and k as in `top_k_page_table_transform`; offsets int32 (R,), any values (sums
     wrap at 32 bits). Signature: FlashInfer. Returns int32 (R, k).
     """
+    if deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
+        _refuse_other_than(bool, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
     return serve(
         _call(Call, RAGGED, input, k, starts=row_starts, lengths=lengths, offsets=offsets, tie_break=tie_break)
     )[0]
@@ -76,6 +93,8 @@ def top_k(
     input (R, V) as in `top_k_page_table_transform`; k <= V. Order: ascending index, or with sorted=True descending
     value, then ascending index. Signature: FlashInfer.
     """
+    if sorted.__class__ is not bool or deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
+        _refuse_other_than(bool, sorted=sorted, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
     _, values, indices = serve(_call(Call, TOP_K, input, k, tie_break=tie_break))
     if not sorted:
         return values, indices
@@ -101,6 +120,9 @@ def top_k_per_row_prefill(
     rows apart. top_k may exceed V.
     """
     layout = (num_rows, stride0, stride1)
+    if num_rows.__class__ is not int or stride0.__class__ is not int or stride1.__class__ is not int:
+        num_rows, stride0, stride1 = layout = integer(num_rows), integer(stride0), integer(stride1)
+        _refuse_other_than(int, num_rows=num_rows, stride0=stride0, stride1=stride1)
     serve(_call(Call, PREFILL, logits, top_k, starts=row_starts, lengths=row_ends, raw=indices, layout=layout))
 
 
@@ -123,4 +145,7 @@ def top_k_per_row_decode(
     if (seq_lens.__class__ is _Tensor or isinstance(seq_lens, _Tensor)) and seq_lens.dim() == 2:
         seq_lens, next_n = each_row(seq_lens, next_n, logits), 1
     layout = (num_rows, stride0, stride1)
+    if num_rows.__class__ is not int or stride0.__class__ is not int or stride1.__class__ is not int:
+        num_rows, stride0, stride1 = layout = integer(num_rows), integer(stride0), integer(stride1)
+        _refuse_other_than(int, num_rows=num_rows, stride0=stride0, stride1=stride1)
     serve(_call(Call, DECODING, logits, top_k, lengths=seq_lens, raw=indices, next_n=next_n, layout=layout))

@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS
 
-from ..checks import check_integer, check_last_stride, check_one_of, check_shape, listed
+from ..checks import check_apart, check_integer, check_last_stride, check_one_of, check_shape, check_strided, listed
 from ..scalars import integer
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -29,6 +29,9 @@ class TopKTieBreak(IntEnum):
     NONE = 0
     SMALL = 1  # those of the lowest indices
     LARGE = 2  # those of the highest indices
+
+
+TIES = tuple(map(int, TopKTieBreak))
 
 
 class Call(NamedTuple):
@@ -99,7 +102,7 @@ def validate(call: Call) -> None:
     check_integer("next_n", call.next_n, 1)
     if rows % call.next_n:
         raise ValueError(f"next_n: {call.next_n}, must divide the {rows} rows of logits")
-    if isinstance(call.tie_break, bool) or call.tie_break not in tuple(TopKTieBreak):
+    if isinstance(call.tie_break, bool) or not isinstance(call.tie_break, int) or call.tie_break not in TIES:
         raise ValueError(f"tie_break: {call.tie_break!r}, must be one of {listed(tuple(map(repr, TopKTieBreak)))}")
     required = {"lengths"} if call.function != TOP_K else set()
     required |= {"starts"} if call.function == PREFILL else {"offsets"} if call.function == RAGGED else set()
@@ -117,24 +120,40 @@ def validate(call: Call) -> None:
             _integers(name, value, 2, call.scores.device)
             check_shape(name, value, (rows, call.k), "rows, k")
             _apart(name, value)
+    _outputs_apart(call, names)
+
+
+INPUTS = ("scores", "starts", "lengths", "table", "row_to_batch", "table_starts", "offsets")
+OUTPUTS = ("out", "raw", "values", "indices")
+
+
+def _outputs_apart(call: Call, names: dict[str, str]) -> None:
+    given = {names.get(f, f): getattr(call, f) for f in OUTPUTS if getattr(call, f) is not None}
+    if given:
+        check_apart(given, {names.get(f, f): getattr(call, f) for f in INPUTS})
+
+
+def reason(call: Call) -> Exception | None:
+    """What is wrong with a call that failed, if anything is."""
+    try:
+        validate(with_ints(call))
+    except (TypeError, ValueError) as found:
+        return found
+    return None
 
 
 def stated(call: Call) -> None:
     """num_rows, stride0 and stride1 must be those of the tensor; a stride that is never taken may be anything."""
     num_rows, *strides = call.layout
     if num_rows != call.scores.shape[0]:
-        raise ValueError(f"num_rows: {num_rows}, logits has {call.scores.shape[0]} rows")
+        raise ValueError(f"num_rows: {num_rows}, must be the {call.scores.shape[0]} rows of logits")
     for dim, stride in enumerate(strides):
         if call.scores.shape[dim] > 1 and stride != call.scores.stride(dim):
-            raise ValueError(f"stride{dim}: {stride}, logits has strides {tuple(call.scores.stride())}")
+            raise ValueError(f"stride{dim}: {stride}, must be that of logits, {call.scores.stride(dim)}")
 
 
 def _device(name: str, value: Any, ndim: int) -> torch.device:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name}: {type(value).__name__}, must be a torch.Tensor")
-    if value.ndim != ndim:
-        raise ValueError(f"{name}: shape {tuple(value.shape)}, must have {ndim} dimensions")
-    return value.device
+    return check_strided(name, value, ndim).device
 
 
 def _scores(name: str, call: Call) -> tuple[int, int]:

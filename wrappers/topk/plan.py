@@ -10,8 +10,10 @@ from cute_kernels.topk import dispatch
 from cute_kernels.topk.args import TopKArgs
 from cute_kernels.topk.problem import Problem
 
-from .. import machine, reference
-from .checks import DTYPES, PER_ROW, TOP_K, WINDOWS, Call, TopKTieBreak, validate, with_ints
+from .. import machine, overlap, reference
+from ..checks import checking
+from .checks import DTYPES, PER_ROW, TOP_K, WINDOWS, Call, TopKTieBreak, reason, validate, with_ints
+from .values import check as check_values
 
 AT = TopKArgs(*range(len(TopKArgs._fields)))  # where a launch takes what
 _SCORES, _STARTS, _LENGTHS, _OUT, _RAW, _VALUES, _INDICES, _TABLE = AT[:8]
@@ -29,6 +31,7 @@ class Plan:
     alone: bool  # the only device of the process
     copies: bool  # the kernel cannot read the scores where they are
     rows: int
+    checked: bool  # bounds and rows of the table are read and checked before a launch
     like_out: torch.Tensor  # (R, k) int32, one element expanded: empty_like is 0.5 us cheaper than empty
     like_values: torch.Tensor  # (R, k), the scores' dtype
     like_indices: torch.Tensor  # (R, k) int64
@@ -54,14 +57,17 @@ def run(call: Call) -> tuple[Any, Any, Any]:
             )
         key = (
             function, scores.get_device(), scores.dtype, scores.shape, scores.is_contiguous() or scores.stride(),
-            k, k.__class__, next_n, next_n.__class__, page_size, page_size.__class__, tie_break, layout,
+            k, k.__class__, next_n, next_n.__class__, page_size, page_size.__class__, tie_break, tie_break.__class__,
+            layout,
             None if lengths is None else lengths.numel(), None if lengths is None else lengths.dtype,
             None if offsets is None else offsets.numel(), None if offsets is None else offsets.dtype, rare,
         )  # fmt: skip
         plan = here.plans.get(key)
-    except (AttributeError, TypeError):
-        validate(with_ints(call))
-        raise
+    except (AttributeError, TypeError, RuntimeError):
+        why = reason(call)
+        if why is None:
+            raise
+        raise why from None
     if plan is None:
         call = with_ints(call)
         validate(call)
@@ -83,9 +89,13 @@ def run(call: Call) -> tuple[Any, Any, Any]:
             flat[_LENGTHS] = lengths
             if out is None and function not in PER_ROW:
                 out = _empty_like(plan.like_out)
+            elif out is not None and overlap.taken(out, scores):
+                raise ValueError("out")
             if out is not None:
                 flat[_OUT] = out
             if raw is not None:
+                if overlap.taken(raw, scores) or out is not None and overlap.taken(raw, out):
+                    raise ValueError("raw")
                 flat[_RAW] = raw
             if starts is not None:
                 flat[_STARTS] = starts
@@ -97,11 +107,15 @@ def run(call: Call) -> tuple[Any, Any, Any]:
                 flat[_TABLE_STARTS] = table_starts
             if offsets is not None:
                 flat[_OFFSETS] = offsets
+        if plan.checked and (plan.device.type == "cpu" or not here.is_capturing()):
+            check_values(call)
         if plan.rows:
             plan.fn(*flat)
     except Exception:
-        validate(with_ints(call))  # says which argument was refused
-        raise
+        why = reason(call)  # says which argument was refused
+        if why is None:
+            raise
+        raise why from None
     return out, values, indices
 
 
@@ -143,6 +157,7 @@ def plan_for(call: Call, facts: tuple[str, int] | None) -> Plan:
         alone=facts is None or machine.current.device_count() == 1,
         copies=width != 1 and scores.stride(1) != 1,  # per-row functions, and rows without elements
         rows=rows,
+        checked=checking() and device.type != "meta",
         like_out=like(torch.int32),
         like_values=like(scores.dtype),
         like_indices=like(torch.int64),

@@ -1,0 +1,470 @@
+"""Scripted bad calls: a good call of every public function, in which one argument at a time is replaced by every
+value of a list that its kind has. Each is refused: TypeError, ValueError or NotImplementedError,
+which name the argument
+in the caller's words, its value and what is allowed, come without a chain, and leave the bytes of all tensors as they
+were; on the CPU, on a machine with kernels, and on one that has the good call's plan. What is accepted is listed
+(`ACCEPTED`).
+"""
+
+import inspect
+import math
+import re
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wrappers
+from bench.cases import attention as cases
+from bench.cases import topk as topk_cases
+from tests import test_prefill_wrapper, test_topk_wrapper
+from tests.fake_machine import FakeMachine
+from wrappers import fp4, machine
+
+E4M3 = torch.float8_e4m3fn
+POISON = 0xA5
+REFUSALS = (TypeError, ValueError, NotImplementedError)
+
+
+# ---- good calls: name -> (function, arguments)
+
+SMALL = replace(cases.EDGE["plain"], q_lens=(2, 3), kv_lens=(19, 33))
+DRAFTS = replace(SMALL, dtype="fp16", layout="NHD", sink=0.0, lse=False, function="xqa", drafts=True)
+
+
+def attention(case: cases.AttentionCase, function: str, **changes: Any) -> dict[str, Any]:
+    return cases.FUNCTIONS[function][1](case, cases.make_problem(case)) | changes
+
+
+def top_k_of(function: str, **changes: Any) -> dict[str, Any]:
+    return topk_cases.make_inputs(replace(topk_cases.PLAIN[function], lengths="full", **changes))
+
+
+def page_table() -> dict[str, Any]:
+    return top_k_of(topk_cases.PAGE_TABLE, batch_map=True, starts=True, page_size=2)
+
+
+def nvfp4_output() -> dict[str, Any]:
+    out = wrappers.FP4Tensor(torch.zeros(5, 4, 32, dtype=torch.uint8), torch.zeros(128, 16, dtype=E4M3))
+    return attention(SMALL, "context", out=out, out_dtype="nvfp4", o_sf_scale=30.0, o_sf_vec_size=16)
+
+
+X = {"x": torch.ones(4, 64), "global_scale": 2.0}
+CODES = {"data": torch.ones(4, 32, dtype=torch.uint8), "scales": torch.ones(4, 4).to(E4M3), "global_scale": 2.0}
+PACKED = {"data": torch.ones(5, 2, 8, dtype=torch.uint8), "scale": torch.ones(128, 4).to(E4M3)}
+CONTEXT, DECODE = wrappers.trtllm_batch_context_with_kv_cache, wrappers.trtllm_batch_decode_with_kv_cache
+GOOD: dict[str, tuple[Any, Any]] = {
+    "context": (CONTEXT, lambda: attention(SMALL, "context")),
+    "context, stacked": (CONTEXT, lambda: attention(replace(SMALL, cache="stacked", layout="NHD"), "context")),
+    "context, nvfp4 cache": (CONTEXT, lambda: attention(replace(SMALL, kv_dtype="nvfp4"), "context")),
+    "context, nvfp4 output": (CONTEXT, nvfp4_output),
+    "decode, ragged": (DECODE, lambda: attention(SMALL, "decode")),
+    "decode, equal": (DECODE, lambda: attention(replace(SMALL, q_lens=(2, 2), drafts=True), "decode")),
+    "decode, nvfp4": (DECODE, lambda: attention(replace(SMALL, kv_dtype="nvfp4"), "decode")),
+    "xqa": (wrappers.xqa, lambda: attention(replace(SMALL, q_lens=(1, 1), dtype="fp16", layout="NHD"), "xqa")),
+    "xqa, drafts": (wrappers.xqa, lambda: attention(DRAFTS, "xqa")),
+    "xqa, nvfp4": (wrappers.xqa, lambda: attention(replace(DRAFTS, kv_dtype="nvfp4"), "xqa")),
+    "top_k_page_table_transform": (wrappers.top_k_page_table_transform, page_table),
+    "top_k_ragged_transform": (
+        wrappers.top_k_ragged_transform, lambda: top_k_of(topk_cases.RAGGED, starts=True)),
+    "top_k": (wrappers.top_k, lambda: top_k_of(topk_cases.TOP_K)),
+    "top_k_per_row_prefill": (wrappers.top_k_per_row_prefill, lambda: top_k_of(topk_cases.PREFILL)),
+    "top_k_per_row_decode": (wrappers.top_k_per_row_decode, lambda: top_k_of(topk_cases.DECODE)),
+    "nvfp4_quantize": (wrappers.nvfp4_quantize, lambda: dict(X)),
+    "nvfp4_dequantize": (wrappers.nvfp4_dequantize, lambda: dict(CODES)),
+    "FP4Tensor": (wrappers.FP4Tensor, lambda: PACKED | {"scale_start_index": 0, "original_shape": (5, 2, 16)}),
+    "fp4.e4m3": (fp4.e4m3, lambda: {"x": torch.ones(4)}),
+    "fp4.e2m1": (fp4.e2m1, lambda: {"x": torch.ones(4)}),
+    "fp4.pack": (fp4.pack, lambda: {"codes": torch.ones(2, 4, dtype=torch.uint8)}),
+    "fp4.unpack": (fp4.unpack, lambda: {"data": torch.ones(2, 4, dtype=torch.uint8)}),
+    "fp4.swizzled_offset": (fp4.swizzled_offset, lambda: {"row": 3, "col": torch.arange(4), "columns": 8}),
+    "fp4.write_scales": (
+        fp4.write_scales, lambda: {"scales": CODES["scales"], "into": torch.zeros(128, 4).to(E4M3), "start": 3}),
+    "fp4.read_scales": (
+        fp4.read_scales, lambda: {"swizzled": torch.zeros(128, 4).to(E4M3), "rows": 5, "columns": 3, "start": 3}),
+    "fp4.empty": (fp4.empty, lambda: {"shape": (5, 2, 16), "device": torch.device("cpu")}),
+    "fp4.store": (
+        fp4.store, lambda: {"x": torch.ones(5, 2, 16), "out": wrappers.FP4Tensor(**PACKED), "global_scale": 2.0}),
+    "fp4.load": (fp4.load, lambda: {"t": wrappers.FP4Tensor(**PACKED), "global_scale": 2.0}),
+    "fp4.deinterleave_v_scales": (fp4.deinterleave_v_scales, lambda: {"scales": torch.ones(2, 8, 4)}),
+}  # fmt: skip
+
+
+# ---- bad values, by the kind of an argument
+
+NONE: dict[str, Any] = {"None": None}
+NUMBERS = {"str": "3", "list": [3], "numpy": np.ones(2), "nan": math.nan, "inf": math.inf, "complex": 1j}
+KINDS: dict[str, dict[str, Any]] = {
+    "int": NONE | NUMBERS | {"float": 3.0, "True": True, "tensor": torch.ones(2), "far": 1 << 70, "negative": -3},
+    "flag": NONE | NUMBERS | {"no": "no", "yes": "yes", "one": 1, "zero": 0, "1.0": 1.0, "tensor": torch.ones(1)},
+    "number": NONE | NUMBERS | {"True": True, "-inf": -math.inf, "zero": 0.0, "negative": -1.0,
+    "tensors": [torch.ones(1)]},
+    "scale": NONE | NUMBERS | {
+        "True": True, "-inf": -math.inf, "zero": 0.0, "negative": -1.0, "two": torch.ones(2),
+        "double": torch.ones(1).double(),
+        "int tensor": torch.ones(1).int(), "meta": torch.ones(1, device="meta"), "sparse": torch.ones(1).to_sparse(),
+        "nan tensor": torch.tensor([math.nan]), "inf tensor": torch.tensor([math.inf]), "empty": torch.ones(0),
+    },
+    "layout": {"None": None, "lower": "hnd", "HDN": "HDN", "int": 3, "list": ["HND"], "empty": ""},
+    "name": {"None": None, "other": "fa9", "int": 3, "empty": "", "True": True},
+    "dtype": {
+        "name": "bfloat16", "class": float, "int": 16, "fp64": torch.float64, "int32": torch.int32,
+        "list": [torch.float16],
+    },
+    "shape": NONE | {"int": 16, "str": "516", "floats": (5.0, 2, 16), "negative": (-5, 2, 16), "short": (16,),
+    "odd": (5, 2, 7),
+                     "True": (True, 2, 16), "tensor": torch.ones(3)},
+    "device": NONE | {"str": "cpux", "int": 1 << 20, "list": ["cpu"]},
+    "fp4": NONE | {"tensor": torch.ones(5, 2, 8, dtype=torch.uint8), "str": "fp4", "list": [1]},
+}  # fmt: skip
+
+
+MISMATCH = ("rank + 1", "flat", "no rows", "a row less", "a row more", "no columns", "columns")
+OF_TWO = ("bfloat16", "float16", "float8_e4m3fn", "uint8")  # dtypes that are wrong beside another tensor's
+
+
+def not_tensors(shape: tuple[int, ...]) -> dict[str, Any]:
+    return {"list": [1, 2], "tuple": (1, 2), "str": "tensor", "int": 3, "numpy": np.zeros(shape), "True": True}
+
+
+def tensors_like(t: torch.Tensor) -> dict[str, Any]:
+    """What is no tensor, and tensors that differ from `t` in one thing."""
+    dtypes = (torch.float32, torch.int64, torch.bool, torch.complex64, torch.float16, E4M3, torch.uint8)
+    bad = NONE | not_tensors(tuple(t.shape)) | {
+        "rank + 1": t[None], "meta": t.to("meta"), "sparse": torch.sparse_coo_tensor(size=t.shape, dtype=t.dtype),
+        **{str(d)[6:]: torch.zeros(t.shape).to(d) for d in dtypes if d != t.dtype},
+    }  # fmt: skip
+    if t.ndim:
+        bits = t.contiguous().view(BITS[t.element_size()])  # torch copies no e4m3
+        some = {
+            "flat": bits.flatten() if t.ndim > 1 else bits[0], "no rows": bits[:0], "a row less": bits[:-1].clone(),
+            "a row more": torch.cat([bits, bits[:1]]), "no columns": bits[..., :0].clone(),
+            "columns": bits[..., :-1].clone(), "strided": torch.stack([bits, bits], -1)[..., 0],
+            "expanded columns": bits[..., :1].clone().expand(bits.shape),
+        }  # fmt: skip
+        bad |= {name: recast(b, t.dtype) for name, b in some.items()}
+    return bad
+
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def recast(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Another dtype of as many bytes, whatever the strides."""
+    return torch.empty(0, dtype=dtype).set_(bits.untyped_storage(), bits.storage_offset(), bits.shape, bits.stride())
+
+
+INT = ("max_q_len", "batch_size", "window_left", "num_kv_heads", "page_size", "sliding_win_size", "q_seq_len", "k",
+"tie_break",
+       "q_len_per_req", "num_rows", "stride0", "stride1", "top_k", "next_n", "scale_start_index", "columns", "rows",
+       "start",
+       "o_sf_vec_size")  # fmt: skip
+FLAG = ("uses_shared_paged_kv_idx", "causal", "return_lse", "v_scales_interleaved", "batch_invariant", "deterministic",
+        "dsa_graph_safe", "sorted", "enable_pdl", "use_fp16_softmax", "uses_spcompress")  # fmt: skip
+NUMBER = ("o_sf_scale", "skip_softmax_threshold_scale_factor", "logits_soft_cap", "o_scale", "rcp_out_scale")
+SCALE = ("bmm1_scale", "bmm2_scale", "q_scale", "kv_scale", "bmm1_scale_log2", "global_scale")
+OTHER = {"kv_layout": "layout", "backend": "name", "out_dtype": "dtype", "shape": "shape", "original_shape": "shape",
+         "device": "device", "t": "fp4"}  # fmt: skip
+KIND = dict.fromkeys(INT, "int") | dict.fromkeys(FLAG, "flag") | dict.fromkeys(NUMBER, "number")
+KIND |= dict.fromkeys(SCALE, "scale") | OTHER
+HINTS = {"workspace_buffer", "max_kv_len", "cum_seq_lens_kv", "multi_ctas_kv_counter_buffer", "max_seq_len",
+"semaphores",
+         "sm_count"}  # fmt: skip
+
+
+def bad_values(argument: str, good: Any) -> dict[str, Any]:
+    if argument in KIND:
+        return KINDS[KIND[argument]]
+    if isinstance(good, tuple):
+        k, v = good
+        bad = NONE | {
+            "str": "kv",
+            "int": 3,
+            "numpy": np.zeros((2, 2)),
+            "one": (k,),
+            "three": (k, k, v),
+            "dict": {0: k, 1: v},
+        }
+        for name, t in tensors_like(k).items():
+            bad |= {f"K {name}": (t, v), f"V {name}": (k, t)}
+        return bad
+    if isinstance(good, wrappers.FP4Tensor):
+        return {"list": [1], "str": "fp4", "bf16": torch.zeros(5, 4, 64).bfloat16()}
+    if isinstance(good, torch.Tensor):
+        return tensors_like(good)
+    return not_tensors((2,))
+
+
+@cache
+def made(name: str) -> dict[str, Any]:
+    return GOOD[name][1]()
+
+
+def arguments_of(name: str) -> dict[str, Any]:
+    """All parameters of a call and their good values; defaults where it gives none."""
+    function = GOOD[name][0]
+    given = made(name)
+    shown = inspect.signature(function).parameters
+    return {n: given.get(n, p.default) for n, p in shown.items()}
+
+
+OWN = {  # of a second form of a call: what the first does not show
+    "context, stacked": {"kv_cache"},
+    "context, nvfp4 cache": {"kv_cache", "kv_block_scales", "kv_cache_sf"},
+    "context, nvfp4 output": {"out", "out_dtype", "o_sf_scale", "o_sf_vec_size"},
+    "decode, equal": {"query", "seq_lens", "block_tables", "mask", "q_len_per_req", "max_q_len"},
+    "decode, nvfp4": {"kv_cache", "kv_cache_sf", "v_scales_interleaved"},
+    "xqa, drafts": {"q", "output", "page_table", "seq_lens", "mask", "q_seq_len", "q_cu_seq_lens"},
+    "xqa, nvfp4": {"k_cache", "k_sf_cache", "v_sf_cache", "v_scales_interleaved"},
+}
+PAIRS = [
+    (name, argument)
+    for name in GOOD
+    for argument in arguments_of(name)
+    if argument not in HINTS and argument in OWN.get(name, {argument})
+]
+
+
+# ---- what a call does
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, wrappers.FP4Tensor):
+        return [value.data, value.scale]
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in tensors_in(v)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def contents(arguments: dict[str, Any]) -> list[bytes]:
+    """Of all memory that the arguments reach."""
+    found = [t for t in tensors_in(list(arguments.values())) if t.layout == torch.strided and t.device.type == "cpu"]
+    return [torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage()).numpy().tobytes() for t in found]
+
+
+OUTPUTS = ("out", "lse", "output", "out_raw_indices", "indices", "into")
+
+
+def poisoned(name: str) -> dict[str, Any]:
+    arguments = deepcopy(made(name))
+    for output in OUTPUTS:
+        for t in tensors_in(arguments.get(output)):
+            t.untyped_storage().fill_(POISON)
+    return arguments
+
+
+def fault(error: BaseException, name: str, argument: str, bad: str, arguments: dict[str, Any]) -> str | None:
+    """What is wrong with a refusal."""
+    value = arguments[argument]
+    said = str(error).strip('"')
+    if not isinstance(error, REFUSALS):
+        return f"raises {type(error).__name__}"
+    if error.__cause__ is not None or error.__context__ is not None and not error.__suppress_context__:
+        return "comes with a chain"
+    if (name, argument, bad) in SHOWN and SHOWN[name, argument, bad] in said:
+        return None
+    named = [n for n in arguments if re.search(rf"\b{n}\b", said)]
+    mismatch = bad.split(" ", 1)[1] if bad[:2] in ("K ", "V ") else bad
+    if argument not in named and not (named and mismatch in (*MISMATCH, *OF_TWO)):
+        return "does not name the argument"
+    if not re.search(r"must|needs|required|not supported|serves|only", said):
+        return "does not say what is allowed"
+    if mismatch not in MISMATCH and not any(word in said for word in words_for(value)):
+        return "does not show the value"
+    return None
+
+
+KERNELS_NAMES = {torch.float16: "fp16", E4M3: "e4m3"}
+
+
+def words_for(value: Any) -> set[str]:
+    """What shows a value in a message, one of them."""
+    words = {repr(value), str(value), type(value).__name__}
+    if value is None:
+        words |= {"without", "required"}
+    words |= {"only one of the two", "one of the two is None"}
+    if isinstance(value, (list, tuple)):
+        words |= (
+            {f"of {len(value)}"}
+            | ({"required"} if any(v is None for v in value) else set())
+            | {type(v).__name__ for v in value}
+        )
+    for t in tensors_in(value):
+        words |= {str(t.dtype), str(t.layout), str(t.device), str(tuple(t.shape)), "stride"}
+        words |= {KERNELS_NAMES[t.dtype]} if t.dtype in KERNELS_NAMES else set()
+        words |= {str(t.item())} if t.numel() == 1 and t.device.type == "cpu" and t.layout == torch.strided else set()
+    return words
+
+
+class Kernels(FakeMachine):
+    """Kernels in torch, which check what compiled code does."""
+
+    def __init__(self) -> None:
+        super().__init__(self.emulated)
+
+    def emulated(self, op: str, spec: Any) -> Any:
+        if op.startswith("topk"):
+            return test_topk_wrapper.emulate(spec, [])
+        return test_prefill_wrapper.emulate(op, spec, [])
+
+
+UNSERVED = ("context, nvfp4 cache", "context, nvfp4 output")  # no kernel
+HOSTS = ("cpu", "new", "known")
+
+
+def machine_of(host: str, name: str) -> machine.Machine:
+    """The CPU, a new machine with kernels, or one that has the plan of the good call."""
+    here = machine.Machine() if host == "cpu" else Kernels()
+    if host == "known":
+        with machine.override(here):
+            GOOD[name][0](**poisoned(name))
+    return here
+
+
+def outcome(here: machine.Machine, name: str, argument: str, bad: str, value: Any) -> str | None:
+    """What is wrong with a refusal, or "accepted"; None: nothing."""
+    arguments = poisoned(name) | {argument: value}
+    before = contents(arguments)
+    try:
+        with machine.override(here):
+            GOOD[name][0](**arguments)
+    except BaseException as error:  # noqa: BLE001
+        wrong = fault(error, name, argument, bad, arguments)
+        if wrong is not None:
+            return f"{wrong}: {type(error).__name__}: {str(error)[:150]}"
+        return "writes before it refuses" if contents(arguments) != before else None
+    return "accepted"
+
+
+# ---- what is accepted all the same, on every machine but where it says
+
+NONE_ONLY = {"None"}
+FORMS = {"rank + 1", "meta", "flat", "no rows", "a row less", "a row more", "no columns", "strided", "expanded columns"}
+ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument -> bad values
+    "context": {
+        "max_q_len": {"far"},  # a bound
+        "window_left": {"far", "negative"},  # all keys, off
+        "out": NONE_ONLY, "o_sf_scale": NONE_ONLY, "o_sf_vec_size": NONE_ONLY, "enable_pdl": NONE_ONLY,
+        "sinks": NONE_ONLY,
+        "skip_softmax_threshold_scale_factor": {"None", "zero"}, "logits_soft_cap": {"None", "zero"},
+        "lse": {"None", "strided"}, "use_fp16_softmax": NONE_ONLY, "uses_spcompress": NONE_ONLY,
+        "block_tables": {"columns"},  # one that no request needs
+        "bmm2_scale": {"zero", "negative"},
+    },
+    "context, stacked": {"kv_cache": {"a row more"}},
+    "context, nvfp4 output": {"o_sf_vec_size": NONE_ONLY},
+    "decode, ragged": {
+        "max_q_len": {"far"}, "q_len_per_req": {"far", "negative"},  # a bound, and not used
+        "window_left": {"far", "negative"}, "out": {"None", "float8_e4m3fn"}, "o_sf_scale": NONE_ONLY,
+        "enable_pdl": NONE_ONLY,
+        "o_sf_vec_size": NONE_ONLY, "sinks": NONE_ONLY, "skip_softmax_threshold_scale_factor": {"None", "zero"},
+        "logits_soft_cap": {"None", "zero"}, "lse": {"None", "strided"}, "bmm1_scale_log2": NONE_ONLY,
+        "block_tables": {"columns"}, "bmm2_scale": {"zero", "negative"},
+    },
+    "decode, equal": {
+        "block_tables": {"columns"}, "mask": {"None", "strided", "expanded columns"},  # copied
+        "max_q_len": {"None", "far", "negative"},  # not used
+    },
+    "xqa": {
+        "page_table": {"columns"}, "seq_lens": {"flat", "expanded columns"}, "output": {"float8_e4m3fn"},
+        "sinks": {"None", "expanded columns"}, "kv_scale": NONE_ONLY, "sliding_win_size": {"far"},
+        "enable_pdl": NONE_ONLY,
+        "kv_layout": {"None", "int"},  # sm_count, in older signatures
+    },
+    "xqa, drafts": {
+        "page_table": {"columns"}, "seq_lens": {"flat", "expanded columns"}, "output": {"float8_e4m3fn"},
+        "mask": {"strided", "expanded columns"},
+    },
+    "xqa, nvfp4": {"k_sf_cache": {"float8_e4m3fn"}, "v_sf_cache": {"uint8"}},
+    "top_k_page_table_transform": {
+        "input": {"float16", "no columns", "columns"}, "row_starts": NONE_ONLY, "out": NONE_ONLY,
+        "out_raw_indices": NONE_ONLY,
+        "src_page_table": {"a row less", "a row more", "no columns", "columns"},  # -1 where it holds nothing
+    },
+    "top_k_ragged_transform": {"input": {"float16", "no columns", "columns"}, "row_starts": NONE_ONLY},
+    "top_k": {"input": {"float16", "no rows", "a row less", "a row more", "columns"}},
+    "top_k_per_row_prefill": {"logits": {"float16", "no columns"}},
+    "top_k_per_row_decode": {"logits": {"float16", "no columns"}, "seq_lens": {"strided", "expanded columns"}},
+     # one entry
+    "nvfp4_quantize": {"x": FORMS | {"float16"}},
+    "nvfp4_dequantize": {"data": {"strided", "expanded columns"}, "scales": {"strided", "expanded columns"}},
+    "FP4Tensor": {"data": {"strided", "expanded columns"}, "original_shape": NONE_ONLY},
+    "fp4.e4m3": {"x": FORMS | {"float16", "columns"}},
+    "fp4.e2m1": {"x": FORMS | {"float16", "columns"}},
+    "fp4.pack": {"codes": FORMS},
+    "fp4.unpack": {"data": FORMS | {"columns"}},
+    "fp4.swizzled_offset": {"row": {"int"}, "col": FORMS | {"int", "columns"}, "columns": {"far"}},
+    "fp4.write_scales": {"scales": {"no rows", "a row less", "a row more", "columns", "strided", "expanded columns"}},
+    "fp4.read_scales": {"swizzled": {"meta"}},
+    "fp4.store": {"x": {"float16", "strided", "expanded columns"}},
+    "fp4.deinterleave_v_scales": {  # of any dtype
+        "scales": FORMS - {"flat"} | {"int64", "bool", "complex64", "float16", "float8_e4m3fn", "uint8", "columns"}},
+}  # fmt: skip
+SCALES = {"zero", "negative"}
+ON_CPU: dict[str, dict[str, set[str]]] = {  # by the reference, where no kernel serves it
+    "context": {"bmm1_scale": SCALES, "out": {"float16", "float8_e4m3fn"}},
+    "context, stacked": {"kv_cache": {"float8_e4m3fn"}},
+    "decode, ragged": {"bmm1_scale": SCALES, "out": {"float16"}},
+    "xqa": {"q_scale": SCALES, "kv_scale": SCALES},
+}
+VALUES = {"nan tensor", "inf tensor"}
+ON_CUDA: dict[str, dict[str, set[str]]] = {  # values that only the device knows, see test_values.py
+    "context": {"bmm1_scale": VALUES, "bmm2_scale": VALUES, "block_tables": {"no columns"}},
+    "context, stacked": {"kv_cache": {"no rows", "a row less"}},
+    "decode, ragged": {
+        "bmm1_scale": VALUES, "bmm2_scale": VALUES, "bmm1_scale_log2": VALUES, "block_tables": {"no columns"}},
+    "decode, equal": {"block_tables": {"no columns"}},
+    "xqa": {"q_scale": VALUES, "kv_scale": VALUES, "page_table": {"no columns"}},
+    "xqa, drafts": {"page_table": {"no columns"}},
+}  # fmt: skip
+SHOWN = {  # what a message says instead of the argument's name and value
+    ("context, stacked", "kv_cache", "uint8"): "kv_cache: K has head_dim 128",
+    ("decode, ragged", "cum_seq_lens_q", "None"): r"query: 5 tokens, must be 2 x 1 (seq_lens, q_len_per_req)",
+    ("xqa, drafts", "q_cu_seq_lens", "None"): "q: shape (5, 4, 64)",
+    ("xqa, drafts", "q_seq_len", "far"): "73786976294838206464) (rows of query tokens, two words for 32 of q_seq_len)",
+    ("xqa", "q_scale", "negative"): "q_scale * kv_scale: -0.125",
+    ("xqa", "kv_scale", "negative"): "q_scale * kv_scale: -0.125",
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors: threads cost more than they save."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("name,argument", PAIRS)
+def test_one_bad_argument(name, argument):
+    faults = []
+    values = bad_values(argument, arguments_of(name)[argument])
+    for host in HOSTS[: 1 if name in UNSERVED else 3]:
+        here = machine_of(host, name)
+        tables = ACCEPTED, ON_CPU if host == "cpu" else ON_CUDA
+        allowed = set[str]().union(*(table.get(name, {}).get(argument, ()) for table in tables))
+        for bad, value in values.items():
+            if host == "new":
+                here.plans.clear()
+            wrong = outcome(here, name, argument, bad, value)
+            if (wrong or "") != ("accepted" if bad in allowed else ""):
+                faults.append(f"{host}: {bad}: {wrong or 'refused'}")
+    assert not faults, "\n".join(faults)
+
+
+def test_every_public_function_is_called():
+    called = {function for function, _ in GOOD.values()}
+    others = {wrappers.Explanation, wrappers.TopKTieBreak, wrappers.explain}  # `explain` asks the function it is given
+    assert {getattr(wrappers, name) for name in wrappers.__all__} - others <= called
+    plain = {f for n, f in vars(fp4).items() if inspect.isfunction(f) and f.__module__ == fp4.__name__ and n[0] != "_"}
+    assert plain - {fp4.round_up} <= called
+    for table in (ACCEPTED, ON_CPU, ON_CUDA):
+        for name, entries in table.items():
+            for argument, bad in entries.items():
+                assert (name, argument) in PAIRS and bad <= {*bad_values(argument, arguments_of(name)[argument])}

@@ -1,0 +1,188 @@
+"""Memory in common, against the addresses of every element."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import wrappers
+from bench.cases import attention as cases
+from bench.cases import topk as topk_cases
+from tests.test_bad_calls import Kernels
+from wrappers import machine, overlap
+
+
+def addresses(t):
+    """Of every byte."""
+    places = {t.data_ptr()}
+    for size, stride in zip(t.shape, t.stride(), strict=True):
+        places = {p + i * stride * t.element_size() for p in places for i in range(size)}
+    return {p + byte for p in places for byte in range(t.element_size())}
+
+
+@st.composite
+def views(draw):
+    """A view of 400 bytes, of elements of 1 to 4."""
+    dtype = draw(st.sampled_from((torch.uint8, torch.int16, torch.int32)))
+    shape = draw(st.lists(st.integers(0, 5), min_size=0, max_size=3))
+    strides = draw(st.lists(st.integers(0, 12), min_size=len(shape), max_size=len(shape)))
+    return dtype, shape, strides, draw(st.integers(0, 20))
+
+
+@settings(max_examples=1500, deadline=None)
+@given(views(), views())
+def test_every_pair_of_views(first, second):
+    memory = torch.zeros(1024, dtype=torch.uint8)
+    a, b = (memory.view(dtype).as_strided(shape, strides, at) for dtype, shape, strides, at in (first, second))
+    assert overlap.overlap(a, b) == bool(addresses(a) & addresses(b))
+    if not overlap.folded(a):
+        assert len(addresses(a)) == a.numel() * a.element_size()
+
+
+def test_columns_of_one_buffer_are_apart():
+    """Queries, keys, values and the output as slices of one matrix; pages of K and V in one pool."""
+    fused = torch.zeros(8192, 4, 8, 128, dtype=torch.bfloat16)
+    parts = fused.unbind(1)
+    assert not any(overlap.overlap(a, b) for a in parts for b in parts if a is not b)
+    assert overlap.overlap(parts[0], fused[5:6]) and not overlap.overlap(fused[:4000], fused[4000:])
+    assert overlap.overlap(fused[:4001], fused[4000:]) and not any(map(overlap.folded, (fused, *parts)))
+
+
+def test_what_is_folded():
+    t = torch.zeros(4, 6)
+    assert overlap.folded(t[:, :1].expand(4, 6)) and overlap.folded(t.as_strided((3, 6), (4, 1)))
+    assert not any(overlap.folded(x) for x in (t, t.T, t[:, ::2], t[:1].expand(1, 6), t[:0].expand(0, 6), t[0, 0]))
+
+
+# ---- the public functions
+
+
+def attention_arguments(function):
+    inplace = function == "xqa"  # which multiplies two scales into new memory
+    case = replace(
+        cases.EDGE["plain"], q_lens=(3, 3), kv_lens=(19, 33), function=function, drafts=function != "context",
+        layout="NHD", dtype="fp16", device=("out",) if inplace else ("scale", "out"), lse=not inplace,
+    )  # fmt: skip
+    return cases.FUNCTIONS[function][1](case, cases.make_problem(case))
+
+
+def top_k_arguments(function):
+    case = replace(topk_cases.PLAIN[function], lengths="full", batch_map=True, starts=True, page_size=2)
+    return topk_cases.make_inputs(case)
+
+
+ATTENTION = {"context": ("out", "lse"), "decode": ("out", "lse"), "xqa": ("output",)}
+TOPK = {function: outputs for function, outputs in topk_cases.OUTPUTS.items() if outputs}
+
+
+def tensors_of(arguments):
+    """Name -> tensors, of those that calls read or write."""
+    hints = ("workspace_buffer", "cum_seq_lens_kv")
+    found = {name: v if isinstance(v, tuple) else (v,) for name, v in arguments.items() if name not in hints}
+    return {name: v for name, v in found.items() if isinstance(v[0], torch.Tensor)}
+
+
+def moved(t, memory, at):
+    """The tensor's values, `at` bytes from the start of `memory`."""
+    steps = t.contiguous().stride()
+    found = torch.empty(0, dtype=t.dtype).set_(memory, at // t.element_size(), t.shape, steps)
+    return found.copy_(t) if t.dtype != torch.uint16 else found
+
+
+def test_cases_have_every_tensor():
+    names = {f"{f}.{name}" for f in ATTENTION for name in tensors_of(attention_arguments(f))}
+    assert {"context.sinks", "context.lse", "decode.mask", "xqa.mask", "xqa.seq_lens", "decode.bmm1_scale"} <= names
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("function,output", [(f, o) for table in (ATTENTION, TOPK) for f in table for o in table[f]])
+def test_outputs_are_apart_from_every_tensor(function, output, known):
+    """On the CPU, and on a machine with kernels; where that knows the call, of large inputs and the outputs."""
+    make = attention_arguments if function in ATTENTION else top_k_arguments
+    public = cases.FUNCTIONS[function][0] if function in ATTENTION else getattr(wrappers, function)
+    large = (
+        "query",
+        "q",
+        "kv_cache",
+        "k_cache",
+        "v_cache",
+        "input",
+        "logits",
+        "out",
+        "output",
+        "lse",
+        "out_raw_indices",
+    )
+    seen = 0
+    for name, tensors in tensors_of(make(function)).items():
+        if name == output or known and name not in large:
+            continue
+        for which, t in enumerate(tensors):
+            arguments = make(function)
+            with machine.override(Kernels() if known else machine.Machine()):
+                if known:
+                    public(**make(function))
+                memory = torch.zeros(1 << 20, dtype=torch.uint8).untyped_storage()
+                size = t.numel() * t.element_size()
+                arguments[output] = moved(arguments[output], memory, 1024)
+                over = moved(t, memory, 1024 + arguments[output].nbytes - arguments[output].element_size() & -16)
+                before = bytes(memory[:4096])
+                given = list(tensors)
+                given[which] = over
+                arguments[name] = tuple(given) if isinstance(arguments[name], tuple) else over
+                with pytest.raises(ValueError, match="overlaps the memory of") as caught:
+                    public(**arguments)
+                assert output in str(caught.value) and name in str(caught.value) and bytes(memory[:4096]) == before
+                apart = moved(t, memory, 1 << 19)  # of one allocation, as an arena gives them
+                given[which] = apart
+                arguments[name] = tuple(given) if isinstance(arguments[name], tuple) else apart
+                public(**arguments)
+                assert size
+                seen += 1
+    assert seen >= (1 if known else 2)
+
+
+@pytest.mark.parametrize("host", [machine.Machine, lambda: Kernels()], ids=["cpu", "kernels"])
+def test_a_folded_output_is_refused(host):
+    for function, outputs in ATTENTION.items():
+        for output in outputs:
+            with machine.override(host()):
+                for _ in range(2):  # without a plan, and with one
+                    arguments = attention_arguments(function)
+                    arguments[output] = arguments[output][:1].clone().expand(arguments[output].shape)
+                    with pytest.raises(
+                        ValueError, match=rf"^{output}: strides .* must (not overlap each other|be contiguous)"
+                    ):
+                        cases.FUNCTIONS[function][0](**arguments)
+                    cases.FUNCTIONS[function][0](**attention_arguments(function))
+
+
+@pytest.mark.parametrize("host", [machine.Machine, lambda: Kernels()], ids=["cpu", "kernels"])
+def test_slices_of_one_buffer_are_served(host):
+    """The output beside queries, keys and values in a row."""
+    inputs = cases.make_inputs(replace(cases.EDGE["plain"], heads_q=2, heads_kv=2))
+    fused = torch.zeros(42, 2, 2, 64).bfloat16()
+    fused[:, 0] = inputs["query"]
+    want, _ = wrappers.trtllm_batch_context_with_kv_cache(**inputs | {"out": None, "lse": None})
+    with machine.override(host()):
+        for _ in range(2):
+            got, _ = wrappers.trtllm_batch_context_with_kv_cache(
+                **inputs | {"query": fused[:, 0], "out": fused[:, 1], "lse": None}
+            )
+            torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+
+
+def test_parts_of_an_fp4_output_are_apart():
+    case = replace(cases.EDGE["plain"], q_lens=(2, 3), kv_lens=(19, 33))
+    memory = torch.zeros(128 * 16 + 5 * 4 * 32, dtype=torch.uint8)
+    for at, good in ((128 * 16, True), (128 * 16 - 1, False), (0, False)):
+        data = memory[at : at + 640].view(5, 4, 32)
+        out = wrappers.FP4Tensor(data, memory[:2048].view(128, 16).view(torch.float8_e4m3fn))
+        inputs = cases.make_inputs(case) | {"out": out, "o_sf_scale": 3.0}
+        if good:
+            wrappers.trtllm_batch_context_with_kv_cache(**inputs)
+            continue
+        with pytest.raises(ValueError, match="^out.scale: .* overlaps the memory of out.data"):
+            wrappers.trtllm_batch_context_with_kv_cache(**inputs)
