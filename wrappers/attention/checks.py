@@ -30,6 +30,7 @@ from .problem import Problem
 SIGNATURES: dict[str, dict[str, str]] = {}  # public function -> field of Problem -> its name there, where it differs
 E4M3 = torch.float8_e4m3fn
 MOST_ROWS = 1 << 30  # query rows of a KV head times heads of its group, in decoding: `cute_kernels.device.divisor`
+MOST_KEYS = 1 << 30  # of a request, which kernels count in 32 bits
 TMA_BYTES = 16  # alignment of a TMA descriptor's base address and of every stride but the last
 
 Names = Callable[[str], str]
@@ -106,6 +107,10 @@ def kernel_tensors(p: Problem) -> None:
             f"{name('q')}: {tokens} tokens of {heads} heads, {group} a KV head; a CUDA kernel of decode divides "
             f"exactly where tokens x {group} x {group} is below {MOST_ROWS}"
         )
+    columns, size = p.requests.page_table.shape[2], p.k.shape[2]
+    if columns * size >= MOST_KEYS:
+        most = f"{columns} pages of {size} tokens a request"
+        raise NotImplementedError(f"{name('page_table')}: {most}; a CUDA kernel counts less than {MOST_KEYS} tokens")
     for field in ("q", "k", "v", "out"):
         t = getattr(p, field)
         if isinstance(t, torch.Tensor):

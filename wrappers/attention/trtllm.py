@@ -5,7 +5,16 @@ from typing import Any
 
 import torch
 
-from ..checks import UnknownName, check_integer, check_number, check_optional_flag, check_strided, listed, refuse_flag
+from ..checks import (
+    UnknownName,
+    check_flag,
+    check_integer,
+    check_number,
+    check_optional_flag,
+    check_strided,
+    listed,
+    refuse_flag,
+)
 from ..fp4 import BLOCK, FP4Tensor
 from ..plain import traced
 from ..scalars import factor, integer, real
@@ -159,8 +168,9 @@ def trtllm_batch_decode_with_kv_cache(
     """
     if backend not in BACKENDS:
         raise UnknownName(f"backend: {backend!r}, must be one of {listed(BACKENDS)}")
-    if (enable_block_sparse_attention is not False or cp_world != 1 or cp_rank != 0
-            or causal_seqlens_kv_global is not None or bf16q_fp8kv_transform_mode is not None):  # fmt: skip
+    if (enable_block_sparse_attention is not False or cp_world.__class__ is not int or cp_world != 1
+            or cp_rank.__class__ is not int or cp_rank != 0 or causal_seqlens_kv_global is not None
+            or bf16q_fp8kv_transform_mode is not None):  # fmt: skip
         _check_modes(
             enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, bf16q_fp8kv_transform_mode
         )
@@ -214,18 +224,17 @@ def trtllm_batch_decode_with_kv_cache(
 
 def _check_modes(sparse: Any, world: Any, rank: Any, lens: Any, mode: Any) -> None:
     """Raises on values of decode's arguments that ask for what no kernel does."""
-    if not isinstance(sparse, bool):
-        raise TypeError(f"enable_block_sparse_attention: {sparse!r}, must be a bool")
-    for name, value, only, what in (
-        ("enable_block_sparse_attention", sparse, False, "pages of its own for each KV head"),
-        ("cp_world", world, 1, "context parallelism"),
-        ("cp_rank", rank, 0, "context parallelism"),
-        ("causal_seqlens_kv_global", lens, None, "context parallelism"),
-    ):
-        if value is not only and (only is None or value != only):
-            given = f"a {type(value).__name__}" if only is None else repr(value)
-            raise NotImplementedError(f"{name}: {given}, must be {only}: {what} is not supported")
-    if mode not in TRANSFORM_MODES:
+    check_flag("enable_block_sparse_attention", sparse)
+    if sparse:
+        what = "pages of its own for each KV head are not supported"
+        raise NotImplementedError(f"enable_block_sparse_attention: True, must be False: {what}")
+    for name, value, only in (("cp_world", world, 1), ("cp_rank", rank, 0)):
+        if check_integer(name, integer(value)) != only:
+            raise NotImplementedError(f"{name}: {value}, must be {only}: context parallelism is not supported")
+    if lens is not None:
+        given = f"causal_seqlens_kv_global: a {type(lens).__name__}"
+        raise NotImplementedError(f"{given}, must be None: context parallelism is not supported")
+    if not isinstance(mode, str | None) or mode not in TRANSFORM_MODES:
         raise UnknownName(f"bf16q_fp8kv_transform_mode: {mode!r}, must be one of {listed(TRANSFORM_MODES)}")
 
 

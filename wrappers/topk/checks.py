@@ -76,7 +76,8 @@ NAMES: dict[str, dict[str, str]] = {
 
 def with_ints(call: Call) -> Call:
     """The call with numpy's integers as Python's."""
-    return call._replace(k=integer(call.k), next_n=integer(call.next_n), page_size=integer(call.page_size))
+    ints = {field: integer(getattr(call, field)) for field in ("k", "next_n", "page_size", "tie_break")}
+    return call._replace(**ints)
 
 
 def each_row(seq_lens: torch.Tensor, next_n: Any, logits: Any) -> torch.Tensor:
