@@ -13,6 +13,7 @@ import torch
 from . import overlap
 
 INF = float("inf")
+INTEGERS = int, torch.SymInt
 
 
 class UnknownName(KeyError, ValueError):
@@ -85,7 +86,7 @@ def check_last_stride(name: str, t: torch.Tensor) -> None:
 
 def check_integer(name: str, value: Any, least: int | None = None) -> Any:
     """The value, an int, or one that torch.compile traces."""
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+    if value.__class__ is not int and (isinstance(value, bool) or not isinstance(value, INTEGERS)):
         raise TypeError(f"{name}: {value!r}, must be an int")
     if least is not None and value < least:
         raise ValueError(f"{name}: {value}, must be at least {least}")

@@ -1,4 +1,8 @@
-"""Which tensors have memory in common: exact, from addresses, sizes and strides."""
+"""Which tensors have memory in common: exact, from addresses, sizes and strides.
+
+Where a call is known, its outputs' storages are compared with that of its first input and each other's, 0.15 us a pair;
+only tensors of one storage are looked at here. All others of its tensors are compared when its plan is made.
+"""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -24,18 +28,6 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     apart = b.data_ptr() - a.data_ptr()
     return _forms_meet(apart, a.shape, a.stride(), a.element_size(), b.shape, b.stride(), b.element_size())
-
-
-def taken(out: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether `out` may not be written: it is folded, or has memory in common with one of the others. Of tensors with a
-    storage of their own, which most are: 0.1 us, and 0.07 us for each other one."""
-    if not out.is_contiguous() and folded(out):
-        return True
-    mine = out.untyped_storage().data_ptr()
-    for other in others:
-        if other.untyped_storage().data_ptr() == mine and overlap(out, other):
-            return True
-    return False
 
 
 def folded(t: torch.Tensor) -> bool:

@@ -96,10 +96,17 @@ class Plan:
         if o is None:
             like = self.like_query and q.is_contiguous()
             o = _empty_like(q) if like else _empty((tokens, heads, self.dim_vo), dtype=self.dtype, device=self.device)
-        elif o.shape != (tokens, heads, self.dim_vo) or overlap.taken(o, q, k, v):
+        elif o.shape != (tokens, heads, self.dim_vo) or not o.is_contiguous() and overlap.folded(o):
+            raise ValueError("out")
+        elif o.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() and overlap.overlap(o, q):
             raise ValueError("out")
         if lse is not None:
-            if lse.shape != (tokens, heads) or overlap.taken(lse, q, k, v) or overlap.overlap(lse, o):
+            if lse.shape != (tokens, heads) or not lse.is_contiguous() and overlap.folded(lse):
+                raise ValueError("lse")
+            at_lse = lse.untyped_storage().data_ptr()
+            if at_lse == q.untyped_storage().data_ptr() and overlap.overlap(lse, q):
+                raise ValueError("lse")
+            if out is not None and at_lse == o.untyped_storage().data_ptr() and overlap.overlap(lse, o):
                 raise ValueError("lse")
             flat[at.lse] = lse
         elif return_lse:

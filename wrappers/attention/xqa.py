@@ -62,8 +62,11 @@ def xqa(
     if (k_sf_cache is None) != (v_sf_cache is None):
         raise ValueError("k_sf_cache, v_sf_cache: one of the two is None, must be both or none")
     for name, t in (("q", q), ("output", output), ("seq_lens", seq_lens)):
-        if not isinstance(t, _Tensor) or t.layout is not _strided:
+        if not isinstance(t, _Tensor):
             check_strided(name, t)
+    if q.layout is not _strided or output.layout is not _strided:
+        check_strided("q", q)
+        check_strided("output", output)
     if q_seq_len.__class__ is not int or q_seq_len < 1:
         q_seq_len = check_integer("q_seq_len", integer(q_seq_len), 1)
     if q_cu_seq_lens is not None and check_strided("q_cu_seq_lens", q_cu_seq_lens, 1).dtype == torch.uint32:
@@ -72,6 +75,7 @@ def xqa(
     requests = requests_of(page_table, seq_lens, q_cu_seq_lens, not traced(q), FORM)
     if requests.batch < 0:
         check_strided("page_table", page_table, 2)
+        check_strided("seq_lens", seq_lens)
     if q_cu_seq_lens is None and requests.batch != q.shape[0]:
         check_shape("seq_lens", seq_lens, (q.shape[0], 1), "batch, 1")
     drafts = None
@@ -157,7 +161,7 @@ def _tokens(
 
 def _paged(name: str, cache: Any, page_size: int, heads: int, layout: Any) -> torch.Tensor:
     """A cache in 4 dimensions, checked against page_size and num_kv_heads."""
-    if not isinstance(cache, _Tensor) or cache.layout is not _strided:
+    if not isinstance(cache, _Tensor):
         check_strided(name, cache)
     if cache.dim() == 2:
         if cache.shape[0] % (page_size * heads) or layout != "NHD" or not cache.is_contiguous():
@@ -175,6 +179,6 @@ def _paged(name: str, cache: Any, page_size: int, heads: int, layout: Any) -> to
 
 def _factors(name: str, factors: Any, page_size: int, heads: int, layout: Any) -> torch.Tensor:
     """Scale factors in 4 dimensions, as e4m3."""
-    found = _paged(name, factors, page_size, heads, layout)
+    found = _paged(name, check_strided(name, factors), page_size, heads, layout)
     check_one_of(f"{name}: dtype", found.dtype, (torch.uint8, E4M3))
     return found.view(E4M3)

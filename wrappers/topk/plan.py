@@ -86,15 +86,20 @@ def run(call: Call) -> tuple[Any, Any, Any]:
                 values, indices = _empty_like(plan.like_values), _empty_like(plan.like_indices)
             flat[_VALUES], flat[_INDICES] = values, indices
         else:
-            flat[_LENGTHS] = lengths
+            flat[_LENGTHS], at_out = lengths, -1
             if out is None and function not in PER_ROW:
                 out = _empty_like(plan.like_out)
-            elif out is not None and overlap.taken(out, scores):
-                raise ValueError("out")
+            elif out is not None:
+                at_out = out.untyped_storage().data_ptr()
+                if at_out == scores.untyped_storage().data_ptr() and overlap.overlap(out, scores):
+                    raise ValueError("out")
             if out is not None:
                 flat[_OUT] = out
             if raw is not None:
-                if overlap.taken(raw, scores) or out is not None and overlap.taken(raw, out):
+                at = raw.untyped_storage().data_ptr()
+                if at == scores.untyped_storage().data_ptr() and overlap.overlap(raw, scores):
+                    raise ValueError("raw")
+                if at == at_out and overlap.overlap(raw, out):
                     raise ValueError("raw")
                 flat[_RAW] = raw
             if starts is not None:
