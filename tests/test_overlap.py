@@ -12,6 +12,8 @@ from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
 from tests.test_bad_calls import Kernels
 from wrappers import machine, overlap
+from wrappers.attention import plan
+from wrappers.topk import plan as topk_plan
 
 
 def addresses(t):
@@ -70,7 +72,10 @@ def attention_arguments(function):
 
 def top_k_arguments(function):
     case = replace(topk_cases.PLAIN[function], lengths="full", batch_map=True, starts=True, page_size=2)
-    return topk_cases.make_inputs(case)
+    inputs = topk_cases.make_inputs(case)
+    if inputs.get("row_starts") is not None:
+        inputs["row_starts"].zero_()  # windows that fit their rows
+    return inputs
 
 
 ATTENTION = {"context": ("out", "lse"), "decode": ("out", "lse"), "xqa": ("output",)}
@@ -96,16 +101,19 @@ def test_cases_have_every_tensor():
     assert {"context.sinks", "context.lse", "decode.mask", "xqa.mask", "xqa.seq_lens", "decode.bmm1_scale"} <= names
 
 
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("known", [False, True, "checked"])
 @pytest.mark.parametrize("function,output", [(f, o) for table in (ATTENTION, TOPK) for f in table for o in table[f]])
-def test_outputs_are_apart_from_every_tensor(function, output, known):
-    """On the CPU, and on a machine with kernels; where that has a plan, of the first input and the outputs."""
+def test_outputs_are_apart_from_every_tensor(monkeypatch, function, output, known):
+    """On the CPU, and on a machine with kernels; where that has a plan, of the first input and the outputs, and of all
+    where CUTE_KERNELS_CHECK is 1."""
+    if known == "checked":
+        monkeypatch.setattr(plan if function in ATTENTION else topk_plan, "checking", lambda: True)
     make = attention_arguments if function in ATTENTION else top_k_arguments
     public = cases.FUNCTIONS[function][0] if function in ATTENTION else getattr(wrappers, function)
     large = ("query", "q", "input", "logits", "out", "output", "lse", "out_raw_indices")
     seen = 0
     for name, tensors in tensors_of(make(function)).items():
-        if name == output or known and name not in large:
+        if name == output or known is True and name not in large:
             continue
         for which, t in enumerate(tensors):
             arguments = make(function)
@@ -129,7 +137,7 @@ def test_outputs_are_apart_from_every_tensor(function, output, known):
                 public(**arguments)
                 assert size
                 seen += 1
-    assert seen >= (1 if known else 2)
+    assert seen >= (1 if known is True else 2)
 
 
 @pytest.mark.parametrize("host", [machine.Machine, lambda: Kernels()], ids=["cpu", "kernels"])

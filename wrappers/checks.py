@@ -1,7 +1,8 @@
 """Checks of one argument, generic: each message names the argument, its value and what is allowed.
 
-CUTE_KERNELS_CHECK  1 reads lengths, offsets, page ids and scales of every call before its launch, and waits for the
-                    device to do so. Default 0: they are read on the CPU only, and clamped by kernels.
+CUTE_KERNELS_CHECK  1 checks every call as one without a plan, and reads its lengths, offsets, page ids and scales
+                    before the launch, which waits for the device; a captured launch is not checked, since its graph
+                    is replayed with other values. Default 0: values are read on the CPU only, and clamped by kernels.
 """
 
 import os

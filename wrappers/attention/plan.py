@@ -142,6 +142,7 @@ class Plan:
             flat[at.enable_pdl] = 1 if enable_pdl else 0
         capturing = here.is_capturing()
         if self.checked and not capturing:
+            checks.validate(p)
             values.check(p, positive=True)
         if cu_seqlens_q is None:
             cu_seqlens_q = self.equal_offsets(batch, max_q_len, capturing)

@@ -82,7 +82,8 @@ def trtllm_batch_context_with_kv_cache(
 
     Hints: workspace_buffer, cum_seq_lens_kv, max_kv_len, multi_ctas_kv_counter_buffer, backend, enable_pdl (None: on).
     Returns out (new where None was given), or (out, lse) where return_lse. A row without keys gives 0 and -inf (or
-    sink * log2 e). Rows of no request are undefined. CPU tensors run the fp32 reference.
+    sink * log2 e). Rows of no request are undefined. CPU tensors run the fp32 reference, which checks
+    lengths, offsets and page ids too.
     Raises before any launch: ValueError rank, shape, stride, alignment, device; TypeError dtype; NotImplementedError
     what no kernel does; an unknown kv_layout is a KeyError and a ValueError.
     """

@@ -113,6 +113,7 @@ def run(call: Call) -> tuple[Any, Any, Any]:
             if offsets is not None:
                 flat[_OFFSETS] = offsets
         if plan.checked and (plan.device.type == "cpu" or not here.is_capturing()):
+            validate(call)
             check_values(call)
         if plan.rows:
             plan.fn(*flat)
