@@ -68,6 +68,8 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "xqa": (wrappers.xqa, lambda: attention(replace(SMALL, q_lens=(1, 1), dtype="fp16", layout="NHD"), "xqa")),
     "xqa, drafts": (wrappers.xqa, lambda: attention(DRAFTS, "xqa")),
     "xqa, nvfp4": (wrappers.xqa, lambda: attention(replace(DRAFTS, kv_dtype="nvfp4"), "xqa")),
+    "explain": (
+        wrappers.explain, lambda: attention(SMALL, "context") | {"function": CONTEXT, "arch": "sm_90a", "sms": 9}),
     "top_k_page_table_transform": (wrappers.top_k_page_table_transform, page_table),
     "top_k_ragged_transform": (
         wrappers.top_k_ragged_transform, lambda: top_k_of(topk_cases.RAGGED, starts=True)),
@@ -118,6 +120,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "shape": NONE | {"int": 16, "str": "516", "floats": (5.0, 2, 16), "negative": (-5, 2, 16), "short": (16,),
     "odd": (5, 2, 7),
                      "True": (True, 2, 16), "tensor": torch.ones(3)},
+    "function": NONE | {"str": "xqa", "builtin": len, "helper": fp4.load},
+    "arch": {"int": 90, "list": ["sm_90a"], "other": "h100", "empty": ""},
     "device": NONE | {"str": "cpux", "int": 1 << 20, "list": ["cpu"]},
     "fp4": NONE | {"tensor": torch.ones(5, 2, 8, dtype=torch.uint8), "str": "fp4", "list": [1]},
 }  # fmt: skip
@@ -162,13 +166,14 @@ INT = ("max_q_len", "batch_size", "window_left", "num_kv_heads", "page_size", "s
 "tie_break",
        "q_len_per_req", "num_rows", "stride0", "stride1", "top_k", "next_n", "scale_start_index", "columns", "rows",
        "start",
-       "o_sf_vec_size")  # fmt: skip
+       "o_sf_vec_size", "sms")  # fmt: skip
 FLAG = ("uses_shared_paged_kv_idx", "causal", "return_lse", "v_scales_interleaved", "batch_invariant", "deterministic",
         "dsa_graph_safe", "sorted", "enable_pdl", "use_fp16_softmax", "uses_spcompress")  # fmt: skip
 NUMBER = ("o_sf_scale", "skip_softmax_threshold_scale_factor", "logits_soft_cap", "o_scale", "rcp_out_scale")
 SCALE = ("bmm1_scale", "bmm2_scale", "q_scale", "kv_scale", "bmm1_scale_log2", "global_scale")
 OTHER = {"kv_layout": "layout", "backend": "name", "out_dtype": "dtype", "shape": "shape", "original_shape": "shape",
-         "device": "device", "t": "fp4"}  # fmt: skip
+         "device": "device", "t": "fp4",
+         "function": "function", "arch": "arch"}  # fmt: skip
 KIND = dict.fromkeys(INT, "int") | dict.fromkeys(FLAG, "flag") | dict.fromkeys(NUMBER, "number")
 KIND |= dict.fromkeys(SCALE, "scale") | OTHER
 HINTS = {"workspace_buffer", "max_kv_len", "cum_seq_lens_kv", "multi_ctas_kv_counter_buffer", "max_seq_len",
@@ -208,6 +213,8 @@ def arguments_of(name: str) -> dict[str, Any]:
     """All parameters of a call and their good values; defaults where it gives none."""
     function = GOOD[name][0]
     given = made(name)
+    if function is wrappers.explain:
+        return given
     shown = inspect.signature(function).parameters
     return {n: given.get(n, p.default) for n, p in shown.items()}
 
@@ -218,6 +225,7 @@ OWN = {  # of a second form of a call: what the first does not show
     "context, nvfp4 output": {"out", "out_dtype", "o_sf_scale", "o_sf_vec_size"},
     "decode, equal": {"query", "seq_lens", "block_tables", "mask", "q_len_per_req", "max_q_len"},
     "decode, nvfp4": {"kv_cache", "kv_cache_sf", "v_scales_interleaved"},
+    "explain": {"function", "arch", "sms"},
     "xqa, drafts": {"q", "output", "page_table", "seq_lens", "mask", "q_seq_len", "q_cu_seq_lens"},
     "xqa, nvfp4": {"k_cache", "k_sf_cache", "v_sf_cache", "v_scales_interleaved"},
 }
@@ -376,6 +384,7 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
         "enable_pdl": NONE_ONLY,
         "kv_layout": {"None", "int"},  # sm_count, in older signatures
     },
+    "explain": {"sms": {"None", "far"}},
     "xqa, drafts": {
         "page_table": {"columns"}, "seq_lens": {"flat", "expanded columns"}, "output": {"float8_e4m3fn"},
         "mask": {"strided", "expanded columns"},
@@ -429,6 +438,7 @@ SHOWN = {  # what a message says instead of the argument's name and value
     ("decode, ragged", "cum_seq_lens_q", "None"): r"query: 5 tokens, must be 2 x 1 (seq_lens, q_len_per_req)",
     ("xqa, drafts", "q_cu_seq_lens", "None"): "q: shape (5, 4, 64)",
     ("xqa, drafts", "q_seq_len", "far"): "73786976294838206464) (rows of query tokens, two words for 32 of q_seq_len)",
+    ("explain", "function", "builtin"): "function: len",
     ("xqa", "q_scale", "negative"): "q_scale * kv_scale: -0.125",
     ("xqa", "kv_scale", "negative"): "q_scale * kv_scale: -0.125",
 }
@@ -465,7 +475,7 @@ def test_one_bad_argument(name, argument):
 
 def test_every_public_function_is_called():
     called = {function for function, _ in GOOD.values()}
-    others = {wrappers.Explanation, wrappers.TopKTieBreak, wrappers.explain}  # `explain` asks the function it is given
+    others = {wrappers.Explanation, wrappers.TopKTieBreak}
     assert {getattr(wrappers, name) for name in wrappers.__all__} - others <= called
     plain = {f for n, f in vars(fp4).items() if inspect.isfunction(f) and f.__module__ == fp4.__name__ and n[0] != "_"}
     assert plain - {fp4.round_up} <= called

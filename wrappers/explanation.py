@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from re import fullmatch
 from types import FunctionType
 from typing import Any, NoReturn
 
@@ -94,6 +95,12 @@ def explain(
         topk_checks.validate(asked)
         device = asked.scores.device
     known, count = machine.current.facts(device) or (None, None)
+    if arch is not None and (not isinstance(arch, str) or not fullmatch(r"sm_[0-9]+[af]?", arch)):
+        raise (ValueError if isinstance(arch, str) else TypeError)(
+            f"arch: {arch!r}, must be a name as 'sm_90a', or None"
+        )
+    if sms is not None:
+        check_integer("sms", sms, 1)
     arch = known if arch is None else arch
     if arch is None:
         ops = dispatch.OPS if attention else topk_dispatch.KERNELS
@@ -101,7 +108,7 @@ def explain(
         return Explanation(name, tuple((op, f"device {device}") for op in ops))
     if sms is None:
         sms = count if count is not None and arch == known else SMS.get(arch, SMS["sm_90a"])
-    answers = _attention(asked, arch) if attention else _top_k(asked, arch, check_integer("sms", sms, 1))
+    answers = _attention(asked, arch) if attention else _top_k(asked, arch, sms)
     refused = tuple((op, str(reason)) for op, _, reason in answers if reason is not None)
     for op, spec, reason in answers:
         if reason is None:
