@@ -8,7 +8,6 @@ synchronises or reads device values.
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import log2
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,14 +56,24 @@ def facts_of(p: Problem) -> Facts:
     )
 
 
+class Places:
+    """Where in a launch of a kernel its arguments lie, by their names. Slots: a look-up takes a fifth of a dict's."""
+
+    __slots__ = tuple(name for block in args.BLOCKS for name in block._fields)
+
+    def __init__(self, spec: Any) -> None:
+        for place, name in enumerate(args.fields(spec)):
+            setattr(self, name, place)
+
+
 @dataclass(slots=True, eq=False)
 class Plan:
     """flat: the kernel's arguments, where the call sets nothing; what a call may lack is empty there, in the form that
-    the kernel converts fastest. at: name of an argument -> its place."""
+    the kernel converts fastest. at: their places."""
 
     fn: Callable[..., None]  # the compiled kernel
     flat: list[Any]
-    at: SimpleNamespace
+    at: Any  # Places
     device: torch.device
     alone: bool  # the only device of the process
     dtype: torch.dtype  # of the output
@@ -79,87 +88,29 @@ class Plan:
     checked: bool  # values are read and checked before a launch
     offsets: torch.Tensor | None = None  # (B + 1,) int32, of requests of equal length
 
-    def launch(self, p: Problem) -> Any:
-        """What the public function returns. p: of the facts that the plan was made for."""
-        here = machine.current
-        if not self.alone and here.current_device() != self.device.index:
-            with here.on(self.device):  # whether a stream captures is asked of the current device only
-                return self.launch(p)
-        (
-            _, _, q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor, _, window_left,
-            soft_cap, sinks, k_scales, v_scales, _, drafts, skip, out, _, _, lse, return_lse, _, enable_pdl,
-        ) = p  # fmt: skip
-        page_table, kv_lens, cu_seqlens_q, batch, _ = requests
-        flat, at = self.flat.copy(), self.at
-        tokens, heads, _ = q.shape
-        o: Any = out
-        if o is None:
-            like = self.like_query and q.is_contiguous()
-            o = _empty_like(q) if like else _empty((tokens, heads, self.dim_vo), dtype=self.dtype, device=self.device)
-        elif o.shape != (tokens, heads, self.dim_vo) or not o.is_contiguous() and overlap.folded(o):
-            raise ValueError("out")
-        elif o.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() and overlap.overlap(o, q):
-            raise ValueError("out")
-        if lse is not None:
-            if lse.shape != (tokens, heads) or not lse.is_contiguous() and overlap.folded(lse):
-                raise ValueError("lse")
-            at_lse = lse.untyped_storage().data_ptr()
-            if at_lse == q.untyped_storage().data_ptr() and overlap.overlap(lse, q):
-                raise ValueError("lse")
-            if out is not None and at_lse == o.untyped_storage().data_ptr() and overlap.overlap(lse, o):
-                raise ValueError("lse")
-            flat[at.lse] = lse
-        elif return_lse:
-            flat[at.lse] = lse = _empty((tokens, heads), dtype=torch.float32, device=self.device)
-        result = (o, lse) if return_lse else o
-        if not 0 < scale < INF or not -INF < out_scale < INF:
-            raise ValueError("scale")
-        if not tokens or not heads or not batch:
-            return result
-        flat[at.q], flat[at.k], flat[at.v], flat[at.kv_lens], flat[at.page_table] = q, k, v, kv_lens, page_table
-        flat[at.scale_log2], flat[at.out_factor] = scale * LOG2E, out_scale + 0.0
-        if self.dtype is checks.E4M3:
-            flat[at.o_fp8] = o.view(torch.uint8)
-        else:
-            flat[at.o] = o
-        if window_left >= 0:
-            flat[at.window_left] = min(window_left, NO_WINDOW)
-        if soft_cap:
-            flat[at.soft_cap] = float(soft_cap)
-        if skip:
-            flat[at.skip_threshold] = log2(skip)
-        if sinks is not None:
-            flat[at.sink] = sinks
-        if drafts is not None:
-            flat[at.draft_mask] = drafts
-        if scale_tensor is not None:
-            flat[at.scale] = scale_tensor if scale_tensor.ndim == 1 else scale_tensor.reshape(1)
-        if out_scale_tensor is not None:
-            flat[at.out_scale] = out_scale_tensor if out_scale_tensor.ndim == 1 else out_scale_tensor.reshape(1)
-        if k_scales is not None and v_scales is not None:
-            flat[at.k_scales], flat[at.v_scales] = k_scales.view(torch.uint8), v_scales.view(torch.uint8)
-        if enable_pdl is not None:
-            flat[at.enable_pdl] = 1 if enable_pdl else 0
-        capturing = here.is_capturing()
-        if self.checked and not capturing:
-            checks.validate(p)
-            values.check(p, positive=True)
-        if cu_seqlens_q is None:
-            cu_seqlens_q = self.equal_offsets(batch, max_q_len, capturing)
-        flat[at.cu_seqlens_q] = cu_seqlens_q
-        tiles = self.tile_heads * (tokens * self.row_factor // self.tile_rows + batch)
-        if not self.stream_k:
-            flat[at.grid] = tiles if tiles < self.sms else self.sms
-            flat[at.counters], flat[at.counter_base] = scratch.ticket(self.device, capturing)
-        elif tokens * self.row_factor * self.row_factor >= checks.MOST_ROWS:
-            raise ValueError("q")
-        elif self.part_keys:
-            most = -(-page_table.shape[2] * k.shape[2] // self.part_keys) or 1  # parts of a request
-            flat[at.o_partial], flat[at.counters] = scratch.new_parts(self, tiles * most, tiles * most)
-        else:
-            flat[at.o_partial], flat[at.counters], flat[at.counter_base] = scratch.parts(self, capturing)
-        self.fn(*flat)
-        return result
+    def modify(self, flat: list[Any], p: Problem) -> None:
+        """Set what most calls lack."""
+        at = self.at
+        if p.soft_cap:
+            flat[at.soft_cap] = float(p.soft_cap)
+        if p.skip:
+            flat[at.skip_threshold] = log2(p.skip)
+        if p.drafts is not None:
+            flat[at.draft_mask] = p.drafts
+        scale, out_scale = p.scale_tensor, p.out_scale_tensor
+        if scale is not None:
+            flat[at.scale] = scale if scale.ndim == 1 else scale.reshape(1)
+        if out_scale is not None:
+            flat[at.out_scale] = out_scale if out_scale.ndim == 1 else out_scale.reshape(1)
+        if p.k_scales is not None and p.v_scales is not None:
+            flat[at.k_scales], flat[at.v_scales] = p.k_scales.view(torch.uint8), p.v_scales.view(torch.uint8)
+        if p.enable_pdl is not None:
+            flat[at.enable_pdl] = 1 if p.enable_pdl else 0
+
+    def new_output(self, q: torch.Tensor) -> torch.Tensor:
+        if self.like_query and q.is_contiguous():
+            return _empty_like(q)
+        return _empty((q.shape[0], q.shape[1], self.dim_vo), dtype=self.dtype, device=self.device)
 
     def equal_offsets(self, batch: int, length: int, capturing: bool) -> torch.Tensor:
         """int32 (batch + 1,), of requests of `length` query tokens each. Memory of a graph is not kept, nor is kept
@@ -215,7 +166,7 @@ def plan_for(p: Problem, arch: str, sms: int) -> Plan:
     return Plan(
         fn=fn,
         flat=[default.get(name) for name in names],
-        at=SimpleNamespace(**{name: place for place, name in enumerate(names)}),
+        at=Places(spec),
         device=device,
         alone=here.device_count() == 1,
         dtype=dtype,
@@ -274,8 +225,63 @@ def run(p: Problem) -> Any:
             return run_reference(p)
         plan = plan_for(p, *found)
         here.keep(key, plan)
+    if not plan.alone and here.current_device() != plan.device.index:
+        with here.on(plan.device):  # whether a stream captures is asked of the current device only
+            return run(p)
     try:
-        return plan.launch(p)
+        page_table, kv_lens, _, batch, _ = requests
+        flat, at, lse = plan.flat.copy(), plan.at, p.lse
+        o: Any = out
+        if o is None:
+            o = plan.new_output(q)
+        elif o.shape != (tokens, heads, plan.dim_vo) or not o.is_contiguous() and overlap.folded(o):
+            raise ValueError("out")
+        elif o.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() and overlap.overlap(o, q):
+            raise ValueError("out")
+        if lse is not None:
+            if lse.shape != (tokens, heads) or not lse.is_contiguous() and overlap.folded(lse):
+                raise ValueError("lse")
+            if overlap.shared(lse, q) or out is not None and overlap.shared(lse, o):
+                raise ValueError("lse")
+            flat[at.lse] = lse
+        elif return_lse:
+            flat[at.lse] = lse = _empty((tokens, heads), dtype=torch.float32, device=plan.device)
+        result = (o, lse) if return_lse else o
+        if not 0 < scale < INF or not -INF < out_scale < INF:
+            raise ValueError("scale")
+        if not tokens or not heads or not batch:
+            return result
+        flat[at.q], flat[at.k], flat[at.v], flat[at.kv_lens], flat[at.page_table] = q, k, v, kv_lens, page_table
+        flat[at.scale_log2], flat[at.out_factor] = scale * LOG2E, out_scale + 0.0
+        if plan.dtype is checks.E4M3:
+            flat[at.o_fp8] = o.view(torch.uint8)
+        else:
+            flat[at.o] = o
+        if window_left >= 0:
+            flat[at.window_left] = min(window_left, NO_WINDOW)
+        if sinks is not None:
+            flat[at.sink] = sinks
+        if (soft_cap or scale_tensor is not None or out_scale_tensor is not None or k_scales is not None
+                or drafts is not None or skip or enable_pdl is not None):  # fmt: skip
+            plan.modify(flat, p)
+        capturing = here.is_capturing()
+        if plan.checked and not capturing:
+            checks.validate(p)
+            values.check(p, positive=True)
+        flat[at.cu_seqlens_q] = plan.equal_offsets(batch, max_q_len, capturing) if offsets is None else offsets
+        tiles = plan.tile_heads * (tokens * plan.row_factor // plan.tile_rows + batch)
+        if not plan.stream_k:
+            flat[at.grid] = tiles if tiles < plan.sms else plan.sms
+            flat[at.counters], flat[at.counter_base] = scratch.ticket(plan.device, capturing)
+        elif tokens * plan.row_factor * plan.row_factor >= checks.MOST_ROWS:
+            raise ValueError("q")
+        elif plan.part_keys:
+            most = -(-page_table.shape[2] * k.shape[2] // plan.part_keys) or 1  # parts of a request
+            flat[at.o_partial], flat[at.counters] = scratch.new_parts(plan, tiles * most, tiles * most)
+        else:
+            flat[at.o_partial], flat[at.counters], flat[at.counter_base] = scratch.parts(plan, capturing)
+        plan.fn(*flat)
+        return result
     except Exception:
         why = checks.reason(p)  # says which argument was refused
         if why is None:

@@ -176,7 +176,7 @@ def trtllm_batch_decode_with_kv_cache(
             enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, bf16q_fp8kv_transform_mode
         )
     sink: Any = sinks
-    if isinstance(sinks, (list, tuple)):
+    if sinks is not None and isinstance(sinks, (list, tuple)):
         if len(sinks) != 1:
             raise ValueError(f"sinks: a list of {len(sinks)}, must hold one tensor")
         sink = sinks[0]

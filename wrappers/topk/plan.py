@@ -32,6 +32,9 @@ class Plan:
     copies: bool  # the kernel cannot read the scores where they are
     rows: int
     checked: bool  # bounds and rows of the table are read and checked before a launch
+    scores_bytes: int  # from the first to the last
+    out_bytes: int  # the same of `out`, or of what is made for it
+    raw_bytes: int
     like_out: torch.Tensor  # (R, k) int32, one element expanded: empty_like is 0.5 us cheaper than empty
     like_values: torch.Tensor  # (R, k), the scores' dtype
     like_indices: torch.Tensor  # (R, k) int64
@@ -86,22 +89,23 @@ def run(call: Call) -> tuple[Any, Any, Any]:
                 values, indices = _empty_like(plan.like_values), _empty_like(plan.like_indices)
             flat[_VALUES], flat[_INDICES] = values, indices
         else:
-            flat[_LENGTHS], at_out = lengths, -1
+            flat[_LENGTHS] = lengths
+            if out is not None or raw is not None:
+                at = scores.data_ptr()
+                if out is not None:
+                    at_out = out.data_ptr()
+                    if -plan.out_bytes < at_out - at < plan.scores_bytes:  # rare
+                        _refuse_overlap(out, scores)
+                    flat[_OUT] = out
+                if raw is not None:
+                    at_raw = raw.data_ptr()
+                    if -plan.raw_bytes < at_raw - at < plan.scores_bytes:
+                        _refuse_overlap(raw, scores)
+                    if out is not None and -plan.raw_bytes < at_raw - at_out < plan.out_bytes:
+                        _refuse_overlap(raw, out)
+                    flat[_RAW] = raw
             if out is None and function not in PER_ROW:
-                out = _empty_like(plan.like_out)
-            elif out is not None:
-                at_out = out.untyped_storage().data_ptr()
-                if at_out == scores.untyped_storage().data_ptr() and overlap.overlap(out, scores):
-                    raise ValueError("out")
-            if out is not None:
-                flat[_OUT] = out
-            if raw is not None:
-                at = raw.untyped_storage().data_ptr()
-                if at == scores.untyped_storage().data_ptr() and overlap.overlap(raw, scores):
-                    raise ValueError("raw")
-                if at == at_out and overlap.overlap(raw, out):
-                    raise ValueError("raw")
-                flat[_RAW] = raw
+                flat[_OUT] = out = _empty_like(plan.like_out)
             if starts is not None:
                 flat[_STARTS] = starts
             if table is not None:
@@ -123,6 +127,11 @@ def run(call: Call) -> tuple[Any, Any, Any]:
             raise
         raise why from None
     return out, values, indices
+
+
+def _refuse_overlap(output: torch.Tensor, other: torch.Tensor) -> None:
+    if overlap.overlap(output, other):
+        raise ValueError("overlap")
 
 
 def facts_of(call: Call, sms: int) -> Problem:
@@ -164,6 +173,9 @@ def plan_for(call: Call, facts: tuple[str, int] | None) -> Plan:
         copies=width != 1 and scores.stride(1) != 1,  # per-row functions, and rows without elements
         rows=rows,
         checked=checking() and device.type != "meta",
+        scores_bytes=overlap.reach(scores),
+        out_bytes=4 * rows * k if call.out is None else overlap.reach(call.out),
+        raw_bytes=0 if call.raw is None else overlap.reach(call.raw),
         like_out=like(torch.int32),
         like_values=like(scores.dtype),
         like_indices=like(torch.int64),
