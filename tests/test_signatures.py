@@ -115,7 +115,7 @@ REFUSED = [
     (context, {"backend": "fa3"}, KeyError, "backend: 'fa3', must be one of auto, xqa, trtllm-gen, cake"),
     (decode, {"enable_block_sparse_attention": True}, NotImplementedError,
      "enable_block_sparse_attention: True, must be False"),
-    (decode, {"enable_block_sparse_attention": "no"}, TypeError, "enable_block_sparse_attention: 'no', must be True or False"),
+    (decode, {"enable_block_sparse_attention": "no"}, TypeError, "enable_block_sparse_attention: 'no', must be True"),
     (decode, {"cp_world": 2}, NotImplementedError, "cp_world: 2, must be 1"),
     (decode, {"cp_rank": 1}, NotImplementedError, "cp_rank: 1, must be 0"),
     (decode, {"causal_seqlens_kv_global": BUFFER}, NotImplementedError,
