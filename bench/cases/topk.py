@@ -438,7 +438,7 @@ def _refusals(function: str) -> dict[str, Any]:
     optional = {PAGE_TABLE: ["row_to_batch", "row_starts", "page_table_row_starts"], RAGGED: ["row_starts"]}
     if per_row:
         scores_there = {scores: torch.zeros(3, 50, device="meta")}
-        bad["scores device"] = scores_there, ValueError, f"{per_row[0]}: device cpu, must be that of the scores, meta"
+        bad["scores device"] = scores_there, ValueError, f"{per_row[0]}: device .*, must be that of the scores, meta"
     for name in per_row:
         bad[f"{name} None"] = ({name: None}, TypeError, f"{name}: NoneType")
     for name in per_row + optional.get(function, []):

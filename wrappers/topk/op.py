@@ -24,22 +24,21 @@ _is_grad_enabled = torch.is_grad_enabled  # a module global: an attribute look-u
 
 def serve(call: Call) -> tuple[Any, Any, Any]:
     """(out, values, indices) of a call."""
-    if _is_grad_enabled():
-        _refuse_gradient(call)
+    if _is_grad_enabled() and getattr(call.scores, "requires_grad", False):
+        raise _no_backward(call)
     return trace(with_ints(call)) if traced(call.scores) else plan.run(call)
 
 
-def _refuse_gradient(call: Call) -> None:
+def _no_backward(call: Call) -> RuntimeError:
     """Of all functions alike, though most return integers only."""
-    if getattr(call.scores, "requires_grad", False):
-        raise no_backward(NAMES[call.function]["scores"])
+    return no_backward(NAMES[call.function]["scores"])
 
 
 @torch.library.impl(NAME, ("cpu", "cuda"))
 def _run(*args: Any) -> None:
     call = Call(*args)
-    if _is_grad_enabled():
-        _refuse_gradient(call)
+    if _is_grad_enabled() and call.scores.requires_grad:
+        raise _no_backward(call)
     plan.run(call)
 
 

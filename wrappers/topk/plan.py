@@ -47,6 +47,10 @@ def run(call: Call) -> tuple[Any, Any, Any]:
         next_n, page_size, tie_break, layout,
     ) = call  # fmt: skip
     here = machine.current
+    if k.__class__ is not int or next_n.__class__ is not int or page_size.__class__ is not int:
+        call = with_ints(call)
+        validate(call)
+        k, next_n, page_size = call.k, call.next_n, call.page_size
     try:  # what compiled code checks itself is left out: ranks, the dtypes of outputs, devices
         rare = None  # in most calls none of these is there
         if out is not None or raw is not None or starts is not None or table is not None or row_to_batch is not None:
@@ -60,8 +64,7 @@ def run(call: Call) -> tuple[Any, Any, Any]:
             )
         key = (
             function, scores.get_device(), scores.dtype, scores.shape, scores.is_contiguous() or scores.stride(),
-            k, k.__class__, next_n, next_n.__class__, page_size, page_size.__class__, tie_break, tie_break.__class__,
-            layout,
+            k, next_n, page_size, tie_break, tie_break.__class__, layout,
             None if lengths is None else lengths.numel(), None if lengths is None else lengths.dtype,
             None if offsets is None else offsets.numel(), None if offsets is None else offsets.dtype, rare,
         )  # fmt: skip
