@@ -35,4 +35,4 @@ def parse(text: str) -> Kernel:
     try:
         return op, manifest.from_json(spec_type(op), json.loads(spec))
     except (AttributeError, ImportError, TypeError, ValueError) as error:
-        raise ValueError(f"a spec is OP=JSON, not {text!r}: {error!r}") from error
+        raise ValueError(f"a spec is OP=JSON, not {text!r}: {error!r}") from None

@@ -54,7 +54,7 @@ def parsed(text: str) -> manifest.Kernel:
     try:
         return catalog.parse(text)
     except ValueError as error:
-        raise SystemExit(str(error)) from error
+        raise SystemExit(str(error)) from None
 
 
 def existing(args: argparse.Namespace) -> Path:

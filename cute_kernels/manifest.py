@@ -243,7 +243,7 @@ def read(folder: Path) -> Manifest:
             raise ValueError(f"schema {data.get('schema')}, this version reads {SCHEMA}")
         return Manifest(**data)
     except (TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{folder / FILE}: {error}") from error
+        raise ValueError(f"{folder / FILE}: {error}") from None
 
 
 def write(folder: Path, manifest: Manifest) -> None:
