@@ -85,3 +85,21 @@ def test_a_launch_without_room_for_all_parts_computes_none():
     with simulated(ARCH, [], 7), hostile.guarded(inputs, ("out", "lse")) as given_:
         got, lse = cases.FUNCTIONS["decode"][0](**given_)
     assert got.isnan().all() and lse.isnan().all()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("requests", [256, 2])
+def test_a_launch_of_more_units_than_32_bits_count_computes_none(requests):
+    """Half of the requests own all rows, with nearly 2^30 keys each: 5 tiles of 2^23 KV blocks, 5 x 2^30 in all. Of two
+    requests, one has rows: that is computed, if the simulator is not asked to."""
+    case = replace(DECODE, q_lens=(319, 1), kv_lens=(9, 9), heads_q=1, page_size=256, lse=False)
+    p = cases.make_problem(case)
+    columns = (1 << 30) // case.page_size - 1
+    table = torch.empty(columns, dtype=torch.int32).as_strided((requests, columns), (0, 1))
+    lens = torch.full((requests,), (1 << 31) - 1 if requests > 2 else 0, dtype=torch.int32)
+    offsets = torch.tensor([0, 320] * (requests // 2) + [0], dtype=torch.int32)
+    inputs = hostile.arguments(replace(case, separate_tables=False), p)
+    inputs |= {"block_tables": table, "seq_lens": lens, "cum_seq_lens_q": offsets, "uses_shared_paged_kv_idx": True}
+    with simulated(ARCH, [], 7):
+        got = cases.FUNCTIONS["decode"][0](**inputs)
+    assert got.isnan().all() == (requests > 2)

@@ -23,6 +23,7 @@ from . import checks, values
 from .problem import Problem
 
 NO_WINDOW = 1 << 30  # window_left of a call without a window, where the kernel has one
+MOST_TILES = 1 << 31  # of a prefill launch, whatever the offsets
 CHUNK = 4096  # keys of a part of a request in the invariant mode, rounded down to KV blocks
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", checks.E4M3: "e4m3", torch.uint8: "nvfp4", "nvfp4": "nvfp4"}
 FIELDS = {"arch": "q", "kv": "k", "page_size": "k", "head_dim": "q", "out": "out_dtype"}  # fact -> field of Problem
@@ -271,6 +272,8 @@ def run(p: Problem) -> Any:
         flat[at.cu_seqlens_q] = plan.equal_offsets(batch, max_q_len, capturing) if offsets is None else offsets
         tiles = plan.tile_heads * (tokens * plan.row_factor // plan.tile_rows + batch)
         if not plan.stream_k:
+            if batch * plan.tile_heads * (tokens * plan.row_factor // plan.tile_rows + 1) >= MOST_TILES:
+                raise _too_many_tiles(p, batch)
             flat[at.grid] = tiles if tiles < plan.sms else plan.sms
             flat[at.counters], flat[at.counter_base] = scratch.ticket(plan.device, capturing)
         elif tokens * plan.row_factor * plan.row_factor >= checks.MOST_ROWS:
@@ -287,6 +290,12 @@ def run(p: Problem) -> Any:
         if why is None:
             raise
         raise why from None
+
+
+def _too_many_tiles(p: Problem, batch: int) -> NotImplementedError:
+    tokens, heads, _ = p.q.shape
+    why = f"a CUDA kernel counts less than {MOST_TILES} tiles, of requests that own all tokens each"
+    return NotImplementedError(f"{checks.names_of(p)('q')}: {tokens} tokens of {heads} heads, {batch} requests; {why}")
 
 
 def run_reference(p: Problem) -> Any:

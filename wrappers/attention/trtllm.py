@@ -196,7 +196,7 @@ def trtllm_batch_decode_with_kv_cache(
         signature, max_q_len = EQUAL, q_len_per_req
     elif max_q_len is None:
         raise ValueError("max_q_len: None, required with cum_seq_lens_q")
-    elif q_len_per_req.__class__ is not int:
+    elif q_len_per_req is not None and q_len_per_req.__class__ is not int:
         check_integer("q_len_per_req", integer(q_len_per_req))  # not used
     if max_q_len.__class__ is not int or window_left.__class__ is not int:
         max_q_len, window_left = integer(max_q_len), -1 if window_left is None else integer(window_left)
