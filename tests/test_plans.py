@@ -227,6 +227,10 @@ def test_offsets_of_equal_requests(here):
         assert found[-1].tolist() == [0, 2, 4]
     assert found[1] is found[2] and len({id(t) for t in found}) == 3
     assert here.waits.count(torch.device("cpu")) == 2, "once for counters, once for the offsets"
+    here.plans.clear()
+    here.capturing = False
+    DECODE(**inputs)
+    assert here.launches[-1][2]["cu_seqlens_q"] is found[1], "another stream may still read what a plan had"
 
 
 @pytest.mark.parametrize("change", ["table", "table's memory", "transposed", "lengths", "lengths' memory", "offsets"])

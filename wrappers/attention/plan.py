@@ -115,13 +115,14 @@ class Plan:
 
     def equal_offsets(self, batch: int, length: int, capturing: bool) -> torch.Tensor:
         """int32 (batch + 1,), of requests of `length` query tokens each. Memory of a graph is not kept, nor is kept
-        memory a graph's; a launch on another stream must find them written."""
+        memory a graph's; a launch on another stream must find them written, so what is kept is never freed."""
         if self.offsets is not None and not capturing:
             return self.offsets
+        here = machine.current
         made = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=self.device)
-        if not capturing:
-            machine.current.synchronize(self.device)
-            self.offsets = made
+        if not capturing and len(here.offsets) < here.max_plans:
+            here.synchronize(self.device)
+            self.offsets = made = here.offsets.setdefault((self.device, batch, length), made)
         return made
 
 
