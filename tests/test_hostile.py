@@ -90,8 +90,8 @@ def test_a_launch_without_room_for_all_parts_computes_none():
 @pytest.mark.kernels
 @pytest.mark.parametrize("requests", [256, 2])
 def test_a_launch_of_more_units_than_32_bits_count_computes_none(requests):
-    """Half of the requests own all rows, with nearly 2^30 keys each: 5 tiles of 2^23 KV blocks, 5 x 2^30 in all. Of two,
-    one does, without keys: that is computed."""
+    """Half of the requests own all rows, with nearly 2^30 keys each: 5 tiles of 2^23 KV blocks, 5 x 2^30 in all. Of
+    two, one does, without keys: that is computed."""
     case = replace(DECODE, q_lens=(319, 1), kv_lens=(9, 9), heads_q=1, page_size=256, lse=False)
     p = cases.make_problem(case)
     columns = (1 << 30) // case.page_size - 1
