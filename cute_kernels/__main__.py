@@ -7,7 +7,8 @@ from .cli import main
 
 
 def run() -> None:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... show | head` ends quietly
+    if sys.argv[1:2] and sys.argv[1] in ("list", "show", "env"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... show | head` ends quietly; a build says why it ends
     sys.exit(main())
 
 

@@ -129,13 +129,21 @@ def facts_of(path: Path) -> dict[str, Any]:
     return facts
 
 
+def use(path: Path) -> bool:
+    """Whether an object is there, with its facts where they can be had; from now on prune() takes it for used."""
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    return cubin.disassembler() is None or path.with_suffix(".facts").exists()
+
+
 def compile_missing(items: list[Item], arch: str, objects: Path, jobs: int) -> int:
     """Compile the items whose object does not exist, in `jobs` processes; how many there were.
 
     BuildError lists every kernel that failed; the objects of the others are kept.
     """
-    suffixes = (".o", ".facts") if cubin.disassembler() else (".o",)
-    missing = [i for i in items if not all((objects / f"{i.key}{suffix}").exists() for suffix in suffixes)]
+    missing = [item for item in items if not use(objects / f"{item.key}.o")]
     if not missing:
         return 0
     failed: list[str] = []
@@ -212,7 +220,7 @@ def still_valid(out: Path, arch: str, spec_type: SpecType, toolchain: dict[str, 
     """Kernels of the bundle at `out` that the present sources and toolchain would give again."""
     try:
         old = manifest.read(out)
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return []
     kept = []
     for entry in old.kernels if old.problem(arch) is None else []:
@@ -280,16 +288,21 @@ def prune(place: Place, current: Manifest) -> None:
             path.unlink()
     oldest = time.time() - UNUSED_DAYS * 86400
     for path in place.objects.glob("*.o"):
-        if path.stat().st_mtime < oldest:
-            for suffix in (".o", ".cubin", ".ptx", ".mlir", ".shared", ".facts"):
-                path.with_suffix(suffix).unlink(missing_ok=True)
+        if unused(path, oldest):
+            with manifest.locked(path.with_suffix(".lock")):  # another build may have used it just now
+                for suffix in (".o", ".cubin", ".ptx", ".mlir", ".shared", ".facts") if unused(path, oldest) else ():
+                    path.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def unused(path: Path, since: float) -> bool:
+    return path.exists() and path.stat().st_mtime < since
 
 
 def verify(out: Path, arch: str) -> list[str]:
     """What is wrong with a bundle: hashes of its files, libraries that do not load, symbols that do not resolve."""
     try:
         found = manifest.read(out)
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         return [f"no bundle at {out}: {error}"]
     problem = found.problem(arch)
     if problem:

@@ -30,9 +30,14 @@ def matches(kernel: Kernel, pattern: str) -> bool:
 
 
 def parse(text: str) -> Kernel:
-    """`attention.sm90={"q": "bf16", ...}`: fields that are left out take their defaults. ValueError for other texts."""
+    """`attention.sm90={"q": "bf16", ...}`: fields that are left out take their defaults. ValueError for other texts,
+    and for specs that the op does not support."""
     op, _, spec = text.partition("=")
     try:
-        return op, manifest.from_json(spec_type(op), json.loads(spec))
+        kernel = op, manifest.from_json(spec_type(op), json.loads(spec))
+        reason = import_module(f"cute_kernels.{op}").supports(kernel[1])
     except (AttributeError, ImportError, TypeError, ValueError) as error:
         raise ValueError(f"a spec is OP=JSON, not {text!r}: {error!r}") from None
+    if reason:
+        raise ValueError(f"{op} cannot be built of {spec}: {reason}")
+    return kernel

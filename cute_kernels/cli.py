@@ -29,25 +29,33 @@ def command_build(args: argparse.Namespace) -> int:
     kernels = catalog.shipped(args.arch)
     keep = catalog.spec_type if args.only or args.spec else None
     if keep:
-        kernels = [kernel for kernel in kernels if any(catalog.matches(kernel, pattern) for pattern in args.only)]
-        kernels += [parsed(text) for text in args.spec]
-    if not kernels:
-        print(f"no shipped kernel of {args.arch} matches {' '.join(args.only)}", file=sys.stderr)
-        return 2
+        chosen = {only: [kernel for kernel in kernels if catalog.matches(kernel, only)] for only in args.only}
+        nothing = [f"no shipped kernel of {args.arch} matches {only}" for only, found in chosen.items() if not found]
+        if nothing:
+            print("\n".join(nothing), file=sys.stderr)
+            return 2
+        kernels = [kernel for found in chosen.values() for kernel in found] + [parsed(text) for text in args.spec]
     start = time.monotonic()
-    out = args.out or places.bundle_folders(args.arch)[0]
+    place = bundle.Place(args.out or default(places.bundle_folders(args.arch), "--out"), objects(args))
     try:
-        built = bundle.build_bundle(kernels, args.arch, bundle.Place(out, args.objects), args.jobs, keep)
-    except bundle.BuildError as error:
-        print(error, file=sys.stderr)
-        return 1
+        built = bundle.build_bundle(kernels, args.arch, place, args.jobs, keep)
     except KeyboardInterrupt:
-        print(f"interrupted: {out} is as it was, what was compiled is kept in {args.objects}", file=sys.stderr)
+        print(f"interrupted: {place.out} is as it was, what was compiled is kept in {place.objects}", file=sys.stderr)
         return 130
     total = len(built.manifest.kernels)
     seconds = time.monotonic() - start
-    print(f"{out}: {total} kernels, {built.compiled} compiled, {total - built.compiled} cached, {seconds:.1f} s")
+    print(f"{place.out}: {total} kernels, {built.compiled} compiled, {total - built.compiled} cached, {seconds:.1f} s")
     return 0
+
+
+def objects(args: argparse.Namespace) -> Path:
+    return args.objects or default([home / "obj" for home in places.homes()], "--objects")
+
+
+def default(folders: list[Path], option: str) -> Path:
+    if not folders:
+        raise SystemExit(f"this user has no home directory: give {option}")
+    return folders[0]
 
 
 def parsed(text: str) -> manifest.Kernel:
@@ -58,11 +66,12 @@ def parsed(text: str) -> manifest.Kernel:
 
 
 def existing(args: argparse.Namespace) -> Path:
-    """The bundle that the user names, or the first one that a process finds."""
+    """The bundle that the user names, or the first usable one that a process finds, or the first."""
     if args.out:
         return args.out
-    for found in places.bundles(args.arch):
-        return found.folder
+    found = places.bundles(args.arch)
+    if found:
+        return next((item for item in found if not item.problem), found[0]).folder
     searched = os.pathsep.join(map(str, places.bundle_roots()))
     raise SystemExit(f"no bundle of {args.arch} in {searched}: cute-kernels build --arch {args.arch} makes one")
 
@@ -88,7 +97,8 @@ def summary(facts: dict[str, Any]) -> str:
     counts = facts["instructions"] or {}
     shown = " ".join(f"{count} {name}" for name, count in counts.items() if name != "total")
     shown = shown or (f"{counts['total']} instructions" if counts else "not disassembled")
-    return f"{facts['registers']} registers, {facts['stack']} B stack, {facts['shared']} B shared, {shown}"
+    units = {"registers": "registers", "stack": "B stack", "shared": "B shared"}
+    return ", ".join([*(f"{facts[name]} {unit}" for name, unit in units.items() if facts[name] is not None), shown])
 
 
 def command_verify(args: argparse.Namespace) -> int:
@@ -115,7 +125,7 @@ def command_show(args: argparse.Namespace) -> int:
         print("\n".join([f"no shipped kernel is called {args.name}", *close]), file=sys.stderr)
         return 2
     op, spec = found[0]
-    path = build.object_file(op, spec, args.arch, args.objects)
+    path = build.object_file(op, spec, args.arch, objects(args))
     print(
         f"{manifest.label(op, spec)} {args.arch}\nspec {manifest.canonical(manifest.to_json(spec))}\nkey  {path.stem}"
     )
@@ -166,10 +176,15 @@ def gpus() -> list[str]:
         import torch
 
         from wrappers import runtime
-    except ImportError as error:
+
+        archs = [runtime.arch_of(i) for i in range(torch.cuda.device_count())]
+        names = [torch.cuda.get_device_name(i) for i in range(len(archs))]
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:  # of a library, a driver, a build of torch
         return [f"GPUs: unknown, {error}"]
-    count = torch.cuda.device_count()
-    lines = [f"GPU {i}: {torch.cuda.get_device_name(i)}, {runtime.arch_of(i)}" for i in range(count)]
+    lines = [
+        f"GPU {i}: {name}, {arch}{'' if arch in catalog.ARCHS else ': no kernels for it'}"
+        for i, (name, arch) in enumerate(zip(names, archs))
+    ]
     return lines or ["GPUs: torch sees none"]
 
 
@@ -185,16 +200,22 @@ def usable(found: Found) -> str:
     return f"{which}, {content(held)}: compiled from other sources of cute_kernels, build it again"
 
 
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cute-kernels", description="Bundles of compiled kernels.")
     parser.add_argument("--version", action="version", version=__version__)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--arch", default="sm_90a", choices=catalog.ARCHS)
     common.add_argument("--out", type=Path, help="the bundle's folder; default: where lookups begin")
-    common.add_argument("--objects", type=Path, default=places.homes()[0] / "obj", help="cache of compiled kernels")
+    common.add_argument("--objects", type=Path, help="cache of compiled kernels")
     verbs = parser.add_subparsers(required=True, metavar="build | list | verify | show | env")
     verb = verbs.add_parser("build", parents=[common], help="compile what is missing and publish a bundle")
-    verb.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
+    verb.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)), help="processes")
     verb.add_argument(
         "--only", action="append", default=[], metavar="PATTERN", help="part or glob of op/name; repeatable"
     )
@@ -216,4 +237,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.run in (command_build, command_show) and not places.has_dsl():
         print("nvidia-cutlass-dsl, which compiles, is not installed: pip install cute-kernels[build]", file=sys.stderr)
         return 1
-    return args.run(args)
+    try:
+        return args.run(args)
+    except (bundle.BuildError, build.ArchMismatch, NotImplementedError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1

@@ -24,23 +24,30 @@ class Found(NamedTuple):
     problem: str | None
 
 
-def user_cache() -> Path:
-    """This project's folder in the user's cache: $XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cute_kernels"
+def user_cache() -> Path | None:
+    """This project's folder in the user's cache, $XDG_CACHE_HOME or ~/.cache; None for a user without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cute_kernels"
+    except RuntimeError:
+        return None
 
 
 def homes() -> list[Path]:
     """Where bundles (bundle/ARCH) and objects (obj) lie: build/ of a checkout, if the package is part of one, and the
-    user's cache. They are built in the first and found in all."""
+    user's cache, if there is one. They are built in the first and found in all."""
     project = manifest.PACKAGE.parent / "pyproject.toml"
-    ours = project.is_file() and re.search(r'^name = "cute-kernels"$', project.read_text(), re.MULTILINE)
-    return [*([project.parent / "build"] if ours else []), user_cache()]
+    try:
+        ours = re.search(rb'^name = "cute-kernels"\r?$', project.read_bytes(), re.MULTILINE)
+    except OSError:  # none, or one that is not for us to read
+        ours = None
+    cache = user_cache()
+    return [*([project.parent / "build"] if ours else []), *([cache] if cache else [])]
 
 
 def bundle_roots() -> list[Path]:
-    """CUTE_KERNELS_BUNDLE, or its default."""
-    chosen = os.environ.get("CUTE_KERNELS_BUNDLE")
-    return [Path(p) for p in chosen.split(os.pathsep) if p] if chosen else [home / "bundle" for home in homes()]
+    """CUTE_KERNELS_BUNDLE, or its default where that names no folder."""
+    chosen = os.environ.get("CUTE_KERNELS_BUNDLE", "").split(os.pathsep)
+    return [Path(p) for p in chosen if p] or [home / "bundle" for home in homes()]
 
 
 def bundle_folders(arch: str) -> list[Path]:
@@ -74,7 +81,7 @@ def has_dsl() -> bool:
 
 def why_no_jit() -> str | None:
     """Why nothing may be compiled at run time, or None. ValueError where CUTE_KERNELS_JIT is neither 0 nor 1."""
-    setting = os.environ.get("CUTE_KERNELS_JIT", "1")
+    setting = os.environ.get("CUTE_KERNELS_JIT") or "1"
     if setting not in ("0", "1"):
         raise ValueError(f"CUTE_KERNELS_JIT is {setting!r}; it can be 0 (compile nothing) or 1 (the default)")
     if setting == "0":

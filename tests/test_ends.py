@@ -51,8 +51,29 @@ def install(folder: Path) -> None:
     except subprocess.TimeoutExpired:
         pytest.skip(f"pip had no answer within {SECONDS} s")
     if done.returncode:
-        pytest.skip(f"not to be had: {done.stderr.strip().splitlines()[-1]}")
+        last = done.stderr.strip().splitlines()[-1:]
+        (pytest.skip if unreachable(done.stderr) else pytest.fail)(f"not to be had: {' '.join(last)}")
     os.replace(part, folder)
+
+
+def unreachable(said: str) -> bool:
+    """Whether pip failed because it had no answer from the index; one that has other versions did answer."""
+    if re.search(r"\(from versions: (?!none\))", said):
+        return False
+    return bool(re.search(r"from versions: none|Max retries|Connection|Could not fetch|timed out|HTTP error", said))
+
+
+@pytest.mark.parametrize(
+    ("said", "unreached"),
+    [
+        ("ERROR: Could not find a version that satisfies x==1 (from versions: none)\nERROR: No matching ...", True),
+        ("WARNING: Retrying after NewConnectionError\nERROR: no x==1 (from versions: 2, 3)", False),
+        ("ReadTimeoutError: HTTPSConnectionPool(host='files'): Read timed out.", True),
+        ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", False),
+    ],
+)
+def test_only_an_index_out_of_reach_is_an_excuse(said, unreached):
+    assert unreachable(said) is unreached
 
 
 @pytest.fixture(scope="module")

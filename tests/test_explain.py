@@ -9,13 +9,13 @@ import torch
 import wrappers
 from bench.cases import topk as topk_cases
 from cute_kernels import manifest
+from cute_kernels.catalog import ARCHS
 from cute_kernels.topk import dispatch as topk_dispatch
 from tests.fake_machine import FakeMachine
 from tests.test_signatures import UPSTREAM, inputs_of, same
 from wrappers import explain, machine
 from wrappers.explanation import FUNCTIONS, SMS
 
-ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 NAMES = [function.__name__ for function in FUNCTIONS]
 
 

@@ -4,20 +4,22 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 import cute_kernels
 import wrappers
-from cute_kernels import bundle, catalog, cli, manifest, ops, places
+from cute_kernels import __main__, build, bundle, catalog, cli, manifest, ops, places
 from cute_kernels.attention import dispatch
 from tests.conftest import ARCH, BLOCK_DSL, ROOT, finish, run_python
 from wrappers import runtime
@@ -42,11 +44,11 @@ def test_a_checkout_builds_in_its_own_folder_and_finds_the_cache_too(no_settings
     assert places.bundle_roots() == [ROOT / "build" / "bundle", no_settings / "bundle"]
 
 
-@pytest.mark.parametrize("project", [None, '[project]\nname = "of-a-user"\n'])
+@pytest.mark.parametrize("project", [None, b'[project]\nname = "of-a-user"\n', b"# caf\xe9\n"])
 def test_an_installed_package_uses_the_cache(no_settings, monkeypatch, tmp_path, project):
     """Also where it was installed into a folder (pip install --target) that has another pyproject.toml."""
     if project:
-        (tmp_path / "pyproject.toml").write_text(project)
+        (tmp_path / "pyproject.toml").write_bytes(project)
     monkeypatch.setattr(manifest, "PACKAGE", tmp_path / "cute_kernels")
     assert places.homes() == [no_settings]
 
@@ -67,7 +69,7 @@ def test_a_build_goes_where_lookups_begin(no_settings, monkeypatch, tmp_path, ch
     assert asked == places.bundle_folders("sm_100a")[:1]
 
 
-@pytest.mark.parametrize("setting", ["", "yes", "false", "2", " 0"])
+@pytest.mark.parametrize("setting", ["yes", "false", "2", " 0"])
 def test_jit_is_0_or_1(no_settings, monkeypatch, tmp_path, capsys, setting):
     monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(tmp_path))
     monkeypatch.setenv("CUTE_KERNELS_JIT", setting)
@@ -80,8 +82,41 @@ def test_jit_is_0_or_1(no_settings, monkeypatch, tmp_path, capsys, setting):
 def test_jit_0_forbids(no_settings, monkeypatch):
     monkeypatch.setenv("CUTE_KERNELS_JIT", "0")
     assert places.why_no_jit() == "forbidden by CUTE_KERNELS_JIT=0"
-    monkeypatch.setenv("CUTE_KERNELS_JIT", "1")
-    assert places.why_no_jit() == (None if find_spec("cutlass") else "nvidia-cutlass-dsl is not installed")
+    for allowed in ("1", ""):
+        monkeypatch.setenv("CUTE_KERNELS_JIT", allowed)
+        assert places.why_no_jit() == (None if find_spec("cutlass") else "nvidia-cutlass-dsl is not installed")
+
+
+@pytest.mark.parametrize("chosen", ["", ":", "::"])
+def test_a_variable_that_names_no_folder_is_unset(no_settings, monkeypatch, chosen):
+    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", chosen)
+    assert places.bundle_roots() == [ROOT / "build" / "bundle", no_settings / "bundle"]
+
+
+def test_a_user_without_a_home_directory(no_settings, monkeypatch, tmp_path, capsys):
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    assert places.homes() == [ROOT / "build"]
+    asked = []
+
+    def object_file(op, spec, arch, folder):
+        asked.append(folder)
+        raise FileNotFoundError("enough")
+
+    monkeypatch.setattr(build, "object_file", object_file)
+    monkeypatch.setattr(places, "find_spec", lambda name: True)
+    with pytest.raises(FileNotFoundError, match="enough"):
+        runtime._compile(OP, SPEC, ARCH)
+    assert asked.pop() == Path(runtime._scratch().name)
+    assert cli.main(["show", SPEC.name]) == 1 and capsys.readouterr().err == "enough\n"
+    assert asked == [ROOT / "build" / "obj"]
+    monkeypatch.setattr(manifest, "PACKAGE", tmp_path / "cute_kernels")
+    with pytest.raises(SystemExit, match="no home directory: give --out"):
+        cli.main(["build"])
+    assert cli.main(["env"]) == 0
 
 
 @pytest.mark.parametrize("verb", ["list", "verify"])
@@ -94,9 +129,23 @@ def test_no_bundle_is_said_with_the_command_that_builds_one(no_settings, monkeyp
 def test_env_names_gpus_and_their_architectures(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"NVIDIA H20{i}")
-    monkeypatch.setattr(runtime, "arch_of", {0: "sm_90a", 1: "sm_100a"}.get)
+    monkeypatch.setattr(runtime, "arch_of", {0: "sm_90a", 1: "sm_80"}.get)
     assert cli.main(["env"]) == 0
-    assert "\nGPU 0: NVIDIA H200, sm_90a\nGPU 1: NVIDIA H201, sm_100a\n" in capsys.readouterr().out
+    assert "\nGPU 0: NVIDIA H200, sm_90a\nGPU 1: NVIDIA H201, sm_80: no kernels for it\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("no libcudart"), RuntimeError("no driver"), AssertionError("no CUDA")], ids=repr
+)
+def test_env_says_why_gpus_are_unknown(monkeypatch, capsys, error):
+    def refuse(*_):
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", refuse)
+    monkeypatch.setattr(runtime, "arch_of", refuse)
+    assert cli.main(["env"]) == 0
+    assert f"\nGPUs: unknown, {error}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", [["build"], ["show", SPEC.name]])
@@ -110,6 +159,133 @@ def test_a_summary_tells_what_was_counted():
     facts = {"registers": 40, "stack": 0, "shared": 1024}
     for counts, said in (({"HMMA": 8, "total": 90}, "8 HMMA"), ({"total": 90}, "90 instructions"), (None, "not dis")):
         assert f"40 registers, 0 B stack, 1024 B shared, {said}" in cli.summary(facts | {"instructions": counts})
+    unknown = {"registers": None, "stack": None, "shared": 1024, "instructions": None}
+    assert cli.summary(unknown) == "1024 B shared, not disassembled"
+
+
+# ---- what users get wrong
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["build", "--jobs", "0"], "--jobs: invalid positive value: '0'"),
+        (["build", "--spec", "attention.decode={}"], "attention.decode cannot be built of {}: schedule tiles"),
+        (["show", "attention.sm90={}"], "attention.sm90 cannot be built of {}: tile None"),
+        (["build", "--only", SPEC.name, "--only", "none1", "--only", "none2"], f"of {ARCH} matches none1\n.* none2$"),
+        (["build", "--out", "/dev/null"], "/dev/null"),
+        (["list", "--out", "/dev/null"], "no bundle at /dev/null: "),
+        (["verify", "--out", "/dev/null"], "no bundle at /dev/null: "),
+        (
+            ["build", "--arch", "sm_100a", "--objects", "/dev/null"],
+            "cannot compile for sm_100a: CUTE_DSL_ARCH is sm_90a",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_errors_of_users_are_told_without_a_traceback(monkeypatch, capsys, command, said):
+    monkeypatch.setattr(places, "has_dsl", lambda: True)
+    monkeypatch.setattr(build, "toolchain", lambda: {})
+    monkeypatch.setenv("CUTE_DSL_ARCH", ARCH)
+    try:
+        status, error = cli.main(command), ""
+    except SystemExit as end:
+        status, error = (1, end.code) if isinstance(end.code, str) else (end.code, "")  # as the interpreter does
+    assert status in (1, 2) and re.search(said, error or capsys.readouterr().err.strip())
+
+
+def test_a_bundle_that_cannot_be_used_does_not_hide_the_next(no_settings, monkeypatch, tmp_path, capsys):
+    broken, good = tmp_path / "broken" / ARCH, tmp_path / "good" / ARCH
+    for folder in (broken, good):
+        folder.mkdir(parents=True)
+    (broken / manifest.FILE).write_text("{")
+    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(tmp_path / "broken"))
+    assert cli.main(["list"]) == 1 and f"no bundle at {broken}: " in capsys.readouterr().err
+    manifest.write(good, manifest.Manifest(ARCH, {"dsl": "4.8.1", "cuda": "13.0"}, {}, {}, []))
+    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", f"{tmp_path / 'broken'}{os.pathsep}{tmp_path / 'good'}")
+    assert cli.main(["list"]) == 0 and capsys.readouterr().out.startswith(f"{good}: 0 kernels")
+
+
+# ---- libraries that do not load
+
+
+@pytest.fixture
+def bundle_of_one(no_settings, monkeypatch, tmp_path):
+    """Make the bundle `name` of SPEC, whose library is an empty file; loaded: as if that had been loaded."""
+    monkeypatch.setattr(runtime, "_MODULES", {})
+    monkeypatch.setattr(runtime, "_BROKEN", {})
+    monkeypatch.setenv("CUTE_KERNELS_JIT", "0")
+
+    def make(name: str, loaded: bool) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "attention.so").touch()
+        entry = {"key": manifest.key(OP, SPEC, ARCH, {}), "library": "attention", "symbol": "of_spec"}
+        manifest.write(folder, manifest.Manifest(ARCH, {}, {"attention": {"file": "attention.so"}}, {}, [entry]))
+        if loaded:
+            runtime._MODULES[folder / "attention.so"] = SimpleNamespace(get_function=lambda symbol: symbol)
+        return folder
+
+    return make
+
+
+def test_a_library_that_does_not_load_hides_nothing(bundle_of_one, monkeypatch, caplog):
+    broken, good = bundle_of_one("broken", False), bundle_of_one("good", True)
+    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", f"{broken}{os.pathsep}{good}")
+    assert runtime._obtain(OP, SPEC, ARCH) == "of_spec"
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith(f"bundle {broken}: attention.so does not load: ") and "file too short" in said
+    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(broken))
+    with pytest.raises(runtime.KernelNotFound, match=f"bundle {broken}: attention.so does not load: "):
+        runtime._obtain(OP, SPEC, ARCH)
+
+
+def test_a_library_that_a_build_replaces_is_looked_for_again(bundle_of_one, monkeypatch):
+    """Between reading a manifest and loading: the second manifest names what is there."""
+    folders = [bundle_of_one("before", False), bundle_of_one("after", True)]
+    read = iter(folders)
+    monkeypatch.setattr(places, "bundles", lambda arch: [places.Found(f := next(read), manifest.read(f), None)])
+    assert runtime._from_bundles(OP, SPEC, ARCH) == ("of_spec", f"loaded from the bundle {folders[1]}")
+
+
+# ---- the cache of objects
+
+
+@pytest.fixture
+def old_object(tmp_path, monkeypatch) -> bundle.Item:
+    """An item whose object was not used for longer than objects are kept."""
+    item = bundle.Item(OP, SPEC, "0" * 64, "symbol")
+    for suffix in (".o", ".facts"):
+        (tmp_path / f"{item.key}{suffix}").touch()
+        os.utime(tmp_path / f"{item.key}{suffix}", (0, 0))
+    return item
+
+
+NONE = manifest.Manifest(ARCH, {}, {}, {}, [])
+
+
+def test_a_build_keeps_the_objects_it_used(old_object, tmp_path):
+    place = bundle.Place(tmp_path / "out", tmp_path)
+    assert bundle.compile_missing([old_object], ARCH, tmp_path, 1) == 0
+    bundle.prune(place, NONE)
+    assert (tmp_path / f"{old_object.key}.o").exists()
+    os.utime(tmp_path / f"{old_object.key}.o", (0, 0))
+    bundle.prune(place, NONE)
+    assert not list(tmp_path.glob(f"{old_object.key}.[of]*"))
+
+
+def test_an_object_that_another_build_takes_meanwhile_is_kept(old_object, tmp_path, monkeypatch):
+    path = tmp_path / f"{old_object.key}.o"
+
+    @contextmanager
+    def locked(lock):
+        assert lock == path.with_suffix(".lock")
+        os.utime(path)  # by the process that had the lock
+        yield
+
+    monkeypatch.setattr(manifest, "locked", locked)
+    bundle.prune(bundle.Place(tmp_path / "out", tmp_path), NONE)
+    assert path.exists()
 
 
 # ---- names
@@ -284,6 +460,17 @@ def test_an_installed_package_builds_and_finds_bundles(installed):
         assert installed.run("python", "-c", code).startswith(f"not usable, 1 kernels of {ARCH}, DSL ")
     finally:
         file.write_text(text)
+
+
+@pytest.mark.parametrize(("verb", "quiet"), [("list", True), ("show", True), ("env", True), ("build", False)])
+def test_only_what_prints_ends_with_its_pipe(monkeypatch, verb, quiet):
+    set_to = []
+    monkeypatch.setattr(sys, "argv", ["cute-kernels", verb])
+    monkeypatch.setattr(__main__, "main", lambda: 0)
+    monkeypatch.setattr(__main__.signal, "signal", lambda *chosen: set_to.append(chosen))
+    with pytest.raises(SystemExit, match="0"):
+        __main__.run()
+    assert set_to == ([(signal.SIGPIPE, signal.SIG_DFL)] if quiet else [])
 
 
 def test_version_of_the_command(capsys):

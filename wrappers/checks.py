@@ -30,7 +30,7 @@ def listed(values: Any) -> str:
 @cache
 def checking() -> bool:
     """Whether values on a device are to be checked: CUTE_KERNELS_CHECK, read once a process."""
-    found = os.environ.get("CUTE_KERNELS_CHECK", "0")
+    found = os.environ.get("CUTE_KERNELS_CHECK") or "0"
     if found not in ("0", "1"):
         raise ValueError(f"CUTE_KERNELS_CHECK: {found!r}, must be 0 or 1")
     return found == "1"

@@ -1,7 +1,8 @@
 """Find or build the kernel of a spec: this process -> a bundle -> JIT -> an error that says which command builds it.
 
 cute_kernels/places.py says where bundles are looked for, where compiled objects are kept, and what forbids compiling.
-Each kernel that is loaded or compiled is one INFO line of the logger `cute_kernels`.
+Each kernel that is loaded or compiled is one INFO line of the logger `cute_kernels`, a bundle that does not load one
+WARNING.
 
 A bundle needs torch, apache-tvm-ffi and a driver; the DSL is imported only to compile. What an entry of a bundle must
 match is said in cute_kernels/manifest.py.
@@ -14,13 +15,12 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cute_kernels import manifest, places
+from cute_kernels import catalog, manifest, places
 
 Function = Callable[..., None]
 
@@ -30,6 +30,7 @@ _LOCK = threading.Lock()  # held while a kernel is loaded or compiled
 _KERNELS: dict[tuple[str, Any, str], Function] = {}
 _HOT: dict[tuple[str, int, str], tuple[Function, Any]] = {}  # by id(spec); holds the spec, so that its id stays taken
 _MODULES: dict[Path, Any] = {}  # loaded libraries; never unloaded, their code may be in flight
+_BROKEN: dict[Path, str] = {}  # folders of bundles of which something did not load, and why
 
 
 class KernelNotFound(RuntimeError):
@@ -84,7 +85,16 @@ def _from_bundles(op: str, spec: Any, arch: str) -> tuple[Function, str] | None:
             entry = held.find(op, spec) if held and not problem else None
             if held and entry:
                 path = folder / held.libraries[entry["library"]]["file"]
-                return _module(path).get_function(entry["symbol"]), f"loaded from the bundle {folder}"
+                try:
+                    function = _module(path).get_function(entry["symbol"])
+                except Exception as error:  # whatever the loader raises, another bundle or the compiler may serve
+                    said = f"{path.name} does not load: {error}"
+                    if _BROKEN.get(folder) != said:
+                        LOG.warning("bundle %s: %s", folder, said)
+                    _BROKEN[folder] = said
+                    continue
+                _BROKEN.pop(folder, None)
+                return function, f"loaded from the bundle {folder}"
     return None
 
 
@@ -108,18 +118,22 @@ def _compile(op: str, spec: Any, arch: str) -> tuple[Function, str] | None:
         return None
     from cute_kernels import build
 
-    folder = places.user_cache() / "obj"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError:
-        writable = False
-    if not writable:  # no home, or a read-only one: this process compiles for itself
+    home = places.user_cache()
+    folder = _writable(home / "obj") if home else None
+    if folder is None:  # no home, or a read-only one: this process compiles for itself
         folder = Path(_scratch().name)
     kept = set(os.listdir(folder))
     path = build.object_file(op, spec, arch, folder)
     how = f"loaded from {path}" if path.name in kept else f"compiled into {path}"
     return build.load_object(path, manifest.symbol(op, spec, path.stem)), how
+
+
+def _writable(folder: Path) -> Path | None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return folder if os.access(folder, os.W_OK) else None
 
 
 @cache
@@ -130,8 +144,7 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 def _missing(op: str, spec: Any, arch: str) -> str:
     lines = [f"no compiled kernel {manifest.label(op, spec)} for {arch}"]
     lines += [f"  {line}" for line in report(arch, (op, spec))]
-    shipped = import_module(f"cute_kernels.{op.split('.')[0]}.dispatch").shipped(arch)
-    if (op, spec) in shipped:
+    if (op, spec) in catalog.shipped(arch):
         which = f"--only {manifest.label(op, spec)}"
     else:
         which = f"--spec '{op}={manifest.canonical(manifest.to_json(spec))}'"
@@ -150,7 +163,8 @@ def report(arch: str, wanted: tuple[str, Any] | None = None) -> list[str]:
             lines.append(f"bundle {folder}: {len(held.kernels)} kernels, DSL {tools['dsl']}, CUDA {tools['cuda']}")
         else:
             serves = held.find(*wanted) is not None
-            lines.append(f"bundle {folder}: {'serves it' if serves else held.refusal(*wanted)}")
+            said = _BROKEN.get(folder, "serves it") if serves else held.refusal(*wanted)
+            lines.append(f"bundle {folder}: {said}")
     if not lines:
         lines.append(f"no bundle in {os.pathsep.join(map(str, places.bundle_folders(arch)))}")
     reason = places.why_no_jit()
