@@ -99,9 +99,10 @@ GOOD: dict[str, tuple[Any, Any]] = {
 # ---- bad values, by the kind of an argument
 
 NONE: dict[str, Any] = {"None": None}
+FAR = 1 << 70
 NUMBERS = {"str": "3", "list": [3], "numpy": np.ones(2), "nan": math.nan, "inf": math.inf, "complex": 1j}
 KINDS: dict[str, dict[str, Any]] = {
-    "int": NONE | NUMBERS | {"float": 3.0, "True": True, "tensor": torch.ones(2), "far": 1 << 70, "negative": -3},
+    "int": NONE | NUMBERS | {"float": 3.0, "True": True, "tensor": torch.ones(2), "far": FAR, "negative": -3},
     "flag": NONE | NUMBERS | {"no": "no", "yes": "yes", "one": 1, "zero": 0, "1.0": 1.0, "tensor": torch.ones(1)},
     "number": NONE | NUMBERS | {"True": True, "-inf": -math.inf, "zero": 0.0, "negative": -1.0,
     "tensors": [torch.ones(1)]},
@@ -281,31 +282,37 @@ def fault(error: BaseException, name: str, argument: str, bad: str, arguments: d
         return "does not name the argument"
     if not re.search(r"must|needs|required|not supported|serves|only", said):
         return "does not say what is allowed"
-    if mismatch not in MISMATCH and not any(word in said for word in words_for(value)):
+    if not (re.search(SIZES, said) if mismatch in MISMATCH else shows(said, value)):
         return "does not show the value"
     return None
 
 
+# A shape, a count or a bound of some, and where a message shows a value.
+SIZES = r"\((\d+,.*)?\)|\d+ (tokens|rows|columns|entries|elements)|head_dim \d+|\[0, \d+[)\]]"
+BEFORE = (
+    r": |\(|\b(a|an|dtype|layout|device|shape|is|and V|with query|out|paged|the query's,|that of \w+,|of the scores,) "
+)
+WANTED = "a torch.Tensor", "an FP4Tensor", "None:"  # what else may be refused by its type alone
 KERNELS_NAMES = {torch.float16: "fp16", E4M3: "e4m3"}
 
 
-def words_for(value: Any) -> set[str]:
-    """What shows a value in a message, one of them."""
-    words = {repr(value), str(value), type(value).__name__}
+def shows(said: str, value: Any) -> bool:
+    """Whether a message shows a value where values stand; of a tensor, what is wrong with it."""
     if value is None:
-        words |= {"without", "required"}
-    words |= {"only one of the two", "one of the two is None"}
+        return re.search(r"(: |\()(None|NoneType), (must|required)", said) is not None
+    if isinstance(value, int) and value == FAR:
+        return str(FAR) in said
+    words = {repr(value), str(value)} | {f"{type(value).__name__}, must be {wanted}" for wanted in WANTED}
     if isinstance(value, (list, tuple)):
-        words |= (
-            {f"of {len(value)}"}
-            | ({"required"} if any(v is None for v in value) else set())
-            | {type(v).__name__ for v in value}
-        )
+        words |= {str(tuple(value)), f"{type(value).__name__} of {len(value)},"} | {type(v).__name__ for v in value}
+        words |= {"None, required"} if any(v is None for v in value) else set()
     for t in tensors_in(value):
-        words |= {str(t.dtype), str(t.layout), str(t.device), str(tuple(t.shape)), "stride"}
+        words |= {str(t.dtype), str(t.layout), str(t.device), str(tuple(t.shape))}
         words |= {KERNELS_NAMES[t.dtype]} if t.dtype in KERNELS_NAMES else set()
-        words |= {str(t.item())} if t.numel() == 1 and t.device.type == "cpu" and t.layout == torch.strided else set()
-    return words
+        if t.layout == torch.strided:
+            words |= set() if t.is_contiguous() else {"stride (", "strides ("}  # of the logical order
+            words |= {str(t.item())} if t.numel() == 1 and t.device.type == "cpu" else set()
+    return re.search(rf"({BEFORE})({'|'.join(map(re.escape, words))})", said) is not None
 
 
 class Kernels(FakeMachine):
@@ -366,7 +373,7 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     "context, stacked": {"kv_cache": {"a row more"}},
     "context, nvfp4 output": {"o_sf_vec_size": NONE_ONLY},
     "decode, ragged": {
-        "max_q_len": {"far"}, "q_len_per_req": {"far", "negative"},  # a bound, and not used
+        "max_q_len": {"far"}, "q_len_per_req": {"None", "far", "negative"},  # a bound, and not used
         "window_left": {"None", "far", "negative"}, "o_scale": NONE_ONLY, "o_sf_scale": NONE_ONLY,
         "out": {"None", "float8_e4m3fn"},
         "enable_pdl": NONE_ONLY,
@@ -434,13 +441,30 @@ ON_CUDA: dict[str, dict[str, set[str]]] = {  # values that only the device knows
 NO_MACHINE = ("top_k", "input", "meta")  # where all tensors are, a call gives such: test_traced.py
 SHOWN = {  # what a message says instead of the argument's name and value
     ("context, stacked", "kv_cache", "uint8"): "kv_cache: K has head_dim 128",
-    ("context, nvfp4 cache", "kv_block_scales", "None"): "kv_cache_sf: required",
+    ("context, nvfp4 cache", "kv_block_scales", "None"): "kv_cache_sf: None, required",
     ("decode, ragged", "cum_seq_lens_q", "None"): r"query: 5 tokens, must be 2 x 1 (seq_lens, q_len_per_req)",
     ("xqa, drafts", "q_cu_seq_lens", "None"): "q: shape (5, 4, 64)",
     ("xqa, drafts", "q_seq_len", "far"): "73786976294838206464) (rows of query tokens, two words for 32 of q_seq_len)",
     ("explain", "function", "builtin"): "function: len",
+    ("explain", "function", "helper"): "function: load",
+    ("top_k_page_table_transform", "row_to_batch", "None"): "(2, 28), needs 3 rows, one a row of input, without",
+    **{
+        (f"top_k_per_row_{which}", "logits", bad): f"stride0: 50, must be that of logits, {stride}"
+        for which in ("prefill", "decode")
+        for bad, stride in (("strided", 100), ("columns", 49))
+    },
     ("xqa", "q_scale", "negative"): "q_scale * kv_scale: -0.125",
     ("xqa", "kv_scale", "negative"): "q_scale * kv_scale: -0.125",
+    **{
+        (name, argument, bad): "k_sf_cache, v_sf_cache: one of the two is None, must be both or none"
+        for argument in ("k_sf_cache", "v_sf_cache")
+        for name, values in (("xqa", not_tensors((2,))), ("xqa, nvfp4", NONE))
+        for bad in values
+    },
+    **{
+        ("context, nvfp4 cache", "kv_cache_sf", bad): "alias of kv_cache_sf, only one of the two may be given"
+        for bad in not_tensors((2,))
+    },
 }
 
 

@@ -158,7 +158,7 @@ def test_a_planned_call_sees_what_its_key_does_not_hold(launches):  # noqa: F811
         (equal, {"q_len_per_req": 1}, r"query: 4 tokens, must be 2 x 1 \(seq_lens, q_len_per_req\)"),
         (equal, {"out": equal["out"][1:]}, "out: shape"),
         (packed4, {"kv_cache_sf": (k, v[:, :1])}, r"kv_cache_sf \(V\): shape"),
-        (packed4, {"kv_cache_sf": None}, "kv_cache_sf: required"),
+        (packed4, {"kv_cache_sf": None}, "kv_cache_sf: None, required"),
     ):
         trtllm_batch_decode_with_kv_cache(**good)
         count = len(launches)
@@ -563,7 +563,7 @@ XQA_BAD = {
     "offsets rank": ({"q_cu_seq_lens": torch.zeros(4).int()}, ValueError, "q: shape .*q_cu_seq_lens"),
     "rcp": ({"rcp_out_scale": "1"}, TypeError, "rcp_out_scale: '1'"),
     "one sf": ({"k_sf_cache": torch.zeros(1)}, ValueError, "k_sf_cache, v_sf_cache: one"),
-    "sf of 16 bits": ({"k_sf_cache": SF, "v_sf_cache": SF}, ValueError, "k_sf_cache, v_sf_cache: must be None where"),
+    "sf of 16 bits": ({"k_sf_cache": SF, "v_sf_cache": SF}, ValueError, "k_sf_cache, v_sf_cache: K is Tensor, must be"),
     "sf dtype": ({"k_sf_cache": SF.float(), "v_sf_cache": SF}, TypeError, "k_sf_cache: dtype"),
     "cache type": ({"v_cache": None}, TypeError, "v_cache: NoneType"),
 }

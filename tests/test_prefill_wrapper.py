@@ -146,7 +146,7 @@ def test_nvfp4_cache_needs_scales_of_its_shape():
     inputs = inputs_of(replace(PLAIN, kv_dtype="nvfp4"))
     k, v = inputs["kv_block_scales"]
     for bad, error, message in (
-        (None, ValueError, "kv_cache_sf: required"),
+        (None, ValueError, "kv_cache_sf: None, required"),
         ((k, v[:, :1]), ValueError, r"kv_block_scales \(V"),
         ((k, v.float()), TypeError, "kv_block_scales: K is"),
         ((k.float(), v.float()), TypeError, r"kv_block_scales \(K\): dtype"),

@@ -119,7 +119,7 @@ REFUSED = [
     (decode, {"cp_world": 2}, NotImplementedError, "cp_world: 2, must be 1"),
     (decode, {"cp_rank": 1}, NotImplementedError, "cp_rank: 1, must be 0"),
     (decode, {"causal_seqlens_kv_global": BUFFER}, NotImplementedError,
-     "causal_seqlens_kv_global: a Tensor, must be None"),
+     "causal_seqlens_kv_global: Tensor, must be None"),
     (decode, {"bf16q_fp8kv_transform_mode": "both"}, ValueError,
      "bf16q_fp8kv_transform_mode: 'both', must be one of None, k_only, separate_kv"),
 ]  # fmt: skip

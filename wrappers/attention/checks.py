@@ -195,7 +195,7 @@ def _block_scales(p: Problem, name: Names) -> None:
     """NVFP4 scale factors are there exactly where the cache is packed."""
     both = name("scales")
     if (p.k.dtype == torch.uint8) != (p.k_scales is not None):
-        need = "required" if p.k_scales is None else "must be None"
+        need = "None, required" if p.k_scales is None else f"K is {type(p.k_scales).__name__}, must be None"
         raise ValueError(f"{both}: {need} where {name('kv')} is {p.k.dtype} (NVFP4 caches are torch.uint8)")
     if p.k_scales is None:
         if p.interleaved:

@@ -178,7 +178,7 @@ def trtllm_batch_decode_with_kv_cache(
     sink: Any = sinks
     if sinks is not None and isinstance(sinks, (list, tuple)):
         if len(sinks) != 1:
-            raise ValueError(f"sinks: a list of {len(sinks)}, must hold one tensor")
+            raise ValueError(f"sinks: a {type(sinks).__name__} of {len(sinks)}, must hold one tensor")
         sink = sinks[0]
     k, v = pair("kv_cache", kv_cache, kv_layout)
     k_scales = v_scales = None
@@ -233,7 +233,7 @@ def _check_modes(sparse: Any, world: Any, rank: Any, lens: Any, mode: Any) -> No
         if check_integer(name, integer(value)) != only:
             raise NotImplementedError(f"{name}: {value}, must be {only}: context parallelism is not supported")
     if lens is not None:
-        given = f"causal_seqlens_kv_global: a {type(lens).__name__}"
+        given = f"causal_seqlens_kv_global: {type(lens).__name__}"
         raise NotImplementedError(f"{given}, must be None: context parallelism is not supported")
     if not isinstance(mode, str | None) or mode not in TRANSFORM_MODES:
         raise UnknownName(f"bf16q_fp8kv_transform_mode: {mode!r}, must be one of {listed(TRANSFORM_MODES)}")
