@@ -564,8 +564,8 @@ def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
         "out stride": ({"out": torch.zeros(tokens, heads, 2 * dim).bfloat16()[..., ::2]}, ValueError, "out: stride"),
         "V stride": ({"kv_cache": (pool[0], pool[1].mT.contiguous().mT)}, ValueError, r"kv_cache \(V\): stride"),
         "sinks shape": ({"sinks": torch.zeros(3)}, ValueError, "sinks: shape"),
-        "block scales": ({"kv_block_scales": pool}, ValueError, "kv_block_scales: must be None"),
-        "cache sf": ({"kv_cache_sf": pool}, ValueError, "kv_cache_sf: must be None"),
+        "block scales": ({"kv_block_scales": pool}, ValueError, "kv_block_scales: K is Tensor, must be None"),
+        "cache sf": ({"kv_cache_sf": pool}, ValueError, "kv_cache_sf: K is Tensor, must be None"),
         "both sf": (
             {"kv_block_scales": torch.zeros(1), "kv_cache_sf": torch.zeros(1)},
             ValueError,
