@@ -1,9 +1,7 @@
-"""Scripted bad calls: a good call of every public function, in which one argument at a time is replaced by every
-value of a list that its kind has. Each is refused: TypeError, ValueError or NotImplementedError,
-which name the argument
-in the caller's words, its value and what is allowed, come without a chain, and leave the bytes of all tensors as they
-were; on the CPU, on a machine with kernels, and on one that has the good call's plan. What is accepted is listed
-(`ACCEPTED`).
+"""Scripted bad calls: a good call of every public function, in which one argument at a time is replaced by every value
+of a list that its kind has. Each is refused on the CPU, on a machine with kernels, and on one that has the good call's
+plan: TypeError, ValueError or NotImplementedError, which name the argument in the caller's words, its value and what is
+allowed, come without a chain, and leave the bytes of all tensors as they were. What is accepted is listed (`ACCEPTED`).
 """
 
 import inspect
@@ -104,12 +102,13 @@ NUMBERS = {"str": "3", "list": [3], "numpy": np.ones(2), "nan": math.nan, "inf":
 KINDS: dict[str, dict[str, Any]] = {
     "int": NONE | NUMBERS | {"float": 3.0, "True": True, "tensor": torch.ones(2), "far": FAR, "negative": -3},
     "flag": NONE | NUMBERS | {"no": "no", "yes": "yes", "one": 1, "zero": 0, "1.0": 1.0, "tensor": torch.ones(1)},
-    "number": NONE | NUMBERS | {"True": True, "-inf": -math.inf, "zero": 0.0, "negative": -1.0,
-    "tensors": [torch.ones(1)]},
+    "number": NONE | NUMBERS | {
+        "True": True, "-inf": -math.inf, "zero": 0.0, "negative": -1.0, "tensors": [torch.ones(1)],
+    },
     "scale": NONE | NUMBERS | {
-        "True": True, "-inf": -math.inf, "zero": 0.0, "negative": -1.0, "two": torch.ones(2),
-        "double": torch.ones(1).double(),
-        "int tensor": torch.ones(1).int(), "meta": torch.ones(1, device="meta"), "sparse": torch.ones(1).to_sparse(),
+        "True": True, "-inf": -math.inf, "zero": 0.0, "negative": -1.0,
+        "two": torch.ones(2), "double": torch.ones(1).double(), "int tensor": torch.ones(1).int(),
+        "meta": torch.ones(1, device="meta"), "sparse": torch.ones(1).to_sparse(),
         "nan tensor": torch.tensor([math.nan]), "inf tensor": torch.tensor([math.inf]), "empty": torch.ones(0),
     },
     "layout": {"None": None, "lower": "hnd", "HDN": "HDN", "int": 3, "list": ["HND"], "empty": ""},
@@ -118,16 +117,15 @@ KINDS: dict[str, dict[str, Any]] = {
         "name": "bfloat16", "class": float, "int": 16, "fp64": torch.float64, "int32": torch.int32,
         "list": [torch.float16],
     },
-    "shape": NONE | {"int": 16, "str": "516", "floats": (5.0, 2, 16), "negative": (-5, 2, 16), "short": (16,),
-    "odd": (5, 2, 7),
-                     "True": (True, 2, 16), "tensor": torch.ones(3)},
+    "shape": NONE | {
+        "int": 16, "str": "516", "floats": (5.0, 2, 16), "negative": (-5, 2, 16), "short": (16,), "odd": (5, 2, 7),
+        "True": (True, 2, 16), "tensor": torch.ones(3),
+    },
     "function": NONE | {"str": "xqa", "builtin": len, "helper": fp4.load},
     "arch": {"int": 90, "list": ["sm_90a"], "other": "h100", "empty": ""},
     "device": NONE | {"str": "cpux", "int": 1 << 20, "list": ["cpu"]},
     "fp4": NONE | {"tensor": torch.ones(5, 2, 8, dtype=torch.uint8), "str": "fp4", "list": [1]},
 }  # fmt: skip
-
-
 MISMATCH = ("rank + 1", "flat", "no rows", "a row less", "a row more", "no columns", "columns")
 OF_TWO = ("bfloat16", "float16", "float8_e4m3fn", "uint8", "meta")  # wrong beside another tensor's
 
@@ -163,23 +161,27 @@ def recast(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(0, dtype=dtype).set_(bits.untyped_storage(), bits.storage_offset(), bits.shape, bits.stride())
 
 
-INT = ("max_q_len", "batch_size", "window_left", "num_kv_heads", "page_size", "sliding_win_size", "q_seq_len", "k",
-"tie_break",
-       "q_len_per_req", "num_rows", "stride0", "stride1", "top_k", "next_n", "scale_start_index", "columns", "rows",
-       "start",
-       "o_sf_vec_size", "sms")  # fmt: skip
-FLAG = ("uses_shared_paged_kv_idx", "causal", "return_lse", "v_scales_interleaved", "batch_invariant", "deterministic",
-        "dsa_graph_safe", "sorted", "enable_pdl", "use_fp16_softmax", "uses_spcompress")  # fmt: skip
+INT = (
+    "max_q_len", "batch_size", "window_left", "num_kv_heads", "page_size", "sliding_win_size", "q_seq_len", "k",
+    "tie_break", "q_len_per_req", "num_rows", "stride0", "stride1", "top_k", "next_n", "scale_start_index", "columns",
+    "rows", "start", "o_sf_vec_size", "sms",
+)  # fmt: skip
+FLAG = (
+    "uses_shared_paged_kv_idx", "causal", "return_lse", "v_scales_interleaved", "batch_invariant", "deterministic",
+    "dsa_graph_safe", "sorted", "enable_pdl", "use_fp16_softmax", "uses_spcompress",
+)  # fmt: skip
 NUMBER = ("o_sf_scale", "skip_softmax_threshold_scale_factor", "logits_soft_cap", "o_scale", "rcp_out_scale")
 SCALE = ("bmm1_scale", "bmm2_scale", "q_scale", "kv_scale", "bmm1_scale_log2", "global_scale")
-OTHER = {"kv_layout": "layout", "backend": "name", "out_dtype": "dtype", "shape": "shape", "original_shape": "shape",
-         "device": "device", "t": "fp4",
-         "function": "function", "arch": "arch"}  # fmt: skip
+OTHER = {
+    "kv_layout": "layout", "backend": "name", "out_dtype": "dtype", "shape": "shape", "original_shape": "shape",
+    "device": "device", "t": "fp4", "function": "function", "arch": "arch",
+}  # fmt: skip
 KIND = dict.fromkeys(INT, "int") | dict.fromkeys(FLAG, "flag") | dict.fromkeys(NUMBER, "number")
 KIND |= dict.fromkeys(SCALE, "scale") | OTHER
-HINTS = {"workspace_buffer", "max_kv_len", "cum_seq_lens_kv", "multi_ctas_kv_counter_buffer", "max_seq_len",
-"semaphores", "request_order", "request_order_plan",
-         "sm_count"}  # fmt: skip
+HINTS = {
+    "workspace_buffer", "max_kv_len", "cum_seq_lens_kv", "multi_ctas_kv_counter_buffer", "max_seq_len", "semaphores",
+    "request_order", "request_order_plan", "sm_count",
+}  # fmt: skip
 
 
 def bad_values(argument: str, good: Any) -> dict[str, Any]:
@@ -187,14 +189,8 @@ def bad_values(argument: str, good: Any) -> dict[str, Any]:
         return KINDS[KIND[argument]]
     if isinstance(good, tuple):
         k, v = good
-        bad = NONE | {
-            "str": "kv",
-            "int": 3,
-            "numpy": np.zeros((2, 2)),
-            "one": (k,),
-            "three": (k, k, v),
-            "dict": {0: k, 1: v},
-        }
+        bad = NONE | {"str": "kv", "int": 3, "numpy": np.zeros((2, 2)), "dict": {0: k, 1: v}}
+        bad |= {"one": (k,), "three": (k, k, v)}
         for name, t in tensors_like(k).items():
             bad |= {f"K {name}": (t, v), f"V {name}": (k, t)}
         return bad
@@ -302,7 +298,7 @@ def shows(said: str, value: Any) -> bool:
         return re.search(r"(: |\()(None|NoneType), (must|required)", said) is not None
     if isinstance(value, int) and value == FAR:
         return str(FAR) in said
-    words = {repr(value), str(value)} | {f"{type(value).__name__}, must be {wanted}" for wanted in WANTED}
+    words = {repr(value)} | {f"{type(value).__name__}, must be {wanted}" for wanted in WANTED}
     if isinstance(value, (list, tuple)):
         words |= {str(tuple(value)), f"{type(value).__name__} of {len(value)},"} | {type(v).__name__ for v in value}
         words |= {"None, required"} if any(v is None for v in value) else set()
@@ -310,9 +306,9 @@ def shows(said: str, value: Any) -> bool:
         words |= {str(t.dtype), str(t.layout), str(t.device), str(tuple(t.shape))}
         words |= {KERNELS_NAMES[t.dtype]} if t.dtype in KERNELS_NAMES else set()
         if t.layout == torch.strided:
-            words |= set() if t.is_contiguous() else {"stride (", "strides ("}  # of the logical order
+            words |= set() if t.is_contiguous() else {"stride", "strides"}  # of the logical order
             words |= {str(t.item())} if t.numel() == 1 and t.device.type == "cpu" else set()
-    return re.search(rf"({BEFORE})({'|'.join(map(re.escape, words))})", said) is not None
+    return re.search(rf"({BEFORE})({'|'.join(map(re.escape, words))})(?!\w)", said) is not None
 
 
 class Kernels(FakeMachine):
@@ -364,22 +360,20 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
         "max_q_len": {"far"},  # a bound
         "window_left": {"None", "far", "negative"},  # off, all keys, off
         "out": NONE_ONLY, "o_sf_scale": NONE_ONLY, "o_sf_vec_size": NONE_ONLY, "enable_pdl": NONE_ONLY,
-        "sinks": NONE_ONLY,
+        "sinks": NONE_ONLY, "use_fp16_softmax": NONE_ONLY, "uses_spcompress": NONE_ONLY,
         "skip_softmax_threshold_scale_factor": {"None", "zero"}, "logits_soft_cap": {"None", "zero"},
-        "lse": {"None", "strided"}, "use_fp16_softmax": NONE_ONLY, "uses_spcompress": NONE_ONLY,
+        "lse": {"None", "strided"}, "bmm2_scale": {"zero", "negative"},
         "block_tables": {"columns"},  # one that no request needs
-        "bmm2_scale": {"zero", "negative"},
     },
     "context, stacked": {"kv_cache": {"a row more"}},
     "context, nvfp4 output": {"o_sf_vec_size": NONE_ONLY},
     "decode, ragged": {
         "max_q_len": {"far"}, "q_len_per_req": {"None", "far", "negative"},  # a bound, and not used
         "window_left": {"None", "far", "negative"}, "o_scale": NONE_ONLY, "o_sf_scale": NONE_ONLY,
-        "out": {"None", "float8_e4m3fn"},
-        "enable_pdl": NONE_ONLY,
-        "o_sf_vec_size": NONE_ONLY, "sinks": NONE_ONLY, "skip_softmax_threshold_scale_factor": {"None", "zero"},
-        "logits_soft_cap": {"None", "zero"}, "lse": {"None", "strided"}, "bmm1_scale_log2": NONE_ONLY,
-        "block_tables": {"columns"}, "bmm2_scale": {"zero", "negative"},
+        "out": {"None", "float8_e4m3fn"}, "enable_pdl": NONE_ONLY, "o_sf_vec_size": NONE_ONLY, "sinks": NONE_ONLY,
+        "skip_softmax_threshold_scale_factor": {"None", "zero"}, "logits_soft_cap": {"None", "zero"},
+        "lse": {"None", "strided"}, "bmm1_scale_log2": NONE_ONLY, "bmm2_scale": {"zero", "negative"},
+        "block_tables": {"columns"},
     },
     "decode, equal": {
         "block_tables": {"columns"}, "mask": {"None", "strided", "expanded columns"},  # copied
@@ -388,8 +382,7 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     "xqa": {
         "page_table": {"columns"}, "seq_lens": {"flat", "expanded columns"}, "output": {"float8_e4m3fn"},
         "sinks": {"None", "expanded columns"}, "kv_scale": NONE_ONLY, "sliding_win_size": {"far"},
-        "enable_pdl": NONE_ONLY,
-        "kv_layout": {"None", "int"},  # sm_count, in older signatures
+        "enable_pdl": NONE_ONLY, "kv_layout": {"None", "int"},  # sm_count, in older signatures
     },
     "explain": {"sms": {"None", "far"}},
     "xqa, drafts": {
@@ -405,8 +398,8 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     "top_k_ragged_transform": {"input": {"float16", "no columns", "columns"}, "row_starts": NONE_ONLY},
     "top_k": {"input": {"float16", "no rows", "a row less", "a row more", "columns"}},
     "top_k_per_row_prefill": {"logits": {"float16", "no columns"}},
-    "top_k_per_row_decode": {"logits": {"float16", "no columns"}, "seq_lens": {"strided", "expanded columns"}},
-     # one entry
+    "top_k_per_row_decode": {  # seq_lens of one entry
+        "logits": {"float16", "no columns"}, "seq_lens": {"strided", "expanded columns"}},
     "nvfp4_quantize": {"x": FORMS | {"float16"}},
     "nvfp4_dequantize": {"data": {"strided", "expanded columns"}, "scales": {"strided", "expanded columns"}},
     "FP4Tensor": {"data": {"strided", "expanded columns"}, "original_shape": NONE_ONLY},

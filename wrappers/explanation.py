@@ -60,7 +60,7 @@ def problem_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     code, whose last step, `serve`, is another here: it costs calls nothing, and nothing is launched or written."""
     if function not in FUNCTIONS:
         names = listed(f.__name__ for f in FUNCTIONS)
-        raise TypeError(f"function: {getattr(function, '__name__', function)}, must be one of {names}")
+        raise TypeError(f"function: {getattr(function, '__name__', repr(function))}, must be one of {names}")
     assert isinstance(function, FunctionType)
     scope = function.__globals__ | {"serve": _ask}
     asks = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)

@@ -253,7 +253,7 @@ def _output(p: Problem, name: Names) -> None:
         what = f"{name('out')}: dtype" if p.out_dtype is None else f"{name('out_dtype')}:"
         raise ValueError(f"{what} {dtype}, must be one of {listed(allowed)} or 'nvfp4'")
     if p.out_sf_scale is not None:
-        raise ValueError(f"{name('out_sf_scale')}: {p.out_sf_scale}, must be None unless the output is nvfp4")
+        raise ValueError(f"{name('out_sf_scale')}: {p.out_sf_scale!r}, must be None unless the output is nvfp4")
     if out is not None:
         given = check_tensor(name("out"), out, 3, q.device)
         check_one_of(f"{name('out')}: dtype", given.dtype, (dtype,))
