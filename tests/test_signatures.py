@@ -169,6 +169,19 @@ def test_numbers_of_numpy(request, launched, function, numbers):
         assert not any(isinstance(value, np.generic) for launch in seen for value in vars(launch).values())
 
 
+@pytest.mark.parametrize("value", [torch.tensor(4.0), torch.tensor([4.0, 5.0]), True, "4", -1.0, float("nan")], ids=str)
+@pytest.mark.parametrize("name", ["logits_soft_cap", "skip_softmax_threshold_scale_factor"])
+def test_amounts_are_floats(launches, name, value):  # noqa: F811
+    """No tensors, which a plan could not be found by; with a plan of the same amount, too."""
+    inputs = inputs_of(decode.__name__)
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: .*, must be"):
+            decode(**inputs | {name: value})
+        decode(**inputs | {name: 4.0})
+    decode(**inputs | {name: 4})
+    assert len(launches) == 3
+
+
 @pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize("function", [context, decode])
 def test_a_window_of_none_is_off(request, launched, function):

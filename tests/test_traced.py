@@ -258,6 +258,36 @@ def test_fake_tensors(how, name):
     assert all(isinstance(t, FakeTensor) for t in found if id(t) not in given)
 
 
+BAD = [
+    ("context", {"out_dtype": "nvfp5", "o_sf_scale": 1.0}), ("context, outputs given", {"out_dtype": torch.float16}),
+    ("context", {"return_lse": 1}), ("context", {"return_lse": "yes"}), ("context", {"causal": 1}),
+    ("context", {"bmm1_scale": "1"}), ("context", {"logits_soft_cap": FP32}), ("context", {"o_sf_scale": 1.0}),
+    ("context", {"lse": torch.zeros(42, 4, dtype=torch.float64)}), ("decode", {"enable_pdl": 0}),
+    ("decode", {"skip_softmax_threshold_scale_factor": -1.0}), ("xqa", {"batch_invariant": None}),
+    *(("top_k", {"tie_break": bad}) for bad in ("1", 1.5, True, None, 5)),
+    *(("top_k", {"k": bad}) for bad in (True, 7.0, 0, 51)), ("top_k_page_table_transform", {"page_size": 3}),
+    ("top_k_page_table_transform", {"page_size": True}), ("top_k_per_row_decode", {"next_n": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name,change", BAD)
+@pytest.mark.parametrize("how", ["real", "symbolic", "made inside"])
+def test_what_calls_refuse_is_refused(how, name, change):
+    """In the same words, by the call that something traces, not by one that its graph makes later."""
+    function, inputs = CALLS[name]()
+    with pytest.raises((TypeError, ValueError)) as want:
+        function(**inputs | change)
+    if how == "made inside":
+        call, tensors = fakes_inside, (function, inputs | change)
+    else:
+        call, tensors = of_tensors(function, inputs | change)
+        call = make_fx(call, tracing_mode=how)
+    with pytest.raises((TypeError, ValueError)) as found:
+        call(*tensors)
+    said = [str(error.value).split(", must")[0] for error in (found, want)]
+    assert found.type is want.type and (said[0] == said[1] or "logits_soft_cap" in change)
+
+
 @pytest.mark.parametrize("name", [*CALLS, *HELPERS])
 def test_meta_tensors(name):
     """Checked as any others are; nothing is computed."""

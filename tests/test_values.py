@@ -96,6 +96,15 @@ def test_calls_on_cuda_read_no_value_otherwise(launches, monkeypatch):  # noqa: 
     assert len(launches) == 2
 
 
+def test_an_empty_call_is_checked(checked, launches):  # noqa: F811
+    inputs = cases.make_inputs(replace(CASE, q_lens=(0, 0)))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="^seq_lens: -1 of request 1"):
+            CONTEXT(**inputs | {"seq_lens": ints(9, -1)})
+        CONTEXT(**inputs)
+    assert not launches
+
+
 def test_a_capture_is_not_checked(checked, here):  # noqa: F811
     """Its graph is replayed with other values, and reading these would break it."""
     here.capturing = True

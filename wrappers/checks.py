@@ -15,6 +15,7 @@ from . import overlap
 
 INF = float("inf")
 INTEGERS = int, torch.SymInt
+NUMBERS = int, float, torch.SymInt, torch.SymFloat
 
 
 class UnknownName(KeyError, ValueError):
@@ -63,8 +64,8 @@ def check_optional_flag(name: str, value: Any) -> None:
 
 
 def check_number(name: str, value: Any, or_else: str = "", positive: bool = False) -> None:
-    """A finite float or int. or_else: what else it may be."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    """A finite float or int, or one that torch.compile traces. or_else: what else it may be."""
+    if isinstance(value, bool) or not isinstance(value, NUMBERS):
         raise TypeError(f"{name}: {value!r}, must be a float{or_else}")
     if not (0 if positive else -INF) < value < INF:
         raise ValueError(f"{name}: {value}, must be {'positive and ' if positive else ''}finite")

@@ -14,6 +14,7 @@ import torch
 
 from .. import fp4
 from ..checks import (
+    NUMBERS,
     check_apart,
     check_flag,
     check_integer,
@@ -57,23 +58,17 @@ def validate(p: Problem) -> None:
     for field in ("scale", "out_scale"):
         check_scale(name(field), getattr(p, field), getattr(p, f"{field}_tensor"), q.device)
     check_integer(name("max_q_len"), p.max_q_len, 0)
-    _amount(name("soft_cap"), p.soft_cap)
-    _amount(name("skip"), p.skip)
     if p.sinks is not None:
         sinks = check_tensor(name("sinks"), p.sinks, 1, q.device)
         check_one_of(f"{name('sinks')}: dtype", sinks.dtype, (torch.float32,))
         check_shape(name("sinks"), sinks, (q.shape[1],), "one value a query head")
         check_last_stride(name("sinks"), sinks)
-    if p.lse is not None:
-        lse = check_tensor(name("lse"), p.lse, 2, q.device)
-        check_one_of(f"{name('lse')}: dtype", lse.dtype, (torch.float32,))
-        check_shape(name("lse"), lse, (q.shape[0], q.shape[1]), "tokens, query heads")
-    _output(p, name)
+    outputs(p)
     _outputs_apart(p, name)
 
 
 def scalars(p: Problem) -> None:
-    """Raises on a flag or a number of another kind: what a plan, found by equality, would let pass."""
+    """Raises on a flag or a number of another kind: what a plan, found by equality, or a trace would let pass."""
     name = names_of(p)
     for field in ("causal", "interleaved", "batch_invariant", "return_lse"):
         check_flag(name(field), getattr(p, field))
@@ -82,6 +77,8 @@ def scalars(p: Problem) -> None:
         check_number(name(field), getattr(p, field), " or a float32 tensor of one element")
     check_integer(name("window_left"), p.window_left)
     check_integer(name("max_q_len"), p.max_q_len)
+    _amount(name("soft_cap"), p.soft_cap)
+    _amount(name("skip"), p.skip)
 
 
 def reason(p: Problem) -> Exception | None:
@@ -156,7 +153,7 @@ def drafts_of(mask: Any, lead: tuple[int, ...], most: Any, most_name: str, devic
 def _amount(name: str, value: Any) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, NUMBERS):
         raise TypeError(f"{name}: {value!r}, must be a float or None")
     if not 0 <= value < math.inf:
         raise ValueError(f"{name}: {value}, must be None, 0 (off) or positive and finite")
@@ -234,9 +231,13 @@ def _requests(p: Problem, name: Names) -> None:
     check_last_stride(name("page_table"), table)
 
 
-def _output(p: Problem, name: Names) -> None:
-    """out, out_dtype and out_sf_scale against each other."""
-    q, out = p.q, p.out
+def outputs(p: Problem) -> None:
+    """Raises on lse, and on out, out_dtype and out_sf_scale against each other; a trace, too, asks for it."""
+    name, q, out = names_of(p), p.q, p.out
+    if p.lse is not None:
+        lse = check_tensor(name("lse"), p.lse, 2, q.device)
+        check_one_of(f"{name('lse')}: dtype", lse.dtype, (torch.float32,))
+        check_shape(name("lse"), lse, (q.shape[0], q.shape[1]), "tokens, query heads")
     if out is not None and not isinstance(out, (torch.Tensor, fp4.FP4Tensor)):
         raise TypeError(f"{name('out')}: {type(out).__name__}, must be a torch.Tensor or FP4Tensor")
     dtype = p.result_dtype

@@ -57,7 +57,9 @@ def _fake(*flat: Any) -> None:
 
 
 def trace(p: Problem) -> Any:
-    """What is recorded of a problem: allocation, then the operator."""
+    """What is recorded of a problem: allocation, then the operator. What that would not see is checked before."""
+    checks.scalars(p)
+    checks.outputs(p)
     out, lse = plan.outputs(p)
     packed = isinstance(out, fp4.FP4Tensor)
     given = p._asdict() | p.requests._asdict() | {"out": out.data if packed else out, "lse": lse}

@@ -195,7 +195,9 @@ def run(p: Problem) -> Any:
     if (scale.__class__ is not float or out_scale.__class__ is not float or window_left.__class__ is not int
             or max_q_len.__class__ is not int or causal.__class__ is not bool or interleaved.__class__ is not bool
             or batch_invariant.__class__ is not bool or return_lse.__class__ is not bool
-            or enable_pdl is not None and enable_pdl.__class__ is not bool):  # fmt: skip
+            or enable_pdl is not None and enable_pdl.__class__ is not bool
+            or soft_cap is not None and soft_cap.__class__ is not float
+            or skip is not None and skip.__class__ is not float):  # fmt: skip
         checks.scalars(p)
     try:
         tokens, heads, dim = q.shape
@@ -204,8 +206,8 @@ def run(p: Problem) -> Any:
         key = (
             phase, q.get_device(), q.dtype, heads, dim, k.dtype, k.shape, v.shape, facts,
             (tokens, max_q_len) if offsets is None else rows, causal, window_left >= 0,
-            None if soft_cap is None else (soft_cap.__class__, soft_cap and (1 if 0 < soft_cap < INF else -1)),
-            None if skip is None else (skip.__class__, skip and (1 if 0 < skip < INF else -1)),
+            None if soft_cap is None else soft_cap and (1 if 0 < soft_cap < INF else -1),
+            None if skip is None else skip and (1 if 0 < skip < INF else -1),
             None if sinks is None else sinks.numel(), None if drafts is None else drafts.shape[1], interleaved,
             None if k_scales is None else (k_scales.dtype, k_scales.shape),
             None if v_scales is None else (v_scales.dtype, v_scales.shape),
@@ -214,7 +216,7 @@ def run(p: Problem) -> Any:
             None if out_scale_tensor is None else out_scale_tensor.numel(),
         )  # fmt: skip
         plan = here.plans.get(key)
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError, RuntimeError):
         why = checks.reason(p)
         if why is None:
             raise
@@ -250,6 +252,10 @@ def run(p: Problem) -> Any:
         result = (o, lse) if return_lse else o
         if not 0 < scale < INF or not -INF < out_scale < INF:
             raise ValueError("scale")
+        capturing = here.is_capturing()
+        if plan.checked and not capturing:
+            checks.validate(p)
+            values.check(p, positive=True)
         if not tokens or not heads or not batch:
             return result
         flat[at.q], flat[at.k], flat[at.v], flat[at.kv_lens], flat[at.page_table] = q, k, v, kv_lens, page_table
@@ -265,10 +271,6 @@ def run(p: Problem) -> Any:
         if (soft_cap or scale_tensor is not None or out_scale_tensor is not None or k_scales is not None
                 or drafts is not None or skip or enable_pdl is not None):  # fmt: skip
             plan.modify(flat, p)
-        capturing = here.is_capturing()
-        if plan.checked and not capturing:
-            checks.validate(p)
-            values.check(p, positive=True)
         flat[at.cu_seqlens_q] = plan.equal_offsets(batch, max_q_len, capturing) if offsets is None else offsets
         tiles = plan.tile_heads * (tokens * plan.row_factor // plan.tile_rows + batch)
         if not plan.stream_k:

@@ -94,17 +94,11 @@ def validate(call: Call) -> None:
     """Raises on the first argument that does not fit."""
     names = NAMES[call.function]
     rows, width = _scores(names["scores"], call)
-    name = names.get("k", "k")
-    _bounded(name, call.k, LARGEST)
-    if call.function == TOP_K and call.k > width:
-        raise ValueError(f"{name}: {call.k}, must not exceed the {width} elements of a row of input")
+    scalars(call, width)
     if call.layout is not None:
         stated(call)
-    check_integer("next_n", call.next_n, 1)
     if rows % call.next_n:
         raise ValueError(f"next_n: {call.next_n}, must divide the {rows} rows of logits")
-    if isinstance(call.tie_break, bool) or not isinstance(call.tie_break, int) or call.tie_break not in TIES:
-        raise ValueError(f"tie_break: {call.tie_break!r}, must be one of {listed(tuple(map(repr, TopKTieBreak)))}")
     required = {"lengths"} if call.function != TOP_K else set()
     required |= {"starts"} if call.function == PREFILL else {"offsets"} if call.function == RAGGED else set()
     for field in ("starts", "lengths", "row_to_batch", "table_starts", "offsets"):
@@ -122,6 +116,20 @@ def validate(call: Call) -> None:
             check_shape(name, value, (rows, call.k), "rows, k")
             _apart(name, value)
     _outputs_apart(call, names)
+
+
+def scalars(call: Call, width: int) -> None:
+    """Raises on a number that does not fit scores of so many columns."""
+    name = NAMES[call.function].get("k", "k")
+    _bounded(name, call.k, LARGEST)
+    if call.function == TOP_K and call.k > width:
+        raise ValueError(f"{name}: {call.k}, must not exceed the {width} elements of a row of input")
+    check_integer("next_n", call.next_n, 1)
+    size = _bounded("page_size", call.page_size, MAX_PAGE_SIZE)
+    if size & (size - 1):
+        raise ValueError(f"page_size: {size}, must be a power of two")
+    if isinstance(call.tie_break, bool) or not isinstance(call.tie_break, int) or call.tie_break not in TIES:
+        raise ValueError(f"tie_break: {call.tie_break!r}, must be one of {listed(tuple(map(repr, TopKTieBreak)))}")
 
 
 INPUTS = ("scores", "starts", "lengths", "table", "row_to_batch", "table_starts", "offsets")
@@ -194,9 +202,7 @@ def _table(call: Call, rows: int) -> None:
     if rows and batches < (rows if call.row_to_batch is None else 1):
         least = f"{rows} rows, one a row of input, without row_to_batch" if call.row_to_batch is None else "a row"
         raise ValueError(f"{name}: shape {tuple(call.table.shape)}, needs {least}")
-    size = _bounded("page_size", call.page_size, MAX_PAGE_SIZE)
-    if size & (size - 1):
-        raise ValueError(f"page_size: {size}, must be a power of two")
+    size = call.page_size
     if size > 1 and call.starts is not None and call.table_starts is None:
         raise ValueError(f"page_table_row_starts: None, required where row_starts is given and page_size is {size}")
 

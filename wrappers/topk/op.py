@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
+from ..checks import check_strided
 from ..plain import no_backward, traced, write
 from . import plan
-from .checks import NAMES, PAGE_TABLE, RAGGED, TOP_K, Call, stated, with_ints
+from .checks import NAMES, PAGE_TABLE, RAGGED, TOP_K, Call, scalars, stated, with_ints
 
 NAME = "cute_kernels::top_k_rows"
 # The fields of Call in order, but the last.
@@ -49,6 +50,8 @@ def _fake(*args: Any) -> None:
 
 def trace(call: Call) -> tuple[Any, Any, Any]:
     """What is recorded of a call: allocation, then the operator. (out, values, indices)."""
+    check_strided(NAMES[call.function]["scores"], call.scores, 2)
+    scalars(call, call.scores.shape[1])
     if call.layout is not None:
         stated(call)
     out, values, indices, shape = call.out, None, None, (call.scores.shape[0], call.k)
