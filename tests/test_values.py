@@ -200,6 +200,15 @@ TOPK_BAD = {
 }  # fmt: skip
 
 
+def test_windows_that_end_before_they_start_are_empty(monkeypatch):
+    """Also to a check."""
+    monkeypatch.setattr(wrappers.topk.plan, "checking", lambda: True)
+    inputs = topk_cases.make_inputs(topk_cases.PLAIN[topk_cases.PREFILL])
+    inputs["row_starts"][:], inputs["row_ends"][:] = 9, 5
+    topk_cases.call(topk_cases.PREFILL, inputs)
+    assert (inputs["indices"] == -1).all()
+
+
 @pytest.mark.parametrize("function,name", [(f, n) for f, bad in TOPK_BAD.items() for n in bad])
 def test_bounds_of_top_k_are_clamped_unless_checked(monkeypatch, function, name):
     case = replace(topk_cases.PLAIN[function], rows=4, next_n=2, lengths="full", batch_map=True)

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 import torch
+from torch._subclasses import FakeTensor
 
 from . import overlap
 
@@ -47,6 +48,12 @@ def check_strided(name: str, value: Any, ndim: int | None = None) -> torch.Tenso
     if ndim is not None and value.ndim != ndim:
         raise ValueError(f"{name}: shape {tuple(value.shape)}, must have {ndim} dimensions")
     return value
+
+
+def check_memory(name: str, value: Any, first: torch.Tensor) -> None:
+    """Not fake where the first tensor, which decides who serves a call, is not."""
+    if isinstance(value, FakeTensor) and not isinstance(first, FakeTensor):
+        raise TypeError(f"{name}: a FakeTensor, must have memory, as the first tensor of the call does")
 
 
 def refuse_flag(name: str, value: Any, or_none: str = "") -> NoReturn:

@@ -10,7 +10,7 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # module globals: an 
 _modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
-_Tensor = torch.Tensor
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter  # by class: a marked fake is an instance of the second
 
 
 def traced(tensor: object) -> bool:
@@ -20,7 +20,7 @@ def traced(tensor: object) -> bool:
         return True
     if tensor.__class__ is _Tensor and not _modes() and _transform() is None and not _function_modes():
         return False
-    special = isinstance(tensor, _Tensor) and not isinstance(tensor, (torch.nn.Parameter, torch.nn.Buffer))
+    special = isinstance(tensor, _Tensor) and tensor.__class__ not in (_Tensor, _Parameter)
     return special or bool(_modes()) or _transform() is not None or bool(_modes_before_dispatch())
 
 

@@ -3,7 +3,8 @@
 `validate` looks only at types, shapes, dtypes, strides and devices, never at device values. Rank, shape and stride
 raise ValueError, dtype TypeError; every message names the argument, its value and what is allowed. What a kernel can do
 is said by `dispatch`; `kernel_tensors` adds what compiled code wants of the tensors themselves. Outputs may share no
-byte with another tensor of the call.
+byte with another tensor of the call: they are compared with the query and each other at every call, with all tensors
+at a call's first form, or where CUTE_KERNELS_CHECK is 1.
 """
 
 import math
@@ -19,6 +20,7 @@ from ..checks import (
     check_flag,
     check_integer,
     check_last_stride,
+    check_memory,
     check_number,
     check_one_of,
     check_optional_flag,
@@ -52,6 +54,8 @@ def validate(p: Problem) -> None:
         raise ValueError(f"{name('q')}: device {q.device}, must be cpu or cuda")
     check_one_of(f"{name('q')}: dtype", q.dtype, (torch.bfloat16, torch.float16, E4M3))
     check_last_stride(name("q"), q)
+    for other, t in (_given(p, name) | _outputs_of(p, name)).items():
+        check_memory(other, t, q)
     _caches(p, name)
     _block_scales(p, name)
     _requests(p, name)
@@ -64,7 +68,7 @@ def validate(p: Problem) -> None:
         check_shape(name("sinks"), sinks, (q.shape[1],), "one value a query head")
         check_last_stride(name("sinks"), sinks)
     outputs(p)
-    _outputs_apart(p, name)
+    check_apart(_outputs_of(p, name), _given(p, name))
 
 
 def scalars(p: Problem) -> None:
@@ -285,14 +289,15 @@ TENSORS = ("q", "k", "v", "k_scales", "v_scales", "sinks", "drafts", "scale_tens
 TABLES = ("page_table", "kv_lens", "cu_seqlens_q")  # of Requests
 
 
-def _outputs_apart(p: Problem, name: Names) -> None:
-    outputs: dict[str, torch.Tensor] = {}
+def _given(p: Problem, name: Names) -> dict[str, Any]:
+    """What is read, by its name."""
+    given = {name(field.removesuffix("_tensor")): getattr(p, field) for field in TENSORS}
+    return given | {name(field): getattr(p.requests, field) for field in TABLES}
+
+
+def _outputs_of(p: Problem, name: Names) -> dict[str, Any]:
+    """What the caller gave to be written, by its name."""
+    outputs = {name("out"): p.out, name("lse"): p.lse}
     if isinstance(p.out, fp4.FP4Tensor):
-        outputs = {f"{name('out')}.data": p.out.data, f"{name('out')}.scale": p.out.scale}
-    elif p.out is not None:
-        outputs = {name("out"): p.out}
-    if p.lse is not None:
-        outputs[name("lse")] = p.lse
-    if outputs:
-        given = {name(field.removesuffix("_tensor")): getattr(p, field) for field in TENSORS}
-        check_apart(outputs, given | {name(field): getattr(p.requests, field) for field in TABLES})
+        outputs |= {name("out"): None, f"{name('out')}.data": p.out.data, f"{name('out')}.scale": p.out.scale}
+    return {of: t for of, t in outputs.items() if t is not None}

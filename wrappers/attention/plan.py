@@ -80,6 +80,7 @@ class Plan:
     dtype: torch.dtype  # of the output
     like_query: bool  # the output has the query's dtype and head_dim: empty_like is 1 us cheaper than empty
     dim_vo: int
+    token_bytes: int  # most of a token of a query or an output, where they are contiguous
     row_factor: int  # rows of a token: the GQA group where it is packed into rows
     tile_heads: int
     tile_rows: int  # most query rows of a tile
@@ -173,6 +174,7 @@ def plan_for(p: Problem, arch: str, sms: int) -> Plan:
         dtype=dtype,
         like_query=facts.head_dim_vo == p.q.shape[2] and dtype == p.q.dtype,
         dim_vo=facts.head_dim_vo,
+        token_bytes=heads * max(p.q.shape[2] * p.q.element_size(), facts.head_dim_vo * dtype.itemsize),
         row_factor=group,
         tile_heads=heads // group,
         tile_rows=spec.tile.m,
@@ -237,14 +239,16 @@ def run(p: Problem) -> Any:
         o: Any = out
         if o is None:
             o = plan.new_output(q)
-        elif o.shape != (tokens, heads, plan.dim_vo) or not o.is_contiguous() and overlap.folded(o):
+        elif o.shape != (tokens, heads, plan.dim_vo) or not (whole := o.is_contiguous()) and overlap.folded(o):
             raise ValueError("out")
-        elif o.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() and overlap.overlap(o, q):
-            raise ValueError("out")
+        else:
+            apart, reach = o.data_ptr() - q.data_ptr(), tokens * plan.token_bytes
+            if (-reach < apart < reach or not whole or not q.is_contiguous()) and overlap.near(o, q):
+                raise ValueError("out")
         if lse is not None:
             if lse.shape != (tokens, heads) or not lse.is_contiguous() and overlap.folded(lse):
                 raise ValueError("lse")
-            if overlap.shared(lse, q) or out is not None and overlap.shared(lse, o):
+            if overlap.near(lse, q) or out is not None and overlap.near(lse, o):
                 raise ValueError("lse")
             flat[at.lse] = lse
         elif return_lse:

@@ -4,6 +4,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses import FakeTensor
 
 from ..checks import UnknownName, check_strided
 from ..fp4 import FP4Tensor
@@ -112,8 +113,8 @@ def requests_of(table: Any, lens: Any, offsets: Any, plain: bool = True, form: F
 def new_requests(table: Any, lens: Any, offsets: Any, form: Form) -> Requests:
     """As `requests_of`, of a call that nothing traces; nothing is kept."""
     made = _views(table, lens, offsets, form)
-    if made.batch < 0:
-        return made._replace(facts=next(_next))
+    if made.batch < 0 or any(isinstance(t, FakeTensor) for t in (table, lens, offsets)):
+        return made._replace(batch=-1, facts=next(_next))
     facts = (made.page_table.shape, made.kv_lens.shape, None if offsets is None else offsets.shape)
     if len(_numbers) >= 4096:  # shapes may vary for ever
         _numbers.clear()

@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS
 
-from ..checks import check_apart, check_integer, check_last_stride, check_one_of, check_shape, check_strided, listed
+from ..checks import check_apart, check_integer, check_last_stride, check_memory, check_one_of, check_shape, check_strided, listed
 from ..scalars import integer
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -94,6 +94,8 @@ def validate(call: Call) -> None:
     """Raises on the first argument that does not fit."""
     names = NAMES[call.function]
     rows, width = _scores(names["scores"], call)
+    for field in (*INPUTS, *OUTPUTS):
+        check_memory(names.get(field, field), getattr(call, field), call.scores)
     scalars(call, width)
     if call.layout is not None:
         stated(call)
