@@ -82,6 +82,7 @@ def with_ints(call: Call) -> Call:
 
 def each_row(seq_lens: torch.Tensor, next_n: Any, logits: Any) -> torch.Tensor:
     """`seq_lens` of two dimensions, which hold the end of each row of logits, as (rows,): what next_n = 1 means."""
+    check_strided("seq_lens", seq_lens)
     if isinstance(logits, torch.Tensor) and logits.dim() == 2:
         rows, tokens = logits.shape[0], check_integer("next_n", integer(next_n), 1)
         if seq_lens.shape != (rows, 1) and (rows % tokens or seq_lens.shape != (rows // tokens, tokens)):

@@ -25,21 +25,25 @@ _is_grad_enabled = torch.is_grad_enabled  # a module global: an attribute look-u
 
 def serve(call: Call) -> tuple[Any, Any, Any]:
     """(out, values, indices) of a call."""
-    if _is_grad_enabled() and getattr(call.scores, "requires_grad", False):
-        raise _no_backward(call)
+    if _is_grad_enabled():
+        refuse_grad(call)
     return trace(with_ints(call)) if traced(call.scores) else plan.run(call)
 
 
-def _no_backward(call: Call) -> RuntimeError:
-    """Of all functions alike, though most return integers only."""
-    return no_backward(NAMES[call.function]["scores"])
+def refuse_grad(call: Call) -> None:
+    """Raises on scores that require grad, in all functions alike, though most return integers only."""
+    try:
+        if call.scores.requires_grad:
+            raise no_backward(NAMES[call.function]["scores"])
+    except AttributeError:  # they are no tensor, which is refused later
+        pass
 
 
 @torch.library.impl(NAME, ("cpu", "cuda"))
 def _run(*args: Any) -> None:
     call = Call(*args)
-    if _is_grad_enabled() and call.scores.requires_grad:
-        raise _no_backward(call)
+    if _is_grad_enabled():
+        refuse_grad(call)
     plan.run(call)
 
 
