@@ -188,6 +188,7 @@ NESTED = torch.nested.nested_tensor([torch.zeros(2, 64), torch.zeros(3, 64)]).ha
 JAGGED = torch.nested.nested_tensor([torch.zeros(2, 64), torch.zeros(3, 64)], layout=torch.jagged).half()
 ODD = [  # what raised errors of torch's or Python's own
     (xqa, {"q": torch.zeros(3, 1, 4, 0).half(), "output": torch.zeros(3, 1, 4, 0).half()}, "q: shape .3, 1, 4, 0."),
+    (xqa, {"seq_lens": torch.ones(3, 2, dtype=torch.int32)}, "seq_lens: shape .3, 2., must be .3, 1. .batch, 1."),
     (wrappers.top_k_per_row_decode, {"seq_lens": torch.ones(4, 1, dtype=torch.int32).to_sparse()}, "seq_lens: layout"),
     *((f, {name: bad}, f"{name}: layout nested") for bad in (NESTED, JAGGED)
       for f, name in ((context, "query"), (decode, "query"), (xqa, "q"), (wrappers.top_k, "input"))),

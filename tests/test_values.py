@@ -35,7 +35,7 @@ BAD = {
     "length < 0": ({"seq_lens": ints(19, -1)}, f"seq_lens: -1 of request 1, must be in [0, {SPAN}]: 4 columns of"),
     "length": ({"seq_lens": ints(SPAN + 1, 9)}, f"seq_lens: {SPAN + 1} of request 0, must be in [0, {SPAN}]"),
     "far length": ({"seq_lens": ints(9, 1 << 30)}, "seq_lens: 1073741824 of request 1"),
-    "unsigned": ({"seq_lens": torch.tensor([9, 1 << 31], dtype=torch.uint32)}, "seq_lens: -2147483648 of request 1"),
+    "unsigned": ({"seq_lens": torch.tensor([9, 1 << 31], dtype=torch.uint32)}, "seq_lens: 2147483648 of request 1"),
     "start < 0": ({"cum_seq_lens_q": ints(-1, 2, 5)}, "cum_seq_lens_q[0]: -1 of request 0, must be in [0, 5]"),
     "falling": ({"cum_seq_lens_q": ints(0, 4, 3)}, "cum_seq_lens_q[2]: 3 of request 1, must be in [4, 5]"),
     "beyond": ({"cum_seq_lens_q": ints(0, 2, 6)}, "cum_seq_lens_q[2]: 6 of request 1, must be in [2, 5]"),

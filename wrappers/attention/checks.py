@@ -214,6 +214,8 @@ def _block_scales(p: Problem, name: Names) -> None:
 
 def _requests(p: Problem, name: Names) -> None:
     r, device = p.requests, p.q.device
+    if p.signature == "xqa" and isinstance(r.kv_lens, torch.Tensor) and r.kv_lens.ndim != 1:
+        check_shape(name("kv_lens"), r.kv_lens, (*r.page_table.shape[:1], 1), "batch, 1")
     lens = check_tensor(name("kv_lens"), r.kv_lens, 1, device)
     check_one_of(f"{name('kv_lens')}: dtype", lens.dtype, (torch.int32, torch.uint32))
     check_last_stride(name("kv_lens"), lens)

@@ -193,7 +193,7 @@ def run(p: Problem) -> Any:
         batch_invariant, enable_pdl,
     ) = p  # fmt: skip
     here = machine.current
-    _, _, offsets, _, facts = requests
+    _, _, offsets, _, facts, _ = requests
     if (scale.__class__ is not float or out_scale.__class__ is not float or window_left.__class__ is not int
             or max_q_len.__class__ is not int or causal.__class__ is not bool or interleaved.__class__ is not bool
             or batch_invariant.__class__ is not bool or return_lse.__class__ is not bool
@@ -234,7 +234,7 @@ def run(p: Problem) -> Any:
         with here.on(plan.device):  # whether a stream captures is asked of the current device only
             return run(p)
     try:
-        page_table, kv_lens, _, batch, _ = requests
+        page_table, kv_lens, _, batch, _, _ = requests
         flat, at, lse = plan.flat.copy(), plan.at, p.lse
         o: Any = out
         if o is None:

@@ -22,6 +22,7 @@ class Requests(NamedTuple):
     cu_seqlens_q: torch.Tensor | None  # (B + 1,) int32; None: every request has max_q_len tokens
     batch: int
     facts: int | None  # a number for all that a plan depends on: shapes, dtypes; None: something traces the call
+    unsigned: bool = False  # the caller's lengths are uint32
 
 
 class Problem(NamedTuple):
@@ -130,12 +131,13 @@ def _views(table: Any, lens: Any, offsets: Any, form: Form) -> Requests:
         raise ValueError(f"{form.name}: shape {tuple(table.shape)}, must have {2 if form.shared else 3} dimensions")
     if form.column and lens.dim() == 2 and lens.shape[1] == 1:
         lens = lens.squeeze(1)
-    if lens.dtype == torch.uint32:
+    unsigned = lens.dtype == torch.uint32
+    if unsigned:
         lens = lens.view(torch.int32)
     if form.shared:
         (batch, width), (row, entry) = table.shape, table.stride()
         table = table.as_strided((batch, 2, width), (row, 0, entry))
-    return Requests(table, lens, offsets, lens.shape[0], None)
+    return Requests(table, lens, offsets, lens.shape[0], None, unsigned)
 
 
 def pair(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,7 +32,8 @@ def check(p: Problem, positive: bool = False) -> None:
     bad = ((lens < 0) | (lens > most)).nonzero()
     if len(bad):
         request = int(bad[0])
-        raise ValueError(f"{name('kv_lens')}: {lens[request]} of request {request}, must be in [0, {most}]: {why}")
+        length = int(lens[request]) & 0xFFFFFFFF if p.requests.unsigned else int(lens[request])
+        raise ValueError(f"{name('kv_lens')}: {length} of request {request}, must be in [0, {most}]: {why}")
     _pages(p, name, first, lens)
 
 
