@@ -392,7 +392,9 @@ def test_a_marked_fake_is_no_plain_tensor():
     assert isinstance(query, torch.nn.Parameter) and type(query) is FakeTensor
     with machine.override(Recorder()) as here:
         assert plain.traced(query) and not plain.traced(torch.nn.Parameter(inputs["query"], requires_grad=False))
-        (found,) = results(function, tree_map(lambda t: mode.from_tensor(t) if is_tensor(t) else t, inputs) | {"query": query})
+        (found,) = results(
+            function, tree_map(lambda t: mode.from_tensor(t) if is_tensor(t) else t, inputs) | {"query": query}
+        )
         assert isinstance(found, FakeTensor) and not here.launches
 
 

@@ -11,7 +11,16 @@ import torch
 
 from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS
 
-from ..checks import check_apart, check_integer, check_last_stride, check_memory, check_one_of, check_shape, check_strided, listed
+from ..checks import (
+    check_apart,
+    check_integer,
+    check_last_stride,
+    check_memory,
+    check_one_of,
+    check_shape,
+    check_strided,
+    listed,
+)
 from ..scalars import integer
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
