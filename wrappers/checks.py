@@ -93,6 +93,18 @@ def check_last_stride(name: str, t: torch.Tensor) -> None:
         raise ValueError(f"{name}: stride {t.stride()}, the last must be 1")
 
 
+def check_operand(
+    name: str, value: Any, ndim: int, dtypes: Any, device: torch.device | None, whose: str = "the query's"
+) -> torch.Tensor:
+    """A strided tensor of so many dimensions, whose last stride is 1, of one of the dtypes, on another's device."""
+    check_strided(name, value, ndim)
+    if device is not None and value.device != device:
+        raise ValueError(f"{name}: device {value.device}, must be {whose}, {device}")
+    check_one_of(f"{name}: dtype", value.dtype, dtypes)
+    check_last_stride(name, value)
+    return value
+
+
 def check_integer(name: str, value: Any, least: int | None = None) -> Any:
     """The value, an int, or one that torch.compile traces."""
     if value.__class__ is not int and (isinstance(value, bool) or not isinstance(value, INTEGERS)):

@@ -18,10 +18,10 @@ def traced(tensor: object) -> bool:
     vmap and its like), or the tensor has no memory of its own (fake, functional, proxy). 0.1 us."""
     if _is_dynamo_compiling():  # first, and apart: torch.compile sees no further
         return True
-    if tensor.__class__ is _Tensor and not _modes() and _transform() is None and not _function_modes():
+    plain = tensor.__class__ is _Tensor or tensor.__class__ is _Parameter
+    if plain and not _modes() and _transform() is None and not _function_modes():
         return False
-    special = isinstance(tensor, _Tensor) and tensor.__class__ not in (_Tensor, _Parameter)
-    return special or bool(_modes()) or _transform() is not None or bool(_modes_before_dispatch())
+    return isinstance(tensor, _Tensor) or bool(_modes()) or _transform() is not None or bool(_modes_before_dispatch())
 
 
 def write(operator: torch._ops.OpOverload, **given: Any) -> None:

@@ -7,7 +7,6 @@ byte with another tensor of the call: they are compared with the query and each 
 at a call's first form, or where CUTE_KERNELS_CHECK is 1.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from .. import fp4
 from ..checks import (
+    INF,
     NUMBERS,
     check_apart,
     check_flag,
@@ -23,6 +23,7 @@ from ..checks import (
     check_memory,
     check_number,
     check_one_of,
+    check_operand,
     check_optional_flag,
     check_shape,
     check_strided,
@@ -49,11 +50,9 @@ def validate(p: Problem) -> None:
     """Raises on the first argument that does not fit."""
     name = names_of(p)
     scalars(p)
-    q = check_tensor(name("q"), p.q, 3, None)
+    q = check_operand(name("q"), p.q, 3, (torch.bfloat16, torch.float16, E4M3), None)
     if q.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name('q')}: device {q.device}, must be cpu or cuda")
-    check_one_of(f"{name('q')}: dtype", q.dtype, (torch.bfloat16, torch.float16, E4M3))
-    check_last_stride(name("q"), q)
     for other, t in (_given(p, name) | _outputs_of(p, name)).items():
         check_memory(other, t, q)
     _caches(p, name)
@@ -63,10 +62,8 @@ def validate(p: Problem) -> None:
         check_scale(name(field), getattr(p, field), getattr(p, f"{field}_tensor"), q.device)
     check_integer(name("max_q_len"), p.max_q_len, 0)
     if p.sinks is not None:
-        sinks = check_tensor(name("sinks"), p.sinks, 1, q.device)
-        check_one_of(f"{name('sinks')}: dtype", sinks.dtype, (torch.float32,))
+        sinks = check_operand(name("sinks"), p.sinks, 1, (torch.float32,), q.device)
         check_shape(name("sinks"), sinks, (q.shape[1],), "one value a query head")
-        check_last_stride(name("sinks"), sinks)
     outputs(p)
     check_apart(_outputs_of(p, name), _given(p, name))
 
@@ -122,9 +119,9 @@ def kernel_tensors(p: Problem) -> None:
             _tma(name(field), t, t.shape[3] if t.shape[3] in (4, 8, 16) else 4)
 
 
-def check_tensor(name: str, value: Any, ndim: int, device: torch.device | None) -> torch.Tensor:
+def check_tensor(name: str, value: Any, ndim: int, device: torch.device) -> torch.Tensor:
     check_strided(name, value, ndim)
-    if device is not None and value.device != device:
+    if value.device != device:
         raise ValueError(f"{name}: device {value.device}, must be the query's, {device}")
     return value
 
@@ -159,7 +156,7 @@ def _amount(name: str, value: Any) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, NUMBERS):
         raise TypeError(f"{name}: {value!r}, must be a float or None")
-    if not 0 <= value < math.inf:
+    if not 0 <= value < INF:
         raise ValueError(f"{name}: {value}, must be None, 0 (off) or positive and finite")
 
 
@@ -216,9 +213,7 @@ def _requests(p: Problem, name: Names) -> None:
     r, device = p.requests, p.q.device
     if p.signature == "xqa" and isinstance(r.kv_lens, torch.Tensor) and r.kv_lens.ndim != 1:
         check_shape(name("kv_lens"), r.kv_lens, (*r.page_table.shape[:1], 1), "batch, 1")
-    lens = check_tensor(name("kv_lens"), r.kv_lens, 1, device)
-    check_one_of(f"{name('kv_lens')}: dtype", lens.dtype, (torch.int32, torch.uint32))
-    check_last_stride(name("kv_lens"), lens)
+    lens = check_operand(name("kv_lens"), r.kv_lens, 1, (torch.int32, torch.uint32), device)
     batch = lens.shape[0]
     if r.cu_seqlens_q is None and p.phase == "decode":
         check_integer(name("max_q_len"), p.max_q_len, 1)
@@ -227,14 +222,10 @@ def _requests(p: Problem, name: Names) -> None:
             both = f"{name('kv_lens')}, {name('max_q_len')}"
             raise ValueError(f"{name('q')}: {p.q.shape[0]} tokens, must be {tokens} ({both})")
     else:
-        offsets = check_tensor(name("cu_seqlens_q"), r.cu_seqlens_q, 1, device)
-        check_one_of(f"{name('cu_seqlens_q')}: dtype", offsets.dtype, (torch.int32,))
+        offsets = check_operand(name("cu_seqlens_q"), r.cu_seqlens_q, 1, (torch.int32,), device)
         check_shape(name("cu_seqlens_q"), offsets, (batch + 1,), "batch_size + 1")
-        check_last_stride(name("cu_seqlens_q"), offsets)
-    table = check_tensor(name("page_table"), r.page_table, 3, device)
-    check_one_of(f"{name('page_table')}: dtype", table.dtype, (torch.int32,))
+    table = check_operand(name("page_table"), r.page_table, 3, (torch.int32,), device)
     check_shape(name("page_table"), table, (batch, 2, table.shape[2]), "requests, K and V, pages")
-    check_last_stride(name("page_table"), table)
 
 
 def outputs(p: Problem) -> None:
@@ -262,10 +253,8 @@ def outputs(p: Problem) -> None:
     if p.out_sf_scale is not None:
         raise ValueError(f"{name('out_sf_scale')}: {p.out_sf_scale}, must be None unless the output is nvfp4")
     if out is not None:
-        given = check_tensor(name("out"), out, 3, q.device)
-        check_one_of(f"{name('out')}: dtype", given.dtype, (dtype,))
+        given = check_operand(name("out"), out, 3, (dtype,), q.device)
         check_shape(name("out"), given, shape, "tokens, query heads, V's head_dim")
-        check_last_stride(name("out"), given)
 
 
 def _nvfp4_output(p: Problem, name: Names, shape: tuple[int, int, int]) -> None:

@@ -16,7 +16,7 @@ from cute_kernels.attention import args, dispatch
 from cute_kernels.attention.problem import Problem as Facts
 
 from .. import fp4, machine, overlap, reference, scratch
-from ..checks import checking
+from ..checks import INF, checking
 from ..fp4 import FP4Tensor
 from ..reference import LOG2E
 from . import checks, values
@@ -27,7 +27,6 @@ MOST_TILES = 1 << 31  # of a prefill launch, whatever the offsets
 CHUNK = 4096  # keys of a part of a request in the invariant mode, rounded down to KV blocks
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", checks.E4M3: "e4m3", torch.uint8: "nvfp4", "nvfp4": "nvfp4"}
 FIELDS = {"arch": "q", "kv": "k", "page_size": "k", "head_dim": "q", "out": "out_dtype"}  # fact -> field of Problem
-INF = float("inf")
 _Tensor = torch.Tensor  # module globals: an attribute look-up saved is 20 ns
 _empty, _empty_like = torch.empty, torch.empty_like
 

@@ -96,11 +96,11 @@ def xqa(
     k, v = pair("k_cache, v_cache", caches, kv_layout)
     k_scales = v_scales = None
     if k_sf_cache is not None:
-        factors = (
-            _factors("k_sf_cache", k_sf_cache, *size, kv_layout),
-            _factors("v_sf_cache", v_sf_cache, *size, kv_layout),
+        both = (
+            _block_scales("k_sf_cache", k_sf_cache, *size, kv_layout),
+            _block_scales("v_sf_cache", v_sf_cache, *size, kv_layout),
         )
-        k_scales, v_scales = pair("k_sf_cache, v_sf_cache", factors, kv_layout)
+        k_scales, v_scales = pair("k_sf_cache, v_sf_cache", both, kv_layout)
     _, heads, dim = rows.shape
     if not dim:
         raise ValueError(f"q: shape {tuple(q.shape)}, head_dim must be at least 1")
@@ -179,8 +179,8 @@ def _paged(name: str, cache: Any, page_size: int, heads: int, layout: Any) -> to
     return cache
 
 
-def _factors(name: str, factors: Any, page_size: int, heads: int, layout: Any) -> torch.Tensor:
+def _block_scales(name: str, scales: Any, page_size: int, heads: int, layout: Any) -> torch.Tensor:
     """Scale factors in 4 dimensions, as e4m3."""
-    found = _paged(name, check_strided(name, factors), page_size, heads, layout)
+    found = _paged(name, check_strided(name, scales), page_size, heads, layout)
     check_one_of(f"{name}: dtype", found.dtype, (torch.uint8, E4M3))
     return found.view(E4M3)

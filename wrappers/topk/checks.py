@@ -11,12 +11,14 @@ import torch
 
 from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS
 
+from .. import overlap
 from ..checks import (
     check_apart,
     check_integer,
     check_last_stride,
     check_memory,
     check_one_of,
+    check_operand,
     check_shape,
     check_strided,
     listed,
@@ -117,16 +119,15 @@ def validate(call: Call) -> None:
         value, name = getattr(call, field), names.get(field, field)
         if value is not None or field in required:
             count = rows // call.next_n if field == "lengths" else rows
-            _integers(name, value, 1, call.scores.device)
+            _integers(name, value, 1, call.scores)
             check_shape(name, value, (count,), "one a row" if call.next_n == 1 else "one for next_n rows")
     if call.function == PAGE_TABLE:
         _table(call, rows)
     for field in ("out", "raw"):
         value, name = getattr(call, field), names.get(field, field)
         if value is not None or (field == "raw" and call.function in PER_ROW):
-            _integers(name, value, 2, call.scores.device)
+            _integers(name, value, 2, call.scores)
             check_shape(name, value, (rows, call.k), "rows, k")
-            _apart(name, value)
     _outputs_apart(call, names)
 
 
@@ -173,13 +174,9 @@ def stated(call: Call) -> None:
             raise ValueError(f"stride{dim}: {stride}, must be that of logits, {call.scores.stride(dim)}")
 
 
-def _device(name: str, value: Any, ndim: int) -> torch.device:
-    return check_strided(name, value, ndim).device
-
-
 def _scores(name: str, call: Call) -> tuple[int, int]:
     scores = call.scores
-    device = _device(name, scores, 2)
+    device = check_strided(name, scores, 2).device
     if device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name}: device {device}, must be cpu or cuda")
     check_one_of(f"{name}: dtype", scores.dtype, DTYPES)
@@ -187,29 +184,19 @@ def _scores(name: str, call: Call) -> tuple[int, int]:
         raise ValueError(f"{name}: shape {tuple(scores.shape)}, a row may have {LARGEST} elements")
     if call.function not in PER_ROW:
         check_last_stride(name, scores)
-    _apart(name, scores)
+    if overlap.folded(scores):
+        form = f"strides {scores.stride()} of shape {tuple(scores.shape)}"
+        raise ValueError(f"{name}: {form}, rows must not overlap")
     return scores.shape[0], scores.shape[1]
 
 
-def _apart(name: str, t: torch.Tensor) -> None:
-    """Raises where two elements of a matrix share memory."""
-    reach = 0  # from the first element to the last that the dimensions so far lead to
-    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
-        if size > 1 and stride <= reach and t.numel():
-            raise ValueError(f"{name}: strides {t.stride()} of shape {tuple(t.shape)}, rows must not overlap")
-        reach += stride * (size - 1)
-
-
-def _integers(name: str, value: Any, ndim: int, device: torch.device) -> None:
-    if _device(name, value, ndim) != device:
-        raise ValueError(f"{name}: device {value.device}, must be that of the scores, {device}")
-    check_one_of(f"{name}: dtype", value.dtype, (torch.int32,))
-    check_last_stride(name, value)
+def _integers(name: str, value: Any, ndim: int, scores: torch.Tensor) -> None:
+    check_operand(name, value, ndim, (torch.int32,), scores.device, "that of the scores")
 
 
 def _table(call: Call, rows: int) -> None:
     name = NAMES[call.function]["table"]
-    _integers(name, call.table, 2, call.scores.device)
+    _integers(name, call.table, 2, call.scores)
     batches = call.table.shape[0]
     if rows and batches < (rows if call.row_to_batch is None else 1):
         least = f"{rows} rows, one a row of input, without row_to_batch" if call.row_to_batch is None else "a row"
