@@ -1,7 +1,8 @@
 """Which tensors have memory in common: exact, from addresses, sizes and strides.
 
-Where a call is known, its outputs are compared with its first input and each other, by the addresses that each reaches;
-only tensors that may meet are looked at here. All others of its tensors are compared when its plan is made.
+Where a call is known, its outputs are compared with its first input and each other, by bounds of the addresses that
+each reaches (storages say less: imported memory has its own); only tensors that may meet are looked at here. All others of
+its tensors are compared when its plan is made.
 """
 
 from functools import lru_cache
@@ -24,7 +25,7 @@ class Span(NamedTuple):
 
 def reach(t: torch.Tensor) -> int:
     """Bytes from the first to the last of a tensor."""
-    return _extent(t.shape, t.stride(), t.element_size()) if t.numel() else 0
+    return _span(t.shape, t.stride(), t.element_size()).extent if t.numel() else 0
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -33,16 +34,6 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     apart = b.data_ptr() - a.data_ptr()
     return _forms_meet(apart, a.shape, a.stride(), a.element_size(), b.shape, b.stride(), b.element_size())
-
-
-def near(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """`overlap`; of tensors one of which ends before the other, as most do: 0.25 us. Storages say nothing: a tensor
-    that was imported has one of its own, whatever else has its memory."""
-    apart = b.data_ptr() - a.data_ptr()
-    first, apart = (a, apart) if apart >= 0 else (b, -apart)
-    if first.is_contiguous():
-        return apart < first.nbytes and overlap(a, b)
-    return apart < _extent(first.shape, first.stride(), first.element_size()) and overlap(a, b)
 
 
 def folded(t: torch.Tensor) -> bool:
@@ -61,11 +52,6 @@ def _forms_meet(
     b_bytes: int,
 ) -> bool:  # fmt: skip
     return _meet(apart, _span(a, a_steps, a_bytes), _span(b, b_steps, b_bytes))
-
-
-@lru_cache(4096)
-def _extent(shape: torch.Size, strides: tuple[int, ...], size: int) -> int:
-    return _span(shape, strides, size).extent
 
 
 def _span(shape: torch.Size, strides: tuple[int, ...], size: int) -> Span:

@@ -241,14 +241,21 @@ def run(p: Problem) -> Any:
         elif o.shape != (tokens, heads, plan.dim_vo) or not (whole := o.is_contiguous()) and overlap.folded(o):
             raise ValueError("out")
         else:
-            apart, reach = o.data_ptr() - q.data_ptr(), tokens * plan.token_bytes
-            if (-reach < apart < reach or not whole or not q.is_contiguous()) and overlap.near(o, q):
+            apart, size = o.data_ptr() - q.data_ptr(), tokens * plan.token_bytes
+            reach = size if apart < 0 or q.is_contiguous() else _most(q)
+            if (-size < apart < reach or not whole) and overlap.overlap(o, q):
                 raise ValueError("out")
         if lse is not None:
-            if lse.shape != (tokens, heads) or not lse.is_contiguous() and overlap.folded(lse):
+            if lse.shape != (tokens, heads) or not (thin := lse.is_contiguous()) and overlap.folded(lse):
                 raise ValueError("lse")
-            if overlap.near(lse, q) or out is not None and overlap.near(lse, o):
+            first, size = lse.data_ptr(), 4 * tokens * heads
+            apart = first - q.data_ptr()
+            reach = tokens * plan.token_bytes if apart < 0 or q.is_contiguous() else _most(q)
+            if (-size < apart < reach or not thin) and overlap.overlap(lse, q):
                 raise ValueError("lse")
+            if out is not None and (-size < first - o.data_ptr() < tokens * plan.token_bytes or not thin or not whole):
+                if overlap.overlap(lse, o):
+                    raise ValueError("lse")
             flat[at.lse] = lse
         elif return_lse:
             flat[at.lse] = lse = _empty((tokens, heads), dtype=torch.float32, device=plan.device)
@@ -295,6 +302,12 @@ def run(p: Problem) -> Any:
         if why is None:
             raise
         raise why from None
+
+
+def _most(q: torch.Tensor) -> int:
+    """A bound of the bytes from a query's first to its last."""
+    (tokens, heads, dim), (token, head, _) = q.shape, q.stride()
+    return 2 * (tokens * token + heads * head + dim)
 
 
 def _too_many_tiles(p: Problem, batch: int) -> NotImplementedError:
