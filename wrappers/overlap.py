@@ -1,8 +1,8 @@
 """Which tensors have memory in common: exact, from addresses, sizes and strides.
 
 Where a call is known, its outputs are compared with its first input and each other, by bounds of the addresses that
-each reaches (storages say less: imported memory has its own); only tensors that may meet are looked at here. All others of
-its tensors are compared when its plan is made.
+each reaches (storages say less: imported memory has its own); only tensors that may meet are looked at here. All
+others of its tensors are compared when its plan is made.
 """
 
 from functools import lru_cache
