@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,6 +69,20 @@ def test_what_is_said_is_what_runs(name, arch):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_call_that_requires_grad_is_explained_as_it_is_made(name):
+    inputs = inputs_of(name)
+    first = UPSTREAM[name].split()[0]
+    inputs[first] = inputs[first].clone().requires_grad_()
+    with pytest.raises(RuntimeError) as expected:
+        getattr(wrappers, name)(**inputs)
+    with pytest.raises(RuntimeError) as error:
+        explain(function=getattr(wrappers, name), **inputs)
+    assert str(error.value) == str(expected.value)
+    with torch.no_grad():
+        assert explain(function=getattr(wrappers, name), **inputs).runs
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_cpu_runs_the_reference(name):
     said = explain(function=getattr(wrappers, name), **inputs_of(name))
     assert said.runs.startswith("reference") and said.found is None
@@ -107,7 +122,9 @@ def test_other_functions_are_refused():
 
 def test_sms_decide_what_top_k_runs():
     inputs = topk_cases.make_inputs(topk_cases.TopKCase(topk_cases.TOP_K, rows=130, width=30_000, data="constant"))
-    said = [explain(function=wrappers.top_k, arch="sm_90a", sms=sms, **inputs).runs for sms in (None, 132, 78)]
+    said = [
+        explain(function=wrappers.top_k, arch="sm_90a", sms=sms, **inputs).runs for sms in (None, 132, np.int64(78))
+    ]
     plans = [topk_dispatch.candidate(topk_dispatch.Problem("fp32", 130, 30_000, 7, sms)) for sms in (132, 132, 78)]
     assert said == [f"topk.radix {plan.name}" for plan in plans] and said[1] != said[2]
     with pytest.raises(ValueError, match="sms: 0"):

@@ -119,6 +119,23 @@ def test_deinterleave_v_scales():
     assert torch.equal(fp4.deinterleave_v_scales(stored.view(2, tokens, columns)), linear)
 
 
+def test_no_rows():
+    empty = fp4.empty((0, 2, 16), torch.device("cpu"))
+    assert fp4.load(empty, 1.0).shape == (0, 2, 16)
+
+
+def test_numbers_of_numpy():
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    for got, want in zip(fp4.nvfp4_quantize(x, np.float32(2)), fp4.nvfp4_quantize(x, 2.0), strict=True):
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    assert FP4Tensor(**GOOD, scale_start_index=np.int64(3)).scale_start_index.__class__ is int
+
+
+def test_a_tensor_without_dimensions_is_refused_as_such():
+    with pytest.raises(ValueError, match=r"^data: shape \(\), must have a dimension"):
+        fp4.unpack(torch.zeros((), dtype=torch.uint8))
+
+
 GOOD = {"data": torch.zeros(5, 2, 8, dtype=torch.uint8), "scale": torch.zeros(128, 4, dtype=E4M3)}
 
 

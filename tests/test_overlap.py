@@ -180,3 +180,54 @@ def test_parts_of_an_fp4_output_are_apart():
             continue
         with pytest.raises(ValueError, match="^out.scale: .* overlaps the memory of out.data"):
             wrappers.trtllm_batch_context_with_kv_cache(**inputs)
+
+
+IMPORTED = {  # tokens of one buffer: the query's, the output's
+    "above": (slice(6), slice(1, 7)), "below": (slice(1, 7), slice(6)), "strided": (slice(0, 12, 2), slice(10, 16)),
+    "below strides": (slice(10, 16), slice(0, 12, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", IMPORTED)
+def test_imported_memory_is_compared_by_addresses(where):
+    """DLPack gives a tensor a storage of its own."""
+    inputs, public = attention_arguments("context"), wrappers.trtllm_batch_context_with_kv_cache
+    (heads, dim), (at_q, at_out) = inputs["query"].shape[1:], IMPORTED[where]
+    memory, lse = torch.zeros(40, heads, dim).half(), torch.zeros(40, heads)
+    good = inputs | {"query": memory[at_q], "out": memory[20:26], "lse": lse[:6]}
+    over = torch.from_dlpack(memory.view(torch.float32).flatten()[: 6 * heads]).view(6, heads)  # rows 0 to 0.2
+    refused = [
+        ({"out": torch.from_dlpack(memory[at_out])}, "^out: .* overlaps the memory of query"),
+        ({"out": torch.from_dlpack(memory[at_out]), "lse": over}, "^(out|lse): .* overlaps the memory of"),
+        ({"query": memory[:6], "lse": over}, "^lse: .* overlaps the memory of query"),
+        ({"query": memory[20:26], "out": memory[:6], "lse": over}, "^lse: .* overlaps the memory of out"),
+    ]
+    with machine.override(Kernels()):
+        for _ in range(2):  # without a plan, and with one
+            for change, message in refused:
+                with pytest.raises(ValueError, match=message):
+                    public(**good | change)
+            public(**good)
+            public(**good | {"out": torch.from_dlpack(memory[20:26])})
+
+
+@pytest.mark.parametrize("name,output", [("kv_cache", "out"), ("sinks", "lse"), ("seq_lens", "lse")])
+def test_a_known_call_may_write_to_what_it_only_reads(monkeypatch, name, output):
+    """As README says: of other inputs than the query, outputs are told apart at a call's first form, or where
+    CUTE_KERNELS_CHECK is 1."""
+    public, inputs = wrappers.trtllm_batch_context_with_kv_cache, attention_arguments("context")
+    memory = torch.zeros(1 << 20, dtype=torch.uint8).untyped_storage()
+    first = tensors_of(inputs)[name][0]
+    over = moved(first, memory, 0)
+    given = {name: (over, *inputs[name][1:]) if name == "kv_cache" else over, output: moved(inputs[output], memory, 0)}
+    for checked in (False, True):
+        monkeypatch.setattr(plan, "checking", lambda checked=checked: checked)
+        with machine.override(Kernels()):
+            with pytest.raises(ValueError, match=f"^{output}: .* overlaps the memory of {name}"):
+                public(**inputs | given)
+            public(**inputs)
+            if checked:
+                with pytest.raises(ValueError, match=f"^{output}: .* overlaps the memory of {name}"):
+                    public(**inputs | given)
+            else:
+                public(**inputs | given)

@@ -169,6 +169,56 @@ def test_numbers_of_numpy(request, launched, function, numbers):
         assert not any(isinstance(value, np.generic) for launch in seen for value in vars(launch).values())
 
 
+SMALL = [
+    (decode, {"max_q_len": np.int64(2), "cum_seq_lens_q": None, "q_len_per_req": 2}, {"max_q_len": None}),
+    (xqa, {"kv_layout": np.int64(132)}, {"kv_layout": 132}),
+]
+
+
+@pytest.mark.parametrize("function, numbers, plain", SMALL, ids=["max_q_len", "sm_count"])
+def test_numbers_of_numpy_that_are_not_used(function, numbers, plain):
+    inputs = inputs_of(function.__name__)
+    if "q_len_per_req" in numbers:
+        inputs = cases.as_decode(cases.make_inputs(replace(PLAIN, q_lens=(2, 2))))
+    want = results(function.__name__, (), inputs | numbers | plain)
+    assert all(map(same, results(function.__name__, (), inputs | numbers), want))
+
+
+NESTED = torch.nested.nested_tensor([torch.zeros(2, 64), torch.zeros(3, 64)]).half()
+JAGGED = torch.nested.nested_tensor([torch.zeros(2, 64), torch.zeros(3, 64)], layout=torch.jagged).half()
+ODD = [  # what raised errors of torch's or Python's own
+    (xqa, {"q": torch.zeros(3, 1, 4, 0).half(), "output": torch.zeros(3, 1, 4, 0).half()}, "q: shape .3, 1, 4, 0."),
+    (xqa, {"seq_lens": torch.ones(3, 2, dtype=torch.int32)}, "seq_lens: shape .3, 2., must be .3, 1. .batch, 1."),
+    (wrappers.top_k_per_row_decode, {"seq_lens": torch.ones(4, 1, dtype=torch.int32).to_sparse()}, "seq_lens: layout"),
+    *((f, {name: bad}, f"{name}: layout nested") for bad in (NESTED, JAGGED)
+      for f, name in ((context, "query"), (decode, "query"), (xqa, "q"), (wrappers.top_k, "input"))),
+    (decode, {"bmm1_scale": "x", "bmm1_scale_log2": torch.ones(1)}, "bmm1_scale: 'x', must be a float"),
+    (decode, {"bmm1_scale": torch.ones(2), "bmm1_scale_log2": torch.ones(1)}, "bmm1_scale: shape"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("function, change, message", ODD)
+def test_odd_arguments_are_refused_by_name(request, launched, function, change, message):
+    if launched:
+        request.getfixturevalue("launches")
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        function(**inputs_of(function.__name__) | change)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(4.0), torch.tensor([4.0, 5.0]), True, "4", -1.0, float("nan")], ids=str)
+@pytest.mark.parametrize("name", ["logits_soft_cap", "skip_softmax_threshold_scale_factor"])
+def test_amounts_are_floats(launches, name, value):  # noqa: F811
+    """No tensors, which a plan could not be found by; with a plan of the same amount, too."""
+    inputs = inputs_of(decode.__name__)
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: .*, must be"):
+            decode(**inputs | {name: value})
+        decode(**inputs | {name: 4.0})
+    decode(**inputs | {name: 4})
+    assert len(launches) == 3
+
+
 @pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize("function", [context, decode])
 def test_a_window_of_none_is_off(request, launched, function):

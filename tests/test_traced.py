@@ -16,7 +16,7 @@ import wrappers
 from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
 from tests.test_plans import CONTEXT, DECODE, EQUAL, PLAIN, Recorder, decode_inputs, looks, tokens_apart
-from wrappers import machine
+from wrappers import machine, plain
 
 OPERATORS = (torch.ops.cute_kernels.attention.default, torch.ops.cute_kernels.top_k_rows.default)
 FRESH = {"out": None, "lse": None}
@@ -258,6 +258,36 @@ def test_fake_tensors(how, name):
     assert all(isinstance(t, FakeTensor) for t in found if id(t) not in given)
 
 
+BAD = [
+    ("context", {"out_dtype": "nvfp5", "o_sf_scale": 1.0}), ("context, outputs given", {"out_dtype": torch.float16}),
+    ("context", {"return_lse": 1}), ("context", {"return_lse": "yes"}), ("context", {"causal": 1}),
+    ("context", {"bmm1_scale": "1"}), ("context", {"logits_soft_cap": FP32}), ("context", {"o_sf_scale": 1.0}),
+    ("context", {"lse": torch.zeros(42, 4, dtype=torch.float64)}), ("decode", {"enable_pdl": 0}),
+    ("decode", {"skip_softmax_threshold_scale_factor": -1.0}), ("xqa", {"batch_invariant": None}),
+    *(("top_k", {"tie_break": bad}) for bad in ("1", 1.5, True, None, 5)),
+    *(("top_k", {"k": bad}) for bad in (True, 7.0, 0, 51)), ("top_k_page_table_transform", {"page_size": 3}),
+    ("top_k_page_table_transform", {"page_size": True}), ("top_k_per_row_decode", {"next_n": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name,change", BAD)
+@pytest.mark.parametrize("how", ["real", "symbolic", "made inside"])
+def test_what_calls_refuse_is_refused(how, name, change):
+    """In the same words, by the call that something traces, not by one that its graph makes later."""
+    function, inputs = CALLS[name]()
+    with pytest.raises((TypeError, ValueError)) as want:
+        function(**inputs | change)
+    if how == "made inside":
+        call, tensors = fakes_inside, (function, inputs | change)
+    else:
+        call, tensors = of_tensors(function, inputs | change)
+        call = make_fx(call, tracing_mode=how)
+    with pytest.raises((TypeError, ValueError)) as found:
+        call(*tensors)
+    said = [str(error.value).split(", must")[0] for error in (found, want)]
+    assert found.type is want.type and (said[0] == said[1] or "logits_soft_cap" in change)
+
+
 @pytest.mark.parametrize("name", [*CALLS, *HELPERS])
 def test_meta_tensors(name):
     """Checked as any others are; nothing is computed."""
@@ -352,6 +382,46 @@ def test_parameters_are_plain():
     with machine.override(Recorder()) as here:
         function(**inputs | {"query": torch.nn.Parameter(inputs["query"], requires_grad=False)})
         assert len(here.launches) == 1
+
+
+def test_a_marked_fake_is_no_plain_tensor():
+    """Of a module's parameters, made fake: they are instances of Parameter still."""
+    function, inputs = CALLS["context"]()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        query = torch.nn.Parameter(mode.from_tensor(inputs["query"]), requires_grad=False)
+    assert isinstance(query, torch.nn.Parameter) and type(query) is FakeTensor
+    with machine.override(Recorder()) as here:
+        assert plain.traced(query) and not plain.traced(torch.nn.Parameter(inputs["query"], requires_grad=False))
+        (found,) = results(
+            function, tree_map(lambda t: mode.from_tensor(t) if is_tensor(t) else t, inputs) | {"query": query}
+        )
+        assert isinstance(found, FakeTensor) and not here.launches
+
+
+class Compiled(Recorder):
+    """Whose kernels read no fake, as compiled ones."""
+
+    def recorded(self, op, spec):
+        def kernel(*flat):
+            if any(isinstance(value, FakeTensor) for value in flat):
+                raise RuntimeError("no memory")
+
+        return kernel
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("name", ["context, outputs given", "xqa", *topk_cases.FUNCTIONS])
+def test_fakes_beside_a_plain_first_tensor_are_refused(name, known):
+    function, inputs = CALLS[name]()
+    unread = ("workspace_buffer", "cum_seq_lens_kv", "semaphores")
+    fields = [f for f, v in inputs.items() if f not in unread and is_tensor(v[0] if isinstance(v, tuple) else v)]
+    with machine.override(Compiled() if known else machine.Machine()):
+        if known:
+            function(**inputs)
+        for field in fields[1:]:
+            fake = tree_map(FakeTensorMode().from_tensor, inputs[field])
+            with pytest.raises(TypeError, match=rf"^{field}.*: a FakeTensor, must have memory"):
+                function(**inputs | {field: fake})
 
 
 def test_a_graph_that_captures_index_tensors_keeps_none():

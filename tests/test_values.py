@@ -35,7 +35,7 @@ BAD = {
     "length < 0": ({"seq_lens": ints(19, -1)}, f"seq_lens: -1 of request 1, must be in [0, {SPAN}]: 4 columns of"),
     "length": ({"seq_lens": ints(SPAN + 1, 9)}, f"seq_lens: {SPAN + 1} of request 0, must be in [0, {SPAN}]"),
     "far length": ({"seq_lens": ints(9, 1 << 30)}, "seq_lens: 1073741824 of request 1"),
-    "unsigned": ({"seq_lens": torch.tensor([9, 1 << 31], dtype=torch.uint32)}, "seq_lens: -2147483648 of request 1"),
+    "unsigned": ({"seq_lens": torch.tensor([9, 1 << 31], dtype=torch.uint32)}, "seq_lens: 2147483648 of request 1"),
     "start < 0": ({"cum_seq_lens_q": ints(-1, 2, 5)}, "cum_seq_lens_q[0]: -1 of request 0, must be in [0, 5]"),
     "falling": ({"cum_seq_lens_q": ints(0, 4, 3)}, "cum_seq_lens_q[2]: 3 of request 1, must be in [4, 5]"),
     "beyond": ({"cum_seq_lens_q": ints(0, 2, 6)}, "cum_seq_lens_q[2]: 6 of request 1, must be in [2, 5]"),
@@ -94,6 +94,15 @@ def test_calls_on_cuda_read_no_value_otherwise(launches, monkeypatch):  # noqa: 
     for _ in range(2):
         CONTEXT(**inputs_of())
     assert len(launches) == 2
+
+
+def test_an_empty_call_is_checked(checked, launches):  # noqa: F811
+    inputs = cases.make_inputs(replace(CASE, q_lens=(0, 0)))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="^seq_lens: -1 of request 1"):
+            CONTEXT(**inputs | {"seq_lens": ints(9, -1)})
+        CONTEXT(**inputs)
+    assert not launches
 
 
 def test_a_capture_is_not_checked(checked, here):  # noqa: F811
@@ -191,6 +200,15 @@ TOPK_BAD = {
     },
     topk_cases.DECODE: {"seq_lens": (51, "seq_lens: 51 in entry 1, must be in [0, 50]")},
 }  # fmt: skip
+
+
+def test_windows_that_end_before_they_start_are_empty(monkeypatch):
+    """Also to a check."""
+    monkeypatch.setattr(wrappers.topk.plan, "checking", lambda: True)
+    inputs = topk_cases.make_inputs(topk_cases.PLAIN[topk_cases.PREFILL])
+    inputs["row_starts"][:], inputs["row_ends"][:] = 9, 5
+    topk_cases.call(topk_cases.PREFILL, inputs)
+    assert (inputs["indices"] == -1).all()
 
 
 @pytest.mark.parametrize("function,name", [(f, n) for f, bad in TOPK_BAD.items() for n in bad])

@@ -10,11 +10,13 @@ from functools import cache
 from typing import Any, NoReturn
 
 import torch
+from torch._subclasses import FakeTensor
 
 from . import overlap
 
 INF = float("inf")
 INTEGERS = int, torch.SymInt
+NUMBERS = int, float, torch.SymInt, torch.SymFloat
 
 
 class UnknownName(KeyError, ValueError):
@@ -48,6 +50,12 @@ def check_strided(name: str, value: Any, ndim: int | None = None) -> torch.Tenso
     return value
 
 
+def check_memory(name: str, value: Any, first: torch.Tensor) -> None:
+    """Not fake where the first tensor, which decides who serves a call, is not."""
+    if isinstance(value, FakeTensor) and not isinstance(first, FakeTensor):
+        raise TypeError(f"{name}: a FakeTensor, must have memory, as the first tensor of the call does")
+
+
 def refuse_flag(name: str, value: Any, or_none: str = "") -> NoReturn:
     raise TypeError(f"{name}: {value!r}, must be True{',' if or_none else ' or'} False{or_none}")
 
@@ -63,8 +71,8 @@ def check_optional_flag(name: str, value: Any) -> None:
 
 
 def check_number(name: str, value: Any, or_else: str = "", positive: bool = False) -> None:
-    """A finite float or int. or_else: what else it may be."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    """A finite float or int, or one that torch.compile traces. or_else: what else it may be."""
+    if isinstance(value, bool) or not isinstance(value, NUMBERS):
         raise TypeError(f"{name}: {value!r}, must be a float{or_else}")
     if not (0 if positive else -INF) < value < INF:
         raise ValueError(f"{name}: {value}, must be {'positive and ' if positive else ''}finite")
@@ -83,6 +91,18 @@ def check_shape(name: str, t: torch.Tensor, shape: tuple[int, ...], why: str) ->
 def check_last_stride(name: str, t: torch.Tensor) -> None:
     if t.stride(-1) != 1 and t.shape[-1] > 1:
         raise ValueError(f"{name}: stride {t.stride()}, the last must be 1")
+
+
+def check_operand(
+    name: str, value: Any, ndim: int, dtypes: Any, device: torch.device | None, whose: str = "the query's"
+) -> torch.Tensor:
+    """A strided tensor of so many dimensions, whose last stride is 1, of one of the dtypes, on another's device."""
+    check_strided(name, value, ndim)
+    if device is not None and value.device != device:
+        raise ValueError(f"{name}: device {value.device}, must be {whose}, {device}")
+    check_one_of(f"{name}: dtype", value.dtype, dtypes)
+    check_last_stride(name, value)
+    return value
 
 
 def check_integer(name: str, value: Any, least: int | None = None) -> Any:

@@ -6,14 +6,19 @@ from re import fullmatch
 from types import FunctionType
 from typing import Any, NoReturn
 
+import torch
+
 from cute_kernels.attention import dispatch
 from cute_kernels.topk import dispatch as topk_dispatch
 
 from . import machine, runtime, topk
 from .attention import checks, plan, trtllm, xqa
+from .attention import op as attention_op
 from .attention.problem import Problem
 from .checks import check_integer, listed
+from .scalars import integer
 from .topk import checks as topk_checks
+from .topk import op as topk_op
 from .topk import plan as topk_plan
 from .topk.checks import Call
 
@@ -80,13 +85,17 @@ def explain(
     **kwargs: Any,
 ) -> Explanation:
     """Which kernel would serve a public function of attention or top-k called with these arguments, and where it is
-    found; raises as the function does on bad ones. Launches, writes, loads and compiles nothing.
+    found; raises as the function does on bad ones. Launches no kernel of this package, writes, loads and compiles
+    nothing; torch makes what the function has made before its kernel: xqa's product of two scale tensors, copies of a
+    mask with gaps and of two-dimensional seq_lens.
 
     arch, sms: of the GPU, "sm_90a" and how many SMs, which top-k's choice depends on; tensors may then be on the CPU.
     None: those of the tensors' device, else an H200's, B200's or B300's SMs.
     """
     asked = problem_of(function, *args, **kwargs)
     attention = isinstance(asked, Problem)
+    if torch.is_grad_enabled():
+        (attention_op if attention else topk_op).refuse_grad(asked)
     if attention:
         checks.validate(asked)
         device = asked.q.device
@@ -100,7 +109,7 @@ def explain(
             f"arch: {arch!r}, must be a name as 'sm_90a', or None"
         )
     if sms is not None:
-        check_integer("sms", sms, 1)
+        sms = check_integer("sms", integer(sms), 1)
     arch = known if arch is None else arch
     if arch is None:
         ops = dispatch.OPS if attention else topk_dispatch.KERNELS

@@ -13,6 +13,7 @@ import torch
 
 from .checks import check_apart, check_integer, check_number, check_one_of, check_shape, check_strided
 from .plain import traced
+from .scalars import integer, real
 
 BLOCK = 16  # elements that share a scale factor
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitude of code 0..7; bit 3 is the sign
@@ -58,7 +59,7 @@ class FP4Tensor:
         columns = _scale_columns(data.shape[1:].numel() * 2)
         if scale.shape[1] != columns:
             raise ValueError(f"scale: {scale.shape[1]} columns, must be {columns}: one for {BLOCK} elements of a row")
-        check_integer("scale_start_index", scale_start_index)
+        scale_start_index = check_integer("scale_start_index", integer(scale_start_index))
         if not 0 <= scale_start_index < scale.shape[0]:
             raise ValueError(f"scale_start_index: {scale_start_index}, must be in [0, {scale.shape[0]})")
         if scale_start_index + data.shape[0] > scale.shape[0]:
@@ -111,7 +112,9 @@ def _bytes(name: str, x: Any, unit: int = 1) -> None:
 
 
 def _whole(name: str, x: torch.Tensor, unit: int) -> None:
-    if not x.ndim or x.shape[-1] % unit:
+    if not x.ndim:
+        raise ValueError(f"{name}: shape (), must have a dimension")
+    if x.shape[-1] % unit:
         raise ValueError(f"{name}: shape {tuple(x.shape)}, the last dimension must be a multiple of {unit}")
 
 
@@ -136,17 +139,19 @@ def _same_device(name: str, t: torch.Tensor, other_name: str, other: Any) -> Non
         raise ValueError(f"{name}: device {t.device}, must be that of {other_name}, {other.device}")
 
 
-def _global(value: Any, other_name: str, other: torch.Tensor) -> None:
-    """The global scale of another argument; a tensor's value is read on the CPU only."""
+def _global(value: Any, other_name: str, other: torch.Tensor) -> Any:
+    """The global scale of another argument, a float or a tensor; a tensor's value is read on the CPU only."""
+    value = real(value)
     if isinstance(value, torch.Tensor):
         check_one_of("global_scale: dtype", check_strided("global_scale", value).dtype, (torch.float32,))
         if value.numel() != 1:
             raise ValueError(f"global_scale: shape {tuple(value.shape)}, must have one element")
         _same_device("global_scale", value, other_name, other)
         if value.device.type != "cpu" or traced(value):
-            return
-        value = value.item()
-    check_number("global_scale", value, " or a float32 tensor of one element", positive=True)
+            return value
+    number = value.item() if isinstance(value, torch.Tensor) else value
+    check_number("global_scale", number, " or a float32 tensor of one element", positive=True)
+    return value
 
 
 def e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -188,7 +193,7 @@ def nvfp4_quantize(x: torch.Tensor, global_scale: float | torch.Tensor = 1.0) ->
     """
     _floats("x", x)
     _whole("x", x, BLOCK)
-    _global(global_scale, "x", x)
+    global_scale = _global(global_scale, "x", x)
     blocks = x.float().unflatten(-1, (-1, BLOCK))
     scales = e4m3(blocks.abs().amax(-1) * global_scale / GRID[-1])
     factor = scales.float().unsqueeze(-1)
@@ -205,7 +210,7 @@ def nvfp4_dequantize(
     _factors("scales", scales)
     check_shape("scales", scales, (*data.shape[:-1], data.shape[-1] * 2 // BLOCK), f"one for {BLOCK} elements of data")
     _same_device("scales", scales, "data", data)
-    _global(global_scale, "data", data)
+    global_scale = _global(global_scale, "data", data)
     grid = torch.tensor(GRID + tuple(-x for x in GRID), dtype=torch.float32, device=data.device)
     values = grid[unpack(data).long()].unflatten(-1, (-1, BLOCK))
     return (values * scales.float().unsqueeze(-1) / global_scale).flatten(-2)
@@ -285,7 +290,7 @@ def load(t: FP4Tensor, global_scale: float) -> torch.Tensor:
     _packed("t", t)
     data = t.data.flatten(1)
     scales = read_scales(t.scale, data.shape[0], data.shape[1] * 2 // BLOCK, t.scale_start_index)
-    return nvfp4_dequantize(data, scales, global_scale).view(*t.data.shape[:-1], -1)
+    return nvfp4_dequantize(data, scales, global_scale).view(*t.data.shape[:-1], t.data.shape[-1] * 2)
 
 
 def deinterleave_v_scales(scales: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Which tensors have memory in common: exact, from addresses, sizes and strides.
 
-Where a call is known, its outputs' storages are compared with that of its first input and each other's, 0.15 us a pair;
-only tensors of one storage are looked at here. All others of its tensors are compared when its plan is made.
+Where a call is known, its outputs are compared with its first input and each other, by bounds of the addresses that
+each reaches (storages say less: imported memory has its own); only tensors that may meet are looked at here. All
+others of its tensors are compared when its plan is made.
 """
 
 from functools import lru_cache
@@ -33,11 +34,6 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     apart = b.data_ptr() - a.data_ptr()
     return _forms_meet(apart, a.shape, a.stride(), a.element_size(), b.shape, b.stride(), b.element_size())
-
-
-def shared(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """`overlap`; of tensors with storages of their own, which most are: 0.3 us."""
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and overlap(a, b)
 
 
 def folded(t: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # module globals: an 
 _modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
-_Tensor = torch.Tensor
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter  # by class: a marked fake is an instance of the second
 
 
 def traced(tensor: object) -> bool:
@@ -18,10 +18,10 @@ def traced(tensor: object) -> bool:
     vmap and its like), or the tensor has no memory of its own (fake, functional, proxy). 0.1 us."""
     if _is_dynamo_compiling():  # first, and apart: torch.compile sees no further
         return True
-    if tensor.__class__ is _Tensor and not _modes() and _transform() is None and not _function_modes():
+    plain = tensor.__class__ is _Tensor or tensor.__class__ is _Parameter
+    if plain and not _modes() and _transform() is None and not _function_modes():
         return False
-    special = isinstance(tensor, _Tensor) and not isinstance(tensor, (torch.nn.Parameter, torch.nn.Buffer))
-    return special or bool(_modes()) or _transform() is not None or bool(_modes_before_dispatch())
+    return isinstance(tensor, _Tensor) or bool(_modes()) or _transform() is not None or bool(_modes_before_dispatch())
 
 
 def write(operator: torch._ops.OpOverload, **given: Any) -> None:

@@ -3,10 +3,10 @@
 `validate` looks only at types, shapes, dtypes, strides and devices, never at device values. Rank, shape and stride
 raise ValueError, dtype TypeError; every message names the argument, its value and what is allowed. What a kernel can do
 is said by `dispatch`; `kernel_tensors` adds what compiled code wants of the tensors themselves. Outputs may share no
-byte with another tensor of the call.
+byte with another tensor of the call: they are compared with the query and each other at every call, with all tensors
+at a call's first form, or where CUTE_KERNELS_CHECK is 1.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +14,16 @@ import torch
 
 from .. import fp4
 from ..checks import (
+    INF,
+    NUMBERS,
     check_apart,
     check_flag,
     check_integer,
     check_last_stride,
+    check_memory,
     check_number,
     check_one_of,
+    check_operand,
     check_optional_flag,
     check_shape,
     check_strided,
@@ -46,34 +50,26 @@ def validate(p: Problem) -> None:
     """Raises on the first argument that does not fit."""
     name = names_of(p)
     scalars(p)
-    q = check_tensor(name("q"), p.q, 3, None)
+    q = check_operand(name("q"), p.q, 3, (torch.bfloat16, torch.float16, E4M3), None)
     if q.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name('q')}: device {q.device}, must be cpu or cuda")
-    check_one_of(f"{name('q')}: dtype", q.dtype, (torch.bfloat16, torch.float16, E4M3))
-    check_last_stride(name("q"), q)
+    for other, t in (_given(p, name) | _outputs_of(p, name)).items():
+        check_memory(other, t, q)
     _caches(p, name)
     _block_scales(p, name)
     _requests(p, name)
     for field in ("scale", "out_scale"):
         check_scale(name(field), getattr(p, field), getattr(p, f"{field}_tensor"), q.device)
     check_integer(name("max_q_len"), p.max_q_len, 0)
-    _amount(name("soft_cap"), p.soft_cap)
-    _amount(name("skip"), p.skip)
     if p.sinks is not None:
-        sinks = check_tensor(name("sinks"), p.sinks, 1, q.device)
-        check_one_of(f"{name('sinks')}: dtype", sinks.dtype, (torch.float32,))
+        sinks = check_operand(name("sinks"), p.sinks, 1, (torch.float32,), q.device)
         check_shape(name("sinks"), sinks, (q.shape[1],), "one value a query head")
-        check_last_stride(name("sinks"), sinks)
-    if p.lse is not None:
-        lse = check_tensor(name("lse"), p.lse, 2, q.device)
-        check_one_of(f"{name('lse')}: dtype", lse.dtype, (torch.float32,))
-        check_shape(name("lse"), lse, (q.shape[0], q.shape[1]), "tokens, query heads")
-    _output(p, name)
-    _outputs_apart(p, name)
+    outputs(p)
+    check_apart(_outputs_of(p, name), _given(p, name))
 
 
 def scalars(p: Problem) -> None:
-    """Raises on a flag or a number of another kind: what a plan, found by equality, would let pass."""
+    """Raises on a flag or a number of another kind: what a plan, found by equality, or a trace would let pass."""
     name = names_of(p)
     for field in ("causal", "interleaved", "batch_invariant", "return_lse"):
         check_flag(name(field), getattr(p, field))
@@ -82,6 +78,8 @@ def scalars(p: Problem) -> None:
         check_number(name(field), getattr(p, field), " or a float32 tensor of one element")
     check_integer(name("window_left"), p.window_left)
     check_integer(name("max_q_len"), p.max_q_len)
+    _amount(name("soft_cap"), p.soft_cap)
+    _amount(name("skip"), p.skip)
 
 
 def reason(p: Problem) -> Exception | None:
@@ -121,9 +119,9 @@ def kernel_tensors(p: Problem) -> None:
             _tma(name(field), t, t.shape[3] if t.shape[3] in (4, 8, 16) else 4)
 
 
-def check_tensor(name: str, value: Any, ndim: int, device: torch.device | None) -> torch.Tensor:
+def check_tensor(name: str, value: Any, ndim: int, device: torch.device) -> torch.Tensor:
     check_strided(name, value, ndim)
-    if device is not None and value.device != device:
+    if value.device != device:
         raise ValueError(f"{name}: device {value.device}, must be the query's, {device}")
     return value
 
@@ -156,9 +154,9 @@ def drafts_of(mask: Any, lead: tuple[int, ...], most: Any, most_name: str, devic
 def _amount(name: str, value: Any) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, NUMBERS):
         raise TypeError(f"{name}: {value!r}, must be a float or None")
-    if not 0 <= value < math.inf:
+    if not 0 <= value < INF:
         raise ValueError(f"{name}: {value}, must be None, 0 (off) or positive and finite")
 
 
@@ -213,9 +211,9 @@ def _block_scales(p: Problem, name: Names) -> None:
 
 def _requests(p: Problem, name: Names) -> None:
     r, device = p.requests, p.q.device
-    lens = check_tensor(name("kv_lens"), r.kv_lens, 1, device)
-    check_one_of(f"{name('kv_lens')}: dtype", lens.dtype, (torch.int32, torch.uint32))
-    check_last_stride(name("kv_lens"), lens)
+    if p.signature == "xqa" and isinstance(r.kv_lens, torch.Tensor) and r.kv_lens.ndim != 1:
+        check_shape(name("kv_lens"), r.kv_lens, (*r.page_table.shape[:1], 1), "batch, 1")
+    lens = check_operand(name("kv_lens"), r.kv_lens, 1, (torch.int32, torch.uint32), device)
     batch = lens.shape[0]
     if r.cu_seqlens_q is None and p.phase == "decode":
         check_integer(name("max_q_len"), p.max_q_len, 1)
@@ -224,19 +222,19 @@ def _requests(p: Problem, name: Names) -> None:
             both = f"{name('kv_lens')}, {name('max_q_len')}"
             raise ValueError(f"{name('q')}: {p.q.shape[0]} tokens, must be {tokens} ({both})")
     else:
-        offsets = check_tensor(name("cu_seqlens_q"), r.cu_seqlens_q, 1, device)
-        check_one_of(f"{name('cu_seqlens_q')}: dtype", offsets.dtype, (torch.int32,))
+        offsets = check_operand(name("cu_seqlens_q"), r.cu_seqlens_q, 1, (torch.int32,), device)
         check_shape(name("cu_seqlens_q"), offsets, (batch + 1,), "batch_size + 1")
-        check_last_stride(name("cu_seqlens_q"), offsets)
-    table = check_tensor(name("page_table"), r.page_table, 3, device)
-    check_one_of(f"{name('page_table')}: dtype", table.dtype, (torch.int32,))
+    table = check_operand(name("page_table"), r.page_table, 3, (torch.int32,), device)
     check_shape(name("page_table"), table, (batch, 2, table.shape[2]), "requests, K and V, pages")
-    check_last_stride(name("page_table"), table)
 
 
-def _output(p: Problem, name: Names) -> None:
-    """out, out_dtype and out_sf_scale against each other."""
-    q, out = p.q, p.out
+def outputs(p: Problem) -> None:
+    """Raises on lse, and on out, out_dtype and out_sf_scale against each other; a trace, too, asks for it."""
+    name, q, out = names_of(p), p.q, p.out
+    if p.lse is not None:
+        lse = check_tensor(name("lse"), p.lse, 2, q.device)
+        check_one_of(f"{name('lse')}: dtype", lse.dtype, (torch.float32,))
+        check_shape(name("lse"), lse, (q.shape[0], q.shape[1]), "tokens, query heads")
     if out is not None and not isinstance(out, (torch.Tensor, fp4.FP4Tensor)):
         raise TypeError(f"{name('out')}: {type(out).__name__}, must be a torch.Tensor or FP4Tensor")
     dtype = p.result_dtype
@@ -255,10 +253,8 @@ def _output(p: Problem, name: Names) -> None:
     if p.out_sf_scale is not None:
         raise ValueError(f"{name('out_sf_scale')}: {p.out_sf_scale!r}, must be None unless the output is nvfp4")
     if out is not None:
-        given = check_tensor(name("out"), out, 3, q.device)
-        check_one_of(f"{name('out')}: dtype", given.dtype, (dtype,))
+        given = check_operand(name("out"), out, 3, (dtype,), q.device)
         check_shape(name("out"), given, shape, "tokens, query heads, V's head_dim")
-        check_last_stride(name("out"), given)
 
 
 def _nvfp4_output(p: Problem, name: Names, shape: tuple[int, int, int]) -> None:
@@ -284,14 +280,15 @@ TENSORS = ("q", "k", "v", "k_scales", "v_scales", "sinks", "drafts", "scale_tens
 TABLES = ("page_table", "kv_lens", "cu_seqlens_q")  # of Requests
 
 
-def _outputs_apart(p: Problem, name: Names) -> None:
-    outputs: dict[str, torch.Tensor] = {}
+def _given(p: Problem, name: Names) -> dict[str, Any]:
+    """What is read, by its name."""
+    given = {name(field.removesuffix("_tensor")): getattr(p, field) for field in TENSORS}
+    return given | {name(field): getattr(p.requests, field) for field in TABLES}
+
+
+def _outputs_of(p: Problem, name: Names) -> dict[str, Any]:
+    """What the caller gave to be written, by its name."""
+    outputs = {name("out"): p.out, name("lse"): p.lse}
     if isinstance(p.out, fp4.FP4Tensor):
-        outputs = {f"{name('out')}.data": p.out.data, f"{name('out')}.scale": p.out.scale}
-    elif p.out is not None:
-        outputs = {name("out"): p.out}
-    if p.lse is not None:
-        outputs[name("lse")] = p.lse
-    if outputs:
-        given = {name(field.removesuffix("_tensor")): getattr(p, field) for field in TENSORS}
-        check_apart(outputs, given | {name(field): getattr(p.requests, field) for field in TABLES})
+        outputs |= {name("out"): None, f"{name('out')}.data": p.out.data, f"{name('out')}.scale": p.out.scale}
+    return {of: t for of, t in outputs.items() if t is not None}

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from .. import fp4
+from ..checks import check_strided
 from ..plain import no_backward, write
 from . import checks, plan
 from .problem import SEPARATE, Problem, new_requests
@@ -33,11 +34,17 @@ def serve(p: Problem) -> Any:
         try:
             sinks = p.sinks
             if p.q.requires_grad or p.k.requires_grad or p.v.requires_grad or sinks is not None and sinks.requires_grad:
-                field = next(name for name in ("q", "k", "v", "sinks") if getattr(p, name).requires_grad)
-                raise no_backward(checks.names_of(p)(field))
+                refuse_grad(p)
         except AttributeError:  # something is no tensor, which is refused later
             pass
     return trace(p) if p.requests.facts is None else plan.run(p)
+
+
+def refuse_grad(p: Problem) -> None:
+    """Raises on the first tensor that requires grad, of those whose grad would be lost."""
+    for field in ("q", "k", "v", "sinks"):
+        if getattr(getattr(p, field), "requires_grad", False):
+            raise no_backward(checks.names_of(p)(field))
 
 
 @torch.library.impl(NAME, ("cpu", "cuda"))
@@ -57,7 +64,10 @@ def _fake(*flat: Any) -> None:
 
 
 def trace(p: Problem) -> Any:
-    """What is recorded of a problem: allocation, then the operator."""
+    """What is recorded of a problem: allocation, then the operator. What that would not see is checked before."""
+    checks.scalars(p)
+    check_strided(checks.names_of(p)("q"), p.q, 3)
+    checks.outputs(p)
     out, lse = plan.outputs(p)
     packed = isinstance(out, fp4.FP4Tensor)
     given = p._asdict() | p.requests._asdict() | {"out": out.data if packed else out, "lse": lse}

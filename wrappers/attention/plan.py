@@ -16,7 +16,7 @@ from cute_kernels.attention import args, dispatch
 from cute_kernels.attention.problem import Problem as Facts
 
 from .. import fp4, machine, overlap, reference, scratch
-from ..checks import checking
+from ..checks import INF, checking
 from ..fp4 import FP4Tensor
 from ..reference import LOG2E
 from . import checks, values
@@ -27,7 +27,6 @@ MOST_TILES = 1 << 31  # of a prefill launch, whatever the offsets
 CHUNK = 4096  # keys of a part of a request in the invariant mode, rounded down to KV blocks
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", checks.E4M3: "e4m3", torch.uint8: "nvfp4", "nvfp4": "nvfp4"}
 FIELDS = {"arch": "q", "kv": "k", "page_size": "k", "head_dim": "q", "out": "out_dtype"}  # fact -> field of Problem
-INF = float("inf")
 _Tensor = torch.Tensor  # module globals: an attribute look-up saved is 20 ns
 _empty, _empty_like = torch.empty, torch.empty_like
 
@@ -80,6 +79,7 @@ class Plan:
     dtype: torch.dtype  # of the output
     like_query: bool  # the output has the query's dtype and head_dim: empty_like is 1 us cheaper than empty
     dim_vo: int
+    token_bytes: int  # most of a token of a query or an output, where they are contiguous
     row_factor: int  # rows of a token: the GQA group where it is packed into rows
     tile_heads: int
     tile_rows: int  # most query rows of a tile
@@ -174,6 +174,7 @@ def plan_for(p: Problem, arch: str, sms: int) -> Plan:
         dtype=dtype,
         like_query=facts.head_dim_vo == p.q.shape[2] and dtype == p.q.dtype,
         dim_vo=facts.head_dim_vo,
+        token_bytes=heads * max(p.q.shape[2] * p.q.element_size(), facts.head_dim_vo * dtype.itemsize),
         row_factor=group,
         tile_heads=heads // group,
         tile_rows=spec.tile.m,
@@ -192,11 +193,13 @@ def run(p: Problem) -> Any:
         batch_invariant, enable_pdl,
     ) = p  # fmt: skip
     here = machine.current
-    _, _, offsets, _, facts = requests
+    _, _, offsets, _, facts, _ = requests
     if (scale.__class__ is not float or out_scale.__class__ is not float or window_left.__class__ is not int
             or max_q_len.__class__ is not int or causal.__class__ is not bool or interleaved.__class__ is not bool
             or batch_invariant.__class__ is not bool or return_lse.__class__ is not bool
-            or enable_pdl is not None and enable_pdl.__class__ is not bool):  # fmt: skip
+            or enable_pdl is not None and enable_pdl.__class__ is not bool
+            or soft_cap is not None and soft_cap.__class__ is not float
+            or skip is not None and skip.__class__ is not float):  # fmt: skip
         checks.scalars(p)
     try:
         tokens, heads, dim = q.shape
@@ -205,8 +208,8 @@ def run(p: Problem) -> Any:
         key = (
             phase, q.get_device(), q.dtype, heads, dim, k.dtype, k.shape, v.shape, facts,
             (tokens, max_q_len) if offsets is None else rows, causal, window_left >= 0,
-            None if soft_cap is None else (soft_cap.__class__, soft_cap and (1 if 0 < soft_cap < INF else -1)),
-            None if skip is None else (skip.__class__, skip and (1 if 0 < skip < INF else -1)),
+            None if soft_cap is None else soft_cap and (1 if 0 < soft_cap < INF else -1),
+            None if skip is None else skip and (1 if 0 < skip < INF else -1),
             None if sinks is None else sinks.numel(), None if drafts is None else drafts.shape[1], interleaved,
             None if k_scales is None else (k_scales.dtype, k_scales.shape),
             None if v_scales is None else (v_scales.dtype, v_scales.shape),
@@ -215,7 +218,7 @@ def run(p: Problem) -> Any:
             None if out_scale_tensor is None else out_scale_tensor.numel(),
         )  # fmt: skip
         plan = here.plans.get(key)
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError, RuntimeError):
         why = checks.reason(p)
         if why is None:
             raise
@@ -231,26 +234,39 @@ def run(p: Problem) -> Any:
         with here.on(plan.device):  # whether a stream captures is asked of the current device only
             return run(p)
     try:
-        page_table, kv_lens, _, batch, _ = requests
+        page_table, kv_lens, _, batch, _, _ = requests
         flat, at, lse = plan.flat.copy(), plan.at, p.lse
         o: Any = out
         if o is None:
             o = plan.new_output(q)
-        elif o.shape != (tokens, heads, plan.dim_vo) or not o.is_contiguous() and overlap.folded(o):
+        elif o.shape != (tokens, heads, plan.dim_vo) or not (whole := o.is_contiguous()) and overlap.folded(o):
             raise ValueError("out")
-        elif o.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() and overlap.overlap(o, q):
-            raise ValueError("out")
+        else:
+            apart, size = o.data_ptr() - q.data_ptr(), tokens * plan.token_bytes
+            reach = size if apart < 0 or q.is_contiguous() else _most(q)
+            if (-size < apart < reach or not whole) and overlap.overlap(o, q):
+                raise ValueError("out")
         if lse is not None:
-            if lse.shape != (tokens, heads) or not lse.is_contiguous() and overlap.folded(lse):
+            if lse.shape != (tokens, heads) or not (thin := lse.is_contiguous()) and overlap.folded(lse):
                 raise ValueError("lse")
-            if overlap.shared(lse, q) or out is not None and overlap.shared(lse, o):
+            first, size = lse.data_ptr(), 4 * tokens * heads
+            apart = first - q.data_ptr()
+            reach = tokens * plan.token_bytes if apart < 0 or q.is_contiguous() else _most(q)
+            if (-size < apart < reach or not thin) and overlap.overlap(lse, q):
                 raise ValueError("lse")
+            if out is not None and (-size < first - o.data_ptr() < tokens * plan.token_bytes or not thin or not whole):
+                if overlap.overlap(lse, o):
+                    raise ValueError("lse")
             flat[at.lse] = lse
         elif return_lse:
             flat[at.lse] = lse = _empty((tokens, heads), dtype=torch.float32, device=plan.device)
         result = (o, lse) if return_lse else o
         if not 0 < scale < INF or not -INF < out_scale < INF:
             raise ValueError("scale")
+        capturing = here.is_capturing()
+        if plan.checked and not capturing:
+            checks.validate(p)
+            values.check(p, positive=True)
         if not tokens or not heads or not batch:
             return result
         flat[at.q], flat[at.k], flat[at.v], flat[at.kv_lens], flat[at.page_table] = q, k, v, kv_lens, page_table
@@ -266,10 +282,6 @@ def run(p: Problem) -> Any:
         if (soft_cap or scale_tensor is not None or out_scale_tensor is not None or k_scales is not None
                 or drafts is not None or skip or enable_pdl is not None):  # fmt: skip
             plan.modify(flat, p)
-        capturing = here.is_capturing()
-        if plan.checked and not capturing:
-            checks.validate(p)
-            values.check(p, positive=True)
         flat[at.cu_seqlens_q] = plan.equal_offsets(batch, max_q_len, capturing) if offsets is None else offsets
         tiles = plan.tile_heads * (tokens * plan.row_factor // plan.tile_rows + batch)
         if not plan.stream_k:
@@ -291,6 +303,12 @@ def run(p: Problem) -> Any:
         if why is None:
             raise
         raise why from None
+
+
+def _most(q: torch.Tensor) -> int:
+    """A bound of the bytes from a query's first to its last."""
+    (tokens, heads, dim), (token, head, _) = q.shape, q.stride()
+    return 2 * (tokens * token + heads * head + dim)
 
 
 def _too_many_tiles(p: Problem, batch: int) -> NotImplementedError:

@@ -4,6 +4,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses import FakeTensor
 
 from ..checks import UnknownName, check_strided
 from ..fp4 import FP4Tensor
@@ -21,6 +22,7 @@ class Requests(NamedTuple):
     cu_seqlens_q: torch.Tensor | None  # (B + 1,) int32; None: every request has max_q_len tokens
     batch: int
     facts: int | None  # a number for all that a plan depends on: shapes, dtypes; None: something traces the call
+    unsigned: bool = False  # the caller's lengths are uint32
 
 
 class Problem(NamedTuple):
@@ -112,8 +114,8 @@ def requests_of(table: Any, lens: Any, offsets: Any, plain: bool = True, form: F
 def new_requests(table: Any, lens: Any, offsets: Any, form: Form) -> Requests:
     """As `requests_of`, of a call that nothing traces; nothing is kept."""
     made = _views(table, lens, offsets, form)
-    if made.batch < 0:
-        return made._replace(facts=next(_next))
+    if made.batch < 0 or any(isinstance(t, FakeTensor) for t in (table, lens, offsets)):
+        return made._replace(batch=-1, facts=next(_next))
     facts = (made.page_table.shape, made.kv_lens.shape, None if offsets is None else offsets.shape)
     if len(_numbers) >= 4096:  # shapes may vary for ever
         _numbers.clear()
@@ -129,12 +131,13 @@ def _views(table: Any, lens: Any, offsets: Any, form: Form) -> Requests:
         raise ValueError(f"{form.name}: shape {tuple(table.shape)}, must have {2 if form.shared else 3} dimensions")
     if form.column and lens.dim() == 2 and lens.shape[1] == 1:
         lens = lens.squeeze(1)
-    if lens.dtype == torch.uint32:
+    unsigned = lens.dtype == torch.uint32
+    if unsigned:
         lens = lens.view(torch.int32)
     if form.shared:
         (batch, width), (row, entry) = table.shape, table.stride()
         table = table.as_strided((batch, 2, width), (row, 0, entry))
-    return Requests(table, lens, offsets, lens.shape[0], None)
+    return Requests(table, lens, offsets, lens.shape[0], None, unsigned)
 
 
 def pair(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,7 @@ from ..checks import (
 from ..fp4 import BLOCK, FP4Tensor
 from ..plain import traced
 from ..scalars import factor, integer, real
-from .checks import SIGNATURES, drafts_of
+from .checks import SIGNATURES, check_scale, drafts_of
 from .op import serve
 from .problem import SEPARATE, SHARED, Form, Problem, pair, requests_of
 
@@ -192,7 +192,7 @@ def trtllm_batch_decode_with_kv_cache(
     signature = DECODE
     if cum_seq_lens_q is None:
         if max_q_len is not None:
-            check_integer("max_q_len", max_q_len)  # not used
+            check_integer("max_q_len", integer(max_q_len))  # not used
         signature, max_q_len = EQUAL, q_len_per_req
     elif max_q_len is None:
         raise ValueError("max_q_len: None, required with cum_seq_lens_q")
@@ -208,6 +208,7 @@ def trtllm_batch_decode_with_kv_cache(
     scale, scale_tensor = (bmm1_scale, None) if bmm1_scale.__class__ is float else factor(bmm1_scale)
     if bmm1_scale_log2 is not None:
         check_strided("bmm1_scale_log2", bmm1_scale_log2)
+        check_scale("bmm1_scale", scale, scale_tensor, bmm1_scale_log2.device)  # not used
         signature += LOG2
         scale, scale_tensor = LN2, bmm1_scale_log2
     out_scale, out_scale_tensor = (bmm2_scale, None) if bmm2_scale.__class__ is float else factor(bmm2_scale)

@@ -3,11 +3,11 @@ sense, CUDA calls do where CUTE_KERNELS_CHECK is 1. Kernels, and `reference.page
 to [0, T), keys to the columns times the page size, none where the cache has no pages; a page outside it holds zeros.
 """
 
-import math
 from typing import Any
 
 import torch
 
+from ..checks import INF
 from .checks import Names, names_of
 from .problem import Problem
 
@@ -21,8 +21,8 @@ def check(p: Problem, positive: bool = False) -> None:
     for field in ("scale", "out_scale"):
         factor = getattr(p, f"{field}_tensor")
         if factor is not None:
-            value, least = factor.item(), 0 if positive and field == "scale" else -math.inf
-            if not least < value < math.inf:
+            value, least = factor.item(), 0 if positive and field == "scale" else -INF
+            if not least < value < INF:
                 raise ValueError(f"{name(field)}: {value}, must be {'positive and ' if least == 0 else ''}finite")
     first = _offsets(p, name)
     lens = p.requests.kv_lens.cpu()
@@ -32,7 +32,8 @@ def check(p: Problem, positive: bool = False) -> None:
     bad = ((lens < 0) | (lens > most)).nonzero()
     if len(bad):
         request = int(bad[0])
-        raise ValueError(f"{name('kv_lens')}: {lens[request]} of request {request}, must be in [0, {most}]: {why}")
+        length = int(lens[request]) & 0xFFFFFFFF if p.requests.unsigned else int(lens[request])
+        raise ValueError(f"{name('kv_lens')}: {length} of request {request}, must be in [0, {most}]: {why}")
     _pages(p, name, first, lens)
 
 

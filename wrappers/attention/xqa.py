@@ -56,7 +56,7 @@ def xqa(
             `trtllm_batch_decode_with_kv_cache` says; required where q_seq_len > 1.
         v_scales_interleaved, batch_invariant: as there.
 
-    Accepted and not used: workspace_buffer, semaphores (whatever they hold), sm_count, enable_pdl (a hint).
+    Accepted and not used: workspace_buffer, semaphores (whatever they hold), sm_count. A hint: enable_pdl (None: on).
     ValueError rank, shape, stride, device; TypeError dtype; NotImplementedError what no kernel does.
     """
     if (k_sf_cache is None) != (v_sf_cache is None):
@@ -64,7 +64,7 @@ def xqa(
     for name, t in (("q", q), ("output", output), ("seq_lens", seq_lens)):
         if not isinstance(t, _Tensor):
             check_strided(name, t)
-    if q.layout is not _strided or output.layout is not _strided:
+    if q.layout is not _strided or output.layout is not _strided or q.is_nested or output.is_nested:
         check_strided("q", q)
         check_strided("output", output)
     if q_seq_len.__class__ is not int or q_seq_len < 1:
@@ -84,7 +84,7 @@ def xqa(
         drafts = drafts_of(mask, lead, q_seq_len, "q_seq_len", q.device)
     elif q_seq_len > 1:
         raise ValueError(f"mask: None, required where q_seq_len is {q_seq_len}")
-    if kv_layout is None or kv_layout.__class__ is int:
+    if kv_layout.__class__ is not str and (kv_layout is None or integer(kv_layout).__class__ is int):
         kv_layout = "NHD"  # it was sm_count
     if page_size.__class__ is not int or num_kv_heads.__class__ is not int or sliding_win_size.__class__ is not int:
         page_size, num_kv_heads, sliding_win_size = map(integer, (page_size, num_kv_heads, sliding_win_size))
@@ -96,12 +96,14 @@ def xqa(
     k, v = pair("k_cache, v_cache", caches, kv_layout)
     k_scales = v_scales = None
     if k_sf_cache is not None:
-        factors = (
-            _factors("k_sf_cache", k_sf_cache, *size, kv_layout),
-            _factors("v_sf_cache", v_sf_cache, *size, kv_layout),
+        both = (
+            _block_scales("k_sf_cache", k_sf_cache, *size, kv_layout),
+            _block_scales("v_sf_cache", v_sf_cache, *size, kv_layout),
         )
-        k_scales, v_scales = pair("k_sf_cache, v_sf_cache", factors, kv_layout)
+        k_scales, v_scales = pair("k_sf_cache, v_sf_cache", both, kv_layout)
     _, heads, dim = rows.shape
+    if not dim:
+        raise ValueError(f"q: shape {tuple(q.shape)}, head_dim must be at least 1")
     if sinks is not None:
         check_strided("sinks", sinks)
         check_shape("sinks", sinks, (num_kv_heads, heads // num_kv_heads), "KV heads, query heads of each")
@@ -177,8 +179,8 @@ def _paged(name: str, cache: Any, page_size: int, heads: int, layout: Any) -> to
     return cache
 
 
-def _factors(name: str, factors: Any, page_size: int, heads: int, layout: Any) -> torch.Tensor:
+def _block_scales(name: str, scales: Any, page_size: int, heads: int, layout: Any) -> torch.Tensor:
     """Scale factors in 4 dimensions, as e4m3."""
-    found = _paged(name, check_strided(name, factors), page_size, heads, layout)
+    found = _paged(name, check_strided(name, scales), page_size, heads, layout)
     check_one_of(f"{name}: dtype", found.dtype, (torch.uint8, E4M3))
     return found.view(E4M3)

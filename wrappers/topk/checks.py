@@ -11,7 +11,18 @@ import torch
 
 from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS
 
-from ..checks import check_apart, check_integer, check_last_stride, check_one_of, check_shape, check_strided, listed
+from .. import overlap
+from ..checks import (
+    check_apart,
+    check_integer,
+    check_last_stride,
+    check_memory,
+    check_one_of,
+    check_operand,
+    check_shape,
+    check_strided,
+    listed,
+)
 from ..scalars import integer
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -82,6 +93,7 @@ def with_ints(call: Call) -> Call:
 
 def each_row(seq_lens: torch.Tensor, next_n: Any, logits: Any) -> torch.Tensor:
     """`seq_lens` of two dimensions, which hold the end of each row of logits, as (rows,): what next_n = 1 means."""
+    check_strided("seq_lens", seq_lens)
     if isinstance(logits, torch.Tensor) and logits.dim() == 2:
         rows, tokens = logits.shape[0], check_integer("next_n", integer(next_n), 1)
         if seq_lens.shape != (rows, 1) and (rows % tokens or seq_lens.shape != (rows // tokens, tokens)):
@@ -94,34 +106,43 @@ def validate(call: Call) -> None:
     """Raises on the first argument that does not fit."""
     names = NAMES[call.function]
     rows, width = _scores(names["scores"], call)
-    name = names.get("k", "k")
-    _bounded(name, call.k, LARGEST)
-    if call.function == TOP_K and call.k > width:
-        raise ValueError(f"{name}: {call.k}, must not exceed the {width} elements of a row of input")
+    for field in (*INPUTS, *OUTPUTS):
+        check_memory(names.get(field, field), getattr(call, field), call.scores)
+    scalars(call, width)
     if call.layout is not None:
         stated(call)
-    check_integer("next_n", call.next_n, 1)
     if rows % call.next_n:
         raise ValueError(f"next_n: {call.next_n}, must divide the {rows} rows of logits")
-    if isinstance(call.tie_break, bool) or not isinstance(call.tie_break, int) or call.tie_break not in TIES:
-        raise ValueError(f"tie_break: {call.tie_break!r}, must be one of {listed(tuple(map(repr, TopKTieBreak)))}")
     required = {"lengths"} if call.function != TOP_K else set()
     required |= {"starts"} if call.function == PREFILL else {"offsets"} if call.function == RAGGED else set()
     for field in ("starts", "lengths", "row_to_batch", "table_starts", "offsets"):
         value, name = getattr(call, field), names.get(field, field)
         if value is not None or field in required:
             count = rows // call.next_n if field == "lengths" else rows
-            _integers(name, value, 1, call.scores.device)
+            _integers(name, value, 1, call.scores)
             check_shape(name, value, (count,), "one a row" if call.next_n == 1 else "one for next_n rows")
     if call.function == PAGE_TABLE:
         _table(call, rows)
     for field in ("out", "raw"):
         value, name = getattr(call, field), names.get(field, field)
         if value is not None or (field == "raw" and call.function in PER_ROW):
-            _integers(name, value, 2, call.scores.device)
+            _integers(name, value, 2, call.scores)
             check_shape(name, value, (rows, call.k), "rows, k")
-            _apart(name, value)
     _outputs_apart(call, names)
+
+
+def scalars(call: Call, width: int) -> None:
+    """Raises on a number that does not fit scores of so many columns."""
+    name = NAMES[call.function].get("k", "k")
+    _bounded(name, call.k, LARGEST)
+    if call.function == TOP_K and call.k > width:
+        raise ValueError(f"{name}: {call.k}, must not exceed the {width} elements of a row of input")
+    check_integer("next_n", call.next_n, 1)
+    size = _bounded("page_size", call.page_size, MAX_PAGE_SIZE)
+    if size & (size - 1):
+        raise ValueError(f"page_size: {size}, must be a power of two")
+    if isinstance(call.tie_break, bool) or not isinstance(call.tie_break, int) or call.tie_break not in TIES:
+        raise ValueError(f"tie_break: {call.tie_break!r}, must be one of {listed(tuple(map(repr, TopKTieBreak)))}")
 
 
 INPUTS = ("scores", "starts", "lengths", "table", "row_to_batch", "table_starts", "offsets")
@@ -153,13 +174,9 @@ def stated(call: Call) -> None:
             raise ValueError(f"stride{dim}: {stride}, must be that of logits, {call.scores.stride(dim)}")
 
 
-def _device(name: str, value: Any, ndim: int) -> torch.device:
-    return check_strided(name, value, ndim).device
-
-
 def _scores(name: str, call: Call) -> tuple[int, int]:
     scores = call.scores
-    device = _device(name, scores, 2)
+    device = check_strided(name, scores, 2).device
     if device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name}: device {device}, must be cpu or cuda")
     check_one_of(f"{name}: dtype", scores.dtype, DTYPES)
@@ -167,36 +184,24 @@ def _scores(name: str, call: Call) -> tuple[int, int]:
         raise ValueError(f"{name}: shape {tuple(scores.shape)}, a row may have {LARGEST} elements")
     if call.function not in PER_ROW:
         check_last_stride(name, scores)
-    _apart(name, scores)
+    if overlap.folded(scores):
+        form = f"strides {scores.stride()} of shape {tuple(scores.shape)}"
+        raise ValueError(f"{name}: {form}, rows must not overlap")
     return scores.shape[0], scores.shape[1]
 
 
-def _apart(name: str, t: torch.Tensor) -> None:
-    """Raises where two elements of a matrix share memory."""
-    reach = 0  # from the first element to the last that the dimensions so far lead to
-    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
-        if size > 1 and stride <= reach and t.numel():
-            raise ValueError(f"{name}: strides {t.stride()} of shape {tuple(t.shape)}, rows must not overlap")
-        reach += stride * (size - 1)
-
-
-def _integers(name: str, value: Any, ndim: int, device: torch.device) -> None:
-    if _device(name, value, ndim) != device:
-        raise ValueError(f"{name}: device {value.device}, must be that of the scores, {device}")
-    check_one_of(f"{name}: dtype", value.dtype, (torch.int32,))
-    check_last_stride(name, value)
+def _integers(name: str, value: Any, ndim: int, scores: torch.Tensor) -> None:
+    check_operand(name, value, ndim, (torch.int32,), scores.device, "that of the scores")
 
 
 def _table(call: Call, rows: int) -> None:
     name = NAMES[call.function]["table"]
-    _integers(name, call.table, 2, call.scores.device)
+    _integers(name, call.table, 2, call.scores)
     batches = call.table.shape[0]
     if rows and batches < (rows if call.row_to_batch is None else 1):
         least = f"{rows} rows, one a row of input, without row_to_batch" if call.row_to_batch is None else "a row"
         raise ValueError(f"{name}: shape {tuple(call.table.shape)}, needs {least}")
-    size = _bounded("page_size", call.page_size, MAX_PAGE_SIZE)
-    if size & (size - 1):
-        raise ValueError(f"page_size: {size}, must be a power of two")
+    size = call.page_size
     if size > 1 and call.starts is not None and call.table_starts is None:
         raise ValueError(f"page_table_row_starts: None, required where row_starts is given and page_size is {size}")
 

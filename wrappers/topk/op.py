@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
+from ..checks import check_strided
 from ..plain import no_backward, traced, write
 from . import plan
-from .checks import NAMES, PAGE_TABLE, RAGGED, TOP_K, Call, stated, with_ints
+from .checks import NAMES, PAGE_TABLE, RAGGED, TOP_K, Call, scalars, stated, with_ints
 
 NAME = "cute_kernels::top_k_rows"
 # The fields of Call in order, but the last.
@@ -24,21 +25,25 @@ _is_grad_enabled = torch.is_grad_enabled  # a module global: an attribute look-u
 
 def serve(call: Call) -> tuple[Any, Any, Any]:
     """(out, values, indices) of a call."""
-    if _is_grad_enabled() and getattr(call.scores, "requires_grad", False):
-        raise _no_backward(call)
+    if _is_grad_enabled():
+        refuse_grad(call)
     return trace(with_ints(call)) if traced(call.scores) else plan.run(call)
 
 
-def _no_backward(call: Call) -> RuntimeError:
-    """Of all functions alike, though most return integers only."""
-    return no_backward(NAMES[call.function]["scores"])
+def refuse_grad(call: Call) -> None:
+    """Raises on scores that require grad, in all functions alike, though most return integers only."""
+    try:
+        if call.scores.requires_grad:
+            raise no_backward(NAMES[call.function]["scores"])
+    except AttributeError:  # they are no tensor, which is refused later
+        pass
 
 
 @torch.library.impl(NAME, ("cpu", "cuda"))
 def _run(*args: Any) -> None:
     call = Call(*args)
-    if _is_grad_enabled() and call.scores.requires_grad:
-        raise _no_backward(call)
+    if _is_grad_enabled():
+        refuse_grad(call)
     plan.run(call)
 
 
@@ -49,6 +54,8 @@ def _fake(*args: Any) -> None:
 
 def trace(call: Call) -> tuple[Any, Any, Any]:
     """What is recorded of a call: allocation, then the operator. (out, values, indices)."""
+    check_strided(NAMES[call.function]["scores"], call.scores, 2)
+    scalars(call, call.scores.shape[1])
     if call.layout is not None:
         stated(call)
     out, values, indices, shape = call.out, None, None, (call.scores.shape[0], call.k)

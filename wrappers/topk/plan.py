@@ -12,7 +12,7 @@ from cute_kernels.topk.problem import Problem
 
 from .. import machine, overlap, reference
 from ..checks import checking
-from .checks import DTYPES, PER_ROW, TOP_K, WINDOWS, Call, TopKTieBreak, reason, validate, with_ints
+from .checks import DTYPES, NAMES, PER_ROW, TOP_K, WINDOWS, Call, TopKTieBreak, reason, validate, with_ints
 from .values import check as check_values
 
 AT = TopKArgs(*range(len(TopKArgs._fields)))  # where a launch takes what
@@ -151,7 +151,11 @@ def plan_for(call: Call, facts: tuple[str, int] | None) -> Plan:
     given: Callable[[torch.Tensor], Any] = lambda tensor: tensor  # noqa: E731
     if facts is not None:
         arch, sms = facts
-        op, spec = dispatch.select(facts_of(call, sms), arch)
+        try:
+            op, spec = dispatch.select(facts_of(call, sms), arch)
+        except NotImplementedError as error:
+            field = "k" if any(arch in kernel.ARCHS for kernel in dispatch.KERNELS.values()) else "scores"
+            raise NotImplementedError(f"{NAMES[call.function].get(field, field)}: {error}") from None
         fn, given = machine.current.kernel(op, spec, arch), machine.current.argument
 
     def empty(dtype: torch.dtype, *shape: int) -> Any:

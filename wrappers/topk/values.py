@@ -18,10 +18,8 @@ def check(call: Call) -> None:
         _within(names["starts"], start, torch.zeros_like(start), torch.full_like(start, width), "elements of a row")
     if call.lengths is not None:
         name, n = names.get("lengths", "lengths"), call.lengths.cpu().long()
-        if window == DECODE:
+        if window in (DECODE, ENDS):
             _within(name, n, torch.zeros_like(n), torch.full_like(n, width), "elements of a row")
-        elif window == ENDS:
-            _within(name, n, start, torch.full_like(n, width), "row_starts to the elements of a row")
         else:
             _within(name, n, torch.zeros_like(n), width - start, "elements of a row from its start")
     if call.row_to_batch is not None:
