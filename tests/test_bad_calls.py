@@ -104,6 +104,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "flag": NONE | NUMBERS | {"no": "no", "yes": "yes", "one": 1, "zero": 0, "1.0": 1.0, "tensor": torch.ones(1)},
     "number": NONE | NUMBERS | {
         "True": True, "-inf": -math.inf, "zero": 0.0, "negative": -1.0, "tensors": [torch.ones(1)],
+        "one": torch.ones(1), "two": torch.ones(2),
     },
     "scale": NONE | NUMBERS | {
         "True": True, "-inf": -math.inf, "zero": 0.0, "negative": -1.0,
