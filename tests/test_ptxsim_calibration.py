@@ -7,6 +7,7 @@ import pytest
 
 from tools.ptxsim.calibrate import cases, record
 
+pytestmark = pytest.mark.kernels  # it simulates: 14 s
 RECORD = json.loads((Path(record.__file__).parent / "h200.json").read_text())
 FORMS = {case.name: case for case in cases.CASES}
 
