@@ -11,7 +11,7 @@ from .checks import DECODING, PAGE_TABLE, PREFILL, RAGGED, TOP_K, Call, TopKTieB
 from .op import serve
 
 _Tensor = torch.Tensor  # a module global: an attribute look-up saved is 20 ns
-_call = Call.__new__  # `_call(Call, ...)` is `Call(...)`, which makes a dict first: 0.4 us of 0.6
+_call = tuple.__new__  # `_call(Call, (...))` is `Call(...)` of all its fields, in their order: 0.15 us instead of 0.6
 
 
 def _refuse_other_than(kind: type, **given: Any) -> None:
@@ -51,11 +51,10 @@ def top_k_page_table_transform(
         _refuse_other_than(bool, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
     if page_table_row_starts is None and page_size == 1:
         page_table_row_starts = row_starts
-    return serve(_call(
-        Call, PAGE_TABLE, input, k, starts=row_starts, lengths=lengths, out=out, raw=out_raw_indices,
-        table=src_page_table, row_to_batch=row_to_batch, table_starts=page_table_row_starts, page_size=page_size,
-        tie_break=tie_break,
-    ))[0]  # fmt: skip
+    return serve(_call(Call, (
+        PAGE_TABLE, input, k, row_starts, lengths, out, out_raw_indices, None, None, src_page_table, row_to_batch,
+        page_table_row_starts, None, 1, page_size, tie_break, None,
+    )))[0]  # fmt: skip
 
 
 def top_k_ragged_transform(
@@ -75,9 +74,9 @@ def top_k_ragged_transform(
     """
     if deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
         _refuse_other_than(bool, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
-    return serve(
-        _call(Call, RAGGED, input, k, starts=row_starts, lengths=lengths, offsets=offsets, tie_break=tie_break)
-    )[0]
+    return serve(_call(Call, (
+        RAGGED, input, k, row_starts, lengths, None, None, None, None, None, None, None, offsets, 1, 1, tie_break, None,
+    )))[0]  # fmt: skip
 
 
 def top_k(
@@ -95,7 +94,9 @@ def top_k(
     """
     if sorted.__class__ is not bool or deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
         _refuse_other_than(bool, sorted=sorted, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
-    _, values, indices = serve(_call(Call, TOP_K, input, k, tie_break=tie_break))
+    _, values, indices = serve(_call(Call, (
+        TOP_K, input, k, None, None, None, None, None, None, None, None, None, None, 1, 1, tie_break, None,
+    )))  # fmt: skip
     if not sorted:
         return values, indices
     order = reference.order_keys(values).sort(dim=1, descending=True, stable=True).indices
@@ -123,7 +124,10 @@ def top_k_per_row_prefill(
     if num_rows.__class__ is not int or stride0.__class__ is not int or stride1.__class__ is not int:
         num_rows, stride0, stride1 = layout = integer(num_rows), integer(stride0), integer(stride1)
         _refuse_other_than(int, num_rows=num_rows, stride0=stride0, stride1=stride1)
-    serve(_call(Call, PREFILL, logits, top_k, starts=row_starts, lengths=row_ends, raw=indices, layout=layout))
+    serve(_call(Call, (
+        PREFILL, logits, top_k, row_starts, row_ends, None, indices, None, None, None, None, None, None, 1, 1,
+        TopKTieBreak.NONE, layout,
+    )))  # fmt: skip
 
 
 def top_k_per_row_decode(
@@ -148,4 +152,7 @@ def top_k_per_row_decode(
     if num_rows.__class__ is not int or stride0.__class__ is not int or stride1.__class__ is not int:
         num_rows, stride0, stride1 = layout = integer(num_rows), integer(stride0), integer(stride1)
         _refuse_other_than(int, num_rows=num_rows, stride0=stride0, stride1=stride1)
-    serve(_call(Call, DECODING, logits, top_k, lengths=seq_lens, raw=indices, next_n=next_n, layout=layout))
+    serve(_call(Call, (
+        DECODING, logits, top_k, None, seq_lens, None, indices, None, None, None, None, None, None, next_n, 1,
+        TopKTieBreak.NONE, layout,
+    )))  # fmt: skip
