@@ -15,6 +15,7 @@ from cute_kernels.attention import args
 from cute_kernels.topk.args import TopKArgs
 from tests.fake_machine import FakeMachine
 from wrappers import machine, scratch
+from wrappers.attention import plan as attention_plan
 
 CONTEXT, DECODE = wrappers.trtllm_batch_context_with_kv_cache, wrappers.trtllm_batch_decode_with_kv_cache
 E4M3 = torch.float8_e4m3fn
@@ -216,6 +217,26 @@ def test_launches_are_made_on_the_tensors_device(here):
             function(**inputs)
             assert here.device == 1, "the caller's device is current again"
     assert len(here.launches) == 2 * len(list(everything()))
+
+
+def test_more_tiles_than_prefill_counts(here, monkeypatch):
+    """If every request owned all tokens: by the launch, so with a plan and without."""
+    inputs = cases.make_inputs(PLAIN)
+    CONTEXT(**inputs)
+    (tokens, heads, _), batch = inputs["query"].shape, inputs["batch_size"]
+    plan = next(iter(here.plans.values()))
+    most = batch * plan.tile_heads * (tokens * plan.row_factor // plan.tile_rows + 1)
+    for limit, refused in ((most, True), (most + 1, False)):
+        monkeypatch.setattr(attention_plan, "MOST_TILES", limit)
+        for _ in range(2):
+            launches = len(here.launches)
+            if refused:
+                with pytest.raises(NotImplementedError, match=f"^query: {tokens} tokens of {heads} heads, {batch} "):
+                    CONTEXT(**inputs)
+            else:
+                CONTEXT(**inputs)
+            assert len(here.launches) == launches + (not refused)
+        here.plans.clear()
 
 
 def test_offsets_of_equal_requests(here):

@@ -21,7 +21,7 @@ class Machine:
     """What is kept: `plans` by the static facts of a call, of all public functions; `offsets` of queries of equal
     length, by device, batch and length; `tickets` and `parts`, counters and scratch memory, see `scratch`."""
 
-    max_plans = 4096  # `plans` is emptied at this size: a caller may vary shapes for ever
+    max_plans = 4096  # `plans` is emptied at this size, `offsets` kept no longer: a caller may vary shapes for ever
     is_capturing = staticmethod(torch.cuda.is_current_stream_capturing)  # asked of the current device's stream
     raw_stream = staticmethod(_raw_stream)  # of a device, by its index: a handle
     current_device = staticmethod(_get_device)

@@ -108,6 +108,12 @@ class Plan:
         if p.enable_pdl is not None:
             flat[at.enable_pdl] = 1 if p.enable_pdl else 0
 
+    def lse_apart(self, lse: torch.Tensor, q: torch.Tensor, out: Any) -> bool:
+        """Whether lse shares no byte with the query, the given output or itself."""
+        if not lse.is_contiguous() and overlap.folded(lse):
+            return False
+        return not overlap.overlap(lse, q) and (out is None or not overlap.overlap(lse, out))
+
     def new_output(self, q: torch.Tensor) -> torch.Tensor:
         if self.like_query and q.is_contiguous():
             return _empty_like(q)
@@ -247,16 +253,8 @@ def run(p: Problem) -> Any:
             if (-size < apart < reach or not whole) and overlap.overlap(o, q):
                 raise ValueError("out")
         if lse is not None:
-            if lse.shape != (tokens, heads) or not (thin := lse.is_contiguous()) and overlap.folded(lse):
+            if lse.shape != (tokens, heads) or not plan.lse_apart(lse, q, out):
                 raise ValueError("lse")
-            first, size = lse.data_ptr(), 4 * tokens * heads
-            apart = first - q.data_ptr()
-            reach = tokens * plan.token_bytes if apart < 0 or q.is_contiguous() else _most(q)
-            if (-size < apart < reach or not thin) and overlap.overlap(lse, q):
-                raise ValueError("lse")
-            if out is not None and (-size < first - o.data_ptr() < tokens * plan.token_bytes or not thin or not whole):
-                if overlap.overlap(lse, o):
-                    raise ValueError("lse")
             flat[at.lse] = lse
         elif return_lse:
             flat[at.lse] = lse = _empty((tokens, heads), dtype=torch.float32, device=plan.device)

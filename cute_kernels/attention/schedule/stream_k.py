@@ -14,7 +14,7 @@ from .. import geometry, mask
 from . import work
 from .work import RequestTiles, Search, Split, Work
 
-MOST_UNITS = (1 << 31) - 1
+MOST_UNITS = (1 << 31) - 1  # of a launch: CTAs count them in 32 bits
 
 
 class Share(NamedTuple):
