@@ -6,6 +6,7 @@ RuntimeError; other arguments are taken as constants. Under torch.no_grad() and 
 
 from .attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from .attention.xqa import xqa
+from .cascade import merge_state, merge_state_in_place, merge_states
 from .explanation import Explanation, explain
 from .fp4 import FP4Tensor, nvfp4_dequantize, nvfp4_quantize
 from .quantization import packbits, segment_packbits
@@ -23,6 +24,9 @@ __all__ = [
     "FP4Tensor",
     "TopKTieBreak",
     "explain",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
     "nvfp4_dequantize",
     "nvfp4_quantize",
     "packbits",
