@@ -9,6 +9,12 @@ from .attention.xqa import xqa
 from .cascade import merge_state, merge_state_in_place, merge_states
 from .explanation import Explanation, explain
 from .fp4 import FP4Tensor, nvfp4_dequantize, nvfp4_quantize
+from .page import (
+    append_paged_kv_cache,
+    get_batch_indices_positions,
+    get_seq_lens,
+    nvfp4_quantize_append_paged_kv_cache,
+)
 from .quantization import packbits, segment_packbits
 from .topk import (
     TopKTieBreak,
@@ -23,12 +29,16 @@ __all__ = [
     "Explanation",
     "FP4Tensor",
     "TopKTieBreak",
+    "append_paged_kv_cache",
     "explain",
+    "get_batch_indices_positions",
+    "get_seq_lens",
     "merge_state",
     "merge_state_in_place",
     "merge_states",
     "nvfp4_dequantize",
     "nvfp4_quantize",
+    "nvfp4_quantize_append_paged_kv_cache",
     "packbits",
     "segment_packbits",
     "top_k",
