@@ -188,7 +188,7 @@ def _slots(rows: Rows, nnz: int, pages: int, size: int, device: torch.device) ->
     fits &= (page >= 0) & (page < pages)
     first = fits.to(torch.uint8).argmax()
     source = torch.where(fits, torch.arange(nnz, device=device), first)
-    return Slots(source, page.clamp(0, pages - 1)[source], position.remainder(size)[source], fits[first])
+    return Slots(source, page.clamp(0, pages - 1)[source], position.remainder(size)[source], fits.any())
 
 
 def _write(cache: torch.Tensor, rows: torch.Tensor, slots: Slots) -> None:
