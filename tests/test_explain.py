@@ -14,7 +14,7 @@ from cute_kernels.catalog import ARCHS
 from cute_kernels.topk import dispatch as topk_dispatch
 from tests.fake_machine import FakeMachine
 from tests.test_signatures import UPSTREAM, inputs_of, same
-from wrappers import cascade, explain, machine, page, quantization
+from wrappers import cascade, explain, machine, page, prefill, quantization
 from wrappers.explanation import FUNCTIONS, SMS
 
 NAMES = [function.__name__ for function in FUNCTIONS]
@@ -54,6 +54,7 @@ def untouched(inputs):
 def test_every_public_function_is_explained():
     others = {"Explanation", "FP4Tensor", "TopKTieBreak", "explain", "nvfp4_dequantize", "nvfp4_quantize"}
     others |= {*cascade.__all__, *page.__all__, *quantization.__all__}  # plain torch
+    others |= {*prefill.__all__}
     assert set(wrappers.__all__) - others == set(NAMES) == set(UPSTREAM)
     assert all(getattr(wrappers, name) is function for name, function in zip(NAMES, FUNCTIONS, strict=True))
 

@@ -26,6 +26,9 @@ UPSTREAM = {
     "wrappers/attention/trtllm.py": {"trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache"},
     "wrappers/attention/xqa.py": {"xqa"},
     "wrappers/page.py": {"append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache"},
+    "wrappers/prefill/paged.py": {"__init__", "plan", "run", "forward"},
+    "wrappers/prefill/ragged.py": {"__init__", "plan", "run", "forward"},
+    "wrappers/prefill/single.py": {"single_prefill_with_kv_cache"},
     "wrappers/topk/api.py": {"top_k_page_table_transform"},
 }
 

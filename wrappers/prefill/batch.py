@@ -105,9 +105,8 @@ class Batch:
         self._check_indices(given)
         batch, rows = given[0].shape[0] - 1, None
         if given[0].is_cpu:
-            rows = int(given[0][batch])
-            if most is None and batch:
-                most = int(given[0].diff().max())
+            rows, longest = values.last_and_longest(given[0])
+            most = longest if most is None else most
         if most is not None:
             most = check_integer("max_token_per_sequence", integer(most))
         mask = values.mask_of(custom, packed, self.device)

@@ -8,6 +8,7 @@ from ..attention.checks import SIGNATURES
 from ..attention.op import serve
 from ..attention.problem import Problem, Requests, csr_requests, pair
 from ..checks import check_integer
+from ..page import paged_kv
 from ..scalars import integer, real
 from . import values
 from .batch import Batch
@@ -22,15 +23,6 @@ SIGNATURES[PAGED] = {
     "alibi_slopes": "pos_encoding_mode", "rope": "pos_encoding_mode",
 }  # fmt: skip
 _problem = Problem.__new__  # `_problem(Problem, ...)` is `Problem(...)`, less a dict: 0.4 us
-_Tensor = torch.Tensor
-
-
-def _one_row_pages(value: Any, layout: str) -> Any:
-    """A cache of pages of one row, whose dimension of rows may be left out, with that dimension."""
-    at = -3 if layout == "NHD" else -2
-    if isinstance(value, (tuple, list)):
-        return tuple(t.unsqueeze(at) if isinstance(t, _Tensor) and t.dim() == 3 else t for t in value)
-    return value.unsqueeze(at) if isinstance(value, _Tensor) and value.dim() == 4 else value
 
 
 class BatchPrefillWithPagedKVCacheWrapper(Batch):
@@ -164,9 +156,8 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
             values.refuse(use_fp16_softmax=use_fp16_softmax or None, uses_spcompress=uses_spcompress or None)
         if window_left is not None and self._planned is not None and window_left != self._window_left:
             raise ValueError(f"window_left: {window_left}, must be None or plan's, {self._window_left}")
-        if self._shape.page_size == 1:
-            paged_kv_cache = _one_row_pages(paged_kv_cache, self._kv_layout)
-        k, v = pair("paged_kv_cache", paged_kv_cache, self._kv_layout)
+        views = paged_kv if self._shape.page_size == 1 else pair
+        k, v = views("paged_kv_cache", paged_kv_cache, self._kv_layout)
         (_, _, _, mask, mask_starts), requests, max_q_len = self._ready(q, k, v)
         scale: Any = self._scale if sm_scale is None else values.number("sm_scale", sm_scale)
         out_scale: Any = 1.0
@@ -178,7 +169,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
         if v_scale is not None:
             out_scale, out_scale_tensor = values.times("v_scale", v_scale, self.device, 1.0, None)
         if kv_cache_sf is not None:
-            k_scales, v_scales = pair("kv_cache_sf", kv_cache_sf, self._kv_layout)
+            k_scales, v_scales = views("kv_cache_sf", kv_cache_sf, self._kv_layout)
         return serve(_problem(
             Problem, PAGED, "prefill", q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor,
             self._causal, self._window_left, self._logits_soft_cap, sinks, k_scales, v_scales, False, None,
