@@ -102,6 +102,7 @@ class Form(NamedTuple):
 SHARED, SEPARATE = Form(), Form(shared=False)
 _numbers: dict[tuple[Any, ...], int] = {}  # facts -> their number, which has one meaning for ever
 _next = count()
+_nothing: dict[torch.device, tuple[torch.Tensor, ...]] = {}  # a page table and lengths without elements
 
 
 _last: tuple[Any, ...] = (None,) * 10
@@ -158,7 +159,12 @@ def ragged_requests(qo_indptr: Any, kv_indptr: Any, plain: bool = True) -> Reque
     """Requests whose keys are rows kv_indptr[b]:kv_indptr[b + 1], int32 (B + 1,), of K and V without pages."""
     if not _strided_all(kv_indptr, kv_indptr, kv_indptr, qo_indptr):
         return Requests(kv_indptr, kv_indptr, qo_indptr, -1, next(_next) if plain else None, False, kv_indptr, "ragged")
-    table, lens = (kv_indptr.new_empty(shape, dtype=torch.int32) for shape in ((1, 2, 0), (0,)))
+    nothing = _nothing.get(kv_indptr.device)
+    if nothing is None or not plain or kv_indptr.__class__ is not _Tensor:
+        nothing = tuple(kv_indptr.new_empty(shape, dtype=torch.int32) for shape in ((1, 2, 0), (0,)))
+        if plain and kv_indptr.__class__ is _Tensor:
+            _nothing[kv_indptr.device] = nothing
+    table, lens = nothing
     return listed_requests(table, lens, qo_indptr, kv_indptr, "ragged", plain)
 
 

@@ -99,7 +99,7 @@ class Batch:
             raise ValueError(f"{self._NAMES[0]}: shape (0,), must have an element or more")
         self._check_lengths(given, batch)
 
-    def _prepare(self, given: tuple[Any, ...], page_size: int, most: Any, custom: Any, packed: Any) -> Planned:
+    def _prepare(self, given: tuple[Any, ...], page_size: int, most: Any, mask: Mask | None) -> Planned:
         """given: the tensors of `_NAMES`, on the host or the device. most: a bound of query lengths, None if unknown.
         Everything is checked before a buffer is written."""
         self._check_indices(given)
@@ -109,8 +109,7 @@ class Batch:
             most = longest if most is None else most
         if most is not None:
             most = check_integer("max_token_per_sequence", integer(most))
-        mask = values.mask_of(custom, packed, self.device)
-        known = None  # where bits begin, as the host knows it
+        known: Offsets | None = None  # where bits begin, as the host knows it
         if mask is not None and all(t.is_cpu for t in given):
             known = values.offsets_of(given[0], self._keys(given, page_size))
             mask.check(int(known.elements[-1]), int(known.bytes[-1]))

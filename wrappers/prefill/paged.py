@@ -99,8 +99,8 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
                 negative: all. logits_soft_cap c: c * tanh(logit / c), off where None or not positive.
             q_data_type, kv_data_type, o_data_type: dtypes or their names; the query's where None.
             max_token_per_sequence: bound of query lengths, for the schedule; found where qo_indptr is on the host.
-            non_blocking: copies from the host never wait for the device, whatever it says: the current stream orders
-                them, and index tensors may be written when plan returns; a mask on the host may not before its copy.
+            non_blocking: of the copy of a mask from the host, which may then not be written before it is done. Copies
+                of index tensors never wait: the current stream orders them, and they may be written at once.
         Hints: allow_fp16_qk_reduction (or use_fp16_qk_reduction), max_sequence_kv, seq_lens, seq_lens_q, block_tables,
         fixed_split_size, disable_split_kv. NotImplementedError: multi-item scoring (the last four arguments).
 
@@ -120,7 +120,8 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
         )
         values.check_rope(modifiers.rope, types)
         given = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
-        planned = self._prepare(given, shape.page_size, max_token_per_sequence, custom_mask, packed_custom_mask)
+        mask = values.mask_of(custom_mask, packed_custom_mask, self.device, non_blocking)
+        planned = self._prepare(given, shape.page_size, max_token_per_sequence, mask)
         self._keep(planned, shape, types, modifiers)
 
     begin_forward = plan

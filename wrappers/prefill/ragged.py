@@ -89,8 +89,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Batch):
             causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta
         )
         values.check_rope(modifiers.rope, types)
-        given = qo_indptr, kv_indptr
-        planned = self._prepare(given, 0, max_token_per_sequence, custom_mask, packed_custom_mask)
+        mask = values.mask_of(custom_mask, packed_custom_mask, self.device, non_blocking)
+        planned = self._prepare((qo_indptr, kv_indptr), 0, max_token_per_sequence, mask)
         self._keep(planned, shape, types, modifiers)
 
     begin_forward = plan

@@ -242,6 +242,7 @@ class Mask(NamedTuple):
     name: str
     given: torch.Tensor  # (N,): bools, or bytes
     packed: bool
+    non_blocking: bool  # of a copy from the host
 
     def size(self, batch: int) -> int:
         """A bound of its bytes."""
@@ -256,13 +257,13 @@ class Mask(NamedTuple):
 
     def pack(self, at: Offsets, size: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """uint8 (size,) on the device of `at`; written to `out` where that is given."""
-        device = at.bytes.device
+        given = self.given.to(at.bytes.device, non_blocking=self.non_blocking)
         if not self.packed:
-            return pack_segments(self.given.to(device).to(torch.bool), at.elements, at.bytes, size, out)
-        return self.given.to(device) if out is None else out.copy_(self.given)
+            return pack_segments(given.to(torch.bool), at.elements, at.bytes, size, out)
+        return given if out is None else out.copy_(given)
 
 
-def mask_of(custom: Any, packed: Any, device: torch.device) -> Mask | None:
+def mask_of(custom: Any, packed: Any, device: torch.device, non_blocking: bool = False) -> Mask | None:
     if custom is None and packed is None:
         return None
     name = "custom_mask" if packed is None else "packed_custom_mask"
@@ -273,4 +274,4 @@ def mask_of(custom: Any, packed: Any, device: torch.device) -> Mask | None:
         check_operand(name, mask, 1, (torch.uint8,), None)
     if mask.numel() >= MOST_BYTES * (1 if packed is not None else 7):
         raise NotImplementedError(f"{name}: {mask.numel()} elements, must be less than {MOST_BYTES} bytes, packed")
-    return Mask(name, mask.reshape(-1), packed is not None)
+    return Mask(name, mask.reshape(-1), packed is not None, non_blocking)
