@@ -12,6 +12,8 @@ from wrappers import (
     BatchAttentionWithAttentionSinkWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
+    nvfp4_dequantize,
+    nvfp4_quantize,
     packbits,
     segment_packbits,
     single_prefill_with_kv_cache,
@@ -225,6 +227,18 @@ def test_e4m3_caches_with_scales():
     o, lse = case.want(scale=2 * D**-0.5)
     wrapper = case.paged(kv_data_type=E4M3)
     check(wrapper.run(case.q, (k, v), 2.0, 0.5, True), (o / 2, lse))
+
+
+def test_nvfp4_caches():
+    """As the context function computes with them."""
+    case = Case(page=8)
+    k, v = (nvfp4_quantize(t.nan_to_num(0.0), 1.0) for t in case.cache)
+    wrapper = case.paged(kv_data_type=torch.uint8, causal=True)
+    got = wrapper.run(case.q, (k[0], v[0]), kv_cache_sf=(k[1], v[1]))
+    want = case.paged(causal=True).run(case.q, tuple(nvfp4_dequantize(*t).half() for t in (k, v)))
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+    with pytest.raises(ValueError, match="kv_cache_sf: None, required"):
+        wrapper.run(case.q, (k[0], v[0]))
 
 
 @pytest.mark.parametrize("number", [float, int, torch.tensor, lambda x: torch.tensor([x])])

@@ -138,7 +138,8 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
         """Attention as planned.
 
         Args:
-            q: (T, Hq, D), any token and head strides; T is the last of qo_indptr.
+            q: (T, Hq, D), any token and head strides; T is the last of qo_indptr, which is checked where plan got that
+                on the host.
             paged_kv_cache: (k, v), each (pages, P, Hkv, D) "NHD" or (pages, Hkv, P, D) "HND", any strides but the
                 last, numbers of pages of their own; or one (pages, 2, ...) of both. With pages of one row, P may be
                 left out.
