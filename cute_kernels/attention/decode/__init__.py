@@ -8,11 +8,10 @@ from itertools import product
 from typing import Any, ClassVar
 
 from ..problem import Problem, Refusal
-from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec
+from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, source_of
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 PHASE = "decode"
-PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 QUANTISED = ("e4m3", "nvfp4")
 FEW_ROWS = 8  # of a warp; kernels for calls with more rows have twice as many
 
@@ -84,22 +83,25 @@ def candidate(problem: Problem, arch: str) -> Spec:
     p = problem
     many = not p.batch_invariant and p.rows * p.group > FEW_ROWS  # other requests' rows count
     spec = spec_of(p.q, p.kv, p.head_dim_qk, 2 * FEW_ROWS if many else FEW_ROWS, arch)
-    mask = spec.mask if p.causal else replace(spec.mask, causal="value")
-    out = spec.out if p.out in spec.out else (p.out,)
-    return replace(spec, kv=KVSpec(p.kv, p.source), head_dim_vo=p.head_dim_vo, mask=mask, out=out)
+    mask = replace(spec.mask, causal="always" if p.causal else "value", custom=p.custom_mask)
+    logits, out = replace(spec.logits, alibi=p.alibi), spec.out if p.out in spec.out else (p.out,)
+    return replace(spec, kv=KVSpec(p.kv, source_of(p)), head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, out=out)
 
 
 def supports(spec: Spec) -> Refusal | None:
     """None where the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
     if spec.q not in DTYPES:
         return Refusal("q", f"{spec.q}: the kernel has {', '.join(DTYPES)}")
-    if spec.kv.dtype not in (spec.q, *QUANTISED) or spec.kv.source != "paged":
-        held = ", ".join((spec.q, *QUANTISED))
-        return Refusal("kv", f"{spec.kv.source} {spec.kv.dtype}: the kernel has paged {held}")
+    if spec.kv.dtype not in (spec.q, *QUANTISED):
+        return Refusal("kv", f"{spec.kv.dtype}: the kernel has {', '.join((spec.q, *QUANTISED))}")
     if spec.out not in ((spec.q, "e4m3"), (spec.q,)):
         return Refusal("out", f"{', '.join(spec.out)}: the kernel has {spec.q}, e4m3")
     if spec.head_dim_qk != spec.head_dim_vo or spec.head_dim_qk not in DIMS:
         return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, DIMS))}")
+    if spec.mask.custom:
+        return Refusal("custom_mask", "True: the kernel has a mask of drafts only")
+    if spec.logits.alibi:
+        return Refusal("alibi", "True: the kernel has no ALiBi")
     if spec.mask.causal != "always":
         return Refusal("causal", "False: tokens of the kernel see no later keys")
     if spec.schedule != "stream_k" or not spec.pack_gqa:
