@@ -1,6 +1,8 @@
 """`wrappers.attention.rope`: rotated Q and K against float64, in every form of requests, with values that make no
 sense, and without a look at any."""
 
+import math
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,13 +26,13 @@ def ints(*values):
 
 
 def exact(x, position, by):
-    """One row (H, D) in float64: (rotated, what fp32 angles, sines and products may add to its error)."""
+    """One row (H, D) in float64, as complex numbers: (rotated, what fp32 may add to its error)."""
     half = x.shape[-1] // 2
     f = torch.tensor([by.theta ** (-2 * d / (2 * half)) / by.scale for d in range(half)], dtype=torch.float64)
     z = torch.complex(x[..., :half].double(), x[..., half:].double())
     turned = z * torch.polar(torch.ones_like(f), position * f)
-    # f and the angle are rounded once each, sine and cosine are right to 2 ulp, 3 operations follow
-    error = z.abs() * (abs(position) * f * 2 + 8) * FP32
+    # an angle below a turn is rounded three times (2 pi, too), its sine is right to 2 ulp, three operations follow
+    error = z.abs() * (3 * 2 * math.pi + 4 + 3) * FP32
     return torch.cat([turned.real, turned.imag], -1), torch.cat([error, error], -1)
 
 
@@ -107,7 +109,7 @@ def assert_problem_rotated(p, keys):
 @pytest.mark.parametrize("dtype", UNIT, ids=str)
 @pytest.mark.parametrize("by", [Rope(), Rope(8.0, 5e5), Rope(0.5, 1.0)], ids=str)
 def test_positions_up_to_131072(dtype, by):
-    """The angle's own rounding is 2^-8 radians there, which a bf16 result shows and an fp16 result shows plainly."""
+    """Where fp32 angles are off by 2^-8 radians, which rounding to bf16 just hides, and to fp16 does not."""
     positions = ints(0, 1, -1, -3, 2047, 4096, 65537, 131071, 131072)
     x = random(len(positions), 2, 64, dtype=dtype)
     found = rope.rotate(x, positions, rope.frequencies(64, by, x.device))
@@ -121,7 +123,7 @@ def test_pairs_are_halves():
     x = torch.zeros(1, 1, 8, dtype=torch.float16)
     x[0, 0, 0] = x[0, 0, 5] = 1
     f = rope.frequencies(8, Rope(2.0, 16.0), x.device)
-    assert f.tolist() == [0.5, 0.25, 0.125, 0.0625]
+    assert (f * 2 * math.pi).tolist() == [0.5, 0.25, 0.125, 0.0625]
     angle = torch.tensor([1.0, 0.5], dtype=torch.float64)
     cos, sin = angle.cos(), angle.sin()
     right = torch.stack([cos[0], -sin[1], *torch.zeros(2), sin[0], cos[1], *torch.zeros(2)]).half()
@@ -136,7 +138,7 @@ def test_every_key_and_query_stands_at_its_position(form, size, layout):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_chunks(form, monkeypatch):
-    monkeypatch.setattr(rope, "TEMPORARY", 5 * 16 * (4 * 2 + 6) * 2)  # two pages of make
+    monkeypatch.setattr(rope, "TEMPORARY", 5 * 16 * (4 * 2 + 10) * 2)  # two pages of make
     assert_problem_rotated(*make(form))
 
 

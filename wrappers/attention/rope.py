@@ -5,6 +5,8 @@ of its pages (2 S), then two operations for each half of the result, with fp32 i
 S), and the sum (reads S and S / 2, writes S / 2). That is 9 S in all, and 7 S for Q, which is not gathered.
 """
 
+from math import pi
+
 import torch
 
 from .problem import Problem, Requests, Rope
@@ -32,38 +34,40 @@ def rotated(p: Problem) -> Problem:
             raise NotImplementedError(f"pos_encoding_mode: 'ROPE_LLAMA' with a {kind} {name}, must be fp16 or bf16")
     if not p.requests.batch:
         return p._replace(rope=None)
-    f = frequencies(p.q.shape[2], p.rope, p.q.device)
-    q = rotate(p.q, _query_positions(p), f)
-    k, requests = _ragged_keys(p, f) if p.requests.form == "ragged" else _paged_keys(p, f)
+    turns = frequencies(p.q.shape[2], p.rope, p.q.device)
+    q = rotate(p.q, _query_positions(p), turns)
+    k, requests = _ragged_keys(p, turns) if p.requests.form == "ragged" else _paged_keys(p, turns)
     return p._replace(q=q, k=k, requests=requests, rope=None)
 
 
 def frequencies(dim: int, rope: Rope, device: torch.device) -> torch.Tensor:
-    """(dim / 2,) fp32, radians a position: theta^(-2 d / dim) / scale, each rounded once."""
-    f = torch.arange(0, -dim, -2, dtype=torch.float64, device=device).div_(dim)
-    return torch.pow(rope.theta, f).div_(rope.scale).float()
+    """(dim / 2,) fp64, turns a position: theta^(-2 d / dim) / scale radians."""
+    exponents = torch.arange(0, -dim, -2, dtype=torch.float64, device=device).div_(dim)
+    return torch.pow(rope.theta, exponents).div_(2 * pi * rope.scale)
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
-    """x (T, H, D) 16-bit, any strides, rotated at positions (T,) by frequencies f (D / 2,): new, contiguous."""
+def rotate(x: torch.Tensor, positions: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """x (T, H, D) 16-bit, any strides, rotated at positions (T,) by `frequencies` turns (D / 2,): new, contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _fill(out.unsqueeze(2), x.unsqueeze(2), None, positions, f)
+    _fill(out.unsqueeze(2), x.unsqueeze(2), None, positions, turns)
     return out
 
 
 def _fill(
-    out: torch.Tensor, pages: torch.Tensor, ids: torch.Tensor | None, first: torch.Tensor, f: torch.Tensor
+    out: torch.Tensor, pages: torch.Tensor, ids: torch.Tensor | None, first: torch.Tensor, turns: torch.Tensor
 ) -> None:
     """Write pages (pages, H, P, D), or of them those of ids (E,), to out (E, H, P, D), each rotated from its first
-    position, first (E,), on. Angles, sines and products are fp32."""
+    position, first (E,), on. Whole turns are dropped in fp64: in fp32, an angle at position 131072 is 2^-8 radians off.
+    The rest, its sine and products are fp32."""
     entries, heads, rows, dim = out.shape
     a, b = slice(0, dim // 2), slice(dim // 2, dim)
-    size = max(1, TEMPORARY // max(1, rows * dim * (4 * heads + 6)))  # page and half of it in fp32; angle, cos, sin
+    size = max(1, TEMPORARY // max(1, rows * dim * (4 * heads + 10)))  # page, half of it in fp32; tables
     within = torch.arange(rows, device=out.device)
     by_row = out.stride(1) < out.stride(2)  # NHD, in which order a gather is a copy of whole pages
     for begin in range(0, entries, size):
         part = slice(begin, begin + size)
-        angle = (first[part, None] + within).float()[:, None, :, None] * f
+        turned = (first[part, None] + within)[:, None, :, None] * turns
+        angle = turned.frac_().float().mul_(2 * pi)
         cos, sin = angle.cos(), angle.sin()
         if ids is None:
             x = pages[part]
@@ -85,7 +89,7 @@ def _empty(like: torch.Tensor, pages: int) -> torch.Tensor:
     return like.new_empty(pages, heads, rows, dim)
 
 
-def _paged_keys(p: Problem, f: torch.Tensor) -> tuple[torch.Tensor, Requests]:
+def _paged_keys(p: Problem, turns: torch.Tensor) -> tuple[torch.Tensor, Requests]:
     r, pool = p.requests, p.k.shape[0]
     if not pool:  # no request has keys
         return p.k, r
@@ -97,18 +101,18 @@ def _paged_keys(p: Problem, f: torch.Tensor) -> tuple[torch.Tensor, Requests]:
         first = _offsets_within(entry, r.kv_starts.clamp(0, given.shape[1])) * rows
     k = _empty(p.k, given.numel())
     ids = given.clamp(0, pool - 1)
-    _fill(k, p.k, ids.flatten(), first.flatten(), f)
+    _fill(k, p.k, ids.flatten(), first.flatten(), turns)
     table = torch.stack((entry.masked_fill(given != ids, -1), r.page_table[:, 1]), 1)
     return k, r._replace(page_table=table)
 
 
-def _ragged_keys(p: Problem, f: torch.Tensor) -> tuple[torch.Tensor, Requests]:
+def _ragged_keys(p: Problem, turns: torch.Tensor) -> tuple[torch.Tensor, Requests]:
     assert p.requests.kv_starts is not None
     rows = p.k.shape[2]
     row = torch.arange(rows, dtype=torch.int32, device=p.k.device)
     k = _empty(p.k, 1)
     first = _offsets_within(row, p.requests.kv_starts.clamp(0, rows))
-    _fill(k.permute(2, 1, 0, 3), p.k.permute(2, 1, 0, 3), None, first, f)  # a row as a page
+    _fill(k.permute(2, 1, 0, 3), p.k.permute(2, 1, 0, 3), None, first, turns)  # a row as a page
     return k, p.requests
 
 
