@@ -24,6 +24,7 @@ FAMILIES = ("attention", "topk")
 UPSTREAM = {
     "wrappers/attention/trtllm.py": {"trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache"},
     "wrappers/attention/xqa.py": {"xqa"},
+    "wrappers/page.py": {"append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache"},
     "wrappers/topk/api.py": {"top_k_page_table_transform"},
 }
 

@@ -6,8 +6,15 @@ RuntimeError; other arguments are taken as constants. Under torch.no_grad() and 
 
 from .attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from .attention.xqa import xqa
+from .cascade import merge_state, merge_state_in_place, merge_states
 from .explanation import Explanation, explain
 from .fp4 import FP4Tensor, nvfp4_dequantize, nvfp4_quantize
+from .page import (
+    append_paged_kv_cache,
+    get_batch_indices_positions,
+    get_seq_lens,
+    nvfp4_quantize_append_paged_kv_cache,
+)
 from .prefill import (
     BatchAttentionWithAttentionSinkWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
@@ -32,9 +39,16 @@ __all__ = [
     "Explanation",
     "FP4Tensor",
     "TopKTieBreak",
+    "append_paged_kv_cache",
     "explain",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
     "nvfp4_dequantize",
     "nvfp4_quantize",
+    "nvfp4_quantize_append_paged_kv_cache",
     "packbits",
     "segment_packbits",
     "single_prefill_with_kv_cache",

@@ -44,3 +44,11 @@ def no_backward(name: str) -> RuntimeError:
     return RuntimeError(
         f"{name}: requires grad, and this function has no backward: call it under torch.no_grad(), or detach {name}"
     )
+
+
+def refuse_grad(tensors: dict[str, torch.Tensor]) -> None:
+    """Raises on the first tensor that requires grad, by its name, in grad mode."""
+    if torch.is_grad_enabled():
+        for name, t in tensors.items():
+            if t.requires_grad:
+                raise no_backward(name)

@@ -1,0 +1,278 @@
+"""Writing to paged KV caches, as FlashInfer's `page` does. Plain torch operations, on CPU and CUDA: nothing waits for
+the device, all can be captured in a CUDA graph.
+
+Request b's pages are kv_indices[kv_indptr[b]:kv_indptr[b + 1]]; its keys fill them in order, kv_last_page_len[b] of
+them the last page. An appended row i is key positions[i] of request batch_indices[i]:
+
+    kv_len = get_seq_lens(kv_indptr, kv_last_page_len, page_size)  # with the rows to append
+    batch_indices, positions = get_batch_indices_positions(append_indptr, kv_len, nnz)
+    append_paged_kv_cache(k, v, batch_indices, positions, cache, kv_indices, kv_indptr, kv_last_page_len)
+
+Functions raise before anything is written: TypeError a type or dtype, ValueError a shape, stride, device or number, an
+unknown kv_layout is a KeyError and a ValueError; RuntimeError what requires grad, in grad mode.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .attention.checks import check_scale
+from .attention.problem import pair
+from .checks import check_apart, check_integer, check_number, check_one_of, check_operand, check_shape, check_strided
+from .fp4 import BLOCK, nvfp4_quantize
+from .plain import refuse_grad, traced
+from .scalars import factor, integer
+
+OFFSETS = (torch.int32, torch.int64)
+E4M3 = torch.float8_e4m3fn
+STORED = (torch.float16, torch.bfloat16, E4M3, torch.float8_e5m2, torch.uint8)  # what a cache holds
+CACHE, FACTORS = "paged_kv_cache", "kv_cache_sf"
+
+
+class Rows(NamedTuple):
+    """Which keys the appended rows are, as the caller gives it."""
+
+    batch_indices: torch.Tensor
+    positions: torch.Tensor
+    kv_indices: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_last_page_len: torch.Tensor
+
+
+class Slots(NamedTuple):
+    """Where rows go: row source[i] to entry[i] of page[i]. Rows that go nowhere stand in by one that does, which is
+    written more than once. any: bool (), whether one does; where none does, old bytes are to be written."""
+
+    source: torch.Tensor
+    page: torch.Tensor
+    entry: torch.Tensor
+    any: torch.Tensor
+
+
+def _offsets(name: str, indptr: Any, device: torch.device | None = None, whose: str = "") -> torch.Tensor:
+    check_operand(name, indptr, 1, OFFSETS, device, whose)
+    if not indptr.shape[0]:
+        raise ValueError(f"{name}: shape (0,), must have an element or more")
+    return indptr
+
+
+def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Keys of each request, (B,), of kv_indptr's dtype: (pages - 1) * page_size + kv_last_page_len, which is clamped to
+    [0, page_size]; 0 where there are no pages.
+
+    kv_indptr: int32 or int64 (B + 1,), offsets of pages. kv_last_page_len: int32 or int64 (B,), on the same device.
+
+    >>> get_seq_lens(torch.tensor([0, 3, 3, 4]), torch.tensor([2, 5, 16]), 16)
+    tensor([34,  0, 16])
+    """
+    _offsets("kv_indptr", kv_indptr)
+    check_operand("kv_last_page_len", kv_last_page_len, 1, OFFSETS, kv_indptr.device, "kv_indptr's")
+    check_shape("kv_last_page_len", kv_last_page_len, (kv_indptr.shape[0] - 1,), "requests, one less than kv_indptr")
+    size = check_integer("page_size", integer(page_size), 1)
+    pages = kv_indptr.diff()
+    last = kv_last_page_len.to(kv_indptr.dtype).clamp(0, size)
+    return torch.where(pages > 0, (pages - 1) * size + last, 0)
+
+
+def get_batch_indices_positions(
+    append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int, batch_indices: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Of nnz rows, append_indptr[b]:append_indptr[b + 1] of which are the last keys of request b: (b of each, its
+    position), int32 (nnz,) each. Rows of no request get -1 and 0.
+
+    append_indptr: int32 or int64 (B + 1,), rising. seq_lens: int32 or int64 (B,), keys of each request with these, on
+    the same device. batch_indices, positions: what is to be written and returned; None: new memory.
+
+    >>> get_batch_indices_positions(torch.tensor([0, 2, 3]), torch.tensor([5, 1]), 4)[1].tolist()
+    [3, 4, 0, 0]
+    """
+    _offsets("append_indptr", append_indptr)
+    device, batch = append_indptr.device, append_indptr.shape[0] - 1
+    check_operand("seq_lens", seq_lens, 1, OFFSETS, device, "append_indptr's")
+    check_shape("seq_lens", seq_lens, (batch,), "requests, one less than append_indptr")
+    nnz = check_integer("nnz", integer(nnz), 0)
+    outputs = {"batch_indices": batch_indices, "positions": positions}
+    for name, out in outputs.items():
+        if out is not None:
+            check_operand(name, out, 1, (torch.int32,), device, "append_indptr's")
+            check_shape(name, out, (nnz,), "nnz")
+    given = {name: t for name, t in outputs.items() if t is not None}
+    check_apart(given, {"append_indptr": append_indptr, "seq_lens": seq_lens})
+    if batch:
+        row, starts = torch.arange(nnz, device=device), append_indptr.to(torch.int64)
+        request = torch.searchsorted(starts[:-1], row, right=True) - 1  # the last that starts here or before
+        held = request.clamp(0, batch - 1)
+        left = row - starts[1:][held]
+        inside = (request >= 0) & (left < 0)
+        request, position = torch.where(inside, held, -1), torch.where(inside, left + seq_lens[held], 0)
+    else:
+        request, position = torch.full((nnz,), -1, device=device), torch.zeros(nnz, device=device)
+    return _stored(request, batch_indices), _stored(position, positions)
+
+
+def _stored(found: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    return found.to(torch.int32) if out is None else out.copy_(found)
+
+
+def paged_kv(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as (pages, Hkv, P, D) views, as `attention.problem.pair`; where P is 1, its dimension may be missing."""
+    lone = -3 if layout == "NHD" else -2
+    if isinstance(value, torch.Tensor):
+        value = value.unsqueeze(lone) if value.ndim == 4 and value.layout is torch.strided else value
+    elif isinstance(value, (tuple, list)):
+        value = tuple(t.unsqueeze(lone) if isinstance(t, torch.Tensor) and t.ndim == 3 else t for t in value)
+    k, v = pair(name, value, layout)
+    return check_strided(f"{name} (K)", k, 4), check_strided(f"{name} (V)", v, 4)
+
+
+def _caches(name: str, value: Any, layout: Any, dtypes: Any, device: torch.device) -> dict[str, torch.Tensor]:
+    """K and V by name, as (pages, P, Hkv, D) views."""
+    k, v = paged_kv(name, value, layout)
+    for side, t in (("K", k), ("V", v)):
+        check_one_of(f"{name} ({side}): dtype", t.dtype, dtypes)
+        if t.device != device:
+            raise ValueError(f"{name} ({side}): device {t.device}, must be that of append_key, {device}")
+    if k.dtype != v.dtype:
+        raise TypeError(f"{name}: K is {k.dtype} and V {v.dtype}, must be the same")
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(
+            f"{name}: K {tuple(k.shape)} and V {tuple(v.shape)} may differ in the first and last dimension only"
+        )
+    return {f"{name} (K)": k.transpose(1, 2), f"{name} (V)": v.transpose(1, 2)}
+
+
+def _appended(append_key: Any, append_value: Any, caches: dict[str, torch.Tensor], packed: int) -> None:
+    """Rows that fit caches, of which an element holds `packed` values."""
+    for (name, t), (cache_name, cache) in zip(
+        (("append_key", append_key), ("append_value", append_value)), caches.items(), strict=True
+    ):
+        shape = (append_key.shape[0], cache.shape[2], cache.shape[3] * packed)
+        check_shape(name, t, shape, f"rows, heads and head_dim of {cache_name}")
+        if t.device != append_key.device:
+            raise ValueError(f"{name}: device {t.device}, must be that of append_key, {append_key.device}")
+
+
+def _slots(rows: Rows, nnz: int, pages: int, size: int, device: torch.device) -> Slots | None:
+    """Where nnz rows go in caches of so many pages of `size` keys; None where no row can."""
+    for name, t in rows._asdict().items():
+        check_operand(name, t, 1, OFFSETS, device, "append_key's")
+    check_shape("batch_indices", rows.batch_indices, (nnz,), "rows of append_key")
+    check_shape("positions", rows.positions, (nnz,), "rows of append_key")
+    batch = _offsets("kv_indptr", rows.kv_indptr).shape[0] - 1
+    check_shape("kv_last_page_len", rows.kv_last_page_len, (batch,), "requests, one less than kv_indptr")
+    entries = rows.kv_indices.shape[0]
+    if not (nnz and batch and entries and pages):
+        return None
+    request, position = rows.batch_indices.to(torch.int64), rows.positions.to(torch.int64)
+    fits = (request >= 0) & (request < batch) & (position >= 0)
+    request = request.clamp(0, batch - 1)
+    starts = rows.kv_indptr.to(torch.int64).clamp(0, entries)
+    start, column = starts[:-1][request], position.div(size, rounding_mode="floor")
+    fits &= column < starts[1:][request] - start
+    page = rows.kv_indices[(start + column).clamp(0, entries - 1)].to(torch.int64)
+    fits &= (page >= 0) & (page < pages)
+    first = fits.to(torch.uint8).argmax()
+    source = torch.where(fits, torch.arange(nnz, device=device), first)
+    return Slots(source, page.clamp(0, pages - 1)[source], position.remainder(size)[source], fits[first])
+
+
+def _write(cache: torch.Tensor, rows: torch.Tensor, slots: Slots) -> None:
+    """rows (nnz, Hkv, D) into cache (pages, P, Hkv, D), of the same dtype."""
+    if cache.element_size() == 1:  # torch indexes no fp8 on CPU
+        cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
+    old = cache[slots.page[:1], slots.entry[:1]]
+    cache.index_put_((slots.page, slots.entry), torch.where(slots.any, rows[slots.source], old))
+
+
+def append_paged_kv_cache(
+    append_key: torch.Tensor, append_value: torch.Tensor, batch_indices: torch.Tensor, positions: torch.Tensor,
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kv_indices: torch.Tensor, kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor, kv_layout: str = "NHD",
+) -> None:  # fmt: skip
+    """Write rows of K and V to a paged cache, whose tables count them already.
+
+    Args:
+        append_key, append_value: (nnz, Hkv, D), of the cache's dtype, any strides. Rows for an fp8 cache are converted
+            by the caller (upstream reads other bytes as fp8): `(k / k_scale).to(torch.float8_e4m3fn)`.
+        batch_indices, positions: int32 or int64 (nnz,), as `get_batch_indices_positions` gives.
+        paged_kv_cache: (k, v), each (pages, P, Hkv, D) "NHD" or (pages, Hkv, P, D) "HND"; or one (pages, 2, ...). Any
+            P, without its dimension where it is 1; any strides, but elements may not overlap. fp16, bf16, e4m3, e5m2;
+            or uint8: packed NVFP4, whose scale factors are written by a second call, that has e4m3 factors
+            (nnz, Hkv, D / 16) for rows, and for a cache (k_scales, v_scales). K and V may differ in D.
+        kv_indices, kv_indptr: int32 or int64 (N,), (B + 1,). kv_last_page_len: int32 or int64 (B,), not read.
+
+    A row is not written where its request is none of [0, B), its position is negative or past its request's pages, or
+    its page is not in the cache; no value of any tensor makes the call leave its tensors. Where no row is written, the
+    first page's first key may be rewritten with its own bytes. Of rows for one slot some one is written, of K and of V
+    and of each element on its own.
+    """
+    for name, t in (("append_key", append_key), ("append_value", append_value)):
+        check_one_of(f"{name}: dtype", check_strided(name, t, 3).dtype, STORED)
+    caches = _caches(CACHE, paged_kv_cache, kv_layout, STORED, append_key.device)
+    k, v = caches.values()
+    _appended(append_key, append_value, caches, 1)
+    for name, t in (("append_key", append_key), ("append_value", append_value)):
+        if t.dtype != k.dtype:
+            raise TypeError(f"{name}: dtype {t.dtype}, must be that of {CACHE}, {k.dtype}: convert it before")
+    rows = Rows(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    slots = _slots(rows, append_key.shape[0], min(k.shape[0], v.shape[0]), k.shape[1], append_key.device)
+    given: dict[str, Any] = {"append_key": append_key, "append_value": append_value}
+    refuse_grad(given | caches)
+    check_apart(caches, given | rows._asdict())
+    if slots is not None:
+        _write(k, append_key, slots)
+        _write(v, append_value, slots)
+
+
+def _inverse(name: str, scale: Any, device: torch.device) -> Any:
+    """1 / scale, a positive float or an fp32 tensor of one element."""
+    number, tensor = factor(scale)
+    check_scale(name, number, tensor, device)
+    if tensor is not None and (tensor.device.type != "cpu" or traced(tensor)):
+        return 1.0 / tensor
+    number = number if tensor is None else tensor.item()
+    check_number(name, number, " or a float32 tensor of one element", positive=True)
+    return 1.0 / number
+
+
+def nvfp4_quantize_append_paged_kv_cache(
+    append_key: torch.Tensor, append_value: torch.Tensor, batch_indices: torch.Tensor, positions: torch.Tensor,
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kv_indices: torch.Tensor, kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor, k_scale: float | torch.Tensor, v_scale: float | torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:  # fmt: skip
+    """Quantise rows of K and V to NVFP4 and write them to a paged cache. Rows that are quantised already go through
+    `append_paged_kv_cache`; what is not said here is as there.
+
+    Args:
+        append_key, append_value: fp16 or bf16 (nnz, Hkv, D), D a multiple of 16.
+        paged_kv_cache: uint8, last dimension D / 2. kv_cache_sf: e4m3, the same form, last dimension D / 16, linear.
+        k_scale, v_scale: global scales of decoding, value = code * factor * scale; a positive float, or an fp32 tensor
+            of one element, whose value is not looked at on CUDA. `nvfp4_quantize` gets 1 / scale.
+    """
+    for name, t in (("append_key", append_key), ("append_value", append_value)):
+        check_one_of(f"{name}: dtype", check_strided(name, t, 3).dtype, (torch.float16, torch.bfloat16))
+        if t.shape[2] % BLOCK:
+            raise ValueError(f"{name}: shape {tuple(t.shape)}, the last dimension must be a multiple of {BLOCK}")
+    device = append_key.device
+    caches = _caches(CACHE, paged_kv_cache, kv_layout, (torch.uint8,), device)
+    factors = _caches(FACTORS, kv_cache_sf, kv_layout, (E4M3,), device)
+    _appended(append_key, append_value, caches, 2)
+    for (name, cache), (sf_name, sf) in zip(caches.items(), factors.items(), strict=True):
+        shape = (*cache.shape[:3], cache.shape[3] * 2 // BLOCK)
+        check_shape(sf_name, sf, shape, f"pages, P, Hkv of {name}, one for {BLOCK} values")
+    scales = _inverse("k_scale", k_scale, device), _inverse("v_scale", v_scale, device)
+    k, v = caches.values()
+    rows = Rows(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    slots = _slots(rows, append_key.shape[0], min(k.shape[0], v.shape[0]), k.shape[1], device)
+    given: dict[str, Any] = {"append_key": append_key, "append_value": append_value}
+    refuse_grad(given)
+    check_apart(caches | factors, given | rows._asdict())
+    if slots is None:
+        return
+    for values, scale, cache, cache_sf in zip(given.values(), scales, caches.values(), factors.values(), strict=True):
+        data, sf = nvfp4_quantize(values, scale)
+        _write(cache, data, slots)
+        _write(cache_sf, sf, slots)
