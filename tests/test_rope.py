@@ -136,10 +136,11 @@ def test_every_key_and_query_stands_at_its_position(form, size, layout):
     assert_problem_rotated(*make(form, layout, size, dtype=torch.float16, by=Rope(2.0, 500.0)))
 
 
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize("form", FORMS)
-def test_chunks(form, monkeypatch):
+def test_chunks(form, layout, monkeypatch):
     monkeypatch.setattr(rope, "TEMPORARY", 5 * 16 * (4 * 2 + 10) * 2)  # two pages of make
-    assert_problem_rotated(*make(form))
+    assert_problem_rotated(*make(form, layout))
 
 
 def test_queries_and_keys_of_packed_tensors():
@@ -188,6 +189,18 @@ def test_hostile_values_give_finite_rows(form, values):
     new = rope.rotated(p._replace(k=k, requests=r._replace(kv_lens=lens, kv_starts=starts, cu_seqlens_q=ints(*values))))
     assert new.q.isfinite().all() and new.q.shape == p.q.shape
     assert new.k.isfinite().all() and new.k.shape[1:] == p.k.shape[1:]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_offsets_are_clamped(form):
+    """What lies before the first row or entry, or behind the last row, is what lies there."""
+    p, keys = make(form)
+    right = rope.rotated(p)
+    p.requests.cu_seqlens_q[0], p.requests.cu_seqlens_q[-1] = -5, HUGE
+    if form != "table":
+        p.requests.kv_starts[0] = -5
+    found = rope.rotated(p)
+    assert torch.equal(found.q, right.q) and torch.equal(found.k.nan_to_num(), right.k.nan_to_num())
 
 
 def test_falling_offsets_leave_rows_to_an_owner():
