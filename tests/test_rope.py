@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from wrappers import reference
 from wrappers.attention import rope
 from wrappers.attention.problem import Problem, Requests, Rope
 
@@ -136,10 +137,11 @@ def test_every_key_and_query_stands_at_its_position(form, size, layout):
     assert_problem_rotated(*make(form, layout, size, dtype=torch.float16, by=Rope(2.0, 500.0)))
 
 
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize("form", FORMS)
-def test_chunks(form, monkeypatch):
+def test_chunks(form, layout, monkeypatch):
     monkeypatch.setattr(rope, "TEMPORARY", 5 * 16 * (4 * 2 + 10) * 2)  # two pages of make
-    assert_problem_rotated(*make(form))
+    assert_problem_rotated(*make(form, layout))
 
 
 def test_queries_and_keys_of_packed_tensors():
@@ -190,6 +192,18 @@ def test_hostile_values_give_finite_rows(form, values):
     assert new.k.isfinite().all() and new.k.shape[1:] == p.k.shape[1:]
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_offsets_are_clamped(form):
+    """What lies before the first row or entry, or behind the last row, is what lies there."""
+    p, keys = make(form)
+    right = rope.rotated(p)
+    p.requests.cu_seqlens_q[0], p.requests.cu_seqlens_q[-1] = -5, HUGE
+    if form != "table":
+        p.requests.kv_starts[0] = -5
+    found = rope.rotated(p)
+    assert torch.equal(found.q, right.q) and torch.equal(found.k.nan_to_num(), right.k.nan_to_num())
+
+
 def test_falling_offsets_leave_rows_to_an_owner():
     """Rows of requests 0 and 2, the last of which overlaps the first: each stands as one that owns it says."""
     p, keys = make("table")
@@ -234,6 +248,22 @@ def test_values_of_8_bits_are_refused(field, dtype, says):
     p, _ = make("table")
     with pytest.raises(NotImplementedError, match=f"pos_encoding_mode: 'ROPE_LLAMA' with a {says}"):
         rope.rotated(p._replace(**{field: getattr(p, field).view(torch.uint8).view(dtype)}))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", UNIT, ids=str)
+def test_attention_is_that_of_the_reference(form, dtype):
+    """Which rotates by itself. The two may round a value differently where it lies between two: rarely, by a step."""
+    p, keys = make(form, size=16, dtype=dtype, by=Rope(4.0, 1000.0))
+    places_used = [place for request in keys for place in request]
+    v = torch.zeros_like(p.k) if form == "ragged" else torch.full_like(p.k, NAN)
+    for place, row in zip(places_used, random(len(places_used), 2, 16, dtype=dtype, seed=2)):
+        v[place[0], :, place[1]] = row
+    p = p._replace(v=v, window_left=6, return_lse=True, max_q_len=4)
+    for right, found in zip(reference.paged_attention(p), reference.paged_attention(rope.rotated(p))):
+        torch.testing.assert_close(found, right, rtol=0, atol=UNIT[dtype])
+    plain = reference.paged_attention(p._replace(rope=None))[0]
+    assert (plain - reference.paged_attention(p)[0]).abs().max() > 0.1
 
 
 class Devices(TorchDispatchMode):
