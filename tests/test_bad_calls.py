@@ -54,6 +54,21 @@ def nvfp4_output() -> dict[str, Any]:
 X = {"x": torch.ones(4, 64), "global_scale": 2.0}
 CODES = {"data": torch.ones(4, 32, dtype=torch.uint8), "scales": torch.ones(4, 4).to(E4M3), "global_scale": 2.0}
 PACKED = {"data": torch.ones(5, 2, 8, dtype=torch.uint8), "scale": torch.ones(128, 4).to(E4M3)}
+TABLES = {
+    "kv_indices": torch.arange(5, dtype=torch.int32), "kv_indptr": torch.tensor([0, 2, 2, 5], dtype=torch.int32),
+    "kv_last_page_len": torch.tensor([3, 0, 1], dtype=torch.int32),
+}  # fmt: skip
+APPENDED = {
+    "append_key": torch.ones(3, 2, 16).bfloat16(), "append_value": torch.ones(3, 2, 16).bfloat16(),
+    "batch_indices": torch.tensor([0, 2, 2], dtype=torch.int32),
+    "positions": torch.tensor([6, 7, 8], dtype=torch.int32),
+}  # fmt: skip
+
+
+def states(v: str, s: str) -> dict[str, torch.Tensor]:
+    return {v: torch.ones(3, 2, 8), s: torch.ones(3, 2)}
+
+
 CONTEXT, DECODE = wrappers.trtllm_batch_context_with_kv_cache, wrappers.trtllm_batch_decode_with_kv_cache
 GOOD: dict[str, tuple[Any, Any]] = {
     "context": (CONTEXT, lambda: attention(SMALL, "context")),
@@ -91,6 +106,27 @@ GOOD: dict[str, tuple[Any, Any]] = {
         fp4.store, lambda: {"x": torch.ones(5, 2, 16), "out": wrappers.FP4Tensor(**PACKED), "global_scale": 2.0}),
     "fp4.load": (fp4.load, lambda: {"t": wrappers.FP4Tensor(**PACKED), "global_scale": 2.0}),
     "fp4.deinterleave_v_scales": (fp4.deinterleave_v_scales, lambda: {"scales": torch.ones(2, 8, 4)}),
+    "packbits": (wrappers.packbits, lambda: {"x": torch.ones(9), "bitorder": "little"}),
+    "segment_packbits": (
+        wrappers.segment_packbits,
+        lambda: {"x": torch.ones(9), "indptr": torch.tensor([0, 4, 9], dtype=torch.int32), "bitorder": "little"}),
+    "merge_state": (wrappers.merge_state, lambda: states("v_a", "s_a") | states("v_b", "s_b")),
+    "merge_state_in_place": (
+        wrappers.merge_state_in_place,
+        lambda: states("v", "s") | states("v_other", "s_other") | {"mask": torch.ones(3) > 0}),
+    "merge_states": (wrappers.merge_states, lambda: {"v": torch.ones(3, 4, 2, 8), "s": torch.ones(3, 4, 2)}),
+    "get_seq_lens": (
+        wrappers.get_seq_lens, lambda: {n: TABLES[n] for n in ("kv_indptr", "kv_last_page_len")} | {"page_size": 4}),
+    "get_batch_indices_positions": (
+        wrappers.get_batch_indices_positions,
+        lambda: {"append_indptr": TABLES["kv_indptr"], "seq_lens": TABLES["kv_last_page_len"], "nnz": 5}
+        | {n: torch.zeros(5, dtype=torch.int32) for n in ("batch_indices", "positions")}),
+    "append": (wrappers.append_paged_kv_cache, lambda: TABLES | APPENDED | {
+        "paged_kv_cache": (torch.ones(6, 4, 2, 16).bfloat16(), torch.ones(6, 4, 2, 16).bfloat16())}),
+    "append, quantised": (wrappers.nvfp4_quantize_append_paged_kv_cache, lambda: TABLES | APPENDED | {
+        "paged_kv_cache": (torch.ones(6, 4, 2, 8).byte(), torch.ones(6, 4, 2, 8).byte()),
+        "kv_cache_sf": (torch.ones(6, 4, 2, 1).to(E4M3), torch.ones(6, 4, 2, 1).to(E4M3)),
+        "k_scale": 0.5, "v_scale": 0.5}),
 }  # fmt: skip
 
 
@@ -165,17 +201,17 @@ def recast(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 INT = (
     "max_q_len", "batch_size", "window_left", "num_kv_heads", "page_size", "sliding_win_size", "q_seq_len", "k",
     "tie_break", "q_len_per_req", "num_rows", "stride0", "stride1", "top_k", "next_n", "scale_start_index", "columns",
-    "rows", "start", "o_sf_vec_size", "sms",
+    "rows", "start", "o_sf_vec_size", "sms", "nnz",
 )  # fmt: skip
 FLAG = (
     "uses_shared_paged_kv_idx", "causal", "return_lse", "v_scales_interleaved", "batch_invariant", "deterministic",
     "dsa_graph_safe", "sorted", "enable_pdl", "use_fp16_softmax", "uses_spcompress",
 )  # fmt: skip
 NUMBER = ("o_sf_scale", "skip_softmax_threshold_scale_factor", "logits_soft_cap", "o_scale", "rcp_out_scale")
-SCALE = ("bmm1_scale", "bmm2_scale", "q_scale", "kv_scale", "bmm1_scale_log2", "global_scale")
+SCALE = ("bmm1_scale", "bmm2_scale", "q_scale", "kv_scale", "bmm1_scale_log2", "global_scale", "k_scale", "v_scale")
 OTHER = {
     "kv_layout": "layout", "backend": "name", "out_dtype": "dtype", "shape": "shape", "original_shape": "shape",
-    "device": "device", "t": "fp4", "function": "function", "arch": "arch",
+    "device": "device", "t": "fp4", "function": "function", "arch": "arch", "bitorder": "name",
 }  # fmt: skip
 KIND = dict.fromkeys(INT, "int") | dict.fromkeys(FLAG, "flag") | dict.fromkeys(NUMBER, "number")
 KIND |= dict.fromkeys(SCALE, "scale") | OTHER
@@ -324,7 +360,11 @@ class Kernels(FakeMachine):
         return test_prefill_wrapper.emulate(op, spec, [])
 
 
-UNSERVED = ("context, nvfp4 cache", "context, nvfp4 output")  # no kernel
+UNSERVED = (  # no kernel
+    "context, nvfp4 cache", "context, nvfp4 output", "packbits", "segment_packbits", "merge_state",
+    "merge_state_in_place", "merge_states", "get_seq_lens", "get_batch_indices_positions", "append",
+    "append, quantised",
+)  # fmt: skip
 HOSTS = ("cpu", "new", "known")
 
 
@@ -356,6 +396,10 @@ def outcome(here: machine.Machine, name: str, argument: str, bad: str, value: An
 
 NONE_ONLY = {"None"}
 FORMS = {"rank + 1", "meta", "flat", "no rows", "a row less", "a row more", "no columns", "strided", "expanded columns"}
+STRIDED = {"strided", "expanded columns"}
+ANY = {"int64", "bool", "complex64", "float16", "float8_e4m3fn", "uint8"}  # dtypes
+INDICES = dict.fromkeys(("batch_indices", "positions", "kv_indptr", "kv_last_page_len"), {"int64"}) | {
+    "kv_indices": {"int64", "no rows", "a row less", "a row more", "no columns", "columns"}}  # fmt: skip
 ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument -> bad values
     "context": {
         "max_q_len": {"far"},  # a bound
@@ -415,7 +459,28 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     "fp4.read_scales": {"swizzled": {"meta"}},
     "fp4.store": {"x": {"float16", "strided", "expanded columns"}},
     "fp4.deinterleave_v_scales": {  # of any dtype
-        "scales": FORMS - {"flat"} | {"int64", "bool", "complex64", "float16", "float8_e4m3fn", "uint8", "columns"}},
+        "scales": FORMS - {"flat"} | ANY | {"columns"}},
+    "packbits": {"x": FORMS - {"rank + 1", "flat"} | ANY | {"columns"}},
+    "segment_packbits": {"x": ANY | STRIDED | {"a row more"}, "indptr": {"int64", "a row less", "columns"}},
+    "merge_state": dict.fromkeys(("v_a", "s_a", "v_b", "s_b"), STRIDED),
+    "merge_state_in_place": {
+        "v": {"strided"}, "s": {"strided"}, "v_other": STRIDED, "s_other": STRIDED,
+        "mask": STRIDED | {"None", "uint8"},
+    },
+    "merge_states": {"v": STRIDED | {"float16", "no columns", "columns"}, "s": STRIDED},
+    "get_seq_lens": {"kv_indptr": {"int64"}, "kv_last_page_len": {"int64"}},
+    "get_batch_indices_positions": {
+        "append_indptr": {"int64"}, "seq_lens": {"int64"}, "batch_indices": NONE_ONLY, "positions": NONE_ONLY},
+    "append": INDICES | {
+        "append_key": STRIDED, "append_value": STRIDED,
+        "paged_kv_cache": {  # pages that one of the two lacks are not written
+            f"{side} {bad}" for side in "KV" for bad in ("no rows", "a row less", "a row more", "strided")},
+    },
+    "append, quantised": INDICES | {
+        "append_key": STRIDED | {"float16"}, "append_value": STRIDED | {"float16"},
+        "paged_kv_cache": {"K strided", "V strided"},
+        "kv_cache_sf": {f"{side} {bad}" for side in "KV" for bad in STRIDED},  # of one column
+    },
 }  # fmt: skip
 SCALES = {"zero", "negative"}
 ON_CPU: dict[str, dict[str, set[str]]] = {  # by the reference, where no kernel serves it
@@ -501,6 +566,7 @@ def test_one_bad_argument(name, argument):
 def test_every_public_function_is_called():
     called = {function for function, _ in GOOD.values()}
     others = {wrappers.Explanation, wrappers.TopKTieBreak}
+    others |= {wrappers.xqa_batch_decode_with_kv_cache, wrappers.trtllm_fmha_v2_prefill}  # test_engines.py
     assert {getattr(wrappers, name) for name in wrappers.__all__} - others <= called
     plain = {f for n, f in vars(fp4).items() if inspect.isfunction(f) and f.__module__ == fp4.__name__ and n[0] != "_"}
     assert plain - {fp4.round_up} <= called

@@ -14,7 +14,7 @@ from cute_kernels.catalog import ARCHS
 from cute_kernels.topk import dispatch as topk_dispatch
 from tests.fake_machine import FakeMachine
 from tests.test_signatures import UPSTREAM, inputs_of, same
-from wrappers import explain, machine
+from wrappers import cascade, explain, machine, page, quantization
 from wrappers.explanation import FUNCTIONS, SMS
 
 NAMES = [function.__name__ for function in FUNCTIONS]
@@ -31,8 +31,19 @@ def cases_of(name):
             yield topk_cases.make_inputs(replace(plain, data="constant", **change))
     elif name == "xqa":
         yield inputs | {"sliding_win_size": 3}
+    elif name == "xqa_batch_decode_with_kv_cache":
+        yield inputs | {"window_left": 3}
     else:
-        yield inputs | {"logits_soft_cap": 4.0}
+        yield inputs | {"logits_soft_cap_scale" if name == "trtllm_fmha_v2_prefill" else "logits_soft_cap": 4.0}
+
+
+def changed(name, change):
+    """A good call, the first tensor of which is another."""
+    inputs = inputs_of(name)
+    first = UPSTREAM[name].split()[0]
+    if isinstance(inputs[first], tuple):
+        return inputs | {first: (change(inputs[first][0]), *inputs[first][1:])}
+    return inputs | {first: change(inputs[first])}
 
 
 def untouched(inputs):
@@ -42,6 +53,7 @@ def untouched(inputs):
 
 def test_every_public_function_is_explained():
     others = {"Explanation", "FP4Tensor", "TopKTieBreak", "explain", "nvfp4_dequantize", "nvfp4_quantize"}
+    others |= {*cascade.__all__, *page.__all__, *quantization.__all__}  # plain torch
     assert set(wrappers.__all__) - others == set(NAMES) == set(UPSTREAM)
     assert all(getattr(wrappers, name) is function for name, function in zip(NAMES, FUNCTIONS, strict=True))
 
@@ -60,7 +72,7 @@ def test_what_is_said_is_what_runs(name, arch):
             if said.runs is None:
                 with pytest.raises(NotImplementedError, match=arch):
                     getattr(wrappers, name)(**inputs)
-                assert name == NAMES[0] and arch != "sm_90a"
+                assert name in (NAMES[0], "trtllm_fmha_v2_prefill") and arch != "sm_90a"
                 continue
             getattr(wrappers, name)(**inputs)
             fake.plans.clear()
@@ -70,9 +82,7 @@ def test_what_is_said_is_what_runs(name, arch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_that_requires_grad_is_explained_as_it_is_made(name):
-    inputs = inputs_of(name)
-    first = UPSTREAM[name].split()[0]
-    inputs[first] = inputs[first].clone().requires_grad_()
+    inputs = changed(name, lambda t: t.clone().requires_grad_())
     with pytest.raises(RuntimeError) as expected:
         getattr(wrappers, name)(**inputs)
     with pytest.raises(RuntimeError) as error:
@@ -99,8 +109,7 @@ def test_an_architecture_without_kernels(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_bad_arguments_are_refused_as_the_function_does(name):
     inputs = inputs_of(name)
-    first = UPSTREAM[name].split()[0]
-    for change in ({first: None}, {first: inputs[first].double()}, {"unknown": 1}):
+    for change in (changed(name, lambda t: None), changed(name, torch.Tensor.double), {"unknown": 1}):
         with pytest.raises(TypeError) as expected:
             getattr(wrappers, name)(**inputs | change)
         for arch in (None, "sm_90a"):

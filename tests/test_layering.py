@@ -22,6 +22,7 @@ FAMILIES = ("attention", "topk")
 
 # Public functions whose signature another library set: they may have as many parameters as it has.
 UPSTREAM = {
+    "wrappers/attention/engines.py": {"xqa_batch_decode_with_kv_cache", "trtllm_fmha_v2_prefill"},
     "wrappers/attention/trtllm.py": {"trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache"},
     "wrappers/attention/xqa.py": {"xqa"},
     "wrappers/page.py": {"append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache"},

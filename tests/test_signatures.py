@@ -11,6 +11,7 @@ import wrappers
 from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
 from tests.test_decode_wrapper import xqa_inputs
+from tests.test_engines import as_fmha, as_xqa_batch
 from tests.test_prefill_wrapper import here, launches  # noqa: F401 - fixtures
 from wrappers import trtllm_batch_context_with_kv_cache as context
 from wrappers import trtllm_batch_decode_with_kv_cache as decode
@@ -34,6 +35,13 @@ UPSTREAM = {
     "xqa": """
         q k_cache v_cache page_table seq_lens output workspace_buffer semaphores num_kv_heads page_size sinks q_scale
         kv_scale sliding_win_size kv_layout sm_count enable_pdl rcp_out_scale q_seq_len mask""",
+    "xqa_batch_decode_with_kv_cache": """
+        query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale bmm2_scale window_left out sinks
+        kv_layout enable_pdl q_len_per_req o_scale mask kv_cache_sf q_cu_seq_lens""",
+    "trtllm_fmha_v2_prefill": """
+        qkv input_layout workspace_buffer seq_lens max_q_len max_kv_len bmm1_scale bmm2_scale batch_size
+        cum_seq_lens_q cum_seq_lens_kv block_tables out out_dtype sinks pos_encoding_mode logits_soft_cap_scale
+        mask_mode window_left chunked_attention_size save_softmax_stats skip_softmax_threshold_scale_factor""",
     "top_k": "input k sorted deterministic tie_break dsa_graph_safe",
     "top_k_page_table_transform": """
         input src_page_table lengths k row_to_batch deterministic tie_break dsa_graph_safe row_starts
@@ -54,7 +62,11 @@ def inputs_of(function):
         return xqa_inputs()[0]
     if function in topk_cases.FUNCTIONS:
         return topk_cases.make_inputs(topk_cases.PLAIN[function])
+    if function == "trtllm_fmha_v2_prefill":
+        return as_fmha(cases.make_inputs(replace(PLAIN, cache="stacked", lse=False)))
     inputs = cases.make_inputs(PLAIN)
+    if function == "xqa_batch_decode_with_kv_cache":
+        return as_xqa_batch(inputs)
     return inputs if function == context.__name__ else cases.as_decode(inputs)
 
 

@@ -4,6 +4,7 @@ Nothing here has a backward. In grad mode, queries, caches, sinks and scores tha
 RuntimeError; other arguments are taken as constants. Under torch.no_grad() and inference_mode() they may be parameters.
 """
 
+from .attention.engines import trtllm_fmha_v2_prefill, xqa_batch_decode_with_kv_cache
 from .attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from .attention.xqa import xqa
 from .cascade import merge_state, merge_state_in_place, merge_states
@@ -60,5 +61,7 @@ __all__ = [
     "top_k_ragged_transform",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
+    "trtllm_fmha_v2_prefill",
     "xqa",
+    "xqa_batch_decode_with_kv_cache",
 ]

@@ -20,6 +20,7 @@ import torch
 from .checks import check_apart, check_one_of, check_shape, check_strided
 from .plain import refuse_grad
 
+__all__ = ["merge_state", "merge_state_in_place", "merge_states"]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 

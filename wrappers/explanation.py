@@ -12,7 +12,7 @@ from cute_kernels.attention import dispatch
 from cute_kernels.topk import dispatch as topk_dispatch
 
 from . import machine, runtime, topk
-from .attention import checks, plan, trtllm, xqa
+from .attention import checks, engines, plan, trtllm, xqa
 from .attention import op as attention_op
 from .attention.problem import Problem
 from .checks import check_integer, listed
@@ -26,12 +26,18 @@ FUNCTIONS: tuple[FunctionType, ...] = (
     trtllm.trtllm_batch_context_with_kv_cache,
     trtllm.trtllm_batch_decode_with_kv_cache,
     xqa.xqa,
+    engines.xqa_batch_decode_with_kv_cache,
+    engines.trtllm_fmha_v2_prefill,
     topk.top_k,
     topk.top_k_page_table_transform,
     topk.top_k_ragged_transform,
     topk.top_k_per_row_prefill,
     topk.top_k_per_row_decode,
 )  # type: ignore[assignment]
+OVER: dict[Any, Any] = {  # function -> the one that it ends in
+    engines.xqa_batch_decode_with_kv_cache: trtllm.trtllm_batch_decode_with_kv_cache,
+    engines.trtllm_fmha_v2_prefill: trtllm.trtllm_batch_context_with_kv_cache,
+}
 SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}  # of a GPU that is not there: H200, B200, B300
 
 
@@ -60,18 +66,24 @@ def _ask(asked: Any) -> NoReturn:
     raise _Asked(asked)
 
 
+def _asking(function: Any) -> FunctionType:
+    """A function that raises `_Asked` where the given one serves."""
+    scope = function.__globals__ | {"serve": _ask}
+    if function in OVER:
+        scope[OVER[function].__name__] = _asking(OVER[function])
+    asks = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+    asks.__kwdefaults__ = function.__kwdefaults__
+    return asks
+
+
 def problem_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What a public function asks with these arguments, unchecked: a `Problem`, or top-k's `Call`. The function's own
     code, whose last step, `serve`, is another here: it costs calls nothing, and nothing is launched or written."""
     if function not in FUNCTIONS:
         names = listed(f.__name__ for f in FUNCTIONS)
         raise TypeError(f"function: {getattr(function, '__name__', repr(function))}, must be one of {names}")
-    assert isinstance(function, FunctionType)
-    scope = function.__globals__ | {"serve": _ask}
-    asks = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
-    asks.__kwdefaults__ = function.__kwdefaults__
     try:
-        asks(*args, **kwargs)
+        _asking(function)(*args, **kwargs)
     except _Asked as found:
         return found.args[0]
     raise AssertionError(f"{function.__name__} does not end in serve")

@@ -23,6 +23,12 @@ from .fp4 import BLOCK, nvfp4_quantize
 from .plain import refuse_grad, traced
 from .scalars import factor, integer
 
+__all__ = [
+    "append_paged_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "nvfp4_quantize_append_paged_kv_cache",
+]
 OFFSETS = (torch.int32, torch.int64)
 E4M3 = torch.float8_e4m3fn
 STORED = (torch.float16, torch.bfloat16, E4M3, torch.float8_e5m2, torch.uint8)  # what a cache holds
@@ -56,6 +62,14 @@ def _offsets(name: str, indptr: Any, device: torch.device | None = None, whose: 
     return indptr
 
 
+def _amount(name: str, value: Any, least: int) -> int:
+    """An int that int32 holds."""
+    value = check_integer(name, integer(value), least)
+    if value >= 1 << 31:
+        raise ValueError(f"{name}: {value}, must be below {1 << 31}")
+    return value
+
+
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
     """Keys of each request, (B,), of kv_indptr's dtype: (pages - 1) * page_size + kv_last_page_len, which is clamped to
     [0, page_size]; 0 where there are no pages.
@@ -66,9 +80,9 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     tensor([34,  0, 16])
     """
     _offsets("kv_indptr", kv_indptr)
-    check_operand("kv_last_page_len", kv_last_page_len, 1, OFFSETS, kv_indptr.device, "kv_indptr's")
+    check_operand("kv_last_page_len", kv_last_page_len, 1, OFFSETS, kv_indptr.device, "that of kv_indptr")
     check_shape("kv_last_page_len", kv_last_page_len, (kv_indptr.shape[0] - 1,), "requests, one less than kv_indptr")
-    size = check_integer("page_size", integer(page_size), 1)
+    size = _amount("page_size", page_size, 1)
     pages = kv_indptr.diff()
     last = kv_last_page_len.to(kv_indptr.dtype).clamp(0, size)
     return torch.where(pages > 0, (pages - 1) * size + last, 0)
@@ -89,13 +103,13 @@ def get_batch_indices_positions(
     """
     _offsets("append_indptr", append_indptr)
     device, batch = append_indptr.device, append_indptr.shape[0] - 1
-    check_operand("seq_lens", seq_lens, 1, OFFSETS, device, "append_indptr's")
+    check_operand("seq_lens", seq_lens, 1, OFFSETS, device, "that of append_indptr")
     check_shape("seq_lens", seq_lens, (batch,), "requests, one less than append_indptr")
-    nnz = check_integer("nnz", integer(nnz), 0)
+    nnz = _amount("nnz", nnz, 0)
     outputs = {"batch_indices": batch_indices, "positions": positions}
     for name, out in outputs.items():
         if out is not None:
-            check_operand(name, out, 1, (torch.int32,), device, "append_indptr's")
+            check_operand(name, out, 1, (torch.int32,), device, "that of append_indptr")
             check_shape(name, out, (nnz,), "nnz")
     given = {name: t for name, t in outputs.items() if t is not None}
     check_apart(given, {"append_indptr": append_indptr, "seq_lens": seq_lens})
@@ -156,7 +170,7 @@ def _appended(append_key: Any, append_value: Any, caches: dict[str, torch.Tensor
 def _slots(rows: Rows, nnz: int, pages: int, size: int, device: torch.device) -> Slots | None:
     """Where nnz rows go in caches of so many pages of `size` keys; None where no row can."""
     for name, t in rows._asdict().items():
-        check_operand(name, t, 1, OFFSETS, device, "append_key's")
+        check_operand(name, t, 1, OFFSETS, device, "that of append_key")
     check_shape("batch_indices", rows.batch_indices, (nnz,), "rows of append_key")
     check_shape("positions", rows.positions, (nnz,), "rows of append_key")
     batch = _offsets("kv_indptr", rows.kv_indptr).shape[0] - 1

@@ -12,6 +12,7 @@ import torch
 from .checks import UnknownName, check_integer, check_one_of, check_operand, check_shape, check_strided, listed
 from .scalars import integer
 
+__all__ = ["packbits", "segment_packbits"]
 BITORDERS = ("big", "little")
 OFFSETS = (torch.int32, torch.int64)
 
@@ -47,7 +48,7 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
     ([176, 32], [0, 1, 2])
     """
     check_strided("x", x, 1)
-    check_operand("indptr", indptr, 1, OFFSETS, x.device, "x's")
+    check_operand("indptr", indptr, 1, OFFSETS, x.device, "that of x")
     if not indptr.shape[0]:
         raise ValueError("indptr: shape (0,), must have an element or more")
     starts = [0]
@@ -74,8 +75,8 @@ def pack_segments(
     written and returned; may not overlap the others. Any values: what lies outside bits is read as 0.
     """
     check_one_of("bits: dtype", check_strided("bits", bits, 1).dtype, (torch.bool,))
-    check_operand("element_starts", element_starts, 1, OFFSETS, bits.device, "bits'")
-    check_operand("byte_starts", byte_starts, 1, OFFSETS, bits.device, "bits'")
+    check_operand("element_starts", element_starts, 1, OFFSETS, bits.device, "that of bits")
+    check_operand("byte_starts", byte_starts, 1, OFFSETS, bits.device, "that of bits")
     size = check_integer("size", integer(size), 0)
     segments = element_starts.shape[0] - 1
     if segments < 0 or byte_starts.shape[0] not in (segments, segments + 1):
@@ -84,7 +85,7 @@ def pack_segments(
     if out is None:
         out = torch.empty(size, dtype=torch.uint8, device=bits.device)
     else:
-        check_operand("out", out, 1, (torch.uint8,), bits.device, "bits'")
+        check_operand("out", out, 1, (torch.uint8,), bits.device, "that of bits")
         check_shape("out", out, (size,), "size")
     _shift(0, bitorder)
     out.zero_()

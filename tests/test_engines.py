@@ -1,0 +1,151 @@
+"""The signatures that engines call on Hopper give what the functions give that they end in."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import wrappers
+from bench.cases import attention as cases
+from tests.fake_machine import FakeMachine
+from tests.test_prefill_wrapper import here, launches  # noqa: F401 - fixtures
+from wrappers import machine, utils
+from wrappers import trtllm_fmha_v2_prefill as fmha
+from wrappers import xqa_batch_decode_with_kv_cache as xqa_batch
+
+PLAIN = replace(cases.EDGE["plain"], q_lens=(1, 3), kv_lens=(9, 40), lse=False)
+CASES = {
+    "plain": PLAIN,
+    "sinks, window": replace(PLAIN, sink=1.0, window_left=5, layout="NHD", uint32_lens=True),
+    "e4m3": replace(PLAIN, kv_dtype="fp8"),
+    "scales of tensors": replace(PLAIN, device=("scale", "out")),
+    "stacked": replace(PLAIN, cache="stacked", layout="NHD"),
+}
+
+
+def as_xqa_batch(inputs):
+    """The same call of `xqa_batch_decode_with_kv_cache`."""
+    names = """query kv_cache workspace_buffer block_tables seq_lens bmm1_scale bmm2_scale window_left out sinks
+        kv_layout"""
+    found = {name: inputs[name] for name in names.split()} | {"max_seq_len": 40, "q_len_per_req": inputs["max_q_len"]}
+    return found | {"q_cu_seq_lens": inputs["cum_seq_lens_q"], "kv_cache_sf": inputs.get("kv_block_scales")}
+
+
+def as_fmha(inputs):
+    """The same call of `trtllm_fmha_v2_prefill`, of a cache of one tensor."""
+    names = """workspace_buffer seq_lens max_q_len max_kv_len bmm1_scale bmm2_scale batch_size cum_seq_lens_q
+        cum_seq_lens_kv block_tables out sinks window_left"""
+    found = {name: inputs[name] for name in names.split()}
+    mask = "causal" if inputs["causal"] else "padding"
+    found |= {"input_layout": f"Q_PAGED_KV_{inputs['kv_layout']}", "mask_mode": mask}
+    return found | {
+        "qkv": (inputs["query"], inputs["kv_cache"]), "logits_soft_cap_scale": inputs["logits_soft_cap"],
+        "skip_softmax_threshold_scale_factor": 0.0,
+    }  # fmt: skip
+
+
+def context(inputs):
+    return wrappers.trtllm_batch_context_with_kv_cache(**inputs | {"out": None, "out_dtype": torch.bfloat16})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_decode_as_vllm_calls_it(name):
+    inputs = cases.make_inputs(CASES[name])
+    want = context(inputs)
+    found = xqa_batch(**as_xqa_batch(inputs))
+    assert found is inputs["out"]
+    torch.testing.assert_close(found, want)
+    equal = cases.make_inputs(replace(CASES[name], q_lens=(2, 2)))
+    want = context(equal)
+    given = as_xqa_batch(equal) | {"q_cu_seq_lens": None, "out": None}
+    torch.testing.assert_close(xqa_batch(**given), want)
+    mask = torch.tensor([[[1, 0], [3, 0]]] * 2).to(torch.uint16)
+    torch.testing.assert_close(xqa_batch(**given, mask=mask), want)
+
+
+def test_o_scale_and_layout_of_decode():
+    inputs = cases.make_inputs(replace(PLAIN, layout="NHD"))
+    given = as_xqa_batch(inputs) | {"bmm2_scale": 0.5, "o_scale": 3.0}
+    del given["kv_layout"]
+    torch.testing.assert_close(xqa_batch(**given), context(inputs | {"bmm2_scale": 1.5}))
+
+
+@pytest.mark.parametrize("function,change,error,message", [
+    (xqa_batch, {"q_len_per_req": 0}, ValueError, "q_len_per_req: 0, must be at least 1"),
+    (xqa_batch, {"q_len_per_req": None}, TypeError, "q_len_per_req: None, must be an int"),
+    (xqa_batch, {"q_cu_seq_lens": torch.zeros(4, dtype=torch.int32)}, ValueError, "q_cu_seq_lens: shape .4,., must be"),
+    (xqa_batch, {"q_cu_seq_lens": torch.zeros(3, dtype=torch.int64)}, TypeError, "q_cu_seq_lens: dtype torch.int64"),
+    (xqa_batch, {"query": None}, TypeError, "query: NoneType, must be"),
+    (fmha, {"input_layout": "PACKED_QKV"}, NotImplementedError, "input_layout: 'PACKED_QKV', not supported"),
+    (fmha, {"input_layout": "NHD"}, KeyError, "input_layout: 'NHD', must be one of Q_PAGED_KV_NHD, Q_PAGED_KV_HND"),
+    (fmha, {"mask_mode": "full"}, ValueError, "mask_mode: 'full', must be one of causal"),
+    (fmha, {"mask_mode": "chunked"}, NotImplementedError, "mask_mode: 'chunked', not supported"),
+    (fmha, {"mask_mode": "PADDING", "window_left": 3}, ValueError, "window_left: 3, must be negative where mask_mode"),
+    (fmha, {"chunked_attention_size": 64}, NotImplementedError, "chunked_attention_size: 64, not supported"),
+    (fmha, {"pos_encoding_mode": "alibi"}, NotImplementedError, "pos_encoding_mode: 'alibi', not supported"),
+    (fmha, {"pos_encoding_mode": "rope"}, KeyError, "pos_encoding_mode: 'rope'"),
+    (fmha, {"save_softmax_stats": True}, NotImplementedError, "save_softmax_stats: True, not supported"),
+    (fmha, {"qkv": None}, TypeError, "qkv: NoneType, must be .query, kv_cache."),
+    (fmha, {"qkv": (1, 2, 3)}, TypeError, "qkv: a tuple of 3, must be .query, kv_cache."),
+    (fmha, {"block_tables": None}, TypeError, "block_tables: NoneType, must be a torch.Tensor"),
+    (fmha, {"block_tables": torch.zeros(2, 2, 3, dtype=torch.int32)}, ValueError, "block_tables: .* 2 dimensions"),
+    (fmha, {"sinks": []}, ValueError, "sinks: a list of 0, must hold one tensor"),
+    (fmha, {"logits_soft_cap_scale": "3"}, TypeError, "logits_soft_cap_scale: '3', must be a float"),
+])  # fmt: skip
+def test_bad_calls(function, change, error, message):
+    inputs = cases.make_inputs(replace(PLAIN, cache="stacked"))
+    given = (as_xqa_batch if function is xqa_batch else as_fmha)(inputs)
+    function(**given)
+    with pytest.raises(error, match=message):
+        function(**given | change)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("mask,window,change", [
+    ("causal", -1, {}), ("causal", 4, {}), ("SLIDING_WINDOW", 4, {}), ("padding", -1, {"causal": False}),
+])  # fmt: skip
+def test_prefill_of_one_tensor(layout, mask, window, change):
+    case = replace(PLAIN, cache="stacked", layout=layout, sink=1.0, soft_cap=5.0, window_left=window)
+    inputs = cases.make_inputs(case)
+    want = context(inputs | change)
+    given = as_fmha(inputs) | {"mask_mode": mask, "window_left": window, "sinks": [inputs["sinks"]]}
+    torch.testing.assert_close(fmha(**given), want)
+
+
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_prefill_as_sglang_calls_it(request, launched, layout):
+    """K and V are halves of one allocation; the entries of V count from K's base."""
+    seen = request.getfixturevalue("launches") if launched else []
+    inputs = cases.make_inputs(replace(PLAIN, layout=layout))
+    k, v = inputs["kv_cache"]
+    pages, gap = k.shape[0], 2
+    whole = torch.full((2 * pages + gap, *k.shape[1:]), float("nan"), dtype=k.dtype)
+    whole[:pages], whole[pages + gap :] = k, v
+    halves, table = (whole[:pages], whole[pages + gap :]), inputs["block_tables"]
+    given = as_fmha(inputs) | {
+        "qkv": (inputs["query"], halves), "block_tables": torch.stack([table, table + pages + gap], 1),
+    }  # fmt: skip
+    torch.testing.assert_close(fmha(**given), context(inputs))
+    assert len(seen) == 2 * launched
+    for bad, message in (
+        ((halves[1], halves[0]), "elements behind K, .* must be whole pages behind K"),
+        ((k, v), "must be whole pages behind K, in one storage"),
+        ((k, v.transpose(1, 2)), "must be contiguous"),
+        ((k, v[1:]), "must be .*that of K"),
+        ((k,), "a kv_cache of 1, must be .k, v."),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fmha(**given | {"qkv": (inputs["query"], bad)})
+
+
+def test_names_beside_them():
+    assert utils.FP4Tensor is wrappers.FP4Tensor
+    assert utils.get_trtllm_gen_multi_ctas_kv_counter_bytes(3, 32, 132) == 544  # 132 SMs, in eights: 136
+    assert utils.get_trtllm_gen_multi_ctas_kv_counter_bytes(64, 32, 132) == 8192
+    with machine.override(FakeMachine(lambda op, spec: None, "sm_90a", 132)):
+        assert utils.get_device_sm_count(torch.device("cpu")) == 132
+    with pytest.raises(ValueError, match="device: cpu, must be a CUDA device"):
+        utils.get_device_sm_count(torch.device("cpu"))
+    with pytest.raises(TypeError, match="device: 'cuda', must be a torch.device"):
+        utils.get_device_sm_count("cuda")

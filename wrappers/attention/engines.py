@@ -1,0 +1,143 @@
+"""Signatures that engines call on Hopper, over the two functions of `trtllm`: vLLM's decode, SGLang's prefill."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..checks import (
+    UnknownName,
+    check_flag,
+    check_integer,
+    check_number,
+    check_operand,
+    check_shape,
+    check_strided,
+    listed,
+)
+from ..scalars import integer, real
+from .trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+
+PAGED = {"Q_PAGED_KV_NHD": "NHD", "Q_PAGED_KV_HND": "HND"}
+RAGGED = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V")
+MASKS = ("causal", "sliding_window", "padding", "chunked")
+
+
+def xqa_batch_decode_with_kv_cache(
+    query: torch.Tensor, kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    workspace_buffer: torch.Tensor | None, block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int | None,
+    bmm1_scale: float | torch.Tensor = 1.0, bmm2_scale: float | torch.Tensor = 1.0, window_left: int = -1,
+    out: torch.Tensor | None = None, sinks: torch.Tensor | None = None, kv_layout: str = "NHD",
+    enable_pdl: bool | None = None, q_len_per_req: int | None = 1, o_scale: float | None = 1.0,
+    mask: torch.Tensor | None = None, kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    q_cu_seq_lens: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`trtllm_batch_decode_with_kv_cache`, under another name, with FlashInfer 0.7.2's arguments in their order. What
+    differs: kv_layout is "NHD" where none is given; q_cu_seq_lens, int32 (B + 1,), stands for cum_seq_lens_q, and with
+    it q_len_per_req for max_q_len, the most query tokens of a request; seq_lens are int32 or uint32; out is always of
+    the query's shape. A mask may be missing where q_len_per_req is over 1: drafts are causal then.
+    """
+    if q_cu_seq_lens is not None:
+        check_operand("q_cu_seq_lens", q_cu_seq_lens, 1, (torch.int32,), getattr(query, "device", None))
+        if isinstance(seq_lens, torch.Tensor) and seq_lens.ndim:
+            check_shape("q_cu_seq_lens", q_cu_seq_lens, (seq_lens.shape[0] + 1,), "requests + 1")
+    q_len_per_req = check_integer("q_len_per_req", integer(q_len_per_req), 1)
+    return trtllm_batch_decode_with_kv_cache(
+        query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
+        out, sinks=sinks, kv_layout=kv_layout, enable_pdl=enable_pdl, q_len_per_req=q_len_per_req, o_scale=o_scale,
+        mask=mask, max_q_len=None if q_cu_seq_lens is None else q_len_per_req, cum_seq_lens_q=q_cu_seq_lens,
+        kv_cache_sf=kv_cache_sf,
+    )  # fmt: skip
+
+
+def trtllm_fmha_v2_prefill(
+    qkv: tuple[Any, ...], input_layout: str, workspace_buffer: torch.Tensor | None, seq_lens: torch.Tensor,
+    max_q_len: int, max_kv_len: int | None, bmm1_scale: float | torch.Tensor, bmm2_scale: float | torch.Tensor,
+    batch_size: int, cum_seq_lens_q: torch.Tensor, cum_seq_lens_kv: torch.Tensor | None,
+    block_tables: torch.Tensor | None = None, out: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+    sinks: torch.Tensor | Sequence[torch.Tensor] | None = None, pos_encoding_mode: str | None = None,
+    logits_soft_cap_scale: float | None = None, mask_mode: str = "causal", window_left: int | None = -1,
+    chunked_attention_size: int = 0, save_softmax_stats: bool = False,
+    skip_softmax_threshold_scale_factor: float | None = 0.0,
+) -> torch.Tensor:  # fmt: skip
+    """`trtllm_batch_context_with_kv_cache`, with the arguments of FlashInfer 0.7.2's FMHA v2 in their order. What is
+    not named here is as there.
+
+    Args:
+        qkv, input_layout: (query, kv_cache), "Q_PAGED_KV_NHD" or "Q_PAGED_KV_HND"; kv_cache is (pages, 2, ...), or
+            contiguous (k, v) of one form in one storage, V whole pages behind K.
+        block_tables: int32 (B, M); with (k, v) (B, 2, M), and the entries of V, [:, 1], count pages from K's base.
+        sinks: fp32 (Hq,), or a list of that one tensor. logits_soft_cap_scale: c * tanh(s / c); None or 0: off.
+        mask_mode: "causal" or "sliding_window", both with window_left; "padding": every key, no window_left.
+
+    Not supported: the ragged input layouts, alibi, chunked attention, save_softmax_stats (the context function gives
+    the LSE). Returns out (T, Hq, D), new where None was given.
+    """
+    if input_layout in RAGGED:
+        raise NotImplementedError(f"input_layout: {input_layout!r}, not supported, must be one of {listed(PAGED)}")
+    if not isinstance(input_layout, str) or input_layout not in PAGED:
+        raise UnknownName(f"input_layout: {input_layout!r}, must be one of {listed(PAGED)}")
+    if not isinstance(mask_mode, str) or mask_mode.lower() not in MASKS:
+        raise UnknownName(f"mask_mode: {mask_mode!r}, must be one of {listed(MASKS)}")
+    window_left = -1 if window_left is None else check_integer("window_left", integer(window_left))
+    causal = mask_mode.lower() != "padding"
+    if not causal and window_left >= 0:
+        raise ValueError(f"window_left: {window_left}, must be negative where mask_mode is 'padding'")
+    _check_modes(mask_mode, chunked_attention_size, pos_encoding_mode, save_softmax_stats)
+    if not isinstance(qkv, (tuple, list)) or len(qkv) != 2:
+        given = f"a {type(qkv).__name__} of {len(qkv)}" if isinstance(qkv, (tuple, list)) else type(qkv).__name__
+        raise TypeError(f"qkv: {given}, must be (query, kv_cache) where input_layout is {input_layout!r}")
+    query, kv_cache = qkv
+    shared = not isinstance(kv_cache, (tuple, list))
+    if not shared:
+        kv_cache = _from_base(kv_cache)
+    sink: Any = sinks
+    if isinstance(sinks, (list, tuple)):
+        if len(sinks) != 1:
+            raise ValueError(f"sinks: a {type(sinks).__name__} of {len(sinks)}, must hold one tensor")
+        sink = sinks[0]
+    table = check_operand("block_tables", block_tables, 2 if shared else 3, (torch.int32,), None)
+    if logits_soft_cap_scale is not None:
+        logits_soft_cap_scale = real(logits_soft_cap_scale)
+        check_number("logits_soft_cap_scale", logits_soft_cap_scale)
+    return trtllm_batch_context_with_kv_cache(
+        query, kv_cache, workspace_buffer, table, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale,
+        batch_size, cum_seq_lens_q, cum_seq_lens_kv, window_left, out, out_dtype, kv_layout=PAGED[input_layout],
+        sinks=sink, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, causal=causal,
+        uses_shared_paged_kv_idx=shared, logits_soft_cap=logits_soft_cap_scale,
+    )  # fmt: skip
+
+
+def _check_modes(mask_mode: str, chunk: Any, positions: Any, stats: Any) -> None:
+    """Raises on what FMHA v2 can and no kernel here does."""
+    if check_integer("chunked_attention_size", integer(chunk)) > 0:
+        raise NotImplementedError(f"chunked_attention_size: {chunk}, not supported, must be 0")
+    if mask_mode.lower() == "chunked":
+        raise NotImplementedError(f"mask_mode: {mask_mode!r}, not supported, must be one of {listed(MASKS[:3])}")
+    if positions is not None and positions != "NONE":
+        known = isinstance(positions, str) and positions.lower() == "alibi"
+        error: type[Exception] = NotImplementedError if known else UnknownName
+        raise error(f"pos_encoding_mode: {positions!r}, not supported, must be None")
+    check_flag("save_softmax_stats", stats)
+    if stats:
+        lse = "trtllm_batch_context_with_kv_cache gives the LSE"
+        raise NotImplementedError(f"save_softmax_stats: True, not supported, must be False: {lse}")
+
+
+def _from_base(pools: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pool that begins where K's does and ends where V's does, for both: pages of V count from K's base."""
+    if len(pools) != 2:
+        raise ValueError(f"qkv: a kv_cache of {len(pools)}, must be (k, v)")
+    check_strided("qkv (K)", pools[0], 4)
+    for name, t in zip(("qkv (K)", "qkv (V)"), pools):
+        if not check_operand(name, t, 4, (pools[0].dtype,), pools[0].device, "that of K").is_contiguous():
+            raise ValueError(f"{name}: strides {t.stride()}, must be contiguous")
+    k, v = pools
+    check_shape("qkv (V)", v, tuple(k.shape), "that of K")
+    page = k.shape[1:].numel()
+    apart = v.storage_offset() - k.storage_offset()
+    if not page or k.untyped_storage()._cdata != v.untyped_storage()._cdata or apart <= 0 or apart % page:
+        where = f"{apart} elements behind K, of pages of {page}"
+        raise ValueError(f"qkv (V): {where}, must be whole pages behind K, in one storage with it")
+    both = k.as_strided((apart // page + v.shape[0], *k.shape[1:]), k.stride())
+    return both, both

@@ -1,0 +1,28 @@
+"""Names of FlashInfer's `utils` that engines import beside its functions."""
+
+import torch
+
+from . import machine
+from .checks import check_integer
+from .fp4 import FP4Tensor, round_up
+from .scalars import integer
+
+__all__ = ["FP4Tensor", "get_device_sm_count", "get_trtllm_gen_multi_ctas_kv_counter_bytes"]
+
+
+def get_device_sm_count(device: torch.device) -> int:
+    """SMs of a CUDA device."""
+    if not isinstance(device, torch.device):
+        raise TypeError(f"device: {device!r}, must be a torch.device")
+    facts = machine.current.facts(device)
+    if facts is None:
+        raise ValueError(f"device: {device}, must be a CUDA device")
+    return facts[1]
+
+
+def get_trtllm_gen_multi_ctas_kv_counter_bytes(batch_size: int, num_qo_heads: int, sm_count: int) -> int:
+    """Bytes that engines allocate for multi_ctas_kv_counter_buffer, a hint here: an int32 for each query head of each
+    request, of each SM where these are more, in eights."""
+    given = {"batch_size": batch_size, "num_qo_heads": num_qo_heads, "sm_count": sm_count}
+    batch, heads, sms = (check_integer(name, integer(value), 0) for name, value in given.items())
+    return round_up(max(batch * heads, sms), 8) * 4
