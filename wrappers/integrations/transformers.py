@@ -10,7 +10,7 @@
         torch.cat(prompts)[None], position_ids=cache.extend([40, 3]), paged_cache=cache, use_cache=False
     ).logits[0]
     tokens = logits[cache.last_rows].argmax(-1, keepdim=True)  # (2, 1)
-    while True:  # one token of each request
+    for _ in range(20):  # one token of each request
         out = model(tokens, position_ids=cache.extend(), paged_cache=cache, use_cache=False)
         tokens = out.logits[:, -1].argmax(-1, keepdim=True)
 
@@ -68,7 +68,7 @@ class PagedCache:
             raise MemoryError(f"request {request}: needs {count} pages, {len(self._free)} are free")
         self._owned[request] = pages = [self._free.pop() for _ in range(count)]
         self.block_tables[request, :count] = torch.tensor(pages, dtype=torch.int32)
-        self.seq_lens[request], self._live[request] = 0, 1
+        self._live[request] = 1
 
     def release(self, request: int) -> None:
         """Takes a request's pages back; its slot is free."""
