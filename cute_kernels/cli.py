@@ -5,7 +5,7 @@ compiler is installed.
     cute-kernels build --arch sm_90a --only 'bf16_d128*'   what matches, and what is valid there already
     cute-kernels list                                      what a bundle holds
     cute-kernels verify                                    hashes, loading, symbols
-    cute-kernels show bf16_d128_causal_paged_m128n128s3r --sass
+    cute-kernels show bf16_d128_causal_tma_m128n128s3r --sass
     cute-kernels env                                       versions, GPUs, bundles that a process here finds
 
 `build` and `show` need the DSL. Where bundles lie is said in cute_kernels/places.py.

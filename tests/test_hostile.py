@@ -32,12 +32,16 @@ def test_a_request_lies_inside_its_tensors(tokens, first, behind, length, column
     a = arguments(tokens, [first, behind], [length], columns, page_size, pages)
     start, count = geometry.request_queries(a, 0)
     assert 0 <= start <= start + count <= tokens or (count == 0 and 0 <= start <= tokens)
-    keys = geometry.request_keys(a, 0)
-    assert 0 <= keys <= columns * page_size and (pages or keys == 0)
+    keys = geometry.table_keys(length, columns, page_size)
+    assert 0 <= keys <= columns * page_size
     if 0 <= first <= behind <= tokens:
         assert (start, count) == (first, behind - first)
-    if 0 <= length <= columns * page_size and pages:
+    if 0 <= length <= columns * page_size:
         assert keys == length
+    keys = geometry.page_keys(pages, length, page_size)
+    assert 0 <= keys <= pages * page_size
+    if pages and 0 <= length <= page_size:
+        assert keys == (pages - 1) * page_size + length
 
 
 BASE = AttentionCase(

@@ -1,8 +1,8 @@
 """The shape of the code, held with `ast`: small pieces, and imports that only go down.
 
-tests, bench, tools -> wrappers: signatures -> op -> plan -> checks, reference -> problem -> machine, scratch, runtime
--> {attention, topk}/dispatch -> kernels (sm90, sm100, combine, topk algorithms) -> seams -> spec, geometry
--> build, manifest, abi, device
+tests, bench, tools, examples -> wrappers: integrations -> signatures -> op -> plan -> checks, reference -> problem
+-> machine, scratch, runtime -> {attention, topk}/dispatch -> kernels (sm90, sm100, combine, topk algorithms) -> seams
+-> spec, geometry -> build, manifest, abi, device
 
 Beside that line: cute_kernels/places and bundle stand on manifest and build; catalog, the command (cli) and ops, the
 other name of wrappers, stand on top of what they list, build and pass on.
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("cute_kernels", "wrappers", "tools", "bench")
+FOLDERS = ("cute_kernels", "wrappers", "tools", "bench", "examples")
 FILES = sorted(f.relative_to(ROOT).as_posix() for folder in FOLDERS for f in (ROOT / folder).rglob("*.py"))
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 600, 120, 8
 FAMILIES = ("attention", "topk")
@@ -25,6 +25,7 @@ UPSTREAM = {
     "wrappers/attention/engines.py": {"xqa_batch_decode_with_kv_cache", "trtllm_fmha_v2_prefill"},
     "wrappers/attention/trtllm.py": {"trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache"},
     "wrappers/attention/xqa.py": {"xqa"},
+    "wrappers/integrations/transformers.py": {"paged_attention"},
     "wrappers/page.py": {"append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache"},
     "wrappers/prefill/paged.py": {"__init__", "plan", "run", "forward"},
     "wrappers/prefill/ragged.py": {"__init__", "plan", "run", "forward"},
@@ -172,7 +173,7 @@ def test_plain_modules_import_no_dsl(file):
 def test_wrappers_import_plain_modules_only(file):
     """A process that runs a bundle has no DSL. The runtime may import build, inside the function that compiles."""
     names = imports(file)
-    assert not below(names, "cutlass", "tools", "bench", "tests")
+    assert not below(names, "cutlass", "tools", "bench", "tests", "examples")
     plain = set(map(module_of, PLAIN))
     modules = {
         name

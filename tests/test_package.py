@@ -372,7 +372,7 @@ class Installed:
 def make_wheel(folder: Path) -> Path:
     """The wheel of a copy of the tree, by the hook that pip calls, without an index."""
     tree = folder / "tree"
-    for name in ("cute_kernels", "wrappers", "tools", "bench"):
+    for name in ("cute_kernels", "wrappers", "tools", "bench", "examples"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)

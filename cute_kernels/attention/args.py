@@ -23,8 +23,11 @@ class KV(NamedTuple):
 
     k: Any  # (pages, Hkv, P, Dqk)        as q, e4m3, or uint8 of half the width: packed e2m1; any strides, last 1
     v: Any  # (pages, Hkv, P, Dvo)
-    kv_lens: Any  # (B,)                  int32
-    page_table: Any  # (B, 2, M)          int32: [:, 0] pages of K, [:, 1] pages of V; any strides (0: shared)
+    kv_lens: Any  # (B,)                  int32: keys; with kv_starts, rows of the last page; ragged: (0,)
+    page_table: Any  # (B, 2, M)          int32: [:, 0] pages of K, [:, 1] pages of V; any strides (0: shared); with
+    #                                     kv_starts (1, 2, N): of all requests, one after another; ragged: N = 0
+    kv_starts: Any  # (B + 1 | 0,)        int32: first entry of each request in page_table, or, ragged, first row of the
+    #                                     one page that k and v then are
     k_scales: Any = None  # (pages, Hkv, P, Dqk / 16)  e4m3 as uint8; any strides, last 1
     v_scales: Any = None  # (pages, Hkv, P, Dvo / 16)
     v_scales_interleaved: Any = None  # Int32  V scales of 4 tokens are interleaved
@@ -36,6 +39,9 @@ class Mask(NamedTuple):
     window_left: Any = None  # Int32      keys before position - window_left are hidden; 2^30 for none
     causal: Any = None  # Int32           0: tokens see all keys
     draft_mask: Any = None  # (T | 0, W)  int32, bit t of a token's row: it sees draft t; instead of causal
+    custom_mask: Any = None  # (N,)       uint8: bit i * kv_len + j of a request, least significant first: token i sees
+    #                                     key j; instead of causal, which must be 0
+    mask_starts: Any = None  # (B + 1,)   int32: byte of custom_mask where each request's bits begin
 
 
 class Logits(NamedTuple):
@@ -44,6 +50,7 @@ class Logits(NamedTuple):
     scale_log2: Any  # Float32            logit scale x log2(e)
     scale: Any  # (1 | 0,)                fp32 device factor on the logits, times scale_log2
     soft_cap: Any = None  # Float32       natural units, 0 for none
+    alibi_slopes: Any = None  # (Hq,)     fp32, natural units: times key - token, added before the cap
     skip_threshold: Any = None  # Float32 skip-softmax: log2 of the threshold times kv_len, -inf for none
 
 
@@ -88,6 +95,9 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it
     "window_left": lambda spec: spec.mask.window,
     "causal": lambda spec: spec.mask.causal == "value",
     "draft_mask": lambda spec: spec.mask.bits,
+    "custom_mask": lambda spec: spec.mask.custom,
+    "mask_starts": lambda spec: spec.mask.custom,
+    "alibi_slopes": lambda spec: spec.logits.alibi,
     "soft_cap": lambda spec: spec.logits.soft_cap,
     "skip_threshold": lambda spec: spec.logits.skip,
     "o_fp8": lambda spec: "e4m3" in spec.out,

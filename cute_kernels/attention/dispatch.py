@@ -31,8 +31,6 @@ def refusal(module: Any, problem: Problem, spec: Any, arch: str) -> Refusal | No
         return Refusal("phase", f"{problem.phase}: serves {module.PHASE}")
     if arch not in module.ARCHS:
         return Refusal("arch", f"{arch}: needs {' or '.join(module.ARCHS)}")
-    if problem.page_size not in module.PAGE_SIZES:
-        return Refusal("page_size", f"{problem.page_size}: the kernel reads pages of {module.PAGE_SIZES} rows")
     return module.supports(spec)
 
 

@@ -7,6 +7,8 @@ fastest: row = token * group + head. `rows_per_token` is 1, or the group size wh
 from itertools import pairwise
 
 import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
 
 from ..device.clamp import clamp
 
@@ -18,15 +20,47 @@ def request_queries(a, b):
     return start, cutlass.max(end - start, 0)
 
 
-def request_keys(a, b):
-    """Keys of request b: as many as its page table has room for, whatever the length says, and none without pages."""
-    pages, _, page_size, _ = a.kv.k.shape
-    return clamp(a.kv.kv_lens[b], 0, a.kv.page_table.shape[2] * page_size * cutlass.min(pages, 1))
+def ragged(a):
+    """Whether K and V are rows of one tensor, without pages, where requests have starts of their own."""
+    return a.kv.kv_lens.shape[0] == 0
+
+
+def table_keys(length, columns, page_size):
+    """Keys of a request that says `length`: as many as its row of the page table has room for."""
+    return clamp(length, 0, columns * page_size)
+
+
+def page_keys(pages, last, page_size):
+    """Keys in so many pages, `last` of them in the last one."""
+    return cutlass.max((cutlass.max(pages, 0) - 1) * page_size + clamp(last, 0, page_size), 0)
+
+
+@cute.jit
+def kv_start(a, b: Int32):
+    """Of request b, where requests have starts of their own: its first entry of the page table, or, ragged, row."""
+    room = a.kv.page_table.shape[2]
+    if ragged(a):
+        room = a.kv.k.shape[2]
+    return clamp(a.kv.kv_starts[b], 0, room)
+
+
+@cute.jit
+def request_keys(a, b: Int32):
+    """Keys of request b: as many as its page table or the tensors of rows have room for, whatever lengths and starts
+    say, and none without pages."""
+    page_size, keys = a.kv.k.shape[2], Int32(0)
+    if a.kv.kv_starts.shape[0] == 0:
+        keys = table_keys(a.kv.kv_lens[b], a.kv.page_table.shape[2], page_size)
+    else:
+        keys = cutlass.max(kv_start(a, b + 1) - kv_start(a, b), 0)
+        if not ragged(a):
+            keys = page_keys(keys, a.kv.kv_lens[b], page_size)
+    return keys * cutlass.min(cutlass.min(a.kv.k.shape[0], a.kv.v.shape[0]), 1)
 
 
 def batch(a):
     """Requests."""
-    return a.kv.kv_lens.shape[0]
+    return a.query.cu_seqlens_q.shape[0] - 1
 
 
 def group(a):

@@ -7,7 +7,7 @@ from cutlass import Int32, const_expr
 from ..device import copy, pipe
 from . import geometry
 from .kv import pages, scales, source
-from .kv.tma import Block
+from .kv.pages import Block
 from .schedule import tiles, work
 from .schedule.work import Search, Work
 
@@ -48,13 +48,13 @@ def load_kv(
         more = w.valid
         if w.valid != 0:
             head = geometry.kv_head_of(w.head, geometry.group(a), spec.pack_gqa)
-            table = pages.of_request(a, w.batch, which)
+            mine = pages.of_request(a, w.batch, which)
             if const_expr(loads_q):
                 if loader == 0 and w.hi > w.lo:
                     fetch_q(spec, plan, s, w, q)
                     q += 1
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
-                source(spec).fill(spec, op, smem, ring, table, Block(loader, i, j, head, w.kv_len))
+                source(spec).fill(spec, op, smem, ring, mine, Block(loader, i, j, head, w.kv_len))
                 i += 1
                 if const_expr(publishes):
                     if loader == 0 and j == w.hi - 1:

@@ -1,14 +1,15 @@
-"""What happens to a block of scores between Q K^T and the softmax: soft cap, then masks.
+"""What happens to a block of scores between Q K^T and the softmax: bias, soft cap, then masks.
 
 Both roles call `transform`; whether blocks are masked or capped is known at trace time in prefill, which has a loop for
 each, and a value in decode.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from . import mask
 
@@ -16,18 +17,25 @@ LOG2_E = 1.4426950408889634
 
 
 class Rows(NamedTuple):
-    """The rows of a thread's view of scores (rows, cols). start: first query token of the request in the batch."""
+    """The rows of a thread's view of scores (rows, cols). start: first query token of the request in the batch. slopes:
+    of ALiBi, in units of raw scores. mask_start: byte where the request's custom mask begins."""
 
     tokens: cute.Tensor
     start: Int32
     n: mask.Lengths
+    slopes: Any = None
+    mask_start: Any = None
 
 
-class Cols(NamedTuple):
-    """The columns: keys first + at[c], at: static numbers."""
+@dataclass(frozen=True)
+class Cols:
+    """The columns: keys first + at[c], at: static numbers. own: what of `first` is the thread's own offset; lanes:
+    neighbours that have columns of a row."""
 
     first: Int32
-    at: Any
+    at: cutlass.Constexpr
+    own: Int32 = 0  # type: ignore[assignment]
+    lanes: cutlass.Constexpr = 1
 
 
 @cute.jit
@@ -46,10 +54,35 @@ def capped_to_log2(soft_cap):
     return soft_cap * LOG2_E
 
 
+def slope_of(a, head, score_to_log2):
+    """ALiBi's slope of a query head, in units of raw scores."""
+    return a.logits.alibi_slopes[head] * LOG2_E / score_to_log2
+
+
+@cute.jit
+def add_bias(s: cute.Tensor, rows: Rows, cols: Cols):
+    """ALiBi: slope times (key - token)."""
+    for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
+        apart = Float32(cols.first - rows.tokens[r])
+        for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
+            s[r, c] += rows.slopes[r] * (apart + Float32(cols.at[c]))
+
+
+@cute.jit
+def hide_custom(spec: cutlass.Constexpr, a, s: cute.Tensor, rows: Rows, cols: Cols):
+    """-inf into s (rows, cols) where the call's own mask says so."""
+    for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
+        bit = Int64(rows.tokens[r]) * rows.n.kv_len + (cols.first - cols.own)
+        words = mask.custom_words(a.mask.custom_mask, rows.mask_start, bit, cols.lanes, cols.at[-1] + 8)
+        mask.apply_custom(s, r, words, cols.at, cols.own)
+
+
 @cute.jit
 def hide(spec: cutlass.Constexpr, a, s: cute.Tensor, rows: Rows, cols: Cols):
     """-inf into s (rows, cols) where a row does not see a key."""
     mask.apply(spec, s, rows.tokens, cols.at, cols.first, rows.n)
+    if const_expr(spec.mask.custom):
+        hide_custom(spec, a, s, rows, cols)
     if const_expr(spec.mask.bits):
         if rows.n.drafts != 0:
             bits = cute.domain_offset((rows.start, 0), a.mask.draft_mask)
@@ -61,7 +94,10 @@ def hide(spec: cutlass.Constexpr, a, s: cute.Tensor, rows: Rows, cols: Cols):
 def transform(
     spec: cutlass.Constexpr, a, s: cute.Tensor, score_to_log2: cute.Tensor, rows: Rows, cols: Cols, capped, masked
 ):
-    """s (rows, cols): soft cap where `capped`, masks where `masked`. score_to_log2 (rows): of scores before the cap."""
+    """s (rows, cols): bias, soft cap where `capped`, masks where `masked`. score_to_log2 (rows): of scores before the
+    cap."""
+    if const_expr(spec.logits.alibi):
+        add_bias(s, rows, cols)
     if const_expr(spec.logits.soft_cap):
         if capped:
             for r in cutlass.range_constexpr(cute.size(s, mode=[0])):

@@ -1,4 +1,4 @@
-"""Which keys a query token may see. Plain arithmetic on ints or traced values, but for `apply` and `apply_bits`.
+"""Which keys a query token may see. Plain arithmetic on ints or traced values, but for `apply` and what follows it.
 
 Tokens and keys are counted within a request; token i stands at position i + kv_len - q_len (bottom-right alignment).
 """
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ def full_range(spec, first, last, n: Lengths):
     lo, hi = visible(spec, last, n)[0], visible(spec, first, n)[1]
     if spec.mask.bits:
         hi = cutlass.min(hi, n.kv_len - n.drafts * n.q_len)
+    if spec.mask.custom:
+        hi = 0
     return (lo + t - 1) // t, cutlass.max(hi, 0) // t
 
 
@@ -75,7 +77,7 @@ def segments(spec, block_lo, block_hi, full_lo, full_hi):
     mid = cutlass.max(block_lo, cutlass.min(block_hi, full_hi))
     left = cutlass.max(block_lo, cutlass.min(mid, full_lo))
     cut = ((mid, block_hi, True), (left, mid, False), (block_lo, left, True))
-    right = spec.mask.causal != "never" or spec.mask.bits
+    right = spec.mask.causal != "never" or spec.mask.bits or spec.mask.custom
     return cut[0 if right else 1 : 3 if spec.mask.window else 2]
 
 
@@ -107,3 +109,30 @@ def apply_bits(
             if draft >= 0 and draft < 32 * bits.shape[1] and tokens[r] < q_len:
                 if (bits[tokens[r], draft // 32] >> (draft % 32)) & 1 == 0:
                     s[r, c] = -Float32.inf
+
+
+@cute.jit
+def custom_words(bits: cute.Tensor, start: Int32, bit: Int64, lanes: cutlass.Constexpr, width: cutlass.Constexpr):
+    """Bits [bit, bit + width) of the mask that begins at byte `start` of `bits`, 32 a word; zeros past its end. The
+    `lanes` neighbours that ask for the same ones fetch a word each."""
+    lane, count = cute.arch.lane_idx(), const_expr((width + 31) // 32)
+    words = cute.make_rmem_tensor(count, Uint32)
+    for w in cutlass.range_constexpr(0, count, lanes):
+        mine = bit + 32 * (w + lane % lanes)
+        byte, word = Int64(start) + (mine >> Int64(3)), Uint64(0)
+        for e in cutlass.range_constexpr(5):  # a word that begins anywhere in a byte
+            if byte + e >= 0 and byte + e < bits.shape[0]:
+                word |= Uint64(bits[byte + e]) << Uint64(8 * e)
+        got = Uint32(word >> Uint64(mine & Int64(7)))
+        for e in cutlass.range_constexpr(min(lanes, count - w)):
+            words[w + e] = cute.arch.shuffle_sync(got, lane // lanes * lanes + e)
+    return words
+
+
+@cute.jit
+def apply_custom(s: cute.Tensor, r: cutlass.Constexpr, words: cute.Tensor, cols: cutlass.Constexpr, own: Int32):
+    """-inf into row r of s where the bit of column cols[c] + own in `words` is 0; cols: static, own: less than 8, and
+    in sum with none does cols[c] leave its word."""
+    for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
+        bit = (words[const_expr(cols[c] // 32)] >> Uint32(own)) & const_expr(1 << cols[c] % 32)
+        s[r, c] = -Float32.inf if bit == 0 else s[r, c]

@@ -8,19 +8,23 @@ a call; see `args`.
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from .problem import Problem
+
 T = TypeVar("T")  # the op's own class of tiles
 
 DTYPES = ("bf16", "fp16")  # of Q and of P
 BITS = {"bf16": 16, "fp16": 16, "e4m3": 8, "nvfp4": 4}  # of an element, as it is stored
 BLOCK = 16  # elements that share a scale factor of NVFP4
+TMA_PAGES = (8, 16, 32, 64, 128, 256)  # rows of the pages that TMA fetches in boxes
 
 
 @dataclass(frozen=True)
 class KVSpec:
-    """dtype: of K and V as they are stored. source: "paged", pages of 8, 16, 32, ... rows fetched by TMA."""
+    """dtype: of K and V as they are stored. source: "tma", pages of `TMA_PAGES` rows, or ragged rows, fetched in boxes;
+    "gather", pages of any size, row by row."""
 
     dtype: str = "bf16"
-    source: str = "paged"
+    source: str = "tma"
 
     @property
     def bits(self) -> int:
@@ -35,24 +39,26 @@ class KVSpec:
 @dataclass(frozen=True)
 class MaskSpec:
     """causal: "always" (bottom-right aligned), "never", or "value": as the call says. window: has `window_left`. bits:
-    has a mask of drafts."""
+    has a mask of drafts. custom: has a mask of bits for all (query, key) of a request; with causal "value"."""
 
     causal: str = "always"
     window: bool = False
     bits: bool = False
+    custom: bool = False
 
     @property
     def name(self) -> str:
         kind = {"always": "causal", "never": "full", "value": "any"}[self.causal]
-        return kind + ("w" if self.window else "") + ("b" if self.bits else "")
+        return kind + ("w" if self.window else "") + ("b" if self.bits else "") + ("m" if self.custom else "")
 
 
 @dataclass(frozen=True)
 class LogitsSpec:
-    """What a kernel has: soft_cap, skip (skip-softmax)."""
+    """What a kernel has: soft_cap, skip (skip-softmax), alibi (a slope of each query head)."""
 
     soft_cap: bool = False
     skip: bool = False
+    alibi: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,8 +93,14 @@ class AttentionSpec(Generic[T]):
             self.mask.name,
             "cap" if self.logits.soft_cap else "",
             "skip" if self.logits.skip else "",
+            "alibi" if self.logits.alibi else "",
             "pack" if self.pack_gqa else "",
             self.kv.source,
             self.tile.name,  # type: ignore[attr-defined]
         ]
         return "_".join(filter(None, parts))
+
+
+def source_of(problem: Problem) -> str:
+    """The source of K and V that serves a problem."""
+    return "tma" if problem.source == "ragged" or problem.page_size in TMA_PAGES else "gather"

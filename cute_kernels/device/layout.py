@@ -11,3 +11,8 @@ def smem_layout(shape, stages, dtype):
     kind = hh.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, shape[1])
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
     return cute.tile_to_shape(atom, (*shape, stages), order=(0, 1, 2))
+
+
+def swizzle(width, row, byte):
+    """Where TMA puts a byte of a row of a box of `width` bytes, under the widest swizzle that it allows."""
+    return row * width + (byte ^ (row * width // 128 % (width // 16) * 16))

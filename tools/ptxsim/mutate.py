@@ -1,6 +1,6 @@
 """Fault injection: break one synchronisation of a kernel at a time and see whether the simulator notices.
 
-    python -m tools.ptxsim.mutate bf16_d64_full_paged_m192n128s4 [--limit N] [--mode MODE ...] [--jobs N]
+    python -m tools.ptxsim.mutate bf16_d64_full_tma_m192n128s4 [--limit N] [--mode MODE ...] [--jobs N]
 
 A mutant counts as noticed if any case in any mode ends in a Fault or in wrong results; the first one ends its runs. The
 unmutated control must pass every mode.

@@ -8,11 +8,10 @@ from itertools import product
 from typing import Any, ClassVar
 
 from ..problem import Problem, Refusal
-from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec
+from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, source_of
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 PHASE = "decode"
-PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 QUANTISED = ("e4m3", "nvfp4")
 FEW_ROWS = 8  # of a warp; kernels for calls with more rows have twice as many
 
@@ -67,6 +66,7 @@ TILES = {  # (type of the cache, head_dim, rows of a warp) -> tile
     ("nvfp4", 64, 16): Tile(64, 512, 4, 2, 16),
     ("nvfp4", 128, 16): Tile(64, 256, 5, 2, 16),  # head_dim 256: O and Q of 16 rows are 192 registers of a thread
 }
+GATHERED = tuple(product(("16-bit", "e4m3"), (64, 128)))
 DIMS = tuple(sorted({dim for _, dim, _ in TILES}))
 BLACKWELL = TILES | {("e4m3", 128, 16): Tile(64, 64, 12, 1, 16)}  # with 8 warps this one spills there
 
@@ -84,22 +84,25 @@ def candidate(problem: Problem, arch: str) -> Spec:
     p = problem
     many = not p.batch_invariant and p.rows * p.group > FEW_ROWS  # other requests' rows count
     spec = spec_of(p.q, p.kv, p.head_dim_qk, 2 * FEW_ROWS if many else FEW_ROWS, arch)
-    mask = spec.mask if p.causal else replace(spec.mask, causal="value")
-    out = spec.out if p.out in spec.out else (p.out,)
-    return replace(spec, kv=KVSpec(p.kv, p.source), head_dim_vo=p.head_dim_vo, mask=mask, out=out)
+    mask = replace(spec.mask, causal="always" if p.causal else "value", custom=p.custom_mask)
+    logits, out = replace(spec.logits, alibi=p.alibi), spec.out if p.out in spec.out else (p.out,)
+    return replace(spec, kv=KVSpec(p.kv, source_of(p)), head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, out=out)
 
 
 def supports(spec: Spec) -> Refusal | None:
     """None where the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
     if spec.q not in DTYPES:
         return Refusal("q", f"{spec.q}: the kernel has {', '.join(DTYPES)}")
-    if spec.kv.dtype not in (spec.q, *QUANTISED) or spec.kv.source != "paged":
-        held = ", ".join((spec.q, *QUANTISED))
-        return Refusal("kv", f"{spec.kv.source} {spec.kv.dtype}: the kernel has paged {held}")
+    if spec.kv.dtype not in (spec.q, *QUANTISED):
+        return Refusal("kv", f"{spec.kv.dtype}: the kernel has {', '.join((spec.q, *QUANTISED))}")
     if spec.out not in ((spec.q, "e4m3"), (spec.q,)):
         return Refusal("out", f"{', '.join(spec.out)}: the kernel has {spec.q}, e4m3")
     if spec.head_dim_qk != spec.head_dim_vo or spec.head_dim_qk not in DIMS:
         return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, DIMS))}")
+    if spec.mask.custom:
+        return Refusal("custom_mask", "True: the kernel has a mask of drafts only")
+    if spec.logits.alibi:
+        return Refusal("alibi", "True: the kernel has no ALiBi")
     if spec.mask.causal != "always":
         return Refusal("causal", "False: tokens of the kernel see no later keys")
     if spec.schedule != "stream_k" or not spec.pack_gqa:
@@ -117,6 +120,12 @@ def supports(spec: Spec) -> Refusal | None:
 
 
 def shipped(arch: str) -> list[Spec]:
-    """Every kernel takes every modifier: one of each types and head_dim, one more for calls of many rows."""
-    found = [spec_of(q, q if kv == "16-bit" else kv, dim, rows, arch) for q, (kv, dim, rows) in product(DTYPES, TILES)]
+    """Every kernel takes every modifier: one of each types and head_dim, one more for calls of many rows; of `GATHERED`
+    one more each, for pages of any size. Others of those are compiled at their first call."""
+    found = []
+    for q, (kv, dim, rows) in product(DTYPES, TILES):
+        spec = spec_of(q, q if kv == "16-bit" else kv, dim, rows, arch)
+        found.append(spec)
+        if (kv, dim) in GATHERED:
+            found.append(replace(spec, kv=replace(spec.kv, source="gather")))
     return found if arch in ARCHS else []

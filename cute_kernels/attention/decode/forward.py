@@ -11,10 +11,11 @@ which cp.async copies; freed when its keys are multiplied.
 Shared memory: `stages` x (K (n x Dqk) + V (n x Dvo)) as stored, 1024-byte aligned, their scale factors,
 `reduce.ReduceSmem`, barriers and Work.
 
-Refused (see `supports`): head dims that differ, full attention, KV that is not paged by TMA.
+Refused (see `supports`): head dims that differ, full attention.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -23,7 +24,7 @@ from cutlass import Int32, const_expr
 from ...device import copy, pipe
 from .. import fakes, load
 from ..args import Args, pack
-from ..kv import arrivals, pages, tma
+from ..kv import arrivals, pages, source
 from ..schedule import stream_k, work
 from ..spec import BLOCK
 from . import reduce
@@ -38,8 +39,8 @@ class Plan:
     """Everything the host part makes for the kernel."""
 
     args: Args
-    k: copy.Operand
-    v: copy.Operand
+    k: Any  # operands of the source of K and V
+    v: Any
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,7 @@ class Shared:
 @cute.jit
 def forward(spec: cutlass.Constexpr, stream, *flat):
     a, t = pack(spec, flat), spec.tile
-    rows = lambda x: cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0]))  # noqa: E731
-    k, v = (copy.operand(rows(x), (t.n, x.shape[3]), t.stages, tma.boxes(t.n)) for x in (a.kv.k, a.kv.v))
+    k, v = (source(spec).operand(x, (t.n, x.shape[3]), t.stages) for x in (a.kv.k, a.kv.v))
     kernel(spec, Plan(a, k, v)).launch(
         grid=[a.schedule.grid, 1, 1],
         block=[32 * roles(spec).warps(), 1, 1],

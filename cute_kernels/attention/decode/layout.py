@@ -61,11 +61,6 @@ def warps_per_group(spec, m):
     return count
 
 
-def swizzle(width, row, byte):
-    """Where TMA puts a byte of a row of a box of `width` bytes, under the widest swizzle that it allows."""
-    return row * width + (byte ^ (row * width // 128 % (width // 16) * 16))
-
-
 def scale_blocks(spec):
     """Scale factors of a row of V that a lane needs."""
     return max(1, spec.head_dim_vo // (8 * BLOCK)) if spec.kv.scaled else 1

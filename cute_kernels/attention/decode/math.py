@@ -15,13 +15,14 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from ... import abi
 from ...device import mma, pipe, warp
 from ...device.divisor import Divisor
+from ...device.layout import swizzle
 from .. import combine, geometry, logits, mask, quant, softmax
 from ..logits import Cols, Rows
 from ..schedule import work
 from ..schedule.work import Work
 from ..spec import BLOCK
 from . import operands, reduce
-from .layout import CachedRow, columns_at_once, halves, keys, swizzle, v_offsets, warps_per_group
+from .layout import CachedRow, columns_at_once, halves, keys, v_offsets, warps_per_group
 from .operands import KeyCursor
 from .roles import roles
 

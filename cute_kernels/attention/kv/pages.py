@@ -1,24 +1,67 @@
-"""Which page holds a row of a request: the only reader of page tables. Pages have a power of two of rows."""
+"""Where a row of a request is: the only reader of page tables."""
 
+from typing import NamedTuple
+
+import cutlass
 import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from .. import geometry
 
 K, V = 0, 1  # rows of a request's page table
 
 
-def of_request(a, batch, which):
-    """(M,): page ids of a request, of K or of V."""
-    return a.kv.page_table[batch, which, None]
+class Block(NamedTuple):
+    """One warp's part of a KV block. loader: number of the warp among those that fill a stage together; item: of the
+    pipe; j: number of the block; head: KV head."""
+
+    loader: Int32
+    item: Int32
+    j: Int32
+    head: Int32
+    kv_len: Int32
+
+
+class Rows(NamedTuple):
+    """The rows of K, or of V, of a request. pages: page ids of its tokens, in order. start: -1, or, without pages, the
+    row of k and v where the request begins."""
+
+    pages: cute.Tensor
+    start: Int32
+
+
+@cute.jit
+def of_request(a, batch: Int32, which):
+    """`Rows` of a request, of K or of V."""
+    first, start = Int32(0), Int32(-1)
+    if a.kv.kv_starts.shape[0] > 0:
+        first, batch = geometry.kv_start(a, batch), Int32(0)
+        if geometry.ragged(a):
+            first, start = Int32(0), first
+    return Rows(cute.domain_offset((first,), a.kv.page_table[batch, which, None]), start)
 
 
 def shift(page_size):
-    """log2 of a page size."""
+    """log2 of a page size that is a power of two."""
     return cute.arch.popc(page_size - 1)
 
 
-def page_of(pages, row, page_size):
-    """The page of a row of a request."""
-    return pages[row >> shift(page_size)]
+@cute.jit
+def page_of(mine: Rows, row: Int32, page_size: Int32, any_size: cutlass.Constexpr = False):
+    """The page of a row of a request. any_size: of pages, else a power of two."""
+    page = Int32(0)
+    if const_expr(any_size):
+        page = mine.pages[row // page_size]
+    elif mine.start < 0:
+        page = mine.pages[row >> shift(page_size)]
+    return page
 
 
-def row_in_page(row, page_size):
-    return row & (page_size - 1)
+@cute.jit
+def row_in_page(mine: Rows, row: Int32, page_size: Int32, any_size: cutlass.Constexpr = False):
+    """The row of its page that is a row of a request; without pages, of k and v."""
+    inside = row % page_size if const_expr(any_size) else row & (page_size - 1)
+    if const_expr(not any_size):
+        if mine.start >= 0:
+            inside = mine.start + row
+    return inside

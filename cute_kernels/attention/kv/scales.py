@@ -1,21 +1,32 @@
 """Scale factors of block-scaled caches, too short for TMA: one warp copies them with cp.async, into the stages that a
 source fills with the rows that they belong to."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from ...device import pipe
-from . import pages, tma
+from . import pages
+from .pages import Block
+from .tma import BOXES
 
 
 def scale_rows(spec):
     """Neighbouring rows whose scale factors a lane fetches: of one page, so a power of two up to the smallest."""
-    return min(tma.BOXES[0], 1 << (spec.tile.n // 32).bit_length() - 1)
+    return 1 if spec.kv.source == "gather" else min(BOXES[0], 1 << (spec.tile.n // 32).bit_length() - 1)
+
+
+class Found(NamedTuple):
+    """Pages that a lane looked up, and whose."""
+
+    rows: pages.Rows
+    page: cute.Tensor
 
 
 @cute.jit
-def find(spec: cutlass.Constexpr, page_size: Int32, table: cute.Tensor, j: Int32, kv_len: Int32):
+def find(spec: cutlass.Constexpr, page_size: Int32, mine: pages.Rows, j: Int32, kv_len: Int32):
     """Pages of the rows whose scale factors this lane fetches of block j; -1 past kv_len. Called ahead of the wait for
     a free stage, which hides the latency."""
     groups = const_expr(spec.tile.n // scale_rows(spec))
@@ -25,28 +36,26 @@ def find(spec: cutlass.Constexpr, page_size: Int32, table: cute.Tensor, j: Int32
         row = j * spec.tile.n + group * scale_rows(spec)
         found[c] = Int32(-1)
         if row < kv_len and group < groups:
-            found[c] = pages.page_of(table, row, page_size)
-    return found
+            found[c] = pages.page_of(mine, row, page_size, spec.kv.source == "gather")
+    return Found(mine, found)
 
 
 @cute.jit
-def fill(
-    spec: cutlass.Constexpr, scales: cute.Tensor, smem: cute.Tensor, p: pipe.Pipe, found: cute.Tensor, at: tma.Block
-):
+def fill(spec: cutlass.Constexpr, scales: cute.Tensor, smem: cute.Tensor, p: pipe.Pipe, found: Found, at: Block):
     """One warp: the scale factors of block j of a KV head, (n, D / 16) bytes of the item's stage, row by row. found: of
     `find`; rows of no page become zeros. Every lane arrives once what it copied is there."""
     size, count = const_expr(scales.shape[3]), const_expr(scale_rows(spec))
     step = Int64(scales.stride[2])
     pipe.wait_empty(p, at.item)
-    for c in cutlass.range_constexpr(cute.size(found)):
-        mine, page = (32 * c + cute.arch.lane_idx()) * count, found[c]
+    for c in cutlass.range_constexpr(cute.size(found.page)):
+        mine, page = (32 * c + cute.arch.lane_idx()) * count, found.page[c]
+        row = pages.row_in_page(found.rows, at.j * spec.tile.n + mine, scales.shape[2], spec.kv.source == "gather")
         exists = (page >= 0) & (page < scales.shape[0])
-        row = pages.row_in_page(at.j * spec.tile.n + mine, scales.shape[2])
         source = scales[page if exists else Int32(0), at.head, row, None].iterator.toint()
         target = smem[mine, None, pipe.stage(p, at.item)].iterator.toint()
         if mine < spec.tile.n:
             for e in cutlass.range_constexpr(count):
                 text = f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};"
-                written = Int32(size) if exists else Int32(0)
+                written = Int32(size) if exists & (row + e < scales.shape[2]) else Int32(0)
                 cute.arch.inline_ptx(text, read_only_args=[target + e * size, source + e * step, written])
     cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full(p, at.item))

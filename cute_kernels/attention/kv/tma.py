@@ -1,4 +1,4 @@
-"""KV blocks from pages, by TMA. A page, or a part of it, is a box."""
+"""KV blocks by TMA, in boxes: a page or a part of it, or, without pages, neighbouring rows."""
 
 from typing import NamedTuple
 
@@ -8,26 +8,19 @@ from cutlass import Int32, const_expr
 
 from ...device import copy, pipe
 from . import pages
+from .pages import Block
 
 BOXES = (8, 16, 32, 64)  # rows of the TMA boxes; a fetch uses the largest that divides page and tile
 
 
-class Block(NamedTuple):
-    """One warp's part of a KV block. loader: number of the warp among those that fill a stage together; item: of the
-    pipe; j: number of the block; head: KV head."""
-
-    loader: Int32
-    item: Int32
-    j: Int32
-    head: Int32
-    kv_len: Int32
-
-
 class Lanes(NamedTuple):
-    """What the lanes of a warp know of the rows of a block: page, and box inside the page (None: a page is one)."""
+    """What the lanes of a warp know of the boxes of a block: page, row in the page (None: the first)."""
 
     page: cute.Tensor
-    box: Int32 | None
+    row: cute.Tensor | None
+
+
+CUTS = True  # a block may end inside a box
 
 
 def boxes(n):
@@ -36,28 +29,27 @@ def boxes(n):
 
 
 @cute.jit
-def fill(spec: cutlass.Constexpr, op: copy.Operand, smem: cute.Tensor, p: pipe.Pipe, table: cute.Tensor, at: Block):
+def fill(spec: cutlass.Constexpr, op: copy.Operand, smem: cute.Tensor, p: pipe.Pipe, mine: pages.Rows, at: Block):
     """One of the `tile.loaders` warps: its boxes of the rows [j n, (j + 1) n) of a KV head, into the item's stage.
 
-    table (M,): page ids of the request. Lane c looks up the pages of rows [8 c, 8 c + 8), and of those 256 rows on.
-    Boxes past kv_len are fetched from a page past the pool, which TMA fills with zeros; their table entries are never
-    read.
+    mine: of the request. Lane c looks up the places of rows [8 c, 8 c + 8), and of those 256 rows on. Boxes past kv_len
+    are fetched from a page past the pool, which TMA fills with zeros; their table entries are never read.
     """
     least, n = op.boxes[0].rows, spec.tile.n
     page_size, pool = op.boxes[0].gmem.shape[0], op.boxes[0].gmem.shape[3]
-    found, box = cute.make_rmem_tensor((n // least + 31) // 32, Int32), Int32(0)
+    found, inside = (cute.make_rmem_tensor((n // least + 31) // 32, Int32) for _ in range(2))
     for c in cutlass.range_constexpr(cute.size(found)):
-        inside = (32 * c + cute.arch.lane_idx()) * least
-        row = at.j * n + inside
-        found[c] = Int32(pool)
-        if row < at.kv_len and inside < n:
-            found[c] = pages.page_of(table, row, page_size)
-        if const_expr(c == 0):  # box of its page, where a page has several: 256 rows on it is the same
-            box = pages.row_in_page(row, page_size) >> const_expr(op.boxes[-1].rows.bit_length() - 1)
+        first = (32 * c + cute.arch.lane_idx()) * least
+        row = at.j * n + first
+        found[c], inside[c] = Int32(pool), Int32(0)
+        if row < at.kv_len and first < n:
+            found[c], inside[c] = pages.page_of(mine, row, page_size), pages.row_in_page(mine, row, page_size)
+    if mine.start >= 0:  # no pages: the largest boxes
+        page_size = Int32(op.boxes[-1].rows)
     for k in cutlass.range_constexpr(len(op.boxes)):
         rows, largest = op.boxes[k].rows, const_expr(k + 1 == len(op.boxes))
         if page_size >= rows and (largest or page_size == rows):
-            fill_boxes(spec, op, k, smem, p, Lanes(found, box if const_expr(largest) else None), at)
+            fill_boxes(spec, op, k, smem, p, Lanes(found, inside if const_expr(largest) else None), at)
 
 
 @cute.jit
@@ -73,7 +65,6 @@ def fill_boxes(
     """One warp: its boxes of a stage, of the operand's k-th size."""
     b, n, least, of = op.boxes[k], spec.tile.n, op.boxes[0].rows, spec.tile.loaders
     count = n // b.rows
-    s, g = copy.partition(b, smem, b.gmem)
     size = op.bytes // count * ((count - at.loader + of - 1) // of) if const_expr(of > 1) else op.bytes
     pipe.fill(p, at.item, size)
     # A coordinate that the compiler knows to be warp-uniform costs one move to a uniform register, any other a loop.
@@ -81,12 +72,24 @@ def fill_boxes(
     for c in cutlass.range_constexpr(0, count, of):
         mine = c + at.loader if const_expr(of > 1) else c  # static where it can be
         lane = mine * (b.rows // least)  # its low five bits, which a shuffle looks at
-        page_c = cute.arch.shuffle_sync(lanes.page[const_expr(c * (b.rows // least) // 32)], lane)
-        box_c = 0 if const_expr(lanes.box is None) else cute.arch.shuffle_sync(lanes.box, lane)
+        group = const_expr(c * (b.rows // least) // 32)
+        page_c = cute.arch.shuffle_sync(lanes.page[group], lane)
+        row_c = 0 if const_expr(lanes.row is None) else cute.arch.shuffle_sync(lanes.row[group], lane)
         if const_expr(c + of <= count) or mine < count:
+            s, g = copy.partition(b, smem, cute.domain_offset((row_c, 0, 0, 0), b.gmem))
             for d in cutlass.range_constexpr(cute.size(s, mode=[2])):
                 dst = s[None, mine, d, stage]
-                cute.copy(b.atom, g[None, box_c, d, head, page_c], dst, tma_bar_ptr=p.full + stage)
+                cute.copy(b.atom, g[None, 0, d, head, page_c], dst, tma_bar_ptr=p.full + stage)
+
+
+def operand(x, shape, stages):
+    """What `fill` copies from, x (pages, Hkv, P, D), and where to."""
+    rows = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0]))
+    return copy.operand(rows, shape, stages, boxes(shape[0]))
+
+
+def landed():
+    """What a consumer does before WGMMA reads a filled stage."""
 
 
 def cut(spec, valid):

@@ -8,11 +8,10 @@ from itertools import product
 from typing import ClassVar, cast
 
 from ..problem import Problem, Refusal
-from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec
+from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, source_of
 
 ARCHS = ("sm_90a",)
 PHASE = "prefill"
-PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 PACK_ROWS = 64  # a request with at most this many query tokens a KV head's group packs heads into rows
 
 
@@ -55,6 +54,7 @@ TILES = {  # (head_dim_qk, head_dim_vo) -> tile of kernels that take every modif
     (192, 128): Tile(128, 128, 2),
     (256, 256): Tile(128, 80, 2),
 }
+USUAL = ((64, 64), (128, 128))
 HEADLINE_TILES = TILES | {  # of kernels that take none
     (64, 64): Tile(192, 128, 4, 2),
     (128, 128): Tile(128, 128, 3, 1, True),
@@ -77,18 +77,19 @@ def candidate(problem: Problem, arch: str) -> Spec:
     """The spec that would serve a problem, if `supports` lets it."""
     p, dims = problem, (problem.head_dim_qk, problem.head_dim_vo)
     pack = p.group > 1 and p.rows <= PACK_ROWS
-    plain = not (pack or p.window or p.soft_cap or p.drafts or p.skip)
+    plain = not (pack or p.window or p.soft_cap or p.drafts or p.skip or p.custom_mask or p.alibi)
     spec = headline(p.q, dims, p.causal) if plain else general(p.q, dims, pack)
-    mask, logits = replace(spec.mask, bits=p.drafts), replace(spec.logits, skip=p.skip)
-    return replace(spec, kv=KVSpec(p.kv, p.source), out=(p.out,), mask=mask, logits=logits)
+    mask = replace(spec.mask, bits=p.drafts, custom=p.custom_mask)
+    logits = replace(spec.logits, skip=p.skip, alibi=p.alibi)
+    return replace(spec, kv=KVSpec(p.kv, source_of(p)), out=(p.out,), mask=mask, logits=logits)
 
 
 def supports(spec: Spec) -> Refusal | None:
     """None where the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
     if spec.q not in DTYPES:
         return Refusal("q", f"{spec.q}: the kernel has {', '.join(DTYPES)}")
-    if spec.kv.dtype != spec.q or spec.kv.source != "paged":
-        return Refusal("kv", f"{spec.kv.source} {spec.kv.dtype}: the kernel has paged {spec.q}")
+    if spec.kv.dtype != spec.q:
+        return Refusal("kv", f"{spec.kv.dtype}: the kernel has {spec.q}")
     if spec.out != (spec.q,):
         return Refusal("out", f"{', '.join(spec.out)}: the kernel has {spec.q}")
     if spec.dims not in TILES:
@@ -108,9 +109,14 @@ def supports(spec: Spec) -> Refusal | None:
 
 
 def shipped(arch: str) -> list[Spec]:
-    """Of each type and head_dim: a headline spec a mask, and the general ones."""
+    """Of each type and head_dim: a headline spec a mask, and the general ones. Of the usual head dims: those that
+    gather pages of any size, and one with a custom mask. Others are compiled at their first call."""
     found = []
     for q, dims in product(DTYPES, TILES):
         found += [headline(q, dims, causal) for causal in (True, False)]
         found += [general(q, dims, pack) for pack in (False, True)]
+    for q, dims in product(DTYPES, USUAL):
+        whole, packed = general(q, dims, False), general(q, dims, True)
+        found += [replace(s, kv=KVSpec(q, "gather")) for s in (headline(q, dims, True), whole, packed)]
+        found.append(replace(whole, mask=replace(whole.mask, custom=True)))
     return found if arch in ARCHS else []

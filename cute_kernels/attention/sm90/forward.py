@@ -10,10 +10,11 @@ stages, load -> math: a KV block each; freed when its MMA is done.
 
 Shared memory: `q_stages` x Q (m x Dqk), `stages` x (K (n x Dqk) + V (n x Dvo)), 1024-byte aligned, barriers and Work.
 
-Refused (see `supports`): other types and head dims, quantised caches, KV that is not paged by TMA, skip-softmax.
+Refused (see `supports`): other types and head dims, quantised caches, skip-softmax.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -22,7 +23,7 @@ from ... import abi
 from ...device import copy, pipe, wgmma
 from .. import fakes, load
 from ..args import Args, pack
-from ..kv import arrivals, pages, tma
+from ..kv import arrivals, pages, source
 from ..schedule import work
 from .math import math
 from .roles import roles
@@ -35,8 +36,8 @@ class Plan:
     """Everything the host part makes for the kernel."""
 
     args: Args
-    k: copy.Operand
-    v: copy.Operand
+    k: Any  # operands of the source of K and V
+    v: Any
     q: copy.Operand
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
@@ -60,9 +61,9 @@ class Shared:
 def forward(spec: cutlass.Constexpr, stream, *flat):
     a = pack(spec, flat)
     t, dt = spec.tile, abi.DTYPES[spec.q]
-    rows = lambda x, mode: cute.make_tensor(x.iterator, cute.select(x.layout, mode=mode))  # noqa: E731
-    k, v = (copy.operand(rows(x, [2, 3, 1, 0]), (t.n, x.shape[3]), t.stages, tma.boxes(t.n)) for x in (a.kv.k, a.kv.v))
-    q = copy.operand(rows(a.query.q, [0, 2, 1]), (t.m, spec.head_dim_qk), t.q_stages, (t.m,))
+    k, v = (source(spec).operand(x, (t.n, x.shape[3]), t.stages) for x in (a.kv.k, a.kv.v))
+    rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))
+    q = copy.operand(rows, (t.m, spec.head_dim_qk), t.q_stages, (t.m,))
     mma_qk = wgmma.mma_nt(dt, t.warpgroups, t.n, t.q_in_regs)
     mma_pv = wgmma.mma_nn(dt, t.warpgroups, spec.head_dim_vo)
     kernel(spec, Plan(a, k, v, q, mma_qk, mma_pv)).launch(

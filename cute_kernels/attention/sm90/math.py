@@ -40,6 +40,7 @@ class Registers:
     st: softmax.State
     tokens: cute.Tensor  # query token of each of this thread's rows
     cols: cute.Tensor  # coordinates in the tile
+    slopes: Any = None  # of ALiBi, of each row
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Tile:
     w: Work
     n: mask.Lengths
     scales: Scales
+    mask_start: Any = None
 
 
 class How(NamedTuple):
@@ -107,6 +109,7 @@ def registers(spec, plan, s) -> Registers:
         softmax.make(rows),
         cute.make_rmem_tensor(rows, Int32),
         wgmma.rows_cols(coords),
+        cute.make_rmem_tensor(rows, Float32) if spec.logits.alibi else None,
     )
 
 
@@ -120,8 +123,9 @@ def scores(spec: cutlass.Constexpr, a, r: Registers, x: Tile, j: Int32, how: cut
     """Soft cap, mask and new maxima of block j in r.s."""
     view = wgmma.rows_cols(r.s)
     mine = r.cols[0, 0][1]
-    at = [r.cols[0, c][1] - mine for c in range(cute.size(view, mode=[1]))]
-    rows, cols = Rows(r.tokens, x.w.q_start, x.n), Cols(j * spec.tile.n + mine, at)
+    at = [8 * (c // 2) + c % 2 for c in range(spec.tile.n // LANES)]
+    rows = Rows(r.tokens, x.w.q_start, x.n, r.slopes, x.mask_start)
+    cols = Cols(j * spec.tile.n + mine, at, mine, LANES)
     logits.transform(spec, a, view, [x.scales.score] * cute.size(r.tokens), rows, cols, how.capped, how.masked)
     softmax.update_max(r.st, view, x.scales.reduced, LANES)
 
@@ -157,6 +161,7 @@ def wait_first_qk(spec: cutlass.Constexpr, plan, s, r: Registers, w: Work, at: I
             cute.arch.sync_warp()  # all lanes have read before one of them arrives
             pipe.release(s.q_pipe, at.q)
     pipe.wait_full(s.k_pipe, at.kv)
+    source(spec).landed()
 
 
 @cute.jit
@@ -173,8 +178,9 @@ def start_tile(spec: cutlass.Constexpr, plan, s, r: Registers, w: Work, at: Item
 
 
 @cute.jit
-def issue_pv(plan, s, r: Registers, i: Int32):
+def issue_pv(spec: cutlass.Constexpr, plan, s, r: Registers, i: Int32):
     pipe.wait_full(s.v_pipe, i)
+    source(spec).landed()
     wgmma.issue(plan.mma_pv, r.o, r.p, r.v[None, None, None, pipe.stage(s.v_pipe, i)], False)
 
 
@@ -189,12 +195,13 @@ def first_block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, i: Int32, 
         probabilities(r, x, row)
         operand_p(r, row)
     valid = x.n.kv_len - j * spec.tile.n
-    if valid < spec.tile.n and source(spec).cut(spec, valid):
-        pipe.wait_full(s.v_pipe, i)
-        threads, tid = 128 * spec.tile.warpgroups, cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
-        source(spec).zero_tail(spec, s.v[None, None, pipe.stage(s.v_pipe, i)], valid, tid, threads)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=ALL_BARRIER, number_of_threads=threads)
+    if const_expr(source(spec).CUTS):
+        if valid < spec.tile.n and source(spec).cut(spec, valid):
+            pipe.wait_full(s.v_pipe, i)
+            threads, tid = 128 * spec.tile.warpgroups, cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
+            source(spec).zero_tail(spec, s.v[None, None, pipe.stage(s.v_pipe, i)], valid, tid, threads)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=ALL_BARRIER, number_of_threads=threads)
 
 
 @cute.jit
@@ -213,9 +220,10 @@ def step(
     second's exponentials."""
     i, a = at.kv, plan.args
     pipe.wait_full(s.k_pipe, i + 1)
+    source(spec).landed()
     wait_turn(spec)
     issue_qk(spec, plan, s, r, Items(i + 1, at.q))
-    issue_pv(plan, s, r, i)
+    issue_pv(spec, plan, s, r, i)
     pass_turn(spec)
     warpgroup.wait_group(1)
     scores(spec, a, r, x, j, how)
@@ -241,12 +249,12 @@ def finish_pv(spec: cutlass.Constexpr, plan, s, r: Registers, after: Work, at: I
         if after.valid != 0:
             wait_first_qk(spec, plan, s, r, after, Items(at.kv + 1, at.q + 1))
         wait_turn(spec)
-        issue_pv(plan, s, r, at.kv)
+        issue_pv(spec, plan, s, r, at.kv)
         issue_qk(spec, plan, s, r, Items(at.kv + 1, at.q + 1))
         pass_turn(spec)
         warpgroup.wait_group(1)
     else:
-        issue_pv(plan, s, r, at.kv)
+        issue_pv(spec, plan, s, r, at.kv)
         warpgroup.wait_group(0)
     pipe.release(s.v_pipe, at.kv)
 
@@ -279,10 +287,15 @@ def gather_q(spec: cutlass.Constexpr, s, w: Work, a, stage: Int32):
 
 
 @cute.jit
-def set_tokens(spec: cutlass.Constexpr, r: Registers, w: Work, a):
+def set_rows(spec: cutlass.Constexpr, r: Registers, x: Tile, a):
+    """Tokens of this thread's rows, and slopes."""
+    per_token = geometry.rows_per_token(spec, a)
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
-        row = w.m_block * spec.tile.m + r.cols[k, 0][0]
-        r.tokens[k] = geometry.token_of(row, geometry.rows_per_token(spec, a), spec.pack_gqa)
+        row = x.w.m_block * spec.tile.m + r.cols[k, 0][0]
+        r.tokens[k] = geometry.token_of(row, per_token, spec.pack_gqa)
+        if const_expr(spec.logits.alibi):
+            head = geometry.head_of(row, x.w.head, per_token, spec.pack_gqa)
+            r.slopes[k] = logits.slope_of(a, head, x.scales.score)
 
 
 @cute.jit
@@ -291,7 +304,7 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
     a, i = plan.args, at.kv
     softmax.reset(r.st)
     r.o.fill(0.0)
-    set_tokens(spec, r, x.w, a)
+    set_rows(spec, r, x, a)
     first_block(spec, a, s, r, x, i, capped)
     segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi)
     for g in cutlass.range_constexpr(len(segments)):
@@ -340,7 +353,8 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, capped: cutlass.Constexpr):
         while w.valid != 0:
             if const_expr(not ahead(spec)):
                 start_tile(spec, plan, s, r, w, at)
-            x = Tile(w, mask.lengths(spec, a, w.q_len, w.kv_len), scales)
+            start = a.mask.mask_starts[w.batch] if const_expr(spec.mask.custom) else None
+            x = Tile(w, mask.lengths(spec, a, w.q_len, w.kv_len), scales, start)
             i = run_tile(spec, plan, s, r, x, at, capped)
             w, t = next_tile(spec, a, s, r, scales, t)
             finish_pv(spec, plan, s, r, w, Items(i, at.q))

@@ -5,6 +5,7 @@ outputs hold NaN; results are compared with the fp32 reference of the same data,
 """
 
 import hashlib
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -13,8 +14,10 @@ from typing import Any
 import torch
 
 from bench.cases import attention as cases
+from bench.cases import forms
 from bench.cases.attention import AttentionCase
 from cute_kernels.attention.decode import FEW_ROWS, shipped
+from wrappers.attention.op import serve
 from wrappers.attention.problem import Problem
 
 from ..faults import Fault
@@ -30,16 +33,19 @@ DECODE_STRUCTURES = {  # (KV dtype, head_dim, 8 rows a warp): every type, head_d
     ("", 64, True), ("", 128, False), ("", 256, True), ("fp8", 64, False), ("fp8", 128, True), ("nvfp4", 64, True),
     ("nvfp4", 128, True), ("nvfp4", 128, False),
 }  # fmt: skip
+GATHER_STRUCTURES = {("", 128, True), ("fp8", 64, False)}
 WIDE_STRUCTURES = {(192, False, True), (256, True, True)}  # (head_dim, packed, general) of prefill beyond 128
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Calls on a device of `sms` multiprocessors, the same case with the same data."""
+    """Calls on a device of `sms` multiprocessors, the same case with the same data. forms: of `bench.cases.forms`, that
+    its problems take."""
 
     name: str
     calls: tuple[AttentionCase, ...]
     sms: int = SMS
+    forms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,8 @@ class Kernel:
     window: bool
     cap: bool
     general: bool  # causal or full, as the call says
+    gathers: bool  # pages of any size
+    custom: bool  # has a custom mask
     keys: int  # of all stages
     same: dict[str, Any]  # what its cases have in common
 
@@ -70,7 +78,9 @@ def kernel_of(spec: Any) -> Kernel:
     }
     keys, few = spec.tile.n * spec.tile.stages, FEW_ROWS if narrow else 0
     general = not decodes and spec.mask.causal == "value"
-    return Kernel(decodes, few, spec.pack_gqa, spec.mask.window, spec.logits.soft_cap, general, keys, same)
+    mask, gathers = spec.mask, spec.kv.source == "gather"
+    cap = spec.logits.soft_cap
+    return Kernel(decodes, few, spec.pack_gqa, mask.window, cap, general, gathers, mask.custom, keys, same)
 
 
 def structure(spec: Any) -> Any:
@@ -79,7 +89,11 @@ def structure(spec: Any) -> Any:
     k, dim = kernel_of(spec), spec.head_dim_qk
     if k.decodes:
         key = k.same["kv_dtype"], dim, spec.tile.rows_per_warp == FEW_ROWS
+        if k.gathers:
+            return (*key, "gathers") if key in GATHER_STRUCTURES else None
         return key if key in DECODE_STRUCTURES else None
+    if k.gathers or k.custom:  # one head dimension each
+        return (k.packed, k.general, k.custom) if dim == (64 if k.packed else 128) else None
     if dim > 128 and (dim, k.packed, k.general) not in WIDE_STRUCTURES:
         return None
     return dim, k.packed, k.general
@@ -107,32 +121,39 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     same = k.same | heads | {"data": "needles"}
     stacked = "stacked" if spec.head_dim_qk == spec.head_dim_vo else "tuple"
     page_size = 16 if k.same["dtype"] == "bf16" else 8  # with 64 below, every size of TMA box
+    pages, larger = ((1, 5, 24), 100) if k.gathers else ((8, 16, 32), 64)
+    in_forms = ("csr", "mask") if k.custom else ()
+    if k.gathers:
+        page_size, in_forms = pages[0], ("csr",)
     most = k.keys + 2 * spec.tile.n + 20  # every stage is filled again, and the diagonal crosses the end of a block
     ragged = AttentionCase(
         "ragged", q_lens=first, kv_lens=(19, 7, most), page_size=page_size, sink=True, window_left=window,
         layout="NHD", strided_q=True, device=("scale", "out"), out_scale=0.5, **same,
     )  # fmt: skip
     short = AttentionCase(
-        "short", q_lens=second, kv_lens=(256, 0, 140), page_size=64, lse=False, cache=stacked, window_left=other,
+        "short", q_lens=second, kv_lens=(256, 0, 140), page_size=larger, lse=False, cache=stacked, window_left=other,
         soft_cap=12.0 if k.cap else 0.0, **same,
     )  # fmt: skip
     sms = SHARED_SMS if k.decodes else SMS
-    found = [Scenario("ragged", (ragged,), SMS), Scenario("short", (short,), sms)]
+    found = [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("short", (short,), sms)]
     if k.general:  # code of its own with a cap, and a mask as the call says
-        found[1] = Scenario("short", (replace(short, causal=False), replace(ragged, soft_cap=12.0)), sms)
+        calls = replace(short, causal=False), replace(ragged, soft_cap=12.0)
+        found[1] = Scenario("short", calls, sms, in_forms if k.custom else ())
     keys = spec.tile.n + 40  # so that several CTAs have a share
     other_boxes = [
         replace(short, page_size=page, kv_lens=(keys, 0, 9), lse=True, sink=True)
-        for page in (8, 16, 32)
+        for page in pages
         if page != page_size
     ]
-    found.append(Scenario("boxes", tuple(other_boxes), sms))
+    found.append(Scenario("boxes", tuple(other_boxes), sms, () if k.gathers else in_forms))
     idle = (0,) * 127  # requests without queries: a warp looks at 32 at a time
     many = replace(short, q_lens=(*idle, 2 if k.few_rows else 3, 0, 1), kv_lens=(*idle, keys, 7, 9), lse=True)
     if k.decodes:
         many = replace(many, drafts=True, skip=1e-30, soft_cap=0.0)
-    found.append(Scenario("many", (many,), sms))
-    if thorough:
+    if not k.gathers and not k.custom and not k.same["kv_dtype"]:
+        in_forms = ("ragged",)
+    found.append(Scenario("many", (many,), sms, in_forms))
+    if thorough and not (k.gathers or k.custom):
         more = replace(ragged, kv_lens=(1000, 0, 700), window_left=-1 if other < 0 else 600, sink=False)
         found += [Scenario(f"page {p}", (replace(more, page_size=p),), sms) for p in (8, 16, 64)]
     return found
@@ -155,11 +176,16 @@ def launched(case: AttentionCase, problem: Problem) -> Results:
     return out.reshape(len(problem.q), case.heads_q, case.head_dim_vo), lse
 
 
-def call(case: AttentionCase) -> tuple[Results, float]:
+def call(case: AttentionCase, in_forms: tuple[str, ...] = ()) -> tuple[Results, float]:
     """(results, error) of a call, and, where they may not depend on the batch, another of one request."""
-    problem = cases.make_problem(case)
+    problem = forms.apply(cases.make_problem(case), in_forms)
     want, want_lse = cases.expected(case, problem)
-    out, lse = launched(case, problem)
+    if in_forms:  # the public classes end here
+        shape = len(problem.q), case.heads_q, case.head_dim_vo
+        out, lse = torch.full(shape, math.nan, dtype=problem.q.dtype), torch.full(shape[:2], math.nan)
+        serve(problem._replace(out=out, lse=lse))
+    else:
+        out, lse = launched(case, problem)
     rtol = case.tolerance + (2.0**-4 if case.out_dtype == "fp8" else 0.0)
     error = distance(out, want, rtol, case.atol())
     if lse is not None:
@@ -185,7 +211,7 @@ def run_attention(spec: Any, scenario: Scenario, arch: str, **how: Any) -> Outco
     error, start = 0.0, time.perf_counter()
     with simulated(arch, results, scenario.sms, spec, **how):
         for case in scenario.calls:
-            tensors, worst = call(case)
+            tensors, worst = call(case, scenario.forms)
             error, found = max(error, worst), bits_of(*tensors)
             results_of.append((case, tensors))
             if bits.setdefault(case, found) != found:

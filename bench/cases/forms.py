@@ -1,0 +1,66 @@
+"""Problems in other forms: the same keys in CSR, in rows without pages, and with masks and biases of the prefill family."""
+
+import torch
+
+from wrappers.attention.problem import Problem, csr_requests, ragged_requests
+from wrappers.reference import gather
+
+FORMS = ("csr", "ragged", "mask", "alibi")
+SPARE = 3  # rows, or entries, of nobody in front of the first request's and behind the last one's
+
+
+def apply(p: Problem, forms: tuple[str, ...], seed: int = 0) -> Problem:
+    """A problem of a table of pages, in 16 bits, in other `forms`; reads lengths on the host."""
+    lens = p.requests.kv_lens.tolist()
+    if "csr" in forms:
+        p = as_csr(p, lens)
+    if "ragged" in forms:
+        p = as_ragged(p, lens)
+    if "mask" in forms:
+        p = with_mask(p, lens, seed)
+    if "alibi" in forms:
+        heads = torch.arange(p.q.shape[1], device=p.q.device)
+        p = p._replace(alibi_slopes=torch.exp2(-(heads + 1.0) / 2))
+    return p
+
+
+def _starts(counts: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *counts], device=device).cumsum(0).to(torch.int32)
+
+
+def as_csr(p: Problem, lens: list[int]) -> Problem:
+    size, table, device = p.k.shape[2], p.requests.page_table[:, 0], p.q.device
+    counts = [-(-n // size) for n in lens]
+    spare = torch.full((SPARE,), -7, dtype=torch.int32, device=device)
+    indices = torch.cat([spare, *(row[:count] for row, count in zip(table, counts)), spare])
+    last = torch.tensor([(n - 1) % size + 1 if n else 0 for n in lens], dtype=torch.int32, device=device)
+    return p._replace(requests=csr_requests(p.requests.cu_seqlens_q, _starts(counts, device) + SPARE, indices, last))
+
+
+def as_ragged(p: Problem, lens: list[int]) -> Problem:
+    """Rows of nobody hold NaN."""
+
+    def rows(cache: torch.Tensor, which: int) -> torch.Tensor:
+        spare = cache.new_full((SPARE, cache.shape[1], cache.shape[3]), float("nan"))
+        found = [gather(cache, table[which], n) for table, n in zip(p.requests.page_table, lens)]
+        return torch.cat([spare, *found, spare]).transpose(0, 1).unsqueeze(0)
+
+    starts = _starts(lens, p.q.device) + SPARE
+    return p._replace(k=rows(p.k, 0), v=rows(p.v, 1), requests=ragged_requests(p.requests.cu_seqlens_q, starts))
+
+
+def with_mask(p: Problem, lens: list[int], seed: int) -> Problem:
+    """A random mask of bits, a third of them 0, and whole bytes and rows of them. Each request begins at a byte, and
+    the last one's last byte is missing: what no tensor holds is hidden."""
+    gen, device = torch.Generator().manual_seed(seed), p.q.device
+    assert p.requests.cu_seqlens_q is not None
+    counts = (p.requests.cu_seqlens_q[1:] - p.requests.cu_seqlens_q[:-1]).tolist()
+    sizes = [-(-m * n // 8) for m, n in zip(counts, lens)]
+    bits = torch.rand(sum(sizes), 8, generator=gen) > 0.33
+    bits[torch.rand(len(bits), generator=gen) < 0.2] = False
+    weights = 2 ** torch.arange(8)
+    packed = (bits * weights).sum(1).to(torch.uint8)
+    for m, n, start in zip(counts, lens, _starts(sizes, torch.device("cpu")).tolist()):
+        if m > 1 and n >= 16:  # most of the second row
+            packed[start + -(-n // 8) : start + 2 * n // 8] = 0
+    return p._replace(custom_mask=packed[:-1].to(device), mask_starts=_starts(sizes, device), causal=True)

@@ -1,0 +1,86 @@
+"""KV blocks from pages of any size, row by row, by cp.async: 16 bytes a lane."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from ...device import copy, layout, pipe
+from . import pages
+from .pages import Block
+
+CUTS = False  # rows past kv_len are zeros
+PIECE = 16  # bytes that a lane copies at a time
+KNOWN = 128  # rows that a warp looks up at a time, most
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor whose rows fill stages of shared memory."""
+
+    gmem: cute.Tensor  # (pages, Hkv, P, D)
+    layout: cute.ComposedLayout  # (rows, cols, stages) in shared memory
+
+
+def operand(x, shape, stages):
+    """What `fill` copies from, x (pages, Hkv, P, D), and where to."""
+    return Operand(x, layout.smem_layout(shape, stages, x.element_type))
+
+
+@cute.jit
+def fill(spec: cutlass.Constexpr, op: Operand, smem: cute.Tensor, p: pipe.Pipe, mine: pages.Rows, at: Block):
+    """One of the `tile.loaders` warps: its share of the rows [j n, (j + 1) n) of a KV head, into the item's stage. Rows
+    past kv_len and of no page become zeros. Every lane arrives once what it copied is there."""
+    count = const_expr(spec.tile.n // spec.tile.loaders)
+    for before in cutlass.range_constexpr(0, count, KNOWN):
+        rows, first = const_expr(min(KNOWN, count - before)), at.loader * count + before
+        starts = find(op, rows, mine, at, at.j * spec.tile.n + first)
+        if const_expr(before == 0):  # behind the look-up, whose latency it hides
+            pipe.wait_empty(p, at.item)
+        copy_rows(op, rows, starts, smem[None, None, pipe.stage(p, at.item)], first)
+    cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full(p, at.item))
+
+
+@cute.jit
+def find(op: Operand, count: cutlass.Constexpr, mine: pages.Rows, at: Block, first: Int32):
+    """Addresses of `count` rows of a request, from `first` on; -1 for what is none. Lane c has rows c, c + 32, ..."""
+    x = op.gmem
+    starts = cute.make_rmem_tensor((count + 31) // 32, Int64)
+    head = x.iterator.toint() + Int64(at.head) * x.stride[1] * (x.element_type.width // 8)
+    for c in cutlass.range_constexpr(cute.size(starts)):
+        inside = 32 * c + cute.arch.lane_idx()
+        starts[c] = Int64(-1)
+        if first + inside < at.kv_len and inside < count:
+            page = pages.page_of(mine, first + inside, x.shape[2], True)
+            if page >= 0 and page < x.shape[0]:
+                row = pages.row_in_page(mine, first + inside, x.shape[2], True)
+                element = Int64(page) * x.stride[0] + Int64(row) * x.stride[2]
+                starts[c] = head + element * (x.element_type.width // 8)
+    return starts
+
+
+@cute.jit
+def copy_rows(op: Operand, count: cutlass.Constexpr, starts: cute.Tensor, stage: cute.Tensor, first: Int32):
+    """One warp: `count` rows of a stage (n, D), from row `first`, a multiple of 8, on."""
+    x, n = op.gmem, const_expr(cute.size(stage, mode=[0]))
+    row_bytes = const_expr(x.shape[3] * x.element_type.width // 8)
+    box, each = const_expr(min(row_bytes, copy.SWIZZLE_BYTES)), const_expr(row_bytes // PIECE)
+    rows, lane = const_expr(32 // each), cute.arch.lane_idx()  # rows at a time; head_dim 192 leaves lanes idle
+    mine, byte = lane // each, lane % each * PIECE
+    chunk = stage.iterator.toint() + first * box + byte // box * (n * box)
+    period = const_expr(max(1, 8 // rows))  # after which the swizzle repeats
+    into = [chunk + layout.swizzle(box, rows * i + mine, byte % box) for i in range(period)]
+    text = f"cp.async.cg.shared.global [{{$r0}}], [{{$r1}}], {PIECE}, {{$r2}};"
+    for c in cutlass.range_constexpr((count + rows - 1) // rows):
+        row = const_expr(rows * c)
+        found = cute.arch.shuffle_sync(starts[const_expr(row // 32)], row % 32 + mine)
+        written = Int32(PIECE) if found >= 0 else Int32(0)
+        target = into[const_expr(c % period)] + const_expr(c // period * period * rows * box)
+        if const_expr(rows * each == 32 and row + rows <= count) or (lane < rows * each and row + mine < count):
+            cute.arch.inline_ptx(text, read_only_args=[target, found + byte, written])
+
+
+def landed():
+    """What a consumer does before WGMMA reads a filled stage: cp.async writes through another proxy."""
+    cute.arch.fence_proxy("async.shared", space="cta")

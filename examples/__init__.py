@@ -1,0 +1,1 @@
+"""Programs to copy from: run as `python -m examples.NAME`."""

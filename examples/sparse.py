@@ -1,0 +1,133 @@
+"""Sparse attention in two calls: keep the keys that an indexer scores highest, attend to them alone.
+
+    python -m examples.sparse                               # the CPU: 2048 keys, 128 kept
+    python -m examples.sparse --device cuda                 # 131072 keys, 2048 kept
+
+Each query token is a request with a page table of its own, over the cache seen as pages of one token. Printed: times;
+errors of the sparse output, relative, to dense attention and to exact attention over the kept keys; and the part of
+the probability that these hold. --keys, --kept and --batch set sizes.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from wrappers import top_k_page_table_transform, trtllm_batch_decode_with_kv_cache
+
+PAGE = 64  # tokens of a page of the cache
+CPU = dict(keys=2048, kept=128, batch=2, heads=(8, 2), dim=64)
+CUDA = dict(keys=131072, kept=2048, batch=4, heads=(64, 8), dim=128)
+
+
+class Step(NamedTuple):
+    """A decoding step of B requests, a query token each."""
+
+    q: torch.Tensor  # (B, Hq, D)
+    k: torch.Tensor  # (pages, PAGE, Hkv, D), and v
+    v: torch.Tensor
+    pages: torch.Tensor  # (B, keys / PAGE) int32: page table
+    lens: torch.Tensor  # (B,) int32
+    scores: torch.Tensor  # (B, keys) fp32, the indexer's
+
+
+def make_step(keys: int, batch: int, heads: tuple[int, int], dim: int, device: str) -> Step:
+    """Logits of a request are x + N(0, 1), x = 2 Exp(1) shared by its heads: their exponentials are heavy-tailed, so
+    few keys hold nearly all probability. The indexer sees x + N(0, 1/4), and nothing of single heads."""
+    g = torch.Generator(device).manual_seed(0)
+    (query_heads, kv_heads), pages = heads, batch * keys // PAGE
+
+    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, device=device, dtype=dtype)
+
+    table = torch.randperm(pages, generator=g, device=device).view(batch, -1)
+    x = torch.empty(batch, keys, device=device).exponential_(0.5, generator=g)
+    along = torch.nn.functional.normalize(normal(batch, kv_heads, dim, dtype=torch.float32), dim=-1)
+    k, v = normal(pages, PAGE, kv_heads, dim), normal(pages, PAGE, kv_heads, dim)
+    for request, (ids, unit) in enumerate(zip(table, along)):  # keys lie x along a direction, their query on it
+        k[ids] += (x[request].view(-1, PAGE, 1, 1) * unit).to(k.dtype)
+    q = (along * dim**0.5).repeat_interleave(query_heads // kv_heads, dim=1).to(k.dtype)
+    lens = torch.full((batch,), keys, dtype=torch.int32, device=device)
+    return Step(q, k, v, table.int(), lens, x + normal(batch, keys, dtype=torch.float32) / 2)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lens: torch.Tensor) -> Any:
+    """(output (B, Hq, D), LSE (B, Hq) base 2) over the tokens of a page table; k and v (pages, P, Hkv, D)."""
+    return trtllm_batch_decode_with_kv_cache(
+        q, (k, v), None, table, lens, None, bmm1_scale=q.shape[2] ** -0.5, kv_layout="NHD", return_lse=True
+    )
+
+
+def select(s: Step, kept: int) -> torch.Tensor:
+    """(B, kept) int32: places of the kept tokens in the cache, page * PAGE + row."""
+    return top_k_page_table_transform(s.scores, s.pages, s.lens, kept, page_size=PAGE)
+
+
+def exact(s: Step, places: torch.Tensor) -> torch.Tensor:
+    """(B, Hq, D) fp32: attention over the kept tokens in plain torch."""
+    group = s.q.shape[1] // s.k.shape[2]
+    k, v = (x.flatten(0, 1)[places.long()].float().repeat_interleave(group, dim=2) for x in (s.k, s.v))
+    p = torch.einsum("bhd,bkhd->bhk", s.q.float(), k).mul(s.q.shape[2] ** -0.5).softmax(-1)
+    return torch.einsum("bhk,bkhd->bhd", p, v)
+
+
+def microseconds(call: Callable[[], Any], device: str) -> float:
+    """Median time of a call; on CUDA of its graph, while the L2 holds something else."""
+    call()
+    times = []
+    if device == "cpu":
+        for _ in range(5):
+            begin = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin)
+        return median(times) * 1e6
+    graph, other = torch.cuda.CUDAGraph(), torch.empty(1 << 28, dtype=torch.uint8, device=device)
+    with torch.cuda.graph(graph):
+        call()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(20)]
+    for first, last in events:
+        other.zero_()
+        first.record()
+        graph.replay()
+        last.record()
+    torch.cuda.synchronize()
+    return median(first.elapsed_time(last) for first, last in events) * 1e3
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    for name in ("keys", "kept", "batch"):
+        parser.add_argument(f"--{name}", type=int, help=f"cpu: {CPU[name]}, cuda: {CUDA[name]}")
+    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    sizes: dict[str, Any] = (CUDA if given["device"] == "cuda" else CPU) | given
+    print(", ".join(f"{name} {value}" for name, value in sizes.items()))
+    kept, device = sizes.pop("kept"), sizes["device"]
+    if sizes["batch"] < 1 or sizes["keys"] % PAGE or not 0 < kept <= sizes["keys"]:
+        parser.error(f"--keys must be a multiple of {PAGE} and at least --kept, --kept and --batch at least 1")
+
+    s = make_step(**sizes)
+    places, lens = select(s, kept), torch.full_like(s.lens, kept)
+    k, v = (x.view(-1, 1, *x.shape[2:]) for x in (s.k, s.v))  # pages of one token
+    calls = {
+        "dense decode": lambda: attend(s.q, s.k, s.v, s.pages, s.lens),
+        "selection": lambda: select(s, kept),
+        "decode of the kept": lambda: attend(s.q, k, v, places, lens),
+        "selection and decode": lambda: attend(s.q, k, v, select(s, kept), lens),
+    }
+    (dense, all_lse), (sparse, lse) = calls["dense decode"](), calls["selection and decode"]()
+    shares = (lse - all_lse).exp2()
+    errors = [float((sparse - right).norm() / right.norm()) for right in (dense.float(), exact(s, places))]
+    found = {f"{name}, us": microseconds(call, device) for name, call in calls.items()}
+    found |= dict(zip(("error to dense attention", "error to exact attention over the kept"), errors))
+    found |= {"probability of the kept, mean": float(shares.mean()), "least of a head": float(shares.min())}
+    for name, value in found.items():
+        print(f"{name:40}{value:12.1f}" if name.endswith("us") else f"{name:40}{value:12.5f}")
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""transformers on the paged cache: four tiny models against eager attention, requests that come and go, refusals."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("transformers")
+
+from examples import hugging_face as example
+from wrappers.integrations import transformers as integration
+from wrappers.integrations.transformers import NAME, PagedCache
+
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
+)
+DEVICES = ["cpu", pytest.param("cuda", marks=[needs_gpu, pytest.mark.kernels])]
+LENGTHS = (3, 40, 1, 27)  # some with more keys than the window has
+
+
+def prompts_of(lengths, seed=0, device="cpu"):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, example.VOCABULARY, (n,), generator=generator).to(device) for n in lengths]
+
+
+def tiny(name, device="cpu"):
+    return example.model_of(example.config_of(name, hidden=64, layers=2), device)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny("llama")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", example.MODELS)
+def test_as_exact_as_eager_attention(name, device):
+    model = tiny(name, device)
+    found = example.generate(model, prompts_of(LENGTHS, device=device), 5)
+    assert [len(t) for t in found.tokens] == [len(x) for x in found.logits] == [n + 4 for n in LENGTHS]
+    for length, tokens, logits in zip(LENGTHS, found.tokens, found.logits):
+        assert torch.equal(logits[length - 1 : -1].argmax(-1), tokens[length:])  # each the likeliest after the last
+    e = example.errors(model, found)
+    assert 0 < e.ours <= 2 * e.eager < 0.1 * e.largest
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("gemma2", {"logits_soft_cap": None}),
+        ("gemma2", {"window_left": -1}),
+        ("gpt_oss", {"window_left": example.WINDOW}),
+        ("gpt_oss", {"sinks": None}),
+    ],
+)
+@pytest.mark.parametrize("phase", ["context", "decode"])
+def test_an_option_that_is_lost_shows(name, change, phase, monkeypatch):
+    function = f"trtllm_batch_{phase}_with_kv_cache"
+    real = getattr(integration, function)
+    monkeypatch.setattr(integration, function, lambda *args, **options: real(*args, **options | change))
+    model = tiny(name)
+    e = example.errors(model, example.generate(model, prompts_of(LENGTHS), 3))
+    assert e.ours > 2 * e.eager
+
+
+def test_requests_do_not_disturb_each_other(llama):
+    a, b = prompts_of((5, 33))
+    other = b.flip(0)
+    first, second = (example.generate(llama, [a, x], 4) for x in (b, other))
+    assert torch.equal(first.logits[0], second.logits[0]) and torch.equal(first.tokens[0], second.tokens[0])
+    assert not torch.equal(first.logits[1], second.logits[1])
+
+
+@torch.no_grad()
+def test_requests_come_and_go(llama):
+    """B runs on while A ends, and C comes to another slot, in two chunks, and gets A's pages."""
+    llama.set_attn_implementation(NAME)
+    a, b, c = prompts_of((20, 37, 30))
+    cache = PagedCache(3, pages=6, max_tokens=48, page_size=16, device="cpu")
+    none = a[:0]
+
+    def feed(*parts):
+        """Tokens of prompts; returns logits of each."""
+        lens = [*map(len, parts)]
+        positions = cache.extend(lens)
+        out = llama(torch.cat(parts)[None], position_ids=positions, paged_cache=cache, use_cache=False)
+        return out.logits[0].split(lens)
+
+    def step(*tokens):
+        out = llama(torch.tensor(tokens)[:, None], position_ids=cache.extend(), paged_cache=cache, use_cache=False)
+        return out.logits[:, 0]
+
+    cache.admit(0, 22)
+    cache.admit(1, 41)
+    addresses = cache.seq_lens.data_ptr(), cache.block_tables.data_ptr()
+    feed(a, b, none)
+    outs = [step(7, 11, 0)]
+    pages = cache.block_tables[0, :2].tolist()
+    cache.release(0)
+    for pool in (pool for pools in cache._pools.values() for pool in pools):
+        pool[pages] = float("nan")
+    outs.append(step(0, 12, 0))
+    assert cache.seq_lens.tolist() == [0, 39, 0]
+    cache.admit(2, 32)
+    assert sorted(pages) == sorted(cache.block_tables[2, :2].tolist())
+    chunks = [feed(none, none, c[:13])[2], feed(none, none, c[13:])[2]]
+    outs.append(step(0, 13, 8))
+    assert cache.seq_lens.tolist() == [0, 40, 31]
+    assert addresses == (cache.seq_lens.data_ptr(), cache.block_tables.data_ptr())
+
+    run_b, run_c = torch.cat([b, torch.tensor([11, 12, 13])]), torch.cat([c, torch.tensor([8])])
+    eager_b, eager_c = example.eager(llama, [run_b, run_c])
+    torch.testing.assert_close(torch.stack([out[1] for out in outs]).float(), eager_b[-3:], rtol=0, atol=0.1)
+    torch.testing.assert_close(torch.cat([*chunks, outs[-1][2:]]).float(), eager_c, rtol=0, atol=0.1)
+
+
+class Ops(TorchDispatchMode):
+    """Names of the operators that run, and the shapes of their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.found.append((str(op), *(x.shape for x in args if isinstance(x, torch.Tensor))))
+        return op(*args, **kwargs or {})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", example.MODELS)
+def test_a_decode_step_may_be_captured(name, monkeypatch):
+    """It reads no value, makes no tensor from the host, and its operators and shapes are those of the step before."""
+    decode = "trtllm_batch_decode_with_kv_cache"  # the reference reads values
+    monkeypatch.setattr(integration, decode, lambda q, *args, **options: torch.zeros_like(q))
+    model = tiny(name)
+    model.set_attn_implementation(NAME)
+    cache = PagedCache(2, pages=5, max_tokens=32, device="cpu")
+    for request in (0, 1):
+        cache.admit(request, 20)
+    model(torch.ones(1, 8).long(), position_ids=cache.extend([3, 5]), paged_cache=cache, use_cache=False)
+    tokens, steps = torch.ones(2, 1).long(), []
+    for _ in range(12):
+        with Ops() as ops:
+            model(tokens, position_ids=cache.extend(), paged_cache=cache, use_cache=False)
+        steps.append(ops.found)
+    assert all(step == steps[0] for step in steps) and len(steps[0]) > 100
+    waits = ("aten._local_scalar_dense", "aten.nonzero", "aten.lift_fresh", "aten.unique", "aten.masked_select")
+    assert not [op for op, *_ in steps[0] if op.startswith(waits)]
+
+
+def test_cache_refuses(llama):
+    cache = PagedCache(2, pages=4, max_tokens=40, page_size=16, device="cpu")
+    cache.admit(0, 20)
+    for request, tokens, error in ((0, 5, ValueError), (1, 41, ValueError), (1, 0, ValueError), (1, 30, MemoryError)):
+        with pytest.raises(error, match=f"request {request}: "):
+            cache.admit(request, tokens)
+    for lens in ([33, 0], [0, 1], [1]):
+        with pytest.raises(ValueError, match="has pages for|entries"):
+            cache.extend(lens)
+    assert cache.seq_lens.tolist() == [0, 0]
+    cache.release(0)
+    cache.admit(1, 40)
+
+
+@torch.no_grad()
+def test_attention_refuses(llama):
+    llama.set_attn_implementation(NAME)
+    with pytest.raises(ValueError, match="paged_cache: missing"):
+        llama(torch.tensor([[5]]))
+    cache = PagedCache(1, pages=2, max_tokens=16, device="cpu")
+    cache.admit(0, 16)
+    cache.extend([3])
+    with pytest.raises(ValueError, match="keys of 1 tokens, extend announced 3"):
+        llama(torch.tensor([[5]]), paged_cache=cache, use_cache=False)
+    layer, x = llama.model.layers[0].self_attn, torch.zeros(1, 8, 3, 128)
+    for given in ({"attention_mask": x}, {"position_bias": x}, {"dropout": 0.1}, {"is_causal": False}):
+        with pytest.raises(NotImplementedError):
+            integration.paged_attention(layer, x, x, x, **{"attention_mask": None, "paged_cache": cache, **given})

@@ -1,0 +1,303 @@
+"""`wrappers.attention.rope`: rotated Q and K against float64, in every form of requests, with values that make no
+sense, and without a look at any."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from wrappers import reference
+from wrappers.attention import rope
+from wrappers.attention.problem import Problem, Requests, Rope
+
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of a rounding, relative
+FP32 = 2.0**-24
+HUGE, NAN = (1 << 31) - 1, float("nan")
+FORMS = ("table", "csr", "ragged")
+
+
+def random(*shape, dtype=torch.bfloat16, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def exact(x, position, by):
+    """One row (H, D) in float64, as complex numbers: (rotated, what fp32 may add to its error)."""
+    half = x.shape[-1] // 2
+    f = torch.tensor([by.theta ** (-2 * d / (2 * half)) / by.scale for d in range(half)], dtype=torch.float64)
+    z = torch.complex(x[..., :half].double(), x[..., half:].double())
+    turned = z * torch.polar(torch.ones_like(f), position * f)
+    # an angle below a turn is rounded three times (2 pi, too), its sine is right to 2 ulp, three operations follow
+    error = z.abs() * (3 * 2 * math.pi + 4 + 3) * FP32
+    return torch.cat([turned.real, turned.imag], -1), torch.cat([error, error], -1)
+
+
+def assert_rotated(found, x, position, by):
+    right, error = exact(x, position, by)
+    assert found.dtype == x.dtype
+    bound = error + (right.abs() + error) * UNIT[x.dtype] + 2.0**-25  # of fp16's least numbers
+    assert ((found.double() - right).abs() <= bound).all(), (position, (found.double() - right).abs().max())
+
+
+def problem(q, k, requests, v=None, by=Rope(), most=4, **fields):  # noqa: B008
+    return Problem(
+        "trtllm_batch_context_with_kv_cache", "prefill", q, k, k if v is None else v, requests, most,
+        scale=q.shape[2] ** -0.5, scale_tensor=None, out_scale=1.0, out_scale_tensor=None, rope=by, **fields,
+    )  # fmt: skip
+
+
+def make(form, layout="HND", size=5, dim=16, dtype=torch.bfloat16, by=Rope()):  # noqa: B008
+    """Three requests: 3 queries and 2 pages, none and 1 page, more queries than keys. Slots that are not used hold NaN.
+    -> (problem, [(page, slot) of each key] of each request)."""
+    offsets, counts, heads = ints(0, 3, 3, 7), (size + 2, 1, 2), 2
+    pages = ((6, 1, 3)[: -(-counts[0] // size)], (4,), (0, 2)[: -(-2 // size)])
+    keys = [[(ids[j // size], j % size) for j in range(n)] for ids, n in zip(pages, counts)]
+    if form == "ragged":
+        starts = ints(0, *torch.tensor(counts).cumsum(0))
+        keys = [[(0, j) for j in range(a, b)] for a, b in zip(starts, starts[1:])]
+        pool = random(1, heads, int(starts[-1]) + 2, dim, dtype=dtype, seed=1)
+        requests = Requests(torch.empty(1, 2, 0, dtype=torch.int32), ints(), offsets, 3, None, False, starts, form)
+    else:
+        pool = random(8, heads, size, dim, dtype=dtype, seed=1)
+        used = {place for request in keys for place in request}
+        for page, slot in ((a, b) for a in range(8) for b in range(size) if (a, b) not in used):
+            pool[page, :, slot] = NAN
+        rest = {} if form == "table" else {"kv_starts": ints(0, *torch.tensor([len(i) for i in pages]).cumsum(0))}
+        if form == "table":
+            table, lens = torch.full((3, 2, 4), -1, dtype=torch.int32), ints(*counts)
+            for request, ids in enumerate(pages):
+                table[request, :, : len(ids)] = ints(*ids)
+        else:
+            table, lens = ints(*sum(pages, ()), 5, HUGE).expand(1, 2, -1), ints(*((n - 1) % size + 1 for n in counts))
+        requests = Requests(table, lens, offsets, 3, None, form=form, **rest)
+    if layout == "NHD":
+        pool = pool.transpose(1, 2).contiguous().transpose(1, 2)
+    return problem(random(7, 4, dim, dtype=dtype), pool, requests, by=by), keys
+
+
+def places(p, request, count):
+    """(page, slot) of the first keys of a request, as the page table of a problem says."""
+    r = p.requests
+    first = 0 if r.kv_starts is None else int(r.kv_starts[request])
+    if r.form == "ragged":
+        return [(0, first + j) for j in range(count)]
+    row = r.page_table[request if r.form == "table" else 0, 0, first:].tolist()
+    return [(row[j // p.k.shape[2]], j % p.k.shape[2]) for j in range(count)]
+
+
+def assert_problem_rotated(p, keys):
+    new = rope.rotated(p)
+    assert new.rope is None and new.v is p.v and new.requests.kv_lens is p.requests.kv_lens
+    offsets = p.requests.cu_seqlens_q.tolist()
+    for request, mine in enumerate(keys):
+        begin, end = offsets[request : request + 2]
+        for i, row in enumerate(range(begin, end)):
+            assert_rotated(new.q[row], p.q[row], i + len(mine) - (end - begin), p.rope)
+        for j, (old, at) in enumerate(zip(mine, places(new, request, len(mine)))):
+            assert_rotated(new.k[at[0], :, at[1]], p.k[old[0], :, old[1]], j, p.rope)
+    assert (new.k.stride(1) < new.k.stride(2)) == (p.k.stride(1) < p.k.stride(2)) or 1 in p.k.shape[1:3]
+    if p.requests.form != "ragged":
+        assert torch.equal(new.requests.page_table[:, 1], p.requests.page_table[:, 1])
+        assert new.k.shape == (p.requests.page_table[:, 0].numel(), *p.k.shape[1:])
+        assert new.requests.page_table.shape == p.requests.page_table.shape
+
+
+@pytest.mark.parametrize("dtype", UNIT, ids=str)
+@pytest.mark.parametrize("by", [Rope(), Rope(8.0, 5e5), Rope(0.5, 1.0)], ids=str)
+def test_positions_up_to_131072(dtype, by):
+    """Where fp32 angles are off by 2^-8 radians, which rounding to bf16 just hides, and to fp16 does not."""
+    positions = ints(0, 1, -1, -3, 2047, 4096, 65537, 131071, 131072)
+    x = random(len(positions), 2, 64, dtype=dtype)
+    found = rope.rotate(x, positions, rope.frequencies(64, by, x.device))
+    assert found.is_contiguous()
+    for row, position in enumerate(positions.tolist()):
+        assert_rotated(found[row], x[row], position, by)
+
+
+def test_pairs_are_halves():
+    """By hand: dimension d turns with d + D / 2, the first by one radian a position."""
+    x = torch.zeros(1, 1, 8, dtype=torch.float16)
+    x[0, 0, 0] = x[0, 0, 5] = 1
+    f = rope.frequencies(8, Rope(2.0, 16.0), x.device)
+    assert (f * 2 * math.pi).tolist() == [0.5, 0.25, 0.125, 0.0625]
+    angle = torch.tensor([1.0, 0.5], dtype=torch.float64)
+    cos, sin = angle.cos(), angle.sin()
+    right = torch.stack([cos[0], -sin[1], *torch.zeros(2), sin[0], cos[1], *torch.zeros(2)]).half()
+    assert torch.equal(rope.rotate(x, ints(2), f)[0, 0], right)
+
+
+@pytest.mark.parametrize("form, size", [("table", 1), ("table", 5), ("csr", 1), ("csr", 5), ("csr", 16), ("ragged", 1)])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_every_key_and_query_stands_at_its_position(form, size, layout):
+    assert_problem_rotated(*make(form, layout, size, dtype=torch.float16, by=Rope(2.0, 500.0)))
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("form", FORMS)
+def test_chunks(form, layout, monkeypatch):
+    monkeypatch.setattr(rope, "TEMPORARY", 5 * 16 * (4 * 2 + 10) * 2)  # two pages of make
+    assert_problem_rotated(*make(form, layout))
+
+
+def test_queries_and_keys_of_packed_tensors():
+    """Q, K and V in one tensor (rows, heads, D), read in place."""
+    p, keys = make("ragged")
+    rows = p.k.shape[2]
+    packed = random(rows, 4 + 2 + 2, 16)
+    q, k, v = packed[:7, :4], packed[:, 4:6].transpose(0, 1)[None], packed[:, 6:].transpose(0, 1)[None]
+    before = packed.clone()
+    assert_problem_rotated(p._replace(q=q, k=k, v=v), keys)
+    assert torch.equal(packed, before)
+
+
+def test_a_page_of_two_requests_is_rotated_for_each():
+    requests = Requests(ints(2, 2, 2).expand(1, 2, 3), ints(4, 4), ints(0, 1, 2), 2, None, False, ints(0, 1, 3), "csr")
+    p = problem(random(2, 2, 16), random(3, 2, 4, 16), requests)
+    assert_problem_rotated(p, [[(2, j) for j in range(4)], [(2, j % 4) for j in range(8)]])
+
+
+def test_requests_of_equal_length():
+    p, keys = make("table")
+    p = p._replace(q=random(6, 4, 16), max_q_len=2, requests=p.requests._replace(cu_seqlens_q=None))
+    found = rope.rotated(p).q
+    for row in range(6):
+        assert_rotated(found[row], p.q[row], row % 2 + len(keys[row // 2]) - 2, p.rope)
+
+
+def test_entries_outside_the_pool_stay_outside():
+    p, _ = make("table")
+    p.requests.page_table[0, 0, :3] = ints(-7, 8, HUGE)
+    p.requests.page_table[1, 0, 2] = 7
+    table = rope.rotated(p).requests.page_table[:, 0]
+    entries = torch.arange(12).view(3, 4)
+    inside = (p.requests.page_table[:, 0] >= 0) & (p.requests.page_table[:, 0] < 8)
+    assert torch.equal(table, entries.where(inside, -1).int()) and inside.sum() == 3
+
+
+@pytest.mark.parametrize("values", [(HUGE, -HUGE, 3, -1), (-5, 2, HUGE, 1), (9, 7, 5, 3)], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_hostile_values_give_finite_rows(form, values):
+    """Offsets, lengths and starts of any value: shapes hold, and finite rows stay finite."""
+    p, _ = make(form)
+    k, r = torch.ones_like(p.k), p.requests
+    lens = ints(*values)[: r.kv_lens.shape[0]]
+    starts = None if r.kv_starts is None else ints(*values)
+    new = rope.rotated(p._replace(k=k, requests=r._replace(kv_lens=lens, kv_starts=starts, cu_seqlens_q=ints(*values))))
+    assert new.q.isfinite().all() and new.q.shape == p.q.shape
+    assert new.k.isfinite().all() and new.k.shape[1:] == p.k.shape[1:]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_offsets_are_clamped(form):
+    """What lies before the first row or entry, or behind the last row, is what lies there."""
+    p, keys = make(form)
+    right = rope.rotated(p)
+    p.requests.cu_seqlens_q[0], p.requests.cu_seqlens_q[-1] = -5, HUGE
+    if form != "table":
+        p.requests.kv_starts[0] = -5
+    found = rope.rotated(p)
+    assert torch.equal(found.q, right.q) and torch.equal(found.k.nan_to_num(), right.k.nan_to_num())
+
+
+def test_falling_offsets_leave_rows_to_an_owner():
+    """Rows of requests 0 and 2, the last of which overlaps the first: each stands as one that owns it says."""
+    p, keys = make("table")
+    p = p._replace(requests=p.requests._replace(cu_seqlens_q=ints(0, 5, 3, 7)))
+    found = rope.rotated(p).q
+    for row in range(7):
+        first, request = (0, 0) if row < 5 else (3, 2)
+        count = (5, 0, 4)[request]
+        assert_rotated(found[row], p.q[row], row - first + len(keys[request]) - count, p.rope)
+
+
+def test_lengths_are_clamped():
+    """A length past the table is what that holds, a last page has at most its rows, a request without pages none."""
+    p, _ = make("table")
+    counts = rope._key_counts(p._replace(requests=p.requests._replace(kv_lens=ints(HUGE, -1, 3))))
+    assert counts.tolist() == [20, 0, 3]
+    p, _ = make("csr")
+    r = p.requests._replace(kv_lens=ints(HUGE, 3, -9), kv_starts=ints(0, 2, 2, 4))
+    assert rope._key_counts(p._replace(requests=r)).tolist() == [10, 0, 5]
+    p, _ = make("ragged")
+    r = p.requests._replace(kv_starts=ints(-4, 3, 2, HUGE))
+    assert rope._key_counts(p._replace(requests=r)).tolist() == [3, 0, p.k.shape[2] - 2]
+
+
+def test_nothing_to_rotate():
+    p, _ = make("table")
+    assert rope.rotated(p._replace(rope=None)).q is p.q
+    none = rope.rotated(p._replace(k=p.k[:0]))
+    assert none.k.shape[0] == 0 and none.rope is None
+    r = p.requests
+    assert rope.rotated(p._replace(requests=r._replace(page_table=r.page_table[:, :, :0]))).k.shape[0] == 0
+    empty = r._replace(page_table=r.page_table[:0], kv_lens=ints(), cu_seqlens_q=ints(0), batch=0)
+    assert rope.rotated(p._replace(q=p.q[:0], requests=empty)).rope is None
+    assert rope.rotated(p._replace(q=p.q[:0])).q.shape == (0, 4, 16)
+
+
+@pytest.mark.parametrize("field, dtype, says", [
+    ("q", torch.float8_e4m3fn, "float8_e4m3fn query"), ("k", torch.float8_e4m3fn, "float8_e4m3fn key"),
+    ("k", torch.uint8, "NVFP4 key"),
+])  # fmt: skip
+def test_values_of_8_bits_are_refused(field, dtype, says):
+    p, _ = make("table")
+    with pytest.raises(NotImplementedError, match=f"pos_encoding_mode: 'ROPE_LLAMA' with a {says}"):
+        rope.rotated(p._replace(**{field: getattr(p, field).view(torch.uint8).view(dtype)}))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", UNIT, ids=str)
+def test_attention_is_that_of_the_reference(form, dtype):
+    """Which rotates by itself. The two may round a value differently where it lies between two: rarely, by a step."""
+    p, keys = make(form, size=16, dtype=dtype, by=Rope(4.0, 1000.0))
+    places_used = [place for request in keys for place in request]
+    v = torch.zeros_like(p.k) if form == "ragged" else torch.full_like(p.k, NAN)
+    for place, row in zip(places_used, random(len(places_used), 2, 16, dtype=dtype, seed=2)):
+        v[place[0], :, place[1]] = row
+    p = p._replace(v=v, window_left=6, return_lse=True, max_q_len=4)
+    for right, found in zip(reference.paged_attention(p), reference.paged_attention(rope.rotated(p))):
+        torch.testing.assert_close(found, right, rtol=0, atol=UNIT[dtype])
+    plain = reference.paged_attention(p._replace(rope=None))[0]
+    assert (plain - reference.paged_attention(p)[0]).abs().max() > 0.1
+
+
+class Devices(TorchDispatchMode):
+    """Which devices the tensors are on that operations take and give; scalars count as none."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.operations = set(), set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        self.operations.add(str(function))
+        for x in tree_flatten((arguments, keywords, result))[0]:
+            if isinstance(x, torch.Tensor):
+                self.seen.add(x.device.type)
+        return result
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_looks_at_values(form):
+    """Tensors without values are enough: an operation that would wait for the device asks for a value, or for a shape
+    that depends on one, and raises; a copy from the device or to it would show the host."""
+
+    def bare(x):
+        return x.to("meta") if torch.is_tensor(x) else x
+
+    p, _ = make(form)
+    right = rope.rotated(p)
+    p = p._replace(requests=Requests(*map(bare, p.requests)), **{name: bare(getattr(p, name)) for name in "qkv"})
+    with Devices() as devices:
+        new = rope.rotated(p)
+    for x, y in ((new.q, right.q), (new.k, right.k), (new.requests.page_table, right.requests.page_table)):
+        assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+    assert devices.seen == {"meta"} and "aten.addcmul.out" in devices.operations
+    for looks in (lambda: new.q[0, 0, 0].item(), lambda: new.q.nonzero(), lambda: new.q[new.q > 0]):
+        with pytest.raises((RuntimeError, NotImplementedError)):  # the proof sees what it forbids
+            looks()

@@ -1,0 +1,178 @@
+"""Hugging Face transformers on a paged KV cache: an attention function for its interface, and the cache it reads.
+
+    from wrappers.integrations.transformers import NAME, PagedCache
+
+    model.set_attn_implementation(NAME)  # bf16 or fp16, on CUDA or the CPU, under torch.no_grad()
+    cache = PagedCache(batch=2, pages=9, max_tokens=64, page_size=16, device=model.device)
+    for request, prompt in enumerate(prompts):  # of 40 and of 3 tokens, say; no padding
+        cache.admit(request, tokens=64)
+    logits = model(  # all prompts in one row
+        torch.cat(prompts)[None], position_ids=cache.extend([40, 3]), paged_cache=cache, use_cache=False
+    ).logits[0]
+    tokens = logits[cache.last_rows].argmax(-1, keepdim=True)  # (2, 1)
+    for _ in range(20):  # one token of each request
+        out = model(tokens, position_ids=cache.extend(), paged_cache=cache, use_cache=False)
+        tokens = out.logits[:, -1].argmax(-1, keepdim=True)
+
+`examples/hugging_face.py` runs this on four models, with the decode step in a CUDA graph.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from ..attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+
+NAME = "cute_kernels"  # of the attention function: model.set_attn_implementation(NAME)
+
+
+class PagedCache:
+    """Keys and values of up to `batch` requests, in pages that all of them share. A layer's pool is allocated when the
+    layer first runs: two tensors (pages, page_size, KV heads, head_dim) of its keys' dtype.
+
+    Lengths and block tables stay on the device and keep their addresses: a captured `extend()` and forward may be
+    replayed for ever, also after `release` and `admit`, since a slot without a request has length 0 and counts as one.
+
+    Page 0 belongs to nobody: slots without a request write there. So `pages` is one more than requests can have.
+    """
+
+    def __init__(
+        self, batch: int, pages: int, max_tokens: int, page_size: int = 16, device: torch.device | str = "cuda"
+    ) -> None:
+        """max_tokens: bound of a request's tokens, prompt and output. page_size: 8 to 256, a power of two."""
+        self.pages, self.page_size, self.max_tokens = pages, page_size, max_tokens
+        width = -(-max_tokens // page_size)
+        self.block_tables = torch.zeros(batch, width, dtype=torch.int32, device=device)
+        self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)  # this step's tokens included
+        self.cu_seq_lens_q: torch.Tensor | None = None  # (batch + 1,) int32; None: a step of one token each
+        self.max_q_len = 1  # of this step
+        self._live = torch.zeros(batch, dtype=torch.int32, device=device)  # 1: the slot has a request
+        self._slots = torch.arange(batch, device=device)
+        self._rows = self._slots  # (T,) int64: row of a pool, taken as (pages * page_size, ...), of each new token
+        self._free = list(range(pages - 1, 0, -1))
+        self._owned: dict[int, list[int]] = {}  # slot -> pages of its request
+        self._pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer -> K, V
+        self._sinks: dict[int, torch.Tensor] = {}
+
+    def admit(self, request: int, tokens: int) -> None:
+        """Gives a request, a free slot of the batch, pages for `tokens` tokens: ValueError where the slot is taken or
+        tokens pass max_tokens, MemoryError where too few pages are free."""
+        count = -(-tokens // self.page_size)
+        if request in self._owned or not 0 < tokens <= self.max_tokens:
+            what = "already admitted" if request in self._owned else f"{tokens} tokens, must be 1 to {self.max_tokens}"
+            raise ValueError(f"request {request}: {what}")
+        if count > len(self._free):
+            raise MemoryError(f"request {request}: needs {count} pages, {len(self._free)} are free")
+        self._owned[request] = pages = [self._free.pop() for _ in range(count)]
+        self.block_tables[request, :count] = torch.tensor(pages, dtype=torch.int32)
+        self._live[request] = 1
+
+    def release(self, request: int) -> None:
+        """Takes a request's pages back; its slot is free."""
+        self._free += self._owned.pop(request)
+        self.block_tables[request] = self.seq_lens[request] = self._live[request] = 0
+
+    def extend(self, lens: Sequence[int] | None = None) -> torch.Tensor:
+        """Begins a step, in which each request r gets lens[r] new tokens, or one where lens is None. Lengths grow; the
+        forward that follows writes the tokens' keys and values. Returns position_ids: int64 (1, sum of lens) for tokens
+        packed in the order of requests, or (batch, 1).
+
+        With lens: a prompt, a chunk of one, or nothing (0). ValueError where a request has no pages for them. Copies
+        lens to the device. Without: no copy, no wait, fixed shapes, may be captured; nothing checks lengths, and a
+        request must stay within the tokens of its `admit`.
+        """
+        if lens is None:
+            self.cu_seq_lens_q, self.max_q_len = None, 1
+            self.seq_lens += self._live
+            request, positions = self._slots, (self.seq_lens - 1).clamp(min=0).long()
+        else:
+            if len(lens) != len(self._slots):
+                raise ValueError(f"lens: {len(lens)} entries, must be {len(self._slots)}")
+            for number, count in enumerate(lens):
+                if count > (room := self.page_size * len(self._owned.get(number, ()))):
+                    raise ValueError(f"request {number}: {count} tokens, has pages for {room}")
+            starts = [0, *accumulate(lens)]
+            self.cu_seq_lens_q = torch.tensor(starts, dtype=torch.int32, device=self.seq_lens.device)
+            self.max_q_len = max(lens)
+            counts = self.cu_seq_lens_q.diff()
+            self.seq_lens += counts
+            request = torch.repeat_interleave(self._slots, counts, output_size=starts[-1])
+            from_end = self.cu_seq_lens_q[request + 1] - torch.arange(starts[-1], device=self.seq_lens.device)
+            positions = self.seq_lens[request] - from_end
+        page = self.block_tables[request, positions // self.page_size].long()
+        self._rows = page * self.page_size + positions % self.page_size
+        return positions[:, None] if lens is None else positions[None]
+
+    @property
+    def last_rows(self) -> torch.Tensor:
+        """(batch,) int64: of packed tokens, each request's last (of a request without any, its neighbour's)."""
+        return self._slots if self.cu_seq_lens_q is None else self.cu_seq_lens_q[1:].long() - 1
+
+    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes this step's (T, KV heads, head_dim) to their pages; returns the layer's pools. Never waits."""
+        if len(key) != len(self._rows):
+            raise ValueError(f"keys of {len(key)} tokens, extend announced {len(self._rows)}; use_cache must be False")
+        if layer not in self._pools:
+            k, v = (t.new_empty(self.pages, self.page_size, *t.shape[1:]) for t in (key, value))
+            self._pools[layer] = k, v
+        k, v = self._pools[layer]
+        k.flatten(0, 1).index_copy_(0, self._rows, key)
+        v.flatten(0, 1).index_copy_(0, self._rows, value)
+        return k, v
+
+    def sinks(self, layer: int, sinks: torch.Tensor | None) -> torch.Tensor | None:
+        """A layer's sinks in fp32, as kernels take them; cast once, since weights do not change."""
+        if sinks is None:
+            return None
+        if layer not in self._sinks:
+            self._sinks[layer] = sinks.detach().float()
+        return self._sinks[layer]
+
+
+def paged_attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None, position_bias: torch.Tensor | None = None, paged_cache: PagedCache | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """The attention function that transformers calls in each layer, as its interface wants it.
+
+    query (b, Hq, s, D), key and value (b, Hkv, s, D), bf16 or fp16, rotated; b * s tokens in the order that
+    `PagedCache.extend` announced. paged_cache: a keyword of model(...), which transformers hands on. sliding_window
+    counts the token itself; s_aux (Hq,): sinks. Returns (b, s, Hq, D) and, for attention weights, None.
+
+    Raises ValueError without a cache, NotImplementedError on masks, biases, dropout, attention that is not causal.
+    """
+    if paged_cache is None:
+        raise ValueError("paged_cache: missing, call model(..., paged_cache=PagedCache(...), use_cache=False)")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is not None or position_bias is not None or dropout or not causal:
+        raise NotImplementedError("attention masks, position biases, dropout, attention that is not causal")
+    cache, layer = paged_cache, int(module.layer_idx)  # type: ignore[arg-type]
+    b, _heads, s, dim = query.shape
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # views where b or s is 1
+    pools = cache.append(layer, k, v)
+    scale = dim**-0.5 if scaling is None else scaling
+    modifiers: dict[str, Any] = {
+        "window_left": -1 if sliding_window is None else sliding_window - 1,  # keys before the token itself
+        "sinks": cache.sinks(layer, s_aux),
+        "logits_soft_cap": softcap,
+        "kv_layout": "NHD",
+    }
+    tables, lens, bound = cache.block_tables, cache.seq_lens, cache.max_tokens
+    if cache.cu_seq_lens_q is None:
+        out = trtllm_batch_decode_with_kv_cache(q, pools, None, tables, lens, bound, scale, 1.0, **modifiers)
+    else:
+        out = trtllm_batch_context_with_kv_cache(
+            q, pools, None, tables, lens, cache.max_q_len, bound, scale, 1.0, len(lens), cache.cu_seq_lens_q, None,
+            **modifiers,
+        )  # fmt: skip
+    return out.unflatten(0, (b, s)), None
+
+
+# No mask function is registered under the name, so transformers makes no mask (and drops one of padding: pack instead).
+AttentionInterface.register(NAME, paged_attention)
