@@ -112,7 +112,7 @@ def get_batch_indices_positions(
             check_operand(name, out, 1, (torch.int32,), device, "that of append_indptr")
             check_shape(name, out, (nnz,), "nnz")
     given = {name: t for name, t in outputs.items() if t is not None}
-    check_apart(given, {"append_indptr": append_indptr, "seq_lens": seq_lens})
+    _apart(given, {"append_indptr": append_indptr, "seq_lens": seq_lens})
     if batch:
         row, starts = torch.arange(nnz, device=device), append_indptr.to(torch.int64)
         request = torch.searchsorted(starts[:-1], row, right=True) - 1  # the last that starts here or before
@@ -167,6 +167,12 @@ def _appended(append_key: Any, append_value: Any, caches: dict[str, torch.Tensor
             raise ValueError(f"{name}: device {t.device}, must be that of append_key, {append_key.device}")
 
 
+def _apart(outputs: dict[str, torch.Tensor], inputs: dict[str, Any]) -> None:
+    """`check_apart`, of what has memory."""
+    if not any(map(traced, outputs.values())):
+        check_apart(outputs, inputs)
+
+
 def _slots(rows: Rows, nnz: int, pages: int, size: int, device: torch.device) -> Slots | None:
     """Where nnz rows go in caches of so many pages of `size` keys; None where no row can."""
     for name, t in rows._asdict().items():
@@ -217,9 +223,9 @@ def append_paged_kv_cache(
         kv_indices, kv_indptr: int32 or int64 (N,), (B + 1,). kv_last_page_len: int32 or int64 (B,), not read.
 
     A row is not written where its request is none of [0, B), its position is negative or past its request's pages, or
-    its page is not in the cache; no value of any tensor makes the call leave its tensors. Where no row is written, the
-    first page's first key may be rewritten with its own bytes. Of rows for one slot some one is written, of K and of V
-    and of each element on its own.
+    its page is not in the cache; no value of any tensor makes the call leave its tensors. Where no row is written, some
+    key of the cache is rewritten with its own bytes. Of rows for one slot some one is written, of K and of V and of
+    each element on its own.
     """
     for name, t in (("append_key", append_key), ("append_value", append_value)):
         check_one_of(f"{name}: dtype", check_strided(name, t, 3).dtype, STORED)
@@ -233,7 +239,7 @@ def append_paged_kv_cache(
     slots = _slots(rows, append_key.shape[0], min(k.shape[0], v.shape[0]), k.shape[1], append_key.device)
     given: dict[str, Any] = {"append_key": append_key, "append_value": append_value}
     refuse_grad(given | caches)
-    check_apart(caches, given | rows._asdict())
+    _apart(caches, given | rows._asdict())
     if slots is not None:
         _write(k, append_key, slots)
         _write(v, append_value, slots)
@@ -283,7 +289,7 @@ def nvfp4_quantize_append_paged_kv_cache(
     slots = _slots(rows, append_key.shape[0], min(k.shape[0], v.shape[0]), k.shape[1], device)
     given: dict[str, Any] = {"append_key": append_key, "append_value": append_value}
     refuse_grad(given)
-    check_apart(caches | factors, given | rows._asdict())
+    _apart(caches | factors, given | rows._asdict())
     if slots is None:
         return
     for values, scale, cache, cache_sf in zip(given.values(), scales, caches.values(), factors.values(), strict=True):
