@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("cute_kernels", "wrappers", "tools", "bench")
+FOLDERS = ("cute_kernels", "wrappers", "tools", "bench", "examples")
 FILES = sorted(f.relative_to(ROOT).as_posix() for folder in FOLDERS for f in (ROOT / folder).rglob("*.py"))
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 600, 120, 8
 FAMILIES = ("attention", "topk")
