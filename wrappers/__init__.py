@@ -8,6 +8,7 @@ from .attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_d
 from .attention.xqa import xqa
 from .explanation import Explanation, explain
 from .fp4 import FP4Tensor, nvfp4_dequantize, nvfp4_quantize
+from .quantization import packbits, segment_packbits
 from .topk import (
     TopKTieBreak,
     top_k,
@@ -24,6 +25,8 @@ __all__ = [
     "explain",
     "nvfp4_dequantize",
     "nvfp4_quantize",
+    "packbits",
+    "segment_packbits",
     "top_k",
     "top_k_page_table_transform",
     "top_k_per_row_decode",

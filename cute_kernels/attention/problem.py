@@ -22,7 +22,8 @@ class Problem:
     bound of the query tokens of one request. group: query heads of a KV head. drafts: a mask of bits says which of the
     request's last tokens a token sees. skip: keys that hardly count may be left out. interleaved: V's scale factors
     are, of 4 tokens each. batch_invariant: a request's bits must not depend on the rest of its batch. source: of K and
-    V, "paged" or "ragged".
+    V, "paged" or "ragged". page_size: rows of a page, any number from 1; 0 without pages. custom_mask: a bit for each
+    pair of query token and key says what a token sees. alibi: a bias by distance, with a slope for each query head.
     """
 
     q: str = "bf16"
@@ -42,3 +43,5 @@ class Problem:
     interleaved: bool = False
     batch_invariant: bool = False
     source: str = "paged"
+    custom_mask: bool = False
+    alibi: bool = False

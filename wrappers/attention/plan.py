@@ -196,10 +196,10 @@ def run(p: Problem) -> Any:
     (
         _, phase, q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor, causal, window_left,
         soft_cap, sinks, k_scales, v_scales, interleaved, drafts, skip, out, out_dtype, out_sf_scale, _, return_lse,
-        batch_invariant, enable_pdl,
+        batch_invariant, enable_pdl, custom_mask, mask_starts, alibi_slopes, rope,
     ) = p  # fmt: skip
     here = machine.current
-    _, _, offsets, _, facts, _ = requests
+    _, _, offsets, _, facts, _, kv_starts, _ = requests
     if (scale.__class__ is not float or out_scale.__class__ is not float or window_left.__class__ is not int
             or max_q_len.__class__ is not int or causal.__class__ is not bool or interleaved.__class__ is not bool
             or batch_invariant.__class__ is not bool or return_lse.__class__ is not bool
@@ -240,7 +240,7 @@ def run(p: Problem) -> Any:
         with here.on(plan.device):  # whether a stream captures is asked of the current device only
             return run(p)
     try:
-        page_table, kv_lens, _, batch, _, _ = requests
+        page_table, kv_lens, _, batch, _, _, _, _ = requests
         flat, at, lse = plan.flat.copy(), plan.at, p.lse
         o: Any = out
         if o is None:

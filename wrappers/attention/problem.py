@@ -15,14 +15,25 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 class Requests(NamedTuple):
-    """Where the tokens of each request are."""
+    """Where the tokens of each request are. form: "table", a row of pages for each request; "csr", the pages of all
+    requests one after another (`csr_requests`); "ragged", K and V without pages (`ragged_requests`)."""
 
-    page_table: torch.Tensor  # (B, 2, M) int32: [:, 0] pages of K, [:, 1] pages of V
-    kv_lens: torch.Tensor  # (B,) int32
+    page_table: torch.Tensor  # (B, 2, M) int32: [:, 0] pages of K, [:, 1] pages of V; csr: (1, 2, N); ragged: (1, 2, 0)
+    kv_lens: torch.Tensor  # (B,) int32: keys; csr: keys in the last page; ragged: (0,)
     cu_seqlens_q: torch.Tensor | None  # (B + 1,) int32; None: every request has max_q_len tokens
     batch: int
     facts: int | None  # a number for all that a plan depends on: shapes, dtypes; None: something traces the call
     unsigned: bool = False  # the caller's lengths are uint32
+    kv_starts: torch.Tensor | None = None  # (B + 1,) int32: each one's entries of page_table, or rows of K; table: None
+    form: str = "table"
+
+
+class Rope(NamedTuple):
+    """Rotary embedding of Q and K on the whole head_dim D, in halves: dimension d turns with d + D / 2, a token at
+    position x by x / scale * theta ** (-2 d / D); rounded to 16 bits before Q K^T."""
+
+    scale: float = 1.0
+    theta: float = 1e4
 
 
 class Problem(NamedTuple):
@@ -32,8 +43,8 @@ class Problem(NamedTuple):
     signature: str  # the public function that was called, of `checks.SIGNATURES`
     phase: str  # "prefill"; "decode": few query tokens a request
     q: torch.Tensor  # (T, Hq, Dqk)
-    k: torch.Tensor  # (pages, Hkv, P, Dqk)
-    v: torch.Tensor  # (pages, Hkv, P, Dvo)
+    k: torch.Tensor  # (pages, Hkv, P, Dqk); ragged: (1, Hkv, rows, Dqk)
+    v: torch.Tensor  # (pages, Hkv, P, Dvo), of as many pages or not; ragged: (1, Hkv, rows, Dvo)
     requests: Requests
     max_q_len: int  # bound of query lengths; steers the schedule
     scale: float  # factor on the logits, natural units
@@ -56,6 +67,10 @@ class Problem(NamedTuple):
     return_lse: bool = False
     batch_invariant: bool = False  # a request's bits do not depend on the rest of its batch
     enable_pdl: bool | None = None  # None: on
+    custom_mask: torch.Tensor | None = None  # (N,) uint8, instead of causal: bits of (query row, key), lowest first
+    mask_starts: torch.Tensor | None = None  # (B + 1,) int32: byte of custom_mask where a request's bits begin
+    alibi_slopes: torch.Tensor | None = None  # (Hq,) fp32: slope * (key - query row) joins a logit, before the cap
+    rope: Rope | None = None  # of Q and K, which are stored without
 
     @property
     def dim_vo(self) -> int:
@@ -116,7 +131,48 @@ def new_requests(table: Any, lens: Any, offsets: Any, form: Form) -> Requests:
     made = _views(table, lens, offsets, form)
     if made.batch < 0 or any(isinstance(t, FakeTensor) for t in (table, lens, offsets)):
         return made._replace(batch=-1, facts=next(_next))
-    facts = (made.page_table.shape, made.kv_lens.shape, None if offsets is None else offsets.shape)
+    return _numbered(made, (made.page_table.shape, made.kv_lens.shape, None if offsets is None else offsets.shape))
+
+
+def csr_requests(qo_indptr: Any, kv_indptr: Any, indices: Any, last_page_len: Any, plain: bool = True) -> Requests:
+    """Requests whose pages lie one after another in indices (N,): kv_indptr[b]:kv_indptr[b + 1] are those of request
+    b, the last of which holds last_page_len[b] rows. All int32; K and V share the pages. plain: as in `requests_of`.
+
+    Facts do not depend on N. Of any values, as `requests_of`; but indices of another rank are refused.
+    """
+    if not _strided_all(kv_indptr, indices, last_page_len, qo_indptr):
+        return Requests(indices, last_page_len, qo_indptr, -1, next(_next) if plain else None, False, kv_indptr, "csr")
+    if indices.dim() != 1:
+        raise ValueError(f"paged_kv_indices: shape {tuple(indices.shape)}, must have 1 dimension")
+    table = indices.as_strided((1, 2, indices.shape[0]), (0, 0, indices.stride(0)))
+    return listed_requests(table, last_page_len, qo_indptr, kv_indptr, "csr", plain)
+
+
+def ragged_requests(qo_indptr: Any, kv_indptr: Any, plain: bool = True) -> Requests:
+    """Requests whose keys are rows kv_indptr[b]:kv_indptr[b + 1], int32 (B + 1,), of K and V without pages."""
+    if not _strided_all(kv_indptr, kv_indptr, kv_indptr, qo_indptr):
+        return Requests(kv_indptr, kv_indptr, qo_indptr, -1, next(_next) if plain else None, False, kv_indptr, "ragged")
+    table, lens = (kv_indptr.new_empty(shape, dtype=torch.int32) for shape in ((1, 2, 0), (0,)))
+    return listed_requests(table, lens, qo_indptr, kv_indptr, "ragged", plain)
+
+
+def listed_requests(table: Any, lens: Any, offsets: Any, starts: Any, form: str, plain: bool = True) -> Requests:
+    """Requests of a form without rows of a table, of strided tensors."""
+    made = Requests(table, lens, offsets, starts.shape[0] - 1 if starts.dim() == 1 else -1, None, False, starts, form)
+    if not plain:
+        return made
+    if any(isinstance(t, FakeTensor) for t in (table, lens, offsets, starts)):
+        return made._replace(batch=-1, facts=next(_next))
+    facts = (form, table.shape[:2], lens.shape, starts.shape, None if offsets is None else offsets.shape)
+    return _numbered(made, facts)
+
+
+def _strided_all(starts: Any, table: Any, lens: Any, offsets: Any) -> bool:
+    given = (starts, table, lens) if offsets is None else (starts, table, lens, offsets)
+    return all(isinstance(t, _Tensor) and t.layout is _strided for t in given)
+
+
+def _numbered(made: Requests, facts: tuple[Any, ...]) -> Requests:
     if len(_numbers) >= 4096:  # shapes may vary for ever
         _numbers.clear()
     return made._replace(facts=_numbers.setdefault(facts, next(_next)))
