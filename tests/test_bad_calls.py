@@ -365,6 +365,7 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
         "skip_softmax_threshold_scale_factor": {"None", "zero"}, "logits_soft_cap": {"None", "zero"},
         "lse": {"None", "strided"}, "bmm2_scale": {"zero", "negative"},
         "block_tables": {"columns"},  # one that no request needs
+        "kv_cache": {"K a row more", "V a row more"},  # pages of one pool
     },
     "context, stacked": {"kv_cache": {"a row more"}},
     "context, nvfp4 output": {"o_sf_vec_size": NONE_ONLY},
@@ -374,7 +375,7 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
         "out": {"None", "float8_e4m3fn"}, "enable_pdl": NONE_ONLY, "o_sf_vec_size": NONE_ONLY, "sinks": NONE_ONLY,
         "skip_softmax_threshold_scale_factor": {"None", "zero"}, "logits_soft_cap": {"None", "zero"},
         "lse": {"None", "strided"}, "bmm1_scale_log2": NONE_ONLY, "bmm2_scale": {"zero", "negative"},
-        "block_tables": {"columns"},
+        "block_tables": {"columns"}, "kv_cache": {"K a row more", "V a row more"},
     },
     "decode, equal": {
         "block_tables": {"columns"}, "mask": {"None", "strided", "expanded columns"},  # copied
@@ -384,6 +385,7 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
         "page_table": {"columns"}, "seq_lens": {"flat", "expanded columns"}, "output": {"float8_e4m3fn"},
         "sinks": {"None", "expanded columns"}, "kv_scale": NONE_ONLY, "sliding_win_size": {"far"},
         "enable_pdl": NONE_ONLY, "kv_layout": {"None", "int"},  # sm_count, in older signatures
+        "k_cache": {"a row more"}, "v_cache": {"a row more"},
     },
     "explain": {"sms": {"None", "far"}},
     "xqa, drafts": {
@@ -423,13 +425,18 @@ ON_CPU: dict[str, dict[str, set[str]]] = {  # by the reference, where no kernel 
     "xqa": {"q_scale": SCALES, "kv_scale": SCALES},
 }
 VALUES = {"nan tensor", "inf tensor"}
+FEWER = {"K a row less", "V a row less"}  # pages: a table may name the last
 ON_CUDA: dict[str, dict[str, set[str]]] = {  # values that only the device knows, see test_values.py
-    "context": {"bmm1_scale": VALUES, "bmm2_scale": VALUES, "block_tables": {"no columns"}},
+    "context": {
+        "bmm1_scale": VALUES, "bmm2_scale": VALUES, "block_tables": {"no columns"}, "kv_cache": FEWER},
     "context, stacked": {"kv_cache": {"no rows", "a row less"}},
     "decode, ragged": {
-        "bmm1_scale": VALUES, "bmm2_scale": VALUES, "bmm1_scale_log2": VALUES, "block_tables": {"no columns"}},
+        "bmm1_scale": VALUES, "bmm2_scale": VALUES, "bmm1_scale_log2": VALUES, "block_tables": {"no columns"},
+        "kv_cache": FEWER},
     "decode, equal": {"block_tables": {"no columns"}},
-    "xqa": {"q_scale": VALUES, "kv_scale": VALUES, "page_table": {"no columns"}},
+    "xqa": {
+        "q_scale": VALUES, "kv_scale": VALUES, "page_table": {"no columns"}, "k_cache": {"a row less"},
+        "v_cache": {"a row less"}},
     "xqa, drafts": {"page_table": {"no columns"}},
 }  # fmt: skip
 NO_MACHINE = ("top_k", "input", "meta")  # where all tensors are, a call gives such: test_traced.py

@@ -218,9 +218,9 @@ def check_arguments(spec, a):
     if any(getattr(a, name).shape[-1] != size for name, size in last.items() if hasattr(a, name)):
         raise ValueError("last dimension")
     tokens, heads, _ = a.q.shape
-    promised(a.k.shape[:3] == a.v.shape[:3] and heads % a.k.shape[1] == 0)
+    promised(a.k.shape[1:3] == a.v.shape[1:3] and (len(a.k) == 0) == (len(a.v) == 0) and heads % a.k.shape[1] == 0)
     if packed == 2:
-        promised(a.k_scales.shape[:3] == a.v_scales.shape[:3] == a.k.shape[:3])
+        promised(a.k_scales.shape[:3] == a.k.shape[:3] and a.v_scales.shape[:3] == a.v.shape[:3])
     for name in ("o", "o_fp8", "lse", "draft_mask"):
         t = getattr(a, name, a.lse)
         promised(len(t) in (0, tokens) and (name == "draft_mask" or t.shape[1] == heads), name)

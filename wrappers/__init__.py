@@ -8,6 +8,13 @@ from .attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_d
 from .attention.xqa import xqa
 from .explanation import Explanation, explain
 from .fp4 import FP4Tensor, nvfp4_dequantize, nvfp4_quantize
+from .prefill import (
+    BatchAttentionWithAttentionSinkWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
+)
 from .quantization import packbits, segment_packbits
 from .topk import (
     TopKTieBreak,
@@ -19,6 +26,9 @@ from .topk import (
 )
 
 __all__ = [
+    "BatchAttentionWithAttentionSinkWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
     "Explanation",
     "FP4Tensor",
     "TopKTieBreak",
@@ -27,6 +37,8 @@ __all__ = [
     "nvfp4_quantize",
     "packbits",
     "segment_packbits",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
     "top_k",
     "top_k_page_table_transform",
     "top_k_per_row_decode",

@@ -503,7 +503,7 @@ def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
         "kv second dim": ({"kv_cache": torch.stack([pool[0]] * 3, 1)}, ValueError, "kv_cache"),
         "kv dtypes": ({"kv_cache": (pool[0], pool[1].half())}, TypeError, "kv_cache: K is"),
         "kv dtype": ({"kv_cache": tuple(t.half() for t in pool)}, TypeError, "kv_cache: with query"),
-        "kv shapes": ({"kv_cache": (pool[0], pool[1][:-1])}, ValueError, "kv_cache: K"),
+        "kv shapes": ({"kv_cache": (pool[0], pool[1][:, :1])}, ValueError, "kv_cache: K"),
         "kv stride": ({"kv_cache": (pool[0].mT.contiguous().mT, pool[1])}, ValueError, r"kv_cache \(K\): stride"),
         "layout": ({"kv_layout": "HDN"}, ValueError, "kv_layout: 'HDN'"),
         "layout key": ({"kv_layout": None}, KeyError, "kv_layout: None"),

@@ -29,7 +29,7 @@ from ..checks import (
     check_strided,
     listed,
 )
-from .problem import Problem
+from .problem import Problem, Rope
 
 SIGNATURES: dict[str, dict[str, str]] = {}  # public function -> field of Problem -> its name there, where it differs
 E4M3 = torch.float8_e4m3fn
@@ -64,6 +64,12 @@ def validate(p: Problem) -> None:
     if p.sinks is not None:
         sinks = check_operand(name("sinks"), p.sinks, 1, (torch.float32,), q.device)
         check_shape(name("sinks"), sinks, (q.shape[1],), "one value a query head")
+    _custom_mask(p, name)
+    if p.alibi_slopes is not None:
+        slopes = check_operand(name("alibi_slopes"), p.alibi_slopes, 1, (torch.float32,), q.device)
+        check_shape(name("alibi_slopes"), slopes, (q.shape[1],), "one slope a query head")
+    if p.rope is not None:
+        _rotated(p, name)
     outputs(p)
     check_apart(_outputs_of(p, name), _given(p, name))
 
@@ -80,6 +86,11 @@ def scalars(p: Problem) -> None:
     check_integer(name("max_q_len"), p.max_q_len)
     _amount(name("soft_cap"), p.soft_cap)
     _amount(name("skip"), p.skip)
+    if p.rope is not None:
+        if not isinstance(p.rope, Rope):
+            raise TypeError(f"{name('rope')}: {p.rope!r}, must be a Rope or None")
+        check_number(name("rope_scale"), p.rope.scale, positive=True)
+        check_number(name("rope_theta"), p.rope.theta, positive=True)
 
 
 def reason(p: Problem) -> Exception | None:
@@ -105,10 +116,11 @@ def kernel_tensors(p: Problem) -> None:
             f"{name('q')}: {tokens} tokens of {heads} heads, {group} a KV head; a CUDA kernel of decode divides "
             f"exactly where tokens x {group} x {group} is below {MOST_ROWS}"
         )
-    columns, size = p.requests.page_table.shape[2], p.k.shape[2]
-    if columns * size >= MOST_KEYS:
-        most = f"{columns} pages of {size} tokens a request"
-        raise NotImplementedError(f"{name('page_table')}: {most}; a CUDA kernel counts less than {MOST_KEYS} tokens")
+    if most_keys(p) >= MOST_KEYS:
+        columns, size, form = p.requests.page_table.shape[2], p.k.shape[2], p.requests.form
+        most = f"{columns} pages of {size} tokens{' a request' if form == 'table' else ''}"
+        most = f"{name('k')}: {size} rows" if form == "ragged" else f"{name('page_table')}: {most}"
+        raise NotImplementedError(f"{most}; a CUDA kernel counts less than {MOST_KEYS} tokens")
     for field in ("q", "k", "v", "out"):
         t = getattr(p, field)
         if isinstance(t, torch.Tensor):
@@ -117,6 +129,12 @@ def kernel_tensors(p: Problem) -> None:
         t = getattr(p, field)
         if t is not None:
             _tma(name(field), t, t.shape[3] if t.shape[3] in (4, 8, 16) else 4)
+
+
+def most_keys(p: Problem) -> int:
+    """A bound of a request's keys, from the shapes of a valid problem."""
+    size = p.k.shape[2]
+    return size if p.requests.form == "ragged" else size * p.requests.page_table.shape[2]
 
 
 def check_tensor(name: str, value: Any, ndim: int, device: torch.device) -> torch.Tensor:
@@ -179,11 +197,13 @@ def _caches(p: Problem, name: Names) -> None:
     check_one_of(f"{kv}: with query {q.dtype}, dtype", k.dtype, (q.dtype, E4M3, torch.uint8))
     packed = 2 if k.dtype == torch.uint8 else 1
     _, kv_heads, page_size, dim = k.shape
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"{kv}: K {tuple(k.shape)} and V {tuple(v.shape)} may differ in the last dimension only")
+    ragged = p.requests.form == "ragged"
+    if v.shape[1:3] != k.shape[1:3] or (k.shape[0] == 0) != (v.shape[0] == 0):
+        may = "the last dimension only" if ragged else "pages, of which both or neither have any, and head_dim only"
+        raise ValueError(f"{kv}: K {tuple(k.shape)} and V {tuple(v.shape)} may differ in {may}")
     if dim * packed != q.shape[2]:
         raise ValueError(f"{kv}: K has head_dim {dim * packed}, must be the query's, {q.shape[2]}")
-    if page_size == 0 or (kv_heads == 0 and q.shape[1] > 0):
+    if page_size == 0 and not ragged or (kv_heads == 0 and q.shape[1] > 0):
         raise ValueError(f"{kv}: shape {tuple(k.shape)}, needs at least one head and one row a page")
     if kv_heads and q.shape[1] % kv_heads:
         raise ValueError(f"{name('q')}: {q.shape[1]} heads, must be a multiple of {kv}'s {kv_heads}")
@@ -207,25 +227,60 @@ def _block_scales(p: Problem, name: Names) -> None:
         check_one_of(f"{name(field)}: dtype", scales.dtype, (E4M3,))
         shape = (*data.shape[:3], data.shape[3] * 2 // fp4.BLOCK)
         check_shape(name(field), scales, shape, "logical HND: one e4m3 scale per 16 elements")
+    if p.interleaved and (p.requests.form == "ragged" or v.shape[2] % 4):
+        rows = "no pages" if p.requests.form == "ragged" else f"pages of {v.shape[2]} rows"
+        raise ValueError(f"{name('interleaved')}: True, {rows}; 4 rows of a page are interleaved, must divide its rows")
 
 
 def _requests(p: Problem, name: Names) -> None:
-    r, device = p.requests, p.q.device
-    if p.signature == "xqa" and isinstance(r.kv_lens, torch.Tensor) and r.kv_lens.ndim != 1:
-        check_shape(name("kv_lens"), r.kv_lens, (*r.page_table.shape[:1], 1), "batch, 1")
-    lens = check_operand(name("kv_lens"), r.kv_lens, 1, (torch.int32, torch.uint32), device)
-    batch = lens.shape[0]
+    r, device, counted = p.requests, p.q.device, "kv_lens"
+    if r.form == "table":
+        if p.signature == "xqa" and isinstance(r.kv_lens, torch.Tensor) and r.kv_lens.ndim != 1:
+            check_shape(name("kv_lens"), r.kv_lens, (*r.page_table.shape[:1], 1), "batch, 1")
+        batch = check_operand(name("kv_lens"), r.kv_lens, 1, (torch.int32, torch.uint32), device).shape[0]
+    else:
+        starts, counted = check_operand(name("kv_starts"), r.kv_starts, 1, (torch.int32,), device), "kv_starts"
+        batch = starts.shape[0] - 1
+        if batch < 0:
+            raise ValueError(f"{name('kv_starts')}: shape (0,), must have batch_size + 1 entries")
+    if r.form == "csr":
+        last = check_operand(name("kv_lens"), r.kv_lens, 1, (torch.int32,), device)
+        check_shape(name("kv_lens"), last, (batch,), f"one entry a request, one less than {name('kv_starts')}")
     if r.cu_seqlens_q is None and p.phase == "decode":
         check_integer(name("max_q_len"), p.max_q_len, 1)
         if p.q.shape[0] != batch * p.max_q_len:
             tokens = f"{batch} x {p.max_q_len}"
-            both = f"{name('kv_lens')}, {name('max_q_len')}"
+            both = f"{name(counted)}, {name('max_q_len')}"
             raise ValueError(f"{name('q')}: {p.q.shape[0]} tokens, must be {tokens} ({both})")
     else:
         offsets = check_operand(name("cu_seqlens_q"), r.cu_seqlens_q, 1, (torch.int32,), device)
         check_shape(name("cu_seqlens_q"), offsets, (batch + 1,), "batch_size + 1")
-    table = check_operand(name("page_table"), r.page_table, 3, (torch.int32,), device)
-    check_shape(name("page_table"), table, (batch, 2, table.shape[2]), "requests, K and V, pages")
+    if r.form != "ragged":
+        table = check_operand(name("page_table"), r.page_table, 3, (torch.int32,), device)
+        rows = batch if r.form == "table" else 1
+        check_shape(name("page_table"), table, (rows, 2, table.shape[2]), "requests, K and V, pages")
+
+
+def _custom_mask(p: Problem, name: Names) -> None:
+    """The mask's bits are there exactly where their starts are."""
+    if p.custom_mask is None:
+        if p.mask_starts is not None:
+            raise ValueError(f"{name('mask_starts')}: given, must be None without {name('custom_mask')}")
+        return
+    check_operand(name("custom_mask"), p.custom_mask, 1, (torch.uint8,), p.q.device)
+    starts = check_operand(name("mask_starts"), p.mask_starts, 1, (torch.int32,), p.q.device)
+    check_shape(name("mask_starts"), starts, (p.requests.batch + 1,), "batch_size + 1")
+    if p.drafts is not None:
+        raise ValueError(f"{name('drafts')}: given, must be None with {name('custom_mask')}")
+
+
+def _rotated(p: Problem, name: Names) -> None:
+    """Rotated are values of 16 bits, in pairs."""
+    if p.q.dtype not in (torch.float16, torch.bfloat16) or p.k.dtype != p.q.dtype:
+        types = f"query {p.q.dtype}, K {p.k.dtype}"
+        raise TypeError(f"{name('rope')}: {types}, must both be {torch.float16} or {torch.bfloat16}")
+    if p.q.shape[2] % 2:
+        raise ValueError(f"{name('rope')}: head_dim {p.q.shape[2]}, must be even")
 
 
 def outputs(p: Problem) -> None:
@@ -276,8 +331,11 @@ def _nvfp4_output(p: Problem, name: Names, shape: tuple[int, int, int]) -> None:
         raise ValueError(f"{name('out')}.scale: strides {scale.stride()}, must be contiguous")
 
 
-TENSORS = ("q", "k", "v", "k_scales", "v_scales", "sinks", "drafts", "scale_tensor", "out_scale_tensor")  # of Problem
-TABLES = ("page_table", "kv_lens", "cu_seqlens_q")  # of Requests
+TENSORS = (  # of Problem
+    "q", "k", "v", "k_scales", "v_scales", "sinks", "drafts", "scale_tensor", "out_scale_tensor", "custom_mask",
+    "mask_starts", "alibi_slopes",
+)  # fmt: skip
+TABLES = ("page_table", "kv_lens", "cu_seqlens_q", "kv_starts")  # of Requests
 
 
 def _given(p: Problem, name: Names) -> dict[str, Any]:

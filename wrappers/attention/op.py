@@ -9,16 +9,18 @@ from .. import fp4
 from ..checks import check_strided
 from ..plain import no_backward, write
 from . import checks, plan
-from .problem import SEPARATE, Problem, new_requests
+from .problem import SEPARATE, Problem, Rope, listed_requests, new_requests
 
 NAME = "cute_kernels::attention"
 SCHEMA = """(
     str signature, str phase, Tensor q, Tensor k, Tensor v, Tensor page_table, Tensor kv_lens, Tensor? cu_seqlens_q,
-    SymInt max_q_len, float scale, Tensor? scale_tensor, float out_scale, Tensor? out_scale_tensor, bool causal,
-    SymInt window_left, float? soft_cap, Tensor? sinks, Tensor? k_scales, Tensor? v_scales, bool interleaved,
-    Tensor? drafts, float? skip, Tensor(a!) out, Tensor(b!)? out_block_scales, SymInt out_block_start,
-    float? out_sf_scale, Tensor(c!)? lse, bool batch_invariant, bool? enable_pdl) -> ()"""
+    Tensor? kv_starts, str form, SymInt max_q_len, float scale, Tensor? scale_tensor, float out_scale,
+    Tensor? out_scale_tensor, bool causal, SymInt window_left, float? soft_cap, Tensor? sinks, Tensor? k_scales,
+    Tensor? v_scales, bool interleaved, Tensor? drafts, float? skip, Tensor(a!) out, Tensor(b!)? out_block_scales,
+    SymInt out_block_start, float? out_sf_scale, Tensor(c!)? lse, bool batch_invariant, bool? enable_pdl,
+    Tensor? custom_mask, Tensor? mask_starts, Tensor? alibi_slopes, float[]? rope) -> ()"""
 
+TABLES = ("page_table", "kv_lens", "cu_seqlens_q", "kv_starts", "form")
 FIELDS = tuple(argument.split()[-1] for argument in SCHEMA.strip(" ()\n->").split(","))
 
 torch.library.define(NAME, SCHEMA.replace("\n", " "), tags=torch.Tag.pt2_compliant_tag)
@@ -28,12 +30,13 @@ _is_grad_enabled = torch.is_grad_enabled  # a module global: an attribute look-u
 
 
 def serve(p: Problem) -> Any:
-    """What a public function returns. In grad mode, a query, cache or sinks that require grad are refused: theirs would
-    be lost. Other arguments are constants, as under torch.no_grad()."""
+    """What a public function returns. In grad mode, a query, cache, sinks or slopes that require grad are refused:
+    theirs would be lost. Other arguments are constants, as under torch.no_grad()."""
     if _is_grad_enabled():
         try:
-            sinks = p.sinks
-            if p.q.requires_grad or p.k.requires_grad or p.v.requires_grad or sinks is not None and sinks.requires_grad:
+            sinks, slopes = p.sinks, p.alibi_slopes
+            if (p.q.requires_grad or p.k.requires_grad or p.v.requires_grad or sinks is not None and sinks.requires_grad
+                    or slopes is not None and slopes.requires_grad):  # fmt: skip
                 refuse_grad(p)
         except AttributeError:  # something is no tensor, which is refused later
             pass
@@ -42,7 +45,7 @@ def serve(p: Problem) -> Any:
 
 def refuse_grad(p: Problem) -> None:
     """Raises on the first tensor that requires grad, of those whose grad would be lost."""
-    for field in ("q", "k", "v", "sinks"):
+    for field in ("q", "k", "v", "sinks", "alibi_slopes"):
         if getattr(getattr(p, field), "requires_grad", False):
             raise no_backward(checks.names_of(p)(field))
 
@@ -50,8 +53,12 @@ def refuse_grad(p: Problem) -> None:
 @torch.library.impl(NAME, ("cpu", "cuda"))
 def _run(*flat: Any) -> None:
     given = dict(zip(FIELDS, flat, strict=True))
-    table, lens, offsets = (given.pop(name) for name in ("page_table", "kv_lens", "cu_seqlens_q"))
-    requests = new_requests(table, lens, offsets, SEPARATE)
+    table, lens, offsets, starts, form = (given.pop(name) for name in TABLES)
+    if form == "table":
+        requests = new_requests(table, lens, offsets, SEPARATE)
+    else:
+        requests = listed_requests(table, lens, offsets, starts, form)
+    given["rope"] = None if given["rope"] is None else Rope(*given["rope"])
     block_scales, start = given.pop("out_block_scales"), given.pop("out_block_start")
     if block_scales is not None:
         given["out"] = fp4.FP4Tensor(given["out"], block_scales, start)

@@ -21,12 +21,16 @@ from ..fp4 import FP4Tensor
 from ..reference import LOG2E
 from . import checks, values
 from .problem import Problem
+from .rope import rotated
 
 NO_WINDOW = 1 << 30  # window_left of a call without a window, where the kernel has one
 MOST_TILES = 1 << 31  # of a prefill launch, whatever the offsets
 CHUNK = 4096  # keys of a part of a request in the invariant mode, rounded down to KV blocks
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", checks.E4M3: "e4m3", torch.uint8: "nvfp4", "nvfp4": "nvfp4"}
-FIELDS = {"arch": "q", "kv": "k", "page_size": "k", "head_dim": "q", "out": "out_dtype"}  # fact -> field of Problem
+FIELDS = {  # fact -> field of Problem
+    "arch": "q", "kv": "k", "page_size": "k", "source": "k", "head_dim": "q", "out": "out_dtype",
+    "alibi": "alibi_slopes",
+}  # fmt: skip
 _Tensor = torch.Tensor  # module globals: an attribute look-up saved is 20 ns
 _empty, _empty_like = torch.empty, torch.empty_like
 
@@ -36,23 +40,27 @@ def facts_of(p: Problem) -> Facts:
     rows = min(p.max_q_len, p.q.shape[0])
     if p.requests.cu_seqlens_q is not None:  # plans depend on it by the power of two that bounds it
         rows = 1 << max(rows - 1, 0).bit_length()
+    ragged, masked = p.requests.form == "ragged", p.custom_mask is not None
     return Facts(
         q=TYPES[p.q.dtype],
         kv=TYPES[p.k.dtype],
         out=TYPES[p.result_dtype],
         head_dim_qk=p.q.shape[2],
         head_dim_vo=p.dim_vo,
-        page_size=p.k.shape[2],
+        page_size=0 if ragged else p.k.shape[2],
         group=p.q.shape[1] // p.k.shape[1],
         rows=rows,
         phase=p.phase,
-        causal=bool(p.causal),
+        causal=bool(p.causal) and not masked,
         window=p.window_left >= 0,
         drafts=p.drafts is not None,
         soft_cap=bool(p.soft_cap),
         skip=bool(p.skip),
         interleaved=bool(p.interleaved),
         batch_invariant=bool(p.batch_invariant),
+        source="ragged" if ragged else "paged",
+        custom_mask=masked,
+        alibi=p.alibi_slopes is not None,
     )
 
 
@@ -107,6 +115,12 @@ class Plan:
             flat[at.k_scales], flat[at.v_scales] = p.k_scales.view(torch.uint8), p.v_scales.view(torch.uint8)
         if p.enable_pdl is not None:
             flat[at.enable_pdl] = 1 if p.enable_pdl else 0
+        if p.requests.kv_starts is not None:
+            flat[at.kv_starts] = p.requests.kv_starts
+        if p.custom_mask is not None:
+            flat[at.custom_mask], flat[at.mask_starts] = p.custom_mask, p.mask_starts
+        if p.alibi_slopes is not None:
+            flat[at.alibi_slopes] = p.alibi_slopes
 
     def lse_apart(self, lse: torch.Tensor, q: torch.Tensor, out: Any) -> bool:
         """Whether lse shares no byte with the query, the given output or itself."""
@@ -151,6 +165,7 @@ def plan_for(p: Problem, arch: str, sms: int) -> Plan:
 
     fp32, int32 = torch.float32, torch.int32
     default: dict[str, Any] = {
+        "kv_starts": empty(int32),
         "v_scales_interleaved": int(facts.interleaved),
         "window_left": NO_WINDOW,
         "causal": int(facts.causal),
@@ -199,7 +214,7 @@ def run(p: Problem) -> Any:
         batch_invariant, enable_pdl, custom_mask, mask_starts, alibi_slopes, rope,
     ) = p  # fmt: skip
     here = machine.current
-    _, _, offsets, _, facts, _, kv_starts, _ = requests
+    page_table, kv_lens, offsets, batch, facts, _, kv_starts, _ = requests
     if (scale.__class__ is not float or out_scale.__class__ is not float or window_left.__class__ is not int
             or max_q_len.__class__ is not int or causal.__class__ is not bool or interleaved.__class__ is not bool
             or batch_invariant.__class__ is not bool or return_lse.__class__ is not bool
@@ -211,8 +226,11 @@ def run(p: Problem) -> Any:
         tokens, heads, dim = q.shape
         rows = max_q_len if max_q_len < tokens else tokens
         rows = (rows - 1).bit_length() if rows > 0 else rows
+        k_shape, v_shape = k.shape, v.shape
+        if rare := kv_starts is not None or custom_mask is not None or alibi_slopes is not None or rope is not None:
+            k_shape, v_shape = _rare_facts(p)
         key = (
-            phase, q.get_device(), q.dtype, heads, dim, k.dtype, k.shape, v.shape, facts,
+            phase, q.get_device(), q.dtype, heads, dim, k.dtype, k_shape, v_shape, facts,
             (tokens, max_q_len) if offsets is None else rows, causal, window_left >= 0,
             None if soft_cap is None else soft_cap and (1 if 0 < soft_cap < INF else -1),
             None if skip is None else skip and (1 if 0 < skip < INF else -1),
@@ -240,7 +258,6 @@ def run(p: Problem) -> Any:
         with here.on(plan.device):  # whether a stream captures is asked of the current device only
             return run(p)
     try:
-        page_table, kv_lens, _, batch, _, _, _, _ = requests
         flat, at, lse = plan.flat.copy(), plan.at, p.lse
         o: Any = out
         if o is None:
@@ -267,6 +284,11 @@ def run(p: Problem) -> Any:
             values.check(p, positive=True)
         if not tokens or not heads or not batch:
             return result
+        if rare:
+            _check_listed(p)
+            if rope is not None and k.shape[0]:  # else there are no keys
+                turned = rotated(p)
+                q, k, page_table = turned.q, turned.k, turned.requests.page_table
         flat[at.q], flat[at.k], flat[at.v], flat[at.kv_lens], flat[at.page_table] = q, k, v, kv_lens, page_table
         flat[at.scale_log2], flat[at.out_factor] = scale * LOG2E, out_scale + 0.0
         if plan.dtype is checks.E4M3:
@@ -278,7 +300,7 @@ def run(p: Problem) -> Any:
         if sinks is not None:
             flat[at.sink] = sinks
         if (soft_cap or scale_tensor is not None or out_scale_tensor is not None or k_scales is not None
-                or drafts is not None or skip or enable_pdl is not None):  # fmt: skip
+                or drafts is not None or skip or enable_pdl is not None or rare):  # fmt: skip
             plan.modify(flat, p)
         flat[at.cu_seqlens_q] = plan.equal_offsets(batch, max_q_len, capturing) if offsets is None else offsets
         tiles = plan.tile_heads * (tokens * plan.row_factor // plan.tile_rows + batch)
@@ -290,7 +312,7 @@ def run(p: Problem) -> Any:
         elif tokens * plan.row_factor * plan.row_factor >= checks.MOST_ROWS:
             raise ValueError("q")
         elif plan.part_keys:
-            most = -(-page_table.shape[2] * k.shape[2] // plan.part_keys) or 1  # parts of a request
+            most = -(-checks.most_keys(p) // plan.part_keys) or 1  # parts of a request
             flat[at.o_partial], flat[at.counters] = scratch.new_parts(plan, tiles * most, tiles * most)
         else:
             flat[at.o_partial], flat[at.counters], flat[at.counter_base] = scratch.parts(plan, capturing)
@@ -301,6 +323,24 @@ def run(p: Problem) -> Any:
         if why is None:
             raise
         raise why from None
+
+
+def _rare_facts(p: Problem) -> tuple[Any, Any]:
+    """What a plan depends on of K and of V, and of what most calls lack; not the rows of K and V without pages."""
+    if p.rope is not None:
+        checks.scalars(p)
+    k, v = p.k.shape, p.v.shape
+    if p.requests.form == "ragged":
+        k, v = k[:2] + k[3:], v[:2] + v[3:]
+    mask = None if p.custom_mask is None or p.mask_starts is None else p.mask_starts.numel()
+    slopes = None if p.alibi_slopes is None else p.alibi_slopes.numel()
+    return k, (v, p.custom_mask is None, mask, slopes, p.rope is None)
+
+
+def _check_listed(p: Problem) -> None:
+    """What varies under a plan of requests that are no rows of a table."""
+    if checks.most_keys(p) >= checks.MOST_KEYS or p.requests.form == "ragged" and p.k.shape[2] != p.v.shape[2]:
+        raise ValueError("k")
 
 
 def _most(q: torch.Tensor) -> int:

@@ -24,48 +24,100 @@ def check(p: Problem, positive: bool = False) -> None:
             value, least = factor.item(), 0 if positive and field == "scale" else -INF
             if not least < value < INF:
                 raise ValueError(f"{name(field)}: {value}, must be {'positive and ' if least == 0 else ''}finite")
-    first = _offsets(p, name)
-    lens = p.requests.kv_lens.cpu()
-    (pages, _, size, _), columns = p.k.shape, p.requests.page_table.shape[2]
-    most = columns * size if pages else 0
-    why = f"{columns} columns of {name('page_table')} x pages of {size}" if pages else f"{name('kv')} has no pages"
-    bad = ((lens < 0) | (lens > most)).nonzero()
-    if len(bad):
-        request = int(bad[0])
-        length = int(lens[request]) & 0xFFFFFFFF if p.requests.unsigned else int(lens[request])
-        raise ValueError(f"{name('kv_lens')}: {length} of request {request}, must be in [0, {most}]: {why}")
-    _pages(p, name, first, lens)
-
-
-def _offsets(p: Problem, name: Names) -> torch.Tensor:
-    """First key position of each request that a query may see where there is a window, (B,) on the CPU, after a check
-    of where its rows are; the length of the KV where it has no rows."""
-    lens, offsets, tokens = p.requests.kv_lens.cpu().long(), p.requests.cu_seqlens_q, p.q.shape[0]
-    if offsets is None:
-        rows = torch.full_like(lens, p.max_q_len)
-    else:
-        least = 0
-        for i, offset in enumerate(offsets.tolist()):
-            if not least <= offset <= tokens:
-                where = f"{name('cu_seqlens_q')}[{i}]: {offset} of request {max(0, min(i, len(lens) - 1))}"
-                raise ValueError(f"{where}, must be in [{least}, {tokens}]: from the entry before it to the tokens")
-            least = offset
-        rows = offsets.cpu().long().diff()
+    starts, rows = _starts(p, name)
+    lens = _lengths(p, name, starts)
     window = min(p.window_left, MOST)
     first = (lens - rows - window).clamp(min=0) if window >= 0 else torch.zeros_like(lens)
-    return torch.where(rows > 0, first, lens)
+    if p.requests.form != "ragged":
+        _pages(p, name, torch.where(rows > 0, first, lens), lens)
+    if p.custom_mask is not None:
+        _mask(p, name, rows * lens)
+
+
+def _starts(p: Problem, name: Names) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(first entry or row of each request's keys, (B + 1,), None where there is a table; query rows of each, (B,)), on
+    the CPU, after a check of both."""
+    r, tokens, starts = p.requests, p.q.shape[0], None
+    if r.kv_starts is not None:
+        ragged = r.form == "ragged"
+        what = f"{name('k')}'s rows" if ragged else f"entries of {name('page_table')}"
+        starts = _rising(name("kv_starts"), r.kv_starts, p.k.shape[2] if ragged else r.page_table.shape[2], what)
+    if r.cu_seqlens_q is None:
+        return starts, torch.full((r.batch,), p.max_q_len)
+    return starts, _rising(name("cu_seqlens_q"), r.cu_seqlens_q, tokens, "tokens").diff()
+
+
+def _rising(name: str, offsets: torch.Tensor, most: int, what: str) -> torch.Tensor:
+    """int64, on the CPU, after a check of each against the one before it, and `most`."""
+    least = 0
+    for i, offset in enumerate(offsets.tolist()):
+        if not least <= offset <= most:
+            where = f"{name}[{i}]: {offset} of request {max(0, min(i, len(offsets) - 2))}"
+            raise ValueError(f"{where}, must be in [{least}, {most}]: from the entry before it to the {what}")
+        least = offset
+    return offsets.cpu().long()
+
+
+def _lengths(p: Problem, name: Names, starts: torch.Tensor | None) -> torch.Tensor:
+    """Keys of each request, (B,) int64 on the CPU, after a check."""
+    r, (pages, _, size, _) = p.requests, p.k.shape
+    counts = None if starts is None else starts.diff()
+    if r.form == "ragged" and counts is not None:
+        return counts
+    lens = r.kv_lens.cpu().long()
+    if counts is None:
+        most = r.page_table.shape[2] * size if pages else 0
+        why = f"{r.page_table.shape[2]} columns of {name('page_table')} x pages of {size}"
+        bad = (lens < 0) | (lens > most)
+    else:
+        most, why = (size if pages else 0), "rows of a page"
+        bad = ((lens < 0) | (lens > most)) & (counts > 0)
+    if bad.any():
+        request = int(bad.nonzero()[0])
+        length = int(lens[request]) & 0xFFFFFFFF if r.unsigned else int(lens[request])
+        why = why if pages else f"{name('kv')} has no pages"
+        raise ValueError(f"{name('kv_lens')}: {length} of request {request}, must be in [0, {most}]: {why}")
+    if counts is None:
+        return lens
+    return torch.where(counts > 0, (counts - 1) * size + lens, 0) if pages else torch.zeros_like(counts)
+
+
+def _mask(p: Problem, name: Names, bits: torch.Tensor) -> None:
+    """A request's bits lie in the mask."""
+    assert p.custom_mask is not None and p.mask_starts is not None
+    size = len(p.custom_mask)
+    for request, (start, count) in enumerate(zip(p.mask_starts.tolist(), bits.tolist(), strict=False)):
+        need = -(-count // 8)
+        if count and not 0 <= start <= size - need:
+            where = f"{name('mask_starts')}: {start} of request {request}"
+            why = f"it has {need} of the {size} bytes of {name('custom_mask')}"
+            raise ValueError(f"{where}, must be in [0, {size - need}]: {why}")
 
 
 def _pages(p: Problem, name: Names, first: torch.Tensor, lens: torch.Tensor) -> None:
     """Ids of the pages that hold keys from `first` on; xqa's callers say a page of zeros by a negative one."""
-    (pages, _, size, _), table = p.k.shape, p.requests.page_table.cpu()
+    r, size, table = p.requests, p.k.shape[2], p.requests.page_table.cpu()
+    pools = torch.tensor([[p.k.shape[0]], [p.v.shape[0]]])
     at = torch.arange(table.shape[2])
-    needed = (at >= first[:, None] // size) & (at < (lens[:, None] + size - 1) // size)
+    if r.kv_starts is None:
+        needed = (at >= first[:, None] // size) & (at < (lens[:, None] + size - 1) // size)
+    else:
+        starts = r.kv_starts.cpu().long()
+        of = torch.bucketize(at, starts[1:], right=True)  # requests of entries, B past the last
+        known = of.clamp(max=max(len(lens) - 1, 0))
+        needed = torch.zeros(1, len(at), dtype=torch.bool)
+        if len(lens):
+            row = (at - starts[known]) * size
+            needed = ((of < len(lens)) & (row > first[known] - size) & (row >= 0) & (row < lens[known]))[None]
     zeros = p.signature == "xqa"
-    bad = needed[:, None] & ((table >= pages) | (table < 0 if not zeros else torch.zeros_like(needed)[:, None]))
+    bad = needed[:, None] & ((table >= pools) | (table < 0 if not zeros else torch.zeros_like(needed)[:, None]))
     found: Any = bad.nonzero()
     if len(found):
         request, which, column = found[0].tolist()
-        where = f"{table[request, which, column]} in column {column} of request {request} ({'KV'[which]})"
+        pages = int(pools[which])
+        whose = f"column {column} of request {request}"
+        if r.kv_starts is not None:
+            whose = f"entry {column}, of request {int(of[column])}"
+        where = f"{table[request, which, column]} in {whose} ({'KV'[which]})"
         allowed = f"in [0, {pages}), the pages of {name('kv')}{', or negative' if zeros else ''}"
         raise ValueError(f"{name('page_table')}: {where}, must be {allowed}")

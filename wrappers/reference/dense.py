@@ -5,12 +5,24 @@ On a GPU the caller keeps `torch.backends.cuda.matmul.allow_tf32` off (torch's d
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 
 LOG2E = math.log2(math.e)
 BLOCK = 1 << 24  # fp32 elements of one logits block: 64 MiB, a few of which are alive at a time
 INF = float("inf")
+
+
+class Heads(NamedTuple):
+    """Numbers of each query head, (Hq,) fp32. sinks, in natural-log units, join the denominator only, unscaled.
+    slopes: of ALiBi, slope * (key - query row) joins a logit before the soft cap."""
+
+    sinks: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+
+
+NONE = Heads()
 
 
 def attention(
@@ -22,19 +34,21 @@ def attention(
     causal: "bool | torch.Tensor" = True,
     window_left: int = -1,
     soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    of_heads: Heads = NONE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of one request: o (m, Hq, Dvo) fp32, not scaled; lse (m, Hq) fp32, base 2, sink included.
 
     q (m, Hq, Dqk), k (n, Hkv, Dqk), v (n, Hkv, Dvo), any floating dtype; query head h reads KV head h // (Hq / Hkv).
     Query row i stands at position p = i + n - m (bottom-right). Key j is kept where j <= p (causal) and
-    j >= p - window_left (window_left >= 0). Logits s = scale * q.k, then soft_cap * tanh(s / soft_cap) where
-    soft_cap > 0. sinks (Hq,) fp32 in natural-log units join the denominator only, unscaled. A row with no kept key
-    gives o = 0 and lse = -inf (or sink * log2 e). Values of keys that are not kept never matter, NaN included.
+    j >= p - window_left (window_left >= 0). Logits s = scale * q.k (+ slope * (j - i)), then
+    soft_cap * tanh(s / soft_cap) where soft_cap > 0. A row with no kept key gives o = 0 and lse = -inf (or
+    sink * log2 e). Values of keys that are not kept never matter, NaN included.
     causal may be an int32 tensor (m, W), a mask of drafts: row i keeps the keys before the last m, and of these, t,
-    where bit t of its row is set.
+    where bit t of its row is set; or a uint8 one (bytes,), a mask of bits, least significant first: row i keeps key j
+    where bit i * n + j is set, none past the last byte.
     """
-    drafts = causal if isinstance(causal, torch.Tensor) else None
+    bits = causal if isinstance(causal, torch.Tensor) else None
+    sinks, slopes = of_heads
     causal = causal is True
     m, heads, _ = q.shape
     n, kv_heads, dim_vo = v.shape
@@ -50,12 +64,18 @@ def attention(
             block = slice(begin, min(begin + rows, m))
             positions = torch.arange(block.start, block.stop, device=q.device) + (n - m)
             span = _span(int(block.start) + n - m, int(block.stop) + n - m, n, causal, window_left)
+            numbers = torch.arange(span.start, span.stop, device=q.device)
             logits = q[block, mine].float() @ keys[span].T * scale  # (rows, group, keys)
+            if slopes is not None:
+                apart = numbers[None, :] - (positions - (n - m))[:, None]
+                logits = logits + slopes[mine].float()[None, :, None] * apart[:, None, :]
             if soft_cap > 0:
                 logits = soft_cap * torch.tanh(logits / soft_cap)
-            keep = _keep(positions, torch.arange(span.start, span.stop, device=q.device), causal, window_left)
-            if drafts is not None:
-                keep &= _draft_keep(drafts[block], torch.arange(span.start, span.stop, device=q.device) - (n - m))
+            keep = _keep(positions, numbers, causal, window_left)
+            if bits is not None and bits.dtype == torch.uint8:
+                keep &= _bits_keep(bits, (positions - (n - m))[:, None] * n + numbers)
+            elif bits is not None:
+                keep &= _draft_keep(bits[block], numbers - (n - m))
             o[block, mine], lse[block, mine] = _softmax_values(logits, keep[:, None, :], values[span], sink)
     return o, lse
 
@@ -82,6 +102,26 @@ def _draft_keep(drafts: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     at = numbers.clamp(0, 32 * drafts.shape[1] - 1)
     bits = drafts[:, at // 32] >> (at % 32) & 1
     return (bits == 1) | (numbers != at)
+
+
+def _bits_keep(bits: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Bits of these numbers, bool; none past the last byte."""
+    if not len(bits):
+        return torch.zeros_like(at, dtype=torch.bool)
+    byte = at >> 3
+    return (byte < len(bits)) & ((bits[byte.clamp(max=len(bits) - 1)] >> (at & 7) & 1) == 1)
+
+
+def rotate(x: torch.Tensor, first: int, scale: float, theta: float) -> torch.Tensor:
+    """x (rows, heads, D) with rotary embedding, in its own dtype: row i stands at position first + i, and dimension d
+    turns with d + D / 2 by position / scale * theta ** (-2 d / D). Angles are exact in fp64."""
+    rows, _, dim = x.shape
+    d = torch.arange(dim // 2, dtype=torch.float64, device=x.device)
+    positions = torch.arange(first, first + rows, dtype=torch.float64, device=x.device)
+    angle = (positions[:, None] / scale * theta ** (-2 * d / dim))[:, None]  # (rows, 1, D / 2)
+    low, high = x.float().chunk(2, -1)
+    cos, sin = angle.cos().float(), angle.sin().float()
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)
 
 
 def _softmax_values(

@@ -1,10 +1,13 @@
 """Paged attention of a batch in plain torch, fp32 inside, CPU or GPU: gather each request, then `dense.attention`."""
 
+from itertools import pairwise
+from typing import NamedTuple
+
 import torch
 
 from .. import fp4
 from ..attention.problem import Problem
-from .dense import attention
+from .dense import Heads, attention, rotate
 
 
 def gather(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
@@ -28,10 +31,53 @@ def _factor(number: float, tensor: torch.Tensor | None) -> float | torch.Tensor:
     return number if tensor is None else number * tensor
 
 
+class Keys(NamedTuple):
+    """Where a request's keys are. pages: (2, N), its entries of the page table, K's and V's; or None: k's rows from
+    `first` on."""
+
+    length: int
+    pages: torch.Tensor | None
+    first: int = 0
+
+
+def most_keys(p: Problem) -> int:
+    """Of a request."""
+    r = p.requests
+    if r.form == "ragged":
+        return p.k.shape[2]
+    return r.page_table.shape[2] * p.k.shape[2] if p.k.shape[0] else 0
+
+
+def keys_of(p: Problem) -> list[Keys]:
+    """The keys of each request, clamped to what there is: none where the cache has no pages or starts fall."""
+    r, most = p.requests, most_keys(p)
+    if r.kv_starts is None:
+        return [Keys(n, pages) for n, pages in zip(r.kv_lens.clamp(0, most).tolist(), r.page_table, strict=True)]
+    ragged, size = r.form == "ragged", p.k.shape[2]
+    starts = r.kv_starts.clamp(0, size if ragged else r.page_table.shape[2]).tolist()
+    counts = [max(0, end - start) for start, end in pairwise(starts)]
+    if ragged:
+        return [Keys(count, None, start) for count, start in zip(counts, starts, strict=False)]
+    last = r.kv_lens.clamp(0, size).tolist()
+    return [
+        Keys((count - 1) * size + rows if count and most else 0, r.page_table[0, :, start : start + count])
+        for count, rows, start in zip(counts, last, starts, strict=False)
+    ]
+
+
+def _tokens(cache: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tensor | None, keys: Keys) -> torch.Tensor:
+    if pages is not None:
+        return _values(cache, scales, pages, keys.length)
+    rows = slice(keys.first, keys.first + keys.length)
+    found = cache[0, :, rows].transpose(0, 1)
+    return found if scales is None else fp4.nvfp4_dequantize(found, scales[0, :, rows].transpose(0, 1))
+
+
 def paged_attention(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """(o (T, Hq, Dvo) fp32 including out_scale, lse (T, Hq) fp32 base 2). Rows of no request are 0 and -inf. Reads
     lengths on the host, so a GPU call synchronises; skips nothing. Values that make no sense are clamped as kernels
-    do: rows to the query's, keys to what a row of the table holds, none where the cache has no pages."""
+    do: rows to the query's, keys to what a row of the table, or the list of all, holds, none where the cache has no
+    pages."""
     tokens, heads, _ = p.q.shape
     o = torch.zeros(tokens, heads, p.dim_vo, dtype=torch.float32, device=p.q.device)
     lse = torch.full((tokens, heads), -float("inf"), dtype=torch.float32, device=p.q.device)
@@ -42,20 +88,31 @@ def paged_attention(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
         starts = [n * p.max_q_len for n in range(r.batch + 1)]
     else:
         starts = r.cu_seqlens_q.clamp(0, tokens).tolist()
-    most = r.page_table.shape[2] * p.k.shape[2] if p.k.shape[0] else 0
-    for request, length in enumerate(r.kv_lens.clamp(0, most).tolist()):
+    masks = None
+    if p.custom_mask is not None and p.mask_starts is not None:
+        masks = [p.custom_mask[start:] for start in p.mask_starts.clamp(0, len(p.custom_mask)).tolist()]
+    for request, keys in enumerate(keys_of(p)):
         rows = slice(starts[request], starts[request + 1])
         if rows.start >= rows.stop:
             continue
+        pages = (None, None) if keys.pages is None else keys.pages
+        q, k, v = p.q[rows], _tokens(p.k, p.k_scales, pages[0], keys), _tokens(p.v, v_scales, pages[1], keys)
+        if p.rope is not None:
+            q, k = rotate(q, keys.length - len(q), *p.rope), rotate(k, 0, *p.rope)
+        causal: bool | torch.Tensor = bool(p.causal)
+        if masks is not None:
+            causal = masks[request]
+        elif p.drafts is not None:
+            causal = p.drafts[rows]
         o[rows], lse[rows] = attention(
-            p.q[rows],
-            _values(p.k, p.k_scales, r.page_table[request, 0], length),
-            _values(p.v, v_scales, r.page_table[request, 1], length),
+            q,
+            k,
+            v,
             scale=_factor(p.scale, p.scale_tensor),
-            causal=bool(p.causal) if p.drafts is None else p.drafts[rows],
-            window_left=min(p.window_left, most),
+            causal=causal,
+            window_left=min(p.window_left, most_keys(p)),
             soft_cap=p.soft_cap or 0.0,
-            sinks=p.sinks,
+            of_heads=Heads(p.sinks, p.alibi_slopes),
         )
     return o * _factor(p.out_scale, p.out_scale_tensor), lse
 

@@ -1,0 +1,230 @@
+"""What the classes of batches have in common: what plan keeps for run, and the buffers of captured graphs."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..attention.problem import Requests
+from ..checks import check_integer, check_operand, check_strided
+from ..plain import traced
+from ..scalars import integer
+from . import values
+from .values import Mask, Modifiers, Offsets, Shape, Types
+
+_Tensor, _int32 = torch.Tensor, torch.int32
+
+
+class Planned(NamedTuple):
+    """What plan found of a batch. rows, the query tokens, is None where only the device knows it."""
+
+    requests: Requests
+    rows: int | None
+    max_q_len: int | None
+    mask: torch.Tensor | None = None
+    mask_starts: torch.Tensor | None = None
+
+
+class Batch:
+    """A plan of a batch. Subclasses say which tensors index it (`_NAMES`, the first two of B + 1 offsets each), and
+    how many keys a request has.
+
+    Engines read `_causal`, `_window_left`, `_sm_scale` (None: 1 / sqrt(head_dim)) and `_logits_soft_cap` (0.0: off).
+    """
+
+    _NAMES: tuple[str, ...]
+    _CACHE: str  # what run calls K and V
+    _planned: Planned | None = None
+    _shape = Shape(0, 1, 1, 1, 0)
+    _types: Types
+
+    def __init__(self, workspace: Any, kv_layout: Any, graph: Any, buffers: tuple[Any, ...], mask: tuple[Any, Any],
+                 backend: Any) -> None:  # fmt: skip
+        """mask: buffers of its bytes and of its offsets."""
+        self.device = check_strided("float_workspace_buffer", workspace).device
+        values.check_name("kv_layout", kv_layout, ("NHD", "HND"))
+        values.check_name("backend", backend, values.BACKENDS)
+        self._kv_layout = kv_layout
+        self._buffers: tuple[torch.Tensor, ...] | None = None
+        self._most_rows: int | None = None  # query tokens of the first plan, which graphs were captured with
+        if graph:
+            self._buffers = tuple(map(self._buffer, (f"{name}_buf" for name in self._NAMES), buffers))
+            batch = self._buffers[0].shape[0] - 1
+            self._check_lengths(self._buffers, batch, "_buf")
+            bits, starts = mask
+            self._mask_buffers = bits, starts
+            if bits is not None:
+                self._buffer("custom_mask_buf", bits, torch.uint8)
+            if starts is not None and self._buffer("qk_indptr_buf", starts).shape[0] != batch + 1:
+                raise ValueError(f"qk_indptr_buf: {starts.shape[0]} elements, must be batch + 1, {batch + 1}")
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._buffers is not None
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
+    ) -> None:
+        """Another workspace, on the same device. Nothing was kept in the old one: plans stay valid."""
+        device = check_strided("float_workspace_buffer", float_workspace_buffer).device
+        if device != self.device:
+            raise ValueError(f"float_workspace_buffer: device {device}, must be the one before, {self.device}")
+        if int_workspace_buffer is not None:
+            check_strided("int_workspace_buffer", int_workspace_buffer)
+
+    def end_forward(self) -> None:
+        """Does nothing; FlashInfer has it for older callers."""
+
+    def _buffer(self, name: str, value: Any, dtype: torch.dtype = _int32) -> torch.Tensor:
+        if not isinstance(value, _Tensor):
+            raise ValueError(f"{name}: {type(value).__name__}, must be a tensor where use_cuda_graph is True")
+        return check_operand(name, value, 1, (dtype,), self.device, "the workspace's")
+
+    def _check_lengths(self, given: tuple[torch.Tensor, ...], batch: int, suffix: str = "") -> None:
+        """Raises unless offsets and lengths belong to one batch."""
+        for i, (name, t) in enumerate(zip(self._NAMES, given)):
+            need = batch + 1 if i < 2 else batch
+            if t.shape[0] != need and i != 2:
+                why = f"a batch of {batch}, from {self._NAMES[0]}{suffix}"
+                raise ValueError(f"{name}{suffix}: {t.shape[0]} elements, must be {need}: {why}")
+
+    def _check_indices(self, given: tuple[Any, ...]) -> None:
+        device = self.device
+        for name, t in zip(self._NAMES, given):
+            if t.__class__ is not _Tensor or t.dtype is not _int32 or t.dim() != 1 or not t.is_contiguous():
+                check_operand(name, t, 1, (_int32,), None)
+            if not t.is_cpu and t.device != device:
+                raise ValueError(f"{name}: device {t.device}, must be cpu or the workspace's, {device}")
+        batch = given[0].shape[0] - 1
+        if batch < 0:
+            raise ValueError(f"{self._NAMES[0]}: shape (0,), must have an element or more")
+        self._check_lengths(given, batch)
+
+    def _prepare(self, given: tuple[Any, ...], page_size: int, most: Any, custom: Any, packed: Any) -> Planned:
+        """given: the tensors of `_NAMES`, on the host or the device. most: a bound of query lengths, None if unknown.
+        Everything is checked before a buffer is written."""
+        self._check_indices(given)
+        batch, rows = given[0].shape[0] - 1, None
+        if given[0].is_cpu:
+            rows = int(given[0][batch])
+            if most is None and batch:
+                most = int(given[0].diff().max())
+        if most is not None:
+            most = check_integer("max_token_per_sequence", integer(most))
+        mask = values.mask_of(custom, packed, self.device)
+        known = None  # where bits begin, as the host knows it
+        if mask is not None and all(t.is_cpu for t in given):
+            known = values.offsets_of(given[0], self._keys(given, page_size))
+            mask.check(int(known.elements[-1]), int(known.bytes[-1]))
+        if self._buffers is not None:
+            self._check_room(given, rows, mask, known)
+        here = values.moved(given, self.device)
+        if self._buffers is not None:
+            for t, buffer in zip(here, self._buffers):
+                buffer[: t.shape[0]].copy_(t)
+            here = self._buffers
+            if self._most_rows is None:
+                self._most_rows = rows
+        requests = self._requests(here)
+        if mask is None:
+            return Planned(requests, rows, most)
+        if known is None:
+            at, size = values.offsets_of(here[0], self._keys(here, page_size)), mask.size(batch)
+        else:
+            at, size = Offsets(*values.moved(known, self.device)), int(known.bytes[-1])
+        if self._buffers is None:
+            return Planned(requests, rows, most, mask.pack(at, size), at.bytes.to(_int32))
+        bits, starts = self._mask_buffers
+        size = min(size, bits.shape[0])
+        mask.pack(at, size, bits[:size])
+        starts.copy_(at.bytes)
+        return Planned(requests, rows, most, bits, starts)
+
+    def _check_room(
+        self, given: tuple[torch.Tensor, ...], rows: int | None, mask: Mask | None, known: Offsets | None
+    ) -> None:
+        """Raises unless buffers, which captured graphs read, have room for a plan."""
+        buffers = self._buffers or ()
+        fixed, batch = buffers[0].shape[0] - 1, given[0].shape[0] - 1
+        if batch != fixed:
+            raise ValueError(f"{self._NAMES[0]}: a batch of {batch}, must be that of the buffers, {fixed}")
+        for name, t, buffer in zip(self._NAMES, given, buffers):
+            if t.shape[0] > buffer.shape[0]:
+                raise ValueError(f"{name}: {t.shape[0]} elements, must fit in {name}_buf, of {buffer.shape[0]}")
+        most = self._most_rows
+        if rows is not None and most is not None and rows > most:
+            raise ValueError(f"{self._NAMES[0]}: {rows} query rows, must be at most {most}, those of the first plan")
+        if mask is None:
+            return
+        bits, starts = self._mask_buffers
+        if bits is None or starts is None:
+            name = "custom_mask_buf" if bits is None else "qk_indptr_buf"
+            raise ValueError(f"{name}: None, must be a tensor where use_cuda_graph is True and a mask is planned")
+        least = mask.size(0) if known is None else int(known.bytes[-1])
+        if bits.shape[0] < least:
+            raise ValueError(f"custom_mask_buf: {bits.shape[0]} bytes, must be at least {least}")
+
+    def _keep(self, planned: Planned, shape: Shape, types: Types, modifiers: Modifiers) -> None:
+        """Replaces all of an earlier plan."""
+        self._shape, self._types, self._planned = shape, types, planned
+        self._modify(modifiers)
+
+    def _modify(self, m: Modifiers) -> None:
+        self._causal, self._window_left, self._logits_soft_cap = m.causal, m.window_left, m.soft_cap
+        self._sm_scale, self._rope = m.sm_scale, m.rope
+        self._scale: float = self._shape.dim_qk**-0.5 if m.sm_scale is None else m.sm_scale
+        self._alibi = values.alibi_slopes(self._shape.qo, self.device) if m.mode == "ALIBI" else None
+
+    def _override(self, m: Modifiers) -> None:
+        """What forward puts in the place of what was planned."""
+        self._plan_of_run()
+        values.check_rope(m.rope, self._types)
+        self._modify(m)
+
+    def _plan_of_run(self) -> Planned:
+        if self._planned is None:
+            raise RuntimeError(f"{type(self).__name__}: call plan before run")
+        return self._planned
+
+    def _ready(self, q: Any, k: Any, v: Any) -> tuple[Planned, Requests, int]:
+        """The plan, its requests and a bound of query lengths, of a run whose tensors fit the plan. k and v: as in
+        `Problem`."""
+        planned = self._plan_of_run()
+        shape, types = self._shape, self._types
+        requests = planned.requests if not traced(q) else planned.requests._replace(facts=None)
+        try:
+            tokens, qo, dim = q.shape
+            _, kv, size, _ = k.shape
+            dim_vo, q_dtype, kv_dtype = v.shape[3], q.dtype, k.dtype
+        except (AttributeError, IndexError, TypeError, ValueError):  # something is no tensor, or of another rank
+            return planned, requests, 0  # refused later
+        if (dim != shape.dim_qk or qo != shape.qo or kv != shape.kv or q_dtype is not types.q
+                or kv_dtype is not types.kv or shape.page_size and size != shape.page_size
+                or dim_vo != shape.dim_vo and (kv_dtype is not torch.uint8 or 2 * dim_vo != shape.dim_vo)
+                or planned.rows is not None and planned.rows != tokens):  # fmt: skip
+            self._refuse(q, k, v)
+        return planned, requests, tokens if planned.max_q_len is None else planned.max_q_len
+
+    def _refuse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Raises on what does not fit the plan."""
+        shape, types, rows = self._shape, self._types, self._plan_of_run().rows
+        cache = self._CACHE
+        for name, found, what, planned, value in (
+            ("q", q.dtype, "dtype", "q_data_type", types.q),
+            (cache, k.dtype, "dtype", "kv_data_type", types.kv),
+            ("q", q.shape[0], "rows", f"last of {self._NAMES[0]}", q.shape[0] if rows is None else rows),
+            ("q", q.shape[1], "heads", "num_qo_heads", shape.qo),
+            ("q", q.shape[2], "elements a head", "head_dim", shape.dim_qk),
+            (cache, k.shape[1], "heads", "num_kv_heads", shape.kv),
+            (cache, k.shape[2], "rows a page", "page_size", shape.page_size or k.shape[2]),
+            (cache, v.shape[3] * (2 if types.kv is torch.uint8 else 1), "elements a head", "head_dim_vo", shape.dim_vo),
+        ):
+            if found != value:
+                raise ValueError(f"{name}: {found} ({what}), must be plan's {planned}, {value}")
+
+    def _keys(self, given: tuple[torch.Tensor, ...], page_size: int) -> torch.Tensor:
+        """int64 (B,): keys of each request."""
+        raise NotImplementedError
+
+    def _requests(self, here: tuple[torch.Tensor, ...]) -> Requests:
+        """Of the tensors of `_NAMES` on the device."""
+        raise NotImplementedError

@@ -1,0 +1,254 @@
+"""Batches over a paged KV cache whose page lists lie one after another."""
+
+from typing import Any
+
+import torch
+
+from ..attention.checks import SIGNATURES
+from ..attention.op import serve
+from ..attention.problem import Problem, Requests, csr_requests, pair
+from ..checks import check_integer
+from ..scalars import integer, real
+from . import values
+from .batch import Batch
+
+PAGED = "BatchPrefillWithPagedKVCacheWrapper"
+SIGNATURES[PAGED] = {
+    "kv": "paged_kv_cache", "k": "paged_kv_cache (K)", "v": "paged_kv_cache (V)", "page_table": "paged_kv_indices",
+    "kv_lens": "paged_kv_last_page_len", "kv_starts": "paged_kv_indptr", "cu_seqlens_q": "qo_indptr",
+    "scale": "sm_scale", "out_scale": "v_scale", "soft_cap": "logits_soft_cap", "scales": "kv_cache_sf",
+    "k_scales": "kv_cache_sf (K)", "v_scales": "kv_cache_sf (V)", "out_dtype": "o_data_type",
+    "max_q_len": "max_token_per_sequence", "skip": "skip_softmax_threshold_scale_factor", "mask_starts": "custom_mask",
+    "alibi_slopes": "pos_encoding_mode", "rope": "pos_encoding_mode",
+}  # fmt: skip
+_problem = Problem.__new__  # `_problem(Problem, ...)` is `Problem(...)`, less a dict: 0.4 us
+_Tensor = torch.Tensor
+
+
+def _one_row_pages(value: Any, layout: str) -> Any:
+    """A cache of pages of one row, whose dimension of rows may be left out, with that dimension."""
+    at = -3 if layout == "NHD" else -2
+    if isinstance(value, (tuple, list)):
+        return tuple(t.unsqueeze(at) if isinstance(t, _Tensor) and t.dim() == 3 else t for t in value)
+    return value.unsqueeze(at) if isinstance(value, _Tensor) and value.dim() == 4 else value
+
+
+class BatchPrefillWithPagedKVCacheWrapper(Batch):
+    """Attention of ragged queries over a paged KV cache that already holds the queries' own tokens: `plan` once for a
+    batch, `run` for each layer. As FlashInfer's class, with the positions of its version 0.2; names that came later
+    are keywords.
+
+    Args:
+        float_workspace_buffer: any tensor; its device is the wrapper's. Nothing is kept in it.
+        kv_layout: "NHD", pages (P, Hkv, D), or "HND", pages (Hkv, P, D).
+        use_cuda_graph: plan copies into the buffers below, and a graph captured from run holds for later plans of
+            the same batch size, heads, dtypes, modifiers and presence of a mask. The buffers are ignored else.
+        qo_indptr_buf, paged_kv_indptr_buf: int32 (B + 1,). paged_kv_indices_buf: int32, room for all pages.
+        paged_kv_last_page_len_buf: int32 (B,). custom_mask_buf: uint8, room for a packed mask; qk_indptr_buf (or
+            mask_indptr_buf): int32 (B + 1,); both only where masks are planned.
+    Hints: backend ("auto", "fa2", "fa3", ...), jit_args, jit_kwargs.
+
+    >>> wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(0), "NHD")  # two requests, pages of 4 rows
+    >>> starts, pages = torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([2, 0, 1], dtype=torch.int32)
+    >>> page_starts, last = torch.tensor([0, 2, 3], dtype=torch.int32), torch.tensor([1, 4], dtype=torch.int32)
+    >>> wrapper.plan(starts, page_starts, pages, last, 8, 2, 64, 4, causal=True)  # 5 and 4 keys
+    >>> cache = torch.randn(3, 2, 4, 2, 64).half()
+    >>> wrapper.run(torch.randn(4, 8, 64).half(), cache).shape
+    torch.Size([4, 8, 64])
+    """
+
+    _NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+    _CACHE = "paged_kv_cache"
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None, paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None, paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None, qk_indptr_buf: torch.Tensor | None = None, backend: str = "auto",
+        jit_args: Any = None, jit_kwargs: Any = None, *, mask_indptr_buf: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        buffers = qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf
+        mask = custom_mask_buf, values.either("qk_indptr_buf", qk_indptr_buf, "mask_indptr_buf", mask_indptr_buf)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers, mask, backend)
+
+    def plan(
+        self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim: int | None = None,
+        page_size: int | None = None, custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None, causal: bool = False, pos_encoding_mode: str = "NONE",
+        allow_fp16_qk_reduction: bool = False, sm_scale: float | None = None, window_left: int = -1,
+        logits_soft_cap: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16", kv_data_type: str | torch.dtype | None = None,
+        non_blocking: bool = False, *, head_dim_qk: int | None = None, head_dim_vo: int | None = None,
+        use_fp16_qk_reduction: bool | None = None, o_data_type: str | torch.dtype | None = None,
+        max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,
+        seq_lens: torch.Tensor | None = None, seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False,
+        prefix_len_ptr: torch.Tensor | None = None, token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0, max_item_len_ptr: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Say what `run` computes, in place of all that was planned before. Reads and copies nothing from a device.
+
+        Args:
+            qo_indptr: int32 (B + 1,), request b owns query rows qo_indptr[b]:qo_indptr[b + 1]; likewise
+            paged_kv_indptr: int32 (B + 1,), its entries of paged_kv_indices, int32 (N,), which may have more, and
+            paged_kv_last_page_len: int32 (B,), the rows in use of its last page. No pages, no keys.
+                On the host or the workspace's device. Those on it are read by run, not copied.
+            num_qo_heads, num_kv_heads, head_dim (or head_dim_qk), page_size; head_dim_vo: of V, head_dim if None.
+            custom_mask: bool, any other number being True but 0, query rows x keys of each request, row by row, one
+                request after another; True is seen. Takes the place of causal, not of window_left.
+            packed_custom_mask: uint8, the same in bits, lowest first (`segment_packbits(..., "little")`), each request
+                from a byte of its own; custom_mask is then ignored. Wrong sizes raise where all index tensors are on
+                the host; else keys without a bit are hidden.
+            causal: row i of m sees keys up to i + n - m, n those of its request.
+            pos_encoding_mode: "NONE"; "ROPE_LLAMA", Q and K turned by rope_scale (None: 1) and rope_theta (1e4), the
+                cache holding K as it was; "ALIBI", logits + slope * (key - row), slopes by the number of heads.
+            sm_scale: factor on logits, 1 / sqrt(head_dim) if None. window_left: keys from row's position minus it on,
+                negative: all. logits_soft_cap c: c * tanh(logit / c), off where None or not positive.
+            q_data_type, kv_data_type, o_data_type: dtypes or their names; the query's where None.
+            max_token_per_sequence: bound of query lengths, for the schedule; found where qo_indptr is on the host.
+            non_blocking: copies from the host never wait for the device, whatever it says: the current stream orders
+                them, and index tensors may be written when plan returns; a mask on the host may not before its copy.
+        Hints: allow_fp16_qk_reduction (or use_fp16_qk_reduction), max_sequence_kv, seq_lens, seq_lens_q, block_tables,
+        fixed_split_size, disable_split_kv. NotImplementedError: multi-item scoring (the last four arguments).
+
+        Raises, and leaves the plan before: ValueError shapes, devices, sizes of buffers, a batch or more rows than
+        buffers were made for; TypeError dtypes; UnknownName, a KeyError and a ValueError, unknown names.
+        """
+        values.refuse(
+            prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr,
+            token_pos_in_items_len=token_pos_in_items_len or None, max_item_len_ptr=max_item_len_ptr,
+        )  # fmt: skip
+        head_dim = values.either("head_dim", head_dim, "head_dim_qk", head_dim_qk)
+        page_size = check_integer("page_size", integer(page_size), 1)
+        shape = values.shape_of(num_qo_heads, num_kv_heads, head_dim, head_dim_vo, page_size)
+        types = values.types_of(q_data_type, kv_data_type, o_data_type)
+        modifiers = values.modifiers_of(
+            causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta
+        )
+        values.check_rope(modifiers.rope, types)
+        given = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
+        planned = self._prepare(given, shape.page_size, max_token_per_sequence, custom_mask, packed_custom_mask)
+        self._keep(planned, shape, types, modifiers)
+
+    begin_forward = plan
+
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        k_scale: float | torch.Tensor | None = None, v_scale: float | torch.Tensor | None = None,
+        return_lse: bool = False, *, q_scale: float | torch.Tensor | None = None, out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None, enable_pdl: bool | None = None, window_left: int | None = None,
+        sinks: torch.Tensor | None = None, kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None, use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None, sm_scale: float | None = None,
+    ) -> Any:  # fmt: skip
+        """Attention as planned.
+
+        Args:
+            q: (T, Hq, D), any token and head strides; T is the last of qo_indptr.
+            paged_kv_cache: (k, v), each (pages, P, Hkv, D) "NHD" or (pages, Hkv, P, D) "HND", any strides but the
+                last, numbers of pages of their own; or one (pages, 2, ...) of both. With pages of one row, P may be
+                left out.
+            k_scale, q_scale: factors on logits beside sm_scale; v_scale: factor on the output. A float, or an fp32
+                tensor of one element on q's device, read by the kernel.
+            out: (T, Hq, Dvo) of o_data_type, lse: fp32 (T, Hq): filled and returned; new where None.
+            sinks: fp32 (Hq,), joins each head's softmax denominator, natural-log units.
+            kv_cache_sf: scale factors of NVFP4 caches, as in `trtllm_batch_context_with_kv_cache`.
+            window_left: None, or plan's. sm_scale: another than plan's, for this call. enable_pdl: a hint.
+        Returns out, or (out, lse), lse the log2 of the softmax denominator. A row without keys gives 0 and -inf.
+
+        Raises before any launch: RuntimeError without a plan; ValueError what does not fit the plan, shapes, strides,
+        devices; TypeError dtypes; NotImplementedError what no kernel does, a scale a head.
+        """
+        if use_fp16_softmax or uses_spcompress:
+            values.refuse(use_fp16_softmax=use_fp16_softmax or None, uses_spcompress=uses_spcompress or None)
+        if window_left is not None and self._planned is not None and window_left != self._window_left:
+            raise ValueError(f"window_left: {window_left}, must be None or plan's, {self._window_left}")
+        if self._shape.page_size == 1:
+            paged_kv_cache = _one_row_pages(paged_kv_cache, self._kv_layout)
+        k, v = pair("paged_kv_cache", paged_kv_cache, self._kv_layout)
+        (_, _, _, mask, mask_starts), requests, max_q_len = self._ready(q, k, v)
+        scale: Any = self._scale if sm_scale is None else values.number("sm_scale", sm_scale)
+        out_scale: Any = 1.0
+        scale_tensor = out_scale_tensor = k_scales = v_scales = None
+        if q_scale is not None:
+            scale, scale_tensor = values.times("q_scale", q_scale, self.device, scale, scale_tensor)
+        if k_scale is not None:
+            scale, scale_tensor = values.times("k_scale", k_scale, self.device, scale, scale_tensor)
+        if v_scale is not None:
+            out_scale, out_scale_tensor = values.times("v_scale", v_scale, self.device, 1.0, None)
+        if kv_cache_sf is not None:
+            k_scales, v_scales = pair("kv_cache_sf", kv_cache_sf, self._kv_layout)
+        return serve(_problem(
+            Problem, PAGED, "prefill", q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor,
+            self._causal, self._window_left, self._logits_soft_cap, sinks, k_scales, v_scales, False, None,
+            real(skip_softmax_threshold_scale_factor), out, self._types.out, None, lse, return_lse, False, enable_pdl,
+            mask, mask_starts, self._alibi, self._rope,
+        ))  # fmt: skip
+
+    def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """`run` with return_lse=True."""
+        kwargs["return_lse"] = True
+        return self.run(*args, **kwargs)
+
+    def forward(
+        self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], causal: bool = False,
+        pos_encoding_mode: str = "NONE", allow_fp16_qk_reduction: bool = False,
+        k_scale: float | torch.Tensor | None = None, v_scale: float | torch.Tensor | None = None,
+        window_left: int = -1, logits_soft_cap: float | None = None, sm_scale: float | None = None,
+        rope_scale: float | None = None, rope_theta: float | None = None, *, use_fp16_qk_reduction: bool | None = None,
+        return_lse: bool = False,
+    ) -> Any:  # fmt: skip
+        """`run` with these modifiers, each with its default, in the place of plan's from now on. FlashInfer keeps it
+        for older callers."""
+        self._override(values.modifiers_of(
+            causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta
+        ))  # fmt: skip
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
+    def forward_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward` with return_lse=True."""
+        kwargs["return_lse"] = True
+        return self.forward(*args, **kwargs)
+
+    def _keys(self, given: tuple[torch.Tensor, ...], page_size: int) -> torch.Tensor:
+        pages = given[1].to(torch.int64).diff()
+        return torch.where(pages > 0, (pages - 1) * page_size + given[3].clamp(0, page_size), 0)
+
+    def _requests(self, here: tuple[torch.Tensor, ...]) -> Requests:
+        return csr_requests(here[0], here[1], here[2], here[3])
+
+
+class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
+    """`BatchPrefillWithPagedKVCacheWrapper` whose run takes each head's sink behind the cache. As FlashInfer's class;
+    what else its constructor takes are hints: plan says what is computed.
+
+    >>> wrapper = BatchAttentionWithAttentionSinkWrapper(torch.empty(0), q_data_type=torch.float16)
+    >>> starts, last = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    >>> wrapper.plan(starts, starts, starts[:2] * 0, last, 4, 2, 64, 16, causal=True)
+    >>> q, cache = torch.randn(2, 4, 64).half(), torch.randn(1, 2, 16, 2, 64).half()
+    >>> wrapper.run(q, cache, torch.zeros(4), 64**-0.5).shape
+    torch.Size([2, 4, 64])
+    """
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None, paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None, paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None, mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto", pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
+        q_data_type: torch.dtype = torch.bfloat16, kv_data_type: torch.dtype = torch.bfloat16, head_dim_qk: int = 128,
+        head_dim_vo: int = 128, window_left: int = -1, *, o_data_type: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf,
+            paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend,
+        )  # fmt: skip
+
+    def run(  # type: ignore[override]
+        self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        sinks: torch.Tensor | None = None, sm_scale: float | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """`BatchPrefillWithPagedKVCacheWrapper.run` with sinks, fp32 (Hq,) in natural-log units, unscaled, and another
+        sm_scale for this call (None: plan's). What else that run takes are keywords here."""
+        return super().run(q, paged_kv_cache, sinks=sinks, sm_scale=sm_scale, **kwargs)

@@ -1,0 +1,159 @@
+"""Batches over K and V without pages: the rows of all requests, one request after another."""
+
+from typing import Any
+
+import torch
+
+from ..attention.checks import SIGNATURES
+from ..attention.op import serve
+from ..attention.problem import Problem, Requests, ragged_requests
+from ..checks import check_strided
+from . import values
+from .batch import Batch
+
+RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
+SIGNATURES[RAGGED] = {
+    "kv": "k, v", "page_table": "kv_indptr", "kv_lens": "kv_indptr", "kv_starts": "kv_indptr",
+    "cu_seqlens_q": "qo_indptr", "scale": "sm_scale", "out_scale": "v_scale", "soft_cap": "logits_soft_cap",
+    "out_dtype": "o_data_type", "max_q_len": "max_token_per_sequence", "mask_starts": "custom_mask",
+    "alibi_slopes": "pos_encoding_mode", "rope": "pos_encoding_mode",
+}  # fmt: skip
+_problem = Problem.__new__  # `_problem(Problem, ...)` is `Problem(...)`, less a dict: 0.4 us
+
+
+def rows_of(name: str, t: Any, layout: str) -> torch.Tensor:
+    """Rows of K or V, (rows, Hkv, D) "NHD" or (Hkv, rows, D) "HND", as a `Problem` has them: (1, Hkv, rows, D)."""
+    check_strided(name, t, 3)
+    return t.transpose(0, 1).unsqueeze(0) if layout == "NHD" else t.unsqueeze(0)
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(Batch):
+    """Attention of ragged queries over ragged K and V, read where they are: `plan` once for a batch, `run` for each
+    layer. As FlashInfer's class, with the positions of its version 0.2; names that came later are keywords. Arguments
+    of the constructor are those of `BatchPrefillWithPagedKVCacheWrapper`, kv_indptr_buf, int32 (B + 1,), in the place
+    of the three of pages.
+
+    >>> wrapper = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(0), "NHD")
+    >>> starts = torch.tensor([0, 3, 7], dtype=torch.int32)  # two requests
+    >>> wrapper.plan(starts, starts, 8, 2, 64, causal=True)
+    >>> q, k, v = (torch.randn(7, heads, 64).half() for heads in (8, 2, 2))
+    >>> wrapper.run(q, k, v).shape
+    torch.Size([7, 8, 64])
+    """
+
+    _NAMES = ("qo_indptr", "kv_indptr")
+    _CACHE = "k, v"
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None, kv_indptr_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None, qk_indptr_buf: torch.Tensor | None = None, backend: str = "auto",
+        jit_args: Any = None, jit_kwargs: Any = None, *, mask_indptr_buf: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        mask = custom_mask_buf, values.either("qk_indptr_buf", qk_indptr_buf, "mask_indptr_buf", mask_indptr_buf)
+        buffers = qo_indptr_buf, kv_indptr_buf
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers, mask, backend)
+
+    def plan(
+        self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, num_qo_heads: int, num_kv_heads: int,
+        head_dim: int | None = None, custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None, causal: bool = False, pos_encoding_mode: str = "NONE",
+        allow_fp16_qk_reduction: bool = False, window_left: int = -1, logits_soft_cap: float | None = None,
+        sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16", kv_data_type: str | torch.dtype | None = None, *,
+        head_dim_qk: int | None = None, head_dim_vo: int | None = None, use_fp16_qk_reduction: bool | None = None,
+        o_data_type: str | torch.dtype | None = None, non_blocking: bool = True,
+        max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,
+        seq_lens: torch.Tensor | None = None, seq_lens_q: torch.Tensor | None = None,
+        fixed_split_size: int | None = None, disable_split_kv: bool = False,
+        prefix_len_ptr: torch.Tensor | None = None, token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0, max_item_len_ptr: torch.Tensor | None = None,
+        v_indptr: torch.Tensor | None = None, o_indptr: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Say what `run` computes, in place of all that was planned before. Reads and copies nothing from a device.
+
+        qo_indptr, kv_indptr: int32 (B + 1,), on the host or the workspace's device: request b owns query rows
+        qo_indptr[b]:qo_indptr[b + 1] and keys kv_indptr[b]:kv_indptr[b + 1]. Other arguments, hints and errors are
+        those of `BatchPrefillWithPagedKVCacheWrapper.plan`; mind that sm_scale has another place. NotImplementedError:
+        multi-item scoring, v_indptr, o_indptr.
+        """
+        values.refuse(
+            prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr,
+            token_pos_in_items_len=token_pos_in_items_len or None, max_item_len_ptr=max_item_len_ptr,
+            v_indptr=v_indptr, o_indptr=o_indptr,
+        )  # fmt: skip
+        head_dim = values.either("head_dim", head_dim, "head_dim_qk", head_dim_qk)
+        shape = values.shape_of(num_qo_heads, num_kv_heads, head_dim, head_dim_vo, 0)
+        types = values.types_of(q_data_type, kv_data_type, o_data_type)
+        modifiers = values.modifiers_of(
+            causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta
+        )
+        values.check_rope(modifiers.rope, types)
+        given = qo_indptr, kv_indptr
+        planned = self._prepare(given, 0, max_token_per_sequence, custom_mask, packed_custom_mask)
+        self._keep(planned, shape, types, modifiers)
+
+    begin_forward = plan
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool = False, *,
+        q_scale: float | torch.Tensor | None = None, k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None, o_scale: float | None = None, out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None, enable_pdl: bool | None = None, sinks: torch.Tensor | None = None,
+        kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> Any:  # fmt: skip
+        """Attention as planned.
+
+        Args:
+            q: (T, Hq, D); k: (rows, Hkv, D), v: (rows, Hkv, Dvo) "NHD", or (Hkv, rows, ...) "HND"; any strides but
+                the last. T is the last of qo_indptr; k and v may have more rows than kv_indptr says.
+            Others are those of `BatchPrefillWithPagedKVCacheWrapper.run`.
+        Returns out, or (out, lse). Raises as that run does; NotImplementedError o_scale, kv_cache_sf.
+        """
+        if o_scale is not None and o_scale != 1 or kv_cache_sf is not None:
+            values.refuse(o_scale=o_scale if o_scale != 1 else None, kv_cache_sf=kv_cache_sf)
+        k, v = rows_of("k", k, self._kv_layout), rows_of("v", v, self._kv_layout)
+        (_, _, _, mask, mask_starts), requests, max_q_len = self._ready(q, k, v)
+        scale: Any = self._scale
+        out_scale: Any = 1.0
+        scale_tensor = out_scale_tensor = None
+        if q_scale is not None:
+            scale, scale_tensor = values.times("q_scale", q_scale, self.device, scale, scale_tensor)
+        if k_scale is not None:
+            scale, scale_tensor = values.times("k_scale", k_scale, self.device, scale, scale_tensor)
+        if v_scale is not None:
+            out_scale, out_scale_tensor = values.times("v_scale", v_scale, self.device, 1.0, None)
+        return serve(_problem(
+            Problem, RAGGED, "prefill", q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor,
+            self._causal, self._window_left, self._logits_soft_cap, sinks, None, None, False, None, None, out,
+            self._types.out, None, lse, return_lse, False, enable_pdl, mask, mask_starts, self._alibi, self._rope,
+        ))  # fmt: skip
+
+    def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """`run` with return_lse=True."""
+        kwargs["return_lse"] = True
+        return self.run(*args, **kwargs)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False,
+        pos_encoding_mode: str = "NONE", allow_fp16_qk_reduction: bool = False, window_left: int = -1,
+        logits_soft_cap: float | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
+        rope_theta: float | None = None, *, use_fp16_qk_reduction: bool | None = None, return_lse: bool = False,
+    ) -> Any:  # fmt: skip
+        """`run` with these modifiers, each with its default, in the place of plan's from now on. FlashInfer keeps it
+        for older callers."""
+        self._override(values.modifiers_of(
+            causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta
+        ))  # fmt: skip
+        return self.run(q, k, v, return_lse=return_lse)
+
+    def forward_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward` with return_lse=True."""
+        kwargs["return_lse"] = True
+        return self.forward(*args, **kwargs)
+
+    def _keys(self, given: tuple[torch.Tensor, ...], page_size: int) -> torch.Tensor:
+        return given[1].to(torch.int64).diff().clamp(min=0)
+
+    def _requests(self, here: tuple[torch.Tensor, ...]) -> Requests:
+        return ragged_requests(here[0], here[1])

@@ -1,0 +1,111 @@
+"""One request: queries of all its last tokens over K and V without pages."""
+
+from typing import Any
+
+import torch
+
+from ..attention.checks import SIGNATURES
+from ..attention.op import serve
+from ..attention.problem import Problem, ragged_requests
+from ..checks import check_strided
+from ..plain import traced
+from ..quantization import packbits
+from . import values
+from .ragged import rows_of
+
+SINGLE = "single_prefill_with_kv_cache"
+SIGNATURES[SINGLE] = {
+    "kv": "k, v", "page_table": "k", "kv_lens": "k", "kv_starts": "k", "cu_seqlens_q": "q", "max_q_len": "q",
+    "scale": "sm_scale", "out_scale": "v_scale", "soft_cap": "logits_soft_cap", "out_dtype": "o_dtype",
+    "mask_starts": "custom_mask", "alibi_slopes": "pos_encoding_mode", "rope": "pos_encoding_mode",
+}  # fmt: skip
+
+
+def single_prefill_with_kv_cache(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, custom_mask: torch.Tensor | None = None,
+    packed_custom_mask: torch.Tensor | None = None, causal: bool = False, kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE", allow_fp16_qk_reduction: bool = False, sm_scale: float | None = None,
+    window_left: int = -1, logits_soft_cap: float | None = None, rope_scale: float | None = None,
+    rope_theta: float | None = None, return_lse: bool = False, backend: str = "auto", *,
+    use_fp16_qk_reduction: bool | None = None, o_dtype: torch.dtype | str | None = None,
+    q_scale: float | torch.Tensor | None = None, k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None, scale_q: float | torch.Tensor | None = None,
+    scale_k: float | torch.Tensor | None = None, scale_v: float | torch.Tensor | None = None,
+    kv_cache_sf: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Any:  # fmt: skip
+    """Attention of one request's queries over its K and V, which hold the queries' own tokens.
+
+    As FlashInfer's function, with the positions of its version 0.2; names that came later are keywords.
+
+    Args:
+        q: (m, Hq, D) fp16, bf16 or e4m3. k: (n, Hkv, D), v: (n, Hkv, Dvo) "NHD", or (Hkv, n, ...) "HND"; of q's dtype
+            or e4m3. Any strides but the last, so slices of packed QKV serve.
+        custom_mask: bool (m, n) or (m * n,), True is seen; in the place of causal, not of window_left.
+        packed_custom_mask: uint8 (ceil(m * n / 8),), the same in bits, lowest first (`packbits(..., "little")`);
+            custom_mask is then ignored.
+        causal: row i sees keys up to i + n - m; needs n >= m.
+        pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta: as in
+            `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        q_scale, k_scale, v_scale (or scale_q, scale_k, scale_v): as in `BatchPrefillWithPagedKVCacheWrapper.run`.
+        o_dtype: of the output, q's if None.
+    Hints: allow_fp16_qk_reduction (or use_fp16_qk_reduction), backend ("auto", "fa2", "fa3", ...).
+
+    Returns out (m, Hq, Dvo), or (out, lse) where return_lse: lse fp32 (m, Hq), log2 of the softmax denominator. A row
+    without keys gives 0 and -inf. Can be captured.
+    Raises before any launch: ValueError shapes, strides, devices, sizes of masks; TypeError dtypes; UnknownName, a
+    KeyError and a ValueError, unknown names; NotImplementedError what no kernel does, a scale a head, kv_cache_sf.
+
+    >>> q, k, v = torch.randn(5, 8, 64).half(), torch.randn(37, 2, 64).half(), torch.randn(37, 2, 64).half()
+    >>> single_prefill_with_kv_cache(q, k, v, causal=True).shape
+    torch.Size([5, 8, 64])
+    """
+    values.check_name("kv_layout", kv_layout, ("NHD", "HND"))
+    values.check_name("backend", backend, values.BACKENDS)
+    values.refuse(kv_cache_sf=kv_cache_sf)
+    check_strided("q", q, 3)
+    k, v = rows_of("k", k, kv_layout), rows_of("v", v, kv_layout)
+    m = values.modifiers_of(
+        causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta
+    )
+    (rows, heads, dim), keys, device = q.shape, k.shape[2], q.device
+    if m.rope is not None:
+        values.check_rope(m.rope, values.Types(q.dtype, k.dtype, q.dtype))
+    mask, bits, starts = values.mask_of(custom_mask, packed_custom_mask, device), None, None
+    if mask is not None:
+        size = (rows * keys + 7) // 8
+        mask.check(rows * keys, size)
+        given = mask.given.to(device)
+        bits, starts = given if mask.packed else packbits(given, "little"), values.bounds(size, device)
+    elif causal and rows > keys:
+        raise ValueError(f"q: {rows} rows, must be at most the {keys} of k where causal is True")
+    scale: Any = dim**-0.5 if m.sm_scale is None else m.sm_scale
+    out_scale: Any = 1.0
+    scale_tensor = out_scale_tensor = None
+    q_scale = values.either("q_scale", q_scale, "scale_q", scale_q)
+    if q_scale is not None:
+        scale, scale_tensor = values.times("q_scale", q_scale, device, scale, scale_tensor)
+    k_scale = values.either("k_scale", k_scale, "scale_k", scale_k)
+    if k_scale is not None:
+        scale, scale_tensor = values.times("k_scale", k_scale, device, scale, scale_tensor)
+    v_scale = values.either("v_scale", v_scale, "scale_v", scale_v)
+    if v_scale is not None:
+        out_scale, out_scale_tensor = values.times("v_scale", v_scale, device, 1.0, None)
+    own = values.bounds(rows, device)
+    requests = ragged_requests(own, own if rows == keys else values.bounds(keys, device), not traced(q))
+    return serve(Problem(
+        SINGLE, "prefill", q, k, v, requests, rows, scale, scale_tensor, out_scale, out_scale_tensor, causal,
+        m.window_left, m.soft_cap, out_dtype=None if o_dtype is None else values.dtype_of("o_dtype", o_dtype),
+        return_lse=return_lse, custom_mask=bits, mask_starts=starts, rope=m.rope,
+        alibi_slopes=values.alibi_slopes(heads, device) if m.mode == "ALIBI" else None,
+    ))  # fmt: skip
+
+
+def single_prefill_with_kv_cache_return_lse(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """`single_prefill_with_kv_cache` with return_lse=True: (out, lse).
+
+    >>> q = torch.randn(5, 8, 64).half()
+    >>> single_prefill_with_kv_cache_return_lse(q, q, q)[1].shape
+    torch.Size([5, 8])
+    """
+    kwargs["return_lse"] = True
+    return single_prefill_with_kv_cache(*args, **kwargs)

@@ -1,0 +1,267 @@
+"""What the prefill family does with values of arguments: names, types, scales, modifiers of logits, masks, copies.
+
+Nothing here reads a value on a device or waits for one.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import machine
+from ..attention.checks import E4M3
+from ..attention.problem import Rope
+from ..checks import (
+    UnknownName,
+    check_flag,
+    check_integer,
+    check_number,
+    check_one_of,
+    check_operand,
+    check_strided,
+    listed,
+)
+from ..plain import traced
+from ..quantization import pack_segments
+from ..scalars import integer, real
+
+BACKENDS = ("auto", "fa2", "fa3", "cudnn", "cutlass", "trtllm-gen", "cute-dsl")  # of upstream: here a hint
+MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
+QUERIES = (torch.float16, torch.bfloat16, E4M3)
+MOST_BYTES = 1 << 31  # of a packed mask, whose offsets are int32
+_Tensor = torch.Tensor
+_slopes: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+class Shape(NamedTuple):
+    """Numbers of heads, their dimensions, and rows of a page, 0 where there are none."""
+
+    qo: int
+    kv: int
+    dim_qk: int
+    dim_vo: int
+    page_size: int
+
+
+class Types(NamedTuple):
+    """Dtypes of queries, of the cache and of the output."""
+
+    q: torch.dtype
+    kv: torch.dtype
+    out: torch.dtype
+
+
+class Modifiers(NamedTuple):
+    """What becomes of logits. soft_cap: 0.0 is off. sm_scale None: 1 / sqrt(head_dim)."""
+
+    causal: bool
+    mode: str
+    sm_scale: float | None
+    window_left: int
+    soft_cap: float
+    rope: Rope | None
+
+
+def either(name: str, value: Any, alias: str, other: Any) -> Any:
+    """The value of an argument with two names, None where neither is given."""
+    if other is None:
+        return value
+    if value is not None:
+        raise ValueError(f"{alias}: another name of {name}, only one of the two may be given")
+    return other
+
+
+def check_name(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise UnknownName(f"{name}: {value!r}, must be one of {listed(allowed)}")
+
+
+def refuse(**given: Any) -> None:
+    """Raises on the first argument that is given and asks for what nothing here does."""
+    for name, value in given.items():
+        if value is not None:
+            raise NotImplementedError(f"{name}: {type(value).__name__}, must be None: not supported")
+
+
+def shape_of(qo: Any, kv: Any, dim_qk: Any, dim_vo: Any, page_size: Any) -> Shape:
+    """dim_vo None: dim_qk."""
+    if dim_vo is None:
+        dim_vo = dim_qk
+    if (not qo.__class__ is kv.__class__ is dim_qk.__class__ is dim_vo.__class__ is page_size.__class__ is int
+            or qo < 0 or kv < 1 or dim_qk < 1 or dim_vo < 1):  # fmt: skip
+        qo = check_integer("num_qo_heads", integer(qo), 0)
+        kv = check_integer("num_kv_heads", integer(kv), 1)
+        dim_qk = check_integer("head_dim", integer(dim_qk), 1)
+        dim_vo = check_integer("head_dim_vo", integer(dim_vo), 1)
+        page_size = check_integer("page_size", integer(page_size))
+    if qo % kv:
+        raise ValueError(f"num_qo_heads: {qo}, must be a multiple of num_kv_heads, {kv}")
+    return Shape(qo, kv, dim_qk, dim_vo, page_size)
+
+
+def dtype_of(name: str, value: Any) -> torch.dtype:
+    """A dtype, or its name in torch."""
+    if value.__class__ is torch.dtype:
+        return value
+    found = getattr(torch, value, None) if isinstance(value, str) else None
+    if isinstance(found, torch.dtype):
+        return found
+    if isinstance(value, str):
+        raise UnknownName(f"{name}: {value!r}, must be a dtype of torch")
+    raise TypeError(f"{name}: {value!r}, must be a torch.dtype or its name")
+
+
+def types_of(q: Any, kv: Any, out: Any) -> Types:
+    """kv and out None: q's."""
+    q = dtype_of("q_data_type", q)
+    check_one_of("q_data_type:", q, QUERIES)
+    kv = q if kv is None else dtype_of("kv_data_type", kv)
+    out = q if out is None else dtype_of("o_data_type", out)
+    if kv is not q and kv not in (E4M3, torch.uint8):
+        if kv is torch.float8_e5m2:
+            raise NotImplementedError(f"kv_data_type: {kv}, not supported, must be {q}, {E4M3} or torch.uint8 (NVFP4)")
+        check_one_of("kv_data_type:", kv, (q, E4M3, torch.uint8))
+    return Types(q, kv, out)
+
+
+def modifiers_of(
+    causal: Any, mode: Any, sm_scale: Any, window_left: Any, soft_cap: Any, rope_scale: Any, rope_theta: Any
+) -> Modifiers:
+    check_flag("causal", causal)
+    if mode != "NONE":
+        check_name("pos_encoding_mode", mode, MODES)
+    if sm_scale is not None:
+        sm_scale = number("sm_scale", sm_scale)
+    if window_left.__class__ is not int:
+        window_left = -1 if window_left is None else check_integer("window_left", integer(window_left))
+    if soft_cap is None:
+        soft_cap = 0.0
+    else:
+        soft_cap = max(number("logits_soft_cap", soft_cap), 0.0)
+    rope = None
+    if mode == "ROPE_LLAMA":
+        rope_scale = 1.0 if rope_scale is None else number("rope_scale", rope_scale, positive=True)
+        rope_theta = 1e4 if rope_theta is None else number("rope_theta", rope_theta, positive=True)
+        rope = Rope(rope_scale, rope_theta)
+    return Modifiers(causal, mode, sm_scale, window_left, soft_cap, rope)
+
+
+def number(name: str, value: Any, positive: bool = False) -> float:
+    value = real(value)
+    check_number(name, value, " or None", positive)
+    return float(value)
+
+
+def check_rope(rope: Rope | None, types: Types) -> None:
+    if rope is not None and (types.q is E4M3 or types.kv is not types.q):
+        both = f"queries of {types.q} and keys of {types.kv}"
+        raise NotImplementedError(f"pos_encoding_mode: ROPE_LLAMA with {both}, must both be float16 or bfloat16")
+
+
+def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
+    """fp32 (heads,): 2 ** (-8 (h + 1) / n) of the first n heads, n the largest power of two in `heads`, then the odd
+    powers of 2 ** (-4 / n). Kept a device and number of heads; but memory of a captured graph is not kept."""
+    found = _slopes.get((device, heads))
+    if found is not None:
+        return found
+    here = machine.current
+    whole = 1 << max(heads, 1).bit_length() - 1
+    h = torch.arange(heads, dtype=torch.float64, device=device)
+    made = torch.exp2(-torch.where(h < whole, 8 * (h + 1), 4 * (2 * (h - whole) + 1)) / whole).to(torch.float32)
+    if not traced(made) and not (device.type == "cuda" and here.is_capturing()):
+        here.synchronize(device)  # a launch on another stream must find them written
+        _slopes[device, heads] = made
+    return made
+
+
+def times(name: str, value: Any, device: torch.device, scale: Any, tensor: Any) -> tuple[Any, Any]:
+    """(scale, tensor), whose product a factor is, times another: a number, or an fp32 tensor of one element."""
+    if value.__class__ is float:
+        return scale * value, tensor
+    if not isinstance(value, _Tensor):
+        value = real(value)
+        check_number(name, value, " or a float32 tensor of one element")
+        return scale * float(value), tensor
+    check_strided(name, value)
+    if value.numel() != 1:
+        shape = tuple(value.shape)
+        raise NotImplementedError(f"{name}: shape {shape}, must have one element: a scale a head is not supported")
+    check_one_of(f"{name}: dtype", value.dtype, (torch.float32,))
+    if value.device != device:
+        raise ValueError(f"{name}: device {value.device}, must be the query's, {device}")
+    return scale, value if tensor is None else tensor.reshape(1) * value.reshape(1)
+
+
+def bounds(size: Any, device: torch.device) -> torch.Tensor:
+    """int32 (2,): [0, size]; no copy from the host, so it can be captured."""
+    if size == 0:
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    return torch.arange(0, 2 * size, size, dtype=torch.int32, device=device)
+
+
+def moved(tensors: tuple[torch.Tensor, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Tensors of one dtype, (N,) each, on `device`: those of the host by one copy, which the current stream orders,
+    from memory that is taken for it: they may be written as soon as this returns."""
+    if device.type == "cpu":
+        return tensors
+    host = [t for t in tensors if t.is_cpu]
+    if not host:
+        return tensors
+    sizes = [t.shape[0] for t in host]
+    staged = torch.empty(sum(sizes), dtype=host[0].dtype, pin_memory=device.type == "cuda")
+    torch.cat(host, out=staged)
+    copies = iter(staged.to(device, non_blocking=True).split(sizes))
+    return tuple(next(copies) if t.is_cpu else t for t in tensors)
+
+
+class Offsets(NamedTuple):
+    """Where the bits of each request begin, in elements and in bytes: int64 (B + 1,), on one device."""
+
+    elements: torch.Tensor
+    bytes: torch.Tensor
+
+
+def offsets_of(qo_indptr: torch.Tensor, keys: torch.Tensor) -> Offsets:
+    """Of masks (query rows, keys), row by row, each on a byte of its own. keys: int64 (B,)."""
+    bits = qo_indptr.to(torch.int64).diff().clamp(min=0) * keys
+    elements, size = bits.cumsum(0), ((bits + 7) // 8).cumsum(0)
+    return Offsets(torch.nn.functional.pad(elements, (1, 0)), torch.nn.functional.pad(size, (1, 0)))
+
+
+class Mask(NamedTuple):
+    """The mask that a caller gave, checked; of two, the packed one."""
+
+    name: str
+    given: torch.Tensor  # (N,): bools, or bytes
+    packed: bool
+
+    def size(self, batch: int) -> int:
+        """A bound of its bytes."""
+        return self.given.shape[0] if self.packed else (self.given.shape[0] + 7) // 8 + batch
+
+    def check(self, elements: int, size: int) -> None:
+        """Raises unless it has so many elements, or bytes where it is packed."""
+        need = size if self.packed else elements
+        if self.given.shape[0] != need:
+            what = "query rows x keys" + (", in whole bytes for each request" if self.packed else "")
+            raise ValueError(f"{self.name}: {self.given.shape[0]} elements, must be {need}: {what}")
+
+    def pack(self, at: Offsets, size: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """uint8 (size,) on the device of `at`; written to `out` where that is given."""
+        device = at.bytes.device
+        if not self.packed:
+            return pack_segments(self.given.to(device).to(torch.bool), at.elements, at.bytes, size, out)
+        return self.given.to(device) if out is None else out.copy_(self.given)
+
+
+def mask_of(custom: Any, packed: Any, device: torch.device) -> Mask | None:
+    if custom is None and packed is None:
+        return None
+    name = "custom_mask" if packed is None else "packed_custom_mask"
+    mask = check_strided(name, custom if packed is None else packed)
+    if mask.device != device and not mask.is_cpu:
+        raise ValueError(f"{name}: device {mask.device}, must be cpu or the workspace's, {device}")
+    if packed is not None:
+        check_operand(name, mask, 1, (torch.uint8,), None)
+    if mask.numel() >= MOST_BYTES * (1 if packed is not None else 7):
+        raise NotImplementedError(f"{name}: {mask.numel()} elements, must be less than {MOST_BYTES} bytes, packed")
+    return Mask(name, mask.reshape(-1), packed is not None)
