@@ -50,7 +50,7 @@ def paged(inputs: Inputs, kind: Any = None, **given: Any) -> Run:
     """A paged class, ours or a peer's, on the pages of the inputs; planned outside the time."""
     shape, query, cache = shape_of(inputs), inputs["query"], pages(inputs)
     space = torch.empty(256 << 20, dtype=torch.uint8, device=query.device)
-    wrapper = (kind or wrappers.BatchPrefillWithPagedKVCacheWrapper)(space, "HND")
+    wrapper: Any = (kind or wrappers.BatchPrefillWithPagedKVCacheWrapper)(space, "HND")
     heads = shape.heads_q, shape.heads_kv, shape.head_dim, cache[0].shape[2]
     wrapper.plan(*csr(inputs), *heads, **{"causal": shape.causal} | given, **_types(inputs))
     out = inputs["out"]
@@ -62,7 +62,7 @@ def ragged(inputs: Inputs, kind: Any = None, **given: Any) -> Run:
     shape, query = shape_of(inputs), inputs["query"]
     k, v = (t.flatten(0, 1) for t in contiguous(inputs)[1:])
     space = torch.empty(256 << 20, dtype=torch.uint8, device=query.device)
-    wrapper = (kind or wrappers.BatchPrefillWithRaggedKVCacheWrapper)(space, "NHD")
+    wrapper: Any = (kind or wrappers.BatchPrefillWithRaggedKVCacheWrapper)(space, "NHD")
     starts = csr(inputs)[0]
     heads = shape.heads_q, shape.heads_kv, shape.head_dim
     wrapper.plan(starts, starts, *heads, **{"causal": shape.causal} | given, **_types(inputs))
