@@ -181,6 +181,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("build/timeline.png"), help="default: build/timeline.png")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # the host's tensors are small: more threads take longer
     sizes = SIZES[torch.device(args.device).type] | {k: v for k, v in vars(args).items() if v is not None}
     model, tokens, requests, pool = make(args.device, args.seed, sizes)
     prompt = requests[0].prompt
