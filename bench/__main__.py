@@ -24,17 +24,19 @@ class Family(NamedTuple):
 def attention(sweep: bool) -> Family:
     from bench.cases import attention as cases
 
-    from . import decode, prefill
+    from . import decode, family, prefill
 
-    known = cases.PREFILL_BF16 | cases.DECODE | (prefill.sweep_cases() if sweep else {})
+    known = cases.PREFILL_BF16 | cases.DECODE | family.CASES | (prefill.sweep_cases() if sweep else {})
+    others = {"decode": decode.measure, "family": family.measure}
 
     def one(name: str, top: "Ceilings", setup: "Setup") -> "list[Result]":
-        return (decode.measure if name.startswith("decode-") else prefill.measure)(known[name], top, setup)
+        return others.get(name.partition("-")[0], prefill.measure)(known[name], top, setup)
 
     def rest(setup: "Setup", chosen: list[str]) -> "list[Result]":
-        decoding = [name.startswith("decode-") for name in chosen]
-        found = [] if all(decoding) else prefill.host(prefill.host_case(), setup)
-        return found + (decode.host(setup) if any(decoding) else [])
+        kinds = {name.partition("-")[0] for name in chosen}
+        found = prefill.host(prefill.host_case(), setup) if kinds - others.keys() else []
+        found += decode.host(setup) if "decode" in kinds else []
+        return found + (family.host(setup) if "family" in kinds else [])
 
     return Family(
         cases=tuple(known),

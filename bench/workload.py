@@ -78,11 +78,12 @@ def contiguous(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return q, torch.stack([k for k, _ in found]), torch.stack([v for _, v in found])
 
 
-def check(inputs: Inputs, out: torch.Tensor, seed: int = 0) -> str | None:
+def check(inputs: Inputs, out: torch.Tensor, seed: int = 0, slopes: torch.Tensor | None = None) -> str | None:
     """None where `out` (tokens, heads, head_dim) agrees with fp32 attention on a sample of rows, else what is wrong.
 
     All elements are held to be finite; the sample is CHECK_ROWS query rows, the first and the last among them, of all
     heads of the first request, the last and one other. Outputs of many keys are small, and so is what is allowed.
+    slopes: of ALiBi, a head's.
     """
     query, scale = inputs["query"], float(inputs["bmm1_scale"])
     starts, lens = inputs["cum_seq_lens_q"].tolist(), inputs["seq_lens"].tolist()
@@ -97,13 +98,15 @@ def check(inputs: Inputs, out: torch.Tensor, seed: int = 0) -> str | None:
         index = index.to(query.device)
         q = query[starts[b] + index].float().unflatten(1, (k.shape[1], -1))
         logits = scale * torch.einsum("rhgd,nhd->rhgn", q, k)
-        seen = torch.full_like(index, length)
+        seen, keys = torch.full_like(index, length), torch.arange(length, device=query.device)
+        if slopes is not None:
+            logits += slopes.view(*logits.shape[1:3], 1) * (keys - index[:, None])[:, None, None]
         if inputs.get("causal", True):
             seen = length - count + index + 1
-            keys = torch.arange(length, device=query.device)
             logits.masked_fill_((keys >= seen[:, None])[:, None, None], -math.inf)
         want = float(inputs["bmm2_scale"]) * torch.einsum("rhgn,nhd->rhgd", logits.softmax(-1), v).flatten(1, 2)
-        allowed = TOLERANCE * (want.abs() + (seen.clamp(min=MANY_KEYS) / MANY_KEYS)[:, None, None] ** -0.5)
+        many = seen if slopes is None else torch.zeros_like(seen)  # slopes leave few keys that weigh
+        allowed = TOLERANCE * (want.abs() + (many.clamp(min=MANY_KEYS) / MANY_KEYS)[:, None, None] ** -0.5)
         worst = max(worst, float(((out[starts[b] + index].float() - want).abs() / allowed).max()))
     if not bool(out.isfinite().all()):
         return "not finite"

@@ -1,0 +1,188 @@
+"""Measures the prefill family: one batch through the context function and through the classes, plain and with a mask of
+bits, RoPE or ALiBi, in pages of 64 rows, of one and in none; and decode with pages of one row.
+
+A row's provider is "ours" (the function with pages of 64) or "ours-FORM"; the csv's ratio is its time over that.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+import wrappers
+
+from . import decode
+from .cases import attention as cases
+from .cases.attention import AttentionCase
+from .harness import Ceilings, Result, Setup, host_times, ready
+from .prefill import HOST_CASE, case_of
+from .timing import Call, Timing, interleave
+from .workload import Inputs, check, contiguous, pages, shape_of
+
+PREFILL = replace(case_of("family-bf16-causal-b2-s8192-h32x8-d128", (8192,) * 2, True), spare_pages=8)
+DECODE = replace(cases.decoding(64, 8192, (64, 8), 128, 64), name="family-decode-bf16-b64-s8192-h64x8-d128")
+HOST = "host-family"
+CASES = {case.name: case for case in (PREFILL, DECODE)}
+Run = Callable[[], torch.Tensor]
+THETA = 1e4  # of RoPE, the classes' default
+
+
+def csr(inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    """(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len) of the inputs' equal requests."""
+    shape, table = shape_of(inputs), inputs["block_tables"]
+    page = pages(inputs)[0].shape[2]
+    used = -(-shape.length // page)
+    starts = torch.arange(shape.batch + 1, dtype=torch.int32, device=table.device)
+    last = torch.full((shape.batch,), shape.length - (used - 1) * page, dtype=torch.int32, device=table.device)
+    return starts * shape.length, starts * used, table[:, :used].flatten(), last
+
+
+def causal_bits(shape: Any, device: torch.device) -> torch.Tensor:
+    """A packed mask of all requests, that keeps what a causal one keeps."""
+    bits = torch.ones(shape.length, shape.length, dtype=torch.bool, device=device).tril().flatten()
+    return wrappers.packbits(bits, "little").repeat(shape.batch)
+
+
+def paged(inputs: Inputs, kind: Any = None, **given: Any) -> Run:
+    """A paged class, ours or a peer's, on the pages of the inputs; planned outside the time."""
+    shape, query, cache = shape_of(inputs), inputs["query"], pages(inputs)
+    space = torch.empty(256 << 20, dtype=torch.uint8, device=query.device)
+    wrapper: Any = (kind or wrappers.BatchPrefillWithPagedKVCacheWrapper)(space, "HND")
+    heads = shape.heads_q, shape.heads_kv, shape.head_dim, cache[0].shape[2]
+    wrapper.plan(*csr(inputs), *heads, **{"causal": shape.causal} | given, **_types(inputs))
+    out = inputs["out"]
+    return lambda: wrapper.run(query, cache, out=out)
+
+
+def ragged(inputs: Inputs, kind: Any = None, **given: Any) -> Run:
+    """A ragged class on contiguous K and V."""
+    shape, query = shape_of(inputs), inputs["query"]
+    k, v = (t.flatten(0, 1) for t in contiguous(inputs)[1:])
+    space = torch.empty(256 << 20, dtype=torch.uint8, device=query.device)
+    wrapper: Any = (kind or wrappers.BatchPrefillWithRaggedKVCacheWrapper)(space, "NHD")
+    starts = csr(inputs)[0]
+    heads = shape.heads_q, shape.heads_kv, shape.head_dim
+    wrapper.plan(starts, starts, *heads, **{"causal": shape.causal} | given, **_types(inputs))
+    out = inputs["out"]
+    return lambda: wrapper.run(query, k, v, out=out)
+
+
+def _types(inputs: Inputs) -> dict[str, Any]:
+    dtype = inputs["query"].dtype
+    return {"sm_scale": float(inputs["bmm1_scale"]), "q_data_type": dtype, "kv_data_type": dtype}
+
+
+def flashinfer(form: str) -> Any:
+    """flashinfer's class of a form, of its kernels for Hopper."""
+    import flashinfer as peer
+
+    return partial(getattr(peer, f"BatchPrefillWith{form}KVCacheWrapper"), backend="fa3")
+
+
+def context(inputs: Inputs) -> Run:
+    return lambda: wrappers.trtllm_batch_context_with_kv_cache(**inputs)
+
+
+def masked(inputs: Inputs) -> Run:
+    mask = causal_bits(shape_of(inputs), inputs["query"].device)
+    return paged(inputs, packed_custom_mask=mask, causal=False)
+
+
+FORMS: dict[str, tuple[int, Callable[[Inputs], Run]]] = {  # provider -> page size of its inputs, what makes its call
+    "ours": (64, context),
+    "ours-paged": (64, paged),
+    "ours-paged-p1": (1, paged),
+    "ours-ragged": (64, ragged),
+    "ours-mask": (64, masked),
+    "ours-rope": (64, partial(paged, pos_encoding_mode="ROPE_LLAMA")),
+    "ours-alibi": (64, partial(paged, pos_encoding_mode="ALIBI")),
+    "flashinfer-paged": (64, lambda inputs: paged(inputs, flashinfer("Paged"))),
+    "flashinfer-paged-p1": (1, lambda inputs: paged(inputs, flashinfer("Paged"))),
+    "flashinfer-ragged": (64, lambda inputs: ragged(inputs, flashinfer("Ragged"))),
+}
+
+
+def rotate(t: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Rotate-half RoPE of t (..., D) in fp32, rounded to its dtype; position: broadcast with t[..., 0]."""
+    half = t.shape[-1] // 2
+    angle = position[..., None] * THETA ** (-torch.arange(half, dtype=torch.float64, device=t.device) / half)
+    turned = torch.complex(*t.float().chunk(2, -1)) * torch.polar(torch.ones_like(angle), angle).to(torch.complex64)
+    return torch.cat([turned.real, turned.imag], -1).to(t.dtype)
+
+
+def rotated(inputs: Inputs) -> Inputs:
+    """The same call with Q and K turned beforehand."""
+    shape, (k, v), starts = shape_of(inputs), pages(inputs), csr(inputs)
+    row = torch.arange(shape.length, device=k.device)
+    k = k.clone()
+    for own in starts[2].view(shape.batch, -1).long():
+        k[own] = rotate(k[own], torch.arange(own.numel() * k.shape[2], device=k.device).view(-1, 1, k.shape[2]))
+    query = rotate(inputs["query"], row.repeat(shape.batch)[:, None])
+    return inputs | {"query": query, "kv_cache": (k, v), "kv_layout": "HND"}
+
+
+def slopes(heads: int, device: torch.device) -> torch.Tensor:
+    """ALiBi's, of a power of two of heads."""
+    assert heads & (heads - 1) == 0
+    return 2.0 ** (-8 * torch.arange(1, heads + 1, device=device) / heads)
+
+
+def checked(provider: str, inputs: Inputs, out: torch.Tensor) -> str | None:
+    if provider.endswith("-rope"):
+        return check(rotated(inputs), out)
+    bias = slopes(out.shape[1], out.device) if provider.endswith("-alibi") else None
+    return check(inputs, out, slopes=bias)
+
+
+def collect(case: AttentionCase, setup: Setup) -> dict[str, Call]:
+    """Calls of the forms of chosen providers that pass the check."""
+    calls: dict[str, Call] = {}
+    inputs = {page: cases.make_inputs(replace(case, page_size=page), setup.device) for page in (64, 1)}
+    for name, (page, make) in FORMS.items():
+        if name.partition("-")[0] in setup.providers:
+            inputs[page]["out"].fill_(math.nan)  # of the form before
+            run = ready(name, partial(make, inputs[page]), partial(checked, name, inputs[page]))
+            if run is not None:
+                calls[name] = partial(lambda run, _: run(), run)
+    return calls
+
+
+def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
+    """All forms of a case, in turns."""
+    print(case.name, flush=True)
+    if case.name.startswith("family-decode"):
+        return measure_decode(case, top, setup)
+    times = interleave(collect(case, setup), setup.clock, 1, setup.rounds)
+    shape = shape_of(cases.make_inputs(case, setup.device))
+    found = [Result(case.name, p, t, shape.flops / t.median / 1e6) for p, t in times.items()]
+    floor = shape.flops / top.tflops / 1e6
+    return [*found, Result(case.name, "floor", Timing(floor, floor, floor), top.tflops)]
+
+
+def measure_decode(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
+    """The decode function with pages of the case's size, and of one row."""
+    calls: dict[str, Call] = {}
+    for suffix, page in (("", case.page_size), ("-p1", 1)):
+        inputs = cases.make_inputs(replace(case, page_size=page), setup.device)
+        calls |= {name + suffix: call for name, call in decode.collect(inputs, ("ours",)).items()}
+    times, size = interleave(calls, setup.clock, 1, setup.rounds), decode.kv_bytes(case)
+    found = [Result(case.name, p, t, gbps=size / t.median / 1e3) for p, t in times.items()]
+    floor = size / top.gbps / 1e3
+    return [*found, Result(case.name, "floor", Timing(floor, floor, floor), gbps=top.gbps)]
+
+
+def host(setup: Setup) -> list[Result]:
+    """Host time of a call of each form on a tiny case, and of plan with index tensors of the host."""
+    print(HOST, flush=True)
+    case = replace(case_of(HOST_CASE, (128,), True), name=HOST)
+    calls = collect(case, setup)
+    if "ours-paged" in calls:
+        inputs = cases.make_inputs(case, setup.device)
+        shape, index = shape_of(inputs), [t.cpu() for t in csr(inputs)]
+        wrapper: Any = wrappers.BatchPrefillWithPagedKVCacheWrapper(torch.empty(0, device=setup.device), "HND")
+        heads = shape.heads_q, shape.heads_kv, shape.head_dim, case.page_size
+        calls["ours-plan"] = lambda _: wrapper.plan(*index, *heads, causal=True, **_types(inputs))
+    return [Result(HOST, provider, t) for provider, t in host_times(calls, setup).items()]

@@ -1,0 +1,60 @@
+"""The benchmark of the prefill family on the CPU: every form is measured, checked and refused where it is wrong."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from bench import family, harness, timing, workload
+from bench.cases import attention as cases
+
+TINY = replace(family.PREFILL, name="family-tiny", q_lens=(70, 70), kv_lens=(70, 70), heads_q=4, heads_kv=2)
+
+
+class WallClock:
+    def measure(self, call, sets):
+        for i in sets:
+            call(i)
+        return 2000.0
+
+
+SETUP = harness.Setup(("ours", "flashinfer"), 2, "cpu", WallClock(), WallClock())
+TOP = harness.Ceilings(700.0, 4000.0)
+OURS = [name for name in family.FORMS if name.startswith("ours")]
+
+
+def test_all_forms_are_measured_and_checked(capsys):
+    found = family.measure(TINY, TOP, SETUP)
+    assert [r.provider for r in found] == [*OURS, "floor"] and {r.case for r in found} == {"family-tiny"}
+    assert capsys.readouterr().out.count("no row: flashinfer-") == 3
+
+
+@pytest.mark.parametrize("form", OURS)
+def test_a_wrong_form_has_no_row(monkeypatch, capsys, form):
+    """One that computes what another form does, or writes nothing."""
+    page, _ = family.FORMS[form]
+    wrong = family.context if form in ("ours-rope", "ours-alibi") else partial(family.paged, pos_encoding_mode="ALIBI")
+    for make in (wrong, lambda inputs: lambda: inputs["out"]):
+        monkeypatch.setattr(family, "FORMS", {form: (page, make)})
+        assert not family.collect(TINY, SETUP)
+        assert f"no row: {form}: " in capsys.readouterr().out
+
+
+def test_bits_of_a_causal_mask():
+    bits = family.causal_bits(workload.Shape(2, 16, 1, 1, 1, True), torch.device("cpu"))
+    rows = bits.view(2, 16, 2).int()
+    assert (rows[..., 0] + 256 * rows[..., 1]).tolist() == [[(2 << i) - 1 for i in range(16)]] * 2
+
+
+def test_decode_with_pages_of_one_row():
+    case = replace(cases.decoding(3, 70, (4, 2), 64, 16), name="family-decode-tiny")
+    found = family.measure(case, TOP, SETUP)
+    assert [(r.provider, r.gbps and round(r.gbps, 3)) for r in found] == [
+        ("ours", 0.054), ("ours-p1", 0.054), ("floor", 4000)
+    ]  # fmt: skip
+
+
+def test_host_times_of_forms_and_of_plan(monkeypatch):
+    monkeypatch.setattr(family, "host_times", lambda calls, setup: timing.interleave(calls, setup.clock, 1, 1, 1))
+    assert [r.provider for r in family.host(SETUP)] == [*OURS, "ours-plan"]
