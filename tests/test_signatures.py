@@ -42,6 +42,9 @@ UPSTREAM = {
         qkv input_layout workspace_buffer seq_lens max_q_len max_kv_len bmm1_scale bmm2_scale batch_size
         cum_seq_lens_q cum_seq_lens_kv block_tables out out_dtype sinks pos_encoding_mode logits_soft_cap_scale
         mask_mode window_left chunked_attention_size save_softmax_stats skip_softmax_threshold_scale_factor""",
+    "single_prefill_with_kv_cache": """
+        q k v custom_mask packed_custom_mask causal kv_layout pos_encoding_mode allow_fp16_qk_reduction sm_scale
+        window_left logits_soft_cap rope_scale rope_theta return_lse backend""",
     "top_k": "input k sorted deterministic tie_break dsa_graph_safe",
     "top_k_page_table_transform": """
         input src_page_table lengths k row_to_batch deterministic tie_break dsa_graph_safe row_starts
@@ -64,6 +67,9 @@ def inputs_of(function):
         return topk_cases.make_inputs(topk_cases.PLAIN[function])
     if function == "trtllm_fmha_v2_prefill":
         return as_fmha(cases.make_inputs(replace(PLAIN, cache="stacked", lse=False)))
+    if function == "single_prefill_with_kv_cache":
+        q, k, v = torch.randn(3, 40, 4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+        return {"q": q[:5], "k": k[:, :2], "v": v[:, :2], "causal": True}
     inputs = cases.make_inputs(PLAIN)
     if function == "xqa_batch_decode_with_kv_cache":
         return as_xqa_batch(inputs)

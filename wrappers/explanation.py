@@ -16,6 +16,7 @@ from .attention import checks, engines, plan, trtllm, xqa
 from .attention import op as attention_op
 from .attention.problem import Problem
 from .checks import check_integer, listed
+from .prefill import single
 from .scalars import integer
 from .topk import checks as topk_checks
 from .topk import op as topk_op
@@ -28,6 +29,7 @@ FUNCTIONS: tuple[FunctionType, ...] = (
     xqa.xqa,
     engines.xqa_batch_decode_with_kv_cache,
     engines.trtllm_fmha_v2_prefill,
+    single.single_prefill_with_kv_cache,
     topk.top_k,
     topk.top_k_page_table_transform,
     topk.top_k_ragged_transform,
