@@ -31,6 +31,8 @@ def refusal(module: Any, problem: Problem, spec: Any, arch: str) -> Refusal | No
         return Refusal("phase", f"{problem.phase}: serves {module.PHASE}")
     if arch not in module.ARCHS:
         return Refusal("arch", f"{arch}: needs {' or '.join(module.ARCHS)}")
+    if problem.source == "ragged" and spec.kv.scaled:
+        return Refusal("source", "ragged: block-scaled caches have pages")
     return module.supports(spec)
 
 

@@ -12,7 +12,6 @@ from .pages import Block
 
 CUTS = False  # rows past kv_len are zeros
 PIECE = 16  # bytes that a lane copies at a time
-KNOWN = 128  # rows that a warp looks up at a time, most
 
 
 @dataclass(frozen=True)
@@ -28,35 +27,55 @@ def operand(x, shape, stages):
     return Operand(x, layout.smem_layout(shape, stages, x.element_type))
 
 
+def known(spec):
+    """Pages of the rows of a block that a lane fills next: c, c + 32, ... of its warp's."""
+    return cute.make_rmem_tensor((spec.tile.n // spec.tile.loaders + 31) // 32, Int32)
+
+
 @cute.jit
-def fill(spec: cutlass.Constexpr, op: Operand, smem: cute.Tensor, p: pipe.Pipe, mine: pages.Rows, at: Block):
-    """One of the `tile.loaders` warps: its share of the rows [j n, (j + 1) n) of a KV head, into the item's stage. Rows
-    past kv_len and of no page become zeros. Every lane arrives once what it copied is there."""
+def look(spec: cutlass.Constexpr, op: Operand, found: cute.Tensor, mine: pages.Rows, at: Block):
+    """Look up pages of block j, -1 past kv_len. They are known by the time the warp has copied the block before."""
     count = const_expr(spec.tile.n // spec.tile.loaders)
-    for before in cutlass.range_constexpr(0, count, KNOWN):
-        rows, first = const_expr(min(KNOWN, count - before)), at.loader * count + before
-        starts = find(op, rows, mine, at, at.j * spec.tile.n + first)
-        if const_expr(before == 0):  # behind the look-up, whose latency it hides
-            pipe.wait_empty(p, at.item)
-        copy_rows(op, rows, starts, smem[None, None, pipe.stage(p, at.item)], first)
+    for c in cutlass.range_constexpr(cute.size(found)):
+        inside = 32 * c + cute.arch.lane_idx()
+        row = at.j * spec.tile.n + at.loader * count + inside
+        found[c] = Int32(-1)
+        if row >= 0 and row < at.kv_len and inside < count:
+            found[c] = mine.pages[row // op.gmem.shape[2]]
+
+
+@cute.jit
+def fill(
+    spec: cutlass.Constexpr,
+    op: Operand,
+    smem: cute.Tensor,
+    p: pipe.Pipe,
+    found: cute.Tensor,
+    mine: pages.Rows,
+    at: Block,
+):
+    """One of the `tile.loaders` warps: its share of the rows [j n, (j + 1) n) of a KV head, into the item's stage, and
+    a look at the pages of the block before. found: of `look`. Rows past kv_len and of no page become zeros. Every lane
+    arrives once what it copied is there."""
+    count = const_expr(spec.tile.n // spec.tile.loaders)
+    pipe.wait_empty(p, at.item)
+    starts = addresses(spec, op, found, at)
+    look(spec, op, found, mine, at._replace(j=at.j - 1))
+    copy_rows(op, count, starts, smem[None, None, pipe.stage(p, at.item)], at.loader * count)
     cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full(p, at.item))
 
 
 @cute.jit
-def find(op: Operand, count: cutlass.Constexpr, mine: pages.Rows, at: Block, first: Int32):
-    """Addresses of `count` rows of a request, from `first` on; -1 for what is none. Lane c has rows c, c + 32, ..."""
-    x = op.gmem
-    starts = cute.make_rmem_tensor((count + 31) // 32, Int64)
+def addresses(spec: cutlass.Constexpr, op: Operand, found: cute.Tensor, at: Block):
+    """Addresses of the rows of a block whose pages were found, -1 for what is none."""
+    x, count = op.gmem, const_expr(spec.tile.n // spec.tile.loaders)
+    starts = cute.make_rmem_tensor(cute.size(found), Int64)
     head = x.iterator.toint() + Int64(at.head) * x.stride[1] * (x.element_type.width // 8)
-    for c in cutlass.range_constexpr(cute.size(starts)):
-        inside = 32 * c + cute.arch.lane_idx()
-        starts[c] = Int64(-1)
-        if first + inside < at.kv_len and inside < count:
-            page = pages.page_of(mine, first + inside, x.shape[2], True)
-            if page >= 0 and page < x.shape[0]:
-                row = pages.row_in_page(mine, first + inside, x.shape[2], True)
-                element = Int64(page) * x.stride[0] + Int64(row) * x.stride[2]
-                starts[c] = head + element * (x.element_type.width // 8)
+    for c in cutlass.range_constexpr(cute.size(found)):
+        row = at.j * spec.tile.n + at.loader * count + 32 * c + cute.arch.lane_idx()
+        exists = found[c] >= 0 and found[c] < x.shape[0]
+        element = Int64(found[c]) * x.stride[0] + Int64(row % x.shape[2]) * x.stride[2]
+        starts[c] = head + element * (x.element_type.width // 8) if exists else Int64(-1)
     return starts
 
 

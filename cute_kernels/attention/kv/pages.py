@@ -2,9 +2,8 @@
 
 from typing import NamedTuple
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 
 from .. import geometry
 
@@ -47,21 +46,19 @@ def shift(page_size):
 
 
 @cute.jit
-def page_of(mine: Rows, row: Int32, page_size: Int32, any_size: cutlass.Constexpr = False):
-    """The page of a row of a request. any_size: of pages, else a power of two."""
+def page_of(mine: Rows, row: Int32, page_size: Int32):
+    """The page of a row of a request, where pages have a power of two of rows."""
     page = Int32(0)
-    if const_expr(any_size):
-        page = mine.pages[row // page_size]
-    elif mine.start < 0:
+    if mine.start < 0:
         page = mine.pages[row >> shift(page_size)]
     return page
 
 
 @cute.jit
-def row_in_page(mine: Rows, row: Int32, page_size: Int32, any_size: cutlass.Constexpr = False):
-    """The row of its page that is a row of a request; without pages, of k and v."""
-    inside = row % page_size if const_expr(any_size) else row & (page_size - 1)
-    if const_expr(not any_size):
-        if mine.start >= 0:
-            inside = mine.start + row
+def row_in_page(mine: Rows, row: Int32, page_size: Int32):
+    """The row of its page that is a row of a request, where pages have a power of two of rows; without pages, of k and
+    v."""
+    inside = row & (page_size - 1)
+    if mine.start >= 0:
+        inside = mine.start + row
     return inside

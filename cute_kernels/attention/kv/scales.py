@@ -1,8 +1,6 @@
 """Scale factors of block-scaled caches, too short for TMA: one warp copies them with cp.async, into the stages that a
 source fills with the rows that they belong to."""
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
@@ -15,14 +13,12 @@ from .tma import BOXES
 
 def scale_rows(spec):
     """Neighbouring rows whose scale factors a lane fetches: of one page, so a power of two up to the smallest."""
-    return 1 if spec.kv.source == "gather" else min(BOXES[0], 1 << (spec.tile.n // 32).bit_length() - 1)
+    return 1 if gathers(spec) else min(BOXES[0], 1 << (spec.tile.n // 32).bit_length() - 1)
 
 
-class Found(NamedTuple):
-    """Pages that a lane looked up, and whose."""
-
-    rows: pages.Rows
-    page: cute.Tensor
+def gathers(spec):
+    """Whether pages have any size."""
+    return spec.kv.source == "gather"
 
 
 @cute.jit
@@ -36,26 +32,27 @@ def find(spec: cutlass.Constexpr, page_size: Int32, mine: pages.Rows, j: Int32, 
         row = j * spec.tile.n + group * scale_rows(spec)
         found[c] = Int32(-1)
         if row < kv_len and group < groups:
-            found[c] = pages.page_of(mine, row, page_size, spec.kv.source == "gather")
-    return Found(mine, found)
+            found[c] = mine.pages[row // page_size if gathers(spec) else row >> pages.shift(page_size)]
+    return found
 
 
 @cute.jit
-def fill(spec: cutlass.Constexpr, scales: cute.Tensor, smem: cute.Tensor, p: pipe.Pipe, found: Found, at: Block):
+def fill(spec: cutlass.Constexpr, scales: cute.Tensor, smem: cute.Tensor, p: pipe.Pipe, found: cute.Tensor, at: Block):
     """One warp: the scale factors of block j of a KV head, (n, D / 16) bytes of the item's stage, row by row. found: of
     `find`; rows of no page become zeros. Every lane arrives once what it copied is there."""
     size, count = const_expr(scales.shape[3]), const_expr(scale_rows(spec))
     step = Int64(scales.stride[2])
     pipe.wait_empty(p, at.item)
-    for c in cutlass.range_constexpr(cute.size(found.page)):
-        mine, page = (32 * c + cute.arch.lane_idx()) * count, found.page[c]
-        row = pages.row_in_page(found.rows, at.j * spec.tile.n + mine, scales.shape[2], spec.kv.source == "gather")
+    for c in cutlass.range_constexpr(cute.size(found)):
+        mine, page, page_size = (32 * c + cute.arch.lane_idx()) * count, found[c], scales.shape[2]
+        row = at.j * spec.tile.n + mine
+        row = row % page_size if const_expr(gathers(spec)) else row & (page_size - 1)
         exists = (page >= 0) & (page < scales.shape[0])
         source = scales[page if exists else Int32(0), at.head, row, None].iterator.toint()
         target = smem[mine, None, pipe.stage(p, at.item)].iterator.toint()
         if mine < spec.tile.n:
             for e in cutlass.range_constexpr(count):
                 text = f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};"
-                written = Int32(size) if exists & (row + e < scales.shape[2]) else Int32(0)
+                written = Int32(size) if exists else Int32(0)
                 cute.arch.inline_ptx(text, read_only_args=[target + e * size, source + e * step, written])
     cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full(p, at.item))

@@ -28,8 +28,24 @@ def boxes(n):
     return tuple(b for b in BOXES if n % b == 0)
 
 
+def known(spec):
+    """Nothing is looked up ahead."""
+
+
+def look(spec, op, found, mine, at):
+    """Nothing is looked up ahead."""
+
+
 @cute.jit
-def fill(spec: cutlass.Constexpr, op: copy.Operand, smem: cute.Tensor, p: pipe.Pipe, mine: pages.Rows, at: Block):
+def fill(
+    spec: cutlass.Constexpr,
+    op: copy.Operand,
+    smem: cute.Tensor,
+    p: pipe.Pipe,
+    found: None,
+    mine: pages.Rows,
+    at: Block,
+):
     """One of the `tile.loaders` warps: its boxes of the rows [j n, (j + 1) n) of a KV head, into the item's stage.
 
     mine: of the request. Lane c looks up the places of rows [8 c, 8 c + 8), and of those 256 rows on. Boxes past kv_len
