@@ -17,7 +17,8 @@ from cute_kernels.attention.decode import layout
 from cute_kernels.attention.kv import tma
 from cute_kernels.attention.schedule import stream_k, tiles
 from cute_kernels.attention.spec import AttentionSpec, MaskSpec
-from cute_kernels.device.divisor import Divisor
+from cute_kernels.device import layout as shared
+from cute_kernels.device.divisor import Divisor, Quotient
 from cute_kernels.device.roles import Role, Roles
 
 hypothesis_settings.register_profile("busy", deadline=None)  # a busy machine is no failure
@@ -217,6 +218,13 @@ def test_divisor(d, x):
     assert (int(Int32(x) // by), int(Int32(x) % by), int(Int32(3) * by)) == (x // d, x % d, 3 * d)
 
 
+@given(st.one_of(st.integers(1, 600), st.integers(1, (1 << 31) - 1)), st.integers(0, (1 << 31) - 1))
+def test_quotient(d, x):
+    by = Quotient(Int32(d))
+    for at in (x, x // d * d, max(x // d * d - 1, 0), (1 << 31) - 1):
+        assert (int(Int32(at) // by), int(Int32(at) % by)) == divmod(at, d)[:1] + (at % d,)
+
+
 @pytest.mark.parametrize("width", [32, 64, 128])
 def test_swizzle_is_that_of_shared_memory(width):
     """TMA's pattern: 16-byte pieces change places by the exclusive or with the number of their 128 bytes."""
@@ -227,6 +235,6 @@ def test_swizzle_is_that_of_shared_memory(width):
             piece, line = linear // 16, linear // 128
             bits = width // 16
             want = (piece ^ line % bits) * 16 + byte % 16
-            assert layout.swizzle(width, row, byte) == want
+            assert shared.swizzle(width, row, byte) == want
             places.add(want)
     assert places == set(range(16 * width))

@@ -1,4 +1,4 @@
-"""Problems in other forms: the same keys in CSR, in rows without pages, and with masks and biases of the prefill family."""
+"""Problems in other forms: the same keys in CSR, in rows without pages; with masks and biases of the prefill family."""
 
 import torch
 

@@ -38,7 +38,7 @@ def load_kv(
     where it `publishes`, publishes each tile while it loads the one before, and, where it `loads_q`, loads Q."""
     a = plan.args
     op, smem, ring = (plan.k, s.k, s.k_pipe) if which == pages.K else (plan.v, s.v, s.v_pipe)
-    search, found = Search(Int32(0), Int32(0)), source(spec).known(spec)
+    search, found = Search(Int32(0), Int32(0)), source(spec).known(spec, op)
     i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(1)
     if const_expr(publishes):
         if loader == 0:
@@ -53,7 +53,7 @@ def load_kv(
                 if loader == 0 and w.hi > w.lo:
                     fetch_q(spec, plan, s, w, q)
                     q += 1
-            source(spec).look(spec, op, found, mine, Block(loader, i, w.hi - 1, head, w.kv_len))
+            source(spec).look(spec, found, mine, Block(loader, i, w.hi - 1, head, w.kv_len))
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
                 source(spec).fill(spec, op, smem, ring, found, mine, Block(loader, i, j, head, w.kv_len))
                 i += 1

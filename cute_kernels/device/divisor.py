@@ -1,6 +1,7 @@
 """Division by a number that is known once a launch."""
 
-from cutlass import Int32, Int64
+import cutlass
+from cutlass import Int32, Int64, Uint32, Uint64
 
 SHIFT = 30
 
@@ -20,3 +21,23 @@ class Divisor:
 
     def __rmul__(self, x):
         return x * self.value
+
+
+class Quotient:
+    """`x // d` and `x % d` of d >= 1, for 0 <= x < 2^31: a multiplication of 32 bits and a shift.
+
+    Exact: with s = ceil(log2 d), the factor floor(2^(31 + s) / d) + 1 fits 32 bits, and times d it exceeds 2^(31 + s)
+    by at most 2^s.
+    """
+
+    def __init__(self, value: Int32):
+        self.value = value
+        more = sum((cutlass.min(cutlass.max(value - (1 << k), 0), 1) for k in range(31)), Int32(0))  # s
+        self.shift = Uint64(more + 31)
+        self.factor = Uint32((Uint64(1) << self.shift) // Uint64(value) + Uint64(1))
+
+    def __rfloordiv__(self, x):
+        return Int32(Uint64(Uint32(x)) * Uint64(self.factor) >> self.shift)
+
+    def __rmod__(self, x):
+        return x - x // self * self.value

@@ -1,12 +1,14 @@
 """KV blocks from pages of any size, row by row, by cp.async: 16 bytes a lane."""
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from ...device import copy, layout, pipe
+from ...device.divisor import Quotient
 from . import pages
 from .pages import Block
 
@@ -27,21 +29,29 @@ def operand(x, shape, stages):
     return Operand(x, layout.smem_layout(shape, stages, x.element_type))
 
 
-def known(spec):
-    """Pages of the rows of a block that a lane fills next: c, c + 32, ... of its warp's."""
-    return cute.make_rmem_tensor((spec.tile.n // spec.tile.loaders + 31) // 32, Int32)
+class Known(NamedTuple):
+    """What a lane knows of the rows of a block that it fills next, c, c + 32, ... of its warp's."""
+
+    page: cute.Tensor
+    page_size: Any  # as a divisor
+
+
+def known(spec, op):
+    found = cute.make_rmem_tensor((spec.tile.n // spec.tile.loaders + 31) // 32, Int32)
+    return Known(found, Quotient(op.gmem.shape[2]))
 
 
 @cute.jit
-def look(spec: cutlass.Constexpr, op: Operand, found: cute.Tensor, mine: pages.Rows, at: Block):
+def look(spec: cutlass.Constexpr, found: Known, mine: pages.Rows, at: Block):
     """Look up pages of block j, -1 past kv_len. They are known by the time the warp has copied the block before."""
     count = const_expr(spec.tile.n // spec.tile.loaders)
-    for c in cutlass.range_constexpr(cute.size(found)):
+    for c in cutlass.range_constexpr(cute.size(found.page)):
         inside = 32 * c + cute.arch.lane_idx()
         row = at.j * spec.tile.n + at.loader * count + inside
-        found[c] = Int32(-1)
+        entry, page = row // found.page_size, Int32(-1)
         if row >= 0 and row < at.kv_len and inside < count:
-            found[c] = mine.pages[row // op.gmem.shape[2]]
+            page = mine.pages[entry]
+        found.page[c] = page
 
 
 @cute.jit
@@ -50,7 +60,7 @@ def fill(
     op: Operand,
     smem: cute.Tensor,
     p: pipe.Pipe,
-    found: cute.Tensor,
+    found: Known,
     mine: pages.Rows,
     at: Block,
 ):
@@ -60,21 +70,22 @@ def fill(
     count = const_expr(spec.tile.n // spec.tile.loaders)
     pipe.wait_empty(p, at.item)
     starts = addresses(spec, op, found, at)
-    look(spec, op, found, mine, at._replace(j=at.j - 1))
+    look(spec, found, mine, at._replace(j=at.j - 1))
     copy_rows(op, count, starts, smem[None, None, pipe.stage(p, at.item)], at.loader * count)
     cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full(p, at.item))
 
 
 @cute.jit
-def addresses(spec: cutlass.Constexpr, op: Operand, found: cute.Tensor, at: Block):
+def addresses(spec: cutlass.Constexpr, op: Operand, found: Known, at: Block):
     """Addresses of the rows of a block whose pages were found, -1 for what is none."""
     x, count = op.gmem, const_expr(spec.tile.n // spec.tile.loaders)
-    starts = cute.make_rmem_tensor(cute.size(found), Int64)
+    starts = cute.make_rmem_tensor(cute.size(found.page), Int64)
     head = x.iterator.toint() + Int64(at.head) * x.stride[1] * (x.element_type.width // 8)
-    for c in cutlass.range_constexpr(cute.size(found)):
+    for c in cutlass.range_constexpr(cute.size(found.page)):
         row = at.j * spec.tile.n + at.loader * count + 32 * c + cute.arch.lane_idx()
-        exists = found[c] >= 0 and found[c] < x.shape[0]
-        element = Int64(found[c]) * x.stride[0] + Int64(row % x.shape[2]) * x.stride[2]
+        page, row = found.page[c], row % found.page_size
+        exists = page >= 0 and page < x.shape[0]
+        element = Int64(page) * x.stride[0] + Int64(row) * x.stride[2]
         starts[c] = head + element * (x.element_type.width // 8) if exists else Int64(-1)
     return starts
 

@@ -122,7 +122,7 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     stacked = "stacked" if spec.head_dim_qk == spec.head_dim_vo else "tuple"
     page_size = 16 if k.same["dtype"] == "bf16" else 8  # with 64 below, every size of TMA box
     pages, larger = ((1, 5, 24), 100) if k.gathers else ((8, 16, 32), 64)
-    in_forms = ("csr", "mask") if k.custom else ()
+    in_forms: tuple[str, ...] = ("csr", "mask") if k.custom else ()
     if k.gathers:
         page_size, in_forms = pages[0], ("csr",)
     most = k.keys + 2 * spec.tile.n + 20  # every stage is filled again, and the diagonal crosses the end of a block
@@ -159,6 +159,14 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     return found
 
 
+def listed(case: AttentionCase, problem: Problem) -> Results:
+    """(out, lse) of a problem that is no call of the case's function: what the public classes end in."""
+    shape = len(problem.q), case.heads_q, case.head_dim_vo
+    out, lse = torch.full(shape, math.nan, dtype=problem.q.dtype), torch.full(shape[:2], math.nan)
+    serve(problem._replace(out=out, lse=lse))
+    return out, lse
+
+
 def launched(case: AttentionCase, problem: Problem) -> Results:
     """(out (T, Hq, Dvo), lse or None) of a call of the case's function."""
     function, arguments = cases.FUNCTIONS[case.function]
@@ -180,12 +188,7 @@ def call(case: AttentionCase, in_forms: tuple[str, ...] = ()) -> tuple[Results, 
     """(results, error) of a call, and, where they may not depend on the batch, another of one request."""
     problem = forms.apply(cases.make_problem(case), in_forms)
     want, want_lse = cases.expected(case, problem)
-    if in_forms:  # the public classes end here
-        shape = len(problem.q), case.heads_q, case.head_dim_vo
-        out, lse = torch.full(shape, math.nan, dtype=problem.q.dtype), torch.full(shape[:2], math.nan)
-        serve(problem._replace(out=out, lse=lse))
-    else:
-        out, lse = launched(case, problem)
+    out, lse = listed(case, problem) if in_forms else launched(case, problem)
     rtol = case.tolerance + (2.0**-4 if case.out_dtype == "fp8" else 0.0)
     error = distance(out, want, rtol, case.atol())
     if lse is not None:
