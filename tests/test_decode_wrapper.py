@@ -433,7 +433,7 @@ XQA_BAD = {
     "q dtype": ({"q": torch.zeros(3, 1, 6, 64)}, TypeError, "q: dtype"),
     "output": ({"output": torch.zeros(3, 1, 6, 32).half()}, ValueError, "output: shape"),
     "output dtype": ({"output": torch.zeros(3, 1, 6, 64)}, TypeError, "output: dtype"),
-    "page_size": ({"page_size": 24}, ValueError, "page_size: 24"),
+    "page_size": ({"page_size": 0}, ValueError, "page_size: 0"),
     "page_size differs": ({"page_size": 32}, ValueError, "k_cache: shape"),
     "layout": ({"kv_layout": "DNH"}, KeyError, "kv_layout: 'DNH'"),
     "seq_lens": ({"seq_lens": torch.zeros(2, 1, dtype=torch.int32)}, ValueError, "seq_lens: shape"),

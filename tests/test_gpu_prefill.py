@@ -380,9 +380,8 @@ def test_a_tensor_on_the_cpu_is_refused(name):
     "case,change,message",
     [
         (replace(BASE, dtype="fp8"), {}, "query: .*q e4m3"),
-        (replace(BASE, kv_dtype="fp8"), {}, "kv_cache .*kv paged e4m3"),
-        (replace(BASE, kv_dtype="nvfp4"), {}, "kv_cache .*kv paged nvfp4"),
-        (replace(BASE, page_size=24), {}, "kv_cache .*page_size 24"),
+        (replace(BASE, kv_dtype="fp8"), {}, "kv_cache .*kv e4m3"),
+        (replace(BASE, kv_dtype="nvfp4"), {}, "kv_cache .*kv nvfp4"),
         (replace(BASE, head_dim_qk=80, head_dim_vo=80), {}, r"head_dim \(80, 80\)"),
         (BASE, {"bmm1_scale": -0.1}, "bmm1_scale: -0.1"),
         (BASE, {"bmm1_scale": 0.0}, "bmm1_scale: 0.0"),

@@ -393,14 +393,12 @@ def test_refused_before_a_launch(launches, name):
     "case,change,error,message",
     [
         (replace(PLAIN, dtype="fp8"), {"out": None}, NotImplementedError, "attention.sm90: q e4m3"),
-        (replace(PLAIN, kv_dtype="fp8"), {}, NotImplementedError, "attention.sm90: kv paged e4m3"),
-        (replace(PLAIN, kv_dtype="nvfp4"), {}, NotImplementedError, "attention.sm90: kv paged nvfp4"),
+        (replace(PLAIN, kv_dtype="fp8"), {}, NotImplementedError, "attention.sm90: kv e4m3"),
+        (replace(PLAIN, kv_dtype="nvfp4"), {}, NotImplementedError, "attention.sm90: kv nvfp4"),
         (PLAIN, {"out_dtype": "nvfp4", "out": None, "o_sf_scale": 1.0}, NotImplementedError, "sm90: out nvfp4"),
         (PLAIN, {"out_dtype": torch.float16, "out": None}, NotImplementedError, "attention.sm90: out fp16"),
         (PLAIN, {"skip_softmax_threshold_scale_factor": 0.1}, NotImplementedError, "skip_softmax_.*: .*skip True"),
         (PLAIN, {"bmm1_scale": -1.0}, NotImplementedError, "bmm1_scale: -1.0"),
-        (replace(PLAIN, page_size=24), {}, NotImplementedError, "page_size 24"),
-        (replace(PLAIN, page_size=512), {}, NotImplementedError, "page_size 512"),
         (replace(PLAIN, head_dim_qk=48, head_dim_vo=48), {}, NotImplementedError, r"head_dim \(48, 48\)"),
         (PLAIN, {"query": torch.zeros(T * HQ * D + 1).bfloat16()[1:].view(T, HQ, D)}, ValueError, "query: address"),
         (PLAIN, {"query": torch.zeros(T, HQ, D + 1).bfloat16()[..., :D]}, ValueError, "query: strides"),
@@ -478,8 +476,9 @@ def test_explain(launches):
     said = explain(**inputs_of())
     assert said.runs is not None and said.runs.startswith("attention.sm90 bf16_d64_")
     assert said.refused == (("attention.decode", "phase prefill: serves decode"),)
-    refused = explain(**inputs_of(replace(PLAIN, page_size=24)))
-    assert refused.runs is None and "page_size 24" in str(refused)
+    assert "gather" in str(explain(**inputs_of(replace(PLAIN, page_size=24))))
+    refused = explain(**inputs_of(replace(PLAIN, kv_dtype="fp8")))
+    assert refused.runs is None and "kv e4m3" in str(refused)
     assert not launches
     with pytest.raises(ValueError, match="batch_size"):
         explain(**inputs_of(batch_size=7))

@@ -4,14 +4,13 @@ from typing import Any
 
 import torch
 
-from ..checks import check_integer, check_number, check_one_of, check_shape, check_strided, listed
+from ..checks import check_integer, check_number, check_one_of, check_shape, check_strided
 from ..plain import traced
 from ..scalars import factor, integer, real
 from .checks import E4M3, SIGNATURES, check_scale, drafts_of
 from .op import serve
 from .problem import ABSENT, Form, Problem, make_problem, pair, requests_of
 
-PAGE_SIZES = (16, 32, 64, 128)
 FORM = Form("page_table", column=True)
 SIGNATURES["xqa"] = {
     "kv": "k_cache, v_cache", "k": "k_cache", "v": "v_cache", "kv_lens": "seq_lens", "out": "output",
@@ -46,7 +45,7 @@ def xqa(
             uint8 or e4m3 scale factors, last dimension D / 16, in the same order.
         page_table: int32 (B, M); entries past a request's last page are not read, a negative one before it is a page
             of zeros. seq_lens: uint32 or int32 (B, 1), KV length with the tokens.
-        num_kv_heads, page_size: Hkv, and P, one of 16, 32, 64, 128.
+        num_kv_heads, page_size: Hkv, and P, any number of at least 1.
         sinks: fp32 (Hkv, Hq / Hkv), join the softmax denominator, natural-log units, unscaled.
         q_scale, kv_scale: a float or an fp32 tensor of one element (kv_scale None: 1).
         sliding_win_size: W last positions are seen, 0: all.
@@ -87,8 +86,7 @@ def xqa(
         kv_layout = "NHD"  # it was sm_count
     if page_size.__class__ is not int or num_kv_heads.__class__ is not int or sliding_win_size.__class__ is not int:
         page_size, num_kv_heads, sliding_win_size = map(integer, (page_size, num_kv_heads, sliding_win_size))
-    if check_integer("page_size", page_size) not in PAGE_SIZES:
-        raise ValueError(f"page_size: {page_size}, must be one of {listed(PAGE_SIZES)}")
+    check_integer("page_size", page_size, 1)
     check_integer("num_kv_heads", num_kv_heads, 1)
     size = page_size, num_kv_heads
     caches = _paged("k_cache", k_cache, *size, kv_layout), _paged("v_cache", v_cache, *size, kv_layout)

@@ -1,6 +1,6 @@
 """KV blocks by TMA, in boxes: a page or a part of it, or, without pages, neighbouring rows."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -17,7 +17,7 @@ class Lanes(NamedTuple):
     """What the lanes of a warp know of the boxes of a block: page, row in the page (None: the first)."""
 
     page: cute.Tensor
-    row: cute.Tensor | None
+    row: Any
 
 
 CUTS = True  # a block may end inside a box
@@ -42,7 +42,7 @@ def fill(
     op: copy.Operand,
     smem: cute.Tensor,
     p: pipe.Pipe,
-    found: None,
+    ahead: None,
     mine: pages.Rows,
     at: Block,
 ):
