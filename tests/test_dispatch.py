@@ -49,14 +49,15 @@ def serves(spec, problem):
 
 
 def on_demand(spec):
-    """Whether the policy of `shipped` leaves a spec to its first call: pages of no TMA box, but for what serves usually."""
+    """Whether the policy of `shipped` leaves a spec to its first call: pages of no TMA box, but for usual problems."""
     usual = spec.dims in ((64, 64), (128, 128)) and not spec.kv.scaled
     return spec.kv.source == "gather" and (not usual or spec.mask.causal == "never")
 
 
 def test_every_problem_of_prefill_gets_a_shipped_spec_that_serves_it():
     shipped, found = set(sm90.shipped(ARCH)), set()
-    types = [{"q": q, "kv": q, "out": q, "head_dim_qk": d, "head_dim_vo": d} for q in ("bf16", "fp16") for d in (64, 128)]
+    kinds = product(("bf16", "fp16"), (64, 128))
+    types = [{"q": q, "kv": q, "out": q, "head_dim_qk": dim, "head_dim_vo": dim} for q, dim in kinds]
     for problem in (*problems("prefill"), *(replace(BASE, custom_mask=True, **each) for each in types)):
         op, spec = dispatch.select(problem, ARCH)
         found.add(spec)

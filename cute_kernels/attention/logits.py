@@ -18,13 +18,13 @@ LOG2_E = 1.4426950408889634
 
 class Rows(NamedTuple):
     """The rows of a thread's view of scores (rows, cols). start: first query token of the request in the batch. slopes:
-    of ALiBi, in units of raw scores. mask_start: byte where the request's custom mask begins."""
+    of ALiBi, in units of raw scores. words: of the custom mask, of each row (`fetch_mask`)."""
 
     tokens: cute.Tensor
     start: Int32
     n: mask.Lengths
     slopes: Any = None
-    mask_start: Any = None
+    words: Any = None
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,14 @@ def add_bias(s: cute.Tensor, rows: Rows, cols: Cols):
 
 
 @cute.jit
-def hide_custom(spec: cutlass.Constexpr, a, s: cute.Tensor, rows: Rows, cols: Cols):
-    """-inf into s (rows, cols) where the call's own mask says so."""
-    for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
-        bit = Int64(rows.tokens[r]) * rows.n.kv_len + (cols.first - cols.own)
-        words = mask.custom_words(a.mask.custom_mask, rows.mask_start, bit, cols.lanes, cols.at[-1] + 8)
-        mask.apply_custom(s, r, words, cols.at, cols.own)
+def fetch_mask(spec: cutlass.Constexpr, a, rows: Rows, mask_start: Int32, first: Int32, lanes: cutlass.Constexpr):
+    """This lane's words of the custom mask, 32 keys of the block that begins at key `first`, of each row. Called while
+    the scores are computed, which hides the latency. mask_start: byte where the request's mask begins."""
+    if const_expr(spec.mask.custom):
+        key = first + cute.arch.lane_idx() % lanes * 32
+        for r in cutlass.range_constexpr(cute.size(rows.words)):
+            bit = Int64(rows.tokens[r]) * rows.n.kv_len + key
+            rows.words[r] = mask.custom_word(a.mask.custom_mask, mask_start, bit)
 
 
 @cute.jit
@@ -82,7 +84,8 @@ def hide(spec: cutlass.Constexpr, a, s: cute.Tensor, rows: Rows, cols: Cols):
     """-inf into s (rows, cols) where a row does not see a key."""
     mask.apply(spec, s, rows.tokens, cols.at, cols.first, rows.n)
     if const_expr(spec.mask.custom):
-        hide_custom(spec, a, s, rows, cols)
+        for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
+            mask.apply_custom(s, r, rows.words[r], cols.at, cols.own, cols.lanes)
     if const_expr(spec.mask.bits):
         if rows.n.drafts != 0:
             bits = cute.domain_offset((rows.start, 0), a.mask.draft_mask)

@@ -9,6 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr
 
+from ..device.clamp import clamp
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -112,27 +114,27 @@ def apply_bits(
 
 
 @cute.jit
-def custom_words(bits: cute.Tensor, start: Int32, bit: Int64, lanes: cutlass.Constexpr, width: cutlass.Constexpr):
-    """Bits [bit, bit + width) of the mask that begins at byte `start` of `bits`, 32 a word; zeros past its end. The
-    `lanes` neighbours that ask for the same ones fetch a word each."""
-    lane, count = cute.arch.lane_idx(), const_expr((width + 31) // 32)
-    words = cute.make_rmem_tensor(count, Uint32)
-    for w in cutlass.range_constexpr(0, count, lanes):
-        mine = bit + 32 * (w + lane % lanes)
-        byte, word = Int64(start) + (mine >> Int64(3)), Uint64(0)
-        for e in cutlass.range_constexpr(5):  # a word that begins anywhere in a byte
-            if byte + e >= 0 and byte + e < bits.shape[0]:
-                word |= Uint64(bits[byte + e]) << Uint64(8 * e)
-        got = Uint32(word >> Uint64(mine & Int64(7)))
-        for e in cutlass.range_constexpr(min(lanes, count - w)):
-            words[w + e] = cute.arch.shuffle_sync(got, lane // lanes * lanes + e)
-    return words
+def custom_word(bits: cute.Tensor, start: Int32, bit: Int64):
+    """Bits [bit, bit + 32) of the mask that begins at byte `start` of `bits`, zeros outside it. Without a branch: under
+    MMAs in flight the compiler would wait for each."""
+    count = bits.shape[0]
+    first = Int32(clamp(Int64(start) + (bit >> Int64(3)), Int64(-8), Int64(count)))
+    word = Uint64(0)
+    for e in cutlass.range_constexpr(5):  # it may begin anywhere in a byte
+        byte = bits[clamp(first + e, 0, count - 1)]
+        word |= Uint64(byte if Uint32(first + e) < Uint32(count) else cutlass.Uint8(0)) << Uint64(8 * e)
+    return Uint32(word >> Uint64(bit & Int64(7)))
 
 
 @cute.jit
-def apply_custom(s: cute.Tensor, r: cutlass.Constexpr, words: cute.Tensor, cols: cutlass.Constexpr, own: Int32):
-    """-inf into row r of s where the bit of column cols[c] + own in `words` is 0; cols: static, own: less than 8, and
-    in sum with none does cols[c] leave its word."""
+def apply_custom(
+    s: cute.Tensor, r: cutlass.Constexpr, word: Uint32, cols: cutlass.Constexpr, own: Int32, lanes: cutlass.Constexpr
+):
+    """-inf into row r of s where the bit of column cols[c] + own is 0. cols: static; own: less than 8, in sum with none
+    does cols[c] leave its 32 columns. word: lane i of the `lanes` neighbours that have columns of the row has the bits
+    of columns 32 i, ..."""
+    lane = cute.arch.lane_idx()
+    mine = [cute.arch.shuffle_sync(word, lane // lanes * lanes + i) >> Uint32(own) for i in range(cols[-1] // 32 + 1)]
     for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
-        bit = (words[const_expr(cols[c] // 32)] >> Uint32(own)) & const_expr(1 << cols[c] % 32)
+        bit = mine[const_expr(cols[c] // 32)] & const_expr(1 << cols[c] % 32)
         s[r, c] = -Float32.inf if bit == 0 else s[r, c]

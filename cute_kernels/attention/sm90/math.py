@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...device import pipe, warp, wgmma
@@ -41,6 +41,7 @@ class Registers:
     tokens: cute.Tensor  # query token of each of this thread's rows
     cols: cute.Tensor  # coordinates in the tile
     slopes: Any = None  # of ALiBi, of each row
+    words: Any = None  # of a custom mask, of each row in the block at hand
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ def registers(spec, plan, s) -> Registers:
         cute.make_rmem_tensor(rows, Int32),
         wgmma.rows_cols(coords),
         cute.make_rmem_tensor(rows, Float32) if spec.logits.alibi else None,
+        cute.make_rmem_tensor(rows, Uint32) if spec.mask.custom else None,
     )
 
 
@@ -118,13 +120,17 @@ def ahead(spec):
     return not spec.pack_gqa and (spec.tile.q_in_regs or spec.tile.q_stages > 1)
 
 
+def rows_of(r: Registers, x: Tile):
+    return Rows(r.tokens, x.w.q_start, x.n, r.slopes, r.words)
+
+
 @cute.jit
 def scores(spec: cutlass.Constexpr, a, r: Registers, x: Tile, j: Int32, how: cutlass.Constexpr):
     """Soft cap, mask and new maxima of block j in r.s."""
     view = wgmma.rows_cols(r.s)
     mine = r.cols[0, 0][1]
     at = [8 * (c // 2) + c % 2 for c in range(spec.tile.n // LANES)]
-    rows = Rows(r.tokens, x.w.q_start, x.n, r.slopes, x.mask_start)
+    rows = rows_of(r, x)
     cols = Cols(j * spec.tile.n + mine, at, mine, LANES)
     logits.transform(spec, a, view, [x.scales.score] * cute.size(r.tokens), rows, cols, how.capped, how.masked)
     softmax.update_max(r.st, view, x.scales.reduced, LANES)
@@ -188,6 +194,7 @@ def issue_pv(spec: cutlass.Constexpr, plan, s, r: Registers, i: Int32):
 def first_block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, i: Int32, capped: cutlass.Constexpr):
     """The last KV block of a tile, item i of the pipes, its QK in flight: P is left in r.p, its PV is owed."""
     j = x.w.hi - 1
+    logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
     warpgroup.wait_group(0)
     pipe.release(s.k_pipe, i)
     scores(spec, a, r, x, j, How(capped, True))
@@ -225,6 +232,7 @@ def step(
     issue_qk(spec, plan, s, r, Items(i + 1, at.q))
     issue_pv(spec, plan, s, r, i)
     pass_turn(spec)
+    logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
     warpgroup.wait_group(1)
     scores(spec, a, r, x, j, how)
     probabilities(r, x, 0)
