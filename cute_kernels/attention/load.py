@@ -75,11 +75,9 @@ def load_scales(spec: cutlass.Constexpr, plan, s):
         w = work.consume(spec, s, t)
         more = w.valid
         if w.valid != 0:
+            rows = [pages.of_request(a, w.batch, which) for which in (pages.K, pages.V)]
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
-                found = [
-                    scales.find(spec, a.kv.k.shape[2], pages.of_request(a, w.batch, which), j, w.kv_len)
-                    for which in (pages.K, pages.V)
-                ]
+                found = [scales.find(spec, a.kv.k.shape[2], mine, j, w.kv_len) for mine in rows]
                 at = Block(Int32(0), i, j, w.head, w.kv_len)
                 scales.fill(spec, a.kv.k_scales, s.k_scales, s.k_pipe, found[0], at)
                 scales.fill(spec, a.kv.v_scales, s.v_scales, s.v_pipe, found[1], at)

@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.attention.spec import TMA_PAGES
-
-from .. import fp4, overlap
+from .. import fp4
 from ..checks import (
     INF,
     NUMBERS,
@@ -36,7 +34,6 @@ from .problem import Problem, Rope
 SIGNATURES: dict[str, dict[str, str]] = {}  # public function -> field of Problem -> its name there, where it differs
 E4M3 = torch.float8_e4m3fn
 MOST_ROWS = 1 << 30  # query rows of a KV head times heads of its group, in decoding: `cute_kernels.device.divisor`
-MOST_BYTES = 1 << 36  # of a pool whose rows are gathered: `cute_kernels.attention.kv.gather`
 MOST_KEYS = 1 << 30  # of a request, which kernels count in 32 bits
 TMA_BYTES = 16  # alignment of a TMA descriptor's base address and of every stride but the last
 
@@ -128,12 +125,6 @@ def kernel_tensors(p: Problem) -> None:
         t = getattr(p, field)
         if isinstance(t, torch.Tensor):
             _tma(name(field), t, TMA_BYTES)
-    gathers = p.requests.form != "ragged" and p.k.shape[2] not in TMA_PAGES
-    for field in ("k", "v"):
-        size = overlap.reach(getattr(p, field)) if gathers else 0
-        if size >= MOST_BYTES:
-            why = f"a CUDA kernel that reads pages of {p.k.shape[2]} tokens reaches less than {MOST_BYTES}"
-            raise NotImplementedError(f"{name(field)}: {size} bytes from its first to its last; {why}")
     for field in ("k_scales", "v_scales"):
         t = getattr(p, field)
         if t is not None:

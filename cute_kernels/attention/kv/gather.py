@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, Uint64, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from ...device import copy, layout, pipe
 from ...device.divisor import Quotient
@@ -14,7 +14,6 @@ from .pages import Block
 
 CUTS = False  # rows past kv_len are zeros
 PIECE = 16  # bytes that a lane copies at a time
-NONE = (1 << 32) - 1  # a row of no page; others begin less than that many pieces apart
 
 
 @dataclass(frozen=True)
@@ -68,48 +67,48 @@ def fill(
     """One of the `tile.loaders` warps: its share of the rows [j n, (j + 1) n) of a KV head, into the item's stage, and
     a look at the pages of the block before. found: of `look`. Rows past kv_len and of no page become zeros. Every lane
     arrives once what it copied is there."""
+    count = const_expr(spec.tile.n // spec.tile.loaders)
     pipe.wait_empty(p, at.item)
-    starts = places(spec, op, found, at)
+    starts = addresses(spec, op, found, at)
     look(spec, found, mine, at._replace(j=at.j - 1))
-    copy_rows(spec, op, starts, smem[None, None, pipe.stage(p, at.item)], at)
+    copy_rows(op, count, starts, smem[None, None, pipe.stage(p, at.item)], at.loader * count)
     cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full(p, at.item))
 
 
 @cute.jit
-def places(spec: cutlass.Constexpr, op: Operand, found: Known, at: Block):
-    """Where the rows of a block begin whose pages were found, in pieces from the head's first on; NONE for none."""
+def addresses(spec: cutlass.Constexpr, op: Operand, found: Known, at: Block):
+    """Addresses of the rows of a block whose pages were found, -1 for what is none."""
     x, count = op.gmem, const_expr(spec.tile.n // spec.tile.loaders)
-    starts = cute.make_rmem_tensor(cute.size(found.page), Uint32)
+    starts = cute.make_rmem_tensor(cute.size(found.page), Int64)
+    head = x.iterator.toint() + Int64(at.head) * x.stride[1] * (x.element_type.width // 8)
     for c in cutlass.range_constexpr(cute.size(found.page)):
         row = at.j * spec.tile.n + at.loader * count + 32 * c + cute.arch.lane_idx()
         page, row = found.page[c], row % found.page_size
         exists = page >= 0 and page < x.shape[0]
         element = Int64(page) * x.stride[0] + Int64(row) * x.stride[2]
-        starts[c] = Uint32(element // (PIECE * 8 // x.element_type.width)) if exists else Uint32(NONE)
+        starts[c] = head + element * (x.element_type.width // 8) if exists else Int64(-1)
     return starts
 
 
 @cute.jit
-def copy_rows(spec: cutlass.Constexpr, op: Operand, starts: cute.Tensor, stage: cute.Tensor, at: Block):
-    """One warp: its share of the rows of a stage (n, D), at `starts`."""
-    x, lane, n = op.gmem, cute.arch.lane_idx(), const_expr(spec.tile.n)
-    size, count = const_expr(x.element_type.width), const_expr(n // spec.tile.loaders)
-    row_bytes = const_expr(x.shape[3] * size // 8)
+def copy_rows(op: Operand, count: cutlass.Constexpr, starts: cute.Tensor, stage: cute.Tensor, first: Int32):
+    """One warp: `count` rows of a stage (n, D), from row `first`, a multiple of 8, on."""
+    x, n = op.gmem, const_expr(cute.size(stage, mode=[0]))
+    row_bytes = const_expr(x.shape[3] * x.element_type.width // 8)
     box, each = const_expr(min(row_bytes, copy.SWIZZLE_BYTES)), const_expr(row_bytes // PIECE)
-    rows = const_expr(32 // each)  # at a time; head_dim 192 leaves lanes idle
+    rows, lane = const_expr(32 // each), cute.arch.lane_idx()  # rows at a time; head_dim 192 leaves lanes idle
     mine, byte = lane // each, lane % each * PIECE
-    source = x.iterator.toint() + Int64(at.head) * x.stride[1] * size // 8 + byte
-    chunk = stage.iterator.toint() + at.loader * count * box + byte // box * (n * box)
+    chunk = stage.iterator.toint() + first * box + byte // box * (n * box)
     period = const_expr(max(1, 8 // rows))  # after which the swizzle repeats
     into = [chunk + layout.swizzle(box, rows * i + mine, byte % box) for i in range(period)]
     text = f"cp.async.cg.shared.global [{{$r0}}], [{{$r1}}], {PIECE}, {{$r2}};"
     for c in cutlass.range_constexpr((count + rows - 1) // rows):
         row = const_expr(rows * c)
-        start = cute.arch.shuffle_sync(starts[const_expr(row // 32)], row % 32 + mine)
-        written = Int32(PIECE) if start != Uint32(NONE) else Int32(0)
+        found = cute.arch.shuffle_sync(starts[const_expr(row // 32)], row % 32 + mine)
+        written = Int32(PIECE) if found >= 0 else Int32(0)
         target = into[const_expr(c % period)] + const_expr(c // period * period * rows * box)
         if const_expr(rows * each == 32 and row + rows <= count) or (lane < rows * each and row + mine < count):
-            cute.arch.inline_ptx(text, read_only_args=[target, source + Uint64(start) * PIECE, written])
+            cute.arch.inline_ptx(text, read_only_args=[target, found + byte, written])
 
 
 def landed():
