@@ -81,8 +81,8 @@ def test_matrix_tells_run_from_simulated_compiled_and_refused(monkeypatch):
 
 def test_values_of_equal_cells_share_a_row():
     lines = matrix.markdown({}).splitlines()
-    assert "| prefill | page size | 8, 16, 32, 64, 128, 256 | compiled, simulated | no | no |" in lines
-    assert "| prefill | page size | 1, 5 | no | no | no |" in lines
+    assert "| prefill | KV | e4m3, NVFP4 | no | no | no |" in lines
+    assert "| prefill | requests | block table, CSR page lists, ragged K and V | compiled, simulated | no | no |" in lines
 
 
 def test_simulated_is_what_ci_simulates():
@@ -143,7 +143,7 @@ def test_features_follow_from_the_fields_of_a_case():
     assert set(gpu.features(few)) == {
         "prefill Q, K and V bf16", "prefill head_dim 64", "prefill page size 16", "prefill with full attention",
         "prefill query heads of a KV head 1", "prefill with a soft cap", "prefill with sinks",
-        "prefill with scales on the device",
+        "prefill with scales on the device", "prefill requests block table",
     }  # fmt: skip
     assert "prefill with few query tokens" in gpu.features(replace(few, heads_q=4))
     skipping = replace(case, function="xqa", skip=2.0, drafts=True, out_dtype="fp8", invariant=True)
