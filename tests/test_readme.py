@@ -33,25 +33,26 @@ def test_measured_tables_are_up_to_date():
     assert section("measured-topk") == measured_topk(read_all()), "run: python -m bench readme"
 
 
-def test_example_runs_and_is_right():
-    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+def test_examples_run_and_are_right():
     names: dict = {}
-    exec(compile(code, str(README), "exec"), names)
-    out, q, cache = (names[n].float() for n in ("out", "q", "cache"))
+    for code in re.findall(r"```python\n(.*?)```", TEXT, re.S):
+        exec(compile(code, str(README), "exec"), names)
+    out, same, q, cache = (names[n].float() for n in ("out", "same", "q", "cache"))
     assert out.shape == q.shape
     # request 1: one new token that sees all of its 20 keys, in pages 1 and 3
     k, v = (cache[[1, 3], side].transpose(0, 1).flatten(1, 2)[:, :20] for side in (0, 1))
     want = torch.nn.functional.scaled_dot_product_attention(q[5:].transpose(0, 1), k, v, enable_gqa=True)
     torch.testing.assert_close(out[5:].transpose(0, 1), want, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(same, out, rtol=1e-2, atol=1e-2)  # of the class
 
 
 def test_commands_and_files_named_in_readme_exist():
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
     assert set(re.findall(r"make ([a-z]+)", TEXT)) <= set(targets)
-    for module in set(re.findall(r"python -m ((?:tools|bench)[\w.]*)", TEXT)):
+    for module in set(re.findall(r"python -m ((?:tools|bench|examples)[\w.]*)", TEXT)):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
-    for path in set(re.findall(r"`((?:bench|tests|tools|wrappers|cute_kernels)/[\w/.]+)`", TEXT)):
+    for path in set(re.findall(r"`((?:bench|tests|tools|wrappers|cute_kernels|examples)/[\w/.]+)`", TEXT)):
         assert (ROOT / path).exists(), path
 
 
