@@ -70,8 +70,9 @@ def test_features_have_names_of_their_own():
 def test_matrix_tells_run_from_simulated_compiled_and_refused(monkeypatch):
     row = {"gpu": "nvidia-h200", "commit": "0123456789abcdef"}
     ran = {("sm_90a", "prefill Q, K and V bf16"): row, ("sm_90a", "prefill KV NVFP4"): row}
-    cells = [matrix.cell(named(name), "sm_90a", ran) for name in ("prefill Q, K and V bf16", "decode output e4m3")]
-    assert cells == ["run (nvidia-h200, 012345678)", "compiled, simulated"]
+    names = ("prefill Q, K and V bf16", "decode output e4m3", "prefill with ALiBi")
+    cells = [matrix.cell(named(name), "sm_90a", ran) for name in names]
+    assert cells == ["run (nvidia-h200, 012345678)", "compiled, simulated", "on demand"]
     # a record of an architecture that refuses the feature today says nothing
     assert matrix.cell(named("prefill KV NVFP4"), "sm_90a", ran) == "no"
     assert matrix.cell(named("prefill Q, K and V bf16"), "sm_100a", ran) == "no"
@@ -127,7 +128,7 @@ def test_gpu_tests_show_every_feature_that_a_kernel_has():
     files = sorted(str(path) for path in (ROOT / "tests").glob("test_gpu_*.py"))
     assert pytest.main(["--collect-only", "-qq", "-s", "-p", "no:cacheprovider", *files], plugins=[kept]) == 0
     carried = {name for item in kept.items for key, name in item.user_properties if key == "feature"}
-    served = {f.name for f in matrix.FEATURES if any(matrix.op_of(f, arch) for arch in matrix.RUN)}
+    served = {f.name for f in matrix.FEATURES if any(matrix.served(f, arch) for arch in matrix.RUN)}
     assert carried == served
 
 

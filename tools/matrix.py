@@ -7,7 +7,7 @@
 
 A feature is a problem that its family's `dispatch.explain` is asked. A cell is `no` where every kernel refuses, `run`
 where GPU tests that carry the feature's marker passed on that architecture and none failed, else `compiled`, with
-`simulated` where CI's simulator runs that kernel's op for that architecture.
+`simulated` where CI's simulator runs that kernel's op for that architecture; `on demand` where no bundle holds it.
 """
 
 import argparse
@@ -152,20 +152,22 @@ def record(path: Path = RECORD) -> dict[tuple[str, str], dict[str, str]]:
         return {(row["arch"], row["feature"]): row for row in csv.DictReader(f)}
 
 
-def op_of(feature: Feature, arch: str) -> str | None:
-    """The op that serves the feature's problem on `arch`, None where all refuse."""
+def served(feature: Feature, arch: str) -> tuple[str, Any] | None:
+    """(op, spec) of the kernel that serves the feature's problem on `arch`, None where all refuse."""
     answers = FAMILIES[feature.op].explain(feature.problem, arch)
-    return next((op for op, _, reason in answers if reason is None), None)
+    return next(((op, spec) for op, spec, reason in answers if reason is None), None)
 
 
 def cell(feature: Feature, arch: str, ran: dict[tuple[str, str], dict[str, str]]) -> str:
     """What the table says of one feature on one architecture."""
-    op, row = op_of(feature, arch), ran.get((arch, feature.name))
-    if op is None:
+    kernel, row = served(feature, arch), ran.get((arch, feature.name))
+    if kernel is None:
         return "no"
     if row:
         return f"run ({row['gpu']}, {row['commit'][:9]})"
-    return "compiled, simulated" if (arch, op) in SIMULATED else "compiled"
+    if kernel not in catalog.shipped(arch):
+        return "on demand"
+    return "compiled, simulated" if (arch, kernel[0]) in SIMULATED else "compiled"
 
 
 def markdown(ran: dict[tuple[str, str], dict[str, str]] | None = None) -> str:
