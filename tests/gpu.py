@@ -47,7 +47,8 @@ def features(case: AttentionCase) -> tuple[str, ...]:
         "few query tokens": problem.group > 1 and problem.rows <= PACK_ROWS,
         "several query tokens": problem.rows > 1,
     }
-    names = {f"{op} with {name}" for name, has in others.items() if has} & matrix.NAMES
+    names = {f"{op} requests block table"} | {f"{op} with {name}" for name, has in others.items() if has}
+    names &= matrix.NAMES
     return (*sorted(names), *(f.name for f in matrix.FEATURES if f.op == op and f.used_by(problem)))
 
 

@@ -46,7 +46,8 @@ def features(case):
         f"Q, K and V {case.dtype}": True,
         f"head_dim {qk}" + ("" if qk == vo else f" (Q, K) and {vo} (V)"): True,
         f"page size {case.page_size}": case.paged,
-        "KV ragged": not case.paged,
+        "requests CSR page lists": case.paged,
+        "requests ragged K and V": not case.paged,
         "with a causal mask": case.causal and not case.custom,
         "with full attention": not case.causal and not case.custom,
         "with a sliding window": case.window_left >= 0,
@@ -95,7 +96,7 @@ def test_page_sizes(case):
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@feature("prefill KV ragged")
+@feature("prefill requests ragged K and V")
 def test_ragged_layouts(layout):
     first = matches_cpu(replace(BASE, form="ragged", layout=layout))
     same(first, matches_cpu(replace(BASE, form="ragged", layout=layout, strided=True)))
@@ -165,6 +166,7 @@ LENGTHS = {  # two plans of as many query rows, the first of which is captured
 GRAPHS = {"plain": {}, "custom": {"custom": True}, "rope": {"mode": "ROPE_LLAMA"}}
 
 
+@feature("prefill with CUDA graph replay at other lengths")
 @pytest.mark.parametrize("lengths", list(LENGTHS))
 @pytest.mark.parametrize("case", grid(TWO, GRAPHS))
 def test_a_graph_holds_for_a_later_plan(case, lengths):
@@ -220,7 +222,7 @@ def test_context(case):
     gpu.matches_reference(replace(case, layout="NHD", separate_tables=True), CUDA)
 
 
-@pytest.mark.parametrize("case", gpu.grid(DECODE, CACHES, SIZES))
+@pytest.mark.parametrize("case", gpu.grid(DECODE, CACHES, SIZES) + gpu.grid(DECODE, gpu.values("page_size", 2, 300)))
 def test_decode(case):
     gpu.matches_reference(case, CUDA)
     if case.kv_dtype != "nvfp4":  # whose kernel of more rows no bundle holds

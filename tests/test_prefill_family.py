@@ -1,13 +1,11 @@
 """FlashInfer's prefill family on the reference: the classes' plans and runs, the function of one request."""
 
-import doctest
 import itertools
 import time
 
 import pytest
 import torch
 
-import wrappers
 from wrappers import (
     BatchAttentionWithAttentionSinkWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
@@ -898,9 +896,3 @@ def test_torch_compile_holds_runs_in_one_graph():
     args = case.q, case.k, case.v, tuple(case.cache)
     got = torch.compile(step, fullgraph=True, backend="eager")(*args)
     assert all(map(torch.equal, got, step(*args)))
-
-
-def test_examples_of_docstrings():
-    for module in (paged, ragged, single):
-        failed, tried = doctest.testmod(module, extraglobs=vars(wrappers))
-        assert tried and not failed

@@ -33,25 +33,26 @@ def test_measured_tables_are_up_to_date():
     assert section("measured-topk") == measured_topk(read_all()), "run: python -m bench readme"
 
 
-def test_example_runs_and_is_right():
-    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+def test_examples_run_and_are_right():
     names: dict = {}
-    exec(compile(code, str(README), "exec"), names)
-    out, q, cache = (names[n].float() for n in ("out", "q", "cache"))
+    for code in re.findall(r"```python\n(.*?)```", TEXT, re.S):
+        exec(compile(code, str(README), "exec"), names)
+    out, same, q, cache = (names[n].float() for n in ("out", "same", "q", "cache"))
     assert out.shape == q.shape
     # request 1: one new token that sees all of its 20 keys, in pages 1 and 3
     k, v = (cache[[1, 3], side].transpose(0, 1).flatten(1, 2)[:, :20] for side in (0, 1))
     want = torch.nn.functional.scaled_dot_product_attention(q[5:].transpose(0, 1), k, v, enable_gqa=True)
     torch.testing.assert_close(out[5:].transpose(0, 1), want, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(same, out, rtol=1e-2, atol=1e-2)  # of the class
 
 
 def test_commands_and_files_named_in_readme_exist():
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
     assert set(re.findall(r"make ([a-z]+)", TEXT)) <= set(targets)
-    for module in set(re.findall(r"python -m ((?:tools|bench)[\w.]*)", TEXT)):
+    for module in set(re.findall(r"python -m ((?:tools|bench|examples)[\w.]*)", TEXT)):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
-    for path in set(re.findall(r"`((?:bench|tests|tools|wrappers|cute_kernels)/[\w/.]+)`", TEXT)):
+    for path in set(re.findall(r"`((?:bench|tests|tools|wrappers|cute_kernels|examples)/[\w/.]+)`", TEXT)):
         assert (ROOT / path).exists(), path
 
 
@@ -69,8 +70,9 @@ def test_features_have_names_of_their_own():
 def test_matrix_tells_run_from_simulated_compiled_and_refused(monkeypatch):
     row = {"gpu": "nvidia-h200", "commit": "0123456789abcdef"}
     ran = {("sm_90a", "prefill Q, K and V bf16"): row, ("sm_90a", "prefill KV NVFP4"): row}
-    cells = [matrix.cell(named(name), "sm_90a", ran) for name in ("prefill Q, K and V bf16", "decode output e4m3")]
-    assert cells == ["run (nvidia-h200, 012345678)", "compiled, simulated"]
+    names = ("prefill Q, K and V bf16", "decode output e4m3", "prefill with ALiBi")
+    cells = [matrix.cell(named(name), "sm_90a", ran) for name in names]
+    assert cells == ["run (nvidia-h200, 012345678)", "compiled, simulated", "on demand"]
     # a record of an architecture that refuses the feature today says nothing
     assert matrix.cell(named("prefill KV NVFP4"), "sm_90a", ran) == "no"
     assert matrix.cell(named("prefill Q, K and V bf16"), "sm_100a", ran) == "no"
@@ -81,8 +83,8 @@ def test_matrix_tells_run_from_simulated_compiled_and_refused(monkeypatch):
 
 def test_values_of_equal_cells_share_a_row():
     lines = matrix.markdown({}).splitlines()
-    assert "| prefill | page size | 8, 16, 32, 64, 128, 256 | compiled, simulated | no | no |" in lines
-    assert "| prefill | page size | 1, 5 | no | no | no |" in lines
+    assert "| prefill | output | e4m3, NVFP4 | no | no | no |" in lines
+    assert "| prefill | head_dim | 64, 128, 192 (Q, K) and 128 (V), 256 | compiled, simulated | no | no |" in lines
 
 
 def test_simulated_is_what_ci_simulates():
@@ -126,7 +128,7 @@ def test_gpu_tests_show_every_feature_that_a_kernel_has():
     files = sorted(str(path) for path in (ROOT / "tests").glob("test_gpu_*.py"))
     assert pytest.main(["--collect-only", "-qq", "-s", "-p", "no:cacheprovider", *files], plugins=[kept]) == 0
     carried = {name for item in kept.items for key, name in item.user_properties if key == "feature"}
-    served = {f.name for f in matrix.FEATURES if any(matrix.op_of(f, arch) for arch in matrix.RUN)}
+    served = {f.name for f in matrix.FEATURES if any(matrix.served(f, arch) for arch in matrix.RUN)}
     assert carried == served
 
 
@@ -143,7 +145,7 @@ def test_features_follow_from_the_fields_of_a_case():
     assert set(gpu.features(few)) == {
         "prefill Q, K and V bf16", "prefill head_dim 64", "prefill page size 16", "prefill with full attention",
         "prefill query heads of a KV head 1", "prefill with a soft cap", "prefill with sinks",
-        "prefill with scales on the device",
+        "prefill with scales on the device", "prefill requests block table",
     }  # fmt: skip
     assert "prefill with few query tokens" in gpu.features(replace(few, heads_q=4))
     skipping = replace(case, function="xqa", skip=2.0, drafts=True, out_dtype="fp8", invariant=True)

@@ -7,7 +7,7 @@
 
 A feature is a problem that its family's `dispatch.explain` is asked. A cell is `no` where every kernel refuses, `run`
 where GPU tests that carry the feature's marker passed on that architecture and none failed, else `compiled`, with
-`simulated` where CI's simulator runs that kernel's op for that architecture.
+`simulated` where CI's simulator runs that kernel's op for that architecture; `on demand` where no bundle holds it.
 """
 
 import argparse
@@ -83,6 +83,16 @@ MODIFIERS: dict[str, dict[str, Any]] = {
     "separate K and V page tables": {},
     "CUDA graph replay at other lengths": {},
 }
+FAMILY: dict[str, dict[str, Any]] = {  # RoPE: the host turns Q and K, no kernel knows of it
+    "a custom mask": {"custom_mask": True},
+    "ALiBi": {"alibi": True},
+    "RoPE": {},
+}
+REQUESTS: dict[str, dict[str, Any]] = {  # how K and V are found; kernels tell ragged ones from paged ones only
+    "block table": {},
+    "CSR page lists": {},
+    "ragged K and V": {"source": "ragged", "page_size": 0},
+}
 
 
 def heads(*groups: int) -> dict[str, dict[str, Any]]:
@@ -101,25 +111,26 @@ def dims(*pairs: tuple[int, int]) -> dict[str, dict[str, Any]]:
 
 ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # arguments of `features`
     ("prefill", PREFILL, "Q, K and V", HALVES | {"e4m3": {"q": "e4m3", "kv": "e4m3"}}),
-    ("prefill", PREFILL, "KV", QUANTISED | {"ragged": {"source": "ragged"}}),
+    ("prefill", PREFILL, "KV", QUANTISED),
     ("prefill", PREFILL, "output", OUTPUTS),
     ("prefill", PREFILL, "head_dim", dims((64, 64), (128, 128), (192, 128), (256, 256))),
-    ("prefill", PREFILL, "page size", pages(8, 16, 32, 64, 128, 256, 1, 5)),
+    ("prefill", PREFILL, "requests", REQUESTS),
+    ("prefill", PREFILL, "page size", pages(1, 2, 5, 8, 16, 24, 32, 64, 128, 256, 300)),
     ("prefill", PREFILL, "query heads of a KV head", heads(1, 2, 3, 4, 5, 6, 7, 8, 16)),
-    ("prefill", PREFILL, "with", MODIFIERS),
+    ("prefill", PREFILL, "with", MODIFIERS | FAMILY),
     ("prefill", replace(PREFILL, rows=1), "with", {"few query tokens": {}}),
     ("decode", replace(DECODE, kv="e4m3", out="e4m3"), "query", {t: {"q": t} for t in ("bf16", "fp16", "e4m3")}),
     ("decode", DECODE, "KV", HALVES | QUANTISED),
     ("decode", replace(DECODE, kv="nvfp4"), "KV", {"NVFP4 with interleaved V factors": {"interleaved": True}}),
     ("decode", DECODE, "output", OUTPUTS),
     ("decode", DECODE, "head_dim", dims((64, 64), (128, 128), (256, 256))),
-    ("decode", DECODE, "page size", pages(8, 16, 32, 64, 128, 256, 1, 5)),
+    ("decode", DECODE, "page size", pages(1, 2, 5, 8, 16, 24, 32, 64, 128, 256, 300)),
     ("decode", DECODE, "query heads of a KV head", heads(1, 3, 4, 5, 8, 16, 64, 96)),
     ("decode", DECODE, "with", MODIFIERS | {"batch-invariant bits": {"batch_invariant": True}}),
     ("decode", replace(DECODE, rows=64), "with", {"several query tokens": {}}),
     ("xqa", XQA, "KV", {"fp16": HALVES["fp16"]} | QUANTISED),
     ("xqa", XQA, "output", {"e4m3": {"out": "e4m3"}}),
-    ("xqa", XQA, "page size", pages(16, 32, 64, 128)),
+    ("xqa", XQA, "page size", pages(1, 5, 16, 24, 32, 64, 128)),
     ("xqa", XQA, "with", {name: MODIFIERS[name] for name in ("a sliding window", "a mask of drafts", "sinks")}),
     ("top-k", Rows("fp32", 64, 65536, 2048), "scores", {d: {"dtype": d} for d in ("fp32", "fp16", "bf16")}),
     ("top-k", Rows("fp32", 4096, 8192, 2048), "rows", {"in one CTA": {}}),
@@ -141,20 +152,22 @@ def record(path: Path = RECORD) -> dict[tuple[str, str], dict[str, str]]:
         return {(row["arch"], row["feature"]): row for row in csv.DictReader(f)}
 
 
-def op_of(feature: Feature, arch: str) -> str | None:
-    """The op that serves the feature's problem on `arch`, None where all refuse."""
+def served(feature: Feature, arch: str) -> tuple[str, Any] | None:
+    """(op, spec) of the kernel that serves the feature's problem on `arch`, None where all refuse."""
     answers = FAMILIES[feature.op].explain(feature.problem, arch)
-    return next((op for op, _, reason in answers if reason is None), None)
+    return next(((op, spec) for op, spec, reason in answers if reason is None), None)
 
 
 def cell(feature: Feature, arch: str, ran: dict[tuple[str, str], dict[str, str]]) -> str:
     """What the table says of one feature on one architecture."""
-    op, row = op_of(feature, arch), ran.get((arch, feature.name))
-    if op is None:
+    kernel, row = served(feature, arch), ran.get((arch, feature.name))
+    if kernel is None:
         return "no"
     if row:
         return f"run ({row['gpu']}, {row['commit'][:9]})"
-    return "compiled, simulated" if (arch, op) in SIMULATED else "compiled"
+    if kernel not in catalog.shipped(arch):
+        return "on demand"
+    return "compiled, simulated" if (arch, kernel[0]) in SIMULATED else "compiled"
 
 
 def markdown(ran: dict[tuple[str, str], dict[str, str]] | None = None) -> str:

@@ -60,6 +60,11 @@ def merge_state(
     """The state of the keys of A and B together, in new memory: v (n, heads, head_dim) of v_a's dtype, s fp32.
 
     v_a, v_b: fp16, bf16 or fp32 (n, heads, head_dim), of one dtype. s_a, s_b: fp32 (n, heads), base 2. Any strides.
+    TypeError dtypes, ValueError shapes and devices. FlashInfer's function.
+
+    >>> a, b = torch.full((1, 1, 2), 1.0), torch.full((1, 1, 2), 5.0)  # one key each; B's has 3 times the weight
+    >>> merge_state(a, torch.tensor([[0.0]]), b, torch.tensor([[3.0]]).log2())
+    (tensor([[[4., 4.]]]), tensor([[2.]]))
     """
     _state("v_a", v_a, "s_a", s_a)
     _state("v_b", v_b, "s_b", s_b)
@@ -74,6 +79,12 @@ def merge_state_in_place(
     """Write `merge_state(v, s, v_other, s_other)` to v and s, whose elements may not overlap each other.
 
     mask: bool or uint8 (n,), rows that are merged; others keep their bytes. None: all.
+    Raises as `merge_state` does, before anything is written. FlashInfer's function.
+
+    >>> v, s = torch.zeros(1, 1, 2), torch.full((1, 1), -torch.inf)  # of no keys
+    >>> merge_state_in_place(v, s, torch.ones(1, 1, 2), torch.zeros(1, 1))
+    >>> v, s
+    (tensor([[[1., 1.]]]), tensor([[0.]]))
     """
     _state("v", v, "s", s)
     _state("v_other", v_other, "s_other", s_other)
@@ -98,7 +109,10 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     """The state of the keys of all states together, in new memory: (n, heads, head_dim) of v's dtype, fp32 (n, heads).
 
     v: fp16, bf16 or fp32 (n, states, heads, head_dim). s: fp32 (n, states, heads), base 2. Any strides; no states give
-    the state of no keys.
+    the state of no keys. TypeError dtypes, ValueError shapes and devices. FlashInfer's function.
+
+    >>> merge_states(torch.tensor([1.0, 2.0, 6.0]).view(1, 3, 1, 1), torch.zeros(1, 3, 1))[0]
+    tensor([[[3.]]])
     """
     _state("v", v, "s", s, 4)
     if not v.shape[1]:

@@ -31,7 +31,11 @@ class FP4Tensor:
 
     data: uint8 (rows, ..., D / 2). scale: e4m3 (M, K), M a multiple of 128, K = round_up(elements of a row / 16, 4), in
     the 128x4 swizzle; row r of data has its factors in row scale_start_index + r. original_shape: the unpacked shape.
-    TypeError names what is no tensor, int or tuple, ValueError what does not fit.
+    TypeError names what is no tensor, int or tuple, ValueError what does not fit. FlashInfer's class.
+
+    >>> scale = torch.zeros(128, 8, dtype=torch.float8_e4m3fn)
+    >>> FP4Tensor(torch.zeros(2, 64, dtype=torch.uint8), scale, original_shape=(2, 128)).shape
+    torch.Size([2, 64])
     """
 
     dtype = "nvfp4"
@@ -189,7 +193,12 @@ def nvfp4_quantize(x: torch.Tensor, global_scale: float | torch.Tensor = 1.0) ->
 
     sf = e4m3(global_scale * amax / 6) of each block of 16; code = e2m1(x * global_scale / sf), 0 where sf is 0. So
     `global_scale` is the forward one, at most 448 * 6 / amax(x) to avoid saturation; a float or a float32 tensor of one
-    element.
+    element. x: fp16, bf16, fp32 or fp64.
+    TypeError dtypes, ValueError shapes, devices, scales. Formats: NVIDIA's PTX ISA.
+
+    >>> data, scales = nvfp4_quantize(torch.arange(16.0))
+    >>> nvfp4_dequantize(data, scales).tolist()[:8]  # 15 / 6 is a scale factor
+    [0.0, 1.25, 2.5, 2.5, 3.75, 5.0, 5.0, 7.5]
     """
     _floats("x", x)
     _whole("x", x, BLOCK)
@@ -205,7 +214,12 @@ def nvfp4_quantize(x: torch.Tensor, global_scale: float | torch.Tensor = 1.0) ->
 def nvfp4_dequantize(
     data: torch.Tensor, scales: torch.Tensor, global_scale: float | torch.Tensor = 1.0
 ) -> torch.Tensor:
-    """data (..., D / 2), linear scales (..., D / 16) -> fp32 (..., D): code * sf / global_scale."""
+    """data uint8 (..., D / 2), linear scales e4m3 (..., D / 16) -> fp32 (..., D): code * sf / global_scale, which is as
+    in `nvfp4_quantize`. TypeError dtypes, ValueError shapes, devices, scales. Formats: NVIDIA's PTX ISA.
+
+    >>> nvfp4_dequantize(torch.tensor([0x72] * 8, dtype=torch.uint8), torch.ones(1).to(torch.float8_e4m3fn))[:2]
+    tensor([1., 6.])
+    """
     _bytes("data", data, BLOCK // 2)
     _factors("scales", scales)
     check_shape("scales", scales, (*data.shape[:-1], data.shape[-1] * 2 // BLOCK), f"one for {BLOCK} elements of data")

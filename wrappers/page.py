@@ -75,6 +75,7 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     [0, page_size]; 0 where there are no pages.
 
     kv_indptr: int32 or int64 (B + 1,), offsets of pages. kv_last_page_len: int32 or int64 (B,), on the same device.
+    TypeError dtypes, ValueError shapes, devices, numbers. FlashInfer's function.
 
     >>> get_seq_lens(torch.tensor([0, 3, 3, 4]), torch.tensor([2, 5, 16]), 16)
     tensor([34,  0, 16])
@@ -97,6 +98,7 @@ def get_batch_indices_positions(
 
     append_indptr: int32 or int64 (B + 1,), rising. seq_lens: int32 or int64 (B,), keys of each request with these, on
     the same device. batch_indices, positions: what is to be written and returned; None: new memory.
+    Raises before anything is written: TypeError dtypes, ValueError shapes, devices, numbers. FlashInfer's function.
 
     >>> get_batch_indices_positions(torch.tensor([0, 2, 3]), torch.tensor([5, 1]), 4)[1].tolist()
     [3, 4, 0, 0]
@@ -226,6 +228,14 @@ def append_paged_kv_cache(
     its page is not in the cache; no value of any tensor makes the call leave its tensors. Where no row is written, some
     key of the cache is rewritten with its own bytes. Of rows for one slot some one is written, of K and of V and of
     each element on its own.
+    Raises before anything is written: TypeError dtypes; ValueError shapes, strides, devices; an unknown kv_layout is a
+    KeyError and a ValueError. FlashInfer's function.
+
+    >>> cache, k = torch.zeros(3, 2, 4, 1, 8).half(), torch.ones(2, 1, 8).half()  # 3 pages of 4 rows
+    >>> pages, starts, last = torch.tensor([2, 0]), torch.tensor([0, 2]), torch.tensor([1])  # one request, 5 keys
+    >>> append_paged_kv_cache(k, k, torch.tensor([0, 0]), torch.tensor([3, 4]), cache, pages, starts, last)
+    >>> cache[..., 0, 0].nonzero().tolist()  # K and V of row 3 of page 2, and of row 0 of page 0
+    [[0, 0, 0], [0, 1, 0], [2, 0, 3], [2, 1, 3]]
     """
     for name, t in (("append_key", append_key), ("append_value", append_value)):
         check_one_of(f"{name}: dtype", check_strided(name, t, 3).dtype, STORED)
@@ -271,6 +281,15 @@ def nvfp4_quantize_append_paged_kv_cache(
         paged_kv_cache: uint8, last dimension D / 2. kv_cache_sf: e4m3, the same form, last dimension D / 16, linear.
         k_scale, v_scale: global scales of decoding, value = code * factor * scale; a positive float, or an fp32 tensor
             of one element, whose value is not looked at on CUDA. `nvfp4_quantize` gets 1 / scale.
+
+    >>> codes, factors = (torch.zeros(1, 2, 4, 1, n, dtype=torch.uint8) for n in (8, 1))  # a page of 4 rows
+    >>> k, zero, one = torch.ones(1, 1, 16).half(), torch.tensor([0]), torch.tensor([1])
+    >>> factors = factors.view(torch.float8_e4m3fn)
+    >>> nvfp4_quantize_append_paged_kv_cache(
+    ...     k, k, zero, zero, codes, factors, zero, torch.tensor([0, 1]), one, 1.0, 1.0
+    ... )
+    >>> nvfp4_dequantize(codes, factors)[0, 0, 0, 0, :2]
+    tensor([1.0312, 1.0312])
     """
     for name, t in (("append_key", append_key), ("append_value", append_value)):
         check_one_of(f"{name}: dtype", check_strided(name, t, 3).dtype, (torch.float16, torch.bfloat16))

@@ -27,6 +27,7 @@ def _shift(bit: Any, bitorder: Any) -> Any:
 def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     """x (N,) of any dtype -> uint8 (ceil(N / 8),): a set bit where x is not zero, zeros behind the last, as
     `numpy.packbits`. "big": the first element is the most significant bit of its byte; attention wants "little".
+    ValueError a shape or bitorder. FlashInfer's function.
 
     >>> packbits(torch.tensor([1, 0, 1, 1, 0, 0, 1, 1, 1])).tolist()
     [179, 128]
@@ -42,6 +43,7 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
 
     indptr: int32 or int64 (S + 1,), on x's device, rising, within x. Returns uint8 (bytes,) and their int32 offsets
     (S + 1,). Waits for the device once, since the size of the result is a value of indptr, which is checked then.
+    TypeError dtypes, ValueError shapes, devices, offsets, bitorder. FlashInfer's function.
 
     >>> packed, starts = segment_packbits(torch.tensor([1, 0, 1, 1, 0, 0, 1]), torch.tensor([0, 4, 7]))
     >>> packed.tolist(), starts.tolist()

@@ -35,7 +35,12 @@ def xqa_batch_decode_with_kv_cache(
     """`trtllm_batch_decode_with_kv_cache`, under another name, with FlashInfer 0.7.2's arguments in their order. What
     differs: kv_layout is "NHD" where none is given; q_cu_seq_lens, int32 (B + 1,), stands for cum_seq_lens_q, and with
     it q_len_per_req for max_q_len, the most query tokens of a request; seq_lens are int32 or uint32; out is always of
-    the query's shape. A mask may be missing where q_len_per_req is over 1: drafts are causal then.
+    the query's shape. A mask may be missing where q_len_per_req is over 1: drafts are causal then. Raises as there.
+
+    >>> q, cache = torch.randn(2, 8, 64).half(), torch.randn(3, 2, 16, 2, 64).half()  # 3 pages of 16 rows
+    >>> table, lens = torch.tensor([[2, 0], [1, -1]]).int(), torch.tensor([20, 9]).int()
+    >>> xqa_batch_decode_with_kv_cache(q, cache, None, table, lens, None, 64**-0.5).shape
+    torch.Size([2, 8, 64])
     """
     if q_cu_seq_lens is not None:
         check_operand("q_cu_seq_lens", q_cu_seq_lens, 1, (torch.int32,), getattr(query, "device", None))
@@ -70,8 +75,15 @@ def trtllm_fmha_v2_prefill(
         sinks: fp32 (Hq,), or a list of that one tensor. logits_soft_cap_scale: c * tanh(s / c); None or 0: off.
         mask_mode: "causal" or "sliding_window", both with window_left; "padding": every key, no window_left.
 
-    Not supported: the ragged input layouts, alibi, chunked attention, save_softmax_stats (the context function gives
-    the LSE). Returns out (T, Hq, D), new where None was given.
+    NotImplementedError: the ragged input layouts, alibi, chunked attention, save_softmax_stats (the context function
+    gives the LSE). Else raises as there. Returns out (T, Hq, D), new where None was given.
+
+    >>> q, cache = torch.randn(4, 8, 64).half(), torch.randn(3, 2, 16, 2, 64).half()  # 3 pages of 16 rows
+    >>> table, lens, starts = (torch.tensor(x).int() for x in ([[2, 0], [1, -1]], [20, 9], [0, 3, 4]))
+    >>> trtllm_fmha_v2_prefill(
+    ...     (q, cache), "Q_PAGED_KV_NHD", None, lens, 3, None, 64**-0.5, 1.0, 2, starts, None, table
+    ... ).shape
+    torch.Size([4, 8, 64])
     """
     if input_layout in RAGGED:
         raise NotImplementedError(f"input_layout: {input_layout!r}, not supported, must be one of {listed(PAGED)}")

@@ -64,7 +64,8 @@ def trtllm_batch_context_with_kv_cache(
     Args, upstream's order (FlashInfer 0.7.2), ours by keyword only:
         query: (T, Hq, D) fp16, bf16 or e4m3, any token and head stride; request r owns rows cum_seq_lens_q[r:r + 2].
         kv_cache: (k, v), each (pages, Hkv, P, D) "HND" or (pages, P, Hkv, D) "NHD"; or one (pages, 2, ...) or
-            (pages, 1, ...) (K and V share storage). The query's dtype, e4m3, or uint8: packed NVFP4, last dim D / 2.
+            (pages, 1, ...) (K and V share storage). Any P from 1. The query's dtype, e4m3, or uint8: packed NVFP4,
+            last dim D / 2.
         block_tables: int32 (B, M), or (B, 2, M) (K, V) with uses_shared_paged_kv_idx=False; entries past a request's
             last page are not read.
         seq_lens: int32 or uint32 (B,), KV length with this step's tokens. cum_seq_lens_q: int32 (B + 1,).
@@ -85,6 +86,11 @@ def trtllm_batch_context_with_kv_cache(
     lengths, offsets and page ids too.
     Raises before any launch: ValueError rank, shape, stride, alignment, device; TypeError dtype; NotImplementedError
     what no kernel does; an unknown kv_layout is a KeyError and a ValueError.
+
+    >>> q, cache = torch.randn(4, 8, 64).half(), torch.randn(3, 2, 2, 16, 64).half()  # 3 pages of 16 rows
+    >>> table, lens, starts = (torch.tensor(x).int() for x in ([[2, 0], [1, -1]], [20, 9], [0, 3, 4]))
+    >>> trtllm_batch_context_with_kv_cache(q, cache, None, table, lens, 3, None, 64**-0.5, 1.0, 2, starts, None).shape
+    torch.Size([4, 8, 64])
     """
     signature, scales = CONTEXT, kv_cache_sf
     if kv_block_scales is not None:
@@ -165,6 +171,11 @@ def trtllm_batch_decode_with_kv_cache(
     request_order, request_order_plan. Refused but for their defaults: enable_block_sparse_attention, cp_world, cp_rank,
     causal_seqlens_kv_global (context parallelism). Returns out (new where None was given), or (out, lse).
     Raises as `trtllm_batch_context_with_kv_cache` does. e4m3 and NVFP4 caches are computed with in fp16.
+
+    >>> q, cache = torch.randn(2, 8, 64).half(), torch.randn(3, 2, 2, 16, 64).half()  # 3 pages of 16 rows
+    >>> table, lens = torch.tensor([[2, 0], [1, -1]]).int(), torch.tensor([20, 9]).int()
+    >>> trtllm_batch_decode_with_kv_cache(q, cache, None, table, lens, None, 64**-0.5).shape
+    torch.Size([2, 8, 64])
     """
     if backend not in BACKENDS:
         raise UnknownName(f"backend: {backend!r}, must be one of {listed(BACKENDS)}")

@@ -55,7 +55,14 @@ def xqa(
         v_scales_interleaved, batch_invariant: as there.
 
     Accepted and not used: workspace_buffer, semaphores (whatever they hold), sm_count. A hint: enable_pdl (None: on).
-    ValueError rank, shape, stride, device; TypeError dtype; NotImplementedError what no kernel does.
+    Raises before any launch: ValueError rank, shape, stride, device; TypeError dtype; NotImplementedError what no
+    kernel does.
+
+    >>> q, cache = torch.randn(2, 1, 8, 64).half(), torch.randn(3, 16, 2, 64).half()  # 3 pages of 16 rows
+    >>> table, lens, out = torch.tensor([[2, 0], [1, -1]]).int(), torch.tensor([[20], [9]]).int(), torch.empty_like(q)
+    >>> xqa(q, cache, cache, table, lens, out, None, None, 2, 16)
+    >>> out.isfinite().all()
+    tensor(True)
     """
     if (k_sf_cache is None) != (v_sf_cache is None):
         raise ValueError("k_sf_cache, v_sf_cache: one of the two is None, must be both or none")

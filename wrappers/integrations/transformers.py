@@ -42,7 +42,8 @@ class PagedCache:
     def __init__(
         self, batch: int, pages: int, max_tokens: int, page_size: int = 16, device: torch.device | str = "cuda"
     ) -> None:
-        """max_tokens: bound of a request's tokens, prompt and output. page_size: 8 to 256, a power of two."""
+        """max_tokens: bound of a request's tokens, prompt and output. page_size: any from 1; powers of two from 8 to
+        256 are fastest."""
         self.pages, self.page_size, self.max_tokens = pages, page_size, max_tokens
         width = -(-max_tokens // page_size)
         self.block_tables = torch.zeros(batch, width, dtype=torch.int32, device=device)

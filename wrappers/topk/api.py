@@ -46,6 +46,12 @@ def top_k_page_table_transform(
         out, out_raw_indices: int32 (R, k), any row stride that keeps rows apart; the second is filled with x.
 
     -1 also where b or the column lies outside the table. Returns out, int32 (R, k).
+    Raises before any launch: ValueError shapes, strides, devices, ranges; TypeError dtypes; NotImplementedError what no
+    kernel does.
+
+    >>> scores, table = torch.tensor([[0.1, 0.9, 0.3, 0.7]]), torch.tensor([[40, 41, 42, 43]]).int()
+    >>> top_k_page_table_transform(scores, table, torch.tensor([4]).int(), 2)
+    tensor([[41, 43]], dtype=torch.int32)
     """
     if deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
         _refuse_other_than(bool, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
@@ -70,7 +76,11 @@ def top_k_ragged_transform(
     """offsets[i] + x for the indices x of the k largest scores of each row, ascending, then -1 (without offset).
 
     input (R, L), lengths, row_starts and k as in `top_k_page_table_transform`; offsets int32 (R,), any values (sums
-    wrap at 32 bits). Signature: FlashInfer. Returns int32 (R, k).
+    wrap at 32 bits). Signature: FlashInfer. Returns int32 (R, k). Raises as there.
+
+    >>> scores = torch.tensor([[0.1, 0.9, 0.3, 0.7]])
+    >>> top_k_ragged_transform(scores, torch.tensor([100]).int(), torch.tensor([3]).int(), 2)  # of 3 scores
+    tensor([[101, 102]], dtype=torch.int32)
     """
     if deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
         _refuse_other_than(bool, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
@@ -90,7 +100,10 @@ def top_k(
     """(values, indices) of the k largest scores of each row: the scores' dtype and int64, both (R, k).
 
     input (R, V) as in `top_k_page_table_transform`; k <= V. Order: ascending index, or with sorted=True descending
-    value, then ascending index. Signature: FlashInfer.
+    value, then ascending index. Signature: FlashInfer. Raises as there.
+
+    >>> top_k(torch.tensor([[0.1, 0.7, 0.3, 0.9]]), 2)
+    (tensor([[0.7000, 0.9000]]), tensor([[1, 3]]))
     """
     if sorted.__class__ is not bool or deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
         _refuse_other_than(bool, sorted=sorted, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
@@ -118,7 +131,13 @@ def top_k_per_row_prefill(
     Args (FlagGems, vLLM): logits (num_rows, V) fp32, fp16 or bf16, never modified, of strides (stride0, stride1);
     copied first unless stride1 is 1. row_starts, row_ends int32 (num_rows,): the window [start, end), clamped to the
     row, the start first; no element where end <= start. indices int32 (num_rows, top_k), any row stride that keeps
-    rows apart. top_k may exceed V.
+    rows apart. top_k may exceed V. Raises as `top_k_page_table_transform` does.
+
+    >>> scores, starts, ends = torch.tensor([[0.9, 0.1, 0.3, 0.7]]), torch.tensor([1]).int(), torch.tensor([4]).int()
+    >>> indices = torch.empty(1, 2, dtype=torch.int32)
+    >>> top_k_per_row_prefill(scores, starts, ends, indices, 1, 4, 1, 2)
+    >>> indices
+    tensor([[1, 2]], dtype=torch.int32)
     """
     layout = (num_rows, stride0, stride1)
     if num_rows.__class__ is not int or stride0.__class__ is not int or stride1.__class__ is not int:
@@ -144,7 +163,13 @@ def top_k_per_row_decode(
     end = seq_lens[r // next_n] - next_n + r % next_n + 1, clamped to the row.
 
     Args (vLLM): seq_lens int32 (num_rows / next_n,), or the end of each row itself, (num_rows / next_n, next_n) or
-    (num_rows, 1); the others as there.
+    (num_rows, 1); the others as there. Raises as there.
+
+    >>> scores, indices = torch.tensor([[0.1, 0.3, 0.7, 0.9]] * 2), torch.empty(2, 2, dtype=torch.int32)
+    >>> top_k_per_row_decode(scores, 2, torch.tensor([4]).int(), indices, 2, 4, 1, 2)
+    >>> indices  # of 3 scores, and of 4
+    tensor([[1, 2],
+            [2, 3]], dtype=torch.int32)
     """
     if (seq_lens.__class__ is _Tensor or isinstance(seq_lens, _Tensor)) and seq_lens.dim() == 2:
         seq_lens, next_n = each_row(seq_lens, next_n, logits), 1

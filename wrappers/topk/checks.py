@@ -35,7 +35,11 @@ MAX_PAGE_SIZE = 1 << 30
 
 
 class TopKTieBreak(IntEnum):
-    """Which of the scores equal to the k-th largest get in. NONE leaves it open, and is SMALL here."""
+    """Which of the scores equal to the k-th largest get in. NONE leaves it open, and is SMALL here. FlashInfer's enum.
+
+    >>> top_k(torch.zeros(1, 4), 2, tie_break=TopKTieBreak.LARGE)[1]
+    tensor([[2, 3]])
+    """
 
     NONE = 0
     SMALL = 1  # those of the lowest indices
