@@ -15,8 +15,12 @@ from pathlib import Path
 from typing import Any
 
 INSTALL = "pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
-# Tensor-core MMAs, Hopper's fences and waits around them, TMA copies, the loads and stores that a spill would show as.
-COUNTED = ("HMMA", "HGMMA", "QGMMA", "WARPGROUP", "UTCHMMA", "UTCQMMA", "UTCOMMA", "UTMALDG", "UTMASTG", "LDL", "STL")
+COUNTED = (
+    *("HMMA", "HGMMA", "QGMMA", "WARPGROUP"),  # tensor-core MMAs, Hopper's fences and waits around them
+    *("UTCHMMA", "UTCQMMA", "UTCOMMA"),
+    *("UTMALDG", "UTMASTG", "LDGSTS"),  # copies of TMA, and cp.async
+    *("LDL", "STL"),  # what a spill would show as
+)
 
 
 @cache

@@ -47,7 +47,11 @@ def as_its_op(entry, op, spec):
     if op.startswith("topk."):
         return as_dispatch_counts(entry, spec)
     counts = entry["instructions"]
-    assert counts["UTMALDG"] > 0
+    if spec.kv.source == "gather":  # K and V by cp.async; a box of Q is 128 bytes wide
+        assert counts["LDGSTS"] > 0
+        assert counts.get("UTMALDG", 0) == (0 if spec.pack_gqa else spec.head_dim_qk // 64)
+    else:
+        assert counts["UTMALDG"] > 0
     if op == "attention.decode":
         assert counts["HMMA"] > 0 and "HGMMA" not in counts
     else:

@@ -1,0 +1,81 @@
+"""The prefill family in the simulator: its classes plan and run, the function of one request, against the same calls on
+the CPU; kernels that no bundle holds, which are compiled here. On a GPU: test_gpu_family.py."""
+
+from dataclasses import replace
+
+import pytest
+
+from bench.cases import family
+from bench.cases.attention import LSE_TOLERANCE, AttentionCase
+from bench.cases.family import FamilyCase
+from tests.conftest import ARCH, ROOT
+from tools.ptxsim.workloads import distance, simulated
+from tools.ptxsim.workloads.attention import call
+
+pytestmark = pytest.mark.kernels
+MEMORY = ROOT / "build" / "simulated"
+SMS = 2
+
+PACKED = FamilyCase(q_lens=(3, 0, 5, 1), kv_lens=(150, 7, 20, 0), heads_q=6)
+PLAIN = replace(PACKED, heads_q=2)
+ALONE = replace(PLAIN, heads_q=1, heads_kv=1)
+AGAIN = {"q_lens": (1, 7, 0, 2), "kv_lens": (9, 131, 260, 40)}  # another plan of the same object
+MASKED = {"custom": True, "window_left": 37}
+PLANS = {  # what an object plans and runs, one after another
+    "page 16": (replace(PACKED, page_size=16), replace(PACKED, page_size=16, layout="NHD", strided=True, **AGAIN)),
+    "page 1": (replace(PACKED, page_size=1, stacked=True), replace(PACKED, page_size=5, strided=True, **AGAIN)),
+    "ragged": (replace(PACKED, form="ragged", layout="HND"),
+               replace(PLAIN, form="ragged", layout="HND", strided=True, **AGAIN)),
+    "sinks": (replace(PACKED, form="sinks", page_size=16), replace(PLAIN, form="sinks", window_left=100, **AGAIN)),
+    "masks": (replace(PLAIN, page_size=16, **MASKED), replace(PLAIN, page_size=16, custom=True, packed=True, **AGAIN)),
+    "RoPE": (replace(PACKED, mode="ROPE_LLAMA"), replace(PACKED, page_size=16, soft_cap=4.0)),
+    "ragged, RoPE": (replace(PACKED, form="ragged", mode="ROPE_LLAMA"),
+                     replace(PACKED, form="ragged", soft_cap=4.0, causal=False, **AGAIN)),
+    "ALiBi": (replace(PACKED, form="ragged", mode="ALIBI", window_left=100),
+              replace(PACKED, form="ragged", mode="ALIBI", soft_cap=4.0, **AGAIN)),
+    "page 1, head_dim 192": (replace(ALONE, page_size=1, head_dim_qk=192, head_dim_vo=128),),
+    "page 5, head_dim 256": (replace(ALONE, head_dim_qk=256, head_dim_vo=256),),
+}  # fmt: skip
+ONE = replace(PLAIN, form="single", q_lens=(40,), kv_lens=(150,))
+SINGLE = {
+    "causal": ONE,
+    "mask, window": replace(ONE, layout="HND", **MASKED),
+    "bits": replace(ONE, custom=True, packed=True, strided=True, soft_cap=4.0),
+    "RoPE": replace(ONE, mode="ROPE_LLAMA", causal=False),
+}
+
+
+def close(case, got, want):
+    for x, y, tolerance in zip(got, want, (case.tolerance, LSE_TOLERANCE), strict=True):
+        assert distance(x, y, tolerance) <= 1
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plan_and_run(name):
+    wrapper = family.wrapper_of(PLANS[name][0], "cpu")
+    for seed, case in enumerate(PLANS[name]):
+        t = family.make(case, seed)
+        arguments, sinks = family.placed(case, t, "cpu"), {} if t.sinks is None else {"sinks": t.sinks}
+        with simulated(ARCH, [], SMS, memory=MEMORY):
+            family.plan(case, wrapper, t)
+            got = wrapper.run(*arguments, **sinks, **family.outputs(case, "cpu"), return_lse=True)
+        close(case, got, family.answer(case, t, "cpu"))
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_one_request(name):
+    case = SINGLE[name]
+    t = family.make(case)
+    with simulated(ARCH, [], SMS, memory=MEMORY):
+        got = family.answer(case, t, "cpu")
+    close(case, got, family.answer(case, t, "cpu"))
+
+
+def test_small_pages_of_nvfp4():
+    case = AttentionCase(
+        "", q_lens=(1, 1), kv_lens=(150, 7), heads_q=4, heads_kv=2, head_dim_qk=128, head_dim_vo=128, page_size=5,
+        kv_dtype="nvfp4", function="decode", sink=True,
+    )  # fmt: skip
+    with simulated(ARCH, [], SMS, memory=MEMORY):
+        _, error = call(case)
+    assert error <= 1
