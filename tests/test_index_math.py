@@ -25,8 +25,11 @@ hypothesis_settings.register_profile("busy", deadline=None)  # a busy machine is
 hypothesis_settings.load_profile("busy")
 settings = hypothesis_settings
 SPECS = st.builds(
-    lambda causal, window, m, n: AttentionSpec(mask=MaskSpec(causal, window), tile=sm90.Tile(m, n)),
+    lambda causal, window, custom, m, n: AttentionSpec(
+        mask=MaskSpec(causal, window, custom=custom), tile=sm90.Tile(m, n)
+    ),
     st.sampled_from(["always", "never", "value"]),
+    st.booleans(),
     st.booleans(),
     st.sampled_from([64, 128, 192]),
     st.sampled_from([64, 80, 128]),
@@ -78,12 +81,14 @@ def test_blocks_of_a_tile(spec, n, group, pack, data):
         assert not visible
         return
 
+    if spec.mask.custom:
+        assert full_hi <= 0, "any key may be hidden"
     # the last block is the kernel's own, and always masked; segments take the rest
     walked = []
     for a, b, masked in mask.segments(spec, lo, hi - 1, full_lo, full_hi):
         for j in range(b - 1, a - 1, -1):
             walked.append(j)
-            assert masked or all(sees(spec, i, j * t.n + c, n) for i in (first, last) for c in (0, t.n - 1))
+            assert masked or not spec.mask.custom and all(sees(spec, i, j * t.n + c, n) for i in (first, last) for c in (0, t.n - 1))
     assert walked == list(range(hi - 2, lo - 1, -1))
 
 

@@ -76,10 +76,12 @@ def segments(spec, block_lo, block_hi, full_lo, full_hi):
     A caller loops over the tuple at trace time: the loop body is written once, and the copy for full blocks carries no
     predicate. The last block of a tile is not among these: without a mask on the right only that one can be cut there.
     """
+    if spec.mask.custom:  # no block is full
+        return ((block_lo, block_hi, True),)
     mid = cutlass.max(block_lo, cutlass.min(block_hi, full_hi))
     left = cutlass.max(block_lo, cutlass.min(mid, full_lo))
     cut = ((mid, block_hi, True), (left, mid, False), (block_lo, left, True))
-    right = spec.mask.causal != "never" or spec.mask.bits or spec.mask.custom
+    right = spec.mask.causal != "never" or spec.mask.bits
     return cut[0 if right else 1 : 3 if spec.mask.window else 2]
 
 

@@ -33,7 +33,7 @@ DECODE_STRUCTURES = {  # (KV dtype, head_dim, 8 rows a warp): every type, head_d
     ("", 64, True), ("", 128, False), ("", 256, True), ("fp8", 64, False), ("fp8", 128, True), ("nvfp4", 64, True),
     ("nvfp4", 128, True), ("nvfp4", 128, False),
 }  # fmt: skip
-GATHER_STRUCTURES = {("", 128, True), ("fp8", 64, False)}
+GATHER_STRUCTURES = {("", 128, True)}
 WIDE_STRUCTURES = {(192, False, True), (256, True, True)}  # (head_dim, packed, general) of prefill beyond 128
 
 
@@ -92,8 +92,10 @@ def structure(spec: Any) -> Any:
         if k.gathers:
             return (*key, "gathers") if key in GATHER_STRUCTURES else None
         return key if key in DECODE_STRUCTURES else None
-    if k.gathers or k.custom:  # one head dimension each
-        return (k.packed, k.general, k.custom) if dim == (64 if k.packed else 128) else None
+    if k.custom:  # bits are read as any operand is
+        return None
+    if k.gathers:
+        return ("gathers", k.general) if dim == 64 and k.packed == k.general else None
     if dim > 128 and (dim, k.packed, k.general) not in WIDE_STRUCTURES:
         return None
     return dim, k.packed, k.general
@@ -109,14 +111,18 @@ def structures(specs: Iterable[Any]) -> list[Any]:
 
 
 def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
-    """Scenarios whose kernel is `spec`. thorough: every box size too."""
+    """Scenarios whose kernel is `spec`. thorough: every box size too. Of kernels that gather, whose rest is that of
+    kernels with TMA, only those of `structures` have all."""
     k = kernel_of(spec)
+    twin = k.gathers and structure(spec) is None
     window = (300 if k.general else 75) if k.window else -1
     other = -1 if k.cap or k.packed else window  # a kernel with a window serves calls without one
     packed = k.packed
     first, second = ((5, 0, 40), (2, 1, 3)) if packed else ((3, 0, 150), (9, 1, 197))
     if k.few_rows:
         first, second = (2, 0, 1), (1, 2, 1)
+    elif twin or k.custom and spec.head_dim_qk == 64:
+        first = first[0], 0, 40
     heads: dict[str, Any] = {"heads_q": 6 if packed else 2, "heads_kv": 2}
     same = k.same | heads | {"data": "needles"}
     stacked = "stacked" if spec.head_dim_qk == spec.head_dim_vo else "tuple"
@@ -135,17 +141,21 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
         soft_cap=12.0 if k.cap else 0.0, **same,
     )  # fmt: skip
     sms = SHARED_SMS if k.decodes else SMS
-    found = [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("short", (short,), sms)]
-    if k.general:  # code of its own with a cap, and a mask as the call says
-        calls = replace(short, causal=False), replace(ragged, soft_cap=12.0)
-        found[1] = Scenario("short", calls, sms, in_forms if k.custom else ())
     keys = spec.tile.n + 40  # so that several CTAs have a share
     other_boxes = [
         replace(short, page_size=page, kv_lens=(keys, 0, 9), lse=True, sink=True)
         for page in pages
         if page != page_size
     ]
-    found.append(Scenario("boxes", tuple(other_boxes), sms, () if k.gathers else in_forms))
+    if twin:
+        box = replace(other_boxes[-1], causal=not k.general)
+        found = [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("boxes", (box,), sms)]
+        return found if k.same["dtype"] == "bf16" else found[1:]
+    found = [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("short", (short,), sms)]
+    if k.general:  # code of its own with a cap, and a mask as the call says
+        calls = replace(short, causal=False), replace(ragged, soft_cap=12.0)
+        found[1] = Scenario("short", calls, sms, in_forms if k.custom else ())
+    found.append(Scenario("boxes", tuple(other_boxes), sms, () if k.gathers else in_forms or ("csr",)))
     idle = (0,) * 127  # requests without queries: a warp looks at 32 at a time
     many = replace(short, q_lens=(*idle, 2 if k.few_rows else 3, 0, 1), kv_lens=(*idle, keys, 7, 9), lse=True)
     if k.decodes:
