@@ -15,6 +15,7 @@ from bench.cases.attention import LSE_TOLERANCE, AttentionCase
 from cute_kernels.attention import geometry
 from tests.conftest import ARCH
 from tools.ptxsim.workloads import distance, simulated
+from wrappers import reference
 
 ANY = st.one_of(st.integers(-(1 << 31), (1 << 31) - 1), st.integers(-20, 200))
 
@@ -48,29 +49,47 @@ BASE = AttentionCase(
     "hostile", q_lens=(3, 0, 5), kv_lens=(140, 9, 40), heads_q=2, heads_kv=1, spare_pages=0, separate_tables=True,
     sink=True,
 )  # fmt: skip
+WHOLE = replace(BASE, heads_kv=2)  # heads that are not packed into rows
 DECODE = replace(BASE, function="decode")
-ALL = ("lengths", "rising offsets", "falling offsets", "pages", "no columns", "no pages", "any bytes")
+ALL = ("lengths", "rising offsets", "falling offsets", "pages", "fewer pages of V", "no columns", "no pages", "any bytes")
 SOME = ("rising offsets", "pages", "any bytes")
-CALLS = {
-    "prefill": (BASE, ALL),
-    "prefill, window": (replace(BASE, heads_kv=2, window_left=30, causal=False), SOME),
-    "decode": (DECODE, ALL),
-    "decode, nvfp4": (replace(DECODE, kv_dtype="nvfp4"), (*SOME, "no pages")),
-    "decode, parts of their own": (replace(DECODE, invariant=True), (*SOME, "no columns")),
+LISTED = ("starts", "lengths", "pages")
+CALLS: dict[str, tuple[AttentionCase, tuple[str, ...], tuple[str, ...]]] = {  # case, forms, kinds
+    "prefill": (BASE, (), ALL),
+    "prefill, window": (replace(WHOLE, window_left=30, causal=False), (), SOME),
+    "decode": (DECODE, (), ALL),
+    "decode, nvfp4": (replace(DECODE, kv_dtype="nvfp4"), (), (*SOME, "no pages")),
+    "decode, parts of their own": (replace(DECODE, invariant=True), (), (*SOME, "no columns")),
+    "prefill, rows": (replace(WHOLE, page_size=1), ("csr",), (*LISTED, "no columns", "any bytes")),
+    "prefill, packed, gathered": (replace(BASE, page_size=5), (), ("lengths", "pages", "fewer pages of V")),
+    "prefill, ragged": (WHOLE, ("ragged",), ("starts", "falling starts", "no pages", "any bytes")),
+    "prefill, mask": (WHOLE, ("csr", "mask"), ("starts", "mask starts", "no mask", "any bytes")),
+    "decode, gathered": (replace(DECODE, page_size=5), ("csr",), (*LISTED, "fewer pages of V", "any bytes")),
 }
+
+
+@pytest.mark.parametrize("in_forms", [(), ("csr",), ("ragged",), ("csr", "mask"), ("ragged", "mask", "alibi")])
+def test_the_reference_clamps_alike(in_forms):
+    for seed, kind in enumerate(hostile.kinds(in_forms)):
+        case = replace(BASE, page_size=5, window_left=100)
+        p = hostile.spoilt(case, hostile.made(case, in_forms), kind, seed)
+        o, lse, owners = hostile.expected(p)
+        got, got_lse = reference.paged_attention(p)
+        own = owners == 1
+        assert distance(got[own], o[own], 1e-5) <= 1 and distance(got_lse[own], lse[own], 1e-5) <= 1, kind
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", CALLS)
 def test_simulated_kernels_stay_inside_their_tensors(name):
-    case, kinds = CALLS[name]
-    function = cases.FUNCTIONS[case.function][0]
+    case, in_forms, kinds = CALLS[name]
     with simulated(ARCH, [], 7):
         for seed, kind in enumerate(kinds):
-            p = hostile.spoilt(case, cases.make_problem(case), kind, seed)
+            p = hostile.spoilt(case, hostile.made(case, in_forms), kind, seed)
+            function = hostile.served(p) if in_forms else cases.FUNCTIONS[case.function][0]
             o, lse, owners = hostile.expected(p)
             assert owners.max() <= 1, "two requests that own a row race"
-            with hostile.guarded(hostile.arguments(case, p), ("out", "lse")) as inputs:
+            with hostile.guarded(hostile.arguments(case, p), ("out", "lse"), 0) as inputs:
                 got, got_lse = function(**inputs)
             assert got[owners == 0].isnan().all() and got_lse[owners == 0].isnan().all(), (kind, "rows of no request")
             own = owners == 1
@@ -86,7 +105,7 @@ def test_a_launch_without_room_for_all_parts_computes_none():
     offsets = torch.tensor([0, 320] * 4 + [0], dtype=torch.int32)
     p = p._replace(requests=p.requests._replace(cu_seqlens_q=offsets))
     inputs = hostile.arguments(case, p)
-    with simulated(ARCH, [], 7), hostile.guarded(inputs, ("out", "lse")) as given_:
+    with simulated(ARCH, [], 7), hostile.guarded(inputs, ("out", "lse"), 0) as given_:
         got, lse = cases.FUNCTIONS["decode"][0](**given_)
     assert got.isnan().all() and lse.isnan().all()
 
