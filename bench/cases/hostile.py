@@ -56,7 +56,8 @@ def made(case: AttentionCase, in_forms: tuple[str, ...], device: Any = "cpu", se
     """The case's problem in other forms. Its caches hold no NaN: tables and starts may name any row of them."""
     p = forms.apply(cases.make_problem(case, device, seed), in_forms, seed)
     fields = ("k", "v") if p.k_scales is None else ("k", "v", "k_scales", "v_scales")
-    return p._replace(**{field: _without_nan(getattr(p, field)) for field in fields})
+    caches: dict[str, Any] = {field: _without_nan(getattr(p, field)) for field in fields}
+    return p._replace(**caches)
 
 
 def spoilt(case: AttentionCase, p: Problem, kind: str, seed: int) -> Problem:
