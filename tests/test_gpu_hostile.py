@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.cases import attention as cases
 from bench.cases import hostile, topk
 from bench.cases.attention import LSE_TOLERANCE, AttentionCase
 from bench.cases.topk import TopKCase
@@ -27,46 +26,83 @@ D128, D256 = {"head_dim_qk": 128, "head_dim_vo": 128}, {"head_dim_qk": 256, "hea
 FEW = {"q_lens": (3, 0, 5, 7)}
 DECODE = replace(BASE, function="decode", q_lens=(1, 0, 2, 3), kv_lens=(9000, 9, 400, 30))
 WIDE = {"q_lens": (3, 0, 5, 40)}
-CALLS = {
-    "prefill": BASE,
-    "prefill full": replace(BASE, causal=False),
-    "prefill general": replace(BASE, window_left=100, soft_cap=9.0),
-    "prefill packed": replace(BASE, **FEW),
-    "prefill d128": replace(BASE, page_size=64, **D128),
-    "prefill d128 packed": replace(BASE, page_size=8, **D128, **FEW),
-    "prefill d192": replace(BASE, head_dim_qk=192, head_dim_vo=128),
-    "prefill d256": replace(BASE, **D256),
-    "decode": DECODE,
-    "decode d128": replace(DECODE, page_size=64, **D128),
-    "decode d256": replace(DECODE, window_left=300, **D256),
-    "decode 16 rows": replace(DECODE, **WIDE),
-    "decode drafts": replace(DECODE, drafts=True, **WIDE),
-    "decode invariant": replace(DECODE, invariant=True, **WIDE),
-    "decode e4m3": replace(DECODE, kv_dtype="fp8", **D128),
-    "decode nvfp4": replace(DECODE, kv_dtype="nvfp4", **D128),
-    "decode nvfp4 d64": replace(DECODE, kv_dtype="nvfp4", interleaved=True, **WIDE),
-    "decode nvfp4 invariant": replace(DECODE, kv_dtype="nvfp4", invariant=True, **D128),
-    "xqa": replace(DECODE, function="xqa", layout="NHD", lse=False, separate_tables=False, kv_dtype="fp8", drafts=True),
-}
+ROWS, FIVE = {"page_size": 1}, {"page_size": 5}
+TABLE: tuple[str, ...] = ()
+CSR, RAGGED, MASK = ("csr",), ("ragged",), ("csr", "mask")
+CALLS: dict[str, tuple[AttentionCase, tuple[str, ...]]] = {  # case, forms
+    "prefill": (BASE, TABLE),
+    "prefill full": (replace(BASE, causal=False), TABLE),
+    "prefill general": (replace(BASE, window_left=100, soft_cap=9.0), TABLE),
+    "prefill packed": (replace(BASE, **FEW), TABLE),
+    "prefill d128": (replace(BASE, page_size=64, **D128), TABLE),
+    "prefill d128 packed": (replace(BASE, page_size=8, **D128, **FEW), TABLE),
+    "prefill d192": (replace(BASE, head_dim_qk=192, head_dim_vo=128), TABLE),
+    "prefill d256": (replace(BASE, **D256), TABLE),
+    "prefill rows": (replace(BASE, **ROWS), TABLE),
+    "prefill packed rows": (replace(BASE, **ROWS, **FEW), TABLE),
+    "prefill csr": (BASE, CSR),
+    "prefill csr rows": (replace(BASE, **ROWS), CSR),
+    "prefill csr by 5 d128": (replace(BASE, **FIVE, **D128), CSR),
+    "prefill csr by 300 general": (replace(BASE, page_size=300, window_left=100, soft_cap=9.0), CSR),
+    "prefill csr by 5 packed d128": (replace(BASE, **FIVE, **D128, **FEW), CSR),
+    "prefill csr alibi": (replace(BASE, **FIVE), ("csr", "alibi")),
+    "prefill ragged": (BASE, RAGGED),
+    "prefill ragged packed d128": (replace(BASE, **D128, **FEW), RAGGED),
+    "prefill ragged d256": (replace(BASE, **D256), RAGGED),
+    "prefill mask": (BASE, MASK),
+    "prefill mask d128 packed": (replace(BASE, **D128, **FEW), MASK),
+    "prefill mask rows window": (replace(BASE, **ROWS, window_left=100), MASK),
+    "prefill mask ragged": (BASE, ("ragged", "mask")),
+    "decode": (DECODE, TABLE),
+    "decode d128": (replace(DECODE, page_size=64, **D128), TABLE),
+    "decode d256": (replace(DECODE, window_left=300, **D256), TABLE),
+    "decode 16 rows": (replace(DECODE, **WIDE), TABLE),
+    "decode drafts": (replace(DECODE, drafts=True, **WIDE), TABLE),
+    "decode invariant": (replace(DECODE, invariant=True, **WIDE), TABLE),
+    "decode e4m3": (replace(DECODE, kv_dtype="fp8", **D128), TABLE),
+    "decode nvfp4": (replace(DECODE, kv_dtype="nvfp4", **D128), TABLE),
+    "decode nvfp4 d64": (replace(DECODE, kv_dtype="nvfp4", interleaved=True, **WIDE), TABLE),
+    "decode nvfp4 invariant": (replace(DECODE, kv_dtype="nvfp4", invariant=True, **D128), TABLE),
+    "decode rows": (replace(DECODE, **ROWS), TABLE),
+    "decode csr": (DECODE, CSR),
+    "decode csr by 5 d128": (replace(DECODE, **FIVE, **D128), CSR),
+    "decode csr by 5 e4m3": (replace(DECODE, **FIVE, kv_dtype="fp8", **D128), CSR),
+    "decode csr by 5 nvfp4": (replace(DECODE, **FIVE, kv_dtype="nvfp4", **D128), CSR),
+    "decode ragged": (DECODE, RAGGED),
+    "xqa": (
+        replace(
+            DECODE, function="xqa", layout="NHD", lse=False, separate_tables=False, kv_dtype="fp8", drafts=True
+        ),
+        TABLE,
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", hostile.KINDS)
-@pytest.mark.parametrize("name", CALLS)
+def run(case, p, inputs):
+    """Copies of (o, lse or None)."""
+    if p.requests.form == "table":
+        return gpu.run(case.function, inputs)
+    return tuple(t.clone() for t in hostile.served(p)(**inputs))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [(name, kind) for name, (_, in_forms) in CALLS.items() for kind in hostile.kinds(in_forms)]
+)
 def test_attention(name, kind):
-    case = CALLS[name]
-    plain = hostile.arguments(case, cases.make_problem(case, CUDA))
-    before = gpu.run(case.function, plain)
+    case, in_forms = CALLS[name]
+    plain = hostile.made(case, in_forms, CUDA)
+    before = run(case, plain, hostile.arguments(case, plain))
     for seed in SEEDS:
-        p = hostile.spoilt(case, cases.make_problem(case, CUDA, seed), kind, seed)
+        p = hostile.spoilt(case, hostile.made(case, in_forms, CUDA, seed), kind, seed)
         o, lse, owners = hostile.expected(p)
         with hostile.guarded(hostile.arguments(case, p), OUTPUTS) as inputs:
-            got, got_lse = gpu.run(case.function, inputs)
+            got, got_lse = run(case, p, inputs)
         own = owners == 1
         gpu.close((got[own], None), (o[own], None), case.tolerance, case.tolerance, (kind, seed))
         assert got[owners == 0].isnan().all(), (kind, seed, "rows of no request")
         if got_lse is not None:
             torch.testing.assert_close(got_lse[own], lse[own], rtol=LSE_TOLERANCE, atol=LSE_TOLERANCE)
-    gpu.same(gpu.run(case.function, plain), before, "the call behind")
+    gpu.same(run(case, plain, hostile.arguments(case, plain)), before, "the call behind")
 
 
 def any_bytes(t, gen):

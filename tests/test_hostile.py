@@ -15,6 +15,9 @@ from bench.cases.attention import LSE_TOLERANCE, AttentionCase
 from cute_kernels.attention import geometry
 from tests.conftest import ARCH
 from tools.ptxsim.workloads import distance, simulated
+from wrappers import reference
+from wrappers.attention.op import serve
+from wrappers.attention.problem import csr_requests
 
 ANY = st.one_of(st.integers(-(1 << 31), (1 << 31) - 1), st.integers(-20, 200))
 
@@ -48,29 +51,51 @@ BASE = AttentionCase(
     "hostile", q_lens=(3, 0, 5), kv_lens=(140, 9, 40), heads_q=2, heads_kv=1, spare_pages=0, separate_tables=True,
     sink=True,
 )  # fmt: skip
+WHOLE = replace(BASE, heads_kv=2)  # heads that are not packed into rows
 DECODE = replace(BASE, function="decode")
-ALL = ("lengths", "rising offsets", "falling offsets", "pages", "no columns", "no pages", "any bytes")
-SOME = ("rising offsets", "pages", "any bytes")
-CALLS = {
-    "prefill": (BASE, ALL),
-    "prefill, window": (replace(BASE, heads_kv=2, window_left=30, causal=False), SOME),
-    "decode": (DECODE, ALL),
-    "decode, nvfp4": (replace(DECODE, kv_dtype="nvfp4"), (*SOME, "no pages")),
-    "decode, parts of their own": (replace(DECODE, invariant=True), (*SOME, "no columns")),
+BY_FIVE = {"page_size": 5}  # no TMA box fits
+SOME = {"rising offsets": 0, "pages": 1, "any bytes": 2}
+ALL = {
+    "lengths": 0, "rising offsets": 1, "falling offsets": 2, "pages": 3, "fewer pages of V": 4, "no columns": 5,
+    "no pages": 6, "any bytes": 7,
+}  # fmt: skip
+LISTED = {"starts": 2, "lengths": 4, "pages": 2, "any bytes": 8}
+CALLS: dict[str, tuple[AttentionCase, tuple[str, ...], dict[str, int]]] = {  # case, forms, kind -> seed
+    "prefill": (BASE, (), ALL),
+    "prefill, window": (replace(WHOLE, window_left=30, causal=False), (), SOME),
+    "prefill, gathered": (replace(WHOLE, **BY_FIVE), ("csr",), LISTED),
+    "prefill, gathered, packed": (replace(BASE, page_size=1), (), {"lengths": 3, "pages": 1, "fewer pages of V": 2}),
+    "prefill, ragged": (WHOLE, ("ragged",), {"starts": 2, "falling starts": 1, "no pages": 2, "any bytes": 4}),
+    "prefill, mask": (WHOLE, ("csr", "mask"), {"starts": 2, "mask starts": 18, "no mask": 0}),
+    "decode": (DECODE, (), ALL),
+    "decode, nvfp4": (replace(DECODE, kv_dtype="nvfp4"), (), SOME | {"no pages": 3}),
+    "decode, parts of their own": (replace(DECODE, invariant=True), (), SOME | {"no columns": 3}),
+    "decode, gathered": (replace(DECODE, **BY_FIVE), ("csr",), LISTED | {"fewer pages of V": 0}),
 }
+
+
+@pytest.mark.parametrize("in_forms", [(), ("csr",), ("ragged",), ("csr", "mask"), ("ragged", "mask", "alibi")])
+def test_the_reference_clamps_alike(in_forms):
+    for seed, kind in enumerate(hostile.kinds(in_forms)):
+        case = replace(BASE, page_size=5, window_left=100)
+        p = hostile.spoilt(case, hostile.made(case, in_forms), kind, seed)
+        o, lse, owners = hostile.expected(p)
+        got, got_lse = reference.paged_attention(p)
+        own = owners == 1
+        assert distance(got[own], o[own], 1e-5) <= 1 and distance(got_lse[own], lse[own], 1e-5) <= 1, kind
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", CALLS)
 def test_simulated_kernels_stay_inside_their_tensors(name):
-    case, kinds = CALLS[name]
-    function = cases.FUNCTIONS[case.function][0]
+    case, in_forms, kinds = CALLS[name]
     with simulated(ARCH, [], 7):
-        for seed, kind in enumerate(kinds):
-            p = hostile.spoilt(case, cases.make_problem(case), kind, seed)
+        for kind, seed in kinds.items():
+            p = hostile.spoilt(case, hostile.made(case, in_forms), kind, seed)
+            function = hostile.served(p) if in_forms else cases.FUNCTIONS[case.function][0]
             o, lse, owners = hostile.expected(p)
             assert owners.max() <= 1, "two requests that own a row race"
-            with hostile.guarded(hostile.arguments(case, p), ("out", "lse")) as inputs:
+            with hostile.guarded(hostile.arguments(case, p), ("out", "lse"), 0) as inputs:
                 got, got_lse = function(**inputs)
             assert got[owners == 0].isnan().all() and got_lse[owners == 0].isnan().all(), (kind, "rows of no request")
             own = owners == 1
@@ -86,7 +111,7 @@ def test_a_launch_without_room_for_all_parts_computes_none():
     offsets = torch.tensor([0, 320] * 4 + [0], dtype=torch.int32)
     p = p._replace(requests=p.requests._replace(cu_seqlens_q=offsets))
     inputs = hostile.arguments(case, p)
-    with simulated(ARCH, [], 7), hostile.guarded(inputs, ("out", "lse")) as given_:
+    with simulated(ARCH, [], 7), hostile.guarded(inputs, ("out", "lse"), 0) as given_:
         got, lse = cases.FUNCTIONS["decode"][0](**given_)
     assert got.isnan().all() and lse.isnan().all()
 
@@ -107,3 +132,29 @@ def test_a_launch_of_more_units_than_32_bits_count_computes_none(requests):
     with simulated(ARCH, [], 7):
         got = cases.FUNCTIONS["decode"][0](**inputs)
     assert got.isnan().all() == (requests > 2)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("function", ["context", "decode"])
+def test_simulated_pages_of_many_rows(function):
+    """Of 2^27 + 1, each page's the same: a request sees the last rows of its third page and of the one before. The last
+    page holds 2^31 - 1 rows by what the call says, which is clamped, or 5."""
+    case = replace(BASE, function=function, q_lens=(3, 5), kv_lens=(30, 12), window_left=20, page_size=15)
+    size, ends, p = (1 << 27) + 1, (1 << 27, 5), hostile.made(case, ())
+    pools = [x[:3, :, :1].contiguous() for x in (p.k, p.v)]
+    pages = torch.tensor([2, 0, 1, 1, 2, 0], dtype=torch.int32)
+    starts, last = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 6], [(1 << 31) - 1, 5]))
+    out, lse = (torch.full(shape, torch.nan) for shape in ((8, 2, 64), (8, 2)))
+    wide = p._replace(
+        k=pools[0].expand(-1, -1, size, -1), v=pools[1].expand(-1, -1, size, -1), out=out.to(p.q.dtype), lse=lse,
+        requests=csr_requests(p.requests.cu_seqlens_q, starts, pages, last),
+    )  # fmt: skip
+    with simulated(ARCH, [], 7):
+        serve(wide)
+    for b, (rows, end) in enumerate(zip(((0, 3), (3, 8)), ends)):
+        own = [2 if b else 0] * (40 - min(end, 40)) + [0 if b else 1] * min(end, 40)  # page of each of the last 40 keys
+        k, v = (pool[own, :, 0] for pool in pools)
+        options = {"window_left": 20, "of_heads": reference.Heads(p.sinks), "scale": p.scale}
+        want = reference.attention(p.q[slice(*rows)], k, v, **options)
+        assert distance(wide.out[slice(*rows)], want[0], case.tolerance) <= 1
+        assert distance(lse[slice(*rows)], want[1], LSE_TOLERANCE) <= 1

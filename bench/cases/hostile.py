@@ -1,11 +1,13 @@
 """Index tensors that hold anything: calls which must stay inside their tensors, and what they compute.
 
 Kernels clamp lengths, offsets and page ids where they read them. A request owns the rows [offset, next offset), both
-clamped to the query's; it has as many keys as its length says and its page table has room for; a page that the pool
-has not is zeros. What rows hold that several requests own is left open, and rows that none owns are not written.
+clamped to the query's; it has as many keys as its length says and its page table has room for, or, in CSR and without
+pages, [start, next start) does, both clamped; a page that the pool has not is zeros. Its custom mask begins at a byte
+that is clamped too, and hides what lies past the tensor's end. What rows hold that several requests own is left open,
+and rows that none owns are not written.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,17 +15,24 @@ from typing import Any
 import torch
 
 from wrappers import reference
-from wrappers.attention.problem import Problem
+from wrappers.attention.op import serve
+from wrappers.attention.problem import Problem, Requests, listed_requests
 
 from . import attention as cases
+from . import forms
 from .attention import AttentionCase
 
 GUARD = 4096  # bytes before and behind every tensor
 EXTREME = (-(1 << 31), -(1 << 30), -1, 0, 1, 1 << 30, (1 << 31) - 1)
-KINDS = (
-    "lengths", "offsets", "falling offsets", "rising offsets", "pages", "no columns", "no pages", "everything",
-    "any bytes",
+ROWS = ("offsets", "falling offsets", "rising offsets", "everything", "any bytes")  # of queries, and all others
+LENGTHS = ("lengths",)  # of requests, or, in CSR, of their last pages
+PAGES = ("pages", "no columns", "no pages", "fewer pages of V")
+STARTS = ("starts", "falling starts", "rising starts")  # of keys
+MASKS = ("mask starts", "no mask")
+TENSORS = (  # of a problem that is `served`
+    "q", "k", "v", "k_scales", "v_scales", "sinks", "custom_mask", "mask_starts", "alibi_slopes",
 )  # fmt: skip
+TABLES = ("page_table", "kv_lens", "cu_seqlens_q", "kv_starts")  # of its requests
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -35,80 +44,162 @@ def _without_nan(t: torch.Tensor) -> torch.Tensor:
     return torch.where(codes & 0x7F == 0x7F, 0, codes).view(t.dtype)
 
 
+def kinds(in_forms: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Of hostile values, for problems in these of `forms.FORMS`."""
+    found = ROWS + MASKS if "mask" in in_forms else ROWS
+    if "ragged" in in_forms:
+        return (*found, *STARTS, "no pages")
+    return found + LENGTHS + PAGES + (STARTS if "csr" in in_forms else ())
+
+
+def made(case: AttentionCase, in_forms: tuple[str, ...], device: Any = "cpu", seed: int = 0) -> Problem:
+    """The case's problem in other forms. Its caches hold no NaN: tables and starts may name any row of them."""
+    p = forms.apply(cases.make_problem(case, device, seed), in_forms, seed)
+    fields = ("k", "v") if p.k_scales is None else ("k", "v", "k_scales", "v_scales")
+    caches: dict[str, Any] = {field: _without_nan(getattr(p, field)) for field in fields}
+    return p._replace(**caches)
+
+
 def spoilt(case: AttentionCase, p: Problem, kind: str, seed: int) -> Problem:
-    """The case's problem with index tensors of a kind of KINDS. Pools hold no NaN: a table may name any row of them."""
+    """A problem that was `made`, with index tensors of one of its `kinds`."""
     gen, r = torch.Generator().manual_seed(seed), p.requests
     table, lens, offsets = r.page_table[:, : 2 if case.separate_tables else 1], r.kv_lens, r.cu_seqlens_q
-    most = table.shape[2] * p.k.shape[2]
+    tokens, pages, size, columns = len(p.q), len(p.k), p.k.shape[2], table.shape[2]
+    ragged, starts, mask, mask_starts = r.form == "ragged", r.kv_starts, p.custom_mask, p.mask_starts
+    most = size if r.form == "csr" else columns * size
     assert offsets is not None
-    fields = ("k", "v") if p.k_scales is None else ("k", "v", "k_scales", "v_scales")
-    pools: dict[str, Any] = {field: _without_nan(getattr(p, field)) for field in fields}
 
-    def some(t: torch.Tensor, *values: int) -> torch.Tensor:
+    def some(t: Any, *values: int) -> Any:
         """Two of three entries of t are of these values."""
+        if t is None:
+            return None
         chosen = torch.tensor(values)[torch.randint(len(values), t.shape, generator=gen)].to(t)
         return torch.where(torch.rand(t.shape, generator=gen).to(t.device) < 2 / 3, chosen, t)
 
-    def any_bytes(t: torch.Tensor) -> torch.Tensor:
-        return torch.randint(-(1 << 31), 1 << 31, t.shape, generator=gen).to(t)
+    def wild(t: Any, count: int) -> Any:
+        return some(t, *EXTREME, count - 1, count, count + 1)
 
-    tokens, pages = len(p.q), len(p.k)
+    def falling(t: Any, count: int) -> Any:
+        return torch.tensor([count + 9, -9]).repeat(len(t))[: len(t)].to(t)
+
+    def any_bytes(t: Any) -> Any:
+        return None if t is None else torch.randint(-(1 << 31), 1 << 31, t.shape, generator=gen).to(t)
+
+    room = size if ragged else columns
     if kind in ("lengths", "rising offsets", "everything"):
-        lens = some(lens, *EXTREME, most - 1, most, most + 1)
+        lens = wild(lens, most)
     if kind in ("offsets", "rising offsets", "everything"):
-        offsets = some(offsets, *EXTREME, tokens - 1, tokens, tokens + 1)
+        offsets = wild(offsets, tokens)
     if kind == "rising offsets":
         offsets = offsets.sort().values
     if kind == "falling offsets":
-        offsets = torch.tensor([tokens + 9, -9]).repeat(len(offsets))[: len(offsets)].to(offsets)
+        offsets = falling(offsets, tokens)
+    if kind in ("starts", "rising starts", "everything"):
+        starts = wild(starts, room)
+    if kind == "rising starts" and starts is not None:
+        starts = starts.sort().values
+    if kind == "falling starts":
+        starts = falling(starts, room)
     if kind in ("pages", "everything"):
-        table = some(table, *EXTREME, pages - 1, pages, pages + 1)
+        table = wild(table, pages)
+    if kind in ("mask starts", "everything") and mask is not None:
+        mask_starts = wild(some(mask_starts, -3, 2, len(mask) // 2), len(mask))
     if kind == "any bytes":
-        table, lens, offsets = any_bytes(table), any_bytes(lens), any_bytes(offsets)
+        table, lens, offsets, starts, mask_starts = map(any_bytes, (table, lens, offsets, starts, mask_starts))
     if kind == "no columns":
         table = table[:, :, :0]
+    if kind == "no mask" and mask is not None:
+        mask = mask[:0]
+    caches: dict[str, Any] = {}
     if kind == "no pages":
-        pools = {field: pool[:0].contiguous() for field, pool in pools.items()}
+        caches = {field: getattr(p, field) for field in ("k", "v", "k_scales", "v_scales")}
+    if kind == "fewer pages of V":
+        caches = {field: getattr(p, field) for field in ("v", "v_scales")}
+    for field, t in caches.items():
+        if t is not None:
+            caches[field] = t[:, :, :0] if ragged else t[: len(t) // 2 if kind == "fewer pages of V" else 0].clone()
     table = table.expand(-1, 2, -1).contiguous()
-    return p._replace(requests=r._replace(page_table=table, kv_lens=lens, cu_seqlens_q=offsets), **pools)
+    r = r._replace(page_table=table, kv_lens=lens, cu_seqlens_q=offsets, kv_starts=starts)
+    return p._replace(requests=r, custom_mask=mask, mask_starts=mask_starts, **caches)
+
+
+def _alone(p: Problem, b: int) -> Problem:
+    """A problem with the keys and the mask of request b only, which makes sense: pages that are not there are -1. Rows
+    without pages are pages of one row."""
+    r, k, v = p.requests, p.k, p.v
+    table, size = r.page_table, k.shape[2]
+    if r.kv_starts is None:
+        table = table[b : b + 1]
+        count = table.shape[2] * size
+        length = int(r.kv_lens[b].long().clamp(0, count))
+    else:
+        if r.form == "ragged":
+            k, v = (x[0].transpose(0, 1).unsqueeze(2) for x in (k, v))
+            table = torch.arange(len(k), dtype=torch.int32, device=k.device).expand(1, 2, -1)
+        start, end = r.kv_starts[b : b + 2].long().clamp(0, table.shape[2]).tolist()
+        table = table[:, :, start : max(start, end)]
+        length = max(0, end - start)
+        if r.form == "csr" and length:
+            length = (length - 1) * size + int(r.kv_lens[b].long().clamp(0, size))
+    pools = torch.tensor([[len(k)], [len(v)]], device=k.device)
+    table = torch.where((table >= 0) & (table < pools), table, -1)
+    lens = torch.tensor([length if len(k) and len(v) else 0], dtype=torch.int32, device=k.device)
+    mask, starts = p.custom_mask, p.mask_starts
+    if mask is not None and starts is not None:
+        mask, starts = mask[int(starts[b].long().clamp(0, len(mask))) :], torch.zeros_like(starts[:2])
+    requests = Requests(table, lens, None, 1, None)
+    return p._replace(k=k, v=v, requests=requests, custom_mask=mask, mask_starts=starts)
 
 
 def expected(p: Problem) -> Results:
     """(o, lse, owners): o (T, Hq, Dvo) and lse (T, Hq) in fp32 of the rows that one request owns; owners (T,): how many
     do."""
-    r, (tokens, heads, _), (pages, _, size, _) = p.requests, p.q.shape, p.k.shape
-    assert r.cu_seqlens_q is not None
-    offsets = r.cu_seqlens_q.long().clamp(0, tokens).tolist()
-    lens = r.kv_lens.long().clamp(0, r.page_table.shape[2] * size if pages else 0).to(torch.int32)
-    table = torch.where((r.page_table >= 0) & (r.page_table < pages), r.page_table, -1)  # -1: a page of zeros
-    o, lse = torch.zeros(tokens, heads, p.dim_vo, device=p.q.device), torch.zeros(tokens, heads, device=p.q.device)
-    owners = torch.zeros(tokens, dtype=torch.int32, device=p.q.device)
-    for b in range(r.batch):
+    tokens, heads, device = len(p.q), p.q.shape[1], p.q.device
+    assert p.requests.cu_seqlens_q is not None
+    offsets = p.requests.cu_seqlens_q.long().clamp(0, tokens).tolist()
+    o, lse = torch.zeros(tokens, heads, p.dim_vo, device=device), torch.zeros(tokens, heads, device=device)
+    owners = torch.zeros(tokens, dtype=torch.int32, device=device)
+    for b in range(p.requests.batch):
         rows = slice(offsets[b], offsets[b + 1])
         if rows.stop <= rows.start:
             continue
-        count = rows.stop - rows.start
-        whole = r._replace(
-            page_table=table[b : b + 1], kv_lens=lens[b : b + 1], batch=1,
-            cu_seqlens_q=torch.tensor([0, count], dtype=torch.int32, device=p.q.device),
-        )  # fmt: skip
+        count, own = rows.stop - rows.start, _alone(p, b)
+        own_offsets = torch.tensor([0, count], dtype=torch.int32, device=device)
+        requests = own.requests._replace(cu_seqlens_q=own_offsets)
         drafts = None if p.drafts is None else p.drafts[rows]
         o[rows], lse[rows] = reference.paged_attention(
-            p._replace(q=p.q[rows], requests=whole, max_q_len=count, drafts=drafts)
+            own._replace(q=p.q[rows], requests=requests, max_q_len=count, drafts=drafts)
         )
         owners[rows] += 1
     return o, lse, owners
 
 
 def arguments(case: AttentionCase, p: Problem) -> dict[str, Any]:
-    """Keyword arguments of the case's function, of a problem whose lengths are not the case's."""
-    return cases.FUNCTIONS[case.function][1](replace(case, fresh=False), p)
+    """Keyword arguments of the case's function, or, of a problem in another form, of `served`; of a problem whose
+    lengths are not the case's. Outputs are NaN."""
+    if p.requests.form == "table":
+        return cases.FUNCTIONS[case.function][1](replace(case, fresh=False), p)
+    found = {field: getattr(p, field) for field in TENSORS} | {name: getattr(p.requests, name) for name in TABLES}
+    out = torch.full((len(p.q), case.heads_q, case.head_dim_vo), float("nan"), dtype=p.q.dtype, device=p.q.device)
+    return found | {"out": out, "lse": torch.full(out.shape[:2], float("nan"), device=out.device)}
+
+
+def served(p: Problem) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """What takes `arguments` of a problem that is no call of the case's function: what the public classes end in."""
+
+    def call(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        table, lens, offsets, starts = (given.pop(name) for name in TABLES)
+        serve(p._replace(requests=listed_requests(table, lens, offsets, starts, p.requests.form), **given))
+        return given["out"], given["lse"]
+
+    return call
 
 
 @contextmanager
-def guarded(inputs: dict[str, Any], outputs: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """The same arguments, each tensor between guards. On leaving, AssertionError where a guard or an input has changed.
-    Guards are NaN as floats, and as integers numbers that no tensor has room for."""
+def guarded(inputs: dict[str, Any], outputs: tuple[str, ...], guard: int = GUARD) -> Iterator[dict[str, Any]]:
+    """The same arguments, each tensor between guards of so many bytes, in memory of its own. On leaving, AssertionError
+    where a guard or an input has changed. Guards are NaN as floats, and as integers numbers that no tensor has room
+    for. Without guards a simulator sees reads beside a tensor too."""
     kept: list[tuple[str, torch.Tensor, torch.Tensor, slice]] = []
 
     def moved(name: str, value: Any) -> Any:
@@ -117,16 +208,16 @@ def guarded(inputs: dict[str, Any], outputs: tuple[str, ...]) -> Iterator[dict[s
         if not isinstance(value, torch.Tensor):
             return value
         data = value.contiguous().view(-1).view(torch.uint8)
-        whole = torch.full((len(data) + 2 * GUARD,), 0xFF, dtype=torch.uint8, device=value.device)
+        whole = torch.full((len(data) + 2 * guard,), 0xFF, dtype=torch.uint8, device=value.device)
         if not value.is_floating_point():
             whole[3::4] = 0x7F
-        whole[GUARD : GUARD + len(data)] = data
-        inside = slice(GUARD, GUARD + len(data)) if name in outputs else slice(0, 0)
+        whole[guard : guard + len(data)] = data
+        inside = slice(guard, guard + len(data)) if name in outputs else slice(0, 0)
         kept.append((name, whole, whole.clone(), inside))
-        return whole[GUARD : GUARD + len(data)].view(value.dtype).view(value.shape)
+        return whole[guard : guard + len(data)].view(value.dtype).view(value.shape)
 
     yield {name: moved(name, value) for name, value in inputs.items()}
     for name, whole, before, inside in kept:
         changed = whole != before
         changed[inside] = False
-        assert not changed.any(), f"{name}: byte {int(changed.nonzero()[0]) - GUARD} of {len(whole) - 2 * GUARD}"
+        assert not changed.any(), f"{name}: byte {int(changed.nonzero()[0]) - guard} of {len(whole) - 2 * guard}"

@@ -58,6 +58,11 @@ def request_keys(a, b: Int32):
     return keys * cutlass.min(cutlass.min(a.kv.k.shape[0], a.kv.v.shape[0]), 1)
 
 
+def mask_start(a, b):
+    """Byte of the custom mask where that of request b begins."""
+    return clamp(a.mask.mask_starts[b], 0, a.mask.custom_mask.shape[0])
+
+
 def batch(a):
     """Requests."""
     return a.query.cu_seqlens_q.shape[0] - 1

@@ -9,8 +9,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr
 
-from ..device.clamp import clamp
-
 
 @dataclass(frozen=True)
 class Lengths:
@@ -26,7 +24,9 @@ class Lengths:
 
 
 def lengths(spec, a, q_len, kv_len):
-    """Lengths of a request, with what the arguments say of its mask."""
+    """Lengths of a request, with what the arguments say of its mask: one without bytes hides all keys."""
+    if spec.mask.custom:
+        kv_len *= cutlass.min(a.mask.custom_mask.shape[0], 1)
     return Lengths(
         q_len,
         kv_len,
@@ -117,14 +117,14 @@ def apply_bits(
 
 @cute.jit
 def custom_word(bits: cute.Tensor, start: Int32, bit: Int64):
-    """Bits [bit, bit + 32) of the mask that begins at byte `start` of `bits`, zeros outside it. Without a branch: under
-    MMAs in flight the compiler would wait for each."""
+    """Bits [bit, bit + 32) of the mask that begins at byte `start` of `bits`, which has bytes; zeros past its end.
+    Without a branch: under MMAs in flight the compiler would wait for each."""
     count = bits.shape[0]
-    first = Int32(clamp(Int64(start) + (bit >> Int64(3)), Int64(-8), Int64(count)))
+    first = Int32(cutlass.min(Int64(start) + (bit >> Int64(3)), Int64(count)))
     word = Uint64(0)
     for e in cutlass.range_constexpr(5):  # it may begin anywhere in a byte
-        byte = bits[clamp(first + e, 0, count - 1)]
-        word |= Uint64(byte if Uint32(first + e) < Uint32(count) else cutlass.Uint8(0)) << Uint64(8 * e)
+        byte = bits[first + cutlass.min(e, count - 1 - first)]
+        word |= Uint64(byte if e < count - first else cutlass.Uint8(0)) << Uint64(8 * e)
     return Uint32(word >> Uint64(bit & Int64(7)))
 
 

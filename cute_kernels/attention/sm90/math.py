@@ -361,7 +361,7 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, capped: cutlass.Constexpr):
         while w.valid != 0:
             if const_expr(not ahead(spec)):
                 start_tile(spec, plan, s, r, w, at)
-            start = a.mask.mask_starts[w.batch] if const_expr(spec.mask.custom) else None
+            start = geometry.mask_start(a, w.batch) if const_expr(spec.mask.custom) else None
             x = Tile(w, mask.lengths(spec, a, w.q_len, w.kv_len), scales, start)
             i = run_tile(spec, plan, s, r, x, at, capped)
             w, t = next_tile(spec, a, s, r, scales, t)
