@@ -186,21 +186,23 @@ class Batch:
     def _ready(self, q: Any, k: Any, v: Any) -> tuple[Planned, Requests, int]:
         """The plan, its requests and a bound of query lengths, of a run whose tensors fit the plan. k and v: as in
         `Problem`."""
-        planned = self._plan_of_run()
-        shape, types = self._shape, self._types
-        requests = planned.requests if not traced(q) else planned.requests._replace(facts=None)
+        planned = self._planned or self._plan_of_run()
+        (qo, kv, dim_qk, dim_vo, page_size), (q_dtype, kv_dtype, _) = self._shape, self._types
+        requests, rows, most, _, _ = planned
+        if traced(q):
+            requests = requests._replace(facts=None)
         try:
-            tokens, qo, dim = q.shape
-            _, kv, size, _ = k.shape
-            dim_vo, q_dtype, kv_dtype = v.shape[3], q.dtype, k.dtype
+            tokens, q_heads, dim = q.shape
+            _, kv_heads, size, _ = k.shape
+            dim_v, dtype = v.shape[3], k.dtype
         except (AttributeError, IndexError, TypeError, ValueError):  # something is no tensor, or of another rank
             return planned, requests, 0  # refused later
-        if (dim != shape.dim_qk or qo != shape.qo or kv != shape.kv or q_dtype is not types.q
-                or kv_dtype is not types.kv or shape.page_size and size != shape.page_size
-                or dim_vo != shape.dim_vo and (kv_dtype is not torch.uint8 or 2 * dim_vo != shape.dim_vo)
-                or planned.rows is not None and planned.rows != tokens):  # fmt: skip
+        if (dim != dim_qk or q_heads != qo or kv_heads != kv or q.dtype is not q_dtype or dtype is not kv_dtype
+                or page_size and size != page_size
+                or dim_v != dim_vo and (dtype is not torch.uint8 or 2 * dim_v != dim_vo)
+                or rows is not None and rows != tokens):  # fmt: skip
             self._refuse(q, k, v)
-        return planned, requests, tokens if planned.max_q_len is None else planned.max_q_len
+        return planned, requests, tokens if most is None else most
 
     def _refuse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raises on what does not fit the plan."""

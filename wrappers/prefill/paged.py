@@ -6,7 +6,7 @@ import torch
 
 from ..attention.checks import SIGNATURES
 from ..attention.op import serve
-from ..attention.problem import Problem, Requests, csr_requests, pair
+from ..attention.problem import Problem, Requests, csr_requests, make_problem, pair
 from ..checks import check_integer
 from ..page import paged_kv
 from ..scalars import integer, real
@@ -22,7 +22,6 @@ SIGNATURES[PAGED] = {
     "max_q_len": "max_token_per_sequence", "skip": "skip_softmax_threshold_scale_factor", "mask_starts": "custom_mask",
     "alibi_slopes": "pos_encoding_mode", "rope": "pos_encoding_mode",
 }  # fmt: skip
-_problem = Problem.__new__  # `_problem(Problem, ...)` is `Problem(...)`, less a dict: 0.4 us
 
 
 class BatchPrefillWithPagedKVCacheWrapper(Batch):
@@ -172,12 +171,11 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
             out_scale, out_scale_tensor = values.times("v_scale", v_scale, self.device, 1.0, None)
         if kv_cache_sf is not None:
             k_scales, v_scales = views("kv_cache_sf", kv_cache_sf, self._kv_layout)
-        return serve(_problem(
-            Problem, PAGED, "prefill", q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor,
+        return serve(make_problem(Problem, (
+            PAGED, "prefill", q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor,
             self._causal, self._window_left, self._logits_soft_cap, sinks, k_scales, v_scales, False, None,
             real(skip_softmax_threshold_scale_factor), out, self._types.out, None, lse, return_lse, False, enable_pdl,
-            mask, mask_starts, self._alibi, self._rope,
-        ))  # fmt: skip
+        ) + (mask, mask_starts, self._alibi, self._rope)))  # fmt: skip
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """`run` with return_lse=True."""

@@ -6,8 +6,9 @@ import torch
 
 from ..attention.checks import SIGNATURES
 from ..attention.op import serve
-from ..attention.problem import Problem, Requests, ragged_requests
+from ..attention.problem import Problem, Requests, make_problem, ragged_requests
 from ..checks import check_strided
+from ..plain import traced
 from . import values
 from .batch import Batch
 
@@ -18,13 +19,17 @@ SIGNATURES[RAGGED] = {
     "out_dtype": "o_data_type", "max_q_len": "max_token_per_sequence", "mask_starts": "custom_mask",
     "alibi_slopes": "pos_encoding_mode", "rope": "pos_encoding_mode",
 }  # fmt: skip
-_problem = Problem.__new__  # `_problem(Problem, ...)` is `Problem(...)`, less a dict: 0.4 us
 
 
 def rows_of(name: str, t: Any, layout: str) -> torch.Tensor:
     """Rows of K or V, (rows, Hkv, D) "NHD" or (Hkv, rows, D) "HND", as a `Problem` has them: (1, Hkv, rows, D)."""
     check_strided(name, t, 3)
-    return t.transpose(0, 1).unsqueeze(0) if layout == "NHD" else t.unsqueeze(0)
+    if layout == "HND":
+        return t.unsqueeze(0)
+    if traced(t):
+        return t.transpose(0, 1).unsqueeze(0)
+    (rows, heads, dim), (row, head, one) = t.shape, t.stride()
+    return t.as_strided((1, heads, rows, dim), (heads * head, head, row, one))  # one operation: 0.5 us less
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(Batch):
@@ -123,11 +128,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(Batch):
             scale, scale_tensor = values.times("k_scale", k_scale, self.device, scale, scale_tensor)
         if v_scale is not None:
             out_scale, out_scale_tensor = values.times("v_scale", v_scale, self.device, 1.0, None)
-        return serve(_problem(
-            Problem, RAGGED, "prefill", q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor,
+        return serve(make_problem(Problem, (
+            RAGGED, "prefill", q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor,
             self._causal, self._window_left, self._logits_soft_cap, sinks, None, None, False, None, None, out,
-            self._types.out, None, lse, return_lse, False, enable_pdl, mask, mask_starts, self._alibi, self._rope,
-        ))  # fmt: skip
+            self._types.out, None, lse, return_lse, False, enable_pdl,
+        ) + (mask, mask_starts, self._alibi, self._rope)))  # fmt: skip
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """`run` with return_lse=True."""
