@@ -15,9 +15,10 @@ from .batch import Batch
 RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
 SIGNATURES[RAGGED] = {
     "kv": "k, v", "page_table": "kv_indptr", "kv_lens": "kv_indptr", "kv_starts": "kv_indptr",
-    "cu_seqlens_q": "qo_indptr", "scale": "sm_scale", "out_scale": "v_scale", "soft_cap": "logits_soft_cap",
+    "cu_seqlens_q": "qo_indptr", "out_scale": "v_scale", "soft_cap": "logits_soft_cap",
     "out_dtype": "o_data_type", "max_q_len": "max_token_per_sequence", "mask_starts": "custom_mask",
     "alibi_slopes": "pos_encoding_mode", "rope": "pos_encoding_mode",
+    "scale": "sm_scale x q_scale x k_scale",
 }  # fmt: skip
 
 
@@ -115,10 +116,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(Batch):
             Others are those of `BatchPrefillWithPagedKVCacheWrapper.run`.
         Returns out, or (out, lse). Raises as that run does; NotImplementedError o_scale, kv_cache_sf.
         """
-        if o_scale is not None and o_scale != 1 or kv_cache_sf is not None:
-            values.refuse(o_scale=o_scale if o_scale != 1 else None, kv_cache_sf=kv_cache_sf)
+        if o_scale is not None or kv_cache_sf is not None:
+            one = isinstance(o_scale, (int, float)) and o_scale == 1
+            values.refuse(o_scale=None if one else o_scale, kv_cache_sf=kv_cache_sf)
         k, v = rows_of("k", k, self._kv_layout), rows_of("v", v, self._kv_layout)
-        (_, _, _, mask, mask_starts), requests, max_q_len = self._ready(q, k, v)
+        (_, _, _, _, mask, mask_starts), requests, max_q_len = self._ready(q, k, v)
         scale: Any = self._scale
         out_scale: Any = 1.0
         scale_tensor = out_scale_tensor = None
