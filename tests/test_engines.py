@@ -91,6 +91,7 @@ def test_o_scale_and_layout_of_decode():
     (fmha, {"block_tables": torch.zeros(2, 2, 3, dtype=torch.int32)}, ValueError, "block_tables: .* 2 dimensions"),
     (fmha, {"sinks": []}, ValueError, "sinks: a list of 0, must hold one tensor"),
     (fmha, {"logits_soft_cap_scale": "3"}, TypeError, "logits_soft_cap_scale: '3', must be a float"),
+    (fmha, {"logits_soft_cap_scale": -1.0}, ValueError, "logits_soft_cap_scale: -1.0, must be None, 0 \\(off\\) or"),
 ])  # fmt: skip
 def test_bad_calls(function, change, error, message):
     inputs = cases.make_inputs(replace(PLAIN, cache="stacked"))

@@ -157,6 +157,11 @@ def test_cache_refuses(llama):
         with pytest.raises(ValueError, match="has pages for|entries"):
             cache.extend(lens)
     assert cache.seq_lens.tolist() == [0, 0]
+    cache.extend([30, 0])
+    for lens in ([3, 0], [-1, 0]):  # 33 in two chunks
+        with pytest.raises(ValueError, match="has pages for 2"):
+            cache.extend(lens)
+    assert cache.extend([2, 0]).tolist() == [[30, 31]]
     cache.release(0)
     cache.admit(1, 40)
 

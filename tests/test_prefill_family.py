@@ -1,15 +1,20 @@
 """FlashInfer's prefill family on the reference: the classes' plans and runs, the function of one request."""
 
+import copy
 import itertools
+import pickle
 import time
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.fake_machine import FakeMachine
 from wrappers import (
     BatchAttentionWithAttentionSinkWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
+    machine,
     nvfp4_dequantize,
     nvfp4_quantize,
     packbits,
@@ -428,6 +433,49 @@ def test_a_plan_that_raises_leaves_the_one_before():
     check(wrapper.run_return_lse(case.q, cache), case.want(causal=True))
 
 
+@pytest.mark.parametrize("form", ["paged", "ragged"])
+def test_a_plan_may_be_copied_and_sent(form):
+    """Its number of facts is its process's: what comes from another one gets its own."""
+    case = Case()
+    wrapper = getattr(case, form)(causal=True)
+    run = (case.q, tuple(case.cache)) if form == "paged" else (case.q, *case.rows())
+    want, facts = wrapper.run(*run), wrapper._planned.requests.facts
+    wrapper._planned = wrapper._planned._replace(requests=wrapper._planned.requests._replace(facts=10**9))
+    for other in (pickle.loads(pickle.dumps(wrapper)), copy.deepcopy(wrapper)):
+        assert other._planned.requests.facts == facts
+        assert torch.equal(other.run(*run), want)
+    assert copy.deepcopy(type(wrapper)(WORKSPACE))._planned is None
+
+
+def test_a_plan_cannot_be_captured():
+    case = Case()
+    wrapper = case.paged()
+    wrapper.device = torch.device("cuda")
+    with machine.override(FakeMachine(lambda op, spec: None)) as fake:
+        fake.capturing = True
+        with pytest.raises(RuntimeError, match="plan cannot be captured"):
+            wrapper.plan(*case.index, HQ, HKV, D, 4)
+
+
+def test_outputs_apart_from_masks():
+    """Bits and their starts have one name: each is looked at."""
+    case = Case()
+    memory = torch.zeros(case.q.numel() * 2 + 64, dtype=torch.uint8)
+    out = memory[: case.q.numel() * 2].view(HALF).view(case.q.shape)
+    packed = memory[case.q.numel() * 2 - 4 :][: len(case.packed)].copy_(case.packed)
+    with pytest.raises(ValueError, match="out: .* overlaps the memory of custom_mask, must be apart"):
+        case.paged(packed_custom_mask=packed).run(case.q, tuple(case.cache), out=out)
+
+
+def test_fake_keys_are_refused():
+    """Also where other fields have the name: starts are made of k's rows."""
+    q = torch.zeros(2, HQ, D).half()
+    with FakeTensorMode():
+        k = torch.zeros(4, HKV, D).half()
+    with pytest.raises(TypeError, match="^k: a FakeTensor"):
+        single_prefill_with_kv_cache(q, k, k)
+
+
 def test_names_that_engines_read_back():
     case = Case()
     wrapper = case.paged(causal=True, sm_scale=0.25, window_left=7)
@@ -556,7 +604,7 @@ def test_bounds_of_query_lengths():
     assert case.paged()._planned.max_q_len == max(Q_LENS)
     assert case.paged(max_token_per_sequence=64)._planned.max_q_len == 64
     many = ints(range(0, 2000, 5))
-    assert values.last_and_longest(many) == (1995, 5) and values.last_and_longest(many[:1]) == (0, 0)
+    assert values.last_and_longest("x", many) == (1995, 5) and values.last_and_longest("x", many[:1]) == (0, 0)
 
 
 # ---- plans of which the host knows nothing: tensors of a device, which "meta" stands for, and reads nothing
@@ -741,6 +789,15 @@ BAD_PLANS = {
     "token_pos_in_items_len: int": (NotImplementedError, dict(token_pos_in_items_len=3)),
     "prefix_len_ptr: Tensor": (NotImplementedError, dict(prefix_len_ptr=LONG)),
     "max_token_per_sequence: 'x'": (TypeError, dict(max_token_per_sequence="x")),
+    "max_token_per_sequence: -3, must be at least 0": (ValueError, dict(max_token_per_sequence=-3)),
+    "o_data_type: torch.float32, must be one of": (TypeError, dict(o_data_type="float32")),
+    "rope_scale: 'x', must be a float": (TypeError, dict(rope_scale="x")),
+    "qo_indptr[2]: 3, must be at least 5": (ValueError, dict(qo_indptr=ints([0, 5, 3, 10, 11, 13, 17]))),
+    "qo_indptr[0]: -3, must be at least 0": (ValueError, dict(qo_indptr=ints([-3, 3, 3, 10, 11, 13, 17]))),
+    "paged_kv_indptr[1]: 2, must be at least 3": (ValueError, dict(paged_kv_indptr=ints([3, 2, 4, 4, 4, 4, 4]))),
+    "paged_kv_indices: 8 elements, must be at least 9, the last of paged_kv_indptr": (
+        ValueError, dict(paged_kv_indices=ints(range(8))),
+    ),
 }  # fmt: skip
 
 
@@ -767,6 +824,8 @@ def test_unknown_names_are_key_errors_and_value_errors():
             single_prefill_with_kv_cache(q, q, q, pos_encoding_mode="none")
     with pytest.raises(TypeError, match="float_workspace_buffer: NoneType"):
         BatchPrefillWithPagedKVCacheWrapper(None)
+    with pytest.raises(TypeError, match="use_cuda_graph: 'False', must be True or False"):
+        BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, "NHD", "False")
 
 
 A_HEAD = torch.ones(HKV)
@@ -799,6 +858,9 @@ BAD_RUNS = {
     "q_scale: dtype torch.float64": (TypeError, lambda c: (c.q, c.cache), dict(q_scale=torch.ones(1).double())),
     "k_scale: device meta": (ValueError, lambda c: (c.q, c.cache), dict(k_scale=torch.ones(1, device="meta"))),
     "v_scale: '2', must be a float": (TypeError, lambda c: (c.q, c.cache), dict(v_scale="2")),
+    "k_scale: nan, must be finite": (ValueError, lambda c: (c.q, c.cache), dict(k_scale=NAN)),
+    "q_scale: inf, must be finite": (ValueError, lambda c: (c.q, c.cache), dict(q_scale=INF)),
+    "sm_scale x q_scale x k_scale: nan": (ValueError, lambda c: (c.q, c.cache), dict(k_scale=torch.tensor(NAN))),
     "window_left: 5, must be None or plan's, -1": (ValueError, lambda c: (c.q, c.cache), dict(window_left=5)),
     "sinks: shape (2,)": (ValueError, lambda c: (c.q, c.cache), dict(sinks=A_HEAD)),
     "out: dtype torch.bfloat16": (TypeError, lambda c: (c.q, c.cache), dict(out=torch.empty(17, HQ, D).bfloat16())),
@@ -826,7 +888,9 @@ def test_bad_runs_of_ragged_and_single():
         ("q: 1 (rows)", ValueError, dict(q=case.q[:1])),
         ("k, v: 1 (heads)", ValueError, dict(k=case.k[:, :1], v=case.v[:, :1])),
         ("kv_cache_sf: Tensor", NotImplementedError, dict(kv_cache_sf=LONG)),
+        ("k: 26 rows, must be at least plan's last of kv_indptr, 27", ValueError, dict(k=case.k[1:], v=case.v[1:])),
         ("o_scale: float", NotImplementedError, dict(o_scale=2.0)),
+        ("o_scale: Tensor", NotImplementedError, dict(o_scale=torch.ones(2))),
         ("k_scale: shape (2,)", NotImplementedError, dict(k_scale=A_HEAD)),
     ):
         with pytest.raises(error) as found:

@@ -136,17 +136,23 @@ def paged_kv(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Te
     lone = -3 if layout == "NHD" else -2
     if isinstance(value, torch.Tensor):
         value = value.unsqueeze(lone) if value.ndim == 4 and value.layout is torch.strided else value
+    elif isinstance(value, (tuple, list)) and layout == "NHD" and all(map(_are_rows, value)):
+        layout, value = "HND", [t.unsqueeze(2) for t in value]  # one operation of two
     elif isinstance(value, (tuple, list)):
-        value = tuple(t.unsqueeze(lone) if isinstance(t, torch.Tensor) and t.ndim == 3 else t for t in value)
-    k, v = pair(name, value, layout)
-    return check_strided(f"{name} (K)", k, 4), check_strided(f"{name} (V)", v, 4)
+        value = [t.unsqueeze(lone) if _are_rows(t) else t for t in value]
+    return pair(name, value, layout)
+
+
+def _are_rows(t: Any) -> bool:
+    """Keys or values of pages of one row, without its dimension."""
+    return isinstance(t, torch.Tensor) and t.ndim == 3 and t.layout is torch.strided
 
 
 def _caches(name: str, value: Any, layout: Any, dtypes: Any, device: torch.device) -> dict[str, torch.Tensor]:
     """K and V by name, as (pages, P, Hkv, D) views."""
     k, v = paged_kv(name, value, layout)
     for side, t in (("K", k), ("V", v)):
-        check_one_of(f"{name} ({side}): dtype", t.dtype, dtypes)
+        check_one_of(f"{name} ({side}): dtype", check_strided(f"{name} ({side})", t, 4).dtype, dtypes)
         if t.device != device:
             raise ValueError(f"{name} ({side}): device {t.device}, must be that of append_key, {device}")
     if k.dtype != v.dtype:

@@ -339,9 +339,13 @@ TABLES = ("page_table", "kv_lens", "cu_seqlens_q", "kv_starts")  # of Requests
 
 
 def _given(p: Problem, name: Names) -> dict[str, Any]:
-    """What is read, by its name."""
-    given = {name(field.removesuffix("_tensor")): getattr(p, field) for field in TENSORS}
-    return given | {name(field): getattr(p.requests, field) for field in TABLES}
+    """What is read, by its name; of several with one name, the first has it, and the others get their field's too."""
+    given: dict[str, Any] = {}
+    for source, fields in ((p, TENSORS), (p.requests, TABLES)):
+        for field in fields:
+            of = name(field.removesuffix("_tensor"))
+            given[f"{of} ({field})" if of in given else of] = getattr(source, field)
+    return given
 
 
 def _outputs_of(p: Problem, name: Names) -> dict[str, Any]:

@@ -112,6 +112,8 @@ def trtllm_fmha_v2_prefill(
     if logits_soft_cap_scale is not None:
         logits_soft_cap_scale = real(logits_soft_cap_scale)
         check_number("logits_soft_cap_scale", logits_soft_cap_scale)
+        if logits_soft_cap_scale < 0:
+            raise ValueError(f"logits_soft_cap_scale: {logits_soft_cap_scale}, must be None, 0 (off) or positive")
     return trtllm_batch_context_with_kv_cache(
         query, kv_cache, workspace_buffer, table, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale,
         batch_size, cum_seq_lens_q, cum_seq_lens_kv, window_left, out, out_dtype, kv_layout=PAGED[input_layout],

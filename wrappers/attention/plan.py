@@ -116,8 +116,6 @@ class Plan:
             flat[at.k_scales], flat[at.v_scales] = p.k_scales.view(torch.uint8), p.v_scales.view(torch.uint8)
         if p.enable_pdl is not None:
             flat[at.enable_pdl] = 1 if p.enable_pdl else 0
-        if p.requests.kv_starts is not None:
-            flat[at.kv_starts] = p.requests.kv_starts
         if p.custom_mask is not None:
             flat[at.custom_mask], flat[at.mask_starts] = p.custom_mask, p.mask_starts
         if p.alibi_slopes is not None:
@@ -215,7 +213,7 @@ def run(p: Problem) -> Any:
         batch_invariant, enable_pdl, custom_mask, mask_starts, alibi_slopes, rope,
     ) = p  # fmt: skip
     here = machine.current
-    page_table, kv_lens, offsets, batch, facts, _, kv_starts, _ = requests
+    page_table, kv_lens, offsets, batch, facts, _, kv_starts, form = requests
     if (scale.__class__ is not float or out_scale.__class__ is not float or window_left.__class__ is not int
             or max_q_len.__class__ is not int or causal.__class__ is not bool or interleaved.__class__ is not bool
             or batch_invariant.__class__ is not bool or return_lse.__class__ is not bool
@@ -227,9 +225,9 @@ def run(p: Problem) -> Any:
         tokens, heads, dim = q.shape
         rows = max_q_len if max_q_len < tokens else tokens
         rows = (rows - 1).bit_length() if rows > 0 else rows
-        k_shape, v_shape = k.shape, v.shape
-        if rare := kv_starts is not None or custom_mask is not None or alibi_slopes is not None or rope is not None:
-            k_shape, v_shape = _rare_facts(p)
+        k_shape, v_shape = (k.shape, v.shape) if form != "ragged" else (_rowless(k), _rowless(v))
+        if rare := custom_mask is not None or alibi_slopes is not None or rope is not None:
+            v_shape = v_shape, _rare_facts(p)
         key = (
             phase, q.get_device(), q.dtype, heads, dim, k.dtype, k_shape, v_shape, facts,
             (tokens, max_q_len) if offsets is None else rows, causal, window_left >= 0,
@@ -285,11 +283,12 @@ def run(p: Problem) -> Any:
             values.check(p, positive=True)
         if not tokens or not heads or not batch:
             return result
-        if rare:
-            _check_listed(p)
-            if rope is not None and k.shape[0]:  # else there are no keys
-                turned = rotated(p)
-                q, k, page_table = turned.q, turned.k, turned.requests.page_table
+        if kv_starts is not None:
+            _check_rows(p)
+            flat[at.kv_starts] = kv_starts
+        if rope is not None and k.shape[0]:  # else there are no keys
+            turned = rotated(p)
+            q, k, page_table = turned.q, turned.k, turned.requests.page_table
         flat[at.q], flat[at.k], flat[at.v], flat[at.kv_lens], flat[at.page_table] = q, k, v, kv_lens, page_table
         flat[at.scale_log2], flat[at.out_factor] = scale * LOG2E, out_scale + 0.0
         if plan.dtype is E4M3:
@@ -328,21 +327,25 @@ def run(p: Problem) -> Any:
         raise why from None
 
 
-def _rare_facts(p: Problem) -> tuple[Any, Any]:
-    """What a plan depends on of K and of V, and of what most calls lack; not the rows of K and V without pages."""
+def _rare_facts(p: Problem) -> tuple[Any, ...]:
+    """What a plan depends on of what most calls lack."""
     if p.rope is not None:
         checks.scalars(p)
-    k, v = p.k.shape, p.v.shape
-    if p.requests.form == "ragged":
-        k, v = k[:2] + k[3:], v[:2] + v[3:]
-    mask = None if p.custom_mask is None or p.mask_starts is None else p.mask_starts.numel()
+    starts = None if p.custom_mask is None or p.mask_starts is None else p.mask_starts.numel()
     slopes = None if p.alibi_slopes is None else p.alibi_slopes.numel()
-    return k, (v, p.custom_mask is None, mask, slopes, p.rope is None)
+    return p.custom_mask is None, starts, slopes, p.rope is None
 
 
-def _check_listed(p: Problem) -> None:
-    """What varies under a plan of requests that are no rows of a table."""
-    if checks.most_keys(p) >= checks.MOST_KEYS or p.requests.form == "ragged" and p.k.shape[2] != p.v.shape[2]:
+def _rowless(t: torch.Tensor) -> tuple[int, int]:
+    """What a plan depends on of K or V without pages, whose rows vary from step to step."""
+    _, heads, _, dim = t.shape
+    return heads, dim
+
+
+def _check_rows(p: Problem) -> None:
+    """Raises on what a plan of requests that are no rows of a table does not say."""
+    rows, r = p.k.shape[2], p.requests
+    if rows * (r.page_table.shape[2] or 1) >= checks.MOST_KEYS or r.form == "ragged" and rows != p.v.shape[2]:
         raise ValueError("k")
 
 

@@ -55,6 +55,7 @@ class PagedCache:
         self._rows = self._slots  # (T,) int64: row of a pool, taken as (pages * page_size, ...), of each new token
         self._free = list(range(pages - 1, 0, -1))
         self._owned: dict[int, list[int]] = {}  # slot -> pages of its request
+        self._prompt = [0] * batch  # tokens of each slot that `extend` was told of
         self._pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer -> K, V
         self._sinks: dict[int, torch.Tensor] = {}
 
@@ -74,6 +75,7 @@ class PagedCache:
     def release(self, request: int) -> None:
         """Takes a request's pages back; its slot is free."""
         self._free += self._owned.pop(request)
+        self._prompt[request] = 0
         self.block_tables[request] = self.seq_lens[request] = self._live[request] = 0
 
     def extend(self, lens: Sequence[int] | None = None) -> torch.Tensor:
@@ -81,9 +83,9 @@ class PagedCache:
         forward that follows writes the tokens' keys and values. Returns position_ids: int64 (1, sum of lens) for tokens
         packed in the order of requests, or (batch, 1).
 
-        With lens: a prompt, a chunk of one, or nothing (0). ValueError where a request has no pages for them. Copies
-        lens to the device. Without: no copy, no wait, fixed shapes, may be captured; nothing checks lengths, and a
-        request must stay within the tokens of its `admit`.
+        With lens: a prompt, a chunk of one, or nothing (0). ValueError where a request has no pages for its prompt.
+        Copies lens to the device. Without: no copy, no wait, fixed shapes, may be captured; nothing checks lengths, and
+        a request must stay within the tokens of its `admit`.
         """
         if lens is None:
             self.cu_seq_lens_q, self.max_q_len = None, 1
@@ -93,8 +95,10 @@ class PagedCache:
             if len(lens) != len(self._slots):
                 raise ValueError(f"lens: {len(lens)} entries, must be {len(self._slots)}")
             for number, count in enumerate(lens):
-                if count > (room := self.page_size * len(self._owned.get(number, ()))):
+                room = self.page_size * len(self._owned.get(number, ())) - self._prompt[number]
+                if not 0 <= count <= room:
                     raise ValueError(f"request {number}: {count} tokens, has pages for {room}")
+            self._prompt = [known + count for known, count in zip(self._prompt, lens)]
             starts = [0, *accumulate(lens)]
             self.cu_seq_lens_q = torch.tensor(starts, dtype=torch.int32, device=self.seq_lens.device)
             self.max_q_len = max(lens)

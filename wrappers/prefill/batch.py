@@ -4,8 +4,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..attention.problem import Requests
-from ..checks import check_integer, check_operand, check_strided
+from .. import machine
+from ..attention.problem import Requests, listed_requests
+from ..checks import check_flag, check_integer, check_operand, check_strided
 from ..plain import traced
 from ..scalars import integer
 from . import values
@@ -15,10 +16,12 @@ _Tensor, _int32 = torch.Tensor, torch.int32
 
 
 class Planned(NamedTuple):
-    """What plan found of a batch. rows, the query tokens, is None where only the device knows it."""
+    """What plan found of a batch. rows, the query tokens, and keys, the rows that K without pages must have, are None
+    where only the device knows them."""
 
     requests: Requests
     rows: int | None
+    keys: int | None
     max_q_len: int | None
     mask: torch.Tensor | None = None
     mask_starts: torch.Tensor | None = None
@@ -43,6 +46,7 @@ class Batch:
         self.device = check_strided("float_workspace_buffer", workspace).device
         values.check_name("kv_layout", kv_layout, ("NHD", "HND"))
         values.check_name("backend", backend, values.BACKENDS)
+        check_flag("use_cuda_graph", graph)
         self._kv_layout = kv_layout
         self._buffers: tuple[torch.Tensor, ...] | None = None
         self._most_rows: int | None = None  # query tokens of the first plan, which graphs were captured with
@@ -56,6 +60,14 @@ class Batch:
                 self._buffer("custom_mask_buf", bits, torch.uint8)
             if starts is not None and self._buffer("qk_indptr_buf", starts).shape[0] != batch + 1:
                 raise ValueError(f"qk_indptr_buf: {starts.shape[0]} elements, must be batch + 1, {batch + 1}")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, or of another process, where a plan's number of facts is another one."""
+        self.__dict__.update(state)
+        if self._planned is not None:
+            r = self._planned.requests
+            made = listed_requests(r.page_table, r.kv_lens, r.cu_seqlens_q, r.kv_starts, r.form)
+            self._planned = self._planned._replace(requests=made)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -102,13 +114,22 @@ class Batch:
     def _prepare(self, given: tuple[Any, ...], page_size: int, most: Any, mask: Mask | None) -> Planned:
         """given: the tensors of `_NAMES`, on the host or the device. most: a bound of query lengths, None if unknown.
         Everything is checked before a buffer is written."""
+        if self.device.type == "cuda" and machine.current.is_capturing():
+            raise RuntimeError(f"{type(self).__name__}: plan cannot be captured, call it before the capture or a replay")
         self._check_indices(given)
-        batch, rows = given[0].shape[0] - 1, None
-        if given[0].is_cpu:
-            rows, longest = values.last_and_longest(given[0])
-            most = longest if most is None else most
+        batch, rows, keys = given[0].shape[0] - 1, None, None
         if most is not None:
-            most = check_integer("max_token_per_sequence", integer(most))
+            most = check_integer("max_token_per_sequence", integer(most), 0)
+        if given[0].is_cpu:
+            rows, longest = values.last_and_longest(self._NAMES[0], given[0])
+            most = longest if most is None else most
+        if given[1].is_cpu:
+            keys, _ = values.last_and_longest(self._NAMES[1], given[1])
+            if page_size:
+                if keys > given[2].shape[0]:
+                    need = f"{keys}, the last of {self._NAMES[1]}"
+                    raise ValueError(f"{self._NAMES[2]}: {given[2].shape[0]} elements, must be at least {need}")
+                keys = None
         known: Offsets | None = None  # where bits begin, as the host knows it
         if mask is not None and all(t.is_cpu for t in given):
             known = values.offsets_of(given[0], self._keys(given, page_size))
@@ -124,18 +145,18 @@ class Batch:
                 self._most_rows = rows
         requests = self._requests(here)
         if mask is None:
-            return Planned(requests, rows, most)
+            return Planned(requests, rows, keys, most)
         if known is None:
             at, size = values.offsets_of(here[0], self._keys(here, page_size)), mask.size(batch)
         else:
             at, size = Offsets(*values.moved(known, self.device)), int(known.bytes[-1])
         if self._buffers is None:
-            return Planned(requests, rows, most, mask.pack(at, size), at.bytes.to(_int32))
+            return Planned(requests, rows, keys, most, mask.pack(at, size), at.bytes.to(_int32))
         bits, starts = self._mask_buffers
         size = min(size, bits.shape[0])
         mask.pack(at, size, bits[:size])
         starts.copy_(at.bytes)
-        return Planned(requests, rows, most, bits, starts)
+        return Planned(requests, rows, keys, most, bits, starts)
 
     def _check_room(
         self, given: tuple[torch.Tensor, ...], rows: int | None, mask: Mask | None, known: Offsets | None
@@ -186,25 +207,27 @@ class Batch:
     def _ready(self, q: Any, k: Any, v: Any) -> tuple[Planned, Requests, int]:
         """The plan, its requests and a bound of query lengths, of a run whose tensors fit the plan. k and v: as in
         `Problem`."""
-        planned = self._plan_of_run()
-        shape, types = self._shape, self._types
-        requests = planned.requests if not traced(q) else planned.requests._replace(facts=None)
+        planned = self._planned or self._plan_of_run()
+        (qo, kv, dim_qk, dim_vo, page_size), (q_dtype, kv_dtype, _) = self._shape, self._types
+        requests, rows, keys, most, _, _ = planned
+        if traced(q):
+            requests = requests._replace(facts=None)
         try:
-            tokens, qo, dim = q.shape
-            _, kv, size, _ = k.shape
-            dim_vo, q_dtype, kv_dtype = v.shape[3], q.dtype, k.dtype
+            tokens, q_heads, dim = q.shape
+            _, kv_heads, size, _ = k.shape
+            dim_v, dtype = v.shape[3], k.dtype
         except (AttributeError, IndexError, TypeError, ValueError):  # something is no tensor, or of another rank
             return planned, requests, 0  # refused later
-        if (dim != shape.dim_qk or qo != shape.qo or kv != shape.kv or q_dtype is not types.q
-                or kv_dtype is not types.kv or shape.page_size and size != shape.page_size
-                or dim_vo != shape.dim_vo and (kv_dtype is not torch.uint8 or 2 * dim_vo != shape.dim_vo)
-                or planned.rows is not None and planned.rows != tokens):  # fmt: skip
+        if (dim != dim_qk or q_heads != qo or kv_heads != kv or q.dtype is not q_dtype or dtype is not kv_dtype
+                or page_size and size != page_size
+                or dim_v != dim_vo and (dtype is not torch.uint8 or 2 * dim_v != dim_vo)
+                or rows is not None and rows != tokens or keys is not None and keys > size):  # fmt: skip
             self._refuse(q, k, v)
-        return planned, requests, tokens if planned.max_q_len is None else planned.max_q_len
+        return planned, requests, tokens if most is None else most
 
     def _refuse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raises on what does not fit the plan."""
-        shape, types, rows = self._shape, self._types, self._plan_of_run().rows
+        shape, types, (_, rows, keys, *_) = self._shape, self._types, self._plan_of_run()
         cache = self._CACHE
         for name, found, what, planned, value in (
             ("q", q.dtype, "dtype", "q_data_type", types.q),
@@ -218,6 +241,8 @@ class Batch:
         ):
             if found != value:
                 raise ValueError(f"{name}: {found} ({what}), must be plan's {planned}, {value}")
+        if keys is not None and keys > k.shape[2]:
+            raise ValueError(f"k: {k.shape[2]} rows, must be at least plan's last of {self._NAMES[1]}, {keys}")
 
     def _keys(self, given: tuple[torch.Tensor, ...], page_size: int) -> torch.Tensor:
         """int64 (B,): keys of each request."""

@@ -16,8 +16,9 @@ from .ragged import rows_of
 SINGLE = "single_prefill_with_kv_cache"
 SIGNATURES[SINGLE] = {
     "kv": "k, v", "page_table": "k", "kv_lens": "k", "kv_starts": "k", "cu_seqlens_q": "q", "max_q_len": "q",
-    "scale": "sm_scale", "out_scale": "v_scale", "soft_cap": "logits_soft_cap", "out_dtype": "o_dtype",
+    "out_scale": "v_scale", "soft_cap": "logits_soft_cap", "out_dtype": "o_dtype",
     "mask_starts": "custom_mask", "alibi_slopes": "pos_encoding_mode", "rope": "pos_encoding_mode",
+    "scale": "sm_scale x q_scale x k_scale",
 }  # fmt: skip
 
 

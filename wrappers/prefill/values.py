@@ -1,6 +1,6 @@
 """What the prefill family does with values of arguments: names, types, scales, modifiers of logits, masks, copies.
 
-Nothing here reads a value on a device or waits for one.
+Nothing here reads a value on a device, or waits for one but to make a device's first ALiBi slopes.
 """
 
 from operator import sub
@@ -12,6 +12,7 @@ from .. import machine
 from ..attention.checks import E4M3
 from ..attention.problem import Rope
 from ..checks import (
+    INF,
     UnknownName,
     check_flag,
     check_integer,
@@ -84,16 +85,15 @@ def refuse(**given: Any) -> None:
 
 
 def shape_of(qo: Any, kv: Any, dim_qk: Any, dim_vo: Any, page_size: Any) -> Shape:
-    """dim_vo None: dim_qk."""
+    """dim_vo None: dim_qk. page_size: an int, checked."""
     if dim_vo is None:
         dim_vo = dim_qk
-    if (not qo.__class__ is kv.__class__ is dim_qk.__class__ is dim_vo.__class__ is page_size.__class__ is int
+    if (not qo.__class__ is kv.__class__ is dim_qk.__class__ is dim_vo.__class__ is int
             or qo < 0 or kv < 1 or dim_qk < 1 or dim_vo < 1):  # fmt: skip
         qo = check_integer("num_qo_heads", integer(qo), 0)
         kv = check_integer("num_kv_heads", integer(kv), 1)
         dim_qk = check_integer("head_dim", integer(dim_qk), 1)
         dim_vo = check_integer("head_dim_vo", integer(dim_vo), 1)
-        page_size = check_integer("page_size", integer(page_size))
     if qo % kv:
         raise ValueError(f"num_qo_heads: {qo}, must be a multiple of num_kv_heads, {kv}")
     return Shape(qo, kv, dim_qk, dim_vo, page_size)
@@ -117,6 +117,7 @@ def types_of(q: Any, kv: Any, out: Any) -> Types:
     check_one_of("q_data_type:", q, QUERIES)
     kv = q if kv is None else dtype_of("kv_data_type", kv)
     out = q if out is None else dtype_of("o_data_type", out)
+    check_one_of("o_data_type:", out, QUERIES)
     if kv is not q and kv not in (E4M3, torch.uint8):
         if kv is torch.float8_e5m2:
             raise NotImplementedError(f"kv_data_type: {kv}, not supported, must be {q}, {E4M3} or torch.uint8 (NVFP4)")
@@ -138,11 +139,9 @@ def modifiers_of(
         soft_cap = 0.0
     else:
         soft_cap = max(number("logits_soft_cap", soft_cap), 0.0)
-    rope = None
-    if mode == "ROPE_LLAMA":
-        rope_scale = 1.0 if rope_scale is None else number("rope_scale", rope_scale, positive=True)
-        rope_theta = 1e4 if rope_theta is None else number("rope_theta", rope_theta, positive=True)
-        rope = Rope(rope_scale, rope_theta)
+    rope_scale = 1.0 if rope_scale is None else number("rope_scale", rope_scale, positive=True)
+    rope_theta = 1e4 if rope_theta is None else number("rope_theta", rope_theta, positive=True)
+    rope = Rope(rope_scale, rope_theta) if mode == "ROPE_LLAMA" else None
     return Modifiers(causal, mode, sm_scale, window_left, soft_cap, rope)
 
 
@@ -176,7 +175,7 @@ def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
 
 def times(name: str, value: Any, device: torch.device, scale: Any, tensor: Any) -> tuple[Any, Any]:
     """(scale, tensor), whose product a factor is, times another: a number, or an fp32 tensor of one element."""
-    if value.__class__ is float:
+    if value.__class__ is float and -INF < value < INF:
         return scale * value, tensor
     if not isinstance(value, _Tensor):
         value = real(value)
@@ -199,12 +198,19 @@ def bounds(size: Any, device: torch.device) -> torch.Tensor:
     return torch.arange(0, 2 * size, size, dtype=torch.int32, device=device)
 
 
-def last_and_longest(starts: torch.Tensor) -> tuple[int, int]:
-    """The last of offsets (B + 1,) on the host, and the largest difference of neighbours, 0 where there are none."""
+def last_and_longest(name: str, starts: torch.Tensor) -> tuple[int, int]:
+    """The last of offsets (B + 1,) on the host, and the largest difference of neighbours, 0 where there are none.
+    Raises where one is negative or below the one before it."""
     if starts.shape[0] > 128:
-        return int(starts[-1]), int(starts.diff().max())
-    numbers = starts.tolist()  # a third of the time
-    return numbers[-1], max(map(sub, numbers[1:], numbers), default=0)
+        numbers, counts = starts[[0, -1]].tolist(), [int(t) for t in starts.diff().aminmax()]
+    else:  # a third of the time
+        numbers = starts.tolist()
+        counts = list(map(sub, numbers[1:], numbers))
+    if numbers[0] < 0 or counts and min(counts) < 0:
+        below = torch.cat([starts[:1] * 0, starts[:-1]])
+        at = int((starts < below).nonzero()[0])
+        raise ValueError(f"{name}[{at}]: {starts[at]}, must be at least {below[at]}, as the one before it")
+    return numbers[-1], max(counts, default=0)
 
 
 def moved(tensors: tuple[torch.Tensor, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
