@@ -115,7 +115,8 @@ class Batch:
         """given: the tensors of `_NAMES`, on the host or the device. most: a bound of query lengths, None if unknown.
         Everything is checked before a buffer is written."""
         if self.device.type == "cuda" and machine.current.is_capturing():
-            raise RuntimeError(f"{type(self).__name__}: plan cannot be captured, call it before the capture or a replay")
+            why = "plan cannot be captured, call it before the capture or a replay"
+            raise RuntimeError(f"{type(self).__name__}: {why}")
         self._check_indices(given)
         batch, rows, keys = given[0].shape[0] - 1, None, None
         if most is not None:
