@@ -33,7 +33,7 @@ DECODE_STRUCTURES = {  # (KV dtype, head_dim, 8 rows a warp): every type, head_d
     ("", 64, True), ("", 128, False), ("", 256, True), ("fp8", 64, False), ("fp8", 128, True), ("nvfp4", 64, True),
     ("nvfp4", 128, True), ("nvfp4", 128, False),
 }  # fmt: skip
-GATHER_STRUCTURES = {("", 128, True)}
+GATHER_STRUCTURES = {("", 64, True)}
 WIDE_STRUCTURES = {(192, False, True), (256, True, True)}  # (head_dim, packed, general) of prefill beyond 128
 
 
@@ -95,7 +95,7 @@ def structure(spec: Any) -> Any:
     if k.custom:  # bits are read as any operand is
         return None
     if k.gathers:
-        return ("gathers", k.general) if dim == 64 and k.packed == k.general else None
+        return "gathers" if dim == 64 and k.packed else None
     if dim > 128 and (dim, k.packed, k.general) not in WIDE_STRUCTURES:
         return None
     return dim, k.packed, k.general
