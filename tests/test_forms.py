@@ -528,7 +528,7 @@ def test_facts():
     assert of("ragged", alibi_slopes=torch.ones(4)).alibi and of("csr", rope=Rope()) == of("csr")
 
 
-def test_bounds_that_vary_under_a_plan(launches):
+def test_bounds_that_vary_under_a_plan(launches, monkeypatch):
     many = torch.zeros(1, 2, 1, 8, dtype=BF16).expand(2, 2, 1 << 28, 8)
     requests = csr_requests(ints(0, 5), ints(0, 0), ints(0, 0, 0), ints(0))
     p = listed()._replace(k=many, v=many, requests=requests)
@@ -543,7 +543,12 @@ def test_bounds_that_vary_under_a_plan(launches):
         op.serve(p._replace(k=rows, v=rows))
     with pytest.raises(ValueError, match="^kv: K .* may differ in the last dimension only"):
         op.serve(p._replace(v=p.v[:, :, :5]))
-    assert len(launches) == 2
+    p = listed(**MASK)
+    op.serve(p)
+    monkeypatch.setattr(checks, "MOST_MASK", 6)
+    with pytest.raises(NotImplementedError, match="^custom_mask: 6 bytes; a CUDA kernel counts less than 6"):
+        op.serve(p)
+    assert len(launches) == 3
 
 
 def test_rope_is_done_before_a_launch(launches, monkeypatch):

@@ -35,6 +35,7 @@ SIGNATURES: dict[str, dict[str, str]] = {}  # public function -> field of Proble
 E4M3 = torch.float8_e4m3fn
 MOST_ROWS = 1 << 30  # query rows of a KV head times heads of its group, in decoding: `cute_kernels.device.divisor`
 MOST_KEYS = 1 << 30  # of a request, which kernels count in 32 bits
+MOST_MASK = 1 << 31  # bytes of a custom mask, likewise
 TMA_BYTES = 16  # alignment of a TMA descriptor's base address and of every stride but the last
 
 Names = Callable[[str], str]
@@ -121,6 +122,9 @@ def kernel_tensors(p: Problem) -> None:
         most = f"{columns} pages of {size} tokens{' a request' if form == 'table' else ''}"
         most = f"{name('k')}: {size} rows" if form == "ragged" else f"{name('page_table')}: {most}"
         raise NotImplementedError(f"{most}; a CUDA kernel counts less than {MOST_KEYS} tokens")
+    if p.custom_mask is not None and p.custom_mask.shape[0] >= MOST_MASK:
+        size = p.custom_mask.shape[0]
+        raise NotImplementedError(f"{name('custom_mask')}: {size} bytes; a CUDA kernel counts less than {MOST_MASK}")
     for field in ("q", "k", "v", "out"):
         t = getattr(p, field)
         if isinstance(t, torch.Tensor):

@@ -117,6 +117,8 @@ class Plan:
         if p.enable_pdl is not None:
             flat[at.enable_pdl] = 1 if p.enable_pdl else 0
         if p.custom_mask is not None:
+            if p.custom_mask.shape[0] >= checks.MOST_MASK:
+                raise ValueError("custom_mask")
             flat[at.custom_mask], flat[at.mask_starts] = p.custom_mask, p.mask_starts
         if p.alibi_slopes is not None:
             flat[at.alibi_slopes] = p.alibi_slopes
