@@ -115,16 +115,16 @@ class Batch:
         """given: the tensors of `_NAMES`, on the host or the device. most: a bound of query lengths, None if unknown.
         Everything is checked before a buffer is written."""
         if self.device.type == "cuda" and machine.current.is_capturing():
-            raise RuntimeError(f"{type(self).__name__}: plan cannot be captured, call it before the capture or a replay")
+            raise RuntimeError(f"{type(self).__name__}: plan cannot be captured, call it before the capture or replay")
         self._check_indices(given)
         batch, rows, keys = given[0].shape[0] - 1, None, None
         if most is not None:
             most = check_integer("max_token_per_sequence", integer(most), 0)
         if given[0].is_cpu:
-            rows, longest = values.last_and_longest(self._NAMES[0], given[0])
-            most = longest if most is None else most
+            rows = values.last_of(self._NAMES[0], given[0])
+            most = values.longest(given[0]) if most is None else most
         if given[1].is_cpu:
-            keys, _ = values.last_and_longest(self._NAMES[1], given[1])
+            keys = values.last_of(self._NAMES[1], given[1])
             if page_size:
                 if keys > given[2].shape[0]:
                     need = f"{keys}, the last of {self._NAMES[1]}"
