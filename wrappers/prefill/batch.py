@@ -36,6 +36,8 @@ class Batch:
 
     _NAMES: tuple[str, ...]
     _CACHE: str  # what run calls K and V
+    run: Any
+    forward: Any
     _planned: Planned | None = None
     _shape = Shape(0, 1, 1, 1, 0)
     _types: Types
@@ -86,6 +88,16 @@ class Batch:
     def end_forward(self) -> None:
         """Does nothing; FlashInfer has it for older callers."""
 
+    def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """`run` with return_lse=True."""
+        kwargs["return_lse"] = True
+        return self.run(*args, **kwargs)
+
+    def forward_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward` with return_lse=True."""
+        kwargs["return_lse"] = True
+        return self.forward(*args, **kwargs)
+
     def _buffer(self, name: str, value: Any, dtype: torch.dtype = _int32) -> torch.Tensor:
         if not isinstance(value, _Tensor):
             raise ValueError(f"{name}: {type(value).__name__}, must be a tensor where use_cuda_graph is True")
@@ -115,17 +127,16 @@ class Batch:
         """given: the tensors of `_NAMES`, on the host or the device. most: a bound of query lengths, None if unknown.
         Everything is checked before a buffer is written."""
         if self.device.type == "cuda" and machine.current.is_capturing():
-            why = "plan cannot be captured, call it before the capture or a replay"
-            raise RuntimeError(f"{type(self).__name__}: {why}")
+            raise RuntimeError(f"{type(self).__name__}: plan cannot be captured, call it before the capture or replay")
         self._check_indices(given)
         batch, rows, keys = given[0].shape[0] - 1, None, None
         if most is not None:
             most = check_integer("max_token_per_sequence", integer(most), 0)
         if given[0].is_cpu:
-            rows, longest = values.last_and_longest(self._NAMES[0], given[0])
-            most = longest if most is None else most
+            rows = values.last_of(self._NAMES[0], given[0])
+            most = values.longest(given[0]) if most is None else most
         if given[1].is_cpu:
-            keys, _ = values.last_and_longest(self._NAMES[1], given[1])
+            keys = values.last_of(self._NAMES[1], given[1])
             if page_size:
                 if keys > given[2].shape[0]:
                     need = f"{keys}, the last of {self._NAMES[1]}"
@@ -211,8 +222,8 @@ class Batch:
         planned = self._planned or self._plan_of_run()
         (qo, kv, dim_qk, dim_vo, page_size), (q_dtype, kv_dtype, _) = self._shape, self._types
         requests, rows, keys, most, _, _ = planned
-        if traced(q):
-            requests = requests._replace(facts=None)
+        if traced(q):  # a compiled graph may not hold numbers that vary from plan to plan
+            requests, rows, keys, most = requests._replace(facts=None), None, None, None
         try:
             tokens, q_heads, dim = q.shape
             _, kv_heads, size, _ = k.shape

@@ -77,7 +77,7 @@ def fill(
 
 @cute.jit
 def addresses(spec: cutlass.Constexpr, op: Operand, found: Known, at: Block):
-    """Addresses of the rows of a block whose pages were found, -1 for what is none."""
+    """Addresses of the rows of a block whose pages were found, negative for what is none."""
     x, count = op.gmem, const_expr(spec.tile.n // spec.tile.loaders)
     starts = cute.make_rmem_tensor(cute.size(found.page), Int64)
     head = x.iterator.toint() + Int64(at.head) * x.stride[1] * (x.element_type.width // 8)
@@ -86,7 +86,7 @@ def addresses(spec: cutlass.Constexpr, op: Operand, found: Known, at: Block):
         page, row = found.page[c], row % found.page_size
         exists = page >= 0 and page < x.shape[0]
         element = Int64(page) * x.stride[0] + Int64(row) * x.stride[2]
-        starts[c] = head + element * (x.element_type.width // 8) if exists else Int64(-1)
+        starts[c] = head + element * (x.element_type.width // 8) if exists else Int64(-PIECE)
     return starts
 
 
