@@ -604,7 +604,11 @@ def test_bounds_of_query_lengths():
     assert case.paged()._planned.max_q_len == max(Q_LENS)
     assert case.paged(max_token_per_sequence=64)._planned.max_q_len == 64
     many = ints(range(0, 2000, 5))
-    assert values.last_and_longest("x", many) == (1995, 5) and values.last_and_longest("x", many[:1]) == (0, 0)
+    assert (values.last_of("x", many), values.longest(many)) == (1995, 5)
+    assert (values.last_of("x", many[:1]), values.longest(many[:1])) == (0, 0)
+    for bad in (many.flip(0), torch.cat([many[:200], many]), many - 1):
+        with pytest.raises(ValueError, match="x.[0-9]+.: .* must be at least"):
+            values.last_of("x", bad)
 
 
 # ---- plans of which the host knows nothing: tensors of a device, which "meta" stands for, and reads nothing

@@ -228,8 +228,7 @@ def run(p: Problem) -> Any:
         rows = max_q_len if max_q_len < tokens else tokens
         rows = (rows - 1).bit_length() if rows > 0 else rows
         k_shape, v_shape = (k.shape, v.shape) if form != "ragged" else (_rowless(k), _rowless(v))
-        if rare := custom_mask is not None or alibi_slopes is not None or rope is not None:
-            v_shape = v_shape, _rare_facts(p)
+        rare = custom_mask is not None or alibi_slopes is not None or rope is not None
         key = (
             phase, q.get_device(), q.dtype, heads, dim, k.dtype, k_shape, v_shape, facts,
             (tokens, max_q_len) if offsets is None else rows, causal, window_left >= 0,
@@ -240,7 +239,7 @@ def run(p: Problem) -> Any:
             None if v_scales is None else (v_scales.dtype, v_scales.shape),
             None if out is None else out.dtype, out_dtype, out_sf_scale is None, batch_invariant,
             None if scale_tensor is None else scale_tensor.numel(),
-            None if out_scale_tensor is None else out_scale_tensor.numel(),
+            None if out_scale_tensor is None else out_scale_tensor.numel(), _rare_facts(p) if rare else None,
         )  # fmt: skip
         plan = here.plans.get(key)
     except (AttributeError, TypeError, ValueError, RuntimeError):

@@ -122,10 +122,10 @@ class Batch:
         if most is not None:
             most = check_integer("max_token_per_sequence", integer(most), 0)
         if given[0].is_cpu:
-            rows, longest = values.last_and_longest(self._NAMES[0], given[0])
-            most = longest if most is None else most
+            rows = values.last_of(self._NAMES[0], given[0])
+            most = values.longest(given[0]) if most is None else most
         if given[1].is_cpu:
-            keys, _ = values.last_and_longest(self._NAMES[1], given[1])
+            keys = values.last_of(self._NAMES[1], given[1])
             if page_size:
                 if keys > given[2].shape[0]:
                     need = f"{keys}, the last of {self._NAMES[1]}"
