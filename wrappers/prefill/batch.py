@@ -36,6 +36,8 @@ class Batch:
 
     _NAMES: tuple[str, ...]
     _CACHE: str  # what run calls K and V
+    run: Any
+    forward: Any
     _planned: Planned | None = None
     _shape = Shape(0, 1, 1, 1, 0)
     _types: Types
@@ -85,6 +87,16 @@ class Batch:
 
     def end_forward(self) -> None:
         """Does nothing; FlashInfer has it for older callers."""
+
+    def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """`run` with return_lse=True."""
+        kwargs["return_lse"] = True
+        return self.run(*args, **kwargs)
+
+    def forward_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward` with return_lse=True."""
+        kwargs["return_lse"] = True
+        return self.forward(*args, **kwargs)
 
     def _buffer(self, name: str, value: Any, dtype: torch.dtype = _int32) -> torch.Tensor:
         if not isinstance(value, _Tensor):

@@ -162,14 +162,8 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
         k, v = views("paged_kv_cache", paged_kv_cache, self._kv_layout)
         (_, _, _, _, mask, mask_starts), requests, max_q_len = self._ready(q, k, v)
         scale: Any = self._scale if sm_scale is None else values.number("sm_scale", sm_scale)
-        out_scale: Any = 1.0
-        scale_tensor = out_scale_tensor = k_scales = v_scales = None
-        if q_scale is not None:
-            scale, scale_tensor = values.times("q_scale", q_scale, self.device, scale, scale_tensor)
-        if k_scale is not None:
-            scale, scale_tensor = values.times("k_scale", k_scale, self.device, scale, scale_tensor)
-        if v_scale is not None:
-            out_scale, out_scale_tensor = values.times("v_scale", v_scale, self.device, 1.0, None)
+        scale, scale_tensor, out_scale, out_scale_tensor = values.factors(scale, q_scale, k_scale, v_scale, self.device)
+        k_scales = v_scales = None
         if kv_cache_sf is not None:
             k_scales, v_scales = views("kv_cache_sf", kv_cache_sf, self._kv_layout)
         return serve(make_problem(Problem, (
@@ -177,11 +171,6 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
             self._causal, self._window_left, self._logits_soft_cap, sinks, k_scales, v_scales, False, None,
             real(skip_softmax_threshold_scale_factor), out, self._types.out, None, lse, return_lse, False, enable_pdl,
         ) + (mask, mask_starts, self._alibi, self._rope)))  # fmt: skip
-
-    def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """`run` with return_lse=True."""
-        kwargs["return_lse"] = True
-        return self.run(*args, **kwargs)
 
     def forward(
         self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], causal: bool = False,
@@ -197,11 +186,6 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
             causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta
         ))  # fmt: skip
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
-
-    def forward_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """`forward` with return_lse=True."""
-        kwargs["return_lse"] = True
-        return self.forward(*args, **kwargs)
 
     def _keys(self, given: tuple[torch.Tensor, ...], page_size: int) -> torch.Tensor:
         pages = given[1].to(torch.int64).diff()

@@ -121,25 +121,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(Batch):
             values.refuse(o_scale=None if one else o_scale, kv_cache_sf=kv_cache_sf)
         k, v = rows_of("k", k, self._kv_layout), rows_of("v", v, self._kv_layout)
         (_, _, _, _, mask, mask_starts), requests, max_q_len = self._ready(q, k, v)
-        scale: Any = self._scale
-        out_scale: Any = 1.0
-        scale_tensor = out_scale_tensor = None
-        if q_scale is not None:
-            scale, scale_tensor = values.times("q_scale", q_scale, self.device, scale, scale_tensor)
-        if k_scale is not None:
-            scale, scale_tensor = values.times("k_scale", k_scale, self.device, scale, scale_tensor)
-        if v_scale is not None:
-            out_scale, out_scale_tensor = values.times("v_scale", v_scale, self.device, 1.0, None)
+        scale, scale_tensor, out_scale, out_scale_tensor = values.factors(
+            self._scale, q_scale, k_scale, v_scale, self.device
+        )
         return serve(make_problem(Problem, (
             RAGGED, "prefill", q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor,
             self._causal, self._window_left, self._logits_soft_cap, sinks, None, None, False, None, None, out,
             self._types.out, None, lse, return_lse, False, enable_pdl,
         ) + (mask, mask_starts, self._alibi, self._rope)))  # fmt: skip
-
-    def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """`run` with return_lse=True."""
-        kwargs["return_lse"] = True
-        return self.run(*args, **kwargs)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False,
@@ -153,11 +142,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(Batch):
             causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta
         ))  # fmt: skip
         return self.run(q, k, v, return_lse=return_lse)
-
-    def forward_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """`forward` with return_lse=True."""
-        kwargs["return_lse"] = True
-        return self.forward(*args, **kwargs)
 
     def _keys(self, given: tuple[torch.Tensor, ...], page_size: int) -> torch.Tensor:
         return given[1].to(torch.int64).diff().clamp(min=0)

@@ -79,18 +79,11 @@ def single_prefill_with_kv_cache(
         bits, starts = given if mask.packed else packbits(given, "little"), values.bounds(size, device)
     elif causal and rows > keys:
         raise ValueError(f"q: {rows} rows, must be at most the {keys} of k where causal is True")
-    scale: Any = dim**-0.5 if m.sm_scale is None else m.sm_scale
-    out_scale: Any = 1.0
-    scale_tensor = out_scale_tensor = None
-    q_scale = values.either("q_scale", q_scale, "scale_q", scale_q)
-    if q_scale is not None:
-        scale, scale_tensor = values.times("q_scale", q_scale, device, scale, scale_tensor)
-    k_scale = values.either("k_scale", k_scale, "scale_k", scale_k)
-    if k_scale is not None:
-        scale, scale_tensor = values.times("k_scale", k_scale, device, scale, scale_tensor)
-    v_scale = values.either("v_scale", v_scale, "scale_v", scale_v)
-    if v_scale is not None:
-        out_scale, out_scale_tensor = values.times("v_scale", v_scale, device, 1.0, None)
+    scale, scale_tensor, out_scale, out_scale_tensor = values.factors(
+        dim**-0.5 if m.sm_scale is None else m.sm_scale, values.either("q_scale", q_scale, "scale_q", scale_q),
+        values.either("k_scale", k_scale, "scale_k", scale_k), values.either("v_scale", v_scale, "scale_v", scale_v),
+        device,
+    )  # fmt: skip
     own = values.bounds(rows, device)
     requests = ragged_requests(own, own if rows == keys else values.bounds(keys, device), not traced(q))
     return serve(Problem(

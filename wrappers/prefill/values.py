@@ -191,6 +191,21 @@ def times(name: str, value: Any, device: torch.device, scale: Any, tensor: Any) 
     return scale, value if tensor is None else tensor.reshape(1) * value.reshape(1)
 
 
+def factors(
+    scale: float, q_scale: Any, k_scale: Any, v_scale: Any, device: torch.device
+) -> tuple[Any, torch.Tensor | None, Any, torch.Tensor | None]:
+    """(scale, scale_tensor, out_scale, out_scale_tensor) of a `Problem`."""
+    tensor = out_tensor = None
+    out_scale = 1.0
+    if q_scale is not None:
+        scale, tensor = times("q_scale", q_scale, device, scale, tensor)
+    if k_scale is not None:
+        scale, tensor = times("k_scale", k_scale, device, scale, tensor)
+    if v_scale is not None:
+        out_scale, out_tensor = times("v_scale", v_scale, device, out_scale, out_tensor)
+    return scale, tensor, out_scale, out_tensor
+
+
 def bounds(size: Any, device: torch.device) -> torch.Tensor:
     """int32 (2,): [0, size]; no copy from the host, so it can be captured."""
     if size == 0:
