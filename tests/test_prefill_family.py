@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.fake_machine import FakeMachine
@@ -964,3 +965,24 @@ def test_torch_compile_holds_runs_in_one_graph():
     args = case.q, case.k, case.v, tuple(case.cache)
     got = torch.compile(step, fullgraph=True, backend="eager")(*args)
     assert all(map(torch.equal, got, step(*args)))
+
+
+OF_PAGED = BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+OF_RAGGED = BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+
+
+def test_torch_compile_keeps_its_graph_for_later_plans():
+    """Of other lengths: one graph of static sizes, one of dynamic ones. Numbers of globals are constants of a graph."""
+
+    def step(q, cache, k, v):
+        return OF_PAGED.run(q, cache), OF_RAGGED.run(q, k, v)
+
+    counter = CompileCounter()
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    for more in range(2, 7):
+        case = Case(q_lens=[more, 2 * more], kv_lens=[3 * more, 4 * more])
+        OF_PAGED.plan(*case.index, HQ, HKV, D, 4, causal=True)
+        OF_RAGGED.plan(case.qo_indptr, case.kv_indptr, HQ, HKV, D, causal=True)
+        args = case.q, tuple(case.cache), case.k, case.v
+        assert all(map(torch.equal, compiled(*args), step(*args)))
+    assert counter.frame_count == 2

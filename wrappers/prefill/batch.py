@@ -223,8 +223,8 @@ class Batch:
         planned = self._planned or self._plan_of_run()
         (qo, kv, dim_qk, dim_vo, page_size), (q_dtype, kv_dtype, _) = self._shape, self._types
         requests, rows, keys, most, _, _ = planned
-        if traced(q):
-            requests = requests._replace(facts=None)
+        if traced(q):  # a compiled graph may not hold numbers that vary from plan to plan
+            requests, rows, keys, most = requests._replace(facts=None), None, None, None
         try:
             tokens, q_heads, dim = q.shape
             _, kv_heads, size, _ = k.shape
