@@ -323,7 +323,8 @@ def fault(error: BaseException, name: str, argument: str, bad: str, arguments: d
 # A shape, a count or a bound of some, and where a message shows a value.
 SIZES = r"\((\d+,.*)?\)|\d+ (tokens|rows|columns|entries|elements)|head_dim \d+|\[0, \d+[)\]]"
 BEFORE = (
-    r": |\(|\b(a|an|dtype|layout|device|shape|is|and V|with query|out|kv|the query's,|that of \w+,|of the scores,) "
+    r": |\(|\b(a|an|dtype|layout|device|shape|is|kv|and V|with query|out|paged|the query's,|that of \w+,|"
+    r"of the scores,) "
 )
 WANTED = "a torch.Tensor", "an FP4Tensor", "None:"  # what else may be refused by its type alone
 KERNELS_NAMES = {torch.float16: "fp16", E4M3: "e4m3"}

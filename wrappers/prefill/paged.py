@@ -104,8 +104,9 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
         Hints: allow_fp16_qk_reduction (or use_fp16_qk_reduction), max_sequence_kv, seq_lens, seq_lens_q, block_tables,
         fixed_split_size, disable_split_kv. NotImplementedError: multi-item scoring (the last four arguments).
 
-        Raises, and leaves the plan before: ValueError shapes, devices, sizes of buffers, a batch or more rows than
-        buffers were made for; TypeError dtypes; UnknownName, a KeyError and a ValueError, unknown names.
+        Raises, and leaves the plan before: ValueError shapes, devices, offsets on the host that fall or pass
+        paged_kv_indices, sizes of buffers, a batch or more rows than buffers were made for; TypeError dtypes;
+        UnknownName, a KeyError and a ValueError, unknown names; RuntimeError while a CUDA graph is captured.
         """
         values.refuse(
             prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr,
@@ -139,7 +140,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
 
         Args:
             q: (T, Hq, D), any token and head strides; T is the last of qo_indptr, which is checked where plan got that
-                on the host.
+                on the host and torch.compile does not trace the call.
             paged_kv_cache: (k, v), each (pages, P, Hkv, D) "NHD" or (pages, Hkv, P, D) "HND", any strides but the
                 last, numbers of pages of their own; or one (pages, 2, ...) of both. With pages of one row, P may be
                 left out.

@@ -112,7 +112,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Batch):
 
         Args:
             q: (T, Hq, D); k: (rows, Hkv, D), v: (rows, Hkv, Dvo) "NHD", or (Hkv, rows, ...) "HND"; any strides but
-                the last. T is the last of qo_indptr; k and v may have more rows than kv_indptr says.
+                the last. T is the last of qo_indptr; k and v may have more rows than kv_indptr says,
+                not less, which is checked as T is.
             Others are those of `BatchPrefillWithPagedKVCacheWrapper.run`.
         Returns out, or (out, lse). Raises as that run does; NotImplementedError o_scale, kv_cache_sf.
         """
