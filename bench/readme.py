@@ -123,10 +123,31 @@ def measured_decode(results: dict[str, list[Row]], folder: Path = FOLDER) -> str
     return "\n\n".join(parts) or "Not measured yet."
 
 
+def measured_family(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
+    """The forms of the prefill family beside the context function: one line each, then host times."""
+    parts = []
+    for gpu, rows in results.items():
+        chosen = [r for r in newest(rows, "family-") if r.provider != "floor"]
+        if not chosen:
+            continue
+        r = chosen[0]
+        parts.append(f"{gpu}, {r.date}, commit {r.commit[:9]}, driver {r.driver}, torch {r.torch}.")
+        lines = [["case", "provider", "us", "/ ours"], ["---", "---", "---:", "---:"]]
+        lines += [[f"`{r.case}`", r.provider, f"{r.time_us:.1f}", number(r.ratio_to_ours, 3)] for r in chosen]
+        parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
+        parts += [host for host in [host_line(rows, "host-family")] if host]
+    return "\n\n".join(parts) or "Not measured yet."
+
+
 def update(path: Path = README) -> None:
     """Write the tables into README."""
     text, found = path.read_text(), read_all()
-    tables = {"measured": measured, "measured-decode": measured_decode, "measured-topk": measured_topk}
+    tables = {
+        "measured": measured,
+        "measured-family": measured_family,
+        "measured-decode": measured_decode,
+        "measured-topk": measured_topk,
+    }
     for name, table in tables.items():
         text = between(text, name, table(found))
     path.write_text(text)
