@@ -133,7 +133,7 @@ def measured_family(results: dict[str, list[Row]], folder: Path = FOLDER) -> str
         r = chosen[0]
         parts.append(f"{gpu}, {r.date}, commit {r.commit[:9]}, driver {r.driver}, torch {r.torch}.")
         lines = [["case", "provider", "us", "/ ours"], ["---", "---", "---:", "---:"]]
-        lines += [[f"`{r.case}`", r.provider, f"{r.time_us:.1f}", number(r.ratio_to_ours, 3)] for r in chosen]
+        lines += [[f"`{r.case}`", r.provider, f"{r.time_us:.1f}", number(r.ratio_to_ours or 0.0, 3)] for r in chosen]
         parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
         parts += [host for host in [host_line(rows, "host-family")] if host]
     return "\n\n".join(parts) or "Not measured yet."
