@@ -122,7 +122,8 @@ qk, vo = spec.head_dim_qk, spec.head_dim_vo
 tensors = dict(
     q=T((7, 8, qk), dt), k=T((4, 2, 16, qk), dt), v=T((4, 2, 16, vo), dt), o=T((7, 8, vo), dt),
     lse=T((0, 8), "float32"), cu_seqlens_q=T((3,), "int32"), kv_lens=T((2,), "int32"),
-    page_table=T((2, 2, 3), "int32"), sink=T((0,), "float32"), scale=T((0,), "float32"), out_scale=T((0,), "float32"),
+    page_table=T((2, 2, 3), "int32"), kv_starts=T((0,), "int32"), sink=T((0,), "float32"),
+    scale=T((0,), "float32"), out_scale=T((0,), "float32"),
     o_fp8=T((0, 8, vo), "uint8"), draft_mask=T((0, 1), "int32"), counters=T((8,), "int32"),
     o_partial=T((0, 1, vo + 4), "float32"),
 )
