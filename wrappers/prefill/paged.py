@@ -8,7 +8,7 @@ from ..attention.checks import SIGNATURES
 from ..attention.op import serve
 from ..attention.problem import Problem, Requests, csr_requests, make_problem, pair
 from ..checks import check_integer
-from ..page import paged_kv
+from ..page import get_seq_lens, paged_kv
 from ..scalars import integer, real
 from . import values
 from .batch import Batch
@@ -189,8 +189,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     def _keys(self, given: tuple[torch.Tensor, ...], page_size: int) -> torch.Tensor:
-        pages = given[1].to(torch.int64).diff()
-        return torch.where(pages > 0, (pages - 1) * page_size + given[3].clamp(0, page_size), 0)
+        return get_seq_lens(given[1].to(torch.int64), given[3], page_size)
 
     def _requests(self, here: tuple[torch.Tensor, ...]) -> Requests:
         return csr_requests(here[0], here[1], here[2], here[3])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import machine
-from ..attention.checks import E4M3
+from ..attention.checks import E4M3, MOST_MASK
 from ..attention.problem import Rope
 from ..checks import (
     INF,
@@ -29,7 +29,6 @@ from ..scalars import integer, real
 BACKENDS = ("auto", "fa2", "fa3", "cudnn", "cutlass", "trtllm-gen", "cute-dsl")  # of upstream: here a hint
 MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 QUERIES = (torch.float16, torch.bfloat16, E4M3)
-MOST_BYTES = 1 << 31  # of a packed mask, whose offsets are int32
 _Tensor = torch.Tensor
 _slopes: dict[tuple[torch.device, int], torch.Tensor] = {}
 
@@ -304,6 +303,6 @@ def mask_of(custom: Any, packed: Any, device: torch.device, non_blocking: bool =
         raise ValueError(f"{name}: device {mask.device}, must be cpu or the workspace's, {device}")
     if packed is not None:
         check_operand(name, mask, 1, (torch.uint8,), None)
-    if mask.numel() >= MOST_BYTES * (1 if packed is not None else 7):
-        raise NotImplementedError(f"{name}: {mask.numel()} elements, must be less than {MOST_BYTES} bytes, packed")
+    if mask.numel() >= MOST_MASK * (1 if packed is not None else 7):
+        raise NotImplementedError(f"{name}: {mask.numel()} elements, must be less than {MOST_MASK} bytes, packed")
     return Mask(name, mask.reshape(-1), packed is not None, non_blocking)
