@@ -92,23 +92,23 @@ def addresses(spec: cutlass.Constexpr, op: Operand, found: Known, at: Block):
 
 @cute.jit
 def copy_rows(op: Operand, count: cutlass.Constexpr, starts: cute.Tensor, stage: cute.Tensor, first: Int32):
-    """One warp: `count` rows of a stage (n, D), from row `first`, a multiple of 8, on."""
-    x, n = op.gmem, const_expr(cute.size(stage, mode=[0]))
-    row_bytes = const_expr(x.shape[3] * x.element_type.width // 8)
-    box, each = const_expr(min(row_bytes, copy.SWIZZLE_BYTES)), const_expr(row_bytes // PIECE)
-    rows, lane = const_expr(32 // each), cute.arch.lane_idx()  # rows at a time; head_dim 192 leaves lanes idle
-    mine, byte = lane // each, lane % each * PIECE
-    chunk = stage.iterator.toint() + first * box + byte // box * (n * box)
+    """One warp: `count` rows of a stage (n, D), from row `first`, a multiple of 8, on. Some rows at a time, box by box:
+    `across` lanes have a row of a box, whose address they learn once."""
+    n, lane = const_expr(cute.size(stage, mode=[0])), cute.arch.lane_idx()
+    row_bytes = const_expr(op.gmem.shape[3] * op.gmem.element_type.width // 8)
+    box = const_expr(min(row_bytes, copy.SWIZZLE_BYTES))
+    across = const_expr(box // PIECE)
+    rows, mine, byte = const_expr(32 // across), lane // across, lane % across * PIECE
     period = const_expr(max(1, 8 // rows))  # after which the swizzle repeats
-    into = [chunk + layout.swizzle(box, rows * i + mine, byte % box) for i in range(period)]
+    into = [stage.iterator.toint() + first * box + layout.swizzle(box, rows * i + mine, byte) for i in range(period)]
     text = f"cp.async.cg.shared.global [{{$r0}}], [{{$r1}}], {PIECE}, {{$r2}};"
-    for c in cutlass.range_constexpr((count + rows - 1) // rows):
-        row = const_expr(rows * c)
-        found = cute.arch.shuffle_sync(starts[const_expr(row // 32)], row % 32 + mine)
-        written = Int32(PIECE) if found >= 0 else Int32(0)
+    for c in cutlass.range_constexpr(count // rows):
+        start = cute.arch.shuffle_sync(starts[const_expr(rows * c // 32)], rows * c % 32 + mine)
+        written = Int32(PIECE) if start >= 0 else Int32(0)
         target = into[const_expr(c % period)] + const_expr(c // period * period * rows * box)
-        if const_expr(rows * each == 32 and row + rows <= count) or (lane < rows * each and row + mine < count):
-            cute.arch.inline_ptx(text, read_only_args=[target, found + byte, written])
+        for k in cutlass.range_constexpr(row_bytes // box):
+            at = target + const_expr(k * n * box), start + byte + const_expr(k * box)
+            cute.arch.inline_ptx(text, read_only_args=[*at, written])
 
 
 def landed():
