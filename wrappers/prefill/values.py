@@ -238,6 +238,9 @@ def longest(starts: torch.Tensor) -> int:
     return max(map(sub, numbers[1:], numbers), default=0)
 
 
+STAGED = 1 << 16  # bytes that the driver copies from the host before a copy from unpinned memory returns
+
+
 def moved(tensors: tuple[torch.Tensor, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
     """Tensors of one dtype, (N,) each, on `device`: those of the host by one copy, which the current stream orders,
     from memory that is taken for it: they may be written as soon as this returns."""
@@ -246,10 +249,10 @@ def moved(tensors: tuple[torch.Tensor, ...], device: torch.device) -> tuple[torc
     host = [t for t in tensors if t.is_cpu]
     if not host:
         return tensors
-    sizes = [t.shape[0] for t in host]
-    staged = torch.empty(sum(sizes), dtype=host[0].dtype, pin_memory=device.type == "cuda")
-    torch.cat(host, out=staged)
-    copies = iter(staged.to(device, non_blocking=True).split(sizes))
+    staged = torch.cat(host)
+    if device.type == "cuda" and staged.nbytes > STAGED:
+        staged = staged.pin_memory()
+    copies = iter(staged.to(device, non_blocking=True).split([t.shape[0] for t in host]))
     return tuple(next(copies) if t.is_cpu else t for t in tensors)
 
 
