@@ -392,7 +392,7 @@ def test_refused_before_a_launch(launches, name):
 @pytest.mark.parametrize(
     "case,change,error,message",
     [
-        (replace(PLAIN, dtype="fp8"), {"out": None}, NotImplementedError, "attention.sm90: q e4m3"),
+        (replace(PLAIN, dtype="fp8"), {"out": None}, NotImplementedError, "attention.sm90: out e4m3"),
         (replace(PLAIN, kv_dtype="fp8"), {}, NotImplementedError, "attention.sm90: kv e4m3"),
         (replace(PLAIN, kv_dtype="nvfp4"), {}, NotImplementedError, "attention.sm90: kv nvfp4"),
         (PLAIN, {"out_dtype": "nvfp4", "out": None, "o_sf_scale": 1.0}, NotImplementedError, "sm90: out nvfp4"),

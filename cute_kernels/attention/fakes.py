@@ -31,7 +31,7 @@ def fake_args(spec) -> dict[str, Any]:
         return abi.tensor(dtype, (None,), align=4)
 
     found: dict[str, Any] = {
-        "q": abi.tensor(dt, (None, None, qk), **wide),
+        "q": abi.tensor(dt, (None, None, qk), **(bytewise if spec.q == "e4m3" else wide)),
         "cu_seqlens_q": vector(Int32),
         "k": cache(qk),
         "v": cache(vo),
@@ -51,7 +51,7 @@ def fake_args(spec) -> dict[str, Any]:
         "soft_cap": Float32(0.0),
         "alibi_slopes": vector(Float32),
         "skip_threshold": Float32(0.0),
-        "o": abi.tensor(dt, (None, None, vo), **wide),
+        "o": abi.tensor(abi.DTYPES[spec.out[0]], (None, None, vo), **wide),
         "lse": abi.tensor(Float32, (None, None), align=4, last_stride_one=False),
         "sink": vector(Float32),
         "out_factor": Float32(1.0),

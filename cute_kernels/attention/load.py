@@ -1,5 +1,7 @@
 """Producer roles: warps that feed a CTA's tiles to the pipes, `tile.loaders` each for K and for V."""
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
@@ -10,6 +12,14 @@ from .kv import pages, scales, source
 from .kv.pages import Block
 from .schedule import tiles, work
 from .schedule.work import Search, Work
+
+
+class Stages(NamedTuple):
+    """Where K or V goes. op: of the source; smem (n, D, stages); ring: the pipe of the stages."""
+
+    op: Any
+    smem: cute.Tensor
+    ring: pipe.Pipe
 
 
 @cute.jit
@@ -29,6 +39,7 @@ def load_kv(
     spec: cutlass.Constexpr,
     plan,
     s,
+    into: Stages,
     which: cutlass.Constexpr,
     loader: Int32,
     publishes: cutlass.Constexpr = False,
@@ -37,8 +48,7 @@ def load_kv(
     """One warp: its share of K or V (`which`, of kv.pages) of every tile of this CTA, last block first. Loader 0 also,
     where it `publishes`, publishes each tile while it loads the one before, and, where it `loads_q`, loads Q."""
     a = plan.args
-    op, smem, ring = (plan.k, s.k, s.k_pipe) if which == pages.K else (plan.v, s.v, s.v_pipe)
-    search, found = Search(Int32(0), Int32(0)), source(spec).known(spec, op)
+    search, found = Search(Int32(0), Int32(0)), source(spec).known(spec, into.op)
     i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(1)
     if const_expr(publishes):
         if loader == 0:
@@ -55,7 +65,7 @@ def load_kv(
                     q += 1
             source(spec).look(spec, found, mine, Block(loader, i, w.hi - 1, head, w.kv_len))
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
-                source(spec).fill(spec, op, smem, ring, found, mine, Block(loader, i, j, head, w.kv_len))
+                source(spec).fill(spec, *into, found, mine, Block(loader, i, j, head, w.kv_len))
                 i += 1
                 if const_expr(publishes):
                     if loader == 0 and j == w.hi - 1:

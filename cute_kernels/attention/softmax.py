@@ -5,16 +5,27 @@ m is the running maximum of raw scores, l this lane's share of the running sum o
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32, const_expr
 
 from .logits import LOG2_E
 
-LAZY = 8.0  # log2 units
 CHAINS = 4
+
+
+class Span(NamedTuple):
+    """Where exponentials lie, in log2 units. lazy: by how much a row's maximum may have grown before the running one
+    follows. raised: a key as large as the running maximum gives 2^raised."""
+
+    lazy: float
+    raised: float = 0.0
+
+
+SPAN = Span(8.0)
+LAZY = SPAN.lazy
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,15 @@ def device_factor(constant: Float32, tensor: cute.Tensor):
     return constant
 
 
+@cute.jit
+def factor_of(tensor: cute.Tensor, head: Int32):
+    """What a device tensor of a factor a head, of one for all or of none says of a head."""
+    factor = Float32(1.0)
+    if tensor.shape[0] > 0:
+        factor = tensor[cutlass.min(head, tensor.shape[0] - 1)]
+    return factor
+
+
 def reduce(row, op):
     """Reduction of a register row in CHAINS independent chains, so that latency does not add up."""
     n, chains = cute.size(row), min(CHAINS, cute.size(row))
@@ -66,22 +86,26 @@ def row_max(st: State, s: cute.Tensor):
 
 
 @cute.jit
-def update_max(st: State, s: cute.Tensor, scale_log2: Float32, lanes: cutlass.Constexpr):
-    """Bring m up to date with a block of scores; l is scaled to it, O is owed st.rescale. lanes: neighbours that have
-    columns of a row.
+def update_max(
+    st: State, s: cute.Tensor, scale_log2: Any, lanes: cutlass.Constexpr, span: cutlass.Constexpr = SPAN
+):
+    """Bring m up to date with a block of scores; l is scaled to it, O is owed st.rescale. scale_log2: of each row.
+    lanes: neighbours that have columns of a row.
 
-    m follows the row's maximum only when that has grown by a factor of 2^LAZY: until then P exceeds 1 by less than that
-    factor, which costs no accuracy in floating point, and O needs no rescaling. A row decides for itself, so its result
-    does not depend on its neighbours.
+    m follows the row's maximum only when that has grown by span.lazy: until then P exceeds 1 by less than that factor,
+    which costs no accuracy in floating point, and O needs no rescaling. A row decides for itself, so its result does
+    not depend on its neighbours.
     """
     top = row_max(st, s)
     for r in cutlass.range_constexpr(cute.size(st.m)):
         m = cute.arch.warp_reduction_max(top[r], threads_in_group=lanes)
         old = st.m[r]
-        grown = (m - old) * scale_log2 > LAZY  # false where neither is finite
+        scale = scale_log2[r]
+        grown = (m - old) * scale > span.lazy  # false where neither is finite
         m = m if grown else old
-        st.shift[r] = Float32(0.0) if m == -Float32.inf else m * scale_log2  # no key so far: exp2(-inf) = 0
-        st.rescale[r] = cute.math.exp2(old * scale_log2 - st.shift[r], fastmath=True) if grown else Float32(1.0)
+        shift = Float32(0.0) if m == -Float32.inf else m * scale  # no key so far: exp2(-inf) = 0
+        st.rescale[r] = cute.math.exp2(old * scale - shift, fastmath=True) if grown else Float32(1.0)
+        st.shift[r] = shift - span.raised if const_expr(span.raised != 0.0) else shift
         st.l[r] = st.l[r] * st.rescale[r]
         st.m[r] = m
 
@@ -154,6 +178,16 @@ def normalizer(top: Float32, total: Float32, sink: Float32):
 
 
 @cute.jit
-def row_normalizer(st: State, r: cutlass.Constexpr, scale_log2: Float32, sink: Float32, lanes: cutlass.Constexpr):
+def row_normalizer(
+    st: State,
+    r: cutlass.Constexpr,
+    scale_log2: Float32,
+    sink: Float32,
+    lanes: cutlass.Constexpr,
+    span: cutlass.Constexpr = SPAN,
+):
     """`normalizer` of row r over its keys."""
-    return normalizer(st.m[r] * scale_log2, cute.arch.warp_reduction_sum(st.l[r], threads_in_group=lanes), sink)
+    top = st.m[r] * scale_log2
+    if const_expr(span.raised != 0.0):
+        top -= span.raised
+    return normalizer(top, cute.arch.warp_reduction_sum(st.l[r], threads_in_group=lanes), sink)

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
-from .layout import smem_layout
+from .layout import smem_layout, width
 
 SWIZZLE_BYTES = 128  # most that a row of a box has
 
@@ -32,7 +32,8 @@ class Operand:
 
 def box(t, rows):
     """t (rows, cols, ...), last stride of cols 1."""
-    shape = rows, min(t.shape[1], SWIZZLE_BYTES * 8 // t.element_type.width)
+    bits = t.element_type.width
+    shape = rows, width(t.shape[1] * bits // 8) * 8 // bits
     layout = cute.select(smem_layout(shape, 1, t.element_type), mode=[0, 1])
     atom, gmem = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), t, layout, shape)
     return Box(atom, gmem, *shape)

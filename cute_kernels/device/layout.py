@@ -16,3 +16,8 @@ def smem_layout(shape, stages, dtype):
 def swizzle(width, row, byte):
     """Where TMA puts a byte of a row of a box of `width` bytes, under the widest swizzle that it allows."""
     return row * width + (byte ^ (row * width // 128 % (width // 16) * 16))
+
+
+def width(cols):
+    """Bytes of the rows of a box, under the widest swizzle that rows of `cols` bytes allow."""
+    return next(w for w in (128, 64, 32, 16) if cols % w == 0)

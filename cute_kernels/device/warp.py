@@ -65,3 +65,24 @@ def bits(x):
 def from_bits(x):
     """The fp32 value that has the bits of an Int32."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def load_matrices(address):
+    """Four 8 x 8 matrices of 16 bits, transposed: lane l names row l % 8 of matrix l // 8 in shared memory, and gets a
+    word of each: rows 2 (l % 4) and the next, of column l // 4."""
+    text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32] * 4, read_only_args=[address])
+
+
+def store_matrices(address, words):
+    """Four 8 x 8 matrices of 16 bits, as they are: lane l names row l % 8 of matrix l // 8 in shared memory, and has a
+    word of each: columns 2 (l % 4) and the next, of row l // 4."""
+    text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
+    cute.arch.inline_ptx(text, read_only_args=[address, *words])
+
+
+def convert8(values):
+    """A word of four e4m3 numbers, saturated."""
+    text = "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, {$r1}, {$r0}; "
+    text += "cvt.rn.satfinite.e4m3x2.f32 hi, {$r3}, {$r2}; mov.b32 {$w0}, {lo, hi}; }"
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=list(values))

@@ -101,9 +101,10 @@ def shared(spec, plan):
 def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
     """The warps that do not compute."""
     if warp < roles(spec).first("load_v"):
-        load.load_kv(spec, plan, s, pages.K, warp)
+        load.load_kv(spec, plan, s, load.Stages(plan.k, s.k, s.k_pipe), pages.K, warp)
     elif warp < roles(spec).first("schedule"):
-        load.load_kv(spec, plan, s, pages.V, warp - roles(spec).first("load_v"))
+        into = load.Stages(plan.v, s.v, s.v_pipe)
+        load.load_kv(spec, plan, s, into, pages.V, warp - roles(spec).first("load_v"))
     elif warp == roles(spec).first("schedule"):
         stream_k.schedule_warp(spec, plan.args, s)
     elif const_expr(roles(spec).warps("load_scales") > 0):

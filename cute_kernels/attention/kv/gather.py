@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from ...device import copy, layout, pipe
+from ...device import layout, pipe
 from ...device.divisor import Quotient
 from . import pages
 from .pages import Block
@@ -96,7 +96,7 @@ def copy_rows(op: Operand, count: cutlass.Constexpr, starts: cute.Tensor, stage:
     `across` lanes have a row of a box, whose address they learn once."""
     n, lane = const_expr(cute.size(stage, mode=[0])), cute.arch.lane_idx()
     row_bytes = const_expr(op.gmem.shape[3] * op.gmem.element_type.width // 8)
-    box = const_expr(min(row_bytes, copy.SWIZZLE_BYTES))
+    box = const_expr(layout.width(row_bytes))
     across = const_expr(box // PIECE)
     rows, mine, byte = const_expr(32 // across), lane // across, lane % across * PIECE
     period = const_expr(max(1, 8 // rows))  # after which the swizzle repeats

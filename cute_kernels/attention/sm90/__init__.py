@@ -12,6 +12,7 @@ from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, source_o
 
 ARCHS = ("sm_90a",)
 PHASE = "prefill"
+FP8 = "e4m3"
 PACK_ROWS = 64  # a request with at most this many query tokens a KV head's group packs heads into rows
 
 
@@ -26,7 +27,7 @@ class Tile:
     q_stages: int = 1
     q_in_regs: bool = False
 
-    loaders: ClassVar[int] = 2  # warps that fill a stage together: issuing a TMA takes one tens of cycles
+    loaders: int = 2  # warps that fill a stage together: issuing a TMA takes one tens of cycles
     l2_bytes: ClassVar[int] = 16 << 20  # of K and V at work at a time; Hopper's L2 is 50 MB in two halves
 
     @property
@@ -55,22 +56,33 @@ TILES = {  # (head_dim_qk, head_dim_vo) -> tile of kernels that take every modif
     (256, 256): Tile(128, 80, 2),
 }
 USUAL = ((64, 64), (128, 128))
+FP8_TILES = {  # of 8-bit Q, K and V, whose V is transposed by the warps that do not load
+    (64, 64): Tile(128, 128, 4, loaders=1),
+    (128, 128): Tile(128, 128, 2, loaders=1),
+    (192, 128): Tile(128, 128, 2, loaders=1),
+    (256, 256): Tile(128, 64, 2, loaders=1),
+}
 HEADLINE_TILES = TILES | {  # of kernels that take none
     (64, 64): Tile(192, 128, 4, 2),
     (128, 128): Tile(128, 128, 3, 1, True),
 }
 
 
+def wide(q: str) -> str:
+    """The type of an output of 16 bits, where the call does not say."""
+    return "bf16" if q == FP8 else q
+
+
 def headline(q: str, dims: tuple[int, int], causal: bool) -> Spec:
     """The spec of a mask and nothing else."""
-    mask, tile = MaskSpec("always" if causal else "never"), HEADLINE_TILES.get(dims)
-    return AttentionSpec(q, KVSpec(q), (q,), *dims, mask, tile=cast(Tile, tile))
+    mask, tiles = MaskSpec("always" if causal else "never"), FP8_TILES if q == FP8 else HEADLINE_TILES
+    return AttentionSpec(q, KVSpec(q), (wide(q),), *dims, mask, tile=cast(Tile, tiles.get(dims)))
 
 
 def general(q: str, dims: tuple[int, int], pack: bool) -> Spec:
     """The spec that takes every modifier as a value."""
-    mask, logits, tile = MaskSpec("value", window=True), LogitsSpec(soft_cap=True), TILES.get(dims)
-    return AttentionSpec(q, KVSpec(q), (q,), *dims, mask, logits, pack_gqa=pack, tile=cast(Tile, tile))
+    mask, logits, tiles = MaskSpec("value", window=True), LogitsSpec(soft_cap=True), FP8_TILES if q == FP8 else TILES
+    return AttentionSpec(q, KVSpec(q), (wide(q),), *dims, mask, logits, pack_gqa=pack, tile=cast(Tile, tiles.get(dims)))
 
 
 def candidate(problem: Problem, arch: str) -> Spec:
@@ -86,12 +98,13 @@ def candidate(problem: Problem, arch: str) -> Spec:
 
 def supports(spec: Spec) -> Refusal | None:
     """None where the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
-    if spec.q not in DTYPES:
-        return Refusal("q", f"{spec.q}: the kernel has {', '.join(DTYPES)}")
+    if spec.q not in (*DTYPES, FP8):
+        return Refusal("q", f"{spec.q}: the kernel has {', '.join((*DTYPES, FP8))}")
     if spec.kv.dtype != spec.q:
         return Refusal("kv", f"{spec.kv.dtype}: the kernel has {spec.q}")
-    if spec.out != (spec.q,):
-        return Refusal("out", f"{', '.join(spec.out)}: the kernel has {spec.q}")
+    outputs = DTYPES if spec.q == FP8 else (spec.q,)
+    if len(spec.out) != 1 or spec.out[0] not in outputs:
+        return Refusal("out", f"{', '.join(spec.out)}: the kernel has {' or '.join(outputs)}")
     if spec.dims not in TILES:
         return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, TILES))}")
     if spec.mask.bits:

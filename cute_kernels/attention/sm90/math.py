@@ -15,12 +15,12 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ...device import pipe, warp, wgmma
 from .. import epilogue, geometry, logits, mask, softmax
-from ..kv import source
+from ..kv import pages, source
 from ..logits import Cols, Rows
 from ..schedule import work
 from ..schedule.work import Work
-from .roles import roles
-from .store import LANES, Scales, store
+from .roles import fp8, prepared, roles
+from .store import LANES, Scales, scales_of, span, store
 
 TURN_BARRIER = 1  # + warpgroup: may issue MMAs
 ALL_BARRIER = 4  # all math threads
@@ -40,6 +40,7 @@ class Registers:
     st: softmax.State
     tokens: cute.Tensor  # query token of each of this thread's rows
     cols: cute.Tensor  # coordinates in the tile
+    scales: Any = None  # a tensor of `Scales.score` and one of `Scales.reduced`, where rows have their own
     slopes: Any = None  # of ALiBi, of each row
     words: Any = None  # of a custom mask, of each row in the block at hand
 
@@ -90,10 +91,13 @@ def registers(spec, plan, s) -> Registers:
     tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
     base = group_index() * 128
     qk, pv = plan.mma_qk.get_slice(base), plan.mma_pv.get_slice(base)
-    vt = cute.make_tensor(s.v.iterator, cute.select(s.v.layout, mode=[1, 0, 2]))
+    vt = s.v if fp8(spec) else cute.make_tensor(s.v.iterator, cute.select(s.v.layout, mode=[1, 0, 2]))
     acc_s = cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32)
     acc_o = cute.make_rmem_tensor(pv.partition_shape_C((t.m, spec.head_dim_vo)), Float32)
-    p = cute.make_rmem_tensor_like(wgmma.as_operand_a(acc_s), s.v.element_type)
+    if fp8(spec):
+        p = cute.make_rmem_tensor(pv.partition_shape_A((t.m, t.n)), s.v.element_type)
+    else:
+        p = cute.make_rmem_tensor_like(wgmma.as_operand_a(acc_s), s.v.element_type)
     rows = cute.size(wgmma.rows_cols(acc_o), mode=[0])
     coords = plan.mma_qk.get_slice(tid).partition_C(cute.make_identity_tensor((t.m, t.n)))
     if spec.tile.q_in_regs:
@@ -110,6 +114,7 @@ def registers(spec, plan, s) -> Registers:
         softmax.make(rows),
         cute.make_rmem_tensor(rows, Int32),
         wgmma.rows_cols(coords),
+        tuple(cute.make_rmem_tensor(rows, Float32) for _ in range(2)) if fp8(spec) else None,
         cute.make_rmem_tensor(rows, Float32) if spec.logits.alibi else None,
         cute.make_rmem_tensor(rows, Uint32) if spec.mask.custom else None,
     )
@@ -132,19 +137,37 @@ def scores(spec: cutlass.Constexpr, a, r: Registers, x: Tile, j: Int32, how: cut
     at = [8 * (c // 2) + c % 2 for c in range(spec.tile.n // LANES)]
     rows = rows_of(r, x)
     cols = Cols(j * spec.tile.n + mine, at, mine, LANES)
-    logits.transform(spec, a, view, [x.scales.score] * cute.size(r.tokens), rows, cols, how.capped, how.masked)
-    softmax.update_max(r.st, view, x.scales.reduced, LANES)
+    logits.transform(spec, a, view, scales_of(r, x.scales)[0], rows, cols, how.capped, how.masked)
+    softmax.update_max(r.st, view, scales_of(r, x.scales)[1], LANES, span(spec))
 
 
 @cute.jit
 def probabilities(r: Registers, x: Tile, row: cutlass.Constexpr):
     """exp2 of a row of r.s."""
-    softmax.exp_and_sum(r.st, wgmma.rows_cols(r.s), x.scales.reduced, row)
+    softmax.exp_and_sum(r.st, wgmma.rows_cols(r.s), scales_of(r, x.scales)[1][row], row)
 
 
 @cute.jit
-def operand_p(r: Registers, row: cutlass.Constexpr):
-    """A row of r.s in 16 bits, as A operand in r.p."""
+def operand_p(spec: cutlass.Constexpr, r: Registers, row: cutlass.Constexpr):
+    """A row of r.s as A operand in r.p."""
+    if const_expr(fp8(spec)):
+        operand_p8(r, row)
+    else:
+        operand_p16(r, row)
+
+
+@cute.jit
+def operand_p8(r: Registers, row: cutlass.Constexpr):
+    """In 8 bits: the operand's word i, of every 16 keys, is of four neighbours of the row's registers, which belong to
+    the keys that `prepare.keys_order` names."""
+    src, words = wgmma.rows_cols(r.s), cute.recast_tensor(r.p, Uint32)
+    for i in cutlass.range_constexpr(cute.size(words) // 2):
+        words[i // 2 * 4 + i % 2 * 2 + row] = warp.convert8([src[row, 4 * i + e] for e in range(4)])
+
+
+@cute.jit
+def operand_p16(r: Registers, row: cutlass.Constexpr):
+    """In 16 bits."""
     src, dst = wgmma.rows_cols(r.s), wgmma.rows_cols(wgmma.like_accumulator(r.p, r.s))
     warp.convert16(src[row, None], dst[row, None])
 
@@ -200,9 +223,9 @@ def first_block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, i: Int32, 
     scores(spec, a, r, x, j, How(capped, True))
     for row in cutlass.range_constexpr(cute.size(r.tokens)):
         probabilities(r, x, row)
-        operand_p(r, row)
+        operand_p(spec, r, row)
     valid = x.n.kv_len - j * spec.tile.n
-    if const_expr(source(spec).CUTS):
+    if const_expr(source(spec).CUTS and not prepared(spec)[pages.V]):
         if valid < spec.tile.n and source(spec).cut(spec, valid):
             pipe.wait_full(s.v_pipe, i)
             threads, tid = 128 * spec.tile.warpgroups, cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
@@ -242,9 +265,9 @@ def step(
     pipe.release_after(s.k_pipe, i + 1, wgmma.rows_cols(r.s)[0, 0], below)
     warpgroup.wait_group(0)
     pipe.release(s.v_pipe, i)
-    operand_p(r, 0)
+    operand_p(spec, r, 0)
     probabilities(r, x, 1)
-    operand_p(r, 1)
+    operand_p(spec, r, 1)
     softmax.rescale(r.st, wgmma.rows_cols(r.o))
 
 
@@ -295,15 +318,19 @@ def gather_q(spec: cutlass.Constexpr, s, w: Work, a, stage: Int32):
 
 
 @cute.jit
-def set_rows(spec: cutlass.Constexpr, r: Registers, x: Tile, a):
-    """Tokens of this thread's rows, and slopes."""
+def set_rows(spec: cutlass.Constexpr, r: Registers, x: Tile, a, capped: cutlass.Constexpr):
+    """Tokens of this thread's rows, their scales and slopes."""
     per_token = geometry.rows_per_token(spec, a)
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         row = x.w.m_block * spec.tile.m + r.cols[k, 0][0]
         r.tokens[k] = geometry.token_of(row, per_token, spec.pack_gqa)
+        if const_expr(fp8(spec)):
+            head = geometry.head_of(row, x.w.head, per_token, spec.pack_gqa)
+            r.scales[0][k] = x.scales.score * softmax.factor_of(a.logits.scale, head)
+            r.scales[1][k] = x.scales.reduced if const_expr(capped) else r.scales[0][k]
         if const_expr(spec.logits.alibi):
             head = geometry.head_of(row, x.w.head, per_token, spec.pack_gqa)
-            r.slopes[k] = logits.slope_of(a, head, x.scales.score)
+            r.slopes[k] = logits.slope_of(a, head, scales_of(r, x.scales)[0][k])
 
 
 @cute.jit
@@ -312,7 +339,7 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
     a, i = plan.args, at.kv
     softmax.reset(r.st)
     r.o.fill(0.0)
-    set_rows(spec, r, x, a)
+    set_rows(spec, r, x, a, capped)
     first_block(spec, a, s, r, x, i, capped)
     segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi)
     for g in cutlass.range_constexpr(len(segments)):
@@ -348,7 +375,9 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, capped: cutlass.Constexpr):
     """All tiles of the CTA."""
     a = plan.args
     r = registers(spec, plan, s)
-    score = softmax.device_factor(a.logits.scale_log2, a.logits.scale)
+    score = a.logits.scale_log2
+    if const_expr(not fp8(spec)):
+        score = softmax.device_factor(score, a.logits.scale)
     reduced = logits.capped_to_log2(a.logits.soft_cap) if const_expr(capped) else score
     scales = Scales(score, reduced, epilogue.scale_of(a))
     if group_index() == spec.tile.warpgroups - 1:

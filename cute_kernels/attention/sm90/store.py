@@ -9,6 +9,7 @@ from cutlass import Float32, Int32, const_expr
 from ...device import warp, wgmma
 from .. import epilogue, geometry, logits, softmax
 from ..schedule.work import Work
+from .roles import fp8
 
 LANES = 4  # that have columns of a row of an accumulator
 
@@ -20,6 +21,39 @@ class Scales(NamedTuple):
     score: Float32
     reduced: Float32
     out: Float32
+
+
+def scales_of(r, scales: Scales):
+    """(score, reduced) of each row."""
+    return ([scales.score] * 2, [scales.reduced] * 2) if r.scales is None else r.scales
+
+
+FP8_SPAN = softmax.Span(2.0, 6.75)  # e4m3 ends at 448 = 2^8.8; what is smaller by 2^15.75 than the maximum is lost
+
+
+def span(spec):
+    """Where P lies."""
+    return FP8_SPAN if fp8(spec) else softmax.SPAN
+
+
+def fours(spec):
+    """Whether a lane has, of every 16 columns of O, 4 q + 0, 2, 1, 3, q its place in the quad, instead of 2 q, 2 q + 1,
+    8 + 2 q, 9 + 2 q: rows of a transposed V lie in `prepare.order`."""
+    return fp8(spec)
+
+
+@cute.jit
+def store_fours(a, token: Int32, head: Int32, values: cute.Tensor, keep):
+    """One row of O, of which this lane has `fours`."""
+    lane, out = cute.arch.lane_idx() % LANES, a.out.o[token, head, None]
+    piece = cute.make_rmem_tensor(4, out.element_type)
+    for g in cutlass.range_constexpr(cute.size(values) // 4):
+        ordered = cute.make_rmem_tensor(4, Float32)
+        for i in cutlass.range_constexpr(4):
+            ordered[i] = values[4 * g + (0, 2, 1, 3)[i]]
+        warp.convert16(ordered, piece)
+        if keep:
+            cute.autovec_copy(piece, cute.local_tile(out, (4,), (LANES * g + lane,)))
 
 
 @cute.jit
@@ -70,8 +104,11 @@ def store(spec: cutlass.Constexpr, a, r, w: Work, scales: Scales, empty: cutlass
             zero_quad_row(spec, a, w.q_start + token, head, keep)
         else:
             values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
-            normal = softmax.row_normalizer(r.st, k, scales.reduced, sink, LANES)
+            normal = softmax.row_normalizer(r.st, k, scales_of(r, scales)[1][k], sink, LANES, span(spec))
             lse = normal.lse
             values.store(o[k, None].load() * (normal.factor * scales.out))
-            store_quad_row(a, w.q_start + token, head, values, keep)
+            if const_expr(fours(spec)):
+                store_fours(a, w.q_start + token, head, values, keep)
+            else:
+                store_quad_row(a, w.q_start + token, head, values, keep)
         epilogue.store_lse(a, w.q_start + token, head, lse, keep and cute.arch.lane_idx() % LANES == 0)
