@@ -1,0 +1,159 @@
+"""Cases of prefill in low precision, and of skip-softmax with its data."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from tools import demo_data
+from wrappers import fp4
+
+from . import attention as cases
+from .attention import DTYPES, AttentionCase
+
+O_SF_SCALE = 1000.0  # of NVFP4 outputs, which are about 0.02 over 8192 keys
+OUT_SCALE = 16.0  # of e4m3 outputs, which would be subnormal else
+
+
+class Types(NamedTuple):
+    """Of Q, of K and V ("": Q's) and of the output, as AttentionCase has them."""
+
+    q: str
+    kv: str = ""
+    out: str = "bf16"
+
+
+BF16 = Types("bf16")
+KINDS = {  # second word of a case's name
+    "fp8": Types("fp8"),
+    "fp8out": Types("fp8", "", "fp8"),
+    "kvfp8": Types("bf16", "fp8"),
+    "kvnvfp4": Types("bf16", "nvfp4"),
+    "fp8kvnvfp4": Types("fp8", "nvfp4"),
+    "kvfp8outnvfp4": Types("bf16", "fp8", "nvfp4"),
+}
+# Ours on the same case in wider types, by the provider's name. own-fp8 has the case's Q over e4m3 K and V.
+WIDER = {
+    "fp8": {"own-bf16": BF16},
+    "fp8out": {"own-bf16": BF16},
+    "kvfp8": {"own-bf16": BF16},
+    "kvnvfp4": {"own-fp8": KINDS["kvfp8"], "own-bf16": BF16},
+    "fp8kvnvfp4": {"own-fp8": KINDS["fp8"], "own-bf16": BF16},
+    "kvfp8outnvfp4": {"own-fp8": KINDS["kvfp8"], "own-bf16": BF16},
+}
+
+
+def typed(case: AttentionCase, types: Types) -> AttentionCase:
+    """The case in other types. Its output is scaled where that is e4m3."""
+    scale = OUT_SCALE if types.out == "fp8" else 1.0
+    return replace(case, dtype=types.q, kv_dtype=types.kv, out_dtype=types.out, out_scale=scale)
+
+
+def kind_of(name: str) -> str:
+    return name.split("-")[1]
+
+
+def _case(
+    kind: str, mask: str, batch: int, length: int, heads: tuple[int, int] = (32, 8), dim: int = 128
+) -> AttentionCase:
+    name = f"prefill-{kind}-{mask}-b{batch}-s{length}-h{heads[0]}x{heads[1]}-d{dim}-p64"
+    lens = (length,) * batch
+    case = AttentionCase(name, "bf16", lens, lens, *heads, dim, dim, 64, causal=mask == "causal", lse=False)
+    return typed(replace(case, spare_pages=8), KINDS.get(kind, BF16))
+
+
+PRECISION = {
+    case.name: case
+    for case in (
+        _case("fp8", "causal", 2, 8192),
+        _case("fp8", "full", 2, 8192),
+        _case("fp8", "causal", 16, 1024),
+        _case("fp8", "causal", 1, 32768),
+        _case("fp8", "causal", 2, 8192, (64, 8), 64),
+        _case("fp8out", "causal", 2, 8192),
+        _case("kvfp8", "causal", 2, 8192),
+        _case("kvnvfp4", "causal", 2, 8192),
+        _case("fp8kvnvfp4", "causal", 2, 8192),
+        _case("kvfp8outnvfp4", "causal", 2, 8192),
+    )
+}
+SKIP = _case("skip75", "causal", 1, 32768)
+
+
+def make_inputs(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> dict[str, Any]:
+    """Keyword arguments of `trtllm_batch_context_with_kv_cache` with an output of the case's type, NaN but for NVFP4."""
+    inputs = cases.make_inputs(replace(case, fresh=True, out_dtype=""), device, seed)
+    shape = (len(inputs["query"]), case.heads_q, case.head_dim_vo)
+    if case.out_dtype == "nvfp4":
+        return inputs | {"out": fp4.empty(shape, torch.device(device)), "o_sf_scale": O_SF_SCALE}
+    out = torch.full(shape, math.nan, device=device, dtype=torch.bfloat16)
+    return inputs | {"out": out.to(DTYPES[case.out_dtype or case.dtype])}
+
+
+# ---- data whose attention is concentrated: Q (n, Hq, D), K and V (n, Hkv, D) in fp32, and the logits' scale
+
+Data = tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]
+RANK = 16  # dimensions that say how tiles and blocks match
+SPREAD = 6.0  # of a tile's match with a block of magnitude 1, in units of the logits
+
+
+def heavy_tailed(case: AttentionCase, device: "torch.device | str", seed: int = 0) -> Data:
+    """N(0, 1) data, in whose first RANK dimensions 64 query rows share a vector and 128 keys share one of log-normal
+    magnitude, so that the largest logits of blocks have a heavy tail, and few blocks hold a tile's largest ones. Heads
+    differ in both."""
+    gen = torch.Generator(torch.device(device)).manual_seed(seed)
+    n, dim = case.kv_lens[0], case.head_dim_qk
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=gen, device=device)
+
+    q, k = normal(n, case.heads_q, dim), normal(n, case.heads_kv, dim)
+    tiles, blocks = -(-n // 64), -(-n // 128)
+    unit = math.sqrt(SPREAD) * (dim / RANK) ** 0.25
+    magnitude = (normal(blocks, case.heads_kv, 1) - 0.5).exp()
+    q[..., :RANK] = unit * normal(tiles, case.heads_q, RANK).repeat_interleave(64, 0)[:n]
+    k[..., :RANK] = unit * (magnitude * normal(blocks, case.heads_kv, RANK)).repeat_interleave(128, 0)[:n]
+    return q, k, normal(n, case.heads_kv, dim), dim**-0.5
+
+
+def text(case: AttentionCase, device: "torch.device | str", seed: int = 0, stretched: bool = False) -> Data:
+    """Q, K and V of the demo's trained transformer on real text (`tools.demo_data`: 645 tokens), brought to the case's
+    length: the text repeated, or `stretched`: each token repeated.
+
+    A KV head has those of one of the layer's heads; a query head of the group reads the text from another place on. An
+    orthonormal map takes the heads' 32 dimensions to the case's: no zeros, the same logits. Nothing is scaled: a row's
+    probabilities have a perplexity of 20 to 200 of the text's first 384 tokens, by head. The text repeated has what any
+    row looks for in almost every block, so that no block can be left out, where a long text would speak of it in few
+    places; stretched, a block holds 2 or 3 tokens, and blocks differ as the tokens do."""
+    data, _ = demo_data.load()
+    n, tokens, heads = case.kv_lens[0], len(data["q"]), case.heads_kv
+    gen = torch.Generator().manual_seed(seed)
+    turn = torch.linalg.qr(torch.randn(case.head_dim_qk, data["q"].shape[2], generator=gen))[0].T.to(device)
+    at = torch.arange(n, device=device)
+    at = at * tokens // n if stretched else at % tokens
+    q, k, v = (torch.from_numpy(data[name]).to(device).float()[:, :heads] @ turn for name in ("q", "k", "v"))
+    group = case.heads_q // heads
+    places = [(at + tokens * i // group) % tokens for i in range(group)]
+    wide = torch.stack([q[place] for place in places], 2).flatten(1, 2)
+    return wide, k[at], v[at], demo_data.head_scale(data)
+
+
+DATA: dict[str, Callable[[AttentionCase, Any], Data]] = {
+    "heavy-tailed": heavy_tailed,
+    "text-stretched": lambda case, device: text(case, device, stretched=True),
+    "text": text,
+}
+
+
+def concentrated(case: AttentionCase, device: "torch.device | str", data: str) -> dict[str, Any]:
+    """Inputs of a case of one request whose query and pages hold one of DATA."""
+    inputs, (n,) = make_inputs(case, device), case.kv_lens
+    q, k, v, scale = DATA[data](case, device)
+    row = torch.arange(n, device=device)
+    page = inputs["block_tables"][0, row // case.page_size].long()
+    inputs["query"].copy_(q)
+    for pool, values in zip(inputs["kv_cache"], (k, v)):
+        pool[page, :, row % case.page_size] = values.to(pool.dtype)
+    return inputs | {"bmm1_scale": scale}

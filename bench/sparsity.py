@@ -1,0 +1,85 @@
+"""Skip-softmax in torch: which blocks of keys its rule leaves out, and with which factor it leaves out a given share.
+
+The rule, for a tile of query rows that votes together and blocks of keys taken from the last to the first: a block is
+left out where exp(m - top) < factor / keys holds for every row of the tile; m is the row's largest scaled logit in the
+block, top that of the blocks taken before and not left out. A row without keys in the block votes for leaving it out.
+Kernels may have other tiles and blocks, and so another share: ROWS x KEYS is what prefill on Hopper has.
+"""
+
+import math
+
+import torch
+
+from . import workload
+
+ROWS, KEYS = 64, 128  # query rows of a warpgroup, keys of a block
+CHUNK = 2048  # query rows whose logits are in memory at a time: 256 MiB of 32768 keys
+
+
+def block_maxima(
+    q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool = True, rows: int = ROWS, keys: int = KEYS
+) -> torch.Tensor:
+    """Largest scaled logit of every query row in every block, of one head: q (m, D) and k (n, D) of any floating dtype
+    -> fp32 (blocks, tiles, rows); -inf where a row has no keys, and in rows past the last.
+
+    Query row i stands at position i + n - m. CHUNK x n logits are in memory at a time.
+
+    >>> block_maxima(torch.ones(2, 1), torch.tensor([[3.0], [1.0]]), 1.0, rows=2, keys=1).tolist()
+    [[[3.0, 3.0]], [[-inf, 1.0]]]
+    """
+    m, n = len(q), len(k)
+    blocks, tiles, key = -(-n // keys), -(-m // rows), torch.arange(n, device=k.device)
+    found = torch.full((tiles * rows, blocks), -math.inf, device=q.device)
+    k = k.float()
+    for begin in range(0, m, CHUNK):
+        chunk = slice(begin, min(begin + CHUNK, m))
+        last = chunk.stop + n - m if causal else n
+        logits = scale * (q[chunk].float() @ k[:last].T)
+        if causal:
+            position = torch.arange(chunk.start, chunk.stop, device=k.device) + (n - m)
+            logits.masked_fill_(key[:last] > position[:, None], -math.inf)
+        padded = torch.nn.functional.pad(logits, (0, -last % keys), value=-math.inf)
+        found[chunk, : -(-last // keys)] = padded.unflatten(1, (-1, keys)).amax(-1)
+    return found.view(tiles, rows, blocks).permute(2, 0, 1).contiguous()
+
+
+def left_out(maxima: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Which blocks the rule leaves out, bool (blocks, tiles); maxima (blocks, tiles, rows) of `block_maxima`; threshold:
+    the factor over the number of keys, 0 for none. Blocks without keys for a tile count as left out.
+
+    >>> left_out(torch.tensor([[[0.0]], [[-9.0]], [[-1.0]]]), 0.01).flatten().tolist()
+    [False, True, False]
+    """
+    top = torch.full_like(maxima[0], -math.inf)
+    found = torch.empty(maxima.shape[:2], dtype=torch.bool, device=maxima.device)
+    least = math.log(threshold) if threshold > 0 else -math.inf
+    for block in range(len(maxima) - 1, -1, -1):
+        now = maxima[block]
+        found[block] = ((now - top < least) | (now == -math.inf)).all(-1)
+        top = torch.where(found[block, :, None], top, torch.maximum(top, now))
+    return found
+
+
+def share(maxima: torch.Tensor, threshold: float) -> float:
+    """Blocks left out, of those in which a tile has keys."""
+    seen = (maxima > -math.inf).any(-1)
+    return float((left_out(maxima, threshold) & seen).sum() / seen.sum())
+
+
+def factor_of(target: float, maxima: torch.Tensor, keys: int, steps: int = 24) -> float:
+    """The factor with which the rule leaves out about `target` of the blocks of requests of so many keys: bisection of
+    its logarithm, below `keys` (a threshold of 1)."""
+    low, high = math.log(1e-6 * keys), math.log(keys)
+    for _ in range(steps):
+        middle = (low + high) / 2
+        low, high = (middle, high) if share(maxima, math.exp(middle) / keys) < target else (low, middle)
+    return math.exp((low + high) / 2)
+
+
+def maxima_of(inputs: workload.Inputs) -> torch.Tensor:
+    """`block_maxima` of all query heads, (blocks, heads * tiles, ROWS), of a call of one request."""
+    shape, query = workload.shape_of(inputs), inputs["query"]
+    k, _ = workload.tokens(inputs, 0, shape.length)
+    group, scale = shape.heads_q // shape.heads_kv, float(inputs["bmm1_scale"])
+    heads = (block_maxima(query[:, h], k[:, h // group], scale, shape.causal) for h in range(shape.heads_q))
+    return torch.cat(list(heads), 1)
