@@ -46,15 +46,16 @@ def causal_bits(shape: Any, device: torch.device) -> torch.Tensor:
     return wrappers.packbits(bits, "little").repeat(shape.batch)
 
 
-def paged(inputs: Inputs, kind: Any = None, **given: Any) -> Run:
-    """A paged class, ours or a peer's, on the pages of the inputs; planned outside the time."""
+def paged(inputs: Inputs, kind: Any = None, scales: tuple[torch.Tensor, ...] = (), **given: Any) -> Run:
+    """A paged class, ours or a peer's, on the pages of the inputs; planned outside the time. scales: of Q, K and V, as
+    flashinfer's `run` takes them."""
     shape, query, cache = shape_of(inputs), inputs["query"], pages(inputs)
     space = torch.empty(256 << 20, dtype=torch.uint8, device=query.device)
     wrapper: Any = (kind or wrappers.BatchPrefillWithPagedKVCacheWrapper)(space, "HND")
     heads = shape.heads_q, shape.heads_kv, shape.head_dim, cache[0].shape[2]
     wrapper.plan(*csr(inputs), *heads, **{"causal": shape.causal} | given, **_types(inputs))
     out = inputs["out"]
-    return lambda: wrapper.run(query, cache, out=out)
+    return lambda: wrapper.run(query, cache, *scales, out=out)
 
 
 def ragged(inputs: Inputs, kind: Any = None, **given: Any) -> Run:
