@@ -1,4 +1,4 @@
-"""python -m bench attention | topk [--cases PREFIX] [--sweep] | plots | readme"""
+"""python -m bench attention | topk [--cases PREFIX] [--sweep] | sparsity | plots | readme"""
 
 import argparse
 from collections.abc import Callable
@@ -24,17 +24,19 @@ class Family(NamedTuple):
 def attention(sweep: bool) -> Family:
     from bench.cases import attention as cases
 
-    from . import decode, family, prefill
+    from . import decode, family, precision, prefill
 
-    known = cases.PREFILL_BF16 | cases.DECODE | family.CASES | (prefill.sweep_cases() if sweep else {})
+    own = cases.PREFILL_BF16 | (prefill.sweep_cases() if sweep else {})
+    known = own | precision.CASES | decode.CASES | family.CASES
     others = {"decode": decode.measure, "family": family.measure}
 
     def one(name: str, top: "Ceilings", setup: "Setup") -> "list[Result]":
-        return others.get(name.partition("-")[0], prefill.measure)(known[name], top, setup)
+        prefills = precision.measure if name in precision.CASES else prefill.measure
+        return others.get(name.partition("-")[0], prefills)(known[name], top, setup)
 
     def rest(setup: "Setup", chosen: list[str]) -> "list[Result]":
         kinds = {name.partition("-")[0] for name in chosen}
-        found = prefill.host(prefill.host_case(), setup) if kinds - others.keys() else []
+        found = prefill.host(prefill.host_case(), setup) if own.keys() & set(chosen) else []
         found += decode.host(setup) if "decode" in kinds else []
         return found + (family.host(setup) if "family" in kinds else [])
 
@@ -86,11 +88,26 @@ def measure(args: argparse.Namespace) -> None:
     print(f"{len(rows)} rows -> {path}")
 
 
+def sparsity(args: argparse.Namespace) -> None:
+    """Measure skip-softmax over factors: blocks left out, time, error; append to bench/results/sparsity/<gpu>.csv."""
+    import torch
+
+    from . import harness, precision
+
+    if not torch.cuda.is_available():
+        raise SystemExit("the benchmark needs a CUDA device")
+    env = results.environment()
+    path = args.results or results.SPARSITY / f"{env.gpu}.csv"
+    rows = precision.study(precision.cases.SKIP, harness.Setup(("ours",), args.rounds), env)
+    results.append(path, rows)
+    print(f"{len(rows)} rows -> {path}")
+
+
 def plots(args: argparse.Namespace) -> None:
     """Draw bench/results/*.png from the csv."""
     from . import plots as draw
 
-    for path in draw.draw_all(results.read_all()):
+    for path in draw.draw_all(results.read_all()) + draw.draw_sparsity(results.read_sparsity()):
         print(path)
 
 
@@ -110,6 +127,10 @@ def main() -> None:
         one.add_argument("--rounds", type=int, default=15)
         one.add_argument("--results", type=Path, help="csv to append to; default bench/results/<gpu>.csv")
         one.set_defaults(run=measure, family=family)
+    one = verbs.add_parser("sparsity", help=sparsity.__doc__)
+    one.add_argument("--rounds", type=int, default=15)
+    one.add_argument("--results", type=Path, help="csv to append to; default bench/results/sparsity/<gpu>.csv")
+    one.set_defaults(run=sparsity)
     verbs.add_parser("plots", help=plots.__doc__).set_defaults(run=plots)
     verbs.add_parser("readme", help=fill.__doc__).set_defaults(run=fill)
     args = parser.parse_args()

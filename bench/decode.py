@@ -9,13 +9,14 @@ import torch
 from wrappers import trtllm_batch_decode_with_kv_cache
 
 from .cases import attention as cases
+from .cases import precision
 from .cases.attention import AttentionCase
 from .harness import Ceilings, Result, Setup, host_times, ready
 from .timing import Call, Timing, interleave
 from .workload import Inputs, check
 
 HOST_CASE = "host-decode"
-WIDER = {"nvfp4": "fp8", "fp8": ""}  # caches that ours is compared with, in its own time on the same case
+CASES = cases.DECODE | precision.DECODE
 
 
 def ours(inputs: Inputs) -> Callable[[], torch.Tensor]:
@@ -54,6 +55,15 @@ PROVIDERS: dict[str, Callable[[Inputs], Callable[[], torch.Tensor]]] = {
 }
 
 
+def wider(case: AttentionCase) -> dict[str, AttentionCase]:
+    """The same case with a cache of the next wider type, or with a bf16 query where that is e4m3: ours is compared with
+    its own time there."""
+    if case.dtype == "fp8":
+        return {"own-bf16-query": replace(case, dtype="bf16")}
+    found = {"nvfp4": "fp8", "fp8": ""}.get(case.kv_dtype)
+    return {} if found is None else {f"own-{found or 'bf16'}": replace(case, kv_dtype=found)}
+
+
 def kv_bytes(case: AttentionCase) -> int:
     """Keys and values, read once, with their scale factors."""
     row = case.head_dim_qk + case.head_dim_vo
@@ -74,16 +84,15 @@ def collect(inputs: Inputs, providers: tuple[str, ...]) -> dict[str, Call]:
 def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
     """All providers on one case, whose caches are larger than the L2, and the floor."""
     print(case.name, flush=True)
-    inputs = cases.make_inputs(case, setup.device)
+    inputs = precision.make_inputs(case, setup.device)
     calls = collect(inputs, setup.providers)
     if not calls:
         return []
-    wider = WIDER.get(case.kv_dtype)
     if "ours" in calls:
         calls |= collect(inputs, ("batch-invariant",))
-    if wider is not None and "ours" in calls:
-        inputs = cases.make_inputs(replace(case, kv_dtype=wider), setup.device)
-        calls |= {f"own-{wider or 'bf16'}": call for call in collect(inputs, ("ours",)).values()}
+        for name, other in wider(case).items():
+            own = collect(precision.make_inputs(other, setup.device), ("ours",))
+            calls |= {name: own["ours"]} if own else {}
     size = kv_bytes(case)
     floor = size / top.gbps / 1e3
     times = interleave(calls, setup.clock, 1, setup.rounds)

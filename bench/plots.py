@@ -1,12 +1,12 @@
-"""PNG plots from the rows of bench/results: roofline, share of the matmul rate, TFLOP/s against sequence length; top-k
-times against row length."""
+"""PNG plots from the rows of bench/results: roofline, share of the matmul rate, TFLOP/s against sequence length; speed
+of skip-softmax against sparsity; top-k times against row length."""
 
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from .results import FOLDER, Row, newest
+from .results import FOLDER, Row, SkipRow, newest
 
 # Okabe-Ito colours, told apart by any colour vision; the marker says the same once more.
 STYLE = {
@@ -91,7 +91,7 @@ def bars(found: list[Bar], colours: dict[str, str], words: tuple[str, str], path
 
 def share(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     """Bars: share of the matmul rate of the same run, a group a headline case."""
-    rows = newest(rows, "prefill-")
+    rows = newest(rows, "prefill-bf16-")
     floor = {r.case: r.tflops for r in rows if r.provider == "floor" and r.tflops}
     chosen = (r for r in rows if r.provider in STYLE and r.case in floor)
     found = [(short(r.case), r.provider, 100 * r.tflops / floor[r.case], f"{r.tflops:.0f}") for r in chosen if r.tflops]
@@ -108,15 +108,16 @@ def decode_share(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     found = []
     for r in (r for r in rows if r.provider == "ours" and r.case in ratio):
         _, cache, shape = r.case.split("-", 2)
-        found.append((shape.replace("-", " "), f"{cache} K and V", 100 * ratio[r.case], f"{r.time_us:.0f} us"))
+        types = "fp8 Q, K and V" if cache == "qfp8" else f"{cache} K and V"
+        found.append((shape.replace("-", " "), types, 100 * ratio[r.case], f"{r.time_us:.0f} us"))
     colours = dict(zip(dict.fromkeys(bar[1] for bar in found), (colour for colour, _ in STYLE.values())))
-    words = f"Decode attention of bf16 queries, {gpu}", "% of the copy rate of the same run at which K and V are read"
+    words = f"Decode attention, bf16 Q but where said, {gpu}", "% of the copy rate of the same run, of K and V"
     return bars(found, colours, words, folder / f"{gpu}-decode-share.png") if found else None
 
 
 def roofline(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     """TFLOP/s over operations per byte that must move, under the two measured ceilings."""
-    chosen = newest(rows, "prefill-") + newest(rows, "sweep-")
+    chosen = newest(rows, "prefill-bf16-") + newest(rows, "sweep-")
     mm, copy = matmul_rate(chosen), copy_rate(rows)
     points = [r for r in chosen if r.provider in STYLE and r.tflops and r.gbps]
     if not points or mm is None or copy is None:
@@ -205,3 +206,25 @@ PLOTS: tuple[Callable[[list[Row], str, Path], Path | None], ...] = (
 def draw_all(results: dict[str, list[Row]], folder: Path = FOLDER) -> list[Path]:
     """Every plot for which there are rows."""
     return [path for gpu, rows in results.items() for plot in PLOTS if (path := plot(rows, gpu, folder))]
+
+
+def sparsity(rows: list[SkipRow], gpu: str, folder: Path) -> Path | None:
+    """Speed over that without skip-softmax against the share of blocks left out, a line a data set."""
+    if not rows:
+        return None
+    fig, (axis,) = figure()
+    for data, (colour, marker) in zip(dict.fromkeys(r.data for r in rows), STYLE.values()):
+        line = sorted((100 * r.left_out, r.dense_us / r.time_us) for r in rows if r.data == data)
+        axis.plot(*zip(*line), color=colour, marker=marker, ms=5, label=data)
+    axis.axhline(1, color="black", lw=1, ls="--", label="without skip-softmax")
+    axis.set_ylim(0, None)
+    axis.set_xlabel("% of blocks left out, by the rule")
+    axis.set_ylabel("dense time / time")
+    axis.set_title(f"Skip-softmax, {short(rows[0].case)}, bf16, {gpu}", fontsize=9)
+    axis.legend(fontsize=8, frameon=False, loc="upper left")
+    return save(fig, folder / f"{gpu}-skip-softmax.png")
+
+
+def draw_sparsity(found: dict[str, list[SkipRow]], folder: Path = FOLDER) -> list[Path]:
+    """The plot of skip-softmax of each GPU that has rows."""
+    return [path for gpu, rows in found.items() if (path := sparsity(rows, gpu, folder))]

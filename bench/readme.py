@@ -1,12 +1,14 @@
 """README's measured tables: the newest runs in bench/results, between markers."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from .results import FOLDER, ROOT, Row, newest, read_all
+from .results import FOLDER, ROOT, Row, SkipRow, newest, read_all, read_sparsity
 
 README = ROOT / "README.md"
 PEERS = ("cudnn", "flash-attn-4", "flashinfer")
+PRECISION_PEERS = ("own-bf16", "own-fp8", "flashinfer")
 TOPK_PEERS = ("torch", "flashinfer", "floor")
 
 
@@ -19,13 +21,18 @@ def between(text: str, name: str, body: str) -> str:
     return f"{head}{begin}\n{body}\n{end}{rest.split(end)[1]}"
 
 
-def cells(rows: list[Row]) -> list[str]:
+def low(row: Row) -> bool:
+    """Of prefill in low precision, or with skip-softmax."""
+    return row.case.startswith("prefill-") and not row.case.startswith("prefill-bf16-")
+
+
+def cells(rows: list[Row], peers: tuple[str, ...] = PEERS) -> list[str]:
     """One line of the table: a case with its providers."""
     by = {r.provider: r for r in rows}
     mine, floor = by["ours"], by.get("floor")
     line = [f"`{mine.case}`", f"{mine.time_us:.0f}", f"{mine.tflops:.0f}" if mine.tflops else ""]
     line.append(f"{mine.tflops / floor.tflops:.0%}" if mine.tflops and floor and floor.tflops else "")
-    line += [f"{by[p].ratio_to_ours:.2f}" if p in by and by[p].ratio_to_ours else "" for p in PEERS]
+    line += [f"{by[p].ratio_to_ours:.2f}" if p in by and by[p].ratio_to_ours else "" for p in peers]
     return line
 
 
@@ -73,7 +80,35 @@ def measured(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
     head = ["case", "us", "TFLOP/s", "of matmul", *(f"{p} / ours" for p in PEERS)]
     parts = []
     for gpu, rows in results.items():
+        rows = [r for r in rows if not low(r)]
         parts += section(gpu, rows, "prefill-", head, cells, sorted(folder.glob(f"{gpu}-prefill-*.png")))
+    return "\n\n".join(parts) or "Not measured yet."
+
+
+def measured_precision(results: dict[str, list[Row]]) -> str:
+    """The same of low precision and skip-softmax; `of matmul` is of the matmul of the MMAs' type."""
+    head = ["case", "us", "TFLOP/s", "of matmul", *(f"{p} / ours" for p in PRECISION_PEERS)]
+    line, parts = partial(cells, peers=PRECISION_PEERS), list[str]()
+    for gpu, rows in results.items():
+        parts += section(gpu, [r for r in rows if low(r)], "prefill-", head, line, [])
+    return "\n\n".join(parts) or "Not measured yet."
+
+
+def measured_sparsity(found: dict[str, list[SkipRow]], folder: Path = FOLDER) -> str:
+    """Skip-softmax over factors: a line a data set and factor, and the plot."""
+    head = ["data", "factor", "blocks left out", "us", "dense / ours", "largest error", "RMS error"]
+    parts = []
+    for gpu, rows in found.items():
+        r = rows[0]
+        parts.append(f"{gpu}, {r.date}, commit {r.commit[:9]}, driver {r.driver}, torch {r.torch}, `{r.case}`.")
+        lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
+        for r in rows:
+            errors = [f"{r.max_error:.2g}", f"{r.rms_error:.2g}"]
+            speed = [f"{r.time_us:.0f}", f"{r.dense_us / r.time_us:.2f}"]
+            lines.append([r.data, f"{r.factor:g}", f"{r.left_out:.0%}", *speed, *errors])
+        parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
+        image = folder / f"{gpu}-skip-softmax.png"
+        parts += [f"![{image.stem}]({image.relative_to(ROOT).as_posix()})"] if image.is_file() else []
     return "\n\n".join(parts) or "Not measured yet."
 
 
@@ -113,7 +148,7 @@ def measured_decode(results: dict[str, list[Row]], folder: Path = FOLDER) -> str
         "ours, us",
         "GB/s of K and V",
         "floor / ours",
-        "next wider cache, us (/ ours)",
+        "next wider type, us (/ ours)",
         "`batch_invariant`, us (/ ours)",
         "flashinfer, us (/ ours)",
     ]
@@ -146,8 +181,10 @@ def update(path: Path = README) -> None:
         "measured": measured,
         "measured-family": measured_family,
         "measured-decode": measured_decode,
+        "measured-precision": measured_precision,
         "measured-topk": measured_topk,
     }
     for name, table in tables.items():
         text = between(text, name, table(found))
+    text = between(text, "measured-sparsity", measured_sparsity(read_sparsity()))
     path.write_text(text)

@@ -1,4 +1,5 @@
-"""Rows of bench/results/<gpu>.csv: one a case and provider, all rows of a run share date and commit."""
+"""Rows of bench/results/<gpu>.csv: one a case and provider, all rows of a run share date and commit. Beside them, in
+sparsity/<gpu>.csv, one a data set and factor of skip-softmax."""
 
 import csv
 import os
@@ -8,9 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "bench" / "results"
+SPARSITY = FOLDER / "sparsity"
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,27 @@ class Row:
         return self.date, self.commit
 
 
-COLUMNS = tuple(f.name for f in fields(Row))
-NUMBERS = ("time_us", "tflops", "gbps", "ratio_to_ours")
-
-
 @dataclass(frozen=True)
-class Environment:
+class SkipRow:
+    """Skip-softmax with one factor on one data set. left_out: share of the blocks of keys, by the rule. Errors are
+    those against the dense output, in units of its RMS."""
+
+    date: str
+    commit: str
+    gpu: str
+    driver: str
+    torch: str
+    case: str
+    data: str
+    factor: float
+    left_out: float
+    time_us: float
+    dense_us: float
+    max_error: float
+    rms_error: float
+
+
+class Environment(NamedTuple):
     """What all rows of a run have in common."""
 
     date: str
@@ -51,7 +69,7 @@ class Environment:
     def row(
         self, case: str, provider: str, time_us: float, tflops: float | None = None, gbps: float | None = None
     ) -> Row:
-        return Row(self.date, self.commit, self.gpu, self.driver, self.torch, case, provider, time_us, tflops, gbps)
+        return Row(*self, case, provider, time_us, tflops, gbps)
 
 
 def slug(name: str) -> str:
@@ -97,30 +115,41 @@ def text(value: object) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def append(path: Path, rows: Iterable[Row]) -> None:
-    """Add rows to `path`; a new file gets the header."""
+def append(path: Path, rows: Iterable[Row | SkipRow]) -> None:
+    """Add rows of one kind to `path`; a new file gets the header."""
+    rows = list(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     with open(path, "a", newline="") as f:
         out = csv.writer(f, lineterminator="\n")
-        if new:
-            out.writerow(COLUMNS)
-        out.writerows([text(getattr(r, c)) for c in COLUMNS] for r in rows)
+        for row in rows:
+            if new:
+                out.writerow(columns(type(row)))
+                new = False
+            out.writerow([text(getattr(row, c)) for c in columns(type(row))])
 
 
-def read(path: Path) -> list[Row]:
-    """All rows of one file, oldest first."""
+def columns(kind: Any) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(kind))
+
+
+def read(path: Path, kind: Any = Row) -> list[Any]:
+    """All rows of one file, oldest first; kind: Row or SkipRow."""
     with open(path, newline="") as f:
         raw = list(csv.DictReader(f))
-    return [
-        Row(**{c: (float(r[c]) if r[c] else None) if c in NUMBERS else r[c] for c in COLUMNS})  # type: ignore[arg-type]
-        for r in raw
-    ]
+    texts = {f.name for f in fields(kind) if f.type is str}
+    return [kind(**{c: r[c] if c in texts else float(r[c]) if r[c] else None for c in columns(kind)}) for r in raw]
 
 
 def read_all(folder: Path = FOLDER) -> dict[str, list[Row]]:
     """GPU -> its rows."""
     return {path.stem: read(path) for path in sorted(folder.glob("*.csv"))}
+
+
+def read_sparsity(folder: Path = SPARSITY) -> dict[str, list[SkipRow]]:
+    """GPU -> the rows of its newest run of skip-softmax."""
+    found = {path.stem: read(path, SkipRow) for path in sorted(folder.glob("*.csv"))}
+    return {gpu: [r for r in rows if r.date == max(r.date for r in rows)] for gpu, rows in found.items()}
 
 
 def newest(rows: Iterable[Row], prefix: str) -> list[Row]:

@@ -44,8 +44,8 @@ def block_maxima(
 
 
 def left_out(maxima: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Which blocks the rule leaves out, bool (blocks, tiles); maxima (blocks, tiles, rows) of `block_maxima`; threshold:
-    the factor over the number of keys, 0 for none. Blocks without keys for a tile count as left out.
+    """Which blocks the rule leaves out, bool (blocks, tiles); maxima (blocks, tiles, rows) of `block_maxima`;
+    threshold: the factor over the number of keys, 0 for none. Blocks without keys for a tile count as left out.
 
     >>> left_out(torch.tensor([[[0.0]], [[-9.0]], [[-1.0]]]), 0.01).flatten().tolist()
     [False, True, False]

@@ -80,10 +80,22 @@ PRECISION = {
     )
 }
 SKIP = _case("skip75", "causal", 1, 32768)
+DECODE = {  # of e4m3 queries
+    case.name: case
+    for case in (
+        replace(
+            cases.decoding(64, 8192, (64, 8), 128, 64, "fp8"),
+            name="decode-qfp8-b64-s8192-h64x8-d128-p64",
+            dtype="fp8",
+            out_dtype="bf16",
+        ),
+    )
+}
 
 
 def make_inputs(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> dict[str, Any]:
-    """Keyword arguments of `trtllm_batch_context_with_kv_cache` with an output of the case's type, NaN but for NVFP4."""
+    """Keyword arguments of `trtllm_batch_context_with_kv_cache` with an output of the case's type; NaN where that can
+    be."""
     inputs = cases.make_inputs(replace(case, fresh=True, out_dtype=""), device, seed)
     shape = (len(inputs["query"]), case.heads_q, case.head_dim_vo)
     if case.out_dtype == "nvfp4":
@@ -96,7 +108,7 @@ def make_inputs(case: AttentionCase, device: "torch.device | str" = "cpu", seed:
 
 Data = tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]
 RANK = 16  # dimensions that say how tiles and blocks match
-SPREAD = 1.5  # of a tile's match with a block of magnitude 1, in units of the logits: the rule leaves out 75 % at about 1300
+SPREAD = 1.5  # of a tile's match with a block of magnitude 1; of 32768 keys, a factor of 1300 leaves out 75 %
 
 
 def heavy_tailed(case: AttentionCase, device: "torch.device | str", seed: int = 0) -> Data:

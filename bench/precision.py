@@ -1,0 +1,120 @@
+"""Measures prefill in low precision against ours in wider types, and skip-softmax against ours without, on one case and
+over factors."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from wrappers import trtllm_batch_context_with_kv_cache as context
+
+from . import family, prefill, sparsity
+from .cases import precision as cases
+from .cases.attention import AttentionCase
+from .harness import Ceilings, Result, Setup, ready
+from .results import Environment, SkipRow
+from .timing import Call, Timing, interleave
+from .workload import Inputs, check, shape_of
+
+CASES = cases.PRECISION | {cases.SKIP.name: cases.SKIP}
+TARGET = 0.75  # of blocks left out, in the skip75 case
+FACTORS = (1e-30, 1.0, 10.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
+FACTOR = "skip_softmax_threshold_scale_factor"
+
+
+def collect(name: str, inputs: Inputs) -> dict[str, Call]:
+    """Ours, where its result is right."""
+    run = ready(name, lambda: partial(context, **inputs), partial(check, inputs))
+    return {} if run is None else {name: partial(lambda run, _: run(), run)}
+
+
+def flashinfer(inputs: Inputs) -> family.Run:
+    """flashinfer's fa3 kernel on the same pages, with a scale for each head."""
+    shape, device = shape_of(inputs), inputs["query"].device
+    scales = tuple(torch.ones(n, device=device) for n in (shape.heads_q, shape.heads_kv, shape.heads_kv))
+    return family.paged(inputs, family.flashinfer("Paged"), scales, o_data_type=inputs["out"].dtype)
+
+
+def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
+    """A case of CASES: ours in its types and in wider ones, in turns; flashinfer where its kernels are of these types.
+    (flash-attn-4 has FP8 on Blackwell only.) The floor is the operations over the rate of the MMAs' type."""
+    print(case.name, flush=True)
+    kind = cases.kind_of(case.name)
+    if kind not in cases.KINDS:
+        return measure_skip(case, setup)
+    inputs = cases.make_inputs(case, setup.device)
+    calls = collect("ours", inputs) if "ours" in setup.providers else {}
+    if calls:
+        for name, types in cases.WIDER[kind].items():
+            calls |= collect(name, cases.make_inputs(cases.typed(case, types), setup.device))
+    if "flashinfer" in setup.providers and kind == "fp8":
+        run = ready("flashinfer", partial(flashinfer, inputs), partial(check, inputs))
+        calls |= {} if run is None else {"flashinfer": partial(lambda run, _: run(), run)}
+    if not calls:
+        return []
+    flops = shape_of(inputs).flops
+    times = interleave(calls, setup.clock, 1, setup.rounds)
+    found = [Result(case.name, p, t, flops / t.median / 1e6) for p, t in times.items()]
+    rate = top.fp8_tflops if cases.KINDS[kind].q == "fp8" and case.kv_dtype != "nvfp4" else top.tflops
+    floor = flops / rate / 1e6 if rate else 0.0
+    return [*found, Result(case.name, "floor", Timing(floor, floor, floor), rate)] if rate else found
+
+
+def own_output(inputs: Inputs, **change: Any) -> Inputs:
+    """The same call with an output of its own."""
+    return inputs | {"out": torch.full_like(inputs["out"], torch.nan)} | change
+
+
+def measure_skip(case: AttentionCase, setup: Setup) -> list[Result]:
+    """Ours with the factor by which the rule leaves out TARGET of the blocks of heavy-tailed data, ours without, and
+    dense peers, whose names the run chose."""
+    inputs = cases.concentrated(case, setup.device, "heavy-tailed")
+    maxima, keys = sparsity.maxima_of(inputs), case.kv_lens[0]
+    factor = sparsity.factor_of(TARGET, maxima, keys)
+    note = f"factor {factor:.4g}, {sparsity.share(maxima, factor / keys):.1%} of blocks left out"
+    del maxima
+    calls = collect("ours", own_output(inputs, **{FACTOR: factor})) if "ours" in setup.providers else {}
+    if calls:
+        calls |= collect("own-bf16", inputs)
+    calls |= prefill.collect([inputs], tuple(p for p in setup.providers if p != "ours"))
+    if not calls:
+        return []
+    found = prefill.best(interleave(calls, setup.clock, 1, setup.rounds))
+    notes = {p: variant for p, (_, variant) in found.items()} | {"ours": note}
+    return [Result(case.name, p, t, note=notes[p]) for p, (t, _) in found.items()]
+
+
+def study(case: AttentionCase, setup: Setup, env: Environment, factors: tuple[float, ...] = FACTORS) -> list[SkipRow]:
+    """Time and error over factors on each of the data sets; the errors are those against ours without skip-softmax, in
+    units of the RMS of its output. The blocks left out are the rule's, of tiles of sparsity.ROWS x sparsity.KEYS."""
+    rows: list[SkipRow] = []
+    for data in cases.DATA:
+        print(f"{case.name}, {data}", flush=True)
+        inputs, keys = cases.concentrated(case, setup.device, data), case.kv_lens[0]
+        maxima = sparsity.maxima_of(inputs)
+        shares = {f: sparsity.share(maxima, f / keys) for f in factors}
+        del maxima
+        calls, outs = collect("dense", inputs), {}
+        for factor in factors if calls else ():
+            own = own_output(inputs, **{FACTOR: factor})
+            run = collect(f"{factor:g}", own)
+            if not run:
+                break
+            calls |= run
+            outs[factor] = errors(own["out"], inputs["out"])
+        if not outs:
+            continue
+        times = interleave(calls, setup.clock, 1, setup.rounds)
+        dense = times["dense"].median
+        for factor, error in outs.items():
+            time = times[f"{factor:g}"].median
+            rows.append(SkipRow(*env, case.name, data, factor, shares[factor], time, dense, *error))
+            said = f"{shares[factor]:6.1%} left out, {time:8.1f} us, {dense / time:.2f} of the dense speed"
+            print(f"  factor {factor:<6g} {said}, error at most {error[0]:.2g}, RMS {error[1]:.2g}", flush=True)
+    return rows
+
+
+def errors(out: torch.Tensor, dense: torch.Tensor) -> tuple[float, float]:
+    """Largest and RMS difference, in units of dense's RMS."""
+    difference, unit = out.float() - dense.float(), dense.float().square().mean().sqrt()
+    return float(difference.abs().max() / unit), float(difference.square().mean().sqrt() / unit)
