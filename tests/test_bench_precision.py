@@ -1,0 +1,276 @@
+"""The benchmark of low precision and skip-softmax on the CPU: cases, checks, the rule, rows, tables and plot."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench import decode, harness, plots, precision, readme, results, sparsity, timing, workload
+from bench.cases import precision as cases
+from bench.cases.attention import make_inputs, reference_of
+from wrappers import fp4
+
+
+class WallClock:
+    def measure(self, call, sets):
+        for i in sets:
+            call(i)
+        return 2000.0
+
+
+SETUP = harness.Setup(("ours",), 2, "cpu", WallClock(), WallClock())
+TOP = harness.Ceilings(700.0, 4000.0, 1300.0)
+ENV = results.Environment("2026-01-02T03:04:05+00:00", "abc123", "nvidia-h200", "580.1", "2.13.0")
+
+
+def tiny(case, n=70, batch=2):
+    return replace(case, q_lens=(n,) * batch, kv_lens=(n,) * batch, heads_q=4, heads_kv=2)
+
+
+TINY_SKIP = replace(tiny(cases.SKIP, 520, 1), heads_q=2, heads_kv=1)
+
+
+def test_headline_names_are_those_of_the_targets():
+    """What is held against bars by name."""
+    shape = "b2-s8192-h32x8-d128-p64"
+    wanted = {f"prefill-{kind}-{shape}" for kind in ("fp8-causal", "fp8-full", "kvfp8-causal", "kvnvfp4-causal")}
+    assert wanted | {"prefill-skip75-causal-b1-s32768-h32x8-d128-p64"} <= {*precision.CASES}
+    assert {*cases.WIDER} == {*cases.KINDS} == {cases.kind_of(name) for name in cases.PRECISION}
+    for name, case in precision.CASES.items():
+        heads = f"h{case.heads_q}x{case.heads_kv}-d{case.head_dim_qk}-p{case.page_size}"
+        assert name == case.name and name.endswith(f"-b{case.batch}-s{max(case.kv_lens)}-{heads}")
+        assert ("-causal-" in name) == case.causal and case.q_lens == case.kv_lens
+
+
+TYPES = {  # kind -> of query, cache, output
+    "fp8": (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16),
+    "fp8out": (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e4m3fn),
+    "kvfp8": (torch.bfloat16, torch.float8_e4m3fn, torch.bfloat16),
+    "kvnvfp4": (torch.bfloat16, torch.uint8, torch.bfloat16),
+    "fp8kvnvfp4": (torch.float8_e4m3fn, torch.uint8, torch.bfloat16),
+    "kvfp8outnvfp4": (torch.bfloat16, torch.float8_e4m3fn, "nvfp4"),
+}
+
+
+@pytest.mark.parametrize("kind", cases.KINDS)
+def test_a_case_is_measured_beside_wider_types(kind):
+    """The reference as `ours`: right in every type, and slow."""
+    case = tiny(next(c for name, c in cases.PRECISION.items() if cases.kind_of(name) == kind))
+    inputs = cases.make_inputs(case)
+    assert (inputs["query"].dtype, inputs["kv_cache"][0].dtype, inputs["out"].dtype) == TYPES[kind]
+    found = precision.measure(case, TOP, SETUP)
+    assert [r.provider for r in found] == ["ours", *cases.WIDER[kind], "floor"]
+    assert found[-1].tflops == (1300 if kind in ("fp8", "fp8out") else 700)
+    flops = workload.shape_of(inputs).flops
+    assert found[0].tflops == pytest.approx(flops / 2e9)
+    assert found[-1].timing.median == pytest.approx(flops / found[-1].tflops / 1e6)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8out", "kvfp8outnvfp4", "kvnvfp4"])
+def test_wrong_outputs_of_every_type_are_refused(kind):
+    case = tiny(next(c for name, c in cases.PRECISION.items() if cases.kind_of(name) == kind), 600, 1)
+    inputs = cases.make_inputs(case)
+    o, _ = reference_of({k: v for k, v in inputs.items() if k not in ("out", "o_sf_scale")})
+
+    def stored(o):
+        if case.out_dtype != "nvfp4":
+            return o.to(inputs["out"].dtype)
+        out = fp4.empty(tuple(o.shape), o.device)
+        fp4.store(o, out, cases.O_SF_SCALE)
+        return out
+
+    assert workload.check(inputs, stored(o)) is None
+    for wrong in (o.roll(1, 1), o * 2, torch.zeros_like(o)):
+        assert workload.check(inputs, stored(wrong)).startswith("off by")
+    if kind == "fp8":
+        assert workload.check(inputs, stored(o + 0.06)) and workload.check(inputs, stored(o + 0.01)) is None
+    if case.out_dtype != "nvfp4":
+        o[300, 1, 5] = math.nan
+        assert workload.check(inputs, stored(o)) == "not finite"
+
+
+def test_a_kernel_that_refuses_has_no_row(monkeypatch, capsys):
+    def refuse(**_):
+        raise NotImplementedError("query: torch.float8_e4m3fn, no kernel")
+
+    monkeypatch.setattr(precision, "context", refuse)
+    for case in (tiny(cases.PRECISION["prefill-fp8-causal-b2-s8192-h32x8-d128-p64"]), TINY_SKIP):
+        assert precision.measure(case, TOP, SETUP) == []
+    assert precision.study(TINY_SKIP, SETUP, ENV) == []
+    assert "no row: ours: NotImplementedError: query: torch.float8_e4m3fn, no kernel" in capsys.readouterr().out
+
+
+def test_flashinfer_gets_scales_and_the_type_of_the_output(monkeypatch):
+    seen = {}
+
+    class Wrapper:
+        def __init__(self, space, layout):
+            assert layout == "HND"
+
+        def plan(self, *args, **given):
+            seen.update(given)
+
+        def run(self, query, cache, *scales, out):
+            seen["scales"] = [tuple(s.shape) for s in scales]
+            return out.copy_(precision.context(**inputs | {"out": out}))
+
+    monkeypatch.setattr(precision.family, "flashinfer", lambda form: Wrapper)
+    case = tiny(cases.PRECISION["prefill-fp8-causal-b2-s8192-h32x8-d128-p64"])
+    inputs = cases.make_inputs(case)
+    found = precision.measure(case, TOP, replace(SETUP, providers=("flashinfer",)))
+    assert [r.provider for r in found] == ["flashinfer", "floor"]
+    assert seen["scales"] == [(4,), (2,), (2,)] and seen["o_data_type"] == torch.bfloat16
+    assert seen["q_data_type"] == seen["kv_data_type"] == torch.float8_e4m3fn
+
+
+# ---- the rule of skip-softmax
+
+
+def direct(q, k, scale, threshold, rows, keys):
+    """The rule, tile by tile and block by block, causal, with as many keys as rows: ids of the blocks left out."""
+    n, found = len(q), set()
+    for tile in range(-(-n // rows)):
+        own = range(tile * rows, min(n, tile * rows + rows))
+        top = dict.fromkeys(own, -math.inf)
+        for block in reversed(range(-(-n // keys))):
+            now = {
+                i: max([scale * float(q[i] @ k[j]) for j in range(block * keys, min(n, block * keys + keys)) if j <= i],
+                       default=-math.inf)
+                for i in own
+            }  # fmt: skip
+            if max(now.values()) == -math.inf:
+                continue
+            if all(now[i] == -math.inf or math.exp(min(50, now[i] - top[i])) < threshold for i in own):
+                found.add((block, tile))
+            else:
+                top = {i: max(top[i], now[i]) for i in own}
+    return found
+
+
+def test_the_rule_is_that_of_a_direct_computation(monkeypatch):
+    monkeypatch.setattr(sparsity, "CHUNK", 7)
+    gen = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(45, 8, generator=gen) for _ in range(2))
+    maxima = sparsity.block_maxima(q, k, 2.0, rows=4, keys=8)
+    assert maxima.shape == (6, 12, 4) and bool((maxima[:, -1, 1:] == -math.inf).all())
+    seen = (maxima > -math.inf).any(-1)
+    for threshold in (1e-30, 0.01, 0.2, 2.0):
+        got = sparsity.left_out(maxima, threshold) & seen
+        want = direct(q, k, 2.0, threshold, 4, 8)
+        assert set(map(tuple, got.nonzero().tolist())) == want
+        assert sparsity.share(maxima, threshold) == pytest.approx(len(want) / int(seen.sum()))
+    assert sparsity.share(maxima, 1e-30) == 0 == sparsity.share(maxima, 0.0)
+    factor = sparsity.factor_of(0.1, maxima, 45)
+    assert sparsity.share(maxima, factor / 45) == pytest.approx(0.1, abs=0.03)
+
+
+def test_full_attention_sees_every_block():
+    q, k = torch.ones(5, 2), torch.arange(10.0)[:, None].expand(10, 2)
+    maxima = sparsity.block_maxima(q, k, 0.5, causal=False, rows=4, keys=4)
+    assert maxima[:, 0].tolist() == [[3.0] * 4, [7.0] * 4, [9.0] * 4]
+
+
+@pytest.mark.parametrize("data", cases.DATA)
+def test_data_is_in_the_pages_and_concentrated(data):
+    case = replace(TINY_SKIP, q_lens=(1030,), kv_lens=(1030,), head_dim_qk=64, head_dim_vo=64)
+    inputs = cases.concentrated(case, "cpu", data)
+    q, k, v, scale = cases.DATA[data](case, "cpu")
+    got_k, got_v = workload.tokens(inputs, 0, 1030)
+    assert torch.equal(got_k, k.bfloat16()) and torch.equal(got_v, v.bfloat16()) and inputs["bmm1_scale"] == scale
+    assert torch.equal(inputs["query"], q.bfloat16())
+    few = torch.softmax(scale * (q[-1] @ k[:, 0].T), -1).square().sum(-1).reciprocal()
+    plain = make_inputs(case)
+    p = torch.softmax(64**-0.5 * (plain["query"][-1].float() @ workload.tokens(plain, 0, 1030)[0][:, 0].float().T), -1)
+    assert float(few.max()) < 0.6 * float(p.square().sum(-1).reciprocal().min())
+
+
+def test_the_map_of_real_heads_keeps_logits():
+    from tools import demo_data
+
+    data, _ = demo_data.load()
+    q, k, _, scale = cases.text(TINY_SKIP, "cpu")
+    want = torch.from_numpy(data["q"][:520, 0]).float() @ torch.from_numpy(data["k"][:520, 0]).float().T
+    torch.testing.assert_close(q[:, 0] @ k[:, 0].T, want, rtol=1e-4, atol=1e-3)
+    assert scale == pytest.approx(32**-0.5)
+
+
+def skipping(inputs, rows=64, keys=128):
+    """Attention by the rule, of one request."""
+    factor, n = inputs[precision.FACTOR], len(inputs["query"])
+    k, v = (t.float() for t in workload.tokens(inputs, 0, n))
+    group, scale = inputs["query"].shape[1] // k.shape[1], inputs["bmm1_scale"]
+    for h in range(inputs["query"].shape[1]):
+        q = inputs["query"][:, h].float()
+        gone = sparsity.left_out(sparsity.block_maxima(q, k[:, h // group], scale, True, rows, keys), factor / n)
+        hidden = gone.T.repeat_interleave(rows, 0)[:n].repeat_interleave(keys, 1)[:, :n]
+        logits = (scale * q @ k[:, h // group].T).masked_fill(hidden | ~torch.ones(n, n).tril().bool(), -math.inf)
+        inputs["out"][:, h] = (logits.softmax(-1) @ v[:, h // group]).to(inputs["out"].dtype)
+    return inputs["out"]
+
+
+@pytest.mark.parametrize("rows, keys", [(64, 128), (32, 48)])
+def test_what_the_rule_leaves_out_is_allowed_and_nothing_else(rows, keys):
+    """In tiles of any size. Without the threshold the same output is wrong."""
+    dense = cases.concentrated(TINY_SKIP, "cpu", "heavy-tailed")
+    inputs = precision.own_output(dense, **{precision.FACTOR: 300.0})
+    out = skipping(inputs, rows, keys).clone()
+    assert workload.check(inputs, out) is None and workload.check(dense, out).startswith("off by")
+    strong = skipping(inputs | {precision.FACTOR: 519.0}, rows, keys)
+    assert workload.check(precision.own_output(dense, **{precision.FACTOR: 1.0}), strong).startswith("off by")
+
+
+def test_skip_softmax_is_measured_over_factors(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(
+        precision, "context", lambda **inputs: skipping(inputs) if inputs.get(precision.FACTOR) else dense(inputs)
+    )
+
+    def dense(inputs):
+        return skipping(inputs | {precision.FACTOR: 0.0})
+
+    (ours, own) = precision.measure(TINY_SKIP, TOP, SETUP)
+    assert (ours.provider, own.provider) == ("ours", "own-bf16") and ours.note.endswith("% of blocks left out")
+    rows = precision.study(TINY_SKIP, SETUP, ENV, (1e-30, 100.0, 400.0))
+    assert [(r.data, r.factor) for r in rows] == [(data, f) for data in cases.DATA for f in (1e-30, 100.0, 400.0)]
+    for first, *others in (rows[i : i + 3] for i in (0, 3, 6)):
+        assert (first.left_out, first.max_error, first.rms_error) == (0, 0, 0)
+        assert [r.left_out for r in others] == sorted(r.left_out for r in others)
+    assert any(r.left_out > 0.1 and r.max_error > 5 * r.rms_error > 0 for r in rows)
+    assert capsys.readouterr().out.count("% left out") == 9
+
+    path = tmp_path / "sparsity" / "nvidia-h200.csv"
+    results.append(path, [replace(rows[0], date="2026-01-01")])
+    results.append(path, rows)
+    found = results.read_sparsity(path.parent)
+    assert [replace(r, left_out=0, max_error=0, rms_error=0) for r in found["nvidia-h200"]] == [
+        replace(r, left_out=0, max_error=0, rms_error=0) for r in rows
+    ]
+    assert results.read_all(tmp_path) == {}  # files of the other kind are not read
+    assert [p.name for p in plots.draw_sparsity(found, tmp_path)] == ["nvidia-h200-skip-softmax.png"]
+    text = readme.measured_sparsity(found, tmp_path.relative_to(tmp_path))
+    assert "| heavy-tailed | 1e-30 | 0% | 2000 | 1.00 | 0 | 0 |" in text and "commit abc123" in text
+    assert readme.measured_sparsity({}) == "Not measured yet." and plots.sparsity([], "g", tmp_path) is None
+
+
+def test_tables_of_bf16_and_of_the_others_are_apart():
+    other = [ENV.row("prefill-kvnvfp4-x", p, t, 300.0) for p, t in (("ours", 10.0), ("own-fp8", 9.0), ("floor", 5.0))]
+    plain = [ENV.row("prefill-bf16-x", "ours", 20.0, 600.0)]
+    found = {"g": results.with_ratios(other + plain)}
+    table = readme.measured_precision(found)
+    assert "| `prefill-kvnvfp4-x` | 10 | 300 | 100% |  | 0.90 |  |" in table and "bf16-x" not in table
+    assert "kvnvfp4" not in readme.measured(found) and "bf16-x" in readme.measured(found)
+    assert readme.measured_precision({"g": plain}) == "Not measured yet."
+
+
+def test_decode_of_e4m3_queries():
+    (case,) = cases.DECODE.values()
+    assert case.name in decode.CASES and case.name.startswith("decode-qfp8-")
+    found = decode.measure(tiny(replace(case, q_lens=(1, 1), kv_lens=(70, 70)), 1), TOP, SETUP)
+    assert [r.provider for r in found] == ["ours", "batch-invariant", "own-bf16-query", "floor"]
+
+
+def test_shares_of_the_table_are_of_the_case_s_floor():
+    times = timing.Timing(1, 1, 1)
+    found = [harness.Result("a", "ours", times, 650.0), harness.Result("a", "floor", times, 1300.0)]
+    lines = harness.table(found, harness.rows_of(found, ENV), TOP).splitlines()
+    assert "650  50.0%" in lines[2] and "1300 100.0%" in lines[3]
