@@ -9,6 +9,7 @@ import torch
 from bench import decode, harness, plots, precision, readme, results, sparsity, timing, workload
 from bench.cases import precision as cases
 from bench.cases.attention import make_inputs, reference_of
+from tools import demo_data, profile
 from wrappers import fp4
 
 
@@ -186,8 +187,6 @@ def test_data_is_in_the_pages_and_concentrated(data):
 
 
 def test_the_map_of_real_heads_keeps_logits():
-    from tools import demo_data
-
     data, _ = demo_data.load()
     q, k, _, scale = cases.text(TINY_SKIP, "cpu")
     want = torch.from_numpy(data["q"][:520, 0]).float() @ torch.from_numpy(data["k"][:520, 0]).float().T
@@ -274,3 +273,9 @@ def test_shares_of_the_table_are_of_the_case_s_floor():
     found = [harness.Result("a", "ours", times, 650.0), harness.Result("a", "floor", times, 1300.0)]
     lines = harness.table(found, harness.rows_of(found, ENV), TOP).splitlines()
     assert "650  50.0%" in lines[2] and "1300 100.0%" in lines[3]
+
+
+def test_cases_are_profiled(monkeypatch):
+    name = "prefill-kvnvfp4-causal-b2-s8192-h32x8-d128-p64"
+    monkeypatch.setattr(cases, "PRECISION", {name: tiny(cases.PRECISION[name])})
+    assert profile.call_of(name, "ours", "cpu")().shape == (140, 4, 128)
