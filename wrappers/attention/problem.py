@@ -48,9 +48,9 @@ class Problem(NamedTuple):
     requests: Requests
     max_q_len: int  # bound of query lengths; steers the schedule
     scale: float  # factor on the logits, natural units
-    scale_tensor: torch.Tensor | None  # fp32, one element: another factor
+    scale_tensor: torch.Tensor | None  # fp32, one element, or in the prefill family one a query head: another factor
     out_scale: float  # factor on the normalised output
-    out_scale_tensor: torch.Tensor | None
+    out_scale_tensor: torch.Tensor | None  # likewise
     causal: bool = True
     window_left: int = -1  # negative: off
     soft_cap: float | None = None  # 0: off
