@@ -370,7 +370,7 @@ def trtllm(function, q="fp16", kv="", **options):
 
 
 REFUSED = {  # what no kernel is meant to do: call -> (it, what the message says)
-    "e5m2 query": (lambda: family("ragged", E5M2, E5M2), "q: .*sm90: q e5m2: the kernel has bf16, fp16"),
+    "e5m2 query": (lambda: family("ragged", E5M2, E5M2), "q: .*sm90: q e5m2: the kernel has bf16, fp16, e4m3"),
     "e5m2 query, decode": (
         lambda: trtllm("decode", **e5m2_inputs() | {"out_dtype": HALF}), "query: .*decode: q e5m2: the kernel has bf16",
     ),
@@ -395,15 +395,16 @@ def test_refused_by_name(cuda, name):
 
 
 LATER = {  # what waits for kernels: call -> (it, the argument that is named, why)
-    "paged e4m3": (lambda: family("paged", E4M3, E4M3), "q", "q e4m3"),
-    "paged e4m3, e4m3 out": (lambda: family("paged", E4M3, E4M3, out=E4M3), "q", "q e4m3"),
-    "ragged e4m3, scales of heads": (lambda: family("ragged", E4M3, E4M3, "qkv"), "q", "q e4m3"),
-    "e4m3 query, e5m2 cache": (lambda: family("paged", E4M3, E5M2), "q", "q e4m3"),
-    "e4m3 query, NVFP4 cache": (lambda: family("paged", E4M3, NVFP4), "q", "q e4m3"),
+    "e4m3 out": (lambda: family("paged", E4M3, E4M3, out=E4M3), "o_data_type", "out e4m3"),
+    "scales of heads": (
+        lambda: family("ragged", E4M3, E4M3, "qkv"), "sm_scale x q_scale x k_scale", "head_scales True",
+    ),
+    "scales of heads of V": (lambda: family("single", E4M3, E4M3, "v"), "v_scale", "head_scales True"),
+    "e4m3 query, e5m2 cache": (lambda: family("paged", E4M3, E5M2), "paged_kv_cache (K)", "kv e5m2"),
+    "e4m3 query, NVFP4 cache": (lambda: family("paged", E4M3, NVFP4), "paged_kv_cache (K)", "kv nvfp4"),
     "e4m3 cache": (lambda: family("single", HALF, E4M3), "k", "kv e4m3"),
     "e5m2 cache": (lambda: family("ragged", BF16, E5M2, out=BF16), "k", "kv e5m2"),
     "NVFP4 cache": (lambda: family("paged", HALF, NVFP4), "paged_kv_cache (K)", "kv nvfp4"),
-    "context, e4m3": (lambda: trtllm("context", "fp8", out_dtype=BF16), "query", "q e4m3"),
     "context, NVFP4": (lambda: trtllm("context", kv="nvfp4"), "kv_cache (K)", "kv nvfp4"),
     "context, e4m3 out": (lambda: trtllm("context", out_dtype=E4M3), "out_dtype", "out e4m3"),
     "context, NVFP4 out": (
@@ -424,6 +425,13 @@ def test_refused_until_there_are_kernels(cuda, name):
         named, _, reasons = str(found.value).partition(": no attention kernel: ")
         assert named == argument and f"{why}: the kernel has" in reasons
     assert not cuda.plans
+
+
+@pytest.mark.parametrize("kind", ["paged", "ragged", "single", "context"])
+def test_e4m3_is_served(cuda, kind):
+    call = trtllm(kind, "fp8", out_dtype=BF16) if kind == "context" else family(kind, E4M3, E4M3, out=BF16)
+    with pytest.raises(LookedFor, match="^attention.sm90 e4m3_d64_"):
+        call()
 
 
 def test_facts():

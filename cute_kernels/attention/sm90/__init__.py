@@ -111,8 +111,8 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("drafts", "True: the kernel has no mask of bits")
     if spec.logits.skip:
         return Refusal("skip", "True: the kernel has no skip-softmax")
-    if spec.logits.head_scales and spec.q != "e4m3":
-        return Refusal("head_scales", "True: kernels of 16-bit queries have one factor for all heads")
+    if spec.logits.head_scales:
+        return Refusal("head_scales", "True: the kernel has one factor for all heads")
     if spec.schedule != "tiles":
         return Refusal("schedule", f"{spec.schedule}: the kernel has tiles")
     t = spec.tile
