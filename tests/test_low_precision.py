@@ -204,6 +204,37 @@ def e5m2_inputs():
     return {"query": inputs["query"].to(E5M2), "kv_cache": caches, "out": None, "out_dtype": None}
 
 
+@pytest.mark.parametrize("function", ["context", "decode"])
+@pytest.mark.parametrize("q", ["bf16", "fp8"])
+def test_nvfp4_output(function, q):
+    """Codes and factors of the fp32 result, 0 where a row sees no key; factors in two tiles."""
+    case = replace(PLAIN, dtype=q, q_lens=(3, 0, 2), kv_lens=(1, 5, 9), heads_q=6, heads_kv=2, lse=False)
+    inputs = cases.make_inputs(case)
+    want, _ = cases.reference_of(inputs)
+    scale = torch.full((256, 24), 7.0).to(E4M3)
+    out = fp4.FP4Tensor(torch.full((5, 6, 32), 255, dtype=torch.uint8), scale, 125)
+    inputs |= {"out": out, "out_dtype": "nvfp4", "o_sf_scale": 2.0**-4}
+    if function == "context":
+        got = trtllm_batch_context_with_kv_cache(**inputs, o_sf_vec_size=16)
+    else:
+        given = {name: inputs[name] for name in ("out_dtype", "o_sf_scale")}
+        got = trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs) | given, o_sf_vec_size=16)
+    assert got is not out and got.data is out.data and got.scale is scale and got.original_shape == (5, 6, 64)
+    data, factors = nvfp4_quantize(want.flatten(1), 2.0**-4)
+    assert torch.equal(got.data.flatten(1), data) and not got.data[:2].any()
+    found = fp4.read_scales(scale, 5, 24, 125).view(torch.uint8)
+    assert torch.equal(found, factors.view(torch.uint8)) and not found[:2].any() and found[2:].any()
+    assert (scale.float() == 7.0).sum() >= (256 - 5) * 24
+    error = (fp4.load(got, 2.0**-4) - want)[2:]
+    assert error.square().mean().sqrt() < 0.3 * want[2:].std()
+
+
+def test_nvfp4_output_of_no_tokens():
+    inputs = cases.make_inputs(replace(PLAIN, q_lens=(0, 0), lse=False)) | {"out": None}
+    got = trtllm_batch_context_with_kv_cache(**inputs, out_dtype="nvfp4", o_sf_scale=1.0)
+    assert got.data.shape == (0, 4, 32) and got.scale.shape == (128, 16) and got.original_shape == (0, 4, 64)
+
+
 def test_nvfp4_caches_are_near_16_bits():
     """spec: cosine > 0.99 with attention on the dequantised cache, whatever the format itself loses."""
     low, wide = Low(HALF, NVFP4), Case()
@@ -317,7 +348,7 @@ def test_only_the_prefill_family_has_scales_of_heads():
 def test_xqa_takes_no_e5m2():
     inputs, _ = xqa_inputs()
     inputs |= {name: inputs[name].to(E5M2) for name in ("k_cache", "v_cache")}
-    with pytest.raises(TypeError, match=r"with query torch.float16, dtype torch.float8_e5m2, must be one of .*uint8$"):
+    with pytest.raises(TypeError, match="^k_cache: dtype torch.float8_e5m2, must be one of torch.float16, .*uint8$"):
         xqa(**inputs)
 
 

@@ -211,10 +211,7 @@ def _caches(p: Problem, name: Names) -> None:
         raise TypeError(f"{kv}: K is {k.dtype} and V {v.dtype}, must be the same")
     check_last_stride(name("k"), k)
     check_last_stride(name("v"), v)
-    allowed = CACHES[q.dtype]
-    if p.signature == "xqa":  # as upstream's
-        allowed = tuple(dtype for dtype in allowed if dtype != E5M2)
-    check_one_of(f"{kv}: with query {q.dtype}, dtype", k.dtype, allowed)
+    check_one_of(f"{kv}: with query {q.dtype}, dtype", k.dtype, CACHES[q.dtype])
     packed = 2 if k.dtype == torch.uint8 else 1
     _, kv_heads, page_size, dim = k.shape
     ragged = p.requests.form == "ragged"

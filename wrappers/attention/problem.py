@@ -37,8 +37,8 @@ class Rope(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """An attention call. k and v hold 16-bit or e4m3 values, or packed e2m1 (uint8, last dimension D / 2) with k_scales
-    and v_scales. None stands for what is absent."""
+    """An attention call. k and v hold values of 16 bits, e4m3 or e5m2, or packed e2m1 (uint8, last dimension D / 2)
+    with k_scales and v_scales. None stands for what is absent."""
 
     signature: str  # the public function that was called, of `checks.SIGNATURES`
     phase: str  # "prefill"; "decode": few query tokens a request

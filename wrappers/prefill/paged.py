@@ -151,10 +151,10 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
             paged_kv_cache: (k, v), each (pages, P, Hkv, D) "NHD" or (pages, Hkv, P, D) "HND", any strides but the
                 last, numbers of pages of their own; or one (pages, 2, ...) of both. With pages of one row, P may be
                 left out.
-            q_scale, k_scale: factors on logits beside sm_scale; v_scale: factor on the output; all for caches of any
-                dtype. A float, or an fp32 tensor on q's device, read by the kernel: of one element, or of one a head,
-                (Hq,) for q_scale, (Hkv,) for the others. Three of them by position, `run(q, cache, q_scale, k_scale,
-                v_scale)`, are in that order, as upstream's fa3 takes them.
+            q_scale, k_scale: factors on logits beside sm_scale, on CUDA positive; v_scale: factor on the output; all
+                for caches of any dtype. A float, or an fp32 tensor on q's device, read by the kernel: of one element,
+                or of one a head, (Hq,) for q_scale, (Hkv,) for the others. Three of them by position, `run(q, cache,
+                q_scale, k_scale, v_scale)`, are in that order, as upstream's fa3 takes them.
             out: (T, Hq, Dvo) of o_data_type, lse: fp32 (T, Hq): filled and returned; new where None.
             sinks: fp32 (Hq,), joins each head's softmax denominator, natural-log units.
             kv_cache_sf (or kv_block_scales), v_scales_interleaved: scale factors of NVFP4 caches, as in
