@@ -1,6 +1,7 @@
 """NVFP4 formats, exactly, against brute force."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -36,6 +37,72 @@ def test_e4m3_saturates_and_rounds_to_even():
     got = fp4.e4m3(x).float()
     assert got[:-1].tolist() == want
     assert got[-1].isnan()
+
+
+def around(x):
+    """x and the fp32 numbers next to it."""
+    return torch.nextafter(x, torch.tensor(-math.inf)), x, torch.nextafter(x, torch.tensor(math.inf))
+
+
+def test_e2m1_at_every_midpoint():
+    grid = torch.tensor(fp4.GRID)
+    for sign, bit in ((1, 0), (-1, 8)):
+        below, at, above = (fp4.e2m1(sign * x) for x in around((grid[1:] + grid[:-1]) / 2))
+        lower = torch.arange(7) | bit
+        assert below.tolist() == lower.tolist() and above.tolist() == (lower + 1).tolist()
+        assert at.tolist() == [0 | bit, 2 | bit, 2 | bit, 4 | bit, 4 | bit, 6 | bit, 6 | bit]  # the even code
+        assert fp4.e2m1(sign * torch.tensor([6.0, 7.0, 3e38])).tolist() == [7 | bit] * 3
+
+
+FINITE = torch.arange(0x7F, dtype=torch.uint8).view(E4M3).float()  # 0 to 448, subnormals too: codes 0 to 0x7e
+
+
+def test_e4m3_at_every_midpoint():
+    middle = (FINITE[1:] + FINITE[:-1]) / 2
+    for sign, bit in ((1, 0), (-1, 128)):
+        below, at, above = (fp4.e4m3(sign * x).view(torch.uint8) for x in around(middle))
+        lower = torch.arange(0x7E) | bit
+        assert torch.equal(below, lower.to(torch.uint8)) and torch.equal(above, (lower + 1).to(torch.uint8))
+        assert torch.equal(at, (lower + (lower & 1)).to(torch.uint8))  # the even code
+        over = torch.tensor([448.0, 463.0, 464.0, 465.0, 1e30])
+        assert fp4.e4m3(sign * over).view(torch.uint8).tolist() == [0x7E | bit] * 5
+
+
+@pytest.mark.parametrize("global_scale", [1.0, 0.25])
+def test_scale_factors_at_every_midpoint(global_scale):
+    """amax / 6 rounds to the even factor, and saturates; a factor of 0 has codes of 0, signs left out."""
+    factors = torch.cat([(FINITE[1:] + FINITE[:-1]) / 2, FINITE, torch.tensor([500.0, 1e6])])
+    x = torch.zeros(len(factors), 16)
+    x[:, 3], x[:, 5] = -6 * factors / global_scale, factors / global_scale  # exact
+    data, sf = fp4.nvfp4_quantize(x, global_scale)
+    assert torch.equal(sf.view(torch.uint8).flatten(), fp4.e4m3(factors).view(torch.uint8))
+    codes = fp4.unpack(data)
+    assert (codes[factors >= 2**-6, 3] == 15).all() and not codes[sf.flatten().float() == 0].any()
+    assert not codes[:, [0, 1, 2, 4, *range(6, 16)]].any()
+
+
+@pytest.mark.parametrize("global_scale", [1.0, 2.0**-3, 300.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dequantised_values_are_near(dtype, global_scale):
+    """Within half the gap between codes, in units of the block's factor, which is within 1/16 of amax / 6 where it is
+    normal, so that 6.375 is the most that is cut to 6."""
+    gen = torch.Generator().manual_seed(3)
+    x = torch.randn(500, 8, 16, generator=gen) * torch.exp2(torch.randint(-4, 3, (500, 8, 1), generator=gen))
+    x = (x * (torch.rand(500, 8, 16, generator=gen) < 0.9) / global_scale * 8).to(dtype)
+    data, scales = fp4.nvfp4_quantize(x.flatten(1), global_scale)
+    got = fp4.nvfp4_dequantize(data, scales, global_scale).view(x.shape)
+    unit = scales.float()[..., None] / global_scale  # the value of code 1.0
+    assert (scales.float() >= 2**-6).all()
+    error, size = (got - x.float()).abs() / unit, x.float().abs() / unit
+    slack = 1 + 2**-20  # of fp32 divisions
+    assert (size <= 6 * (1 + 2**-4) * slack).all()
+    for least, most, gap in ((0, 2, 0.5), (2, 4, 1), (4, 6, 2), (6, 7, 2)):
+        inside = (size >= least) & (size <= most)
+        assert inside.any() and (error[inside] <= gap / 2 * slack).all()
+    assert (got.sign() * x.float().sign() >= 0).all() and (got[x == 0] == 0).all()
+    assert (got.abs().amax(-1) > 0.9 * x.float().abs().amax(-1)).all()  # 6 is a code
+    rms = (got - x.float()).square().mean().sqrt() / x.float().square().mean().sqrt()
+    assert 0.05 < rms < 0.15
 
 
 def test_pack_puts_even_index_low():

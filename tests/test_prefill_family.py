@@ -787,7 +787,13 @@ BAD_PLANS = {
     "q_data_type: 16": (TypeError, dict(q_data_type=16)),
     "q_data_type: torch.float32": (TypeError, dict(q_data_type="float32")),
     "kv_data_type: torch.bfloat16": (TypeError, dict(kv_data_type=BF16)),
-    "kv_data_type: torch.float8_e5m2, not supported": (NotImplementedError, dict(kv_data_type="float8_e5m2")),
+    "kv_data_type: torch.float8_e4m3fn, must be one of torch.float8_e5m2": (
+        TypeError, dict(q_data_type="float8_e5m2", kv_data_type=E4M3, o_data_type=HALF),
+    ),
+    "kv_data_type: torch.float16, must be one of torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8": (
+        TypeError, dict(q_data_type=E4M3, kv_data_type=HALF),
+    ),
+    "o_data_type: torch.float8_e5m2, must be one of": (TypeError, dict(q_data_type="float8_e5m2")),
     "pos_encoding_mode: ROPE_LLAMA with": (
         NotImplementedError, dict(pos_encoding_mode="ROPE_LLAMA", kv_data_type=E4M3),
     ),
@@ -854,11 +860,26 @@ BAD_RUNS = {
         ValueError, lambda c: (c.q, (c.cache[0], c.cache[1][..., :32])), {},
     ),
     "paged_kv_cache: shape (11, 4, 2, 64), must have 5": (ValueError, lambda c: (c.q, c.cache[0]), {}),
-    "k_scale: shape (2,), must have one element": (
-        NotImplementedError, lambda c: (c.q, c.cache), dict(k_scale=A_HEAD),
+    "q_scale: shape (2,), must have one element, or be (6,), one a query head": (
+        ValueError, lambda c: (c.q, c.cache), dict(q_scale=A_HEAD),
     ),
-    "v_scale: shape (2,), must have one element": (
-        NotImplementedError, lambda c: (c.q, c.cache), dict(v_scale=A_HEAD),
+    "k_scale: shape (6,), must have one element, or be (2,), one a KV head": (
+        ValueError, lambda c: (c.q, c.cache), dict(k_scale=torch.ones(HQ)),
+    ),
+    "v_scale: shape (2, 1), must have one element": (
+        ValueError, lambda c: (c.q, c.cache), dict(v_scale=A_HEAD[:, None]),
+    ),
+    "v_scale: nan of query head 3, must be finite": (
+        ValueError, lambda c: (c.q, c.cache), dict(v_scale=torch.tensor([1.0, NAN])),
+    ),
+    "scale_q: another name of q_scale": (
+        ValueError, lambda c: (c.q, c.cache), dict(q_scale=1.0, k_scale=1.0, v_scale=1.0, return_lse=1.0),
+    ),
+    "kv_block_scales: another name of kv_cache_sf": (
+        ValueError, lambda c: (c.q, c.cache), dict(kv_cache_sf=(A_HEAD, A_HEAD), kv_block_scales=(A_HEAD, A_HEAD)),
+    ),
+    "v_scales_interleaved: True, must be False": (
+        ValueError, lambda c: (c.q, c.cache), dict(v_scales_interleaved=True),
     ),
     "q_scale: dtype torch.float64": (TypeError, lambda c: (c.q, c.cache), dict(q_scale=torch.ones(1).double())),
     "k_scale: device meta": (ValueError, lambda c: (c.q, c.cache), dict(k_scale=torch.ones(1, device="meta"))),
@@ -892,11 +913,13 @@ def test_bad_runs_of_ragged_and_single():
         ("k: shape", ValueError, dict(k=case.k[0])),
         ("q: 1 (rows)", ValueError, dict(q=case.q[:1])),
         ("k, v: 1 (heads)", ValueError, dict(k=case.k[:, :1], v=case.v[:, :1])),
-        ("kv_cache_sf: Tensor", NotImplementedError, dict(kv_cache_sf=LONG)),
+        ("kv_cache_sf: Tensor, must be (k, v)", TypeError, dict(kv_cache_sf=LONG)),
+        ("kv_cache_sf: K is Tensor, must be None", ValueError, dict(kv_cache_sf=(case.k, case.v))),
         ("k: 26 rows, must be at least plan's last of kv_indptr, 27", ValueError, dict(k=case.k[1:], v=case.v[1:])),
         ("o_scale: float", NotImplementedError, dict(o_scale=2.0)),
         ("o_scale: Tensor", NotImplementedError, dict(o_scale=torch.ones(2))),
-        ("k_scale: shape (2,)", NotImplementedError, dict(k_scale=A_HEAD)),
+        ("k_scale: shape (3,)", ValueError, dict(k_scale=torch.ones(3))),
+        ("scale_v: another name of v_scale", ValueError, dict(scale_v=1.0, v_scale=1.0)),
     ):
         with pytest.raises(error) as found:
             ragged.run(**dict(q=case.q, k=case.k, v=case.v) | change)
@@ -909,9 +932,14 @@ def test_bad_runs_of_ragged_and_single():
         ("custom_mask: 12 elements, must be 15", ValueError, dict(custom_mask=m[:, :4])),
         ("packed_custom_mask: 1 elements, must be 2", ValueError, dict(packed_custom_mask=BYTES[:1])),
         ("scale_k: another name of k_scale", ValueError, dict(k_scale=1.0, scale_k=1.0)),
-        ("v_scale: shape (2,)", NotImplementedError, dict(scale_v=A_HEAD)),
+        ("v_scale: shape (6,)", ValueError, dict(scale_v=torch.ones(HQ))),
         ("q: 6 heads, must be a multiple of k, v's 4", ValueError, dict(k=k.repeat(1, 2, 1), v=v.repeat(1, 2, 1))),
-        ("kv_cache_sf: tuple", NotImplementedError, dict(kv_cache_sf=(k, v))),
+        ("q: 6 heads, must be a multiple of k, v's 4", ValueError,
+         dict(k=k.repeat(1, 2, 1), v=v.repeat(1, 2, 1), q_scale=torch.ones(6), k_scale=torch.ones(4))),
+        ("kv_cache_sf: K is Tensor, must be None", ValueError, dict(kv_cache_sf=(k, v))),
+        ("kv_cache_sf (V): NoneType", TypeError, dict(kv_cache_sf=(k, None))),
+        ("o_dtype: torch.float8_e5m2, the query's, must be one of", ValueError,
+         dict(zip("qkv", (t.to(torch.float8_e5m2) for t in (q, k, v))))),
     ):
         with pytest.raises(error) as found:
             single_prefill_with_kv_cache(**dict(q=q, k=k, v=v) | change)

@@ -119,6 +119,7 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
     ("prefill", PREFILL, "query heads of a KV head", heads(1, 2, 3, 4, 5, 6, 7, 8, 16)),
     ("prefill", PREFILL, "with", MODIFIERS | FAMILY),
     ("prefill", replace(PREFILL, rows=1), "with", {"few query tokens": {}}),
+    ("prefill", replace(PREFILL, q="e4m3", kv="e4m3"), "with", {"scales a head": {"head_scales": True}}),
     ("decode", replace(DECODE, kv="e4m3", out="e4m3"), "query", {t: {"q": t} for t in ("bf16", "fp16", "e4m3")}),
     ("decode", DECODE, "KV", HALVES | QUANTISED),
     ("decode", replace(DECODE, kv="nvfp4"), "KV", {"NVFP4 with interleaved V factors": {"interleaved": True}}),

@@ -16,14 +16,16 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Types: "fp16", "bf16", "e4m3", of kv and out also "nvfp4" (packed e2m1 with an e4m3 scale factor per 16).
+    """Types: "fp16", "bf16", "e4m3", of q and kv also "e5m2", of kv and out also "nvfp4" (packed e2m1 with an e4m3
+    scale factor per 16).
 
     phase: "prefill", or "decode": few query tokens a request, whose keys are worth sharing among CTAs. rows: upper
     bound of the query tokens of one request. group: query heads of a KV head. drafts: a mask of bits says which of the
     request's last tokens a token sees. skip: keys that hardly count may be left out. interleaved: V's scale factors
     are, of 4 tokens each. batch_invariant: a request's bits must not depend on the rest of its batch. source: of K and
     V, "paged", or "ragged": rows of one tensor, without pages (page_size 0). custom_mask: a mask of bits, instead of
-    causal, says which keys a token sees. alibi: logits get a bias that grows with the key's distance.
+    causal, says which keys a token sees. alibi: logits get a bias that grows with the key's distance. head_scales: the
+    factor on the logits or on the output is one a query head.
     """
 
     q: str = "bf16"
@@ -45,3 +47,4 @@ class Problem:
     source: str = "paged"
     custom_mask: bool = False
     alibi: bool = False
+    head_scales: bool = False

@@ -54,11 +54,13 @@ class MaskSpec:
 
 @dataclass(frozen=True)
 class LogitsSpec:
-    """What a kernel has: soft_cap, skip (skip-softmax), alibi (a slope of each query head)."""
+    """What a kernel has: soft_cap, skip (skip-softmax), alibi (a slope of each query head), head_scales (the factors on
+    the logits and on the output may be one a query head)."""
 
     soft_cap: bool = False
     skip: bool = False
     alibi: bool = False
+    head_scales: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class AttentionSpec(Generic[T]):
             "cap" if self.logits.soft_cap else "",
             "skip" if self.logits.skip else "",
             "alibi" if self.logits.alibi else "",
+            "heads" if self.logits.head_scales else "",
             "pack" if self.pack_gqa else "",
             self.kv.source,
             self.tile.name,  # type: ignore[attr-defined]

@@ -32,7 +32,16 @@ from ..checks import (
 from .problem import Problem, Rope
 
 SIGNATURES: dict[str, dict[str, str]] = {}  # public function -> field of Problem -> its name there, where it differs
-E4M3 = torch.float8_e4m3fn
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+QUERIES = (torch.bfloat16, torch.float16, E4M3, E5M2)
+CACHES = {  # query -> K and V; torch.uint8: packed NVFP4
+    torch.bfloat16: (torch.bfloat16, E4M3, E5M2, torch.uint8),
+    torch.float16: (torch.float16, E4M3, E5M2, torch.uint8),
+    E4M3: (E4M3, E5M2, torch.uint8),
+    E5M2: (E5M2,),
+}
+HEAD_SCALES: set[str] = set()  # public functions whose factors may be one a query head
+OUTPUTS = (torch.float16, torch.bfloat16, E4M3)
 MOST_ROWS = 1 << 30  # query rows of a KV head times heads of its group, in decoding: `cute_kernels.device.divisor`
 MOST_KEYS = 1 << 30  # of a request, which kernels count in 32 bits
 MOST_MASK = 1 << 31  # bytes of a custom mask, likewise
@@ -51,7 +60,7 @@ def validate(p: Problem) -> None:
     """Raises on the first argument that does not fit."""
     name = names_of(p)
     scalars(p)
-    q = check_operand(name("q"), p.q, 3, (torch.bfloat16, torch.float16, E4M3), None)
+    q = check_operand(name("q"), p.q, 3, QUERIES, None)
     if q.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name('q')}: device {q.device}, must be cpu or cuda")
     for other, t in (_given(p, name) | _outputs_of(p, name)).items():
@@ -59,8 +68,9 @@ def validate(p: Problem) -> None:
     _caches(p, name)
     _block_scales(p, name)
     _requests(p, name)
+    heads = q.shape[1] if p.signature in HEAD_SCALES else 1
     for field in ("scale", "out_scale"):
-        check_scale(name(field), getattr(p, field), getattr(p, f"{field}_tensor"), q.device)
+        check_scale(name(field), getattr(p, field), getattr(p, f"{field}_tensor"), q.device, heads)
     check_integer(name("max_q_len"), p.max_q_len, 0)
     if p.sinks is not None:
         sinks = check_operand(name("sinks"), p.sinks, 1, (torch.float32,), q.device)
@@ -148,15 +158,18 @@ def check_tensor(name: str, value: Any, ndim: int, device: torch.device) -> torc
     return value
 
 
-def check_scale(name: str, value: Any, tensor: torch.Tensor | None, device: torch.device) -> None:
-    """A float, or an fp32 tensor of one element."""
+def check_scale(name: str, value: Any, tensor: torch.Tensor | None, device: torch.device, heads: int = 1) -> None:
+    """A float, or an fp32 tensor of one element, or of so many."""
     check_number(name, value, " or a float32 tensor of one element")
     if tensor is None:
         return
     check_strided(name, tensor)
     check_one_of(f"{name}: dtype", tensor.dtype, (torch.float32,))
+    if tensor.numel() != 1 and tuple(tensor.shape) != (heads,):
+        one = "one element" if heads == 1 else f"one element, or be ({heads},), one a query head"
+        raise ValueError(f"{name}: shape {tuple(tensor.shape)}, must have {one}")
     if tensor.numel() != 1:
-        raise ValueError(f"{name}: shape {tuple(tensor.shape)}, must have one element")
+        check_last_stride(name, tensor)
     if tensor.device != device:
         raise ValueError(f"{name}: device {tensor.device}, must be the query's, {device}")
 
@@ -198,7 +211,7 @@ def _caches(p: Problem, name: Names) -> None:
         raise TypeError(f"{kv}: K is {k.dtype} and V {v.dtype}, must be the same")
     check_last_stride(name("k"), k)
     check_last_stride(name("v"), v)
-    check_one_of(f"{kv}: with query {q.dtype}, dtype", k.dtype, (q.dtype, E4M3, torch.uint8))
+    check_one_of(f"{kv}: with query {q.dtype}, dtype", k.dtype, CACHES[q.dtype])
     packed = 2 if k.dtype == torch.uint8 else 1
     _, kv_heads, page_size, dim = k.shape
     ragged = p.requests.form == "ragged"
@@ -305,10 +318,10 @@ def outputs(p: Problem) -> None:
     if dtype == "nvfp4":
         _nvfp4_output(p, name, shape)
         return
-    allowed = tuple(dict.fromkeys((q.dtype, torch.float16, torch.bfloat16, E4M3)))
-    if dtype not in allowed:
-        what = f"{name('out')}: dtype" if p.out_dtype is None else f"{name('out_dtype')}:"
-        raise ValueError(f"{what} {dtype}, must be one of {listed(allowed)} or 'nvfp4'")
+    if dtype not in OUTPUTS:
+        what = f"{name('out')}: dtype" if p.out_dtype is None and out is not None else f"{name('out_dtype')}:"
+        whose = ", the query's" if p.out_dtype is None and out is None else ""
+        raise ValueError(f"{what} {dtype}{whose}, must be one of {listed(OUTPUTS)} or 'nvfp4'")
     if p.out_sf_scale is not None:
         raise ValueError(f"{name('out_sf_scale')}: {p.out_sf_scale!r}, must be None unless the output is nvfp4")
     if out is not None:

@@ -26,7 +26,10 @@ from .rope import rotated
 NO_WINDOW = 1 << 30  # window_left of a call without a window, where the kernel has one
 MOST_TILES = 1 << 31  # of a prefill launch, whatever the offsets
 CHUNK = 4096  # keys of a part of a request in the invariant mode, rounded down to KV blocks
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", checks.E4M3: "e4m3", torch.uint8: "nvfp4", "nvfp4": "nvfp4"}
+TYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", checks.E4M3: "e4m3", checks.E5M2: "e5m2", torch.uint8: "nvfp4",
+    "nvfp4": "nvfp4",
+}  # fmt: skip
 FIELDS = {  # fact -> field of Problem
     "arch": "q", "kv": "k", "page_size": "k", "source": "k", "head_dim": "q", "out": "out_dtype",
     "alibi": "alibi_slopes",
@@ -62,6 +65,7 @@ def facts_of(p: Problem) -> Facts:
         source="ragged" if ragged else "paged",
         custom_mask=masked,
         alibi=p.alibi_slopes is not None,
+        head_scales=any(t is not None and t.numel() > 1 for t in (p.scale_tensor, p.out_scale_tensor)),
     )
 
 
@@ -109,9 +113,9 @@ class Plan:
             flat[at.draft_mask] = p.drafts
         scale, out_scale = p.scale_tensor, p.out_scale_tensor
         if scale is not None:
-            flat[at.scale] = scale if scale.ndim == 1 else scale.reshape(1)
+            flat[at.scale] = scale if scale.ndim == 1 else scale.reshape(-1)
         if out_scale is not None:
-            flat[at.out_scale] = out_scale if out_scale.ndim == 1 else out_scale.reshape(1)
+            flat[at.out_scale] = out_scale if out_scale.ndim == 1 else out_scale.reshape(-1)
         if p.k_scales is not None and p.v_scales is not None:
             flat[at.k_scales], flat[at.v_scales] = p.k_scales.view(torch.uint8), p.v_scales.view(torch.uint8)
         if p.enable_pdl is not None:
@@ -153,7 +157,10 @@ def plan_for(p: Problem, arch: str, sms: int) -> Plan:
     try:
         op, spec = dispatch.select(facts, arch)
     except dispatch.Unsupported as error:
-        name = checks.names_of(p)(FIELDS.get(error.field, error.field))
+        field = FIELDS.get(error.field, error.field)
+        if field == "head_scales":
+            field = "out_scale" if p.scale_tensor is None or p.scale_tensor.numel() == 1 else "scale"
+        name = checks.names_of(p)(field)
         raise NotImplementedError(f"{name}: no attention kernel: {error}") from None
     checks.kernel_tensors(p)
     here, device, heads = machine.current, p.q.device, p.q.shape[1]

@@ -37,8 +37,8 @@ class Rope(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """An attention call. k and v hold 16-bit or e4m3 values, or packed e2m1 (uint8, last dimension D / 2) with k_scales
-    and v_scales. None stands for what is absent."""
+    """An attention call. k and v hold values of 16 bits, e4m3 or e5m2, or packed e2m1 (uint8, last dimension D / 2)
+    with k_scales and v_scales. None stands for what is absent."""
 
     signature: str  # the public function that was called, of `checks.SIGNATURES`
     phase: str  # "prefill"; "decode": few query tokens a request
@@ -48,9 +48,9 @@ class Problem(NamedTuple):
     requests: Requests
     max_q_len: int  # bound of query lengths; steers the schedule
     scale: float  # factor on the logits, natural units
-    scale_tensor: torch.Tensor | None  # fp32, one element: another factor
+    scale_tensor: torch.Tensor | None  # fp32, one element, or in the prefill family one a query head: another factor
     out_scale: float  # factor on the normalised output
-    out_scale_tensor: torch.Tensor | None
+    out_scale_tensor: torch.Tensor | None  # likewise
     causal: bool = True
     window_left: int = -1  # negative: off
     soft_cap: float | None = None  # 0: off

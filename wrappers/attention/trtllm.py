@@ -34,11 +34,11 @@ _NAMES = {
     "q": "query", "kv": "kv_cache", "k": "kv_cache (K)", "v": "kv_cache (V)", "page_table": "block_tables",
     "kv_lens": "seq_lens", "cu_seqlens_q": "cum_seq_lens_q", "scale": "bmm1_scale", "out_scale": "bmm2_scale",
     "soft_cap": "logits_soft_cap", "skip": "skip_softmax_threshold_scale_factor", "out_sf_scale": "o_sf_scale",
-    "drafts": "mask",
+    "drafts": "mask", "interleaved": "v_scales_interleaved",
 }  # fmt: skip
 SIGNATURES[CONTEXT] = _NAMES | _SCALES
 SIGNATURES[CONTEXT_BLOCK] = _NAMES | {f: name.replace("kv_cache_sf", "kv_block_scales") for f, name in _SCALES.items()}
-SIGNATURES[DECODE] = SIGNATURES[CONTEXT] | {"interleaved": "v_scales_interleaved"}
+SIGNATURES[DECODE] = SIGNATURES[CONTEXT]
 SIGNATURES[EQUAL] = SIGNATURES[DECODE] | {"max_q_len": "q_len_per_req"}
 SIGNATURES |= {f + LOG2: SIGNATURES[f] | {"scale": "bmm1_scale_log2"} for f in (DECODE, EQUAL)}
 _Tensor = torch.Tensor
@@ -58,14 +58,16 @@ def trtllm_batch_context_with_kv_cache(
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None, use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None, backend: str = "auto", *, logits_soft_cap: float | None = None,
     kv_block_scales: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    v_scales_interleaved: bool = False,
 ) -> Any:  # fmt: skip
     """Attention of ragged queries over a paged KV cache that already holds the queries' own tokens.
 
     Args, upstream's order (FlashInfer 0.7.2), ours by keyword only:
-        query: (T, Hq, D) fp16, bf16 or e4m3, any token and head stride; request r owns rows cum_seq_lens_q[r:r + 2].
+        query: (T, Hq, D) fp16, bf16, e4m3 or e5m2, any token and head stride; request r owns rows
+            cum_seq_lens_q[r:r + 2].
         kv_cache: (k, v), each (pages, Hkv, P, D) "HND" or (pages, P, Hkv, D) "NHD"; or one (pages, 2, ...) or
-            (pages, 1, ...) (K and V share storage). Any P from 1. The query's dtype, e4m3, or uint8: packed NVFP4,
-            last dim D / 2.
+            (pages, 1, ...) (K and V share storage). Any P from 1. The query's dtype; with 16-bit queries e4m3, e5m2,
+            or uint8: packed NVFP4, last dim D / 2; with e4m3 queries the latter two.
         block_tables: int32 (B, M), or (B, 2, M) (K, V) with uses_shared_paged_kv_idx=False; entries past a request's
             last page are not read.
         seq_lens: int32 or uint32 (B,), KV length with this step's tokens. cum_seq_lens_q: int32 (B + 1,).
@@ -73,10 +75,12 @@ def trtllm_batch_context_with_kv_cache(
         bmm1_scale, bmm2_scale: factor on the logits (natural units, nothing implicit) and on the output; a float or
             a one-element fp32 tensor on the query's device, read by the kernel. On CUDA bmm1_scale must be positive.
         window_left: key j is kept where j >= position - window_left; negative or None: off. With or without causal.
-        out, out_dtype: result tensor or its dtype (query's, fp16, bf16, "nvfp4"); o_sf_scale is NVFP4's forward scale.
+        out, out_dtype: result tensor or its dtype, of fp16, bf16, e4m3 (saturated), "nvfp4" (an FP4Tensor); None: the
+            query's, which for e5m2 is refused. o_sf_scale is NVFP4's forward scale (`nvfp4_quantize`).
         sinks: fp32 (Hq,), joins each head's softmax denominator, natural-log units, unscaled.
-        kv_cache_sf: e4m3 (pages, Hkv, P, D / 16) in kv_layout, linear (`fp4.deinterleave_v_scales`); kv_block_scales
-            is its older name.
+        kv_cache_sf: e4m3, a tuple or one tensor as kv_cache, each (pages, Hkv, P, D / 16) in kv_layout, linear;
+            kv_block_scales is its older name. v_scales_interleaved: V's are as TensorRT-LLM's kernels want them
+            (`fp4.deinterleave_v_scales`).
         causal: position of query row i is i + kv_len - q_len; keys up to it are kept.
         lse: fp32 (T, Hq), filled with log2 of the softmax denominator, sink included. logits_soft_cap: c * tanh(s / c).
 
@@ -124,7 +128,7 @@ def trtllm_batch_context_with_kv_cache(
     out_scale, out_scale_tensor = (bmm2_scale, None) if bmm2_scale.__class__ is float else factor(bmm2_scale)
     p = make_problem(Problem, (
         signature, "prefill", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
-        out_scale_tensor, causal, window_left, logits_soft_cap, sinks, k_scales, v_scales, False, None,
+        out_scale_tensor, causal, window_left, logits_soft_cap, sinks, k_scales, v_scales, v_scales_interleaved, None,
         skip_softmax_threshold_scale_factor, out, out_dtype, o_sf_scale, lse, return_lse, False, enable_pdl,
     ) + ABSENT)  # fmt: skip
     if o_sf_vec_size is not None:
@@ -164,13 +168,12 @@ def trtllm_batch_decode_with_kv_cache(
             words whose bit t says that the row's token sees draft t, instead of causal; older keys are seen.
         skip_softmax_threshold_scale_factor: keys whose probabilities all lie below it, over seq_len, times the largest
             so far may be left out; which ones are looked at together is the kernel's choice. On the CPU none are.
-        v_scales_interleaved: V's scale factors as TensorRT-LLM's kernels want them (`fp4.deinterleave_v_scales`).
         batch_invariant: a request's bits do not depend on the rest of its batch; slower (bench/notes/decode.md).
 
     Hints: workspace_buffer, max_seq_len, backend, enable_pdl, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode,
     request_order, request_order_plan. Refused but for their defaults: enable_block_sparse_attention, cp_world, cp_rank,
     causal_seqlens_kv_global (context parallelism). Returns out (new where None was given), or (out, lse).
-    Raises as `trtllm_batch_context_with_kv_cache` does. e4m3 and NVFP4 caches are computed with in fp16.
+    Raises as `trtllm_batch_context_with_kv_cache` does. Caches of 8 and 4 bits are computed with in fp16.
 
     >>> q, cache = torch.randn(2, 8, 64).half(), torch.randn(3, 2, 2, 16, 64).half()  # 3 pages of 16 rows
     >>> table, lens = torch.tensor([[2, 0], [1, -1]]).int(), torch.tensor([20, 9]).int()

@@ -21,9 +21,12 @@ def check(p: Problem, positive: bool = False) -> None:
     for field in ("scale", "out_scale"):
         factor = getattr(p, f"{field}_tensor")
         if factor is not None:
-            value, least = factor.item(), 0 if positive and field == "scale" else -INF
-            if not least < value < INF:
-                raise ValueError(f"{name(field)}: {value}, must be {'positive and ' if least == 0 else ''}finite")
+            least = 0 if positive and field == "scale" else -INF
+            for head, value in enumerate(factor.flatten().tolist()):
+                if not least < value < INF:
+                    where = f" of query head {head}" if factor.numel() > 1 else ""
+                    need = f"{'positive and ' if least == 0 else ''}finite"
+                    raise ValueError(f"{name(field)}: {value}{where}, must be {need}")
     starts, rows = _starts(p, name)
     lens = _lengths(p, name, starts)
     window = min(p.window_left, MOST)

@@ -7,7 +7,7 @@ import torch
 from ..checks import check_integer, check_number, check_one_of, check_shape, check_strided
 from ..plain import traced
 from ..scalars import factor, integer, real
-from .checks import E4M3, SIGNATURES, check_scale, drafts_of
+from .checks import E4M3, E5M2, SIGNATURES, check_scale, drafts_of
 from .op import serve
 from .problem import ABSENT, Form, Problem, make_problem, pair, requests_of
 
@@ -98,6 +98,8 @@ def xqa(
     size = page_size, num_kv_heads
     caches = _paged("k_cache", k_cache, *size, kv_layout), _paged("v_cache", v_cache, *size, kv_layout)
     k, v = pair("k_cache, v_cache", caches, kv_layout)
+    if k.dtype is E5M2:  # decode's plans, which are found by what a call looks like, have it
+        check_one_of("k_cache: dtype", E5M2, (q.dtype, E4M3, torch.uint8))
     k_scales = v_scales = None
     if k_sf_cache is not None:
         both = (

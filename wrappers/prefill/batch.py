@@ -36,6 +36,7 @@ class Batch:
 
     _NAMES: tuple[str, ...]
     _CACHE: str  # what run calls K and V
+    _SCALES: int  # where run's scale_q, scale_k, scale_v are, in the order of upstream's fa3
     run: Any
     forward: Any
     _planned: Planned | None = None
@@ -91,6 +92,9 @@ class Batch:
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """`run` with return_lse=True."""
         kwargs["return_lse"] = True
+        at = self._SCALES
+        if len(args) == at + 3:
+            return self.run(*args[:at], q_scale=args[at], k_scale=args[at + 1], v_scale=args[at + 2], **kwargs)
         return self.run(*args, **kwargs)
 
     def forward_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

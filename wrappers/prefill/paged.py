@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..attention.checks import SIGNATURES
+from ..attention.checks import HEAD_SCALES, SIGNATURES
 from ..attention.op import serve
 from ..attention.problem import Problem, Requests, csr_requests, make_problem, pair
 from ..checks import check_integer
@@ -18,11 +18,13 @@ SIGNATURES[PAGED] = {
     "kv": "paged_kv_cache", "k": "paged_kv_cache (K)", "v": "paged_kv_cache (V)", "page_table": "paged_kv_indices",
     "kv_lens": "paged_kv_last_page_len", "kv_starts": "paged_kv_indptr", "cu_seqlens_q": "qo_indptr",
     "out_scale": "v_scale", "soft_cap": "logits_soft_cap", "scales": "kv_cache_sf",
-    "k_scales": "kv_cache_sf (K)", "v_scales": "kv_cache_sf (V)", "out_dtype": "o_data_type",
+    "k_scales": "kv_cache_sf (K)", "v_scales": "kv_cache_sf (V)", "interleaved": "v_scales_interleaved",
+    "out_dtype": "o_data_type",
     "max_q_len": "max_token_per_sequence", "skip": "skip_softmax_threshold_scale_factor", "mask_starts": "custom_mask",
     "alibi_slopes": "pos_encoding_mode", "rope": "pos_encoding_mode",
     "scale": "sm_scale x q_scale x k_scale",
 }  # fmt: skip
+HEAD_SCALES.add(PAGED)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(Batch):
@@ -51,6 +53,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
 
     _NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
     _CACHE = "paged_kv_cache"
+    _SCALES = 2
 
     def __init__(
         self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
@@ -97,7 +100,9 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
                 cache holding K as it was; "ALIBI", logits + slope * (key - row), slopes by the number of heads.
             sm_scale: factor on logits, 1 / sqrt(head_dim) if None. window_left: keys from row's position minus it on,
                 negative: all. logits_soft_cap c: c * tanh(logit / c), off where None or not positive.
-            q_data_type, kv_data_type, o_data_type: dtypes or their names; the query's where None.
+            q_data_type, kv_data_type, o_data_type: dtypes or their names; the query's where None. Queries of 16 bits
+                take caches of their dtype, e4m3, e5m2 and uint8 (NVFP4); of e4m3, the last three; of e5m2, e5m2.
+                Outputs: float16, bfloat16, or e4m3, saturated; with queries of e5m2, o_data_type must say which.
             max_token_per_sequence: bound of query lengths, for the schedule; found where qo_indptr is on the host.
             non_blocking: of the copy of a mask from the host, which may then not be written before it is done. Copies
                 of index tensors never wait: the current stream orders them, and they may be written at once.
@@ -135,8 +140,10 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
         sinks: torch.Tensor | None = None, kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
         skip_softmax_threshold_scale_factor: float | None = None, use_fp16_softmax: bool | None = None,
         uses_spcompress: bool | None = None, sm_scale: float | None = None,
+        kv_block_scales: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        v_scales_interleaved: bool = False,
     ) -> Any:  # fmt: skip
-        """Attention as planned.
+        """Attention as planned: softmax(sm_scale q_scale k_scale q k^T) v v_scale.
 
         Args:
             q: (T, Hq, D), any token and head strides; T is the last of qo_indptr, which is checked where plan got that
@@ -144,17 +151,33 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
             paged_kv_cache: (k, v), each (pages, P, Hkv, D) "NHD" or (pages, Hkv, P, D) "HND", any strides but the
                 last, numbers of pages of their own; or one (pages, 2, ...) of both. With pages of one row, P may be
                 left out.
-            k_scale, q_scale: factors on logits beside sm_scale; v_scale: factor on the output. A float, or an fp32
-                tensor of one element on q's device, read by the kernel.
+            q_scale, k_scale: factors on logits beside sm_scale, on CUDA positive; v_scale: factor on the output; all
+                for caches of any dtype. A float, or an fp32 tensor on q's device, read by the kernel: of one element,
+                or of one a head, (Hq,) for q_scale, (Hkv,) for the others. Three of them by position, `run(q, cache,
+                q_scale, k_scale, v_scale)`, are in that order, as upstream's fa3 takes them.
             out: (T, Hq, Dvo) of o_data_type, lse: fp32 (T, Hq): filled and returned; new where None.
             sinks: fp32 (Hq,), joins each head's softmax denominator, natural-log units.
-            kv_cache_sf: scale factors of NVFP4 caches, as in `trtllm_batch_context_with_kv_cache`.
+            kv_cache_sf (or kv_block_scales), v_scales_interleaved: scale factors of NVFP4 caches, as in
+                `trtllm_batch_context_with_kv_cache`, in the wrapper's layout.
             window_left: None, or plan's. sm_scale: another than plan's, for this call. enable_pdl: a hint.
         Returns out, or (out, lse), lse the log2 of the softmax denominator. A row without keys gives 0 and -inf.
 
         Raises before any launch: RuntimeError without a plan; ValueError what does not fit the plan, shapes, strides,
-        devices; TypeError dtypes; NotImplementedError what no kernel does, a scale a head.
+        devices; TypeError dtypes; NotImplementedError what no kernel does.
+
+        >>> wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(0), "NHD")  # one request, of 3 of 6 tokens
+        >>> index = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3], [0, 2], [1, 0], [2]))
+        >>> e4m3 = torch.float8_e4m3fn
+        >>> wrapper.plan(*index, 8, 2, 64, 4, causal=True, q_data_type=e4m3, o_data_type=torch.bfloat16)
+        >>> q, cache = torch.randn(3, 8, 64).to(e4m3), torch.randn(2, 2, 4, 2, 64).to(e4m3)
+        >>> wrapper.run(q, cache, torch.ones(8), torch.ones(2), torch.ones(2)).dtype
+        torch.bfloat16
         """
+        if return_lse is not False and return_lse is not True and isinstance(return_lse, (torch.Tensor, float)):
+            q_scale, k_scale = values.either("q_scale", q_scale, "scale_q", k_scale), v_scale
+            v_scale, return_lse = return_lse, False
+        if kv_block_scales is not None:
+            kv_cache_sf = values.either("kv_cache_sf", kv_cache_sf, "kv_block_scales", kv_block_scales)
         if use_fp16_softmax or uses_spcompress:
             values.refuse(use_fp16_softmax=use_fp16_softmax or None, uses_spcompress=uses_spcompress or None)
         if window_left is not None and self._planned is not None and window_left != self._window_left:
@@ -163,14 +186,17 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
         k, v = views("paged_kv_cache", paged_kv_cache, self._kv_layout)
         (_, _, _, _, mask, mask_starts), requests, max_q_len = self._ready(q, k, v)
         scale: Any = self._scale if sm_scale is None else values.number("sm_scale", sm_scale)
-        scale, scale_tensor, out_scale, out_scale_tensor = values.factors(scale, q_scale, k_scale, v_scale, self.device)
+        scale, scale_tensor, out_scale, out_scale_tensor = values.factors(
+            scale, q_scale, k_scale, v_scale, self.device, self._shape
+        )
         k_scales = v_scales = None
         if kv_cache_sf is not None:
             k_scales, v_scales = views("kv_cache_sf", kv_cache_sf, self._kv_layout)
         return serve(make_problem(Problem, (
             PAGED, "prefill", q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor,
-            self._causal, self._window_left, self._logits_soft_cap, sinks, k_scales, v_scales, False, None,
-            real(skip_softmax_threshold_scale_factor), out, self._types.out, None, lse, return_lse, False, enable_pdl,
+            self._causal, self._window_left, self._logits_soft_cap, sinks, k_scales, v_scales,
+            v_scales_interleaved, None, real(skip_softmax_threshold_scale_factor), out, self._types.out, None, lse,
+            return_lse, False, enable_pdl,
         ) + (mask, mask_starts, self._alibi, self._rope)))  # fmt: skip
 
     def forward(
@@ -206,6 +232,8 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
     >>> wrapper.run(q, cache, torch.zeros(4), 64**-0.5).shape
     torch.Size([2, 4, 64])
     """
+
+    _SCALES = 4
 
     def __init__(
         self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,

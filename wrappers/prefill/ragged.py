@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..attention.checks import SIGNATURES
+from ..attention.checks import HEAD_SCALES, SIGNATURES
 from ..attention.op import serve
 from ..attention.problem import Problem, Requests, make_problem, ragged_requests
 from ..checks import check_strided
@@ -16,10 +16,12 @@ RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
 SIGNATURES[RAGGED] = {
     "kv": "k, v", "page_table": "kv_indptr", "kv_lens": "kv_indptr", "kv_starts": "kv_indptr",
     "cu_seqlens_q": "qo_indptr", "out_scale": "v_scale", "soft_cap": "logits_soft_cap",
+    "scales": "kv_cache_sf", "k_scales": "kv_cache_sf (K)", "v_scales": "kv_cache_sf (V)",
     "out_dtype": "o_data_type", "max_q_len": "max_token_per_sequence", "mask_starts": "custom_mask",
     "alibi_slopes": "pos_encoding_mode", "rope": "pos_encoding_mode",
     "scale": "sm_scale x q_scale x k_scale",
 }  # fmt: skip
+HEAD_SCALES.add(RAGGED)
 
 
 def rows_of(name: str, t: Any, layout: str) -> torch.Tensor:
@@ -31,6 +33,13 @@ def rows_of(name: str, t: Any, layout: str) -> torch.Tensor:
         return t.transpose(0, 1).unsqueeze(0)
     (rows, heads, dim), (row, head, one) = t.shape, t.stride()
     return t.as_strided((1, heads, rows, dim), (heads * head, head, row, one))  # one operation: 0.5 us less
+
+
+def scales_of(given: Any, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale factors of rows of NVFP4: (k, v), each as K's or V's rows, (rows, Hkv, D / 16) or (Hkv, rows, D / 16)."""
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise TypeError(f"kv_cache_sf: {type(given).__name__}, must be (k, v)")
+    return rows_of("kv_cache_sf (K)", given[0], layout), rows_of("kv_cache_sf (V)", given[1], layout)
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(Batch):
@@ -49,6 +58,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Batch):
 
     _NAMES = ("qo_indptr", "kv_indptr")
     _CACHE = "k, v"
+    _SCALES = 3
 
     def __init__(
         self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
@@ -102,11 +112,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(Batch):
     begin_forward = plan
 
     def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool = False, *,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool = False,
+        scale_k: float | torch.Tensor | None = None, scale_v: float | torch.Tensor | None = None, *,
         q_scale: float | torch.Tensor | None = None, k_scale: float | torch.Tensor | None = None,
         v_scale: float | torch.Tensor | None = None, o_scale: float | None = None, out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None, enable_pdl: bool | None = None, sinks: torch.Tensor | None = None,
-        kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        kv_cache_sf: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Any:  # fmt: skip
         """Attention as planned.
 
@@ -114,20 +125,31 @@ class BatchPrefillWithRaggedKVCacheWrapper(Batch):
             q: (T, Hq, D); k: (rows, Hkv, D), v: (rows, Hkv, Dvo) "NHD", or (Hkv, rows, ...) "HND"; any strides but
                 the last. T is the last of qo_indptr; k and v may have more rows than kv_indptr says,
                 not less, which is checked as T is.
+            q_scale, k_scale, v_scale: as in `BatchPrefillWithPagedKVCacheWrapper.run`, or by position, `run(q, k, v,
+                q_scale, k_scale, v_scale)`, as upstream's fa3 takes them; they apply to rows of any dtype.
+            kv_cache_sf: of packed NVFP4, (k, v): e4m3 (rows, Hkv, D / 16) in the wrapper's layout, linear.
             Others are those of `BatchPrefillWithPagedKVCacheWrapper.run`.
-        Returns out, or (out, lse). Raises as that run does; NotImplementedError o_scale, kv_cache_sf.
+        Returns out, or (out, lse). Raises as that run does; NotImplementedError o_scale.
         """
-        if o_scale is not None or kv_cache_sf is not None:
+        if return_lse is not False and return_lse is not True and isinstance(return_lse, (torch.Tensor, float)):
+            q_scale, return_lse = values.either("q_scale", q_scale, "scale_q", return_lse), False
+        if scale_k is not None or scale_v is not None:
+            k_scale = values.either("k_scale", k_scale, "scale_k", scale_k)
+            v_scale = values.either("v_scale", v_scale, "scale_v", scale_v)
+        if o_scale is not None:
             one = isinstance(o_scale, (int, float)) and o_scale == 1
-            values.refuse(o_scale=None if one else o_scale, kv_cache_sf=kv_cache_sf)
+            values.refuse(o_scale=None if one else o_scale)
         k, v = rows_of("k", k, self._kv_layout), rows_of("v", v, self._kv_layout)
         (_, _, _, _, mask, mask_starts), requests, max_q_len = self._ready(q, k, v)
         scale, scale_tensor, out_scale, out_scale_tensor = values.factors(
-            self._scale, q_scale, k_scale, v_scale, self.device
+            self._scale, q_scale, k_scale, v_scale, self.device, self._shape
         )
+        k_scales = v_scales = None
+        if kv_cache_sf is not None:
+            k_scales, v_scales = scales_of(kv_cache_sf, self._kv_layout)
         return serve(make_problem(Problem, (
             RAGGED, "prefill", q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor,
-            self._causal, self._window_left, self._logits_soft_cap, sinks, None, None, False, None, None, out,
+            self._causal, self._window_left, self._logits_soft_cap, sinks, k_scales, v_scales, False, None, None, out,
             self._types.out, None, lse, return_lse, False, enable_pdl,
         ) + (mask, mask_starts, self._alibi, self._rope)))  # fmt: skip
 

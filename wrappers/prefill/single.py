@@ -4,22 +4,24 @@ from typing import Any
 
 import torch
 
-from ..attention.checks import SIGNATURES
+from ..attention.checks import HEAD_SCALES, SIGNATURES
 from ..attention.op import serve
 from ..attention.problem import Problem, ragged_requests
 from ..checks import check_strided
 from ..plain import traced
 from ..quantization import packbits
 from . import values
-from .ragged import rows_of
+from .ragged import rows_of, scales_of
 
 SINGLE = "single_prefill_with_kv_cache"
 SIGNATURES[SINGLE] = {
     "kv": "k, v", "page_table": "k", "kv_lens": "k", "kv_starts": "k", "cu_seqlens_q": "q", "max_q_len": "q",
     "out_scale": "v_scale", "soft_cap": "logits_soft_cap", "out_dtype": "o_dtype",
+    "scales": "kv_cache_sf", "k_scales": "kv_cache_sf (K)", "v_scales": "kv_cache_sf (V)",
     "mask_starts": "custom_mask", "alibi_slopes": "pos_encoding_mode", "rope": "pos_encoding_mode",
     "scale": "sm_scale x q_scale x k_scale",
 }  # fmt: skip
+HEAD_SCALES.add(SINGLE)
 
 
 def single_prefill_with_kv_cache(
@@ -39,30 +41,36 @@ def single_prefill_with_kv_cache(
     As FlashInfer's function, with the positions of its version 0.2; names that came later are keywords.
 
     Args:
-        q: (m, Hq, D) fp16, bf16 or e4m3. k: (n, Hkv, D), v: (n, Hkv, Dvo) "NHD", or (Hkv, n, ...) "HND"; of q's dtype
-            or e4m3. Any strides but the last, so slices of packed QKV serve.
+        q: (m, Hq, D) fp16, bf16, e4m3 or e5m2. k: (n, Hkv, D), v: (n, Hkv, Dvo) "NHD", or (Hkv, n, ...) "HND"; of
+            q's dtype; of 16-bit q e4m3, e5m2 or uint8 (packed NVFP4, last dimension D / 2), of e4m3 q the latter two.
+            Any strides but the last, so slices of packed QKV serve.
         custom_mask: bool (m, n) or (m * n,), True is seen; in the place of causal, not of window_left.
         packed_custom_mask: uint8 (ceil(m * n / 8),), the same in bits, lowest first (`packbits(..., "little")`);
             custom_mask is then ignored.
         causal: row i sees keys up to i + n - m; needs n >= m.
         pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta: as in
             `BatchPrefillWithPagedKVCacheWrapper.plan`.
-        q_scale, k_scale, v_scale (or scale_q, scale_k, scale_v): as in `BatchPrefillWithPagedKVCacheWrapper.run`.
-        o_dtype: of the output, q's if None.
+        q_scale, k_scale, v_scale (or scale_q, scale_k, scale_v): as in `BatchPrefillWithPagedKVCacheWrapper.run`: a
+            float, or an fp32 tensor of one element or of one a head.
+        kv_cache_sf: as in `BatchPrefillWithRaggedKVCacheWrapper.run`.
+        o_dtype: of the output, fp16, bf16 or e4m3 (saturated); q's if None, which for e5m2 must be given.
     Hints: allow_fp16_qk_reduction (or use_fp16_qk_reduction), backend ("auto", "fa2", "fa3", ...).
 
     Returns out (m, Hq, Dvo), or (out, lse) where return_lse: lse fp32 (m, Hq), log2 of the softmax denominator. A row
     without keys gives 0 and -inf. Can be captured.
     Raises before any launch: ValueError shapes, strides, devices, sizes of masks; TypeError dtypes; UnknownName, a
-    KeyError and a ValueError, unknown names; NotImplementedError what no kernel does, a scale a head, kv_cache_sf.
+    KeyError and a ValueError, unknown names; NotImplementedError what no kernel does.
 
     >>> q, k, v = torch.randn(5, 8, 64).half(), torch.randn(37, 2, 64).half(), torch.randn(37, 2, 64).half()
     >>> single_prefill_with_kv_cache(q, k, v, causal=True).shape
     torch.Size([5, 8, 64])
+    >>> q, k, v = (t.to(torch.float8_e5m2) for t in (q, k, v))  # with a scale for each head
+    >>> ones = torch.ones(8), torch.ones(2), torch.ones(2)
+    >>> single_prefill_with_kv_cache(q, k, v, q_scale=ones[0], k_scale=ones[1], o_dtype=torch.bfloat16).dtype
+    torch.bfloat16
     """
     values.check_name("kv_layout", kv_layout, ("NHD", "HND"))
     values.check_name("backend", backend, values.BACKENDS)
-    values.refuse(kv_cache_sf=kv_cache_sf)
     check_strided("q", q, 3)
     k, v = rows_of("k", k, kv_layout), rows_of("v", v, kv_layout)
     m = values.modifiers_of(
@@ -82,13 +90,15 @@ def single_prefill_with_kv_cache(
     scale, scale_tensor, out_scale, out_scale_tensor = values.factors(
         dim**-0.5 if m.sm_scale is None else m.sm_scale, values.either("q_scale", q_scale, "scale_q", scale_q),
         values.either("k_scale", k_scale, "scale_k", scale_k), values.either("v_scale", v_scale, "scale_v", scale_v),
-        device,
+        device, (heads, k.shape[1]),
     )  # fmt: skip
+    k_scales, v_scales = (None, None) if kv_cache_sf is None else scales_of(kv_cache_sf, kv_layout)
     own = values.bounds(rows, device)
     requests = ragged_requests(own, own if rows == keys else values.bounds(keys, device), not traced(q))
     return serve(Problem(
         SINGLE, "prefill", q, k, v, requests, rows, scale, scale_tensor, out_scale, out_scale_tensor, causal,
-        m.window_left, m.soft_cap, out_dtype=None if o_dtype is None else values.dtype_of("o_dtype", o_dtype),
+        m.window_left, m.soft_cap, k_scales=k_scales, v_scales=v_scales,
+        out_dtype=None if o_dtype is None else values.dtype_of("o_dtype", o_dtype),
         return_lse=return_lse, custom_mask=bits, mask_starts=starts, rope=m.rope,
         alibi_slopes=values.alibi_slopes(heads, device) if m.mode == "ALIBI" else None,
     ))  # fmt: skip

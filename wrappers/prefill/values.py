@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import machine
-from ..attention.checks import E4M3, MOST_MASK
+from ..attention.checks import CACHES, MOST_MASK, OUTPUTS, QUERIES
 from ..attention.problem import Rope
 from ..checks import (
     INF,
@@ -28,7 +28,6 @@ from ..scalars import integer, real
 
 BACKENDS = ("auto", "fa2", "fa3", "cudnn", "cutlass", "trtllm-gen", "cute-dsl")  # of upstream: here a hint
 MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
-QUERIES = (torch.float16, torch.bfloat16, E4M3)
 _Tensor = torch.Tensor
 _slopes: dict[tuple[torch.device, int], torch.Tensor] = {}
 
@@ -116,11 +115,8 @@ def types_of(q: Any, kv: Any, out: Any) -> Types:
     check_one_of("q_data_type:", q, QUERIES)
     kv = q if kv is None else dtype_of("kv_data_type", kv)
     out = q if out is None else dtype_of("o_data_type", out)
-    check_one_of("o_data_type:", out, QUERIES)
-    if kv is not q and kv not in (E4M3, torch.uint8):
-        if kv is torch.float8_e5m2:
-            raise NotImplementedError(f"kv_data_type: {kv}, not supported, must be {q}, {E4M3} or torch.uint8 (NVFP4)")
-        check_one_of("kv_data_type:", kv, (q, E4M3, torch.uint8))
+    check_one_of("o_data_type:", out, OUTPUTS)
+    check_one_of("kv_data_type:", kv, CACHES[q])
     return Types(q, kv, out)
 
 
@@ -151,7 +147,7 @@ def number(name: str, value: Any, positive: bool = False) -> float:
 
 
 def check_rope(rope: Rope | None, types: Types) -> None:
-    if rope is not None and (types.q is E4M3 or types.kv is not types.q):
+    if rope is not None and (types.q.itemsize == 1 or types.kv is not types.q):
         both = f"queries of {types.q} and keys of {types.kv}"
         raise NotImplementedError(f"pos_encoding_mode: ROPE_LLAMA with {both}, must both be float16 or bfloat16")
 
@@ -172,36 +168,49 @@ def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
     return made
 
 
-def times(name: str, value: Any, device: torch.device, scale: Any, tensor: Any) -> tuple[Any, Any]:
-    """(scale, tensor), whose product a factor is, times another: a number, or an fp32 tensor of one element."""
+def times(
+    name: str, value: Any, device: torch.device, scale: Any, tensor: Any, heads: Any, of: int
+) -> tuple[Any, torch.Tensor | None]:
+    """(scale, tensor), whose product a factor is, times another: a number, or an fp32 tensor of one element or of
+    (heads[of],). tensor: of one element or of (heads[0],). Reads no value."""
     if value.__class__ is float and -INF < value < INF:
         return scale * value, tensor
     if not isinstance(value, _Tensor):
         value = real(value)
-        check_number(name, value, " or a float32 tensor of one element")
+        check_number(name, value, " or a float32 tensor of one element, or of one a head")
         return scale * float(value), tensor
     check_strided(name, value)
-    if value.numel() != 1:
-        shape = tuple(value.shape)
-        raise NotImplementedError(f"{name}: shape {shape}, must have one element: a scale a head is not supported")
     check_one_of(f"{name}: dtype", value.dtype, (torch.float32,))
     if value.device != device:
         raise ValueError(f"{name}: device {value.device}, must be the query's, {device}")
-    return scale, value if tensor is None else tensor.reshape(1) * value.reshape(1)
+    if value.numel() != 1:
+        value = _of_heads(name, value, heads, of)
+    return scale, value if tensor is None else tensor.reshape(-1) * value.reshape(-1)
+
+
+def _of_heads(name: str, value: torch.Tensor, heads: Any, of: int) -> torch.Tensor:
+    """(heads[0],), of one element for each of heads[of], repeated for the heads of its group."""
+    shape, all_heads, own = tuple(value.shape), heads[0], heads[of]
+    if shape != (own,):
+        whose = f"({own},), one a {'KV' if of else 'query'} head"
+        raise ValueError(f"{name}: shape {shape}, must have one element, or be {whose}")
+    if not own or all_heads % own:
+        raise ValueError(f"q: {all_heads} heads, must be a multiple of k, v's {own}")
+    return value.contiguous() if own == all_heads else value[:, None].expand(-1, all_heads // own).reshape(-1)
 
 
 def factors(
-    scale: float, q_scale: Any, k_scale: Any, v_scale: Any, device: torch.device
+    scale: float, q_scale: Any, k_scale: Any, v_scale: Any, device: torch.device, heads: Any
 ) -> tuple[Any, torch.Tensor | None, Any, torch.Tensor | None]:
-    """(scale, scale_tensor, out_scale, out_scale_tensor) of a `Problem`."""
+    """(scale, scale_tensor, out_scale, out_scale_tensor) of a `Problem`. heads: (Hq, Hkv, ...)."""
     tensor = out_tensor = None
     out_scale = 1.0
     if q_scale is not None:
-        scale, tensor = times("q_scale", q_scale, device, scale, tensor)
+        scale, tensor = times("q_scale", q_scale, device, scale, tensor, heads, 0)
     if k_scale is not None:
-        scale, tensor = times("k_scale", k_scale, device, scale, tensor)
+        scale, tensor = times("k_scale", k_scale, device, scale, tensor, heads, 1)
     if v_scale is not None:
-        out_scale, out_tensor = times("v_scale", v_scale, device, out_scale, out_tensor)
+        out_scale, out_tensor = times("v_scale", v_scale, device, out_scale, out_tensor, heads, 1)
     return scale, tensor, out_scale, out_tensor
 
 

@@ -40,8 +40,8 @@ def attention(
 
     q (m, Hq, Dqk), k (n, Hkv, Dqk), v (n, Hkv, Dvo), any floating dtype; query head h reads KV head h // (Hq / Hkv).
     Query row i stands at position p = i + n - m (bottom-right). Key j is kept where j <= p (causal) and
-    j >= p - window_left (window_left >= 0). Logits s = scale * q.k (+ slope * (j - i)), then
-    soft_cap * tanh(s / soft_cap) where soft_cap > 0. A row with no kept key gives o = 0 and lse = -inf (or
+    j >= p - window_left (window_left >= 0). Logits s = scale * q.k (+ slope * (j - i)), scale a number, (1,) or (Hq,);
+    then soft_cap * tanh(s / soft_cap) where soft_cap > 0. A row with no kept key gives o = 0 and lse = -inf (or
     sink * log2 e). Values of keys that are not kept never matter, NaN included.
     causal may be an int32 tensor (m, W), a mask of drafts: row i keeps the keys before the last m, and of these, t,
     where bit t of its row is set; or a uint8 one (bytes,), a mask of bits, least significant first: row i keeps key j
@@ -60,12 +60,13 @@ def attention(
         mine = slice(head * group, (head + 1) * group)
         keys, values = k[:, head].float(), v[:, head].float()
         sink = None if sinks is None else sinks[mine].float()
+        factor = scale[mine, None] if isinstance(scale, torch.Tensor) and scale.numel() > 1 else scale
         for begin in range(0, m, rows):
             block = slice(begin, min(begin + rows, m))
             positions = torch.arange(block.start, block.stop, device=q.device) + (n - m)
             span = _span(int(block.start) + n - m, int(block.stop) + n - m, n, causal, window_left)
             numbers = torch.arange(span.start, span.stop, device=q.device)
-            logits = q[block, mine].float() @ keys[span].T * scale  # (rows, group, keys)
+            logits = q[block, mine].float() @ keys[span].T * factor  # (rows, group, keys)
             if slopes is not None:
                 apart = numbers[None, :] - (positions - (n - m))[:, None]
                 logits = logits + slopes[mine].float()[None, :, None] * apart[:, None, :]

@@ -15,7 +15,7 @@ def gather(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tenso
     page of the cache is a page of zeros."""
     held, _, size, _ = cache.shape
     ids = pages[: -(-length // size)].to(torch.int64)
-    raw = cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache  # torch indexes no fp8 on CPU
+    raw = cache.view(torch.uint8) if cache.element_size() == 1 else cache  # torch indexes no fp8 on CPU
     found = raw[ids.clamp(0, held - 1)]
     found[(ids < 0) | (ids >= held)] = 0
     tokens = found.transpose(1, 2).flatten(0, 1)[:length]
@@ -28,7 +28,8 @@ def _values(cache: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tenso
 
 
 def _factor(number: float, tensor: torch.Tensor | None) -> float | torch.Tensor:
-    return number if tensor is None else number * tensor
+    """A number, or a tensor of one element or of one a query head: (1,) or (Hq,)."""
+    return number if tensor is None else number * tensor.reshape(-1)
 
 
 class Keys(NamedTuple):
@@ -114,7 +115,8 @@ def paged_attention(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
             soft_cap=p.soft_cap or 0.0,
             of_heads=Heads(p.sinks, p.alibi_slopes),
         )
-    return o * _factor(p.out_scale, p.out_scale_tensor), lse
+    factor = _factor(p.out_scale, p.out_scale_tensor)
+    return o * (factor[:, None] if isinstance(factor, torch.Tensor) else factor), lse
 
 
 def store(o: torch.Tensor, out: "torch.Tensor | fp4.FP4Tensor", o_sf_scale: float | None = None) -> None:

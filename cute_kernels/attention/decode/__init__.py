@@ -85,7 +85,8 @@ def candidate(problem: Problem, arch: str) -> Spec:
     many = not p.batch_invariant and p.rows * p.group > FEW_ROWS  # other requests' rows count
     spec = spec_of(p.q, p.kv, p.head_dim_qk, 2 * FEW_ROWS if many else FEW_ROWS, arch)
     mask = replace(spec.mask, causal="always" if p.causal else "value", custom=p.custom_mask)
-    logits, out = replace(spec.logits, alibi=p.alibi), spec.out if p.out in spec.out else (p.out,)
+    logits = replace(spec.logits, alibi=p.alibi, head_scales=p.head_scales)
+    out = spec.out if p.out in spec.out else (p.out,)
     return replace(spec, kv=KVSpec(p.kv, source_of(p)), head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, out=out)
 
 
@@ -103,6 +104,8 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("custom_mask", "True: the kernel has a mask of drafts only")
     if spec.logits.alibi:
         return Refusal("alibi", "True: the kernel has no ALiBi")
+    if spec.logits.head_scales:
+        return Refusal("head_scales", "True: the kernel has one factor for all heads")
     if spec.mask.causal != "always":
         return Refusal("causal", "False: tokens of the kernel see no later keys")
     if spec.schedule != "stream_k" or not spec.pack_gqa:

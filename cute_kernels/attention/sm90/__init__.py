@@ -92,7 +92,7 @@ def candidate(problem: Problem, arch: str) -> Spec:
     plain = not (pack or p.window or p.soft_cap or p.drafts or p.skip or p.custom_mask or p.alibi)
     spec = headline(p.q, dims, p.causal) if plain else general(p.q, dims, pack)
     mask = replace(spec.mask, bits=p.drafts, custom=p.custom_mask)
-    logits = replace(spec.logits, skip=p.skip, alibi=p.alibi)
+    logits = replace(spec.logits, skip=p.skip, alibi=p.alibi, head_scales=p.head_scales)
     return replace(spec, kv=KVSpec(p.kv, source_of(p)), out=(p.out,), mask=mask, logits=logits)
 
 
@@ -111,6 +111,8 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("drafts", "True: the kernel has no mask of bits")
     if spec.logits.skip:
         return Refusal("skip", "True: the kernel has no skip-softmax")
+    if spec.logits.head_scales:
+        return Refusal("head_scales", "True: the kernel has one factor for all heads")
     if spec.schedule != "tiles":
         return Refusal("schedule", f"{spec.schedule}: the kernel has tiles")
     t = spec.tile
