@@ -10,7 +10,7 @@ from cutlass import Int32, Uint32, const_expr
 from ..device import layout, warp
 from .quant import permute
 
-TOGETHER = 4  # matrices of 32 columns that a warp has in registers
+TOGETHER = 2  # matrices of 32 columns that a warp has in registers
 
 
 def order(dim):
@@ -27,7 +27,23 @@ def keys_order(n):
 @cute.jit
 def transpose(raw: cute.Tensor, into: cute.Tensor, valid: Int32, share: Int32, shares: cutlass.Constexpr):
     """One of `shares` warps: an 8-bit stage (n keys, D) becomes (D, n), rows in `order`, columns in `keys_order`; zeros
-    for keys from `valid` on.
+    for keys from `valid` on."""
+    if valid < cute.size(raw, mode=[0]):
+        transpose_keys(raw, into, valid, share, shares, True)
+    else:
+        transpose_keys(raw, into, valid, share, shares, False)
+
+
+@cute.jit
+def transpose_keys(
+    raw: cute.Tensor,
+    into: cute.Tensor,
+    valid: Int32,
+    share: Int32,
+    shares: cutlass.Constexpr,
+    cut: cutlass.Constexpr,
+):
+    """`transpose` of a block that is `cut`, or not.
 
     A matrix of 8 keys x 8 pairs of columns, transposed as it is read, gives a lane two keys of a pair; with that of the
     8 keys behind it, bytes of even columns make a word of four keys, and those of odd ones.
@@ -44,9 +60,11 @@ def transpose(raw: cute.Tensor, into: cute.Tensor, valid: Int32, share: Int32, s
     for c in cutlass.range_constexpr(n // 16 // shares):
         first = (c * shares + share) * 16  # key
         left = valid - first - 2 * quad
-        keep = Uint32(0)
-        for i, key in enumerate((0, 1, 8, 9)):
-            keep |= Uint32(0xFF << 8 * i) if key < left else Uint32(0)
+        keep = Uint32(0xFFFFFFFF)
+        if const_expr(cut):
+            keep = Uint32(0)
+            for i, key in enumerate((0, 1, 8, 9)):
+                keep |= Uint32(0xFF << 8 * i) if key < left else Uint32(0)
         from_ = source + first * width
         at = layout.swizzle(across, matrix * 8 + row, const_expr(c * shares * 16 % across) + share * 16)
         at += target + const_expr(c * shares * 16 // across * (dim * across))
@@ -54,5 +72,6 @@ def transpose(raw: cute.Tensor, into: cute.Tensor, valid: Int32, share: Int32, s
             words = [warp.load_matrices(from_ + box(32 * k)) for k in range(g, min(g + TOGETHER, dim // 32))]
             for k in cutlass.range_constexpr(len(words)):
                 w = words[k]
-                made = [permute(w[i], w[i + 1], selector) & keep for i in (0, 2) for selector in (0x6420, 0x7531)]
+                made = [permute(w[i], w[i + 1], selector) for i in (0, 2) for selector in (0x6420, 0x7531)]
+                made = [word & keep for word in made] if const_expr(cut) else made
                 warp.store_matrices(at + const_expr((g + k) * 32 * across), made)

@@ -10,7 +10,8 @@ gathers Q); freed when the last QK of the tile is done, or once Q is in register
 stages, load -> math: a KV block each; freed when its MMA is done. Where V is prepared, load -> prepare by raw_v_pipe,
 prepare -> math by v_pipe, as many stages each.
 
-Shared memory: `q_stages` x Q (m x Dqk), `stages` x (K (n x Dqk) + V (n x Dvo)), 1024-byte aligned, barriers and Work.
+Shared memory: `q_stages` x Q (m x Dqk), `stages` x (K (n x Dqk) + V (n x Dvo)), 1024-byte aligned, barriers and Work;
+where V is prepared, as much again for V, and where O is promoted, its fp32 sums (`sums`).
 
 Refused (see `supports`): other types and head dims, skip-softmax.
 """
@@ -28,6 +29,7 @@ from .. import fakes, load
 from ..args import Args, pack
 from ..kv import arrivals, pages, source
 from ..schedule import work
+from . import sums
 from .math import math
 from .prepare import prepare_kv
 from .roles import fp8, operand, prepared, roles
@@ -61,6 +63,7 @@ class Shared:
     raw_v_pipe: pipe.Pipe
     q: cute.Tensor
     q_pipe: pipe.Pipe
+    o_sums: Any = None  # (4, Dvo / 8, threads): what `math.promote` adds to
 
 
 @cute.jit
@@ -109,6 +112,7 @@ def shared(spec, plan):
         raw_v_pipe=raw_v_pipe,
         q=copy.allocate(smem, plan.q, plan.args.query.q.element_type),
         q_pipe=pipe.make(smem, t.q_stages, 1, math_warps),
+        o_sums=sums.allocate(spec, smem) if t.promote else None,
     )
 
 

@@ -19,6 +19,7 @@ from ..kv import pages, source
 from ..logits import Cols, Rows
 from ..schedule import work
 from ..schedule.work import Work
+from . import sums
 from .roles import fp8, prepared, roles
 from .store import LANES, Scales, scales_of, span, store
 
@@ -43,6 +44,7 @@ class Registers:
     scales: Any = None  # a tensor of `Scales.score` and one of `Scales.reduced`, where rows have their own
     slopes: Any = None  # of ALiBi, of each row
     words: Any = None  # of a custom mask, of each row in the block at hand
+    sums: Any = None  # of O, where it is promoted
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,17 @@ def registers(spec, plan, s) -> Registers:
         softmax.make(rows),
         cute.make_rmem_tensor(rows, Int32),
         wgmma.rows_cols(coords),
-        tuple(cute.make_rmem_tensor(rows, Float32) for _ in range(2)) if fp8(spec) else None,
+        scales_of_rows(spec, rows) if fp8(spec) else None,
         cute.make_rmem_tensor(rows, Float32) if spec.logits.alibi else None,
         cute.make_rmem_tensor(rows, Uint32) if spec.mask.custom else None,
+        sums.make(spec, s.o_sums) if spec.tile.promote else None,
     )
+
+
+def scales_of_rows(spec, rows):
+    """(score, reduced), which differ where there is a cap."""
+    score = cute.make_rmem_tensor(rows, Float32)
+    return score, cute.make_rmem_tensor(rows, Float32) if spec.logits.soft_cap else score
 
 
 def ahead(spec):
@@ -327,7 +336,8 @@ def set_rows(spec: cutlass.Constexpr, r: Registers, x: Tile, a, capped: cutlass.
         if const_expr(fp8(spec)):
             head = geometry.head_of(row, x.w.head, per_token, spec.pack_gqa)
             r.scales[0][k] = x.scales.score * softmax.factor_of(a.logits.scale, head)
-            r.scales[1][k] = x.scales.reduced if const_expr(capped) else r.scales[0][k]
+            if const_expr(spec.logits.soft_cap):
+                r.scales[1][k] = x.scales.reduced if const_expr(capped) else r.scales[0][k]
         if const_expr(spec.logits.alibi):
             head = geometry.head_of(row, x.w.head, per_token, spec.pack_gqa)
             r.slopes[k] = logits.slope_of(a, head, scales_of(r, x.scales)[0][k])
@@ -341,12 +351,18 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
     r.o.fill(0.0)
     set_rows(spec, r, x, a, capped)
     first_block(spec, a, s, r, x, i, capped)
+    if const_expr(spec.tile.promote > 0):
+        sums.reset(r.sums)
     segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi)
     for g in cutlass.range_constexpr(len(segments)):
         lo, hi, masked = segments[g]
         for j in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
             step(spec, plan, s, r, x, Items(i, at.q), j, How(capped, masked))
             i += 1
+            if const_expr(spec.tile.promote > 0):
+                sums.advance(spec, r.sums, r.o, r.st.rescale, x.w.hi - 1 - j)
+    if const_expr(spec.tile.promote > 0):
+        sums.collect(r.sums, r.o)
     if const_expr(not spec.pack_gqa and not spec.tile.q_in_regs):
         pipe.release(s.q_pipe, at.q)
     return i
@@ -375,11 +391,11 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, capped: cutlass.Constexpr):
     """All tiles of the CTA."""
     a = plan.args
     r = registers(spec, plan, s)
-    score = a.logits.scale_log2
-    if const_expr(not fp8(spec)):
-        score = softmax.device_factor(score, a.logits.scale)
+    score, out = a.logits.scale_log2, a.out.out_factor
+    if const_expr(not fp8(spec)):  # whose factors may be a head's
+        score, out = softmax.device_factor(score, a.logits.scale), epilogue.scale_of(a)
     reduced = logits.capped_to_log2(a.logits.soft_cap) if const_expr(capped) else score
-    scales = Scales(score, reduced, epilogue.scale_of(a))
+    scales = Scales(score, reduced, out)
     if group_index() == spec.tile.warpgroups - 1:
         pass_turn(spec)
     at = Items(Int32(0), Int32(0))

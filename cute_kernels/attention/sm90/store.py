@@ -28,7 +28,8 @@ def scales_of(r, scales: Scales):
     return ([scales.score] * 2, [scales.reduced] * 2) if r.scales is None else r.scales
 
 
-FP8_SPAN = softmax.Span(2.0, 6.75)  # e4m3 ends at 448 = 2^8.8; what is smaller by 2^15.75 than the maximum is lost
+FP8_SPAN = softmax.Span(1.75, 7.0)  # e4m3 ends at 448 = 2^8.8, what is smaller by 2^17 than the maximum is lost; a
+# whole power of two, so that P of a key that outweighs all others is exact
 
 
 def span(spec):
@@ -106,7 +107,10 @@ def store(spec: cutlass.Constexpr, a, r, w: Work, scales: Scales, empty: cutlass
             values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
             normal = softmax.row_normalizer(r.st, k, scales_of(r, scales)[1][k], sink, LANES, span(spec))
             lse = normal.lse
-            values.store(o[k, None].load() * (normal.factor * scales.out))
+            factor = normal.factor * scales.out
+            if const_expr(r.scales is not None):
+                factor *= softmax.factor_of(a.out.out_scale, head)
+            values.store(o[k, None].load() * factor)
             if const_expr(fours(spec)):
                 store_fours(a, w.q_start + token, head, values, keep)
             else:

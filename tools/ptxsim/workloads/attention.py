@@ -70,7 +70,8 @@ def kernel_of(spec: Any) -> Kernel:
     narrow = decodes and spec.tile.rows_per_warp == FEW_ROWS and (spec.kv.dtype, spec.head_dim_qk) in WIDE
     same: dict[str, Any] = {
         "function": "decode" if decodes else "context",
-        "dtype": spec.q,
+        "dtype": {"e4m3": "fp8"}.get(spec.q, spec.q),
+        "out_dtype": spec.out[0] if spec.q == "e4m3" else "",
         "head_dim_qk": spec.head_dim_qk,
         "head_dim_vo": spec.head_dim_vo,
         "causal": spec.mask.causal != "never",
@@ -94,6 +95,8 @@ def structure(spec: Any) -> Any:
         return key if key in DECODE_STRUCTURES else None
     if k.custom:  # bits are read as any operand is
         return None
+    if spec.q == "e4m3":
+        return "fp8" if (dim, k.packed, k.general) == (128, False, False) else None
     if k.gathers:
         return "gathers" if dim == 64 and k.packed else None
     if dim > 128 and (dim, k.packed, k.general) not in WIDE_STRUCTURES:
@@ -172,7 +175,8 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
 def listed(case: AttentionCase, problem: Problem) -> Results:
     """(out, lse) of a problem that is no call of the case's function: what the public classes end in."""
     shape = len(problem.q), case.heads_q, case.head_dim_vo
-    out, lse = torch.full(shape, math.nan, dtype=problem.q.dtype), torch.full(shape[:2], math.nan)
+    dtype = cases.DTYPES[case.out_dtype or case.dtype]
+    out, lse = torch.full(shape, math.nan, dtype=dtype), torch.full(shape[:2], math.nan)
     serve(problem._replace(out=out, lse=lse))
     return out, lse
 
