@@ -12,7 +12,7 @@ prepare -> math by v_pipe, as many stages each.
 
 Shared memory: `q_stages` x Q (m x Dqk), `stages` x (K (n x Dqk) + V (n x Dvo)), 1024-byte aligned, barriers and Work.
 
-Refused (see `supports`): other types and head dims, skip-softmax.
+Refused (see `supports`): other types and head dims.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,8 @@ from .. import fakes, load
 from ..args import Args, pack
 from ..kv import arrivals, pages, source
 from ..schedule import work
-from .math import math
+from . import skip
+from .math import DENSE, math
 from .prepare import prepare_kv
 from .roles import fp8, operand, prepared, roles
 
@@ -61,6 +62,7 @@ class Shared:
     raw_v_pipe: pipe.Pipe
     q: cute.Tensor
     q_pipe: pipe.Pipe
+    votes: Any = None  # of `skip`
 
 
 @cute.jit
@@ -109,6 +111,7 @@ def shared(spec, plan):
         raw_v_pipe=raw_v_pipe,
         q=copy.allocate(smem, plan.q, plan.args.query.q.element_type),
         q_pipe=pipe.make(smem, t.q_stages, 1, math_warps),
+        votes=skip.allocate(spec, smem),
     )
 
 
@@ -144,4 +147,4 @@ def kernel(spec: cutlass.Constexpr, plan: Plan):
         cute.arch.griddepcontrol_launch_dependents()
     else:
         cute.arch.setmaxregister_increase(roles(spec).registers("math"))
-        math(spec, plan, s)
+        math(spec, plan, s, skip.SKIPPING if const_expr(spec.logits.skip) else DENSE)
