@@ -1,4 +1,4 @@
-"""The rule of skip-softmax in plain torch (bench/skipping.py), which simulated kernels and a GPU's are compared with."""
+"""The rule of skip-softmax in plain torch (bench/skipping.py), which simulated kernels, and a GPU's, must follow."""
 
 import math
 from dataclasses import replace

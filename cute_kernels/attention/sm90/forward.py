@@ -117,8 +117,11 @@ def shared(spec, plan):
 
 @cute.jit
 def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
-    into = load.Stages(plan.v, s.raw_v, s.raw_v_pipe)
-    load.load_kv(spec, plan, s, into, pages.V, loader, loads_q=not spec.pack_gqa)
+    if const_expr(skip.waits_for_votes(spec)):
+        skip.load_v(spec, plan, s, loader)
+    else:
+        into = load.Stages(plan.v, s.raw_v, s.raw_v_pipe)
+        load.load_kv(spec, plan, s, into, pages.V, loader, loads_q=not spec.pack_gqa)
 
 
 @cute.jit

@@ -9,6 +9,10 @@ to anything. Blocks come last first; the first of a tile is never left out. What
 A block's P V cannot be in flight while the next block's fate is decided, because the compiler waits for MMAs that are
 in flight across a conditional. So `step` issues the P V owed, if any, with Q K^T as the dense loop does, and looks for
 maxima and votes under it; exponentials run under the MMAs of the other warpgroup alone.
+
+V of a block that all warpgroups leave out is not fetched: its loaders wait for the votes (`load_v`); a kept block's V
+comes under its exponentials. Loaders that gather fetch all of it, because they look up pages a block ahead, and so do
+those of a V that is prepared.
 """
 
 from typing import Any, NamedTuple
@@ -19,8 +23,10 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...device import pipe, wgmma
-from .. import logits, mask, softmax
-from ..kv import source
+from .. import geometry, load, logits, mask, softmax
+from ..kv import pages, source
+from ..kv.pages import Block
+from ..schedule import work
 from ..schedule.work import Work
 from .math import (
     GROUP_BARRIER,
@@ -44,9 +50,11 @@ from .math import (
     wait_first_qk,
     wait_turn,
 )
+from .roles import prepared
 from .store import LANES, scales_of, span
 
 WARPS = 4  # of a warpgroup
+TURNS = 2  # votes at a time
 
 
 class Votes(NamedTuple):
@@ -60,26 +68,92 @@ class Votes(NamedTuple):
     peak: cute.Tensor
 
 
+class Board(NamedTuple):
+    """words: the warps' votes in shared memory, (warp of a group, group, 2), those on a block while a warp may still
+    read those on the one before. pipes: of each group, its votes for the loaders of V; nobody frees their two stages:
+    a group votes on a block when V of the block before is there, or was left out, so its votes have been read."""
+
+    words: cute.Tensor
+    pipes: tuple[pipe.Pipe, ...]
+
+
 def allocate(spec, smem) -> Any:
-    """Shared memory of the warps' votes, (warp of a group, group, 2): those on a block while a warp may still read
-    those on the one before. None in other kernels."""
+    """The `Board`; None in other kernels."""
     if not spec.logits.skip:
         return None
-    return smem.allocate_tensor(Int32, cute.make_layout((WARPS, spec.tile.warpgroups, 2)), 16)
+    groups = spec.tile.warpgroups
+    words = smem.allocate_tensor(Int32, cute.make_layout((WARPS, groups, TURNS)), 16)
+    return Board(words, tuple(pipe.make(smem, TURNS, WARPS, 1) for _ in range(groups)))
+
+
+def waits_for_votes(spec):
+    """Whether V of a block is fetched only if a warpgroup wants it: where a TMA fetches it and nobody prepares it."""
+    return spec.logits.skip and spec.kv.source == "tma" and not any(prepared(spec))
 
 
 @cute.jit
-def agreed(s, mine, turn: Int32):
-    """Whether all lanes of the warpgroup say so (`mine`). turn: of one vote it is odd, of the next one even."""
+def all_of(words: cute.Tensor):
+    """Whether the four warps of a group (words) voted to leave a block out."""
+    each = cute.make_rmem_tensor(WARPS, Int32)
+    cute.autovec_copy(words, each)
+    return cute.arch.make_warp_uniform(each[0] & each[1] & each[2] & each[3])
+
+
+@cute.jit
+def agreed(spec: cutlass.Constexpr, s, mine, turn: Int32):
+    """Whether all lanes of the warpgroup say so (`mine`). turn: number of the vote."""
     group, warp = group_index(), cute.arch.warp_idx() % WARPS
-    votes = s.votes[None, group, turn % 2]
+    words = s.votes.words[None, group, turn % TURNS]
     all_lanes = cute.arch.vote_all_sync(mine)
     with cute.arch.elect_one():
-        votes[warp] = Int32(all_lanes)
+        words[warp] = Int32(all_lanes)
+        if const_expr(waits_for_votes(spec)):
+            for g in cutlass.range_constexpr(spec.tile.warpgroups):
+                if g == group:
+                    cute.arch.mbarrier_arrive(pipe.full(s.votes.pipes[g], turn))
     cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=32 * WARPS)
-    each = cute.make_rmem_tensor(WARPS, Int32)
-    cute.autovec_copy(votes, each)
-    return cute.arch.make_warp_uniform(each[0] & each[1] & each[2] & each[3])
+    return all_of(words)
+
+
+@cute.jit
+def unwanted(spec: cutlass.Constexpr, s, turn: Int32):
+    """A loading warp: whether all warpgroups leave a block out. turn: number of the vote. Knows it as soon as one wants
+    the block; that one is a vote ahead of none, because warpgroups take turns."""
+    out = Int32(1)
+    for g in cutlass.range_constexpr(spec.tile.warpgroups):
+        if out != 0:
+            pipe.wait_full(s.votes.pipes[g], turn)
+            out = all_of(s.votes.words[None, g, turn % TURNS])
+    return out
+
+
+@cute.jit
+def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
+    """One warp: its share of V, as `load.load_kv`, but for blocks that all warpgroups leave out, whose stage passes
+    unfilled. Loader 0 loads Q, too."""
+    a, known = plan.args, source(spec).known(spec, plan.v)
+    i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(1)
+    while more != 0:
+        w = work.consume(spec, s, t)
+        more = w.valid
+        if w.valid != 0 and w.hi > w.lo:
+            head = geometry.kv_head_of(w.head, geometry.group(a), spec.pack_gqa)
+            mine = pages.of_request(a, w.batch, pages.V)
+            if const_expr(not spec.pack_gqa):
+                if loader == 0:
+                    load.fetch_q(spec, plan, s, w, q)
+            for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
+                out = Int32(0)
+                if j < w.hi - 1:
+                    out = unwanted(spec, s, i - q - 1)
+                if out != 0:
+                    pipe.fill(s.v_pipe, i, Int32(0))
+                else:
+                    at = Block(loader, i, j, head, w.kv_len)
+                    source(spec).fill(spec, plan.v, s.v, s.v_pipe, known, mine, at)
+                i += 1
+            q += 1
+        t += 1
 
 
 @cute.jit
@@ -93,7 +167,7 @@ def look(spec: cutlass.Constexpr, a, s, r: Registers, votes: Votes, item: Int32,
         votes.top[k] = top
         below = top == -Float32.inf or (top - votes.peak[k]) * to_log2[k] < votes.least
         mine = mine and (below or r.tokens[k] >= x.w.q_len)
-    return agreed(s, mine, item)
+    return agreed(spec, s, mine, item - votes.q - 1)  # the first block of each tile has no vote
 
 
 @cute.jit
@@ -120,7 +194,7 @@ def step(
         issue_qk(spec, plan, s, r, at)
         pass_turn(spec)
         logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
-        pipe.wait_full(s.v_pipe, i)  # nobody reads it, but the stage is free only when it has landed
+        pipe.wait_full(s.v_pipe, i)  # not read here, but the stage is free only when V has landed, or never will
         warpgroup.wait_group(0)
         pipe.release(s.k_pipe, i + 1)
         out = look(spec, a, s, r, votes, i + 1, j, how)
