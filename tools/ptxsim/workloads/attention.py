@@ -97,7 +97,7 @@ def structure(spec: Any) -> Any:
     if k.custom:  # bits are read as any operand is
         return None
     if k.skips:
-        return "skips" if dim == 128 else None
+        return "skips" if dim == 64 else None
     if k.gathers:
         return "gathers" if dim == 64 and k.packed else None
     if dim > 128 and (dim, k.packed, k.general) not in WIDE_STRUCTURES:
