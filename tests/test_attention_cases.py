@@ -19,7 +19,12 @@ SCENARIOS = FEATURES["attention"]()
 CALLS = {f"{s.name}: {case.name}": case for s in SCENARIOS for case in s.calls}
 
 
-@pytest.mark.parametrize("name", [name for name, case in CALLS.items() if not case.kept])
+def skips(case):
+    """Whether the result without the keys that a kernel leaves out is what the case expects."""
+    return case.kept or case.skip and case.function == "context"
+
+
+@pytest.mark.parametrize("name", [name for name, case in CALLS.items() if not skips(case)])
 def test_public_functions_give_what_a_case_expects(name):
     """On CPU tensors they run the reference, which leaves out nothing where softmax may skip."""
     assert call(CALLS[name])[1] <= 1

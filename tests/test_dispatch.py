@@ -58,12 +58,21 @@ def test_every_problem_of_prefill_gets_a_shipped_spec_that_serves_it():
     shipped, found = set(sm90.shipped(ARCH)), set()
     kinds = product(("bf16", "fp16"), (64, 128))
     types = [{"q": q, "kv": q, "out": q, "head_dim_qk": dim, "head_dim_vo": dim} for q, dim in kinds]
-    for problem in (*problems("prefill"), *(replace(BASE, custom_mask=True, **each) for each in types)):
+    more = ({"custom_mask": True}, {"skip": True, "group": 1})
+    for problem in (*problems("prefill"), *(replace(BASE, **each, **also) for each in types for also in more)):
         op, spec = dispatch.select(problem, ARCH)
         found.add(spec)
         assert op == "attention.sm90" and serves(spec, problem)
         assert spec.pack_gqa == (problem.group > 1 and problem.rows <= sm90.PACK_ROWS)
     assert shipped <= found and all(on_demand(spec) for spec in found - shipped)
+
+
+def test_skip_softmax_of_prefill_joins_every_kernel():
+    """A call with a factor runs the spec of the call without one, and skip; others have no argument for a threshold."""
+    for problem in problems("prefill"):
+        (_, plain), (_, spec) = (dispatch.select(replace(problem, skip=skip), ARCH) for skip in (False, True))
+        assert spec == replace(plain, logits=replace(plain.logits, skip=True))
+        assert args.has(spec, "skip_threshold") and not args.has(plain, "skip_threshold")
 
 
 @pytest.mark.parametrize("arch", [ARCH, *BLACKWELL])
@@ -100,6 +109,7 @@ def test_general_kernels_take_every_modifier_of_their_op():
         specs = module.shipped(module.ARCHS[0])
         for q, dims in {(spec.q, spec.dims) for spec in specs}:
             mine = [s for s in specs if (s.q, s.kv.scaled, s.mask.custom, s.dims) == (q, False, False, dims)]
+            mine = [s for s in mine if op == "attention.decode" or not s.logits.skip]  # prefill's are their own kernels
             general = [set(args.fields(s)) for s in mine if s.mask.window]
             assert general and all(set(args.fields(s)) <= fields for s in mine for fields in general), op
 
@@ -128,7 +138,6 @@ def test_blocks_of_keys_do_not_depend_on_the_batch():
         ({"phase": "decode", "alibi": True}, "attention.decode: alibi True"),
         ({"out": "e4m3"}, "attention.sm90: out e4m3"),
         ({"out": "nvfp4"}, "attention.sm90: out nvfp4"),
-        ({"skip": True}, "attention.sm90: skip True"),
         ({"drafts": True}, "attention.sm90: drafts"),
         ({"phase": "decode", "head_dim_qk": 192}, "attention.decode: head_dim (192, 128)"),
         ({"phase": "decode", "head_dim_qk": 192, "head_dim_vo": 192}, "attention.decode: head_dim (192, 192)"),

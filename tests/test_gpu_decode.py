@@ -8,7 +8,7 @@ import torch
 
 import wrappers
 from bench.cases import attention as cases
-from bench.cases.attention import KEPT, STEP, STEP_SCALE
+from bench.cases.planted import KEPT, STEP, STEP_SCALE
 from tests import gpu
 from tests.gpu import captured, close, dims, feature, features, grid, in_threads, same, values
 from wrappers import explain, machine, trtllm_batch_decode_with_kv_cache

@@ -397,7 +397,6 @@ def test_refused_before_a_launch(launches, name):
         (replace(PLAIN, kv_dtype="nvfp4"), {}, NotImplementedError, "attention.sm90: kv nvfp4"),
         (PLAIN, {"out_dtype": "nvfp4", "out": None, "o_sf_scale": 1.0}, NotImplementedError, "sm90: out nvfp4"),
         (PLAIN, {"out_dtype": torch.float16, "out": None}, NotImplementedError, "attention.sm90: out fp16"),
-        (PLAIN, {"skip_softmax_threshold_scale_factor": 0.1}, NotImplementedError, "skip_softmax_.*: .*skip True"),
         (PLAIN, {"bmm1_scale": -1.0}, NotImplementedError, "bmm1_scale: -1.0"),
         (replace(PLAIN, head_dim_qk=48, head_dim_vo=48), {}, NotImplementedError, r"head_dim \(48, 48\)"),
         (PLAIN, {"query": torch.zeros(T * HQ * D + 1).bfloat16()[1:].view(T, HQ, D)}, ValueError, "query: address"),
@@ -408,6 +407,19 @@ def test_refused_before_a_launch(launches, name):
 def test_what_no_kernel_takes(launches, case, change, error, message):
     with pytest.raises(error, match=message):
         trtllm_batch_context_with_kv_cache(**inputs_of(case, **change))
+    assert not launches
+
+
+def test_the_threshold_reaches_kernels_that_have_one(launches):
+    """log2 of the factor, whatever the call before had; a call without one is served by a kernel that has none."""
+    name = "skip_softmax_threshold_scale_factor"
+    for factor in (1e-30, 8.0, None, 0.0, 3, 8.0):
+        trtllm_batch_context_with_kv_cache(**inputs_of(**{name: factor}))
+        threshold = getattr(launches.pop(), "skip_threshold", None)
+        assert threshold == (math.log2(factor) if factor else None)
+    for factor in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=name):
+            trtllm_batch_context_with_kv_cache(**inputs_of(**{name: factor}))
     assert not launches
 
 

@@ -13,6 +13,9 @@ from wrappers import fp4, reference, trtllm_batch_context_with_kv_cache
 from wrappers.attention.problem import Problem, Requests
 from wrappers.explanation import problem_of
 
+from .. import skipping
+from . import planted
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 TOLERANCE = {"bf16": 1e-2, "fp16": 1e-3, "fp8": 5e-2}  # of a query's type, N(0, 1) data, against fp32; rtol = atol
 SOFT_CAP_TOLERANCE = 1e-2
@@ -20,9 +23,6 @@ LSE_TOLERANCE = 1e-3
 MANY_KEYS = 300  # keys from which on the tolerance shrinks as an output of N(0, 1) values does
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 FAR_BYTES = 1 << 31  # least distance of pages, tokens and rows of `far` tensors
-KEPT = 512  # last keys of `steps` data, whose scores are above those of the others
-STEP = 3.0  # by so many log2 units, with STEP_SCALE
-STEP_SCALE = STEP / 16 * math.log(2)
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class AttentionCase:
     scale: of the logits, 0 for D^-0.5; out_scale: of the output (xqa: kv_scale, and `scale` holds it once).
     o_scale: decode's, or xqa's rcp_out_scale. device: which scales are tensors: "scale", "log2", "out".
     data: "normal"; "needles": every row finds one key, far from the last and in a block of its own, 10 log2 units above
-    the others, whose sum weighs about as much, and so does the sink; "steps": the last KEPT keys score STEP log2 units
-    above all others (with STEP_SCALE), in "steps-mixed" below them for the last head. skip: threshold factor, with
-    which `kept` last keys (0: all) must be left. drafts: a random mask of drafts; it and equal q_lens need no offsets.
+    the others, whose sum weighs about as much, and so does the sink; others of `planted`.
+    skip: threshold factor, with which, in decode, `kept` last keys (0: all) must be left. drafts: a random mask of
+    drafts; it and equal q_lens need no offsets.
     zero_page: a negative page id in each table. q_unit: of the first query, the next ones' are smaller by powers of 8.
     far: pages, tokens and rows of all large tensors lie FAR_BYTES apart.
     """
@@ -216,12 +216,7 @@ def _tokens(case: AttentionCase, q: torch.Tensor, n: int, gen: torch.Generator) 
             first = max(0, own - case.window_left) if case.window_left >= 0 else 0
             if first < last:
                 k[first + i * 37 % max(1, (last - first) // 2)] = row
-    if case.data.startswith("steps"):
-        k[..., 0] = 0
-        k[: n - KEPT] = 0
-        k[: n - KEPT, :, 0] = -4
-        k[n - KEPT :] = 0
-        v[: n - KEPT] += 4
+    planted.plant_keys(case.data, k, v)
     return k, v
 
 
@@ -282,10 +277,7 @@ def make_problem(case: AttentionCase, device: "torch.device | str" = "cpu", seed
     if case.q_unit != 1.0:
         powers = torch.arange(q[..., 0].numel(), device=device).view(q[..., :1].shape) % 3
         q *= case.q_unit * 8.0**-powers
-    if case.data.startswith("steps"):
-        q[..., 0] = 4
-        if case.data == "steps-mixed":
-            q[:, case.heads_q - 1, 0] = -4
+    planted.plant_queries(case.data, q, case.heads_kv, wide_heads // case.heads_q)
     q = q.to(DTYPES[case.dtype])[:, :: wide_heads // case.heads_q]
     sinks = torch.randn(case.heads_q, generator=gen, device=device) * case.sink
     if case.sink > 1:
@@ -318,13 +310,17 @@ def make_problem(case: AttentionCase, device: "torch.device | str" = "cpu", seed
         f"trtllm_batch_{case.function}_with_kv_cache", "prefill" if case.function == "context" else "decode", q, k, v,
         Requests(table.to(device), lens, offsets, case.batch, None), max([0, *case.q_lens]), case.bmm1_scale, None,
         case.output_factor, None, case.causal, case.window_left, case.soft_cap,
-        sinks if case.sink else None, k_scales, v_scales, case.interleaved, drafts,
+        sinks if case.sink else None, k_scales, v_scales, case.interleaved, drafts, case.skip or None,
     )  # fmt: skip
 
 
 def expected(case: AttentionCase, p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o (T, Hq, Dvo), lse (T, Hq)) in fp32; o as it is saturated, not as it is rounded."""
-    o, lse = reference.paged_attention(p._replace(window_left=case.kept - 1) if case.kept else p)
+    """(o (T, Hq, Dvo), lse (T, Hq)) in fp32; o as it is saturated, not as it is rounded. Of prefill with a factor:
+    without the blocks that our kernels skip."""
+    if case.skip and case.function == "context":
+        o, lse = skipping.expected(p)
+    else:
+        o, lse = reference.paged_attention(p._replace(window_left=case.kept - 1) if case.kept else p)
     return (o.clamp(-fp4.E4M3_MAX, fp4.E4M3_MAX) if case.out_dtype == "fp8" else o), lse
 
 

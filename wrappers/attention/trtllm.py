@@ -83,6 +83,9 @@ def trtllm_batch_context_with_kv_cache(
             (`fp4.deinterleave_v_scales`).
         causal: position of query row i is i + kv_len - q_len; keys up to it are kept.
         lse: fp32 (T, Hq), filled with log2 of the softmax denominator, sink included. logits_soft_cap: c * tanh(s / c).
+        skip_softmax_threshold_scale_factor: a block of keys whose probabilities all lie below it, over seq_len, times
+            the largest so far may be left out, of out and of lse, for 64 query rows at a time; None or 0: none is. A
+            block has as many keys as the kernel takes at once, 128 with head_dim 128. On the CPU none are left out.
 
     Hints: workspace_buffer, cum_seq_lens_kv, max_kv_len, multi_ctas_kv_counter_buffer, backend, enable_pdl (None: on).
     Returns out (new where None was given), or (out, lse) where return_lse. A row without keys gives 0 and -inf (or

@@ -95,7 +95,7 @@ def candidate(problem: Problem, arch: str) -> Spec:
     """The spec that would serve a problem, if `supports` lets it."""
     p, dims = problem, (problem.head_dim_qk, problem.head_dim_vo)
     pack = p.group > 1 and p.rows <= PACK_ROWS
-    plain = not (pack or p.window or p.soft_cap or p.drafts or p.skip or p.custom_mask or p.alibi)
+    plain = not (pack or p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi)
     spec = headline(p.q, dims, p.causal) if plain else general(p.q, dims, pack)
     mask = replace(spec.mask, bits=p.drafts, custom=p.custom_mask)
     logits = replace(spec.logits, skip=p.skip, alibi=p.alibi, head_scales=p.head_scales and p.q != FP8)
@@ -115,8 +115,6 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, TILES))}")
     if spec.mask.bits:
         return Refusal("drafts", "True: the kernel has no mask of bits")
-    if spec.logits.skip:
-        return Refusal("skip", "True: the kernel has no skip-softmax")
     if spec.logits.head_scales:
         return Refusal("head_scales", "True: the kernel has one factor for all heads")
     if spec.schedule != "tiles":
@@ -131,8 +129,8 @@ def supports(spec: Spec) -> Refusal | None:
 
 def shipped(arch: str) -> list[Spec]:
     """Of each 16-bit type and head_dim: a headline spec a mask, and the general ones. Of the usual head dims: the same
-    in 8 bits, those that gather pages of any size, and one with a custom mask. Others are compiled at their first
-    call."""
+    in 8 bits, those that gather pages of any size, one with a custom mask, and a causal one with skip-softmax. Others
+    are compiled at their first call."""
     found = []
     for q, dims in product(DTYPES, TILES):
         found += [headline(q, dims, causal) for causal in (True, False)]
@@ -144,4 +142,5 @@ def shipped(arch: str) -> list[Spec]:
         whole, packed = general(q, dims, False), general(q, dims, True)
         found += [replace(s, kv=KVSpec(q, "gather")) for s in (headline(q, dims, True), whole, packed)]
         found.append(replace(whole, mask=replace(whole.mask, custom=True)))
+        found.append(replace(headline(q, dims, True), logits=LogitsSpec(skip=True)))
     return found if arch in ARCHS else []

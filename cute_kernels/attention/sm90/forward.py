@@ -13,7 +13,7 @@ prepare -> math by v_pipe, as many stages each.
 Shared memory: `q_stages` x Q (m x Dqk), `stages` x (K (n x Dqk) + V (n x Dvo)), 1024-byte aligned, barriers and Work;
 where V is prepared, as much again for V, and where O is promoted, its fp32 sums (`sums`).
 
-Refused (see `supports`): other types and head dims, skip-softmax.
+Refused (see `supports`): other types and head dims.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ from .. import fakes, load
 from ..args import Args, pack
 from ..kv import arrivals, pages, source
 from ..schedule import work
-from . import sums
-from .math import math
+from . import skip, sums
+from .math import DENSE, math
 from .prepare import prepare_kv
 from .roles import fp8, operand, prepared, roles
 
@@ -64,6 +64,7 @@ class Shared:
     q: cute.Tensor
     q_pipe: pipe.Pipe
     o_sums: Any = None  # (4, Dvo / 8, threads): what `math.promote` adds to
+    votes: Any = None  # of `skip`
 
 
 @cute.jit
@@ -113,13 +114,17 @@ def shared(spec, plan):
         q=copy.allocate(smem, plan.q, plan.args.query.q.element_type),
         q_pipe=pipe.make(smem, t.q_stages, 1, math_warps),
         o_sums=sums.allocate(spec, smem) if t.promote else None,
+        votes=skip.allocate(spec, smem),
     )
 
 
 @cute.jit
 def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
-    into = load.Stages(plan.v, s.raw_v, s.raw_v_pipe)
-    load.load_kv(spec, plan, s, into, pages.V, loader, loads_q=not spec.pack_gqa)
+    if const_expr(skip.waits_for_votes(spec)):
+        skip.load_v(spec, plan, s, loader)
+    else:
+        into = load.Stages(plan.v, s.raw_v, s.raw_v_pipe)
+        load.load_kv(spec, plan, s, into, pages.V, loader, loads_q=not spec.pack_gqa)
 
 
 @cute.jit
@@ -148,4 +153,4 @@ def kernel(spec: cutlass.Constexpr, plan: Plan):
         cute.arch.griddepcontrol_launch_dependents()
     else:
         cute.arch.setmaxregister_increase(roles(spec).registers("math"))
-        math(spec, plan, s)
+        math(spec, plan, s, skip.SKIPPING if const_expr(spec.logits.skip) else DENSE)

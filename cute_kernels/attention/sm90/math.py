@@ -71,6 +71,20 @@ class Items(NamedTuple):
     q: Int32
 
 
+class Last(NamedTuple):
+    """The last block of a tile that was looked at: its item, and whether its PV is owed (static: a bool)."""
+
+    kv: Int32
+    owed: Any
+
+
+class Loop(NamedTuple):
+    """The functions that run the KV blocks of a tile: `run_tile` and `finish_pv`, or those of `skip`."""
+
+    run_tile: Any
+    finish_pv: Any
+
+
 def group_index():
     return cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128 - 1)
 
@@ -139,15 +153,21 @@ def rows_of(r: Registers, x: Tile):
 
 
 @cute.jit
-def scores(spec: cutlass.Constexpr, a, r: Registers, x: Tile, j: Int32, how: cutlass.Constexpr):
-    """Soft cap, mask and new maxima of block j in r.s."""
+def transform(spec: cutlass.Constexpr, a, r: Registers, x: Tile, j: Int32, how: cutlass.Constexpr):
+    """Soft cap and mask of block j in r.s, as (rows, cols)."""
     view = wgmma.rows_cols(r.s)
     mine = r.cols[0, 0][1]
     at = [8 * (c // 2) + c % 2 for c in range(spec.tile.n // LANES)]
     rows = rows_of(r, x)
     cols = Cols(j * spec.tile.n + mine, at, mine, LANES)
     logits.transform(spec, a, view, scales_of(r, x.scales)[0], rows, cols, how.capped, how.masked)
-    softmax.update_max(r.st, view, scales_of(r, x.scales)[1], LANES, span(spec))
+    return view
+
+
+@cute.jit
+def scores(spec: cutlass.Constexpr, a, r: Registers, x: Tile, j: Int32, how: cutlass.Constexpr):
+    """Soft cap, mask and new maxima of block j in r.s."""
+    softmax.update_max(r.st, transform(spec, a, r, x, j, how), scales_of(r, x.scales)[1], LANES, span(spec))
 
 
 @cute.jit
@@ -281,7 +301,7 @@ def step(
 
 
 @cute.jit
-def finish_pv(spec: cutlass.Constexpr, plan, s, r: Registers, after: Work, at: Items):
+def finish_pv(spec: cutlass.Constexpr, plan, s, r: Registers, after: Work, at: Items, owed: cutlass.Constexpr):
     """The PV owed by the tile at hand, and, where Q has room for it, the first QK of the tile `after`, which then runs
     under this tile's epilogue. Past the last tile that QK multiplies what the stages happen to hold: with MMAs in
     flight across a conditional the compiler waits after each of them."""
@@ -345,7 +365,7 @@ def set_rows(spec: cutlass.Constexpr, r: Registers, x: Tile, a, capped: cutlass.
 
 @cute.jit
 def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items, capped: cutlass.Constexpr):
-    """The KV blocks of a tile whose first QK is in flight, up to the PV of the last; returns that one's item."""
+    """The KV blocks of a tile whose first QK is in flight, up to the PV of the `Last`, which it returns."""
     a, i = plan.args, at.kv
     softmax.reset(r.st)
     r.o.fill(0.0)
@@ -365,7 +385,10 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
         sums.collect(r.sums, r.o)
     if const_expr(not spec.pack_gqa and not spec.tile.q_in_regs):
         pipe.release(s.q_pipe, at.q)
-    return i
+    return Last(i, True)
+
+
+DENSE = Loop(run_tile, finish_pv)
 
 
 class Next(NamedTuple):
@@ -387,18 +410,18 @@ def next_tile(spec: cutlass.Constexpr, a, s, r: Registers, scales: Scales, t: In
 
 
 @cute.jit
-def run_tiles(spec: cutlass.Constexpr, plan, s, capped: cutlass.Constexpr):
+def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr, capped: cutlass.Constexpr):
     """All tiles of the CTA."""
     a = plan.args
     r = registers(spec, plan, s)
-    score, out = a.logits.scale_log2, a.out.out_factor
-    if const_expr(not fp8(spec)):  # whose factors may be a head's
-        score, out = softmax.device_factor(score, a.logits.scale), epilogue.scale_of(a)
+    score = a.logits.scale_log2
+    if const_expr(not fp8(spec)):  # whose device factors may be a head's
+        score = softmax.device_factor(score, a.logits.scale)
     reduced = logits.capped_to_log2(a.logits.soft_cap) if const_expr(capped) else score
-    scales = Scales(score, reduced, out)
+    scales = Scales(score, reduced, a.out.out_factor if const_expr(fp8(spec)) else epilogue.scale_of(a))
     if group_index() == spec.tile.warpgroups - 1:
         pass_turn(spec)
-    at = Items(Int32(0), Int32(0))
+    at, (blocks, finish) = Items(Int32(0), Int32(0)), loop
     w, t = next_tile(spec, a, s, r, scales, Int32(0))
     if w.valid != 0:
         if const_expr(ahead(spec)):
@@ -408,20 +431,20 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, capped: cutlass.Constexpr):
                 start_tile(spec, plan, s, r, w, at)
             start = geometry.mask_start(a, w.batch) if const_expr(spec.mask.custom) else None
             x = Tile(w, mask.lengths(spec, a, w.q_len, w.kv_len), scales, start)
-            i = run_tile(spec, plan, s, r, x, at, capped)
+            last = blocks(spec, plan, s, r, x, at, capped)
             w, t = next_tile(spec, a, s, r, scales, t)
-            finish_pv(spec, plan, s, r, w, Items(i, at.q))
+            finish(spec, plan, s, r, w, Items(last.kv, at.q), last.owed)
             store(spec, a, r, x.w, scales, False)
-            at = Items(i + 1, at.q + 1)
+            at = Items(last.kv + 1, at.q + 1)
         warpgroup.wait_group(0)
 
 
 @cute.jit
-def math(spec: cutlass.Constexpr, plan, s):
+def math(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr):
     if const_expr(spec.logits.soft_cap):  # code for each: a conditional among MMAs would wait for them
         if plan.args.logits.soft_cap > 0.0:
-            run_tiles(spec, plan, s, True)
+            run_tiles(spec, plan, s, loop, True)
         else:
-            run_tiles(spec, plan, s, False)
+            run_tiles(spec, plan, s, loop, False)
     else:
-        run_tiles(spec, plan, s, False)
+        run_tiles(spec, plan, s, loop, False)

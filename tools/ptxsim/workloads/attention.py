@@ -16,6 +16,7 @@ import torch
 from bench.cases import attention as cases
 from bench.cases import forms
 from bench.cases.attention import AttentionCase
+from bench.cases.planted import STEP_SCALE
 from cute_kernels.attention.decode import FEW_ROWS, shipped
 from wrappers.attention.op import serve
 from wrappers.attention.problem import Problem
@@ -60,6 +61,7 @@ class Kernel:
     general: bool  # causal or full, as the call says
     gathers: bool  # pages of any size
     custom: bool  # has a custom mask
+    skips: bool  # prefill that leaves out blocks
     keys: int  # of all stages
     same: dict[str, Any]  # what its cases have in common
 
@@ -80,8 +82,8 @@ def kernel_of(spec: Any) -> Kernel:
     keys, few = spec.tile.n * spec.tile.stages, FEW_ROWS if narrow else 0
     general = not decodes and spec.mask.causal == "value"
     mask, gathers = spec.mask, spec.kv.source == "gather"
-    cap = spec.logits.soft_cap
-    return Kernel(decodes, few, spec.pack_gqa, mask.window, cap, general, gathers, mask.custom, keys, same)
+    cap, skips = spec.logits.soft_cap, spec.logits.skip and not decodes
+    return Kernel(decodes, few, spec.pack_gqa, mask.window, cap, general, gathers, mask.custom, skips, keys, same)
 
 
 def structure(spec: Any) -> Any:
@@ -97,6 +99,8 @@ def structure(spec: Any) -> Any:
         return None
     if spec.q == "e4m3":
         return "fp8" if (dim, k.packed, k.general) == (128, False, False) else None
+    if k.skips:
+        return "skips" if dim == 64 else None
     if k.gathers:
         return "gathers" if dim == 64 and k.packed else None
     if dim > 128 and (dim, k.packed, k.general) not in WIDE_STRUCTURES:
@@ -113,10 +117,23 @@ def structures(specs: Iterable[Any]) -> list[Any]:
     return list(found.values())
 
 
+def skipping_cases(k: Kernel) -> list[Scenario]:
+    """Of a prefill kernel with skip-softmax: some blocks are left out by one warpgroup and not by another, or none."""
+    some = AttentionCase(
+        "some blocks", q_lens=(210, 2, 3), kv_lens=(700, 0, 61), heads_q=2, heads_kv=2, sink=True, data="levels",
+        scale=STEP_SCALE, skip=160.0, device=("scale", "out"), **k.same,
+    )  # fmt: skip
+    none = replace(some, name="none", q_lens=(9, 1), kv_lens=(300, 40), page_size=64, skip=1e-30, lse=False)
+    boxes = [Scenario(f"page {size}", (replace(none, page_size=size),), SMS, ("csr",)) for size in (8, 32)]
+    return [Scenario("skip", (some, none)), *boxes]
+
+
 def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     """Scenarios whose kernel is `spec`. thorough: every box size too. Of kernels that gather, whose rest is that of
     kernels with TMA, only those of `structures` have all."""
     k = kernel_of(spec)
+    if k.skips:
+        return skipping_cases(k)
     twin = k.gathers and structure(spec) is None
     window = (300 if k.general else 75) if k.window else -1
     other = -1 if k.cap or k.packed else window  # a kernel with a window serves calls without one

@@ -6,7 +6,8 @@ be for every pipeline to wrap around.
 from dataclasses import replace
 from typing import Any
 
-from bench.cases.attention import KEPT, STEP, STEP_SCALE, AttentionCase
+from bench.cases.attention import AttentionCase
+from bench.cases.planted import KEPT, STEP, STEP_SCALE
 
 from .attention import SHARED_SMS, Scenario
 
@@ -46,6 +47,13 @@ def prefill() -> list[Scenario]:
                 kv_lens=spread(MANY, {0: 5, 20: 9, 31: 40, 32: 130, 33: 7, 64: 33, 69: 12})),
         replace(packed, name="far", far=True, heads_q=4, kv_lens=(40, 9, 83)),
     ]  # fmt: skip
+    levels = replace(
+        packed, data="levels", scale=STEP_SCALE, q_lens=(5, 0, 30), kv_lens=(1190, 9, 700), skip=160.0
+    )  # some blocks are left out
+    skips = (
+        replace(levels, window_left=800, soft_cap=30.0),
+        replace(levels, heads_q=2, q_lens=(3, 150), kv_lens=(61, 600), causal=False),
+    )
     # what a plan depends on: calls that differ in one fact, and an equal one at last
     first = replace(packed, name="first", q_lens=(5, 2, 3), kv_lens=(40, 83, 9), heads_q=16, heads_kv=8, page_size=8)
     rows, one = replace(first, name="many rows", q_lens=(70, 2, 3)), {"q_lens": (1, 2, 1)}
@@ -55,7 +63,8 @@ def prefill() -> list[Scenario]:
     ]  # fmt: skip
     turns = [first, *(replace(first, name=str(fact), **fact) for fact in facts)]
     turns += [rows, replace(rows, name="window", window_left=20), first]
-    return [*(Scenario(case.name, (case,)) for case in found), Scenario("calls in turn", tuple(turns))]
+    scenarios = [Scenario(case.name, (case,)) for case in found]
+    return [*scenarios, Scenario("skip", skips), Scenario("calls in turn", tuple(turns))]
 
 
 def decode() -> list[Scenario]:

@@ -1,0 +1,42 @@
+"""Queries and keys whose scores are known beforehand, for skip-softmax: with STEP_SCALE as the factor on the logits.
+
+"steps": the last KEPT keys score STEP log2 units above all others; in "steps-mixed" below them for the last head.
+"levels": in runs of LEVEL_KEYS keys two fifths score 2 STEP log2 units below the others, other runs for other KV heads
+and for every LEVEL_ROWS tokens.
+"""
+
+import math
+
+import torch
+
+KEPT = 512
+STEP = 3.0
+STEP_SCALE = STEP / 16 * math.log(2)
+LEVEL_KEYS, LEVEL_ROWS, LEVELS = 128, 64, 4  # LEVELS: kinds of rows
+
+
+def plant_keys(data: str, k: torch.Tensor, v: torch.Tensor) -> None:
+    """k (n, Hkv, Dqk) and v (n, Hkv, Dvo) of a request, in place."""
+    n = len(k)
+    if data.startswith("steps"):
+        k[..., 0] = 0
+        k[: n - KEPT] = 0
+        k[: n - KEPT, :, 0] = -4
+        k[n - KEPT :] = 0
+        v[: n - KEPT] += 4
+    if data == "levels":
+        run = torch.arange(n, device=k.device) // LEVEL_KEYS
+        for d in range(LEVELS):
+            k[..., d] = torch.where((run * (2 * d + 3) + d) % 5 < 2, 0.0, -8.0)[:, None]
+
+
+def plant_queries(data: str, q: torch.Tensor, kv_heads: int, every: int) -> None:
+    """q (T, Hq, Dqk) of all requests, in place. every: of so many heads one is used."""
+    if data.startswith("steps"):
+        q[..., 0] = 4
+        if data == "steps-mixed":
+            q[:, q.shape[1] // every - 1, 0] = -4
+    if data == "levels":
+        tokens, heads = (torch.arange(size, device=q.device) for size in q.shape[:2])
+        kinds = tokens[:, None] // LEVEL_ROWS + heads // (len(heads) // kv_heads)
+        q[..., :LEVELS] = 4.0 * torch.nn.functional.one_hot(kinds % LEVELS, LEVELS).to(q)

@@ -1,0 +1,167 @@
+"""Skip-softmax as our prefill kernels do it, in plain torch on CPU or GPU: which KV blocks are left out, and what is
+then the result.
+
+Blocks of `keys` keys of a request are looked at from the last to the first, 64 rows at a time (`ROWS`). A block is left
+out where every row that sees a key of it finds exp(m_j - m) < factor / kv_len; m_j is the block's maximum of the row's
+logits, m the one of the blocks before it that were not left out. The rows' first block is never left out.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from cute_kernels.attention import sm90
+from wrappers.attention.problem import Problem
+from wrappers.reference.paged import gather, keys_of
+
+ROWS = 64  # that decide together: of a warpgroup
+SURE = 1e-3  # log2 units: no vote of `expected` is closer
+LOG2E = math.log2(math.e)
+INF = math.inf
+
+
+class Skipped(NamedTuple):
+    """out (T, Hq, Dvo), lse (T, Hq), fp32, as `reference.paged_attention` gives them. blocks: of all groups of 64 rows,
+    those of which a row sees a key; skipped: of these. margin: the least distance of a vote from the other answer, in
+    log2 units: other roundings than fp32's cannot change what is skipped while their logits are off by less."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    blocks: int
+    skipped: int
+    margin: float
+
+    @property
+    def sparsity(self) -> float:
+        """Share of skipped blocks."""
+        return self.skipped / max(1, self.blocks)
+
+
+class Rows(NamedTuple):
+    """Rows of a request, padded to whole groups of `ROWS`. q: (heads, groups, ROWS, D) fp32; position: (groups, ROWS),
+    among the keys, beyond which, with a causal mask, the row sees none; valid: (groups, ROWS) bool."""
+
+    q: torch.Tensor
+    position: torch.Tensor
+    valid: torch.Tensor
+
+
+def rows_of(q: torch.Tensor, kv_heads: int, kv_len: int, packed: bool) -> Rows:
+    """q (m, Hq, D). packed: rows are (token, query head of a KV head), the head fastest; else tokens of one head."""
+    m, heads, dim = q.shape
+    group = heads // kv_heads if packed else 1
+    rows = q.float().view(m, heads // group, group, dim).transpose(0, 1).reshape(heads // group, m * group, dim)
+    pad = -rows.shape[1] % ROWS
+    token = torch.arange(rows.shape[1] + pad, device=q.device) // group
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, pad)).unflatten(1, (-1, ROWS))
+    return Rows(rows, (token + kv_len - m).view(-1, ROWS), (token < m).view(-1, ROWS))
+
+
+def visible(p: Problem, rows: Rows, first: int, end: int) -> torch.Tensor:
+    """(groups, ROWS, end - first) bool: which of these keys a row sees."""
+    key, position = torch.arange(first, end, device=p.q.device), rows.position[..., None]
+    seen = rows.valid[..., None] & (key >= 0)
+    if p.causal:
+        seen = seen & (key <= position)
+    if p.window_left >= 0:
+        seen = seen & (key >= position - p.window_left)
+    return seen
+
+
+class State(NamedTuple):
+    """Of all rows (heads, groups, ROWS), changed in place. top: maximum so far, total and o: sums relative to it."""
+
+    top: torch.Tensor
+    total: torch.Tensor
+    o: torch.Tensor
+
+
+def add(state: State, s: torch.Tensor, top: torch.Tensor, v: torch.Tensor, kept: torch.Tensor) -> None:
+    """A block's logits s (heads, groups, ROWS, keys), log2 units, maxima `top` and v (heads, keys, D) into the sums of
+    the groups that it is `kept` in (heads, groups)."""
+    new = torch.maximum(state.top, top)
+    base = new.masked_fill(new == -INF, 0.0)
+    weights = torch.exp2(s - base[..., None])
+    owed = torch.exp2(state.top - base)
+    chosen = kept[..., None]
+    o = state.o * owed[..., None] + torch.einsum("hgrk,hkd->hgrd", weights, v)
+    state.o.copy_(torch.where(chosen[..., None], o, state.o))
+    state.total.copy_(torch.where(chosen, state.total * owed + weights.sum(-1), state.total))
+    state.top.copy_(torch.where(chosen, new, state.top))
+
+
+def attend(p: Problem, keys: int, packed: bool) -> Skipped:
+    """A prefill call of 16-bit types on pages, with p.skip, as kernels with blocks of so many keys compute it."""
+    assert p.skip and p.requests.cu_seqlens_q is not None and p.alibi_slopes is None and p.custom_mask is None
+    out = torch.zeros(*p.q.shape[:2], p.dim_vo, device=p.q.device)
+    lse = torch.full(p.q.shape[:2], -INF, device=p.q.device)
+    blocks, skipped, margin = 0, 0, INF
+    starts = p.requests.cu_seqlens_q.tolist()
+    scale = p.scale * LOG2E * (1.0 if p.scale_tensor is None else float(p.scale_tensor))
+    for request, of in enumerate(keys_of(p)):
+        mine = slice(starts[request], starts[request + 1])
+        if mine.start >= mine.stop or of.pages is None:
+            continue
+        m, heads = mine.stop - mine.start, p.q.shape[1]
+        k, v = (gather(x, pages, of.length).float().transpose(0, 1) for x, pages in zip((p.k, p.v), of.pages))
+        rows = rows_of(p.q[mine], len(k), of.length, packed)
+        k, v = (x.repeat_interleave(len(rows.q) // len(k), 0) for x in (k, v))
+        shape = rows.q.shape[:3]
+        state = State(
+            torch.full(shape, -INF, device=k.device), torch.zeros(shape, device=k.device),
+            torch.zeros(*shape, p.dim_vo, device=k.device),
+        )  # fmt: skip
+        least = math.log2(p.skip) - math.log2(max(1, of.length))
+        for first in range((of.length - 1) // keys * keys, -1, -keys):
+            end = min(first + keys, of.length)
+            seen = visible(p, rows, first, end)
+            if not seen.any():
+                continue
+            s = torch.einsum("hgrd,hkd->hgrk", rows.q, k[:, first:end]) * scale
+            if p.soft_cap:
+                s = p.soft_cap * LOG2E * torch.tanh(s / (p.soft_cap * LOG2E))
+            s = s.masked_fill(~seen, -INF)
+            top = s.amax(-1)
+            apart = torch.where(top == -INF, -INF, top - state.top)  # no keys here: -inf; none before: inf
+            apart = apart.amax(-1)  # (heads, groups): the row that wants the block most
+            kept, counted = apart >= least, seen.flatten(1).any(1)
+            margin = min(margin, float((apart - least).abs().min()))
+            blocks += len(k) * int(counted.sum())
+            skipped += int((~kept & counted).sum())
+            add(state, s, top, v[:, first:end], kept)
+        group = heads // len(rows.q)
+
+        def tokens(x: torch.Tensor, m: int = m, group: int = group) -> torch.Tensor:
+            """(heads, groups, ROWS, ...) -> (m, Hq, ...)."""
+            of_rows = x.flatten(1, 2)[:, : m * group].unflatten(1, (m, group))
+            return of_rows.transpose(0, 1).flatten(1, 2)
+
+        out[mine], lse[mine] = finish(p, tokens(state.o), tokens(state.total), tokens(state.top))
+    factor = 1.0 if p.out_scale_tensor is None else float(p.out_scale_tensor)
+    return Skipped(out * (p.out_scale * factor), lse, blocks, skipped, margin)
+
+
+def of_kernel(p: Problem) -> Skipped:
+    """What the kernel that serves a call leaves out."""
+    packed = p.q.shape[1] > p.k.shape[1] and p.max_q_len <= sm90.PACK_ROWS
+    tiles = sm90.FP8_TILES if p.q.dtype == torch.float8_e4m3fn else sm90.TILES
+    return attend(p, tiles[p.q.shape[2], p.dim_vo].n, packed)
+
+
+def expected(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of that kernel; ValueError where rounding may decide a vote, so that nothing can be expected."""
+    found = of_kernel(p)
+    if found.margin < SURE:
+        raise ValueError(f"whether a block is skipped is as good as open: by {found.margin} log2 units")
+    return found.out, found.lse
+
+
+def finish(p: Problem, o: torch.Tensor, total: torch.Tensor, top: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a request's rows (m, Hq), the sinks among what is divided by."""
+    sink = torch.full_like(top, -INF) if p.sinks is None else (p.sinks.float() * LOG2E).expand_as(top)
+    peak = torch.maximum(top, sink)
+    base = peak.masked_fill(peak == -INF, 0.0)
+    mine = torch.exp2(top - base)
+    whole = total * mine + torch.exp2(sink - base)
+    return o * (mine / whole.masked_fill(whole == 0, 1.0))[..., None], base + torch.log2(whole)

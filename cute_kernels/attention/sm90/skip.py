@@ -1,0 +1,270 @@
+"""Skip-softmax in prefill: KV blocks that hardly count cost Q K^T and its maxima, neither exponentials nor P V.
+
+A warpgroup votes on each block by itself, its 64 rows together. A block is left out where every row r that has keys in
+it finds exp(m_j - m) < threshold / kv_len: m_j is the block's exact maximum of the row's logits, after scale, cap and
+masks, and m the exact one of all blocks before that were not left out, in a register of its own (`Votes.peak`), because
+the running maximum of `softmax.State` may lag behind. Rows past the request and rows that see no key of the block agree
+to anything. Blocks come last first; the first of a tile is never left out. What is left out is in neither O nor LSE.
+
+A block's P V cannot be in flight while the next block's fate is decided, because the compiler waits for MMAs that are
+in flight across a conditional. So `step` issues the P V owed, if any, with Q K^T as the dense loop does, and looks for
+maxima and votes under it; exponentials run under the MMAs of the other warpgroup alone.
+
+V of a block that all warpgroups leave out is not fetched: its loaders wait for the votes (`load_v`); a kept block's V
+comes under its exponentials. Loaders that gather fetch all of it, because they look up pages a block ahead, and so do
+those of a V that is prepared.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from ...device import pipe, wgmma
+from .. import geometry, load, logits, mask, softmax
+from ..kv import pages, source
+from ..kv.pages import Block
+from ..schedule import work
+from ..schedule.work import Work
+from . import sums
+from .math import (
+    GROUP_BARRIER,
+    How,
+    Items,
+    Last,
+    Loop,
+    Registers,
+    Tile,
+    ahead,
+    first_block,
+    group_index,
+    issue_pv,
+    issue_qk,
+    operand_p,
+    pass_turn,
+    probabilities,
+    rows_of,
+    set_rows,
+    transform,
+    wait_first_qk,
+    wait_turn,
+)
+from .roles import prepared
+from .store import LANES, scales_of, span
+
+WARPS = 4  # of a warpgroup
+TURNS = 2  # votes at a time
+
+
+class Votes(NamedTuple):
+    """What decides in the tile at hand, whose Q is item q of its pipe. least: log2 of threshold / kv_len. top, peak:
+    (rows,), exact maxima of a row, of the block at hand and of the blocks before that were not left out."""
+
+    tile: Tile
+    q: Int32
+    least: Float32
+    top: cute.Tensor
+    peak: cute.Tensor
+
+
+class Board(NamedTuple):
+    """words: the warps' votes in shared memory, (warp of a group, group, 2), those on a block while a warp may still
+    read those on the one before. pipes: of each group, its votes for the loaders of V; nobody frees their two stages:
+    a group votes on a block when V of the block before is there, or was left out, so its votes have been read."""
+
+    words: cute.Tensor
+    pipes: tuple[pipe.Pipe, ...]
+
+
+def allocate(spec, smem) -> Any:
+    """The `Board`; None in other kernels."""
+    if not spec.logits.skip:
+        return None
+    groups = spec.tile.warpgroups
+    words = smem.allocate_tensor(Int32, cute.make_layout((WARPS, groups, TURNS)), 16)
+    return Board(words, tuple(pipe.make(smem, TURNS, WARPS, 1) for _ in range(groups)))
+
+
+def waits_for_votes(spec):
+    """Whether V of a block is fetched only if a warpgroup wants it: where a TMA fetches it and nobody prepares it."""
+    return spec.logits.skip and spec.kv.source == "tma" and not any(prepared(spec))
+
+
+@cute.jit
+def all_of(words: cute.Tensor):
+    """Whether the four warps of a group (words) voted to leave a block out."""
+    each = cute.make_rmem_tensor(WARPS, Int32)
+    cute.autovec_copy(words, each)
+    return cute.arch.make_warp_uniform(each[0] & each[1] & each[2] & each[3])
+
+
+@cute.jit
+def agreed(spec: cutlass.Constexpr, s, mine, turn: Int32):
+    """Whether all lanes of the warpgroup say so (`mine`). turn: number of the vote."""
+    group, warp = group_index(), cute.arch.warp_idx() % WARPS
+    words = s.votes.words[None, group, turn % TURNS]
+    all_lanes = cute.arch.vote_all_sync(mine)
+    with cute.arch.elect_one():
+        words[warp] = Int32(all_lanes)
+        if const_expr(waits_for_votes(spec)):
+            for g in cutlass.range_constexpr(spec.tile.warpgroups):
+                if g == group:
+                    cute.arch.mbarrier_arrive(pipe.full(s.votes.pipes[g], turn))
+    cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=32 * WARPS)
+    return all_of(words)
+
+
+@cute.jit
+def unwanted(spec: cutlass.Constexpr, s, turn: Int32):
+    """A loading warp: whether all warpgroups leave a block out. turn: number of the vote. Knows it as soon as one wants
+    the block; that one is a vote ahead of none, because warpgroups take turns."""
+    out = Int32(1)
+    for g in cutlass.range_constexpr(spec.tile.warpgroups):
+        if out != 0:
+            pipe.wait_full(s.votes.pipes[g], turn)
+            out = all_of(s.votes.words[None, g, turn % TURNS])
+    return out
+
+
+@cute.jit
+def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
+    """One warp: its share of V, as `load.load_kv`, but for blocks that all warpgroups leave out, whose stage passes
+    unfilled. Loader 0 loads Q, too."""
+    a, known = plan.args, source(spec).known(spec, plan.v)
+    i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(1)
+    while more != 0:
+        w = work.consume(spec, s, t)
+        more = w.valid
+        if w.valid != 0 and w.hi > w.lo:
+            head = geometry.kv_head_of(w.head, geometry.group(a), spec.pack_gqa)
+            mine = pages.of_request(a, w.batch, pages.V)
+            if const_expr(not spec.pack_gqa):
+                if loader == 0:
+                    load.fetch_q(spec, plan, s, w, q)
+            for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
+                out = Int32(0)
+                if j < w.hi - 1:
+                    out = unwanted(spec, s, i - q - 1)
+                if out != 0:
+                    pipe.fill(s.v_pipe, i, Int32(0))
+                else:
+                    at = Block(loader, i, j, head, w.kv_len)
+                    source(spec).fill(spec, plan.v, s.v, s.v_pipe, known, mine, at)
+                i += 1
+            q += 1
+        t += 1
+
+
+@cute.jit
+def look(spec: cutlass.Constexpr, a, s, r: Registers, votes: Votes, item: Int32, j: Int32, how: cutlass.Constexpr):
+    """Soft cap, mask and maxima of block j in r.s, and the warpgroup's vote: whether to leave the block out."""
+    x, to_log2 = votes.tile, scales_of(r, votes.tile.scales)[1]
+    view = transform(spec, a, r, x, j, how)
+    mine = True
+    for k in cutlass.range_constexpr(cute.size(r.tokens)):
+        top = cute.arch.warp_reduction_max(softmax.reduce(view[k, None], cute.arch.fmax), threads_in_group=LANES)
+        votes.top[k] = top
+        below = top == -Float32.inf or (top - votes.peak[k]) * to_log2[k] < votes.least
+        mine = mine and (below or r.tokens[k] >= x.w.q_len)
+    return agreed(spec, s, mine, item - votes.q - 1)  # the first block of each tile has no vote
+
+
+@cute.jit
+def step(
+    spec: cutlass.Constexpr, plan, s, r: Registers, votes: Votes, last: Last, j: Int32, how: cutlass.Constexpr
+):
+    """QK of block j (item last.kv + 1) and, if it is owed, the PV of item last.kv in flight together, maxima and vote
+    of j under PV, softmax of j under the other warpgroup's MMAs. Returns the new `Last`."""
+    i, a, x = last.kv, plan.args, votes.tile
+    at, out = Items(i + 1, votes.q), Int32(0)
+    pipe.wait_full(s.k_pipe, i + 1)
+    source(spec).landed()
+    wait_turn(spec)
+    if last.owed != 0:
+        issue_qk(spec, plan, s, r, at)
+        issue_pv(spec, plan, s, r, i)
+        pass_turn(spec)
+        logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
+        warpgroup.wait_group(1)
+        pipe.release(s.k_pipe, i + 1)
+        out = look(spec, a, s, r, votes, i + 1, j, how)  # its barrier keeps the wait for PV behind it
+        warpgroup.wait_group(0)
+    else:
+        issue_qk(spec, plan, s, r, at)
+        pass_turn(spec)
+        logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
+        pipe.wait_full(s.v_pipe, i)  # not read here, but the stage is free only when V has landed, or never will
+        warpgroup.wait_group(0)
+        pipe.release(s.k_pipe, i + 1)
+        out = look(spec, a, s, r, votes, i + 1, j, how)
+    pipe.release(s.v_pipe, i)
+    if out == 0:
+        keep(spec, r, votes)
+    elif const_expr(spec.tile.promote > 0):
+        r.st.rescale.fill(1.0)
+    return Last(i + 1, 1 - out)
+
+
+@cute.jit
+def keep(spec: cutlass.Constexpr, r: Registers, votes: Votes):
+    """P of the block at hand into r.p; O, none of whose PV is in flight, is brought to the new maxima."""
+    rows, x = cute.size(r.tokens), votes.tile
+    tops = cute.make_tensor(votes.top.iterator, cute.make_layout((rows, 1)))
+    softmax.update_max(r.st, tops, scales_of(r, x.scales)[1], 1, span(spec))
+    for k in cutlass.range_constexpr(rows):
+        votes.peak[k] = cute.arch.fmax(votes.peak[k], votes.top[k])
+        probabilities(r, x, k)
+        operand_p(spec, r, k)
+    softmax.rescale(r.st, wgmma.rows_cols(r.o))
+
+
+@cute.jit
+def finish_pv(spec: cutlass.Constexpr, plan, s, r: Registers, after: Work, at: Items, owed: Int32):
+    """The PV owed by the tile at hand, if any, and the first QK of the tile `after`, see `math.finish_pv`."""
+    if const_expr(ahead(spec)):
+        if after.valid != 0:
+            wait_first_qk(spec, plan, s, r, after, Items(at.kv + 1, at.q + 1))
+    if owed != 0:
+        issue_pv(spec, plan, s, r, at.kv)
+        warpgroup.wait_group(0)
+    else:
+        pipe.wait_full(s.v_pipe, at.kv)
+    pipe.release(s.v_pipe, at.kv)
+    if const_expr(ahead(spec)):
+        wait_turn(spec)
+        issue_qk(spec, plan, s, r, Items(at.kv + 1, at.q + 1))
+        pass_turn(spec)
+
+
+@cute.jit
+def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items, capped: cutlass.Constexpr):
+    """As `math.run_tile`, without the blocks that the warpgroup leaves out."""
+    a, rows = plan.args, cute.size(r.tokens)
+    softmax.reset(r.st)
+    r.o.fill(0.0)
+    set_rows(spec, r, x, a, capped)
+    first_block(spec, a, s, r, x, at.kv, capped)
+    least = a.logits.skip_threshold - cute.math.log2(Float32(x.w.kv_len), fastmath=True)
+    votes = Votes(x, at.q, least, *(cute.make_rmem_tensor(rows, Float32) for _ in range(2)))
+    for k in cutlass.range_constexpr(rows):
+        votes.peak[k] = r.st.m[k]  # exact after one block
+    last = Last(at.kv, Int32(1))
+    if const_expr(spec.tile.promote > 0):
+        sums.reset(r.sums)
+    segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi)
+    for g in cutlass.range_constexpr(len(segments)):
+        lo, hi, masked = segments[g]
+        for j in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
+            last = step(spec, plan, s, r, votes, last, j, How(capped, masked))
+            if const_expr(spec.tile.promote > 0):
+                sums.advance(spec, r.sums, r.o, r.st.rescale, x.w.hi - 1 - j)
+    if const_expr(spec.tile.promote > 0):
+        sums.collect(r.sums, r.o)
+    if const_expr(not spec.pack_gqa and not spec.tile.q_in_regs):
+        pipe.release(s.q_pipe, at.q)
+    return last
+
+
+SKIPPING = Loop(run_tile, finish_pv)

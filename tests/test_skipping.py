@@ -1,0 +1,97 @@
+"""The rule of skip-softmax in plain torch (bench/skipping.py), which simulated kernels, and a GPU's, must follow."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench import skipping
+from bench.cases import attention as cases
+from bench.cases.attention import AttentionCase
+from bench.cases.planted import STEP_SCALE
+from cute_kernels import catalog
+from tests.conftest import ARCH
+from tools.ptxsim.workloads import CASES, FEATURES
+from tools.ptxsim.workloads.common import distance
+from wrappers import reference
+
+LEVELS = AttentionCase(
+    "levels", q_lens=(3, 70), kv_lens=(61, 600), heads_q=2, heads_kv=2, data="levels", scale=STEP_SCALE, skip=100.0
+)
+SHIPPED = [spec for op, spec in catalog.shipped(ARCH) if op == "attention.sm90" and spec.logits.skip]
+SIMULATED = [case for spec in SHIPPED for scenario in CASES["attention"](spec) for case in scenario.calls]
+SIMULATED += [c for s in FEATURES["attention"]() for c in s.calls if c.skip and c.function == "context"]
+
+
+def by_hand(p, keys):
+    """(lse (T, H), blocks, skipped) of causal attention without a group, sinks, a cap or a window: rows one by one."""
+    lse, blocks, skipped = torch.full(p.q.shape[:2], -math.inf), 0, 0
+    starts = p.requests.cu_seqlens_q.tolist()
+    for b, n in enumerate(p.requests.kv_lens.tolist()):
+        m = starts[b + 1] - starts[b]
+        k = reference.gather(p.k, p.requests.page_table[b, 0], n).double()
+        least = math.log(p.skip / n)
+        for h, first in ((h, first) for h in range(p.q.shape[1]) for first in range(0, m, 64)):
+            rows = range(first, min(first + 64, m))
+            kept = {row: [] for row in rows}
+            for start in range((n - 1) // keys * keys, -1, -keys):
+                found = {}
+                for row in rows:
+                    end = min(start + keys, row + n - m + 1)
+                    if end > start:
+                        found[row] = k[start:end, h] @ p.q[starts[b] + row, h].double() * p.scale
+                if found:
+                    blocks += 1
+                    below = [kept[row] and s.max() - torch.cat(kept[row]).max() < least for row, s in found.items()]
+                    skipped += all(below)
+                    for row, s in found.items() if not all(below) else ():
+                        kept[row].append(s)
+            for row in rows:
+                lse[starts[b] + row, h] = torch.cat(kept[row]).logsumexp(0) / math.log(2)
+    return lse, blocks, skipped
+
+
+@pytest.mark.parametrize("case", [LEVELS, replace(LEVELS, skip=1e9), replace(LEVELS, skip=10.0)], ids=str)
+def test_rule(case):
+    p = cases.make_problem(case)
+    found, (lse, blocks, skipped) = skipping.attend(p, 128, False), by_hand(p, 128)
+    assert (found.blocks, found.skipped) == (blocks, skipped) and (skipped > 0) == (case.skip > 10)
+    assert found.sparsity == skipped / blocks
+    torch.testing.assert_close(found.lse, lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"window_left": 90, "sink": 1.0, "heads_q": 4},
+        {"causal": False, "soft_cap": 5.0, "heads_q": 6, "device": ("scale", "out")},
+        {"q_lens": (70, 9), "kv_lens": (20, 400), "out_scale": 2.0},
+    ],
+    ids=str,
+)
+def test_a_tiny_factor_leaves_out_nothing(change, packed):
+    p = cases.make_problem(replace(LEVELS, skip=1e-30, **change))
+    found, (o, lse) = skipping.attend(p, 80, packed), reference.paged_attention(p)
+    assert found.skipped == 0 and found.margin > 50
+    torch.testing.assert_close(found.out, o, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.lse, lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", [case for case in SIMULATED if case.skip > 1], ids=str)
+def test_simulated_cases_see_a_vote_that_is_wrong(case):
+    """Some blocks are left out and others are not, and without skipping the results would be others."""
+    p = cases.make_problem(case)
+    found, (o, lse) = skipping.of_kernel(p), reference.paged_attention(p)
+    assert 0.1 < found.sparsity < 0.9 and found.margin > 0.01
+    assert distance(found.out, o, case.tolerance, case.atol()) > 1
+    assert distance(found.lse, lse, cases.LSE_TOLERANCE) > 1
+
+
+def test_votes_that_rounding_decides_are_no_expectation():
+    p = cases.make_problem(LEVELS)
+    found = skipping.of_kernel(p)
+    with pytest.raises(ValueError, match="as good as open"):
+        skipping.expected(p._replace(skip=LEVELS.skip * 2**found.margin))
+        skipping.expected(p._replace(skip=LEVELS.skip * 2**-found.margin))
