@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint16
+from cutlass import Float32, Int32, Uint8, Uint16
 
 from ..device import warp
 from .spec import BLOCK
@@ -97,10 +97,23 @@ def codes(values: cute.Tensor, f: Factor):
     return Int32(0) if f.value == 0.0 else word
 
 
+def fours_of(a, token, head, block):
+    """Place in o_sf, in units of 4 bytes, of the factors of 4 blocks of a row, `block` among them: the 128x4 layout."""
+    of_head = a.out.o_fp4.shape[2] * 2 // BLOCK // 4
+    row = token + a.out.o_sf_start
+    tile = (row >> 7) * (a.out.o_fp4.shape[1] * of_head) + head * of_head + (block >> 2)
+    return tile * 128 + (row & 31) * 4 + (row >> 5 & 3)
+
+
 @cute.jit
 def store_factor(a, token: Int32, head: Int32, block: Int32, f: Factor):
-    """The factor of a row's block, in the 128x4 layout."""
-    of_head = cutlass.const_expr(a.out.o_fp4.shape[2] * 2 // BLOCK)
-    row, column = token + a.out.o_sf_start, head * of_head + block
-    tile = (row >> 7) * (a.out.o_fp4.shape[1] * of_head // 4) + (column >> 2)
-    a.out.o_sf[tile * 512 + (row & 31) * 16 + (row >> 5 & 3) * 4 + (column & 3)] = f.byte.to(cutlass.Uint8)
+    """The factor of a row's block."""
+    a.out.o_sf[4 * fours_of(a, token, head, block) + (block & 3)] = f.byte.to(Uint8)
+
+
+@cute.jit
+def store_factors(a, token: Int32, head: Int32, block: Int32, word: Int32):
+    """The factors of 4 blocks from `block` on, a byte each."""
+    four = cute.make_rmem_tensor(4, Uint8)
+    cute.recast_tensor(four, Int32)[0] = word
+    cute.autovec_copy(four, cute.local_tile(a.out.o_sf, (4,), (fours_of(a, token, head, block),)))

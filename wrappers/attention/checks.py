@@ -147,6 +147,8 @@ def kernel_tensors(p: Problem) -> None:
         of = name("out")
         check_last_stride(f"{of}.data", p.out.data)
         _tma(f"{of}.data", p.out.data, TMA_BYTES)
+        if p.out.scale.data_ptr() % 4:
+            raise ValueError(f"{of}.scale: address {p.out.scale.data_ptr():#x}, must be a multiple of 4 bytes")
         if p.out.scale.numel() >= MOST_MASK:
             size = p.out.scale.numel()
             raise NotImplementedError(f"{of}.scale: {size} bytes; a CUDA kernel counts less than {MOST_MASK}")
