@@ -67,6 +67,7 @@ TILES = {  # (type of the cache, head_dim, rows of a warp) -> tile
     ("nvfp4", 64, 16): Tile(64, 512, 4, 2, 16),
     ("nvfp4", 128, 16): Tile(64, 256, 5, 2, 16),  # head_dim 256: O and Q of 16 rows are 192 registers of a thread
 }
+OF_E4M3 = tuple(product(("e4m3",), (64, 128)))
 GATHERED = tuple(product(("16-bit", "e4m3"), (64, 128)))
 DIMS = tuple(sorted({dim for _, dim, _ in TILES}))
 BLACKWELL = TILES | {("e4m3", 128, 16): Tile(64, 64, 12, 1, 16)}  # with 8 warps this one spills there
@@ -125,11 +126,13 @@ def supports(spec: Spec) -> Refusal | None:
 
 def shipped(arch: str) -> list[Spec]:
     """Every kernel takes every modifier: one of each types and head_dim, one more for calls of many rows; of `GATHERED`
-    one more each, for pages of any size. Others of those are compiled at their first call."""
+    one more each, for pages of any size. Of e4m3 queries those of `OF_E4M3`. Others are compiled at their first call."""
     found = []
-    for q, (kv, dim, rows) in product(DTYPES, TILES):
+    for q, (kv, dim, rows) in product(QUERIES, TILES):
+        if q == "e4m3" and (kv, dim) not in OF_E4M3:
+            continue
         spec = spec_of(q, q if kv == "16-bit" else kv, dim, rows, arch)
         found.append(spec)
-        if (kv, dim) in GATHERED:
+        if q != "e4m3" and (kv, dim) in GATHERED:
             found.append(replace(spec, kv=replace(spec.kv, source="gather")))
     return found if arch in ARCHS else []
