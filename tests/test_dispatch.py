@@ -25,10 +25,13 @@ def problems(phase):
             yield from of_dims
             continue
         base = replace(base, causal=True)
-        for (kind, dim, _), out, invariant in product(decode.TILES, (q, "e4m3"), (False, True)):
+        for (kind, dim, _), out, invariant in product(decode.TILES, (q, "e4m3", "nvfp4"), (False, True)):
             kv = q if kind == "16-bit" else kind
             yield replace(base, kv=kv, out=out, head_dim_qk=dim, head_dim_vo=dim, batch_invariant=invariant,
                           drafts=window, skip=cap)  # fmt: skip
+            if kv == "e4m3":
+                yield replace(base, q=kv, kv=kv, out="bf16" if out == q else out, head_dim_qk=dim, head_dim_vo=dim,
+                              batch_invariant=invariant)  # fmt: skip
 
 
 def serves(spec, problem):
@@ -49,9 +52,11 @@ def serves(spec, problem):
 
 
 def on_demand(spec):
-    """Whether the policy of `shipped` leaves a spec to its first call: pages of no TMA box, but for usual problems."""
-    usual = spec.dims in ((64, 64), (128, 128)) and not spec.kv.scaled
-    return spec.kv.source == "gather" and (not usual or spec.mask.causal == "never")
+    """Whether the policy of `shipped` leaves a spec to its first call: pages of no TMA box, but for usual problems, and
+    e4m3 queries of head_dim 256."""
+    usual = spec.dims in ((64, 64), (128, 128)) and not spec.kv.scaled and spec.q != "e4m3"
+    rare = spec.kv.source == "gather" and (not usual or spec.mask.causal == "never")
+    return rare or spec.q == "e4m3" and spec.head_dim_qk == 256
 
 
 def test_every_problem_of_prefill_gets_a_shipped_spec_that_serves_it():
@@ -126,15 +131,12 @@ def test_blocks_of_keys_do_not_depend_on_the_batch():
         ({"phase": "decode", "kv": "nvfp4", "source": "ragged"}, "attention.decode: source ragged"),
         ({"phase": "decode", "custom_mask": True}, "attention.decode: custom_mask True"),
         ({"phase": "decode", "alibi": True}, "attention.decode: alibi True"),
-        ({"out": "e4m3"}, "attention.sm90: out e4m3"),
-        ({"out": "nvfp4"}, "attention.sm90: out nvfp4"),
         ({"skip": True}, "attention.sm90: skip True"),
         ({"drafts": True}, "attention.sm90: drafts"),
         ({"phase": "decode", "head_dim_qk": 192}, "attention.decode: head_dim (192, 128)"),
         ({"phase": "decode", "head_dim_qk": 192, "head_dim_vo": 192}, "attention.decode: head_dim (192, 192)"),
         ({"phase": "decode", "causal": False}, "attention.decode: causal False"),
-        ({"phase": "decode", "out": "nvfp4"}, "attention.decode: out nvfp4"),
-        ({"phase": "decode", "q": "e4m3"}, "attention.decode: q e4m3"),
+        ({"phase": "decode", "q": "e4m3"}, "attention.decode: kv bf16"),
     ],
 )
 def test_what_is_refused_is_named(change, word):

@@ -37,7 +37,6 @@ FIELDS = {  # fact -> field of Problem
 }  # fmt: skip
 _Tensor = torch.Tensor  # module globals: an attribute look-up saved is 20 ns
 _empty, _empty_like = torch.empty, torch.empty_like
-E4M3 = checks.E4M3
 
 
 def facts_of(p: Problem) -> Facts:
@@ -91,6 +90,7 @@ class Plan:
     device: torch.device
     alone: bool  # the only device of the process
     dtype: torch.dtype | str  # of the output
+    wide: bool  # it has 16 bits
     like_query: bool  # the output has the query's dtype and head_dim: empty_like is 1 us cheaper than empty
     dim_vo: int
     token_bytes: int  # most of a token of a query or an output, where they are contiguous
@@ -151,9 +151,12 @@ class Plan:
             raise ValueError("out")
         return o
 
-    def pass_fp4(self, flat: list[Any], o: FP4Tensor, factor: float | None) -> None:
-        """Set what a launch knows of an NVFP4 output. factor: the forward scale."""
+    def pass_quantised(self, flat: list[Any], o: Any, factor: float | None) -> None:
+        """Set what a launch knows of an output of less than 16 bits. factor: the forward scale of an NVFP4 one."""
         at = self.at
+        if isinstance(o, torch.Tensor):
+            flat[at.o_fp8] = o.view(torch.uint8)
+            return
         if factor is None or not 0 < factor < INF:
             raise ValueError("out_sf_scale")
         flat[at.o_fp4], flat[at.o_sf] = o.data, o.scale.view(torch.uint8).view(-1)
@@ -226,6 +229,7 @@ def plan_for(p: Problem, arch: str, sms: int) -> Plan:
         device=device,
         alone=here.device_count() == 1,
         dtype=dtype,
+        wide=dtype in WIDE.values(),
         like_query=facts.head_dim_vo == p.q.shape[2] and dtype == p.q.dtype,
         dim_vo=facts.head_dim_vo,
         token_bytes=heads * max(p.q.shape[2] * p.q.element_size(), facts.head_dim_vo * size),
@@ -292,10 +296,8 @@ def run(p: Problem) -> Any:
     try:
         flat, at, lse = plan.flat.copy(), plan.at, p.lse
         o: Any = out
-        if o is None:
-            o = plan.new_output(q)
-        elif o.__class__ is FP4Tensor:
-            o = plan.given_fp4(q, o)
+        if o is None or o.__class__ is FP4Tensor:
+            o = plan.new_output(q) if o is None else plan.given_fp4(q, o)
         elif o.shape != (tokens, heads, plan.dim_vo) or not (whole := o.is_contiguous()) and overlap.folded(o):
             raise ValueError("out")
         else:
@@ -326,12 +328,10 @@ def run(p: Problem) -> Any:
             q, k, page_table = turned.q, turned.k, turned.requests.page_table
         flat[at.q], flat[at.k], flat[at.v], flat[at.kv_lens], flat[at.page_table] = q, k, v, kv_lens, page_table
         flat[at.scale_log2], flat[at.out_factor] = scale * LOG2E, out_scale + 0.0
-        if plan.dtype is E4M3:
-            flat[at.o_fp8] = o.view(torch.uint8)
-        elif o.__class__ is FP4Tensor:
-            plan.pass_fp4(flat, o, out_sf_scale)
-        else:
+        if plan.wide:
             flat[at.o] = o
+        else:
+            plan.pass_quantised(flat, o, out_sf_scale)
         if window_left >= 0:
             flat[at.window_left] = min(window_left, NO_WINDOW)
         if sinks is not None:

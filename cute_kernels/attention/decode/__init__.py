@@ -126,7 +126,7 @@ def supports(spec: Spec) -> Refusal | None:
 
 def shipped(arch: str) -> list[Spec]:
     """Every kernel takes every modifier: one of each types and head_dim, one more for calls of many rows; of `GATHERED`
-    one more each, for pages of any size. Of e4m3 queries those of `OF_E4M3`. Others are compiled at their first call."""
+    one more each, for pages of any size; of e4m3 queries `OF_E4M3`. Others are compiled at their first call."""
     found = []
     for q, (kv, dim, rows) in product(QUERIES, TILES):
         if q == "e4m3" and (kv, dim) not in OF_E4M3:

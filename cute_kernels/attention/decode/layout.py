@@ -54,9 +54,8 @@ def rows_at_once(spec):
 
 def passes(spec):
     """What the warps of a row add up one after the other: (first row of a warp, first column of a lane)."""
-    t = spec.tile
-    rows, columns = range(0, t.rows_per_warp, rows_at_once(spec)), range(0, spec.head_dim_vo // 8, columns_at_once(spec))
-    return tuple(product(rows, columns))
+    rows = range(0, spec.tile.rows_per_warp, rows_at_once(spec))
+    return tuple(product(rows, range(0, spec.head_dim_vo // 8, columns_at_once(spec))))
 
 
 def rows_of_pass(spec, low, left):
