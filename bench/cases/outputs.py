@@ -41,8 +41,8 @@ def known(
     phase: str, dtype: str, dim: int, heads: tuple[int, int], kv_dtype: str = "", lengths: tuple[int, ...] = (1,),
     device: torch.device | str = "cpu",
 ) -> Known:  # fmt: skip
-    """lengths: keys of the requests, powers of two or 0. Each has three tokens in prefill, which see all keys, in decode
-    one. heads: of the query, of the cache."""
+    """lengths: keys of the requests, powers of two or 0. A request of prefill has three tokens, which see all keys, one
+    of decode has one. heads: of the query, of the cache."""
     tokens, (heads_q, heads_kv), batch = 3 if phase == "prefill" else 1, heads, len(lengths)
     cached = TYPES[kv_dtype or dtype]
     rows = blocks_of(dim, heads_kv, batch, cached)
