@@ -15,6 +15,8 @@ from wrappers.explanation import problem_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 TOLERANCE = {"bf16": 1e-2, "fp16": 1e-3, "fp8": 5e-2}  # of a query's type, N(0, 1) data, against fp32; rtol = atol
+SF_SCALE = 100.0  # forward scale of NVFP4 outputs
+SF_START = 125  # their first row of factors, of 128 a tile
 SOFT_CAP_TOLERANCE = 1e-2
 LSE_TOLERANCE = 1e-3
 MANY_KEYS = 300  # keys from which on the tolerance shrinks as an output of N(0, 1) values does
@@ -113,6 +115,15 @@ class AttentionCase:
         """(T, 1, 1): of each token's output. Where n keys weigh alike, outputs and their errors shrink as n^-0.5."""
         shrunk = (self.keys_seen().clamp(min=MANY_KEYS) / MANY_KEYS) ** -0.5
         return (self.tolerance * abs(self.output_factor) * shrunk)[:, None, None]
+
+    def limit(self, want: torch.Tensor) -> torch.Tensor:
+        """Largest error of an output that should be `want` (T, Hq, D): the tolerance, and what its type rounds away."""
+        found = self.atol().to(want.device) + self.tolerance * want.abs()
+        if self.out_dtype == "fp8" or not self.out_dtype and self.dtype == "fp8":
+            found += 2.0**-4 * want.abs()
+        elif self.out_dtype == "nvfp4":  # half of the step between 4 and 6, of blocks whose largest is between
+            found += want.unflatten(-1, (-1, fp4.BLOCK)).abs().amax(-1).repeat_interleave(fp4.BLOCK, -1) / 5
+        return found
 
     @property
     def flops(self) -> int:
@@ -368,8 +379,17 @@ def _tensors(case: AttentionCase, p: Problem) -> dict[str, Any]:
         inputs["skip_softmax_threshold_scale_factor"] = case.skip
     if case.lse and not case.fresh:
         inputs["lse"] = distant(torch.full((tokens, case.heads_q), math.nan, device=device))
-    if (case.dtype != "fp8" or case.out_dtype) and not case.fresh:  # an fp8 query has several output types
-        every = 2 if case.strided_q else 1
+    every = 2 if case.strided_q else 1
+    if case.out_dtype == "nvfp4":
+        inputs["o_sf_scale"] = SF_SCALE
+    if case.fresh and case.out_dtype:
+        inputs["out_dtype"] = DTYPES.get(case.out_dtype, case.out_dtype)
+    elif case.out_dtype == "nvfp4":
+        data = torch.full((tokens, case.heads_q * every, case.head_dim_vo // 2), 0x7F, device=device)
+        rows, columns = fp4.round_up(SF_START + tokens, 128), case.heads_q * case.head_dim_vo // fp4.BLOCK
+        scale = torch.full((rows, columns), math.nan, device=device).to(torch.float8_e4m3fn)
+        inputs["out"] = fp4.FP4Tensor(data.to(torch.uint8)[:, ::every], scale, SF_START)
+    elif (case.out_dtype or case.dtype != "fp8") and not case.fresh:  # else, of an fp8 query, the caller chooses
         out = torch.full((tokens, case.heads_q * every, case.head_dim_vo), math.nan, device=device)
         inputs["out"] = distant(out.to(DTYPES[case.out_dtype or case.dtype])[:, ::every])
     return inputs
