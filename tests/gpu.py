@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from bench.cases import attention as cases
+from bench.cases import outputs
 from bench.cases.attention import AttentionCase
 from cute_kernels.attention.problem import Problem
 from cute_kernels.attention.sm90 import PACK_ROWS
 from tools import matrix
 from wrappers import fp4
+from wrappers.attention.op import serve
 
 OPS = {"context": "prefill", "decode": "decode", "xqa": "xqa"}  # AttentionCase.function -> Feature.op
 
@@ -139,6 +141,13 @@ def matches_reference(case: AttentionCase, device: Any, seed: int = 0) -> None:
     first = run(case.function, inputs)
     as_expected(case, first, want)
     same(run(case.function, inputs), first, case.name)
+
+
+def writes_bytes(known: outputs.Known, start: int) -> None:
+    """NVFP4 output, byte by byte, with what is around it."""
+    got, want = outputs.poisoned(known.o, start), outputs.quantised(known.o, start)
+    serve(known.problem._replace(out=got, out_sf_scale=outputs.SCALE))
+    assert all(map(torch.equal, outputs.bytes_of(got), outputs.bytes_of(want)))
 
 
 # ---- graphs and threads

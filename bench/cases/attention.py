@@ -387,8 +387,8 @@ def _tensors(case: AttentionCase, p: Problem) -> dict[str, Any]:
     elif case.out_dtype == "nvfp4":
         data = torch.full((tokens, case.heads_q * every, case.head_dim_vo // 2), 0x7F, device=device)
         rows, columns = fp4.round_up(SF_START + tokens, 128), case.heads_q * case.head_dim_vo // fp4.BLOCK
-        scale = torch.full((rows, columns), math.nan, device=device).to(torch.float8_e4m3fn)
-        inputs["out"] = fp4.FP4Tensor(data.to(torch.uint8)[:, ::every], scale, SF_START)
+        factors = torch.full((rows, columns), math.nan, device=device).to(torch.float8_e4m3fn)
+        inputs["out"] = fp4.FP4Tensor(data.to(torch.uint8)[:, ::every], factors, SF_START)
     elif (case.out_dtype or case.dtype != "fp8") and not case.fresh:  # else, of an fp8 query, the caller chooses
         out = torch.full((tokens, case.heads_q * every, case.head_dim_vo), math.nan, device=device)
         inputs["out"] = distant(out.to(DTYPES[case.out_dtype or case.dtype])[:, ::every])

@@ -16,7 +16,7 @@ from cute_kernels.attention import args, dispatch
 from cute_kernels.attention.problem import Problem as Facts
 
 from .. import fp4, machine, overlap, reference, scratch
-from ..checks import INF, checking
+from ..checks import INF, check_number, checking
 from ..fp4 import FP4Tensor
 from ..reference import LOG2E
 from . import checks, values
@@ -157,10 +157,10 @@ class Plan:
         if isinstance(o, torch.Tensor):
             flat[at.o_fp8] = o.view(torch.uint8)
             return
-        if factor is None or not 0 < factor < INF:
-            raise ValueError("out_sf_scale")
+        if factor.__class__ is not float or not 0 < factor < INF:
+            check_number("out_sf_scale", factor, positive=True)
         flat[at.o_fp4], flat[at.o_sf] = o.data, o.scale.view(torch.uint8).view(-1)
-        flat[at.o_sf_start], flat[at.o_sf_scale] = o.scale_start_index, float(factor)
+        flat[at.o_sf_start], flat[at.o_sf_scale] = o.scale_start_index, float(factor)  # type: ignore[arg-type]
 
     def equal_offsets(self, batch: int, length: int, capturing: bool) -> torch.Tensor:
         """int32 (batch + 1,), of requests of `length` query tokens each. Memory of a graph is not kept, nor is kept

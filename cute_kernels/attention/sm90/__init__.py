@@ -80,7 +80,8 @@ def headline(q: str, dims: tuple[int, int], causal: bool) -> Spec:
 
 
 def general(q: str, dims: tuple[int, int], pack: bool) -> Spec:
-    """The spec that takes every modifier as a value."""
+    """The spec that takes every modifier as a value. It writes 16 bits; a call that asks for e4m3 or NVFP4 gets one
+    with all `outputs`, compiled then."""
     mask, logits, tiles = MaskSpec("value", window=True), LogitsSpec(soft_cap=True), FP8_TILES if q == FP8 else TILES
     return AttentionSpec(q, KVSpec(q), (wide(q),), *dims, mask, logits, pack_gqa=pack, tile=cast(Tile, tiles.get(dims)))
 

@@ -174,7 +174,8 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
 def listed(case: AttentionCase, problem: Problem) -> Results:
     """(out, lse) of a problem that is no call of the case's function: what the public classes end in."""
     shape = len(problem.q), case.heads_q, case.head_dim_vo
-    out, lse = torch.full(shape, math.nan, dtype=problem.q.dtype), torch.full(shape[:2], math.nan)
+    dtype = cases.DTYPES[case.out_dtype or case.dtype]
+    out, lse = torch.full(shape, math.nan).to(dtype), torch.full(shape[:2], math.nan)
     serve(problem._replace(out=out, lse=lse))
     return out, lse
 
@@ -196,7 +197,8 @@ def launched(case: AttentionCase, problem: Problem) -> Results:
     elif not case.fresh and (data_of(out) is not data_of(inputs["out"]) or lse is not inputs.get("lse")):
         raise Fault("the results are not the tensors that the call gave for them")
     if isinstance(out, fp4.FP4Tensor):
-        if case.strided_q and not case.fresh and not (out.data._base[:, 1::2] == 0x7F).all():
+        base: Any = out.data._base
+        if case.strided_q and not case.fresh and not (base[:, 1::2] == 0x7F).all():
             raise Fault("the call writes beside its output")
         return fp4.load(out, cases.SF_SCALE), lse
     if case.strided_q and not case.fresh and not out._base[:, 1::2].isnan().all():
