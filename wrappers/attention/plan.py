@@ -132,8 +132,9 @@ class Plan:
         """Whether lse shares no byte with the query, the given output or itself."""
         if not lse.is_contiguous() and overlap.folded(lse):
             return False
-        outs = (q, out.data, out.scale) if out.__class__ is FP4Tensor else (q,) if out is None else (q, out)
-        return not any(overlap.overlap(lse, other) for other in outs)
+        if out.__class__ is FP4Tensor:
+            return not any(overlap.overlap(lse, t) for t in (q, out.data, out.scale))
+        return not overlap.overlap(lse, q) and (out is None or not overlap.overlap(lse, out))
 
     def new_output(self, q: torch.Tensor) -> Any:
         if self.like_query and q.is_contiguous():
