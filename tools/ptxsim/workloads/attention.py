@@ -149,6 +149,8 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
         for page in pages
         if page != page_size
     ]
+    if k.decodes:
+        other_boxes[-1] = replace(other_boxes[-1], out_dtype="nvfp4")
     if twin:
         box = replace(ragged, page_size=pages[-1], soft_cap=12.0) if k.general else other_boxes[-1]
         found = [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("boxes", (box,), sms)]
@@ -174,8 +176,11 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
 def listed(case: AttentionCase, problem: Problem) -> Results:
     """(out, lse) of a problem that is no call of the case's function: what the public classes end in."""
     shape = len(problem.q), case.heads_q, case.head_dim_vo
-    dtype = cases.DTYPES[case.out_dtype or case.dtype]
-    out, lse = torch.full(shape, math.nan).to(dtype), torch.full(shape[:2], math.nan)
+    lse = torch.full(shape[:2], math.nan)
+    if case.out_dtype == "nvfp4":
+        packed = serve(problem._replace(out_dtype="nvfp4", out_sf_scale=cases.SF_SCALE, lse=lse))
+        return fp4.load(packed, cases.SF_SCALE), lse
+    out = torch.full(shape, math.nan).to(cases.DTYPES[case.out_dtype or case.dtype])
     serve(problem._replace(out=out, lse=lse))
     return out, lse
 
