@@ -145,7 +145,7 @@ def matches_reference(case: AttentionCase, device: Any, seed: int = 0) -> None:
 
 def writes_bytes(known: outputs.Known, start: int) -> None:
     """NVFP4 output, byte by byte, with what is around it."""
-    got, want = outputs.poisoned(known.o, start), outputs.quantised(known.o, start)
+    got, want = outputs.poisoned(known.o.shape, start, known.o.device), outputs.quantised(known.o, start)
     serve(known.problem._replace(out=got, out_sf_scale=outputs.SCALE))
     assert all(map(torch.equal, outputs.bytes_of(got), outputs.bytes_of(want)))
 

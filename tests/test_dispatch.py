@@ -123,7 +123,6 @@ def test_blocks_of_keys_do_not_depend_on_the_batch():
 @pytest.mark.parametrize(
     "change, word",
     [
-        ({"q": "e4m3", "kv": "e4m3", "out": "e4m3"}, "attention.sm90: out e4m3"),
         ({"head_dim_qk": 96, "head_dim_vo": 96}, "attention.sm90: head_dim (96, 96)"),
         ({"head_dim_vo": 64}, "attention.sm90: head_dim (128, 64)"),
         ({"kv": "e4m3"}, "attention.sm90: kv e4m3"),

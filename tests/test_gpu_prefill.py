@@ -380,7 +380,6 @@ def test_a_tensor_on_the_cpu_is_refused(name):
 @pytest.mark.parametrize(
     "case,change,message",
     [
-        (replace(BASE, dtype="fp8"), {}, "query: .*q e4m3"),
         (replace(BASE, kv_dtype="fp8"), {}, "kv_cache .*kv e4m3"),
         (replace(BASE, kv_dtype="nvfp4"), {}, "kv_cache .*kv nvfp4"),
         (replace(BASE, head_dim_qk=80, head_dim_vo=80), {}, r"head_dim \(80, 80\)"),
@@ -399,7 +398,7 @@ def test_what_no_kernel_does(case, change, message):
     grid(
         BASE,
         DIMS,
-        values("dtype", "bf16", "fp16"),
+        values("dtype", "bf16", "fp16", "fp8"),
         {"e4m3": {"out_dtype": "fp8", "out_scale": 300.0}, "nvfp4": {"out_dtype": "nvfp4"}},
         {"rows": {}, "packed": {"q_lens": PACKED.q_lens, "kv_lens": PACKED.kv_lens}},
     ),

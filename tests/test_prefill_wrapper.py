@@ -401,7 +401,6 @@ def test_refused_before_a_launch(launches, name):
 @pytest.mark.parametrize(
     "case,change,error,message",
     [
-        (replace(PLAIN, dtype="fp8"), {"out": None}, NotImplementedError, "attention.sm90: out e4m3"),
         (replace(PLAIN, kv_dtype="fp8"), {}, NotImplementedError, "attention.sm90: kv e4m3"),
         (replace(PLAIN, kv_dtype="nvfp4"), {}, NotImplementedError, "attention.sm90: kv nvfp4"),
         (PLAIN, {"skip_softmax_threshold_scale_factor": 0.1}, NotImplementedError, "skip_softmax_.*: .*skip True"),

@@ -1,7 +1,6 @@
 """Attention cases and their inputs, shared by tests, bench and the simulator."""
 
 import math
-import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,9 @@ from wrappers import fp4, reference, trtllm_batch_context_with_kv_cache
 from wrappers.attention.problem import Problem, Requests
 from wrappers.explanation import problem_of
 
+from .memory import distant as _distant
+from .outputs import poisoned, rounded
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 TOLERANCE = {"bf16": 1e-2, "fp16": 1e-3, "fp8": 5e-2}  # of a query's type, N(0, 1) data, against fp32; rtol = atol
 SF_SCALE = 100.0  # forward scale of NVFP4 outputs
@@ -21,7 +23,6 @@ SOFT_CAP_TOLERANCE = 1e-2
 LSE_TOLERANCE = 1e-3
 MANY_KEYS = 300  # keys from which on the tolerance shrinks as an output of N(0, 1) values does
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
-FAR_BYTES = 1 << 31  # least distance of pages, tokens and rows of `far` tensors
 KEPT = 512  # last keys of `steps` data, whose scores are above those of the others
 STEP = 3.0  # by so many log2 units, with STEP_SCALE
 STEP_SCALE = STEP / 16 * math.log(2)
@@ -41,7 +42,7 @@ class AttentionCase:
     above all others (with STEP_SCALE), in "steps-mixed" below them for the last head. skip: threshold factor, with
     which `kept` last keys (0: all) must be left. drafts: a random mask of drafts; it and equal q_lens need no offsets.
     zero_page: a negative page id in each table. q_unit: of the first query, the next ones' are smaller by powers of 8.
-    far: pages, tokens and rows of all large tensors lie FAR_BYTES apart.
+    far: pages, tokens and rows of all large tensors lie `memory.FAR_BYTES` apart.
     """
 
     name: str
@@ -117,13 +118,8 @@ class AttentionCase:
         return (self.tolerance * abs(self.output_factor) * shrunk)[:, None, None]
 
     def limit(self, want: torch.Tensor) -> torch.Tensor:
-        """Largest error of an output that should be `want` (T, Hq, D): the tolerance, and what its type rounds away."""
-        found = self.atol().to(want.device) + self.tolerance * want.abs()
-        if self.out_dtype == "fp8" or not self.out_dtype and self.dtype == "fp8":
-            found += 2.0**-4 * want.abs()
-        elif self.out_dtype == "nvfp4":  # half of the step between 4 and 6, of blocks whose largest is between
-            found += want.unflatten(-1, (-1, fp4.BLOCK)).abs().amax(-1).repeat_interleave(fp4.BLOCK, -1) / 5
-        return found
+        """Largest error of an output that should be `want` (T, Hq, D)."""
+        return self.atol().to(want.device) + self.tolerance * want.abs() + rounded(want, self.out_dtype or self.dtype)
 
     @property
     def flops(self) -> int:
@@ -276,15 +272,6 @@ def _laid_out(case: AttentionCase, k: torch.Tensor, v: torch.Tensor) -> Any:
     return k.unsqueeze(1) if case.cache == "shared" else (k, v)
 
 
-def _distant(t: torch.Tensor) -> torch.Tensor:
-    """A copy whose first dimension has a stride of FAR_BYTES; what lies between is address space, not memory."""
-    step = FAR_BYTES // t.element_size()
-    size = len(t) * FAR_BYTES + t.numel() * t.element_size()
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python names from 3.13 on
-    whole = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8).view(t.dtype)
-    return whole.as_strided(t.shape, (step, *t.contiguous().stride()[1:])).copy_(t)
-
-
 def make_problem(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> Problem:
     """What the case computes, in the reference's terms; its query may be a slice of a wider tensor."""
     gen = torch.Generator(torch.device(device)).manual_seed(seed)
@@ -381,14 +368,8 @@ def _tensors(case: AttentionCase, p: Problem) -> dict[str, Any]:
         inputs["lse"] = distant(torch.full((tokens, case.heads_q), math.nan, device=device))
     every = 2 if case.strided_q else 1
     if case.out_dtype == "nvfp4":
-        inputs["o_sf_scale"] = SF_SCALE
-    if case.fresh and case.out_dtype:
-        inputs["out_dtype"] = DTYPES.get(case.out_dtype, case.out_dtype)
-    elif case.out_dtype == "nvfp4":
-        data = torch.full((tokens, case.heads_q * every, case.head_dim_vo // 2), 0x7F, device=device)
-        rows, columns = fp4.round_up(SF_START + tokens, 128), case.heads_q * case.head_dim_vo // fp4.BLOCK
-        factors = torch.full((rows, columns), math.nan, device=device).to(torch.float8_e4m3fn)
-        inputs["out"] = fp4.FP4Tensor(data.to(torch.uint8)[:, ::every], factors, SF_START)
+        packed = poisoned((tokens, case.heads_q, case.head_dim_vo), SF_START, device, every)
+        inputs |= {"o_sf_scale": SF_SCALE, "out": None if case.fresh else packed, "out_dtype": "nvfp4"}
     elif (case.out_dtype or case.dtype != "fp8") and not case.fresh:  # else, of an fp8 query, the caller chooses
         out = torch.full((tokens, case.heads_q * every, case.head_dim_vo), math.nan, device=device)
         inputs["out"] = distant(out.to(DTYPES[case.out_dtype or case.dtype])[:, ::every])

@@ -13,7 +13,7 @@ PAGE = 16
 TIES = (6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # of the codes, under a factor of 1
 FACTOR = 0.375  # on the output; keeps ties
 SCALE = 32.0  # forward scale with which blocks of all kinds have some factors saturated, denormal and, of 16 bits, 0
-POISON = 0x55
+POISON = 0x7F  # as a factor NaN
 
 
 class Known(NamedTuple):
@@ -65,13 +65,26 @@ def known(
     return Known(problem, o * FACTOR)
 
 
-def poisoned(o: torch.Tensor, start: int) -> fp4.FP4Tensor:
-    """An NVFP4 output of o's shape, its factors from row `start` on, all bytes POISON."""
-    tokens, heads, dim = o.shape
-    data = torch.full((tokens, heads, dim // 2), POISON, dtype=torch.uint8, device=o.device)
-    shape = fp4.round_up(start + tokens, fp4.SCALE_TILE[0]), heads * dim // fp4.BLOCK
-    scale = torch.full(shape, POISON, dtype=torch.uint8, device=o.device)
-    return fp4.FP4Tensor(data, scale.view(torch.float8_e4m3fn), start)
+def poisoned(
+    shape: tuple[int, ...], start: int, device: torch.device | str = "cpu", every: int = 1
+) -> fp4.FP4Tensor:
+    """An NVFP4 output (T, Hq, D), its factors from row `start` on, all bytes POISON. every: its heads are every second,
+    third, ... of its memory's."""
+    tokens, heads, dim = shape
+    data = torch.full((tokens, heads * every, dim // 2), POISON, dtype=torch.uint8, device=device)
+    size = fp4.round_up(start + tokens, fp4.SCALE_TILE[0]), heads * dim // fp4.BLOCK
+    scale = torch.full(size, POISON, dtype=torch.uint8, device=device)
+    return fp4.FP4Tensor(data[:, ::every], scale.view(torch.float8_e4m3fn), start)
+
+
+def rounded(o: torch.Tensor, dtype: str) -> float | torch.Tensor:
+    """Bound of what a quantised output rounds away."""
+    if dtype == "fp8":
+        return 2.0**-4 * o.abs()
+    if dtype != "nvfp4":
+        return 0.0
+    # half of the step between 4 and 6, of blocks whose largest is between
+    return o.unflatten(-1, (-1, fp4.BLOCK)).abs().amax(-1).repeat_interleave(fp4.BLOCK, -1) / 5
 
 
 def bytes_of(t: fp4.FP4Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,7 +93,7 @@ def bytes_of(t: fp4.FP4Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantised(o: torch.Tensor, start: int) -> fp4.FP4Tensor:
-    """What a kernel must make of `poisoned(o, start)`, with SCALE."""
-    want = poisoned(o, start)
+    """What a kernel must make of `poisoned(o.shape, start)`, with SCALE."""
+    want = poisoned(tuple(o.shape), start, o.device)
     fp4.store(o, want, SCALE)
     return want
