@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from bench.cases import attention as cases
+from bench.cases import outputs
 from bench.cases.attention import AttentionCase
 from cute_kernels.attention.problem import Problem
 from cute_kernels.attention.sm90 import PACK_ROWS
 from tools import matrix
+from wrappers import fp4
+from wrappers.attention.op import serve
 
 OPS = {"context": "prefill", "decode": "decode", "xqa": "xqa"}  # AttentionCase.function -> Feature.op
 
@@ -90,7 +93,10 @@ def call_of(case: AttentionCase, device: Any, seed: int = 0) -> tuple[Inputs, tu
 def run(function: str, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o (T, Hq, Dvo), lse or None): copies, so that a second run cannot pass on the first one's result."""
     for t in (inputs.get(name) for name in ("out", "output", "lse")):
-        if t is not None and t.element_size() == 1:
+        if isinstance(t, fp4.FP4Tensor):
+            t.data.fill_(0x7F)
+            t.scale.view(torch.uint8).fill_(0x7F)
+        elif t is not None and t.element_size() == 1:
             t.view(torch.uint8).fill_(0x7F)  # e4m3's NaN
         elif t is not None:
             t.fill_(math.nan)
@@ -98,6 +104,8 @@ def run(function: str, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tens
     if function == "xqa":
         result = inputs["output"]
     o, lse = result if inputs.get("return_lse") else (result, None)
+    if isinstance(o, fp4.FP4Tensor):
+        o = fp4.load(o, inputs["o_sf_scale"])
     return o.flatten(0, -3).clone(), None if lse is None else lse.clone()
 
 
@@ -116,8 +124,7 @@ def close(got: Sequence[Any], want: Sequence[Any], rtol: float, atol: Any, what:
 
 def as_expected(case: AttentionCase, got: Sequence[Any], want: Sequence[Any]) -> None:
     """The result of a case against its reference."""
-    rtol = case.tolerance + (2.0**-4 if case.out_dtype == "fp8" else 0.0)
-    close(got, want, rtol, case.atol().to(want[0].device), case.name)
+    close(got, want, 0.0, case.limit(want[0]), case.name)
 
 
 def same(a: Sequence[Any], b: Sequence[Any], what: object = "") -> None:
@@ -134,6 +141,13 @@ def matches_reference(case: AttentionCase, device: Any, seed: int = 0) -> None:
     first = run(case.function, inputs)
     as_expected(case, first, want)
     same(run(case.function, inputs), first, case.name)
+
+
+def writes_bytes(known: outputs.Known, start: int) -> None:
+    """NVFP4 output, byte by byte, with what is around it."""
+    got, want = outputs.poisoned(known.o.shape, start, known.o.device), outputs.quantised(known.o, start)
+    serve(known.problem._replace(out=got, out_sf_scale=outputs.SCALE))
+    assert all(map(torch.equal, outputs.bytes_of(got), outputs.bytes_of(want)))
 
 
 # ---- graphs and threads

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from bench.cases import attention as cases
+from bench.cases import memory
 from bench.cases.attention import AttentionCase
 from cute_kernels import catalog
 from cute_kernels.attention.args import fields
@@ -49,7 +50,7 @@ def test_far_tensors_lie_far_apart():
     case = AttentionCase("", far=True, kv_dtype="nvfp4", function="decode")
     inputs = cases.decode_arguments(case, cases.make_problem(case))
     tensors = [inputs["query"], inputs["out"], inputs["lse"], *inputs["kv_cache"], *inputs["kv_cache_sf"]]
-    assert all(t.stride(0) * t.element_size() == cases.FAR_BYTES for t in tensors)
+    assert all(t.stride(0) * t.element_size() == memory.FAR_BYTES for t in tensors)
 
 
 def test_tolerance_shrinks_with_the_keys():

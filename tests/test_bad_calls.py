@@ -362,7 +362,7 @@ class Kernels(FakeMachine):
 
 
 UNSERVED = (  # no kernel
-    "context, nvfp4 cache", "context, nvfp4 output", "packbits", "segment_packbits", "merge_state",
+    "context, nvfp4 cache", "packbits", "segment_packbits", "merge_state",
     "merge_state_in_place", "merge_states", "get_seq_lens", "get_batch_indices_positions", "append",
     "append, quantised",
 )  # fmt: skip
@@ -405,8 +405,8 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     "context": {
         "max_q_len": {"far"},  # a bound
         "window_left": {"None", "far", "negative"},  # off, all keys, off
-        "out": NONE_ONLY, "o_sf_scale": NONE_ONLY, "o_sf_vec_size": NONE_ONLY, "enable_pdl": NONE_ONLY,
-        "sinks": NONE_ONLY, "use_fp16_softmax": NONE_ONLY, "uses_spcompress": NONE_ONLY,
+        "out": {"None", "float16", "float8_e4m3fn"}, "o_sf_scale": NONE_ONLY, "o_sf_vec_size": NONE_ONLY,
+        "enable_pdl": NONE_ONLY, "sinks": NONE_ONLY, "use_fp16_softmax": NONE_ONLY, "uses_spcompress": NONE_ONLY,
         "skip_softmax_threshold_scale_factor": {"None", "zero"}, "logits_soft_cap": {"None", "zero"},
         "lse": {"None", "strided"}, "bmm2_scale": {"zero", "negative"},
         "block_tables": {"columns"},  # one that no request needs
@@ -417,7 +417,8 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     "decode, ragged": {
         "max_q_len": {"far"}, "q_len_per_req": {"None", "far", "negative"},  # a bound, and not used
         "window_left": {"None", "far", "negative"}, "o_scale": NONE_ONLY, "o_sf_scale": NONE_ONLY,
-        "out": {"None", "float8_e4m3fn"}, "enable_pdl": NONE_ONLY, "o_sf_vec_size": NONE_ONLY, "sinks": NONE_ONLY,
+        "out": {"None", "float16", "float8_e4m3fn"}, "enable_pdl": NONE_ONLY, "o_sf_vec_size": NONE_ONLY,
+        "sinks": NONE_ONLY,
         "skip_softmax_threshold_scale_factor": {"None", "zero"}, "logits_soft_cap": {"None", "zero"},
         "lse": {"None", "strided"}, "bmm1_scale_log2": NONE_ONLY, "bmm2_scale": {"zero", "negative"},
         "block_tables": {"columns"}, "kv_cache": {"K a row more", "V a row more"},
@@ -485,9 +486,9 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
 }  # fmt: skip
 SCALES = {"zero", "negative"}
 ON_CPU: dict[str, dict[str, set[str]]] = {  # by the reference, where no kernel serves it
-    "context": {"bmm1_scale": SCALES, "out": {"float16", "float8_e4m3fn"}},
+    "context": {"bmm1_scale": SCALES},
     "context, stacked": {"kv_cache": {"float8_e4m3fn"}},
-    "decode, ragged": {"bmm1_scale": SCALES, "out": {"float16"}},
+    "decode, ragged": {"bmm1_scale": SCALES},
     "xqa": {"q_scale": SCALES, "kv_scale": SCALES},
 }
 VALUES = {"nan tensor", "inf tensor"}

@@ -9,7 +9,7 @@ import torch
 import wrappers
 from bench.cases import attention as cases
 from tests.test_prefill_wrapper import SMS, check, here, launches  # noqa: F401 - fixtures
-from wrappers import scratch, trtllm_batch_decode_with_kv_cache, xqa
+from wrappers import machine, scratch, trtllm_batch_decode_with_kv_cache, xqa
 from wrappers.attention import checks
 
 CASES = {name: case for name, case in cases.EDGE.items() if case.causal}
@@ -341,6 +341,50 @@ def test_e4m3_output(request, launched, given):
     got, _ = trtllm_batch_decode_with_kv_cache(**inputs)
     assert got.dtype == torch.float8_e4m3fn and (not given or got is out) and (o.abs() > 448).any()
     torch.testing.assert_close(got.float(), o.clamp(-448, 448), rtol=0.07, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_launches_of_nvfp4_output(launches, phase, dtype):  # noqa: F811
+    """Given or new, at a row of the factors or from the first one on; in a known call as in a new one."""
+    if (phase, dtype) == ("prefill", "fp8"):
+        pytest.skip("no kernel")
+    case = replace(PLAIN, dtype=dtype, kv_dtype="fp8" if dtype == "fp8" else "", out_dtype="nvfp4", strided_q=True)
+    inputs, public = cases.make_inputs(case), wrappers.trtllm_batch_context_with_kv_cache
+    want = wrappers.fp4.nvfp4_quantize(cases.reference_of(inputs)[0].flatten(1), cases.SF_SCALE)
+    if phase == "decode":
+        inputs, public = cases.as_decode(inputs), trtllm_batch_decode_with_kv_cache
+    given, tokens = inputs["out"], len(want[0])
+    for out in (given, None, given):
+        got, _ = public(**inputs | {"out": out, "out_dtype": "nvfp4", "o_sf_vec_size": 16})
+        factors = wrappers.fp4.read_scales(got.scale, tokens, want[1].shape[1], got.scale_start_index)
+        assert torch.equal(got.data.flatten(1), want[0]) and torch.equal(factors.float(), want[1].float())
+        assert out is None or got.data is out.data and got.scale is out.scale
+        assert got.original_shape == (tokens, case.heads_q, case.head_dim_vo)
+    assert [a.o_sf_start for a in launches] == [cases.SF_START, 0, cases.SF_START]
+    assert all(len(a.o) == len(a.o_fp8) == 0 and a.o_sf_scale == cases.SF_SCALE for a in launches)
+
+
+def test_memory_of_a_known_nvfp4_output(launches):  # noqa: F811
+    """Apart from the query; addressed as compiled code checks at every call, and a new call's plan before."""
+    inputs = decode_of(replace(PLAIN, out_dtype="nvfp4"))
+    good, size = inputs["out"], inputs["out"].data.numel()
+    trtllm_batch_decode_with_kv_cache(**inputs)
+    query, shape = inputs["query"].view(torch.uint8).flatten(), good.data.shape
+    scale = torch.zeros(good.scale.numel() + 4, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    loose = torch.zeros(size + 16, dtype=torch.uint8)
+    bad = {
+        "^out.data: .* overlaps the memory of query": (query[:size].view(shape), good.scale),
+        "^out.data: address": (loose[1 : size + 1].view(shape), good.scale),
+        "^out.scale: address": (good.data, scale[1:-3].view(good.scale.shape)),
+        "^out.data: shape": (torch.zeros(*shape[:2], shape[2] * 2, dtype=torch.uint8)[:, :2], good.scale),
+    }
+    for message, (data, factors) in bad.items():
+        if "address" in message:
+            machine.current.plans.clear()
+        with pytest.raises(ValueError, match=message):
+            trtllm_batch_decode_with_kv_cache(**inputs | {"out": wrappers.FP4Tensor(data, factors)})
+    assert len(launches) == 1
 
 
 @pytest.mark.parametrize("launched", [False, True])

@@ -21,14 +21,19 @@ def problems(phase):
     for q, page, group, causal, window, cap, rows in every:
         base = Problem(q, q, q, 128, 128, page, group, rows, phase, causal, window, soft_cap=cap)
         if phase == "prefill":
-            of_dims = (replace(base, head_dim_qk=qk, head_dim_vo=vo) for qk, vo in sm90.TILES)
-            yield from of_dims
+            for qk, vo in sm90.TILES:
+                yield replace(base, head_dim_qk=qk, head_dim_vo=vo)
+                for out in (q, "e4m3", "nvfp4"):
+                    yield replace(base, head_dim_qk=qk, head_dim_vo=vo, q="e4m3", kv="e4m3", out=out)
             continue
         base = replace(base, causal=True)
-        for (kind, dim, _), out, invariant in product(decode.TILES, (q, "e4m3"), (False, True)):
+        for (kind, dim, _), out, invariant in product(decode.TILES, (q, "e4m3", "nvfp4"), (False, True)):
             kv = q if kind == "16-bit" else kind
             yield replace(base, kv=kv, out=out, head_dim_qk=dim, head_dim_vo=dim, batch_invariant=invariant,
                           drafts=window, skip=cap)  # fmt: skip
+            if kv == "e4m3":
+                yield replace(base, q=kv, kv=kv, out="bf16" if out == q else out, head_dim_qk=dim, head_dim_vo=dim,
+                              batch_invariant=invariant)  # fmt: skip
 
 
 def serves(spec, problem):
@@ -49,9 +54,13 @@ def serves(spec, problem):
 
 
 def on_demand(spec):
-    """Whether the policy of `shipped` leaves a spec to its first call: pages of no TMA box, but for usual problems."""
-    usual = spec.dims in ((64, 64), (128, 128)) and not spec.kv.scaled
-    return spec.kv.source == "gather" and (not usual or spec.mask.causal == "never")
+    """Whether the policy of `shipped` leaves a spec to its first call: pages of no TMA box, but for usual problems, and
+    e4m3 queries of other head dims than 64 and 128, or, in prefill, with an output in fp16."""
+    usual = spec.dims in ((64, 64), (128, 128)) and not spec.kv.scaled and spec.q != "e4m3"
+    rare = spec.kv.source == "gather" and (not usual or spec.mask.causal == "never")
+    if spec.q == "e4m3":
+        rare = rare or spec.dims not in ((64, 64), (128, 128)) or spec.out[0] == "fp16"
+    return rare
 
 
 def test_every_problem_of_prefill_gets_a_shipped_spec_that_serves_it():
@@ -71,7 +80,8 @@ def test_skip_softmax_of_prefill_joins_every_kernel():
     """A call with a factor runs the spec of the call without one, and skip; others have no argument for a threshold."""
     for problem in problems("prefill"):
         (_, plain), (_, spec) = (dispatch.select(replace(problem, skip=skip), ARCH) for skip in (False, True))
-        assert spec == replace(plain, logits=replace(plain.logits, skip=True))
+        tile = sm90.FP8_TILES[spec.dims] if spec.q == "e4m3" else plain.tile
+        assert spec == replace(plain, logits=replace(plain.logits, skip=True), tile=tile)
         assert args.has(spec, "skip_threshold") and not args.has(plain, "skip_threshold")
 
 
@@ -128,7 +138,6 @@ def test_blocks_of_keys_do_not_depend_on_the_batch():
 @pytest.mark.parametrize(
     "change, word",
     [
-        ({"q": "e4m3", "kv": "e4m3", "out": "e4m3"}, "attention.sm90: out e4m3"),
         ({"head_dim_qk": 96, "head_dim_vo": 96}, "attention.sm90: head_dim (96, 96)"),
         ({"head_dim_vo": 64}, "attention.sm90: head_dim (128, 64)"),
         ({"kv": "e4m3"}, "attention.sm90: kv e4m3"),
@@ -136,14 +145,11 @@ def test_blocks_of_keys_do_not_depend_on_the_batch():
         ({"phase": "decode", "kv": "nvfp4", "source": "ragged"}, "attention.decode: source ragged"),
         ({"phase": "decode", "custom_mask": True}, "attention.decode: custom_mask True"),
         ({"phase": "decode", "alibi": True}, "attention.decode: alibi True"),
-        ({"out": "e4m3"}, "attention.sm90: out e4m3"),
-        ({"out": "nvfp4"}, "attention.sm90: out nvfp4"),
         ({"drafts": True}, "attention.sm90: drafts"),
         ({"phase": "decode", "head_dim_qk": 192}, "attention.decode: head_dim (192, 128)"),
         ({"phase": "decode", "head_dim_qk": 192, "head_dim_vo": 192}, "attention.decode: head_dim (192, 192)"),
         ({"phase": "decode", "causal": False}, "attention.decode: causal False"),
-        ({"phase": "decode", "out": "nvfp4"}, "attention.decode: out nvfp4"),
-        ({"phase": "decode", "q": "e4m3"}, "attention.decode: q e4m3"),
+        ({"phase": "decode", "q": "e4m3"}, "attention.decode: kv bf16"),
     ],
 )
 def test_what_is_refused_is_named(change, word):

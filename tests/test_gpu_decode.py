@@ -8,6 +8,7 @@ import torch
 
 import wrappers
 from bench.cases import attention as cases
+from bench.cases import outputs
 from bench.cases.planted import KEPT, STEP, STEP_SCALE
 from tests import gpu
 from tests.gpu import captured, close, dims, feature, features, grid, in_threads, same, values
@@ -375,6 +376,37 @@ XQA_FORMS = {
 
 @pytest.mark.parametrize("case", grid(XQA, XQA_FORMS, values("window_left", -1, 0, 199)))
 def test_xqa(case):
+    matches_reference(case)
+
+
+@pytest.mark.parametrize("case", grid(replace(D128, kv_lens=(9000, 1, 0, 300), out_dtype="nvfp4"), CACHES, TYPES))
+def test_nvfp4_output(case):
+    matches_reference(case)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("heads", [(4, 2), (12, 1)], ids=str)
+@pytest.mark.parametrize("types", [("bf16", ""), ("fp16", "e4m3"), ("e4m3", "")], ids=str)
+@feature("decode output NVFP4")
+def test_bytes_of_nvfp4_output(types, heads, dim):
+    """The quantiser's, of whole tiles and merged ones, from any row of the factors on."""
+    q, kv = types
+    known = outputs.known("decode", q, dim, heads, kv, (1 << 14, 1, 0, 512, 16), CUDA)
+    for start in (0, 127, 300):
+        gpu.writes_bytes(known, start)
+
+
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        replace(D128, dtype="fp8", kv_lens=(9000, 1, 0, 300)),
+        values("kv_dtype", "fp8", "nvfp4"),
+        DIMS,
+        values("out_dtype", "bf16", "fp16", "fp8", "nvfp4"),
+        {"": {}, "12 rows": {"q_lens": (3, 1, 1, 2)}},
+    ),
+)
+def test_e4m3_queries(case):
     matches_reference(case)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bench.cases import attention as cases
+from bench.cases import outputs
 from bench.cases.planted import STEP_SCALE
 from tests import gpu
 from tests.gpu import captured, dims, feature, features, grid, in_threads, marked, same, values
@@ -411,7 +412,6 @@ def test_a_tensor_on_the_cpu_is_refused(name):
 @pytest.mark.parametrize(
     "case,change,message",
     [
-        (replace(BASE, dtype="fp8"), {}, "query: .*q e4m3"),
         (replace(BASE, kv_dtype="fp8"), {}, "kv_cache .*kv e4m3"),
         (replace(BASE, kv_dtype="nvfp4"), {}, "kv_cache .*kv nvfp4"),
         (replace(BASE, head_dim_qk=80, head_dim_vo=80), {}, r"head_dim \(80, 80\)"),
@@ -422,6 +422,35 @@ def test_a_tensor_on_the_cpu_is_refused(name):
 def test_what_no_kernel_does(case, change, message):
     with pytest.raises(NotImplementedError, match=message):
         trtllm_batch_context_with_kv_cache(**make(case, **change))
+
+
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        BASE,
+        DIMS,
+        values("dtype", "bf16", "fp16", "fp8"),
+        {"e4m3": {"out_dtype": "fp8", "out_scale": 300.0}, "nvfp4": {"out_dtype": "nvfp4"}},
+        {"rows": {}, "packed": {"q_lens": PACKED.q_lens, "kv_lens": PACKED.kv_lens}},
+    ),
+)
+def test_quantised_outputs(case):
+    gpu.matches_reference(case, CUDA)
+
+
+@pytest.mark.parametrize("case", grid(BASE, {"fp16": {"dtype": "bf16", "out_dtype": "fp16"}}, DIMS))
+def test_the_other_16_bits(case):
+    gpu.matches_reference(case, CUDA)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("heads", [(8, 8), (4, 1)], ids=str)
+@feature("prefill output NVFP4")
+def test_bytes_of_nvfp4_output(heads, dim):
+    """The quantiser's, from any row of the factors on; a request has no keys."""
+    known = outputs.known("prefill", "bf16", dim, heads, "", (512, 1, 0, 128), CUDA)
+    for start in (0, 126, 300):
+        gpu.writes_bytes(known, start)
 
 
 @pytest.mark.parametrize("shift", [1, 4])

@@ -411,9 +411,6 @@ REFUSED = {  # what no kernel is meant to do: call -> (it, what the message says
     "scales of heads of V": (lambda: family("single", scales="v"), "v_scale: .*sm90: head_scales True: .* one factor"),
     "ragged NVFP4": (lambda: family("ragged", HALF, NVFP4), "k: .*sm90: source ragged: block-scaled caches have pages"),
     "single NVFP4": (lambda: family("single", E4M3, NVFP4), "k: .*sm90: source ragged: block-scaled caches have pages"),
-    "e4m3 query, decode": (
-        lambda: trtllm("decode", "fp8", out_dtype=HALF), "query: .*decode: q e4m3: the kernel has bf16, fp16",
-    ),
 }  # fmt: skip
 
 

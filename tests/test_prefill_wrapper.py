@@ -181,25 +181,31 @@ def emulate(op, spec, launches):
             interleaved=bool(getattr(a, "v_scales_interleaved", 0)), **factors,
         )  # fmt: skip
         o, lse = reference.paged_attention(problem)
-        fp8 = getattr(a, "o_fp8", ())
-        reference.store(o, fp8.view(E4M3) if len(fp8) else a.o)
+        fp8, packed = getattr(a, "o_fp8", ()), getattr(a, "o_fp4", ())
+        if len(packed):
+            scale = a.o_sf.view(E4M3).view(-1, packed[0].numel() * 2 // fp4.BLOCK)
+            reference.store(o, FP4Tensor(packed, scale, a.o_sf_start), a.o_sf_scale)
+        else:
+            reference.store(o, fp8.view(E4M3) if len(fp8) else a.o)
         if len(a.lse):
             a.lse.copy_(lse)
 
     return kernel
 
 
-RANKS = dict(q=3, k=4, v=4, o=3, lse=2, page_table=3, k_scales=4, v_scales=4, o_fp8=3, draft_mask=2, o_partial=3)
-INTEGERS = ("grid", "counter_base", "enable_pdl", "window_left", "causal", "v_scales_interleaved", "blocks_per_split")
-FLOATS = ("scale_log2", "out_factor", "soft_cap", "skip_threshold")
+RANKS = dict(q=3, k=4, v=4, o=3, lse=2, page_table=3, k_scales=4, v_scales=4, o_fp8=3, o_fp4=3, draft_mask=2,
+             o_partial=3)  # fmt: skip
+INTEGERS = ("grid", "counter_base", "enable_pdl", "window_left", "causal", "v_scales_interleaved", "blocks_per_split",
+            "o_sf_start")  # fmt: skip
+FLOATS = ("scale_log2", "out_factor", "soft_cap", "skip_threshold", "o_sf_scale")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": E4M3, "nvfp4": torch.uint8}
 
 
 def check_arguments(spec, a):
     """What compiled code checks of its arguments, and what their callers promise."""
-    dtype, fp32 = {"bf16": torch.bfloat16, "fp16": torch.float16}[spec.q], torch.float32
-    cached = {"e4m3": E4M3, "nvfp4": torch.uint8}.get(spec.kv.dtype, dtype)
-    types = dict(q=dtype, k=cached, v=cached, o=dtype, lse=fp32, sink=fp32, scale=fp32, out_scale=fp32, o_partial=fp32)
-    types |= dict.fromkeys(("k_scales", "v_scales", "o_fp8"), torch.uint8)
+    types = dict.fromkeys(("lse", "sink", "scale", "out_scale", "o_partial"), torch.float32)
+    types |= dict.fromkeys(("k", "v"), DTYPES[spec.kv.dtype]) | dict(q=DTYPES[spec.q], o=DTYPES[spec.out[0]])
+    types |= dict.fromkeys(("k_scales", "v_scales", "o_fp8", "o_fp4", "o_sf"), torch.uint8)
     for name, value in vars(a).items():
         if name in INTEGERS or name in FLOATS:
             if type(value) is not (int if name in INTEGERS else float):
@@ -213,18 +219,21 @@ def check_arguments(spec, a):
             raise ValueError(f"last stride of {name}")
     packed = 2 if spec.kv.dtype == "nvfp4" else 1
     last = dict(q=spec.head_dim_qk, k=spec.head_dim_qk // packed, v=spec.head_dim_vo // packed, o=spec.head_dim_vo,
-                o_fp8=spec.head_dim_vo, k_scales=spec.head_dim_qk // 16, v_scales=spec.head_dim_vo // 16,
-                o_partial=spec.head_dim_vo + 4)  # fmt: skip
+                o_fp8=spec.head_dim_vo, o_fp4=spec.head_dim_vo // 2, o_partial=spec.head_dim_vo + 4,
+                k_scales=spec.head_dim_qk // 16, v_scales=spec.head_dim_vo // 16)  # fmt: skip
     if any(getattr(a, name).shape[-1] != size for name, size in last.items() if hasattr(a, name)):
         raise ValueError("last dimension")
     tokens, heads, _ = a.q.shape
     promised(a.k.shape[1:3] == a.v.shape[1:3] and (len(a.k) == 0) == (len(a.v) == 0) and heads % a.k.shape[1] == 0)
     if packed == 2:
         promised(a.k_scales.shape[:3] == a.k.shape[:3] and a.v_scales.shape[:3] == a.v.shape[:3])
-    for name in ("o", "o_fp8", "lse", "draft_mask"):
+    for name in ("o", "o_fp8", "o_fp4", "lse", "draft_mask"):
         t = getattr(a, name, a.lse)
         promised(len(t) in (0, tokens) and (name == "draft_mask" or t.shape[1] == heads), name)
-    promised((len(getattr(a, "o_fp8", ())) == 0) != (len(a.o) == 0) or tokens == 0)
+    promised(sum(len(getattr(a, name, ())) > 0 for name in ("o", "o_fp8", "o_fp4")) == 1 or tokens == 0)
+    if len(getattr(a, "o_fp4", ())):
+        rows, left = divmod(len(a.o_sf), heads * spec.head_dim_vo // fp4.BLOCK)
+        promised(rows % 128 == left == 0 <= a.o_sf_start <= rows - tokens and a.o_sf_scale > 0)
     batch = len(a.kv_lens)
     promised(a.page_table.shape[:2] == (batch, 2) and a.cu_seqlens_q.shape == (batch + 1,))
     promised(len(a.sink) in (0, heads) and len(a.scale) in (0, 1) and len(a.out_scale) in (0, 1))
@@ -392,11 +401,8 @@ def test_refused_before_a_launch(launches, name):
 @pytest.mark.parametrize(
     "case,change,error,message",
     [
-        (replace(PLAIN, dtype="fp8"), {"out": None}, NotImplementedError, "attention.sm90: out e4m3"),
         (replace(PLAIN, kv_dtype="fp8"), {}, NotImplementedError, "attention.sm90: kv e4m3"),
         (replace(PLAIN, kv_dtype="nvfp4"), {}, NotImplementedError, "attention.sm90: kv nvfp4"),
-        (PLAIN, {"out_dtype": "nvfp4", "out": None, "o_sf_scale": 1.0}, NotImplementedError, "sm90: out nvfp4"),
-        (PLAIN, {"out_dtype": torch.float16, "out": None}, NotImplementedError, "attention.sm90: out fp16"),
         (PLAIN, {"bmm1_scale": -1.0}, NotImplementedError, "bmm1_scale: -1.0"),
         (replace(PLAIN, head_dim_qk=48, head_dim_vo=48), {}, NotImplementedError, r"head_dim \(48, 48\)"),
         (PLAIN, {"query": torch.zeros(T * HQ * D + 1).bfloat16()[1:].view(T, HQ, D)}, ValueError, "query: address"),

@@ -84,7 +84,7 @@ def test_matrix_tells_run_from_simulated_compiled_and_refused(monkeypatch):
 
 def test_values_of_equal_cells_share_a_row():
     lines = matrix.markdown({}).splitlines()
-    assert "| prefill | output | e4m3, NVFP4 | no | no | no |" in lines
+    assert "| prefill | output | e4m3, NVFP4 | on demand | no | no |" in lines
     assert "| prefill | head_dim | 64, 128, 192 (Q, K) and 128 (V), 256 | compiled, simulated | no | no |" in lines
 
 

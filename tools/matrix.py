@@ -111,7 +111,7 @@ def dims(*pairs: tuple[int, int]) -> dict[str, dict[str, Any]]:
 
 ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # arguments of `features`
     ("prefill", PREFILL, "Q, K and V", HALVES | {"e4m3": {"q": "e4m3", "kv": "e4m3"}}),
-    ("prefill", PREFILL, "KV", QUANTISED),
+    ("prefill", PREFILL, "KV", {kv: facts | {"q": "bf16"} for kv, facts in QUANTISED.items()}),
     ("prefill", PREFILL, "output", OUTPUTS),
     ("prefill", PREFILL, "head_dim", dims((64, 64), (128, 128), (192, 128), (256, 256))),
     ("prefill", PREFILL, "requests", REQUESTS),

@@ -1,7 +1,6 @@
 """Attention cases and their inputs, shared by tests, bench and the simulator."""
 
 import math
-import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,14 +14,17 @@ from wrappers.explanation import problem_of
 
 from .. import skipping
 from . import planted
+from .memory import distant as _distant
+from .outputs import poisoned, rounded
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 TOLERANCE = {"bf16": 1e-2, "fp16": 1e-3, "fp8": 5e-2}  # of a query's type, N(0, 1) data, against fp32; rtol = atol
+SF_SCALE = 100.0  # forward scale of NVFP4 outputs
+SF_START = 125  # their first row of factors, of 128 a tile
 SOFT_CAP_TOLERANCE = 1e-2
 LSE_TOLERANCE = 1e-3
 MANY_KEYS = 300  # keys from which on the tolerance shrinks as an output of N(0, 1) values does
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
-FAR_BYTES = 1 << 31  # least distance of pages, tokens and rows of `far` tensors
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class AttentionCase:
     skip: threshold factor, with which, in decode, `kept` last keys (0: all) must be left. drafts: a random mask of
     drafts; it and equal q_lens need no offsets.
     zero_page: a negative page id in each table. q_unit: of the first query, the next ones' are smaller by powers of 8.
-    far: pages, tokens and rows of all large tensors lie FAR_BYTES apart.
+    far: pages, tokens and rows of all large tensors lie `memory.FAR_BYTES` apart.
     """
 
     name: str
@@ -113,6 +115,10 @@ class AttentionCase:
         """(T, 1, 1): of each token's output. Where n keys weigh alike, outputs and their errors shrink as n^-0.5."""
         shrunk = (self.keys_seen().clamp(min=MANY_KEYS) / MANY_KEYS) ** -0.5
         return (self.tolerance * abs(self.output_factor) * shrunk)[:, None, None]
+
+    def limit(self, want: torch.Tensor) -> torch.Tensor:
+        """Largest error of an output that should be `want` (T, Hq, D)."""
+        return self.atol().to(want.device) + self.tolerance * want.abs() + rounded(want, self.out_dtype or self.dtype)
 
     @property
     def flops(self) -> int:
@@ -260,15 +266,6 @@ def _laid_out(case: AttentionCase, k: torch.Tensor, v: torch.Tensor) -> Any:
     return k.unsqueeze(1) if case.cache == "shared" else (k, v)
 
 
-def _distant(t: torch.Tensor) -> torch.Tensor:
-    """A copy whose first dimension has a stride of FAR_BYTES; what lies between is address space, not memory."""
-    step = FAR_BYTES // t.element_size()
-    size = len(t) * FAR_BYTES + t.numel() * t.element_size()
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python names from 3.13 on
-    whole = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8).view(t.dtype)
-    return whole.as_strided(t.shape, (step, *t.contiguous().stride()[1:])).copy_(t)
-
-
 def make_problem(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> Problem:
     """What the case computes, in the reference's terms; its query may be a slice of a wider tensor."""
     gen = torch.Generator(torch.device(device)).manual_seed(seed)
@@ -364,8 +361,11 @@ def _tensors(case: AttentionCase, p: Problem) -> dict[str, Any]:
         inputs["skip_softmax_threshold_scale_factor"] = case.skip
     if case.lse and not case.fresh:
         inputs["lse"] = distant(torch.full((tokens, case.heads_q), math.nan, device=device))
-    if (case.dtype != "fp8" or case.out_dtype) and not case.fresh:  # an fp8 query has several output types
-        every = 2 if case.strided_q else 1
+    every = 2 if case.strided_q else 1
+    if case.out_dtype == "nvfp4":
+        packed = poisoned((tokens, case.heads_q, case.head_dim_vo), SF_START, device, every)
+        inputs |= {"o_sf_scale": SF_SCALE, "out": None if case.fresh else packed, "out_dtype": "nvfp4"}
+    elif (case.out_dtype or case.dtype != "fp8") and not case.fresh:  # else, of an fp8 query, the caller chooses
         out = torch.full((tokens, case.heads_q * every, case.head_dim_vo), math.nan, device=device)
         inputs["out"] = distant(out.to(DTYPES[case.out_dtype or case.dtype])[:, ::every])
     return inputs

@@ -57,12 +57,16 @@ class Logits(NamedTuple):
 class Out(NamedTuple):
     """Read by `epilogue`, `softmax.normalizer` and `combine`."""
 
-    o: Any  # (T | 0, Hq, Dvo)            q's type; any token and head stride, last stride 1
+    o: Any  # (T | 0, Hq, Dvo)            spec.out[0]; any token and head stride, last stride 1
     lse: Any  # (T | 0, Hq)               fp32, base 2, includes the sink; any strides
     sink: Any  # (Hq | 0,)                fp32, natural-log units
     out_factor: Any  # Float32            factor on the normalised output
     out_scale: Any  # (1 | 0,)            fp32 device factor on the output, times out_factor
     o_fp8: Any = None  # (T | 0, Hq, Dvo) e4m3 as uint8, instead of o, which is then (0, Hq, Dvo)
+    o_fp4: Any = None  # (T | 0, Hq, Dvo / 2)  uint8: packed e2m1, instead of either
+    o_sf: Any = None  # (M x Hq Dvo / 16,)  e4m3 as uint8: factors of all rows of o_fp4, in the 128x4 layout
+    o_sf_start: Any = None  # Int32       row of o_sf that token 0 has
+    o_sf_scale: Any = None  # Float32     forward scale of the output before its blocks get factors
 
 
 class Schedule(NamedTuple):
@@ -101,6 +105,10 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it
     "soft_cap": lambda spec: spec.logits.soft_cap,
     "skip_threshold": lambda spec: spec.logits.skip,
     "o_fp8": lambda spec: "e4m3" in spec.out,
+    "o_fp4": lambda spec: "nvfp4" in spec.out,
+    "o_sf": lambda spec: "nvfp4" in spec.out,
+    "o_sf_start": lambda spec: "nvfp4" in spec.out,
+    "o_sf_scale": lambda spec: "nvfp4" in spec.out,
     "o_partial": lambda spec: spec.schedule == "stream_k",
     "blocks_per_split": lambda spec: spec.schedule == "stream_k",
 }

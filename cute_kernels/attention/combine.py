@@ -11,6 +11,7 @@ from cutlass import Float32, Int32, const_expr
 from . import epilogue, geometry, softmax
 from .schedule import stream_k
 from .schedule.work import Work
+from .spec import BLOCK
 
 AHEAD = 8  # parts that a warp loads at once
 
@@ -40,13 +41,14 @@ def merge(spec: cutlass.Constexpr, a, w: Work, rows_per_token, warp: Int32, warp
     m = geometry.tile_m(spec, rows)
     rows = cutlass.min(rows - w.m_block * m, m)
     scale = epilogue.scale_of(a)
+    mates = const_expr(tuple(m for m in (1, 2, 4) if m * spec.head_dim_vo // 32 < BLOCK))
     for row in cutlass.range(warp, rows, warps, unroll=1):
         acc, top, total = add_parts(spec, a, w, row)
         token = w.q_start + geometry.token_of(w.m_block * m + row, rows_per_token, True)
         head = geometry.head_of(w.m_block * m + row, w.head, rows_per_token, True)
         normal = softmax.normalizer(top, total, epilogue.sink_of(a, head))
         acc.store(acc.load() * (normal.factor * scale))
-        epilogue.store_piece(spec, a, token, head, cute.arch.lane_idx(), acc)
+        epilogue.store_piece(spec, a, token, head, cute.arch.lane_idx(), acc, mates)
         epilogue.store_lse(a, token, head, normal.lse, cute.arch.lane_idx() == 0)
 
 

@@ -1,12 +1,15 @@
-"""Where a row of the output goes: fp32 values, normalised, to 16 bits, e4m3 or a part of a split tile; and its LSE.
-Straight from registers; rows outside the request are left alone."""
+"""Where a row of the output goes: fp32 values, normalised, to 16 bits, e4m3, NVFP4 or a part of a split tile; and its
+LSE. Straight from registers; rows outside the request are left alone."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint16, const_expr
+from cutlass import Float32, Int32, Uint8, Uint16, Uint32, const_expr
 
 from ..device import warp
-from . import softmax
+from . import nvfp4, softmax
+from .spec import BLOCK
+
+INTEGERS = {1: Uint8, 2: Uint16, 4: Uint32}  # by their bytes
 
 
 @cute.jit
@@ -31,10 +34,15 @@ def store_lse(a, token: Int32, head: Int32, lse: Float32, mine):
 
 
 @cute.jit
-def store_piece(spec: cutlass.Constexpr, a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor):
-    """Few values as piece number `piece` of a row of the output, in the type that the call asks for."""
-    if const_expr("e4m3" in spec.out):
-        if a.out.o_fp8.shape[0] > 0:
+def store_piece(
+    spec: cutlass.Constexpr, a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor, mates: cutlass.Constexpr
+):
+    """At most 8 values as piece number `piece` of a row of the output, in the type that the call asks for. mates: lanes
+    lane ^ m, m being any sum of them, have the other pieces of a block of 16 values."""
+    if const_expr("nvfp4" in spec.out):
+        if a.out.o_fp4.shape[0] > 0:
+            store_nvfp4(a, token, head, piece, values, mates)
+        elif a.out.o_fp8.shape[0] > 0:
             store_e4m3(a, token, head, piece, values)
         else:
             store_16bit(a, token, head, piece, values)
@@ -52,18 +60,36 @@ def store_16bit(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor)
 
 @cute.jit
 def store_e4m3(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor):
-    """Saturated."""
     n = cute.size(values)
     target = cute.local_tile(a.out.o_fp8[token, head, None], (n,), (piece,))
     out = cute.make_rmem_tensor(n, target.element_type)
+    convert_e4m3(values, out)
+    cute.autovec_copy(out, target)
+
+
+@cute.jit
+def convert_e4m3(values: cute.Tensor, out: cute.Tensor):
+    """To the bytes of `out`, saturated."""
     pairs = cute.recast_tensor(out, Uint16)
-    for i in cutlass.range_constexpr(n // 2):
+    for i in cutlass.range_constexpr(cute.size(pairs)):
         pairs[i] = cute.arch.inline_ptx(
             "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r0}, {$r1};",
             write_only_types=[Uint16],
             read_only_args=[values[2 * i + 1], values[2 * i]],
         )
+
+
+@cute.jit
+def store_nvfp4(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor, mates: cutlass.Constexpr):
+    n = const_expr(cute.size(values))
+    f = nvfp4.factor_of(nvfp4.largest(values, mates), a.out.o_sf_scale)
+    word = nvfp4.codes(values, f)
+    target = cute.local_tile(a.out.o_fp4[token, head, None], (n // 2,), (piece,))
+    out = cute.make_rmem_tensor(n // 2, target.element_type)
+    cute.recast_tensor(out, INTEGERS[n // 2])[0] = word.to(INTEGERS[n // 2])
     cute.autovec_copy(out, target)
+    if cute.arch.lane_idx() & sum(mates) == 0:
+        nvfp4.store_factor(a, token, head, piece * n // BLOCK, f)
 
 
 @cute.jit

@@ -15,7 +15,7 @@ STORED = {"nvfp4": "uint8"}  # types of caches whose elements have no type of th
 
 def fake_args(spec) -> dict[str, Any]:
     """Name -> fake tensor or scalar, in the order of a launch."""
-    dt, qk, vo = abi.DTYPES[spec.q], spec.head_dim_qk, spec.head_dim_vo
+    qk, vo = spec.head_dim_qk, spec.head_dim_vo
     wide: Any = {"align": 16, "stride_divisibility": 8}
     bytewise: Any = {"align": 16, "stride_divisibility": 16}
     cached, each = abi.DTYPES[STORED.get(spec.kv.dtype, spec.kv.dtype)], max(1, 8 // spec.kv.bits)
@@ -31,7 +31,7 @@ def fake_args(spec) -> dict[str, Any]:
         return abi.tensor(dtype, (None,), align=4)
 
     found: dict[str, Any] = {
-        "q": abi.tensor(dt, (None, None, qk), **(bytewise if spec.q == "e4m3" else wide)),
+        "q": abi.tensor(abi.DTYPES[spec.q], (None, None, qk), **(bytewise if spec.q == "e4m3" else wide)),
         "cu_seqlens_q": vector(Int32),
         "k": cache(qk),
         "v": cache(vo),
@@ -57,6 +57,10 @@ def fake_args(spec) -> dict[str, Any]:
         "out_factor": Float32(1.0),
         "out_scale": vector(Float32),
         "o_fp8": abi.tensor(cutlass.Uint8, (None, None, vo), **bytewise),
+        "o_fp4": abi.tensor(cutlass.Uint8, (None, None, vo // 2), **bytewise),
+        "o_sf": abi.tensor(cutlass.Uint8, (None,), align=4),
+        "o_sf_start": Int32(0),
+        "o_sf_scale": Float32(1.0),
         "grid": Int32(1),
         "counters": vector(Int32),
         "counter_base": Int32(0),

@@ -91,6 +91,7 @@ class AttentionSpec(Generic[T]):
         parts = [
             self.q,
             f"kv{self.kv.dtype}" if self.kv.dtype != self.q else "",
+            f"o{self.out[0]}" if self.out[0] != outputs(self.q)[0] else "",
             f"d{self.head_dim_qk}" + (f"x{self.head_dim_vo}" if self.head_dim_vo != self.head_dim_qk else ""),
             self.mask.name,
             "cap" if self.logits.soft_cap else "",
@@ -102,6 +103,13 @@ class AttentionSpec(Generic[T]):
             self.tile.name,  # type: ignore[attr-defined]
         ]
         return "_".join(filter(None, parts))
+
+
+def outputs(q: str, asked: str = "") -> tuple[str, ...]:
+    """Types that calls of a kernel that has all of them may choose from, where q is the query's and `asked` the type
+    that a call asks for: one of 16 bits, which is that of q if it can be, and those that are quantised."""
+    usual = q if q in DTYPES else "bf16"
+    return asked if asked in DTYPES else usual, "e4m3", "nvfp4"
 
 
 def source_of(problem: Problem) -> str:

@@ -174,8 +174,7 @@ def attend(case: AttentionCase, device: str) -> float:
     result = function(**inputs)
     out, lse = result if case.lse and case.function != "xqa" else (result, None)
     out = (inputs["output"] if case.function == "xqa" else out).cpu().reshape(want.shape)
-    rtol = case.tolerance + (2.0**-4 if case.out_dtype == "fp8" else 0.0)
-    error = distance(out, want, rtol, case.atol())
+    error = distance(out, want, 0.0, case.limit(want))
     return (
         error
         if lse is None

@@ -44,7 +44,7 @@ HEAD_SCALES: set[str] = set()  # public functions whose factors may be one a que
 OUTPUTS = (torch.float16, torch.bfloat16, E4M3)
 MOST_ROWS = 1 << 30  # query rows of a KV head times heads of its group, in decoding: `cute_kernels.device.divisor`
 MOST_KEYS = 1 << 30  # of a request, which kernels count in 32 bits
-MOST_MASK = 1 << 31  # bytes of a custom mask, likewise
+MOST_MASK = 1 << 31  # bytes of a custom mask, or of an output's scale factors, likewise
 TMA_BYTES = 16  # alignment of a TMA descriptor's base address and of every stride but the last
 
 Names = Callable[[str], str]
@@ -143,6 +143,15 @@ def kernel_tensors(p: Problem) -> None:
         t = getattr(p, field)
         if t is not None:
             _tma(name(field), t, t.shape[3] if t.shape[3] in (4, 8, 16) else 4)
+    if isinstance(p.out, fp4.FP4Tensor):
+        of = name("out")
+        check_last_stride(f"{of}.data", p.out.data)
+        _tma(f"{of}.data", p.out.data, TMA_BYTES)
+        if p.out.scale.data_ptr() % 4:
+            raise ValueError(f"{of}.scale: address {p.out.scale.data_ptr():#x}, must be a multiple of 4 bytes")
+        if p.out.scale.numel() >= MOST_MASK:
+            size = p.out.scale.numel()
+            raise NotImplementedError(f"{of}.scale: {size} bytes; a CUDA kernel counts less than {MOST_MASK}")
 
 
 def most_keys(p: Problem) -> int:

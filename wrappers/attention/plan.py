@@ -16,7 +16,7 @@ from cute_kernels.attention import args, dispatch
 from cute_kernels.attention.problem import Problem as Facts
 
 from .. import fp4, machine, overlap, reference, scratch
-from ..checks import INF, checking
+from ..checks import INF, check_number, checking
 from ..fp4 import FP4Tensor
 from ..reference import LOG2E
 from . import checks, values
@@ -26,6 +26,7 @@ from .rope import rotated
 NO_WINDOW = 1 << 30  # window_left of a call without a window, where the kernel has one
 MOST_TILES = 1 << 31  # of a prefill launch, whatever the offsets
 CHUNK = 4096  # keys of a part of a request in the invariant mode, rounded down to KV blocks
+WIDE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", checks.E4M3: "e4m3", checks.E5M2: "e5m2", torch.uint8: "nvfp4",
     "nvfp4": "nvfp4",
@@ -36,7 +37,6 @@ FIELDS = {  # fact -> field of Problem
 }  # fmt: skip
 _Tensor = torch.Tensor  # module globals: an attribute look-up saved is 20 ns
 _empty, _empty_like = torch.empty, torch.empty_like
-E4M3 = checks.E4M3
 
 
 def facts_of(p: Problem) -> Facts:
@@ -89,7 +89,8 @@ class Plan:
     at: Any  # Places
     device: torch.device
     alone: bool  # the only device of the process
-    dtype: torch.dtype  # of the output
+    dtype: torch.dtype | str  # of the output
+    wide: bool  # it has 16 bits
     like_query: bool  # the output has the query's dtype and head_dim: empty_like is 1 us cheaper than empty
     dim_vo: int
     token_bytes: int  # most of a token of a query or an output, where they are contiguous
@@ -131,12 +132,36 @@ class Plan:
         """Whether lse shares no byte with the query, the given output or itself."""
         if not lse.is_contiguous() and overlap.folded(lse):
             return False
+        if out.__class__ is FP4Tensor:
+            return not any(overlap.overlap(lse, t) for t in (q, out.data, out.scale))
         return not overlap.overlap(lse, q) and (out is None or not overlap.overlap(lse, out))
 
-    def new_output(self, q: torch.Tensor) -> torch.Tensor:
+    def new_output(self, q: torch.Tensor) -> Any:
         if self.like_query and q.is_contiguous():
             return _empty_like(q)
-        return _empty((q.shape[0], q.shape[1], self.dim_vo), dtype=self.dtype, device=self.device)
+        shape = q.shape[0], q.shape[1], self.dim_vo
+        if isinstance(self.dtype, str):
+            return fp4.empty(shape, self.device)
+        return _empty(shape, dtype=self.dtype, device=self.device)
+
+    def given_fp4(self, q: torch.Tensor, out: FP4Tensor) -> FP4Tensor:
+        """What the caller gave for an NVFP4 output, of a call's shape."""
+        o = FP4Tensor(out.data, out.scale, out.scale_start_index, (q.shape[0], q.shape[1], self.dim_vo))
+        pairs = (o.data, q), (o.scale, q), (o.data, o.scale)
+        if overlap.folded(o.data) or any(overlap.overlap(a, b) for a, b in pairs):
+            raise ValueError("out")
+        return o
+
+    def pass_quantised(self, flat: list[Any], o: Any, factor: float | None) -> None:
+        """Set what a launch knows of an output of less than 16 bits. factor: the forward scale of an NVFP4 one."""
+        at = self.at
+        if isinstance(o, torch.Tensor):
+            flat[at.o_fp8] = o.view(torch.uint8)
+            return
+        if factor.__class__ is not float or not 0 < factor < INF:
+            check_number("out_sf_scale", factor, positive=True)
+        flat[at.o_fp4], flat[at.o_sf] = o.data, o.scale.view(torch.uint8).view(-1)
+        flat[at.o_sf_start], flat[at.o_sf_scale] = o.scale_start_index, float(factor)  # type: ignore[arg-type]
 
     def equal_offsets(self, batch: int, length: int, capturing: bool) -> torch.Tensor:
         """int32 (batch + 1,), of requests of `length` query tokens each. Memory of a graph is not kept, nor is kept
@@ -181,11 +206,15 @@ def plan_for(p: Problem, arch: str, sms: int) -> Plan:
         "scale": empty(fp32),
         "soft_cap": 0.0,
         "skip_threshold": -INF,
-        "o": empty(p.q.dtype, heads, facts.head_dim_vo),
+        "o": empty(WIDE[spec.out[0]], heads, facts.head_dim_vo),
         "lse": empty(fp32, heads),
         "sink": empty(fp32),
         "out_scale": empty(fp32),
         "o_fp8": empty(torch.uint8, heads, facts.head_dim_vo),
+        "o_fp4": empty(torch.uint8, heads, facts.head_dim_vo // 2),
+        "o_sf": empty(torch.uint8),
+        "o_sf_start": 0,
+        "o_sf_scale": 1.0,
         "grid": sms,
         "counters": empty(int32),
         "counter_base": 0,
@@ -193,7 +222,7 @@ def plan_for(p: Problem, arch: str, sms: int) -> Plan:
         "blocks_per_split": blocks,
     }
     names, dtype = args.fields(spec), p.result_dtype
-    assert isinstance(dtype, torch.dtype)
+    size = dtype.itemsize if isinstance(dtype, torch.dtype) else 0  # what is packed is compared by itself
     return Plan(
         fn=fn,
         flat=[default.get(name) for name in names],
@@ -201,9 +230,10 @@ def plan_for(p: Problem, arch: str, sms: int) -> Plan:
         device=device,
         alone=here.device_count() == 1,
         dtype=dtype,
+        wide=dtype in WIDE.values(),
         like_query=facts.head_dim_vo == p.q.shape[2] and dtype == p.q.dtype,
         dim_vo=facts.head_dim_vo,
-        token_bytes=heads * max(p.q.shape[2] * p.q.element_size(), facts.head_dim_vo * dtype.itemsize),
+        token_bytes=heads * max(p.q.shape[2] * p.q.element_size(), facts.head_dim_vo * size),
         row_factor=group,
         tile_heads=heads // group,
         tile_rows=spec.tile.m,
@@ -267,8 +297,8 @@ def run(p: Problem) -> Any:
     try:
         flat, at, lse = plan.flat.copy(), plan.at, p.lse
         o: Any = out
-        if o is None:
-            o = plan.new_output(q)
+        if o is None or o.__class__ is FP4Tensor:
+            o = plan.new_output(q) if o is None else plan.given_fp4(q, o)
         elif o.shape != (tokens, heads, plan.dim_vo) or not (whole := o.is_contiguous()) and overlap.folded(o):
             raise ValueError("out")
         else:
@@ -299,10 +329,10 @@ def run(p: Problem) -> Any:
             q, k, page_table = turned.q, turned.k, turned.requests.page_table
         flat[at.q], flat[at.k], flat[at.v], flat[at.kv_lens], flat[at.page_table] = q, k, v, kv_lens, page_table
         flat[at.scale_log2], flat[at.out_factor] = scale * LOG2E, out_scale + 0.0
-        if plan.dtype is E4M3:
-            flat[at.o_fp8] = o.view(torch.uint8)
-        else:
+        if plan.wide:
             flat[at.o] = o
+        else:
+            plan.pass_quantised(flat, o, out_sf_scale)
         if window_left >= 0:
             flat[at.window_left] = min(window_left, NO_WINDOW)
         if sinks is not None:

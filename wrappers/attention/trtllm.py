@@ -143,9 +143,10 @@ def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor, kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     workspace_buffer: torch.Tensor | None, block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int | None,
     bmm1_scale: float | torch.Tensor = 1.0, bmm2_scale: float | torch.Tensor = 1.0, window_left: int | None = -1,
-    out: torch.Tensor | None = None, out_dtype: torch.dtype | str | None = None, o_sf_scale: float | None = None,
-    o_sf_vec_size: int | None = None, sinks: torch.Tensor | Sequence[torch.Tensor] | None = None,
-    kv_layout: str = "HND", enable_pdl: bool | None = None, backend: str = "auto", q_len_per_req: int | None = 1,
+    out: torch.Tensor | FP4Tensor | None = None, out_dtype: torch.dtype | str | None = None,
+    o_sf_scale: float | None = None, o_sf_vec_size: int | None = None,
+    sinks: torch.Tensor | Sequence[torch.Tensor] | None = None, kv_layout: str = "HND",
+    enable_pdl: bool | None = None, backend: str = "auto", q_len_per_req: int | None = 1,
     o_scale: float | None = 1.0, mask: torch.Tensor | None = None, max_q_len: int | None = None,
     cum_seq_lens_q: torch.Tensor | None = None, skip_softmax_threshold_scale_factor: float | None = None,
     kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -165,8 +166,7 @@ def trtllm_batch_decode_with_kv_cache(
             no later key.
         seq_lens: int32 or uint32 (B,), KV length with the query's tokens. bmm1_scale_log2: fp32 tensor of one element,
             instead of bmm1_scale, times log2(e). sinks: fp32 (Hq,), or a list of that one tensor.
-        out, out_dtype: the query's dtype, or e4m3, saturated. o_scale: by which bmm2_scale is divided, for quantised
-            output; 16-bit output is multiplied by it again.
+        o_scale: by which bmm2_scale is divided, for quantised output; 16-bit output is multiplied by it again.
         mask: uint16 (B, q_len_per_req, W), or (T, W) with cum_seq_lens_q, W two for every 32 drafts: little-endian
             words whose bit t says that the row's token sees draft t, instead of causal; older keys are seen.
         skip_softmax_threshold_scale_factor: keys whose probabilities all lie below it, over seq_len, times the largest

@@ -8,11 +8,12 @@ from itertools import product
 from typing import Any, ClassVar
 
 from ..problem import Problem, Refusal
-from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, source_of
+from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, outputs, source_of
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 PHASE = "decode"
 QUANTISED = ("e4m3", "nvfp4")
+QUERIES = (*DTYPES, "e4m3")
 FEW_ROWS = 8  # of a warp; kernels for calls with more rows have twice as many
 
 
@@ -66,6 +67,7 @@ TILES = {  # (type of the cache, head_dim, rows of a warp) -> tile
     ("nvfp4", 64, 16): Tile(64, 512, 4, 2, 16),
     ("nvfp4", 128, 16): Tile(64, 256, 5, 2, 16),  # head_dim 256: O and Q of 16 rows are 192 registers of a thread
 }
+OF_E4M3 = tuple(product(("e4m3",), (64, 128)))
 GATHERED = tuple(product(("16-bit", "e4m3"), (64, 128)))
 DIMS = tuple(sorted({dim for _, dim, _ in TILES}))
 BLACKWELL = TILES | {("e4m3", 128, 16): Tile(64, 64, 12, 1, 16)}  # with 8 warps this one spills there
@@ -76,7 +78,7 @@ def spec_of(q: str, kv: str, dim: int, rows: int, arch: str) -> Spec:
     kind, tiles = kv if kv in QUANTISED else "16-bit", TILES if arch == "sm_90a" else BLACKWELL
     tile: Any = tiles.get((kind, dim, rows)) or tiles.get((kind, dim, FEW_ROWS))
     mask, logits = MaskSpec("always", True, True), LogitsSpec(True, True)
-    return AttentionSpec(q, KVSpec(kv), (q, "e4m3"), dim, dim, mask, logits, "stream_k", True, tile)
+    return AttentionSpec(q, KVSpec(kv), outputs(q), dim, dim, mask, logits, "stream_k", True, tile)
 
 
 def candidate(problem: Problem, arch: str) -> Spec:
@@ -86,18 +88,18 @@ def candidate(problem: Problem, arch: str) -> Spec:
     spec = spec_of(p.q, p.kv, p.head_dim_qk, 2 * FEW_ROWS if many else FEW_ROWS, arch)
     mask = replace(spec.mask, causal="always" if p.causal else "value", custom=p.custom_mask)
     logits = replace(spec.logits, alibi=p.alibi, head_scales=p.head_scales)
-    out = spec.out if p.out in spec.out else (p.out,)
+    out = outputs(p.q, p.out)
     return replace(spec, kv=KVSpec(p.kv, source_of(p)), head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, out=out)
 
 
 def supports(spec: Spec) -> Refusal | None:
     """None where the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
-    if spec.q not in DTYPES:
-        return Refusal("q", f"{spec.q}: the kernel has {', '.join(DTYPES)}")
-    if spec.kv.dtype not in (spec.q, *QUANTISED):
-        return Refusal("kv", f"{spec.kv.dtype}: the kernel has {', '.join((spec.q, *QUANTISED))}")
-    if spec.out not in ((spec.q, "e4m3"), (spec.q,)):
-        return Refusal("out", f"{', '.join(spec.out)}: the kernel has {spec.q}, e4m3")
+    if spec.q not in QUERIES:
+        return Refusal("q", f"{spec.q}: the kernel has {', '.join(QUERIES)}")
+    if spec.kv.dtype not in (kinds := dict.fromkeys((spec.q, *QUANTISED))):
+        return Refusal("kv", f"{spec.kv.dtype}: the kernel has {', '.join(kinds)}")
+    if spec.out not in [outputs(spec.q, out) for out in DTYPES]:
+        return Refusal("out", f"{', '.join(spec.out)}: the kernel has {', '.join((*DTYPES, *QUANTISED))}")
     if spec.head_dim_qk != spec.head_dim_vo or spec.head_dim_qk not in DIMS:
         return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, DIMS))}")
     if spec.mask.custom:
@@ -124,11 +126,13 @@ def supports(spec: Spec) -> Refusal | None:
 
 def shipped(arch: str) -> list[Spec]:
     """Every kernel takes every modifier: one of each types and head_dim, one more for calls of many rows; of `GATHERED`
-    one more each, for pages of any size. Others of those are compiled at their first call."""
+    one more each, for pages of any size; of e4m3 queries `OF_E4M3`. Others are compiled at their first call."""
     found = []
-    for q, (kv, dim, rows) in product(DTYPES, TILES):
+    for q, (kv, dim, rows) in product(QUERIES, TILES):
+        if q == "e4m3" and (kv, dim) not in OF_E4M3:
+            continue
         spec = spec_of(q, q if kv == "16-bit" else kv, dim, rows, arch)
         found.append(spec)
-        if (kv, dim) in GATHERED:
+        if q != "e4m3" and (kv, dim) in GATHERED:
             found.append(replace(spec, kv=replace(spec.kv, source="gather")))
     return found if arch in ARCHS else []

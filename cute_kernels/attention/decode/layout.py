@@ -5,7 +5,7 @@ The k order inside a dot product is arbitrary as long as Q uses the same one. La
 most 128-byte) chunk of a K row, and eighth g of each chunk of a V row, so its loads are contiguous.
 """
 
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import cutlass
@@ -44,7 +44,38 @@ def first_column(spec, number, eighth):
 
 def columns_at_once(spec):
     """Columns of a lane that the warps of a row add up at a time."""
-    return min(8 if spec.tile.rows_per_warp > 8 else 16, spec.head_dim_vo // 8)
+    return min(16, spec.head_dim_vo // 8)
+
+
+def rows_at_once(spec):
+    """Rows of a warp that the warps of a row add up at a time."""
+    return 8 if columns_at_once(spec) == 16 else spec.tile.rows_per_warp
+
+
+def passes(spec):
+    """What the warps of a row add up one after the other: (first row of a warp, first column of a lane)."""
+    rows = range(0, spec.tile.rows_per_warp, rows_at_once(spec))
+    return tuple(product(rows, range(0, spec.head_dim_vo // 8, columns_at_once(spec))))
+
+
+def rows_of_pass(spec, low, left):
+    """Of a tile of `left` rows, those of the pass whose first row of a warp is `low`."""
+    count, each = rows_at_once(spec), spec.tile.rows_per_warp
+    if count == each:
+        return left
+    return left // each * count + cutlass.min(cutlass.max(left % each - low, 0), count)
+
+
+def row_of_pass(spec, low, index):
+    """Row of the tile that is the index-th of a pass."""
+    count = rows_at_once(spec)
+    return index // count * spec.tile.rows_per_warp + low + index % count
+
+
+def mates(spec):
+    """Masks of lanes whose pieces, of 4 columns, make 16 neighbours."""
+    count = columns_at_once(spec) // 4  # pieces of a lane, number eighth * count + i
+    return (1, count) if columns(spec) == 8 else (1, 2)
 
 
 def halves(spec):

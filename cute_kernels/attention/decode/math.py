@@ -22,7 +22,7 @@ from ..schedule import work
 from ..schedule.work import Work
 from ..spec import BLOCK
 from . import operands, reduce
-from .layout import CachedRow, columns_at_once, halves, keys, v_offsets, warps_per_group
+from .layout import CachedRow, halves, keys, passes, v_offsets, warps_per_group
 from .operands import KeyCursor
 from .roles import roles
 
@@ -245,13 +245,13 @@ def math(spec: cutlass.Constexpr, plan, s):
         next_x = warp_tile(spec, a, r, w)
         if const_expr(fetches_early(spec)) and w.valid != 0:
             operands.fetch_q(spec, a, r, next_x, words)
-        for number in cutlass.range_constexpr(0, spec.head_dim_vo // 8, columns_at_once(spec)):
-            reduce.store(spec, s, r, x, turn, number)
-            if const_expr(number + columns_at_once(spec) == spec.head_dim_vo // 8) and w.valid != 0:
+        for i in cutlass.range_constexpr(len(passes(spec))):
+            reduce.store(spec, s, r, x, turn, passes(spec)[i])
+            if const_expr(i + 1 == len(passes(spec))) and w.valid != 0:
                 if const_expr(not fetches_early(spec)):
                     operands.fetch_q(spec, a, r, next_x, words)
                 operands.set_q(spec, a, r, next_x, words, scale_log2)  # while other warps still compute
-            reduce.merge(spec, a, s, r, x, turn, number)
+            reduce.merge(spec, a, s, r, x, turn, passes(spec)[i])
             turn += 1
         if x.w.split.slot >= 0:
             done = work.peek(spec, s, t)  # again, instead of in registers all the time

@@ -49,8 +49,19 @@ def fetch_q(spec: cutlass.Constexpr, a, r, x, words: cute.Tensor):
             source = a.query.q[w.q_start + token, head, None]
             for i in cutlass.range_constexpr(row.chunks * vectors):
                 piece = cute.local_tile(source, (8,), ((i // vectors * 4 + t) * vectors + i % vectors,))
-                target = cute.local_tile(words[None, half], (4,), (i,))
-                cute.autovec_copy(piece, cute.recast_tensor(target, source.element_type))
+                load_query(piece, cute.local_tile(words[None, half], (4,), (i,)))
+
+
+@cute.jit
+def load_query(piece: cute.Tensor, words: cute.Tensor):
+    """8 elements of Q to words of pairs, e4m3 ones as fp16, which holds them exactly."""
+    if const_expr(piece.element_type.width == 16):
+        cute.autovec_copy(piece, cute.recast_tensor(words, piece.element_type))
+    else:
+        stored = cute.make_rmem_tensor(8, piece.element_type)
+        cute.autovec_copy(piece, stored)
+        for i in cutlass.range_constexpr(2):
+            words[2 * i], words[2 * i + 1] = quant.from_e4m3(cute.recast_tensor(stored, Uint32)[i])
 
 
 @cute.jit
@@ -60,7 +71,7 @@ def set_q(spec: cutlass.Constexpr, a, r, x, words: cute.Tensor, scale_log2: Floa
     t = cute.arch.lane_idx() % 4
     for half in cutlass.range_constexpr(halves(spec)):
         unit, own = Float32(fmt.unit), words[None, half]
-        if const_expr(quant.operand(spec) != spec.q):
+        if const_expr(spec.q == "bf16" and quant.operand(spec) == "fp16"):
             unit *= to_fp16(own)
         for i in cutlass.range_constexpr(2):
             k, row = 2 * half + i, x.first + spec.tile.rows_per_warp * x.group + 8 * half + 2 * t + i

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, const_expr
 
 from ...device import pipe, warp
 from .. import epilogue, geometry, quant, softmax
-from .layout import columns_at_once, first_column
+from .layout import columns_at_once, first_column, mates, row_of_pass, rows_at_once, rows_of_pass
 from .roles import roles
 
 PIECE = 4  # columns that a thread adds up
@@ -19,7 +19,7 @@ PIECE = 4  # columns that a thread adds up
 class ReduceSmem:
     """Shared memory in which the warps of a row add up."""
 
-    o: cute.Tensor  # (warp, row, piece of it, PIECE): piece i at i ^ (row / 2), for the banks
+    o: cute.Tensor  # (warp, row of a pass, piece of it, PIECE): piece i at i ^ (row / 2), for the banks
     stats: cute.Tensor  # (warp, row, maximum in log2 units and sum)
     last: cute.Tensor  # (1,) of `combine.is_last`
     ready: pipe.Pipe  # of one stage, that all warps fill and free
@@ -37,7 +37,7 @@ def allocate(spec, smem):
     row_major = lambda *shape: cute.make_ordered_layout(shape, order=tuple(reversed(range(len(shape)))))  # noqa: E731
     pieces = 8 * columns_at_once(spec) // PIECE
     return ReduceSmem(
-        smem.allocate_tensor(Float32, row_major(t.warps, t.rows_per_warp, pieces, PIECE), 16),
+        smem.allocate_tensor(Float32, row_major(t.warps, rows_at_once(spec), pieces, PIECE), 16),
         smem.allocate_tensor(Float32, row_major(t.warps, t.rows_per_warp, 2), 8),
         smem.allocate_tensor(Int32, cute.make_layout(1)),
         pipe.make(smem, 1, t.warps, t.warps),
@@ -45,22 +45,22 @@ def allocate(spec, smem):
 
 
 @cute.jit
-def store(spec: cutlass.Constexpr, s, r, x, turn: Int32, number: cutlass.Constexpr):
-    """This warp's O, `columns_at_once` of a lane from `number` on, and the maxima and sums of its rows, to s.merge."""
-    own = x.number
+def store(spec: cutlass.Constexpr, s, r, x, turn: Int32, at: cutlass.Constexpr):
+    """What a pass adds up of this warp's O, and the maxima and sums of its rows, to s.merge. at: of `layout.passes`."""
+    own, (low, number) = x.number, at
     g, t, count = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4, const_expr(columns_at_once(spec) // PIECE)
     pipe.wait_empty(s.merge.ready, turn)
     if spec.tile.rows_per_warp * x.group < x.left:
-        for k in cutlass.range_constexpr(cute.size(r.tokens)):
-            row = k // 2 * 8 + 2 * t + k % 2
+        for k in cutlass.range_constexpr(low // 4, (low + rows_at_once(spec)) // 4):
+            row = (k // 2 * 8 - low) + 2 * t + k % 2
             if const_expr(number == 0):
                 total = warp.across_quads(r.st.l[k], lambda x, y: x + y)
-                s.merge.stats[own, row, 0], s.merge.stats[own, row, 1] = r.st.m[k] * r.to_log2[k], total
+                s.merge.stats[own, low + row, 0], s.merge.stats[own, low + row, 1] = r.st.m[k] * r.to_log2[k], total
             for i in cutlass.range_constexpr(count):
                 piece = cute.make_rmem_tensor(PIECE, Float32)
                 for e in cutlass.range_constexpr(PIECE):
                     piece[e] = r.o[2 * (number + PIECE * i + e) + k % 2, k // 2]
-                cute.autovec_copy(piece, s.merge.o[own, row, (g * count + i) ^ (t + k // 2 * 4), None])
+                cute.autovec_copy(piece, s.merge.o[own, row, (g * count + i) ^ (t + (k // 2 * 4 - low // 2)), None])
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(pipe.full(s.merge.ready, turn))
@@ -71,7 +71,7 @@ def add_up(spec: cutlass.Constexpr, s, x, row: Int32, piece: Int32, total: cute.
     """total = sum of O x 2^(maximum - top) over the warps of a row; its Sums."""
     each = const_expr(spec.tile.rows_per_warp)
     first, inside, part = row // each * x.shares, row % each, cute.make_rmem_tensor(PIECE, Float32)
-    top, exponentials = -Float32.inf, Float32(0.0)
+    top, exponentials, stored = -Float32.inf, Float32(0.0), inside % rows_at_once(spec)
     total.fill(0.0)
     for c in cutlass.range(x.shares, unroll=4):
         top = cute.arch.fmax(top, s.merge.stats[first + c, inside, 0])
@@ -79,7 +79,7 @@ def add_up(spec: cutlass.Constexpr, s, x, row: Int32, piece: Int32, total: cute.
     for c in cutlass.range(x.shares, unroll=4):
         factor = cute.math.exp2(s.merge.stats[first + c, inside, 0] - base, fastmath=True)
         exponentials += factor * s.merge.stats[first + c, inside, 1]
-        cute.autovec_copy(s.merge.o[first + c, inside, piece ^ (inside // 2), None], part)
+        cute.autovec_copy(s.merge.o[first + c, stored, piece ^ (stored // 2), None], part)
         total.store(total.load() + part.load() * factor)
     return Sums(top, exponentials)
 
@@ -98,20 +98,20 @@ def finish(spec: cutlass.Constexpr, a, r, x, row: Int32, column: Int32, total: c
         head = geometry.head_of(at, x.w.head, r.rows_per_token, True)
         normal = softmax.normalizer(sums.top, sums.total, epilogue.sink_of(a, head))
         total.store(total.load() * (normal.factor * unit * epilogue.scale_of(a)))
-        epilogue.store_piece(spec, a, x.w.q_start + token, head, column, total)
+        epilogue.store_piece(spec, a, x.w.q_start + token, head, column, total, mates(spec))
         epilogue.store_lse(a, x.w.q_start + token, head, normal.lse, column == 0)
 
 
 @cute.jit
-def merge(spec: cutlass.Constexpr, a, s, r, x, turn: Int32, number: cutlass.Constexpr):
-    """`columns_at_once` of a lane, from `number` on, of the tile's output, or its part's, that all warps have
-    stored."""
+def merge(spec: cutlass.Constexpr, a, s, r, x, turn: Int32, at: cutlass.Constexpr):
+    """What a pass adds up of the tile's output, or its part's, that all warps have stored."""
     tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
     count = const_expr(columns_at_once(spec) // PIECE)  # pieces of a lane
-    pieces = const_expr(8 * count)  # of a row
+    pieces, (low, number) = const_expr(8 * count), at  # of a row
     pipe.wait_full(s.merge.ready, turn)
-    for index in cutlass.range(tid, pieces * x.left, 32 * spec.tile.warps, unroll=1):
-        row, piece = index // pieces, index % pieces
+    rows = rows_of_pass(spec, low, x.left)
+    for index in cutlass.range(tid, pieces * rows, 32 * spec.tile.warps, unroll=1):
+        row, piece = row_of_pass(spec, low, index // pieces), index % pieces
         total = cute.make_rmem_tensor(PIECE, Float32)
         sums = add_up(spec, s, x, row, piece, total)
         column = first_column(spec, number + PIECE * (piece % count), piece // count)

@@ -8,7 +8,7 @@ from itertools import product
 from typing import ClassVar, cast
 
 from ..problem import Problem, Refusal
-from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, source_of
+from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, outputs, source_of
 
 ARCHS = ("sm_90a",)
 PHASE = "prefill"
@@ -86,20 +86,26 @@ def headline(q: str, dims: tuple[int, int], causal: bool) -> Spec:
 
 
 def general(q: str, dims: tuple[int, int], pack: bool) -> Spec:
-    """The spec that takes every modifier as a value."""
-    mask, logits, tiles = MaskSpec("value", window=True), LogitsSpec(soft_cap=True), FP8_TILES if q == FP8 else TILES
-    return AttentionSpec(q, KVSpec(q), (wide(q),), *dims, mask, logits, pack_gqa=pack, tile=cast(Tile, tiles.get(dims)))
+    """The spec that takes every modifier as a value. With 16-bit queries it writes 16 bits; a call that asks for e4m3
+    or NVFP4 gets one with all `outputs`, compiled then."""
+    mask, logits, tile = MaskSpec("value", window=True), LogitsSpec(soft_cap=True), TILES.get(dims)
+    out: tuple[str, ...] = (q,)
+    if q == FP8:
+        out, tile = outputs(q), FP8_TILES.get(dims)
+    return AttentionSpec(q, KVSpec(q), out, *dims, mask, logits, pack_gqa=pack, tile=cast(Tile, tile))
 
 
 def candidate(problem: Problem, arch: str) -> Spec:
     """The spec that would serve a problem, if `supports` lets it."""
     p, dims = problem, (problem.head_dim_qk, problem.head_dim_vo)
     pack = p.group > 1 and p.rows <= PACK_ROWS
-    plain = not (pack or p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi)
+    plain = p.out in DTYPES and not (pack or p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi)
     spec = headline(p.q, dims, p.causal) if plain else general(p.q, dims, pack)
     mask = replace(spec.mask, bits=p.drafts, custom=p.custom_mask)
     logits = replace(spec.logits, skip=p.skip, alibi=p.alibi, head_scales=p.head_scales and p.q != FP8)
-    return replace(spec, kv=KVSpec(p.kv, source_of(p)), out=(p.out,), mask=mask, logits=logits)
+    out = outputs(p.q, p.out) if len(spec.out) > 1 or p.out not in DTYPES else (p.out,)
+    tile = FP8_TILES.get(dims) if p.q == FP8 and p.skip else spec.tile  # votes need registers
+    return replace(spec, kv=KVSpec(p.kv, source_of(p)), out=out, mask=mask, logits=logits, tile=cast(Tile, tile))
 
 
 def supports(spec: Spec) -> Refusal | None:
@@ -108,9 +114,8 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("q", f"{spec.q}: the kernel has {', '.join((*DTYPES, FP8))}")
     if spec.kv.dtype != spec.q:
         return Refusal("kv", f"{spec.kv.dtype}: the kernel has {spec.q}")
-    outputs = DTYPES if spec.q == FP8 else (spec.q,)
-    if len(spec.out) != 1 or spec.out[0] not in outputs:
-        return Refusal("out", f"{', '.join(spec.out)}: the kernel has {' or '.join(outputs)}")
+    if spec.out not in [out[:count] for out in (outputs(spec.q, t) for t in DTYPES) for count in (1, 3)]:
+        return Refusal("out", f"{', '.join(spec.out)}: the kernel has {', '.join((*DTYPES, 'e4m3', 'nvfp4'))}")
     if spec.dims not in TILES:
         return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, TILES))}")
     if spec.mask.bits:

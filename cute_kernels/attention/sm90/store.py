@@ -7,8 +7,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ...device import warp, wgmma
-from .. import epilogue, geometry, logits, softmax
+from .. import epilogue, geometry, logits, nvfp4, quant, softmax
 from ..schedule.work import Work
+from ..spec import BLOCK
 from .roles import fp8
 
 LANES = 4  # that have columns of a row of an accumulator
@@ -44,49 +45,144 @@ def fours(spec):
 
 
 @cute.jit
-def store_fours(a, token: Int32, head: Int32, values: cute.Tensor, keep):
-    """One row of O, of which this lane has `fours`."""
-    lane, out = cute.arch.lane_idx() % LANES, a.out.o[token, head, None]
-    piece = cute.make_rmem_tensor(4, out.element_type)
-    for g in cutlass.range_constexpr(cute.size(values) // 4):
-        ordered = cute.make_rmem_tensor(4, Float32)
+def in_order(values: cute.Tensor):
+    """Values of a lane that has `fours`, those of each 16 columns as they lie side by side."""
+    found = cute.make_rmem_tensor(cute.size(values), Float32)
+    for i in cutlass.range_constexpr(cute.size(values)):
+        found[i] = values[i // 4 * 4 + (0, 2, 1, 3)[i % 4]]
+    return found
+
+
+def unit_of(spec, bits):
+    """Bits that a lane has side by side in a row of values of so many."""
+    return bits * (4 if fours(spec) else 2)
+
+
+def words_of(spec, bits):
+    """Words that a lane has of a row, and 16-byte pieces that a row has."""
+    return spec.head_dim_vo * bits // 128
+
+
+@cute.jit
+def gather_units(words: cute.Tensor, at: cutlass.Constexpr, unit: cutlass.Constexpr):
+    """words[at:at+4], each the units that a lane of the quad had, put into the order of a row: first units first."""
+    w = [words[at + i] for i in range(4)]
+    if const_expr(unit == 16):
+        pairs = [quant.permute(w[i], w[i + 1], selector) for selector in (0x5410, 0x7632) for i in (0, 2)]
         for i in cutlass.range_constexpr(4):
-            ordered[i] = values[4 * g + (0, 2, 1, 3)[i]]
-        warp.convert16(ordered, piece)
-        if keep:
-            cute.autovec_copy(piece, cute.local_tile(out, (4,), (LANES * g + lane,)))
+            words[at + i] = pairs[i]
+    elif const_expr(unit == 8):
+        pairs = [quant.permute(w[i], w[i + 1], selector) for selector in (0x5140, 0x7362) for i in (0, 2)]
+        for i in cutlass.range_constexpr(4):
+            words[at + i] = quant.permute(pairs[i // 2 * 2], pairs[i // 2 * 2 + 1], (0x5410, 0x7632)[i % 2])
 
 
 @cute.jit
-def store_quad_row(a, token: Int32, head: Int32, values: cute.Tensor, keep):
-    """One row of O: `values` (D / 4,) are this lane's 2-element pieces of every 8-column group of the row.
+def store_words(spec: cutlass.Constexpr, out: cute.Tensor, words: cute.Tensor, bits: cutlass.Constexpr, keep):
+    """One row of values of `bits`: `words` are this lane's, in the order of the accumulator.
 
-    A quad transposes them so that each lane holds whole 16-byte groups, and stores 64 contiguous bytes at a time.
+    A quad transposes them so that each lane holds whole 16-byte pieces, and stores 64 contiguous bytes at a time.
     """
-    lane = cute.arch.lane_idx() % 4
-    out = a.out.o[token, head, None]
-    groups = const_expr(cute.size(values) // 2)
-    words = cute.make_rmem_tensor(groups, Int32)
-    warp.convert16(values, cute.recast_tensor(words, out.element_type))
-    for k in cutlass.range_constexpr(0, groups, 4):
-        warp.quad_transpose(words, k)
+    lane, unit = cute.arch.lane_idx() % 4, unit_of(spec, bits)
+    count, step = words_of(spec, bits), const_expr(4 if unit <= 32 else 2)
+    each = const_expr(32 * step // out.element_type.width)  # elements that a lane stores
+    if const_expr(unit <= 32):
+        for k in cutlass.range_constexpr(0, count, 4):
+            warp.quad_transpose(words, k)
+            gather_units(words, k, unit)
     if keep:
-        for k in cutlass.range_constexpr(0, groups, 4):
-            piece = cute.make_rmem_tensor(4, Int32)
-            for i in cutlass.range_constexpr(4):
+        for k in cutlass.range_constexpr(0, count, step):
+            piece = cute.make_rmem_tensor(step, Int32)
+            for i in cutlass.range_constexpr(step):
                 piece[i] = words[k + i]
-            cute.autovec_copy(cute.recast_tensor(piece, out.element_type), cute.local_tile(out, (8,), (k + lane,)))
+            number = k + lane if const_expr(unit <= 32) else 2 * k + lane
+            target = cute.local_tile(out, (each,), (number,))
+            if const_expr(count % 4 == 0):
+                cute.autovec_copy(cute.recast_tensor(piece, out.element_type), target)
+            elif number < count:
+                cute.autovec_copy(cute.recast_tensor(piece, out.element_type), target)
 
 
 @cute.jit
-def zero_quad_row(spec: cutlass.Constexpr, a, token: Int32, head: Int32, keep):
-    """One row of O, of zeros."""
-    out, piece = a.out.o[token, head, None], cute.make_rmem_tensor(4, Int32)
+def store_16bit(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: cute.Tensor, keep):
+    out = a.out.o[token, head, None]
+    words = cute.make_rmem_tensor(words_of(spec, 16), Int32)
+    warp.convert16(values, cute.recast_tensor(words, out.element_type))
+    store_words(spec, out, words, 16, keep)
+
+
+@cute.jit
+def store_e4m3(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: cute.Tensor, keep):
+    words = cute.make_rmem_tensor(words_of(spec, 8), Int32)
+    epilogue.convert_e4m3(values, words)
+    store_words(spec, a.out.o_fp8[token, head, None], words, 8, keep)
+
+
+@cute.jit
+def store_nvfp4(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: cute.Tensor, keep):
+    """A quad has blocks of 16 together, in either order 4 of a lane's values; each lane stores factors of 4 blocks."""
+    lane, blocks = cute.arch.lane_idx() % 4, const_expr(spec.head_dim_vo // BLOCK)
+    words = cute.make_rmem_tensor(max(4, words_of(spec, 4)), Int32)
+    words.fill(0)
+    for first in cutlass.range_constexpr(0, blocks, 4):
+        factors = Int32(0)
+        for i in cutlass.range_constexpr(4):
+            block = const_expr(first + i)
+            own = cute.make_rmem_tensor(4, Float32)
+            for e in cutlass.range_constexpr(4):
+                own[e] = values[4 * block + e]
+            f = nvfp4.factor_of(nvfp4.largest(own, (1, 2)), a.out.o_sf_scale)
+            words[block // 2] = words[block // 2] | nvfp4.codes(own, f) << (16 * (block % 2))
+            factors = factors | f.byte.to(Int32) << (8 * i)
+        if keep and lane == first // 4 % 4:
+            nvfp4.store_factors(a, token, head, first, factors)
+    store_words(spec, a.out.o_fp4[token, head, None], words, 4, keep)
+
+
+@cute.jit
+def store_row(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: cute.Tensor, keep):
+    """One row of O in the type that the call asks for: `values` (D / 4,) are this lane's, in the order of the
+    accumulator."""
+    if const_expr(len(spec.out) > 1):
+        if a.out.o_fp4.shape[0] > 0:
+            store_nvfp4(spec, a, token, head, values, keep)
+        elif a.out.o_fp8.shape[0] > 0:
+            store_e4m3(spec, a, token, head, values, keep)
+        else:
+            store_16bit(spec, a, token, head, values, keep)
+    else:
+        store_16bit(spec, a, token, head, values, keep)
+
+
+@cute.jit
+def zero_pieces(out: cute.Tensor, pieces: cutlass.Constexpr, keep):
+    """A row of so many 16-byte pieces, of zeros."""
+    lane, piece = cute.arch.lane_idx() % LANES, cute.make_rmem_tensor(4, Int32)
     piece.fill(0)
     if keep:
-        for k in cutlass.range_constexpr(0, spec.head_dim_vo // 8, 4):
-            target = cute.local_tile(out, (8,), (k + cute.arch.lane_idx() % LANES,))
-            cute.autovec_copy(cute.recast_tensor(piece, out.element_type), target)
+        for k in cutlass.range_constexpr(0, pieces, 4):
+            target = cute.local_tile(out, (128 // out.element_type.width,), (k + lane,))
+            if const_expr(pieces % 4 == 0):
+                cute.autovec_copy(cute.recast_tensor(piece, out.element_type), target)
+            elif lane < pieces % 4:
+                cute.autovec_copy(cute.recast_tensor(piece, out.element_type), target)
+
+
+@cute.jit
+def zero_row(spec: cutlass.Constexpr, a, token: Int32, head: Int32, keep):
+    """One row of O, of zeros, in the type that the call asks for."""
+    if const_expr(len(spec.out) > 1):
+        if a.out.o_fp4.shape[0] > 0:
+            zero_pieces(a.out.o_fp4[token, head, None], words_of(spec, 4), keep)
+            block = cute.arch.lane_idx() % LANES * 4
+            if keep and block < spec.head_dim_vo // BLOCK:
+                nvfp4.store_factors(a, token, head, block, Int32(0))
+        elif a.out.o_fp8.shape[0] > 0:
+            zero_pieces(a.out.o_fp8[token, head, None], words_of(spec, 8), keep)
+        else:
+            zero_pieces(a.out.o[token, head, None], words_of(spec, 16), keep)
+    else:
+        zero_pieces(a.out.o[token, head, None], words_of(spec, 16), keep)
 
 
 @cute.jit
@@ -102,7 +198,7 @@ def store(spec: cutlass.Constexpr, a, r, w: Work, scales: Scales, empty: cutlass
         sink = epilogue.sink_of(a, head)
         lse = sink * logits.LOG2_E
         if const_expr(empty):
-            zero_quad_row(spec, a, w.q_start + token, head, keep)
+            zero_row(spec, a, w.q_start + token, head, keep)
         else:
             values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
             normal = softmax.row_normalizer(r.st, k, scales_of(r, scales)[1][k], sink, LANES, span(spec))
@@ -112,7 +208,6 @@ def store(spec: cutlass.Constexpr, a, r, w: Work, scales: Scales, empty: cutlass
                 factor *= softmax.factor_of(a.out.out_scale, head)
             values.store(o[k, None].load() * factor)
             if const_expr(fours(spec)):
-                store_fours(a, w.q_start + token, head, values, keep)
-            else:
-                store_quad_row(a, w.q_start + token, head, values, keep)
+                values = in_order(values)
+            store_row(spec, a, w.q_start + token, head, values, keep)
         epilogue.store_lse(a, w.q_start + token, head, lse, keep and cute.arch.lane_idx() % LANES == 0)

@@ -81,7 +81,8 @@ def decode() -> list[Scenario]:
         replace(few, name="page 8, NHD", page_size=8, layout="NHD"),
         replace(many, name="page 16, window, separate tables", page_size=16, window_left=600, separate_tables=True),
         replace(many, name="page 128, fp16, stacked NHD", page_size=128, dtype="fp16", cache="stacked", layout="NHD"),
-        replace(d128, name="page 32, strided, uint32", page_size=32, strided_q=True, uint32_lens=True),
+        replace(d128, name="page 32, strided, NVFP4 output, uint32", page_size=32, strided_q=True, uint32_lens=True,
+                out_dtype="nvfp4"),
         replace(few, name="page 256, shared NHD", page_size=256, cache="shared", layout="NHD", kv_lens=(900, 0, 83)),
         replace(many, name="cap, device scales", soft_cap=5.0, device=("log2", "out"), out_scale=-0.3, o_scale=7.0),
         replace(few, name="scale 1", scale=1.0, data="normal", sink=30.0),
@@ -113,6 +114,7 @@ def decode() -> list[Scenario]:
         {"q_lens": (1, 7)}, {"head_dim_qk": 128, "head_dim_vo": 128}, {"kv_dtype": "fp8", "out_dtype": "fp8"},
         {"dtype": "fp16", "kv_dtype": "fp8", "out_dtype": "fp8"}, {"q_lens": (2, 2)}, {"kv_dtype": "nvfp4"},
         {"kv_dtype": "nvfp4", "interleaved": True}, {"drafts": True}, {"lse": False, "scale": 0.2},
+        {"out_dtype": "nvfp4"}, {"dtype": "fp8", "out_dtype": "bf16"}, {"dtype": "fp8", "out_dtype": "nvfp4"},
     ]  # fmt: skip
     turns = [replace(first, name=str(fact), **fact) for fact in facts]
     parts = replace(few, name="40 parts", q_lens=(1,), kv_lens=(5000,), heads_q=8, heads_kv=1, scale=1.0, data="normal")

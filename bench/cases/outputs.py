@@ -1,0 +1,99 @@
+"""Problems whose output is known to the last bit of fp32, and so are the bytes that it is quantised to: every logit is
+0, and all keys of a request, a power of two of them, have the same value."""
+
+from typing import NamedTuple
+
+import torch
+
+from wrappers import fp4
+from wrappers.attention.problem import SEPARATE, Problem, new_requests
+
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
+PAGE = 16
+TIES = (6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # of the codes, under a factor of 1
+FACTOR = 0.375  # on the output; keeps ties
+SCALE = 32.0  # forward scale with which blocks of all kinds have some factors saturated, denormal and, of 16 bits, 0
+POISON = 0x7F  # as a factor NaN
+
+
+class Known(NamedTuple):
+    """A problem without outputs, and o (T, Hq, D) in fp32."""
+
+    problem: Problem
+    o: torch.Tensor
+
+
+def blocks_of(dim: int, heads: int, requests: int, dtype: torch.dtype) -> torch.Tensor:
+    """(requests, heads, dim) fp32: values of all kinds of blocks of 16, exact in dtype."""
+    gen = torch.Generator().manual_seed(dim + heads)
+    v = torch.randn(requests * heads * dim // fp4.BLOCK, fp4.BLOCK, generator=gen)
+    ties = torch.tensor(TIES)
+    v[0::4] = torch.cat([ties, -ties])
+    v[1::8] *= 400.0
+    v[5::8] *= 2.0 ** torch.randint(-9, 6, v[5::8].shape, generator=gen)
+    v[2::8] *= 2.0**-9
+    v[6::8] *= 2.0**-14
+    v = fp4.e4m3(v).float() if dtype == torch.float8_e4m3fn else v.to(dtype).float()
+    return v.view(requests, heads, dim) + 0.0  # no negative zeros: sums that begin with 0 give none
+
+
+def known(
+    phase: str, dtype: str, dim: int, heads: tuple[int, int], kv_dtype: str = "", lengths: tuple[int, ...] = (1,),
+    device: torch.device | str = "cpu",
+) -> Known:  # fmt: skip
+    """lengths: keys of the requests, powers of two or 0. A request of prefill has three tokens, which see all keys, one
+    of decode has one. heads: of the query, of the cache."""
+    tokens, (heads_q, heads_kv), batch = 3 if phase == "prefill" else 1, heads, len(lengths)
+    cached = TYPES[kv_dtype or dtype]
+    rows = blocks_of(dim, heads_kv, batch, cached)
+    counts = [-(-n // PAGE) for n in lengths]
+    table = torch.zeros(batch, 2, max(counts), dtype=torch.int32)
+    pages: list[torch.Tensor] = []
+    for request, count in enumerate(counts):
+        table[request, :, :count] = torch.arange(len(pages), len(pages) + count)
+        pages += [rows[request]] * count
+    v = torch.stack(pages)[:, :, None].expand(-1, -1, PAGE, -1).to(cached).contiguous()
+    offsets = torch.arange(batch + 1, dtype=torch.int32) * tokens
+    q = torch.zeros(batch * tokens, heads_q, dim).to(TYPES[dtype])
+    o = rows.repeat_interleave(tokens, 0).repeat_interleave(heads_q // heads_kv, 1)
+    o[torch.tensor(lengths).repeat_interleave(tokens) == 0] = 0.0
+    requests = new_requests(table.to(device), torch.tensor(lengths).int().to(device), offsets.to(device), SEPARATE)
+    q, v, o = (t.to(device) for t in (q, v, o))
+    k = torch.zeros(v.shape, device=device).to(cached)
+    signature = f"trtllm_batch_{'context' if phase == 'prefill' else 'decode'}_with_kv_cache"
+    problem = Problem(signature, phase, q, k, v, requests, tokens, 1.0, None, FACTOR, None, phase != "prefill")
+    return Known(problem, o * FACTOR)
+
+
+def poisoned(
+    shape: tuple[int, ...], start: int, device: torch.device | str = "cpu", every: int = 1
+) -> fp4.FP4Tensor:
+    """An NVFP4 output (T, Hq, D), its factors from row `start` on, all bytes POISON. every: its heads are every second,
+    third, ... of its memory's."""
+    tokens, heads, dim = shape
+    data = torch.full((tokens, heads * every, dim // 2), POISON, dtype=torch.uint8, device=device)
+    size = fp4.round_up(start + tokens, fp4.SCALE_TILE[0]), heads * dim // fp4.BLOCK
+    scale = torch.full(size, POISON, dtype=torch.uint8, device=device)
+    return fp4.FP4Tensor(data[:, ::every], scale.view(torch.float8_e4m3fn), start)
+
+
+def rounded(o: torch.Tensor, dtype: str) -> float | torch.Tensor:
+    """Bound of what a quantised output rounds away."""
+    if dtype == "fp8":
+        return 2.0**-4 * o.abs()
+    if dtype != "nvfp4":
+        return 0.0
+    # half of the step between 4 and 6, of blocks whose largest is between
+    return o.unflatten(-1, (-1, fp4.BLOCK)).abs().amax(-1).repeat_interleave(fp4.BLOCK, -1) / 5
+
+
+def bytes_of(t: fp4.FP4Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(data, factors with all padding), both uint8."""
+    return t.data, t.scale.view(torch.uint8)
+
+
+def quantised(o: torch.Tensor, start: int) -> fp4.FP4Tensor:
+    """What a kernel must make of `poisoned(o.shape, start)`, with SCALE."""
+    want = poisoned(tuple(o.shape), start, o.device)
+    fp4.store(o, want, SCALE)
+    return want
