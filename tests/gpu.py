@@ -109,7 +109,14 @@ def run(function: str, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tens
     return o.flatten(0, -3).clone(), None if lse is None else lse.clone()
 
 
-def close(got: Sequence[Any], want: Sequence[Any], rtol: float, atol: Any, what: object = "") -> None:
+def close(
+    got: Sequence[Any],
+    want: Sequence[Any],
+    rtol: float,
+    atol: Any,
+    what: object = "",
+    limit_lse: float = cases.LSE_TOLERANCE,
+) -> None:
     """(o, lse or None) against fp32. atol: of o, a number or a tensor that o's shape is broadcast with."""
     limit = torch.as_tensor(atol, device=want[0].device) + rtol * want[0].abs()
     off = ~((got[0].float() - want[0]).abs() <= limit)  # NaN is off
@@ -118,13 +125,12 @@ def close(got: Sequence[Any], want: Sequence[Any], rtol: float, atol: Any, what:
         pair = f"{float(got[0][tuple(where)])}, must be {float(want[0][tuple(where)])}"
         raise AssertionError(f"{what}: {int(off.sum())} of {off.numel()} outputs are off, first {where}: {pair}")
     if got[1] is not None:
-        limit_lse = cases.LSE_TOLERANCE
         torch.testing.assert_close(got[1], want[1], rtol=limit_lse, atol=limit_lse, msg=lambda text: f"{what}: {text}")
 
 
 def as_expected(case: AttentionCase, got: Sequence[Any], want: Sequence[Any]) -> None:
     """The result of a case against its reference."""
-    close(got, want, 0.0, case.limit(want[0]), case.name)
+    close(got, want, 0.0, case.limit(want[0]), case.name, case.lse_tolerance)
 
 
 def same(a: Sequence[Any], b: Sequence[Any], what: object = "") -> None:

@@ -73,6 +73,54 @@ def test_modifiers(case):
             same(got, first, f"{sink=} {page=} {layout} {lse=}")
 
 
+EIGHT = replace(BASE, dtype="fp8", out_dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        EIGHT,
+        DIMS,
+        CAUSAL,
+        {"": {}, "window": {"window_left": 37}},
+        CAP,
+        {"rows": {}, "packed": {"q_lens": PACKED.q_lens, "kv_lens": PACKED.kv_lens}},
+    ),
+)
+def test_fp8(case):
+    for page, layout in ((16, "HND"), (64, "NHD")):
+        inputs = make(replace(case, page_size=page, layout=layout))
+        got = run(inputs)
+        gpu.as_expected(replace(case, name=f"{page=}"), got, cases.reference_of(inputs))
+        same(run(inputs), got)
+
+
+@pytest.mark.parametrize(
+    "case", grid(EIGHT, dims((128, 128)), {"page 5": {"page_size": 5}, "fp16": {"out_dtype": "fp16"}}, CAUSAL)
+)
+def test_fp8_of_kernels_that_are_compiled_at_their_first_call(case):
+    matches_reference(case)
+
+
+@pytest.mark.parametrize("case", grid(EIGHT, DIMS))
+def test_every_value_of_an_fp8_v_comes_to_its_place(case):
+    """A row that sees its own key alone gives the bits of its V."""
+    inputs = make(replace(case, q_lens=(333,), kv_lens=(333,), heads_q=2, window_left=0, sink=False))
+    table, (_, v) = inputs["block_tables"][0], inputs["kv_cache"]
+    rows = v[table[: -(-333 // v.shape[2])].long()].float().transpose(1, 2).flatten(0, 1)[:333]
+    assert torch.equal(run(inputs)[0].float(), rows)
+
+
+def test_fp8_finds_a_needle_among_128k_keys_whose_values_have_a_large_mean():
+    keys = 131072
+    case = replace(EIGHT, q_lens=(64,), kv_lens=(keys,), heads_q=2, heads_kv=1, page_size=64, data="needles",
+                   head_dim_qk=128, head_dim_vo=128, causal=False, sink=0.0)  # fmt: skip
+    inputs = make(case)
+    inputs["kv_cache"][1].copy_((inputs["kv_cache"][1].float() + 4).to(torch.float8_e4m3fn))
+    got, want = run(inputs), cases.reference_of(inputs)
+    gpu.close(got, want, 0.03, 0.05, limit_lse=case.lse_tolerance)
+
+
 SKIPPING = replace(BASE, data="levels", scale=STEP_SCALE, kv_lens=(700, 1190, 3, 600), skip=160.0)
 
 

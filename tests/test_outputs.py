@@ -17,6 +17,7 @@ CALLS = {  # arguments of `outputs.known`, and the first row of the scale factor
     "decode, 16 rows a warp": (("decode", "bf16", 128, (12, 1), "e4m3", (1, 16, 0)), 3),
     "decode, 16 bits, head_dim 256": (("decode", "bf16", 256, (2, 2), "", (128,)), 128),
     "prefill": (("prefill", "bf16", 64, (2, 1), "", (128, 0, 1)), 122),
+    "prefill, e4m3 query": (("prefill", "e4m3", 64, (2, 1), "", (128, 0, 1)), 5),
 }
 
 

@@ -178,7 +178,7 @@ def attend(case: AttentionCase, device: str) -> float:
     return (
         error
         if lse is None
-        else max(error, distance(lse.cpu(), want_lse, attention.LSE_TOLERANCE, attention.LSE_TOLERANCE))
+        else max(error, distance(lse.cpu(), want_lse, case.lse_tolerance, case.lse_tolerance))
     )
 
 

@@ -237,7 +237,7 @@ def call(case: AttentionCase, in_forms: tuple[str, ...] = ()) -> tuple[Results, 
     out, lse = listed(case, problem) if in_forms else launched(case, problem)
     error = distance(out, want, 0.0, case.limit(want))
     if lse is not None:
-        error = max(error, distance(lse, want_lse, cases.LSE_TOLERANCE))
+        error = max(error, distance(lse, want_lse, case.lse_tolerance))
     if case.invariant:
         m, first = case.q_lens[0], launched(*cases.alone(case, problem))
         if bits_of(*first) != bits_of(out[:m], None if lse is None else lse[:m]):

@@ -1,0 +1,54 @@
+"""FP8 prefill in the simulator: every value of V comes through the transposition to its place, whatever the swizzle and
+the tail, and O is promoted."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench.cases import attention as cases
+from bench.cases.attention import AttentionCase
+from cute_kernels.attention import sm90
+from tests.conftest import ARCH, ROOT
+from tools.ptxsim.workloads import simulated
+from wrappers.attention.op import serve
+
+pytestmark = pytest.mark.kernels
+MEMORY = ROOT / "build" / "simulated"
+ALONE = AttentionCase("", dtype="fp8", out_dtype="bf16", heads_q=1, heads_kv=1, sink=False)
+DIMS = ((64, 64), (128, 128))  # boxes of 128 and of 32 keys
+
+
+def run(case, **changes):
+    """(problem, out, lse)."""
+    p = cases.make_problem(case)._replace(**changes)
+    shape = len(p.q), case.heads_q, case.head_dim_vo
+    out, lse = torch.full(shape, math.nan, dtype=torch.bfloat16), torch.full(shape[:2], math.nan)
+    with simulated(ARCH, [], 2, memory=MEMORY):
+        serve(p._replace(out=out, lse=lse))
+    return p, out, lse
+
+
+@pytest.mark.parametrize("dims", DIMS)
+def test_v_reaches_its_place(dims):
+    """A row that sees its own key alone gives the bits of its V: of all keys of two blocks, the second of them cut."""
+    n = sm90.FP8_TILES[dims].n
+    length = n + 37
+    qk, vo = dims
+    case = replace(ALONE, q_lens=(length,), kv_lens=(length,), head_dim_qk=qk, head_dim_vo=vo, window_left=0)
+    p, out, _ = run(case)
+    rows = p.v[p.requests.page_table[0, 1, : -(-length // case.page_size)]].float()  # (pages, 1, P, D)
+    want = rows.transpose(1, 2).reshape(-1, 1, vo)[:length]
+    assert torch.equal(out.float(), want)
+
+
+def test_long_rows_do_not_lose_what_they_add_up():
+    """An 8-bit MMA adds up towards zero in few bits: the mean of 4,096 equal values would come out 4 % short."""
+    keys, value = 4096, 1.125
+    case = replace(ALONE, q_lens=(1,), kv_lens=(keys,), causal=False, page_size=64)
+    p = cases.make_problem(case)
+    v = torch.full(p.v.shape, value).to(p.v.dtype)
+    _, out, lse = run(case, q=torch.zeros_like(p.q), v=v)
+    assert (out.float() - value).abs().max() < 0.02 * value
+    assert abs(float(lse) - math.log2(keys)) < 1e-3
