@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import wrappers
 from bench.cases import attention, family
 from bench.cases.family import FamilyCase
 from tests import gpu
@@ -232,3 +233,23 @@ def test_decode(case):
 @pytest.mark.parametrize("case", gpu.grid(replace(DECODE, dtype="fp16", function="xqa"), CACHES, SIZES))
 def test_xqa(case):
     gpu.matches_reference(case, CUDA)
+
+
+@feature("prefill with scales a head")
+@pytest.mark.parametrize("rows", [5, 200])
+def test_scales_a_head(rows):
+    gen = torch.Generator().manual_seed(0)
+    shapes = (rows, 8, 128), (500, 2, 128), (500, 2, 128)
+    given = [torch.randn(*shape, generator=gen).to(torch.float8_e4m3fn) for shape in shapes]
+    scales = [torch.rand(x.shape[1], generator=gen) + 0.5 for x in given]
+
+    def call(device):
+        q, k, v, *factors = (x.to(device) for x in given + scales)
+        named = dict(zip(("q_scale", "k_scale", "v_scale"), factors, strict=True))
+        return wrappers.single_prefill_with_kv_cache_return_lse(
+            q, k, v, causal=True, o_dtype=torch.bfloat16, **named
+        )
+
+    got, want = call(CUDA), call("cpu")
+    close([x.cpu() for x in got], [x.float() for x in want], 0.05, 0.05, limit_lse=0.01)
+    same(call(CUDA), got)

@@ -170,7 +170,7 @@ def test_a_summary_tells_what_was_counted():
     ("command", "said"),
     [
         (["build", "--jobs", "0"], "--jobs: invalid positive value: '0'"),
-        (["build", "--spec", "attention.decode={}"], "attention.decode cannot be built of {}: schedule tiles"),
+        (["build", "--spec", "attention.decode={}"], "attention.decode cannot be built of {}: out bf16"),
         (["show", "attention.sm90={}"], "attention.sm90 cannot be built of {}: tile None"),
         (["build", "--only", SPEC.name, "--only", "none1", "--only", "none2"], f"of {ARCH} matches none1\n.* none2$"),
         (["build", "--out", "/dev/null"], "/dev/null"),

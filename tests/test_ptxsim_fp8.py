@@ -3,6 +3,7 @@ the tail, and O is promoted."""
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from bench.cases import attention as cases
 from bench.cases.attention import AttentionCase
 from cute_kernels.attention import sm90
 from tests.conftest import ARCH, ROOT
-from tools.ptxsim.workloads import simulated
+from tools.ptxsim.workloads import distance, simulated
+from wrappers import single_prefill_with_kv_cache_return_lse
 from wrappers.attention.op import serve
 
 pytestmark = pytest.mark.kernels
@@ -52,3 +54,17 @@ def test_long_rows_do_not_lose_what_they_add_up():
     _, out, lse = run(case, q=torch.zeros_like(p.q), v=v)
     assert (out.float() - value).abs().max() < 0.02 * value
     assert abs(float(lse) - math.log2(keys)) < 1e-3
+
+
+def test_scales_a_head():
+    """Of q, k and v, with heads of a KV head as rows of one tile and as tiles of their own."""
+    gen = torch.Generator().manual_seed(0)
+    for rows in (5, 70):
+        shapes = (rows, 4, 64), (90, 2, 64), (90, 2, 64)
+        q, k, v = (torch.randn(*shape, generator=gen).to(torch.float8_e4m3fn) for shape in shapes)
+        scales = {f"{n}_scale": torch.rand(x.shape[1], generator=gen) + 0.5 for n, x in zip("qkv", (q, k, v))}
+        call = partial(single_prefill_with_kv_cache_return_lse, q, k, v, causal=True, o_dtype=torch.bfloat16, **scales)
+        with simulated(ARCH, [], 2, memory=MEMORY):
+            out, lse = call()
+        want, want_lse = call()
+        assert distance(out, want.float(), ALONE.tolerance) <= 1 and distance(lse, want_lse, ALONE.lse_tolerance) <= 1
