@@ -17,6 +17,7 @@ DTYPES: dict[str, Any] = {  # spec name -> CuTe type
     "fp16": cutlass.Float16,
     "fp32": cutlass.Float32,
     "e4m3": cutlass.Float8E4M3FN,
+    "e5m2": cutlass.Float8E5M2,
     "int32": cutlass.Int32,
     "int64": cutlass.Int64,
     "uint8": cutlass.Uint8,

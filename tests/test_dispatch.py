@@ -22,7 +22,8 @@ def problems(phase):
         base = Problem(q, q, q, 128, 128, page, group, rows, phase, causal, window, soft_cap=cap)
         if phase == "prefill":
             for qk, vo in sm90.TILES:
-                yield replace(base, head_dim_qk=qk, head_dim_vo=vo)
+                for kv in (q, "e4m3", "nvfp4"):
+                    yield replace(base, kv=kv, head_dim_qk=qk, head_dim_vo=vo)
                 for out in (q, "e4m3", "nvfp4"):
                     yield replace(base, head_dim_qk=qk, head_dim_vo=vo, q="e4m3", kv="e4m3", out=out)
             continue
@@ -55,7 +56,11 @@ def serves(spec, problem):
 
 def on_demand(spec):
     """Whether the policy of `shipped` leaves a spec to its first call: pages of no TMA box, but for usual problems, and
-    e4m3 queries of other head dims than 64 and 128, or, in prefill, with an output in fp16."""
+    e4m3 queries of other head dims than 64 and 128, or, in prefill, with an output in fp16; of prefill over quantised K
+    and V all but causal bf16 of the usual head dims."""
+    if spec.schedule == "tiles" and spec.kv.dtype != spec.q:
+        shipped = spec.q == "bf16" and spec.dims in sm90.USUAL and spec.mask.causal != "never"
+        return not shipped or spec.kv.source == "gather"
     usual = spec.dims in ((64, 64), (128, 128)) and not spec.kv.scaled and spec.q != "e4m3"
     rare = spec.kv.source == "gather" and (not usual or spec.mask.causal == "never")
     if spec.q == "e4m3":
@@ -140,8 +145,9 @@ def test_blocks_of_keys_do_not_depend_on_the_batch():
     [
         ({"head_dim_qk": 96, "head_dim_vo": 96}, "attention.sm90: head_dim (96, 96)"),
         ({"head_dim_vo": 64}, "attention.sm90: head_dim (128, 64)"),
-        ({"kv": "e4m3"}, "attention.sm90: kv e4m3"),
         ({"kv": "fp16"}, "attention.sm90: kv fp16"),
+        ({"q": "e4m3"}, "attention.sm90: kv bf16"),
+        ({"q": "e5m2", "kv": "e5m2"}, "attention.sm90: q e5m2"),
         ({"phase": "decode", "kv": "nvfp4", "source": "ragged"}, "attention.decode: source ragged"),
         ({"phase": "decode", "custom_mask": True}, "attention.decode: custom_mask True"),
         ({"phase": "decode", "alibi": True}, "attention.decode: alibi True"),

@@ -401,8 +401,6 @@ def test_refused_before_a_launch(launches, name):
 @pytest.mark.parametrize(
     "case,change,error,message",
     [
-        (replace(PLAIN, kv_dtype="fp8"), {}, NotImplementedError, "attention.sm90: kv e4m3"),
-        (replace(PLAIN, kv_dtype="nvfp4"), {}, NotImplementedError, "attention.sm90: kv nvfp4"),
         (PLAIN, {"bmm1_scale": -1.0}, NotImplementedError, "bmm1_scale: -1.0"),
         (replace(PLAIN, head_dim_qk=48, head_dim_vo=48), {}, NotImplementedError, r"head_dim \(48, 48\)"),
         (PLAIN, {"query": torch.zeros(T * HQ * D + 1).bfloat16()[1:].view(T, HQ, D)}, ValueError, "query: address"),
@@ -495,8 +493,8 @@ def test_explain(launches):
     assert said.runs is not None and said.runs.startswith("attention.sm90 bf16_d64_")
     assert said.refused == (("attention.decode", "phase prefill: serves decode"),)
     assert "gather" in str(explain(**inputs_of(replace(PLAIN, page_size=24))))
-    refused = explain(**inputs_of(replace(PLAIN, kv_dtype="fp8")))
-    assert refused.runs is None and "kv e4m3" in str(refused)
+    refused = explain(**inputs_of(replace(PLAIN, head_dim_qk=48, head_dim_vo=48)))
+    assert refused.runs is None and "head_dim (48, 48)" in str(refused)
     assert not launches
     with pytest.raises(ValueError, match="batch_size"):
         explain(**inputs_of(batch_size=7))

@@ -17,7 +17,7 @@ from . import planted
 from .memory import distant as _distant
 from .outputs import poisoned, rounded
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 TOLERANCE = {"bf16": 1e-2, "fp16": 1e-3, "fp8": 5e-2}  # of a query's type, N(0, 1) data, against fp32; rtol = atol
 SF_SCALE = 100.0  # forward scale of NVFP4 outputs
 SF_START = 125  # their first row of factors, of 128 a tile

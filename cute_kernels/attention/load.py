@@ -28,7 +28,7 @@ def fetch_q(spec: cutlass.Constexpr, plan, s, w: Work, q: Int32):
     b = plan.q.boxes[0]
     pipe.fill(s.q_pipe, q, plan.q.bytes)
     g = cute.domain_offset((w.q_start + w.m_block * spec.tile.m, 0), b.gmem[None, None, w.head])
-    qs, qg = copy.partition(b, s.q, g)
+    qs, qg = copy.partition(b, s.raw_q, g)
     stage = cute.arch.make_warp_uniform(pipe.stage(s.q_pipe, q))
     for d in cutlass.range_constexpr(cute.size(qs, mode=[2])):
         cute.copy(b.atom, qg[None, 0, d], qs[None, 0, d, stage], tma_bar_ptr=s.q_pipe.full + stage)
@@ -77,19 +77,21 @@ def load_kv(
 
 
 @cute.jit
-def load_scales(spec: cutlass.Constexpr, plan, s):
-    """One warp: the scale factors of K and V of every tile, into the stages that `load_kv` fills."""
+def load_scales(spec: cutlass.Constexpr, plan, s, rings):
+    """One warp: the scale factors of K and V of every tile, into the stages that `load_kv` fills. rings: the pipes of
+    those of K and of V."""
     a = plan.args
     i, t, more = Int32(0), Int32(0), Int32(1)
     while more != 0:
         w = work.consume(spec, s, t)
         more = w.valid
         if w.valid != 0:
+            head = geometry.kv_head_of(w.head, geometry.group(a), spec.pack_gqa)
             rows = [pages.of_request(a, w.batch, which) for which in (pages.K, pages.V)]
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
                 found = [scales.find(spec, a.kv.k.shape[2], mine, j, w.kv_len) for mine in rows]
-                at = Block(Int32(0), i, j, w.head, w.kv_len)
-                scales.fill(spec, a.kv.k_scales, s.k_scales, s.k_pipe, found[0], at)
-                scales.fill(spec, a.kv.v_scales, s.v_scales, s.v_pipe, found[1], at)
+                at = Block(Int32(0), i, j, head, w.kv_len)
+                scales.fill(spec, a.kv.k_scales, s.k_scales, rings[pages.K], found[pages.K], at)
+                scales.fill(spec, a.kv.v_scales, s.v_scales, rings[pages.V], found[pages.V], at)
                 i += 1
         t += 1

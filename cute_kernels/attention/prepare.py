@@ -3,14 +3,21 @@
 Warps share the work; each makes its part of an operand stage visible to the MMA by a proxy fence, then arrives.
 """
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from ..device import layout, warp
+from ..device import layout, mma, warp
+from . import quant
 from .quant import permute
+from .spec import BLOCK
 
 TOGETHER = 2  # matrices of 32 columns that a warp has in registers
+PIECES = 2  # of rows, that a lane has
+ROWS = 8  # after which a swizzle repeats
+ACROSS = 64  # fp16 columns of a box of an operand stage
 
 
 def order(dim):
@@ -75,3 +82,156 @@ def transpose_keys(
                 made = [permute(w[i], w[i + 1], selector) for i in (0, 2) for selector in (0x6420, 0x7531)]
                 made = [word & keep for word in made] if const_expr(cut) else made
                 warp.store_matrices(at + const_expr((g + k) * 32 * across), made)
+
+
+class Pieces(NamedTuple):
+    """How a warp shares `ROWS` rows of a stage, dequantised, among its lanes: in pieces of `BLOCK` columns, `lanes` a
+    row, which rows that begin in the same bank are spread over `passes` for.
+
+    boxes, width: of raw rows, in bytes; groups: of `lanes` pieces that a box has.
+    """
+
+    bits: int
+    width: int
+    boxes: int
+    lanes: int
+    groups: int
+    passes: int
+
+    @staticmethod
+    def of(bits, dim) -> "Pieces":
+        size = dim * bits // 8
+        width = layout.width(size)
+        pieces = width * 8 // bits // BLOCK
+        lanes = min(pieces, 8)
+        return Pieces(bits, width, size // width, lanes, pieces // lanes, lanes // 4)
+
+    def row(self, lane, turn):
+        """Of the `ROWS` rows, the lane's in a pass."""
+        if self.lanes == 4:
+            return lane // 4
+        return lane // 8 * 2 + (lane // 4 + lane // 8 + turn) % 2
+
+    def raw(self, lane, turn, group):
+        """Byte of its piece, in a box."""
+        piece = group * self.lanes + lane % self.lanes
+        return layout.swizzle(self.width, self.row(lane, turn), piece * 2 * self.bits)
+
+    def operand(self, n, lane, turn):
+        """Byte where the first half of its piece goes, 16 bytes, in boxes of n rows; the other's differs in bit 4."""
+        piece = lane % self.lanes
+        return piece // 4 * (n * 128) + layout.swizzle(128, self.row(lane, turn), piece % 4 * 32)
+
+
+class Factors(NamedTuple):
+    """Scale factors of a stage. at: address; row, four, block: bytes to the next row of four, to the next four rows, to
+    the next block of a row."""
+
+    at: Int32
+    row: Any
+    four: Any
+    block: Any
+
+
+def linear(stage, dim):
+    """Row by row."""
+    size = dim // BLOCK
+    return Factors(stage.iterator.toint(), size, 4 * size, 1)
+
+
+def interleaved(stage, dim, interleaves):
+    """Row by row or, of four rows, block by block."""
+    size = dim // BLOCK
+    return Factors(stage.iterator.toint(), size + interleaves * (1 - size), 4 * size, 1 + 3 * interleaves)
+
+
+class Lane(NamedTuple):
+    """A lane's pieces of `ROWS` rows, in bytes from where these begin. source: by pass and group; target: by pass, of
+    the first half; factors: by pass, or None; block: from a factor to the next of its row."""
+
+    pieces: Pieces
+    n: int
+    source: list
+    target: list
+    factors: Any
+    block: Any
+
+
+class Cursor(NamedTuple):
+    """Addresses of `ROWS` rows in a raw stage, in that of its operand, in that of its factors."""
+
+    source: Any
+    target: Any
+    factors: Any
+
+
+def lane_of(spec, n, dim, factors) -> Lane:
+    """The lane's place in stages of n rows."""
+    lane, p = cute.arch.lane_idx(), Pieces.of(spec.kv.bits, dim)
+    source = [[p.raw(lane, turn, group) for group in range(p.groups)] for turn in range(p.passes)]
+    target = [p.operand(n, lane, turn) for turn in range(p.passes)]
+    if factors is None:
+        return Lane(p, n, source, target, None, 0)
+    rows, column = [p.row(lane, turn) for turn in range(p.passes)], lane % p.lanes * factors.block
+    own = [row // 4 * factors.four + row % 4 * factors.row + column for row in rows]
+    return Lane(p, n, source, target, own, factors.block)
+
+
+def dequantise_rows(fmt, x: Lane, at: Cursor, four, count):
+    """`count` times `ROWS` rows; four: bytes of the factors of four rows."""
+    p = x.pieces
+    each = [(b, t, g) for b in range(p.boxes) for t in range(p.passes) for g in range(p.groups)]
+    places = [(k, *place) for k in range(count) for place in each]
+    for i in range(0, len(places), PIECES):
+        mine, words, factors = places[i : i + PIECES], [], []
+        for k, b, turn, group in mine:
+            source = at.source + x.source[turn][group] + (k * ROWS + b * x.n) * p.width
+            words.append(mma.load(source, p.bits // 2))
+            if x.factors is not None:
+                source = at.factors + x.factors[turn] + k * (ROWS // 4 * four)
+                factors.append(mma.load_bytes(source + (b * p.groups + group) * p.lanes * x.block, 1))
+        for j, (k, b, turn, group) in enumerate(mine):
+            pairs = [pair for word in words[j] for pair in quant.neighbours(fmt, word)]
+            if x.factors is not None:
+                pairs = quant.scale(pairs, [quant.factor(factors[j])], 0)
+            boxes = (b * p.groups + group) * p.lanes // 4
+            target = at.target + x.target[turn]
+            for half in range(2):
+                mma.store((target ^ 16 * half) + (k * ROWS + boxes * x.n) * 128, pairs[4 * half : 4 * half + 4])
+
+
+@cute.jit
+def dequantise(
+    spec: cutlass.Constexpr,
+    raw: cute.Tensor,
+    into: cute.Tensor,
+    factors: Any,
+    share: Int32,
+    shares: cutlass.Constexpr,
+):
+    """One of `shares` warps: its rows of a stage as it is stored become those of an fp16 stage (n, D). factors:
+    `Factors`, or None. No bank is met twice, but by loads of 4-bit rows of 256 columns."""
+    n, dim = const_expr(cute.size(into, mode=[0])), const_expr(cute.size(into, mode=[1]))
+    groups, four, mine = const_expr(n // shares // ROWS), const_expr(dim // BLOCK * 4), lane_of(spec, n, dim, factors)
+    count = const_expr(2 if spec.kv.scaled and groups % 2 == 0 else 1)  # at a time: what registers allow
+    first = share * (groups * ROWS)
+    source, target = raw.iterator.toint() + first * mine.pieces.width, into.iterator.toint() + first * 128
+    scales = Int32(0) if const_expr(factors is None) else factors.at + first // 4 * four
+    for _ in cutlass.range(0, groups, count, unroll=1):
+        dequantise_rows(quant.format_of(spec), mine, Cursor(source, target, scales), four, count)
+        source += count * ROWS * mine.pieces.width
+        target += count * ROWS * 128
+        scales += count * ROWS // 4 * four
+
+
+@cute.jit
+def blank(into: cute.Tensor, valid: Int32, share: Int32, shares: cutlass.Constexpr):
+    """One of `shares` warps: zeros into its rows of an fp16 stage (n, D) from `valid` on, which hold whatever the page
+    held: 0 * NaN is NaN."""
+    n, dim = const_expr(cute.size(into, mode=[0])), const_expr(cute.size(into, mode=[1]))
+    count, pieces = const_expr(n // shares), const_expr(ACROSS // 8)
+    first, lane = cutlass.max(share * count, valid), cute.arch.lane_idx()
+    for i in cutlass.range(lane, ((share + 1) * count - first) * pieces, 32, unroll=1):
+        at = into.iterator.toint() + layout.swizzle(128, first + i // pieces, i % pieces * 16)
+        for b in cutlass.range_constexpr(dim // ACROSS):
+            mma.store(at + b * n * 128, [Uint32(0)] * 4)

@@ -9,8 +9,11 @@ the rest.
 from collections.abc import Callable
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Uint32
+from cutlass import Float32, Int32, Uint32
+
+from ..device import warp
 
 
 class Format(NamedTuple):
@@ -63,6 +66,11 @@ def from_e4m3(word):
     return list(cute.arch.inline_ptx(text, write_only_types=[Uint32] * 2, read_only_args=[word]))
 
 
+def from_e5m2(word):
+    """Two pairs of neighbours: fp16 whose low bytes are zeros."""
+    return [permute(word, Uint32(0), 0x1404), permute(word, Uint32(0), 0x3424)]
+
+
 def select(a, b, mask):
     """The bits of a where the mask has ones, of b elsewhere."""
     text = "{ .reg .b32 t; mov.b32 t, {$r2}; lop3.b32 {$w0}, {$r0}, {$r1}, t, 0xE4; }"  # takes no immediate operand
@@ -83,12 +91,26 @@ def values16(a, b):
     return [permute(a, b, 0x5410), permute(a, b, 0x7632)]
 
 
-def values8(a, b):
-    return [*from_e4m3(permute(a, b, 0x5140)), *from_e4m3(permute(a, b, 0x7362))]
+def values8(from_word):
+    return lambda a, b: [*from_word(permute(a, b, 0x5140)), *from_word(permute(a, b, 0x7362))]
 
 
 def pairs4(word):
     return [pair for half in from_e2m1(word) for pair in from_e4m3(half)]
+
+
+def neighbours(fmt, word):
+    """Pairs of neighbours of a word's elements, in their order."""
+    if fmt.elements < 8:
+        return fmt.pairs(word)
+    even, odd = from_e2m1(word)
+    return [pair for selector in (0x5140, 0x7362) for pair in from_e4m3(permute(even, odd, selector))]
+
+
+def factor(byte):
+    """The scale factor in the low byte of a word, as a pair."""
+    text = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, lo; }"
+    return broadcast(cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[byte]), 0)
 
 
 def values4(a, b):
@@ -96,8 +118,25 @@ def values4(a, b):
     return [pair for half in (0, 2) for four in pairs for pair in four[half : half + 2]]
 
 
+@cute.jit
+def to_fp16(words: cute.Tensor):
+    """bf16 pairs of a row, of which a quad has a quarter each, to fp16 in place, divided by the returned power of two,
+    near the largest: fp16 has neither bf16's range nor needs it then."""
+    values = cute.make_rmem_tensor(2 * cute.size(words), Float32)
+    values.store(cute.recast_tensor(words, cutlass.BFloat16).load().to(Float32))
+    top = Float32(0.0)
+    for i in cutlass.range_constexpr(cute.size(values)):
+        top = cute.arch.fmax(top, cute.math.absf(values[i]))
+    top = cute.arch.warp_reduction_max(top, threads_in_group=4)
+    exponent = cutlass.max(Int32(27), cutlass.min(Int32(227), warp.bits(top) >> 23))
+    values.store(values.load() * warp.from_bits((254 - exponent) << 23))
+    warp.convert16(values, cute.recast_tensor(words, cutlass.Float16))
+    return warp.from_bits(exponent << 23)
+
+
 FORMATS = {  # "": 16-bit
     "": Format(2, (0, 1), 1.0, pairs16, values16),
-    "e4m3": Format(4, (0, 1, 2, 3), 1.0, from_e4m3, values8),
+    "e4m3": Format(4, (0, 1, 2, 3), 1.0, from_e4m3, values8(from_e4m3)),
+    "e5m2": Format(4, (0, 1, 2, 3), 1.0, from_e5m2, values8(from_e5m2)),
     "nvfp4": Format(8, (0, 2, 4, 6, 1, 3, 5, 7), 64.0, pairs4, values4),
 }

@@ -13,7 +13,7 @@ from .problem import Problem
 T = TypeVar("T")  # the op's own class of tiles
 
 DTYPES = ("bf16", "fp16")  # of 16 bits
-BITS = {"bf16": 16, "fp16": 16, "e4m3": 8, "nvfp4": 4}  # of an element, as it is stored
+BITS = {"bf16": 16, "fp16": 16, "e4m3": 8, "e5m2": 8, "nvfp4": 4}  # of an element, as it is stored
 BLOCK = 16  # elements that share a scale factor of NVFP4
 TMA_PAGES = (8, 16, 32, 64, 128, 256)  # rows of the pages that TMA fetches in boxes
 

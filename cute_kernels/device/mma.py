@@ -37,6 +37,12 @@ def load(address, count):
     return list(words) if count > 1 else [words]
 
 
+def store(address, words):
+    """Four words to shared memory, at a byte address aligned to their size."""
+    text = "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
+    cute.arch.inline_ptx(text, read_only_args=[address, *words])
+
+
 def load_bytes(address, count):
     """`count` (1, 2 or 4) bytes of shared memory as the low bytes of a word."""
     if count == 4:

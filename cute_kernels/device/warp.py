@@ -67,6 +67,11 @@ def from_bits(x):
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
+def anew(x):
+    """An Int32 that the compiler takes for another: what follows from it is not kept in registers across a loop."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
 def load_matrices(address):
     """Four 8 x 8 matrices of 16 bits, transposed: lane l names row l % 8 of matrix l // 8 in shared memory, and gets a
     word of each: rows 2 (l % 4) and the next, of column l // 4."""

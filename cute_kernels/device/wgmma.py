@@ -32,6 +32,14 @@ def load_a(mma: cute.TiledMma, smem: cute.Tensor, regs: cute.Tensor, thread: Int
 
 
 @cute.jit
+def store_a(mma: cute.TiledMma, regs: cute.Tensor, smem: cute.Tensor, thread: Int32):
+    """What `load_a` loads, of 16 bits, back to shared memory."""
+    atom = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), smem.element_type)
+    tiled = cute.make_tiled_copy_A(atom, mma).get_slice(thread)
+    cute.copy(atom, tiled.retile(regs), tiled.partition_D(smem))
+
+
+@cute.jit
 def issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: cutlass.Constexpr):
     """acc (+)= a b over all of K, committed as one group and not waited for."""
     atom = cute.make_mma_atom(mma.op)  # a local atom: setting a field of a struct member in a loop breaks dominance

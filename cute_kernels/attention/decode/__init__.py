@@ -12,7 +12,7 @@ from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, outputs,
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 PHASE = "decode"
-QUANTISED = ("e4m3", "nvfp4")
+QUANTISED = {"e4m3": "e4m3", "e5m2": "e4m3", "nvfp4": "nvfp4"}  # type of a cache -> whose tiles its kernels have
 QUERIES = (*DTYPES, "e4m3")
 FEW_ROWS = 8  # of a warp; kernels for calls with more rows have twice as many
 
@@ -75,7 +75,7 @@ BLACKWELL = TILES | {("e4m3", 128, 16): Tile(64, 64, 12, 1, 16)}  # with 8 warps
 
 def spec_of(q: str, kv: str, dim: int, rows: int, arch: str) -> Spec:
     """The spec of these types that takes every modifier, with so many rows a warp if it has a tile of those."""
-    kind, tiles = kv if kv in QUANTISED else "16-bit", TILES if arch == "sm_90a" else BLACKWELL
+    kind, tiles = QUANTISED.get(kv, "16-bit"), TILES if arch == "sm_90a" else BLACKWELL
     tile: Any = tiles.get((kind, dim, rows)) or tiles.get((kind, dim, FEW_ROWS))
     mask, logits = MaskSpec("always", True, True), LogitsSpec(True, True)
     return AttentionSpec(q, KVSpec(kv), outputs(q), dim, dim, mask, logits, "stream_k", True, tile)

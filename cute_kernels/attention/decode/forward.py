@@ -24,9 +24,8 @@ from cutlass import Int32, const_expr
 from ...device import copy, pipe
 from .. import fakes, load
 from ..args import Args, pack
-from ..kv import arrivals, pages, source
+from ..kv import arrivals, pages, scales, source
 from ..schedule import stream_k, work
-from ..spec import BLOCK
 from . import reduce
 from .math import math
 from .roles import roles
@@ -71,16 +70,6 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     )
 
 
-def scale_stages(spec, smem, dim):
-    """(n, D / 16, stages) bytes of scale factors, None where the cache has none."""
-    n, size = spec.tile.n, dim // BLOCK
-    if not spec.kv.scaled:
-        return None
-    return smem.allocate_tensor(
-        cutlass.Uint8, cute.make_layout((n, size, spec.tile.stages), stride=(size, 1, n * size)), 16
-    )
-
-
 def shared(spec, plan):
     smem, r, t = cutlass.utils.SmemAllocator(), roles(spec), spec.tile
     count = work.STAGES[spec.schedule]
@@ -91,8 +80,8 @@ def shared(spec, plan):
         work_pipe=pipe.make(smem, count, r.warps("schedule"), r.warps("load_k", "load_v", "load_scales", "math")),
         k_pipe=pipe.make(smem, t.stages, arrivals(spec, r), r.warps("math")),
         v_pipe=pipe.make(smem, t.stages, arrivals(spec, r), r.warps("math")),
-        k_scales=scale_stages(spec, smem, spec.head_dim_qk),
-        v_scales=scale_stages(spec, smem, spec.head_dim_vo),
+        k_scales=scales.allocate(spec, smem, spec.head_dim_qk, t.stages),
+        v_scales=scales.allocate(spec, smem, spec.head_dim_vo, t.stages),
         merge=reduce.allocate(spec, smem),
     )
 
@@ -108,7 +97,7 @@ def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
     elif warp == roles(spec).first("schedule"):
         stream_k.schedule_warp(spec, plan.args, s)
     elif const_expr(roles(spec).warps("load_scales") > 0):
-        load.load_scales(spec, plan, s)
+        load.load_scales(spec, plan, s, (s.k_pipe, s.v_pipe))
 
 
 @cute.kernel

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from ...device import mma, pipe, warp
+from ...device import mma, pipe
 from .. import geometry, logits, quant
 from ..spec import BLOCK
 from .layout import CachedRow, columns, halves, keys, scale_blocks, v_offsets
@@ -72,7 +72,7 @@ def set_q(spec: cutlass.Constexpr, a, r, x, words: cute.Tensor, scale_log2: Floa
     for half in cutlass.range_constexpr(halves(spec)):
         unit, own = Float32(fmt.unit), words[None, half]
         if const_expr(spec.q == "bf16" and quant.operand(spec) == "fp16"):
-            unit *= to_fp16(own)
+            unit *= quant.to_fp16(own)
         for i in cutlass.range_constexpr(2):
             k, row = 2 * half + i, x.first + spec.tile.rows_per_warp * x.group + 8 * half + 2 * t + i
             r.tokens[k] = geometry.token_of(row, r.rows_per_token, True)
@@ -90,22 +90,6 @@ def in_order(fmt, words, i):
     if second == first + 1:
         return words[i]
     return quant.permute(words[first // 2], words[second // 2], (0x5410, 0x7632)[first % 2])
-
-
-@cute.jit
-def to_fp16(words: cute.Tensor):
-    """bf16 pairs of a row, of which a quad has a quarter each, to fp16 in place, divided by the returned power of two,
-    near the largest: fp16 has neither bf16's range nor needs it then."""
-    values = cute.make_rmem_tensor(2 * cute.size(words), Float32)
-    values.store(cute.recast_tensor(words, cutlass.BFloat16).load().to(Float32))
-    top = Float32(0.0)
-    for i in cutlass.range_constexpr(cute.size(values)):
-        top = cute.arch.fmax(top, cute.math.absf(values[i]))
-    top = cute.arch.warp_reduction_max(top, threads_in_group=4)
-    exponent = cutlass.max(Int32(27), cutlass.min(Int32(227), warp.bits(top) >> 23))
-    values.store(values.load() * warp.from_bits((254 - exponent) << 23))
-    warp.convert16(values, cute.recast_tensor(words, cutlass.Float16))
-    return warp.from_bits(exponent << 23)
 
 
 def issue_qk(spec, s, r, scores, stage, row):

@@ -1,19 +1,32 @@
 """Scale factors of block-scaled caches, too short for TMA: one warp copies them with cp.async, into the stages that a
 source fills with the rows that they belong to."""
 
+from math import gcd
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from ...device import pipe
+from ..spec import BLOCK
 from . import pages
 from .pages import Block
 from .tma import BOXES
+
+PIECE = 16  # most bytes that a lane copies at a time
 
 
 def scale_rows(spec):
     """Neighbouring rows whose scale factors a lane fetches: of one page, so a power of two up to the smallest."""
     return 1 if gathers(spec) else min(BOXES[0], 1 << (spec.tile.n // 32).bit_length() - 1)
+
+
+def allocate(spec, smem, dim, stages):
+    """(n, D / 16, stages) bytes of scale factors, None where the cache has none."""
+    n, size = spec.tile.n, dim // BLOCK
+    if not spec.kv.scaled:
+        return None
+    return smem.allocate_tensor(cutlass.Uint8, cute.make_layout((n, size, stages), stride=(size, 1, n * size)), 16)
 
 
 def gathers(spec):
@@ -41,6 +54,7 @@ def fill(spec: cutlass.Constexpr, scales: cute.Tensor, smem: cute.Tensor, p: pip
     """One warp: the scale factors of block j of a KV head, (n, D / 16) bytes of the item's stage, row by row. found: of
     `find`; rows of no page become zeros. Every lane arrives once what it copied is there."""
     size, count = const_expr(scales.shape[3]), const_expr(scale_rows(spec))
+    piece = const_expr(gcd(size, PIECE))
     step = Int64(scales.stride[2])
     pipe.wait_empty(p, at.item)
     for c in cutlass.range_constexpr(cute.size(found)):
@@ -52,7 +66,9 @@ def fill(spec: cutlass.Constexpr, scales: cute.Tensor, smem: cute.Tensor, p: pip
         target = smem[mine, None, pipe.stage(p, at.item)].iterator.toint()
         if mine < spec.tile.n:
             for e in cutlass.range_constexpr(count):
-                text = f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};"
-                written = Int32(size) if exists else Int32(0)
-                cute.arch.inline_ptx(text, read_only_args=[target + e * size, source + e * step, written])
+                text = f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {piece}, {{$r2}};"
+                written = Int32(piece) if exists else Int32(0)
+                for i in cutlass.range_constexpr(0, size, piece):
+                    from_, to = source + e * step + i, target + e * size + i
+                    cute.arch.inline_ptx(text, read_only_args=[to, from_, written])
     cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full(p, at.item))

@@ -13,6 +13,7 @@ from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, outputs,
 ARCHS = ("sm_90a",)
 PHASE = "prefill"
 FP8 = "e4m3"
+QUANTISED = ("e4m3", "e5m2", "nvfp4")  # types of caches
 PACK_ROWS = 64  # a request with at most this many query tokens a KV head's group packs heads into rows
 
 
@@ -20,6 +21,7 @@ PACK_ROWS = 64  # a request with at most this many query tokens a KV head's grou
 class Tile:
     """m query rows x n keys a CTA, a warpgroup for 64 rows; `stages` K tiles and as many V tiles in flight, and
     `q_stages` Q tiles. q_in_regs: Q is a register operand of Q K^T, which spares shared memory a third of its reads.
+    raw_stages: of K and V as they are stored, where they are prepared, 0: as many.
     promote: Hopper's 8-bit MMAs add to O in 14 bits or so, always towards zero: 2,000 keys may lose 0.4 %, all 60 %."""
 
     m: int = 128
@@ -28,6 +30,7 @@ class Tile:
     q_stages: int = 1
     q_in_regs: bool = False
 
+    raw_stages: int = 0
     loaders: int = 2  # warps that fill a stage together: issuing a TMA takes one tens of cycles
     promote: int = 0  # KV blocks after which O moves to fp32 sums in shared memory, 0: never
     l2_bytes: ClassVar[int] = 16 << 20  # of K and V at work at a time; Hopper's L2 is 50 MB in two halves
@@ -68,6 +71,16 @@ FP8_HEADLINE_TILES = FP8_TILES | {
     (64, 64): Tile(192, 128, 4, 2, loaders=1, promote=16),
     (128, 128): Tile(192, 96, 2, 2, loaders=1, promote=16),
 }
+QUANTISED_TILES = {  # of quantised K and V, dequantised by a warpgroup
+    (64, 64): Tile(128, 128, 3, raw_stages=3, loaders=1),
+    (128, 128): Tile(128, 128, 2, raw_stages=2, loaders=1),
+    (192, 128): Tile(128, 80, 2, raw_stages=2, loaders=1),
+    (256, 256): Tile(64, 48, 2, raw_stages=2, loaders=1),
+}
+QUANTISED_HEADLINE_TILES = QUANTISED_TILES | {
+    (64, 64): Tile(128, 128, 3, 1, True, 3, loaders=1),
+    (128, 128): Tile(128, 128, 2, 1, True, 2, loaders=1),
+}
 HEADLINE_TILES = TILES | {  # of kernels that take none
     (64, 64): Tile(192, 128, 4, 2),
     (128, 128): Tile(128, 128, 3, 1, True),
@@ -79,20 +92,29 @@ def wide(q: str) -> str:
     return "bf16" if q == FP8 else q
 
 
-def headline(q: str, dims: tuple[int, int], causal: bool) -> Spec:
+def tiles_of(q: str, kv: str, plain: bool) -> dict[tuple[int, int], Tile]:
+    """head_dims -> tile of kernels of these types, `plain`: of those that take no modifiers."""
+    if q != kv:
+        tiles = QUANTISED_HEADLINE_TILES if plain else QUANTISED_TILES
+        fewer = q == FP8 and kv == "e5m2"  # Q as it is loaded and as fp16
+        return {dims: replace(tile, raw_stages=1) for dims, tile in tiles.items()} if fewer else tiles
+    if q == FP8:
+        return FP8_HEADLINE_TILES if plain else FP8_TILES
+    return HEADLINE_TILES if plain else TILES
+
+
+def headline(q: str, kv: str, dims: tuple[int, int], causal: bool) -> Spec:
     """The spec of a mask and nothing else."""
-    mask, tiles = MaskSpec("always" if causal else "never"), FP8_HEADLINE_TILES if q == FP8 else HEADLINE_TILES
-    return AttentionSpec(q, KVSpec(q), (wide(q),), *dims, mask, tile=cast(Tile, tiles.get(dims)))
+    mask, tile = MaskSpec("always" if causal else "never"), tiles_of(q, kv, True).get(dims)
+    return AttentionSpec(q, KVSpec(kv), (wide(q),), *dims, mask, tile=cast(Tile, tile))
 
 
-def general(q: str, dims: tuple[int, int], pack: bool) -> Spec:
+def general(q: str, kv: str, dims: tuple[int, int], pack: bool) -> Spec:
     """The spec that takes every modifier as a value. With 16-bit queries it writes 16 bits; a call that asks for e4m3
     or NVFP4 gets one with all `outputs`, compiled then."""
-    mask, logits, tile = MaskSpec("value", window=True), LogitsSpec(soft_cap=True), TILES.get(dims)
-    out: tuple[str, ...] = (q,)
-    if q == FP8:
-        out, tile = outputs(q), FP8_TILES.get(dims)
-    return AttentionSpec(q, KVSpec(q), out, *dims, mask, logits, pack_gqa=pack, tile=cast(Tile, tile))
+    mask, logits, tile = MaskSpec("value", window=True), LogitsSpec(soft_cap=True), tiles_of(q, kv, False).get(dims)
+    out = outputs(q) if q == FP8 else (q,)
+    return AttentionSpec(q, KVSpec(kv), out, *dims, mask, logits, pack_gqa=pack, tile=cast(Tile, tile))
 
 
 def candidate(problem: Problem, arch: str) -> Spec:
@@ -100,11 +122,12 @@ def candidate(problem: Problem, arch: str) -> Spec:
     p, dims = problem, (problem.head_dim_qk, problem.head_dim_vo)
     pack = p.group > 1 and p.rows <= PACK_ROWS
     plain = p.out in DTYPES and not (pack or p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi)
-    spec = headline(p.q, dims, p.causal) if plain else general(p.q, dims, pack)
+    spec = headline(p.q, p.kv, dims, p.causal) if plain else general(p.q, p.kv, dims, pack)
     mask = replace(spec.mask, bits=p.drafts, custom=p.custom_mask)
-    logits = replace(spec.logits, skip=p.skip, alibi=p.alibi, head_scales=p.head_scales and p.q != FP8)
+    logits = replace(spec.logits, skip=p.skip, alibi=p.alibi, head_scales=p.head_scales and p.kv in DTYPES)
     out = outputs(p.q, p.out) if len(spec.out) > 1 or p.out not in DTYPES else (p.out,)
-    tile = FP8_TILES.get(dims) if p.q == FP8 and p.skip else spec.tile  # votes need registers
+    few = p.skip and p.kv not in DTYPES  # registers, and votes need some
+    tile = tiles_of(p.q, p.kv, False).get(dims) if few else spec.tile
     return replace(spec, kv=KVSpec(p.kv, source_of(p)), out=out, mask=mask, logits=logits, tile=cast(Tile, tile))
 
 
@@ -112,12 +135,13 @@ def supports(spec: Spec) -> Refusal | None:
     """None where the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
     if spec.q not in (*DTYPES, FP8):
         return Refusal("q", f"{spec.q}: the kernel has {', '.join((*DTYPES, FP8))}")
-    if spec.kv.dtype != spec.q:
-        return Refusal("kv", f"{spec.kv.dtype}: the kernel has {spec.q}")
+    if spec.kv.dtype not in (spec.q, *QUANTISED):
+        return Refusal("kv", f"{spec.kv.dtype}: the kernel has {', '.join(dict.fromkeys((spec.q, *QUANTISED)))}")
     if spec.out not in [out[:count] for out in (outputs(spec.q, t) for t in DTYPES) for count in (1, 3)]:
         return Refusal("out", f"{', '.join(spec.out)}: the kernel has {', '.join((*DTYPES, 'e4m3', 'nvfp4'))}")
-    if spec.dims not in TILES:
-        return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, TILES))}")
+    tiles = tiles_of(spec.q, spec.kv.dtype, False)
+    if spec.dims not in tiles:
+        return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, tiles))}")
     if spec.mask.bits:
         return Refusal("drafts", "True: the kernel has no mask of bits")
     if spec.logits.head_scales:
@@ -129,23 +153,24 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("tile", "None: a spec needs one")
     if t.m % 64 or not 64 <= t.m <= 192 or t.n % 16:
         return Refusal("tile", f"{t}: m is 64, 128 or 192, n a multiple of 16")
+    if spec.kv.dtype != spec.q and t.m > 128:
+        return Refusal("tile", f"{t}: over quantised K and V, m is 64 or 128")
     return None
 
 
 def shipped(arch: str) -> list[Spec]:
     """Of each 16-bit type and head_dim: a headline spec a mask, and the general ones. Of the usual head dims: the same
-    in 8 bits, those that gather pages of any size, one with a custom mask, and a causal one with skip-softmax. Others
-    are compiled at their first call."""
+    in 8 bits, those that gather pages of any size, one with a custom mask, a causal one with skip-softmax, and of bf16
+    over quantised K and V a causal headline and the general ones. Others are compiled at their first call."""
     found = []
-    for q, dims in product(DTYPES, TILES):
-        found += [headline(q, dims, causal) for causal in (True, False)]
-        found += [general(q, dims, pack) for pack in (False, True)]
-    for dims in USUAL:
-        found += [headline(FP8, dims, causal) for causal in (True, False)]
-        found += [general(FP8, dims, pack) for pack in (False, True)]
+    for q, dims in (*product(DTYPES, TILES), *product((FP8,), USUAL)):
+        found += [headline(q, q, dims, causal) for causal in (True, False)]
+        found += [general(q, q, dims, pack) for pack in (False, True)]
     for q, dims in product(DTYPES, USUAL):
-        whole, packed = general(q, dims, False), general(q, dims, True)
-        found += [replace(s, kv=KVSpec(q, "gather")) for s in (headline(q, dims, True), whole, packed)]
+        whole, packed = general(q, q, dims, False), general(q, q, dims, True)
+        found += [replace(s, kv=KVSpec(q, "gather")) for s in (headline(q, q, dims, True), whole, packed)]
         found.append(replace(whole, mask=replace(whole.mask, custom=True)))
-        found.append(replace(headline(q, dims, True), logits=LogitsSpec(skip=True)))
+        found.append(replace(headline(q, q, dims, True), logits=LogitsSpec(skip=True)))
+    for kv, dims in product(("e4m3", "nvfp4"), USUAL):
+        found += [headline("bf16", kv, dims, True), *(general("bf16", kv, dims, pack) for pack in (False, True))]
     return found if arch in ARCHS else []

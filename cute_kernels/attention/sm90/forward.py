@@ -27,12 +27,12 @@ from ... import abi
 from ...device import copy, layout, pipe, wgmma
 from .. import fakes, load
 from ..args import Args, pack
-from ..kv import arrivals, pages, source
+from ..kv import arrivals, pages, scales, source
 from ..schedule import work
 from . import skip, sums
 from .math import DENSE, math
 from .prepare import prepare_kv
-from .roles import fp8, operand, prepared, roles
+from .roles import EACH, dequantises, fp8, operand, prepared, roles
 
 fake_args = fakes.fake_args
 
@@ -55,14 +55,19 @@ class Shared:
 
     k: cute.Tensor
     v: cute.Tensor  # fp8: (Dvo, n, stages), see `prepare`
-    raw_v: cute.Tensor  # as it was loaded; where nothing is prepared, v
+    raw_k: cute.Tensor  # as it was loaded; where nothing is prepared, k
+    raw_v: cute.Tensor
     work: cute.Tensor
     work_pipe: pipe.Pipe
     k_pipe: pipe.Pipe
     v_pipe: pipe.Pipe
+    raw_k_pipe: pipe.Pipe
     raw_v_pipe: pipe.Pipe
+    raw_q: cute.Tensor  # as it was loaded
     q: cute.Tensor
     q_pipe: pipe.Pipe
+    k_scales: cute.Tensor | None  # of raw stages
+    v_scales: cute.Tensor | None
     o_sums: Any = None  # (4, Dvo / 8, threads): what `math.promote` adds to
     votes: Any = None  # of `skip`
 
@@ -71,7 +76,7 @@ class Shared:
 def forward(spec: cutlass.Constexpr, stream, *flat):
     a = pack(spec, flat)
     t, dt = spec.tile, abi.DTYPES[operand(spec)]
-    k, v = (source(spec).operand(x, (t.n, x.shape[3]), t.stages) for x in (a.kv.k, a.kv.v))
+    k, v = (source(spec).operand(x, (t.n, x.shape[3]), t.raw_stages or t.stages) for x in (a.kv.k, a.kv.v))
     rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))
     q = copy.operand(rows, (t.m, spec.head_dim_qk), t.q_stages, (t.m,))
     mma_qk = wgmma.mma_nt(dt, t.warpgroups, t.n, t.q_in_regs)
@@ -88,31 +93,58 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     )
 
 
+def operand_stages(spec, smem, shape, stages):
+    """Stages that are prepared."""
+    kind = layout.smem_layout(shape, stages, abi.DTYPES[operand(spec)])
+    return smem.allocate_tensor(abi.DTYPES[operand(spec)], kind.outer, 1024, kind.inner)
+
+
+def operand_q(spec, smem, raw_q):
+    """Where an MMA finds Q: where it was loaded to, if that has the size."""
+    dt, shape = abi.DTYPES[operand(spec)], (spec.tile.m, spec.head_dim_qk)
+    if spec.q == operand(spec) or spec.tile.q_in_regs:
+        return raw_q
+    if raw_q.element_type.width < dt.width:
+        return operand_stages(spec, smem, shape, spec.tile.q_stages)
+    kind = layout.smem_layout(shape, spec.tile.q_stages, dt)
+    return cute.make_tensor(cute.recast_ptr(raw_q.iterator, kind.inner, dt), kind.outer)
+
+
 def shared(spec, plan):
     smem, r, t = cutlass.utils.SmemAllocator(), roles(spec), spec.tile
-    count, math_warps = work.STAGES[spec.schedule], r.warps("math")
-    k = copy.allocate(smem, plan.k, plan.args.kv.k.element_type)
+    count, math_warps, raw = work.STAGES[spec.schedule], r.warps("math"), t.raw_stages or t.stages
+    raw_k = k = copy.allocate(smem, plan.k, plan.args.kv.k.element_type)
     raw_v = v = copy.allocate(smem, plan.v, plan.args.kv.v.element_type)
+    if prepared(spec)[pages.K]:
+        k = operand_stages(spec, smem, (t.n, spec.head_dim_qk), t.stages)
     if prepared(spec)[pages.V]:
-        kind = layout.smem_layout((spec.head_dim_vo, t.n), t.stages, abi.DTYPES[operand(spec)])
-        v = smem.allocate_tensor(abi.DTYPES[operand(spec)], kind.outer, 1024, kind.inner)
+        shape = (spec.head_dim_vo, t.n) if fp8(spec) else (t.n, spec.head_dim_vo)
+        v = operand_stages(spec, smem, shape, t.stages)
     published = work.allocate(spec, smem)
-    work_pipe = pipe.make(smem, count, 1, r.warps("load_k", "load_v", "prepare", "math"))
-    k_pipe = pipe.make(smem, t.stages, arrivals(spec, r), math_warps)
-    raw_v_pipe = v_pipe = pipe.make(smem, t.stages, arrivals(spec, r), r.warps("prepare") or math_warps)
+    work_pipe = pipe.make(smem, count, 1, r.warps() - r.warps("idle"))
+    raw_k_pipe = k_pipe = pipe.make(smem, raw, arrivals(spec, r), r.warps("prepare_k") or math_warps)
+    if prepared(spec)[pages.K]:
+        k_pipe = pipe.make(smem, t.stages, r.warps("prepare_k"), math_warps)
+    raw_v_pipe = v_pipe = pipe.make(smem, raw, arrivals(spec, r), r.warps("prepare_v") or math_warps)
     if prepared(spec)[pages.V]:
-        v_pipe = pipe.make(smem, t.stages, r.warps("prepare"), math_warps)
+        v_pipe = pipe.make(smem, t.stages, r.warps("prepare_v"), math_warps)
+    raw_q = copy.allocate(smem, plan.q, plan.args.query.q.element_type)
     return Shared(
         k=k,
         v=v,
+        raw_k=raw_k,
         raw_v=raw_v,
         work=published,
         work_pipe=work_pipe,
         k_pipe=k_pipe,
         v_pipe=v_pipe,
+        raw_k_pipe=raw_k_pipe,
         raw_v_pipe=raw_v_pipe,
-        q=copy.allocate(smem, plan.q, plan.args.query.q.element_type),
+        raw_q=raw_q,
+        q=operand_q(spec, smem, raw_q),
         q_pipe=pipe.make(smem, t.q_stages, 1, math_warps),
+        k_scales=scales.allocate(spec, smem, spec.head_dim_qk, raw),
+        v_scales=scales.allocate(spec, smem, spec.head_dim_vo, raw),
         o_sums=sums.allocate(spec, smem) if t.promote else None,
         votes=skip.allocate(spec, smem),
     )
@@ -129,15 +161,34 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
 
 @cute.jit
 def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
-    """The warps that do not compute."""
+    """The warps of the first warpgroup."""
     if warp < roles(spec).first("load_v"):
-        load.load_kv(spec, plan, s, load.Stages(plan.k, s.k, s.k_pipe), pages.K, warp, publishes=True)
+        load.load_kv(spec, plan, s, load.Stages(plan.k, s.raw_k, s.raw_k_pipe), pages.K, warp, publishes=True)
     elif const_expr(not any(prepared(spec))):
         load_v(spec, plan, s, warp - roles(spec).first("load_v"))
-    elif warp < roles(spec).first("prepare"):
+    elif warp < roles(spec).first("load_v") + roles(spec).warps("load_v"):
         load_v(spec, plan, s, warp - roles(spec).first("load_v"))
+    elif const_expr(not dequantises(spec)):
+        prepare_kv(spec, plan, s, pages.V, warp - roles(spec).first("prepare_v"))
+    elif const_expr(spec.kv.scaled):
+        if warp == roles(spec).first("load_scales"):
+            load.load_scales(spec, plan, s, (s.raw_k_pipe, s.raw_v_pipe))
+
+
+@cute.jit
+def dequantise(spec: cutlass.Constexpr, plan, s, warp: Int32):
+    """The warps that dequantise."""
+    if warp < roles(spec).first("prepare_v"):
+        prepare_kv(spec, plan, s, pages.K, warp - roles(spec).first("prepare_k"))
     else:
-        prepare_kv(spec, plan, s, warp - roles(spec).first("prepare"))
+        prepare_kv(spec, plan, s, pages.V, warp - roles(spec).first("prepare_v"))
+
+
+@cute.jit
+def compute(spec: cutlass.Constexpr, plan, s):
+    """The warps of the last warpgroups."""
+    cute.arch.setmaxregister_increase(roles(spec).registers("math"))
+    math(spec, plan, s, skip.SKIPPING if const_expr(spec.logits.skip) else DENSE)
 
 
 @cute.kernel
@@ -147,10 +198,14 @@ def kernel(spec: cutlass.Constexpr, plan: Plan):
     cute.arch.barrier()
     cute.arch.griddepcontrol_wait()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    if warp < roles(spec).first("math"):
+    if warp < EACH:
         cute.arch.setmaxregister_decrease(roles(spec).registers("load_k"))
         serve(spec, plan, s, warp)
         cute.arch.griddepcontrol_launch_dependents()
+    elif const_expr(not dequantises(spec)):
+        compute(spec, plan, s)
+    elif warp < roles(spec).first("math"):
+        cute.arch.setmaxregister_decrease(roles(spec).registers("prepare_k"))
+        dequantise(spec, plan, s, warp)
     else:
-        cute.arch.setmaxregister_increase(roles(spec).registers("math"))
-        math(spec, plan, s, skip.SKIPPING if const_expr(spec.logits.skip) else DENSE)
+        compute(spec, plan, s)

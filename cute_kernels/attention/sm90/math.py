@@ -13,14 +13,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ...device import pipe, warp, wgmma
-from .. import epilogue, geometry, logits, mask, softmax
+from ... import abi
+from ...device import layout, mma, pipe, warp, wgmma
+from .. import epilogue, geometry, logits, mask, quant, softmax
 from ..kv import pages, source
 from ..logits import Cols, Rows
 from ..schedule import work
 from ..schedule.work import Work
 from . import sums
-from .roles import fp8, prepared, roles
+from .roles import dequantises, fp8, operand, prepared, roles, scaled_rows
 from .store import LANES, Scales, scales_of, span, store
 
 TURN_BARRIER = 1  # + warpgroup: may issue MMAs
@@ -42,6 +43,7 @@ class Registers:
     tokens: cute.Tensor  # query token of each of this thread's rows
     cols: cute.Tensor  # coordinates in the tile
     scales: Any = None  # a tensor of `Scales.score` and one of `Scales.reduced`, where rows have their own
+    units: Any = None  # that Q of each row is in, where it is not Q's own
     slopes: Any = None  # of ALiBi, of each row
     words: Any = None  # of a custom mask, of each row in the block at hand
     sums: Any = None  # of O, where it is promoted
@@ -85,27 +87,27 @@ class Loop(NamedTuple):
     finish_pv: Any
 
 
-def group_index():
-    return cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128 - 1)
+def group_index(spec):
+    return cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128 - roles(spec).first_thread("math") // 128)
 
 
 @cute.jit
 def wait_turn(spec: cutlass.Constexpr):
     if const_expr(spec.tile.warpgroups > 1):
-        cute.arch.barrier(barrier_id=TURN_BARRIER + group_index(), number_of_threads=256)
+        cute.arch.barrier(barrier_id=TURN_BARRIER + group_index(spec), number_of_threads=256)
 
 
 @cute.jit
 def pass_turn(spec: cutlass.Constexpr):
     if const_expr(spec.tile.warpgroups > 1):
-        after = (group_index() + 1) % spec.tile.warpgroups
+        after = (group_index(spec) + 1) % spec.tile.warpgroups
         cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + after, number_of_threads=256)
 
 
 def registers(spec, plan, s) -> Registers:
     t = spec.tile
     tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
-    base = group_index() * 128
+    base = group_index(spec) * 128
     qk, pv = plan.mma_qk.get_slice(base), plan.mma_pv.get_slice(base)
     vt = s.v if fp8(spec) else cute.make_tensor(s.v.iterator, cute.select(s.v.layout, mode=[1, 0, 2]))
     acc_s = cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32)
@@ -117,7 +119,7 @@ def registers(spec, plan, s) -> Registers:
     rows = cute.size(wgmma.rows_cols(acc_o), mode=[0])
     coords = plan.mma_qk.get_slice(tid).partition_C(cute.make_identity_tensor((t.m, t.n)))
     if spec.tile.q_in_regs:
-        q = cute.make_rmem_tensor(qk.partition_shape_A((t.m, spec.head_dim_qk)), s.q.element_type)
+        q = cute.make_rmem_tensor(qk.partition_shape_A((t.m, spec.head_dim_qk)), abi.DTYPES[operand(spec)])
     else:
         q = plan.mma_qk.make_fragment_A(qk.partition_A(s.q))
     return Registers(
@@ -130,7 +132,8 @@ def registers(spec, plan, s) -> Registers:
         softmax.make(rows),
         cute.make_rmem_tensor(rows, Int32),
         wgmma.rows_cols(coords),
-        scales_of_rows(spec, rows) if fp8(spec) else None,
+        scales_of_rows(spec, rows) if scaled_rows(spec) else None,
+        cute.make_rmem_tensor(rows, Float32) if in_units(spec) else None,
         cute.make_rmem_tensor(rows, Float32) if spec.logits.alibi else None,
         cute.make_rmem_tensor(rows, Uint32) if spec.mask.custom else None,
         sums.make(spec, s.o_sums) if spec.tile.promote else None,
@@ -141,6 +144,17 @@ def scales_of_rows(spec, rows):
     """(score, reduced), which differ where there is a cap."""
     score = cute.make_rmem_tensor(rows, Float32)
     return score, cute.make_rmem_tensor(rows, Float32) if spec.logits.soft_cap else score
+
+
+def in_units(spec):
+    """Whether Q becomes fp16 in units of its own a row: that has not the range of bf16."""
+    return dequantises(spec) and spec.q == "bf16"
+
+
+def landed(spec, which):
+    """What precedes an MMA that reads a stage of K or V; one that was prepared needs nothing."""
+    if not prepared(spec)[which]:
+        source(spec).landed()
 
 
 def ahead(spec):
@@ -202,6 +216,55 @@ def operand_p16(r: Registers, row: cutlass.Constexpr):
 
 
 @cute.jit
+def load_q(spec: cutlass.Constexpr, qk: cute.TiledMma, s, r: Registers, q: cute.Tensor, stage: Int32):
+    """Q of a tile to q, a register operand of `qk`, in the type that is multiplied."""
+    if const_expr(operand(spec) == "fp16" and spec.q == "e4m3"):
+        load_q8(spec, s, r, q, stage)
+    else:
+        thread = cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
+        if const_expr(dequantises(spec)):
+            thread = warp.anew(thread)  # addresses that are needed once a tile are no work to make
+        wgmma.load_a(qk, s.q[None, None, stage], q, thread)
+        if const_expr(in_units(spec)):
+            words, own = cute.recast_tensor(q, Uint32), cute.make_rmem_tensor(spec.head_dim_qk // 8, Uint32)
+            for row in cutlass.range_constexpr(cute.size(r.units)):
+                at = const_expr([i // 2 * 4 + i % 2 * 2 + row for i in range(spec.head_dim_qk // 8)])
+                for i in cutlass.range_constexpr(len(at)):
+                    own[i] = words[at[i]]
+                r.units[row] = quant.to_fp16(own)
+                for i in cutlass.range_constexpr(len(at)):
+                    words[at[i]] = own[i]
+
+
+@cute.jit
+def load_q8(spec: cutlass.Constexpr, s, r: Registers, q: cute.Tensor, stage: Int32):
+    """Q of 8 bits as fp16: a lane has, of every 16 columns of a row, pairs 8 columns apart."""
+    words, width = cute.recast_tensor(q, Uint32), const_expr(layout.width(spec.head_dim_qk))
+    base = s.raw_q.iterator.toint() + stage * (spec.tile.m * spec.head_dim_qk)
+    for row in cutlass.range_constexpr(2):
+        mine, byte = r.cols[row, 0][0], cute.arch.lane_idx() % LANES * 2
+        for k in cutlass.range_constexpr(spec.head_dim_qk // 16):
+            box = base + const_expr(16 * k // width * (spec.tile.m * width))
+            at = [box + layout.swizzle(width, mine, 16 * k % width + 8 * half + byte) for half in range(2)]
+            pairs = [mma.load_bytes(address, 2) for address in at]
+            both = quant.from_e4m3(quant.permute(pairs[0], pairs[1], 0x5410))
+            words[4 * k + row], words[4 * k + 2 + row] = both[0], both[1]
+
+
+@cute.jit
+def convert_q(spec: cutlass.Constexpr, s, r: Registers, stage: Int32):
+    """Q of a tile, in shared memory, to the type that is multiplied: each warp converts rows of its own."""
+    t, thread = spec.tile, cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
+    qk = wgmma.mma_nt(s.q.element_type, t.warpgroups, t.n, True)
+    q = cute.make_rmem_tensor(qk.get_slice(0).partition_shape_A((t.m, spec.head_dim_qk)), s.q.element_type)
+    load_q(spec, qk, s, r, q, stage)
+    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(spec), number_of_threads=128)
+    wgmma.store_a(qk, q, s.q[None, None, stage], thread)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(spec), number_of_threads=128)
+
+
+@cute.jit
 def wait_first_qk(spec: cutlass.Constexpr, plan, s, r: Registers, w: Work, at: Items):
     """Wait for what the first QK of a tile needs: its Q and K of its last block."""
     if const_expr(spec.pack_gqa):
@@ -209,17 +272,14 @@ def wait_first_qk(spec: cutlass.Constexpr, plan, s, r: Registers, w: Work, at: I
     else:
         pipe.wait_full(s.q_pipe, at.q)
     if const_expr(spec.tile.q_in_regs):
-        wgmma.load_a(
-            plan.mma_qk,
-            s.q[None, None, pipe.stage(s.q_pipe, at.q)],
-            r.q,
-            cute.arch.thread_idx()[0] - roles(spec).first_thread("math"),
-        )
+        load_q(spec, plan.mma_qk, s, r, r.q, pipe.stage(s.q_pipe, at.q))
         if const_expr(not spec.pack_gqa):
             cute.arch.sync_warp()  # all lanes have read before one of them arrives
             pipe.release(s.q_pipe, at.q)
+    elif const_expr(dequantises(spec) and spec.q != operand(spec)):
+        convert_q(spec, s, r, pipe.stage(s.q_pipe, at.q))
     pipe.wait_full(s.k_pipe, at.kv)
-    source(spec).landed()
+    landed(spec, pages.K)
 
 
 @cute.jit
@@ -238,7 +298,7 @@ def start_tile(spec: cutlass.Constexpr, plan, s, r: Registers, w: Work, at: Item
 @cute.jit
 def issue_pv(spec: cutlass.Constexpr, plan, s, r: Registers, i: Int32):
     pipe.wait_full(s.v_pipe, i)
-    source(spec).landed()
+    landed(spec, pages.V)
     wgmma.issue(plan.mma_pv, r.o, r.p, r.v[None, None, None, pipe.stage(s.v_pipe, i)], False)
 
 
@@ -279,7 +339,7 @@ def step(
     second's exponentials."""
     i, a = at.kv, plan.args
     pipe.wait_full(s.k_pipe, i + 1)
-    source(spec).landed()
+    landed(spec, pages.K)
     wait_turn(spec)
     issue_qk(spec, plan, s, r, Items(i + 1, at.q))
     issue_pv(spec, plan, s, r, i)
@@ -325,25 +385,25 @@ def gather_q(spec: cutlass.Constexpr, s, w: Work, a, stage: Int32):
 
     A warp writes rows that others of the group read: all of them must have finished with the tile before.
     """
-    vec = const_expr(128 // s.q.element_type.width)  # of 16 bytes
-    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(), number_of_threads=128)
+    vec = const_expr(128 // s.raw_q.element_type.width)  # of 16 bytes
+    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(spec), number_of_threads=128)
     per_row = const_expr(spec.head_dim_qk // vec)
     tid = cute.arch.thread_idx()[0] % 128
     per_token = geometry.rows_per_token(spec, a)
     rows = geometry.tile_rows(w.q_len, per_token)
     for c in cutlass.range_constexpr(64 * per_row // 128):
         i = tid + c * 128
-        local = group_index() * 64 + i // per_row
+        local = group_index(spec) * 64 + i // per_row
         row = w.m_block * spec.tile.m + local
-        piece = cute.make_rmem_tensor(vec, s.q.element_type)
+        piece = cute.make_rmem_tensor(vec, s.raw_q.element_type)
         piece.fill(0.0)
         if row < rows:
             token = w.q_start + geometry.token_of(row, per_token, True)
             head = geometry.head_of(row, w.head, per_token, True)
             cute.autovec_copy(cute.local_tile(a.query.q[token, head, None], (vec,), (i % per_row,)), piece)
-        cute.autovec_copy(piece, cute.local_tile(s.q, (1, vec, 1), (local, i % per_row, stage))[0, None, 0])
+        cute.autovec_copy(piece, cute.local_tile(s.raw_q, (1, vec, 1), (local, i % per_row, stage))[0, None, 0])
     cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(), number_of_threads=128)
+    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(spec), number_of_threads=128)
 
 
 @cute.jit
@@ -353,9 +413,11 @@ def set_rows(spec: cutlass.Constexpr, r: Registers, x: Tile, a, capped: cutlass.
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         row = x.w.m_block * spec.tile.m + r.cols[k, 0][0]
         r.tokens[k] = geometry.token_of(row, per_token, spec.pack_gqa)
-        if const_expr(fp8(spec)):
+        if const_expr(scaled_rows(spec)):
             head = geometry.head_of(row, x.w.head, per_token, spec.pack_gqa)
             r.scales[0][k] = x.scales.score * softmax.factor_of(a.logits.scale, head)
+            if const_expr(in_units(spec)):
+                r.scales[0][k] *= r.units[k]
             if const_expr(spec.logits.soft_cap):
                 r.scales[1][k] = x.scales.reduced if const_expr(capped) else r.scales[0][k]
         if const_expr(spec.logits.alibi):
@@ -414,12 +476,15 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr, capped:
     """All tiles of the CTA."""
     a = plan.args
     r = registers(spec, plan, s)
-    score = a.logits.scale_log2
-    if const_expr(not fp8(spec)):  # whose device factors may be a head's
-        score = softmax.device_factor(score, a.logits.scale)
+    score, out = a.logits.scale_log2, a.out.out_factor
+    if const_expr(not scaled_rows(spec)):  # whose factors may be a head's
+        score, out = softmax.device_factor(score, a.logits.scale), epilogue.scale_of(a)
+    unit = const_expr(quant.format_of(spec).unit)
+    if const_expr(unit != 1.0):
+        score, out = score * unit, out * unit
     reduced = logits.capped_to_log2(a.logits.soft_cap) if const_expr(capped) else score
-    scales = Scales(score, reduced, a.out.out_factor if const_expr(fp8(spec)) else epilogue.scale_of(a))
-    if group_index() == spec.tile.warpgroups - 1:
+    scales = Scales(score, reduced, out)
+    if group_index(spec) == spec.tile.warpgroups - 1:
         pass_turn(spec)
     at, (blocks, finish) = Items(Int32(0), Int32(0)), loop
     w, t = next_tile(spec, a, s, r, scales, Int32(0))

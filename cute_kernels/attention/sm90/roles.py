@@ -4,6 +4,7 @@ from ...device.roles import Role, Roles
 from .. import quant
 
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # math warpgroups -> (load, math) registers a thread
+DEQUANTISING = {1: (40, 40, 232), 2: (32, 32, 224)}  # math warpgroups -> (load, prepare, math) registers
 EACH = 4  # warps of a warpgroup
 
 
@@ -17,16 +18,43 @@ def fp8(spec):
     return operand(spec) == "e4m3"
 
 
+def dequantises(spec):
+    """Whether K and V are stored in a type that the MMAs do not multiply."""
+    return operand(spec) != spec.kv.dtype
+
+
 def prepared(spec):
-    """Whether stages of (K, V) are made from what was loaded: WGMMA takes an 8-bit V only transposed."""
-    return False, fp8(spec)
+    """Whether stages of (K, V) are made from what was loaded: dequantised, or, WGMMA takes an 8-bit V only so,
+    transposed."""
+    return dequantises(spec), dequantises(spec) or fp8(spec)
+
+
+def scaled_rows(spec):
+    """Whether each row has a score scale of its own."""
+    return any(prepared(spec))
 
 
 def roles(spec) -> Roles:
+    if dequantises(spec):
+        return dequantising_roles(spec)
     load_regs, math_regs = REGISTERS[spec.tile.warpgroups]
     return Roles.of(
         Role("load_k", spec.tile.loaders, load_regs),
         Role("load_v", spec.tile.loaders, load_regs),
-        Role("prepare", EACH - 2 * spec.tile.loaders, load_regs),
+        Role("prepare_v", EACH - 2 * spec.tile.loaders, load_regs),
+        Role("math", EACH * spec.tile.warpgroups, math_regs),
+    )
+
+
+def dequantising_roles(spec) -> Roles:
+    """Those that dequantise have a warpgroup of their own: a warp of it for each of the SM's four schedulers."""
+    load_regs, prepare_regs, math_regs = DEQUANTISING[spec.tile.warpgroups]
+    return Roles.of(
+        Role("load_k", spec.tile.loaders, load_regs),
+        Role("load_v", spec.tile.loaders, load_regs),
+        Role("load_scales", int(spec.kv.scaled), load_regs),
+        Role("idle", EACH - 2 * spec.tile.loaders - int(spec.kv.scaled), load_regs),
+        Role("prepare_k", EACH // 2, prepare_regs),
+        Role("prepare_v", EACH // 2, prepare_regs),
         Role("math", EACH * spec.tile.warpgroups, math_regs),
     )

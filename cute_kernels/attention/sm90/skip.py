@@ -42,6 +42,7 @@ from .math import (
     group_index,
     issue_pv,
     issue_qk,
+    landed,
     operand_p,
     pass_turn,
     probabilities,
@@ -103,7 +104,7 @@ def all_of(words: cute.Tensor):
 @cute.jit
 def agreed(spec: cutlass.Constexpr, s, mine, turn: Int32):
     """Whether all lanes of the warpgroup say so (`mine`). turn: number of the vote."""
-    group, warp = group_index(), cute.arch.warp_idx() % WARPS
+    group, warp = group_index(spec), cute.arch.warp_idx() % WARPS
     words = s.votes.words[None, group, turn % TURNS]
     all_lanes = cute.arch.vote_all_sync(mine)
     with cute.arch.elect_one():
@@ -180,7 +181,7 @@ def step(
     i, a, x = last.kv, plan.args, votes.tile
     at, out = Items(i + 1, votes.q), Int32(0)
     pipe.wait_full(s.k_pipe, i + 1)
-    source(spec).landed()
+    landed(spec, pages.K)
     wait_turn(spec)
     if last.owed != 0:
         issue_qk(spec, plan, s, r, at)
