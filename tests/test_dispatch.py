@@ -85,7 +85,8 @@ def test_skip_softmax_of_prefill_joins_every_kernel():
     """A call with a factor runs the spec of the call without one, and skip; others have no argument for a threshold."""
     for problem in problems("prefill"):
         (_, plain), (_, spec) = (dispatch.select(replace(problem, skip=skip), ARCH) for skip in (False, True))
-        tile = sm90.FP8_TILES[spec.dims] if spec.q == "e4m3" else plain.tile
+        wide = spec.kv.dtype in ("bf16", "fp16")
+        tile = plain.tile if wide else sm90.tiles_of(spec.q, spec.kv.dtype, False)[spec.dims]
         assert spec == replace(plain, logits=replace(plain.logits, skip=True), tile=tile)
         assert args.has(spec, "skip_threshold") and not args.has(plain, "skip_threshold")
 
@@ -135,7 +136,7 @@ def test_blocks_of_keys_do_not_depend_on_the_batch():
     widths: dict[tuple, set[int]] = {}
     for problem in (*problems("prefill"), *problems("decode")):
         _, spec = dispatch.select(problem, ARCH)
-        key = problem.phase, spec.dims, spec.kv.bits, getattr(spec.tile, "rows_per_warp", 0)
+        key = problem.phase, spec.dims, spec.kv.bits, problem.q == problem.kv, getattr(spec.tile, "rows_per_warp", 0)
         widths.setdefault(key, set()).add(spec.tile.n)
     assert all(len(n) == 1 for n in widths.values()), widths
 

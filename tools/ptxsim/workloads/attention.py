@@ -36,6 +36,9 @@ DECODE_STRUCTURES = {  # (KV dtype, head_dim, 8 rows a warp): every type, head_d
     ("nvfp4", 128, True), ("nvfp4", 128, False),
 }  # fmt: skip
 GATHER_STRUCTURES = {("", 64, True)}
+PREPARED_STRUCTURES = {  # of prefill over quantised caches: (KV dtype, head_dim, packed, general)
+    ("e4m3", 128, False, False), ("nvfp4", 64, True, True),
+}  # fmt: skip
 WIDE_STRUCTURES = {(192, False, True), (256, True, True)}  # (head_dim, packed, general) of prefill beyond 128
 
 
@@ -98,6 +101,8 @@ def structure(spec: Any) -> Any:
         return key if key in DECODE_STRUCTURES else None
     if k.custom:  # bits are read as any operand is
         return None
+    if spec.kv.dtype != spec.q:
+        return (spec.kv.dtype, dim) if (spec.kv.dtype, dim, k.packed, k.general) in PREPARED_STRUCTURES else None
     if spec.q == "e4m3":
         return "fp8" if (dim, k.packed, k.general) == (128, False, False) else None
     if k.skips:
@@ -130,12 +135,12 @@ def skipping_cases(k: Kernel) -> list[Scenario]:
 
 
 def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
-    """Scenarios whose kernel is `spec`. thorough: every box size too. Of kernels that gather, whose rest is that of
-    kernels with TMA, only those of `structures` have all."""
+    """Scenarios whose kernel is `spec`. thorough: every box size too. Of kernels that gather, and of prefill over
+    quantised caches, whose rest is that of other kernels, only those of `structures` have all."""
     k = kernel_of(spec)
     if k.skips:
         return skipping_cases(k)
-    twin = k.gathers and structure(spec) is None
+    twin = (k.gathers or bool(k.same["kv_dtype"]) and not k.decodes) and structure(spec) is None
     window = (300 if k.general else 75) if k.window else -1
     other = -1 if k.cap or k.packed else window  # a kernel with a window serves calls without one
     packed = k.packed
