@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from bench.cases import attention as cases
-from bench.cases import outputs
+from bench.cases import forms, outputs
 from bench.cases.planted import STEP_SCALE
 from tests import gpu
 from tests.gpu import captured, dims, feature, features, grid, in_threads, marked, same, values
 from wrappers import explain, machine, trtllm_batch_context_with_kv_cache
+from wrappers.attention.op import serve
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
@@ -460,8 +461,6 @@ def test_a_tensor_on_the_cpu_is_refused(name):
 @pytest.mark.parametrize(
     "case,change,message",
     [
-        (replace(BASE, kv_dtype="fp8"), {}, "kv_cache .*kv e4m3"),
-        (replace(BASE, kv_dtype="nvfp4"), {}, "kv_cache .*kv nvfp4"),
         (replace(BASE, head_dim_qk=80, head_dim_vo=80), {}, r"head_dim \(80, 80\)"),
         (BASE, {"bmm1_scale": -0.1}, "bmm1_scale: -0.1"),
         (BASE, {"bmm1_scale": 0.0}, "bmm1_scale: 0.0"),
@@ -499,6 +498,68 @@ def test_bytes_of_nvfp4_output(heads, dim):
     known = outputs.known("prefill", "bf16", dim, heads, "", (512, 1, 0, 128), CUDA)
     for start in (0, 126, 300):
         gpu.writes_bytes(known, start)
+
+
+CACHES = {"e4m3": {"kv_dtype": "fp8"}, "nvfp4": {"kv_dtype": "nvfp4"}, "e5m2": {"kv_dtype": "e5m2"}}
+D128 = replace(BASE, head_dim_qk=128, head_dim_vo=128)
+QUERIES = {q: {"dtype": q} for q in ("bf16", "fp16")} | {"e4m3": {"dtype": "fp8", "out_dtype": "bf16"}}
+
+
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        BASE,
+        dims((64, 64), (128, 128)),
+        values("kv_dtype", "fp8", "nvfp4"),
+        CAUSAL,
+        {"": {}, "window-cap": {"window_left": 37, "soft_cap": 4.0}},
+        {"rows": {}, "packed": {"q_lens": PACKED.q_lens, "kv_lens": PACKED.kv_lens}},
+    ),
+)
+def test_quantised_caches(case):
+    """Every page size: the same bits."""
+    first = None
+    for page in cases.PAGE_SIZES:
+        inputs = make(replace(case, page_size=page))
+        got = run(inputs)
+        if first is None:
+            first = got
+            gpu.as_expected(case, got, cases.reference_of(inputs))
+        same(got, first, f"{page=}")
+
+
+OTHERS = [*grid(replace(BASE, data="needles"), DIMS, CACHES), *grid(replace(D128, data="needles"), CACHES, QUERIES)]
+
+
+@pytest.mark.parametrize("case", [*OTHERS, *grid(replace(D128, page_size=24), CACHES)])
+def test_kernels_of_quantised_caches(case):
+    """Long rows as well, and, of bf16, ones beyond fp16's range."""
+    matches_reference(case)
+    matches_reference(replace(case, kv_lens=(4000, 259, 3, 1151), separate_tables=True))
+    if case.dtype == "bf16":
+        matches_reference(replace(case, data="normal", sink=False, q_unit=2.0**90, scale=2.0**-93))
+
+
+@pytest.mark.parametrize("case", grid(replace(BASE, kv_dtype="nvfp4", interleaved=True), DIMS, CAUSAL))
+def test_interleaved_factors_of_v(case):
+    """As the classes of the prefill family take them."""
+    problem = forms.apply(cases.make_problem(case, CUDA), ("csr",))
+    out, lse = torch.full_like(problem.q, math.nan), torch.full(problem.q.shape[:2], math.nan, device=CUDA)
+    serve(problem._replace(out=out, lse=lse))
+    gpu.as_expected(case, (out, lse), cases.expected(case, problem))
+
+
+@pytest.mark.parametrize(
+    "case", grid(replace(BASE, q_lens=(300, 129), kv_lens=(700, 140)), values("kv_dtype", "fp8", "e5m2"))
+)
+def test_what_no_key_is_stays_out_of_quantised_caches(case):
+    """Zeros instead of NaN past the lengths: the same bits."""
+    inputs = make(case)
+    want = run(inputs)
+    for cache in inputs["kv_cache"]:
+        raw = cache.view(torch.uint8)
+        raw[raw & 0x7F >= (0x7F if case.kv_dtype == "fp8" else 0x7D)] = 0
+    same(run(inputs), want)
 
 
 @pytest.mark.parametrize("shift", [1, 4])

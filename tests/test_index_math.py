@@ -12,7 +12,7 @@ pytest.importorskip("cutlass", reason="index functions take min and max from the
 
 from cutlass import Int32
 
-from cute_kernels.attention import decode, geometry, mask, sm90
+from cute_kernels.attention import decode, geometry, mask, prepare, sm90
 from cute_kernels.attention.decode import layout
 from cute_kernels.attention.kv import tma
 from cute_kernels.attention.schedule import stream_k, tiles
@@ -244,3 +244,34 @@ def test_swizzle_is_that_of_shared_memory(width):
             assert shared.swizzle(width, row, byte) == want
             places.add(want)
     assert places == set(range(16 * width))
+
+
+@pytest.mark.parametrize("bits, dim", [(bits, dim) for bits in (8, 4) for dim in (64, 128, 192, 256)])
+def test_lanes_dequantise_every_piece_of_a_row_without_bank_conflicts(bits, dim):
+    p, n = prepare.Pieces.of(bits, dim), 16
+    found = set()
+    for turn in range(p.passes):
+        for group in range(p.groups):
+            loads = [p.raw(lane, turn, group) for lane in range(32)]
+            stores = [p.operand(n, lane, turn) for lane in range(32)]
+            each = 64 // bits  # lanes whose 16 or 8 bytes are loaded at a time
+            if (bits, dim) != (4, 256):
+                spread(loads, 2 * bits, each)
+            for half in (0, 16):
+                spread([at ^ half for at in stores], 16, 8)
+            for box in range(p.boxes):
+                for lane, (load, store) in enumerate(zip(loads, stores)):
+                    row = p.row(lane, turn)
+                    piece = (box * p.groups + group) * p.lanes + lane % p.lanes
+                    byte = piece * 2 * bits
+                    assert byte // p.width == box and load == shared.swizzle(p.width, row, byte % p.width)
+                    store += (box * p.groups + group) * p.lanes // 4 * n * 128
+                    assert store == piece // 4 * n * 128 + shared.swizzle(128, row, piece % 4 * 32)
+                    found.add((row, piece))
+    assert found == {(row, piece) for row in range(prepare.ROWS) for piece in range(dim // 16)}
+
+
+def spread(addresses, size, lanes):
+    """As many `lanes` as memory serves at a time find their bytes in banks of their own."""
+    for i in range(0, 32, lanes):
+        assert len({at % 128 // size for at in addresses[i : i + lanes]}) == lanes

@@ -206,7 +206,7 @@ def test_a_record_replaces_the_rows_of_what_ran(report, tmp_path):
 
 
 def test_unknown_features_and_those_of_cpu_tests_are_refused(report, capsys):
-    report({"a": (("prefill KV e5m2",), "pass")}, pytest.ExitCode.USAGE_ERROR)
-    assert "tools.matrix has no feature prefill KV e5m2" in capsys.readouterr().err
+    report({"a": (("prefill KV int8",), "pass")}, pytest.ExitCode.USAGE_ERROR)
+    assert "tools.matrix has no feature prefill KV int8" in capsys.readouterr().err
     report({"a": (FEATURES, "pass")}, pytest.ExitCode.USAGE_ERROR, "test_example")
     assert "only tests on a GPU show a feature" in capsys.readouterr().err

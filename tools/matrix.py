@@ -69,6 +69,7 @@ DECODE = Problem(page_size=64, group=4, phase="decode", rows=1)
 XQA = replace(DECODE, q="fp16", kv="fp16", out="fp16")
 HALVES = {dtype: {"q": dtype, "kv": dtype, "out": dtype} for dtype in ("bf16", "fp16")}
 QUANTISED = {"e4m3": {"kv": "e4m3"}, "NVFP4": {"kv": "nvfp4"}}
+CACHES = QUANTISED | {"e5m2": {"kv": "e5m2"}}
 OUTPUTS = {"e4m3": {"out": "e4m3"}, "NVFP4": {"out": "nvfp4"}}
 MODIFIERS: dict[str, dict[str, Any]] = {
     "a causal mask": {"causal": True},
@@ -111,7 +112,8 @@ def dims(*pairs: tuple[int, int]) -> dict[str, dict[str, Any]]:
 
 ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # arguments of `features`
     ("prefill", PREFILL, "Q, K and V", HALVES | {"e4m3": {"q": "e4m3", "kv": "e4m3"}}),
-    ("prefill", PREFILL, "KV", {kv: facts | {"q": "bf16"} for kv, facts in QUANTISED.items()}),
+    ("prefill", PREFILL, "KV", {kv: facts | {"q": "bf16"} for kv, facts in CACHES.items()}),
+    ("prefill", replace(PREFILL, q="e4m3"), "KV", {"NVFP4 with e4m3 queries": {"q": "e4m3", "kv": "nvfp4"}}),
     ("prefill", PREFILL, "output", OUTPUTS),
     ("prefill", PREFILL, "head_dim", dims((64, 64), (128, 128), (192, 128), (256, 256))),
     ("prefill", PREFILL, "requests", REQUESTS),
@@ -121,7 +123,7 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
     ("prefill", replace(PREFILL, rows=1), "with", {"few query tokens": {}}),
     ("prefill", replace(PREFILL, q="e4m3", kv="e4m3"), "with", {"scales a head": {"head_scales": True}}),
     ("decode", replace(DECODE, kv="e4m3", out="e4m3"), "query", {t: {"q": t} for t in ("bf16", "fp16", "e4m3")}),
-    ("decode", DECODE, "KV", HALVES | QUANTISED),
+    ("decode", DECODE, "KV", HALVES | CACHES),
     ("decode", replace(DECODE, kv="nvfp4"), "KV", {"NVFP4 with interleaved V factors": {"interleaved": True}}),
     ("decode", DECODE, "output", OUTPUTS),
     ("decode", DECODE, "head_dim", dims((64, 64), (128, 128), (256, 256))),
