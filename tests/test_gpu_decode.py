@@ -131,6 +131,12 @@ def test_interleaved_factors_of_v(case):
     matches_reference(replace(case, q_lens=(4, 1, 0, 3), data="needles", separate_tables=True))
 
 
+@pytest.mark.parametrize("case", grid(replace(BASE, kv_dtype="e5m2"), DIMS, {"": {}, "needles": {"data": "needles"}}))
+def test_caches_of_e5m2(case):
+    matches_reference(case)
+    matches_reference(replace(case, q_lens=(4, 1, 0, 3)))
+
+
 SCALED = replace(BASE, q_lens=(3, 1, 2, 3), device=("scale", "out"), out_scale=0.3)
 
 

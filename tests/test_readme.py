@@ -70,12 +70,12 @@ def test_features_have_names_of_their_own():
 
 def test_matrix_tells_run_from_simulated_compiled_and_refused(monkeypatch):
     row = {"gpu": "nvidia-h200", "commit": "0123456789abcdef"}
-    ran = {("sm_90a", "prefill Q, K and V bf16"): row, ("sm_90a", "prefill KV NVFP4"): row}
+    ran = {("sm_90a", "prefill Q, K and V bf16"): row, ("sm_90a", "prefill with a mask of drafts"): row}
     names = ("prefill Q, K and V bf16", "decode output e4m3", "prefill with ALiBi")
     cells = [matrix.cell(named(name), "sm_90a", ran) for name in names]
     assert cells == ["run (nvidia-h200, 012345678)", "compiled, simulated", "on demand"]
     # a record of an architecture that refuses the feature today says nothing
-    assert matrix.cell(named("prefill KV NVFP4"), "sm_90a", ran) == "no"
+    assert matrix.cell(named("prefill with a mask of drafts"), "sm_90a", ran) == "no"
     assert matrix.cell(named("prefill Q, K and V bf16"), "sm_100a", ran) == "no"
     monkeypatch.setattr(matrix, "SIMULATED", {("sm_100a", "attention.decode")})
     cells = [matrix.cell(named("decode output e4m3"), arch, ran) for arch in ("sm_100a", "sm_103a")]

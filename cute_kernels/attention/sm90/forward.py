@@ -1,17 +1,23 @@
 """Prefill on Hopper: host part and device entry.
 
 Roles (`roles`): the warps of warpgroup 0 load, `tile.loaders` feed K, one of which also publishes the tiles, as many Q
-and V, and the others prepare stages that no MMA can read as they were loaded; each further warpgroup computes 64 rows
-of the tile (`math`). CTAs are persistent.
+and V, and the others prepare stages that no MMA can read as they were loaded, or copy scale factors; where K and V are
+dequantised, warpgroup 1 does so, two warps each; each further warpgroup computes 64 rows of the tile (`math`). CTAs are
+persistent.
 
 Pipelines: work_pipe, 2 stages, loader 0 of K -> all: the next tile, published while the current one is loaded, freed
 when read. q_pipe, `tile.q_stages` stages, load -> math: Q of a tile that has a visible key (packed: unused, math
 gathers Q); freed when the last QK of the tile is done, or once Q is in registers. k_pipe and v_pipe, `tile.stages`
-stages, load -> math: a KV block each; freed when its MMA is done. Where V is prepared, load -> prepare by raw_v_pipe,
-prepare -> math by v_pipe, as many stages each.
+stages, load -> math: a KV block each; freed when its MMA is done. Where V, or K, is prepared, load -> prepare by
+raw_v_pipe, prepare -> math by v_pipe; `tile.raw_stages` of the former.
+
+Quantised K and V (of another type than Q) become fp16, which holds all of their values; so does Q, bf16 in units of its
+own a row (`math.load_q`), which go into the row's score scale: in registers, or where it was loaded to, or beside that
+where it was loaded as 8 bits.
 
 Shared memory: `q_stages` x Q (m x Dqk), `stages` x (K (n x Dqk) + V (n x Dvo)), 1024-byte aligned, barriers and Work;
-where V is prepared, as much again for V, and where O is promoted, its fp32 sums (`sums`).
+where K or V is prepared, `raw_stages` as they are stored too, with their scale factors, and where O is promoted, its
+fp32 sums (`sums`).
 
 Refused (see `supports`): other types and head dims.
 """
