@@ -69,6 +69,6 @@ def fill(spec: cutlass.Constexpr, scales: cute.Tensor, smem: cute.Tensor, p: pip
                 text = f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {piece}, {{$r2}};"
                 written = Int32(piece) if exists else Int32(0)
                 for i in cutlass.range_constexpr(0, size, piece):
-                    from_, to = source + e * step + i, target + e * size + i
-                    cute.arch.inline_ptx(text, read_only_args=[to, from_, written])
+                    places = target + e * size + i, source + e * step + i
+                    cute.arch.inline_ptx(text, read_only_args=[*places, written])
     cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full(p, at.item))

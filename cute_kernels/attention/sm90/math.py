@@ -476,13 +476,15 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr, capped:
     """All tiles of the CTA."""
     a = plan.args
     r = registers(spec, plan, s)
-    score, out = a.logits.scale_log2, a.out.out_factor
-    if const_expr(not scaled_rows(spec)):  # whose factors may be a head's
-        score, out = softmax.device_factor(score, a.logits.scale), epilogue.scale_of(a)
-    unit = const_expr(quant.format_of(spec).unit)
+    score, unit = a.logits.scale_log2, const_expr(quant.format_of(spec).unit)
+    if const_expr(not scaled_rows(spec)):  # whose device factors may be a head's
+        score = softmax.device_factor(score, a.logits.scale)
     if const_expr(unit != 1.0):
-        score, out = score * unit, out * unit
+        score *= unit
     reduced = logits.capped_to_log2(a.logits.soft_cap) if const_expr(capped) else score
+    out = a.out.out_factor if const_expr(scaled_rows(spec)) else epilogue.scale_of(a)
+    if const_expr(unit != 1.0):
+        out *= unit
     scales = Scales(score, reduced, out)
     if group_index(spec) == spec.tile.warpgroups - 1:
         pass_turn(spec)

@@ -28,7 +28,7 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
                 pipe.wait_full(raw_ring, i)
                 pipe.wait_empty(ring, i)
-                stage(spec, plan.args, s, which, share, i, w.kv_len - j * spec.tile.n)
+                prepare_stage(spec, plan.args, s, which, share, i, (w.kv_len, j))
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
                 pipe.release(raw_ring, i)
@@ -39,12 +39,13 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
 
 
 @cute.jit
-def stage(spec: cutlass.Constexpr, a, s, which: cutlass.Constexpr, share: Int32, i: Int32, valid: Int32):
-    """Item i of the pipes of K or V, of which `valid` keys count."""
+def prepare_stage(spec: cutlass.Constexpr, a, s, which: cutlass.Constexpr, share: Int32, i: Int32, at):
+    """Item i of the pipes of K or V. at: keys of the request, and the number of the block."""
     raw_ring, ring = rings(s, which)
     raw, into = ((s.raw_k, s.k), (s.raw_v, s.v))[which]
     raw, into = raw[None, None, pipe.stage(raw_ring, i)], into[None, None, pipe.stage(ring, i)]
     shares = const_expr(roles(spec).warps(("prepare_k", "prepare_v")[which]))
+    valid = at[0] - at[1] * spec.tile.n
     if const_expr(dequantises(spec)):
         prepare.dequantise(spec, raw, into, factors(spec, a, s, which, i), share, shares)
         if const_expr(which == pages.V and source(spec).CUTS):
