@@ -412,7 +412,7 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
         "block_tables": {"columns"},  # one that no request needs
         "kv_cache": {"K a row more", "V a row more"},  # pages of one pool
     },
-    "context, stacked": {"kv_cache": {"a row more"}},
+    "context, stacked": {"kv_cache": {"a row more", "float8_e4m3fn"}},
     "context, nvfp4 output": {"o_sf_vec_size": NONE_ONLY},
     "decode, ragged": {
         "max_q_len": {"far"}, "q_len_per_req": {"None", "far", "negative"},  # a bound, and not used
@@ -487,7 +487,6 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
 SCALES = {"zero", "negative"}
 ON_CPU: dict[str, dict[str, set[str]]] = {  # by the reference, where no kernel serves it
     "context": {"bmm1_scale": SCALES},
-    "context, stacked": {"kv_cache": {"float8_e4m3fn"}},
     "decode, ragged": {"bmm1_scale": SCALES},
     "xqa": {"q_scale": SCALES, "kv_scale": SCALES},
 }
