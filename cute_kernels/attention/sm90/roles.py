@@ -4,6 +4,7 @@ from ...device.roles import Role, Roles
 from .. import quant
 
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # math warpgroups -> (load, math) registers a thread
+TRANSPOSING = REGISTERS | {2: (48, 232)}
 DEQUANTISING = {1: (40, 40, 232), 2: (32, 32, 224)}  # math warpgroups -> (load, prepare, math) registers
 EACH = 4  # warps of a warpgroup
 
@@ -37,7 +38,7 @@ def scaled_rows(spec):
 def roles(spec) -> Roles:
     if dequantises(spec):
         return dequantising_roles(spec)
-    load_regs, math_regs = REGISTERS[spec.tile.warpgroups]
+    load_regs, math_regs = (TRANSPOSING if fp8(spec) else REGISTERS)[spec.tile.warpgroups]
     return Roles.of(
         Role("load_k", spec.tile.loaders, load_regs),
         Role("load_v", spec.tile.loaders, load_regs),

@@ -66,6 +66,7 @@ class Kernel:
     gathers: bool  # pages of any size
     custom: bool  # has a custom mask
     skips: bool  # prefill that leaves out blocks
+    several: bool  # types of outputs
     keys: int  # of all stages
     same: dict[str, Any]  # what its cases have in common
 
@@ -73,6 +74,7 @@ class Kernel:
 def kernel_of(spec: Any) -> Kernel:
     """The only reader of specs here."""
     decodes = spec.schedule == "stream_k"
+    own = spec.kv.dtype == spec.q and not (decodes and spec.q == "e4m3")  # decoding converts them as any cache
     narrow = decodes and spec.tile.rows_per_warp == FEW_ROWS and (spec.kv.dtype, spec.head_dim_qk) in WIDE
     same: dict[str, Any] = {
         "function": "decode" if decodes else "context",
@@ -81,13 +83,16 @@ def kernel_of(spec: Any) -> Kernel:
         "head_dim_qk": spec.head_dim_qk,
         "head_dim_vo": spec.head_dim_vo,
         "causal": spec.mask.causal != "never",
-        "kv_dtype": {"e4m3": "fp8"}.get(spec.kv.dtype, spec.kv.dtype if spec.kv.dtype != spec.q else ""),
+        "kv_dtype": "" if own else {"e4m3": "fp8"}.get(spec.kv.dtype, spec.kv.dtype),
     }
     keys, few = spec.tile.n * spec.tile.stages, FEW_ROWS if narrow else 0
     general = not decodes and spec.mask.causal == "value"
     mask, gathers = spec.mask, spec.kv.source == "gather"
     cap, skips = spec.logits.soft_cap, spec.logits.skip and not decodes
-    return Kernel(decodes, few, spec.pack_gqa, mask.window, cap, general, gathers, mask.custom, skips, keys, same)
+    several = len(spec.out) > 1
+    return Kernel(
+        decodes, few, spec.pack_gqa, mask.window, cap, general, gathers, mask.custom, skips, several, keys, same
+    )  # fmt: skip
 
 
 def structure(spec: Any) -> Any:
@@ -173,8 +178,10 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
         for page in pages
         if page != page_size
     ]
-    if k.decodes:
+    if k.several:
         other_boxes[-1] = replace(other_boxes[-1], out_dtype="nvfp4")
+    if k.several and not k.decodes:
+        other_boxes[0] = replace(other_boxes[0], out_dtype="fp8", soft_cap=0.0)
     if twin:
         box = replace(ragged, page_size=pages[-1], soft_cap=12.0) if k.general else other_boxes[-1]
         found = [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("boxes", (box,), sms)]
