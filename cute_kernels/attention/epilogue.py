@@ -63,20 +63,8 @@ def store_e4m3(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor):
     n = cute.size(values)
     target = cute.local_tile(a.out.o_fp8[token, head, None], (n,), (piece,))
     out = cute.make_rmem_tensor(n, target.element_type)
-    convert_e4m3(values, out)
+    warp.convert8(values, out)
     cute.autovec_copy(out, target)
-
-
-@cute.jit
-def convert_e4m3(values: cute.Tensor, out: cute.Tensor):
-    """To the bytes of `out`, saturated."""
-    pairs = cute.recast_tensor(out, Uint16)
-    for i in cutlass.range_constexpr(cute.size(pairs)):
-        pairs[i] = cute.arch.inline_ptx(
-            "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r0}, {$r1};",
-            write_only_types=[Uint16],
-            read_only_args=[values[2 * i + 1], values[2 * i]],
-        )
 
 
 @cute.jit

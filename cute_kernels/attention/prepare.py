@@ -20,21 +20,13 @@ ROWS = 8  # after which a swizzle repeats
 ACROSS = 64  # fp16 columns of a box of an operand stage
 
 
-def order(dim):
-    """Column of V that each row of a transposed stage holds: of each 16, those of even places, then those of odd."""
-    return [d // 16 * 16 + d % 8 * 2 + d // 8 % 2 for d in range(dim)]
-
-
-def keys_order(n):
-    """Key of a block that each column of a transposed stage holds: of each 16, pairs as accumulators of WGMMA have them
-    in a quad, so that two neighbouring pairs of exponentials of a lane are four neighbours of the operand P."""
-    return [k // 16 * 16 + k % 4 // 2 * 8 + k % 16 // 4 * 2 + k % 2 for k in range(n)]
-
-
 @cute.jit
 def transpose(raw: cute.Tensor, into: cute.Tensor, valid: Int32, share: Int32, shares: cutlass.Constexpr):
-    """One of `shares` warps: an 8-bit stage (n keys, D) becomes (D, n), rows in `order`, columns in `keys_order`; zeros
-    for keys from `valid` on."""
+    """One of `shares` warps: an 8-bit stage (n keys, D) becomes (D, n); zeros for keys from `valid` on.
+
+    Of each 16 rows, the first 8 are the even columns of V, the others the odd ones. Of each 16 columns, 4 q to 4 q + 3
+    are the keys 2 q, 2 q + 1, 8 + 2 q, 9 + 2 q: what an accumulator of WGMMA has in lane q of a quad, so that four
+    neighbouring exponentials of a lane are four neighbours of the operand P."""
     if valid < cute.size(raw, mode=[0]):
         transpose_keys(raw, into, valid, share, shares, True)
     else:

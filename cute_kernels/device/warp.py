@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
+from cutlass import BFloat16, Float32, Int32, Uint16, Uint32, const_expr
 
 
 @cute.jit
@@ -86,8 +86,21 @@ def store_matrices(address, words):
     cute.arch.inline_ptx(text, read_only_args=[address, *words])
 
 
-def convert8(values):
-    """A word of four e4m3 numbers, saturated."""
+@cute.jit
+def convert8(src: cute.Tensor, dst: cute.Tensor):
+    """fp32 registers to the bytes of dst as e4m3, saturated."""
+    pairs = cute.recast_tensor(dst, Uint16)
+    for i in cutlass.range_constexpr(cute.size(pairs)):
+        pairs[i] = cute.arch.inline_ptx(
+            "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r0}, {$r1};",
+            write_only_types=[Uint16],
+            read_only_args=[src[2 * i + 1], src[2 * i]],
+        )
+
+
+def e4m3_word(values):
+    """`convert8` of four values to a word. In main loops: ptxas then converts into the halves of the word, and needs no
+    PRMT to put them together."""
     text = "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, {$r1}, {$r0}; "
     text += "cvt.rn.satfinite.e4m3x2.f32 hi, {$r3}, {$r2}; mov.b32 {$w0}, {lo, hi}; }"
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=list(values))

@@ -67,7 +67,7 @@ TILES = {  # (type of the cache, head_dim, rows of a warp) -> tile
     ("nvfp4", 64, 16): Tile(64, 512, 4, 2, 16),
     ("nvfp4", 128, 16): Tile(64, 256, 5, 2, 16),  # head_dim 256: O and Q of 16 rows are 192 registers of a thread
 }
-OF_E4M3 = tuple(product(("e4m3",), (64, 128)))
+OF_E4M3 = (("e4m3", 64), ("e4m3", 128))  # (type of the cache, head_dim) of shipped kernels of e4m3 queries
 GATHERED = tuple(product(("16-bit", "e4m3"), (64, 128)))
 DIMS = tuple(sorted({dim for _, dim, _ in TILES}))
 BLACKWELL = TILES | {("e4m3", 128, 16): Tile(64, 64, 12, 1, 16)}  # with 8 warps this one spills there
@@ -99,7 +99,7 @@ def supports(spec: Spec) -> Refusal | None:
     if spec.kv.dtype not in (kinds := dict.fromkeys((spec.q, *QUANTISED))):
         return Refusal("kv", f"{spec.kv.dtype}: the kernel has {', '.join(kinds)}")
     if spec.out not in [outputs(spec.q, out) for out in DTYPES]:
-        return Refusal("out", f"{', '.join(spec.out)}: the kernel has {', '.join((*DTYPES, *QUANTISED))}")
+        return Refusal("out", f"{', '.join(spec.out)}: the kernel has {', '.join((*DTYPES, 'e4m3', 'nvfp4'))}")
     if spec.head_dim_qk != spec.head_dim_vo or spec.head_dim_qk not in DIMS:
         return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, DIMS))}")
     if spec.mask.custom:

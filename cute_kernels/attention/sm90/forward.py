@@ -38,7 +38,7 @@ from ..schedule import work
 from . import skip, sums
 from .math import DENSE, math
 from .prepare import prepare_kv
-from .roles import EACH, dequantises, fp8, operand, prepared, roles
+from .roles import WARPS, dequantises, fp8, operand, prepared, roles
 
 fake_args = fakes.fake_args
 
@@ -74,7 +74,7 @@ class Shared:
     q_pipe: pipe.Pipe
     k_scales: cute.Tensor | None  # of raw stages
     v_scales: cute.Tensor | None
-    o_sums: Any = None  # (4, Dvo / 8, threads): what `math.promote` adds to
+    o_sums: Any = None  # (4, Dvo / 8, threads): what `sums.advance` adds to
     votes: Any = None  # of `skip`
 
 
@@ -204,7 +204,7 @@ def kernel(spec: cutlass.Constexpr, plan: Plan):
     cute.arch.barrier()
     cute.arch.griddepcontrol_wait()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    if warp < EACH:
+    if warp < WARPS:  # the first warpgroup
         cute.arch.setmaxregister_decrease(roles(spec).registers("load_k"))
         serve(spec, plan, s, warp)
         cute.arch.griddepcontrol_launch_dependents()

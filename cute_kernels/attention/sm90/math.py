@@ -22,7 +22,7 @@ from ..schedule import work
 from ..schedule.work import Work
 from . import sums
 from .roles import dequantises, fp8, operand, prepared, roles, scaled_rows
-from .store import LANES, Scales, scales_of, span, store
+from .store import LANES, RowScales, Scales, scales_of, span, store
 
 TURN_BARRIER = 1  # + warpgroup: may issue MMAs
 ALL_BARRIER = 4  # all math threads
@@ -42,7 +42,7 @@ class Registers:
     st: softmax.State
     tokens: cute.Tensor  # query token of each of this thread's rows
     cols: cute.Tensor  # coordinates in the tile
-    scales: Any = None  # a tensor of `Scales.score` and one of `Scales.reduced`, where rows have their own
+    scales: Any = None  # `RowScales`, where rows have their own
     units: Any = None  # that Q of each row is in, where it is not Q's own
     slopes: Any = None  # of ALiBi, of each row
     words: Any = None  # of a custom mask, of each row in the block at hand
@@ -141,9 +141,9 @@ def registers(spec, plan, s) -> Registers:
 
 
 def scales_of_rows(spec, rows):
-    """(score, reduced), which differ where there is a cap."""
+    """The two differ where there is a cap."""
     score = cute.make_rmem_tensor(rows, Float32)
-    return score, cute.make_rmem_tensor(rows, Float32) if spec.logits.soft_cap else score
+    return RowScales(score, cute.make_rmem_tensor(rows, Float32) if spec.logits.soft_cap else score)
 
 
 def in_units(spec):
@@ -174,20 +174,20 @@ def transform(spec: cutlass.Constexpr, a, r: Registers, x: Tile, j: Int32, how: 
     at = [8 * (c // 2) + c % 2 for c in range(spec.tile.n // LANES)]
     rows = rows_of(r, x)
     cols = Cols(j * spec.tile.n + mine, at, mine, LANES)
-    logits.transform(spec, a, view, scales_of(r, x.scales)[0], rows, cols, how.capped, how.masked)
+    logits.transform(spec, a, view, scales_of(r, x.scales).score, rows, cols, how.capped, how.masked)
     return view
 
 
 @cute.jit
 def scores(spec: cutlass.Constexpr, a, r: Registers, x: Tile, j: Int32, how: cutlass.Constexpr):
     """Soft cap, mask and new maxima of block j in r.s."""
-    softmax.update_max(r.st, transform(spec, a, r, x, j, how), scales_of(r, x.scales)[1], LANES, span(spec))
+    softmax.update_max(r.st, transform(spec, a, r, x, j, how), scales_of(r, x.scales).reduced, LANES, span(spec))
 
 
 @cute.jit
 def probabilities(r: Registers, x: Tile, row: cutlass.Constexpr):
     """exp2 of a row of r.s."""
-    softmax.exp_and_sum(r.st, wgmma.rows_cols(r.s), scales_of(r, x.scales)[1][row], row)
+    softmax.exp_and_sum(r.st, wgmma.rows_cols(r.s), scales_of(r, x.scales).reduced[row], row)
 
 
 @cute.jit
@@ -201,11 +201,11 @@ def operand_p(spec: cutlass.Constexpr, r: Registers, row: cutlass.Constexpr):
 
 @cute.jit
 def operand_p8(r: Registers, row: cutlass.Constexpr):
-    """In 8 bits: the operand's word i, of every 16 keys, is of four neighbours of the row's registers, which belong to
-    the keys that `prepare.keys_order` names."""
+    """In 8 bits: the operand's word i, of every 16 keys, is of four neighbours of the row's registers, whose keys
+    `prepare.transpose` puts side by side."""
     src, words = wgmma.rows_cols(r.s), cute.recast_tensor(r.p, Uint32)
     for i in cutlass.range_constexpr(cute.size(words) // 2):
-        words[i // 2 * 4 + i % 2 * 2 + row] = warp.convert8([src[row, 4 * i + e] for e in range(4)])
+        words[i // 2 * 4 + i % 2 * 2 + row] = warp.e4m3_word([src[row, 4 * i + e] for e in range(4)])
 
 
 @cute.jit
@@ -415,38 +415,56 @@ def set_rows(spec: cutlass.Constexpr, r: Registers, x: Tile, a, capped: cutlass.
         r.tokens[k] = geometry.token_of(row, per_token, spec.pack_gqa)
         if const_expr(scaled_rows(spec)):
             head = geometry.head_of(row, x.w.head, per_token, spec.pack_gqa)
-            r.scales[0][k] = x.scales.score * softmax.factor_of(a.logits.scale, head)
+            r.scales.score[k] = x.scales.score * softmax.factor_of(a.logits.scale, head)
             if const_expr(in_units(spec)):
-                r.scales[0][k] *= r.units[k]
+                r.scales.score[k] *= r.units[k]
             if const_expr(spec.logits.soft_cap):
-                r.scales[1][k] = x.scales.reduced if const_expr(capped) else r.scales[0][k]
+                r.scales.reduced[k] = x.scales.reduced if const_expr(capped) else r.scales.score[k]
         if const_expr(spec.logits.alibi):
             head = geometry.head_of(row, x.w.head, per_token, spec.pack_gqa)
-            r.slopes[k] = logits.slope_of(a, head, scales_of(r, x.scales)[0][k])
+            r.slopes[k] = logits.slope_of(a, head, scales_of(r, x.scales).score[k])
+
+
+@cute.jit
+def begin_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Items, capped: cutlass.Constexpr):
+    """All of a tile up to its first block, whose QK is in flight and whose PV is then owed."""
+    softmax.reset(r.st)
+    r.o.fill(0.0)
+    set_rows(spec, r, x, a, capped)
+    first_block(spec, a, s, r, x, at.kv, capped)
+    if const_expr(spec.tile.promote > 0):
+        sums.reset(r.sums)
+
+
+@cute.jit
+def end_block(spec: cutlass.Constexpr, r: Registers, x: Tile, j: Int32):
+    """Block j is the last that was looked at, nothing is in flight."""
+    if const_expr(spec.tile.promote > 0):
+        sums.advance(spec, r.sums, r.o, r.st.rescale, x.w.hi - 1 - j)
+
+
+@cute.jit
+def end_tile(spec: cutlass.Constexpr, s, r: Registers, at: Items):
+    """No QK of the tile is left."""
+    if const_expr(spec.tile.promote > 0):
+        sums.collect(r.sums, r.o)
+    if const_expr(not spec.pack_gqa and not spec.tile.q_in_regs):
+        pipe.release(s.q_pipe, at.q)
 
 
 @cute.jit
 def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items, capped: cutlass.Constexpr):
     """The KV blocks of a tile whose first QK is in flight, up to the PV of the `Last`, which it returns."""
-    a, i = plan.args, at.kv
-    softmax.reset(r.st)
-    r.o.fill(0.0)
-    set_rows(spec, r, x, a, capped)
-    first_block(spec, a, s, r, x, i, capped)
-    if const_expr(spec.tile.promote > 0):
-        sums.reset(r.sums)
+    i = at.kv
+    begin_tile(spec, plan.args, s, r, x, at, capped)
     segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi)
     for g in cutlass.range_constexpr(len(segments)):
         lo, hi, masked = segments[g]
         for j in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
             step(spec, plan, s, r, x, Items(i, at.q), j, How(capped, masked))
             i += 1
-            if const_expr(spec.tile.promote > 0):
-                sums.advance(spec, r.sums, r.o, r.st.rescale, x.w.hi - 1 - j)
-    if const_expr(spec.tile.promote > 0):
-        sums.collect(r.sums, r.o)
-    if const_expr(not spec.pack_gqa and not spec.tile.q_in_regs):
-        pipe.release(s.q_pipe, at.q)
+            end_block(spec, r, x, j)
+    end_tile(spec, s, r, at)
     return Last(i, True)
 
 

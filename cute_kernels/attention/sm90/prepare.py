@@ -1,5 +1,7 @@
 """The roles of prefill's warps that make operand stages from raw ones."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
@@ -11,9 +13,15 @@ from ..schedule import work
 from .roles import dequantises, roles
 
 
-def rings(s, which):
+class Rings(NamedTuple):
     """Pipes of raw and of operand stages of K or V."""
-    return ((s.raw_k_pipe, s.k_pipe), (s.raw_v_pipe, s.v_pipe))[which]
+
+    raw: pipe.Pipe
+    operand: pipe.Pipe
+
+
+def rings(s, which):
+    return (Rings(s.raw_k_pipe, s.k_pipe), Rings(s.raw_v_pipe, s.v_pipe))[which]
 
 
 @cute.jit
@@ -28,7 +36,7 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
                 pipe.wait_full(raw_ring, i)
                 pipe.wait_empty(ring, i)
-                prepare_stage(spec, plan.args, s, which, share, i, (w.kv_len, j))
+                prepare_stage(spec, plan.args, s, which, share, i, w.kv_len - j * spec.tile.n)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
                 pipe.release(raw_ring, i)
@@ -39,13 +47,12 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
 
 
 @cute.jit
-def prepare_stage(spec: cutlass.Constexpr, a, s, which: cutlass.Constexpr, share: Int32, i: Int32, at):
-    """Item i of the pipes of K or V. at: keys of the request, and the number of the block."""
+def prepare_stage(spec: cutlass.Constexpr, a, s, which: cutlass.Constexpr, share: Int32, i: Int32, valid: Int32):
+    """Item i of the pipes of K or V, a block of which the first `valid` keys, or all, are the request's."""
     raw_ring, ring = rings(s, which)
     raw, into = ((s.raw_k, s.k), (s.raw_v, s.v))[which]
     raw, into = raw[None, None, pipe.stage(raw_ring, i)], into[None, None, pipe.stage(ring, i)]
     shares = const_expr(roles(spec).warps(("prepare_k", "prepare_v")[which]))
-    valid = at[0] - at[1] * spec.tile.n
     if const_expr(dequantises(spec)):
         prepare.dequantise(spec, raw, into, factors(spec, a, s, which, i), share, shares)
         if const_expr(which == pages.V and source(spec).CUTS):
@@ -60,7 +67,7 @@ def factors(spec, a, s, which, i):
     """Scale factors of item i, None where the cache has none."""
     if not spec.kv.scaled:
         return None
-    stage = (s.k_scales, s.v_scales)[which][None, None, pipe.stage(rings(s, which)[0], i)]
+    stage = (s.k_scales, s.v_scales)[which][None, None, pipe.stage(rings(s, which).raw, i)]
     if which == pages.K:
         return prepare.linear(stage, spec.head_dim_qk)
     return prepare.interleaved(stage, spec.head_dim_vo, a.kv.v_scales_interleaved)

@@ -6,7 +6,7 @@ from .. import quant
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # math warpgroups -> (load, math) registers a thread
 TRANSPOSING = REGISTERS | {2: (48, 232)}
 DEQUANTISING = {1: (40, 40, 232), 2: (32, 32, 224)}  # math warpgroups -> (load, prepare, math) registers
-EACH = 4  # warps of a warpgroup
+WARPS = 4  # warps of a warpgroup
 
 
 def operand(spec):
@@ -42,8 +42,8 @@ def roles(spec) -> Roles:
     return Roles.of(
         Role("load_k", spec.tile.loaders, load_regs),
         Role("load_v", spec.tile.loaders, load_regs),
-        Role("prepare_v", EACH - 2 * spec.tile.loaders, load_regs),
-        Role("math", EACH * spec.tile.warpgroups, math_regs),
+        Role("prepare_v", WARPS - 2 * spec.tile.loaders, load_regs),
+        Role("math", WARPS * spec.tile.warpgroups, math_regs),
     )
 
 
@@ -54,8 +54,8 @@ def dequantising_roles(spec) -> Roles:
         Role("load_k", spec.tile.loaders, load_regs),
         Role("load_v", spec.tile.loaders, load_regs),
         Role("load_scales", int(spec.kv.scaled), load_regs),
-        Role("idle", EACH - 2 * spec.tile.loaders - int(spec.kv.scaled), load_regs),
-        Role("prepare_k", EACH // 2, prepare_regs),
-        Role("prepare_v", EACH // 2, prepare_regs),
-        Role("math", EACH * spec.tile.warpgroups, math_regs),
+        Role("idle", WARPS - 2 * spec.tile.loaders - int(spec.kv.scaled), load_regs),
+        Role("prepare_k", WARPS // 2, prepare_regs),
+        Role("prepare_v", WARPS // 2, prepare_regs),
+        Role("math", WARPS * spec.tile.warpgroups, math_regs),
     )

@@ -28,7 +28,6 @@ from ..kv import pages, source
 from ..kv.pages import Block
 from ..schedule import work
 from ..schedule.work import Work
-from . import sums
 from .math import (
     GROUP_BARRIER,
     How,
@@ -38,7 +37,9 @@ from .math import (
     Registers,
     Tile,
     ahead,
-    first_block,
+    begin_tile,
+    end_block,
+    end_tile,
     group_index,
     issue_pv,
     issue_qk,
@@ -47,15 +48,13 @@ from .math import (
     pass_turn,
     probabilities,
     rows_of,
-    set_rows,
     transform,
     wait_first_qk,
     wait_turn,
 )
-from .roles import prepared
+from .roles import WARPS, prepared
 from .store import LANES, scales_of, span
 
-WARPS = 4  # of a warpgroup
 TURNS = 2  # votes at a time
 
 
@@ -161,7 +160,7 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
 @cute.jit
 def look(spec: cutlass.Constexpr, a, s, r: Registers, votes: Votes, item: Int32, j: Int32, how: cutlass.Constexpr):
     """Soft cap, mask and maxima of block j in r.s, and the warpgroup's vote: whether to leave the block out."""
-    x, to_log2 = votes.tile, scales_of(r, votes.tile.scales)[1]
+    x, to_log2 = votes.tile, scales_of(r, votes.tile.scales).reduced
     view = transform(spec, a, r, x, j, how)
     mine = True
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
@@ -213,7 +212,7 @@ def keep(spec: cutlass.Constexpr, r: Registers, votes: Votes):
     """P of the block at hand into r.p; O, none of whose PV is in flight, is brought to the new maxima."""
     rows, x = cute.size(r.tokens), votes.tile
     tops = cute.make_tensor(votes.top.iterator, cute.make_layout((rows, 1)))
-    softmax.update_max(r.st, tops, scales_of(r, x.scales)[1], 1, span(spec))
+    softmax.update_max(r.st, tops, scales_of(r, x.scales).reduced, 1, span(spec))
     for k in cutlass.range_constexpr(rows):
         votes.peak[k] = cute.arch.fmax(votes.peak[k], votes.top[k])
         probabilities(r, x, k)
@@ -243,28 +242,19 @@ def finish_pv(spec: cutlass.Constexpr, plan, s, r: Registers, after: Work, at: I
 def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items, capped: cutlass.Constexpr):
     """As `math.run_tile`, without the blocks that the warpgroup leaves out."""
     a, rows = plan.args, cute.size(r.tokens)
-    softmax.reset(r.st)
-    r.o.fill(0.0)
-    set_rows(spec, r, x, a, capped)
-    first_block(spec, a, s, r, x, at.kv, capped)
+    begin_tile(spec, a, s, r, x, at, capped)
     least = a.logits.skip_threshold - cute.math.log2(Float32(x.w.kv_len), fastmath=True)
     votes = Votes(x, at.q, least, *(cute.make_rmem_tensor(rows, Float32) for _ in range(2)))
     for k in cutlass.range_constexpr(rows):
         votes.peak[k] = r.st.m[k]  # exact after one block
     last = Last(at.kv, Int32(1))
-    if const_expr(spec.tile.promote > 0):
-        sums.reset(r.sums)
     segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi)
     for g in cutlass.range_constexpr(len(segments)):
         lo, hi, masked = segments[g]
         for j in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
             last = step(spec, plan, s, r, votes, last, j, How(capped, masked))
-            if const_expr(spec.tile.promote > 0):
-                sums.advance(spec, r.sums, r.o, r.st.rescale, x.w.hi - 1 - j)
-    if const_expr(spec.tile.promote > 0):
-        sums.collect(r.sums, r.o)
-    if const_expr(not spec.pack_gqa and not spec.tile.q_in_regs):
-        pipe.release(s.q_pipe, at.q)
+            end_block(spec, r, x, j)
+    end_tile(spec, s, r, at)
     return last
 
 

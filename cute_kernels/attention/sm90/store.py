@@ -1,6 +1,6 @@
 """From accumulators of WGMMA, whose rows lie in quads, to rows of O."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -24,12 +24,18 @@ class Scales(NamedTuple):
     out: Float32
 
 
-def scales_of(r, scales: Scales):
-    """(score, reduced) of each row."""
-    return ([scales.score] * 2, [scales.reduced] * 2) if r.scales is None else r.scales
+class RowScales(NamedTuple):
+    """`Scales` of each row of a thread."""
+
+    score: Any
+    reduced: Any
 
 
-FP8_SPAN = softmax.Span(1.75, 7.0)  # e4m3 ends at 448 = 2^8.8, what is smaller by 2^17 than the maximum is lost; a
+def scales_of(r, scales: Scales) -> RowScales:
+    return RowScales([scales.score] * 2, [scales.reduced] * 2) if r.scales is None else r.scales
+
+
+FP8_SPAN = softmax.Span(1.75, 7.0)  # e4m3 ends at 448 = 2^8.8; what is 2^17 times smaller than the maximum is lost. A
 # whole power of two, so that P of a key that outweighs all others is exact
 
 
@@ -40,7 +46,7 @@ def span(spec):
 
 def fours(spec):
     """Whether a lane has, of every 16 columns of O, 4 q + 0, 2, 1, 3, q its place in the quad, instead of 2 q, 2 q + 1,
-    8 + 2 q, 9 + 2 q: rows of a transposed V lie in `prepare.order`."""
+    8 + 2 q, 9 + 2 q: `prepare.transpose` puts rows of V into that order."""
     return fp8(spec)
 
 
@@ -114,7 +120,7 @@ def store_16bit(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: c
 @cute.jit
 def store_e4m3(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: cute.Tensor, keep):
     words = cute.make_rmem_tensor(words_of(spec, 8), Int32)
-    epilogue.convert_e4m3(values, words)
+    warp.convert8(values, words)
     store_words(spec, a.out.o_fp8[token, head, None], words, 8, keep)
 
 
@@ -201,7 +207,7 @@ def store(spec: cutlass.Constexpr, a, r, w: Work, scales: Scales, empty: cutlass
             zero_row(spec, a, w.q_start + token, head, keep)
         else:
             values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
-            normal = softmax.row_normalizer(r.st, k, scales_of(r, scales)[1][k], sink, LANES, span(spec))
+            normal = softmax.row_normalizer(r.st, k, scales_of(r, scales).reduced[k], sink, LANES, span(spec))
             lse = normal.lse
             factor = normal.factor * scales.out
             if const_expr(r.scales is not None):

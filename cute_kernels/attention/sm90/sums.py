@@ -9,21 +9,21 @@ from cutlass import Float32, Int32, const_expr
 
 from .roles import roles
 
-EACH = 4  # values that a thread loads and stores at once: two of each of its rows
+PIECE = 4  # values that a thread loads and stores at once: two of each of its rows
 
 
 @dataclass(frozen=True)
 class Sums:
     """What a thread knows of its sums. factors: what those of each row are to be multiplied by."""
 
-    smem: cute.Tensor  # (EACH, pieces)
+    smem: cute.Tensor  # (PIECE, pieces)
     factors: cute.Tensor
 
 
 def allocate(spec, smem):
-    """(EACH, pieces, threads): neighbouring threads at neighbouring places."""
-    threads, pieces = 32 * roles(spec).warps("math"), spec.head_dim_vo // 2 // EACH
-    layout = cute.make_layout((EACH, pieces, threads), stride=(1, EACH * threads, EACH))
+    """(PIECE, pieces, threads): neighbouring threads at neighbouring places."""
+    threads, pieces = 32 * roles(spec).warps("math"), spec.head_dim_vo // 2 // PIECE
+    layout = cute.make_layout((PIECE, pieces, threads), stride=(1, PIECE * threads, PIECE))
     return smem.allocate_tensor(Float32, layout, 16)
 
 
@@ -35,7 +35,7 @@ def make(spec, smem):
 @cute.jit
 def reset(x: Sums):
     """A tile begins."""
-    zeros = cute.make_rmem_tensor(EACH, Float32)
+    zeros = cute.make_rmem_tensor(PIECE, Float32)
     zeros.fill(0.0)
     for i in cutlass.range_constexpr(cute.size(x.smem, mode=[1])):
         cute.autovec_copy(zeros, x.smem[None, i])
@@ -50,10 +50,10 @@ def advance(spec: cutlass.Constexpr, x: Sums, o: cute.Tensor, rescale: cute.Tens
         x.factors[k] = x.factors[k] * rescale[k]
     if done % spec.tile.promote == 0:
         collect(x, o)
-        piece = cute.make_rmem_tensor(EACH, Float32)
+        piece = cute.make_rmem_tensor(PIECE, Float32)
         for i in cutlass.range_constexpr(cute.size(x.smem, mode=[1])):
-            for e in cutlass.range_constexpr(EACH):
-                piece[e] = o[const_expr(EACH * i + e)]
+            for e in cutlass.range_constexpr(PIECE):
+                piece[e] = o[const_expr(PIECE * i + e)]
             cute.autovec_copy(piece, x.smem[None, i])
         o.fill(0.0)
         x.factors.fill(1.0)
@@ -63,7 +63,7 @@ def advance(spec: cutlass.Constexpr, x: Sums, o: cute.Tensor, rescale: cute.Tens
 def collect(x: Sums, o: cute.Tensor):
     """O += sums."""
     for i in cutlass.range_constexpr(cute.size(x.smem, mode=[1])):
-        piece = cute.make_rmem_tensor(EACH, Float32)
+        piece = cute.make_rmem_tensor(PIECE, Float32)
         cute.autovec_copy(x.smem[None, i], piece)
-        for e in cutlass.range_constexpr(EACH):
-            o[const_expr(EACH * i + e)] += piece[e] * x.factors[const_expr(e // 2)]
+        for e in cutlass.range_constexpr(PIECE):
+            o[const_expr(PIECE * i + e)] += piece[e] * x.factors[const_expr(e // 2)]
