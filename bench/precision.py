@@ -14,7 +14,7 @@ from .cases import precision as cases
 from .cases.attention import AttentionCase
 from .harness import Ceilings, Result, Setup, ready
 from .results import Environment, SkipRow
-from .timing import Call, Timing, interleave
+from .timing import Call, exactly, interleave
 from .workload import Inputs, check, shape_of
 
 CASES = cases.PRECISION | {cases.SKIP.name: cases.SKIP}
@@ -59,7 +59,7 @@ def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
     found = [Result(case.name, p, t, flops / t.median / 1e6) for p, t in times.items()]
     rate = top.fp8_tflops if cases.KINDS[kind].q == "fp8" and case.kv_dtype != "nvfp4" else top.tflops
     floor = flops / rate / 1e6 if rate else 0.0
-    return [*found, Result(case.name, "floor", Timing(floor, floor, floor), rate)] if rate else found
+    return [*found, Result(case.name, "floor", exactly(floor), rate)] if rate else found
 
 
 def own_output(inputs: Inputs, **change: Any) -> Inputs:

@@ -18,7 +18,7 @@ from wrappers import (
 )  # fmt: skip
 
 from .harness import Ceilings, Result, Setup, host_times, ready, rotated
-from .timing import Call, Timing, interleave
+from .timing import Call, Timing, exactly, interleave
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 HEADLINE = (
@@ -173,7 +173,7 @@ def measure(name: str, top: Ceilings, setup: Setup) -> list[Result]:
     size, floor = sets[0].bytes, sets[0].bytes / top.gbps / 1e3
     times = {p: per_call(t, len(sets)) for p, t in interleave(calls, setup.clock, 1, setup.rounds).items()}
     found = [Result(name, p, t, gbps=size / t.median / 1e3) for p, t in times.items()]
-    return [*found, Result(name, "floor", Timing(floor, floor, floor), gbps=top.gbps)]
+    return [*found, Result(name, "floor", exactly(floor), gbps=top.gbps)]
 
 
 def outputs(name: str, setup: Setup) -> list[Result]:
