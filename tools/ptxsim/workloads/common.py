@@ -30,7 +30,7 @@ class Outcome:
 
 class SimulatedMachine(Machine):
     """A GPU of `sms` SMs under CPU tensors, whose kernels the simulator runs; how: as `run.run` takes it. only: the
-    kernel that calls must choose. A launch finds NaN in its scratch, and zeros in its counters, which it must leave
+    kernel of its kind that calls must choose, whose launches alone count then. A launch finds NaN in its scratch, and zeros in its counters, which it must leave
     behind too."""
 
     def __init__(self, arch: str, results: list[Result], sms: int, only: Any, how: dict[str, Any]):
@@ -41,9 +41,10 @@ class SimulatedMachine(Machine):
         return self.known
 
     def kernel(self, op: str, spec: Any, arch: str) -> Callable[..., None]:
-        if self.only not in (None, spec):
+        if isinstance(spec, type(self.only)) and spec != self.only:
             raise ValueError(f"the call is served by {spec.name}, not by {self.only.name}")
-        function = launcher.function(op, spec, arch, self.results, **self.how)
+        results = self.results if self.only in (None, spec) else []
+        function = launcher.function(op, spec, arch, results, **self.how)
 
         def launch(*args: Any) -> None:
             counters, parts = scratch_of(op, spec, args)
