@@ -65,7 +65,7 @@ def test_readmes_table_of_plans(dtype):
 
 @pytest.mark.parametrize("name", [*bench.HEADLINE, *bench.SWEEP])
 def test_measured_cases_have_a_shipped_plan(name):
-    dtype, *sizes = re.search(r"topk-(\w+)-(\d+)x(\d+)-k(\d+)$", name).groups()
+    dtype, *sizes = re.search(r"topk-(\w+)-(\d+)x(\d+)-k(\d+)(?:-sorted)?$", name).groups()
     for arch, sms in product(radix.ARCHS, SMS):
         problem = Problem(dtype, *map(int, sizes), sms)
         op, plan = dispatch.select(problem, arch)

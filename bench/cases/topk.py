@@ -154,7 +154,7 @@ def _seam(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Ten
 
 
 def _clusters(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
-    """Scores next to 1, at distances that are powers of two: half of those that are left lie closer, again and again."""
+    """Scores at distances from 1 that are equally many in every octave: a row in clusters, and these again."""
     one = int(torch.ones(1, dtype=DTYPES[dtype]).view(INTEGER[dtype]))
     most = 30 if dtype == "fp32" else 14
     distance = 2.0 ** (torch.rand(shape, generator=gen, device=gen.device) * most)

@@ -1,4 +1,5 @@
-"""Which kernel and spec serve a top-k problem, and which sorts the result. Plain Python: runs where no DSL is installed."""
+"""Which kernel and spec serve a top-k problem, and which sort the result. Plain Python: runs where no DSL is
+installed."""
 
 from functools import lru_cache
 from itertools import product

@@ -105,9 +105,9 @@ def top_k_rows(*flat: Any) -> None:
 
 
 def sort_rows(*flat: Any) -> None:
-    """What the sorting kernel does with the same arguments, those of `SortArgs`, on any device; nothing, of meta tensors.
+    """What the sorting kernel does with the same arguments, those of `SortArgs`; nothing, of meta tensors.
 
-    Waits for nothing: it serves k that the kernel has no room for, too.
+    On a GPU it waits for nothing, and serves k that no kernel has room for.
     """
     args = SortArgs(*flat)
     if args.values.is_meta:

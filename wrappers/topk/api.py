@@ -84,8 +84,8 @@ def top_k_ragged_transform(
     if deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
         _refuse_other_than(bool, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
     return serve(_call(Call, (
-        RAGGED, input, k, row_starts, lengths, None, None, None, None, None, None, None, offsets, 1, 1, tie_break, False,
-        None,
+        RAGGED, input, k, row_starts, lengths, None, None, None, None, None, None, None, offsets, 1, 1, tie_break,
+        False, None,
     )))[0]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 CAPACITIES = (2048, 4096)
 EACH = 4  # elements of a thread
 PARTS = 2  # bins for each element
-FEW = 8  # elements of a bin that are put in order by comparing all of them
+FEW = 12  # elements of a bin that are put in order by comparing all of them
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ rises with its index: numbers differ, and lower ones come first. A bucket of n e
 equal width, all buckets at once: counted by atomics, placed by a prefix sum. Bins are the buckets of the next split.
 When none holds more than FEW elements, each of these counts those of its bucket that come before it.
 
-Normal scores need one split. Each one multiplies the distance of two elements that stay in a crowded bucket by at least
-PARTS * (FEW + 1), so that numbers of 44 bits need at most 11.
+The largest of normal scores need one split. Each one multiplies the distance of two elements that stay in a crowded
+bucket by at least PARTS * (FEW + 1) = 26, so that numbers of 44 bits need at most 10.
 
 Shared memory: bins, then, over them, the elements by bucket; indices by position; words of scratch.
 """

@@ -30,8 +30,8 @@ class Outcome:
 
 class SimulatedMachine(Machine):
     """A GPU of `sms` SMs under CPU tensors, whose kernels the simulator runs; how: as `run.run` takes it. only: the
-    kernel of its kind that calls must choose, whose launches alone count then. A launch finds NaN in its scratch, and zeros in its counters, which it must leave
-    behind too."""
+    kernel of its kind that calls must choose; its launches alone are in `results` then, and take `how`'s program. A
+    launch finds NaN in its scratch, and zeros in its counters, which it must leave behind too."""
 
     def __init__(self, arch: str, results: list[Result], sms: int, only: Any, how: dict[str, Any]):
         super().__init__()
@@ -43,8 +43,10 @@ class SimulatedMachine(Machine):
     def kernel(self, op: str, spec: Any, arch: str) -> Callable[..., None]:
         if isinstance(spec, type(self.only)) and spec != self.only:
             raise ValueError(f"the call is served by {spec.name}, not by {self.only.name}")
-        results = self.results if self.only in (None, spec) else []
-        function = launcher.function(op, spec, arch, results, **self.how)
+        results, how = self.results, self.how
+        if self.only not in (None, spec):
+            results, how = [], {name: value for name, value in how.items() if name != "program"}
+        function = launcher.function(op, spec, arch, results, **how)
 
         def launch(*args: Any) -> None:
             counters, parts = scratch_of(op, spec, args)

@@ -91,8 +91,8 @@ def topk_structures(shipped: list[TopKSpec]) -> list[TopKSpec]:
 
 @contextmanager
 def forced(spec: TopKSpec | SortSpec | None) -> Iterator[None]:
-    """Public functions run `spec`, to select or to sort. Dispatch gives large kernels to large problems only; here small ones must do, since
-    a simulated key costs a million times as long as a real one."""
+    """Public functions run `spec`, to select or to sort. Dispatch gives large kernels to large problems only; here
+    small ones must do, since a simulated key costs a million times as long as a real one."""
     if spec is None:
         yield
         return
@@ -295,7 +295,7 @@ def streams() -> list[Case]:
 
 
 def sorts() -> list[Case]:
-    """Sorted rows: of every length around a warp's and a CTA's, and of every kind of bit pattern; too many for a CTA."""
+    """Sorted rows: of lengths around a warp's and a CTA's, and beyond; every kind of bit pattern."""
     call = TopKCase(TOP_K, "fp32", 1, 4200, 1, sorted=True)
     lengths = [replace(call, k=k, width=k + 9) for k in (1, 2, 31, 33, 511, 513, 2047, 2048, 2049, 4095, 4097)]
     data = ("all bits", "negative", "nan", "relu", "low bits", "huge", "tiny", "256 ties", "clusters")
