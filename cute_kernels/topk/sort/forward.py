@@ -83,8 +83,7 @@ def kernel(spec: cutlass.Constexpr, a: SortArgs):
     clear(spec, s)
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
-    words, wide = (lambda: cute.make_rmem_tensor(EACH, Uint32)), cute.make_rmem_tensor(EACH, Uint64)
-    x = Elements(below=words(), fraction=wide, bucket=words(), place=words())
+    x = Elements(*(cute.make_rmem_tensor(EACH, kind) for kind in (Uint32, Uint64, Uint32, Uint32)))
     greatest = load(spec, s, a, row, x)
     crowded = Int32(1)
     while crowded > 0:
