@@ -1,7 +1,6 @@
 """The functions that a kernel traces, run on ints against brute force. No GPU, no compilation."""
 
 from dataclasses import replace
-from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -21,7 +20,6 @@ from cute_kernels.attention.spec import AttentionSpec, MaskSpec
 from cute_kernels.device import layout as shared
 from cute_kernels.device.divisor import Divisor, Quotient
 from cute_kernels.device.roles import Role, Roles
-from cute_kernels.topk.sort import forward as sort
 
 hypothesis_settings.register_profile("busy", deadline=None)  # a busy machine is no failure
 hypothesis_settings.load_profile("busy")
@@ -279,17 +277,3 @@ def spread(addresses, size, lanes):
     """As many `lanes` as memory serves at a time find their bytes in banks of their own."""
     for i in range(0, 32, lanes):
         assert len({at % 128 // size for at in addresses[i : i + lanes]}) == lanes
-
-
-@given(st.integers(0, (1 << 64) - 1), st.integers(0, 2 * 4096))
-def test_a_fraction_is_scaled_exactly(fraction, parts):
-    """Of the sorting kernel: which of `parts` bins an element is in, and where in that bin."""
-    assert sort.scale(fraction, parts) == divmod(fraction * parts, 1 << 64)
-
-
-def test_every_bin_of_the_sorting_kernel_has_a_word():
-    """Vectors that 8 threads read at once, 2 each, lie in all 32 banks."""
-    assert sorted(map(sort.word_of, range(8192))) == list(range(8192))
-    for thread, i in product(range(0, 512, 8), range(2)):
-        vectors = [sort.word_of(8 * t + 4 * i) for t in range(thread, thread + 8)]
-        assert sorted(word // 4 % 8 for word in vectors) == list(range(8))
