@@ -117,6 +117,11 @@ def test_a_fault_names_the_source_line():
             "st.shared.b32 [%r3], %r0; mov.u32 %r5, 0;\n",
             r"several warps write shared 0x0|overwrites shared 0x0, written by warp \d",
         ),
+        (
+            "cp.async.ca.shared.global [%r3], [%rd1], 4; mov.u32 %r5, 0;\n",
+            r"several threads write shared 0x0|writes shared 0x0 while an async write is under way",
+        ),
+        ("add.s32 %r6, %r0, 15; bar.sync %r6, 64; mov.u32 %r5, 0;\n", r"barrier \d\d, a CTA has 16"),
         ("mov.u32 %r5, 0; div.u32 %r5, %r0, %r5;\n", r"division by zero"),
         ("setp.eq.u32 %p1, %r0, 7; mov.u32 %r5, 0; @%p1 trap;\n", r"gave up"),
     ],

@@ -159,6 +159,7 @@ def reduce_async(x: Instruction, f: re.Match[str]) -> Op:
                 point.tx -= size
                 point.settle()
 
+            m.count("red.async")
             m.post(f"{t.say(x)} to {m.shared.name(int(to[i]))}", complete)
 
     return effect(run, (x.args[0], "address"), (x.args[2], "address"), (x.args[1], f[2]))

@@ -67,7 +67,16 @@ def permute(x: Instruction, f: re.Match[str]) -> Op:
             out = out | (value.astype(U32) << U32(8 * i))
         return out
 
-    return pure(x, run, "b32", "b32", "b32", "b32")
+    choice = x.args[3]
+    if f[1] or choice.startswith("%") or int(choice, 0) & 0x8888:
+        return pure(x, run, "b32", "b32", "b32", "b32")
+    places = [int(choice, 0) >> 4 * i & 7 for i in range(4)]
+
+    def known(a: Any, b: Any) -> Any:
+        source = np.stack(np.broadcast_arrays(np.atleast_1d(a), b), -1)
+        return np.ascontiguousarray(source.view(np.uint8)[:, places]).view(U32)[:, 0]
+
+    return pure(x, known, "b32", "b32", "b32")
 
 
 def nibble(mode: str | None, choice: Any, i: int) -> tuple[Any, Any]:

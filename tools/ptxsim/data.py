@@ -7,7 +7,7 @@ import numpy as np
 
 from .exchange import ATOMIC, CONSTANT, STRONG, WEAK
 from .forms import WARP, Op, effect, form, refuse
-from .machine import PARAMS, WINDOW, Threads
+from .machine import PARAMS, WINDOW, Threads, distinct
 from .order import Clock
 from .parse import Instruction, vector
 from .translate import dtype_of
@@ -98,7 +98,7 @@ def synchronise(t: Threads, address: np.ndarray, space: str, s: Sync) -> None:
     where = address.astype(np.int64) + (0 if wide else home.astype(np.int64) << 48)
     for key in np.unique(where).tolist():
         clock = flags.get(key, Clock()) if s.reads else Clock()
-        for warp in np.unique(t.warp[where == key]).tolist():  # atomics come one after the other, in this order
+        for warp in distinct(t.warp[where == key]).tolist():  # atomics come one after the other, in this order
             if s.reads and s.acquires:
                 m.order.acquire(np.array([warp]), clock)
             elif s.reads:
@@ -253,9 +253,9 @@ def copy_async(x: Instruction, f: re.Match[str]) -> Op:
                 got[mine, :amount] = data.view(np.uint8).reshape(-1, size)[:, :amount]
         flat = m.flat(t, target, size, x)
         words = m.shared.words(flat, size).reshape(t.count, -1)
+        m.shared.check_write(t.warp[:, None], words, t.say(x))
+        m.shared.fly(words, t.say(x))
         for i, thread in enumerate(t.index.tolist()):
-            m.shared.check_write(np.array([thread >> 5]), words[i], t.say(x))
-            m.shared.flying[words[i]] += 1
             m.state.copies.setdefault(thread, [[]])[-1].append((int(flat[i]), got[i], words[i]))
 
     return effect(run, (x.args[0], "address"), (x.args[1], "address"), *[(text, "u32") for text in extra])
@@ -263,14 +263,19 @@ def copy_async(x: Instruction, f: re.Match[str]) -> Op:
 
 def finish_copies(t: Threads, keep: int) -> None:
     """Complete all but the newest `keep` committed groups of each thread."""
-    m = t.machine
+    m, found, by = t.machine, [], []
     for thread in t.index.tolist():
         groups = m.state.copies.get(thread)
         while groups and len(groups) - 1 > keep:
-            for flat, data, words in groups.pop(0):
-                m.shared.bytes[flat : flat + len(data)] = data
-                warp = thread >> 5
-                m.shared.end_write(words, warp, int(m.order.seen[warp, warp]))
+            group = groups.pop(0)
+            found += group
+            by += [thread >> 5] * sum(len(words) for _, _, words in group)
+    if not found:
+        return
+    for flat, data, _ in found:
+        m.shared.bytes[flat : flat + len(data)] = data
+    warps = np.array(by)
+    m.shared.end_write(np.concatenate([words for _, _, words in found]), warps, m.order.now(warps))
 
 
 @form(r"cp\.async\.commit_group", COPY)
@@ -321,6 +326,7 @@ def copies_arrive(x: Instruction, f: re.Match[str]) -> Op:
                 barrier.pending -= 1
                 barrier.settle()
 
+            m.count("cp.async arrival")
             m.post(f"{t.say(x)} at {barrier.address}", complete)
 
     return effect(run, (x.args[0], "address"))

@@ -51,7 +51,7 @@ class Threads:
 
     @cached_property
     def warps(self) -> np.ndarray:
-        return np.unique(self.warp)
+        return distinct(self.warp)
 
     @cached_property
     def whole(self) -> bool:
@@ -72,7 +72,18 @@ class Threads:
     def say(self, x: Any) -> str:
         """Where: PTX line, source line, opcode, warps."""
         at = f" ({x.source})" if x.source else ""
-        return f"line {x.line}{at}, warp {', '.join(map(str, self.warps[:8]))}: {x.op}"
+        return f"line {x.line}{at}, warp {self._names}: {x.op}"
+
+    @cached_property
+    def _names(self) -> str:
+        return ", ".join(map(str, self.warps[:8].tolist()))
+
+
+def distinct(ascending: np.ndarray) -> np.ndarray:
+    """np.unique of ascending numbers, in a fraction of its time."""
+    first = np.ones(len(ascending), bool)
+    np.not_equal(ascending[1:], ascending[:-1], out=first[1:])
+    return ascending[first]
 
 
 @dataclass

@@ -6,6 +6,8 @@ the same columns as rows; D holds (g + 8 (i / 2), 2 q + i % 2).
 """
 
 import re
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,17 +24,28 @@ BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
 LANE = np.arange(32)
 
 
-def fragment(registers: list[np.ndarray], kind: str, rows: int) -> np.ndarray:
+@cache
+def operand(count: int, per: int, halves: int) -> tuple[np.ndarray, np.ndarray]:
+    """(row, column) of each element of `count` registers of A (halves 2) or of B transposed (1), (count, 32, per)."""
+    r, lane, i = np.arange(count)[:, None, None], LANE[None, :, None], np.arange(per)
+    return lane // 4 + 8 * (r % halves) + 0 * i, per * (lane % 4) + 4 * per * (r // halves) + i
+
+
+@cache
+def accumulator(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(row, column) of each of `count` registers of C and D, (count, 32)."""
+    i = np.arange(count)[:, None]
+    return LANE // 4 + 8 * (i // 2), 2 * (LANE % 4) + i % 2
+
+
+def fragment(registers: Sequence[np.ndarray], kind: str, rows: int) -> np.ndarray:
     """(warps, rows, k) float32 of A (rows 16) or of B transposed (rows 8)."""
-    size = BYTES[kind]
-    per, halves = 4 // size, rows // 8
-    k = 4 * per * len(registers) // halves
-    out = np.empty((len(registers[0]) // 32, rows, k), np.float32)
-    for r, register in enumerate(registers):
-        parts = np.ascontiguousarray(register).reshape(-1, 32, 1).view(f"u{size}")
-        row, column = LANE // 4 + 8 * (r % halves), per * (LANE % 4) + 4 * per * (r // halves)
-        for i in range(per):
-            out[:, row, column + i] = decode(np.ascontiguousarray(parts[..., i]), kind)
+    size, halves = BYTES[kind], rows // 8
+    per, count = 4 // size, len(registers)
+    bits = np.stack(registers).view(f"u{size}").reshape(count, -1, 32, per)
+    out = np.empty((bits.shape[1], rows, 4 * per * count // halves), np.float32)
+    row, column = operand(count, per, halves)
+    out[:, row, column] = decode(bits, kind).swapaxes(0, 1)
     return out
 
 
@@ -47,15 +60,13 @@ def multiply(x: Instruction, f: re.Match[str]) -> Op:
     d, a, b, c = (vector(text) for text in x.args)
 
     def run(t: Threads, x: Instruction, *values: Any) -> Any:
-        left = fragment(list(values[: len(a)]), f[3], 16)
-        right = fragment(list(values[len(a) : len(a) + len(b)]), f[4], 8)
+        left = fragment(values[: len(a)], f[3], 16)
+        right = fragment(values[len(a) : len(a) + len(b)], f[4], 8)
         sums = np.empty((len(left), 16, 8), np.float32)
-        places = [(LANE // 4 + 8 * (i // 2), 2 * (LANE % 4) + i % 2) for i in range(len(c))]
-        for (row, column), addend in zip(places, values[len(a) + len(b) :]):
-            sums[:, row, column] = addend.reshape(-1, 32)
-        for warp in range(len(sums)):
-            sums[warp] = tensorcore.multiply(left[warp], right[warp], sums[warp], (f[3], f[4]))
-        return tuple(sums[:, row, column].reshape(-1) for row, column in places)
+        row, column = accumulator(len(c))
+        sums[:, row, column] = np.stack(values[len(a) + len(b) :]).reshape(len(c), -1, 32).swapaxes(0, 1)
+        sums = tensorcore.multiply(left, right, sums, (f[3], f[4]))
+        return tuple(sums[:, row, column].swapaxes(0, 1).reshape(len(c), -1))
 
     ins = [*((r, "b32") for r in (*a, *b)), *((r, "f32") for r in c)]
     return effect(run, *ins, outs=tuple((r, "f32") for r in d))

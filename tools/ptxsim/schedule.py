@@ -8,11 +8,12 @@ import numpy as np
 
 from .faults import Deadlock, Livelock
 from .forms import THREAD, WARP, WARPGROUP
-from .machine import Machine, Threads
+from .machine import Machine, Threads, distinct
 from .report import where
 from .sync import settle_cluster
 from .undefined import follow
 
+LAST = np.iinfo(np.int32).max  # behind every unit
 RUN = 64  # units that a group runs before the next one is chosen
 SHARES = (0.3, 0.3, 0.05, 0.01)  # random: chance that an operation completes after a step, by seed
 
@@ -68,8 +69,8 @@ def choose(m: Machine, part_of_warp: bool = False) -> tuple[int, np.ndarray, int
     if not able.any():
         return None
     by_warp, live_warp = pc.reshape(-1, 32), live.reshape(-1, 32)
-    lowest = np.where(live_warp, by_warp, np.iinfo(np.int32).max).min(1)
-    together = lowest >= np.where(live_warp, by_warp, -1).max(1)
+    lowest = np.where(live_warp, by_warp, LAST).min(1)
+    together = ((by_warp == lowest[:, None]) | ~live_warp).all(1)
     level = program.level[pc]
     if level.any():
         collective = (level == WARP) & (together.repeat(32) | part_of_warp)
@@ -77,23 +78,21 @@ def choose(m: Machine, part_of_warp: bool = False) -> tuple[int, np.ndarray, int
         if not able.any():
             return None
     # Within a split warp the lanes at the lowest unit go first: they catch up with the others.
-    first = np.where(able.reshape(-1, 32), by_warp, np.iinfo(np.int32).max).min(1)
-    able &= (by_warp == first[:, None]).reshape(-1)
-    candidates = np.unique(pc[able])
+    first = np.where(able.reshape(-1, 32), by_warp, LAST).min(1)
+    candidates = first[first < LAST]
     random = m.settings.mode == "random"
     if random:
-        unit = int(m.random.choice(candidates))
+        unit = int(m.random.choice(np.unique(candidates)))
     else:  # round robin: the next unit in program order
         after = candidates[candidates > m.last]
-        unit = int(after[0] if len(after) else candidates[0])
+        unit = int((after if len(after) else candidates).min())
     m.last = unit
-    chosen = able & (pc == unit)
+    warps = first == unit
     if random and program.level[unit] < WARPGROUP:
-        warps = np.unique(np.flatnonzero(chosen) >> 5)
-        keep = warps[m.random.random(len(warps)) < 0.6]
-        if len(keep):
-            chosen &= np.isin(np.arange(m.threads) >> 5, keep)
-    index = np.flatnonzero(chosen)
+        keep = m.random.random(int(warps.sum())) < 0.6
+        if keep.any():
+            warps[warps] = keep
+    index = np.flatnonzero(able & (pc == unit) & warps.repeat(32))
     return unit, index, togetherness(m, index, together, live)
 
 
@@ -108,7 +107,7 @@ def whole_groups(m: Machine, lowest: np.ndarray, together: np.ndarray, level: np
 
 def togetherness(m: Machine, index: np.ndarray, together: np.ndarray, live: np.ndarray) -> int:
     """Which collectives the chosen threads may run without another choice."""
-    warps = np.unique(index >> 5)
+    warps = distinct(index >> 5)
     if not together[warps].all() or len(index) != int(live.reshape(-1, 32)[warps].sum()):
         return THREAD
     groups = len(warps) % 4 == 0 and len(index) == 32 * len(warps)

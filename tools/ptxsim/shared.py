@@ -40,6 +40,8 @@ class Shared:
         self.reading = np.zeros(words, np.int16)
         self.flying = np.zeros(words, np.int16)
         self.gone: set[int] = set()  # slots whose CTA has exited
+        warp = np.arange(slots * warps_per_slot)[:, None]  # and those of its own CTA
+        self.own = warp, warp // warps_per_slot * warps_per_slot + np.arange(warps_per_slot)
 
     def name(self, flat: int) -> str:
         slot, offset = divmod(flat, self.stride)
@@ -93,19 +95,27 @@ class Shared:
             away = ~own
             self.async_reader[words[away]], self.async_event[words[away]] = by[away], self.order.now(by[away])
 
-    def check_read(self, by: np.ndarray, words: np.ndarray, what: str, part: bool = False, blank: bool = False) -> None:
-        """part: less than a word is read, so a write to another part of it may race. blank: words that nothing has
-        written may be read.
+    def check_read(self, by: np.ndarray, words: np.ndarray, what: str, part: bool = False) -> None:
+        """part: less than a word is read, so a write to another part of it may race.
 
         Of a vector (words two-dimensional) one written word is enough: compilers widen loads over padding.
         """
+        writer = self.landed(words, what)
+        empty = writer == EMPTY
+        if empty.any() and (words.ndim == 1 or empty.all(1).any()):
+            raise Fault(f"{what}: reads {self._first(words, empty)}, which nothing has written")
+        self.check_order(self.order.seen[by, np.maximum(writer, 0)], words, what, part)
+
+    def landed(self, words: np.ndarray, what: str) -> np.ndarray:
+        """Who has written words that are read now."""
         if self.flying[words].any():
             raise Fault(f"{what}: reads {self._first(words, self.flying[words] > 0)} while an async write is under way")
+        return self.writer[words]
+
+    def check_order(self, seen: np.ndarray, words: np.ndarray, what: str, part: bool = False) -> None:
+        """seen: how many events of the words' writers lie in the past of those who read them."""
         writer = self.writer[words]
-        empty = writer == EMPTY
-        if not blank and empty.any() and (words.ndim == 1 or empty.all(1).any()):
-            raise Fault(f"{what}: reads {self._first(words, empty)}, which nothing has written")
-        late = (writer >= 0) & (self.order.seen[by, np.maximum(writer, 0)] < self.event[words])
+        late = (writer >= 0) & (seen < self.event[words])
         if part:
             late &= ~self.partly[words]
         if late.any():
@@ -189,10 +199,13 @@ class Shared:
             ordered = (self.readers[words].max(0) <= self.order.seen[by[0], start : start + self.per_slot]).all()
             if ordered and (self.async_reader[words] == EMPTY).all():
                 return
-        by = np.broadcast_to(by, words.shape)
         first = words * 4 // self.stride * self.per_slot  # global number of the CTA's first warp
-        seen = self.order.seen[by[..., None], first[..., None] + np.arange(self.per_slot)]
-        late = self.readers[words] > seen
+        if (first == by // self.per_slot * self.per_slot).all():
+            late = self.readers[words] > self.order.seen[self.own][by]
+        else:
+            seen = self.order.seen[by[..., None], first[..., None] + np.arange(self.per_slot)]
+            late = self.readers[words] > seen
+        by = np.broadcast_to(by, words.shape)
         if late.any():
             where = np.argwhere(late)[0]
             reader, place = int(first[tuple(where[:-1])] + where[-1]), self.name(int(words[tuple(where[:-1])]) * 4)
@@ -209,20 +222,22 @@ class Shared:
     def begin_read(self, warps: np.ndarray, words: np.ndarray, what: str, blank: bool = False) -> str:
         """An async operation of `warps` starts to read `words` (k,). blank: words that nothing has written may be read;
         then the result tells of one, if there are any."""
-        for warp in warps:
-            self.check_read(np.array([warp]), words, what, blank=blank)
-            writer = self.writer[words]
-            generic = (writer >= 0) & (writer < self.order.warps)
-            if generic.any():
-                stale = generic & (self.order.fenced[warp, np.maximum(writer, 0)] < self.event[words])
-                if stale.any():
-                    raise Fault(
-                        f"{what}: reads {self._first(words, stale)} through the async proxy, written by "
-                        f"{self.who(int(writer[stale][0]))} without fence.proxy.async"
-                    )
+        writer = self.landed(words, what)
+        component, empty = np.maximum(writer, 0), writer == EMPTY
+        nothing = f"{what}: reads {self._first(words, empty)}, which nothing has written" if empty.any() else ""
+        if nothing and not blank:
+            raise Fault(nothing)
+        self.check_order(self.order.seen[warps].min(0)[component], words, what)
+        generic = (writer >= 0) & (writer < self.order.warps)
+        if generic.any():
+            stale = generic & (self.order.fenced[warps].min(0)[component] < self.event[words])
+            if stale.any():
+                raise Fault(
+                    f"{what}: reads {self._first(words, stale)} through the async proxy, written by "
+                    f"{self.who(int(writer[stale][0]))} without fence.proxy.async"
+                )
         self.reading[words] += 1
-        empty = self.writer[words] == EMPTY
-        return f"{what}: reads {self._first(words, empty)}, which nothing has written" if empty.any() else ""
+        return nothing
 
     def end_read(self, warps: np.ndarray, words: np.ndarray) -> None:
         """The operation has read; `warps` know it."""
@@ -243,8 +258,16 @@ class Shared:
             )
         self.flying[words] += 1
 
-    def end_write(self, words: np.ndarray, component: int, event: int) -> None:
-        """The words are written; whoever has seen (component, event) may read them."""
+    def fly(self, words: np.ndarray, what: str) -> None:
+        """Asynchronous writes of several threads begin, each to its own words (n, k)."""
+        before = self.flying[words]
+        np.add.at(self.flying, words, 1)
+        twice = self.flying[words] > before + 1
+        if twice.any():
+            raise Fault(f"{what}: several threads write {self._first(words, twice)}")
+
+    def end_write(self, words: np.ndarray, component: Any, event: Any) -> None:
+        """The words are written; whoever has seen (component, event), one or one for each word, may read them."""
         self.flying[words] -= 1
         self.writer[words], self.event[words], self.partly[words] = component, event, False
         self.readers[words] = 0

@@ -8,12 +8,13 @@ import numpy as np
 from .barriers import Mbarrier, Rendezvous
 from .faults import Fault
 from .forms import WARP, Op, effect, form, refuse
-from .machine import Machine, Threads
+from .machine import Machine, Threads, distinct
 from .order import Clock
 from .parse import Instruction
 
 SYNC = "Parallel Synchronization and Communication Instructions"
 U32, U64 = np.uint32, np.uint64
+IDS = 16  # named barriers of a CTA
 
 
 # ------------------------------------------------------------------------------------------------ barriers of a CTA
@@ -23,7 +24,10 @@ def barrier(x: Instruction, f: re.Match[str]) -> Op:
         m = t.machine
         slot = t.index // m.per_cta
         stay = np.zeros(t.count, bool)
-        for s, i in sorted(set(zip(slot.tolist(), number.tolist()))):
+        if (number >= IDS).any():
+            raise Fault(f"{t.say(x)}: barrier {number.max()}, a CTA has {IDS}")
+        for key in np.unique(slot * IDS + number).tolist():
+            s, i = divmod(key, IDS)
             mine = (slot == s) & (number == i)
             need = int(count[0][mine][0]) if count else m.per_cta
             if not arrive_named(t, x, (s, i), mine, need, f[2] == "sync"):
@@ -41,7 +45,7 @@ def arrive_named(t: Threads, x: Instruction, key: tuple[int, int], mine: np.ndar
         raise Fault(f"{t.say(x)}: barrier {key[1]} with {need} threads, others wait for {point.need}")
     point.need = need
     index = t.index[mine]
-    warps = np.unique(index >> 5)
+    warps = distinct(index >> 5)
     point.arrived += 32 * len(warps)
     if point.arrived > need:
         raise Fault(f"{t.say(x)}: {point.arrived} threads at barrier {key[1]}, which is for {need}")
@@ -54,7 +58,7 @@ def arrive_named(t: Threads, x: Instruction, key: tuple[int, int], mine: np.ndar
     for waiting, unit in point.waiting:
         m.blocked[waiting] = False
         m.pc[waiting] = unit
-        m.order.acquire(np.unique(waiting >> 5), point.clock)
+        m.order.acquire(distinct(waiting >> 5), point.clock)
     del m.state.named[key]
     m.events += 1
     return True
@@ -70,14 +74,14 @@ def warp_barrier(x: Instruction, f: re.Match[str]) -> Op:
 def cluster_arrive(x: Instruction, f: re.Match[str]) -> Op:
     def run(t: Threads, x: Instruction) -> None:
         m = t.machine
-        for cluster in np.unique(m.first_slot[t.where]).tolist():
+        for cluster in distinct(m.first_slot[t.where]).tolist():
             mine = m.first_slot[t.where] == cluster
             point = m.state.cluster.setdefault(cluster, Rendezvous(m.cluster_size * m.per_cta))
             if (m.cluster_phase[t.index[mine]] > point.phase).any():
                 raise Fault(f"{t.say(x)}: arrives twice at the cluster barrier without a wait in between")
             point.arrived += int(mine.sum())
             m.cluster_phase[t.index[mine]] = point.phase + 1
-            warps = np.unique(t.warp[mine])
+            warps = distinct(t.warp[mine])
             if f[1] != ".relaxed":
                 m.order.release(warps, point.clock)
                 m.state.remote.difference_update(warps.tolist())
@@ -107,7 +111,7 @@ def cluster_wait(x: Instruction, f: re.Match[str]) -> Op:
     def run(t: Threads, x: Instruction) -> None:
         m = t.machine
         stay = np.zeros(t.count, bool)
-        for cluster in np.unique(m.first_slot[t.where]).tolist():
+        for cluster in distinct(m.first_slot[t.where]).tolist():
             mine = m.first_slot[t.where] == cluster
             point = m.state.cluster.get(cluster)
             mark = t.index[mine]
@@ -117,7 +121,7 @@ def cluster_wait(x: Instruction, f: re.Match[str]) -> Op:
             ready = mine & ~stay
             if ready.any():
                 m.cluster_waited[t.index[ready]] = m.cluster_phase[t.index[ready]]
-                m.order.acquire(np.unique(t.warp[ready]), point.clock)
+                m.order.acquire(distinct(t.warp[ready]), point.clock)
         fail(t, stay)
         m.stalled = stay
 
@@ -193,7 +197,7 @@ def mbarrier_arrive(x: Instruction, f: re.Match[str]) -> Op:
                 barrier.pending -= total
                 barrier.count -= total if what == "arrive_drop" else 0
                 if not relaxed:
-                    m.order.release(np.unique(t.warp[mine]), barrier.arriving)
+                    m.order.release(distinct(t.warp[mine]), barrier.arriving)
             barrier.settle()
             m.events += 1
         return tokens
@@ -220,7 +224,7 @@ def mbarrier_wait(x: Instruction, f: re.Match[str]) -> Op:
             else:
                 done[mine] = barrier.phase > (expected[mine] >> U64(32)).astype(np.int64)
             if done[mine].any():
-                m.order.acquire(np.unique(t.warp[mine & done]), barrier.released)
+                m.order.acquire(distinct(t.warp[mine & done]), barrier.released)
         fail(t, ~done)
         return done
 

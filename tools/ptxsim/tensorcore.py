@@ -19,18 +19,21 @@ NOTHING = -10_000  # exponent of a zero
 
 
 def exponents(values: np.ndarray, least: int) -> np.ndarray:
-    return np.where(values == 0, NOTHING, np.maximum(np.frexp(values)[1] - 1, least))
+    """Of float32 numbers; whatever it is of infinity and NaN."""
+    biased = np.ascontiguousarray(values).view(np.int32) >> 23 & 255
+    return np.where(values == 0, NOTHING, np.maximum(biased - 127, least))
 
 
 def multiply(a: np.ndarray, b: np.ndarray, total: np.ndarray, kinds: tuple[str, str]) -> np.ndarray:
-    """a (m, k) @ b (n, k) transposed + total (m, n); all float32, of one instruction."""
+    """a (..., m, k) @ b (..., n, k) transposed + total (..., m, n); all float32, of one instruction."""
     below, significant = BITS[kinds[0]]
-    largest = (exponents(a, LEAST[kinds[0]])[:, None, :] + exponents(b, LEAST[kinds[1]])[None, :, :]).max(2)
+    left, right = exponents(a, LEAST[kinds[0]]), exponents(b, LEAST[kinds[1]])
+    largest = (left[..., :, None, :] + right[..., None, :, :]).max(-1)
     largest = np.maximum(largest, exponents(total, -126))
     unit = np.ldexp(1.0, np.maximum(largest, -500) - below)
-    products = a.astype(np.float64)[:, None, :] * b[None, :, :]
-    whole = np.trunc(products / unit[:, :, None]).sum(2) + np.trunc(total / unit)
+    products = a.astype(np.float64)[..., :, None, :] * b[..., None, :, :]
+    whole = np.trunc(products / unit[..., None]).sum(-1) + np.trunc(total / unit)
     scale = np.ldexp(1.0, significant - np.frexp(whole)[1])
     exact = (np.trunc(whole * scale) / scale * unit).astype(np.float32)
-    rough = a @ b.T + total
+    rough = a @ b.swapaxes(-1, -2) + total
     return np.where(np.isfinite(rough), exact, rough)

@@ -274,6 +274,7 @@ def store_async(x: Instruction, f: re.Match[str]) -> Op:
             words = np.arange(to[i] >> 2, (to[i] + size) >> 2)
             object_ = m.signalled(t, int(signal[i]), x)
             m.shared.begin_write(int(t.warp[i]), words, t.say(x))
+            m.count("st.async")
             data = np.array([value[i] for value in values], dtype).view(np.uint8)
 
             def complete(place: int = int(to[i]), data: Any = data, words: Any = words, object_: Any = object_) -> None:

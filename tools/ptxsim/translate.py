@@ -7,6 +7,7 @@ instruction that touches the register file itself.
 import re
 import struct
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,12 @@ def dtype_of(kind: str) -> Any:
         return np.dtype(f"f{int(kind[1:]) // 8}")
     letter, bits = kind[0], kind.lstrip("busf")
     return np.dtype(f"{'i' if letter == 's' else 'u'}{int(bits) // 8}")
+
+
+@cache
+def type_name(dtype: Any) -> tuple[str, np.dtype[Any]]:
+    """What generated code calls a type, and the type."""
+    return f"t_{np.dtype(dtype).name}", np.dtype(dtype)
 
 
 def literal(text: str, kind: str) -> Any:
@@ -227,8 +234,8 @@ class Translator:
         return f"{value}.astype({self.type(STORAGE[letter])})"
 
     def type(self, dtype: Any) -> str:
-        name = f"t_{np.dtype(dtype).name}"
-        self.names.values[name] = np.dtype(dtype)
+        name, known = type_name(dtype)
+        self.names.values[name] = known
         return name
 
     def read(self, text: str, kind: str) -> str:

@@ -7,6 +7,7 @@ has written are undefined (undefined.py).
 
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,11 +61,15 @@ class Descriptor:
     stride: int
     span: int
 
-    def words(self, m: Machine, slot: int, shape: tuple[int, int, int, str]) -> np.ndarray:
-        """Indices of the elements in shared.bytes, in units of the element size, (rows, k)."""
-        rows, row_bytes, size, major = shape
-        linear = self.start + matrix(rows, row_bytes, size, major, self.span, self.leading, self.stride)
-        return (slot * m.shared.stride + swizzle(linear, self.span)) // size
+
+@lru_cache(4096)
+def elements_of(d: Descriptor, slot: int, shape: tuple[int, int, int, str]) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the elements in shared.bytes, in units of the element size, (rows, k), and their words, ascending.
+    slot: where the CTA's bytes begin."""
+    rows, row_bytes, size, major = shape
+    linear = d.start + matrix(rows, row_bytes, size, major, d.span, d.leading, d.stride)
+    index = (slot + swizzle(linear, d.span)) // size
+    return index, np.unique(index * size >> 2)
 
 
 def descriptor(t: Threads, x: Instruction, bits: int) -> Descriptor:
@@ -165,11 +170,10 @@ class Tile:
         rows, k, self.kind, major = shape
         self.size = BYTES[self.kind]
         self.bytes = m.shared.bytes
-        self.index = place.words(m, thread // m.per_cta, (rows, k * self.size, self.size, major))
-        low, high = int(self.index.min()) * self.size, int(self.index.max() + 1) * self.size
         slot = thread // m.per_cta * m.shared.stride
+        self.index, self.words = elements_of(place, slot, (rows, k * self.size, self.size, major))
+        low, high = int(self.words[0]) * 4, int(self.words[-1] + 1) * 4
         self.outside = low < slot + 1024 or high > slot + 1024 + m.shared.size
-        self.words = np.unique(self.index * self.size >> 2)
 
     def values(self) -> np.ndarray:
         return decode(elements(self.bytes, np.dtype(f"u{self.size}"))[self.index], self.kind)
@@ -203,7 +207,7 @@ def issue(t: Threads, x: Instruction, pipe: Pipe, first: int, what: Product) -> 
     tiles = [tile for tile in (a, b) if isinstance(tile, Tile)]
     if any(tile.outside for tile in tiles):
         raise Fault(f"{t.say(x)}: an operand lies outside the CTA's {m.shared.size} B of shared memory")
-    words = tiles[0].words if len(tiles) == 1 else np.union1d(tiles[0].words, tiles[1].words)
+    words = tiles[0].words if len(tiles) == 1 else np.concatenate([tile.words for tile in tiles])
     warps = np.arange(first // 32, first // 32 + 4)
     why = m.shared.begin_read(warps, words, t.say(x), blank=True)
     if why or pipe.undefined or m.undefined:

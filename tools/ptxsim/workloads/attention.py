@@ -67,7 +67,9 @@ class Kernel:
     custom: bool  # has a custom mask
     skips: bool  # prefill that leaves out blocks
     several: bool  # types of outputs
+    block: int  # keys of a stage
     keys: int  # of all stages
+    promoted: int  # blocks after which sums move on, 0: never
     same: dict[str, Any]  # what its cases have in common
 
 
@@ -85,13 +87,15 @@ def kernel_of(spec: Any) -> Kernel:
         "causal": spec.mask.causal != "never",
         "kv_dtype": "" if own else {"e4m3": "fp8"}.get(spec.kv.dtype, spec.kv.dtype),
     }
-    keys, few = spec.tile.n * spec.tile.stages, FEW_ROWS if narrow else 0
+    block, few = spec.tile.n, FEW_ROWS if narrow else 0
     general = not decodes and spec.mask.causal == "value"
     mask, gathers = spec.mask, spec.kv.source == "gather"
     cap, skips = spec.logits.soft_cap, spec.logits.skip and not decodes
     several = len(spec.out) > 1
+    promoted = 0 if decodes else spec.tile.promote
     return Kernel(
-        decodes, few, spec.pack_gqa, mask.window, cap, general, gathers, mask.custom, skips, several, keys, same
+        decodes, few, spec.pack_gqa, mask.window, cap, general, gathers, mask.custom, skips, several, block,
+        block * spec.tile.stages, promoted, same,
     )  # fmt: skip
 
 
@@ -131,12 +135,25 @@ def structures(specs: Iterable[Any]) -> list[Any]:
 def skipping_cases(k: Kernel) -> list[Scenario]:
     """Of a prefill kernel with skip-softmax: some blocks are left out by one warpgroup and not by another, or none."""
     some = AttentionCase(
-        "some blocks", q_lens=(210, 2, 3), kv_lens=(700, 0, 61), heads_q=2, heads_kv=2, sink=True, data="levels",
+        "some blocks", q_lens=(1, 210, 2, 3), kv_lens=(0, 700, 0, 61), heads_q=2, heads_kv=2, sink=True, data="levels",
         scale=STEP_SCALE, skip=160.0, device=("scale", "out"), **k.same,
     )  # fmt: skip
     none = replace(some, name="none", q_lens=(9, 1), kv_lens=(300, 40), page_size=64, skip=1e-30, lse=False)
     boxes = [Scenario(f"page {size}", (replace(none, page_size=size),), SMS, ("csr",)) for size in (8, 32)]
     return [Scenario("skip", (some, none)), *boxes]
+
+
+def promoting_calls(k: Kernel, short: AttentionCase) -> list[AttentionCase]:
+    """Calls in which sums move on: under a block that one request sees whole and the other in part; with a cap and
+    without, each with the output that `short` does not have so."""
+    n = k.block
+    long = replace(
+        short, q_lens=(2, 3), kv_lens=((k.promoted + 3) * n + 2, (k.promoted + 3) * n), heads_q=short.heads_q // 2,
+        heads_kv=1, window_left=k.promoted * n + n // 2 if k.window else -1,
+    )  # fmt: skip
+    if not k.several:
+        return [long]
+    return [replace(long, soft_cap=0.0, out_dtype="nvfp4"), replace(long, soft_cap=12.0, out_dtype="fp8")]
 
 
 def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
@@ -157,49 +174,53 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     heads: dict[str, Any] = {"heads_q": 6 if packed else 2, "heads_kv": 2}
     same = k.same | heads | {"data": "needles"}
     stacked = "stacked" if spec.head_dim_qk == spec.head_dim_vo else "tuple"
-    page_size = 16 if k.same["dtype"] == "bf16" else 8  # with 64 below, every size of TMA box
+    page_size = 16 if k.same["dtype"] == "bf16" and not twin else 8  # with 64 below, every size of TMA box
     pages, larger = ((1, 5, 24), 100) if k.gathers else ((8, 16, 32), 64)
     in_forms: tuple[str, ...] = ("csr", "mask") if k.custom else ()
     if k.gathers:
         page_size, in_forms = pages[0], ("csr",)
-    most = k.keys + 2 * spec.tile.n + 20  # every stage is filled again, and the diagonal crosses the end of a block
-    ragged = AttentionCase(
-        "ragged", q_lens=first, kv_lens=(19, 7, most), page_size=page_size, sink=True, window_left=window,
-        layout="NHD", strided_q=True, device=("scale", "out"), out_scale=0.5, **same,
+    box_forms = () if k.gathers else in_forms or ("csr",)
+    most = k.keys + 2 * k.block + 20  # every stage is filled again, and the diagonal crosses the end of a block
+    ragged = AttentionCase(  # requests without keys too, first of all and behind others
+        "ragged", q_lens=(1, *first, 1), kv_lens=(0, 19, 7, most, 0), page_size=page_size, sink=True,
+        window_left=window, layout="NHD", strided_q=True, device=("scale", "out"), out_scale=0.5, **same,
     )  # fmt: skip
     short = AttentionCase(
         "short", q_lens=second, kv_lens=(256, 0, 140), page_size=larger, lse=False, cache=stacked, window_left=other,
         soft_cap=12.0 if k.cap else 0.0, **same,
     )  # fmt: skip
     sms = SHARED_SMS if k.decodes else SMS
-    keys = spec.tile.n + 40  # so that several CTAs have a share
+    keys = k.block + 40  # so that several CTAs have a share
     other_boxes = [
-        replace(short, page_size=page, kv_lens=(keys, 0, 9), lse=True, sink=True)
-        for page in pages
-        if page != page_size
+        replace(short, page_size=page, kv_lens=(keys, 0, 9), lse=True, sink=True) for page in pages if page != page_size
     ]
     if k.several:
         other_boxes[-1] = replace(other_boxes[-1], out_dtype="nvfp4")
     if k.several and not k.decodes:
         other_boxes[0] = replace(other_boxes[0], out_dtype="fp8", soft_cap=0.0)
-    if twin:
-        box = replace(ragged, page_size=pages[-1], soft_cap=12.0) if k.general else other_boxes[-1]
-        found = [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("boxes", (box,), sms)]
-        return found[:1] if (k.same["dtype"], k.same["kv_dtype"]) == ("fp16", "fp8") else found
-    found = [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("short", (short,), sms)]
-    if k.general:  # code of its own with a cap, and a mask as the call says
-        calls = replace(short, causal=False), replace(ragged, soft_cap=12.0)
-        found[1] = Scenario("short", calls, sms, in_forms if k.custom else ())
-    found.append(Scenario("boxes", tuple(other_boxes), sms, () if k.gathers else in_forms or ("csr",)))
     idle = (0,) * 127  # requests without queries: a warp looks at 32 at a time
     many = replace(short, q_lens=(*idle, 2 if k.few_rows else 3, 0, 1), kv_lens=(*idle, keys, 7, 9), lse=True)
     if k.decodes:
         many = replace(many, drafts=True, skip=1e-30, soft_cap=0.0)
+    if twin and k.decodes:
+        return [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("boxes", (other_boxes[-1], many), sms)]
+    if twin:
+        box = replace(ragged, soft_cap=12.0) if k.general else other_boxes[-1]
+        box = replace(box, page_size=pages[-1], q_lens=(*idle, *box.q_lens), kv_lens=(*idle, *box.kv_lens))
+        boxes = (box,) if k.gathers else (*other_boxes[:-1], box)
+        return [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("boxes", boxes, sms, box_forms)]
+    found = [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("short", (short,), sms)]
+    if k.general:  # code of its own with a cap, and a mask as the call says
+        calls = replace(short, causal=False), replace(ragged, soft_cap=12.0)
+        found[1] = Scenario("short", calls, sms, in_forms if k.custom else ())
+    found.append(Scenario("boxes", tuple(other_boxes), sms, box_forms))
     if not k.gathers and not k.custom and not k.same["kv_dtype"]:
         in_forms = ("ragged",)
     found.append(Scenario("many", (many,), sms, in_forms))
+    if k.promoted:
+        found.append(Scenario("promoted", tuple(promoting_calls(k, short)), sms))
     if thorough and not (k.gathers or k.custom):
-        more = replace(ragged, kv_lens=(1000, 0, 700), window_left=-1 if other < 0 else 600, sink=False)
+        more = replace(ragged, kv_lens=(0, 1000, 0, 700, 0), window_left=-1 if other < 0 else 600, sink=False)
         found += [Scenario(f"page {p}", (replace(more, page_size=p),), sms) for p in (8, 16, 64)]
     return found
 
