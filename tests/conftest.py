@@ -3,9 +3,9 @@
 import os
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable
-from functools import cache
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +122,13 @@ def run_python(*arguments: str, cwd: Path = ROOT, **env: str) -> subprocess.Comp
     return finish(start_python(*arguments, cwd=cwd, **env))
 
 
-def start_build(arch: str, out: Path, *only: str) -> subprocess.Popen[str]:
-    """Start the tool that builds a bundle of shipped kernels, 3 to 5 s for each that its cache (build/obj) lacks."""
-    jobs = str(len(os.sched_getaffinity(0)))
+def start_build(arch: str, out: Path, *only: str, jobs: int = 0) -> subprocess.Popen[str]:
+    """Start the tool that builds a bundle of shipped kernels, 3 to 5 s for each that its cache (build/obj) lacks. jobs:
+    0, one for each core."""
+    jobs = jobs or len(os.sched_getaffinity(0))
     return start_python(
-        *("-m", "cute_kernels", "build", "--arch", arch, "--jobs", jobs, "--out", str(out), *only), CUTE_DSL_ARCH=arch
+        *("-m", "cute_kernels", "build", "--arch", arch, "--jobs", str(jobs), "--out", str(out), *only),
+        CUTE_DSL_ARCH=arch,
     )
 
 
@@ -144,8 +146,12 @@ def build_bundle(arch: str, out: Path, *only: str) -> Path:
 
 @pytest.fixture(scope="session")
 def bundle(request: pytest.FixtureRequest) -> Path:
-    """The bundle of every shipped kernel of ARCH."""
-    return built(request.config.stash[BUILDING], BUNDLE)
+    """The bundle of every shipped kernel of ARCH. When it is there, what else takes long begins beside the tests."""
+    out = built(request.config.stash[BUILDING], BUNDLE)
+    for name in ("blackwell", "problems"):
+        if any(name in item.fixturenames for item in request.session.items):
+            request.getfixturevalue(name)
+    return out
 
 
 @pytest.fixture(scope="session")
@@ -154,11 +160,20 @@ def blackwell(request, tmp_path_factory) -> Callable[[str], manifest.Manifest]:
     from tests import kernels
 
     chosen = kernels.BLACKWELL if request.config.getoption("--all") else kernels.COVERING
+    folder, only = tmp_path_factory.mktemp("bundle"), defaultdict(list)
+    for arch, op, spec in chosen:
+        only[arch] += ["--only", manifest.label(op, spec)]
+    building = {arch: start_build(arch, folder / arch, *arguments, jobs=1) for arch, arguments in only.items()}
+    request.addfinalizer(lambda: [process.kill() for process in building.values()])
+    return cache(lambda arch: manifest.read(built(building[arch], folder / arch)))
 
-    @cache
-    def build(arch: str) -> manifest.Manifest:
-        only = [["--only", manifest.label(op, spec)] for other, op, spec in chosen if other == arch]
-        out = tmp_path_factory.mktemp("bundle") / arch
-        return manifest.read(build_bundle(arch, out, *(argument for pair in only for argument in pair)))
 
-    return build
+@pytest.fixture(scope="session")
+def problems(request) -> Iterator[Callable[[str], list[str]]]:
+    """Label of tests.simulated -> what is wrong with a kernel or a feature, of those that selected tests name."""
+    from tests.simulated import Simulations
+
+    items = [item for item in request.session.items if "problems" in item.fixturenames]
+    work = Simulations([item.callspec.params["label"] for item in items], request.config.getoption("--all"))
+    yield partial(work.problems, blackwell=request.getfixturevalue("blackwell") if work.elsewhere else None)
+    work.close()

@@ -55,7 +55,7 @@ def prefill() -> list[Scenario]:
         replace(levels, heads_q=2, q_lens=(3, 150), kv_lens=(61, 600), causal=False),
     )
     # what a plan depends on: calls that differ in one fact, and an equal one at last
-    first = replace(packed, name="first", q_lens=(5, 2, 3), kv_lens=(40, 83, 9), heads_q=16, heads_kv=8, page_size=8)
+    first = replace(packed, name="first", q_lens=(5, 2, 3), kv_lens=(40, 83, 9), heads_q=4, page_size=8)
     rows, one = replace(first, name="many rows", q_lens=(70, 2, 3)), {"q_lens": (1, 2, 1)}
     facts: list[dict[str, Any]] = [
         {"dtype": "fp16"}, {"causal": False}, {"soft_cap": 6.0}, {"layout": "NHD"}, {"device": ("scale", "out")}, one,
@@ -108,7 +108,7 @@ def decode() -> list[Scenario]:
                 kv_lens=(300, 0, 83), heads_q=2),
         replace(e4m3, name="e4m3, large queries", q_unit=2.0**20, scale=2.0**-21, data="normal", kv_lens=(300, 0, 83)),
     ]  # fmt: skip
-    first = replace(few, name="first", q_lens=(1, 1), kv_lens=(130, 300), heads_q=16, heads_kv=8, page_size=8)
+    first = replace(few, name="first", q_lens=(1, 1), kv_lens=(130, 300), heads_q=4, page_size=8)
     facts: list[dict[str, Any]] = [
         {"dtype": "fp16"}, {"out_dtype": "fp8"}, {"kv_dtype": "fp8"}, {"layout": "NHD"}, {"device": ("scale",)},
         {"q_lens": (1, 7)}, {"head_dim_qk": 128, "head_dim_vo": 128}, {"kv_dtype": "fp8", "out_dtype": "fp8"},

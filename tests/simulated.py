@@ -1,0 +1,156 @@
+"""What the processes of test_ptxsim_kernels.py do: kernels and features by label, and what is wrong with each."""
+
+import re
+from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import product
+from typing import Any
+
+from cute_kernels import catalog, manifest
+from tests.conftest import ARCH, ROOT
+from tests.kernels import BLACKWELL
+from tools import ptxdiff
+from tools.ptxsim import coverage, launcher, memo, workloads
+from tools.ptxsim.faults import Fault
+from tools.ptxsim.machine import MODES
+from tools.ptxsim.pool import pool
+from tools.ptxsim.run import Result
+
+SHIPPED = {manifest.label(op, spec): (op, spec) for op, spec in catalog.shipped(ARCH)}
+ELSEWHERE = {f"{arch} {manifest.label(op, spec)}": (arch, op, spec) for arch, op, spec in BLACKWELL}
+FEATURES = {
+    f"{family}/{case.name}": (family, number)
+    for family, features in workloads.FEATURES.items()
+    for number, case in enumerate(features())
+}
+MEMORY = ROOT / "build" / "simulated"
+
+
+def family_of(op: str) -> str:
+    return op.split(".")[0]
+
+
+def structures() -> list[str]:
+    """Labels of the kernels that stand for the structures of all."""
+    found = []
+    for family, choose in workloads.STRUCTURES.items():
+        of_family = {spec: label for label, (op, spec) in SHIPPED.items() if family_of(op) == family}
+        found += [of_family[spec] for spec in choose(list(of_family))]
+    return found
+
+
+def untyped(op: str, spec: Any) -> str:
+    """A spec in which bf16 and fp16 read alike: kernels of equal ones are twins."""
+    return re.sub("bf16|fp16", "half", f"{op} {manifest.canonical(manifest.to_json(spec))}")
+
+
+TWINS = {}  # the fp16 kernel -> the bf16 one, by label
+for label, (op, spec) in SHIPPED.items():
+    others = [other for other, kernel in SHIPPED.items() if other != label and untyped(*kernel) == untyped(op, spec)]
+    if others and '"fp16"' in manifest.canonical(manifest.to_json(spec)):
+        (TWINS[label],) = others
+
+
+def equal_but_for_types(label: str) -> bool:
+    """Whether the PTX of a twin is that of the other one with the types' names exchanged."""
+    texts = (launcher.load(*SHIPPED[name], ARCH).ptx for name in (label, TWINS[label]))
+    first, second = (ptxdiff.normalise(text).replace("bf16", "f16") for text in texts)
+    return first == second
+
+
+def problems_of_kernel(label: str, turn: int | None, everything: bool) -> list[str]:
+    """turn: the first of the cases that run in another mode than `eager` too; None where none does."""
+    if label in TWINS and not everything and equal_but_for_types(label):
+        return []
+    op, spec = SHIPPED[label]
+    family, found, eager, bits = family_of(op), [], Result(), {}
+    cases = workloads.CASES[family](spec)
+    for case in cases:
+        outcome = run(found, f"{case.name}, eager", family, spec, case, "eager", everything)
+        if outcome:
+            eager.add(outcome.result)
+            bits[case.name] = outcome.bits
+    if not found:
+        found += coverage.grown({label: coverage.missing(eager).share})
+        others = MODES[1:] if eager.counts else ("random",)  # where nothing is asynchronous, `random` alone differs
+        for case, mode in product(cases, others) if everything else dealt(cases, others, turn):
+            outcome = run(found, f"{case.name}, {mode}", family, spec, case, mode, everything)
+            if outcome and outcome.bits != bits[case.name]:
+                found.append(f"{case.name}, {mode}: bits depend on the order in which things happen")
+    return found
+
+
+def dealt(cases: list[Any], modes: tuple[str, ...], turn: int | None) -> list[tuple[Any, str]]:
+    """Each of `modes` with a case of its own, as far as there are so many, from the `turn`-th on."""
+    return [] if turn is None else [(cases[(turn + i) % len(cases)], mode) for i, mode in enumerate(modes)]
+
+
+def problems_of_feature(label: str, everything: bool) -> list[str]:
+    family, number = FEATURES[label]
+    found: list[str] = []
+    run(found, label, family, None, workloads.FEATURES[family]()[number], "eager", everything)
+    return found
+
+
+def problems_elsewhere(label: str, everything: bool) -> list[str]:
+    """Of a kernel of another architecture."""
+    arch, op, spec = ELSEWHERE[label]
+    found: list[str] = []
+    for case in workloads.CASES[family_of(op)](spec):
+        run(found, f"{case.name}, {arch}", family_of(op), spec, case, "eager", everything, arch)
+    return found
+
+
+def run(
+    found: list[str],
+    name: str,
+    family: str,
+    spec: Any,
+    case: Any,
+    mode: str,
+    everything: bool,
+    arch: str = ARCH,
+) -> workloads.Outcome | None:
+    """The outcome, None where the run failed; adds what is wrong to `found`."""
+    how = {"mode": mode, "seed": MODES.index(mode) if mode == "random" else 0}
+    try:
+        outcome = workloads.RUN[family](spec, case, arch, **how, memory=None if everything else MEMORY)
+    except (Fault, NotImplementedError) as error:
+        found.append(f"{name}: {error}")
+        return None
+    if not outcome.error <= 1:
+        found.append(f"{name}: {outcome.error:.2f} times the tolerance")
+    return outcome
+
+
+class Simulations:
+    """The work of `labels`, on all cores, beside whatever this process does. everything: all kernels in all modes, and
+    nothing that is remembered."""
+
+    def __init__(self, labels: list[str], everything: bool):
+        self.everything, self.processes = everything, pool()
+        self.futures: dict[str, Future[list[str]]] = {}
+        turns = {label: turn for turn, label in enumerate(structures())}
+        for label in sorted(labels, key=lambda label: label not in turns):  # what takes longest first
+            if label in FEATURES:
+                self.submit(problems_of_feature, label)
+            elif label in SHIPPED:
+                self.submit(problems_of_kernel, label, turns.get(label))
+        self.elsewhere = [label for label in labels if label in ELSEWHERE]
+
+    def submit(self, work: Callable[..., list[str]], label: str, *args: Any) -> None:
+        self.futures[label] = self.processes.submit(work, label, *args, self.everything)
+
+    def problems(self, label: str, blackwell: Callable[[str], Any] | None) -> list[str]:
+        """What is wrong, once it is known. blackwell: waits for an architecture's kernels, which these processes cannot
+        compile; the first label of one asks for all of them."""
+        if blackwell and label in self.elsewhere and label not in self.futures:
+            for arch in dict.fromkeys(ELSEWHERE[one][0] for one in self.elsewhere):
+                blackwell(arch)
+            for one in self.elsewhere:
+                self.submit(problems_elsewhere, one)
+        return self.futures[label].result()
+
+    def close(self) -> None:
+        self.processes.shutdown(cancel_futures=True)
+        memo.prune(MEMORY)
