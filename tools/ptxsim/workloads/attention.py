@@ -135,7 +135,7 @@ def structures(specs: Iterable[Any]) -> list[Any]:
 def skipping_cases(k: Kernel) -> list[Scenario]:
     """Of a prefill kernel with skip-softmax: some blocks are left out by one warpgroup and not by another, or none."""
     some = AttentionCase(
-        "some blocks", q_lens=(1, 210, 2, 3), kv_lens=(0, 700, 0, 61), heads_q=2, heads_kv=2, sink=True, data="levels",
+        "some blocks", q_lens=(9, 210, 2, 3), kv_lens=(0, 700, 0, 61), heads_q=2, heads_kv=2, sink=True, data="levels",
         scale=STEP_SCALE, skip=160.0, device=("scale", "out"), **k.same,
     )  # fmt: skip
     none = replace(some, name="none", q_lens=(9, 1), kv_lens=(300, 40), page_size=64, skip=1e-30, lse=False)
@@ -148,8 +148,8 @@ def promoting_calls(k: Kernel, short: AttentionCase) -> list[AttentionCase]:
     without, each with the output that `short` does not have so."""
     n = k.block
     long = replace(
-        short, q_lens=(2, 3), kv_lens=((k.promoted + 3) * n + 2, (k.promoted + 3) * n), heads_q=short.heads_q // 2,
-        heads_kv=1, window_left=k.promoted * n + n // 2 if k.window else -1,
+        short, q_lens=(9, 2, 3, 9), kv_lens=(0, (k.promoted + 3) * n + 2, (k.promoted + 3) * n, 0),
+        heads_q=short.heads_q // 2, heads_kv=1, window_left=k.promoted * n + n // 2 if k.window else -1,
     )  # fmt: skip
     if not k.several:
         return [long]
@@ -180,9 +180,10 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     if k.gathers:
         page_size, in_forms = pages[0], ("csr",)
     box_forms = () if k.gathers else in_forms or ("csr",)
+    empty = 1 if k.decodes else 9  # rows without keys
     most = k.keys + 2 * k.block + 20  # every stage is filled again, and the diagonal crosses the end of a block
     ragged = AttentionCase(  # requests without keys too, first of all and behind others
-        "ragged", q_lens=(1, *first, 1), kv_lens=(0, 19, 7, most, 0), page_size=page_size, sink=True,
+        "ragged", q_lens=(empty, *first, empty), kv_lens=(0, 19, 7, most, 0), page_size=page_size, sink=True,
         window_left=window, layout="NHD", strided_q=True, device=("scale", "out"), out_scale=0.5, **same,
     )  # fmt: skip
     short = AttentionCase(
@@ -197,6 +198,7 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     if k.several:
         other_boxes[-1] = replace(other_boxes[-1], out_dtype="nvfp4")
     if k.several and not k.decodes:
+        other_boxes = [replace(box, q_lens=(empty, *second), kv_lens=(0, keys, 0, 9)) for box in other_boxes]
         other_boxes[0] = replace(other_boxes[0], out_dtype="fp8", soft_cap=0.0)
     idle = (0,) * 127  # requests without queries: a warp looks at 32 at a time
     many = replace(short, q_lens=(*idle, 2 if k.few_rows else 3, 0, 1), kv_lens=(*idle, keys, 7, 9), lse=True)
