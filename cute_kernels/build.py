@@ -101,31 +101,36 @@ def build(op: str, spec: Any, arch: str, more: str = "") -> Compiled:
         args = module.fake_args(spec)
         _name(module, f"{op}__{spec.name}".replace(".", "_"), tuple(args))
         options = f"{OPTIONS} {ARCH_OPTIONS.get(arch, '')} --dump-dir {folder} {more}"
-        with _kept_mlir(folder):
+        with host_functions() as hosts:
             fn = cute.compile(module.forward, spec, abi.stream(), *args.values(), options=options)
         shared = _dynamic_shared(str(fn.ir_module))
-        return Compiled(op, spec, arch, fn, fn.__ptx__, fn.__cubin__, shared, _host_function(fn.__mlir__))
+        return Compiled(op, spec, arch, fn, fn.__ptx__, fn.__cubin__, shared, *hosts)
 
 
 @contextmanager
-def _kept_mlir(folder: str) -> Iterator[None]:
-    """Make cute.compile keep the MLIR of its first stage. No compile option does; CUTE_DSL_KEEP is read at import."""
+def host_functions() -> Iterator[list[str]]:
+    """A list to which what is compiled meanwhile adds its host function."""
     from cutlass.cutlass_dsl import CuTeDSL
 
-    settings = CuTeDSL._get_dsl().envar
-    before = settings.keep_ir_clean, settings.dump_dir
-    settings.keep_ir_clean, settings.dump_dir = True, folder
-    try:
-        yield
-    finally:
-        settings.keep_ir_clean, settings.dump_dir = before
+    found: list[str] = []
+    with CuTeDSL._get_dsl().trace_finalize_hooks(lambda dsl, module, name: found.append(_host_function(module))):
+        yield found
 
 
-def _host_function(mlir: str) -> str:
-    """Type aliases and host function of a module, a twentieth of it."""
-    aliases = re.findall(r"^[!#]\w+ = .*\n", mlir, re.MULTILINE)
-    functions = re.findall(r"^( *)(func\.func .*?\n)\1\}$", mlir, re.MULTILINE | re.DOTALL)
-    return "".join(aliases) + "".join(f"{indent}{text}{indent}}}\n" for indent, text in functions)
+def _host_function(module: Any) -> str:
+    """The host function of a traced module, cleaned: a twentieth of the module, the rest of which is the kernel."""
+    from cutlass._mlir import ir
+    from cutlass._mlir.passmanager import PassManager
+
+    with module.context, ir.Location.unknown():
+        clean = ir.Module.create()
+        for op in module.body.operations:
+            if op.operation.name == "func.func":
+                clean.body.append(op.operation.clone())
+        passes = PassManager.parse("builtin.module(canonicalize,cse)")
+        passes.enable_verifier(False)  # which would miss the kernel
+        passes.run(clean.operation)
+        return clean.operation.get_asm(assume_verified=True)
 
 
 def _dynamic_shared(host: str) -> int | None:

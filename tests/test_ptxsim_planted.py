@@ -41,7 +41,7 @@ def launch(bug: str, tmp_path) -> tuple:
     from cute_kernels import abi
     from tests import planted
 
-    with build._kept_mlir(str(tmp_path)):
+    with build.host_functions() as hosts:
         options = f"{build.OPTIONS} --generate-line-info --dump-dir {tmp_path}"
         compiled = cute.compile(planted.forward, bug, abi.stream(), *planted.fake_args(), options=options)
     rng = np.random.default_rng()
@@ -50,7 +50,7 @@ def launch(bug: str, tmp_path) -> tuple:
     copied = np.full((3, PAGE, 64), np.nan, ml_dtypes.bfloat16)
     out = np.full((LENGTH, 64), np.nan, ml_dtypes.bfloat16)
     args = [pool, copied, table, out, LENGTH, 3]
-    (call,) = host.evaluate(compiled.__mlir__, compiled.__ptx__, args, build._dynamic_shared(str(compiled.ir_module)))
+    (call,) = host.evaluate(*hosts, compiled.__ptx__, args, build._dynamic_shared(str(compiled.ir_module)))
     return call, pool, table, copied, out
 
 

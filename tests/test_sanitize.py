@@ -190,12 +190,12 @@ def test_minimal_kernels(tmp_path):
 
     given = [7 * i + 1 for i in range(kernels.THREADS)]
     for variant, facts in kernels.VARIANTS.items():
-        with build._kept_mlir(str(tmp_path)):
+        with build.host_functions() as hosts:
             compiled = handover.compiled(variant, str(tmp_path))
         out = np.zeros(kernels.THREADS, np.int32)
         arguments = [np.array(given, np.int32), out, 4]
         shared = build._dynamic_shared(str(compiled.ir_module))
-        (call,) = host.evaluate(compiled.__mlir__, compiled.__ptx__, arguments, shared)
+        (call,) = host.evaluate(*hosts, compiled.__ptx__, arguments, shared)
         if facts.races and variant != "unsynced":
             with pytest.raises(Fault, match="without synchronisation"):
                 run(call)
