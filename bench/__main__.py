@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import readme, results
 
@@ -15,50 +15,68 @@ class Family(NamedTuple):
     """In what the benchmarks of the operators differ."""
 
     cases: tuple[str, ...]
+    sweep: str  # prefix of the cases that --sweep adds
     providers: tuple[str, ...]
     measure: "Callable[[str, Ceilings, Setup], list[Result]]"  # of a case
     rest: "Callable[[Setup, list[str]], list[Result]]"  # after all cases, which it is told
     ceilings: str  # prefix of the ceilings that get rows
 
 
-def attention(sweep: bool) -> Family:
+def attention() -> Family:
     from bench.cases import attention as cases
+    from bench.cases import serving as shapes
 
-    from . import decode, family, precision, prefill
+    from . import decode, family, precision, prefill, serving
 
-    own = cases.PREFILL_BF16 | (prefill.sweep_cases() if sweep else {})
-    known = own | precision.CASES | decode.CASES | family.CASES
-    others = {"decode": decode.measure, "family": family.measure}
+    headlines = cases.PREFILL_BF16 | shapes.PREFILL | prefill.sweep_cases()
+    known: dict[str, Any] = {name: (case, prefill.measure) for name, case in headlines.items()}
+    for found, one in (
+        (precision.CASES, precision.measure),
+        (decode.CASES | shapes.SWEEP_DECODE, decode.measure),
+        (serving.CASES, serving.measure),
+        (family.CASES, family.measure),
+    ):
+        known |= {name: (case, one) for name, case in found.items()}
 
-    def one(name: str, top: "Ceilings", setup: "Setup") -> "list[Result]":
-        prefills = precision.measure if name in precision.CASES else prefill.measure
-        return others.get(name.partition("-")[0], prefills)(known[name], top, setup)
+    def measured(name: str, top: "Ceilings", setup: "Setup") -> "list[Result]":
+        case, one = known[name]
+        return one(case, top, setup)
 
     def rest(setup: "Setup", chosen: list[str]) -> "list[Result]":
         kinds = {name.partition("-")[0] for name in chosen}
-        found = prefill.host(prefill.host_case(), setup) if own.keys() & set(chosen) else []
+        found = prefill.host(prefill.host_case(), setup) if headlines.keys() & set(chosen) else []
         found += decode.host(setup) if "decode" in kinds else []
         return found + (family.host(setup) if "family" in kinds else [])
 
     return Family(
         cases=tuple(known),
+        sweep="sweep-bf16-",
         providers=tuple(prefill.PROVIDERS),
-        measure=one,
+        measure=measured,
         rest=rest,
         ceilings="ceiling-",
     )
 
 
-def topk(sweep: bool) -> Family:
+def topk() -> Family:
     from . import topk as bench
 
     return Family(
-        cases=bench.HEADLINE + (bench.SWEEP if sweep else ()),
+        cases=bench.HEADLINE + bench.SWEEP,
+        sweep="sweep-",
         providers=tuple(bench.PROVIDERS),
         measure=bench.measure,
         rest=lambda setup, _: bench.outputs(bench.OUTPUTS, setup) + bench.host(setup),
         ceilings="ceiling-copy",
     )
+
+
+def chosen_of(family: Family, prefix: str, sweep: bool) -> list[str]:
+    """Cases that begin with `prefix`, and those of the sweep if that is asked for; SystemExit where there are none."""
+    found = [name for name in family.cases if name.startswith((prefix, family.sweep) if sweep else prefix)]
+    if not found:
+        raise SystemExit(f"no case begins with {prefix!r}; there are: {', '.join(family.cases)}")
+    return found
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -69,10 +87,8 @@ def measure(args: argparse.Namespace) -> None:
 
     if not torch.cuda.is_available():
         raise SystemExit("the benchmark needs a CUDA device")
-    family: Family = args.family(args.sweep)
-    chosen = [name for name in family.cases if name.startswith((args.cases, "sweep-"))]
-    if not chosen:
-        raise SystemExit(f"no case begins with {args.cases!r}; there are: {', '.join(family.cases)}")
+    family: Family = args.family()
+    chosen = chosen_of(family, args.cases, args.sweep)
     env = results.environment()
     path = args.results or results.FOLDER / f"{env.gpu}.csv"
     setup = harness.Setup(tuple(args.providers.split(",")) if args.providers else family.providers, args.rounds)
@@ -123,7 +139,7 @@ def main() -> None:
         one = verbs.add_parser(name, help=f"measure {name}")
         one.add_argument("--cases", default=prefix, help="prefix of the cases' names")
         one.add_argument("--providers", default="", help="comma-separated; default: all that run here")
-        one.add_argument("--sweep", action="store_true", help="also over lengths")
+        one.add_argument("--sweep", action="store_true", help="also prefill, or top-k, over lengths")
         one.add_argument("--rounds", type=int, default=15)
         one.add_argument("--results", type=Path, help="csv to append to; default bench/results/<gpu>.csv")
         one.set_defaults(run=measure, family=family)

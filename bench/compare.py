@@ -1,6 +1,6 @@
 """Two checkouts side by side on one GPU: times of ours and the bits of its results.
 
-    python -m bench.compare ../other-checkout --cases prefill,decode,topk,host --rounds 15
+    python -m bench.compare ../other-checkout --cases prefill,serve,decode,topk,host --rounds 15
 
 A refactoring is proved by this where PTX cannot be compared: both checkouts run in processes of their own, which take
 turns, so that a drift of the clocks meets both alike. A line a case: time of the other checkout, of this one, their
@@ -12,14 +12,19 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from .cases import attention as cases
+from .cases import serving
+from .cases.attention import AttentionCase
 from .timing import summarise
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET_US = 2000
-MORE: dict[str, dict[str, Any]] = {  # changes to the first headline of prefill
+BASE = cases.PREFILL_BF16["prefill-bf16-causal-b2-s8192-h32x8-d128-p64"]
+MORE: dict[str, dict[str, Any]] = {  # changes to it
     "more-window1024-d128": {"window_left": 1024},
     "more-window1024-d64": {"window_left": 1024, "head_dim_qk": 64, "head_dim_vo": 64},
     "more-full-window1024-d128": {"window_left": 1024, "causal": False},
@@ -33,13 +38,16 @@ MORE: dict[str, dict[str, Any]] = {  # changes to the first headline of prefill
     "more-rows16-full-d128": {"q_lens": (16,) * 64, "kv_lens": (8192,) * 64, "causal": False},
     "more-rows16-d64": {"q_lens": (16,) * 64, "kv_lens": (8192,) * 64, "head_dim_qk": 64, "head_dim_vo": 64},
 }
+CASES = {
+    **cases.PREFILL_BF16, **serving.PREFILL, **serving.SERVE, **cases.DECODE, **serving.DECODE,
+    **{name: replace(BASE, name=name, **change) for name, change in MORE.items()},
+}  # fmt: skip
 # Runs in the checkout that is measured, of any age: it may use only what all of them have.
 WORKER = """
 import hashlib, json, sys
-from dataclasses import replace
 import torch
 from bench import decode, topk
-from bench.timing import CudaClock, HostClock
+from bench.timing import CudaClock, HostClock, input_sets
 from wrappers import trtllm_batch_context_with_kv_cache as context
 try:
     from bench import prefill
@@ -49,11 +57,9 @@ try:
     from bench.cases import attention as cases
 except ImportError:
     from tests import cases
-more, clock, host = json.loads(sys.argv[1]), CudaClock(), HostClock(torch.cuda.synchronize)
-known = cases.PREFILL_BF16 | cases.DECODE
-base = known["prefill-bf16-causal-b2-s8192-h32x8-d128-p64"]
+clock, host = CudaClock(), HostClock(torch.cuda.synchronize)
 tuples = lambda x: {k: tuple(v) if isinstance(v, list) else v for k, v in x.items()}
-known |= {name: replace(base, name=name, **tuples(change)) for name, change in more.items()}
+known = {name: cases.AttentionCase(**tuples(fields)) for name, fields in json.loads(sys.argv[1]).items()}
 calls, sets, found = None, 1, []
 def same(inputs):
     # the values and pages of a case are its checkout's: replaced, so that the bits of results can be compared
@@ -83,7 +89,8 @@ def prepare(name):
     else:
         case = known[name]
     if "decode" in name:
-        runs = [decode.ours(same(cases.make_inputs(case, "cuda", 0)))]
+        count = 1 if name.startswith("host") else input_sets(decode.kv_bytes(case), 50 << 20)
+        runs = [decode.ours(same(cases.make_inputs(case, "cuda", seed))) for seed in range(count)]
     else:
         one = [cases.make_inputs(case, "cuda", 0)]
         every = prefill.inputs_of(case, "cuda") if name.startswith("prefill") else one
@@ -106,11 +113,16 @@ for line in sys.stdin:
 """
 
 
+def changed(case: AttentionCase) -> dict[str, Any]:
+    """A case as a checkout reads it that has fewer fields: what it sets."""
+    return {f.name: value for f in fields(case) if (value := getattr(case, f.name)) != f.default}
+
+
 class Side:
     """A checkout in a process of its own."""
 
     def __init__(self, root: Path):
-        command = [sys.executable, "-c", WORKER, json.dumps(MORE)]
+        command = [sys.executable, "-c", WORKER, json.dumps({name: changed(case) for name, case in CASES.items()})]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True)
 
@@ -141,16 +153,15 @@ def compare(sides: list[Side], name: str, rounds: int) -> str:
 
 
 def main() -> None:
-    from .cases import attention as cases
     from .topk import HEADLINE, HOST_CASE
 
     parser = argparse.ArgumentParser(prog="python -m bench.compare", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("other", type=Path, help="root of another checkout, its kernels built")
-    parser.add_argument("--cases", default="prefill,decode,topk,host,more", help="prefixes, with commas")
+    parser.add_argument("--cases", default="prefill,serve,decode,topk,host,more", help="prefixes, with commas")
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     hosts = ("host-prefill", "host-decode", HOST_CASE)
-    names = [*cases.PREFILL_BF16, *cases.DECODE, *MORE, *HEADLINE, *hosts]
+    names = [*CASES, *HEADLINE, *hosts]
     sides = [Side(args.other), Side(ROOT)]
     print(f"{'case':48} {'other us':>9} {'this us':>9} {'ratio':>7} {'spread':>6} bits", flush=True)
     for name in names:

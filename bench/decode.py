@@ -1,22 +1,23 @@
 """Measures decode attention: each case against the time that its keys and values take at the copy rate of the run."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 
 from wrappers import trtllm_batch_decode_with_kv_cache
 
 from .cases import attention as cases
-from .cases import precision
+from .cases import precision, serving
 from .cases.attention import AttentionCase
-from .harness import Ceilings, Result, Setup, host_times, ready
-from .timing import Call, Timing, interleave
+from .harness import Ceilings, Result, Setup, host_times, in_turns, ready, rotated
+from .timing import Call, exactly, interleave
 from .workload import Inputs, check
 
 HOST_CASE = "host-decode"
-CASES = cases.DECODE | precision.DECODE
+CASES = cases.DECODE | precision.DECODE | serving.DECODE
 
 
 def ours(inputs: Inputs) -> Callable[[], torch.Tensor]:
@@ -30,6 +31,13 @@ def batch_invariant(inputs: Inputs) -> Callable[[], torch.Tensor]:
     return ours(inputs | {"batch_invariant": True})
 
 
+@cache
+def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """XQA's scratch and its semaphores, which every launch leaves 0: one for all calls, as in an engine."""
+    space = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+    return space, torch.zeros(8 << 20, dtype=torch.uint8, device=device).view(torch.uint32)
+
+
 def flashinfer(inputs: Inputs) -> Callable[[], torch.Tensor]:
     """flashinfer's XQA on the same pages."""
     if inputs["max_q_len"] > 1:
@@ -38,11 +46,10 @@ def flashinfer(inputs: Inputs) -> Callable[[], torch.Tensor]:
 
     q, (k, v), table = inputs["query"], inputs["kv_cache"], inputs["block_tables"]
     out, lens = torch.empty_like(q), inputs["seq_lens"].view(torch.uint32)[:, None]
-    space = torch.empty(256 << 20, dtype=torch.uint8, device=q.device)
-    flags = torch.zeros(8 << 20, dtype=torch.uint8, device=q.device).view(torch.uint32)
+    scratch = workspace(q.device)
 
     def run() -> torch.Tensor:
-        xqa(q[:, None], k, v, table, lens, out[:, None], space, flags, k.shape[1], k.shape[2], kv_layout="HND")
+        xqa(q[:, None], k, v, table, lens, out[:, None], *scratch, k.shape[1], k.shape[2], kv_layout="HND")
         return out
 
     return run
@@ -71,38 +78,42 @@ def kv_bytes(case: AttentionCase) -> int:
     return sum(case.kv_lens) * case.heads_kv * size
 
 
-def collect(inputs: Inputs, providers: tuple[str, ...]) -> dict[str, Call]:
-    """Calls of the providers that pass the check; prints who is left out and why."""
+def inputs_of(case: AttentionCase, device: str) -> list[Inputs]:
+    """Input sets of a case, see `rotated`."""
+    return rotated(lambda seed: precision.make_inputs(case, device, seed), lambda _: kv_bytes(case))
+
+
+def collect(sets: list[Inputs], providers: tuple[str, ...]) -> dict[str, Call]:
+    """Calls of the providers that pass the check on the first set; prints who is left out and why."""
     calls: dict[str, Call] = {}
     for name in (p for p in providers if p in PROVIDERS):
-        run = ready(name, partial(PROVIDERS[name], inputs), partial(check, inputs))
-        if run is not None:
-            calls[name] = partial(lambda run, _: run(), run)
+        sets[0]["out"].fill_(math.nan)  # of the provider before
+        first = ready(name, partial(PROVIDERS[name], sets[0]), partial(check, sets[0]))
+        if first is not None:
+            calls[name] = in_turns([first, *(PROVIDERS[name](inputs) for inputs in sets[1:])])
     return calls
 
 
 def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
-    """All providers on one case, whose caches are larger than the L2, and the floor."""
+    """All providers on one case, and the floor."""
     print(case.name, flush=True)
-    inputs = precision.make_inputs(case, setup.device)
-    calls = collect(inputs, setup.providers)
+    sets = inputs_of(case, setup.device)
+    calls = collect(sets, setup.providers)
     if not calls:
         return []
     if "ours" in calls:
-        calls |= collect(inputs, ("batch-invariant",))
+        calls |= collect(sets, ("batch-invariant",))
         for name, other in wider(case).items():
-            own = collect(precision.make_inputs(other, setup.device), ("ours",))
+            own = collect([precision.make_inputs(other, setup.device, seed) for seed in range(len(sets))], ("ours",))
             calls |= {name: own["ours"]} if own else {}
     size = kv_bytes(case)
-    floor = size / top.gbps / 1e3
-    times = interleave(calls, setup.clock, 1, setup.rounds)
-    found = [Result(case.name, p, t, gbps=size / t.median / 1e3) for p, t in times.items()]
-    return [*found, Result(case.name, "floor", Timing(floor, floor, floor), gbps=top.gbps)]
+    times = interleave(calls, setup.clock, len(sets), setup.rounds) | {"floor": exactly(size / top.gbps / 1e3)}
+    return [Result(case.name, p, t, gbps=size / t.median / 1e3) for p, t in times.items()]
 
 
 def host(setup: Setup) -> list[Result]:
     """Host time of a call on a tiny case, whose kernel takes about as long as the call."""
     print(HOST_CASE, flush=True)
     case = AttentionCase(HOST_CASE, q_lens=(1,), kv_lens=(64,), lse=False)
-    times = host_times(collect(cases.make_inputs(case, setup.device), setup.providers), setup)
+    times = host_times(collect([cases.make_inputs(case, setup.device)], setup.providers), setup)
     return [Result(HOST_CASE, provider, t) for provider, t in times.items()]

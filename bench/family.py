@@ -19,8 +19,8 @@ from .cases import attention as cases
 from .cases.attention import AttentionCase
 from .harness import Ceilings, Result, Setup, host_times, ready
 from .prefill import HOST_CASE, case_of
-from .timing import Call, Timing, interleave
-from .workload import Inputs, check, contiguous, pages, shape_of
+from .timing import Call, exactly, interleave
+from .workload import Inputs, check, csr, pages, shape_of, unpaged
 
 PREFILL = replace(case_of("family-bf16-causal-b2-s8192-h32x8-d128", (8192,) * 2, True), spare_pages=8)
 DECODE = replace(cases.decoding(64, 8192, (64, 8), 128, 64), name="family-decode-bf16-b64-s8192-h64x8-d128")
@@ -28,16 +28,6 @@ HOST = "host-family"
 CASES = {case.name: case for case in (PREFILL, DECODE)}
 Run = Callable[[], torch.Tensor]
 THETA = 1e4  # of RoPE, the classes' default
-
-
-def csr(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len) of the inputs' equal requests."""
-    shape, table = shape_of(inputs), inputs["block_tables"]
-    page = pages(inputs)[0].shape[2]
-    used = -(-shape.length // page)
-    starts = torch.arange(shape.batch + 1, dtype=torch.int32, device=table.device)
-    last = torch.full((shape.batch,), shape.length - (used - 1) * page, dtype=torch.int32, device=table.device)
-    return starts * shape.length, starts * used, table[:, :used].flatten(), last
 
 
 def causal_bits(shape: Any, device: torch.device) -> torch.Tensor:
@@ -52,7 +42,7 @@ def paged(inputs: Inputs, kind: Any = None, scales: tuple[torch.Tensor, ...] = (
     shape, query, cache = shape_of(inputs), inputs["query"], pages(inputs)
     space = torch.empty(256 << 20, dtype=torch.uint8, device=query.device)
     wrapper: Any = (kind or wrappers.BatchPrefillWithPagedKVCacheWrapper)(space, "HND")
-    heads = shape.heads_q, shape.heads_kv, shape.head_dim, cache[0].shape[2]
+    heads = shape.heads_q, shape.heads_kv, shape.dim_qk, cache[0].shape[2]
     wrapper.plan(*csr(inputs), *heads, **{"causal": shape.causal} | given, **_types(inputs))
     out = inputs["out"]
     return lambda: wrapper.run(query, cache, *scales, out=out)
@@ -61,11 +51,11 @@ def paged(inputs: Inputs, kind: Any = None, scales: tuple[torch.Tensor, ...] = (
 def ragged(inputs: Inputs, kind: Any = None, **given: Any) -> Run:
     """A ragged class on contiguous K and V."""
     shape, query = shape_of(inputs), inputs["query"]
-    k, v = (t.flatten(0, 1) for t in contiguous(inputs)[1:])
+    k, v = unpaged(inputs)
     space = torch.empty(256 << 20, dtype=torch.uint8, device=query.device)
     wrapper: Any = (kind or wrappers.BatchPrefillWithRaggedKVCacheWrapper)(space, "NHD")
     starts = csr(inputs)[0]
-    heads = shape.heads_q, shape.heads_kv, shape.head_dim
+    heads = shape.heads_q, shape.heads_kv, shape.dim_qk
     wrapper.plan(starts, starts, *heads, **{"causal": shape.causal} | given, **_types(inputs))
     out = inputs["out"]
     return lambda: wrapper.run(query, k, v, out=out)
@@ -160,7 +150,7 @@ def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
     shape = shape_of(cases.make_inputs(case, setup.device))
     found = [Result(case.name, p, t, shape.flops / t.median / 1e6) for p, t in times.items()]
     floor = shape.flops / top.tflops / 1e6
-    return [*found, Result(case.name, "floor", Timing(floor, floor, floor), top.tflops)]
+    return [*found, Result(case.name, "floor", exactly(floor), top.tflops)]
 
 
 def measure_decode(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
@@ -168,11 +158,11 @@ def measure_decode(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Res
     calls: dict[str, Call] = {}
     for suffix, page in (("", case.page_size), ("-p1", 1)):
         inputs = cases.make_inputs(replace(case, page_size=page), setup.device)
-        calls |= {name + suffix: call for name, call in decode.collect(inputs, ("ours",)).items()}
+        calls |= {name + suffix: call for name, call in decode.collect([inputs], ("ours",)).items()}
     times, size = interleave(calls, setup.clock, 1, setup.rounds), decode.kv_bytes(case)
     found = [Result(case.name, p, t, gbps=size / t.median / 1e3) for p, t in times.items()]
     floor = size / top.gbps / 1e3
-    return [*found, Result(case.name, "floor", Timing(floor, floor, floor), gbps=top.gbps)]
+    return [*found, Result(case.name, "floor", exactly(floor), gbps=top.gbps)]
 
 
 def host(setup: Setup) -> list[Result]:
@@ -184,6 +174,6 @@ def host(setup: Setup) -> list[Result]:
         inputs = cases.make_inputs(case, setup.device)
         shape, index = shape_of(inputs), [t.cpu() for t in csr(inputs)]
         wrapper: Any = wrappers.BatchPrefillWithPagedKVCacheWrapper(torch.empty(0, device=setup.device), "HND")
-        heads = shape.heads_q, shape.heads_kv, shape.head_dim, case.page_size
+        heads = shape.heads_q, shape.heads_kv, shape.dim_qk, case.page_size
         calls["ours-plan"] = lambda _: wrapper.plan(*index, *heads, causal=True, **_types(inputs))
     return [Result(HOST, provider, t) for provider, t in host_times(calls, setup).items()]

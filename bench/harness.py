@@ -1,7 +1,7 @@
 """What the benchmarks of all operators share: ceilings of the machine in the same run, who is measured, results as rows
 and as a table."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -84,16 +84,25 @@ def no_row(name: str, reason: str) -> None:
     print(f"  no row: {name}: {reason}", flush=True)
 
 
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
 def ready(name: str, make: Callable[[], Callable[[], T]], check: Callable[[T], str | None]) -> Callable[[], T] | None:
     """What make() gives, a call whose result passes its check; else None, and the reason is printed."""
     try:
         run = make()
         wrong = check(run())
     except Exception as error:  # a peer may refuse a shape in its own way
-        wrong = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        wrong = reason(error)
     if wrong:
         no_row(name, wrong)
     return None if wrong else run
+
+
+def in_turns(runs: Sequence[Callable[[], object]]) -> Call:
+    """The call of each input set's."""
+    return lambda i: runs[i]()
 
 
 def host_times(calls: Mapping[str, Call], setup: Setup) -> dict[str, Timing]:

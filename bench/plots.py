@@ -1,5 +1,5 @@
-"""PNG plots from the rows of bench/results: roofline, share of the matmul rate, TFLOP/s against sequence length; speed
-of skip-softmax against sparsity; top-k times against row length."""
+"""PNG plots from the rows of bench/results: roofline, share of the matmul rate, TFLOP/s against sequence length; share
+of the copy rate in decode; mixed batches; speed of skip-softmax against sparsity; top-k times against row length."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -21,9 +21,18 @@ TOPK_STYLE = {
     "flashinfer": STYLE["flashinfer"],
     "floor": ("black", ""),
 }
+SERVE_STYLE = {
+    "ours": STYLE["ours"],
+    "own-parts": ("#E69F00", "v"),
+    "flash-attn-4": STYLE["flash-attn-4"],
+    "flashinfer": STYLE["flashinfer"],
+    "floor": ("black", ""),
+}
 TOPK_SWEEP = re.compile(r"sweep-topk-fp32-(\d+)x(\d+)-k")
 ROOFLINE_TICKS = (100, 200, 400, 600, 800, 1000)
 SWEEP = re.compile(r"sweep-bf16-(causal|full)-b\d+-s(\d+)-")
+DECODE_SWEEP = re.compile(r"sweep-decode-bf16-b(\d+)-s(\d+)-")
+SERVE_SWEEP = re.compile(r"sweep-serve-bf16-(mixed-n|chunks-q)(\d+)-")
 
 
 def figure(columns: int = 1, height: float = 4.2) -> tuple[Any, Any]:
@@ -46,6 +55,13 @@ def save(fig: Any, path: Path) -> Path:
     fig.savefig(path, dpi=130)
     pyplot.close(fig)
     return path
+
+
+def log_ticks(axis: Any, found: Iterable[int]) -> None:
+    """A logarithmic x axis of tokens, with a tick at each of the numbers found."""
+    ticks = sorted(set(found))
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [f"{n // 1024}k" if n >= 1024 else str(n) for n in ticks])
 
 
 def matmul_rate(rows: Iterable[Row]) -> float | None:
@@ -117,7 +133,7 @@ def decode_share(rows: list[Row], gpu: str, folder: Path) -> Path | None:
 
 def roofline(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     """TFLOP/s over operations per byte that must move, under the two measured ceilings."""
-    chosen = newest(rows, "prefill-bf16-") + newest(rows, "sweep-")
+    chosen = newest(rows, "prefill-bf16-") + newest(rows, "sweep-bf16-")
     mm, copy = matmul_rate(chosen), copy_rate(rows)
     points = [r for r in chosen if r.provider in STYLE and r.tflops and r.gbps]
     if not points or mm is None or copy is None:
@@ -147,7 +163,7 @@ def roofline(rows: list[Row], gpu: str, folder: Path) -> Path | None:
 
 def lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     """TFLOP/s against sequence length, one panel causal and one full."""
-    found = [(m[1], int(m[2]), r) for r in newest(rows, "sweep-") if (m := SWEEP.match(r.case)) and r.tflops]
+    found = [(m[1], int(m[2]), r) for r in newest(rows, "sweep-bf16-") if (m := SWEEP.match(r.case)) and r.tflops]
     if not found:
         return None
     fig, axes = figure(2)
@@ -159,15 +175,63 @@ def lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
         mm = matmul_rate(r for kind, _, r in found if kind == mask)
         if mm:
             axis.axhline(mm, color="black", lw=1, ls="--", label="bf16 matmul")
-        ticks = sorted({s for kind, s, _ in found if kind == mask})
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(ticks, [f"{s // 1024}k" if s >= 1024 else str(s) for s in ticks])
+        log_ticks(axis, {s for kind, s, _ in found if kind == mask})
         axis.set_ylim(0, 1.08 * max([mm or 0, *(r.tflops or 0 for _, _, r in found)]))
         axis.set_xlabel("sequence length (32768 tokens in all)")
         axis.set_title(f"{mask}, bf16, 32x8 heads, D128, {gpu}", fontsize=9)
     axes[0].set_ylabel("TFLOP/s" + " (causal counts half the work)")
     axes[1].legend(fontsize=8, frameon=False, loc="lower right")
     return save(fig, folder / f"{gpu}-prefill-lengths.png")
+
+
+def batches_and_lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
+    """Decode: share of the copy rate against length, a line a batch size, a panel ours and one flashinfer's."""
+    chosen = newest(rows, "sweep-decode-")
+    copy = {r.case: r.gbps for r in chosen if r.provider == "floor" and r.gbps}
+    found = [
+        (r.provider, int(m[1]), int(m[2]), 100 * r.gbps / copy[r.case])
+        for r in chosen
+        if (m := DECODE_SWEEP.match(r.case)) and r.gbps and r.case in copy and r.provider in ("ours", "flashinfer")
+    ]
+    panels = sorted({provider for provider, *_ in found}, reverse=True)
+    if not panels:
+        return None
+    fig, axes = figure(len(panels))
+    for axis, provider in zip(axes, panels):
+        for batch, (colour, marker) in zip(sorted({b for _, b, _, _ in found}), SERVE_STYLE.values()):
+            line = sorted((n, y) for p, b, n, y in found if (p, b) == (provider, batch))
+            if line:
+                axis.plot(*zip(*line), color=colour, marker=marker, ms=5, label=f"batch {batch}")
+        log_ticks(axis, (n for _, _, n, _ in found))
+        axis.set_ylim(0, 5 + max(100, *(y for *_, y in found)))
+        axis.set_xlabel("keys of a request")
+        axis.set_title(f"decode, {provider}, bf16, 32x8 heads, D128, pages of 16, {gpu}", fontsize=9)
+    axes[0].set_ylabel("% of the copy rate of the same run, of K and V")
+    axes[-1].legend(fontsize=8, frameon=False, loc="lower right")
+    return save(fig, folder / f"{gpu}-decode-lengths.png")
+
+
+def serving(rows: list[Row], gpu: str, folder: Path) -> Path | None:
+    """Mixed batches: time against the number of decode tokens; chunks of prompts: TFLOP/s against their size."""
+    found = [(m[1], int(m[2]), r) for r in newest(rows, "sweep-serve-") if (m := SERVE_SWEEP.match(r.case))]
+    if not found:
+        return None
+    fig, (mixed, chunks) = figure(2)
+    for axis, kind, value in ((mixed, "mixed-n", "time_us"), (chunks, "chunks-q", "tflops")):
+        for provider, (colour, marker) in SERVE_STYLE.items():
+            line = sorted((n, getattr(r, value)) for k, n, r in found if (k, r.provider) == (kind, provider))
+            if line:
+                axis.plot(*zip(*line), color=colour, marker=marker, ms=5, label=provider)
+        axis.set_ylim(0, None)
+    log_ticks(chunks, (n for kind, n, _ in found if kind == "chunks-q"))
+    mixed.set_xlabel("decode tokens over 1k to 7k keys each")
+    mixed.set_ylabel(f"us, {gpu}")
+    mixed.set_title("four chunks of 1024 over 2k to 14k, and decode tokens", fontsize=9)
+    chunks.set_xlabel("query tokens of a chunk")
+    chunks.set_ylabel("TFLOP/s")
+    chunks.set_title("four chunks over 4k, 8k, 16k and 32k, bf16, 32x8 heads, D128, pages of 16", fontsize=9)
+    mixed.legend(fontsize=8, frameon=False, loc="lower right")
+    return save(fig, folder / f"{gpu}-serve-sweep.png")
 
 
 def rows_and_lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
@@ -197,6 +261,8 @@ def rows_and_lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
 PLOTS: tuple[Callable[[list[Row], str, Path], Path | None], ...] = (
     share,
     decode_share,
+    batches_and_lengths,
+    serving,
     lengths,
     roofline,
     rows_and_lengths,

@@ -1,6 +1,7 @@
 """Measures prefill in low precision against ours in wider types, and skip-softmax against ours without, on one case and
 over factors."""
 
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from .cases import precision as cases
 from .cases.attention import AttentionCase
 from .harness import Ceilings, Result, Setup, ready
 from .results import Environment, SkipRow
-from .timing import Call, Timing, interleave
+from .timing import Call, exactly, interleave
 from .workload import Inputs, check, shape_of
 
 CASES = cases.PRECISION | {cases.SKIP.name: cases.SKIP}
@@ -58,7 +59,7 @@ def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
     found = [Result(case.name, p, t, flops / t.median / 1e6) for p, t in times.items()]
     rate = top.fp8_tflops if cases.KINDS[kind].q == "fp8" and case.kv_dtype != "nvfp4" else top.tflops
     floor = flops / rate / 1e6 if rate else 0.0
-    return [*found, Result(case.name, "floor", Timing(floor, floor, floor), rate)] if rate else found
+    return [*found, Result(case.name, "floor", exactly(floor), rate)] if rate else found
 
 
 def own_output(inputs: Inputs, **change: Any) -> Inputs:
@@ -109,7 +110,10 @@ def study(case: AttentionCase, setup: Setup, env: Environment, factors: tuple[fl
         dense = times["dense"].median
         for factor, error in outs.items():
             time = times[f"{factor:g}"].median
-            rows.append(SkipRow(*env, case.name, data, factor, shares[factor], time, dense, *error))
+            rows.append(SkipRow(
+                **asdict(env), case=case.name, data=data, factor=factor, left_out=shares[factor], time_us=time,
+                dense_us=dense, max_error=error[0], rms_error=error[1],
+            ))  # fmt: skip
             said = f"{shares[factor]:6.1%} left out, {time:8.1f} us, {dense / time:.2f} of the dense speed"
             print(f"  factor {factor:<6g} {said}, error at most {error[0]:.2g}, RMS {error[1]:.2g}", flush=True)
     return rows

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from .cases.attention import AttentionCase, make_inputs
-from .harness import Ceilings, Result, Setup, host_times, no_row, ready, rotated
-from .providers import PROVIDERS, Unavailable
-from .timing import Call, Timing, interleave
-from .workload import Inputs, check, shape_of
+from .harness import Ceilings, Result, Setup, host_times, in_turns, no_row, ready, reason, rotated
+from .providers import PROVIDERS
+from .timing import Call, Timing, exactly, interleave
+from .workload import Inputs, Shape, check, shape_of
 
 SWEEP_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 SWEEP_TOKENS = 32768  # the batch shrinks as the length grows
@@ -62,33 +62,34 @@ def collect(sets: list[Inputs], providers: tuple[str, ...]) -> dict[str, Call]:
     for provider in providers:
         try:
             variants = [PROVIDERS[provider](inputs) for inputs in sets]
-        except Unavailable as error:
-            no_row(provider, str(error))
+        except Exception as error:  # it is not installed, or refuses a shape in its own way
+            no_row(provider, reason(error))
             continue
         for name, (run, rows) in variants[0].items():
             label = f"{provider}/{name}" if name else provider
             if ready(label, partial(partial, run), partial(check_rows, sets[0], rows)):
-                runs = [v[name][0] for v in variants]
-                calls[label] = partial(lambda runs, i: runs[i](), runs)
+                calls[label] = in_turns([v[name][0] for v in variants])
     return calls
+
+
+def results(name: str, shape: Shape, times: Mapping[str, tuple[Timing, str]]) -> list[Result]:
+    """Rows of a case by provider, each of which did all of it."""
+    return [
+        Result(name, provider, t, shape.flops / t.median / 1e6, shape.bytes / t.median / 1e3, variant)
+        for provider, (t, variant) in times.items()
+    ]
 
 
 def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
     """All providers on one case, and the floor: the operations over the matmul rate of this run."""
-    name = case.name
-    print(name, flush=True)
+    print(case.name, flush=True)
     sets = inputs_of(case, setup.device)
     shape = shape_of(sets[0])
     calls = collect(sets, setup.providers)
     if not calls:
         return []
     times = best(interleave(calls, setup.clock, len(sets), setup.rounds))
-    found = [
-        Result(name, provider, t, shape.flops / t.median / 1e6, shape.bytes / t.median / 1e3, variant)
-        for provider, (t, variant) in times.items()
-    ]
-    floor = shape.flops / top.tflops / 1e6
-    return [*found, Result(name, "floor", Timing(floor, floor, floor), top.tflops, shape.bytes / floor / 1e3)]
+    return results(case.name, shape, times | {"floor": (exactly(shape.flops / top.tflops / 1e6), "")})
 
 
 def host(case: AttentionCase, setup: Setup) -> list[Result]:

@@ -1,7 +1,7 @@
-"""Who is measured. A provider turns the inputs of a case into calls; a peer reads contiguous K and V.
+"""Who is measured. A provider turns the inputs of a case into calls; cudnn and flash-attn-4 read contiguous K and V.
 
 `PROVIDERS[name](inputs)` returns {variant: (call, rows)}: `call()` runs the work once, `rows(result)` views its result
-as (tokens, heads, head_dim). The best variant of a provider counts. `Unavailable` says why one is not measured.
+as (tokens, heads, head_dim). The best variant of a provider counts. One that raises is not measured.
 """
 
 from collections.abc import Callable
@@ -9,13 +9,9 @@ from typing import Any
 
 import torch
 
-from .workload import Inputs, contiguous, pages, shape_of
+from .workload import Inputs, contiguous, csr, pages, shape_of, unpaged
 
 Variant = tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]
-
-
-class Unavailable(Exception):
-    """The provider cannot run here; the message is the reason."""
 
 
 def ours(inputs: Inputs) -> dict[str, Variant]:
@@ -29,12 +25,12 @@ def cudnn(inputs: Inputs) -> dict[str, Variant]:
     """torch SDPA with the cuDNN backend: heads outermost or tokens outermost, grouped or expanded K and V."""
     from torch.nn.functional import scaled_dot_product_attention
 
+    shape, scale = shape_of(inputs), float(inputs["bmm1_scale"])
+    q, k, v = (t.transpose(1, 2) for t in contiguous(inputs))  # (b, h, s, d), tokens outermost in memory
     # once for the process, not by a context manager around each call, which would count as the peer's host time
     torch.backends.cuda.enable_cudnn_sdp(True)
     for disable in ("flash", "mem_efficient", "math"):
         getattr(torch.backends.cuda, f"enable_{disable}_sdp")(False)
-    shape, scale = shape_of(inputs), float(inputs["bmm1_scale"])
-    q, k, v = (t.transpose(1, 2) for t in contiguous(inputs))  # (b, h, s, d), tokens outermost in memory
     group = shape.heads_q // shape.heads_kv
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool) -> Callable[[], torch.Tensor]:
@@ -49,42 +45,38 @@ def cudnn(inputs: Inputs) -> dict[str, Variant]:
 
 
 def flash_attn_4(inputs: Inputs) -> dict[str, Variant]:
-    """flash_attn.cute on contiguous (b, s, h, d)."""
-    try:
-        from flash_attn.cute.interface import flash_attn_func
-    except ImportError as error:
-        raise Unavailable(f"flash_attn.cute: {error}") from error
-    q, k, v = contiguous(inputs)
-    scale, causal = float(inputs["bmm1_scale"]), shape_of(inputs).causal
+    """flash_attn.cute on contiguous (b, s, h, d), or, where requests differ, on rows of all of them."""
+    from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
+
+    shape = shape_of(inputs)
+    how = {"softmax_scale": float(inputs["bmm1_scale"]), "causal": shape.causal}
 
     def rows(result: Any) -> torch.Tensor:
-        return (result[0] if isinstance(result, tuple) else result).flatten(0, 1)
+        return (result[0] if isinstance(result, tuple) else result).flatten(0, -3)
 
-    return {"": (lambda: flash_attn_func(q, k, v, softmax_scale=scale, causal=causal), rows)}
+    if shape.equal:
+        q, k, v = contiguous(inputs)
+        return {"": (lambda: flash_attn_func(q, k, v, **how), rows)}
+    q, (k, v) = inputs["query"], unpaged(inputs)
+    how |= {"cu_seqlens_q": inputs["cum_seq_lens_q"], "cu_seqlens_k": inputs["cum_seq_lens_kv"]}
+    how |= {"max_seqlen_q": max(shape.q_lens), "max_seqlen_k": max(shape.kv_lens)}
+    return {"": (lambda: flash_attn_varlen_func(q, k, v, **how), rows)}
 
 
 def flashinfer(inputs: Inputs) -> dict[str, Variant]:
     """flashinfer's fa3 prefill on the same pages; planned once, outside the time."""
-    try:
-        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-    except ImportError as error:
-        raise Unavailable(f"flashinfer: {error}") from error
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
     shape, cache, query = shape_of(inputs), pages(inputs), inputs["query"]
-    page = cache[0].shape[2]
-    used = -(-shape.length // page)
     space = torch.empty(256 << 20, dtype=torch.uint8, device=query.device)
     wrapper = BatchPrefillWithPagedKVCacheWrapper(space, kv_layout="HND", backend="fa3")
-    starts = torch.arange(shape.batch + 1, dtype=torch.int32, device=query.device)
-    last = torch.full((shape.batch,), shape.length - (used - 1) * page, dtype=torch.int32, device=query.device)
     wrapper.plan(
-        starts * shape.length,
-        starts * used,
-        inputs["block_tables"][:, :used].flatten(),
-        last,
+        *csr(inputs),
         shape.heads_q,
         shape.heads_kv,
-        shape.head_dim,
-        page,
+        shape.dim_qk,
+        cache[0].shape[2],
+        head_dim_vo=shape.dim_vo,
         causal=shape.causal,
         sm_scale=float(inputs["bmm1_scale"]),
         q_data_type=query.dtype,

@@ -9,6 +9,7 @@ from .results import FOLDER, ROOT, Row, SkipRow, newest, read_all, read_sparsity
 README = ROOT / "README.md"
 PEERS = ("cudnn", "flash-attn-4", "flashinfer")
 PRECISION_PEERS = ("own-bf16", "own-fp8", "flashinfer")
+SERVE_PEERS = ("own-parts", "flash-attn-4", "flashinfer")
 TOPK_PEERS = ("torch", "flashinfer", "floor")
 
 
@@ -91,6 +92,15 @@ def measured_precision(results: dict[str, list[Row]]) -> str:
     line, parts = partial(cells, peers=PRECISION_PEERS), list[str]()
     for gpu, rows in results.items():
         parts += section(gpu, [r for r in rows if low(r)], "prefill-", head, line, [])
+    return "\n\n".join(parts) or "Not measured yet."
+
+
+def measured_serving(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
+    """The same of mixed batches and chunks; `of the floor`: its time over ours."""
+    head = ["case", "us", "TFLOP/s", "of the floor", *(f"{p} / ours" for p in SERVE_PEERS)]
+    line, parts = partial(cells, peers=SERVE_PEERS), list[str]()
+    for gpu, rows in results.items():
+        parts += section(gpu, rows, "serve-", head, line, sorted(folder.glob(f"{gpu}-serve-*.png")))
     return "\n\n".join(parts) or "Not measured yet."
 
 
@@ -179,6 +189,7 @@ def update(path: Path = README) -> None:
     text, found = path.read_text(), read_all()
     tables = {
         "measured": measured,
+        "measured-serving": measured_serving,
         "measured-family": measured_family,
         "measured-decode": measured_decode,
         "measured-precision": measured_precision,

@@ -6,10 +6,10 @@ import os
 import re
 import subprocess
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "bench" / "results"
@@ -17,14 +17,20 @@ SPARSITY = FOLDER / "sparsity"
 
 
 @dataclass(frozen=True)
-class Row:
-    """ratio_to_ours = time of this provider / our time in the same run: above 1 means that ours is faster."""
+class Run:
+    """What all rows of a run have in common."""
 
     date: str
     commit: str
     gpu: str
     driver: str
     torch: str
+
+
+@dataclass(frozen=True)
+class Row(Run):
+    """ratio_to_ours = time of this provider / our time in the same run: above 1 means that ours is faster."""
+
     case: str
     provider: str
     time_us: float
@@ -38,15 +44,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class SkipRow:
+class SkipRow(Run):
     """Skip-softmax with one factor on one data set. left_out: share of the blocks of keys, by the rule. Errors are
     those against the dense output, in units of its RMS."""
 
-    date: str
-    commit: str
-    gpu: str
-    driver: str
-    torch: str
     case: str
     data: str
     factor: float
@@ -57,19 +58,14 @@ class SkipRow:
     rms_error: float
 
 
-class Environment(NamedTuple):
-    """What all rows of a run have in common."""
-
-    date: str
-    commit: str
-    gpu: str
-    driver: str
-    torch: str
+@dataclass(frozen=True)
+class Environment(Run):
+    """A run that makes rows."""
 
     def row(
         self, case: str, provider: str, time_us: float, tflops: float | None = None, gbps: float | None = None
     ) -> Row:
-        return Row(*self, case, provider, time_us, tflops, gbps)
+        return Row(**asdict(self), case=case, provider=provider, time_us=time_us, tflops=tflops, gbps=gbps)
 
 
 def slug(name: str) -> str:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.attention import sm90
+from cute_kernels.attention import dispatch
+from wrappers.attention.plan import facts_of
 from wrappers.attention.problem import Problem
-from wrappers.reference.paged import gather, keys_of
+from wrappers.reference.paged import tokens_of
 
 ROWS = 64  # that decide together: of a warpgroup
 SURE = 1e-3  # log2 units: no vote of `expected` is closer
@@ -77,6 +78,18 @@ class State(NamedTuple):
     o: torch.Tensor
 
 
+def wanted(now: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """What decides on a block, of rows that decide together, (..., rows) -> (...): by how much `now`, the maximum of a
+    row's logits in it, exceeds `top`, that of the blocks before that were not left out; of the row where it does most.
+    inf: a row sees its first key; -inf: none sees a key. Where it is below the threshold's logarithm, the block is left
+    out.
+
+    >>> wanted(torch.tensor([[1.0, -9.0], [-INF, 3.0]]), torch.tensor([[3.0, 0.0], [0.0, -INF]])).tolist()
+    [-2.0, inf]
+    """
+    return torch.where(now == -INF, -INF, now - top).amax(-1)
+
+
 def add(state: State, s: torch.Tensor, top: torch.Tensor, v: torch.Tensor, kept: torch.Tensor) -> None:
     """A block's logits s (heads, groups, ROWS, keys), log2 units, maxima `top` and v (heads, keys, D) into the sums of
     the groups that it is `kept` in (heads, groups)."""
@@ -92,29 +105,26 @@ def add(state: State, s: torch.Tensor, top: torch.Tensor, v: torch.Tensor, kept:
 
 
 def attend(p: Problem, keys: int, packed: bool) -> Skipped:
-    """A prefill call of 16-bit types on pages, with p.skip, as kernels with blocks of so many keys compute it."""
-    assert p.skip and p.requests.cu_seqlens_q is not None and p.alibi_slopes is None and p.custom_mask is None
+    """A prefill call with p.skip, as kernels with blocks of so many keys compute it; of any types and requests, without
+    masks of bits, ALiBi and factors a head."""
+    assert p.skip and p.alibi_slopes is None and p.custom_mask is None and p.drafts is None
     out = torch.zeros(*p.q.shape[:2], p.dim_vo, device=p.q.device)
     lse = torch.full(p.q.shape[:2], -INF, device=p.q.device)
     blocks, skipped, margin = 0, 0, INF
-    starts = p.requests.cu_seqlens_q.tolist()
     scale = p.scale * LOG2E * (1.0 if p.scale_tensor is None else float(p.scale_tensor))
-    for request, of in enumerate(keys_of(p)):
-        mine = slice(starts[request], starts[request + 1])
-        if mine.start >= mine.stop or of.pages is None:
-            continue
-        m, heads = mine.stop - mine.start, p.q.shape[1]
-        k, v = (gather(x, pages, of.length).float().transpose(0, 1) for x, pages in zip((p.k, p.v), of.pages))
-        rows = rows_of(p.q[mine], len(k), of.length, packed)
+    for of in tokens_of(p):
+        (m, heads, _), length = of.q.shape, len(of.k)
+        k, v = (x.float().transpose(0, 1) for x in (of.k, of.v))
+        rows = rows_of(of.q, len(k), length, packed)
         k, v = (x.repeat_interleave(len(rows.q) // len(k), 0) for x in (k, v))
         shape = rows.q.shape[:3]
         state = State(
             torch.full(shape, -INF, device=k.device), torch.zeros(shape, device=k.device),
             torch.zeros(*shape, p.dim_vo, device=k.device),
         )  # fmt: skip
-        least = math.log2(p.skip) - math.log2(max(1, of.length))
-        for first in range((of.length - 1) // keys * keys, -1, -keys):
-            end = min(first + keys, of.length)
+        least = math.log2(p.skip) - math.log2(max(1, length))
+        for first in range((length - 1) // keys * keys, -1, -keys):
+            end = min(first + keys, length)
             seen = visible(p, rows, first, end)
             if not seen.any():
                 continue
@@ -123,12 +133,11 @@ def attend(p: Problem, keys: int, packed: bool) -> Skipped:
                 s = p.soft_cap * LOG2E * torch.tanh(s / (p.soft_cap * LOG2E))
             s = s.masked_fill(~seen, -INF)
             top = s.amax(-1)
-            apart = torch.where(top == -INF, -INF, top - state.top)  # no keys here: -inf; none before: inf
-            apart = apart.amax(-1)  # (heads, groups): the row that wants the block most
-            kept, counted = apart >= least, seen.flatten(1).any(1)
-            margin = min(margin, float((apart - least).abs().min()))
-            blocks += len(k) * int(counted.sum())
-            skipped += int((~kept & counted).sum())
+            want = wanted(top, state.top)  # (heads, groups)
+            kept, counted = want >= least, want > -INF
+            margin = min(margin, float((want - least).abs().min()))
+            blocks += int(counted.sum())
+            skipped += int((counted & ~kept).sum())
             add(state, s, top, v[:, first:end], kept)
         group = heads // len(rows.q)
 
@@ -137,16 +146,15 @@ def attend(p: Problem, keys: int, packed: bool) -> Skipped:
             of_rows = x.flatten(1, 2)[:, : m * group].unflatten(1, (m, group))
             return of_rows.transpose(0, 1).flatten(1, 2)
 
-        out[mine], lse[mine] = finish(p, tokens(state.o), tokens(state.total), tokens(state.top))
+        out[of.rows], lse[of.rows] = finish(p, tokens(state.o), tokens(state.total), tokens(state.top))
     factor = 1.0 if p.out_scale_tensor is None else float(p.out_scale_tensor)
     return Skipped(out * (p.out_scale * factor), lse, blocks, skipped, margin)
 
 
 def of_kernel(p: Problem) -> Skipped:
-    """What the kernel that serves a call leaves out."""
-    packed = p.q.shape[1] > p.k.shape[1] and p.max_q_len <= sm90.PACK_ROWS
-    tiles = sm90.FP8_TILES if p.q.dtype == torch.float8_e4m3fn else sm90.TILES
-    return attend(p, tiles[p.q.shape[2], p.dim_vo].n, packed)
+    """What the kernel that serves a call leaves out; `dispatch.Unsupported` where none does."""
+    _, spec = dispatch.select(facts_of(p), "sm_90a")
+    return attend(p, spec.tile.n, spec.pack_gqa)
 
 
 def expected(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,9 +1,7 @@
-"""Skip-softmax in torch: which blocks of keys its rule leaves out, and with which factor it leaves out a given share.
+"""How many blocks of keys the rule of skip-softmax (`skipping`) leaves out, and with which factor it leaves out a given
+share: of long requests, whose maxima are computed once for all factors.
 
-The rule, for a tile of query rows that votes together and blocks of keys taken from the last to the first: a block is
-left out where exp(m - top) < factor / keys holds for every row of the tile; m is the row's largest scaled logit in the
-block, top that of the blocks taken before and not left out. A row without keys in the block votes for leaving it out.
-Kernels may have other tiles and blocks, and so another share: ROWS x KEYS is what prefill on Hopper has.
+Kernels may have other tiles and blocks, and so another share: ROWS x KEYS is what most of prefill on Hopper has.
 """
 
 import math
@@ -11,8 +9,9 @@ import math
 import torch
 
 from . import workload
+from .skipping import ROWS, wanted
 
-ROWS, KEYS = 64, 128  # query rows of a warpgroup, keys of a block
+KEYS = 128  # of a block
 CHUNK = 2048  # query rows whose logits are in memory at a time: 256 MiB of 32768 keys
 
 
@@ -45,7 +44,7 @@ def block_maxima(
 
 def left_out(maxima: torch.Tensor, threshold: float) -> torch.Tensor:
     """Which blocks the rule leaves out, bool (blocks, tiles); maxima (blocks, tiles, rows) of `block_maxima`;
-    threshold: the factor over the number of keys, 0 for none. Blocks without keys for a tile count as left out.
+    threshold: the factor over the number of keys, 0 for none. A block without keys for a tile is not left out.
 
     >>> left_out(torch.tensor([[[0.0]], [[-9.0]], [[-1.0]]]), 0.01).flatten().tolist()
     [False, True, False]
@@ -55,7 +54,8 @@ def left_out(maxima: torch.Tensor, threshold: float) -> torch.Tensor:
     least = math.log(threshold) if threshold > 0 else -math.inf
     for block in range(len(maxima) - 1, -1, -1):
         now = maxima[block]
-        found[block] = ((now - top < least) | (now == -math.inf)).all(-1)
+        want = wanted(now, top)
+        found[block] = (want < least) & (want > -math.inf)
         top = torch.where(found[block, :, None], top, torch.maximum(top, now))
     return found
 
@@ -63,7 +63,7 @@ def left_out(maxima: torch.Tensor, threshold: float) -> torch.Tensor:
 def share(maxima: torch.Tensor, threshold: float) -> float:
     """Blocks left out, of those in which a tile has keys."""
     seen = (maxima > -math.inf).any(-1)
-    return float((left_out(maxima, threshold) & seen).sum() / seen.sum())
+    return float(left_out(maxima, threshold).sum() / seen.sum())
 
 
 def factor_of(target: float, maxima: torch.Tensor, keys: int, steps: int = 24) -> float:

@@ -18,7 +18,7 @@ from wrappers import (
 )  # fmt: skip
 
 from .harness import Ceilings, Result, Setup, host_times, ready, rotated
-from .timing import Call, Timing, interleave
+from .timing import Call, Timing, exactly, interleave
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 HEADLINE = (
@@ -33,6 +33,9 @@ HEADLINE = (
     "topk-fp32-1024x65536-k2048",
     "topk-fp32-4096x8192-k2048",
     "topk-fp32-4096x65536-k2048",
+    "topk-fp32-1x32768-k2048-sorted",
+    "topk-fp32-64x65536-k2048-sorted",
+    "topk-bf16-64x65536-k2048-sorted",
 )
 SWEEP = tuple(
     f"sweep-topk-fp32-{rows}x{length}-k{min(2048, length // 4)}"
@@ -53,6 +56,7 @@ class Inputs:
     zeros: torch.Tensor
     table: torch.Tensor
     indices: torch.Tensor
+    sorted: bool  # the result's values descend
 
     @property
     def bytes(self) -> int:
@@ -61,17 +65,18 @@ class Inputs:
 
 
 def make(name: str, device: str, seed: int) -> Inputs:
-    """Scores N(0, 1) of a case 'topk-<dtype>-<rows>x<length>-k<k>'; every length is full."""
-    found = re.search(r"-(fp32|fp16|bf16)-(\d+)x(\d+)-k(\d+)$", name)
+    """Scores N(0, 1) of a case 'topk-<dtype>-<rows>x<length>-k<k>', perhaps with '-sorted' behind; every length is
+    full."""
+    found = re.search(r"-(fp32|fp16|bf16)-(\d+)x(\d+)-k(\d+)(-sorted)?$", name)
     if not found:
         raise ValueError(f"case {name!r}: must end as topk-fp32-64x65536-k2048")
-    rows, length, k = (int(x) for x in found.groups()[1:])
+    rows, length, k = (int(x) for x in found.groups()[1:4])
     generator = torch.Generator(device).manual_seed(seed)
     scores = torch.empty(rows, length, dtype=DTYPES[found[1]], device=device).normal_(generator=generator)
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
     pages = torch.randint(1 << 20, (rows, length // 64 + 1), generator=generator, **ints)
     full, zeros = torch.full((rows,), length, **ints), torch.zeros(rows, **ints)
-    return Inputs(scores, k, full, zeros, pages, torch.full((rows, k), -7, **ints))
+    return Inputs(scores, k, full, zeros, pages, torch.full((rows, k), -7, **ints), bool(found[5]))
 
 
 def per_row(i: Inputs, decode: bool) -> torch.Tensor:
@@ -88,20 +93,30 @@ def paged(i: Inputs) -> torch.Tensor:
     return i.indices
 
 
+def ours(i: Inputs) -> torch.Tensor:
+    """Of the functions that do what is asked, the one that writes least."""
+    if i.sorted:
+        return top_k(i.scores, i.k, sorted=True)[1]
+    return top_k_ragged_transform(i.scores, i.zeros, i.lengths, i.k)
+
+
 def flashinfer(i: Inputs) -> torch.Tensor:
+    """The same functions."""
     import flashinfer as peer
 
+    if i.sorted:
+        return peer.top_k(i.scores, i.k, sorted=True)[1]
     return peer.top_k_ragged_transform(i.scores, i.zeros, i.lengths, i.k)
 
 
-# ours: the function that writes least. torch: values and 64-bit indices, unsorted, which is faster.
+# torch writes values and 64-bit indices, in no order where none is asked, which is faster.
 PROVIDERS: dict[str, Callable[[Inputs], torch.Tensor]] = {
-    "ours": lambda i: top_k_ragged_transform(i.scores, i.zeros, i.lengths, i.k),
-    "torch": lambda i: torch.topk(i.scores, i.k, sorted=False).indices,
+    "ours": ours,
+    "torch": lambda i: torch.topk(i.scores, i.k, sorted=i.sorted).indices,
     "flashinfer": flashinfer,
 }
 FUNCTIONS: dict[str, Callable[[Inputs], torch.Tensor]] = {
-    "top_k_ragged_transform": PROVIDERS["ours"],
+    "top_k_ragged_transform": ours,
     "top_k_page_table_transform": paged,
     "top_k": lambda i: top_k(i.scores, i.k)[1],
     "top_k-sorted": lambda i: top_k(i.scores, i.k, sorted=True)[1],
@@ -111,7 +126,8 @@ FUNCTIONS: dict[str, Callable[[Inputs], torch.Tensor]] = {
 
 
 def check(inputs: Inputs, indices: torch.Tensor) -> str | None:
-    """None where the indices differ from each other and lead to the k largest scores, else what is wrong."""
+    """None where the indices differ from each other and lead to the k largest scores, in descending order where asked,
+    else what is wrong."""
     order = indices.long().sort(1).values
     if bool((order[:, 1:] == order[:, :-1]).any()):
         return "an index comes twice"
@@ -120,7 +136,10 @@ def check(inputs: Inputs, indices: torch.Tensor) -> str | None:
     got, want = (
         inputs.scores.gather(1, i).sort(1).values for i in (order, torch.topk(inputs.scores, inputs.k).indices)
     )
-    return None if torch.equal(got, want) else "not the largest scores"
+    if not torch.equal(got, want):
+        return "not the largest scores"
+    values = inputs.scores.gather(1, indices.long())
+    return "not in descending order" if inputs.sorted and bool((values[:, 1:] > values[:, :-1]).any()) else None
 
 
 def graph(run: Callable[[Inputs], object], sets: list[Inputs]) -> Call:
@@ -173,7 +192,7 @@ def measure(name: str, top: Ceilings, setup: Setup) -> list[Result]:
     size, floor = sets[0].bytes, sets[0].bytes / top.gbps / 1e3
     times = {p: per_call(t, len(sets)) for p, t in interleave(calls, setup.clock, 1, setup.rounds).items()}
     found = [Result(name, p, t, gbps=size / t.median / 1e3) for p, t in times.items()]
-    return [*found, Result(name, "floor", Timing(floor, floor, floor), gbps=top.gbps)]
+    return [*found, Result(name, "floor", exactly(floor), gbps=top.gbps)]
 
 
 def outputs(name: str, setup: Setup) -> list[Result]:

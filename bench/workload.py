@@ -21,35 +21,53 @@ NVFP4_ERROR = 0.3  # RMS of an NVFP4 output's error, of the standard deviation o
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch of requests of one length, all tokens of which are queries."""
+    """A batch of requests, whose query tokens are the last of their tokens."""
 
-    batch: int
-    length: int
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
     heads_q: int
     heads_kv: int
-    head_dim: int
+    dim_qk: int
+    dim_vo: int
     causal: bool
 
     @property
+    def batch(self) -> int:
+        return len(self.q_lens)
+
+    @property
+    def equal(self) -> bool:
+        """All requests have one length, and all their tokens are queries."""
+        return len({*self.q_lens, *self.kv_lens}) == 1
+
+    @property
+    def length(self) -> int:
+        """Of each request; ValueError where they are not equal."""
+        if not self.equal:
+            new, all_ = (f"{min(lens)} to {max(lens)}" for lens in (self.q_lens, self.kv_lens))
+            raise ValueError(f"requests: {new} query tokens of {all_} tokens, must be the same in all")
+        return self.q_lens[0]
+
+    @property
     def flops(self) -> float:
-        """Of both matrix products; causal counts half the work."""
-        full = 4 * self.batch * self.heads_q * self.length**2 * self.head_dim
-        return full / 2 if self.causal else full
+        """Of both matrix products; causal leaves out half of the keys that a request's query tokens have themselves."""
+        pairs = sum(m * (n - m / 2 if self.causal else n) for m, n in zip(self.q_lens, self.kv_lens))
+        return 2 * self.heads_q * (self.dim_qk + self.dim_vo) * pairs
 
     @property
     def bytes(self) -> int:
         """Q, K and V read once and O written once, two bytes an element."""
-        return 2 * self.batch * self.length * self.head_dim * (2 * self.heads_q + 2 * self.heads_kv)
+        rows = self.heads_q * sum(self.q_lens) + self.heads_kv * sum(self.kv_lens)
+        return 2 * rows * (self.dim_qk + self.dim_vo)
 
 
 def shape_of(inputs: Inputs) -> Shape:
-    """Facts of the inputs; ValueError where requests differ (the contiguous peers take equal lengths only)."""
-    query = inputs["query"]
-    batch, length = inputs["batch_size"], inputs["max_q_len"]
-    k = pages(inputs)[0]
-    if query.shape[0] != batch * length or inputs["max_kv_len"] != length:
-        raise ValueError("the benchmark compares with contiguous attention: every request has q_len = kv_len = max")
-    return Shape(batch, length, query.shape[1], k.shape[1], query.shape[2], inputs.get("causal", True))
+    """Facts of the inputs; waits for the device."""
+    query, (k, v), starts = inputs["query"], pages(inputs), inputs["cum_seq_lens_q"]
+    q_lens, kv_lens = (starts[1:] - starts[:-1]).tolist(), inputs["seq_lens"].tolist()
+    dim_vo = v.shape[3] * (2 if v.dtype == torch.uint8 else 1)
+    heads = query.shape[1], k.shape[1]
+    return Shape(tuple(q_lens), tuple(kv_lens), *heads, query.shape[2], dim_vo, inputs.get("causal", True))
 
 
 def pages(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,12 +92,27 @@ def tokens(inputs: Inputs, request: int, length: int) -> tuple[torch.Tensor, tor
     return dequantised[0], dequantised[1]
 
 
+def unpaged(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of all requests as rows without pages, (tokens, heads, head_dim)."""
+    found = [tokens(inputs, request, length) for request, length in enumerate(inputs["seq_lens"].tolist())]
+    return torch.cat([k for k, _ in found]), torch.cat([v for _, v in found])
+
+
 def contiguous(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Q, K and V as contiguous (batch, length, heads, head_dim): what the peers read."""
+    """Q, K and V of equal requests as contiguous (batch, length, heads, head_dim)."""
     shape = shape_of(inputs)
-    found = [tokens(inputs, request, shape.length) for request in range(shape.batch)]
-    q = inputs["query"].unflatten(0, (shape.batch, shape.length)).contiguous()
-    return q, torch.stack([k for k, _ in found]), torch.stack([v for _, v in found])
+    q, k, v = (t.unflatten(0, (shape.batch, shape.length)) for t in (inputs["query"], *unpaged(inputs)))
+    return q.contiguous(), k, v
+
+
+def csr(inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    """(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len) of the inputs' block table."""
+    lens, table = inputs["seq_lens"], inputs["block_tables"]
+    page = pages(inputs)[0].shape[2]
+    counts = (lens + page - 1) // page
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    indices = torch.cat([row[:count] for row, count in zip(table, counts.tolist())])
+    return inputs["cum_seq_lens_q"], starts, indices, lens - (counts - 1) * page
 
 
 def tolerance(inputs: Inputs, out: torch.Tensor) -> tuple[float, float]:
@@ -100,7 +133,8 @@ def check(
     """None where `out` (tokens, heads, head_dim) agrees with fp32 attention on a sample of rows, else what is wrong.
 
     All elements are held to be finite; the sample is CHECK_ROWS query rows, the first and the last among them, of all
-    heads of the first request, the last and one other. Outputs of many keys are small, and so is what is allowed.
+    heads of the first request, the last, the shortest, the longest and one other. Outputs of many keys are small, and
+    so is what is allowed.
     Where the inputs have a threshold of skip-softmax, keys may be left out whose probability is below that share of the
     row's largest: no tiles or order of blocks leaves out others.
     slopes: of ALiBi, a head's.
@@ -111,7 +145,8 @@ def check(
     got = fp4.load(out, inputs["o_sf_scale"]) if isinstance(out, FP4Tensor) else out
     rtol, atol = tolerance(inputs, got)
     pick, worst = torch.Generator().manual_seed(seed), 0.0
-    for b in {0, len(lens) - 1, int(torch.randint(len(lens), (1,), generator=pick))}:
+    chosen = {0, len(lens) - 1, lens.index(min(lens)), lens.index(max(lens))}
+    for b in sorted(chosen | {int(torch.randint(len(lens), (1,), generator=pick))}):
         count, length = starts[b + 1] - starts[b], lens[b]
         k, v = (t.float() for t in tokens(inputs, b, length))
         if tuple(got.shape) != (*query.shape[:2], v.shape[2]):

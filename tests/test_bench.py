@@ -164,7 +164,7 @@ def test_check_reads_every_cache_and_allows_less_where_outputs_are_small(kv_dtyp
 
 
 def test_flops_and_bytes():
-    full, causal = (workload.Shape(2, 8192, 32, 8, 128, c) for c in (False, True))
+    full, causal = (workload.Shape((8192,) * 2, (8192,) * 2, 32, 8, 128, 128, c) for c in (False, True))
     assert full.flops == 4 * 2 * 32 * 8192 * 8192 * 128
     assert causal.flops == full.flops / 2
     assert full.bytes == 2 * 2 * 8192 * 128 * (32 + 32 + 8 + 8)
@@ -172,8 +172,9 @@ def test_flops_and_bytes():
 
 def test_unequal_requests_are_refused():
     inputs, _, _ = make_inputs()
-    with pytest.raises(ValueError, match="every request"):
-        workload.shape_of({**inputs, "max_kv_len": 71})
+    lens = torch.tensor([70, 69], dtype=torch.int32)
+    with pytest.raises(ValueError, match="requests: 70 to 70 query tokens of 69 to 70 tokens"):
+        workload.contiguous(inputs | {"seq_lens": lens})
 
 
 ENV = Environment("2026-01-02T03:04:05+00:00", "abc123", "nvidia-h200", "580.1", "2.13.0")
@@ -314,7 +315,7 @@ def test_a_run_on_the_cpu_gives_checked_rows(monkeypatch, capsys):
         return {"slow": (call, lambda o: o), "": (call, lambda o: o)}
 
     def missing(inputs):
-        raise providers.Unavailable("not here")
+        raise ImportError("not here")
 
     peers = {"right": partial(contiguous, 1), "wrong": partial(contiguous, 2), "missing": missing}
     monkeypatch.setattr(prefill, "PROVIDERS", {"ours": providers.ours, **peers})
@@ -326,7 +327,7 @@ def test_a_run_on_the_cpu_gives_checked_rows(monkeypatch, capsys):
         ("ours", ""), ("right", "slow"), ("floor", ""), ("ours", ""), ("right", "slow")
     ]  # fmt: skip
     said = capsys.readouterr().out
-    assert "no row: wrong: off by" in said and "no row: missing: not here" in said
+    assert "no row: wrong: off by" in said and "no row: missing: ImportError: not here" in said
     rows = harness.rows_of(found[:3], ENV)
     assert [r.case for r in rows] == ["prefill-tiny"] * 3 and rows[1].ratio_to_ours == pytest.approx(1)
     assert rows[2].tflops == 700 and rows[2].time_us == pytest.approx(case_flops(case) / 700e6)
@@ -381,6 +382,7 @@ def test_what_runs_in_a_checkout_uses_names_that_this_one_has():
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_a_decode_run_on_the_cpu_gives_checked_rows(monkeypatch, capsys, tokens):
     """The reference as `ours`, and a peer that is wrong in one request."""
+    monkeypatch.setattr(harness, "L2_BYTES", 0)  # one input set
     case = cases.decoding(3, 70, (4, 2), 64, 16, tokens=tokens)
 
     def wrong(inputs):

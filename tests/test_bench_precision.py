@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import decode, harness, plots, precision, readme, results, sparsity, timing, workload
+from bench import decode, harness, plots, precision, readme, results, skipping, sparsity, timing, workload
 from bench.cases import precision as cases
 from bench.cases.attention import make_inputs, reference_of
 from tools import demo_data, profile
-from wrappers import fp4
+from wrappers import fp4, trtllm_batch_context_with_kv_cache
+from wrappers.explanation import problem_of
 
 
 class WallClock:
@@ -157,13 +158,23 @@ def test_the_rule_is_that_of_a_direct_computation(monkeypatch):
     assert maxima.shape == (6, 12, 4) and bool((maxima[:, -1, 1:] == -math.inf).all())
     seen = (maxima > -math.inf).any(-1)
     for threshold in (1e-30, 0.01, 0.2, 2.0):
-        got = sparsity.left_out(maxima, threshold) & seen
+        got = sparsity.left_out(maxima, threshold)
         want = direct(q, k, 2.0, threshold, 4, 8)
         assert set(map(tuple, got.nonzero().tolist())) == want
         assert sparsity.share(maxima, threshold) == pytest.approx(len(want) / int(seen.sum()))
     assert sparsity.share(maxima, 1e-30) == 0 == sparsity.share(maxima, 0.0)
     factor = sparsity.factor_of(0.1, maxima, 45)
     assert sparsity.share(maxima, factor / 45) == pytest.approx(0.1, abs=0.03)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_share_is_that_of_attention_that_skips(causal):
+    inputs = cases.concentrated(replace(TINY_SKIP, causal=causal), "cpu", "heavy-tailed")
+    for factor in (1.0, 30.0, 1000.0):
+        p = problem_of(trtllm_batch_context_with_kv_cache, **inputs, **{precision.FACTOR: factor})
+        want = skipping.attend(p, sparsity.KEYS, False).sparsity
+        assert sparsity.share(sparsity.maxima_of(inputs), factor / 520) == pytest.approx(want)
+    assert 0.2 < want < 0.3
 
 
 def test_full_attention_sees_every_block():
@@ -194,7 +205,7 @@ def test_the_map_of_real_heads_keeps_logits():
     assert scale == pytest.approx(32**-0.5)
 
 
-def skipping(inputs, rows=64, keys=128):
+def attention(inputs, rows=64, keys=128):
     """Attention by the rule, of one request."""
     factor, n = inputs[precision.FACTOR], len(inputs["query"])
     k, v = (t.float() for t in workload.tokens(inputs, 0, n))
@@ -213,19 +224,19 @@ def test_what_the_rule_leaves_out_is_allowed_and_nothing_else(rows, keys):
     """In tiles of any size. Without the threshold the same output is wrong."""
     dense = cases.concentrated(TINY_SKIP, "cpu", "heavy-tailed")
     inputs = precision.own_output(dense, **{precision.FACTOR: 300.0})
-    out = skipping(inputs, rows, keys).clone()
+    out = attention(inputs, rows, keys).clone()
     assert workload.check(inputs, out) is None and workload.check(dense, out).startswith("off by")
-    strong = skipping(inputs | {precision.FACTOR: 519.0}, rows, keys)
+    strong = attention(inputs | {precision.FACTOR: 519.0}, rows, keys)
     assert workload.check(precision.own_output(dense, **{precision.FACTOR: 1.0}), strong).startswith("off by")
 
 
 def test_skip_softmax_is_measured_over_factors(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(
-        precision, "context", lambda **inputs: skipping(inputs) if inputs.get(precision.FACTOR) else dense(inputs)
+        precision, "context", lambda **inputs: attention(inputs) if inputs.get(precision.FACTOR) else dense(inputs)
     )
 
     def dense(inputs):
-        return skipping(inputs | {precision.FACTOR: 0.0})
+        return attention(inputs | {precision.FACTOR: 0.0})
 
     (ours, own) = precision.measure(TINY_SKIP, TOP, SETUP)
     assert (ours.provider, own.provider) == ("ours", "own-bf16") and ours.note.endswith("% of blocks left out")
@@ -261,7 +272,8 @@ def test_tables_of_bf16_and_of_the_others_are_apart():
     assert readme.measured_precision({"g": plain}) == "Not measured yet."
 
 
-def test_decode_of_e4m3_queries():
+def test_decode_of_e4m3_queries(monkeypatch):
+    monkeypatch.setattr(harness, "L2_BYTES", 0)  # one input set
     (case,) = cases.DECODE.values()
     assert case.name in decode.CASES and case.name.startswith("decode-qfp8-")
     found = decode.measure(tiny(replace(case, q_lens=(1, 1), kv_lens=(70, 70)), 1), TOP, SETUP)

@@ -81,6 +81,22 @@ def inputs_with(scores, k):
     return replace(i, scores=torch.tensor(scores), k=k)
 
 
+def test_a_sorted_case_is_another_call():
+    i, plain = (topk.make(name, "cpu", 5) for name in (f"{NAME}-sorted", NAME))
+    assert i.sorted and not plain.sorted and torch.equal(i.scores, plain.scores)
+    want = torch.topk(i.scores, i.k).indices
+    assert torch.equal(topk.ours(i), want) and torch.equal(topk.PROVIDERS["torch"](i), want)
+    assert torch.equal(topk.ours(plain), want.int().sort(1).values)
+
+
+def test_the_order_of_a_sorted_case_is_checked():
+    """Of equal scores any may come first."""
+    i = replace(inputs_with([[3.0, 1.0, 2.0, 2.0]], 3), sorted=True)
+    for indices, word in (([0, 2, 3], None), ([0, 3, 2], None), ([2, 0, 3], "not in descending order")):
+        assert topk.check(i, torch.tensor([indices])) == word
+        assert topk.check(replace(i, sorted=False), torch.tensor([indices])) is None
+
+
 @pytest.mark.parametrize("indices", [[0, 3], [3, 0], [0, 2], [2, 0]])
 def test_right_indices_pass_in_any_order(indices):
     """Two scores are equal at the boundary: either will do."""

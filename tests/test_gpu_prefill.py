@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.cases import attention as cases
-from bench.cases import forms, outputs
+from bench.cases import forms, outputs, serving
 from bench.cases.planted import STEP_SCALE
 from tests import gpu
 from tests.gpu import captured, dims, feature, features, grid, in_threads, marked, same, values
@@ -198,7 +198,7 @@ def test_windows(case):
     matches_reference(case)
 
 
-@pytest.mark.parametrize("case", [marked(case) for case in cases.PREFILL_BF16.values()])
+@pytest.mark.parametrize("case", [*map(marked, (cases.PREFILL_BF16 | serving.PREFILL | serving.SERVE).values())])
 def test_headline_cases(case):
     matches_reference(case)
 

@@ -90,6 +90,41 @@ def test_k(k, dtype):
         matches(TopKCase(PREFILL, dtype, 6, width, k, data, "mixed", starts=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("data", cases.DATA)
+@feature("top-k with values in descending order")
+def test_sorted(data, dtype):
+    """Every kernel that sorts, full and not, and torch, which sorts more."""
+    for rows, k in itertools.product((1, 9), (1, 31, 600, 2047, 2048, 2049, 4096, 4097)):
+        matches(TopKCase(TOP_K, dtype, rows, 9000, k, data, sorted=True))
+    matches(TopKCase(TOP_K, dtype, 3, 4096, 4096, data, sorted=True, tie_break=TopKTieBreak.LARGE))
+
+
+@pytest.mark.parametrize("rows", [131, 133, 1500, 70_000])
+@feature("top-k with values in descending order")
+def test_sorted_rows(rows):
+    """More rows than run at once, each as it is alone."""
+    scores = make(TopKCase(TOP_K, "bf16", rows, 400, data="shelf"))["input"]
+    values, indices = top_k(scores, 333, sorted=True)
+    want = scores.float().sort(1, descending=True, stable=True)
+    assert torch.equal(values, want.values[:, :333].bfloat16()) and torch.equal(indices, want.indices[:, :333])
+
+
+def test_sorted_in_a_graph():
+    """Both kernels are captured, and replayed with other scores."""
+    case = TopKCase(TOP_K, rows=70, width=30_000, k=2048, sorted=True)
+    inputs = make(case)
+    run(case, inputs)
+    graph, result = captured(getattr(wrappers, case.function), inputs)
+    for seed, data in enumerate(("normal", "clusters", "relu", "special"), 1):
+        inputs["input"].copy_(make(replace(case, data=data), seed)["input"])
+        want = expected(case, inputs)
+        for t in result:
+            t.fill_(cases.POISON)
+        graph.replay()
+        cases.same(dict(zip(("values", "indices"), result, strict=True)), want, data)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 7, 63, 64, 131, 132, 133, 265, 1024, 4096, 70_000])
 def test_rows(rows):
     for width in (300, 3000):
@@ -249,20 +284,22 @@ def test_hints_do_not_matter(function):
         cases.same(run(case, inputs | hint), first, hint)
 
 
-def test_launches_wait_for_their_predecessor():
+@pytest.mark.parametrize("order", [False, True], ids=["ascending", "sorted"])
+def test_launches_wait_for_their_predecessor(order):
     """Back to back, so that a kernel which starts early reads half-written scores, or overwrites what is still read."""
-    case = TopKCase(TOP_K, rows=64, width=16_384, k=512)
+    case = TopKCase(TOP_K, rows=64, width=16_384, k=512, sorted=order)
     inputs = make(case)
     source, scores = inputs["input"].clone(), inputs["input"]
     first = run(case, inputs)
     for _ in range(20):
         scores.copy_(source)
-        values, indices = top_k(scores, 512)
+        values, indices = top_k(scores, 512, sorted=order)
         scores.zero_()
-        again = top_k(values, 100)  # of what the launch before it wrote
+        again = top_k(values, 100, sorted=order)  # of what the launch before it wrote
         cases.same({"values": values, "indices": indices}, first)
         with cases.on_reference():
-            cases.same(dict(zip("vi", again, strict=True)), dict(zip("vi", top_k(values, 100), strict=True)))
+            want = top_k(values, 100, sorted=order)
+        cases.same(dict(zip("vi", again, strict=True)), dict(zip("vi", want, strict=True)))
 
 
 # ---- graphs, streams, memory

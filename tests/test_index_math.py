@@ -1,6 +1,7 @@
 """The functions that a kernel traces, run on ints against brute force. No GPU, no compilation."""
 
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -20,6 +21,7 @@ from cute_kernels.attention.spec import AttentionSpec, MaskSpec
 from cute_kernels.device import layout as shared
 from cute_kernels.device.divisor import Divisor, Quotient
 from cute_kernels.device.roles import Role, Roles
+from cute_kernels.topk.sort import forward as sort
 
 hypothesis_settings.register_profile("busy", deadline=None)  # a busy machine is no failure
 hypothesis_settings.load_profile("busy")
@@ -60,10 +62,10 @@ def test_visible_is_the_set_of_keys_a_token_sees(spec, n, token):
 
 
 @settings(max_examples=200)
-@given(SPECS, LENGTHS, st.integers(1, 7), st.booleans(), st.data())
-def test_blocks_of_a_tile(spec, n, group, pack, data):
+@given(SPECS, LENGTHS, st.integers(1, 7), st.booleans(), st.sampled_from([0, 2]), st.data())
+def test_blocks_of_a_tile(spec, n, group, pack, early, data):
     """Blocks outside the range hold no visible key; every key of a full block is visible to every row; the segments
-    walk the range once, from high to low, and call nothing full that is not."""
+    walk the range once, from high to low, and call nothing full that is not; at least `early` blocks begin a tile."""
     fold, t = (group if pack else 1), spec.tile
     rows = geometry.tile_rows(n.q_len, fold)
     m_block = data.draw(st.integers(0, (rows - 1) // t.m))
@@ -85,9 +87,10 @@ def test_blocks_of_a_tile(spec, n, group, pack, data):
         assert full_hi <= 0, "any key may be hidden"
     # the last block is the kernel's own, and always masked; segments take the rest
     walked = []
-    for a, b, masked in mask.segments(spec, lo, hi - 1, full_lo, full_hi):
+    for a, b, masked, begins in mask.segments(spec, lo, hi - 1, full_lo, full_hi, early):
         for j in range(b - 1, a - 1, -1):
             walked.append(j)
+            assert begins or j < hi - 1 - early
             whole = all(sees(spec, i, j * t.n + c, n) for i in (first, last) for c in (0, t.n - 1))
             assert masked or (whole and not spec.mask.custom)
     assert walked == list(range(hi - 2, lo - 1, -1))
@@ -212,7 +215,8 @@ def test_roles_are_a_table():
     assert [roles.first(name) for name in ("load", "idle", "math", "none")] == [0, 1, 4, 12]
     assert (roles.warps(), roles.warps("load", "math"), roles.warps("none")) == (12, 9, 0)
     assert roles.registers("math") == 232
-    for table in ((Role("load", 3, 40),), (Role("load", 2, 40), Role("idle", 2, 48))):
+    more = Role("load", 4, 48), Role("math", 8, 232)  # 512 registers for a thread of each of three warpgroups have 504
+    for table in ((Role("load", 3, 40),), (Role("load", 2, 40), Role("idle", 2, 48)), more):
         with pytest.raises(ValueError, match="roles"):
             Roles.of(*table)
 
@@ -275,3 +279,17 @@ def spread(addresses, size, lanes):
     """As many `lanes` as memory serves at a time find their bytes in banks of their own."""
     for i in range(0, 32, lanes):
         assert len({at % 128 // size for at in addresses[i : i + lanes]}) == lanes
+
+
+@given(st.integers(0, (1 << 64) - 1), st.integers(0, 2 * 4096))
+def test_a_fraction_is_scaled_exactly(fraction, parts):
+    """Of the sorting kernel: which of `parts` bins an element is in, and where in that bin."""
+    assert sort.scale(fraction, parts) == divmod(fraction * parts, 1 << 64)
+
+
+def test_every_bin_of_the_sorting_kernel_has_a_word():
+    """Vectors that 8 threads read at once, 2 each, lie in all 32 banks."""
+    assert sorted(map(sort.word_of, range(8192))) == list(range(8192))
+    for thread, i in product(range(0, 512, 8), range(2)):
+        vectors = [sort.word_of(8 * t + 4 * i) for t in range(thread, thread + 8)]
+        assert sorted(word // 4 % 8 for word in vectors) == list(range(8))

@@ -13,6 +13,7 @@ from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
 from cute_kernels.attention import args
 from cute_kernels.topk.args import TopKArgs
+from cute_kernels.topk.sort import SortArgs
 from tests.fake_machine import FakeMachine
 from wrappers import machine, scratch
 from wrappers.attention import plan as attention_plan
@@ -29,7 +30,8 @@ class Recorder(FakeMachine):
         self.launches = []
 
     def recorded(self, op, spec):
-        names = TopKArgs._fields if op.startswith("topk") else args.fields(spec)
+        of_topk = {"topk.radix": TopKArgs._fields, "topk.sort": SortArgs._fields}
+        names = of_topk[op] if op in of_topk else args.fields(spec)
         return lambda *flat: self.launches.append((op, spec, dict(zip(names, flat, strict=True))))
 
 
@@ -52,24 +54,28 @@ def looks(name, value):
     return (*form, value.tolist()) if small else form
 
 
-def launch_of(function, inputs):
-    """(op, spec, looks of the arguments by name) of one call."""
+def launches_of(function, inputs):
+    """(op, spec, looks of the arguments by name) of what one call launches: one kernel, and perhaps one that sorts."""
     machine.current.launches.clear()
     function(**inputs)
-    ((op, spec, by_name),) = machine.current.launches
-    return op, spec, {n: looks(n, v) for n, v in by_name.items() if n not in NOT_COMPARED}
+    launches = machine.current.launches
+    assert [op == "topk.sort" for op, _, _ in launches] in ([False], [False, True])
+    return [
+        (op, spec, {n: looks(n, v) for n, v in by_name.items() if n not in NOT_COMPARED})
+        for op, spec, by_name in launches
+    ]
 
 
 def same_on_every_machine(function, first, second):
-    """A call's launch is that of a machine which saw no other call."""
+    """A call's launches are those of a machine which saw no other call."""
     want = []
     for inputs in (first, second):
         with machine.override(Recorder()):
-            want.append(launch_of(function, inputs))
+            want.append(launches_of(function, inputs))
     with machine.override(Recorder()):
         for _ in range(2):
-            assert launch_of(function, first) == want[0]
-            assert launch_of(function, second) == want[1]
+            assert launches_of(function, first) == want[0]
+            assert launches_of(function, second) == want[1]
 
 
 PLAIN = replace(cases.EDGE["plain"], q_lens=(5, 37), kv_lens=(19, 37), heads_q=4, heads_kv=2)
@@ -179,7 +185,7 @@ TOPK_OWN = {
         "table": {"width_table": 90},
     },
     topk_cases.RAGGED: TOPK_TRANSFORM,
-    topk_cases.TOP_K: {"ties": {"tie_break": 2}},
+    topk_cases.TOP_K: {"ties": {"tie_break": 2}, "sorted": {"sorted": True}},
     topk_cases.PREFILL: {"stride": {"stride": 2}, "output": {"pad_out": 3}},
     topk_cases.DECODE: {"next_n": {"next_n": 1}, "stride": {"stride": 2}, "ends": {"each_row": True}},
 }  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.cases.attention import AttentionCase
-from bench.readme import README, measured, measured_decode, measured_family, measured_topk
+from bench.readme import README, measured, measured_decode, measured_family, measured_serving, measured_topk
 from bench.results import ROOT, read_all
 from cute_kernels import catalog
 from cute_kernels.attention.problem import Problem
@@ -29,6 +29,7 @@ def test_support_table_is_up_to_date():
 
 def test_measured_tables_are_up_to_date():
     assert section("measured") == measured(read_all()), "run: python -m bench readme"
+    assert section("measured-serving") == measured_serving(read_all()), "run: python -m bench readme"
     assert section("measured-decode") == measured_decode(read_all()), "run: python -m bench readme"
     assert section("measured-family") == measured_family(read_all()), "run: python -m bench readme"
     assert section("measured-topk") == measured_topk(read_all()), "run: python -m bench readme"

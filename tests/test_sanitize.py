@@ -165,7 +165,7 @@ def test_moved_keeps_strides():
     assert again.untyped_storage().nbytes() == wide.untyped_storage().nbytes()
 
 
-@pytest.mark.parametrize("op", ["prefill-features", "decode-features", "xqa", "topk-cta"])
+@pytest.mark.parametrize("op", ["prefill-features", "decode-features", "xqa", "topk-cta", "topk-sorted"])
 def test_calls(op):
     """They are accepted and right; on a GPU the same calls run kernels."""
     assert calls.run(op, "cpu") == (len(list(calls.OPS[op]())), 0)

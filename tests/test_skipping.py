@@ -8,6 +8,7 @@ import torch
 
 from bench import skipping
 from bench.cases import attention as cases
+from bench.cases import forms
 from bench.cases.attention import AttentionCase
 from bench.cases.planted import STEP_SCALE
 from cute_kernels import catalog
@@ -75,6 +76,44 @@ def test_a_tiny_factor_leaves_out_nothing(change, packed):
     p = cases.make_problem(replace(LEVELS, skip=1e-30, **change))
     found, (o, lse) = skipping.attend(p, 80, packed), reference.paged_attention(p)
     assert found.skipped == 0 and found.margin > 50
+    torch.testing.assert_close(found.out, o, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.lse, lse, rtol=1e-5, atol=1e-5)
+
+
+D192 = {"head_dim_qk": 192, "head_dim_vo": 128}
+TYPES = {  # of Q, of K and V -> keys of a block of the kernel
+    ("bf16", ""): 128,
+    ("fp8", ""): 128,
+    ("bf16", "fp8"): 80,
+    ("fp16", "e5m2"): 80,
+    ("bf16", "nvfp4"): 80,
+    ("fp8", "nvfp4"): 80,
+}
+
+
+@pytest.mark.parametrize("types", TYPES, ids=str)
+def test_all_types_are_read_in_blocks_of_their_kernel(types, monkeypatch):
+    dtype, kv_dtype = types
+    case = replace(LEVELS, dtype=dtype, kv_dtype=kv_dtype, interleaved=types == ("bf16", "nvfp4"), skip=1e-30, **D192)
+    seen, attend = [], skipping.attend
+    monkeypatch.setattr(skipping, "attend", lambda *args: seen.append(args[1:]) or attend(*args))
+    p = cases.make_problem(replace(case, heads_q=4, q_lens=(3, 60)))
+    found, (o, lse) = skipping.of_kernel(p), reference.paged_attention(p)
+    assert seen == [(TYPES[types], True)] and found.skipped == 0
+    torch.testing.assert_close(found.out, o, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.lse, lse, rtol=1e-5, atol=1e-5)
+    skipping.of_kernel(cases.make_problem(case))
+    assert seen[1:] == [(TYPES[types], False)]
+
+
+@pytest.mark.parametrize("kv_dtype", ["", "fp8"])
+@pytest.mark.parametrize("form", ["csr", "ragged"])
+def test_requests_of_all_forms(form, kv_dtype):
+    table = cases.make_problem(replace(LEVELS, kv_dtype=kv_dtype))
+    p = forms.apply(table, (form,))
+    found, want = skipping.attend(p, 128, False), skipping.attend(table, 128, False)
+    assert 0 < want.skipped == found.skipped and torch.equal(found.out, want.out)
+    found, (o, lse) = skipping.attend(p._replace(skip=1e-30), 128, False), reference.paged_attention(p)
     torch.testing.assert_close(found.out, o, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.lse, lse, rtol=1e-5, atol=1e-5)
 

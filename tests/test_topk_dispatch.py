@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import topk as bench
-from cute_kernels.topk import dispatch, radix
+from cute_kernels.topk import dispatch, radix, sort
 from cute_kernels.topk.problem import Problem
 from cute_kernels.topk.spec import DTYPES
 from tests.conftest import ROOT
@@ -65,7 +65,7 @@ def test_readmes_table_of_plans(dtype):
 
 @pytest.mark.parametrize("name", [*bench.HEADLINE, *bench.SWEEP])
 def test_measured_cases_have_a_shipped_plan(name):
-    dtype, *sizes = re.search(r"topk-(\w+)-(\d+)x(\d+)-k(\d+)$", name).groups()
+    dtype, *sizes = re.search(r"topk-(\w+)-(\d+)x(\d+)-k(\d+)(?:-sorted)?$", name).groups()
     for arch, sms in product(radix.ARCHS, SMS):
         problem = Problem(dtype, *map(int, sizes), sms)
         op, plan = dispatch.select(problem, arch)
@@ -121,9 +121,9 @@ def test_plans_are_supported_and_have_names(dtype):
 
 def test_every_plan_is_shipped_to_every_architecture():
     for arch in radix.ARCHS:
-        found = dispatch.shipped(arch)
-        assert [plan for _, plan in found] == [plan for dtype in DTYPES for plan in dispatch.plans(dtype)]
-        assert len({plan.name for _, plan in found}) == len(found)
+        found = [spec for op, spec in dispatch.shipped(arch) if op in dispatch.KERNELS]
+        assert found == [plan for dtype in DTYPES for plan in dispatch.plans(dtype)]
+        assert len({plan.name for plan in found}) == len(found)
     assert dispatch.shipped("sm_80") == []
 
 
@@ -137,3 +137,26 @@ def test_every_plan_is_somebodys(dtype, sms):
         for rows, length, k in product((1, 5, 8, 12, 16, 20, 30, 40, 50, 70, 100, 200), lengths, (1, 5633))
     }
     assert {plan.name for plan in dispatch.plans(dtype)} == {plan.name for plan in found}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 2048, 2049, 4096])
+def test_the_smallest_kernel_with_room_sorts(dtype, k):
+    for arch in sort.ARCHS:
+        op, spec = dispatch.sorter(Problem(dtype, 3, 1 << 20, k), arch)
+        assert (op, spec) in dispatch.shipped(arch) and sort.supports(spec) is None
+        assert k <= spec.capacity and not any(k <= size < spec.capacity for size in sort.CAPACITIES)
+
+
+def test_torch_sorts_what_no_kernel_does():
+    assert dispatch.sorter(Problem("fp32", 1, 1 << 20, 4097), ARCH) is None
+    assert dispatch.sorter(Problem("fp32", 1, 1 << 20, 7), "sm_80") is None
+    assert "fp64" in sort.supports(sort.SortSpec("fp64")) and "100" in sort.supports(sort.SortSpec(capacity=100))
+    assert "4096" in topk.top_k.__doc__
+
+
+def test_every_sorter_is_shipped_once():
+    for arch in sort.ARCHS:
+        found = [spec for op, spec in dispatch.shipped(arch) if op == dispatch.SORT]
+        assert found == [sort.SortSpec(dtype, size) for dtype in DTYPES for size in sort.CAPACITIES]
+        assert len({spec.name for spec in found}) == len(found)

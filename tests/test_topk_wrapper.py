@@ -13,6 +13,7 @@ from bench.cases import topk as cases
 from bench.cases.topk import PAGE_TABLE, PER_ROW, PLAIN, RAGGED, TOP_K, TopKCase
 from cute_kernels.topk import dispatch, radix
 from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS, TopKArgs
+from cute_kernels.topk.sort import SortArgs, SortSpec
 from cute_kernels.topk.spec import TopKSpec
 from tests.fake_machine import FakeMachine, promised
 from tests.test_topk_reference import any_case
@@ -94,11 +95,30 @@ def emulate(spec, launches):
     return kernel
 
 
+def emulate_sort(spec, launches):
+    """The same of a kernel that sorts."""
+
+    def kernel(*flat):
+        a = SortArgs(*flat)
+        promised(a.values.dtype == next(d for d, name in DTYPES.items() if name == spec.dtype))
+        promised(a.indices.dtype == torch.int64 and a.values.shape == a.indices.shape and a.enable_pdl == 1)
+        promised(a.values.is_contiguous() and a.indices.is_contiguous())
+        promised(0 < a.values.shape[0] and 0 < a.values.shape[1] <= spec.capacity)
+        promised(bool((a.indices.diff(dim=1) > 0).all()))
+        launches.append(a)
+        reference.sort_rows(*flat)
+
+    return kernel
+
+
 @pytest.fixture
 def here():
     """A machine whose kernels compute in torch; its `launches` are those of this test's calls."""
 
     def kernel(op, spec):
+        if op == "topk.sort":
+            assert isinstance(spec, SortSpec)
+            return emulate_sort(spec, fake.launches)
         assert op in dispatch.KERNELS and isinstance(spec, TopKSpec)
         return emulate(spec, fake.launches)
 
@@ -120,7 +140,7 @@ def test_launch_of_any_call(launches, case, seed):
     inputs = cases.make_inputs(case, seed=seed)
     for _ in range(2):  # a new plan, perhaps, then the same one
         check(case, inputs)
-    assert len(launches) == (2 if case.rows else 0)
+    assert len(launches) == (2 * (1 + (case.function == TOP_K and case.sorted)) if case.rows else 0)
 
 
 def test_arguments_of_every_function(launches):
@@ -140,6 +160,19 @@ def test_arguments_of_every_function(launches):
         assert a.scores.data_ptr() == scores.data_ptr() and a.scores.stride() == (53, 1)
         assert a.window == window and {f for f in a._fields[1:11] if len(getattr(a, f))} == present
         assert (a.k, a.page_shift, a.last_ties, a.next_n) == (7, 0, 0, 3 if function == cases.DECODE else 1)
+
+
+@pytest.mark.parametrize("k", [1, 2048, 2049, 4096, 4097])
+def test_what_sorts(launches, k):
+    """A kernel, on what the one before it wrote, or torch where k is beyond it; and nothing where nobody asks."""
+    case = TopKCase(TOP_K, "bf16", 2, 5000, k, "special", sorted=True)
+    check(case, inputs_of(case))
+    assert [type(a) for a in launches] == [TopKArgs, SortArgs][: 1 + (k <= 4096)]
+    if k <= 4096:
+        assert launches[1].values is launches[0].values and launches[1].indices is launches[0].indices
+    launches.clear()
+    check(case, inputs_of(replace(case, sorted=False)))
+    assert len(launches) == 1
 
 
 def test_arguments_of_a_page_table(launches):
@@ -242,6 +275,7 @@ def test_values_share_a_plan_and_shapes_do_not(here, function):
     assert len(here.plans) == 1
     changes = [{"width": 51}, {"k": 8}, {"rows": 6}, {"pad": 1}, {"dtype": "bf16"}]
     changes += [{"tie_break": TopKTieBreak.LARGE}] if function not in PER_ROW else []
+    changes += [{"sorted": True}] if function == TOP_K else []
     changes += [{"page_size": 2}, {"batch_map": True}, {"starts": True}, {"given": False}] * (function == PAGE_TABLE)
     for change in changes:
         for _ in range(2):

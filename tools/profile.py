@@ -92,18 +92,19 @@ def known(case: str, device: str) -> tuple[dict[str, Any], Callable[[], Any]]:
     """Providers of a case of bench (prefill, decode or top-k), each a function of the inputs; what makes the inputs."""
     from bench import decode, prefill, topk
     from bench.cases import attention as cases
-    from bench.cases import precision
+    from bench.cases import precision, serving
 
-    if case in cases.PREFILL_BF16:
-        return dict(prefill.PROVIDERS), partial(cases.make_inputs, cases.PREFILL_BF16[case], device)
+    prefills, decodes = cases.PREFILL_BF16 | serving.PREFILL | serving.SERVE, cases.DECODE | serving.DECODE
+    if case in prefills:
+        return dict(prefill.PROVIDERS), partial(cases.make_inputs, prefills[case], device)
     if case in precision.PRECISION:
         return {"ours": prefill.PROVIDERS["ours"]}, partial(precision.make_inputs, precision.PRECISION[case], device)
-    if case in cases.DECODE:
-        return dict(decode.PROVIDERS), partial(cases.make_inputs, cases.DECODE[case], device)
+    if case in decodes:
+        return dict(decode.PROVIDERS), partial(cases.make_inputs, decodes[case], device)
     if case.startswith("topk-"):
         calls = {name: partial(partial, run) for name, run in topk.PROVIDERS.items()}
         return dict(calls), partial(topk.make, case, device, 0)
-    names = ", ".join([*cases.PREFILL_BF16, *precision.PRECISION, *cases.DECODE, *topk.HEADLINE])
+    names = ", ".join([*prefills, *precision.PRECISION, *decodes, *topk.HEADLINE])
     raise SystemExit(f"no case {case!r}; there are: {names}, and all that end as topk-fp32-64x65536-k2048")
 
 

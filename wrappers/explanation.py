@@ -142,7 +142,10 @@ def explain(
     refused = tuple((op, str(reason)) for op, _, reason in answers if reason is not None)
     for op, spec, reason in answers:
         if reason is None:
-            return Explanation(f"{op} {spec.name}", refused, runtime.where(op, spec, arch))
+            kernels = [(op, spec), *([] if attention else _behind(asked, arch, sms))]
+            runs = (f"{kernel[0]} {kernel[1].name}" if kernel else "torch's sort" for kernel in kernels)
+            found = (runtime.where(*kernel, arch) for kernel in kernels if kernel)
+            return Explanation(", then ".join(runs), refused, "; ".join(dict.fromkeys(found)))
     return Explanation(None, refused)
 
 
@@ -163,3 +166,8 @@ def _attention(p: Problem, arch: str) -> list[tuple[str, Any, Any]]:
 def _top_k(call: Call, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
     """The same of top-k."""
     return [*topk_dispatch.explain(topk_plan.facts_of(call, sms), arch)]
+
+
+def _behind(call: Call, arch: str, sms: int) -> list[tuple[str, Any] | None]:
+    """What runs behind the kernel of a top-k call, (op, spec) or None for torch: what sorts."""
+    return [topk_dispatch.sorter(topk_plan.facts_of(call, sms), arch)] if call.sorted else []

@@ -125,19 +125,12 @@ class AttentionCase:
         """Largest error of an output that should be `want` (T, Hq, D)."""
         return self.atol().to(want.device) + self.tolerance * want.abs() + rounded(want, self.out_dtype or self.dtype)
 
-    @property
-    def flops(self) -> int:
-        """2 multiply-adds of every kept (query, key) pair, causal and window counted exactly."""
-        pairs = 0
-        for m, n in zip(self.q_lens, self.kv_lens, strict=True):
-            for p in range(n - m, n):
-                last = min(n, p + 1) if self.causal else n
-                pairs += max(0, last - (max(0, p - self.window_left) if self.window_left >= 0 else 0))
-        return 2 * pairs * self.heads_q * (self.head_dim_qk + self.head_dim_vo)
 
-
-def _headline(mask: str, batch: int, length: int, heads: tuple[int, int], dim: int, page_size: int) -> AttentionCase:
-    name = f"prefill-bf16-{mask}-b{batch}-s{length}-h{heads[0]}x{heads[1]}-d{dim}-p{page_size}"
+def headline(
+    mask: str, batch: int, length: int, heads: tuple[int, int], dim: int, page_size: int, kind: str = "bf16"
+) -> AttentionCase:
+    """A bf16 prefill case of equal requests; mask: "causal" or "full"; kind: second word of its name."""
+    name = f"prefill-{kind}-{mask}-b{batch}-s{length}-h{heads[0]}x{heads[1]}-d{dim}-p{page_size}"
     lens = (length,) * batch
     return AttentionCase(
         name, "bf16", lens, lens, *heads, dim, dim, page_size, causal=mask == "causal", lse=False, spare_pages=8
@@ -147,13 +140,13 @@ def _headline(mask: str, batch: int, length: int, heads: tuple[int, int], dim: i
 PREFILL_BF16 = {
     case.name: case
     for case in (
-        _headline("causal", 2, 8192, (32, 8), 128, 64),
-        _headline("causal", 2, 8192, (32, 8), 128, 16),
-        _headline("full", 2, 8192, (32, 8), 128, 64),
-        _headline("causal", 4, 4096, (32, 8), 128, 64),
-        _headline("causal", 1, 16384, (64, 8), 128, 64),
-        _headline("causal", 16, 1024, (32, 8), 128, 64),
-        _headline("causal", 2, 8192, (64, 8), 64, 64),
+        headline("causal", 2, 8192, (32, 8), 128, 64),
+        headline("causal", 2, 8192, (32, 8), 128, 16),
+        headline("full", 2, 8192, (32, 8), 128, 64),
+        headline("causal", 4, 4096, (32, 8), 128, 64),
+        headline("causal", 1, 16384, (64, 8), 128, 64),
+        headline("causal", 16, 1024, (32, 8), 128, 64),
+        headline("causal", 2, 8192, (64, 8), 64, 64),
     )
 }
 

@@ -58,10 +58,7 @@ def kind_of(name: str) -> str:
 def _case(
     kind: str, mask: str, batch: int, length: int, heads: tuple[int, int] = (32, 8), dim: int = 128
 ) -> AttentionCase:
-    name = f"prefill-{kind}-{mask}-b{batch}-s{length}-h{heads[0]}x{heads[1]}-d{dim}-p64"
-    lens = (length,) * batch
-    case = AttentionCase(name, "bf16", lens, lens, *heads, dim, dim, 64, causal=mask == "causal", lse=False)
-    return typed(replace(case, spare_pages=8), KINDS.get(kind, BF16))
+    return typed(cases.headline(mask, batch, length, heads, dim, 64, kind), KINDS.get(kind, BF16))
 
 
 PRECISION = {

@@ -153,6 +153,14 @@ def _seam(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Ten
     return (2**-8 * (1 + (draw - 0.5) / 16)).to(DTYPES[dtype])
 
 
+def _clusters(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
+    """Scores at distances from 1 that are equally many in every octave: a row in clusters, and these again."""
+    one = int(torch.ones(1, dtype=DTYPES[dtype]).view(INTEGER[dtype]))
+    most = 30 if dtype == "fp32" else 14
+    distance = 2.0 ** (torch.rand(shape, generator=gen, device=gen.device) * most)
+    return (distance.long() + one - 1).clamp(max=torch.iinfo(INTEGER[dtype]).max).to(INTEGER[dtype]).view(DTYPES[dtype])
+
+
 def sampled(width: int, size: int, lanes: int) -> torch.Tensor:
     """Which elements of an aligned row the sample of a streaming kernel holds: `size` keys in lines of 8 vectors."""
     vectors = (width + lanes - 1) // lanes
@@ -194,6 +202,7 @@ DATA: dict[str, Any] = {
     "257 ties": _ties(257),
     "257 in a bin": _bin(257),
     "seam": _seam,
+    "clusters": _clusters,
     "sample too high": _sample(4096, 9.0, 0.0),  # of a kernel with a CTA a row
     "sample too low": _sample(4096, -9.0, 0.0),
     "cluster's sample too high": _sample(8192, 9.0, 0.0),

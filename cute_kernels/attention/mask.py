@@ -70,19 +70,20 @@ def full_range(spec, first, last, n: Lengths):
     return (lo + t - 1) // t, cutlass.max(hi, 0) // t
 
 
-def segments(spec, block_lo, block_hi, full_lo, full_hi):
-    """[block_lo, block_hi) cut into (lo, hi, masked), from high blocks to low; only segments that may hold a block.
+def segments(spec, block_lo, block_hi, full_lo, full_hi, early=0):
+    """[block_lo, block_hi) cut into (lo, hi, masked, begins), from high blocks to low; only segments that may hold a
+    block. begins: the first `early` blocks of a tile, and all that are masked on the right.
 
     A caller loops over the tuple at trace time: the loop body is written once, and the copy for full blocks carries no
     predicate. The last block of a tile is not among these: without a mask on the right only that one can be cut there.
     """
     if spec.mask.custom:  # no block is full
-        return ((block_lo, block_hi, True),)
-    mid = cutlass.max(block_lo, cutlass.min(block_hi, full_hi))
+        return ((block_lo, block_hi, True, True),)
+    mid = cutlass.max(block_lo, cutlass.min(block_hi - early, full_hi))
     left = cutlass.max(block_lo, cutlass.min(mid, full_lo))
-    cut = ((mid, block_hi, True), (left, mid, False), (block_lo, left, True))
     right = spec.mask.causal != "never" or spec.mask.bits
-    return cut[0 if right else 1 : 3 if spec.mask.window else 2]
+    cut = ((mid, block_hi, right or spec.mask.window, True), (left, mid, False, False), (block_lo, left, True, False))
+    return cut[0 if right or early else 1 : 3 if spec.mask.window else 2]
 
 
 @cute.jit

@@ -14,7 +14,7 @@ from . import quant
 from .quant import permute
 from .spec import BLOCK
 
-TOGETHER = 2  # matrices of 32 columns that a warp has in registers
+TOGETHER = {2: 2, 4: 4}  # shares of a stage -> matrices of 32 columns that a warp has in registers
 PIECES = 2  # of rows, that a lane has
 ROWS = 8  # after which a swizzle repeats
 ACROSS = 64  # fp16 columns of a box of an operand stage
@@ -51,29 +51,33 @@ def transpose_keys(
     lane = cute.arch.lane_idx()
     row, matrix, quad = lane % 8, lane // 8, lane % 4
     width, across = const_expr(layout.width(dim)), const_expr(layout.width(n))
-    source, target = raw.iterator.toint(), into.iterator.toint()
+    sides = const_expr(2)  # that share the keys; the others share the columns
+    halves, part, side = const_expr(shares // sides), share // sides, share % sides
+    columns = const_expr(dim // halves)  # of a share
+    col = part * columns
+    source, target = raw.iterator.toint(), into.iterator.toint() + col * across
 
-    def box(col):  # where a lane reads the matrices from column `col` on
-        return col // width * (n * width) + layout.swizzle(width, matrix % 2 * 8 + row, col % width + matrix // 2 * 16)
+    def box(k):  # where a lane reads the matrices of its share's columns from 32 k on
+        at = col + 32 * k
+        return at // width * (n * width) + layout.swizzle(width, matrix % 2 * 8 + row, at % width + matrix // 2 * 16)
 
-    for c in cutlass.range_constexpr(n // 16 // shares):
-        first = (c * shares + share) * 16  # key
-        left = valid - first - 2 * quad
-        keep = Uint32(0xFFFFFFFF)
-        if const_expr(cut):
-            keep = Uint32(0)
-            for i, key in enumerate((0, 1, 8, 9)):
-                keep |= Uint32(0xFF << 8 * i) if key < left else Uint32(0)
-        from_ = source + first * width
-        at = layout.swizzle(across, matrix * 8 + row, const_expr(c * shares * 16 % across) + share * 16)
-        at += target + const_expr(c * shares * 16 // across * (dim * across))
-        for g in cutlass.range_constexpr(0, dim // 32, TOGETHER):
-            words = [warp.load_matrices(from_ + box(32 * k)) for k in range(g, min(g + TOGETHER, dim // 32))]
-            for k in cutlass.range_constexpr(len(words)):
-                w = words[k]
-                made = [permute(w[i], w[i + 1], selector) for i in (0, 2) for selector in (0x6420, 0x7531)]
-                made = [word & keep for word in made] if const_expr(cut) else made
-                warp.store_matrices(at + const_expr((g + k) * 32 * across), made)
+    boxes = [source + box(k) for k in range(columns // 32)]
+    items = [(c, k) for c in range(n // 16 // sides) for k in range(columns // 32)]
+    for g in cutlass.range_constexpr(0, len(items), TOGETHER[shares]):
+        some = items[g : g + TOGETHER[shares]]
+        words = [warp.load_matrices(boxes[k] + (c * sides + side) * (16 * width)) for c, k in some]
+        for i in cutlass.range_constexpr(len(some)):
+            (c, k), w = some[i], words[i]
+            made = [permute(w[j], w[j + 1], selector) for j in (0, 2) for selector in (0x6420, 0x7531)]
+            if const_expr(cut):
+                left, keep = valid - (c * sides + side) * 16 - 2 * quad, Uint32(0)
+                for j, key in enumerate((0, 1, 8, 9)):
+                    keep |= Uint32(0xFF << 8 * j) if key < left else Uint32(0)
+                made = [word & keep for word in made]
+            first = const_expr(c * sides * 16)
+            place = layout.swizzle(across, matrix * 8 + row, const_expr(first % across) + side * 16)
+            place += target + const_expr(first // across * (dim * across) + k * 32 * across)
+            warp.store_matrices(place, made)
 
 
 class Pieces(NamedTuple):

@@ -16,23 +16,23 @@ from .logits import LOG2_E
 CHAINS = 4
 
 
+LAZY = 8.0  # by how much, in log2 units, a row's maximum may have grown before the running one follows
+NO_KEY = -1e30  # shift of a row without keys: exp2(-inf - NO_KEY) = 0, and any key gives infinity
+
+
 class Span(NamedTuple):
     """Where exponentials lie, in log2 units. lazy: by how much a row's maximum may have grown before the running one
     follows. raised: a key as large as the running maximum gives 2^raised."""
 
-    lazy: float
-    raised: float = 0.0
-
-
-SPAN = Span(8.0)
-LAZY = SPAN.lazy
+    lazy: Float32
+    raised: Float32
 
 
 @dataclass(frozen=True)
 class State:
     m: cute.Tensor
     l: cute.Tensor  # noqa: E741
-    shift: cute.Tensor  # m * scale_log2, 0 where m is -inf
+    shift: cute.Tensor  # m * scale_log2 less what P is raised by, or NO_KEY
     rescale: cute.Tensor  # factor that the last `update_max` owes to O
 
 
@@ -71,13 +71,26 @@ def factor_of(tensor: cute.Tensor, head: Int32):
 
 def reduce(row, op):
     """Reduction of a register row in CHAINS independent chains, so that latency does not add up."""
-    n, chains = cute.size(row), min(CHAINS, cute.size(row))
-    part = [row[i] for i in range(chains)]
-    for i in range(chains, n):
-        part[i % chains] = op(part[i % chains], row[i])
+    return joined(chained(row, op), op)
+
+
+def chained(row, op, before=None):
+    """The chains of a row, or, behind those `before`, of more of its columns, a multiple of CHAINS."""
+    n, part = cute.size(row), list(before or [row[i] for i in range(min(CHAINS, cute.size(row)))])
+    for i in range(0 if before else len(part), n):
+        part[i % len(part)] = op(part[i % len(part)], row[i])
+    return part
+
+
+def joined(part, op):
+    """One value of all chains."""
     while len(part) > 1:
         part = [op(part[i], part[i + 1]) for i in range(0, len(part), 2)]
     return part[0]
+
+
+def add(x, y):
+    return x + y
 
 
 def row_max(st: State, s: cute.Tensor):
@@ -87,25 +100,25 @@ def row_max(st: State, s: cute.Tensor):
 
 @cute.jit
 def update_max(
-    st: State, s: cute.Tensor, scale_log2: Any, lanes: cutlass.Constexpr, span: cutlass.Constexpr = SPAN
+    st: State, s: cute.Tensor, scale_log2: Any, lanes: cutlass.Constexpr, span: Span, follow: cutlass.Constexpr
 ):
     """Bring m up to date with a block of scores; l is scaled to it, O is owed st.rescale. scale_log2: of each row.
     lanes: neighbours that have columns of a row.
 
-    m follows the row's maximum only when that has grown by span.lazy: until then P exceeds 1 by less than that factor,
-    which costs no accuracy in floating point, and O needs no rescaling. A row decides for itself, so its result does
-    not depend on its neighbours.
+    m follows the row's maximum only when that has grown by span.lazy, or, told to `follow`, whenever that has grown:
+    until then P exceeds 2^span.raised by less than that factor, which costs no accuracy in floating point, and O needs
+    no rescaling. A row decides for itself, so its result does not depend on its neighbours.
     """
     top = row_max(st, s)
     for r in cutlass.range_constexpr(cute.size(st.m)):
         m = cute.arch.warp_reduction_max(top[r], threads_in_group=lanes)
         old = st.m[r]
         scale = scale_log2[r]
-        grown = (m - old) * scale > span.lazy  # false where neither is finite
+        grown = m > old if const_expr(follow) else (m - old) * scale > span.lazy  # false where neither is finite
         m = m if grown else old
-        shift = Float32(0.0) if m == -Float32.inf else m * scale  # no key so far: exp2(-inf) = 0
+        shift = Float32(NO_KEY) if m == -Float32.inf else m * scale
         st.rescale[r] = cute.math.exp2(old * scale - shift, fastmath=True) if grown else Float32(1.0)
-        st.shift[r] = shift - span.raised if const_expr(span.raised != 0.0) else shift
+        st.shift[r] = shift - span.raised
         st.l[r] = st.l[r] * st.rescale[r]
         st.m[r] = m
 
@@ -136,7 +149,14 @@ def exp_and_sum(st: State, s: cute.Tensor, scale_log2: Float32, r: cutlass.Const
     """Row r of s <- exp2((s - m) * scale_log2), summed into l."""
     p = cute.math.exp2(s[r, None].load() * scale_log2 - st.shift[r], fastmath=True)
     s[r, None].store(p)
-    st.l[r] += reduce(s[r, None], lambda x, y: x + y)
+    st.l[r] += reduce(s[r, None], add)
+
+
+@cute.jit
+def begin(st: State):
+    """`reset`, for `update_max`."""
+    reset(st)
+    st.shift.fill(NO_KEY)
 
 
 @cute.jit
@@ -184,10 +204,8 @@ def row_normalizer(
     scale_log2: Float32,
     sink: Float32,
     lanes: cutlass.Constexpr,
-    span: cutlass.Constexpr = SPAN,
+    span: Span,
 ):
     """`normalizer` of row r over its keys."""
-    top = st.m[r] * scale_log2
-    if const_expr(span.raised != 0.0):
-        top -= span.raised
+    top = st.m[r] * scale_log2 - span.raised
     return normalizer(top, cute.arch.warp_reduction_sum(st.l[r], threads_in_group=lanes), sink)

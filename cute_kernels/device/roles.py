@@ -3,6 +3,13 @@ register budgets follow."""
 
 from typing import NamedTuple
 
+FILE = 65536  # registers of an SM
+
+
+def launched(warps: int) -> int:
+    """Registers a thread that a CTA of so many warps, alone on its SM, is launched with."""
+    return min(255, FILE // (32 * warps)) // 8 * 8
+
 
 class Role(NamedTuple):
     name: str
@@ -15,10 +22,13 @@ class Roles(NamedTuple):
 
     @staticmethod
     def of(*table: Role) -> "Roles":
-        """ValueError where the warps of a warpgroup differ in registers, or where one is not whole."""
+        """ValueError where the warps of a warpgroup differ in registers, or where one is not whole, or where they want
+        more together than the CTA is launched with: the last to ask would wait for ever."""
         each = [role.registers for role in table for _ in range(role.warps)]
         if len(each) % 4 or any(len(set(each[i : i + 4])) > 1 for i in range(0, len(each), 4)):
             raise ValueError(f"roles: {table}, four warps each of equal registers")
+        if sum(each) > launched(len(each)) * len(each):
+            raise ValueError(f"roles: {table}, {sum(each) * 32} registers of {launched(len(each)) * len(each) * 32}")
         return Roles(tuple(role for role in table if role.warps))
 
     def first(self, name: str) -> int:

@@ -36,6 +36,13 @@ def convert16(src: cute.Tensor, dst: cute.Tensor):
         )
 
 
+def word16(dtype, low, high):
+    """Two fp32 values as a word of bf16 or fp16."""
+    name = "bf16x2" if dtype is BFloat16 else "f16x2"
+    text = f"cvt.rn.{name}.f32 {{$w0}}, {{$r0}}, {{$r1}};"
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[Float32(high), Float32(low)])
+
+
 @cute.jit
 def quad_transpose(w: cute.Tensor, at: cutlass.Constexpr):
     """w[at:at+4] of the 4 lanes of a quad as a 4 x 4 matrix, transposed in place: two butterfly steps, 4 shuffles."""

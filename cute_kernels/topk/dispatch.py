@@ -1,13 +1,16 @@
-"""Which kernel and spec serve a top-k problem. Plain Python: runs where no DSL is installed."""
+"""Which kernel and spec serve a top-k problem, and which sort the result. Plain Python: runs where no DSL is
+installed."""
 
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
-from . import radix
+from . import radix, sort
 from .problem import Problem
 from .spec import BITS, DTYPES, TopKSpec
 
 KERNELS = {"topk.radix": radix}  # op -> the package that states what it supports
+SORT = "topk.sort"
 LEAST = 4096  # keys that are worth a CTA of a cluster
 GPC = 18  # SMs of a GPC, in one of which a cluster lies; some have fewer: then a cluster waits for its turn
 
@@ -88,7 +91,14 @@ def select(problem: Problem, arch: str) -> tuple[str, TopKSpec]:
     raise NotImplementedError("no top-k kernel: " + "; ".join(f"{op}: {reason}" for op, _, reason in rows))
 
 
-def shipped(arch: str) -> list[tuple[str, TopKSpec]]:
+def sorter(problem: Problem, arch: str) -> tuple[str, sort.SortSpec] | None:
+    """(op, spec) of the kernel that sorts k elements of each row, None where k is too large for a CTA."""
+    fit = [size for size in sort.CAPACITIES if problem.k <= size and arch in sort.ARCHS]
+    return (SORT, sort.SortSpec(problem.dtype, min(fit))) if fit else None
+
+
+def shipped(arch: str) -> list[tuple[str, Any]]:
     """All (op, spec) that a bundle of `arch` holds, each once: every plan is some problem's."""
     kernels = [(op, dtype) for (op, module), dtype in product(KERNELS.items(), DTYPES) if arch in module.ARCHS]
-    return [(op, plan) for op, dtype in kernels for plan in plans(dtype)]
+    sorters = [sort.SortSpec(*facts) for facts in product(DTYPES, sort.CAPACITIES) if arch in sort.ARCHS]
+    return [*((op, plan) for op, dtype in kernels for plan in plans(dtype)), *((SORT, spec) for spec in sorters)]

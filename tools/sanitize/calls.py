@@ -10,7 +10,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -128,6 +128,12 @@ def _few_top_k(rows: int, width: int, k: int) -> Iterator[TopKCase]:
     return (case for case in _top_k(rows, width, k) if (case.function, case.dtype) in SOME)
 
 
+def _sorted_top_k() -> Iterator[TopKCase]:
+    """Every size of the kernel that sorts, one split and many."""
+    for dtype, k in product(("fp32", "bf16"), (300, 2048, 4096)):
+        yield TopKCase(TOP_K, dtype, 3, 4500, k, ("normal", "clusters", "257 ties"), sorted=True)
+
+
 SOME = {(PAGE_TABLE, "fp32"), (RAGGED, "bf16")}
 Case = AttentionCase | TopKCase
 OPS: dict[str, Callable[[], Iterator[Case]]] = {
@@ -141,6 +147,7 @@ OPS: dict[str, Callable[[], Iterator[Case]]] = {
     "topk-cta": lambda: _top_k(5, 3000, 300),
     "topk-clusters": lambda: chain(_top_k(3, 30_001, 300), _top_k(3, 70_001, 300)),
     "topk-streamed": lambda: chain(_few_top_k(140, 50_003, 64), _few_top_k(1, 1_600_003, 64)),
+    "topk-sorted": _sorted_top_k,
 }
 
 

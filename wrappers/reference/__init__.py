@@ -2,16 +2,16 @@
 
 from .dense import LOG2E, Heads, attention
 from .paged import gather, paged_attention, store
-from .topk import gather_bits, order_keys, top_k_rows
+from .topk import order_keys, sort_rows, top_k_rows
 
 __all__ = [
     "LOG2E",
     "Heads",
     "attention",
     "gather",
-    "gather_bits",
     "order_keys",
     "paged_attention",
+    "sort_rows",
     "store",
     "top_k_rows",
 ]

@@ -1,5 +1,6 @@
 """Paged attention of a batch in plain torch, fp32 inside, CPU or GPU: gather each request, then `dense.attention`."""
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -20,11 +21,6 @@ def gather(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tenso
     found[(ids < 0) | (ids >= held)] = 0
     tokens = found.transpose(1, 2).flatten(0, 1)[:length]
     return tokens.view(cache.dtype)
-
-
-def _values(cache: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tensor, length: int) -> torch.Tensor:
-    tokens = gather(cache, pages, length)
-    return tokens if scales is None else fp4.nvfp4_dequantize(tokens, gather(scales, pages, length))
 
 
 def _factor(number: float, tensor: torch.Tensor | None) -> float | torch.Tensor:
@@ -66,23 +62,31 @@ def keys_of(p: Problem) -> list[Keys]:
     ]
 
 
-def _tokens(cache: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tensor | None, keys: Keys) -> torch.Tensor:
-    if pages is not None:
-        return _values(cache, scales, pages, keys.length)
-    rows = slice(keys.first, keys.first + keys.length)
-    found = cache[0, :, rows].transpose(0, 1)
-    return found if scales is None else fp4.nvfp4_dequantize(found, scales[0, :, rows].transpose(0, 1))
+def _values(cache: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tensor | None, keys: Keys) -> torch.Tensor:
+    def stored(x: torch.Tensor) -> torch.Tensor:
+        if pages is not None:
+            return gather(x, pages, keys.length)
+        return x[0, :, keys.first : keys.first + keys.length].transpose(0, 1)
+
+    return stored(cache) if scales is None else fp4.nvfp4_dequantize(stored(cache), stored(scales))
 
 
-def paged_attention(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o (T, Hq, Dvo) fp32 including out_scale, lse (T, Hq) fp32 base 2). Rows of no request are 0 and -inf. Reads
-    lengths on the host, so a GPU call synchronises; skips nothing. Values that make no sense are clamped as kernels
-    do: rows to the query's, keys to what a row of the table, or the list of all, holds, none where the cache has no
-    pages."""
-    tokens, heads, _ = p.q.shape
-    o = torch.zeros(tokens, heads, p.dim_vo, dtype=torch.float32, device=p.q.device)
-    lse = torch.full((tokens, heads), -float("inf"), dtype=torch.float32, device=p.q.device)
-    v_scales, r = p.v_scales, p.requests
+class Tokens(NamedTuple):
+    """A request's. rows: those of its query, q (m, Hq, Dqk), among all. k (n, Hkv, Dqk), v (n, Hkv, Dvo): of the
+    cache's dtype, NVFP4 as fp32. q and k are rotated where the call asks for it. causal: as `dense.attention` takes it,
+    a mask of drafts or of bits included."""
+
+    rows: slice
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    causal: bool | torch.Tensor
+
+
+def tokens_of(p: Problem) -> Iterator[Tokens]:
+    """Of each request that has query rows, in any form: pages of a table or a list, or rows without pages. Reads
+    lengths on the host."""
+    tokens, r, v_scales = len(p.q), p.requests, p.v_scales
     if v_scales is not None and p.interleaved:
         v_scales = fp4.deinterleave_v_scales(v_scales)
     if r.cu_seqlens_q is None:
@@ -97,7 +101,7 @@ def paged_attention(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
         if rows.start >= rows.stop:
             continue
         pages = (None, None) if keys.pages is None else keys.pages
-        q, k, v = p.q[rows], _tokens(p.k, p.k_scales, pages[0], keys), _tokens(p.v, v_scales, pages[1], keys)
+        q, k, v = p.q[rows], _values(p.k, p.k_scales, pages[0], keys), _values(p.v, v_scales, pages[1], keys)
         if p.rope is not None:
             q, k = rotate(q, keys.length - len(q), *p.rope), rotate(k, 0, *p.rope)
         causal: bool | torch.Tensor = bool(p.causal)
@@ -105,12 +109,24 @@ def paged_attention(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
             causal = masks[request]
         elif p.drafts is not None:
             causal = p.drafts[rows]
-        o[rows], lse[rows] = attention(
-            q,
-            k,
-            v,
+        yield Tokens(rows, q, k, v, causal)
+
+
+def paged_attention(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o (T, Hq, Dvo) fp32 including out_scale, lse (T, Hq) fp32 base 2). Rows of no request are 0 and -inf. Reads
+    lengths on the host, so a GPU call synchronises; skips nothing. Values that make no sense are clamped as kernels
+    do: rows to the query's, keys to what a row of the table, or the list of all, holds, none where the cache has no
+    pages."""
+    tokens, heads, _ = p.q.shape
+    o = torch.zeros(tokens, heads, p.dim_vo, dtype=torch.float32, device=p.q.device)
+    lse = torch.full((tokens, heads), -float("inf"), dtype=torch.float32, device=p.q.device)
+    for x in tokens_of(p):
+        o[x.rows], lse[x.rows] = attention(
+            x.q,
+            x.k,
+            x.v,
             scale=_factor(p.scale, p.scale_tensor),
-            causal=causal,
+            causal=x.causal,
             window_left=min(p.window_left, most_keys(p)),
             soft_cap=p.soft_cap or 0.0,
             of_heads=Heads(p.sinks, p.alibi_slopes),

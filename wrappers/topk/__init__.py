@@ -9,10 +9,10 @@ Results are the same bits in every run, stream and batch, so `deterministic=Fals
 that differs: both are accepted. Calls can be captured in a CUDA graph, and replayed with other values in the tensors.
 
 Host time: a call whose static facts (dtypes, shapes, strides, k) were seen before is one dict lookup and the compiled
-call, which itself checks rank, dtype, device and strides. Nothing here synchronises or reads device values. Errors are
-raised before any launch and before anything is written: ValueError rank, shape, stride, device, range; TypeError dtype
-or type; NotImplementedError what no kernel does: on CUDA, k above 15872 where L is above 737280 (fp32) or 1474560 (16
-bits), more than a cluster can hold.
+call, `top_k(sorted=True)` two, which themselves check rank, dtype, device and strides. Nothing here synchronises or
+reads device values. Errors are raised before any launch and before anything is written: ValueError rank, shape, stride,
+device, range; TypeError dtype or type; NotImplementedError what no kernel does: on CUDA, k above 15872 where L is above
+737280 (fp32) or 1474560 (16 bits), more than a cluster can hold.
 """
 
 from .api import (

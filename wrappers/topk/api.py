@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from .. import reference
 from ..checks import check_flag, check_integer
 from ..scalars import integer
 from .checks import DECODING, PAGE_TABLE, PREFILL, RAGGED, TOP_K, Call, TopKTieBreak, each_row
@@ -59,7 +58,7 @@ def top_k_page_table_transform(
         page_table_row_starts = row_starts
     return serve(_call(Call, (
         PAGE_TABLE, input, k, row_starts, lengths, out, out_raw_indices, None, None, src_page_table, row_to_batch,
-        page_table_row_starts, None, 1, page_size, tie_break, None,
+        page_table_row_starts, None, 1, page_size, tie_break, False, None,
     )))[0]  # fmt: skip
 
 
@@ -85,7 +84,8 @@ def top_k_ragged_transform(
     if deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
         _refuse_other_than(bool, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
     return serve(_call(Call, (
-        RAGGED, input, k, row_starts, lengths, None, None, None, None, None, None, None, offsets, 1, 1, tie_break, None,
+        RAGGED, input, k, row_starts, lengths, None, None, None, None, None, None, None, offsets, 1, 1, tie_break,
+        False, None,
     )))[0]  # fmt: skip
 
 
@@ -100,7 +100,8 @@ def top_k(
     """(values, indices) of the k largest scores of each row: the scores' dtype and int64, both (R, k).
 
     input (R, V) as in `top_k_page_table_transform`; k <= V. Order: ascending index, or with sorted=True descending
-    value, then ascending index. Signature: FlashInfer. Raises as there.
+    value, then ascending index; on CUDA a second kernel sorts, torch where k is above 4096. Signature: FlashInfer.
+    Raises as there.
 
     >>> top_k(torch.tensor([[0.1, 0.7, 0.3, 0.9]]), 2)
     (tensor([[0.7000, 0.9000]]), tensor([[1, 3]]))
@@ -108,12 +109,9 @@ def top_k(
     if sorted.__class__ is not bool or deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
         _refuse_other_than(bool, sorted=sorted, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
     _, values, indices = serve(_call(Call, (
-        TOP_K, input, k, None, None, None, None, None, None, None, None, None, None, 1, 1, tie_break, None,
+        TOP_K, input, k, None, None, None, None, None, None, None, None, None, None, 1, 1, tie_break, sorted, None,
     )))  # fmt: skip
-    if not sorted:
-        return values, indices
-    order = reference.order_keys(values).sort(dim=1, descending=True, stable=True).indices
-    return reference.gather_bits(values, order), indices.gather(1, order)
+    return values, indices
 
 
 def top_k_per_row_prefill(
@@ -145,7 +143,7 @@ def top_k_per_row_prefill(
         _refuse_other_than(int, num_rows=num_rows, stride0=stride0, stride1=stride1)
     serve(_call(Call, (
         PREFILL, logits, top_k, row_starts, row_ends, None, indices, None, None, None, None, None, None, 1, 1,
-        TopKTieBreak.NONE, layout,
+        TopKTieBreak.NONE, False, layout,
     )))  # fmt: skip
 
 
@@ -179,5 +177,5 @@ def top_k_per_row_decode(
         _refuse_other_than(int, num_rows=num_rows, stride0=stride0, stride1=stride1)
     serve(_call(Call, (
         DECODING, logits, top_k, None, seq_lens, None, indices, None, None, None, None, None, None, next_n, 1,
-        TopKTieBreak.NONE, layout,
+        TopKTieBreak.NONE, False, layout,
     )))  # fmt: skip

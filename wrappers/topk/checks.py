@@ -52,7 +52,7 @@ TIES = tuple(map(int, TopKTieBreak))
 class Call(NamedTuple):
     """A call of any of the functions, in the terms of `TopKArgs`; None stands for what is absent.
 
-    layout: (num_rows, stride0, stride1) that a caller of the per-row functions states.
+    sorted: values descend. layout: (num_rows, stride0, stride1) that a caller of the per-row functions states.
     """
 
     function: Any
@@ -71,6 +71,7 @@ class Call(NamedTuple):
     next_n: Any = 1
     page_size: Any = 1
     tie_break: Any = TopKTieBreak.NONE
+    sorted: Any = False
     layout: Any = None
 
 

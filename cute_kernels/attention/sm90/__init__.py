@@ -62,15 +62,15 @@ TILES = {  # (head_dim_qk, head_dim_vo) -> tile of kernels that take every modif
     (256, 256): Tile(128, 80, 2),
 }
 USUAL = ((64, 64), (128, 128))
-FP8_TILES = {  # of 8-bit Q, K and V, whose V is transposed by the warps that do not load
+FP8_TILES = {  # of 8-bit Q, K and V, whose V is transposed by warps that do not load
     (64, 64): Tile(128, 128, 4, loaders=1, promote=16),
-    (128, 128): Tile(128, 96, 3, loaders=1, promote=16),
+    (128, 128): Tile(128, 96, 3, loaders=1, promote=21),
     (192, 128): Tile(128, 128, 2, loaders=1, promote=16),
     (256, 256): Tile(64, 64, 3, loaders=1, promote=32),
 }
 FP8_HEADLINE_TILES = FP8_TILES | {
     (64, 64): Tile(192, 128, 4, 2, loaders=1, promote=16),
-    (128, 128): Tile(192, 96, 2, 2, loaders=1, promote=16),
+    (128, 128): Tile(192, 96, 2, 2, loaders=1, promote=21),
 }
 QUANTISED_TILES = {  # of quantised K and V, dequantised by a warpgroup
     (64, 64): Tile(128, 128, 3, raw_stages=3, loaders=1),

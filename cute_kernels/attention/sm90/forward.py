@@ -1,8 +1,9 @@
 """Prefill on Hopper: host part and device entry.
 
 Roles (`roles`): the warps of warpgroup 0 load, `tile.loaders` feed K, one of which also publishes the tiles, as many Q
-and V, and the others prepare stages that no MMA can read as they were loaded, or copy scale factors; where K and V are
-dequantised, warpgroup 1 does so, two warps each; each further warpgroup computes 64 rows of the tile (`math`). CTAs are
+and V, one copies scale factors; warpgroup 1 prepares stages that no MMA can read as they were loaded, if there are any:
+it dequantises K and V, two warps each, or transposes V, which the spare warps of warpgroup 0 do where three warpgroups
+compute; each further warpgroup computes 64 rows of the tile (`math`). CTAs are
 persistent.
 
 Pipelines: work_pipe, 2 stages, loader 0 of K -> all: the next tile, published while the current one is loaded, freed
@@ -38,7 +39,7 @@ from ..schedule import work
 from . import skip, sums
 from .math import DENSE, math
 from .prepare import prepare_kv
-from .roles import WARPS, dequantises, fp8, operand, prepared, roles
+from .roles import WARPS, apart, dequantises, fp8, operand, prepared, roles
 
 fake_args = fakes.fake_args
 
@@ -175,16 +176,19 @@ def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
     elif warp < roles(spec).first("load_v") + roles(spec).warps("load_v"):
         load_v(spec, plan, s, warp - roles(spec).first("load_v"))
     elif const_expr(not dequantises(spec)):
-        prepare_kv(spec, plan, s, pages.V, warp - roles(spec).first("prepare_v"))
+        if const_expr(not apart(spec)):
+            prepare_kv(spec, plan, s, pages.V, warp - roles(spec).first("prepare_v"))
     elif const_expr(spec.kv.scaled):
         if warp == roles(spec).first("load_scales"):
             load.load_scales(spec, plan, s, (s.raw_k_pipe, s.raw_v_pipe))
 
 
 @cute.jit
-def dequantise(spec: cutlass.Constexpr, plan, s, warp: Int32):
-    """The warps that dequantise."""
-    if warp < roles(spec).first("prepare_v"):
+def prepare(spec: cutlass.Constexpr, plan, s, warp: Int32):
+    """The warps of the warpgroup that prepares."""
+    if const_expr(not dequantises(spec)):
+        prepare_kv(spec, plan, s, pages.V, warp - roles(spec).first("prepare_v"))
+    elif warp < roles(spec).first("prepare_v"):
         prepare_kv(spec, plan, s, pages.K, warp - roles(spec).first("prepare_k"))
     else:
         prepare_kv(spec, plan, s, pages.V, warp - roles(spec).first("prepare_v"))
@@ -208,10 +212,10 @@ def kernel(spec: cutlass.Constexpr, plan: Plan):
         cute.arch.setmaxregister_decrease(roles(spec).registers("load_k"))
         serve(spec, plan, s, warp)
         cute.arch.griddepcontrol_launch_dependents()
-    elif const_expr(not dequantises(spec)):
+    elif const_expr(not apart(spec)):
         compute(spec, plan, s)
     elif warp < roles(spec).first("math"):
-        cute.arch.setmaxregister_decrease(roles(spec).registers("prepare_k"))
-        dequantise(spec, plan, s, warp)
+        cute.arch.setmaxregister_decrease(roles(spec).registers("prepare_v"))
+        prepare(spec, plan, s, warp)
     else:
         compute(spec, plan, s)

@@ -56,14 +56,16 @@ class Tile:
     w: Work
     n: mask.Lengths
     scales: Scales
+    span: softmax.Span
     mask_start: Any = None
 
 
 class How(NamedTuple):
-    """What a loop does with its blocks. static: bools."""
+    """What a loop does with its blocks. static: bools. guesses: that rows' maxima stay, see `guess`."""
 
     capped: Any
     masked: Any
+    guesses: Any
 
 
 class Items(NamedTuple):
@@ -181,7 +183,8 @@ def transform(spec: cutlass.Constexpr, a, r: Registers, x: Tile, j: Int32, how: 
 @cute.jit
 def scores(spec: cutlass.Constexpr, a, r: Registers, x: Tile, j: Int32, how: cutlass.Constexpr):
     """Soft cap, mask and new maxima of block j in r.s."""
-    softmax.update_max(r.st, transform(spec, a, r, x, j, how), scales_of(r, x.scales).reduced, LANES, span(spec))
+    view, to_log2 = transform(spec, a, r, x, j, how), scales_of(r, x.scales).reduced
+    softmax.update_max(r.st, view, to_log2, LANES, x.span, early(spec) > 0)
 
 
 @cute.jit
@@ -193,26 +196,65 @@ def probabilities(r: Registers, x: Tile, row: cutlass.Constexpr):
 @cute.jit
 def operand_p(spec: cutlass.Constexpr, r: Registers, row: cutlass.Constexpr):
     """A row of r.s as A operand in r.p."""
+    place(spec, r, packed(spec, wgmma.rows_cols(r.s)[row, None]), row)
+
+
+def packed(spec, values):
+    """Values of a row in the type of P, as words: of 8 bits four neighbours, of 16 two."""
+    if fp8(spec):
+        return [warp.e4m3_word([values[i + e] for e in range(4)]) for i in range(0, cute.size(values), 4)]
+    return [warp.word16(abi.DTYPES[operand(spec)], values[i], values[i + 1]) for i in range(0, cute.size(values), 2)]
+
+
+def place(spec, r, words, row):
+    """Words of a row into r.p. In 8 bits, the operand's word i, of every 16 keys, is of four neighbours of the row's
+    registers, whose keys `prepare.transpose` puts side by side."""
+    into = cute.recast_tensor(r.p, Uint32)
+    for i, word in enumerate(words):
+        into[i // 2 * 4 + i % 2 * 2 + row if fp8(spec) else 2 * i + row] = word
+
+
+class Guess(NamedTuple):
+    """P of columns of a row, if the row's maximum stays what it is: words, chains of their sum, and, in 8 bits, a word
+    whose bytes' top bits say which are 448 or NaN."""
+
+    words: list
+    parts: list
+    full: Any
+
+
+def guess(spec, r, x, row, cols, before=None) -> Guess:
+    """The `Guess` of a row of r.s, which stays. before: that of the columns in front."""
+    scores, scale = wgmma.rows_cols(r.s)[row, None], scales_of(r, x.scales).reduced[row]
+    values = cute.make_rmem_tensor(len(cols), Float32)
+    for i, col in enumerate(cols):
+        values[i] = cute.math.exp2(scores[col] * scale - r.st.shift[row], fastmath=True)
+    words = packed(spec, values)
+    parts, full = softmax.chained(values, softmax.add, before and before.parts), before.full if before else Uint32(0)
+    if fp8(spec):
+        for word in words:
+            full = full | (word + Uint32(0x02020202))
+    return Guess(words, parts, full)
+
+
+@cute.jit
+def settle(spec: cutlass.Constexpr, r: Registers, x: Tile, totals, full):
+    """Guesses come true; but where a row of the warp may be full, they are forgotten, and P is made anew. In 16 bits,
+    nothing exceeds 2^14 where the sum does not."""
     if const_expr(fp8(spec)):
-        operand_p8(r, row)
+        again = (full & Uint32(0x80808080)) != 0
     else:
-        operand_p16(r, row)
-
-
-@cute.jit
-def operand_p8(r: Registers, row: cutlass.Constexpr):
-    """In 8 bits: the operand's word i, of every 16 keys, is of four neighbours of the row's registers, whose keys
-    `prepare.transpose` puts side by side."""
-    src, words = wgmma.rows_cols(r.s), cute.recast_tensor(r.p, Uint32)
-    for i in cutlass.range_constexpr(cute.size(words) // 2):
-        words[i // 2 * 4 + i % 2 * 2 + row] = warp.e4m3_word([src[row, 4 * i + e] for e in range(4)])
-
-
-@cute.jit
-def operand_p16(r: Registers, row: cutlass.Constexpr):
-    """In 16 bits."""
-    src, dst = wgmma.rows_cols(r.s), wgmma.rows_cols(wgmma.like_accumulator(r.p, r.s))
-    warp.convert16(src[row, None], dst[row, None])
+        again = totals[0] >= 16000.0 or totals[1] >= 16000.0
+    if cute.arch.vote_any_sync(again):
+        softmax.update_max(r.st, wgmma.rows_cols(r.s), scales_of(r, x.scales).reduced, LANES, x.span, False)
+        for row in cutlass.range_constexpr(cute.size(r.tokens)):
+            probabilities(r, x, row)
+            operand_p(spec, r, row)
+        softmax.rescale(r.st, wgmma.rows_cols(r.o))
+    else:
+        for row in cutlass.range_constexpr(cute.size(r.tokens)):
+            r.st.l[row] += totals[row]
+            r.st.rescale[row] = Float32(1.0)
 
 
 @cute.jit
@@ -309,7 +351,7 @@ def first_block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, i: Int32, 
     logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
     warpgroup.wait_group(0)
     pipe.release(s.k_pipe, i)
-    scores(spec, a, r, x, j, How(capped, True))
+    scores(spec, a, r, x, j, How(capped, True, False))
     for row in cutlass.range_constexpr(cute.size(r.tokens)):
         probabilities(r, x, row)
         operand_p(spec, r, row)
@@ -346,18 +388,34 @@ def step(
     pass_turn(spec)
     logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
     warpgroup.wait_group(1)
-    scores(spec, a, r, x, j, how)
-    probabilities(r, x, 0)
-    # Always true (exp >= 0 >= -|scale|), but the compiler cannot know: it keeps the release behind the scores and the
-    # wait behind the release, whatever a device tensor holds.
+    # `release_after` is always true (exp >= 0 >= -|scale|), but the compiler cannot know: it keeps the release behind
+    # the scores, and the wait behind the release, whatever a device tensor holds.
     below = -cute.math.absf(x.scales.reduced)
-    pipe.release_after(s.k_pipe, i + 1, wgmma.rows_cols(r.s)[0, 0], below)
-    warpgroup.wait_group(0)
-    pipe.release(s.v_pipe, i)
-    operand_p(spec, r, 0)
-    probabilities(r, x, 1)
-    operand_p(spec, r, 1)
-    softmax.rescale(r.st, wgmma.rows_cols(r.o))
+    if const_expr(not how.guesses):
+        scores(spec, a, r, x, j, how)
+        probabilities(r, x, 0)
+        pipe.release_after(s.k_pipe, i + 1, wgmma.rows_cols(r.s)[0, 0], below)
+        warpgroup.wait_group(0)
+        pipe.release(s.v_pipe, i)
+        operand_p(spec, r, 0)
+        probabilities(r, x, 1)
+        operand_p(spec, r, 1)
+        softmax.rescale(r.st, wgmma.rows_cols(r.o))
+    else:
+        transform(spec, a, r, x, j, how)
+        n = const_expr(spec.tile.n // LANES)
+        cut = const_expr(n if fp8(spec) else n // 8 * 4)  # of the first row's columns: more would need more registers
+        front = guess(spec, r, x, 0, range(cut))
+        pipe.release_after(s.k_pipe, i + 1, softmax.joined(front.parts, softmax.add), below)
+        warpgroup.wait_group(0)
+        pipe.release(s.v_pipe, i)
+        # Zero, but the compiler cannot know: P is defined behind the wait, or all MMAs would be waited for one by one.
+        zero = Uint32(cute.arch.block_idx()[2])
+        first = guess(spec, r, x, 0, range(cut, n), front) if const_expr(cut < n) else front._replace(words=[])
+        place(spec, r, [word | zero for word in front.words] + first.words, 0)
+        second = guess(spec, r, x, 1, range(n))
+        place(spec, r, second.words, 1)
+        settle(spec, r, x, [softmax.joined(g.parts, softmax.add) for g in (first, second)], first.full | second.full)
 
 
 @cute.jit
@@ -428,7 +486,7 @@ def set_rows(spec: cutlass.Constexpr, r: Registers, x: Tile, a, capped: cutlass.
 @cute.jit
 def begin_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Items, capped: cutlass.Constexpr):
     """All of a tile up to its first block, whose QK is in flight and whose PV is then owed."""
-    softmax.reset(r.st)
+    softmax.begin(r.st)
     r.o.fill(0.0)
     set_rows(spec, r, x, a, capped)
     first_block(spec, a, s, r, x, at.kv, capped)
@@ -444,12 +502,17 @@ def end_block(spec: cutlass.Constexpr, r: Registers, x: Tile, j: Int32):
 
 
 @cute.jit
-def end_tile(spec: cutlass.Constexpr, s, r: Registers, at: Items):
+def end_tile(spec: cutlass.Constexpr, s, r: Registers, x: Tile, at: Items):
     """No QK of the tile is left."""
     if const_expr(spec.tile.promote > 0):
-        sums.collect(r.sums, r.o)
+        sums.collect(spec, r.sums, r.o, x.w.hi - 1 - x.w.lo)
     if const_expr(not spec.pack_gqa and not spec.tile.q_in_regs):
         pipe.release(s.q_pipe, at.q)
+
+
+def early(spec):
+    """Blocks of a tile, after the first, in which maxima follow: in 8 bits they would grow out of P's range later."""
+    return 2 if fp8(spec) else 0
 
 
 @cute.jit
@@ -457,14 +520,14 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
     """The KV blocks of a tile whose first QK is in flight, up to the PV of the `Last`, which it returns."""
     i = at.kv
     begin_tile(spec, plan.args, s, r, x, at, capped)
-    segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi)
+    segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi, early(spec))
     for g in cutlass.range_constexpr(len(segments)):
-        lo, hi, masked = segments[g]
+        lo, hi, masked, begins = segments[g]
         for j in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
-            step(spec, plan, s, r, x, Items(i, at.q), j, How(capped, masked))
+            step(spec, plan, s, r, x, Items(i, at.q), j, How(capped, masked, not begins))
             i += 1
             end_block(spec, r, x, j)
-    end_tile(spec, s, r, at)
+    end_tile(spec, s, r, x, at)
     return Last(i, True)
 
 
@@ -515,7 +578,7 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr, capped:
             if const_expr(not ahead(spec)):
                 start_tile(spec, plan, s, r, w, at)
             start = geometry.mask_start(a, w.batch) if const_expr(spec.mask.custom) else None
-            x = Tile(w, mask.lengths(spec, a, w.q_len, w.kv_len), scales, start)
+            x = Tile(w, mask.lengths(spec, a, w.q_len, w.kv_len), scales, span(spec, w.kv_len), start)
             last = blocks(spec, plan, s, r, x, at, capped)
             w, t = next_tile(spec, a, s, r, scales, t)
             finish(spec, plan, s, r, w, Items(last.kv, at.q), last.owed)

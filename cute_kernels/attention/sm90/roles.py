@@ -4,8 +4,8 @@ from ...device.roles import Role, Roles
 from .. import quant
 
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # math warpgroups -> (load, math) registers a thread
-TRANSPOSING = REGISTERS | {2: (48, 232)}
 DEQUANTISING = {1: (40, 40, 232), 2: (32, 32, 224)}  # math warpgroups -> (load, prepare, math) registers
+TRANSPOSING = {1: (40, 40, 232), 2: (32, 40, 216)}  # the same
 WARPS = 4  # warps of a warpgroup
 
 
@@ -35,27 +35,25 @@ def scaled_rows(spec):
     return any(prepared(spec))
 
 
+def apart(spec):
+    """Whether those that prepare have a warpgroup of their own, a warp for each of the SM's four schedulers. Three math
+    warpgroups leave no registers for it."""
+    return any(prepared(spec)) and spec.tile.warpgroups < 3
+
+
 def roles(spec) -> Roles:
-    if dequantises(spec):
-        return dequantising_roles(spec)
-    load_regs, math_regs = (TRANSPOSING if fp8(spec) else REGISTERS)[spec.tile.warpgroups]
-    return Roles.of(
-        Role("load_k", spec.tile.loaders, load_regs),
-        Role("load_v", spec.tile.loaders, load_regs),
-        Role("prepare_v", WARPS - 2 * spec.tile.loaders, load_regs),
-        Role("math", WARPS * spec.tile.warpgroups, math_regs),
-    )
-
-
-def dequantising_roles(spec) -> Roles:
-    """Those that dequantise have a warpgroup of their own: a warp of it for each of the SM's four schedulers."""
-    load_regs, prepare_regs, math_regs = DEQUANTISING[spec.tile.warpgroups]
-    return Roles.of(
-        Role("load_k", spec.tile.loaders, load_regs),
-        Role("load_v", spec.tile.loaders, load_regs),
-        Role("load_scales", int(spec.kv.scaled), load_regs),
-        Role("idle", WARPS - 2 * spec.tile.loaders - int(spec.kv.scaled), load_regs),
-        Role("prepare_k", WARPS // 2, prepare_regs),
-        Role("prepare_v", WARPS // 2, prepare_regs),
-        Role("math", WARPS * spec.tile.warpgroups, math_regs),
-    )
+    t, scales, keys = spec.tile, int(spec.kv.scaled), 0 if fp8(spec) else WARPS // 2
+    loading: dict[str, int] = {"load_k": t.loaders, "load_v": t.loaders}
+    preparing: dict[str, int] = {}
+    spare = WARPS - 2 * t.loaders
+    if apart(spec):
+        registers = (TRANSPOSING if fp8(spec) else DEQUANTISING)[t.warpgroups]
+        loading |= {"load_scales": scales, "idle": spare - scales}
+        preparing |= {"prepare_k": keys, "prepare_v": WARPS - keys}
+    else:
+        load, math = REGISTERS[t.warpgroups]
+        registers = load, load, math
+        loading |= {"prepare_v" if fp8(spec) else "idle": spare}
+    groups = loading, preparing, {"math": WARPS * t.warpgroups}
+    table = (Role(name, warps, n) for n, group in zip(registers, groups, strict=True) for name, warps in group.items())
+    return Roles.of(*table)

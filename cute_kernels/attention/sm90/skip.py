@@ -38,6 +38,7 @@ from .math import (
     Tile,
     ahead,
     begin_tile,
+    early,
     end_block,
     end_tile,
     group_index,
@@ -53,7 +54,7 @@ from .math import (
     wait_turn,
 )
 from .roles import WARPS, prepared
-from .store import LANES, scales_of, span
+from .store import LANES, scales_of
 
 TURNS = 2  # votes at a time
 
@@ -172,9 +173,7 @@ def look(spec: cutlass.Constexpr, a, s, r: Registers, votes: Votes, item: Int32,
 
 
 @cute.jit
-def step(
-    spec: cutlass.Constexpr, plan, s, r: Registers, votes: Votes, last: Last, j: Int32, how: cutlass.Constexpr
-):
+def step(spec: cutlass.Constexpr, plan, s, r: Registers, votes: Votes, last: Last, j: Int32, how: cutlass.Constexpr):
     """QK of block j (item last.kv + 1) and, if it is owed, the PV of item last.kv in flight together, maxima and vote
     of j under PV, softmax of j under the other warpgroup's MMAs. Returns the new `Last`."""
     i, a, x = last.kv, plan.args, votes.tile
@@ -201,18 +200,19 @@ def step(
         out = look(spec, a, s, r, votes, i + 1, j, how)
     pipe.release(s.v_pipe, i)
     if out == 0:
-        keep(spec, r, votes)
+        keep(spec, r, votes, how)
     elif const_expr(spec.tile.promote > 0):
         r.st.rescale.fill(1.0)
     return Last(i + 1, 1 - out)
 
 
 @cute.jit
-def keep(spec: cutlass.Constexpr, r: Registers, votes: Votes):
+def keep(spec: cutlass.Constexpr, r: Registers, votes: Votes, how: cutlass.Constexpr):
     """P of the block at hand into r.p; O, none of whose PV is in flight, is brought to the new maxima."""
     rows, x = cute.size(r.tokens), votes.tile
     tops = cute.make_tensor(votes.top.iterator, cute.make_layout((rows, 1)))
-    softmax.update_max(r.st, tops, scales_of(r, x.scales).reduced, 1, span(spec))
+    follow = const_expr(early(spec) > 0 and not how.guesses)
+    softmax.update_max(r.st, tops, scales_of(r, x.scales).reduced, 1, x.span, follow)
     for k in cutlass.range_constexpr(rows):
         votes.peak[k] = cute.arch.fmax(votes.peak[k], votes.top[k])
         probabilities(r, x, k)
@@ -248,13 +248,13 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
     for k in cutlass.range_constexpr(rows):
         votes.peak[k] = r.st.m[k]  # exact after one block
     last = Last(at.kv, Int32(1))
-    segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi)
+    segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi, early(spec))
     for g in cutlass.range_constexpr(len(segments)):
-        lo, hi, masked = segments[g]
+        lo, hi, masked, begins = segments[g]
         for j in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
-            last = step(spec, plan, s, r, votes, last, j, How(capped, masked))
+            last = step(spec, plan, s, r, votes, last, j, How(capped, masked, not begins))
             end_block(spec, r, x, j)
-    end_tile(spec, s, r, at)
+    end_tile(spec, s, r, x, at)
     return last
 
 

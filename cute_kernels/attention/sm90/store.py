@@ -35,13 +35,20 @@ def scales_of(r, scales: Scales) -> RowScales:
     return RowScales([scales.score] * 2, [scales.reduced] * 2) if r.scales is None else r.scales
 
 
-FP8_SPAN = softmax.Span(1.75, 7.0)  # e4m3 ends at 448 = 2^8.8; what is 2^17 times smaller than the maximum is lost. A
-# whole power of two, so that P of a key that outweighs all others is exact
+FULL = 8.76  # e4m3 ends at 448, to which it rounds from 432 = 2^8.755 on
+RAISED = 4, 7  # at least, at most
 
 
-def span(spec):
-    """Where P lies."""
-    return FP8_SPAN if fp8(spec) else softmax.SPAN
+def span(spec, kv_len) -> softmax.Span:
+    """Where P of a request of kv_len keys lies. In e4m3, what is 2^(10 + raised) times smaller than the running maximum
+    is lost: a request of up to 2^15 keys loses less than a fourth of its largest one. Raised by a whole power of two, P
+    of a key that outweighs all others is exact."""
+    if not fp8(spec):
+        return softmax.Span(Float32(14.0), Float32(0.0))
+    least, most = RAISED
+    more = cutlass.max(0, cutlass.min(most, 32 - 8 - cute.arch.clz(kv_len - 1)) - least)
+    raised = warp.from_bits(cute.arch.make_warp_uniform(0x40800000 + (more << 21)))  # 4.0 and up, in steps of 1
+    return softmax.Span(FULL - raised, raised)
 
 
 def fours(spec):
@@ -207,7 +214,7 @@ def store(spec: cutlass.Constexpr, a, r, w: Work, scales: Scales, empty: cutlass
             zero_row(spec, a, w.q_start + token, head, keep)
         else:
             values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
-            normal = softmax.row_normalizer(r.st, k, scales_of(r, scales).reduced[k], sink, LANES, span(spec))
+            normal = softmax.row_normalizer(r.st, k, scales_of(r, scales).reduced[k], sink, LANES, span(spec, w.kv_len))
             lse = normal.lse
             factor = normal.factor * scales.out
             if const_expr(r.scales is not None):

@@ -35,10 +35,6 @@ def make(spec, smem):
 @cute.jit
 def reset(x: Sums):
     """A tile begins."""
-    zeros = cute.make_rmem_tensor(PIECE, Float32)
-    zeros.fill(0.0)
-    for i in cutlass.range_constexpr(cute.size(x.smem, mode=[1])):
-        cute.autovec_copy(zeros, x.smem[None, i])
     x.factors.fill(1.0)
 
 
@@ -49,7 +45,8 @@ def advance(spec: cutlass.Constexpr, x: Sums, o: cute.Tensor, rescale: cute.Tens
     for k in cutlass.range_constexpr(2):
         x.factors[k] = x.factors[k] * rescale[k]
     if done % spec.tile.promote == 0:
-        collect(x, o)
+        if done > spec.tile.promote:
+            add(x, o)
         piece = cute.make_rmem_tensor(PIECE, Float32)
         for i in cutlass.range_constexpr(cute.size(x.smem, mode=[1])):
             for e in cutlass.range_constexpr(PIECE):
@@ -60,7 +57,14 @@ def advance(spec: cutlass.Constexpr, x: Sums, o: cute.Tensor, rescale: cute.Tens
 
 
 @cute.jit
-def collect(x: Sums, o: cute.Tensor):
+def collect(spec: cutlass.Constexpr, x: Sums, o: cute.Tensor, done: Int32):
+    """A tile ends after `done` times `advance`."""
+    if done >= spec.tile.promote:
+        add(x, o)
+
+
+@cute.jit
+def add(x: Sums, o: cute.Tensor):
     """O += sums."""
     for i in cutlass.range_constexpr(cute.size(x.smem, mode=[1])):
         piece = cute.make_rmem_tensor(PIECE, Float32)

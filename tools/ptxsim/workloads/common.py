@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cute_kernels.attention.args import fields
+from wrappers import reference
 from wrappers.machine import Machine, override
 
 from .. import launcher
@@ -16,6 +17,7 @@ from ..run import Result
 
 INTEGERS = {"cu_seqlens_q", "kv_lens", "page_table", "kv_starts", "counters", "draft_mask", "mask_starts"}  # int32
 SMS = 2  # of the simulated GPU: CTAs of a persistent grid
+REFERENCE = {"topk.radix": reference.top_k_rows, "topk.sort": reference.sort_rows}  # of the same arguments
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Outcome:
 
 class SimulatedMachine(Machine):
     """A GPU of `sms` SMs under CPU tensors, whose kernels the simulator runs; how: as `run.run` takes it. only: the
-    kernel that calls must choose. A launch finds NaN in its scratch, and zeros in its counters, which it must leave
-    behind too."""
+    kernel of its kind that calls must choose; one of another kind, before or behind it, is torch then. A launch finds
+    NaN in its scratch, and zeros in its counters, which it must leave behind too."""
 
     def __init__(self, arch: str, results: list[Result], sms: int, only: Any, how: dict[str, Any]):
         super().__init__()
@@ -42,7 +44,9 @@ class SimulatedMachine(Machine):
 
     def kernel(self, op: str, spec: Any, arch: str) -> Callable[..., None]:
         if self.only not in (None, spec):
-            raise ValueError(f"the call is served by {spec.name}, not by {self.only.name}")
+            if type(self.only) is type(spec):
+                raise ValueError(f"the call is served by {spec.name}, not by {self.only.name}")
+            return REFERENCE[op]
         function = launcher.function(op, spec, arch, self.results, **self.how)
 
         def launch(*args: Any) -> None:

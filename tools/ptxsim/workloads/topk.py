@@ -15,6 +15,7 @@ import torch
 from bench.cases import topk as cases
 from bench.cases.topk import DECODE, PAGE_TABLE, PREFILL, RAGGED, TOP_K, TopKCase
 from cute_kernels.topk import dispatch, radix
+from cute_kernels.topk.sort import SortSpec
 from cute_kernels.topk.spec import DTYPES, TopKSpec
 from wrappers import TopKTieBreak
 
@@ -28,11 +29,11 @@ SMS = 132  # of the simulated GPU: what dispatch counts with
 @dataclass(frozen=True)
 class Case:
     """Calls, one after the other on the same plans; each must give the brute force's bits. spec: the kernel that serves
-    them, None the one that dispatch chooses. times: launches of each call on the same memory."""
+    them, or sorts, None those that dispatch chooses. times: launches of each call on the same memory."""
 
     name: str
     calls: tuple[TopKCase, ...]
-    spec: TopKSpec | None = None
+    spec: TopKSpec | SortSpec | None = None
     times: int = 1
 
 
@@ -41,7 +42,21 @@ def kernel(name: str) -> TopKSpec:
     return next(plan for dtype in DTYPES for plan in dispatch.plans(dtype) if plan.name == name)
 
 
-def topk_cases(spec: TopKSpec, thorough: bool = False) -> list[Case]:
+def topk_cases(spec: TopKSpec | SortSpec, thorough: bool = False) -> list[Case]:
+    """Small problems of a shipped kernel."""
+    return sort_cases(spec) if isinstance(spec, SortSpec) else select_cases(spec)
+
+
+def sort_cases(spec: SortSpec) -> list[Case]:
+    """A full row, one element, and rows of many splits: equal keys, and keys that differ less and less."""
+    call, most = TopKCase(TOP_K, spec.dtype, 1, 300, 1, sorted=True), spec.capacity
+    return [
+        Case("full", (replace(call, width=most + 52, k=most, data="special"), call)),
+        Case("splits", (replace(call, rows=3, width=701, k=700, data=("clusters", "constant", "shelf")),)),
+    ]
+
+
+def select_cases(spec: TopKSpec) -> list[Case]:
     """Two cases that a kernel of `spec` can run: all functions, both tie breaks, and every way to settle ties, on rows
     that give every CTA of a cluster keys, the last slice ragged. Where slices are streamed, a row whose candidates
     have no room."""
@@ -66,26 +81,30 @@ def topk_cases(spec: TopKSpec, thorough: bool = False) -> list[Case]:
 
 def topk_structures(shipped: list[TopKSpec]) -> list[TopKSpec]:
     """Kernels that stand for all: one CTA, clusters whose threads add up all histograms and those that merge them, rows
-    held and streamed, both widths of keys, and both sizes of a CTA."""
+    held and streamed, both widths of keys, and both sizes of a CTA; those that sort."""
     names = (
         "fp32_c1t256_n8192", "bf16_c1t512_n32768", "fp32_c3t512_n46080", "bf16_c4t512_n32768", "fp32_c16t512_n16384",
-        "bf16_c1t512_s6144", "fp32_c2t512_s6144", "bf16_c8t512_s6144",
+        "bf16_c1t512_s6144", "fp32_c2t512_s6144", "bf16_c8t512_s6144", "fp32_sort2048", "bf16_sort4096",
     )  # fmt: skip
     return [spec for spec in shipped if spec.name in names]
 
 
 @contextmanager
-def forced(spec: TopKSpec | None) -> Iterator[None]:
-    """Public functions run `spec`. Dispatch gives large kernels to large problems only; here small ones must do, since
-    a simulated key costs a million times as long as a real one."""
+def forced(spec: TopKSpec | SortSpec | None) -> Iterator[None]:
+    """Public functions run `spec`, to select or to sort. Dispatch gives large kernels to large problems only; here
+    small ones must do, since a simulated key costs a million times as long as a real one."""
     if spec is None:
         yield
         return
-    with mock.patch.object(dispatch, "select", lambda problem, arch: (next(iter(dispatch.KERNELS)), spec)):
+    if isinstance(spec, SortSpec):
+        name, op = "sorter", dispatch.SORT
+    else:
+        name, op = "select", next(iter(dispatch.KERNELS))
+    with mock.patch.object(dispatch, name, lambda problem, arch: (op, spec)):
         yield
 
 
-def run_topk(spec: TopKSpec | None, case: Case, arch: str, **how: Any) -> Outcome:
+def run_topk(spec: TopKSpec | SortSpec | None, case: Case, arch: str, **how: Any) -> Outcome:
     results, digest, right, seconds = Result(), hashlib.sha256(), True, 0.0
     launches: list[Result] = []
     spec = spec or case.spec
@@ -146,6 +165,7 @@ def topk_features() -> list[Case]:
         *bounds(),
         *pages(),
         *streams(),
+        *sorts(),
         *memory(),
         Case("plans", tuple(plans())),
     ]
@@ -272,6 +292,18 @@ def streams() -> list[Case]:
         calls = [call, replace(call, data="constant", rows=1), replace(call, data="filler", rows=1, tie_break=LARGE)]
         found.append(Case(f"candidates {name}", tuple(calls), plan))
     return found
+
+
+def sorts() -> list[Case]:
+    """Sorted rows: of lengths around a warp's and a CTA's, and beyond; every kind of bit pattern."""
+    call = TopKCase(TOP_K, "fp32", 1, 4200, 1, sorted=True)
+    lengths = [replace(call, k=k, width=k + 9) for k in (1, 2, 31, 33, 511, 513, 2047, 2048, 2049, 4095, 4097)]
+    data = ("all bits", "negative", "nan", "relu", "low bits", "huge", "tiny", "256 ties", "clusters")
+    patterns = [
+        TopKCase(TOP_K, dtype, len(data), 900, 601, data, tie_break=which, sorted=True)
+        for dtype, which in (("fp32", LARGE), ("fp16", SMALL), ("bf16", LARGE))
+    ]
+    return [Case("sorted lengths", tuple(lengths)), Case("sorted patterns", tuple(patterns))]
 
 
 def memory() -> list[Case]:

@@ -1,0 +1,92 @@
+"""The shapes that engines serve: mixed batches, chunks of prompts, prompts alone, small batches and ragged ones."""
+
+import math
+import random
+from dataclasses import replace
+from statistics import NormalDist
+
+from .attention import AttentionCase, decoding, headline
+
+SHAPE = "h32x8-d128-p16"  # of heads, head_dim and pages where nothing else is said
+CHUNK, BEHIND = 1024, (2048, 6144, 10240, 14336)  # query tokens and all tokens of a mixed batch's chunks
+FIRST, LAST = 1024, 7168  # tokens of its shortest and longest request that decodes
+CONTEXTS = (4096, 8192, 16384, 32768)  # all tokens of requests whose next chunk is computed
+
+
+def _batch(name: str, q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> AttentionCase:
+    return AttentionCase(f"{name}-{SHAPE}", "bf16", q_lens, kv_lens, 32, 8, 128, 128, 16, lse=False, spare_pages=8)
+
+
+def mixed(name: str, count: int) -> AttentionCase:
+    """A chunk each of four requests, and `count` requests with one query token each, of evenly spaced lengths."""
+    lens = (FIRST + (LAST - FIRST) * i // max(1, count - 1) for i in range(count))
+    return _batch(name, (CHUNK,) * len(BEHIND) + (1,) * count, (*BEHIND, *lens))
+
+
+def chunks(name: str, size: int) -> AttentionCase:
+    """The next `size` tokens each of four requests."""
+    return _batch(name, (size,) * len(CONTEXTS), CONTEXTS)
+
+
+def alone(length: int) -> AttentionCase:
+    """One prompt."""
+    return replace(headline("causal", 1, length, (32, 8), 128, 16), name=f"prefill-bf16-one-s{length}-{SHAPE}")
+
+
+def log_normal(count: int, mean: float, sigma: float, least: int, most: int) -> tuple[int, ...]:
+    """Lengths whose quantiles are a log-normal distribution's, within [least, most], in a fixed random order.
+
+    >>> log_normal(5, 100, 1.0, 20, 1000)
+    (61, 36, 20, 218, 102)
+    """
+    normal = NormalDist(math.log(mean) - sigma**2 / 2, sigma)
+    places = [(i + 0.5) / count for i in range(count)]
+    random.Random(0).shuffle(places)
+    return tuple(min(max(round(math.exp(normal.inv_cdf(place))), least), most) for place in places)
+
+
+RAGGED = log_normal(256, 2048, 1.2, 64, 32768)
+
+
+def ragged(kv_dtype: str) -> AttentionCase:
+    """Requests of RAGGED lengths."""
+    name = f"decode-{kv_dtype or 'bf16'}-ragged-b{len(RAGGED)}-h64x8-d128-p16"
+    return replace(decoding(len(RAGGED), 0, (64, 8), 128, 16, kv_dtype), name=name, kv_lens=RAGGED)
+
+
+PREFILL = {
+    case.name: case
+    for case in (
+        replace(
+            headline("causal", 1, 8192, (16, 16), 192, 64),
+            name="prefill-bf16-d192x128-b1-s8192-h16x16-p64",
+            head_dim_vo=128,
+        ),
+        replace(headline("causal", 1, 8192, (16, 8), 256, 64), name="prefill-bf16-d256-b1-s8192-h16x8-p64"),
+        alone(512),
+        alone(1024),
+    )
+}
+DECODE = {
+    case.name: case
+    for case in (
+        *(decoding(batch, n, (32, 8), 128, 16) for batch, n in ((1, 1024), (1, 8192), (4, 4096), (8, 1024))),
+        *(ragged(kv_dtype) for kv_dtype in ("", "fp8", "nvfp4")),
+    )
+}
+SERVE = {case.name: case for case in (mixed("serve-bf16-mixed", 60), chunks("serve-bf16-chunks", 512))}
+
+SWEEP_BATCHES, SWEEP_LENGTHS = (1, 4, 16, 64, 256), tuple(1 << e for e in range(10, 18))
+SWEEP_TOKENS = 1 << 20  # of a batch of decode at most: 4 GiB of K and V
+SWEEP_DECODE = {
+    f"sweep-{case.name}": replace(case, name=f"sweep-{case.name}")
+    for case in (decoding(b, n, (32, 8), 128, 16) for b in SWEEP_BATCHES for n in SWEEP_LENGTHS)
+    if sum(case.kv_lens) <= SWEEP_TOKENS
+}
+SWEEP_SERVE = {
+    case.name: case
+    for case in (
+        *(mixed(f"sweep-serve-bf16-mixed-n{count}", count) for count in (0, 15, 30, 60, 120, 240)),
+        *(chunks(f"sweep-serve-bf16-chunks-q{1 << e}", 1 << e) for e in range(4, 12)),
+    )
+}
