@@ -124,7 +124,7 @@ def structure(spec: Any) -> Any:
 
 
 def structures(specs: Iterable[Any]) -> list[Any]:
-    """A shipped spec of every structure, bf16 where there is one: what runs in all modes."""
+    """A shipped spec of every structure, bf16 where there is one: what runs in other modes than `eager` too."""
     found: dict[Any, Any] = {}
     for spec in sorted(specs, key=lambda spec: kernel_of(spec).same["dtype"]):
         if structure(spec):
