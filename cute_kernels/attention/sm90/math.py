@@ -3,6 +3,11 @@
 A warpgroup issues QK of a block together with PV of the block before, and computes the softmax of the one under the
 other (`step`), across tiles too (`finish_pv`). Warpgroups take turns at issuing, so that one's softmax runs under
 another's MMAs.
+
+Exponentials do not wait for the block's maxima: a row guesses that its running maximum stays what it is (`guess`), which
+is nearly always right, because that lags behind anyway (`softmax.update_max`). Where P comes out too large for its type,
+the warp computes it again (`settle`). Blocks in which maxima grow as a rule, those on the diagonal and, in 8 bits, the
+first ones of a tile, are computed maxima first.
 """
 
 from dataclasses import dataclass
