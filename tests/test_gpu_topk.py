@@ -98,6 +98,7 @@ def test_sorted(data, dtype):
     for rows, k in itertools.product((1, 9), (1, 31, 600, 2047, 2048, 2049, 4096, 4097)):
         matches(TopKCase(TOP_K, dtype, rows, 9000, k, data, sorted=True))
     matches(TopKCase(TOP_K, dtype, 3, 4096, 4096, data, sorted=True, tie_break=TopKTieBreak.LARGE))
+    matches(TopKCase(TOP_K, dtype, 9, 1410, 1410, data, sorted=True))  # dozens: half of one is the last bucket
 
 
 @pytest.mark.parametrize("rows", [131, 133, 1500, 70_000])

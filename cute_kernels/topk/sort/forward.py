@@ -236,8 +236,9 @@ def store(spec: cutlass.Constexpr, s: Shared, a, row: Int32, greatest: Uint32):
             most = cutlass.max(most, Int32(own[e] & (1 << SMALL) - 1))
     for i in cutlass.range(most, unroll=1):
         for e in cutlass.range_constexpr(EACH):
-            if s.entries[cutlass.min(first[e] + i, k - 1)] < own[e]:  # no entry of a later bucket is
-                to[e] += 1
+            if first[e] + i < k:
+                if s.entries[first[e] + i] < own[e]:  # no entry of a later bucket is
+                    to[e] += 1
     for e in cutlass.range_constexpr(EACH):
         number = own[e] >> (2 * SMALL)
         key = (greatest - Uint32(number >> bits_of_position(spec))) << (32 - bits)

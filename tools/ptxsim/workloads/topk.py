@@ -48,11 +48,13 @@ def topk_cases(spec: TopKSpec | SortSpec, thorough: bool = False) -> list[Case]:
 
 
 def sort_cases(spec: SortSpec) -> list[Case]:
-    """A full row, one element, and rows of many splits: equal keys, and keys that differ less and less."""
+    """A full row, one element, and rows of many splits: equal keys, and keys that differ less and less. A row whose
+    last bucket has fewer elements than others, and the row's least key neither first nor last."""
     call, most = TopKCase(TOP_K, spec.dtype, 1, 300, 1, sorted=True), spec.capacity
     return [
         Case("full", (replace(call, width=most + 52, k=most, data="special"), call)),
         Case("splits", (replace(call, rows=3, width=701, k=700, data=("clusters", "constant", "shelf")),)),
+        Case("last bucket", (replace(call, width=1410, k=1410, data="dozens"),)),
     ]
 
 
