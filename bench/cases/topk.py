@@ -172,6 +172,13 @@ def _sample(size: int, inside: float, outside: float) -> Any:
     return make
 
 
+def _lines(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
+    """Normal scores, larger in every fourth line of the first 16384 keys: where such a slice, of 16 bits, is sampled."""
+    column = torch.arange(shape[1], device=gen.device)
+    high = (column < 16384) & (column // 64 % 4 == 0)
+    return (_normal(gen, shape, dtype).float() + torch.where(high, 9.0, 0.0)).to(DTYPES[dtype])
+
+
 DATA: dict[str, Any] = {
     "normal": _normal,
     "constant": _constant(1.5),
@@ -196,6 +203,7 @@ DATA: dict[str, Any] = {
     "seam": _seam,
     "sample too high": _sample(4096, 9.0, 0.0),  # of a kernel with a CTA a row
     "sample too low": _sample(4096, -9.0, 0.0),
+    "lines too high": _lines,
     "cluster's sample too high": _sample(8192, 9.0, 0.0),
     "cluster's sample too low": _sample(8192, -9.0, 0.0),
 }

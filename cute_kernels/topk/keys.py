@@ -54,13 +54,18 @@ def sign_multiplier(least):
     return Uint32((Int32(least) >> 31) * -2 - 1)
 
 
-def bins_of(word, dtype):
-    """The bins of the keys of a word's floats: a tuple of one (fp32) or two."""
+def both(x):
+    """A word of x twice, in 16 bits."""
+    return Uint32(x << 16 | x)
+
+
+def bins_of(word, dtype, least=None):
+    """The bins of the keys of a word's floats: a tuple of one (fp32) or two. least (16-bit floats): `both` of a bin
+    that stands for all lower ones, too."""
     low, shift = WINDOW[dtype]
     if BITS[dtype] == 32:
         magnitude = cutlass.min(cutlass.max(Int32(word & Uint32(SIGN - 1)) - low, 0), (HALF << shift) - 1)
         return (HALF + ((magnitude >> shift) ^ (Int32(word) >> 31)),)
-    both = lambda x: Uint32(x << 16 | x)  # noqa: E731
     low, shift = low >> 16, shift - 16
     magnitude = word & both(0x7FFF)
     if low:
@@ -68,6 +73,8 @@ def bins_of(word, dtype):
         magnitude = warp.packed("min", magnitude, both((HALF << shift) - 1))
     negative = Uint32(cute.arch.prmt(word, Uint32(0), Uint32(0xBB99)))  # all bits of a half that has the sign
     bins = ((magnitude >> shift) & both(HALF - 1)) ^ both(HALF) ^ (negative & both(BINS - 1))
+    if least is not None:
+        bins = warp.packed("max", bins, least)
     return Int32(bins & Uint32(0xFFFF)), Int32(bins >> 16)
 
 

@@ -87,6 +87,13 @@ def prefetch(s: Slice, first: Int32, count: Int32):
         l2.prefetch(s.words.iterator.toint() + Int64(begin) * (WORDS * 4), size * (WORDS * 4))
 
 
+def inside(spec, s, v):
+    """Whether all of vector v belongs to the slice."""
+    size = WORDS * keys.per_word(spec)
+    first = v * size - s.shift
+    return (first >= 0) & (first + size <= s.count)
+
+
 @cute.jit
 def fetch(spec: cutlass.Constexpr, s: Slice, v: Int32, into: cute.Tensor):
     """Load vector v of a slice into registers; filler where it reaches beyond the slice, which is not read."""

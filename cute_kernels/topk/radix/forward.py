@@ -1,7 +1,7 @@
 """Exact top-k of rows by radix selection: host part and device entry.
 
 A row is shared by the CTAs of a cluster, a slice each. Roles: all threads do the same. A slice is read once, kept in
-shared memory, and counted in bins of keys on the way. The bin that holds the k-th largest key of the row is split, from
+shared memory, and counted in bins of keys on the way (16-bit keys: see `hold`). The bin that holds the k-th largest key of the row is split, from
 shared memory, until LIST keys at most are left in it, or those needed, or keys that are all equal. One more pass makes
 a bit a key: set at the boundary and above. The few keys at the boundary are listed and ranked, with lower indices first
 (`last_ties`: higher), and those that do not get in lose their bits; equal ones in greater number are counted in index
@@ -28,7 +28,7 @@ from ... import abi
 from .. import emit, rows, scope, select
 from ..args import TopKArgs
 from ..spec import BINS, BITS, PULLED
-from . import LIST, filter, passes, places, resident, write
+from . import LIST, filter, hold, passes, places, resident, write
 
 
 def fake_args(spec) -> dict[str, Any]:
@@ -162,6 +162,8 @@ def pick(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice):
     if const_expr(spec.stream):
         kept, found = filter.gather(spec, a, s, x)
         x = filter.held(spec, x, kept)
+    elif const_expr(hold.serves(spec)):
+        found = hold.gather(spec, a, s, x)
     else:
         passes.load_slice(spec, s, x)
         found = select.search(spec, s, a.k)

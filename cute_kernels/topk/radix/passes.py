@@ -92,10 +92,10 @@ def count(spec: cutlass.Constexpr, s, x: rows.Slice):
         select.add(s.local, 0, x.count - vectors * lanes(spec))
 
 
-def count_vector(spec, s, words):
-    """Count the bins of a vector's keys into s.local."""
+def count_vector(spec, s, words, least=None):
+    """Count the bins of a vector's keys into s.local; least: of `keys.bins_of`."""
     for w in range(rows.WORDS):
-        for b in keys.bins_of(words[w], spec.dtype):
+        for b in keys.bins_of(words[w], spec.dtype, least):
             select.add(s.local, b, 1)
 
 

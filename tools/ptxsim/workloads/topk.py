@@ -44,7 +44,7 @@ def kernel(name: str) -> TopKSpec:
 def topk_cases(spec: TopKSpec, thorough: bool = False) -> list[Case]:
     """Two cases that a kernel of `spec` can run: all functions, both tie breaks, and every way to settle ties, on rows
     that give every CTA of a cluster keys, the last slice ragged. Where slices are streamed, a row whose candidates
-    have no room."""
+    have no room; where they are sampled, one whose sample misleads."""
     width, k, dtype = min(spec.capacity * spec.cluster, 2500 + 200 * spec.cluster) - 3, 300, spec.dtype
     first = [
         TopKCase(PAGE_TABLE, dtype, 2, width, k, ("shelf", "special"), (width + 9, width - 70), page_size=16,
@@ -61,6 +61,8 @@ def topk_cases(spec: TopKSpec, thorough: bool = False) -> list[Case]:
     if spec.stream:
         room = (spec.capacity + 700) * spec.cluster
         second.append(TopKCase(RAGGED, dtype, 1, room, k, "constant", tie_break=LARGE))
+    if spec.dtype != "fp32" and spec.threads == 512 and not spec.stream:
+        first.append(TopKCase(RAGGED, dtype, 1, 16384 * spec.cluster, k, "lines too high"))
     return [Case("first ties", tuple(first)), Case("last ties", tuple(second))]
 
 
@@ -145,6 +147,7 @@ def topk_features() -> list[Case]:
         *ties(),
         *bounds(),
         *pages(),
+        *floors(),
         *streams(),
         *memory(),
         Case("plans", tuple(plans())),
@@ -240,6 +243,19 @@ def pages() -> list[Case]:
     return [
         Case("pages", tuple(calls), kernel("fp32_c1t256_n8192")),
         Case("pages of a cluster", (large, replace(large, tie_break=LARGE)), kernel("bf16_c8t512_n32768")),
+    ]
+
+
+def floors() -> list[Case]:
+    """Held slices whose keys are counted from a floor on: a sample that misleads either way, floors that differ between
+    CTAs, any alignment."""
+    data = ("normal", "sample too high", "sample too low", "constant", "special")
+    one = TopKCase(RAGGED, "bf16", 5, 32768, 600, data)
+    data = ("normal", "ascending", "descending", "relu", "huge")
+    two = TopKCase(RAGGED, "fp16", 5, 50001, 2048, data, shift=3, pad=1)
+    return [
+        Case("floors", (one, replace(one, k=1), replace(one, k=20000, tie_break=LARGE)), kernel("bf16_c1t512_n32768")),
+        Case("floors of a cluster", (two,), kernel("fp16_c2t512_n32768")),
     ]
 
 
