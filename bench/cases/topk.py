@@ -173,7 +173,7 @@ def _sample(size: int, inside: float, outside: float) -> Any:
 
 
 def _lines(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
-    """Normal scores, larger in every fourth line of the first 16384 keys: where such a slice, of 16 bits, is sampled."""
+    """Normal scores, larger in every fourth line of the first 16384: where such a slice, of 16 bits, is sampled."""
     column = torch.arange(shape[1], device=gen.device)
     high = (column < 16384) & (column // 64 % 4 == 0)
     return (_normal(gen, shape, dtype).float() + torch.where(high, 9.0, 0.0)).to(DTYPES[dtype])

@@ -1,11 +1,11 @@
 """Exact top-k of rows by radix selection: host part and device entry.
 
 A row is shared by the CTAs of a cluster, a slice each. Roles: all threads do the same. A slice is read once, kept in
-shared memory, and counted in bins of keys on the way (16-bit keys: see `hold`). The bin that holds the k-th largest key of the row is split, from
-shared memory, until LIST keys at most are left in it, or those needed, or keys that are all equal. One more pass makes
-a bit a key: set at the boundary and above. The few keys at the boundary are listed and ranked, with lower indices first
-(`last_ties`: higher), and those that do not get in lose their bits; equal ones in greater number are counted in index
-order. The bits, in order, are what is written.
+shared memory, and counted in bins of keys on the way (16-bit keys: see `hold`). The bin that holds the k-th largest key
+of the row is split, from shared memory, until LIST keys at most are left in it, or those needed, or keys that are all
+equal. One more pass makes a bit a key: set at the boundary and above. The few keys at the boundary are listed and
+ranked, with lower indices first (`last_ties`: higher), and those that do not get in lose their bits; equal ones in
+greater number are counted in index order. The bits, in order, are what is written.
 
 A CTA writes only its own shared memory and reads that of the others: so its arrivals at the cluster's barrier need no
 fence that waits for memory (`scope.meet`).

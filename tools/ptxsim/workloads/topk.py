@@ -44,7 +44,7 @@ def kernel(name: str) -> TopKSpec:
 def topk_cases(spec: TopKSpec, thorough: bool = False) -> list[Case]:
     """Two cases that a kernel of `spec` can run: all functions, both tie breaks, and every way to settle ties, on rows
     that give every CTA of a cluster keys, the last slice ragged. Where slices are streamed, a row whose candidates
-    have no room; where they are sampled, one whose sample misleads."""
+    have no room; where they are sampled, one whose sample misleads and one more."""
     width, k, dtype = min(spec.capacity * spec.cluster, 2500 + 200 * spec.cluster) - 3, 300, spec.dtype
     first = [
         TopKCase(PAGE_TABLE, dtype, 2, width, k, ("shelf", "special"), (width + 9, width - 70), page_size=16,
@@ -62,7 +62,7 @@ def topk_cases(spec: TopKSpec, thorough: bool = False) -> list[Case]:
         room = (spec.capacity + 700) * spec.cluster
         second.append(TopKCase(RAGGED, dtype, 1, room, k, "constant", tie_break=LARGE))
     if spec.dtype != "fp32" and spec.threads == 512 and not spec.stream:
-        first.append(TopKCase(RAGGED, dtype, 1, 16384 * spec.cluster, k, "lines too high"))
+        first.append(TopKCase(RAGGED, dtype, 2, 16384 * spec.cluster, k, ("lines too high", "normal")))
     return [Case("first ties", tuple(first)), Case("last ties", tuple(second))]
 
 
