@@ -96,13 +96,12 @@ def sample(spec: cutlass.Constexpr, a, s, x: rows.Slice):
 @cute.jit
 def filter_pass(spec: cutlass.Constexpr, a, s, x: rows.Slice, floor: Uint32):
     """Keep the keys of the slice that are at least `floor`. Returns how many were kept; ends with a CTA barrier."""
-    words = cute.make_rmem_tensor((rows.WORDS, unroll(spec)), Uint32)
+    words, ahead = (cute.make_rmem_tensor((rows.WORDS, unroll(spec)), Uint32) for _ in range(2))
     warps = const_expr(spec.threads // 32)
     base, kept, parity, first, end = Int32(0), Int32(0), Int32(0), Int32(0), Int32(warps)
     cute.arch.barrier()
     while base < x.vectors:
-        read(spec, x, base, words)
-        rows.prefetch(x, base + spec.threads * unroll(spec), Int32(spec.threads * unroll(spec)))
+        fetch(spec, x, base, (base == 0) | (end - first < warps), words, ahead)
         count = Int32(0)
         if floor > keys.FILLER >> BITS[spec.dtype]:
             count = take(spec, s, x, words, Chunk(base, kept, parity, first, end), floor, False)
@@ -126,6 +125,26 @@ def filter_pass(spec: cutlass.Constexpr, a, s, x: rows.Slice, floor: Uint32):
     fill(spec, s, kept)
     cute.arch.barrier()
     return kept
+
+
+@cute.jit
+def fetch(spec: cutlass.Constexpr, x: rows.Slice, base: Int32, anew, words: cute.Tensor, ahead: cute.Tensor):
+    """Load this thread's vectors of the chunk at `base` into `words`, and fetch what comes behind into the L2.
+
+    In a cluster, where a CTA has its SM for itself as a rule, the next chunk is read into `ahead`, and arrives while
+    this one is looked at. anew: `ahead` does not hold the chunk at `base`."""
+    size = const_expr(spec.threads * unroll(spec))
+    if const_expr(spec.cluster == 1):
+        read(spec, x, base, words)
+        rows.prefetch(x, base + size, Int32(size))
+    else:
+        if anew:
+            read(spec, x, base, ahead)
+        for i in cutlass.range_constexpr(cute.size(words)):
+            words[i] = ahead[i]
+        if base + size < x.vectors:
+            read(spec, x, base + size, ahead)
+        rows.prefetch(x, base + 2 * size, Int32(size))
 
 
 def vector(spec, base, u):

@@ -43,8 +43,8 @@ def kernel(name: str) -> TopKSpec:
 
 def topk_cases(spec: TopKSpec, thorough: bool = False) -> list[Case]:
     """Two cases that a kernel of `spec` can run: all functions, both tie breaks, and every way to settle ties, on rows
-    that give every CTA of a cluster keys, the last slice ragged. Where slices are streamed, a row whose candidates
-    have no room."""
+    that give every CTA of a cluster keys, the last slice ragged. Where slices are streamed, a row of two chunks whose
+    candidates have no room."""
     width, k, dtype = min(spec.capacity * spec.cluster, 2500 + 200 * spec.cluster) - 3, 300, spec.dtype
     first = [
         TopKCase(PAGE_TABLE, dtype, 2, width, k, ("shelf", "special"), (width + 9, width - 70), page_size=16,
@@ -59,7 +59,7 @@ def topk_cases(spec: TopKSpec, thorough: bool = False) -> list[Case]:
         TopKCase(DECODE, dtype, 2, width, k, "huge", (width,), next_n=2),
     ]  # fmt: skip
     if spec.stream:
-        room = (spec.capacity + 700) * spec.cluster
+        room = (max(spec.capacity, radix.CHUNK * spec.threads // 32) + 700) * spec.cluster
         second.append(TopKCase(RAGGED, dtype, 1, room, k, "constant", tie_break=LARGE))
     return [Case("first ties", tuple(first)), Case("last ties", tuple(second))]
 
