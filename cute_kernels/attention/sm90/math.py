@@ -4,10 +4,10 @@ A warpgroup issues QK of a block together with PV of the block before, and compu
 other (`step`), across tiles too (`finish_pv`). Warpgroups take turns at issuing, so that one's softmax runs under
 another's MMAs.
 
-Exponentials do not wait for the block's maxima: a row guesses that its running maximum stays what it is (`guess`), which
-is nearly always right, because that lags behind anyway (`softmax.update_max`). Where P comes out too large for its type,
-the warp computes it again (`settle`). Blocks in which maxima grow as a rule, those on the diagonal and, in 8 bits, the
-first ones of a tile, are computed maxima first.
+Exponentials do not wait for the block's maxima: a row guesses that its running maximum stays what it is (`guess`),
+which is nearly always right, because that lags behind anyway (`softmax.update_max`). Where P comes out too large for
+its type, the warp computes it again (`settle`). Blocks in which maxima grow as a rule, those on the diagonal and, in 8
+bits, the first ones of a tile, are computed maxima first.
 """
 
 from dataclasses import dataclass
@@ -19,19 +19,17 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ... import abi
-from ...device import layout, mma, pipe, warp, wgmma
+from ...device import pipe, warp, wgmma
 from .. import epilogue, geometry, logits, mask, quant, softmax
 from ..kv import pages, source
 from ..logits import Cols, Rows
 from ..schedule import work
 from ..schedule.work import Work
 from . import sums
+from .groups import ALL_BARRIER, group_index, pass_turn, wait_turn
+from .query import convert_q, gather_q, in_units, load_q
 from .roles import dequantises, fp8, operand, prepared, roles, scaled_rows
 from .store import LANES, RowScales, Scales, scales_of, span, store
-
-TURN_BARRIER = 1  # + warpgroup: may issue MMAs
-ALL_BARRIER = 4  # all math threads
-GROUP_BARRIER = 5  # + warpgroup: its 128 threads
 
 
 @dataclass(frozen=True)
@@ -94,23 +92,6 @@ class Loop(NamedTuple):
     finish_pv: Any
 
 
-def group_index(spec):
-    return cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128 - roles(spec).first_thread("math") // 128)
-
-
-@cute.jit
-def wait_turn(spec: cutlass.Constexpr):
-    if const_expr(spec.tile.warpgroups > 1):
-        cute.arch.barrier(barrier_id=TURN_BARRIER + group_index(spec), number_of_threads=256)
-
-
-@cute.jit
-def pass_turn(spec: cutlass.Constexpr):
-    if const_expr(spec.tile.warpgroups > 1):
-        after = (group_index(spec) + 1) % spec.tile.warpgroups
-        cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + after, number_of_threads=256)
-
-
 def registers(spec, plan, s) -> Registers:
     t = spec.tile
     tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
@@ -151,11 +132,6 @@ def scales_of_rows(spec, rows):
     """The two differ where there is a cap."""
     score = cute.make_rmem_tensor(rows, Float32)
     return RowScales(score, cute.make_rmem_tensor(rows, Float32) if spec.logits.soft_cap else score)
-
-
-def in_units(spec):
-    """Whether Q becomes fp16 in units of its own a row: that has not the range of bf16."""
-    return dequantises(spec) and spec.q == "bf16"
 
 
 def landed(spec, which):
@@ -260,55 +236,6 @@ def settle(spec: cutlass.Constexpr, r: Registers, x: Tile, totals, full):
         for row in cutlass.range_constexpr(cute.size(r.tokens)):
             r.st.l[row] += totals[row]
             r.st.rescale[row] = Float32(1.0)
-
-
-@cute.jit
-def load_q(spec: cutlass.Constexpr, qk: cute.TiledMma, s, r: Registers, q: cute.Tensor, stage: Int32):
-    """Q of a tile to q, a register operand of `qk`, in the type that is multiplied."""
-    if const_expr(operand(spec) == "fp16" and spec.q == "e4m3"):
-        load_q8(spec, s, r, q, stage)
-    else:
-        thread = cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
-        if const_expr(dequantises(spec)):
-            thread = warp.anew(thread)  # addresses that are needed once a tile are no work to make
-        wgmma.load_a(qk, s.q[None, None, stage], q, thread)
-        if const_expr(in_units(spec)):
-            words, own = cute.recast_tensor(q, Uint32), cute.make_rmem_tensor(spec.head_dim_qk // 8, Uint32)
-            for row in cutlass.range_constexpr(cute.size(r.units)):
-                at = const_expr([i // 2 * 4 + i % 2 * 2 + row for i in range(spec.head_dim_qk // 8)])
-                for i in cutlass.range_constexpr(len(at)):
-                    own[i] = words[at[i]]
-                r.units[row] = quant.to_fp16(own)
-                for i in cutlass.range_constexpr(len(at)):
-                    words[at[i]] = own[i]
-
-
-@cute.jit
-def load_q8(spec: cutlass.Constexpr, s, r: Registers, q: cute.Tensor, stage: Int32):
-    """Q of 8 bits as fp16: a lane has, of every 16 columns of a row, pairs 8 columns apart."""
-    words, width = cute.recast_tensor(q, Uint32), const_expr(layout.width(spec.head_dim_qk))
-    base = s.raw_q.iterator.toint() + stage * (spec.tile.m * spec.head_dim_qk)
-    for row in cutlass.range_constexpr(2):
-        mine, byte = r.cols[row, 0][0], cute.arch.lane_idx() % LANES * 2
-        for k in cutlass.range_constexpr(spec.head_dim_qk // 16):
-            box = base + const_expr(16 * k // width * (spec.tile.m * width))
-            at = [box + layout.swizzle(width, mine, 16 * k % width + 8 * half + byte) for half in range(2)]
-            pairs = [mma.load_bytes(address, 2) for address in at]
-            both = quant.from_e4m3(quant.permute(pairs[0], pairs[1], 0x5410))
-            words[4 * k + row], words[4 * k + 2 + row] = both[0], both[1]
-
-
-@cute.jit
-def convert_q(spec: cutlass.Constexpr, s, r: Registers, stage: Int32):
-    """Q of a tile, in shared memory, to the type that is multiplied: each warp converts rows of its own."""
-    t, thread = spec.tile, cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
-    qk = wgmma.mma_nt(s.q.element_type, t.warpgroups, t.n, True)
-    q = cute.make_rmem_tensor(qk.get_slice(0).partition_shape_A((t.m, spec.head_dim_qk)), s.q.element_type)
-    load_q(spec, qk, s, r, q, stage)
-    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(spec), number_of_threads=128)
-    wgmma.store_a(qk, q, s.q[None, None, stage], thread)
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(spec), number_of_threads=128)
 
 
 @cute.jit
@@ -440,33 +367,6 @@ def finish_pv(spec: cutlass.Constexpr, plan, s, r: Registers, after: Work, at: I
         issue_pv(spec, plan, s, r, at.kv)
         warpgroup.wait_group(0)
     pipe.release(s.v_pipe, at.kv)
-
-
-@cute.jit
-def gather_q(spec: cutlass.Constexpr, s, w: Work, a, stage: Int32):
-    """Packed GQA: this warpgroup copies its 64 rows of Q, (token, head) pairs, into swizzled shared memory.
-
-    A warp writes rows that others of the group read: all of them must have finished with the tile before.
-    """
-    vec = const_expr(128 // s.raw_q.element_type.width)  # of 16 bytes
-    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(spec), number_of_threads=128)
-    per_row = const_expr(spec.head_dim_qk // vec)
-    tid = cute.arch.thread_idx()[0] % 128
-    per_token = geometry.rows_per_token(spec, a)
-    rows = geometry.tile_rows(w.q_len, per_token)
-    for c in cutlass.range_constexpr(64 * per_row // 128):
-        i = tid + c * 128
-        local = group_index(spec) * 64 + i // per_row
-        row = w.m_block * spec.tile.m + local
-        piece = cute.make_rmem_tensor(vec, s.raw_q.element_type)
-        piece.fill(0.0)
-        if row < rows:
-            token = w.q_start + geometry.token_of(row, per_token, True)
-            head = geometry.head_of(row, w.head, per_token, True)
-            cute.autovec_copy(cute.local_tile(a.query.q[token, head, None], (vec,), (i % per_row,)), piece)
-        cute.autovec_copy(piece, cute.local_tile(s.raw_q, (1, vec, 1), (local, i % per_row, stage))[0, None, 0])
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(spec), number_of_threads=128)
 
 
 @cute.jit

@@ -28,8 +28,8 @@ from ..kv import pages, source
 from ..kv.pages import Block
 from ..schedule import work
 from ..schedule.work import Work
+from .groups import GROUP_BARRIER, group_index, pass_turn, wait_turn
 from .math import (
-    GROUP_BARRIER,
     How,
     Items,
     Last,
@@ -41,17 +41,14 @@ from .math import (
     early,
     end_block,
     end_tile,
-    group_index,
     issue_pv,
     issue_qk,
     landed,
     operand_p,
-    pass_turn,
     probabilities,
     rows_of,
     transform,
     wait_first_qk,
-    wait_turn,
 )
 from .roles import WARPS, prepared
 from .store import LANES, scales_of

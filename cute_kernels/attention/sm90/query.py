@@ -1,0 +1,93 @@
+"""Q of a tile on its way to the MMAs: gathered, where rows are (token, head) pairs, loaded to registers, converted."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32, const_expr
+
+from ...device import layout, mma, warp, wgmma
+from .. import geometry, quant
+from ..schedule.work import Work
+from .groups import GROUP_BARRIER, group_index
+from .roles import dequantises, operand, roles
+from .store import LANES
+
+
+def in_units(spec):
+    """Whether Q becomes fp16 in units of its own a row: that has not the range of bf16."""
+    return dequantises(spec) and spec.q == "bf16"
+
+
+@cute.jit
+def load_q(spec: cutlass.Constexpr, qk: cute.TiledMma, s, r, q: cute.Tensor, stage: Int32):
+    """Q of a tile to q, a register operand of `qk`, in the type that is multiplied."""
+    if const_expr(operand(spec) == "fp16" and spec.q == "e4m3"):
+        load_q8(spec, s, r, q, stage)
+    else:
+        thread = cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
+        if const_expr(dequantises(spec)):
+            thread = warp.anew(thread)  # addresses that are needed once a tile are no work to make
+        wgmma.load_a(qk, s.q[None, None, stage], q, thread)
+        if const_expr(in_units(spec)):
+            words, own = cute.recast_tensor(q, Uint32), cute.make_rmem_tensor(spec.head_dim_qk // 8, Uint32)
+            for row in cutlass.range_constexpr(cute.size(r.units)):
+                at = const_expr([i // 2 * 4 + i % 2 * 2 + row for i in range(spec.head_dim_qk // 8)])
+                for i in cutlass.range_constexpr(len(at)):
+                    own[i] = words[at[i]]
+                r.units[row] = quant.to_fp16(own)
+                for i in cutlass.range_constexpr(len(at)):
+                    words[at[i]] = own[i]
+
+
+@cute.jit
+def load_q8(spec: cutlass.Constexpr, s, r, q: cute.Tensor, stage: Int32):
+    """Q of 8 bits as fp16: a lane has, of every 16 columns of a row, pairs 8 columns apart."""
+    words, width = cute.recast_tensor(q, Uint32), const_expr(layout.width(spec.head_dim_qk))
+    base = s.raw_q.iterator.toint() + stage * (spec.tile.m * spec.head_dim_qk)
+    for row in cutlass.range_constexpr(2):
+        mine, byte = r.cols[row, 0][0], cute.arch.lane_idx() % LANES * 2
+        for k in cutlass.range_constexpr(spec.head_dim_qk // 16):
+            box = base + const_expr(16 * k // width * (spec.tile.m * width))
+            at = [box + layout.swizzle(width, mine, 16 * k % width + 8 * half + byte) for half in range(2)]
+            pairs = [mma.load_bytes(address, 2) for address in at]
+            both = quant.from_e4m3(quant.permute(pairs[0], pairs[1], 0x5410))
+            words[4 * k + row], words[4 * k + 2 + row] = both[0], both[1]
+
+
+@cute.jit
+def convert_q(spec: cutlass.Constexpr, s, r, stage: Int32):
+    """Q of a tile, in shared memory, to the type that is multiplied: each warp converts rows of its own."""
+    t, thread = spec.tile, cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
+    qk = wgmma.mma_nt(s.q.element_type, t.warpgroups, t.n, True)
+    q = cute.make_rmem_tensor(qk.get_slice(0).partition_shape_A((t.m, spec.head_dim_qk)), s.q.element_type)
+    load_q(spec, qk, s, r, q, stage)
+    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(spec), number_of_threads=128)
+    wgmma.store_a(qk, q, s.q[None, None, stage], thread)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(spec), number_of_threads=128)
+
+
+@cute.jit
+def gather_q(spec: cutlass.Constexpr, s, w: Work, a, stage: Int32):
+    """Packed GQA: this warpgroup copies its 64 rows of Q, (token, head) pairs, into swizzled shared memory.
+
+    A warp writes rows that others of the group read: all of them must have finished with the tile before.
+    """
+    vec = const_expr(128 // s.raw_q.element_type.width)  # of 16 bytes
+    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(spec), number_of_threads=128)
+    per_row = const_expr(spec.head_dim_qk // vec)
+    tid = cute.arch.thread_idx()[0] % 128
+    per_token = geometry.rows_per_token(spec, a)
+    rows = geometry.tile_rows(w.q_len, per_token)
+    for c in cutlass.range_constexpr(64 * per_row // 128):
+        i = tid + c * 128
+        local = group_index(spec) * 64 + i // per_row
+        row = w.m_block * spec.tile.m + local
+        piece = cute.make_rmem_tensor(vec, s.raw_q.element_type)
+        piece.fill(0.0)
+        if row < rows:
+            token = w.q_start + geometry.token_of(row, per_token, True)
+            head = geometry.head_of(row, w.head, per_token, True)
+            cute.autovec_copy(cute.local_tile(a.query.q[token, head, None], (vec,), (i % per_row,)), piece)
+        cute.autovec_copy(piece, cute.local_tile(s.raw_q, (1, vec, 1), (local, i % per_row, stage))[0, None, 0])
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(spec), number_of_threads=128)
