@@ -29,7 +29,7 @@ PIP := $(PYTHON) -m pip install -qq --disable-pip-version-check
 demo: $(READY) $(WEIGHTS)
 	$(PYTHON) -m tools.demo
 
-# What needs no compiled kernel, 2 minutes; what CI runs, 18 on 2 cores; everything, and nothing remembered.
+# What needs no compiled kernel, 2 minutes; what CI runs, 15 on 2 cores; everything, and nothing remembered.
 quick: lint
 	$(PYTHON) -m pytest -m "not kernels"
 

@@ -37,7 +37,8 @@ class AttentionCase:
     scale: of the logits, 0 for D^-0.5; out_scale: of the output (xqa: kv_scale, and `scale` holds it once).
     o_scale: decode's, or xqa's rcp_out_scale. device: which scales are tensors: "scale", "log2", "out".
     data: "normal"; "needles": every row finds one key, far from the last and in a block of its own, 10 log2 units above
-    the others, whose sum weighs about as much, and so does the sink; others of `planted`.
+    the others, whose sum weighs about as much, and so does the sink; "peaks": 20, of every third row; others of
+    `planted`.
     skip: threshold factor, with which, in decode, `kept` last keys (0: all) must be left. drafts: a random mask of
     drafts; it and equal q_lens need no offsets.
     zero_page: a negative page id in each table. q_unit: of the first query, the next ones' are smaller by powers of 8.
@@ -209,10 +210,12 @@ def _tokens(case: AttentionCase, q: torch.Tensor, n: int, gen: torch.Generator) 
     """K (n, Hkv, Dqk) and V (n, Hkv, Dvo) of a request with queries q (m, Hq, Dqk), in fp32."""
     k = torch.randn(n, case.heads_kv, case.head_dim_qk, generator=gen, device=q.device)
     v = torch.randn(n, case.heads_kv, case.head_dim_vo, generator=gen, device=q.device)
-    if case.data == "needles" and len(q) and n:
+    if case.data in ("needles", "peaks") and len(q) and n:
         k, v = 0.25 * k, v + 1
         rows = q.float().unflatten(1, (case.heads_kv, -1)).transpose(1, 2).flatten(0, 1)  # (m * group, Hkv, D)
         height = 10 * math.log(2) / case.bmm1_scale / rows.square().sum(-1, keepdim=True)
+        if case.data == "peaks":
+            height[::3] *= 2
         for i, row in enumerate(rows * height):
             token = i // (case.heads_q // case.heads_kv)
             own = n - len(q) + token
@@ -277,7 +280,7 @@ def make_problem(case: AttentionCase, device: "torch.device | str" = "cpu", seed
     sinks = torch.randn(case.heads_q, generator=gen, device=device) * case.sink
     if case.sink > 1:
         sinks[0] = -math.inf
-    if case.data == "needles":
+    if case.data in ("needles", "peaks"):
         sinks += math.log(500)
     lists = _page_lists(case, seed)
     v_lists = _page_lists(case, seed + 1) if case.separate_tables else lists

@@ -186,6 +186,8 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
         "ragged", q_lens=(empty, *first, empty), kv_lens=(0, 19, 7, most, 0), page_size=page_size, sink=True,
         window_left=window, layout="NHD", strided_q=True, device=("scale", "out"), out_scale=0.5, **same,
     )  # fmt: skip
+    if not k.decodes:  # scores that rise above those of the blocks before by more than P's type bears
+        ragged = replace(ragged, data="peaks")
     short = AttentionCase(
         "short", q_lens=second, kv_lens=(256, 0, 140), page_size=larger, lse=False, cache=stacked, window_left=other,
         soft_cap=12.0 if k.cap else 0.0, **same,
@@ -207,13 +209,13 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     if twin and k.decodes:
         return [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("boxes", (other_boxes[-1], many), sms)]
     if twin:
-        box = replace(ragged, soft_cap=12.0) if k.general else other_boxes[-1]
+        box = replace(ragged, soft_cap=30.0) if k.general else other_boxes[-1]
         box = replace(box, page_size=pages[-1], q_lens=(*idle, *box.q_lens), kv_lens=(*idle, *box.kv_lens))
         boxes = (box,) if k.gathers else (*other_boxes[:-1], box)
         return [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("boxes", boxes, sms, box_forms)]
     found = [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("short", (short,), sms)]
     if k.general:  # code of its own with a cap, and a mask as the call says
-        calls = replace(short, causal=False), replace(ragged, soft_cap=12.0)
+        calls = replace(short, causal=False), replace(ragged, soft_cap=30.0)
         found[1] = Scenario("short", calls, sms, in_forms if k.custom else ())
     found.append(Scenario("boxes", tuple(other_boxes), sms, box_forms))
     if not k.gathers and not k.custom and not k.same["kv_dtype"]:
