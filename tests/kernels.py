@@ -5,6 +5,7 @@ from typing import Any
 from cute_kernels import catalog
 from tools.ptxsim import workloads
 
+SPILLED = 24  # bytes, of a tile's values: what prefill's largest tiles may spill, outside of what a block costs
 BLACKWELL = [(arch, op, spec) for arch in ("sm_100a", "sm_103a") for op, spec in catalog.shipped(arch)]
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -16,6 +17,8 @@ from cute_kernels.attention import decode, geometry, mask, prepare, sm90
 from cute_kernels.attention.decode import layout
 from cute_kernels.attention.kv import tma
 from cute_kernels.attention.schedule import stream_k, tiles
+from cute_kernels.attention.sm90 import math as prefill
+from cute_kernels.attention.sm90 import store as prefill_store
 from cute_kernels.attention.spec import AttentionSpec, MaskSpec
 from cute_kernels.device import layout as shared
 from cute_kernels.device.divisor import Divisor, Quotient
@@ -85,12 +88,12 @@ def test_blocks_of_a_tile(spec, n, group, pack, early, data):
         assert full_hi <= 0, "any key may be hidden"
     # the last block is the kernel's own, and always masked; segments take the rest
     walked = []
-    for a, b, masked, begins in mask.segments(spec, lo, hi - 1, full_lo, full_hi, early):
-        for j in range(b - 1, a - 1, -1):
+    for part in mask.segments(spec, lo, hi - 1, full_lo, full_hi, early):
+        for j in range(part.hi - 1, part.lo - 1, -1):
             walked.append(j)
-            assert begins or j < hi - 1 - early
+            assert part.begins or j < hi - 1 - early
             whole = all(sees(spec, i, j * t.n + c, n) for i in (first, last) for c in (0, t.n - 1))
-            assert masked or (whole and not spec.mask.custom)
+            assert part.masked or (whole and not spec.mask.custom)
     assert walked == list(range(hi - 2, lo - 1, -1))
 
 
@@ -277,3 +280,23 @@ def spread(addresses, size, lanes):
     """As many `lanes` as memory serves at a time find their bytes in banks of their own."""
     for i in range(0, 32, lanes):
         assert len({at % 128 // size for at in addresses[i : i + lanes]}) == lanes
+
+
+@given(st.integers(0, 1 << 21))
+def test_what_is_too_small_for_p_in_e4m3_adds_up_to_little(keys):
+    """All keys of a request but one, each of half the smallest e4m3, which rounds to 0; P raised by as little as that
+    allows, at most by 2^7, so that maxima may grow."""
+    raised = 4 + prefill_store.raised_more(keys)
+    lost = keys * 2.0 ** -(10 + raised)
+    assert 4 <= raised <= 7 and (lost <= 0.25 or raised == 7) and (raised == 4 or 2 * lost > 0.25)
+
+
+def test_p_in_e4m3_tells_where_it_is_full():
+    def word(x):
+        return int(torch.tensor(x).to(torch.float8_e4m3fn).view(torch.uint8)) + (prefill.TO_TOP & 0xFF)
+
+    top = prefill.TOPS & 0xFF
+    assert word(432.0) & top and word(float("nan")) & top and not word(431.9) & top and not word(0.0) & top
+    full, room = 2**prefill_store.FULL, 2**prefill_store.ROOM
+    assert full > 432 * (1 + 1e-4), "a row whose maximum follows is seen, however its exponential rounds"
+    assert 2 * room < torch.finfo(torch.float16).max and prefill.NEARLY_FULL < room * (1 - 1e-2)

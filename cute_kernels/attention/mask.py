@@ -4,6 +4,7 @@ Tokens and keys are counted within a request; token i stands at position i + kv_
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -70,19 +71,29 @@ def full_range(spec, first, last, n: Lengths):
     return (lo + t - 1) // t, cutlass.max(hi, 0) // t
 
 
+class Segment(NamedTuple):
+    """Blocks lo to hi - 1. static: masked: some row may not see some key; begins: they come first in a tile."""
+
+    lo: Any
+    hi: Any
+    masked: bool
+    begins: bool
+
+
 def segments(spec, block_lo, block_hi, full_lo, full_hi, early=0):
-    """[block_lo, block_hi) cut into (lo, hi, masked, begins), from high blocks to low; only segments that may hold a
-    block. begins: the first `early` blocks of a tile, and all that are masked on the right.
+    """[block_lo, block_hi) cut into segments, from high blocks to low; only those that may hold a block. The one that
+    begins has the first `early` blocks, and all that are masked on the right.
 
     A caller loops over the tuple at trace time: the loop body is written once, and the copy for full blocks carries no
     predicate. The last block of a tile is not among these: without a mask on the right only that one can be cut there.
     """
     if spec.mask.custom:  # no block is full
-        return ((block_lo, block_hi, True, True),)
+        return (Segment(block_lo, block_hi, True, True),)
     mid = cutlass.max(block_lo, cutlass.min(block_hi - early, full_hi))
     left = cutlass.max(block_lo, cutlass.min(mid, full_lo))
     right = spec.mask.causal != "never" or spec.mask.bits
-    cut = ((mid, block_hi, right or spec.mask.window, True), (left, mid, False, False), (block_lo, left, True, False))
+    first = Segment(mid, block_hi, right or spec.mask.window, True)
+    cut = first, Segment(left, mid, False, False), Segment(block_lo, left, True, False)
     return cut[0 if right or early else 1 : 3 if spec.mask.window else 2]
 
 

@@ -14,7 +14,8 @@ from . import quant
 from .quant import permute
 from .spec import BLOCK
 
-TOGETHER = {2: 2, 4: 4}  # shares of a stage -> matrices of 32 columns that a warp has in registers
+SIDES = 2  # shares of a stage that differ in their keys; more differ in their columns
+TOGETHER = {2: 2, 4: 4}  # shares -> matrices of 32 columns that a warp has in registers
 PIECES = 2  # of rows, that a lane has
 ROWS = 8  # after which a swizzle repeats
 ACROSS = 64  # fp16 columns of a box of an operand stage
@@ -22,7 +23,7 @@ ACROSS = 64  # fp16 columns of a box of an operand stage
 
 @cute.jit
 def transpose(raw: cute.Tensor, into: cute.Tensor, valid: Int32, share: Int32, shares: cutlass.Constexpr):
-    """One of `shares` warps: an 8-bit stage (n keys, D) becomes (D, n); zeros for keys from `valid` on.
+    """One of `shares` warps, 2 or 4: an 8-bit stage (n keys, D) becomes (D, n); zeros for keys from `valid` on.
 
     Of each 16 rows, the first 8 are the even columns of V, the others the odd ones. Of each 16 columns, 4 q to 4 q + 3
     are the keys 2 q, 2 q + 1, 8 + 2 q, 9 + 2 q: what an accumulator of WGMMA has in lane q of a quad, so that four
@@ -51,9 +52,8 @@ def transpose_keys(
     lane = cute.arch.lane_idx()
     row, matrix, quad = lane % 8, lane // 8, lane % 4
     width, across = const_expr(layout.width(dim)), const_expr(layout.width(n))
-    sides = const_expr(2)  # that share the keys; the others share the columns
-    halves, part, side = const_expr(shares // sides), share // sides, share % sides
-    columns = const_expr(dim // halves)  # of a share
+    part, side = share // SIDES, share % SIDES
+    columns = const_expr(dim // (shares // SIDES))  # of a share
     col = part * columns
     source, target = raw.iterator.toint(), into.iterator.toint() + col * across
 
@@ -62,19 +62,19 @@ def transpose_keys(
         return at // width * (n * width) + layout.swizzle(width, matrix % 2 * 8 + row, at % width + matrix // 2 * 16)
 
     boxes = [source + box(k) for k in range(columns // 32)]
-    items = [(c, k) for c in range(n // 16 // sides) for k in range(columns // 32)]
+    items = [(c, k) for c in range(n // 16 // SIDES) for k in range(columns // 32)]
     for g in cutlass.range_constexpr(0, len(items), TOGETHER[shares]):
         some = items[g : g + TOGETHER[shares]]
-        words = [warp.load_matrices(boxes[k] + (c * sides + side) * (16 * width)) for c, k in some]
+        words = [warp.load_matrices(boxes[k] + (c * SIDES + side) * (16 * width)) for c, k in some]
         for i in cutlass.range_constexpr(len(some)):
             (c, k), w = some[i], words[i]
             made = [permute(w[j], w[j + 1], selector) for j in (0, 2) for selector in (0x6420, 0x7531)]
             if const_expr(cut):
-                left, keep = valid - (c * sides + side) * 16 - 2 * quad, Uint32(0)
+                left, keep = valid - (c * SIDES + side) * 16 - 2 * quad, Uint32(0)
                 for j, key in enumerate((0, 1, 8, 9)):
                     keep |= Uint32(0xFF << 8 * j) if key < left else Uint32(0)
                 made = [word & keep for word in made]
-            first = const_expr(c * sides * 16)
+            first = const_expr(c * SIDES * 16)
             place = layout.swizzle(across, matrix * 8 + row, const_expr(first % across) + side * 16)
             place += target + const_expr(first // across * (dim * across) + k * 32 * across)
             warp.store_matrices(place, made)

@@ -47,9 +47,11 @@ def make(rows):
     return State(*(cute.make_rmem_tensor(rows, Float32) for _ in range(4)))
 
 
-def reset(st: State):
+def reset(st: State, shift: float):
+    """No key so far. shift: of such a row, NO_KEY for `update_max`."""
     st.m.fill(-Float32.inf)
     st.l.fill(0.0)
+    st.shift.fill(shift)
 
 
 @cute.jit
@@ -150,13 +152,6 @@ def exp_and_sum(st: State, s: cute.Tensor, scale_log2: Float32, r: cutlass.Const
     p = cute.math.exp2(s[r, None].load() * scale_log2 - st.shift[r], fastmath=True)
     s[r, None].store(p)
     st.l[r] += reduce(s[r, None], add)
-
-
-@cute.jit
-def begin(st: State):
-    """`reset`, for `update_max`."""
-    reset(st)
-    st.shift.fill(NO_KEY)
 
 
 @cute.jit

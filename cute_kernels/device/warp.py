@@ -23,24 +23,19 @@ def across_quads(x, op):
     return x
 
 
-@cute.jit
-def convert16(src: cute.Tensor, dst: cute.Tensor):
-    """fp32 registers to bf16 or fp16, two at a time (the vector conversion emits one at a time for some shapes)."""
-    name = "bf16x2" if const_expr(dst.element_type is BFloat16) else "f16x2"
-    words = cute.recast_tensor(dst, Int32)
-    for i in cutlass.range_constexpr(cute.size(words)):
-        words[i] = cute.arch.inline_ptx(
-            f"cvt.rn.{name}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
-            write_only_types=[Int32],
-            read_only_args=[Float32(src[2 * i + 1]), Float32(src[2 * i])],
-        )
-
-
 def word16(dtype, low, high):
     """Two fp32 values as a word of bf16 or fp16."""
     name = "bf16x2" if dtype is BFloat16 else "f16x2"
     text = f"cvt.rn.{name}.f32 {{$w0}}, {{$r0}}, {{$r1}};"
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[Float32(high), Float32(low)])
+
+
+@cute.jit
+def convert16(src: cute.Tensor, dst: cute.Tensor):
+    """fp32 registers to bf16 or fp16, two at a time (the vector conversion emits one at a time for some shapes)."""
+    words = cute.recast_tensor(dst, Uint32)
+    for i in cutlass.range_constexpr(cute.size(words)):
+        words[i] = word16(dst.element_type, src[2 * i], src[2 * i + 1])
 
 
 @cute.jit

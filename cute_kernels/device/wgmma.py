@@ -66,8 +66,3 @@ def as_operand_a(acc):
     shape = ((s[0][0], s[0][1], s[0][2][0]), s[1], (s[0][2][1], s[2]))
     stride = ((d[0][0], d[0][1], d[0][2][0]), d[1], (d[0][2][1], d[2]))
     return cute.make_tensor(acc.iterator, cute.make_layout(shape, stride=stride))
-
-
-def like_accumulator(operand, acc):
-    """A 16-bit A operand fragment made by `as_operand_a` in the modes of the accumulator it came from."""
-    return cute.make_tensor(operand.iterator, acc.layout)

@@ -183,8 +183,7 @@ def run(spec: cutlass.Constexpr, a, s, r: Registers, x: WarpTile, cursor: Int32)
     """O of this warp's keys of all KV blocks, from `cursor` of the pipes on; the cursor behind. P V of some keys is
     issued behind Q K of the next ones, whose latency it hides. Rarely needed code is kept outside the inner loop, so
     that the loop fits the instruction cache."""
-    softmax.reset(r.st)
-    r.st.shift.fill(0.0)
+    softmax.reset(r.st, 0.0)
     r.o.fill(0.0)
     scores = cute.make_rmem_tensor((keys(spec) // 4, halves(spec)), Float32)
     p = cute.make_rmem_tensor((keys(spec) // 8, halves(spec)), Uint32)

@@ -3,8 +3,7 @@
 Roles (`roles`): the warps of warpgroup 0 load, `tile.loaders` feed K, one of which also publishes the tiles, as many Q
 and V, one copies scale factors; warpgroup 1 prepares stages that no MMA can read as they were loaded, if there are any:
 it dequantises K and V, two warps each, or transposes V, which the spare warps of warpgroup 0 do where three warpgroups
-compute; each further warpgroup computes 64 rows of the tile (`math`). CTAs are
-persistent.
+compute; each further warpgroup computes 64 rows of the tile (`math`). CTAs are persistent.
 
 Pipelines: work_pipe, 2 stages, loader 0 of K -> all: the next tile, published while the current one is loaded, freed
 when read. q_pipe, `tile.q_stages` stages, load -> math: Q of a tile that has a visible key (packed: unused, math

@@ -29,7 +29,10 @@ from . import sums
 from .groups import ALL_BARRIER, group_index, pass_turn, wait_turn
 from .query import convert_q, gather_q, in_units, load_q
 from .roles import dequantises, fp8, operand, prepared, roles, scaled_rows
-from .store import LANES, RowScales, Scales, scales_of, span, store
+from .store import LANES, ROOM, RowScales, Scales, scales_of, span, store
+
+NEARLY_FULL = 0.97 * 2.0**ROOM  # no exponential exceeds 2^ROOM where the sum of some does not reach this
+TO_TOP, TOPS = 0x02020202, 0x80808080  # e4m3 is 0x7e at 448, 0x7f for NaN: plus 2, their top bit is set
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,11 @@ class Tile:
 
 
 class How(NamedTuple):
-    """What a loop does with its blocks. static: bools. guesses: that rows' maxima stay, see `guess`."""
+    """What a loop does with its blocks, a `mask.Segment`. static: bools. Where it begins a tile, maxima grow."""
 
     capped: Any
     masked: Any
-    guesses: Any
+    begins: Any
 
 
 class Items(NamedTuple):
@@ -214,18 +217,18 @@ def guess(spec, r, x, row, cols, before=None) -> Guess:
     parts, full = softmax.chained(values, softmax.add, before and before.parts), before.full if before else Uint32(0)
     if fp8(spec):
         for word in words:
-            full = full | (word + Uint32(0x02020202))
+            full = full | (word + Uint32(TO_TOP))
     return Guess(words, parts, full)
 
 
 @cute.jit
 def settle(spec: cutlass.Constexpr, r: Registers, x: Tile, totals, full):
-    """Guesses come true; but where a row of the warp may be full, they are forgotten, and P is made anew. In 16 bits,
-    nothing exceeds 2^14 where the sum does not."""
+    """Guesses come true; but where P of a row of the warp may be out of its span, they are forgotten, and P is made
+    anew."""
     if const_expr(fp8(spec)):
-        again = (full & Uint32(0x80808080)) != 0
+        again = (full & Uint32(TOPS)) != 0
     else:
-        again = totals[0] >= 16000.0 or totals[1] >= 16000.0
+        again = totals[0] >= NEARLY_FULL or totals[1] >= NEARLY_FULL
     if cute.arch.vote_any_sync(again):
         softmax.update_max(r.st, wgmma.rows_cols(r.s), scales_of(r, x.scales).reduced, LANES, x.span, False)
         for row in cutlass.range_constexpr(cute.size(r.tokens)):
@@ -283,7 +286,7 @@ def first_block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, i: Int32, 
     logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
     warpgroup.wait_group(0)
     pipe.release(s.k_pipe, i)
-    scores(spec, a, r, x, j, How(capped, True, False))
+    scores(spec, a, r, x, j, How(capped, True, True))
     for row in cutlass.range_constexpr(cute.size(r.tokens)):
         probabilities(r, x, row)
         operand_p(spec, r, row)
@@ -320,10 +323,10 @@ def step(
     pass_turn(spec)
     logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
     warpgroup.wait_group(1)
-    # `release_after` is always true (exp >= 0 >= -|scale|), but the compiler cannot know: it keeps the release behind
-    # the scores, and the wait behind the release, whatever a device tensor holds.
+    # What the release depends on is always true (exp >= 0 >= -|scale|), but the compiler cannot know: it keeps the
+    # release behind the scores, and the wait behind the release, whatever a device tensor holds.
     below = -cute.math.absf(x.scales.reduced)
-    if const_expr(not how.guesses):
+    if const_expr(how.begins):
         scores(spec, a, r, x, j, how)
         probabilities(r, x, 0)
         pipe.release_after(s.k_pipe, i + 1, wgmma.rows_cols(r.s)[0, 0], below)
@@ -391,7 +394,7 @@ def set_rows(spec: cutlass.Constexpr, r: Registers, x: Tile, a, capped: cutlass.
 @cute.jit
 def begin_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Items, capped: cutlass.Constexpr):
     """All of a tile up to its first block, whose QK is in flight and whose PV is then owed."""
-    softmax.begin(r.st)
+    softmax.reset(r.st, softmax.NO_KEY)
     r.o.fill(0.0)
     set_rows(spec, r, x, a, capped)
     first_block(spec, a, s, r, x, at.kv, capped)
@@ -427,9 +430,9 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
     begin_tile(spec, plan.args, s, r, x, at, capped)
     segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi, early(spec))
     for g in cutlass.range_constexpr(len(segments)):
-        lo, hi, masked, begins = segments[g]
-        for j in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
-            step(spec, plan, s, r, x, Items(i, at.q), j, How(capped, masked, not begins))
+        part = segments[g]
+        for j in cutlass.range(part.hi - 1, part.lo - 1, -1, unroll=1):
+            step(spec, plan, s, r, x, Items(i, at.q), j, How(capped, part.masked, part.begins))
             i += 1
             end_block(spec, r, x, j)
     end_tile(spec, s, r, x, at)

@@ -208,7 +208,7 @@ def keep(spec: cutlass.Constexpr, r: Registers, votes: Votes, how: cutlass.Const
     """P of the block at hand into r.p; O, none of whose PV is in flight, is brought to the new maxima."""
     rows, x = cute.size(r.tokens), votes.tile
     tops = cute.make_tensor(votes.top.iterator, cute.make_layout((rows, 1)))
-    follow = const_expr(early(spec) > 0 and not how.guesses)
+    follow = const_expr(early(spec) > 0 and how.begins)
     softmax.update_max(r.st, tops, scales_of(r, x.scales).reduced, 1, x.span, follow)
     for k in cutlass.range_constexpr(rows):
         votes.peak[k] = cute.arch.fmax(votes.peak[k], votes.top[k])
@@ -247,9 +247,9 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
     last = Last(at.kv, Int32(1))
     segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi, early(spec))
     for g in cutlass.range_constexpr(len(segments)):
-        lo, hi, masked, begins = segments[g]
-        for j in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
-            last = step(spec, plan, s, r, votes, last, j, How(capped, masked, not begins))
+        part = segments[g]
+        for j in cutlass.range(part.hi - 1, part.lo - 1, -1, unroll=1):
+            last = step(spec, plan, s, r, votes, last, j, How(capped, part.masked, part.begins))
             end_block(spec, r, x, j)
     end_tile(spec, s, r, x, at)
     return last

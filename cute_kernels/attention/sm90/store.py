@@ -35,8 +35,15 @@ def scales_of(r, scales: Scales) -> RowScales:
     return RowScales([scales.score] * 2, [scales.reduced] * 2) if r.scales is None else r.scales
 
 
-FULL = 8.76  # e4m3 ends at 448, to which it rounds from 432 = 2^8.755 on
-RAISED = 4, 7  # at least, at most
+ROOM = 14.0  # log2 units of P in 16 bits: fp16 ends at 2^16
+FULL = 8.76  # of P in e4m3, which ends at 448, to which it rounds from 432 = 2^8.755 on
+
+
+def raised_more(kv_len):
+    """By how many powers of two P of e4m3 is raised, beyond 2^4: 1 from 4,097 keys on, 2 from 8,193, 3 from
+    16,385."""
+    above = cutlass.max(0, kv_len - 1) >> 12
+    return cutlass.min(1, above) + cutlass.min(1, above >> 1) + cutlass.min(1, above >> 2)
 
 
 def span(spec, kv_len) -> softmax.Span:
@@ -44,10 +51,9 @@ def span(spec, kv_len) -> softmax.Span:
     is lost: a request of up to 2^15 keys loses less than a fourth of its largest one. Raised by a whole power of two, P
     of a key that outweighs all others is exact."""
     if not fp8(spec):
-        return softmax.Span(Float32(14.0), Float32(0.0))
-    least, most = RAISED
-    more = cutlass.max(0, cutlass.min(most, 32 - 8 - cute.arch.clz(kv_len - 1)) - least)
-    raised = warp.from_bits(cute.arch.make_warp_uniform(0x40800000 + (more << 21)))  # 4.0 and up, in steps of 1
+        return softmax.Span(Float32(ROOM), Float32(0.0))
+    # The bits of 4.0, and 1.0 more each: a float that is the same in the whole warp costs no register.
+    raised = warp.from_bits(cute.arch.make_warp_uniform(0x40800000 + (raised_more(kv_len) << 21)))
     return softmax.Span(FULL - raised, raised)
 
 
