@@ -24,7 +24,7 @@ from typing import Any
 
 from . import manifest
 
-OPTIONS = "--enable-tvm-ffi --keep-cubin --keep-ptx"
+OPTIONS = "--enable-tvm-ffi --keep-cubin --keep-ptx --ptxas-options='--fmad=false'"
 # The default, 3, makes large Blackwell kernels spill: 992 bytes of stack against 16 for NVIDIA's FMHA example.
 ARCH_OPTIONS = {"sm_100a": "--opt-level 2", "sm_103a": "--opt-level 2"}
 # Settings that move files or messages, not code.

@@ -8,6 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from ..device.warp import add_scaled, fma
 from . import epilogue, geometry, softmax
 from .schedule import stream_k
 from .schedule.work import Work
@@ -68,7 +69,7 @@ def add_parts(spec: cutlass.Constexpr, a, w: Work, row: Int32):
         peak = cute.arch.fmax(top, cute.arch.warp_reduction_max(lse))
         if peak != -Float32.inf:
             old, mine = cute.math.exp2(top - peak, fastmath=True), cute.math.exp2(lse - peak, fastmath=True)
-            total = total * old + cute.arch.warp_reduction_sum(mine)
+            total = fma(total, old, cute.arch.warp_reduction_sum(mine))
             acc.store(acc.load() * old)
             for j in cutlass.range(0, cutlass.min(count - base, 32), AHEAD, unroll=1):
                 for e in cutlass.range_constexpr(AHEAD):
@@ -78,7 +79,7 @@ def add_parts(spec: cutlass.Constexpr, a, w: Work, row: Int32):
                 for e in cutlass.range_constexpr(AHEAD):
                     factor = cute.arch.shuffle_sync(mine, (j + e) % 32)
                     if factor > 0.0 and base + j + e < count:
-                        acc.store(acc.load() + pieces[None, e].load() * factor)
+                        add_scaled(acc, pieces[None, e], factor)
         top = peak
         base += 32
     return acc, top, total

@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from ..device.warp import fma
 from . import mask
 
 LOG2_E = 1.4426950408889634
@@ -46,7 +47,7 @@ def cap(s: cute.Tensor, score_to_log2: Float32, soft_cap: Float32):
     y2 = score_to_log2 * 2.0 * cute.arch.rcp_approx(soft_cap)
     for i in cutlass.range_constexpr(cute.size(s)):
         e = cute.math.exp2(s[i] * y2, fastmath=True)
-        s[i] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + e)
+        s[i] = fma(Float32(-2.0), cute.arch.rcp_approx(1.0 + e), Float32(1.0))
 
 
 def capped_to_log2(soft_cap):
@@ -65,7 +66,7 @@ def add_bias(s: cute.Tensor, rows: Rows, cols: Cols):
     for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
         apart = Float32(cols.first - rows.tokens[r])
         for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
-            s[r, c] += rows.slopes[r] * (apart + Float32(cols.at[c]))
+            s[r, c] = fma(rows.slopes[r], apart + Float32(cols.at[c]), s[r, c])
 
 
 @cute.jit

@@ -27,15 +27,10 @@ class Factor(NamedTuple):
     scale: Float32
 
 
-def fma(x, y, z):
-    text = "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};"
-    return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[x, y, z])
-
-
 def divide(x, by, inverse):
     """x / by, rounded once, from 1 / by to a unit in the last place."""
     q = x * inverse
-    return fma(fma(-q, by, x), inverse, q)
+    return warp.fma(warp.fma(-q, by, x), inverse, q)
 
 
 def larger(x, y):

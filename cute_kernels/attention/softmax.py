@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from ..device.warp import fma
 from .logits import LOG2_E
 
 CHAINS = 4
@@ -52,6 +53,11 @@ def reset(st: State, shift: float):
     st.m.fill(-Float32.inf)
     st.l.fill(0.0)
     st.shift.fill(shift)
+
+
+def power(score, scale_log2, shift):
+    """2^(score * scale_log2 - shift)."""
+    return cute.math.exp2(fma(score, scale_log2, -shift), fastmath=True)
 
 
 @cute.jit
@@ -114,15 +120,13 @@ def update_max(
     top = row_max(st, s)
     for r in cutlass.range_constexpr(cute.size(st.m)):
         m = cute.arch.warp_reduction_max(top[r], threads_in_group=lanes)
-        old = st.m[r]
+        old, shift = st.m[r], st.shift[r]
         scale = scale_log2[r]
         grown = m > old if const_expr(follow) else (m - old) * scale > span.lazy  # false where neither is finite
-        m = m if grown else old
-        shift = Float32(NO_KEY) if m == -Float32.inf else m * scale
-        st.rescale[r] = cute.math.exp2(old * scale - shift, fastmath=True) if grown else Float32(1.0)
-        st.shift[r] = shift - span.raised
+        st.shift[r] = fma(m, scale, -span.raised) if grown else shift
+        st.rescale[r] = cute.math.exp2(shift - st.shift[r], fastmath=True) if grown else Float32(1.0)
         st.l[r] = st.l[r] * st.rescale[r]
-        st.m[r] = m
+        st.m[r] = m if grown else old
 
 
 @cute.jit
@@ -140,7 +144,7 @@ def update_max_and_rescale(
             m, old = across(top[r], cute.arch.fmax), st.m[r]
             m = m if (m - old) * scale_log2[r] > LAZY else old
             st.shift[r] = Float32(0.0) if m == -Float32.inf else m * scale_log2[r]
-            owed = Float32(1.0) if m == old else cute.math.exp2(old * scale_log2[r] - st.shift[r], fastmath=True)
+            owed = Float32(1.0) if m == old else power(old, scale_log2[r], st.shift[r])
             st.l[r] = st.l[r] * owed
             st.m[r] = m
             o[r, None].store(o[r, None].load() * owed)
@@ -149,8 +153,8 @@ def update_max_and_rescale(
 @cute.jit
 def exp_and_sum(st: State, s: cute.Tensor, scale_log2: Float32, r: cutlass.Constexpr):
     """Row r of s <- exp2((s - m) * scale_log2), summed into l."""
-    p = cute.math.exp2(s[r, None].load() * scale_log2 - st.shift[r], fastmath=True)
-    s[r, None].store(p)
+    for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
+        s[r, c] = power(s[r, c], scale_log2, st.shift[r])
     st.l[r] += reduce(s[r, None], add)
 
 
@@ -186,7 +190,7 @@ def normalizer(top: Float32, total: Float32, sink: Float32):
     inverse, lse = Float32(0.0), -Float32.inf
     if peak != -Float32.inf:
         keys = cute.math.exp2(top - peak, fastmath=True)
-        total = total * keys + cute.math.exp2(other - peak, fastmath=True)
+        total = fma(total, keys, cute.math.exp2(other - peak, fastmath=True))
         inverse = keys * cute.arch.rcp_approx(total)
         lse = peak + cute.math.log2(total, fastmath=True)
     return Normalizer(inverse, lse)
@@ -196,11 +200,9 @@ def normalizer(top: Float32, total: Float32, sink: Float32):
 def row_normalizer(
     st: State,
     r: cutlass.Constexpr,
-    scale_log2: Float32,
     sink: Float32,
     lanes: cutlass.Constexpr,
-    span: Span,
 ):
     """`normalizer` of row r over its keys."""
-    top = st.m[r] * scale_log2 - span.raised
+    top = -Float32.inf if st.m[r] == -Float32.inf else st.shift[r]
     return normalizer(top, cute.arch.warp_reduction_sum(st.l[r], threads_in_group=lanes), sink)

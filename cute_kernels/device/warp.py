@@ -23,6 +23,18 @@ def across_quads(x, op):
     return x
 
 
+def fma(x, y, z):
+    """x * y + z in fp32, rounded once. ptxas makes none of what says x * y + z: see `build.OPTIONS`."""
+    return cute.math.fma(Float32(x), Float32(y), Float32(z))
+
+
+@cute.jit
+def add_scaled(total: cute.Tensor, values: cute.Tensor, factor: Float32):
+    """total += values * factor, of registers."""
+    for i in cutlass.range_constexpr(cute.size(total)):
+        total[i] = fma(values[i], factor, total[i])
+
+
 def word16(dtype, low, high):
     """Two fp32 values as a word of bf16 or fp16."""
     name = "bf16x2" if dtype is BFloat16 else "f16x2"

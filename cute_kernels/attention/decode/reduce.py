@@ -78,9 +78,9 @@ def add_up(spec: cutlass.Constexpr, s, x, row: Int32, piece: Int32, total: cute.
     base = Float32(0.0) if top == -Float32.inf else top
     for c in cutlass.range(x.shares, unroll=4):
         factor = cute.math.exp2(s.merge.stats[first + c, inside, 0] - base, fastmath=True)
-        exponentials += factor * s.merge.stats[first + c, inside, 1]
+        exponentials = warp.fma(factor, s.merge.stats[first + c, inside, 1], exponentials)
         cute.autovec_copy(s.merge.o[first + c, stored, piece ^ (stored // 2), None], part)
-        total.store(total.load() + part.load() * factor)
+        warp.add_scaled(total, part, factor)
     return Sums(top, exponentials)
 
 

@@ -212,7 +212,7 @@ def guess(spec, r, x, row, cols, before=None) -> Guess:
     scores, scale = wgmma.rows_cols(r.s)[row, None], scales_of(r, x.scales).reduced[row]
     values = cute.make_rmem_tensor(len(cols), Float32)
     for i, col in enumerate(cols):
-        values[i] = cute.math.exp2(scores[col] * scale - r.st.shift[row], fastmath=True)
+        values[i] = softmax.power(scores[col], scale, r.st.shift[row])
     words = packed(spec, values)
     parts, full = softmax.chained(values, softmax.add, before and before.parts), before.full if before else Uint32(0)
     if fp8(spec):

@@ -220,7 +220,7 @@ def store(spec: cutlass.Constexpr, a, r, w: Work, scales: Scales, empty: cutlass
             zero_row(spec, a, w.q_start + token, head, keep)
         else:
             values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
-            normal = softmax.row_normalizer(r.st, k, scales_of(r, scales).reduced[k], sink, LANES, span(spec, w.kv_len))
+            normal = softmax.row_normalizer(r.st, k, sink, LANES)
             lse = normal.lse
             factor = normal.factor * scales.out
             if const_expr(r.scales is not None):

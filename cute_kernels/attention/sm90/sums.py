@@ -7,6 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from ...device.warp import fma
 from .roles import roles
 
 PIECE = 4  # values that a thread loads and stores at once: two of each of its rows
@@ -70,4 +71,4 @@ def add(x: Sums, o: cute.Tensor):
         piece = cute.make_rmem_tensor(PIECE, Float32)
         cute.autovec_copy(x.smem[None, i], piece)
         for e in cutlass.range_constexpr(PIECE):
-            o[const_expr(PIECE * i + e)] += piece[e] * x.factors[const_expr(e // 2)]
+            o[const_expr(PIECE * i + e)] = fma(piece[e], x.factors[const_expr(e // 2)], o[const_expr(PIECE * i + e)])
