@@ -544,7 +544,8 @@ def test_kernels_of_quantised_caches(case):
 def test_interleaved_factors_of_v(case):
     """As the classes of the prefill family take them."""
     problem = forms.apply(cases.make_problem(case, CUDA), ("csr",))
-    out, lse = torch.full_like(problem.q, math.nan), torch.full(problem.q.shape[:2], math.nan, device=CUDA)
+    shape = *problem.q.shape[:2], case.head_dim_vo
+    out, lse = (torch.full(s, math.nan, dtype=t, device=CUDA) for s, t in ((shape, problem.q.dtype), (shape[:2], None)))
     serve(problem._replace(out=out, lse=lse))
     gpu.as_expected(case, (out, lse), cases.expected(case, problem))
 

@@ -1,16 +1,19 @@
 """The prefill family in the simulator: its classes plan and run, the function of one request, against the same calls on
 the CPU; kernels that no bundle holds, which are compiled here. On a GPU: test_gpu_family.py."""
 
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from bench.cases import family
-from bench.cases.attention import LSE_TOLERANCE, AttentionCase
+from bench.cases.attention import LSE_TOLERANCE, AttentionCase, expected, make_problem
 from bench.cases.family import FamilyCase
 from tests.conftest import ARCH, ROOT
 from tools.ptxsim.workloads import distance, simulated
 from tools.ptxsim.workloads.attention import call
+from wrappers.attention.op import serve
 
 pytestmark = pytest.mark.kernels
 MEMORY = ROOT / "build" / "simulated"
@@ -79,3 +82,20 @@ def test_small_pages_of_nvfp4():
     with simulated(ARCH, [], SMS, memory=MEMORY):
         _, error = call(case)
     assert error <= 1
+
+
+@pytest.mark.parametrize(("function", "dim", "page"), [("context", 128, 12), ("context", 256, 16), ("decode", 128, 12)])
+def test_interleaved_factors_of_v(function, dim, page):
+    """Requests that end within four rows."""
+    case = AttentionCase(
+        "", q_lens=(3, 1), kv_lens=(150, 89), heads_q=2, heads_kv=1, head_dim_qk=dim, head_dim_vo=dim, page_size=page,
+        kv_dtype="nvfp4", function=function, sink=True, interleaved=True,
+    )  # fmt: skip
+    if function == "decode":
+        case = replace(case, q_lens=(1, 1))
+    p = make_problem(case, "cpu")
+    out, lse = torch.full_like(p.q, math.nan), torch.full(p.q.shape[:2], math.nan)
+    with simulated(ARCH, [], SMS, memory=MEMORY):
+        serve(p._replace(out=out, lse=lse))
+    want = expected(case, p)
+    assert distance(out, want[0], 0.0, case.limit(want[0])) <= 1 and distance(lse, want[1], LSE_TOLERANCE) <= 1

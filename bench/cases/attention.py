@@ -292,7 +292,7 @@ def make_problem(case: AttentionCase, device: "torch.device | str" = "cpu", seed
         (k, k_scales), (v, v_scales) = fp4.nvfp4_quantize(k), fp4.nvfp4_quantize(v)
         if case.interleaved:
             blocks = v_scales.view(torch.uint8).unflatten(2, (-1, 4)).transpose(-1, -2)
-            v_scales = blocks.reshape(v_scales.shape).view(v_scales.dtype)
+            v_scales = blocks.contiguous().reshape(v_scales.shape).view(v_scales.dtype)
     table = torch.stack([_table(case, lists), _table(case, v_lists)], 1)
     if case.zero_page:
         table[:, :, 1] = -1

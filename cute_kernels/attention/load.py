@@ -87,11 +87,12 @@ def load_scales(spec: cutlass.Constexpr, plan, s, rings):
         more = w.valid
         if w.valid != 0:
             head = geometry.kv_head_of(w.head, geometry.group(a), spec.pack_gqa)
-            rows = [pages.of_request(a, w.batch, which) for which in (pages.K, pages.V)]
+            k, v = (pages.of_request(a, w.batch, which) for which in (pages.K, pages.V))
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
-                found = [scales.find(spec, a.kv.k.shape[2], mine, j, w.kv_len) for mine in rows]
+                k_found = scales.find(spec, a.kv.k.shape[2], k, j, w.kv_len, Int32(0))
+                v_found = scales.find(spec, a.kv.v.shape[2], v, j, w.kv_len, a.kv.v_scales_interleaved)
                 at = Block(Int32(0), i, j, head, w.kv_len)
-                scales.fill(spec, a.kv.k_scales, s.k_scales, rings[pages.K], found[pages.K], at)
-                scales.fill(spec, a.kv.v_scales, s.v_scales, rings[pages.V], found[pages.V], at)
+                scales.fill(spec, a.kv.k_scales, s.k_scales, rings[pages.K], k_found, at)
+                scales.fill(spec, a.kv.v_scales, s.v_scales, rings[pages.V], v_found, at)
                 i += 1
         t += 1

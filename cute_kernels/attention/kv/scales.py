@@ -35,16 +35,16 @@ def gathers(spec):
 
 
 @cute.jit
-def find(spec: cutlass.Constexpr, page_size: Int32, mine: pages.Rows, j: Int32, kv_len: Int32):
+def find(spec: cutlass.Constexpr, page_size: Int32, mine: pages.Rows, j: Int32, kv_len: Int32, mixed: Int32):
     """Pages of the rows whose scale factors this lane fetches of block j; -1 past kv_len. Called ahead of the wait for
-    a free stage, which hides the latency."""
+    a free stage, which hides the latency. mixed: 1 where 4 rows of a page are interleaved, so that all are fetched."""
     groups = const_expr(spec.tile.n // scale_rows(spec))
     found = cute.make_rmem_tensor((groups + 31) // 32, Int32)
     for c in cutlass.range_constexpr(cute.size(found)):
         group = 32 * c + cute.arch.lane_idx()
         row = j * spec.tile.n + group * scale_rows(spec)
         found[c] = Int32(-1)
-        if row < kv_len and group < groups:
+        if row - row % 4 * mixed < kv_len and group < groups:
             found[c] = mine.pages[row // page_size if gathers(spec) else row >> pages.shift(page_size)]
     return found
 

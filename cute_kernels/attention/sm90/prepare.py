@@ -55,7 +55,7 @@ def prepare_stage(spec: cutlass.Constexpr, a, s, which: cutlass.Constexpr, share
     shares = const_expr(roles(spec).warps(("prepare_k", "prepare_v")[which]))
     if const_expr(dequantises(spec)):
         prepare.dequantise(spec, raw, into, factors(spec, a, s, which, i), share, shares)
-        if const_expr(which == pages.V and source(spec).CUTS):
+        if const_expr(which == pages.V and (source(spec).CUTS or spec.kv.scaled)):  # a factor past them may be NaN
             if valid < spec.tile.n:
                 cute.arch.sync_warp()
                 prepare.blank(into, valid, share, shares)
