@@ -11,6 +11,7 @@ bits, the first ones of a tile, are computed maxima first.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
@@ -234,11 +235,10 @@ def settle(spec: cutlass.Constexpr, r: Registers, x: Tile, totals, full):
         for row in cutlass.range_constexpr(cute.size(r.tokens)):
             probabilities(r, x, row)
             operand_p(spec, r, row)
-        softmax.rescale(r.st, wgmma.rows_cols(r.o))
+        rescale(spec, r)
     else:
         for row in cutlass.range_constexpr(cute.size(r.tokens)):
             r.st.l[row] += totals[row]
-            r.st.rescale[row] = Float32(1.0)
 
 
 @cute.jit
@@ -335,7 +335,7 @@ def step(
         operand_p(spec, r, 0)
         probabilities(r, x, 1)
         operand_p(spec, r, 1)
-        softmax.rescale(r.st, wgmma.rows_cols(r.o))
+        rescale(spec, r)
     else:
         transform(spec, a, r, x, j, how)
         n = const_expr(spec.tile.n // LANES)
@@ -392,6 +392,14 @@ def set_rows(spec: cutlass.Constexpr, r: Registers, x: Tile, a, capped: cutlass.
 
 
 @cute.jit
+def rescale(spec: cutlass.Constexpr, r: Registers):
+    """O, none of whose PV is in flight, follows the maxima."""
+    softmax.rescale(r.st, wgmma.rows_cols(r.o))
+    if const_expr(spec.tile.promote > 0):
+        sums.rescale(r.sums, r.st.rescale)
+
+
+@cute.jit
 def begin_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Items, capped: cutlass.Constexpr):
     """All of a tile up to its first block, whose QK is in flight and whose PV is then owed."""
     softmax.reset(r.st, softmax.NO_KEY)
@@ -399,21 +407,14 @@ def begin_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Items, 
     set_rows(spec, r, x, a, capped)
     first_block(spec, a, s, r, x, at.kv, capped)
     if const_expr(spec.tile.promote > 0):
-        sums.reset(r.sums)
+        sums.reset(spec, r.sums)
 
 
 @cute.jit
-def end_block(spec: cutlass.Constexpr, r: Registers, x: Tile, j: Int32):
-    """Block j is the last that was looked at, nothing is in flight."""
-    if const_expr(spec.tile.promote > 0):
-        sums.advance(spec, r.sums, r.o, r.st.rescale, x.w.hi - 1 - j)
-
-
-@cute.jit
-def end_tile(spec: cutlass.Constexpr, s, r: Registers, x: Tile, at: Items):
+def end_tile(spec: cutlass.Constexpr, s, r: Registers, at: Items):
     """No QK of the tile is left."""
     if const_expr(spec.tile.promote > 0):
-        sums.collect(spec, r.sums, r.o, x.w.hi - 1 - x.w.lo)
+        sums.collect(r.sums, r.o)
     if const_expr(not spec.pack_gqa and not spec.tile.q_in_regs):
         pipe.release(s.q_pipe, at.q)
 
@@ -424,6 +425,30 @@ def early(spec):
 
 
 @cute.jit
+def run_blocks(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, q: Int32, how: cutlass.Constexpr, i, lo, hi):
+    """Blocks hi - 1 to lo, behind item i of the pipes; the last item."""
+    for j in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
+        step(spec, plan, s, r, x, Items(i, q), j, how)
+        i += 1
+    return i
+
+
+@cute.jit
+def in_stretches(spec: cutlass.Constexpr, r: Registers, part: mask.Segment, state, run: cutlass.Constexpr):
+    """run(state, lo, hi) of all blocks of a segment, and O is promoted when it is time to. Returns the last state."""
+    if const_expr(spec.tile.promote == 0):
+        state = run(state, part.lo, part.hi)
+    else:
+        hi = part.hi
+        while hi > part.lo:
+            lo = cutlass.max(part.lo, hi - r.sums.counts[0])
+            state = run(state, lo, hi)
+            sums.advance(spec, r.sums, r.o, hi - lo)
+            hi = lo
+    return state
+
+
+@cute.jit
 def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items, capped: cutlass.Constexpr):
     """The KV blocks of a tile whose first QK is in flight, up to the PV of the `Last`, which it returns."""
     i = at.kv
@@ -431,11 +456,9 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
     segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi, early(spec))
     for g in cutlass.range_constexpr(len(segments)):
         part = segments[g]
-        for j in cutlass.range(part.hi - 1, part.lo - 1, -1, unroll=1):
-            step(spec, plan, s, r, x, Items(i, at.q), j, How(capped, part.masked, part.begins))
-            i += 1
-            end_block(spec, r, x, j)
-    end_tile(spec, s, r, x, at)
+        how = How(capped, part.masked, part.begins)
+        i = in_stretches(spec, r, part, i, partial(run_blocks, spec, plan, s, r, x, at.q, how))
+    end_tile(spec, s, r, at)
     return Last(i, True)
 
 

@@ -15,6 +15,7 @@ comes under its exponentials. Loaders that gather fetch all of it, because they 
 those of a V that is prepared.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
@@ -22,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ...device import pipe, wgmma
+from ...device import pipe
 from .. import geometry, load, logits, mask, softmax
 from ..kv import pages, source
 from ..kv.pages import Block
@@ -39,13 +40,14 @@ from .math import (
     ahead,
     begin_tile,
     early,
-    end_block,
     end_tile,
+    in_stretches,
     issue_pv,
     issue_qk,
     landed,
     operand_p,
     probabilities,
+    rescale,
     rows_of,
     transform,
     wait_first_qk,
@@ -198,8 +200,6 @@ def step(spec: cutlass.Constexpr, plan, s, r: Registers, votes: Votes, last: Las
     pipe.release(s.v_pipe, i)
     if out == 0:
         keep(spec, r, votes, how)
-    elif const_expr(spec.tile.promote > 0):
-        r.st.rescale.fill(1.0)
     return Last(i + 1, 1 - out)
 
 
@@ -214,7 +214,7 @@ def keep(spec: cutlass.Constexpr, r: Registers, votes: Votes, how: cutlass.Const
         votes.peak[k] = cute.arch.fmax(votes.peak[k], votes.top[k])
         probabilities(r, x, k)
         operand_p(spec, r, k)
-    softmax.rescale(r.st, wgmma.rows_cols(r.o))
+    rescale(spec, r)
 
 
 @cute.jit
@@ -236,6 +236,16 @@ def finish_pv(spec: cutlass.Constexpr, plan, s, r: Registers, after: Work, at: I
 
 
 @cute.jit
+def run_blocks(
+    spec: cutlass.Constexpr, plan, s, r: Registers, votes: Votes, how: cutlass.Constexpr, last: Last, lo, hi
+):
+    """Blocks hi - 1 to lo, behind the `last` one; the new last one."""
+    for j in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
+        last = step(spec, plan, s, r, votes, last, j, how)
+    return last
+
+
+@cute.jit
 def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items, capped: cutlass.Constexpr):
     """As `math.run_tile`, without the blocks that the warpgroup leaves out."""
     a, rows = plan.args, cute.size(r.tokens)
@@ -248,10 +258,9 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
     segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi, early(spec))
     for g in cutlass.range_constexpr(len(segments)):
         part = segments[g]
-        for j in cutlass.range(part.hi - 1, part.lo - 1, -1, unroll=1):
-            last = step(spec, plan, s, r, votes, last, j, How(capped, part.masked, part.begins))
-            end_block(spec, r, x, j)
-    end_tile(spec, s, r, x, at)
+        how = How(capped, part.masked, part.begins)
+        last = in_stretches(spec, r, part, last, partial(run_blocks, spec, plan, s, r, votes, how))
+    end_tile(spec, s, r, at)
     return last
 
 

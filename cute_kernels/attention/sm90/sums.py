@@ -15,10 +15,12 @@ PIECE = 4  # values that a thread loads and stores at once: two of each of its r
 
 @dataclass(frozen=True)
 class Sums:
-    """What a thread knows of its sums. factors: what those of each row are to be multiplied by."""
+    """What a thread knows of its sums. factors: what those of each row are to be multiplied by. counts: blocks until O
+    moves; how often it has moved."""
 
     smem: cute.Tensor  # (PIECE, pieces)
     factors: cute.Tensor
+    counts: cute.Tensor
 
 
 def allocate(spec, smem):
@@ -30,23 +32,29 @@ def allocate(spec, smem):
 
 def make(spec, smem):
     thread = cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
-    return Sums(smem[None, None, thread], cute.make_rmem_tensor(2, Float32))
+    return Sums(smem[None, None, thread], *(cute.make_rmem_tensor(2, kind) for kind in (Float32, Int32)))
 
 
 @cute.jit
-def reset(x: Sums):
+def reset(spec: cutlass.Constexpr, x: Sums):
     """A tile begins."""
     x.factors.fill(1.0)
+    x.counts[0], x.counts[1] = Int32(spec.tile.promote), Int32(0)
 
 
 @cute.jit
-def advance(spec: cutlass.Constexpr, x: Sums, o: cute.Tensor, rescale: cute.Tensor, done: Int32):
-    """`done` blocks of a tile have been added to O, which was multiplied by `rescale` for the next, and nothing is in
-    flight: promote, if it is time to."""
+def rescale(x: Sums, factors: cute.Tensor):
+    """O was multiplied by `factors`."""
     for k in cutlass.range_constexpr(2):
-        x.factors[k] = x.factors[k] * rescale[k]
-    if done % spec.tile.promote == 0:
-        if done > spec.tile.promote:
+        x.factors[k] = x.factors[k] * factors[k]
+
+
+@cute.jit
+def advance(spec: cutlass.Constexpr, x: Sums, o: cute.Tensor, blocks: Int32):
+    """As many blocks, at most counts[0], have been added to O, and nothing is in flight: promote, if it is time to."""
+    x.counts[0] -= blocks
+    if x.counts[0] == 0:
+        if x.counts[1] > 0:
             add(x, o)
         piece = cute.make_rmem_tensor(PIECE, Float32)
         for i in cutlass.range_constexpr(cute.size(x.smem, mode=[1])):
@@ -55,12 +63,13 @@ def advance(spec: cutlass.Constexpr, x: Sums, o: cute.Tensor, rescale: cute.Tens
             cute.autovec_copy(piece, x.smem[None, i])
         o.fill(0.0)
         x.factors.fill(1.0)
+        x.counts[0], x.counts[1] = Int32(spec.tile.promote), x.counts[1] + 1
 
 
 @cute.jit
-def collect(spec: cutlass.Constexpr, x: Sums, o: cute.Tensor, done: Int32):
-    """A tile ends after `done` times `advance`."""
-    if done >= spec.tile.promote:
+def collect(x: Sums, o: cute.Tensor):
+    """A tile ends."""
+    if x.counts[1] > 0:
         add(x, o)
 
 
