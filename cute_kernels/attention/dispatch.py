@@ -3,10 +3,10 @@
 from functools import cache
 from typing import Any, NamedTuple
 
-from . import decode, sm90
+from . import decode, sm90, sm100
 from .problem import Problem, Refusal
 
-OPS = {"attention.decode": decode, "attention.sm90": sm90}  # in the order in which they are asked
+OPS = {"attention.decode": decode, "attention.sm90": sm90, "attention.sm100": sm100}  # in the order in which they are asked
 
 
 class Answer(NamedTuple):

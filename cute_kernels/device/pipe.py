@@ -42,6 +42,10 @@ def full(p: Pipe, n):
     return p.full + stage(p, n)
 
 
+def empty(p: Pipe, n):
+    return p.full + p.stages + stage(p, n)
+
+
 def wait_full(p: Pipe, n):
     cute.arch.mbarrier_wait(p.full + stage(p, n), phase(p, n))
 
@@ -108,3 +112,27 @@ def release_cursor(p: Pipe, cursor: Int32, last):
     cute.arch.sync_warp()
     if last & (cute.arch.lane_idx() == 0):
         cute.arch.mbarrier_arrive(p.full + p.stages + cursor_stage(cursor))
+
+
+@cute.jit
+def signals(smem, count: cutlass.Constexpr, arrivals: cutlass.Constexpr):
+    """Pointer to `count` mbarriers, each to be used by itself: so many arrivals end its n-th phase. A fence and a barrier
+    follow."""
+    first = smem.allocate_array(Int64, count)
+    if cute.arch.warp_idx() == 0:
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(count):
+                cute.arch.mbarrier_init(first + i, arrivals)
+    return first
+
+
+def wait_signal(signal: cute.Pointer, n):
+    """Until phase n has ended; at once for n = -1."""
+    cute.arch.mbarrier_wait(signal, n & 1)
+
+
+@cute.jit
+def send(signal: cute.Pointer):
+    """One warp: an arrival."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(signal)

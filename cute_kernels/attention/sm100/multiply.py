@@ -1,0 +1,137 @@
+"""The warp that issues all MMAs."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from ...device import layout, pipe, tmem, umma
+from ..kv import source
+from ..schedule import work
+from .roles import HALVES, ROWS
+
+S, O, P = 0, 256, 64  # noqa: E741  columns: of S, of O, of P in its S
+PIECES = 4  # of P, of which PIECES - 1 come early
+
+
+class Operand(NamedTuple):
+    """A stage of Q, K or V. static: base: its descriptor. at: address."""
+
+    base: int
+    at: Int32
+
+
+def bytes_of(spec):
+    """Of an element of the operands."""
+    return 2
+
+
+def k_major(spec, tensor, stage, rows, dim):
+    """Stage of Q or K: rows of `dim` elements."""
+    return Operand(
+        umma.k_major(layout.width(dim * bytes_of(spec))), tensor.iterator.toint() + stage * (rows * dim * bytes_of(spec))
+    )
+
+
+def steps(spec, dim, rows):
+    """Offsets in bytes of each MMA's part of the rows of a stage (rows, dim), K-major."""
+    width, each = layout.width(dim * bytes_of(spec)), umma.STEP
+    return [at // width * (rows * width) + at % width for at in range(0, dim * bytes_of(spec), each)]
+
+
+@cute.jit
+def qk(spec: cutlass.Constexpr, s, base: Int32, half: cutlass.Constexpr, q: Int32, i: Int32):
+    """One thread: S of a half is Q K^T of block i of the pipe, Q item q."""
+    t, dim = spec.tile, spec.head_dim_qk
+    a = k_major(spec, s.raw_q, pipe.stage(s.q_pipe, q), t.m, dim)
+    b = k_major(spec, s.k, pipe.stage(s.k_pipe, i), t.n, dim)
+    first = a.at + half * (ROWS * layout.width(dim * bytes_of(spec)))
+    kind = umma.instruction("f16", spec.q, ROWS, t.n)
+    for n, (mine, other) in enumerate(zip(steps(spec, dim, t.m), steps(spec, dim, t.n))):
+        left, right = umma.at(a.base, first + mine), umma.at(b.base, b.at + other)
+        umma.multiply("f16", base + (S + half * ROWS), left, right, kind, n > 0)
+    umma.commit(s.scores + half)
+
+
+@cute.jit
+def pv(
+    spec: cutlass.Constexpr, s, base: Int32, half: cutlass.Constexpr, i: Int32, pieces: cutlass.Constexpr, first: Int32
+):
+    """One thread: O of a half += P V of block i of the pipe, some `pieces` of it. first: 1 where O begins."""
+    t, dim = spec.tile, spec.head_dim_vo
+    width, keys = const_expr(layout.width(dim * bytes_of(spec))), umma.STEP // bytes_of(spec)
+    v = s.v.iterator.toint() + pipe.stage(s.v_pipe, i) * (t.n * dim * bytes_of(spec))
+    kind = umma.instruction("f16", spec.q, ROWS, dim, "mn")
+    for piece in pieces:
+        for n in range(piece * t.n // PIECES // keys, (piece + 1) * t.n // PIECES // keys):
+            left = base + (S + half * ROWS + P + n * umma.STEP // 4)
+            right = umma.at(umma.mn_major(width, t.n), v + n * keys * width)
+            umma.multiply("f16", base + (O + half * ROWS), left, right, kind, Int32(1) if n > 0 else 1 - first)
+
+
+@cute.jit
+def multiply(spec: cutlass.Constexpr, plan, s):
+    """One warp: the MMAs of all tiles."""
+    base, t, i, q = s.tensor[0], Int32(0), Int32(0), Int32(0)
+    w = work.consume(spec, s, t)
+    while w.valid != 0:
+        if w.hi > w.lo:
+            pipe.wait_full(s.q_pipe, q)
+            pipe.wait_full(s.k_pipe, i)
+            with cute.arch.elect_one():
+                for half in cutlass.range_constexpr(HALVES):
+                    qk(spec, s, base, half, q, i)
+                umma.commit(pipe.empty(s.k_pipe, i))
+                if w.hi - w.lo == 1:
+                    umma.commit(pipe.empty(s.q_pipe, q))
+            for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
+                multiply_block(spec, s, base, w, j, q, i)
+                i += 1
+            q += 1
+        t += 1
+        w = work.consume(spec, s, t)
+
+
+@cute.jit
+def zero_tail(spec: cutlass.Constexpr, s, w: work.Work, i: Int32):
+    """Zeros into the rows of V, item i of its pipe, that lie past the request's last key and may hold anything. Nothing
+    waits for it: S of the tile has just begun."""
+    valid = w.kv_len - (w.hi - 1) * spec.tile.n
+    if valid < spec.tile.n and source(spec).cut(spec, valid):
+        stage = s.v[None, None, pipe.stage(s.v_pipe, i)]
+        source(spec).zero_tail(spec, stage, valid, cute.arch.lane_idx(), 32)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+
+
+@cute.jit
+def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int32, q: Int32, i: Int32):
+    """P V of block j, item i of the pipes, and Q K^T of the next one of the tile, of both halves."""
+    first = Int32(1) if j == w.hi - 1 else Int32(0)
+    pipe.wait_full(s.v_pipe, i)
+    if j > w.lo:
+        pipe.wait_full(s.k_pipe, i + 1)
+    if first != 0:
+        zero_tail(spec, s, w, i)
+    for half in cutlass.range_constexpr(HALVES):
+        if first != 0:
+            pipe.wait_signal(s.stored + half, q - 1)
+        pipe.wait_signal(s.early + half, i)
+        tmem.after_wait()
+        with cute.arch.elect_one():
+            pv(spec, s, base, half, i, range(PIECES - 1), first)
+        pipe.wait_signal(s.late + half, i)
+        tmem.after_wait()
+        with cute.arch.elect_one():
+            pv(spec, s, base, half, i, range(PIECES - 1, PIECES), first)
+            if j > w.lo:
+                qk(spec, s, base, half, q, i + 1)
+            else:
+                umma.commit(s.done + half)
+    with cute.arch.elect_one():
+        umma.commit(pipe.empty(s.v_pipe, i))
+        if j > w.lo:
+            umma.commit(pipe.empty(s.k_pipe, i + 1))
+        if j == w.lo + 1:
+            umma.commit(pipe.empty(s.q_pipe, q))

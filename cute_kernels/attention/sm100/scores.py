@@ -1,0 +1,162 @@
+"""Softmax of a half of the tile: a warpgroup, a thread a row."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from ... import abi
+from ...device import pipe, tmem, warp
+from .. import geometry, logits, mask
+from .. import softmax as online
+from ..logits import Cols, Rows
+from ..schedule import work
+from ..schedule.work import Work
+from .multiply import PIECES, P, S
+from .roles import ROWS, WARPS, roles
+
+LOADED = 32  # columns that an instruction loads
+
+
+@dataclass(frozen=True)
+class Registers:
+    """Of a thread, whose row is the only one: (1,) but for s, (1, n)."""
+
+    s: cute.Tensor
+    st: online.State
+    tokens: cute.Tensor
+    score: cute.Tensor  # of raw scores to log2 units
+    reduced: cute.Tensor  # of what the softmax reduces, scores or capped ones
+
+
+class Place(NamedTuple):
+    """The thread's: half of the tile, row of the half, address in tensor memory of its half's S."""
+
+    half: Int32
+    row: Int32
+    s: Int32
+
+
+def place(spec, s) -> Place:
+    number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first("softmax")
+    half = number // WARPS
+    row = number % WARPS * 32 + cute.arch.lane_idx()
+    return Place(half, row, s.tensor[0] + tmem.lanes(number) + (S + half * ROWS))
+
+
+def registers(spec) -> Registers:
+    one = lambda dtype: cute.make_rmem_tensor(1, dtype)  # noqa: E731
+    scores = cute.make_rmem_tensor((1, spec.tile.n), Float32)
+    return Registers(scores, online.make(1), one(Int32), one(Float32), one(Float32))
+
+
+@cute.jit
+def fetch(spec: cutlass.Constexpr, r: Registers, x: Place):
+    """S of the block at hand."""
+    for c in cutlass.range_constexpr(0, spec.tile.n, LOADED):
+        values = tmem.load(x.s + c, LOADED)
+        for e in cutlass.range_constexpr(LOADED):
+            r.s[0, c + e] = values[e]
+    tmem.wait_load()
+
+
+@cute.jit
+def hand_over(s, x: Place, item: Int32, first: Float32, second: Float32):
+    """Tells who corrects O what item number `item` of the half is."""
+    pipe.wait_signal(s.read + x.half, item - 1)
+    s.growth[x.row, x.half, 0], s.growth[x.row, x.half, 1] = first, second
+    cute.arch.sync_warp()
+    pipe.send(s.grown + x.half)
+
+
+@cute.jit
+def probabilities(spec: cutlass.Constexpr, s, r: Registers, x: Place):
+    """P of the block to tensor memory, announced in two parts; their sum."""
+    n, piece = const_expr(spec.tile.n), const_expr(spec.tile.n // PIECES)
+    for k in cutlass.range_constexpr(PIECES):
+        words = []
+        for c in cutlass.range_constexpr(k * piece, (k + 1) * piece, 2):
+            pair = [online.power(r.s[0, c + e], r.reduced[0], r.st.shift[0]) for e in range(2)]
+            r.s[0, c], r.s[0, c + 1] = pair
+            words.append(warp.word16(abi.DTYPES[spec.q], *pair))
+        tmem.store(x.s + (P + k * piece // 2), words)
+        if const_expr(k >= PIECES - 2):
+            tmem.wait_store()
+            tmem.before_signal()
+            pipe.send((s.early if k == PIECES - 2 else s.late) + x.half)
+    r.st.l[0] += online.reduce(r.s[0, None], online.add)
+
+
+@cute.jit
+def block(
+    spec: cutlass.Constexpr,
+    a,
+    s,
+    r: Registers,
+    x: Place,
+    rows: Rows,
+    i: Int32,
+    item: Int32,
+    j: Int32,
+    capped,
+    masked: cutlass.Constexpr,
+):
+    """Softmax of block j, the i-th whose S the half gets, its item number `item`."""
+    pipe.wait_signal(s.scores + x.half, i)
+    tmem.after_wait()
+    fetch(spec, r, x)
+    cols = Cols(j * spec.tile.n, list(range(spec.tile.n)))
+    logits.transform(spec, a, r.s, r.score, rows, cols, capped, masked)
+    online.update_max(r.st, r.s, r.reduced, 1, span(), False)
+    hand_over(s, x, item, r.st.rescale[0], Float32(0.0))
+    probabilities(spec, s, r, x)
+
+
+def span():
+    return online.Span(Float32(online.LAZY), Float32(0.0))
+
+
+@cute.jit
+def tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Place, w: Work, i: Int32, q: Int32, capped):
+    """All blocks of a tile, and what becomes of its sums."""
+    per_token = geometry.rows_per_token(spec, a)
+    n = mask.lengths(spec, a, w.q_len, w.kv_len)
+    number = 2 * w.m_block + x.half
+    r.tokens[0] = number * ROWS + x.row
+    first, last = geometry.tile_tokens(number, ROWS, w.q_len, per_token)
+    full_lo, full_hi = mask.full_range(spec, first, last, n)
+    rows = Rows(r.tokens, w.q_start, n)
+    online.reset(r.st, online.NO_KEY)
+    block(spec, a, s, r, x, rows, i, i + q, w.hi - 1, capped, True)
+    i += 1
+    segments = mask.segments(spec, w.lo, w.hi - 1, full_lo, full_hi)
+    for g in cutlass.range_constexpr(len(segments)):
+        part = segments[g]
+        for j in cutlass.range(part.hi - 1, part.lo - 1, -1, unroll=1):
+            block(spec, a, s, r, x, rows, i, i + q, j, capped, part.masked)
+            i += 1
+    top = -Float32.inf if r.st.m[0] == -Float32.inf else r.st.shift[0]
+    hand_over(s, x, i + q, r.st.l[0], top)
+    return i
+
+
+@cute.jit
+def softmax(spec: cutlass.Constexpr, plan, s):
+    """All tiles of the CTA."""
+    a, r, x = plan.args, registers(spec), place(spec, s)
+    score = online.device_factor(a.logits.scale_log2, a.logits.scale)
+    r.score[0], r.reduced[0] = score, score
+    capped = False
+    if const_expr(spec.logits.soft_cap):
+        capped = a.logits.soft_cap > 0.0
+        r.reduced[0] = logits.capped_to_log2(a.logits.soft_cap) if capped else score
+    t, i, q = Int32(0), Int32(0), Int32(0)
+    w = work.consume(spec, s, t)
+    while w.valid != 0:
+        if w.hi > w.lo:
+            i = tile(spec, a, s, r, x, w, i, q, capped)
+            q += 1
+        t += 1
+        w = work.consume(spec, s, t)
