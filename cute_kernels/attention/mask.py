@@ -10,6 +10,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr
 
+from ..device import warp
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -106,11 +108,25 @@ def apply(
     for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
         lo, hi = visible(spec, tokens[r], n)
         lo, hi = lo - key, hi - key
-        for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
-            out = cols[c] >= hi
-            if const_expr(spec.mask.window):
-                out = out or cols[c] < lo
-            s[r, c] = -Float32.inf if out else s[r, c]
+        if const_expr(list(cols) == list(range(len(cols)))):
+            hide_ends(spec, s[r, None], lo, hi)
+        else:
+            for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
+                out = cols[c] >= hi
+                if const_expr(spec.mask.window):
+                    out = out or cols[c] < lo
+                s[r, c] = -Float32.inf if out else s[r, c]
+
+
+@cute.jit
+def hide_ends(spec: cutlass.Constexpr, s: cute.Tensor, lo: Int32, hi: Int32):
+    """-inf into s but for [lo, hi), neighbours: by a word of bits for 32 of them."""
+    for k in cutlass.range_constexpr(0, cute.size(s), 32):
+        hidden = warp.shift_left(0xFFFFFFFF, cutlass.max(hi - k, 0))
+        if const_expr(spec.mask.window):
+            hidden |= ~warp.shift_left(0xFFFFFFFF, cutlass.max(lo - k, 0))
+        for c in cutlass.range_constexpr(32):
+            s[k + c] = -Float32.inf if hidden & const_expr(1 << c) != 0 else s[k + c]
 
 
 @cute.jit

@@ -41,6 +41,11 @@ def at(base: int, address):
     return Int64(base) | Int64((address & 0x3FFFF) >> 4)
 
 
+def beyond(descriptor, offset: int):
+    """That of the operand that lies `offset` bytes behind."""
+    return descriptor + Int64(offset >> 4)
+
+
 def multiply(kind: str, d, a, b, instruction: int, keep):
     """One thread: D (+)= A B, of STEP bytes of k. d: tensor memory address. a: Int64 descriptor, or Int32 address in tensor
     memory. keep: whether D is added to."""

@@ -81,6 +81,12 @@ def from_bits(x):
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
+def shift_left(x, count):
+    """A word, shifted by any number of bits."""
+    text = "shl.b32 {$w0}, {$r0}, {$r1};"
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[Uint32(x), Uint32(count)])
+
+
 def anew(x):
     """An Int32 that the compiler takes for another: what follows from it is not kept in registers across a loop."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])

@@ -16,13 +16,16 @@ PHASE = "prefill"
 @dataclass(frozen=True)
 class Tile:
     """m query rows, two halves of 128, x n keys a CTA; `stages` K tiles and as many V tiles in flight, `q_stages` Q tiles.
-    loaders: warps that fill a stage together."""
+    loaders: warps that fill a stage together. emulated: of 16 exponentials, those without the special function unit,
+    where no key is hidden."""
 
     m: int = 256
     n: int = 128
     stages: int = 2
     q_stages: int = 1
     loaders: int = 1
+    emulated: int = 0
+    promote: ClassVar[int] = 0
     raw_stages: ClassVar[int] = 0
     l2_bytes: ClassVar[int] = 32 << 20  # of K and V at work at a time; L2 is 126 MB in two halves
 
@@ -33,20 +36,27 @@ class Tile:
 
     @property
     def name(self) -> str:
-        return f"m{self.m}n{self.n}s{self.stages}"
+        return f"m{self.m}n{self.n}s{self.stages}" + (f"e{self.emulated}" if self.emulated else "")
 
 
 Spec = AttentionSpec[Tile]
 
 # 227 KiB of shared memory hold `q_stages` of Q, `stages` of K and of V.
 TILES = {(64, 64): Tile(stages=4), (128, 128): Tile(stages=2)}  # (head_dim_qk, head_dim_vo) -> tile
+EMULATED = {"sm_100a": 4}  # sm_103a has twice the exponentials a clock
+
+
+def tile_of(dims: tuple[int, int], arch: str) -> Tile:
+    """None where the kernel has no such head_dim."""
+    tile = TILES.get(dims)
+    return cast(Tile, tile and replace(tile, emulated=EMULATED.get(arch, 0)))
 
 
 def candidate(problem: Problem, arch: str) -> Spec:
     """The spec that would serve a problem, if `supports` lets it."""
     p, dims = problem, (problem.head_dim_qk, problem.head_dim_vo)
     out = (p.out,) if p.out in DTYPES else (p.out, "")
-    kv, tile = KVSpec(p.kv, source_of(p)), cast(Tile, TILES.get(dims))
+    kv, tile = KVSpec(p.kv, source_of(p)), tile_of(dims, arch)
     if p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi:
         mask = MaskSpec("value", window=True, bits=p.drafts, custom=p.custom_mask)
         logits = LogitsSpec(soft_cap=True, alibi=p.alibi)
@@ -84,7 +94,7 @@ def shipped(arch: str) -> list[Spec]:
     masks = [(MaskSpec("always"), LogitsSpec()), (MaskSpec("never"), LogitsSpec())]
     masks.append((MaskSpec("value", window=True), LogitsSpec(soft_cap=True)))
     found = [
-        AttentionSpec(q, KVSpec(q), (q,), *dims, mask, logits, tile=tile)
-        for q, (dims, tile), (mask, logits) in product(DTYPES, TILES.items(), masks)
+        AttentionSpec(q, KVSpec(q), (q,), *dims, mask, logits, tile=tile_of(dims, arch))
+        for q, dims, (mask, logits) in product(DTYPES, TILES, masks)
     ]
     return found if arch in ARCHS else []

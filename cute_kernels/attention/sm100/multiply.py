@@ -1,7 +1,5 @@
 """The warp that issues all MMAs."""
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
@@ -15,23 +13,9 @@ S, O, P = 0, 256, 64  # noqa: E741  columns: of S, of O, of P in its S
 PIECES = 4  # of P, of which PIECES - 1 come early
 
 
-class Operand(NamedTuple):
-    """A stage of Q, K or V. static: base: its descriptor. at: address."""
-
-    base: int
-    at: Int32
-
-
 def bytes_of(spec):
     """Of an element of the operands."""
     return 2
-
-
-def k_major(spec, tensor, stage, rows, dim):
-    """Stage of Q or K: rows of `dim` elements."""
-    return Operand(
-        umma.k_major(layout.width(dim * bytes_of(spec))), tensor.iterator.toint() + stage * (rows * dim * bytes_of(spec))
-    )
 
 
 def steps(spec, dim, rows):
@@ -44,13 +28,14 @@ def steps(spec, dim, rows):
 def qk(spec: cutlass.Constexpr, s, base: Int32, half: cutlass.Constexpr, q: Int32, i: Int32):
     """One thread: S of a half is Q K^T of block i of the pipe, Q item q."""
     t, dim = spec.tile, spec.head_dim_qk
-    a = k_major(spec, s.raw_q, pipe.stage(s.q_pipe, q), t.m, dim)
-    b = k_major(spec, s.k, pipe.stage(s.k_pipe, i), t.n, dim)
-    first = a.at + half * (ROWS * layout.width(dim * bytes_of(spec)))
+    width = const_expr(layout.width(dim * bytes_of(spec)))
+    rows = s.raw_q.iterator.toint() + (pipe.stage(s.q_pipe, q) * (t.m * dim * bytes_of(spec)) + half * ROWS * width)
+    keys = s.k.iterator.toint() + pipe.stage(s.k_pipe, i) * (t.n * dim * bytes_of(spec))
+    left, right = (umma.at(umma.k_major(width), start) for start in (rows, keys))
     kind = umma.instruction("f16", spec.q, ROWS, t.n)
     for n, (mine, other) in enumerate(zip(steps(spec, dim, t.m), steps(spec, dim, t.n))):
-        left, right = umma.at(a.base, first + mine), umma.at(b.base, b.at + other)
-        umma.multiply("f16", base + (S + half * ROWS), left, right, kind, n > 0)
+        operands = umma.beyond(left, mine), umma.beyond(right, other)
+        umma.multiply("f16", base + (S + half * ROWS), *operands, kind, n > 0)
     umma.commit(s.scores + half)
 
 
@@ -62,12 +47,13 @@ def pv(
     t, dim = spec.tile, spec.head_dim_vo
     width, keys = const_expr(layout.width(dim * bytes_of(spec))), umma.STEP // bytes_of(spec)
     v = s.v.iterator.toint() + pipe.stage(s.v_pipe, i) * (t.n * dim * bytes_of(spec))
+    right = umma.at(umma.mn_major(width, t.n), v)
     kind = umma.instruction("f16", spec.q, ROWS, dim, "mn")
     for piece in pieces:
         for n in range(piece * t.n // PIECES // keys, (piece + 1) * t.n // PIECES // keys):
             left = base + (S + half * ROWS + P + n * umma.STEP // 4)
-            right = umma.at(umma.mn_major(width, t.n), v + n * keys * width)
-            umma.multiply("f16", base + (O + half * ROWS), left, right, kind, Int32(1) if n > 0 else 1 - first)
+            step = umma.beyond(right, n * keys * width)
+            umma.multiply("f16", base + (O + half * ROWS), left, step, kind, Int32(1) if n > 0 else 1 - first)
 
 
 @cute.jit

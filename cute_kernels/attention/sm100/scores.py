@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ... import abi
-from ...device import pipe, tmem, warp
+from ...device import exp2, pipe, tmem, warp
 from .. import geometry, logits, mask
 from .. import softmax as online
 from ..logits import Cols, Rows
@@ -18,6 +18,8 @@ from .multiply import PIECES, P, S
 from .roles import ROWS, WARPS, roles
 
 LOADED = 32  # columns that an instruction loads
+CHAINS = 4  # of pairs, of a row's sum
+EVERY = 16  # columns, of which the last `tile.emulated` do without the special function unit
 
 
 @dataclass(frozen=True)
@@ -63,30 +65,47 @@ def fetch(spec: cutlass.Constexpr, r: Registers, x: Place):
 
 
 @cute.jit
-def hand_over(s, x: Place, item: Int32, first: Float32, second: Float32):
-    """Tells who corrects O what item number `item` of the half is."""
-    pipe.wait_signal(s.read + x.half, item - 1)
+def hand_over(s, x: Place, first: Float32, second: Float32):
+    """Tells who corrects O what there is to know."""
     s.growth[x.row, x.half, 0], s.growth[x.row, x.half, 1] = first, second
     cute.arch.sync_warp()
     pipe.send(s.grown + x.half)
 
 
+def powers(logs, emulated):
+    """2^x of two values."""
+    return exp2.pair(logs) if emulated else [cute.math.exp2(x, fastmath=True) for x in logs]
+
+
 @cute.jit
-def probabilities(spec: cutlass.Constexpr, s, r: Registers, x: Place):
-    """P of the block to tensor memory, announced in two parts; their sum."""
-    n, piece = const_expr(spec.tile.n), const_expr(spec.tile.n // PIECES)
+def probabilities(spec: cutlass.Constexpr, s, r: Registers, x: Place, masked: cutlass.Constexpr):
+    """P of the block to tensor memory, announced in two parts."""
+    piece = const_expr(spec.tile.n // PIECES)
+    scale, shift = (r.reduced[0],) * 2, (-r.st.shift[0],) * 2
     for k in cutlass.range_constexpr(PIECES):
         words = []
         for c in cutlass.range_constexpr(k * piece, (k + 1) * piece, 2):
-            pair = [online.power(r.s[0, c + e], r.reduced[0], r.st.shift[0]) for e in range(2)]
-            r.s[0, c], r.s[0, c + 1] = pair
-            words.append(warp.word16(abi.DTYPES[spec.q], *pair))
+            logs = cute.arch.fma_packed_f32x2((r.s[0, c], r.s[0, c + 1]), scale, shift)
+            values = powers(logs, const_expr(not masked and c % EVERY >= EVERY - spec.tile.emulated))
+            for e in cutlass.range_constexpr(2):
+                r.s[0, c + e] = values[e]
+            words.append(warp.word16(abi.DTYPES[spec.q], r.s[0, c], r.s[0, c + 1]))
         tmem.store(x.s + (P + k * piece // 2), words)
         if const_expr(k >= PIECES - 2):
             tmem.wait_store()
             tmem.before_signal()
             pipe.send((s.early if k == PIECES - 2 else s.late) + x.half)
-    r.st.l[0] += online.reduce(r.s[0, None], online.add)
+
+
+def total(spec, r: Registers):
+    """The sum of the block's P."""
+    parts = [(r.s[0, c], r.s[0, c + 1]) for c in range(0, 2 * CHAINS, 2)]
+    for c in range(2 * CHAINS, spec.tile.n, 2):
+        k = c // 2 % CHAINS
+        parts[k] = cute.arch.add_packed_f32x2(parts[k], (r.s[0, c], r.s[0, c + 1]))
+    while len(parts) > 1:
+        parts = [cute.arch.add_packed_f32x2(*pair) for pair in zip(parts[::2], parts[1::2])]
+    return parts[0][0] + parts[0][1]
 
 
 @cute.jit
@@ -110,8 +129,10 @@ def block(
     cols = Cols(j * spec.tile.n, list(range(spec.tile.n)))
     logits.transform(spec, a, r.s, r.score, rows, cols, capped, masked)
     online.update_max(r.st, r.s, r.reduced, 1, span(), False)
-    hand_over(s, x, item, r.st.rescale[0], Float32(0.0))
-    probabilities(spec, s, r, x)
+    hand_over(s, x, r.st.rescale[0], Float32(0.0))
+    probabilities(spec, s, r, x, masked)
+    pipe.wait_signal(s.read + x.half, item)  # keeps the sum behind P, on which others wait
+    r.st.l[0] += total(spec, r)
 
 
 def span():
@@ -138,7 +159,8 @@ def tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Place, w: Work, i: Int3
             block(spec, a, s, r, x, rows, i, i + q, j, capped, part.masked)
             i += 1
     top = -Float32.inf if r.st.m[0] == -Float32.inf else r.st.shift[0]
-    hand_over(s, x, i + q, r.st.l[0], top)
+    hand_over(s, x, r.st.l[0], top)
+    pipe.wait_signal(s.read + x.half, i + q)
     return i
 
 
