@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from cute_kernels.attention import args, decode, dispatch, sm90
+from cute_kernels.attention import args, decode, dispatch, sm90, sm100
 from cute_kernels.attention.problem import Problem
 from cute_kernels.attention.spec import TMA_PAGES, LogitsSpec
 
@@ -167,9 +167,30 @@ def test_what_is_refused_is_named(change, word):
 
 
 def test_an_architecture_without_a_kernel_is_named():
-    with pytest.raises(NotImplementedError, match=r"sm_100a: needs sm_90a"):
-        dispatch.select(BASE, "sm_100a")
-    assert sm90.shipped("sm_100a") == [] == decode.shipped("sm_80")
+    with pytest.raises(NotImplementedError, match=r"sm_80: needs sm_90a"):
+        dispatch.select(BASE, "sm_80")
+    assert sm90.shipped("sm_100a") == [] == decode.shipped("sm_80") == sm100.shipped("sm_90a")
+
+
+@pytest.mark.parametrize("arch", BLACKWELL)
+def test_prefill_on_blackwell_serves_a_problem_or_names_what_it_lacks(arch):
+    shipped, found, lacking = set(sm100.shipped(arch)), set(), set()
+    for problem in problems("prefill"):
+        _, prefill_on_hopper, answer = dispatch.explain(problem, arch)
+        assert prefill_on_hopper.reason.field == "arch"
+        if answer.reason is None:
+            found.add(answer.spec)
+            assert serves(answer.spec, problem)
+        else:
+            lacking.add(answer.reason.field)
+    assert found == shipped
+    assert lacking == {"q", "kv", "head_dim", "page_size"}
+
+
+def test_what_blackwell_lacks_is_named():
+    with pytest.raises(NotImplementedError, match="attention.sm100: q e4m3") as error:
+        dispatch.select(replace(BASE, q="e4m3", kv="e4m3"), "sm_100a")
+    assert error.value.field == "q"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from cute_kernels.topk.problem import Problem as Rows
 ARCHS = {"sm_90a": "Hopper", "sm_100a": "B200", "sm_103a": "B300"}
 RUN = ("sm_90a",)  # architectures whose GPU tests are run
 SIMULATED = {("sm_90a", "attention.sm90")} | {  # (architecture, op) whose kernels CI's simulator runs
-    (arch, op) for arch in catalog.ARCHS for op in ("attention.decode", "topk.radix")
+    (arch, op) for arch in catalog.ARCHS for op in ("attention.decode", "attention.sm100", "topk.radix")
 }
 RECORD = Path(__file__).resolve().parent.parent / "tests" / "data" / "hardware.csv"
 COLUMNS = ("arch", "feature", "gpu", "commit", "passed")

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 from . import decode, sm90, sm100
 from .problem import Problem, Refusal
 
-OPS = {"attention.decode": decode, "attention.sm90": sm90, "attention.sm100": sm100}  # in the order in which they are asked
+# In the order in which they are asked.
+OPS = {"attention.decode": decode, "attention.sm90": sm90, "attention.sm100": sm100}
 
 
 class Answer(NamedTuple):
@@ -18,11 +19,13 @@ class Answer(NamedTuple):
 
 
 class Unsupported(NotImplementedError):
-    """No op serves a problem. field: of the problem, or "arch", that the op meant for such problems refused."""
+    """No op serves a problem. field: of the problem, or "arch", that the op meant for such problems, and for the
+    architecture if there is one, refused."""
 
     def __init__(self, answers: tuple[Answer, ...]):
         super().__init__("; ".join(f"{op}: {reason}" for op, _, reason in answers))
-        self.field = next(reason.field for _, _, reason in answers if reason and reason.field != "phase")
+        fields = [reason.field for _, _, reason in answers if reason and reason.field != "phase"]
+        self.field = next((field for field in fields if field != "arch"), "arch")
 
 
 def refusal(module: Any, problem: Problem, spec: Any, arch: str) -> Refusal | None:

@@ -18,8 +18,8 @@ def larger(x, y):
 
 
 def pair(logs):
-    """2^x of two values that are not -inf: f, what is left of x beyond the next lower whole number n, goes into the cubic,
-    whose exponent n is added to. Of NaN it is not finite in 16 bits."""
+    """2^x of two values that are not -inf: f, what is left of x beyond the next lower whole number n, goes into the
+    cubic, whose exponent n is added to. Of NaN it is not finite in 16 bits."""
     both = lambda x: (Float32(x), Float32(x))  # noqa: E731
     logs = tuple(larger(x, LEAST) for x in logs)
     whole = cute.arch.add_packed_f32x2(logs, both(WHOLE), rnd="rm")

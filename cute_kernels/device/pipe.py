@@ -116,8 +116,8 @@ def release_cursor(p: Pipe, cursor: Int32, last):
 
 @cute.jit
 def signals(smem, count: cutlass.Constexpr, arrivals: cutlass.Constexpr):
-    """Pointer to `count` mbarriers, each to be used by itself: so many arrivals end its n-th phase. A fence and a barrier
-    follow."""
+    """Pointer to `count` mbarriers, each to be used by itself: so many arrivals end its n-th phase. A fence and a
+    barrier follow."""
     first = smem.allocate_array(Int64, count)
     if cute.arch.warp_idx() == 0:
         with cute.arch.elect_one():

@@ -1,7 +1,7 @@
 """tcgen05.mma of one CTA: descriptors as integers, issue, commit (PTX ISA, TensorCore 5th Generation).
 
-Operands lie in shared memory in rows of at most 128 bytes under TMA's swizzle of as many (`layout.smem_layout`), a block
-of such columns behind another; A may lie in tensor memory. D (m, n) is fp32, row r in lane r of tensor memory.
+Operands lie in shared memory in rows of at most 128 bytes under TMA's swizzle of as many (`layout.smem_layout`), a
+block of such columns behind another; A may lie in tensor memory. D (m, n) is fp32, row r in lane r of tensor memory.
 """
 
 import cutlass.cute as cute
@@ -14,9 +14,9 @@ GROUP = 8  # rows after which a swizzle repeats
 
 
 def descriptor(leading: int, stride: int, width: int) -> int:
-    """Of an operand at shared memory address 0, rows of `width` bytes. Bytes: K-major, stride from eight rows to the next
-    eight (leading is not read); MN-major, leading from a block of columns to the next, stride from eight k to the
-    next eight."""
+    """Of an operand at shared memory address 0, rows of `width` bytes. Bytes: K-major, stride from eight rows to the
+    next eight (leading is not read); MN-major, leading from a block of columns to the next, stride from eight k to
+    the next eight."""
     return leading >> 4 << 16 | stride >> 4 << 32 | 1 << 46 | SWIZZLES[width] << 61
 
 
@@ -47,8 +47,8 @@ def beyond(descriptor, offset: int):
 
 
 def multiply(kind: str, d, a, b, instruction: int, keep):
-    """One thread: D (+)= A B, of STEP bytes of k. d: tensor memory address. a: Int64 descriptor, or Int32 address in tensor
-    memory. keep: whether D is added to."""
+    """One thread: D (+)= A B, of STEP bytes of k. d: tensor memory address. a: Int64 descriptor, or Int32 address in
+    tensor memory. keep: whether D is added to."""
     operand = "[{$r1}]" if isinstance(a, Int32) else "{$r1}"
     text = "{ .reg .pred p; setp.ne.b32 p, {$r4}, 0; "
     text += f"tcgen05.mma.cta_group::1.kind::{kind} [{{$r0}}], {operand}, {{$r2}}, {{$r3}}, p; }}"

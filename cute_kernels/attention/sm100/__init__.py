@@ -1,5 +1,5 @@
-"""Prefill on Blackwell: many query rows, tcgen05. No device has run it: it compiles, and the simulator runs it. This file
-is plain Python, see `sm90`.
+"""Prefill on Blackwell: many query rows, tcgen05. No device has run it: it compiles, and the simulator runs it. This
+file is plain Python, see `sm90`.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ PHASE = "prefill"
 
 @dataclass(frozen=True)
 class Tile:
-    """m query rows, two halves of 128, x n keys a CTA; `stages` K tiles and as many V tiles in flight, `q_stages` Q tiles.
+    """m query rows, two halves of 128, x n keys a CTA; `stages` K and as many V tiles in flight, `q_stages` Q tiles.
     loaders: warps that fill a stage together. emulated: of 16 exponentials, those without the special function unit,
     where no key is hidden."""
 

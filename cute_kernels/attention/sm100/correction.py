@@ -78,9 +78,7 @@ def correct(spec: cutlass.Constexpr, plan, s):
 
 
 @cute.jit
-def store_columns(
-    spec: cutlass.Constexpr, a, w: Work, token: Int32, at: Int32, c: cutlass.Constexpr, factor: Float32
-):
+def store_columns(spec: cutlass.Constexpr, a, w: Work, token: Int32, at: Int32, c: cutlass.Constexpr, factor: Float32):
     """Columns c to c + LOADED - 1 of the thread's row of O, zeros where no row of the tile sees a key."""
     values = cute.make_rmem_tensor(LOADED, Float32)
     values.fill(0.0)

@@ -1,0 +1,59 @@
+"""device/umma.py on integers: descriptors say where TMA has put every element; the cubic of device/exp2.py."""
+
+import numpy as np
+import pytest
+
+from cute_kernels.device import exp2, layout, umma
+from tools.ptxsim.umma import instruction, place
+
+SIZE = 2  # bytes of an element
+
+
+def address(width, rows, row, byte):
+    """Where TMA puts a byte of a row of a stage of so many rows, whose boxes are `width` bytes wide."""
+    return byte // width * rows * width + layout.swizzle(width, row, byte % width)
+
+
+def places(descriptor, start, count, major):
+    """Addresses (count, k) of what an MMA reads of the operand that begins at `start`."""
+    index, _ = place(descriptor + (start >> 4), count, umma.STEP, SIZE, major, 16)
+    return index * SIZE
+
+
+@pytest.mark.parametrize("dim", [16, 32, 64, 128, 192, 256])
+@pytest.mark.parametrize("rows", [128, 256])
+def test_rows_with_neighbours_along_k(dim, rows):
+    width = layout.width(dim * SIZE)
+    for first in range(0, rows, 128):
+        for at in range(0, dim * SIZE, umma.STEP):
+            start = 4096 + at // width * rows * width + at % width + first * width
+            for row in (0, 1, 7, 8, 13, 127):
+                want = [4096 + address(width, rows, first + row, at + SIZE * k) for k in range(umma.STEP // SIZE)]
+                assert places(umma.k_major(width), start, 128, "k")[row].tolist() == want
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("keys", [64, 128])
+def test_rows_with_neighbours_along_n(dim, keys):
+    """V as it is stored: k are its rows."""
+    width, each = layout.width(dim * SIZE), umma.STEP // SIZE
+    for k in range(0, keys, each):
+        got = places(umma.mn_major(width, keys), 8192 + k * width, dim, "mn")
+        for column in (0, 1, 31, 63, dim - 1):
+            want = [8192 + address(width, keys, k + i, SIZE * column) for i in range(each)]
+            assert got[column].tolist() == want
+
+
+@pytest.mark.parametrize("dtype, name", [("bf16", "bf16"), ("fp16", "f16")])
+def test_instruction(dtype, name):
+    one = instruction("f16", 1, umma.instruction("f16", dtype, 128, 64, "mn"), None, "")
+    assert (one.m, one.n, one.formats, one.majors) == (128, 64, (name, name), ("k", "mn"))
+    assert not one.half and one.sign == 1
+    assert instruction("f16", 1, umma.instruction("f16", dtype, 128, 128), None, "").majors == ("k", "k")
+
+
+def test_cubic():
+    f = np.linspace(0, 1, 1 << 16, endpoint=False)
+    c = np.float32(exp2.CUBIC).astype(np.float64)
+    off = np.abs((c[0] + f * (c[1] + f * (c[2] + f * c[3]))) / 2**f - 1)
+    assert off.max() < 7.6e-5 < 2.0**-12 / 3, "of what rounds to fp16"
