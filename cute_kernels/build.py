@@ -24,6 +24,8 @@ from typing import Any
 
 from . import manifest
 
+# Without fmad=false ptxas makes an FMA of a product and a sum where it likes: bits of a result would depend on the code
+# around it, differ between kernels that compute the same, and from what the PTX, and with it the simulator, says.
 OPTIONS = "--enable-tvm-ffi --keep-cubin --keep-ptx --ptxas-options='--fmad=false'"
 # The default, 3, makes large Blackwell kernels spill: 992 bytes of stack against 16 for NVIDIA's FMHA example.
 ARCH_OPTIONS = {"sm_100a": "--opt-level 2", "sm_103a": "--opt-level 2"}

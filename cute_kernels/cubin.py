@@ -20,6 +20,7 @@ COUNTED = (
     *("UTCHMMA", "UTCQMMA", "UTCOMMA"),
     *("UTMALDG", "UTMASTG", "LDGSTS"),  # copies of TMA, and cp.async
     *("LDL", "STL"),  # what a spill would show as
+    "FFMA",
 )
 
 

@@ -7,7 +7,7 @@ from cute_kernels.attention.sm90.roles import roles
 from cute_kernels.attention.sm100 import roles as sm100
 from cute_kernels.device.roles import launched
 from cute_kernels.topk import radix
-from tests.conftest import ARCH
+from tests.conftest import ARCH, ROOT
 from tests.kernels import BLACKWELL, COVERING, SPILLED
 
 pytestmark = pytest.mark.kernels
@@ -48,6 +48,10 @@ def as_dispatch_counts(entry, spec):
     assert entry["shared"] <= radix.shared(spec) + RESERVED
 
 
+def ptx_of(entry):
+    return (ROOT / "build" / "obj" / f"{entry['key']}.ptx").read_text()
+
+
 def as_its_op(entry, op, spec):
     """The instructions that a kernel of `op` should hold, and the resources that dispatch counts with."""
     if op.startswith("topk."):
@@ -69,6 +73,7 @@ def as_its_op(entry, op, spec):
         assert mmas > 0
         assert counts["WARPGROUP"] < mmas, "the compiler fences and waits around every single WGMMA"
         assert entry["registers"] == launched(roles(spec).warps()), "what `Roles.of` takes for granted"
+        assert counts["FFMA"] == ptx_of(entry).count("fma.rn.f32"), "ptxas contracts nothing: bits are what PTX says"
 
 
 @pytest.mark.parametrize(("op", "spec"), SHIPPED, ids=[spec.name for _, spec in SHIPPED])

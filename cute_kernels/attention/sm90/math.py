@@ -313,7 +313,7 @@ def step(
 ):
     """QK of block j (item at.kv + 1) and the PV owed to item at.kv in flight together; softmax of j under PV and the
     other warpgroup's MMAs. PV has ended by the time the first row is done, whose conversion then runs under the
-    second's exponentials."""
+    second's exponentials. Returns the `Items` of the next step."""
     i, a = at.kv, plan.args
     pipe.wait_full(s.k_pipe, i + 1)
     landed(spec, pages.K)
@@ -351,6 +351,7 @@ def step(
         second = guess(spec, r, x, 1, range(n))
         place(spec, r, second.words, 1)
         settle(spec, r, x, [softmax.joined(g.parts, softmax.add) for g in (first, second)], first.full | second.full)
+    return Items(i + 1, at.q)
 
 
 @cute.jit
@@ -425,24 +426,23 @@ def early(spec):
 
 
 @cute.jit
-def run_blocks(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, q: Int32, how: cutlass.Constexpr, i, lo, hi):
-    """Blocks hi - 1 to lo, behind item i of the pipes; the last item."""
+def walk(body: cutlass.Constexpr, state, lo: Int32, hi: Int32):
+    """Blocks hi - 1 to lo: state = body(state, j)."""
     for j in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
-        step(spec, plan, s, r, x, Items(i, q), j, how)
-        i += 1
-    return i
+        state = body(state, j)
+    return state
 
 
 @cute.jit
-def in_stretches(spec: cutlass.Constexpr, r: Registers, part: mask.Segment, state, run: cutlass.Constexpr):
-    """run(state, lo, hi) of all blocks of a segment, and O is promoted when it is time to. Returns the last state."""
+def run_segment(spec: cutlass.Constexpr, r: Registers, part: mask.Segment, state, body: cutlass.Constexpr):
+    """`walk` through a segment; O is promoted when it is time to."""
     if const_expr(spec.tile.promote == 0):
-        state = run(state, part.lo, part.hi)
+        state = walk(body, state, part.lo, part.hi)
     else:
         hi = part.hi
         while hi > part.lo:
             lo = cutlass.max(part.lo, hi - r.sums.counts[0])
-            state = run(state, lo, hi)
+            state = walk(body, state, lo, hi)
             sums.advance(spec, r.sums, r.o, hi - lo)
             hi = lo
     return state
@@ -451,15 +451,14 @@ def in_stretches(spec: cutlass.Constexpr, r: Registers, part: mask.Segment, stat
 @cute.jit
 def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items, capped: cutlass.Constexpr):
     """The KV blocks of a tile whose first QK is in flight, up to the PV of the `Last`, which it returns."""
-    i = at.kv
     begin_tile(spec, plan.args, s, r, x, at, capped)
     segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi, early(spec))
     for g in cutlass.range_constexpr(len(segments)):
         part = segments[g]
         how = How(capped, part.masked, part.begins)
-        i = in_stretches(spec, r, part, i, partial(run_blocks, spec, plan, s, r, x, at.q, how))
+        at = run_segment(spec, r, part, at, partial(step, spec, plan, s, r, x, how=how))
     end_tile(spec, s, r, at)
-    return Last(i, True)
+    return Last(at.kv, True)
 
 
 DENSE = Loop(run_tile, finish_pv)

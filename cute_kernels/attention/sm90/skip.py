@@ -41,7 +41,6 @@ from .math import (
     begin_tile,
     early,
     end_tile,
-    in_stretches,
     issue_pv,
     issue_qk,
     landed,
@@ -49,6 +48,7 @@ from .math import (
     probabilities,
     rescale,
     rows_of,
+    run_segment,
     transform,
     wait_first_qk,
 )
@@ -236,16 +236,6 @@ def finish_pv(spec: cutlass.Constexpr, plan, s, r: Registers, after: Work, at: I
 
 
 @cute.jit
-def run_blocks(
-    spec: cutlass.Constexpr, plan, s, r: Registers, votes: Votes, how: cutlass.Constexpr, last: Last, lo, hi
-):
-    """Blocks hi - 1 to lo, behind the `last` one; the new last one."""
-    for j in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
-        last = step(spec, plan, s, r, votes, last, j, how)
-    return last
-
-
-@cute.jit
 def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items, capped: cutlass.Constexpr):
     """As `math.run_tile`, without the blocks that the warpgroup leaves out."""
     a, rows = plan.args, cute.size(r.tokens)
@@ -259,7 +249,7 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
     for g in cutlass.range_constexpr(len(segments)):
         part = segments[g]
         how = How(capped, part.masked, part.begins)
-        last = in_stretches(spec, r, part, last, partial(run_blocks, spec, plan, s, r, votes, how))
+        last = run_segment(spec, r, part, last, partial(step, spec, plan, s, r, votes, how=how))
     end_tile(spec, s, r, at)
     return last
 
