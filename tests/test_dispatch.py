@@ -215,7 +215,7 @@ def test_what_a_kernel_cannot_be_traced_with_is_refused():
         refusal = decode.supports(replace(spec, logits=logits))
         assert refusal is not None and refusal.field == "logits"
     for op, module in dispatch.OPS.items():
-        refusal = module.supports(replace(module.shipped(ARCH)[0], tile=None))
+        refusal = module.supports(replace(module.shipped(module.ARCHS[0])[0], tile=None))
         assert refusal is not None and refusal.field == "tile", op
 
 

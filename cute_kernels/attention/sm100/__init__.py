@@ -72,7 +72,7 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("q", f"{spec.q}: the kernel has {', '.join(DTYPES)}")
     if spec.kv.dtype != spec.q:
         return Refusal("kv", f"{spec.kv.dtype}: the kernel has {spec.q}, the query's")
-    if spec.out not in ((t,) for t in DTYPES):
+    if spec.out not in [(t,) for t in DTYPES]:
         return Refusal("out", f"{spec.out[0]}: the kernel has {', '.join(DTYPES)}")
     if spec.dims not in TILES:
         return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, TILES))}")

@@ -1,7 +1,7 @@
 """Softmax of a half of the tile: a warpgroup, a thread a row."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -39,6 +39,22 @@ class Place(NamedTuple):
     half: Int32
     row: Int32
     s: Int32
+
+
+class Tile(NamedTuple):
+    """The tile at hand. capped: whether the call has a soft cap."""
+
+    w: Work
+    place: Place
+    rows: Rows
+    capped: Any
+
+
+class Count(NamedTuple):
+    """Of the half: blocks whose S it got, and what was handed over."""
+
+    blocks: Int32
+    item: Int32
 
 
 def place(spec, s) -> Place:
@@ -108,77 +124,62 @@ def total(spec, r: Registers):
     return parts[0][0] + parts[0][1]
 
 
-@cute.jit
-def block(
-    spec: cutlass.Constexpr,
-    a,
-    s,
-    r: Registers,
-    x: Place,
-    rows: Rows,
-    i: Int32,
-    item: Int32,
-    j: Int32,
-    capped,
-    masked: cutlass.Constexpr,
-):
-    """Softmax of block j, the i-th whose S the half gets, its item number `item`."""
-    pipe.wait_signal(s.scores + x.half, i)
-    tmem.after_wait()
-    fetch(spec, r, x)
-    cols = Cols(j * spec.tile.n, list(range(spec.tile.n)))
-    logits.transform(spec, a, r.s, r.score, rows, cols, capped, masked)
-    online.update_max(r.st, r.s, r.reduced, 1, span(), False)
-    hand_over(s, x, r.st.rescale[0], Float32(0.0))
-    probabilities(spec, s, r, x, masked)
-    pipe.wait_signal(s.read + x.half, item)  # keeps the sum behind P, on which others wait
-    r.st.l[0] += total(spec, r)
-
-
 def span():
     return online.Span(Float32(online.LAZY), Float32(0.0))
 
 
 @cute.jit
-def tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Place, w: Work, i: Int32, q: Int32, capped):
-    """All blocks of a tile, and what becomes of its sums."""
-    per_token = geometry.rows_per_token(spec, a)
-    n = mask.lengths(spec, a, w.q_len, w.kv_len)
-    number = 2 * w.m_block + x.half
-    r.tokens[0] = number * ROWS + x.row
-    first, last = geometry.tile_tokens(number, ROWS, w.q_len, per_token)
-    full_lo, full_hi = mask.full_range(spec, first, last, n)
-    rows = Rows(r.tokens, w.q_start, n)
+def block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, j: Int32, masked: cutlass.Constexpr):
+    """Softmax of block j."""
+    pipe.wait_signal(s.scores + x.place.half, at.blocks)
+    tmem.after_wait()
+    fetch(spec, r, x.place)
+    cols = Cols(j * spec.tile.n, list(range(spec.tile.n)))
+    logits.transform(spec, a, r.s, r.score, x.rows, cols, x.capped, masked)
+    online.update_max(r.st, r.s, r.reduced, 1, span(), False)
+    hand_over(s, x.place, r.st.rescale[0], Float32(0.0))
+    probabilities(spec, s, r, x.place, masked)
+    pipe.wait_signal(s.read + x.place.half, at.item)  # keeps the sum behind P, on which others wait
+    r.st.l[0] += total(spec, r)
+
+
+@cute.jit
+def run_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count):
+    """All blocks of a tile, and what becomes of its sums. Returns the `Count` of the next."""
+    w, number = x.w, 2 * x.w.m_block + x.place.half
+    first, last = geometry.tile_tokens(number, ROWS, w.q_len, geometry.rows_per_token(spec, a))
+    full_lo, full_hi = mask.full_range(spec, first, last, x.rows.n)
+    r.tokens[0] = number * ROWS + x.place.row
     online.reset(r.st, online.NO_KEY)
-    block(spec, a, s, r, x, rows, i, i + q, w.hi - 1, capped, True)
-    i += 1
+    block(spec, a, s, r, x, at, w.hi - 1, True)
+    at = Count(at.blocks + 1, at.item + 1)
     segments = mask.segments(spec, w.lo, w.hi - 1, full_lo, full_hi)
     for g in cutlass.range_constexpr(len(segments)):
         part = segments[g]
         for j in cutlass.range(part.hi - 1, part.lo - 1, -1, unroll=1):
-            block(spec, a, s, r, x, rows, i, i + q, j, capped, part.masked)
-            i += 1
+            block(spec, a, s, r, x, at, j, part.masked)
+            at = Count(at.blocks + 1, at.item + 1)
     top = -Float32.inf if r.st.m[0] == -Float32.inf else r.st.shift[0]
-    hand_over(s, x, r.st.l[0], top)
-    pipe.wait_signal(s.read + x.half, i + q)
-    return i
+    hand_over(s, x.place, r.st.l[0], top)
+    pipe.wait_signal(s.read + x.place.half, at.item)
+    return Count(at.blocks, at.item + 1)
 
 
 @cute.jit
 def softmax(spec: cutlass.Constexpr, plan, s):
     """All tiles of the CTA."""
-    a, r, x = plan.args, registers(spec), place(spec, s)
+    a, r, mine = plan.args, registers(spec), place(spec, s)
     score = online.device_factor(a.logits.scale_log2, a.logits.scale)
     r.score[0], r.reduced[0] = score, score
     capped = False
     if const_expr(spec.logits.soft_cap):
         capped = a.logits.soft_cap > 0.0
         r.reduced[0] = logits.capped_to_log2(a.logits.soft_cap) if capped else score
-    t, i, q = Int32(0), Int32(0), Int32(0)
+    t, at = Int32(0), Count(Int32(0), Int32(0))
     w = work.consume(spec, s, t)
     while w.valid != 0:
         if w.hi > w.lo:
-            i = tile(spec, a, s, r, x, w, i, q, capped)
-            q += 1
+            rows = Rows(r.tokens, w.q_start, mask.lengths(spec, a, w.q_len, w.kv_len))
+            at = run_tile(spec, a, s, r, Tile(w, mine, rows, capped), at)
         t += 1
         w = work.consume(spec, s, t)
