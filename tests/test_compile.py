@@ -5,6 +5,7 @@ import pytest
 from cute_kernels import catalog, cubin, manifest
 from cute_kernels.attention.sm90.roles import roles
 from cute_kernels.attention.sm100 import roles as sm100
+from cute_kernels.device import umma
 from cute_kernels.device.roles import launched
 from cute_kernels.topk import radix
 from tests.conftest import ARCH, ROOT
@@ -65,8 +66,9 @@ def as_its_op(entry, op, spec):
     if op == "attention.decode":
         assert counts["HMMA"] > 0 and "HGMMA" not in counts
     elif op == "attention.sm100":
-        each = (2 * spec.head_dim_qk + spec.tile.n) // 16  # of a half: the first Q K^T, and a block
-        assert counts["UTCHMMA"] == sm100.HALVES * each, "an MMA of its own for each step, no copies of the loop"
+        size = 1 if spec.q == "e4m3" else 2
+        each = (2 * spec.head_dim_qk + spec.tile.n) * size // umma.STEP  # of a half: the first Q K^T, and a block
+        assert counts["UTCQMMA" if size == 1 else "UTCHMMA"] == sm100.HALVES * each, "an MMA of its own for each step, no copies of the loop"
         assert entry["registers"] == launched(sm100.roles(spec).warps()), "what `Roles.of` takes for granted"
     else:
         mmas = counts["QGMMA" if spec.q == spec.kv.dtype == "e4m3" else "HGMMA"]

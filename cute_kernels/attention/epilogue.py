@@ -37,8 +37,8 @@ def store_lse(a, token: Int32, head: Int32, lse: Float32, mine):
 def store_piece(
     spec: cutlass.Constexpr, a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor, mates: cutlass.Constexpr
 ):
-    """At most 8 values as piece number `piece` of a row of the output, in the type that the call asks for. mates: lanes
-    lane ^ m, m being any sum of them, have the other pieces of a block of 16 values."""
+    """At most 16 values as piece number `piece` of a row of the output, in the type that the call asks for. mates:
+    lanes lane ^ m, m being any sum of them, have the other pieces of a block of 16 values."""
     if const_expr("nvfp4" in spec.out):
         if a.out.o_fp4.shape[0] > 0:
             store_nvfp4(a, token, head, piece, values, mates)
@@ -71,10 +71,13 @@ def store_e4m3(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor):
 def store_nvfp4(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor, mates: cutlass.Constexpr):
     n = const_expr(cute.size(values))
     f = nvfp4.factor_of(nvfp4.largest(values, mates), a.out.o_sf_scale)
-    word = nvfp4.codes(values, f)
     target = cute.local_tile(a.out.o_fp4[token, head, None], (n // 2,), (piece,))
     out = cute.make_rmem_tensor(n // 2, target.element_type)
-    cute.recast_tensor(out, INTEGERS[n // 2])[0] = word.to(INTEGERS[n // 2])
+    each = const_expr(min(n, 8))  # that a word has
+    words = cute.recast_tensor(out, INTEGERS[each // 2])
+    for i in cutlass.range_constexpr(n // each):
+        some = cute.make_tensor(values.iterator + i * each, cute.make_layout(each))
+        words[i] = nvfp4.codes(some, f).to(INTEGERS[each // 2])
     cute.autovec_copy(out, target)
     if cute.arch.lane_idx() & sum(mates) == 0:
         nvfp4.store_factor(a, token, head, piece * n // BLOCK, f)

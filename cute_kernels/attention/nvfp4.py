@@ -45,8 +45,8 @@ def largest(values: cute.Tensor, mates: cutlass.Constexpr):
     top = Float32(0.0)
     for i in cutlass.range_constexpr(cute.size(values)):
         top = larger(top, values[i])
-    lanes = cutlass.const_expr(2 * mates[-1])  # aligned: the others may be elsewhere
-    mask = Int32((1 << lanes) - 1) << (cute.arch.lane_idx() & (32 - lanes))
+    lanes = cutlass.const_expr(2 * mates[-1] if mates else 1)  # aligned: the others may be elsewhere
+    mask = Int32((1 << lanes) - 1) << (cute.arch.lane_idx() & (32 - lanes)) if cutlass.const_expr(mates) else Int32(0)
     for m in cutlass.range_constexpr(len(mates)):
         top = larger(top, cute.arch.shuffle_sync_bfly(top, mates[m], mask))
     return top

@@ -7,7 +7,7 @@ from itertools import product
 from typing import ClassVar, cast
 
 from ..problem import Problem, Refusal
-from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, source_of
+from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, outputs, source_of
 
 ARCHS = ("sm_100a", "sm_103a")
 PHASE = "prefill"
@@ -42,38 +42,47 @@ class Tile:
 Spec = AttentionSpec[Tile]
 
 # 227 KiB of shared memory hold `q_stages` of Q, `stages` of K and of V.
-TILES = {(64, 64): Tile(stages=4), (128, 128): Tile(stages=2)}  # (head_dim_qk, head_dim_vo) -> tile
-EMULATED = {"sm_100a": 4}  # sm_103a has twice the exponentials a clock
+TILES = {  # (head_dim_qk, head_dim_vo) -> tile
+    (64, 64): Tile(stages=4),
+    (128, 128): Tile(stages=2),
+    (192, 128): Tile(n=64, stages=3),
+}
+FP8_TILES = {  # of 8-bit Q, K and V
+    (64, 64): Tile(stages=6, q_stages=2),
+    (128, 128): Tile(stages=5),
+    (192, 128): Tile(stages=4),
+}
+USUAL = ((64, 64), (128, 128))
+FP8 = "e4m3"
+EMULATED = {"sm_100a": 4}  # of 16 exponentials; sm_103a's special function unit has twice the rate
 
 
-def tile_of(dims: tuple[int, int], arch: str) -> Tile:
+def tile_of(q: str, dims: tuple[int, int], arch: str) -> Tile:
     """None where the kernel has no such head_dim."""
-    tile = TILES.get(dims)
+    tile = (FP8_TILES if q == FP8 else TILES).get(dims)
     return cast(Tile, tile and replace(tile, emulated=EMULATED.get(arch, 0)))
 
 
 def candidate(problem: Problem, arch: str) -> Spec:
     """The spec that would serve a problem, if `supports` lets it."""
     p, dims = problem, (problem.head_dim_qk, problem.head_dim_vo)
-    out = (p.out,) if p.out in DTYPES else (p.out, "")
-    kv, tile = KVSpec(p.kv, source_of(p)), tile_of(dims, arch)
-    if p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi:
-        mask = MaskSpec("value", window=True, bits=p.drafts, custom=p.custom_mask)
-        logits = LogitsSpec(soft_cap=True, alibi=p.alibi)
-    else:
-        mask, logits = MaskSpec("always" if p.causal else "never"), LogitsSpec()
-    logits = replace(logits, skip=p.skip, head_scales=p.head_scales)
-    return AttentionSpec(p.q, kv, out, *dims, mask, logits, tile=tile)
+    mask, logits = MaskSpec("always" if p.causal else "never"), LogitsSpec()
+    plain = p.out in DTYPES and not (p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi)
+    out = (p.out,) if plain else outputs(p.q, p.out)[: 1 if p.out in DTYPES and p.q in DTYPES else 3]
+    if not plain:
+        mask, logits = MaskSpec("value", window=True, bits=p.drafts, custom=p.custom_mask), LogitsSpec(soft_cap=True)
+    logits = replace(logits, skip=p.skip, alibi=p.alibi)
+    return AttentionSpec(p.q, KVSpec(p.kv, source_of(p)), out, *dims, mask, logits, tile=tile_of(p.q, dims, arch))
 
 
 def supports(spec: Spec) -> Refusal | None:
     """None where the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
-    if spec.q not in DTYPES:
-        return Refusal("q", f"{spec.q}: the kernel has {', '.join(DTYPES)}")
+    if spec.q not in (*DTYPES, FP8):
+        return Refusal("q", f"{spec.q}: the kernel has {', '.join((*DTYPES, FP8))}")
     if spec.kv.dtype != spec.q:
         return Refusal("kv", f"{spec.kv.dtype}: the kernel has {spec.q}, the query's")
-    if spec.out not in [(t,) for t in DTYPES]:
-        return Refusal("out", f"{spec.out[0]}: the kernel has {', '.join(DTYPES)}")
+    if spec.out not in [out[:count] for out in (outputs(spec.q, t) for t in DTYPES) for count in (1, 3)]:
+        return Refusal("out", f"{', '.join(spec.out)}: the kernel has {', '.join((*DTYPES, 'e4m3', 'nvfp4'))}")
     if spec.dims not in TILES:
         return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, TILES))}")
     if spec.kv.source != "tma":
@@ -84,17 +93,17 @@ def supports(spec: Spec) -> Refusal | None:
             return Refusal(field, "True: the kernel has none")
     if spec.pack_gqa or spec.schedule != "tiles":
         return Refusal("schedule", "packed rows or parts of tiles: the kernel has whole tiles of one head")
-    if spec.tile is None or spec.tile.m != 256 or spec.tile.n != 128 or spec.tile.loaders != 1:
-        return Refusal("tile", f"{spec.tile}: m is 256, n 128, a warp fills a stage")
+    if spec.tile is None or spec.tile.m != 256 or spec.tile.n not in (64, 128) or spec.tile.loaders != 1:
+        return Refusal("tile", f"{spec.tile}: m is 256, n 64 or 128, a warp fills a stage")
     return None
 
 
 def shipped(arch: str) -> list[Spec]:
-    """Of each type and head_dim one spec a mask, and one that takes the other modifiers as values."""
-    masks = [(MaskSpec("always"), LogitsSpec()), (MaskSpec("never"), LogitsSpec())]
-    masks.append((MaskSpec("value", window=True), LogitsSpec(soft_cap=True)))
-    found = [
-        AttentionSpec(q, KVSpec(q), (q,), *dims, mask, logits, tile=tile_of(dims, arch))
-        for q, dims, (mask, logits) in product(DTYPES, TILES, masks)
-    ]
+    """Of each type and head_dim a headline spec a mask, and one that takes the other modifiers as values; the latter of
+    e4m3 has all outputs. e4m3 of the usual head dims. Others are compiled at their first call."""
+    found = []
+    for q, dims in (*product(DTYPES, TILES), *product((FP8,), USUAL)):
+        problem = Problem(q, q, outputs(q)[0], *dims)
+        some = (replace(problem, causal=True), replace(problem, causal=False), replace(problem, window=True))
+        found += [candidate(one, arch) for one in some]
     return found if arch in ARCHS else []

@@ -12,7 +12,7 @@ from .multiply import O
 from .roles import HALVES, ROWS, WARPS
 
 LOADED = 32  # columns of O that are in registers at a time
-PIECE = 8  # values that are stored at once
+PIECE = 16  # values that are stored at once: a block of NVFP4's
 
 
 @cute.jit
@@ -42,7 +42,6 @@ def correct(spec: cutlass.Constexpr, plan, s):
     a = plan.args
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
     row, at = number * 32 + cute.arch.lane_idx(), s.tensor[0] + tmem.lanes(number) + O
-    scale = epilogue.scale_of(a)
     t, i, q = Int32(0), Int32(0), Int32(0)
     w = work.consume(spec, s, t)
     while w.valid != 0:
@@ -62,6 +61,7 @@ def correct(spec: cutlass.Constexpr, plan, s):
             if w.hi > w.lo:
                 total, top = take(s, half, row, i + q)
                 normal = softmax.normalizer(top, total, sink)
+                scale = a.out.out_factor * softmax.factor_of(a.out.out_scale, w.head)
                 lse, factor = normal.lse, normal.factor * scale
                 pipe.wait_signal(s.done + half, q)
                 tmem.after_wait()

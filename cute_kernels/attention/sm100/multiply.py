@@ -9,13 +9,28 @@ from ..kv import source
 from ..schedule import work
 from .roles import HALVES, ROWS
 
-S, O, P = 0, 256, 64  # noqa: E741  columns: of S, of O, of P in its S
+S, O = 0, 256  # noqa: E741  columns of S, of O
 PIECES = 4  # of P, of which PIECES - 1 come early
+
+
+def fp8(spec):
+    """Whether the MMAs multiply numbers of 8 bits."""
+    return spec.q == "e4m3"
 
 
 def bytes_of(spec):
     """Of an element of the operands."""
-    return 2
+    return 1 if fp8(spec) else 2
+
+
+def kind(spec):
+    """Of the MMAs."""
+    return "f8f6f4" if fp8(spec) else "f16"
+
+
+def first_p(spec):
+    """Column of P in its S, whose last ones it takes."""
+    return spec.tile.n - spec.tile.n * bytes_of(spec) // 4
 
 
 def steps(spec, dim, rows):
@@ -32,10 +47,10 @@ def qk(spec: cutlass.Constexpr, s, base: Int32, half: cutlass.Constexpr, q: Int3
     rows = s.raw_q.iterator.toint() + (pipe.stage(s.q_pipe, q) * (t.m * dim * bytes_of(spec)) + half * ROWS * width)
     keys = s.k.iterator.toint() + pipe.stage(s.k_pipe, i) * (t.n * dim * bytes_of(spec))
     left, right = (umma.at(umma.k_major(width), start) for start in (rows, keys))
-    kind = umma.instruction("f16", spec.q, ROWS, t.n)
+    made = const_expr(umma.instruction(kind(spec), spec.q, ROWS, t.n))
     for n, (mine, other) in enumerate(zip(steps(spec, dim, t.m), steps(spec, dim, t.n))):
         operands = umma.beyond(left, mine), umma.beyond(right, other)
-        umma.multiply("f16", base + (S + half * ROWS), *operands, kind, n > 0)
+        umma.multiply(kind(spec), base + (S + half * ROWS), *operands, made, n > 0)
     umma.commit(s.scores + half)
 
 
@@ -48,12 +63,12 @@ def pv(
     width, keys = const_expr(layout.width(dim * bytes_of(spec))), umma.STEP // bytes_of(spec)
     v = s.v.iterator.toint() + pipe.stage(s.v_pipe, i) * (t.n * dim * bytes_of(spec))
     right = umma.at(umma.mn_major(width, t.n), v)
-    kind = umma.instruction("f16", spec.q, ROWS, dim, "mn")
+    made = const_expr(umma.instruction(kind(spec), spec.q, ROWS, dim, "mn"))
     for piece in pieces:
         for n in range(piece * t.n // PIECES // keys, (piece + 1) * t.n // PIECES // keys):
-            left = base + (S + half * ROWS + P + n * umma.STEP // 4)
+            left = base + (S + half * ROWS + first_p(spec) + n * umma.STEP // 4)
             step = umma.beyond(right, n * keys * width)
-            umma.multiply("f16", base + (O + half * ROWS), left, step, kind, Int32(1) if n > 0 else 1 - first)
+            umma.multiply(kind(spec), base + (O + half * ROWS), left, step, made, Int32(1) if n > 0 else 1 - first)
 
 
 @cute.jit

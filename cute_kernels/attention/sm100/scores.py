@@ -14,7 +14,7 @@ from .. import softmax as online
 from ..logits import Cols, Rows
 from ..schedule import work
 from ..schedule.work import Work
-from .multiply import PIECES, P, S
+from .multiply import PIECES, S, first_p, fp8
 from .roles import ROWS, WARPS, roles
 
 LOADED = 32  # columns that an instruction loads
@@ -93,20 +93,26 @@ def powers(logs, emulated):
     return exp2.pair(logs) if emulated else [cute.math.exp2(x, fastmath=True) for x in logs]
 
 
+def packed(spec, r: Registers, columns):
+    """P of these columns in the MMA's type, as words."""
+    if fp8(spec):
+        return [warp.e4m3_word([r.s[0, c + e] for e in range(4)]) for c in columns[::4]]
+    return [warp.word16(abi.DTYPES[spec.q], r.s[0, c], r.s[0, c + 1]) for c in columns[::2]]
+
+
 @cute.jit
 def probabilities(spec: cutlass.Constexpr, s, r: Registers, x: Place, masked: cutlass.Constexpr):
     """P of the block to tensor memory, announced in two parts."""
     piece = const_expr(spec.tile.n // PIECES)
     scale, shift = (r.reduced[0],) * 2, (-r.st.shift[0],) * 2
     for k in cutlass.range_constexpr(PIECES):
-        words = []
         for c in cutlass.range_constexpr(k * piece, (k + 1) * piece, 2):
             logs = cute.arch.fma_packed_f32x2((r.s[0, c], r.s[0, c + 1]), scale, shift)
             values = powers(logs, const_expr(not masked and c % EVERY >= EVERY - spec.tile.emulated))
             for e in cutlass.range_constexpr(2):
                 r.s[0, c + e] = values[e]
-            words.append(warp.word16(abi.DTYPES[spec.q], r.s[0, c], r.s[0, c + 1]))
-        tmem.store(x.s + (P + k * piece // 2), words)
+        words = packed(spec, r, range(k * piece, (k + 1) * piece))
+        tmem.store(x.s + (first_p(spec) + k * len(words)), words)
         if const_expr(k >= PIECES - 2):
             tmem.wait_store()
             tmem.before_signal()
@@ -124,8 +130,10 @@ def total(spec, r: Registers):
     return parts[0][0] + parts[0][1]
 
 
-def span():
-    return online.Span(Float32(online.LAZY), Float32(0.0))
+def span(spec):
+    """Of P. In e4m3, which ends at 448, the running maximum is always the maximum, and P raised to 2^8 there, so that
+    little is lost of what is small."""
+    return online.Span(Float32(0.0), Float32(8.0)) if fp8(spec) else online.Span(Float32(online.LAZY), Float32(0.0))
 
 
 @cute.jit
@@ -136,7 +144,7 @@ def block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, j: In
     fetch(spec, r, x.place)
     cols = Cols(j * spec.tile.n, list(range(spec.tile.n)))
     logits.transform(spec, a, r.s, r.score, x.rows, cols, x.capped, masked)
-    online.update_max(r.st, r.s, r.reduced, 1, span(), False)
+    online.update_max(r.st, r.s, r.reduced, 1, span(spec), fp8(spec))
     hand_over(s, x.place, r.st.rescale[0], Float32(0.0))
     probabilities(spec, s, r, x.place, masked)
     pipe.wait_signal(s.read + x.place.half, at.item)  # keeps the sum behind P, on which others wait
@@ -150,6 +158,10 @@ def run_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count):
     first, last = geometry.tile_tokens(number, ROWS, w.q_len, geometry.rows_per_token(spec, a))
     full_lo, full_hi = mask.full_range(spec, first, last, x.rows.n)
     r.tokens[0] = number * ROWS + x.place.row
+    r.score[0] = a.logits.scale_log2 * online.factor_of(a.logits.scale, w.head)
+    r.reduced[0] = r.score[0]
+    if const_expr(spec.logits.soft_cap):
+        r.reduced[0] = logits.capped_to_log2(a.logits.soft_cap) if x.capped else r.score[0]
     online.reset(r.st, online.NO_KEY)
     block(spec, a, s, r, x, at, w.hi - 1, True)
     at = Count(at.blocks + 1, at.item + 1)
@@ -168,13 +180,9 @@ def run_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count):
 @cute.jit
 def softmax(spec: cutlass.Constexpr, plan, s):
     """All tiles of the CTA."""
-    a, r, mine = plan.args, registers(spec), place(spec, s)
-    score = online.device_factor(a.logits.scale_log2, a.logits.scale)
-    r.score[0], r.reduced[0] = score, score
-    capped = False
+    a, r, mine, capped = plan.args, registers(spec), place(spec, s), False
     if const_expr(spec.logits.soft_cap):
         capped = a.logits.soft_cap > 0.0
-        r.reduced[0] = logits.capped_to_log2(a.logits.soft_cap) if capped else score
     t, at = Int32(0), Count(Int32(0), Int32(0))
     w = work.consume(spec, s, t)
     while w.valid != 0:
