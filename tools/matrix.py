@@ -27,9 +27,9 @@ from cute_kernels.topk.problem import Problem as Rows
 
 ARCHS = {"sm_90a": "Hopper", "sm_100a": "B200", "sm_103a": "B300"}
 RUN = ("sm_90a",)  # architectures whose GPU tests are run
-SIMULATED = {("sm_90a", "attention.sm90")} | {  # (architecture, op) whose kernels CI's simulator runs
-    (arch, op) for arch in catalog.ARCHS for op in ("attention.decode", "attention.sm100", "topk.radix")
-}
+SIMULATED = {("sm_90a", "attention.sm90"), ("sm_100a", "attention.sm100"), ("sm_103a", "attention.sm100")} | {
+    (arch, op) for arch in catalog.ARCHS for op in ("attention.decode", "topk.radix")
+}  # (architecture, op) whose kernels CI's simulator runs
 RECORD = Path(__file__).resolve().parent.parent / "tests" / "data" / "hardware.csv"
 COLUMNS = ("arch", "feature", "gpu", "commit", "passed")
 
