@@ -48,9 +48,11 @@ def _cuobjdump(cubin: bytes, *options: str) -> str:
         ).stdout
 
 
-def sass(cubin: bytes) -> str:
-    """Disassembly without encodings. FileNotFoundError, saying what to install, where there is no disassembler."""
+def sass(cubin: bytes, encodings: bool = False) -> str:
+    """Disassembly. FileNotFoundError, saying what to install, where there is no disassembler."""
     text = _cuobjdump(cubin, "-sass")
+    if encodings:
+        return text
     return re.sub(r"[ \t]*/\* 0x[0-9a-f]{16} \*/[ \t]*\n(?:[ \t]*/\* 0x[0-9a-f]{16} \*/[ \t]*\n)?", "\n", text)
 
 

@@ -1,0 +1,80 @@
+"""tools/static.py on a program written down here; Blackwell's prefill within the numbers that it was designed to."""
+
+import pytest
+
+from cute_kernels import catalog
+from tests.kernels import COVERING
+from tools import static
+
+# 128 x 128 scores: what the field's kernels issue at the same share of emulated exponentials (README, Blackwell).
+MOST = {"softmax": 565, "softmax masked": 625, "correction": 30, "mma": 250}
+EARLY = {"bf16": 920, "fp16": 920, "e4m3": 940}  # cycles until three quarters of P are stored
+PERIOD = {"bf16": (2048, 1024), "fp16": (2048, 1024), "e4m3": (1552, 512)}  # of two halves; MMAs of one
+HOPS = 100  # cycles of two barriers
+PRECISE = 0.02  # by which a count may change
+
+STALLED = 2 << 41  # high word of an instruction
+
+
+def listing(*texts):
+    lines = ["Function : k"]
+    for k, text in enumerate(texts):
+        lines.append(f"        /*{16 * k:04x}*/                   {text} ;    /* 0x{k:016x} */")
+        lines.append(f"                                                /* 0x{STALLED:016x} */")
+    return "\n".join(lines) + "\n"
+
+
+def test_a_steady_path_leaves_out_what_is_not_owed():
+    texts = ["MOV R1, R2", "VOTE.ANY P0, P0", "@!P0 BRA 0x50", "LDTM.x32 R4, tmem[UR4]", "STTM.x32 tmem[UR4], R4",
+             "FADD R1, R1, R2", "@P1 BRA 0x10", "EXIT"]  # fmt: skip
+    (code,) = static.parse(listing(*texts)).values()
+    (loop,) = static.loops(code)
+    assert loop.role == "correction"
+    assert [i.address for i in loop.path] == [0x10, 0x20, 0x50, 0x60]
+    assert loop.stall == 8 and loop.stored == []
+
+
+def test_a_steady_path_takes_in_all_mmas():
+    texts = ["NOP", "@P0 BRA 0x30", "UTCHMMA gdesc[UR4]", "BRA 0x50", "EXIT", "@!P1 BRA 0x0", "BRA 0x0"]
+    (code,) = static.parse(listing(*texts)).values()
+    loop = next(iter(static.loops(code)))
+    assert loop.role == "mma" and [i.name for i in loop.path].count("UTCHMMA") == 1
+
+
+def shipped_here():
+    return [(arch, spec) for arch, op, spec in COVERING if op == static.OP]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("arch", "spec"), [pytest.param(*x, id=f"{x[0]}-{x[1].name}") for x in shipped_here()])
+def test_counts_are_those_on_record(blackwell, arch, spec):
+    """A change of the compiler, or of a seam, that costs over 2 % has to be seen: `python -m tools.static record`."""
+    entry = blackwell(arch).find(static.OP, spec)
+    found = static.rows(arch, spec.name, static.of_cubin(cubin_of(entry)))
+    known = [row for row in static.recorded() if (row["arch"], row["kernel"]) == (arch, spec.name)]
+    assert [row["role"] for row in found] == [row["role"] for row in known]
+    for new, old in zip(found, known, strict=True):
+        assert abs(new["instructions"] / int(old["instructions"]) - 1) <= PRECISE, new
+
+
+def cubin_of(entry):
+    return (static.RECORD.parents[2] / "build" / "obj" / f"{entry['key']}.cubin").read_bytes()
+
+
+def test_all_shipped_kernels_are_on_record():
+    names = {(row["arch"], row["kernel"]) for row in static.recorded()}
+    assert names == {(arch, s.name) for arch in static.ARCHS for op, s in catalog.shipped(arch) if op == static.OP}
+
+
+@pytest.mark.parametrize("row", [r for r in static.recorded() if r["arch"] == "sm_100a" and "_cap_" not in r["kernel"]],
+                         ids=lambda row: f"{row['kernel']}-{row['role']}")  # fmt: skip
+def test_loops_keep_within_the_budget_of_a_b200(row):
+    """Headline kernels with blocks of 128 keys; soft caps cost exponentials of their own."""
+    if "n64" in row["kernel"]:
+        pytest.skip("blocks of 64 keys")
+    assert int(row["instructions"]) <= MOST[row["role"]]
+    if row["role"] == "softmax":
+        early = int(row["stored"].split()[2])
+        dtype = row["kernel"].split("_")[0]
+        period, mmas = PERIOD[dtype]
+        assert early <= EARLY[dtype] and early + HOPS + mmas <= period

@@ -1,0 +1,211 @@
+"""What each role of a compiled kernel issues for a block of scores, counted in its SASS: no GPU needed.
+
+    python -m tools.static [KERNEL ...] [--arch sm_100a]   print the loops of shipped kernels: names, or parts of them
+    python -m tools.static FILE.cubin ...                  of any kernel, such as a peer's
+    python -m tools.static record [--arch sm_100a]         write those of Blackwell's prefill to tests/data/static.csv
+
+A loop is what lies between a backward branch and its target. Of its paths the steady one counts: the shortest that
+takes in all MMAs and all conversions of P, and neither a wait's slow path nor a rescale that is not owed. A warp's
+count is the number of issue slots that the loop takes of a scheduler, since each of an SM's four has one of the
+warpgroup's warps. Loading warps are left out: what they issue depends on the pages.
+
+stall: the sum of the stall counts that ptxas wrote beside the instructions, cycles that a warp takes alone, at least.
+stored: that sum at each store of P to tensor memory. Both leave out memory, barriers, and MUFU's results.
+"""
+
+import argparse
+import csv
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cute_kernels import build, catalog, cubin
+
+RECORD = Path(__file__).resolve().parents[1] / "tests" / "data" / "static.csv"
+OP, ARCHS = "attention.sm100", ("sm_100a", "sm_103a")
+COLUMNS = ("arch", "kernel", "role", "instructions", "stall", "exponentials", "stored")
+WORD = r"/\* 0x([0-9a-f]{16}) \*/"
+LINE = re.compile(rf"^\s*/\*([0-9a-f]{{4,}})\*/\s+(.*?)\s*;\s*{WORD}\s*\n\s*{WORD}", re.M)
+TEXT = re.compile(r"^(?:@(!?U?P[0-9T]+)\s+)?(\S+)\s*(.*)$")
+TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
+MMAS = ("UTCHMMA", "UTCQMMA", "UTCOMMA", "HGMMA", "QGMMA", "HMMA")
+LEAST = 8  # exponentials of a loop that computes P
+MASKED = 64  # FSEL of one that hides keys
+STALL = 41, 15  # bits of an instruction's second word
+
+
+class Instruction(NamedTuple):
+    """target: of a branch, its address. always: it is taken. stall: cycles."""
+
+    address: int
+    op: str
+    target: int | None
+    always: bool
+    stall: int
+
+    @property
+    def name(self) -> str:
+        return self.op.split(".")[0]
+
+
+def parse(sass: str) -> dict[str, list[Instruction]]:
+    """Function -> instructions, of `cuobjdump -sass`, encodings included."""
+    found = {}
+    for part in sass.split("Function : ")[1:]:
+        found[part.split()[0]] = [instruction(*m.groups()) for m in LINE.finditer(part)]
+    return found
+
+
+def instruction(address: str, text: str, _: str, high: str) -> Instruction:
+    guard, op, rest = TEXT.match(text).groups()  # type: ignore[union-attr]
+    to = TARGET.search(rest) if op.startswith("BRA") else None
+    predicated = guard not in (None, "PT") or rest.lstrip().startswith(("P", "UP", "!"))
+    leaves = bool(to) or op.startswith("EXIT")
+    stall = max(1, int(high, 16) >> STALL[0] & STALL[1])
+    return Instruction(int(address, 16), op, int(to[1], 16) if to else None, leaves and not predicated, stall)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The steady path of a loop."""
+
+    role: str
+    path: tuple[Instruction, ...]
+
+    @property
+    def names(self) -> Counter[str]:
+        return Counter(i.name for i in self.path)
+
+    @property
+    def exponentials(self) -> int:
+        return sum(i.op == "MUFU.EX2" for i in self.path)
+
+    @property
+    def stall(self) -> int:
+        return sum(i.stall for i in self.path)
+
+    @property
+    def stored(self) -> list[int]:
+        """`stall` up to each store to tensor memory."""
+        clock, found = 0, []
+        for i in self.path:
+            if i.name == "STTM":
+                found.append(clock)
+            clock += i.stall
+        return found
+
+    def row(self) -> dict[str, Any]:
+        stored = " ".join(map(str, self.stored)) if self.role.startswith("softmax") else ""
+        return {"role": self.role, "instructions": len(self.path), "stall": self.stall,
+                "exponentials": self.exponentials, "stored": stored}  # fmt: skip
+
+
+def worth(i: Instruction) -> int:
+    """What a steady path has to take in."""
+    return i.name in MMAS or i.name == "F2FP"
+
+
+def steady(code: list[Instruction]) -> list[Instruction]:
+    """From the first to the last instruction of a loop: of the paths with most that is worth it, the shortest."""
+    place = {i.address: k for k, i in enumerate(code)}
+    best: list[tuple[int, int, int] | None] = [None] * len(code)  # (worth, -length, before), of paths up to here
+    best[0] = (worth(code[0]), -1, -1)
+    for k, i in enumerate(code[:-1]):
+        here = best[k]
+        if here is None:
+            continue
+        ways = [] if i.always else [k + 1]
+        if i.target is not None and place.get(i.target, -1) > k:
+            ways.append(place[i.target])
+        for to in ways:
+            there = (here[0] + worth(code[to]), here[1] - 1, k)
+            if best[to] is None or there[:2] > best[to][:2]:  # type: ignore[index]
+                best[to] = there
+    path, k = [], len(code) - 1
+    while k >= 0 and best[k] is not None:
+        path.append(code[k])
+        k = best[k][2]  # type: ignore[index]
+    return path[::-1]
+
+
+def role_of(code: list[Instruction]) -> str:
+    """ "" where it is none that these tables know."""
+    names = Counter(i.name for i in code)
+    exponentials = sum(i.op == "MUFU.EX2" for i in code)
+    if any(names[name] for name in MMAS):
+        return "mma" if exponentials < LEAST else "math"
+    if exponentials >= LEAST and names["STTM"]:
+        return "softmax masked" if names["FSEL"] >= MASKED else "softmax"
+    return "correction" if names["STTM"] else ""
+
+
+def loops(code: list[Instruction]) -> Iterator[Loop]:
+    """Of a function, those that have a role and hold no loop that has one."""
+    place = {i.address: k for k, i in enumerate(code)}
+    found = [(place[i.target], k) for k, i in enumerate(code) if i.target in place and place[i.target] <= k]
+    kept = [(a, b) for a, b in found if role_of(code[a : b + 1]) and steady(code[a : b + 1])]
+    for a, b in sorted(kept):
+        if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in kept):
+            yield Loop(role_of(code[a : b + 1]), tuple(steady(code[a : b + 1])))
+
+
+def of_cubin(content: bytes) -> list[Loop]:
+    """Loops of the largest function of a cubin."""
+    return list(loops(max(parse(cubin.sass(content, encodings=True)).values(), key=len)))
+
+
+def shipped(arch: str, *patterns: str) -> Iterator[tuple[str, list[Loop]]]:
+    """(name, loops) of the shipped kernels that a pattern matches, all of Blackwell's prefill without one."""
+    for kernel in catalog.shipped(arch):
+        chosen = any(catalog.matches(kernel, p) for p in patterns) if patterns else kernel[0] == OP
+        if chosen:
+            yield kernel[1].name, of_cubin(build.build(*kernel, arch).cubin)
+
+
+def rows(arch: str, name: str, found: list[Loop]) -> list[dict[str, Any]]:
+    return [{"arch": arch, "kernel": name} | loop.row() for loop in found]
+
+
+def recorded(path: Path = RECORD) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def show(name: str, found: list[Loop]) -> None:
+    print(name)
+    for loop in found:
+        kinds = ", ".join(f"{n} {name}" for name, n in loop.names.most_common(6))
+        stored = f"; P stored at {', '.join(map(str, loop.stored))}" if loop.role.startswith("softmax") else ""
+        print(f"  {loop.role:15}{len(loop.path):5} instructions, stall {loop.stall}{stored}; {kinds}")
+
+
+def record(arch: str) -> None:
+    kept = [row for row in recorded() if row["arch"] != arch] if RECORD.exists() else []
+    new = [row for name, found in shipped(arch) for row in rows(arch, name, found)]
+    with RECORD.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(sorted(kept + new, key=lambda row: (row["arch"], row["kernel"])))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.static", description=__doc__.splitlines()[0])
+    parser.add_argument("what", nargs="*", help="names of shipped kernels, cubins, or `record`")
+    parser.add_argument("--arch", default="sm_100a")
+    args = parser.parse_args()
+    if args.what == ["record"]:
+        record(args.arch)
+        return
+    files = [Path(x) for x in args.what if x.endswith(".cubin")]
+    for file in files:
+        show(file.name, of_cubin(file.read_bytes()))
+    if not files:
+        for name, found in shipped(args.arch, *args.what):
+            show(name, found)
+
+
+if __name__ == "__main__":
+    main()
