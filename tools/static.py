@@ -3,6 +3,8 @@
     python -m tools.static [KERNEL ...] [--arch sm_100a]   print the loops of shipped kernels: names, or parts of them
     python -m tools.static FILE.cubin ...                  of any kernel, such as a peer's
     python -m tools.static record [--arch sm_100a]         write those of Blackwell's prefill to tests/data/static.csv
+    python -m tools.static record --peer NAME FILE.cubin   write those of a peer's kernel there
+    python -m tools.static readme                          write a table of both into README
 
 A loop is what lies between a backward branch and its target. Of its paths the steady one counts: the shortest that
 takes in all MMAs and all conversions of P, and neither a wait's slow path nor a rescale that is not owed. A warp's
@@ -22,11 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.readme import README, between
 from cute_kernels import build, catalog, cubin
 
 RECORD = Path(__file__).resolve().parents[1] / "tests" / "data" / "static.csv"
 OP, ARCHS = "attention.sm100", ("sm_100a", "sm_103a")
-COLUMNS = ("arch", "kernel", "role", "instructions", "stall", "exponentials", "stored")
+COLUMNS = ("arch", "kernel", "stack", "role", "instructions", "stall", "exponentials", "stored")
 WORD = r"/\* 0x([0-9a-f]{16}) \*/"
 LINE = re.compile(rf"^\s*/\*([0-9a-f]{{4,}})\*/\s+(.*?)\s*;\s*{WORD}\s*\n\s*{WORD}", re.M)
 TEXT = re.compile(r"^(?:@(!?U?P[0-9T]+)\s+)?(\S+)\s*(.*)$")
@@ -157,16 +160,18 @@ def of_cubin(content: bytes) -> list[Loop]:
     return list(loops(max(parse(cubin.sass(content, encodings=True)).values(), key=len)))
 
 
-def shipped(arch: str, *patterns: str) -> Iterator[tuple[str, list[Loop]]]:
-    """(name, loops) of the shipped kernels that a pattern matches, all of Blackwell's prefill without one."""
+def shipped(arch: str, *patterns: str) -> Iterator[tuple[str, bytes]]:
+    """(name, cubin) of the shipped kernels that a pattern matches, all of Blackwell's prefill without one."""
     for kernel in catalog.shipped(arch):
         chosen = any(catalog.matches(kernel, p) for p in patterns) if patterns else kernel[0] == OP
         if chosen:
-            yield kernel[1].name, of_cubin(build.build(*kernel, arch).cubin)
+            yield kernel[1].name, build.build(*kernel, arch).cubin
 
 
-def rows(arch: str, name: str, found: list[Loop]) -> list[dict[str, Any]]:
-    return [{"arch": arch, "kernel": name} | loop.row() for loop in found]
+def rows(arch: str, name: str, content: bytes) -> list[dict[str, Any]]:
+    """stack: bytes a thread, where spills lie."""
+    known = {"arch": arch, "kernel": name, "stack": cubin.usage(content)["stack"]}
+    return [known | loop.row() for loop in of_cubin(content)]
 
 
 def recorded(path: Path = RECORD) -> list[dict[str, str]]:
@@ -182,29 +187,72 @@ def show(name: str, found: list[Loop]) -> None:
         print(f"  {loop.role:15}{len(loop.path):5} instructions, stall {loop.stall}{stored}; {kinds}")
 
 
-def record(arch: str) -> None:
-    kept = [row for row in recorded() if row["arch"] != arch] if RECORD.exists() else []
-    new = [row for name, found in shipped(arch) for row in rows(arch, name, found)]
-    with RECORD.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+def is_peer(row: dict[str, Any]) -> bool:
+    return " " in row["kernel"]
+
+
+def record(arch: str, peer: str = "", file: Path | None = None) -> None:
+    """Replaces the rows of our kernels, or of a peer's."""
+    kept = []
+    for row in recorded() if RECORD.exists() else []:
+        if row["arch"] != arch or (row["kernel"] != peer if peer else is_peer(row)):
+            kept.append(row)
+    if file:
+        new = rows(arch, peer, file.read_bytes())
+    else:
+        new = [row for name, content in shipped(arch) for row in rows(arch, name, content)]
+    with RECORD.open("w", newline="") as out:
+        writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(sorted(kept + new, key=lambda row: (row["arch"], row["kernel"])))
+
+
+def pieces(kernel: str) -> int:
+    """Quarters of P with which the MMAs begin."""
+    return 2 if kernel.startswith("e4m3_") else 3
+
+
+def markdown() -> str:
+    """Causal kernels of head_dim 128 and 16 or 8 bits, and those of peers."""
+    lines = ["| kernel | softmax | masked | emulated | first P | correction | MMA |", "| --- |" + " --- |" * 6]
+    found: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    for row in recorded():
+        found.setdefault((row["arch"], row["kernel"]), {})[row["role"]] = row
+    for (arch, kernel), loops_of in sorted(
+        found.items(), key=lambda item: (item[0][0], is_peer({"kernel": item[0][1]}))
+    ):
+        if is_peer({"kernel": kernel}) or re.match("(bf16|e4m3)_d128_causal", kernel):
+            plain = loops_of["softmax"]
+            stored = plain["stored"].split()[pieces(kernel) - 1]
+            counts = [loops_of[role]["instructions"] for role in ("softmax", "softmax masked")]
+            emulated = f"{max(0, 1 - (int(plain['exponentials']) - 1) / 128):.1%}"
+            rest = [loops_of[role]["instructions"] for role in ("correction", "mma")]
+            lines.append(f"| {arch} {kernel} | {' | '.join([*counts, emulated, stored, *rest])} |")
+    return "\n".join(lines)
+
+
+def update(path: Path = README) -> None:
+    path.write_text(between(path.read_text(), "static", markdown()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.static", description=__doc__.splitlines()[0])
     parser.add_argument("what", nargs="*", help="names of shipped kernels, cubins, or `record`")
     parser.add_argument("--arch", default="sm_100a")
-    args = parser.parse_args()
-    if args.what == ["record"]:
-        record(args.arch)
-        return
+    parser.add_argument("--peer", default="", help="name, with a space in it, of what is recorded of a file")
+    args = parser.parse_intermixed_args()
     files = [Path(x) for x in args.what if x.endswith(".cubin")]
+    if args.what[:1] == ["record"]:
+        record(args.arch, args.peer, files[0] if args.peer else None)
+        return
+    if args.what == ["readme"]:
+        update()
+        return
     for file in files:
         show(file.name, of_cubin(file.read_bytes()))
     if not files:
-        for name, found in shipped(args.arch, *args.what):
-            show(name, found)
+        for name, content in shipped(args.arch, *args.what):
+            show(name, of_cubin(content))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from ..schedule.work import Work
 from .multiply import O
 from .roles import HALVES, ROWS, WARPS
 
-LOADED = 32  # columns of O that are in registers at a time
+LOADED = 16  # columns of O that are in registers at a time
 PIECE = 16  # values that are stored at once: a block of NVFP4's
 
 

@@ -11,7 +11,7 @@ of its S, all of which is in registers by then.
 Pipelines: work_pipe, 2 stages, loader of K -> all: the next tile. q_pipe, `tile.q_stages` stages, k_pipe and v_pipe,
 `tile.stages` stages, load -> multiply: freed when the MMAs that read them are done. Signals, of each half: scores
 (multiply -> softmax), S of a block is there; grown (softmax -> correct), what O is owed is there, in shared memory, and
-read (correct -> softmax); early (softmax, correct -> multiply), three quarters of P are there, and O has been rescaled;
+read (correct -> softmax); early (softmax, correct -> multiply), much of P is there, and O has been rescaled;
 late (softmax -> multiply), all of P; done (multiply -> correct), O of a tile is complete; stored (correct -> multiply),
 it may be overwritten.
 

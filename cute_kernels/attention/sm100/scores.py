@@ -14,7 +14,7 @@ from .. import softmax as online
 from ..logits import Cols, Rows
 from ..schedule import work
 from ..schedule.work import Work
-from .multiply import PIECES, S, first_p, fp8
+from .multiply import PIECES, S, early, first_p, fp8
 from .roles import ROWS, WARPS, roles
 
 LOADED = 32  # columns that an instruction loads
@@ -113,10 +113,13 @@ def probabilities(spec: cutlass.Constexpr, s, r: Registers, x: Place, masked: cu
                 r.s[0, c + e] = values[e]
         words = packed(spec, r, range(k * piece, (k + 1) * piece))
         tmem.store(x.s + (first_p(spec) + k * len(words)), words)
-        if const_expr(k >= PIECES - 2):
+        if const_expr(k + 1 in (early(spec), PIECES)):
             tmem.wait_store()
             tmem.before_signal()
-            pipe.send((s.early if k == PIECES - 2 else s.late) + x.half)
+            pipe.send((s.late if k + 1 == PIECES else s.early) + x.half)
+        if const_expr(k + 1 == early(spec) and fp8(spec)):
+            if x.s < 0:  # never: but ptxas, which cannot know, keeps the other stores behind these
+                pipe.wait_signal(s.late + x.half, 0)
 
 
 def total(spec, r: Registers):
