@@ -1,10 +1,11 @@
-"""tools/static.py on a program written down here; Blackwell's prefill within the numbers that it was designed to."""
+"""tools/static.py on a program written down here; Blackwell's prefill within the numbers that it was designed
+to, of instructions that kernels use which ran there."""
 
 import pytest
 
 from cute_kernels import catalog
 from tests.kernels import COVERING
-from tools import static
+from tools import proven, static
 
 # A block of 128 x 128 scores; README (Blackwell) has what flash-attn-4 issues.
 MOST = {"softmax": 566, "softmax masked": 625, "correction": 30, "mma": 250}
@@ -61,8 +62,30 @@ def test_counts_are_those_on_record(blackwell, arch, spec):
         assert abs(new["instructions"] / int(old["instructions"]) - 1) <= PRECISE, new
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize(("arch", "spec"), [pytest.param(*x, id=f"{x[0]}-{x[1].name}") for x in shipped_here()])
+def test_kernels_use_what_kernels_that_ran_on_a_device_use(blackwell, arch, spec):
+    entry = blackwell(arch).find(static.OP, spec)
+    assert not proven.unproven(object_of(entry, "ptx").read_text())
+
+
+def test_forms_are_told_with_all_qualifiers():
+    ptx = """
+    tcgen05.st.sync.aligned.32x32b.x64.b32 [%r1], {%r2};
+    @%p1 add.rm.f32x2 %rd1, %rd2, %rd3; // tcgen05.other
+    max.f32 %f1, %f2, %f3;
+    max.NaN.f32 %f1, %f2, %f3, %f4;
+    """
+    assert proven.forms(ptx) == {"tcgen05.st.sync.aligned.32x32b.x64.b32", "add.rm.f32x2", "max.NaN.f32"}
+    assert proven.unproven(ptx) == {"tcgen05.st.sync.aligned.32x32b.x64.b32", "max.NaN.f32"}
+
+
+def object_of(entry, suffix):
+    return static.RECORD.parents[2] / "build" / "obj" / f"{entry['key']}.{suffix}"
+
+
 def cubin_of(entry):
-    return (static.RECORD.parents[2] / "build" / "obj" / f"{entry['key']}.cubin").read_bytes()
+    return object_of(entry, "cubin").read_bytes()
 
 
 def test_all_shipped_kernels_are_on_record():

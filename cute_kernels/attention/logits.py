@@ -71,13 +71,14 @@ def add_bias(s: cute.Tensor, rows: Rows, cols: Cols):
 
 @cute.jit
 def fetch_mask(spec: cutlass.Constexpr, a, rows: Rows, mask_start: Int32, first: Int32, lanes: cutlass.Constexpr):
-    """This lane's words of the custom mask, 32 keys of the block that begins at key `first`, of each row. Called while
-    the scores are computed, which hides the latency. mask_start: byte where the request's mask begins."""
+    """This lane's words of the custom mask, of 32 keys of the block that begins at key `first`, of each row. Called
+    while the scores are computed, which hides the latency. mask_start: byte where the request's mask begins."""
     if const_expr(spec.mask.custom):
-        key = first + cute.arch.lane_idx() % lanes * 32
-        for r in cutlass.range_constexpr(cute.size(rows.words)):
-            bit = Int64(rows.tokens[r]) * rows.n.kv_len + key
-            rows.words[r] = mask.custom_word(a.mask.custom_mask, mask_start, bit)
+        count = const_expr(cute.size(rows.words) // cute.size(rows.tokens))  # of a row
+        for i in cutlass.range_constexpr(cute.size(rows.words)):
+            key = first + (cute.arch.lane_idx() % lanes + i % count * lanes) * 32
+            bit = Int64(rows.tokens[const_expr(i // count)]) * rows.n.kv_len + key
+            rows.words[i] = mask.custom_word(a.mask.custom_mask, mask_start, bit)
 
 
 @cute.jit
@@ -85,8 +86,11 @@ def hide(spec: cutlass.Constexpr, a, s: cute.Tensor, rows: Rows, cols: Cols):
     """-inf into s (rows, cols) where a row does not see a key."""
     mask.apply(spec, s, rows.tokens, cols.at, cols.first, rows.n)
     if const_expr(spec.mask.custom):
-        for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
-            mask.apply_custom(s, r, rows.words[r], cols.at, cols.own, cols.lanes)
+        if const_expr(cols.lanes == 1):  # one row, a lane's own
+            mask.apply_words(s, rows.words)
+        else:
+            for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
+                mask.apply_custom(s, r, rows.words[r], cols.at, cols.own, cols.lanes)
     if const_expr(spec.mask.bits):
         if rows.n.drafts != 0:
             bits = cute.domain_offset((rows.start, 0), a.mask.draft_mask)

@@ -168,3 +168,11 @@ def apply_custom(
     for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
         bit = mine[const_expr(cols[c] // 32)] & const_expr(1 << cols[c] % 32)
         s[r, c] = -Float32.inf if bit == 0 else s[r, c]
+
+
+@cute.jit
+def apply_words(s: cute.Tensor, words: cute.Tensor):
+    """-inf into s (1, cols) where the bit of the column is 0; words: 32 columns each."""
+    for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
+        bit = words[const_expr(c // 32)] & const_expr(1 << c % 32)
+        s[0, c] = -Float32.inf if bit == 0 else s[0, c]

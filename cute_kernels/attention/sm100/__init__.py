@@ -87,10 +87,11 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, TILES))}")
     if spec.kv.source != "tma":
         return Refusal("page_size", "pages of any size: the kernel fetches boxes of 8 rows and more")
-    for field, has in (("drafts", spec.mask.bits), ("custom_mask", spec.mask.custom), ("alibi", spec.logits.alibi),
-                       ("skip", spec.logits.skip), ("head_scales", spec.logits.head_scales)):  # fmt: skip
+    for field, has in (("drafts", spec.mask.bits), ("skip", spec.logits.skip)):
         if has:
             return Refusal(field, "True: the kernel has none")
+    if spec.logits.head_scales:
+        return Refusal("head_scales", "True: no other kernel, each takes factors a head")
     if spec.pack_gqa or spec.schedule != "tiles":
         return Refusal("schedule", "packed rows or parts of tiles: the kernel has whole tiles of one head")
     if spec.tile is None or spec.tile.m != 256 or spec.tile.n not in (64, 128) or spec.tile.loaders != 1:
@@ -100,10 +101,13 @@ def supports(spec: Spec) -> Refusal | None:
 
 def shipped(arch: str) -> list[Spec]:
     """Of each type and head_dim a headline spec a mask, and one that takes the other modifiers as values; the latter of
-    e4m3 has all outputs. e4m3 of the usual head dims. Others are compiled at their first call."""
+    e4m3 has all outputs. e4m3, and, of 16 bits, a custom mask, of the usual head dims. Others are compiled at their
+    first call."""
     found = []
     for q, dims in (*product(DTYPES, TILES), *product((FP8,), USUAL)):
         problem = Problem(q, q, outputs(q)[0], *dims)
         some = (replace(problem, causal=True), replace(problem, causal=False), replace(problem, window=True))
         found += [candidate(one, arch) for one in some]
+    for q, dims in product(DTYPES, USUAL):
+        found.append(candidate(Problem(q, q, q, *dims, causal=False, custom_mask=True), arch))
     return found if arch in ARCHS else []

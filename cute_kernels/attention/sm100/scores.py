@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 
 from ... import abi
 from ...device import exp2, pipe, tmem, warp
@@ -31,6 +31,8 @@ class Registers:
     tokens: cute.Tensor
     score: cute.Tensor  # of raw scores to log2 units
     reduced: cute.Tensor  # of what the softmax reduces, scores or capped ones
+    slopes: Any = None  # of ALiBi
+    words: Any = None  # of a custom mask, in the block at hand
 
 
 class Place(NamedTuple):
@@ -48,6 +50,7 @@ class Tile(NamedTuple):
     place: Place
     rows: Rows
     capped: Any
+    mask_start: Any
 
 
 class Count(NamedTuple):
@@ -67,7 +70,9 @@ def place(spec, s) -> Place:
 def registers(spec) -> Registers:
     one = lambda dtype: cute.make_rmem_tensor(1, dtype)  # noqa: E731
     scores = cute.make_rmem_tensor((1, spec.tile.n), Float32)
-    return Registers(scores, online.make(1), one(Int32), one(Float32), one(Float32))
+    slopes = one(Float32) if spec.logits.alibi else None
+    words = cute.make_rmem_tensor(spec.tile.n // 32, Uint32) if spec.mask.custom else None
+    return Registers(scores, online.make(1), one(Int32), one(Float32), one(Float32), slopes, words)
 
 
 @cute.jit
@@ -142,6 +147,7 @@ def span(spec):
 @cute.jit
 def block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, j: Int32, masked: cutlass.Constexpr):
     """Softmax of block j."""
+    logits.fetch_mask(spec, a, x.rows, x.mask_start, j * spec.tile.n, 1)
     pipe.wait_signal(s.scores + x.place.half, at.blocks)
     tmem.after_wait()
     fetch(spec, r, x.place)
@@ -163,6 +169,8 @@ def run_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count):
     r.tokens[0] = number * ROWS + x.place.row
     r.score[0] = a.logits.scale_log2 * online.factor_of(a.logits.scale, w.head)
     r.reduced[0] = r.score[0]
+    if const_expr(spec.logits.alibi):
+        r.slopes[0] = logits.slope_of(a, w.head, r.score[0])
     if const_expr(spec.logits.soft_cap):
         r.reduced[0] = logits.capped_to_log2(a.logits.soft_cap) if x.capped else r.score[0]
     online.reset(r.st, online.NO_KEY)
@@ -190,7 +198,8 @@ def softmax(spec: cutlass.Constexpr, plan, s):
     w = work.consume(spec, s, t)
     while w.valid != 0:
         if w.hi > w.lo:
-            rows = Rows(r.tokens, w.q_start, mask.lengths(spec, a, w.q_len, w.kv_len))
-            at = run_tile(spec, a, s, r, Tile(w, mine, rows, capped), at)
+            rows = Rows(r.tokens, w.q_start, mask.lengths(spec, a, w.q_len, w.kv_len), r.slopes, r.words)
+            start = geometry.mask_start(a, w.batch) if const_expr(spec.mask.custom) else None
+            at = run_tile(spec, a, s, r, Tile(w, mine, rows, capped, start), at)
         t += 1
         w = work.consume(spec, s, t)

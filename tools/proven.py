@@ -1,0 +1,61 @@
+"""Which PTX of Blackwell a kernel uses that kernels which run on Blackwell use, too: ours never have.
+
+    python -m tools.proven record NAME FILE.ptx    add the forms in a peer's PTX to tests/data/proven.csv
+    python -m tools.proven FILE.ptx ...            print the forms that no peer on record has
+
+A form is an instruction with all qualifiers, of the families that Hopper lacks: tcgen05, packed fp32, minima and maxima
+of three. What it computes, the simulator takes from the text of the PTX ISA alone; kernels that are known to be right
+say that it is used so.
+"""
+
+import csv
+import re
+import sys
+from pathlib import Path
+
+RECORD = Path(__file__).resolve().parents[1] / "tests" / "data" / "proven.csv"
+COLUMNS = ("form", "kernel")
+FAMILIES = re.compile(
+    r"\b(tcgen05\.[\w.:]+|(?:fma|add|mul|sub)\.[\w.]*f32x2|(?:min|max)(?:\.\w+)*\.f32(?=[^;]*,[^;]*,[^;]*,))"
+)
+ORDER = (  # that peers leave to what the compiler does; they only add order
+    "tcgen05.fence::after_thread_sync",
+    "tcgen05.fence::before_thread_sync",
+    "tcgen05.wait::ld.sync.aligned",
+)
+
+
+def forms(ptx: str) -> set[str]:
+    code = "\n".join(line.split("//")[0] for line in ptx.splitlines())
+    return set(FAMILIES.findall(code))
+
+
+def recorded(path: Path = RECORD) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def unproven(ptx: str) -> set[str]:
+    """Forms in PTX that neither a peer on record has nor ORDER."""
+    return forms(ptx) - {row["form"] for row in recorded()} - set(ORDER)
+
+
+def record(name: str, file: Path) -> None:
+    rows = [row for row in recorded() if row["kernel"] != name] if RECORD.exists() else []
+    rows += [{"form": form, "kernel": name} for form in forms(file.read_text())]
+    with RECORD.open("w", newline="") as out:
+        writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(sorted(rows, key=lambda row: (row["form"], row["kernel"])))
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["record"]:
+        record(sys.argv[2], Path(sys.argv[3]))
+        return
+    for file in sys.argv[1:]:
+        print(file, *sorted(unproven(Path(file).read_text())) or ("none",), sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()
