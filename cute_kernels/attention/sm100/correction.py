@@ -1,18 +1,25 @@
 """The warpgroup that keeps O of both halves in step with the maxima of their rows, and stores it: a thread a row."""
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ...device import pipe, tmem
-from .. import epilogue, logits, softmax
+from .. import epilogue, geometry, logits, softmax
 from ..schedule import work
 from ..schedule.work import Work
 from .multiply import O
 from .roles import HALVES, ROWS, WARPS
 
-LOADED = 16  # columns of O that are in registers at a time
-PIECE = 16  # values that are stored at once: a block of NVFP4's
+LOADED = 16  # columns of O that are in registers, and stored, at a time: a block of NVFP4's
+
+
+def column_of(s, half):
+    """Address of O of a half, in this warp's lanes of tensor memory."""
+    number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
+    return s.tensor[0] + tmem.lanes(number) + (O + half * ROWS)
 
 
 @cute.jit
@@ -36,12 +43,50 @@ def rescale(spec: cutlass.Constexpr, at: Int32, factor: Float32):
         tmem.wait_store()
 
 
+class Count(NamedTuple):
+    """Of a half: what was handed over before its tile ends; tiles before."""
+
+    item: Int32
+    tile: Int32
+
+
+class Row(NamedTuple):
+    """A row of the output. keep: the request has it."""
+
+    token: Int32
+    head: Int32
+    keep: Any
+
+
+@cute.jit
+def finish(spec: cutlass.Constexpr, a, s, w: Work, half: cutlass.Constexpr, row: Int32, at: Count):
+    """The thread's row of a half: O and LSE."""
+    number, per_token = (2 * w.m_block + half) * ROWS + row, geometry.rows_per_token(spec, a)
+    token = geometry.token_of(number, per_token, spec.pack_gqa)
+    head = geometry.head_of(number, w.head, per_token, spec.pack_gqa)
+    sink, factor = epilogue.sink_of(a, head), Float32(0.0)
+    lse = sink * logits.LOG2_E
+    if w.hi > w.lo:
+        total, top = take(s, half, row, at.item)
+        normal = softmax.normalizer(top, total, sink)
+        lse, factor = normal.lse, normal.factor * (a.out.out_factor * softmax.factor_of(a.out.out_scale, head))
+        pipe.wait_signal(s.done + half, at.tile)
+        tmem.after_wait()
+    into = Row(w.q_start + token, head, token < w.q_len)
+    for c in cutlass.range_constexpr(0, spec.head_dim_vo, LOADED):
+        store_columns(spec, a, s, w, into, half, c, factor)
+    if w.hi > w.lo:
+        tmem.before_signal()
+        pipe.send(s.stored + half)
+    epilogue.store_lse(a, into.token, head, lse, into.keep)
+
+
 @cute.jit
 def correct(spec: cutlass.Constexpr, plan, s):
     """All tiles of the CTA."""
     a = plan.args
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
-    row, at = number * 32 + cute.arch.lane_idx(), s.tensor[0] + tmem.lanes(number) + O
+    row = number * 32 + cute.arch.lane_idx()
     t, i, q = Int32(0), Int32(0), Int32(0)
     w = work.consume(spec, s, t)
     while w.valid != 0:
@@ -51,26 +96,12 @@ def correct(spec: cutlass.Constexpr, plan, s):
                     factor, _ = take(s, half, row, i + q)
                     if j < w.hi - 1:
                         tmem.after_wait()
-                        rescale(spec, at + half * ROWS, factor)
+                        rescale(spec, column_of(s, half), factor)
                         tmem.before_signal()
                     pipe.send(s.early + half)
                 i += 1
         for half in cutlass.range_constexpr(HALVES):
-            token, sink = (2 * w.m_block + half) * ROWS + row, epilogue.sink_of(a, w.head)
-            lse, factor = sink * logits.LOG2_E, Float32(0.0)
-            if w.hi > w.lo:
-                total, top = take(s, half, row, i + q)
-                normal = softmax.normalizer(top, total, sink)
-                scale = a.out.out_factor * softmax.factor_of(a.out.out_scale, w.head)
-                lse, factor = normal.lse, normal.factor * scale
-                pipe.wait_signal(s.done + half, q)
-                tmem.after_wait()
-            for c in cutlass.range_constexpr(0, spec.head_dim_vo, LOADED):
-                store_columns(spec, a, w, token, at + half * ROWS, c, factor)
-            if w.hi > w.lo:
-                tmem.before_signal()
-                pipe.send(s.stored + half)
-            epilogue.store_lse(a, w.q_start + token, w.head, lse, token < w.q_len)
+            finish(spec, a, s, w, half, row, Count(i + q, q))
         if w.hi > w.lo:
             q += 1
         t += 1
@@ -78,16 +109,16 @@ def correct(spec: cutlass.Constexpr, plan, s):
 
 
 @cute.jit
-def store_columns(spec: cutlass.Constexpr, a, w: Work, token: Int32, at: Int32, c: cutlass.Constexpr, factor: Float32):
+def store_columns(
+    spec: cutlass.Constexpr, a, s, w: Work, into: Row, half: cutlass.Constexpr, c: cutlass.Constexpr, factor: Float32
+):
     """Columns c to c + LOADED - 1 of the thread's row of O, zeros where no row of the tile sees a key."""
     values = cute.make_rmem_tensor(LOADED, Float32)
     values.fill(0.0)
     if w.hi > w.lo:
-        loaded = tmem.load(at + c, LOADED)
+        loaded = tmem.load(column_of(s, half) + c, LOADED)
         tmem.wait_load()
         for e in cutlass.range_constexpr(LOADED):
             values[e] = loaded[e] * factor
-    if token < w.q_len:
-        for k in cutlass.range_constexpr(LOADED // PIECE):
-            piece = cute.make_tensor(values.iterator + k * PIECE, cute.make_layout(PIECE))
-            epilogue.store_piece(spec, a, w.q_start + token, w.head, Int32(c // PIECE + k), piece, ())
+    if into.keep:
+        epilogue.store_piece(spec, a, into.token, into.head, Int32(c // LOADED), values, ())

@@ -3,7 +3,7 @@
 A tile is 256 rows, two halves of 128, each with a warpgroup for its softmax, S and O in tensor memory. Roles (`roles`):
 warps 0-3 and 4-7 softmax of half 0 and 1, a thread a row (`scores`); 8-11 rescale O where its maximum has grown,
 normalise and store it (`correction`); 12 issues all MMAs (`multiply`); 13 loads K, publishes the tiles; 14 loads V and
-Q. CTAs are persistent, one an SM.
+Q, which 15 gathers where rows are (token, head) pairs. CTAs are persistent, one an SM.
 
 Tensor memory, columns: S of half h from 128 h on, O from 256 + 128 h on; P, 16 bits, two a column, in the second half
 of its S, all of which is in registers by then.
@@ -24,7 +24,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from ... import abi
 from ...device import copy, pipe, tmem
@@ -34,6 +34,7 @@ from ..kv import pages, source
 from ..schedule import work
 from .correction import correct
 from .multiply import multiply
+from .query import load_q
 from .roles import HALVES, ROWS, WARPS, roles
 from .scores import softmax
 
@@ -127,7 +128,9 @@ def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
     elif warp == roles(spec).first("load_k"):
         load.load_kv(spec, plan, s, load.Stages(plan.k, s.k, s.k_pipe), pages.K, Int32(0), publishes=True)
     elif warp == roles(spec).first("load_v"):
-        load.load_kv(spec, plan, s, load.Stages(plan.v, s.v, s.v_pipe), pages.V, Int32(0), loads_q=True)
+        load.load_kv(spec, plan, s, load.Stages(plan.v, s.v, s.v_pipe), pages.V, Int32(0), loads_q=not spec.pack_gqa)
+    elif const_expr(spec.pack_gqa):
+        load_q(spec, plan, s)
 
 
 @cute.kernel

@@ -166,11 +166,13 @@ def run_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count):
     w, number = x.w, 2 * x.w.m_block + x.place.half
     first, last = geometry.tile_tokens(number, ROWS, w.q_len, geometry.rows_per_token(spec, a))
     full_lo, full_hi = mask.full_range(spec, first, last, x.rows.n)
-    r.tokens[0] = number * ROWS + x.place.row
-    r.score[0] = a.logits.scale_log2 * online.factor_of(a.logits.scale, w.head)
+    row, per_token = number * ROWS + x.place.row, geometry.rows_per_token(spec, a)
+    head = geometry.head_of(row, w.head, per_token, spec.pack_gqa)
+    r.tokens[0] = geometry.token_of(row, per_token, spec.pack_gqa)
+    r.score[0] = a.logits.scale_log2 * online.factor_of(a.logits.scale, head)
     r.reduced[0] = r.score[0]
     if const_expr(spec.logits.alibi):
-        r.slopes[0] = logits.slope_of(a, w.head, r.score[0])
+        r.slopes[0] = logits.slope_of(a, head, r.score[0])
     if const_expr(spec.logits.soft_cap):
         r.reduced[0] = logits.capped_to_log2(a.logits.soft_cap) if x.capped else r.score[0]
     online.reset(r.st, online.NO_KEY)
