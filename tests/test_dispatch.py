@@ -68,10 +68,14 @@ def on_demand(spec):
     return rare
 
 
-def test_every_problem_of_prefill_gets_a_shipped_spec_that_serves_it():
-    shipped, found = set(sm90.shipped(ARCH)), set()
+def usual_types():
+    """Fields of problems."""
     kinds = product(("bf16", "fp16"), (64, 128))
-    types = [{"q": q, "kv": q, "out": q, "head_dim_qk": dim, "head_dim_vo": dim} for q, dim in kinds]
+    return [{"q": q, "kv": q, "out": q, "head_dim_qk": dim, "head_dim_vo": dim} for q, dim in kinds]
+
+
+def test_every_problem_of_prefill_gets_a_shipped_spec_that_serves_it():
+    shipped, found, types = set(sm90.shipped(ARCH)), set(), usual_types()
     more = ({"custom_mask": True}, {"skip": True, "group": 1})
     for problem in (*problems("prefill"), *(replace(BASE, **each, **also) for each in types for also in more)):
         op, spec = dispatch.select(problem, ARCH)
@@ -175,7 +179,7 @@ def test_an_architecture_without_a_kernel_is_named():
 @pytest.mark.parametrize("arch", BLACKWELL)
 def test_prefill_on_blackwell_serves_a_problem_or_names_what_it_lacks(arch):
     shipped, found, lacking = set(sm100.shipped(arch)), set(), set()
-    for problem in problems("prefill"):
+    for problem in (*problems("prefill"), *(replace(BASE, **each, custom_mask=True) for each in usual_types())):
         _, prefill_on_hopper, answer = dispatch.explain(problem, arch)
         assert prefill_on_hopper.reason.field == "arch"
         if answer.reason is None:
