@@ -491,7 +491,8 @@ def test_a_capture_allocates_no_counters(here):
 def test_explain(launches):
     said = explain(**inputs_of())
     assert said.runs is not None and said.runs.startswith("attention.sm90 bf16_d64_")
-    assert said.refused == (("attention.decode", "phase prefill: serves decode"),)
+    others = {"attention.decode": "phase prefill: serves decode"}
+    assert dict(said.refused) == others | {"attention.sm100": "arch sm_90a: needs sm_100a or sm_103a"}
     assert "gather" in str(explain(**inputs_of(replace(PLAIN, page_size=24))))
     refused = explain(**inputs_of(replace(PLAIN, head_dim_qk=48, head_dim_vo=48)))
     assert refused.runs is None and "head_dim (48, 48)" in str(refused)
