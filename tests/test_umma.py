@@ -1,9 +1,11 @@
-"""device/umma.py on integers: descriptors say where TMA has put every element; the cubic of device/exp2.py."""
+"""device/umma.py on integers: descriptors say where TMA has put every element, and are those that CUTLASS makes; the
+cubic of device/exp2.py."""
 
 import numpy as np
 import pytest
 
 from cute_kernels.device import exp2, layout, umma
+from tests.conftest import run_python
 from tools.ptxsim.umma import instruction, place
 
 SIZE = 2  # bytes of an element
@@ -57,3 +59,36 @@ def test_cubic():
     c = np.float32(exp2.CUBIC).astype(np.float64)
     off = np.abs((c[0] + f * (c[1] + f * (c[2] + f * c[3]))) / 2**f - 1)
     assert off.max() < 7.6e-5 < 2.0**-12 / 3, "of what rounds to fp16"
+
+
+CASES = [("bf16", 128, 64, "k"), ("fp16", 128, 192, "k"), ("bf16", 128, 128, "mn"), ("bf16", 64, 128, "mn"),
+         ("e4m3", 128, 128, "mn"), ("e4m3", 64, 128, "mn")]  # fmt: skip
+KINDS = {"bf16": "f16", "fp16": "f16", "e4m3": "f8f6f4"}
+
+
+@pytest.fixture(scope="module")
+def of_cutlass():
+    """Case -> the descriptors that CUTLASS's helpers make of it."""
+    names = [",".join(map(str, case)) for case in CASES]
+    done = run_python("-m", "tests.cutlass_umma", *names, CUTE_DSL_ARCH="sm_100a")
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return {line[0]: set(map(int, line[1:])) for line in lines if line and line[0] in names}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_descriptors_are_those_of_cutlass(of_cutlass, case):
+    """Operands at address 0: A (128, k), B (n, k), or, with its neighbours along n, (k, n)."""
+    dtype, n, k, major = case
+    theirs, size = of_cutlass[",".join(map(str, case))], 1 if dtype == "e4m3" else 2
+    width = layout.width(k * size)
+    of_a = umma.k_major(width)
+    mine = {of_a + (at // width * 128 * width + at % width >> 4) for at in range(0, k * size, umma.STEP)}
+    if major == "mn":
+        width = layout.width(n * size)
+        of_b = umma.mn_major(width, k)
+        if n * size == width:  # one block of columns: nothing reads the distance to the next
+            of_b &= ~(0x3FFF << 16)
+        mine |= {of_b + (at * width >> 4) for at in range(0, k, umma.STEP // size)}
+    assert mine | {umma.instruction(KINDS[dtype], dtype, 128, n, major)} <= theirs
