@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.cases import attention as cases
-from cute_kernels.attention import args, geometry
+from cute_kernels.attention import args, geometry, sm100
 from tests.fake_machine import FakeMachine, promised
 from wrappers import FP4Tensor, explain, fp4, machine, reference, scratch, trtllm_batch_context_with_kv_cache
 from wrappers.attention import op
@@ -448,6 +448,19 @@ def test_other_architectures_say_so(here):
     with pytest.raises(NotImplementedError, match="arch sm_80"):
         trtllm_batch_context_with_kv_cache(**inputs_of())
     assert "sm_80" in str(explain(**inputs_of()))
+
+
+@pytest.mark.parametrize("known", [("sm_100a", 148), ("sm_103a", 160)])
+def test_blackwell_has_kernels_of_its_own(here, known):
+    here.known = known
+    alone = replace(PLAIN, heads_q=PLAIN.heads_kv)  # of its KV head: nothing to pack
+    for case in (alone, PLAIN, replace(alone, window_left=37, soft_cap=4.0)):
+        inputs = inputs_of(case)
+        check(inputs, trtllm_batch_context_with_kv_cache(**inputs), case.tolerance)
+    assert [spec.name.split("_tma_")[0] for spec in here.specs] == [
+        "bf16_d64_causal", "bf16_d64_anyw_cap_pack", "bf16_d64_anyw_cap",
+    ]  # fmt: skip
+    assert all(sm100.supports(spec) is None for spec in here.specs)
 
 
 def test_an_error_of_the_kernel_itself_comes_through(here):
