@@ -3,6 +3,7 @@ line (type, n, k, major of B), the integers in its PTX that are descriptors of o
 
 import re
 import sys
+import tempfile
 
 import cutlass
 import cutlass.cute as cute
@@ -40,6 +41,8 @@ def host(dtype: cutlass.Constexpr, n: cutlass.Constexpr, k: cutlass.Constexpr, m
 if __name__ == "__main__":
     for case in sys.argv[1:]:
         dtype, n, k, major = case.split(",")
-        compiled = cute.compile(host, TYPES[dtype], int(n), int(k), major, options="--keep-ptx")
-        found = {int(x) % 2**64 for x in re.findall(r"(?<![\w%$])-?\d{8,20}\b", compiled.__ptx__)}
+        with tempfile.TemporaryDirectory() as folder:
+            options = f"--keep-ptx --dump-dir {folder}"
+            ptx = cute.compile(host, TYPES[dtype], int(n), int(k), major, options=options).__ptx__
+        found = {int(x) % 2**64 for x in re.findall(r"(?<![\w%$])-?\d{8,20}\b", ptx)}
         print(case, *sorted(x for x in found if x >> 61 or 1 << 27 <= x < 1 << 28))

@@ -66,6 +66,17 @@ def test_pairs_take_an_operand_that_is_the_same_for_all():
         assert (execute(body.format(name)) == (choose(lane, 5) << 16 | choose(lane, 7))).all()
 
 
+@pytest.mark.parametrize(("rounding", "low"), [("rm", 2.0**24), ("rn", 2.0**24), ("rp", 2.0**24 + 2)])
+def test_packed_sums_are_rounded_as_they_say(rounding, low):
+    """sm_100a. 2^24 + 1 lies between two float32; 1 + 1 does not."""
+    body = f"""mov.b64 %rd2, {{0f4B800000, 0f3F800000}}; mov.b64 %rd3, {{0f3F800000, 0f3F800000}};
+    add.{rounding}.f32x2 %rd4, %rd2, %rd3; mov.b64 {{%r6, %r7}}, %rd4;
+    and.b32 %r5, %r0, 1; setp.eq.u32 %p1, %r5, 0; selp.b32 %r5, %r6, %r7, %p1;
+    """
+    out = execute(body).view(np.float32)
+    assert (out == np.where(np.arange(64) % 2, np.float32(2), np.float32(low))).all()
+
+
 def test_loops_diverge_and_meet_again():
     body = """mov.u32 %r5, 0; mov.u32 %r6, 0;
     MORE: setp.ge.u32 %p1, %r6, %r0; @%p1 bra DONE;

@@ -10,7 +10,7 @@ import torch
 from bench.cases import family
 from bench.cases.attention import LSE_TOLERANCE, AttentionCase, expected, make_problem
 from bench.cases.family import FamilyCase
-from tests.conftest import ARCH, ROOT
+from tests.conftest import ARCH, ROOT, run_python
 from tools.ptxsim.workloads import distance, simulated
 from tools.ptxsim.workloads.attention import call
 from wrappers.attention.op import serve
@@ -99,3 +99,8 @@ def test_interleaved_factors_of_v(function, dim, page):
         serve(p._replace(out=out, lse=lse))
     want = expected(case, p)
     assert distance(out, want[0], 0.0, case.limit(want[0])) <= 1 and distance(lse, want[1], LSE_TOLERANCE) <= 1
+
+
+def test_a_nan_key_shows_on_blackwell():
+    done = run_python("-m", "tests.nan_keys", CUTE_DSL_ARCH="sm_100a")
+    assert done.stdout.split("\n")[:4] == ["bf16 1 True", "bf16 13 True", "fp8 1 True", "fp8 13 True"], done.stderr

@@ -135,7 +135,7 @@ def steady(code: list[Instruction]) -> list[Instruction]:
 
 
 def role_of(code: list[Instruction]) -> str:
-    """ "" where it is none that these tables know."""
+    """Of a loop, empty where it has none that is told here."""
     names = Counter(i.name for i in code)
     exponentials = sum(i.op == "MUFU.EX2" for i in code)
     if any(names[name] for name in MMAS):

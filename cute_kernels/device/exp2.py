@@ -8,6 +8,7 @@ from . import warp
 # 2^f on [0, 1) to 7.5e-5 of its value, which rounding to 16 bits hides: coefficients of 1, f, f^2, f^3.
 CUBIC = 0.9999251961708069, 0.6958335638046265, 0.22606715559959412, 0.07802452147006989
 LEAST = -125.0  # so that the exponent of the result is none of a denormal
+HUGE = 2.0**100  # more than any sum of exponentials of numbers
 WHOLE = 1.5 * 2.0**23  # a number of at least -2^22 and less than 2^22, plus this, is rounded to a whole one
 
 
@@ -19,7 +20,7 @@ def larger(x, y):
 
 def pair(logs):
     """2^x of two values that are not -inf: f, what is left of x beyond the next lower whole number n, goes into the
-    cubic, whose exponent n is added to. Of NaN it is not finite in 16 bits."""
+    cubic, whose exponent n is added to. Of NaN it is the largest fp32 value: more than HUGE, infinite in 16 bits."""
     both = lambda x: (Float32(x), Float32(x))  # noqa: E731
     logs = tuple(larger(x, LEAST) for x in logs)
     whole = cute.arch.add_packed_f32x2(logs, both(WHOLE), rnd="rm")

@@ -51,7 +51,7 @@ def wait_full(p: Pipe, n):
 
 
 def wait_empty(p: Pipe, n):
-    cute.arch.mbarrier_wait(p.full + p.stages + stage(p, n), phase(p, n) ^ 1)
+    cute.arch.mbarrier_wait(empty(p, n), phase(p, n) ^ 1)
 
 
 @cute.jit
@@ -66,7 +66,7 @@ def fill(p: Pipe, n: Int32, tx_bytes: Int32):
 def release(p: Pipe, n: Int32):
     """Consumer, one warp: it no longer reads item n."""
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(p.full + p.stages + stage(p, n))
+        cute.arch.mbarrier_arrive(empty(p, n))
 
 
 @cute.jit
@@ -75,7 +75,7 @@ def release_after(p: Pipe, n: Int32, value: Float32, below: Float32):
     the release nor a wait for MMAs that follows in front of what computes `value`."""
     with cute.arch.elect_one():
         if not value < below:
-            cute.arch.mbarrier_arrive(p.full + p.stages + stage(p, n))
+            cute.arch.mbarrier_arrive(empty(p, n))
 
 
 PHASE = 1 << 16  # bit of a cursor: its lower bits are the stage; the first item's is 0

@@ -8,8 +8,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 STEP = 32  # bytes of each row of A and B that one MMA multiplies
-FORMATS = {"f16": {"fp16": 0, "bf16": 1}, "f8f6f4": {"e4m3": 0, "e5m2": 1}}  # kind -> type -> code
-SWIZZLES = {0: 0, 128: 2, 64: 4, 32: 6}  # bytes of a row -> code
+FORMATS = {"f16": {"fp16": 0, "bf16": 1}, "f8f6f4": {"e4m3": 0}}  # kind -> type -> code
+SWIZZLES = {128: 2, 64: 4, 32: 6}  # bytes of a row -> code
 GROUP = 8  # rows after which a swizzle repeats
 
 

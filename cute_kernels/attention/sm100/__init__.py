@@ -26,8 +26,6 @@ class Tile:
     q_stages: int = 1
     loaders: int = 1
     emulated: int = 0
-    promote: ClassVar[int] = 0
-    raw_stages: ClassVar[int] = 0
     l2_bytes: ClassVar[int] = 32 << 20  # of K and V at work at a time; L2 is 126 MB in two halves
 
     @property

@@ -16,6 +16,14 @@ from .roles import HALVES, ROWS, WARPS
 LOADED = 16  # columns of O that are in registers, and stored, at a time: a block of NVFP4's
 
 
+class Handed(NamedTuple):
+    """Of a row. value: what O is to be multiplied by, at a tile's end the sum of its exponentials. top: then, their
+    maximum in log2 units."""
+
+    value: Float32
+    top: Float32
+
+
 def column_of(s, half):
     """Address of O of a half, in this warp's lanes of tensor memory."""
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
@@ -24,12 +32,12 @@ def column_of(s, half):
 
 @cute.jit
 def take(s, half: cutlass.Constexpr, row: Int32, item: Int32):
-    """(first, second) of `scores.hand_over`."""
+    """What `scores.hand_over` says of a row."""
     pipe.wait_signal(s.grown + half, item)
-    first, second = s.growth[row, half, 0], s.growth[row, half, 1]
+    what = Handed(s.growth[row, half, 0], s.growth[row, half, 1])
     cute.arch.sync_warp()
     pipe.send(s.read + half)
-    return first, second
+    return what
 
 
 @cute.jit
@@ -43,13 +51,6 @@ def rescale(spec: cutlass.Constexpr, at: Int32, factor: Float32):
         tmem.wait_store()
 
 
-class Count(NamedTuple):
-    """Of a half: what was handed over before its tile ends; tiles before."""
-
-    item: Int32
-    tile: Int32
-
-
 class Row(NamedTuple):
     """A row of the output. keep: the request has it."""
 
@@ -59,18 +60,18 @@ class Row(NamedTuple):
 
 
 @cute.jit
-def finish(spec: cutlass.Constexpr, a, s, w: Work, half: cutlass.Constexpr, row: Int32, at: Count):
-    """The thread's row of a half: O and LSE."""
+def finish(spec: cutlass.Constexpr, a, s, w: Work, half: cutlass.Constexpr, row: Int32, i: Int32, q: Int32):
+    """The thread's row of a half: O and LSE. i, q: blocks and tiles before."""
     number, per_token = (2 * w.m_block + half) * ROWS + row, geometry.rows_per_token(spec, a)
     token = geometry.token_of(number, per_token, spec.pack_gqa)
     head = geometry.head_of(number, w.head, per_token, spec.pack_gqa)
     sink, factor = epilogue.sink_of(a, head), Float32(0.0)
     lse = sink * logits.LOG2_E
     if w.hi > w.lo:
-        total, top = take(s, half, row, at.item)
-        normal = softmax.normalizer(top, total, sink)
+        sums = take(s, half, row, i + q)
+        normal = softmax.normalizer(sums.top, sums.value, sink)
         lse, factor = normal.lse, normal.factor * (a.out.out_factor * softmax.factor_of(a.out.out_scale, head))
-        pipe.wait_signal(s.done + half, at.tile)
+        pipe.wait_signal(s.done + half, q)
         tmem.after_wait()
     into = Row(w.q_start + token, head, token < w.q_len)
     for c in cutlass.range_constexpr(0, spec.head_dim_vo, LOADED):
@@ -93,7 +94,7 @@ def correct(spec: cutlass.Constexpr, plan, s):
         if w.hi > w.lo:
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
                 for half in cutlass.range_constexpr(HALVES):
-                    factor, _ = take(s, half, row, i + q)
+                    factor = take(s, half, row, i + q).value
                     if j < w.hi - 1:
                         tmem.after_wait()
                         rescale(spec, column_of(s, half), factor)
@@ -101,7 +102,7 @@ def correct(spec: cutlass.Constexpr, plan, s):
                     pipe.send(s.early + half)
                 i += 1
         for half in cutlass.range_constexpr(HALVES):
-            finish(spec, a, s, w, half, row, Count(i + q, q))
+            finish(spec, a, s, w, half, row, i, q)
         if w.hi > w.lo:
             q += 1
         t += 1

@@ -14,6 +14,7 @@ from .. import softmax as online
 from ..logits import Cols, Rows
 from ..schedule import work
 from ..schedule.work import Work
+from .correction import Handed
 from .multiply import PIECES, S, early, first_p, fp8
 from .roles import ROWS, WARPS, roles
 
@@ -86,9 +87,9 @@ def fetch(spec: cutlass.Constexpr, r: Registers, x: Place):
 
 
 @cute.jit
-def hand_over(s, x: Place, first: Float32, second: Float32):
+def hand_over(s, x: Place, what: Handed):
     """Tells who corrects O what there is to know."""
-    s.growth[x.row, x.half, 0], s.growth[x.row, x.half, 1] = first, second
+    s.growth[x.row, x.half, 0], s.growth[x.row, x.half, 1] = what.value, what.top
     cute.arch.sync_warp()
     pipe.send(s.grown + x.half)
 
@@ -154,10 +155,13 @@ def block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, j: In
     cols = Cols(j * spec.tile.n, list(range(spec.tile.n)))
     logits.transform(spec, a, r.s, r.score, x.rows, cols, x.capped, masked)
     online.update_max(r.st, r.s, r.reduced, 1, span(spec), fp8(spec))
-    hand_over(s, x.place, r.st.rescale[0], Float32(0.0))
+    hand_over(s, x.place, Handed(r.st.rescale[0], Float32(0.0)))
     probabilities(spec, s, r, x.place, masked)
     pipe.wait_signal(s.read + x.place.half, at.item)  # keeps the sum behind P, on which others wait
-    r.st.l[0] += total(spec, r)
+    sum_of_p = total(spec, r)
+    if const_expr(fp8(spec) and not masked and spec.tile.emulated > 0):
+        sum_of_p = sum_of_p if sum_of_p < exp2.HUGE else Float32(float("nan"))  # P of NaN is 448
+    r.st.l[0] += sum_of_p
 
 
 @cute.jit
@@ -185,7 +189,7 @@ def run_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count):
             block(spec, a, s, r, x, at, j, part.masked)
             at = Count(at.blocks + 1, at.item + 1)
     top = -Float32.inf if r.st.m[0] == -Float32.inf else r.st.shift[0]
-    hand_over(s, x.place, r.st.l[0], top)
+    hand_over(s, x.place, Handed(r.st.l[0], top))
     pipe.wait_signal(s.read + x.place.half, at.item)
     return Count(at.blocks, at.item + 1)
 

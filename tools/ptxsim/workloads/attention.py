@@ -92,7 +92,7 @@ def kernel_of(spec: Any) -> Kernel:
     mask, gathers = spec.mask, spec.kv.source == "gather"
     cap, skips = spec.logits.soft_cap, spec.logits.skip and not decodes
     several = len(spec.out) > 1
-    promoted = 0 if decodes else spec.tile.promote
+    promoted = getattr(spec.tile, "promote", 0)  # of Hopper's prefill
     return Kernel(
         decodes, few, spec.pack_gqa, mask.window, cap, general, gathers, mask.custom, skips, several, block,
         block * spec.tile.stages, promoted, same,

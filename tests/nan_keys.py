@@ -1,0 +1,24 @@
+"""Run for sm_100a by test_ptxsim_family.py: a key that is NaN, in a block that hides none. Prints of each type and key
+whether O and LSE of every row are NaN. Key 13 has an exponential without the special function unit, key 1 has not."""
+
+import math
+
+import torch
+
+from bench.cases.attention import AttentionCase, make_problem
+from tools.ptxsim.workloads import simulated
+from wrappers.attention.op import serve
+
+for dtype, nan in (("bf16", math.nan), ("fp8", 0x7F)):
+    for key in (1, 13):
+        case = AttentionCase(
+            "", dtype=dtype, out_dtype="bf16", q_lens=(3,), kv_lens=(300,), heads_q=1, heads_kv=1, head_dim_qk=128,
+            head_dim_vo=128, page_size=16,
+        )  # fmt: skip
+        p = make_problem(case, "cpu")
+        k = p.k.view(torch.uint8) if dtype == "fp8" else p.k
+        k[p.requests.page_table[0, 0, key // 16], 0, key % 16, 5] = nan
+        o, lse = torch.zeros(*p.q.shape, dtype=torch.bfloat16), torch.zeros(p.q.shape[:2])
+        with simulated("sm_100a", [], 1):
+            serve(p._replace(out=o, lse=lse))
+        print(dtype, key, bool(o.isnan().all() and lse.isnan().all()))
