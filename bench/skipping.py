@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from cute_kernels.attention import dispatch
+from cute_kernels.attention.spec import FEW
 from wrappers.attention.plan import facts_of
 from wrappers.attention.problem import Problem
 from wrappers.reference.paged import tokens_of
@@ -104,9 +105,9 @@ def add(state: State, s: torch.Tensor, top: torch.Tensor, v: torch.Tensor, kept:
     state.top.copy_(torch.where(chosen, new, state.top))
 
 
-def attend(p: Problem, keys: int, packed: bool) -> Skipped:
+def attend(p: Problem, keys: int, few: int = FEW) -> Skipped:
     """A prefill call with p.skip, as kernels with blocks of so many keys compute it; of any types and requests, without
-    masks of bits, ALiBi and factors a head."""
+    masks of bits, ALiBi and factors a head. few: most query tokens of a request whose rows are packed."""
     assert p.skip and p.alibi_slopes is None and p.custom_mask is None and p.drafts is None
     out = torch.zeros(*p.q.shape[:2], p.dim_vo, device=p.q.device)
     lse = torch.full(p.q.shape[:2], -INF, device=p.q.device)
@@ -115,7 +116,7 @@ def attend(p: Problem, keys: int, packed: bool) -> Skipped:
     for of in tokens_of(p):
         (m, heads, _), length = of.q.shape, len(of.k)
         k, v = (x.float().transpose(0, 1) for x in (of.k, of.v))
-        rows = rows_of(of.q, len(k), length, packed)
+        rows = rows_of(of.q, len(k), length, m <= few)
         k, v = (x.repeat_interleave(len(rows.q) // len(k), 0) for x in (k, v))
         shape = rows.q.shape[:3]
         state = State(
@@ -154,7 +155,7 @@ def attend(p: Problem, keys: int, packed: bool) -> Skipped:
 def of_kernel(p: Problem) -> Skipped:
     """What the kernel that serves a call leaves out; `dispatch.Unsupported` where none does."""
     _, spec = dispatch.select(facts_of(p), "sm_90a")
-    return attend(p, spec.tile.n, spec.pack_gqa)
+    return attend(p, spec.tile.n)
 
 
 def expected(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:

@@ -172,7 +172,7 @@ def test_the_share_is_that_of_attention_that_skips(causal):
     inputs = cases.concentrated(replace(TINY_SKIP, causal=causal), "cpu", "heavy-tailed")
     for factor in (1.0, 30.0, 1000.0):
         p = problem_of(trtllm_batch_context_with_kv_cache, **inputs, **{precision.FACTOR: factor})
-        want = skipping.attend(p, sparsity.KEYS, False).sparsity
+        want = skipping.attend(p, sparsity.KEYS, 0).sparsity
         assert sparsity.share(sparsity.maxima_of(inputs), factor / 520) == pytest.approx(want)
     assert 0.2 < want < 0.3
 

@@ -60,7 +60,7 @@ def as_its_op(entry, op, spec):
     counts = entry["instructions"]
     if spec.kv.source == "gather":  # K and V by cp.async; a box of Q is 128 bytes wide
         assert counts["LDGSTS"] > 0
-        assert counts.get("UTMALDG", 0) == (0 if spec.pack_gqa else spec.head_dim_qk // 64)
+        assert counts.get("UTMALDG", 0) == (0 if spec.schedule == "stream_k" else spec.head_dim_qk // 64)
     else:
         assert counts["UTMALDG"] > 0
     if op == "attention.decode":

@@ -435,7 +435,7 @@ def test_requests_of_a_trace_have_no_facts():
 SPEC = SimpleNamespace(
     mask=SimpleNamespace(custom=True, window=True, causal="value", bits=False),
     logits=SimpleNamespace(alibi=True, soft_cap=True, skip=False), kv=SimpleNamespace(scaled=False), out=("bf16",),
-    schedule="tiles", tile=SimpleNamespace(m=64, n=64), pack_gqa=False,
+    schedule="tiles", tile=SimpleNamespace(m=64, n=64),
 )  # fmt: skip
 
 

@@ -582,4 +582,4 @@ def test_compiled_by_torch():
 
 def test_explain_names_the_kernel():
     assert str(explain(**make(BASE))).startswith("runs: attention.sm90 bf16_d64_causal_tma_")
-    assert str(explain(**make(PACKED))).startswith("runs: attention.sm90 bf16_d64_anyw_cap_pack_tma_")
+    assert str(explain(**make(PACKED))).startswith("runs: attention.sm90 bf16_d64_causal_tma_")

@@ -1,6 +1,7 @@
 """The functions that a kernel traces, run on ints against brute force. No GPU, no compilation."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -19,7 +20,7 @@ from cute_kernels.attention.kv import tma
 from cute_kernels.attention.schedule import stream_k, tiles
 from cute_kernels.attention.sm90 import math as prefill
 from cute_kernels.attention.sm90 import store as prefill_store
-from cute_kernels.attention.spec import AttentionSpec, MaskSpec
+from cute_kernels.attention.spec import FEW, AttentionSpec, MaskSpec
 from cute_kernels.device import layout as shared
 from cute_kernels.device.divisor import Divisor, Quotient
 from cute_kernels.device.roles import Role, Roles
@@ -71,7 +72,7 @@ def test_blocks_of_a_tile(spec, n, group, pack, early, data):
     rows = geometry.tile_rows(n.q_len, fold)
     m_block = data.draw(st.integers(0, (rows - 1) // t.m))
     first, last = geometry.tile_tokens(m_block, t.m, n.q_len, fold)
-    tokens = {geometry.token_of(r, fold, pack) for r in range(m_block * t.m, min((m_block + 1) * t.m, rows))}
+    tokens = {geometry.token_of(r, fold) for r in range(m_block * t.m, min((m_block + 1) * t.m, rows))}
     assert (first, last) == (min(tokens), max(tokens))
 
     lo, hi = mask.kv_range(spec, first, last, n)
@@ -119,10 +120,23 @@ def test_a_section_fits_the_cache_or_is_one_head(kv_len, kv_heads, fold):
 
 @given(st.integers(0, 500), st.integers(0, 15), st.integers(1, 16))
 def test_packed_rows_are_token_and_head(row, kv_head, group):
-    token, head = geometry.token_of(row, group, True), geometry.head_of(row, kv_head, group, True)
+    token, head = geometry.token_of(row, group), geometry.head_of(row, kv_head, group)
     assert token * group + head % group == row and head // group == kv_head
-    assert geometry.token_of(row, 1, False) == row and geometry.head_of(row, kv_head, 1, False) == kv_head
-    assert geometry.kv_head_of(head, group, False) == kv_head == geometry.kv_head_of(kv_head, group, True)
+    assert geometry.token_of(row, 1) == row and geometry.head_of(row, kv_head, 1) == kv_head
+    for schedule, of, per_token in (("tiles", head, 1), ("tiles", kv_head, group), ("stream_k", kv_head, None)):
+        w, a = SimpleNamespace(head=of, per_token=per_token), arguments(16 * group, 16)
+        assert geometry.kv_head_of(SimpleNamespace(schedule=schedule), a, w) == kv_head
+
+
+@given(st.integers(1, 1 << 31), st.data())
+def test_tiles_of_both_kinds_are_spread(total, data):
+    """Every tile is of one kind, the n-th of it, and any stretch has its share of both, to one."""
+    part, some = data.draw(st.integers(0, total)), data.draw(st.lists(st.integers(0, total - 1), max_size=20))
+    before = [int(tiles.spread(tile, part, total)) for tile in some]
+    after = [int(tiles.spread(tile + 1, part, total)) for tile in some]
+    assert all(y - x in (0, 1) for x, y in zip(before, after))
+    assert all(abs(x - tile * part / total) <= 1 for x, tile in zip(before, some))
+    assert tiles.spread(0, part, total) == 0 and tiles.spread(total, part, total) == part
 
 
 @pytest.mark.parametrize("n", [64, 80, 96, 128, 160, 176])
@@ -135,12 +149,26 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-@pytest.mark.parametrize("pack, rows", [(False, 1), (True, 4)])
-def test_rows_per_token(pack, rows):
-    query, kv = type("Query", (), {"q": Tensor((9, 8, 64))}), type("KV", (), {"k": Tensor((5, 2, 16, 64))})
-    a = type("Args", (), {"query": query, "kv": kv})
-    assert geometry.rows_per_token(replace(DECODE, pack_gqa=pack), a) == rows
-    assert geometry.tile_heads(replace(DECODE, pack_gqa=pack), a) == 8 // rows
+def arguments(heads_q, heads_kv):
+    query, kv = SimpleNamespace(q=Tensor((9, heads_q, 64))), SimpleNamespace(k=Tensor((5, heads_kv, 16, 64)))
+    return SimpleNamespace(query=query, kv=kv)
+
+
+@pytest.mark.parametrize(
+    "schedule, q_len, heads, rows",
+    [("tiles", FEW, 2, 4), ("tiles", 1, 2, 4), ("tiles", FEW + 1, 2, 1), ("tiles", 1, 8, 1), ("stream_k", 99, 2, 4)],
+)
+def test_rows_per_token(schedule, q_len, heads, rows):
+    a = arguments(8, heads)
+    found = geometry.rows_per_token(SimpleNamespace(schedule=schedule), a, q_len)
+    assert found == rows and geometry.tile_heads(a, found) == 8 // rows
+
+
+def test_a_group_of_very_many_heads_is_not_packed():
+    """A row times its rows a token stays below 2^30, for `Divisor`."""
+    most = geometry.MOST_PACKED
+    found = [geometry.rows_per_token(SimpleNamespace(schedule="tiles"), arguments(n, 1), 1) for n in (most, most + 1)]
+    assert found == [most, 1] and (FEW * most + 256) * most < 1 << 30
 
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))

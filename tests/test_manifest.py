@@ -81,7 +81,7 @@ TILE = manifest.to_json(SPEC.tile)
 
 @pytest.mark.parametrize(
     "change",
-    [{"heads": 8}, {"q": 16}, {"head_dim_qk": "128"}, {"pack_gqa": 1}, {"tile": [128]}, {"tile": TILE | {"m": True}}],
+    [{"heads": 8}, {"q": 16}, {"head_dim_qk": "128"}, {"schedule": 1}, {"tile": [128]}, {"tile": TILE | {"m": True}}],
     ids=str,
 )
 def test_json_that_is_no_spec_is_refused(change):

@@ -10,6 +10,7 @@ import torch
 
 from bench.cases import attention as cases
 from cute_kernels.attention import args, geometry, sm100
+from cute_kernels.attention.spec import FEW
 from tests.fake_machine import FakeMachine, promised
 from wrappers import FP4Tensor, explain, fp4, machine, reference, scratch, trtllm_batch_context_with_kv_cache
 from wrappers.attention import op
@@ -242,9 +243,10 @@ def check_arguments(spec, a):
 
 def check_schedule(spec, a):
     """Counters that nobody else has, and scratch for the parts that the kernel writes."""
-    group = a.q.shape[1] // a.k.shape[1] if spec.pack_gqa else 1
-    rows = [n * group for n in a.cu_seqlens_q.diff().tolist()]
-    tiles = sum(-(-n // spec.tile.m) for n in rows) * (a.q.shape[1] // group)
+    q_lens, group = a.cu_seqlens_q.diff().tolist(), a.q.shape[1] // a.k.shape[1]
+    per_token = [group if spec.schedule == "stream_k" or n <= FEW else 1 for n in q_lens]
+    rows = [n * each for n, each in zip(q_lens, per_token)]
+    tiles = sum(-(-n // spec.tile.m) * (a.q.shape[1] // each) for n, each in zip(rows, per_token))
     promised(1 <= a.grid <= SMS and (a.grid >= tiles or a.grid == SMS))
     promised(not a.counters.any() and -1 <= a.counter_base < max(1, len(a.counters)))
     promised(a.enable_pdl in (0, 1) and 0 <= getattr(a, "window_left", 0) <= 1 << 30)
@@ -453,13 +455,10 @@ def test_other_architectures_say_so(here):
 @pytest.mark.parametrize("known", [("sm_100a", 148), ("sm_103a", 160)])
 def test_blackwell_has_kernels_of_its_own(here, known):
     here.known = known
-    alone = replace(PLAIN, heads_q=PLAIN.heads_kv)  # of its KV head: nothing to pack
-    for case in (alone, PLAIN, replace(alone, window_left=37, soft_cap=4.0)):
+    for case in (PLAIN, replace(PLAIN, window_left=37, soft_cap=4.0)):
         inputs = inputs_of(case)
         check(inputs, trtllm_batch_context_with_kv_cache(**inputs), case.tolerance)
-    assert [spec.name.split("_tma_")[0] for spec in here.specs] == [
-        "bf16_d64_causal", "bf16_d64_anyw_cap_pack", "bf16_d64_anyw_cap",
-    ]  # fmt: skip
+    assert [spec.name.split("_tma_")[0] for spec in here.specs] == ["bf16_d64_causal", "bf16_d64_anyw_cap"]
     assert all(sm100.supports(spec) is None for spec in here.specs)
 
 

@@ -56,7 +56,7 @@ def by_hand(p, keys):
 @pytest.mark.parametrize("case", [LEVELS, replace(LEVELS, skip=1e9), replace(LEVELS, skip=10.0)], ids=str)
 def test_rule(case):
     p = cases.make_problem(case)
-    found, (lse, blocks, skipped) = skipping.attend(p, 128, False), by_hand(p, 128)
+    found, (lse, blocks, skipped) = skipping.attend(p, 128, 0), by_hand(p, 128)
     assert (found.blocks, found.skipped) == (blocks, skipped) and (skipped > 0) == (case.skip > 10)
     assert found.sparsity == skipped / blocks
     torch.testing.assert_close(found.lse, lse, rtol=1e-5, atol=1e-5)
@@ -74,7 +74,7 @@ def test_rule(case):
 )
 def test_a_tiny_factor_leaves_out_nothing(change, packed):
     p = cases.make_problem(replace(LEVELS, skip=1e-30, **change))
-    found, (o, lse) = skipping.attend(p, 80, packed), reference.paged_attention(p)
+    found, (o, lse) = skipping.attend(p, 80, 64 if packed else 0), reference.paged_attention(p)
     assert found.skipped == 0 and found.margin > 50
     torch.testing.assert_close(found.out, o, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.lse, lse, rtol=1e-5, atol=1e-5)
@@ -99,11 +99,11 @@ def test_all_types_are_read_in_blocks_of_their_kernel(types, monkeypatch):
     monkeypatch.setattr(skipping, "attend", lambda *args: seen.append(args[1:]) or attend(*args))
     p = cases.make_problem(replace(case, heads_q=4, q_lens=(3, 60)))
     found, (o, lse) = skipping.of_kernel(p), reference.paged_attention(p)
-    assert seen == [(TYPES[types], True)] and found.skipped == 0
+    assert seen == [(TYPES[types],)] and found.skipped == 0
     torch.testing.assert_close(found.out, o, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.lse, lse, rtol=1e-5, atol=1e-5)
     skipping.of_kernel(cases.make_problem(case))
-    assert seen[1:] == [(TYPES[types], False)]
+    assert seen[1:] == [(TYPES[types],)]
 
 
 @pytest.mark.parametrize("kv_dtype", ["", "fp8"])
@@ -111,9 +111,9 @@ def test_all_types_are_read_in_blocks_of_their_kernel(types, monkeypatch):
 def test_requests_of_all_forms(form, kv_dtype):
     table = cases.make_problem(replace(LEVELS, kv_dtype=kv_dtype))
     p = forms.apply(table, (form,))
-    found, want = skipping.attend(p, 128, False), skipping.attend(table, 128, False)
+    found, want = skipping.attend(p, 128, 0), skipping.attend(table, 128, 0)
     assert 0 < want.skipped == found.skipped and torch.equal(found.out, want.out)
-    found, (o, lse) = skipping.attend(p._replace(skip=1e-30), 128, False), reference.paged_attention(p)
+    found, (o, lse) = skipping.attend(p._replace(skip=1e-30), 128, 0), reference.paged_attention(p)
     torch.testing.assert_close(found.out, o, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.lse, lse, rtol=1e-5, atol=1e-5)
 

@@ -45,8 +45,8 @@ def merge(spec: cutlass.Constexpr, a, w: Work, rows_per_token, warp: Int32, warp
     mates = const_expr(tuple(m for m in (1, 2, 4) if m * spec.head_dim_vo // 32 < BLOCK))
     for row in cutlass.range(warp, rows, warps, unroll=1):
         acc, top, total = add_parts(spec, a, w, row)
-        token = w.q_start + geometry.token_of(w.m_block * m + row, rows_per_token, True)
-        head = geometry.head_of(w.m_block * m + row, w.head, rows_per_token, True)
+        token = w.q_start + geometry.token_of(w.m_block * m + row, rows_per_token)
+        head = geometry.head_of(w.m_block * m + row, w.head, rows_per_token)
         normal = softmax.normalizer(top, total, epilogue.sink_of(a, head))
         acc.store(acc.load() * (normal.factor * scale))
         epilogue.store_piece(spec, a, token, head, cute.arch.lane_idx(), acc, mates)

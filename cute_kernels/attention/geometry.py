@@ -1,7 +1,8 @@
 """Rows, tokens and heads of a tile, lengths of a request. Plain arithmetic: tested on ints, traced in kernels.
 
 A tile's rows are query tokens of one query head, or, packed, (token, query head of one KV head's group) with the head
-fastest: row = token * group + head. `rows_per_token` is 1, or the group size when packed.
+fastest: row = token * group + head. rows_per_token is 1, or the group size when packed; the tile's head is a query
+head, or a KV head when packed.
 """
 
 from itertools import pairwise
@@ -11,6 +12,10 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..device.clamp import clamp
+from ..device.divisor import Divisor
+from .spec import FEW
+
+MOST_PACKED = 1024  # query heads of a KV head
 
 
 def request_queries(a, b):
@@ -73,14 +78,23 @@ def group(a):
     return a.query.q.shape[1] // a.kv.k.shape[1]
 
 
-def rows_per_token(spec, a):
-    """Rows that a token has in a tile: the query heads of a KV head where they are packed, else 1."""
-    return group(a) if spec.pack_gqa else 1
+def rows_per_token(spec, a, q_len):
+    """Rows that a token of a request of q_len tokens has in a tile: the query heads of a KV head where they are packed,
+    else 1."""
+    if spec.schedule == "stream_k":
+        return group(a)
+    few = cutlass.min(cutlass.max(FEW + 1 - q_len, 0), 1) * cutlass.min(cutlass.max(MOST_PACKED + 1 - group(a), 0), 1)
+    return 1 + few * (group(a) - 1)
 
 
-def tile_heads(spec, a):
-    """Heads that tiles are counted by."""
-    return a.kv.k.shape[1] if spec.pack_gqa else a.query.q.shape[1]
+def divisor(w):
+    """Rows that a token has, as a divisor of rows of a tile of `tiles`."""
+    return Divisor(w.per_token, w.factor)
+
+
+def tile_heads(a, rows_per_token):
+    """Heads that the tiles of a request are counted by."""
+    return a.query.q.shape[1] // rows_per_token
 
 
 def tile_rows(q_len, rows_per_token):
@@ -103,15 +117,16 @@ def tile_tokens(m_block, m, q_len, rows_per_token):
     return first // rows_per_token, (cutlass.min(first + m, tile_rows(q_len, rows_per_token)) - 1) // rows_per_token
 
 
-def token_of(row, rows_per_token, pack):
+def token_of(row, rows_per_token):
     """Query token of a row."""
-    return row // rows_per_token if pack else row
+    return row // rows_per_token
 
 
-def head_of(row, head, rows_per_token, pack):
-    """Query head of a row of the tile of `head` (a query head, or a KV head when packed)."""
-    return head * rows_per_token + row % rows_per_token if pack else head
+def head_of(row, head, rows_per_token):
+    """Query head of a row of the tile of `head`."""
+    return head * rows_per_token + row % rows_per_token
 
 
-def kv_head_of(head, group, pack):
-    return head if pack else head // group
+def kv_head_of(spec, a, w):
+    """KV head of a tile."""
+    return w.head if spec.schedule == "stream_k" else w.head * w.per_token // group(a)

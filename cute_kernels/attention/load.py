@@ -11,7 +11,7 @@ from . import geometry
 from .kv import pages, scales, source
 from .kv.pages import Block
 from .schedule import tiles, work
-from .schedule.work import Search, Work
+from .schedule.work import Work
 
 
 class Stages(NamedTuple):
@@ -24,7 +24,8 @@ class Stages(NamedTuple):
 
 @cute.jit
 def fetch_q(spec: cutlass.Constexpr, plan, s, w: Work, q: Int32):
-    """One warp: the Q rows of a tile, item q of the Q pipe. Rows past the request are its neighbour's, or zero."""
+    """One warp: the Q rows of a tile that are not packed, item q of the Q pipe. Rows past the request are its
+    neighbour's, or zero."""
     b = plan.q.boxes[0]
     pipe.fill(s.q_pipe, q, plan.q.bytes)
     g = cute.domain_offset((w.q_start + w.m_block * spec.tile.m, 0), b.gmem[None, None, w.head])
@@ -32,6 +33,15 @@ def fetch_q(spec: cutlass.Constexpr, plan, s, w: Work, q: Int32):
     stage = cute.arch.make_warp_uniform(pipe.stage(s.q_pipe, q))
     for d in cutlass.range_constexpr(cute.size(qs, mode=[2])):
         cute.copy(b.atom, qg[None, 0, d], qs[None, 0, d, stage], tma_bar_ptr=s.q_pipe.full + stage)
+
+
+@cute.jit
+def offer_q(spec: cutlass.Constexpr, plan, s, w: Work, q: Int32):
+    """One warp: the Q rows of a tile, or, where they are packed, room for them: those who compute gather them."""
+    if w.per_token > 1:
+        pipe.fill(s.q_pipe, q, Int32(0))
+    else:
+        fetch_q(spec, plan, s, w, q)
 
 
 @cute.jit
@@ -48,20 +58,21 @@ def load_kv(
     """One warp: its share of K or V (`which`, of kv.pages) of every tile of this CTA, last block first. Loader 0 also,
     where it `publishes`, publishes each tile while it loads the one before, and, where it `loads_q`, loads Q."""
     a = plan.args
-    search, found = Search(Int32(0), Int32(0)), source(spec).known(spec, into.op)
+    found = source(spec).known(spec, into.op)
     i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(1)
     if const_expr(publishes):
         if loader == 0:
-            search = tiles.publish(spec, a, s, t, search)
+            tiles.begin(spec, a, s.order)
+            tiles.publish(spec, a, s, t)
     while more != 0:
         w = work.consume(spec, s, t)
         more = w.valid
         if w.valid != 0:
-            head = geometry.kv_head_of(w.head, geometry.group(a), spec.pack_gqa)
+            head = geometry.kv_head_of(spec, a, w)
             mine = pages.of_request(a, w.batch, which)
             if const_expr(loads_q):
                 if loader == 0 and w.hi > w.lo:
-                    fetch_q(spec, plan, s, w, q)
+                    offer_q(spec, plan, s, w, q)
                     q += 1
             source(spec).look(spec, found, mine, Block(loader, i, w.hi - 1, head, w.kv_len))
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
@@ -69,10 +80,10 @@ def load_kv(
                 i += 1
                 if const_expr(publishes):
                     if loader == 0 and j == w.hi - 1:
-                        search = tiles.publish(spec, a, s, t + 1, search)
+                        tiles.publish(spec, a, s, t + 1)
             if const_expr(publishes):
                 if loader == 0 and w.hi <= w.lo:
-                    search = tiles.publish(spec, a, s, t + 1, search)
+                    tiles.publish(spec, a, s, t + 1)
         t += 1
 
 
@@ -86,7 +97,7 @@ def load_scales(spec: cutlass.Constexpr, plan, s, rings):
         w = work.consume(spec, s, t)
         more = w.valid
         if w.valid != 0:
-            head = geometry.kv_head_of(w.head, geometry.group(a), spec.pack_gqa)
+            head = geometry.kv_head_of(spec, a, w)
             k, v = (pages.of_request(a, w.batch, which) for which in (pages.K, pages.V))
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
                 k_found = scales.find(spec, a.kv.k.shape[2], k, j, w.kv_len, Int32(0))

@@ -16,6 +16,7 @@ DTYPES = ("bf16", "fp16")  # of 16 bits
 BITS = {"bf16": 16, "fp16": 16, "e4m3": 8, "e5m2": 8, "nvfp4": 4}  # of an element, as it is stored
 BLOCK = 16  # elements that share a scale factor of NVFP4
 TMA_PAGES = (8, 16, 32, 64, 128, 256)  # rows of the pages that TMA fetches in boxes
+FEW = 64  # query tokens of a request, up to which the query heads of a KV head are rows of one tile
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class LogitsSpec:
 class AttentionSpec(Generic[T]):
     """A forward attention kernel. q: type of Q, and of P. out: types that the call may choose from, the first is the
     default. schedule: "tiles", whole ones, each by one CTA; "stream_k": all CTAs get the same number of KV blocks,
-    whatever tile these belong to, and `combine` merges the parts of a tile. pack_gqa: rows of a tile are (token, query
-    head of the KV head's group)."""
+    whatever tile these belong to, and `combine` merges the parts of a tile. Rows of a tile are (token, query head of
+    the KV head's group) with "stream_k", and with "tiles" those of a request of up to `FEW` query tokens."""
 
     q: str = "bf16"
     kv: KVSpec = field(default_factory=KVSpec)
@@ -78,7 +79,6 @@ class AttentionSpec(Generic[T]):
     mask: MaskSpec = field(default_factory=MaskSpec)
     logits: LogitsSpec = field(default_factory=LogitsSpec)
     schedule: str = "tiles"
-    pack_gqa: bool = False
     tile: T = None  # type: ignore[assignment]
 
     @property
@@ -98,7 +98,6 @@ class AttentionSpec(Generic[T]):
             "skip" if self.logits.skip else "",
             "alibi" if self.logits.alibi else "",
             "heads" if self.logits.head_scales else "",
-            "pack" if self.pack_gqa else "",
             self.kv.source,
             self.tile.name,  # type: ignore[attr-defined]
         ]

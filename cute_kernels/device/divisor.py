@@ -6,12 +6,18 @@ from cutlass import Int32, Int64, Uint32, Uint64
 SHIFT = 30
 
 
-class Divisor:
-    """`x // d`, `x % d` and `x * d` of d >= 1 as of an Int32, by a multiplication; for 0 <= x with x * d < 2^30."""
+def factor_of(value):
+    """2^30 / value, rounded up."""
+    return ((1 << SHIFT) - 1 + value) // value
 
-    def __init__(self, value: Int32):
+
+class Divisor:
+    """`x // d`, `x % d` and `x * d` of d >= 1 as of an Int32, by a multiplication; for 0 <= x with x * d < 2^30.
+    factor: `factor_of` d, where that is known."""
+
+    def __init__(self, value: Int32, factor: Int32 | None = None):
         self.value = value
-        self.magic = Int64(((1 << SHIFT) - 1 + value) // value)  # 2^30 / d, rounded up
+        self.magic = Int64(factor_of(value) if factor is None else factor)
 
     def __rfloordiv__(self, x):
         return Int32(Int64(x) * self.magic >> Int64(SHIFT))

@@ -14,6 +14,7 @@ import torch
 
 from cute_kernels.attention import args, dispatch
 from cute_kernels.attention.problem import Problem as Facts
+from cute_kernels.attention.spec import FEW
 
 from .. import fp4, machine, overlap, reference, scratch
 from ..checks import INF, check_number, checking
@@ -94,7 +95,7 @@ class Plan:
     like_query: bool  # the output has the query's dtype and head_dim: empty_like is 1 us cheaper than empty
     dim_vo: int
     token_bytes: int  # most of a token of a query or an output, where they are contiguous
-    row_factor: int  # rows of a token: the GQA group where it is packed into rows
+    row_factor: int  # rows of a token: the GQA group where all requests have it packed into rows
     tile_heads: int
     tile_rows: int  # most query rows of a tile
     sms: int
@@ -190,7 +191,7 @@ def plan_for(p: Problem, arch: str, sms: int) -> Plan:
     checks.kernel_tensors(p)
     here, device, heads = machine.current, p.q.device, p.q.shape[1]
     fn = here.kernel(op, spec, arch)
-    group = facts.group if spec.pack_gqa else 1
+    group = facts.group if spec.schedule == "stream_k" or facts.rows <= FEW else 1
     blocks = CHUNK // spec.tile.n if p.batch_invariant else 0
 
     def empty(dtype: torch.dtype, *shape: int) -> Any:
@@ -345,7 +346,7 @@ def run(p: Problem) -> Any:
         full = tokens * factor // plan.tile_rows
         tiles = tile_heads * (full + batch)
         if not plan.stream_k:
-            if batch * tile_heads * (full + 1) >= MOST_TILES:
+            if batch * heads * (tokens // plan.tile_rows + 1) >= MOST_TILES:
                 raise _too_many_tiles(p, batch)
             flat[at.grid] = tiles if tiles < plan.sms else plan.sms
             flat[at.counters], flat[at.counter_base] = scratch.ticket(plan.device, capturing)

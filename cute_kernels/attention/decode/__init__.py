@@ -78,7 +78,7 @@ def spec_of(q: str, kv: str, dim: int, rows: int, arch: str) -> Spec:
     kind, tiles = QUANTISED.get(kv, "16-bit"), TILES if arch == "sm_90a" else BLACKWELL
     tile: Any = tiles.get((kind, dim, rows)) or tiles.get((kind, dim, FEW_ROWS))
     mask, logits = MaskSpec("always", True, True), LogitsSpec(True, True)
-    return AttentionSpec(q, KVSpec(kv), outputs(q), dim, dim, mask, logits, "stream_k", True, tile)
+    return AttentionSpec(q, KVSpec(kv), outputs(q), dim, dim, mask, logits, "stream_k", tile)
 
 
 def candidate(problem: Problem, arch: str) -> Spec:
@@ -110,8 +110,8 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("head_scales", "True: the kernel has one factor for all heads")
     if spec.mask.causal != "always":
         return Refusal("causal", "False: tokens of the kernel see no later keys")
-    if spec.schedule != "stream_k" or not spec.pack_gqa:
-        return Refusal("schedule", f"{spec.schedule}, pack_gqa {spec.pack_gqa}: the kernel has stream_k of packed rows")
+    if spec.schedule != "stream_k":
+        return Refusal("schedule", f"{spec.schedule}: the kernel has stream_k")
     if not (spec.logits.soft_cap and spec.logits.skip):
         return Refusal("logits", f"{spec.logits}: the kernel takes a soft cap and skip-softmax as values, off or not")
     t = spec.tile

@@ -71,7 +71,7 @@ def registers(spec, a):
     k, v = CachedRow.of(spec, spec.head_dim_qk), CachedRow.of(spec, spec.head_dim_vo)
     pieces, rows = max(1, k.width // 64), 2 * halves(spec)
     r = Registers(
-        Divisor(geometry.rows_per_token(spec, a)),
+        Divisor(geometry.group(a)),
         rmem((spec.head_dim_qk // 8, halves(spec)), Uint32),
         rmem((spec.head_dim_vo // 4, halves(spec)), Float32),
         softmax.make(rows),

@@ -10,11 +10,39 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from ...device import warp
 from .. import geometry, mask
 from . import work
-from .work import RequestTiles, Search, Split, Work
+from .work import Split, Work
 
 MOST_UNITS = (1 << 31) - 1  # of a launch: CTAs count them in 32 bits
+
+
+class RequestTiles(NamedTuple):
+    """Zeros past the last request."""
+
+    q_start: Int32
+    q_len: Int32
+    tiles: Int32
+    each: Int32  # units of a tile
+
+
+class Search(NamedTuple):
+    """Where a search for a later unit may begin: a request, and the units of the requests before it."""
+
+    request: Int32
+    before: Int32
+
+
+class Found(NamedTuple):
+    """The request that a unit belongs to. valid: 0 past the last unit. index: the unit's, in the request."""
+
+    valid: Int32
+    request: Int32
+    index: Int32
+    q_start: Int32
+    q_len: Int32
+    each: Int32
 
 
 class Share(NamedTuple):
@@ -71,12 +99,40 @@ def request_tiles(spec: cutlass.Constexpr, a, b: Int32):
     q_start, q_len, tiles, each = Int32(0), Int32(0), Int32(0), Int32(0)
     if b < geometry.batch(a):
         q_start, q_len = geometry.request_queries(a, b)
-        rows = geometry.tile_rows(q_len, geometry.rows_per_token(spec, a))
+        per_token = geometry.rows_per_token(spec, a, q_len)
+        rows = geometry.tile_rows(q_len, per_token)
         m = geometry.tile_m(spec, rows)
-        tiles = (rows + m - 1) // m * geometry.tile_heads(spec, a)
+        tiles = (rows + m - 1) // m * a.kv.k.shape[1]
         n = mask.lengths(spec, a, q_len, geometry.request_keys(a, b))
         each = units_per_tile(spec, n, a.schedule.blocks_per_split)
     return RequestTiles(q_start, q_len, tiles, each)
+
+
+@cute.jit
+def locate(spec: cutlass.Constexpr, a, unit: Int32, search: Search):
+    """One warp: (Found, the next Search), 32 requests at a time from search.request on."""
+    lane, batch = cute.arch.lane_idx(), geometry.batch(a)
+    start, before = search.request, search.before
+    q_start, q_len, tiles, each, upto = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+    searching = start < batch
+    while searching:
+        q_start, q_len, tiles, each = request_tiles(spec, a, start + lane)
+        upto = warp.prefix_sum(tiles * each)
+        total = cute.arch.shuffle_sync(upto, 31)
+        searching = unit >= before + total
+        if searching:
+            before += total
+            start += 32
+            searching = start < batch
+    index = unit - before
+    owner = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= index))
+    valid = Int32(0)
+    if owner < 32 and start + owner < batch:
+        valid = Int32(1)
+    index -= cute.arch.shuffle_sync(upto - tiles * each, owner)
+    q_start, q_len = cute.arch.shuffle_sync(q_start, owner), cute.arch.shuffle_sync(q_len, owner)
+    each = cute.arch.shuffle_sync(each, owner)
+    return Found(valid, start + owner, index, q_start, q_len, each), Search(start, before)
 
 
 @cute.jit
@@ -105,8 +161,8 @@ def cta_share(spec: cutlass.Constexpr, a):
 @cute.jit
 def find(spec: cutlass.Constexpr, a, unit: Int32, search: Search, share: Share):
     """One warp: (Work that begins with `unit`, the next Search, Units)."""
-    found, search = work.locate(spec, a, unit, search, request_tiles)
-    per_token = geometry.rows_per_token(spec, a)
+    found, search = locate(spec, a, unit, search)
+    per_token = geometry.rows_per_token(spec, a, found.q_len)
     each, split = found.each, a.schedule.blocks_per_split
     kv_len, m_block, head, offset = Int32(0), Int32(0), Int32(0), Int32(0)
     rows = geometry.tile_rows(found.q_len, per_token)

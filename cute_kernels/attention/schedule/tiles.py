@@ -1,18 +1,60 @@
 """Persistent tiles: a CTA starts with the tile of its own index and draws later ones from a counter, so that CTAs end
-together whatever the lengths; which CTA computes a tile never changes its result. Tile t of a launch belongs to the
-request whose tiles cover t. The launch's last draw resets the counter: no state passes from launch to launch.
+together whatever the lengths; which CTA computes a tile never changes its result. The launch's last draw resets the
+counter: no state passes from launch to launch.
+
+Order of the tiles of a launch: requests with more keys come first, by `level`, so that the last tiles are short ones;
+at one level, as they come. Tiles of packed rows, which mostly wait for memory, are spread evenly among the others,
+which mostly multiply (`spread`).
 
 Within a request (`lpt_order`): KV heads go in sections whose K and V fit the L2 cache together; in a section the last,
 under a causal mask the longest, m_block comes first, and all heads of a section work on it before the next.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32, Int64
 
+from ...device import warp
+from ...device.divisor import factor_of
 from .. import geometry, mask
 from . import work
-from .work import RequestTiles, Search, Work
+from .work import Work
+
+
+class Request(NamedTuple):
+    """kind: 1 where its rows are packed. Without tiles, and past the last request, its level is -1."""
+
+    q_start: Int32
+    q_len: Int32
+    kv_len: Int32
+    kind: Int32
+    level: Int32
+    tiles: Int32
+
+
+class Search(NamedTuple):
+    """Where a search for a later tile of a kind may begin: at a request, among those of a level; `before` tiles of the
+    kind are in front. lower: the highest level below that one that was passed, -1: none."""
+
+    level: Int32
+    request: Int32
+    before: Int32
+    lower: Int32
+
+
+class Order(NamedTuple):
+    """Shared memory of the warp that publishes, which has no registers for it. tiles: (2,), of the launch, all and
+    packed. searches: (4, 2), where one for a tile of a kind goes on."""
+
+    tiles: cute.Tensor
+    searches: cute.Tensor
+
+
+def allocate(smem) -> Order:
+    kinds, fields = cute.make_layout(2), cute.make_layout((len(Search._fields), 2))
+    return Order(smem.allocate_tensor(Int32, kinds, 16), smem.allocate_tensor(Int32, fields, 16))
 
 
 def lpt_order(index, m_blocks, heads, section):
@@ -29,16 +71,91 @@ def l2_section(kv_len, row_bytes, kv_heads, heads_per_kv, l2_bytes):
     return cutlass.min(fit, kv_heads) * heads_per_kv
 
 
+def spread(tile, part, total):
+    """How many of the first `tile` of `total` tiles are of the kind that has `part` of them."""
+    return Int32(Int64(tile) * Int64(part) // Int64(total))
+
+
 @cute.jit
-def request_tiles(spec: cutlass.Constexpr, a, b: Int32):
-    """RequestTiles of a request; a tile is one unit."""
-    q_start, q_len, tiles = Int32(0), Int32(0), Int32(0)
+def level_of(kv_len: Int32):
+    """Two levels for each power of two, higher for more keys."""
+    return warp.bits(Float32(kv_len)) >> 22
+
+
+@cute.jit
+def request_of(spec: cutlass.Constexpr, a, b: Int32):
+    """Request b."""
+    q_start, q_len, kv_len, kind, level, count = Int32(0), Int32(0), Int32(0), Int32(0), Int32(-1), Int32(0)
     if b < geometry.batch(a):
         q_start, q_len = geometry.request_queries(a, b)
-        rows = geometry.tile_rows(q_len, geometry.rows_per_token(spec, a))
+        kv_len = geometry.request_keys(a, b)
+        per_token = geometry.rows_per_token(spec, a, q_len)
+        kind = cutlass.min(per_token - 1, 1)
+        rows = geometry.tile_rows(q_len, per_token)
         m = geometry.tile_m(spec, rows)
-        tiles = (rows + m - 1) // m * geometry.tile_heads(spec, a)
-    return RequestTiles(q_start, q_len, tiles, Int32(1))
+        count = (rows + m - 1) // m * geometry.tile_heads(a, per_token)
+        if count > 0:
+            level = level_of(kv_len)
+    return Request(q_start, q_len, kv_len, kind, level, count)
+
+
+@cute.jit
+def keep(order: Order, kind, search: Search):
+    """One warp: where the next search for a tile of a kind begins."""
+    if cute.arch.lane_idx() == 0:
+        for i, value in enumerate(search):
+            order.searches[i, kind] = value
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def begin(spec: cutlass.Constexpr, a, order: Order):
+    """One warp: looks at all requests."""
+    count, packed, top, top_packed = Int32(0), Int32(0), Int32(-1), Int32(-1)
+    for b in cutlass.range(cute.arch.lane_idx(), geometry.batch(a), 32, unroll=1):
+        one = request_of(spec, a, b)
+        count += one.tiles
+        if one.kind != 0:
+            packed += one.tiles
+            top_packed = cutlass.max(top_packed, one.level)
+        else:
+            top = cutlass.max(top, one.level)
+    count, packed = cute.arch.warp_redux_sync(count, "add"), cute.arch.warp_redux_sync(packed, "add")
+    top, top_packed = cute.arch.warp_redux_sync(top, "max"), cute.arch.warp_redux_sync(top_packed, "max")
+    if cute.arch.lane_idx() == 0:
+        order.tiles[0], order.tiles[1] = count, packed
+    for kind, level in enumerate((top, top_packed)):
+        keep(order, kind, Search(level, Int32(0), Int32(0), Int32(-1)))
+
+
+@cute.jit
+def locate(spec: cutlass.Constexpr, a, kind: Int32, index: Int32, search: Search):
+    """One warp: (the Request of a kind's tile `index`, which there is; its number; the tile's index in it; the next
+    Search), 32 requests at a time."""
+    lane, batch = cute.arch.lane_idx(), geometry.batch(a)
+    level, first, before, lower = search
+    one, mine, upto, searching = Request(*(Int32(0),) * 6), Int32(0), Int32(0), True
+    while searching:
+        one = request_of(spec, a, first + lane)
+        mine = Int32(0)
+        if one.kind == kind:
+            if one.level == level:
+                mine = one.tiles
+            elif one.level < level:
+                lower = cutlass.max(lower, one.level)
+        upto = warp.prefix_sum(mine)
+        passed = cute.arch.shuffle_sync(upto, 31)
+        searching = index >= before + passed
+        if searching:
+            before += passed
+            first += 32
+            if first >= batch:
+                level, first, lower = cute.arch.warp_redux_sync(lower, "max"), Int32(0), Int32(-1)
+                searching = level >= 0
+    owner = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= index - before))
+    within = index - before - cute.arch.shuffle_sync(upto - mine, owner)
+    found = Request(*(cute.arch.shuffle_sync(x, owner) for x in one))
+    return found, first + owner, within, Search(level, first, before, cute.arch.warp_redux_sync(lower, "max"))
 
 
 @cute.jit
@@ -57,34 +174,39 @@ def next_index(a, t: Int32):
 
 
 @cute.jit
-def find(spec: cutlass.Constexpr, a, tile: Int32, search: Search):
-    """One warp: (Work of a tile of the launch, the next Search)."""
-    heads = geometry.tile_heads(spec, a)
-    found, search = work.locate(spec, a, tile, search, request_tiles)
-    per_token = geometry.rows_per_token(spec, a)
-    kv_len, m_block, head = Int32(0), Int32(0), Int32(0)
-    rows = geometry.tile_rows(found.q_len, per_token)
+def find(spec: cutlass.Constexpr, a, tile: Int32, order: Order):
+    """One warp: Work of a tile of the launch."""
+    valid, m_block, head, batch, index = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+    one, count = Request(*(Int32(0),) * 6), order.tiles[0]
+    if tile < count:
+        valid, before = Int32(1), spread(tile, order.tiles[1], count)
+        kind = spread(tile + 1, order.tiles[1], count) - before
+        index = tile - before + kind * (2 * before - tile)
+        search = Search(*(order.searches[i, kind] for i in range(len(Search._fields))))
+        one, batch, index, search = locate(spec, a, kind, index, search)
+        keep(order, kind, search)
+    per_token = geometry.rows_per_token(spec, a, one.q_len)
+    rows = geometry.tile_rows(one.q_len, per_token)
     m = geometry.tile_m(spec, rows)
-    if found.valid != 0:
-        kv_len = geometry.request_keys(a, found.request)
-        m_blocks = (rows + m - 1) // m
+    if valid != 0:
         row_bytes = (spec.head_dim_qk + spec.head_dim_vo) * spec.kv.bits // 8
-        kv_heads = a.kv.k.shape[1]
-        section = l2_section(kv_len, row_bytes, kv_heads, geometry.group(a) // per_token, spec.tile.l2_bytes)
-        m_block, head = lpt_order(found.index, m_blocks, heads, section)
-    n = mask.lengths(spec, a, found.q_len, kv_len)
-    first, last = geometry.tile_tokens(m_block, m, found.q_len, per_token)
+        share = geometry.group(a) // per_token
+        section = l2_section(one.kv_len, row_bytes, a.kv.k.shape[1], share, spec.tile.l2_bytes)
+        heads = geometry.tile_heads(a, per_token)
+        m_block, head = lpt_order(index, (rows + m - 1) // m, heads, section)
+    n = mask.lengths(spec, a, one.q_len, one.kv_len)
+    first, last = geometry.tile_tokens(m_block, m, one.q_len, per_token)
     blocks = (*mask.kv_range(spec, first, last, n), *mask.full_range(spec, first, last, n))
-    return Work(found.valid, m_block, head, found.q_start, found.q_len, kv_len, found.request, *blocks), search
+    w = Work(valid, m_block, head, one.q_start, one.q_len, one.kv_len, batch, *blocks)
+    return w._replace(per_token=per_token, factor=factor_of(per_token))
 
 
 @cute.jit
-def publish(spec: cutlass.Constexpr, a, s, t: Int32, search: Search):
-    """One warp: find the CTA's t-th tile and publish it. Returns the next Search."""
+def publish(spec: cutlass.Constexpr, a, s, t: Int32):
+    """One warp: find the CTA's t-th tile and publish it."""
     tile = next_index(a, t)
-    w, search = find(spec, a, tile, search)
+    w = find(spec, a, tile, s.order)
     if w.valid == 0 and t > 0 and a.schedule.counter_base >= 0:
-        if cute.arch.lane_idx() == 0 and tile == cute.arch.grid_dim()[0] + search.before - 1:
-            a.schedule.counters[a.schedule.counter_base] = 0  # the last draw: past the end, `before` counts all tiles
+        if cute.arch.lane_idx() == 0 and tile == cute.arch.grid_dim()[0] + s.order.tiles[0] - 1:
+            a.schedule.counters[a.schedule.counter_base] = 0  # the last draw
     work.publish(s, t, w)
-    return search

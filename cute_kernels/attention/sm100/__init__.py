@@ -11,7 +11,6 @@ from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, outputs,
 
 ARCHS = ("sm_100a", "sm_103a")
 PHASE = "prefill"
-PACK_ROWS = 64  # a request with at most this many query tokens a KV head's group packs heads into rows
 
 
 @dataclass(frozen=True)
@@ -66,14 +65,13 @@ def candidate(problem: Problem, arch: str) -> Spec:
     """The spec that would serve a problem, if `supports` lets it."""
     p, dims = problem, (problem.head_dim_qk, problem.head_dim_vo)
     mask, logits = MaskSpec("always" if p.causal else "never"), LogitsSpec()
-    pack = p.group > 1 and p.rows <= PACK_ROWS
-    plain = p.out in DTYPES and not (pack or p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi)
+    plain = p.out in DTYPES and not (p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi)
     out = (p.out,) if plain else outputs(p.q, p.out)[: 1 if p.out in DTYPES and p.q in DTYPES else 3]
     if not plain:
         mask, logits = MaskSpec("value", window=True, bits=p.drafts, custom=p.custom_mask), LogitsSpec(soft_cap=True)
     logits = replace(logits, skip=p.skip, alibi=p.alibi)
     kv, tile = KVSpec(p.kv, source_of(p)), tile_of(p.q, dims, arch)
-    return AttentionSpec(p.q, kv, out, *dims, mask, logits, pack_gqa=pack, tile=tile)
+    return AttentionSpec(p.q, kv, out, *dims, mask, logits, tile=tile)
 
 
 def supports(spec: Spec) -> Refusal | None:
@@ -101,14 +99,13 @@ def supports(spec: Spec) -> Refusal | None:
 
 
 def shipped(arch: str) -> list[Spec]:
-    """Of each type and head_dim a headline spec a mask, and two that take the other modifiers as values, packed rows or
-    not; the latter of e4m3 have all outputs. e4m3, and, of 16 bits, a custom mask, of the usual head dims. Others are
-    compiled at their first call."""
+    """Of each type and head_dim a headline spec a mask, and one that takes the other modifiers as values; that of e4m3
+    has all outputs. e4m3, and, of 16 bits, a custom mask, of the usual head dims. Others are compiled at their first
+    call."""
     found = []
     for q, dims in (*product(DTYPES, TILES), *product((FP8,), USUAL)):
         problem = Problem(q, q, outputs(q)[0], *dims)
-        some = [replace(problem, causal=True), replace(problem, causal=False), replace(problem, window=True)]
-        some.append(replace(problem, group=2, rows=1))
+        some = replace(problem, causal=True), replace(problem, causal=False), replace(problem, window=True)
         found += [candidate(one, arch) for one in some]
     for q, dims in product(DTYPES, USUAL):
         found.append(candidate(Problem(q, q, q, *dims, causal=False, custom_mask=True), arch))

@@ -62,9 +62,9 @@ class Row(NamedTuple):
 @cute.jit
 def finish(spec: cutlass.Constexpr, a, s, w: Work, half: cutlass.Constexpr, row: Int32, i: Int32, q: Int32):
     """The thread's row of a half: O and LSE. i, q: blocks and tiles before."""
-    number, per_token = (2 * w.m_block + half) * ROWS + row, geometry.rows_per_token(spec, a)
-    token = geometry.token_of(number, per_token, spec.pack_gqa)
-    head = geometry.head_of(number, w.head, per_token, spec.pack_gqa)
+    number = (2 * w.m_block + half) * ROWS + row
+    token = geometry.token_of(number, geometry.divisor(w))
+    head = geometry.head_of(number, w.head, geometry.divisor(w))
     sink, factor = epilogue.sink_of(a, head), Float32(0.0)
     lse = sink * logits.LOG2_E
     if w.hi > w.lo:

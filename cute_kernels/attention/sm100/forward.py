@@ -2,8 +2,8 @@
 
 A tile is 256 rows, two halves of 128, each with a warpgroup for its softmax, S and O in tensor memory. Roles (`roles`):
 warps 0-3 and 4-7 softmax of half 0 and 1, a thread a row (`scores`); 8-11 rescale O where its maximum has grown,
-normalise and store it (`correction`); 12 issues all MMAs (`multiply`); 13 loads K, publishes the tiles; 14 loads V and
-Q, which 15 gathers where rows are (token, head) pairs. CTAs are persistent, one an SM.
+normalise and store it (`correction`); 12 issues all MMAs (`multiply`); 13 loads K, publishes the tiles; 14 loads V, 15
+Q (`query`). CTAs are persistent, one an SM.
 
 Tensor memory, columns: S of half h from 128 h on, O from 256 + 128 h on; P, 16 bits, two a column, in the second half
 of its S, all of which is in registers by then.
@@ -24,14 +24,14 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 
 from ... import abi
 from ...device import copy, pipe, tmem
 from .. import fakes, load
 from ..args import Args, pack
 from ..kv import pages, source
-from ..schedule import work
+from ..schedule import tiles, work
 from .correction import correct
 from .multiply import multiply
 from .query import load_q
@@ -59,6 +59,7 @@ class Shared:
     k: cute.Tensor
     v: cute.Tensor
     work: cute.Tensor
+    order: tiles.Order
     growth: cute.Tensor  # (ROWS, HALVES, 2): factor on O; at a tile's end, sum and maximum in log2 units
     tensor: cute.Tensor  # (1,): address of tensor memory
     work_pipe: pipe.Pipe
@@ -104,6 +105,7 @@ def shared(spec, plan):
         k=k,
         v=v,
         work=published,
+        order=tiles.allocate(smem),
         growth=growth,
         tensor=tensor,
         work_pipe=pipe.make(smem, work.STAGES[spec.schedule], 1, r.warps() - r.warps("idle")),
@@ -128,8 +130,8 @@ def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
     elif warp == roles(spec).first("load_k"):
         load.load_kv(spec, plan, s, load.Stages(plan.k, s.k, s.k_pipe), pages.K, Int32(0), publishes=True)
     elif warp == roles(spec).first("load_v"):
-        load.load_kv(spec, plan, s, load.Stages(plan.v, s.v, s.v_pipe), pages.V, Int32(0), loads_q=not spec.pack_gqa)
-    elif const_expr(spec.pack_gqa):
+        load.load_kv(spec, plan, s, load.Stages(plan.v, s.v, s.v_pipe), pages.V, Int32(0))
+    else:
         load_q(spec, plan, s)
 
 

@@ -1,11 +1,11 @@
-"""Q of a tile whose rows are (token, head) pairs, which no box of TMA holds: a warp copies it row by row."""
+"""Q of a tile: a box of TMA, or, where rows are (token, head) pairs, which none holds, copied row by row."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ...device import layout, pipe
-from .. import geometry
+from .. import geometry, load
 from ..schedule import work
 from .multiply import bytes_of
 
@@ -14,17 +14,16 @@ PIECE = 16  # bytes that a lane copies at a time
 
 @cute.jit
 def gather(spec: cutlass.Constexpr, plan, s, w: work.Work, q: Int32):
-    """One warp: the Q rows of a tile, item q of the pipe; past the request's last row, that one's."""
+    """One warp: packed Q rows of a tile, item q of the pipe; past the request's last row, that one's."""
     a, m, size = plan.args, spec.tile.m, const_expr(spec.head_dim_qk * bytes_of(spec))
     width, pieces = const_expr(layout.width(size)), const_expr(size // PIECE)
-    per_token = geometry.rows_per_token(spec, a)
-    last = geometry.tile_rows(w.q_len, per_token) - 1
+    last = geometry.tile_rows(w.q_len, w.per_token) - 1
     into = s.raw_q.iterator.toint() + pipe.stage(s.q_pipe, q) * (m * size)
     for i in cutlass.range(cute.arch.lane_idx(), m * pieces, 32, unroll=4):
         row, byte = i // pieces, i % pieces * PIECE
         known = cutlass.min(w.m_block * m + row, last)
-        token = w.q_start + geometry.token_of(known, per_token, True)
-        head = geometry.head_of(known, w.head, per_token, True)
+        token = w.q_start + geometry.token_of(known, geometry.divisor(w))
+        head = geometry.head_of(known, w.head, geometry.divisor(w))
         source = a.query.q[token, head, None].iterator.toint() + byte
         target = into + byte // width * (m * width) + layout.swizzle(width, row, byte % width)
         text = f"cp.async.cg.shared.global [{{$r0}}], [{{$r1}}], {PIECE};"
@@ -42,9 +41,12 @@ def load_q(spec: cutlass.Constexpr, plan, s):
     w = work.consume(spec, s, t)
     while w.valid != 0:
         if w.hi > w.lo:
-            pipe.wait_empty(s.q_pipe, q)
-            gather(spec, plan, s, w, q)
-            pipe.send(pipe.full(s.q_pipe, q))
+            if w.per_token > 1:
+                pipe.wait_empty(s.q_pipe, q)
+                gather(spec, plan, s, w, q)
+                pipe.send(pipe.full(s.q_pipe, q))
+            else:
+                load.fetch_q(spec, plan, s, w, q)
             q += 1
         t += 1
         w = work.consume(spec, s, t)

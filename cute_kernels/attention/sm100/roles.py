@@ -8,5 +8,5 @@ WARPS = 4  # warps of a warpgroup
 
 
 def roles(spec) -> Roles:
-    few = (Role(name, 1, 56) for name in ("mma", "load_k", "load_v", "load_q" if spec.pack_gqa else "idle"))
+    few = (Role(name, 1, 56) for name in ("mma", "load_k", "load_v", "load_q"))
     return Roles.of(Role("softmax", HALVES * WARPS, 184), Role("correct", WARPS, 88), *few)

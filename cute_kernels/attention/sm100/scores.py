@@ -168,11 +168,11 @@ def block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, j: In
 def run_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count):
     """All blocks of a tile, and what becomes of its sums. Returns the `Count` of the next."""
     w, number = x.w, 2 * x.w.m_block + x.place.half
-    first, last = geometry.tile_tokens(number, ROWS, w.q_len, geometry.rows_per_token(spec, a))
+    first, last = geometry.tile_tokens(number, ROWS, w.q_len, w.per_token)
     full_lo, full_hi = mask.full_range(spec, first, last, x.rows.n)
-    row, per_token = number * ROWS + x.place.row, geometry.rows_per_token(spec, a)
-    head = geometry.head_of(row, w.head, per_token, spec.pack_gqa)
-    r.tokens[0] = geometry.token_of(row, per_token, spec.pack_gqa)
+    row = number * ROWS + x.place.row
+    head = geometry.head_of(row, w.head, geometry.divisor(w))
+    r.tokens[0] = geometry.token_of(row, geometry.divisor(w))
     r.score[0] = a.logits.scale_log2 * online.factor_of(a.logits.scale, head)
     r.reduced[0] = r.score[0]
     if const_expr(spec.logits.alibi):

@@ -14,7 +14,6 @@ ARCHS = ("sm_90a",)
 PHASE = "prefill"
 FP8 = "e4m3"
 QUANTISED = ("e4m3", "e5m2", "nvfp4")  # types of caches
-PACK_ROWS = 64  # a request with at most this many query tokens a KV head's group packs heads into rows
 
 
 @dataclass(frozen=True)
@@ -105,20 +104,19 @@ def headline(q: str, kv: str, dims: tuple[int, int], causal: bool) -> Spec:
     return AttentionSpec(q, KVSpec(kv), outputs(q)[:1], *dims, mask, tile=cast(Tile, tile))
 
 
-def general(q: str, kv: str, dims: tuple[int, int], pack: bool) -> Spec:
+def general(q: str, kv: str, dims: tuple[int, int]) -> Spec:
     """The spec that takes every modifier as a value. With 16-bit queries it writes 16 bits; a call that asks for e4m3
     or NVFP4 gets one with all `outputs`, compiled then."""
     mask, logits, tile = MaskSpec("value", window=True), LogitsSpec(soft_cap=True), tiles_of(q, kv, False).get(dims)
     out = outputs(q) if q == FP8 else outputs(q)[:1]
-    return AttentionSpec(q, KVSpec(kv), out, *dims, mask, logits, pack_gqa=pack, tile=cast(Tile, tile))
+    return AttentionSpec(q, KVSpec(kv), out, *dims, mask, logits, tile=cast(Tile, tile))
 
 
 def candidate(problem: Problem, arch: str) -> Spec:
     """The spec that would serve a problem, if `supports` lets it."""
     p, dims = problem, (problem.head_dim_qk, problem.head_dim_vo)
-    pack = p.group > 1 and p.rows <= PACK_ROWS
-    plain = p.out in DTYPES and not (pack or p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi)
-    spec = headline(p.q, p.kv, dims, p.causal) if plain else general(p.q, p.kv, dims, pack)
+    plain = p.out in DTYPES and not (p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi)
+    spec = headline(p.q, p.kv, dims, p.causal) if plain else general(p.q, p.kv, dims)
     mask = replace(spec.mask, bits=p.drafts, custom=p.custom_mask)
     logits = replace(spec.logits, skip=p.skip, alibi=p.alibi, head_scales=p.head_scales and p.kv in DTYPES)
     out = outputs(p.q, p.out) if len(spec.out) > 1 or p.out not in DTYPES else (p.out,)
@@ -155,18 +153,17 @@ def supports(spec: Spec) -> Refusal | None:
 
 
 def shipped(arch: str) -> list[Spec]:
-    """Of each 16-bit type and head_dim: a headline spec a mask, and the general ones. Of the usual head dims: the same
+    """Of each 16-bit type and head_dim: a headline spec a mask, and the general one. Of the usual head dims: the same
     in 8 bits, those that gather pages of any size, one with a custom mask, a causal one with skip-softmax, and of bf16
-    over quantised K and V a causal headline and the general ones. Others are compiled at their first call."""
+    over quantised K and V a causal headline and the general one. Others are compiled at their first call."""
     found = []
     for q, dims in (*product(DTYPES, TILES), *product((FP8,), USUAL)):
-        found += [headline(q, q, dims, causal) for causal in (True, False)]
-        found += [general(q, q, dims, pack) for pack in (False, True)]
+        found += [*(headline(q, q, dims, causal) for causal in (True, False)), general(q, q, dims)]
     for q, dims in product(DTYPES, USUAL):
-        whole, packed = general(q, q, dims, False), general(q, q, dims, True)
-        found += [replace(s, kv=KVSpec(q, "gather")) for s in (headline(q, q, dims, True), whole, packed)]
+        causal, whole = headline(q, q, dims, True), general(q, q, dims)
+        found += [replace(s, kv=KVSpec(q, "gather")) for s in (causal, whole)]
         found.append(replace(whole, mask=replace(whole.mask, custom=True)))
-        found.append(replace(headline(q, q, dims, True), logits=LogitsSpec(skip=True)))
+        found.append(replace(causal, logits=LogitsSpec(skip=True)))
     for kv, dims in product(("e4m3", "nvfp4"), USUAL):
-        found += [headline("bf16", kv, dims, True), *(general("bf16", kv, dims, pack) for pack in (False, True))]
+        found += [headline("bf16", kv, dims, True), general("bf16", kv, dims)]
     return found if arch in ARCHS else []

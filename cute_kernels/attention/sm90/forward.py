@@ -6,10 +6,10 @@ it dequantises K and V, two warps each, or transposes V, which the spare warps o
 compute; each further warpgroup computes 64 rows of the tile (`math`). CTAs are persistent.
 
 Pipelines: work_pipe, 2 stages, loader 0 of K -> all: the next tile, published while the current one is loaded, freed
-when read. q_pipe, `tile.q_stages` stages, load -> math: Q of a tile that has a visible key (packed: unused, math
-gathers Q); freed when the last QK of the tile is done, or once Q is in registers. k_pipe and v_pipe, `tile.stages`
-stages, load -> math: a KV block each; freed when its MMA is done. Where V, or K, is prepared, load -> prepare by
-raw_v_pipe, prepare -> math by v_pipe; `tile.raw_stages` of the former.
+when read. q_pipe, `tile.q_stages` stages, load -> math: Q of a tile that has a visible key, or, packed, room for it,
+which math fills; freed when the last QK of the tile is done, or once Q is in registers. k_pipe and v_pipe,
+`tile.stages` stages, load -> math: a KV block each; freed when its MMA is done. Where V, or K, is prepared, load ->
+prepare by raw_v_pipe, prepare -> math by v_pipe; `tile.raw_stages` of the former.
 
 Quantised K and V (of another type than Q) become fp16, which holds all of their values; so does Q, bf16 in units of its
 own a row (`math.load_q`), which go into the row's score scale: in registers, or where it was loaded to, or beside that
@@ -34,7 +34,7 @@ from ...device import copy, layout, pipe, wgmma
 from .. import fakes, load
 from ..args import Args, pack
 from ..kv import arrivals, pages, scales, source
-from ..schedule import work
+from ..schedule import tiles, work
 from . import skip, sums
 from .math import DENSE, math
 from .prepare import prepare_kv
@@ -64,6 +64,7 @@ class Shared:
     raw_k: cute.Tensor  # as it was loaded; where nothing is prepared, k
     raw_v: cute.Tensor
     work: cute.Tensor
+    order: tiles.Order
     work_pipe: pipe.Pipe
     k_pipe: pipe.Pipe
     v_pipe: pipe.Pipe
@@ -141,6 +142,7 @@ def shared(spec, plan):
         raw_k=raw_k,
         raw_v=raw_v,
         work=published,
+        order=tiles.allocate(smem),
         work_pipe=work_pipe,
         k_pipe=k_pipe,
         v_pipe=v_pipe,
@@ -162,7 +164,7 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
         skip.load_v(spec, plan, s, loader)
     else:
         into = load.Stages(plan.v, s.raw_v, s.raw_v_pipe)
-        load.load_kv(spec, plan, s, into, pages.V, loader, loads_q=not spec.pack_gqa)
+        load.load_kv(spec, plan, s, into, pages.V, loader, loads_q=True)
 
 
 @cute.jit

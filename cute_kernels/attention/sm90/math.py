@@ -146,7 +146,7 @@ def landed(spec, which):
 
 def ahead(spec):
     """Whether the first QK of a tile is issued before the epilogue of the tile before."""
-    return not spec.pack_gqa and (spec.tile.q_in_regs or spec.tile.q_stages > 1)
+    return spec.tile.q_in_regs or spec.tile.q_stages > 1
 
 
 def rows_of(r: Registers, x: Tile):
@@ -244,15 +244,13 @@ def settle(spec: cutlass.Constexpr, r: Registers, x: Tile, totals, full):
 @cute.jit
 def wait_first_qk(spec: cutlass.Constexpr, plan, s, r: Registers, w: Work, at: Items):
     """Wait for what the first QK of a tile needs: its Q and K of its last block."""
-    if const_expr(spec.pack_gqa):
+    pipe.wait_full(s.q_pipe, at.q)
+    if w.per_token > 1:
         gather_q(spec, s, w, plan.args, pipe.stage(s.q_pipe, at.q))
-    else:
-        pipe.wait_full(s.q_pipe, at.q)
     if const_expr(spec.tile.q_in_regs):
         load_q(spec, plan.mma_qk, s, r, r.q, pipe.stage(s.q_pipe, at.q))
-        if const_expr(not spec.pack_gqa):
-            cute.arch.sync_warp()  # all lanes have read before one of them arrives
-            pipe.release(s.q_pipe, at.q)
+        cute.arch.sync_warp()  # all lanes have read before one of them arrives
+        pipe.release(s.q_pipe, at.q)
     elif const_expr(dequantises(spec) and spec.q != operand(spec)):
         convert_q(spec, s, r, pipe.stage(s.q_pipe, at.q))
     pipe.wait_full(s.k_pipe, at.kv)
@@ -376,19 +374,19 @@ def finish_pv(spec: cutlass.Constexpr, plan, s, r: Registers, after: Work, at: I
 @cute.jit
 def set_rows(spec: cutlass.Constexpr, r: Registers, x: Tile, a, capped: cutlass.Constexpr):
     """Tokens of this thread's rows, their scales and slopes."""
-    per_token = geometry.rows_per_token(spec, a)
+    per_token = geometry.divisor(x.w)
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         row = x.w.m_block * spec.tile.m + r.cols[k, 0][0]
-        r.tokens[k] = geometry.token_of(row, per_token, spec.pack_gqa)
+        r.tokens[k] = geometry.token_of(row, per_token)
         if const_expr(scaled_rows(spec)):
-            head = geometry.head_of(row, x.w.head, per_token, spec.pack_gqa)
+            head = geometry.head_of(row, x.w.head, per_token)
             r.scales.score[k] = x.scales.score * softmax.factor_of(a.logits.scale, head)
             if const_expr(in_units(spec)):
                 r.scales.score[k] *= r.units[k]
             if const_expr(spec.logits.soft_cap):
                 r.scales.reduced[k] = x.scales.reduced if const_expr(capped) else r.scales.score[k]
         if const_expr(spec.logits.alibi):
-            head = geometry.head_of(row, x.w.head, per_token, spec.pack_gqa)
+            head = geometry.head_of(row, x.w.head, per_token)
             r.slopes[k] = logits.slope_of(a, head, scales_of(r, x.scales).score[k])
 
 
@@ -416,7 +414,7 @@ def end_tile(spec: cutlass.Constexpr, s, r: Registers, at: Items):
     """No QK of the tile is left."""
     if const_expr(spec.tile.promote > 0):
         sums.collect(r.sums, r.o)
-    if const_expr(not spec.pack_gqa and not spec.tile.q_in_regs):
+    if const_expr(not spec.tile.q_in_regs):
         pipe.release(s.q_pipe, at.q)
 
 
@@ -448,15 +446,41 @@ def run_segment(spec: cutlass.Constexpr, r: Registers, part: mask.Segment, state
     return state
 
 
+def first_row(spec, w):
+    """Of this warpgroup, among the rows of the request."""
+    return w.m_block * spec.tile.m + 64 * group_index(spec)
+
+
+@cute.jit
+def pass_blocks(spec: cutlass.Constexpr, s, at: Items, count: Int32):
+    """KV blocks that a warpgroup without rows leaves to the others. Returns the `Items` of the next step."""
+    i = at.kv
+    for _ in cutlass.range(count, unroll=1):
+        pipe.wait_full(s.k_pipe, i + 1)
+        wait_turn(spec)
+        pass_turn(spec)
+        pipe.release(s.k_pipe, i + 1)
+        pipe.wait_full(s.v_pipe, i)
+        pipe.release(s.v_pipe, i)
+        i += 1
+    return Items(i, at.q)
+
+
 @cute.jit
 def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items, capped: cutlass.Constexpr):
     """The KV blocks of a tile whose first QK is in flight, up to the PV of the `Last`, which it returns."""
     begin_tile(spec, plan.args, s, r, x, at, capped)
-    segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi, early(spec))
+    lo, hi = x.w.lo, x.w.hi - 1
+    if const_expr(spec.tile.warpgroups > 1):
+        if first_row(spec, x.w) >= geometry.tile_rows(x.w.q_len, x.w.per_token):
+            lo = hi
+    segments = mask.segments(spec, lo, hi, x.w.full_lo, x.w.full_hi, early(spec))
     for g in cutlass.range_constexpr(len(segments)):
         part = segments[g]
         how = How(capped, part.masked, part.begins)
         at = run_segment(spec, r, part, at, partial(step, spec, plan, s, r, x, how=how))
+    if const_expr(spec.tile.warpgroups > 1):
+        at = pass_blocks(spec, s, at, lo - x.w.lo)
     end_tile(spec, s, r, at)
     return Last(at.kv, True)
 

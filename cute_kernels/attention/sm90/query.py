@@ -68,16 +68,11 @@ def convert_q(spec: cutlass.Constexpr, s, r, stage: Int32):
 
 @cute.jit
 def gather_q(spec: cutlass.Constexpr, s, w: Work, a, stage: Int32):
-    """Packed GQA: this warpgroup copies its 64 rows of Q, (token, head) pairs, into swizzled shared memory.
-
-    A warp writes rows that others of the group read: all of them must have finished with the tile before.
-    """
+    """Packed GQA: this warpgroup copies its 64 rows of Q, (token, head) pairs, into swizzled shared memory."""
     vec = const_expr(128 // s.raw_q.element_type.width)  # of 16 bytes
-    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(spec), number_of_threads=128)
     per_row = const_expr(spec.head_dim_qk // vec)
     tid = cute.arch.thread_idx()[0] % 128
-    per_token = geometry.rows_per_token(spec, a)
-    rows = geometry.tile_rows(w.q_len, per_token)
+    rows = geometry.tile_rows(w.q_len, w.per_token)
     for c in cutlass.range_constexpr(64 * per_row // 128):
         i = tid + c * 128
         local = group_index(spec) * 64 + i // per_row
@@ -85,8 +80,8 @@ def gather_q(spec: cutlass.Constexpr, s, w: Work, a, stage: Int32):
         piece = cute.make_rmem_tensor(vec, s.raw_q.element_type)
         piece.fill(0.0)
         if row < rows:
-            token = w.q_start + geometry.token_of(row, per_token, True)
-            head = geometry.head_of(row, w.head, per_token, True)
+            token = w.q_start + geometry.token_of(row, geometry.divisor(w))
+            head = geometry.head_of(row, w.head, geometry.divisor(w))
             cute.autovec_copy(cute.local_tile(a.query.q[token, head, None], (vec,), (i % per_row,)), piece)
         cute.autovec_copy(piece, cute.local_tile(s.raw_q, (1, vec, 1), (local, i % per_row, stage))[0, None, 0])
     cute.arch.fence_proxy("async.shared", space="cta")

@@ -138,11 +138,10 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
         w = work.consume(spec, s, t)
         more = w.valid
         if w.valid != 0 and w.hi > w.lo:
-            head = geometry.kv_head_of(w.head, geometry.group(a), spec.pack_gqa)
+            head = geometry.kv_head_of(spec, a, w)
             mine = pages.of_request(a, w.batch, pages.V)
-            if const_expr(not spec.pack_gqa):
-                if loader == 0:
-                    load.fetch_q(spec, plan, s, w, q)
+            if loader == 0:
+                load.offer_q(spec, plan, s, w, q)
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
                 out = Int32(0)
                 if j < w.hi - 1:

@@ -207,13 +207,12 @@ def zero_row(spec: cutlass.Constexpr, a, token: Int32, head: Int32, keep):
 @cute.jit
 def store(spec: cutlass.Constexpr, a, r, w: Work, scales: Scales, empty: cutlass.Constexpr):
     """Normalise and write this thread's rows of O and LSE that belong to the request; `empty`: no row sees a key."""
-    per_token = geometry.rows_per_token(spec, a)
     o = wgmma.rows_cols(r.o)
     for k in cutlass.range_constexpr(cute.size(o, mode=[0])):
         row = w.m_block * spec.tile.m + r.cols[k, 0][0]
-        token = geometry.token_of(row, per_token, spec.pack_gqa)
+        token = geometry.token_of(row, geometry.divisor(w))
         keep = token < w.q_len
-        head = geometry.head_of(row, w.head, per_token, spec.pack_gqa)
+        head = geometry.head_of(row, w.head, geometry.divisor(w))
         sink = epilogue.sink_of(a, head)
         lse = sink * logits.LOG2_E
         if const_expr(empty):

@@ -36,10 +36,8 @@ DECODE_STRUCTURES = {  # (KV dtype, head_dim, 8 rows a warp): every type, head_d
     ("nvfp4", 128, True), ("nvfp4", 128, False),
 }  # fmt: skip
 GATHER_STRUCTURES = {("", 64, True)}
-PREPARED_STRUCTURES = {  # of prefill over quantised caches: (KV dtype, head_dim, packed, general)
-    ("e4m3", 128, False, False), ("nvfp4", 64, True, True),
-}  # fmt: skip
-WIDE_STRUCTURES = {(192, False, True), (256, True, True)}  # (head_dim, packed, general) of prefill beyond 128
+PREPARED_STRUCTURES = {("e4m3", 128, False), ("nvfp4", 64, True)}  # (KV dtype, head_dim, general) of prefill over those
+WIDE_STRUCTURES = {(192, True), (256, True)}  # (head_dim, general) of prefill beyond 128
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,6 @@ class Kernel:
 
     decodes: bool
     few_rows: int  # query rows of a request from which on another kernel serves it, 0: none does
-    packed: bool
     window: bool
     cap: bool
     general: bool  # causal or full, as the call says
@@ -94,7 +91,7 @@ def kernel_of(spec: Any) -> Kernel:
     several = len(spec.out) > 1
     promoted = getattr(spec.tile, "promote", 0)  # of Hopper's prefill
     return Kernel(
-        decodes, few, spec.pack_gqa, mask.window, cap, general, gathers, mask.custom, skips, several, block,
+        decodes, few, mask.window, cap, general, gathers, mask.custom, skips, several, block,
         block * spec.tile.stages, promoted, same,
     )  # fmt: skip
 
@@ -111,16 +108,16 @@ def structure(spec: Any) -> Any:
     if k.custom:  # bits are read as any operand is
         return None
     if spec.kv.dtype != spec.q:
-        return (spec.kv.dtype, dim) if (spec.kv.dtype, dim, k.packed, k.general) in PREPARED_STRUCTURES else None
+        return (spec.kv.dtype, dim) if (spec.kv.dtype, dim, k.general) in PREPARED_STRUCTURES else None
     if spec.q == "e4m3":
-        return "fp8" if (dim, k.packed, k.general) == (128, False, False) else None
+        return "fp8" if (dim, k.general) == (128, False) else None
     if k.skips:
         return "skips" if dim == 64 else None
     if k.gathers:
-        return "gathers" if dim == 64 and k.packed else None
-    if dim > 128 and (dim, k.packed, k.general) not in WIDE_STRUCTURES:
+        return "gathers" if dim == 64 and k.general else None
+    if dim > 128 and (dim, k.general) not in WIDE_STRUCTURES:
         return None
-    return dim, k.packed, k.general
+    return dim, k.general
 
 
 def structures(specs: Iterable[Any]) -> list[Any]:
@@ -135,10 +132,12 @@ def structures(specs: Iterable[Any]) -> list[Any]:
 def skipping_cases(k: Kernel) -> list[Scenario]:
     """Of a prefill kernel with skip-softmax: some blocks are left out by one warpgroup and not by another, or none."""
     some = AttentionCase(
-        "some blocks", q_lens=(9, 210, 2, 3), kv_lens=(0, 700, 0, 61), heads_q=2, heads_kv=2, sink=True, data="levels",
+        "some blocks", q_lens=(9, 210, 2, 3), kv_lens=(0, 700, 0, 61), heads_q=2, heads_kv=1, sink=True, data="levels",
         scale=STEP_SCALE, skip=160.0, device=("scale", "out"), **k.same,
     )  # fmt: skip
-    none = replace(some, name="none", q_lens=(9, 1), kv_lens=(300, 40), page_size=64, skip=1e-30, lse=False)
+    none = replace(
+        some, name="none", q_lens=(9, 1), kv_lens=(300, 40), heads_kv=2, page_size=64, skip=1e-30, lse=False
+    )
     boxes = [Scenario(f"page {size}", (replace(none, page_size=size),), SMS, ("csr",)) for size in (8, 32)]
     return [Scenario("skip", (some, none)), *boxes]
 
@@ -164,14 +163,13 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
         return skipping_cases(k)
     twin = (k.gathers or bool(k.same["kv_dtype"]) and not k.decodes) and structure(spec) is None
     window = (300 if k.general else 75) if k.window else -1
-    other = -1 if k.cap or k.packed else window  # a kernel with a window serves calls without one
-    packed = k.packed
-    first, second = ((5, 0, 40), (2, 1, 3)) if packed else ((3, 0, 150), (9, 1, 197))
+    other = -1 if k.cap or k.decodes else window  # a kernel with a window serves calls without one
+    first, second = ((5, 0, 40), (2, 1, 3)) if k.decodes else ((3, 0, 150), (9, 1, 197))
     if k.few_rows:
         first, second = (2, 0, 1), (1, 2, 1)
     elif twin or k.custom and spec.head_dim_qk == 64:
         first = first[0], 0, 40
-    heads: dict[str, Any] = {"heads_q": 6 if packed else 2, "heads_kv": 2}
+    heads: dict[str, Any] = {"heads_q": 6 if k.decodes else 2, "heads_kv": 2}
     same = k.same | heads | {"data": "needles"}
     stacked = "stacked" if spec.head_dim_qk == spec.head_dim_vo else "tuple"
     page_size = 16 if k.same["dtype"] == "bf16" and not twin else 8  # with 64 below, every size of TMA box
@@ -187,7 +185,7 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
         window_left=window, layout="NHD", strided_q=True, device=("scale", "out"), out_scale=0.5, **same,
     )  # fmt: skip
     if not k.decodes:  # scores that rise above those of the blocks before by more than P's type bears
-        ragged = replace(ragged, data="peaks")
+        ragged = replace(ragged, data="peaks", heads_q=4)  # some requests have packed rows, some not
     short = AttentionCase(
         "short", q_lens=second, kv_lens=(256, 0, 140), page_size=larger, lse=False, cache=stacked, window_left=other,
         soft_cap=12.0 if k.cap else 0.0, **same,
@@ -206,6 +204,8 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     many = replace(short, q_lens=(*idle, 2 if k.few_rows else 3, 0, 1), kv_lens=(*idle, keys, 7, 9), lse=True)
     if k.decodes:
         many = replace(many, drafts=True, skip=1e-30, soft_cap=0.0)
+    else:
+        many, other_boxes[-1] = replace(many, heads_q=6), replace(other_boxes[-1], heads_kv=1)
     if twin and k.decodes:
         return [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("boxes", (other_boxes[-1], many), sms)]
     if twin:
