@@ -1,11 +1,11 @@
-"""Two checkouts side by side on one GPU: times of ours and the bits of its results.
+"""Checkouts side by side on one GPU: times of ours and the bits of its results.
 
-    python -m bench.compare ../other-checkout --cases prefill,serve,decode,topk,host --rounds 15
+    python -m bench.compare ../other-checkout ... --cases prefill,serve,decode,topk,host --rounds 15
 
-A refactoring is proved by this where PTX cannot be compared: both checkouts run in processes of their own, which take
-turns, so that a drift of the clocks meets both alike. A line a case: time of the other checkout, of this one, their
-ratio (above 1: this one is faster), the spread, and whether the bits of the outputs are equal. Cases whose names begin
-with `more-` are calls that no headline has: windows, caps, few rows.
+A refactoring is proved by this where PTX cannot be compared: all checkouts run in processes of their own, which take
+turns, so that a drift of the clocks meets them alike. A line a case: this one's time and its spread, and of each other
+checkout its time over this one's (above 1: this one is faster), with a star where the bits of the outputs differ. Cases
+whose names begin with `more-` are calls that no headline has: windows, caps, few rows.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .cases import attention as cases
-from .cases import serving
+from .cases import precision, serving
 from .cases.attention import AttentionCase
 from .timing import summarise
 
@@ -39,7 +39,8 @@ MORE: dict[str, dict[str, Any]] = {  # changes to it
     "more-rows16-d64": {"q_lens": (16,) * 64, "kv_lens": (8192,) * 64, "head_dim_qk": 64, "head_dim_vo": 64},
 }
 CASES = {
-    **cases.PREFILL_BF16, **serving.PREFILL, **serving.SERVE, **cases.DECODE, **serving.DECODE,
+    **cases.PREFILL_BF16, **serving.PREFILL, **precision.PRECISION, precision.SKIP.name: precision.SKIP,
+    **serving.SERVE, **cases.DECODE, **serving.DECODE,
     **{name: replace(BASE, name=name, **change) for name, change in MORE.items()},
 }  # fmt: skip
 # Runs in the checkout that is measured, of any age: it may use only what all of them have.
@@ -65,8 +66,7 @@ def same(inputs):
     # the values and pages of a case are its checkout's: replaced, so that the bits of results can be compared
     gen = torch.Generator("cuda").manual_seed(0)
     codes = lambda t, low, high: t.view(torch.uint8).random_(low, high, generator=gen)
-    inputs["query"].normal_(generator=gen)
-    for t in inputs["kv_cache"]:
+    for t in (inputs["query"], *inputs["kv_cache"]):
         t.normal_(generator=gen) if t.element_size() == 2 else codes(t, 0, 256 if t.dtype == torch.uint8 else 72)
     for t in inputs.get("kv_block_scales") or ():
         codes(t, 40, 60)
@@ -75,6 +75,18 @@ def same(inputs):
     for row, first, count in zip(table, [sum(counts[:b]) for b in range(len(counts))], counts):
         row[:count] = torch.arange(first, first + count, device="cuda")
     return inputs
+def low(case):
+    # the inputs of a case of low precision, or of skip-softmax, whose data decide how much is left out
+    from bench import sparsity
+    from bench.cases import precision
+    if "skip" not in case.name:
+        return same(precision.make_inputs(case, "cuda"))
+    inputs = precision.concentrated(case, "cuda", "heavy-tailed")
+    factor = sparsity.factor_of(0.75, sparsity.maxima_of(inputs), case.kv_lens[0])
+    return inputs | {"skip_softmax_threshold_scale_factor": factor}
+def plain(t):
+    # of an NVFP4 output its codes
+    return (t if isinstance(t, torch.Tensor) else t.data).contiguous().view(torch.uint8)
 def prepare(name):
     if "topk" in name:
         inputs = [topk.make(name, "cuda", 0)] if name.startswith("host") else topk.inputs_of(name, "cuda")
@@ -91,6 +103,9 @@ def prepare(name):
     if "decode" in name:
         count = 1 if name.startswith("host") else input_sets(decode.kv_bytes(case), 50 << 20)
         runs = [decode.ours(same(cases.make_inputs(case, "cuda", seed))) for seed in range(count)]
+    elif name.startswith("prefill") and not name.startswith("prefill-bf16"):
+        inputs = low(case)
+        runs = [lambda: context(**inputs)]
     else:
         one = [cases.make_inputs(case, "cuda", 0)]
         every = prefill.inputs_of(case, "cuda") if name.startswith("prefill") else one
@@ -102,7 +117,7 @@ for line in sys.stdin:
         calls = found = None
         torch.cuda.empty_cache()
         call, sets, each, out = prepare(want["open"])
-        bits = hashlib.sha256(out.contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
+        bits = hashlib.sha256(plain(out).cpu().numpy().tobytes()).hexdigest()
         answer, place = {"bits": bits}, 0
     else:
         order = [(place + i) % sets for i in range(want["count"])]
@@ -137,33 +152,33 @@ class Side:
 
 
 def compare(sides: list[Side], name: str, rounds: int) -> str:
-    """A line of the table."""
+    """A line of the table; this checkout is the last side."""
     bits = [side.ask(open=name)["bits"] for side in sides]
     host = name.startswith("host")
     first = [min(side.ask(count=1, host=host)["us"] for _ in range(5)) for side in sides]
     count = max(1, min(100, round(TARGET_US / max(first))))
-    samples: list[list[float]] = [[], []]
+    samples: list[list[float]] = [[] for _ in sides]
     for turn in range(rounds):
-        for which in (0, 1) if turn % 2 else (1, 0):
+        for i in range(len(sides)):
+            which = (turn + i) % len(sides)
             samples[which].append(sides[which].ask(count=count, host=host)["us"])
-    other, this = map(summarise, samples)
-    same = "equal" if bits[0] == bits[1] else "DIFFER"
-    ratio = other.median / this.median
-    return f"{name:48} {other.median:9.2f} {this.median:9.2f} {ratio:7.4f} {this.spread:6.1%} {same}"
+    *others, this = map(summarise, samples)
+    ratios = (f"{t.median / this.median:7.4f}{' ' if b == bits[-1] else '*'}" for t, b in zip(others, bits))
+    return f"{name:48} {this.median:9.2f} {this.spread:6.1%} {' '.join(ratios)}"
 
 
 def main() -> None:
     from .topk import HEADLINE, HOST_CASE
 
     parser = argparse.ArgumentParser(prog="python -m bench.compare", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("other", type=Path, help="root of another checkout, its kernels built")
+    parser.add_argument("others", type=Path, nargs="+", help="roots of other checkouts, their kernels built")
     parser.add_argument("--cases", default="prefill,serve,decode,topk,host,more", help="prefixes, with commas")
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     hosts = ("host-prefill", "host-decode", HOST_CASE)
     names = [*CASES, *HEADLINE, *hosts]
-    sides = [Side(args.other), Side(ROOT)]
-    print(f"{'case':48} {'other us':>9} {'this us':>9} {'ratio':>7} {'spread':>6} bits", flush=True)
+    sides = [Side(root) for root in (*args.others, ROOT)]
+    print(f"{'case':48} {'us':>9} {'spread':>6} {' '.join(root.name[:8].rjust(7) for root in args.others)}", flush=True)
     for name in names:
         if name.startswith(tuple(args.cases.split(","))):
             print(compare(sides, name, args.rounds), flush=True)

@@ -7,8 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from bench import compare, decode, harness, plots, prefill, providers, readme, results, timing, topk, workload
+from bench import compare, decode, harness, plots, prefill, providers, readme, results, sparsity, timing, topk, workload
 from bench.cases import attention as cases
+from bench.cases import precision
 from bench.results import Environment
 from tools import profile
 
@@ -355,23 +356,23 @@ class Side:
         return {"bits": self.bits} if "open" in want else {"us": self.us}
 
 
-def test_two_checkouts_take_turns():
-    """A line has both medians, other / this, and whether the bits are equal; a sample fills about TARGET_US."""
+def test_checkouts_take_turns():
+    """A line has this one's median, and other / this of each, with a star where bits differ; a sample fills about
+    TARGET_US."""
     log = []
-    sides = [Side("other", 500.0, "ab", log), Side("this", 400.0, "ab", log)]
-    name, other, this, ratio, spread, bits = compare.compare(sides, "prefill-x", rounds=3).split()
-    assert (name, other, this, ratio, spread, bits) == ("prefill-x", "500.00", "400.00", "1.2500", "0.0%", "equal")
-    assert log[:2] == [("other", "prefill-x"), ("this", "prefill-x")]
-    samples = [entry for entry in log[2:] if entry[1] > 1]
-    assert samples == [(who, 4, False) for who in ("this", "other", "other", "this", "this", "other")]
-    sides[0].bits = "cd"
+    sides = [Side("old", 500.0, "ab", log), Side("new", 300.0, "cd", log), Side("this", 400.0, "ab", log)]
+    assert compare.compare(sides, "prefill-x", rounds=3).split() == ["prefill-x", "400.00", "0.0%", "1.2500", "0.7500*"]
+    names = ("old", "new", "this")
+    assert log[:3] == [(name, "prefill-x") for name in names]
+    samples = [entry for entry in log[3:] if entry[1] > 1]
+    assert samples == [(names[(turn + i) % 3], 4, False) for turn in range(3) for i in range(3)]
     log.clear()
-    assert compare.compare(sides, "host-x", rounds=1).endswith(" DIFFER")
-    assert all(entry[-1] is True for entry in log[2:])
+    compare.compare(sides, "host-x", rounds=1)
+    assert all(entry[-1] is True for entry in log[3:])
 
 
 def test_what_runs_in_a_checkout_uses_names_that_this_one_has():
-    modules = {"prefill": prefill, "decode": decode, "topk": topk, "cases": cases}
+    modules = dict(prefill=prefill, decode=decode, topk=topk, cases=cases, precision=precision, sparsity=sparsity)
     used = [node for node in ast.walk(ast.parse(compare.WORKER)) if isinstance(node, ast.Attribute)]
     names = [(n.value.id, n.attr) for n in used if isinstance(n.value, ast.Name) and n.value.id in modules]
     assert {module for module, _ in names} == modules.keys()

@@ -135,9 +135,7 @@ def skipping_cases(k: Kernel) -> list[Scenario]:
         "some blocks", q_lens=(9, 210, 2, 3), kv_lens=(0, 700, 0, 61), heads_q=2, heads_kv=1, sink=True, data="levels",
         scale=STEP_SCALE, skip=160.0, device=("scale", "out"), **k.same,
     )  # fmt: skip
-    none = replace(
-        some, name="none", q_lens=(9, 1), kv_lens=(300, 40), heads_kv=2, page_size=64, skip=1e-30, lse=False
-    )
+    none = replace(some, name="none", q_lens=(9, 1), kv_lens=(300, 40), heads_kv=2, page_size=64, skip=1e-30, lse=False)
     boxes = [Scenario(f"page {size}", (replace(none, page_size=size),), SMS, ("csr",)) for size in (8, 32)]
     return [Scenario("skip", (some, none)), *boxes]
 

@@ -1,0 +1,120 @@
+"""GPU tests in several processes on one GPU, of which a test that hangs, or ends its process, costs none but itself.
+
+    python -m tests.shards tests/test_gpu_*.py [--processes 12] [--limit 60] [--seconds 250] [--out build/shards]
+
+A process takes every n-th test. One that runs longer than `limit` seconds is killed with its process, which is started
+again behind it. After `seconds` no test begins. Prints what failed and what did not end; `out` holds pytest's output
+and its junit reports, for `python -m tools.matrix record`. Build the bundle first: processes do not share compilations.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ENDED, KILLED = (0, 1, 5), "did not end"  # exit codes of pytest where all its tests were looked at
+NUMBER, COUNT, LOG, LIMIT, UNTIL = (f"SHARD_{name}" for name in ("NUMBER", "COUNT", "LOG", "LIMIT", "UNTIL"))
+
+
+def words(log: Path, word: str) -> list[str]:
+    """What a log's lines say behind a first word."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [line.removeprefix(f"{word} ") for line in lines if line.startswith(f"{word} ")]
+
+
+class Shard:
+    """The plugin of one process."""
+
+    def __init__(self, environ: Any = os.environ):
+        self.number, self.count, self.limit = (int(environ[name]) for name in (NUMBER, COUNT, LIMIT))
+        self.log, self.until = Path(environ[LOG]), float(environ[UNTIL])
+
+    def say(self, *what: object) -> None:
+        with self.log.open("a") as file:
+            print(*what, file=file, flush=True)
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        begun = set(words(self.log, "begin"))
+        items[:] = [item for item in items[self.number :: self.count] if item.nodeid not in begun]
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        if time.time() > self.until:
+            os._exit(ENDED[0])
+        self.say("begin", nodeid)
+        signal.alarm(self.limit)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            lines = [line[1:].strip() for line in str(report.longrepr).splitlines() if line.startswith("E ")]
+            self.say("fail", report.nodeid, " | ".join(lines[:4])[:600])
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        signal.alarm(0)
+        self.say("end", nodeid)
+
+
+def pytest_configure(config: Any) -> None:
+    config.pluginmanager.register(Shard())
+
+
+def start(number: int, turn: int, args: argparse.Namespace, until: float) -> "subprocess.Popen[bytes]":
+    """Process `number`, for the `turn`-th time."""
+    name = args.out / f"{number}.{turn}"
+    environ = {NUMBER: number, COUNT: args.processes, LOG: log_of(args, number), LIMIT: args.limit, UNTIL: until}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", __spec__.name, "-p", "no:cacheprovider", "--tb=short"]
+    with open(f"{name}.out", "wb") as out:
+        return subprocess.Popen(
+            [*command, f"--junitxml={name}.xml", *args.tests], stdout=out, stderr=out,
+            env=os.environ | {key: str(value) for key, value in environ.items()},
+        )  # fmt: skip
+
+
+def log_of(args: argparse.Namespace, number: int) -> Path:
+    return args.out / f"{number}.log"
+
+
+def run(args: argparse.Namespace) -> Iterator[str]:
+    """Runs all tests; what is to be said of them."""
+    until = time.time() + args.seconds
+    alive = {number: (0, start(number, 0, args, until)) for number in range(args.processes)}
+    while alive:
+        for number, (turn, process) in list(alive.items()):
+            if process.poll() is None:
+                continue
+            del alive[number]
+            if process.returncode not in ENDED and time.time() < until:
+                alive[number] = turn + 1, start(number, turn + 1, args, until)
+        time.sleep(0.2)
+    ended = 0
+    for number in range(args.processes):
+        log = log_of(args, number)
+        done, failed = words(log, "end"), words(log, "fail")
+        ended += len(done)
+        yield from failed
+        yield from (f"{test} {KILLED}" for test in words(log, "begin") if test not in done)
+    yield f"{ended} tests ended in {args.seconds - (until - time.time()):.0f} s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.shards", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("tests", nargs="+", help="files, or other arguments of pytest")
+    parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument("--limit", type=int, default=60, help="seconds of a test")
+    parser.add_argument("--seconds", type=int, default=250, help="after which no test begins")
+    parser.add_argument("--out", type=Path, default=Path("build/shards"))
+    args, rest = parser.parse_known_args()
+    args.tests += rest
+    args.out.mkdir(parents=True, exist_ok=True)
+    for old in args.out.glob("*.*"):
+        old.unlink()
+    for line in run(args):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
