@@ -172,7 +172,7 @@ def run_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count):
     full_lo, full_hi = mask.full_range(spec, first, last, x.rows.n)
     row = number * ROWS + x.place.row
     head = geometry.head_of(row, w.head, geometry.divisor(w))
-    r.tokens[0] = geometry.token_of(row, geometry.divisor(w))
+    r.tokens[0] = warp.anew(geometry.token_of(row, geometry.divisor(w)))  # what it is made of is kept in no register
     r.score[0] = a.logits.scale_log2 * online.factor_of(a.logits.scale, head)
     r.reduced[0] = r.score[0]
     if const_expr(spec.logits.alibi):
