@@ -78,6 +78,13 @@ def pv(
 
 
 @cute.jit
+def wait_landed(spec: cutlass.Constexpr, ring: pipe.Pipe, i: Int32):
+    """Until MMAs may read item i of K or V."""
+    pipe.wait_full(ring, i)
+    source(spec).landed()
+
+
+@cute.jit
 def multiply(spec: cutlass.Constexpr, plan, s):
     """One warp: the MMAs of all tiles."""
     base, t, i, q = s.tensor[0], Int32(0), Int32(0), Int32(0)
@@ -85,7 +92,7 @@ def multiply(spec: cutlass.Constexpr, plan, s):
     while w.valid != 0:
         if w.hi > w.lo:
             pipe.wait_full(s.q_pipe, q)
-            pipe.wait_full(s.k_pipe, i)
+            wait_landed(spec, s.k_pipe, i)
             with cute.arch.elect_one():
                 for half in cutlass.range_constexpr(HALVES):
                     qk(spec, s, base, half, q, i)
@@ -116,11 +123,12 @@ def zero_tail(spec: cutlass.Constexpr, s, w: work.Work, i: Int32):
 def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int32, q: Int32, i: Int32):
     """P V of block j, item i of the pipes, and Q K^T of the next one of the tile, of both halves."""
     first = Int32(1) if j == w.hi - 1 else Int32(0)
-    pipe.wait_full(s.v_pipe, i)
+    wait_landed(spec, s.v_pipe, i)
     if j > w.lo:
-        pipe.wait_full(s.k_pipe, i + 1)
-    if first != 0:
-        zero_tail(spec, s, w, i)
+        wait_landed(spec, s.k_pipe, i + 1)
+    if const_expr(source(spec).CUTS):
+        if first != 0:
+            zero_tail(spec, s, w, i)
     for half in cutlass.range_constexpr(HALVES):
         if first != 0:
             pipe.wait_signal(s.stored + half, q - 1)
