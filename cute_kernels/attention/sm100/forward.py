@@ -28,7 +28,7 @@ from cutlass import Int32
 
 from ... import abi
 from ...device import copy, pipe, tmem
-from .. import fakes, load
+from .. import fakes, load, votes
 from ..args import Args, pack
 from ..kv import arrivals, pages, source
 from ..schedule import tiles, work
@@ -73,6 +73,7 @@ class Shared:
     late: cute.Pointer
     done: cute.Pointer
     stored: cute.Pointer
+    votes: Any = None  # of `skip`
 
 
 @cute.jit
@@ -118,6 +119,7 @@ def shared(spec, plan):
         late=signals(WARPS),
         done=signals(1),
         stored=signals(WARPS),
+        votes=votes.allocate(smem, HALVES) if spec.logits.skip else None,
     )
 
 

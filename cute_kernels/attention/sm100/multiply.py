@@ -7,6 +7,7 @@ from cutlass import Int32, const_expr
 from ...device import layout, pipe, tmem, umma
 from ..kv import source
 from ..schedule import work
+from . import skip
 from .roles import HALVES, ROWS
 
 S, O = 0, 256  # noqa: E741  columns of S, of O
@@ -134,12 +135,18 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int
             pipe.wait_signal(s.stored + half, q - 1)
         pipe.wait_signal(s.early + half, i)
         tmem.after_wait()
+        kept = Int32(1)
+        if const_expr(spec.logits.skip):
+            if first == 0:
+                kept -= skip.left_out(s, half, i)
         with cute.arch.elect_one():
-            pv(spec, s, base, half, i, range(early(spec)), first)
+            if kept != 0:
+                pv(spec, s, base, half, i, range(early(spec)), first)
         pipe.wait_signal(s.late + half, i)
         tmem.after_wait()
         with cute.arch.elect_one():
-            pv(spec, s, base, half, i, range(early(spec), PIECES), first)
+            if kept != 0:
+                pv(spec, s, base, half, i, range(early(spec), PIECES), first)
             if j > w.lo:
                 qk(spec, s, base, half, q, i + 1)
             else:
