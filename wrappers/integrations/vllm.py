@@ -28,16 +28,11 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from ..attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
-from ..explanation import explain
 from ..page import nvfp4_quantize_append_paged_kv_cache
+from .support import ARCHS, E4M3, E5M2, HEAD_SIZES, PAGE_SIZES, decode_tokens, query_dtype, refusal
 
-HEAD_SIZES = [64, 128, 256]
-BLOCK_SIZES = [8, 16, 32, 64, 128, 256]  # fetched by TMA; larger blocks of vLLM are split into these
-ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 QUANTISED = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_e5m2": E5M2, "nvfp4": torch.uint8}
 SIXTEEN_BITS = {"float16": torch.float16, "bfloat16": torch.bfloat16}  # "auto": the model's
-DECODE_ROWS = 64  # query tokens times heads of a group: in batches of more, the context function is used
 
 
 @dataclass
@@ -101,7 +96,8 @@ class Backend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [*BLOCK_SIZES]
+        """Larger blocks of vLLM are split into these."""
+        return [*PAGE_SIZES]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -138,43 +134,11 @@ class Backend(AttentionBackend):
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, block_size: int | None, use_mla: bool,
         has_sink: bool, use_sparse: bool, use_mm_prefix: bool, device_capability: Any,
     ) -> str | None:  # fmt: skip
-        """None, or why no kernel of the architecture takes these types and sizes: what `explain` says."""
+        """None, or why no kernel of the architecture takes these types: what `explain` says."""
         arch = ARCHS.get((device_capability.major, device_capability.minor))
         if arch is None or head_size not in HEAD_SIZES:
             return None  # said by other methods
-        return _refused(arch, head_size, dtype, kv_cache_dtype or "auto", block_size or 16)
-
-
-def _refused(arch: str, head_size: int, dtype: torch.dtype, kv_cache_dtype: str, block_size: int) -> str | None:
-    """Why one of the two functions has no kernel."""
-    cache = (QUANTISED | SIXTEEN_BITS).get(kv_cache_dtype, dtype)
-    query = E4M3 if _quantises(kv_cache_dtype, arch) else dtype
-    page = max((size for size in BLOCK_SIZES if block_size % size == 0), default=block_size)
-    q, kv, scales = torch.zeros(1, 1, head_size, device="cpu").to(query), _pool(page, head_size, cache), None
-    if cache is torch.uint8:
-        kv, scales = _pool(page, head_size // 2, cache), _pool(page, head_size // 16, E4M3)
-    table, one, starts = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in ([[0]], [1], [0, 1]))
-    given: dict[str, Any] = {"out_dtype": dtype, "kv_cache_sf": scales, "arch": arch}
-    try:
-        asked = (
-            explain(q, kv, None, table, one, 1, 1, 1.0, 1.0, 1, starts, None, **given),
-            explain(q, kv, None, table, one, 1, function=trtllm_batch_decode_with_kv_cache, **given),
-        )
-    except (TypeError, ValueError) as error:
-        return str(error)
-    for name, found in zip(("context", "decode"), asked):
-        if found.runs is None:
-            return f"{name} on {arch}: {'; '.join(f'{op}: {why}' for op, why in found.refused)}"
-    return None
-
-
-def _pool(page: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(1, 2, 1, page, size, device="cpu").to(dtype)
-
-
-def _quantises(kv_cache_dtype: str, arch: str | None) -> bool:
-    """Whether queries shall be e4m3: prefill on Blackwell has no kernel of other queries over e4m3 caches."""
-    return QUANTISED.get(kv_cache_dtype) is E4M3 and arch in ("sm_100a", "sm_103a")
+        return refusal(arch, head_size, dtype, (QUANTISED | SIXTEEN_BITS).get(kv_cache_dtype, dtype))
 
 
 class Impl(AttentionImpl[Metadata]):
@@ -199,12 +163,13 @@ class Impl(AttentionImpl[Metadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         capability = current_platform.get_device_capability()
         arch = None if capability is None else ARCHS.get((capability.major, capability.minor))
-        self.supports_quant_query_input = _quantises(kv_cache_dtype, arch)
         self._cache_dtype = QUANTISED.get(kv_cache_dtype)
+        sixteen = torch.bfloat16
+        self.supports_quant_query_input = query_dtype(sixteen, self._cache_dtype or sixteen, arch) is E4M3
         self._window_left = -1 if sliding_window is None else sliding_window - 1  # keys before the token itself
         self._soft_cap = logits_soft_cap or None
         self._loaded_sinks = self.sinks = sinks
-        self._decode_tokens = max(1, DECODE_ROWS * self.num_kv_heads // num_heads)
+        self._decode_tokens = decode_tokens(num_heads, self.num_kv_heads)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Sinks in fp32, as kernels take them; weights that are loaded again go to the same memory."""

@@ -1,0 +1,244 @@
+"""SGLang's own attention layer, KV pools, registries and DSA top-k, of 0.5.23, on the plugin: prompts, chunks, decodes and
+mixed batches in its pools of every type, against float64; what the plugin refuses when it is constructed.
+
+What has nothing of attention is a stub (`engine_files`).
+"""
+
+import importlib.metadata
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine_files import Engine, attention, engine_files, entry_points
+
+VERSION = "0.5.23"
+FILES = tuple(
+    f"sglang/srt/{name}.py"
+    for name in """
+    environ plugins/__init__ plugins/hook_registry arg_groups/choices layers/radix_attention
+    layers/attention/attention_registry layers/attention/base_attn_backend layers/attention/graph_utils
+    layers/attention/dsa/dsa_topk_backend layers/quantization/fp4_kv_cache_quant_method
+    mem_cache/base_swa_memory_pool mem_cache/layout/paged_view mem_cache/memory_pool mem_cache/swa_memory_pool
+    model_executor/forward_batch_info
+    """.split()
+)
+E4M3 = torch.float8_e4m3fn
+
+
+def no(*_: Any, **__: Any) -> bool:
+    return False
+
+
+@dataclass
+class Server:
+    """What SGLang's runtime keeps for a process."""
+
+    backend: Any = None
+    parallel: Any = field(default_factory=lambda: SimpleNamespace(attn_cp_size=1, dcp_enabled=False))
+    named: bool = False
+
+
+def stubs(server: Server) -> dict[str, dict[str, Any]]:
+    platform = SimpleNamespace(is_sm90=True, is_sm100=False, is_sm120=False)
+    utils = {f"is_{name}": no for name in ("cpu", "cuda", "gfx95_supported", "hip", "musa", "npu", "xpu")}
+    saver = SimpleNamespace(create=lambda **_: SimpleNamespace(region=lambda *_, **__: nullcontext()))
+    graph = {name: no for name in ("is_in_breakable_cuda_graph", "is_in_full_prefill_graph", "is_in_prefill_graph_scope")}
+    return {
+        "sglang.kernels.kernel_api_logging": {"debug_kernel_api": lambda function: function},
+        "sglang.srt.utils": utils | {"cpu_has_amx_support": no, "ceil_align": lambda x, to: -(-x // to) * to},
+        "sglang.srt.utils.common": utils,
+        "sglang.srt.platforms": {"current_platform": SimpleNamespace(is_cuda_alike=no)},
+        "sglang.srt.runtime_context": {"get_parallel": lambda: server.parallel, "get_platform": lambda: platform},
+        "sglang.srt.utils.torch_memory_saver_adapter": {"TorchMemorySaverAdapter": saver},
+        "sglang.srt.mem_cache.utils": {"maybe_init_custom_mem_pool": lambda **_: (False, None, None)},
+        "sglang.kernels.ops.quantization.fp8_kernel": {"is_fp8_fnuz": no},
+        "sglang.srt.model_executor.runner": {"get_is_capture_mode": no},
+        "sglang.srt.model_executor.forward_context": {"get_attn_backend": lambda: server.backend},
+        "sglang.srt.model_executor.runner_utils.prefill_graph": graph,
+        "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph": graph
+        | {"eager_on_graph": lambda function: function},
+    }
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The engine, which has loaded the plugins with its own loader."""
+    server = Server()
+    engine = Engine("sglang", engine_files("sglang", VERSION, FILES), FILES, stubs(server))
+    with engine.installed(), pytest.MonkeyPatch.context() as patch:
+        with Engine("triton", Path(), (), {}).installed():
+            from sglang.srt.mem_cache import memory_pool, swa_memory_pool  # noqa: F401
+        patch.setattr(importlib.metadata, "entry_points", entry_points)
+        patch.delenv("SGLANG_PLUGINS", raising=False)
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
+        yield server
+
+
+@dataclass
+class Case:
+    kv_dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 64
+    page_size: int = 16
+    windows: tuple[int, int] = (-1, -1)  # keys before the token itself, of each layer
+    pools: bool = False  # a pool of its own for layers with a window
+    logit_cap: float = 0.0
+    sinks: bool = False
+    scales: tuple[float | None, float | None] = (None, None)  # of K and V
+    hnd: bool = False
+
+
+HEADS, KV_HEADS, SLOTS, CONTEXT = 8, 2, 384, 96
+CASES = {
+    "bf16": Case(),
+    "fp16, head-major pool, soft cap": Case(torch.float16, torch.float16, 128, hnd=True, logit_cap=2.0),
+    "sinks, windows in a pool of their own": Case(windows=(-1, 8), pools=True, sinks=True),
+    "windows in one pool, pages of 1": Case(windows=(8, -1), page_size=1),
+    "e4m3, scales, windows in a pool of their own": Case(
+        E4M3, windows=(5, -1), pools=True, sinks=True, scales=(0.5, 0.25), page_size=32
+    ),
+    "e5m2": Case(torch.float8_e5m2, head_dim=128),
+}  # fmt: skip
+
+
+class Model:
+    """A model runner of two attention layers, and requests whose keys and values the test keeps too."""
+
+    def __init__(self, server: Server, case: Case, monkeypatch: Any, **changes: Any) -> None:
+        from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+        from sglang.srt.layers.radix_attention import RadixAttention
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+        from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+        torch.manual_seed(0)
+        monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", str(case.hnd).lower())
+        self.server, self.case = server, case
+        self.layers = torch.nn.ModuleList(
+            RadixAttention(
+                HEADS, case.head_dim, case.head_dim**-0.5, KV_HEADS, i, logit_cap=case.logit_cap,
+                sliding_window_size=window,
+            )
+            for i, window in enumerate(case.windows)
+        )  # fmt: skip
+        for layer in self.layers:
+            layer.k_scale_float, layer.v_scale_float = case.scales
+            layer.k_scale, layer.v_scale = (None if s is None else torch.tensor(s) for s in case.scales)
+        pool = dict(page_size=case.page_size, dtype=case.kv_dtype, head_num=KV_HEADS, head_dim=case.head_dim,
+            device="cpu", enable_memory_saver=False)  # fmt: skip
+        if case.pools:
+            windowed = [i for i, window in enumerate(case.windows) if window >= 0]
+            full = [i for i in range(2) if i not in windowed]
+            self.pool = SWAKVPool(SLOTS, SLOTS // 2, swa_attention_layer_ids=windowed, full_attention_layer_ids=full,
+                **pool)  # fmt: skip
+            self.to_window = torch.full((SLOTS + case.page_size + 1,), -1)  # a page gets one when it is used
+            self.free_windowed = torch.randperm(SLOTS // 2 // case.page_size).add(1).tolist()
+            self.pool.register_mapping(self.to_window)
+            parts = [self.pool.full_kv_pool, self.pool.swa_kv_pool]
+        else:
+            self.pool = MHATokenToKVPool(SLOTS, layer_num=2, **pool)
+            parts = [self.pool]
+        for part in parts:
+            for buffer in part.k_buffer + part.v_buffer:
+                buffer.view(torch.uint8).fill_(255)  # NaN
+        self.req_to_token = torch.zeros(8, CONTEXT, dtype=torch.int32)
+        runner = dict(
+            model=self.layers, dtype=case.dtype, kv_cache_dtype=case.kv_dtype, device="cpu", page_size=case.page_size,
+            use_mla_backend=False, spec_algorithm=SimpleNamespace(is_speculative=no),
+            model_config=SimpleNamespace(context_len=CONTEXT, is_encoder_decoder=False),
+            req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token), token_to_kv_pool=self.pool,
+        )  # fmt: skip
+        self.backend = server.backend = ATTENTION_BACKENDS["cute_kernels"](SimpleNamespace(**runner | changes))
+        self.free = torch.randperm(SLOTS // case.page_size).add(1).tolist()  # page 0 takes what is padded
+        self.slots: dict[int, list[int]] = {}
+        self.kept: dict[tuple[int, int], list[torch.Tensor]] = {}  # layer, request -> K and V
+
+    def batch(self, mode: str, counts: dict[int, int], padding: int = 0) -> Any:
+        """A ForwardBatch that has so many tokens of each request, and `padding` requests of a CUDA graph."""
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+        size, new, prefixes = self.case.page_size, [], [len(self.slots.get(r, [])) for r in counts]
+        for request, count in counts.items():
+            mine = self.slots.setdefault(request, [])
+            for _ in range(count):
+                if len(mine) % size == 0:
+                    page = self.free.pop()
+                    mine.append(page * size)
+                    if self.case.pools:
+                        self.to_window[page * size :][:size] = self.free_windowed.pop() * size + torch.arange(size)
+                else:
+                    mine.append(mine[-1] + 1)
+                new.append(mine[-1])
+            self.req_to_token[request, : len(mine)] = torch.tensor(mine)
+        lens = [len(self.slots[r]) for r in counts] + [1] * padding
+        if self.case.pools:
+            self.to_window[0] = 0
+        batch = ForwardBatch(
+            forward_mode=ForwardMode[mode], batch_size=len(lens), input_ids=torch.zeros(len(new) + padding).long(),
+            req_pool_indices=torch.tensor([*counts] + [7] * padding), seq_lens=torch.tensor(lens),
+            out_cache_loc=torch.tensor(new + [0] * padding), seq_lens_sum=sum(lens),
+        )  # fmt: skip
+        if mode != "DECODE":
+            batch.extend_seq_lens_cpu = [*counts.values()]
+            batch.extend_seq_lens = torch.tensor(batch.extend_seq_lens_cpu)
+            batch.extend_prefix_lens_cpu = prefixes
+        return batch
+
+    def run(self, batch: Any, counts: dict[int, int]) -> None:
+        """Runs both layers with new queries, keys and values, and compares each request with float64."""
+        tokens, dim = len(batch.out_cache_loc), self.case.head_dim
+        for number, layer in enumerate(self.layers):
+            q, k, v = (torch.randn(tokens, n * dim).to(self.case.dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
+            sinks = torch.randn(HEADS).bfloat16() if self.case.sinks else None
+            given = [t.clone() for t in (k, v)]
+            out = layer(q, k, v, batch, **({} if sinks is None else {"sinks": sinks}))
+            assert out.dtype == self.case.dtype and out.shape == q.shape
+            start = 0
+            for request, count in counts.items():
+                mine = slice(start, start + count)
+                start += count
+                kept = self.kept.setdefault((number, request), [torch.empty(0, KV_HEADS, dim)] * 2)
+                kept[:] = [torch.cat([old, t[mine].unflatten(1, (KV_HEADS, -1))]) for old, t in zip(kept, given)]
+                keys, values = (self.stored(t, scale) for t, scale in zip(kept, self.case.scales))
+                window = None if self.case.windows[number] < 0 else self.case.windows[number] + 1
+                cap = self.case.logit_cap or None
+                want = attention(q[mine].unflatten(1, (HEADS, -1)), keys, values, layer.scaling, window, cap, sinks)
+                found = out[mine].unflatten(1, (HEADS, -1)).double()
+                torch.testing.assert_close(found, want, rtol=0.01, atol=0.005)
+
+    def stored(self, rows: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """Keys or values as the pool holds them, float64."""
+        if self.case.kv_dtype.itemsize == 2:
+            return rows.double()
+        scaled = rows.to(self.case.dtype) if scale is None else rows.to(self.case.dtype).div(scale)
+        return scaled.to(self.case.kv_dtype).double() * (scale or 1.0)
+
+    def step(self, mode: str, counts: dict[int, int]) -> None:
+        batch = self.batch(mode, counts)
+        self.backend.init_forward_metadata(batch)
+        self.run(batch, counts)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prompts_chunks_decodes_and_mixed_batches(name, server, monkeypatch):
+    model, called = Model(server, CASES[name], monkeypatch), []
+    from wrappers.integrations import sglang as plugin
+
+    for function in ("context", "decode"):
+        full = f"trtllm_batch_{function}_with_kv_cache"
+        real = getattr(plugin, full)
+        monkeypatch.setattr(
+            plugin, full, lambda *a, of=function, call=real, **k: called.append(of) or call(*a, **k)
+        )
+    model.step("EXTEND", {3: 20, 0: 5})
+    model.step("MIXED", {3: 17, 1: 9, 0: 1})
+    model.step("DECODE", {0: 1, 3: 1, 1: 1})
+    model.step("EXTEND", {1: 3, 2: 2})
+    model.step("DECODE", {2: 1, 1: 1})
+    assert called == ["context"] * 4 + ["decode"] * 6
