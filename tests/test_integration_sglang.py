@@ -17,7 +17,7 @@ import torch
 from tests.engine_files import Engine, attention, engine_files, entry_points
 
 VERSION = "0.5.23"
-FILES = tuple(
+FILES = ("sglang/kernels/ops/attention/dsv4/topk.py",) + tuple(
     f"sglang/srt/{name}.py"
     for name in """
     environ plugins/__init__ plugins/hook_registry arg_groups/choices layers/radix_attention
@@ -40,7 +40,6 @@ class Server:
 
     backend: Any = None
     parallel: Any = field(default_factory=lambda: SimpleNamespace(attn_cp_size=1, dcp_enabled=False))
-    named: bool = False
 
 
 def stubs(server: Server) -> dict[str, dict[str, Any]]:
@@ -242,3 +241,211 @@ def test_prompts_chunks_decodes_and_mixed_batches(name, server, monkeypatch):
     model.step("EXTEND", {1: 3, 2: 2})
     model.step("DECODE", {2: 1, 1: 1})
     assert called == ["context"] * 4 + ["decode"] * 6
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_graph_of_decode_holds_for_other_lengths(name, server, monkeypatch):
+    """What a graph records is run again after SGLang has written other requests into the batch it was captured with."""
+    model = Model(server, CASES[name], monkeypatch)
+    model.step("EXTEND", {0: 30, 1: 4, 2: 17})
+    backend = model.backend
+    backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4)
+    graph = model.batch("DECODE", {0: 1, 1: 1}, padding=2)
+    backend.init_forward_metadata_out_graph(graph, in_capture=True)
+    backend.init_forward_metadata_in_graph(graph)
+    model.run(graph, {0: 1, 1: 1})
+    assert backend.get_cuda_graph_seq_len_fill_value() == 1
+    for counts, padding in (({2: 1, 1: 1, 0: 1}, 1), ({1: 1}, 3)):
+        batch = model.batch("DECODE", counts, padding)
+        for tensor in ("req_pool_indices", "seq_lens", "out_cache_loc"):
+            getattr(graph, tensor).copy_(getattr(batch, tensor))
+        backend.init_forward_metadata_out_graph(graph)
+        backend.init_forward_metadata_in_graph(graph)
+        model.run(graph, counts)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("mode, counts", [("DECODE", {0: 1, 1: 1}), ("EXTEND", {0: 20, 1: 2})])
+def test_nothing_of_the_device_is_read(name, mode, counts, server, monkeypatch):
+    """On tensors without values: whatever reads one fails. Nor is a tensor made of numbers of the host."""
+    model = Model(server, CASES[name], monkeypatch)
+    batch = model.batch(mode, counts)
+    for key, value in vars(batch).items():
+        if isinstance(value, torch.Tensor):
+            setattr(batch, key, value.to("meta"))
+    for part in (model.pool.full_kv_pool, model.pool.swa_kv_pool) if model.case.pools else (model.pool,):
+        part.k_buffer, part.v_buffer = ([t.to("meta") for t in ts] for ts in (part.k_buffer, part.v_buffer))
+    if model.case.pools:
+        model.pool.register_mapping(model.to_window.to("meta"))
+    model.backend.req_to_token = model.req_to_token.to("meta")
+    dim, tokens = model.case.head_dim, sum(counts.values())
+    q, k, v = (torch.empty(tokens, n * dim, dtype=model.case.dtype, device="meta") for n in (HEADS, KV_HEADS, KV_HEADS))
+    monkeypatch.setattr(torch, "tensor", lambda *given, **options: pytest.fail("numbers go to the device"))
+    model.backend.init_forward_metadata(batch)
+    for layer in model.layers:
+        assert layer(q, k, v, batch).shape == q.shape
+
+
+def test_queries_of_blackwell(server, monkeypatch):
+    """e4m3 over an e4m3 pool, since prefill has no other kernel there; and what no kernel does is refused."""
+    from wrappers import machine
+
+    class B200(machine.Machine):
+        def facts(self, device):
+            return "sm_100a", 148
+
+    monkeypatch.setattr(machine, "current", B200())
+    assert Model(server, Case(E4M3), monkeypatch).backend._query_dtype is E4M3
+    assert Model(server, Case(), monkeypatch).backend._query_dtype is torch.bfloat16
+    with pytest.raises(NotImplementedError, match="context on sm_100a: .*attention.sm100: head_dim .256, 256."):
+        Model(server, Case(head_dim=256), monkeypatch)
+
+
+REFUSED = {
+    "MLA": {"use_mla_backend": True},
+    "speculative decoding": {"spec_algorithm": SimpleNamespace(is_speculative=lambda: True)},
+    "an encoder": {"model_config": SimpleNamespace(context_len=CONTEXT, is_encoder_decoder=True)},
+    "kv_cache_dtype torch.uint8": {"kv_cache_dtype": torch.uint8},
+    "dtype torch.float32": {"dtype": torch.float32, "kv_cache_dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_servers_that_are_refused(name, server, monkeypatch):
+    with pytest.raises(NotImplementedError, match=f"attention backend cute_kernels: {name}: not supported"):
+        Model(server, Case(), monkeypatch, **REFUSED[name])
+
+
+def test_context_parallelism_is_refused(server, monkeypatch):
+    monkeypatch.setattr(server, "parallel", SimpleNamespace(attn_cp_size=2, dcp_enabled=False))
+    with pytest.raises(NotImplementedError, match="context parallelism: not supported"):
+        Model(server, Case(), monkeypatch)
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"head_dim": 96}, "head_dim 96, 96 of V"),
+    ({"v_head_dim": 128}, "head_dim 64, 128 of V"),
+    ({"is_cross_attention": True}, "cross attention"),
+    ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode 'ALIBI'"),
+    ({"logit_cap": 3.0, "logit_capping_method": "sigmoid"}, "logit_capping_method 'sigmoid'"),
+    ({"attn_type": "ENCODER_ONLY"}, "AttentionType.ENCODER_ONLY"),
+])  # fmt: skip
+def test_layers_that_are_refused(options, message, server, monkeypatch):
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+    if "attn_type" in options:
+        options = {"attn_type": AttentionType[options["attn_type"]]}
+    sizes = {"num_heads": HEADS, "head_dim": 64, "scaling": 0.125, "num_kv_heads": KV_HEADS, "layer_id": 0}
+    layer = RadixAttention(**sizes | options)
+    with pytest.raises(NotImplementedError, match=f"attention backend cute_kernels: {message}: not supported"):
+        Model(server, Case(), monkeypatch, model=torch.nn.ModuleList([layer]))
+
+
+def test_batches_that_are_refused(server, monkeypatch):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    model = Model(server, Case(), monkeypatch)
+    batch = model.batch("EXTEND", {0: 4})
+    with pytest.raises(NotImplementedError, match="forward_mode: .*EXTEND.*, graphs are of DECODE only"):
+        model.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    model.backend.init_forward_metadata(batch)
+    q, k = torch.zeros(4, HEADS * 64).bfloat16(), torch.zeros(4, KV_HEADS * 64).bfloat16()
+    with pytest.raises(NotImplementedError, match="return_lse: given, must be None"):
+        model.layers[0](q, k, k, batch, return_lse=True)
+    batch.forward_mode = ForwardMode.TARGET_VERIFY
+    with pytest.raises(NotImplementedError, match="forward_mode: .*TARGET_VERIFY.*, must be one of EXTEND, MIXED"):
+        model.backend.init_forward_metadata(batch)
+
+
+def test_the_backend_may_be_asked_for(server):
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+
+    assert ATTENTION_BACKEND_CHOICES.count("cute_kernels") == 1
+
+
+@pytest.fixture
+def dsa(server, monkeypatch):
+    """DSA's top-k backend and DeepSeek-V4's kernels, hooked by the plugin that the user named."""
+    from sglang.kernels.ops.attention.dsv4 import topk as kernels
+    from sglang.srt.layers.attention.dsa import dsa_topk_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry
+    from wrappers.integrations import plugins
+
+    for owner in (dsa_topk_backend.DSATopKBackend, kernels):
+        for name in ("topk_func", "topk_transform", "topk_transform_paged", "topk_transform_paged_v2"):
+            if hasattr(owner, name):
+                monkeypatch.setattr(owner, name, getattr(owner, name))
+    HookRegistry.reset()
+    plugins.sglang_topk()
+    assert not HookRegistry._hooks  # the user named nothing
+    monkeypatch.setenv("SGLANG_PLUGINS", "cute_kernels,cute_kernels_topk")
+    plugins.sglang_topk()
+    HookRegistry.apply_hooks()
+    yield SimpleNamespace(topk=dsa_topk_backend, kernels=kernels)
+    HookRegistry.reset()
+
+
+def chosen(scores: torch.Tensor, start: int, length: int, k: int) -> list[int]:
+    """Indices of the k largest of a window, from its start, ascending."""
+    best = sorted(range(length), key=lambda i: -float(scores[start + i]))[:k]
+    return sorted(best)
+
+
+def filled(found: list[int], k: int) -> list[int]:
+    return found + [-1] * (k - len(found))
+
+
+def scores_of(rows: int, width: int = 300) -> torch.Tensor:
+    return torch.randn(rows, width + 20, generator=torch.Generator().manual_seed(0))[:, :width]
+
+
+@pytest.mark.parametrize("backend", ["SGL_KERNEL", "FLASHINFER", "TORCH"])
+@pytest.mark.parametrize("wide", [True, False])
+def test_decode_of_dsa(backend, wide, dsa):
+    """Slots by the table of single slots, or of pages where there is no other."""
+    scores, lens, k, size = scores_of(3), torch.tensor([300, 20, 1]), 32, 64
+    pages = torch.randperm(15, generator=torch.Generator().manual_seed(1)).view(3, 5).int()
+    slots = (pages[..., None] * size + torch.arange(size)).flatten(1).int()
+    metadata = SimpleNamespace(page_table_1=slots if wide else None, real_page_table=pages, page_size=size)
+    found = dsa.topk.DSATopKBackend[backend].topk_transform(
+        logits=scores, lengths=lens.int(), topk=k, topk_transform_method=dsa.topk.TopkTransformMethod.PAGED,
+        attn_metadata=metadata, cu_seqlens_q_topk=torch.arange(4).int(), topk_indices_offset=None, row_starts=None,
+        batch_idx_list=None, force_unfused_topk=False,
+    )  # fmt: skip
+    want = [filled([int(slots[r, i]) for i in chosen(scores[r], 0, n, k)], k) for r, n in enumerate(lens.tolist())]
+    assert found.tolist() == want
+
+
+def test_prefill_of_dsa(dsa):
+    """Rows of two requests whose keys lie behind one another: slots by a table, flattened keys, and the bare indices."""
+    scores, k = scores_of(3), 24
+    starts, lens, offsets = torch.tensor([0, 0, 100]).int(), torch.tensor([80, 81, 10]).int(), torch.tensor([0, 0, 100])
+    table = torch.randperm(600, generator=torch.Generator().manual_seed(1)).view(2, 300).int()
+    metadata = SimpleNamespace(page_table_1=table, cu_seqlens_k=torch.tensor([0, 100, 200]).int())
+    methods, backend = dsa.topk.TopkTransformMethod, dsa.topk.DSATopKBackend.SGL_KERNEL
+    given = dict(logits=scores, lengths=lens, topk=k, attn_metadata=metadata, row_starts=starts,
+        cu_seqlens_q_topk=torch.tensor([0, 2, 3]).int(), topk_indices_offset=offsets)  # fmt: skip
+    best = [chosen(scores[r], int(starts[r]), int(lens[r]), k) for r in range(3)]
+    found = backend.topk_transform(topk_transform_method=methods.PAGED, **given)
+    assert found.tolist() == [filled([int(table[r // 2, i]) for i in best[r]], k) for r in range(3)]
+    found = backend.topk_transform(topk_transform_method=methods.RAGGED, **given)
+    assert found.tolist() == [filled([int(offsets[r]) + i for i in best[r]], k) for r in range(3)]
+    found = backend.topk_transform(topk_transform_method=methods.PAGED, force_unfused_topk=True, **given)
+    assert found.tolist() == [filled(row, k) for row in best]
+    with pytest.raises(ValueError, match="topk_indices_offset: None, required where topk_transform_method is RAGGED"):
+        backend.topk_transform(topk_transform_method=methods.RAGGED, **given | {"topk_indices_offset": None})
+
+
+def test_indexer_of_deepseek_v4(dsa):
+    scores, lens, k, size = scores_of(2), torch.tensor([300, 9]).int(), 16, 64
+    pages = torch.randperm(10, generator=torch.Generator().manual_seed(1)).view(2, 5).int()
+    best = [chosen(scores[r], 0, int(n), k) for r, n in enumerate(lens)]
+    want = [filled([int(pages[r, i // size]) * size + i % size for i in row], k) for r, row in enumerate(best)]
+    out, raw = torch.zeros(2, 2, k, dtype=torch.int32)
+    dsa.kernels.topk_transform_paged(scores, lens, pages, out, size, raw)
+    assert out.tolist() == want and raw.tolist() == [filled(row, k) for row in best]
+    out.zero_()
+    dsa.kernels.topk_transform_paged_v2(scores, lens, pages, out, size, torch.zeros(3, 2).int())
+    assert out.tolist() == want
+    dsa.kernels.topk_transform_paged_v2(scores, lens, None, out, size, torch.zeros(3, 2).int())
+    assert out.tolist() == raw.tolist()
