@@ -170,5 +170,5 @@ class Engine(MetaPathFinder, Loader):
         finally:
             sys.meta_path.remove(self)
             for name in set(sys.modules) - before:
-                if name.startswith((f"{self.package}.", f"wrappers.integrations.{self.package}")) or name == self.package:
+                if name.partition(".")[0] == self.package or name.startswith(f"wrappers.integrations.{self.package}"):
                     del sys.modules[name]

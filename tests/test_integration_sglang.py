@@ -1,5 +1,5 @@
-"""SGLang's own attention layer, KV pools, registries and DSA top-k, of 0.5.23, on the plugin: prompts, chunks, decodes and
-mixed batches in its pools of every type, against float64; what the plugin refuses when it is constructed.
+"""SGLang's own attention layer, KV pools, registries and DSA top-k, of 0.5.23, on the plugin: prompts, chunks, decodes
+and mixed batches in its pools of every type, against float64; what the plugin refuses when it is constructed.
 
 What has nothing of attention is a stub (`engine_files`).
 """
@@ -46,7 +46,7 @@ def stubs(server: Server) -> dict[str, dict[str, Any]]:
     platform = SimpleNamespace(is_sm90=True, is_sm100=False, is_sm120=False)
     utils = {f"is_{name}": no for name in ("cpu", "cuda", "gfx95_supported", "hip", "musa", "npu", "xpu")}
     saver = SimpleNamespace(create=lambda **_: SimpleNamespace(region=lambda *_, **__: nullcontext()))
-    graph = {name: no for name in ("is_in_breakable_cuda_graph", "is_in_full_prefill_graph", "is_in_prefill_graph_scope")}
+    graph = dict.fromkeys(("is_in_breakable_cuda_graph", "is_in_full_prefill_graph", "is_in_prefill_graph_scope"), no)
     return {
         "sglang.kernels.kernel_api_logging": {"debug_kernel_api": lambda function: function},
         "sglang.srt.utils": utils | {"cpu_has_amx_support": no, "ceil_align": lambda x, to: -(-x // to) * to},
@@ -369,6 +369,7 @@ def dsa(server, monkeypatch):
     from sglang.kernels.ops.attention.dsv4 import topk as kernels
     from sglang.srt.layers.attention.dsa import dsa_topk_backend
     from sglang.srt.plugins.hook_registry import HookRegistry
+
     from wrappers.integrations import plugins
 
     for owner in (dsa_topk_backend.DSATopKBackend, kernels):
@@ -417,7 +418,7 @@ def test_decode_of_dsa(backend, wide, dsa):
 
 
 def test_prefill_of_dsa(dsa):
-    """Rows of two requests whose keys lie behind one another: slots by a table, flattened keys, and the bare indices."""
+    """Rows of two requests whose keys lie behind one another: slots by a table, flattened keys, the bare indices."""
     scores, k = scores_of(3), 24
     starts, lens, offsets = torch.tensor([0, 0, 100]).int(), torch.tensor([80, 81, 10]).int(), torch.tensor([0, 0, 100])
     table = torch.randperm(600, generator=torch.Generator().manual_seed(1)).view(2, 300).int()

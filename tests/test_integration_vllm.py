@@ -288,7 +288,7 @@ class Model:
     def run(self, common: Any, counts: dict[int, int], metadata: Any) -> None:
         """Runs both layers with new queries, keys and values, and compares each request with float64."""
         tokens = len(common.slot_mapping)
-        slots = {name: common.slot_mapping for name in self.layers}
+        slots = dict.fromkeys(self.layers, common.slot_mapping)
         layers = self.server.config.compilation_config.static_forward_context
         self.server.context = SimpleNamespace(attn_metadata=metadata, no_compile_layers=layers, slot_mapping=slots)
         for name, layer in self.layers.items():
@@ -299,7 +299,7 @@ class Model:
             out = layer(q, k, v)
             assert out.dtype == self.case.dtype and out.shape == q.shape
             start = 0
-            for row, (request, count) in enumerate(counts.items()):
+            for request, count in counts.items():
                 mine = slice(start, start + count)
                 start += count
                 new = [t[mine].unflatten(1, (KV_HEADS, -1)) for t in (k, v)]
@@ -308,7 +308,7 @@ class Model:
                 query = q[mine] if layer.query_quant is None else (q[mine] / 0.125).to(E4M3).double() * 0.125
                 want = attention(query.unflatten(1, (HEADS, -1)), keys, values, layer.impl.scale, *options)
                 found = out[mine].unflatten(1, (HEADS, -1)).double()
-                torch.testing.assert_close(found, want, rtol=0.01, atol=0.005, msg=lambda m, r=row: f"{name} {r}: {m}")
+                torch.testing.assert_close(found, want, rtol=0.01, atol=0.005)
 
     def stored(self, name: str, request: int, new: list[torch.Tensor]) -> list[torch.Tensor]:
         """K and V of a request, float64, as the cache holds them."""
@@ -343,7 +343,7 @@ class Model:
     def step(self, counts: dict[int, int], padding: int = 0) -> Any:
         common = self.common(counts, padding)
         metadata = self.builder.build(common_prefix_len=0, common_attn_metadata=common)
-        self.run(common, counts, {name: metadata for name in self.layers})
+        self.run(common, counts, dict.fromkeys(self.layers, metadata))
         return metadata
 
 
@@ -402,7 +402,9 @@ def test_nothing_of_the_device_is_read(name, longest, server, monkeypatch):
             setattr(common, field_name, value.to("meta"))
     layer = model.layers["layers.0.attn"]
     layer.to("meta")
-    cache = torch.empty_strided(layer.kv_cache.shape, layer.kv_cache.stride(), dtype=layer.kv_cache.dtype, device="meta")
+    cache = torch.empty_strided(
+        layer.kv_cache.shape, layer.kv_cache.stride(), dtype=layer.kv_cache.dtype, device="meta"
+    )
     if layer.impl.sinks is not None:
         layer.impl.sinks = layer.impl.sinks.to("meta")
     monkeypatch.setattr(plugin.ops, "reshape_and_cache_flash", lambda *given: None)
@@ -515,6 +517,7 @@ def indexer(server, monkeypatch):
     """The top-k stage of vLLM's indexer, with the plugin named, and its per-row functions."""
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers import indexer_topk
+
     from wrappers.integrations import plugins
 
     for owner, name in ((ops, "top_k_per_row_prefill"), (ops, "top_k_per_row_decode"), (

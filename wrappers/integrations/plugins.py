@@ -2,9 +2,9 @@
 imports it where it is used: loading a plugin imports little, and changes nothing for who does not ask.
 
     vllm serve MODEL --attention-backend CUSTOM
-    VLLM_PLUGINS=cute_kernels,cute_kernels_topk vllm serve MODEL                             # the sparse indexer's top-k
+    VLLM_PLUGINS=cute_kernels,cute_kernels_topk vllm serve MODEL  # the sparse indexer's top-k
     python -m sglang.launch_server --model-path MODEL --attention-backend cute_kernels --page-size 64
-    SGLANG_PLUGINS=cute_kernels,cute_kernels_topk python -m sglang.launch_server ...         # DSA's top-k
+    SGLANG_PLUGINS=cute_kernels,cute_kernels_topk python -m sglang.launch_server --model-path MODEL  # DSA's top-k
 
 The top-k plugins replace functions of the engine, so that they do nothing unless the engine's variable names them.
 """

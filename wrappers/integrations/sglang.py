@@ -2,9 +2,10 @@
 
     python -m sglang.launch_server --model-path MODEL --attention-backend cute_kernels --page-size 64
 
-The plugin `cute_kernels` (`plugins.sglang`) registers it. Pools in 16 bits, e4m3 and e5m2 are read in place, of any page
-size; windows, with pools of their own or not, soft caps, sinks; prompts, chunks, decodes and batches of both. Nothing is
-planned, and no value of the device is read: in a CUDA graph of decode, tables and lengths are made by the graph.
+The plugin `cute_kernels` (`plugins.sglang`) registers it. Pools in 16 bits, e4m3 and e5m2 are read in place, of any
+page size; windows, with pools of their own or not, soft caps, sinks; prompts, chunks, decodes and batches of both.
+Nothing is planned, and no value of the device is read: in a CUDA graph of decode, tables and lengths are made by the
+graph.
 
 NotImplementedError at construction: MLA, speculative decoding, encoders and cross attention, FP4 pools, context
 parallelism, other head sizes; and what no kernel of the GPU does.
@@ -36,8 +37,9 @@ class Metadata:
     """A batch of R requests."""
 
     seq_lens: torch.Tensor  # int32 (R,), with the new tokens
-    tables: tuple[torch.Tensor, torch.Tensor | None]  # int32 (R, pages), of all layers; of those with a window
-    window_loc: torch.Tensor | None  # where these layers write new tokens, (tokens,)
+    table: torch.Tensor  # int32 (R, pages)
+    window_table: torch.Tensor | None  # the same of layers with a window, where these have a pool of their own
+    window_loc: torch.Tensor | None  # where such layers write new tokens, (tokens,)
     cu_seq_lens_q: torch.Tensor | None = None  # int32 (R + 1,); None: a token each
     max_q_len: int = 1
 
@@ -91,7 +93,7 @@ class Backend(AttentionBackend):
             window_table = self._pages(self._windows.translate_loc_from_full_to_swa(first))
             if batch.out_cache_loc is not None:
                 window_loc = self._windows.translate_loc_from_full_to_swa(batch.out_cache_loc)
-        found = Metadata(batch.seq_lens.to(torch.int32), (self._pages(first), window_table), window_loc)
+        found = Metadata(batch.seq_lens.to(torch.int32), self._pages(first), window_table, window_loc)
         if not batch.forward_mode.is_decode_or_idle():
             ends = batch.extend_seq_lens.cumsum(0, dtype=torch.int32)
             found.cu_seq_lens_q = torch.nn.functional.pad(ends, (1, 0))
@@ -103,30 +105,17 @@ class Backend(AttentionBackend):
 
     def forward_decode(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: Any, forward_batch: Any,
-        save_kv_cache: bool = True, **options: Any,
+        save_kv_cache: bool = True, sinks: torch.Tensor | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """q (tokens, heads * head_dim), or with heads apart; k and v of KV heads, or None: stored before. sinks
-        (heads,), of any dtype. Returns (tokens, heads * head_dim)."""
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **options)
-
-    def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: Any, forward_batch: Any,
-        save_kv_cache: bool = True, **options: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        """`forward_decode` of the tokens of requests one behind another."""
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **options)
-
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: Any, batch: Any, save: bool,
-        sinks: torch.Tensor | None = None, **options: Any,
-    ) -> torch.Tensor:  # fmt: skip
+        """q (tokens, heads * head_dim), or with heads apart, tokens of requests one behind another; k and v of KV
+        heads, or None: stored before. sinks (heads,), of any dtype. Returns (tokens, heads * head_dim)."""
         asked = [name for name, value in options.items() if value is not None and value is not False]
         if asked:
             raise NotImplementedError(f"{', '.join(asked)}: given, must be None")
         m = self.forward_metadata
         assert m is not None, "init_forward_metadata comes first"
-        if save and k is not None:
-            where = KVWriteLoc.for_batch(batch, swa_loc=m.window_loc)
+        if save_kv_cache and k is not None:
+            where = KVWriteLoc.for_batch(forward_batch, swa_loc=m.window_loc)
             self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
         heads, dim = layer.tp_q_head_num, layer.head_dim
         q = q.reshape(-1, heads, dim).to(self._query_dtype)
@@ -140,8 +129,8 @@ class Backend(AttentionBackend):
             "window_left": layer.sliding_window_size, "out_dtype": self.dtype, "kv_layout": "NHD",
             "sinks": None if sinks is None else sinks.float(), "logits_soft_cap": layer.logit_cap or None,
         }  # fmt: skip
-        table, most = m.tables[windowed], self.max_context_len
-        if m.max_q_len <= decode_tokens(heads, layer.tp_k_head_num):
+        table, most = m.window_table if windowed and m.window_table is not None else m.table, self.max_context_len
+        if m.cu_seq_lens_q is None or m.max_q_len <= decode_tokens(heads, layer.tp_k_head_num):
             if m.cu_seq_lens_q is not None:
                 given |= {"cum_seq_lens_q": m.cu_seq_lens_q, "max_q_len": m.max_q_len}
             out = trtllm_batch_decode_with_kv_cache(q, caches, None, table, m.seq_lens, most, scale, out_scale, **given)
@@ -151,6 +140,8 @@ class Backend(AttentionBackend):
                 m.cu_seq_lens_q, None, **given,
             )  # fmt: skip
         return out.view(-1, heads * dim)
+
+    forward_extend = forward_decode  # metadata tell the two apart
 
 
 def _number(scale: float | None) -> float:

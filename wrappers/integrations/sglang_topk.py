@@ -1,4 +1,4 @@
-"""The top-k of SGLang's sparse indexers (DSA, DeepSeek-V4), by ours: exact, in ascending order, the same bits every time.
+"""The top-k of SGLang's sparse indexers (DSA, DeepSeek-V4), by ours: exact, ascending, the same bits every time.
 
     SGLANG_PLUGINS=cute_kernels,cute_kernels_topk python -m sglang.launch_server ...
 
@@ -36,8 +36,8 @@ def topk_transform(
     topk_indices_offset: torch.Tensor | None = None, row_starts: torch.Tensor | None = None,
     batch_idx_list: Any = None, force_unfused_topk: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """`topk_func`'s indices as slots of the KV pool (PAGED), or of the batch's flattened keys (RAGGED). The page table is
-    the one of single slots, or of pages where SGLang has made no other."""
+    """`topk_func`'s indices as slots of the KV pool (PAGED), or of the batch's flattened keys (RAGGED). The page table
+    is the one of single slots, or of pages where SGLang has made no other."""
     if not envs.SGLANG_DSA_FUSE_TOPK.get() or force_unfused_topk:
         return topk_func(self, logits, lengths, topk, row_starts)
     lengths, starts = _int32(lengths), _int32(row_starts)
@@ -61,8 +61,8 @@ def paged(
     scores: torch.Tensor, seq_lens: torch.Tensor, page_tables: torch.Tensor | None, out_page_indices: torch.Tensor,
     page_size: int, out_raw_indices: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Slots of the k best of each row's first seq_lens[i] scores, in out_page_indices int32 (rows, k), and their indices
-    in out_raw_indices; without page_tables, indices in the first."""
+    """Slots of the k best of each row's first seq_lens[i] scores, in out_page_indices int32 (rows, k), and their
+    indices in out_raw_indices; without page_tables, indices in the first."""
     lengths, k = _int32(seq_lens).reshape(-1), out_page_indices.shape[1]
     if page_tables is None:
         out_page_indices.copy_(top_k_ragged_transform(scores, torch.zeros_like(lengths), lengths, k))

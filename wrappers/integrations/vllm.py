@@ -2,10 +2,11 @@
 
     vllm serve MODEL --attention-backend CUSTOM
 
-The plugin `cute_kernels` (`plugins.vllm`) gives vLLM the name of `Backend`. Caches in 16 bits, e4m3, e5m2 and NVFP4 are
-read in place, in any of vLLM's layouts; windows, soft caps, sinks. Nothing is planned, and no value of the device is
-read: metadata are the engine's own tensors, and a CUDA graph of any batch holds for others (`AttentionCGSupport.ALWAYS`).
-What no kernel does is a reason in `Backend.validate_configuration`, so that vLLM refuses it at start.
+The plugin `cute_kernels` (`plugins.vllm`) gives vLLM the name of `Backend`. Caches in 16 bits, e4m3, e5m2 and NVFP4
+are read in place, in vLLM's layouts whose blocks are dense; windows, soft caps, sinks. Nothing is planned, and no value
+of the device is read: metadata are the engine's own tensors, and a CUDA graph of any batch holds for others
+(`AttentionCGSupport.ALWAYS`). What no kernel does is a reason in `Backend.validate_configuration`, so that vLLM refuses
+it at start.
 
 Of vLLM 0.33. Tested on the CPU reference against its own files; not run inside a server.
 """

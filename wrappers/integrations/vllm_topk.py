@@ -2,8 +2,8 @@
 
     VLLM_PLUGINS=cute_kernels,cute_kernels_topk vllm serve MODEL
 
-`replace` puts the per-row functions in the place of `vllm._custom_ops`', which the indexer's prefill calls, and one over
-the decode function in that of `SparseIndexerTopk.forward`, whatever `sparse_indexer_topk_backend` says.
+`replace` puts the per-row functions in the place of those of `vllm._custom_ops`, which the indexer's prefill calls, and
+`decode` in that of `SparseIndexerTopk.forward`, whatever `sparse_indexer_topk_backend` says.
 
 Of vLLM 0.33. Tested on the CPU reference against its own files; not run inside a server.
 """
