@@ -207,7 +207,8 @@ class Model:
                 keys, values = (self.stored(t, scale) for t, scale in zip(kept, self.case.scales))
                 window = None if self.case.windows[number] < 0 else self.case.windows[number] + 1
                 cap = self.case.logit_cap or None
-                want = attention(q[mine].unflatten(1, (HEADS, -1)), keys, values, layer.scaling, window, cap, sinks)
+                query = q[mine].to(self.backend._query_dtype).unflatten(1, (HEADS, -1))
+                want = attention(query, keys, values, layer.scaling, window, cap, sinks)
                 found = out[mine].unflatten(1, (HEADS, -1)).double()
                 torch.testing.assert_close(found, want, rtol=0.01, atol=0.005)
 
@@ -294,9 +295,13 @@ def test_queries_of_blackwell(server, monkeypatch):
         def facts(self, device):
             return "sm_100a", 148
 
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, "current", B200())
+        assert Model(server, Case(), monkeypatch).backend._query_dtype is torch.bfloat16
+        model = Model(server, Case(E4M3), monkeypatch)
+    model.step("EXTEND", {0: 20, 1: 3})
+    model.step("DECODE", {0: 1, 1: 1})
     monkeypatch.setattr(machine, "current", B200())
-    assert Model(server, Case(E4M3), monkeypatch).backend._query_dtype is E4M3
-    assert Model(server, Case(), monkeypatch).backend._query_dtype is torch.bfloat16
     with pytest.raises(NotImplementedError, match="context on sm_100a: .*attention.sm100: head_dim .256, 256."):
         Model(server, Case(head_dim=256), monkeypatch)
 
@@ -363,6 +368,21 @@ def test_the_backend_may_be_asked_for(server):
     assert ATTENTION_BACKEND_CHOICES.count("cute_kernels") == 1
 
 
+def test_in_the_place_of_trtllm_mha(server, monkeypatch):
+    """Only where the user names the plugin."""
+    from sglang.srt.layers.attention import attention_registry
+
+    from wrappers.integrations import plugins
+
+    known = dict(attention_registry.ATTENTION_BACKENDS)
+    monkeypatch.setattr(attention_registry, "ATTENTION_BACKENDS", known)
+    plugins.sglang_trtllm_mha()
+    assert known["trtllm_mha"] is not known["cute_kernels"]
+    monkeypatch.setenv("SGLANG_PLUGINS", "cute_kernels_trtllm_mha")
+    plugins.sglang_trtllm_mha()
+    assert known["trtllm_mha"] is known["cute_kernels"]
+
+
 @pytest.fixture
 def dsa(server, monkeypatch):
     """DSA's top-k backend and DeepSeek-V4's kernels, hooked by the plugin that the user named."""
@@ -420,7 +440,7 @@ def test_decode_of_dsa(backend, wide, dsa):
 def test_prefill_of_dsa(dsa):
     """Rows of two requests whose keys lie behind one another: slots by a table, flattened keys, the bare indices."""
     scores, k = scores_of(3), 24
-    starts, lens, offsets = torch.tensor([0, 0, 100]).int(), torch.tensor([80, 81, 10]).int(), torch.tensor([0, 0, 100])
+    starts, lens, offsets = torch.tensor([0, 0, 100]).int(), torch.tensor([80, 81, 60]).int(), torch.tensor([0, 0, 100])
     table = torch.randperm(600, generator=torch.Generator().manual_seed(1)).view(2, 300).int()
     metadata = SimpleNamespace(page_table_1=table, cu_seqlens_k=torch.tensor([0, 100, 200]).int())
     methods, backend = dsa.topk.TopkTransformMethod, dsa.topk.DSATopKBackend.SGL_KERNEL

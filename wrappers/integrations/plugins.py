@@ -6,19 +6,19 @@ imports it where it is used: loading a plugin imports little, and changes nothin
     python -m sglang.launch_server --model-path MODEL --attention-backend cute_kernels --page-size 64
     SGLANG_PLUGINS=cute_kernels,cute_kernels_topk python -m sglang.launch_server --model-path MODEL  # DSA's top-k
 
-The top-k plugins replace functions of the engine, so that they do nothing unless the engine's variable names them.
+Those that replace something of the engine, `*_topk` and `*_trtllm_mha`, do nothing unless the engine's variable of
+plugins names them.
 """
 
 import os
 from typing import Any
 
 NAME = "cute_kernels"  # of the attention backend in SGLang, and of the plugins
-TOPK = NAME + "_topk"
 
 
-def _named(variable: str) -> bool:
-    """Whether the engine was told to load the top-k plugin, by name."""
-    return TOPK in map(str.strip, os.environ.get(variable, "").split(","))
+def _named(what: str, variable: str) -> bool:
+    """Whether the engine was told to load this plugin, by name."""
+    return f"{NAME}_{what}" in map(str.strip, os.environ.get(variable, "").split(","))
 
 
 def vllm() -> None:
@@ -30,7 +30,7 @@ def vllm() -> None:
 
 def vllm_topk() -> None:
     """`vllm.general_plugins`: the sparse indexer's top-k, where VLLM_PLUGINS names this plugin."""
-    if _named("VLLM_PLUGINS"):
+    if _named("topk", "VLLM_PLUGINS"):
         from .vllm_topk import replace
 
         replace()
@@ -52,9 +52,18 @@ def _sglang_backend(runner: Any) -> Any:
     return Backend(runner)
 
 
+def sglang_trtllm_mha() -> None:
+    """`sglang.srt.plugins`: the same backend as `--attention-backend trtllm_mha`, for models of which SGLang allows only
+    backends that it knows (GPT-OSS, Llama 4, Gemma 4), where SGLANG_PLUGINS names this plugin."""
+    if _named("trtllm_mha", "SGLANG_PLUGINS"):
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+        register_attention_backend("trtllm_mha")(_sglang_backend)
+
+
 def sglang_topk() -> None:
     """`sglang.srt.plugins`: the top-k of DSA, where SGLANG_PLUGINS names this plugin."""
-    if _named("SGLANG_PLUGINS"):
+    if _named("topk", "SGLANG_PLUGINS"):
         from .sglang_topk import replace
 
         replace()

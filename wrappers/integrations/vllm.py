@@ -203,7 +203,8 @@ class Impl(AttentionImpl[Metadata]):
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Stores key and value (tokens, KV heads, head_size) at their slots: vLLM's own operator, and of NVFP4 ours."""
+        """Stores key and value (tokens, KV heads, head_size) at their slots: vLLM's own operator, or, for NVFP4, torch
+        operations, none of which waits for the device."""
         caches, factors = self.caches(kv_cache)
         if factors is None:
             k, v = (t.transpose(1, 2) for t in caches)
