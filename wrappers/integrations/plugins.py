@@ -53,8 +53,8 @@ def _sglang_backend(runner: Any) -> Any:
 
 
 def sglang_trtllm_mha() -> None:
-    """`sglang.srt.plugins`: the same backend as `--attention-backend trtllm_mha`, for models of which SGLang allows only
-    backends that it knows (GPT-OSS, Llama 4, Gemma 4), where SGLANG_PLUGINS names this plugin."""
+    """`sglang.srt.plugins`: the same backend as `--attention-backend trtllm_mha`, for models of which SGLang allows
+    only backends that it knows (GPT-OSS, Llama 4, Gemma 4), where SGLANG_PLUGINS names this plugin."""
     if _named("trtllm_mha", "SGLANG_PLUGINS"):
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
