@@ -40,6 +40,7 @@ class Server:
 
     backend: Any = None
     parallel: Any = field(default_factory=lambda: SimpleNamespace(attn_cp_size=1, dcp_enabled=False))
+    spec: Any = field(default_factory=lambda: SimpleNamespace(speculative_eagle_topk=1))
 
 
 def stubs(server: Server) -> dict[str, dict[str, Any]]:
@@ -52,7 +53,9 @@ def stubs(server: Server) -> dict[str, dict[str, Any]]:
         "sglang.srt.utils": utils | {"cpu_has_amx_support": no, "ceil_align": lambda x, to: -(-x // to) * to},
         "sglang.srt.utils.common": utils,
         "sglang.srt.platforms": {"current_platform": SimpleNamespace(is_cuda_alike=no)},
-        "sglang.srt.runtime_context": {"get_parallel": lambda: server.parallel, "get_platform": lambda: platform},
+        "sglang.srt.runtime_context": {
+            "get_parallel": lambda: server.parallel, "get_spec": lambda: server.spec, "get_platform": lambda: platform,
+        },
         "sglang.srt.utils.torch_memory_saver_adapter": {"TorchMemorySaverAdapter": saver},
         "sglang.srt.mem_cache.utils": {"maybe_init_custom_mem_pool": lambda **_: (False, None, None)},
         "sglang.kernels.ops.quantization.fp8_kernel": {"is_fp8_fnuz": no},
@@ -149,7 +152,7 @@ class Model:
         self.req_to_token = torch.zeros(8, CONTEXT, dtype=torch.int32)
         runner = dict(
             model=self.layers, dtype=case.dtype, kv_cache_dtype=case.kv_dtype, device="cpu", page_size=case.page_size,
-            use_mla_backend=False, spec_algorithm=SimpleNamespace(is_speculative=no),
+            use_mla_backend=False, is_draft_worker=False, spec_algorithm=SimpleNamespace(is_speculative=no),
             model_config=SimpleNamespace(context_len=CONTEXT, is_encoder_decoder=False),
             req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token), token_to_kv_pool=self.pool,
         )  # fmt: skip
@@ -176,14 +179,18 @@ class Model:
                 new.append(mine[-1])
             self.req_to_token[request, : len(mine)] = torch.tensor(mine)
         lens = [len(self.slots[r]) for r in counts] + [1] * padding
+        padded = [0] * (padding * max(counts.values()))
         if self.case.pools:
             self.to_window[0] = 0
         batch = ForwardBatch(
-            forward_mode=ForwardMode[mode], batch_size=len(lens), input_ids=torch.zeros(len(new) + padding).long(),
+            forward_mode=ForwardMode[mode], batch_size=len(lens), input_ids=torch.zeros(len(new) + len(padded)).long(),
             req_pool_indices=torch.tensor([*counts] + [7] * padding), seq_lens=torch.tensor(lens),
-            out_cache_loc=torch.tensor(new + [0] * padding), seq_lens_sum=sum(lens),
+            out_cache_loc=torch.tensor(new + padded), seq_lens_sum=sum(lens),
         )  # fmt: skip
-        if mode != "DECODE":
+        if mode == "TARGET_VERIFY":  # lengths do not count the drafts yet
+            batch.spec_info = SimpleNamespace(ragged_verify_layout=None)
+            batch.seq_lens = torch.tensor(prefixes + [1] * padding)
+        elif mode != "DECODE":
             batch.extend_seq_lens_cpu = [*counts.values()]
             batch.extend_seq_lens = torch.tensor(batch.extend_seq_lens_cpu)
             batch.extend_prefix_lens_cpu = prefixes
@@ -241,32 +248,39 @@ def test_prompts_chunks_decodes_and_mixed_batches(name, server, monkeypatch):
     model.step("DECODE", {0: 1, 3: 1, 1: 1})
     model.step("EXTEND", {1: 3, 2: 2})
     model.step("DECODE", {2: 1, 1: 1})
-    assert called == ["context"] * 4 + ["decode"] * 6
+    model.step("TARGET_VERIFY", {1: 4, 3: 4})
+    assert called == ["context"] * 4 + ["decode"] * 8
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_graph_of_decode_holds_for_other_lengths(name, server, monkeypatch):
+@pytest.mark.parametrize("mode, tokens", [("DECODE", 1), ("TARGET_VERIFY", 3)])
+def test_a_graph_holds_for_other_lengths(name, mode, tokens, server, monkeypatch):
     """What a graph records is run again after SGLang has written other requests into the batch it was captured with."""
     model = Model(server, CASES[name], monkeypatch)
     model.step("EXTEND", {0: 30, 1: 4, 2: 17})
     backend = model.backend
-    backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4)
-    graph = model.batch("DECODE", {0: 1, 1: 1}, padding=2)
+    backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * tokens)
+    graph = model.batch(mode, {0: tokens, 1: tokens}, padding=2)
     backend.init_forward_metadata_out_graph(graph, in_capture=True)
     backend.init_forward_metadata_in_graph(graph)
-    model.run(graph, {0: 1, 1: 1})
+    model.run(graph, {0: tokens, 1: tokens})
     assert backend.get_cuda_graph_seq_len_fill_value() == 1
-    for counts, padding in (({2: 1, 1: 1, 0: 1}, 1), ({1: 1}, 3)):
-        batch = model.batch("DECODE", counts, padding)
+    for requests, padding in (((2, 1, 0), 1), ((1,), 3)):
+        counts = dict.fromkeys(requests, tokens)
+        batch = model.batch(mode, counts, padding)
         for tensor in ("req_pool_indices", "seq_lens", "out_cache_loc"):
             getattr(graph, tensor).copy_(getattr(batch, tensor))
+        before = graph.seq_lens.clone()
         backend.init_forward_metadata_out_graph(graph)
         backend.init_forward_metadata_in_graph(graph)
         model.run(graph, counts)
+        assert torch.equal(graph.seq_lens, before)
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("mode, counts", [("DECODE", {0: 1, 1: 1}), ("EXTEND", {0: 20, 1: 2})])
+@pytest.mark.parametrize("mode, counts", [
+    ("DECODE", {0: 1, 1: 1}), ("EXTEND", {0: 20, 1: 2}), ("TARGET_VERIFY", {0: 4, 1: 4}),
+])  # fmt: skip
 def test_nothing_of_the_device_is_read(name, mode, counts, server, monkeypatch):
     """On tensors without values: whatever reads one fails. Nor is a tensor made of numbers of the host."""
     model = Model(server, CASES[name], monkeypatch)
@@ -308,7 +322,7 @@ def test_queries_of_blackwell(server, monkeypatch):
 
 REFUSED = {
     "MLA": {"use_mla_backend": True},
-    "speculative decoding": {"spec_algorithm": SimpleNamespace(is_speculative=lambda: True)},
+    "a draft model": {"is_draft_worker": True},
     "an encoder": {"model_config": SimpleNamespace(context_len=CONTEXT, is_encoder_decoder=True)},
     "kv_cache_dtype torch.uint8": {"kv_cache_dtype": torch.uint8},
     "dtype torch.float32": {"dtype": torch.float32, "kv_cache_dtype": torch.float32},
@@ -319,6 +333,13 @@ REFUSED = {
 def test_servers_that_are_refused(name, server, monkeypatch):
     with pytest.raises(NotImplementedError, match=f"attention backend cute_kernels: {name}: not supported"):
         Model(server, Case(), monkeypatch, **REFUSED[name])
+
+
+@pytest.mark.parametrize("breadth", [None, 4])
+def test_trees_of_drafts_are_refused(breadth, server, monkeypatch):
+    monkeypatch.setattr(server, "spec", SimpleNamespace(speculative_eagle_topk=breadth))
+    with pytest.raises(NotImplementedError, match="trees of drafts: not supported"):
+        Model(server, Case(), monkeypatch, spec_algorithm=SimpleNamespace(is_speculative=lambda: True))
 
 
 def test_context_parallelism_is_refused(server, monkeypatch):
@@ -351,14 +372,17 @@ def test_batches_that_are_refused(server, monkeypatch):
 
     model = Model(server, Case(), monkeypatch)
     batch = model.batch("EXTEND", {0: 4})
-    with pytest.raises(NotImplementedError, match="forward_mode: .*EXTEND.*, graphs are of DECODE only"):
+    with pytest.raises(NotImplementedError, match="forward_mode: .*EXTEND.*, must be DECODE or TARGET_VERIFY"):
         model.backend.init_forward_metadata_out_graph(batch, in_capture=True)
     model.backend.init_forward_metadata(batch)
     q, k = torch.zeros(4, HEADS * 64).bfloat16(), torch.zeros(4, KV_HEADS * 64).bfloat16()
     with pytest.raises(NotImplementedError, match="return_lse: given, must be None"):
         model.layers[0](q, k, k, batch, return_lse=True)
-    batch.forward_mode = ForwardMode.TARGET_VERIFY
-    with pytest.raises(NotImplementedError, match="forward_mode: .*TARGET_VERIFY.*, must be one of EXTEND, MIXED"):
+    batch.forward_mode = ForwardMode.DRAFT_EXTEND_V2
+    with pytest.raises(NotImplementedError, match="forward_mode: .*DRAFT_EXTEND_V2.*, must be DECODE, EXTEND"):
+        model.backend.init_forward_metadata(batch)
+    batch.forward_mode, batch.spec_info = ForwardMode.TARGET_VERIFY, SimpleNamespace(ragged_verify_layout=object())
+    with pytest.raises(NotImplementedError, match="ragged_verify_layout: given, must be None"):
         model.backend.init_forward_metadata(batch)
 
 

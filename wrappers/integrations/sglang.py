@@ -3,12 +3,13 @@
     python -m sglang.launch_server --model-path MODEL --attention-backend cute_kernels --page-size 64
 
 The plugin `cute_kernels` (`plugins.sglang`) registers it. Pools in 16 bits, e4m3 and e5m2 are read in place, of any
-page size; windows, with pools of their own or not, soft caps, sinks; prompts, chunks, decodes and batches of both.
-Nothing is planned, and no value of the device is read: in a CUDA graph of decode, tables and lengths are made by the
-graph.
+page size; windows, with pools of their own or not, soft caps, sinks; prompts, chunks, decodes and batches of both, and
+the verification of drafts that are chains (`--speculative-eagle-topk 1`). Nothing is planned, and no value of the
+device is read: in a CUDA graph of decode or verification, tables and lengths are made by the graph.
 
-NotImplementedError at construction: MLA, speculative decoding, encoders and cross attention, FP4 pools, context
-parallelism, other head sizes; and what no kernel of the GPU does.
+NotImplementedError at construction: MLA, trees of drafts, draft models (`--speculative-draft-attention-backend` names
+another backend), encoders and cross attention, FP4 pools, context parallelism, other head sizes; and what no kernel of
+the GPU does.
 
 Of SGLang 0.5.23. Tested on the CPU reference against its own files; not run inside a server.
 """
@@ -23,13 +24,14 @@ from sglang.srt.mem_cache.layout.paged_view import paged_kv_view
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_spec
 
 from .. import machine
 from ..attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from .support import E4M3, E5M2, HEAD_SIZES, decode_tokens, query_dtype, refusal
 
-MODES = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE, ForwardMode.IDLE)
+DECODES = (ForwardMode.DECODE, ForwardMode.IDLE)
+PROMPTS = (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 
 @dataclass
@@ -73,8 +75,8 @@ class Backend(AttentionBackend):
         """Nothing: a graph makes its metadata itself."""
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        if not forward_batch.forward_mode.is_decode_or_idle():
-            raise NotImplementedError(f"forward_mode: {forward_batch.forward_mode!r}, graphs are of DECODE only")
+        if forward_batch.forward_mode in PROMPTS:
+            raise NotImplementedError(f"forward_mode: {forward_batch.forward_mode!r}, must be DECODE or TARGET_VERIFY")
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         self.forward_metadata = self._metadata(forward_batch)
@@ -84,17 +86,25 @@ class Backend(AttentionBackend):
 
     def _metadata(self, batch: Any) -> Metadata:
         """By operations of the device; of the host's values only the longest query is read."""
-        if batch.forward_mode not in MODES or batch.spec_info is not None:
-            what = "speculative decoding" if batch.spec_info is not None else f"{batch.forward_mode!r}"
-            raise NotImplementedError(f"forward_mode: {what}, must be one of {', '.join(m.name for m in MODES)}")
+        mode = batch.forward_mode
+        if mode not in (*DECODES, *PROMPTS, ForwardMode.TARGET_VERIFY):
+            raise NotImplementedError(f"forward_mode: {mode!r}, must be DECODE, EXTEND, MIXED or TARGET_VERIFY")
+        drafts = getattr(batch, "spec_info", None)
+        if mode == ForwardMode.TARGET_VERIFY and drafts is not None and drafts.ragged_verify_layout is not None:
+            raise NotImplementedError("ragged_verify_layout: given, must be None")
         first = self.req_to_token[:, :: self.page_size].index_select(0, batch.req_pool_indices)  # tokens of pages
         window_table = window_loc = None
         if self._windows is not None:
             window_table = self._pages(self._windows.translate_loc_from_full_to_swa(first))
             if batch.out_cache_loc is not None:
                 window_loc = self._windows.translate_loc_from_full_to_swa(batch.out_cache_loc)
-        found = Metadata(batch.seq_lens.to(torch.int32), self._pages(first), window_table, window_loc)
-        if not batch.forward_mode.is_decode_or_idle():
+        found = Metadata(batch.seq_lens.to(torch.int32, copy=True), self._pages(first), window_table, window_loc)
+        if mode == ForwardMode.TARGET_VERIFY:  # so many tokens of each request, which its length does not count yet
+            found.max_q_len = tokens = batch.input_ids.shape[0] // batch.batch_size
+            found.seq_lens += tokens
+            starts = torch.arange(batch.batch_size + 1, dtype=torch.int32, device=found.seq_lens.device)
+            found.cu_seq_lens_q = starts * tokens
+        elif mode in PROMPTS:
             ends = batch.extend_seq_lens.cumsum(0, dtype=torch.int32)
             found.cu_seq_lens_q = torch.nn.functional.pad(ends, (1, 0))
             found.max_q_len = int(max(batch.extend_seq_lens_cpu))
@@ -158,7 +168,8 @@ def _refuse(runner: Any) -> None:
     parallel, cache = get_parallel(), runner.kv_cache_dtype
     asked = {
         "MLA": runner.use_mla_backend,
-        "speculative decoding": runner.spec_algorithm.is_speculative(),
+        "a draft model": runner.is_draft_worker,
+        "trees of drafts": runner.spec_algorithm.is_speculative() and get_spec().speculative_eagle_topk != 1,
         "an encoder": runner.model_config.is_encoder_decoder,
         "context parallelism": parallel.attn_cp_size > 1 or parallel.dcp_enabled,
         f"dtype {runner.dtype}": runner.dtype not in (torch.float16, torch.bfloat16),
