@@ -45,6 +45,10 @@ class Platform:
     def import_kernels(self) -> None:
         pass
 
+    def opaque_attention_op(self) -> bool:
+        """As on CUDA: layers go by vLLM's operators, which torch.compile does not look into."""
+        return True
+
     def get_device_capability(self) -> DeviceCapability:
         return self.capability
 
