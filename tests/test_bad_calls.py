@@ -21,7 +21,7 @@ from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
 from tests import test_prefill_wrapper, test_topk_wrapper
 from tests.fake_machine import FakeMachine
-from wrappers import fp4, machine
+from wrappers import flash_attn, fp4, machine
 
 E4M3 = torch.float8_e4m3fn
 POISON = 0xA5
@@ -568,6 +568,8 @@ def test_every_public_function_is_called():
     called = {function for function, _ in GOOD.values()}
     others = {wrappers.Explanation, wrappers.TopKTieBreak}
     others |= {wrappers.xqa_batch_decode_with_kv_cache, wrappers.trtllm_fmha_v2_prefill}  # test_engines.py
+    others |= {wrappers.persistent_topk, wrappers.cooperative_topk}  # test_engines.py
+    others |= {getattr(wrappers, name) for name in flash_attn.__all__}  # test_flash_attn.py
     others |= {getattr(wrappers, name) for name in wrappers.prefill.__all__}  # test_prefill_family.py
     assert {getattr(wrappers, name) for name in wrappers.__all__} - others <= called
     plain = {f for n, f in vars(fp4).items() if inspect.isfunction(f) and f.__module__ == fp4.__name__ and n[0] != "_"}

@@ -9,7 +9,7 @@ import wrappers
 from bench.cases import attention as cases
 from tests.fake_machine import FakeMachine
 from tests.test_prefill_wrapper import here, launches  # noqa: F401 - fixtures
-from wrappers import machine, utils
+from wrappers import cooperative_topk, machine, persistent_topk, utils
 from wrappers import trtllm_fmha_v2_prefill as fmha
 from wrappers import xqa_batch_decode_with_kv_cache as xqa_batch
 
@@ -42,6 +42,15 @@ def as_fmha(inputs):
         "qkv": (inputs["query"], inputs["kv_cache"]), "logits_soft_cap_scale": inputs["logits_soft_cap"],
         "skip_softmax_threshold_scale_factor": 0.0,
     }  # fmt: skip
+
+
+def as_persistent(inputs):
+    """A call of `persistent_topk`, of one of `top_k_ragged_transform`."""
+    scores, k = inputs["input"], inputs["k"]
+    output = torch.full((len(scores), k), -77, dtype=torch.int32)
+    workspace, most = torch.zeros(8, dtype=torch.uint8), scores.shape[1]
+    given = {"logits": scores, "lengths": inputs["lengths"], "output": output, "workspace": workspace}
+    return given | {"k": k, "max_seq_len": most}
 
 
 def context(inputs):
@@ -150,3 +159,52 @@ def test_names_beside_them():
         utils.get_device_sm_count(torch.device("cpu"))
     with pytest.raises(TypeError, match="device: 'cuda', must be a torch.device"):
         utils.get_device_sm_count("cuda")
+
+
+# ---- vLLM's indexer
+
+
+@pytest.mark.parametrize("function", [persistent_topk, cooperative_topk])
+@pytest.mark.parametrize("shape", [(6,), (6, 1), (3, 2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_topk_as_vllm_calls_it(function, shape, dtype):
+    """Ends of rows in one dimension or two; rows of a wider buffer; what lies behind an end counts for nothing."""
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 90, generator=draw).to(dtype)[:, :75]
+    lens = torch.tensor([0, 3, 5, 75, 41, 1000], dtype=torch.int32)
+    for row, n in zip(logits, lens.tolist()):
+        row[n:] = float("inf")
+    wide = torch.full((6, 9), -77, dtype=torch.int32)
+    assert function(logits, lens.view(shape), wide[:, 2:7], torch.zeros(4, dtype=torch.uint8), 5, 75) is None
+    for row, found, n in zip(logits.tolist(), wide.tolist(), lens.clamp(max=75).tolist()):
+        order = sorted(range(n), key=lambda i, row=row: (-row[i], i))[:5]
+        assert found == [-77] * 2 + (sorted(order) + [-1] * 5)[:5] + [-77] * 2
+    spread = torch.stack([lens, lens * 0], 1)[:, :1]  # with gaps
+    other = torch.zeros(6, 5, dtype=torch.int32)
+    function(logits=logits, lengths=spread, output=other, workspace=None, k=5, max_seq_len=0)
+    assert torch.equal(other, wide[:, 2:7])
+
+
+@pytest.mark.parametrize("function", [persistent_topk, cooperative_topk])
+@pytest.mark.parametrize("change,error,message", [
+    ({"logits": torch.zeros(3)}, ValueError, "logits: shape .3,., must have 2 dimensions"),
+    ({"logits": torch.zeros(3, 9).double()}, TypeError, "logits: dtype torch.float64"),
+    ({"lengths": torch.ones(2, dtype=torch.int32)}, ValueError, "lengths: shape .2,., must be .3,. .one a row."),
+    ({"lengths": torch.ones(2, 3, dtype=torch.int32)}, ValueError, "lengths: shape .6,., must be .3,."),
+    ({"lengths": torch.ones(3)}, TypeError, "lengths: dtype torch.float32"),
+    ({"lengths": None}, TypeError, "lengths: NoneType, must be a torch.Tensor"),
+    ({"output": None}, TypeError, "output: NoneType, must be a torch.Tensor"),
+    ({"output": torch.zeros(3, 4, dtype=torch.int32)}, ValueError, "output: shape .3, 4., must be .3, 5."),
+    ({"output": torch.zeros(3, 5, dtype=torch.int64)}, TypeError, "output: dtype torch.int64"),
+    ({"k": 0}, ValueError, "k: 0, must be at least 1"), ({"k": 5.0}, TypeError, "k: 5.0, must be an int"),
+    ({"max_seq_len": -1}, ValueError, "max_seq_len: -1"), ({"max_seq_len": None}, TypeError, "max_seq_len: None"),
+    ({"workspace": 8}, TypeError, "workspace: int, must be a torch.Tensor"),
+])  # fmt: skip
+def test_bad_calls_of_topk(function, change, error, message):
+    output = torch.full((3, 5), -77, dtype=torch.int32)
+    given = {"logits": torch.zeros(3, 9), "lengths": torch.ones(3, dtype=torch.int32), "output": output, "k": 5}
+    given |= {"workspace": None, "max_seq_len": 9}
+    with pytest.raises(error, match=f"^{message}"):
+        function(**given | change)
+    assert (output == -77).all()
+    function(**given)

@@ -25,6 +25,7 @@ UPSTREAM = {
     "wrappers/attention/engines.py": {"xqa_batch_decode_with_kv_cache", "trtllm_fmha_v2_prefill"},
     "wrappers/attention/trtllm.py": {"trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache"},
     "wrappers/attention/xqa.py": {"xqa"},
+    "wrappers/flash_attn.py": {"flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"},
     "wrappers/integrations/transformers.py": {"paged_attention"},
     "wrappers/page.py": {"append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache"},
     "wrappers/prefill/paged.py": {"__init__", "plan", "run", "forward"},
