@@ -208,7 +208,7 @@ def persistent_topk(
     if workspace is not None:
         check_strided("workspace", workspace)
     if (lengths.__class__ is _Tensor or isinstance(lengths, _Tensor)) and lengths.dim() == 2:
-        lengths = check_strided("lengths", lengths).reshape(-1)
+        lengths = check_strided("lengths", lengths).contiguous().view(-1)
     serve(_call(Call, (
         PERSISTENT, logits, k, None, lengths, None, output, None, None, None, None, None, None, 1, 1,
         TopKTieBreak.NONE, None,
