@@ -28,6 +28,7 @@ UPSTREAM = {
     "wrappers/flash_attn.py": {"flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"},
     "wrappers/integrations/transformers.py": {"paged_attention"},
     "wrappers/page.py": {"append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache"},
+    "wrappers/prefill/decode.py": {"__init__", "plan", "run", "forward", "fast_decode_plan"},
     "wrappers/prefill/paged.py": {"__init__", "plan", "run", "forward"},
     "wrappers/prefill/ragged.py": {"__init__", "plan", "run", "forward"},
     "wrappers/prefill/single.py": {"single_prefill_with_kv_cache"},

@@ -19,8 +19,10 @@ from .page import (
 )
 from .prefill import (
     BatchAttentionWithAttentionSinkWrapper,
+    BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
+    fast_decode_plan,
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
@@ -38,6 +40,7 @@ from .topk import (
 
 __all__ = [
     "BatchAttentionWithAttentionSinkWrapper",
+    "BatchDecodeWithPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "Explanation",
@@ -46,6 +49,7 @@ __all__ = [
     "append_paged_kv_cache",
     "cooperative_topk",
     "explain",
+    "fast_decode_plan",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
