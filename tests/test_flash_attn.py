@@ -1,6 +1,7 @@
 """FlashAttention's functions on the CPU against attention in float64, written here; what they refuse, and when."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -534,6 +535,69 @@ def test_torch_compile_holds_calls_in_one_graph():
     got = torch.compile(step, fullgraph=True, backend="eager")(*args)
     want = step(given["q"], *kept, given["k"], given["v"])
     assert all(map(torch.equal, got, want)) and all(map(torch.equal, caches, kept))
+
+
+# ---- what clients call
+
+
+def test_as_vllm_calls_it():
+    """K and V in one tensor, (blocks, Hkv, P, 2 D); descales of one element each; an output of more rows."""
+    batch = Batch(page=16)
+    pool = torch.cat([t.transpose(1, 2) for t in batch.paged], -1)
+    k, v = pool.transpose(1, 2).split(D, dim=-1)
+    output = torch.full((9, HQ, D), 7.0, dtype=HALF)
+    one = torch.tensor(0.5).expand(4, HKV)
+    given = {"cu_seqlens_q": batch.q_starts, "max_seqlen_q": 3, "seqused_k": batch.lens, "max_seqlen_k": 17}
+    given |= {"softmax_scale": 0.2, "causal": True, "alibi_slopes": None, "window_size": [4, 0], "softcap": 0.0}
+    given |= {"block_table": batch.table, "scheduler_metadata": None, "fa_version": 3, "dynamic_causal": None}
+    given |= {"q_descale": one, "k_descale": one, "v_descale": one, "num_splits": 0, "s_aux": SINKS.half()}
+    got = flash_attn_varlen_func(q=batch.q, k=k, v=v, out=output[:6], mask_mod=None, aux_tensors=None, **given)
+    want = batch.want(scale=0.2, causal=True, window=(4, 0), sinks=SINKS.half())[0]
+    assert got.data_ptr() == output.data_ptr() and (output[6:] == 7).all()
+    torch.testing.assert_close(output[:6].double(), want, rtol=2e-3, atol=2e-3)
+
+
+def test_as_sglang_calls_it():
+    """cu_seqlens_k_new without k; pages of one row; the LSE transposed for a merge."""
+    batch = Batch(page=1)
+    given = {"page_table": batch.table, "cache_seqlens": batch.lens, "cu_seqlens_q": batch.q_starts}
+    given |= {"cu_seqlens_k_new": batch.k_starts, "max_seqlen_q": 3, "softmax_scale": 0.2, "causal": False, "ver": 3}
+    given |= {"window_size": (-1, -1), "softcap": 0.0, "return_softmax_lse": True, "num_splits": 0, "out": None}
+    o, lse, *rest = flash_attn_with_kvcache(q=batch.q, k_cache=batch.paged[0], v_cache=batch.paged[1], **given)
+    assert not rest
+    check((o, lse.T.contiguous().T.contiguous()), batch.want(scale=0.2))
+
+
+@pytest.mark.parametrize("sliding", [None, 4])
+def test_as_transformers_calls_it(monkeypatch, sliding):
+    """Its own code around the functions: packed rows, and decoding from a paged cache that the call writes."""
+    client = pytest.importorskip("transformers.modeling_flash_attention_utils")
+    given = flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, client._pad_input, client._unpad_input
+    monkeypatch.setattr(client, "_lazy_imports", lambda *args, **kwargs: given)
+    monkeypatch.setattr(client, "_loaded_implementation", None)
+    call = partial(client._flash_attention_forward, attn_implementation="ours", is_causal=True, softmax_scale=0.2)
+    options = {"sliding_window": sliding, "s_aux": SINKS.half()}
+    meant = {"causal": True, "scale": 0.2, "sinks": SINKS.half(), "window": (-1 if sliding is None else 3, 0)}
+    rows = {"cu_seq_lens_q": BATCH.q_starts, "cu_seq_lens_k": BATCH.k_starts, "max_length_k": torch.tensor(17)}
+    q, k, v = BATCH.q[None], BATCH.k[None], BATCH.v[None]
+    o = call(q, k, v, None, query_length=6, max_length_q=torch.tensor(3), **rows, **options)
+    torch.testing.assert_close(o[0].double(), BATCH.want(**meant)[0], rtol=2e-3, atol=2e-3)
+    batch = Batch(q_lens=(1, 1, 1), kv_lens=(9, 4, 17))
+    last = [torch.stack([part[-1] for part in t.split(batch.kv_lens)])[None] for t in (batch.k, batch.v)]
+    for pool, new in zip(batch.paged, last):
+        for b, n in enumerate(batch.kv_lens):
+            assert torch.equal(pool[batch.table[b, (n - 1) // 4], (n - 1) % 4], new[0, b])
+            pool[batch.table[b, (n - 1) // 4], (n - 1) % 4] = 0
+    pages = {"block_table": batch.table, "k_cache": batch.paged[0], "v_cache": batch.paged[1]}
+    rows = {"cu_seq_lens_q": batch.q_starts, "cu_seq_lens_k": batch.k_starts, "max_length_q": 1, "max_length_k": 17}
+    o = call(batch.q[None], *last, None, query_length=3, **rows, **pages, **options)
+    meant["window"] = (-1, 0)  # transformers sees three keys here, fewer than the window, and passes none
+    torch.testing.assert_close(o[0].double(), batch.want(**meant)[0], rtol=2e-3, atol=2e-3)
+    equals = EQUAL.q.unflatten(0, (3, 2))
+    o = call(equals, *(t[:, :4] for t in EQUAL.dense), None, query_length=2, **options)
+    meant["window"] = (-1, 0)
+    want = [oracle(*part, **meant)[0] for part in zip(equals, *(t[:, :4] for t in EQUAL.dense))]
+    torch.testing.assert_close(o.double(), torch.stack(want), rtol=2e-3, atol=2e-3)
 
 
 # ---- refusals
