@@ -480,6 +480,9 @@ def test_phases():
     few, many = Batch(q_lens=(32, 1), kv_lens=(40, 3)), Batch(q_lens=(33, 1), kv_lens=(40, 3))
     assert phase(few, causal=True) == phase(few, window_size=(9, 0)) == "decode"
     assert phase(few) == phase(many, causal=True) == phase(few, window_size=(9, -1)) == "prefill"
+    for bound in (None, torch.tensor(1)):  # not read: all rows may be of one request
+        p = problem_of(flash_attn_varlen_func, many.q, many.k, many.v, many.q_starts, many.k_starts, bound, causal=True)
+        assert p.max_q_len == 34
     one = problem_of(flash_attn_with_kvcache, equal(EQUAL.q)[:, :1], *EQUAL.dense)
     assert one.phase == "decode" and one.causal and one.requests.cu_seqlens_q is None and one.max_q_len == 1
     two = problem_of(flash_attn_with_kvcache, equal(EQUAL.q), *EQUAL.dense)
