@@ -127,6 +127,12 @@ GOOD: dict[str, tuple[Any, Any]] = {
         "paged_kv_cache": (torch.ones(6, 4, 2, 8).byte(), torch.ones(6, 4, 2, 8).byte()),
         "kv_cache_sf": (torch.ones(6, 4, 2, 1).to(E4M3), torch.ones(6, 4, 2, 1).to(E4M3)),
         "k_scale": 0.5, "v_scale": 0.5}),
+    "append, slots": (wrappers.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping, lambda: {
+        "append_key": torch.ones(3, 2, 16).bfloat16(), "append_value": torch.ones(3, 2, 16).bfloat16(),
+        "slot_mapping": torch.tensor([5, 0, 23], dtype=torch.int32),
+        "paged_kv_cache": (torch.ones(6, 4, 2, 8).byte(), torch.ones(6, 4, 2, 8).byte()),
+        "kv_cache_sf": (torch.ones(6, 4, 2, 1).to(E4M3), torch.ones(6, 4, 2, 1).to(E4M3)),
+        "k_scale": 0.5, "v_scale": 0.5}),
 }  # fmt: skip
 
 
@@ -364,7 +370,7 @@ class Kernels(FakeMachine):
 UNSERVED = (  # no kernel
     "context, nvfp4 cache", "packbits", "segment_packbits", "merge_state",
     "merge_state_in_place", "merge_states", "get_seq_lens", "get_batch_indices_positions", "append",
-    "append, quantised",
+    "append, quantised", "append, slots",
 )  # fmt: skip
 HOSTS = ("cpu", "new", "known")
 
@@ -482,6 +488,12 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
         "append_key": STRIDED | {"float16"}, "append_value": STRIDED | {"float16"},
         "paged_kv_cache": {"K strided", "V strided"},
         "kv_cache_sf": {f"{side} {bad}" for side in "KV" for bad in STRIDED},  # of one column
+    },
+    "append, slots": {
+        "append_key": STRIDED | {"float16", "a row more"}, "append_value": STRIDED | {"float16", "a row more"},
+        "slot_mapping": {"int64", "no rows", "a row less", "no columns", "columns"},  # fewer rows are written
+        "paged_kv_cache": {"K strided", "V strided"},
+        "kv_cache_sf": {f"{side} {bad}" for side in "KV" for bad in STRIDED},
     },
 }  # fmt: skip
 SCALES = {"zero", "negative"}

@@ -16,6 +16,7 @@ from .page import (
     get_batch_indices_positions,
     get_seq_lens,
     nvfp4_quantize_append_paged_kv_cache,
+    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
 )
 from .prefill import (
     BatchAttentionWithAttentionSinkWrapper,
@@ -61,6 +62,7 @@ __all__ = [
     "nvfp4_dequantize",
     "nvfp4_quantize",
     "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "packbits",
     "persistent_topk",
     "segment_packbits",
