@@ -203,7 +203,7 @@ def test_bounds_of_query_lengths_change_nothing(bound):
 
 
 HINTS = {
-    "num_splits": 3, "pack_gqa": True, "scheduler_metadata": ints(1), "sm_margin": 4, "deterministic": True,
+    "pack_gqa": True, "scheduler_metadata": ints(1), "sm_margin": 4, "deterministic": True,
     "fa_version": 3, "ver": 4, "max_seqlen_k": 1, "min_seqlen_k": 3, "seqlen_k_per_split": 7,
     "disable_scheduler_metadata": True, "rotary_interleaved": False,
 }  # fmt: skip
@@ -211,6 +211,7 @@ HINTS = {
 
 def test_hints_and_neutral_values_change_nothing():
     assert HINTS.keys() == flash_attn.HINTS
+    assert all(torch.equal(BATCH.cached(num_splits=n), BATCH.cached()) for n in (0, 1, 32))
     neutral = flash_attn.REFUSED | dict.fromkeys(flash_attn.REFUSED) | {"dropout_p": 0.0, "cp_world_size": 1}
     for found in (BATCH.cached, BATCH.entries):
         assert torch.equal(found(**HINTS, **neutral), found())
@@ -479,6 +480,7 @@ def test_phases():
 
     few, many = Batch(q_lens=(32, 1), kv_lens=(40, 3)), Batch(q_lens=(33, 1), kv_lens=(40, 3))
     assert phase(few, causal=True) == phase(few, window_size=(9, 0)) == "decode"
+    assert phase(few, causal=True, num_splits=32) == "decode" != phase(few, causal=True, num_splits=1)
     assert phase(few) == phase(many, causal=True) == phase(few, window_size=(9, -1)) == "prefill"
     for bound in (None, torch.tensor(1)):  # not read: all rows may be of one request
         p = problem_of(flash_attn_varlen_func, many.q, many.k, many.v, many.q_starts, many.k_starts, bound, causal=True)
@@ -666,6 +668,8 @@ REFUSALS = [
     (table_call, {"q_descale": 0.5}, TypeError, "q_descale: float, must be a torch.Tensor"),
     (table_call, {"out": BATCH.q}, ValueError, "out: shape .* overlaps the memory of q"),
     (table_call, {"out": BATCH.q[:2]}, ValueError, "out: shape .2, 4, 64."),
+    (table_call, {"num_splits": -1}, ValueError, "num_splits: -1, must be at least 0"),
+    (table_call, {"num_splits": None}, TypeError, "num_splits: None, must be an int"),
     (table_call, {"dropout_p": 0.1}, NotImplementedError, "dropout_p: 0.1, not supported, must be 0.0"),
     (table_call, {"alibi_slopes": SINKS}, NotImplementedError, "alibi_slopes: Tensor, not supported, must be None"),
     (table_call, {"cp_world_size": 2}, NotImplementedError, "cp_world_size: 2, not supported, must be 1"),

@@ -97,6 +97,21 @@ def test_flash_attention_over_new_keys(form):
     assert all(torch.equal(there[name], given[name]) for name in caches)
 
 
+def test_flash_attention_whose_bits_depend_on_the_request_only():
+    """Beside a long request, another kernel serves two short ones."""
+    few = test_flash_attn.Batch(q_lens=(1, 1), kv_lens=(300, 90), page=16)
+    more = test_flash_attn.Batch(q_lens=(1, 1, 70), kv_lens=(300, 90, 75), page=16)
+    more.q[:2] = few.q
+    for rows, pool in zip((few.k, few.v), more.paged):
+        for request, part in enumerate(rows.split(few.kv_lens)):
+            at = torch.arange(len(part))
+            pool[more.table[request, at // 16], at % 16] = part
+    with simulated(ARCH, [], SMS, memory=MEMORY):
+        alone, both = (x.tabled(causal=True, num_splits=1, return_lse=True) for x in (few, more))
+    assert torch.equal(alone[0], both[0][:2]) and torch.equal(alone[1], both[1][:, :2])
+    test_flash_attn.check(alone, few.want(causal=True))
+
+
 @pytest.mark.parametrize("form", ["ragged", "tabled", "entries"])
 def test_flash_attention_of_a_left_window(form):
     batch = test_flash_attn.Batch(page=8)

@@ -45,8 +45,8 @@ PAGES = 64, 32, 16, 8  # rows of a page that TMA fetches, in which a cache witho
 EIGHT_BITS = checks.E4M3, E5M2
 TABLES, NEW = ("block_table", "page_table"), " + new keys"
 HINTS = frozenset("""
-    num_splits pack_gqa scheduler_metadata sm_margin deterministic fa_version ver max_seqlen_k min_seqlen_k
-    seqlen_k_per_split disable_scheduler_metadata rotary_interleaved
+    pack_gqa scheduler_metadata sm_margin deterministic fa_version ver max_seqlen_k min_seqlen_k seqlen_k_per_split
+    disable_scheduler_metadata rotary_interleaved
 """.split())  # fmt: skip
 REFUSED: dict[str, Any] = dict.fromkeys("""
     alibi_slopes qv q_v output_scale cp_tot_seqused_k score_mod mask_mod aux_tensors aux_tensor_leading_dims aux_scalars
@@ -81,7 +81,7 @@ HEAD_SCALES |= {name for name in SIGNATURES if name.startswith((FUNC, VARLEN, CA
 
 
 class Options(NamedTuple):
-    """What all functions do with queries, logits and output, as the caller gives it. sinks: by their names."""
+    """What all functions do with queries, keys, logits and output, as the caller gives it. sinks: by their names."""
 
     softmax_scale: Any
     causal: Any
@@ -89,6 +89,7 @@ class Options(NamedTuple):
     softcap: Any
     sinks: dict[str, Any]
     descales: tuple[Any, Any, Any]
+    num_splits: Any
     out: Any
 
 
@@ -100,8 +101,8 @@ def flash_attn_varlen_func(
     softmax_scale: float | None = None, causal: bool = False, window_size: Sequence[int | None] | None = (-1, -1),
     softcap: float | None = 0.0, s_aux: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
     learnable_sink: torch.Tensor | None = None, q_descale: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, out: torch.Tensor | None = None,
-    return_softmax_lse: bool = False, return_lse: bool = False, **others: Any,
+    k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, num_splits: int = 0,
+    out: torch.Tensor | None = None, return_softmax_lse: bool = False, return_lse: bool = False, **others: Any,
 ) -> Any:  # fmt: skip
     """Attention of ragged queries over ragged K and V, or over a paged cache that already holds the queries' tokens.
 
@@ -123,11 +124,12 @@ def flash_attn_varlen_func(
             fp32, or fp16 or bf16, which a cast at each call turns into it.
         q_descale, k_descale, v_descale: fp32 (B, Hkv), factors on q, k and v where these have 8 bits, else not applied,
             as in FlashAttention 3. One for all requests: of one element, expanded over B, or B is 1.
+        num_splits: 1: a request's keys are not shared among CTAs, and so its bits depend on nothing but the request;
+            slow where few requests have long keys. Others are hints.
         out: (T, Hq, Dv) fp16, bf16 or e4m3, written and returned; None: new, of q's dtype, of 8-bit q bf16.
         return_softmax_lse (or return_lse): whether to return the LSE too.
-        others: `flash_attn.HINTS`, num_splits, scheduler_metadata, fa_version and their like, change no result: bits do
-            not depend on num_splits=1 (`trtllm_batch_decode_with_kv_cache` has batch_invariant for that).
-            `flash_attn.REFUSED`, such as dropout_p, alibi_slopes, qv, rotary_cos: only their neutral values.
+        others: `flash_attn.HINTS`, as scheduler_metadata, pack_gqa, fa_version, of any value; `flash_attn.REFUSED`, as
+            dropout_p, alibi_slopes, qv, rotary_cos, of neutral ones only.
 
     Returns out, or (out, lse): lse fp32 (Hq, T), contiguous, natural log of the softmax denominator, sink included. A
     row without keys gives 0 and -inf, or the sink. Rows of no request are undefined.
@@ -164,7 +166,7 @@ def flash_attn_varlen_func(
         requests = requests_of(table, seqused_k, cu_seqlens_q, plain, Form(name))
     descales = q_descale, k_descale, v_descale
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
-    options = Options(softmax_scale, causal, window_size, softcap, given, descales, out)
+    options = Options(softmax_scale, causal, window_size, softcap, given, descales, num_splits, out)
     most = _most(max_seqlen_q, q.shape[0])
     found = serve(_problem(_signature(VARLEN, name, lens), q, keys, requests, most, options, return_lse))
     return (found[0], _natural(found[1])) if return_lse else found
@@ -179,8 +181,8 @@ def flash_attn_with_kvcache(
     softmax_scale: float | None = None, causal: bool = False, window_size: Sequence[int | None] | None = (-1, -1),
     softcap: float | None = 0.0, s_aux: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
     learnable_sink: torch.Tensor | None = None, q_descale: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, out: torch.Tensor | None = None,
-    return_softmax_lse: bool = False, return_lse: bool = False, **others: Any,
+    k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, num_splits: int = 0,
+    out: torch.Tensor | None = None, return_softmax_lse: bool = False, return_lse: bool = False, **others: Any,
 ) -> Any:  # fmt: skip
     """Attention over a cache, to which k and v are appended first where they are given.
 
@@ -229,7 +231,7 @@ def flash_attn_with_kvcache(
     flat, flat_out = (q, out) if packed else (q.flatten(0, 1), _flat(out, q, keys[1]))
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
     descales = q_descale, k_descale, v_descale
-    options = Options(softmax_scale, causal, window_size, softcap, given, descales, flat_out)
+    options = Options(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
     most = _most(max_seqlen_q, q.shape[0]) if packed else q.shape[1]
     requests = requests_of(table, lens, cu_seqlens_q, not traced(q), Form(name))
     p = _problem(signature, flat, keys, requests, most, options, return_lse)
@@ -243,8 +245,8 @@ def flash_attn_func(
     window_size: Sequence[int | None] | None = (-1, -1), softcap: float | None = 0.0,
     s_aux: torch.Tensor | None = None, sinks: torch.Tensor | None = None, learnable_sink: torch.Tensor | None = None,
     q_descale: torch.Tensor | None = None, k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None, out: torch.Tensor | None = None, return_softmax_lse: bool = False,
-    return_lse: bool = False, **others: Any,
+    v_descale: torch.Tensor | None = None, num_splits: int = 0, out: torch.Tensor | None = None,
+    return_softmax_lse: bool = False, return_lse: bool = False, **others: Any,
 ) -> Any:  # fmt: skip
     """Attention of requests of one length: q (B, S, Hq, D), k (B, N, Hkv, D), v (B, N, Hkv, Dv), any strides but the
     last. The others are as in `flash_attn_with_kvcache`, with these as its cache, all rows of it.
@@ -261,7 +263,8 @@ def flash_attn_func(
     lens = _lengths(None, batch, k.shape[1], q.device, False)
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
     descales = q_descale, k_descale, v_descale
-    options = Options(softmax_scale, causal, window_size, softcap, given, descales, _flat(out, q, keys[1]))
+    flat_out = _flat(out, q, keys[1])
+    options = Options(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
     requests = requests_of(table, lens, None, not traced(q), Form("k"))
     p = _problem(FUNC, q.flatten(0, 1), keys, requests, length, options, return_lse)
     return _shaped(serve(p), q, out, False, return_lse)
@@ -319,6 +322,7 @@ def _problem(
     equal = requests.cu_seqlens_q is None
     causal |= equal and most == 1  # a lone row is the last
     few = causal and same and not a_head and requests.form == "table" and 0 < most * heads <= FEW * kv_heads
+    few = check_integer("num_splits", integer(o.num_splits), 0) != 1 and few
     if equal and not few:
         offsets = torch.arange(requests.batch + 1, dtype=torch.int32, device=q.device) * most
         requests = requests_of(requests.page_table, requests.kv_lens, offsets, not traced(q), Form(shared=False))
