@@ -20,7 +20,7 @@ from .attention import op as attention_op
 from .attention import values as attention_values
 from .attention.checks import E5M2, HEAD_SCALES, SIGNATURES
 from .attention.op import serve
-from .attention.problem import Form, Problem, Requests, pair, ragged_requests, requests_of
+from .attention.problem import SEPARATE, Form, Problem, Requests, pair, ragged_requests, requests_of
 from .checks import (
     check_apart,
     check_flag,
@@ -60,6 +60,7 @@ _LOGITS = {
     "scale": "softmax_scale", "soft_cap": "softcap", "out_scale": "v_descale", "max_q_len": "max_seqlen_q",
     "out_dtype": "out",
 }  # fmt: skip
+FORMS = {name: Form(name) for name in (*TABLES, "k")}
 _Tensor = torch.Tensor
 
 
@@ -163,7 +164,7 @@ def flash_attn_varlen_func(
             seqused_k = check_operand("cu_seqlens_k", cu_seqlens_k, 1, (torch.int32,), q.device).diff()
         check_operand(lens, seqused_k, 1, (torch.int32,), q.device)
         keys = pair("k, v", (k, v), "NHD")
-        requests = requests_of(table, seqused_k, cu_seqlens_q, plain, Form(name))
+        requests = requests_of(table, seqused_k, cu_seqlens_q, plain, FORMS[name])
     descales = q_descale, k_descale, v_descale
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
     options = Options(softmax_scale, causal, window_size, softcap, given, descales, num_splits, out)
@@ -233,7 +234,7 @@ def flash_attn_with_kvcache(
     descales = q_descale, k_descale, v_descale
     options = Options(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
     most = _most(max_seqlen_q, q.shape[0]) if packed else q.shape[1]
-    requests = requests_of(table, lens, cu_seqlens_q, not traced(q), Form(name))
+    requests = requests_of(table, lens, cu_seqlens_q, not traced(q), FORMS[name])
     p = _problem(signature, flat, keys, requests, most, options, return_lse)
     if new is not None:
         append(p, new)
@@ -265,7 +266,7 @@ def flash_attn_func(
     descales = q_descale, k_descale, v_descale
     flat_out = _flat(out, q, keys[1])
     options = Options(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
-    requests = requests_of(table, lens, None, not traced(q), Form("k"))
+    requests = requests_of(table, lens, None, not traced(q), FORMS["k"])
     p = _problem(FUNC, q.flatten(0, 1), keys, requests, length, options, return_lse)
     return _shaped(serve(p), q, out, False, return_lse)
 
@@ -311,9 +312,11 @@ def _problem(
     scale = dim**-0.5 if o.softmax_scale is None else values.number("softmax_scale", o.softmax_scale)
     out_scale, scale_tensor, out_scale_tensor = 1.0, None, None
     for name, descale, t in zip(("q_descale", "k_descale", "v_descale"), o.descales, (q, k, v), strict=True):
-        factor = None if descale is None else _descale(name, descale, requests.batch, kv_heads)
-        if factor is None or t.dtype not in EIGHT_BITS:
+        if descale is not None:
+            _check_descale(name, descale, requests.batch, kv_heads)
+        if descale is None or t.dtype not in EIGHT_BITS or not descale.numel():
             continue
+        factor = _each_head(name, descale)
         if name == "v_descale":
             out_scale, out_scale_tensor = values.times(name, factor, q.device, 1.0, None, (heads, kv_heads), 1)
         else:
@@ -325,7 +328,7 @@ def _problem(
     few = check_integer("num_splits", integer(o.num_splits), 0) != 1 and few
     if equal and not few:
         offsets = torch.arange(requests.batch + 1, dtype=torch.int32, device=q.device) * most
-        requests = requests_of(requests.page_table, requests.kv_lens, offsets, not traced(q), Form(shared=False))
+        requests = requests_of(requests.page_table, requests.kv_lens, offsets, not traced(q), SEPARATE)
     return Problem(
         signature, "decode" if few else "prefill", q, k, v, requests, most, scale, scale_tensor, out_scale,
         out_scale_tensor, causal, left, real(o.softcap), _sinks(q, o.sinks), out=o.out,
@@ -389,16 +392,18 @@ def _sinks(q: torch.Tensor, given: dict[str, Any]) -> torch.Tensor | None:
     return sinks.float()
 
 
-def _descale(name: str, value: Any, batch: int, heads: int) -> torch.Tensor | None:
-    """Of one element, or (heads,), one a KV head; None where there are no requests."""
+def _check_descale(name: str, value: Any, batch: int, heads: int) -> None:
     check_strided(name, value)
     check_one_of(f"{name}: dtype", value.dtype, (torch.float32,))
+    if value.shape != (batch, heads) and value.numel() != 1:
+        check_shape(name, value, (batch, heads), "requests, KV heads; or one element")
+
+
+def _each_head(name: str, value: torch.Tensor) -> torch.Tensor:
+    """A descale as one element, or (heads,), one a KV head."""
     if value.numel() == 1:
         return value
-    check_shape(name, value, (batch, heads), "requests, KV heads; or one element")
-    if value.numel() == 0:
-        return None
-    if batch > 1 and value.stride(0):
+    if value.shape[0] > 1 and value.stride(0):
         given = f"shape {tuple(value.shape)} of strides {value.stride()}"
         raise NotImplementedError(f"{name}: {given}, one a request is not supported, must be expanded over requests")
     return value[0] if value.stride(1) else value[0, :1]
