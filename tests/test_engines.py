@@ -8,6 +8,7 @@ import torch
 import wrappers
 from bench.cases import attention as cases
 from tests.fake_machine import FakeMachine
+from tests.test_flash_attn import SINKS, Batch, oracle
 from tests.test_prefill_wrapper import here, launches  # noqa: F401 - fixtures
 from wrappers import cooperative_topk, machine, persistent_topk, utils
 from wrappers import trtllm_fmha_v2_prefill as fmha
@@ -70,6 +71,46 @@ def test_decode_as_vllm_calls_it(name):
     torch.testing.assert_close(xqa_batch(**given), want)
     mask = torch.tensor([[[1, 0], [3, 0]]] * 2).to(torch.uint16)
     torch.testing.assert_close(xqa_batch(**given, mask=mask), want)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_decode_of_vllm_in_float64(layout):
+    """K and V in one tensor's last dimension, tables padded with 0, padded requests of length 0; then drafts, ragged
+    with an empty request, that see each other or not."""
+    batch = Batch(q_lens=(1, 1, 1), kv_lens=(9, 0, 40), page=16)
+    pool = torch.cat([t.transpose(1, 2) for t in batch.paged], -1)  # (blocks, Hkv, N, 2 D)
+    caches = (pool if layout == "HND" else pool.transpose(1, 2)).split(64, dim=-1)
+    given = {"kv_cache": caches, "kv_cache_sf": None, "workspace_buffer": None, "kv_layout": layout, "sinks": SINKS}
+    given |= {"block_tables": batch.table.clamp(min=0), "seq_lens": batch.lens, "max_seq_len": 40, "bmm1_scale": 0.2}
+    given |= {"bmm2_scale": 2.0, "window_left": 5, "out": torch.empty_like(batch.q)}
+    got = xqa_batch(query=batch.q, q_len_per_req=1, mask=None, q_cu_seq_lens=None, **given)
+    want = batch.want(causal=True, scale=0.2, window=(5, 0), sinks=SINKS)[0]
+    torch.testing.assert_close(got.double(), 2 * want, rtol=2e-3, atol=2e-3)
+    drafts = Batch(q_lens=(3, 0, 2), kv_lens=(9, 0, 40), page=16)
+    given |= {"out": None, "window_left": -1, "q_len_per_req": 3, "q_cu_seq_lens": drafts.q_starts}
+    for bits, causal in (([1, 3, 7, 1, 3], True), ([7, 7, 7, 3, 3], False)):
+        mask = torch.tensor([[word, 0] for word in bits]).to(torch.uint16)
+        got = xqa_batch(query=drafts.q, mask=mask, **given)
+        for q, k, v, o in zip(*(t.split(n) for t, n in ((drafts.q, drafts.q_lens), (batch.k, batch.kv_lens),
+                                                        (batch.v, batch.kv_lens), (got, drafts.q_lens)))):  # fmt: skip
+            want = oracle(q, k, v, causal=causal, scale=0.2, sinks=SINKS)[0]
+            torch.testing.assert_close(o.double(), 2 * want, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("mask, window", [("causal", -1), ("causal", 4), ("padding", -1)])
+def test_prefill_of_sglang_in_float64(layout, mask, window):
+    batch = Batch(q_lens=(5, 0, 3), kv_lens=(9, 4, 40), page=16)
+    halves = torch.stack(batch.paged if layout == "NHD" else [t.transpose(1, 2) for t in batch.paged]).contiguous()
+    table = torch.stack([batch.table, batch.table + len(batch.paged[0])], 1)
+    got = fmha(
+        (batch.q, tuple(halves)), input_layout=f"Q_PAGED_KV_{layout}", workspace_buffer=None, seq_lens=batch.lens,
+        max_q_len=5, max_kv_len=64, bmm1_scale=0.2, bmm2_scale=0.5, batch_size=3, cum_seq_lens_q=batch.q_starts,
+        cum_seq_lens_kv=batch.k_starts, block_tables=table, out=None, out_dtype=torch.float16, mask_mode=mask,
+        window_left=window, sinks=SINKS, skip_softmax_threshold_scale_factor=0.0,
+    )  # fmt: skip
+    want = batch.want(causal=mask == "causal", scale=0.2, window=(window, -1), sinks=SINKS)[0]
+    torch.testing.assert_close(got.double(), want / 2, rtol=2e-3, atol=2e-3)
 
 
 def test_o_scale_and_layout_of_decode():
