@@ -309,7 +309,7 @@ def _problem(
     (_, heads, dim), (k, v) = q.shape, keys
     kv_heads, same = k.shape[1], k.shape[3] == v.shape[3]
     causal, left = _window(o.causal, o.window_size)
-    scale = dim**-0.5 if o.softmax_scale is None else values.number("softmax_scale", o.softmax_scale)
+    scale = max(dim, 1) ** -0.5 if o.softmax_scale is None else values.number("softmax_scale", o.softmax_scale)
     out_scale, scale_tensor, out_scale_tensor = 1.0, None, None
     for name, descale, t in zip(("q_descale", "k_descale", "v_descale"), o.descales, (q, k, v), strict=True):
         if descale is not None:
