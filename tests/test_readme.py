@@ -14,7 +14,7 @@ from bench.results import ROOT, read_all
 from cute_kernels import catalog
 from cute_kernels.attention.problem import Problem
 from tests import conftest, gpu, kernels
-from tools import matrix
+from tools import matrix, oracles, static
 
 TEXT = README.read_text()
 
@@ -25,6 +25,11 @@ def section(name: str) -> str:
 
 def test_support_table_is_up_to_date():
     assert section("support") == matrix.markdown(), "run: python -m tools.matrix readme"
+
+
+def test_tables_of_blackwell_are_up_to_date():
+    assert section("static") == static.markdown(), "run: python -m tools.static readme"
+    assert section("oracles") == oracles.markdown(), "run: python -m tools.oracles readme"
 
 
 def test_measured_tables_are_up_to_date():

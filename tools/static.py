@@ -221,7 +221,7 @@ def markdown() -> str:
     for (arch, kernel), loops_of in sorted(
         found.items(), key=lambda item: (item[0][0], is_peer({"kernel": item[0][1]}))
     ):
-        if is_peer({"kernel": kernel}) or re.match("(bf16|e4m3)_d128_causal", kernel):
+        if is_peer({"kernel": kernel}) or re.match("(bf16|e4m3)_d128_causal_tma", kernel):
             plain = loops_of["softmax"]
             stored = plain["stored"].split()[pieces(kernel) - 1]
             counts = [loops_of[role]["instructions"] for role in ("softmax", "softmax masked")]
