@@ -44,7 +44,6 @@ def run(
     program: Program | None = None,
     limit: int = 2_000_000,
     exact: bool = False,
-    tidy: bool = True,
 ) -> Result:
     """Execute the grid of `call`; its arrays hold the results.
 
@@ -52,9 +51,7 @@ def run(
     clusters run. resident: clusters that run at once; CTAs that wait for each other through global memory must all be
     resident. program: the translated PTX of the call, to share it between runs. limit: units until a livelock is
     reported, per portion. exact: WGMMAs of 16-bit and tf32 types give the bits of an H200, at several times the time;
-    those of 8-bit types always do. tidy: a kernel that leaves anything behind when it ends is wrong (`check_exit`);
-    some of others leave a barrier that waits for bytes. Fault (faults.py) on what is wrong on hardware; Unsupported on
-    what is not modelled.
+    those of 8-bit types always do. Fault (faults.py) on what is wrong on hardware; Unsupported on what is not modelled.
     """
     if mode not in MODES:
         raise ValueError(f"mode: {mode!r}, must be one of {MODES}")
@@ -65,7 +62,7 @@ def run(
         portion = [block for cluster in clusters[first : first + resident] for block in cluster]
         machine = Machine(program, call, memory, portion, Settings(mode, seed + first, limit, exact))
         run_machine(machine)
-        if tidy:
+        if call.tidy:
             check_exit(machine)
         executed = program.executed(machine.entered, machine.active)
         result.add(Result(machine.steps, machine.state.counts, {call.ptx: executed}))
