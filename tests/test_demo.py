@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fake_machine import FakeMachine
 from tools import demo, demo_data
+from wrappers import machine
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +33,31 @@ def test_extract_is_what_the_weights_give():
             np.testing.assert_allclose(made[name].astype(float), data[name].astype(float), rtol=1e-2, atol=1e-2)
 
 
-def test_public_function_agrees_with_torch_on_real_data(batch):
-    assert "agrees" in demo.run_cpu(batch)
+def test_public_functions_agree_with_torch_on_real_data(batch, tmp_path, capsys):
+    results = demo.run(batch, "reference")
+    assert [len(r) for r in results] == [sum(batch.lengths), len(batch.lengths), demo_data.HEADS]
+    assert capsys.readouterr().out.count("agrees with torch") == 3
+    assert "picture" in demo.draw(batch, results, tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").stat().st_size > 9000
+
+
+def test_kernels_that_are_built_serve_the_calls(batch):
+    """The simulator refuses a call that another kernel serves."""
+    few = demo.batch_of({"q": batch.q[:40, :2].numpy(), "k": batch.k[:40, :2].numpy(), "v": batch.v[:40, :2].numpy(),
+                         "lengths": np.array([33, 7])})  # fmt: skip
+    fake = FakeMachine(lambda op, spec: fake.specs.append(spec.name) or (lambda *args: None))
+    fake.specs = []
+    with machine.override(fake):
+        for step in demo.STEPS:
+            step.call(few)
+    assert fake.specs[:2] == demo.kernels()[:2] and fake.specs[2].split("_")[0] == demo.kernels()[2].split("_")[0]
+
+
+def test_wrong_keys_are_refused(batch):
+    step = demo.STEPS[2]
+    right = step.call(batch)
+    with pytest.raises(AssertionError, match="torch selects"):
+        step.check(right.roll(1, 0), step.want(batch))
 
 
 def test_pages_hold_nan_where_no_token_is(batch):
@@ -45,4 +70,4 @@ def test_pages_hold_nan_where_no_token_is(batch):
 @pytest.mark.parametrize("wrong", [lambda o: o * 1.01, lambda o: o.roll(1, 0), lambda o: torch.zeros_like(o)])
 def test_comparison_refuses_wrong_results(batch, wrong):
     with pytest.raises(AssertionError):
-        demo.compare(wrong(demo.expected(batch)), batch)
+        demo.compare(wrong(demo.expected(batch)), demo.expected(batch))

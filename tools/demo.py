@@ -1,18 +1,22 @@
-"""The function on real data: attention of a real transformer layer on real text, from a paged KV cache.
+"""The kernels on real data: attention of a real transformer layer on real text, from a paged KV cache, and a top-k.
 
     python -m tools.demo            (or: make demo)
 
-Without a GPU: the kernel of this layer is built for Hopper and its resources printed; the same public call runs the
-reference on the CPU. With one: the kernel runs. Either is held against torch SDPA.
+Three calls: prefill of the text, decode of each request's last token, and the keys that this token scores highest. With
+a GPU they run on it. Without one the same compiled kernels, for Hopper, run in the simulator, on some of the heads.
+Results are held against plain torch, and drawn.
 """
 
 import argparse
 import importlib.util
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,15 +24,26 @@ import torch
 from cute_kernels import cli, manifest, places
 from cute_kernels.attention import dispatch
 from cute_kernels.attention.problem import Problem
+from cute_kernels.topk import dispatch as topk_dispatch
+from cute_kernels.topk.problem import Problem as Rows
 
 from . import demo_data
 
 PAGE = 16
 HEAD_DIM = 64  # the least a kernel has; the layer's 32 are padded with zeros
-PROBLEM = Problem("fp16", "fp16", "fp16", HEAD_DIM, HEAD_DIM, PAGE, group=1, causal=False)
+PREFILL = Problem("fp16", "fp16", "fp16", HEAD_DIM, HEAD_DIM, PAGE, group=1, causal=False)
+DECODE = Problem("fp16", "fp16", "fp16", HEAD_DIM, HEAD_DIM, PAGE, group=1, rows=1, phase="decode")
 ARCH = "sm_90a"
 TOLERANCE = 2e-3  # rtol = atol: fp16 output of values up to about 4
 COPIES = 64  # of the text's requests, for a batch large enough to time
+SIMULATED = 2  # heads that the simulator computes
+K = 8  # keys that top-k selects
+PICTURE = demo_data.ROOT / "build" / "demo.png"
+NEXT = """\
+next: python -m examples.serve          continuous batching of a small decoder on one pool of pages
+      python -m examples.sparse         attention to the keys that a top-k selects
+      python -m tools.ptxsim bf16_d128_causal    any kernel in the simulator, in four modes
+      cute-kernels list                 what was built; README says how to call it"""
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,15 @@ class Batch:
     @property
     def flops(self) -> float:
         return sum(4.0 * self.q.shape[1] * n * n * HEAD_DIM for n in self.lengths)
+
+    @property
+    def last(self) -> torch.Tensor:
+        """Row of each request's last token."""
+        return torch.tensor(self.lengths, device=self.q.device).cumsum(0) - 1
+
+    def of_heads(self, heads: int) -> "Batch":
+        q, k, v = (t[:, :heads].contiguous() for t in (self.q, self.k, self.v))
+        return Batch(q, k, v, self.lengths, self.scale)
 
     def repeat(self, copies: int) -> "Batch":
         q, k, v = (t.repeat(copies, 1, 1) for t in (self.q, self.k, self.v))
@@ -61,7 +85,7 @@ def batch_of(data: dict[str, np.ndarray]) -> Batch:
 
 
 def paged(batch: Batch) -> dict[str, Any]:
-    """Arguments of the public function: K and V scattered over pages in random order, what is unused holds NaN."""
+    """Arguments of the prefill function: K and V scattered over pages in random order, what is unused holds NaN."""
     device, heads = batch.q.device, batch.q.shape[1]
     used = [-(-n // PAGE) for n in batch.lengths]
     order = torch.randperm(sum(used), generator=torch.Generator().manual_seed(0)).to(torch.int32).to(device)
@@ -100,17 +124,71 @@ def expected(batch: Batch) -> torch.Tensor:
     return torch.cat(rows, dim=1).transpose(0, 1)
 
 
-def compare(out: torch.Tensor, batch: Batch) -> tuple[float, float]:
-    """(largest absolute error, relative error ||out - want|| / ||want||); AssertionError past the tolerance."""
-    want = expected(batch)
+def compare(out: torch.Tensor, want: torch.Tensor) -> str:
+    """Errors against what torch gives; AssertionError past the tolerance."""
     torch.testing.assert_close(out.float(), want, rtol=TOLERANCE, atol=TOLERANCE)
     difference = out.float() - want
-    return float(difference.abs().max()), float(difference.norm() / want.norm())
+    return f"max error {float(difference.abs().max()):.1e}, relative {float(difference.norm() / want.norm()):.1e}"
 
 
-def kernel_name() -> str:
-    """The kernel that serves the demo's call."""
-    return dispatch.select(PROBLEM, ARCH)[1].name
+def prefill(batch: Batch) -> torch.Tensor:
+    from wrappers import trtllm_batch_context_with_kv_cache
+
+    return trtllm_batch_context_with_kv_cache(**paged(batch))
+
+
+def decode(batch: Batch) -> torch.Tensor:
+    """The last token of each request."""
+    from wrappers import trtllm_batch_decode_with_kv_cache
+
+    given = paged(batch)
+    return trtllm_batch_decode_with_kv_cache(
+        batch.q[batch.last], given["kv_cache"], given["workspace_buffer"], given["block_tables"], given["seq_lens"],
+        given["max_kv_len"], batch.scale,
+    )  # fmt: skip
+
+
+def scores(batch: Batch) -> torch.Tensor:
+    """Logits of the first request's last token on its keys, (heads, keys) fp32."""
+    n = batch.lengths[0]
+    return torch.einsum("hd,khd->hk", batch.q[n - 1].float(), batch.k[:n].float()).contiguous()
+
+
+def select(batch: Batch) -> torch.Tensor:
+    """The K keys of highest score, (heads, K) in ascending order."""
+    from wrappers import top_k_ragged_transform
+
+    found = scores(batch)
+    ints = torch.full((len(found),), found.shape[1], dtype=torch.int32, device=found.device)
+    return top_k_ragged_transform(found, torch.zeros_like(ints), ints, K)
+
+
+class Step(NamedTuple):
+    """A call, what torch gives for it, and how its result is held against that."""
+
+    name: str
+    call: Callable[[Batch], torch.Tensor]
+    want: Callable[[Batch], torch.Tensor]
+    check: Callable[[torch.Tensor, torch.Tensor], str]
+
+
+def same_keys(found: torch.Tensor, want: torch.Tensor) -> str:
+    assert torch.equal(found.long(), want), f"keys {found.tolist()}, torch selects {want.tolist()}"
+    return f"the same {K} keys of each head"
+
+
+STEPS = (
+    Step("prefill", prefill, expected, compare),
+    Step("decode", decode, lambda batch: expected(batch)[batch.last], compare),
+    Step("top-k", select, lambda batch: scores(batch).topk(K, dim=1).indices.sort(1).values, same_keys),
+)
+
+
+def kernels() -> list[str]:
+    """Names of the kernels that serve the three calls."""
+    found = [dispatch.select(problem, ARCH) for problem in (PREFILL, DECODE)]
+    rows = Rows("fp32", SIMULATED, demo_data.LENGTHS[0], K)
+    return [spec.name for _, spec in (*found, topk_dispatch.select(rows, ARCH))]
 
 
 def out() -> Path:
@@ -119,51 +197,80 @@ def out() -> Path:
 
 
 def build() -> bool:
-    """Build the one kernel the demo needs into the bundle; False where the DSL, the compiler, is not installed."""
+    """Build the kernels into the bundle; False where the DSL, the compiler, is not installed."""
     if importlib.util.find_spec("cutlass") is None:
         return False
-    for verb in (["build", "--only", kernel_name()], ["verify"]):
+    wanted = [word for name in kernels() for word in ("--only", name)]
+    for verb in (["build", *wanted], ["verify"]):
         command = [sys.executable, "-m", "cute_kernels", *verb, "--arch", ARCH, "--out", str(out())]
         subprocess.run(command, check=True, cwd=demo_data.ROOT)
     return True
 
 
 def resources() -> str:
-    """What the bundle says of the demo's kernel."""
-    name = kernel_name()
-    entry = next(k for k in manifest.read(out()).kernels if k["name"] == name)
-    return f"kernel {name}: {cli.summary(entry)}"
+    """What the bundle says of the kernels."""
+    known = {entry["name"]: entry for entry in manifest.read(out()).kernels}
+    return "\n".join(f"kernel {name}: {cli.summary(known[name])}" for name in kernels())
 
 
-def run_cpu(batch: Batch) -> str:
-    """The public call on CPU tensors."""
-    from wrappers import trtllm_batch_context_with_kv_cache
+def run(batch: Batch, where: str, around: Callable[[], Any] = nullcontext) -> list[torch.Tensor]:
+    """All calls, each in a context `around` it, checked; says what they gave."""
+    results = []
+    for step in STEPS:
+        begin = time.perf_counter()
+        with around():
+            results.append(step.call(batch))
+        seconds = time.perf_counter() - begin
+        said = step.check(results[-1], step.want(batch))
+        print(f"{step.name:8} {where}, {seconds:.1f} s, agrees with torch: {said}", flush=True)
+    return results
 
-    worst, relative = compare(trtllm_batch_context_with_kv_cache(**paged(batch)), batch)
-    return f"CPU reference agrees with torch SDPA: max error {worst:.1e}, relative {relative:.1e}"
+
+def simulator() -> AbstractContextManager[Any]:
+    """A context in which calls on CPU tensors run compiled kernels."""
+    from .ptxsim.workloads.common import simulated
+
+    return simulated(ARCH, [], sms=4)
 
 
-def run_gpu(batch: Batch) -> list[str]:
-    """The public call on CUDA tensors: error on the text, speed on COPIES of it."""
+def speed(batch: Batch) -> str:
+    """Prefill of COPIES of the text on a GPU."""
     from bench.timing import CudaClock, interleave
     from wrappers import trtllm_batch_context_with_kv_cache
 
-    def error(some: Batch, kwargs: dict[str, Any]) -> str:
-        worst, relative = compare(trtllm_batch_context_with_kv_cache(**kwargs), some)
-        return f"max error {worst:.1e}, relative {relative:.1e}"
+    kwargs = paged(batch)
+    said = compare(trtllm_batch_context_with_kv_cache(**kwargs), expected(batch))
+    us = interleave({"ours": lambda i: trtllm_batch_context_with_kv_cache(**kwargs)}, CudaClock(), 1)["ours"].median
+    rate = batch.flops / us / 1e6
+    return f"{COPIES} copies of the text: {said}; {us:.0f} us for {len(batch.q)} tokens, {rate:.0f} TFLOP/s"
 
-    gpu = torch.cuda.get_device_name()
-    small, large = batch.to("cuda"), batch.repeat(COPIES).to("cuda")
-    lines = [f"kernel on {gpu} agrees with torch SDPA: {error(small, paged(small))}"]
-    kwargs = paged(large)
-    lines.append(f"  {COPIES} copies of the text: {error(large, kwargs)}")
-    run = {"ours": lambda i: trtllm_batch_context_with_kv_cache(**kwargs)}
-    time = interleave(run, CudaClock(), 1)["ours"].median
-    rate = large.flops / time / 1e6
-    lines.append(
-        f"  {time:.0f} us for {len(large.q)} tokens, {rate:.0f} TFLOP/s, half of them on zeros that pad the head"
-    )
-    return lines
+
+def draw(batch: Batch, results: list[torch.Tensor], path: Path = PICTURE) -> str:
+    """Left: whom the last 64 tokens of the first request look at, in one head, and the keys that top-k selected.
+    Right: every value of the kernel's output against torch's."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "no picture: matplotlib is not installed"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    batch, (o, _, keys) = batch.to("cpu"), (t.cpu() for t in results)
+    n = batch.lengths[0]
+    logits = batch.q[n - 64 : n, 0].float() @ batch.k[:n, 0].float().T * batch.scale
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), width_ratios=(2, 1), layout="constrained")
+    left.imshow(logits.softmax(1).sqrt().numpy(), aspect="auto", cmap="Blues", extent=(0, n, n, n - 64))
+    left.plot(keys[0].numpy() + 0.5, [n - 0.5] * K, "r^", clip_on=False, label=f"the {K} keys of highest score")
+    left.set(xlabel="key", ylabel="query", title="attention of one head on real text")
+    left.legend(loc="upper left")
+    want = expected(batch)[:, : o.shape[1]].flatten()
+    right.plot(want.numpy(), o.float().flatten().numpy(), ",", color="tab:blue")
+    right.plot([want.min(), want.max()], [want.min(), want.max()], color="tab:gray", lw=0.5)
+    right.set(xlabel="torch, fp32", ylabel="kernel, fp16", title=f"prefill: {len(want)} values of O")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return f"picture: {path}"
 
 
 def main() -> None:
@@ -171,14 +278,21 @@ def main() -> None:
     data, origin = demo_data.load()
     batch = batch_of(data)
     heads, shown = batch.q.shape[1], " + ".join(map(str, batch.lengths))
+    print(f"data: {origin}\n      {shown} tokens, {heads} heads, KV in shuffled pages of {PAGE}", flush=True)
     built = build()
-    print(f"\ndata: {origin}\n      {shown} tokens, {heads} heads, KV in shuffled pages of {PAGE}")
-    print(resources() if built else "no CuTe DSL here: no kernel was built")
-    print(run_cpu(batch))
+    print(resources() if built else "no CuTe DSL here: no kernel was built, calls run the reference in plain torch")
     if torch.cuda.is_available():
-        print("\n".join(run_gpu(batch)))
+        batch = batch.to("cuda")
+        results = run(batch, f"on {torch.cuda.get_device_name()}")
+        print(speed(batch.repeat(COPIES)))
+    elif built:
+        print(f"no GPU here: the simulator runs the kernels' PTX, for {SIMULATED} of {heads} heads")
+        batch = batch.of_heads(SIMULATED)
+        results = run(batch, "kernel in the simulator", simulator)
     else:
-        print("no GPU here: the kernel was compiled, not run")
+        results = run(batch, "reference")
+    print(draw(batch, results))
+    print(NEXT)
 
 
 if __name__ == "__main__":

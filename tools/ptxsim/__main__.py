@@ -2,7 +2,7 @@
 
 python -m tools.ptxsim bf16_d128_causal_tma_m128n128s2             all variants, all modes
 python -m tools.ptxsim 'bf16_d64*' --mode random --seed 3            part or glob of op/name
-python -m tools.ptxsim 'fp16*pack*' --coverage --lines               and what of its PTX no case executes
+python -m tools.ptxsim 'fp16*anyw*' --coverage --lines               and what of its PTX no case executes
 python -m tools.ptxsim --forms FILE.ptx                              instruction forms of a file that are unknown
 """
 
