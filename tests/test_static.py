@@ -7,7 +7,7 @@ from cute_kernels import catalog
 from tests.kernels import COVERING
 from tools import proven, static
 
-# A block of 128 x 128 scores; README (Blackwell) has what flash-attn-4 issues.
+# A block of 128 x 128 scores; docs/blackwell.md has what flash-attn-4 issues.
 MOST = {"softmax masked": 625, "correction": 30, "mma": 250}
 SOFTMAX = {"bf16": 565, "fp16": 565, "e4m3": 567}  # 1.03 (426 + 508 emulated); flash-attn-4's 562, and what catches NaN
 PERIOD = {
