@@ -63,10 +63,9 @@ def points(rows: Iterable[Row]) -> list[Point]:
             continue
         form = provider.removeprefix(peer).removeprefix("-")
         mine = chosen.get((case, f"ours-{form}" if form else "ours"))
-        if mine:
-            prefix = prefix_of(case)
-            name = NAMES.get((prefix, peer), peer)
-            found.append(Point(prefix, case, form, name, row.time_us / mine.time_us, row.commit[:9]))
+        if mine and mine.ratio_to_ours and row.ratio_to_ours:
+            prefix, ratio = prefix_of(case), row.ratio_to_ours / mine.ratio_to_ours
+            found.append(Point(prefix, case, form, NAMES.get((prefix, peer), peer), ratio, row.commit[:9]))
     return sorted(found, key=lambda p: list(FAMILIES).index(p.prefix))
 
 
