@@ -1,9 +1,9 @@
 """Skip-softmax as our prefill kernels do it, in plain torch on CPU or GPU: which KV blocks are left out, and what is
 then the result.
 
-Blocks of `keys` keys of a request are looked at from the last to the first, 64 rows at a time (`ROWS`). A block is left
-out where every row that sees a key of it finds exp(m_j - m) < factor / kv_len; m_j is the block's maximum of the row's
-logits, m the one of the blocks before it that were not left out. The rows' first block is never left out.
+Blocks of `keys` keys of a request are looked at from the last to the first, some rows at a time (`ROWS`). A block is
+left out where every row that sees a key of it finds exp(m_j - m) < factor / kv_len; m_j is the block's maximum of the
+row's logits, m the one of the blocks before it that were not left out. The rows' first block is never left out.
 """
 
 import math
@@ -13,18 +13,20 @@ import torch
 
 from cute_kernels.attention import dispatch
 from cute_kernels.attention.spec import FEW
+from wrappers import machine
 from wrappers.attention.plan import facts_of
 from wrappers.attention.problem import Problem
 from wrappers.reference.paged import tokens_of
 
-ROWS = 64  # that decide together: of a warpgroup
+ROWS = {"sm_90a": 64, "sm_100a": 128, "sm_103a": 128}  # that decide together: of a warpgroup
+HOPPER = "sm_90a"
 SURE = 1e-3  # log2 units: no vote of `expected` is closer
 LOG2E = math.log2(math.e)
 INF = math.inf
 
 
 class Skipped(NamedTuple):
-    """out (T, Hq, Dvo), lse (T, Hq), fp32, as `reference.paged_attention` gives them. blocks: of all groups of 64 rows,
+    """out (T, Hq, Dvo), lse (T, Hq), fp32, as `reference.paged_attention` gives them. blocks: of all groups of rows,
     those of which a row sees a key; skipped: of these. margin: the least distance of a vote from the other answer, in
     log2 units: other roundings than fp32's cannot change what is skipped while their logits are off by less."""
 
@@ -41,27 +43,28 @@ class Skipped(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of a request, padded to whole groups of `ROWS`. q: (heads, groups, ROWS, D) fp32; position: (groups, ROWS),
-    among the keys, beyond which, with a causal mask, the row sees none; valid: (groups, ROWS) bool."""
+    """Rows of a request, padded to whole groups. q: (heads, groups, rows, D) fp32; position: (groups, rows), among the
+    keys, beyond which, with a causal mask, the row sees none; valid: (groups, rows) bool."""
 
     q: torch.Tensor
     position: torch.Tensor
     valid: torch.Tensor
 
 
-def rows_of(q: torch.Tensor, kv_heads: int, kv_len: int, packed: bool) -> Rows:
-    """q (m, Hq, D). packed: rows are (token, query head of a KV head), the head fastest; else tokens of one head."""
+def rows_of(q: torch.Tensor, kv_heads: int, kv_len: int, packed: bool, together: int) -> Rows:
+    """q (m, Hq, D). packed: rows are (token, query head of a KV head), the head fastest; else tokens of one head.
+    together: rows of a group."""
     m, heads, dim = q.shape
     group = heads // kv_heads if packed else 1
     rows = q.float().view(m, heads // group, group, dim).transpose(0, 1).reshape(heads // group, m * group, dim)
-    pad = -rows.shape[1] % ROWS
+    pad = -rows.shape[1] % together
     token = torch.arange(rows.shape[1] + pad, device=q.device) // group
-    rows = torch.nn.functional.pad(rows, (0, 0, 0, pad)).unflatten(1, (-1, ROWS))
-    return Rows(rows, (token + kv_len - m).view(-1, ROWS), (token < m).view(-1, ROWS))
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, pad)).unflatten(1, (-1, together))
+    return Rows(rows, (token + kv_len - m).view(-1, together), (token < m).view(-1, together))
 
 
 def visible(p: Problem, rows: Rows, first: int, end: int) -> torch.Tensor:
-    """(groups, ROWS, end - first) bool: which of these keys a row sees."""
+    """(groups, rows, end - first) bool: which of these keys a row sees."""
     key, position = torch.arange(first, end, device=p.q.device), rows.position[..., None]
     seen = rows.valid[..., None] & (key >= 0)
     if p.causal:
@@ -72,7 +75,7 @@ def visible(p: Problem, rows: Rows, first: int, end: int) -> torch.Tensor:
 
 
 class State(NamedTuple):
-    """Of all rows (heads, groups, ROWS), changed in place. top: maximum so far, total and o: sums relative to it."""
+    """Of all rows (heads, groups, rows), changed in place. top: maximum so far, total and o: sums relative to it."""
 
     top: torch.Tensor
     total: torch.Tensor
@@ -92,7 +95,7 @@ def wanted(now: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
 
 
 def add(state: State, s: torch.Tensor, top: torch.Tensor, v: torch.Tensor, kept: torch.Tensor) -> None:
-    """A block's logits s (heads, groups, ROWS, keys), log2 units, maxima `top` and v (heads, keys, D) into the sums of
+    """A block's logits s (heads, groups, rows, keys), log2 units, maxima `top` and v (heads, keys, D) into the sums of
     the groups that it is `kept` in (heads, groups)."""
     new = torch.maximum(state.top, top)
     base = new.masked_fill(new == -INF, 0.0)
@@ -105,9 +108,10 @@ def add(state: State, s: torch.Tensor, top: torch.Tensor, v: torch.Tensor, kept:
     state.top.copy_(torch.where(chosen, new, state.top))
 
 
-def attend(p: Problem, keys: int, few: int = FEW) -> Skipped:
+def attend(p: Problem, keys: int, few: int = FEW, together: int = ROWS[HOPPER]) -> Skipped:
     """A prefill call with p.skip, as kernels with blocks of so many keys compute it; of any types and requests, without
-    masks of bits, ALiBi and factors a head. few: most query tokens of a request whose rows are packed."""
+    masks of bits, ALiBi and factors a head. few: most query tokens of a request whose rows are packed; together: rows
+    that decide together."""
     assert p.skip and p.alibi_slopes is None and p.custom_mask is None and p.drafts is None
     out = torch.zeros(*p.q.shape[:2], p.dim_vo, device=p.q.device)
     lse = torch.full(p.q.shape[:2], -INF, device=p.q.device)
@@ -116,7 +120,7 @@ def attend(p: Problem, keys: int, few: int = FEW) -> Skipped:
     for of in tokens_of(p):
         (m, heads, _), length = of.q.shape, len(of.k)
         k, v = (x.float().transpose(0, 1) for x in (of.k, of.v))
-        rows = rows_of(of.q, len(k), length, m <= few)
+        rows = rows_of(of.q, len(k), length, m <= few, together)
         k, v = (x.repeat_interleave(len(rows.q) // len(k), 0) for x in (k, v))
         shape = rows.q.shape[:3]
         state = State(
@@ -143,7 +147,7 @@ def attend(p: Problem, keys: int, few: int = FEW) -> Skipped:
         group = heads // len(rows.q)
 
         def tokens(x: torch.Tensor, m: int = m, group: int = group) -> torch.Tensor:
-            """(heads, groups, ROWS, ...) -> (m, Hq, ...)."""
+            """(heads, groups, rows, ...) -> (m, Hq, ...)."""
             of_rows = x.flatten(1, 2)[:, : m * group].unflatten(1, (m, group))
             return of_rows.transpose(0, 1).flatten(1, 2)
 
@@ -153,9 +157,11 @@ def attend(p: Problem, keys: int, few: int = FEW) -> Skipped:
 
 
 def of_kernel(p: Problem) -> Skipped:
-    """What the kernel that serves a call leaves out; `dispatch.Unsupported` where none does."""
-    _, spec = dispatch.select(facts_of(p), "sm_90a")
-    return attend(p, spec.tile.n)
+    """What the kernel that serves a call on the current machine, or else on Hopper, leaves out; `dispatch.Unsupported`
+    where none does."""
+    arch, _ = machine.current.facts(p.q.device) or (HOPPER, 0)
+    _, spec = dispatch.select(facts_of(p), arch)
+    return attend(p, spec.tile.n, together=ROWS[arch])
 
 
 def expected(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:

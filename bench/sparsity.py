@@ -9,8 +9,10 @@ import math
 import torch
 
 from . import workload
-from .skipping import ROWS, wanted
+from .skipping import HOPPER, wanted
+from .skipping import ROWS as ROWS_OF
 
+ROWS = ROWS_OF[HOPPER]  # of a tile
 KEYS = 128  # of a block
 CHUNK = 2048  # query rows whose logits are in memory at a time: 256 MiB of 32768 keys
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from wrappers.integrations.transformers import NAME, PagedCache
+from wrappers.integrations.transformers import PagedCache, register
 
 MODELS = ("llama", "gemma2", "gpt_oss", "qwen3")
 PROMPTS = (5, 130, 1, 37)  # tokens of each request
@@ -67,7 +67,7 @@ class Generated(NamedTuple):
 @torch.no_grad()
 def generate(model: Any, prompts: list[torch.Tensor], count: int, page_size: int = 16) -> Generated:
     """`count` tokens of each request, at least 3, greedily: the first from the prompt's logits, then one a step."""
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(register())
     lens, device = [len(p) for p in prompts], prompts[0].device
     most = max(lens) + count
     cache = PagedCache(len(lens), len(lens) * -(-most // page_size) + 1, most, page_size, device)

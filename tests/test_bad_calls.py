@@ -21,7 +21,7 @@ from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
 from tests import test_prefill_wrapper, test_topk_wrapper
 from tests.fake_machine import FakeMachine
-from wrappers import fp4, machine
+from wrappers import flash_attn, fp4, machine
 
 E4M3 = torch.float8_e4m3fn
 POISON = 0xA5
@@ -124,6 +124,12 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "append": (wrappers.append_paged_kv_cache, lambda: TABLES | APPENDED | {
         "paged_kv_cache": (torch.ones(6, 4, 2, 16).bfloat16(), torch.ones(6, 4, 2, 16).bfloat16())}),
     "append, quantised": (wrappers.nvfp4_quantize_append_paged_kv_cache, lambda: TABLES | APPENDED | {
+        "paged_kv_cache": (torch.ones(6, 4, 2, 8).byte(), torch.ones(6, 4, 2, 8).byte()),
+        "kv_cache_sf": (torch.ones(6, 4, 2, 1).to(E4M3), torch.ones(6, 4, 2, 1).to(E4M3)),
+        "k_scale": 0.5, "v_scale": 0.5}),
+    "append, slots": (wrappers.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping, lambda: {
+        "append_key": torch.ones(3, 2, 16).bfloat16(), "append_value": torch.ones(3, 2, 16).bfloat16(),
+        "slot_mapping": torch.tensor([5, 0, 23], dtype=torch.int32),
         "paged_kv_cache": (torch.ones(6, 4, 2, 8).byte(), torch.ones(6, 4, 2, 8).byte()),
         "kv_cache_sf": (torch.ones(6, 4, 2, 1).to(E4M3), torch.ones(6, 4, 2, 1).to(E4M3)),
         "k_scale": 0.5, "v_scale": 0.5}),
@@ -364,7 +370,7 @@ class Kernels(FakeMachine):
 UNSERVED = (  # no kernel
     "context, nvfp4 cache", "packbits", "segment_packbits", "merge_state",
     "merge_state_in_place", "merge_states", "get_seq_lens", "get_batch_indices_positions", "append",
-    "append, quantised",
+    "append, quantised", "append, slots",
 )  # fmt: skip
 HOSTS = ("cpu", "new", "known")
 
@@ -483,6 +489,12 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
         "paged_kv_cache": {"K strided", "V strided"},
         "kv_cache_sf": {f"{side} {bad}" for side in "KV" for bad in STRIDED},  # of one column
     },
+    "append, slots": {
+        "append_key": STRIDED | {"float16", "a row more"}, "append_value": STRIDED | {"float16", "a row more"},
+        "slot_mapping": {"int64", "no rows", "a row less", "no columns", "columns"},  # fewer rows are written
+        "paged_kv_cache": {"K strided", "V strided"},
+        "kv_cache_sf": {f"{side} {bad}" for side in "KV" for bad in STRIDED},
+    },
 }  # fmt: skip
 SCALES = {"zero", "negative"}
 ON_CPU: dict[str, dict[str, set[str]]] = {  # by the reference, where no kernel serves it
@@ -568,6 +580,8 @@ def test_every_public_function_is_called():
     called = {function for function, _ in GOOD.values()}
     others = {wrappers.Explanation, wrappers.TopKTieBreak}
     others |= {wrappers.xqa_batch_decode_with_kv_cache, wrappers.trtllm_fmha_v2_prefill}  # test_engines.py
+    others |= {wrappers.persistent_topk, wrappers.cooperative_topk}  # test_engines.py
+    others |= {getattr(wrappers, name) for name in flash_attn.__all__}  # test_flash_attn.py
     others |= {getattr(wrappers, name) for name in wrappers.prefill.__all__}  # test_prefill_family.py
     assert {getattr(wrappers, name) for name in wrappers.__all__} - others <= called
     plain = {f for n, f in vars(fp4).items() if inspect.isfunction(f) and f.__module__ == fp4.__name__ and n[0] != "_"}

@@ -178,7 +178,8 @@ def test_an_architecture_without_a_kernel_is_named():
 @pytest.mark.parametrize("arch", BLACKWELL)
 def test_prefill_on_blackwell_serves_a_problem_or_names_what_it_lacks(arch):
     shipped, found, lacking = set(sm100.shipped(arch)), set(), set()
-    for problem in (*problems("prefill"), *(replace(BASE, **each, custom_mask=True) for each in usual_types())):
+    more = product(usual_types(), ({"custom_mask": True}, {"skip": True}))
+    for problem in (*problems("prefill"), *(replace(BASE, **each, **also) for each, also in more)):
         _, prefill_on_hopper, answer = dispatch.explain(problem, arch)
         assert prefill_on_hopper.reason.field == "arch"
         if answer.reason is None:
@@ -187,7 +188,7 @@ def test_prefill_on_blackwell_serves_a_problem_or_names_what_it_lacks(arch):
         else:
             lacking.add(answer.reason.field)
     assert shipped <= found
-    assert lacking == {"kv", "head_dim", "page_size"}
+    assert lacking == {"kv", "head_dim"}
 
 
 def test_what_blackwell_lacks_is_named():

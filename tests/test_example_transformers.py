@@ -8,7 +8,7 @@ pytest.importorskip("transformers")
 
 from examples import hugging_face as example
 from wrappers.integrations import transformers as integration
-from wrappers.integrations.transformers import NAME, PagedCache
+from wrappers.integrations.transformers import PagedCache, register
 
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
@@ -62,6 +62,18 @@ def test_an_option_that_is_lost_shows(name, change, phase, monkeypatch):
     assert e.ours > 2 * e.eager
 
 
+def test_register_is_one_line():
+    """A model made with the name that it gives calls our function, also under a name of the user's."""
+    from transformers import AttentionInterface
+
+    config = example.config_of("llama", hidden=64, layers=1)
+    for name in (register(), register("mine"), register()):
+        assert AttentionInterface()[name] is integration.paged_attention
+        model = example.transformers.AutoModelForCausalLM.from_config(config, attn_implementation=name)
+        with pytest.raises(ValueError, match="paged_cache: missing"):
+            model(torch.tensor([[5]]))
+
+
 def test_requests_do_not_disturb_each_other(llama):
     a, b = prompts_of((5, 33))
     other = b.flip(0)
@@ -73,7 +85,7 @@ def test_requests_do_not_disturb_each_other(llama):
 @torch.no_grad()
 def test_requests_come_and_go(llama):
     """B runs on while A ends, and C comes to another slot, in two chunks, and gets A's pages."""
-    llama.set_attn_implementation(NAME)
+    llama.set_attn_implementation(register())
     a, b, c = prompts_of((20, 37, 30))
     cache = PagedCache(3, pages=6, max_tokens=48, page_size=16, device="cpu")
     none = a[:0]
@@ -132,7 +144,7 @@ def test_a_decode_step_may_be_captured(name, monkeypatch):
     decode = "trtllm_batch_decode_with_kv_cache"  # the reference reads values
     monkeypatch.setattr(integration, decode, lambda q, *args, **options: torch.zeros_like(q))
     model = tiny(name)
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(register())
     cache = PagedCache(2, pages=5, max_tokens=32, device="cpu")
     for request in (0, 1):
         cache.admit(request, 20)
@@ -168,7 +180,7 @@ def test_cache_refuses(llama):
 
 @torch.no_grad()
 def test_attention_refuses(llama):
-    llama.set_attn_implementation(NAME)
+    llama.set_attn_implementation(register())
     with pytest.raises(ValueError, match="paged_cache: missing"):
         llama(torch.tensor([[5]]))
     cache = PagedCache(1, pages=2, max_tokens=16, device="cpu")

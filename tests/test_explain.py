@@ -33,6 +33,10 @@ def cases_of(name):
         yield inputs | {"sliding_win_size": 3}
     elif name == "xqa_batch_decode_with_kv_cache":
         yield inputs | {"window_left": 3}
+    elif name.startswith("flash_attn"):
+        yield inputs | {"softcap": 4.0}
+    elif name.endswith("topk"):
+        yield inputs | {"logits": torch.zeros(3, 300_000)}
     else:
         yield inputs | {"logits_soft_cap_scale" if name == "trtllm_fmha_v2_prefill" else "logits_soft_cap": 4.0}
 

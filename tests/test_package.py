@@ -396,12 +396,15 @@ def test_a_wheel_holds_the_packages_and_what_describes_them(installed):
     with zipfile.ZipFile(installed.wheel) as wheel:
         names = wheel.namelist()
         (metadata,) = (wheel.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+        (entries,) = (wheel.read(name).decode() for name in names if name.endswith(".dist-info/entry_points.txt"))
     info = f"cute_kernels-{cute_kernels.__version__}.dist-info"
     assert {name.split("/")[0] for name in names} == {"cute_kernels", "wrappers", info}
     tree = {f.relative_to(ROOT).as_posix() for p in ("cute_kernels", "wrappers") for f in (ROOT / p).rglob("*.py")}
     assert tree | {"cute_kernels/py.typed", "wrappers/py.typed", f"{info}/licenses/LICENSE"} <= set(names)
     assert f"\nVersion: {cute_kernels.__version__}\n" in metadata and "\n# cute_kernels\n" in metadata
     assert "Requires-Dist: apache-tvm-ffi<0.2,>=0.1.11\n" in metadata
+    for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+        assert f"[{group}]\ncute_kernels = wrappers.integrations.plugins:" in entries
     assert 'Requires-Dist: nvidia-cutlass-dsl[cu13]<4.9,>=4.8.0; extra == "build"\n' in metadata
 
 

@@ -207,6 +207,31 @@ def test_nvfp4_rows(layout, tensors):
         assert bits(as_nhd[1])[INDICES[3], side, 2:].eq(9).all()  # not written
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_nvfp4_rows_of_slots(layout, dtype):
+    """Rows without a slot are not written, nor are those behind the last slot; a slot past the cache is none."""
+    inner = (4, HEADS) if layout == "NHD" else (HEADS, 4)
+    codes, factors = (torch.full((PAGES, 2, *inner, DIM // n), 9, dtype=torch.uint8) for n in (2, 16))
+    k, v, slots = data(6, HEADS, DIM), data(6, HEADS, DIM, seed=1), [4 * PAGES - 1, -1, 6, 4 * PAGES, 0]
+    function = page.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
+    where = torch.tensor(slots, dtype=dtype)
+    both = factors[:, 0].view(E4M3), factors[:, 1].view(E4M3)
+    function(k, v, where, codes, both, 0.5, torch.tensor([0.25]), layout)
+    for side, rows, scale in ((0, k, 0.5), (1, v, 0.25)):
+        want = fp4.nvfp4_quantize(rows, 1 / scale)
+        for cache, packed in zip((codes, factors), want):
+            held = cache[:, side] if layout == "NHD" else cache[:, side].transpose(1, 2)
+            held, seen = held.reshape(4 * PAGES, HEADS, -1), [s for s in slots if 0 <= s < 4 * PAGES]
+            for row, slot in enumerate(slots):
+                assert slot not in seen or torch.equal(held[slot], bits(packed[row]))
+            assert sorted(seen) == held.ne(9).any(-1).any(-1).nonzero().flatten().tolist()
+    before = codes.clone()
+    with pytest.raises(ValueError, match="append_value: 4 rows, must be at least the 5 of slot_mapping"):
+        function(k, v[:4], where, codes, factors.view(E4M3), 1.0, 1.0, layout)
+    assert torch.equal(codes, before)
+
+
 def test_what_the_names_of_arguments_do_not_fit():
     cache, rows = data(PAGES, 2, 4, HEADS, DIM), (data(2, HEADS, DIM),) * 2
     with pytest.raises(TypeError, match="append_key: dtype torch.bfloat16, must be that of paged_kv_cache, "):
@@ -252,6 +277,8 @@ def test_no_value_is_read_by_the_host():
     with NoValues():
         page.append_paged_kv_cache(*rows, *where, cache, *tables)
         page.nvfp4_quantize_append_paged_kv_cache(*rows, *where, packed, factors.view(E4M3), *tables, scale, scale)
+        slots = packed, factors.view(E4M3), scale, scale
+        page.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(*rows, where[1], *slots)
         page.get_batch_indices_positions(tables[1], page.get_seq_lens(tables[1], tables[2], 4), 14)
         wrappers.merge_state(v, s, v, s)
         wrappers.merge_state_in_place(v, s, v.clone(), s.clone(), torch.ones(3) > 0)

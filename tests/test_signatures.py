@@ -11,7 +11,8 @@ import wrappers
 from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
 from tests.test_decode_wrapper import xqa_inputs
-from tests.test_engines import as_fmha, as_xqa_batch
+from tests.test_engines import as_fmha, as_persistent, as_xqa_batch
+from tests.test_flash_attn import good_call
 from tests.test_prefill_wrapper import here, launches  # noqa: F401 - fixtures
 from wrappers import trtllm_batch_context_with_kv_cache as context
 from wrappers import trtllm_batch_decode_with_kv_cache as decode
@@ -19,7 +20,7 @@ from wrappers import xqa
 
 PLAIN = replace(cases.EDGE["plain"], q_lens=(1, 2), kv_lens=(9, 40))
 
-# FlashInfer 0.7.2, but for the last two: vLLM, which calls them by position.
+# FlashInfer 0.7.2; FlashAttention 2 and 3, whose order ends where theirs differ; the last four: vLLM, by position.
 UPSTREAM = {
     "trtllm_batch_context_with_kv_cache": """
         query kv_cache workspace_buffer block_tables seq_lens max_q_len max_kv_len bmm1_scale bmm2_scale batch_size
@@ -45,6 +46,9 @@ UPSTREAM = {
     "single_prefill_with_kv_cache": """
         q k v custom_mask packed_custom_mask causal kv_layout pos_encoding_mode allow_fp16_qk_reduction sm_scale
         window_left logits_soft_cap rope_scale rope_theta return_lse backend""",
+    "flash_attn_func": "q k v",
+    "flash_attn_varlen_func": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
+    "flash_attn_with_kvcache": "q k_cache v_cache k v",
     "top_k": "input k sorted deterministic tie_break dsa_graph_safe",
     "top_k_page_table_transform": """
         input src_page_table lengths k row_to_batch deterministic tie_break dsa_graph_safe row_starts
@@ -52,6 +56,8 @@ UPSTREAM = {
     "top_k_ragged_transform": "input offsets lengths k deterministic tie_break dsa_graph_safe row_starts",
     "top_k_per_row_prefill": "logits row_starts row_ends indices num_rows stride0 stride1 top_k",
     "top_k_per_row_decode": "logits next_n seq_lens indices num_rows stride0 stride1 top_k",
+    "persistent_topk": "logits lengths output workspace k max_seq_len",
+    "cooperative_topk": "logits lengths output workspace k max_seq_len",
 }
 KEYWORDS = {  # upstream's, by keyword only
     "xqa": {"q_cu_seq_lens", "k_sf_cache", "v_sf_cache"},
@@ -65,6 +71,10 @@ def inputs_of(function):
         return xqa_inputs()[0]
     if function in topk_cases.FUNCTIONS:
         return topk_cases.make_inputs(topk_cases.PLAIN[function])
+    if function.startswith("flash_attn"):
+        return good_call(function)
+    if function in ("persistent_topk", "cooperative_topk"):
+        return as_persistent(topk_cases.make_inputs(topk_cases.PLAIN["top_k_ragged_transform"]))
     if function == "trtllm_fmha_v2_prefill":
         return as_fmha(cases.make_inputs(replace(PLAIN, cache="stacked", lse=False)))
     if function == "single_prefill_with_kv_cache":
@@ -94,7 +104,7 @@ def test_positions_are_upstreams(function):
     parameters = inspect.signature(getattr(wrappers, function)).parameters.values()
     by_position = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
     assert by_position == UPSTREAM[function].split()
-    others = {p.name for p in parameters if p.name not in by_position}
+    others = {p.name for p in parameters if p.name not in by_position and p.kind != p.VAR_KEYWORD}
     assert others >= KEYWORDS.get(function, set())
     assert all(p.kind == p.KEYWORD_ONLY and p.default is not p.empty for p in parameters if p.name in others)
 

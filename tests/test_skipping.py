@@ -96,14 +96,19 @@ def test_all_types_are_read_in_blocks_of_their_kernel(types, monkeypatch):
     dtype, kv_dtype = types
     case = replace(LEVELS, dtype=dtype, kv_dtype=kv_dtype, interleaved=types == ("bf16", "nvfp4"), skip=1e-30, **D192)
     seen, attend = [], skipping.attend
-    monkeypatch.setattr(skipping, "attend", lambda *args: seen.append(args[1:]) or attend(*args))
+    monkeypatch.setattr(skipping, "attend", lambda *args, together: seen.append((*args[1:], together)) or attend(*args))
     p = cases.make_problem(replace(case, heads_q=4, q_lens=(3, 60)))
     found, (o, lse) = skipping.of_kernel(p), reference.paged_attention(p)
-    assert seen == [(TYPES[types],)] and found.skipped == 0
+    assert seen == [(TYPES[types], 64)] and found.skipped == 0
     torch.testing.assert_close(found.out, o, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.lse, lse, rtol=1e-5, atol=1e-5)
-    skipping.of_kernel(cases.make_problem(case))
-    assert seen[1:] == [(TYPES[types],)]
+
+
+def test_a_group_votes_by_its_rows():
+    """128 rows agree more rarely than both their halves of 64."""
+    p = cases.make_problem(replace(LEVELS, q_lens=(256, 130)))
+    few, many = (skipping.attend(p, 128, 0, together) for together in (64, 128))
+    assert 0 < many.sparsity < few.sparsity
 
 
 @pytest.mark.parametrize("kv_dtype", ["", "fp8"])

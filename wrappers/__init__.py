@@ -9,23 +9,29 @@ from .attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_d
 from .attention.xqa import xqa
 from .cascade import merge_state, merge_state_in_place, merge_states
 from .explanation import Explanation, explain
+from .flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from .fp4 import FP4Tensor, nvfp4_dequantize, nvfp4_quantize
 from .page import (
     append_paged_kv_cache,
     get_batch_indices_positions,
     get_seq_lens,
     nvfp4_quantize_append_paged_kv_cache,
+    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
 )
 from .prefill import (
     BatchAttentionWithAttentionSinkWrapper,
+    BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
+    fast_decode_plan,
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
 from .quantization import packbits, segment_packbits
 from .topk import (
     TopKTieBreak,
+    cooperative_topk,
+    persistent_topk,
     top_k,
     top_k_page_table_transform,
     top_k_per_row_decode,
@@ -35,13 +41,19 @@ from .topk import (
 
 __all__ = [
     "BatchAttentionWithAttentionSinkWrapper",
+    "BatchDecodeWithPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "Explanation",
     "FP4Tensor",
     "TopKTieBreak",
     "append_paged_kv_cache",
+    "cooperative_topk",
     "explain",
+    "fast_decode_plan",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "get_batch_indices_positions",
     "get_seq_lens",
     "merge_state",
@@ -50,7 +62,9 @@ __all__ = [
     "nvfp4_dequantize",
     "nvfp4_quantize",
     "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "packbits",
+    "persistent_topk",
     "segment_packbits",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",

@@ -11,7 +11,7 @@ import torch
 from cute_kernels.attention import dispatch
 from cute_kernels.topk import dispatch as topk_dispatch
 
-from . import machine, runtime, topk
+from . import flash_attn, machine, runtime, topk
 from .attention import checks, engines, plan, trtllm, xqa
 from .attention import op as attention_op
 from .attention.problem import Problem
@@ -30,15 +30,21 @@ FUNCTIONS: tuple[FunctionType, ...] = (
     engines.xqa_batch_decode_with_kv_cache,
     engines.trtllm_fmha_v2_prefill,
     single.single_prefill_with_kv_cache,
+    flash_attn.flash_attn_func,
+    flash_attn.flash_attn_varlen_func,
+    flash_attn.flash_attn_with_kvcache,
     topk.top_k,
     topk.top_k_page_table_transform,
     topk.top_k_ragged_transform,
     topk.top_k_per_row_prefill,
     topk.top_k_per_row_decode,
+    topk.persistent_topk,
+    topk.cooperative_topk,
 )  # type: ignore[assignment]
 OVER: dict[Any, Any] = {  # function -> the one that it ends in
     engines.xqa_batch_decode_with_kv_cache: trtllm.trtllm_batch_decode_with_kv_cache,
     engines.trtllm_fmha_v2_prefill: trtllm.trtllm_batch_context_with_kv_cache,
+    topk.cooperative_topk: topk.persistent_topk,
 }
 SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}  # of a GPU that is not there: H200, B200, B300
 
@@ -72,9 +78,13 @@ def _ask(asked: Any) -> NoReturn:
     raise _Asked(asked)
 
 
+def _nothing(*_: Any) -> None:
+    """What an adapter appends to a cache."""
+
+
 def _asking(function: Any) -> FunctionType:
-    """A function that raises `_Asked` where the given one serves."""
-    scope = function.__globals__ | {"serve": _ask}
+    """A function that raises `_Asked` where the given one serves, and appends nothing before."""
+    scope = function.__globals__ | {"serve": _ask, "append": _nothing}
     if function in OVER:
         scope[OVER[function].__name__] = _asking(OVER[function])
     asks = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)

@@ -28,6 +28,7 @@ __all__ = [
     "get_batch_indices_positions",
     "get_seq_lens",
     "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
 ]
 OFFSETS = (torch.int32, torch.int64)
 E4M3 = torch.float8_e4m3fn
@@ -321,3 +322,36 @@ def nvfp4_quantize_append_paged_kv_cache(
         data, sf = nvfp4_quantize(values, scale)
         _write(cache, data, slots)
         _write(cache_sf, sf, slots)
+
+
+def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
+    append_key: torch.Tensor, append_value: torch.Tensor, slot_mapping: torch.Tensor,
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor], k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor, kv_layout: str = "NHD",
+) -> None:  # fmt: skip
+    """`nvfp4_quantize_append_paged_kv_cache`, of rows whose place in the cache is known: slot_mapping, int32 or int64
+    (n,), page * P + row; negative ones, and those past the cache, are not written. append_key and append_value may have
+    more rows than n; these are ignored. Raises as there. FlashInfer's function.
+
+    >>> codes, factors = (torch.zeros(2, 2, 4, 1, n, dtype=torch.uint8) for n in (8, 1))  # 2 pages of 4 rows
+    >>> k, factors = torch.ones(2, 1, 16).half(), factors.view(torch.float8_e4m3fn)
+    >>> nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(k, k, torch.tensor([6, -1]), codes, factors, 1.0, 1.0)
+    >>> codes.any(-1).nonzero().tolist()  # row 2 of page 1, K and V
+    [[1, 0, 2, 0], [1, 1, 2, 0]]
+    """
+    check_operand("slot_mapping", slot_mapping, 1, OFFSETS, None)
+    rows = slot_mapping.shape[0]
+    for name, t in (("append_key", append_key), ("append_value", append_value)):
+        if check_strided(name, t, 3).shape[0] < rows:
+            raise ValueError(f"{name}: {t.shape[0]} rows, must be at least the {rows} of slot_mapping")
+        if t.device != slot_mapping.device:
+            raise ValueError(f"slot_mapping: device {slot_mapping.device}, must be that of {name}, {t.device}")
+    caches = _caches(CACHE, paged_kv_cache, kv_layout, (torch.uint8,), append_key.device)
+    pages = min(cache.shape[0] for cache in caches.values())
+    index = torch.arange(pages, device=slot_mapping.device)  # all pages are one request's, in their order
+    ends = torch.arange(2, device=slot_mapping.device) * pages
+    nvfp4_quantize_append_paged_kv_cache(
+        append_key[:rows], append_value[:rows], torch.where(slot_mapping < 0, -1, 0), slot_mapping, paged_kv_cache,
+        kv_cache_sf, index, ends, ends[:1], k_scale, v_scale, kv_layout,
+    )  # fmt: skip

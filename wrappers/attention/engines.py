@@ -15,6 +15,7 @@ from ..checks import (
     check_strided,
     listed,
 )
+from ..plain import traced
 from ..scalars import integer, real
 from .trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 
@@ -70,7 +71,7 @@ def trtllm_fmha_v2_prefill(
 
     Args:
         qkv, input_layout: (query, kv_cache), "Q_PAGED_KV_NHD" or "Q_PAGED_KV_HND"; kv_cache is (pages, 2, ...), or
-            contiguous (k, v) of one form in one storage, V whole pages behind K.
+            contiguous (k, v) of one form, V's address whole pages behind K's.
         block_tables: int32 (B, M); with (k, v) (B, 2, M), and the entries of V, [:, 1], count pages from K's base.
         sinks: fp32 (Hq,), or a list of that one tensor. logits_soft_cap_scale: c * tanh(s / c); None or 0: off.
         mask_mode: "causal" or "sliding_window", both with window_left; "padding": every key, no window_left.
@@ -101,14 +102,14 @@ def trtllm_fmha_v2_prefill(
         raise TypeError(f"qkv: {given}, must be (query, kv_cache) where input_layout is {input_layout!r}")
     query, kv_cache = qkv
     shared = not isinstance(kv_cache, (tuple, list))
-    if not shared:
-        kv_cache = _from_base(kv_cache)
     sink: Any = sinks
     if isinstance(sinks, (list, tuple)):
         if len(sinks) != 1:
             raise ValueError(f"sinks: a {type(sinks).__name__} of {len(sinks)}, must hold one tensor")
         sink = sinks[0]
     table = check_operand("block_tables", block_tables, 2 if shared else 3, (torch.int32,), None)
+    if not shared:
+        kv_cache, table = _from_base(kv_cache, table)
     if logits_soft_cap_scale is not None:
         logits_soft_cap_scale = real(logits_soft_cap_scale)
         check_number("logits_soft_cap_scale", logits_soft_cap_scale)
@@ -138,8 +139,9 @@ def _check_modes(mask_mode: str, chunk: Any, positions: Any, stats: Any) -> None
         raise NotImplementedError(f"save_softmax_stats: True, not supported, must be False: {lse}")
 
 
-def _from_base(pools: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A pool that begins where K's does and ends where V's does, for both: pages of V count from K's base."""
+def _from_base(pools: Any, table: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Pools and a table of them, where pages of V count from K's base: in one storage, a pool that begins where K's
+    does and ends where V's does, for both; else V's own, and a table that counts from it."""
     if len(pools) != 2:
         raise ValueError(f"qkv: a kv_cache of {len(pools)}, must be (k, v)")
     check_strided("qkv (K)", pools[0], 4)
@@ -148,10 +150,15 @@ def _from_base(pools: Any) -> tuple[torch.Tensor, torch.Tensor]:
             raise ValueError(f"{name}: strides {t.stride()}, must be contiguous")
     k, v = pools
     check_shape("qkv (V)", v, tuple(k.shape), "that of K")
-    page = k.shape[1:].numel()
-    apart = v.storage_offset() - k.storage_offset()
-    if not page or k.untyped_storage()._cdata != v.untyped_storage()._cdata or apart <= 0 or apart % page:
-        where = f"{apart} elements behind K, of pages of {page}"
-        raise ValueError(f"qkv (V): {where}, must be whole pages behind K, in one storage with it")
-    both = k.as_strided((apart // page + v.shape[0], *k.shape[1:]), k.stride())
-    return both, both
+    page, together = k.shape[1:].numel(), k.untyped_storage()._cdata == v.untyped_storage()._cdata
+    if together:
+        apart = v.storage_offset() - k.storage_offset()
+    else:
+        apart = 0 if traced(k) else (v.data_ptr() - k.data_ptr()) // k.element_size()
+    if not page or apart <= 0 or apart % page:
+        raise ValueError(f"qkv (V): {apart} elements behind K, of pages of {page}, must be whole pages behind K")
+    pages = apart // page
+    if not together:
+        return (k, v), torch.stack([table[:, 0], table[:, 1] - pages], 1)
+    both = k.as_strided((pages + v.shape[0], *k.shape[1:]), k.stride())
+    return (both, both), table

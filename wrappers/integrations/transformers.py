@@ -1,8 +1,8 @@
 """Hugging Face transformers on a paged KV cache: an attention function for its interface, and the cache it reads.
 
-    from wrappers.integrations.transformers import NAME, PagedCache
+    from wrappers.integrations.transformers import PagedCache, register
 
-    model.set_attn_implementation(NAME)  # bf16 or fp16, on CUDA or the CPU, under torch.no_grad()
+    model.set_attn_implementation(register())  # bf16 or fp16, on CUDA or the CPU, under torch.no_grad()
     cache = PagedCache(batch=2, pages=9, max_tokens=64, page_size=16, device=model.device)
     for request, prompt in enumerate(prompts):  # of 40 and of 3 tokens, say; no padding
         cache.admit(request, tokens=64)
@@ -26,7 +26,7 @@ from transformers import AttentionInterface
 
 from ..attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 
-NAME = "cute_kernels"  # of the attention function: model.set_attn_implementation(NAME)
+NAME = "cute_kernels"  # of the attention function
 
 
 class PagedCache:
@@ -179,5 +179,14 @@ def paged_attention(
     return out.unflatten(0, (b, s)), None
 
 
-# No mask function is registered under the name, so transformers makes no mask (and drops one of padding: pack instead).
-AttentionInterface.register(NAME, paged_attention)
+def register(name: str = NAME) -> str:
+    """Makes `paged_attention` known to transformers under a name, which is returned: for attn_implementation of
+    `from_pretrained`, or `model.set_attn_implementation`. May be called again.
+
+    No mask function gets the name, so transformers makes no mask (and drops one of padding: pack instead).
+
+    >>> register()
+    'cute_kernels'
+    """
+    AttentionInterface.register(name, paged_attention)
+    return name

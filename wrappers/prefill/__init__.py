@@ -1,20 +1,24 @@
-"""FlashInfer's prefill family: one request by a function, batches by classes with plan and run.
+"""FlashInfer's prefill family: one request by a function, batches by classes with plan and run; and its decode class.
 
 - single: `single_prefill_with_kv_cache` and its sibling that returns LSE too
 - paged: `BatchPrefillWithPagedKVCacheWrapper`, `BatchAttentionWithAttentionSinkWrapper`
 - ragged: `BatchPrefillWithRaggedKVCacheWrapper`
+- decode: `BatchDecodeWithPagedKVCacheWrapper`, `fast_decode_plan`
 - batch: what the classes have in common: buffers, the copy of index tensors, what run checks against plan
 - values: what plan and the function do with values of arguments: names, types, scales, masks
 """
 
+from .decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 from .paged import BatchAttentionWithAttentionSinkWrapper, BatchPrefillWithPagedKVCacheWrapper
 from .ragged import BatchPrefillWithRaggedKVCacheWrapper
 from .single import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
 
 __all__ = [
     "BatchAttentionWithAttentionSinkWrapper",
+    "BatchDecodeWithPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "fast_decode_plan",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
 ]

@@ -28,13 +28,15 @@ class Planned(NamedTuple):
 
 
 class Batch:
-    """A plan of a batch. Subclasses say which tensors index it (`_NAMES`, the first two of B + 1 offsets each), and
-    how many keys a request has.
+    """A plan of a batch. Subclasses say which tensors index it (`_NAMES`, the first `_OFFSETS` of B + 1 offsets each,
+    the last of those of keys), and how many keys a request has.
 
     Engines read `_causal`, `_window_left`, `_sm_scale` (None: 1 / sqrt(head_dim)) and `_logits_soft_cap` (0.0: off).
     """
 
     _NAMES: tuple[str, ...]
+    _OFFSETS = 2
+    _BUFFER = "{}_buf"  # what the constructor calls the buffer of one of them
     _CACHE: str  # what run calls K and V
     _SCALES: int  # where run's scale_q, scale_k, scale_v are, in the order of upstream's fa3
     run: Any
@@ -54,9 +56,9 @@ class Batch:
         self._buffers: tuple[torch.Tensor, ...] | None = None
         self._most_rows: int | None = None  # query tokens of the first plan, which graphs were captured with
         if graph:
-            self._buffers = tuple(map(self._buffer, (f"{name}_buf" for name in self._NAMES), buffers))
+            self._buffers = tuple(map(self._buffer, map(self._BUFFER.format, self._NAMES), buffers))
             batch = self._buffers[0].shape[0] - 1
-            self._check_lengths(self._buffers, batch, "_buf")
+            self._check_lengths(self._buffers, batch, self._BUFFER)
             bits, starts = mask
             self._mask_buffers = bits, starts
             if bits is not None:
@@ -107,13 +109,13 @@ class Batch:
             raise ValueError(f"{name}: {type(value).__name__}, must be a tensor where use_cuda_graph is True")
         return check_operand(name, value, 1, (dtype,), self.device, "the workspace's")
 
-    def _check_lengths(self, given: tuple[torch.Tensor, ...], batch: int, suffix: str = "") -> None:
-        """Raises unless offsets and lengths belong to one batch."""
+    def _check_lengths(self, given: tuple[torch.Tensor, ...], batch: int, named: str = "{}") -> None:
+        """Raises unless offsets and lengths belong to one batch. Behind the offsets is the list of pages."""
         for i, (name, t) in enumerate(zip(self._NAMES, given)):
-            need = batch + 1 if i < 2 else batch
-            if t.shape[0] != need and i != 2:
-                why = f"a batch of {batch}, from {self._NAMES[0]}{suffix}"
-                raise ValueError(f"{name}{suffix}: {t.shape[0]} elements, must be {need}: {why}")
+            need = batch + 1 if i < self._OFFSETS else batch
+            if t.shape[0] != need and i != self._OFFSETS:
+                why = f"a batch of {batch}, from {named.format(self._NAMES[0])}"
+                raise ValueError(f"{named.format(name)}: {t.shape[0]} elements, must be {need}: {why}")
 
     def _check_indices(self, given: tuple[Any, ...]) -> None:
         device = self.device
@@ -136,15 +138,16 @@ class Batch:
         batch, rows, keys = given[0].shape[0] - 1, None, None
         if most is not None:
             most = check_integer("max_token_per_sequence", integer(most), 0)
-        if given[0].is_cpu:
+        of_keys, pages = self._OFFSETS - 1, self._OFFSETS
+        if given[0].is_cpu and of_keys:
             rows = values.last_of(self._NAMES[0], given[0])
             most = values.longest(given[0]) if most is None else most
-        if given[1].is_cpu:
-            keys = values.last_of(self._NAMES[1], given[1])
+        if given[of_keys].is_cpu:
+            keys = values.last_of(self._NAMES[of_keys], given[of_keys])
             if page_size:
-                if keys > given[2].shape[0]:
-                    need = f"{keys}, the last of {self._NAMES[1]}"
-                    raise ValueError(f"{self._NAMES[2]}: {given[2].shape[0]} elements, must be at least {need}")
+                if keys > given[pages].shape[0]:
+                    need = f"{keys}, the last of {self._NAMES[of_keys]}"
+                    raise ValueError(f"{self._NAMES[pages]}: {given[pages].shape[0]} elements, must be at least {need}")
                 keys = None
         known: Offsets | None = None  # where bits begin, as the host knows it
         if mask is not None and all(t.is_cpu for t in given):
@@ -155,7 +158,8 @@ class Batch:
         here = values.moved(given, self.device)
         if self._buffers is not None:
             for t, buffer in zip(here, self._buffers):
-                buffer[: t.shape[0]].copy_(t)
+                if t.data_ptr() != buffer.data_ptr():  # else the caller wrote to the buffer itself
+                    buffer[: t.shape[0]].copy_(t)
             here = self._buffers
             if self._most_rows is None:
                 self._most_rows = rows
@@ -184,7 +188,8 @@ class Batch:
             raise ValueError(f"{self._NAMES[0]}: a batch of {batch}, must be that of the buffers, {fixed}")
         for name, t, buffer in zip(self._NAMES, given, buffers):
             if t.shape[0] > buffer.shape[0]:
-                raise ValueError(f"{name}: {t.shape[0]} elements, must fit in {name}_buf, of {buffer.shape[0]}")
+                room = f"{self._BUFFER.format(name)}, of {buffer.shape[0]}"
+                raise ValueError(f"{name}: {t.shape[0]} elements, must fit in {room}")
         most = self._most_rows
         if rows is not None and most is not None and rows > most:
             raise ValueError(f"{self._NAMES[0]}: {rows} query rows, must be at most {most}, those of the first plan")

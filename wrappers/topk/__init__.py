@@ -16,6 +16,8 @@ bits), more than a cluster can hold.
 """
 
 from .api import (
+    cooperative_topk,
+    persistent_topk,
     top_k,
     top_k_page_table_transform,
     top_k_per_row_decode,
@@ -26,6 +28,8 @@ from .checks import TopKTieBreak
 
 __all__ = [
     "TopKTieBreak",
+    "cooperative_topk",
+    "persistent_topk",
     "top_k",
     "top_k_page_table_transform",
     "top_k_per_row_decode",

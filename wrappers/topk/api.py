@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from .. import reference
-from ..checks import check_flag, check_integer
+from ..checks import check_flag, check_integer, check_strided
 from ..scalars import integer
-from .checks import DECODING, PAGE_TABLE, PREFILL, RAGGED, TOP_K, Call, TopKTieBreak, each_row
+from .checks import DECODING, PAGE_TABLE, PERSISTENT, PREFILL, RAGGED, TOP_K, Call, TopKTieBreak, each_row
 from .op import serve
 
 _Tensor = torch.Tensor  # a module global: an attribute look-up saved is 20 ns
@@ -181,3 +181,53 @@ def top_k_per_row_decode(
         DECODING, logits, top_k, None, seq_lens, None, indices, None, None, None, None, None, None, next_n, 1,
         TopKTieBreak.NONE, layout,
     )))  # fmt: skip
+
+
+def persistent_topk(
+    logits: torch.Tensor,
+    lengths: torch.Tensor,
+    output: torch.Tensor,
+    workspace: torch.Tensor | None,
+    k: int,
+    max_seq_len: int,
+) -> None:
+    """Write the indices of the k largest of the first lengths[i] logits of each row i to output, ascending, then -1.
+
+    Args (vLLM, whose indexer takes this operator by default): logits, output (R, k) as in `top_k_per_row_prefill`;
+    lengths int32 (R,), or of two dimensions and R elements, clamped to the row; any k from 1. Hints: workspace, and
+    max_seq_len, a bound of lengths. Raises as there.
+
+    >>> scores, output = torch.tensor([[0.9, 0.1, 0.3, 0.7]] * 2), torch.empty(2, 2, dtype=torch.int32)
+    >>> persistent_topk(scores, torch.tensor([[3], [4]]).int(), output, None, 2, 4)
+    >>> output
+    tensor([[0, 2],
+            [0, 3]], dtype=torch.int32)
+    """
+    if max_seq_len.__class__ is not int or max_seq_len < 0:
+        check_integer("max_seq_len", integer(max_seq_len), 0)
+    if workspace is not None:
+        check_strided("workspace", workspace)
+    if (lengths.__class__ is _Tensor or isinstance(lengths, _Tensor)) and lengths.dim() == 2:
+        lengths = check_strided("lengths", lengths).contiguous().view(-1)
+    serve(_call(Call, (
+        PERSISTENT, logits, k, None, lengths, None, output, None, None, None, None, None, None, 1, 1,
+        TopKTieBreak.NONE, None,
+    )))  # fmt: skip
+
+
+def cooperative_topk(
+    logits: torch.Tensor,
+    lengths: torch.Tensor,
+    output: torch.Tensor,
+    workspace: torch.Tensor | None,
+    k: int,
+    max_seq_len: int,
+) -> None:
+    """`persistent_topk`, under the name that vLLM calls where a batch has few rows; any number of rows here.
+
+    >>> output = torch.empty(1, 2, dtype=torch.int32)
+    >>> cooperative_topk(torch.tensor([[0.9, 0.1, 0.7]]), torch.tensor([3]).int(), output, None, 2, 3)
+    >>> output
+    tensor([[0, 2]], dtype=torch.int32)
+    """
+    persistent_topk(logits, lengths, output, workspace, k, max_seq_len)

@@ -27,9 +27,9 @@ from ..scalars import integer
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 PAGE_TABLE, RAGGED, TOP_K = "top_k_page_table_transform", "top_k_ragged_transform", "top_k"
-PREFILL, DECODING = "top_k_per_row_prefill", "top_k_per_row_decode"
-WINDOWS = {PAGE_TABLE: LENGTHS, RAGGED: LENGTHS, TOP_K: FULL, PREFILL: ENDS, DECODING: DECODE}
-PER_ROW = (PREFILL, DECODING)
+PREFILL, DECODING, PERSISTENT = "top_k_per_row_prefill", "top_k_per_row_decode", "persistent_topk"
+WINDOWS = {PAGE_TABLE: LENGTHS, RAGGED: LENGTHS, TOP_K: FULL, PREFILL: ENDS, DECODING: DECODE, PERSISTENT: DECODE}
+PER_ROW = (PREFILL, DECODING, PERSISTENT)
 LARGEST = 2**31 - 1  # of a row length, and of k
 MAX_PAGE_SIZE = 1 << 30
 
@@ -86,6 +86,7 @@ NAMES: dict[str, dict[str, str]] = {
     TOP_K: _TRANSFORM,
     PREFILL: _PER_ROW | {"lengths": "row_ends"},
     DECODING: _PER_ROW | {"lengths": "seq_lens"},
+    PERSISTENT: {"scores": "logits", "raw": "output"},
 }
 
 

@@ -84,11 +84,8 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("out", f"{', '.join(spec.out)}: the kernel has {', '.join((*DTYPES, 'e4m3', 'nvfp4'))}")
     if spec.dims not in TILES:
         return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, TILES))}")
-    if spec.kv.source != "tma":
-        return Refusal("page_size", "pages of any size: the kernel fetches boxes of 8 rows and more")
-    for field, has in (("drafts", spec.mask.bits), ("skip", spec.logits.skip)):
-        if has:
-            return Refusal(field, "True: the kernel has none")
+    if spec.mask.bits:
+        return Refusal("drafts", "True: the kernel has no mask of bits")
     if spec.logits.head_scales:
         return Refusal("head_scales", "True: no other kernel, each takes factors a head")
     if spec.schedule != "tiles":
@@ -100,13 +97,16 @@ def supports(spec: Spec) -> Refusal | None:
 
 def shipped(arch: str) -> list[Spec]:
     """Of each type and head_dim a headline spec a mask, and one that takes the other modifiers as values; that of e4m3
-    has all outputs. e4m3, and, of 16 bits, a custom mask, of the usual head dims. Others are compiled at their first
-    call."""
+    has all outputs. e4m3, and, of 16 bits, pages of any size, a custom mask and a causal one with skip-softmax, of the
+    usual head dims. Others are compiled at their first call."""
     found = []
     for q, dims in (*product(DTYPES, TILES), *product((FP8,), USUAL)):
         problem = Problem(q, q, outputs(q)[0], *dims)
         some = replace(problem, causal=True), replace(problem, causal=False), replace(problem, window=True)
         found += [candidate(one, arch) for one in some]
     for q, dims in product(DTYPES, USUAL):
-        found.append(candidate(Problem(q, q, q, *dims, causal=False, custom_mask=True), arch))
+        problem = Problem(q, q, q, *dims)
+        gathered = replace(problem, page_size=1), replace(problem, page_size=1, window=True)
+        others = replace(problem, causal=False, custom_mask=True), replace(problem, skip=True)
+        found += [candidate(one, arch) for one in (*gathered, *others)]
     return found if arch in ARCHS else []

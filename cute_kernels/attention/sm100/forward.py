@@ -28,9 +28,9 @@ from cutlass import Int32
 
 from ... import abi
 from ...device import copy, pipe, tmem
-from .. import fakes, load
+from .. import fakes, load, votes
 from ..args import Args, pack
-from ..kv import pages, source
+from ..kv import arrivals, pages, source
 from ..schedule import tiles, work
 from .correction import correct
 from .multiply import multiply
@@ -73,6 +73,7 @@ class Shared:
     late: cute.Pointer
     done: cute.Pointer
     stored: cute.Pointer
+    votes: Any = None  # of `skip`
 
 
 @cute.jit
@@ -98,7 +99,6 @@ def shared(spec, plan):
     published = work.allocate(spec, smem)
     growth = smem.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, HALVES, 2)), 16)
     tensor = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
-    ring = lambda stages: pipe.make(smem, stages, 1, 1)  # noqa: E731
     signals = lambda arrivals: pipe.signals(smem, HALVES, arrivals)  # noqa: E731
     return Shared(
         raw_q=q,
@@ -109,9 +109,9 @@ def shared(spec, plan):
         growth=growth,
         tensor=tensor,
         work_pipe=pipe.make(smem, work.STAGES[spec.schedule], 1, r.warps() - r.warps("idle")),
-        q_pipe=ring(t.q_stages),
-        k_pipe=ring(t.stages),
-        v_pipe=ring(t.stages),
+        q_pipe=pipe.make(smem, t.q_stages, 1, 1),
+        k_pipe=pipe.make(smem, t.stages, arrivals(spec, r), 1),
+        v_pipe=pipe.make(smem, t.stages, arrivals(spec, r), 1),
         scores=signals(1),
         grown=signals(WARPS),
         read=signals(WARPS),
@@ -119,6 +119,7 @@ def shared(spec, plan):
         late=signals(WARPS),
         done=signals(1),
         stored=signals(WARPS),
+        votes=votes.allocate(smem, HALVES) if spec.logits.skip else None,
     )
 
 

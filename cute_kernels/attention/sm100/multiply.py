@@ -7,6 +7,7 @@ from cutlass import Int32, const_expr
 from ...device import layout, pipe, tmem, umma
 from ..kv import source
 from ..schedule import work
+from . import skip
 from .roles import HALVES, ROWS
 
 S, O = 0, 256  # noqa: E741  columns of S, of O
@@ -78,6 +79,13 @@ def pv(
 
 
 @cute.jit
+def wait_landed(spec: cutlass.Constexpr, ring: pipe.Pipe, i: Int32):
+    """Until MMAs may read item i of K or V."""
+    pipe.wait_full(ring, i)
+    source(spec).landed()
+
+
+@cute.jit
 def multiply(spec: cutlass.Constexpr, plan, s):
     """One warp: the MMAs of all tiles."""
     base, t, i, q = s.tensor[0], Int32(0), Int32(0), Int32(0)
@@ -85,7 +93,7 @@ def multiply(spec: cutlass.Constexpr, plan, s):
     while w.valid != 0:
         if w.hi > w.lo:
             pipe.wait_full(s.q_pipe, q)
-            pipe.wait_full(s.k_pipe, i)
+            wait_landed(spec, s.k_pipe, i)
             with cute.arch.elect_one():
                 for half in cutlass.range_constexpr(HALVES):
                     qk(spec, s, base, half, q, i)
@@ -116,22 +124,29 @@ def zero_tail(spec: cutlass.Constexpr, s, w: work.Work, i: Int32):
 def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int32, q: Int32, i: Int32):
     """P V of block j, item i of the pipes, and Q K^T of the next one of the tile, of both halves."""
     first = Int32(1) if j == w.hi - 1 else Int32(0)
-    pipe.wait_full(s.v_pipe, i)
+    wait_landed(spec, s.v_pipe, i)
     if j > w.lo:
-        pipe.wait_full(s.k_pipe, i + 1)
-    if first != 0:
-        zero_tail(spec, s, w, i)
+        wait_landed(spec, s.k_pipe, i + 1)
+    if const_expr(source(spec).CUTS):
+        if first != 0:
+            zero_tail(spec, s, w, i)
     for half in cutlass.range_constexpr(HALVES):
         if first != 0:
             pipe.wait_signal(s.stored + half, q - 1)
         pipe.wait_signal(s.early + half, i)
         tmem.after_wait()
+        kept = Int32(1)
+        if const_expr(spec.logits.skip):
+            if first == 0:
+                kept -= skip.left_out(s, half, i)
         with cute.arch.elect_one():
-            pv(spec, s, base, half, i, range(early(spec)), first)
+            if kept != 0:
+                pv(spec, s, base, half, i, range(early(spec)), first)
         pipe.wait_signal(s.late + half, i)
         tmem.after_wait()
         with cute.arch.elect_one():
-            pv(spec, s, base, half, i, range(early(spec), PIECES), first)
+            if kept != 0:
+                pv(spec, s, base, half, i, range(early(spec), PIECES), first)
             if j > w.lo:
                 qk(spec, s, base, half, q, i + 1)
             else:

@@ -14,6 +14,7 @@ from .. import softmax as online
 from ..logits import Cols, Rows
 from ..schedule import work
 from ..schedule.work import Work
+from . import skip
 from .correction import Handed
 from .multiply import PIECES, S, early, first_p, fp8
 from .roles import ROWS, WARPS, roles
@@ -52,6 +53,7 @@ class Tile(NamedTuple):
     rows: Rows
     capped: Any
     mask_start: Any
+    rule: Any = None  # of skip-softmax
 
 
 class Count(NamedTuple):
@@ -145,16 +147,47 @@ def span(spec):
     return online.Span(Float32(0.0), Float32(8.0)) if fp8(spec) else online.Span(Float32(online.LAZY), Float32(0.0))
 
 
+class How(NamedTuple):
+    """static. masked: some row may not see some key of the block; first: of its tile."""
+
+    masked: bool
+    first: bool = False
+
+
 @cute.jit
-def block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, j: Int32, masked: cutlass.Constexpr):
-    """Softmax of block j."""
+def block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, j: Int32, how: cutlass.Constexpr):
+    """Softmax of block j, unless it is left out."""
     logits.fetch_mask(spec, a, x.rows, x.mask_start, j * spec.tile.n, 1)
     pipe.wait_signal(s.scores + x.place.half, at.blocks)
     tmem.after_wait()
     fetch(spec, r, x.place)
     cols = Cols(j * spec.tile.n, list(range(spec.tile.n)))
-    logits.transform(spec, a, r.s, r.score, x.rows, cols, x.capped, masked)
-    online.update_max(r.st, r.s, r.reduced, 1, span(spec), fp8(spec))
+    logits.transform(spec, a, r.s, r.score, x.rows, cols, x.capped, how.masked)
+    if const_expr(spec.logits.skip and not how.first):
+        top, out = skip.look(s, r, x.rows, x.rule, x.place.half, at.blocks)
+        if out != 0:
+            pass_over(s, x.place, at)
+        else:
+            x.rule.peak[0] = cute.arch.fmax(x.rule.peak[0], top[0])
+            compute(spec, s, r, x, at, top, how.masked)
+    else:
+        compute(spec, s, r, x, at, r.s, how.masked)
+
+
+@cute.jit
+def pass_over(s, x: Place, at: Count):
+    """A block that the half leaves out, to those who wait for it."""
+    hand_over(s, x, Handed(Float32(1.0), Float32(0.0)))
+    tmem.before_signal()
+    pipe.send(s.early + x.half)
+    pipe.send(s.late + x.half)
+    pipe.wait_signal(s.read + x.half, at.item)
+
+
+@cute.jit
+def compute(spec: cutlass.Constexpr, s, r: Registers, x: Tile, at: Count, tops: cute.Tensor, masked: cutlass.Constexpr):
+    """P of the block at hand, whose maximum is that of `tops`, and its sum."""
+    online.update_max(r.st, tops, r.reduced, 1, span(spec), fp8(spec))
     hand_over(s, x.place, Handed(r.st.rescale[0], Float32(0.0)))
     probabilities(spec, s, r, x.place, masked)
     pipe.wait_signal(s.read + x.place.half, at.item)  # keeps the sum behind P, on which others wait
@@ -172,7 +205,7 @@ def run_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count):
     full_lo, full_hi = mask.full_range(spec, first, last, x.rows.n)
     row = number * ROWS + x.place.row
     head = geometry.head_of(row, w.head, geometry.divisor(w))
-    r.tokens[0] = geometry.token_of(row, geometry.divisor(w))
+    r.tokens[0] = warp.anew(geometry.token_of(row, geometry.divisor(w)))  # what it is made of is kept in no register
     r.score[0] = a.logits.scale_log2 * online.factor_of(a.logits.scale, head)
     r.reduced[0] = r.score[0]
     if const_expr(spec.logits.alibi):
@@ -180,13 +213,15 @@ def run_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count):
     if const_expr(spec.logits.soft_cap):
         r.reduced[0] = logits.capped_to_log2(a.logits.soft_cap) if x.capped else r.score[0]
     online.reset(r.st, online.NO_KEY)
-    block(spec, a, s, r, x, at, w.hi - 1, True)
+    block(spec, a, s, r, x, at, w.hi - 1, How(True, True))
+    if const_expr(spec.logits.skip):
+        x.rule.peak[0] = r.st.m[0]  # exact after one block
     at = Count(at.blocks + 1, at.item + 1)
     segments = mask.segments(spec, w.lo, w.hi - 1, full_lo, full_hi)
     for g in cutlass.range_constexpr(len(segments)):
         part = segments[g]
         for j in cutlass.range(part.hi - 1, part.lo - 1, -1, unroll=1):
-            block(spec, a, s, r, x, at, j, part.masked)
+            block(spec, a, s, r, x, at, j, How(part.masked))
             at = Count(at.blocks + 1, at.item + 1)
     top = -Float32.inf if r.st.m[0] == -Float32.inf else r.st.shift[0]
     hand_over(s, x.place, Handed(r.st.l[0], top))
@@ -206,6 +241,7 @@ def softmax(spec: cutlass.Constexpr, plan, s):
         if w.hi > w.lo:
             rows = Rows(r.tokens, w.q_start, mask.lengths(spec, a, w.q_len, w.kv_len), r.slopes, r.words)
             start = geometry.mask_start(a, w.batch) if const_expr(spec.mask.custom) else None
-            at = run_tile(spec, a, s, r, Tile(w, mine, rows, capped, start), at)
+            x = Tile(w, mine, rows, capped, start, skip.rule(spec, a, w.kv_len))
+            at = run_tile(spec, a, s, r, x, at)
         t += 1
         w = work.consume(spec, s, t)

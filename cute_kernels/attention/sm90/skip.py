@@ -24,7 +24,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...device import pipe
-from .. import geometry, load, logits, mask, softmax
+from .. import geometry, load, logits, mask, softmax, votes
 from ..kv import pages, source
 from ..kv.pages import Block
 from ..schedule import work
@@ -55,8 +55,6 @@ from .math import (
 from .roles import WARPS, prepared
 from .store import LANES, scales_of
 
-TURNS = 2  # votes at a time
-
 
 class Votes(NamedTuple):
     """What decides in the tile at hand, whose Q is item q of its pipe. least: log2 of threshold / kv_len. top, peak:
@@ -70,9 +68,8 @@ class Votes(NamedTuple):
 
 
 class Board(NamedTuple):
-    """words: the warps' votes in shared memory, (warp of a group, group, 2), those on a block while a warp may still
-    read those on the one before. pipes: of each group, its votes for the loaders of V; nobody frees their two stages:
-    a group votes on a block when V of the block before is there, or was left out, so its votes have been read."""
+    """words: of `votes`. pipes: of each group, its votes for the loaders of V; nobody frees their two stages: a group
+    votes on a block when V of the block before is there, or was left out, so its votes have been read."""
 
     words: cute.Tensor
     pipes: tuple[pipe.Pipe, ...]
@@ -83,8 +80,8 @@ def allocate(spec, smem) -> Any:
     if not spec.logits.skip:
         return None
     groups = spec.tile.warpgroups
-    words = smem.allocate_tensor(Int32, cute.make_layout((WARPS, groups, TURNS)), 16)
-    return Board(words, tuple(pipe.make(smem, TURNS, WARPS, 1) for _ in range(groups)))
+    pipes = (pipe.make(smem, votes.TURNS, WARPS, 1) for _ in range(groups))
+    return Board(votes.allocate(smem, groups), tuple(pipes))
 
 
 def waits_for_votes(spec):
@@ -93,27 +90,18 @@ def waits_for_votes(spec):
 
 
 @cute.jit
-def all_of(words: cute.Tensor):
-    """Whether the four warps of a group (words) voted to leave a block out."""
-    each = cute.make_rmem_tensor(WARPS, Int32)
-    cute.autovec_copy(words, each)
-    return cute.arch.make_warp_uniform(each[0] & each[1] & each[2] & each[3])
-
-
-@cute.jit
-def agreed(spec: cutlass.Constexpr, s, mine, turn: Int32):
-    """Whether all lanes of the warpgroup say so (`mine`). turn: number of the vote."""
+def agreed(spec: cutlass.Constexpr, s, agrees, turn: Int32):
+    """Whether all lanes of the warpgroup say so (`agrees`). turn: number of the vote."""
     group, warp = group_index(spec), cute.arch.warp_idx() % WARPS
-    words = s.votes.words[None, group, turn % TURNS]
-    all_lanes = cute.arch.vote_all_sync(mine)
-    with cute.arch.elect_one():
-        words[warp] = Int32(all_lanes)
-        if const_expr(waits_for_votes(spec)):
+    mine = votes.of(s.votes.words, group, turn)
+    votes.cast(mine, warp, agrees)
+    if const_expr(waits_for_votes(spec)):
+        with cute.arch.elect_one():
             for g in cutlass.range_constexpr(spec.tile.warpgroups):
                 if g == group:
                     cute.arch.mbarrier_arrive(pipe.full(s.votes.pipes[g], turn))
     cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=32 * WARPS)
-    return all_of(words)
+    return votes.all_of(mine)
 
 
 @cute.jit
@@ -124,7 +112,7 @@ def unwanted(spec: cutlass.Constexpr, s, turn: Int32):
     for g in cutlass.range_constexpr(spec.tile.warpgroups):
         if out != 0:
             pipe.wait_full(s.votes.pipes[g], turn)
-            out = all_of(s.votes.words[None, g, turn % TURNS])
+            out = votes.all_of(votes.of(s.votes.words, g, turn))
     return out
 
 
@@ -157,25 +145,25 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
 
 
 @cute.jit
-def look(spec: cutlass.Constexpr, a, s, r: Registers, votes: Votes, item: Int32, j: Int32, how: cutlass.Constexpr):
+def look(spec: cutlass.Constexpr, a, s, r: Registers, ballot: Votes, item: Int32, j: Int32, how: cutlass.Constexpr):
     """Soft cap, mask and maxima of block j in r.s, and the warpgroup's vote: whether to leave the block out."""
-    x, to_log2 = votes.tile, scales_of(r, votes.tile.scales).reduced
+    x, to_log2 = ballot.tile, scales_of(r, ballot.tile.scales).reduced
     view = transform(spec, a, r, x, j, how)
     mine = True
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         top = cute.arch.warp_reduction_max(softmax.reduce(view[k, None], cute.arch.fmax), threads_in_group=LANES)
-        votes.top[k] = top
-        below = top == -Float32.inf or (top - votes.peak[k]) * to_log2[k] < votes.least
+        ballot.top[k] = top
+        below = top == -Float32.inf or (top - ballot.peak[k]) * to_log2[k] < ballot.least
         mine = mine and (below or r.tokens[k] >= x.w.q_len)
-    return agreed(spec, s, mine, item - votes.q - 1)  # the first block of each tile has no vote
+    return agreed(spec, s, mine, item - ballot.q - 1)  # the first block of each tile has no vote
 
 
 @cute.jit
-def step(spec: cutlass.Constexpr, plan, s, r: Registers, votes: Votes, last: Last, j: Int32, how: cutlass.Constexpr):
+def step(spec: cutlass.Constexpr, plan, s, r: Registers, ballot: Votes, last: Last, j: Int32, how: cutlass.Constexpr):
     """QK of block j (item last.kv + 1) and, if it is owed, the PV of item last.kv in flight together, maxima and vote
     of j under PV, softmax of j under the other warpgroup's MMAs. Returns the new `Last`."""
-    i, a, x = last.kv, plan.args, votes.tile
-    at, out = Items(i + 1, votes.q), Int32(0)
+    i, a, x = last.kv, plan.args, ballot.tile
+    at, out = Items(i + 1, ballot.q), Int32(0)
     pipe.wait_full(s.k_pipe, i + 1)
     landed(spec, pages.K)
     wait_turn(spec)
@@ -186,7 +174,7 @@ def step(spec: cutlass.Constexpr, plan, s, r: Registers, votes: Votes, last: Las
         logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
         warpgroup.wait_group(1)
         pipe.release(s.k_pipe, i + 1)
-        out = look(spec, a, s, r, votes, i + 1, j, how)  # its barrier keeps the wait for PV behind it
+        out = look(spec, a, s, r, ballot, i + 1, j, how)  # its barrier keeps the wait for PV behind it
         warpgroup.wait_group(0)
     else:
         issue_qk(spec, plan, s, r, at)
@@ -195,22 +183,22 @@ def step(spec: cutlass.Constexpr, plan, s, r: Registers, votes: Votes, last: Las
         pipe.wait_full(s.v_pipe, i)  # not read here, but the stage is free only when V has landed, or never will
         warpgroup.wait_group(0)
         pipe.release(s.k_pipe, i + 1)
-        out = look(spec, a, s, r, votes, i + 1, j, how)
+        out = look(spec, a, s, r, ballot, i + 1, j, how)
     pipe.release(s.v_pipe, i)
     if out == 0:
-        keep(spec, r, votes, how)
+        keep(spec, r, ballot, how)
     return Last(i + 1, 1 - out)
 
 
 @cute.jit
-def keep(spec: cutlass.Constexpr, r: Registers, votes: Votes, how: cutlass.Constexpr):
+def keep(spec: cutlass.Constexpr, r: Registers, ballot: Votes, how: cutlass.Constexpr):
     """P of the block at hand into r.p; O, none of whose PV is in flight, is brought to the new maxima."""
-    rows, x = cute.size(r.tokens), votes.tile
-    tops = cute.make_tensor(votes.top.iterator, cute.make_layout((rows, 1)))
+    rows, x = cute.size(r.tokens), ballot.tile
+    tops = cute.make_tensor(ballot.top.iterator, cute.make_layout((rows, 1)))
     follow = const_expr(early(spec) > 0 and how.begins)
     softmax.update_max(r.st, tops, scales_of(r, x.scales).reduced, 1, x.span, follow)
     for k in cutlass.range_constexpr(rows):
-        votes.peak[k] = cute.arch.fmax(votes.peak[k], votes.top[k])
+        ballot.peak[k] = cute.arch.fmax(ballot.peak[k], ballot.top[k])
         probabilities(r, x, k)
         operand_p(spec, r, k)
     rescale(spec, r)
@@ -240,15 +228,15 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
     a, rows = plan.args, cute.size(r.tokens)
     begin_tile(spec, a, s, r, x, at, capped)
     least = a.logits.skip_threshold - cute.math.log2(Float32(x.w.kv_len), fastmath=True)
-    votes = Votes(x, at.q, least, *(cute.make_rmem_tensor(rows, Float32) for _ in range(2)))
+    ballot = Votes(x, at.q, least, *(cute.make_rmem_tensor(rows, Float32) for _ in range(2)))
     for k in cutlass.range_constexpr(rows):
-        votes.peak[k] = r.st.m[k]  # exact after one block
+        ballot.peak[k] = r.st.m[k]  # exact after one block
     last = Last(at.kv, Int32(1))
     segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi, early(spec))
     for g in cutlass.range_constexpr(len(segments)):
         part = segments[g]
         how = How(capped, part.masked, part.begins)
-        last = run_segment(spec, r, part, last, partial(step, spec, plan, s, r, votes, how=how))
+        last = run_segment(spec, r, part, last, partial(step, spec, plan, s, r, ballot, how=how))
     end_tile(spec, s, r, at)
     return last
 

@@ -135,9 +135,12 @@ def skipping_cases(k: Kernel) -> list[Scenario]:
         "some blocks", q_lens=(9, 210, 2, 3), kv_lens=(0, 700, 0, 61), heads_q=2, heads_kv=1, sink=True, data="levels",
         scale=STEP_SCALE, skip=160.0, device=("scale", "out"), **k.same,
     )  # fmt: skip
-    none = replace(some, name="none", q_lens=(9, 1), kv_lens=(300, 40), heads_kv=2, page_size=64, skip=1e-30, lse=False)
+    none = replace(
+        some, name="none", q_lens=(9, 1), kv_lens=(300, 40), heads_q=4, heads_kv=2, page_size=64, skip=1e-30, lse=False
+    )
     boxes = [Scenario(f"page {size}", (replace(none, page_size=size),), SMS, ("csr",)) for size in (8, 32)]
-    return [Scenario("skip", (some, none)), *boxes]
+    nothing = replace(none, name="nothing", kv_lens=(0, 0))
+    return [Scenario("skip", (some, none, nothing)), *boxes]
 
 
 def promoting_calls(k: Kernel, short: AttentionCase) -> list[AttentionCase]:
@@ -218,7 +221,8 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     found.append(Scenario("boxes", tuple(other_boxes), sms, box_forms))
     if not k.gathers and not k.custom and not k.same["kv_dtype"]:
         in_forms = ("ragged",)
-    found.append(Scenario("many", (many,), sms, in_forms))
+    nothing = replace(many, name="nothing", q_lens=(9, 70), kv_lens=(0, 0))  # the first tile of a CTA sees no key
+    found.append(Scenario("many", (many,) if k.decodes else (many, nothing), sms, in_forms))
     if k.promoted:
         found.append(Scenario("promoted", tuple(promoting_calls(k, short)), sms))
     if thorough and not (k.gathers or k.custom):

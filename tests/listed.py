@@ -1,0 +1,23 @@
+"""A kernel of one warp that lists the tiles of a launch in their order."""
+
+import cutlass
+import cutlass.cute as cute
+
+from cute_kernels.attention import args
+from cute_kernels.attention.schedule import tiles
+
+
+@cute.kernel
+def listing(spec: cutlass.Constexpr, a: args.Args, found: cute.Tensor):
+    order = tiles.allocate(cutlass.utils.SmemAllocator())
+    tiles.begin(spec, a, order)
+    for tile in cutlass.range(found.shape[0], unroll=1):
+        w = tiles.find(spec, a, tile, order)
+        for i, value in enumerate((w.valid, w.batch, w.head, w.m_block, w.per_token, w.lo, w.hi)):
+            if cute.arch.lane_idx() == 0:
+                found[tile, i] = value
+
+
+@cute.jit
+def forward(spec: cutlass.Constexpr, stream, found: cute.Tensor, *flat):
+    listing(spec, args.pack(spec, flat), found).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)

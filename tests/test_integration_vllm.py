@@ -1,0 +1,566 @@
+"""vLLM's own attention layer, cache views and indexer, of 0.33.0, on the plugin: prompts, chunks, decodes and drafts in
+one batch, in its caches of every type and layout, against float64; what the plugin refuses, in vLLM's words.
+
+What has nothing of attention is a stub (`engine_files`); vLLM's operator that writes caches is one of this file.
+"""
+
+import importlib.metadata
+import pkgutil
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.engine_files import Engine, attention, engine_files, entry_points
+
+VERSION = "0.33.0"
+FILES = tuple(
+    f"vllm/{name}.py"
+    for name in """
+    _custom_ops envs scalar_type plugins/__init__ utils/math_utils utils/torch_utils v1/kv_cache_interface
+    v1/kv_cache_layout v1/kv_cache_spec_registry v1/attention/backend v1/attention/selector
+    v1/attention/backends/registry model_executor/layers/attention/attention model_executor/layers/indexer_topk
+    """.split()
+)
+E4M3 = torch.float8_e4m3fn
+
+
+class DeviceCapability(NamedTuple):
+    major: int
+    minor: int
+
+
+class Platform:
+    """`vllm.platforms.current_platform` of a GPU whose tensors are on the CPU."""
+
+    capability = DeviceCapability(9, 0)
+    dispatch_key = "CPU"
+    device_name = "cpu"
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: False
+
+    def import_kernels(self) -> None:
+        pass
+
+    def opaque_attention_op(self) -> bool:
+        """As on CUDA: layers go by vLLM's operators, which torch.compile does not look into."""
+        return True
+
+    def get_device_capability(self) -> DeviceCapability:
+        return self.capability
+
+    def fp8_dtype(self) -> torch.dtype:
+        return E4M3
+
+    def get_attn_backend_cls(self, selected: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+        """As vLLM's platform of CUDA does with a backend that the user chose."""
+        found = selected.get_class()
+        reasons = found.validate_configuration(device_capability=self.capability, **attn_selector_config._asdict())
+        if reasons:
+            raise ValueError(f"Selected backend {selected} is not valid for this configuration. Reason: {reasons}")
+        return selected.get_path()
+
+
+class QuantFP8:
+    """vLLM's: e4m3 and the scale."""
+
+    def __init__(self, static: bool, group_shape: Any) -> None:
+        assert static and group_shape == "tensor"
+
+    def __call__(self, x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (x / scale).to(E4M3), scale
+
+
+def identity(function: Any) -> Any:
+    return function
+
+
+def stubs(server: Any) -> dict[str, dict[str, Any]]:
+    quantised = {f"kFp8{kind}Sym": kind for kind in ("Dynamic64", "Dynamic128", "StaticTensor")}
+    return {
+        "vllm.platforms": {"current_platform": server.platform},
+        "vllm.platforms.interface": {"DeviceCapability": DeviceCapability},
+        "vllm.config": {
+            "get_current_vllm_config": lambda: server.config, "get_current_vllm_config_or_none": lambda: server.config,
+        },
+        "vllm.config.cache": {
+            "get_kv_cache_dtype_handler": lambda name: None, "is_known_kv_cache_dtype": lambda name: True,
+            "KV_CACHE_DTYPES": (), "CacheDType": str,
+        },
+        "vllm.forward_context": {"get_forward_context": lambda: server.context},
+        "vllm.compilation.breakable_cudagraph": {"eager_break_during_capture": identity},
+        "vllm.model_executor.layers.attention.kv_transfer_utils": {"maybe_transfer_kv_layer": identity},
+        "vllm.model_executor.layers.quantization.utils.quant_utils": quantised
+        | {"kNvfp4Dynamic": "nvfp4", "GroupShape": SimpleNamespace(PER_TENSOR="tensor")},
+        "vllm.model_executor.layers.quantization.input_quant_fp8": {"QuantFP8": QuantFP8},
+        "vllm.distributed.parallel_state": {
+            "get_dcp_world_size_and_rank": lambda sharded: (1, 0),
+            "get_pcp_group": lambda: SimpleNamespace(world_size=1, rank_in_group=0),
+        },
+        "vllm.utils.platform_utils": {"is_pin_memory_available": lambda: False},
+        "vllm.utils.import_utils": {"resolve_obj_by_qualname": pkgutil.resolve_name},
+        "vllm.utils.flashinfer": {"has_flashinfer": lambda: False},
+        "vllm.utils.torch_version": {name: lambda version: False for name in ("is_torch_equal_or_newer",)},
+    }  # fmt: skip
+
+
+def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale):
+    """vLLM's operator: rows whose slot is not negative, to caches (blocks, tokens, heads, head_size)."""
+    for rows, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
+        for row, slot in zip(rows, slot_mapping.tolist()):
+            if slot >= 0:
+                place = cache[slot // cache.shape[1], slot % cache.shape[1]]
+                if kv_cache_dtype.startswith("fp8"):
+                    place.view(torch.uint8).copy_((row / scale).to(place.dtype).view(torch.uint8))
+                else:
+                    place.copy_(row)
+
+
+@dataclass
+class Server:
+    """What a model runner of vLLM keeps."""
+
+    platform: Platform = field(default_factory=Platform)
+    config: Any = None
+    context: Any = None
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The engine, which has loaded the plugins with its own loader; the operator that writes caches is defined."""
+    server = Server()
+    engine = Engine("vllm", engine_files("vllm", VERSION, FILES), FILES, stubs(server))
+    library = torch.library.Library("_C_cache_ops", "FRAGMENT")
+    library.define(
+        "reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+        "Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()"
+    )
+    library.impl("reshape_and_cache_flash", reshape_and_cache_flash, "CPU")
+    with engine.installed(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.metadata, "entry_points", entry_points)
+        patch.delenv("VLLM_PLUGINS", raising=False)
+        from vllm import plugins
+
+        plugins.load_general_plugins()
+        yield server
+    library._destroy()
+
+
+@dataclass
+class Case:
+    kv_cache_dtype: str = "auto"
+    dtype: torch.dtype = torch.bfloat16
+    head_size: int = 64
+    layout: str = "LBHNC"
+    block_size: int = 16
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    scales: tuple[float, float] = (1.0, 1.0)  # of K and V
+    capability: tuple[int, int] = (9, 0)
+
+
+HEADS, KV_HEADS, BLOCKS, COLUMNS = 8, 2, 24, 6
+CASES = {
+    "auto": Case(),
+    "float16, window and sinks, token-major": Case(
+        "float16", torch.float16, 128, "LBNHC", window=9, sinks=True
+    ),
+    "bfloat16, layers in a block, soft cap": Case("bfloat16", layout="BLNHC", soft_cap=2.0, block_size=32),
+    "fp8, scales": Case("fp8", layout="BLHNC", scales=(0.5, 0.25), sinks=True),
+    "fp8_e5m2": Case("fp8_e5m2", layout="LBNHC", window=5),
+    "fp8 on B200": Case("fp8_e4m3", head_size=128, scales=(0.5, 0.25), capability=(10, 0)),
+    "nvfp4": Case("nvfp4", head_size=128, scales=(0.02, 0.03)),
+    "nvfp4, sinks and window": Case("nvfp4", layout="BLNHC", sinks=True, window=11, block_size=8),
+}  # fmt: skip
+
+
+def config_of(case: Case) -> Any:
+    """The parts of a VllmConfig that attention reads."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    model = SimpleNamespace(dtype=case.dtype, is_mm_prefix_lm=False, rswa_window=None)
+    return SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(
+            cache_dtype=case.kv_cache_dtype, block_size=case.block_size, user_specified_block_size=True,
+            sliding_window=None, kv_cache_dtype_skip_layers=[], skip_page_size_padded=None, enable_prefix_caching=True,
+        ),
+        attention_config=SimpleNamespace(
+            backend=AttentionBackendEnum.CUSTOM, backend_per_kind={}, use_non_causal=False
+        ),
+        parallel_config=SimpleNamespace(prefill_context_parallel_size=1, decode_context_parallel_size=1),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        kernel_config=SimpleNamespace(sparse_indexer_topk_backend="auto"),
+        kv_transfer_config=None, speculative_config=None,
+    )  # fmt: skip
+
+
+def layer_of(server: Server, case: Case, name: str = "layers.0.attn", **options: Any) -> Any:
+    """An attention layer as vLLM's models make it, first of a model or not."""
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.v1.attention import selector
+
+    if name == "layers.0.attn":
+        server.config = config_of(case)
+        server.platform.capability = DeviceCapability(*case.capability)
+        selector._cached_get_attn_backend.cache_clear()
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(case.dtype)
+    try:
+        options = {"logits_soft_cap": case.soft_cap, "per_layer_sliding_window": case.window} | options
+        if case.sinks:
+            options["sinks"] = torch.nn.Parameter(torch.randn(HEADS), requires_grad=False)
+        return Attention(
+            HEADS, case.head_size, case.head_size**-0.5, KV_HEADS, cache_config=server.config.cache_config,
+            prefix=name, **options,
+        )  # fmt: skip
+    finally:
+        torch.set_default_dtype(default)
+
+
+def decoded(codes: torch.Tensor, factors: torch.Tensor, scale: float) -> torch.Tensor:
+    """NVFP4, float64: codes (..., D / 2), of two values a byte, the first in the low half; factors (..., D / 16)."""
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    grid = torch.cat([grid, -grid])
+    values = torch.stack([grid[(codes & 15).long()], grid[(codes >> 4).long()]], -1).flatten(-2)
+    return values * factors.view(E4M3).double().repeat_interleave(16, -1) * scale
+
+
+class Model:
+    """Two attention layers, their cache, and requests whose keys and values the test keeps too."""
+
+    def __init__(self, server: Server, case: Case) -> None:
+        from vllm.v1 import kv_cache_interface as kv
+
+        torch.manual_seed(0)
+        self.server, self.case = server, case
+        self.layers = {name: layer_of(server, case, name) for name in ("layers.0.attn", "layers.1.attn")}
+        self.backend = next(iter(self.layers.values())).get_attn_backend()
+        layout = kv.KVCacheLayout[case.layout]
+        assert layout in self.backend.supported_kv_cache_layouts()
+        for layer in self.layers.values():
+            self.spec = self.backend.customize_spec(layer.get_kv_cache_spec(server.config))
+            layer.process_weights_after_loading(case.dtype)
+            layer._k_scale_float, layer._v_scale_float = case.scales
+            layer._k_scale.fill_(case.scales[0])
+            layer._v_scale.fill_(case.scales[1])
+            layer._q_scale_float = 0.125
+            layer._q_scale.fill_(0.125)
+        names, page = list(self.layers), self.spec.page_size_bytes
+        raw = torch.full((len(names) * BLOCKS * page,), -1, dtype=torch.int8)  # NaN in all types
+        strides = kv.compute_layout_strides(self.spec, BLOCKS, len(names), layout)
+        place = kv.KVCacheTensor(len(raw), names, strides[0], strides[1])
+        for layer, view in zip(
+            self.layers.values(), kv.create_kv_cache_views(raw, self.spec, BLOCKS, layout, place), strict=True
+        ):
+            layer.kv_cache = view
+        device = torch.device("cpu")
+        self.builder = self.backend.get_builder_cls()(self.spec, names, server.config, device)
+        self.free = torch.randperm(BLOCKS - 1).add(1).tolist()  # block 0 is nobody's
+        self.blocks: dict[int, list[int]] = {}
+        self.lens: dict[int, int] = {}
+        self.kept: dict[tuple[str, int], list[torch.Tensor]] = {}  # layer, request -> K and V
+
+    def common(self, counts: dict[int, int], padding: int = 0) -> Any:
+        """CommonAttentionMetadata of a step that has so many tokens of each request, and `padding` of none."""
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        size, slots = self.spec.block_size, []
+        for request, count in counts.items():
+            known = self.lens.get(request, 0)
+            mine = self.blocks.setdefault(request, [])
+            while len(mine) * size < known + count:
+                mine.append(self.free.pop())
+            slots += [mine[i // size] * size + i % size for i in range(known, known + count)]
+            self.lens[request] = known + count
+        table = torch.zeros(len(counts) + padding, COLUMNS * 16 // size, dtype=torch.int32)
+        for row, request in enumerate(counts):
+            table[row, : len(self.blocks[request])] = torch.tensor(self.blocks[request])
+        queries = [*counts.values()] + [0] * padding
+        starts = torch.tensor([0, *queries]).cumsum(0).int()
+        return CommonAttentionMetadata(
+            query_start_loc=starts, query_start_loc_cpu=starts.clone(),
+            seq_lens=torch.tensor([self.lens[r] for r in counts] + [0] * padding).int(), num_reqs=len(queries),
+            num_actual_tokens=len(slots) + padding, max_query_len=max(queries), max_seq_len=COLUMNS * 16,
+            block_table_tensor=table, slot_mapping=torch.tensor(slots + [-1] * padding),
+        )  # fmt: skip
+
+    def run(self, common: Any, counts: dict[int, int], metadata: Any) -> None:
+        """Runs both layers with new queries, keys and values, and compares each request with float64."""
+        tokens = len(common.slot_mapping)
+        slots = dict.fromkeys(self.layers, common.slot_mapping)
+        layers = self.server.config.compilation_config.static_forward_context
+        self.server.context = SimpleNamespace(attn_metadata=metadata, no_compile_layers=layers, slot_mapping=slots)
+        for name, layer in self.layers.items():
+            q, k, v = (
+                torch.randn(tokens, heads * self.case.head_size).to(self.case.dtype)
+                for heads in (HEADS, KV_HEADS, KV_HEADS)
+            )
+            out = layer(q, k, v)
+            assert out.dtype == self.case.dtype and out.shape == q.shape
+            start = 0
+            for request, count in counts.items():
+                mine = slice(start, start + count)
+                start += count
+                new = [t[mine].unflatten(1, (KV_HEADS, -1)) for t in (k, v)]
+                keys, values = self.stored(name, request, new)
+                options = self.case.window, self.case.soft_cap, layer.impl.sinks
+                query = q[mine] if layer.query_quant is None else (q[mine] / 0.125).to(E4M3).double() * 0.125
+                want = attention(query.unflatten(1, (HEADS, -1)), keys, values, layer.impl.scale, *options)
+                found = out[mine].unflatten(1, (HEADS, -1)).double()
+                torch.testing.assert_close(found, want, rtol=0.01, atol=0.005)
+
+    def stored(self, name: str, request: int, new: list[torch.Tensor]) -> list[torch.Tensor]:
+        """K and V of a request, float64, as the cache holds them."""
+        kept = self.kept.setdefault((name, request), [torch.empty(0, KV_HEADS, self.case.head_size)] * 2)
+        kept[:] = [torch.cat([old, t]) for old, t in zip(kept, new)]
+        kind, scales = self.case.kv_cache_dtype, self.case.scales
+        if kind == "nvfp4":
+            return self.from_bytes(name, request, kept)
+        if kind.startswith("fp8"):
+            dtype = torch.float8_e5m2 if kind.endswith("e5m2") else E4M3
+            return [(t.to(self.case.dtype) / s).to(dtype).double() * s for t, s in zip(kept, scales)]
+        return [t.double() for t in kept]
+
+    def from_bytes(self, name: str, request: int, kept: list[torch.Tensor]) -> list[torch.Tensor]:
+        """K and V of a request in NVFP4, read byte by byte; near what was given."""
+        size, dim, found = self.spec.block_size, self.case.head_size, []
+        cache, rows = self.layers[name].kv_cache, KV_HEADS * size
+        codes, factors = rows * dim // 2, rows * dim // 16
+        for side, (given, scale) in enumerate(zip(kept, self.case.scales)):
+            parts = []
+            for block in self.blocks[request]:
+                flat = cache[block].as_strided((2 * (codes + factors),), (1,))
+                data = flat[side * codes :][:codes].view(KV_HEADS, size, -1)
+                scaled = flat[2 * codes + side * factors :][:factors].view(KV_HEADS, size, -1)
+                parts.append(decoded(data, scaled, scale).transpose(0, 1))
+            values = torch.cat(parts)[: len(given)]
+            error = (values - given).abs().unflatten(-1, (-1, 16)).amax(-1)
+            assert (error <= given.abs().unflatten(-1, (-1, 16)).amax(-1) / 5).all()
+            found.append(values)
+        return found
+
+    def step(self, counts: dict[int, int], padding: int = 0) -> Any:
+        common = self.common(counts, padding)
+        metadata = self.builder.build(common_prefix_len=0, common_attn_metadata=common)
+        self.run(common, counts, dict.fromkeys(self.layers, metadata))
+        return metadata
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prompts_chunks_decodes_and_drafts(name, server, monkeypatch):
+    from wrappers.integrations import vllm as plugin
+
+    model, called = Model(server, CASES[name]), []
+    for function in ("context", "decode"):
+        full = f"trtllm_batch_{function}_with_kv_cache"
+        real = getattr(plugin, full)
+        monkeypatch.setattr(
+            plugin, full, lambda *a, of=function, call=real, **k: called.append(of) or call(*a, **k)
+        )
+    model.step({0: 20, 1: 5})  # prompts, the first in two chunks
+    model.step({1: 1, 0: 17, 2: 9})  # a decode, a chunk, a prompt
+    model.step({0: 1, 1: 1, 2: 1})
+    model.step({2: 3, 0: 1, 1: 2})  # drafts
+    model.step({0: 1, 1: 1, 2: 1}, padding=2)  # as a CUDA graph of 5 requests is filled
+    assert called == ["context"] * 4 + ["decode"] * 6
+
+
+def test_metadata_hold_for_other_lengths(server):
+    """As a CUDA graph has them: the engine writes other lengths, tables and slots into the same tensors."""
+    model = Model(server, CASES["bfloat16, layers in a block, soft cap"])
+    model.step({0: 40, 1: 3})
+    graph = model.common({0: 1, 1: 1}, padding=2)
+    support = type(model.builder).get_cudagraph_support(server.config, model.spec)
+    assert support is type(support).ALWAYS
+    metadata = model.builder.build_for_cudagraph_capture(graph)
+    model.run(graph, {0: 1, 1: 1}, metadata)
+    for counts, padding in (({1: 1, 0: 1, 2: 1}, 1), ({2: 1, 3: 1, 1: 1, 0: 1}, 0), ({0: 2, 3: 1}, 1)):
+        step = model.common(counts, padding)
+        rows = len(step.seq_lens)
+        for to, of in (("query_start_loc", "query_start_loc"), ("seq_lens", "seq_lens")):
+            getattr(graph, to)[: len(getattr(step, of))] = getattr(step, of)
+        graph.query_start_loc[rows + 1 :], graph.seq_lens[rows:] = step.query_start_loc[-1], 0
+        graph.block_table_tensor[:rows] = step.block_table_tensor
+        graph.slot_mapping[:] = step.slot_mapping
+        model.builder.update_draft_decode_metadata(metadata)
+        model.run(graph, counts, metadata)
+    other = model.builder.update_block_table(metadata, graph.block_table_tensor.clone(), graph.slot_mapping.clone())
+    assert other.block_table is not metadata.block_table and other.seq_lens is metadata.seq_lens
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("longest", [1, 20])
+def test_nothing_of_the_device_is_read(name, longest, server, monkeypatch):
+    """On tensors without values: whatever reads one fails. Nor is a tensor made of numbers of the host."""
+    model = Model(server, CASES[name])
+    from wrappers.integrations import vllm as plugin
+
+    common = model.common({0: longest, 1: 1}, padding=1)
+    for field_name, value in vars(common).items():
+        if isinstance(value, torch.Tensor) and not field_name.endswith("_cpu"):
+            setattr(common, field_name, value.to("meta"))
+    layer = model.layers["layers.0.attn"]
+    layer.to("meta")
+    cache = torch.empty_strided(
+        layer.kv_cache.shape, layer.kv_cache.stride(), dtype=layer.kv_cache.dtype, device="meta"
+    )
+    if layer.impl.sinks is not None:
+        layer.impl.sinks = layer.impl.sinks.to("meta")
+    monkeypatch.setattr(plugin.ops, "reshape_and_cache_flash", lambda *given: None)
+    dim = model.case.head_size
+    q, k, v = (
+        torch.empty(len(common.slot_mapping), n, dim, dtype=model.case.dtype, device="meta")
+        for n in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    monkeypatch.setattr(torch, "tensor", lambda *given, **options: pytest.fail("numbers go to the device"))
+    with torch.no_grad():
+        layer.impl.do_kv_cache_update(layer, k, v, cache, common.slot_mapping)
+        metadata = model.builder.build(0, common)
+        out = layer.impl.forward(layer, q, k, v, cache, metadata, torch.empty_like(q))
+    assert out.shape == q.shape
+
+
+def test_memory_is_measured_without_metadata(server):
+    model = Model(server, CASES["auto"])
+    server.context = SimpleNamespace(
+        attn_metadata=None, slot_mapping={},
+        no_compile_layers=server.config.compilation_config.static_forward_context,
+    )  # fmt: skip
+    q, k = torch.randn(3, HEADS * 64).bfloat16(), torch.randn(3, KV_HEADS * 64).bfloat16()
+    assert not model.layers["layers.0.attn"](q, k, k).any()
+
+
+def test_sinks_that_are_loaded_again(server):
+    """Go to the memory that a captured graph reads."""
+    impl = Model(server, CASES["fp8, scales"]).layers["layers.0.attn"].impl
+    before, loaded = impl.sinks, impl._loaded_sinks
+    assert before.dtype == torch.float32 and loaded.dtype == torch.bfloat16
+    loaded.fill_(3.0)
+    impl.process_weights_after_loading(torch.bfloat16)
+    assert impl.sinks is before and (before == 3.0).all()
+
+
+REFUSED = {
+    "head size": (Case(head_size=96), {}, "head_size not supported"),
+    "model in fp32": (Case(dtype=torch.float32), {}, "dtype not supported"),
+    "fp16 cache of a bf16 model": (Case("float16"), {}, "kv_cache: with query torch.bfloat16, dtype torch.float16"),
+    "int8 cache": (Case("int8_per_token_head"), {}, "kv_cache_dtype not supported"),
+    "block size": (Case(block_size=4), {}, "block_size not supported"),
+    "Ampere": (Case(capability=(8, 0)), {}, "compute capability not supported"),
+    "B200, NVFP4": (Case("nvfp4", head_size=128, capability=(10, 0)), {}, "context on sm_100a: .*attention.sm100: "),
+    "B300, head size 256": (Case(head_size=256, capability=(10, 3)), {}, "context on sm_103a: .*head_dim .256, 256."),
+    "encoder": (Case(), {"attn_type": "encoder"}, "attention type encoder not supported"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_when_vllm_chooses_the_backend(name, server):
+    case, options, reason = REFUSED[name]
+    with pytest.raises(ValueError, match=f"CUSTOM.* is not valid for this configuration. Reason: .*{reason}"):
+        layer_of(server, case, **options)
+
+
+@pytest.mark.parametrize("asked", ["use_mla", "use_sparse", "use_mm_prefix", "use_per_head_quant_scales",
+    "use_non_causal", "use_batch_invariant", "use_pcp", "use_dcp", "use_rswa"])  # fmt: skip
+def test_modes_that_are_refused(asked, server):
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    backend = AttentionBackendEnum.CUSTOM.get_class()
+    server.config = config_of(Case())
+    config = AttentionSelectorConfig(64, torch.bfloat16, "auto", 16, has_sink=True, has_sliding_window=True)
+    valid = backend.validate_configuration(device_capability=DeviceCapability(9, 0), **config._asdict())
+    reasons = backend.validate_configuration(
+        device_capability=DeviceCapability(9, 0), **config._replace(**{asked: True})._asdict()
+    )
+    assert not valid and len(reasons) == 1
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"alibi_slopes": [0.5] * HEADS}, "alibi_slopes: given, must be None"),
+    ({"attn_type": "encoder_only"}, "attn_type: encoder_only, must be "),
+    ({"kv_cache_dtype": "nvfp4_4over6"}, "kv_cache_dtype: 'nvfp4_4over6', must be one of auto, float16"),
+])  # fmt: skip
+def test_refused_by_the_layer(options, message, server):
+    from wrappers.integrations.vllm import Impl
+
+    with pytest.raises(NotImplementedError, match=message):
+        Impl(HEADS, 64, 0.125, KV_HEADS, **options)
+
+
+def test_fused_output_is_refused(server):
+    model = Model(server, CASES["auto"])
+    layer, x = model.layers["layers.0.attn"], torch.zeros(1, HEADS, 64)
+    with pytest.raises(NotImplementedError, match="output_scale, output_block_scale: given, must be None"):
+        layer.impl.forward(layer, x, x, x, layer.kv_cache, None, x, output_scale=torch.ones(1))
+    assert not layer.impl.fused_output_quant_supported("StaticTensor")
+
+
+def test_pages_of_nvfp4_with_gaps_are_refused(server):
+    model = Model(server, CASES["nvfp4"])
+    layer = model.layers["layers.0.attn"]
+    with pytest.raises(NotImplementedError, match="kv_cache: strides .*, blocks of NVFP4 must be dense"):
+        layer.impl.caches(layer.kv_cache[:, :, ::2])
+
+
+def test_masks_that_are_not_causal_are_refused(server):
+    model = Model(server, CASES["auto"])
+    common = model.common({0: 3})
+    common.causal = False
+    with pytest.raises(NotImplementedError, match="causal: False, must be True"):
+        model.builder.build(0, common)
+
+
+@pytest.fixture
+def indexer(server, monkeypatch):
+    """The top-k stage of vLLM's indexer, with the plugin named, and its per-row functions."""
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers import indexer_topk
+
+    from wrappers.integrations import plugins
+
+    for owner, name in ((ops, "top_k_per_row_prefill"), (ops, "top_k_per_row_decode"), (
+        indexer_topk.SparseIndexerTopk, "forward")):  # fmt: skip
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    before = indexer_topk.SparseIndexerTopk.forward
+    plugins.vllm_topk()
+    assert indexer_topk.SparseIndexerTopk.forward is before  # the user named nothing
+    monkeypatch.setenv("VLLM_PLUGINS", "cute_kernels, cute_kernels_topk")
+    plugins.vllm_topk()
+    server.config = config_of(Case())
+    return indexer_topk, ops
+
+
+def chosen(logits: torch.Tensor, start: int, end: int, k: int) -> list[int]:
+    """Indices of the k largest from `start` on, ascending, then -1."""
+    best = sorted(range(start, max(start, end)), key=lambda i: -float(logits[i]))[:k]
+    return sorted(i - start for i in best) + [-1] * (k - len(best))
+
+
+@pytest.mark.parametrize("backend", ["auto", "per_row"])
+@pytest.mark.parametrize("shape", [(3, 1), (3, 2), (6, 1)])
+def test_decode_of_the_indexer(shape, backend, indexer):
+    """seq_lens one a request, with 2 rows each; the end of each row, in either form."""
+    stage = indexer[0].SparseIndexerTopk(backend)
+    logits = torch.randn(6, 640, generator=torch.Generator().manual_seed(0))[:, :600]
+    ends = torch.tensor([17, 599, 600]) if shape == (3, 1) else torch.tensor([16, 17, 1, 2, 599, 600])
+    buffer = torch.full((8, 80), 7, dtype=torch.int32)
+    stage(logits, ends.int().view(shape), 2, buffer[:6, :64], 64, 600)
+    rows = [e for end in ends.tolist() for e in (end - 1, end)] if shape == (3, 1) else ends.tolist()
+    assert buffer[:6, :64].tolist() == [chosen(row, 0, end, 64) for row, end in zip(logits, rows)]
+    assert (buffer[6:] == 7).all() and (buffer[:, 64:] == 7).all()
+
+
+def test_prefill_of_the_indexer(indexer):
+    ops = indexer[1]
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
+    starts, ends = torch.tensor([0, 10, 20, 40]).int(), torch.tensor([300, 30, 21, 40]).int()
+    buffer = torch.zeros(4, 50, dtype=torch.int32)
+    ops.top_k_per_row_prefill(logits, starts, ends, buffer[:, :32], 4, *logits.stride(), 32)
+    bounds = zip(logits, starts.tolist(), ends.tolist())
+    assert buffer[:, :32].tolist() == [chosen(row, start, end, 32) for row, start, end in bounds]

@@ -1,0 +1,490 @@
+"""FlashAttention's inference functions, as vLLM, SGLang and Hugging Face call them: names of versions 2, 3 and 4 and of
+the engines' own copies, over `Problem`.
+
+What differs between those is a keyword here, whichever order it has there: an argument that has several names takes one
+of them. Two tables hold the rest, `HINTS`, which may have any value and change no result, and `REFUSED`, which ask for
+what no kernel here does and raise NotImplementedError but for None and the value that is listed.
+
+Nothing waits for the device: lengths stay there, max_seqlen_q may be a tensor that is not read, all can be captured.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from . import machine
+from .attention import checks, plan
+from .attention import op as attention_op
+from .attention import values as attention_values
+from .attention.checks import E5M2, HEAD_SCALES, SIGNATURES
+from .attention.op import serve
+from .attention.problem import SEPARATE, Form, Problem, Requests, pair, ragged_requests, requests_of
+from .checks import (
+    check_apart,
+    check_flag,
+    check_integer,
+    check_one_of,
+    check_operand,
+    check_shape,
+    check_strided,
+    checking,
+)
+from .page import append_paged_kv_cache, get_batch_indices_positions
+from .plain import refuse_grad, traced
+from .prefill import values
+from .prefill.ragged import rows_of
+from .scalars import integer, real
+
+__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+FUNC, VARLEN, CACHED = "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"
+LN2 = 0.6931471805599453
+FEW = 64  # query rows times heads of a KV head, up to which a request's keys are shared among CTAs: one tile of decode
+PAGES = 64, 32, 16, 8  # rows of a page that TMA fetches, in which a cache without a table is read
+EIGHT_BITS = checks.E4M3, E5M2
+TABLES, NEW = ("block_table", "page_table"), " + new keys"
+HINTS = frozenset("""
+    pack_gqa scheduler_metadata sm_margin deterministic fa_version ver max_seqlen_k min_seqlen_k seqlen_k_per_split
+    disable_scheduler_metadata rotary_interleaved
+""".split())  # fmt: skip
+REFUSED: dict[str, Any] = dict.fromkeys("""
+    alibi_slopes qv q_v output_scale cp_tot_seqused_k score_mod mask_mod aux_tensors aux_tensor_leading_dims aux_scalars
+    block_sparse_tensors dynamic_causal gather_kv_indices gather_kv_valid_length sfq sfk sfv rel_bias
+    rel_bias_prep_cache rotary_cos rotary_sin rotary_seqlens cache_leftpad seqused_q
+""".split()) | {  # fmt: skip
+    "dropout_p": 0.0, "return_attn_probs": False, "only_qv": False, "attention_chunk": 0, "cp_world_size": 1,
+    "cp_rank": 0,
+}  # fmt: skip
+_LOGITS = {
+    "scale": "softmax_scale", "soft_cap": "softcap", "out_scale": "v_descale", "max_q_len": "max_seqlen_q",
+    "out_dtype": "out",
+}  # fmt: skip
+FORMS = {name: Form(name) for name in (*TABLES, "k")}
+_Tensor = torch.Tensor
+
+
+def _signature(function: str, table: str, lens: str) -> str:
+    return f"{function}, {table}, {lens}"
+
+
+for _table, _lens in product(TABLES, ("seqused_k", "cu_seqlens_k")):
+    SIGNATURES[_signature(VARLEN, _table, _lens)] = _LOGITS | {
+        "kv": "k, v", "page_table": _table, "kv_lens": _lens, "kv_starts": "cu_seqlens_k", "scales": "k, v",
+    }  # fmt: skip
+for _table, _lens in product(TABLES, ("cache_seqlens", f"cache_seqlens{NEW}")):
+    SIGNATURES[_signature(CACHED, _table, _lens)] = _LOGITS | {
+        "kv": "k_cache, v_cache", "k": "k_cache", "v": "v_cache", "page_table": _table, "kv_lens": _lens,
+        "scales": "k_cache, v_cache",
+    }  # fmt: skip
+SIGNATURES[FUNC] = _LOGITS | {"kv": "k, v", "page_table": "k", "kv_lens": "k", "scales": "k, v"}
+HEAD_SCALES |= {name for name in SIGNATURES if name.startswith((FUNC, VARLEN, CACHED))}
+
+
+class Options(NamedTuple):
+    """What all functions do with queries, keys, logits and output, as the caller gives it. sinks: by their names."""
+
+    softmax_scale: Any
+    causal: Any
+    window_size: Any
+    softcap: Any
+    sinks: dict[str, Any]
+    descales: tuple[Any, Any, Any]
+    num_splits: Any
+    out: Any
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
+    max_seqlen_k: int | torch.Tensor | None = None, *, seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None, page_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Sequence[int | None] | None = (-1, -1),
+    softcap: float | None = 0.0, s_aux: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+    learnable_sink: torch.Tensor | None = None, q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, num_splits: int = 0,
+    out: torch.Tensor | None = None, return_softmax_lse: bool = False, return_lse: bool = False, **others: Any,
+) -> Any:  # fmt: skip
+    """Attention of ragged queries over ragged K and V, or over a paged cache that already holds the queries' tokens.
+
+    Args, positions of FlashAttention 2 and 3:
+        q: (T, Hq, D) fp16, bf16 or e4m3, any token and head strides; request b owns rows cu_seqlens_q[b:b + 2].
+        k, v: (N, Hkv, D), (N, Hkv, Dv), rows cu_seqlens_k[b:b + 2] of request b; with a table (pages, P, Hkv, D), any
+            P from 1 and any strides but the last. q's dtype; with 16-bit q also e4m3 and e5m2.
+        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,).
+        block_table (or page_table): int32 (B, M); entries past a request's last page are not read.
+        seqused_k: int32 (B,), keys of each request, with a table only; None there: the differences of cu_seqlens_k.
+        max_seqlen_q: bound of query lengths; steers the schedule, never the result. None or a tensor, which is not
+            read: T.
+        softmax_scale: factor on the logits; None: 1 / sqrt(D).
+        causal: row i of m sees keys up to i + n - m of n. window_size: (left, right), None or negative: no bound; keys
+            from the row's position minus left on. right is not looked at with causal, and is else 0, which means
+            causal, or unbounded.
+        softcap: c * tanh(s / c); None or 0: off.
+        s_aux (or sinks, learnable_sink): (Hq,), joins each head's softmax denominator, natural-log units, unscaled;
+            fp32, or fp16 or bf16, which a cast at each call turns into it.
+        q_descale, k_descale, v_descale: fp32 (B, Hkv), factors on q, k and v where these have 8 bits, else not applied,
+            as in FlashAttention 3. One for all requests: of one element, expanded over B, or B is 1.
+        num_splits: 1: a request's keys are not shared among CTAs, and so its bits depend on nothing but the request;
+            slow where few requests have long keys. Others are hints.
+        out: (T, Hq, Dv) fp16, bf16 or e4m3, written and returned; None: new, of q's dtype, of 8-bit q bf16.
+        return_softmax_lse (or return_lse): whether to return the LSE too.
+        others: `flash_attn.HINTS`, as scheduler_metadata, pack_gqa, fa_version, of any value; `flash_attn.REFUSED`, as
+            dropout_p, alibi_slopes, qv, rotary_cos, of neutral ones only.
+
+    Returns out, or (out, lse): lse fp32 (Hq, T), contiguous, natural log of the softmax denominator, sink included. A
+    row without keys gives 0 and -inf, or the sink. Rows of no request are undefined.
+    Raises before any launch: ValueError rank, shape, stride, device; TypeError dtype or type; NotImplementedError
+    `REFUSED`, a right window, a descale a request, seqused_k without a table, what no kernel does.
+
+    >>> q, k, v = torch.randn(4, 8, 64).half(), torch.randn(9, 2, 64).half(), torch.randn(9, 2, 64).half()
+    >>> starts, key_starts = torch.tensor([0, 3, 4]).int(), torch.tensor([0, 5, 9]).int()  # two requests
+    >>> out, lse = flash_attn_varlen_func(q, k, v, starts, key_starts, 3, 5, causal=True, return_softmax_lse=True)
+    >>> out.shape, lse.shape
+    (torch.Size([4, 8, 64]), torch.Size([8, 4]))
+    >>> k, v = torch.randn(3, 16, 2, 64).half(), torch.randn(3, 16, 2, 64).half()  # 3 pages of 16 rows
+    >>> table, lens = torch.tensor([[2, 0], [1, -1]]).int(), torch.tensor([20, 9]).int()
+    >>> flash_attn_varlen_func(q, k, v, starts, max_seqlen_q=3, seqused_k=lens, block_table=table, causal=True).shape
+    torch.Size([4, 8, 64])
+    """
+    _check_others(VARLEN, others)
+    return_lse = _flags(return_softmax_lse=return_softmax_lse, return_lse=return_lse)
+    check_strided("q", q, 3)
+    check_operand("cu_seqlens_q", cu_seqlens_q, 1, (torch.int32,), q.device)
+    plain, (name, table) = not traced(q), _one(block_table=block_table, page_table=page_table)
+    if table is None:
+        if seqused_k is not None:
+            raise NotImplementedError("seqused_k: given without block_table, not supported, must be None")
+        check_operand("cu_seqlens_k", cu_seqlens_k, 1, (torch.int32,), q.device)
+        requests = ragged_requests(cu_seqlens_q, cu_seqlens_k, plain)
+        keys, lens = (rows_of("k", k, "NHD"), rows_of("v", v, "NHD")), "seqused_k"
+    else:
+        lens = "cu_seqlens_k" if seqused_k is None else "seqused_k"
+        if seqused_k is None:
+            seqused_k = check_operand("cu_seqlens_k", cu_seqlens_k, 1, (torch.int32,), q.device).diff()
+        check_operand(lens, seqused_k, 1, (torch.int32,), q.device)
+        keys = pair("k, v", (k, v), "NHD")
+        requests = requests_of(table, seqused_k, cu_seqlens_q, plain, FORMS[name])
+    descales = q_descale, k_descale, v_descale
+    given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
+    options = Options(softmax_scale, causal, window_size, softcap, given, descales, num_splits, out)
+    most = _most(max_seqlen_q, q.shape[0])
+    found = serve(_problem(_signature(VARLEN, name, lens), q, keys, requests, most, options, return_lse))
+    return (found[0], _natural(found[1])) if return_lse else found
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None, *, cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Sequence[int | None] | None = (-1, -1),
+    softcap: float | None = 0.0, s_aux: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+    learnable_sink: torch.Tensor | None = None, q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, num_splits: int = 0,
+    out: torch.Tensor | None = None, return_softmax_lse: bool = False, return_lse: bool = False, **others: Any,
+) -> Any:  # fmt: skip
+    """Attention over a cache, to which k and v are appended first where they are given.
+
+    Args, positions that FlashAttention 2 and 3 share; what is not named here is as in `flash_attn_varlen_func`:
+        q: (B, S, Hq, D), or with cu_seqlens_q (T, Hq, D).
+        k_cache, v_cache: with a table (pages, P, Hkv, D); else (B, N, Hkv, D), or any batch with cache_batch_idx, int32
+            (B,), the entry of each request. Without a table, batch and rows of one stride are read by TMA in pages of
+            64, 32, 16 or 8 rows, whichever divides N; others row by row.
+        cache_seqlens: int32 (B,), or one int for all: keys in the cache before the call, of which q's tokens are the
+            last where k is None; required with k, else None: all rows.
+        k, v: (B, S_new, Hkv, D), or with cu_seqlens_k_new, int32 (B + 1,), (T_new, Hkv, D); of the cache's dtype.
+            Written to the cache behind cache_seqlens (`append_paged_kv_cache`, torch operations), and seen by q. Rows
+            past a request's pages are not written. cu_seqlens_k_new is not read without k.
+        max_seqlen_q: with cu_seqlens_q, else S.
+
+    Returns out, of q's shape but Dv, or (out, lse), lse fp32 (B, Hq, S), or (Hq, T).
+    Raises as there, before anything is written.
+
+    >>> cache = torch.zeros(2, 3, 16, 2, 64).half()  # K and V: 3 pages of 16 rows
+    >>> table, lens = torch.tensor([[2, 0], [1, -1]]).int(), torch.tensor([19, 8]).int()
+    >>> q, k, v = (torch.randn(2, 1, heads, 64).half() for heads in (8, 2, 2))
+    >>> flash_attn_with_kvcache(q, *cache, k, v, cache_seqlens=lens, block_table=table, causal=True).shape
+    torch.Size([2, 1, 8, 64])
+    >>> bool((cache[0, 0, 3] == k[0, 0]).all()), bool((cache[1, 1, 8] == v[1, 0]).all())
+    (True, True)
+    """
+    _check_others(CACHED, others)
+    return_lse = _flags(return_softmax_lse=return_softmax_lse, return_lse=return_lse)
+    packed = cu_seqlens_q is not None
+    check_strided("q", q, 3 if packed else 4)
+    if packed:
+        check_operand("cu_seqlens_q", cu_seqlens_q, 1, (torch.int32,), q.device)
+    batch = q.shape[0] if cu_seqlens_q is None else max(cu_seqlens_q.shape[0] - 1, 0)
+    (name, table), (k_pages, v_pages) = _one(block_table=block_table, page_table=page_table), (k_cache, v_cache)
+    if table is None:
+        k_pages, v_pages, table = _without_table(k_cache, v_cache, cache_batch_idx, batch)
+    elif cache_batch_idx is not None:
+        raise ValueError(f"cache_batch_idx: given, must be None with {name}")
+    keys = pair("k_cache, v_cache", (k_pages, v_pages), "NHD")
+    check_operand(name, table, 2, (torch.int32,), q.device)
+    lens = _lengths(cache_seqlens, batch, table.shape[1] * keys[0].shape[2], q.device, k is not None)
+    new, signature = None, _signature(CACHED, name, "cache_seqlens")
+    if k is not None or v is not None:
+        new, signature = _new_rows(k, v, cu_seqlens_k_new, batch, keys), _signature(CACHED, name, f"cache_seqlens{NEW}")
+        lens = lens + new.counts
+    flat, flat_out = (q, out) if packed else (q.flatten(0, 1), _flat(out, q, keys[1]))
+    given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
+    descales = q_descale, k_descale, v_descale
+    options = Options(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
+    most = _most(max_seqlen_q, q.shape[0]) if packed else q.shape[1]
+    requests = requests_of(table, lens, cu_seqlens_q, not traced(q), FORMS[name])
+    p = _problem(signature, flat, keys, requests, most, options, return_lse)
+    if new is not None:
+        append(p, new)
+    return _shaped(serve(p), q, out, packed, return_lse)
+
+
+def flash_attn_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sequence[int | None] | None = (-1, -1), softcap: float | None = 0.0,
+    s_aux: torch.Tensor | None = None, sinks: torch.Tensor | None = None, learnable_sink: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None, k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None, num_splits: int = 0, out: torch.Tensor | None = None,
+    return_softmax_lse: bool = False, return_lse: bool = False, **others: Any,
+) -> Any:  # fmt: skip
+    """Attention of requests of one length: q (B, S, Hq, D), k (B, N, Hkv, D), v (B, N, Hkv, Dv), any strides but the
+    last. The others are as in `flash_attn_with_kvcache`, with these as its cache, all rows of it.
+
+    >>> q, k, v = torch.randn(2, 3, 8, 64).half(), torch.randn(2, 9, 2, 64).half(), torch.randn(2, 9, 2, 64).half()
+    >>> flash_attn_func(q, k, v, causal=True).shape
+    torch.Size([2, 3, 8, 64])
+    """
+    _check_others(FUNC, others)
+    return_lse = _flags(return_softmax_lse=return_softmax_lse, return_lse=return_lse)
+    batch, length = check_strided("q", q, 4).shape[:2]
+    k_pages, v_pages, table = _without_table(k, v, None, batch, ("k", "v"))
+    keys = pair("k, v", (k_pages, v_pages), "NHD")
+    lens = _lengths(None, batch, k.shape[1], q.device, False)
+    given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
+    descales = q_descale, k_descale, v_descale
+    flat_out = _flat(out, q, keys[1])
+    options = Options(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
+    requests = requests_of(table, lens, None, not traced(q), FORMS["k"])
+    p = _problem(FUNC, q.flatten(0, 1), keys, requests, length, options, return_lse)
+    return _shaped(serve(p), q, out, False, return_lse)
+
+
+def append(p: Problem, new: "New") -> None:
+    """Write new keys and values to the pages of a problem whose lengths count them; before that, raise on what the
+    problem's call would."""
+    if torch.is_grad_enabled():
+        attention_op.refuse_grad(p)
+        refuse_grad({"k": new.k, "v": new.v})
+    if not traced(p.q):
+        checks.validate(p)
+        check_apart({checks.names_of(p)("k"): p.k, checks.names_of(p)("v"): p.v}, {"k": new.k, "v": new.v})
+        here = machine.current
+        known = here.facts(p.q.device)
+        if known is not None:
+            plan.plan_for(p, *known)
+        if not p.q.is_meta and (known is None or checking() and not here.is_capturing()):
+            attention_values.check(p, positive=known is not None)
+    table, lens = p.requests.page_table[:, 0], p.requests.kv_lens
+    where = get_batch_indices_positions(new.starts, lens, new.k.shape[0])
+    ends = torch.arange(table.shape[0] + 1, dtype=torch.int32, device=table.device) * table.shape[1]
+    append_paged_kv_cache(new.k, new.v, *where, (p.k, p.v), table.reshape(-1), ends, lens, "HND")
+
+
+class New(NamedTuple):
+    """Keys and values to append, (N, Hkv, D), rows starts[b]:starts[b + 1] of request b. counts: of each, or of all."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    starts: torch.Tensor
+    counts: int | torch.Tensor
+
+
+def _problem(
+    signature: str, q: torch.Tensor, keys: tuple[torch.Tensor, torch.Tensor], requests: Requests, most: Any, o: Options,
+    return_lse: bool,
+) -> Problem:  # fmt: skip
+    """most: a bound of query lengths; where requests have no offsets, the length of each."""
+    (_, heads, dim), (k, v) = q.shape, keys
+    kv_heads, same = k.shape[1], k.shape[3] == v.shape[3]
+    causal, left = _window(o.causal, o.window_size)
+    scale = max(dim, 1) ** -0.5 if o.softmax_scale is None else values.number("softmax_scale", o.softmax_scale)
+    out_scale, scale_tensor, out_scale_tensor = 1.0, None, None
+    for name, descale, t in zip(("q_descale", "k_descale", "v_descale"), o.descales, (q, k, v), strict=True):
+        if descale is not None:
+            _check_descale(name, descale, requests.batch, kv_heads)
+        if descale is None or t.dtype not in EIGHT_BITS or not descale.numel():
+            continue
+        factor = _each_head(name, descale)
+        if name == "v_descale":
+            out_scale, out_scale_tensor = values.times(name, factor, q.device, 1.0, None, (heads, kv_heads), 1)
+        else:
+            scale, scale_tensor = values.times(name, factor, q.device, scale, scale_tensor, (heads, kv_heads), 1)
+    a_head = any(t is not None and t.numel() > 1 for t in (scale_tensor, out_scale_tensor))
+    equal = requests.cu_seqlens_q is None
+    causal |= equal and most == 1  # a lone row is the last
+    few = causal and same and not a_head and requests.form == "table" and 0 < most * heads <= FEW * kv_heads
+    few = check_integer("num_splits", integer(o.num_splits), 0) != 1 and few
+    if equal and not few:
+        offsets = torch.arange(requests.batch + 1, dtype=torch.int32, device=q.device) * most
+        requests = requests_of(requests.page_table, requests.kv_lens, offsets, not traced(q), SEPARATE)
+    return Problem(
+        signature, "decode" if few else "prefill", q, k, v, requests, most, scale, scale_tensor, out_scale,
+        out_scale_tensor, causal, left, real(o.softcap), _sinks(q, o.sinks), out=o.out,
+        out_dtype=torch.bfloat16 if o.out is None and q.dtype in EIGHT_BITS else None, return_lse=return_lse,
+    )  # fmt: skip
+
+
+def _check_others(function: str, given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if name in HINTS or value is None and name in REFUSED:
+            continue
+        if name not in REFUSED:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        neutral = REFUSED[name]
+        if neutral is None or not isinstance(value, (int, float)) or value != neutral:
+            shown = value if isinstance(value, (int, float, str)) else type(value).__name__
+            raise NotImplementedError(f"{name}: {shown}, not supported, must be {neutral}")
+
+
+def _flags(**given: Any) -> bool:
+    """Whether one of them is set."""
+    for name, value in given.items():
+        check_flag(name, value)
+    return any(given.values())
+
+
+def _one(**given: Any) -> tuple[str, Any]:
+    """The name and value of an argument with several names, the first with None where none is given."""
+    found = [(name, value) for name, value in given.items() if value is not None]
+    if len(found) > 1:
+        raise ValueError(f"{found[1][0]}: another name of {found[0][0]}, only one of the two may be given")
+    return found[0] if found else (next(iter(given)), None)
+
+
+def _window(causal: Any, size: Any) -> tuple[bool, int]:
+    """(causal, window_left) of a problem."""
+    check_flag("causal", causal)
+    if size is None:
+        return causal, -1
+    if not isinstance(size, (tuple, list)) or len(size) != 2:
+        raise TypeError(f"window_size: {size!r}, must be (left, right)")
+    left, right = (-1 if side is None else check_integer("window_size", integer(side)) for side in size)
+    if right > 0 and not causal:
+        only = "right must be 0, or negative (no bound), unless causal"
+        raise NotImplementedError(f"window_size: {(left, right)}, later keys up to a bound are not supported, {only}")
+    return causal or right == 0, left
+
+
+def _most(given: Any, rows: Any) -> Any:
+    if given is None or isinstance(given, _Tensor):
+        return rows
+    return check_integer("max_seqlen_q", integer(given), 0)
+
+
+def _sinks(q: torch.Tensor, given: dict[str, Any]) -> torch.Tensor | None:
+    name, found = _one(**given)
+    if found is None:
+        return None
+    sinks = check_operand(name, found, 1, (torch.float32, torch.float16, torch.bfloat16), q.device)
+    check_shape(name, sinks, (q.shape[1],), "one value a query head")
+    return sinks.float()
+
+
+def _check_descale(name: str, value: Any, batch: int, heads: int) -> None:
+    check_strided(name, value)
+    check_one_of(f"{name}: dtype", value.dtype, (torch.float32,))
+    if value.shape != (batch, heads) and value.numel() != 1:
+        check_shape(name, value, (batch, heads), "requests, KV heads; or one element")
+
+
+def _each_head(name: str, value: torch.Tensor) -> torch.Tensor:
+    """A descale as one element, or (heads,), one a KV head."""
+    if value.numel() == 1:
+        return value
+    if value.shape[0] > 1 and value.stride(0):
+        given = f"shape {tuple(value.shape)} of strides {value.stride()}"
+        raise NotImplementedError(f"{name}: {given}, one a request is not supported, must be expanded over requests")
+    return value[0] if value.stride(1) else value[0, :1]
+
+
+def _without_table(
+    k: Any, v: Any, entries: torch.Tensor | None, batch: int, names: tuple[str, str] = ("k_cache", "v_cache")
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """K and V (batch, N, Hkv, D) as (pages, P, Hkv, D), and a table int32 (B, N / P) of them: no copy."""
+    for name, t in zip(names, (k, v), strict=True):
+        check_strided(name, t, 4)
+    check_shape(names[1], v, (*k.shape[:3], v.shape[3]), f"{names[0]}'s, but for the last dimension")
+    count, rows = k.shape[:2]
+    if entries is not None:
+        check_operand("cache_batch_idx", entries, 1, (torch.int32,), k.device, f"that of {names[0]}")
+        check_shape("cache_batch_idx", entries, (batch,), "one a request of q")
+    elif count != batch:
+        raise ValueError(f"{names[0]}: shape {tuple(k.shape)}, must have the {batch} requests of q")
+    size = rows
+    if count <= 1 or all(t.stride(0) == rows * t.stride(1) for t in (k, v)):
+        size = next((p for p in PAGES if rows % p == 0), rows)
+        k, v = (t.unflatten(1, (rows // size, size)).flatten(0, 1) for t in (k, v))
+    pages = rows // size if size else 0
+    first = torch.arange(batch, dtype=torch.int32, device=k.device) if entries is None else entries
+    return k, v, first[:, None] * pages + torch.arange(pages, dtype=torch.int32, device=k.device)
+
+
+def _lengths(given: Any, batch: int, room: int, device: torch.device, required: bool) -> torch.Tensor:
+    """int32 (B,), keys of each request."""
+    if given is None and required:
+        raise ValueError("cache_seqlens: None, required where k is given")
+    if isinstance(given, _Tensor):
+        check_operand("cache_seqlens", given, 1, (torch.int32,), device)
+        check_shape("cache_seqlens", given, (batch,), "one a request of q")
+        return given
+    count = room if given is None else check_integer("cache_seqlens", integer(given), 0)
+    if count > room:
+        raise ValueError(f"cache_seqlens: {count}, must be at most {room}, the rows of a request")
+    return torch.full((batch,), count, dtype=torch.int32, device=device)
+
+
+def _new_rows(k: Any, v: Any, starts: Any, batch: int, keys: tuple[torch.Tensor, torch.Tensor]) -> New:
+    lead: tuple[int, ...] = ()
+    for name, t, cache in (("k", k, keys[0]), ("v", v, keys[1])):
+        check_strided(name, t, 4 if starts is None else 3)
+        lead = lead or ((batch, t.shape[1]) if starts is None else (t.shape[0],))
+        check_shape(name, t, (*lead, cache.shape[1], cache.shape[3]), "new rows, heads and head_dim of the cache")
+        if t.dtype != cache.dtype:
+            raise TypeError(f"{name}: dtype {t.dtype}, must be that of {name}_cache, {cache.dtype}")
+        if t.device != cache.device:
+            raise ValueError(f"{name}: device {t.device}, must be that of {name}_cache, {cache.device}")
+    if starts is None:
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * lead[1]
+        return New(k.flatten(0, 1), v.flatten(0, 1), starts, lead[1])
+    check_operand("cu_seqlens_k_new", starts, 1, (torch.int32,), k.device, "that of k")
+    check_shape("cu_seqlens_k_new", starts, (batch + 1,), "requests + 1")
+    return New(k, v, starts, starts.diff())
+
+
+def _flat(out: Any, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+    """out (B, S, Hq, Dv) as (B * S, Hq, Dv): a view, since it is written."""
+    if out is None:
+        return None
+    check_shape("out", check_strided("out", out, 4), (*q.shape[:3], v.shape[3]), "that of q, V's head_dim")
+    batch, length = out.shape[:2]
+    if batch > 1 and length > 1 and out.stride(0) != length * out.stride(1):
+        raise ValueError(f"out: strides {out.stride()}, the first must be {length} times the second")
+    return out.view(batch * length, *out.shape[2:])
+
+
+def _natural(lse: torch.Tensor) -> torch.Tensor:
+    """Base 2, (..., T, Hq), as natural logarithms, (..., Hq, T), contiguous, in one operation."""
+    turned = lse.transpose(-1, -2)
+    return torch.mul(turned, LN2, out=lse.new_empty(turned.shape))
+
+
+def _shaped(found: Any, q: torch.Tensor, out: Any, packed: bool, return_lse: bool) -> Any:
+    """What a call with queries of one length returns, or of packed ones."""
+    flat, lse = found if return_lse else (found, None)
+    if out is None:
+        out = flat if packed else flat.unflatten(0, q.shape[:2])
+    if lse is None:
+        return out
+    return out, _natural(lse if packed else lse.unflatten(0, q.shape[:2]))

@@ -1,0 +1,191 @@
+"""SGLang's attention backend `cute_kernels`, over the context and the decode function.
+
+    python -m sglang.launch_server --model-path MODEL --attention-backend cute_kernels --page-size 64
+
+The plugin `cute_kernels` (`plugins.sglang`) registers it. Pools in 16 bits, e4m3 and e5m2 are read in place, of any
+page size; windows, with pools of their own or not, soft caps, sinks; prompts, chunks, decodes and batches of both, and
+the verification of drafts that are chains (`--speculative-eagle-topk 1`). Nothing is planned, and no value of the
+device is read: in a CUDA graph of decode or verification, tables and lengths are made by the graph.
+
+NotImplementedError at construction: MLA, trees of drafts, draft models (`--speculative-draft-attention-backend` names
+another backend), encoders and cross attention, FP4 pools, context parallelism, other head sizes; and what no kernel of
+the GPU does.
+
+Of SGLang 0.5.23. Tested on the CPU reference against its own files; not run inside a server.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.layout.paged_view import paged_kv_view
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_parallel, get_spec
+
+from .. import machine
+from ..attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+from .support import E4M3, E5M2, HEAD_SIZES, decode_tokens, query_dtype, refusal
+
+DECODES = (ForwardMode.DECODE, ForwardMode.IDLE)
+PROMPTS = (ForwardMode.EXTEND, ForwardMode.MIXED)
+
+
+@dataclass
+class Metadata:
+    """A batch of R requests."""
+
+    seq_lens: torch.Tensor  # int32 (R,), with the new tokens
+    table: torch.Tensor  # int32 (R, pages)
+    window_table: torch.Tensor | None  # the same of layers with a window, where these have a pool of their own
+    window_loc: torch.Tensor | None  # where such layers write new tokens, (tokens,)
+    cu_seq_lens_q: torch.Tensor | None = None  # int32 (R + 1,); None: a token each
+    max_q_len: int = 1
+
+
+class Backend(AttentionBackend):
+    """Attention of a model runner's layers."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__()
+        self.dtype, self.data_type = model_runner.dtype, model_runner.kv_cache_dtype
+        _refuse(model_runner)
+        known = machine.current.facts(torch.device(model_runner.device))
+        self._query_dtype = query_dtype(self.dtype, self.data_type, known and known[0])
+        head_sizes = {layer.head_dim for layer in _layers(model_runner)}
+        for size in head_sizes if known else ():
+            reason = refusal(known[0], size, self.dtype, self.data_type)  # type: ignore[index]
+            if reason:
+                raise NotImplementedError(reason)
+        self.page_size, self.max_context_len = model_runner.page_size, model_runner.model_config.context_len
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.token_to_kv_pool = pool = model_runner.token_to_kv_pool
+        self._windows = pool if isinstance(pool, SWAKVPool) else None
+        self.forward_metadata: Metadata | None = None
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self.forward_metadata = self._metadata(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing: a graph makes its metadata itself."""
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        if forward_batch.forward_mode in PROMPTS:
+            raise NotImplementedError(f"forward_mode: {forward_batch.forward_mode!r}, must be DECODE or TARGET_VERIFY")
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        self.forward_metadata = self._metadata(forward_batch)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def _metadata(self, batch: Any) -> Metadata:
+        """By operations of the device; of the host's values only the longest query is read."""
+        mode = batch.forward_mode
+        if mode not in (*DECODES, *PROMPTS, ForwardMode.TARGET_VERIFY):
+            raise NotImplementedError(f"forward_mode: {mode!r}, must be DECODE, EXTEND, MIXED or TARGET_VERIFY")
+        drafts = getattr(batch, "spec_info", None)
+        if mode == ForwardMode.TARGET_VERIFY and drafts is not None and drafts.ragged_verify_layout is not None:
+            raise NotImplementedError("ragged_verify_layout: given, must be None")
+        first = self.req_to_token[:, :: self.page_size].index_select(0, batch.req_pool_indices)  # tokens of pages
+        window_table = window_loc = None
+        if self._windows is not None:
+            window_table = self._pages(self._windows.translate_loc_from_full_to_swa(first))
+            if batch.out_cache_loc is not None:
+                window_loc = self._windows.translate_loc_from_full_to_swa(batch.out_cache_loc)
+        found = Metadata(batch.seq_lens.to(torch.int32, copy=True), self._pages(first), window_table, window_loc)
+        if mode == ForwardMode.TARGET_VERIFY:  # so many tokens of each request, which its length does not count yet
+            found.max_q_len = tokens = batch.input_ids.shape[0] // batch.batch_size
+            found.seq_lens += tokens
+            starts = torch.arange(batch.batch_size + 1, dtype=torch.int32, device=found.seq_lens.device)
+            found.cu_seq_lens_q = starts * tokens
+        elif mode in PROMPTS:
+            ends = batch.extend_seq_lens.cumsum(0, dtype=torch.int32)
+            found.cu_seq_lens_q = torch.nn.functional.pad(ends, (1, 0))
+            found.max_q_len = int(max(batch.extend_seq_lens_cpu))
+        return found
+
+    def _pages(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens.div(self.page_size, rounding_mode="floor").to(torch.int32)
+
+    def forward_decode(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: Any, forward_batch: Any,
+        save_kv_cache: bool = True, sinks: torch.Tensor | None = None, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """q (tokens, heads * head_dim), or with heads apart, tokens of requests one behind another; k and v of KV
+        heads, or None: stored before. sinks (heads,), of any dtype. Returns (tokens, heads * head_dim)."""
+        asked = [name for name, value in options.items() if value is not None and value is not False]
+        if asked:
+            raise NotImplementedError(f"{', '.join(asked)}: given, must be None")
+        m = self.forward_metadata
+        assert m is not None, "init_forward_metadata comes first"
+        if save_kv_cache and k is not None:
+            where = KVWriteLoc.for_batch(forward_batch, swa_loc=m.window_loc)
+            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
+        heads, dim = layer.tp_q_head_num, layer.head_dim
+        q = q.reshape(-1, heads, dim).to(self._query_dtype)
+        pools = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        caches = tuple(paged_kv_view(pool, self.page_size, layer.tp_k_head_num, dim) for pool in pools)
+        scale, out_scale = layer.scaling, 1.0
+        if self.data_type in (E4M3, E5M2):
+            scale, out_scale = scale * _number(layer.k_scale_float), _number(layer.v_scale_float)
+        windowed = self._windows is not None and self._windows.layers_mapping[layer.layer_id][1]
+        given: dict[str, Any] = {
+            "window_left": layer.sliding_window_size, "out_dtype": self.dtype, "kv_layout": "NHD",
+            "sinks": None if sinks is None else sinks.float(), "logits_soft_cap": layer.logit_cap or None,
+        }  # fmt: skip
+        table, most = m.window_table if windowed and m.window_table is not None else m.table, self.max_context_len
+        if m.cu_seq_lens_q is None or m.max_q_len <= decode_tokens(heads, layer.tp_k_head_num):
+            if m.cu_seq_lens_q is not None:
+                given |= {"cum_seq_lens_q": m.cu_seq_lens_q, "max_q_len": m.max_q_len}
+            out = trtllm_batch_decode_with_kv_cache(q, caches, None, table, m.seq_lens, most, scale, out_scale, **given)
+        else:
+            out = trtllm_batch_context_with_kv_cache(
+                q, caches, None, table, m.seq_lens, m.max_q_len, most, scale, out_scale, len(m.seq_lens),
+                m.cu_seq_lens_q, None, **given,
+            )  # fmt: skip
+        return out.view(-1, heads * dim)
+
+    forward_extend = forward_decode  # metadata tell the two apart
+
+
+def _number(scale: float | None) -> float:
+    """Of a checkpoint without scales: 1."""
+    return 1.0 if scale is None else scale
+
+
+def _layers(model_runner: Any) -> list[Any]:
+    return [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
+
+
+def _refuse(runner: Any) -> None:
+    """Raises on a server that asks for what no function here does."""
+    parallel, cache = get_parallel(), runner.kv_cache_dtype
+    asked = {
+        "MLA": runner.use_mla_backend,
+        "a draft model": runner.is_draft_worker,
+        "trees of drafts": runner.spec_algorithm.is_speculative() and get_spec().speculative_eagle_topk != 1,
+        "an encoder": runner.model_config.is_encoder_decoder,
+        "context parallelism": parallel.attn_cp_size > 1 or parallel.dcp_enabled,
+        f"dtype {runner.dtype}": runner.dtype not in (torch.float16, torch.bfloat16),
+        f"kv_cache_dtype {cache}": cache not in (runner.dtype, E4M3, E5M2),
+    }
+    found = [name for name, is_asked in asked.items() if is_asked]
+    for layer in _layers(runner):
+        size, value_size, method = layer.head_dim, layer.v_head_dim, layer.logit_capping_method
+        asked = {
+            f"head_dim {size}, {value_size} of V": size != value_size or size not in HEAD_SIZES,
+            f"{layer.attn_type}": layer.attn_type != AttentionType.DECODER,
+            "cross attention": layer.is_cross_attention,
+            f"logit_capping_method {method!r}": layer.logit_cap > 0 and method != "tanh",
+            f"pos_encoding_mode {layer.pos_encoding_mode!r}": layer.pos_encoding_mode != "NONE",
+            "xai_temperature_len": layer.xai_temperature_len > 0,
+        }
+        found += [name for name, is_asked in asked.items() if is_asked]
+    if found:
+        raise NotImplementedError(f"attention backend cute_kernels: {', '.join(dict.fromkeys(found))}: not supported")

@@ -1,0 +1,252 @@
+"""vLLM's attention backend CUSTOM, over the context and the decode function.
+
+    vllm serve MODEL --attention-backend CUSTOM
+
+The plugin `cute_kernels` (`plugins.vllm`) gives vLLM the name of `Backend`. Caches in 16 bits, e4m3, e5m2 and NVFP4
+are read in place, in vLLM's layouts whose blocks are dense; windows, soft caps, sinks. Nothing is planned, and no value
+of the device is read: metadata are the engine's own tensors, and a CUDA graph of any batch holds for others
+(`AttentionCGSupport.ALWAYS`). What no kernel does is a reason in `Backend.validate_configuration`, so that vLLM refuses
+it at start.
+
+Of vLLM 0.33. Tested on the CPU reference against its own files; not run inside a server.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from ..attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+from ..page import nvfp4_quantize_append_paged_kv_cache
+from .support import ARCHS, E4M3, E5M2, HEAD_SIZES, PAGE_SIZES, decode_tokens, query_dtype, refusal
+
+QUANTISED = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_e5m2": E5M2, "nvfp4": torch.uint8}
+SIXTEEN_BITS = {"float16": torch.float16, "bfloat16": torch.bfloat16}  # "auto": the model's
+
+
+@dataclass
+class Metadata(AttentionMetadata):
+    """A batch of R requests, as `CommonAttentionMetadata` has it: tensors of the device, and bounds."""
+
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: torch.Tensor  # int32 (R + 1,)
+    seq_lens: torch.Tensor  # int32 (R,)
+    block_table: torch.Tensor  # int32 (R, blocks)
+    slot_mapping: torch.Tensor  # int64 (tokens,), negative: not stored
+
+
+class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
+    """Hands tensors on. Batches may mix prompts and decodes in any order."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    supports_update_block_table = True
+    supports_draft_decode_metadata_update = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Metadata:
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise NotImplementedError(f"causal: {common.causal}, must be True")
+        return Metadata(
+            common.max_query_len, common.max_seq_len, common.query_start_loc, common.seq_lens,
+            common.block_table_tensor, common.slot_mapping,
+        )  # fmt: skip
+
+    def update_block_table(self, metadata: Metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Metadata:
+        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+
+    def update_draft_decode_metadata(self, metadata: Metadata) -> None:
+        """Nothing: metadata are the tensors that the next step writes."""
+
+
+class Backend(AttentionBackend):
+    """What the kernels take, in vLLM's words."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *SIXTEEN_BITS, *QUANTISED]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type["Impl"]:
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> type[MetadataBuilder]:
+        return MetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        """Larger blocks of vLLM are split into these."""
+        return [*PAGE_SIZES]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [*HEAD_SIZES]
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return (capability.major, capability.minor) in ARCHS
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Those whose blocks are dense, which NVFP4 needs, rows of a head together first."""
+        return KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC, KVCacheLayout.BLNHC
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """A block of NVFP4 has a slot a head for K and one for V, of head_size / 2 bytes of codes and head_size / 16 of
+        scale factors; `Impl.caches` says how the bytes of a block are used."""
+        if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_nvfp4:
+            return spec
+        slot = spec.head_size // 2 + spec.head_size // 16
+        return replace(spec, num_head_slots=2 * spec.num_kv_heads, state_content_bytes=slot)
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, block_size: int | None, use_mla: bool,
+        has_sink: bool, use_sparse: bool, use_mm_prefix: bool, device_capability: Any,
+    ) -> str | None:  # fmt: skip
+        """None, or why no kernel of the architecture takes these types: what `explain` says."""
+        arch = ARCHS.get((device_capability.major, device_capability.minor))
+        if arch is None or head_size not in HEAD_SIZES:
+            return None  # said by other methods
+        return refusal(arch, head_size, dtype, (QUANTISED | SIXTEEN_BITS).get(kv_cache_dtype, dtype))
+
+
+class Impl(AttentionImpl[Metadata]):
+    """Attention of one layer. NotImplementedError: ALiBi, attention of encoders, other caches."""
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None, sinks: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        if alibi_slopes is not None:
+            raise NotImplementedError("alibi_slopes: given, must be None")
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"attn_type: {attn_type}, must be {AttentionType.DECODER}")
+        if kv_cache_dtype not in Backend.supported_kv_cache_dtypes:
+            allowed = ", ".join(Backend.supported_kv_cache_dtypes)
+            raise NotImplementedError(f"kv_cache_dtype: {kv_cache_dtype!r}, must be one of {allowed}")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        capability = current_platform.get_device_capability()
+        arch = None if capability is None else ARCHS.get((capability.major, capability.minor))
+        self._cache_dtype = QUANTISED.get(kv_cache_dtype)
+        sixteen = torch.bfloat16
+        self.supports_quant_query_input = query_dtype(sixteen, self._cache_dtype or sixteen, arch) is E4M3
+        self._window_left = -1 if sliding_window is None else sliding_window - 1  # keys before the token itself
+        self._soft_cap = logits_soft_cap or None
+        self._loaded_sinks = self.sinks = sinks
+        self._decode_tokens = decode_tokens(num_heads, self.num_kv_heads)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Sinks in fp32, as kernels take them; weights that are loaded again go to the same memory."""
+        loaded = self._loaded_sinks
+        if loaded is None or loaded.dtype == torch.float32:
+            return
+        if self.sinks is None or self.sinks is loaded:
+            self.sinks = loaded.detach().float()
+        else:
+            self.sinks.copy_(loaded)
+
+    def caches(self, kv_cache: torch.Tensor) -> tuple[Any, Any]:
+        """(K, V) and, of NVFP4, (K's scale factors, V's), else None: views, (blocks, heads, tokens, elements) each.
+
+        kv_cache (blocks, slots, tokens, elements), any strides: in an element K and V of a head, one behind the other.
+        Of NVFP4 a block's bytes are all K codes, all V codes, K's factors, V's factors, heads first.
+        """
+        if self._cache_dtype is not torch.uint8:
+            cache = kv_cache if self._cache_dtype is None else kv_cache.view(self._cache_dtype)
+            return cache.split(self.head_size, dim=3), None
+        blocks, _, size, _ = kv_cache.shape
+        block = kv_cache.shape[1:].numel()
+        if sum((n - 1) * stride for n, stride in zip(kv_cache.shape[1:], kv_cache.stride()[1:])) != block - 1:
+            raise NotImplementedError(f"kv_cache: strides {kv_cache.stride()}, blocks of NVFP4 must be dense")
+        codes, factors = (self.num_kv_heads * size * self.head_size // per for per in (2, 16))
+        rows = kv_cache.as_strided((blocks, block), (kv_cache.stride(0), 1)).split([codes] * 2 + [factors] * 2, dim=1)
+        k, v, k_factors, v_factors = (part.view(blocks, self.num_kv_heads, size, -1) for part in rows)
+        return (k, v), (k_factors.view(E4M3), v_factors.view(E4M3))
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Stores key and value (tokens, KV heads, head_size) at their slots: vLLM's own operator, or, for NVFP4, torch
+        operations, none of which waits for the device."""
+        caches, factors = self.caches(kv_cache)
+        if factors is None:
+            k, v = (t.transpose(1, 2) for t in caches)
+            ops.reshape_and_cache_flash(
+                key, value, k, v, slot_mapping, self.kv_cache_dtype, layer._k_scale, layer._v_scale
+            )
+            return
+        tokens, blocks, device = slot_mapping.shape[0], kv_cache.shape[0], kv_cache.device
+        pages = torch.arange(blocks, device=device)  # all are pages of one request, whose keys slots count
+        nvfp4_quantize_append_paged_kv_cache(
+            key[:tokens], value[:tokens], torch.zeros_like(slot_mapping), slot_mapping, caches, factors, pages,
+            torch.arange(2, device=device) * blocks, pages[:1], layer._k_scale, layer._v_scale, "HND",
+        )  # fmt: skip
+
+    def forward(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None,
+        kv_cache: torch.Tensor, attn_metadata: Metadata | None, output: torch.Tensor,
+        output_scale: torch.Tensor | None = None, output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """query and output (tokens, heads, head_size); returns output, written. Rows of padding are undefined."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("output_scale, output_block_scale: given, must be None")
+        if attn_metadata is None:  # vLLM measures its memory
+            return output.fill_(0)
+        m, (caches, factors) = attn_metadata, self.caches(kv_cache)
+        scale, out_scale = self.scale, 1.0
+        if self._cache_dtype is not None:
+            scale, out_scale = scale * layer._k_scale_float, layer._v_scale_float
+            if query.dtype == E4M3:
+                scale *= layer._q_scale_float
+        options: dict[str, Any] = {
+            "window_left": self._window_left, "out": output, "sinks": self.sinks, "kv_cache_sf": factors,
+            "logits_soft_cap": self._soft_cap, "kv_layout": "HND",
+        }  # fmt: skip
+        if m.max_query_len <= self._decode_tokens:
+            trtllm_batch_decode_with_kv_cache(
+                query, caches, None, m.block_table, m.seq_lens, m.max_seq_len, scale, out_scale,
+                max_q_len=m.max_query_len, cum_seq_lens_q=m.query_start_loc, **options,
+            )  # fmt: skip
+        else:
+            trtllm_batch_context_with_kv_cache(
+                query, caches, None, m.block_table, m.seq_lens, m.max_query_len, m.max_seq_len, scale, out_scale,
+                m.seq_lens.shape[0], m.query_start_loc, None, **options,
+            )  # fmt: skip
+        return output
