@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import wrappers
 from bench import pages, readme
 from bench.cases.attention import AttentionCase
 from bench.pages import README
@@ -116,6 +117,11 @@ def test_every_environment_variable_is_listed():
     code = "".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
     found = set(re.findall(r"\bCUTE_KERNELS_[A-Z]+\b", code))
     assert found == set(re.findall(r"^\| `(CUTE_KERNELS_[A-Z]+)` \|", PAGES["docs/environment.md"].read_text(), re.M))
+
+
+def test_every_public_name_is_on_a_page():
+    text = "".join(path.read_text() for path in PAGES.values())
+    assert [name for name in wrappers.__all__ if not re.search(rf"\b{name}\b", text)] == []
 
 
 # ---- links, and the site
