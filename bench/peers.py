@@ -97,11 +97,16 @@ def speeds(found: list[Point]) -> str:
     return listed(f"{span(v)} times as fast as {peer} ({shapes(len(v))})" for peer, v in by.items())
 
 
+def one_token(case: str) -> bool:
+    """Of decode: whether a request has one query token."""
+    return not case.rpartition("-")[2].startswith("q")
+
+
 def copied(rows: Iterable[Row]) -> tuple[str, list[str]]:
     """Of decode of one query token: at which share of the rate of a copy K and V are read; commits."""
     parts, commits = list[str](), list[str]()
     for cache, name in CACHES.items():
-        cases = [r for r in newest(rows, f"decode-{cache}-") if r.case.rpartition("-")[2][:1] != "q"]
+        cases = [r for r in newest(rows, f"decode-{cache}-") if one_token(r.case)]
         floors = [r for r in cases if r.provider == "floor" and r.ratio_to_ours]
         if floors:
             of = " of the rate of a device copy" if not parts else ""
@@ -116,11 +121,13 @@ def sentences(results: dict[str, list[Row]]) -> str:
     for gpu, rows in results.items():
         found = points(rows)
         prefill = [p for p in found if p.prefix in ("serve-", "prefill-bf16-", "family-")]
-        decode = [p for p in found if p.prefix == "decode-"]
+        decode = [p for p in found if p.prefix == "decode-" and one_token(p.case)]
         topk = [p for p in found if p.prefix == "topk-"]
         share, commits = copied(rows)
         if prefill:
-            lines.append(f"Prefill in bf16 is {speeds(prefill)}: {ran(gpu, (p.commit for p in prefill))}.")
+            mixed = any(p.prefix == "serve-" for p in prefill)
+            what = "Prefill, chunks and mixed batches in bf16 are" if mixed else "Prefill in bf16 is"
+            lines.append(f"{what} {speeds(prefill)}: {ran(gpu, (p.commit for p in prefill))}.")
         if share:
             beside = f"; it is {speeds(decode)}" if decode else ""
             where = ran(gpu, [*commits, *(p.commit for p in decode)])

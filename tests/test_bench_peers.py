@@ -24,6 +24,7 @@ FOUND = rows_of(
         ("decode-bf16-x-p16", "ours"): 10.0, ("decode-bf16-x-p16", "flashinfer"): 12.0,
         ("decode-bf16-x-p16", "floor"): 9.0,
         ("decode-bf16-x-p16-q4", "ours"): 10.0, ("decode-bf16-x-p16-q4", "floor"): 1.0,
+        ("decode-bf16-x-p16-q4", "flashinfer"): 20.0,
         ("topk-fp32-x", "ours"): 10.0, ("topk-fp32-x", "torch"): 70.0,
         ("topk-fp32-y", "torch"): 70.0,
     }
@@ -38,6 +39,7 @@ def test_points_compare_equal_forms_of_one_run():
         ("family-bf16-x", "paged", "flashinfer fa3", 1.5, "abc123"),
         ("prefill-kvfp8-x", "", "flashinfer fa3", 1.1, "abc123"),
         ("decode-bf16-x-p16", "", "XQA", 1.2, "abc123"),
+        ("decode-bf16-x-p16-q4", "", "XQA", 2.0, "abc123"),
         ("topk-fp32-x", "", "torch.topk", 8.0, "def456"),
     ]
 
@@ -45,8 +47,8 @@ def test_points_compare_equal_forms_of_one_run():
 def test_sentences_name_gpu_commits_and_numbers_of_shapes():
     newer = rows_of({("serve-y", "ours"): 10.0, ("serve-y", "flash-attn-4"): 11.0}, "2026-02-01", "def456")
     assert " ".join(peers.sentences({"nvidia-x": FOUND + newer}).split()) == (
-        "- Prefill in bf16 is 0.80 to 1.10 times as fast as flash-attn-4 (2 shapes) and 1.50 times as fast as "
-        "flashinfer fa3 (1 shape): nvidia-x, commits abc123 and def456. "
+        "- Prefill, chunks and mixed batches in bf16 are 0.80 to 1.10 times as fast as flash-attn-4 (2 shapes) "
+        "and 1.50 times as fast as flashinfer fa3 (1 shape): nvidia-x, commits abc123 and def456. "
         "- Decode of one query token reads K and V at 0.90 of the rate of a device copy in bf16 (1 shape); it is 1.20 "
         "times as fast as XQA (1 shape): nvidia-x, commit abc123. "
         "- Exact top-k is 7.00 times as fast as torch.topk (1 shape): nvidia-x, commit abc123."
@@ -60,7 +62,7 @@ def test_every_bar_is_a_point(tmp_path, monkeypatch):
     path = plots.peers(FOUND, "g", tmp_path)
     bars = [bar.get_width() + 1 for axis in drawn[0].axes for bar in axis.patches if bar.get_width()]
     assert bars == pytest.approx([p.ratio for p in peers.points(FOUND)])
-    assert [axis.get_ylim()[0] for axis in drawn[0].axes] == [7.6, 1.6]  # a line a case and a line a family
+    assert [axis.get_ylim()[0] for axis in drawn[0].axes] == [8.6, 1.6]  # a line a case and a line a family
     assert Image.open(path).text["Description"] == plots.record(peers.points(FOUND))
     assert "nvidia" not in readme.pictured({"g": FOUND}, tmp_path.parent) and plots.peers([], "g", tmp_path) is None
 
