@@ -35,7 +35,7 @@ def placed(body: str, page: Path) -> str:
     return re.sub(r"\]\((?!https?:|#)([^)]+)\)", lambda m: f"]({os.path.relpath(ROOT / m[1], page.parent)})", body)
 
 
-def write(sections: dict[str, str]) -> None:
+def fill(sections: dict[str, str]) -> None:
     """Put generated sections, name -> body, into the pages that hold their markers."""
     for name, body in sections.items():
         page = holder(name)

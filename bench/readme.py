@@ -205,4 +205,4 @@ def sections() -> dict[str, str]:
 
 def update() -> None:
     """Write all sections into the pages that hold them."""
-    pages.write(sections())
+    pages.fill(sections())

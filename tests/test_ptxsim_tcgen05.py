@@ -129,6 +129,26 @@ def digits(number: int, modes: tuple[tuple[int, int], ...]) -> int:
     return total
 
 
+@pytest.mark.parametrize("nan", [False, True])
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_load_and_reduce(op: str, absolute: bool, nan: bool) -> None:
+    """A lane's words, and behind them the least or largest of them."""
+    text = f"tcgen05.ld.red.sync.aligned.32x32b.x16.{op}{'.abs' * absolute}{'.NaN' * nan}.f32 "
+    body = filled(16) + text + f"{registers(16)}, %x16, [%mine];\n" + address("%out", 17, 0) + move("st", 17)
+    given = np.random.default_rng(0).standard_normal((128, 16)).astype(np.float32)
+    given[::5, 3] = np.nan
+    fill = np.zeros((128, 17), np.uint32)
+    fill.reshape(-1)[: 128 * 16] = given.view(np.uint32).reshape(-1)
+    out = simulate(body, np.zeros((1, 2048), np.uint8), fill).view(np.float32)
+    np.testing.assert_array_equal(out[:, :16], given)
+    among = np.abs(given) if absolute else given
+    want = among.min(1) if op == "min" else among.max(1)
+    if not nan:
+        want = np.nanmin(among, 1) if op == "min" else np.nanmax(among, 1)
+    np.testing.assert_array_equal(out[:, 16], want)
+
+
 @pytest.mark.parametrize("mode", ["eager", "late"])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("shape", FRAGMENTS)

@@ -19,7 +19,7 @@ from bench.results import ROOT
 from cute_kernels import catalog
 from cute_kernels.attention.problem import Problem
 from tests import conftest, gpu, kernels
-from tools import matrix, site, static
+from tools import matrix, oracles, site, static
 
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in pages.pages()}
 FAMILIES = ("prefill", "decode", "top-k", "low-precision", "caches", "drop-in")  # pages that begin with an example
@@ -31,12 +31,13 @@ NOTES = [path for folder in ("bench", "tests", "tools") for path in sorted((ROOT
 def test_generated_sections_are_up_to_date():
     assert pages.stale({"support": matrix.markdown()}) == [], "run: python -m tools.matrix readme"
     assert pages.stale({"static": static.markdown()}) == [], "run: python -m tools.static readme"
+    assert pages.stale({"oracles": oracles.markdown()}) == [], "run: python -m tools.oracles readme"
     assert pages.stale(readme.sections()) == [], "run: make plots"
 
 
 def test_every_marker_belongs_to_a_generator():
     found = [name for path in PAGES.values() for name in re.findall(r"<!-- ([\w-]+):begin -->", path.read_text())]
-    assert sorted(found) == sorted(["support", "static", *readme.sections()])
+    assert sorted(found) == sorted(["support", "static", "oracles", *readme.sections()])
 
 
 def test_generated_links_lead_from_the_page_that_has_them():

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.pages import write
+from bench.pages import fill
 from cute_kernels import catalog
 from cute_kernels.attention import dispatch as attention
 from cute_kernels.attention.problem import Problem
@@ -214,7 +214,7 @@ def add(reports: Iterable[Path], arch: str, gpu: str, commit: str, path: Path = 
 
 def update() -> None:
     """Write the table into its page."""
-    write({"support": markdown()})
+    fill({"support": markdown()})
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.pages import write
+from bench.pages import fill
 from cute_kernels import build, catalog, cubin
 
 RECORD = Path(__file__).resolve().parents[1] / "tests" / "data" / "static.csv"
@@ -221,7 +221,7 @@ def markdown() -> str:
     for (arch, kernel), loops_of in sorted(
         found.items(), key=lambda item: (item[0][0], is_peer({"kernel": item[0][1]}))
     ):
-        if is_peer({"kernel": kernel}) or re.match("(bf16|e4m3)_d128_causal", kernel):
+        if is_peer({"kernel": kernel}) or re.match("(bf16|e4m3)_d128_causal_tma", kernel):
             plain = loops_of["softmax"]
             stored = plain["stored"].split()[pieces(kernel) - 1]
             counts = [loops_of[role]["instructions"] for role in ("softmax", "softmax masked")]
@@ -232,7 +232,7 @@ def markdown() -> str:
 
 
 def update() -> None:
-    write({"static": markdown()})
+    fill({"static": markdown()})
 
 
 def main() -> None:

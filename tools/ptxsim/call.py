@@ -129,7 +129,8 @@ class TensorMap:
 
 @dataclass
 class Call:
-    """One launch. params: per PTX parameter the bytes of its value, or a TensorMap. shared: dynamic bytes a CTA.
+    """One launch. params: per PTX parameter the bytes of its value, or a TensorMap. shared: dynamic bytes a CTA. tidy:
+    what a kernel leaves behind when it ends is a fault; of others', some leave a barrier that waits for bytes.
 
     The block shape is the kernel's .reqntid, or `block`.
     """
@@ -141,3 +142,4 @@ class Call:
     shared: int = 0
     block: tuple[int, int, int] | None = None
     memory: Global = field(default_factory=Global)
+    tidy: bool = True

@@ -147,8 +147,8 @@ def _run(frame: Frame, ops: tuple[Op, ...]) -> tuple[Any, ...]:
             clusters[op.operands[0]] = tuple(_value(frame, name) for name in op.operands[1:])
         elif op.name == "cuda.launch_ex":
             frame.calls.append(_launch(frame, op, clusters))
-        elif op.name == "scf.if":
-            _if(frame, op)
+        elif op.name in ("scf.if", "scf.for"):
+            (_if if op.name == "scf.if" else _for)(frame, op)
         elif op.regions and any("cuda.launch_ex" == inner.name for inner in _inner(op)):
             raise Unsupported(f"line {op.line}: a launch inside {op.name}")
         elif op.results:
@@ -172,6 +172,17 @@ def _if(frame: Frame, op: Op) -> None:
     if branch < len(op.regions):
         inner = Frame(frame.ptx, frame.shared, dict(frame.values), frame.memory, frame.calls)
         frame.values |= dict(zip(op.results, _run(inner, op.regions[branch])))
+
+
+def _for(frame: Frame, op: Op) -> None:
+    """`%i = %first to %end step %step iter_args(%x = %start, ...)`: each turn yields the next x."""
+    index, *bounds = re.match(r" *(%\w+) = (%\w+) to (%\w+) step (%\w+)", op.text).groups()  # type: ignore[union-attr]
+    carried = re.findall(r"(%\w+) = (%[\w#]+)", op.text.partition("iter_args")[2])
+    values = tuple(_value(frame, start) for _, start in carried)
+    for i in range(*(_value(frame, name) for name in bounds)):
+        known = frame.values | {index: i} | dict(zip((name for name, _ in carried), values))
+        values = _run(Frame(frame.ptx, frame.shared, known, frame.memory, frame.calls), op.regions[0])
+    frame.values |= dict(zip(op.results, values))
 
 
 def _value(frame: Frame, name: str, type_: str = "") -> Any:

@@ -62,7 +62,8 @@ def run(
         portion = [block for cluster in clusters[first : first + resident] for block in cluster]
         machine = Machine(program, call, memory, portion, Settings(mode, seed + first, limit, exact))
         run_machine(machine)
-        check_exit(machine)
+        if call.tidy:
+            check_exit(machine)
         executed = program.executed(machine.entered, machine.active)
         result.add(Result(machine.steps, machine.state.counts, {call.ptx: executed}))
     return result

@@ -161,6 +161,31 @@ def load(x: Instruction, f: re.Match[str]) -> Op:
     return effect(run, (x.args[1], "address"), outs=tuple((register, "b32") for register in into))
 
 
+@form(
+    r"tcgen05\.ld\.red\.sync\.aligned\.32x32b\.x(\d+)\.(min|max)(\.abs)?(\.NaN)?\.f32",
+    f"{TCGEN05}: tcgen05.ld",
+    level=WARP,
+)
+def load_and_reduce(x: Instruction, f: re.Match[str]) -> Op:
+    """Each lane's words as fp32, and the least or largest of them."""
+    into, layout = vector(x.args[0]), ("32x32b", int(f[1]), False, 0)
+    check_registers(x, layout, len(into))
+    least = f[2] == "min"
+    reduce = {(True, False): np.fmin, (False, False): np.fmax, (True, True): np.minimum, (False, True): np.maximum}
+
+    def run(t: Threads, x: Instruction, address: Any) -> Any:
+        out = np.empty((len(into), t.count), U32)
+        t.machine.count("tcgen05.ld")
+        for warp, part in each_warp(t, x):
+            where = access(t, x, warp, same(t, x, address[part]), layout)
+            where.tensor.load(warp, where.regions, t.say(x))
+            out[:, part] = where.tensor.words[where.lanes, where.columns]
+        values = np.abs(out.view(np.float32)) if f[3] else out.view(np.float32)
+        return (*out, reduce[least, bool(f[4])].reduce(values).view(U32))
+
+    return effect(run, (x.args[2], "address"), outs=(*((register, "b32") for register in into), (x.args[1], "b32")))
+
+
 @form(rf"tcgen05\.st{REGISTERS}(\.unpack::16b)?\.b32", f"{TCGEN05}: tcgen05.st", level=WARP)
 def store(x: Instruction, f: re.Match[str]) -> Op:
     sources = vector(x.args[-1])
@@ -447,6 +472,6 @@ def carry(m: Machine, parts: list[tuple[Tensor, Tile]], lanes: list[np.ndarray],
             tensor.words[where, columns] = part.raw(m.shared.bytes)
 
 
-@form(r"tcgen05\.(shift|mma\.(sp|ws)|cp\..*(4x256b|b8x16)|ld\.red|mma\..*kind::i8|mma\..*ashift).*", TCGEN05)
+@form(r"tcgen05\.(shift|mma\.(sp|ws)|cp\..*(4x256b|b8x16)|mma\..*kind::i8|mma\..*ashift).*", TCGEN05)
 def refused(x: Instruction, f: re.Match[str]) -> Op:
     raise refuse(x, f"tcgen05.{f[1]}")
