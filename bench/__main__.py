@@ -128,7 +128,7 @@ def plots(args: argparse.Namespace) -> None:
 
 
 def fill(args: argparse.Namespace) -> None:
-    """Fill README's measured tables."""
+    """Fill the measured sections of README and docs/."""
     readme.update()
 
 

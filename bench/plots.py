@@ -1,11 +1,13 @@
-"""PNG plots from the rows of bench/results: roofline, share of the matmul rate, TFLOP/s against sequence length; share
-of the copy rate in decode; mixed batches; speed of skip-softmax against sparsity; top-k times against row length."""
+"""PNG plots from the rows of bench/results: ours beside the peers; roofline, share of the matmul rate, TFLOP/s against
+sequence length; share of the copy rate in decode; mixed batches; speed of skip-softmax against sparsity; top-k times
+against row length."""
 
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from . import peers as beside
 from .results import FOLDER, Row, SkipRow, newest
 
 # Okabe-Ito colours, told apart by any colour vision; the marker says the same once more.
@@ -28,6 +30,15 @@ SERVE_STYLE = {
     "flashinfer": STYLE["flashinfer"],
     "floor": ("black", ""),
 }
+PEER_STYLE = {
+    "cudnn": "#0072B2",
+    "flash-attn-4": "#009E73",
+    "flashinfer fa3": "#CC79A7",
+    "flashinfer": "#E69F00",
+    "XQA": "#56B4E9",
+    "torch.topk": "#888888",
+}
+PEER_TICKS, FAR_TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 1.7, 2, 2.5), (0.5, 0.7, 1, 2, 3, 5, 10, 20)
 TOPK_SWEEP = re.compile(r"sweep-topk-fp32-(\d+)x(\d+)-k")
 ROOFLINE_TICKS = (100, 200, 400, 600, 800, 1000)
 SWEEP = re.compile(r"sweep-bf16-(causal|full)-b\d+-s(\d+)-")
@@ -48,11 +59,12 @@ def figure(columns: int = 1, height: float = 4.2) -> tuple[Any, Any]:
     return fig, axes[0]
 
 
-def save(fig: Any, path: Path) -> Path:
+def save(fig: Any, path: Path, **metadata: str) -> Path:
+    """metadata: texts that the file keeps."""
     from matplotlib import pyplot
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, dpi=130)
+    fig.savefig(path, dpi=130, metadata=metadata)
     pyplot.close(fig)
     return path
 
@@ -103,6 +115,56 @@ def bars(found: list[Bar], colours: dict[str, str], words: tuple[str, str], path
     axis.set_title(words[0], fontsize=9)
     fig.legend(loc="outside lower center", ncols=len(series), fontsize=8, frameon=False)
     return save(fig, path)
+
+
+def record(found: list[beside.Point]) -> str:
+    """What a picture of the peers was drawn from, kept in its file."""
+    return "; ".join(f"{p.case} {p.form or '-'} {p.peer} {p.ratio:.3f} {p.commit}" for p in found)
+
+
+def panel(axis: Any, found: list[beside.Point]) -> None:
+    """A line a case, grouped by family; bars begin at 1, where a peer takes as long as ours."""
+    lines: list[tuple[str, str]] = []  # (prefix, label), from above; a family begins with a line of its own
+    for point in found:
+        lines += [line for line in ((point.prefix, ""), (point.prefix, point.label)) if line not in lines]
+    for place, line in enumerate(lines):
+        ratios = [(p.peer, p.ratio) for p in found if (p.prefix, p.label) == line]
+        for i, (peer, ratio) in enumerate(ratios):
+            width = 0.84 / len(ratios)
+            y = place + (i - (len(ratios) - 1) / 2) * width
+            axis.barh(y, ratio - 1, width, left=1, color=PEER_STYLE[peer])
+            end = (max(1.0, ratio), y)
+            axis.annotate(f"{ratio:.2f}", end, (3, 0), textcoords="offset points", va="center", fontsize=6)
+    axis.set_yticks(range(len(lines)), [label or beside.FAMILIES[prefix] for prefix, label in lines], fontsize=7)
+    for tick, (_, label) in zip(axis.get_yticklabels(), lines):
+        tick.set_fontweight("normal" if label else "bold")
+    axis.axvline(1, color=STYLE["ours"][0], lw=1.5)
+    low, high = min(1.0, *(p.ratio for p in found)), max(1.0, *(p.ratio for p in found))
+    axis.set_xscale("log")
+    ticks = [t for t in (PEER_TICKS if high / low < 3 else FAR_TICKS) if low / 1.1 <= t <= high]
+    axis.set_xticks(ticks, [f"{t:g}" for t in ticks], fontsize=8)
+    axis.minorticks_off()
+    axis.set_xlim(low / 1.02, high * (high / low) ** 0.12)
+    axis.set_ylim(len(lines) - 0.4, -0.6)
+    axis.set_axisbelow(True)
+    axis.set_xlabel("time of the peer / ours, in one run", fontsize=8)
+
+
+def peers(rows: list[Row], gpu: str, folder: Path) -> Path | None:
+    """Time of each peer over ours: attention, and top-k beside it."""
+    found = beside.points(rows)
+    halves = [half for half in ([p for p in found if (p.prefix == "topk-") == top] for top in (False, True)) if half]
+    if not halves:
+        return None
+    most = max(len({(p.prefix, p.label) for p in half} | {(p.prefix, "") for p in half}) for half in halves)
+    fig, axes = figure(len(halves), height=1.2 + 0.22 * most)
+    for axis, half in zip(axes, halves):
+        panel(axis, half)
+    fig.suptitle(beside.ran(gpu, (p.commit for p in found)), fontsize=9)
+    names = dict.fromkeys(p.peer for p in found)
+    handles = [axes[0].barh(0, 0, color=PEER_STYLE[name], label=name) for name in names]
+    fig.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
+    return save(fig, folder / f"{gpu}-peers.png", Description=record(found))
 
 
 def share(rows: list[Row], gpu: str, folder: Path) -> Path | None:
@@ -259,6 +321,7 @@ def rows_and_lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
 
 
 PLOTS: tuple[Callable[[list[Row], str, Path], Path | None], ...] = (
+    peers,
     share,
     decode_share,
     batches_and_lengths,

@@ -1,25 +1,16 @@
-"""README's measured tables: the newest runs in bench/results, between markers."""
+"""The measured sections of README and docs/: the newest runs in bench/results, between markers."""
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from . import pages, peers
 from .results import FOLDER, ROOT, Row, SkipRow, newest, read_all, read_sparsity
 
-README = ROOT / "README.md"
 PEERS = ("cudnn", "flash-attn-4", "flashinfer")
 PRECISION_PEERS = ("own-bf16", "own-fp8", "flashinfer")
 SERVE_PEERS = ("own-parts", "flash-attn-4", "flashinfer")
 TOPK_PEERS = ("torch", "flashinfer", "floor")
-
-
-def between(text: str, name: str, body: str) -> str:
-    """`text` with what stands between <!-- name:begin --> and <!-- name:end --> replaced by `body`."""
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise ValueError(f"README needs one {begin} and one {end}")
-    head, rest = text.split(begin)
-    return f"{head}{begin}\n{body}\n{end}{rest.split(end)[1]}"
 
 
 def low(row: Row) -> bool:
@@ -184,18 +175,34 @@ def measured_family(results: dict[str, list[Row]], folder: Path = FOLDER) -> str
     return "\n\n".join(parts) or "Not measured yet."
 
 
-def update(path: Path = README) -> None:
-    """Write the tables into README."""
-    text, found = path.read_text(), read_all()
-    tables = {
-        "measured": measured,
-        "measured-serving": measured_serving,
-        "measured-family": measured_family,
-        "measured-decode": measured_decode,
-        "measured-precision": measured_precision,
-        "measured-topk": measured_topk,
+def pictured(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
+    """Ours beside the peers, with what the picture shows."""
+    parts = []
+    for gpu, rows in results.items():
+        found, image = peers.points(rows), folder / f"{gpu}-peers.png"
+        if found and image.is_file():
+            runs = peers.ran(gpu, (p.commit for p in found))
+            parts.append(f"![Time of each peer over ours]({image.relative_to(ROOT).as_posix()})")
+            parts.append(f"Time of each peer over ours in the same run, right of 1 ours is faster: {runs}.")
+    return "\n\n".join(parts) or "Not measured yet."
+
+
+def sections() -> dict[str, str]:
+    """Marker -> what stands there."""
+    found = read_all()
+    return {
+        "peers": pictured(found),
+        "headlines": peers.sentences(found),
+        "measured": measured(found),
+        "measured-serving": measured_serving(found),
+        "measured-family": measured_family(found),
+        "measured-decode": measured_decode(found),
+        "measured-precision": measured_precision(found),
+        "measured-topk": measured_topk(found),
+        "measured-sparsity": measured_sparsity(read_sparsity()),
     }
-    for name, table in tables.items():
-        text = between(text, name, table(found))
-    text = between(text, "measured-sparsity", measured_sparsity(read_sparsity()))
-    path.write_text(text)
+
+
+def update() -> None:
+    """Write all sections into the pages that hold them."""
+    pages.fill(sections())

@@ -10,6 +10,7 @@ import torch
 from bench import compare, decode, harness, plots, prefill, providers, readme, results, sparsity, timing, topk, workload
 from bench.cases import attention as cases
 from bench.cases import precision
+from bench.pages import between
 from bench.results import Environment
 from tools import profile
 
@@ -238,19 +239,20 @@ def test_measured_table_holds_the_figures_of_the_run(tmp_path):
 
 def test_text_between_markers_is_replaced():
     page = "a\n<!-- t:begin -->\nold\n<!-- t:end -->\nb\n"
-    assert readme.between(page, "t", "new") == "a\n<!-- t:begin -->\nnew\n<!-- t:end -->\nb\n"
+    assert between(page, "t", "new") == "a\n<!-- t:begin -->\nnew\n<!-- t:end -->\nb\n"
     with pytest.raises(ValueError):
-        readme.between("no markers", "t", "new")
+        between("no markers", "t", "new")
 
 
 def test_plots_are_drawn_from_rows(tmp_path):
     paths = plots.draw_all({"nvidia-h200": run_rows()}, tmp_path)
-    assert [p.name for p in paths] == [f"nvidia-h200-prefill-{n}.png" for n in ("share", "lengths", "roofline")]
+    names = ("peers", "prefill-share", "prefill-lengths", "prefill-roofline")
+    assert [p.name for p in paths] == [f"nvidia-h200-{name}.png" for name in names]
     for path in paths:
         data = path.read_bytes()
         assert data.startswith(b"\x89PNG") and len(data) > 10_000
     only_headline = [r for r in run_rows() if r.case.startswith("prefill")]
-    assert [p.name for p in plots.draw_all({"g": only_headline}, tmp_path)] == ["g-prefill-share.png"]
+    assert [p.name for p in plots.draw_all({"g": only_headline}, tmp_path)] == ["g-peers.png", "g-prefill-share.png"]
 
 
 def test_decode_plot_has_a_bar_for_each_cache_and_case(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The benchmark of top-k on the CPU, with a fake clock: cases, checks, who gets a row, README's table, the plot."""
+"""The benchmark of top-k on the CPU, with a fake clock: cases, checks, who gets a row, the table, the plot."""
 
 import sys
 from dataclasses import replace
@@ -233,16 +233,16 @@ def test_small_numbers_keep_two_digits():
 
 def test_lengths_are_drawn_from_the_sweep(tmp_path, monkeypatch):
     drawn, save = [], plots.save
-    monkeypatch.setattr(plots, "save", lambda fig, path: drawn.append(fig) or save(fig, path))
-    (path,) = plots.draw_all({"g": run_rows()}, tmp_path)
-    assert path.name == "g-topk-lengths.png" and path.read_bytes().startswith(b"\x89PNG")
-    assert path.stat().st_size > 10_000
-    one, many = drawn[0].axes
+    monkeypatch.setattr(plots, "save", lambda fig, path, **kept: drawn.append(fig) or save(fig, path, **kept))
+    beside, path = plots.draw_all({"g": run_rows()}, tmp_path)
+    assert beside.name == "g-peers.png" and path.name == "g-topk-lengths.png"
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+    one, many = drawn[1].axes
     assert one.get_title().startswith("1 row,") and many.get_title().startswith("16 rows,")
     lines = {line.get_label(): line.get_xydata().tolist() for line in many.get_lines()}
     assert lines.keys() == {"ours", "torch", "floor"}
     assert lines["torch"] == [[n, 640.0 + n] for n in (1024, 2048, 4096)]
-    assert plots.draw_all({"g": [r for r in run_rows() if "sweep" not in r.case]}, tmp_path) == []
+    assert plots.draw_all({"g": [r for r in run_rows() if "sweep" not in r.case]}, tmp_path) == [beside]
 
 
 def test_cases_have_names_that_are_understood():

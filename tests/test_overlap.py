@@ -213,8 +213,8 @@ def test_imported_memory_is_compared_by_addresses(where):
 
 @pytest.mark.parametrize("name,output", [("kv_cache", "out"), ("sinks", "lse"), ("seq_lens", "lse")])
 def test_a_known_call_may_write_to_what_it_only_reads(monkeypatch, name, output):
-    """As README says: of other inputs than the query, outputs are told apart at a call's first form, or where
-    CUTE_KERNELS_CHECK is 1."""
+    """As docs/environment.md says: of other inputs than the query, outputs are told apart at a call's first form, or
+    where CUTE_KERNELS_CHECK is 1."""
     public, inputs = wrappers.trtllm_batch_context_with_kv_cache, attention_arguments("context")
     memory = torch.zeros(1 << 20, dtype=torch.uint8).untyped_storage()
     first = tensors_of(inputs)[name][0]

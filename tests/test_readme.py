@@ -1,6 +1,9 @@
-"""README: its example runs, its tables are those that the code and the results give, its figures have rows."""
+"""README and docs/: examples run, tables are those that the code and the results give, what is named exists."""
 
+import contextlib
 import dataclasses
+import importlib.util
+import io
 import itertools
 import re
 from dataclasses import replace
@@ -8,42 +11,82 @@ from dataclasses import replace
 import pytest
 import torch
 
+import wrappers
+from bench import pages, readme
 from bench.cases.attention import AttentionCase
-from bench.readme import README, measured, measured_decode, measured_family, measured_serving, measured_topk
-from bench.results import ROOT, read_all
+from bench.pages import README
+from bench.results import ROOT
 from cute_kernels import catalog
 from cute_kernels.attention.problem import Problem
 from tests import conftest, gpu, kernels
-from tools import matrix, oracles, static
+from tools import matrix, oracles, site, static
 
-TEXT = README.read_text()
-
-
-def section(name: str) -> str:
-    return TEXT.split(f"<!-- {name}:begin -->\n")[1].split(f"\n<!-- {name}:end -->")[0]
-
-
-def test_support_table_is_up_to_date():
-    assert section("support") == matrix.markdown(), "run: python -m tools.matrix readme"
+PAGES = {path.relative_to(ROOT).as_posix(): path for path in pages.pages()}
+FAMILIES = ("prefill", "decode", "top-k", "low-precision", "caches", "drop-in")  # pages that begin with an example
+NEEDS_GPU = "# needs a GPU"  # the first line of a block that runs on CUDA only
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+NOTES = [path for folder in ("bench", "tests", "tools") for path in sorted((ROOT / folder).rglob("*.md"))]
 
 
-def test_tables_of_blackwell_are_up_to_date():
-    assert section("static") == static.markdown(), "run: python -m tools.static readme"
-    assert section("oracles") == oracles.markdown(), "run: python -m tools.oracles readme"
+def test_generated_sections_are_up_to_date():
+    assert pages.stale({"support": matrix.markdown()}) == [], "run: python -m tools.matrix readme"
+    assert pages.stale({"static": static.markdown()}) == [], "run: python -m tools.static readme"
+    assert pages.stale({"oracles": oracles.markdown()}) == [], "run: python -m tools.oracles readme"
+    assert pages.stale(readme.sections()) == [], "run: make plots"
 
 
-def test_measured_tables_are_up_to_date():
-    assert section("measured") == measured(read_all()), "run: python -m bench readme"
-    assert section("measured-serving") == measured_serving(read_all()), "run: python -m bench readme"
-    assert section("measured-decode") == measured_decode(read_all()), "run: python -m bench readme"
-    assert section("measured-family") == measured_family(read_all()), "run: python -m bench readme"
-    assert section("measured-topk") == measured_topk(read_all()), "run: python -m bench readme"
+def test_every_marker_belongs_to_a_generator():
+    found = [name for path in PAGES.values() for name in re.findall(r"<!-- ([\w-]+):begin -->", path.read_text())]
+    assert sorted(found) == sorted(["support", "static", "oracles", *readme.sections()])
 
 
-def test_examples_run_and_are_right():
+def test_generated_links_lead_from_the_page_that_has_them():
+    body = "![p](bench/results/p.png) [h](https://example.org) [a](#a)"
+    assert pages.placed(body, README) == body
+    assert pages.placed(body, ROOT / "docs" / "x.md") == body.replace("bench/", "../bench/")
+    with pytest.raises(ValueError, match="unknown: 0 pages have this section"):
+        pages.holder("unknown")
+
+
+def run_blocks(text: str, name: str) -> dict:
+    """Names after all python blocks of a page, one after another. What `print` writes is in the comment behind it."""
     names: dict = {}
-    for code in re.findall(r"```python\n(.*?)```", TEXT, re.S):
-        exec(compile(code, str(README), "exec"), names)
+    for code in BLOCK.findall(text):
+        code_object, printed = compile(code, name, "exec"), io.StringIO()
+        if code.startswith(NEEDS_GPU) and not torch.cuda.is_available():
+            continue
+        with contextlib.redirect_stdout(printed):
+            exec(code_object, names)
+        assert printed.getvalue().splitlines() == re.findall(r"^ *print\(.*\)  # (.*)$", code, re.M)
+    return names
+
+
+@pytest.mark.parametrize("page", [name for name, path in PAGES.items() if BLOCK.search(path.read_text())])
+def test_examples_run_and_print_what_they_say(page):
+    run_blocks(PAGES[page].read_text(), page)
+
+
+def test_blocks_that_need_a_gpu_are_told_apart(monkeypatch):
+    page = f"```python\n{NEEDS_GPU}\nx = 1\n```\n\n```python\ny = 2\nprint(y)  # 2\n```\n"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "x" not in (names := run_blocks(page, "page")) and names["y"] == 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert run_blocks(page, "page")["x"] == 1
+    with pytest.raises(SyntaxError):
+        run_blocks(page.replace("x = 1", "x ="), "page")
+    with pytest.raises(AssertionError):
+        run_blocks(page.replace("# 2", "# 3"), "page")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_page_of_a_family_begins_with_an_example(family):
+    text = PAGES[f"docs/{family}.md"].read_text()
+    first = BLOCK.search(text)
+    assert first and "\n## " not in text[: first.start()] and NEEDS_GPU not in first[1]
+
+
+def test_the_example_of_prefill_is_right():
+    names = run_blocks(PAGES["docs/prefill.md"].read_text(), "prefill")
     out, same, q, cache = (names[n].float() for n in ("out", "same", "q", "cache"))
     assert out.shape == q.shape
     # request 1: one new token that sees all of its 20 keys, in pages 1 and 3
@@ -53,14 +96,70 @@ def test_examples_run_and_are_right():
     torch.testing.assert_close(same, out, rtol=1e-2, atol=1e-2)  # of the class
 
 
-def test_commands_and_files_named_in_readme_exist():
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
-    assert set(re.findall(r"make ([a-z]+)", TEXT)) <= set(targets)
-    for module in set(re.findall(r"python -m ((?:tools|bench|examples)[\w.]*)", TEXT)):
+def test_commands_and_files_that_are_named_exist():
+    text = "".join(path.read_text() for path in PAGES.values())
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert set(re.findall(r"`make ([a-z-]+)", text)) | set(re.findall(r"^make ([a-z-]+)", text, re.M)) <= set(targets)
+    for module in set(re.findall(r"python -m ((?:tools|bench|examples)[\w.]*)", text)):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
-    for path in set(re.findall(r"`((?:bench|tests|tools|wrappers|cute_kernels|examples)/[\w/.]+)`", TEXT)):
+    for path in set(re.findall(r"`((?:bench|tests|tools|wrappers|cute_kernels|examples)/[\w/.]+)`", text)):
         assert (ROOT / path).exists(), path
+
+
+def test_two_commands_suffice_on_a_fresh_machine():
+    """As README says, and CI does."""
+    assert re.search(r"^make demo .*\n(make quick .*\n)?make test ", README.read_text(), re.M)
+    assert "exec make test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_every_environment_variable_is_listed():
+    folders = ("cute_kernels", "wrappers", "bench", "tools", "examples")
+    code = "".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    found = set(re.findall(r"\bCUTE_KERNELS_[A-Z]+\b", code))
+    assert found == set(re.findall(r"^\| `(CUTE_KERNELS_[A-Z]+)` \|", PAGES["docs/environment.md"].read_text(), re.M))
+
+
+def test_every_public_name_is_on_a_page():
+    text = "".join(path.read_text() for path in PAGES.values())
+    assert [name for name in wrappers.__all__ if not re.search(rf"\b{name}\b", text)] == []
+
+
+# ---- links, and the site
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES.values(), ROOT / "CHANGELOG.md", *NOTES], ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+def test_relative_links_lead_somewhere(page):
+    for path, anchor in site.links(page):
+        assert path.is_file() and path.is_relative_to(ROOT), path
+        assert not anchor or anchor in site.anchors(path), f"{path}#{anchor}"
+
+
+def test_links_and_anchors_of_a_page(tmp_path):
+    page = tmp_path / "page.md"
+    linked = "[x](#a-b-c-d) [y](sub/z.md#e) [w](https://w.org) `[not](one)`"
+    page.write_text(f"# A `b`, c-d\n{linked}\n```\n# no\n[n](o)\n```\n")
+    assert site.links(page) == [(page, "a-b-c-d"), (tmp_path / "sub" / "z.md", "e")]
+    assert site.anchors(page) == {"a-b-c-d"}
+
+
+def test_every_page_is_reached_from_readme_and_named_in_the_index():
+    index = {path for path, _ in site.links(PAGES["docs/index.md"])}
+    assert {path for path in PAGES.values() if path.parent == pages.DOCS} - index == {PAGES["docs/index.md"]}
+    assert PAGES["docs/index.md"] in {path for path, _ in site.links(README)}
+    named = set(re.findall(r"docs/[\w-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert named == PAGES.keys() - {"README.md", "docs/index.md"}
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="MkDocs is not installed")
+def test_the_site_builds(tmp_path, monkeypatch):
+    monkeypatch.setattr(site, "BUILD", tmp_path)
+    site.main()
+    html = (tmp_path / "site" / "docs" / "prefill.html").read_text()
+    assert "trtllm_batch_context_with_kv_cache" in html and "../bench/notes/attention-sm90.html" in html
+    assert (tmp_path / "site" / "bench" / "results" / "nvidia-h200-peers.png").is_file()
 
 
 # ---- the support table

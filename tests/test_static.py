@@ -9,7 +9,7 @@ from cute_kernels import catalog
 from tests.kernels import COVERING
 from tools import proven, static
 
-# A block of 128 x 128 scores; README (Blackwell) has what flash-attn-4 issues.
+# A block of 128 x 128 scores; docs/blackwell.md has what flash-attn-4 issues.
 MOST = {"softmax masked": 625, "correction": 30, "mma": 250}
 SOFTMAX = {"bf16": 565, "fp16": 565, "e4m3": 567}  # 1.03 (426 + 508 emulated); flash-attn-4's 562, and what catches NaN
 PERIOD = {"bf16": 2048, "fp16": 2048, "e4m3": 1552}  # cycles of a block of both halves, as the rates have them

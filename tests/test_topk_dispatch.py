@@ -105,7 +105,7 @@ def test_explain_says_what_select_does(problem):
 
 
 def test_the_limit_is_written_down():
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "docs" / "top-k.md").read_text()
     for number in (MOST, *LONGEST.values()):
         assert str(number) in topk.__doc__
     assert str(MOST) in readme and str(LONGEST["fp32"]) in readme

@@ -1,7 +1,7 @@
 """The support table: architecture x feature, from what every kernel says of itself.
 
     python -m tools.matrix              print the table
-    python -m tools.matrix readme       write it into README
+    python -m tools.matrix readme       write it into docs/support.md
     python -m tools.matrix record REPORT... --gpu NAME --commit COMMIT
                                         add what a GPU test run (pytest --junitxml) executed to tests/data/hardware.csv
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.readme import README, between
+from bench.pages import fill
 from cute_kernels import catalog
 from cute_kernels.attention import dispatch as attention
 from cute_kernels.attention.problem import Problem
@@ -212,15 +212,15 @@ def add(reports: Iterable[Path], arch: str, gpu: str, commit: str, path: Path = 
     return counts
 
 
-def update(path: Path = README) -> None:
-    """Write the table into README."""
-    path.write_text(between(path.read_text(), "support", markdown()))
+def update() -> None:
+    """Write the table into its page."""
+    fill({"support": markdown()})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.matrix", description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb")
-    verbs.add_parser("readme", help="write the table into README")
+    verbs.add_parser("readme", help="write the table into docs/support.md")
     one = verbs.add_parser("record", help="add what a GPU test run executed")
     one.add_argument("reports", type=Path, nargs="+", help="of pytest --junitxml")
     one.add_argument("--arch", default="sm_90a")

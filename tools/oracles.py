@@ -3,7 +3,7 @@
     pip install --no-deps flash-attn-4==4.0.0b36 quack-kernels==0.6.5 triton einops
     python -m tools.oracles [CASE ...]       compile and run the cases of `CASES`, print their errors
     python -m tools.oracles record           all, and write them to tests/data/oracles.csv
-    python -m tools.oracles readme           write a table of them into README
+    python -m tools.oracles readme           write a table of them into docs/blackwell.md
 
 FlashAttention 4's forward kernels are compiled from tensors without memory, for a device that need not be there. Their
 PTX runs as it is, on random data, and results are held against fp32. Only how they end is not looked at (`Call.tidy`):
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.readme import README, between
+from bench.pages import fill
 
 RECORD = Path(__file__).resolve().parents[1] / "tests" / "data" / "oracles.csv"
 COLUMNS = ("kernel", "arch", "case", "error", "lse_error", "mmas")
@@ -217,7 +217,7 @@ def main() -> None:
         write([row], sys.stdout, header=False)
         return
     if args.what == ["readme"]:
-        README.write_text(between(README.read_text(), "oracles", markdown()))
+        fill({"oracles": markdown()})
         return
     record = args.what == ["record"]
     names = [name for name in CASES if record or not args.what or any(part in name for part in args.what)]

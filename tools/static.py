@@ -4,7 +4,7 @@
     python -m tools.static FILE.cubin ...                  of any kernel, such as a peer's
     python -m tools.static record [--arch sm_100a]         write those of Blackwell's prefill to tests/data/static.csv
     python -m tools.static record --peer NAME FILE.cubin   write those of a peer's kernel there
-    python -m tools.static readme                          write a table of both into README
+    python -m tools.static readme                          write a table of both into docs/blackwell.md
 
 A loop is what lies between a backward branch and its target. Of its paths the steady one counts: the shortest that
 takes in all MMAs and all conversions of P, and neither a wait's slow path nor a rescale that is not owed. A warp's
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.readme import README, between
+from bench.pages import fill
 from cute_kernels import build, catalog, cubin
 
 RECORD = Path(__file__).resolve().parents[1] / "tests" / "data" / "static.csv"
@@ -231,8 +231,8 @@ def markdown() -> str:
     return "\n".join(lines)
 
 
-def update(path: Path = README) -> None:
-    path.write_text(between(path.read_text(), "static", markdown()))
+def update() -> None:
+    fill({"static": markdown()})
 
 
 def main() -> None:

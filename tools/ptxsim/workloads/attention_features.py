@@ -1,4 +1,4 @@
-"""The covering set of features of prefill, decode and xqa: whatever README's table and the docstrings promise has a
+"""The covering set of features of prefill, decode and xqa: whatever the support table and the docstrings promise has a
 scenario that fails where the feature is wrong. Kernels are those that serve the calls; shapes are as small as they may
 be for every pipeline to wrap around.
 """

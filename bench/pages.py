@@ -1,0 +1,51 @@
+"""README and the pages of docs/: which of them holds a generated section, and what stands there."""
+
+import os
+import re
+from pathlib import Path
+
+from .results import ROOT
+
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+
+
+def pages() -> list[Path]:
+    return [README, *sorted(DOCS.glob("*.md"))]
+
+
+def between(text: str, name: str, body: str) -> str:
+    """`text` with what stands between <!-- name:begin --> and <!-- name:end --> replaced by `body`."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"one {begin} and one {end} are needed")
+    head, rest = text.split(begin)
+    return f"{head}{begin}\n{body}\n{end}{rest.split(end)[1]}"
+
+
+def holder(name: str) -> Path:
+    """The page that has the markers of a section."""
+    found = [path for path in pages() if f"<!-- {name}:begin -->" in path.read_text()]
+    if len(found) != 1:
+        raise ValueError(f"{name}: {len(found)} pages have this section, must be 1")
+    return found[0]
+
+
+def placed(body: str, page: Path) -> str:
+    """A generated section, whose links begin at the root, with the links that it has in a page."""
+    return re.sub(r"\]\((?!https?:|#)([^)]+)\)", lambda m: f"]({os.path.relpath(ROOT / m[1], page.parent)})", body)
+
+
+def fill(sections: dict[str, str]) -> None:
+    """Put generated sections, name -> body, into the pages that hold their markers."""
+    for name, body in sections.items():
+        page = holder(name)
+        page.write_text(between(page.read_text(), name, placed(body, page)))
+
+
+def stale(sections: dict[str, str]) -> list[str]:
+    """Names of the sections that their page has otherwise."""
+
+    def differs(page: Path, name: str, body: str) -> bool:
+        return between(page.read_text(), name, placed(body, page)) != page.read_text()
+
+    return [name for name, body in sections.items() if differs(holder(name), name, body)]

@@ -1,0 +1,63 @@
+"""The static site of README and docs/.
+
+    python -m tools.site        build it in build/site
+
+Pages are laid out in build/pages as they lie here, with every file that they link to, so that links hold in both;
+MkDocs (mkdocs.yml) makes HTML of them.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.pages import ROOT, pages
+
+BUILD = ROOT / "build"
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.M | re.S)
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
+
+
+def links(page: Path) -> list[tuple[Path, str]]:
+    """(file, anchor) of each relative link of a page."""
+    found = LINK.findall(CODE.sub("", page.read_text()))
+    return [((page.parent / path).resolve() if path else page, anchor) for path, anchor in found]
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub and MkDocs name them."""
+    heads = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+def reached() -> list[Path]:
+    """README, docs/, and what they link to, directly or by other pages."""
+    found, left = set(pages()), pages()
+    while left:
+        page = left.pop()
+        new = {path for path, _ in links(page) if path.is_file()} - found if page.suffix == ".md" else set()
+        found |= new
+        left += new
+    return sorted(found)
+
+
+def lay_out(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    for path in reached():
+        place = folder / path.relative_to(ROOT)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, place)
+
+
+def main() -> None:
+    """mkdocs.yml names its folders beside itself, so that a copy of it builds anywhere."""
+    lay_out(BUILD / "pages")
+    shutil.copyfile(ROOT / "mkdocs.yml", BUILD / "mkdocs.yml")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file"]
+    subprocess.run([*command, str(BUILD / "mkdocs.yml")], check=True)
+    print(BUILD / "site" / "index.html")
+
+
+if __name__ == "__main__":
+    main()
