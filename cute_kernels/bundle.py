@@ -2,7 +2,6 @@
 
     <bundle>/manifest.json                 written last: names, keys, hashes and facts of everything below
     <bundle>/<family>-<12 hex>.so          one library per operator family, named by the keys it holds
-    <bundle>/cubin/<symbol>.cubin          what the library embeds, for inspection
     <bundle>/libcute_dsl_runtime.so        NVIDIA's runtime library, copied from the DSL; found by RUNPATH $ORIGIN
     <objects>/<key>.o .cubin .ptx .mlir .shared  one compiled kernel each; shared by all bundles
 
@@ -169,8 +168,8 @@ def compile_missing(items: list[Item], arch: str, objects: Path, jobs: int) -> i
     return len(missing)
 
 
-def describe(item: Item, objects: Path) -> dict[str, Any]:
-    """The manifest entry of a compiled kernel."""
+def describe(item: Item, objects: Path, library: bytes) -> dict[str, Any]:
+    """The manifest entry of a compiled kernel. library: that holds it."""
     path = objects / f"{item.key}.o"
     code = path.with_suffix(".cubin").read_bytes()
     return {
@@ -181,7 +180,7 @@ def describe(item: Item, objects: Path) -> dict[str, Any]:
         "key": item.key,
         "library": item.family,
         "object_sha256": manifest.digest(path.read_bytes()),
-        "cubin": {"file": f"cubin/{item.symbol}.cubin", "sha256": manifest.digest(code)},
+        "cubin": {"offset": library.index(code), "size": len(code), "sha256": manifest.digest(code)},
         **facts_of(path),
     }
 
@@ -260,32 +259,34 @@ def item_of(op: str, spec: Any, arch: str, toolchain: dict[str, Any]) -> Item:
 
 def publish(items: list[Item], arch: str, toolchain: dict[str, Any], place: Place) -> Manifest:
     """Link, copy, and then write the manifest. All objects exist."""
-    (place.out / "cubin").mkdir(exist_ok=True)
     libraries = build.runtime_libraries()
     runtime = next(Path(lib) for lib in libraries if Path(lib).name == RUNTIME)
     families = sorted({item.family for item in items})
+    linked = {f: link([i for i in items if i.family == f], place, libraries) for f in families}
+    content = {f: (place.out / lib["file"]).read_bytes() for f, lib in linked.items()}
     result = Manifest(
         arch=arch,
         toolchain=toolchain,
         runtime=copy_runtime(runtime, place.out),
-        libraries={f: link([i for i in items if i.family == f], place, libraries) for f in families},
-        kernels=[describe(item, place.objects) for item in items],
+        libraries=linked,
+        kernels=[describe(item, place.objects, content[item.family]) for item in items],
     )
-    for item, entry in zip(items, result.kernels, strict=True):
-        target = place.out / entry["cubin"]["file"]
-        if not target.exists():
-            manifest.write_atomic(target, (place.objects / f"{item.key}.cubin").read_bytes())
     manifest.write(place.out, result)
     return result
 
 
-def prune(place: Place, current: Manifest) -> None:
-    """Delete what no manifest names: libraries and cubins of earlier builds, and objects unused for UNUSED_DAYS."""
-    named = {lib["file"] for lib in current.libraries.values()} | {k["cubin"]["file"] for k in current.kernels}
-    for path in [*place.out.glob("*.so"), *place.out.glob("cubin/*.cubin"), *place.out.glob(".tmp-*")]:
-        ours = re.search(r"-[0-9a-f]{12}\.so$|__[0-9a-f]{12}\.cubin$|^\.tmp-", path.name)
-        if ours and path.relative_to(place.out).as_posix() not in named:
+def prune_folder(out: Path, current: Manifest) -> None:
+    """Delete what the manifest of a bundle does not name: libraries of earlier builds, and what they left behind."""
+    named = {lib["file"] for lib in current.libraries.values()}
+    for path in [*out.glob("*.so"), *out.glob(".tmp-*")]:
+        if re.search(r"-[0-9a-f]{12}\.so$|^\.tmp-", path.name) and path.name not in named:
             path.unlink()
+    shutil.rmtree(out / "cubin", ignore_errors=True)  # of schema 1
+
+
+def prune(place: Place, current: Manifest) -> None:
+    """Delete what no manifest names, and objects unused for UNUSED_DAYS."""
+    prune_folder(place.out, current)
     oldest = time.time() - UNUSED_DAYS * 86400
     for path in place.objects.glob("*.o"):
         if unused(path, oldest):
@@ -308,7 +309,7 @@ def verify(out: Path, arch: str) -> list[str]:
     if problem:
         return [f"{out} {problem}"]
     problems = []
-    for file in [found.runtime, *found.libraries.values(), *(entry["cubin"] for entry in found.kernels)]:
+    for file in [found.runtime, *found.libraries.values()]:
         path = out / file["file"]
         if not path.exists():
             problems.append(f"{file['file']} is missing")

@@ -21,7 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from . import __version__, build, bundle, catalog, cubin, manifest, places
+from . import __version__, archive, build, bundle, catalog, cubin, manifest, places
 from .places import Found
 
 
@@ -111,6 +111,19 @@ def command_verify(args: argparse.Namespace) -> int:
     print(f"{out}: {len(found.kernels)} kernels load, hashes match")
     if any(entry["registers"] is None for entry in found.kernels):
         print(f"registers and instruction counts are unknown: {cubin.INSTALL}, then build again")
+    return 0
+
+
+def command_pack(args: argparse.Namespace) -> int:
+    size = archive.pack(existing(args), args.arch, args.file)
+    print(f"{args.file}: {size / 2**20:.1f} MiB")
+    return 0
+
+
+def command_unpack(args: argparse.Namespace) -> int:
+    out = args.out or places.bundle_folders(args.arch)[0]
+    held = archive.unpack(args.file, out, args.arch)
+    print(f"{out}: {content(held)}, hashes match")
     return 0
 
 
@@ -213,7 +226,7 @@ def arguments() -> argparse.ArgumentParser:
     common.add_argument("--arch", default="sm_90a", choices=catalog.ARCHS)
     common.add_argument("--out", type=Path, help="the bundle's folder; default: where lookups begin")
     common.add_argument("--objects", type=Path, help="cache of compiled kernels")
-    verbs = parser.add_subparsers(required=True, metavar="build | list | verify | show | env")
+    verbs = parser.add_subparsers(required=True, metavar="build | list | verify | show | pack | unpack | env")
     verb = verbs.add_parser("build", parents=[common], help="compile what is missing and publish a bundle")
     verb.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)), help="processes")
     verb.add_argument(
@@ -228,6 +241,13 @@ def arguments() -> argparse.ArgumentParser:
     verb.add_argument("--ptx", action="store_true")
     verb.add_argument("--sass", action="store_true")
     verb.set_defaults(run=command_show)
+    for name, run, said in (
+        ("pack", command_pack, "write a bundle to one file"),
+        ("unpack", command_unpack, "make a bundle of such a file"),
+    ):
+        verb = verbs.add_parser(name, parents=[common], help=said)
+        verb.add_argument("file", type=Path)
+        verb.set_defaults(run=run)
     verbs.add_parser("env", help="versions, GPUs, bundles found, JIT").set_defaults(run=command_env)
     return parser
 

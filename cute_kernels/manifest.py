@@ -30,7 +30,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-SCHEMA = 1
+SCHEMA = 2
 FILE = "manifest.json"
 PACKAGE = Path(__file__).resolve().parent
 Kernel = tuple[str, Any]  # (op, spec)
@@ -201,8 +201,9 @@ class Manifest:
     """What a bundle (one folder, one architecture) holds. Written last, so its files are complete.
 
     libraries: family -> {file, sha256}. runtime: {file, sha256} of the DSL's runtime library. kernels: one dict each
-    of op, spec, name, symbol, key, library (family), cubin {file, sha256}, object_sha256, and the facts of
-    cute_kernels/cubin.py, null where no disassembler was installed. File names are relative.
+    of op, spec, name, symbol, key, library (family), cubin {offset, size, sha256}: its bytes in the library,
+    object_sha256, and the facts of cute_kernels/cubin.py, null where no disassembler was installed. File names are
+    relative.
     """
 
     arch: str

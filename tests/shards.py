@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ENDED, KILLED = (0, 1, 5), "did not end"  # exit codes of pytest where all its tests were looked at
+LAST = 12  # lines of output of a process that begins no test
 NUMBER, COUNT, LOG, LIMIT, UNTIL = (f"SHARD_{name}" for name in ("NUMBER", "COUNT", "LOG", "LIMIT", "UNTIL"))
 
 
@@ -81,15 +82,21 @@ def log_of(args: argparse.Namespace, number: int) -> Path:
 def run(args: argparse.Namespace) -> Iterator[str]:
     """Runs all tests; what is to be said of them."""
     until = time.time() + args.seconds
-    alive = {number: (0, start(number, 0, args, until)) for number in range(args.processes)}
+    alive = {number: (0, 0, start(number, 0, args, until)) for number in range(args.processes)}
     while alive:
-        for number, (turn, process) in list(alive.items()):
+        for number, (turn, before, process) in list(alive.items()):
             if process.poll() is None:
+                if time.time() > until + args.limit:  # outside of a test, as while tests are collected
+                    process.kill()
                 continue
             del alive[number]
-            if process.returncode not in ENDED and time.time() < until:
-                alive[number] = turn + 1, start(number, turn + 1, args, until)
-        time.sleep(0.2)
+            begun = len(words(log_of(args, number), "begin"))
+            if process.returncode in ENDED or time.time() > until:
+                continue
+            if begun > before:
+                alive[number] = turn + 1, begun, start(number, turn + 1, args, until)
+            else:
+                yield from (args.out / f"{number}.{turn}.out").read_text().splitlines()[-LAST:]
     ended = 0
     for number in range(args.processes):
         log = log_of(args, number)

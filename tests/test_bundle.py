@@ -1,15 +1,17 @@
 """Bundles: what a process without the DSL loads, what it refuses, and builds that are interrupted or run at once."""
 
+import io
 import json
 import re
 import shutil
 import subprocess
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cute_kernels import bundle, catalog, manifest
+from cute_kernels import archive, bundle, catalog, manifest
 from cute_kernels.attention import args, dispatch
 from tests.conftest import ARCH, BLOCK_DSL, ROOT, build_bundle, finish, run_python, start_python
 
@@ -260,6 +262,92 @@ def test_verify_tells_a_damaged_file(copy):
     library.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     done = run_python(*arguments)
     assert done.returncode == 1 and f"{library.name} does not have the hash" in done.stderr
+
+
+def test_code_of_a_kernel_lies_in_its_library(small):
+    held = manifest.read(small)
+    for entry in held.kernels:
+        at, library = entry["cubin"], (small / held.libraries[entry["library"]]["file"]).read_bytes()
+        assert manifest.digest(library[at["offset"] : at["offset"] + at["size"]]) == at["sha256"]
+    assert {path.name for path in small.iterdir()} == {*archive.names(held), ".lock"}
+
+
+# ---- one file
+
+
+@pytest.fixture(scope="module")
+def packed(small, tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("packed") / "bundle.tar.xz"
+    done = run_python("-m", "cute_kernels", "pack", str(file), "--arch", ARCH, "--out", str(small))
+    assert done.returncode == 0 and "NVIDIA software under the licence" in done.stderr
+    assert float(re.search(r": ([\d.]+) MiB", done.stdout)[1]) == pytest.approx(file.stat().st_size / 2**20, abs=0.1)
+    return file
+
+
+def unpack(file: Path, out: Path, arch: str = ARCH) -> subprocess.CompletedProcess[str]:
+    return run_python("-m", "cute_kernels", "unpack", str(file), "--arch", arch, "--out", str(out))
+
+
+def test_a_packed_bundle_is_the_bundle(packed, small, load, tmp_path):
+    out = tmp_path / "there" / ARCH
+    done = unpack(packed, out)
+    assert done.returncode == 0 and "2 kernels of sm_90a" in done.stdout
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == {p.name: p.read_bytes() for p in small.iterdir()}
+    done = load('print(runtime.kernel(op, spec, "sm_90a"))', out)
+    assert done.returncode == 0, done.stderr
+    older = next(out.glob("attention-*.so"))
+    older.rename(out / "attention-0123456789ab.so")
+    assert unpack(packed, out).returncode == 0 and not (out / "attention-0123456789ab.so").exists()
+
+
+def repacked(packed: Path, file: Path, change) -> Path:
+    """The file with its members (name -> content) changed."""
+    with tarfile.open(packed) as tar:
+        members = {m.name: tar.extractfile(m).read() for m in tar.getmembers()}
+    with tarfile.open(file, "w:xz", preset=0) as tar:
+        for name, data in change(members).items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return file
+
+
+def renamed(members, name):
+    """A manifest whose runtime library is called so."""
+    data = json.loads(members[manifest.FILE])
+    data["runtime"]["file"] = name
+    return members | {manifest.FILE: json.dumps(data).encode(), name: b"x"}
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda m: {name: m[name] for name in reversed(m)}, f"first file is not {manifest.FILE}"),
+        (lambda m: {manifest.FILE: m[manifest.FILE]}, "damaged"),
+        (lambda m: m | {next(n for n in m if n.startswith("attention")): b"x"}, "does not have the hash"),
+        (lambda m: renamed(m, "../outside.so"), "is no name of a file"),
+        (lambda m: m | {manifest.FILE: m[manifest.FILE].replace(b'"schema": 2', b'"schema": 1')}, "schema 1"),
+    ],
+    ids=["order", "missing", "damaged", "outside", "schema"],
+)
+def test_a_file_that_is_no_bundle_is_refused(packed, copy, tmp_path, change, reason):
+    before = {p.name: p.read_bytes() for p in copy.iterdir()}
+    done = unpack(repacked(packed, tmp_path / "other.tar.xz", change), copy)
+    assert done.returncode == 1 and reason in done.stderr and len(done.stderr.splitlines()) == 1
+    assert {p.name: p.read_bytes() for p in copy.iterdir()} == before and not (tmp_path / "outside.so").exists()
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_a_bundle_of_another_architecture_is_refused_in_a_line(packed, tmp_path):
+    done = unpack(packed, tmp_path / "out", "sm_100a")
+    assert done.returncode == 1 and done.stderr == f"{packed} is for sm_90a\n" and not (tmp_path / "out").exists()
+
+
+def test_a_damaged_bundle_is_not_packed(copy, tmp_path):
+    next(copy.glob("attention-*.so")).unlink()
+    file = tmp_path / "bundle.tar.xz"
+    done = run_python("-m", "cute_kernels", "pack", str(file), "--arch", ARCH, "--out", str(copy))
+    assert done.returncode == 1 and "is missing" in done.stderr and not list(tmp_path.glob("*.xz"))
 
 
 # ---- builds

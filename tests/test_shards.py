@@ -17,8 +17,8 @@ def test_further_behind(): pass
 """
 
 
-def shards(tmp_path, *options):
-    (tmp_path / "test_suite.py").write_text(SUITE)
+def shards(tmp_path, *options, suite=SUITE):
+    (tmp_path / "test_suite.py").write_text(suite)
     command = [sys.executable, "-m", "tests.shards", str(tmp_path / "test_suite.py"), "--out", str(tmp_path / "out")]
     done = subprocess.run(
         [*command, "--processes", "2", "--limit", "1", *options], cwd=ROOT, capture_output=True, text=True, timeout=60
@@ -37,3 +37,8 @@ def test_a_hang_costs_one_test(tmp_path):
 
 def test_no_test_begins_too_late(tmp_path):
     assert shards(tmp_path, "--seconds", "-1")[-1].startswith("0 tests ended")
+
+
+def test_a_suite_that_cannot_be_collected_says_why(tmp_path):
+    said = shards(tmp_path, suite="import nothing_of_this_name")
+    assert sum("nothing_of_this_name" in line for line in said) >= 2 and said[-1].startswith("0 tests ended")

@@ -81,21 +81,21 @@ def expected(heads, q_lens, kv_lens):
 
 
 def level(n):
-    """Two for each power of two."""
-    return 0 if n == 0 else 2 * math.floor(math.log2(n)) + (n >= 1.5 * 2 ** math.floor(math.log2(n)))
+    """One for each power of two, from 2048 on."""
+    return math.floor(math.log2(max(n, 2048)))
 
 
 def batch_of(seed):
     """Requests of both kinds, some without queries, some without keys; more than a warp looks at in one step."""
     r = random.Random(seed)
     q_lens = [r.choice((0, 1, 5, FEW, FEW + 1, 300)) for _ in range(r.choice((1, 4, 31, 33, 70)))]
-    return q_lens, [m + r.choice((0, 1, 60, 700, 3000)) if r.random() < 0.9 else 0 for m in q_lens]
+    return q_lens, [m + r.choice((0, 1, 60, 2000, 6000, 20000, 90000)) if r.random() < 0.9 else 0 for m in q_lens]
 
 
 CASES = {
-    "mixed": ((4, 2), [300, 1, 200, 1, 0, 7], [900, 40, 5000, 700, 9, 7]),
-    "packed": ((6, 2), [1, 3, 64], [100, 2000, 64]),
-    "not packed": ((2, 2), [1, 65, 200], [100, 2000, 200]),
+    "mixed": ((4, 2), [300, 1, 200, 1, 0, 7], [900, 40, 50000, 9000, 9, 7]),
+    "packed": ((6, 2), [1, 3, 64], [100, 4096, 64]),
+    "not packed": ((2, 2), [1, 65, 200], [100, 40000, 200]),
     "nothing": ((4, 2), [0, 0], [0, 90]),
     **{f"random {seed}": ((4, 2), *batch_of(seed)) for seed in range(8)},
 }

@@ -13,9 +13,7 @@ from cutlass import Int32
 
 from ..device.clamp import clamp
 from ..device.divisor import Divisor
-from .spec import FEW
-
-MOST_PACKED = 1024  # query heads of a KV head
+from .spec import FEW, MOST_PACKED
 
 
 def request_queries(a, b):

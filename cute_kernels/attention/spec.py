@@ -17,6 +17,7 @@ BITS = {"bf16": 16, "fp16": 16, "e4m3": 8, "e5m2": 8, "nvfp4": 4}  # of an eleme
 BLOCK = 16  # elements that share a scale factor of NVFP4
 TMA_PAGES = (8, 16, 32, 64, 128, 256)  # rows of the pages that TMA fetches in boxes
 FEW = 64  # query tokens of a request, up to which the query heads of a KV head are rows of one tile
+MOST_PACKED = 1024  # of those heads: a row of such a tile, times rows a token, stays below 2^30, for `Divisor`
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 
 from cute_kernels.attention import args, dispatch
 from cute_kernels.attention.problem import Problem as Facts
-from cute_kernels.attention.spec import FEW
+from cute_kernels.attention.spec import FEW, MOST_PACKED
 
 from .. import fp4, machine, overlap, reference, scratch
 from ..checks import INF, check_number, checking
@@ -191,7 +191,8 @@ def plan_for(p: Problem, arch: str, sms: int) -> Plan:
     checks.kernel_tensors(p)
     here, device, heads = machine.current, p.q.device, p.q.shape[1]
     fn = here.kernel(op, spec, arch)
-    group = facts.group if spec.schedule == "stream_k" or facts.rows <= FEW else 1
+    packs = spec.schedule == "stream_k" or facts.rows <= FEW and facts.group <= MOST_PACKED
+    group = facts.group if packs else 1
     blocks = CHUNK // spec.tile.n if p.batch_invariant else 0
 
     def empty(dtype: torch.dtype, *shape: int) -> Any:

@@ -112,5 +112,5 @@ def copy_rows(op: Operand, count: cutlass.Constexpr, starts: cute.Tensor, stage:
 
 
 def landed():
-    """What a consumer does before WGMMA reads a filled stage: cp.async writes through another proxy."""
+    """What a consumer does before an MMA reads a filled stage: cp.async writes through another proxy."""
     cute.arch.fence_proxy("async.shared", space="cta")

@@ -105,7 +105,7 @@ def operand(x, shape, stages):
 
 
 def landed():
-    """What a consumer does before WGMMA reads a filled stage."""
+    """What a consumer does before an MMA reads a filled stage."""
 
 
 def cut(spec, valid):

@@ -22,6 +22,8 @@ from .. import geometry, mask
 from . import work
 from .work import Work
 
+SHORT = 2048  # keys
+
 
 class Request(NamedTuple):
     """kind: 1 where its rows are packed. Without tiles, and past the last request, its level is -1."""
@@ -78,8 +80,9 @@ def spread(tile, part, total):
 
 @cute.jit
 def level_of(kv_len: Int32):
-    """Two levels for each power of two, higher for more keys."""
-    return warp.bits(Float32(kv_len)) >> 22
+    """One for each power of two, higher for more keys. Short requests, which do not decide when a launch ends, have one
+    together: a search looks at all requests once for each level."""
+    return warp.bits(Float32(cutlass.max(kv_len, SHORT))) >> 23
 
 
 @cute.jit
@@ -130,8 +133,8 @@ def begin(spec: cutlass.Constexpr, a, order: Order):
 
 @cute.jit
 def locate(spec: cutlass.Constexpr, a, kind: Int32, index: Int32, search: Search):
-    """One warp: (the Request of a kind's tile `index`, which there is; its number; the tile's index in it; the next
-    Search), 32 requests at a time."""
+    """One warp: (the Request of a kind's tile `index`; its number, that of none where lengths have changed since
+    `begin`; the tile's index in it; the next Search), 32 requests at a time."""
     lane, batch = cute.arch.lane_idx(), geometry.batch(a)
     level, first, before, lower = search
     one, mine, upto, searching = Request(*(Int32(0),) * 6), Int32(0), Int32(0), True
@@ -155,7 +158,8 @@ def locate(spec: cutlass.Constexpr, a, kind: Int32, index: Int32, search: Search
     owner = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= index - before))
     within = index - before - cute.arch.shuffle_sync(upto - mine, owner)
     found = Request(*(cute.arch.shuffle_sync(x, owner) for x in one))
-    return found, first + owner, within, Search(level, first, before, cute.arch.warp_redux_sync(lower, "max"))
+    number = first + owner if owner < 32 else batch
+    return found, number, within, Search(level, first, before, cute.arch.warp_redux_sync(lower, "max"))
 
 
 @cute.jit
@@ -185,6 +189,8 @@ def find(spec: cutlass.Constexpr, a, tile: Int32, order: Order):
         search = Search(*(order.searches[i, kind] for i in range(len(Search._fields))))
         one, batch, index, search = locate(spec, a, kind, index, search)
         keep(order, kind, search)
+        if batch >= geometry.batch(a):
+            valid = Int32(0)
     per_token = geometry.rows_per_token(spec, a, one.q_len)
     rows = geometry.tile_rows(one.q_len, per_token)
     m = geometry.tile_m(spec, rows)

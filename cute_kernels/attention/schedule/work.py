@@ -7,7 +7,6 @@ from cutlass import Int32
 
 from ...device import pipe
 
-COMMON = 11  # words of a tile with any schedule
 STAGES = {"tiles": 2, "stream_k": 4}  # published and not released: one worked on, one loaded; decoding's stay longer
 
 
@@ -39,6 +38,9 @@ class Work(NamedTuple):
     split: Any = None
     per_token: Any = None
     factor: Any = None
+
+
+COMMON = Work._fields.index("split")  # words of a tile with any schedule
 
 
 def fields(spec):

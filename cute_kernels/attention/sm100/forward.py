@@ -108,7 +108,7 @@ def shared(spec, plan):
         order=tiles.allocate(smem),
         growth=growth,
         tensor=tensor,
-        work_pipe=pipe.make(smem, work.STAGES[spec.schedule], 1, r.warps() - r.warps("idle")),
+        work_pipe=pipe.make(smem, work.STAGES[spec.schedule], 1, r.warps()),
         q_pipe=pipe.make(smem, t.q_stages, 1, 1),
         k_pipe=pipe.make(smem, t.stages, arrivals(spec, r), 1),
         v_pipe=pipe.make(smem, t.stages, arrivals(spec, r), 1),

@@ -76,7 +76,7 @@ class Shared:
     k_scales: cute.Tensor | None  # of raw stages
     v_scales: cute.Tensor | None
     o_sums: Any = None  # (4, Dvo / 8, threads): what `sums.advance` adds to
-    votes: Any = None  # of `skip`
+    board: Any = None  # of `skip`
 
 
 @cute.jit
@@ -154,7 +154,7 @@ def shared(spec, plan):
         k_scales=scales.allocate(spec, smem, spec.head_dim_qk, raw),
         v_scales=scales.allocate(spec, smem, spec.head_dim_vo, raw),
         o_sums=sums.allocate(spec, smem) if t.promote else None,
-        votes=skip.allocate(spec, smem),
+        board=skip.allocate(spec, smem),
     )
 
 

@@ -68,7 +68,8 @@ def convert_q(spec: cutlass.Constexpr, s, r, stage: Int32):
 
 @cute.jit
 def gather_q(spec: cutlass.Constexpr, s, w: Work, a, stage: Int32):
-    """Packed GQA: this warpgroup copies its 64 rows of Q, (token, head) pairs, into swizzled shared memory."""
+    """Packed GQA: this warpgroup copies its 64 rows of Q, (token, head) pairs, into swizzled shared memory. The stage
+    is free: its item is full only when all math warps have released the one before."""
     vec = const_expr(128 // s.raw_q.element_type.width)  # of 16 bytes
     per_row = const_expr(spec.head_dim_qk // vec)
     tid = cute.arch.thread_idx()[0] % 128

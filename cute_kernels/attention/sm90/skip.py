@@ -56,7 +56,7 @@ from .roles import WARPS, prepared
 from .store import LANES, scales_of
 
 
-class Votes(NamedTuple):
+class Ballot(NamedTuple):
     """What decides in the tile at hand, whose Q is item q of its pipe. least: log2 of threshold / kv_len. top, peak:
     (rows,), exact maxima of a row, of the block at hand and of the blocks before that were not left out."""
 
@@ -93,13 +93,13 @@ def waits_for_votes(spec):
 def agreed(spec: cutlass.Constexpr, s, agrees, turn: Int32):
     """Whether all lanes of the warpgroup say so (`agrees`). turn: number of the vote."""
     group, warp = group_index(spec), cute.arch.warp_idx() % WARPS
-    mine = votes.of(s.votes.words, group, turn)
+    mine = votes.of(s.board.words, group, turn)
     votes.cast(mine, warp, agrees)
     if const_expr(waits_for_votes(spec)):
         with cute.arch.elect_one():
             for g in cutlass.range_constexpr(spec.tile.warpgroups):
                 if g == group:
-                    cute.arch.mbarrier_arrive(pipe.full(s.votes.pipes[g], turn))
+                    cute.arch.mbarrier_arrive(pipe.full(s.board.pipes[g], turn))
     cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=32 * WARPS)
     return votes.all_of(mine)
 
@@ -111,8 +111,8 @@ def unwanted(spec: cutlass.Constexpr, s, turn: Int32):
     out = Int32(1)
     for g in cutlass.range_constexpr(spec.tile.warpgroups):
         if out != 0:
-            pipe.wait_full(s.votes.pipes[g], turn)
-            out = votes.all_of(votes.of(s.votes.words, g, turn))
+            pipe.wait_full(s.board.pipes[g], turn)
+            out = votes.all_of(votes.of(s.board.words, g, turn))
     return out
 
 
@@ -145,7 +145,7 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
 
 
 @cute.jit
-def look(spec: cutlass.Constexpr, a, s, r: Registers, ballot: Votes, item: Int32, j: Int32, how: cutlass.Constexpr):
+def look(spec: cutlass.Constexpr, a, s, r: Registers, ballot: Ballot, item: Int32, j: Int32, how: cutlass.Constexpr):
     """Soft cap, mask and maxima of block j in r.s, and the warpgroup's vote: whether to leave the block out."""
     x, to_log2 = ballot.tile, scales_of(r, ballot.tile.scales).reduced
     view = transform(spec, a, r, x, j, how)
@@ -159,7 +159,7 @@ def look(spec: cutlass.Constexpr, a, s, r: Registers, ballot: Votes, item: Int32
 
 
 @cute.jit
-def step(spec: cutlass.Constexpr, plan, s, r: Registers, ballot: Votes, last: Last, j: Int32, how: cutlass.Constexpr):
+def step(spec: cutlass.Constexpr, plan, s, r: Registers, ballot: Ballot, last: Last, j: Int32, how: cutlass.Constexpr):
     """QK of block j (item last.kv + 1) and, if it is owed, the PV of item last.kv in flight together, maxima and vote
     of j under PV, softmax of j under the other warpgroup's MMAs. Returns the new `Last`."""
     i, a, x = last.kv, plan.args, ballot.tile
@@ -191,7 +191,7 @@ def step(spec: cutlass.Constexpr, plan, s, r: Registers, ballot: Votes, last: La
 
 
 @cute.jit
-def keep(spec: cutlass.Constexpr, r: Registers, ballot: Votes, how: cutlass.Constexpr):
+def keep(spec: cutlass.Constexpr, r: Registers, ballot: Ballot, how: cutlass.Constexpr):
     """P of the block at hand into r.p; O, none of whose PV is in flight, is brought to the new maxima."""
     rows, x = cute.size(r.tokens), ballot.tile
     tops = cute.make_tensor(ballot.top.iterator, cute.make_layout((rows, 1)))
@@ -228,7 +228,7 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
     a, rows = plan.args, cute.size(r.tokens)
     begin_tile(spec, a, s, r, x, at, capped)
     least = a.logits.skip_threshold - cute.math.log2(Float32(x.w.kv_len), fastmath=True)
-    ballot = Votes(x, at.q, least, *(cute.make_rmem_tensor(rows, Float32) for _ in range(2)))
+    ballot = Ballot(x, at.q, least, *(cute.make_rmem_tensor(rows, Float32) for _ in range(2)))
     for k in cutlass.range_constexpr(rows):
         ballot.peak[k] = r.st.m[k]  # exact after one block
     last = Last(at.kv, Int32(1))
