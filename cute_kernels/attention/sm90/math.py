@@ -521,8 +521,9 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr, capped:
     if const_expr(unit != 1.0):
         out *= unit
     scales = Scales(score, reduced, out)
-    if group_index(spec) == spec.tile.warpgroups - 1:
-        pass_turn(spec)
+    if const_expr(not spec.logits.skip):
+        if group_index(spec) == spec.tile.warpgroups - 1:
+            pass_turn(spec)
     at, (blocks, finish) = Items(Int32(0), Int32(0)), loop
     w, t = next_tile(spec, a, s, r, scales, Int32(0))
     if w.valid != 0:

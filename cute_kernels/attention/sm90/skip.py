@@ -29,7 +29,7 @@ from ..kv import pages, source
 from ..kv.pages import Block
 from ..schedule import work
 from ..schedule.work import Work
-from .groups import GROUP_BARRIER, group_index, pass_turn, wait_turn
+from .groups import GROUP_BARRIER, group_index
 from .math import (
     How,
     Items,
@@ -55,8 +55,6 @@ from .math import (
 from .roles import WARPS, prepared
 from .store import LANES, scales_of
 
-TURNS = 2  # votes at a time
-
 
 class Votes(NamedTuple):
     """What decides in the tile at hand, whose Q is item q of its pipe. least: log2 of threshold / kv_len. top, peak:
@@ -70,12 +68,18 @@ class Votes(NamedTuple):
 
 
 class Board(NamedTuple):
-    """words: the warps' votes in shared memory, (warp of a group, group, 2), those on a block while a warp may still
-    read those on the one before. pipes: of each group, its votes for the loaders of V; nobody frees their two stages:
-    a group votes on a block when V of the block before is there, or was left out, so its votes have been read."""
+    """words: the warps' votes in shared memory, (warp of a group, group, turns). pipes: of each group, its votes for
+    the loaders of V; nobody frees their stages: a group votes on a block when V of the block before is there, or was
+    left out, so its votes have been read."""
 
     words: cute.Tensor
     pipes: tuple[pipe.Pipe, ...]
+
+
+def turns(spec):
+    """Votes at a time. Warpgroups take no turns: where one keeps a block that another leaves out, it falls behind by
+    as many blocks as V has stages, and the loaders are no more votes ahead of it."""
+    return spec.tile.stages
 
 
 def allocate(spec, smem) -> Any:
@@ -83,8 +87,8 @@ def allocate(spec, smem) -> Any:
     if not spec.logits.skip:
         return None
     groups = spec.tile.warpgroups
-    words = smem.allocate_tensor(Int32, cute.make_layout((WARPS, groups, TURNS)), 16)
-    return Board(words, tuple(pipe.make(smem, TURNS, WARPS, 1) for _ in range(groups)))
+    words = smem.allocate_tensor(Int32, cute.make_layout((WARPS, groups, turns(spec))), 16)
+    return Board(words, tuple(pipe.make(smem, turns(spec), WARPS, 1) for _ in range(groups)))
 
 
 def waits_for_votes(spec):
@@ -104,7 +108,7 @@ def all_of(words: cute.Tensor):
 def agreed(spec: cutlass.Constexpr, s, mine, turn: Int32):
     """Whether all lanes of the warpgroup say so (`mine`). turn: number of the vote."""
     group, warp = group_index(spec), cute.arch.warp_idx() % WARPS
-    words = s.votes.words[None, group, turn % TURNS]
+    words = s.votes.words[None, group, turn % turns(spec)]
     all_lanes = cute.arch.vote_all_sync(mine)
     with cute.arch.elect_one():
         words[warp] = Int32(all_lanes)
@@ -119,12 +123,12 @@ def agreed(spec: cutlass.Constexpr, s, mine, turn: Int32):
 @cute.jit
 def unwanted(spec: cutlass.Constexpr, s, turn: Int32):
     """A loading warp: whether all warpgroups leave a block out. turn: number of the vote. Knows it as soon as one wants
-    the block; that one is a vote ahead of none, because warpgroups take turns."""
+    the block."""
     out = Int32(1)
     for g in cutlass.range_constexpr(spec.tile.warpgroups):
         if out != 0:
             pipe.wait_full(s.votes.pipes[g], turn)
-            out = all_of(s.votes.words[None, g, turn % TURNS])
+            out = all_of(s.votes.words[None, g, turn % turns(spec)])
     return out
 
 
@@ -178,11 +182,9 @@ def step(spec: cutlass.Constexpr, plan, s, r: Registers, votes: Votes, last: Las
     at, out = Items(i + 1, votes.q), Int32(0)
     pipe.wait_full(s.k_pipe, i + 1)
     landed(spec, pages.K)
-    wait_turn(spec)
     if last.owed != 0:
         issue_qk(spec, plan, s, r, at)
         issue_pv(spec, plan, s, r, i)
-        pass_turn(spec)
         logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
         warpgroup.wait_group(1)
         pipe.release(s.k_pipe, i + 1)
@@ -190,7 +192,6 @@ def step(spec: cutlass.Constexpr, plan, s, r: Registers, votes: Votes, last: Las
         warpgroup.wait_group(0)
     else:
         issue_qk(spec, plan, s, r, at)
-        pass_turn(spec)
         logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
         pipe.wait_full(s.v_pipe, i)  # not read here, but the stage is free only when V has landed, or never will
         warpgroup.wait_group(0)
@@ -229,9 +230,7 @@ def finish_pv(spec: cutlass.Constexpr, plan, s, r: Registers, after: Work, at: I
         pipe.wait_full(s.v_pipe, at.kv)
     pipe.release(s.v_pipe, at.kv)
     if const_expr(ahead(spec)):
-        wait_turn(spec)
         issue_qk(spec, plan, s, r, Items(at.kv + 1, at.q + 1))
-        pass_turn(spec)
 
 
 @cute.jit
