@@ -1,7 +1,8 @@
-"""python -m bench attention | topk [--cases PREFIX] [--sweep] | sparsity | plots | readme"""
+"""python -m bench attention | topk [--cases PREFIX] [--sweep] | serve | sparsity | plots | readme"""
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -104,6 +105,25 @@ def measure(args: argparse.Namespace) -> None:
     print(f"{len(rows)} rows -> {path}")
 
 
+def serve(args: argparse.Namespace) -> None:
+    """Measure the steps of a trace of requests; append to bench/results/<gpu>.csv."""
+    import torch
+
+    from . import harness, prefill, trace
+
+    if not torch.cuda.is_available():
+        raise SystemExit("the benchmark needs a CUDA device")
+    env = results.environment()
+    path = args.results or results.FOLDER / f"{env.gpu}.csv"
+    providers = tuple(args.providers.split(",")) if args.providers else tuple(prefill.PROVIDERS)
+    found = trace.measure(harness.Setup(providers), replace(trace.TRACE, requests=args.requests))
+    rows = harness.rows_of(found, env)
+    results.append(path, rows)
+    for row in rows:
+        print(f"{row.case:44} {row.provider:13} {row.time_us:10.1f} us  {row.ratio_to_ours or 1.0:6.3f}")
+    print(f"{len(rows)} rows -> {path}")
+
+
 def sparsity(args: argparse.Namespace) -> None:
     """Measure skip-softmax over factors: blocks left out, time, error; append to bench/results/sparsity/<gpu>.csv."""
     import torch
@@ -143,6 +163,11 @@ def main() -> None:
         one.add_argument("--rounds", type=int, default=15)
         one.add_argument("--results", type=Path, help="csv to append to; default bench/results/<gpu>.csv")
         one.set_defaults(run=measure, family=family)
+    one = verbs.add_parser("serve", help=serve.__doc__)
+    one.add_argument("--requests", type=int, default=200)
+    one.add_argument("--providers", default="", help="comma-separated; default: all that run here")
+    one.add_argument("--results", type=Path, help="csv to append to; default bench/results/<gpu>.csv")
+    one.set_defaults(run=serve)
     one = verbs.add_parser("sparsity", help=sparsity.__doc__)
     one.add_argument("--rounds", type=int, default=15)
     one.add_argument("--results", type=Path, help="csv to append to; default bench/results/sparsity/<gpu>.csv")

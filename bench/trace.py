@@ -1,0 +1,167 @@
+"""A trace of a serving engine: the attention of a layer, step by step, by every provider.
+
+Requests arrive at random, with prompts and outputs of log-normal lengths, all drawn from a seed. A scheduler as engines
+have it gives a step one token of every request that decodes and, up to a budget of tokens, chunks of prompts, in order
+of arrival; a request is let in where the pool has room for all its tokens. Steps are the same for all providers, which
+compute each on the same pages (flash-attn-4: on contiguous copies, made outside the time; flashinfer's plan is outside,
+too). What is said of requests, as the time to their first token, is the sum of the times of attention alone.
+"""
+
+import math
+import random
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from . import prefill
+from .cases.attention import AttentionCase, make_inputs
+from .harness import Result, Setup
+from .timing import exactly
+
+
+@dataclass(frozen=True)
+class Trace:
+    """every: steps between two arrivals, on average. prompt, output: median tokens and the sigma of their logarithm.
+    budget: tokens of a step. room: tokens of the pool."""
+
+    name: str
+    requests: int = 200
+    every: float = 2.0
+    prompt: tuple[float, float] = (1500.0, 1.0)
+    output: tuple[float, float] = (120.0, 0.8)
+    budget: int = 2048
+    room: int = 256 * 1024
+    heads: tuple[int, int] = (32, 8)
+    dim: int = 128
+    page: int = 16
+    seed: int = 0
+
+
+TRACE = Trace("trace-bf16-h32x8-d128-p16")
+MOST_PROMPT, MOST_OUTPUT = 32768, 1024
+SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+@dataclass(eq=False)
+class Request:
+    """known: tokens in the pool. first: the step that gave its first token, -1: none yet."""
+
+    arrival: int
+    prompt: int
+    total: int
+    known: int = 0
+    first: int = -1
+
+
+class Step(NamedTuple):
+    """Query tokens, and tokens with those before, of the requests of a step: those that decode come first."""
+
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+
+
+def requests_of(trace: Trace) -> list[Request]:
+    draw, arrival, found = random.Random(trace.seed), 0.0, []
+    for _ in range(trace.requests):
+        prompt, output = (
+            max(1, min(most, round(median * draw.lognormvariate(0.0, sigma))))
+            for (median, sigma), most in ((trace.prompt, MOST_PROMPT), (trace.output, MOST_OUTPUT))
+        )
+        arrival += draw.expovariate(1 / trace.every)
+        found.append(Request(int(arrival), prompt, prompt + output))
+    return found
+
+
+def steps_of(trace: Trace, requests: list[Request]) -> list[Step]:
+    """All steps until the last request ends; says in requests when their first tokens came. ValueError where one has
+    no room in the pool."""
+    if max(r.total for r in requests) > trace.room:
+        raise ValueError(f"room: {trace.room} tokens, too few for the longest request")
+    waiting, running, steps = deque(sorted(requests, key=lambda r: r.arrival)), list[Request](), list[Step]()
+    now = 0
+    while waiting or running:
+        decodes = [r for r in running if r.known >= r.prompt]
+        work, left = [(r, 1) for r in decodes], trace.budget - len(decodes)
+        for r in running:
+            if r.known < r.prompt and left > 0:
+                work.append((r, min(left, r.prompt - r.known)))
+                left -= work[-1][1]
+        while left > 0 and waiting and waiting[0].arrival <= now:
+            if sum(r.total for r in running) + waiting[0].total > trace.room:
+                break
+            running.append(waiting.popleft())
+            work.append((running[-1], min(left, running[-1].prompt)))
+            left -= work[-1][1]
+        for r, n in work:
+            r.known += n
+            if r.known >= r.prompt and r.first < 0:
+                r.first = len(steps)
+        if work:
+            steps.append(Step(*zip(*((n, r.known) for r, n in work))))
+        running = [r for r in running if r.known < r.total]
+        now = max(now + 1, waiting[0].arrival) if waiting and not running else now + 1
+    return steps
+
+
+def case_of(trace: Trace, step: Step) -> AttentionCase:
+    dims = *trace.heads, trace.dim, trace.dim, trace.page
+    return AttentionCase(trace.name, "bf16", *step, *dims, lse=False, spare_pages=8)
+
+
+def times_of(trace: Trace, steps: list[Step], setup: Setup) -> dict[str, list[float]]:
+    """Microseconds of each step, of the providers whose results are right in all of them; of each its best variant."""
+    found: dict[str, list[float]] = {}
+    names = setup.providers
+    for number, step in enumerate(steps):
+        inputs = make_inputs(case_of(trace, step), setup.device, number)
+        calls = prefill.collect([inputs], names)
+        names = tuple(name for name in names if any(label.partition("/")[0] == name for label in calls))
+        for name in names:
+            mine = [call for label, call in calls.items() if label.partition("/")[0] == name]
+            found.setdefault(name, []).append(min(setup.clock.measure(call, [0]) for call in mine))
+        if setup.device != "cpu":
+            torch.cuda.empty_cache()
+    return {name: found[name] for name in names}
+
+
+def at(share: float, values: list[float]) -> float:
+    """The least value that so many are not above.
+
+    >>> at(0.5, [3.0, 1.0, 2.0, 9.0])
+    2.0
+    """
+    return sorted(values)[max(0, math.ceil(round(share * len(values), 6)) - 1)]
+
+
+class Report(NamedTuple):
+    """Of a provider, microseconds: steps and waits for the first token by SHARES, the sum of all steps; tokens/s."""
+
+    steps: dict[str, float]
+    waits: dict[str, float]
+    total: float
+    tokens: float
+
+
+def report(requests: list[Request], steps: list[Step], times: list[float]) -> Report:
+    """The clock stands still where no request is there: a step begins when the one before ends."""
+    waits = [sum(times[min(r.arrival, r.first) : r.first + 1]) for r in requests]
+    tokens = sum(sum(step.q_lens) for step in steps)
+    of_steps, of_waits = ({name: at(share, values) for name, share in SHARES.items()} for values in (times, waits))
+    return Report(of_steps, of_waits, sum(times), tokens / sum(times) * 1e6)
+
+
+def measure(setup: Setup, trace: Trace = TRACE) -> list[Result]:
+    """Rows: a step by SHARES and on average, and the wait for the first token by SHARES."""
+    requests = requests_of(trace)
+    steps, rows = steps_of(trace, requests), list[Result]()
+    tokens = sum(sum(step.q_lens) for step in steps)
+    print(f"{trace.name}: {len(requests)} requests, {len(steps)} steps, {tokens} tokens", flush=True)
+    for name, times in times_of(trace, steps, setup).items():
+        r = report(requests, steps, times)
+        print(f"  {name:13} {r.tokens:9.0f} tokens/s a layer, {r.total / 1e3:.1f} ms in all", flush=True)
+        parts = {f"step-{share}": us for share, us in r.steps.items()} | {"step-mean": r.total / len(steps)}
+        parts |= {f"first-{share}": us for share, us in r.waits.items()}
+        rows += [Result(f"{trace.name}-{part}", name, exactly(us)) for part, us in parts.items()]
+    return rows
