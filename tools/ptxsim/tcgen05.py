@@ -142,6 +142,18 @@ def access(t: Threads, x: Instruction, warp: int, address: int, layout: tuple[st
 REGISTERS = r"\.sync\.aligned\.(32x32b|16x64b|16x128b|16x256b|16x32bx2)\.x(\d+)"
 
 
+def words(t: Threads, x: Instruction, address: Any, layout: tuple[str, int, bool, int], registers: int) -> np.ndarray:
+    """The words that a tcgen05.ld reads, [registers, threads]."""
+    out = np.empty((registers, t.count), U32)
+    t.machine.count("tcgen05.ld")
+    for warp, part in each_warp(t, x):
+        where = access(t, x, warp, same(t, x, address[part]), layout)
+        where.tensor.load(warp, where.regions, t.say(x))
+        got = where.tensor.words[where.lanes, where.columns]
+        out[:, part] = got[:, 0] & U32(0xFFFF) | got[:, 1] << U32(16) if layout[2] else got
+    return out
+
+
 @form(rf"tcgen05\.ld{REGISTERS}(\.pack::16b)?\.b32", f"{TCGEN05}: tcgen05.ld", level=WARP)
 def load(x: Instruction, f: re.Match[str]) -> Op:
     into = vector(x.args[0])
@@ -149,13 +161,7 @@ def load(x: Instruction, f: re.Match[str]) -> Op:
     check_registers(x, layout, len(into))
 
     def run(t: Threads, x: Instruction, address: Any) -> Any:
-        out = np.empty((len(into), t.count), U32)
-        t.machine.count("tcgen05.ld")
-        for warp, part in each_warp(t, x):
-            where = access(t, x, warp, same(t, x, address[part]), layout)
-            where.tensor.load(warp, where.regions, t.say(x))
-            got = where.tensor.words[where.lanes, where.columns]
-            out[:, part] = got[:, 0] & U32(0xFFFF) | got[:, 1] << U32(16) if f[3] else got
+        out = words(t, x, address, layout, len(into))
         return tuple(out) if len(into) > 1 else out[0]
 
     return effect(run, (x.args[1], "address"), outs=tuple((register, "b32") for register in into))
@@ -174,12 +180,7 @@ def load_and_reduce(x: Instruction, f: re.Match[str]) -> Op:
     reduce = {(True, False): np.fmin, (False, False): np.fmax, (True, True): np.minimum, (False, True): np.maximum}
 
     def run(t: Threads, x: Instruction, address: Any) -> Any:
-        out = np.empty((len(into), t.count), U32)
-        t.machine.count("tcgen05.ld")
-        for warp, part in each_warp(t, x):
-            where = access(t, x, warp, same(t, x, address[part]), layout)
-            where.tensor.load(warp, where.regions, t.say(x))
-            out[:, part] = where.tensor.words[where.lanes, where.columns]
+        out = words(t, x, address, layout, len(into))
         values = np.abs(out.view(np.float32)) if f[3] else out.view(np.float32)
         return (*out, reduce[least, bool(f[4])].reduce(values).view(U32))
 
