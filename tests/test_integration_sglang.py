@@ -494,3 +494,5 @@ def test_indexer_of_deepseek_v4(dsa):
     assert out.tolist() == want
     dsa.kernels.topk_transform_paged_v2(scores, lens, None, out, size, torch.zeros(3, 2).int())
     assert out.tolist() == raw.tolist()
+    with pytest.raises(ValueError, match="out_raw_indices: given, must be None without page_tables"):
+        dsa.kernels.topk_transform_paged_v2(scores, lens, None, out, size, torch.zeros(3, 2).int(), raw)

@@ -65,6 +65,8 @@ def paged(
     indices in out_raw_indices; without page_tables, indices in the first."""
     lengths, k = _int32(seq_lens).reshape(-1), out_page_indices.shape[1]
     if page_tables is None:
+        if out_raw_indices is not None:
+            raise ValueError("out_raw_indices: given, must be None without page_tables")
         out_page_indices.copy_(top_k_ragged_transform(scores, torch.zeros_like(lengths), lengths, k))
         return
     top_k_page_table_transform(
