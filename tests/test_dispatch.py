@@ -75,7 +75,7 @@ def usual_types():
 
 
 def test_every_problem_of_prefill_gets_a_shipped_spec_that_serves_it():
-    shipped, found, types = set(sm90.shipped(ARCH)), set(), usual_types()
+    shipped, found, types = {s for s in sm90.shipped(ARCH) if s.schedule == "tiles"}, set(), usual_types()
     more = ({"custom_mask": True}, {"skip": True, "group": 1})
     for problem in (*problems("prefill"), *(replace(BASE, **each, **also) for each in types for also in more)):
         op, spec = dispatch.select(problem, ARCH)
@@ -96,13 +96,25 @@ def test_skip_softmax_of_prefill_joins_every_kernel():
 
 @pytest.mark.parametrize("arch", [ARCH, *BLACKWELL])
 def test_every_problem_of_decode_gets_a_shipped_spec_that_serves_it(arch):
+    """More than 16 rows that ask for nothing else go to prefill's kernels whose CTAs share keys, which are all shipped."""
+    shared = {s for s in sm90.shipped(arch) if s.schedule == "stream_k"}
     shipped, found = set(decode.shipped(arch)), set()
     for problem in problems("decode"):
-        op, spec = dispatch.select(problem, arch)
+        p, (op, spec) = problem, dispatch.select(problem, arch)
         found.add(spec)
-        assert op == "attention.decode" and serves(spec, problem)
-        many = problem.rows * problem.group > 8 and problem.head_dim_qk < 256 and not problem.batch_invariant
-        assert spec.tile.rows_per_warp == (16 if many else 8)
+        assert serves(spec, p)
+        many = p.rows * p.group > 8 and p.head_dim_qk < 256 and not p.batch_invariant
+        plain = (
+            not (p.window or p.soft_cap or p.drafts or p.skip)
+            and p.page_size in TMA_PAGES
+            and p.out in ("bf16", "fp16")
+        )
+        usual = p.head_dim_qk < 256 and p.q != "e4m3" and (p.q == p.kv or p.q == "bf16")
+        many_more = many and plain and usual and p.rows * p.group > 16 and arch == ARCH
+        assert op == ("attention.sm90" if many_more else "attention.decode") and (spec in shared) == many_more
+        if not many_more:
+            assert spec.tile.rows_per_warp == (16 if many else 8)
+    shipped |= shared
     assert shipped <= found and all(on_demand(spec) for spec in found - shipped)
 
 
@@ -128,7 +140,8 @@ def test_general_kernels_take_every_modifier_of_their_op():
         specs = module.shipped(module.ARCHS[0])
         for q, dims in {(spec.q, spec.dims) for spec in specs}:
             mine = [s for s in specs if (s.q, s.kv.scaled, s.mask.custom, s.dims) == (q, False, False, dims)]
-            mine = [s for s in mine if op == "attention.decode" or not s.logits.skip]  # prefill's are their own kernels
+            if op != "attention.decode":  # kernels of their own
+                mine = [s for s in mine if not s.logits.skip and s.schedule == "tiles"]
             general = [set(args.fields(s)) for s in mine if s.mask.window]
             assert general and all(set(args.fields(s)) <= fields for s in mine for fields in general), op
 
@@ -180,7 +193,7 @@ def test_prefill_on_blackwell_serves_a_problem_or_names_what_it_lacks(arch):
     shipped, found, lacking = set(sm100.shipped(arch)), set(), set()
     more = product(usual_types(), ({"custom_mask": True}, {"skip": True}))
     for problem in (*problems("prefill"), *(replace(BASE, **each, **also) for each, also in more)):
-        _, prefill_on_hopper, answer = dispatch.explain(problem, arch)
+        prefill_on_hopper, _, answer = dispatch.explain(problem, arch)
         assert prefill_on_hopper.reason.field == "arch"
         if answer.reason is None:
             found.add(answer.spec)

@@ -7,7 +7,7 @@ from . import decode, sm90, sm100
 from .problem import Problem, Refusal
 
 # In the order in which they are asked.
-OPS = {"attention.decode": decode, "attention.sm90": sm90, "attention.sm100": sm100}
+OPS = {"attention.sm90": sm90, "attention.decode": decode, "attention.sm100": sm100}
 
 
 class Answer(NamedTuple):
@@ -30,8 +30,8 @@ class Unsupported(NotImplementedError):
 
 def refusal(module: Any, problem: Problem, spec: Any, arch: str) -> Refusal | None:
     """None where an op serves a problem with a spec, else the reason why not."""
-    if problem.phase != module.PHASE:
-        return Refusal("phase", f"{problem.phase}: serves {module.PHASE}")
+    if problem.phase not in module.PHASES:
+        return Refusal("phase", f"{problem.phase}: serves {' and '.join(module.PHASES)}")
     if arch not in module.ARCHS:
         return Refusal("arch", f"{arch}: needs {' or '.join(module.ARCHS)}")
     if problem.source == "ragged" and spec.kv.scaled:

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..device.clamp import clamp
-from ..device.divisor import Divisor
+from ..device.divisor import SHIFT, Divisor
 from .spec import FEW, MOST_PACKED
 
 
@@ -85,14 +85,21 @@ def rows_per_token(spec, a, q_len):
     return 1 + few * (group(a) - 1)
 
 
+def divisor_of(rows_per_token, factor):
+    """Rows that a token has, as a divisor of rows of a tile of `tiles`. factor: what makes one of the group's size."""
+    whole = 1 << SHIFT
+    return Divisor(rows_per_token, whole + cutlass.min(rows_per_token - 1, 1) * (factor - whole))
+
+
 def divisor(w):
-    """Rows that a token has, as a divisor of rows of a tile of `tiles`."""
-    return Divisor(w.per_token, w.factor)
+    """`divisor_of` a tile."""
+    return divisor_of(w.per_token, w.factor)
 
 
-def tile_heads(a, rows_per_token):
-    """Heads that the tiles of a request are counted by."""
-    return a.query.q.shape[1] // rows_per_token
+def tile_heads(a, packed):
+    """Heads that the tiles of a request are counted by, whose rows are packed (1) or not (0)."""
+    heads = a.query.q.shape[1]
+    return heads + packed * (a.kv.k.shape[1] - heads)
 
 
 def tile_rows(q_len, rows_per_token):
@@ -127,4 +134,4 @@ def head_of(row, head, rows_per_token):
 
 def kv_head_of(spec, a, w):
     """KV head of a tile."""
-    return w.head if spec.schedule == "stream_k" else w.head * w.per_token // group(a)
+    return w.head if spec.schedule == "stream_k" else w.head * w.per_token // Divisor(group(a), w.factor)

@@ -11,7 +11,7 @@ from ..problem import Problem, Refusal
 from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, outputs, source_of
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
-PHASE = "decode"
+PHASES = ("decode",)
 QUANTISED = {"e4m3": "e4m3", "e5m2": "e4m3", "nvfp4": "nvfp4"}  # type of a cache -> whose tiles its kernels have
 QUERIES = (*DTYPES, "e4m3")
 FEW_ROWS = 8  # of a warp; kernels for calls with more rows have twice as many
@@ -29,6 +29,7 @@ class Tile:
     rows_per_warp: int = FEW_ROWS
 
     loaders: ClassVar[int] = 1  # warps that fill a stage together
+    knows_rows: ClassVar[bool] = False  # of `work.Work`
 
     @property
     def warps(self) -> int:

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 
 from ...device import warp
+from ...device.divisor import factor_of
 from .. import geometry, mask
 from . import work
 from .work import Split, Work
@@ -189,6 +190,8 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, search: Search, share: Share):
         slot = unit if split > 0 else split_slot(cute.arch.block_idx()[0], offset)
     blocks = (lo, hi, *mask.full_range(spec, first, last, n), Split(slot, count, base))
     w = Work(found.valid, m_block, head, found.q_start, found.q_len, kv_len, found.request, *blocks)
+    if const_expr(spec.tile.knows_rows):
+        w = w._replace(per_token=per_token, factor=factor_of(per_token))
     return w, search, Units(unit - offset, unit + taken)
 
 

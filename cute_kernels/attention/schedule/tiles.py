@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Uint32, Uint64
 
 from ...device import warp
 from ...device.divisor import factor_of
@@ -47,16 +47,17 @@ class Search(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Shared memory of the warp that publishes, which has no registers for it. tiles: (2,), of the launch, all and
-    packed. searches: (4, 2), where one for a tile of a kind goes on."""
+    """Shared memory of the warp that publishes, which has no registers for it. launch: (3,): tiles, the `share` of
+    packed ones, and what makes a `Divisor` of the query heads of a KV head. searches: (4, 2), where one for a tile of a
+    kind goes on."""
 
-    tiles: cute.Tensor
+    launch: cute.Tensor
     searches: cute.Tensor
 
 
 def allocate(smem) -> Order:
-    kinds, fields = cute.make_layout(2), cute.make_layout((len(Search._fields), 2))
-    return Order(smem.allocate_tensor(Int32, kinds, 16), smem.allocate_tensor(Int32, fields, 16))
+    launch, fields = cute.make_layout(3), cute.make_layout((len(Search._fields), 2))
+    return Order(smem.allocate_tensor(Int32, launch, 16), smem.allocate_tensor(Int32, fields, 16))
 
 
 def lpt_order(index, m_blocks, heads, section):
@@ -73,9 +74,18 @@ def l2_section(kv_len, row_bytes, kv_heads, heads_per_kv, l2_bytes):
     return cutlass.min(fit, kv_heads) * heads_per_kv
 
 
-def spread(tile, part, total):
-    """How many of the first `tile` of `total` tiles are of the kind that has `part` of them."""
-    return Int32(Int64(tile) * Int64(part) // Int64(total))
+WHOLE = 1 << 31
+
+
+def share(part, total):
+    """What `spread` takes of the kind that has `part` of `total` >= 1 tiles, 0 < part < total: part / total, rounded up,
+    in units of 1 / WHOLE."""
+    return Uint32((Uint64(part) * Uint64(WHOLE) + Uint64(total - 1)) // Uint64(total))
+
+
+def spread(tile, share):
+    """How many of the first `tile` tiles are of the kind that has the share: of all of a launch, as many as there are."""
+    return Int32(Uint64(Uint32(tile)) * Uint64(share) >> Uint64(31))
 
 
 @cute.jit
@@ -96,7 +106,7 @@ def request_of(spec: cutlass.Constexpr, a, b: Int32):
         kind = cutlass.min(per_token - 1, 1)
         rows = geometry.tile_rows(q_len, per_token)
         m = geometry.tile_m(spec, rows)
-        count = (rows + m - 1) // m * geometry.tile_heads(a, per_token)
+        count = (rows + m - 1) // m * geometry.tile_heads(a, kind)
         if count > 0:
             level = level_of(kv_len)
     return Request(q_start, q_len, kv_len, kind, level, count)
@@ -125,8 +135,13 @@ def begin(spec: cutlass.Constexpr, a, order: Order):
             top = cutlass.max(top, one.level)
     count, packed = cute.arch.warp_redux_sync(count, "add"), cute.arch.warp_redux_sync(packed, "add")
     top, top_packed = cute.arch.warp_redux_sync(top, "max"), cute.arch.warp_redux_sync(top_packed, "max")
+    part = Uint32(0)
+    if packed == count:
+        part = Uint32(WHOLE)
+    elif packed > 0:
+        part = share(packed, count)
     if cute.arch.lane_idx() == 0:
-        order.tiles[0], order.tiles[1] = count, packed
+        order.launch[0], order.launch[1], order.launch[2] = count, part.to(Int32), factor_of(geometry.group(a))
     for kind, level in enumerate((top, top_packed)):
         keep(order, kind, Search(level, Int32(0), Int32(0), Int32(-1)))
 
@@ -181,10 +196,10 @@ def next_index(a, t: Int32):
 def find(spec: cutlass.Constexpr, a, tile: Int32, order: Order):
     """One warp: Work of a tile of the launch."""
     valid, m_block, head, batch, index = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-    one, count = Request(*(Int32(0),) * 6), order.tiles[0]
-    if tile < count:
-        valid, before = Int32(1), spread(tile, order.tiles[1], count)
-        kind = spread(tile + 1, order.tiles[1], count) - before
+    one, part = Request(*(Int32(0),) * 6), order.launch[1].to(Uint32)
+    if tile < order.launch[0]:
+        valid, before = Int32(1), spread(tile, part)
+        kind = spread(tile + 1, part) - before
         index = tile - before + kind * (2 * before - tile)
         search = Search(*(order.searches[i, kind] for i in range(len(Search._fields))))
         one, batch, index, search = locate(spec, a, kind, index, search)
@@ -196,15 +211,15 @@ def find(spec: cutlass.Constexpr, a, tile: Int32, order: Order):
     m = geometry.tile_m(spec, rows)
     if valid != 0:
         row_bytes = (spec.head_dim_qk + spec.head_dim_vo) * spec.kv.bits // 8
-        share = geometry.group(a) // per_token
-        section = l2_section(one.kv_len, row_bytes, a.kv.k.shape[1], share, spec.tile.l2_bytes)
-        heads = geometry.tile_heads(a, per_token)
+        heads = geometry.tile_heads(a, one.kind)
+        each = geometry.group(a) + 1 - per_token  # heads that share those of K and V
+        section = l2_section(one.kv_len, row_bytes, a.kv.k.shape[1], each, spec.tile.l2_bytes)
         m_block, head = lpt_order(index, (rows + m - 1) // m, heads, section)
     n = mask.lengths(spec, a, one.q_len, one.kv_len)
-    first, last = geometry.tile_tokens(m_block, m, one.q_len, per_token)
+    first, last = geometry.tile_tokens(m_block, m, one.q_len, geometry.divisor_of(per_token, order.launch[2]))
     blocks = (*mask.kv_range(spec, first, last, n), *mask.full_range(spec, first, last, n))
     w = Work(valid, m_block, head, one.q_start, one.q_len, one.kv_len, batch, *blocks)
-    return w._replace(per_token=per_token, factor=factor_of(per_token))
+    return w._replace(per_token=per_token, factor=order.launch[2])
 
 
 @cute.jit
@@ -213,6 +228,6 @@ def publish(spec: cutlass.Constexpr, a, s, t: Int32):
     tile = next_index(a, t)
     w = find(spec, a, tile, s.order)
     if w.valid == 0 and t > 0 and a.schedule.counter_base >= 0:
-        if cute.arch.lane_idx() == 0 and tile == cute.arch.grid_dim()[0] + s.order.tiles[0] - 1:
+        if cute.arch.lane_idx() == 0 and tile == cute.arch.grid_dim()[0] + s.order.launch[0] - 1:
             a.schedule.counters[a.schedule.counter_base] = 0  # the last draw
     work.publish(s, t, w)

@@ -21,8 +21,9 @@ class Split(NamedTuple):
 
 class Work(NamedTuple):
     """A tile, and what every role needs to know of its request. KV blocks: [lo, hi) have a key that a row of the tile
-    sees (none where hi <= lo), [full_lo, full_hi) need no mask. split: with schedule "stream_k"; per_token: with
-    "tiles", rows that a token has, see `geometry`, and what makes a `Divisor` of it."""
+    sees (none where hi <= lo), [full_lo, full_hi) need no mask. split: with schedule "stream_k". Of kernels whose
+    tiles say so (`knows_rows`), per_token: rows that a token has, see `geometry`; factor: what makes a `Divisor` of the
+    query heads of a KV head."""
 
     valid: Int32
     m_block: Int32
@@ -43,9 +44,14 @@ class Work(NamedTuple):
 COMMON = Work._fields.index("split")  # words of a tile with any schedule
 
 
+def parts(spec):
+    """Whether a tile may be shared among CTAs."""
+    return spec.schedule == "stream_k"
+
+
 def fields(spec):
     """Words of a published tile."""
-    return COMMON + (len(Split._fields) if spec.schedule == "stream_k" else 2)
+    return COMMON + parts(spec) * len(Split._fields) + spec.tile.knows_rows * 2
 
 
 def allocate(spec, smem):
@@ -54,7 +60,7 @@ def allocate(spec, smem):
 
 
 def flatten(w: Work):
-    return (*w[:COMMON], *(w.split or (w.per_token, w.factor)))
+    return (*w[:COMMON], *(w.split or ()), *(() if w.per_token is None else (w.per_token, w.factor)))
 
 
 @cute.jit
@@ -73,10 +79,10 @@ def peek(spec, s, t: Int32):
     pipe.wait_full(s.work_pipe, t)
     stage = pipe.stage(s.work_pipe, t)
     values = [cute.arch.make_warp_uniform(s.work[i, stage]) for i in range(fields(spec))]
-    w = Work(*values[:COMMON])
-    if spec.schedule == "stream_k":
-        return w._replace(split=Split(*values[COMMON:]))
-    return w._replace(per_token=values[COMMON], factor=values[COMMON + 1])
+    w, rest = Work(*values[:COMMON]), values[COMMON:]
+    if parts(spec):
+        w, rest = w._replace(split=Split(*rest[:3])), rest[3:]
+    return w._replace(per_token=rest[0], factor=rest[1]) if rest else w
 
 
 def consume(spec, s, t: Int32):

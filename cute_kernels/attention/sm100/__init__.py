@@ -10,7 +10,7 @@ from ..problem import Problem, Refusal
 from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, outputs, source_of
 
 ARCHS = ("sm_100a", "sm_103a")
-PHASE = "prefill"
+PHASES = ("prefill",)
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Tile:
     loaders: int = 1
     emulated: int = 0
     l2_bytes: ClassVar[int] = 32 << 20  # of K and V at work at a time; L2 is 126 MB in two halves
+    knows_rows: ClassVar[bool] = True  # of `work.Work`
 
     @property
     def heights(self) -> tuple[int, ...]:

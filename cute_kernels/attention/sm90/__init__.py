@@ -1,4 +1,4 @@
-"""Prefill on Hopper: many query rows, WGMMA. This file is plain Python: what the kernel can do (`supports`, and the
+"""Many query rows on Hopper, WGMMA: prefill, and decode of more rows than a warp has. This file is plain Python: what the kernel can do (`supports`, and the
 constants that `dispatch` looks at), which tile it takes, and what is shipped of it. It imports no DSL, because a
 process that runs a bundle has none.
 """
@@ -11,7 +11,7 @@ from ..problem import Problem, Refusal
 from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, outputs, source_of
 
 ARCHS = ("sm_90a",)
-PHASE = "prefill"
+PHASES = ("prefill", "decode")
 FP8 = "e4m3"
 QUANTISED = ("e4m3", "e5m2", "nvfp4")  # types of caches
 
@@ -33,6 +33,7 @@ class Tile:
     raw_stages: int = 0
     loaders: int = 2  # warps that fill a stage together: issuing a TMA takes one tens of cycles
     promote: int = 0  # KV blocks after which O moves to fp32 sums in shared memory, 0: never
+    knows_rows: ClassVar[bool] = True  # of `work.Work`
     l2_bytes: ClassVar[int] = 16 << 20  # of K and V at work at a time; Hopper's L2 is 50 MB in two halves
 
     @property
@@ -81,6 +82,15 @@ QUANTISED_HEADLINE_TILES = QUANTISED_TILES | {
     (64, 64): Tile(128, 128, 3, 1, True, raw_stages=3, loaders=1),
     (128, 128): Tile(128, 128, 2, 1, True, raw_stages=2, loaders=1),
 }
+SHARED_TILES = {  # (type of the cache, head_dim) -> tile of kernels whose CTAs share the keys of a request
+    ("16-bit", 64): Tile(64, 128, 6, loaders=1),
+    ("16-bit", 128): Tile(64, 128, 3, loaders=1),
+    ("e4m3", 64): Tile(64, 128, 4, raw_stages=4, loaders=1),
+    ("e4m3", 128): Tile(64, 128, 2, raw_stages=2, loaders=1),
+    ("nvfp4", 64): Tile(64, 128, 4, raw_stages=4, loaders=1),
+    ("nvfp4", 128): Tile(64, 128, 2, raw_stages=3, loaders=1),
+}
+SHARED_ROWS = 16  # more than so many rows of a request: up to there `decode` reads keys as fast, and computes less
 HEADLINE_TILES = TILES | {  # of kernels that take none
     (64, 64): Tile(192, 128, 4, 2),
     (128, 128): Tile(128, 128, 3, 1, True),
@@ -112,16 +122,27 @@ def general(q: str, kv: str, dims: tuple[int, int]) -> Spec:
     return AttentionSpec(q, KVSpec(kv), out, *dims, mask, logits, tile=cast(Tile, tile))
 
 
+def shared(q: str, kv: str, dim: int) -> Spec:
+    """The spec of a causal mask whose CTAs share the keys of a request. No tile where none is shipped."""
+    kind = "16-bit" if q == kv != FP8 else kv if q == "bf16" else ""
+    tile = SHARED_TILES.get((kind, dim))
+    mask = MaskSpec("always")
+    return AttentionSpec(q, KVSpec(kv), outputs(q)[:1], dim, dim, mask, schedule="stream_k", tile=cast(Tile, tile))
+
+
 def candidate(problem: Problem, arch: str) -> Spec:
     """The spec that would serve a problem, if `supports` lets it."""
     p, dims = problem, (problem.head_dim_qk, problem.head_dim_vo)
     plain = p.out in DTYPES and not (p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi)
     spec = headline(p.q, p.kv, dims, p.causal) if plain else general(p.q, p.kv, dims)
+    if p.phase == "decode":
+        few = p.rows * p.group <= SHARED_ROWS or p.batch_invariant or p.head_dim_qk != p.head_dim_vo
+        spec = replace(spec, schedule="stream_k", tile=None if few else shared(p.q, p.kv, p.head_dim_qk).tile)
     mask = replace(spec.mask, bits=p.drafts, custom=p.custom_mask)
     logits = replace(spec.logits, skip=p.skip, alibi=p.alibi, head_scales=p.head_scales and p.kv in DTYPES)
     out = outputs(p.q, p.out) if len(spec.out) > 1 or p.out not in DTYPES else (p.out,)
     few = p.skip and p.kv not in DTYPES  # registers, and votes need some
-    tile = tiles_of(p.q, p.kv, False).get(dims) if few else spec.tile
+    tile = tiles_of(p.q, p.kv, False).get(dims) if few and spec.schedule == "tiles" else spec.tile
     return replace(spec, kv=KVSpec(p.kv, source_of(p)), out=out, mask=mask, logits=logits, tile=cast(Tile, tile))
 
 
@@ -140,9 +161,16 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("drafts", "True: the kernel has no mask of bits")
     if spec.logits.head_scales:
         return Refusal("head_scales", "True: the kernel has one factor for all heads")
-    if spec.schedule != "tiles":
-        return Refusal("schedule", f"{spec.schedule}: the kernel has tiles")
     t = spec.tile
+    if spec.schedule == "stream_k":
+        if t is None:
+            return Refusal(
+                "phase", f"decode: serves more than {SHARED_ROWS} rows of {', '.join(map(str, SHARED_TILES))}"
+            )
+        if spec != replace(shared(spec.q, spec.kv.dtype, spec.head_dim_qk), kv=spec.kv, out=spec.out, tile=t):
+            return Refusal("phase", "decode: serves a causal mask, and nothing else")
+        if spec.kv.source != "tma" or len(spec.out) > 1 or t.m != 64:
+            return Refusal("phase", "decode: serves pages that TMA fetches, 16-bit outputs, tiles of 64 rows")
     if t is None:
         return Refusal("tile", "None: a spec needs one")
     if t.m % 64 or not 64 <= t.m <= 192 or t.n % 16:
@@ -166,4 +194,6 @@ def shipped(arch: str) -> list[Spec]:
         found.append(replace(causal, logits=LogitsSpec(skip=True)))
     for kv, dims in product(("e4m3", "nvfp4"), USUAL):
         found += [headline("bf16", kv, dims, True), general("bf16", kv, dims)]
+    found += [shared(q, q, dim) for q, (dim, _) in product(DTYPES, USUAL)]
+    found += [shared("bf16", kv, dim) for kv, dim in SHARED_TILES if kv != "16-bit"]
     return found if arch in ARCHS else []

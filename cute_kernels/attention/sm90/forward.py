@@ -5,6 +5,9 @@ and V, one copies scale factors; warpgroup 1 prepares stages that no MMA can rea
 it dequantises K and V, two warps each, or transposes V, which the spare warps of warpgroup 0 do where three warpgroups
 compute; each further warpgroup computes 64 rows of the tile (`math`). CTAs are persistent.
 
+Where CTAs share the keys of requests (`schedule.stream_k`), a warp of the first warpgroup schedules, and `parts` has
+what a CTA found of a tile that is not its own alone.
+
 Pipelines: work_pipe, 2 stages, loader 0 of K -> all: the next tile, published while the current one is loaded, freed
 when read. q_pipe, `tile.q_stages` stages, load -> math: Q of a tile that has a visible key, or, packed, room for it,
 which math fills; freed when the last QK of the tile is done, or once Q is in registers. k_pipe and v_pipe,
@@ -34,7 +37,7 @@ from ...device import copy, layout, pipe, wgmma
 from .. import fakes, load
 from ..args import Args, pack
 from ..kv import arrivals, pages, scales, source
-from ..schedule import tiles, work
+from ..schedule import stream_k, tiles, work
 from . import skip, sums
 from .math import DENSE, math
 from .prepare import prepare_kv
@@ -64,7 +67,7 @@ class Shared:
     raw_k: cute.Tensor  # as it was loaded; where nothing is prepared, k
     raw_v: cute.Tensor
     work: cute.Tensor
-    order: tiles.Order
+    order: tiles.Order | None
     work_pipe: pipe.Pipe
     k_pipe: pipe.Pipe
     v_pipe: pipe.Pipe
@@ -77,6 +80,7 @@ class Shared:
     v_scales: cute.Tensor | None
     o_sums: Any = None  # (4, Dvo / 8, threads): what `sums.advance` adds to
     board: Any = None  # of `skip`
+    last: Any = None  # (1,) of `combine.is_last`
 
 
 @cute.jit
@@ -127,34 +131,36 @@ def shared(spec, plan):
     if prepared(spec)[pages.V]:
         shape = (spec.head_dim_vo, t.n) if fp8(spec) else (t.n, spec.head_dim_vo)
         v = operand_stages(spec, smem, shape, t.stages)
+    raw_q = copy.allocate(smem, plan.q, plan.args.query.q.element_type)
+    q = operand_q(spec, smem, raw_q)
     published = work.allocate(spec, smem)
-    work_pipe = pipe.make(smem, count, 1, r.warps() - r.warps("idle"))
+    work_pipe = pipe.make(smem, count, 1, r.warps() - r.warps("idle", "schedule"))
     raw_k_pipe = k_pipe = pipe.make(smem, raw, arrivals(spec, r), r.warps("prepare_k") or math_warps)
     if prepared(spec)[pages.K]:
         k_pipe = pipe.make(smem, t.stages, r.warps("prepare_k"), math_warps)
     raw_v_pipe = v_pipe = pipe.make(smem, raw, arrivals(spec, r), r.warps("prepare_v") or math_warps)
     if prepared(spec)[pages.V]:
         v_pipe = pipe.make(smem, t.stages, r.warps("prepare_v"), math_warps)
-    raw_q = copy.allocate(smem, plan.q, plan.args.query.q.element_type)
     return Shared(
         k=k,
         v=v,
         raw_k=raw_k,
         raw_v=raw_v,
         work=published,
-        order=tiles.allocate(smem),
+        order=None if work.parts(spec) else tiles.allocate(smem),
         work_pipe=work_pipe,
         k_pipe=k_pipe,
         v_pipe=v_pipe,
         raw_k_pipe=raw_k_pipe,
         raw_v_pipe=raw_v_pipe,
         raw_q=raw_q,
-        q=operand_q(spec, smem, raw_q),
+        q=q,
         q_pipe=pipe.make(smem, t.q_stages, 1, math_warps),
         k_scales=scales.allocate(spec, smem, spec.head_dim_qk, raw),
         v_scales=scales.allocate(spec, smem, spec.head_dim_vo, raw),
         o_sums=sums.allocate(spec, smem) if t.promote else None,
         board=skip.allocate(spec, smem),
+        last=smem.allocate_tensor(Int32, cute.make_layout(1)) if work.parts(spec) else None,
     )
 
 
@@ -171,7 +177,15 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
 def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
     """The warps of the first warpgroup."""
     if warp < roles(spec).first("load_v"):
-        load.load_kv(spec, plan, s, load.Stages(plan.k, s.raw_k, s.raw_k_pipe), pages.K, warp, publishes=True)
+        into = load.Stages(plan.k, s.raw_k, s.raw_k_pipe)
+        load.load_kv(spec, plan, s, into, pages.K, warp, publishes=not work.parts(spec))
+    elif const_expr(work.parts(spec)):
+        if warp < roles(spec).first("load_v") + roles(spec).warps("load_v"):
+            load_v(spec, plan, s, warp - roles(spec).first("load_v"))
+        elif warp == roles(spec).first("schedule"):
+            stream_k.schedule_warp(spec, plan.args, s)
+        elif const_expr(spec.kv.scaled):
+            load.load_scales(spec, plan, s, (s.raw_k_pipe, s.raw_v_pipe))
     elif const_expr(not any(prepared(spec))):
         load_v(spec, plan, s, warp - roles(spec).first("load_v"))
     elif warp < roles(spec).first("load_v") + roles(spec).warps("load_v"):

@@ -26,7 +26,7 @@ from ..kv import pages, source
 from ..logits import Cols, Rows
 from ..schedule import work
 from ..schedule.work import Work
-from . import sums
+from . import parts, sums
 from .groups import ALL_BARRIER, group_index, pass_turn, wait_turn
 from .query import convert_q, gather_q, in_units, load_q
 from .roles import dequantises, fp8, operand, prepared, roles, scaled_rows
@@ -488,6 +488,18 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
 DENSE = Loop(run_tile, finish_pv)
 
 
+@cute.jit
+def deliver(spec: cutlass.Constexpr, a, s, r: Registers, w: Work, scales: Scales, empty: cutlass.Constexpr):
+    """O and LSE of a tile, or of this CTA's part of it."""
+    if const_expr(work.parts(spec)):
+        if w.split.slot >= 0:
+            parts.share(spec, a, s, r, w, empty)
+        else:
+            store(spec, a, r, w, scales, empty)
+    else:
+        store(spec, a, r, w, scales, empty)
+
+
 class Next(NamedTuple):
     """A tile, and the number of the one behind it."""
 
@@ -500,7 +512,7 @@ def next_tile(spec: cutlass.Constexpr, a, s, r: Registers, scales: Scales, t: In
     """The CTA's t-th tile or the first after it that sees a key; those that see none are stored."""
     w = work.consume(spec, s, t)
     while w.valid != 0 and w.hi <= w.lo:
-        store(spec, a, r, w, scales, True)
+        deliver(spec, a, s, r, w, scales, True)
         t += 1
         w = work.consume(spec, s, t)
     return Next(w, t + 1)
@@ -536,7 +548,7 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr, capped:
             last = blocks(spec, plan, s, r, x, at, capped)
             w, t = next_tile(spec, a, s, r, scales, t)
             finish(spec, plan, s, r, w, Items(last.kv, at.q), last.owed)
-            store(spec, a, r, x.w, scales, False)
+            deliver(spec, a, s, r, x.w, scales, False)
             at = Items(last.kv + 1, at.q + 1)
         warpgroup.wait_group(0)
 

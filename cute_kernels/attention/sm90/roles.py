@@ -2,10 +2,12 @@
 
 from ...device.roles import Role, Roles
 from .. import quant
+from ..schedule import work
 
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # math warpgroups -> (load, math) registers a thread
 DEQUANTISING = {1: (40, 40, 232), 2: (32, 32, 224)}  # math warpgroups -> (load, prepare, math) registers
 TRANSPOSING = {1: (40, 40, 232), 2: (32, 40, 216)}  # the same
+SHARING = (72, 72, 232)  # the same, where CTAs share the keys of requests
 WARPS = 4  # warps of a warpgroup
 
 
@@ -43,15 +45,16 @@ def apart(spec):
 
 def roles(spec) -> Roles:
     t, scales, keys = spec.tile, int(spec.kv.scaled), 0 if fp8(spec) else WARPS // 2
-    loading: dict[str, int] = {"load_k": t.loaders, "load_v": t.loaders}
+    shares = int(work.parts(spec))
+    loading: dict[str, int] = {"load_k": t.loaders, "load_v": t.loaders, "schedule": shares}
     preparing: dict[str, int] = {}
-    spare = WARPS - 2 * t.loaders
+    spare = WARPS - 2 * t.loaders - shares
     if apart(spec):
-        registers = (TRANSPOSING if fp8(spec) else DEQUANTISING)[t.warpgroups]
+        registers = SHARING if shares else (TRANSPOSING if fp8(spec) else DEQUANTISING)[t.warpgroups]
         loading |= {"load_scales": scales, "idle": spare - scales}
-        preparing |= {"prepare_k": keys, "prepare_v": WARPS - keys}
+        preparing |= {"prepare_k": keys << shares, "prepare_v": WARPS - keys << shares}  # one tile: MMAs wait for them
     else:
-        load, math = REGISTERS[t.warpgroups]
+        load, math = SHARING[::2] if shares else REGISTERS[t.warpgroups]
         registers = load, load, math
         loading |= {"prepare_v" if fp8(spec) else "idle": spare}
     groups = loading, preparing, {"math": WARPS * t.warpgroups}

@@ -36,6 +36,11 @@ DECODE_STRUCTURES = {  # (KV dtype, head_dim, 8 rows a warp): every type, head_d
     ("nvfp4", 128, True), ("nvfp4", 128, False),
 }  # fmt: skip
 GATHER_STRUCTURES = {("", 64, True)}
+SHARED_STRUCTURES = {
+    ("bf16", 128),
+    ("e4m3", 64),
+    ("nvfp4", 128),
+}  # (KV dtype, head_dim) where prefill's CTAs share keys
 PREPARED_STRUCTURES = {("e4m3", 128, False), ("nvfp4", 64, True)}  # (KV dtype, head_dim, general) of prefill over those
 WIDE_STRUCTURES = {(192, True), (256, True)}  # (head_dim, general) of prefill beyond 128
 
@@ -56,6 +61,7 @@ class Kernel:
     """What cases need to know of a spec."""
 
     decodes: bool
+    shares: bool  # with prefill's code
     few_rows: int  # query rows of a request from which on another kernel serves it, 0: none does
     window: bool
     cap: bool
@@ -74,7 +80,9 @@ def kernel_of(spec: Any) -> Kernel:
     """The only reader of specs here."""
     decodes = spec.schedule == "stream_k"
     own = spec.kv.dtype == spec.q and not (decodes and spec.q == "e4m3")  # decoding converts them as any cache
-    narrow = decodes and spec.tile.rows_per_warp == FEW_ROWS and (spec.kv.dtype, spec.head_dim_qk) in WIDE
+    shares = decodes and spec.tile.knows_rows
+    narrow = decodes and not shares and spec.tile.rows_per_warp == FEW_ROWS
+    narrow = narrow and (spec.kv.dtype, spec.head_dim_qk) in WIDE
     same: dict[str, Any] = {
         "function": "decode" if decodes else "context",
         "dtype": {"e4m3": "fp8"}.get(spec.q, spec.q),
@@ -91,7 +99,7 @@ def kernel_of(spec: Any) -> Kernel:
     several = len(spec.out) > 1
     promoted = getattr(spec.tile, "promote", 0)  # of Hopper's prefill
     return Kernel(
-        decodes, few, mask.window, cap, general, gathers, mask.custom, skips, several, block,
+        decodes, shares, few, mask.window, cap, general, gathers, mask.custom, skips, several, block,
         block * spec.tile.stages, promoted, same,
     )  # fmt: skip
 
@@ -100,6 +108,8 @@ def structure(spec: Any) -> Any:
     """What sets a kernel's code apart but for types, masks and modifiers, which one mode shows; None where another head
     dimension stands for it."""
     k, dim = kernel_of(spec), spec.head_dim_qk
+    if k.shares:
+        return ("shares", spec.kv.dtype, dim) if (spec.kv.dtype, dim) in SHARED_STRUCTURES else None
     if k.decodes:
         key = k.same["kv_dtype"], dim, spec.tile.rows_per_warp == FEW_ROWS
         if k.gathers:
@@ -143,6 +153,28 @@ def skipping_cases(k: Kernel) -> list[Scenario]:
     return [Scenario("skip", (some, none, nothing)), *boxes]
 
 
+def sharing_cases(k: Kernel) -> list[Scenario]:
+    """Of a kernel whose CTAs share the keys of requests of more rows than one warp has: parts of tiles that see no key,
+    tiles of one CTA, of two and of many, requests of several tiles."""
+    most = k.keys + 2 * k.block + 20
+    ragged = AttentionCase(
+        "ragged", q_lens=(1, 9, 0, 45, 2), kv_lens=(0, 19, 7, most, 2 * k.block + 1), heads_q=6, heads_kv=2, page_size=16,
+        sink=True, data="peaks", layout="NHD", strided_q=True, device=("scale", "out"), out_scale=0.5, **k.same,
+    )  # fmt: skip
+    short = replace(ragged, name="short", q_lens=(8, 3), kv_lens=(most, 40), sink=False, lse=False, data="needles")
+    boxes = tuple(replace(short, page_size=page, lse=True) for page in (8, 32, 64))
+    idle = (0,) * 127
+    many = replace(short, name="many", q_lens=(*idle, 7, 0, 1), kv_lens=(*idle, k.block + 40, 7, 9), lse=True)
+    one = replace(short, name="one", heads_q=70, heads_kv=1, q_lens=(3,), kv_lens=(2 * k.block,), lse=True)
+    nothing = replace(ragged, name="nothing", q_lens=(9, 20), kv_lens=(0, 0))
+    return [
+        Scenario("ragged", (ragged,), SHARED_SMS, ("csr",)),
+        Scenario("short", (short, nothing), 3),
+        Scenario("boxes", boxes, SMS),
+        Scenario("many", (many, one), SHARED_SMS),
+    ]
+
+
 def promoting_calls(k: Kernel, short: AttentionCase) -> list[AttentionCase]:
     """Calls in which sums move on: under a block that one request sees whole and the other in part; with a cap and
     without, each with the output that `short` does not have so."""
@@ -162,6 +194,8 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     k = kernel_of(spec)
     if k.skips:
         return skipping_cases(k)
+    if k.shares:
+        return sharing_cases(k)
     twin = (k.gathers or bool(k.same["kv_dtype"]) and not k.decodes) and structure(spec) is None
     window = (300 if k.general else 75) if k.window else -1
     other = -1 if k.cap or k.decodes else window  # a kernel with a window serves calls without one
