@@ -92,6 +92,19 @@ sys.meta_path.insert(0, Blocker())
 """
 
 
+ON_CUDA = pytest.param("cuda", marks=pytest.mark.kernels)
+
+
+@pytest.fixture(params=["cpu", ON_CUDA] if torch.cuda.is_available() else ["cpu"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """A test that asks for it, or uses a fixture that does, runs on the CPU and, where there is one, on a GPU."""
+    if request.param == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an sm_90 device")
+    return torch.device("cuda", 0)
+
+
 @pytest.fixture(autouse=True)
 def compile_in_marked_tests_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """`make quick` runs the tests without the marker `kernels`: they must not compile, or it is not quick."""
