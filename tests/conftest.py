@@ -44,6 +44,11 @@ def features_of(item: pytest.Item) -> set[str]:
     return names
 
 
+def imports_engine(item: pytest.Item) -> bool:
+    """Tests of an engine stay together: torch refuses to define its operators twice."""
+    return "engine" in item.fixturenames  # type: ignore[attr-defined]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --all, tests marked `full` are left out. Tests on a GPU compile what they run, and a junit report says
     their features. Tests that need kernels come last, since these are compiled meanwhile."""
@@ -55,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full = [item for item in items if item.get_closest_marker("full")]
         items[:] = [item for item in items if not item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
-    items.sort(key=lambda item: item.get_closest_marker("kernels") is not None)
+    items.sort(key=lambda item: item.get_closest_marker("kernels") is not None and not imports_engine(item))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -90,6 +95,19 @@ class Blocker:
             raise ModuleNotFoundError(f"blocked: {name}", name=name)
 sys.meta_path.insert(0, Blocker())
 """
+
+
+ON_CUDA = pytest.param("cuda", marks=pytest.mark.kernels)
+
+
+@pytest.fixture(params=["cpu", ON_CUDA] if torch.cuda.is_available() else ["cpu"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """A test that asks for it, or uses a fixture that does, runs on the CPU and, where there is one, on a GPU."""
+    if request.param == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an sm_90 device")
+    return torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)

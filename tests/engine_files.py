@@ -26,6 +26,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from bench.cases.attention import SOFT_CAP_TOLERANCE, TOLERANCE
 from cute_kernels import manifest
 from tests.conftest import ROOT
 
@@ -121,6 +122,17 @@ def attention(
     if sinks is not None:
         logits = torch.cat([logits, sinks.double()[:, None, None].expand(-1, len(q), 1)], 2)
     return torch.einsum("hqk,khd->qhd", logits.softmax(2)[..., : len(k)], v)
+
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}  # in bench.cases
+
+
+def compare(found: torch.Tensor, want: torch.Tensor, query: torch.dtype, soft_cap: float | None) -> None:
+    """What a kernel or, on the CPU, the reference found of queries of a dtype, with attention in float64."""
+    rtol, atol = 0.01, 0.005
+    if found.is_cuda:
+        rtol = atol = max(TOLERANCE[NAMES[query]], SOFT_CAP_TOLERANCE if soft_cap else 0.0)
+    torch.testing.assert_close(found.cpu().double(), want, rtol=rtol, atol=atol)
 
 
 class Stub(types.ModuleType):

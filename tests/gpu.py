@@ -3,7 +3,8 @@
 import itertools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -165,6 +166,35 @@ def captured(function: Callable[..., Any], inputs: dict[str, Any]) -> tuple[torc
     with torch.cuda.graph(graph):
         result = function(**inputs)
     return graph, result
+
+
+def repeated(device: torch.device, work: Callable[[], Any]) -> Callable[[], Any]:
+    """What does `work` again: on a GPU the replay of a graph, which returns what the capture did, written anew; on the
+    CPU a call."""
+    if device.type == "cpu":
+        return work
+    work()  # finds or compiles kernels
+    graph, result = captured(work, {})
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
+
+
+@contextmanager
+def values_hidden(device: torch.device) -> Iterator[torch.device]:
+    """Inside, whatever reads a tensor of the device that it gives fails: one without values for the CPU; a GPU itself,
+    for which nothing may wait."""
+    if device.type == "cpu":
+        yield torch.device("meta")
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield device
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def in_threads(work: Callable[[int], None], count: int) -> None:

@@ -7,6 +7,8 @@ What has nothing of attention is a stub (`engine_files`).
 import importlib.metadata
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine_files import Engine, attention, engine_files, entry_points
+from tests.engine_files import Engine, attention, compare, engine_files, entry_points
+from tests.gpu import repeated, values_hidden
 
 VERSION = "0.5.23"
 FILES = ("sglang/kernels/ops/attention/dsv4/topk.py",) + tuple(
@@ -39,6 +42,7 @@ class Server:
     """What SGLang's runtime keeps for a process."""
 
     backend: Any = None
+    device: torch.device = torch.device("cpu")
     parallel: Any = field(default_factory=lambda: SimpleNamespace(attn_cp_size=1, dcp_enabled=False))
     spec: Any = field(default_factory=lambda: SimpleNamespace(speculative_eagle_topk=1))
 
@@ -54,7 +58,9 @@ def stubs(server: Server) -> dict[str, dict[str, Any]]:
         "sglang.srt.utils.common": utils,
         "sglang.srt.platforms": {"current_platform": SimpleNamespace(is_cuda_alike=no)},
         "sglang.srt.runtime_context": {
-            "get_parallel": lambda: server.parallel, "get_spec": lambda: server.spec, "get_platform": lambda: platform,
+            "get_parallel": lambda: server.parallel,
+            "get_spec": lambda: server.spec,
+            "get_platform": lambda: platform,
         },
         "sglang.srt.utils.torch_memory_saver_adapter": {"TorchMemorySaverAdapter": saver},
         "sglang.srt.mem_cache.utils": {"maybe_init_custom_mem_pool": lambda **_: (False, None, None)},
@@ -68,12 +74,12 @@ def stubs(server: Server) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def server():
+def engine():
     """The engine, which has loaded the plugins with its own loader."""
     server = Server()
     engine = Engine("sglang", engine_files("sglang", VERSION, FILES), FILES, stubs(server))
     with engine.installed(), pytest.MonkeyPatch.context() as patch:
-        with Engine("triton", Path(), (), {}).installed():
+        with nullcontext() if find_spec("triton") else Engine("triton", Path(), (), {}).installed():
             from sglang.srt.mem_cache import memory_pool, swa_memory_pool  # noqa: F401
         patch.setattr(importlib.metadata, "entry_points", entry_points)
         patch.delenv("SGLANG_PLUGINS", raising=False)
@@ -81,6 +87,13 @@ def server():
 
         load_plugins()
         yield server
+
+
+@pytest.fixture
+def server(engine, device):
+    """The engine, whose model is on a device."""
+    engine.device = device
+    return engine
 
 
 @dataclass
@@ -121,7 +134,7 @@ class Model:
 
         torch.manual_seed(0)
         monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", str(case.hnd).lower())
-        self.server, self.case = server, case
+        self.server, self.case, device = server, case, server.device
         self.layers = torch.nn.ModuleList(
             RadixAttention(
                 HEADS, case.head_dim, case.head_dim**-0.5, KV_HEADS, i, logit_cap=case.logit_cap,
@@ -131,15 +144,15 @@ class Model:
         )  # fmt: skip
         for layer in self.layers:
             layer.k_scale_float, layer.v_scale_float = case.scales
-            layer.k_scale, layer.v_scale = (None if s is None else torch.tensor(s) for s in case.scales)
+            layer.k_scale, layer.v_scale = (None if s is None else torch.tensor(s, device=device) for s in case.scales)
         pool = dict(page_size=case.page_size, dtype=case.kv_dtype, head_num=KV_HEADS, head_dim=case.head_dim,
-            device="cpu", enable_memory_saver=False)  # fmt: skip
+            device=device.type, enable_memory_saver=False)  # fmt: skip
         if case.pools:
             windowed = [i for i, window in enumerate(case.windows) if window >= 0]
             full = [i for i in range(2) if i not in windowed]
             self.pool = SWAKVPool(SLOTS, SLOTS // 2, swa_attention_layer_ids=windowed, full_attention_layer_ids=full,
                 **pool)  # fmt: skip
-            self.to_window = torch.full((SLOTS + case.page_size + 1,), -1)  # a page gets one when it is used
+            self.to_window = torch.full((SLOTS + case.page_size + 1,), -1, device=device)  # a page gets one with use
             self.free_windowed = torch.randperm(SLOTS // 2 // case.page_size).add(1).tolist()
             self.pool.register_mapping(self.to_window)
             parts = [self.pool.full_kv_pool, self.pool.swa_kv_pool]
@@ -149,10 +162,11 @@ class Model:
         for part in parts:
             for buffer in part.k_buffer + part.v_buffer:
                 buffer.view(torch.uint8).fill_(255)  # NaN
-        self.req_to_token = torch.zeros(8, CONTEXT, dtype=torch.int32)
+        self.req_to_token = torch.zeros(8, CONTEXT, dtype=torch.int32, device=device)
         runner = dict(
-            model=self.layers, dtype=case.dtype, kv_cache_dtype=case.kv_dtype, device="cpu", page_size=case.page_size,
-            use_mla_backend=False, is_draft_worker=False, spec_algorithm=SimpleNamespace(is_speculative=no),
+            model=self.layers, dtype=case.dtype, kv_cache_dtype=case.kv_dtype, device=device.type,
+            page_size=case.page_size, use_mla_backend=False, is_draft_worker=False,
+            spec_algorithm=SimpleNamespace(is_speculative=no),
             model_config=SimpleNamespace(context_len=CONTEXT, is_encoder_decoder=False),
             req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token), token_to_kv_pool=self.pool,
         )  # fmt: skip
@@ -166,6 +180,7 @@ class Model:
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
         size, new, prefixes = self.case.page_size, [], [len(self.slots.get(r, [])) for r in counts]
+        on_device = partial(torch.tensor, device=self.server.device)
         for request, count in counts.items():
             mine = self.slots.setdefault(request, [])
             for _ in range(count):
@@ -183,41 +198,60 @@ class Model:
         if self.case.pools:
             self.to_window[0] = 0
         batch = ForwardBatch(
-            forward_mode=ForwardMode[mode], batch_size=len(lens), input_ids=torch.zeros(len(new) + len(padded)).long(),
-            req_pool_indices=torch.tensor([*counts] + [7] * padding), seq_lens=torch.tensor(lens),
-            out_cache_loc=torch.tensor(new + padded), seq_lens_sum=sum(lens),
+            forward_mode=ForwardMode[mode], batch_size=len(lens), input_ids=on_device([0] * len(new + padded)),
+            req_pool_indices=on_device([*counts] + [7] * padding), seq_lens=on_device(lens),
+            out_cache_loc=on_device(new + padded), seq_lens_sum=sum(lens),
         )  # fmt: skip
         if mode == "TARGET_VERIFY":  # lengths do not count the drafts yet
             batch.spec_info = SimpleNamespace(ragged_verify_layout=None)
-            batch.seq_lens = torch.tensor(prefixes + [1] * padding)
+            batch.seq_lens = on_device(prefixes + [1] * padding)
         elif mode != "DECODE":
             batch.extend_seq_lens_cpu = [*counts.values()]
-            batch.extend_seq_lens = torch.tensor(batch.extend_seq_lens_cpu)
+            batch.extend_seq_lens = on_device(batch.extend_seq_lens_cpu)
             batch.extend_prefix_lens_cpu = prefixes
         return batch
 
-    def run(self, batch: Any, counts: dict[int, int]) -> None:
-        """Runs both layers with new queries, keys and values, and compares each request with float64."""
-        tokens, dim = len(batch.out_cache_loc), self.case.head_dim
-        for number, layer in enumerate(self.layers):
-            q, k, v = (torch.randn(tokens, n * dim).to(self.case.dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
-            sinks = torch.randn(HEADS).bfloat16() if self.case.sinks else None
-            given = [t.clone() for t in (k, v)]
-            out = layer(q, k, v, batch, **({} if sinks is None else {"sinks": sinks}))
+    def inputs(self, tokens: int) -> list[list[torch.Tensor]]:
+        """Of each layer: new queries, keys and values, and sinks where it has any."""
+        sizes = [heads * self.case.head_dim for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        return [
+            [torch.randn(tokens, size).to(self.case.dtype) for size in sizes]
+            + [torch.randn(HEADS).bfloat16()] * self.case.sinks
+            for _ in self.layers
+        ]
+
+    def placed(self, inputs: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """Copies, since pools divide K and V by their scales in place."""
+        return [[t.to(self.server.device, copy=True) for t in given] for given in inputs]
+
+    def forward(self, batch: Any, inputs: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        return [
+            layer(*given[:3], batch, **dict(zip(["sinks"], given[3:])))
+            for layer, given in zip(self.layers, inputs, strict=True)
+        ]
+
+    def check(self, counts: dict[int, int], inputs: list[list[torch.Tensor]], outputs: list[torch.Tensor]) -> None:
+        """Compares each request with float64."""
+        for number, (layer, given, out) in enumerate(zip(self.layers, inputs, outputs, strict=True)):
+            q, k, v, sinks = given if self.case.sinks else [*given, None]
             assert out.dtype == self.case.dtype and out.shape == q.shape
-            start = 0
+            start, query_dtype = 0, self.backend._query_dtype
+            window = None if self.case.windows[number] < 0 else self.case.windows[number] + 1
             for request, count in counts.items():
                 mine = slice(start, start + count)
                 start += count
-                kept = self.kept.setdefault((number, request), [torch.empty(0, KV_HEADS, dim)] * 2)
-                kept[:] = [torch.cat([old, t[mine].unflatten(1, (KV_HEADS, -1))]) for old, t in zip(kept, given)]
+                kept = self.kept.setdefault((number, request), [torch.empty(0, KV_HEADS, self.case.head_dim)] * 2)
+                kept[:] = [torch.cat([old, t[mine].unflatten(1, (KV_HEADS, -1))]) for old, t in zip(kept, (k, v))]
                 keys, values = (self.stored(t, scale) for t, scale in zip(kept, self.case.scales))
-                window = None if self.case.windows[number] < 0 else self.case.windows[number] + 1
                 cap = self.case.logit_cap or None
-                query = q[mine].to(self.backend._query_dtype).unflatten(1, (HEADS, -1))
+                query = q[mine].to(query_dtype).unflatten(1, (HEADS, -1))
                 want = attention(query, keys, values, layer.scaling, window, cap, sinks)
-                found = out[mine].unflatten(1, (HEADS, -1)).double()
-                torch.testing.assert_close(found, want, rtol=0.01, atol=0.005)
+                compare(out[mine].unflatten(1, (HEADS, -1)), want, query_dtype, cap)
+
+    def run(self, batch: Any, counts: dict[int, int]) -> None:
+        """Runs both layers with new queries, keys and values, and compares each request with float64."""
+        inputs = self.inputs(len(batch.out_cache_loc))
+        self.check(counts, inputs, self.forward(batch, self.placed(inputs)))
 
     def stored(self, rows: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Keys or values as the pool holds them, float64."""
@@ -240,9 +274,7 @@ def test_prompts_chunks_decodes_and_mixed_batches(name, server, monkeypatch):
     for function in ("context", "decode"):
         full = f"trtllm_batch_{function}_with_kv_cache"
         real = getattr(plugin, full)
-        monkeypatch.setattr(
-            plugin, full, lambda *a, of=function, call=real, **k: called.append(of) or call(*a, **k)
-        )
+        monkeypatch.setattr(plugin, full, lambda *a, of=function, call=real, **k: called.append(of) or call(*a, **k))
     model.step("EXTEND", {3: 20, 0: 5})
     model.step("MIXED", {3: 17, 1: 9, 0: 1})
     model.step("DECODE", {0: 1, 3: 1, 1: 1})
@@ -262,18 +294,26 @@ def test_a_graph_holds_for_other_lengths(name, mode, tokens, server, monkeypatch
     backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * tokens)
     graph = model.batch(mode, {0: tokens, 1: tokens}, padding=2)
     backend.init_forward_metadata_out_graph(graph, in_capture=True)
-    backend.init_forward_metadata_in_graph(graph)
-    model.run(graph, {0: tokens, 1: tokens})
+    static = model.placed(model.inputs(len(graph.out_cache_loc)))
+
+    def step() -> list[torch.Tensor]:
+        backend.init_forward_metadata_in_graph(graph)
+        return model.forward(graph, static)
+
+    replay = repeated(server.device, step)
     assert backend.get_cuda_graph_seq_len_fill_value() == 1
-    for requests, padding in (((2, 1, 0), 1), ((1,), 3)):
+    for number, (requests, padding) in enumerate((((0, 1), 2), ((2, 1, 0), 1), ((1,), 3))):
         counts = dict.fromkeys(requests, tokens)
-        batch = model.batch(mode, counts, padding)
+        batch = model.batch(mode, counts, padding) if number else graph
         for tensor in ("req_pool_indices", "seq_lens", "out_cache_loc"):
             getattr(graph, tensor).copy_(getattr(batch, tensor))
         before = graph.seq_lens.clone()
         backend.init_forward_metadata_out_graph(graph)
-        backend.init_forward_metadata_in_graph(graph)
-        model.run(graph, counts)
+        inputs = model.inputs(len(graph.out_cache_loc))
+        for given, new in zip(static, inputs, strict=True):
+            for to, of in zip(given, new, strict=True):
+                to.copy_(of)
+        model.check(counts, inputs, replay())
         assert torch.equal(graph.seq_lens, before)
 
 
@@ -282,23 +322,24 @@ def test_a_graph_holds_for_other_lengths(name, mode, tokens, server, monkeypatch
     ("DECODE", {0: 1, 1: 1}), ("EXTEND", {0: 20, 1: 2}), ("TARGET_VERIFY", {0: 4, 1: 4}),
 ])  # fmt: skip
 def test_nothing_of_the_device_is_read(name, mode, counts, server, monkeypatch):
-    """On tensors without values: whatever reads one fails. Nor is a tensor made of numbers of the host."""
+    """Whatever reads a value fails. Nor is a tensor made of numbers of the host."""
     model = Model(server, CASES[name], monkeypatch)
     batch = model.batch(mode, counts)
-    for key, value in vars(batch).items():
-        if isinstance(value, torch.Tensor):
-            setattr(batch, key, value.to("meta"))
-    for part in (model.pool.full_kv_pool, model.pool.swa_kv_pool) if model.case.pools else (model.pool,):
-        part.k_buffer, part.v_buffer = ([t.to("meta") for t in ts] for ts in (part.k_buffer, part.v_buffer))
-    if model.case.pools:
-        model.pool.register_mapping(model.to_window.to("meta"))
-    model.backend.req_to_token = model.req_to_token.to("meta")
-    dim, tokens = model.case.head_dim, sum(counts.values())
-    q, k, v = (torch.empty(tokens, n * dim, dtype=model.case.dtype, device="meta") for n in (HEADS, KV_HEADS, KV_HEADS))
-    monkeypatch.setattr(torch, "tensor", lambda *given, **options: pytest.fail("numbers go to the device"))
-    model.backend.init_forward_metadata(batch)
-    for layer in model.layers:
-        assert layer(q, k, v, batch).shape == q.shape
+    with values_hidden(server.device) as where:
+        for key, value in vars(batch).items():
+            if isinstance(value, torch.Tensor):
+                setattr(batch, key, value.to(where))
+        for part in (model.pool.full_kv_pool, model.pool.swa_kv_pool) if model.case.pools else (model.pool,):
+            part.k_buffer, part.v_buffer = ([t.to(where) for t in ts] for ts in (part.k_buffer, part.v_buffer))
+        if model.case.pools:
+            model.pool.register_mapping(model.to_window.to(where))
+        model.backend.req_to_token = model.req_to_token.to(where)
+        sizes = [heads * model.case.head_dim for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        q, k, v = (torch.empty(sum(counts.values()), n, dtype=model.case.dtype, device=where) for n in sizes)
+        monkeypatch.setattr(torch, "tensor", lambda *given, **options: pytest.fail("numbers go to the device"))
+        model.backend.init_forward_metadata(batch)
+        for layer in model.layers:
+            assert layer(q, k, v, batch).shape == q.shape
 
 
 def test_queries_of_blackwell(server, monkeypatch):
@@ -440,36 +481,40 @@ def filled(found: list[int], k: int) -> list[int]:
     return found + [-1] * (k - len(found))
 
 
-def scores_of(rows: int, width: int = 300) -> torch.Tensor:
-    return torch.randn(rows, width + 20, generator=torch.Generator().manual_seed(0))[:, :width]
+def scores_of(rows: int, device: torch.device, width: int = 300) -> torch.Tensor:
+    return torch.randn(rows, width + 20, generator=torch.Generator().manual_seed(0)).to(device)[:, :width]
+
+
+def shuffled(count: int, device: torch.device, *shape: int) -> torch.Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(1)).view(shape).int().to(device)
 
 
 @pytest.mark.parametrize("backend", ["SGL_KERNEL", "FLASHINFER", "TORCH"])
 @pytest.mark.parametrize("wide", [True, False])
-def test_decode_of_dsa(backend, wide, dsa):
+def test_decode_of_dsa(backend, wide, dsa, device):
     """Slots by the table of single slots, or of pages where there is no other."""
-    scores, lens, k, size = scores_of(3), torch.tensor([300, 20, 1]), 32, 64
-    pages = torch.randperm(15, generator=torch.Generator().manual_seed(1)).view(3, 5).int()
-    slots = (pages[..., None] * size + torch.arange(size)).flatten(1).int()
+    scores, lens, k, size = scores_of(3, device), torch.tensor([300, 20, 1], device=device), 32, 64
+    pages = shuffled(15, device, 3, 5)
+    slots = (pages[..., None] * size + torch.arange(size, device=device)).flatten(1).int()
     metadata = SimpleNamespace(page_table_1=slots if wide else None, real_page_table=pages, page_size=size)
     found = dsa.topk.DSATopKBackend[backend].topk_transform(
         logits=scores, lengths=lens.int(), topk=k, topk_transform_method=dsa.topk.TopkTransformMethod.PAGED,
-        attn_metadata=metadata, cu_seqlens_q_topk=torch.arange(4).int(), topk_indices_offset=None, row_starts=None,
-        batch_idx_list=None, force_unfused_topk=False,
+        attn_metadata=metadata, cu_seqlens_q_topk=torch.arange(4, device=device).int(), topk_indices_offset=None,
+        row_starts=None, batch_idx_list=None, force_unfused_topk=False,
     )  # fmt: skip
     want = [filled([int(slots[r, i]) for i in chosen(scores[r], 0, n, k)], k) for r, n in enumerate(lens.tolist())]
     assert found.tolist() == want
 
 
-def test_prefill_of_dsa(dsa):
+def test_prefill_of_dsa(dsa, device):
     """Rows of two requests whose keys lie behind one another: slots by a table, flattened keys, the bare indices."""
-    scores, k = scores_of(3), 24
-    starts, lens, offsets = torch.tensor([0, 0, 100]).int(), torch.tensor([80, 81, 60]).int(), torch.tensor([0, 0, 100])
-    table = torch.randperm(600, generator=torch.Generator().manual_seed(1)).view(2, 300).int()
-    metadata = SimpleNamespace(page_table_1=table, cu_seqlens_k=torch.tensor([0, 100, 200]).int())
+    scores, k, table = scores_of(3, device), 24, shuffled(600, device, 2, 300)
+    on_device = partial(torch.tensor, device=device)
+    starts, lens, offsets = on_device([0, 0, 100]).int(), on_device([80, 81, 60]).int(), on_device([0, 0, 100])
+    metadata = SimpleNamespace(page_table_1=table, cu_seqlens_k=on_device([0, 100, 200]).int())
     methods, backend = dsa.topk.TopkTransformMethod, dsa.topk.DSATopKBackend.SGL_KERNEL
     given = dict(logits=scores, lengths=lens, topk=k, attn_metadata=metadata, row_starts=starts,
-        cu_seqlens_q_topk=torch.tensor([0, 2, 3]).int(), topk_indices_offset=offsets)  # fmt: skip
+        cu_seqlens_q_topk=on_device([0, 2, 3]).int(), topk_indices_offset=offsets)  # fmt: skip
     best = [chosen(scores[r], int(starts[r]), int(lens[r]), k) for r in range(3)]
     found = backend.topk_transform(topk_transform_method=methods.PAGED, **given)
     assert found.tolist() == [filled([int(table[r // 2, i]) for i in best[r]], k) for r in range(3)]
@@ -481,18 +526,18 @@ def test_prefill_of_dsa(dsa):
         backend.topk_transform(topk_transform_method=methods.RAGGED, **given | {"topk_indices_offset": None})
 
 
-def test_indexer_of_deepseek_v4(dsa):
-    scores, lens, k, size = scores_of(2), torch.tensor([300, 9]).int(), 16, 64
-    pages = torch.randperm(10, generator=torch.Generator().manual_seed(1)).view(2, 5).int()
+def test_indexer_of_deepseek_v4(dsa, device):
+    scores, lens, k, size = scores_of(2, device), torch.tensor([300, 9], device=device).int(), 16, 64
+    pages, plan = shuffled(10, device, 2, 5), torch.zeros(3, 2, dtype=torch.int32, device=device)
     best = [chosen(scores[r], 0, int(n), k) for r, n in enumerate(lens)]
     want = [filled([int(pages[r, i // size]) * size + i % size for i in row], k) for r, row in enumerate(best)]
-    out, raw = torch.zeros(2, 2, k, dtype=torch.int32)
+    out, raw = torch.zeros(2, 2, k, dtype=torch.int32, device=device)
     dsa.kernels.topk_transform_paged(scores, lens, pages, out, size, raw)
     assert out.tolist() == want and raw.tolist() == [filled(row, k) for row in best]
     out.zero_()
-    dsa.kernels.topk_transform_paged_v2(scores, lens, pages, out, size, torch.zeros(3, 2).int())
+    dsa.kernels.topk_transform_paged_v2(scores, lens, pages, out, size, plan)
     assert out.tolist() == want
-    dsa.kernels.topk_transform_paged_v2(scores, lens, None, out, size, torch.zeros(3, 2).int())
+    dsa.kernels.topk_transform_paged_v2(scores, lens, None, out, size, plan)
     assert out.tolist() == raw.tolist()
     with pytest.raises(ValueError, match="out_raw_indices: given, must be None without page_tables"):
-        dsa.kernels.topk_transform_paged_v2(scores, lens, None, out, size, torch.zeros(3, 2).int(), raw)
+        dsa.kernels.topk_transform_paged_v2(scores, lens, None, out, size, plan, raw)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.engine_files import Engine, attention, engine_files, entry_points
+from tests.engine_files import Engine, attention, compare, engine_files, entry_points
+from tests.gpu import repeated, values_hidden
 
 VERSION = "0.33.0"
 FILES = tuple(
@@ -33,14 +34,21 @@ class DeviceCapability(NamedTuple):
 
 
 class Platform:
-    """`vllm.platforms.current_platform` of a GPU whose tensors are on the CPU."""
+    """`vllm.platforms.current_platform` of a GPU, whose tensors may be on the CPU."""
 
     capability = DeviceCapability(9, 0)
-    dispatch_key = "CPU"
-    device_name = "cpu"
+    dispatch_key = "CompositeExplicitAutograd"  # of operators for the CPU and CUDA
+    device = torch.device("cpu")
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: False
+
+    @property
+    def device_name(self) -> str:
+        return self.device.type
+
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
 
     def import_kernels(self) -> None:
         pass
@@ -108,15 +116,15 @@ def stubs(server: Any) -> dict[str, dict[str, Any]]:
 
 
 def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale):
-    """vLLM's operator: rows whose slot is not negative, to caches (blocks, tokens, heads, head_size)."""
+    """vLLM's operator: rows whose slot is not negative, to caches (blocks, tokens, heads, head_size). It waits for no
+    device: others rewrite what slot 0 holds, which is of nobody's block."""
+    slots, size = slot_mapping.clamp(min=0), key_cache.shape[1]
+    where, stored = (slots // size, slots % size), (slot_mapping >= 0)[:, None, None]
     for rows, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
-        for row, slot in zip(rows, slot_mapping.tolist()):
-            if slot >= 0:
-                place = cache[slot // cache.shape[1], slot % cache.shape[1]]
-                if kv_cache_dtype.startswith("fp8"):
-                    place.view(torch.uint8).copy_((row / scale).to(place.dtype).view(torch.uint8))
-                else:
-                    place.copy_(row)
+        rows = rows[: len(slots)]
+        if kv_cache_dtype.startswith("fp8"):
+            rows, cache = (rows / scale).to(cache.dtype).view(torch.uint8), cache.view(torch.uint8)
+        cache[where] = torch.where(stored, rows, cache[where])
 
 
 @dataclass
@@ -127,9 +135,13 @@ class Server:
     config: Any = None
     context: Any = None
 
+    @property
+    def device(self) -> torch.device:
+        return self.platform.device
+
 
 @pytest.fixture(scope="module")
-def server():
+def engine():
     """The engine, which has loaded the plugins with its own loader; the operator that writes caches is defined."""
     server = Server()
     engine = Engine("vllm", engine_files("vllm", VERSION, FILES), FILES, stubs(server))
@@ -138,7 +150,7 @@ def server():
         "reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
         "Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()"
     )
-    library.impl("reshape_and_cache_flash", reshape_and_cache_flash, "CPU")
+    library.impl("reshape_and_cache_flash", reshape_and_cache_flash, Platform.dispatch_key)
     with engine.installed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.metadata, "entry_points", entry_points)
         patch.delenv("VLLM_PLUGINS", raising=False)
@@ -147,6 +159,13 @@ def server():
         plugins.load_general_plugins()
         yield server
     library._destroy()
+
+
+@pytest.fixture
+def server(engine, device):
+    """The engine, whose model is on a device."""
+    engine.platform.device = device
+    return engine
 
 
 @dataclass
@@ -213,11 +232,12 @@ def layer_of(server: Server, case: Case, name: str = "layers.0.attn", **options:
     try:
         options = {"logits_soft_cap": case.soft_cap, "per_layer_sliding_window": case.window} | options
         if case.sinks:
-            options["sinks"] = torch.nn.Parameter(torch.randn(HEADS), requires_grad=False)
-        return Attention(
-            HEADS, case.head_size, case.head_size**-0.5, KV_HEADS, cache_config=server.config.cache_config,
-            prefix=name, **options,
-        )  # fmt: skip
+            options["sinks"] = torch.nn.Parameter(torch.randn(HEADS).to(server.device), requires_grad=False)
+        with server.device:
+            return Attention(
+                HEADS, case.head_size, case.head_size**-0.5, KV_HEADS, cache_config=server.config.cache_config,
+                prefix=name, **options,
+            )  # fmt: skip
     finally:
         torch.set_default_dtype(default)
 
@@ -251,15 +271,14 @@ class Model:
             layer._q_scale_float = 0.125
             layer._q_scale.fill_(0.125)
         names, page = list(self.layers), self.spec.page_size_bytes
-        raw = torch.full((len(names) * BLOCKS * page,), -1, dtype=torch.int8)  # NaN in all types
+        raw = torch.full((len(names) * BLOCKS * page,), -1, dtype=torch.int8, device=server.device)  # NaN in all types
         strides = kv.compute_layout_strides(self.spec, BLOCKS, len(names), layout)
         place = kv.KVCacheTensor(len(raw), names, strides[0], strides[1])
         for layer, view in zip(
             self.layers.values(), kv.create_kv_cache_views(raw, self.spec, BLOCKS, layout, place), strict=True
         ):
             layer.kv_cache = view
-        device = torch.device("cpu")
-        self.builder = self.backend.get_builder_cls()(self.spec, names, server.config, device)
+        self.builder = self.backend.get_builder_cls()(self.spec, names, server.config, server.device)
         self.free = torch.randperm(BLOCKS - 1).add(1).tolist()  # block 0 is nobody's
         self.blocks: dict[int, list[int]] = {}
         self.lens: dict[int, int] = {}
@@ -282,37 +301,54 @@ class Model:
             table[row, : len(self.blocks[request])] = torch.tensor(self.blocks[request])
         queries = [*counts.values()] + [0] * padding
         starts = torch.tensor([0, *queries]).cumsum(0).int()
+        lens, device = torch.tensor([self.lens[r] for r in counts] + [0] * padding).int(), self.server.device
         return CommonAttentionMetadata(
-            query_start_loc=starts, query_start_loc_cpu=starts.clone(),
-            seq_lens=torch.tensor([self.lens[r] for r in counts] + [0] * padding).int(), num_reqs=len(queries),
-            num_actual_tokens=len(slots) + padding, max_query_len=max(queries), max_seq_len=COLUMNS * 16,
-            block_table_tensor=table, slot_mapping=torch.tensor(slots + [-1] * padding),
+            query_start_loc=starts.to(device, copy=True), query_start_loc_cpu=starts, seq_lens=lens.to(device),
+            num_reqs=len(queries), num_actual_tokens=len(slots) + padding, max_query_len=max(queries),
+            max_seq_len=COLUMNS * 16, block_table_tensor=table.to(device),
+            slot_mapping=torch.tensor(slots + [-1] * padding, device=device),
         )  # fmt: skip
 
-    def run(self, common: Any, counts: dict[int, int], metadata: Any) -> None:
-        """Runs both layers with new queries, keys and values, and compares each request with float64."""
-        tokens = len(common.slot_mapping)
+    def inputs(self, tokens: int) -> dict[str, list[torch.Tensor]]:
+        """Of each layer: new queries, keys and values."""
+        sizes = [heads * self.case.head_size for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        return {name: [torch.randn(tokens, size).to(self.case.dtype) for size in sizes] for name in self.layers}
+
+    def placed(self, inputs: dict[str, list[torch.Tensor]]) -> dict[str, list[torch.Tensor]]:
+        return {name: [t.to(self.server.device, copy=True) for t in given] for name, given in inputs.items()}
+
+    def enter(self, common: Any, metadata: Any) -> None:
+        """Sets vLLM's forward context of a step."""
         slots = dict.fromkeys(self.layers, common.slot_mapping)
         layers = self.server.config.compilation_config.static_forward_context
         self.server.context = SimpleNamespace(attn_metadata=metadata, no_compile_layers=layers, slot_mapping=slots)
+
+    def forward(self, inputs: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {name: layer(*inputs[name]) for name, layer in self.layers.items()}
+
+    def check(
+        self, counts: dict[int, int], inputs: dict[str, list[torch.Tensor]], outputs: dict[str, torch.Tensor]
+    ) -> None:
+        """Compares each request with float64."""
         for name, layer in self.layers.items():
-            q, k, v = (
-                torch.randn(tokens, heads * self.case.head_size).to(self.case.dtype)
-                for heads in (HEADS, KV_HEADS, KV_HEADS)
-            )
-            out = layer(q, k, v)
+            (q, k, v), out, sinks = inputs[name], outputs[name], layer.impl.sinks
             assert out.dtype == self.case.dtype and out.shape == q.shape
-            start = 0
+            start, query_dtype = 0, self.case.dtype if layer.query_quant is None else E4M3
             for request, count in counts.items():
                 mine = slice(start, start + count)
                 start += count
                 new = [t[mine].unflatten(1, (KV_HEADS, -1)) for t in (k, v)]
                 keys, values = self.stored(name, request, new)
-                options = self.case.window, self.case.soft_cap, layer.impl.sinks
+                options = self.case.window, self.case.soft_cap, None if sinks is None else sinks.cpu()
                 query = q[mine] if layer.query_quant is None else (q[mine] / 0.125).to(E4M3).double() * 0.125
                 want = attention(query.unflatten(1, (HEADS, -1)), keys, values, layer.impl.scale, *options)
-                found = out[mine].unflatten(1, (HEADS, -1)).double()
-                torch.testing.assert_close(found, want, rtol=0.01, atol=0.005)
+                compare(out[mine].unflatten(1, (HEADS, -1)), want, query_dtype, self.case.soft_cap)
+
+    def run(self, common: Any, counts: dict[int, int], metadata: Any) -> None:
+        """Runs both layers with new queries, keys and values, and compares each request with float64."""
+        self.enter(common, metadata)
+        inputs = self.inputs(len(common.slot_mapping))
+        self.check(counts, inputs, self.forward(self.placed(inputs)))
 
     def stored(self, name: str, request: int, new: list[torch.Tensor]) -> list[torch.Tensor]:
         """K and V of a request, float64, as the cache holds them."""
@@ -334,7 +370,7 @@ class Model:
         for side, (given, scale) in enumerate(zip(kept, self.case.scales)):
             parts = []
             for block in self.blocks[request]:
-                flat = cache[block].as_strided((2 * (codes + factors),), (1,))
+                flat = cache[block].as_strided((2 * (codes + factors),), (1,)).cpu()
                 data = flat[side * codes :][:codes].view(KV_HEADS, size, -1)
                 scaled = flat[2 * codes + side * factors :][:factors].view(KV_HEADS, size, -1)
                 parts.append(decoded(data, scaled, scale).transpose(0, 1))
@@ -359,9 +395,7 @@ def test_prompts_chunks_decodes_and_drafts(name, server, monkeypatch):
     for function in ("context", "decode"):
         full = f"trtllm_batch_{function}_with_kv_cache"
         real = getattr(plugin, full)
-        monkeypatch.setattr(
-            plugin, full, lambda *a, of=function, call=real, **k: called.append(of) or call(*a, **k)
-        )
+        monkeypatch.setattr(plugin, full, lambda *a, of=function, call=real, **k: called.append(of) or call(*a, **k))
     model.step({0: 20, 1: 5})  # prompts, the first in two chunks
     model.step({1: 1, 0: 17, 2: 9})  # a decode, a chunk, a prompt
     model.step({0: 1, 1: 1, 2: 1})
@@ -370,17 +404,27 @@ def test_prompts_chunks_decodes_and_drafts(name, server, monkeypatch):
     assert called == ["context"] * 4 + ["decode"] * 6
 
 
-def test_metadata_hold_for_other_lengths(server):
+REPLAYED = {  # requests and padding: of the capture, then of each replay, of as many tokens
+    "decode": (({0: 1, 1: 1}, 2), ({1: 1, 0: 1, 2: 1}, 1), ({2: 1, 3: 1, 1: 1, 0: 1}, 0), ({0: 2, 3: 1}, 1)),
+    "context": (({0: 20, 1: 3}, 2), ({1: 1, 0: 18, 2: 5}, 1), ({2: 1, 3: 20, 1: 3, 0: 1}, 0), ({0: 12, 3: 12}, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("function", REPLAYED)
+def test_metadata_hold_for_other_lengths(function, name, server):
     """As a CUDA graph has them: the engine writes other lengths, tables and slots into the same tensors."""
-    model = Model(server, CASES["bfloat16, layers in a block, soft cap"])
+    model, (captured, *replays) = Model(server, CASES[name]), REPLAYED[function]
     model.step({0: 40, 1: 3})
-    graph = model.common({0: 1, 1: 1}, padding=2)
+    graph = model.common(*captured)
     support = type(model.builder).get_cudagraph_support(server.config, model.spec)
     assert support is type(support).ALWAYS
     metadata = model.builder.build_for_cudagraph_capture(graph)
-    model.run(graph, {0: 1, 1: 1}, metadata)
-    for counts, padding in (({1: 1, 0: 1, 2: 1}, 1), ({2: 1, 3: 1, 1: 1, 0: 1}, 0), ({0: 2, 3: 1}, 1)):
-        step = model.common(counts, padding)
+    model.enter(graph, metadata)
+    static = model.placed(model.inputs(len(graph.slot_mapping)))
+    replay = repeated(server.device, lambda: model.forward(static))
+    for number, (counts, padding) in enumerate((captured, *replays)):
+        step = model.common(counts, padding) if number else graph
         rows = len(step.seq_lens)
         for to, of in (("query_start_loc", "query_start_loc"), ("seq_lens", "seq_lens")):
             getattr(graph, to)[: len(getattr(step, of))] = getattr(step, of)
@@ -388,7 +432,11 @@ def test_metadata_hold_for_other_lengths(server):
         graph.block_table_tensor[:rows] = step.block_table_tensor
         graph.slot_mapping[:] = step.slot_mapping
         model.builder.update_draft_decode_metadata(metadata)
-        model.run(graph, counts, metadata)
+        inputs = model.inputs(len(graph.slot_mapping))
+        for layer, given in inputs.items():
+            for to, of in zip(static[layer], given, strict=True):
+                to.copy_(of)
+        model.check(counts, inputs, replay())
     other = model.builder.update_block_table(metadata, graph.block_table_tensor.clone(), graph.slot_mapping.clone())
     assert other.block_table is not metadata.block_table and other.seq_lens is metadata.seq_lens
 
@@ -396,29 +444,26 @@ def test_metadata_hold_for_other_lengths(server):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("longest", [1, 20])
 def test_nothing_of_the_device_is_read(name, longest, server, monkeypatch):
-    """On tensors without values: whatever reads one fails. Nor is a tensor made of numbers of the host."""
+    """Whatever reads a value fails. Nor is a tensor made of numbers of the host."""
     model = Model(server, CASES[name])
-    from wrappers.integrations import vllm as plugin
-
     common = model.common({0: longest, 1: 1}, padding=1)
-    for field_name, value in vars(common).items():
-        if isinstance(value, torch.Tensor) and not field_name.endswith("_cpu"):
-            setattr(common, field_name, value.to("meta"))
     layer = model.layers["layers.0.attn"]
-    layer.to("meta")
-    cache = torch.empty_strided(
-        layer.kv_cache.shape, layer.kv_cache.stride(), dtype=layer.kv_cache.dtype, device="meta"
-    )
-    if layer.impl.sinks is not None:
-        layer.impl.sinks = layer.impl.sinks.to("meta")
-    monkeypatch.setattr(plugin.ops, "reshape_and_cache_flash", lambda *given: None)
-    dim = model.case.head_size
-    q, k, v = (
-        torch.empty(len(common.slot_mapping), n, dim, dtype=model.case.dtype, device="meta")
-        for n in (HEADS, KV_HEADS, KV_HEADS)
-    )
-    monkeypatch.setattr(torch, "tensor", lambda *given, **options: pytest.fail("numbers go to the device"))
-    with torch.no_grad():
+    with torch.no_grad(), values_hidden(server.device) as where:
+        for field_name, value in vars(common).items():
+            if isinstance(value, torch.Tensor) and not field_name.endswith("_cpu"):
+                setattr(common, field_name, value.to(where))
+        layer.to(where)
+        cache = torch.empty_strided(
+            layer.kv_cache.shape, layer.kv_cache.stride(), dtype=layer.kv_cache.dtype, device=where
+        )
+        if layer.impl.sinks is not None:
+            layer.impl.sinks = layer.impl.sinks.to(where)
+        dim = model.case.head_size
+        q, k, v = (
+            torch.empty(len(common.slot_mapping), n, dim, dtype=model.case.dtype, device=where)
+            for n in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        monkeypatch.setattr(torch, "tensor", lambda *given, **options: pytest.fail("numbers go to the device"))
         layer.impl.do_kv_cache_update(layer, k, v, cache, common.slot_mapping)
         metadata = model.builder.build(0, common)
         out = layer.impl.forward(layer, q, k, v, cache, metadata, torch.empty_like(q))
@@ -431,7 +476,7 @@ def test_memory_is_measured_without_metadata(server):
         attn_metadata=None, slot_mapping={},
         no_compile_layers=server.config.compilation_config.static_forward_context,
     )  # fmt: skip
-    q, k = torch.randn(3, HEADS * 64).bfloat16(), torch.randn(3, KV_HEADS * 64).bfloat16()
+    q, k = (torch.randn(3, n * 64, dtype=torch.bfloat16, device=server.device) for n in (HEADS, KV_HEADS))
     assert not model.layers["layers.0.attn"](q, k, k).any()
 
 
@@ -544,23 +589,23 @@ def chosen(logits: torch.Tensor, start: int, end: int, k: int) -> list[int]:
 
 @pytest.mark.parametrize("backend", ["auto", "per_row"])
 @pytest.mark.parametrize("shape", [(3, 1), (3, 2), (6, 1)])
-def test_decode_of_the_indexer(shape, backend, indexer):
+def test_decode_of_the_indexer(shape, backend, indexer, device):
     """seq_lens one a request, with 2 rows each; the end of each row, in either form."""
     stage = indexer[0].SparseIndexerTopk(backend)
-    logits = torch.randn(6, 640, generator=torch.Generator().manual_seed(0))[:, :600]
+    logits = torch.randn(6, 640, generator=torch.Generator().manual_seed(0))
     ends = torch.tensor([17, 599, 600]) if shape == (3, 1) else torch.tensor([16, 17, 1, 2, 599, 600])
-    buffer = torch.full((8, 80), 7, dtype=torch.int32)
-    stage(logits, ends.int().view(shape), 2, buffer[:6, :64], 64, 600)
+    buffer = torch.full((8, 80), 7, dtype=torch.int32, device=device)
+    stage(logits.to(device)[:, :600], ends.int().view(shape).to(device), 2, buffer[:6, :64], 64, 600)
     rows = [e for end in ends.tolist() for e in (end - 1, end)] if shape == (3, 1) else ends.tolist()
     assert buffer[:6, :64].tolist() == [chosen(row, 0, end, 64) for row, end in zip(logits, rows)]
     assert (buffer[6:] == 7).all() and (buffer[:, 64:] == 7).all()
 
 
-def test_prefill_of_the_indexer(indexer):
+def test_prefill_of_the_indexer(indexer, device):
     ops = indexer[1]
-    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
-    starts, ends = torch.tensor([0, 10, 20, 40]).int(), torch.tensor([300, 30, 21, 40]).int()
-    buffer = torch.zeros(4, 50, dtype=torch.int32)
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)).to(device)
+    starts, ends = torch.tensor([[0, 10, 20, 40], [300, 30, 21, 40]], dtype=torch.int32, device=device)
+    buffer = torch.zeros(4, 50, dtype=torch.int32, device=device)
     ops.top_k_per_row_prefill(logits, starts, ends, buffer[:, :32], 4, *logits.stride(), 32)
     bounds = zip(logits, starts.tolist(), ends.tolist())
     assert buffer[:, :32].tolist() == [chosen(row, start, end, 32) for row, start, end in bounds]
