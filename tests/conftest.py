@@ -144,6 +144,25 @@ def build_bundle(arch: str, out: Path, *only: str) -> Path:
     return built(start_build(arch, out, *only), out)
 
 
+@pytest.fixture
+def here() -> Iterator[Any]:
+    """A machine whose kernels compute in torch; its `launches` are those of this test's calls, `specs` its kernels."""
+    from tests.emulated import emulation
+
+    with emulation() as fake:
+        yield fake
+
+
+@pytest.fixture
+def launches(here: Any) -> list[Any]:
+    return here.launches
+
+
+@pytest.fixture
+def fresh_compiler() -> None:
+    torch.compiler.reset()  # else one test's variants count towards the next one's recompile limit
+
+
 @pytest.fixture(scope="session")
 def bundle(request: pytest.FixtureRequest) -> Path:
     """The bundle of every shipped kernel of ARCH. When it is there, what else takes long begins beside the tests."""
