@@ -359,9 +359,7 @@ def test_prompts_chunks_decodes_and_drafts(name, server, monkeypatch):
     for function in ("context", "decode"):
         full = f"trtllm_batch_{function}_with_kv_cache"
         real = getattr(plugin, full)
-        monkeypatch.setattr(
-            plugin, full, lambda *a, of=function, call=real, **k: called.append(of) or call(*a, **k)
-        )
+        monkeypatch.setattr(plugin, full, lambda *a, of=function, call=real, **k: called.append(of) or call(*a, **k))
     model.step({0: 20, 1: 5})  # prompts, the first in two chunks
     model.step({1: 1, 0: 17, 2: 9})  # a decode, a chunk, a prompt
     model.step({0: 1, 1: 1, 2: 1})
