@@ -288,7 +288,8 @@ def light(small, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("light") / ARCH
     shutil.copytree(small, folder, ignore=shutil.ignore_patterns(bundle.RUNTIME))
     needed = set().union(*(symbols(library, "undefined") for library in small.glob("*-*.so")))
-    code = "".join(f"int {name}(void) {{ return 0; }}\n" for name in needed & symbols(small / bundle.RUNTIME, "defined"))
+    needed &= symbols(small / bundle.RUNTIME, "defined")
+    code = "".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(needed))
     out = folder / bundle.RUNTIME
     command = ["cc", "-w", "-shared", "-fPIC", "-x", "c", "-o", str(out), "-"]
     subprocess.run(command, input=code, text=True, check=True)
