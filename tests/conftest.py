@@ -33,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "feature(*names): of tests on a GPU: what they show, names of tools.matrix")
+    gc.disable()  # until all is collected, which stays: see `pytest_collection_finish`
     if set(config.invocation_params.args) <= {"--all"}:  # all tests, some of which need the bundle: begin at once
         config.stash[BUILDING] = start_build(ARCH, BUNDLE)
 
@@ -65,12 +66,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Build the bundle beside the tests that do not need it, where any does. What was collected stays until the end:
     the garbage collector need not go through it, 0.8 s each time."""
     gc.freeze()
+    gc.enable()
     stash, option = session.config.stash, session.config.option
     if BUILDING not in stash and not option.collectonly and any("bundle" in x.fixturenames for x in session.items):
         stash[BUILDING] = start_build(ARCH, BUNDLE)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.enable()  # also where nothing was collected
     if BUILDING in config.stash:
         config.stash[BUILDING].kill()  # no harm where it has ended
 
