@@ -4,6 +4,7 @@ The disassemblers come from PyPI (nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm
 a CUDA toolkit on PATH. Without them every fact is None.
 """
 
+import os
 import re
 import shutil
 import subprocess
@@ -35,22 +36,21 @@ def disassembler() -> str | None:
     return shutil.which("cuobjdump") if shutil.which("nvdisasm") else None
 
 
-def _cuobjdump(cubin: bytes, *options: str) -> str:
+def _read(cubin: bytes, *options: str, by: str = "cuobjdump") -> str:
     tool = disassembler()
     if tool is None:
         raise FileNotFoundError(f"no cuobjdump and nvdisasm: {INSTALL}")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        search = {"PATH": f"{Path(tool).parent}:/usr/bin:/bin"}  # cuobjdump finds nvdisasm on PATH
-        return subprocess.run(
-            [tool, *options, file.name], check=True, capture_output=True, text=True, env=search
-        ).stdout
+        path = f"{Path(tool).parent}:{os.environ.get('PATH', '')}"  # cuobjdump finds nvdisasm on PATH
+        command = [shutil.which(by, path=path) or by, *options, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True, env={"PATH": path}).stdout
 
 
 def sass(cubin: bytes, encodings: bool = False) -> str:
     """Disassembly. FileNotFoundError, saying what to install, where there is no disassembler."""
-    text = _cuobjdump(cubin, "-sass")
+    text = _read(cubin, "-sass")
     if encodings:
         return text
     return re.sub(r"[ \t]*/\* 0x[0-9a-f]{16} \*/[ \t]*\n(?:[ \t]*/\* 0x[0-9a-f]{16} \*/[ \t]*\n)?", "\n", text)
@@ -64,7 +64,7 @@ def instructions(text: str) -> dict[str, int]:
 
 def usage(cubin: bytes) -> dict[str, int]:
     """Largest of the kernels in a cubin: registers a thread, stack and local bytes a thread, static shared bytes."""
-    text = _cuobjdump(cubin, "--dump-resource-usage")
+    text = _read(cubin, "--dump-resource-usage")
     largest = {
         name: max((int(n) for n in re.findall(rf"\b{name}:(\d+)", text)), default=0)
         for name in ("REG", "STACK", "LOCAL", "SHARED")
@@ -86,5 +86,5 @@ def facts(cubin: bytes, dynamic_shared: int | None) -> dict[str, Any]:
         "registers": used["registers"],
         "stack": used["stack"],
         "shared": shared,
-        "instructions": instructions(sass(cubin)),
+        "instructions": instructions(_read(cubin, "-c", "-ndf", by="nvdisasm")),  # a quarter faster than `sass`
     }

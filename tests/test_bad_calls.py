@@ -19,7 +19,7 @@ import torch
 import wrappers
 from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
-from tests import test_prefill_wrapper, test_topk_wrapper
+from tests import emulated, test_topk_wrapper
 from tests.fake_machine import FakeMachine
 from wrappers import flash_attn, fp4, machine
 
@@ -364,7 +364,7 @@ class Kernels(FakeMachine):
     def emulated(self, op: str, spec: Any) -> Any:
         if op.startswith("topk"):
             return test_topk_wrapper.emulate(spec, [])
-        return test_prefill_wrapper.emulate(op, spec, [])
+        return emulated.emulate(op, spec, [])
 
 
 UNSERVED = (  # no kernel
@@ -581,8 +581,8 @@ def test_every_public_function_is_called():
     others = {wrappers.Explanation, wrappers.TopKTieBreak}
     others |= {wrappers.xqa_batch_decode_with_kv_cache, wrappers.trtllm_fmha_v2_prefill}  # test_engines.py
     others |= {wrappers.persistent_topk, wrappers.cooperative_topk}  # test_engines.py
-    others |= {getattr(wrappers, name) for name in flash_attn.__all__}  # test_flash_attn.py
-    others |= {getattr(wrappers, name) for name in wrappers.prefill.__all__}  # test_prefill_family.py
+    others |= {getattr(wrappers, name) for name in flash_attn.__all__}  # test_flash_attn_refusals.py
+    others |= {getattr(wrappers, name) for name in wrappers.prefill.__all__}  # test_prefill_refusals.py
     assert {getattr(wrappers, name) for name in wrappers.__all__} - others <= called
     plain = {f for n, f in vars(fp4).items() if inspect.isfunction(f) and f.__module__ == fp4.__name__ and n[0] != "_"}
     assert plain - {fp4.round_up} <= called

@@ -5,8 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.test_prefill_family import HKV, HQ, WORKSPACE, Case, D, check, ints
-from tests.test_prefill_wrapper import here, launches  # noqa: F401 - fixtures
+from tests.prefill_batches import HKV, HQ, WORKSPACE, Case, D, check, ints
 from wrappers import BatchDecodeWithPagedKVCacheWrapper as Decode
 from wrappers import fast_decode_plan, get_seq_lens
 from wrappers.prefill import decode
@@ -212,7 +211,7 @@ def test_torch_compile_holds_runs_in_one_graph():
     assert all(map(torch.equal, got, step(case.q, tuple(case.cache))))
 
 
-def test_no_kernel_is_said_by_name(launches):  # noqa: F811
+def test_no_kernel_is_said_by_name(launches):
     case = case_of(page=8)
     with pytest.raises(NotImplementedError, match="^pos_encoding_mode: no attention kernel: .*alibi"):
         planned(case, pos_encoding_mode="ALIBI").run(case.q, case.cache)

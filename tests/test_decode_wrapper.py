@@ -8,7 +8,7 @@ import torch
 
 import wrappers
 from bench.cases import attention as cases
-from tests.test_prefill_wrapper import SMS, check, here, launches  # noqa: F401 - fixtures
+from tests.emulated import SMS, check
 from wrappers import machine, scratch, trtllm_batch_decode_with_kv_cache, xqa
 from wrappers.attention import checks
 
@@ -29,7 +29,7 @@ def test_cpu_gives_what_prefill_gives(name):
 
 
 @pytest.mark.parametrize("name", SQUARE)
-def test_launch_of_every_case(launches, name):  # noqa: F811
+def test_launch_of_every_case(launches, name):
     case = SQUARE[name]
     inputs = cases.make_inputs(case)
     for _ in range(2):  # a new plan, then the same one
@@ -98,12 +98,12 @@ def test_one_graph_under_compile(name):
         assert torch.equal(inputs["out"].view(torch.uint8), want[0].view(torch.uint8))
 
 
-def test_max_q_len_is_a_hint(launches):  # noqa: F811
+def test_max_q_len_is_a_hint(launches):
     inputs = cases.make_inputs(PLAIN)
     check(inputs, trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs) | {"max_q_len": 1}), PLAIN.tolerance)
 
 
-def test_scratch_is_kept_for_a_stream_and_new_in_a_capture(here, launches, monkeypatch):  # noqa: F811
+def test_scratch_is_kept_for_a_stream_and_new_in_a_capture(here, launches, monkeypatch):
     inputs = decode_of(PLAIN)
     streams = ((0, False), (0, False), (7, False), (0, True), (0, True), (2, False), (2, False))
     for here.stream, here.capturing in streams:
@@ -126,7 +126,7 @@ def test_scratch_is_kept_for_a_stream_and_new_in_a_capture(here, launches, monke
     assert len(here.parts) == 1
 
 
-def test_explain(here):  # noqa: F811
+def test_explain(here):
     """Nothing is launched or written; arguments are refused in the words of the function that was asked for."""
     inputs, (given, _) = decode_of(replace(PLAIN, q_lens=(1, 2))), xqa_inputs()
     for function, call, head in ((trtllm_batch_decode_with_kv_cache, inputs, "bf16"), (xqa, given, "fp16")):
@@ -139,7 +139,7 @@ def test_explain(here):  # noqa: F811
         wrappers.explain(function=xqa, **given | {"v_cache": given["v_cache"].float()})
 
 
-def test_a_planned_call_sees_what_its_key_does_not_hold(launches):  # noqa: F811
+def test_a_planned_call_sees_what_its_key_does_not_hold(launches):
     equal = decode_of(replace(PLAIN, q_lens=(2, 2)), cum_seq_lens_q=None, max_q_len=None, q_len_per_req=2)
     packed4 = decode_of(replace(PLAIN, kv_dtype="nvfp4"))
     k, v = packed4["kv_cache_sf"]
@@ -345,7 +345,7 @@ def test_e4m3_output(request, launched, given):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_launches_of_nvfp4_output(launches, phase, dtype):  # noqa: F811
+def test_launches_of_nvfp4_output(launches, phase, dtype):
     """Given or new, at a row of the factors or from the first one on; in a known call as in a new one."""
     if (phase, dtype) == ("prefill", "fp8"):
         pytest.skip("no kernel")
@@ -365,7 +365,7 @@ def test_launches_of_nvfp4_output(launches, phase, dtype):  # noqa: F811
     assert all(len(a.o) == len(a.o_fp8) == 0 and a.o_sf_scale == cases.SF_SCALE for a in launches)
 
 
-def test_memory_of_a_known_nvfp4_output(launches):  # noqa: F811
+def test_memory_of_a_known_nvfp4_output(launches):
     """Apart from the query; addressed as compiled code checks at every call, and a new call's plan before."""
     inputs = decode_of(replace(PLAIN, out_dtype="nvfp4"))
     good, size = inputs["out"], inputs["out"].data.numel()
@@ -400,9 +400,9 @@ def test_options_that_keep_the_result(request, launched, change):
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_kernels_for_many_rows(here, launches, invariant):  # noqa: F811
-    """More than 8 query rows of a KV head have kernels of their own, and more than 16 prefill's, unless a request's bits
-    may not depend on it."""
+def test_kernels_for_many_rows(here, launches, invariant):
+    """More than 8 query rows of a KV head have kernels of their own, more than 16 those of prefill, unless a request's
+    bits may not depend on it."""
     for q_len in (1, 2, 3, 8, 9, 20, 1):  # of 3 heads a KV head
         case = replace(PLAIN, q_lens=(q_len, 1), kv_lens=(40, 30), heads_q=6, heads_kv=2)
         inputs = cases.make_inputs(case)
@@ -415,7 +415,7 @@ def test_kernels_for_many_rows(here, launches, invariant):  # noqa: F811
     assert made == ([8] * 6 if invariant else [8, 8, 16, 64, 64, 64]) and len(launches) == 7
 
 
-def test_a_plan_without_tokens_is_not_that_of_batch_invariance(here):  # noqa: F811
+def test_a_plan_without_tokens_is_not_that_of_batch_invariance(here):
     """A group of 16 heads has 16 rows a token: wide kernels, whatever was called before."""
     for q_len, invariant in ((0, False), (1, True), (1, False)):
         case = replace(PLAIN, q_lens=(q_len,) * 2, kv_lens=(40, 30), heads_q=16, heads_kv=1)
@@ -424,7 +424,7 @@ def test_a_plan_without_tokens_is_not_that_of_batch_invariance(here):  # noqa: F
 
 
 @pytest.mark.parametrize("kv", ["", "fp8", "nvfp4"])
-def test_scratch_holds_the_parts_of_many_rows(launches, kv):  # noqa: F811
+def test_scratch_holds_the_parts_of_many_rows(launches, kv):
     """Checked where the launch would be, against the tiles that the kernel cuts."""
     case = replace(PLAIN, q_lens=(1, 60), kv_lens=(40, 70), head_dim_qk=128, head_dim_vo=128, kv_dtype=kv)
     inputs = cases.make_inputs(case)
@@ -535,7 +535,7 @@ def test_xqa_refuses_before_anything_is_written(name):
 
 
 @pytest.mark.parametrize("order", [("", "fp8", "nvfp4"), ("fp8", "", "nvfp4"), ("nvfp4", "fp8", "")])
-def test_kernels_whose_tiles_differ_share_no_scratch(launches, order):  # noqa: F811
+def test_kernels_whose_tiles_differ_share_no_scratch(launches, order):
     """All on one stream; the fake kernel checks the rows of its scratch."""
     for kv in order:
         case = replace(PLAIN, head_dim_qk=256, head_dim_vo=256, kv_dtype=kv)
@@ -543,7 +543,7 @@ def test_kernels_whose_tiles_differ_share_no_scratch(launches, order):  # noqa: 
     assert len({a.o_partial.shape[1] for a in launches}) > 1
 
 
-def test_more_rows_than_a_kernel_divides(here, launches, monkeypatch):  # noqa: F811
+def test_more_rows_than_a_kernel_divides(here, launches, monkeypatch):
     inputs = decode_of(PLAIN)
     trtllm_batch_decode_with_kv_cache(**inputs)
     tokens, heads = inputs["query"].shape[:2]
@@ -560,7 +560,7 @@ def test_more_rows_than_a_kernel_divides(here, launches, monkeypatch):  # noqa: 
                     trtllm_batch_decode_with_kv_cache(**inputs)
 
 
-def test_more_keys_than_a_kernel_counts(here, launches, monkeypatch):  # noqa: F811
+def test_more_keys_than_a_kernel_counts(here, launches, monkeypatch):
     inputs = decode_of(PLAIN)
     table, size = inputs["block_tables"], inputs["kv_cache"][0].shape[2]
     monkeypatch.setattr(checks, "MOST_KEYS", table.shape[1] * size)

@@ -96,7 +96,8 @@ def test_skip_softmax_of_prefill_joins_every_kernel():
 
 @pytest.mark.parametrize("arch", [ARCH, *BLACKWELL])
 def test_every_problem_of_decode_gets_a_shipped_spec_that_serves_it(arch):
-    """More than 16 rows that ask for nothing else go to prefill's kernels whose CTAs share keys, which are all shipped."""
+        typed = p.out in ("bf16", "fp16") and p.page_size in TMA_PAGES
+        plain = typed and not (p.window or p.soft_cap or p.drafts or p.skip)
     shared = {s for s in sm90.shipped(arch) if s.schedule == "stream_k"}
     shipped, found = set(decode.shipped(arch)), set()
     for problem in problems("decode"):

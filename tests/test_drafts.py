@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.test_decode_wrapper import EQUAL, PLAIN, decode_of
-from tests.test_prefill_wrapper import here, launches  # noqa: F401 - fixtures
 from wrappers import trtllm_batch_decode_with_kv_cache, xqa
 
 

@@ -8,8 +8,7 @@ import torch
 import wrappers
 from bench.cases import attention as cases
 from tests.fake_machine import FakeMachine
-from tests.test_flash_attn import SINKS, Batch, oracle
-from tests.test_prefill_wrapper import here, launches  # noqa: F401 - fixtures
+from tests.flash_attn_batches import SINKS, Batch, oracle
 from wrappers import cooperative_topk, machine, persistent_topk, utils
 from wrappers import trtllm_fmha_v2_prefill as fmha
 from wrappers import xqa_batch_decode_with_kv_cache as xqa_batch

@@ -1,4 +1,4 @@
-"""FlashAttention's functions on the CPU against attention in float64, written here; what they refuse, and when."""
+"""FlashAttention's functions on the CPU against attention in float64; new keys, kernels, clients."""
 
 import math
 from functools import partial
@@ -7,115 +7,30 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.test_prefill_wrapper import here, launches  # noqa: F401 - fixtures
+from tests.flash_attn_batches import (
+    BATCH,
+    BF16,
+    E4M3,
+    EQUAL,
+    HALF,
+    HKV,
+    HQ,
+    INF,
+    LSE,
+    NAN,
+    SINKS,
+    Batch,
+    D,
+    appended,
+    check,
+    equal,
+    ints,
+    low,
+    oracle,
+)
 from wrappers import explain, flash_attn, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from wrappers.explanation import problem_of
 
-HALF, INF, NAN = torch.float16, float("inf"), float("nan")
-E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
-HQ, HKV, D = 4, 2, 64
-LSE = {"return_softmax_lse": True}
-
-
-def ints(*x):
-    return torch.tensor(x, dtype=torch.int32)
-
-
-def starts_of(lens):
-    return ints(0, *lens).cumsum(0).int()
-
-
-def oracle(q, k, v, causal=False, window=(-1, -1), cap=0.0, scale=None, sinks=None):
-    """o (m, Hq, Dv), lse (Hq, m) of one request, float64: natural logarithms."""
-    (m, heads, dim), n = q.shape, len(k)
-    k, v = (x.double().repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
-    s = torch.einsum("mhd,nhd->hmn", q.double(), k) * (dim**-0.5 if scale is None else scale)
-    s = cap * torch.tanh(s / cap) if cap else s
-    at, key = torch.arange(m)[:, None] + n - m, torch.arange(n)
-    left, right = window[0], 0 if causal else window[1]
-    seen = (key >= at - left if left >= 0 else key >= 0) & (key <= at + right if right >= 0 else key >= 0)
-    s = s.masked_fill(~seen, -INF)
-    sink = torch.full((heads, m, 1), -INF) if sinks is None else sinks.double()[:, None, None].expand(-1, m, 1)
-    lse = torch.cat([s, sink], 2).logsumexp(2)
-    weights = (s - lse.nan_to_num(neginf=0.0)[..., None]).exp()
-    return torch.einsum("hmn,nhd->mhd", weights, v), lse
-
-
-class Batch:
-    """Requests as rows, as pages of a table and as a cache with an entry a request; free slots hold NaN."""
-
-    def __init__(self, q_lens=(3, 0, 1, 2), kv_lens=(9, 4, 17, 1), page=4, dtype=HALF, dim_v=D, heads=(HQ, HKV)):
-        draw = torch.Generator().manual_seed(len(q_lens) + page)
-        self.q_lens, self.kv_lens, batch = q_lens, kv_lens, len(q_lens)
-        self.q = torch.randn(sum(q_lens), heads[0], D, generator=draw).to(dtype)
-        self.k = torch.randn(sum(kv_lens), heads[1], D, generator=draw).to(dtype)
-        self.v = torch.randn(sum(kv_lens), heads[1], dim_v, generator=draw).to(dtype)
-        self.q_starts, self.k_starts, self.lens = starts_of(q_lens), starts_of(kv_lens), ints(*kv_lens)
-        self.max_q, self.max_k = max(q_lens), max(kv_lens)
-        width = -(-self.max_k // page) + 1
-        ids = torch.randperm(batch * width, generator=draw).int().view(batch, width)
-        self.paged, self.dense = [], []
-        for rows in (self.k, self.v):
-            dense = torch.full((batch, width * page, *rows.shape[1:]), NAN).to(dtype)
-            for entry, part in zip(dense, rows.split(kv_lens)):
-                entry[: len(part)] = part
-            pool = torch.empty_like(dense).view(batch * width, page, *rows.shape[1:])
-            pool[ids.flatten().long()] = dense.view_as(pool)
-            self.paged.append(pool)
-            self.dense.append(dense)
-        used = torch.arange(width) * page < self.lens[:, None]
-        self.table = torch.where(used, ids, -7)  # behind a request's last page
-
-    def want(self, **options):
-        parts = zip(self.q.split(self.q_lens), self.k.split(self.kv_lens), self.v.split(self.kv_lens))
-        found = [oracle(*part, **options) for part in parts]
-        return torch.cat([o for o, _ in found]), torch.cat([lse for _, lse in found], 1)
-
-    def ragged(self, **options):
-        return flash_attn_varlen_func(
-            self.q, self.k, self.v, self.q_starts, self.k_starts, self.max_q, self.max_k, **options
-        )
-
-    def tabled(self, table="block_table", **options):
-        given = {table: self.table, "seqused_k": self.lens, "max_seqlen_q": self.max_q, "max_seqlen_k": self.max_k}
-        return flash_attn_varlen_func(
-            q=self.q, k=self.paged[0], v=self.paged[1], cu_seqlens_q=self.q_starts, **given | options
-        )
-
-    def cached(self, table="page_table", **options):
-        given = {table: self.table, "cache_seqlens": self.lens, "max_seqlen_q": self.max_q} | options
-        return flash_attn_with_kvcache(self.q, *self.paged, cu_seqlens_q=self.q_starts, **given)
-
-    def entries(self, **options):
-        given = {"cache_seqlens": self.lens, "cu_seqlens_q": self.q_starts, "max_seqlen_q": self.max_q} | options
-        return flash_attn_with_kvcache(self.q, *self.dense, **given)
-
-
-def check(got, want, tolerance=2e-3):
-    o, lse = got
-    assert lse.dtype == torch.float32 and lse.is_contiguous() and lse.shape == want[1].shape
-    torch.testing.assert_close(o.double(), want[0], rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(lse.double(), want[1], rtol=1e-3, atol=1e-3)
-
-
-def good_call(function):
-    """Keyword arguments of a good call, by a function's name."""
-    batch = Batch(q_lens=(2, 2), kv_lens=(20, 9), page=16, dtype=BF16)
-    if function == "flash_attn_varlen_func":
-        return {
-            "q": batch.q, "k": batch.paged[0], "v": batch.paged[1], "cu_seqlens_q": batch.q_starts, "max_seqlen_q": 2,
-            "seqused_k": batch.lens, "block_table": batch.table, "causal": True,
-        }  # fmt: skip
-    q = batch.q.unflatten(0, (2, 2))
-    if function == "flash_attn_func":
-        return {"q": q, "k": batch.dense[0][:, :1].expand(-1, 16, -1, -1).clone(), "v": batch.dense[1][:, :16].clone()}
-    new = torch.ones(2, 2, HKV, D, dtype=BF16)
-    cache = dict(zip(("k_cache", "v_cache"), batch.paged))
-    return {"q": q, "k": new, "v": new, "cache_seqlens": batch.lens, "block_table": batch.table} | cache
-
-
-BATCH = Batch()
-SINKS = torch.linspace(-2, 2, HQ)
 OPTIONS = {
     "full": ({}, {}),
     "causal": ({"causal": True}, {"causal": True}),
@@ -222,13 +137,6 @@ def test_hints_and_neutral_values_change_nothing():
 # ---- queries of one length, caches without a table
 
 
-EQUAL = Batch(q_lens=(2, 2, 2), kv_lens=(9, 4, 17))
-
-
-def equal(rows):
-    return rows.unflatten(0, (3, 2))
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_queries_of_one_length(name):
     """lse is (B, Hq, S)."""
@@ -291,32 +199,6 @@ def test_requests_of_one_length():
 # ---- new keys
 
 
-def appended(form, page=4):
-    """(arguments of a call that appends, what it must give, the rows of each request after it)."""
-    counts = (2, 2, 2) if form in ("equal", "entries") else (3, 0, 1)
-    old = (5, 0, 11)
-    whole = Batch(q_lens=counts, kv_lens=tuple(a + b for a, b in zip(old, counts)), page=page)
-    cut = [[part[len(part) - n :] for part, n in zip(t.split(whole.kv_lens), counts)] for t in (whole.k, whole.v)]
-    for pool in (*whole.paged, *whole.dense):  # nothing new is there yet
-        pool.nan_to_num_(nan=0.0)
-    for b, (had, has) in enumerate(zip(old, whole.kv_lens)):
-        for t in range(had, has):
-            for pool, dense in zip(whole.paged, whole.dense):
-                pool[whole.table[b, t // page], t % page] = dense[b, t] = 0
-    k, v = (torch.stack(t) if form in ("equal", "entries") else torch.cat(t) for t in cut)
-    given = {"cache_seqlens": ints(*old), "causal": True, "k": k, "v": v} | LSE
-    if form == "entries":
-        cache = whole.dense
-    else:
-        cache, given["block_table"] = whole.paged, whole.table
-    if form == "packed":
-        given |= {"cu_seqlens_q": whole.q_starts, "cu_seqlens_k_new": whole.q_starts, "max_seqlen_q": 3}
-    else:
-        whole.q = whole.q.unflatten(0, (3, 2))
-    given |= {"q": whole.q, "k_cache": cache[0], "v_cache": cache[1]}
-    return given, whole, old
-
-
 @pytest.mark.parametrize("form", ["equal", "packed", "entries"])
 def test_new_keys_are_written_and_seen(form):
     given, whole, old = appended(form)
@@ -352,62 +234,6 @@ def test_rows_without_a_place_are_not_written():
     assert ((given["k_cache"] != before).any(-1).any(-1).sum()) == 2
 
 
-BAD_APPENDS = {
-    "softcap: -1.0": {"softcap": -1.0},
-    "k: None|k: NoneType": {"k": None},
-    "v: NoneType": {"v": None},
-    "cache_seqlens: None, required where k is given": {"cache_seqlens": None},
-    "k: shape": {"k": torch.zeros(3, 2, HKV, 32, dtype=HALF)},
-    "v: shape": {"v": torch.zeros(3, 1, HKV, D, dtype=HALF)},
-    "k: dtype torch.float32, must be that of k_cache": {"k": torch.zeros(3, 2, HKV, D)},
-    "cache_seqlens \\+ new keys: 102 of request 1, must be in": {"cache_seqlens": ints(5, 100, 0)},
-    "block_table: -3 in column 0 of request 0": {"block_table": torch.full((3, 5), -3, dtype=torch.int32)},
-    "out: dtype": {"out": torch.zeros(3, 2, HQ, D)},
-    "window_size": {"window_size": (1, 1), "causal": False},
-    "rotary_cos: Tensor, not supported": {"rotary_cos": torch.zeros(4)},
-    "s_aux: shape": {"s_aux": torch.zeros(3)},
-    "k: shape .*, must have 3 dimensions": {"cu_seqlens_k_new": ints(0, 2, 4, 6)},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", BAD_APPENDS)
-def test_nothing_is_written_before_a_refusal(message):
-    given, *_ = appended("equal")
-    before = given["k_cache"].clone(), given["v_cache"].clone()
-    with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"^({message})"):
-        flash_attn_with_kvcache(**given | BAD_APPENDS[message])
-    assert torch.equal(given["k_cache"], before[0]) and torch.equal(given["v_cache"], before[1])
-
-
-def test_nothing_is_written_where_no_kernel_serves(launches):  # noqa: F811
-    given, *_ = appended("equal")
-    narrow = {name: given[name][..., :32].contiguous() for name in ("q", "k", "v", "k_cache", "v_cache")}
-    for change, message in ({"softmax_scale": -1.0}, "softmax_scale: -1.0; CUDA"), (narrow, "q: no attention kernel"):
-        bad = given | change
-        before = bad["k_cache"].clone()
-        with pytest.raises(NotImplementedError, match=f"^{message}"):
-            flash_attn_with_kvcache(**bad)
-        assert torch.equal(bad["k_cache"], before) and not launches
-    flash_attn_with_kvcache(**given)
-    assert len(launches) == 1
-
-
-def test_caches_that_would_be_read_while_they_are_written():
-    given, *_ = appended("equal")
-    given["k"] = given["k_cache"].view(-1, HKV, D)[:6].view(3, 2, HKV, D)
-    with pytest.raises(ValueError, match="^k_cache: shape .* overlaps the memory of k, must be apart"):
-        flash_attn_with_kvcache(**given)
-
-
-def test_grad_is_refused_before_anything_is_written():
-    given, *_ = appended("equal")
-    before = given["k_cache"].clone()
-    for name in ("q", "k", "v"):
-        with pytest.raises(RuntimeError, match=f"^{name}: requires grad"):
-            flash_attn_with_kvcache(**given | {name: given[name].clone().requires_grad_()})
-    assert torch.equal(given["k_cache"], before)
-
-
 def test_explain_appends_nothing():
     given, *_ = appended("equal")
     before = given["k_cache"].clone()
@@ -417,13 +243,6 @@ def test_explain_appends_nothing():
 
 
 # ---- 8 bits
-
-
-def low(batch):
-    for name in ("q", "k", "v"):
-        setattr(batch, name, getattr(batch, name).to(E4M3))
-    batch.paged, batch.dense = ([t.to(E4M3) for t in pools] for pools in (batch.paged, batch.dense))
-    return batch
 
 
 def scaled(batch, q=1.0, k=1.0, v=1.0):
@@ -492,7 +311,7 @@ def test_phases():
     assert two.phase == "prefill" and two.requests.cu_seqlens_q.tolist() == [0, 2, 4, 6]
 
 
-def test_launches(launches):  # noqa: F811
+def test_launches(launches):
     """What a kernel gets: lengths and table as they are, the scale, the window."""
     batch = Batch(page=8)
     batch.tabled(causal=True, window_size=(2, 2), softmax_scale=0.5, sinks=SINKS)
@@ -604,115 +423,3 @@ def test_as_transformers_calls_it(monkeypatch, sliding):
     meant["window"] = (-1, 0)
     want = [oracle(*part, **meant)[0] for part in zip(equals, *(t[:, :4] for t in EQUAL.dense))]
     torch.testing.assert_close(o.double(), torch.stack(want), rtol=2e-3, atol=2e-3)
-
-
-# ---- refusals
-
-
-def table_call(change):
-    given = {
-        "q": BATCH.q, "k": BATCH.paged[0], "v": BATCH.paged[1], "cu_seqlens_q": BATCH.q_starts, "causal": True,
-        "max_seqlen_q": 3, "seqused_k": BATCH.lens, "block_table": BATCH.table,
-    }  # fmt: skip
-    return flash_attn_varlen_func(**given | change)
-
-
-def row_call(change):
-    given = {"q": BATCH.q, "k": BATCH.k, "v": BATCH.v, "cu_seqlens_q": BATCH.q_starts, "cu_seqlens_k": BATCH.k_starts}
-    return flash_attn_varlen_func(**given | change)
-
-
-def cache_call(change):
-    given = {"q": equal(EQUAL.q), "k_cache": EQUAL.dense[0], "v_cache": EQUAL.dense[1], "cache_seqlens": EQUAL.lens}
-    return flash_attn_with_kvcache(**given | change)
-
-
-def plain_call(change):
-    q = equal(EQUAL.q)
-    return flash_attn_func(**{"q": q, "k": q[:, :, :HKV], "v": q[:, :, :HKV]} | change)
-
-
-REQUEST = torch.rand(4, HKV)
-LOW = {"k": BATCH.paged[0].to(E4M3), "v": BATCH.paged[1].to(E4M3)}
-REFUSALS = [
-    (table_call, {"cu_seqlens_q": 3}, TypeError, "cu_seqlens_q: int, must be a torch.Tensor"),  # vLLM's order
-    (table_call, {"cu_seqlens_q": BATCH.q_starts.long()}, TypeError, "cu_seqlens_q: dtype torch.int64"),
-    (table_call, {"cu_seqlens_q": BATCH.q_starts[:3]}, ValueError, "cu_seqlens_q: shape .3,., must be .5,."),
-    (table_call, {"q": BATCH.q[0]}, ValueError, "q: shape .* must have 3 dimensions"),
-    (table_call, {"q": BATCH.q.float()}, TypeError, "q: dtype torch.float32"),
-    (table_call, {"k": BATCH.k}, ValueError, "k, v .K.: shape .* must have 4 dimensions"),
-    (table_call, {"seqused_k": BATCH.lens.long()}, TypeError, "seqused_k: dtype torch.int64"),
-    (table_call, {"seqused_k": ints(9, 4, 99, 1)}, ValueError, "seqused_k: 99 of request 2"),
-    (table_call, {"seqused_k": None}, TypeError, "cu_seqlens_k: NoneType, must be a torch.Tensor"),
-    (table_call, {"seqused_k": None, "cu_seqlens_k": starts_of((9, 4, 99, 1))}, ValueError, "cu_seqlens_k: 99 of req"),
-    (table_call, {"page_table": BATCH.table}, ValueError, "page_table: another name of block_table, only one"),
-    (table_call, {"block_table": BATCH.table[0]}, ValueError, "block_table: shape .*, must have 2 dimensions"),
-    (table_call, {"block_table": None, "page_table": BATCH.table.long()}, TypeError, "page_table: dtype torch.int64"),
-    (table_call, {"block_table": None, "page_table": BATCH.table + 99}, ValueError, "page_table: .* in column 0"),
-    (table_call, {"block_table": None}, NotImplementedError, "seqused_k: given without block_table, not supported"),
-    (table_call, {"window_size": (4, 4), "causal": False}, NotImplementedError, "window_size: .4, 4., later keys"),
-    (table_call, {"window_size": 4}, TypeError, "window_size: 4, must be .left, right."),
-    (table_call, {"window_size": (4.0, 0)}, TypeError, "window_size: 4.0, must be an int"),
-    (table_call, {"causal": None}, TypeError, "causal: None, must be True or False"),
-    (table_call, {"causal": torch.tensor([True] * 4)}, TypeError, "causal: tensor.*, must be True or False"),
-    (table_call, {"softcap": -1.0}, ValueError, "softcap: -1.0, must be None, 0"),
-    (table_call, {"softmax_scale": "1"}, TypeError, "softmax_scale: '1', must be a float"),
-    (table_call, {"softmax_scale": INF}, ValueError, "softmax_scale: inf, must be finite"),
-    (table_call, {"max_seqlen_q": -1}, ValueError, "max_seqlen_q: -1, must be at least 0"),
-    (table_call, {"max_seqlen_q": 3.0}, TypeError, "max_seqlen_q: 3.0, must be an int"),
-    (table_call, {"return_softmax_lse": 1}, TypeError, "return_softmax_lse: 1, must be True or False"),
-    (table_call, {"s_aux": SINKS, "sinks": SINKS}, ValueError, "sinks: another name of s_aux"),
-    (table_call, {"sinks": SINKS.double()}, TypeError, "sinks: dtype torch.float64"),
-    (table_call, {"sinks": SINKS[:2]}, ValueError, "sinks: shape .2,., must be .4,."),
-    (table_call, LOW | {"k_descale": REQUEST}, NotImplementedError, "k_descale: shape .* of strides .2, 1., one a req"),
-    (table_call, {"k_descale": REQUEST[:, :1]}, ValueError, "k_descale: shape .4, 1., must be .4, 2."),
-    (table_call, {"v_descale": REQUEST.half()}, TypeError, "v_descale: dtype torch.float16"),
-    (table_call, {"q_descale": 0.5}, TypeError, "q_descale: float, must be a torch.Tensor"),
-    (table_call, {"out": BATCH.q}, ValueError, "out: shape .* overlaps the memory of q"),
-    (table_call, {"out": BATCH.q[:2]}, ValueError, "out: shape .2, 4, 64."),
-    (table_call, {"num_splits": -1}, ValueError, "num_splits: -1, must be at least 0"),
-    (table_call, {"num_splits": None}, TypeError, "num_splits: None, must be an int"),
-    (table_call, {"dropout_p": 0.1}, NotImplementedError, "dropout_p: 0.1, not supported, must be 0.0"),
-    (table_call, {"alibi_slopes": SINKS}, NotImplementedError, "alibi_slopes: Tensor, not supported, must be None"),
-    (table_call, {"cp_world_size": 2}, NotImplementedError, "cp_world_size: 2, not supported, must be 1"),
-    (table_call, {"mask_mod": len}, NotImplementedError, "mask_mod: builtin_function.*, not supported"),
-    (table_call, {"return_attn_probs": True}, NotImplementedError, "return_attn_probs: True, not supported"),
-    (table_call, {"seqused_q": BATCH.lens}, NotImplementedError, "seqused_q: Tensor, not supported"),
-    (table_call, {"num_split": 1}, TypeError, "flash_attn_varlen_func.. got an unexpected keyword argument"),
-    (row_call, {"cu_seqlens_k": None}, TypeError, "cu_seqlens_k: NoneType"),
-    (row_call, {"cu_seqlens_k": starts_of((9, 4, 17, 2))}, ValueError, "cu_seqlens_k.4.: 32 of request 3"),
-    (row_call, {"cu_seqlens_q": starts_of((3, 0, 1, 9))}, ValueError, "cu_seqlens_q.4.: 13 of request 3"),
-    (row_call, {"k": BATCH.paged[0]}, ValueError, "k: shape .* must have 3 dimensions"),
-    (row_call, {"v": BATCH.v[:5]}, ValueError, "k, v: K .* and V .* may differ in the last dimension only"),
-    (row_call, {"k": BATCH.k.to(E4M3)}, TypeError, "k, v: K is .* and V .*, must be the same"),
-    (row_call, {"k": BATCH.k[..., :32], "v": BATCH.v[..., :32]}, ValueError, "k, v: K has head_dim 32"),
-    (cache_call, {"q": EQUAL.q}, ValueError, "q: shape .* must have 4 dimensions"),
-    (cache_call, {"q": equal(EQUAL.q)[:2]}, ValueError, "k_cache: shape .3,.*, must have the 2 requests of q"),
-    (cache_call, {"v_cache": EQUAL.dense[1][:2]}, ValueError, "v_cache: shape .2,"),
-    (cache_call, {"cache_seqlens": 99}, ValueError, "cache_seqlens: 99, must be at most 24"),
-    (cache_call, {"cache_seqlens": -1}, ValueError, "cache_seqlens: -1, must be at least 0"),
-    (cache_call, {"cache_seqlens": 2.0}, TypeError, "cache_seqlens: 2.0, must be an int"),
-    (cache_call, {"cache_seqlens": EQUAL.lens[:2]}, ValueError, "cache_seqlens: shape .2,., must be .3,."),
-    (cache_call, {"cache_seqlens": EQUAL.lens + 20}, ValueError, "cache_seqlens: 29 of request 0"),
-    (cache_call, {"cache_batch_idx": ints(0, 1)}, ValueError, "cache_batch_idx: shape .2,., must be .3,."),
-    (cache_call, {"block_table": EQUAL.table, "cache_batch_idx": ints(0, 1, 2)}, ValueError,
-     "cache_batch_idx: given, must be None with block_table"),
-    (cache_call, {"cache_leftpad": EQUAL.lens}, NotImplementedError, "cache_leftpad: Tensor, not supported"),
-    (cache_call, {"attention_chunk": 16}, NotImplementedError, "attention_chunk: 16, not supported, must be 0"),
-    (cache_call, {"qv": EQUAL.q}, NotImplementedError, "qv: Tensor, not supported"),
-    (cache_call, {"out": torch.empty(4, 3, HQ, D).half()[:3, :2]}, ValueError, "out: strides .*, the first must be 2"),
-    (plain_call, {"k": EQUAL.k}, ValueError, "k: shape .* must have 4 dimensions"),
-    (plain_call, {"k": equal(EQUAL.q)[:2]}, ValueError, "v: shape .*, must be .2,"),
-    (plain_call, {"unknown": 1}, TypeError, "flash_attn_func.. got an unexpected keyword argument 'unknown'"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("call,change,error,message", REFUSALS, ids=lambda x: x if isinstance(x, str) else "")
-def test_refusals(call, change, error, message):
-    with pytest.raises(error, match=f"^{message}"):
-        call(change)
-
-
-def test_what_refusals_change_is_served():
-    for call in (table_call, row_call, cache_call, plain_call):
-        call({})

@@ -246,9 +246,7 @@ def test_scales_a_head(rows):
     def call(device):
         q, k, v, *factors = (x.to(device) for x in given + scales)
         named = dict(zip(("q_scale", "k_scale", "v_scale"), factors, strict=True))
-        return wrappers.single_prefill_with_kv_cache_return_lse(
-            q, k, v, causal=True, o_dtype=torch.bfloat16, **named
-        )
+        return wrappers.single_prefill_with_kv_cache_return_lse(q, k, v, causal=True, o_dtype=torch.bfloat16, **named)
 
     got, want = call(CUDA), call("cpu")
     close([x.cpu() for x in got], [x.float() for x in want], 0.05, 0.05, limit_lse=0.01)

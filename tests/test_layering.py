@@ -17,6 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("cute_kernels", "wrappers", "tools", "bench", "examples")
 FILES = sorted(f.relative_to(ROOT).as_posix() for folder in FOLDERS for f in (ROOT / folder).rglob("*.py"))
+TESTS = sorted(f.relative_to(ROOT).as_posix() for f in (ROOT / "tests").rglob("*.py"))
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 600, 120, 8
 FAMILIES = ("attention", "topk")
 
@@ -89,6 +90,10 @@ def below(names: set[str], *packages: str) -> set[str]:
     return {name for name in names for package in packages if name == package or name.startswith(package + ".")}
 
 
+def lines_of(file: str) -> int:
+    return len((ROOT / file).read_text().splitlines())
+
+
 def functions(file: str) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(tree(file)) if isinstance(node, ast.FunctionDef)]
 
@@ -128,13 +133,18 @@ def test_the_rules_see_what_they_forbid(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("file", FILES)
 def test_pieces_are_small(file):
-    assert len((ROOT / file).read_text().splitlines()) <= FILE_LINES
+    assert lines_of(file) <= FILE_LINES
     for function in functions(file):
         lines = (function.end_lineno or 0) - function.lineno + 1
         assert lines <= FUNCTION_LINES, f"{function.name} has {lines} lines"
         if function.name not in UPSTREAM.get(file, ()):
             count = parameters(function)
             assert count <= PARAMETERS, f"{function.name} has {count} parameters"
+
+
+def test_files_of_tests_are_short():
+    """As those of the packages, the tools and the benchmarks are, which the test above holds."""
+    assert not {file: lines_of(file) for file in TESTS if lines_of(file) > FILE_LINES}
 
 
 def test_exceptions_exist():

@@ -11,9 +11,8 @@ import torch
 
 from bench.cases import attention as cases
 from tests.fake_machine import FakeMachine
+from tests.prefill_batches import HKV, HQ, Case, D, oracle
 from tests.test_decode_wrapper import xqa_inputs
-from tests.test_prefill_family import HKV, HQ, Case, D, oracle
-from tests.test_prefill_wrapper import fresh_compiler  # noqa: F401 - fixture
 from wrappers import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
@@ -321,7 +320,7 @@ def test_one_number_for_all_heads_is_no_scale_of_heads():
     torch.testing.assert_close(one, many, rtol=1e-3, atol=1e-3)
 
 
-def test_scales_of_heads_in_one_graph(fresh_compiler):  # noqa: F811
+def test_scales_of_heads_in_one_graph(fresh_compiler):
     low = Low(E5M2, E5M2)
     (k, v), wrapper = low.of(low.rows, True)[0], low.ragged(causal=True)
     step = lambda q, k, v, *scales: wrapper.run(q, k, v, *scales)  # noqa: E731

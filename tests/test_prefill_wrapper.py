@@ -9,30 +9,11 @@ import pytest
 import torch
 
 from bench.cases import attention as cases
-from cute_kernels.attention import args, geometry, sm100
-from cute_kernels.attention.spec import FEW
-from tests.fake_machine import FakeMachine, promised
-from wrappers import FP4Tensor, explain, fp4, machine, reference, scratch, trtllm_batch_context_with_kv_cache
+from cute_kernels.attention import args, sm100
+from tests.emulated import E4M3, PLAIN, check, inputs_of
+from wrappers import FP4Tensor, explain, fp4, scratch, trtllm_batch_context_with_kv_cache
 from wrappers.attention import op
-from wrappers.attention.problem import SEPARATE, Problem, new_requests
 from wrappers.explanation import problem_of
-
-E4M3 = torch.float8_e4m3fn
-SMS = 132
-PLAIN = cases.EDGE["plain"]
-
-
-def inputs_of(case=PLAIN, **changes):
-    return cases.make_inputs(case) | changes
-
-
-def check(inputs, result, tolerance=1e-2):
-    want_o, want_lse = cases.reference_of(inputs)
-    o, lse = result if inputs["return_lse"] else (result, None)
-    torch.testing.assert_close(o.float(), want_o, rtol=tolerance, atol=tolerance)
-    if lse is not None:
-        torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
-
 
 # ---- the reference as the CPU's backend
 
@@ -156,125 +137,7 @@ def test_nvfp4_cache_needs_scales_of_its_shape():
             trtllm_batch_context_with_kv_cache(**inputs | {"kv_block_scales": bad})
 
 
-# ---- the path to a launch, with a kernel that computes in torch what AttentionArgs say
-
-
-def emulate(op, spec, launches):
-    """A kernel of `spec` on any device: checks what compiled code would, then runs the reference. A launch is kept as
-    its arguments by name."""
-    names = args.fields(spec)
-
-    def kernel(*flat):
-        a = SimpleNamespace(**dict(zip(names, flat, strict=True)))
-        check_arguments(spec, a)
-        check_schedule(spec, a)
-        launches.append(a)
-        factors = {name: getattr(a, name).view(E4M3) if name in names else None for name in ("k_scales", "v_scales")}
-        window = getattr(a, "window_left", 1 << 30)
-        drafts, kind = getattr(a, "draft_mask", ()), spec.mask.causal
-        problem = Problem(
-            "", "", a.q, a.k, a.v, new_requests(a.page_table, a.kv_lens, a.cu_seqlens_q, SEPARATE), 0,
-            a.scale_log2 / reference.LOG2E, a.scale if len(a.scale) else None,
-            a.out_factor, a.out_scale if len(a.out_scale) else None,
-            causal={"always": True, "never": False}[kind] if kind != "value" else bool(a.causal),
-            window_left=window if window < 1 << 30 else -1, soft_cap=getattr(a, "soft_cap", 0.0),
-            sinks=a.sink if len(a.sink) else None, drafts=drafts if len(drafts) else None,
-            interleaved=bool(getattr(a, "v_scales_interleaved", 0)), **factors,
-        )  # fmt: skip
-        o, lse = reference.paged_attention(problem)
-        fp8, packed = getattr(a, "o_fp8", ()), getattr(a, "o_fp4", ())
-        if len(packed):
-            scale = a.o_sf.view(E4M3).view(-1, packed[0].numel() * 2 // fp4.BLOCK)
-            reference.store(o, FP4Tensor(packed, scale, a.o_sf_start), a.o_sf_scale)
-        else:
-            reference.store(o, fp8.view(E4M3) if len(fp8) else a.o)
-        if len(a.lse):
-            a.lse.copy_(lse)
-
-    return kernel
-
-
-RANKS = dict(q=3, k=4, v=4, o=3, lse=2, page_table=3, k_scales=4, v_scales=4, o_fp8=3, o_fp4=3, draft_mask=2,
-             o_partial=3)  # fmt: skip
-INTEGERS = ("grid", "counter_base", "enable_pdl", "window_left", "causal", "v_scales_interleaved", "blocks_per_split",
-            "o_sf_start")  # fmt: skip
-FLOATS = ("scale_log2", "out_factor", "soft_cap", "skip_threshold", "o_sf_scale")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": E4M3, "nvfp4": torch.uint8}
-
-
-def check_arguments(spec, a):
-    """What compiled code checks of its arguments, and what their callers promise."""
-    types = dict.fromkeys(("lse", "sink", "scale", "out_scale", "o_partial"), torch.float32)
-    types |= dict.fromkeys(("k", "v"), DTYPES[spec.kv.dtype]) | dict(q=DTYPES[spec.q], o=DTYPES[spec.out[0]])
-    types |= dict.fromkeys(("k_scales", "v_scales", "o_fp8", "o_fp4", "o_sf"), torch.uint8)
-    for name, value in vars(a).items():
-        if name in INTEGERS or name in FLOATS:
-            if type(value) is not (int if name in INTEGERS else float):
-                raise TypeError(name)
-            continue
-        if value.dtype != types.get(name, torch.int32):
-            raise TypeError(f"dtype of {name}")
-        if value.ndim != RANKS.get(name, 1) or value.device.type != "cpu":
-            raise ValueError(f"rank or device of {name}")
-        if value.stride(-1) != 1 and name != "lse" and value.shape[-1] != 1:
-            raise ValueError(f"last stride of {name}")
-    packed = 2 if spec.kv.dtype == "nvfp4" else 1
-    last = dict(q=spec.head_dim_qk, k=spec.head_dim_qk // packed, v=spec.head_dim_vo // packed, o=spec.head_dim_vo,
-                o_fp8=spec.head_dim_vo, o_fp4=spec.head_dim_vo // 2, o_partial=spec.head_dim_vo + 4,
-                k_scales=spec.head_dim_qk // 16, v_scales=spec.head_dim_vo // 16)  # fmt: skip
-    if any(getattr(a, name).shape[-1] != size for name, size in last.items() if hasattr(a, name)):
-        raise ValueError("last dimension")
-    tokens, heads, _ = a.q.shape
-    promised(a.k.shape[1:3] == a.v.shape[1:3] and (len(a.k) == 0) == (len(a.v) == 0) and heads % a.k.shape[1] == 0)
-    if packed == 2:
-        promised(a.k_scales.shape[:3] == a.k.shape[:3] and a.v_scales.shape[:3] == a.v.shape[:3])
-    for name in ("o", "o_fp8", "o_fp4", "lse", "draft_mask"):
-        t = getattr(a, name, a.lse)
-        promised(len(t) in (0, tokens) and (name == "draft_mask" or t.shape[1] == heads), name)
-    promised(sum(len(getattr(a, name, ())) > 0 for name in ("o", "o_fp8", "o_fp4")) == 1 or tokens == 0)
-    if len(getattr(a, "o_fp4", ())):
-        rows, left = divmod(len(a.o_sf), heads * spec.head_dim_vo // fp4.BLOCK)
-        promised(rows % 128 == left == 0 <= a.o_sf_start <= rows - tokens and a.o_sf_scale > 0)
-    batch = len(a.kv_lens)
-    promised(a.page_table.shape[:2] == (batch, 2) and a.cu_seqlens_q.shape == (batch + 1,))
-    promised(len(a.sink) in (0, heads) and len(a.scale) in (0, 1) and len(a.out_scale) in (0, 1))
-    promised(a.scale_log2 > 0 and tokens and heads and batch)
-
-
-def check_schedule(spec, a):
-    """Counters that nobody else has, and scratch for the parts that the kernel writes."""
-    q_lens, group = a.cu_seqlens_q.diff().tolist(), a.q.shape[1] // a.k.shape[1]
-    per_token = [group if spec.schedule == "stream_k" or n <= FEW else 1 for n in q_lens]
-    rows = [n * each for n, each in zip(q_lens, per_token)]
-    tiles = sum(-(-n // spec.tile.m) * (a.q.shape[1] // each) for n, each in zip(rows, per_token))
-    promised(1 <= a.grid <= SMS and (a.grid >= tiles or a.grid == SMS))
-    promised(not a.counters.any() and -1 <= a.counter_base < max(1, len(a.counters)))
-    promised(a.enable_pdl in (0, 1) and 0 <= getattr(a, "window_left", 0) <= 1 << 30)
-    if spec.schedule == "tiles":
-        return
-    slots, counters = 2 * a.grid, a.grid
-    if a.blocks_per_split:
-        blocks = [-(-n // spec.tile.n) for n in a.kv_lens.tolist()]
-        cut = [-(-n // geometry.tile_m(spec, n)) for n in rows]  # as the kernel cuts them
-        slots = sum(m * max(1, -(-n // a.blocks_per_split)) for m, n in zip(cut, blocks)) * a.k.shape[1]
-        counters = slots
-    promised(a.counter_base >= 0 and len(a.counters) - a.counter_base >= counters)
-    promised(len(a.o_partial) >= slots and a.o_partial.is_contiguous())
-    promised(a.o_partial.shape[1:] == (spec.tile.m, spec.head_dim_vo + 4))
-
-
-@pytest.fixture
-def here():
-    """A machine whose kernels compute in torch; its `launches` are those of this test's calls, `specs` its kernels."""
-    fake = FakeMachine(lambda op, spec: fake.specs.append(spec) or emulate(op, spec, fake.launches))
-    fake.launches, fake.specs = [], []
-    with machine.override(fake):
-        yield fake
-
-
-@pytest.fixture
-def launches(here):
-    return here.launches
+# ---- the path to a launch
 
 
 @pytest.mark.parametrize("name", cases.EDGE)
@@ -543,11 +406,6 @@ def op_arguments(inputs):
 @pytest.mark.parametrize("name", ["plain", "nhd", "kv-len-0"])
 def test_opcheck(name):
     torch.library.opcheck(torch.ops.cute_kernels.attention.default, op_arguments(inputs_of(cases.EDGE[name])))
-
-
-@pytest.fixture
-def fresh_compiler():
-    torch.compiler.reset()  # else one test's variants count towards the next one's recompile limit
 
 
 COMPILED = {

@@ -10,7 +10,7 @@ import torch
 from bench.cases import family
 from bench.cases.attention import LSE_TOLERANCE, AttentionCase, expected, make_problem
 from bench.cases.family import FamilyCase
-from tests import test_decode_family, test_flash_attn
+from tests import flash_attn_batches, test_decode_family
 from tests.conftest import ARCH, ROOT, run_python
 from tools.ptxsim.workloads import distance, simulated
 from tools.ptxsim.workloads.attention import call
@@ -88,7 +88,7 @@ def test_decode_class(page, q_len, options):
 
 @pytest.mark.parametrize("form", ["equal", "packed", "entries"])
 def test_flash_attention_over_new_keys(form):
-    given = test_flash_attn.appended(form, 8)[0]
+    given = flash_attn_batches.appended(form, 8)[0]
     caches = "k_cache", "v_cache"
     there = given | {name: given[name].clone() for name in caches}
     with simulated(ARCH, [], SMS, memory=MEMORY):
@@ -99,8 +99,8 @@ def test_flash_attention_over_new_keys(form):
 
 def test_flash_attention_whose_bits_depend_on_the_request_only():
     """Beside a long request, another kernel serves two short ones."""
-    few = test_flash_attn.Batch(q_lens=(1, 1), kv_lens=(300, 90), page=16)
-    more = test_flash_attn.Batch(q_lens=(1, 1, 70), kv_lens=(300, 90, 75), page=16)
+    few = flash_attn_batches.Batch(q_lens=(1, 1), kv_lens=(300, 90), page=16)
+    more = flash_attn_batches.Batch(q_lens=(1, 1, 70), kv_lens=(300, 90, 75), page=16)
     more.q[:2] = few.q
     for rows, pool in zip((few.k, few.v), more.paged):
         for request, part in enumerate(rows.split(few.kv_lens)):
@@ -109,15 +109,15 @@ def test_flash_attention_whose_bits_depend_on_the_request_only():
     with simulated(ARCH, [], SMS, memory=MEMORY):
         alone, both = (x.tabled(causal=True, num_splits=1, return_lse=True) for x in (few, more))
     assert torch.equal(alone[0], both[0][:2]) and torch.equal(alone[1], both[1][:, :2])
-    test_flash_attn.check(alone, few.want(causal=True))
+    flash_attn_batches.check(alone, few.want(causal=True))
 
 
 @pytest.mark.parametrize("form", ["ragged", "tabled", "entries"])
 def test_flash_attention_of_a_left_window(form):
-    batch = test_flash_attn.Batch(page=8)
+    batch = flash_attn_batches.Batch(page=8)
     with simulated(ARCH, [], SMS, memory=MEMORY):
         got = getattr(batch, form)(window_size=(5, -1), return_lse=True)
-    test_flash_attn.check(got, batch.want(window=(5, -1)))
+    flash_attn_batches.check(got, batch.want(window=(5, -1)))
 
 
 def test_small_pages_of_nvfp4():

@@ -10,10 +10,9 @@ import torch
 import wrappers
 from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
+from tests.flash_attn_batches import good_call
 from tests.test_decode_wrapper import xqa_inputs
 from tests.test_engines import as_fmha, as_persistent, as_xqa_batch
-from tests.test_flash_attn import good_call
-from tests.test_prefill_wrapper import here, launches  # noqa: F401 - fixtures
 from wrappers import trtllm_batch_context_with_kv_cache as context
 from wrappers import trtllm_batch_decode_with_kv_cache as decode
 from wrappers import xqa
@@ -154,7 +153,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("function, change, error, message", REFUSED)
-def test_what_would_change_results_is_refused(launches, function, change, error, message):  # noqa: F811
+def test_what_would_change_results_is_refused(launches, function, change, error, message):
     """With a plan of the good call, too."""
     inputs = inputs_of(function.__name__)
     for _ in range(2):
@@ -236,7 +235,7 @@ def test_odd_arguments_are_refused_by_name(request, launched, function, change, 
 
 @pytest.mark.parametrize("value", [torch.tensor(4.0), torch.tensor([4.0, 5.0]), True, "4", -1.0, float("nan")], ids=str)
 @pytest.mark.parametrize("name", ["logits_soft_cap", "skip_softmax_threshold_scale_factor"])
-def test_amounts_are_floats(launches, name, value):  # noqa: F811
+def test_amounts_are_floats(launches, name, value):
     """No tensors, which a plan could not be found by; with a plan of the same amount, too."""
     inputs = inputs_of(decode.__name__)
     for _ in range(2):

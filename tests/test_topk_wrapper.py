@@ -336,11 +336,6 @@ COMPILED = {
 }
 
 
-@pytest.fixture
-def fresh_compiler():
-    torch.compiler.reset()  # else one test's variants count towards the next one's recompile limit
-
-
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_equals_eager(fresh_compiler, monkeypatch, name):
     case = COMPILED[name]

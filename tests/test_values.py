@@ -11,7 +11,6 @@ import torch
 import wrappers
 from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
-from tests.test_prefill_wrapper import here, launches  # noqa: F401 - fixtures
 from wrappers import checks, reference
 from wrappers.attention import plan, values
 from wrappers.explanation import problem_of
@@ -78,7 +77,7 @@ def test_what_no_key_or_row_needs_may_be_anything(name):
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_calls_on_cuda_refuse_where_they_are_asked_to(checked, launches, name):  # noqa: F811
+def test_calls_on_cuda_refuse_where_they_are_asked_to(checked, launches, name):
     change, message = BAD[name]
     for known in (False, True):
         if known:
@@ -89,14 +88,14 @@ def test_calls_on_cuda_refuse_where_they_are_asked_to(checked, launches, name): 
         assert str(caught.value).startswith(message) and len(launches) == count and inputs["out"].isnan().all()
 
 
-def test_calls_on_cuda_read_no_value_otherwise(launches, monkeypatch):  # noqa: F811
+def test_calls_on_cuda_read_no_value_otherwise(launches, monkeypatch):
     monkeypatch.setattr(values, "check", None)
     for _ in range(2):
         CONTEXT(**inputs_of())
     assert len(launches) == 2
 
 
-def test_an_empty_call_is_checked(checked, launches):  # noqa: F811
+def test_an_empty_call_is_checked(checked, launches):
     inputs = cases.make_inputs(replace(CASE, q_lens=(0, 0)))
     for _ in range(2):
         with pytest.raises(ValueError, match="^seq_lens: -1 of request 1"):
@@ -105,7 +104,7 @@ def test_an_empty_call_is_checked(checked, launches):  # noqa: F811
     assert not launches
 
 
-def test_a_capture_is_not_checked(checked, here):  # noqa: F811
+def test_a_capture_is_not_checked(checked, here):
     """Its graph is replayed with other values, and reading these would break it."""
     here.capturing = True
     here.of = lambda op, spec: lambda *flat: here.launches.append(flat)
@@ -113,7 +112,7 @@ def test_a_capture_is_not_checked(checked, here):  # noqa: F811
     assert len(here.launches) == 1
 
 
-def test_a_factor_that_kernels_cannot_take(checked, launches):  # noqa: F811
+def test_a_factor_that_kernels_cannot_take(checked, launches):
     with pytest.raises(ValueError, match="^bmm1_scale: -1.0, must be positive and finite"):
         CONTEXT(**inputs_of(bmm1_scale=torch.tensor([-1.0])))
     with pytest.raises(ValueError, match="^bmm1_scale_log2: 0.0, must be positive"):

@@ -65,9 +65,7 @@ def known(
     return Known(problem, o * FACTOR)
 
 
-def poisoned(
-    shape: tuple[int, ...], start: int, device: torch.device | str = "cpu", every: int = 1
-) -> fp4.FP4Tensor:
+def poisoned(shape: tuple[int, ...], start: int, device: torch.device | str = "cpu", every: int = 1) -> fp4.FP4Tensor:
     """An NVFP4 output (T, Hq, D), its factors from row `start` on, all bytes POISON. every: its heads are every second,
     third, ... of its memory's."""
     tokens, heads, dim = shape

@@ -175,11 +175,7 @@ def attend(case: AttentionCase, device: str) -> float:
     out, lse = result if case.lse and case.function != "xqa" else (result, None)
     out = (inputs["output"] if case.function == "xqa" else out).cpu().reshape(want.shape)
     error = distance(out, want, 0.0, case.limit(want))
-    return (
-        error
-        if lse is None
-        else max(error, distance(lse.cpu(), want_lse, case.lse_tolerance, case.lse_tolerance))
-    )
+    return error if lse is None else max(error, distance(lse.cpu(), want_lse, case.lse_tolerance, case.lse_tolerance))
 
 
 def choose(case: TopKCase, device: str) -> float:

@@ -73,9 +73,7 @@ def single_prefill_with_kv_cache(
     values.check_name("backend", backend, values.BACKENDS)
     check_strided("q", q, 3)
     k, v = rows_of("k", k, kv_layout), rows_of("v", v, kv_layout)
-    m = values.modifiers_of(
-        causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta
-    )
+    m = values.modifiers_of(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
     (rows, heads, dim), keys, device = q.shape, k.shape[2], q.device
     if m.rope is not None:
         values.check_rope(m.rope, values.Types(q.dtype, k.dtype, q.dtype))

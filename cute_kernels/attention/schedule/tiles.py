@@ -78,13 +78,13 @@ WHOLE = 1 << 31
 
 
 def share(part, total):
-    """What `spread` takes of the kind that has `part` of `total` >= 1 tiles, 0 < part < total: part / total, rounded up,
-    in units of 1 / WHOLE."""
+    """What `spread` takes of the kind that has `part` of `total` tiles, 0 < part < total: part / total, rounded up, in
+    units of 1 / WHOLE."""
     return Uint32((Uint64(part) * Uint64(WHOLE) + Uint64(total - 1)) // Uint64(total))
 
 
 def spread(tile, share):
-    """How many of the first `tile` tiles are of the kind that has the share: of all of a launch, as many as there are."""
+    """How many of the first `tile` tiles are of the kind that has the share; of all of a launch, as many as it has."""
     return Int32(Uint64(Uint32(tile)) * Uint64(share) >> Uint64(31))
 
 

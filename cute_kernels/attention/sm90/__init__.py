@@ -1,6 +1,6 @@
-"""Many query rows on Hopper, WGMMA: prefill, and decode of more rows than a warp has. This file is plain Python: what the kernel can do (`supports`, and the
-constants that `dispatch` looks at), which tile it takes, and what is shipped of it. It imports no DSL, because a
-process that runs a bundle has none.
+"""Many query rows on Hopper, WGMMA: prefill, and decode of more rows than a warp has. This file is plain Python: what
+the kernel can do (`supports`, and the constants that `dispatch` looks at), which tile it takes, and what is shipped of
+it. It imports no DSL, because a process that runs a bundle has none.
 """
 
 from dataclasses import dataclass, replace

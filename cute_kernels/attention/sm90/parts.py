@@ -1,4 +1,4 @@
-"""Parts of tiles whose keys CTAs share (`schedule.stream_k`): what a CTA found on its keys, and the merge by the last."""
+"""Parts of tiles whose keys CTAs share (`schedule.stream_k`): what a CTA found on its keys; the last one merges."""
 
 import cutlass
 import cutlass.cute as cute
