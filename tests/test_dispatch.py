@@ -96,8 +96,7 @@ def test_skip_softmax_of_prefill_joins_every_kernel():
 
 @pytest.mark.parametrize("arch", [ARCH, *BLACKWELL])
 def test_every_problem_of_decode_gets_a_shipped_spec_that_serves_it(arch):
-        typed = p.out in ("bf16", "fp16") and p.page_size in TMA_PAGES
-        plain = typed and not (p.window or p.soft_cap or p.drafts or p.skip)
+    """More than 16 rows that ask for nothing else go to kernels of prefill whose CTAs share keys, all shipped."""
     shared = {s for s in sm90.shipped(arch) if s.schedule == "stream_k"}
     shipped, found = set(decode.shipped(arch)), set()
     for problem in problems("decode"):
@@ -105,11 +104,8 @@ def test_every_problem_of_decode_gets_a_shipped_spec_that_serves_it(arch):
         found.add(spec)
         assert serves(spec, p)
         many = p.rows * p.group > 8 and p.head_dim_qk < 256 and not p.batch_invariant
-        plain = (
-            not (p.window or p.soft_cap or p.drafts or p.skip)
-            and p.page_size in TMA_PAGES
-            and p.out in ("bf16", "fp16")
-        )
+        typed = p.out in ("bf16", "fp16") and p.page_size in TMA_PAGES
+        plain = typed and not (p.window or p.soft_cap or p.drafts or p.skip)
         usual = p.head_dim_qk < 256 and p.q != "e4m3" and (p.q == p.kv or p.q == "bf16")
         many_more = many and plain and usual and p.rows * p.group > 16 and arch == ARCH
         assert op == ("attention.sm90" if many_more else "attention.decode") and (spec in shared) == many_more
