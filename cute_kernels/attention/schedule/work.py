@@ -77,8 +77,12 @@ def publish(s, t: Int32, w: Work):
 def peek(spec, s, t: Int32):
     """One warp: Work of the CTA's t-th tile, until it is released."""
     pipe.wait_full(s.work_pipe, t)
-    stage = pipe.stage(s.work_pipe, t)
-    values = [cute.arch.make_warp_uniform(s.work[i, stage]) for i in range(fields(spec))]
+    return read(spec, s.work[None, pipe.stage(s.work_pipe, t)])
+
+
+def read(spec, words):
+    """One warp: the Work whose words lie in shared memory."""
+    values = [cute.arch.make_warp_uniform(words[i]) for i in range(fields(spec))]
     w, rest = Work(*values[:COMMON]), values[COMMON:]
     if parts(spec):
         w, rest = w._replace(split=Split(*rest[:3])), rest[3:]

@@ -36,9 +36,9 @@ from ... import abi
 from ...device import copy, layout, pipe, wgmma
 from .. import fakes, load
 from ..args import Args, pack
-from ..kv import arrivals, pages, scales, source
+from ..kv import arrivals, described, pages, scales, source
 from ..schedule import stream_k, tiles, work
-from . import skip, sums
+from . import parts, skip, sums
 from .math import DENSE, math
 from .prepare import prepare_kv
 from .roles import WARPS, apart, dequantises, fp8, operand, prepared, roles
@@ -80,7 +80,7 @@ class Shared:
     v_scales: cute.Tensor | None
     o_sums: Any = None  # (4, Dvo / 8, threads): what `sums.advance` adds to
     board: Any = None  # of `skip`
-    last: Any = None  # (1,) of `combine.is_last`
+    parts: Any = None  # `parts.Board`
 
 
 @cute.jit
@@ -160,7 +160,7 @@ def shared(spec, plan):
         v_scales=scales.allocate(spec, smem, spec.head_dim_vo, raw),
         o_sums=sums.allocate(spec, smem) if t.promote else None,
         board=skip.allocate(spec, smem),
-        last=smem.allocate_tensor(Int32, cute.make_layout(1)) if work.parts(spec) else None,
+        parts=parts.allocate(spec, smem),
     )
 
 
@@ -219,10 +219,12 @@ def compute(spec: cutlass.Constexpr, plan, s):
 @cute.kernel
 def kernel(spec: cutlass.Constexpr, plan: Plan):
     s = shared(spec, plan)
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    if warp == 1:
+        copy.prefetch(plan.q, *described(spec, plan.k, plan.v))
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()
     cute.arch.griddepcontrol_wait()
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp < WARPS:  # the first warpgroup
         cute.arch.setmaxregister_decrease(roles(spec).registers("load_k"))
         serve(spec, plan, s, warp)

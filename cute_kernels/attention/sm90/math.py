@@ -489,33 +489,38 @@ DENSE = Loop(run_tile, finish_pv)
 
 
 @cute.jit
-def deliver(spec: cutlass.Constexpr, a, s, r: Registers, w: Work, scales: Scales, empty: cutlass.Constexpr):
-    """O and LSE of a tile, or of this CTA's part of it."""
+def deliver(
+    spec: cutlass.Constexpr, a, s, r: Registers, w: Work, scales: Scales, empty: cutlass.Constexpr, count: Int32
+):
+    """O and LSE of a tile, or of this CTA's part of it. count: parts before. Returns how many there are then."""
     if const_expr(work.parts(spec)):
         if w.split.slot >= 0:
-            parts.share(spec, a, s, r, w, empty)
+            parts.store(spec, a, s, r, w, count, empty)
+            count += 1
         else:
             store(spec, a, r, w, scales, empty)
     else:
         store(spec, a, r, w, scales, empty)
+    return count
 
 
 class Next(NamedTuple):
-    """A tile, and the number of the one behind it."""
+    """A tile, the number of the one behind it, and how many parts of tiles the CTA has stored."""
 
     w: Work
     t: Int32
+    parts: Int32
 
 
 @cute.jit
-def next_tile(spec: cutlass.Constexpr, a, s, r: Registers, scales: Scales, t: Int32):
+def next_tile(spec: cutlass.Constexpr, a, s, r: Registers, scales: Scales, t: Int32, count: Int32):
     """The CTA's t-th tile or the first after it that sees a key; those that see none are stored."""
     w = work.consume(spec, s, t)
     while w.valid != 0 and w.hi <= w.lo:
-        deliver(spec, a, s, r, w, scales, True)
+        count = deliver(spec, a, s, r, w, scales, True, count)
         t += 1
         w = work.consume(spec, s, t)
-    return Next(w, t + 1)
+    return Next(w, t + 1, count)
 
 
 @cute.jit
@@ -536,7 +541,7 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr, capped:
     if group_index(spec) == spec.tile.warpgroups - 1:
         pass_turn(spec)
     at, (blocks, finish) = Items(Int32(0), Int32(0)), loop
-    w, t = next_tile(spec, a, s, r, scales, Int32(0))
+    w, t, count = next_tile(spec, a, s, r, scales, Int32(0), Int32(0))
     if w.valid != 0:
         if const_expr(ahead(spec)):
             start_tile(spec, plan, s, r, w, at)
@@ -546,11 +551,13 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr, capped:
             start = geometry.mask_start(a, w.batch) if const_expr(spec.mask.custom) else None
             x = Tile(w, mask.lengths(spec, a, w.q_len, w.kv_len), scales, span(spec, w.kv_len), start)
             last = blocks(spec, plan, s, r, x, at, capped)
-            w, t = next_tile(spec, a, s, r, scales, t)
+            w, t, count = next_tile(spec, a, s, r, scales, t, count)
             finish(spec, plan, s, r, w, Items(last.kv, at.q), last.owed)
-            deliver(spec, a, s, r, x.w, scales, False)
+            count = deliver(spec, a, s, r, x.w, scales, False, count)
             at = Items(last.kv + 1, at.q + 1)
         warpgroup.wait_group(0)
+    if const_expr(work.parts(spec)):
+        parts.merge(spec, a, s, count)
 
 
 @cute.jit
