@@ -3,8 +3,7 @@
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -183,16 +182,15 @@ def repeated(device: torch.device, work: Callable[[], Any]) -> Callable[[], Any]
     return replay
 
 
-@contextmanager
-def values_hidden(device: torch.device) -> Iterator[torch.device]:
-    """Inside, whatever reads a tensor of the device that it gives fails: one without values for the CPU; a GPU itself,
-    for which nothing may wait."""
+def without_values(device: torch.device, work: Callable[[torch.device], None]) -> None:
+    """work on a device whose tensors nothing may read: on one without values in the place of the CPU. Nothing may wait
+    for a GPU, but a first call, for which memory is prepared."""
     if device.type == "cpu":
-        yield torch.device("meta")
-        return
+        return work(torch.device("meta"))
+    work(device)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        yield device
+        work(device)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

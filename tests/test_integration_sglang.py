@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.engine_files import Engine, attention, compare, engine_files, entry_points
-from tests.gpu import repeated, values_hidden
+from tests.gpu import repeated, without_values
 
 VERSION = "0.5.23"
 FILES = ("sglang/kernels/ops/attention/dsv4/topk.py",) + tuple(
@@ -325,7 +325,9 @@ def test_nothing_of_the_device_is_read(name, mode, counts, server, monkeypatch):
     """Whatever reads a value fails. Nor is a tensor made of numbers of the host."""
     model = Model(server, CASES[name], monkeypatch)
     batch = model.batch(mode, counts)
-    with values_hidden(server.device) as where:
+    monkeypatch.setattr(torch, "tensor", lambda *given, **options: pytest.fail("numbers go to the device"))
+
+    def work(where):
         for key, value in vars(batch).items():
             if isinstance(value, torch.Tensor):
                 setattr(batch, key, value.to(where))
@@ -336,10 +338,11 @@ def test_nothing_of_the_device_is_read(name, mode, counts, server, monkeypatch):
         model.backend.req_to_token = model.req_to_token.to(where)
         sizes = [heads * model.case.head_dim for heads in (HEADS, KV_HEADS, KV_HEADS)]
         q, k, v = (torch.empty(sum(counts.values()), n, dtype=model.case.dtype, device=where) for n in sizes)
-        monkeypatch.setattr(torch, "tensor", lambda *given, **options: pytest.fail("numbers go to the device"))
         model.backend.init_forward_metadata(batch)
         for layer in model.layers:
             assert layer(q, k, v, batch).shape == q.shape
+
+    without_values(server.device, work)
 
 
 def test_queries_of_blackwell(server, monkeypatch):

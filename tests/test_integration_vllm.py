@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.engine_files import Engine, attention, compare, engine_files, entry_points
-from tests.gpu import repeated, values_hidden
+from tests.gpu import repeated, without_values
 
 VERSION = "0.33.0"
 FILES = tuple(
@@ -448,14 +448,15 @@ def test_nothing_of_the_device_is_read(name, longest, server, monkeypatch):
     model = Model(server, CASES[name])
     common = model.common({0: longest, 1: 1}, padding=1)
     layer = model.layers["layers.0.attn"]
-    with torch.no_grad(), values_hidden(server.device) as where:
+    monkeypatch.setattr(torch, "tensor", lambda *given, **options: pytest.fail("numbers go to the device"))
+
+    def work(where):
         for field_name, value in vars(common).items():
             if isinstance(value, torch.Tensor) and not field_name.endswith("_cpu"):
                 setattr(common, field_name, value.to(where))
         layer.to(where)
-        cache = torch.empty_strided(
-            layer.kv_cache.shape, layer.kv_cache.stride(), dtype=layer.kv_cache.dtype, device=where
-        )
+        held = layer.kv_cache
+        cache = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=where)
         if layer.impl.sinks is not None:
             layer.impl.sinks = layer.impl.sinks.to(where)
         dim = model.case.head_size
@@ -463,11 +464,13 @@ def test_nothing_of_the_device_is_read(name, longest, server, monkeypatch):
             torch.empty(len(common.slot_mapping), n, dim, dtype=model.case.dtype, device=where)
             for n in (HEADS, KV_HEADS, KV_HEADS)
         )
-        monkeypatch.setattr(torch, "tensor", lambda *given, **options: pytest.fail("numbers go to the device"))
         layer.impl.do_kv_cache_update(layer, k, v, cache, common.slot_mapping)
         metadata = model.builder.build(0, common)
         out = layer.impl.forward(layer, q, k, v, cache, metadata, torch.empty_like(q))
-    assert out.shape == q.shape
+        assert out.shape == q.shape
+
+    with torch.no_grad():
+        without_values(server.device, work)
 
 
 def test_memory_is_measured_without_metadata(server):
