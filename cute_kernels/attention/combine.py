@@ -22,17 +22,24 @@ def is_last(a, w: Work, flag: cute.Tensor, tid: Int32, barrier: cutlass.Constexp
     """Whether the part that these threads have written is the last of its tile; then they see all of them."""
     cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
     if tid == 0:
-        own = a.schedule.counter_base + w.split.first
-        counter = a.schedule.counters.iterator + own
-        cute.arch.fence_acq_rel_gpu()
-        done = cute.arch.atomic_add(counter.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
-        flag[0] = Int32(0)
-        if done == w.split.count - 1:
-            cute.arch.fence_acq_rel_gpu()
-            a.schedule.counters[own] = 0
-            flag[0] = Int32(1)
+        count_part(a, w.split.first, w.split.count, flag, Int32(0))
     cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
     return flag[0] != 0
+
+
+@cute.jit
+def count_part(a, first: Int32, count: Int32, flags: cute.Tensor, i: Int32):
+    """One thread, behind a barrier with those that have written a part: flags[i] says whether it is the last of its
+    tile, of `count`; then they see all of them behind the next barrier."""
+    own = a.schedule.counter_base + first
+    counter = a.schedule.counters.iterator + own
+    cute.arch.fence_acq_rel_gpu()
+    done = cute.arch.atomic_add(counter.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
+    flags[i] = Int32(0)
+    if done == count - 1:
+        cute.arch.fence_acq_rel_gpu()
+        a.schedule.counters[own] = 0
+        flags[i] = Int32(1)
 
 
 @cute.jit

@@ -80,9 +80,10 @@ def peek(spec, s, t: Int32):
     return read(spec, s.work[None, pipe.stage(s.work_pipe, t)])
 
 
-def read(spec, words):
-    """One warp: the Work whose words lie in shared memory."""
-    values = [cute.arch.make_warp_uniform(words[i]) for i in range(fields(spec))]
+def read(spec, words, uniform=True):
+    """The Work whose words lie in shared memory; uniform: all lanes read the same."""
+    values = [words[i] for i in range(fields(spec))]
+    values = [cute.arch.make_warp_uniform(value) for value in values] if uniform else values
     w, rest = Work(*values[:COMMON]), values[COMMON:]
     if parts(spec):
         w, rest = w._replace(split=Split(*rest[:3])), rest[3:]

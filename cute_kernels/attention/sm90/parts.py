@@ -21,11 +21,11 @@ from .store import LANES
 
 MOST = 2  # parts of a CTA
 PIECE = 2  # columns that a lane has side by side
-ROWS, PARTS = 8, 4  # that a warp merges at a time: a lane has the LSE of one row of one part
+ROWS, PARTS = 16, 2  # that a warp merges at a time: a lane has the LSE of one row of one part
 
 
 class Board(NamedTuple):
-    """Shared memory. tiles: (words, MOST) of the `Work` of each part; last: (1,) of `combine.is_last`."""
+    """Shared memory. tiles: (words, MOST) of the `Work` of each part; last: (MOST,), whether it was its tile's last."""
 
     tiles: cute.Tensor
     last: cute.Tensor
@@ -36,7 +36,7 @@ def allocate(spec, smem):
     if not work.parts(spec):
         return None
     tiles = smem.allocate_tensor(Int32, cute.make_layout((work.fields(spec), MOST)))
-    return Board(tiles, smem.allocate_tensor(Int32, cute.make_layout(1)))
+    return Board(tiles, smem.allocate_tensor(Int32, cute.make_layout(MOST)))
 
 
 def thread(spec):
@@ -45,7 +45,7 @@ def thread(spec):
 
 @cute.jit
 def store(spec: cutlass.Constexpr, a, s, r, w: Work, number: Int32, empty: cutlass.Constexpr):
-    """This thread's rows of O, normalised, and LSE, of the keys of the CTA's part `number`; `empty`: no row sees one."""
+    """This thread's rows of O, normalised, and LSE, of the keys of the CTA's part `number`; `empty`: of none."""
     o, lane = wgmma.rows_cols(r.o), cute.arch.lane_idx() % LANES
     left = geometry.tile_rows(w.q_len, geometry.divisor(w)) - w.m_block * spec.tile.m
     for k in cutlass.range_constexpr(cute.size(o, mode=[0])):
@@ -70,11 +70,16 @@ def store(spec: cutlass.Constexpr, a, s, r, w: Work, number: Int32, empty: cutla
 @cute.jit
 def merge(spec: cutlass.Constexpr, a, s, count: Int32):
     """Merge those tiles of the CTA's parts, of which there are `count`, that no other CTA has still to add to."""
-    threads, number = const_expr(32 * WARPS), cute.arch.make_warp_uniform(thread(spec) // 32)
+    threads, tid = const_expr(32 * WARPS), thread(spec)
+    number = cute.arch.make_warp_uniform(tid // 32)
+    cute.arch.barrier(barrier_id=GROUP_BARRIER, number_of_threads=threads)
+    if tid < count:
+        split = work.read(spec, s.parts.tiles[None, tid], False).split
+        combine.count_part(a, split.first, split.count, s.parts.last, tid)
     cute.arch.barrier(barrier_id=GROUP_BARRIER, number_of_threads=threads)
     for i in cutlass.range(count, unroll=1):
-        w = work.read(spec, s.parts.tiles[None, i])
-        if combine.is_last(a, w, s.parts.last, thread(spec), GROUP_BARRIER, threads):
+        if s.parts.last[i] != 0:
+            w = work.read(spec, s.parts.tiles[None, i])
             rows = geometry.tile_rows(w.q_len, geometry.divisor(w)) - w.m_block * spec.tile.m
             for first in cutlass.range(ROWS * number, cutlass.min(rows, spec.tile.m), ROWS * WARPS, unroll=1):
                 merge_rows(spec, a, w, first, rows)

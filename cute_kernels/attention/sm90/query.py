@@ -68,22 +68,24 @@ def convert_q(spec: cutlass.Constexpr, s, r, stage: Int32):
 
 @cute.jit
 def gather_q(spec: cutlass.Constexpr, s, w: Work, a, stage: Int32):
-    """Packed GQA: this warpgroup copies its 64 rows of Q, (token, head) pairs, into swizzled shared memory. The stage
-    is free: its item is full only when all math warps have released the one before."""
+    """Packed GQA: this warpgroup copies its 64 rows of Q, (token, head) pairs, into swizzled shared memory, rows past
+    the request the last one again. The stage is free: its item is full only when all math warps have released the one
+    before."""
     vec = const_expr(128 // s.raw_q.element_type.width)  # of 16 bytes
     per_row = const_expr(spec.head_dim_qk // vec)
     tid = cute.arch.thread_idx()[0] % 128
     rows = geometry.tile_rows(w.q_len, w.per_token)
-    for c in cutlass.range_constexpr(64 * per_row // 128):
+    count = const_expr(64 * per_row // 128)
+    pieces = cute.make_rmem_tensor((vec, count), s.raw_q.element_type)
+    for c in cutlass.range_constexpr(count):  # all loads are in flight before the first is stored
         i = tid + c * 128
-        local = group_index(spec) * 64 + i // per_row
-        row = w.m_block * spec.tile.m + local
-        piece = cute.make_rmem_tensor(vec, s.raw_q.element_type)
-        piece.fill(0.0)
-        if row < rows:
-            token = w.q_start + geometry.token_of(row, geometry.divisor(w))
-            head = geometry.head_of(row, w.head, geometry.divisor(w))
-            cute.autovec_copy(cute.local_tile(a.query.q[token, head, None], (vec,), (i % per_row,)), piece)
-        cute.autovec_copy(piece, cute.local_tile(s.raw_q, (1, vec, 1), (local, i % per_row, stage))[0, None, 0])
+        row = cutlass.min(w.m_block * spec.tile.m + group_index(spec) * 64 + i // per_row, rows - 1)
+        token = w.q_start + geometry.token_of(row, geometry.divisor(w))
+        head = geometry.head_of(row, w.head, geometry.divisor(w))
+        cute.autovec_copy(cute.local_tile(a.query.q[token, head, None], (vec,), (i % per_row,)), pieces[None, c])
+    for c in cutlass.range_constexpr(count):
+        i = tid + c * 128
+        target = cute.local_tile(s.raw_q, (1, vec, 1), (group_index(spec) * 64 + i // per_row, i % per_row, stage))
+        cute.autovec_copy(pieces[None, c], target[0, None, 0])
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(spec), number_of_threads=128)
