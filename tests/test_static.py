@@ -10,8 +10,9 @@ from tests.kernels import COVERING
 from tools import proven, static
 
 # A block of 128 x 128 scores; docs/blackwell.md has what flash-attn-4 issues.
-MOST = {"softmax masked": 625, "correction": 30, "mma": 250}
+MOST = {"softmax masked": 625, "correction": 30}
 SOFTMAX = {"bf16": 565, "fp16": 565, "e4m3": 567}  # 1.03 (426 + 508 emulated); flash-attn-4's 562, and what catches NaN
+MMA = {"bf16": 215, "fp16": 215, "e4m3": 133}  # for two blocks: 1.05 of flash-attn-4's
 PERIOD = {"bf16": 2048, "fp16": 2048, "e4m3": 1552}  # cycles of a block of both halves, as the rates have them
 RATES = {"bf16": 4, "fp16": 4, "e4m3": 2}  # cycles of Q K^T, and of P V, of a half, by 128 of head_dim / 128
 HOPS = 100  # cycles of two barriers
@@ -102,7 +103,7 @@ def test_loops_keep_within_the_budget_of_a_b200(row):
     """Headline kernels with blocks of 128 keys; soft caps cost exponentials of their own, skip-softmax votes. From the
     first and from the last part of P on, until S of the next block is there."""
     dtype, dim = row["kernel"].split("_")[:2]
-    assert int(row["instructions"]) <= (MOST | {"softmax": SOFTMAX[dtype]})[row["role"]]
+    assert int(row["instructions"]) <= (MOST | {"softmax": SOFTMAX[dtype], "mma": MMA[dtype]})[row["role"]]
     if row["role"] == "softmax":
         mma = RATES[dtype] * int(dim.removeprefix("d"))  # as many cycles for Q K^T as for P V
         begun = static.pieces(row["kernel"])

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Uint32, const_expr
 
 from ...device import layout, pipe, tmem, umma
 from ..kv import source
@@ -46,40 +46,51 @@ def steps(spec, dim, rows):
     return [at // width * (rows * width) + at % width for at in range(0, dim * bytes_of(spec), each)]
 
 
+def rows_of(spec, s, q):
+    """Descriptors of each MMA's part of Q, item q of its pipe, of both halves. In 64 bits: they stay in registers."""
+    t, size = spec.tile, spec.head_dim_qk * bytes_of(spec)
+    width = layout.width(size)
+    first = umma.at(umma.k_major(width), s.raw_q.iterator.toint() + pipe.stage(s.q_pipe, q) * (t.m * size))
+    parts = [half * ROWS * width + at for half in range(HALVES) for at in steps(spec, spec.head_dim_qk, t.m)]
+    return [umma.beyond(first, at) for at in parts]
+
+
+def first_word(spec, stages, i, ring, base, dim):
+    """Low word of the descriptor of item i of K or V."""
+    return umma.low(base, stages.iterator.toint()) + pipe.stage(ring, i) * (spec.tile.n * dim * bytes_of(spec) >> 4)
+
+
 @cute.jit
-def qk(spec: cutlass.Constexpr, s, base: Int32, half: cutlass.Constexpr, q: Int32, i: Int32):
-    """One thread: S of a half is Q K^T of block i of the pipe, Q item q."""
+def qk(spec: cutlass.Constexpr, s, base: Int32, half: cutlass.Constexpr, rows, i: Uint32):
+    """One thread: S of a half is Q K^T of block i of the pipe. rows: of `rows_of`."""
     t, dim = spec.tile, spec.head_dim_qk
     width = const_expr(layout.width(dim * bytes_of(spec)))
-    rows = s.raw_q.iterator.toint() + (pipe.stage(s.q_pipe, q) * (t.m * dim * bytes_of(spec)) + half * ROWS * width)
-    keys = s.k.iterator.toint() + pipe.stage(s.k_pipe, i) * (t.n * dim * bytes_of(spec))
-    left, right = (umma.at(umma.k_major(width), start) for start in (rows, keys))
+    keys, each = first_word(spec, s.k, i, s.k_pipe, umma.k_major(width), dim), const_expr(steps(spec, dim, t.n))
     made = const_expr(umma.instruction(kind(spec), spec.q, ROWS, t.n))
-    for n, (mine, other) in enumerate(zip(steps(spec, dim, t.m), steps(spec, dim, t.n))):
-        operands = umma.beyond(left, mine), umma.beyond(right, other)
-        umma.multiply(kind(spec), base + (S + half * ROWS), *operands, made, n > 0)
+    for n in cutlass.range_constexpr(len(each)):
+        part = umma.Moving(keys + (each[n] >> 4), umma.k_major(width))
+        umma.multiply(kind(spec), base + (S + half * ROWS), rows[half * len(each) + n], part, made, n > 0)
     umma.commit(s.scores + half)
 
 
 @cute.jit
 def pv(
-    spec: cutlass.Constexpr, s, base: Int32, half: cutlass.Constexpr, i: Int32, pieces: cutlass.Constexpr, first: Int32
+    spec: cutlass.Constexpr, s, base: Int32, half: cutlass.Constexpr, i: Uint32, pieces: cutlass.Constexpr, first: Int32
 ):
     """One thread: O of a half += P V of block i of the pipe, some `pieces` of it. first: 1 where O begins."""
     t, dim = spec.tile, spec.head_dim_vo
     width, keys = const_expr(layout.width(dim * bytes_of(spec))), umma.STEP // bytes_of(spec)
-    v = s.v.iterator.toint() + pipe.stage(s.v_pipe, i) * (t.n * dim * bytes_of(spec))
-    right = umma.at(umma.mn_major(width, t.n), v)
+    values = first_word(spec, s.v, i, s.v_pipe, umma.mn_major(width, t.n), dim)
     made = const_expr(umma.instruction(kind(spec), spec.q, ROWS, dim, "mn"))
     for piece in pieces:
         for n in range(piece * t.n // PIECES // keys, (piece + 1) * t.n // PIECES // keys):
             left = base + (S + half * ROWS + first_p(spec) + n * umma.STEP // 4)
-            step = umma.beyond(right, n * keys * width)
-            umma.multiply(kind(spec), base + (O + half * ROWS), left, step, made, Int32(1) if n > 0 else 1 - first)
+            part = umma.Moving(values + (n * keys * width >> 4), umma.mn_major(width, t.n))
+            umma.multiply(kind(spec), base + (O + half * ROWS), left, part, made, Int32(1) if n > 0 else 1 - first)
 
 
 @cute.jit
-def wait_landed(spec: cutlass.Constexpr, ring: pipe.Pipe, i: Int32):
+def wait_landed(spec: cutlass.Constexpr, ring: pipe.Pipe, i: Uint32):
     """Until MMAs may read item i of K or V."""
     pipe.wait_full(ring, i)
     source(spec).landed()
@@ -88,20 +99,21 @@ def wait_landed(spec: cutlass.Constexpr, ring: pipe.Pipe, i: Int32):
 @cute.jit
 def multiply(spec: cutlass.Constexpr, plan, s):
     """One warp: the MMAs of all tiles."""
-    base, t, i, q = s.tensor[0], Int32(0), Int32(0), Int32(0)
+    base, t, i, q = s.tensor[0], Int32(0), Uint32(0), Int32(0)  # i unsigned: its stage takes fewer instructions
     w = work.consume(spec, s, t)
     while w.valid != 0:
         if w.hi > w.lo:
+            rows = rows_of(spec, s, q)
             pipe.wait_full(s.q_pipe, q)
             wait_landed(spec, s.k_pipe, i)
             with cute.arch.elect_one():
                 for half in cutlass.range_constexpr(HALVES):
-                    qk(spec, s, base, half, q, i)
+                    qk(spec, s, base, half, rows, i)
                 umma.commit(pipe.empty(s.k_pipe, i))
                 if w.hi - w.lo == 1:
                     umma.commit(pipe.empty(s.q_pipe, q))
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
-                multiply_block(spec, s, base, w, j, q, i)
+                multiply_block(spec, s, base, w, j, q, i, rows)
                 i += 1
             q += 1
         t += 1
@@ -109,7 +121,7 @@ def multiply(spec: cutlass.Constexpr, plan, s):
 
 
 @cute.jit
-def zero_tail(spec: cutlass.Constexpr, s, w: work.Work, i: Int32):
+def zero_tail(spec: cutlass.Constexpr, s, w: work.Work, i: Uint32):
     """Zeros into the rows of V, item i of its pipe, that lie past the request's last key and may hold anything. Nothing
     waits for it: S of the tile has just begun."""
     valid = w.kv_len - (w.hi - 1) * spec.tile.n
@@ -121,8 +133,9 @@ def zero_tail(spec: cutlass.Constexpr, s, w: work.Work, i: Int32):
 
 
 @cute.jit
-def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int32, q: Int32, i: Int32):
-    """P V of block j, item i of the pipes, and Q K^T of the next one of the tile, of both halves."""
+def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int32, q: Int32, i: Uint32, rows):
+    """P V of block j, item i of the pipes, and Q K^T of the next one of the tile, of both halves. q: tiles with keys
+    before. rows: of `rows_of`."""
     first = Int32(1) if j == w.hi - 1 else Int32(0)
     wait_landed(spec, s.v_pipe, i)
     if j > w.lo:
@@ -148,7 +161,7 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int
             if kept != 0:
                 pv(spec, s, base, half, i, range(early(spec), PIECES), first)
             if j > w.lo:
-                qk(spec, s, base, half, q, i + 1)
+                qk(spec, s, base, half, rows, i + 1)
             else:
                 umma.commit(s.done + half)
     with cute.arch.elect_one():
