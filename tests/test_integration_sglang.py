@@ -302,7 +302,7 @@ def test_nothing_of_the_device_is_read(name, mode, counts, server, monkeypatch):
 
 
 def test_queries_of_blackwell(server, monkeypatch):
-    """e4m3 over an e4m3 pool, since prefill has no other kernel there; and what no kernel does is refused."""
+    """e4m3 over an e4m3 pool, which MMAs there take as it is; and what no kernel does is refused."""
     from wrappers import machine
 
     class B200(machine.Machine):

@@ -452,7 +452,7 @@ REFUSED = {
     "int8 cache": (Case("int8_per_token_head"), {}, "kv_cache_dtype not supported"),
     "block size": (Case(block_size=4), {}, "block_size not supported"),
     "Ampere": (Case(capability=(8, 0)), {}, "compute capability not supported"),
-    "B200, NVFP4": (Case("nvfp4", head_size=128, capability=(10, 0)), {}, "context on sm_100a: .*attention.sm100: "),
+    "B200, NVFP4": (Case("nvfp4", head_size=256, capability=(10, 0)), {}, "context on sm_100a: .*attention.sm100: "),
     "B300, head size 256": (Case(head_size=256, capability=(10, 3)), {}, "context on sm_103a: .*head_dim .256, 256."),
     "encoder": (Case(), {"attn_type": "encoder"}, "attention type encoder not supported"),
 }

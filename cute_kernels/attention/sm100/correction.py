@@ -4,10 +4,10 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from ...device import pipe, tmem
-from .. import epilogue, geometry, logits, softmax
+from .. import epilogue, geometry, logits, quant, softmax
 from ..schedule import work
 from ..schedule.work import Work
 from .multiply import O
@@ -70,7 +70,9 @@ def finish(spec: cutlass.Constexpr, a, s, w: Work, half: cutlass.Constexpr, row:
     if w.hi > w.lo:
         sums = take(s, half, row, i + q)
         normal = softmax.normalizer(sums.top, sums.value, sink)
-        lse, factor = normal.lse, normal.factor * (a.out.out_factor * softmax.factor_of(a.out.out_scale, head))
+        unit = const_expr(quant.format_of(spec).unit)
+        out = a.out.out_factor * softmax.factor_of(a.out.out_scale, head) * unit
+        lse, factor = normal.lse, normal.factor * out
         pipe.wait_signal(s.done + half, q)
         tmem.after_wait()
     into = Row(w.q_start + token, head, token < w.q_len)

@@ -8,15 +8,14 @@ from ...device import layout, pipe, tmem, umma
 from ..kv import source
 from ..schedule import work
 from . import skip
-from .roles import HALVES, ROWS
+from .roles import HALVES, ROWS, dequantises, operand
 
 S, O = 0, 256  # noqa: E741  columns of S, of O
-PIECES = 4  # of P
 
 
 def fp8(spec):
     """Whether the MMAs multiply numbers of 8 bits."""
-    return spec.q == "e4m3"
+    return operand(spec) == "e4m3"
 
 
 def bytes_of(spec):
@@ -29,10 +28,15 @@ def kind(spec):
     return "f8f6f4" if fp8(spec) else "f16"
 
 
+def pieces(spec):
+    """Of P, of whose columns tensor memory takes powers of two at a time."""
+    return 3 if spec.tile.n % 3 == 0 else 4
+
+
 def early(spec):
-    """Pieces of P that the MMAs may begin with. In 8 bits they are faster than the exponentials: as soon as half are
-    there."""
-    return 2 if fp8(spec) else 3
+    """Pieces of P that the MMAs may begin with: all but one. In 8 bits they are faster than the exponentials: as soon
+    as half are there."""
+    return 2 if fp8(spec) else pieces(spec) - 1
 
 
 def first_p(spec):
@@ -50,7 +54,7 @@ def rows_of(spec, s, q):
     """Descriptors of each MMA's part of Q, item q of its pipe, of both halves. In 64 bits: they stay in registers."""
     t, size = spec.tile, spec.head_dim_qk * bytes_of(spec)
     width = layout.width(size)
-    first = umma.at(umma.k_major(width), s.raw_q.iterator.toint() + pipe.stage(s.q_pipe, q) * (t.m * size))
+    first = umma.at(umma.k_major(width), s.q.iterator.toint() + pipe.stage(s.q_pipe, q) * (t.m * size))
     parts = [half * ROWS * width + at for half in range(HALVES) for at in steps(spec, spec.head_dim_qk, t.m)]
     return [umma.beyond(first, at) for at in parts]
 
@@ -66,7 +70,7 @@ def qk(spec: cutlass.Constexpr, s, base: Int32, half: cutlass.Constexpr, rows, i
     t, dim = spec.tile, spec.head_dim_qk
     width = const_expr(layout.width(dim * bytes_of(spec)))
     keys, each = first_word(spec, s.k, i, s.k_pipe, umma.k_major(width), dim), const_expr(steps(spec, dim, t.n))
-    made = const_expr(umma.instruction(kind(spec), spec.q, ROWS, t.n))
+    made = const_expr(umma.instruction(kind(spec), operand(spec), ROWS, t.n))
     for n in cutlass.range_constexpr(len(each)):
         part = umma.Moving(keys + (each[n] >> 4), umma.k_major(width))
         umma.multiply(kind(spec), base + (S + half * ROWS), rows[half * len(each) + n], part, made, n > 0)
@@ -75,15 +79,15 @@ def qk(spec: cutlass.Constexpr, s, base: Int32, half: cutlass.Constexpr, rows, i
 
 @cute.jit
 def pv(
-    spec: cutlass.Constexpr, s, base: Int32, half: cutlass.Constexpr, i: Uint32, pieces: cutlass.Constexpr, first: Int32
+    spec: cutlass.Constexpr, s, base: Int32, half: cutlass.Constexpr, i: Uint32, some: cutlass.Constexpr, first: Int32
 ):
-    """One thread: O of a half += P V of block i of the pipe, some `pieces` of it. first: 1 where O begins."""
+    """One thread: O of a half += P V of block i of the pipe, of some pieces of P. first: 1 where O begins."""
     t, dim = spec.tile, spec.head_dim_vo
     width, keys = const_expr(layout.width(dim * bytes_of(spec))), umma.STEP // bytes_of(spec)
     values = first_word(spec, s.v, i, s.v_pipe, umma.mn_major(width, t.n), dim)
-    made = const_expr(umma.instruction(kind(spec), spec.q, ROWS, dim, "mn"))
-    for piece in pieces:
-        for n in range(piece * t.n // PIECES // keys, (piece + 1) * t.n // PIECES // keys):
+    made = const_expr(umma.instruction(kind(spec), operand(spec), ROWS, dim, "mn"))
+    for piece in some:
+        for n in range(piece * t.n // pieces(spec) // keys, (piece + 1) * t.n // pieces(spec) // keys):
             left = base + (S + half * ROWS + first_p(spec) + n * umma.STEP // 4)
             part = umma.Moving(values + (n * keys * width >> 4), umma.mn_major(width, t.n))
             umma.multiply(kind(spec), base + (O + half * ROWS), left, part, made, Int32(1) if n > 0 else 1 - first)
@@ -93,7 +97,8 @@ def pv(
 def wait_landed(spec: cutlass.Constexpr, ring: pipe.Pipe, i: Uint32):
     """Until MMAs may read item i of K or V."""
     pipe.wait_full(ring, i)
-    source(spec).landed()
+    if const_expr(not dequantises(spec)):
+        source(spec).landed()
 
 
 @cute.jit
@@ -104,7 +109,7 @@ def multiply(spec: cutlass.Constexpr, plan, s):
     while w.valid != 0:
         if w.hi > w.lo:
             rows = rows_of(spec, s, q)
-            pipe.wait_full(s.q_pipe, q)
+            pipe.wait_full(s.ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, q)
             wait_landed(spec, s.k_pipe, i)
             with cute.arch.elect_one():
                 for half in cutlass.range_constexpr(HALVES):
@@ -140,7 +145,7 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int
     wait_landed(spec, s.v_pipe, i)
     if j > w.lo:
         wait_landed(spec, s.k_pipe, i + 1)
-    if const_expr(source(spec).CUTS):
+    if const_expr(source(spec).CUTS and not dequantises(spec)):
         if first != 0:
             zero_tail(spec, s, w, i)
     for half in cutlass.range_constexpr(HALVES):
@@ -159,7 +164,7 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int
         tmem.after_wait()
         with cute.arch.elect_one():
             if kept != 0:
-                pv(spec, s, base, half, i, range(early(spec), PIECES), first)
+                pv(spec, s, base, half, i, range(early(spec), pieces(spec)), first)
             if j > w.lo:
                 qk(spec, s, base, half, rows, i + 1)
             else:

@@ -9,15 +9,15 @@ from cutlass import Float32, Int32, Uint32, const_expr
 
 from ... import abi
 from ...device import exp2, pipe, tmem, warp
-from .. import geometry, logits, mask
+from .. import geometry, logits, mask, quant
 from .. import softmax as online
 from ..logits import Cols, Rows
 from ..schedule import work
 from ..schedule.work import Work
 from . import skip
 from .correction import Handed
-from .multiply import PIECES, S, early, first_p, fp8
-from .roles import ROWS, WARPS, roles
+from .multiply import S, early, first_p, fp8, pieces
+from .roles import ROWS, WARPS, in_units, operand, roles
 
 LOADED = 32  # columns that an instruction loads
 CHAINS = 4  # of pairs, of a row's sum
@@ -105,15 +105,16 @@ def packed(spec, r: Registers, columns):
     """P of these columns in the MMA's type, as words."""
     if fp8(spec):
         return [warp.e4m3_word([r.s[0, c + e] for e in range(4)]) for c in columns[::4]]
-    return [warp.word16(abi.DTYPES[spec.q], r.s[0, c], r.s[0, c + 1]) for c in columns[::2]]
+    return [warp.word16(abi.DTYPES[operand(spec)], r.s[0, c], r.s[0, c + 1]) for c in columns[::2]]
 
 
 @cute.jit
 def probabilities(spec: cutlass.Constexpr, s, r: Registers, x: Place, masked: cutlass.Constexpr):
     """P of the block to tensor memory, announced in two parts."""
-    piece = const_expr(spec.tile.n // PIECES)
+    count = const_expr(pieces(spec))
+    piece = const_expr(spec.tile.n // count)
     scale, shift = (r.reduced[0],) * 2, (-r.st.shift[0],) * 2
-    for k in cutlass.range_constexpr(PIECES):
+    for k in cutlass.range_constexpr(count):
         for c in cutlass.range_constexpr(k * piece, (k + 1) * piece, 2):
             logs = cute.arch.fma_packed_f32x2((r.s[0, c], r.s[0, c + 1]), scale, shift)
             values = powers(logs, const_expr(not masked and c % EVERY >= EVERY - spec.tile.emulated))
@@ -121,10 +122,10 @@ def probabilities(spec: cutlass.Constexpr, s, r: Registers, x: Place, masked: cu
                 r.s[0, c + e] = values[e]
         words = packed(spec, r, range(k * piece, (k + 1) * piece))
         tmem.store(x.s + (first_p(spec) + k * len(words)), words)
-        if const_expr(k + 1 in (early(spec), PIECES)):
+        if const_expr(k + 1 in (early(spec), count)):
             tmem.wait_store()
             tmem.before_signal()
-            pipe.send((s.late if k + 1 == PIECES else s.early) + x.half)
+            pipe.send((s.late if k + 1 == count else s.early) + x.half)
         if const_expr(k + 1 == early(spec) and fp8(spec)):
             if x.s < 0:  # never: but ptxas, which cannot know, keeps the other stores behind these
                 pipe.wait_signal(s.late + x.half, 0)
@@ -206,7 +207,11 @@ def run_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count):
     row = number * ROWS + x.place.row
     head = geometry.head_of(row, w.head, geometry.divisor(w))
     r.tokens[0] = warp.anew(geometry.token_of(row, geometry.divisor(w)))  # what it is made of is kept in no register
-    r.score[0] = a.logits.scale_log2 * online.factor_of(a.logits.scale, head)
+    r.score[0] = a.logits.scale_log2 * online.factor_of(a.logits.scale, head) * quant.format_of(spec).unit
+    if const_expr(in_units(spec)):
+        tile = at.item - at.blocks
+        pipe.wait_full(s.ready_pipe, tile)
+        r.score[0] *= s.units[x.place.half * ROWS + x.place.row, pipe.stage(s.ready_pipe, tile)]
     r.reduced[0] = r.score[0]
     if const_expr(spec.logits.alibi):
         r.slopes[0] = logits.slope_of(a, head, r.score[0])
