@@ -128,5 +128,11 @@ def test_a_scheduler_has_issue_slots_for_what_converts_a_cache(arch, kv):
     assert slots <= SHARED[kv]
 
 
+def test_a_softmax_of_head_dim_256_takes_less_than_its_mmas():
+    """64 keys of a tile's only half, whose Q K^T is a block ahead."""
+    rows = [row for row in static.recorded() if "_d256_" in row["kernel"] and row["role"] == "softmax"]
+    assert rows and all(int(row["stall"]) + HOPS <= 2 * 256 * RATES["bf16"] * 64 // 128 for row in rows)
+
+
 def test_no_kernel_spills():
     assert {row["stack"] for row in static.recorded() if not static.is_peer(row)} == {"0"}

@@ -15,7 +15,7 @@ PHASE = "prefill"
 
 @dataclass(frozen=True)
 class Tile:
-    """m query rows, two halves of 128, x n keys a CTA; `stages` K and as many V tiles in flight, `q_stages` Q tiles.
+    """m query rows, halves of 128, x n keys a CTA; `stages` K and as many V tiles in flight, `q_stages` Q tiles.
     raw_stages: of K and V as they are stored, where they are prepared, 0: as many. loaders: warps that fill a stage
     together. emulated: of 16 exponentials, those without the special function unit, where no key is hidden."""
 
@@ -45,22 +45,27 @@ TILES = {  # (head_dim_qk, head_dim_vo) -> tile
     (64, 64): Tile(stages=4),
     (128, 128): Tile(stages=2),
     (192, 128): Tile(n=64, stages=3),
+    (256, 256): Tile(m=128, n=64),
 }
 FP8_TILES = {  # of 8-bit Q, K and V
     (64, 64): Tile(stages=6, q_stages=2),
     (128, 128): Tile(stages=5),
     (192, 128): Tile(stages=4),
+    (256, 256): Tile(m=128, stages=3),
 }
 QUANTISED_TILES = {  # of quantised K and V, for whose warpgroup softmax gives up registers: fewer keys
     (64, 64): Tile(n=96, stages=3, raw_stages=4),
     (128, 128): Tile(n=96, raw_stages=2),
     (192, 128): Tile(n=64, raw_stages=2),
+    (256, 256): Tile(m=128, n=64, stages=1, raw_stages=2),
 }
 E4M3_QUERY_TILES = {  # of e4m3 Q over those, as it is loaded and as fp16
     (64, 64): Tile(n=96, stages=3, raw_stages=4),
     (128, 128): Tile(n=96, raw_stages=1),
     (192, 128): Tile(n=64, stages=1, raw_stages=1),
+    (256, 256): Tile(m=128, n=64, stages=1, raw_stages=2),
 }
+ROWS = {dims: tile.m for dims, tile in TILES.items()}  # of a tile: O of two halves of head_dim 256 has no room
 USUAL = ((64, 64), (128, 128))
 FP8 = "e4m3"
 QUANTISED = ("e4m3", "e5m2", "nvfp4")  # types of caches
@@ -71,7 +76,8 @@ def tile_of(q: str, kv: str, dims: tuple[int, int], arch: str) -> Tile:
     """None where the kernel has no such head_dim."""
     tiles = (FP8_TILES if q == FP8 else TILES) if q == kv else E4M3_QUERY_TILES if q == FP8 else QUANTISED_TILES
     tile = tiles.get(dims)
-    return cast(Tile, tile and replace(tile, emulated=EMULATED.get(arch, 0)))
+    few = EMULATED.get(arch, 0) if dims != (256, 256) else 0  # whose MMAs take twice the time of exponentials
+    return cast(Tile, tile and replace(tile, emulated=few))
 
 
 def candidate(problem: Problem, arch: str) -> Spec:
@@ -103,8 +109,9 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("head_scales", "True: no other kernel, each takes factors a head")
     if spec.schedule != "tiles":
         return Refusal("schedule", f"{spec.schedule}: the kernel has tiles")
-    if spec.tile is None or spec.tile.m != 256 or spec.tile.n not in (64, 96, 128) or spec.tile.loaders != 1:
-        return Refusal("tile", f"{spec.tile}: m is 256, n 64, 96 or 128, a warp fills a stage")
+    t, m = spec.tile, ROWS[spec.dims]
+    if t is None or t.m != m or t.n not in (64, 96, 128) or t.loaders != 1:
+        return Refusal("tile", f"{t}: m is {m}, n 64, 96 or 128, a warp fills a stage")
     return None
 
 

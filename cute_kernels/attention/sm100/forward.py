@@ -1,26 +1,27 @@
 """Prefill on Blackwell: host part and device entry.
 
-A tile is 256 rows, two halves of 128, each with a warpgroup for its softmax, S and O in tensor memory. Roles (`roles`):
-warps 0-3 and 4-7 softmax of half 0 and 1, a thread a row (`scores`); 8-11 rescale O where its maximum has grown,
-normalise and store it (`correction`); 12 issues all MMAs (`multiply`); 13 loads K, publishes the tiles; 14 loads V, 15
-Q (`query`). CTAs are persistent, one an SM. Quantised K and V, of another type than Q, become fp16, which holds all of
-their values, and so does Q, bf16 in units of its own a row, in warps 16-19 (`prepare`): there 14 loads Q too, 15 copies
-scale factors.
+A tile is 256 rows, two halves of 128, or, of head_dim 256, one. Each half has a warpgroup for its softmax, S and O in
+tensor memory. Roles (`roles`), in the order of warps: 4 or 8 softmax of a half, a thread a row (`scores`); 4 rescale O
+where its maximum has grown, normalise and store it (`correction`); 1 issues all MMAs (`multiply`, `one_half`); 1 loads
+K, publishes the tiles; 1 loads V, 1 Q (`query`). CTAs are persistent, one an SM. Quantised K and V, of another type
+than Q, become fp16, which holds all of their values, and so does Q, bf16 in units of its own a row, by 4 warps more
+(`prepare`): there the one of V loads Q too, the next copies scale factors.
 
-Tensor memory, columns: S of half h from 128 h on, O from 256 + 128 h on; P, 16 bits, two a column, in the second half
-of its S, all of which is in registers by then.
+Tensor memory, columns: two slots of S from 0 and 128 on, one of each half, or of one half's blocks in turn; O of half h
+from 256 + 128 h on; P, 16 bits, two a column, in the second half of its S, all of which is in registers by then.
 
 Pipelines: work_pipe, 2 stages, loader of K -> all: the next tile. q_pipe, `tile.q_stages` stages, k_pipe and v_pipe,
-`tile.stages` stages, load -> multiply: freed when the MMAs that read them are done. Signals, of each half: scores
-(multiply -> softmax), S of a block is there; grown (softmax -> correct), what O is owed is there, in shared memory, and
-read (correct -> softmax); early (softmax, correct -> multiply), much of P is there, and O has been rescaled;
-late (softmax -> multiply), all of P; done (multiply -> correct), O of a tile is complete; stored (correct -> multiply),
-it may be overwritten. Where stages are prepared, load -> prepare by raw_k_pipe and raw_v_pipe, `tile.raw_stages`
-stages, prepare -> multiply by k_pipe and v_pipe; Q is there by q_pipe for those who prepare it, and by ready_pipe, two
-stages that nobody frees, for multiply, and, with its units, for softmax.
+`tile.stages` stages, load -> multiply: freed when the MMAs that read them are done. Signals, of each half (scores,
+early and late of each slot): scores (multiply -> softmax), S of a block is there; grown (softmax -> correct), what O
+is owed is there, in shared memory, and read (correct -> softmax); early (softmax, correct -> multiply), much of P is
+there, and O has been rescaled; late (softmax -> multiply), all of P; done (multiply -> correct), O is complete, of a
+tile, or, where there is one half, of each block; stored (correct -> multiply), it may be overwritten. Where stages
+are prepared, load -> prepare by raw_k_pipe and raw_v_pipe, `tile.raw_stages` stages, prepare -> multiply by k_pipe
+and v_pipe; Q is there by q_pipe for those who prepare it, and by ready_pipe, two stages that nobody frees, for
+multiply, and, with its units, for softmax.
 
 What orders accesses to O: the MMAs of a half are issued in turn, P V of a block in front of Q K^T of the next, so that
-S of a block says that O of the block before is complete.
+S of a block says that O of the block before is complete; where there is one half, done.
 """
 
 from dataclasses import dataclass
@@ -37,11 +38,12 @@ from ..args import Args, pack
 from ..kv import arrivals, pages, scales, source
 from ..schedule import tiles, work
 from ..spec import BITS
+from . import one_half
 from .correction import correct
 from .multiply import multiply
 from .prepare import prepare_kv
 from .query import load_q
-from .roles import HALVES, ROWS, WARPS, dequantises, in_units, operand, roles
+from .roles import ROWS, SLOTS, WARPS, dequantises, halves, in_units, operand, roles
 from .scores import softmax
 
 fake_args = fakes.fake_args
@@ -69,7 +71,7 @@ class Shared:
     v: cute.Tensor
     work: cute.Tensor
     order: tiles.Order
-    growth: cute.Tensor  # (ROWS, HALVES, 2): factor on O; at a tile's end, sum and maximum in log2 units
+    growth: cute.Tensor  # (ROWS, halves, 2): factor on O; at a tile's end, sum and maximum in log2 units
     tensor: cute.Tensor  # (1,): address of tensor memory
     work_pipe: pipe.Pipe
     q_pipe: pipe.Pipe
@@ -125,9 +127,9 @@ def shared(spec, plan):
         if BITS[spec.q] < 16:  # else in place
             q = operand_stages(spec, smem, (t.m, spec.head_dim_qk), t.q_stages)
     published = work.allocate(spec, smem)
-    growth = smem.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, HALVES, 2)), 16)
+    growth = smem.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, halves(spec), 2)), 16)
     tensor = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
-    signals = lambda arrivals: pipe.signals(smem, HALVES, arrivals)  # noqa: E731
+    signals = lambda arrivals: pipe.signals(smem, SLOTS, arrivals)  # noqa: E731
     pipes = [pipe.make(smem, raw, arrivals(spec, r), r.warps(f"prepare_{x}") or 1) for x in "kv"]
     operands = [pipe.make(smem, t.stages, r.warps(f"prepare_{x}"), 1) for x in "kv"] if dequantises(spec) else pipes
     return Shared(
@@ -154,7 +156,7 @@ def shared(spec, plan):
         late=signals(WARPS),
         done=signals(1),
         stored=signals(WARPS),
-        votes=votes.allocate(smem, HALVES) if spec.logits.skip else None,
+        votes=votes.allocate(smem, halves(spec)) if spec.logits.skip else None,
         ready_pipe=pipe.make(smem, 2, WARPS, 1) if dequantises(spec) else None,
         units=smem.allocate_tensor(cutlass.Float32, cute.make_layout((t.m, 2)), 16) if in_units(spec) else None,
         k_scales=scales.allocate(spec, smem, spec.head_dim_qk, raw),
@@ -166,7 +168,7 @@ def shared(spec, plan):
 def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
     """The warps of the warpgroup that multiplies and loads."""
     if warp == roles(spec).first("mma"):
-        multiply(spec, plan, s)
+        (multiply if const_expr(halves(spec) == SLOTS) else one_half.multiply)(spec, plan, s)
     elif warp == roles(spec).first("load_k"):
         load.load_kv(spec, plan, s, load.Stages(plan.k, s.raw_k, s.raw_k_pipe), pages.K, Int32(0), publishes=True)
     elif warp == roles(spec).first("load_v"):

@@ -1,4 +1,6 @@
-"""The warp that issues all MMAs."""
+"""The warp that issues all MMAs, of tiles of two halves; `one_half` has those of one."""
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -8,7 +10,7 @@ from ...device import layout, pipe, tmem, umma
 from ..kv import source
 from ..schedule import work
 from . import skip
-from .roles import HALVES, ROWS, dequantises, operand
+from .roles import ROWS, SLOTS, dequantises, halves, operand
 
 S, O = 0, 256  # noqa: E741  columns of S, of O
 
@@ -50,13 +52,24 @@ def steps(spec, dim, rows):
     return [at // width * (rows * width) + at % width for at in range(0, dim * bytes_of(spec), each)]
 
 
+class Columns(NamedTuple):
+    """Addresses in tensor memory."""
+
+    s: Int32
+    o: Int32
+
+
+def columns(base, slot, half) -> Columns:
+    return Columns(base + (S + slot * ROWS), base + (O + half * ROWS))
+
+
 def rows_of(spec, s, q):
-    """Descriptors of each MMA's part of Q, item q of its pipe, of both halves. In 64 bits: they stay in registers."""
+    """Descriptors of each MMA's part of Q, item q of its pipe, of its halves. In 64 bits: they stay in registers."""
     t, size = spec.tile, spec.head_dim_qk * bytes_of(spec)
     width = layout.width(size)
     first = umma.at(umma.k_major(width), s.q.iterator.toint() + pipe.stage(s.q_pipe, q) * (t.m * size))
-    parts = [half * ROWS * width + at for half in range(HALVES) for at in steps(spec, spec.head_dim_qk, t.m)]
-    return [umma.beyond(first, at) for at in parts]
+    parts = steps(spec, spec.head_dim_qk, t.m)
+    return [[umma.beyond(first, half * ROWS * width + at) for at in parts] for half in range(halves(spec))]
 
 
 def first_word(spec, stages, i, ring, base, dim):
@@ -65,32 +78,30 @@ def first_word(spec, stages, i, ring, base, dim):
 
 
 @cute.jit
-def qk(spec: cutlass.Constexpr, s, base: Int32, half: cutlass.Constexpr, rows, i: Uint32):
-    """One thread: S of a half is Q K^T of block i of the pipe. rows: of `rows_of`."""
+def qk(spec: cutlass.Constexpr, s, base: Int32, slot, rows, i: Uint32):
+    """One thread: S of a slot is Q K^T of block i of the pipe. rows: of `rows_of`, those of the slot's half."""
     t, dim = spec.tile, spec.head_dim_qk
     width = const_expr(layout.width(dim * bytes_of(spec)))
     keys, each = first_word(spec, s.k, i, s.k_pipe, umma.k_major(width), dim), const_expr(steps(spec, dim, t.n))
     made = const_expr(umma.instruction(kind(spec), operand(spec), ROWS, t.n))
     for n in cutlass.range_constexpr(len(each)):
         part = umma.Moving(keys + (each[n] >> 4), umma.k_major(width))
-        umma.multiply(kind(spec), base + (S + half * ROWS), rows[half * len(each) + n], part, made, n > 0)
-    umma.commit(s.scores + half)
+        umma.multiply(kind(spec), base + (S + slot * ROWS), rows[n], part, made, n > 0)
+    umma.commit(s.scores + slot)
 
 
 @cute.jit
-def pv(
-    spec: cutlass.Constexpr, s, base: Int32, half: cutlass.Constexpr, i: Uint32, some: cutlass.Constexpr, first: Int32
-):
-    """One thread: O of a half += P V of block i of the pipe, of some pieces of P. first: 1 where O begins."""
+def pv(spec: cutlass.Constexpr, s, at: Columns, i: Uint32, some: cutlass.Constexpr, first: Int32):
+    """One thread: O += P V of block i of the pipe, of some pieces of P. first: 1 where O begins."""
     t, dim = spec.tile, spec.head_dim_vo
     width, keys = const_expr(layout.width(dim * bytes_of(spec))), umma.STEP // bytes_of(spec)
     values = first_word(spec, s.v, i, s.v_pipe, umma.mn_major(width, t.n), dim)
     made = const_expr(umma.instruction(kind(spec), operand(spec), ROWS, dim, "mn"))
     for piece in some:
         for n in range(piece * t.n // pieces(spec) // keys, (piece + 1) * t.n // pieces(spec) // keys):
-            left = base + (S + half * ROWS + first_p(spec) + n * umma.STEP // 4)
+            left = at.s + (first_p(spec) + n * umma.STEP // 4)
             part = umma.Moving(values + (n * keys * width >> 4), umma.mn_major(width, t.n))
-            umma.multiply(kind(spec), base + (O + half * ROWS), left, part, made, Int32(1) if n > 0 else 1 - first)
+            umma.multiply(kind(spec), at.o, left, part, made, Int32(1) if n > 0 else 1 - first)
 
 
 @cute.jit
@@ -112,8 +123,8 @@ def multiply(spec: cutlass.Constexpr, plan, s):
             pipe.wait_full(s.ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, q)
             wait_landed(spec, s.k_pipe, i)
             with cute.arch.elect_one():
-                for half in cutlass.range_constexpr(HALVES):
-                    qk(spec, s, base, half, rows, i)
+                for half in cutlass.range_constexpr(SLOTS):
+                    qk(spec, s, base, half, rows[half], i)
                 umma.commit(pipe.empty(s.k_pipe, i))
                 if w.hi - w.lo == 1:
                     umma.commit(pipe.empty(s.q_pipe, q))
@@ -148,7 +159,8 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int
     if const_expr(source(spec).CUTS and not dequantises(spec)):
         if first != 0:
             zero_tail(spec, s, w, i)
-    for half in cutlass.range_constexpr(HALVES):
+    for half in cutlass.range_constexpr(SLOTS):
+        at = columns(base, half, half)
         if first != 0:
             pipe.wait_signal(s.stored + half, q - 1)
         pipe.wait_signal(s.early + half, i)
@@ -159,14 +171,14 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int
                 kept -= skip.left_out(s, half, i)
         with cute.arch.elect_one():
             if kept != 0:
-                pv(spec, s, base, half, i, range(early(spec)), first)
+                pv(spec, s, at, i, range(early(spec)), first)
         pipe.wait_signal(s.late + half, i)
         tmem.after_wait()
         with cute.arch.elect_one():
             if kept != 0:
-                pv(spec, s, base, half, i, range(early(spec), pieces(spec)), first)
+                pv(spec, s, at, i, range(early(spec), pieces(spec)), first)
             if j > w.lo:
-                qk(spec, s, base, half, rows, i + 1)
+                qk(spec, s, base, half, rows[half], i + 1)
             else:
                 umma.commit(s.done + half)
     with cute.arch.elect_one():

@@ -17,7 +17,7 @@ from ..schedule.work import Work
 from . import skip
 from .correction import Handed
 from .multiply import S, early, first_p, fp8, pieces
-from .roles import ROWS, WARPS, in_units, operand, roles
+from .roles import ROWS, SLOTS, WARPS, halves, in_units, operand, roles
 
 LOADED = 32  # columns that an instruction loads
 CHAINS = 4  # of pairs, of a row's sum
@@ -38,10 +38,13 @@ class Registers:
 
 
 class Place(NamedTuple):
-    """The thread's: half of the tile, row of the half, address in tensor memory of its half's S."""
+    """The thread's: half of the tile, row of the half, and of the block at hand the slot of S, how often it was taken
+    before, and its address in tensor memory."""
 
     half: Int32
     row: Int32
+    slot: Int32
+    turn: Int32
     s: Int32
 
 
@@ -67,7 +70,15 @@ def place(spec, s) -> Place:
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first("softmax")
     half = number // WARPS
     row = number % WARPS * 32 + cute.arch.lane_idx()
-    return Place(half, row, s.tensor[0] + tmem.lanes(number) + (S + half * ROWS))
+    return Place(half, row, half, Int32(0), s.tensor[0] + tmem.lanes(number) + (S + half * ROWS))
+
+
+def place_at(spec, x: Place, blocks) -> Place:
+    """That of the next block of a half which got S of so many. x: that of its first."""
+    if halves(spec) == SLOTS:
+        return x._replace(turn=blocks)
+    slot = blocks % SLOTS
+    return x._replace(slot=slot, turn=blocks // SLOTS, s=x.s + slot * ROWS)
 
 
 def registers(spec) -> Registers:
@@ -125,10 +136,10 @@ def probabilities(spec: cutlass.Constexpr, s, r: Registers, x: Place, masked: cu
         if const_expr(k + 1 in (early(spec), count)):
             tmem.wait_store()
             tmem.before_signal()
-            pipe.send((s.late if k + 1 == count else s.early) + x.half)
+            pipe.send((s.late if k + 1 == count else s.early) + x.slot)
         if const_expr(k + 1 == early(spec) and fp8(spec)):
             if x.s < 0:  # never: but ptxas, which cannot know, keeps the other stores behind these
-                pipe.wait_signal(s.late + x.half, 0)
+                pipe.wait_signal(s.late + x.slot, 0)
 
 
 def total(spec, r: Registers):
@@ -159,7 +170,8 @@ class How(NamedTuple):
 def block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, j: Int32, how: cutlass.Constexpr):
     """Softmax of block j, unless it is left out."""
     logits.fetch_mask(spec, a, x.rows, x.mask_start, j * spec.tile.n, 1)
-    pipe.wait_signal(s.scores + x.place.half, at.blocks)
+    x = x._replace(place=place_at(spec, x.place, at.blocks))
+    pipe.wait_signal(s.scores + x.place.slot, x.place.turn)
     tmem.after_wait()
     fetch(spec, r, x.place)
     cols = Cols(j * spec.tile.n, list(range(spec.tile.n)))
@@ -180,8 +192,8 @@ def pass_over(s, x: Place, at: Count):
     """A block that the half leaves out, to those who wait for it."""
     hand_over(s, x, Handed(Float32(1.0), Float32(0.0)))
     tmem.before_signal()
-    pipe.send(s.early + x.half)
-    pipe.send(s.late + x.half)
+    pipe.send(s.early + x.slot)
+    pipe.send(s.late + x.slot)
     pipe.wait_signal(s.read + x.half, at.item)
 
 
@@ -201,7 +213,7 @@ def compute(spec: cutlass.Constexpr, s, r: Registers, x: Tile, at: Count, tops: 
 @cute.jit
 def run_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count):
     """All blocks of a tile, and what becomes of its sums. Returns the `Count` of the next."""
-    w, number = x.w, 2 * x.w.m_block + x.place.half
+    w, number = x.w, halves(spec) * x.w.m_block + x.place.half
     first, last = geometry.tile_tokens(number, ROWS, w.q_len, w.per_token)
     full_lo, full_hi = mask.full_range(spec, first, last, x.rows.n)
     row = number * ROWS + x.place.row
