@@ -346,21 +346,25 @@ def test_nothing_of_the_device_is_read(name, mode, counts, server, monkeypatch):
 
 
 def test_queries_of_blackwell(server, monkeypatch):
-    """e4m3 over an e4m3 pool, since prefill has no other kernel there; and what no kernel does is refused."""
+    """e4m3 over an e4m3 pool, which MMAs there take as it is; and what no kernel does is refused."""
     from wrappers import machine
 
-    class B200(machine.Machine):
+    class Fake(machine.Machine):
+        def __init__(self, arch):
+            super().__init__()
+            self.arch = arch
+
         def facts(self, device):
-            return "sm_100a", 148
+            return self.arch, 148
 
     with monkeypatch.context() as patch:
-        patch.setattr(machine, "current", B200())
+        patch.setattr(machine, "current", Fake("sm_100a"))
         assert Model(server, Case(), monkeypatch).backend._query_dtype is torch.bfloat16
         model = Model(server, Case(E4M3), monkeypatch)
     model.step("EXTEND", {0: 20, 1: 3})
     model.step("DECODE", {0: 1, 1: 1})
-    monkeypatch.setattr(machine, "current", B200())
-    with pytest.raises(NotImplementedError, match="context on sm_100a: .*attention.sm100: head_dim .256, 256."):
+    monkeypatch.setattr(machine, "current", Fake("sm_120a"))
+    with pytest.raises(NotImplementedError, match="context on sm_120a: .*attention.sm100: arch sm_120a"):
         Model(server, Case(head_dim=256), monkeypatch)
 
 

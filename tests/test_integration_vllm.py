@@ -7,6 +7,7 @@ What has nothing of attention is a stub (`engine_files`); vLLM's operator that w
 import importlib.metadata
 import pkgutil
 from dataclasses import dataclass, field
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -500,8 +501,6 @@ REFUSED = {
     "int8 cache": (Case("int8_per_token_head"), {}, "kv_cache_dtype not supported"),
     "block size": (Case(block_size=4), {}, "block_size not supported"),
     "Ampere": (Case(capability=(8, 0)), {}, "compute capability not supported"),
-    "B200, NVFP4": (Case("nvfp4", head_size=128, capability=(10, 0)), {}, "context on sm_100a: .*attention.sm100: "),
-    "B300, head size 256": (Case(head_size=256, capability=(10, 3)), {}, "context on sm_103a: .*head_dim .256, 256."),
     "encoder": (Case(), {"attn_type": "encoder"}, "attention type encoder not supported"),
 }
 
@@ -511,6 +510,13 @@ def test_refused_when_vllm_chooses_the_backend(name, server):
     case, options, reason = REFUSED[name]
     with pytest.raises(ValueError, match=f"CUSTOM.* is not valid for this configuration. Reason: .*{reason}"):
         layer_of(server, case, **options)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8", "nvfp4"])
+def test_blackwell(dtype, server):
+    """Has kernels of what Hopper has."""
+    for capability, size in product(((10, 0), (10, 3)), (64, 256)):
+        assert layer_of(server, Case(dtype, head_size=size, capability=capability)).impl.head_size == size
 
 
 @pytest.mark.parametrize("asked", ["use_mla", "use_sparse", "use_mm_prefix", "use_per_head_quant_scales",

@@ -181,7 +181,7 @@ def test_matrix_tells_run_from_simulated_compiled_and_refused(monkeypatch):
     assert cells == ["run (nvidia-h200, 012345678)", "compiled, simulated", "on demand"]
     # a record of an architecture that refuses the feature today says nothing
     assert matrix.cell(named("prefill with a mask of drafts"), "sm_90a", ran) == "no"
-    assert matrix.cell(named("prefill head_dim 256"), "sm_100a", ran) == "no"
+    assert matrix.cell(named("prefill head_dim 256"), "sm_100a", ran) == "compiled, simulated"
     monkeypatch.setattr(matrix, "SIMULATED", {("sm_100a", "attention.decode")})
     cells = [matrix.cell(named("decode output e4m3"), arch, ran) for arch in ("sm_100a", "sm_103a")]
     assert cells == ["compiled, simulated", "compiled"]
@@ -190,7 +190,7 @@ def test_matrix_tells_run_from_simulated_compiled_and_refused(monkeypatch):
 def test_values_of_equal_cells_share_a_row():
     lines = matrix.markdown({}).splitlines()
     assert "| prefill | output | e4m3, NVFP4 | on demand | on demand | on demand |" in lines
-    assert "| prefill | head_dim | 256 | compiled, simulated | no | no |" in lines
+    assert "| prefill | with | a mask of drafts | no | no | no |" in lines
 
 
 def test_simulated_is_what_ci_simulates():

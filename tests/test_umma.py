@@ -69,7 +69,8 @@ def test_what_the_cubic_makes_of_nan_is_huge():
 
 
 CASES = [("bf16", 128, 64, "k"), ("fp16", 128, 192, "k"), ("bf16", 128, 128, "mn"), ("bf16", 64, 128, "mn"),
-         ("e4m3", 128, 128, "mn"), ("e4m3", 64, 128, "mn")]  # fmt: skip
+         ("e4m3", 128, 128, "mn"), ("e4m3", 64, 128, "mn"), ("bf16", 64, 256, "k"),
+         ("bf16", 256, 64, "mn")]  # fmt: skip
 KINDS = {"bf16": "f16", "fp16": "f16", "e4m3": "f8f6f4"}
 
 

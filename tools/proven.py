@@ -25,9 +25,13 @@ ORDER = (  # that peers leave to what the compiler does; they only add order
 )
 
 
+ROUNDED = re.compile(r"^(fma|add|mul|sub)\.(?!r[nzmp]\.)")
+
+
 def forms(ptx: str) -> set[str]:
+    """Arithmetic that names no rounding has .rn, as the ISA says."""
     code = "\n".join(line.split("//")[0] for line in ptx.splitlines())
-    return set(FAMILIES.findall(code))
+    return {ROUNDED.sub(r"\1.rn.", form) for form in FAMILIES.findall(code)}
 
 
 def recorded(path: Path = RECORD) -> list[dict[str, str]]:

@@ -142,6 +142,8 @@ def role_of(code: list[Instruction]) -> str:
         return "mma" if exponentials < LEAST else "math"
     if exponentials >= LEAST and names["STTM"]:
         return "softmax masked" if names["FSEL"] >= MASKED else "softmax"
+    if names["F2FP"] and names["STS"]:
+        return "prepare"
     return "correction" if names["STTM"] else ""
 
 

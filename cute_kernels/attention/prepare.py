@@ -9,8 +9,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from ..device import layout, mma, warp
+from ..device import layout, mma, pipe, warp
 from . import quant
+from .kv import pages, source
 from .quant import permute
 from .spec import BLOCK
 
@@ -231,3 +232,53 @@ def blank(into: cute.Tensor, valid: Int32, share: Int32, shares: cutlass.Constex
         at = into.iterator.toint() + layout.swizzle(128, first + i // pieces, i % pieces * 16)
         for b in cutlass.range_constexpr(dim // ACROSS):
             mma.store(at + b * n * 128, [Uint32(0)] * 4)
+
+
+class Rings(NamedTuple):
+    """Pipes of raw and of operand stages of K or V."""
+
+    raw: pipe.Pipe
+    operand: pipe.Pipe
+
+
+def rings(s, which):
+    """Those of K or V (`which`, of kv.pages)."""
+    return (Rings(s.raw_k_pipe, s.k_pipe), Rings(s.raw_v_pipe, s.v_pipe))[which]
+
+
+def stages(s, which, i):
+    """The raw stage and the operand stage of item i of their pipes."""
+    raw, into = ((s.raw_k, s.k), (s.raw_v, s.v))[which]
+    ring = rings(s, which)
+    return raw[None, None, pipe.stage(ring.raw, i)], into[None, None, pipe.stage(ring.operand, i)]
+
+
+def factors(spec, a, s, which, i):
+    """Scale factors of item i, None where the cache has none."""
+    if not spec.kv.scaled:
+        return None
+    stage = (s.k_scales, s.v_scales)[which][None, None, pipe.stage(rings(s, which).raw, i)]
+    if which == pages.K:
+        return linear(stage, spec.head_dim_qk)
+    return interleaved(stage, spec.head_dim_vo, a.kv.v_scales_interleaved)
+
+
+@cute.jit
+def dequantise_stage(
+    spec: cutlass.Constexpr,
+    a,
+    s,
+    which: cutlass.Constexpr,
+    share: Int32,
+    shares: cutlass.Constexpr,
+    i: Int32,
+    valid: Int32,
+):
+    """One of `shares` warps: its rows of item i of the pipes of K or V, a block whose first `valid` keys, or all, are
+    the request's."""
+    raw, into = stages(s, which, i)
+    dequantise(spec, raw, into, factors(spec, a, s, which, i), share, shares)
+    if const_expr(which == pages.V and (source(spec).CUTS or spec.kv.scaled)):  # a factor past them may be NaN
+        if valid < spec.tile.n:
+            cute.arch.sync_warp()
+            blank(into, valid, share, shares)

@@ -119,15 +119,15 @@ def values4(a, b):
 
 
 @cute.jit
-def to_fp16(words: cute.Tensor):
-    """bf16 pairs of a row, of which a quad has a quarter each, to fp16 in place, divided by the returned power of two,
-    near the largest: fp16 has neither bf16's range nor needs it then."""
+def to_fp16(words: cute.Tensor, lanes: cutlass.Constexpr = 4):
+    """bf16 pairs of a row, which as many neighbouring lanes share, to fp16 in place, divided by the returned power of
+    two, near the largest: fp16 has neither bf16's range nor needs it then."""
     values = cute.make_rmem_tensor(2 * cute.size(words), Float32)
     values.store(cute.recast_tensor(words, cutlass.BFloat16).load().to(Float32))
     top = Float32(0.0)
     for i in cutlass.range_constexpr(cute.size(values)):
         top = cute.arch.fmax(top, cute.math.absf(values[i]))
-    top = cute.arch.warp_reduction_max(top, threads_in_group=4)
+    top = cute.arch.warp_reduction_max(top, threads_in_group=lanes)
     exponent = cutlass.max(Int32(27), cutlass.min(Int32(227), warp.bits(top) >> 23))
     values.store(values.load() * warp.from_bits((254 - exponent) << 23))
     warp.convert16(values, cute.recast_tensor(words, cutlass.Float16))

@@ -4,6 +4,8 @@ Operands lie in shared memory in rows of at most 128 bytes under TMA's swizzle o
 block of such columns behind another; A may lie in tensor memory. D (m, n) is fp32, row r in lane r of tensor memory.
 """
 
+from typing import NamedTuple
+
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
@@ -38,7 +40,7 @@ def instruction(kind: str, dtype: str, m: int, n: int, b_major: str = "k") -> in
 
 def at(base: int, address):
     """The descriptor `base` of an operand that lies at a shared memory address."""
-    return Int64(base) | Int64((address & 0x3FFFF) >> 4)
+    return Int64(base) + Int64((address & 0x3FFFF) >> 4)
 
 
 def beyond(descriptor, offset: int):
@@ -46,13 +48,26 @@ def beyond(descriptor, offset: int):
     return descriptor + Int64(offset >> 4)
 
 
-def multiply(kind: str, d, a, b, instruction: int, keep):
+class Moving(NamedTuple):
+    """The descriptor `base` of an operand that moves: in its low word alone, half the instructions of 64 bits. low: of
+    `low`. base: static."""
+
+    low: Int32
+    base: int
+
+
+def low(base: int, address):
+    """The low word of the descriptor `base` of an operand that lies at a shared memory address."""
+    return Int32(base & 0xFFFFFFFF) + ((address & 0x3FFFF) >> 4)
+
+
+def multiply(kind: str, d, a, b: Moving, instruction: int, keep):
     """One thread: D (+)= A B, of STEP bytes of k. d: tensor memory address. a: Int64 descriptor, or Int32 address in
     tensor memory. keep: whether D is added to."""
     operand = "[{$r1}]" if isinstance(a, Int32) else "{$r1}"
-    text = "{ .reg .pred p; setp.ne.b32 p, {$r4}, 0; "
-    text += f"tcgen05.mma.cta_group::1.kind::{kind} [{{$r0}}], {operand}, {{$r2}}, {{$r3}}, p; }}"
-    cute.arch.inline_ptx(text, read_only_args=[d, a, b, Uint32(instruction), Int32(keep)])
+    text = f"{{ .reg .pred p; .reg .b64 b; setp.ne.b32 p, {{$r4}}, 0; mov.b64 b, {{{{$r2}}, {b.base >> 32:#x}}}; "
+    text += f"tcgen05.mma.cta_group::1.kind::{kind} [{{$r0}}], {operand}, b, {{$r3}}, p; }}"
+    cute.arch.inline_ptx(text, read_only_args=[d, a, b.low, Uint32(instruction), Int32(keep)])
 
 
 def commit(barrier):

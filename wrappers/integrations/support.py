@@ -20,7 +20,8 @@ def decode_tokens(heads: int, kv_heads: int) -> int:
 
 
 def query_dtype(dtype: torch.dtype, cache: torch.dtype, arch: str | None) -> torch.dtype:
-    """Of the queries of a model: e4m3 where prefill has no kernel of 16-bit ones over e4m3 caches, on Blackwell."""
+    """Of the queries of a model: e4m3 over e4m3 caches on Blackwell, whose MMAs take both; to 16-bit ones a warpgroup
+    would convert the cache."""
     return E4M3 if cache is E4M3 and arch in ("sm_100a", "sm_103a") else dtype
 
 

@@ -15,14 +15,15 @@ PHASES = ("prefill",)
 
 @dataclass(frozen=True)
 class Tile:
-    """m query rows, two halves of 128, x n keys a CTA; `stages` K and as many V tiles in flight, `q_stages` Q tiles.
-    loaders: warps that fill a stage together. emulated: of 16 exponentials, those without the special function unit,
-    where no key is hidden."""
+    """m query rows, halves of 128, x n keys a CTA; `stages` K and as many V tiles in flight, `q_stages` Q tiles.
+    raw_stages: of K and V as they are stored, where they are prepared, 0: as many. loaders: warps that fill a stage
+    together. emulated: of 16 exponentials, those without the special function unit, where no key is hidden."""
 
     m: int = 256
     n: int = 128
     stages: int = 2
     q_stages: int = 1
+    raw_stages: int = 0
     loaders: int = 1
     emulated: int = 0
     l2_bytes: ClassVar[int] = 32 << 20  # of K and V at work at a time; L2 is 126 MB in two halves
@@ -45,21 +46,39 @@ TILES = {  # (head_dim_qk, head_dim_vo) -> tile
     (64, 64): Tile(stages=4),
     (128, 128): Tile(stages=2),
     (192, 128): Tile(n=64, stages=3),
+    (256, 256): Tile(m=128, n=64),
 }
 FP8_TILES = {  # of 8-bit Q, K and V
     (64, 64): Tile(stages=6, q_stages=2),
     (128, 128): Tile(stages=5),
     (192, 128): Tile(stages=4),
+    (256, 256): Tile(m=128, stages=3),
 }
+QUANTISED_TILES = {  # of quantised K and V, for whose warpgroup softmax gives up registers: fewer keys
+    (64, 64): Tile(n=96, stages=3, raw_stages=4),
+    (128, 128): Tile(n=96, raw_stages=2),
+    (192, 128): Tile(n=64, raw_stages=2),
+    (256, 256): Tile(m=128, n=64, stages=1, raw_stages=2),
+}
+E4M3_QUERY_TILES = {  # of e4m3 Q over those, as it is loaded and as fp16
+    (64, 64): Tile(n=96, stages=3, raw_stages=4),
+    (128, 128): Tile(n=96, raw_stages=1),
+    (192, 128): Tile(n=64, stages=1, raw_stages=1),
+    (256, 256): Tile(m=128, n=64, stages=1, raw_stages=2),
+}
+ROWS = {dims: tile.m for dims, tile in TILES.items()}  # of a tile: O of two halves of head_dim 256 has no room
 USUAL = ((64, 64), (128, 128))
 FP8 = "e4m3"
+QUANTISED = ("e4m3", "e5m2", "nvfp4")  # types of caches
 EMULATED = {"sm_100a": 4}  # of 16 exponentials; sm_103a's special function unit has twice the rate
 
 
-def tile_of(q: str, dims: tuple[int, int], arch: str) -> Tile:
+def tile_of(q: str, kv: str, dims: tuple[int, int], arch: str) -> Tile:
     """None where the kernel has no such head_dim."""
-    tile = (FP8_TILES if q == FP8 else TILES).get(dims)
-    return cast(Tile, tile and replace(tile, emulated=EMULATED.get(arch, 0)))
+    tiles = (FP8_TILES if q == FP8 else TILES) if q == kv else E4M3_QUERY_TILES if q == FP8 else QUANTISED_TILES
+    tile = tiles.get(dims)
+    few = EMULATED.get(arch, 0) if dims != (256, 256) else 0  # whose MMAs take twice the time of exponentials
+    return cast(Tile, tile and replace(tile, emulated=few))
 
 
 def candidate(problem: Problem, arch: str) -> Spec:
@@ -71,7 +90,7 @@ def candidate(problem: Problem, arch: str) -> Spec:
     if not plain:
         mask, logits = MaskSpec("value", window=True, bits=p.drafts, custom=p.custom_mask), LogitsSpec(soft_cap=True)
     logits = replace(logits, skip=p.skip, alibi=p.alibi)
-    kv, tile = KVSpec(p.kv, source_of(p)), tile_of(p.q, dims, arch)
+    kv, tile = KVSpec(p.kv, source_of(p)), tile_of(p.q, p.kv, dims, arch)
     return AttentionSpec(p.q, kv, out, *dims, mask, logits, tile=tile)
 
 
@@ -79,8 +98,8 @@ def supports(spec: Spec) -> Refusal | None:
     """None where the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
     if spec.q not in (*DTYPES, FP8):
         return Refusal("q", f"{spec.q}: the kernel has {', '.join((*DTYPES, FP8))}")
-    if spec.kv.dtype != spec.q:
-        return Refusal("kv", f"{spec.kv.dtype}: the kernel has {spec.q}, the query's")
+    if spec.kv.dtype not in (spec.q, *QUANTISED):
+        return Refusal("kv", f"{spec.kv.dtype}: the kernel has {', '.join(dict.fromkeys((spec.q, *QUANTISED)))}")
     if spec.out not in [out[:count] for out in (outputs(spec.q, t) for t in DTYPES) for count in (1, 3)]:
         return Refusal("out", f"{', '.join(spec.out)}: the kernel has {', '.join((*DTYPES, 'e4m3', 'nvfp4'))}")
     if spec.dims not in TILES:
@@ -91,15 +110,17 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("head_scales", "True: no other kernel, each takes factors a head")
     if spec.schedule != "tiles":
         return Refusal("schedule", f"{spec.schedule}: the kernel has tiles")
-    if spec.tile is None or spec.tile.m != 256 or spec.tile.n not in (64, 128) or spec.tile.loaders != 1:
-        return Refusal("tile", f"{spec.tile}: m is 256, n 64 or 128, a warp fills a stage")
+    t, m = spec.tile, ROWS[spec.dims]
+    if t is None or t.m != m or t.n not in (64, 96, 128) or t.loaders != 1:
+        return Refusal("tile", f"{t}: m is {m}, n 64, 96 or 128, a warp fills a stage")
     return None
 
 
 def shipped(arch: str) -> list[Spec]:
     """Of each type and head_dim a headline spec a mask, and one that takes the other modifiers as values; that of e4m3
-    has all outputs. e4m3, and, of 16 bits, pages of any size, a custom mask and a causal one with skip-softmax, of the
-    usual head dims. Others are compiled at their first call."""
+    has all outputs. Of the usual head dims: e4m3; of 16 bits, pages of any size, a custom mask and a causal one with
+    skip-softmax; of bf16 over quantised K and V, a causal one and that of modifiers. Others are compiled at their first
+    call."""
     found = []
     for q, dims in (*product(DTYPES, TILES), *product((FP8,), USUAL)):
         problem = Problem(q, q, outputs(q)[0], *dims)
@@ -110,4 +131,7 @@ def shipped(arch: str) -> list[Spec]:
         gathered = replace(problem, page_size=1), replace(problem, page_size=1, window=True)
         others = replace(problem, causal=False, custom_mask=True), replace(problem, skip=True)
         found += [candidate(one, arch) for one in (*gathered, *others)]
+    for kv, dims in product(("e4m3", "nvfp4"), USUAL):
+        problem = Problem("bf16", kv, "bf16", *dims)
+        found += [candidate(replace(problem, causal=True), arch), candidate(replace(problem, window=True), arch)]
     return found if arch in ARCHS else []

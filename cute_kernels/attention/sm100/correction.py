@@ -4,14 +4,14 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from ...device import pipe, tmem
-from .. import epilogue, geometry, logits, softmax
+from .. import epilogue, geometry, logits, quant, softmax
 from ..schedule import work
 from ..schedule.work import Work
 from .multiply import O
-from .roles import HALVES, ROWS, WARPS
+from .roles import ROWS, SLOTS, WARPS, halves
 
 LOADED = 16  # columns of O that are in registers, and stored, at a time: a block of NVFP4's
 
@@ -62,7 +62,7 @@ class Row(NamedTuple):
 @cute.jit
 def finish(spec: cutlass.Constexpr, a, s, w: Work, half: cutlass.Constexpr, row: Int32, i: Int32, q: Int32):
     """The thread's row of a half: O and LSE. i, q: blocks and tiles before."""
-    number = (2 * w.m_block + half) * ROWS + row
+    number = (halves(spec) * w.m_block + half) * ROWS + row
     token = geometry.token_of(number, geometry.divisor(w))
     head = geometry.head_of(number, w.head, geometry.divisor(w))
     sink, factor = epilogue.sink_of(a, head), Float32(0.0)
@@ -70,8 +70,10 @@ def finish(spec: cutlass.Constexpr, a, s, w: Work, half: cutlass.Constexpr, row:
     if w.hi > w.lo:
         sums = take(s, half, row, i + q)
         normal = softmax.normalizer(sums.top, sums.value, sink)
-        lse, factor = normal.lse, normal.factor * (a.out.out_factor * softmax.factor_of(a.out.out_scale, head))
-        pipe.wait_signal(s.done + half, q)
+        unit = const_expr(quant.format_of(spec).unit)
+        out = a.out.out_factor * softmax.factor_of(a.out.out_scale, head) * unit
+        lse, factor = normal.lse, normal.factor * out
+        pipe.wait_signal(s.done + half, q if const_expr(halves(spec) == SLOTS) else i - 1)
         tmem.after_wait()
     into = Row(w.q_start + token, head, token < w.q_len)
     for c in cutlass.range_constexpr(0, spec.head_dim_vo, LOADED):
@@ -93,15 +95,17 @@ def correct(spec: cutlass.Constexpr, plan, s):
     while w.valid != 0:
         if w.hi > w.lo:
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
-                for half in cutlass.range_constexpr(HALVES):
+                for half in cutlass.range_constexpr(halves(spec)):
                     factor = take(s, half, row, i + q).value
                     if j < w.hi - 1:
+                        if const_expr(halves(spec) < SLOTS):  # of every block: a phase looks like the one before last
+                            pipe.wait_signal(s.done, i - 1)
                         tmem.after_wait()
                         rescale(spec, column_of(s, half), factor)
                         tmem.before_signal()
-                    pipe.send(s.early + half)
+                    pipe.send(s.early + (half if const_expr(halves(spec) == SLOTS) else i % SLOTS))
                 i += 1
-        for half in cutlass.range_constexpr(HALVES):
+        for half in cutlass.range_constexpr(halves(spec)):
             finish(spec, a, s, w, half, row, i, q)
         if w.hi > w.lo:
             q += 1

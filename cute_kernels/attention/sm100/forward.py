@@ -1,22 +1,27 @@
 """Prefill on Blackwell: host part and device entry.
 
-A tile is 256 rows, two halves of 128, each with a warpgroup for its softmax, S and O in tensor memory. Roles (`roles`):
-warps 0-3 and 4-7 softmax of half 0 and 1, a thread a row (`scores`); 8-11 rescale O where its maximum has grown,
-normalise and store it (`correction`); 12 issues all MMAs (`multiply`); 13 loads K, publishes the tiles; 14 loads V, 15
-Q (`query`). CTAs are persistent, one an SM.
+A tile is 256 rows, two halves of 128, or, of head_dim 256, one. Each half has a warpgroup for its softmax, S and O in
+tensor memory. Roles (`roles`), in the order of warps: 4 or 8 softmax of a half, a thread a row (`scores`); 4 rescale O
+where its maximum has grown, normalise and store it (`correction`); 1 issues all MMAs (`multiply`, `one_half`); 1 loads
+K, publishes the tiles; 1 loads V, 1 Q (`query`). CTAs are persistent, one an SM. Quantised K and V, of another type
+than Q, become fp16, which holds all of their values, and so does Q, bf16 in units of its own a row, by 4 warps more
+(`prepare`): there the one of V loads Q too, the next copies scale factors.
 
-Tensor memory, columns: S of half h from 128 h on, O from 256 + 128 h on; P, 16 bits, two a column, in the second half
-of its S, all of which is in registers by then.
+Tensor memory, columns: two slots of S from 0 and 128 on, one of each half, or of one half's blocks in turn; O of half h
+from 256 + 128 h on; P, 16 bits, two a column, in the second half of its S, all of which is in registers by then.
 
 Pipelines: work_pipe, 2 stages, loader of K -> all: the next tile. q_pipe, `tile.q_stages` stages, k_pipe and v_pipe,
-`tile.stages` stages, load -> multiply: freed when the MMAs that read them are done. Signals, of each half: scores
-(multiply -> softmax), S of a block is there; grown (softmax -> correct), what O is owed is there, in shared memory, and
-read (correct -> softmax); early (softmax, correct -> multiply), much of P is there, and O has been rescaled;
-late (softmax -> multiply), all of P; done (multiply -> correct), O of a tile is complete; stored (correct -> multiply),
-it may be overwritten.
+`tile.stages` stages, load -> multiply: freed when the MMAs that read them are done. Signals, of each half (scores,
+early and late of each slot): scores (multiply -> softmax), S of a block is there; grown (softmax -> correct), what O
+is owed is there, in shared memory, and read (correct -> softmax); early (softmax, correct -> multiply), much of P is
+there, and O has been rescaled; late (softmax -> multiply), all of P; done (multiply -> correct), O is complete, of a
+tile, or, where there is one half, of each block; stored (correct -> multiply), it may be overwritten. Where stages
+are prepared, load -> prepare by raw_k_pipe and raw_v_pipe, `tile.raw_stages` stages, prepare -> multiply by k_pipe
+and v_pipe; Q is there by q_pipe for those who prepare it, and by ready_pipe, two stages that nobody frees, for
+multiply, and, with its units, for softmax.
 
 What orders accesses to O: the MMAs of a half are issued in turn, P V of a block in front of Q K^T of the next, so that
-S of a block says that O of the block before is complete.
+S of a block says that O of the block before is complete; where there is one half, done.
 """
 
 from dataclasses import dataclass
@@ -24,18 +29,21 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from ... import abi
-from ...device import copy, pipe, tmem
+from ...device import copy, layout, pipe, tmem
 from .. import fakes, load, votes
 from ..args import Args, pack
-from ..kv import arrivals, pages, source
+from ..kv import arrivals, pages, scales, source
 from ..schedule import tiles, work
+from ..spec import BITS
+from . import one_half
 from .correction import correct
 from .multiply import multiply
+from .prepare import prepare_kv
 from .query import load_q
-from .roles import HALVES, ROWS, WARPS, roles
+from .roles import ROWS, SLOTS, WARPS, dequantises, halves, in_units, operand, roles
 from .scores import softmax
 
 fake_args = fakes.fake_args
@@ -55,15 +63,20 @@ class Plan:
 class Shared:
     """Shared memory of a CTA. Pointers: signals, of each half."""
 
-    raw_q: cute.Tensor
+    raw_q: cute.Tensor  # as it was loaded
+    q: cute.Tensor
+    raw_k: cute.Tensor  # as it was loaded; where nothing is prepared, k
+    raw_v: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
     work: cute.Tensor
     order: tiles.Order
-    growth: cute.Tensor  # (ROWS, HALVES, 2): factor on O; at a tile's end, sum and maximum in log2 units
+    growth: cute.Tensor  # (ROWS, halves, 2): factor on O; at a tile's end, sum and maximum in log2 units
     tensor: cute.Tensor  # (1,): address of tensor memory
     work_pipe: pipe.Pipe
     q_pipe: pipe.Pipe
+    raw_k_pipe: pipe.Pipe
+    raw_v_pipe: pipe.Pipe
     k_pipe: pipe.Pipe
     v_pipe: pipe.Pipe
     scores: cute.Pointer
@@ -74,13 +87,17 @@ class Shared:
     done: cute.Pointer
     stored: cute.Pointer
     votes: Any = None  # of `skip`
+    ready_pipe: Any = None
+    units: Any = None  # (m, 2): of rows of Q
+    k_scales: Any = None  # of raw stages
+    v_scales: Any = None
 
 
 @cute.jit
 def forward(spec: cutlass.Constexpr, stream, *flat):
     a = pack(spec, flat)
     t = spec.tile
-    k, v = (source(spec).operand(x, (t.n, x.shape[3]), t.stages) for x in (a.kv.k, a.kv.v))
+    k, v = (source(spec).operand(x, (t.n, x.shape[3]), t.raw_stages or t.stages) for x in (a.kv.k, a.kv.v))
     rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))
     q = copy.operand(rows, (t.m, spec.head_dim_qk), t.q_stages, (t.m,))
     kernel(spec, Plan(a, k, v, q)).launch(
@@ -92,26 +109,46 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     )
 
 
+def operand_stages(spec, smem, shape, stages):
+    """Stages that are prepared."""
+    dtype = abi.DTYPES[operand(spec)]
+    kind = layout.smem_layout(shape, stages, dtype)
+    return smem.allocate_tensor(dtype, kind.outer, 1024, kind.inner)
+
+
 def shared(spec, plan):
     smem, r, t = cutlass.utils.SmemAllocator(), roles(spec), spec.tile
-    dtype = abi.DTYPES[spec.q]
-    q, k, v = (copy.allocate(smem, operand, dtype) for operand in (plan.q, plan.k, plan.v))
+    kv, raw = plan.args.kv, t.raw_stages or t.stages
+    q = raw_q = copy.allocate(smem, plan.q, abi.DTYPES[spec.q])
+    raw_k, raw_v = copy.allocate(smem, plan.k, kv.k.element_type), copy.allocate(smem, plan.v, kv.v.element_type)
+    k, v = raw_k, raw_v
+    if dequantises(spec):
+        k, v = (operand_stages(spec, smem, (t.n, dim), t.stages) for dim in spec.dims)
+        if BITS[spec.q] < 16:  # else in place
+            q = operand_stages(spec, smem, (t.m, spec.head_dim_qk), t.q_stages)
     published = work.allocate(spec, smem)
-    growth = smem.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, HALVES, 2)), 16)
+    growth = smem.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, halves(spec), 2)), 16)
     tensor = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
-    signals = lambda arrivals: pipe.signals(smem, HALVES, arrivals)  # noqa: E731
+    signals = lambda arrivals: pipe.signals(smem, SLOTS, arrivals)  # noqa: E731
+    pipes = [pipe.make(smem, raw, arrivals(spec, r), r.warps(f"prepare_{x}") or 1) for x in "kv"]
+    operands = [pipe.make(smem, t.stages, r.warps(f"prepare_{x}"), 1) for x in "kv"] if dequantises(spec) else pipes
     return Shared(
-        raw_q=q,
+        raw_q=raw_q,
+        q=q,
+        raw_k=raw_k,
+        raw_v=raw_v,
         k=k,
         v=v,
         work=published,
         order=tiles.allocate(smem),
         growth=growth,
         tensor=tensor,
-        work_pipe=pipe.make(smem, work.STAGES[spec.schedule], 1, r.warps()),
+        work_pipe=pipe.make(smem, work.STAGES[spec.schedule], 1, r.warps() - r.warps("idle")),
         q_pipe=pipe.make(smem, t.q_stages, 1, 1),
-        k_pipe=pipe.make(smem, t.stages, arrivals(spec, r), 1),
-        v_pipe=pipe.make(smem, t.stages, arrivals(spec, r), 1),
+        raw_k_pipe=pipes[pages.K],
+        raw_v_pipe=pipes[pages.V],
+        k_pipe=operands[pages.K],
+        v_pipe=operands[pages.V],
         scores=signals(1),
         grown=signals(WARPS),
         read=signals(WARPS),
@@ -119,21 +156,28 @@ def shared(spec, plan):
         late=signals(WARPS),
         done=signals(1),
         stored=signals(WARPS),
-        votes=votes.allocate(smem, HALVES) if spec.logits.skip else None,
+        votes=votes.allocate(smem, halves(spec)) if spec.logits.skip else None,
+        ready_pipe=pipe.make(smem, 2, WARPS, 1) if dequantises(spec) else None,
+        units=smem.allocate_tensor(cutlass.Float32, cute.make_layout((t.m, 2)), 16) if in_units(spec) else None,
+        k_scales=scales.allocate(spec, smem, spec.head_dim_qk, raw),
+        v_scales=scales.allocate(spec, smem, spec.head_dim_vo, raw),
     )
 
 
 @cute.jit
 def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
-    """The warps of the last warpgroup."""
+    """The warps of the warpgroup that multiplies and loads."""
     if warp == roles(spec).first("mma"):
-        multiply(spec, plan, s)
+        (multiply if const_expr(halves(spec) == SLOTS) else one_half.multiply)(spec, plan, s)
     elif warp == roles(spec).first("load_k"):
-        load.load_kv(spec, plan, s, load.Stages(plan.k, s.k, s.k_pipe), pages.K, Int32(0), publishes=True)
+        load.load_kv(spec, plan, s, load.Stages(plan.k, s.raw_k, s.raw_k_pipe), pages.K, Int32(0), publishes=True)
     elif warp == roles(spec).first("load_v"):
-        load.load_kv(spec, plan, s, load.Stages(plan.v, s.v, s.v_pipe), pages.V, Int32(0))
-    else:
+        into = load.Stages(plan.v, s.raw_v, s.raw_v_pipe)
+        load.load_kv(spec, plan, s, into, pages.V, Int32(0), loads_q=const_expr(dequantises(spec)))
+    elif const_expr(not dequantises(spec)):
         load_q(spec, plan, s)
+    elif const_expr(spec.kv.scaled):
+        load.load_scales(spec, plan, s, (s.raw_k_pipe, s.raw_v_pipe))
 
 
 @cute.kernel
@@ -153,10 +197,16 @@ def kernel(spec: cutlass.Constexpr, plan: Plan):
     elif warp < roles(spec).first("mma"):
         cute.arch.setmaxregister_decrease(roles(spec).registers("correct"))
         correct(spec, plan, s)
-    else:
+    elif warp < roles(spec).first("load_k") // WARPS * WARPS + WARPS:
         cute.arch.setmaxregister_decrease(roles(spec).registers("mma"))
         serve(spec, plan, s, warp)
         cute.arch.griddepcontrol_launch_dependents()
+    elif const_expr(dequantises(spec)):
+        cute.arch.setmaxregister_decrease(roles(spec).registers("prepare_k"))
+        if warp < roles(spec).first("prepare_v"):
+            prepare_kv(spec, plan, s, pages.K, warp - roles(spec).first("prepare_k"))
+        else:
+            prepare_kv(spec, plan, s, pages.V, warp - roles(spec).first("prepare_v"))
     tmem.before_signal()
     cute.arch.barrier()
     tmem.after_wait()

@@ -1,22 +1,23 @@
-"""The warp that issues all MMAs."""
+"""The warp that issues all MMAs, of tiles of two halves; `one_half` has those of one."""
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Uint32, const_expr
 
 from ...device import layout, pipe, tmem, umma
 from ..kv import source
 from ..schedule import work
 from . import skip
-from .roles import HALVES, ROWS
+from .roles import ROWS, SLOTS, dequantises, halves, operand
 
 S, O = 0, 256  # noqa: E741  columns of S, of O
-PIECES = 4  # of P
 
 
 def fp8(spec):
     """Whether the MMAs multiply numbers of 8 bits."""
-    return spec.q == "e4m3"
+    return operand(spec) == "e4m3"
 
 
 def bytes_of(spec):
@@ -29,10 +30,15 @@ def kind(spec):
     return "f8f6f4" if fp8(spec) else "f16"
 
 
+def pieces(spec):
+    """Of P, of whose columns tensor memory takes powers of two at a time."""
+    return 3 if spec.tile.n % 3 == 0 else 4
+
+
 def early(spec):
-    """Pieces of P that the MMAs may begin with. In 8 bits they are faster than the exponentials: as soon as half are
-    there."""
-    return 2 if fp8(spec) else 3
+    """Pieces of P that the MMAs may begin with: all but one. In 8 bits they are faster than the exponentials: as soon
+    as half are there."""
+    return 2 if fp8(spec) else pieces(spec) - 1
 
 
 def first_p(spec):
@@ -46,62 +52,84 @@ def steps(spec, dim, rows):
     return [at // width * (rows * width) + at % width for at in range(0, dim * bytes_of(spec), each)]
 
 
+class Columns(NamedTuple):
+    """Addresses in tensor memory."""
+
+    s: Int32
+    o: Int32
+
+
+def columns(base, slot, half) -> Columns:
+    return Columns(base + (S + slot * ROWS), base + (O + half * ROWS))
+
+
+def rows_of(spec, s, q):
+    """Descriptors of each MMA's part of Q, item q of its pipe, of its halves. In 64 bits: they stay in registers."""
+    t, size = spec.tile, spec.head_dim_qk * bytes_of(spec)
+    width = layout.width(size)
+    first = umma.at(umma.k_major(width), s.q.iterator.toint() + pipe.stage(s.q_pipe, q) * (t.m * size))
+    parts = steps(spec, spec.head_dim_qk, t.m)
+    return [[umma.beyond(first, half * ROWS * width + at) for at in parts] for half in range(halves(spec))]
+
+
+def first_word(spec, stages, i, ring, base, dim):
+    """Low word of the descriptor of item i of K or V."""
+    return umma.low(base, stages.iterator.toint()) + pipe.stage(ring, i) * (spec.tile.n * dim * bytes_of(spec) >> 4)
+
+
 @cute.jit
-def qk(spec: cutlass.Constexpr, s, base: Int32, half: cutlass.Constexpr, q: Int32, i: Int32):
-    """One thread: S of a half is Q K^T of block i of the pipe, Q item q."""
+def qk(spec: cutlass.Constexpr, s, base: Int32, slot, rows, i: Uint32):
+    """One thread: S of a slot is Q K^T of block i of the pipe. rows: of `rows_of`, those of the slot's half."""
     t, dim = spec.tile, spec.head_dim_qk
     width = const_expr(layout.width(dim * bytes_of(spec)))
-    rows = s.raw_q.iterator.toint() + (pipe.stage(s.q_pipe, q) * (t.m * dim * bytes_of(spec)) + half * ROWS * width)
-    keys = s.k.iterator.toint() + pipe.stage(s.k_pipe, i) * (t.n * dim * bytes_of(spec))
-    left, right = (umma.at(umma.k_major(width), start) for start in (rows, keys))
-    made = const_expr(umma.instruction(kind(spec), spec.q, ROWS, t.n))
-    for n, (mine, other) in enumerate(zip(steps(spec, dim, t.m), steps(spec, dim, t.n))):
-        operands = umma.beyond(left, mine), umma.beyond(right, other)
-        umma.multiply(kind(spec), base + (S + half * ROWS), *operands, made, n > 0)
-    umma.commit(s.scores + half)
+    keys, each = first_word(spec, s.k, i, s.k_pipe, umma.k_major(width), dim), const_expr(steps(spec, dim, t.n))
+    made = const_expr(umma.instruction(kind(spec), operand(spec), ROWS, t.n))
+    for n in cutlass.range_constexpr(len(each)):
+        part = umma.Moving(keys + (each[n] >> 4), umma.k_major(width))
+        umma.multiply(kind(spec), base + (S + slot * ROWS), rows[n], part, made, n > 0)
+    umma.commit(s.scores + slot)
 
 
 @cute.jit
-def pv(
-    spec: cutlass.Constexpr, s, base: Int32, half: cutlass.Constexpr, i: Int32, pieces: cutlass.Constexpr, first: Int32
-):
-    """One thread: O of a half += P V of block i of the pipe, some `pieces` of it. first: 1 where O begins."""
+def pv(spec: cutlass.Constexpr, s, at: Columns, i: Uint32, some: cutlass.Constexpr, first: Int32):
+    """One thread: O += P V of block i of the pipe, of some pieces of P. first: 1 where O begins."""
     t, dim = spec.tile, spec.head_dim_vo
     width, keys = const_expr(layout.width(dim * bytes_of(spec))), umma.STEP // bytes_of(spec)
-    v = s.v.iterator.toint() + pipe.stage(s.v_pipe, i) * (t.n * dim * bytes_of(spec))
-    right = umma.at(umma.mn_major(width, t.n), v)
-    made = const_expr(umma.instruction(kind(spec), spec.q, ROWS, dim, "mn"))
-    for piece in pieces:
-        for n in range(piece * t.n // PIECES // keys, (piece + 1) * t.n // PIECES // keys):
-            left = base + (S + half * ROWS + first_p(spec) + n * umma.STEP // 4)
-            step = umma.beyond(right, n * keys * width)
-            umma.multiply(kind(spec), base + (O + half * ROWS), left, step, made, Int32(1) if n > 0 else 1 - first)
+    values = first_word(spec, s.v, i, s.v_pipe, umma.mn_major(width, t.n), dim)
+    made = const_expr(umma.instruction(kind(spec), operand(spec), ROWS, dim, "mn"))
+    for piece in some:
+        for n in range(piece * t.n // pieces(spec) // keys, (piece + 1) * t.n // pieces(spec) // keys):
+            left = at.s + (first_p(spec) + n * umma.STEP // 4)
+            part = umma.Moving(values + (n * keys * width >> 4), umma.mn_major(width, t.n))
+            umma.multiply(kind(spec), at.o, left, part, made, Int32(1) if n > 0 else 1 - first)
 
 
 @cute.jit
-def wait_landed(spec: cutlass.Constexpr, ring: pipe.Pipe, i: Int32):
+def wait_landed(spec: cutlass.Constexpr, ring: pipe.Pipe, i: Uint32):
     """Until MMAs may read item i of K or V."""
     pipe.wait_full(ring, i)
-    source(spec).landed()
+    if const_expr(not dequantises(spec)):
+        source(spec).landed()
 
 
 @cute.jit
 def multiply(spec: cutlass.Constexpr, plan, s):
     """One warp: the MMAs of all tiles."""
-    base, t, i, q = s.tensor[0], Int32(0), Int32(0), Int32(0)
+    base, t, i, q = s.tensor[0], Int32(0), Uint32(0), Int32(0)  # i unsigned: its stage takes fewer instructions
     w = work.consume(spec, s, t)
     while w.valid != 0:
         if w.hi > w.lo:
-            pipe.wait_full(s.q_pipe, q)
+            rows = rows_of(spec, s, q)
+            pipe.wait_full(s.ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, q)
             wait_landed(spec, s.k_pipe, i)
             with cute.arch.elect_one():
-                for half in cutlass.range_constexpr(HALVES):
-                    qk(spec, s, base, half, q, i)
+                for half in cutlass.range_constexpr(SLOTS):
+                    qk(spec, s, base, half, rows[half], i)
                 umma.commit(pipe.empty(s.k_pipe, i))
                 if w.hi - w.lo == 1:
                     umma.commit(pipe.empty(s.q_pipe, q))
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
-                multiply_block(spec, s, base, w, j, q, i)
+                multiply_block(spec, s, base, w, j, q, i, rows)
                 i += 1
             q += 1
         t += 1
@@ -109,7 +137,7 @@ def multiply(spec: cutlass.Constexpr, plan, s):
 
 
 @cute.jit
-def zero_tail(spec: cutlass.Constexpr, s, w: work.Work, i: Int32):
+def zero_tail(spec: cutlass.Constexpr, s, w: work.Work, i: Uint32):
     """Zeros into the rows of V, item i of its pipe, that lie past the request's last key and may hold anything. Nothing
     waits for it: S of the tile has just begun."""
     valid = w.kv_len - (w.hi - 1) * spec.tile.n
@@ -121,16 +149,18 @@ def zero_tail(spec: cutlass.Constexpr, s, w: work.Work, i: Int32):
 
 
 @cute.jit
-def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int32, q: Int32, i: Int32):
-    """P V of block j, item i of the pipes, and Q K^T of the next one of the tile, of both halves."""
+def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int32, q: Int32, i: Uint32, rows):
+    """P V of block j, item i of the pipes, and Q K^T of the next one of the tile, of both halves. q: tiles with keys
+    before. rows: of `rows_of`."""
     first = Int32(1) if j == w.hi - 1 else Int32(0)
     wait_landed(spec, s.v_pipe, i)
     if j > w.lo:
         wait_landed(spec, s.k_pipe, i + 1)
-    if const_expr(source(spec).CUTS):
+    if const_expr(source(spec).CUTS and not dequantises(spec)):
         if first != 0:
             zero_tail(spec, s, w, i)
-    for half in cutlass.range_constexpr(HALVES):
+    for half in cutlass.range_constexpr(SLOTS):
+        at = columns(base, half, half)
         if first != 0:
             pipe.wait_signal(s.stored + half, q - 1)
         pipe.wait_signal(s.early + half, i)
@@ -141,14 +171,14 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int
                 kept -= skip.left_out(s, half, i)
         with cute.arch.elect_one():
             if kept != 0:
-                pv(spec, s, base, half, i, range(early(spec)), first)
+                pv(spec, s, at, i, range(early(spec)), first)
         pipe.wait_signal(s.late + half, i)
         tmem.after_wait()
         with cute.arch.elect_one():
             if kept != 0:
-                pv(spec, s, base, half, i, range(early(spec), PIECES), first)
+                pv(spec, s, at, i, range(early(spec), pieces(spec)), first)
             if j > w.lo:
-                qk(spec, s, base, half, q, i + 1)
+                qk(spec, s, base, half, rows[half], i + 1)
             else:
                 umma.commit(s.done + half)
     with cute.arch.elect_one():

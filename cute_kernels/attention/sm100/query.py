@@ -1,4 +1,6 @@
-"""Q of a tile: a box of TMA, or, where rows are (token, head) pairs, which none holds, copied row by row."""
+"""Q of a tile: a box of TMA, or, where rows are (token, head) pairs, which none holds, copied row by row; and what it
+becomes where the MMAs multiply another type.
+"""
 
 import cutlass
 import cutlass.cute as cute
@@ -7,20 +9,20 @@ from cutlass import Int32, const_expr
 from ...device import layout, pipe
 from .. import geometry, load
 from ..schedule import work
-from .multiply import bytes_of
+from ..spec import BITS
 
 PIECE = 16  # bytes that a lane copies at a time
 
 
 @cute.jit
-def gather(spec: cutlass.Constexpr, plan, s, w: work.Work, q: Int32):
-    """One warp: packed Q rows of a tile, item q of the pipe; past the request's last row, that one's."""
-    a, m, size = plan.args, spec.tile.m, const_expr(spec.head_dim_qk * bytes_of(spec))
+def gather(spec: cutlass.Constexpr, plan, s, w: work.Work, q: Int32, share: Int32, shares: cutlass.Constexpr):
+    """One of `shares` warps: its packed Q rows of a tile, item q of the pipe; past the request's last, that one."""
+    a, m, size = plan.args, spec.tile.m, const_expr(spec.head_dim_qk * BITS[spec.q] // 8)
     width, pieces = const_expr(layout.width(size)), const_expr(size // PIECE)
     last = geometry.tile_rows(w.q_len, w.per_token) - 1
     into = s.raw_q.iterator.toint() + pipe.stage(s.q_pipe, q) * (m * size)
-    for i in cutlass.range(cute.arch.lane_idx(), m * pieces, 32, unroll=4):
-        row, byte = i // pieces, i % pieces * PIECE
+    for i in cutlass.range(cute.arch.lane_idx(), m // shares * pieces, 32, unroll=4):
+        row, byte = share * (m // shares) + i // pieces, i % pieces * PIECE
         known = cutlass.min(w.m_block * m + row, last)
         token = w.q_start + geometry.token_of(known, geometry.divisor(w))
         head = geometry.head_of(known, w.head, geometry.divisor(w))
@@ -43,7 +45,7 @@ def load_q(spec: cutlass.Constexpr, plan, s):
         if w.hi > w.lo:
             if w.per_token > 1:
                 pipe.wait_empty(s.q_pipe, q)
-                gather(spec, plan, s, w, q)
+                gather(spec, plan, s, w, q, 0, 1)
                 pipe.send(pipe.full(s.q_pipe, q))
             else:
                 load.fetch_q(spec, plan, s, w, q)

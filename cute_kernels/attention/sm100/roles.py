@@ -1,12 +1,46 @@
 """The roles of prefill's warps on Blackwell."""
 
 from ...device.roles import Role, Roles
+from .. import quant
 
-HALVES = 2  # of the tile's rows, 128 each: a row for a thread, a lane of tensor memory
-ROWS = 128
+SLOTS = 2  # S that tensor memory has room for
+ROWS = 128  # of a half of the tile: a row for a thread, a lane of tensor memory
 WARPS = 4  # warps of a warpgroup
 
 
+def halves(spec):
+    """Of the tile's rows: two, each with a slot of its own, or one, whose blocks have the slots in turn."""
+    return spec.tile.m // ROWS
+
+
+def operand(spec):
+    """Type of what the MMAs multiply."""
+    return spec.q if spec.q == spec.kv.dtype else quant.operand(spec)
+
+
+def dequantises(spec):
+    """Whether K and V are stored in a type that the MMAs do not multiply."""
+    return operand(spec) != spec.kv.dtype
+
+
+def in_units(spec):
+    """Whether Q becomes fp16 in units of its own a row: that has not the range of bf16."""
+    return dequantises(spec) and spec.q == "bf16"
+
+
+REGISTERS = {  # (halves, dequantises) -> of softmax, correction, multiplication and loads, preparation
+    (2, False): (184, 88, 56, 0),
+    (2, True): (160, 64, 48, 48),
+    (1, False): (240, 160, 96, 0),
+    (1, True): (208, 104, 96, 96),
+}
+
+
 def roles(spec) -> Roles:
-    few = (Role(name, 1, 56) for name in ("mma", "load_k", "load_v", "load_q"))
-    return Roles.of(Role("softmax", HALVES * WARPS, 184), Role("correct", WARPS, 88), *few)
+    softmax, correct, few, prepare = REGISTERS[halves(spec), dequantises(spec)]
+    last = "load_q" if not dequantises(spec) else "load_scales" if spec.kv.scaled else "idle"
+    table = [Role("softmax", halves(spec) * WARPS, softmax), Role("correct", WARPS, correct)]
+    table += [Role(name, 1, few) for name in ("mma", "load_k", "load_v", last)]
+    if dequantises(spec):
+        table += [Role(name, WARPS // 2, prepare) for name in ("prepare_k", "prepare_v")]
+    return Roles.of(*table)

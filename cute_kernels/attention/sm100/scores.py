@@ -9,15 +9,15 @@ from cutlass import Float32, Int32, Uint32, const_expr
 
 from ... import abi
 from ...device import exp2, pipe, tmem, warp
-from .. import geometry, logits, mask
+from .. import geometry, logits, mask, quant
 from .. import softmax as online
 from ..logits import Cols, Rows
 from ..schedule import work
 from ..schedule.work import Work
 from . import skip
 from .correction import Handed
-from .multiply import PIECES, S, early, first_p, fp8
-from .roles import ROWS, WARPS, roles
+from .multiply import S, early, first_p, fp8, pieces
+from .roles import ROWS, SLOTS, WARPS, halves, in_units, operand, roles
 
 LOADED = 32  # columns that an instruction loads
 CHAINS = 4  # of pairs, of a row's sum
@@ -38,10 +38,13 @@ class Registers:
 
 
 class Place(NamedTuple):
-    """The thread's: half of the tile, row of the half, address in tensor memory of its half's S."""
+    """The thread's: half of the tile, row of the half, and of the block at hand the slot of S, how often it was taken
+    before, and its address in tensor memory."""
 
     half: Int32
     row: Int32
+    slot: Int32
+    turn: Int32
     s: Int32
 
 
@@ -67,7 +70,15 @@ def place(spec, s) -> Place:
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first("softmax")
     half = number // WARPS
     row = number % WARPS * 32 + cute.arch.lane_idx()
-    return Place(half, row, s.tensor[0] + tmem.lanes(number) + (S + half * ROWS))
+    return Place(half, row, half, Int32(0), s.tensor[0] + tmem.lanes(number) + (S + half * ROWS))
+
+
+def place_at(spec, x: Place, blocks) -> Place:
+    """That of the next block of a half which got S of so many. x: that of its first."""
+    if halves(spec) == SLOTS:
+        return x._replace(turn=blocks)
+    slot = blocks % SLOTS
+    return x._replace(slot=slot, turn=blocks // SLOTS, s=x.s + slot * ROWS)
 
 
 def registers(spec) -> Registers:
@@ -105,15 +116,16 @@ def packed(spec, r: Registers, columns):
     """P of these columns in the MMA's type, as words."""
     if fp8(spec):
         return [warp.e4m3_word([r.s[0, c + e] for e in range(4)]) for c in columns[::4]]
-    return [warp.word16(abi.DTYPES[spec.q], r.s[0, c], r.s[0, c + 1]) for c in columns[::2]]
+    return [warp.word16(abi.DTYPES[operand(spec)], r.s[0, c], r.s[0, c + 1]) for c in columns[::2]]
 
 
 @cute.jit
 def probabilities(spec: cutlass.Constexpr, s, r: Registers, x: Place, masked: cutlass.Constexpr):
     """P of the block to tensor memory, announced in two parts."""
-    piece = const_expr(spec.tile.n // PIECES)
+    count = const_expr(pieces(spec))
+    piece = const_expr(spec.tile.n // count)
     scale, shift = (r.reduced[0],) * 2, (-r.st.shift[0],) * 2
-    for k in cutlass.range_constexpr(PIECES):
+    for k in cutlass.range_constexpr(count):
         for c in cutlass.range_constexpr(k * piece, (k + 1) * piece, 2):
             logs = cute.arch.fma_packed_f32x2((r.s[0, c], r.s[0, c + 1]), scale, shift)
             values = powers(logs, const_expr(not masked and c % EVERY >= EVERY - spec.tile.emulated))
@@ -121,13 +133,13 @@ def probabilities(spec: cutlass.Constexpr, s, r: Registers, x: Place, masked: cu
                 r.s[0, c + e] = values[e]
         words = packed(spec, r, range(k * piece, (k + 1) * piece))
         tmem.store(x.s + (first_p(spec) + k * len(words)), words)
-        if const_expr(k + 1 in (early(spec), PIECES)):
+        if const_expr(k + 1 in (early(spec), count)):
             tmem.wait_store()
             tmem.before_signal()
-            pipe.send((s.late if k + 1 == PIECES else s.early) + x.half)
+            pipe.send((s.late if k + 1 == count else s.early) + x.slot)
         if const_expr(k + 1 == early(spec) and fp8(spec)):
             if x.s < 0:  # never: but ptxas, which cannot know, keeps the other stores behind these
-                pipe.wait_signal(s.late + x.half, 0)
+                pipe.wait_signal(s.late + x.slot, 0)
 
 
 def total(spec, r: Registers):
@@ -158,7 +170,8 @@ class How(NamedTuple):
 def block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, j: Int32, how: cutlass.Constexpr):
     """Softmax of block j, unless it is left out."""
     logits.fetch_mask(spec, a, x.rows, x.mask_start, j * spec.tile.n, 1)
-    pipe.wait_signal(s.scores + x.place.half, at.blocks)
+    x = x._replace(place=place_at(spec, x.place, at.blocks))
+    pipe.wait_signal(s.scores + x.place.slot, x.place.turn)
     tmem.after_wait()
     fetch(spec, r, x.place)
     cols = Cols(j * spec.tile.n, list(range(spec.tile.n)))
@@ -179,8 +192,8 @@ def pass_over(s, x: Place, at: Count):
     """A block that the half leaves out, to those who wait for it."""
     hand_over(s, x, Handed(Float32(1.0), Float32(0.0)))
     tmem.before_signal()
-    pipe.send(s.early + x.half)
-    pipe.send(s.late + x.half)
+    pipe.send(s.early + x.slot)
+    pipe.send(s.late + x.slot)
     pipe.wait_signal(s.read + x.half, at.item)
 
 
@@ -200,13 +213,17 @@ def compute(spec: cutlass.Constexpr, s, r: Registers, x: Tile, at: Count, tops: 
 @cute.jit
 def run_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count):
     """All blocks of a tile, and what becomes of its sums. Returns the `Count` of the next."""
-    w, number = x.w, 2 * x.w.m_block + x.place.half
+    w, number = x.w, halves(spec) * x.w.m_block + x.place.half
     first, last = geometry.tile_tokens(number, ROWS, w.q_len, w.per_token)
     full_lo, full_hi = mask.full_range(spec, first, last, x.rows.n)
     row = number * ROWS + x.place.row
     head = geometry.head_of(row, w.head, geometry.divisor(w))
     r.tokens[0] = warp.anew(geometry.token_of(row, geometry.divisor(w)))  # what it is made of is kept in no register
-    r.score[0] = a.logits.scale_log2 * online.factor_of(a.logits.scale, head)
+    r.score[0] = a.logits.scale_log2 * online.factor_of(a.logits.scale, head) * quant.format_of(spec).unit
+    if const_expr(in_units(spec)):
+        tile = at.item - at.blocks
+        pipe.wait_full(s.ready_pipe, tile)
+        r.score[0] *= s.units[x.place.half * ROWS + x.place.row, pipe.stage(s.ready_pipe, tile)]
     r.reduced[0] = r.score[0]
     if const_expr(spec.logits.alibi):
         r.slopes[0] = logits.slope_of(a, head, r.score[0])
