@@ -375,6 +375,8 @@ def _tensors(case: AttentionCase, p: Problem) -> dict[str, Any]:
 def context_arguments(case: AttentionCase, p: Problem) -> dict[str, Any]:
     inputs = _tensors(case, p)
     inputs["kv_block_scales"] = inputs.pop("kv_cache_sf", None)
+    if case.interleaved:
+        inputs["v_scales_interleaved"] = True
     return inputs | {
         "max_kv_len": max([0, *case.kv_lens]),
         "batch_size": case.batch,

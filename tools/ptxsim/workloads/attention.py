@@ -159,7 +159,8 @@ def sharing_cases(k: Kernel) -> list[Scenario]:
     most = k.keys + 2 * k.block + 20
     ragged = AttentionCase(
         "ragged", q_lens=(1, 9, 0, 45, 2), kv_lens=(0, 19, 7, most, 2 * k.block + 1), heads_q=6, heads_kv=2,
-        page_size=16, sink=True, data="peaks", layout="NHD", strided_q=True, device=("scale", "out"), out_scale=0.5, **k.same,
+        page_size=16, sink=True, data="peaks", layout="NHD", strided_q=True, device=("scale", "out"), out_scale=0.5,
+        **k.same,
     )  # fmt: skip
     short = replace(ragged, name="short", q_lens=(8, 3), kv_lens=(most, 40), sink=False, lse=False, data="needles")
     boxes = tuple(replace(short, page_size=page, lse=True) for page in (8, 32, 64))
