@@ -95,6 +95,34 @@ def measured_serving(results: dict[str, list[Row]], folder: Path = FOLDER) -> st
     return "\n\n".join(parts) or "Not measured yet."
 
 
+TRACE = {  # last words of a case -> what they are
+    "step-mean": "step, mean",
+    "step-p50": "p50",
+    "step-p90": "p90",
+    "step-p99": "p99",
+    "first-p50": "first token, p50",
+    "first-p90": "p90",
+    "first-p99": "p99",
+}
+
+
+def measured_trace(results: dict[str, list[Row]]) -> str:
+    """Attention of a trace: a line a provider."""
+    parts = []
+    for gpu, rows in results.items():
+        chosen = newest(rows, "trace-")
+        if not chosen:
+            continue
+        r = chosen[0]
+        parts.append(f"{gpu}, {r.date}, commit {r.commit[:9]}, driver {r.driver}, torch {r.torch}; microseconds.")
+        times = {("-".join(row.case.split("-")[-2:]), row.provider): f"{row.time_us:.0f}" for row in chosen}
+        lines = [["", *TRACE.values()], ["---", *["---:"] * len(TRACE)]]
+        for provider in dict.fromkeys(row.provider for row in chosen):
+            lines.append([provider, *(times.get((part, provider), "") for part in TRACE)])
+        parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
+    return "\n\n".join(parts) or "Not measured yet."
+
+
 def measured_sparsity(found: dict[str, list[SkipRow]], folder: Path = FOLDER) -> str:
     """Skip-softmax over factors: a line a data set and factor, and the plot."""
     head = ["data", "factor", "blocks left out", "us", "dense / ours", "largest error", "RMS error"]
@@ -195,6 +223,7 @@ def sections() -> dict[str, str]:
         "headlines": peers.sentences(found),
         "measured": measured(found),
         "measured-serving": measured_serving(found),
+        "measured-trace": measured_trace(found),
         "measured-family": measured_family(found),
         "measured-decode": measured_decode(found),
         "measured-precision": measured_precision(found),

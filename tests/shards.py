@@ -43,9 +43,14 @@ class Shard:
         begun = set(words(self.log, "begin"))
         items[:] = [item for item in items[self.number :: self.count] if item.nodeid not in begun]
 
+    def pytest_runtest_protocol(self, item: Any) -> bool | None:
+        """No test begins too late; those that ended are reported."""
+        if time.time() <= self.until:
+            return None
+        item.session.shouldstop = "the time is over"
+        return True
+
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        if time.time() > self.until:
-            os._exit(ENDED[0])
         self.say("begin", nodeid)
         signal.alarm(self.limit)
 

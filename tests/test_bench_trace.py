@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench import harness, prefill, trace
+from bench import harness, prefill, readme, results, trace
 from bench.trace import Request, Step
 
 TINY = trace.Trace("tiny", 6, 2.0, (40.0, 0.8), (4.0, 0.5), 32, 400, (4, 2), 64, 16)
@@ -78,3 +78,13 @@ def test_a_run_on_the_cpu(monkeypatch, capsys):
     assert names == ["step-p50", "step-p90", "step-p99", "step-mean", "first-p50", "first-p90", "first-p99"]
     steps = trace.steps_of(TINY, trace.requests_of(TINY))
     assert found[2].timing.median == max(sum(step.q_lens) for step in steps)
+
+
+def test_the_table_has_a_line_a_provider():
+    def row(part, provider, us):
+        return results.Row("2026-01-01", "abc", "gpu", "1", "2", f"trace-x-h1-p8-{part}", provider, us)
+
+    rows = [row("step-mean", "ours", 10.4), row("first-p99", "ours", 99.0), row("step-mean", "peer", 20.0)]
+    text = readme.measured_trace({"gpu": rows})
+    assert "| ours | 10 |  |  |  |  |  | 99 |" in text and "| peer | 20 |  |  |  |  |  |  |" in text
+    assert readme.measured_trace({"gpu": []}) == "Not measured yet."
