@@ -69,6 +69,8 @@ CALLS: dict[str, tuple[AttentionCase, tuple[str, ...], dict[str, int]]] = {  # c
     "prefill, mask": (WHOLE, ("csr", "mask"), {"starts": 2, "mask starts": 18, "no mask": 0}),
     "decode": (DECODE, (), ALL),
     "decode, nvfp4": (replace(DECODE, kv_dtype="nvfp4"), (), SOME | {"no pages": 3}),
+    "decode, many rows": (replace(DECODE, q_lens=(3, 0, 21)), (), ALL),
+    "decode, many rows, nvfp4": (replace(DECODE, q_lens=(3, 0, 21), dtype="bf16", kv_dtype="nvfp4"), (), SOME),
     "decode, parts of their own": (replace(DECODE, invariant=True), (), SOME | {"no columns": 3}),
     "decode, gathered": (replace(DECODE, **BY_FIVE), ("csr",), LISTED | {"fewer pages of V": 0}),
 }

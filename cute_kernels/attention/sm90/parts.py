@@ -64,7 +64,7 @@ def store(spec: cutlass.Constexpr, a, s, r, w: Work, number: Int32, empty: cutla
                 target[spec.head_dim_vo] = lse
     if thread(spec) == 0:
         for i, word in enumerate(work.flatten(w)):
-            s.parts.tiles[i, number] = word
+            s.parts.tiles[i, cutlass.min(number, MOST - 1)] = word  # more only where lengths change during a launch
 
 
 @cute.jit
@@ -73,6 +73,7 @@ def merge(spec: cutlass.Constexpr, a, s, count: Int32):
     threads, tid = const_expr(32 * WARPS), thread(spec)
     number = cute.arch.make_warp_uniform(tid // 32)
     cute.arch.barrier(barrier_id=GROUP_BARRIER, number_of_threads=threads)
+    count = cutlass.min(count, MOST)
     if tid < count:
         split = work.read(spec, s.parts.tiles[None, tid], False).split
         combine.count_part(a, split.first, split.count, s.parts.last, tid)
