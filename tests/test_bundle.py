@@ -16,7 +16,8 @@ from cute_kernels.attention import args, dispatch
 from tests.conftest import ARCH, BLOCK_DSL, ROOT, build_bundle, finish, run_python, start_python
 
 pytestmark = pytest.mark.kernels
-OP, SPEC = dispatch.shipped(ARCH)[0]
+OP = "attention.decode"  # whose kernels have every argument
+SPEC = next(spec for op, spec in dispatch.shipped(ARCH) if op == OP)
 OTHER = [spec for op, spec in dispatch.shipped(ARCH) if op == OP][-1]
 OBJECTS = ROOT / "build" / "obj"
 
@@ -28,7 +29,7 @@ WITHOUT_DSL = (
 import json, os, traceback
 from cute_kernels.attention import dispatch
 from wrappers import runtime
-op, spec = dispatch.shipped("sm_90a")[0]
+op, spec = next(kernel for kernel in dispatch.shipped("sm_90a") if kernel[0] == "attention.decode")
 for line in sys.stdin:
     program = json.loads(line)
     child = os.fork()
@@ -58,7 +59,7 @@ def server():
 
 @pytest.fixture
 def load(server, tmp_path):
-    """Run `code` in a process without the DSL; `op` and `spec` are the first shipped kernel."""
+    """Run `code` in a process without the DSL; `op` and `spec` are OP and SPEC."""
 
     def run(code: str, bundle: Path | str, **env: str) -> subprocess.CompletedProcess[str]:
         out, err = tmp_path / "out", tmp_path / "err"
@@ -490,7 +491,7 @@ import os
 os.environ["CUTE_DSL_ARCH"] = "sm_100a"
 from cute_kernels import build
 from cute_kernels.attention import dispatch
-op, spec = dispatch.shipped("sm_90a")[0]
+op, spec = next(kernel for kernel in dispatch.shipped("sm_90a") if kernel[0] == "attention.decode")
 build.build(op, spec, "sm_90a")
 """
     done = run_python("-c", code)
