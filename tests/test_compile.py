@@ -75,7 +75,8 @@ def as_its_op(entry, op, spec):
         mmas = counts["QGMMA" if spec.q == spec.kv.dtype == "e4m3" else "HGMMA"]
         assert mmas > 0
         assert counts["WARPGROUP"] < mmas, "the compiler fences and waits around every single WGMMA"
-        assert entry["registers"] == launched(roles(spec).warps()), "what `Roles.of` takes for granted"
+        wanted = sum(role.warps * role.registers for role in roles(spec).table)
+        assert wanted <= entry["registers"] * roles(spec).warps(), "a warpgroup would wait for registers for ever"
         if "nvfp4" not in spec.out:  # of whose stores ptxas makes copies
             assert counts["FFMA"] == ptx_of(entry).count("fma.rn.f32"), "ptxas contracts nothing"
 

@@ -1,21 +1,21 @@
 """vLLM's own attention layer, cache views and indexer, of 0.33.0, on the plugin: prompts, chunks, decodes and drafts in
 one batch, in its caches of every type and layout, against float64; what the plugin refuses, in vLLM's words.
 
-What has nothing of attention is a stub (`engine_files`); vLLM's operator that writes caches is one of this file.
+What has nothing of attention is a stub (`engine_files`, `vllm_stubs`).
 """
 
 import importlib.metadata
-import pkgutil
 from dataclasses import dataclass, field
 from itertools import product
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 from tests.engine_files import Engine, attention, compare, engine_files, entry_points
 from tests.gpu import repeated, without_values
+from tests.vllm_stubs import E4M3, DeviceCapability, Platform, reshape_and_cache_flash, stubs
 
 VERSION = "0.33.0"
 FILES = tuple(
@@ -26,106 +26,6 @@ FILES = tuple(
     v1/attention/backends/registry model_executor/layers/attention/attention model_executor/layers/indexer_topk
     """.split()
 )
-E4M3 = torch.float8_e4m3fn
-
-
-class DeviceCapability(NamedTuple):
-    major: int
-    minor: int
-
-
-class Platform:
-    """`vllm.platforms.current_platform` of a GPU, whose tensors may be on the CPU."""
-
-    capability = DeviceCapability(9, 0)
-    dispatch_key = "CompositeExplicitAutograd"  # of operators for the CPU and CUDA
-    device = torch.device("cpu")
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: False
-
-    @property
-    def device_name(self) -> str:
-        return self.device.type
-
-    def is_cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    def import_kernels(self) -> None:
-        pass
-
-    def opaque_attention_op(self) -> bool:
-        """As on CUDA: layers go by vLLM's operators, which torch.compile does not look into."""
-        return True
-
-    def get_device_capability(self) -> DeviceCapability:
-        return self.capability
-
-    def fp8_dtype(self) -> torch.dtype:
-        return E4M3
-
-    def get_attn_backend_cls(self, selected: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
-        """As vLLM's platform of CUDA does with a backend that the user chose."""
-        found = selected.get_class()
-        reasons = found.validate_configuration(device_capability=self.capability, **attn_selector_config._asdict())
-        if reasons:
-            raise ValueError(f"Selected backend {selected} is not valid for this configuration. Reason: {reasons}")
-        return selected.get_path()
-
-
-class QuantFP8:
-    """vLLM's: e4m3 and the scale."""
-
-    def __init__(self, static: bool, group_shape: Any) -> None:
-        assert static and group_shape == "tensor"
-
-    def __call__(self, x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return (x / scale).to(E4M3), scale
-
-
-def identity(function: Any) -> Any:
-    return function
-
-
-def stubs(server: Any) -> dict[str, dict[str, Any]]:
-    quantised = {f"kFp8{kind}Sym": kind for kind in ("Dynamic64", "Dynamic128", "StaticTensor")}
-    return {
-        "vllm.platforms": {"current_platform": server.platform},
-        "vllm.platforms.interface": {"DeviceCapability": DeviceCapability},
-        "vllm.config": {
-            "get_current_vllm_config": lambda: server.config, "get_current_vllm_config_or_none": lambda: server.config,
-        },
-        "vllm.config.cache": {
-            "get_kv_cache_dtype_handler": lambda name: None, "is_known_kv_cache_dtype": lambda name: True,
-            "KV_CACHE_DTYPES": (), "CacheDType": str,
-        },
-        "vllm.forward_context": {"get_forward_context": lambda: server.context},
-        "vllm.compilation.breakable_cudagraph": {"eager_break_during_capture": identity},
-        "vllm.model_executor.layers.attention.kv_transfer_utils": {"maybe_transfer_kv_layer": identity},
-        "vllm.model_executor.layers.quantization.utils.quant_utils": quantised
-        | {"kNvfp4Dynamic": "nvfp4", "GroupShape": SimpleNamespace(PER_TENSOR="tensor")},
-        "vllm.model_executor.layers.quantization.input_quant_fp8": {"QuantFP8": QuantFP8},
-        "vllm.distributed.parallel_state": {
-            "get_dcp_world_size_and_rank": lambda sharded: (1, 0),
-            "get_pcp_group": lambda: SimpleNamespace(world_size=1, rank_in_group=0),
-        },
-        "vllm.utils.platform_utils": {"is_pin_memory_available": lambda: False},
-        "vllm.utils.import_utils": {"resolve_obj_by_qualname": pkgutil.resolve_name},
-        "vllm.utils.flashinfer": {"has_flashinfer": lambda: False},
-        "vllm.utils.torch_version": {name: lambda version: False for name in ("is_torch_equal_or_newer",)},
-    }  # fmt: skip
-
-
-def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale):
-    """vLLM's operator: rows whose slot is not negative, to caches (blocks, tokens, heads, head_size). It waits for no
-    device: others rewrite what slot 0 holds, which is of nobody's block."""
-    slots, size = slot_mapping.clamp(min=0), key_cache.shape[1]
-    where, stored = (slots // size, slots % size), (slot_mapping >= 0)[:, None, None]
-    for rows, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
-        rows = rows[: len(slots)]
-        if kv_cache_dtype.startswith("fp8"):
-            rows, cache = (rows / scale).to(cache.dtype).view(torch.uint8), cache.view(torch.uint8)
-        cache[where] = torch.where(stored, rows, cache[where])
 
 
 @dataclass

@@ -104,7 +104,7 @@ def merge_rows(spec: cutlass.Constexpr, a, w: Work, first: Int32, rows: Int32):
         total = warp.fma(total, old, cute.arch.warp_reduction_sum(mine, threads_in_group=PARTS))
         for i in cutlass.range_constexpr(ROWS):
             acc[None, i].store(acc[None, i].load() * cute.arch.shuffle_sync(old, PARTS * i))
-        for j in cutlass.range_constexpr(PARTS):
+        for j in cutlass.range(PARTS, unroll=1):  # the loads of two parts would need more registers than there are
             slot = stream_k.slot_of(a, w, cutlass.min(base + j, count - 1))
             for i in cutlass.range_constexpr(ROWS):
                 source = a.schedule.o_partial[slot, cutlass.min(first + i, rows - 1), None]

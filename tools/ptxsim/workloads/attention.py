@@ -155,10 +155,10 @@ def skipping_cases(k: Kernel) -> list[Scenario]:
 
 def sharing_cases(k: Kernel) -> list[Scenario]:
     """Of a kernel whose CTAs share the keys of requests of more rows than one warp has: parts of tiles that see no key,
-    tiles of one CTA, of two and of many, requests of several tiles."""
+    tiles of one CTA, of two and of many, requests of several tiles, rows of one head."""
     most = k.keys + 2 * k.block + 20
     ragged = AttentionCase(
-        "ragged", q_lens=(1, 9, 0, 45, 2), kv_lens=(0, 19, 7, most, 2 * k.block + 1), heads_q=6, heads_kv=2,
+        "ragged", q_lens=(1, 9, 0, 45, 2, 3), kv_lens=(0, 19, 7, most, 2 * k.block + 1, 0), heads_q=6, heads_kv=2,
         page_size=16, sink=True, data="peaks", layout="NHD", strided_q=True, device=("scale", "out"), out_scale=0.5,
         **k.same,
     )  # fmt: skip
@@ -168,11 +168,15 @@ def sharing_cases(k: Kernel) -> list[Scenario]:
     many = replace(short, name="many", q_lens=(*idle, 7, 0, 1), kv_lens=(*idle, k.block + 40, 7, 9), lse=True)
     one = replace(short, name="one", heads_q=70, heads_kv=1, q_lens=(3,), kv_lens=(2 * k.block,), lse=True)
     nothing = replace(ragged, name="nothing", q_lens=(9, 20), kv_lens=(0, 0))
+    prompt = 3 * k.block + 30  # parts of its first tiles see no key
+    whole = replace(short, name="whole", q_lens=(prompt,), kv_lens=(prompt,), lse=True)
+    single = replace(short, name="single", heads_q=2, q_lens=(20, 1), kv_lens=(k.block + 30, 9), lse=True)
     return [
         Scenario("ragged", (ragged,), SHARED_SMS, ("csr",)),
         Scenario("short", (short, nothing), 3),
         Scenario("boxes", boxes, SMS),
-        Scenario("many", (many, one), SHARED_SMS),
+        Scenario("many", (many, one, single), SHARED_SMS),
+        Scenario("whole", (whole,), SHARED_SMS),
     ]
 
 
