@@ -85,15 +85,15 @@ def rows_per_token(spec, a, q_len):
     return 1 + few * (group(a) - 1)
 
 
-def divisor_of(rows_per_token, factor):
-    """Rows that a token has, as a divisor of rows of a tile of `tiles`. factor: what makes one of the group's size."""
+def factor_of_rows(packed, factor):
+    """What makes a `Divisor` of the rows that a token has, which are packed (1) or not (0). factor: of the group."""
     whole = 1 << SHIFT
-    return Divisor(rows_per_token, whole + cutlass.min(rows_per_token - 1, 1) * (factor - whole))
+    return whole + packed * (factor - whole)
 
 
 def divisor(w):
-    """`divisor_of` a tile."""
-    return divisor_of(w.per_token, w.factor)
+    """Rows that a token has, as a divisor of rows of a tile."""
+    return Divisor(w.per_token, w.factor)
 
 
 def tile_heads(a, packed):
@@ -134,4 +134,4 @@ def head_of(row, head, rows_per_token):
 
 def kv_head_of(spec, a, w):
     """KV head of a tile."""
-    return w.head if spec.schedule == "stream_k" else w.head * w.per_token // Divisor(group(a), w.factor)
+    return w.head if spec.schedule == "stream_k" else w.head * w.per_token // group(a)

@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, Uint64
 
 from ...device import warp
-from ...device.divisor import factor_of
+from ...device.divisor import Divisor, factor_of
 from .. import geometry, mask
 from . import work
 from .work import Work
@@ -216,10 +216,11 @@ def find(spec: cutlass.Constexpr, a, tile: Int32, order: Order):
         section = l2_section(one.kv_len, row_bytes, a.kv.k.shape[1], each, spec.tile.l2_bytes)
         m_block, head = lpt_order(index, (rows + m - 1) // m, heads, section)
     n = mask.lengths(spec, a, one.q_len, one.kv_len)
-    first, last = geometry.tile_tokens(m_block, m, one.q_len, geometry.divisor_of(per_token, order.launch[2]))
+    factor = geometry.factor_of_rows(one.kind, order.launch[2])
+    first, last = geometry.tile_tokens(m_block, m, one.q_len, Divisor(per_token, factor))
     blocks = (*mask.kv_range(spec, first, last, n), *mask.full_range(spec, first, last, n))
     w = Work(valid, m_block, head, one.q_start, one.q_len, one.kv_len, batch, *blocks)
-    return w._replace(per_token=per_token, factor=order.launch[2])
+    return w._replace(per_token=per_token, factor=factor)
 
 
 @cute.jit

@@ -22,8 +22,8 @@ class Split(NamedTuple):
 class Work(NamedTuple):
     """A tile, and what every role needs to know of its request. KV blocks: [lo, hi) have a key that a row of the tile
     sees (none where hi <= lo), [full_lo, full_hi) need no mask. split: with schedule "stream_k". Of kernels whose
-    tiles say so (`knows_rows`), per_token: rows that a token has, see `geometry`; factor: what makes a `Divisor` of the
-    query heads of a KV head."""
+    tiles say so (`knows_rows`), per_token: rows that a token has, see `geometry`; factor: what makes a `Divisor` of
+    these."""
 
     valid: Int32
     m_block: Int32
