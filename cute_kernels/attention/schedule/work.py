@@ -74,20 +74,19 @@ def publish(s, t: Int32, w: Work):
     cute.arch.sync_warp()
 
 
-def peek(spec, s, t: Int32):
-    """One warp: Work of the CTA's t-th tile, until it is released."""
-    pipe.wait_full(s.work_pipe, t)
-    return read(spec, s.work[None, pipe.stage(s.work_pipe, t)])
-
-
-def read(spec, words, uniform=True):
-    """The Work whose words lie in shared memory; uniform: all lanes read the same."""
-    values = [words[i] for i in range(fields(spec))]
-    values = [cute.arch.make_warp_uniform(value) for value in values] if uniform else values
-    w, rest = Work(*values[:COMMON]), values[COMMON:]
+def of_words(spec, words):
+    """The Work that `flatten` gave."""
+    w, rest = Work(*words[:COMMON]), words[COMMON:]
     if parts(spec):
         w, rest = w._replace(split=Split(*rest[:3])), rest[3:]
     return w._replace(per_token=rest[0], factor=rest[1]) if rest else w
+
+
+def peek(spec, s, t: Int32):
+    """One warp: Work of the CTA's t-th tile, until it is released."""
+    pipe.wait_full(s.work_pipe, t)
+    stage = pipe.stage(s.work_pipe, t)
+    return of_words(spec, [cute.arch.make_warp_uniform(s.work[i, stage]) for i in range(fields(spec))])
 
 
 def consume(spec, s, t: Int32):

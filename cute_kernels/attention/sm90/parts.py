@@ -67,6 +67,11 @@ def store(spec: cutlass.Constexpr, a, s, r, w: Work, number: Int32, empty: cutla
             s.parts.tiles[i, cutlass.min(number, MOST - 1)] = word  # more only where lengths change during a launch
 
 
+def part_of(spec, s, i):
+    """Work of a part."""
+    return work.of_words(spec, [s.parts.tiles[k, i] for k in range(work.fields(spec))])
+
+
 @cute.jit
 def merge(spec: cutlass.Constexpr, a, s, count: Int32):
     """Merge those tiles of the CTA's parts, of which there are `count`, that no other CTA has still to add to."""
@@ -75,12 +80,12 @@ def merge(spec: cutlass.Constexpr, a, s, count: Int32):
     cute.arch.barrier(barrier_id=GROUP_BARRIER, number_of_threads=threads)
     count = cutlass.min(count, MOST)
     if tid < count:
-        split = work.read(spec, s.parts.tiles[None, tid], False).split
+        split = part_of(spec, s, tid).split
         combine.count_part(a, split.first, split.count, s.parts.last, tid)
     cute.arch.barrier(barrier_id=GROUP_BARRIER, number_of_threads=threads)
     for i in cutlass.range(count, unroll=1):
         if s.parts.last[i] != 0:
-            w = work.read(spec, s.parts.tiles[None, i])
+            w = part_of(spec, s, i)
             rows = geometry.tile_rows(w.q_len, geometry.divisor(w)) - w.m_block * spec.tile.m
             for first in cutlass.range(ROWS * number, cutlass.min(rows, spec.tile.m), ROWS * WARPS, unroll=1):
                 merge_rows(spec, a, w, first, rows)
