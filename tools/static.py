@@ -2,7 +2,7 @@
 
     python -m tools.static [KERNEL ...] [--arch sm_100a]   print the loops of shipped kernels: names, or parts of them
     python -m tools.static FILE.cubin ...                  of any kernel, such as a peer's
-    python -m tools.static record [--arch sm_100a]         write those of Blackwell's prefill to tests/data/static.csv
+    python -m tools.static record                          write those of Blackwell's prefill to tests/data/static.csv
     python -m tools.static record --peer NAME FILE.cubin   write those of a peer's kernel there
     python -m tools.static readme                          write a table of both into docs/blackwell.md
 
@@ -245,7 +245,8 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     files = [Path(x) for x in args.what if x.endswith(".cubin")]
     if args.what[:1] == ["record"]:
-        record(args.arch, args.peer, files[0] if args.peer else None)
+        for arch in (args.arch,) if args.peer else ARCHS:
+            record(arch, args.peer, files[0] if args.peer else None)
         return
     if args.what == ["readme"]:
         update()

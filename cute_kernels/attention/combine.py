@@ -1,7 +1,8 @@
 """Merge of the parts of a tile (`schedule.stream_k`), by the CTA that finishes the last of them.
 
-A warp merges a row. A part holds normalised O and LSE; the sink enters here, once, and so do the factors on the output.
-Parts are added in the order of keys, whoever adds them.
+A warp merges a row (`merge`: few rows, maybe of many parts) or several at a time (`merge_rows`). A part holds
+normalised O and LSE; the sink enters here, once, and so do the factors on the output. Parts are added in the order of
+keys, whoever adds them.
 """
 
 import cutlass
@@ -15,6 +16,7 @@ from .schedule.work import Work
 from .spec import BLOCK
 
 AHEAD = 8  # parts that a warp loads at once
+ROWS, PARTS = 16, 2  # of `merge_rows`: a lane has the LSE of one row of one part
 
 
 @cute.jit
@@ -90,3 +92,46 @@ def add_parts(spec: cutlass.Constexpr, a, w: Work, row: Int32):
         top = peak
         base += 32
     return acc, top, total
+
+
+@cute.jit
+def merge_rows(spec: cutlass.Constexpr, a, w: Work, first: Int32, rows: Int32):
+    """One warp: ROWS rows of a tile that has `rows`, from `first` on. Parts are added in the order of keys."""
+    dim, lane, count = const_expr(spec.head_dim_vo), cute.arch.lane_idx(), w.split.count
+    per = const_expr(dim // 32)
+    acc, pieces = cute.make_rmem_tensor((per, ROWS), Float32), cute.make_rmem_tensor((per, ROWS), Float32)
+    acc.fill(0.0)
+    row, base, top, total = cutlass.min(first + lane // PARTS, rows - 1), Int32(0), -Float32.inf, Float32(0.0)
+    while base < count:
+        part, lse = base + lane % PARTS, -Float32.inf
+        if part < count:
+            lse = a.schedule.o_partial[stream_k.slot_of(a, w, part), row, dim]
+        peak = cute.arch.fmax(top, cute.arch.warp_reduction_max(lse, threads_in_group=PARTS))
+        known = Float32(0.0) if peak == -Float32.inf else peak
+        old, mine = (cute.math.exp2(x - known, fastmath=True) for x in (top, lse))
+        total = fma(total, old, cute.arch.warp_reduction_sum(mine, threads_in_group=PARTS))
+        for i in cutlass.range_constexpr(ROWS):
+            acc[None, i].store(acc[None, i].load() * cute.arch.shuffle_sync(old, PARTS * i))
+        for j in cutlass.range(PARTS, unroll=1):  # the loads of two parts would need more registers than there are
+            slot = stream_k.slot_of(a, w, cutlass.min(base + j, count - 1))
+            for i in cutlass.range_constexpr(ROWS):
+                source = a.schedule.o_partial[slot, cutlass.min(first + i, rows - 1), None]
+                cute.autovec_copy(cute.local_tile(source, (per,), (lane,)), pieces[None, i])
+            for i in cutlass.range_constexpr(ROWS):
+                factor = cute.arch.shuffle_sync(mine, PARTS * i + j)
+                for e in cutlass.range_constexpr(per):  # a part without a key may hold 0 x NaN
+                    acc[e, i] = fma(pieces[e, i], factor, acc[e, i]) if factor > 0.0 else acc[e, i]
+        top = peak
+        base += PARTS
+    scale, m = epilogue.scale_of(a), spec.tile.m
+    for i in cutlass.range_constexpr(ROWS):
+        own = w.m_block * m + first + i
+        token = geometry.token_of(own, geometry.divisor(w))
+        head = geometry.head_of(own, w.head, geometry.divisor(w))
+        if first + i < rows:
+            each = [cute.arch.shuffle_sync(x, PARTS * i) for x in (top, total)]
+            normal = softmax.normalizer(*each, epilogue.sink_of(a, head))
+            values = cute.make_rmem_tensor(per, Float32)
+            values.store(acc[None, i].load() * (normal.factor * scale))
+            epilogue.store_piece(spec, a, w.q_start + token, head, lane, values, ())
+            epilogue.store_lse(a, w.q_start + token, head, normal.lse, lane == 0)

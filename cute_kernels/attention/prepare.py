@@ -22,6 +22,21 @@ ROWS = 8  # after which a swizzle repeats
 ACROSS = 64  # fp16 columns of a box of an operand stage
 
 
+def operand(spec):
+    """Type of what MMAs that read shared memory multiply."""
+    return spec.q if spec.q == spec.kv.dtype else quant.operand(spec)
+
+
+def dequantises(spec):
+    """Whether K and V are stored in a type that those MMAs do not multiply."""
+    return operand(spec) != spec.kv.dtype
+
+
+def in_units(spec):
+    """Whether Q becomes fp16 in units of its own a row: that has not the range of bf16."""
+    return dequantises(spec) and spec.q == "bf16"
+
+
 @cute.jit
 def transpose(raw: cute.Tensor, into: cute.Tensor, valid: Int32, share: Int32, shares: cutlass.Constexpr):
     """One of `shares` warps, 2 or 4: an 8-bit stage (n keys, D) becomes (D, n); zeros for keys from `valid` on.

@@ -55,12 +55,3 @@ def partition(b: Box, smem, gmem):
 
 def allocate(smem, op: Operand, dtype):
     return smem.allocate_tensor(dtype, op.layout.outer, 1024, op.layout.inner)
-
-
-@cute.jit
-def prefetch(*operands):
-    """One warp: fetch the descriptors of operands, so that the first copies need not wait for them."""
-    with cute.arch.elect_one():
-        for op in operands:
-            for b in op.boxes:
-                cpasync.prefetch_descriptor(b.atom)

@@ -24,7 +24,7 @@ from cutlass import Int32, const_expr
 from ...device import copy, pipe
 from .. import fakes, load
 from ..args import Args, pack
-from ..kv import arrivals, described, pages, scales, source
+from ..kv import arrivals, pages, scales, source
 from ..schedule import stream_k, work
 from . import reduce
 from .math import math
@@ -103,12 +103,10 @@ def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
 @cute.kernel
 def kernel(spec: cutlass.Constexpr, plan: Plan):
     s = shared(spec, plan)
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    if warp == 1:
-        copy.prefetch(*described(spec, plan.k, plan.v))
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()
     cute.arch.griddepcontrol_wait()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp < roles(spec).first("math"):
         cute.arch.setmaxregister_decrease(roles(spec).registers("load_k"))
         serve(spec, plan, s, warp)

@@ -21,10 +21,5 @@ def arrivals(spec, roles):
     return each * roles.warps("load_k") + LANES * roles.warps("load_scales")
 
 
-def described(spec, *operands):
-    """Those operands that TMA copies."""
-    return operands if spec.kv.source == "tma" else ()
-
-
 def source(spec):
     return SOURCE[spec.kv.source]

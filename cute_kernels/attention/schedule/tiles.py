@@ -23,6 +23,7 @@ from . import work
 from .work import Work
 
 SHORT = 2048  # keys
+WHOLE = 1 << 31  # the `share` of a kind that has all tiles
 
 
 class Request(NamedTuple):
@@ -74,18 +75,14 @@ def l2_section(kv_len, row_bytes, kv_heads, heads_per_kv, l2_bytes):
     return cutlass.min(fit, kv_heads) * heads_per_kv
 
 
-WHOLE = 1 << 31
-
-
 def share(part, total):
-    """What `spread` takes of the kind that has `part` of `total` tiles, 0 < part < total: part / total, rounded up, in
-    units of 1 / WHOLE."""
+    """part / total of a launch's tiles, 0 < part < total, in units of 1 / WHOLE, rounded up."""
     return Uint32((Uint64(part) * Uint64(WHOLE) + Uint64(total - 1)) // Uint64(total))
 
 
-def spread(tile, share):
-    """How many of the first `tile` tiles are of the kind that has the share; of all of a launch, as many as it has."""
-    return Int32(Uint64(Uint32(tile)) * Uint64(share) >> Uint64(31))
+def spread(tile, part):
+    """How many of the first `tile` tiles are of the kind whose `share` is `part`: of all, as many as there are."""
+    return Int32(Uint64(Uint32(tile)) * Uint64(part) >> Uint64(31))
 
 
 @cute.jit

@@ -36,6 +36,7 @@ from ...device import copy, layout, pipe, tmem
 from .. import fakes, load, votes
 from ..args import Args, pack
 from ..kv import arrivals, pages, scales, source
+from ..prepare import dequantises, in_units, operand
 from ..schedule import tiles, work
 from ..spec import BITS
 from . import one_half
@@ -43,7 +44,7 @@ from .correction import correct
 from .multiply import multiply
 from .prepare import prepare_kv
 from .query import load_q
-from .roles import ROWS, SLOTS, WARPS, dequantises, halves, in_units, operand, roles
+from .roles import ROWS, SLOTS, WARPS, halves, roles
 from .scores import softmax
 
 fake_args = fakes.fake_args

@@ -8,9 +8,10 @@ from cutlass import Int32, Uint32, const_expr
 
 from ...device import layout, pipe, tmem, umma
 from ..kv import source
+from ..prepare import dequantises, operand
 from ..schedule import work
 from . import skip
-from .roles import ROWS, SLOTS, dequantises, halves, operand
+from .roles import ROWS, SLOTS, halves
 
 S, O = 0, 256  # noqa: E741  columns of S, of O
 

@@ -10,10 +10,11 @@ from cutlass import Int32, Uint32, const_expr
 
 from ...device import pipe, tmem, umma
 from ..kv import source
+from ..prepare import dequantises
 from ..schedule import work
 from . import skip
 from .multiply import columns, early, pieces, pv, qk, rows_of, wait_landed, zero_tail
-from .roles import SLOTS, dequantises
+from .roles import SLOTS
 
 
 @cute.jit

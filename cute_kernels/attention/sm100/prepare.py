@@ -11,7 +11,7 @@ from .. import prepare, quant
 from ..schedule import work
 from ..spec import KVSpec
 from .query import gather
-from .roles import WARPS, in_units, operand
+from .roles import WARPS
 
 LANES = 8  # that have a row of Q, pieces of 16 bytes 128 apart
 
@@ -47,9 +47,9 @@ def prepare_q(spec: cutlass.Constexpr, plan, s, w: work.Work, q: Int32, share: I
     if w.per_token > 1:
         gather(spec, plan, s, w, q, share, WARPS)
     stage = pipe.stage(s.q_pipe, q)
-    if const_expr(in_units(spec)):
+    if const_expr(prepare.in_units(spec)):
         to_fp16(spec, s, stage, pipe.stage(s.ready_pipe, q), share)
-    elif const_expr(spec.q != operand(spec)):
+    elif const_expr(spec.q != prepare.operand(spec)):
         stored = const_expr(replace(spec, kv=KVSpec(spec.q)))
         prepare.dequantise(stored, s.raw_q[None, None, stage], s.q[None, None, stage], None, share, WARPS)
     cute.arch.fence_proxy("async.shared", space="cta")

@@ -1,7 +1,7 @@
 """The roles of prefill's warps on Blackwell."""
 
 from ...device.roles import Role, Roles
-from .. import quant
+from ..prepare import dequantises
 
 SLOTS = 2  # S that tensor memory has room for
 ROWS = 128  # of a half of the tile: a row for a thread, a lane of tensor memory
@@ -11,21 +11,6 @@ WARPS = 4  # warps of a warpgroup
 def halves(spec):
     """Of the tile's rows: two, each with a slot of its own, or one, whose blocks have the slots in turn."""
     return spec.tile.m // ROWS
-
-
-def operand(spec):
-    """Type of what the MMAs multiply."""
-    return spec.q if spec.q == spec.kv.dtype else quant.operand(spec)
-
-
-def dequantises(spec):
-    """Whether K and V are stored in a type that the MMAs do not multiply."""
-    return operand(spec) != spec.kv.dtype
-
-
-def in_units(spec):
-    """Whether Q becomes fp16 in units of its own a row: that has not the range of bf16."""
-    return dequantises(spec) and spec.q == "bf16"
 
 
 REGISTERS = {  # (halves, dequantises) -> of softmax, correction, multiplication and loads, preparation

@@ -12,12 +12,13 @@ from ...device import exp2, pipe, tmem, warp
 from .. import geometry, logits, mask, quant
 from .. import softmax as online
 from ..logits import Cols, Rows
+from ..prepare import in_units, operand
 from ..schedule import work
 from ..schedule.work import Work
 from . import skip
 from .correction import Handed
 from .multiply import S, early, first_p, fp8, pieces
-from .roles import ROWS, SLOTS, WARPS, halves, in_units, operand, roles
+from .roles import ROWS, SLOTS, WARPS, halves, roles
 
 LOADED = 32  # columns that an instruction loads
 CHAINS = 4  # of pairs, of a row's sum

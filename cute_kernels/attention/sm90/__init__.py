@@ -123,31 +123,42 @@ def general(q: str, kv: str, dims: tuple[int, int]) -> Spec:
 
 
 def shared(q: str, kv: str, dim: int) -> Spec:
-    """The spec of a causal mask whose CTAs share the keys of a request. No tile where none is shipped."""
+    """The spec of a causal mask whose CTAs share the keys of a request; without a tile for types that none is for."""
     kind = "16-bit" if q == kv != FP8 else kv if q == "bf16" else ""
     tile = SHARED_TILES.get((kind, dim))
     mask = MaskSpec("always")
     return AttentionSpec(q, KVSpec(kv), outputs(q)[:1], dim, dim, mask, schedule="stream_k", tile=cast(Tile, tile))
 
 
+def sharing(p: Problem) -> Spec:
+    """The spec that would serve decode, without a tile for few rows. What else the problem asks `shares` refuses."""
+    spec, many = shared(p.q, p.kv, p.head_dim_qk), p.rows * p.group > SHARED_ROWS and not p.batch_invariant
+    mask = MaskSpec("always" if p.causal else "never", p.window, p.drafts, p.custom_mask)
+    logits = LogitsSpec(p.soft_cap, p.skip, p.alibi, p.head_scales)
+    out = (p.out,) if p.out in DTYPES else outputs(p.q, p.out)
+    kv, tile = KVSpec(p.kv, source_of(p)), cast(Tile, spec.tile if many else None)
+    return replace(spec, kv=kv, out=out, head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, tile=tile)
+
+
 def candidate(problem: Problem, arch: str) -> Spec:
     """The spec that would serve a problem, if `supports` lets it."""
+    if problem.phase == "decode":
+        return sharing(problem)
     p, dims = problem, (problem.head_dim_qk, problem.head_dim_vo)
     plain = p.out in DTYPES and not (p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi)
     spec = headline(p.q, p.kv, dims, p.causal) if plain else general(p.q, p.kv, dims)
-    if p.phase == "decode":
-        few = p.rows * p.group <= SHARED_ROWS or p.batch_invariant or p.head_dim_qk != p.head_dim_vo
-        spec = replace(spec, schedule="stream_k", tile=None if few else shared(p.q, p.kv, p.head_dim_qk).tile)
     mask = replace(spec.mask, bits=p.drafts, custom=p.custom_mask)
     logits = replace(spec.logits, skip=p.skip, alibi=p.alibi, head_scales=p.head_scales and p.kv in DTYPES)
     out = outputs(p.q, p.out) if len(spec.out) > 1 or p.out not in DTYPES else (p.out,)
     few = p.skip and p.kv not in DTYPES  # registers, and votes need some
-    tile = tiles_of(p.q, p.kv, False).get(dims) if few and spec.schedule == "tiles" else spec.tile
+    tile = tiles_of(p.q, p.kv, False).get(dims) if few else spec.tile
     return replace(spec, kv=KVSpec(p.kv, source_of(p)), out=out, mask=mask, logits=logits, tile=cast(Tile, tile))
 
 
 def supports(spec: Spec) -> Refusal | None:
     """None where the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
+    if spec.schedule == "stream_k":
+        return shares(spec)
     if spec.q not in (*DTYPES, FP8):
         return Refusal("q", f"{spec.q}: the kernel has {', '.join((*DTYPES, FP8))}")
     if spec.kv.dtype not in (spec.q, *QUANTISED):
@@ -162,21 +173,25 @@ def supports(spec: Spec) -> Refusal | None:
     if spec.logits.head_scales:
         return Refusal("head_scales", "True: the kernel has one factor for all heads")
     t = spec.tile
-    if spec.schedule == "stream_k":
-        if t is None:
-            return Refusal(
-                "phase", f"decode: serves more than {SHARED_ROWS} rows of {', '.join(map(str, SHARED_TILES))}"
-            )
-        if spec != replace(shared(spec.q, spec.kv.dtype, spec.head_dim_qk), kv=spec.kv, out=spec.out, tile=t):
-            return Refusal("phase", "decode: serves a causal mask, and nothing else")
-        if spec.kv.source != "tma" or len(spec.out) > 1 or t.m != 64:
-            return Refusal("phase", "decode: serves pages that TMA fetches, 16-bit outputs, tiles of 64 rows")
     if t is None:
         return Refusal("tile", "None: a spec needs one")
     if t.m % 64 or not 64 <= t.m <= 192 or t.n % 16:
         return Refusal("tile", f"{t}: m is 64, 128 or 192, n a multiple of 16")
     if spec.kv.dtype != spec.q and t.m > 128:
         return Refusal("tile", f"{t}: over quantised K and V, m is 64 or 128")
+    return None
+
+
+def shares(spec: Spec) -> Refusal | None:
+    """`supports` of a kernel whose CTAs share keys. Its field is the phase: what it refuses `decode` may serve."""
+    own = shared(spec.q, spec.kv.dtype, spec.head_dim_qk)
+    if spec.tile is None:
+        types = ", ".join(f"{kind} head_dim {dim}" for kind, dim in SHARED_TILES)
+        return Refusal("phase", f"decode: serves more than {SHARED_ROWS} rows a request, over caches of {types}")
+    if spec != replace(own, tile=spec.tile) or spec.tile.m != 64:
+        return Refusal(
+            "phase", "decode: serves a causal mask alone, pages that TMA fetches, outputs of the query's type"
+        )
     return None
 
 

@@ -36,12 +36,13 @@ from ... import abi
 from ...device import copy, layout, pipe, wgmma
 from .. import fakes, load
 from ..args import Args, pack
-from ..kv import arrivals, described, pages, scales, source
+from ..kv import arrivals, pages, scales, source
+from ..prepare import dequantises, operand
 from ..schedule import stream_k, tiles, work
 from . import parts, skip, sums
 from .math import DENSE, math
 from .prepare import prepare_kv
-from .roles import WARPS, apart, dequantises, fp8, operand, prepared, roles
+from .roles import WARPS, apart, fp8, prepared, roles
 
 fake_args = fakes.fake_args
 
@@ -219,12 +220,10 @@ def compute(spec: cutlass.Constexpr, plan, s):
 @cute.kernel
 def kernel(spec: cutlass.Constexpr, plan: Plan):
     s = shared(spec, plan)
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    if warp == 1:
-        copy.prefetch(plan.q, *described(spec, plan.k, plan.v))
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()
     cute.arch.griddepcontrol_wait()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp < WARPS:  # the first warpgroup
         cute.arch.setmaxregister_decrease(roles(spec).registers("load_k"))
         serve(spec, plan, s, warp)

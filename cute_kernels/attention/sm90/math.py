@@ -24,12 +24,13 @@ from ...device import pipe, warp, wgmma
 from .. import epilogue, geometry, logits, mask, quant, softmax
 from ..kv import pages, source
 from ..logits import Cols, Rows
+from ..prepare import dequantises, in_units, operand
 from ..schedule import work
 from ..schedule.work import Work
 from . import parts, sums
 from .groups import ALL_BARRIER, group_index, pass_turn, wait_turn
-from .query import convert_q, gather_q, in_units, load_q
-from .roles import dequantises, fp8, operand, prepared, roles, scaled_rows
+from .query import convert_q, gather_q, load_q
+from .roles import fp8, prepared, roles, scaled_rows
 from .store import LANES, ROOM, RowScales, Scales, scales_of, span, store
 
 NEARLY_FULL = 0.97 * 2.0**ROOM  # no exponential exceeds 2^ROOM where the sum of some does not reach this

@@ -11,9 +11,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from ...device import warp, wgmma
-from .. import combine, epilogue, geometry, quant, softmax
-from ..schedule import stream_k, work
+from ...device import wgmma
+from .. import combine, geometry, quant, softmax
+from ..schedule import work
 from ..schedule.work import Work
 from .groups import GROUP_BARRIER
 from .roles import WARPS, roles
@@ -21,7 +21,6 @@ from .store import LANES
 
 MOST = 2  # parts of a CTA
 PIECE = 2  # columns that a lane has side by side
-ROWS, PARTS = 16, 2  # that a warp merges at a time: a lane has the LSE of one row of one part
 
 
 class Board(NamedTuple):
@@ -87,48 +86,6 @@ def merge(spec: cutlass.Constexpr, a, s, count: Int32):
         if s.parts.last[i] != 0:
             w = part_of(spec, s, i)
             rows = geometry.tile_rows(w.q_len, geometry.divisor(w)) - w.m_block * spec.tile.m
-            for first in cutlass.range(ROWS * number, cutlass.min(rows, spec.tile.m), ROWS * WARPS, unroll=1):
-                merge_rows(spec, a, w, first, rows)
-
-
-@cute.jit
-def merge_rows(spec: cutlass.Constexpr, a, w: Work, first: Int32, rows: Int32):
-    """One warp: ROWS rows of a tile that has `rows`, from `first` on. Parts are added in the order of keys."""
-    dim, lane, count = const_expr(spec.head_dim_vo), cute.arch.lane_idx(), w.split.count
-    per = const_expr(dim // 32)
-    acc, pieces = cute.make_rmem_tensor((per, ROWS), Float32), cute.make_rmem_tensor((per, ROWS), Float32)
-    acc.fill(0.0)
-    row, base, top, total = cutlass.min(first + lane // PARTS, rows - 1), Int32(0), -Float32.inf, Float32(0.0)
-    while base < count:
-        part, lse = base + lane % PARTS, -Float32.inf
-        if part < count:
-            lse = a.schedule.o_partial[stream_k.slot_of(a, w, part), row, dim]
-        peak = cute.arch.fmax(top, cute.arch.warp_reduction_max(lse, threads_in_group=PARTS))
-        known = Float32(0.0) if peak == -Float32.inf else peak
-        old, mine = (cute.math.exp2(x - known, fastmath=True) for x in (top, lse))
-        total = warp.fma(total, old, cute.arch.warp_reduction_sum(mine, threads_in_group=PARTS))
-        for i in cutlass.range_constexpr(ROWS):
-            acc[None, i].store(acc[None, i].load() * cute.arch.shuffle_sync(old, PARTS * i))
-        for j in cutlass.range(PARTS, unroll=1):  # the loads of two parts would need more registers than there are
-            slot = stream_k.slot_of(a, w, cutlass.min(base + j, count - 1))
-            for i in cutlass.range_constexpr(ROWS):
-                source = a.schedule.o_partial[slot, cutlass.min(first + i, rows - 1), None]
-                cute.autovec_copy(cute.local_tile(source, (per,), (lane,)), pieces[None, i])
-            for i in cutlass.range_constexpr(ROWS):
-                factor = cute.arch.shuffle_sync(mine, PARTS * i + j)
-                for e in cutlass.range_constexpr(per):  # a part without a key may hold 0 x NaN
-                    acc[e, i] = warp.fma(pieces[e, i], factor, acc[e, i]) if factor > 0.0 else acc[e, i]
-        top = peak
-        base += PARTS
-    scale, m = epilogue.scale_of(a), spec.tile.m
-    for i in cutlass.range_constexpr(ROWS):
-        own = w.m_block * m + first + i
-        token = geometry.token_of(own, geometry.divisor(w))
-        head = geometry.head_of(own, w.head, geometry.divisor(w))
-        if first + i < rows:
-            each = [cute.arch.shuffle_sync(x, PARTS * i) for x in (top, total)]
-            normal = softmax.normalizer(*each, epilogue.sink_of(a, head))
-            values = cute.make_rmem_tensor(per, Float32)
-            values.store(acc[None, i].load() * (normal.factor * scale))
-            epilogue.store_piece(spec, a, w.q_start + token, head, lane, values, ())
-            epilogue.store_lse(a, w.q_start + token, head, normal.lse, lane == 0)
+            step, end = const_expr(combine.ROWS), cutlass.min(rows, spec.tile.m)
+            for first in cutlass.range(step * number, end, step * WARPS, unroll=1):
+                combine.merge_rows(spec, a, w, first, rows)

@@ -7,7 +7,7 @@ from cutlass import Int32, const_expr
 from ...device import pipe
 from .. import prepare
 from ..schedule import work
-from .roles import dequantises, roles
+from .roles import roles
 
 
 @cute.jit
@@ -36,7 +36,7 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
 def prepare_stage(spec: cutlass.Constexpr, a, s, which: cutlass.Constexpr, share: Int32, i: Int32, valid: Int32):
     """Item i of the pipes of K or V, a block of which the first `valid` keys, or all, are the request's."""
     shares = const_expr(roles(spec).warps(("prepare_k", "prepare_v")[which]))
-    if const_expr(dequantises(spec)):
+    if const_expr(prepare.dequantises(spec)):
         prepare.dequantise_stage(spec, a, s, which, share, shares, i, valid)
     else:
         prepare.transpose(*prepare.stages(s, which, i), valid, share, shares)

@@ -6,15 +6,11 @@ from cutlass import Int32, Uint32, const_expr
 
 from ...device import layout, mma, warp, wgmma
 from .. import geometry, quant
+from ..prepare import dequantises, in_units, operand
 from ..schedule.work import Work
 from .groups import GROUP_BARRIER, group_index
-from .roles import dequantises, operand, roles
+from .roles import roles
 from .store import LANES
-
-
-def in_units(spec):
-    """Whether Q becomes fp16 in units of its own a row: that has not the range of bf16."""
-    return dequantises(spec) and spec.q == "bf16"
 
 
 @cute.jit

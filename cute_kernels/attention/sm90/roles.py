@@ -1,7 +1,7 @@
 """The roles of prefill's warps: a table from which ranges, arrival counts and register budgets follow."""
 
 from ...device.roles import Role, Roles
-from .. import quant
+from ..prepare import dequantises, operand
 from ..schedule import work
 
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # math warpgroups -> (load, math) registers a thread
@@ -11,19 +11,9 @@ SHARING = (72, 72, 232)  # the same, where CTAs share the keys of requests
 WARPS = 4  # warps of a warpgroup
 
 
-def operand(spec):
-    """Type of what the MMAs multiply."""
-    return spec.q if spec.q == spec.kv.dtype else quant.operand(spec)
-
-
 def fp8(spec):
     """Whether the MMAs multiply numbers of 8 bits."""
     return operand(spec) == "e4m3"
-
-
-def dequantises(spec):
-    """Whether K and V are stored in a type that the MMAs do not multiply."""
-    return operand(spec) != spec.kv.dtype
 
 
 def prepared(spec):
@@ -52,11 +42,12 @@ def roles(spec) -> Roles:
     if apart(spec):
         registers = SHARING if shares else (TRANSPOSING if fp8(spec) else DEQUANTISING)[t.warpgroups]
         loading |= {"load_scales": scales, "idle": spare - scales}
-        preparing |= {"prepare_k": keys << shares, "prepare_v": WARPS - keys << shares}  # one tile: MMAs wait for them
+        groups = 1 + shares  # of these warps: with one of math, MMAs wait for them
+        preparing |= {"prepare_k": groups * keys, "prepare_v": groups * (WARPS - keys)}
     else:
         load, math = SHARING[::2] if shares else REGISTERS[t.warpgroups]
         registers = load, load, math
         loading |= {"prepare_v" if fp8(spec) else "idle": spare}
-    groups = loading, preparing, {"math": WARPS * t.warpgroups}
-    table = (Role(name, warps, n) for n, group in zip(registers, groups, strict=True) for name, warps in group.items())
+    each = loading, preparing, {"math": WARPS * t.warpgroups}
+    table = (Role(name, warps, n) for n, group in zip(registers, each, strict=True) for name, warps in group.items())
     return Roles.of(*table)
