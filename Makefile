@@ -43,7 +43,7 @@ test-all: lint
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .
-	$(PYTHON) -m ruff format --check bench cute_kernels docs examples tools wrappers
+	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 
 bench: $(READY)
