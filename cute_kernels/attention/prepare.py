@@ -9,6 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
+from .. import abi
 from ..device import layout, mma, pipe, warp
 from . import quant
 from .kv import pages, source
@@ -247,6 +248,13 @@ def blank(into: cute.Tensor, valid: Int32, share: Int32, shares: cutlass.Constex
         at = into.iterator.toint() + layout.swizzle(128, first + i // pieces, i % pieces * 16)
         for b in cutlass.range_constexpr(dim // ACROSS):
             mma.store(at + b * n * 128, [Uint32(0)] * 4)
+
+
+def operand_stages(spec, smem, shape, stages):
+    """Stages that are prepared."""
+    dtype = abi.DTYPES[operand(spec)]
+    kind = layout.smem_layout(shape, stages, dtype)
+    return smem.allocate_tensor(dtype, kind.outer, 1024, kind.inner)
 
 
 class Rings(NamedTuple):

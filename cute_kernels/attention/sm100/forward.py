@@ -32,11 +32,11 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ... import abi
-from ...device import copy, layout, pipe, tmem
+from ...device import copy, pipe, tmem
 from .. import fakes, load, votes
 from ..args import Args, pack
 from ..kv import arrivals, pages, scales, source
-from ..prepare import dequantises, in_units, operand
+from ..prepare import dequantises, in_units, operand_stages
 from ..schedule import tiles, work
 from ..spec import BITS
 from . import one_half
@@ -108,13 +108,6 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
         min_blocks_per_mp=1,
         use_pdl=a.schedule.enable_pdl,
     )
-
-
-def operand_stages(spec, smem, shape, stages):
-    """Stages that are prepared."""
-    dtype = abi.DTYPES[operand(spec)]
-    kind = layout.smem_layout(shape, stages, dtype)
-    return smem.allocate_tensor(dtype, kind.outer, 1024, kind.inner)
 
 
 def shared(spec, plan):

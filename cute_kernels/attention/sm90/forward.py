@@ -37,7 +37,7 @@ from ...device import copy, layout, pipe, wgmma
 from .. import fakes, load
 from ..args import Args, pack
 from ..kv import arrivals, pages, scales, source
-from ..prepare import dequantises, operand
+from ..prepare import dequantises, operand, operand_stages
 from ..schedule import stream_k, tiles, work
 from . import parts, skip, sums
 from .math import DENSE, math
@@ -103,12 +103,6 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
         min_blocks_per_mp=1,
         use_pdl=a.schedule.enable_pdl,
     )
-
-
-def operand_stages(spec, smem, shape, stages):
-    """Stages that are prepared."""
-    kind = layout.smem_layout(shape, stages, abi.DTYPES[operand(spec)])
-    return smem.allocate_tensor(abi.DTYPES[operand(spec)], kind.outer, 1024, kind.inner)
 
 
 def operand_q(spec, smem, raw_q):
