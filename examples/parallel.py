@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 4 -m examples.parallel --device cuda    # a GPU each, NCCL, 2^20 keys
 
 Tensor parallel: a rank has some of the heads, with their part of the cache, and outputs are gathered. Context parallel:
-a rank has some of the keys, and all heads; outputs and LSE are gathered and merged by `merge_states`. Printed, for 1,
-2, 4, ... of the ranks: times of a step, and the largest errors against one rank that has all. --keys and --ranks (where
-torchrun does not start them) set sizes.
+a rank has some of the keys, and all heads; outputs and LSE are gathered, in one message, and merged by `merge_states`.
+On GPUs a step is a CUDA graph, NCCL's part of it too. Printed, for 1, 2, 4, ... of the ranks: times of a step, and the
+largest errors against one rank that has all. --keys and --ranks (where torchrun does not start them) set sizes.
 """
 
 import argparse
@@ -69,9 +69,9 @@ def attend(q: torch.Tensor, held: Cache) -> Attention:
 
 def gathered(t: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
     """(ranks, *t.shape)."""
-    parts = [torch.empty_like(t) for _ in range(ranks)]
-    dist.all_gather(parts, t.contiguous(), group)
-    return torch.stack(parts)
+    found = t.new_empty(ranks * t.shape[0], *t.shape[1:])
+    dist.all_gather_into_tensor(found, t.contiguous(), group)
+    return found.unflatten(0, (ranks, -1))
 
 
 def by_heads(sizes: argparse.Namespace, group: dist.ProcessGroup, ranks: int, rank: int) -> Callable[[], torch.Tensor]:
@@ -88,11 +88,27 @@ def by_keys(sizes: argparse.Namespace, group: dist.ProcessGroup, ranks: int, ran
     q, held = query(sizes), cache(sizes, range(rank * each, (rank + 1) * each))
 
     def step() -> torch.Tensor:
-        out, lse = attend(q, held)
-        outs, sums = gathered(out[0], group, ranks), gathered(lse[0], group, ranks)
-        return merge_states(outs[None], sums[None])[0]
+        out, lse = (found[0] for found in attend(q, held))
+        both = gathered(torch.cat((out, lse[:, None].view(out.dtype)), 1), group, ranks)  # a float is two of 16 bits
+        outs, sums = both[..., : sizes.dim].contiguous(), both[..., sizes.dim :].contiguous().view(lse.dtype)
+        return merge_states(outs[None], sums[None, ..., 0])[0]
 
     return step
+
+
+def captured(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """The step as a CUDA graph."""
+    step()  # what is made at the first call
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread asks CUDA meanwhile
+        out = step()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return out
+
+    return replay
 
 
 def microseconds(step: Callable[[], torch.Tensor], device: str) -> float:
@@ -114,19 +130,22 @@ def work(rank: int, ranks: int, sizes: argparse.Namespace, address: str) -> None
     else:
         sizes.device = f"cuda:{rank}"
         torch.cuda.set_device(rank)
-    backend = "gloo" if sizes.device == "cpu" else "nccl"
-    dist.init_process_group(backend, address, rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
+    backend, device = ("gloo", None) if sizes.device == "cpu" else ("nccl", torch.device(sizes.device))
+    timeout = timedelta(minutes=5)
+    dist.init_process_group(backend, address, timeout, rank=rank, world_size=ranks, device_id=device)
     want = attend(query(sizes), cache(sizes, range(PARTS))).out.float() if rank == 0 else None
-    count = 1
+    count, step = 1, None
     while count <= ranks:
         group = dist.new_group(range(count))
         for name, make in (("tensor parallel", by_heads), ("context parallel", by_keys)):
             if rank < count:
                 step = make(sizes, group, count, rank)
+                step = step if sizes.device == "cpu" else captured(step)
                 out, us = step(), microseconds(step, sizes.device)
                 if want is not None:
                     error = float((out.float() - want).abs().max())
                     print(f"{count} ranks, {name:17}{us:10.1f} us, error {error:.1e}", flush=True)
+            step = None  # NCCL waits at its end for graphs that hold its calls
             dist.barrier()
         count *= 2
     dist.destroy_process_group()
