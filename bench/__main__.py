@@ -63,7 +63,7 @@ def topk() -> Family:
     from . import topk as bench
 
     return Family(
-        cases=bench.HEADLINE + bench.SWEEP,
+        cases=bench.HEADLINE + bench.SORTED + bench.SWEEP,
         sweep="sweep-",
         providers=tuple(bench.PROVIDERS),
         measure=bench.measure,

@@ -34,6 +34,13 @@ HEADLINE = (
     "topk-fp32-4096x8192-k2048",
     "topk-fp32-4096x65536-k2048",
 )
+SORTED = (
+    "topk-sorted-fp32-1x32768-k2048",
+    "topk-sorted-fp32-64x65536-k2048",
+    "topk-sorted-bf16-64x65536-k2048",
+    "topk-sorted-fp32-4096x8192-k2048",
+    "topk-sorted-fp32-64x65536-k8192",
+)
 SWEEP = tuple(
     f"sweep-topk-fp32-{rows}x{length}-k{min(2048, length // 4)}"
     for rows, most in ((1, 20), (16, 20), (128, 18), (1024, 17))
@@ -45,10 +52,11 @@ OUTPUTS = "topk-fp32-64x65536-k2048"  # the case on which all functions are comp
 
 @dataclass(frozen=True)
 class Inputs:
-    """A case: scores and all that any of the functions reads or writes."""
+    """A case: scores and all that any of the functions reads or writes. sorted: descending values are asked for."""
 
     scores: torch.Tensor
     k: int
+    sorted: bool
     lengths: torch.Tensor
     zeros: torch.Tensor
     table: torch.Tensor
@@ -61,7 +69,7 @@ class Inputs:
 
 
 def make(name: str, device: str, seed: int) -> Inputs:
-    """Scores N(0, 1) of a case 'topk-<dtype>-<rows>x<length>-k<k>'; every length is full."""
+    """Scores N(0, 1) of a case 'topk-<dtype>-<rows>x<length>-k<k>', or 'topk-sorted-...'; every length is full."""
     found = re.search(r"-(fp32|fp16|bf16)-(\d+)x(\d+)-k(\d+)$", name)
     if not found:
         raise ValueError(f"case {name!r}: must end as topk-fp32-64x65536-k2048")
@@ -71,7 +79,7 @@ def make(name: str, device: str, seed: int) -> Inputs:
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
     pages = torch.randint(1 << 20, (rows, length // 64 + 1), generator=generator, **ints)
     full, zeros = torch.full((rows,), length, **ints), torch.zeros(rows, **ints)
-    return Inputs(scores, k, full, zeros, pages, torch.full((rows, k), -7, **ints))
+    return Inputs(scores, k, "-sorted-" in name, full, zeros, pages, torch.full((rows, k), -7, **ints))
 
 
 def per_row(i: Inputs, decode: bool) -> torch.Tensor:
@@ -88,30 +96,42 @@ def paged(i: Inputs) -> torch.Tensor:
     return i.indices
 
 
+def ragged(i: Inputs) -> torch.Tensor:
+    return top_k_ragged_transform(i.scores, i.zeros, i.lengths, i.k)
+
+
+def in_order(i: Inputs) -> torch.Tensor:
+    return top_k(i.scores, i.k, sorted=True)[1]
+
+
 def flashinfer(i: Inputs) -> torch.Tensor:
     import flashinfer as peer
 
+    if i.sorted:
+        return peer.top_k(i.scores, i.k, sorted=True)[1]
     return peer.top_k_ragged_transform(i.scores, i.zeros, i.lengths, i.k)
 
 
-# ours: the function that writes least. torch: values and 64-bit indices, unsorted, which is faster.
+# ours: the function that writes least. torch: values and 64-bit indices, unsorted, which is faster. Of sorted cases all
+# write values and 64-bit indices.
 PROVIDERS: dict[str, Callable[[Inputs], torch.Tensor]] = {
-    "ours": lambda i: top_k_ragged_transform(i.scores, i.zeros, i.lengths, i.k),
-    "torch": lambda i: torch.topk(i.scores, i.k, sorted=False).indices,
+    "ours": lambda i: in_order(i) if i.sorted else ragged(i),
+    "torch": lambda i: torch.topk(i.scores, i.k, sorted=i.sorted).indices,
     "flashinfer": flashinfer,
 }
 FUNCTIONS: dict[str, Callable[[Inputs], torch.Tensor]] = {
-    "top_k_ragged_transform": PROVIDERS["ours"],
+    "top_k_ragged_transform": ragged,
     "top_k_page_table_transform": paged,
     "top_k": lambda i: top_k(i.scores, i.k)[1],
-    "top_k-sorted": lambda i: top_k(i.scores, i.k, sorted=True)[1],
+    "top_k-sorted": in_order,
     "top_k_per_row_prefill": lambda i: per_row(i, False),
     "top_k_per_row_decode": lambda i: per_row(i, True),
 }
 
 
 def check(inputs: Inputs, indices: torch.Tensor) -> str | None:
-    """None where the indices differ from each other and lead to the k largest scores, else what is wrong."""
+    """None where the indices differ from each other and lead to the k largest scores, in descending order where that is
+    asked for, else what is wrong."""
     order = indices.long().sort(1).values
     if bool((order[:, 1:] == order[:, :-1]).any()):
         return "an index comes twice"
@@ -120,7 +140,10 @@ def check(inputs: Inputs, indices: torch.Tensor) -> str | None:
     got, want = (
         inputs.scores.gather(1, i).sort(1).values for i in (order, torch.topk(inputs.scores, inputs.k).indices)
     )
-    return None if torch.equal(got, want) else "not the largest scores"
+    if not torch.equal(got, want):
+        return "not the largest scores"
+    found = inputs.scores.gather(1, indices.long())
+    return "not in descending order" if inputs.sorted and bool((found[:, 1:] > found[:, :-1]).any()) else None
 
 
 def graph(run: Callable[[Inputs], object], sets: list[Inputs]) -> Call:

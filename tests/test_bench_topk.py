@@ -106,6 +106,20 @@ def test_wrong_indices_of_one_row_are_refused(indices, word):
     assert word in topk.check(i, torch.stack([right, torch.tensor(indices, dtype=torch.int32)]))
 
 
+def test_sorted_cases_are_checked_for_their_order():
+    i = replace(inputs_with([[3.0, 1.0, 4.0, 3.0]], 3), sorted=True)
+    for indices, said in (([2, 0, 3], None), ([2, 3, 0], None), ([0, 2, 3], "not in descending order")):
+        assert topk.check(i, torch.tensor([indices])) == said
+
+
+def test_sorted_cases_ask_for_what_is_sorted():
+    i = topk.make("topk-sorted-bf16-3x100-k7", "cpu", 5)
+    assert i.sorted and not topk.make("topk-bf16-3x100-k7", "cpu", 5).sorted
+    for name in ("ours", "torch"):
+        assert topk.check(i, topk.PROVIDERS[name](i)) is None
+    assert topk.check(i, topk.ragged(i)) == "not in descending order"
+
+
 def test_equal_indices_are_found_apart_from_each_other():
     assert topk.check(inputs_with([[1.0, 3.0, 3.0, 3.0]], 3), torch.tensor([[1, 2, 1]])) == "an index comes twice"
 
@@ -153,7 +167,7 @@ def test_outputs_are_cases_of_their_own(monkeypatch, capsys):
 
 
 def test_host_time_is_that_of_the_slowest_function(monkeypatch):
-    """Sorting runs torch's kernels too: it has no part."""
+    """Sorting is a launch of its own: it has no part."""
     costs = Costs(**{name.replace("-", "_"): 10.0 for name in topk.FUNCTIONS} | {"torch": 8.0})
     costs.cost |= {"top_k_per_row_decode": 12.0, "top_k_sorted": 99.0}
     monkeypatch.setattr(topk, "FUNCTIONS", costs.wrap(topk.FUNCTIONS))
@@ -248,6 +262,6 @@ def test_lengths_are_drawn_from_the_sweep(tmp_path, monkeypatch):
 def test_cases_have_names_that_are_understood():
     """The plot takes all lengths of the sweep; headline cases are told from them and from each other."""
     assert all(plots.TOPK_SWEEP.match(name) for name in topk.SWEEP)
-    every = (*topk.HEADLINE, *topk.SWEEP)
+    every = (*topk.HEADLINE, *topk.SORTED, *topk.SWEEP)
     assert len(set(every)) == len(every) and topk.OUTPUTS in topk.HEADLINE
-    assert all(name.startswith("topk-") for name in topk.HEADLINE)
+    assert all(name.startswith("topk-") for name in topk.HEADLINE + topk.SORTED)

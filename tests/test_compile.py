@@ -7,7 +7,8 @@ from cute_kernels.attention.sm90.roles import roles
 from cute_kernels.attention.sm100 import roles as sm100
 from cute_kernels.device import umma
 from cute_kernels.device.roles import launched
-from cute_kernels.topk import radix
+from cute_kernels.topk import radix, sort
+from cute_kernels.topk.spec import SortSpec
 from tests.conftest import ARCH, ROOT
 from tests.kernels import BLACKWELL, COVERING, SPILLED
 
@@ -44,9 +45,10 @@ def disassembled(held, op, spec):
 
 
 def as_dispatch_counts(entry, spec):
-    """`radix.resident` must not promise CTAs that an SM has no room for."""
-    assert 0 < entry["registers"] * spec.threads * radix.resident(spec) <= REGISTERS
-    assert entry["shared"] <= radix.shared(spec) + RESERVED
+    """`resident` must not promise CTAs that an SM has no room for."""
+    kernel = sort if isinstance(spec, SortSpec) else radix
+    assert 0 < entry["registers"] * spec.threads * kernel.resident(spec) <= REGISTERS
+    assert entry["shared"] <= kernel.shared(spec) + RESERVED
 
 
 def ptx_of(entry):

@@ -14,7 +14,7 @@ from bench.cases import topk as cases
 from bench.cases.topk import DECODE, FUNCTIONS, PAGE_TABLE, PER_ROW, PLAIN, PREFILL, RAGGED, TOP_K, TopKCase
 from cute_kernels.topk import dispatch, radix
 from tests.gpu import captured, feature, in_threads
-from wrappers import TopKTieBreak, machine, top_k
+from wrappers import TopKTieBreak, machine, reference, top_k
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
@@ -24,6 +24,7 @@ CUDA = torch.device("cuda", 0)
 BAD = cases.refusals()
 WIDTHS = (1, 2, 31, 127, 128, 129, 1000, 4095, 8193, 16384, 65536, 129280, 200001, 524288, 786433, 1_000_000, 1_200_000)
 KS = (1, 2, 3, 7, 8, 31, 32, 33, 127, 128, 255, 256, 257, 511, 513, 1000, 1024, 2047, 2048, 2049, 3000, 4095, 4096)
+SORTED = (1, 2, 31, 32, 33, 127, 128, 129, 500, 2047, 2048, 2049, 5000, 16_383, 16_384, 16_385)
 PLANS = [plan for dtype in cases.DTYPES for plan in dispatch.plans(dtype)]
 DTYPES = [pytest.param(dtype, marks=feature(f"top-k scores {dtype}")) for dtype in cases.DTYPES]
 
@@ -88,6 +89,27 @@ def test_k(k, dtype):
     for width, data in itertools.product((4096, 20_000, 150_000), ("normal", "low bits")):
         matches(TopKCase(TOP_K, dtype, 3, width, k, data, sorted=k % 2 == 0))
         matches(TopKCase(PREFILL, dtype, 6, width, k, data, "mixed", starts=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", SORTED)
+@feature("top-k with sorted values")
+def test_sorted(k, dtype):
+    """Values of every kind, few and many of them equal; of rows as long as k, and longer ones. Ties come in ascending
+    order of their indices, whichever got in."""
+    data = ("special", "normal", "relu", "constant", "nine bits", "all bits", "nan", "-inf")
+    matches(TopKCase(TOP_K, dtype, 8, k, k, data, sorted=True))
+    matches(TopKCase(TOP_K, dtype, 8, k + 1000, k, data, tie_break=TopKTieBreak.LARGE, sorted=True))
+
+
+@pytest.mark.parametrize("rows,k", [(1, 2048), (133, 2048), (5000, 2048), (133, 9000), (70_000, 40)])
+@feature("top-k with sorted values")
+def test_sorted_rows(rows, k):
+    """Of more rows than run at once; against torch's stable sort of all of them."""
+    scores = make(TopKCase(TOP_K, "fp32", rows, k + 100, k, "coarse"))["input"]
+    want = dict(zip("vi", top_k(scores, k), strict=True))
+    reference.sort_rows(want["v"], want["i"], 1)
+    cases.same(dict(zip("vi", top_k(scores, k, sorted=True), strict=True)), want)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 63, 64, 131, 132, 133, 265, 1024, 4096, 70_000])
@@ -249,15 +271,16 @@ def test_hints_do_not_matter(function):
         cases.same(run(case, inputs | hint), first, hint)
 
 
-def test_launches_wait_for_their_predecessor():
+@pytest.mark.parametrize("in_order", [False, True])
+def test_launches_wait_for_their_predecessor(in_order):
     """Back to back, so that a kernel which starts early reads half-written scores, or overwrites what is still read."""
-    case = TopKCase(TOP_K, rows=64, width=16_384, k=512)
+    case = TopKCase(TOP_K, rows=64, width=16_384, k=512, sorted=in_order)
     inputs = make(case)
     source, scores = inputs["input"].clone(), inputs["input"]
     first = run(case, inputs)
     for _ in range(20):
         scores.copy_(source)
-        values, indices = top_k(scores, 512)
+        values, indices = top_k(scores, 512, sorted=in_order)
         scores.zero_()
         again = top_k(values, 100)  # of what the launch before it wrote
         cases.same({"values": values, "indices": indices}, first)
@@ -274,7 +297,7 @@ def test_launches_wait_for_their_predecessor():
 @feature("top-k with CUDA graph replay")
 def test_replay_with_other_values(monkeypatch, function, width, warm):
     """Scores, bounds and tables change in place between replays; lengths cross k both ways."""
-    case = TopKCase(function, rows=12, width=width, k=1000, lengths="mixed", next_n=3, batch_map=True)
+    case = TopKCase(function, rows=12, width=width, k=1000, lengths="mixed", next_n=3, batch_map=True, sorted=True)
     inputs = make(case)
     run(case, inputs)
     if not warm:  # as in a process whose first call is captured

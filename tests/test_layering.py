@@ -39,7 +39,7 @@ UPSTREAM = {
     "wrappers/topk/api.py": {"top_k_page_table_transform"},
 }
 
-OPS = ("sm90", "decode", "radix")
+OPS = ("sm90", "decode", "radix", "sort")
 # Read where no DSL is installed: by the runtime, dispatch and the tools that list kernels.
 PLAIN = {f"cute_kernels/{name}.py" for name in ("__init__", "manifest", "places", "catalog")} | {
     f"cute_kernels/{family}/{name}.py"

@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import topk as bench
-from cute_kernels.topk import dispatch, radix
+from cute_kernels.topk import dispatch, radix, sort
 from cute_kernels.topk.problem import Problem
-from cute_kernels.topk.spec import DTYPES
+from cute_kernels.topk.spec import DTYPES, SortSpec
 from tests.conftest import ROOT
 from wrappers import topk
 
 ARCH = "sm_90a"
+SORTED = 16_384  # pairs that a CTA sorts
 LONGEST = {"fp32": 737_280, "fp16": 1_474_560, "bf16": 1_474_560}  # elements of a row that a cluster holds
 MOST = 15_872  # k of longer rows
 SMS = (78, 114, 132, 148, 160)  # of a Hopper or Blackwell GPU
@@ -63,9 +64,9 @@ def test_readmes_table_of_plans(dtype):
         assert dispatch.candidate(Problem(dtype, rows, 1 << 21, MOST)).cluster == cluster
 
 
-@pytest.mark.parametrize("name", [*bench.HEADLINE, *bench.SWEEP])
+@pytest.mark.parametrize("name", [*bench.HEADLINE, *bench.SORTED, *bench.SWEEP])
 def test_measured_cases_have_a_shipped_plan(name):
-    dtype, *sizes = re.search(r"topk-(\w+)-(\d+)x(\d+)-k(\d+)$", name).groups()
+    dtype, *sizes = re.search(r"-(\w+)-(\d+)x(\d+)-k(\d+)$", name).groups()
     for arch, sms in product(radix.ARCHS, SMS):
         problem = Problem(dtype, *map(int, sizes), sms)
         op, plan = dispatch.select(problem, arch)
@@ -119,10 +120,34 @@ def test_plans_are_supported_and_have_names(dtype):
     assert {plan.dtype for plan in plans} == {dtype}
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_smallest_kernel_that_holds_a_row_sorts_it(dtype):
+    every = dispatch.sorts(dtype)
+    assert [sort.supports(spec) for spec in every] == [None] * len(every)
+    for k, most in ((1, 2048), (2048, 2048), (2049, SORTED), (SORTED, SORTED)):
+        assert dispatch.sorter(Problem(dtype, 3, 1 << 20, k)).capacity == most
+    assert dispatch.sorter(Problem(dtype, 3, 1 << 20, SORTED + 1)) is None
+    assert f"k up to {SORTED}" in (ROOT / "docs" / "top-k.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (SortSpec("fp64"), "dtype fp64"),
+        (SortSpec(threads=128), "threads 128"),
+        (SortSpec(items=0), "items 0"),
+        (SortSpec(threads=1024, items=25), "items 25: 238592 bytes"),
+    ],
+)
+def test_sorts_that_no_kernel_does(spec, why):
+    assert sort.supports(spec).startswith(why)
+
+
 def test_every_plan_is_shipped_to_every_architecture():
     for arch in radix.ARCHS:
         found = dispatch.shipped(arch)
-        assert [plan for _, plan in found] == [plan for dtype in DTYPES for plan in dispatch.plans(dtype)]
+        every = [plan for of in (dispatch.plans, dispatch.sorts) for dtype in DTYPES for plan in of(dtype)]
+        assert [plan for _, plan in found] == every
         assert len({plan.name for _, plan in found}) == len(found)
     assert dispatch.shipped("sm_80") == []
 

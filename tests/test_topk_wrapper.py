@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from bench.cases import topk as cases
 from bench.cases.topk import PAGE_TABLE, PER_ROW, PLAIN, RAGGED, TOP_K, TopKCase
 from cute_kernels.topk import dispatch, radix
-from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS, TopKArgs
-from cute_kernels.topk.spec import TopKSpec
+from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS, SortArgs, TopKArgs
+from cute_kernels.topk.spec import SortSpec, TopKSpec
 from tests.fake_machine import FakeMachine, promised
 from tests.test_topk_reference import any_case
 from wrappers import (
@@ -94,16 +94,31 @@ def emulate(spec, launches):
     return kernel
 
 
+def emulate_sort(spec, launches):
+    """The same of a kernel that sorts."""
+
+    def kernel(*flat):
+        a = SortArgs(*flat)
+        promised(a.values.dtype == next(d for d, name in DTYPES.items() if name == spec.dtype))
+        promised(a.indices.dtype == torch.int64 and a.enable_pdl == 1)
+        promised(a.values.shape == a.indices.shape and len(a.values) > 0 and a.values.shape[1] <= spec.capacity)
+        promised(a.values.is_contiguous() and a.indices.is_contiguous())
+        launches.append(spec)
+        reference.sort_rows(*flat)
+
+    return kernel
+
+
 @pytest.fixture
 def here():
     """A machine whose kernels compute in torch; its `launches` are those of this test's calls."""
 
     def kernel(op, spec):
-        assert op in dispatch.KERNELS and isinstance(spec, TopKSpec)
-        return emulate(spec, fake.launches)
+        assert isinstance(spec, SortSpec if op == dispatch.SORT else TopKSpec)
+        return emulate_sort(spec, fake.sorted) if op == dispatch.SORT else emulate(spec, fake.launches)
 
     fake = FakeMachine(kernel)
-    fake.launches = []
+    fake.launches, fake.sorted = [], []
     with machine.override(fake):
         yield fake
 
@@ -140,6 +155,22 @@ def test_arguments_of_every_function(launches):
         assert a.scores.data_ptr() == scores.data_ptr() and a.scores.stride() == (53, 1)
         assert a.window == window and {f for f in a._fields[1:11] if len(getattr(a, f))} == present
         assert (a.k, a.page_shift, a.last_ties, a.next_n) == (7, 0, 0, 3 if function == cases.DECODE else 1)
+
+
+def test_sorted_results_are_sorted_in_place_by_a_second_launch(here):
+    """The smallest kernel that has room for a row; beyond the largest one, torch."""
+    for k, kernels in ((1, ["fp32_t512i4"]), (2048, ["fp32_t512i4"]), (2049, ["fp32_t1024i16"]), (16_385, [])):
+        here.launches.clear(), here.sorted.clear()
+        scores = cases.make_scores(
+            TopKCase(TOP_K, rows=2, width=20_000, data="special"), torch.Generator().manual_seed(k)
+        )
+        values, indices = top_k(scores, k, sorted=True)
+        assert [spec.name for spec in here.sorted] == kernels
+        assert here.launches[0].values is values and here.launches[0].indices is indices
+        want = cases.brute(TOP_K, {"input": scores, "k": k, "sorted": True})
+        cases.same({"values": values, "indices": indices}, want)
+    top_k(scores, 7), top_k(scores[:0], 7, sorted=True)
+    assert not here.sorted
 
 
 def test_arguments_of_a_page_table(launches):
@@ -242,6 +273,7 @@ def test_values_share_a_plan_and_shapes_do_not(here, function):
     assert len(here.plans) == 1
     changes = [{"width": 51}, {"k": 8}, {"rows": 6}, {"pad": 1}, {"dtype": "bf16"}]
     changes += [{"tie_break": TopKTieBreak.LARGE}] if function not in PER_ROW else []
+    changes += [{"sorted": True}] if function == TOP_K else []
     changes += [{"page_size": 2}, {"batch_map": True}, {"starts": True}, {"given": False}] * (function == PAGE_TABLE)
     for change in changes:
         for _ in range(2):

@@ -28,7 +28,7 @@ from cute_kernels.topk.problem import Problem as Rows
 ARCHS = {"sm_90a": "Hopper", "sm_100a": "B200", "sm_103a": "B300"}
 RUN = ("sm_90a",)  # architectures whose GPU tests are run
 SIMULATED = {("sm_90a", "attention.sm90"), ("sm_100a", "attention.sm100"), ("sm_103a", "attention.sm100")} | {
-    (arch, op) for arch in catalog.ARCHS for op in ("attention.decode", "topk.radix")
+    (arch, op) for arch in catalog.ARCHS for op in ("attention.decode", "topk.radix", "topk.sort")
 }  # (architecture, op) whose kernels CI's simulator runs
 RECORD = Path(__file__).resolve().parent.parent / "tests" / "data" / "hardware.csv"
 COLUMNS = ("arch", "feature", "gpu", "commit", "passed")
@@ -141,6 +141,7 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
     ("top-k", Rows("fp32", 4096, 65536, 2048), "rows", {"streamed": {}}),
     ("top-k", Rows("fp32", 1, 1000000, 2048), "with", {"a million equal scores": {}}),
     ("top-k", Rows("fp32", 12, 100000, 1000), "with", {"CUDA graph replay": {}}),
+    ("top-k", Rows("fp32", 64, 65536, 2048), "with", {"sorted values": {}}),
     ("top-k", Rows("fp32", 1, 1 << 21, 20000), "k", {"20000 of 2 million": {}}),
 )
 FEATURES = tuple(feature for asked in ASKED for feature in features(*asked))

@@ -95,9 +95,14 @@ def _constant(value: float) -> Any:
     return lambda gen, shape, dtype: torch.full(shape, value, dtype=DTYPES[dtype], device=gen.device)
 
 
-def _low_bits(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
-    one = int(torch.ones(1, dtype=DTYPES[dtype]).view(INTEGER[dtype]))
-    return _random(gen, shape, one, one + 64, dtype)
+def _low_bits(count: int) -> Any:
+    """`count` neighbours, from 1 on."""
+
+    def make(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
+        one = int(torch.ones(1, dtype=DTYPES[dtype]).view(INTEGER[dtype]))
+        return _random(gen, shape, one, one + count, dtype)
+
+    return make
 
 
 def _all_bits(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
@@ -181,7 +186,8 @@ DATA: dict[str, Any] = {
     "mostly zero": lambda *a: (_normal(*a) - 3).relu(),
     "ascending": lambda *a: _normal(*a).sort().values,
     "descending": lambda *a: _normal(*a).sort(descending=True).values,
-    "low bits": _low_bits,
+    "low bits": _low_bits(64),
+    "nine bits": _low_bits(257),
     "special": _special,
     "all bits": _all_bits,
     "negative": lambda *a: -_normal(*a).abs(),

@@ -1,4 +1,4 @@
-"""Dynamic facts of a top-k launch: the only statement of the kernel's launch ABI.
+"""Dynamic facts of the top-k launches: the only statement of the kernels' launch ABI.
 
 An optional tensor that is absent has size 0 in its first mode, never None. Outputs that are present are all written.
 """
@@ -26,4 +26,12 @@ class TopKArgs(NamedTuple):
     page_shift: Any  # Int32          log2 of the page size of `table`
     k: Any  # Int32
     last_ties: Any  # Int32           of equal keys at the boundary the highest indices get in, else the lowest
+    enable_pdl: Any  # Int32          launch with programmatic stream serialisation
+
+
+class SortArgs(NamedTuple):
+    """Rows that are sorted in place, stably: by descending value, in the order of bit patterns."""
+
+    values: Any  # (R, k)             the scores' dtype; any row stride, last stride 1
+    indices: Any  # (R, k)            int64
     enable_pdl: Any  # Int32          launch with programmatic stream serialisation

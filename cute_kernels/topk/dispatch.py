@@ -3,11 +3,12 @@
 from functools import lru_cache
 from itertools import product
 
-from . import radix
+from . import radix, sort
 from .problem import Problem
-from .spec import BITS, DTYPES, TopKSpec
+from .spec import BITS, DTYPES, SortSpec, TopKSpec
 
 KERNELS = {"topk.radix": radix}  # op -> the package that states what it supports
+SORT = "topk.sort"  # the op that sorts what one of them selected
 LEAST = 4096  # keys that are worth a CTA of a cluster
 GPC = 18  # SMs of a GPC, in one of which a cluster lies; some have fewer: then a cluster waits for its turn
 
@@ -88,7 +89,18 @@ def select(problem: Problem, arch: str) -> tuple[str, TopKSpec]:
     raise NotImplementedError("no top-k kernel: " + "; ".join(f"{op}: {reason}" for op, _, reason in rows))
 
 
-def shipped(arch: str) -> list[tuple[str, TopKSpec]]:
+def sorts(dtype: str) -> tuple[SortSpec, ...]:
+    """All specs that sort rows of a dtype, the smallest first."""
+    return SortSpec(dtype, 512, 4), SortSpec(dtype, 1024, 16)
+
+
+def sorter(problem: Problem) -> SortSpec | None:
+    """The spec of SORT that sorts k selected values and their indices, None where no CTA can hold so many."""
+    return next((spec for spec in sorts(problem.dtype) if problem.k <= spec.capacity), None)
+
+
+def shipped(arch: str) -> list[tuple[str, TopKSpec | SortSpec]]:
     """All (op, spec) that a bundle of `arch` holds, each once: every plan is some problem's."""
     kernels = [(op, dtype) for (op, module), dtype in product(KERNELS.items(), DTYPES) if arch in module.ARCHS]
-    return [(op, plan) for op, dtype in kernels for plan in plans(dtype)]
+    found: list[tuple[str, TopKSpec | SortSpec]] = [(op, plan) for op, dtype in kernels for plan in plans(dtype)]
+    return found + [(SORT, spec) for dtype in DTYPES for spec in sorts(dtype) if arch in sort.ARCHS]

@@ -42,6 +42,11 @@ def order(x):
     return x ^ ((Int32(x) >> 31).to(Uint32) | Uint32(SIGN))
 
 
+def disorder(key):
+    """The float whose key is `key`: the inverse of `order`."""
+    return key ^ ((~Int32(key) >> 31).to(Uint32) | Uint32(SIGN))
+
+
 def xor_mask(least):
     """The mask m with x ^ m == order(x) for floats of the sign of `least`, a key.
 

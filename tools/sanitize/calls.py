@@ -119,6 +119,7 @@ def _top_k(rows: int, width: int, k: int) -> Iterator[TopKCase]:
         yield TopKCase(PAGE_TABLE, dtype, rows, width, k, ("shelf", "special"), "mixed", page_size=16, batch_map=True)
         yield TopKCase(RAGGED, dtype, rows, width, k, "normal", "mixed", starts=True, tie_break=TopKTieBreak.LARGE)
         yield TopKCase(TOP_K, dtype, rows, width, k, "257 ties")
+        yield TopKCase(TOP_K, dtype, rows, width, k, ("special", "normal"), sorted=True)
         yield TopKCase(PREFILL, dtype, rows, width, k, "low bits", "mixed", starts=True)
         yield TopKCase(DECODE, dtype, rows, width, k, "normal", "mixed", next_n=rows)
 

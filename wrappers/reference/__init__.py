@@ -2,7 +2,7 @@
 
 from .dense import LOG2E, Heads, attention
 from .paged import gather, paged_attention, store
-from .topk import gather_bits, order_keys, top_k_rows
+from .topk import gather_bits, order_keys, sort_rows, top_k_rows
 
 __all__ = [
     "LOG2E",
@@ -13,5 +13,6 @@ __all__ = [
     "order_keys",
     "paged_attention",
     "store",
+    "sort_rows",
     "top_k_rows",
 ]

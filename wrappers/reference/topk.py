@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.topk.args import DECODE, ENDS, FULL, TopKArgs
+from cute_kernels.topk.args import DECODE, ENDS, FULL, SortArgs, TopKArgs
 
 INTEGERS = {2: torch.int16, 4: torch.int32}  # by the bytes of a score
 
@@ -101,3 +101,13 @@ def top_k_rows(*flat: Any) -> None:
         args.indices.copy_(index)
     if len(args.values):
         args.values.copy_(gather_bits(args.scores, index))
+
+
+def sort_rows(*flat: Any) -> None:
+    """Sort rows in place as a kernel does with the same arguments, those of `SortArgs`: stably, the largest first."""
+    args = SortArgs(*flat)
+    if args.values.is_meta:
+        return
+    order = order_keys(args.values).sort(dim=1, descending=True, stable=True).indices
+    args.values.copy_(gather_bits(args.values, order))
+    args.indices.copy_(args.indices.gather(1, order))

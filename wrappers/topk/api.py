@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from .. import reference
 from ..checks import check_flag, check_integer, check_strided
 from ..scalars import integer
 from .checks import DECODING, PAGE_TABLE, PERSISTENT, PREFILL, RAGGED, TOP_K, Call, TopKTieBreak, each_row
@@ -59,7 +58,7 @@ def top_k_page_table_transform(
         page_table_row_starts = row_starts
     return serve(_call(Call, (
         PAGE_TABLE, input, k, row_starts, lengths, out, out_raw_indices, None, None, src_page_table, row_to_batch,
-        page_table_row_starts, None, 1, page_size, tie_break, None,
+        page_table_row_starts, None, 1, page_size, tie_break, False, None,
     )))[0]  # fmt: skip
 
 
@@ -85,7 +84,8 @@ def top_k_ragged_transform(
     if deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
         _refuse_other_than(bool, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
     return serve(_call(Call, (
-        RAGGED, input, k, row_starts, lengths, None, None, None, None, None, None, None, offsets, 1, 1, tie_break, None,
+        RAGGED, input, k, row_starts, lengths, None, None, None, None, None, None, None, offsets, 1, 1, tie_break,
+        False, None,
     )))[0]  # fmt: skip
 
 
@@ -107,13 +107,9 @@ def top_k(
     """
     if sorted.__class__ is not bool or deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
         _refuse_other_than(bool, sorted=sorted, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
-    _, values, indices = serve(_call(Call, (
-        TOP_K, input, k, None, None, None, None, None, None, None, None, None, None, 1, 1, tie_break, None,
-    )))  # fmt: skip
-    if not sorted:
-        return values, indices
-    order = reference.order_keys(values).sort(dim=1, descending=True, stable=True).indices
-    return reference.gather_bits(values, order), indices.gather(1, order)
+    return serve(_call(Call, (
+        TOP_K, input, k, None, None, None, None, None, None, None, None, None, None, 1, 1, tie_break, sorted, None,
+    )))[1:]  # fmt: skip
 
 
 def top_k_per_row_prefill(
@@ -145,7 +141,7 @@ def top_k_per_row_prefill(
         _refuse_other_than(int, num_rows=num_rows, stride0=stride0, stride1=stride1)
     serve(_call(Call, (
         PREFILL, logits, top_k, row_starts, row_ends, None, indices, None, None, None, None, None, None, 1, 1,
-        TopKTieBreak.NONE, layout,
+        TopKTieBreak.NONE, False, layout,
     )))  # fmt: skip
 
 
@@ -179,7 +175,7 @@ def top_k_per_row_decode(
         _refuse_other_than(int, num_rows=num_rows, stride0=stride0, stride1=stride1)
     serve(_call(Call, (
         DECODING, logits, top_k, None, seq_lens, None, indices, None, None, None, None, None, None, next_n, 1,
-        TopKTieBreak.NONE, layout,
+        TopKTieBreak.NONE, False, layout,
     )))  # fmt: skip
 
 
@@ -211,7 +207,7 @@ def persistent_topk(
         lengths = check_strided("lengths", lengths).contiguous().view(-1)
     serve(_call(Call, (
         PERSISTENT, logits, k, None, lengths, None, output, None, None, None, None, None, None, 1, 1,
-        TopKTieBreak.NONE, None,
+        TopKTieBreak.NONE, False, None,
     )))  # fmt: skip
 
 

@@ -71,6 +71,7 @@ class Call(NamedTuple):
     next_n: Any = 1
     page_size: Any = 1
     tie_break: Any = TopKTieBreak.NONE
+    sorted: Any = False
     layout: Any = None
 
 

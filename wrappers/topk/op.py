@@ -15,7 +15,7 @@ NAME = "cute_kernels::top_k_rows"
 SCHEMA = """(
     str function, Tensor scores, SymInt k, Tensor? starts, Tensor? lengths, Tensor(a!)? out, Tensor(b!)? raw,
     Tensor(c!)? values, Tensor(d!)? indices, Tensor? table, Tensor? row_to_batch, Tensor? table_starts,
-    Tensor? offsets, SymInt next_n, int page_size, int tie_break) -> ()"""
+    Tensor? offsets, SymInt next_n, int page_size, int tie_break, bool sorted) -> ()"""
 
 torch.library.define(NAME, SCHEMA.replace("\n", " "), tags=torch.Tag.pt2_compliant_tag)
 

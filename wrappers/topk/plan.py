@@ -26,6 +26,7 @@ class Plan:
     """What the static facts of a call decide."""
 
     fn: Callable[..., Any]  # the compiled kernel, or the reference
+    sort: Callable[..., Any] | None  # what sorts its values and indices, where the caller wants that: `SortArgs`
     flat: list[Any]  # its arguments, `TopKArgs`; what a call may lack is empty, in the form that `fn` converts fastest
     device: torch.device
     alone: bool  # the only device of the process
@@ -44,7 +45,7 @@ def run(call: Call) -> tuple[Any, Any, Any]:
     """(out, values, indices) of a call; None for what its function does not return."""
     (
         function, scores, k, starts, lengths, out, raw, values, indices, table, row_to_batch, table_starts, offsets,
-        next_n, page_size, tie_break, layout,
+        next_n, page_size, tie_break, ordered, layout,
     ) = call  # fmt: skip
     here = machine.current
     if k.__class__ is not int or next_n.__class__ is not int or page_size.__class__ is not int:
@@ -64,7 +65,7 @@ def run(call: Call) -> tuple[Any, Any, Any]:
             )
         key = (
             function, scores.get_device(), scores.dtype, scores.shape, scores.is_contiguous() or scores.stride(),
-            k, next_n, page_size, tie_break, tie_break.__class__, layout,
+            k, next_n, page_size, tie_break, tie_break.__class__, ordered, layout,
             None if lengths is None else lengths.numel(), None if lengths is None else lengths.dtype,
             None if offsets is None else offsets.numel(), None if offsets is None else offsets.dtype, rare,
         )  # fmt: skip
@@ -124,6 +125,8 @@ def run(call: Call) -> tuple[Any, Any, Any]:
             check_values(call)
         if plan.rows:
             plan.fn(*flat)
+            if plan.sort is not None:
+                plan.sort(values, indices, 1)
     except Exception:
         why = reason(call)  # says which argument was refused
         if why is None:
@@ -148,6 +151,7 @@ def plan_for(call: Call, facts: tuple[str, int] | None) -> Plan:
     scores, k = call.scores, call.k
     (rows, width), device = scores.shape, scores.device
     fn: Callable[..., Any] = reference.top_k_rows
+    sort: Callable[..., Any] | None = reference.sort_rows if call.sorted else None
     given: Callable[[torch.Tensor], Any] = lambda tensor: tensor  # noqa: E731
     if facts is not None:
         arch, sms = facts
@@ -157,6 +161,9 @@ def plan_for(call: Call, facts: tuple[str, int] | None) -> Plan:
             field = "k" if any(arch in kernel.ARCHS for kernel in dispatch.KERNELS.values()) else "scores"
             raise NotImplementedError(f"{NAMES[call.function].get(field, field)}: {error}") from None
         fn, given = machine.current.kernel(op, spec, arch), machine.current.argument
+        sorter = dispatch.sorter(facts_of(call, sms)) if call.sorted else None
+        if sorter is not None:  # of more than its largest k the reference sorts, too: in torch, on the device
+            sort = machine.current.kernel(dispatch.SORT, sorter, arch)
 
     def empty(dtype: torch.dtype, *shape: int) -> Any:
         return given(torch.empty(0, *shape, dtype=dtype, device=device))
@@ -174,6 +181,7 @@ def plan_for(call: Call, facts: tuple[str, int] | None) -> Plan:
     )  # fmt: skip
     return Plan(
         fn=fn,
+        sort=sort,
         flat=list(flat),
         device=device,
         alone=facts is None or machine.current.device_count() == 1,

@@ -4,12 +4,10 @@
 none.
 """
 
-from ..spec import BINS, BITS, PULLED, TopKSpec
+from ..spec import BINS, BITS, PULLED, SHARED, SM, TopKSpec
 
 Spec = TopKSpec
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
-SHARED = 227 * 1024  # bytes a CTA can have
-SM = 228 * 1024  # bytes an SM has for its CTAs, of which each takes 1024 more than it asks for
 CLUSTERS = (1, 2, 3, 4, 8, 16)
 THREADS = (128, 256, 512, 1024)
 GROUP = 256  # places of shared memory that are held or not together

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
@@ -15,11 +15,11 @@ import torch
 from bench.cases import topk as cases
 from bench.cases.topk import DECODE, PAGE_TABLE, PREFILL, RAGGED, TOP_K, TopKCase
 from cute_kernels.topk import dispatch, radix
-from cute_kernels.topk.spec import DTYPES, TopKSpec
-from wrappers import TopKTieBreak
+from cute_kernels.topk.spec import DTYPES, SortSpec, TopKSpec
+from wrappers import TopKTieBreak, machine, reference
 
 from ..run import Result
-from .common import Outcome, simulated
+from .common import Outcome, SimulatedMachine
 
 SMALL, LARGE = TopKTieBreak.SMALL, TopKTieBreak.LARGE
 SMS = 132  # of the simulated GPU: what dispatch counts with
@@ -32,7 +32,7 @@ class Case:
 
     name: str
     calls: tuple[TopKCase, ...]
-    spec: TopKSpec | None = None
+    spec: TopKSpec | SortSpec | None = None
     times: int = 1
 
 
@@ -41,7 +41,36 @@ def kernel(name: str) -> TopKSpec:
     return next(plan for dtype in DTYPES for plan in dispatch.plans(dtype) if plan.name == name)
 
 
-def topk_cases(spec: TopKSpec, thorough: bool = False) -> list[Case]:
+class Sorting(SimulatedMachine):
+    """Rows are selected in torch, and sorted by a simulated kernel."""
+
+    def kernel(self, op: str, spec: Any, arch: str) -> Callable[..., None]:
+        return reference.top_k_rows if op != dispatch.SORT else super().kernel(op, spec, arch)
+
+
+def topk_cases(spec: TopKSpec | SortSpec, thorough: bool = False) -> list[Case]:
+    """Problems that a shipped kernel can run."""
+    return sorted_cases(spec) if isinstance(spec, SortSpec) else selected_cases(spec)
+
+
+def sorted_cases(spec: SortSpec) -> list[Case]:
+    """Two cases that a kernel of `spec` can run: values of every pattern, few and many equal ones, in rows that fill
+    the CTA, a part of a warp, or one place; k the row's length, and less."""
+    most, part = spec.capacity, spec.capacity // 2 + 77
+    data = ("special", "normal", "constant", "relu", "filler")
+    first = [
+        TopKCase(TOP_K, spec.dtype, 1, most, most, "all bits", sorted=True),
+        TopKCase(TOP_K, spec.dtype, 1, 40, 1, "special", sorted=True),
+    ]
+    second = [
+        TopKCase(TOP_K, spec.dtype, 5 if spec.items < 8 else 2, part + 301, part, data, sorted=True, tie_break=LARGE),
+        TopKCase(TOP_K, spec.dtype, 1, 2000, 2000, "nine bits", sorted=True),
+        TopKCase(TOP_K, spec.dtype, 2, 33, 33, ("nan", "-inf"), sorted=True),
+    ]
+    return [Case("full rows", tuple(first)), Case("parts of rows", tuple(second))]
+
+
+def selected_cases(spec: TopKSpec) -> list[Case]:
     """Two cases that a kernel of `spec` can run: all functions, both tie breaks, and every way to settle ties, on rows
     that give every CTA of a cluster keys, the last slice ragged. Where slices are streamed, a row whose candidates
     have no room."""
@@ -64,32 +93,35 @@ def topk_cases(spec: TopKSpec, thorough: bool = False) -> list[Case]:
     return [Case("first ties", tuple(first)), Case("last ties", tuple(second))]
 
 
-def topk_structures(shipped: list[TopKSpec]) -> list[TopKSpec]:
+def topk_structures(shipped: list[TopKSpec | SortSpec]) -> list[TopKSpec | SortSpec]:
     """Kernels that stand for all: one CTA, clusters whose threads add up all histograms and those that merge them, rows
-    held and streamed, both widths of keys, and both sizes of a CTA."""
+    held and streamed, both widths of keys, and both sizes of a CTA; both widths of keys that are sorted."""
     names = (
         "fp32_c1t256_n8192", "bf16_c1t512_n32768", "fp32_c3t512_n46080", "bf16_c4t512_n32768", "fp32_c16t512_n16384",
-        "bf16_c1t512_s6144", "fp32_c2t512_s6144", "bf16_c8t512_s6144",
+        "bf16_c1t512_s6144", "fp32_c2t512_s6144", "bf16_c8t512_s6144", "fp32_t512i4", "bf16_t512i4",
     )  # fmt: skip
     return [spec for spec in shipped if spec.name in names]
 
 
 @contextmanager
-def forced(spec: TopKSpec | None) -> Iterator[None]:
-    """Public functions run `spec`. Dispatch gives large kernels to large problems only; here small ones must do, since
-    a simulated key costs a million times as long as a real one."""
+def forced(spec: TopKSpec | SortSpec | None) -> Iterator[None]:
+    """Public functions select, or sort, with `spec`. Dispatch gives large kernels to large problems only; here small
+    ones must do, since a simulated key costs a million times as long as a real one."""
     if spec is None:
         yield
         return
-    with mock.patch.object(dispatch, "select", lambda problem, arch: (next(iter(dispatch.KERNELS)), spec)):
+    sorts = isinstance(spec, SortSpec)
+    chosen = (lambda problem: spec) if sorts else lambda problem, arch: (next(iter(dispatch.KERNELS)), spec)
+    with mock.patch.object(dispatch, "sorter" if sorts else "select", chosen):
         yield
 
 
-def run_topk(spec: TopKSpec | None, case: Case, arch: str, **how: Any) -> Outcome:
+def run_topk(spec: TopKSpec | SortSpec | None, case: Case, arch: str, **how: Any) -> Outcome:
     results, digest, right, seconds = Result(), hashlib.sha256(), True, 0.0
     launches: list[Result] = []
     spec = spec or case.spec
-    with simulated(arch, launches, SMS, spec, **how), forced(spec):
+    kind = Sorting if isinstance(spec, SortSpec) else SimulatedMachine
+    with machine.override(kind(arch, launches, SMS, None, how)), forced(spec):
         for call in case.calls:
             inputs = cases.make_inputs(call)
             before = {name: bits(t).clone() for name, t in inputs.items() if checked(name, t)}

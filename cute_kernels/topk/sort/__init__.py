@@ -1,0 +1,37 @@
+"""Radix sort of short rows: what `top_k(sorted=True)` launches behind the selection. Plain Python: what the kernel can
+do.
+
+`supports` is the only statement of what the kernel can do; it imports no DSL, because a process that runs a bundle has
+none.
+"""
+
+from ..spec import BITS, SHARED, SM, SortSpec
+
+Spec = SortSpec
+ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+DIGIT = 8  # bits of a key that a pass sorts by
+DIGITS = 1 << DIGIT
+THREADS = (256, 512, 1024)  # at least one a digit
+
+
+def shared(spec: SortSpec) -> int:
+    """Bytes of shared memory of a CTA, or slightly more: pairs, counts of digits, scratch."""
+    return spec.capacity * 8 + spec.threads // 32 * DIGITS * 4 + 1024
+
+
+def resident(spec: SortSpec) -> int:
+    """CTAs that an SM holds at a time; the compiler is told so."""
+    return min(SM // (shared(spec) + 1024), 1536 // spec.threads)
+
+
+def supports(spec: SortSpec) -> str | None:
+    """None where the kernel runs `spec`, else the reason why not."""
+    if spec.dtype not in BITS:
+        return f"dtype {spec.dtype}: the kernel has {', '.join(BITS)}"
+    if spec.threads not in THREADS:
+        return f"threads {spec.threads}: the kernel has {THREADS}"
+    if spec.items < 1:
+        return f"items {spec.items}: at least 1"
+    if shared(spec) > SHARED:
+        return f"items {spec.items}: {shared(spec)} bytes of shared memory, a CTA can have {SHARED}"
+    return None
