@@ -30,9 +30,9 @@ class Machine:
 
     def __init__(self) -> None:
         self.plans: dict[tuple[Any, ...], Any] = {}
-        self.offsets: dict[tuple[torch.device, int, int], torch.Tensor] = {}
+        self.offsets: dict[tuple[torch.device, int, int], Any] = {}
         self.tickets: dict[torch.device, Any] = {}
-        self.parts: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.parts: dict[Any, tuple[Any, Any]] = {}
 
     def facts(self, device: torch.device) -> tuple[str, int] | None:
         """(architecture, SM count) of a device that compiled kernels serve, None for the reference."""

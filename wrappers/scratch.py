@@ -1,7 +1,7 @@
 """Counters and scratch memory that launches on a device share: kept, because allocating takes as long as launching.
 
 Launches of one stream never overlap, so what is kept belongs to a stream. A captured launch has its own, since its
-graph may be replayed beside anything.
+graph may be replayed beside anything. What is kept is in the form of `Machine.argument`.
 """
 
 import threading
@@ -21,6 +21,7 @@ class Tickets(NamedTuple):
     """A device's counters for launches, and who has which. Zero before and after every launch."""
 
     counters: torch.Tensor  # (TICKETS,) int32
+    argument: Any  # the same, as launches take it
     of_stream: dict[int, int]  # raw stream -> counter: launches of one stream never overlap
     used: list[int]  # one number: how many have an owner
 
@@ -34,7 +35,7 @@ class Tickets(NamedTuple):
             return first
 
 
-def ticket(device: torch.device, capturing: bool) -> tuple[torch.Tensor, int]:
+def ticket(device: torch.device, capturing: bool) -> tuple[Any, int]:
     """(counters, index) for a launch on the current stream, which is captured or not; index -1 makes the kernel do
     without.
 
@@ -47,15 +48,15 @@ def ticket(device: torch.device, capturing: bool) -> tuple[torch.Tensor, int]:
             return torch.empty(0, dtype=torch.int32, device=device), -1
         tickets = _add_tickets(device)
     if capturing:
-        return tickets.counters, tickets.take(1)
+        return tickets.argument, tickets.take(1)
     stream = here.raw_stream(device.index)
     index = tickets.of_stream.get(stream)
     if index is None:
         index = tickets.of_stream.setdefault(stream, tickets.take(1))
-    return tickets.counters, index
+    return tickets.argument, index
 
 
-def parts(plan: Any, capturing: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
+def parts(plan: Any, capturing: bool) -> tuple[Any, Any, int]:
     """Scratch for parts of tiles, two of each CTA, with counters, one a CTA, from an index on. plan: an
     `attention.plan.Plan`."""
     here, slots, counters = machine.current, 2 * plan.sms, plan.sms
@@ -63,7 +64,7 @@ def parts(plan: Any, capturing: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
         tickets = here.tickets.get(plan.device)
         first = tickets.take(counters) if tickets else -1
         if tickets and first >= 0:
-            return _new_part(plan, slots), tickets.counters, first
+            return _new_part(plan, slots), tickets.argument, first
         return *new_parts(plan, slots, counters), 0
     if plan.device not in here.tickets:
         _add_tickets(plan.device)  # for later captures
@@ -75,7 +76,8 @@ def parts(plan: Any, capturing: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
     if found is None:
         if len(here.parts) >= MOST:
             here.parts.clear()
-        found = here.parts.setdefault(key, new_parts(plan, slots, counters))
+        new, zeros = new_parts(plan, slots, counters)
+        found = here.parts.setdefault(key, (here.argument(new), here.argument(zeros)))
     return *found, 0
 
 
@@ -92,4 +94,5 @@ def _add_tickets(device: torch.device) -> Tickets:
     """Waits once a device: a launch of another stream must find zeros."""
     counters = torch.zeros(TICKETS, dtype=torch.int32, device=device)
     machine.current.synchronize(device)
-    return machine.current.tickets.setdefault(device, Tickets(counters, {PER_THREAD_STREAM: -1}, [0]))
+    made = Tickets(counters, machine.current.argument(counters), {PER_THREAD_STREAM: -1}, [0])
+    return machine.current.tickets.setdefault(device, made)

@@ -102,7 +102,7 @@ class Plan:
     stream_k: bool  # CTAs share the keys of a request
     part_keys: int  # of a part of a request, where parts do not depend on the batch; else 0
     checked: bool  # values are read and checked before a launch
-    offsets: torch.Tensor | None = None  # (B + 1,) int32, of requests of equal length
+    offsets: Any = None  # (B + 1,) int32, of requests of equal length, in the form of `Machine.argument`
 
     def modify(self, flat: list[Any], p: Problem) -> None:
         """Set what most calls lack."""
@@ -164,7 +164,7 @@ class Plan:
         flat[at.o_fp4], flat[at.o_sf] = o.data, o.scale.view(torch.uint8).view(-1)
         flat[at.o_sf_start], flat[at.o_sf_scale] = o.scale_start_index, float(factor)  # type: ignore[arg-type]
 
-    def equal_offsets(self, batch: int, length: int, capturing: bool) -> torch.Tensor:
+    def equal_offsets(self, batch: int, length: int, capturing: bool) -> Any:
         """int32 (batch + 1,), of requests of `length` query tokens each. Memory of a graph is not kept, nor is kept
         memory a graph's; a launch on another stream must find them written, so what is kept is never freed."""
         if self.offsets is not None and not capturing:
@@ -173,7 +173,7 @@ class Plan:
         made = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=self.device)
         if not capturing and len(here.offsets) < here.max_plans:
             here.synchronize(self.device)
-            self.offsets = made = here.offsets.setdefault((self.device, batch, length), made)
+            self.offsets = made = here.offsets.setdefault((self.device, batch, length), here.argument(made))
         return made
 
 
