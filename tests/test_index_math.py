@@ -1,5 +1,6 @@
 """The functions that a kernel traces, run on ints against brute force. No GPU, no compilation."""
 
+import heapq
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -98,15 +99,35 @@ def test_blocks_of_a_tile(spec, n, group, pack, early, data):
     assert walked == list(range(hi - 2, lo - 1, -1))
 
 
-@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 64))
-def test_order_visits_every_tile_once_longest_first(m_blocks, heads, section):
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 64), st.integers(1, 20))
+def test_order_visits_every_tile_once_longest_first(m_blocks, heads, section, ctas):
     section = min(section, heads)
-    found = [tiles.lpt_order(i, m_blocks, heads, section) for i in range(m_blocks * heads)]
+    whole = tiles.whole_sections(m_blocks, heads, section, ctas)
+    found = [tiles.lpt_order(i, m_blocks, heads, section, whole) for i in range(m_blocks * heads)]
     assert sorted(found) == [(m, h) for m in range(m_blocks) for h in range(heads)]
-    for part in {h // section for _, h in found}:
-        blocks = [m for m, h in found if h // section == part]
+    parts = [min(h // section, whole) for _, h in found]
+    assert parts == sorted(parts)
+    for part in set(parts):
+        blocks = [m for m, h in found if min(h // section, whole) == part]
         assert blocks == sorted(blocks, reverse=True)
-    assert [h // section for _, h in found] == sorted(h // section for _, h in found)
+    last = heads - whole * section
+    assert last == heads or tiles.WAVES * ctas <= last * m_blocks < tiles.WAVES * ctas + (section + 1) * m_blocks
+
+
+def ends(order, ctas):
+    """When the last CTA ends, and the mean of all; a tile of causal attention costs its blocks and 1.3 for its ends."""
+    free = [0.0] * ctas
+    for m, _ in order:
+        heapq.heapreplace(free, free[0] + m + 2.3)
+    return max(free), sum(m + 2.3 for m, _ in order) / ctas
+
+
+@pytest.mark.parametrize("m_blocks, heads, section", [(64, 16, 3), (64, 16, 2), (43, 32, 28), (64, 32, 3)])
+def test_ctas_end_together(m_blocks, heads, section):
+    """Such as head_dim (192, 128) without groups, whose last section was one head: its longest tile ended 15 % late."""
+    whole = tiles.whole_sections(m_blocks, heads, section, 132)
+    last, mean = ends([tiles.lpt_order(i, m_blocks, heads, section, whole) for i in range(m_blocks * heads)], 132)
+    assert last < 1.02 * mean
 
 
 @given(st.integers(0, 1 << 20), st.integers(1, 64), st.integers(1, 16))

@@ -7,7 +7,8 @@ at one level, as they come. Tiles of packed rows, which mostly wait for memory, 
 which mostly multiply (`spread`).
 
 Within a request (`lpt_order`): KV heads go in sections whose K and V fit the L2 cache together; in a section the last,
-under a causal mask the longest, m_block comes first, and all heads of a section work on it before the next.
+under a causal mask the longest, m_block comes first, and all heads of a section work on it before the next. The last
+section has tiles for WAVES rounds of the CTAs, whatever fits: the longest of fewer would end after all others.
 """
 
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from . import work
 from .work import Work
 
 SHORT = 2048  # keys
+WAVES = 2
 WHOLE = 1 << 31  # the `share` of a kind that has all tiles
 
 
@@ -61,11 +63,18 @@ def allocate(smem) -> Order:
     return Order(smem.allocate_tensor(Int32, launch, 16), smem.allocate_tensor(Int32, fields, 16))
 
 
-def lpt_order(index, m_blocks, heads, section):
-    """index-th tile of a request -> (m_block, head)."""
-    part = index // (m_blocks * section)
+def whole_sections(m_blocks, heads, section, ctas):
+    """Sections in front of the last one."""
+    last = (WAVES * ctas + m_blocks - 1) // m_blocks
+    return cutlass.max(0, heads - last) // section
+
+
+def lpt_order(index, m_blocks, heads, section, whole):
+    """index-th tile of a request -> (m_block, head). whole: sections of so many heads in front of the last one."""
+    part = cutlass.min(index // (m_blocks * section), whole)
     rest = index - part * m_blocks * section
-    width = cutlass.min(section, heads - part * section)
+    before = cutlass.min(1, whole - part)  # 0: the last one
+    width = before * section + (1 - before) * (heads - whole * section)
     return m_blocks - 1 - rest // width, part * section + rest % width
 
 
@@ -211,7 +220,10 @@ def find(spec: cutlass.Constexpr, a, tile: Int32, order: Order):
         heads = geometry.tile_heads(a, one.kind)
         each = geometry.group(a) + 1 - per_token  # heads that share those of K and V
         section = l2_section(one.kv_len, row_bytes, a.kv.k.shape[1], each, spec.tile.l2_bytes)
-        m_block, head = lpt_order(index, (rows + m - 1) // m, heads, section)
+        m_blocks, whole = (rows + m - 1) // m, Int32(0)
+        if section < heads:
+            whole = whole_sections(m_blocks, heads, section, cute.arch.grid_dim()[0])
+        m_block, head = lpt_order(index, m_blocks, heads, section, whole)
     n = mask.lengths(spec, a, one.q_len, one.kv_len)
     factor = geometry.factor_of_rows(one.kind, order.launch[2])
     first, last = geometry.tile_tokens(m_block, m, one.q_len, Divisor(per_token, factor))
