@@ -216,7 +216,7 @@ def test_decode_refuses_tiles_that_warps_cannot_share(tile, word):
     assert decode.supports(replace(spec, tile=decode.Tile(48, 384, 3, 3))) is None
 
 
-@pytest.mark.parametrize("tile", [sm90.Tile(96, 128), sm90.Tile(256, 128), sm90.Tile(128, 100)])
+@pytest.mark.parametrize("tile", [sm90.Tile(96), sm90.Tile(256), sm90.Tile(128, 100), sm90.Tile(loaders=1)])
 def test_prefill_refuses_tiles(tile):
     refusal = sm90.supports(replace(sm90.shipped(ARCH)[0], tile=tile))
     assert refusal is not None and refusal.field == "tile"

@@ -179,6 +179,8 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("tile", f"{t}: m is 64, 128 or 192, n a multiple of 16")
     if spec.kv.dtype != spec.q and t.m > 128:
         return Refusal("tile", f"{t}: over quantised K and V, m is 64 or 128")
+    if spec.kv.dtype == spec.q != FP8 and t.loaders != 2:
+        return Refusal("tile", f"{t}: loaders is 2 where nothing is prepared")
     return None
 
 
