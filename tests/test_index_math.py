@@ -187,8 +187,8 @@ def test_shares_of_a_split_and_who_merges(each_tile, ctas):
         assert parts == list(range(parts[0], parts[-1] + 1))
         if len(parts) > 1:
             assert first <= starts[parts[0] + 1] - 1 < first + each
-            slots = [stream_k.split_slot(c, max(starts[c], first) - first) for c in parts]
-            assert slots == [stream_k.split_slot(c, c - parts[0]) for c in parts]
+            slots = [stream_k.split_slot(c, max(starts[c], first) - first, ctas) for c in parts]
+            assert slots == [stream_k.split_slot(c, c - parts[0], ctas) for c in parts]
             assert not taken & set(slots) and max(slots) < 2 * ctas
             taken |= set(slots)
         first += each

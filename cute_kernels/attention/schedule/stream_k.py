@@ -72,18 +72,16 @@ def cta_of_unit(unit, total, ctas):
     return cutlass.max(unit // (each + 1), (unit - rest) // cutlass.max(each, 1))
 
 
-def split_slot(cta, behind):
-    """Where a CTA puts its part of a tile that begins `behind` units, or CTAs, before it."""
-    return 2 * cta + cutlass.max(1 - behind, 0)
+def split_slot(cta, behind, ctas):
+    """Where a CTA of `ctas` puts its part of a tile that begins `behind` units, or CTAs, before it. Parts of a tile are
+    neighbours, but for the first one."""
+    return cta + ctas * cutlass.max(1 - behind, 0)
 
 
-@cute.jit
-def slot_of(a, w: Work, part: Int32):
+def slot_of(a, w: Work, part):
     """Slot of a part of a tile."""
-    slot = w.split.first + part
-    if a.schedule.blocks_per_split == 0:
-        slot = split_slot(slot, part)
-    return slot
+    shared = 1 - cutlass.min(a.schedule.blocks_per_split, 1)
+    return split_slot(w.split.first + part, part, shared * cute.arch.grid_dim()[0])
 
 
 def units_per_tile(spec, n, blocks_per_split):
@@ -187,7 +185,7 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, search: Search, share: Share):
     begins = mask.kv_range(spec, 0, found.q_len - 1, n)[0] + offset * per
     lo, hi = cutlass.max(lo, begins), cutlass.min(hi, begins + taken * per)
     if taken < each:
-        slot = unit if split > 0 else split_slot(cute.arch.block_idx()[0], offset)
+        slot = unit if split > 0 else split_slot(cute.arch.block_idx()[0], offset, ctas)
     blocks = (lo, hi, *mask.full_range(spec, first, last, n), Split(slot, count, base))
     w = Work(found.valid, m_block, head, found.q_start, found.q_len, kv_len, found.request, *blocks)
     if const_expr(spec.tile.knows_rows):
