@@ -205,7 +205,9 @@ def test_units_of_a_tile_hold_all_blocks_that_any_of_its_tokens_visits(spec, n, 
     every = [mask.kv_range(spec, token, token, n) for token in range(n.q_len)]
     visited = {j for lo, hi in every for j in range(lo, hi)}
     lo = mask.kv_range(spec, 0, n.q_len - 1, n)[0]
-    found = int(stream_k.units_per_tile(spec, n, blocks_per_split))
+    found = int(stream_k.blocks_per_tile(spec, n))
+    if blocks_per_split:
+        found = stream_k.units_of_blocks(found, blocks_per_split)
     assert found >= 1 and visited <= set(range(lo, lo + found * max(blocks_per_split, 1)))
 
 
