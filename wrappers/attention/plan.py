@@ -165,9 +165,10 @@ class Plan:
         flat[at.o_sf_start], flat[at.o_sf_scale] = o.scale_start_index, float(factor)  # type: ignore[arg-type]
 
     def equal_offsets(self, batch: int, length: int, capturing: bool) -> torch.Tensor:
-        """int32 (batch + 1,), of requests of `length` query tokens each. Memory of a graph is not kept, nor is kept
-        memory a graph's; a launch on another stream must find them written, so what is kept is never freed."""
-        if self.offsets is not None and not capturing:
+        """int32 (batch + 1,), of requests of `length` query tokens each. What is kept is written before anybody else
+        sees it and never freed: launches on other streams and of graphs, whose own a kernel would write at each replay,
+        may read it. Memory of a graph is not kept."""
+        if self.offsets is not None:
             return self.offsets
         here = machine.current
         made = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=self.device)
