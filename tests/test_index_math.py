@@ -231,6 +231,7 @@ def test_decode_tiles_are_as_small_as_their_rows_allow(rows, tile, each):
     assert spec.tile.heights == tuple(sizes)
     m = geometry.tile_m(spec, rows)
     assert m == next((m for m in sizes if rows <= m), sizes[-1])
+    assert stream_k.tiles_of_rows(spec, rows) == -(-rows // m)
     count, shares = spec.tile.warps, layout.warps_per_group(spec, m)
     assert shares * m == each * count
     assert [w * (m // each) // count for w in range(count)] == [w // shares for w in range(count)]

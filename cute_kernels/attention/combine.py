@@ -60,23 +60,19 @@ def merge(spec: cutlass.Constexpr, a, w: Work, rows_per_token, warp: Int32, warp
         epilogue.store_lse(a, token, head, normal.lse, cute.arch.lane_idx() == 0)
 
 
-def at_once(dim):
-    """Parts that a warp loads at once: 96 registers of a lane."""
-    return min(32, 3072 // dim // GROUP * GROUP)
-
-
 @cute.jit
 def add_parts(spec: cutlass.Constexpr, a, w: Work, row: Int32):
     """One warp: (this lane's columns of the sum of O x 2^(LSE - top), top, sum of 2^(LSE - top)) over the parts.
-    `at_once` of them at a time: a lane has the LSE of one, all have a share of each O, which is on its way with the
+    As many at a time as registers hold: a lane has the LSE of one, all have a share of each O, which is on its way with the
     LSEs."""
     dim, count, lane = const_expr(spec.head_dim_vo), w.split.count, cute.arch.lane_idx()
-    per, step = const_expr(dim // 32), const_expr(at_once(dim))
-    acc, pieces = cute.make_rmem_tensor(per, Float32), cute.make_rmem_tensor((per, step), Float32)
+    per = const_expr(dim // 32)
+    step = const_expr(min(32, max(1, spec.tile.merged_columns // per // GROUP) * GROUP))
+    acc = cute.make_rmem_tensor(per, Float32)
     acc.fill(0.0)
     base, top, total = Int32(0), -Float32.inf, Float32(0.0)
     while base < count:
-        lse = -Float32.inf
+        lse, pieces = -Float32.inf, cute.make_rmem_tensor((per, step), Float32)
         if lane < step and base + lane < count:
             lse = a.schedule.o_partial[stream_k.slot_of(a, w, base + lane), row, dim]
         for j in cutlass.range_constexpr(0, step, GROUP):
@@ -100,19 +96,19 @@ def add_parts(spec: cutlass.Constexpr, a, w: Work, row: Int32):
 
 @cute.jit
 def load_parts(spec: cutlass.Constexpr, a, w: Work, row: Int32, first: Int32, pieces: cute.Tensor):
-    """This lane's columns of a row of GROUP parts, those that there are."""
+    """This lane's columns of a row of GROUP parts, of which the last one stands for those past it. Branches instead
+    would make quantised kernels spill."""
     dim, parts = const_expr(spec.head_dim_vo), a.schedule.o_partial
-    size = const_expr(spec.tile.m * (dim + 4))  # of a slot: a constant, so that neighbours have one address
+    size = const_expr(spec.tile.m * (dim + 4))  # of a slot: a constant, for short addresses
     lane = (const_expr(dim // 32),), (cute.arch.lane_idx(),)
     begin = cute.local_tile(parts[w.split.first + first, row, None], *lane)
     near = cute.make_tensor(begin.iterator, cute.make_layout((GROUP, *lane[0]), stride=(size, 1)))
     for e in cutlass.range_constexpr(GROUP):
-        if first + e < w.split.count:
-            if const_expr(e == 0):
-                own = parts[stream_k.slot_of(a, w, first), row, None]
-                cute.autovec_copy(cute.local_tile(own, *lane), pieces[None, e])
-            else:
-                cute.autovec_copy(near[e, None], pieces[None, e])
+        if const_expr(e == 0):
+            own = parts[stream_k.slot_of(a, w, first), row, None]
+            cute.autovec_copy(cute.local_tile(own, *lane), pieces[None, e])
+        else:
+            cute.autovec_copy(near[cutlass.min(e, w.split.count - 1 - first), None], pieces[None, e])
 
 
 @cute.jit
