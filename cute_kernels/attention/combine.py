@@ -63,8 +63,8 @@ def merge(spec: cutlass.Constexpr, a, w: Work, rows_per_token, warp: Int32, warp
 @cute.jit
 def add_parts(spec: cutlass.Constexpr, a, w: Work, row: Int32):
     """One warp: (this lane's columns of the sum of O x 2^(LSE - top), top, sum of 2^(LSE - top)) over the parts.
-    As many at a time as registers hold: a lane has the LSE of one, all have a share of each O, which is on its way with the
-    LSEs."""
+    As many at a time as registers hold: a lane has the LSE of one, all have a share of each O, which is on its way
+    with the LSEs."""
     dim, count, lane = const_expr(spec.head_dim_vo), w.split.count, cute.arch.lane_idx()
     per = const_expr(dim // 32)
     step = const_expr(min(32, max(1, spec.tile.merged_columns // per // GROUP) * GROUP))

@@ -94,8 +94,9 @@ def units_of_blocks(blocks, blocks_per_split):
 
 
 def tiles_of_rows(spec, rows):
-    """Tiles of so many rows: a tile of less than `tile.m` rows is alone."""
-    return (rows + spec.tile.m - 1) // spec.tile.m
+    """Tiles of so many rows: one that is lower than the highest is alone."""
+    most = spec.tile.heights[-1]
+    return (rows + most - 1) // most
 
 
 @cute.jit
