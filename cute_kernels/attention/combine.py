@@ -20,16 +20,6 @@ ROWS, PARTS = 16, 2  # of `merge_rows`: a lane has the LSE of one row of one par
 
 
 @cute.jit
-def is_last(a, w: Work, flag: cute.Tensor, tid: Int32, barrier: cutlass.Constexpr, threads: cutlass.Constexpr):
-    """Whether the part that these threads have written is the last of its tile; then they see all of them."""
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
-    if tid == 0:
-        count_part(a, w.split.first, w.split.count, flag, Int32(0))
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
-    return flag[0] != 0
-
-
-@cute.jit
 def count_part(a, first: Int32, count: Int32, flags: cute.Tensor, i: Int32):
     """One thread, behind a barrier with those that have written a part: flags[i] says whether it is the last of its
     tile, of `count`; then they see all of them behind the next barrier."""
@@ -43,14 +33,28 @@ def count_part(a, first: Int32, count: Int32, flags: cute.Tensor, i: Int32):
 
 
 @cute.jit
-def merge(spec: cutlass.Constexpr, a, w: Work, rows_per_token, warp: Int32, warps: cutlass.Constexpr):
-    """One warp of `warps`: its rows of a tile whose parts are there."""
-    rows = geometry.tile_rows(w.q_len, rows_per_token)
-    m = geometry.tile_m(spec, rows)
-    rows = cutlass.min(rows - w.m_block * m, m)
+def is_last(a, own: Int32, count: Int32):
+    """One warp: whether what it has written of a part is the last of `count`, by a counter of its own; then it sees
+    what its like have written of the others."""
+    last = Int32(0)
+    cute.arch.sync_warp()
+    if cute.arch.lane_idx() == 0:
+        counter = a.schedule.counters.iterator + (a.schedule.counter_base + own)
+        done = cute.arch.atomic_add(counter.llvm_ptr, Int32(1), sem="acq_rel", scope="gpu")
+        if done == count - 1:
+            a.schedule.counters[a.schedule.counter_base + own] = 0
+            last = Int32(1)
+    return cute.arch.shuffle_sync(last, 0) != 0
+
+
+@cute.jit
+def merge(spec: cutlass.Constexpr, a, w: Work, rows_per_token, rows: Int32, own: cutlass.Constexpr, warp: Int32):
+    """One warp: its rows, own(spec, warp, 0), own(spec, warp, 1), ... below `rows`, of a tile whose parts are there."""
+    m = geometry.tile_m(spec, geometry.tile_rows(w.q_len, rows_per_token))
     scale = epilogue.scale_of(a)
     mates = const_expr(tuple(m for m in (1, 2, 4) if m * spec.head_dim_vo // 32 < BLOCK))
-    for row in cutlass.range(warp, rows, warps, unroll=1):
+    i, row = Int32(1), own(spec, warp, Int32(0))
+    while row < rows:
         acc, top, total = add_parts(spec, a, w, row)
         token = w.q_start + geometry.token_of(w.m_block * m + row, rows_per_token)
         head = geometry.head_of(w.m_block * m + row, w.head, rows_per_token)
@@ -58,6 +62,7 @@ def merge(spec: cutlass.Constexpr, a, w: Work, rows_per_token, warp: Int32, warp
         acc.store(acc.load() * (normal.factor * scale))
         epilogue.store_piece(spec, a, token, head, cute.arch.lane_idx(), acc, mates)
         epilogue.store_lse(a, token, head, normal.lse, cute.arch.lane_idx() == 0)
+        i, row = i + 1, own(spec, warp, i)
 
 
 @cute.jit

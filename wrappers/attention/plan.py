@@ -100,6 +100,7 @@ class Plan:
     tile_rows: int  # most query rows of a tile
     sms: int
     stream_k: bool  # CTAs share the keys of a request
+    counters: int  # of a part of a tile
     part_keys: int  # of a part of a request, where parts do not depend on the batch; else 0
     checked: bool  # values are read and checked before a launch
     offsets: torch.Tensor | None = None  # (B + 1,) int32, of requests of equal length
@@ -242,6 +243,7 @@ def plan_for(p: Problem, arch: str, sms: int) -> Plan:
         tile_rows=spec.tile.m,
         sms=sms,
         stream_k=spec.schedule == "stream_k",
+        counters=1 if spec.tile.knows_rows else spec.tile.warps,
         part_keys=blocks * spec.tile.n if spec.schedule == "stream_k" else 0,
         checked=checking(),
     )

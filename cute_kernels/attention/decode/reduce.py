@@ -21,7 +21,6 @@ class ReduceSmem:
 
     o: cute.Tensor  # (warp, row of a pass, piece of it, PIECE): piece i at i ^ (row / 2), for the banks
     stats: cute.Tensor  # (warp, row, maximum in log2 units and sum)
-    last: cute.Tensor  # (1,) of `combine.is_last`
     ready: pipe.Pipe  # of one stage, that all warps fill and free
 
 
@@ -39,7 +38,6 @@ def allocate(spec, smem):
     return ReduceSmem(
         smem.allocate_tensor(Float32, row_major(t.warps, rows_at_once(spec), pieces, PIECE), 16),
         smem.allocate_tensor(Float32, row_major(t.warps, t.rows_per_warp, 2), 8),
-        smem.allocate_tensor(Int32, cute.make_layout(1)),
         pipe.make(smem, 1, t.warps, t.warps),
     )
 
