@@ -88,7 +88,9 @@ def shared(spec, plan):
 
 @cute.jit
 def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
-    """The warps that do not compute."""
+    """The warps that do not compute. The one that schedules begins while the launch before still runs."""
+    if warp != roles(spec).first("schedule"):
+        cute.arch.griddepcontrol_wait()
     if warp < roles(spec).first("load_v"):
         load.load_kv(spec, plan, s, load.Stages(plan.k, s.k, s.k_pipe), pages.K, warp)
     elif warp < roles(spec).first("schedule"):
@@ -105,12 +107,12 @@ def kernel(spec: cutlass.Constexpr, plan: Plan):
     s = shared(spec, plan)
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()
-    cute.arch.griddepcontrol_wait()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp < roles(spec).first("math"):
         cute.arch.setmaxregister_decrease(roles(spec).registers("load_k"))
-        serve(spec, plan, s, warp)
         cute.arch.griddepcontrol_launch_dependents()
+        serve(spec, plan, s, warp)
     else:
         cute.arch.setmaxregister_increase(roles(spec).registers("math"))
+        cute.arch.griddepcontrol_wait()
         math(spec, plan, s)

@@ -13,6 +13,7 @@ from cutlass import Int32, Int64, const_expr
 from ...device import warp
 from ...device.divisor import Divisor, divide
 from .. import geometry, mask
+from ..early import unsettled
 from . import work
 from .work import Split, Work
 
@@ -206,18 +207,42 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, seen: Requests, share: Share, 
 
 
 @cute.jit
+def first_work(spec: cutlass.Constexpr, a, s, per_token: Divisor):
+    """One warp: write what the CTA begins with. Returns (the Requests that it is of, the CTA's Share, the unit behind).
+    Where a warp knows all requests, it finds the work while the launch before still runs, looks at the requests again
+    when that has ended, and finds it anew only where they have changed."""
+    early, few, last = unsettled(a), geometry.batch(a) <= 32, const_expr(0 if spec.tile.knows_rows else 1)
+    zero = Int32(0)
+    seen, share, unit = Requests(zero, zero, zero, Request(*[zero] * 5)), Share(zero, zero, zero), zero
+    for attempt in cutlass.range(last + 1, unroll=1):
+        now = look(spec, early, Int32(0), Int32(0))
+        changed = now.own.q_start != seen.own.q_start or now.own.q_len != seen.own.q_len
+        changed = cute.arch.vote_any_sync(changed or now.own.kv_len != seen.own.kv_len)
+        if (few and attempt < last) or (attempt == last and (not few or changed or last == 0)):
+            share = cta_share(spec, early, now)
+            w, seen, unit = find(spec, early, share.begin, now, share, per_token)
+            more = Int32(1) if share.begin < share.end else Int32(0)
+            work.write(s, Int32(0), w._replace(valid=w.valid * more))
+        if attempt < last:
+            cute.arch.griddepcontrol_wait()
+    return seen, share, unit
+
+
+@cute.jit
 def schedule_warp(spec: cutlass.Constexpr, a, s):
     """One warp: publish the CTA's work, and that there is no more. Both shared tiles come first, the tail of the first
     and the head of the last, so that their merges overlap with the whole tiles between."""
-    seen, per_token = look(spec, a, Int32(0), Int32(0)), Divisor(geometry.group(a))
-    share = cta_share(spec, a, seen)
-    unit, end = share.begin, share.end
-    t, more = Int32(0), Int32(1)
+    per_token = Divisor(geometry.group(a))
+    seen, share, unit = first_work(spec, a, s, per_token)
+    end = share.end
+    t, more = Int32(0), Int32(1) if share.begin < end else Int32(0)
+    work.announce(s, t)
     passed, left = Int32(0), Int32(0)  # the first unit that was passed over, and how many
     while more != 0:
-        more = Int32(1) if unit < end else Int32(0)
-        w, seen, unit = find(spec, a, unit, seen, Share(share.begin, end, share.total), per_token)
-        work.publish(s, t, w._replace(valid=w.valid * more))
+        if t > 0:
+            more = Int32(1) if unit < end else Int32(0)
+            w, seen, unit = find(spec, a, unit, seen, Share(share.begin, end, share.total), per_token)
+            work.publish(s, t, w._replace(valid=w.valid * more))
         if t == 0 and a.schedule.blocks_per_split == 0 and unit < end:
             last, seen = tile_begin(spec, a, end - 1, seen)
             passed, left = unit, cutlass.max(last - unit, 0)
