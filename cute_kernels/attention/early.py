@@ -6,6 +6,18 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Int32
 
+BARRIER = 1  # of the warps that guess
+
+
+def guesses(spec):
+    """Whether a CTA finds its first work while the launch before may still run."""
+    return spec.schedule == "stream_k" and not spec.tile.knows_rows
+
+
+def threads(spec):
+    """Of the warp that schedules and those that load K and V."""
+    return 32 * (1 + 2 * spec.tile.loaders)
+
 
 @dataclass(frozen=True)
 class Unsettled:

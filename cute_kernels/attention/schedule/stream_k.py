@@ -12,8 +12,7 @@ from cutlass import Int32, Int64, const_expr
 
 from ...device import warp
 from ...device.divisor import Divisor, divide
-from .. import geometry, mask
-from ..early import unsettled
+from .. import early, geometry, mask
 from . import work
 from .work import Split, Work
 
@@ -211,20 +210,28 @@ def first_work(spec: cutlass.Constexpr, a, s, per_token: Divisor):
     """One warp: write what the CTA begins with. Returns (the Requests that it is of, the CTA's Share, the unit behind).
     Where a warp knows all requests, it finds the work while the launch before still runs, looks at the requests again
     when that has ended, and finds it anew only where they have changed."""
-    early, few, last = unsettled(a), geometry.batch(a) <= 32, const_expr(0 if spec.tile.knows_rows else 1)
+    early_a, few, last = early.unsettled(a), geometry.batch(a) <= 32, const_expr(int(early.guesses(spec)))
     zero = Int32(0)
+    number, keys = zero, zero
     seen, share, unit = Requests(zero, zero, zero, Request(*[zero] * 5)), Share(zero, zero, zero), zero
     for attempt in cutlass.range(last + 1, unroll=1):
-        now = look(spec, early, Int32(0), Int32(0))
+        now, first = look(spec, early_a, zero, zero), zero - 1
         changed = now.own.q_start != seen.own.q_start or now.own.q_len != seen.own.q_len
         changed = cute.arch.vote_any_sync(changed or now.own.kv_len != seen.own.kv_len)
         if (few and attempt < last) or (attempt == last and (not few or changed or last == 0)):
-            share = cta_share(spec, early, now)
-            w, seen, unit = find(spec, early, share.begin, now, share, per_token)
+            share = cta_share(spec, early_a, now)
+            w, seen, unit = find(spec, early_a, share.begin, now, share, per_token)
             more = Int32(1) if share.begin < share.end else Int32(0)
-            work.write(s, Int32(0), w._replace(valid=w.valid * more))
-        if attempt < last:
-            cute.arch.griddepcontrol_wait()
+            work.write(s, zero, w._replace(valid=w.valid * more))
+            if w.valid * more != 0 and a.kv.kv_starts.shape[0] == 0:  # rows of a table, whose room bounds any guess
+                first = w.hi - 1
+            number, keys = w.batch, w.kv_len
+        if const_expr(last > 0):
+            if attempt < last:
+                if cute.arch.lane_idx() == 0:
+                    s.guess[0], s.guess[1], s.guess[2] = number, first, keys
+                cute.arch.barrier_arrive(barrier_id=early.BARRIER, number_of_threads=early.threads(spec))
+                cute.arch.griddepcontrol_wait()
     return seen, share, unit
 
 
