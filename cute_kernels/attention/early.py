@@ -34,8 +34,10 @@ class Unsettled:
         return cute.arch.load(where.llvm_ptr, Int32, cop="cg")
 
 
-def unsettled(a):
-    """The arguments of a launch, whose lengths and offsets are `Unsettled`."""
+def unsettled(spec, a):
+    """The arguments of a launch, whose lengths and offsets are `Unsettled` where its CTAs guess."""
+    if not guesses(spec):
+        return a
     query = a.query._replace(cu_seqlens_q=Unsettled(a.query.cu_seqlens_q))
     lens, starts = Unsettled(a.kv.kv_lens), Unsettled(a.kv.kv_starts)
     return a._replace(query=query, kv=a.kv._replace(kv_lens=lens, kv_starts=starts))

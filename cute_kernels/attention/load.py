@@ -88,11 +88,12 @@ def load_kv(
                 if loader == 0 and w.hi > w.lo:
                     offer_q(spec, plan, s, w, q)
                     q += 1
-            first, known = Block(loader, i, w.hi - 1, head, w.kv_len), False
-            if const_expr(guess is not None):
-                known = t == 0 and w.batch == guess[0] and first.j == guess[1] and w.kv_len == guess[2]
-            if not known:
+            first = Block(loader, i, w.hi - 1, head, w.kv_len)
+            if const_expr(guess is None):
                 source(spec).look(spec, found, mine, first)
+            elif w.hi > w.lo:
+                if t > 0 or w.batch != guess[0] or first.j != guess[1] or w.kv_len != guess[2]:
+                    source(spec).look(spec, found, mine, first)
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
                 source(spec).fill(spec, *into, found, mine, Block(loader, i, j, head, w.kv_len))
                 i += 1

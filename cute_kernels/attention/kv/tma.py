@@ -55,7 +55,7 @@ def look(spec: cutlass.Constexpr, found: Any, mine: pages.Rows, at: Block):
             first = (32 * c + cute.arch.lane_idx()) * BOXES[0]
             row = at.j * spec.tile.n + first
             found.lanes.page[c], found.lanes.row[c] = Int32(found.pool), Int32(0)
-            if row >= 0 and row < at.kv_len and first < spec.tile.n:
+            if row < at.kv_len and first < spec.tile.n:
                 found.lanes.page[c] = pages.page_of(mine, row, found.page_size)
                 found.lanes.row[c] = pages.row_in_page(mine, row, found.page_size)
 
@@ -85,7 +85,9 @@ def fill(
         rows, largest = op.boxes[k].rows, const_expr(k + 1 == len(op.boxes))
         if page_size >= rows and (largest or page_size == rows):
             fill_boxes(spec, op, k, smem, p, found.lanes if const_expr(largest) else Lanes(found.lanes.page, None), at)
-    look(spec, ahead, mine, at._replace(j=at.j - 1))
+    if const_expr(ahead is not None):
+        if at.j > 0:
+            look(spec, ahead, mine, at._replace(j=at.j - 1))
 
 
 @cute.jit

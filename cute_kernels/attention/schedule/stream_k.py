@@ -210,7 +210,7 @@ def first_work(spec: cutlass.Constexpr, a, s, per_token: Divisor):
     """One warp: write what the CTA begins with. Returns (the Requests that it is of, the CTA's Share, the unit behind).
     Where a warp knows all requests, it finds the work while the launch before still runs, looks at the requests again
     when that has ended, and finds it anew only where they have changed."""
-    early_a, few, last = early.unsettled(a), geometry.batch(a) <= 32, const_expr(int(early.guesses(spec)))
+    early_a, few, last = early.unsettled(spec, a), geometry.batch(a) <= 32, const_expr(int(early.guesses(spec)))
     zero = Int32(0)
     number, keys = zero, zero
     seen, share, unit = Requests(zero, zero, zero, Request(*[zero] * 5)), Share(zero, zero, zero), zero
