@@ -208,8 +208,8 @@ def test_shares_of_a_split_and_who_merges(each_tile, ctas):
         assert parts == list(range(parts[0], parts[-1] + 1))
         if len(parts) > 1:
             assert first <= starts[parts[0] + 1] - 1 < first + each
-            slots = [stream_k.split_slot(c, max(starts[c], first) - first) for c in parts]
-            assert slots == [stream_k.split_slot(c, c - parts[0]) for c in parts]
+            slots = [stream_k.split_slot(c, max(starts[c], first) - first, ctas) for c in parts]
+            assert slots == [stream_k.split_slot(c, c - parts[0], ctas) for c in parts]
             assert not taken & set(slots) and max(slots) < 2 * ctas
             taken |= set(slots)
         first += each
@@ -226,7 +226,9 @@ def test_units_of_a_tile_hold_all_blocks_that_any_of_its_tokens_visits(spec, n, 
     every = [mask.kv_range(spec, token, token, n) for token in range(n.q_len)]
     visited = {j for lo, hi in every for j in range(lo, hi)}
     lo = mask.kv_range(spec, 0, n.q_len - 1, n)[0]
-    found = int(stream_k.units_per_tile(spec, n, blocks_per_split))
+    found = int(stream_k.blocks_per_tile(spec, n))
+    if blocks_per_split:
+        found = stream_k.units_of_blocks(found, blocks_per_split)
     assert found >= 1 and visited <= set(range(lo, lo + found * max(blocks_per_split, 1)))
 
 
@@ -250,6 +252,7 @@ def test_decode_tiles_are_as_small_as_their_rows_allow(rows, tile, each):
     assert spec.tile.heights == tuple(sizes)
     m = geometry.tile_m(spec, rows)
     assert m == next((m for m in sizes if rows <= m), sizes[-1])
+    assert stream_k.tiles_of_rows(spec, rows) == -(-rows // m)
     count, shares = spec.tile.warps, layout.warps_per_group(spec, m)
     assert shares * m == each * count
     assert [w * (m // each) // count for w in range(count)] == [w // shares for w in range(count)]

@@ -11,7 +11,7 @@ import torch
 
 from . import machine
 
-TICKETS = 1 << 20  # 4 MiB a device; captured launches use them up, one each, decoding one for each CTA
+TICKETS = 1 << 22  # 16 MiB a device; captured launches use them up, one each, decoding one for each warp that computes
 MOST = 64  # streams whose scratch is kept, 4 to 18 MB each
 PER_THREAD_STREAM = 2  # CUDA's handle of every thread's own default stream: not one stream
 _LOCK = threading.Lock()
@@ -57,33 +57,33 @@ def ticket(device: torch.device, capturing: bool) -> tuple[Any, int]:
 
 
 def parts(plan: Any, capturing: bool) -> tuple[Any, Any, int]:
-    """Scratch for parts of tiles, two of each CTA, with counters, one a CTA, from an index on. plan: an
+    """Scratch for parts of tiles, two of each CTA, with counters, `plan.counters` a CTA, from an index on. plan: an
     `attention.plan.Plan`."""
-    here, slots, counters = machine.current, 2 * plan.sms, plan.sms
+    here, slots, counters = machine.current, 2 * plan.sms, plan.sms * plan.counters
     if capturing:
         tickets = here.tickets.get(plan.device)
         first = tickets.take(counters) if tickets else -1
         if tickets and first >= 0:
             return _new_part(plan, slots), tickets.argument, first
-        return *new_parts(plan, slots, counters), 0
+        return *new_parts(plan, slots, plan.sms), 0
     if plan.device not in here.tickets:
         _add_tickets(plan.device)  # for later captures
     stream = here.raw_stream(plan.device.index)
     if stream == PER_THREAD_STREAM:
-        return *new_parts(plan, slots, counters), 0
+        return *new_parts(plan, slots, plan.sms), 0
     key = plan.device, stream, plan.dim_vo, plan.tile_rows
     found = here.parts.get(key)
     if found is None:
         if len(here.parts) >= MOST:
             here.parts.clear()
-        new, zeros = new_parts(plan, slots, counters)
+        new, zeros = new_parts(plan, slots, plan.sms)
         found = here.parts.setdefault(key, (here.argument(new), here.argument(zeros)))
     return *found, 0
 
 
-def new_parts(plan: Any, slots: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scratch for so many parts, and zeroed counters."""
-    return _new_part(plan, slots), torch.zeros(counters, dtype=torch.int32, device=plan.device)
+def new_parts(plan: Any, slots: int, tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scratch for so many parts, and zeroed counters of tiles."""
+    return _new_part(plan, slots), torch.zeros(tiles * plan.counters, dtype=torch.int32, device=plan.device)
 
 
 def _new_part(plan: Any, slots: int) -> torch.Tensor:

@@ -75,10 +75,10 @@ class Schedule(NamedTuple):
     grid: Any  # Int32                    CTAs to launch (persistent)
     counters: Any  # (N,)                 int32, zero, and left so
     counter_base: Any  # Int32            first counter of this launch, no other launch in flight may share it. "tiles":
-    #                                     one, or -1: static rounds. "stream_k": one a CTA, or, with blocks_per_split,
-    #                                     one a slot
+    #                                     one, or -1: static rounds. "stream_k": as many as a tile has warps a CTA, or,
+    #                                     with blocks_per_split, a slot
     enable_pdl: Any  # Int32              launch with programmatic stream serialisation
-    o_partial: Any = None  # (slots, R, Dvo + 4)  fp32 scratch, a tile has at most R rows: O, then LSE
+    o_partial: Any = None  # (slots, m, Dvo + 4)  fp32 scratch, contiguous, for m rows of a tile: O, then LSE
     blocks_per_split: Any = None  # Int32 KV blocks of a part; 0: equal shares of the CTAs
 
 

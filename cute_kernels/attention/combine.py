@@ -15,18 +15,8 @@ from .schedule import stream_k
 from .schedule.work import Work
 from .spec import BLOCK
 
-AHEAD = 8  # parts that a warp loads at once
+GROUP = 8  # parts of which a warp loads all or none
 ROWS, PARTS = 16, 2  # of `merge_rows`: a lane has the LSE of one row of one part
-
-
-@cute.jit
-def is_last(a, w: Work, flag: cute.Tensor, tid: Int32, barrier: cutlass.Constexpr, threads: cutlass.Constexpr):
-    """Whether the part that these threads have written is the last of its tile; then they see all of them."""
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
-    if tid == 0:
-        count_part(a, w.split.first, w.split.count, flag, Int32(0))
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
-    return flag[0] != 0
 
 
 @cute.jit
@@ -35,24 +25,36 @@ def count_part(a, first: Int32, count: Int32, flags: cute.Tensor, i: Int32):
     tile, of `count`; then they see all of them behind the next barrier."""
     own = a.schedule.counter_base + first
     counter = a.schedule.counters.iterator + own
-    cute.arch.fence_acq_rel_gpu()
-    done = cute.arch.atomic_add(counter.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
+    done = cute.arch.atomic_add(counter.llvm_ptr, Int32(1), sem="acq_rel", scope="gpu")
     flags[i] = Int32(0)
     if done == count - 1:
-        cute.arch.fence_acq_rel_gpu()
         a.schedule.counters[own] = 0
         flags[i] = Int32(1)
 
 
 @cute.jit
-def merge(spec: cutlass.Constexpr, a, w: Work, rows_per_token, warp: Int32, warps: cutlass.Constexpr):
-    """One warp of `warps`: its rows of a tile whose parts are there."""
-    rows = geometry.tile_rows(w.q_len, rows_per_token)
-    m = geometry.tile_m(spec, rows)
-    rows = cutlass.min(rows - w.m_block * m, m)
+def is_last(a, own: Int32, count: Int32):
+    """One warp: whether what it has written of a part is the last of `count`, by a counter of its own; then it sees
+    what its like have written of the others."""
+    last = Int32(0)
+    cute.arch.sync_warp()
+    if cute.arch.lane_idx() == 0:
+        counter = a.schedule.counters.iterator + (a.schedule.counter_base + own)
+        done = cute.arch.atomic_add(counter.llvm_ptr, Int32(1), sem="acq_rel", scope="gpu")
+        if done == count - 1:
+            a.schedule.counters[a.schedule.counter_base + own] = 0
+            last = Int32(1)
+    return cute.arch.shuffle_sync(last, 0) != 0
+
+
+@cute.jit
+def merge(spec: cutlass.Constexpr, a, w: Work, rows_per_token, rows: Int32, own: cutlass.Constexpr, warp: Int32):
+    """One warp: its rows, own(spec, warp, 0), own(spec, warp, 1), ... below `rows`, of a tile whose parts are there."""
+    m = geometry.tile_m(spec, geometry.tile_rows(w.q_len, rows_per_token))
     scale = epilogue.scale_of(a)
     mates = const_expr(tuple(m for m in (1, 2, 4) if m * spec.head_dim_vo // 32 < BLOCK))
-    for row in cutlass.range(warp, rows, warps, unroll=1):
+    i, row = Int32(1), own(spec, warp, Int32(0))
+    while row < rows:
         acc, top, total = add_parts(spec, a, w, row)
         token = w.q_start + geometry.token_of(w.m_block * m + row, rows_per_token)
         head = geometry.head_of(w.m_block * m + row, w.head, rows_per_token)
@@ -60,38 +62,58 @@ def merge(spec: cutlass.Constexpr, a, w: Work, rows_per_token, warp: Int32, warp
         acc.store(acc.load() * (normal.factor * scale))
         epilogue.store_piece(spec, a, token, head, cute.arch.lane_idx(), acc, mates)
         epilogue.store_lse(a, token, head, normal.lse, cute.arch.lane_idx() == 0)
+        i, row = i + 1, own(spec, warp, i)
 
 
 @cute.jit
 def add_parts(spec: cutlass.Constexpr, a, w: Work, row: Int32):
     """One warp: (this lane's columns of the sum of O x 2^(LSE - top), top, sum of 2^(LSE - top)) over the parts.
-    32 parts at a time: a lane has the LSE of one, all have a share of each O."""
-    dim, count = const_expr(spec.head_dim_vo), w.split.count
+    As many at a time as registers hold: a lane has the LSE of one, all have a share of each O, which is on its way
+    with the LSEs."""
+    dim, count, lane = const_expr(spec.head_dim_vo), w.split.count, cute.arch.lane_idx()
     per = const_expr(dim // 32)
-    acc, pieces = cute.make_rmem_tensor(per, Float32), cute.make_rmem_tensor((per, AHEAD), Float32)
+    step = const_expr(min(32, max(1, spec.tile.merged_columns // per // GROUP) * GROUP))
+    acc = cute.make_rmem_tensor(per, Float32)
     acc.fill(0.0)
     base, top, total = Int32(0), -Float32.inf, Float32(0.0)
     while base < count:
-        lse = -Float32.inf
-        if base + cute.arch.lane_idx() < count:
-            lse = a.schedule.o_partial[stream_k.slot_of(a, w, base + cute.arch.lane_idx()), row, dim]
+        lse, pieces = -Float32.inf, cute.make_rmem_tensor((per, step), Float32)
+        if lane < step and base + lane < count:
+            lse = a.schedule.o_partial[stream_k.slot_of(a, w, base + lane), row, dim]
+        for j in cutlass.range_constexpr(0, step, GROUP):
+            if base + j < count:
+                load_parts(spec, a, w, row, base + j, cute.domain_offset((0, j), pieces))
         peak = cute.arch.fmax(top, cute.arch.warp_reduction_max(lse))
         if peak != -Float32.inf:
             old, mine = cute.math.exp2(top - peak, fastmath=True), cute.math.exp2(lse - peak, fastmath=True)
             total = fma(total, old, cute.arch.warp_reduction_sum(mine))
             acc.store(acc.load() * old)
-            for j in cutlass.range(0, cutlass.min(count - base, 32), AHEAD, unroll=1):
-                for e in cutlass.range_constexpr(AHEAD):
-                    slot = stream_k.slot_of(a, w, cutlass.min(base + j + e, count - 1))
-                    source = cute.local_tile(a.schedule.o_partial[slot, row, None], (per,), (cute.arch.lane_idx(),))
-                    cute.autovec_copy(source, pieces[None, e])
-                for e in cutlass.range_constexpr(AHEAD):
-                    factor = cute.arch.shuffle_sync(mine, (j + e) % 32)
-                    if factor > 0.0 and base + j + e < count:
-                        add_scaled(acc, pieces[None, e], factor)
+            for j in cutlass.range_constexpr(0, step, GROUP):
+                if base + j < count:
+                    for e in cutlass.range_constexpr(GROUP):
+                        factor = cute.arch.shuffle_sync(mine, j + e)
+                        if factor > 0.0:  # a part without a key may hold 0 x NaN
+                            add_scaled(acc, pieces[None, j + e], factor)
         top = peak
-        base += 32
+        base += step
     return acc, top, total
+
+
+@cute.jit
+def load_parts(spec: cutlass.Constexpr, a, w: Work, row: Int32, first: Int32, pieces: cute.Tensor):
+    """This lane's columns of a row of GROUP parts, of which the last one stands for those past it. Branches instead
+    would make quantised kernels spill."""
+    dim, parts = const_expr(spec.head_dim_vo), a.schedule.o_partial
+    size = const_expr(spec.tile.m * (dim + 4))  # of a slot: a constant, for short addresses
+    lane = (const_expr(dim // 32),), (cute.arch.lane_idx(),)
+    begin = cute.local_tile(parts[w.split.first + first, row, None], *lane)
+    near = cute.make_tensor(begin.iterator, cute.make_layout((GROUP, *lane[0]), stride=(size, 1)))
+    for e in cutlass.range_constexpr(GROUP):
+        if const_expr(e == 0):
+            own = parts[stream_k.slot_of(a, w, first), row, None]
+            cute.autovec_copy(cute.local_tile(own, *lane), pieces[None, e])
+        else:
+            cute.autovec_copy(near[cutlass.min(e, w.split.count - 1 - first), None], pieces[None, e])
 
 
 @cute.jit

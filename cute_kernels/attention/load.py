@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ..device import copy, pipe
-from . import geometry
+from . import early, geometry
 from .kv import pages, scales, source
 from .kv.pages import Block
 from .schedule import tiles, work
@@ -45,6 +45,18 @@ def offer_q(spec: cutlass.Constexpr, plan, s, w: Work, q: Int32):
 
 
 @cute.jit
+def look_early(spec: cutlass.Constexpr, a, s, found, which: cutlass.Constexpr, loader: Int32):
+    """One warp: look up the block of K or V that the CTA is guessed to begin with, as soon as the launch before has
+    ended. Returns its request, number and keys of the request."""
+    cute.arch.barrier(barrier_id=early.BARRIER, number_of_threads=early.threads(spec))
+    batch, j, kv_len = [cute.arch.make_warp_uniform(s.guess[i]) for i in range(3)]
+    cute.arch.griddepcontrol_wait()
+    if j >= 0:
+        source(spec).look(spec, found, pages.of_request(a, batch, which), Block(loader, Int32(0), j, Int32(0), kv_len))
+    return batch, j, kv_len
+
+
+@cute.jit
 def load_kv(
     spec: cutlass.Constexpr,
     plan,
@@ -58,7 +70,9 @@ def load_kv(
     """One warp: its share of K or V (`which`, of kv.pages) of every tile of this CTA, last block first. Loader 0 also,
     where it `publishes`, publishes each tile while it loads the one before, and, where it `loads_q`, loads Q."""
     a = plan.args
-    found = source(spec).known(spec, into.op)
+    found, guess = source(spec).known(spec, into.op), None
+    if const_expr(early.guesses(spec)):
+        guess = look_early(spec, a, s, found, which, loader)
     i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(1)
     if const_expr(publishes):
         if loader == 0:
@@ -74,7 +88,12 @@ def load_kv(
                 if loader == 0 and w.hi > w.lo:
                     offer_q(spec, plan, s, w, q)
                     q += 1
-            source(spec).look(spec, found, mine, Block(loader, i, w.hi - 1, head, w.kv_len))
+            first = Block(loader, i, w.hi - 1, head, w.kv_len)
+            if const_expr(guess is None):
+                source(spec).look(spec, found, mine, first)
+            elif w.hi > w.lo:
+                if t > 0 or w.batch != guess[0] or first.j != guess[1] or w.kv_len != guess[2]:
+                    source(spec).look(spec, found, mine, first)
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
                 source(spec).fill(spec, *into, found, mine, Block(loader, i, j, head, w.kv_len))
                 i += 1

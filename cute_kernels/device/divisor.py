@@ -11,6 +11,13 @@ def factor_of(value):
     return ((1 << SHIFT) - 1 + value) // value
 
 
+def divide(x, y):
+    """x // y of x >= 0 and y > 0: half the instructions of a division that looks at signs."""
+    if isinstance(x, int) and isinstance(y, int):
+        return x // y
+    return Int32(Uint32(x) // Uint32(y))
+
+
 class Divisor:
     """`x // d`, `x % d` and `x * d` of d >= 1 as of an Int32, by a multiplication; for 0 <= x with x * d < 2^30.
     factor: `factor_of` d, where that is known."""

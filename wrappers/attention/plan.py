@@ -100,6 +100,7 @@ class Plan:
     tile_rows: int  # most query rows of a tile
     sms: int
     stream_k: bool  # CTAs share the keys of a request
+    counters: int  # of a part of a tile
     part_keys: int  # of a part of a request, where parts do not depend on the batch; else 0
     checked: bool  # values are read and checked before a launch
     offsets: Any = None  # (B + 1,) int32, of requests of equal length, in the form of `Machine.argument`
@@ -165,9 +166,10 @@ class Plan:
         flat[at.o_sf_start], flat[at.o_sf_scale] = o.scale_start_index, float(factor)  # type: ignore[arg-type]
 
     def equal_offsets(self, batch: int, length: int, capturing: bool) -> Any:
-        """int32 (batch + 1,), of requests of `length` query tokens each. Memory of a graph is not kept, nor is kept
-        memory a graph's; a launch on another stream must find them written, so what is kept is never freed."""
-        if self.offsets is not None and not capturing:
+        """int32 (batch + 1,), of requests of `length` query tokens each. What is kept is written before anybody else
+        sees it and never freed: launches on other streams and of graphs, whose own a kernel would write at each replay,
+        may read it. Memory of a graph is not kept."""
+        if self.offsets is not None:
             return self.offsets
         here = machine.current
         made = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=self.device)
@@ -241,6 +243,7 @@ def plan_for(p: Problem, arch: str, sms: int) -> Plan:
         tile_rows=spec.tile.m,
         sms=sms,
         stream_k=spec.schedule == "stream_k",
+        counters=1 if spec.tile.knows_rows else spec.tile.warps,
         part_keys=blocks * spec.tile.n if spec.schedule == "stream_k" else 0,
         checked=checking(),
     )

@@ -36,6 +36,11 @@ class Tile:
         return 4 * self.warpgroups
 
     @property
+    def merged_columns(self) -> int:
+        """Registers of a lane for columns of parts that it merges, where O and Q leave room."""
+        return 96 if self.rows_per_warp == FEW_ROWS and self.warpgroups < 3 else 32
+
+    @property
     def heights(self) -> tuple[int, ...]:
         """Rows that a tile may have, ascending: a number of groups of rows that the warps divide into evenly."""
         each = self.rows_per_warp

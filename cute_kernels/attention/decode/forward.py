@@ -49,6 +49,7 @@ class Shared:
     k: cute.Tensor
     v: cute.Tensor
     work: cute.Tensor
+    guess: cute.Tensor  # request, block and keys that the CTA is guessed to begin with
     work_pipe: pipe.Pipe
     k_pipe: pipe.Pipe
     v_pipe: pipe.Pipe
@@ -77,6 +78,7 @@ def shared(spec, plan):
         k=copy.allocate(smem, plan.k, plan.args.kv.k.element_type),
         v=copy.allocate(smem, plan.v, plan.args.kv.v.element_type),
         work=work.allocate(spec, smem),
+        guess=smem.allocate_tensor(Int32, cute.make_layout(3)),
         work_pipe=pipe.make(smem, count, r.warps("schedule"), r.warps("load_k", "load_v", "load_scales", "math")),
         k_pipe=pipe.make(smem, t.stages, arrivals(spec, r), r.warps("math")),
         v_pipe=pipe.make(smem, t.stages, arrivals(spec, r), r.warps("math")),
@@ -88,7 +90,9 @@ def shared(spec, plan):
 
 @cute.jit
 def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
-    """The warps that do not compute."""
+    """The warps that do not compute. Those that schedule and load begin while the launch before still runs."""
+    if warp > roles(spec).first("schedule"):
+        cute.arch.griddepcontrol_wait()
     if warp < roles(spec).first("load_v"):
         load.load_kv(spec, plan, s, load.Stages(plan.k, s.k, s.k_pipe), pages.K, warp)
     elif warp < roles(spec).first("schedule"):
@@ -105,12 +109,12 @@ def kernel(spec: cutlass.Constexpr, plan: Plan):
     s = shared(spec, plan)
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()
-    cute.arch.griddepcontrol_wait()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp < roles(spec).first("math"):
         cute.arch.setmaxregister_decrease(roles(spec).registers("load_k"))
-        serve(spec, plan, s, warp)
         cute.arch.griddepcontrol_launch_dependents()
+        serve(spec, plan, s, warp)
     else:
         cute.arch.setmaxregister_increase(roles(spec).registers("math"))
+        cute.arch.griddepcontrol_wait()
         math(spec, plan, s)

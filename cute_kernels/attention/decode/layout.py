@@ -72,6 +72,12 @@ def row_of_pass(spec, low, index):
     return index // count * spec.tile.rows_per_warp + low + index % count
 
 
+def row_of_warp(spec, warp, i):
+    """Row of a tile that is the i-th of those that a warp adds up and stores, from lower rows to higher ones."""
+    each = 32 // (2 * columns_at_once(spec))  # at once: a lane has 4 columns
+    return (i // each * spec.tile.warps + warp) * each + i % each
+
+
 def mates(spec):
     """Masks of lanes whose pieces, of 4 columns, make 16 neighbours."""
     count = columns_at_once(spec) // 4  # pieces of a lane, number eighth * count + i

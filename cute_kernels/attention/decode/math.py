@@ -22,11 +22,9 @@ from ..schedule import work
 from ..schedule.work import Work
 from ..spec import BLOCK
 from . import operands, reduce
-from .layout import CachedRow, halves, keys, passes, v_offsets, warps_per_group
+from .layout import CachedRow, halves, keys, passes, row_of_warp, v_offsets, warps_per_group
 from .operands import KeyCursor
 from .roles import roles
-
-BARRIER = 1  # all math threads
 
 
 @dataclass(frozen=True)
@@ -228,7 +226,6 @@ def run(spec: cutlass.Constexpr, a, s, r: Registers, x: WarpTile, cursor: Int32)
 @cute.jit
 def math(spec: cutlass.Constexpr, plan, s):
     a = plan.args
-    tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
     r = registers(spec, a)
     scale_log2 = softmax.device_factor(a.logits.scale_log2, a.logits.scale)
     cursor, t, turn = Int32(0), Int32(0), Int32(0)
@@ -252,10 +249,10 @@ def math(spec: cutlass.Constexpr, plan, s):
                 operands.set_q(spec, a, r, next_x, words, scale_log2)  # while other warps still compute
             reduce.merge(spec, a, s, r, x, turn, passes(spec)[i])
             turn += 1
-        if x.w.split.slot >= 0:
+        if x.w.split.slot >= 0 and row_of_warp(spec, x.number, 0) < x.left:
             done = work.peek(spec, s, t)  # again, instead of in registers all the time
-            if combine.is_last(a, done, s.merge.last, tid, BARRIER, 32 * spec.tile.warps):
-                combine.merge(spec, a, done, r.rows_per_token, x.number, spec.tile.warps)
+            if combine.is_last(a, done.split.first * spec.tile.warps + x.number, done.split.count):
+                combine.merge(spec, a, done, r.rows_per_token, x.left, row_of_warp, x.number)
         pipe.release(s.work_pipe, t)
         x = next_x
         t += 1

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 
 from ...device import pipe, warp
 from .. import epilogue, geometry, quant, softmax
@@ -21,7 +21,6 @@ class ReduceSmem:
 
     o: cute.Tensor  # (warp, row of a pass, piece of it, PIECE): piece i at i ^ (row / 2), for the banks
     stats: cute.Tensor  # (warp, row, maximum in log2 units and sum)
-    last: cute.Tensor  # (1,) of `combine.is_last`
     ready: pipe.Pipe  # of one stage, that all warps fill and free
 
 
@@ -39,7 +38,6 @@ def allocate(spec, smem):
     return ReduceSmem(
         smem.allocate_tensor(Float32, row_major(t.warps, rows_at_once(spec), pieces, PIECE), 16),
         smem.allocate_tensor(Float32, row_major(t.warps, t.rows_per_warp, 2), 8),
-        smem.allocate_tensor(Int32, cute.make_layout(1)),
         pipe.make(smem, 1, t.warps, t.warps),
     )
 
@@ -67,10 +65,10 @@ def store(spec: cutlass.Constexpr, s, r, x, turn: Int32, at: cutlass.Constexpr):
 
 
 @cute.jit
-def add_up(spec: cutlass.Constexpr, s, x, row: Int32, piece: Int32, total: cute.Tensor):
+def add_up(spec: cutlass.Constexpr, s, x, row: Uint32, piece: Uint32, total: cute.Tensor):
     """total = sum of O x 2^(maximum - top) over the warps of a row; its Sums."""
     each = const_expr(spec.tile.rows_per_warp)
-    first, inside, part = row // each * x.shares, row % each, cute.make_rmem_tensor(PIECE, Float32)
+    first, inside, part = Int32(row // each) * x.shares, row % each, cute.make_rmem_tensor(PIECE, Float32)
     top, exponentials, stored = -Float32.inf, Float32(0.0), inside % rows_at_once(spec)
     total.fill(0.0)
     for c in cutlass.range(x.shares, unroll=4):
@@ -111,10 +109,11 @@ def merge(spec: cutlass.Constexpr, a, s, r, x, turn: Int32, at: cutlass.Constexp
     pipe.wait_full(s.merge.ready, turn)
     rows = rows_of_pass(spec, low, x.left)
     for index in cutlass.range(tid, pieces * rows, 32 * spec.tile.warps, unroll=1):
-        row, piece = row_of_pass(spec, low, index // pieces), index % pieces
+        which = Uint32(index)  # without a sign: divisions are shifts
+        row, piece = row_of_pass(spec, low, which // pieces), which % pieces
         total = cute.make_rmem_tensor(PIECE, Float32)
         sums = add_up(spec, s, x, row, piece, total)
         column = first_column(spec, number + PIECE * (piece % count), piece // count)
-        finish(spec, a, r, x, row, column // PIECE, total, sums)
+        finish(spec, a, r, x, Int32(row), Int32(column // PIECE), total, sums)
     cute.arch.sync_warp()
     pipe.release(s.merge.ready, turn)

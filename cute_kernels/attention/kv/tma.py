@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ...device import copy, pipe
+from .. import early
 from . import pages
 from .pages import Block
 
@@ -28,12 +29,35 @@ def boxes(n):
     return tuple(b for b in BOXES if n % b == 0)
 
 
+class Known(NamedTuple):
+    """What a loader that looks ahead knows of the block that it fills next."""
+
+    lanes: Lanes
+    page_size: Any
+    pool: Any
+
+
+def lanes(spec):
+    return Lanes(*(cute.make_rmem_tensor((spec.tile.n // BOXES[0] + 31) // 32, Int32) for _ in range(2)))
+
+
 def known(spec, op):
-    """Nothing is looked up ahead."""
+    """`Known`, None where nothing is looked up ahead."""
+    return Known(lanes(spec), op.boxes[0].gmem.shape[0], op.boxes[0].gmem.shape[3]) if early.guesses(spec) else None
 
 
-def look(spec, found, mine, at):
-    """Nothing is looked up ahead."""
+@cute.jit
+def look(spec: cutlass.Constexpr, found: Any, mine: pages.Rows, at: Block):
+    """Look up the boxes of block j. Lane c has the places of rows [8 c, 8 c + 8), and of those 256 rows on. Boxes past
+    kv_len lie in a page past the pool; their table entries are never read."""
+    if const_expr(found is not None):
+        for c in cutlass.range_constexpr(cute.size(found.lanes.page)):
+            first = (32 * c + cute.arch.lane_idx()) * BOXES[0]
+            row = at.j * spec.tile.n + first
+            found.lanes.page[c], found.lanes.row[c] = Int32(found.pool), Int32(0)
+            if row < at.kv_len and first < spec.tile.n:
+                found.lanes.page[c] = pages.page_of(mine, row, found.page_size)
+                found.lanes.row[c] = pages.row_in_page(mine, row, found.page_size)
 
 
 @cute.jit
@@ -42,30 +66,28 @@ def fill(
     op: copy.Operand,
     smem: cute.Tensor,
     p: pipe.Pipe,
-    ahead: None,
+    ahead: Any,
     mine: pages.Rows,
     at: Block,
 ):
     """One of the `tile.loaders` warps: its boxes of the rows [j n, (j + 1) n) of a KV head, into the item's stage.
 
-    mine: of the request. Lane c looks up the places of rows [8 c, 8 c + 8), and of those 256 rows on. Boxes past kv_len
-    are fetched from a page past the pool, which TMA fills with zeros; their table entries are never read.
+    mine: of the request. ahead: of `look`, or None. Boxes past kv_len are fetched from a page past the pool, which TMA
+    fills with zeros.
     """
-    least, n = op.boxes[0].rows, spec.tile.n
-    page_size, pool = op.boxes[0].gmem.shape[0], op.boxes[0].gmem.shape[3]
-    found, inside = (cute.make_rmem_tensor((n // least + 31) // 32, Int32) for _ in range(2))
-    for c in cutlass.range_constexpr(cute.size(found)):
-        first = (32 * c + cute.arch.lane_idx()) * least
-        row = at.j * n + first
-        found[c], inside[c] = Int32(pool), Int32(0)
-        if row < at.kv_len and first < n:
-            found[c], inside[c] = pages.page_of(mine, row, page_size), pages.row_in_page(mine, row, page_size)
+    page_size, found = op.boxes[0].gmem.shape[0], ahead
+    if const_expr(ahead is None):
+        found = Known(lanes(spec), page_size, op.boxes[0].gmem.shape[3])
+        look(spec, found, mine, at)
     if mine.start >= 0:  # no pages: the largest boxes
         page_size = Int32(op.boxes[-1].rows)
     for k in cutlass.range_constexpr(len(op.boxes)):
         rows, largest = op.boxes[k].rows, const_expr(k + 1 == len(op.boxes))
         if page_size >= rows and (largest or page_size == rows):
-            fill_boxes(spec, op, k, smem, p, Lanes(found, inside if const_expr(largest) else None), at)
+            fill_boxes(spec, op, k, smem, p, found.lanes if const_expr(largest) else Lanes(found.lanes.page, None), at)
+    if const_expr(ahead is not None):
+        if at.j > 0:
+            look(spec, ahead, mine, at._replace(j=at.j - 1))
 
 
 @cute.jit

@@ -11,39 +11,41 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from ...device import warp
-from ...device.divisor import factor_of
-from .. import geometry, mask
+from ...device.divisor import Divisor, divide
+from .. import early, geometry, mask
 from . import work
 from .work import Split, Work
 
 MOST_UNITS = (1 << 31) - 1  # of a launch: CTAs count them in 32 bits
 
 
-class RequestTiles(NamedTuple):
-    """Zeros past the last request."""
+class Request(NamedTuple):
+    """each: units of a tile."""
 
     q_start: Int32
     q_len: Int32
+    kv_len: Int32
     tiles: Int32
-    each: Int32  # units of a tile
+    each: Int32
 
 
-class Search(NamedTuple):
-    """Where a search for a later unit may begin: a request, and the units of the requests before it."""
+class Requests(NamedTuple):
+    """32 neighbouring requests, a lane has one: number of the first one, units of all before that, units of these up to
+    the lane's own, with it, and its own."""
 
-    request: Int32
+    first: Int32
     before: Int32
+    upto: Int32
+    own: Request
 
 
 class Found(NamedTuple):
-    """The request that a unit belongs to. valid: 0 past the last unit. index: the unit's, in the request."""
+    """Where a unit is. valid: 0 past the last unit; number: of the request; index: the unit's, in the request."""
 
     valid: Int32
-    request: Int32
+    number: Int32
     index: Int32
-    q_start: Int32
-    q_len: Int32
-    each: Int32
+    request: Request
 
 
 class Share(NamedTuple):
@@ -54,96 +56,97 @@ class Share(NamedTuple):
     total: Int32
 
 
-class Units(NamedTuple):
-    """tile: first unit of the tile; end: the unit behind the work."""
-
-    tile: Int32
-    end: Int32
-
-
 def first_unit(total, c, ctas):
     """Of CTA c of `ctas`: equal shares, the first ones have the rest."""
-    return total // ctas * c + cutlass.min(c, total % ctas)
+    each = divide(total, ctas)
+    return each * c + cutlass.min(c, total - each * ctas)
 
 
 def cta_of_unit(unit, total, ctas):
     """The CTA that has a unit: the inverse of `first_unit`."""
-    each, rest = total // ctas, total % ctas
-    return cutlass.max(unit // (each + 1), (unit - rest) // cutlass.max(each, 1))
+    each = divide(total, ctas)
+    rest = total - each * ctas
+    early, late = divide(unit, each + 1), divide(cutlass.max(unit - rest, 0), cutlass.max(each, 1))
+    return cutlass.max(early, late)
 
 
-def split_slot(cta, behind):
-    """Where a CTA puts its part of a tile that begins `behind` units, or CTAs, before it."""
-    return 2 * cta + cutlass.max(1 - behind, 0)
+def split_slot(cta, behind, ctas):
+    """Where a CTA of `ctas` puts its part of a tile that begins `behind` units, or CTAs, before it. Parts of a tile are
+    neighbours, but for the first one."""
+    return cta + ctas * cutlass.max(1 - behind, 0)
 
 
-@cute.jit
-def slot_of(a, w: Work, part: Int32):
+def slot_of(a, w: Work, part):
     """Slot of a part of a tile."""
-    slot = w.split.first + part
-    if a.schedule.blocks_per_split == 0:
-        slot = split_slot(slot, part)
-    return slot
+    shared = 1 - cutlass.min(a.schedule.blocks_per_split, 1)
+    return split_slot(w.split.first + part, part, shared * cute.arch.grid_dim()[0])
 
 
-def units_per_tile(spec, n, blocks_per_split):
-    """Units of a tile of a request: KV blocks that any of its tiles visits, but at least one; `blocks_per_split`
-    blocks each, where that is not 0."""
+def blocks_per_tile(spec, n):
+    """KV blocks that any tile of a request visits, but at least one."""
     lo, hi = mask.kv_range(spec, 0, n.q_len - 1, n)
-    per = cutlass.max(blocks_per_split, 1)
-    return (cutlass.max(hi - lo, 1) + per - 1) // per
+    return cutlass.max(hi - lo, 1)
+
+
+def units_of_blocks(blocks, blocks_per_split):
+    """Units of so many blocks, where each is `blocks_per_split` of them."""
+    return divide(blocks + blocks_per_split - 1, blocks_per_split)
+
+
+def tiles_of_rows(spec, rows):
+    """Tiles of so many rows: one that is lower than the highest is alone."""
+    most = spec.tile.heights[-1]
+    return (rows + most - 1) // most
 
 
 @cute.jit
-def request_tiles(spec: cutlass.Constexpr, a, b: Int32):
-    """RequestTiles of a request."""
-    q_start, q_len, tiles, each = Int32(0), Int32(0), Int32(0), Int32(0)
+def request(spec: cutlass.Constexpr, a, b: Int32):
+    """`Request` number b; all zeros past the last one."""
+    q_start, q_len, kv_len, tiles, each = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
     if b < geometry.batch(a):
         q_start, q_len = geometry.request_queries(a, b)
-        per_token = geometry.rows_per_token(spec, a, q_len)
-        rows = geometry.tile_rows(q_len, per_token)
-        m = geometry.tile_m(spec, rows)
-        tiles = (rows + m - 1) // m * a.kv.k.shape[1]
-        n = mask.lengths(spec, a, q_len, geometry.request_keys(a, b))
-        each = units_per_tile(spec, n, a.schedule.blocks_per_split)
-    return RequestTiles(q_start, q_len, tiles, each)
+        kv_len = geometry.request_keys(a, b)
+        rows = geometry.tile_rows(q_len, geometry.rows_per_token(spec, a, q_len))
+        tiles = tiles_of_rows(spec, rows) * a.kv.k.shape[1]
+        each, split = blocks_per_tile(spec, mask.lengths(spec, a, q_len, kv_len)), a.schedule.blocks_per_split
+        if split > 0:
+            each = units_of_blocks(each, split)
+    return Request(q_start, q_len, kv_len, tiles, each)
 
 
 @cute.jit
-def locate(spec: cutlass.Constexpr, a, unit: Int32, search: Search):
-    """One warp: (Found, the next Search), 32 requests at a time from search.request on."""
-    lane, batch = cute.arch.lane_idx(), geometry.batch(a)
-    start, before = search.request, search.before
-    q_start, q_len, tiles, each, upto = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-    searching = start < batch
-    while searching:
-        q_start, q_len, tiles, each = request_tiles(spec, a, start + lane)
-        upto = warp.prefix_sum(tiles * each)
-        total = cute.arch.shuffle_sync(upto, 31)
-        searching = unit >= before + total
-        if searching:
-            before += total
-            start += 32
-            searching = start < batch
-    index = unit - before
-    owner = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= index))
-    valid = Int32(0)
-    if owner < 32 and start + owner < batch:
-        valid = Int32(1)
-    index -= cute.arch.shuffle_sync(upto - tiles * each, owner)
-    q_start, q_len = cute.arch.shuffle_sync(q_start, owner), cute.arch.shuffle_sync(q_len, owner)
-    each = cute.arch.shuffle_sync(each, owner)
-    return Found(valid, start + owner, index, q_start, q_len, each), Search(start, before)
+def look(spec: cutlass.Constexpr, a, first: Int32, before: Int32):
+    """One warp: `Requests` from `first` on, that have so many units `before` them."""
+    own = request(spec, a, first + cute.arch.lane_idx())
+    return Requests(first, before, warp.prefix_sum(own.tiles * own.each), own)
 
 
 @cute.jit
-def total_units(spec: cutlass.Constexpr, a):
+def locate(spec: cutlass.Constexpr, a, unit: Int32, seen: Requests):
+    """One warp: (Found, the Requests among which it is). seen: some, where the search begins."""
+    batch = geometry.batch(a)
+    if unit < seen.before:
+        seen = look(spec, a, Int32(0), Int32(0))
+    behind = seen.before + cute.arch.shuffle_sync(seen.upto, 31)
+    while unit >= behind and seen.first + 32 < batch:
+        seen = look(spec, a, seen.first + 32, behind)
+        behind = seen.before + cute.arch.shuffle_sync(seen.upto, 31)
+    index = unit - seen.before
+    owner = cute.arch.popc(cute.arch.vote_ballot_sync(seen.upto <= index))
+    index -= cute.arch.shuffle_sync(seen.upto - seen.own.tiles * seen.own.each, owner)
+    own = Request(*(cute.arch.shuffle_sync(x, owner) for x in seen.own))
+    valid = Int32(1) if owner < 32 and seen.first + owner < batch else Int32(0)
+    return Found(valid, seen.first + owner, index, own._replace(each=cutlass.max(own.each, 1))), seen
+
+
+@cute.jit
+def total_units(spec: cutlass.Constexpr, a, seen: Requests):
     """One warp: all units of the launch, 0 where it has no room for them: offsets that fall make requests overlap, and
-    so more tiles than rows could have."""
-    count, room = Int64(0), Int64(MOST_UNITS)
-    for b in cutlass.range(cute.arch.lane_idx(), geometry.batch(a), 32, unroll=2):
-        _, _, tiles, each = request_tiles(spec, a, b)
-        count += Int64(tiles) * each
+    so more tiles than rows could have. seen: the first requests."""
+    count, room = Int64(seen.own.tiles) * seen.own.each, Int64(MOST_UNITS)
+    for b in cutlass.range(cute.arch.lane_idx() + 32, geometry.batch(a), 32, unroll=2):
+        more = request(spec, a, b)
+        count += Int64(more.tiles) * more.each
     count = cutlass.min(count, Int64(1) << 40)  # its upper part, of 32 lanes, fits 32 bits
     upper = cute.arch.warp_redux_sync(Int32(count >> 16), "add")
     total = (Int64(upper) << 16) + cute.arch.warp_redux_sync(Int32(count & 0xFFFF), "add")
@@ -153,76 +156,105 @@ def total_units(spec: cutlass.Constexpr, a):
 
 
 @cute.jit
-def cta_share(spec: cutlass.Constexpr, a):
-    """One warp: the Share of this CTA."""
-    total, c, ctas = total_units(spec, a), cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+def cta_share(spec: cutlass.Constexpr, a, seen: Requests):
+    """One warp: the Share of this CTA. seen: the first requests."""
+    total, c, ctas = total_units(spec, a, seen), cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     return Share(first_unit(total, c, ctas), first_unit(total, c + 1, ctas), total)
 
 
 @cute.jit
-def find(spec: cutlass.Constexpr, a, unit: Int32, search: Search, share: Share):
-    """One warp: (Work that begins with `unit`, the next Search, Units)."""
-    found, search = locate(spec, a, unit, search)
-    per_token = geometry.rows_per_token(spec, a, found.q_len)
-    each, split = found.each, a.schedule.blocks_per_split
-    kv_len, m_block, head, offset = Int32(0), Int32(0), Int32(0), Int32(0)
-    rows = geometry.tile_rows(found.q_len, per_token)
-    m = geometry.tile_m(spec, rows)
-    if found.valid != 0:
-        kv_len = geometry.request_keys(a, found.request)
-        m_blocks = (rows + m - 1) // m
-        tile = found.index // each
-        offset = found.index - tile * each
-        m_block, head = tile % m_blocks, tile // m_blocks
-    n = mask.lengths(spec, a, found.q_len, kv_len)
-    first, last = geometry.tile_tokens(m_block, m, found.q_len, per_token)
+def tile_begin(spec: cutlass.Constexpr, a, unit: Int32, seen: Requests):
+    """One warp: (first unit of the tile that has `unit`, the Requests that it is of)."""
+    found, seen = locate(spec, a, unit, seen)
+    each = found.request.each
+    return unit - (found.index - divide(found.index, each) * each), seen
+
+
+@cute.jit
+def find(spec: cutlass.Constexpr, a, unit: Int32, seen: Requests, share: Share, per_token: Divisor):
+    """One warp: (Work that begins with `unit`, the Requests that it is of, the unit behind). per_token: rows."""
+    found, seen = locate(spec, a, unit, seen)
+    q_start, q_len, kv_len, _, each = found.request
+    split, rows = a.schedule.blocks_per_split, geometry.tile_rows(q_len, per_token)
+    m, m_blocks = geometry.tile_m(spec, rows), tiles_of_rows(spec, rows)
+    tile = divide(found.index, each)
+    m_block, head, offset = Int32(0), tile, found.index - tile * each
+    if m_blocks > 1:
+        head = divide(tile, m_blocks)
+        m_block = tile - head * m_blocks
+    n = mask.lengths(spec, a, q_len, kv_len)
+    first, last = geometry.tile_tokens(m_block, m, q_len, per_token)
     lo, hi = mask.kv_range(spec, first, last, n)
     slot, taken, count, base = Int32(-1), Int32(1), each, unit - offset
     ctas = cute.arch.grid_dim()[0]
     if split == 0:
         taken = cutlass.min(each - offset, share.end - unit)
-        base = cta_of_unit(unit - offset, share.total, ctas)
-        count = cta_of_unit(unit - offset + each - 1, share.total, ctas) - base + 1
+        if taken < each:  # lane 0 looks where the tile begins, lane 1 where it ends
+            end = cta_of_unit(unit - offset + cute.arch.lane_idx() % 2 * (each - 1), share.total, ctas)
+            base = cute.arch.shuffle_sync(end, 0)
+            count = cute.arch.shuffle_sync(end, 1) - base + 1
     per = cutlass.max(split, 1)
-    begins = mask.kv_range(spec, 0, found.q_len - 1, n)[0] + offset * per
+    begins = mask.kv_range(spec, 0, q_len - 1, n)[0] + offset * per
     lo, hi = cutlass.max(lo, begins), cutlass.min(hi, begins + taken * per)
     if taken < each:
-        slot = unit if split > 0 else split_slot(cute.arch.block_idx()[0], offset)
+        slot = unit if split > 0 else split_slot(cute.arch.block_idx()[0], offset, ctas)
     blocks = (lo, hi, *mask.full_range(spec, first, last, n), Split(slot, count, base))
-    w = Work(found.valid, m_block, head, found.q_start, found.q_len, kv_len, found.request, *blocks)
+    w = Work(found.valid, m_block, head, q_start, q_len, kv_len, found.number, *blocks)
     if const_expr(spec.tile.knows_rows):
-        w = w._replace(per_token=per_token, factor=factor_of(per_token))
-    return w, search, Units(unit - offset, unit + taken)
+        w = w._replace(per_token=per_token.value, factor=Int32(per_token.magic))
+    return w, seen, unit + taken
 
 
 @cute.jit
-def publish(spec: cutlass.Constexpr, a, s, t: Int32, unit: Int32, search: Search, share: Share):
-    """One warp: find the work that begins with `unit` and publish it as the CTA's t-th; none at share.end. Returns
-    (the next Search, the unit behind)."""
-    w, search, units = find(spec, a, unit, search, share)
-    valid = w.valid
-    if unit >= share.end:
-        valid = Int32(0)
-    work.publish(s, t, Work(valid, *w[1:]))
-    return search, units.end
+def first_work(spec: cutlass.Constexpr, a, s, per_token: Divisor):
+    """One warp: write what the CTA begins with. Returns (the Requests that it is of, the CTA's Share, the unit behind).
+    Where a warp knows all requests, it finds the work while the launch before still runs, looks at the requests again
+    when that has ended, and finds it anew only where they have changed."""
+    early_a, few, last = early.unsettled(spec, a), geometry.batch(a) <= 32, const_expr(int(early.guesses(spec)))
+    zero = Int32(0)
+    number, keys = zero, zero
+    seen, share, unit = Requests(zero, zero, zero, Request(*[zero] * 5)), Share(zero, zero, zero), zero
+    for attempt in cutlass.range(last + 1, unroll=1):
+        now, first = look(spec, early_a, zero, zero), zero - 1
+        changed = now.own.q_start != seen.own.q_start or now.own.q_len != seen.own.q_len
+        changed = cute.arch.vote_any_sync(changed or now.own.kv_len != seen.own.kv_len)
+        if (few and attempt < last) or (attempt == last and (not few or changed or last == 0)):
+            share = cta_share(spec, early_a, now)
+            w, seen, unit = find(spec, early_a, share.begin, now, share, per_token)
+            more = Int32(1) if share.begin < share.end else Int32(0)
+            work.write(s, zero, w._replace(valid=w.valid * more))
+            if w.valid * more != 0 and a.kv.kv_starts.shape[0] == 0:  # rows of a table, whose room bounds any guess
+                first = w.hi - 1
+            number, keys = w.batch, w.kv_len
+        if const_expr(last > 0):
+            if attempt < last:
+                if cute.arch.lane_idx() == 0:
+                    s.guess[0], s.guess[1], s.guess[2] = number, first, keys
+                cute.arch.barrier_arrive(barrier_id=early.BARRIER, number_of_threads=early.threads(spec))
+                cute.arch.griddepcontrol_wait()
+    return seen, share, unit
 
 
 @cute.jit
 def schedule_warp(spec: cutlass.Constexpr, a, s):
     """One warp: publish the CTA's work, and that there is no more. Both shared tiles come first, the tail of the first
     and the head of the last, so that their merges overlap with the whole tiles between."""
-    share = cta_share(spec, a)
-    unit, end = share.begin, share.end
-    search, t, more = Search(Int32(0), Int32(0)), Int32(0), Int32(1)
+    per_token = Divisor(geometry.group(a))
+    seen, share, unit = first_work(spec, a, s, per_token)
+    end = share.end
+    t, more = Int32(0), Int32(1) if share.begin < end else Int32(0)
+    work.announce(s, t)
     passed, left = Int32(0), Int32(0)  # the first unit that was passed over, and how many
     while more != 0:
-        more = Int32(1) if unit < end else Int32(0)
-        search, unit = publish(spec, a, s, t, unit, search, Share(share.begin, end, share.total))
+        if t > 0:
+            more = Int32(1) if unit < end else Int32(0)
+            w, seen, unit = find(spec, a, unit, seen, Share(share.begin, end, share.total), per_token)
+            work.publish(s, t, w._replace(valid=w.valid * more))
         if t == 0 and a.schedule.blocks_per_split == 0 and unit < end:
-            _, search, units = find(spec, a, end - 1, search, Share(share.begin, end, share.total))
-            passed, left = unit, cutlass.max(units.tile - unit, 0)
+            last, seen = tile_begin(spec, a, end - 1, seen)
+            passed, left = unit, cutlass.max(last - unit, 0)
             unit += left
         if unit >= end and left > 0:
             unit, end = passed, passed + left
-            search, left = Search(Int32(0), Int32(0)), Int32(0)
+            left = Int32(0)
         t += 1

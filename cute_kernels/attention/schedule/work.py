@@ -67,9 +67,22 @@ def flatten(w: Work):
 def publish(s, t: Int32, w: Work):
     """One warp: tells the others the CTA's t-th tile, as soon as there is room."""
     pipe.wait_empty(s.work_pipe, t)
+    write(s, t, w)
+    announce(s, t)
+
+
+@cute.jit
+def write(s, t: Int32, w: Work):
+    """One warp, where there is room: the CTA's t-th tile, of which the others do not know yet."""
     if cute.arch.lane_idx() == 0:
         for i, value in enumerate(flatten(w)):
             s.work[i, pipe.stage(s.work_pipe, t)] = value
+
+
+@cute.jit
+def announce(s, t: Int32):
+    """One warp: tells the others the tile that it has written."""
+    if cute.arch.lane_idx() == 0:
         cute.arch.mbarrier_arrive(pipe.full(s.work_pipe, t))
     cute.arch.sync_warp()
 
