@@ -207,22 +207,48 @@ def publish(spec: cutlass.Constexpr, a, s, t: Int32, unit: Int32, search: Search
     return search, units.end
 
 
+class Round(NamedTuple):
+    """Where a CTA's warp that publishes is. more: whether what it published last was work. unit, end: of the share, to
+    publish yet. passed, left: the first unit that was passed over, and how many."""
+
+    more: Int32
+    unit: Int32
+    passed: Int32
+    end: Int32
+    left: Int32
+    search: Search
+
+
+@cute.jit
+def begin(spec: cutlass.Constexpr, a):
+    """One warp: (the Share of this CTA, its first Round)."""
+    share, none = cta_share(spec, a), Int32(0)
+    return share, Round(Int32(1), share.begin, none, share.end, none, Search(none, none))
+
+
+@cute.jit
+def publish_next(spec: cutlass.Constexpr, a, s, t: Int32, share: Share, at: Round):
+    """One warp: publish the CTA's t-th work, or that there is no more. Both shared tiles come first, the tail of the
+    first and the head of the last, so that their merges overlap with the whole tiles between. Returns the next Round.
+    """
+    _, unit, passed, end, left, search = at
+    more = Int32(1) if unit < end else Int32(0)
+    search, unit = publish(spec, a, s, t, unit, search, Share(share.begin, end, share.total))
+    if t == 0 and a.schedule.blocks_per_split == 0 and unit < end:
+        _, search, units = find(spec, a, end - 1, search, Share(share.begin, end, share.total))
+        passed, left = unit, cutlass.max(units.tile - unit, 0)
+        unit += left
+    if unit >= end and left > 0:
+        unit, end = passed, passed + left
+        search, left = Search(Int32(0), Int32(0)), Int32(0)
+    return Round(more, unit, passed, end, left, search)
+
+
 @cute.jit
 def schedule_warp(spec: cutlass.Constexpr, a, s):
-    """One warp: publish the CTA's work, and that there is no more. Both shared tiles come first, the tail of the first
-    and the head of the last, so that their merges overlap with the whole tiles between."""
-    share = cta_share(spec, a)
-    unit, end = share.begin, share.end
-    search, t, more = Search(Int32(0), Int32(0)), Int32(0), Int32(1)
-    passed, left = Int32(0), Int32(0)  # the first unit that was passed over, and how many
-    while more != 0:
-        more = Int32(1) if unit < end else Int32(0)
-        search, unit = publish(spec, a, s, t, unit, search, Share(share.begin, end, share.total))
-        if t == 0 and a.schedule.blocks_per_split == 0 and unit < end:
-            _, search, units = find(spec, a, end - 1, search, Share(share.begin, end, share.total))
-            passed, left = unit, cutlass.max(units.tile - unit, 0)
-            unit += left
-        if unit >= end and left > 0:
-            unit, end = passed, passed + left
-            search, left = Search(Int32(0), Int32(0)), Int32(0)
+    """One warp: publish the CTA's work, and that there is no more."""
+    share, at = begin(spec, a)
+    t = Int32(0)
+    while at.more != 0:
+        at = publish_next(spec, a, s, t, share, at)
         t += 1

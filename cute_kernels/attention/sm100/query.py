@@ -8,7 +8,7 @@ from cutlass import Int32, const_expr
 
 from ...device import layout, pipe
 from .. import geometry, load
-from ..schedule import work
+from ..schedule import stream_k, work
 from ..spec import BITS
 
 PIECE = 16  # bytes that a lane copies at a time
@@ -37,18 +37,40 @@ def gather(spec: cutlass.Constexpr, plan, s, w: work.Work, q: Int32, share: Int3
 
 
 @cute.jit
+def load_tile(spec: cutlass.Constexpr, plan, s, w: work.Work, q: Int32):
+    """One warp: Q of a tile, item q of the pipe."""
+    if w.per_token > 1:
+        pipe.wait_empty(s.q_pipe, q)
+        gather(spec, plan, s, w, q, 0, 1)
+        pipe.send(pipe.full(s.q_pipe, q))
+    else:
+        load.fetch_q(spec, plan, s, w, q)
+
+
+@cute.jit
 def load_q(spec: cutlass.Constexpr, plan, s):
     """One warp: Q of all tiles."""
     t, q = Int32(0), Int32(0)
     w = work.consume(spec, s, t)
     while w.valid != 0:
         if w.hi > w.lo:
-            if w.per_token > 1:
-                pipe.wait_empty(s.q_pipe, q)
-                gather(spec, plan, s, w, q, 0, 1)
-                pipe.send(pipe.full(s.q_pipe, q))
-            else:
-                load.fetch_q(spec, plan, s, w, q)
+            load_tile(spec, plan, s, w, q)
+            q += 1
+        t += 1
+        w = work.consume(spec, s, t)
+
+
+@cute.jit
+def schedule_and_load_q(spec: cutlass.Constexpr, plan, s):
+    """One warp, where CTAs share keys: publishes each work in front of Q of the one before."""
+    a, t, q = plan.args, Int32(0), Int32(0)
+    share, at = stream_k.begin(spec, a)
+    at = stream_k.publish_next(spec, a, s, t, share, at)
+    w = work.consume(spec, s, t)
+    while w.valid != 0:
+        at = stream_k.publish_next(spec, a, s, t + 1, share, at)
+        if w.hi > w.lo:
+            load_tile(spec, plan, s, w, q)
             q += 1
         t += 1
         w = work.consume(spec, s, t)

@@ -109,7 +109,7 @@ def structure(spec: Any) -> Any:
     dimension stands for it."""
     k, dim = kernel_of(spec), spec.head_dim_qk
     if k.shares:
-        return ("shares", spec.kv.dtype, dim) if (spec.kv.dtype, dim) in SHARED_STRUCTURES else None
+        return ("shares", spec.kv.dtype, dim, k.window) if (spec.kv.dtype, dim) in SHARED_STRUCTURES else None
     if k.decodes:
         key = k.same["kv_dtype"], dim, spec.tile.rows_per_warp == FEW_ROWS
         if k.gathers:
@@ -160,16 +160,19 @@ def sharing_cases(k: Kernel) -> list[Scenario]:
     ragged = AttentionCase(
         "ragged", q_lens=(1, 9, 0, 45, 2, 3), kv_lens=(0, 19, 7, most, 2 * k.block + 1, 0), heads_q=6, heads_kv=2,
         page_size=16, sink=True, data="peaks", layout="NHD", strided_q=True, device=("scale", "out"), out_scale=0.5,
-        **k.same,
+        window_left=2 * k.block + 30 if k.window else -1, **k.same,
     )  # fmt: skip
-    short = replace(ragged, name="short", q_lens=(8, 3), kv_lens=(most, 40), sink=False, lse=False, data="needles")
+    short = replace(
+        ragged, name="short", q_lens=(8, 3), kv_lens=(most, 40), sink=False, lse=False, data="needles", window_left=-1,
+        soft_cap=12.0 if k.cap else 0.0,
+    )  # fmt: skip
     boxes = tuple(replace(short, page_size=page, lse=True) for page in (8, 32, 64))
     idle = (0,) * 127
     many = replace(short, name="many", q_lens=(*idle, 7, 0, 1), kv_lens=(*idle, k.block + 40, 7, 9), lse=True)
     one = replace(short, name="one", heads_q=70, heads_kv=1, q_lens=(3,), kv_lens=(2 * k.block,), lse=True)
     nothing = replace(ragged, name="nothing", q_lens=(9, 20), kv_lens=(0, 0))
     prompt = 3 * k.block + 30  # parts of its first tiles see no key
-    whole = replace(short, name="whole", q_lens=(prompt,), kv_lens=(prompt,), lse=True)
+    whole = replace(short, name="whole", q_lens=(prompt,), kv_lens=(prompt,), lse=True, window_left=ragged.window_left)
     single = replace(short, name="single", heads_q=2, q_lens=(20, 1), kv_lens=(k.block + 30, 9), lse=True)
     return [
         Scenario("ragged", (ragged,), SHARED_SMS, ("csr",)),
