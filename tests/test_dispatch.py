@@ -203,6 +203,20 @@ def test_prefill_on_blackwell_serves_a_problem_or_names_what_it_lacks(arch):
     assert not lacking
 
 
+@pytest.mark.parametrize("arch", BLACKWELL)
+def test_tiles_of_few_rows_do_not_depend_on_the_batch(arch):
+    """A kernel of prefill chooses for each request: the spec is the same whatever rows a call has."""
+    for spec in sm100.shipped(arch):
+        alone = spec.logits.skip or spec.head_dim_vo > 128 or spec.schedule == "stream_k"
+        assert spec.tile.heights == ((spec.tile.m,) if alone else (128, 256))
+    short = replace(BASE, rows=1)
+    assert dispatch.select(short, arch) == dispatch.select(replace(short, rows=1 << 30), arch)
+    few = sm100.shipped(arch)[0]
+    for other in (replace(few, logits=LogitsSpec(skip=True)), replace(few, tile=replace(few.tile, m=128))):
+        refusal = sm100.supports(other)
+        assert refusal is not None and refusal.field == "tile"
+
+
 def test_what_blackwell_lacks_is_named():
     with pytest.raises(NotImplementedError, match="attention.sm100: head_dim .96, 96.") as error:
         dispatch.select(replace(BASE, head_dim_qk=96, head_dim_vo=96), "sm_100a")

@@ -221,7 +221,7 @@ def markdown() -> str:
     lines = ["| kernel | softmax | masked | emulated | first P | correction | MMA |", "| --- |" + " --- |" * 6]
     found: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
     for row in recorded():
-        found.setdefault((row["arch"], row["kernel"]), {})[row["role"]] = row
+        found.setdefault((row["arch"], row["kernel"]), {}).setdefault(row["role"], row)  # of tiles of two halves
     for (arch, kernel), loops_of in sorted(
         found.items(), key=lambda item: (item[0][0], is_peer({"kernel": item[0][1]}))
     ):

@@ -15,10 +15,10 @@ PHASES = ("prefill", "decode")
 
 @dataclass(frozen=True)
 class Tile:
-    """m query rows x n keys a CTA: halves of 128 rows, or one, whose KV blocks two warpgroups of softmax have in turn;
-    `stages` K and as many V tiles in flight, `q_stages` Q tiles.
-    raw_stages: of K and V as they are stored, where they are prepared, 0: as many. loaders: warps that fill a stage
-    together. emulated: of 16 exponentials, those without the special function unit, where no key is hidden."""
+    """m query rows x n keys a CTA: halves of 128 rows, or one, whose KV blocks two warpgroups of softmax have in turn.
+    few: such are the tiles of requests of at most 128 rows. `stages` K and as many V tiles in flight, `q_stages` Q
+    tiles. raw_stages: of K and V as they are stored, where they are prepared, 0: as many. loaders: warps that fill a
+    stage together. emulated: of 16 exponentials, those without the special function unit, where no key is hidden."""
 
     m: int = 256
     n: int = 128
@@ -27,13 +27,14 @@ class Tile:
     raw_stages: int = 0
     loaders: int = 1
     emulated: int = 0
+    few: bool = False
     l2_bytes: ClassVar[int] = 32 << 20  # of K and V at work at a time; L2 is 126 MB in two halves
     knows_rows: ClassVar[bool] = True  # of `work.Work`
 
     @property
     def heights(self) -> tuple[int, ...]:
         """Rows that a tile may have."""
-        return (self.m,)
+        return (self.m // 2, self.m) if self.few else (self.m,)
 
     @property
     def name(self) -> str:
@@ -111,6 +112,8 @@ def candidate(problem: Problem, arch: str) -> Spec:
         mask, logits = MaskSpec("value", window=True, bits=p.drafts, custom=p.custom_mask), LogitsSpec(soft_cap=True)
     logits = replace(logits, skip=p.skip, alibi=p.alibi)
     kv, tile = KVSpec(p.kv, source_of(p)), tile_of(p.q, p.kv, dims, arch)
+    if tile is not None and tile.m == 256 and not p.skip:  # whose rule depends on the blocks before
+        tile = replace(tile, few=True)
     return AttentionSpec(p.q, kv, out, *dims, mask, logits, tile=tile)
 
 
@@ -133,6 +136,8 @@ def supports(spec: Spec) -> Refusal | None:
     t, m = spec.tile, ROWS[spec.dims]
     if t is None or t.m != m or t.n not in (64, 96, 128) or t.loaders != 1:
         return Refusal("tile", f"{t}: m is {m}, n 64, 96 or 128, a warp fills a stage")
+    if t.few and (m < 256 or spec.logits.skip):
+        return Refusal("tile", f"{t}: tiles of 128 rows too, where m is 256, without skip-softmax")
     return None
 
 
@@ -145,7 +150,7 @@ def shares(spec: Spec) -> Refusal | None:
         return Refusal("phase", "decode: serves 16-bit queries, caches and outputs of one type, pages that TMA fetches")
     if spec.mask != MaskSpec("always", spec.mask.window) or spec.logits != LogitsSpec(spec.logits.soft_cap):
         return Refusal("phase", "decode: serves causal masks, windows and soft caps")
-    if spec.tile.m != 128 or spec.tile.n not in (64, 96, 128) or spec.tile.loaders != 1:
+    if spec.tile.m != 128 or spec.tile.n not in (64, 96, 128) or spec.tile.loaders != 1 or spec.tile.few:
         return Refusal("phase", f"decode: {spec.tile}: m is 128, n 64, 96 or 128, a warp fills a stage")
     return None
 

@@ -4,7 +4,7 @@ A tile is 256 rows, two halves of 128, or one half. Groups (`roles.groups`) are 
 and an O in tensor memory: of a half each, or of one half's KV blocks in turn; then each has a maximum and a sum of its
 own, and `correction` adds up both at the tile's end. Tiles of head_dim 256 have one group. Roles (`roles`), in the
 order of warps: 4 or 8 softmax, a thread a row (`scores`); 4 rescale O where its maximum has grown, normalise and store
-it (`correction`); 1 issues all MMAs (`multiply`, `one_half`); 1 loads K, publishes the tiles; 1 loads V, 1 Q
+it (`correction`); 1 issues all MMAs (`multiply`); 1 loads K, publishes the tiles; 1 loads V, 1 Q
 (`query`). CTAs are persistent, one an SM. Quantised K and V, of another type than Q, become fp16, which holds all of
 their values, and so does Q, bf16 in units of its own a row, by 4 warps more (`prepare`): there the one of V loads Q
 too, the next copies scale factors.
@@ -45,12 +45,11 @@ from ..kv import arrivals, pages, scales, source
 from ..prepare import dequantises, in_units, operand_stages
 from ..schedule import tiles, work
 from ..spec import BITS
-from . import one_half
 from .correction import correct
 from .multiply import multiply
 from .prepare import prepare_kv
 from .query import load_q, schedule_and_load_q
-from .roles import ROWS, SLOTS, WARPS, groups, halves, roles
+from .roles import ROWS, SLOTS, WARPS, groups, roles
 from .scores import softmax
 
 fake_args = fakes.fake_args
@@ -170,7 +169,7 @@ def shared(spec, plan):
 def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
     """The warps of the warpgroup that multiplies and loads."""
     if warp == roles(spec).first("mma"):
-        (multiply if const_expr(halves(spec) == SLOTS) else one_half.multiply)(spec, plan, s)
+        multiply(spec, plan, s)
     elif warp == roles(spec).first("load_k"):
         into = load.Stages(plan.k, s.raw_k, s.raw_k_pipe)
         load.load_kv(spec, plan, s, into, pages.K, Int32(0), publishes=not work.parts(spec))

@@ -1,8 +1,7 @@
-"""The warp that issues all MMAs, of tiles of one half.
+"""The warp that issues all MMAs, where there is one group: O of head_dim 256 takes half of tensor memory.
 
 Q K^T is a block ahead: while a block's softmax is computed, P V of the one before and Q K^T of the one behind it are.
-S of blocks lies in the two slots in turn; P V of a block stands in front of Q K^T of the next in its slot. Each slot
-has a softmax and an O of its own, but where O of head_dim 256 takes half of tensor memory.
+S of blocks lies in the two slots in turn; P V of a block stands in front of Q K^T of the next in its slot.
 """
 
 import cutlass
@@ -14,8 +13,8 @@ from ..kv import source
 from ..prepare import dequantises
 from ..schedule import work
 from . import skip
-from .multiply import columns, early, pieces, pv, qk, rows_of, wait_landed, zero_tail
-from .roles import SLOTS, group_of, groups, taken, turns
+from .issue import columns, early, pieces, pv, qk, rows_of, wait_landed, zero_tail
+from .roles import SLOTS
 
 
 @cute.jit
@@ -57,20 +56,19 @@ def begin(spec: cutlass.Constexpr, s, base: Int32, rows, i: Uint32):
 @cute.jit
 def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int32, q: Int32, i: Uint32):
     """P V of block j, item i of the pipes. q: tiles with keys before."""
-    first = Int32(1) if j >= w.hi - turns(spec) else Int32(0)
+    first = Int32(1) if j == w.hi - 1 else Int32(0)
     slot, turn = Int32(i % SLOTS), Int32(i // SLOTS)
-    group = group_of(spec, 0, Int32(i))
     wait_landed(spec, s.v_pipe, i)
-    if j == w.hi - 1:
+    if first != 0:
         if const_expr(source(spec).CUTS and not dequantises(spec)):
             zero_tail(spec, s, w, i)
         pipe.wait_signal(s.stored, q - 1)
     pipe.wait_signal(s.early + slot, turn)
     tmem.after_wait()
-    kept, at = Int32(1), columns(base, slot, group)
+    kept, at = Int32(1), columns(base, slot, 0)
     if const_expr(spec.logits.skip):
         if first == 0:
-            kept -= skip.left_out(s, group, taken(spec, group, Int32(i)))
+            kept -= skip.left_out(s, 0, i)
     with cute.arch.elect_one():
         if kept != 0:
             pv(spec, s, at, i, range(early(spec)), first)
@@ -79,9 +77,5 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int
     with cute.arch.elect_one():
         if kept != 0:
             pv(spec, s, at, i, range(early(spec), pieces(spec)), first)
-        if const_expr(groups(spec) == SLOTS):
-            if j == w.lo:
-                umma.commit(s.done)
-        else:
-            umma.commit(s.done)
+        umma.commit(s.done)
         umma.commit(pipe.empty(s.v_pipe, i))

@@ -10,18 +10,21 @@ from ...device import layout, pipe
 from .. import geometry, load
 from ..schedule import stream_k, work
 from ..spec import BITS
+from .roles import ROWS, tile_halves
 
 PIECE = 16  # bytes that a lane copies at a time
 
 
 @cute.jit
 def gather(spec: cutlass.Constexpr, plan, s, w: work.Work, q: Int32, share: Int32, shares: cutlass.Constexpr):
-    """One of `shares` warps: its packed Q rows of a tile, item q of the pipe; past the request's last, that one."""
+    """One of `shares` warps: its packed Q rows of a tile, item q of the pipe; past the request's last, that one. A warp
+    alone leaves out a half that the tile has not."""
+    count = spec.tile.m // shares if const_expr(shares > 1) else tile_halves(spec, w) * ROWS
     a, m, size = plan.args, spec.tile.m, const_expr(spec.head_dim_qk * BITS[spec.q] // 8)
     width, pieces = const_expr(layout.width(size)), const_expr(size // PIECE)
     last = geometry.tile_rows(w.q_len, w.per_token) - 1
     into = s.raw_q.iterator.toint() + pipe.stage(s.q_pipe, q) * (m * size)
-    for i in cutlass.range(cute.arch.lane_idx(), m // shares * pieces, 32, unroll=4):
+    for i in cutlass.range(cute.arch.lane_idx(), count * pieces, 32, unroll=4):
         row, byte = share * (m // shares) + i // pieces, i % pieces * PIECE
         known = cutlass.min(w.m_block * m + row, last)
         token = w.q_start + geometry.token_of(known, geometry.divisor(w))

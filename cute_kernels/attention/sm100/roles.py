@@ -1,6 +1,7 @@
 """The roles of prefill's warps on Blackwell."""
 
 from ...device.roles import Role, Roles
+from .. import geometry
 from ..prepare import dequantises
 
 SLOTS = 2  # S that tensor memory has room for
@@ -9,29 +10,37 @@ WARPS = 4  # warps of a warpgroup
 
 
 def halves(spec):
-    """Of the tile's rows: two, or one, whose blocks have the slots of S in turn."""
+    """Of the largest tile's rows: two, or one."""
     return spec.tile.m // ROWS
 
 
 def groups(spec):
-    """Warpgroups of softmax, each with a slot of S and an O of its own: of a half each, or of one half's blocks in
-    turn; one, which has both slots in turn, where two O have no room."""
+    """Warpgroups of softmax, each with a slot of S and an O of its own; one, which has both slots in turn, where two O
+    have no room."""
     return SLOTS if spec.head_dim_vo <= ROWS else 1
 
 
-def turns(spec):
-    """Groups that have the blocks of a half in turn."""
-    return groups(spec) // halves(spec)
+def tile_halves(spec, w):
+    """Of a tile: a group each, or one, whose blocks all groups have in turn. An int where all tiles have as many."""
+    if len(spec.tile.heights) == 1:
+        return halves(spec)
+    return geometry.tile_m(spec, geometry.tile_rows(w.q_len, w.per_token)) // ROWS
 
 
-def group_of(spec, half, i):
-    """The group that has item i, a block of a half."""
-    return half if halves(spec) == SLOTS else i % turns(spec)
+def turns(spec, w):
+    """Groups that have the blocks of a half of a tile in turn, 1 or 2."""
+    return groups(spec) + 1 - tile_halves(spec, w) if groups(spec) > 1 else 1
 
 
-def taken(spec, group, i):
-    """How many of the items before i a group had."""
-    return (i + (turns(spec) - 1 - group)) // turns(spec) if turns(spec) > 1 else i
+def rounds(spec, w):
+    """Rounds of a tile: in each every group has a block, or none where blocks in turn have come to an end."""
+    n = turns(spec, w)
+    return w.hi - w.lo if always(n, 1) else (w.hi - w.lo + n - 1) >> (n - 1)
+
+
+def always(number, value):
+    """Whether a number is one of all tiles, and this."""
+    return isinstance(number, int) and number == value
 
 
 REGISTERS = {  # (groups, dequantises) -> of softmax, correction, multiplication and loads, preparation

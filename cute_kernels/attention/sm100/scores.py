@@ -17,8 +17,8 @@ from ..schedule import work
 from ..schedule.work import Work
 from . import skip
 from .correction import Handed
-from .multiply import S, early, first_p, fp8, pieces
-from .roles import ROWS, SLOTS, WARPS, groups, halves, roles, turns
+from .issue import S, early, first_p, fp8, pieces
+from .roles import ROWS, SLOTS, WARPS, always, groups, roles, tile_halves, turns
 
 LOADED = 32  # columns that an instruction loads
 CHAINS = 4  # of pairs, of a row's sum
@@ -61,7 +61,8 @@ class Tile(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Of the group: blocks whose S it got, and what was handed over."""
+    """Of the group: rounds of all tiles so far, in each of which it got S of a block or passed, and what was handed
+    over."""
 
     blocks: Int32
     item: Int32
@@ -72,11 +73,6 @@ def place(spec, s) -> Place:
     group = number // WARPS
     row = number % WARPS * 32 + cute.arch.lane_idx()
     return Place(group, row, group, Int32(0), s.tensor[0] + tmem.lanes(number) + (S + group * ROWS))
-
-
-def half_of(spec, x: Place):
-    """The half of the tile that the thread's row is in."""
-    return x.group if halves(spec) == SLOTS else 0
 
 
 def place_at(spec, x: Place, blocks) -> Place:
@@ -217,17 +213,17 @@ def compute(spec: cutlass.Constexpr, s, r: Registers, x: Tile, at: Count, tops: 
 
 
 @cute.jit
-def begin(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count):
-    """What the thread's row of a tile is, and that it has seen no key."""
-    number, w = halves(spec) * x.w.m_block + half_of(spec, x.place), x.w
-    row = number * ROWS + x.place.row
+def begin(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, half):
+    """What the thread's row of a tile is, in a half, and that it has seen no key."""
+    w = x.w
+    row = (tile_halves(spec, w) * w.m_block + half) * ROWS + x.place.row
     head = geometry.head_of(row, w.head, geometry.divisor(w))
     r.tokens[0] = warp.anew(geometry.token_of(row, geometry.divisor(w)))  # what it is made of is kept in no register
     r.score[0] = a.logits.scale_log2 * online.factor_of(a.logits.scale, head) * quant.format_of(spec).unit
     if const_expr(in_units(spec)):
         tile = at.item - at.blocks
         pipe.wait_full(s.ready_pipe, tile)
-        r.score[0] *= s.units[half_of(spec, x.place) * ROWS + x.place.row, pipe.stage(s.ready_pipe, tile)]
+        r.score[0] *= s.units[half * ROWS + x.place.row, pipe.stage(s.ready_pipe, tile)]
     r.reduced[0] = r.score[0]
     if const_expr(spec.logits.alibi):
         r.slopes[0] = logits.slope_of(a, head, r.score[0])
@@ -246,28 +242,46 @@ def first_block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count,
 
 
 @cute.jit
-def run_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, i: Int32):
-    """The group's blocks of a tile, and what becomes of its sums. i: all blocks before. Returns the `Count` of the
-    next."""
-    w, number = x.w, halves(spec) * x.w.m_block + half_of(spec, x.place)
-    first, last = geometry.tile_tokens(number, ROWS, w.q_len, w.per_token)
+def run_segment(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, part: mask.Segment, own: Int32):
+    """The group's blocks of a segment of a tile. own: its first one of the tile. Returns the `Count` of the next."""
+    n = turns(spec, x.w)
+    if const_expr(always(n, 1)):
+        for j in cutlass.range(part.hi - 1, part.lo - 1, -1, unroll=1):
+            block(spec, a, s, r, x, at, j, How(part.masked))
+            at = Count(at.blocks + 1, at.item + 1)
+    else:
+        j = part.hi - 1
+        j -= (own - j) & (n - 1)
+        while j >= part.lo:
+            block(spec, a, s, r, x, at, j, How(part.masked))
+            at = Count(at.blocks + 1, at.item + 1)
+            j -= n
+    return at
+
+
+@cute.jit
+def run_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count):
+    """The group's blocks of a tile, and what becomes of its sums. Returns the `Count` of the next."""
+    w, n, group = x.w, turns(spec, x.w), x.place.group
+    half = group * (tile_halves(spec, w) - 1)
+    first, last = geometry.tile_tokens(tile_halves(spec, w) * w.m_block + half, ROWS, w.q_len, w.per_token)
     full_lo, full_hi = mask.full_range(spec, first, last, x.rows.n)
-    begin(spec, a, s, r, x, at)
-    own = w.hi - 1  # the group's first block
-    if const_expr(turns(spec) > 1):
-        own -= (x.place.group + i) % turns(spec)
+    begin(spec, a, s, r, x, at, half)
+    own = w.hi - 1
+    if const_expr(always(n, 1)):
+        at = first_block(spec, a, s, r, x, at, own)
+    else:
+        own -= (n - 1) * group
         if own >= w.lo:
             at = first_block(spec, a, s, r, x, at, own)
-    else:
-        at = first_block(spec, a, s, r, x, at, own)
     segments = mask.segments(spec, w.lo, own, full_lo, full_hi)
     for g in cutlass.range_constexpr(len(segments)):
-        part = segments[g]
-        top = part.hi - 1
-        if const_expr(turns(spec) > 1):
-            top -= (own - top) % turns(spec)
-        for j in cutlass.range(top, part.lo - 1, -turns(spec), unroll=1):
-            block(spec, a, s, r, x, at, j, How(part.masked))
+        at = run_segment(spec, a, s, r, x, at, segments[g], own)
+    if const_expr(not always(n, 1)):
+        if (w.hi - w.lo) & (n - 1) & group != 0:  # the other group has the tile's last block
+            mine = place_at(spec, x.place, at.blocks)
+            pipe.wait_signal(s.scores + mine.slot, mine.turn)
+            pass_over(s, mine, at)
             at = Count(at.blocks + 1, at.item + 1)
     top = -Float32.inf if r.st.m[0] == -Float32.inf else r.st.shift[0]
     hand_over(s, x.place, Handed(r.st.l[0], top))
@@ -281,7 +295,7 @@ def softmax(spec: cutlass.Constexpr, plan, s):
     a, r, mine, capped = plan.args, registers(spec), place(spec, s), False
     if const_expr(spec.logits.soft_cap):
         capped = a.logits.soft_cap > 0.0
-    t, i, at, count = Int32(0), Int32(0), Count(Int32(0), Int32(0)), Int32(0)
+    t, at, count = Int32(0), Count(Int32(0), Int32(0)), Int32(0)
     w = work.consume(spec, s, t)
     while w.valid != 0:
         if const_expr(work.parts(spec)):
@@ -292,8 +306,7 @@ def softmax(spec: cutlass.Constexpr, plan, s):
             rows = Rows(r.tokens, w.q_start, mask.lengths(spec, a, w.q_len, w.kv_len), r.slopes, r.words)
             start = geometry.mask_start(a, w.batch) if const_expr(spec.mask.custom) else None
             x = Tile(w, mine, rows, capped, start, skip.rule(spec, a, w.kv_len))
-            at = run_tile(spec, a, s, r, x, at, i)
-            i += w.hi - w.lo
+            at = run_tile(spec, a, s, r, x, at)
         t += 1
         w = work.consume(spec, s, t)
     if const_expr(work.parts(spec)):

@@ -1,9 +1,9 @@
-"""Skip-softmax: a KV block that hardly counts for the 128 rows of a group costs Q K^T and its maxima alone.
+"""Skip-softmax: a KV block that hardly counts for the 128 rows of a half costs Q K^T and its maxima alone.
 
-The rule is Hopper's (`sm90.skip`), of the rows of a group: it leaves a block out where every row that has keys in it
-finds exp(m_j - m) < threshold / kv_len, m_j the block's exact maximum of the row, m the one of the group's blocks
-before that were not left out. A group's first block of a tile never is. The four warps vote; who multiplies reads the
-votes behind the signals that they send all the same, and issues no P V. V of every block is fetched.
+The rule is Hopper's (`sm90.skip`), of the rows of a half: it leaves a block out where every row that has keys in it
+finds exp(m_j - m) < threshold / kv_len, m_j the block's exact maximum of the row, m the one of the blocks before that
+were not left out. The first block of a tile never is. The four warps vote; who multiplies reads the votes behind the
+signals that they send all the same, and issues no P V. V of every block is fetched.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from cutlass import Float32, Int32
 from .. import softmax, votes
 from .roles import ROWS, WARPS
 
-BARRIER = 1  # + group: its 128 threads
+BARRIER = 1  # + half: its 128 threads
 
 
 class Rule(NamedTuple):
@@ -33,25 +33,25 @@ def rule(spec, a, kv_len) -> Any:
 
 
 class Look(NamedTuple):
-    """top: (1, 1), the row's maximum in the block at hand. out: whether the group leaves it out."""
+    """top: (1, 1), the row's maximum in the block at hand. out: whether the half leaves it out."""
 
     top: cute.Tensor
     out: Int32
 
 
 @cute.jit
-def look(s, r, rows, of: Rule, group: Int32, turn: Int32):
-    """The `Look` at a block, whose scores are in r.s. turn: its number among the group's."""
+def look(s, r, rows, of: Rule, half: Int32, turn: Int32):
+    """The `Look` at a block, whose scores are in r.s. turn: its number among the half's."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
     top = cute.make_rmem_tensor((1, 1), Float32)
     top[0] = softmax.reduce(r.s[0, None], cute.arch.fmax)
     below = top[0] == -Float32.inf or (top[0] - of.peak[0]) * r.reduced[0] < of.least
-    mine = votes.of(s.votes, group, turn)
+    mine = votes.of(s.votes, half, turn)
     votes.cast(mine, warp, below or r.tokens[0] >= rows.n.q_len)
-    cute.arch.barrier(barrier_id=BARRIER + group, number_of_threads=ROWS)
+    cute.arch.barrier(barrier_id=BARRIER + half, number_of_threads=ROWS)
     return Look(top, votes.all_of(mine))
 
 
-def left_out(s, group, turn: Int32):
-    """Who multiplies, behind the group's signals of a block: whether it left it out."""
-    return votes.all_of(votes.of(s.votes, group, turn))
+def left_out(s, half, turn: Int32):
+    """Who multiplies, behind the half's signals of a block: whether it left it out."""
+    return votes.all_of(votes.of(s.votes, half, turn))

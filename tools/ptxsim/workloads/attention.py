@@ -73,6 +73,7 @@ class Kernel:
     block: int  # keys of a stage
     keys: int  # of all stages
     promoted: int  # blocks after which sums move on, 0: never
+    several_tiles: bool  # of few rows and of many
     same: dict[str, Any]  # what its cases have in common
 
 
@@ -100,7 +101,7 @@ def kernel_of(spec: Any) -> Kernel:
     promoted = getattr(spec.tile, "promote", 0)  # of Hopper's prefill
     return Kernel(
         decodes, shares, few, mask.window, cap, general, gathers, mask.custom, skips, several, block,
-        block * spec.tile.stages, promoted, same,
+        block * spec.tile.stages, promoted, not decodes and len(spec.tile.heights) > 1, same,
     )  # fmt: skip
 
 
@@ -265,6 +266,10 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
         in_forms = ("ragged",)
     nothing = replace(many, name="nothing", q_lens=(9, 70), kv_lens=(0, 0))  # the first tile of a CTA sees no key
     found.append(Scenario("many", (many,) if k.decodes else (many, nothing), sms, in_forms))
+    if k.several_tiles:  # one, two and three rounds of blocks in turn, beside tiles of many rows
+        lens = 5 * k.block + 9, 200, 4 * k.block, k.block
+        few = replace(ragged, name="few", q_lens=(40, 150, 1, 3), kv_lens=lens, soft_cap=9.0 if k.cap else 0.0)
+        found.append(Scenario("few", (few,), SMS, in_forms))
     if k.promoted:
         found.append(Scenario("promoted", tuple(promoting_calls(k, short)), sms))
     if thorough and not (k.gathers or k.custom):
