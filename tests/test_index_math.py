@@ -243,8 +243,8 @@ def test_prefill_tiles_have_one_height():
 
 
 def test_groups_share_out_the_blocks_of_a_tile():
-    """On Blackwell: of two halves each group has all blocks, of one half they have them in turn, of head_dim 256 the only
-    group has all. Every group counts as many rounds."""
+    """On Blackwell: of two halves each group has all blocks, of one half they have them in turn, of head_dim 256 the
+    only group has all. Every group counts as many rounds."""
     whole, few, both = (
         (replace(BLACKWELL, tile=tile)) for tile in (sm100.Tile(), sm100.Tile(m=128), sm100.Tile(few=True))
     )

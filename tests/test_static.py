@@ -150,8 +150,8 @@ KEY_BYTES, BYTES_A_CYCLE = 4, 27  # of K and V of 16 bits, times head_dim; what 
 
 
 def test_keys_of_many_rows_take_less_than_they_take_from_memory():
-    """Two blocks of 128 keys, of which a group of softmax has each; slots of a scheduler: a warp each of two groups, one
-    that corrects, and that which multiplies."""
+    """Two blocks of 128 keys, of which a group of softmax has each; slots of a scheduler: a warp each of two groups,
+    one that corrects, and that which multiplies."""
     found: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
     for row in static.recorded():
         if "_m128n128s" in row["kernel"] and "_d256_" not in row["kernel"]:
