@@ -70,7 +70,7 @@ E4M3_QUERY_TILES = {  # of e4m3 Q over those, as it is loaded and as fp16
 }
 SHARED_TILES = {  # of kernels whose CTAs share the keys of a request
     (64, 64): Tile(m=128, stages=6),
-    (128, 128): Tile(m=128, stages=3),
+    (128, 128): Tile(m=128, n=96, stages=3),  # 128 keys leave 688 bytes too few
 }
 SHARED_ROWS = 16  # more than so many rows of a request: up to there `decode` reads keys as fast, and computes less
 ROWS = {dims: tile.m for dims, tile in TILES.items()}  # of a tile: O of two halves of head_dim 256 has no room

@@ -63,6 +63,7 @@ class Kernel:
     decodes: bool
     shares: bool  # with prefill's code
     few_rows: int  # query rows of a request from which on another kernel serves it, 0: none does
+    wide: bool  # decode of more rows, which it serves on Blackwell where a call skips blocks
     window: bool
     cap: bool
     general: bool  # causal or full, as the call says
@@ -93,14 +94,14 @@ def kernel_of(spec: Any) -> Kernel:
         "causal": spec.mask.causal != "never",
         "kv_dtype": "" if own else {"e4m3": "fp8"}.get(spec.kv.dtype, spec.kv.dtype),
     }
-    block, few = spec.tile.n, FEW_ROWS if narrow else 0
+    block, few, wide = spec.tile.n, FEW_ROWS if narrow else 0, decodes and not (shares or narrow)
     general = not decodes and spec.mask.causal == "value"
     mask, gathers = spec.mask, spec.kv.source == "gather"
     cap, skips = spec.logits.soft_cap, spec.logits.skip and not decodes
     several = len(spec.out) > 1
     promoted = getattr(spec.tile, "promote", 0)  # of Hopper's prefill
     return Kernel(
-        decodes, shares, few, mask.window, cap, general, gathers, mask.custom, skips, several, block,
+        decodes, shares, few, wide, mask.window, cap, general, gathers, mask.custom, skips, several, block,
         block * spec.tile.stages, promoted, not decodes and len(spec.tile.heights) > 1, same,
     )  # fmt: skip
 
@@ -214,7 +215,7 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     elif twin or k.custom and spec.head_dim_qk == 64:
         first = first[0], 0, 40
     heads: dict[str, Any] = {"heads_q": 6 if k.decodes else 2, "heads_kv": 2}
-    same = k.same | heads | {"data": "needles"}
+    same = k.same | heads | {"data": "needles"} | ({"skip": 1e-30} if k.wide else {})
     stacked = "stacked" if spec.head_dim_qk == spec.head_dim_vo else "tuple"
     page_size = 16 if k.same["dtype"] == "bf16" and not twin else 8  # with 64 below, every size of TMA box
     pages, larger = ((1, 5, 24), 100) if k.gathers else ((8, 16, 32), 64)
