@@ -69,9 +69,10 @@ def as_its_op(entry, op, spec):
         assert counts["HMMA"] > 0 and "HGMMA" not in counts
     elif op == "attention.sm100":
         size = 1 if spec.q == spec.kv.dtype == "e4m3" else 2
-        each = (2 * spec.head_dim_qk + spec.tile.n) * size // umma.STEP  # of a half: the first Q K^T, and a block
+        each = (2 * spec.head_dim_qk + spec.tile.n) * size // umma.STEP  # of a group: the first Q K^T, and a block
         mmas = counts["UTCQMMA" if size == 1 else "UTCHMMA"]
-        assert mmas == sm100.halves(spec) * each, "one MMA a step, no copy of loops"
+        forms = len(spec.tile.heights)  # of tiles
+        assert mmas == forms * sm100.groups(spec) * each, "one MMA a step, no copy of loops"
         assert entry["registers"] == launched(sm100.roles(spec).warps()), "what `Roles.of` takes for granted"
     else:
         mmas = counts["QGMMA" if spec.q == spec.kv.dtype == "e4m3" else "HGMMA"]

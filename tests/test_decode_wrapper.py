@@ -543,6 +543,25 @@ def test_kernels_whose_tiles_differ_share_no_scratch(launches, order):
     assert len({a.o_partial.shape[1] for a in launches}) > 1
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
+def test_many_rows_take_the_code_of_prefill(here, arch):
+    """More than 16 rows a request; on Blackwell with a window or a cap, too."""
+    here.known, op = (arch, SMS), "sm90" if arch == "sm_90a" else "sm100"
+    many = replace(PLAIN, heads_q=8, heads_kv=1, q_lens=(1, 5, 3), kv_lens=(40, 90, 3), window_left=-1, soft_cap=0.0)
+    served = {}
+    for name, case in {
+        "many": many, "few": replace(many, q_lens=(1, 2, 1)), "window": replace(many, window_left=37),
+        "cap": replace(many, soft_cap=9.0), "gathered": replace(many, page_size=24),
+    }.items():  # fmt: skip
+        inputs = cases.make_inputs(case)
+        call = cases.as_decode(inputs)
+        check(inputs, trtllm_batch_decode_with_kv_cache(**call), case.tolerance)
+        served[name] = wrappers.explain(**call, function=trtllm_batch_decode_with_kv_cache).runs.split()[0]
+    few, modified = "attention.decode", "attention.sm100" if op == "sm100" else "attention.decode"
+    want = {"many": f"attention.{op}", "few": few, "window": modified, "cap": modified, "gathered": few}
+    assert served == want and len(here.launches) == len(want)
+
+
 def test_more_rows_than_a_kernel_divides(here, launches, monkeypatch):
     inputs = decode_of(PLAIN)
     trtllm_batch_decode_with_kv_cache(**inputs)

@@ -32,6 +32,7 @@ def problems(phase):
             kv = q if kind == "16-bit" else kind
             yield replace(base, kv=kv, out=out, head_dim_qk=dim, head_dim_vo=dim, batch_invariant=invariant,
                           drafts=window, skip=cap)  # fmt: skip
+            yield replace(base, kv=kv, out=out, head_dim_qk=dim, head_dim_vo=dim, batch_invariant=invariant)
             if kv == "e4m3":
                 yield replace(base, q=kv, kv=kv, out="bf16" if out == q else out, head_dim_qk=dim, head_dim_vo=dim,
                               batch_invariant=invariant)  # fmt: skip
@@ -97,7 +98,8 @@ def test_skip_softmax_of_prefill_joins_every_kernel():
 @pytest.mark.parametrize("arch", [ARCH, *BLACKWELL])
 def test_every_problem_of_decode_gets_a_shipped_spec_that_serves_it(arch):
     """More than 16 rows that ask for nothing else go to kernels of prefill whose CTAs share keys, all shipped."""
-    shared = {s for s in sm90.shipped(arch) if s.schedule == "stream_k"}
+    op_of_many, prefill = ("attention.sm90", sm90) if arch == ARCH else ("attention.sm100", sm100)
+    shared = {s for s in prefill.shipped(arch) if s.schedule == "stream_k"}
     shipped, found = set(decode.shipped(arch)), set()
     for problem in problems("decode"):
         p, (op, spec) = problem, dispatch.select(problem, arch)
@@ -105,10 +107,10 @@ def test_every_problem_of_decode_gets_a_shipped_spec_that_serves_it(arch):
         assert serves(spec, p)
         many = p.rows * p.group > 8 and p.head_dim_qk < 256 and not p.batch_invariant
         typed = p.out in ("bf16", "fp16") and p.page_size in TMA_PAGES
-        plain = typed and not (p.window or p.soft_cap or p.drafts or p.skip)
-        usual = p.head_dim_qk < 256 and p.q != "e4m3" and (p.q == p.kv or p.q == "bf16")
-        many_more = many and plain and usual and p.rows * p.group > 16 and arch == ARCH
-        assert op == ("attention.sm90" if many_more else "attention.decode") and (spec in shared) == many_more
+        plain = typed and not (p.drafts or p.skip) and (arch != ARCH or not (p.window or p.soft_cap))
+        usual = p.head_dim_qk < 256 and p.q != "e4m3" and (p.q == p.kv or p.q == "bf16" and arch == ARCH)
+        many_more = many and plain and usual and p.rows * p.group > 16
+        assert op == (op_of_many if many_more else "attention.decode") and (spec in shared) == many_more
         if not many_more:
             assert spec.tile.rows_per_warp == (16 if many else 8)
     shipped |= shared
@@ -187,10 +189,10 @@ def test_an_architecture_without_a_kernel_is_named():
 
 @pytest.mark.parametrize("arch", BLACKWELL)
 def test_prefill_on_blackwell_serves_a_problem_or_names_what_it_lacks(arch):
-    shipped, found, lacking = set(sm100.shipped(arch)), set(), set()
+    shipped, found, lacking = {s for s in sm100.shipped(arch) if s.schedule == "tiles"}, set(), set()
     more = product(usual_types(), ({"custom_mask": True}, {"skip": True}))
     for problem in (*problems("prefill"), *(replace(BASE, **each, **also) for each, also in more)):
-        prefill_on_hopper, _, answer = dispatch.explain(problem, arch)
+        prefill_on_hopper, answer, _ = dispatch.explain(problem, arch)
         assert prefill_on_hopper.reason.field == "arch"
         if answer.reason is None:
             found.add(answer.spec)
@@ -199,6 +201,20 @@ def test_prefill_on_blackwell_serves_a_problem_or_names_what_it_lacks(arch):
             lacking.add(answer.reason.field)
     assert shipped <= found
     assert not lacking
+
+
+@pytest.mark.parametrize("arch", BLACKWELL)
+def test_tiles_of_few_rows_do_not_depend_on_the_batch(arch):
+    """A kernel of prefill chooses for each request: the spec is the same whatever rows a call has."""
+    for spec in sm100.shipped(arch):
+        alone = spec.logits.skip or spec.head_dim_vo > 128 or spec.schedule == "stream_k"
+        assert spec.tile.heights == ((spec.tile.m,) if alone else (128, 256))
+    short = replace(BASE, rows=1)
+    assert dispatch.select(short, arch) == dispatch.select(replace(short, rows=1 << 30), arch)
+    few = sm100.shipped(arch)[0]
+    for other in (replace(few, logits=LogitsSpec(skip=True)), replace(few, tile=replace(few.tile, m=128))):
+        refusal = sm100.supports(other)
+        assert refusal is not None and refusal.field == "tile"
 
 
 def test_what_blackwell_lacks_is_named():

@@ -2,6 +2,7 @@
 
 import heapq
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -15,12 +16,13 @@ pytest.importorskip("cutlass", reason="index functions take min and max from the
 
 from cutlass import Int32
 
-from cute_kernels.attention import decode, geometry, mask, prepare, sm90
+from cute_kernels.attention import decode, geometry, mask, prepare, sm90, sm100
 from cute_kernels.attention.decode import layout
 from cute_kernels.attention.kv import tma
 from cute_kernels.attention.schedule import stream_k, tiles
 from cute_kernels.attention.sm90 import math as prefill
 from cute_kernels.attention.sm90 import store as prefill_store
+from cute_kernels.attention.sm100 import roles as sm100_roles
 from cute_kernels.attention.spec import FEW, AttentionSpec, MaskSpec
 from cute_kernels.device import layout as shared
 from cute_kernels.device.divisor import Divisor, Quotient, factor_of
@@ -41,6 +43,7 @@ SPECS = st.builds(
 )
 LENGTHS = st.builds(mask.Lengths, st.integers(1, 400), st.integers(0, 700), st.integers(0, 500), st.integers(0, 1))
 DECODE = decode.shipped("sm_90a")[0]
+BLACKWELL = sm100.shipped("sm_100a")[0]
 
 
 def causal(spec: AttentionSpec, n: mask.Lengths) -> bool:
@@ -261,6 +264,21 @@ def test_decode_tiles_are_as_small_as_their_rows_allow(rows, tile, each):
 def test_prefill_tiles_have_one_height():
     spec = sm90.shipped("sm_90a")[0]
     assert all(geometry.tile_m(spec, rows) == spec.tile.m for rows in (0, 1, 63, 10**6))
+
+
+def test_groups_share_out_the_blocks_of_a_tile():
+    """On Blackwell: of two halves each group has all blocks, of one half they have them in turn, of head_dim 256 the
+    only group has all. Every group counts as many rounds."""
+    whole, few, both = (
+        (replace(BLACKWELL, tile=tile)) for tile in (sm100.Tile(), sm100.Tile(m=128), sm100.Tile(few=True))
+    )
+    one = replace(few, head_dim_qk=256, head_dim_vo=256)
+    cases = [(whole, 9, 1), (few, 999, 2), (both, 128, 2), (both, 129, 1), (both, 1, 2), (one, 9, 1)]
+    for (spec, rows, n), blocks in product(cases, (1, 2, 5, 6)):
+        w = SimpleNamespace(q_len=rows, per_token=1, lo=3, hi=3 + blocks)
+        assert sm100_roles.turns(spec, w) == n
+        assert sm100_roles.rounds(spec, w) == -(-blocks // n)
+        assert sm100_roles.tile_halves(spec, w) == geometry.tile_m(spec, rows) // 128
 
 
 def test_roles_are_a_table():

@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 from bench.pages import fill
 from cute_kernels import build, catalog, cubin
 
+from .ptxsim.pool import pool
+
 RECORD = Path(__file__).resolve().parents[1] / "tests" / "data" / "static.csv"
 OP, ARCHS = "attention.sm100", ("sm_100a", "sm_103a")
 COLUMNS = ("arch", "kernel", "stack", "role", "instructions", "stall", "exponentials", "stored")
@@ -193,16 +195,16 @@ def is_peer(row: dict[str, Any]) -> bool:
     return " " in row["kernel"]
 
 
-def record(arch: str, peer: str = "", file: Path | None = None) -> None:
+def rows_of_shipped(arch: str) -> list[dict[str, Any]]:
+    return [row for name, content in shipped(arch) for row in rows(arch, name, content)]
+
+
+def record(arch: str, peer: str, new: list[dict[str, Any]]) -> None:
     """Replaces the rows of our kernels, or of a peer's."""
     kept = []
     for row in recorded() if RECORD.exists() else []:
         if row["arch"] != arch or (row["kernel"] != peer if peer else is_peer(row)):
             kept.append(row)
-    if file:
-        new = rows(arch, peer, file.read_bytes())
-    else:
-        new = [row for name, content in shipped(arch) for row in rows(arch, name, content)]
     with RECORD.open("w", newline="") as out:
         writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
         writer.writeheader()
@@ -215,15 +217,15 @@ def pieces(kernel: str) -> int:
 
 
 def markdown() -> str:
-    """Causal kernels of head_dim 128 and 16 or 8 bits, and those of peers."""
+    """Causal kernels of prefill, head_dim 128 and 16 or 8 bits, and those of peers."""
     lines = ["| kernel | softmax | masked | emulated | first P | correction | MMA |", "| --- |" + " --- |" * 6]
     found: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
     for row in recorded():
-        found.setdefault((row["arch"], row["kernel"]), {})[row["role"]] = row
+        found.setdefault((row["arch"], row["kernel"]), {}).setdefault(row["role"], row)  # of tiles of two halves
     for (arch, kernel), loops_of in sorted(
         found.items(), key=lambda item: (item[0][0], is_peer({"kernel": item[0][1]}))
     ):
-        if is_peer({"kernel": kernel}) or re.match("(bf16|e4m3)_d128_causal_tma", kernel):
+        if is_peer({"kernel": kernel}) or re.match("(bf16|e4m3)_d128_causal_tma_m256", kernel):
             plain = loops_of["softmax"]
             stored = plain["stored"].split()[pieces(kernel) - 1]
             counts = [loops_of[role]["instructions"] for role in ("softmax", "softmax masked")]
@@ -245,8 +247,12 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     files = [Path(x) for x in args.what if x.endswith(".cubin")]
     if args.what[:1] == ["record"]:
-        for arch in (args.arch,) if args.peer else ARCHS:
-            record(arch, args.peer, files[0] if args.peer else None)
+        if args.peer:
+            record(args.arch, args.peer, rows(args.arch, args.peer, files[0].read_bytes()))
+            return
+        with pool(len(ARCHS)) as processes:  # each compiles for one architecture
+            for arch, new in zip(ARCHS, processes.map(rows_of_shipped, ARCHS)):
+                record(arch, "", new)
         return
     if args.what == ["readme"]:
         update()

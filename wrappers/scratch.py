@@ -12,7 +12,7 @@ import torch
 from . import machine
 
 TICKETS = 1 << 22  # 16 MiB a device; captured launches use them up, one each, decoding one for each warp that computes
-MOST = 64  # streams whose scratch is kept, 4 to 18 MB each
+MOST = 64  # streams whose scratch is kept, 4 to 20 MB each
 PER_THREAD_STREAM = 2  # CUDA's handle of every thread's own default stream: not one stream
 _LOCK = threading.Lock()
 

@@ -16,7 +16,6 @@ from .schedule.work import Work
 from .spec import BLOCK
 
 GROUP = 8  # parts of which a warp loads all or none
-ROWS, PARTS = 16, 2  # of `merge_rows`: a lane has the LSE of one row of one part
 
 
 @cute.jit
@@ -117,42 +116,44 @@ def load_parts(spec: cutlass.Constexpr, a, w: Work, row: Int32, first: Int32, pi
 
 
 @cute.jit
-def merge_rows(spec: cutlass.Constexpr, a, w: Work, first: Int32, rows: Int32):
-    """One warp: ROWS rows of a tile that has `rows`, from `first` on. Parts are added in the order of keys."""
+def merge_rows(spec: cutlass.Constexpr, a, w: Work, first: Int32, rows: Int32, each: cutlass.Constexpr):
+    """One warp: `each` rows of a tile that has `rows`, from `first` on. Parts are added in the order of keys; a lane
+    has the LSE of one row of one part."""
     dim, lane, count = const_expr(spec.head_dim_vo), cute.arch.lane_idx(), w.split.count
+    parts = const_expr(32 // each)
     per = const_expr(dim // 32)
-    acc, pieces = cute.make_rmem_tensor((per, ROWS), Float32), cute.make_rmem_tensor((per, ROWS), Float32)
+    acc, pieces = cute.make_rmem_tensor((per, each), Float32), cute.make_rmem_tensor((per, each), Float32)
     acc.fill(0.0)
-    row, base, top, total = cutlass.min(first + lane // PARTS, rows - 1), Int32(0), -Float32.inf, Float32(0.0)
+    row, base, top, total = cutlass.min(first + lane // parts, rows - 1), Int32(0), -Float32.inf, Float32(0.0)
     while base < count:
-        part, lse = base + lane % PARTS, -Float32.inf
+        part, lse = base + lane % parts, -Float32.inf
         if part < count:
             lse = a.schedule.o_partial[stream_k.slot_of(a, w, part), row, dim]
-        peak = cute.arch.fmax(top, cute.arch.warp_reduction_max(lse, threads_in_group=PARTS))
+        peak = cute.arch.fmax(top, cute.arch.warp_reduction_max(lse, threads_in_group=parts))
         known = Float32(0.0) if peak == -Float32.inf else peak
         old, mine = (cute.math.exp2(x - known, fastmath=True) for x in (top, lse))
-        total = fma(total, old, cute.arch.warp_reduction_sum(mine, threads_in_group=PARTS))
-        for i in cutlass.range_constexpr(ROWS):
-            acc[None, i].store(acc[None, i].load() * cute.arch.shuffle_sync(old, PARTS * i))
-        for j in cutlass.range(PARTS, unroll=1):  # the loads of two parts would need more registers than there are
+        total = fma(total, old, cute.arch.warp_reduction_sum(mine, threads_in_group=parts))
+        for i in cutlass.range_constexpr(each):
+            acc[None, i].store(acc[None, i].load() * cute.arch.shuffle_sync(old, parts * i))
+        for j in cutlass.range(parts, unroll=1):  # the loads of two parts would need more registers than there are
             slot = stream_k.slot_of(a, w, cutlass.min(base + j, count - 1))
-            for i in cutlass.range_constexpr(ROWS):
+            for i in cutlass.range_constexpr(each):
                 source = a.schedule.o_partial[slot, cutlass.min(first + i, rows - 1), None]
                 cute.autovec_copy(cute.local_tile(source, (per,), (lane,)), pieces[None, i])
-            for i in cutlass.range_constexpr(ROWS):
-                factor = cute.arch.shuffle_sync(mine, PARTS * i + j)
+            for i in cutlass.range_constexpr(each):
+                factor = cute.arch.shuffle_sync(mine, parts * i + j)
                 for e in cutlass.range_constexpr(per):  # a part without a key may hold 0 x NaN
                     acc[e, i] = fma(pieces[e, i], factor, acc[e, i]) if factor > 0.0 else acc[e, i]
         top = peak
-        base += PARTS
+        base += parts
     scale, m = epilogue.scale_of(a), spec.tile.m
-    for i in cutlass.range_constexpr(ROWS):
-        own = w.m_block * m + first + i
-        token = geometry.token_of(own, geometry.divisor(w))
-        head = geometry.head_of(own, w.head, geometry.divisor(w))
+    for i in cutlass.range_constexpr(each):
+        row = w.m_block * m + first + i
+        token = geometry.token_of(row, geometry.divisor(w))
+        head = geometry.head_of(row, w.head, geometry.divisor(w))
         if first + i < rows:
-            each = [cute.arch.shuffle_sync(x, PARTS * i) for x in (top, total)]
-            normal = softmax.normalizer(*each, epilogue.sink_of(a, head))
+            sums = [cute.arch.shuffle_sync(x, parts * i) for x in (top, total)]
+            normal = softmax.normalizer(*sums, epilogue.sink_of(a, head))
             values = cute.make_rmem_tensor(per, Float32)
             values.store(acc[None, i].load() * (normal.factor * scale))
             epilogue.store_piece(spec, a, w.q_start + token, head, lane, values, ())

@@ -7,7 +7,7 @@ from . import decode, sm90, sm100
 from .problem import Problem, Refusal
 
 # In the order in which they are asked.
-OPS = {"attention.sm90": sm90, "attention.decode": decode, "attention.sm100": sm100}
+OPS = {"attention.sm90": sm90, "attention.sm100": sm100, "attention.decode": decode}
 
 
 class Answer(NamedTuple):

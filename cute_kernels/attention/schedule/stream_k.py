@@ -235,26 +235,60 @@ def first_work(spec: cutlass.Constexpr, a, s, per_token: Divisor):
     return seen, share, unit
 
 
+class Round(NamedTuple):
+    """Where a CTA's warp that publishes is. more: whether what it published last was work. unit, end: of the share, to
+    publish yet. passed, left: the first unit that was passed over, and how many. seen: requests, where a search
+    begins."""
+
+    more: Int32
+    unit: Int32
+    passed: Int32
+    end: Int32
+    left: Int32
+    seen: Requests
+
+
+@cute.jit
+def begin(spec: cutlass.Constexpr, a):
+    """One warp: (the Share of this CTA, its first Round)."""
+    none = Int32(0)
+    seen = look(spec, a, none, none)
+    share = cta_share(spec, a, seen)
+    return share, Round(Int32(1), share.begin, none, share.end, none, seen)
+
+
+@cute.jit
+def behind(spec: cutlass.Constexpr, a, t: Int32, at: Round):
+    """One warp: the Round behind the CTA's t-th work. Both shared tiles come first, the tail of the first and the head
+    of the last, so that their merges overlap with the whole tiles between."""
+    more, unit, passed, end, left, seen = at
+    if t == 0 and a.schedule.blocks_per_split == 0 and unit < end:
+        last, seen = tile_begin(spec, a, end - 1, seen)
+        passed, left = unit, cutlass.max(last - unit, 0)
+        unit += left
+    if unit >= end and left > 0:
+        unit, end = passed, passed + left
+        left = Int32(0)
+    return Round(more, unit, passed, end, left, seen)
+
+
+@cute.jit
+def publish_next(spec: cutlass.Constexpr, a, s, t: Int32, share: Share, at: Round, per_token: Divisor):
+    """One warp: publish the CTA's t-th work, or that there is no more. per_token: rows. Returns the next Round."""
+    more, end = Int32(1) if at.unit < at.end else Int32(0), at.end
+    w, seen, unit = find(spec, a, at.unit, at.seen, Share(share.begin, end, share.total), per_token)
+    work.publish(s, t, w._replace(valid=w.valid * more))
+    return behind(spec, a, t, Round(more, unit, at.passed, end, at.left, seen))
+
+
 @cute.jit
 def schedule_warp(spec: cutlass.Constexpr, a, s):
-    """One warp: publish the CTA's work, and that there is no more. Both shared tiles come first, the tail of the first
-    and the head of the last, so that their merges overlap with the whole tiles between."""
-    per_token = Divisor(geometry.group(a))
+    """One warp: publish the CTA's work, and that there is no more."""
+    per_token, none = Divisor(geometry.group(a)), Int32(0)
     seen, share, unit = first_work(spec, a, s, per_token)
-    end = share.end
-    t, more = Int32(0), Int32(1) if share.begin < end else Int32(0)
-    work.announce(s, t)
-    passed, left = Int32(0), Int32(0)  # the first unit that was passed over, and how many
-    while more != 0:
-        if t > 0:
-            more = Int32(1) if unit < end else Int32(0)
-            w, seen, unit = find(spec, a, unit, seen, Share(share.begin, end, share.total), per_token)
-            work.publish(s, t, w._replace(valid=w.valid * more))
-        if t == 0 and a.schedule.blocks_per_split == 0 and unit < end:
-            last, seen = tile_begin(spec, a, end - 1, seen)
-            passed, left = unit, cutlass.max(last - unit, 0)
-            unit += left
-        if unit >= end and left > 0:
-            unit, end = passed, passed + left
-            left = Int32(0)
+    work.announce(s, none)
+    more = Int32(1) if share.begin < share.end else none
+    at, t = behind(spec, a, none, Round(more, unit, none, share.end, none, seen)), Int32(1)
+    while at.more != 0:
+        at = publish_next(spec, a, s, t, share, at, per_token)
         t += 1

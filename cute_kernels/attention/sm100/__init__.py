@@ -1,5 +1,5 @@
-"""Prefill on Blackwell: many query rows, tcgen05. No device has run it: it compiles, and the simulator runs it. This
-file is plain Python, see `sm90`.
+"""Many query rows on Blackwell, tcgen05: prefill, and decode of more rows than a warp has. No device has run it: it
+compiles, and the simulator runs it. This file is plain Python, see `sm90`.
 """
 
 from dataclasses import dataclass, replace
@@ -10,14 +10,15 @@ from ..problem import Problem, Refusal
 from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, outputs, source_of
 
 ARCHS = ("sm_100a", "sm_103a")
-PHASES = ("prefill",)
+PHASES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
 class Tile:
-    """m query rows, halves of 128, x n keys a CTA; `stages` K and as many V tiles in flight, `q_stages` Q tiles.
-    raw_stages: of K and V as they are stored, where they are prepared, 0: as many. loaders: warps that fill a stage
-    together. emulated: of 16 exponentials, those without the special function unit, where no key is hidden."""
+    """m query rows x n keys a CTA: halves of 128 rows, or one, whose KV blocks two warpgroups of softmax have in turn.
+    few: such are the tiles of requests of at most 128 rows. `stages` K and as many V tiles in flight, `q_stages` Q
+    tiles. raw_stages: of K and V as they are stored, where they are prepared, 0: as many. loaders: warps that fill a
+    stage together. emulated: of 16 exponentials, those without the special function unit, where no key is hidden."""
 
     m: int = 256
     n: int = 128
@@ -26,13 +27,14 @@ class Tile:
     raw_stages: int = 0
     loaders: int = 1
     emulated: int = 0
+    few: bool = False
     l2_bytes: ClassVar[int] = 32 << 20  # of K and V at work at a time; L2 is 126 MB in two halves
     knows_rows: ClassVar[bool] = True  # of `work.Work`
 
     @property
     def heights(self) -> tuple[int, ...]:
         """Rows that a tile may have."""
-        return (self.m,)
+        return (self.m // 2, self.m) if self.few else (self.m,)
 
     @property
     def name(self) -> str:
@@ -66,6 +68,11 @@ E4M3_QUERY_TILES = {  # of e4m3 Q over those, as it is loaded and as fp16
     (192, 128): Tile(n=64, stages=1, raw_stages=1),
     (256, 256): Tile(m=128, n=64, stages=1, raw_stages=2),
 }
+SHARED_TILES = {  # of kernels whose CTAs share the keys of a request
+    (64, 64): Tile(m=128, stages=6),
+    (128, 128): Tile(m=128, n=96, stages=3),  # 128 keys leave 688 bytes too few
+}
+SHARED_ROWS = 16  # more than so many rows of a request: up to there `decode` reads keys as fast, and computes less
 ROWS = {dims: tile.m for dims, tile in TILES.items()}  # of a tile: O of two halves of head_dim 256 has no room
 USUAL = ((64, 64), (128, 128))
 FP8 = "e4m3"
@@ -81,8 +88,22 @@ def tile_of(q: str, kv: str, dims: tuple[int, int], arch: str) -> Tile:
     return cast(Tile, tile and replace(tile, emulated=few))
 
 
+def sharing(p: Problem) -> Spec:
+    """The spec that would serve decode, without a tile for few rows. What else the problem asks `shares` refuses."""
+    modified = p.window or p.soft_cap
+    many = p.rows * p.group > SHARED_ROWS and not p.batch_invariant
+    tile = SHARED_TILES.get((p.head_dim_qk, p.head_dim_vo)) if many else None
+    mask = MaskSpec("always" if p.causal else "never", modified, p.drafts, p.custom_mask)
+    logits = LogitsSpec(modified, p.skip, p.alibi, p.head_scales)
+    out = (p.out,) if p.out in DTYPES else outputs(p.q, p.out)
+    kv = KVSpec(p.kv, source_of(p))
+    return AttentionSpec(p.q, kv, out, p.head_dim_qk, p.head_dim_vo, mask, logits, "stream_k", cast(Tile, tile))
+
+
 def candidate(problem: Problem, arch: str) -> Spec:
     """The spec that would serve a problem, if `supports` lets it."""
+    if problem.phase == "decode":
+        return sharing(problem)
     p, dims = problem, (problem.head_dim_qk, problem.head_dim_vo)
     mask, logits = MaskSpec("always" if p.causal else "never"), LogitsSpec()
     plain = p.out in DTYPES and not (p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi)
@@ -91,11 +112,15 @@ def candidate(problem: Problem, arch: str) -> Spec:
         mask, logits = MaskSpec("value", window=True, bits=p.drafts, custom=p.custom_mask), LogitsSpec(soft_cap=True)
     logits = replace(logits, skip=p.skip, alibi=p.alibi)
     kv, tile = KVSpec(p.kv, source_of(p)), tile_of(p.q, p.kv, dims, arch)
+    if tile is not None and tile.m == 256 and not p.skip:  # whose rule depends on the blocks before
+        tile = replace(tile, few=True)
     return AttentionSpec(p.q, kv, out, *dims, mask, logits, tile=tile)
 
 
 def supports(spec: Spec) -> Refusal | None:
     """None where the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
+    if spec.schedule == "stream_k":
+        return shares(spec)
     if spec.q not in (*DTYPES, FP8):
         return Refusal("q", f"{spec.q}: the kernel has {', '.join((*DTYPES, FP8))}")
     if spec.kv.dtype not in (spec.q, *QUANTISED):
@@ -108,19 +133,33 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("drafts", "True: the kernel has no mask of bits")
     if spec.logits.head_scales:
         return Refusal("head_scales", "True: no other kernel, each takes factors a head")
-    if spec.schedule != "tiles":
-        return Refusal("schedule", f"{spec.schedule}: the kernel has tiles")
     t, m = spec.tile, ROWS[spec.dims]
     if t is None or t.m != m or t.n not in (64, 96, 128) or t.loaders != 1:
         return Refusal("tile", f"{t}: m is {m}, n 64, 96 or 128, a warp fills a stage")
+    if t.few and (m < 256 or spec.logits.skip):
+        return Refusal("tile", f"{t}: tiles of 128 rows too, where m is 256, without skip-softmax")
+    return None
+
+
+def shares(spec: Spec) -> Refusal | None:
+    """`supports` of a kernel whose CTAs share keys. Its field is the phase: what it refuses `decode` may serve."""
+    if spec.tile is None or spec.dims not in SHARED_TILES:
+        dims = " and ".join(str(dim) for dim, _ in SHARED_TILES)
+        return Refusal("phase", f"decode: serves more than {SHARED_ROWS} rows a request, of head_dim {dims}")
+    if spec.q not in DTYPES or spec.kv != KVSpec(spec.q) or spec.out != (spec.q,):
+        return Refusal("phase", "decode: serves 16-bit queries, caches and outputs of one type, pages that TMA fetches")
+    if spec.mask != MaskSpec("always", spec.mask.window) or spec.logits != LogitsSpec(spec.logits.soft_cap):
+        return Refusal("phase", "decode: serves causal masks, windows and soft caps")
+    if spec.tile.m != 128 or spec.tile.n not in (64, 96, 128) or spec.tile.loaders != 1 or spec.tile.few:
+        return Refusal("phase", f"decode: {spec.tile}: m is 128, n 64, 96 or 128, a warp fills a stage")
     return None
 
 
 def shipped(arch: str) -> list[Spec]:
     """Of each type and head_dim a headline spec a mask, and one that takes the other modifiers as values; that of e4m3
     has all outputs. Of the usual head dims: e4m3; of 16 bits, pages of any size, a custom mask and a causal one with
-    skip-softmax; of bf16 over quantised K and V, a causal one and that of modifiers. Others are compiled at their first
-    call."""
+    skip-softmax, and two whose CTAs share keys, of a causal mask and of modifiers; of bf16 over quantised K and V, a
+    causal one and that of modifiers. Others are compiled at their first call."""
     found = []
     for q, dims in (*product(DTYPES, TILES), *product((FP8,), USUAL)):
         problem = Problem(q, q, outputs(q)[0], *dims)
@@ -134,4 +173,7 @@ def shipped(arch: str) -> list[Spec]:
     for kv, dims in product(("e4m3", "nvfp4"), USUAL):
         problem = Problem("bf16", kv, "bf16", *dims)
         found += [candidate(replace(problem, causal=True), arch), candidate(replace(problem, window=True), arch)]
+    for q, (dim, _) in product(DTYPES, USUAL):
+        decode = Problem(q, q, q, dim, dim, phase="decode")
+        found += [candidate(decode, arch), candidate(replace(decode, window=True), arch)]
     return found if arch in ARCHS else []

@@ -1,4 +1,4 @@
-"""The warpgroup that keeps O of both halves in step with the maxima of their rows, and stores it: a thread a row."""
+"""The warpgroup that keeps O in step with the maxima of its rows, and stores it: a thread a row of each half."""
 
 from typing import Any, NamedTuple
 
@@ -6,12 +6,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from ...device import pipe, tmem
-from .. import epilogue, geometry, logits, quant, softmax
+from ...device import pipe, tmem, warp
+from .. import epilogue, geometry, logits, parts, quant, softmax
 from ..schedule import work
 from ..schedule.work import Work
-from .multiply import O
-from .roles import ROWS, SLOTS, WARPS, halves
+from .issue import O
+from .roles import ROWS, SLOTS, WARPS, always, groups, roles, rounds, tile_halves, turns
 
 LOADED = 16  # columns of O that are in registers, and stored, at a time: a block of NVFP4's
 
@@ -24,19 +24,19 @@ class Handed(NamedTuple):
     top: Float32
 
 
-def column_of(s, half):
-    """Address of O of a half, in this warp's lanes of tensor memory."""
+def column_of(s, group):
+    """Address of O of a group, in this warp's lanes of tensor memory."""
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
-    return s.tensor[0] + tmem.lanes(number) + (O + half * ROWS)
+    return s.tensor[0] + tmem.lanes(number) + (O + group * ROWS)
 
 
 @cute.jit
-def take(s, half: cutlass.Constexpr, row: Int32, item: Int32):
+def take(s, group, row: Int32, item: Int32):
     """What `scores.hand_over` says of a row."""
-    pipe.wait_signal(s.grown + half, item)
-    what = Handed(s.growth[row, half, 0], s.growth[row, half, 1])
+    pipe.wait_signal(s.grown + group, item)
+    what = Handed(s.growth[row, group, 0], s.growth[row, group, 1])
     cute.arch.sync_warp()
-    pipe.send(s.read + half)
+    pipe.send(s.read + group)
     return what
 
 
@@ -51,37 +51,142 @@ def rescale(spec: cutlass.Constexpr, at: Int32, factor: Float32):
         tmem.wait_store()
 
 
-class Row(NamedTuple):
-    """A row of the output. keep: the request has it."""
+class Sums(NamedTuple):
+    """Of a row of a half. top, total: as `Handed`, of all its groups. first, second: 2^(top of a group - top), of the
+    group that has the tile's first block and, where blocks are had in turn, of the other."""
 
-    token: Int32
-    head: Int32
-    keep: Any
+    top: Float32
+    total: Float32
+    first: Float32
+    second: Float32
 
 
 @cute.jit
-def finish(spec: cutlass.Constexpr, a, s, w: Work, half: cutlass.Constexpr, row: Int32, i: Int32, q: Int32):
-    """The thread's row of a half: O and LSE. i, q: blocks and tiles before."""
-    number = (halves(spec) * w.m_block + half) * ROWS + row
+def sums(s, group: cutlass.Constexpr, row: Int32, item: Int32, in_turn: cutlass.Constexpr):
+    """The `Sums` of a row of a group, or of both."""
+    one = take(s, group, row, item)
+    result = Sums(one.top, one.value, Float32(1.0), Float32(0.0))
+    if const_expr(in_turn):
+        two = take(s, 1, row, item)
+        top = cute.arch.fmax(one.top, two.top)
+        known = Float32(0.0) if top == -Float32.inf else top
+        first, second = (cute.math.exp2(x.top - known, fastmath=True) for x in (one, two))
+        result = Sums(top, warp.fma(two.value, second, one.value * first), first, second)
+    return result
+
+
+class Row(NamedTuple):
+    """A row of O. number: in its tile. whole, part: whether it is one of the output, or of a part of a tile. lse: log2.
+    first, second: what O of the group that has the tile's first block, and of the other, is to be multiplied by."""
+
+    number: Int32
+    token: Int32
+    head: Int32
+    whole: Any
+    part: Any
+    lse: Float32
+    first: Float32
+    second: Float32
+
+
+class Ended(NamedTuple):
+    """Before the tile's end: rounds and tiles."""
+
+    rounds: Int32
+    tiles: Int32
+
+
+@cute.jit
+def finish(
+    spec: cutlass.Constexpr, a, s, w: Work, group: cutlass.Constexpr, row: Int32, at: Ended, in_turn: cutlass.Constexpr
+):
+    """The thread's row of a half: O and LSE. group: the half's; in_turn: both are."""
+    half = 0 if const_expr(in_turn) else group
+    number = (tile_halves(spec, w) * w.m_block + half) * ROWS + row
     token = geometry.token_of(number, geometry.divisor(w))
     head = geometry.head_of(number, w.head, geometry.divisor(w))
-    sink, factor = epilogue.sink_of(a, head), Float32(0.0)
-    lse = sink * logits.LOG2_E
+    sink, factor, second = epilogue.sink_of(a, head), Float32(0.0), Float32(0.0)
+    whole, part = token < w.q_len, False
+    if const_expr(work.parts(spec)):
+        sink = -Float32.inf if w.split.slot >= 0 else sink  # it enters where parts are merged
+        whole, part = whole and w.split.slot < 0, whole and w.split.slot >= 0
+    lse, mine = sink * logits.LOG2_E, const_expr(range(SLOTS) if in_turn else (group,))
     if w.hi > w.lo:
-        sums = take(s, half, row, i + q)
-        normal = softmax.normalizer(sums.top, sums.value, sink)
-        unit = const_expr(quant.format_of(spec).unit)
-        out = a.out.out_factor * softmax.factor_of(a.out.out_scale, head) * unit
-        lse, factor = normal.lse, normal.factor * out
-        pipe.wait_signal(s.done + half, q if const_expr(halves(spec) == SLOTS) else i - 1)
+        of = sums(s, group, row, at.rounds + at.tiles, in_turn)
+        normal = softmax.normalizer(of.top, of.total, sink)
+        out = a.out.out_factor * softmax.factor_of(a.out.out_scale, head)
+        if const_expr(work.parts(spec)):
+            out = Float32(1.0) if w.split.slot >= 0 else out
+        lse, factor = normal.lse, normal.factor * (out * const_expr(quant.format_of(spec).unit))
+        if const_expr(in_turn):
+            factor, second = factor * of.first, factor * of.second
+        for g in mine:
+            pipe.wait_signal(s.done + g, at.tiles if const_expr(groups(spec) == SLOTS) else at.rounds - 1)
         tmem.after_wait()
-    into = Row(w.q_start + token, head, token < w.q_len)
+    into = Row(row, w.q_start + token, head, whole, part, lse, factor, second)
     for c in cutlass.range_constexpr(0, spec.head_dim_vo, LOADED):
-        store_columns(spec, a, s, w, into, half, c, factor)
+        store_columns(spec, a, s, w, into, group, c, in_turn)
     if w.hi > w.lo:
         tmem.before_signal()
-        pipe.send(s.stored + half)
-    epilogue.store_lse(a, into.token, head, lse, into.keep)
+        for g in mine:
+            pipe.send(s.stored + g)
+    epilogue.store_lse(a, into.token, head, lse, whole)
+
+
+@cute.jit
+def store_columns(
+    spec: cutlass.Constexpr,
+    a,
+    s,
+    w: Work,
+    into: Row,
+    group: cutlass.Constexpr,
+    c: cutlass.Constexpr,
+    in_turn: cutlass.Constexpr,
+):
+    """Columns c to c + LOADED - 1 of the thread's row of O, zeros where no row of the tile sees a key."""
+    values = cute.make_rmem_tensor(LOADED, Float32)
+    values.fill(0.0)
+    if w.hi > w.lo:
+        loaded = tmem.load(column_of(s, group) + c, LOADED)
+        tmem.wait_load()
+        for e in cutlass.range_constexpr(LOADED):
+            values[e] = loaded[e] * into.first
+    if const_expr(in_turn):
+        add_columns(s, w, into, c, values)
+    if const_expr(work.parts(spec)):
+        if into.part:
+            epilogue.store_partial(spec, a, w.split.slot, into.number, Int32(c // LOADED), values, into.lse)
+    if into.whole:
+        epilogue.store_piece(spec, a, into.token, into.head, Int32(c // LOADED), values, ())
+
+
+@cute.jit
+def add_columns(s, w: Work, into: Row, c: cutlass.Constexpr, values: cute.Tensor):
+    """What group 1 found, which has the tile's second block. A group without a key of the row may hold 0 x NaN."""
+    for e in cutlass.range_constexpr(LOADED):
+        values[e] = values[e] if into.first != 0.0 else Float32(0.0)
+    if w.hi - w.lo > 1:
+        loaded = tmem.load(column_of(s, 1) + c, LOADED)
+        tmem.wait_load()
+        for e in cutlass.range_constexpr(LOADED):
+            values[e] = warp.fma(loaded[e], into.second, values[e]) if into.second != 0.0 else values[e]
+
+
+@cute.jit
+def finish_tile(spec: cutlass.Constexpr, a, s, w: Work, row: Int32, at: Ended):
+    """The thread's row of each half."""
+    n = turns(spec, w)
+    if const_expr(always(n, 1)):
+        for group in cutlass.range_constexpr(groups(spec)):
+            finish(spec, a, s, w, group, row, at, False)
+    elif const_expr(always(n, 2)):
+        finish(spec, a, s, w, 0, row, at, True)
+    elif n == 1:
+        for group in cutlass.range_constexpr(groups(spec)):
+            finish(spec, a, s, w, group, row, at, False)
+    else:
+        finish(spec, a, s, w, 0, row, at, True)
 
 
 @cute.jit
@@ -94,36 +199,22 @@ def correct(spec: cutlass.Constexpr, plan, s):
     w = work.consume(spec, s, t)
     while w.valid != 0:
         if w.hi > w.lo:
-            for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
-                for half in cutlass.range_constexpr(halves(spec)):
-                    factor = take(s, half, row, i + q).value
-                    if j < w.hi - 1:
-                        if const_expr(halves(spec) < SLOTS):  # of every block: a phase looks like the one before last
+            count = rounds(spec, w)
+            for left in cutlass.range(count, 0, -1, unroll=1):
+                for group in cutlass.range_constexpr(groups(spec)):
+                    factor = take(s, group, row, i + q).value
+                    if left < count:
+                        if const_expr(groups(spec) < SLOTS):  # of every block: a phase looks like the one before last
                             pipe.wait_signal(s.done, i - 1)
                         tmem.after_wait()
-                        rescale(spec, column_of(s, half), factor)
+                        rescale(spec, column_of(s, group), factor)
                         tmem.before_signal()
-                    pipe.send(s.early + (half if const_expr(halves(spec) == SLOTS) else i % SLOTS))
+                    pipe.send(s.early + (group if const_expr(groups(spec) == SLOTS) else i % SLOTS))
                 i += 1
-        for half in cutlass.range_constexpr(halves(spec)):
-            finish(spec, a, s, w, half, row, i, q)
+        finish_tile(spec, a, s, w, row, Ended(i, q))
         if w.hi > w.lo:
             q += 1
         t += 1
         w = work.consume(spec, s, t)
-
-
-@cute.jit
-def store_columns(
-    spec: cutlass.Constexpr, a, s, w: Work, into: Row, half: cutlass.Constexpr, c: cutlass.Constexpr, factor: Float32
-):
-    """Columns c to c + LOADED - 1 of the thread's row of O, zeros where no row of the tile sees a key."""
-    values = cute.make_rmem_tensor(LOADED, Float32)
-    values.fill(0.0)
-    if w.hi > w.lo:
-        loaded = tmem.load(column_of(s, half) + c, LOADED)
-        tmem.wait_load()
-        for e in cutlass.range_constexpr(LOADED):
-            values[e] = loaded[e] * factor
-    if into.keep:
-        epilogue.store_piece(spec, a, into.token, into.head, Int32(c // LOADED), values, ())
+    if const_expr(work.parts(spec)):
+        parts.meet(roles(spec).warps("softmax", "correct"))

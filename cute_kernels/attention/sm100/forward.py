@@ -1,27 +1,33 @@
-"""Prefill on Blackwell: host part and device entry.
+"""Prefill on Blackwell, and decode of many rows: host part and device entry.
 
-A tile is 256 rows, two halves of 128, or, of head_dim 256, one. Each half has a warpgroup for its softmax, S and O in
-tensor memory. Roles (`roles`), in the order of warps: 4 or 8 softmax of a half, a thread a row (`scores`); 4 rescale O
-where its maximum has grown, normalise and store it (`correction`); 1 issues all MMAs (`multiply`, `one_half`); 1 loads
-K, publishes the tiles; 1 loads V, 1 Q (`query`). CTAs are persistent, one an SM. Quantised K and V, of another type
-than Q, become fp16, which holds all of their values, and so does Q, bf16 in units of its own a row, by 4 warps more
-(`prepare`): there the one of V loads Q too, the next copies scale factors.
+A tile is 256 rows, two halves of 128, or one half. Groups (`roles.groups`) are warpgroups of softmax, each with an S
+and an O in tensor memory: of a half each, or of one half's KV blocks in turn; then each has a maximum and a sum of its
+own, and `correction` adds up both at the tile's end. Tiles of head_dim 256 have one group. Roles (`roles`), in the
+order of warps: 4 or 8 softmax, a thread a row (`scores`); 4 rescale O where its maximum has grown, normalise and store
+it (`correction`); 1 issues all MMAs (`multiply`); 1 loads K, publishes the tiles; 1 loads V, 1 Q
+(`query`). CTAs are persistent, one an SM. Quantised K and V, of another type than Q, become fp16, which holds all of
+their values, and so does Q, bf16 in units of its own a row, by 4 warps more (`prepare`): there the one of V loads Q
+too, the next copies scale factors.
 
-Tensor memory, columns: two slots of S from 0 and 128 on, one of each half, or of one half's blocks in turn; O of half h
-from 256 + 128 h on; P, 16 bits, two a column, in the second half of its S, all of which is in registers by then.
+Where CTAs share the keys of requests (`schedule.stream_k`), the warp of Q publishes, `correction` stores what the CTA
+found of a tile that is not its own alone, and the warps of softmax merge it with others' (`parts`).
 
-Pipelines: work_pipe, 2 stages, loader of K -> all: the next tile. q_pipe, `tile.q_stages` stages, k_pipe and v_pipe,
-`tile.stages` stages, load -> multiply: freed when the MMAs that read them are done. Signals, of each half (scores,
-early and late of each slot): scores (multiply -> softmax), S of a block is there; grown (softmax -> correct), what O
-is owed is there, in shared memory, and read (correct -> softmax); early (softmax, correct -> multiply), much of P is
-there, and O has been rescaled; late (softmax -> multiply), all of P; done (multiply -> correct), O is complete, of a
-tile, or, where there is one half, of each block; stored (correct -> multiply), it may be overwritten. Where stages
-are prepared, load -> prepare by raw_k_pipe and raw_v_pipe, `tile.raw_stages` stages, prepare -> multiply by k_pipe
-and v_pipe; Q is there by q_pipe for those who prepare it, and by ready_pipe, two stages that nobody frees, for
-multiply, and, with its units, for softmax.
+Tensor memory, columns: two slots of S from 0 and 128 on, one of each group, or of one group's blocks in turn; O of
+group g from 256 + 128 g on; P, 16 bits, two a column, in the second half of its S, all of which is in registers by
+then.
 
-What orders accesses to O: the MMAs of a half are issued in turn, P V of a block in front of Q K^T of the next, so that
-S of a block says that O of the block before is complete; where there is one half, done.
+Pipelines: work_pipe, 2 or 4 stages, loader of K or of Q -> all: the next tile. q_pipe, `tile.q_stages` stages, k_pipe
+and v_pipe, `tile.stages` stages, load -> multiply: freed when the MMAs that read them are done. Signals, of each group
+(scores, early and late of each slot): scores (multiply -> softmax), S of a block is there; grown (softmax -> correct),
+what O is owed is there, in shared memory, and read (correct -> softmax); early (softmax, correct -> multiply), much of
+P is there, and O has been rescaled; late (softmax -> multiply), all of P. Of each half: done (multiply -> correct), O
+is complete, of a tile, or, where there is one group, of each block; stored (correct -> multiply), it may be
+overwritten. Where stages are prepared, load -> prepare by raw_k_pipe and raw_v_pipe, `tile.raw_stages` stages, prepare
+-> multiply by k_pipe and v_pipe; Q is there by q_pipe for those who prepare it, and by ready_pipe, two stages that
+nobody frees, for multiply, and, with its units, for softmax.
+
+What orders accesses to O: the MMAs of a group are issued in turn, P V of a block in front of Q K^T of its next, so that
+S of a block says that O of the block before is complete; where one group has both slots, done.
 """
 
 from dataclasses import dataclass
@@ -33,18 +39,17 @@ from cutlass import Int32, const_expr
 
 from ... import abi
 from ...device import copy, pipe, tmem
-from .. import fakes, load, votes
+from .. import fakes, load, parts, votes
 from ..args import Args, pack
 from ..kv import arrivals, pages, scales, source
 from ..prepare import dequantises, in_units, operand_stages
 from ..schedule import tiles, work
 from ..spec import BITS
-from . import one_half
 from .correction import correct
 from .multiply import multiply
 from .prepare import prepare_kv
-from .query import load_q
-from .roles import ROWS, SLOTS, WARPS, halves, roles
+from .query import load_q, schedule_and_load_q
+from .roles import ROWS, SLOTS, WARPS, groups, roles
 from .scores import softmax
 
 fake_args = fakes.fake_args
@@ -62,7 +67,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Shared:
-    """Shared memory of a CTA. Pointers: signals, of each half."""
+    """Shared memory of a CTA. Pointers: signals."""
 
     raw_q: cute.Tensor  # as it was loaded
     q: cute.Tensor
@@ -71,8 +76,8 @@ class Shared:
     k: cute.Tensor
     v: cute.Tensor
     work: cute.Tensor
-    order: tiles.Order
-    growth: cute.Tensor  # (ROWS, halves, 2): factor on O; at a tile's end, sum and maximum in log2 units
+    order: tiles.Order | None
+    growth: cute.Tensor  # (ROWS, groups, 2): factor on O; at a tile's end, sum and maximum in log2 units
     tensor: cute.Tensor  # (1,): address of tensor memory
     work_pipe: pipe.Pipe
     q_pipe: pipe.Pipe
@@ -92,6 +97,7 @@ class Shared:
     units: Any = None  # (m, 2): of rows of Q
     k_scales: Any = None  # of raw stages
     v_scales: Any = None
+    parts: Any = None  # `parts.Board`
 
 
 @cute.jit
@@ -121,7 +127,7 @@ def shared(spec, plan):
         if BITS[spec.q] < 16:  # else in place
             q = operand_stages(spec, smem, (t.m, spec.head_dim_qk), t.q_stages)
     published = work.allocate(spec, smem)
-    growth = smem.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, halves(spec), 2)), 16)
+    growth = smem.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, groups(spec), 2)), 16)
     tensor = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
     signals = lambda arrivals: pipe.signals(smem, SLOTS, arrivals)  # noqa: E731
     pipes = [pipe.make(smem, raw, arrivals(spec, r), r.warps(f"prepare_{x}") or 1) for x in "kv"]
@@ -134,7 +140,7 @@ def shared(spec, plan):
         k=k,
         v=v,
         work=published,
-        order=tiles.allocate(smem),
+        order=None if work.parts(spec) else tiles.allocate(smem),
         growth=growth,
         tensor=tensor,
         work_pipe=pipe.make(smem, work.STAGES[spec.schedule], 1, r.warps() - r.warps("idle")),
@@ -150,11 +156,12 @@ def shared(spec, plan):
         late=signals(WARPS),
         done=signals(1),
         stored=signals(WARPS),
-        votes=votes.allocate(smem, halves(spec)) if spec.logits.skip else None,
+        votes=votes.allocate(smem, groups(spec)) if spec.logits.skip else None,
         ready_pipe=pipe.make(smem, 2, WARPS, 1) if dequantises(spec) else None,
         units=smem.allocate_tensor(cutlass.Float32, cute.make_layout((t.m, 2)), 16) if in_units(spec) else None,
         k_scales=scales.allocate(spec, smem, spec.head_dim_qk, raw),
         v_scales=scales.allocate(spec, smem, spec.head_dim_vo, raw),
+        parts=parts.allocate(spec, smem),
     )
 
 
@@ -162,12 +169,15 @@ def shared(spec, plan):
 def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
     """The warps of the warpgroup that multiplies and loads."""
     if warp == roles(spec).first("mma"):
-        (multiply if const_expr(halves(spec) == SLOTS) else one_half.multiply)(spec, plan, s)
+        multiply(spec, plan, s)
     elif warp == roles(spec).first("load_k"):
-        load.load_kv(spec, plan, s, load.Stages(plan.k, s.raw_k, s.raw_k_pipe), pages.K, Int32(0), publishes=True)
+        into = load.Stages(plan.k, s.raw_k, s.raw_k_pipe)
+        load.load_kv(spec, plan, s, into, pages.K, Int32(0), publishes=not work.parts(spec))
     elif warp == roles(spec).first("load_v"):
         into = load.Stages(plan.v, s.raw_v, s.raw_v_pipe)
         load.load_kv(spec, plan, s, into, pages.V, Int32(0), loads_q=const_expr(dequantises(spec)))
+    elif const_expr(work.parts(spec)):
+        schedule_and_load_q(spec, plan, s)
     elif const_expr(not dequantises(spec)):
         load_q(spec, plan, s)
     elif const_expr(spec.kv.scaled):

@@ -1,190 +1,44 @@
-"""The warp that issues all MMAs, of tiles of two halves; `one_half` has those of one."""
-
-from typing import NamedTuple
+"""The warp that issues all MMAs: those of tiles of two halves are in `in_halves`, of one half in `in_turn`, and where
+there is one group in `one_half`."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from ...device import layout, pipe, tmem, umma
-from ..kv import source
-from ..prepare import dequantises, operand
+from ...device import pipe
+from ..prepare import dequantises
 from ..schedule import work
-from . import skip
-from .roles import ROWS, SLOTS, halves
-
-S, O = 0, 256  # noqa: E741  columns of S, of O
-
-
-def fp8(spec):
-    """Whether the MMAs multiply numbers of 8 bits."""
-    return operand(spec) == "e4m3"
-
-
-def bytes_of(spec):
-    """Of an element of the operands."""
-    return 1 if fp8(spec) else 2
-
-
-def kind(spec):
-    """Of the MMAs."""
-    return "f8f6f4" if fp8(spec) else "f16"
-
-
-def pieces(spec):
-    """Of P, of whose columns tensor memory takes powers of two at a time."""
-    return 3 if spec.tile.n % 3 == 0 else 4
-
-
-def early(spec):
-    """Pieces of P that the MMAs may begin with: all but one. In 8 bits they are faster than the exponentials: as soon
-    as half are there."""
-    return 2 if fp8(spec) else pieces(spec) - 1
-
-
-def first_p(spec):
-    """Column of P in its S, whose last ones it takes."""
-    return spec.tile.n - spec.tile.n * bytes_of(spec) // 4
-
-
-def steps(spec, dim, rows):
-    """Offsets in bytes of each MMA's part of the rows of a stage (rows, dim), K-major."""
-    width, each = layout.width(dim * bytes_of(spec)), umma.STEP
-    return [at // width * (rows * width) + at % width for at in range(0, dim * bytes_of(spec), each)]
-
-
-class Columns(NamedTuple):
-    """Addresses in tensor memory."""
-
-    s: Int32
-    o: Int32
-
-
-def columns(base, slot, half) -> Columns:
-    return Columns(base + (S + slot * ROWS), base + (O + half * ROWS))
-
-
-def rows_of(spec, s, q):
-    """Descriptors of each MMA's part of Q, item q of its pipe, of its halves. In 64 bits: they stay in registers."""
-    t, size = spec.tile, spec.head_dim_qk * bytes_of(spec)
-    width = layout.width(size)
-    first = umma.at(umma.k_major(width), s.q.iterator.toint() + pipe.stage(s.q_pipe, q) * (t.m * size))
-    parts = steps(spec, spec.head_dim_qk, t.m)
-    return [[umma.beyond(first, half * ROWS * width + at) for at in parts] for half in range(halves(spec))]
-
-
-def first_word(spec, stages, i, ring, base, dim):
-    """Low word of the descriptor of item i of K or V."""
-    return umma.low(base, stages.iterator.toint()) + pipe.stage(ring, i) * (spec.tile.n * dim * bytes_of(spec) >> 4)
+from . import in_halves, in_turn, one_half
+from .issue import At
+from .roles import SLOTS, always, groups, rounds, turns
 
 
 @cute.jit
-def qk(spec: cutlass.Constexpr, s, base: Int32, slot, rows, i: Uint32):
-    """One thread: S of a slot is Q K^T of block i of the pipe. rows: of `rows_of`, those of the slot's half."""
-    t, dim = spec.tile, spec.head_dim_qk
-    width = const_expr(layout.width(dim * bytes_of(spec)))
-    keys, each = first_word(spec, s.k, i, s.k_pipe, umma.k_major(width), dim), const_expr(steps(spec, dim, t.n))
-    made = const_expr(umma.instruction(kind(spec), operand(spec), ROWS, t.n))
-    for n in cutlass.range_constexpr(len(each)):
-        part = umma.Moving(keys + (each[n] >> 4), umma.k_major(width))
-        umma.multiply(kind(spec), base + (S + slot * ROWS), rows[n], part, made, n > 0)
-    umma.commit(s.scores + slot)
-
-
-@cute.jit
-def pv(spec: cutlass.Constexpr, s, at: Columns, i: Uint32, some: cutlass.Constexpr, first: Int32):
-    """One thread: O += P V of block i of the pipe, of some pieces of P. first: 1 where O begins."""
-    t, dim = spec.tile, spec.head_dim_vo
-    width, keys = const_expr(layout.width(dim * bytes_of(spec))), umma.STEP // bytes_of(spec)
-    values = first_word(spec, s.v, i, s.v_pipe, umma.mn_major(width, t.n), dim)
-    made = const_expr(umma.instruction(kind(spec), operand(spec), ROWS, dim, "mn"))
-    for piece in some:
-        for n in range(piece * t.n // pieces(spec) // keys, (piece + 1) * t.n // pieces(spec) // keys):
-            left = at.s + (first_p(spec) + n * umma.STEP // 4)
-            part = umma.Moving(values + (n * keys * width >> 4), umma.mn_major(width, t.n))
-            umma.multiply(kind(spec), at.o, left, part, made, Int32(1) if n > 0 else 1 - first)
-
-
-@cute.jit
-def wait_landed(spec: cutlass.Constexpr, ring: pipe.Pipe, i: Uint32):
-    """Until MMAs may read item i of K or V."""
-    pipe.wait_full(ring, i)
-    if const_expr(not dequantises(spec)):
-        source(spec).landed()
-
-
-@cute.jit
-def multiply(spec: cutlass.Constexpr, plan, s):
-    """One warp: the MMAs of all tiles."""
-    base, t, i, q = s.tensor[0], Int32(0), Uint32(0), Int32(0)  # i unsigned: its stage takes fewer instructions
+def multiply_tiles(spec: cutlass.Constexpr, plan, s):
+    """One warp: the MMAs of all tiles, where there are two groups."""
+    base, t, at = s.tensor[0], Int32(0), At(Uint32(0), Uint32(0), Int32(0))
     w = work.consume(spec, s, t)
     while w.valid != 0:
         if w.hi > w.lo:
-            rows = rows_of(spec, s, q)
-            pipe.wait_full(s.ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, q)
-            wait_landed(spec, s.k_pipe, i)
-            with cute.arch.elect_one():
-                for half in cutlass.range_constexpr(SLOTS):
-                    qk(spec, s, base, half, rows[half], i)
-                umma.commit(pipe.empty(s.k_pipe, i))
-                if w.hi - w.lo == 1:
-                    umma.commit(pipe.empty(s.q_pipe, q))
-            for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
-                multiply_block(spec, s, base, w, j, q, i, rows)
-                i += 1
-            q += 1
+            n = turns(spec, w)
+            pipe.wait_full(s.ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, at.tile)
+            i = at.item
+            if const_expr(always(n, 1)):
+                i = in_halves.multiply_tile(spec, s, base, w, at)
+            elif const_expr(always(n, SLOTS)):
+                i = in_turn.multiply_tile(spec, s, base, w, at)
+            elif n == 1:
+                i = in_halves.multiply_tile(spec, s, base, w, at)
+            else:
+                i = in_turn.multiply_tile(spec, s, base, w, at)
+            at = At(i, at.round + Uint32(rounds(spec, w)), at.tile + 1)
         t += 1
         w = work.consume(spec, s, t)
 
 
 @cute.jit
-def zero_tail(spec: cutlass.Constexpr, s, w: work.Work, i: Uint32):
-    """Zeros into the rows of V, item i of its pipe, that lie past the request's last key and may hold anything. Nothing
-    waits for it: S of the tile has just begun."""
-    valid = w.kv_len - (w.hi - 1) * spec.tile.n
-    if valid < spec.tile.n and source(spec).cut(spec, valid):
-        stage = s.v[None, None, pipe.stage(s.v_pipe, i)]
-        source(spec).zero_tail(spec, stage, valid, cute.arch.lane_idx(), 32)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-
-
-@cute.jit
-def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int32, q: Int32, i: Uint32, rows):
-    """P V of block j, item i of the pipes, and Q K^T of the next one of the tile, of both halves. q: tiles with keys
-    before. rows: of `rows_of`."""
-    first = Int32(1) if j == w.hi - 1 else Int32(0)
-    wait_landed(spec, s.v_pipe, i)
-    if j > w.lo:
-        wait_landed(spec, s.k_pipe, i + 1)
-    if const_expr(source(spec).CUTS and not dequantises(spec)):
-        if first != 0:
-            zero_tail(spec, s, w, i)
-    for half in cutlass.range_constexpr(SLOTS):
-        at = columns(base, half, half)
-        if first != 0:
-            pipe.wait_signal(s.stored + half, q - 1)
-        pipe.wait_signal(s.early + half, i)
-        tmem.after_wait()
-        kept = Int32(1)
-        if const_expr(spec.logits.skip):
-            if first == 0:
-                kept -= skip.left_out(s, half, i)
-        with cute.arch.elect_one():
-            if kept != 0:
-                pv(spec, s, at, i, range(early(spec)), first)
-        pipe.wait_signal(s.late + half, i)
-        tmem.after_wait()
-        with cute.arch.elect_one():
-            if kept != 0:
-                pv(spec, s, at, i, range(early(spec), pieces(spec)), first)
-            if j > w.lo:
-                qk(spec, s, base, half, rows[half], i + 1)
-            else:
-                umma.commit(s.done + half)
-    with cute.arch.elect_one():
-        umma.commit(pipe.empty(s.v_pipe, i))
-        if j > w.lo:
-            umma.commit(pipe.empty(s.k_pipe, i + 1))
-        if j == w.lo + 1:
-            umma.commit(pipe.empty(s.q_pipe, q))
+def multiply(spec: cutlass.Constexpr, plan, s):
+    if const_expr(groups(spec) == SLOTS):
+        multiply_tiles(spec, plan, s)
+    else:
+        one_half.multiply(spec, plan, s)

@@ -1,4 +1,4 @@
-"""The warp that issues all MMAs, of tiles of one half: O of head_dim 256 takes half of tensor memory.
+"""The warp that issues all MMAs, where there is one group: O of head_dim 256 takes half of tensor memory.
 
 Q K^T is a block ahead: while a block's softmax is computed, P V of the one before and Q K^T of the one behind it are.
 S of blocks lies in the two slots in turn; P V of a block stands in front of Q K^T of the next in its slot.
@@ -13,7 +13,7 @@ from ..kv import source
 from ..prepare import dequantises
 from ..schedule import work
 from . import skip
-from .multiply import columns, early, pieces, pv, qk, rows_of, wait_landed, zero_tail
+from .issue import columns, early, pieces, pv, qk, rows_of, wait_landed, zero_tail
 from .roles import SLOTS
 
 

@@ -1,6 +1,7 @@
 """The roles of prefill's warps on Blackwell."""
 
 from ...device.roles import Role, Roles
+from .. import geometry
 from ..prepare import dequantises
 
 SLOTS = 2  # S that tensor memory has room for
@@ -9,11 +10,40 @@ WARPS = 4  # warps of a warpgroup
 
 
 def halves(spec):
-    """Of the tile's rows: two, each with a slot of its own, or one, whose blocks have the slots in turn."""
+    """Of the largest tile's rows: two, or one."""
     return spec.tile.m // ROWS
 
 
-REGISTERS = {  # (halves, dequantises) -> of softmax, correction, multiplication and loads, preparation
+def groups(spec):
+    """Warpgroups of softmax, each with a slot of S and an O of its own; one, which has both slots in turn, where two O
+    have no room."""
+    return SLOTS if spec.head_dim_vo <= ROWS else 1
+
+
+def tile_halves(spec, w):
+    """Of a tile: a group each, or one, whose blocks all groups have in turn. An int where all tiles have as many."""
+    if len(spec.tile.heights) == 1:
+        return halves(spec)
+    return geometry.tile_m(spec, geometry.tile_rows(w.q_len, w.per_token)) // ROWS
+
+
+def turns(spec, w):
+    """Groups that have the blocks of a half of a tile in turn, 1 or 2."""
+    return groups(spec) + 1 - tile_halves(spec, w) if groups(spec) > 1 else 1
+
+
+def rounds(spec, w):
+    """Rounds of a tile: in each every group has a block, or none where blocks in turn have come to an end."""
+    n = turns(spec, w)
+    return w.hi - w.lo if always(n, 1) else (w.hi - w.lo + n - 1) >> (n - 1)
+
+
+def always(number, value):
+    """Whether a number is one of all tiles, and this."""
+    return isinstance(number, int) and number == value
+
+
+REGISTERS = {  # (groups, dequantises) -> of softmax, correction, multiplication and loads, preparation
     (2, False): (184, 88, 56, 0),
     (2, True): (160, 64, 48, 48),
     (1, False): (240, 160, 96, 0),
@@ -22,9 +52,9 @@ REGISTERS = {  # (halves, dequantises) -> of softmax, correction, multiplication
 
 
 def roles(spec) -> Roles:
-    softmax, correct, few, prepare = REGISTERS[halves(spec), dequantises(spec)]
+    softmax, correct, few, prepare = REGISTERS[groups(spec), dequantises(spec)]
     last = "load_q" if not dequantises(spec) else "load_scales" if spec.kv.scaled else "idle"
-    table = [Role("softmax", halves(spec) * WARPS, softmax), Role("correct", WARPS, correct)]
+    table = [Role("softmax", groups(spec) * WARPS, softmax), Role("correct", WARPS, correct)]
     table += [Role(name, 1, few) for name in ("mma", "load_k", "load_v", last)]
     if dequantises(spec):
         table += [Role(name, WARPS // 2, prepare) for name in ("prepare_k", "prepare_v")]

@@ -34,12 +34,12 @@ from cutlass import Int32, const_expr
 
 from ... import abi
 from ...device import copy, layout, pipe, wgmma
-from .. import fakes, load
+from .. import fakes, load, parts
 from ..args import Args, pack
 from ..kv import arrivals, pages, scales, source
 from ..prepare import dequantises, operand, operand_stages
 from ..schedule import stream_k, tiles, work
-from . import parts, skip, sums
+from . import skip, sums
 from .math import DENSE, math
 from .prepare import prepare_kv
 from .roles import WARPS, apart, fp8, prepared, roles

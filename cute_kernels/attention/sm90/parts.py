@@ -1,41 +1,17 @@
-"""Parts of tiles whose keys CTAs share (`schedule.stream_k`): what a CTA found on its keys, and the merge of a tile by
-the CTA that finishes its last part.
-
-A CTA has parts of two tiles at most. They are merged behind its last tile: with the loops of a merge among those of
-tiles, the compiler keeps descriptors of MMAs in no uniform registers, which costs 70 of 730 instructions a block.
-"""
-
-from typing import NamedTuple
+"""What a CTA found of a tile whose keys CTAs share (`..parts`)."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ...device import wgmma
-from .. import combine, geometry, quant, softmax
-from ..schedule import work
+from .. import geometry, parts, quant, softmax
 from ..schedule.work import Work
-from .groups import GROUP_BARRIER
 from .roles import WARPS, roles
 from .store import LANES
 
-MOST = 2  # parts of a CTA
 PIECE = 2  # columns that a lane has side by side
-
-
-class Board(NamedTuple):
-    """Shared memory. tiles: (words, MOST) of the `Work` of each part; last: (MOST,), whether it was its tile's last."""
-
-    tiles: cute.Tensor
-    last: cute.Tensor
-
-
-def allocate(spec, smem):
-    """The `Board`; None in other kernels."""
-    if not work.parts(spec):
-        return None
-    tiles = smem.allocate_tensor(Int32, cute.make_layout((work.fields(spec), MOST)))
-    return Board(tiles, smem.allocate_tensor(Int32, cute.make_layout(MOST)))
+ROWS = 16  # that a warp merges at a time
 
 
 def thread(spec):
@@ -61,31 +37,11 @@ def store(spec: cutlass.Constexpr, a, s, r, w: Work, number: Int32, empty: cutla
                 cute.autovec_copy(piece, cute.local_tile(target, (PIECE,), (LANES * i + lane,)))
             if lane == 0:
                 target[spec.head_dim_vo] = lse
-    if thread(spec) == 0:
-        for i, word in enumerate(work.flatten(w)):
-            s.parts.tiles[i, cutlass.min(number, MOST - 1)] = word  # more only where lengths change during a launch
-
-
-def part_of(spec, s, i):
-    """Work of a part."""
-    return work.of_words(spec, [s.parts.tiles[k, i] for k in range(work.fields(spec))])
+    parts.note(s.parts, w, number, thread(spec))
 
 
 @cute.jit
 def merge(spec: cutlass.Constexpr, a, s, count: Int32):
     """Merge those tiles of the CTA's parts, of which there are `count`, that no other CTA has still to add to."""
-    threads, tid = const_expr(32 * WARPS), thread(spec)
-    number = cute.arch.make_warp_uniform(tid // 32)
-    cute.arch.barrier(barrier_id=GROUP_BARRIER, number_of_threads=threads)
-    count = cutlass.min(count, MOST)
-    if tid < count:
-        split = part_of(spec, s, tid).split
-        combine.count_part(a, split.first, split.count, s.parts.last, tid)
-    cute.arch.barrier(barrier_id=GROUP_BARRIER, number_of_threads=threads)
-    for i in cutlass.range(count, unroll=1):
-        if s.parts.last[i] != 0:
-            w = part_of(spec, s, i)
-            rows = geometry.tile_rows(w.q_len, geometry.divisor(w)) - w.m_block * spec.tile.m
-            step, end = const_expr(combine.ROWS), cutlass.min(rows, spec.tile.m)
-            for first in cutlass.range(step * number, end, step * WARPS, unroll=1):
-                combine.merge_rows(spec, a, w, first, rows)
+    parts.meet(WARPS)
+    parts.merge(spec, a, s.parts, count, thread(spec), WARPS, ROWS)

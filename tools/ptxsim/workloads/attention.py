@@ -63,6 +63,7 @@ class Kernel:
     decodes: bool
     shares: bool  # with prefill's code
     few_rows: int  # query rows of a request from which on another kernel serves it, 0: none does
+    wide: bool  # decode of more rows, which it serves on Blackwell where a call skips blocks
     window: bool
     cap: bool
     general: bool  # causal or full, as the call says
@@ -73,6 +74,7 @@ class Kernel:
     block: int  # keys of a stage
     keys: int  # of all stages
     promoted: int  # blocks after which sums move on, 0: never
+    several_tiles: bool  # of few rows and of many
     same: dict[str, Any]  # what its cases have in common
 
 
@@ -92,15 +94,15 @@ def kernel_of(spec: Any) -> Kernel:
         "causal": spec.mask.causal != "never",
         "kv_dtype": "" if own else {"e4m3": "fp8"}.get(spec.kv.dtype, spec.kv.dtype),
     }
-    block, few = spec.tile.n, FEW_ROWS if narrow else 0
+    block, few, wide = spec.tile.n, FEW_ROWS if narrow else 0, decodes and not (shares or narrow)
     general = not decodes and spec.mask.causal == "value"
     mask, gathers = spec.mask, spec.kv.source == "gather"
     cap, skips = spec.logits.soft_cap, spec.logits.skip and not decodes
     several = len(spec.out) > 1
     promoted = getattr(spec.tile, "promote", 0)  # of Hopper's prefill
     return Kernel(
-        decodes, shares, few, mask.window, cap, general, gathers, mask.custom, skips, several, block,
-        block * spec.tile.stages, promoted, same,
+        decodes, shares, few, wide, mask.window, cap, general, gathers, mask.custom, skips, several, block,
+        block * spec.tile.stages, promoted, not decodes and len(spec.tile.heights) > 1, same,
     )  # fmt: skip
 
 
@@ -109,7 +111,7 @@ def structure(spec: Any) -> Any:
     dimension stands for it."""
     k, dim = kernel_of(spec), spec.head_dim_qk
     if k.shares:
-        return ("shares", spec.kv.dtype, dim) if (spec.kv.dtype, dim) in SHARED_STRUCTURES else None
+        return ("shares", spec.kv.dtype, dim, k.window) if (spec.kv.dtype, dim) in SHARED_STRUCTURES else None
     if k.decodes:
         key = k.same["kv_dtype"], dim, spec.tile.rows_per_warp == FEW_ROWS
         if k.gathers:
@@ -160,16 +162,19 @@ def sharing_cases(k: Kernel) -> list[Scenario]:
     ragged = AttentionCase(
         "ragged", q_lens=(1, 9, 0, 45, 2, 3), kv_lens=(0, 19, 7, most, 2 * k.block + 1, 0), heads_q=6, heads_kv=2,
         page_size=16, sink=True, data="peaks", layout="NHD", strided_q=True, device=("scale", "out"), out_scale=0.5,
-        **k.same,
+        window_left=2 * k.block + 30 if k.window else -1, **k.same,
     )  # fmt: skip
-    short = replace(ragged, name="short", q_lens=(8, 3), kv_lens=(most, 40), sink=False, lse=False, data="needles")
+    short = replace(
+        ragged, name="short", q_lens=(8, 3), kv_lens=(most, 40), sink=False, lse=False, data="needles", window_left=-1,
+        soft_cap=12.0 if k.cap else 0.0,
+    )  # fmt: skip
     boxes = tuple(replace(short, page_size=page, lse=True) for page in (8, 32, 64))
     idle = (0,) * 127
     many = replace(short, name="many", q_lens=(*idle, 7, 0, 1), kv_lens=(*idle, k.block + 40, 7, 9), lse=True)
     one = replace(short, name="one", heads_q=70, heads_kv=1, q_lens=(3,), kv_lens=(2 * k.block,), lse=True)
     nothing = replace(ragged, name="nothing", q_lens=(9, 20), kv_lens=(0, 0))
     prompt = 3 * k.block + 30  # parts of its first tiles see no key
-    whole = replace(short, name="whole", q_lens=(prompt,), kv_lens=(prompt,), lse=True)
+    whole = replace(short, name="whole", q_lens=(prompt,), kv_lens=(prompt,), lse=True, window_left=ragged.window_left)
     single = replace(short, name="single", heads_q=2, q_lens=(20, 1), kv_lens=(k.block + 30, 9), lse=True)
     return [
         Scenario("ragged", (ragged,), SHARED_SMS, ("csr",)),
@@ -210,7 +215,7 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     elif twin or k.custom and spec.head_dim_qk == 64:
         first = first[0], 0, 40
     heads: dict[str, Any] = {"heads_q": 6 if k.decodes else 2, "heads_kv": 2}
-    same = k.same | heads | {"data": "needles"}
+    same = k.same | heads | {"data": "needles"} | ({"skip": 1e-30} if k.wide else {})
     stacked = "stacked" if spec.head_dim_qk == spec.head_dim_vo else "tuple"
     page_size = 16 if k.same["dtype"] == "bf16" and not twin else 8  # with 64 below, every size of TMA box
     pages, larger = ((1, 5, 24), 100) if k.gathers else ((8, 16, 32), 64)
@@ -262,6 +267,10 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
         in_forms = ("ragged",)
     nothing = replace(many, name="nothing", q_lens=(9, 70), kv_lens=(0, 0))  # the first tile of a CTA sees no key
     found.append(Scenario("many", (many,) if k.decodes else (many, nothing), sms, in_forms))
+    if k.several_tiles:  # one, two and three rounds of blocks in turn, beside tiles of many rows
+        lens = 5 * k.block + 9, 200, 4 * k.block, k.block
+        few = replace(ragged, name="few", q_lens=(40, 150, 1, 3), kv_lens=lens, soft_cap=9.0 if k.cap else 0.0)
+        found.append(Scenario("few", (few,), SMS, in_forms))
     if k.promoted:
         found.append(Scenario("promoted", tuple(promoting_calls(k, short)), sms))
     if thorough and not (k.gathers or k.custom):

@@ -1,0 +1,80 @@
+"""Parts of tiles whose keys CTAs share (`schedule.stream_k`): which a CTA has, and the merge of a tile by the CTA that
+finishes its last part. What a part holds the architecture's epilogue stores.
+
+A CTA has parts of two tiles at most. They are merged behind its last tile: with the loops of a merge among those of
+tiles, the compiler keeps descriptors of MMAs in no uniform registers, which costs Hopper 70 of 730 instructions a
+block.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from . import combine, geometry
+from .schedule import work
+from .schedule.work import Work
+
+MOST = 2  # parts of a CTA
+STORED_BARRIER, MERGE_BARRIER = 3, 4
+
+
+class Board(NamedTuple):
+    """Shared memory. tiles: (words, MOST) of the `Work` of each part; last: (MOST,), whether it was its tile's last."""
+
+    tiles: cute.Tensor
+    last: cute.Tensor
+
+
+def allocate(spec, smem):
+    """The `Board`; None in other kernels."""
+    if not work.parts(spec):
+        return None
+    tiles = smem.allocate_tensor(Int32, cute.make_layout((work.fields(spec), MOST)))
+    return Board(tiles, smem.allocate_tensor(Int32, cute.make_layout(MOST)))
+
+
+@cute.jit
+def note(board: Board, w: Work, number: Int32, tid: Int32):
+    """Thread 0: the CTA's part `number` is of this tile."""
+    if tid == 0:
+        for i, word in enumerate(work.flatten(w)):
+            board.tiles[i, cutlass.min(number, MOST - 1)] = word  # more only where lengths change during a launch
+
+
+def meet(warps: int):
+    """Warps that store parts, or note or merge them, behind the CTA's last tile."""
+    cute.arch.barrier(barrier_id=STORED_BARRIER, number_of_threads=32 * warps)
+
+
+def part_of(spec, board: Board, i):
+    """Work of a part."""
+    return work.of_words(spec, [board.tiles[k, i] for k in range(work.fields(spec))])
+
+
+@cute.jit
+def merge(
+    spec: cutlass.Constexpr,
+    a,
+    board: Board,
+    count: Int32,
+    tid: Int32,
+    warps: cutlass.Constexpr,
+    each: cutlass.Constexpr,
+):
+    """So many warps, behind `meet`: merge those tiles of the CTA's parts, of which there are `count`, that no other CTA
+    has still to add to. each: rows of a warp at a time."""
+    number = cute.arch.make_warp_uniform(tid // 32)
+    count = cutlass.min(count, MOST)
+    if tid < count:
+        split = part_of(spec, board, tid).split
+        combine.count_part(a, split.first, split.count, board.last, tid)
+    cute.arch.barrier(barrier_id=MERGE_BARRIER, number_of_threads=32 * warps)
+    for i in cutlass.range(count, unroll=1):
+        if board.last[i] != 0:
+            w = part_of(spec, board, i)
+            rows = geometry.tile_rows(w.q_len, geometry.divisor(w)) - w.m_block * spec.tile.m
+            end = cutlass.min(rows, spec.tile.m)
+            for first in cutlass.range(each * number, end, each * warps, unroll=1):
+                combine.merge_rows(spec, a, w, first, rows, each)

@@ -1,0 +1,81 @@
+"""MMAs of a tile of two halves, a group each, whose softmax runs under the MMAs of the other."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from ...device import pipe, tmem, umma
+from ..kv import source
+from ..prepare import dequantises
+from ..schedule import work
+from . import skip
+from .issue import At, columns, early, pieces, pv, qk, rows_of, wait_landed, zero_tail
+from .roles import SLOTS, always, turns
+
+
+@cute.jit
+def begin_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, at: At, rows):
+    """Q K^T of a tile's first block, of both halves. rows: of `rows_of`."""
+    wait_landed(spec, s.k_pipe, at.item)
+    with cute.arch.elect_one():
+        for half in cutlass.range_constexpr(SLOTS):
+            qk(spec, s, base, half, rows[half], at.item)
+        umma.commit(pipe.empty(s.k_pipe, at.item))
+        if w.hi - w.lo == 1:
+            umma.commit(pipe.empty(s.q_pipe, at.tile))
+
+
+@cute.jit
+def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, left: Int32, at: At, rows):
+    """P V of the block at hand, and Q K^T of the next one of the tile, of both halves. left: blocks of the tile from
+    here on. rows: of `rows_of`."""
+    i, first = at.item, Int32(1) if left == w.hi - w.lo else Int32(0)
+    wait_landed(spec, s.v_pipe, i)
+    if left > 1:
+        wait_landed(spec, s.k_pipe, i + 1)
+    if const_expr(source(spec).CUTS and not dequantises(spec)):
+        if first != 0:
+            zero_tail(spec, s, w, i)
+    for half in cutlass.range_constexpr(SLOTS):
+        where = columns(base, half, half)
+        if first != 0:
+            pipe.wait_signal(s.stored + half, at.tile - 1)
+        pipe.wait_signal(s.early + half, at.round)
+        tmem.after_wait()
+        kept = Int32(1)
+        if const_expr(spec.logits.skip):
+            if first == 0:
+                kept -= skip.left_out(s, half, at.round)
+        with cute.arch.elect_one():
+            if kept != 0:
+                pv(spec, s, where, i, range(early(spec)), first)
+        pipe.wait_signal(s.late + half, at.round)
+        tmem.after_wait()
+        with cute.arch.elect_one():
+            if kept != 0:
+                pv(spec, s, where, i, range(early(spec), pieces(spec)), first)
+            if left > 1:
+                qk(spec, s, base, half, rows[half], i + 1)
+            else:
+                umma.commit(s.done + half)
+    with cute.arch.elect_one():
+        umma.commit(pipe.empty(s.v_pipe, i))
+        if left > 1:
+            umma.commit(pipe.empty(s.k_pipe, i + 1))
+        if left == 2:
+            umma.commit(pipe.empty(s.q_pipe, at.tile))
+
+
+@cute.jit
+def multiply_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, at: At):
+    """The MMAs of a tile. Returns the items of the pipes then."""
+    rows = rows_of(spec, s, at.tile)
+    begin_tile(spec, s, base, w, at, rows)
+    i, turn, left = at.item, at.round & 1, w.hi - w.lo
+    while left > 0:
+        here = At(i, i if const_expr(always(turns(spec, w), 1)) else turn, at.tile)
+        multiply_block(spec, s, base, w, left, here, rows)
+        i += 1
+        turn ^= 1
+        left -= 1
+    return i
