@@ -22,6 +22,14 @@ class Stages(NamedTuple):
     ring: pipe.Pipe
 
 
+class Guess(NamedTuple):
+    """What a CTA is guessed to begin with: block j, none where that is negative, of a request of so many keys."""
+
+    request: Int32
+    j: Int32
+    kv_len: Int32
+
+
 @cute.jit
 def fetch_q(spec: cutlass.Constexpr, plan, s, w: Work, q: Int32):
     """One warp: the Q rows of a tile that are not packed, item q of the Q pipe. Rows past the request are its
@@ -47,13 +55,14 @@ def offer_q(spec: cutlass.Constexpr, plan, s, w: Work, q: Int32):
 @cute.jit
 def look_early(spec: cutlass.Constexpr, a, s, found, which: cutlass.Constexpr, loader: Int32):
     """One warp: look up the block of K or V that the CTA is guessed to begin with, as soon as the launch before has
-    ended. Returns its request, number and keys of the request."""
+    ended; the `Guess`."""
     cute.arch.barrier(barrier_id=early.BARRIER, number_of_threads=early.threads(spec))
-    batch, j, kv_len = [cute.arch.make_warp_uniform(s.guess[i]) for i in range(3)]
+    guess = Guess(*(cute.arch.make_warp_uniform(s.guess[i]) for i in range(3)))
     cute.arch.griddepcontrol_wait()
-    if j >= 0:
-        source(spec).look(spec, found, pages.of_request(a, batch, which), Block(loader, Int32(0), j, Int32(0), kv_len))
-    return batch, j, kv_len
+    if guess.j >= 0:
+        mine, zero = pages.of_request(a, guess.request, which), Int32(0)
+        source(spec).look(spec, found, mine, Block(loader, zero, guess.j, zero, guess.kv_len))
+    return guess
 
 
 @cute.jit
@@ -70,7 +79,7 @@ def load_kv(
     """One warp: its share of K or V (`which`, of kv.pages) of every tile of this CTA, last block first. Loader 0 also,
     where it `publishes`, publishes each tile while it loads the one before, and, where it `loads_q`, loads Q."""
     a = plan.args
-    found, guess = source(spec).known(spec, into.op), None
+    found, guess = source(spec).known(spec, into.op), Guess(Int32(0), Int32(-1), Int32(0))
     if const_expr(early.guesses(spec)):
         guess = look_early(spec, a, s, found, which, loader)
     i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(1)
@@ -89,10 +98,10 @@ def load_kv(
                     offer_q(spec, plan, s, w, q)
                     q += 1
             first = Block(loader, i, w.hi - 1, head, w.kv_len)
-            if const_expr(guess is None):
+            if const_expr(not early.guesses(spec)):
                 source(spec).look(spec, found, mine, first)
             elif w.hi > w.lo:
-                if t > 0 or w.batch != guess[0] or first.j != guess[1] or w.kv_len != guess[2]:
+                if t > 0 or w.batch != guess.request or first.j != guess.j or w.kv_len != guess.kv_len:
                     source(spec).look(spec, found, mine, first)
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
                 source(spec).fill(spec, *into, found, mine, Block(loader, i, j, head, w.kv_len))

@@ -49,7 +49,7 @@ class Shared:
     k: cute.Tensor
     v: cute.Tensor
     work: cute.Tensor
-    guess: cute.Tensor  # request, block and keys that the CTA is guessed to begin with
+    guess: cute.Tensor  # words of a `load.Guess`
     work_pipe: pipe.Pipe
     k_pipe: pipe.Pipe
     v_pipe: pipe.Pipe

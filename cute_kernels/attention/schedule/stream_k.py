@@ -208,19 +208,19 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, seen: Requests, share: Share, 
 @cute.jit
 def first_work(spec: cutlass.Constexpr, a, s, per_token: Divisor):
     """One warp: write what the CTA begins with. Returns (the Requests that it is of, the CTA's Share, the unit behind).
-    Where a warp knows all requests, it finds the work while the launch before still runs, looks at the requests again
-    when that has ended, and finds it anew only where they have changed."""
-    early_a, few, last = early.unsettled(spec, a), geometry.batch(a) <= 32, const_expr(int(early.guesses(spec)))
+    In kernels that guess, and of at most 32 requests, it is found while the launch before still runs, and found anew
+    only where another look at the requests, when that launch has ended, says that they have changed."""
+    hints, few, last = early.unsettled(spec, a), geometry.batch(a) <= 32, const_expr(int(early.guesses(spec)))
     zero = Int32(0)
     number, keys = zero, zero
     seen, share, unit = Requests(zero, zero, zero, Request(*[zero] * 5)), Share(zero, zero, zero), zero
     for attempt in cutlass.range(last + 1, unroll=1):
-        now, first = look(spec, early_a, zero, zero), zero - 1
+        now, first = look(spec, hints, zero, zero), zero - 1
         changed = now.own.q_start != seen.own.q_start or now.own.q_len != seen.own.q_len
         changed = cute.arch.vote_any_sync(changed or now.own.kv_len != seen.own.kv_len)
         if (few and attempt < last) or (attempt == last and (not few or changed or last == 0)):
-            share = cta_share(spec, early_a, now)
-            w, seen, unit = find(spec, early_a, share.begin, now, share, per_token)
+            share = cta_share(spec, hints, now)
+            w, seen, unit = find(spec, hints, share.begin, now, share, per_token)
             more = Int32(1) if share.begin < share.end else Int32(0)
             work.write(s, zero, w._replace(valid=w.valid * more))
             if w.valid * more != 0 and a.kv.kv_starts.shape[0] == 0:  # rows of a table, whose room bounds any guess
