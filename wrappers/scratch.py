@@ -71,7 +71,7 @@ def parts(plan: Any, capturing: bool) -> tuple[Any, Any, int]:
     stream = here.raw_stream(plan.device.index)
     if stream == PER_THREAD_STREAM:
         return *new_parts(plan, slots, plan.sms), 0
-    key = plan.device, stream, plan.dim_vo, plan.tile_rows
+    key = plan.device, stream, plan.dim_vo, plan.tile_rows, plan.counters
     found = here.parts.get(key)
     if found is None:
         if len(here.parts) >= MOST:
