@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .results import Row, newest
+from .results import Row, complete_runs, newest
 
 PEERS = (
     "cudnn",
@@ -52,17 +52,20 @@ def prefix_of(case: str) -> str:
 
 
 def points(rows: Iterable[Row]) -> list[Point]:
-    """Of one GPU: each peer of the newest run of each case, in the order of FAMILIES."""
-    chosen = {}
-    for row in (r for prefix in FAMILIES for r in newest(rows, prefix)):
-        chosen[row.case, row.provider] = row
+    """Of one GPU: each peer of each case, in the newest run that has both, in the order of FAMILIES."""
+    rows, chosen = list(rows), {}
+    for prefix in FAMILIES:
+        for case, runs in complete_runs(rows, prefix).items():
+            for members in runs.values():
+                by = {row.provider: row for row in members}
+                chosen.update({(case, provider): (row, by) for provider, row in by.items()})
     found = []
-    for (case, provider), row in chosen.items():
+    for (case, provider), (row, by) in chosen.items():
         peer = next((p for p in PEERS if provider == p or provider.startswith(f"{p}-")), None)
         if peer is None:
             continue
         form = provider.removeprefix(peer).removeprefix("-")
-        mine = chosen.get((case, f"ours-{form}" if form else "ours"))
+        mine = by.get(f"ours-{form}" if form else "ours")
         if mine and mine.ratio_to_ours and row.ratio_to_ours:
             prefix, ratio = prefix_of(case), row.ratio_to_ours / mine.ratio_to_ours
             found.append(Point(prefix, case, form, NAMES.get((prefix, peer), peer), ratio, row.commit[:9]))

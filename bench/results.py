@@ -148,15 +148,18 @@ def read_sparsity(folder: Path = SPARSITY) -> dict[str, list[SkipRow]]:
     return {gpu: [r for r in rows if r.date == max(r.date for r in rows)] for gpu, rows in found.items()}
 
 
-def newest(rows: Iterable[Row], prefix: str) -> list[Row]:
-    """For each case that begins with `prefix`: the rows of the newest run that measured `ours` on it."""
+def complete_runs(rows: Iterable[Row], prefix: str) -> dict[str, dict[tuple[str, str], list[Row]]]:
+    """Case that begins with `prefix` -> the rows of each run that measured `ours` on it, older runs first."""
     runs: dict[str, dict[tuple[str, str], list[Row]]] = {}
     for row in rows:
         if row.case.startswith(prefix):
             runs.setdefault(row.case, {}).setdefault(row.run, []).append(row)
-    found = []
-    for case_runs in runs.values():
-        complete = [run for run, members in case_runs.items() if any(r.provider == "ours" for r in members)]
-        if complete:
-            found += case_runs[max(complete)]
-    return found
+    return {
+        case: {run: of[run] for run in sorted(of) if any(r.provider == "ours" for r in of[run])}
+        for case, of in runs.items()
+    }
+
+
+def newest(rows: Iterable[Row], prefix: str) -> list[Row]:
+    """For each case that begins with `prefix`: the rows of the newest run that measured `ours` on it."""
+    return [row for runs in complete_runs(rows, prefix).values() if runs for row in list(runs.values())[-1]]

@@ -44,6 +44,13 @@ def test_points_compare_equal_forms_of_one_run():
     ]
 
 
+def test_a_peer_that_did_not_run_stays_what_it_was_in_its_last_run():
+    newer = rows_of({("decode-bf16-x-p16", "ours"): 5.0, ("decode-bf16-x-p16", "floor"): 4.0}, "2026-02-01", "def456")
+    later = rows_of({("decode-bf16-x-p16", "flashinfer"): 1.0}, "2026-03-01", "aaa111")
+    (point,) = [p for p in peers.points(FOUND + newer + later) if p.case == "decode-bf16-x-p16"]
+    assert (point.peer, point.ratio, point.commit) == ("XQA", 1.2, "abc123")
+
+
 def test_sentences_name_gpu_commits_and_numbers_of_shapes():
     newer = rows_of({("serve-y", "ours"): 10.0, ("serve-y", "flash-attn-4"): 11.0}, "2026-02-01", "def456")
     assert " ".join(peers.sentences({"nvidia-x": FOUND + newer}).split()) == (
