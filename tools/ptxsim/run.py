@@ -53,7 +53,8 @@ def run(
     resident. program: the translated PTX of the call, to share it between runs. limit: units until a livelock is
     reported, per portion. exact: WGMMAs of 16-bit and tf32 types give the bits of an H200, at several times the time;
     those of 8-bit types always do. before: what the grid before writes last, called at each griddepcontrol.wait with
-    the warps of a CTA that are there. Fault (faults.py) on what is wrong on hardware; Unsupported on what is not modelled.
+    the warps of a CTA that are there. Fault (faults.py) on what is wrong on hardware; Unsupported on what is not
+    modelled.
     """
     if mode not in MODES:
         raise ValueError(f"mode: {mode!r}, must be one of {MODES}")
