@@ -92,7 +92,6 @@ class Settings:
     seed: int = 0
     limit: int = 2_000_000  # units until a livelock is reported
     exact: bool = False  # round sums of 16-bit and tf32 WGMMAs as hardware does
-    before: Callable[[set[int]], None] | None = None  # at each griddepcontrol.wait, with the warps of a CTA that wait
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Run a call: the grid in portions of CTAs that are resident together, then the checks at exit."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,7 +44,6 @@ def run(
     program: Program | None = None,
     limit: int = 2_000_000,
     exact: bool = False,
-    before: Callable[[set[int]], None] | None = None,
 ) -> Result:
     """Execute the grid of `call`; its arrays hold the results.
 
@@ -52,9 +51,7 @@ def run(
     clusters run. resident: clusters that run at once; CTAs that wait for each other through global memory must all be
     resident. program: the translated PTX of the call, to share it between runs. limit: units until a livelock is
     reported, per portion. exact: WGMMAs of 16-bit and tf32 types give the bits of an H200, at several times the time;
-    those of 8-bit types always do. before: what the grid before writes last, called at each griddepcontrol.wait with
-    the warps of a CTA that are there. Fault (faults.py) on what is wrong on hardware; Unsupported on what is not
-    modelled.
+    those of 8-bit types always do. Fault (faults.py) on what is wrong on hardware; Unsupported on what is not modelled.
     """
     if mode not in MODES:
         raise ValueError(f"mode: {mode!r}, must be one of {MODES}")
@@ -63,7 +60,7 @@ def run(
     clusters = list(clusters_of(call, blocks))
     for first in range(0, len(clusters), resident):
         portion = [block for cluster in clusters[first : first + resident] for block in cluster]
-        machine = Machine(program, call, memory, portion, Settings(mode, seed + first, limit, exact, before))
+        machine = Machine(program, call, memory, portion, Settings(mode, seed + first, limit, exact))
         run_machine(machine)
         if call.tidy:
             check_exit(machine)

@@ -312,10 +312,10 @@ def registers(x: Instruction, f: re.Match[str]) -> Op:
     r"(griddepcontrol|nanosleep|pragma|nop)(\.(wait|launch_dependents|u32))?", "Miscellaneous and control instructions"
 )
 def nothing(x: Instruction, f: re.Match[str]) -> Op:
-    """One grid runs at a time: those before it are complete, but for what `Settings.before` does."""
+    """One grid runs at a time: those before it are complete, but for what `Call.before` does."""
 
     def run(t: Threads, x: Instruction) -> None:
-        before = t.machine.settings.before
+        before = t.machine.call.before
         if before and x.op == "griddepcontrol.wait":
             before(set((t.warps % (t.machine.per_cta // 32)).tolist()))
 
