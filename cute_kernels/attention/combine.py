@@ -1,4 +1,4 @@
-"""Merge of the parts of a tile (`schedule.stream_k`), by the CTA that finishes the last of them.
+"""Merge of the parts of a tile (`schedule.stream_k`), by the CTA, or by each warp for its rows, that finishes the last.
 
 A warp merges a row (`merge`: few rows, maybe of many parts) or several at a time (`merge_rows`). A part holds
 normalised O and LSE; the sink enters here, once, and so do the factors on the output. Parts are added in the order of

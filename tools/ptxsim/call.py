@@ -1,5 +1,6 @@
 """A kernel launch as the simulator takes it: PTX, global memory, parameters, tensor maps, grid."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,7 +131,8 @@ class TensorMap:
 @dataclass
 class Call:
     """One launch. params: per PTX parameter the bytes of its value, or a TensorMap. shared: dynamic bytes a CTA. tidy:
-    what a kernel leaves behind when it ends is a fault; of others', some leave a barrier that waits for bytes.
+    what a kernel leaves behind when it ends is a fault; of others', some leave a barrier that waits for bytes. before:
+    what the launch before does last, called at each griddepcontrol.wait with the warps of a CTA that are there.
 
     The block shape is the kernel's .reqntid, or `block`.
     """
@@ -143,3 +145,4 @@ class Call:
     block: tuple[int, int, int] | None = None
     memory: Global = field(default_factory=Global)
     tidy: bool = True
+    before: Callable[[set[int]], None] | None = None

@@ -51,8 +51,8 @@ def load(op: str, spec: Any, arch: str, lines: bool = False) -> Kernel:
 
 def simulate(op: str, spec: Any, args: Sequence[Any], arch: str = "sm_90a", **how: Any) -> Result:
     """Run a kernel on `args`, in place, its launches one after the other. how: of `load` lines; of `run.run` mode,
-    seed, blocks, resident and so on, where `program` is that of the first launch; memory: a folder of results of equal
-    runs (memo.py), which are not repeated."""
+    seed, blocks, resident and so on, where `program` is that of the first launch; before: of each `Call`; memory: a
+    folder of results of equal runs (memo.py), which are not repeated."""
     folder, lines = how.pop("memory", None), how.pop("lines", False)
     kernel = load(op, spec, arch, lines)
     if folder is None:
@@ -63,8 +63,9 @@ def simulate(op: str, spec: Any, args: Sequence[Any], arch: str = "sm_90a", **ho
 
 
 def _run(kernel: Kernel, args: Sequence[Any], how: dict[str, Any]) -> Result:
-    total = Result()
+    total, before = Result(), how.pop("before", None)
     for call in kernel.calls(args):
+        call.before = before
         result = run(call, **{"program": program(call.ptx)} | how)
         how.pop("program", None)
         total.add(result)

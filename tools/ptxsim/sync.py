@@ -312,8 +312,14 @@ def registers(x: Instruction, f: re.Match[str]) -> Op:
     r"(griddepcontrol|nanosleep|pragma|nop)(\.(wait|launch_dependents|u32))?", "Miscellaneous and control instructions"
 )
 def nothing(x: Instruction, f: re.Match[str]) -> Op:
-    """One grid runs at a time, so the grids before it are complete."""
-    return effect(lambda t, x: None)
+    """One grid runs at a time: those before it are complete, but for what `Call.before` does."""
+
+    def run(t: Threads, x: Instruction) -> None:
+        before = t.machine.call.before
+        if before and x.op == "griddepcontrol.wait":
+            before(set((t.warps % (t.machine.per_cta // 32)).tolist()))
+
+    return effect(run)
 
 
 @form(r"(trap|brkpt)", "Miscellaneous Instructions: trap")

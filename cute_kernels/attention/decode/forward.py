@@ -2,7 +2,8 @@
 
 Roles (`roles`): one warp feeds K, one V, one schedules, one copies scale factors; all warps of one to three warpgroups
 compute the same few rows on different keys (`math`). CTAs are persistent; their tiles may be parts of tiles
-(`schedule.stream_k`), which the CTA that finishes the last one merges (`combine`).
+(`schedule.stream_k`), which the warps that finish the last one merge (`combine`). What a CTA begins with is guessed
+while the launch before may still run (`early`).
 
 Pipelines: work_pipe, 4 stages, the scheduling warp -> all: the next tile, freed when read, by `math` when the tile is
 done. k_pipe and v_pipe, `tile.stages` stages, load -> math: a KV block each, with the scale factors of an NVFP4 cache,

@@ -125,11 +125,12 @@ def look(spec: cutlass.Constexpr, a, first: Int32, before: Int32):
 def locate(spec: cutlass.Constexpr, a, unit: Int32, seen: Requests):
     """One warp: (Found, the Requests among which it is). seen: some, where the search begins."""
     batch = geometry.batch(a)
-    if unit < seen.before:
-        seen = look(spec, a, Int32(0), Int32(0))
     behind = seen.before + cute.arch.shuffle_sync(seen.upto, 31)
-    while unit >= behind and seen.first + 32 < batch:
-        seen = look(spec, a, seen.first + 32, behind)
+    while unit < seen.before or (unit >= behind and seen.first + 32 < batch):
+        first, before = Int32(0), Int32(0)  # anew, where the unit lies further back
+        if unit >= seen.before:
+            first, before = seen.first + 32, behind
+        seen = look(spec, a, first, before)
         behind = seen.before + cute.arch.shuffle_sync(seen.upto, 31)
     index = unit - seen.before
     owner = cute.arch.popc(cute.arch.vote_ballot_sync(seen.upto <= index))
