@@ -28,6 +28,7 @@ from .common import SMS, Outcome, distance, simulated
 
 Results = tuple[torch.Tensor, torch.Tensor | None]  # out (T, Hq, Dvo), lse
 SHARED_SMS = 7  # where CTAs share the keys of a request
+PARTS = 26  # of a long request, one a multiprocessor
 WIDE = {(s.kv.dtype, s.head_dim_qk) for s in shipped("sm_90a") if s.tile.rows_per_warp > FEW_ROWS}
 
 
@@ -251,8 +252,13 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
         many = replace(many, drafts=True, skip=1e-30, soft_cap=0.0)
     else:
         many, other_boxes[-1] = replace(many, heads_q=6), replace(other_boxes[-1], heads_kv=1)
+    if k.decodes:  # tiles of more parts than a warp loads at once, more requests than one knows at once
+        long = replace(short, name="long", q_lens=(1,), kv_lens=(PARTS * k.block - 7,), heads_q=3, heads_kv=1)
+        lens = tuple(37 * i % 131 for i in range(40))
+        crowd = replace(short, name="crowd", q_lens=(1,) * len(lens), kv_lens=lens)
+        parts = Scenario("long", (long,), PARTS), Scenario("crowd", (crowd,), sms)
     if twin and k.decodes:
-        return [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("boxes", (other_boxes[-1], many), sms)]
+        return [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("boxes", (other_boxes[-1], many), sms), *parts]
     if twin:
         box = replace(ragged, soft_cap=30.0) if k.general else other_boxes[-1]
         box = replace(box, page_size=pages[-1], q_lens=(*idle, *box.q_lens), kv_lens=(*idle, *box.kv_lens))
@@ -267,6 +273,8 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
         in_forms = ("ragged",)
     nothing = replace(many, name="nothing", q_lens=(9, 70), kv_lens=(0, 0))  # the first tile of a CTA sees no key
     found.append(Scenario("many", (many,) if k.decodes else (many, nothing), sms, in_forms))
+    if k.decodes:
+        found += parts
     if k.several_tiles:  # one, two and three rounds of blocks in turn, beside tiles of many rows
         lens = 5 * k.block + 9, 200, 4 * k.block, k.block
         few = replace(ragged, name="few", q_lens=(40, 150, 1, 3), kv_lens=lens, soft_cap=9.0 if k.cap else 0.0)
