@@ -253,9 +253,10 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     else:
         many, other_boxes[-1] = replace(many, heads_q=6), replace(other_boxes[-1], heads_kv=1)
     if k.decodes:  # tiles of more parts than a warp loads at once, more requests than one knows at once
-        long = replace(short, name="long", q_lens=(1,), kv_lens=(PARTS * k.block - 7,), heads_q=3, heads_kv=1)
+        each = 1 if k.few_rows else 3
+        long = replace(short, name="long", q_lens=(each,), kv_lens=(PARTS * k.block - 7,), heads_q=3, heads_kv=1)
         lens = tuple(37 * i % 131 for i in range(40))
-        crowd = replace(short, name="crowd", q_lens=(1,) * len(lens), kv_lens=lens)
+        crowd = replace(short, name="crowd", q_lens=(each,) * len(lens), kv_lens=lens)
         parts = Scenario("long", (long,), PARTS), Scenario("crowd", (crowd,), sms)
     if twin and k.decodes:
         return [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("boxes", (other_boxes[-1], many), sms), *parts]
