@@ -12,7 +12,7 @@ import wrappers
 from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
 from cute_kernels.attention import args
-from cute_kernels.topk.args import TopKArgs
+from cute_kernels.topk.args import SortArgs, TopKArgs
 from tests.fake_machine import FakeMachine
 from wrappers import machine, scratch
 from wrappers.attention import plan as attention_plan
@@ -29,7 +29,8 @@ class Recorder(FakeMachine):
         self.launches = []
 
     def recorded(self, op, spec):
-        names = TopKArgs._fields if op.startswith("topk") else args.fields(spec)
+        kinds = {"topk.radix": TopKArgs, "topk.sort": SortArgs}
+        names = kinds[op]._fields if op in kinds else args.fields(spec)
         return lambda *flat: self.launches.append((op, spec, dict(zip(names, flat, strict=True))))
 
 
