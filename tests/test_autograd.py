@@ -104,7 +104,7 @@ def test_parameters_work_without_gradients(mode, name):
     with machine.override(Recorder()) as here, mode():
         if name != "context, nvfp4 out":  # has no kernel
             results(function, learnt(inputs))
-            assert len(here.launches) == 1
+            assert len(here.launches) == (2 if name == "top_k, sorted" else 1)
 
 
 @pytest.mark.parametrize("name,argument", CONSTANT)
