@@ -273,7 +273,7 @@ def run(case: Case, folder: str) -> dict[str, Any]:
     from .ptxsim.run import run as simulate
 
     data, whole = Data(case), Result()
-    for call in PEERS[case.kernel](case, data):
+    for call in PEERS[case.kernel](case, data):  # one cluster at a time: it may take the place of others
         whole.add(simulate(replace(call, beyond=BEYOND[case.kernel]), resident=1))
     o, lse = data.expected(case)
     mmas = sum(count for name, count in whole.counts.items() if name.startswith("tcgen05.mma"))
