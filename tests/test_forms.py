@@ -472,7 +472,7 @@ def planned(launches, checked=False):
             fn=kernel, flat=[default.get(name) for name in args.fields(SPEC)], at=attention_plan.Places(SPEC),
             device=device, alone=True, dtype=BF16, like_query=dim == p.q.shape[2], dim_vo=dim, wide=True,
             token_bytes=heads * 2 * max(p.q.shape[2], dim), row_factor=1, tile_heads=heads, tile_rows=64, sms=sms,
-            stream_k=False, part_keys=0, checked=checked,
+            stream_k=False, part_keys=0, counters=1, checked=checked,
         )  # fmt: skip
 
     return plan_for
