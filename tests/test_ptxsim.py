@@ -77,6 +77,16 @@ def test_packed_sums_are_rounded_as_they_say(rounding, low):
     assert (out == np.where(np.arange(64) % 2, np.float32(2), np.float32(low))).all()
 
 
+@pytest.mark.parametrize(("flush", "low"), [("", 0x00400001), (".ftz", 0)])
+def test_packed_sums_flush_where_they_say(flush, low):
+    """sm_100a. Of denormals: an operand and a result in the low half, a result of normal operands in the high half."""
+    body = f"""mov.b64 %rd2, {{0f00400000, 0f00800001}}; mov.b64 %rd3, {{0f00000001, 0f80800000}};
+    add.rm{flush}.f32x2 %rd4, %rd2, %rd3; mov.b64 {{%r6, %r7}}, %rd4;
+    and.b32 %r5, %r0, 1; setp.eq.u32 %p1, %r5, 0; selp.b32 %r5, %r6, %r7, %p1;
+    """
+    assert (execute(body) == np.where(np.arange(64) % 2, 0 if flush else 1, low)).all()
+
+
 def test_loops_diverge_and_meet_again():
     body = """mov.u32 %r5, 0; mov.u32 %r6, 0;
     MORE: setp.ge.u32 %p1, %r6, %r0; @%p1 bra DONE;

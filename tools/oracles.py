@@ -1,22 +1,26 @@
 """Kernels of others that run on Blackwell, executed by our simulator: it says of tcgen05 what a device does.
 
-    pip install --no-deps flash-attn-4==4.0.0b36 quack-kernels==0.6.5 triton einops
-    python -m tools.oracles [CASE ...]       compile and run the cases of `CASES`, print their errors
-    python -m tools.oracles record           all, and write them to tests/data/oracles.csv
-    python -m tools.oracles readme           write a table of them into docs/blackwell.md
+    pip install --no-deps flash-attn-4==4.0.0b36 quack-kernels==0.6.5 triton einops nvidia-cudnn-frontend==1.32.0
+    python -m tools.oracles [CASE ...]           compile and run the cases of `CASES`, print their errors
+    python -m tools.oracles record [CASE ...]    the same, and write their rows to tests/data/oracles.csv
+    python -m tools.oracles readme               write a table of them into docs/blackwell.md
 
-FlashAttention 4's forward kernels are compiled from tensors without memory, for a device that need not be there. Their
-PTX runs as it is, on random data, and results are held against fp32. Only how they end is not looked at (`Call.tidy`):
-they leave a barrier behind that waits for bytes.
+FlashAttention 4's and cuDNN's open forward kernels are compiled from tensors without memory, for a device that need not
+be there. Their PTX runs as it is, on random data, and results are held against fp32. What they rely on beyond the text
+of the ISA, `BEYOND` says.
 """
 
 import argparse
 import csv
+import math
 import os
+import struct
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +30,8 @@ from bench.pages import fill
 
 RECORD = Path(__file__).resolve().parents[1] / "tests" / "data" / "oracles.csv"
 COLUMNS = ("kernel", "arch", "case", "error", "lse_error", "mmas")
-SMS = 2
+FLASH, CUDNN = "flash-attn-4 4.0.0b36", "cudnn-frontend 1.32.0"
+SMS, SHARED = 2, 227 << 10  # SMs, bytes of shared memory
 TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "e4m3": 6e-2}  # of N(0, 1) data; P is rounded to the type, too
 LSE_TOLERANCE = 1e-3
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
@@ -46,6 +51,11 @@ class Case:
     window: tuple[int, int] | None = None
     soft_cap: float = 0.0
     sink: bool = False
+    kernel: str = FLASH
+
+    @property
+    def key(self) -> str:
+        return f"{self.kernel} {self.name}"
 
     @property
     def name(self) -> str:
@@ -57,7 +67,7 @@ class Case:
 
 
 CASES = {
-    case.name: case
+    case.key: case
     for case in (
         Case("sm_100a"),
         Case("sm_100a", "fp16", dims=(64, 64)),
@@ -71,6 +81,15 @@ CASES = {
         Case("sm_100a", "e4m3"),
         Case("sm_103a"),
         Case("sm_103a", "e4m3"),
+        Case("sm_100a", kernel=CUDNN),
+        Case("sm_100a", "fp16", kernel=CUDNN),
+        Case("sm_100a", tokens=300, keys=500, kernel=CUDNN),
+        Case("sm_100a", tokens=300, keys=500, causal=False, kernel=CUDNN),
+        Case("sm_100a", tokens=1024, keys=1024, heads=(4, 1), causal=False, kernel=CUDNN),
+        Case("sm_100a", sink=True, kernel=CUDNN),
+        Case("sm_100a", tokens=400, keys=400, causal=False, window=(100, 0), kernel=CUDNN),
+        Case("sm_103a", kernel=CUDNN),
+        Case("sm_103a", tokens=300, keys=500, causal=False, kernel=CUDNN),
     )
 }
 
@@ -108,15 +127,20 @@ class Data:
         return o, s.logsumexp(3)
 
 
-def compiled(case: Case, data: Data, folder: str) -> tuple[Any, list[str]]:
-    """(the compiled kernel, its host function in MLIR), in a process whose DSL is imported for the architecture."""
-    keep = {"CUTE_DSL_DUMP_DIR": folder, "CUTE_DSL_KEEP_PTX": "1"}
-    os.environ.update(keep, FLASH_ATTENTION_ARCH=case.arch, FLASH_ATTENTION_NUM_SMS=str(SMS))
+def as_numpy(t: torch.Tensor) -> np.ndarray:
+    return t.numpy() if t.dtype == torch.float32 else t.view((torch.uint8, torch.int16)[t.itemsize - 1]).numpy()
+
+
+def flash_attention(case: Case, data: Data) -> list[Any]:
+    """The launches (ptxsim.call.Call) of flash-attn-4, by its host function."""
+    os.environ.update(FLASH_ATTENTION_ARCH=case.arch, FLASH_ATTENTION_NUM_SMS=str(SMS))
     import cutlass.utils
     from flash_attn.cute import interface
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from cute_kernels import build
+
+    from .ptxsim import host
 
     class Hardware:
         get_max_active_clusters = staticmethod(lambda size=1, *_, **__: SMS // size)
@@ -135,11 +159,8 @@ def compiled(case: Case, data: Data, folder: str) -> tuple[Any, list[str]]:
             options["learnable_sink"] = on(data.sink)
         interface._flash_attn_fwd(*map(on, (data.q, data.k, data.v)), num_splits=1, return_lse=True, **options)
     known = interface._flash_attn_fwd.compile_cache
-    return next(iter(getattr(known, "cache", known).values())), hosts
-
-
-def as_numpy(t: torch.Tensor) -> np.ndarray:
-    return t.numpy() if t.dtype == torch.float32 else t.view((torch.uint8, torch.int16)[t.itemsize - 1]).numpy()
+    kernel = next(iter(getattr(known, "cache", known).values()))
+    return host.evaluate(hosts[-1], kernel.__ptx__, arguments(case, data, hosts[-1]), SHARED)
 
 
 def arguments(case: Case, data: Data, mlir: str) -> list[Any]:
@@ -154,25 +175,119 @@ def arguments(case: Case, data: Data, mlir: str) -> list[Any]:
     return given
 
 
+def cudnn_module(params: dict[str, Any]) -> Any:
+    """cuDNN's kernel for head_dim 128 in 16 bits, imported past the package's compiled part. params: fields of its
+    TemplateParams."""
+    found = find_spec("cudnn")
+    if found is None or not found.submodule_search_locations:
+        raise RuntimeError("nvidia-cudnn-frontend is not installed")
+    root = Path(next(iter(found.submodule_search_locations)))
+    package: Any = ModuleType("cudnn")
+    package.__path__, package.__version__, package._pybind_module = [str(root)], "", SimpleNamespace()
+    package.data_type = type("Names", (), {"__getattr__": lambda self, name: name})()
+    sys.modules["cudnn"] = package
+    from cudnn.sdpa.fwd.config_sm100 import TemplateParams
+
+    name = "cudnn.sdpa.fwd.kernels.sm100.prefill_d128_f16"
+    spec: Any = spec_from_file_location(name, root / "sdpa/fwd/kernels/sm100/prefill_d128_f16.py")
+    module: Any = module_from_spec(spec)
+    module.FROST_TEMPLATE_PARAMS = TemplateParams(**params)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def cudnn(case: Case, data: Data) -> list[Any]:
+    """The launch of cuDNN's kernel. Its host function encodes tensor maps in operations of its own: they are made here.
+
+    Parameters: maps of q, k, v and o; LSE with shape and strides; sinks, key counts and descriptors of ragged calls;
+    then numbers of query tokens, keys, CTAs of a head, heads, requests, query heads of a KV head; scale; no row counts.
+    """
+    import cutlass.cute as cute
+
+    from .ptxsim.call import Call, Global, TensorMap
+
+    full = not (case.causal or case.window)
+    right = 0 if case.causal else case.window[1] if case.window else None
+    module = cudnn_module(
+        {
+            "dtype_qkv": {"bf16": 2, "fp16": 3}[case.dtype],
+            "window_left": case.window[0] if case.window else None,
+            "window_right": right,
+            "bottom_right": right is not None,
+            "has_sink": case.sink,
+            "qh_per_kh": case.heads[0] // case.heads[1],
+            "kv_tail_mask": full and case.keys % 128 > 0,
+            "exp2_fma_split": full and case.arch == "sm_100a",
+            "fused_ldtm_stat": case.arch == "sm_103a",
+        }
+    )
+    kernels = []
+
+    def compile_now(function: Any, *args: Any, cache_key: Any = None, symbol: Any = None, **options: Any) -> Any:
+        kernels.append(cute.compile(function, *args, **options))
+        return kernels[-1]
+
+    module._compile_cached = compile_now
+    module.compile()
+
+    config, memory, none = module.CFG, Global(), np.zeros(16, np.uint8)
+
+    def mapped(t: torch.Tensor, name: str, rows: int, swizzle: int) -> TensorMap:
+        _, length, heads, dim = t.shape
+        strides = dim * 2, heads * dim * 2, length * heads * dim * 2
+        address, box = memory.add(as_numpy(t), name), (swizzle // 2, 1, rows, 1)
+        return TensorMap(address, (dim, heads, length, 1), strides, box, case.dtype.replace("fp", "f"), swizzle)
+
+    params: list[bytes | TensorMap] = [
+        mapped(data.q, "q", config.TILE_M, config.Q_SWZ_BYTES),
+        mapped(data.k, "k", module.K_BOX_ROWS, config.K_SWZ_BYTES),
+        mapped(data.v, "v", module.V_BOX_ROWS, config.V_SWZ_BYTES),
+        mapped(data.o, "o", config.TILE_M, config.O_SWZ_BYTES),
+    ]
+    (heads, kv_heads), rows = case.heads, config.TILES_Q * config.TILE_M * config.CTA_MMA
+    ctas = -(-case.tokens // rows) * config.CTA_MMA
+    sink = none if data.sink is None else data.sink.float().numpy()
+    lse, sinks, other = (memory.add(t, name) for t, name in ((data.lse.numpy(), "lse"), (sink, "sink"), (none, "none")))
+    numbers = case.tokens, case.keys, ctas, heads, 1, heads // kv_heads
+    params += [
+        struct.pack("<Q3i4x3q", lse, 1, heads, case.tokens, heads * case.tokens, case.tokens, 1),
+        struct.pack("<Qi4x", sinks, heads),
+        struct.pack("<Qi4x", other, 1),
+        struct.pack("<Q", other),
+        *(struct.pack("<i", number) for number in numbers),
+        struct.pack("<f", case.dims[0] ** -0.5 * math.log2(math.e)),
+        struct.pack("<Q", 0),
+    ]
+    return [Call(kernels[0].__ptx__, params, (ctas, heads, 1), (config.CTA_MMA, 1, 1), SHARED, None, memory)]
+
+
+PEERS = {FLASH: flash_attention, CUDNN: cudnn}
+BEYOND = {FLASH: ("exit",), CUDNN: ("lanes", "relaxed")}  # what each relies on: ptxsim.call.BEYOND
+
+
 def run(case: Case, folder: str) -> dict[str, Any]:
-    """A row of the record."""
-    from .ptxsim import host
+    """A row of the record, in a process whose DSL is imported for the architecture."""
+    os.environ.update(CUTE_DSL_DUMP_DIR=folder, CUTE_DSL_KEEP_PTX="1")
     from .ptxsim.run import Result
     from .ptxsim.run import run as simulate
 
     data, whole = Data(case), Result()
-    kernel, hosts = compiled(case, data, folder)
-    for call in host.evaluate(hosts[-1], kernel.__ptx__, arguments(case, data, hosts[-1]), 227 << 10):
-        whole.add(simulate(replace(call, tidy=False)))
+    for call in PEERS[case.kernel](case, data):  # one cluster at a time: it may take the place of others
+        whole.add(simulate(replace(call, beyond=BEYOND[case.kernel]), resident=1))
     o, lse = data.expected(case)
     mmas = sum(count for name, count in whole.counts.items() if name.startswith("tcgen05.mma"))
     error, lse_error = float((data.o.float() - o).abs().max()), float((data.lse - lse).abs().max())
     found = dict(error=f"{error:.2g}", lse_error=f"{lse_error:.2g}", mmas=mmas)
-    return {"kernel": "flash-attn-4 4.0.0b36", "arch": case.arch, "case": case.name, **found}
+    return {"kernel": case.kernel, "arch": case.arch, "case": case.name, **found}
+
+
+def key(row: dict[str, Any]) -> str:
+    return f"{row['kernel']} {row['case']}"
 
 
 def right(row: dict[str, Any]) -> bool:
-    case = CASES[row["case"]]
+    case = CASES[key(row)]
     return float(row["error"]) <= TOLERANCE[case.dtype] and float(row["lse_error"]) <= LSE_TOLERANCE
 
 
@@ -199,14 +314,14 @@ def write(rows: list[dict[str, Any]], out: Any, header: bool = True) -> None:
 
 
 def markdown() -> str:
-    lines = ["| flash-attn-4, queries x keys, heads | MMAs | largest error of O | of LSE |", "| --- |" + " --- |" * 3]
-    lines += [f"| {r['case']} | {r['mmas']} | {r['error']} | {r['lse_error']} |" for r in recorded()]
+    lines = ["| kernel, queries x keys, heads | MMAs | largest error of O | of LSE |", "| --- |" + " --- |" * 3]
+    lines += [f"| {key(r)} | {r['mmas']} | {r['error']} | {r['lse_error']} |" for r in recorded()]
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.oracles", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", nargs="*", help="names of cases, or parts of them; `record`; `readme`")
+    parser.add_argument("what", nargs="*", help="`record` or not, and parts of the names of cases; `readme`")
     parser.add_argument("--row", help="run one case here, and print its row")
     args = parser.parse_args()
     if args.row:
@@ -219,15 +334,16 @@ def main() -> None:
     if args.what == ["readme"]:
         fill({"oracles": markdown()})
         return
-    record = args.what == ["record"]
-    names = [name for name in CASES if record or not args.what or any(part in name for part in args.what)]
-    rows = []
-    for name in names:
-        rows.append(apart(name))
-        print(f"{'right' if right(rows[-1]) else 'WRONG'}  {name}: error {rows[-1]['error']}", flush=True)
+    record = args.what[:1] == ["record"]
+    parts = args.what[record:]
+    rows = {key(row): row for row in recorded()}
+    for name in CASES:
+        if not parts or any(part in name for part in parts):
+            rows[name] = row = apart(name)
+            print(f"{'right' if right(row) else 'WRONG'}  {name}: error {row['error']}", flush=True)
     if record:
         with RECORD.open("w", newline="") as out:
-            write(rows, out)
+            write([rows[name] for name in CASES if name in rows], out)
 
 
 if __name__ == "__main__":

@@ -411,9 +411,10 @@ def float_mad(x: Instruction, f: re.Match[str]) -> Op:
 def packed(x: Instruction, f: re.Match[str]) -> Op:
     """sm_100: two float32 in a 64-bit register. Without a rounding, rn."""
     nearest = f[2] in (None, "rn")
-    if f[3] or (f[1] == "fma" and not nearest):
-        raise refuse(x, f"{x.op}: this rounding, or flushing")
+    if f[1] == "fma" and not nearest:
+        raise refuse(x, "this rounding")
     run = fma if f[1] == "fma" else ARITHMETIC[f[1]] if nearest else directed(f[1], f[2])
+    run = flushed(run) if f[3] else run
 
     def both(*operands: Any) -> Any:
         values = np.broadcast_arrays(*[np.atleast_1d(a) for a in operands])

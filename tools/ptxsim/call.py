@@ -22,6 +22,12 @@ FORMATS = {  # what cuTensorMapEncodeTiled calls CU_TENSOR_MAP_DATA_TYPE_*: byte
     "16u4_align8": 0.5,
 }
 
+BEYOND = {
+    "exit": "what a kernel leaves behind when it ends, such as a barrier that waits for bytes, harms nobody",
+    "lanes": "a lane of tensor memory below 32 in tcgen05.ld and st counts from the first that the warp may access",
+    "relaxed": "what a thread did before a relaxed arrival is seen by whoever waits for it",
+}
+
 
 class Global:
     """Global memory: numpy arrays at 64-bit addresses, apart from each other. Kernels read and write the arrays."""
@@ -130,9 +136,9 @@ class TensorMap:
 
 @dataclass
 class Call:
-    """One launch. params: per PTX parameter the bytes of its value, or a TensorMap. shared: dynamic bytes a CTA. tidy:
-    what a kernel leaves behind when it ends is a fault; of others', some leave a barrier that waits for bytes. before:
-    what the launch before does last, called at each griddepcontrol.wait with the warps of a CTA that are there.
+    """One launch. params: per PTX parameter the bytes of its value, or a TensorMap. shared: dynamic bytes a CTA.
+    before: what the launch before does last, called at each griddepcontrol.wait with the warps of a CTA that are there.
+    beyond: what others' kernels rely on and the ISA does not grant, keys of BEYOND; it is a fault without.
 
     The block shape is the kernel's .reqntid, or `block`.
     """
@@ -144,5 +150,9 @@ class Call:
     shared: int = 0
     block: tuple[int, int, int] | None = None
     memory: Global = field(default_factory=Global)
-    tidy: bool = True
     before: Callable[[set[int]], None] | None = None
+    beyond: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.beyond) - set(BEYOND):
+            raise ValueError(f"beyond: {', '.join(sorted(unknown))}, must be among {', '.join(BEYOND)}")

@@ -150,6 +150,7 @@ class Machine:
         self.params, self.maps = pack(program, call)
         self.mbarriers: dict[int, Mbarrier] = {}  # flat shared address -> object
         self.state = State()
+        self.waiting: deque[list[tuple[int, int, int]]] = deque()  # clusters of the run that are not resident yet
         self.pc = np.zeros(self.threads, np.int32)
         self.done = np.zeros(self.threads, bool)
         self.blocked = np.zeros(self.threads, bool)  # inside a barrier

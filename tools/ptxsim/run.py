@@ -1,12 +1,13 @@
 """Run a call: the grid in portions of CTAs that are resident together, then the checks at exit."""
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 # The modules that register instruction forms.
-from . import alu, atomic, convert, data, mma, sync, tcgen05, tma, warp, wgmma  # noqa: F401
+from . import alu, atomic, cancel, convert, data, mma, sync, tcgen05, tma, warp, wgmma  # noqa: F401
 from .call import Call
 from .exchange import Exchange
 from .faults import Fault
@@ -57,12 +58,15 @@ def run(
         raise ValueError(f"mode: {mode!r}, must be one of {MODES}")
     program = program or Program(call.ptx)
     result, memory = Result(), Exchange(call.memory)
-    clusters = list(clusters_of(call, blocks))
-    for first in range(0, len(clusters), resident):
-        portion = [block for cluster in clusters[first : first + resident] for block in cluster]
+    waiting = deque(clusters_of(call, blocks))
+    count = len(waiting)
+    while waiting:
+        first = count - len(waiting)
+        portion = [block for _ in range(min(resident, len(waiting))) for block in waiting.popleft()]
         machine = Machine(program, call, memory, portion, Settings(mode, seed + first, limit, exact))
+        machine.waiting = waiting
         run_machine(machine)
-        if call.tidy:
+        if "exit" not in call.beyond:
             check_exit(machine)
         executed = program.executed(machine.entered, machine.active)
         result.add(Result(machine.steps, machine.state.counts, {call.ptx: executed}))

@@ -196,7 +196,7 @@ def mbarrier_arrive(x: Instruction, f: re.Match[str]) -> Op:
             if what.startswith("arrive"):
                 barrier.pending -= total
                 barrier.count -= total if what == "arrive_drop" else 0
-                if not relaxed:
+                if not relaxed or "relaxed" in m.call.beyond:
                     m.order.release(distinct(t.warp[mine]), barrier.arriving)
             barrier.settle()
             m.events += 1

@@ -125,6 +125,8 @@ def access(t: Threads, x: Instruction, warp: int, address: int, layout: tuple[st
     base, column = address >> 16, address & 0xFFFF
     rows = SHAPES[layout[0]][0]
     quarter = warp % (m.per_cta // 32) % 4
+    if "lanes" in m.call.beyond and base < 32:
+        base += 32 * quarter
     if base // 32 != quarter:
         raise Fault(
             f"{t.say(x)}: tensor memory lane {base}, warp {warp} may access lanes {32 * quarter} to {32 * quarter + 31}"
@@ -168,21 +170,21 @@ def load(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(
-    r"tcgen05\.ld\.red\.sync\.aligned\.32x32b\.x(\d+)\.(min|max)(\.abs)?(\.NaN)?\.f32",
+    r"tcgen05\.ld\.red\.sync\.aligned\.32x32b\.x(\d+)(\.f32)?\.(min|max)(\.abs)?(\.NaN)?(?(2)|\.f32)",
     f"{TCGEN05}: tcgen05.ld",
     level=WARP,
 )
 def load_and_reduce(x: Instruction, f: re.Match[str]) -> Op:
-    """Each lane's words as fp32, and the least or largest of them."""
+    """Each lane's words as fp32, and the least or largest of them. ptxas takes the type before the operation, too."""
     into, layout = vector(x.args[0]), ("32x32b", int(f[1]), False, 0)
     check_registers(x, layout, len(into))
-    least = f[2] == "min"
+    least = f[3] == "min"
     reduce = {(True, False): np.fmin, (False, False): np.fmax, (True, True): np.minimum, (False, True): np.maximum}
 
     def run(t: Threads, x: Instruction, address: Any) -> Any:
         out = words(t, x, address, layout, len(into))
-        values = np.abs(out.view(np.float32)) if f[3] else out.view(np.float32)
-        return (*out, reduce[least, bool(f[4])].reduce(values).view(U32))
+        values = np.abs(out.view(np.float32)) if f[4] else out.view(np.float32)
+        return (*out, reduce[least, bool(f[5])].reduce(values).view(U32))
 
     return effect(run, (x.args[2], "address"), outs=(*((register, "b32") for register in into), (x.args[1], "b32")))
 

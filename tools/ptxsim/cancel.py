@@ -1,0 +1,67 @@
+"""clusterlaunchcontrol.try_cancel: a running cluster takes the place of one that has not been launched.
+
+Clusters of a run that are not resident yet wait in `Machine.waiting`; a request that completes takes the first of them,
+and fails where there is none. Its answer is opaque in the ISA, which has query_cancel to read it; kernels in the CuTe
+DSL read it as it lies: x; y and z in 16 bits each; whether a cluster was cancelled, in bit 0 of the third word.
+"""
+
+import re
+from typing import Any
+
+import numpy as np
+
+from .faults import Fault
+from .forms import Op, effect, form
+from .machine import POISON, Machine, Threads
+from .parse import Instruction
+from .sync import SYNC
+from .tma import arrive, copies, inside_cta
+
+SIZE = 16  # bytes of an answer
+
+
+@form(
+    r"clusterlaunchcontrol\.try_cancel\.async\.shared::cta\.mbarrier::complete_tx::bytes(\.multicast::cluster::all)?\.b128",
+    f"{SYNC}: clusterlaunchcontrol.try_cancel",
+)
+def try_cancel(x: Instruction, f: re.Match[str]) -> Op:
+    def run(t: Threads, x: Instruction, address: Any, barrier: Any) -> None:
+        m = t.machine
+        to, signal = m.flat(t, address, SIZE, x), m.flat(t, barrier, 8, x)
+        everyone = (1 << m.cluster_size) - 1 if f[1] else None
+        for i in range(t.count):
+            own = int(t.index[i]) // m.per_cta
+            if {int(to[i]) // m.shared.stride, int(signal[i]) // m.shared.stride} != {own}:
+                raise Fault(f"{t.say(x)}: both operands must lie in shared memory of the CTA itself")
+            request(t, x, i, copies(m, t, i, int(to[i]), int(signal[i]), everyone))
+
+    return effect(run, (x.args[0], "address"), (x.args[1], "address"))
+
+
+def request(t: Threads, x: Instruction, i: int, targets: list[tuple[int, int]]) -> None:
+    """targets: (place of the answer, mbarrier) of each CTA that gets it."""
+    m, found = t.machine, []
+    for to, signal in targets:
+        barrier, words = m.signalled(t, signal, x), np.arange(to >> 2, to + SIZE >> 2)
+        inside_cta(t, x, to, SIZE)
+        m.shared.begin_write(int(t.warp[i]), words, t.say(x))
+        found.append((to, words, barrier))
+    m.count("try_cancel")
+
+    def complete() -> None:
+        data = answer(m)
+        for to, words, barrier in found:
+            m.shared.bytes[to : to + SIZE] = data
+            arrive(m, barrier, words, SIZE)
+
+    m.post(f"{t.say(x)}, mbarrier {found[0][2].address}", complete)
+
+
+def answer(m: Machine) -> np.ndarray:
+    """Of a request that fails, all but the bit that says so is undefined."""
+    undefined = POISON["W"]
+    if not m.waiting:
+        return np.array([undefined, undefined, undefined & ~1, undefined], np.uint32).view(np.uint8)
+    m.count("clusters cancelled")
+    x, y, z = m.waiting.popleft()[0]
+    return np.array([x, y | z << 16, 1, 0], np.uint32).view(np.uint8)
