@@ -76,7 +76,11 @@ TILES = {  # (type of the cache, head_dim, rows of a warp) -> tile
 OF_E4M3 = (("e4m3", 64), ("e4m3", 128))  # (type of the cache, head_dim) of shipped kernels of e4m3 queries
 GATHERED = tuple(product(("16-bit", "e4m3"), (64, 128)))
 DIMS = tuple(sorted({dim for _, dim, _ in TILES}))
-BLACKWELL = TILES | {("e4m3", 128, 16): Tile(64, 64, 12, 1, 16)}  # with 8 warps this one spills there
+BLACKWELL = TILES | {  # which would spill there
+    ("e4m3", 128, 8): Tile(64, 128, 6),
+    ("e4m3", 128, 16): Tile(64, 64, 12, 1, 16),
+    ("nvfp4", 128, 16): Tile(64, 64, 16, 1, 16),
+}
 
 
 def spec_of(q: str, kv: str, dim: int, rows: int, arch: str) -> Spec:
