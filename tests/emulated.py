@@ -130,7 +130,7 @@ def check_schedule(spec, a):
         cut = [-(-n // geometry.tile_m(spec, n)) for n in rows]  # as the kernel cuts them
         slots = sum(m * max(1, -(-n // a.blocks_per_split)) for m, n in zip(cut, blocks)) * a.k.shape[1]
         counters = slots
-    counters *= 1 if spec.tile.knows_rows else spec.tile.warps
+    counters *= spec.tile.counters
     promised(a.counter_base >= 0 and len(a.counters) - a.counter_base >= counters)
     promised(len(a.o_partial) >= slots and a.o_partial.is_contiguous())
     promised(a.o_partial.shape[1:] == (spec.tile.m, spec.head_dim_vo + 4))

@@ -202,6 +202,27 @@ def test_graph_replay_at_other_lengths(case):
             same((o, lse), expected, lens.tolist())
 
 
+@pytest.mark.parametrize("case", grid(replace(D128, **lengths((4096, 900, 1, 2000))), CACHES))
+@feature(*features(D128))
+def test_lengths_written_right_before_a_launch(case):
+    """A launch that begins while the one before still runs does not keep what it guessed of them."""
+    inputs, expected = make(case), []
+    full = inputs["seq_lens"].clone()
+    lens = (full, full // 3, torch.ones_like(full), torch.zeros_like(full))
+    for each in lens:
+        inputs["seq_lens"].copy_(each)
+        torch.cuda.synchronize()
+        expected.append(run(inputs))
+        torch.cuda.synchronize()
+    found = []
+    for _ in range(20):
+        for each in lens:
+            inputs["seq_lens"].copy_(each)
+            found.append(run(inputs))
+    for i, results in enumerate(found):
+        same(results, expected[i % len(lens)], lens[i % len(lens)].tolist())
+
+
 @feature(*features(D128))
 def test_streams_side_by_side():
     case = replace(D128, kv_lens=(3000, 900, 1, 2000))

@@ -19,30 +19,25 @@ GROUP = 8  # parts of which a warp loads all or none
 
 
 @cute.jit
-def count_part(a, first: Int32, count: Int32, flags: cute.Tensor, i: Int32):
-    """One thread, behind a barrier with those that have written a part: flags[i] says whether it is the last of its
-    tile, of `count`; then they see all of them behind the next barrier."""
-    own = a.schedule.counter_base + first
-    counter = a.schedule.counters.iterator + own
-    done = cute.arch.atomic_add(counter.llvm_ptr, Int32(1), sem="acq_rel", scope="gpu")
-    flags[i] = Int32(0)
-    if done == count - 1:
+def count_part(a, own: Int32, count: Int32):
+    """One thread, to which what is written of a part is visible: 1 where that is the last of `count`, by the counter
+    `own` of the launch, else 0. All parts are visible to it then, and to those that it meets at a barrier."""
+    own += a.schedule.counter_base
+    counter, last = a.schedule.counters.iterator + own, Int32(0)
+    if cute.arch.atomic_add(counter.llvm_ptr, Int32(1), sem="acq_rel", scope="gpu") == count - 1:
         a.schedule.counters[own] = 0
-        flags[i] = Int32(1)
+        last = Int32(1)
+    return last
 
 
 @cute.jit
 def is_last(a, own: Int32, count: Int32):
-    """One warp: whether what it has written of a part is the last of `count`, by a counter of its own; then it sees
-    what its like have written of the others."""
+    """One warp: `count_part` of its share of a part, by a counter that it has with its like in other CTAs."""
     last = Int32(0)
     cute.arch.sync_warp()
     if cute.arch.lane_idx() == 0:
-        counter = a.schedule.counters.iterator + (a.schedule.counter_base + own)
-        done = cute.arch.atomic_add(counter.llvm_ptr, Int32(1), sem="acq_rel", scope="gpu")
-        if done == count - 1:
-            a.schedule.counters[a.schedule.counter_base + own] = 0
-            last = Int32(1)
+        last = count_part(a, own, count)
+    cute.arch.sync_warp()
     return cute.arch.shuffle_sync(last, 0) != 0
 
 

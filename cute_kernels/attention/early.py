@@ -11,7 +11,7 @@ BARRIER = 1  # of the warps that guess
 
 def guesses(spec):
     """Whether a CTA finds its first work while the launch before may still run."""
-    return spec.schedule == "stream_k" and not spec.tile.knows_rows
+    return spec.tile.guesses
 
 
 def threads(spec):

@@ -69,7 +69,7 @@ def merge(
     count = cutlass.min(count, MOST)
     if tid < count:
         split = part_of(spec, board, tid).split
-        combine.count_part(a, split.first, split.count, board.last, tid)
+        board.last[tid] = combine.count_part(a, split.first, split.count)
     cute.arch.barrier(barrier_id=MERGE_BARRIER, number_of_threads=32 * warps)
     for i in cutlass.range(count, unroll=1):
         if board.last[i] != 0:

@@ -243,7 +243,7 @@ def plan_for(p: Problem, arch: str, sms: int) -> Plan:
         tile_rows=spec.tile.m,
         sms=sms,
         stream_k=spec.schedule == "stream_k",
-        counters=1 if spec.tile.knows_rows else spec.tile.warps,
+        counters=spec.tile.counters,
         part_keys=blocks * spec.tile.n if spec.schedule == "stream_k" else 0,
         checked=checking(),
     )

@@ -30,10 +30,16 @@ class Tile:
 
     loaders: ClassVar[int] = 1  # warps that fill a stage together
     knows_rows: ClassVar[bool] = False  # of `work.Work`
+    guesses: ClassVar[bool] = True  # see `early`
 
     @property
     def warps(self) -> int:
         return 4 * self.warpgroups
+
+    @property
+    def counters(self) -> int:
+        """Of a part of a tile: each warp counts, and merges, its own rows."""
+        return self.warps
 
     @property
     def merged_columns(self) -> int:

@@ -210,7 +210,8 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, seen: Requests, share: Share, 
 def first_work(spec: cutlass.Constexpr, a, s, per_token: Divisor):
     """One warp: write what the CTA begins with. Returns (the Requests that it is of, the CTA's Share, the unit behind).
     In kernels that guess, and of at most 32 requests, it is found while the launch before still runs, and found anew
-    only where another look at the requests, when that launch has ended, says that they have changed."""
+    only where another look at the requests, when that launch has ended, says that they have changed. A loop, so that
+    the code that finds it is there once."""
     hints, few, last = early.unsettled(spec, a), geometry.batch(a) <= 32, const_expr(int(early.guesses(spec)))
     zero = Int32(0)
     number, keys = zero, zero

@@ -30,6 +30,8 @@ class Tile:
     few: bool = False
     l2_bytes: ClassVar[int] = 32 << 20  # of K and V at work at a time; L2 is 126 MB in two halves
     knows_rows: ClassVar[bool] = True  # of `work.Work`
+    guesses: ClassVar[bool] = False  # see `early`
+    counters: ClassVar[int] = 1  # of a part of a tile
 
     @property
     def heights(self) -> tuple[int, ...]:

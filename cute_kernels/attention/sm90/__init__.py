@@ -34,6 +34,8 @@ class Tile:
     loaders: int = 2  # warps that fill a stage together: issuing a TMA takes one tens of cycles
     promote: int = 0  # KV blocks after which O moves to fp32 sums in shared memory, 0: never
     knows_rows: ClassVar[bool] = True  # of `work.Work`
+    guesses: ClassVar[bool] = False  # see `early`
+    counters: ClassVar[int] = 1  # of a part of a tile
     l2_bytes: ClassVar[int] = 16 << 20  # of K and V at work at a time; Hopper's L2 is 50 MB in two halves
 
     @property
