@@ -2,10 +2,12 @@
 
 A pipe is `stages` full and `stages` empty barriers. Producer and consumers each count the items they have passed; item
 n lives in stage n % stages and its barriers complete in phase (n // stages) & 1, so a counter is all the state a role
-carries. Where the division costs too much, a role carries a `cursor` instead: stage and phase of an item in one number.
+carries. Where the division costs too much, a role carries the `Place` of an item instead, its stage and its phase; or,
+where it has no register to spare, a `cursor`: both in one number.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -30,11 +32,40 @@ def make(smem, stages: cutlass.Constexpr, producers: cutlass.Constexpr, consumer
     return p
 
 
+class Place(NamedTuple):
+    """Of an item, instead of its number n: n % stages and (n // stages) & 1."""
+
+    stage: Int32
+    phase: Int32
+
+
+def first():
+    """The place of item 0."""
+    return Place(Int32(0), Int32(0))
+
+
+@cute.jit
+def next_place(p: Pipe, at: Place):
+    stage, phase = at.stage + 1, at.phase
+    if stage == p.stages:
+        stage, phase = Int32(0), phase ^ 1
+    return Place(stage, phase)
+
+
+def after(p: Pipe, n):
+    """The item behind n: its number, or its place."""
+    return next_place(p, n) if isinstance(n, Place) else n + 1
+
+
 def stage(p: Pipe, n):
+    if isinstance(n, Place):
+        return n.stage
     return n & (p.stages - 1) if p.stages & (p.stages - 1) == 0 else n % p.stages
 
 
 def phase(p: Pipe, n):
+    if isinstance(n, Place):
+        return n.phase
     return (n >> (p.stages.bit_length() - 1) if p.stages & (p.stages - 1) == 0 else n // p.stages) & 1
 
 
@@ -63,14 +94,14 @@ def fill(p: Pipe, n: Int32, tx_bytes: Int32):
 
 
 @cute.jit
-def release(p: Pipe, n: Int32):
+def release(p: Pipe, n: Any):
     """Consumer, one warp: it no longer reads item n."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(empty(p, n))
 
 
 @cute.jit
-def release_after(p: Pipe, n: Int32, value: Float32, below: Float32):
+def release_after(p: Pipe, n: Any, value: Float32, below: Float32):
     """`release`, once `value` is known. It is never less than `below`, but the compiler cannot tell: it moves neither
     the release nor a wait for MMAs that follows in front of what computes `value`."""
     with cute.arch.elect_one():

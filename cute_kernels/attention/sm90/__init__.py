@@ -72,7 +72,7 @@ FP8_TILES = {  # of 8-bit Q, K and V, whose V is transposed by warps that do not
 }
 FP8_HEADLINE_TILES = FP8_TILES | {
     (64, 64): Tile(192, 128, 4, 2, loaders=1, promote=16),
-    (128, 128): Tile(192, 96, 2, 2, loaders=1, promote=21),
+    (128, 128): Tile(192, 96, 3, raw_stages=2, loaders=1, promote=21),
 }
 QUANTISED_TILES = {  # of quantised K and V, dequantised by a warpgroup
     (64, 64): Tile(128, 128, 3, raw_stages=3, loaders=1),

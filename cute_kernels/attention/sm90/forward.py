@@ -88,7 +88,10 @@ class Shared:
 def forward(spec: cutlass.Constexpr, stream, *flat):
     a = pack(spec, flat)
     t, dt = spec.tile, abi.DTYPES[operand(spec)]
-    k, v = (source(spec).operand(x, (t.n, x.shape[3]), t.raw_stages or t.stages) for x in (a.kv.k, a.kv.v))
+    k, v = (
+        source(spec).operand(x, (t.n, x.shape[3]), count)
+        for x, count in zip((a.kv.k, a.kv.v), loaded(spec), strict=True)
+    )
     rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))
     q = copy.operand(rows, (t.m, spec.head_dim_qk), t.q_stages, (t.m,))
     mma_qk = wgmma.mma_nt(dt, t.warpgroups, t.n, t.q_in_regs)
@@ -105,6 +108,12 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     )
 
 
+def loaded(spec):
+    """Stages of (K, V) as they are stored."""
+    t = spec.tile
+    return [t.raw_stages if made and t.raw_stages else t.stages for made in prepared(spec)]
+
+
 def operand_q(spec, smem, raw_q):
     """Where an MMA finds Q: where it was loaded to, if that has the size."""
     dt, shape = abi.DTYPES[operand(spec)], (spec.tile.m, spec.head_dim_qk)
@@ -118,7 +127,7 @@ def operand_q(spec, smem, raw_q):
 
 def shared(spec, plan):
     smem, r, t = cutlass.utils.SmemAllocator(), roles(spec), spec.tile
-    count, math_warps, raw = work.STAGES[spec.schedule], r.warps("math"), t.raw_stages or t.stages
+    count, math_warps, (raw_k_count, raw_v_count) = work.STAGES[spec.schedule], r.warps("math"), loaded(spec)
     raw_k = k = copy.allocate(smem, plan.k, plan.args.kv.k.element_type)
     raw_v = v = copy.allocate(smem, plan.v, plan.args.kv.v.element_type)
     if prepared(spec)[pages.K]:
@@ -130,10 +139,10 @@ def shared(spec, plan):
     q = operand_q(spec, smem, raw_q)
     published = work.allocate(spec, smem)
     work_pipe = pipe.make(smem, count, 1, r.warps() - r.warps("idle", "schedule"))
-    raw_k_pipe = k_pipe = pipe.make(smem, raw, arrivals(spec, r), r.warps("prepare_k") or math_warps)
+    raw_k_pipe = k_pipe = pipe.make(smem, raw_k_count, arrivals(spec, r), r.warps("prepare_k") or math_warps)
     if prepared(spec)[pages.K]:
         k_pipe = pipe.make(smem, t.stages, r.warps("prepare_k"), math_warps)
-    raw_v_pipe = v_pipe = pipe.make(smem, raw, arrivals(spec, r), r.warps("prepare_v") or math_warps)
+    raw_v_pipe = v_pipe = pipe.make(smem, raw_v_count, arrivals(spec, r), r.warps("prepare_v") or math_warps)
     if prepared(spec)[pages.V]:
         v_pipe = pipe.make(smem, t.stages, r.warps("prepare_v"), math_warps)
     return Shared(
@@ -151,8 +160,8 @@ def shared(spec, plan):
         raw_q=raw_q,
         q=q,
         q_pipe=pipe.make(smem, t.q_stages, 1, math_warps),
-        k_scales=scales.allocate(spec, smem, spec.head_dim_qk, raw),
-        v_scales=scales.allocate(spec, smem, spec.head_dim_vo, raw),
+        k_scales=scales.allocate(spec, smem, spec.head_dim_qk, raw_k_count),
+        v_scales=scales.allocate(spec, smem, spec.head_dim_vo, raw_v_count),
         o_sums=sums.allocate(spec, smem) if t.promote else None,
         board=skip.allocate(spec, smem),
         parts=parts.allocate(spec, smem),

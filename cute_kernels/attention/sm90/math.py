@@ -77,24 +77,26 @@ class How(NamedTuple):
 
 
 class Items(NamedTuple):
-    """Items of the pipes: the KV block, and the tile's Q."""
+    """Items of the pipes: the KV block, by its number or its `pipe.Place`, and the tile's Q, by its number."""
 
-    kv: Int32
+    kv: Any
     q: Int32
 
 
 class Last(NamedTuple):
     """The last block of a tile that was looked at: its item, and whether its PV is owed (static: a bool)."""
 
-    kv: Int32
+    kv: Any
     owed: Any
 
 
 class Loop(NamedTuple):
-    """The functions that run the KV blocks of a tile: `run_tile` and `finish_pv`, or those of `skip`."""
+    """The functions that run the KV blocks of a tile: `run_tile` and `finish_pv`, or those of `skip`. first: the
+    `Items.kv` of the first block."""
 
     run_tile: Any
     finish_pv: Any
+    first: Any
 
 
 def registers(spec, plan, s) -> Registers:
@@ -272,14 +274,14 @@ def start_tile(spec: cutlass.Constexpr, plan, s, r: Registers, w: Work, at: Item
 
 
 @cute.jit
-def issue_pv(spec: cutlass.Constexpr, plan, s, r: Registers, i: Int32):
+def issue_pv(spec: cutlass.Constexpr, plan, s, r: Registers, i: Any):
     pipe.wait_full(s.v_pipe, i)
     landed(spec, pages.V)
     wgmma.issue(plan.mma_pv, r.o, r.p, r.v[None, None, None, pipe.stage(s.v_pipe, i)], False)
 
 
 @cute.jit
-def first_block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, i: Int32, capped: cutlass.Constexpr):
+def first_block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, i: Any, capped: cutlass.Constexpr):
     """The last KV block of a tile, item i of the pipes, its QK in flight: P is left in r.p, its PV is owed."""
     j = x.w.hi - 1
     logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
@@ -313,11 +315,11 @@ def step(
     """QK of block j (item at.kv + 1) and the PV owed to item at.kv in flight together; softmax of j under PV and the
     other warpgroup's MMAs. PV has ended by the time the first row is done, whose conversion then runs under the
     second's exponentials. Returns the `Items` of the next step."""
-    i, a = at.kv, plan.args
-    pipe.wait_full(s.k_pipe, i + 1)
+    i, coming, a = at.kv, pipe.after(s.k_pipe, at.kv), plan.args
+    pipe.wait_full(s.k_pipe, coming)
     landed(spec, pages.K)
     wait_turn(spec)
-    issue_qk(spec, plan, s, r, Items(i + 1, at.q))
+    issue_qk(spec, plan, s, r, Items(coming, at.q))
     issue_pv(spec, plan, s, r, i)
     pass_turn(spec)
     logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
@@ -328,7 +330,7 @@ def step(
     if const_expr(how.begins):
         scores(spec, a, r, x, j, how)
         probabilities(r, x, 0)
-        pipe.release_after(s.k_pipe, i + 1, wgmma.rows_cols(r.s)[0, 0], below)
+        pipe.release_after(s.k_pipe, coming, wgmma.rows_cols(r.s)[0, 0], below)
         warpgroup.wait_group(0)
         pipe.release(s.v_pipe, i)
         operand_p(spec, r, 0)
@@ -340,17 +342,18 @@ def step(
         n = const_expr(spec.tile.n // LANES)
         cut = const_expr(n if fp8(spec) else n // 8 * 4)  # of the first row's columns: more would need more registers
         front = guess(spec, r, x, 0, range(cut))
-        pipe.release_after(s.k_pipe, i + 1, softmax.joined(front.parts, softmax.add), below)
+        pipe.release_after(s.k_pipe, coming, softmax.joined(front.parts, softmax.add), below)
         warpgroup.wait_group(0)
         pipe.release(s.v_pipe, i)
-        # Zero, but the compiler cannot know: P is defined behind the wait, or all MMAs would be waited for one by one.
-        zero = Uint32(cute.arch.block_idx()[2])
+        # Zero, as no sum of exponentials is negative (of a row that is NaN maybe all ones: still NaN), but the compiler
+        # cannot know: P is defined behind the wait, or all MMAs would be waited for one by one.
+        zero = Uint32(warp.bits(r.st.l[0]) >> Int32(31))
         first = guess(spec, r, x, 0, range(cut, n), front) if const_expr(cut < n) else front._replace(words=[])
         place(spec, r, [word | zero for word in front.words] + first.words, 0)
         second = guess(spec, r, x, 1, range(n))
         place(spec, r, second.words, 1)
         settle(spec, r, x, [softmax.joined(g.parts, softmax.add) for g in (first, second)], first.full | second.full)
-    return Items(i + 1, at.q)
+    return Items(coming, at.q)
 
 
 @cute.jit
@@ -360,10 +363,10 @@ def finish_pv(spec: cutlass.Constexpr, plan, s, r: Registers, after: Work, at: I
     flight across a conditional the compiler waits after each of them."""
     if const_expr(ahead(spec)):
         if after.valid != 0:
-            wait_first_qk(spec, plan, s, r, after, Items(at.kv + 1, at.q + 1))
+            wait_first_qk(spec, plan, s, r, after, Items(pipe.after(s.k_pipe, at.kv), at.q + 1))
         wait_turn(spec)
         issue_pv(spec, plan, s, r, at.kv)
-        issue_qk(spec, plan, s, r, Items(at.kv + 1, at.q + 1))
+        issue_qk(spec, plan, s, r, Items(pipe.after(s.k_pipe, at.kv), at.q + 1))
         pass_turn(spec)
         warpgroup.wait_group(1)
     else:
@@ -457,13 +460,14 @@ def pass_blocks(spec: cutlass.Constexpr, s, at: Items, count: Int32):
     """KV blocks that a warpgroup without rows leaves to the others. Returns the `Items` of the next step."""
     i = at.kv
     for _ in cutlass.range(count, unroll=1):
-        pipe.wait_full(s.k_pipe, i + 1)
+        coming = pipe.after(s.k_pipe, i)
+        pipe.wait_full(s.k_pipe, coming)
         wait_turn(spec)
         pass_turn(spec)
-        pipe.release(s.k_pipe, i + 1)
+        pipe.release(s.k_pipe, coming)
         pipe.wait_full(s.v_pipe, i)
         pipe.release(s.v_pipe, i)
-        i += 1
+        i = coming
     return Items(i, at.q)
 
 
@@ -486,7 +490,7 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
     return Last(at.kv, True)
 
 
-DENSE = Loop(run_tile, finish_pv)
+DENSE = Loop(run_tile, finish_pv, pipe.first)
 
 
 @cute.jit
@@ -541,7 +545,8 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr, capped:
     scales = Scales(score, reduced, out)
     if group_index(spec) == spec.tile.warpgroups - 1:
         pass_turn(spec)
-    at, (blocks, finish) = Items(Int32(0), Int32(0)), loop
+    blocks, finish, first = loop
+    at = Items(first(), Int32(0))
     w, t, count = next_tile(spec, a, s, r, scales, Int32(0), Int32(0))
     if w.valid != 0:
         if const_expr(ahead(spec)):
@@ -555,7 +560,7 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr, capped:
             w, t, count = next_tile(spec, a, s, r, scales, t, count)
             finish(spec, plan, s, r, w, Items(last.kv, at.q), last.owed)
             count = deliver(spec, a, s, r, x.w, scales, False, count)
-            at = Items(last.kv + 1, at.q + 1)
+            at = Items(pipe.after(s.k_pipe, last.kv), at.q + 1)
         warpgroup.wait_group(0)
     if const_expr(work.parts(spec)):
         parts.merge(spec, a, s, count)
