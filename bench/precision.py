@@ -19,6 +19,7 @@ from .workload import Inputs, check, shape_of
 
 CASES = cases.PRECISION | {cases.SKIP.name: cases.SKIP}
 TARGET = 0.75  # of blocks left out, in the skip75 case
+SETTLE_US = 100_000  # before each sample: a type's power decides its clock, which a mix of types would share
 FACTORS = (1e-30, 1.0, 10.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
 FACTOR = "skip_softmax_threshold_scale_factor"
 
@@ -55,7 +56,7 @@ def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
     if not calls:
         return []
     flops = shape_of(inputs).flops
-    times = interleave(calls, setup.clock, 1, setup.rounds)
+    times = interleave(calls, setup.clock, 1, setup.rounds, target_us=SETTLE_US / 5, settle_us=SETTLE_US)
     found = [Result(case.name, p, t, flops / t.median / 1e6) for p, t in times.items()]
     rate = top.fp8_tflops if cases.KINDS[kind].q == "fp8" and case.kv_dtype != "nvfp4" else top.tflops
     floor = flops / rate / 1e6 if rate else 0.0
@@ -81,7 +82,7 @@ def measure_skip(case: AttentionCase, setup: Setup) -> list[Result]:
     calls |= prefill.collect([inputs], tuple(p for p in setup.providers if p != "ours"))
     if not calls:
         return []
-    found = prefill.best(interleave(calls, setup.clock, 1, setup.rounds))
+    found = prefill.best(interleave(calls, setup.clock, 1, setup.rounds, target_us=SETTLE_US / 5, settle_us=SETTLE_US))
     notes = {p: variant for p, (_, variant) in found.items()} | {"ours": note}
     return [Result(case.name, p, t, note=notes[p]) for p, (t, _) in found.items()]
 

@@ -60,12 +60,20 @@ def input_sets(set_bytes: int, l2_bytes: int) -> int:
 
 
 def interleave(
-    calls: Mapping[str, Call], clock: Clock, sets: int, rounds: int = 15, warmup: int = 3, target_us: float = 2000
+    calls: Mapping[str, Call],
+    clock: Clock,
+    sets: int,
+    rounds: int = 15,
+    warmup: int = 3,
+    target_us: float = 2000,
+    settle_us: float = 0,
 ) -> dict[str, Timing]:
     """Time every provider in every round, so that a drift of the clocks meets all of them alike.
 
     The order turns by one each round: no provider always follows the same other. A sample is as many back-to-back
-    calls as fill about `target_us`, each on the next input set.
+    calls as fill about `target_us`, each on the next input set. settle_us: calls of the same provider that fill about
+    as much come before each sample and do not count: under a power limit it then has the clock that it earns itself,
+    not the one that the provider before it left.
     """
     names = list(calls)
     place = dict.fromkeys(names, 0)
@@ -81,6 +89,8 @@ def interleave(
     for turn in range(rounds):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
+            if settle_us:
+                sample(name, math.ceil(counts[name] * settle_us / target_us))
             samples[name].append(sample(name, min(counts[name], 100)))
     return {name: summarise(times) for name, times in samples.items()}
 
