@@ -102,10 +102,10 @@ def test_blocks_of_a_tile(spec, n, group, pack, early, data):
     assert walked == list(range(hi - 2, lo - 1, -1))
 
 
-@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 64), st.integers(1, 20))
-def test_order_visits_every_tile_once_longest_first(m_blocks, heads, section, ctas):
-    section = min(section, heads)
-    whole = tiles.whole_sections(m_blocks, heads, section, ctas)
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 64), st.integers(1, 20), st.integers(1, 5))
+def test_order_visits_every_tile_once_longest_first(m_blocks, heads, section, ctas, requests):
+    section, launch = min(section, heads), m_blocks * heads * requests
+    whole = tiles.whole_sections(heads, section, ctas, launch)
     found = [tiles.lpt_order(i, m_blocks, heads, section, whole) for i in range(m_blocks * heads)]
     assert sorted(found) == [(m, h) for m in range(m_blocks) for h in range(heads)]
     parts = [min(h // section, whole) for _, h in found]
@@ -114,7 +114,8 @@ def test_order_visits_every_tile_once_longest_first(m_blocks, heads, section, ct
         blocks = [m for m, h in found if min(h // section, whole) == part]
         assert blocks == sorted(blocks, reverse=True)
     last = heads - whole * section
-    assert last == heads or tiles.WAVES * ctas <= last * m_blocks < tiles.WAVES * ctas + (section + 1) * m_blocks
+    rounds, more = tiles.WAVES * ctas, (section + 1) * m_blocks * requests
+    assert last == heads or rounds <= last * m_blocks * requests < rounds + more
 
 
 def ends(order, ctas):
@@ -128,7 +129,7 @@ def ends(order, ctas):
 @pytest.mark.parametrize("m_blocks, heads, section", [(64, 16, 3), (64, 16, 2), (43, 32, 28), (64, 32, 3)])
 def test_ctas_end_together(m_blocks, heads, section):
     """Such as head_dim (192, 128) without groups, whose last section was one head: its longest tile ended 15 % late."""
-    whole = tiles.whole_sections(m_blocks, heads, section, 132)
+    whole = tiles.whole_sections(heads, section, 132, m_blocks * heads)
     last, mean = ends([tiles.lpt_order(i, m_blocks, heads, section, whole) for i in range(m_blocks * heads)], 132)
     assert last < 1.02 * mean
 

@@ -8,7 +8,8 @@ which mostly multiply (`spread`).
 
 Within a request (`lpt_order`): KV heads go in sections whose K and V fit the L2 cache together; in a section the last,
 under a causal mask the longest, m_block comes first, and all heads of a section work on it before the next. The last
-section has tiles for WAVES rounds of the CTAs, whatever fits: the longest of fewer would end after all others.
+section has as many heads, whatever fits, as make WAVES rounds of the CTAs in the whole launch: the longest tile of
+fewer would end after all others.
 """
 
 from typing import NamedTuple
@@ -63,9 +64,9 @@ def allocate(smem) -> Order:
     return Order(smem.allocate_tensor(Int32, launch, 16), smem.allocate_tensor(Int32, fields, 16))
 
 
-def whole_sections(m_blocks, heads, section, ctas):
-    """Sections in front of the last one."""
-    last = (WAVES * ctas + m_blocks - 1) // m_blocks
+def whole_sections(heads, section, ctas, tiles):
+    """Sections in front of the last one, which has the heads' share of WAVES rounds of the launch's tiles."""
+    last = (WAVES * ctas * heads + tiles - 1) // tiles
     return cutlass.max(0, heads - last) // section
 
 
@@ -222,7 +223,7 @@ def find(spec: cutlass.Constexpr, a, tile: Int32, order: Order):
         section = l2_section(one.kv_len, row_bytes, a.kv.k.shape[1], each, spec.tile.l2_bytes)
         m_blocks, whole = (rows + m - 1) // m, Int32(0)
         if section < heads:
-            whole = whole_sections(m_blocks, heads, section, cute.arch.grid_dim()[0])
+            whole = whole_sections(heads, section, cute.arch.grid_dim()[0], order.launch[0])
         m_block, head = lpt_order(index, m_blocks, heads, section, whole)
     n = mask.lengths(spec, a, one.q_len, one.kv_len)
     factor = geometry.factor_of_rows(one.kind, order.launch[2])
