@@ -163,6 +163,18 @@ def test_barriers_order_shared_memory():
     assert (execute(body + "bar.sync 0; st.shared.b32 [%r4], %r5;\n") == np.arange(64) ^ 32).all()
 
 
+def test_barriers_that_reduce():
+    """All threads learn whether each of them, or one, agrees, also where they call the barrier at two places."""
+    body = """setp.ne.u32 %p1, %r0, {alone}; setp.lt.u32 %p2, %r0, 32; @%p2 bra FIRST;
+    barrier.cta.red.{op}.aligned.pred %p3, 1, 64, %p1; bra.uni JOIN;
+    FIRST: barrier.cta.red.{op}.aligned.pred %p3, 1, 64, %p1; JOIN: selp.u32 %r5, 1, 0, %p3;
+    """
+    for mode in MODES:
+        for op, alone, found in (("and", 40, 0), ("and", 64, 1), ("or", 40, 1)):
+            assert (execute(body.format(op=op, alone=alone), mode=mode) == found).all()
+    assert (execute("setp.eq.u32 %p1, %r0, 64; bar.red.or.pred %p3, 0, %p1; selp.u32 %r5, 1, 0, %p3;\n") == 0).all()
+
+
 def test_half_words_of_two_warps():
     """Different warps write and read halves of one word; the other half stays unordered."""
     body = """and.b32 %r6, %r0, 31; shl.b32 %r6, %r6, 2; shr.u32 %r7, %r0, 5; mad.lo.s32 %r6, %r7, 2, %r6;

@@ -92,6 +92,15 @@ def anew(x):
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
+@cute.jit
+def barrier_all(barrier_id, threads: cutlass.Constexpr, agrees):
+    """A named barrier that says 1 where all its threads agree (a bool), else 0."""
+    text = "{ .reg .pred p, q; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.and.aligned.pred q, {$r1}, {$r2}, p; "
+    text += "selp.s32 {$w0}, 1, 0, q; }"
+    given = [Int32(1) if agrees else Int32(0), Int32(barrier_id), Int32(threads)]
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=given)
+
+
 def load_matrices(address):
     """Four 8 x 8 matrices of 16 bits, transposed: lane l names row l % 8 of matrix l // 8 in shared memory, and gets a
     word of each: rows 2 (l % 4) and the next, of column l // 4."""

@@ -51,3 +51,5 @@ class Rendezvous:
     phase: int = 0
     clock: Clock = field(default_factory=Clock)
     waiting: list[tuple[np.ndarray, int]] = field(default_factory=list)  # threads, unit at which they go on
+    brought: list[np.ndarray] = field(default_factory=list)  # predicates of those that arrived
+    told: list[tuple[int, np.ndarray]] = field(default_factory=list)  # predicate register, threads that it is of

@@ -1,6 +1,7 @@
 """Forms that synchronise: named and cluster barriers, mbarriers, fences, and hints without effect on results."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,20 +22,48 @@ IDS = 16  # named barriers of a CTA
 @form(r"(bar|barrier)(?:\.cta)?\.(sync|arrive)(?:\.aligned)?", f"{SYNC}: barrier", level=WARP, waits=True)
 def barrier(x: Instruction, f: re.Match[str]) -> Op:
     def run(t: Threads, x: Instruction, number: Any, *count: Any) -> None:
-        m = t.machine
-        slot = t.index // m.per_cta
         stay = np.zeros(t.count, bool)
-        if (number >= IDS).any():
-            raise Fault(f"{t.say(x)}: barrier {number.max()}, a CTA has {IDS}")
-        for key in np.unique(slot * IDS + number).tolist():
-            s, i = divmod(key, IDS)
-            mine = (slot == s) & (number == i)
-            need = int(count[0][mine][0]) if count else m.per_cta
-            if not arrive_named(t, x, (s, i), mine, need, f[2] == "sync"):
+        for key, mine, need in barriers_of(t, x, number, *count):
+            if not arrive_named(t, x, key, mine, need, f[2] == "sync"):
                 stay |= mine
-        m.stalled = stay if f[2] == "sync" else None
+        t.machine.stalled = stay if f[2] == "sync" else None
 
     return effect(run, *[(text, "u32") for text in x.args])
+
+
+@form(r"(bar|barrier)(?:\.cta)?\.red\.(and|or)(?:\.aligned)?\.pred", f"{SYNC}: barrier", level=WARP, waits=True)
+def barrier_reduce(x: Instruction, f: re.Match[str]) -> Op:
+    """Every thread learns whether all of them, or any, brought a predicate that holds."""
+
+    def run(t: Threads, x: Instruction, brought: Any, number: Any, *count: Any) -> None:
+        m = t.machine
+        row, stay = m.program.registers.at[x.args[0]][1], np.zeros(t.count, bool)
+        for key, mine, need in barriers_of(t, x, number, *count):
+            point = m.state.named.setdefault(key, Rendezvous(need))
+            point.brought.append(brought[mine])
+            point.told.append((row, t.index[mine]))
+            if not arrive_named(t, x, key, mine, need, True):
+                stay |= mine
+                continue
+            every = np.concatenate(point.brought)
+            for row, index in point.told:
+                m.P[row, index] = every.all() if f[2] == "and" else every.any()
+        m.stalled = stay
+
+    ins = ((x.args[-1], "pred"), *[(text, "u32") for text in x.args[1:-1]])
+    return Op(run, (), ins, effect=True, registers=True)
+
+
+def barriers_of(t: Threads, x: Instruction, number: Any, *count: Any) -> Iterator[tuple[Any, np.ndarray, int]]:
+    """The named barriers of the threads: (slot, id), which threads name it, how many it is for."""
+    m = t.machine
+    slot = t.index // m.per_cta
+    if (number >= IDS).any():
+        raise Fault(f"{t.say(x)}: barrier {number.max()}, a CTA has {IDS}")
+    for key in np.unique(slot * IDS + number).tolist():
+        s, i = divmod(key, IDS)
+        mine = (slot == s) & (number == i)
+        yield (s, i), mine, int(count[0][mine][0]) if count else m.per_cta
 
 
 def arrive_named(t: Threads, x: Instruction, key: tuple[int, int], mine: np.ndarray, need: int, waits: bool) -> bool:
@@ -331,5 +360,5 @@ def trap(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"(bar|barrier)(\.cta)?\.red.*", f"{SYNC}: barrier", level=WARP)
-def barrier_reduce(x: Instruction, f: re.Match[str]) -> Op:
-    raise refuse(x, "a reduction over a barrier")
+def barrier_count(x: Instruction, f: re.Match[str]) -> Op:
+    raise refuse(x, "a count over a barrier")

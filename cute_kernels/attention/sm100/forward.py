@@ -39,12 +39,13 @@ from cutlass import Int32, const_expr
 
 from ... import abi
 from ...device import copy, pipe, tmem
-from .. import fakes, load, parts, votes
+from .. import fakes, load, parts
 from ..args import Args, pack
 from ..kv import arrivals, pages, scales, source
 from ..prepare import dequantises, in_units, operand_stages
 from ..schedule import tiles, work
 from ..spec import BITS
+from . import votes
 from .correction import correct
 from .multiply import multiply
 from .prepare import prepare_kv

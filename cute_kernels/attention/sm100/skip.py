@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .. import softmax, votes
+from .. import softmax
+from . import votes
 from .roles import ROWS, WARPS
 
 BARRIER = 1  # + half: its 128 threads

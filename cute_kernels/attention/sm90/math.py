@@ -77,26 +77,24 @@ class How(NamedTuple):
 
 
 class Items(NamedTuple):
-    """Items of the pipes: the KV block, by its number or its `pipe.Place`, and the tile's Q, by its number."""
+    """Items of the pipes: the KV block, by its place, and the tile's Q, by its number."""
 
-    kv: Any
+    kv: pipe.Place
     q: Int32
 
 
 class Last(NamedTuple):
     """The last block of a tile that was looked at: its item, and whether its PV is owed (static: a bool)."""
 
-    kv: Any
+    kv: pipe.Place
     owed: Any
 
 
 class Loop(NamedTuple):
-    """The functions that run the KV blocks of a tile: `run_tile` and `finish_pv`, or those of `skip`. first: the
-    `Items.kv` of the first block."""
+    """The functions that run the KV blocks of a tile: `run_tile` and `finish_pv`, or those of `skip`."""
 
     run_tile: Any
     finish_pv: Any
-    first: Any
 
 
 def registers(spec, plan, s) -> Registers:
@@ -274,14 +272,14 @@ def start_tile(spec: cutlass.Constexpr, plan, s, r: Registers, w: Work, at: Item
 
 
 @cute.jit
-def issue_pv(spec: cutlass.Constexpr, plan, s, r: Registers, i: Any):
+def issue_pv(spec: cutlass.Constexpr, plan, s, r: Registers, i: pipe.Place):
     pipe.wait_full(s.v_pipe, i)
     landed(spec, pages.V)
     wgmma.issue(plan.mma_pv, r.o, r.p, r.v[None, None, None, pipe.stage(s.v_pipe, i)], False)
 
 
 @cute.jit
-def first_block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, i: Any, capped: cutlass.Constexpr):
+def first_block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, i: pipe.Place, capped: cutlass.Constexpr):
     """The last KV block of a tile, item i of the pipes, its QK in flight: P is left in r.p, its PV is owed."""
     j = x.w.hi - 1
     logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
@@ -490,7 +488,7 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
     return Last(at.kv, True)
 
 
-DENSE = Loop(run_tile, finish_pv, pipe.first)
+DENSE = Loop(run_tile, finish_pv)
 
 
 @cute.jit
@@ -545,8 +543,7 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr, capped:
     scales = Scales(score, reduced, out)
     if group_index(spec) == spec.tile.warpgroups - 1:
         pass_turn(spec)
-    blocks, finish, first = loop
-    at = Items(first(), Int32(0))
+    at = Items(pipe.first(), Int32(0))
     w, t, count = next_tile(spec, a, s, r, scales, Int32(0), Int32(0))
     if w.valid != 0:
         if const_expr(ahead(spec)):
@@ -556,9 +553,9 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr, capped:
                 start_tile(spec, plan, s, r, w, at)
             start = geometry.mask_start(a, w.batch) if const_expr(spec.mask.custom) else None
             x = Tile(w, mask.lengths(spec, a, w.q_len, w.kv_len), scales, span(spec, w.kv_len), start)
-            last = blocks(spec, plan, s, r, x, at, capped)
+            last = loop.run_tile(spec, plan, s, r, x, at, capped)
             w, t, count = next_tile(spec, a, s, r, scales, t, count)
-            finish(spec, plan, s, r, w, Items(last.kv, at.q), last.owed)
+            loop.finish_pv(spec, plan, s, r, w, Items(last.kv, at.q), last.owed)
             count = deliver(spec, a, s, r, x.w, scales, False, count)
             at = Items(pipe.after(s.k_pipe, last.kv), at.q + 1)
         warpgroup.wait_group(0)

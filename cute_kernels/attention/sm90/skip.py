@@ -6,9 +6,9 @@ masks, and m the exact one of all blocks before that were not left out, in a reg
 the running maximum of `softmax.State` may lag behind. Rows past the request and rows that see no key of the block agree
 to anything. Blocks come last first; the first of a tile is never left out. What is left out is in neither O nor LSE.
 
-A block's P V cannot be in flight while the next block's fate is decided, because the compiler waits for MMAs that are
-in flight across a conditional. So `step` issues the P V owed, if any, with Q K^T as the dense loop does, and looks for
-maxima and votes under it; exponentials run under the MMAs of the other warpgroup alone.
+`step` issues the P V owed, if any, with Q K^T as the dense loop does, and looks for maxima and votes under it;
+exponentials run under the MMAs of the other warpgroup. What a warp does between one Q K^T and the next bounds how fast
+blocks are left out: so lanes do not share their maxima before a block is kept, and the vote is one barrier.
 
 V of a block that all warpgroups leave out is not fetched: its loaders wait for the votes (`load_v`); a kept block's V
 comes under its exponentials. Loaders that gather fetch all of it, because they look up pages a block ahead, and so do
@@ -23,8 +23,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ...device import pipe
-from .. import geometry, load, logits, mask, softmax, votes
+from ...device import pipe, warp
+from .. import geometry, load, logits, mask, softmax
 from ..kv import pages, source
 from ..kv.pages import Block
 from ..schedule import work
@@ -58,7 +58,8 @@ from .store import LANES, scales_of
 
 class Ballot(NamedTuple):
     """What decides in the tile at hand, whose Q is item q of its pipe. least: log2 of threshold / kv_len. top, peak:
-    (rows,), exact maxima of a row, of the block at hand and of the blocks before that were not left out."""
+    (rows,), maxima of a row: this lane's of the block at hand, the row's of the blocks before that were not left out.
+    """
 
     tile: Tile
     q: Int32
@@ -68,20 +69,20 @@ class Ballot(NamedTuple):
 
 
 class Board(NamedTuple):
-    """words: of `votes`. pipes: of each group, its votes for the loaders of V; nobody frees their two stages: a group
-    votes on a block when V of the block before is there, or was left out, so its votes have been read."""
+    """Where the loaders of V read what became of a block, by its place in V's pipe. words: (stages, groups), whether
+    the group left it out. signals: an mbarrier for each word. Nobody frees them: a group writes a word anew when V of
+    the block that had it before is there, or was left out, so that has been read."""
 
     words: cute.Tensor
-    pipes: tuple[pipe.Pipe, ...]
+    signals: cute.Pointer
 
 
 def allocate(spec, smem) -> Any:
     """The `Board`; None in other kernels."""
-    if not spec.logits.skip:
+    if not waits_for_votes(spec):
         return None
-    groups = spec.tile.warpgroups
-    pipes = (pipe.make(smem, votes.TURNS, WARPS, 1) for _ in range(groups))
-    return Board(votes.allocate(smem, groups), tuple(pipes))
+    words = smem.allocate_tensor(Int32, cute.make_layout((spec.tile.stages, spec.tile.warpgroups)), 16)
+    return Board(words, pipe.signals(smem, cute.size(words), 1))
 
 
 def waits_for_votes(spec):
@@ -90,29 +91,23 @@ def waits_for_votes(spec):
 
 
 @cute.jit
-def agreed(spec: cutlass.Constexpr, s, agrees, turn: Int32):
-    """Whether all lanes of the warpgroup say so (`agrees`). turn: number of the vote."""
-    group, warp = group_index(spec), cute.arch.warp_idx() % WARPS
-    mine = votes.of(s.board.words, group, turn)
-    votes.cast(mine, warp, agrees)
+def publish(spec: cutlass.Constexpr, s, out: Int32, stage: Int32):
+    """A warpgroup tells the loaders of V whether it leaves out the block at that stage."""
     if const_expr(waits_for_votes(spec)):
-        with cute.arch.elect_one():
-            for g in cutlass.range_constexpr(spec.tile.warpgroups):
-                if g == group:
-                    cute.arch.mbarrier_arrive(pipe.full(s.board.pipes[g], turn))
-    cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=32 * WARPS)
-    return votes.all_of(mine)
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx() % WARPS) == 0:
+            with cute.arch.elect_one():
+                s.board.words[stage, group_index(spec)] = out
+                cute.arch.mbarrier_arrive(s.board.signals + (group_index(spec) * spec.tile.stages + stage))
 
 
 @cute.jit
-def unwanted(spec: cutlass.Constexpr, s, turn: Int32):
-    """A loading warp: whether all warpgroups leave a block out. turn: number of the vote. Knows it as soon as one wants
-    the block; that one is a vote ahead of none, because warpgroups take turns."""
-    out = Int32(1)
+def unwanted(spec: cutlass.Constexpr, s, item: Int32):
+    """A loading warp: whether all warpgroups leave a block out. Knows it as soon as one wants the block."""
+    out, stage, phase = Int32(1), pipe.stage(s.v_pipe, item), pipe.phase(s.v_pipe, item)
     for g in cutlass.range_constexpr(spec.tile.warpgroups):
         if out != 0:
-            pipe.wait_full(s.board.pipes[g], turn)
-            out = votes.all_of(votes.of(s.board.words, g, turn))
+            cute.arch.mbarrier_wait(s.board.signals + (g * spec.tile.stages + stage), phase)
+            out = cute.arch.make_warp_uniform(s.board.words[stage, g])
     return out
 
 
@@ -131,10 +126,7 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
             if loader == 0:
                 load.offer_q(spec, plan, s, w, q)
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
-                out = Int32(0)
-                if j < w.hi - 1:
-                    out = unwanted(spec, s, i - q - 1)
-                if out != 0:
+                if unwanted(spec, s, i) != 0:
                     pipe.fill(s.v_pipe, i, Int32(0))
                 else:
                     at = Block(loader, i, j, head, w.kv_len)
@@ -145,26 +137,30 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
 
 
 @cute.jit
-def look(spec: cutlass.Constexpr, a, s, r: Registers, ballot: Ballot, item: Int32, j: Int32, how: cutlass.Constexpr):
-    """Soft cap, mask and maxima of block j in r.s, and the warpgroup's vote: whether to leave the block out."""
+def look(spec: cutlass.Constexpr, a, s, r: Registers, ballot: Ballot, stage: Int32, j: Int32, how: cutlass.Constexpr):
+    """Soft cap, mask and maxima of block j in r.s, and the warpgroup's vote: whether to leave the block out. stage: of
+    its V."""
     x, to_log2 = ballot.tile, scales_of(r, ballot.tile.scales).reduced
     view = transform(spec, a, r, x, j, how)
     mine = True
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
-        top = cute.arch.warp_reduction_max(softmax.reduce(view[k, None], cute.arch.fmax), threads_in_group=LANES)
+        top = softmax.reduce(view[k, None], cute.arch.fmax)
         ballot.top[k] = top
         below = top == -Float32.inf or (top - ballot.peak[k]) * to_log2[k] < ballot.least
         mine = mine and (below or r.tokens[k] >= x.w.q_len)
-    return agreed(spec, s, mine, item - ballot.q - 1)  # the first block of each tile has no vote
+    all_lanes = warp.barrier_all(GROUP_BARRIER + group_index(spec), 32 * WARPS, mine) != 0
+    out = Int32(cute.arch.vote_all_sync(all_lanes))  # the same, but now known to be uniform
+    publish(spec, s, out, stage)
+    return out
 
 
 @cute.jit
 def step(spec: cutlass.Constexpr, plan, s, r: Registers, ballot: Ballot, last: Last, j: Int32, how: cutlass.Constexpr):
-    """QK of block j (item last.kv + 1) and, if it is owed, the PV of item last.kv in flight together, maxima and vote
-    of j under PV, softmax of j under the other warpgroup's MMAs. Returns the new `Last`."""
-    i, a, x = last.kv, plan.args, ballot.tile
-    at, out = Items(i + 1, ballot.q), Int32(0)
-    pipe.wait_full(s.k_pipe, i + 1)
+    """QK of block j (the item behind last.kv) and, if it is owed, the PV of item last.kv in flight together, maxima and
+    vote of j under PV, softmax of j under the other warpgroup's MMAs. Returns the new `Last`."""
+    i, coming, a, x = last.kv, pipe.after(s.k_pipe, last.kv), plan.args, ballot.tile
+    at, out = Items(coming, ballot.q), Int32(0)
+    pipe.wait_full(s.k_pipe, coming)
     landed(spec, pages.K)
     wait_turn(spec)
     if last.owed != 0:
@@ -173,27 +169,29 @@ def step(spec: cutlass.Constexpr, plan, s, r: Registers, ballot: Ballot, last: L
         pass_turn(spec)
         logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
         warpgroup.wait_group(1)
-        pipe.release(s.k_pipe, i + 1)
-        out = look(spec, a, s, r, ballot, i + 1, j, how)  # its barrier keeps the wait for PV behind it
+        pipe.release(s.k_pipe, coming)
+        out = look(spec, a, s, r, ballot, coming.stage, j, how)  # its barrier keeps the wait for PV behind it
         warpgroup.wait_group(0)
     else:
         issue_qk(spec, plan, s, r, at)
         pass_turn(spec)
         logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
-        pipe.wait_full(s.v_pipe, i)  # not read here, but the stage is free only when V has landed, or never will
         warpgroup.wait_group(0)
-        pipe.release(s.k_pipe, i + 1)
-        out = look(spec, a, s, r, ballot, i + 1, j, how)
+        pipe.release(s.k_pipe, coming)
+        out = look(spec, a, s, r, ballot, coming.stage, j, how)
+        pipe.wait_full(s.v_pipe, i)  # not read here, but the stage is free only when V has landed, or never will
     pipe.release(s.v_pipe, i)
     if out == 0:
         keep(spec, r, ballot, how)
-    return Last(i + 1, 1 - out)
+    return Last(coming, 1 - out)
 
 
 @cute.jit
 def keep(spec: cutlass.Constexpr, r: Registers, ballot: Ballot, how: cutlass.Constexpr):
     """P of the block at hand into r.p; O, none of whose PV is in flight, is brought to the new maxima."""
     rows, x = cute.size(r.tokens), ballot.tile
+    for k in cutlass.range_constexpr(rows):
+        ballot.top[k] = cute.arch.warp_reduction_max(ballot.top[k], threads_in_group=LANES)
     tops = cute.make_tensor(ballot.top.iterator, cute.make_layout((rows, 1)))
     follow = const_expr(early(spec) > 0 and how.begins)
     softmax.update_max(r.st, tops, scales_of(r, x.scales).reduced, 1, x.span, follow)
@@ -209,7 +207,7 @@ def finish_pv(spec: cutlass.Constexpr, plan, s, r: Registers, after: Work, at: I
     """The PV owed by the tile at hand, if any, and the first QK of the tile `after`, see `math.finish_pv`."""
     if const_expr(ahead(spec)):
         if after.valid != 0:
-            wait_first_qk(spec, plan, s, r, after, Items(at.kv + 1, at.q + 1))
+            wait_first_qk(spec, plan, s, r, after, Items(pipe.after(s.k_pipe, at.kv), at.q + 1))
     if owed != 0:
         issue_pv(spec, plan, s, r, at.kv)
         warpgroup.wait_group(0)
@@ -218,7 +216,7 @@ def finish_pv(spec: cutlass.Constexpr, plan, s, r: Registers, after: Work, at: I
     pipe.release(s.v_pipe, at.kv)
     if const_expr(ahead(spec)):
         wait_turn(spec)
-        issue_qk(spec, plan, s, r, Items(at.kv + 1, at.q + 1))
+        issue_qk(spec, plan, s, r, Items(pipe.after(s.k_pipe, at.kv), at.q + 1))
         pass_turn(spec)
 
 
@@ -226,6 +224,7 @@ def finish_pv(spec: cutlass.Constexpr, plan, s, r: Registers, after: Work, at: I
 def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items, capped: cutlass.Constexpr):
     """As `math.run_tile`, without the blocks that the warpgroup leaves out."""
     a, rows = plan.args, cute.size(r.tokens)
+    publish(spec, s, Int32(0), at.kv.stage)  # the first block is kept
     begin_tile(spec, a, s, r, x, at, capped)
     least = a.logits.skip_threshold - cute.math.log2(Float32(x.w.kv_len), fastmath=True)
     ballot = Ballot(x, at.q, least, *(cute.make_rmem_tensor(rows, Float32) for _ in range(2)))
@@ -241,4 +240,4 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
     return last
 
 
-SKIPPING = Loop(run_tile, finish_pv, partial(Int32, 0))  # votes are found by number
+SKIPPING = Loop(run_tile, finish_pv)
