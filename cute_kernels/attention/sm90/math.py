@@ -543,6 +543,7 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr, capped:
     scales = Scales(score, reduced, out)
     if group_index(spec) == spec.tile.warpgroups - 1:
         pass_turn(spec)
+    blocks, finish = loop
     at = Items(pipe.first(), Int32(0))
     w, t, count = next_tile(spec, a, s, r, scales, Int32(0), Int32(0))
     if w.valid != 0:
@@ -553,9 +554,9 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr, capped:
                 start_tile(spec, plan, s, r, w, at)
             start = geometry.mask_start(a, w.batch) if const_expr(spec.mask.custom) else None
             x = Tile(w, mask.lengths(spec, a, w.q_len, w.kv_len), scales, span(spec, w.kv_len), start)
-            last = loop.run_tile(spec, plan, s, r, x, at, capped)
+            last = blocks(spec, plan, s, r, x, at, capped)
             w, t, count = next_tile(spec, a, s, r, scales, t, count)
-            loop.finish_pv(spec, plan, s, r, w, Items(last.kv, at.q), last.owed)
+            finish(spec, plan, s, r, w, Items(last.kv, at.q), last.owed)
             count = deliver(spec, a, s, r, x.w, scales, False, count)
             at = Items(pipe.after(s.k_pipe, last.kv), at.q + 1)
         warpgroup.wait_group(0)
