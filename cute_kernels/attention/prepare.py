@@ -18,7 +18,6 @@ from .spec import BLOCK
 
 SIDES = 2  # shares of a stage that differ in their keys; more differ in their columns
 TOGETHER = {2: 2, 4: 4}  # shares -> matrices of 32 columns that a warp has in registers
-PIECES = 2  # of rows, that a lane has
 ROWS = 8  # after which a swizzle repeats
 ACROSS = 64  # fp16 columns of a box of an operand stage
 
@@ -160,7 +159,8 @@ def interleaved(stage, dim, interleaves):
 
 class Lane(NamedTuple):
     """A lane's pieces of `ROWS` rows, in bytes from where these begin. source: by pass and group; target: by pass, of
-    the first half; factors: by pass, or None; block: from a factor to the next of its row."""
+    the first half; factors: by pass, or None; block: from a factor to the next of its row. together: pieces that it
+    has in registers."""
 
     pieces: Pieces
     n: int
@@ -168,6 +168,7 @@ class Lane(NamedTuple):
     target: list
     factors: Any
     block: Any
+    together: int
 
 
 class Cursor(NamedTuple):
@@ -184,10 +185,10 @@ def lane_of(spec, n, dim, factors) -> Lane:
     source = [[p.raw(lane, turn, group) for group in range(p.groups)] for turn in range(p.passes)]
     target = [p.operand(n, lane, turn) for turn in range(p.passes)]
     if factors is None:
-        return Lane(p, n, source, target, None, 0)
+        return Lane(p, n, source, target, None, 0, spec.tile.pieces)
     rows, column = [p.row(lane, turn) for turn in range(p.passes)], lane % p.lanes * factors.block
     own = [row // 4 * factors.four + row % 4 * factors.row + column for row in rows]
-    return Lane(p, n, source, target, own, factors.block)
+    return Lane(p, n, source, target, own, factors.block, spec.tile.pieces)
 
 
 def dequantise_rows(fmt, x: Lane, at: Cursor, four, count):
@@ -195,8 +196,8 @@ def dequantise_rows(fmt, x: Lane, at: Cursor, four, count):
     p = x.pieces
     each = [(b, t, g) for b in range(p.boxes) for t in range(p.passes) for g in range(p.groups)]
     places = [(k, *place) for k in range(count) for place in each]
-    for i in range(0, len(places), PIECES):
-        mine, words, factors = places[i : i + PIECES], [], []
+    for i in range(0, len(places), x.together):
+        mine, words, factors = places[i : i + x.together], [], []
         for k, b, turn, group in mine:
             source = at.source + x.source[turn][group] + (k * ROWS + b * x.n) * p.width
             words.append(mma.load(source, p.bits // 2))

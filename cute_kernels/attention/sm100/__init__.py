@@ -28,6 +28,7 @@ class Tile:
     loaders: int = 1
     emulated: int = 0
     few: bool = False
+    pieces: ClassVar[int] = 2  # of rows, that a lane dequantises at a time
     l2_bytes: ClassVar[int] = 32 << 20  # of K and V at work at a time; L2 is 126 MB in two halves
     knows_rows: ClassVar[bool] = True  # of `work.Work`
     guesses: ClassVar[bool] = False  # see `early`

@@ -43,6 +43,11 @@ class Tile:
         return self.m // 64
 
     @property
+    def pieces(self) -> int:
+        """Of rows, that a lane dequantises at a time: what registers leave room for."""
+        return 2 if self.q_in_regs else 4
+
+    @property
     def heights(self) -> tuple[int, ...]:
         """Rows that a tile may have."""
         return (self.m,)
@@ -84,6 +89,7 @@ QUANTISED_HEADLINE_TILES = QUANTISED_TILES | {
     (64, 64): Tile(128, 128, 3, 1, True, raw_stages=3, loaders=1),
     (128, 128): Tile(128, 128, 2, 1, True, raw_stages=2, loaders=1),
 }
+NVFP4_HEADLINE_TILES = QUANTISED_TILES  # their conversion binds: it takes the registers that Q would have
 SHARED_TILES = {  # (type of the cache, head_dim) -> tile of kernels whose CTAs share the keys of a request
     ("16-bit", 64): Tile(64, 128, 6, loaders=1),
     ("16-bit", 128): Tile(64, 128, 3, loaders=1),
@@ -102,7 +108,8 @@ HEADLINE_TILES = TILES | {  # of kernels that take none
 def tiles_of(q: str, kv: str, plain: bool) -> dict[tuple[int, int], Tile]:
     """head_dims -> tile of kernels of these types, `plain`: of those that take no modifiers."""
     if q != kv:
-        tiles = QUANTISED_HEADLINE_TILES if plain else QUANTISED_TILES
+        headline = NVFP4_HEADLINE_TILES if kv == "nvfp4" else QUANTISED_HEADLINE_TILES
+        tiles = headline if plain else QUANTISED_TILES
         fewer = q == FP8 and kv == "e5m2"  # Q as it is loaded and as fp16
         return {dims: replace(tile, raw_stages=1) for dims, tile in tiles.items()} if fewer else tiles
     if q == FP8:

@@ -5,7 +5,8 @@ from ..prepare import dequantises, operand
 from ..schedule import work
 
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # math warpgroups -> (load, math) registers a thread
-DEQUANTISING = {1: (40, 40, 232), 2: (32, 32, 224)}  # math warpgroups -> (load, prepare, math) registers
+DEQUANTISING = {1: (40, 80, 232), 2: (32, 64, 208)}  # math warpgroups -> (load, prepare, math) registers
+Q_IN_REGISTERS = (32, 32, 224)  # the same of two, where the math has Q, too
 TRANSPOSING = {1: (40, 40, 232), 2: (32, 40, 216)}  # the same
 SHARING = (72, 72, 232)  # the same, where CTAs share the keys of requests
 WARPS = 4  # warps of a warpgroup
@@ -41,6 +42,7 @@ def roles(spec) -> Roles:
     spare = WARPS - 2 * t.loaders - shares
     if apart(spec):
         registers = SHARING if shares else (TRANSPOSING if fp8(spec) else DEQUANTISING)[t.warpgroups]
+        registers = Q_IN_REGISTERS if t.q_in_regs else registers
         loading |= {"load_scales": scales, "idle": spare - scales}
         groups = 1 + shares  # of these warps: with one of math, MMAs wait for them
         preparing |= {"prepare_k": groups * keys, "prepare_v": groups * (WARPS - keys)}
