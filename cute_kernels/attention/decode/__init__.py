@@ -20,13 +20,14 @@ FEW_ROWS = 8  # of a warp; kernels for calls with more rows have twice as many
 @dataclass(frozen=True)
 class Tile:
     """At most m query rows x n keys a CTA; `stages` K tiles and as many V tiles in flight. The warps of `warpgroups`
-    compute, `rows_per_warp` rows each, 8 or 16, on keys of their own."""
+    compute, `rows_per_warp` rows each, 8 or 16, on keys of their own. e2m1: the architecture converts such codes."""
 
     m: int
     n: int
     stages: int
     warpgroups: int = 2
     rows_per_warp: int = FEW_ROWS
+    e2m1: bool = False
 
     loaders: ClassVar[int] = 1  # warps that fill a stage together
     knows_rows: ClassVar[bool] = False  # of `work.Work`
@@ -54,7 +55,8 @@ class Tile:
 
     @property
     def name(self) -> str:
-        return f"m{self.m}n{self.n}s{self.stages}g{self.warpgroups}r{self.rows_per_warp}"
+        name = f"m{self.m}n{self.n}s{self.stages}g{self.warpgroups}r{self.rows_per_warp}"
+        return name + ("e2m1" if self.e2m1 else "")
 
 
 Spec = AttentionSpec[Tile]
@@ -93,6 +95,8 @@ def spec_of(q: str, kv: str, dim: int, rows: int, arch: str) -> Spec:
     """The spec of these types that takes every modifier, with so many rows a warp if it has a tile of those."""
     kind, tiles = QUANTISED.get(kv, "16-bit"), TILES if arch == "sm_90a" else BLACKWELL
     tile: Any = tiles.get((kind, dim, rows)) or tiles.get((kind, dim, FEW_ROWS))
+    if tile and kind == "nvfp4" and arch != "sm_90a":
+        tile = replace(tile, e2m1=True)
     mask, logits = MaskSpec("always", True, True), LogitsSpec(True, True)
     return AttentionSpec(q, KVSpec(kv), outputs(q), dim, dim, mask, logits, "stream_k", tile)
 
