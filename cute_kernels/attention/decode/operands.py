@@ -139,7 +139,7 @@ def load_v_factors(spec, s, r, v: V, stage, row, e, c):
 @cute.jit
 def load_v(spec: cutlass.Constexpr, s, r, x, at: KeyCursor, b: cutlass.Constexpr, v: V):
     """This lane's words of a chunk of V, and the scale factors of each key. Rows past kv_len hold whatever the page
-    held, and 0 * NaN is NaN: zeros."""
+    held, and 0 * NaN is NaN: zeros. No e2m1 code is NaN, a scale factor may be."""
     chunk, n, row, key = CachedRow.of(spec, spec.head_dim_vo), spec.tile.n, at.row, at.key
     stage, t = pipe.cursor_stage(at.block), cute.arch.lane_idx() % 4
     base = s.v.iterator.toint() + stage * (n * chunk.width * chunk.chunks) + row * chunk.width
@@ -156,8 +156,7 @@ def load_v(spec: cutlass.Constexpr, s, r, x, at: KeyCursor, b: cutlass.Constexpr
         for c in cutlass.range_constexpr(keys(spec) // 16):
             for e in cutlass.range_constexpr(4):
                 if key + 16 * c + 8 * (e // 2) + 2 * t + e % 2 >= x.w.kv_len:
-                    v.words[None, e, c].fill(0)
-                    v.scales[None, e, c].fill(0)
+                    (v.scales if const_expr(spec.kv.scaled) else v.words)[None, e, c].fill(0)
 
 
 def v_factors(spec, v: V, c):
