@@ -1,5 +1,6 @@
 """Parser, translation, scheduling and checks of the simulator, on hand-written PTX."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -342,6 +343,17 @@ def test_encode_and_decode_are_inverse(kind):
     values = numbers.decode(bits, kind)
     finite = np.isfinite(values)
     assert (numbers.encode(values[finite], kind) == bits[finite]).all()
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_every_pair_of_e2m1_codes_becomes_fp16(place):
+    """The low code is the low half. Other bytes of the word, which differ, leave no trace."""
+    others = 0x5AC3961E & ~(255 << 8 * place)
+    body = f"""{{ .reg .b8 b0, b1, b2, b3; shl.b32 %r6, %r0, {8 * place}; xor.b32 %r6, %r6, {others};
+    mov.b32 {{b0, b1, b2, b3}}, %r6; cvt.rn.f16x2.e2m1x2 %r5, b{place}; }}\n"""
+    pairs = np.arange(256, dtype=np.uint8)
+    codes = np.stack([pairs & 15, pairs >> 4], -1).view(ml_dtypes.float4_e2m1fn)
+    assert (execute(body, 256) == codes.astype(np.float16).view(np.uint32)[:, 0]).all()
 
 
 def test_fma_rounds_once():

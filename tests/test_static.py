@@ -79,9 +79,12 @@ def test_forms_are_told_with_all_qualifiers():
     mul.f32x2 %rd1, %rd2, %rd3;
     max.f32 %f1, %f2, %f3;
     max.NaN.f32 %f1, %f2, %f3, %f4;
+    cvt.rn.f16x2.e2m1x2 %r1, %b1;
+    cvt.rn.f16x2.e4m3x2 %r1, %h1;
+    cvt.rn.relu.f16x2.e2m1x2 %r1, %b1;
     """
-    unknown = {"tcgen05.st.sync.aligned.32x32b.x64.b32", "max.NaN.f32"}
-    assert proven.forms(ptx) == unknown | {"add.rm.f32x2", "mul.rn.f32x2"}
+    unknown = {"tcgen05.st.sync.aligned.32x32b.x64.b32", "max.NaN.f32", "cvt.rn.relu.f16x2.e2m1x2"}
+    assert proven.forms(ptx) == unknown | {"add.rm.f32x2", "mul.rn.f32x2", *proven.ALONE}
     assert proven.unproven(ptx) == unknown
 
 

@@ -67,7 +67,7 @@ def parse(sass: str) -> dict[str, list[Instruction]]:
 def instruction(address: str, text: str, _: str, high: str) -> Instruction:
     guard, op, rest = TEXT.match(text).groups()  # type: ignore[union-attr]
     to = TARGET.search(rest) if op.startswith("BRA") else None
-    predicated = guard not in (None, "PT") or rest.lstrip().startswith(("P", "UP", "!"))
+    predicated = guard not in (None, "PT") or rest.lstrip().startswith(("P", "UP", "!")) or op == "BRA.DIV"
     leaves = bool(to) or op.startswith("EXIT")
     stall = max(1, int(high, 16) >> STALL[0] & STALL[1])
     return Instruction(int(address, 16), op, int(to[1], 16) if to else None, leaves and not predicated, stall)

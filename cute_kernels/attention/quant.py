@@ -1,9 +1,9 @@
 """KV storage formats: words of cached rows -> pairs of 16-bit operands of `mma.sync`.
 
 Quantised caches are computed with in fp16, which holds every e4m3 value, and every e2m1 value times its scale factor,
-exactly. Nothing is written back: a word is converted where it is used, once for all query rows of a warp. An e2m1 code
-becomes an e4m3 number by moving its bits, smaller by 2^6 as the exponents' biases differ (Format.unit), and `cvt` does
-the rest.
+exactly. Nothing is written back: a word is converted where it is used, once for all query rows of a warp. Blackwell has
+a `cvt` of two e2m1 codes (`Tile.e2m1`). Elsewhere a code becomes an e4m3 number by moving its bits, smaller by 2^6 as
+the exponents' biases differ (Format.unit), and `cvt` does the rest.
 """
 
 from collections.abc import Callable
@@ -33,6 +33,8 @@ def operand(spec):
 
 
 def format_of(spec) -> "Format":
+    if spec.kv.dtype == "nvfp4":
+        return FORMATS["e2m1" if spec.tile.e2m1 else "nvfp4"]
     return FORMATS["" if spec.kv.bits == 16 else spec.kv.dtype]
 
 
@@ -83,6 +85,13 @@ def from_e2m1(word):
     return select(word << 2, signs << 4, magnitudes), select(word >> 2, signs, magnitudes)
 
 
+def from_codes(word):
+    """The four bytes of a word, two codes each, as pairs."""
+    text = "{ .reg .b8 b0, b1, b2, b3; mov.b32 {b0, b1, b2, b3}, {$r0}; "
+    text += " ".join(f"cvt.rn.f16x2.e2m1x2 {{$w{i}}}, b{i};" for i in range(4)) + " }"
+    return list(cute.arch.inline_ptx(text, write_only_types=[Uint32] * 4, read_only_args=[word]))
+
+
 def pairs16(word):
     return [word]
 
@@ -101,7 +110,7 @@ def pairs4(word):
 
 def neighbours(fmt, word):
     """Pairs of neighbours of a word's elements, in their order."""
-    if fmt.elements < 8:
+    if fmt.order == tuple(range(fmt.elements)):
         return fmt.pairs(word)
     even, odd = from_e2m1(word)
     return [pair for selector in (0x5140, 0x7362) for pair in from_e4m3(permute(even, odd, selector))]
@@ -116,6 +125,13 @@ def factor(byte):
 def values4(a, b):
     pairs = [pairs4(permute(a, b, selector)) for selector in (0x5140, 0x7362)]  # of elements 0, 2, 1, 3 and 4, 6, 5, 7
     return [pair for half in (0, 2) for four in pairs for pair in four[half : half + 2]]
+
+
+def values_of_codes(a, b):
+    """Codes of the two rows become bytes first: of even elements, then of odd ones."""
+    low = Uint32(0x0F0F0F0F)
+    even, odd = from_codes(select(a, b << 4, low)), from_codes(select(a >> 4, b, low))
+    return [pair for two in zip(even, odd) for pair in two]
 
 
 @cute.jit
@@ -134,9 +150,10 @@ def to_fp16(words: cute.Tensor, lanes: cutlass.Constexpr = 4):
     return warp.from_bits(exponent << 23)
 
 
-FORMATS = {  # "": 16-bit
+FORMATS = {  # "": 16-bit; "e2m1": NVFP4 where `cvt` takes its codes
     "": Format(2, (0, 1), 1.0, pairs16, values16),
     "e4m3": Format(4, (0, 1, 2, 3), 1.0, from_e4m3, values8(from_e4m3)),
     "e5m2": Format(4, (0, 1, 2, 3), 1.0, from_e5m2, values8(from_e5m2)),
     "nvfp4": Format(8, (0, 2, 4, 6, 1, 3, 5, 7), 64.0, pairs4, values4),
+    "e2m1": Format(8, tuple(range(8)), 1.0, from_codes, values_of_codes),
 }

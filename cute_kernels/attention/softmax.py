@@ -131,10 +131,16 @@ def update_max(
 
 @cute.jit
 def update_max_and_rescale(
-    st: State, s: cute.Tensor, o: cute.Tensor, scale_log2: cute.Tensor, across: cutlass.Constexpr
+    st: State,
+    s: cute.Tensor,
+    o: cute.Tensor,
+    scale_log2: cute.Tensor,
+    across: cutlass.Constexpr,
+    multiply: cutlass.Constexpr,
 ):
     """`update_max` and `rescale` in one, where rows have scales of their own: as long as no lane finds a row grown,
-    nothing is exchanged. across(x, op): reduces over the lanes that have columns of a row."""
+    nothing is exchanged. across(x, op): reduces over the lanes that have columns of a row. multiply(row, x): in
+    place."""
     top = row_max(st, s)
     grown = (top[0] - st.m[0]) * scale_log2[0] > LAZY
     for r in cutlass.range_constexpr(1, cute.size(st.m)):
@@ -147,7 +153,7 @@ def update_max_and_rescale(
             owed = Float32(1.0) if m == old else power(old, scale_log2[r], st.shift[r])
             st.l[r] = st.l[r] * owed
             st.m[r] = m
-            o[r, None].store(o[r, None].load() * owed)
+            multiply(o[r, None], owed)
 
 
 @cute.jit

@@ -225,11 +225,12 @@ def halves(a: Any) -> tuple[Any, Any]:
 def convert_wide(x: Instruction, f: re.Match[str]) -> Op:
     """Every value of the narrow formats is exact in f16, and of ue8m0 in bf16."""
     kind, to = f[3][:-2], f[2][:-2]
+    source = np.uint8 if kind == "e2m1" else np.uint16
 
     def run(a: Any) -> Any:
-        a = np.atleast_1d(np.asarray(a, np.uint16))
+        a = np.atleast_1d(np.asarray(a, source))
         if kind == "e2m1":
-            low, high = (a & np.uint16(15)).astype(np.uint8), ((a >> np.uint16(4)) & np.uint16(15)).astype(np.uint8)
+            low, high = a & np.uint8(15), a >> np.uint8(4)
         else:
             low, high = (a & np.uint16(255)).astype(np.uint8), (a >> np.uint16(8)).astype(np.uint8)
         pair = [decode(part, kind) for part in (low, high)]
@@ -238,7 +239,7 @@ def convert_wide(x: Instruction, f: re.Match[str]) -> Op:
         low, high = (encode(part, to) for part in pair)
         return low.astype(U32) | (high.astype(U32) << U32(16))
 
-    return pure(x, run, "b32", "b16")
+    return pure(x, run, "b32", "b8" if kind == "e2m1" else "b16")
 
 
 @form(r"cvt\.(rz|rp)(\.satfinite)?\.ue8m0x2\.(f32|bf16x2)", CVT)

@@ -20,7 +20,7 @@ from .translate import STORAGE
 MODES = ("eager", "late", "newest", "random")
 PARAMS = 0x7E00_0000_0000  # generic address of the parameters
 WINDOW = 0x7D00_0000_0000  # generic address of shared memory
-POISON = {"W": 0x7FC0DEAD, "H": 0x7FC1, "D": 0x7FF8_DEAD_7FC0_DEAD}  # registers before they are written: NaN
+POISON = {"B": 0x7F, "W": 0x7FC0DEAD, "H": 0x7FC1, "D": 0x7FF8_DEAD_7FC0_DEAD}  # registers before they are written: NaN
 
 
 @dataclass
@@ -141,7 +141,7 @@ class Machine:
         size = program.kernel.shared_bytes + call.shared
         self.shared = Shared(self.slots, size, self.per_cta // 32, self.order)
         memory.begin(self.order)
-        self.P, self.H, self.W, self.D = (
+        self.P, self.B, self.H, self.W, self.D = (
             np.full((max(1, program.registers.count[letter]), self.threads), POISON.get(letter, 0), dtype)
             for letter, dtype in STORAGE.items()
         )

@@ -16,9 +16,9 @@ from .faults import Unsupported
 from .forms import Op, require
 from .parse import Instruction, Kernel, vector
 
-CLASS = {"pred": "P", "16": "H", "32": "W", "64": "D"}  # register class by width
-STORAGE: dict[str, Any] = {"P": np.bool_, "H": np.uint16, "W": np.uint32, "D": np.uint64}
-WIDTH = {"H": 2, "W": 4, "D": 8}
+CLASS = {"pred": "P", "8": "B", "16": "H", "32": "W", "64": "D"}  # register class by width
+STORAGE: dict[str, Any] = {"P": np.bool_, "B": np.uint8, "H": np.uint16, "W": np.uint32, "D": np.uint64}
+WIDTH = {"B": 1, "H": 2, "W": 4, "D": 8}
 PER_THREAD = re.compile(
     r"tid\..|is_explicit_cluster|laneid|warpid|lanemask_.*|.*cta.*|n?cluster.*"
 )  # special registers; others are uniform

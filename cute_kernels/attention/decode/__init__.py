@@ -20,13 +20,15 @@ FEW_ROWS = 8  # of a warp; kernels for calls with more rows have twice as many
 @dataclass(frozen=True)
 class Tile:
     """At most m query rows x n keys a CTA; `stages` K tiles and as many V tiles in flight. The warps of `warpgroups`
-    compute, `rows_per_warp` rows each, 8 or 16, on keys of their own."""
+    compute, `rows_per_warp` rows each, 8 or 16, on keys of their own. blackwell: for sm_100a and sm_103a, whose code
+    differs (`quant.format_of`, `operands.fill`)."""
 
     m: int
     n: int
     stages: int
     warpgroups: int = 2
     rows_per_warp: int = FEW_ROWS
+    blackwell: bool = False
 
     loaders: ClassVar[int] = 1  # warps that fill a stage together
     knows_rows: ClassVar[bool] = False  # of `work.Work`
@@ -54,7 +56,13 @@ class Tile:
 
     @property
     def name(self) -> str:
-        return f"m{self.m}n{self.n}s{self.stages}g{self.warpgroups}r{self.rows_per_warp}"
+        name = f"m{self.m}n{self.n}s{self.stages}g{self.warpgroups}r{self.rows_per_warp}"
+        return name + ("b" if self.blackwell else "")
+
+    @property
+    def e2m1(self) -> bool:
+        """Whether the architecture converts such codes."""
+        return self.blackwell
 
 
 Spec = AttentionSpec[Tile]
@@ -82,17 +90,15 @@ TILES = {  # (type of the cache, head_dim, rows of a warp) -> tile
 OF_E4M3 = (("e4m3", 64), ("e4m3", 128))  # (type of the cache, head_dim) of shipped kernels of e4m3 queries
 GATHERED = tuple(product(("16-bit", "e4m3"), (64, 128)))
 DIMS = tuple(sorted({dim for _, dim, _ in TILES}))
-BLACKWELL = TILES | {  # which would spill there
-    ("e4m3", 128, 8): Tile(64, 128, 6),
-    ("e4m3", 128, 16): Tile(64, 64, 12, 1, 16),
-    ("nvfp4", 128, 16): Tile(64, 64, 16, 1, 16),
-}
+BLACKWELL = TILES | {("e4m3", 128, 8): Tile(64, 128, 6)}  # which would spill there
 
 
 def spec_of(q: str, kv: str, dim: int, rows: int, arch: str) -> Spec:
     """The spec of these types that takes every modifier, with so many rows a warp if it has a tile of those."""
     kind, tiles = QUANTISED.get(kv, "16-bit"), TILES if arch == "sm_90a" else BLACKWELL
     tile: Any = tiles.get((kind, dim, rows)) or tiles.get((kind, dim, FEW_ROWS))
+    if tile and arch != "sm_90a":
+        tile = replace(tile, blackwell=True)
     mask, logits = MaskSpec("always", True, True), LogitsSpec(True, True)
     return AttentionSpec(q, KVSpec(kv), outputs(q), dim, dim, mask, logits, "stream_k", tile)
 

@@ -146,7 +146,7 @@ def transform_logits(spec: cutlass.Constexpr, a, r: Registers, x: WarpTile, key:
         least = a.logits.skip_threshold - cute.math.log2(Float32(x.w.kv_len), fastmath=True)
         wanted = not can_skip(view, r, x, least)
         if not wanted:
-            scores.fill(-Float32.inf)
+            operands.fill(spec, scores, -Float32.inf)
     return wanted
 
 
@@ -154,7 +154,8 @@ def transform_logits(spec: cutlass.Constexpr, a, r: Registers, x: WarpTile, key:
 def probabilities(spec: cutlass.Constexpr, r: Registers, scores: cute.Tensor, p: cute.Tensor):
     """Scores to words of P."""
     view = rows_view(scores)
-    softmax.update_max_and_rescale(r.st, view, rows_view(r.o), r.to_log2, warp.across_quads)
+    o, multiply = rows_view(r.o), operands.multiplier(spec)
+    softmax.update_max_and_rescale(r.st, view, o, r.to_log2, warp.across_quads, multiply)
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         softmax.exp_and_sum(r.st, view, r.to_log2[k], k)
     warp.convert16(scores, cute.recast_tensor(p, abi.DTYPES[quant.operand(spec)]))
@@ -182,7 +183,7 @@ def run(spec: cutlass.Constexpr, a, s, r: Registers, x: WarpTile, cursor: Int32)
     issued behind Q K of the next ones, whose latency it hides. Rarely needed code is kept outside the inner loop, so
     that the loop fits the instruction cache."""
     softmax.reset(r.st, 0.0)
-    r.o.fill(0.0)
+    operands.fill(spec, r.o, 0.0)
     scores = cute.make_rmem_tensor((keys(spec) // 4, halves(spec)), Float32)
     p = cute.make_rmem_tensor((keys(spec) // 8, halves(spec)), Uint32)
     v = operands.allocate_v(spec)

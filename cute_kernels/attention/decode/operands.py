@@ -28,6 +28,30 @@ class V(NamedTuple):
     scales: cute.Tensor
 
 
+def fill(spec, c, value):
+    """An accumulator of MMAs, with equal values. For Blackwell one at a time: what is written as a vector its compiler
+    keeps in pairs, which it copies to the four registers of each MMA, and back."""
+    if not spec.tile.blackwell:
+        c.fill(value)
+        return
+    for i in range(cute.size(c)):
+        c[i] = Float32(value)
+
+
+def multiply(row, x):
+    row.store(row.load() * x)
+
+
+def multiply_each(row, x):
+    for i in range(cute.size(row)):
+        row[i] = row[i] * x
+
+
+def multiplier(spec):
+    """What multiplies a row of an accumulator, see `fill`."""
+    return multiply_each if spec.tile.blackwell else multiply
+
+
 def allocate_v(spec):
     count = keys(spec) // 16
     words = (CachedRow.of(spec, spec.head_dim_vo).width // 32, 4, count)
@@ -98,7 +122,7 @@ def issue_qk(spec, s, r, scores, stage, row):
     k, n = CachedRow.of(spec, spec.head_dim_qk), spec.tile.n
     base = s.k.iterator.toint() + stage * (n * k.width * k.chunks) + row * k.width
     quarter = k.width // 4
-    scores.fill(0.0)
+    fill(spec, scores, 0.0)
     for tile in range(keys(spec) // 16):
         rows = (16 * tile, 16 * tile + 8)
         factors = [k_factors(spec, s, r, stage, row + inside) for inside in rows]
@@ -138,8 +162,7 @@ def load_v_factors(spec, s, r, v: V, stage, row, e, c):
 
 @cute.jit
 def load_v(spec: cutlass.Constexpr, s, r, x, at: KeyCursor, b: cutlass.Constexpr, v: V):
-    """This lane's words of a chunk of V, and the scale factors of each key. Rows past kv_len hold whatever the page
-    held, and 0 * NaN is NaN: zeros."""
+    """This lane's words of a chunk of V, and the scale factors of each key; zeros for those past kv_len (`blank`)."""
     chunk, n, row, key = CachedRow.of(spec, spec.head_dim_vo), spec.tile.n, at.row, at.key
     stage, t = pipe.cursor_stage(at.block), cute.arch.lane_idx() % 4
     base = s.v.iterator.toint() + stage * (n * chunk.width * chunk.chunks) + row * chunk.width
@@ -156,8 +179,15 @@ def load_v(spec: cutlass.Constexpr, s, r, x, at: KeyCursor, b: cutlass.Constexpr
         for c in cutlass.range_constexpr(keys(spec) // 16):
             for e in cutlass.range_constexpr(4):
                 if key + 16 * c + 8 * (e // 2) + 2 * t + e % 2 >= x.w.kv_len:
-                    v.words[None, e, c].fill(0)
-                    v.scales[None, e, c].fill(0)
+                    blank(spec, v, e, c)
+
+
+def blank(spec, v: V, e, c):
+    """Zeros for the e-th of a lane's keys of 16: rows past kv_len hold whatever the page held, and 0 * NaN is NaN. No
+    e2m1 code is NaN, a scale factor may be. Hopper's kernel has zeros for codes too, 16 of its 692 instructions."""
+    if not (spec.kv.scaled and spec.tile.e2m1):
+        v.words[None, e, c].fill(0)
+    v.scales[None, e, c].fill(0)
 
 
 def v_factors(spec, v: V, c):

@@ -33,6 +33,7 @@ class Tile:
     knows_rows: ClassVar[bool] = True  # of `work.Work`
     guesses: ClassVar[bool] = False  # see `early`
     counters: ClassVar[int] = 1  # of a part of a tile
+    e2m1: ClassVar[bool] = True  # the architecture converts such codes
 
     @property
     def heights(self) -> tuple[int, ...]:

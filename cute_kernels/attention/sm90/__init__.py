@@ -36,6 +36,7 @@ class Tile:
     knows_rows: ClassVar[bool] = True  # of `work.Work`
     guesses: ClassVar[bool] = False  # see `early`
     counters: ClassVar[int] = 1  # of a part of a tile
+    e2m1: ClassVar[bool] = False  # whether the architecture converts such codes
     l2_bytes: ClassVar[int] = 16 << 20  # of K and V at work at a time; Hopper's L2 is 50 MB in two halves
 
     @property
