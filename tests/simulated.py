@@ -8,7 +8,7 @@ from typing import Any
 
 from cute_kernels import catalog, manifest
 from tests.conftest import ARCH, ROOT
-from tests.kernels import BLACKWELL
+from tests.kernels import BLACKWELL, COVERING, ORDERED
 from tools import ptxdiff
 from tools.ptxsim import coverage, launcher, memo, workloads
 from tools.ptxsim.faults import Fault
@@ -63,21 +63,42 @@ def problems_of_kernel(label: str, turn: int | None, everything: bool) -> list[s
     if label in TWINS and not everything and equal_but_for_types(label):
         return []
     op, spec = SHIPPED[label]
-    family, found, eager, bits = family_of(op), [], Result(), {}
-    cases = workloads.CASES[family](spec)
-    for case in cases:
-        outcome = run(found, f"{case.name}, eager", family, spec, case, "eager", everything)
-        if outcome:
-            eager.add(outcome.result)
-            bits[case.name] = outcome.bits
+    found: list[str] = []
+    cases = workloads.CASES[family_of(op)](spec)
+    eager, bits = in_eager(found, (ARCH, op, spec), cases, everything)
     if not found:
         found += coverage.grown({label: coverage.missing(eager).share})
         others = MODES[1:] if eager.counts else ("random",)  # where nothing is asynchronous, `random` alone differs
-        for case, mode in product(cases, others) if everything else dealt(cases, others, turn):
-            outcome = run(found, f"{case.name}, {mode}", family, spec, case, mode, everything)
-            if outcome and outcome.bits != bits[case.name]:
-                found.append(f"{case.name}, {mode}: bits depend on the order in which things happen")
+        chosen = list(product(cases, others)) if everything else dealt(cases, others, turn)
+        in_other_modes(found, (ARCH, op, spec), chosen, bits, everything)
     return found
+
+
+def in_eager(
+    found: list[str], kernel: tuple[str, str, Any], cases: list[Any], everything: bool
+) -> tuple[Result, dict[str, str]]:
+    """All cases: (their results, bits of each by its name)."""
+    whole, bits = Result(), {}
+    for case in cases:
+        outcome = run(found, kernel, case, "eager", everything)
+        if outcome:
+            whole.add(outcome.result)
+            bits[case.name] = outcome.bits
+    return whole, bits
+
+
+def in_other_modes(
+    found: list[str],
+    kernel: tuple[str, str, Any],
+    chosen: list[tuple[Any, str]],
+    bits: dict[str, str],
+    everything: bool,
+) -> None:
+    """chosen: (case, mode). bits: of each case in `eager`."""
+    for case, mode in chosen:
+        outcome = run(found, kernel, case, mode, everything)
+        if outcome and outcome.bits != bits[case.name]:
+            found.append(f"{case.name}, {mode}: bits depend on the order in which things happen")
 
 
 def dealt(cases: list[Any], modes: tuple[str, ...], turn: int | None) -> list[tuple[Any, str]]:
@@ -88,30 +109,40 @@ def dealt(cases: list[Any], modes: tuple[str, ...], turn: int | None) -> list[tu
 def problems_of_feature(label: str, everything: bool) -> list[str]:
     family, number = FEATURES[label]
     found: list[str] = []
-    run(found, label, family, None, workloads.FEATURES[family]()[number], "eager", everything)
+    run(found, (ARCH, family, None), workloads.FEATURES[family]()[number], "eager", everything)
     return found
 
 
 def problems_elsewhere(label: str, everything: bool) -> list[str]:
-    """Of a kernel of another architecture."""
-    arch, op, spec = ELSEWHERE[label]
+    """Of a kernel of another architecture. One of each structure runs other modes too, all cases or those of `ORDERED`,
+    in which every ring of a pipe wraps around."""
+    kernel = arch, op, spec = ELSEWHERE[label]
     found: list[str] = []
-    for case in workloads.CASES[family_of(op)](spec):
-        run(found, f"{case.name}, {arch}", family_of(op), spec, case, "eager", everything, arch)
+    cases = workloads.CASES[family_of(op)](spec)
+    eager, bits = in_eager(found, kernel, cases, everything)
+    if not found and kernel in COVERING:
+        if op == "attention.sm100":
+            found += unwrapped(eager)
+        others = MODES[1:] if eager.counts else ("random",)
+        named = ORDERED.get((arch, spec.name))
+        some = [(case, named[1]) for case in cases if named and case.name == named[0]]
+        in_other_modes(found, kernel, list(product(cases, others)) if everything else some, bits, everything)
     return found
 
 
+def unwrapped(result: Result) -> list[str]:
+    """What is wrong with the cases of a kernel: mbarriers that no CTA waits for a second time, in the other phase."""
+    once = {hex(offset) for phases in result.phases.values() for offset, count in phases.items() if count == 1}
+    return [f"no case uses the mbarriers at {', '.join(sorted(once))} again"] if once else []
+
+
 def run(
-    found: list[str],
-    name: str,
-    family: str,
-    spec: Any,
-    case: Any,
-    mode: str,
-    everything: bool,
-    arch: str = ARCH,
+    found: list[str], kernel: tuple[str, str, Any], case: Any, mode: str, everything: bool
 ) -> workloads.Outcome | None:
-    """The outcome, None where the run failed; adds what is wrong to `found`."""
+    """The outcome, None where the run failed; adds what is wrong to `found`. kernel: (architecture, op or family,
+    spec), a spec of None is whatever serves the case."""
+    arch, op, spec = kernel
+    family, name = family_of(op), f"{case.name}, {mode}"
     how = {"mode": mode, "seed": MODES.index(mode) if mode == "random" else 0}
     try:
         outcome = workloads.RUN[family](spec, case, arch, **how, memory=None if everything else MEMORY)

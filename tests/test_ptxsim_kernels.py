@@ -1,18 +1,21 @@
 """Every shipped kernel runs on the CPU: its PTX in the simulator, called through public functions.
 
 All kernels run their cases in mode `eager`. Those that stand for a structure run each other mode too, in a case of its
-own, which must not change a bit. The covering set of features runs in `eager`, by whatever kernels dispatch chooses. Of
-the bf16 and the fp16 kernel of a spec one is simulated where their PTX is equal but for types. Launches that
-build/simulated remembers (tools/ptxsim/memo.py) are not repeated. With --all, all kernels run all cases in all modes,
-twins too, and nothing is remembered.
+own, which must not change a bit; of Blackwell's a few do, in one mode each. The covering set of features runs in
+`eager`, by whatever kernels dispatch chooses. Of the bf16 and the fp16 kernel of a spec one is simulated where their
+PTX is equal but for types. Launches that build/simulated remembers (tools/ptxsim/memo.py) are not repeated. With --all,
+all kernels run all cases in all modes, twins too, of Blackwell's those that stand for a structure, and nothing is
+remembered.
 
 The work begins, in processes of its own, when the kernels are compiled, and goes on beside the tests before these.
 """
 
 import pytest
 
-from tests.kernels import COVERING
-from tests.simulated import ELSEWHERE, FEATURES, SHIPPED, dealt, equal_but_for_types
+from tests.kernels import COVERING, ORDERED
+from tests.simulated import ELSEWHERE, FEATURES, SHIPPED, dealt, equal_but_for_types, unwrapped
+from tools.ptxsim import workloads
+from tools.ptxsim.run import Result
 
 pytestmark = pytest.mark.kernels
 
@@ -47,3 +50,17 @@ def test_modes_are_dealt_to_cases():
     assert dealt(["a", "b", "c", "d"], modes, None) == []
     assert dealt(["a", "b", "c", "d"], modes, 2) == [("c", "late"), ("d", "newest"), ("a", "random")]
     assert dealt(["a", "b"], modes[2:], 3) == [("b", "random")]
+
+
+def test_modes_that_delay_and_reorder_run_on_blackwell():
+    assert {mode for _, mode in ORDERED.values()} == {"late", "newest"}
+    names = {(arch, spec.name): spec for arch, op, spec in COVERING if op == "attention.sm100"}
+    for kernel, (case, _) in ORDERED.items():
+        assert case in [scenario.name for scenario in workloads.CASES["attention"](names[kernel])]
+
+
+def test_a_ring_that_no_case_fills_again_is_told():
+    once = Result(phases={"a": {16: 1, 24: 2}, "b": {16: 0}})
+    assert unwrapped(once) == ["no case uses the mbarriers at 0x10 again"]
+    once.add(Result(phases={"a": {16: 3, 24: 1}}))
+    assert once.phases["a"] == {16: 3, 24: 2} and not unwrapped(once)

@@ -5,9 +5,10 @@
     python -m tools.oracles record [CASE ...]    the same, and write their rows to tests/data/oracles.csv
     python -m tools.oracles readme               write a table of them into docs/blackwell.md
 
-FlashAttention 4's and cuDNN's open forward kernels are compiled from tensors without memory, for a device that need not
-be there. Their PTX runs as it is, on random data, and results are held against fp32. What they rely on beyond the text
-of the ISA, `BEYOND` says.
+FlashAttention 4's, cuDNN's open and CUTLASS's forward kernels are compiled from tensors without memory, for a device
+that need not be there. Their PTX runs as it is, on random data, and results are held against fp32. What they rely on
+beyond the text of the ISA, `BEYOND` says. CUTLASS's kernel is an example of its repository (NVIDIA/cutlass, 7107b05),
+which no package has: --cutlass, or the variable CUTLASS_SOURCE, names a checkout.
 """
 
 import argparse
@@ -30,11 +31,14 @@ from bench.pages import fill
 
 RECORD = Path(__file__).resolve().parents[1] / "tests" / "data" / "oracles.csv"
 COLUMNS = ("kernel", "arch", "case", "error", "lse_error", "mmas")
-FLASH, CUDNN = "flash-attn-4 4.0.0b36", "cudnn-frontend 1.32.0"
+FLASH, CUDNN, CUTLASS = "flash-attn-4 4.0.0b36", "cudnn-frontend 1.32.0", "CUTLASS 4.7.0 fmha"
+SOURCE = "CUTLASS_SOURCE"  # variable: where NVIDIA/cutlass lies
 SMS, SHARED = 2, 227 << 10  # SMs, bytes of shared memory
 TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "e4m3": 6e-2}  # of N(0, 1) data; P is rounded to the type, too
 LSE_TOLERANCE = 1e-3
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+CUDNN_DTYPES = {"e4m3": 0, "bf16": 2, "fp16": 3}
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,21 @@ CASES = {
         Case("sm_100a", tokens=400, keys=400, causal=False, window=(100, 0), kernel=CUDNN),
         Case("sm_103a", kernel=CUDNN),
         Case("sm_103a", tokens=300, keys=500, causal=False, kernel=CUDNN),
+        Case("sm_100a", dims=(192, 128), kernel=CUDNN),
+        Case("sm_100a", dims=(192, 128), tokens=300, keys=500, causal=False, kernel=CUDNN),
+        Case("sm_100a", "e4m3", kernel=CUDNN),
+        Case("sm_100a", "e4m3", tokens=300, keys=500, causal=False, kernel=CUDNN),
+        Case("sm_100a", "e4m3", tokens=1024, keys=1024, heads=(4, 1), causal=False, kernel=CUDNN),
+        Case("sm_103a", "e4m3", kernel=CUDNN),
+        Case("sm_100a", kernel=CUTLASS),
+        Case("sm_100a", "fp16", dims=(64, 64), kernel=CUTLASS),
+        Case("sm_100a", tokens=300, keys=500, causal=False, kernel=CUTLASS),
+        Case("sm_100a", tokens=1024, keys=1024, heads=(2, 2), causal=False, kernel=CUTLASS),
+        Case("sm_100a", sink=True, kernel=CUTLASS),
+        Case("sm_100a", tokens=400, keys=400, causal=False, window=(100, 0), kernel=CUTLASS),
+        Case("sm_100a", "e4m3", kernel=CUTLASS),
+        Case("sm_100a", "e4m3", dims=(192, 128), heads=(2, 2), kernel=CUTLASS),
+        Case("sm_103a", kernel=CUTLASS),
     )
 }
 
@@ -131,6 +150,14 @@ def as_numpy(t: torch.Tensor) -> np.ndarray:
     return t.numpy() if t.dtype == torch.float32 else t.view((torch.uint8, torch.int16)[t.itemsize - 1]).numpy()
 
 
+class Hardware:
+    """In the place of the DSL's class that asks a driver."""
+
+    get_max_active_clusters = staticmethod(lambda size=1, *_, **__: SMS // size)
+    get_device_multiprocessor_count = staticmethod(lambda *_, **__: SMS)
+    get_l2_cache_size_in_bytes = staticmethod(lambda *_, **__: 126 << 20)
+
+
 def flash_attention(case: Case, data: Data) -> list[Any]:
     """The launches (ptxsim.call.Call) of flash-attn-4, by its host function."""
     os.environ.update(FLASH_ATTENTION_ARCH=case.arch, FLASH_ATTENTION_NUM_SMS=str(SMS))
@@ -141,11 +168,6 @@ def flash_attention(case: Case, data: Data) -> list[Any]:
     from cute_kernels import build
 
     from .ptxsim import host
-
-    class Hardware:
-        get_max_active_clusters = staticmethod(lambda size=1, *_, **__: SMS // size)
-        get_device_multiprocessor_count = staticmethod(lambda *_, **__: SMS)
-        get_l2_cache_size_in_bytes = staticmethod(lambda *_, **__: 126 << 20)
 
     for module in [m for name, m in sys.modules.items() if "flash_attn" in name] + [cutlass.utils]:
         if hasattr(module, "HardwareInfo"):
@@ -175,9 +197,66 @@ def arguments(case: Case, data: Data, mlir: str) -> list[Any]:
     return given
 
 
-def cudnn_module(params: dict[str, Any]) -> Any:
-    """cuDNN's kernel for head_dim 128 in 16 bits, imported past the package's compiled part. params: fields of its
-    TemplateParams."""
+def loaded(name: str, path: Path, **names: Any) -> Any:
+    """The module in a file, where `names` are defined before."""
+    spec: Any = spec_from_file_location(name, path)
+    module: Any = module_from_spec(spec)
+    vars(module).update(names)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def cutlass_fmha(case: Case, data: Data) -> list[Any]:
+    """The launch of CUTLASS's example, persistent, as its `run` compiles it; with emulated exponentials where there are
+    too few. Heads are two modes, KV head and query head of it; LSE is (tokens, heads), in powers of 2."""
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32
+
+    from cute_kernels import abi, build
+
+    from .ptxsim import host
+
+    if SOURCE not in os.environ:
+        raise RuntimeError(f"{SOURCE} is not set: it names a checkout of NVIDIA/cutlass")
+    root = Path(os.environ[SOURCE]) / "examples/python/CuTeDSL"
+    sys.path.insert(0, str(root))
+    module = loaded("cutlass_fmha", root / "cute/blackwell/kernel/attention/fmha/fmha.py")
+    masks, emulates = module.fmha_utils.MaskEnum, case.arch == "sm_100a" and case.dtype != "e4m3"
+    module.fmha_utils.HardwareInfo = Hardware
+    left, right = case.window or (None, 0 if case.causal else None)
+    mask = masks.RESIDUAL_MASK if left is right is None else masks.WINDOW_MASK_INFERENCE
+    dims = case.dims[0] if case.dims[0] == case.dims[1] else case.dims
+    tile = (128, 128)
+    kernel = module.BlackwellFusedMultiHeadAttentionForward(Float32, Float32, tile, dims, True, mask, emulates, True)
+
+    (heads, kv_heads), group = case.heads, case.heads[0] // case.heads[1]
+    lse = torch.full((1, case.tokens, heads), torch.nan)
+    data.lse = lse.transpose(1, 2)
+    inputs = (data.q, group), (data.k, 1), (data.v, 1), (data.o, group)
+    size = 1, case.tokens, case.tokens, case.keys, heads, kv_heads, *case.dims
+    scale, sink = case.dims[0] ** -0.5, None if data.sink is None else data.sink.float()
+    window = [side for side in (left, right) if side is not None]
+    given: list[Any] = [as_numpy(t.view(1, t.shape[1], kv_heads, each, t.shape[3])) for t, each in inputs]
+    given += [*size, lse.view(1, -1, kv_heads, group).numpy(), *([] if sink is None else [sink.numpy()])]
+    given += [scale * math.log2(math.e), scale, 1.0, *window, 0]
+
+    def fake(dtype: torch.dtype, rank: int) -> Any:
+        return abi.tensor(abi.DTYPES[NAMES[dtype]], (None,) * rank, align=16, stride_divisibility=8)
+
+    number = [None if side is None else Int32(side) for side in (left, right)]
+    with build.host_functions() as hosts:
+        compiled = cute.compile(
+            *(kernel, *(fake(t.dtype, 5) for t, _ in inputs), tuple(map(Int32, size)), None, None),
+            abi.tensor(Float32, (None,) * 4, align=4), None if sink is None else abi.tensor(Float32, (None,), align=4),
+            *(Float32(1), Float32(1), Float32(1), None, *number, None, None),
+            *(cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=False), False), options="--opt-level=2",
+        )  # fmt: skip
+    return host.evaluate(hosts[-1], compiled.__ptx__, given, SHARED)
+
+
+def cudnn_module(name: str, params: dict[str, Any]) -> Any:
+    """One of cuDNN's kernels, imported past the package's compiled part. params: fields of its TemplateParams."""
     found = find_spec("cudnn")
     if found is None or not found.submodule_search_locations:
         raise RuntimeError("nvidia-cudnn-frontend is not installed")
@@ -188,39 +267,30 @@ def cudnn_module(params: dict[str, Any]) -> Any:
     sys.modules["cudnn"] = package
     from cudnn.sdpa.fwd.config_sm100 import TemplateParams
 
-    name = "cudnn.sdpa.fwd.kernels.sm100.prefill_d128_f16"
-    spec: Any = spec_from_file_location(name, root / "sdpa/fwd/kernels/sm100/prefill_d128_f16.py")
-    module: Any = module_from_spec(spec)
-    module.FROST_TEMPLATE_PARAMS = TemplateParams(**params)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    path = root / f"sdpa/fwd/kernels/sm100/{name}.py"
+    return loaded(f"cudnn.sdpa.fwd.kernels.sm100.{name}", path, FROST_TEMPLATE_PARAMS=TemplateParams(**params))
 
 
-def cudnn(case: Case, data: Data) -> list[Any]:
-    """The launch of cuDNN's kernel. Its host function encodes tensor maps in operations of its own: they are made here.
-
-    Parameters: maps of q, k, v and o; LSE with shape and strides; sinks, key counts and descriptors of ragged calls;
-    then numbers of query tokens, keys, CTAs of a head, heads, requests, query heads of a KV head; scale; no row counts.
-    """
+def cudnn_compiled(case: Case) -> tuple[Any, str]:
+    """(module, PTX) of cuDNN's kernel."""
     import cutlass.cute as cute
 
-    from .ptxsim.call import Call, Global, TensorMap
-
-    full = not (case.causal or case.window)
+    full, fp8 = not (case.causal or case.window), case.dtype == "e4m3"
     right = 0 if case.causal else case.window[1] if case.window else None
     module = cudnn_module(
+        {(128, 128): "prefill_d128", (192, 128): "prefill_d192_d128"}[case.dims] + ("_fp8" if fp8 else "_f16"),
         {
-            "dtype_qkv": {"bf16": 2, "fp16": 3}[case.dtype],
+            "dtype_qkv": CUDNN_DTYPES[case.dtype],
+            "dtype_o": CUDNN_DTYPES["bf16"] if fp8 else -1,
             "window_left": case.window[0] if case.window else None,
             "window_right": right,
             "bottom_right": right is not None,
             "has_sink": case.sink,
             "qh_per_kh": case.heads[0] // case.heads[1],
             "kv_tail_mask": full and case.keys % 128 > 0,
-            "exp2_fma_split": full and case.arch == "sm_100a",
-            "fused_ldtm_stat": case.arch == "sm_103a",
-        }
+            "exp2_fma_split": (full or fp8 or case.dims[0] == 192) and case.arch == "sm_100a",
+            "fused_ldtm_stat": case.arch == "sm_103a" and not fp8,
+        },
     )
     kernels = []
 
@@ -228,16 +298,36 @@ def cudnn(case: Case, data: Data) -> list[Any]:
         kernels.append(cute.compile(function, *args, **options))
         return kernels[-1]
 
-    module._compile_cached = compile_now
-    module.compile()
+    if fp8:
+        from cudnn.sdpa.fwd.kernels import _fp8_host
 
+        _fp8_host._compile_cached = compile_now
+        module.compile_prepared(has_amax=False)
+    else:
+        module._compile_cached = compile_now
+        module.compile()
+    return module, kernels[0].__ptx__
+
+
+def cudnn(case: Case, data: Data) -> list[Any]:
+    """The launch of cuDNN's kernel. Its host function encodes tensor maps in operations of its own: they are made here.
+
+    Parameters: maps of q, k, v and o; LSE with shape and strides; sinks, key counts and descriptors of ragged calls;
+    then numbers of query tokens, keys, CTAs of a head, heads, requests, query heads of a KV head; scale; in e4m3 a
+    factor of O and scales of q, k, v and O; no row counts; in e4m3 the places of scales that O has not.
+    """
+    from .ptxsim.call import Call, Global, TensorMap
+
+    module, ptx = cudnn_compiled(case)
     config, memory, none = module.CFG, Global(), np.zeros(16, np.uint8)
 
     def mapped(t: torch.Tensor, name: str, rows: int, swizzle: int) -> TensorMap:
         _, length, heads, dim = t.shape
-        strides = dim * 2, heads * dim * 2, length * heads * dim * 2
-        address, box = memory.add(as_numpy(t), name), (swizzle // 2, 1, rows, 1)
-        return TensorMap(address, (dim, heads, length, 1), strides, box, case.dtype.replace("fp", "f"), swizzle)
+        size = t.itemsize
+        strides = dim * size, heads * dim * size, length * heads * dim * size
+        address, box = memory.add(as_numpy(t), name), (swizzle // size, 1, rows, 1)
+        format_ = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "u8"}[t.dtype]
+        return TensorMap(address, (dim, heads, length, 1), strides, box, format_, swizzle)
 
     params: list[bytes | TensorMap] = [
         mapped(data.q, "q", config.TILE_M, config.Q_SWZ_BYTES),
@@ -257,13 +347,16 @@ def cudnn(case: Case, data: Data) -> list[Any]:
         struct.pack("<Q", other),
         *(struct.pack("<i", number) for number in numbers),
         struct.pack("<f", case.dims[0] ** -0.5 * math.log2(math.e)),
-        struct.pack("<Q", 0),
     ]
-    return [Call(kernels[0].__ptx__, params, (ctas, heads, 1), (config.CTA_MMA, 1, 1), SHARED, None, memory)]
+    if case.dtype == "e4m3":
+        one = memory.add(np.ones(4, np.float32), "scales")
+        params += [struct.pack("<f", 1.0), *[struct.pack("<Q", one)] * 4]
+    params += [struct.pack("<Q", 0)] * (5 if case.dtype == "e4m3" else 1)
+    return [Call(ptx, params, (ctas, heads, 1), (config.CTA_MMA, 1, 1), SHARED, None, memory)]
 
 
-PEERS = {FLASH: flash_attention, CUDNN: cudnn}
-BEYOND = {FLASH: ("exit",), CUDNN: ("lanes", "relaxed")}  # what each relies on: ptxsim.call.BEYOND
+PEERS = {FLASH: flash_attention, CUDNN: cudnn, CUTLASS: cutlass_fmha}
+BEYOND = {FLASH: ("exit",), CUDNN: ("lanes", "relaxed"), CUTLASS: ()}  # what each relies on: ptxsim.call.BEYOND
 
 
 def run(case: Case, folder: str) -> dict[str, Any]:
@@ -276,6 +369,8 @@ def run(case: Case, folder: str) -> dict[str, Any]:
     for call in PEERS[case.kernel](case, data):  # one cluster at a time: it may take the place of others
         whole.add(simulate(replace(call, beyond=BEYOND[case.kernel]), resident=1))
     o, lse = data.expected(case)
+    if case.kernel == CUTLASS:
+        lse *= math.log2(math.e)
     mmas = sum(count for name, count in whole.counts.items() if name.startswith("tcgen05.mma"))
     error, lse_error = float((data.o.float() - o).abs().max()), float((data.lse - lse).abs().max())
     found = dict(error=f"{error:.2g}", lse_error=f"{lse_error:.2g}", mmas=mmas)
@@ -323,7 +418,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.oracles", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("what", nargs="*", help="`record` or not, and parts of the names of cases; `readme`")
     parser.add_argument("--row", help="run one case here, and print its row")
+    parser.add_argument("--cutlass", default=os.environ.get(SOURCE), help=f"a checkout of NVIDIA/cutlass; or {SOURCE}")
     args = parser.parse_args()
+    if args.cutlass:
+        os.environ[SOURCE] = args.cutlass
     if args.row:
         import tempfile
 

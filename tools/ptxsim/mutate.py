@@ -1,9 +1,9 @@
 """Fault injection: break one synchronisation of a kernel at a time and see whether the simulator notices.
 
-    python -m tools.ptxsim.mutate bf16_d64_full_tma_m192n128s4 [--limit N] [--mode MODE ...] [--jobs N]
+    python -m tools.ptxsim.mutate bf16_d64_full_tma_m192n128s4 [--limit N] [--mode MODE ...] [--case NAME ...]
 
 A mutant counts as noticed if any case in any mode ends in a Fault or in wrong results; the first one ends its runs. The
-unmutated control must pass every mode.
+unmutated control must pass every mode. Cases of Blackwell's prefill take seconds each: name some, and modes.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from .machine import MODES
 from .parse import Instruction, Kernel, parse
 from .pool import pool
 
-LIMIT = 40_000  # units, in `random` five times as many: a mutant that spins is stopped early
+LIMIT = 200_000  # units, in `random` five times as many: a mutant that spins is stopped early
 _NOP = ("nop", ())
 
 
@@ -103,7 +103,8 @@ class Verdict:
     ran: bool  # some case executed the changed instruction
 
 
-def try_mutant(kernel: tuple[str, Any, str], modes: Sequence[str], mutant: Mutant) -> Verdict:
+def try_mutant(kernel: tuple[str, Any, str], modes: Sequence[str], names: Sequence[str], mutant: Mutant) -> Verdict:
+    """names: of cases, all of them where empty."""
     op, spec, arch = kernel
     program = launcher.program(launcher.load(op, spec, arch).ptx)
     if mutant.index >= 0:
@@ -111,7 +112,9 @@ def try_mutant(kernel: tuple[str, Any, str], modes: Sequence[str], mutant: Mutan
     family, ran = op.split(".")[0], False
     for mode in modes:
         how = {"mode": mode, "program": program, "limit": LIMIT * (5 if mode == "random" else 1), "seed": 1}
-        for case in workloads.CASES[family](spec, thorough=True):
+        for case in workloads.CASES[family](spec, thorough=not names):
+            if names and case.name not in names:
+                continue
             try:
                 outcome = workloads.RUN[family](spec, case, arch, **how)
             except Fault as fault:
@@ -167,6 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--limit", type=int, default=1 << 30, help="mutants a kernel, evenly from each kind")
     parser.add_argument("--mode", action="append", choices=MODES, help="repeatable; all modes by default")
+    parser.add_argument("--case", action="append", default=[], help="repeatable; all cases by default")
     parser.add_argument("--jobs", type=int, default=0, help="processes; one a core by default")
     args = parser.parse_args(argv)
     modes = args.mode or list(MODES)
@@ -174,12 +178,12 @@ def main(argv: list[str] | None = None) -> int:
         op, spec = next(kernel for kernel in catalog.shipped(args.arch) if kernel[1].name == name)
         kernel = (op, spec, args.arch)
         found = sample(list(mutants(parse(launcher.load(*kernel).ptx))), args.limit)
-        control = try_mutant(kernel, modes, Mutant("control", -1, 0))
+        control = try_mutant(kernel, modes, args.case, Mutant("control", -1, 0))
         print(f"{name}: control {f'fails in {control.mode}: {control.why}' if control.mode else 'passes'}", flush=True)
         if control.mode:
             return 1
         with pool(args.jobs) as processes:
-            print(report(list(processes.map(partial(try_mutant, kernel, modes), found))), flush=True)
+            print(report(list(processes.map(partial(try_mutant, kernel, modes, args.case), found))), flush=True)
     return 0
 
 

@@ -14,6 +14,7 @@ from .faults import Fault
 from .machine import MODES, Machine, Settings
 from .program import Program
 from .schedule import run as run_machine
+from .shared import BASE
 
 Block = tuple[int, int, int]
 
@@ -21,11 +22,13 @@ Block = tuple[int, int, int]
 @dataclass
 class Result:
     """steps: units executed. counts: asynchronous operations by kind. executed: by PTX text, of each instruction
-    whether a thread executed it (program.Program.executed)."""
+    whether a thread executed it (program.Program.executed). phases: by PTX text, of the mbarrier at each offset in
+    shared memory how many it completed, in the CTA that completed most."""
 
     steps: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     executed: dict[str, np.ndarray] = field(default_factory=dict)
+    phases: dict[str, dict[int, int]] = field(default_factory=dict)
 
     def add(self, other: "Result") -> None:
         """Take in another run."""
@@ -34,6 +37,10 @@ class Result:
             self.counts[name] = self.counts.get(name, 0) + count
         for ptx, executed in other.executed.items():
             self.executed[ptx] = self.executed.get(ptx, False) | executed
+        for ptx, phases in other.phases.items():
+            mine = self.phases.setdefault(ptx, {})
+            for offset, count in phases.items():
+                mine[offset] = max(count, mine.get(offset, 0))
 
 
 def run(
@@ -69,8 +76,16 @@ def run(
         if "exit" not in call.beyond:
             check_exit(machine)
         executed = program.executed(machine.entered, machine.active)
-        result.add(Result(machine.steps, machine.state.counts, {call.ptx: executed}))
+        result.add(Result(machine.steps, machine.state.counts, {call.ptx: executed}, {call.ptx: phases_of(machine)}))
     return result
+
+
+def phases_of(m: Machine) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for flat, barrier in m.mbarriers.items():
+        offset = flat % m.shared.stride - BASE
+        found[offset] = max(barrier.phase, found.get(offset, 0))
+    return found
 
 
 def clusters_of(call: Call, blocks: Iterable[Block] | None) -> list[list[Block]]:

@@ -9,7 +9,7 @@ from ..kv import source
 from ..prepare import dequantises
 from ..schedule import work
 from . import skip
-from .issue import At, columns, early, pieces, pv, qk, rows_of, wait_landed, zero_tail
+from .issue import At, columns, early, landed, pieces, pv, qk, rows_of, wait_landed, zero_tail
 from .roles import SLOTS, always, turns
 
 
@@ -30,9 +30,10 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, left: 
     """P V of the block at hand, and Q K^T of the next one of the tile, of both halves. left: blocks of the tile from
     here on. rows: of `rows_of`."""
     i, first = at.item, Int32(1) if left == w.hi - w.lo else Int32(0)
-    wait_landed(spec, s.v_pipe, i)
+    pipe.wait_full(s.v_pipe, i)
     if left > 1:
-        wait_landed(spec, s.k_pipe, i + 1)
+        pipe.wait_full(s.k_pipe, i + 1)
+    landed(spec)
     if const_expr(source(spec).CUTS and not dequantises(spec)):
         if first != 0:
             zero_tail(spec, s, w, i)

@@ -31,14 +31,15 @@ def kind(spec):
 
 
 def pieces(spec):
-    """Of P, of whose columns tensor memory takes powers of two at a time."""
-    return 3 if spec.tile.n % 3 == 0 else 4
+    """Of P, of whose columns tensor memory takes powers of two at a time. Of P in 8 bits two alone: with four, ptxas
+    computes what is emulated of all before it stores the first."""
+    return 3 if spec.tile.n % 3 == 0 else 2 if fp8(spec) else 4
 
 
 def early(spec):
-    """Pieces of P that the MMAs may begin with: all but one. In 8 bits they are faster than the exponentials: as soon
-    as half are there."""
-    return 2 if fp8(spec) else pieces(spec) - 1
+    """Pieces of P that the MMAs may begin with: all but one. In 8 bits that is half: MMAs are faster than the
+    exponentials."""
+    return pieces(spec) - 1
 
 
 def first_p(spec):
@@ -108,6 +109,12 @@ def pv(spec: cutlass.Constexpr, s, at: Columns, i: Uint32, some: cutlass.Constex
 def wait_landed(spec: cutlass.Constexpr, ring: pipe.Pipe, i: Uint32):
     """Until MMAs may read item i of K or V."""
     pipe.wait_full(ring, i)
+    landed(spec)
+
+
+@cute.jit
+def landed(spec: cutlass.Constexpr):
+    """Between waits for items of K or V and the MMAs that read them."""
     if const_expr(not dequantises(spec)):
         source(spec).landed()
 

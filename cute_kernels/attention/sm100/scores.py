@@ -140,9 +140,6 @@ def probabilities(spec: cutlass.Constexpr, s, r: Registers, x: Place, masked: cu
             tmem.wait_store()
             tmem.before_signal()
             pipe.send((s.late if k + 1 == count else s.early) + x.slot)
-        if const_expr(k + 1 == early(spec) and fp8(spec)):
-            if x.s < 0:  # never: but ptxas, which cannot know, keeps the other stores behind these
-                pipe.wait_signal(s.late + x.slot, 0)
 
 
 def total(spec, r: Registers):

@@ -169,7 +169,9 @@ def sharing_cases(k: Kernel) -> list[Scenario]:
         ragged, name="short", q_lens=(8, 3), kv_lens=(most, 40), sink=False, lse=False, data="needles", window_left=-1,
         soft_cap=12.0 if k.cap else 0.0,
     )  # fmt: skip
-    boxes = tuple(replace(short, page_size=page, lse=True) for page in (8, 32, 64))
+    boxes = [replace(short, page_size=page, lse=True) for page in (8, 32, 64)]
+    few = (0,) * 4  # keys: a CTA has more tiles than two rounds of the pipe that publishes them
+    boxes[0] = replace(boxes[0], q_lens=(*short.q_lens, *(1,) * len(few)), kv_lens=(*short.kv_lens, *few))
     idle = (0,) * 127
     many = replace(short, name="many", q_lens=(*idle, 7, 0, 1), kv_lens=(*idle, k.block + 40, 7, 9), lse=True)
     one = replace(short, name="one", heads_q=70, heads_kv=1, q_lens=(3,), kv_lens=(2 * k.block,), lse=True)
@@ -180,7 +182,7 @@ def sharing_cases(k: Kernel) -> list[Scenario]:
     return [
         Scenario("ragged", (ragged,), SHARED_SMS, ("csr",)),
         Scenario("short", (short, nothing), 3),
-        Scenario("boxes", boxes, SMS),
+        Scenario("boxes", tuple(boxes), SMS),
         Scenario("many", (many, one, single), SHARED_SMS),
         Scenario("whole", (whole,), SHARED_SMS),
     ]
@@ -243,6 +245,8 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     ]
     if k.several:
         other_boxes[-1] = replace(other_boxes[-1], out_dtype="nvfp4")
+    if k.several_tiles:  # every key matters, so that one which a box brings from elsewhere shows
+        other_boxes = [replace(box, data="normal", sink=False) for box in other_boxes]
     if k.several and not k.decodes:
         other_boxes = [replace(box, q_lens=(empty, *second), kv_lens=(0, keys, 0, 9)) for box in other_boxes]
         other_boxes[0] = replace(other_boxes[0], out_dtype="fp8", soft_cap=0.0)
@@ -276,9 +280,9 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     found.append(Scenario("many", (many,) if k.decodes else (many, nothing), sms, in_forms))
     if k.decodes:
         found += parts
-    if k.several_tiles:  # one, two and three rounds of blocks in turn, beside tiles of many rows
-        lens = 5 * k.block + 9, 200, 4 * k.block, k.block
-        few = replace(ragged, name="few", q_lens=(40, 150, 1, 3), kv_lens=lens, soft_cap=9.0 if k.cap else 0.0)
+    if k.several_tiles:  # one to three rounds of blocks in turn, beside a tile of many rows; needles in first blocks
+        lens = 5 * k.block + 9, k.block - 8, 4 * k.block, k.block, 2 * k.block - 9
+        few = replace(ragged, name="few", q_lens=(40, 150, 1, 3, 2), kv_lens=lens, soft_cap=9.0 if k.cap else 0.0)
         found.append(Scenario("few", (few,), SMS, in_forms))
     if k.promoted:
         found.append(Scenario("promoted", tuple(promoting_calls(k, short)), sms))
