@@ -10,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, Uint64, const_expr
 
+from ...device import copy
 from .. import keys, rows, scope, select
 from ..spec import BITS
 from . import GROUP, LIST
@@ -73,7 +74,7 @@ def load_slice(spec: cutlass.Constexpr, s, x: rows.Slice):
         for u in cutlass.range_constexpr(UNROLL):
             v = base + u * spec.threads
             if v < vectors:
-                cute.autovec_copy(words[None, u], s.keys[None, v])
+                copy.vector(words[None, u], s.keys[None, v])
                 count_vector(spec, s, words[None, u])
     if tid == 0:
         select.add(s.local, 0, x.count - vectors * lanes(spec))
@@ -86,7 +87,7 @@ def count(spec: cutlass.Constexpr, s, x: rows.Slice):
     vectors = groups(spec, x) * (GROUP // lanes(spec))
     words = cute.make_rmem_tensor(rows.WORDS, Uint32)
     for v in cutlass.range(tid, vectors, spec.threads, unroll=1):
-        cute.autovec_copy(s.keys[None, v], words)
+        copy.vector(s.keys[None, v], words)
         count_vector(spec, s, words)
     if tid == 0:
         select.add(s.local, 0, x.count - vectors * lanes(spec))
@@ -111,7 +112,7 @@ def count_range(spec: cutlass.Constexpr, s, x: rows.Slice, least: Uint32, greate
     vectors = groups(spec, x) * (GROUP // lanes(spec))
     words = cute.make_rmem_tensor(rows.WORDS, Uint32)
     for v in cutlass.range(tid, vectors, spec.threads, unroll=1):
-        cute.autovec_copy(s.keys[None, v], words)
+        copy.vector(s.keys[None, v], words)
         for e in cutlass.range_constexpr(lanes(spec)):
             key = keys.order(key_of(spec, words, e))
             if (key >= least) & (key <= greatest):
@@ -274,4 +275,4 @@ def drop(bits, place):
 
 def store(bits, group, masks):
     """Store the words of a group."""
-    cute.autovec_copy(masks, cute.make_tensor(bits.iterator + group * STEP, cute.make_layout(STEP)))
+    copy.vector(masks, cute.make_tensor(bits.iterator + group * STEP, cute.make_layout(STEP)))
