@@ -52,11 +52,11 @@ def groups(spec, x):
 def prepare(spec: cutlass.Constexpr, s):
     """Clear s.local, s.pool and s.counts. Ends with a CTA barrier."""
     select.clear(spec, s.local)
-    tid = cute.arch.thread_idx()[0]
+    tid, pool, counts = cute.arch.thread_idx()[0], s.pool, s.counts  # alone: see `stage` of write.py
     for i in cutlass.range(tid, LIST, spec.threads, unroll=1):
-        s.pool[i] = Uint64(0)
+        pool[i] = Uint64(0)
     if tid < 4:
-        s.counts[tid] = Int32(0)
+        counts[tid] = Int32(0)
     cute.arch.barrier()
 
 
@@ -249,7 +249,7 @@ def list_ties(spec: cutlass.Constexpr, a, s, x: rows.Slice, group: Int32, bounda
     """Append this lane's keys of a group at the boundary to s.list, with CTA and place, as 64 bits: larger entries get
     in first. Clears the bits of filler."""
     least, greatest, mask = boundary.least, boundary.greatest, keys.xor_mask(boundary.least)
-    some, start = Uint32(0), group * GROUP + cute.arch.lane_idx()
+    some, start, listed = Uint32(0), group * GROUP + cute.arch.lane_idx(), s.list
     for u in cutlass.range_constexpr(STEP):
         key = load(spec, s, start + u * 32) ^ mask
         if (key >= least) & (key <= greatest):
@@ -262,7 +262,7 @@ def list_ties(spec: cutlass.Constexpr, a, s, x: rows.Slice, group: Int32, bounda
             if a.last_ties == 0:
                 name = ~name
             entry = (Uint64(keys.order(load(spec, s, place))) << 32) | Uint64(name)
-            s.list[select.add(s.counts, 0, 1)] = entry
+            listed[select.add(s.counts, 0, 1)] = entry
         else:
             drop(s.bits, place)
 
