@@ -24,9 +24,10 @@ def count_part(a, own: Int32, count: Int32):
     """One thread, to which what is written of a part is visible: 1 where that is the last of `count`, by the counter
     `own` of the launch, else 0. All parts are visible to it then, and to those that it meets at a barrier."""
     own += a.schedule.counter_base
-    counter, last = a.schedule.counters.iterator + own, Int32(0)
+    counters, last = a.schedule.counters, Int32(0)
+    counter = counters.iterator + own
     if cute.arch.atomic_add(counter.llvm_ptr, Int32(1), sem="acq_rel", scope="gpu") == count - 1:
-        a.schedule.counters[own] = 0
+        counters[own] = 0
         last = Int32(1)
     return last
 

@@ -29,8 +29,9 @@ def scale_of(a):
 @cute.jit
 def store_lse(a, token: Int32, head: Int32, lse: Float32, mine):
     """LSE of a row, by the thread that it is the business of (`mine`), where the call wants it."""
-    if mine and a.out.lse.shape[0] > 0:
-        a.out.lse[token, head] = lse
+    out = a.out.lse  # alone: a branch that stores to `a` carries all that it holds
+    if mine and out.shape[0] > 0:
+        out[token, head] = lse
 
 
 @cute.jit
