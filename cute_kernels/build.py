@@ -85,7 +85,7 @@ def toolchain() -> dict[str, Any]:
 
 
 def build(op: str, spec: Any, arch: str, more: str = "") -> Compiled:
-    """Compile kernel `op` for `spec`, in 1.5 to 4 s. NotImplementedError where `supports` refuses; or ArchMismatch.
+    """Compile kernel `op` for `spec`, in 1 to 15 s. NotImplementedError where `supports` refuses; or ArchMismatch.
 
     more: options of cute.compile that do not change the code, such as --generate-line-info.
     """
