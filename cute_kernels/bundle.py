@@ -115,15 +115,16 @@ def compile_one(op: str, spec: Any, arch: str, objects: Path) -> str:
 
 def facts_of(paths: list[Path], arch: str) -> list[dict[str, Any]]:
     """cubin.facts of objects; kept beside each, with the opcodes that were counted."""
-    found = {path: kept_facts(path) for path in paths}
-    unknown = [path for path, facts in found.items() if facts is None]
+    kept = {path: kept_facts(path) for path in paths}
+    found = {path: facts for path, facts in kept.items() if facts is not None}
+    unknown = [path for path in paths if path not in found]
     cubins = [path.with_suffix(".cubin").read_bytes() for path in unknown]
     shared = [json.loads(path.with_suffix(".shared").read_text()) for path in unknown]
     for path, facts in zip(unknown, cubin.facts(cubins, shared, arch) if unknown else (), strict=True):
         found[path] = facts
         if cubin.disassembler() is not None:
-            kept = manifest.canonical({"counted": cubin.COUNTED, "facts": facts})
-            manifest.write_atomic(path.with_suffix(".facts"), kept.encode())
+            text = manifest.canonical({"counted": cubin.COUNTED, "facts": facts})
+            manifest.write_atomic(path.with_suffix(".facts"), text.encode())
     return [found[path] for path in paths]
 
 

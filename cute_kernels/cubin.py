@@ -112,10 +112,10 @@ def facts(cubins: list[bytes], dynamic_shared: list[int | None], arch: str) -> l
     if disassembler() is None:
         unknown = {"registers": None, "stack": None, "instructions": None}
         return [unknown | {"shared": shared} for shared in dynamic_shared]
-    found = []
+    found: list[dict[str, Any]] = []
     for cubin, shared, instructions in zip(cubins, dynamic_shared, counts(cubins, arch), strict=True):
         used = usage(cubin)
         static = used.pop("static_shared")
         shared = None if shared is None else shared + static
-        found.append(used | {"shared": shared, "instructions": instructions})
+        found.append({**used, "shared": shared, "instructions": instructions})
     return found
