@@ -40,12 +40,12 @@ class ArchMismatch(RuntimeError):
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel. fn(*args), args as `fake_args` states them, launches on the tensors' current stream."""
+    """A compiled kernel, to be exported: it is not loaded into this process."""
 
     op: str
     spec: Any
     arch: str
-    fn: Callable[..., None]
+    fn: Any  # the DSL's
     ptx: str
     cubin: bytes
     shared: int | None  # bytes of dynamic shared memory of the largest launch; None where the host code hides it
@@ -53,7 +53,7 @@ class Compiled:
 
     def export(self, path: Path, symbol: str) -> None:
         """Write an object file whose only visible symbol is the TVM FFI function `symbol`."""
-        self.fn.export_to_c(str(path), function_name=symbol, export_only_tvm_ffi_symbols=True)  # type: ignore[attr-defined]
+        self.fn.export_to_c(str(path), function_name=symbol, export_only_tvm_ffi_symbols=True)
 
 
 def use_arch(arch: str) -> None:
@@ -85,7 +85,7 @@ def toolchain() -> dict[str, Any]:
 
 
 def build(op: str, spec: Any, arch: str, more: str = "") -> Compiled:
-    """Compile kernel `op` for `spec`, in 1.5 to 4 s. NotImplementedError where `supports` refuses; or ArchMismatch.
+    """Compile kernel `op` for `spec`, in 1 to 15 s. NotImplementedError where `supports` refuses; or ArchMismatch.
 
     more: options of cute.compile that do not change the code, such as --generate-line-info.
     """
@@ -104,7 +104,8 @@ def build(op: str, spec: Any, arch: str, more: str = "") -> Compiled:
         _name(module, f"{op}__{spec.name}".replace(".", "_"), tuple(args))
         options = f"{OPTIONS} {ARCH_OPTIONS.get(arch, '')} --dump-dir {folder} {more}"
         with host_functions() as hosts:
-            fn = cute.compile(module.forward, spec, abi.stream(), *args.values(), options=options)
+            # An engine would compile the host function twice more, 0.3 s, for a call from here.
+            fn = cute.compile(module.forward, spec, abi.stream(), *args.values(), options=options, no_jit_engine=True)
         shared = _dynamic_shared(str(fn.ir_module))
         return Compiled(op, spec, arch, fn, fn.__ptx__, fn.__cubin__, shared, *hosts)
 

@@ -33,6 +33,7 @@ LICENCE = (
     "the bundle on: https://docs.nvidia.com/cutlass/latest/media/docs/pythonDSL/license.html"
 )
 UNUSED_DAYS = 14  # objects not used for this long are deleted
+TOGETHER = 24  # kernels that are disassembled at a time
 
 SpecType = Callable[[str], Any]  # op -> type of its specs, as manifest.from_json takes it
 
@@ -108,24 +109,29 @@ def end_with_parent() -> None:
 
 
 def compile_one(op: str, spec: Any, arch: str, objects: Path) -> str:
-    """Run in a worker process: the key of the object that now exists, with its facts."""
-    path = build.object_file(op, spec, arch, objects)
-    facts_of(path)
-    return path.stem
+    """Run in a worker process: the key of the object that now exists."""
+    return build.object_file(op, spec, arch, objects).stem
 
 
-def facts_of(path: Path) -> dict[str, Any]:
-    """cubin.facts of an object's cubin; kept beside the object, with the opcodes that were counted, since the
-    disassembler takes 0.6 s."""
-    cache = path.with_suffix(".facts")
-    kept = json.loads(cache.read_text()) if cache.exists() else {}
-    if kept.get("counted") == list(cubin.COUNTED):
-        return kept["facts"]
-    shared = json.loads(path.with_suffix(".shared").read_text())
-    facts = cubin.facts(path.with_suffix(".cubin").read_bytes(), shared)
-    if cubin.disassembler() is not None:
-        manifest.write_atomic(cache, manifest.canonical({"counted": cubin.COUNTED, "facts": facts}).encode())
-    return facts
+def facts_of(paths: list[Path], arch: str) -> list[dict[str, Any]]:
+    """cubin.facts of objects; kept beside each, with the opcodes that were counted."""
+    kept = {path: kept_facts(path) for path in paths}
+    found = {path: facts for path, facts in kept.items() if facts is not None}
+    unknown = [path for path in paths if path not in found]
+    cubins = [path.with_suffix(".cubin").read_bytes() for path in unknown]
+    shared = [json.loads(path.with_suffix(".shared").read_text()) for path in unknown]
+    for path, facts in zip(unknown, cubin.facts(cubins, shared, arch) if unknown else (), strict=True):
+        found[path] = facts
+        if cubin.disassembler() is not None:
+            text = manifest.canonical({"counted": cubin.COUNTED, "facts": facts})
+            manifest.write_atomic(path.with_suffix(".facts"), text.encode())
+    return [found[path] for path in paths]
+
+
+def kept_facts(path: Path) -> dict[str, Any] | None:
+    file = path.with_suffix(".facts")
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    return kept["facts"] if kept.get("counted") == list(cubin.COUNTED) else None
 
 
 def use(path: Path) -> bool:
@@ -160,6 +166,10 @@ def compile_missing(items: list[Item], arch: str, objects: Path, jobs: int) -> i
                 elif task.result() != item.key:
                     failed.append(f"{name}: sources of cute_kernels changed during the build, run it again")
                 progress.step(name)
+            if not failed:
+                paths = [objects / f"{item.key}.o" for item in missing]
+                shares = [paths[i : i + TOGETHER] for i in range(0, len(paths), TOGETHER)]
+                list(pool.map(facts_of, shares, [arch] * len(shares)))
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
@@ -168,7 +178,7 @@ def compile_missing(items: list[Item], arch: str, objects: Path, jobs: int) -> i
     return len(missing)
 
 
-def describe(item: Item, objects: Path, library: bytes) -> dict[str, Any]:
+def describe(item: Item, facts: dict[str, Any], objects: Path, library: bytes) -> dict[str, Any]:
     """The manifest entry of a compiled kernel. library: that holds it."""
     path = objects / f"{item.key}.o"
     code = path.with_suffix(".cubin").read_bytes()
@@ -181,7 +191,7 @@ def describe(item: Item, objects: Path, library: bytes) -> dict[str, Any]:
         "library": item.family,
         "object_sha256": manifest.digest(path.read_bytes()),
         "cubin": {"offset": library.index(code), "size": len(code), "sha256": manifest.digest(code)},
-        **facts_of(path),
+        **facts,
     }
 
 
@@ -264,12 +274,13 @@ def publish(items: list[Item], arch: str, toolchain: dict[str, Any], place: Plac
     families = sorted({item.family for item in items})
     linked = {f: link([i for i in items if i.family == f], place, libraries) for f in families}
     content = {f: (place.out / lib["file"]).read_bytes() for f, lib in linked.items()}
+    facts = facts_of([place.objects / f"{item.key}.o" for item in items], arch)
     result = Manifest(
         arch=arch,
         toolchain=toolchain,
         runtime=copy_runtime(runtime, place.out),
         libraries=linked,
-        kernels=[describe(item, place.objects, content[item.family]) for item in items],
+        kernels=[describe(item, known, place.objects, content[item.family]) for item, known in zip(items, facts)],
     )
     manifest.write(place.out, result)
     return result

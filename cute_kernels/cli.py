@@ -142,7 +142,7 @@ def command_show(args: argparse.Namespace) -> int:
     print(
         f"{manifest.label(op, spec)} {args.arch}\nspec {manifest.canonical(manifest.to_json(spec))}\nkey  {path.stem}"
     )
-    print(summary(bundle.facts_of(path)))
+    print(summary(*bundle.facts_of([path], args.arch)))
     if args.ptx:
         print(path.with_suffix(".ptx").read_text())
     if cubin.disassembler() is None:

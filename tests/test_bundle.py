@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels import archive, bundle, catalog, manifest
+from cute_kernels import archive, bundle, catalog, cubin, manifest
 from cute_kernels.attention import args, dispatch
 from tests.conftest import ARCH, BLOCK_DSL, ROOT, build_bundle, finish, run_python, start_python
 
@@ -263,6 +263,16 @@ def test_verify_tells_a_damaged_file(copy):
     library.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     done = run_python(*arguments)
     assert done.returncode == 1 and f"{library.name} does not have the hash" in done.stderr
+
+
+def test_kernels_are_disassembled_together_as_alone(small):
+    if cubin.disassembler() is None:
+        pytest.skip(f"nothing can disassemble: {cubin.INSTALL}")
+    held = manifest.read(small).kernels
+    codes = [(OBJECTS / f"{entry['key']}.cubin").read_bytes() for entry in held]
+    for entry, code, together in zip(held, codes, cubin.counts(codes, ARCH), strict=True):
+        alone = cubin.instructions(cubin.sass(code))
+        assert entry["instructions"] == together == alone and alone["HMMA"] > 0
 
 
 def test_code_of_a_kernel_lies_in_its_library(small):

@@ -9,6 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from ..device import copy
 from ..device.warp import add_scaled, fma
 from . import epilogue, geometry, softmax
 from .schedule import stream_k
@@ -23,9 +24,10 @@ def count_part(a, own: Int32, count: Int32):
     """One thread, to which what is written of a part is visible: 1 where that is the last of `count`, by the counter
     `own` of the launch, else 0. All parts are visible to it then, and to those that it meets at a barrier."""
     own += a.schedule.counter_base
-    counter, last = a.schedule.counters.iterator + own, Int32(0)
+    counters, last = a.schedule.counters, Int32(0)
+    counter = counters.iterator + own
     if cute.arch.atomic_add(counter.llvm_ptr, Int32(1), sem="acq_rel", scope="gpu") == count - 1:
-        a.schedule.counters[own] = 0
+        counters[own] = 0
         last = Int32(1)
     return last
 
@@ -105,9 +107,9 @@ def load_parts(spec: cutlass.Constexpr, a, w: Work, row: Int32, first: Int32, pi
     for e in cutlass.range_constexpr(GROUP):
         if const_expr(e == 0):
             own = parts[stream_k.slot_of(a, w, first), row, None]
-            cute.autovec_copy(cute.local_tile(own, *lane), pieces[None, e])
+            copy.vector(cute.local_tile(own, *lane), pieces[None, e])
         else:
-            cute.autovec_copy(near[cutlass.min(e, w.split.count - 1 - first), None], pieces[None, e])
+            copy.vector(near[cutlass.min(e, w.split.count - 1 - first), None], pieces[None, e])
 
 
 @cute.jit
@@ -134,7 +136,7 @@ def merge_rows(spec: cutlass.Constexpr, a, w: Work, first: Int32, rows: Int32, e
             slot = stream_k.slot_of(a, w, cutlass.min(base + j, count - 1))
             for i in cutlass.range_constexpr(each):
                 source = a.schedule.o_partial[slot, cutlass.min(first + i, rows - 1), None]
-                cute.autovec_copy(cute.local_tile(source, (per,), (lane,)), pieces[None, i])
+                copy.vector(cute.local_tile(source, (per,), (lane,)), pieces[None, i])
             for i in cutlass.range_constexpr(each):
                 factor = cute.arch.shuffle_sync(mine, parts * i + j)
                 for e in cutlass.range_constexpr(per):  # a part without a key may hold 0 x NaN

@@ -5,7 +5,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint8, Uint16, Uint32, const_expr
 
-from ..device import warp
+from ..device import copy, warp
 from . import nvfp4, softmax
 from .spec import BLOCK
 
@@ -29,8 +29,9 @@ def scale_of(a):
 @cute.jit
 def store_lse(a, token: Int32, head: Int32, lse: Float32, mine):
     """LSE of a row, by the thread that it is the business of (`mine`), where the call wants it."""
-    if mine and a.out.lse.shape[0] > 0:
-        a.out.lse[token, head] = lse
+    out = a.out.lse  # alone: a branch that stores to `a` carries all that it holds
+    if mine and out.shape[0] > 0:
+        out[token, head] = lse
 
 
 @cute.jit
@@ -55,7 +56,7 @@ def store_16bit(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor)
     target = cute.local_tile(a.out.o[token, head, None], (cute.size(values),), (piece,))
     out = cute.make_rmem_tensor(cute.size(values), target.element_type)
     warp.convert16(values, out)
-    cute.autovec_copy(out, target)
+    copy.vector(out, target)
 
 
 @cute.jit
@@ -64,7 +65,7 @@ def store_e4m3(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor):
     target = cute.local_tile(a.out.o_fp8[token, head, None], (n,), (piece,))
     out = cute.make_rmem_tensor(n, target.element_type)
     warp.convert8(values, out)
-    cute.autovec_copy(out, target)
+    copy.vector(out, target)
 
 
 @cute.jit
@@ -78,7 +79,7 @@ def store_nvfp4(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor,
     for i in cutlass.range_constexpr(n // each):
         some = cute.make_tensor(values.iterator + i * each, cute.make_layout(each))
         words[i] = nvfp4.codes(some, f).to(INTEGERS[each // 2])
-    cute.autovec_copy(out, target)
+    copy.vector(out, target)
     if cute.arch.lane_idx() & sum(mates) == 0:
         nvfp4.store_factor(a, token, head, piece * n // BLOCK, f)
 
@@ -87,6 +88,6 @@ def store_nvfp4(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor,
 def store_partial(spec: cutlass.Constexpr, a, slot: Int32, row: Int32, piece: Int32, values: cute.Tensor, lse: Float32):
     """Few values as piece number `piece` of a row of a part of a tile, in fp32; LSE with the first."""
     target = a.schedule.o_partial[slot, row, None]
-    cute.autovec_copy(values, cute.local_tile(target, (cute.size(values),), (piece,)))
+    copy.vector(values, cute.local_tile(target, (cute.size(values),), (piece,)))
     if piece == 0:
         target[spec.head_dim_vo] = lse

@@ -40,7 +40,7 @@ def fetch_q(spec: cutlass.Constexpr, plan, s, w: Work, q: Int32):
     qs, qg = copy.partition(b, s.raw_q, g)
     stage = cute.arch.make_warp_uniform(pipe.stage(s.q_pipe, q))
     for d in cutlass.range_constexpr(cute.size(qs, mode=[2])):
-        cute.copy(b.atom, qg[None, 0, d], qs[None, 0, d, stage], tma_bar_ptr=s.q_pipe.full + stage)
+        cute.copy_atom_call(b.atom, qg[None, 0, d], qs[None, 0, d, stage], tma_bar_ptr=s.q_pipe.full + stage)
 
 
 @cute.jit

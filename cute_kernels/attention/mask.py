@@ -115,7 +115,7 @@ def apply(
                 out = cols[c] >= hi
                 if const_expr(spec.mask.window):
                     out = out or cols[c] < lo
-                s[r, c] = -Float32.inf if out else s[r, c]
+                s[r, c] = warp.select(out, -Float32.inf, s[r, c])
 
 
 @cute.jit
@@ -167,7 +167,7 @@ def apply_custom(
     mine = [cute.arch.shuffle_sync(word, lane // lanes * lanes + i) >> Uint32(own) for i in range(cols[-1] // 32 + 1)]
     for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
         bit = mine[const_expr(cols[c] // 32)] & const_expr(1 << cols[c] % 32)
-        s[r, c] = -Float32.inf if bit == 0 else s[r, c]
+        s[r, c] = warp.select(bit == 0, -Float32.inf, s[r, c])
 
 
 @cute.jit
@@ -175,4 +175,4 @@ def apply_words(s: cute.Tensor, words: cute.Tensor):
     """-inf into s (1, cols) where the bit of the column is 0; words: 32 columns each."""
     for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
         bit = words[const_expr(c // 32)] & const_expr(1 << c % 32)
-        s[0, c] = -Float32.inf if bit == 0 else s[0, c]
+        s[0, c] = warp.select(bit == 0, -Float32.inf, s[0, c])

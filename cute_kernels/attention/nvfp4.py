@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint8, Uint16
 
-from ..device import warp
+from ..device import copy, warp
 from .spec import BLOCK
 
 LARGEST = 6.0  # code 7
@@ -111,4 +111,4 @@ def store_factors(a, token: Int32, head: Int32, block: Int32, word: Int32):
     """The factors of 4 blocks from `block` on, a byte each."""
     four = cute.make_rmem_tensor(4, Uint8)
     cute.recast_tensor(four, Int32)[0] = word
-    cute.autovec_copy(four, cute.local_tile(a.out.o_sf, (4,), (fours_of(a, token, head, block),)))
+    copy.vector(four, cute.local_tile(a.out.o_sf, (4,), (fours_of(a, token, head, block),)))

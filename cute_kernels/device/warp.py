@@ -23,6 +23,11 @@ def across_quads(x, op):
     return x
 
 
+def select(condition, x, y):
+    """`x if condition else y` in fp32, of which the DSL traces both sides twice: here they are traced once."""
+    return Float32(cutlass.select_(condition, Float32(x).ir_value(), Float32(y).ir_value()))
+
+
 def fma(x, y, z):
     """x * y + z in fp32, rounded once. ptxas makes none of what says x * y + z: see `build.OPTIONS`."""
     return cute.math.fma(Float32(x), Float32(y), Float32(z))

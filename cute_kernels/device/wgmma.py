@@ -41,12 +41,14 @@ def store_a(mma: cute.TiledMma, regs: cute.Tensor, smem: cute.Tensor, thread: In
 
 @cute.jit
 def issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: cutlass.Constexpr):
-    """acc (+)= a b over all of K, committed as one group and not waited for."""
+    """acc (+)= a b over all of K, committed as one group and not waited for. acc: of one instruction."""
+    assert cute.size(acc, mode=[1]) == 1 and cute.size(acc, mode=[2]) == 1
     atom = cute.make_mma_atom(mma.op)  # a local atom: setting a field of a struct member in a loop breaks dominance
     atom.set(warpgroup.Field.ACCUMULATE, not zero)
     warpgroup.fence()
+    whole = acc[None, 0, 0]
     for k in cutlass.range_constexpr(cute.size(a.shape[2])):
-        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        cute.mma_atom_call(atom, whole, a[None, 0, k], b[None, 0, k], whole)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
 

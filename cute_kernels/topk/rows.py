@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
-from ..device import l2
+from ..device import copy, l2
 from ..device.clamp import clamp
 from . import keys
 from .args import DECODE, ENDS, LENGTHS
@@ -94,7 +94,7 @@ def fetch(spec: cutlass.Constexpr, s: Slice, v: Int32, into: cute.Tensor):
     per = const_expr(keys.per_word(spec))
     first = v * (WORDS * per) - s.shift
     if first >= 0 and first + WORDS * per <= s.count:
-        cute.autovec_copy(s.words[None, v], into)
+        copy.vector(s.words[None, v], into)
     else:
         narrow = s.words
         if const_expr(bits == 16):

@@ -72,13 +72,14 @@ def search(spec: cutlass.Constexpr, s, need: Int32) -> Found:
     for e in cutlass.range_constexpr(per):
         mine += Int32(counts[e])
     above, everything = rank_in(spec, mine, s.scratch)
+    out = s.found  # alone: a branch that stores to `s` carries all that it holds
     if (above < need) & (need <= above + mine):
         b, here, left = Int32(0), Int32(0), Int32(0)
         for e in cutlass.range_constexpr(per):
             if above < need:
                 b, here, left = first + per - 1 - e, Int32(counts[per - 1 - e]), need - above
             above += Int32(counts[per - 1 - e])
-        s.found[0], s.found[1], s.found[2] = b, here, left
+        out[0], out[1], out[2] = b, here, left
     cute.arch.barrier()
     return Found(s.found[0], s.found[1], s.found[2], everything)
 

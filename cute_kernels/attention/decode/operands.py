@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from ...device import mma, pipe
+from ...device import copy, mma, pipe
 from .. import geometry, logits, quant
 from ..spec import BLOCK
 from .layout import CachedRow, columns, halves, keys, scale_blocks, v_offsets
@@ -80,10 +80,10 @@ def fetch_q(spec: cutlass.Constexpr, a, r, x, words: cute.Tensor):
 def load_query(piece: cute.Tensor, words: cute.Tensor):
     """8 elements of Q to words of pairs, e4m3 ones as fp16, which holds them exactly."""
     if const_expr(piece.element_type.width == 16):
-        cute.autovec_copy(piece, cute.recast_tensor(words, piece.element_type))
+        copy.vector(piece, cute.recast_tensor(words, piece.element_type))
     else:
         stored = cute.make_rmem_tensor(8, piece.element_type)
-        cute.autovec_copy(piece, stored)
+        copy.vector(piece, stored)
         for i in cutlass.range_constexpr(2):
             words[2 * i], words[2 * i + 1] = quant.from_e4m3(cute.recast_tensor(stored, Uint32)[i])
 

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from ...device import pipe, warp
+from ...device import copy, pipe, warp
 from .. import epilogue, geometry, quant, softmax
 from .layout import columns_at_once, first_column, mates, row_of_pass, rows_at_once, rows_of_pass
 from .roles import roles
@@ -58,7 +58,7 @@ def store(spec: cutlass.Constexpr, s, r, x, turn: Int32, at: cutlass.Constexpr):
                 piece = cute.make_rmem_tensor(PIECE, Float32)
                 for e in cutlass.range_constexpr(PIECE):
                     piece[e] = r.o[2 * (number + PIECE * i + e) + k % 2, k // 2]
-                cute.autovec_copy(piece, s.merge.o[own, row, (g * count + i) ^ (t + (k // 2 * 4 - low // 2)), None])
+                copy.vector(piece, s.merge.o[own, row, (g * count + i) ^ (t + (k // 2 * 4 - low // 2)), None])
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(pipe.full(s.merge.ready, turn))
@@ -77,7 +77,7 @@ def add_up(spec: cutlass.Constexpr, s, x, row: Uint32, piece: Uint32, total: cut
     for c in cutlass.range(x.shares, unroll=4):
         factor = cute.math.exp2(s.merge.stats[first + c, inside, 0] - base, fastmath=True)
         exponentials = warp.fma(factor, s.merge.stats[first + c, inside, 1], exponentials)
-        cute.autovec_copy(s.merge.o[first + c, stored, piece ^ (stored // 2), None], part)
+        copy.vector(s.merge.o[first + c, stored, piece ^ (stored // 2), None], part)
         warp.add_scaled(total, part, factor)
     return Sums(top, exponentials)
 

@@ -107,17 +107,19 @@ def fill_boxes(
     pipe.fill(p, at.item, size)
     # A coordinate that the compiler knows to be warp-uniform costs one move to a uniform register, any other a loop.
     stage, head = cute.arch.make_warp_uniform(pipe.stage(p, at.item)), cute.arch.make_warp_uniform(at.head)
+    s, g = copy.partition(b, smem, b.gmem)
     for c in cutlass.range_constexpr(0, count, of):
         mine = c + at.loader if const_expr(of > 1) else c  # static where it can be
         lane = mine * (b.rows // least)  # its low five bits, which a shuffle looks at
         group = const_expr(c * (b.rows // least) // 32)
         page_c = cute.arch.shuffle_sync(lanes.page[group], lane)
-        row_c = 0 if const_expr(lanes.row is None) else cute.arch.shuffle_sync(lanes.row[group], lane)
-        if const_expr(c + of <= count) or mine < count:
+        if const_expr(lanes.row is not None):
+            row_c = cute.arch.shuffle_sync(lanes.row[group], lane)
             s, g = copy.partition(b, smem, cute.domain_offset((row_c, 0, 0, 0), b.gmem))
+        if const_expr(c + of <= count) or mine < count:
             for d in cutlass.range_constexpr(cute.size(s, mode=[2])):
                 dst = s[None, mine, d, stage]
-                cute.copy(b.atom, g[None, 0, d, head, page_c], dst, tma_bar_ptr=p.full + stage)
+                cute.copy_atom_call(b.atom, g[None, 0, d, head, page_c], dst, tma_bar_ptr=p.full + stage)
 
 
 def operand(x, shape, stages):
@@ -147,4 +149,4 @@ def zero_tail(spec: cutlass.Constexpr, stage: cute.Tensor, valid: Int32, tid: In
     box = boxes(spec.tile.n)[-1]
     rows = (valid + box - 1) // box * box - valid
     for i in cutlass.range(tid, rows * per_row, threads, unroll=1):
-        cute.autovec_copy(zeros, cute.local_tile(stage, (1, vec), (valid + i // per_row, i % per_row))[0, None])
+        copy.vector(zeros, cute.local_tile(stage, (1, vec), (valid + i // per_row, i % per_row))[0, None])

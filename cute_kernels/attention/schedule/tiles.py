@@ -237,8 +237,8 @@ def find(spec: cutlass.Constexpr, a, tile: Int32, order: Order):
 def publish(spec: cutlass.Constexpr, a, s, t: Int32):
     """One warp: find the CTA's t-th tile and publish it."""
     tile = next_index(a, t)
-    w = find(spec, a, tile, s.order)
+    w, counters = find(spec, a, tile, s.order), a.schedule.counters
     if w.valid == 0 and t > 0 and a.schedule.counter_base >= 0:
         if cute.arch.lane_idx() == 0 and tile == cute.arch.grid_dim()[0] + s.order.launch[0] - 1:
-            a.schedule.counters[a.schedule.counter_base] = 0  # the last draw
+            counters[a.schedule.counter_base] = 0  # the last draw
     work.publish(s, t, w)

@@ -74,9 +74,10 @@ def publish(s, t: Int32, w: Work):
 @cute.jit
 def write(s, t: Int32, w: Work):
     """One warp, where there is room: the CTA's t-th tile, of which the others do not know yet."""
+    words = s.work
     if cute.arch.lane_idx() == 0:
         for i, value in enumerate(flatten(w)):
-            s.work[i, pipe.stage(s.work_pipe, t)] = value
+            words[i, pipe.stage(s.work_pipe, t)] = value
 
 
 @cute.jit

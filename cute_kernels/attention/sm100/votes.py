@@ -3,6 +3,8 @@
 import cutlass.cute as cute
 from cutlass import Int32
 
+from ..device import copy
+
 WARPS = 4
 TURNS = 2  # votes at a time: a warp may still read those on a block while others vote on the next
 
@@ -29,5 +31,5 @@ def cast(mine: cute.Tensor, warp: Int32, agrees):
 def all_of(mine: cute.Tensor):
     """Whether all four warps agree."""
     each = cute.make_rmem_tensor(WARPS, Int32)
-    cute.autovec_copy(mine, each)
+    copy.vector(mine, each)
     return cute.arch.make_warp_uniform(each[0] & each[1] & each[2] & each[3])

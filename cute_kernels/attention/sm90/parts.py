@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from ...device import wgmma
+from ...device import copy, wgmma
 from .. import geometry, parts, quant, softmax
 from ..schedule.work import Work
 from .roles import WARPS, roles
@@ -34,7 +34,7 @@ def store(spec: cutlass.Constexpr, a, s, r, w: Work, number: Int32, empty: cutla
             for i in cutlass.range_constexpr(spec.head_dim_vo // (LANES * PIECE)):
                 for e in cutlass.range_constexpr(PIECE):
                     piece[e] = Float32(0.0) if const_expr(empty) else o[k, PIECE * i + e] * factor
-                cute.autovec_copy(piece, cute.local_tile(target, (PIECE,), (LANES * i + lane,)))
+                copy.vector(piece, cute.local_tile(target, (PIECE,), (LANES * i + lane,)))
             if lane == 0:
                 target[spec.head_dim_vo] = lse
     parts.note(s.parts, w, number, thread(spec))

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from ...device import layout, mma, warp, wgmma
+from ...device import copy, layout, mma, warp, wgmma
 from .. import geometry, quant
 from ..prepare import dequantises, in_units, operand
 from ..schedule.work import Work
@@ -78,10 +78,10 @@ def gather_q(spec: cutlass.Constexpr, s, w: Work, a, stage: Int32):
         row = cutlass.min(w.m_block * spec.tile.m + group_index(spec) * 64 + i // per_row, rows - 1)
         token = w.q_start + geometry.token_of(row, geometry.divisor(w))
         head = geometry.head_of(row, w.head, geometry.divisor(w))
-        cute.autovec_copy(cute.local_tile(a.query.q[token, head, None], (vec,), (i % per_row,)), pieces[None, c])
+        copy.vector(cute.local_tile(a.query.q[token, head, None], (vec,), (i % per_row,)), pieces[None, c])
     for c in cutlass.range_constexpr(count):
         i = tid + c * 128
         target = cute.local_tile(s.raw_q, (1, vec, 1), (group_index(spec) * 64 + i // per_row, i % per_row, stage))
-        cute.autovec_copy(pieces[None, c], target[0, None, 0])
+        copy.vector(pieces[None, c], target[0, None, 0])
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(spec), number_of_threads=128)

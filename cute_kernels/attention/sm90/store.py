@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from ...device import warp, wgmma
+from ...device import copy, warp, wgmma
 from .. import epilogue, geometry, logits, nvfp4, quant, softmax
 from ..schedule.work import Work
 from ..spec import BLOCK
@@ -117,9 +117,9 @@ def store_words(spec: cutlass.Constexpr, out: cute.Tensor, words: cute.Tensor, b
             number = k + lane if const_expr(unit <= 32) else 2 * k + lane
             target = cute.local_tile(out, (each,), (number,))
             if const_expr(count % 4 == 0):
-                cute.autovec_copy(cute.recast_tensor(piece, out.element_type), target)
+                copy.vector(cute.recast_tensor(piece, out.element_type), target)
             elif number < count:
-                cute.autovec_copy(cute.recast_tensor(piece, out.element_type), target)
+                copy.vector(cute.recast_tensor(piece, out.element_type), target)
 
 
 @cute.jit
@@ -182,9 +182,9 @@ def zero_pieces(out: cute.Tensor, pieces: cutlass.Constexpr, keep):
         for k in cutlass.range_constexpr(0, pieces, 4):
             target = cute.local_tile(out, (128 // out.element_type.width,), (k + lane,))
             if const_expr(pieces % 4 == 0):
-                cute.autovec_copy(cute.recast_tensor(piece, out.element_type), target)
+                copy.vector(cute.recast_tensor(piece, out.element_type), target)
             elif lane < pieces % 4:
-                cute.autovec_copy(cute.recast_tensor(piece, out.element_type), target)
+                copy.vector(cute.recast_tensor(piece, out.element_type), target)
 
 
 @cute.jit

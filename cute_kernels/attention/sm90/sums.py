@@ -7,6 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from ...device import copy
 from ...device.warp import fma
 from .roles import roles
 
@@ -60,7 +61,7 @@ def advance(spec: cutlass.Constexpr, x: Sums, o: cute.Tensor, blocks: Int32):
         for i in cutlass.range_constexpr(cute.size(x.smem, mode=[1])):
             for e in cutlass.range_constexpr(PIECE):
                 piece[e] = o[const_expr(PIECE * i + e)]
-            cute.autovec_copy(piece, x.smem[None, i])
+            copy.vector(piece, x.smem[None, i])
         o.fill(0.0)
         x.factors.fill(1.0)
         x.counts[0], x.counts[1] = Int32(spec.tile.promote), x.counts[1] + 1
@@ -78,6 +79,6 @@ def add(x: Sums, o: cute.Tensor):
     """O += sums."""
     for i in cutlass.range_constexpr(cute.size(x.smem, mode=[1])):
         piece = cute.make_rmem_tensor(PIECE, Float32)
-        cute.autovec_copy(x.smem[None, i], piece)
+        copy.vector(x.smem[None, i], piece)
         for e in cutlass.range_constexpr(PIECE):
             o[const_expr(PIECE * i + e)] = fma(piece[e], x.factors[const_expr(e // 2)], o[const_expr(PIECE * i + e)])

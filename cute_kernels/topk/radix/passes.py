@@ -10,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, Uint64, const_expr
 
+from ...device import copy
 from .. import keys, rows, scope, select
 from ..spec import BITS
 from . import GROUP, LIST
@@ -51,11 +52,11 @@ def groups(spec, x):
 def prepare(spec: cutlass.Constexpr, s):
     """Clear s.local, s.pool and s.counts. Ends with a CTA barrier."""
     select.clear(spec, s.local)
-    tid = cute.arch.thread_idx()[0]
+    tid, pool, counts = cute.arch.thread_idx()[0], s.pool, s.counts  # alone: see `stage` of write.py
     for i in cutlass.range(tid, LIST, spec.threads, unroll=1):
-        s.pool[i] = Uint64(0)
+        pool[i] = Uint64(0)
     if tid < 4:
-        s.counts[tid] = Int32(0)
+        counts[tid] = Int32(0)
     cute.arch.barrier()
 
 
@@ -73,7 +74,7 @@ def load_slice(spec: cutlass.Constexpr, s, x: rows.Slice):
         for u in cutlass.range_constexpr(UNROLL):
             v = base + u * spec.threads
             if v < vectors:
-                cute.autovec_copy(words[None, u], s.keys[None, v])
+                copy.vector(words[None, u], s.keys[None, v])
                 count_vector(spec, s, words[None, u])
     if tid == 0:
         select.add(s.local, 0, x.count - vectors * lanes(spec))
@@ -86,7 +87,7 @@ def count(spec: cutlass.Constexpr, s, x: rows.Slice):
     vectors = groups(spec, x) * (GROUP // lanes(spec))
     words = cute.make_rmem_tensor(rows.WORDS, Uint32)
     for v in cutlass.range(tid, vectors, spec.threads, unroll=1):
-        cute.autovec_copy(s.keys[None, v], words)
+        copy.vector(s.keys[None, v], words)
         count_vector(spec, s, words)
     if tid == 0:
         select.add(s.local, 0, x.count - vectors * lanes(spec))
@@ -111,7 +112,7 @@ def count_range(spec: cutlass.Constexpr, s, x: rows.Slice, least: Uint32, greate
     vectors = groups(spec, x) * (GROUP // lanes(spec))
     words = cute.make_rmem_tensor(rows.WORDS, Uint32)
     for v in cutlass.range(tid, vectors, spec.threads, unroll=1):
-        cute.autovec_copy(s.keys[None, v], words)
+        copy.vector(s.keys[None, v], words)
         for e in cutlass.range_constexpr(lanes(spec)):
             key = keys.order(key_of(spec, words, e))
             if (key >= least) & (key <= greatest):
@@ -248,7 +249,7 @@ def list_ties(spec: cutlass.Constexpr, a, s, x: rows.Slice, group: Int32, bounda
     """Append this lane's keys of a group at the boundary to s.list, with CTA and place, as 64 bits: larger entries get
     in first. Clears the bits of filler."""
     least, greatest, mask = boundary.least, boundary.greatest, keys.xor_mask(boundary.least)
-    some, start = Uint32(0), group * GROUP + cute.arch.lane_idx()
+    some, start, listed = Uint32(0), group * GROUP + cute.arch.lane_idx(), s.list
     for u in cutlass.range_constexpr(STEP):
         key = load(spec, s, start + u * 32) ^ mask
         if (key >= least) & (key <= greatest):
@@ -261,7 +262,7 @@ def list_ties(spec: cutlass.Constexpr, a, s, x: rows.Slice, group: Int32, bounda
             if a.last_ties == 0:
                 name = ~name
             entry = (Uint64(keys.order(load(spec, s, place))) << 32) | Uint64(name)
-            s.list[select.add(s.counts, 0, 1)] = entry
+            listed[select.add(s.counts, 0, 1)] = entry
         else:
             drop(s.bits, place)
 
@@ -274,4 +275,4 @@ def drop(bits, place):
 
 def store(bits, group, masks):
     """Store the words of a group."""
-    cute.autovec_copy(masks, cute.make_tensor(bits.iterator + group * STEP, cute.make_layout(STEP)))
+    copy.vector(masks, cute.make_tensor(bits.iterator + group * STEP, cute.make_layout(STEP)))

@@ -81,14 +81,15 @@ def take_ties(spec: cutlass.Constexpr, s, x: rows.Slice, skip: Int32, take: Int3
     for w in cutlass.range(first, last, unroll=1):
         mine += Int32(cute.arch.popc(s.ties[w]))
     tie, _ = select.rank_in(spec, mine, s.scratch)
+    bits = s.bits  # alone: see `stage`
     for w in cutlass.range(first, last, unroll=1):
-        left, chosen = s.ties[w], s.bits[w]
+        left, chosen = s.ties[w], bits[w]
         while left != 0:
             if (tie >= skip) & (tie < skip + take):
                 chosen = chosen | (left & (~left + 1))
             tie += 1
             left = left & (left - 1)
-        s.bits[w] = chosen
+        bits[w] = chosen
 
 
 @cute.jit
@@ -107,16 +108,17 @@ def stage(spec: cutlass.Constexpr, s, x: rows.Slice, pieces: Pieces, slot: Int32
 
     Slots outside the tensor are skipped. The caller needs a barrier."""
     first, last, parts = pieces
-    room = const_expr(cute.size(s.ties) if places else cute.size(s.staged))
+    into = s.ties if const_expr(places) else s.staged  # alone: a loop that stores to `s` carries all that it holds
+    room = const_expr(cute.size(into))
     for p in cutlass.range(first, last, unroll=1):
         left, base = piece(s.bits, p, parts)
         while left != 0:
             place = base + 31 - Int32(cute.arch.clz(left & (~left + 1)))
             if (slot >= 0) & (slot < room):
                 if const_expr(places):
-                    s.ties[slot] = Uint32(place)
+                    into[slot] = Uint32(place)
                 else:
-                    s.staged[slot] = index_of(spec, s, x, place)
+                    into[slot] = index_of(spec, s, x, place)
             slot += 1
             left = left & (left - 1)
 
