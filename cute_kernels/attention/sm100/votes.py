@@ -3,7 +3,7 @@
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..device import copy
+from ...device import copy
 
 WARPS = 4
 TURNS = 2  # votes at a time: a warp may still read those on a block while others vote on the next
