@@ -109,8 +109,8 @@ HEADLINE_TILES = TILES | {  # of kernels that take none
 def tiles_of(q: str, kv: str, plain: bool) -> dict[tuple[int, int], Tile]:
     """head_dims -> tile of kernels of these types, `plain`: of those that take no modifiers."""
     if q != kv:
-        headline = NVFP4_HEADLINE_TILES if kv == "nvfp4" else QUANTISED_HEADLINE_TILES
-        tiles = headline if plain else QUANTISED_TILES
+        plainest = NVFP4_HEADLINE_TILES if kv == "nvfp4" else QUANTISED_HEADLINE_TILES
+        tiles = plainest if plain else QUANTISED_TILES
         fewer = q == FP8 and kv == "e5m2"  # Q as it is loaded and as fp16
         return {dims: replace(tile, raw_stages=1) for dims, tile in tiles.items()} if fewer else tiles
     if q == FP8:
