@@ -36,6 +36,9 @@ MORE: dict[str, dict[str, Any]] = {  # changes to it
     "more-rows16-d128": {"q_lens": (16,) * 64, "kv_lens": (8192,) * 64},
     "more-rows16-window1024-d128": {"q_lens": (16,) * 64, "kv_lens": (8192,) * 64, "window_left": 1024},
     "more-rows16-full-d128": {"q_lens": (16,) * 64, "kv_lens": (8192,) * 64, "causal": False},
+    "more-window128-d64": {"window_left": 127, "head_dim_qk": 64, "head_dim_vo": 64, "sink": 1.0},
+    "more-page8-d128": {"page_size": 8},
+    "more-rows1-page8-d128": {"q_lens": (1,) * 64, "kv_lens": (8192,) * 64, "page_size": 8},
     "more-rows16-d64": {"q_lens": (16,) * 64, "kv_lens": (8192,) * 64, "head_dim_qk": 64, "head_dim_vo": 64},
 }
 CASES = {

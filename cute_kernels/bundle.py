@@ -206,7 +206,7 @@ def link(items: list[Item], place: Place, libraries: list[str]) -> dict[str, str
         temporary = place.out / f".tmp-{name}"
         objects = [str(place.objects / f"{item.key}.o") for item in items]
         command = [compiler, "-shared", "-o", str(temporary), *objects, *libraries]
-        command += ["-Wl,-rpath,$ORIGIN", "-Wl,--enable-new-dtags", "-Wl,-z,defs"]
+        command += ["-Wl,-rpath,$ORIGIN", "-Wl,--enable-new-dtags", "-Wl,-z,defs", "-Wl,--strip-all"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise BuildError(f"linking {name} failed:\n{done.stderr}")

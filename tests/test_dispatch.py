@@ -56,17 +56,17 @@ def serves(spec, problem):
 
 
 def on_demand(spec):
-    """Whether the policy of `shipped` leaves a spec to its first call: pages of no TMA box, but for usual problems, and
-    e4m3 queries of other head dims than 64 and 128, or, in prefill, with an output in fp16; of prefill over quantised K
-    and V all but causal bf16 of the usual head dims."""
+    """Whether the policy of `shipped` leaves a spec to its first call: pages of no TMA box, but for usual problems;
+    fp16 and e4m3 queries of other head dims than 64 and 128, and, in prefill, e4m3 with an output in fp16; of prefill
+    over quantised K and V all but causal bf16 of the usual head dims."""
     if spec.schedule == "tiles" and spec.kv.dtype != spec.q:
         shipped = spec.q == "bf16" and spec.dims in sm90.USUAL and spec.mask.causal != "never"
         return not shipped or spec.kv.source == "gather"
     usual = spec.dims in ((64, 64), (128, 128)) and not spec.kv.scaled and spec.q != "e4m3"
     rare = spec.kv.source == "gather" and (not usual or spec.mask.causal == "never")
-    if spec.q == "e4m3":
-        rare = rare or spec.dims not in ((64, 64), (128, 128)) or spec.out[0] == "fp16"
-    return rare
+    if spec.q != "bf16":
+        rare = rare or spec.dims not in ((64, 64), (128, 128))
+    return rare or (spec.q == "e4m3" and spec.out[0] == "fp16")
 
 
 def usual_types():

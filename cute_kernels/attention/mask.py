@@ -82,9 +82,10 @@ class Segment(NamedTuple):
     begins: bool
 
 
-def segments(spec, block_lo, block_hi, full_lo, full_hi, early=0):
+def segments(spec, block_lo, block_hi, full_lo, full_hi, early=0, few=False):
     """[block_lo, block_hi) cut into segments, from high blocks to low; only those that may hold a block. The one that
-    begins has the first `early` blocks, and all that are masked on the right.
+    begins has the first `early` blocks, and all that are masked on the right. few: with a window, full blocks take the
+    code of those that are masked on the left.
 
     A caller loops over the tuple at trace time: the loop body is written once, and the copy for full blocks carries no
     predicate. The last block of a tile is not among these: without a mask on the right only that one can be cut there.
@@ -95,6 +96,8 @@ def segments(spec, block_lo, block_hi, full_lo, full_hi, early=0):
     left = cutlass.max(block_lo, cutlass.min(mid, full_lo))
     right = spec.mask.causal != "never" or spec.mask.bits
     first = Segment(mid, block_hi, right or spec.mask.window, True)
+    if few and spec.mask.window:
+        return first, Segment(block_lo, mid, True, False)
     cut = first, Segment(left, mid, False, False), Segment(block_lo, left, True, False)
     return cut[0 if right or early else 1 : 3 if spec.mask.window else 2]
 

@@ -87,8 +87,8 @@ TILES = {  # (type of the cache, head_dim, rows of a warp) -> tile
     ("nvfp4", 64, 16): Tile(64, 512, 4, 2, 16),
     ("nvfp4", 128, 16): Tile(64, 256, 5, 2, 16),  # head_dim 256: O and Q of 16 rows are 192 registers of a thread
 }
-OF_E4M3 = (("e4m3", 64), ("e4m3", 128))  # (type of the cache, head_dim) of shipped kernels of e4m3 queries
-GATHERED = tuple(product(("16-bit", "e4m3"), (64, 128)))
+USUAL = (64, 128)  # head dims
+GATHERED = ("16-bit", "e4m3")  # types of caches of shipped kernels that gather pages
 DIMS = tuple(sorted({dim for _, dim, _ in TILES}))
 BLACKWELL = TILES | {("e4m3", 128, 8): Tile(64, 128, 6)}  # which would spill there
 
@@ -147,14 +147,15 @@ def supports(spec: Spec) -> Refusal | None:
 
 
 def shipped(arch: str) -> list[Spec]:
-    """Every kernel takes every modifier: one of each types and head_dim, one more for calls of many rows; of `GATHERED`
-    one more each, for pages of any size; of e4m3 queries `OF_E4M3`. Others are compiled at their first call."""
+    """Every kernel takes every modifier: of bf16 one of each type of cache and head_dim, one more for calls of many
+    rows; of the usual head dims the same in fp16, and of e4m3 over its like, and, of 16 bits, over the caches
+    `GATHERED` one for pages of any size. Others are compiled at their first call."""
     found = []
     for q, (kv, dim, rows) in product(QUERIES, TILES):
-        if q == "e4m3" and (kv, dim) not in OF_E4M3:
+        if q != "bf16" and dim not in USUAL or q == "e4m3" != kv:
             continue
         spec = spec_of(q, q if kv == "16-bit" else kv, dim, rows, arch)
         found.append(spec)
-        if q != "e4m3" and (kv, dim) in GATHERED:
+        if q != "e4m3" and kv in GATHERED and dim in USUAL:
             found.append(replace(spec, kv=replace(spec.kv, source="gather")))
     return found if arch in ARCHS else []

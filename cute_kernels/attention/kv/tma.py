@@ -101,25 +101,55 @@ def fill_boxes(
     at: Block,
 ):
     """One warp: its boxes of a stage, of the operand's k-th size."""
-    b, n, least, of = op.boxes[k], spec.tile.n, op.boxes[0].rows, spec.tile.loaders
-    count = n // b.rows
+    b, n, of = op.boxes[k], spec.tile.n, spec.tile.loaders
+    count, group = n // b.rows, 32 * op.boxes[0].rows // b.rows  # boxes; of a register of `lanes`
     size = op.bytes // count * ((count - at.loader + of - 1) // of) if const_expr(of > 1) else op.bytes
     pipe.fill(p, at.item, size)
     # A coordinate that the compiler knows to be warp-uniform costs one move to a uniform register, any other a loop.
-    stage, head = cute.arch.make_warp_uniform(pipe.stage(p, at.item)), cute.arch.make_warp_uniform(at.head)
-    s, g = copy.partition(b, smem, b.gmem)
-    for c in cutlass.range_constexpr(0, count, of):
-        mine = c + at.loader if const_expr(of > 1) else c  # static where it can be
-        lane = mine * (b.rows // least)  # its low five bits, which a shuffle looks at
-        group = const_expr(c * (b.rows // least) // 32)
-        page_c = cute.arch.shuffle_sync(lanes.page[group], lane)
-        if const_expr(lanes.row is not None):
-            row_c = cute.arch.shuffle_sync(lanes.row[group], lane)
-            s, g = copy.partition(b, smem, cute.domain_offset((row_c, 0, 0, 0), b.gmem))
-        if const_expr(c + of <= count) or mine < count:
-            for d in cutlass.range_constexpr(cute.size(s, mode=[2])):
-                dst = s[None, mine, d, stage]
-                cute.copy_atom_call(b.atom, g[None, 0, d, head, page_c], dst, tma_bar_ptr=p.full + stage)
+    head = cute.arch.make_warp_uniform(at.head)
+    stage = cute.arch.make_warp_uniform(pipe.stage(p, at.item))
+    into = Stage(smem, stage, p.full + stage, head)
+    if const_expr(k > 0 or count <= of):
+        for c in cutlass.range_constexpr(0, count, of):
+            box = c + at.loader if const_expr(of > 1) else c  # static where it can be
+            fetch(spec, op, k, into, lanes, c // group, box)
+    else:  # pages of so few rows are rare: not worth the code of each box
+        for g in cutlass.range_constexpr((count + group - 1) // group):
+            end = cutlass.min(count, (g + 1) * group)
+            for c in cutlass.range(g * group, end, of, unroll=1):
+                fetch(spec, op, k, into, lanes, g, c + at.loader)
+
+
+class Stage(NamedTuple):
+    """Where boxes go, and what they have in common."""
+
+    smem: cute.Tensor
+    stage: Int32
+    full: cute.Pointer
+    head: Int32
+
+
+@cute.jit
+def fetch(
+    spec: cutlass.Constexpr,
+    op: copy.Operand,
+    k: cutlass.Constexpr,
+    into: Stage,
+    lanes: Lanes,
+    group: cutlass.Constexpr,
+    box: Any,
+):
+    """One warp: a box, if the stage has it, whose page a lane knows in register `group`."""
+    b, count = op.boxes[k], const_expr(spec.tile.n // op.boxes[k].rows)
+    lane = box * (b.rows // op.boxes[0].rows)  # its low five bits, which a shuffle looks at
+    page, gmem = cute.arch.shuffle_sync(lanes.page[group], lane), b.gmem
+    if const_expr(lanes.row is not None):
+        gmem = cute.domain_offset((cute.arch.shuffle_sync(lanes.row[group], lane), 0, 0, 0), b.gmem)
+    s, g = copy.partition(b, into.smem, gmem)
+    if const_expr(count % spec.tile.loaders == 0) or box < count:
+        for d in cutlass.range_constexpr(cute.size(s, mode=[2])):
+            dst = s[None, box, d, into.stage]
+            cute.copy_atom_call(b.atom, g[None, 0, d, into.head, page], dst, tma_bar_ptr=into.full)
 
 
 def operand(x, shape, stages):

@@ -160,12 +160,12 @@ def shares(spec: Spec) -> Refusal | None:
 
 
 def shipped(arch: str) -> list[Spec]:
-    """Of each type and head_dim a headline spec a mask, and one that takes the other modifiers as values; that of e4m3
-    has all outputs. Of the usual head dims: e4m3; of 16 bits, pages of any size, a custom mask and a causal one with
-    skip-softmax, and two whose CTAs share keys, of a causal mask and of modifiers; of bf16 over quantised K and V, a
-    causal one and that of modifiers. Others are compiled at their first call."""
+    """Of bf16 and each head_dim a headline spec a mask, and one that takes the other modifiers as values; that of e4m3
+    has all outputs. Of the usual head dims: the same in fp16 and e4m3; of 16 bits, pages of any size, a custom mask and
+    a causal one with skip-softmax, and two whose CTAs share keys, of a causal mask and of modifiers; of bf16 over
+    quantised K and V, a causal one and that of modifiers. Others are compiled at their first call."""
     found = []
-    for q, dims in (*product(DTYPES, TILES), *product((FP8,), USUAL)):
+    for q, dims in (*product(("bf16",), TILES), *product(("fp16", FP8), USUAL)):
         problem = Problem(q, q, outputs(q)[0], *dims)
         some = replace(problem, causal=True), replace(problem, causal=False), replace(problem, window=True)
         found += [candidate(one, arch) for one in some]

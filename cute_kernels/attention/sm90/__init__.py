@@ -208,11 +208,11 @@ def shares(spec: Spec) -> Refusal | None:
 
 
 def shipped(arch: str) -> list[Spec]:
-    """Of each 16-bit type and head_dim: a headline spec a mask, and the general one. Of the usual head dims: the same
-    in 8 bits, those that gather pages of any size, one with a custom mask, a causal one with skip-softmax, and of bf16
-    over quantised K and V a causal headline and the general one. Others are compiled at their first call."""
+    """Of bf16 and each head_dim: a headline spec a mask, and the general one. Of the usual head dims: the same in fp16
+    and in 8 bits, those that gather pages of any size, one with a custom mask, a causal one with skip-softmax, and of
+    bf16 over quantised K and V a causal headline and the general one. Others are compiled at their first call."""
     found = []
-    for q, dims in (*product(DTYPES, TILES), *product((FP8,), USUAL)):
+    for q, dims in (*product(("bf16",), TILES), *product(("fp16", FP8), USUAL)):
         found += [*(headline(q, q, dims, causal) for causal in (True, False)), general(q, q, dims)]
     for q, dims in product(DTYPES, USUAL):
         causal, whole = headline(q, q, dims, True), general(q, q, dims)

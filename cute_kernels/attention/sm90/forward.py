@@ -40,7 +40,7 @@ from ..kv import arrivals, pages, scales, source
 from ..prepare import dequantises, operand, operand_stages
 from ..schedule import stream_k, tiles, work
 from . import skip, sums
-from .math import DENSE, math
+from .math import DENSE, run_tiles
 from .prepare import prepare_kv
 from .roles import WARPS, apart, fp8, prepared, roles
 
@@ -217,7 +217,7 @@ def prepare(spec: cutlass.Constexpr, plan, s, warp: Int32):
 def compute(spec: cutlass.Constexpr, plan, s):
     """The warps of the last warpgroups."""
     cute.arch.setmaxregister_increase(roles(spec).registers("math"))
-    math(spec, plan, s, skip.SKIPPING if const_expr(spec.logits.skip) else DENSE)
+    run_tiles(spec, plan, s, skip.SKIPPING if const_expr(spec.logits.skip) else DENSE)
 
 
 @cute.kernel

@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ... import abi
 from ...device import pipe, warp, wgmma
-from .. import epilogue, geometry, logits, mask, quant, softmax
+from .. import geometry, logits, mask, softmax
 from ..kv import pages, source
 from ..logits import Cols, Rows
 from ..prepare import dequantises, in_units, operand
@@ -31,7 +31,7 @@ from . import parts, sums
 from .groups import ALL_BARRIER, group_index, pass_turn, wait_turn
 from .query import convert_q, gather_q, load_q
 from .roles import fp8, prepared, roles, scaled_rows
-from .store import LANES, ROOM, RowScales, Scales, scales_of, span, store
+from .store import LANES, ROOM, RowScales, Scales, scales_of, scales_of_call, span, store
 
 NEARLY_FULL = 0.97 * 2.0**ROOM  # no exponential exceeds 2^ROOM where the sum of some does not reach this
 TO_TOP, TOPS = 0x02020202, 0x80808080  # e4m3 is 0x7e at 448, 0x7f for NaN: plus 2, their top bit is set
@@ -91,10 +91,12 @@ class Last(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """The functions that run the KV blocks of a tile: `run_tile` and `finish_pv`, or those of `skip`."""
+    """The functions that run the KV blocks of a tile: `run_tile` and `finish_pv`, or those of `skip`. owes: whether PV
+    of the last block is owed, if that is known before (static: a bool)."""
 
     run_tile: Any
     finish_pv: Any
+    owes: Any
 
 
 def registers(spec, plan, s) -> Registers:
@@ -477,7 +479,7 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
     if const_expr(spec.tile.warpgroups > 1):
         if first_row(spec, x.w) >= geometry.tile_rows(x.w.q_len, x.w.per_token):
             lo = hi
-    segments = mask.segments(spec, lo, hi, x.w.full_lo, x.w.full_hi, early(spec))
+    segments = mask.segments(spec, lo, hi, x.w.full_lo, x.w.full_hi, early(spec), capped)
     for g in cutlass.range_constexpr(len(segments)):
         part = segments[g]
         how = How(capped, part.masked, part.begins)
@@ -488,7 +490,7 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
     return Last(at.kv, True)
 
 
-DENSE = Loop(run_tile, finish_pv)
+DENSE = Loop(run_tile, finish_pv, True)
 
 
 @cute.jit
@@ -527,34 +529,53 @@ def next_tile(spec: cutlass.Constexpr, a, s, r: Registers, scales: Scales, t: In
 
 
 @cute.jit
-def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr, capped: cutlass.Constexpr):
+def blocks_of(
+    spec: cutlass.Constexpr,
+    plan,
+    s,
+    r: Registers,
+    x: Tile,
+    at: Items,
+    run: cutlass.Constexpr,
+    capped: cutlass.Constexpr,
+):
+    """The KV blocks of a tile, with its first QK where that is not in flight."""
+    if const_expr(not ahead(spec)):
+        start_tile(spec, plan, s, r, x.w, at)
+    return run(spec, plan, s, r, x, at, capped)
+
+
+@cute.jit
+def run_blocks(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items, loop: cutlass.Constexpr):
+    """`blocks_of`, by code of its own where scores are capped: a conditional among MMAs would wait for them."""
+    run, last = loop.run_tile, Last(at.kv, loop.owes)
+    if const_expr(not spec.logits.soft_cap):
+        last = blocks_of(spec, plan, s, r, x, at, run, False)
+    elif plan.args.logits.soft_cap > 0.0:
+        last = blocks_of(spec, plan, s, r, x, at, run, True)
+    else:
+        last = blocks_of(spec, plan, s, r, x, at, run, False)
+    return last
+
+
+@cute.jit
+def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr):
     """All tiles of the CTA."""
     a = plan.args
     r = registers(spec, plan, s)
-    score, unit = a.logits.scale_log2, const_expr(quant.format_of(spec).unit)
-    if const_expr(not scaled_rows(spec)):  # whose device factors may be a head's
-        score = softmax.device_factor(score, a.logits.scale)
-    if const_expr(unit != 1.0):
-        score *= unit
-    reduced = logits.capped_to_log2(a.logits.soft_cap) if const_expr(capped) else score
-    out = a.out.out_factor if const_expr(scaled_rows(spec)) else epilogue.scale_of(a)
-    if const_expr(unit != 1.0):
-        out *= unit
-    scales = Scales(score, reduced, out)
+    scales = scales_of_call(spec, a)
+    finish = loop.finish_pv
     if group_index(spec) == spec.tile.warpgroups - 1:
         pass_turn(spec)
-    blocks, finish = loop
     at = Items(pipe.first(), Int32(0))
     w, t, count = next_tile(spec, a, s, r, scales, Int32(0), Int32(0))
     if w.valid != 0:
         if const_expr(ahead(spec)):
             start_tile(spec, plan, s, r, w, at)
         while w.valid != 0:
-            if const_expr(not ahead(spec)):
-                start_tile(spec, plan, s, r, w, at)
             start = geometry.mask_start(a, w.batch) if const_expr(spec.mask.custom) else None
             x = Tile(w, mask.lengths(spec, a, w.q_len, w.kv_len), scales, span(spec, w.kv_len), start)
-            last = blocks(spec, plan, s, r, x, at, capped)
+            last = run_blocks(spec, plan, s, r, x, at, loop)
             w, t, count = next_tile(spec, a, s, r, scales, t, count)
             finish(spec, plan, s, r, w, Items(last.kv, at.q), last.owed)
             count = deliver(spec, a, s, r, x.w, scales, False, count)
@@ -562,14 +583,3 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr, capped:
         warpgroup.wait_group(0)
     if const_expr(work.parts(spec)):
         parts.merge(spec, a, s, count)
-
-
-@cute.jit
-def math(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr):
-    if const_expr(spec.logits.soft_cap):  # code for each: a conditional among MMAs would wait for them
-        if plan.args.logits.soft_cap > 0.0:
-            run_tiles(spec, plan, s, loop, True)
-        else:
-            run_tiles(spec, plan, s, loop, False)
-    else:
-        run_tiles(spec, plan, s, loop, False)

@@ -231,7 +231,7 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
     for k in cutlass.range_constexpr(rows):
         ballot.peak[k] = r.st.m[k]  # exact after one block
     last = Last(at.kv, Int32(1))
-    segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi, early(spec))
+    segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi, early(spec), capped)
     for g in cutlass.range_constexpr(len(segments)):
         part = segments[g]
         how = How(capped, part.masked, part.begins)
@@ -240,4 +240,4 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
     return last
 
 
-SKIPPING = Loop(run_tile, finish_pv)
+SKIPPING = Loop(run_tile, finish_pv, Int32(1))

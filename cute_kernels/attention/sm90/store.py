@@ -10,7 +10,7 @@ from ...device import copy, warp, wgmma
 from .. import epilogue, geometry, logits, nvfp4, quant, softmax
 from ..schedule.work import Work
 from ..spec import BLOCK
-from .roles import fp8
+from .roles import fp8, scaled_rows
 
 LANES = 4  # that have columns of a row of an accumulator
 
@@ -29,6 +29,24 @@ class RowScales(NamedTuple):
 
     score: Any
     reduced: Any
+
+
+@cute.jit
+def scales_of_call(spec: cutlass.Constexpr, a):
+    """`Scales` of a call; what its rows have of their own `RowScales` adds."""
+    score, unit = a.logits.scale_log2, const_expr(quant.format_of(spec).unit)
+    if const_expr(not scaled_rows(spec)):  # whose device factors may be a head's
+        score = softmax.device_factor(score, a.logits.scale)
+    if const_expr(unit != 1.0):
+        score *= unit
+    reduced = score
+    if const_expr(spec.logits.soft_cap):
+        if a.logits.soft_cap > 0.0:
+            reduced = logits.capped_to_log2(a.logits.soft_cap)
+    out = a.out.out_factor if const_expr(scaled_rows(spec)) else epilogue.scale_of(a)
+    if const_expr(unit != 1.0):
+        out *= unit
+    return Scales(score, reduced, out)
 
 
 def scales_of(r, scales: Scales) -> RowScales:
