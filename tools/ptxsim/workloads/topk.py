@@ -97,7 +97,7 @@ def topk_structures(shipped: list[TopKSpec | SortSpec]) -> list[TopKSpec | SortS
     """Kernels that stand for all: one CTA, clusters whose threads add up all histograms and those that merge them, rows
     held and streamed, both widths of keys, and both sizes of a CTA; both widths of keys that are sorted."""
     names = (
-        "fp32_c1t256_n8192", "bf16_c1t512_n32768", "fp32_c3t512_n46080", "bf16_c4t512_n32768", "fp32_c16t512_n16384",
+        "fp32_c1t256_n8192", "bf16_c1t512_n32768", "fp32_c3t512_n46080", "bf16_c4t512_n92160", "fp32_c16t512_n16384",
         "bf16_c1t512_s6144", "fp32_c2t512_s6144", "bf16_c8t512_s6144", "fp32_t512i4", "bf16_t512i4",
     )  # fmt: skip
     return [spec for spec in shipped if spec.name in names]
@@ -186,7 +186,7 @@ def topk_features() -> list[Case]:
 def patterns() -> list[Case]:
     """Every kind of bit pattern, both tie breaks, with the values themselves and without."""
     found = []
-    for name in ("fp32_c1t256_n8192", "bf16_c2t512_n32768", "fp16_c8t512_n32768"):
+    for name in ("fp32_c1t256_n8192", "bf16_c2t512_n92160", "fp16_c8t512_n92160"):
         plan = kernel(name)
         call = TopKCase(TOP_K, plan.dtype, 4, 2700, 300)
         special = ("special", "all bits", "tiny", "negative")
@@ -201,7 +201,7 @@ def patterns() -> list[Case]:
 def ties() -> list[Case]:
     """Thousands of equal keys at the boundary, and as many as are listed one by one; few and nearly all get in."""
     found = []
-    for name in ("fp32_c1t256_n8192", "fp32_c3t512_n46080", "bf16_c4t512_n32768", "fp32_c16t512_n16384"):
+    for name in ("fp32_c1t256_n8192", "fp32_c3t512_n46080", "bf16_c4t512_n92160", "fp32_c16t512_n16384"):
         plan = kernel(name)
         width, above = 3000, 3000 // 32
         data = ("256 ties", "257 ties", "257 in a bin", "shelf")
@@ -244,7 +244,7 @@ def bounds() -> list[Case]:
     cluster = tuple(replace(call, dtype="bf16") for call in calls[1:5])
     half = replace(calls[-1], dtype="fp16", width=12000, lengths=(2565, 4650, 6677, 11111))
     found.append(Case("bounds of 16 bits", (half,), kernel("fp16_c1t256_n16384")))
-    found.append(Case("bounds of a cluster", cluster, kernel("bf16_c4t512_n32768")))
+    found.append(Case("bounds of a cluster", cluster, kernel("bf16_c4t512_n92160")))
     for name, width, ks in full:
         dtype = name[:4]
         calls = [TopKCase(TOP_K, dtype, 1, width, k, "normal" if k < width // 2 else "special") for k in ks]
@@ -271,7 +271,7 @@ def pages() -> list[Case]:
     large = replace(call, dtype="bf16", page_size=16, batch_map=True)
     return [
         Case("pages", tuple(calls), kernel("fp32_c1t256_n8192")),
-        Case("pages of a cluster", (large, replace(large, tie_break=LARGE)), kernel("bf16_c8t512_n32768")),
+        Case("pages of a cluster", (large, replace(large, tie_break=LARGE)), kernel("bf16_c8t512_n92160")),
     ]
 
 
@@ -315,8 +315,8 @@ def memory() -> list[Case]:
     again = TopKCase(PAGE_TABLE, "fp32", 2, 900, 64, ("shelf", "257 ties"), page_size=4)
     return [
         Case("far rows", (far, hollow, table, output), kernel("fp32_c1t256_n8192")),
-        Case("far rows of 16 bits", (replace(far, dtype="bf16", pad=(1 << 30) + 1),), kernel("bf16_c2t512_n32768")),
-        Case("two launches", (again,), kernel("fp32_c2t512_n16384"), times=2),
+        Case("far rows of 16 bits", (replace(far, dtype="bf16", pad=(1 << 30) + 1),), kernel("bf16_c2t512_n92160")),
+        Case("two launches", (again,), kernel("fp32_c2t512_n46080"), times=2),
         Case("two launches, streamed", (again,), kernel("fp32_c1t512_s6144"), times=2),
     ]
 
