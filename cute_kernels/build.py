@@ -8,7 +8,9 @@ cutlass is imported inside functions, because the DSL reads CUTE_DSL_ARCH when i
 """
 
 import inspect
+import json
 import os
+import platform
 import re
 import sys
 import tempfile
@@ -31,6 +33,9 @@ OPTIONS = "--enable-tvm-ffi --keep-cubin --keep-ptx --ptxas-options='--fmad=fals
 ARCH_OPTIONS = {"sm_100a": "--opt-level 2", "sm_103a": "--opt-level 2"}
 # Settings that move files or messages, not code.
 HARMLESS = ("ARCH", "DUMP_DIR", "CACHE_DIR", "NO_CACHE", "DISABLE_FILE_CACHING", "LIBS", "LOG_TO_CONSOLE", "LOG_LEVEL")
+# Of host code, which otherwise has the instructions of the processor that compiles it, and may run on no other.
+HOST_CPUS = {"x86_64": ("x86-64-v2", "+sse4.2")}  # a processor, and instead of the features that are found its own
+HOST_ATTRIBUTES = ("minsize", "optsize")
 _LOCK = threading.Lock()  # cute.compile from several threads aborts the process
 
 
@@ -53,6 +58,7 @@ class Compiled:
 
     def export(self, path: Path, symbol: str) -> None:
         """Write an object file whose only visible symbol is the TVM FFI function `symbol`."""
+        _make_portable(self.fn.ir_module)
         self.fn.export_to_c(str(path), function_name=symbol, export_only_tvm_ffi_symbols=True)
 
 
@@ -134,6 +140,21 @@ def _host_function(module: Any) -> str:
         passes.enable_verifier(False)  # which would miss the kernel
         passes.run(clean.operation)
         return clean.operation.get_asm(assume_verified=True)
+
+
+def _make_portable(module: Any) -> None:
+    """Let the host code of a module be short, and of x86 the same whichever processor compiles it."""
+    from cutlass._mlir import ir
+
+    with module.context:
+        attributes = {"passthrough": ir.Attribute.parse(json.dumps(HOST_ATTRIBUTES))}
+        if platform.machine() in HOST_CPUS:
+            cpu, features = HOST_CPUS[platform.machine()]
+            attributes["target_cpu"] = ir.StringAttr.get(cpu)
+            attributes["target_features"] = ir.Attribute.parse(f'#llvm.target_features<["{features}"]>')
+        for op in module.body.operations:
+            for name, value in attributes.items() if op.operation.name == "llvm.func" else ():
+                op.attributes[name] = value
 
 
 def _dynamic_shared(host: str) -> int | None:
