@@ -238,6 +238,15 @@ def test_prefill_refuses_tiles(tile):
     assert refusal is not None and refusal.field == "tile"
 
 
+@pytest.mark.parametrize("tile", [sm90.Tile(q_in_regs=True), sm90.Tile(q_stages=2)])
+def test_prefill_with_a_soft_cap_refuses_tiles_that_begin_early(tile):
+    """Their first Q K^T is in flight where the code for capped scores, or for others, is chosen."""
+    spec = replace(sm90.general("bf16", "bf16", (128, 128)), tile=tile)
+    refusal = sm90.supports(spec)
+    assert refusal is not None and refusal.field == "tile" and "soft cap" in refusal.why
+    assert sm90.supports(replace(spec, logits=LogitsSpec())) is None
+
+
 def test_what_a_kernel_cannot_be_traced_with_is_refused():
     """Specs that no problem gives, but --spec of the artifact tool may."""
     spec = decode.shipped(ARCH)[0]

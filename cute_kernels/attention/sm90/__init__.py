@@ -189,6 +189,8 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("tile", f"{t}: m is 64, 128 or 192, n a multiple of 16")
     if spec.kv.dtype != spec.q and t.m > 128:
         return Refusal("tile", f"{t}: over quantised K and V, m is 64 or 128")
+    if spec.logits.soft_cap and (t.q_in_regs or t.q_stages > 1):  # code for a tile is chosen with no MMA in flight
+        return Refusal("tile", f"{t}: with a soft cap, Q has one stage, in shared memory")
     if spec.kv.dtype == spec.q != FP8 and t.loaders != 2:
         return Refusal("tile", f"{t}: loaders is 2 where nothing is prepared")
     return None
