@@ -42,6 +42,7 @@ SPECS = st.builds(
     st.sampled_from([64, 80, 128]),
 )
 LENGTHS = st.builds(mask.Lengths, st.integers(1, 400), st.integers(0, 700), st.integers(0, 500), st.integers(0, 1))
+EARLY_AND_FEW = list(product((0, 2), (False, True)))
 DECODE = decode.shipped("sm_90a")[0]
 BLACKWELL = sm100.shipped("sm_100a")[0]
 
@@ -68,10 +69,12 @@ def test_visible_is_the_set_of_keys_a_token_sees(spec, n, token):
 
 
 @settings(max_examples=200)
-@given(SPECS, LENGTHS, st.integers(1, 7), st.booleans(), st.sampled_from([0, 2]), st.data())
-def test_blocks_of_a_tile(spec, n, group, pack, early, data):
+@given(SPECS, LENGTHS, st.integers(1, 7), st.booleans(), st.sampled_from(EARLY_AND_FEW), st.data())
+def test_blocks_of_a_tile(spec, n, group, pack, cut, data):
     """Blocks outside the range hold no visible key; every key of a full block is visible to every row; the segments
-    walk the range once, from high to low, and call nothing full that is not; at least `early` blocks begin a tile."""
+    walk the range once, from high to low, and call nothing full that is not; at least `early` blocks begin a tile;
+    where they are to be `few`, a window gives two, both masked."""
+    early, few = cut
     fold, t = (group if pack else 1), spec.tile
     rows = geometry.tile_rows(n.q_len, fold)
     m_block = data.draw(st.integers(0, (rows - 1) // t.m))
@@ -92,8 +95,10 @@ def test_blocks_of_a_tile(spec, n, group, pack, early, data):
     if spec.mask.custom:
         assert full_hi <= 0, "any key may be hidden"
     # the last block is the kernel's own, and always masked; segments take the rest
-    walked = []
-    for part in mask.segments(spec, lo, hi - 1, full_lo, full_hi, early):
+    walked, segments = [], mask.segments(spec, lo, hi - 1, full_lo, full_hi, early, few)
+    if few and spec.mask.window and not spec.mask.custom:
+        assert [part.masked for part in segments] == [True, True]
+    for part in segments:
         for j in range(part.hi - 1, part.lo - 1, -1):
             walked.append(j)
             assert part.begins or j < hi - 1 - early

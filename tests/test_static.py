@@ -101,6 +101,11 @@ def test_all_shipped_kernels_are_on_record():
     assert names == {(arch, s.name) for arch in static.ARCHS for op, s in catalog.shipped(arch) if op == static.OP}
 
 
+def test_peers_are_on_record():
+    """What docs/blackwell.md compares with, on both architectures."""
+    assert {row["arch"] for row in static.recorded() if static.is_peer(row)} == set(static.ARCHS)
+
+
 def headlines():
     rows = (row for row in static.recorded() if row["arch"] == "sm_100a" and not static.is_peer(row))
     found, mmas = [], set()
