@@ -14,8 +14,8 @@ import torch
 from cute_kernels.attention import dispatch
 from cute_kernels.attention.spec import FEW
 from wrappers import machine
+from wrappers.attention.call import Problem
 from wrappers.attention.plan import facts_of
-from wrappers.attention.problem import Problem
 from wrappers.reference.paged import tokens_of
 
 ROWS = {"sm_90a": 64, "sm_100a": 128, "sm_103a": 128}  # that decide together: of a warpgroup

@@ -12,7 +12,7 @@ from cute_kernels.attention import args, geometry
 from cute_kernels.attention.spec import FEW
 from tests.fake_machine import FakeMachine, promised
 from wrappers import FP4Tensor, fp4, machine, reference
-from wrappers.attention.problem import SEPARATE, Problem, new_requests
+from wrappers.attention.call import SEPARATE, Problem, new_requests
 
 E4M3 = torch.float8_e4m3fn
 SMS = 132

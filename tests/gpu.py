@@ -13,7 +13,7 @@ import torch
 from bench.cases import attention as cases
 from bench.cases import outputs
 from bench.cases.attention import AttentionCase
-from cute_kernels.attention.problem import Problem
+from cute_kernels.attention.request import Problem
 from cute_kernels.attention.spec import FEW
 from tools import matrix
 from wrappers import fp4

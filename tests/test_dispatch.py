@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from cute_kernels.attention import args, decode, dispatch, sm90, sm100
-from cute_kernels.attention.problem import Problem
+from cute_kernels.attention.request import Problem
 from cute_kernels.attention.spec import TMA_PAGES, LogitsSpec
 
 ARCH = "sm_90a"

@@ -16,7 +16,7 @@ from tests.fake_machine import FakeMachine
 from wrappers import fp4, machine, reference
 from wrappers.attention import checks, op, values
 from wrappers.attention import plan as attention_plan
-from wrappers.attention.problem import (
+from wrappers.attention.call import (
     SEPARATE,
     Problem,
     Requests,

@@ -16,8 +16,8 @@ from cute_kernels.attention import geometry
 from tests.conftest import ARCH
 from tools.ptxsim.workloads import distance, simulated
 from wrappers import reference
+from wrappers.attention.call import csr_requests
 from wrappers.attention.op import serve
-from wrappers.attention.problem import csr_requests
 
 ANY = st.one_of(st.integers(-(1 << 31), (1 << 31) - 1), st.integers(-20, 200))
 

@@ -20,8 +20,8 @@ from cute_kernels.attention import decode, geometry, mask, prepare, sm90, sm100
 from cute_kernels.attention.decode import layout
 from cute_kernels.attention.kv import tma
 from cute_kernels.attention.schedule import stream_k, tiles
-from cute_kernels.attention.sm90 import math as prefill
-from cute_kernels.attention.sm90 import store as prefill_store
+from cute_kernels.attention.sm90 import epilogue as prefill_epilogue
+from cute_kernels.attention.sm90 import mainloop as prefill
 from cute_kernels.attention.sm100 import roles as sm100_roles
 from cute_kernels.attention.spec import FEW, AttentionSpec, MaskSpec
 from cute_kernels.device import layout as shared
@@ -363,7 +363,7 @@ def spread(addresses, size, lanes):
 def test_what_is_too_small_for_p_in_e4m3_adds_up_to_little(keys):
     """All keys of a request but one, each of half the smallest e4m3, which rounds to 0; P raised by as little as that
     allows, at most by 2^7, so that maxima may grow."""
-    raised = 4 + prefill_store.raised_more(keys)
+    raised = 4 + prefill_epilogue.raised_more(keys)
     lost = keys * 2.0 ** -(10 + raised)
     assert 4 <= raised <= 7 and (lost <= 0.25 or raised == 7) and (raised == 4 or 2 * lost > 0.25)
 
@@ -374,6 +374,6 @@ def test_p_in_e4m3_tells_where_it_is_full():
 
     top = prefill.TOPS & 0xFF
     assert word(432.0) & top and word(float("nan")) & top and not word(431.9) & top and not word(0.0) & top
-    full, room = 2**prefill_store.FULL, 2**prefill_store.ROOM
+    full, room = 2**prefill_epilogue.FULL, 2**prefill_epilogue.ROOM
     assert full > 432 * (1 + 1e-4), "a row whose maximum follows is seen, however its exponential rounds"
     assert 2 * room < torch.finfo(torch.float16).max and prefill.NEARLY_FULL < room * (1 - 1e-2)

@@ -17,7 +17,7 @@ from bench.cases.attention import AttentionCase
 from bench.pages import README
 from bench.results import ROOT
 from cute_kernels import catalog
-from cute_kernels.attention.problem import Problem
+from cute_kernels.attention.request import Problem
 from tests import conftest, gpu, kernels
 from tools import matrix, oracles, site, static
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten
 
 from wrappers import reference
 from wrappers.attention import rope
-from wrappers.attention.problem import Problem, Requests, Rope
+from wrappers.attention.call import Problem, Requests, Rope
 
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of a rounding, relative
 FP32 = 2.0**-24

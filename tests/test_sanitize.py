@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels import build
 from cute_kernels.topk import dispatch
-from cute_kernels.topk.problem import Problem
+from cute_kernels.topk.request import Problem
 from tests.conftest import ARCH
 from tools.ptxsim import host
 from tools.ptxsim.faults import Fault

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bench import topk as bench
 from cute_kernels.topk import dispatch, radix, sort
-from cute_kernels.topk.problem import Problem
+from cute_kernels.topk.request import Problem
 from cute_kernels.topk.spec import DTYPES, SortSpec
 from tests.conftest import ROOT
 from wrappers import topk

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cute_kernels import cli, manifest, places
+from cute_kernels import cli, manifest, paths
 from cute_kernels.attention import dispatch
-from cute_kernels.attention.problem import Problem
+from cute_kernels.attention.request import Problem
 from cute_kernels.topk import dispatch as topk_dispatch
-from cute_kernels.topk.problem import Problem as Rows
+from cute_kernels.topk.request import Problem as Rows
 
 from . import demo_data
 
@@ -193,7 +193,7 @@ def kernels() -> list[str]:
 
 def out() -> Path:
     """Where the demo's bundle is built, and found."""
-    return places.bundle_folders(ARCH)[0]
+    return paths.bundle_folders(ARCH)[0]
 
 
 def build() -> bool:

@@ -21,9 +21,9 @@ from typing import Any
 from bench.pages import fill
 from cute_kernels import catalog
 from cute_kernels.attention import dispatch as attention
-from cute_kernels.attention.problem import Problem
+from cute_kernels.attention.request import Problem
 from cute_kernels.topk import dispatch as topk
-from cute_kernels.topk.problem import Problem as Rows
+from cute_kernels.topk.request import Problem as Rows
 
 ARCHS = {"sm_90a": "Hopper", "sm_100a": "B200", "sm_103a": "B300"}
 RUN = ("sm_90a",)  # architectures whose GPU tests are run

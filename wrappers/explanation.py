@@ -14,7 +14,7 @@ from cute_kernels.topk import dispatch as topk_dispatch
 from . import flash_attn, machine, runtime, topk
 from .attention import checks, engines, plan, trtllm, xqa
 from .attention import op as attention_op
-from .attention.problem import Problem
+from .attention.call import Problem
 from .checks import check_integer, listed
 from .prefill import single
 from .scalars import integer

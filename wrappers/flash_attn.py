@@ -18,9 +18,9 @@ from . import machine
 from .attention import checks, plan
 from .attention import op as attention_op
 from .attention import values as attention_values
+from .attention.call import SEPARATE, Form, Problem, Requests, pair, ragged_requests, requests_of
 from .attention.checks import E5M2, HEAD_SCALES, SIGNATURES
 from .attention.op import serve
-from .attention.problem import SEPARATE, Form, Problem, Requests, pair, ragged_requests, requests_of
 from .checks import (
     check_apart,
     check_flag,

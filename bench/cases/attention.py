@@ -9,7 +9,7 @@ import torch
 
 import wrappers
 from wrappers import fp4, reference, trtllm_batch_context_with_kv_cache
-from wrappers.attention.problem import Problem, Requests
+from wrappers.attention.call import Problem, Requests
 from wrappers.explanation import problem_of
 
 from .. import skipping

@@ -2,7 +2,7 @@
 
 import torch
 
-from wrappers.attention.problem import Problem, csr_requests, ragged_requests
+from wrappers.attention.call import Problem, csr_requests, ragged_requests
 from wrappers.reference import gather
 
 FORMS = ("csr", "ragged", "mask", "alibi")

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from wrappers import reference
+from wrappers.attention.call import Problem, Requests, listed_requests
 from wrappers.attention.op import serve
-from wrappers.attention.problem import Problem, Requests, listed_requests
 
 from . import attention as cases
 from . import forms

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from wrappers import fp4
-from wrappers.attention.problem import SEPARATE, Problem, new_requests
+from wrappers.attention.call import SEPARATE, Problem, new_requests
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
 PAGE = 16

@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from . import decode, sm90, sm100
-from .problem import Problem, Refusal
+from .request import Problem, Refusal
 
 # In the order in which they are asked.
 OPS = {"attention.sm90": sm90, "attention.sm100": sm100, "attention.decode": decode}

@@ -6,8 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from ..device import copy, pipe
-from . import early, geometry
+from ..device import copy, pipeline
+from . import geometry, pdl
 from .kv import pages, scales, source
 from .kv.pages import Block
 from .schedule import tiles, work
@@ -19,7 +19,7 @@ class Stages(NamedTuple):
 
     op: Any
     smem: cute.Tensor
-    ring: pipe.Pipe
+    ring: pipeline.Pipe
 
 
 class Guess(NamedTuple):
@@ -35,10 +35,10 @@ def fetch_q(spec: cutlass.Constexpr, plan, s, w: Work, q: Int32):
     """One warp: the Q rows of a tile that are not packed, item q of the Q pipe. Rows past the request are its
     neighbour's, or zero."""
     b = plan.q.boxes[0]
-    pipe.fill(s.q_pipe, q, plan.q.bytes)
+    pipeline.fill(s.q_pipe, q, plan.q.bytes)
     g = cute.domain_offset((w.q_start + w.m_block * spec.tile.m, 0), b.gmem[None, None, w.head])
     qs, qg = copy.partition(b, s.raw_q, g)
-    stage = cute.arch.make_warp_uniform(pipe.stage(s.q_pipe, q))
+    stage = cute.arch.make_warp_uniform(pipeline.stage(s.q_pipe, q))
     for d in cutlass.range_constexpr(cute.size(qs, mode=[2])):
         cute.copy_atom_call(b.atom, qg[None, 0, d], qs[None, 0, d, stage], tma_bar_ptr=s.q_pipe.full + stage)
 
@@ -47,7 +47,7 @@ def fetch_q(spec: cutlass.Constexpr, plan, s, w: Work, q: Int32):
 def offer_q(spec: cutlass.Constexpr, plan, s, w: Work, q: Int32):
     """One warp: the Q rows of a tile, or, where they are packed, room for them: those who compute gather them."""
     if w.per_token > 1:
-        pipe.fill(s.q_pipe, q, Int32(0))
+        pipeline.fill(s.q_pipe, q, Int32(0))
     else:
         fetch_q(spec, plan, s, w, q)
 
@@ -56,7 +56,7 @@ def offer_q(spec: cutlass.Constexpr, plan, s, w: Work, q: Int32):
 def look_early(spec: cutlass.Constexpr, a, s, found, which: cutlass.Constexpr, loader: Int32):
     """One warp: look up the block of K or V that the CTA is guessed to begin with, as soon as the launch before has
     ended; the `Guess`."""
-    cute.arch.barrier(barrier_id=early.BARRIER, number_of_threads=early.threads(spec))
+    cute.arch.barrier(barrier_id=pdl.BARRIER, number_of_threads=pdl.threads(spec))
     guess = Guess(*(cute.arch.make_warp_uniform(s.guess[i]) for i in range(3)))
     cute.arch.griddepcontrol_wait()
     if guess.j >= 0:
@@ -80,7 +80,7 @@ def load_kv(
     where it `publishes`, publishes each tile while it loads the one before, and, where it `loads_q`, loads Q."""
     a = plan.args
     found, guess = source(spec).known(spec, into.op), Guess(Int32(0), Int32(-1), Int32(0))
-    if const_expr(early.guesses(spec)):
+    if const_expr(pdl.guesses(spec)):
         guess = look_early(spec, a, s, found, which, loader)
     i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(1)
     if const_expr(publishes):
@@ -98,7 +98,7 @@ def load_kv(
                     offer_q(spec, plan, s, w, q)
                     q += 1
             first = Block(loader, i, w.hi - 1, head, w.kv_len)
-            if const_expr(not early.guesses(spec)):
+            if const_expr(not pdl.guesses(spec)):
                 source(spec).look(spec, found, mine, first)
             elif w.hi > w.lo:
                 if t > 0 or w.batch != guess.request or first.j != guess.j or w.kv_len != guess.kv_len:

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
 from .. import abi
-from ..device import layout, mma, pipe, warp
+from ..device import layout, mma, pipeline, warp
 from . import quant
 from .kv import pages, source
 from .quant import permute
@@ -261,8 +261,8 @@ def operand_stages(spec, smem, shape, stages):
 class Rings(NamedTuple):
     """Pipes of raw and of operand stages of K or V."""
 
-    raw: pipe.Pipe
-    operand: pipe.Pipe
+    raw: pipeline.Pipe
+    operand: pipeline.Pipe
 
 
 def rings(s, which):
@@ -274,14 +274,14 @@ def stages(s, which, i):
     """The raw stage and the operand stage of item i of their pipes."""
     raw, into = ((s.raw_k, s.k), (s.raw_v, s.v))[which]
     ring = rings(s, which)
-    return raw[None, None, pipe.stage(ring.raw, i)], into[None, None, pipe.stage(ring.operand, i)]
+    return raw[None, None, pipeline.stage(ring.raw, i)], into[None, None, pipeline.stage(ring.operand, i)]
 
 
 def factors(spec, a, s, which, i):
     """Scale factors of item i, None where the cache has none."""
     if not spec.kv.scaled:
         return None
-    stage = (s.k_scales, s.v_scales)[which][None, None, pipe.stage(rings(s, which).raw, i)]
+    stage = (s.k_scales, s.v_scales)[which][None, None, pipeline.stage(rings(s, which).raw, i)]
     if which == pages.K:
         return linear(stage, spec.head_dim_qk)
     return interleaved(stage, spec.head_dim_vo, a.kv.v_scales_interleaved)

@@ -8,7 +8,7 @@ a call; see `args`.
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from .problem import Problem
+from .request import Problem
 
 T = TypeVar("T")  # the op's own class of tiles
 

@@ -4,7 +4,7 @@ from functools import lru_cache
 from itertools import product
 
 from . import radix, sort
-from .problem import Problem
+from .request import Problem
 from .spec import BITS, DTYPES, SortSpec, TopKSpec
 
 KERNELS = {"topk.radix": radix}  # op -> the package that states what it supports

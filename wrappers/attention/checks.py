@@ -29,7 +29,7 @@ from ..checks import (
     check_strided,
     listed,
 )
-from .problem import Problem, Rope
+from .call import Problem, Rope
 
 SIGNATURES: dict[str, dict[str, str]] = {}  # public function -> field of Problem -> its name there, where it differs
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

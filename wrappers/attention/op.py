@@ -9,7 +9,7 @@ from .. import fp4
 from ..checks import check_strided
 from ..plain import no_backward, write
 from . import checks, plan
-from .problem import SEPARATE, Problem, Rope, listed_requests, new_requests
+from .call import SEPARATE, Problem, Rope, listed_requests, new_requests
 
 NAME = "cute_kernels::attention"
 SCHEMA = """(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cute_kernels.attention import args, dispatch
-from cute_kernels.attention.problem import Problem as Facts
+from cute_kernels.attention.request import Problem as Facts
 from cute_kernels.attention.spec import FEW, MOST_PACKED
 
 from .. import fp4, machine, overlap, reference, scratch
@@ -21,7 +21,7 @@ from ..checks import INF, check_number, checking
 from ..fp4 import FP4Tensor
 from ..reference import LOG2E
 from . import checks, values
-from .problem import Problem
+from .call import Problem
 from .rope import rotated
 
 NO_WINDOW = 1 << 30  # window_left of a call without a window, where the kernel has one

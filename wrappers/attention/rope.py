@@ -9,7 +9,7 @@ from math import pi
 
 import torch
 
-from .problem import Problem, Requests, Rope
+from .call import Problem, Requests, Rope
 
 TEMPORARY = 1 << 28  # bytes that are alive at a time beside the result, but for what one page takes
 TYPES = (torch.bfloat16, torch.float16)

@@ -18,9 +18,9 @@ from ..checks import (
 from ..fp4 import BLOCK, FP4Tensor
 from ..plain import traced
 from ..scalars import factor, integer, real
+from .call import ABSENT, SEPARATE, SHARED, Form, Problem, make_problem, pair, requests_of
 from .checks import SIGNATURES, check_scale, drafts_of
 from .op import serve
-from .problem import ABSENT, SEPARATE, SHARED, Form, Problem, make_problem, pair, requests_of
 
 LN2 = 0.6931471805599453
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cake")  # of upstream: here a hint

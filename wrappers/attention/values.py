@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..checks import INF
+from .call import Problem
 from .checks import Names, names_of
-from .problem import Problem
 
 MOST = 2**31  # keys of a request
 

@@ -7,9 +7,9 @@ import torch
 from ..checks import check_integer, check_number, check_one_of, check_shape, check_strided
 from ..plain import traced
 from ..scalars import factor, integer, real
+from .call import ABSENT, Form, Problem, make_problem, pair, requests_of
 from .checks import E4M3, E5M2, SIGNATURES, check_scale, drafts_of
 from .op import serve
-from .problem import ABSENT, Form, Problem, make_problem, pair, requests_of
 
 FORM = Form("page_table", column=True)
 SIGNATURES["xqa"] = {

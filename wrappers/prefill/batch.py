@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import machine
-from ..attention.problem import Requests, listed_requests
+from ..attention.call import Requests, listed_requests
 from ..checks import check_flag, check_integer, check_operand, check_strided
 from ..plain import traced
 from ..scalars import integer

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from ..attention.call import Problem, Requests, csr_requests, make_problem, pair
 from ..attention.checks import HEAD_SCALES, SIGNATURES
 from ..attention.op import serve
-from ..attention.problem import Problem, Requests, csr_requests, make_problem, pair
 from ..checks import check_integer
 from ..page import get_seq_lens, paged_kv
 from ..scalars import integer, real

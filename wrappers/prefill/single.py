@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from ..attention.call import Problem, ragged_requests
 from ..attention.checks import HEAD_SCALES, SIGNATURES
 from ..attention.op import serve
-from ..attention.problem import Problem, ragged_requests
 from ..checks import check_strided
 from ..plain import traced
 from ..quantization import packbits

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import machine
+from ..attention.call import Rope
 from ..attention.checks import CACHES, MOST_MASK, OUTPUTS, QUERIES
-from ..attention.problem import Rope
 from ..checks import (
     INF,
     UnknownName,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from .. import fp4
-from ..attention.problem import Problem
+from ..attention.call import Problem
 from .dense import Heads, attention, rotate
 
 

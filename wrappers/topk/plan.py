@@ -8,7 +8,7 @@ import torch
 
 from cute_kernels.topk import dispatch
 from cute_kernels.topk.args import TopKArgs
-from cute_kernels.topk.problem import Problem
+from cute_kernels.topk.request import Problem
 
 from .. import machine, overlap, reference
 from ..checks import checking

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar
 
-from ..problem import Problem, Refusal
+from ..request import Problem, Refusal
 from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, outputs, source_of
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
@@ -32,7 +32,7 @@ class Tile:
 
     loaders: ClassVar[int] = 1  # warps that fill a stage together
     knows_rows: ClassVar[bool] = False  # of `work.Work`
-    guesses: ClassVar[bool] = True  # see `early`
+    guesses: ClassVar[bool] = True  # see `pdl`
 
     @property
     def warps(self) -> int:

@@ -1,9 +1,9 @@
 """Decode: host part and device entry.
 
 Roles (`roles`): one warp feeds K, one V, one schedules, one copies scale factors; all warps of one to three warpgroups
-compute the same few rows on different keys (`math`). CTAs are persistent; their tiles may be parts of tiles
+compute the same few rows on different keys (`mainloop`). CTAs are persistent; their tiles may be parts of tiles
 (`schedule.stream_k`), which the warps that finish the last one merge (`combine`). What a CTA begins with is guessed
-while the launch before may still run (`early`).
+while the launch before may still run (`pdl`).
 
 Pipelines: work_pipe, 4 stages, the scheduling warp -> all: the next tile, freed when read, by `math` when the tile is
 done. k_pipe and v_pipe, `tile.stages` stages, load -> math: a KV block each, with the scale factors of an NVFP4 cache,
@@ -22,13 +22,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from ...device import copy, pipe
+from ...device import copy, pipeline
 from .. import fakes, load
 from ..args import Args, pack
 from ..kv import arrivals, pages, scales, source
 from ..schedule import stream_k, work
 from . import reduce
-from .math import math
+from .mainloop import math
 from .roles import roles
 
 fake_args = fakes.fake_args
@@ -51,9 +51,9 @@ class Shared:
     v: cute.Tensor
     work: cute.Tensor
     guess: cute.Tensor  # words of a `load.Guess`
-    work_pipe: pipe.Pipe
-    k_pipe: pipe.Pipe
-    v_pipe: pipe.Pipe
+    work_pipe: pipeline.Pipe
+    k_pipe: pipeline.Pipe
+    v_pipe: pipeline.Pipe
     k_scales: cute.Tensor | None
     v_scales: cute.Tensor | None
     merge: reduce.ReduceSmem
@@ -80,9 +80,9 @@ def shared(spec, plan):
         v=copy.allocate(smem, plan.v, plan.args.kv.v.element_type),
         work=work.allocate(spec, smem),
         guess=smem.allocate_tensor(Int32, cute.make_layout(3)),
-        work_pipe=pipe.make(smem, count, r.warps("schedule"), r.warps("load_k", "load_v", "load_scales", "math")),
-        k_pipe=pipe.make(smem, t.stages, arrivals(spec, r), r.warps("math")),
-        v_pipe=pipe.make(smem, t.stages, arrivals(spec, r), r.warps("math")),
+        work_pipe=pipeline.make(smem, count, r.warps("schedule"), r.warps("load_k", "load_v", "load_scales", "math")),
+        k_pipe=pipeline.make(smem, t.stages, arrivals(spec, r), r.warps("math")),
+        v_pipe=pipeline.make(smem, t.stages, arrivals(spec, r), r.warps("math")),
         k_scales=scales.allocate(spec, smem, spec.head_dim_qk, t.stages),
         v_scales=scales.allocate(spec, smem, spec.head_dim_vo, t.stages),
         merge=reduce.allocate(spec, smem),

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from ...device import copy, mma, pipe
+from ...device import copy, mma, pipeline
 from .. import geometry, logits, quant
 from ..spec import BLOCK
 from .layout import CachedRow, columns, halves, keys, scale_blocks, v_offsets
@@ -164,7 +164,7 @@ def load_v_factors(spec, s, r, v: V, stage, row, e, c):
 def load_v(spec: cutlass.Constexpr, s, r, x, at: KeyCursor, b: cutlass.Constexpr, v: V):
     """This lane's words of a chunk of V, and the scale factors of each key; zeros for those past kv_len (`blank`)."""
     chunk, n, row, key = CachedRow.of(spec, spec.head_dim_vo), spec.tile.n, at.row, at.key
-    stage, t = pipe.cursor_stage(at.block), cute.arch.lane_idx() % 4
+    stage, t = pipeline.cursor_stage(at.block), cute.arch.lane_idx() % 4
     base = s.v.iterator.toint() + stage * (n * chunk.width * chunk.chunks) + row * chunk.width
     per = const_expr(chunk.width // 32)
     for c in cutlass.range_constexpr(keys(spec) // 16):

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from ...device import copy, pipe, warp
+from ...device import copy, pipeline, warp
 from .. import epilogue, geometry, quant, softmax
 from .layout import columns_at_once, first_column, mates, row_of_pass, rows_at_once, rows_of_pass
 from .roles import roles
@@ -21,7 +21,7 @@ class ReduceSmem:
 
     o: cute.Tensor  # (warp, row of a pass, piece of it, PIECE): piece i at i ^ (row / 2), for the banks
     stats: cute.Tensor  # (warp, row, maximum in log2 units and sum)
-    ready: pipe.Pipe  # of one stage, that all warps fill and free
+    ready: pipeline.Pipe  # of one stage, that all warps fill and free
 
 
 class Sums(NamedTuple):
@@ -38,7 +38,7 @@ def allocate(spec, smem):
     return ReduceSmem(
         smem.allocate_tensor(Float32, row_major(t.warps, rows_at_once(spec), pieces, PIECE), 16),
         smem.allocate_tensor(Float32, row_major(t.warps, t.rows_per_warp, 2), 8),
-        pipe.make(smem, 1, t.warps, t.warps),
+        pipeline.make(smem, 1, t.warps, t.warps),
     )
 
 
@@ -47,7 +47,7 @@ def store(spec: cutlass.Constexpr, s, r, x, turn: Int32, at: cutlass.Constexpr):
     """What a pass adds up of this warp's O, and the maxima and sums of its rows, to s.merge. at: of `layout.passes`."""
     own, (low, number) = x.number, at
     g, t, count = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4, const_expr(columns_at_once(spec) // PIECE)
-    pipe.wait_empty(s.merge.ready, turn)
+    pipeline.wait_empty(s.merge.ready, turn)
     if spec.tile.rows_per_warp * x.group < x.left:
         for k in cutlass.range_constexpr(low // 4, (low + rows_at_once(spec)) // 4):
             row = (k // 2 * 8 - low) + 2 * t + k % 2
@@ -61,7 +61,7 @@ def store(spec: cutlass.Constexpr, s, r, x, turn: Int32, at: cutlass.Constexpr):
                 copy.vector(piece, s.merge.o[own, row, (g * count + i) ^ (t + (k // 2 * 4 - low // 2)), None])
     cute.arch.sync_warp()
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(pipe.full(s.merge.ready, turn))
+        cute.arch.mbarrier_arrive(pipeline.full(s.merge.ready, turn))
 
 
 @cute.jit
@@ -106,7 +106,7 @@ def merge(spec: cutlass.Constexpr, a, s, r, x, turn: Int32, at: cutlass.Constexp
     tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
     count = const_expr(columns_at_once(spec) // PIECE)  # pieces of a lane
     pieces, (low, number) = const_expr(8 * count), at  # of a row
-    pipe.wait_full(s.merge.ready, turn)
+    pipeline.wait_full(s.merge.ready, turn)
     rows = rows_of_pass(spec, low, x.left)
     for index in cutlass.range(tid, pieces * rows, 32 * spec.tile.warps, unroll=1):
         which = Uint32(index)  # without a sign: divisions are shifts
@@ -116,4 +116,4 @@ def merge(spec: cutlass.Constexpr, a, s, r, x, turn: Int32, at: cutlass.Constexp
         column = first_column(spec, number + PIECE * (piece % count), piece // count)
         finish(spec, a, r, x, Int32(row), Int32(column // PIECE), total, sums)
     cute.arch.sync_warp()
-    pipe.release(s.merge.ready, turn)
+    pipeline.release(s.merge.ready, turn)

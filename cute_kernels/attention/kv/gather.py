@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from ...device import layout, pipe
+from ...device import layout, pipeline
 from ...device.divisor import Quotient
 from . import pages
 from .pages import Block
@@ -59,7 +59,7 @@ def fill(
     spec: cutlass.Constexpr,
     op: Operand,
     smem: cute.Tensor,
-    p: pipe.Pipe,
+    p: pipeline.Pipe,
     found: Known,
     mine: pages.Rows,
     at: Block,
@@ -68,11 +68,11 @@ def fill(
     a look at the pages of the block before. found: of `look`. Rows past kv_len and of no page become zeros. Every lane
     arrives once what it copied is there."""
     count = const_expr(spec.tile.n // spec.tile.loaders)
-    pipe.wait_empty(p, at.item)
+    pipeline.wait_empty(p, at.item)
     starts = addresses(spec, op, found, at)
     look(spec, found, mine, at._replace(j=at.j - 1))
-    copy_rows(op, count, starts, smem[None, None, pipe.stage(p, at.item)], at.loader * count)
-    cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full(p, at.item))
+    copy_rows(op, count, starts, smem[None, None, pipeline.stage(p, at.item)], at.loader * count)
+    cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full(p, at.item))
 
 
 @cute.jit

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from ...device import pipe
+from ...device import pipeline
 from ..spec import BLOCK
 from . import pages
 from .pages import Block
@@ -50,20 +50,22 @@ def find(spec: cutlass.Constexpr, page_size: Int32, mine: pages.Rows, j: Int32, 
 
 
 @cute.jit
-def fill(spec: cutlass.Constexpr, scales: cute.Tensor, smem: cute.Tensor, p: pipe.Pipe, found: cute.Tensor, at: Block):
+def fill(
+    spec: cutlass.Constexpr, scales: cute.Tensor, smem: cute.Tensor, p: pipeline.Pipe, found: cute.Tensor, at: Block
+):
     """One warp: the scale factors of block j of a KV head, (n, D / 16) bytes of the item's stage, row by row. found: of
     `find`; rows of no page become zeros. Every lane arrives once what it copied is there."""
     size, count = const_expr(scales.shape[3]), const_expr(scale_rows(spec))
     piece = const_expr(gcd(size, PIECE))
     step = Int64(scales.stride[2])
-    pipe.wait_empty(p, at.item)
+    pipeline.wait_empty(p, at.item)
     for c in cutlass.range_constexpr(cute.size(found)):
         mine, page, page_size = (32 * c + cute.arch.lane_idx()) * count, found[c], scales.shape[2]
         row = at.j * spec.tile.n + mine
         row = row % page_size if const_expr(gathers(spec)) else row & (page_size - 1)
         exists = (page >= 0) & (page < scales.shape[0])
         source = scales[page if exists else Int32(0), at.head, row, None].iterator.toint()
-        target = smem[mine, None, pipe.stage(p, at.item)].iterator.toint()
+        target = smem[mine, None, pipeline.stage(p, at.item)].iterator.toint()
         if mine < spec.tile.n:
             for e in cutlass.range_constexpr(count):
                 text = f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {piece}, {{$r2}};"
@@ -71,4 +73,4 @@ def fill(spec: cutlass.Constexpr, scales: cute.Tensor, smem: cute.Tensor, p: pip
                 for i in cutlass.range_constexpr(0, size, piece):
                     places = target + e * size + i, source + e * step + i
                     cute.arch.inline_ptx(text, read_only_args=[*places, written])
-    cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full(p, at.item))
+    cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full(p, at.item))

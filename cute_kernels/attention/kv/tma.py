@@ -6,8 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from ...device import copy, pipe
-from .. import early
+from ...device import copy, pipeline
+from .. import pdl
 from . import pages
 from .pages import Block
 
@@ -43,7 +43,7 @@ def lanes(spec):
 
 def known(spec, op):
     """`Known`, None where nothing is looked up ahead."""
-    return Known(lanes(spec), op.boxes[0].gmem.shape[0], op.boxes[0].gmem.shape[3]) if early.guesses(spec) else None
+    return Known(lanes(spec), op.boxes[0].gmem.shape[0], op.boxes[0].gmem.shape[3]) if pdl.guesses(spec) else None
 
 
 @cute.jit
@@ -65,7 +65,7 @@ def fill(
     spec: cutlass.Constexpr,
     op: copy.Operand,
     smem: cute.Tensor,
-    p: pipe.Pipe,
+    p: pipeline.Pipe,
     ahead: Any,
     mine: pages.Rows,
     at: Block,
@@ -96,7 +96,7 @@ def fill_boxes(
     op: copy.Operand,
     k: cutlass.Constexpr,
     smem: cute.Tensor,
-    p: pipe.Pipe,
+    p: pipeline.Pipe,
     lanes: Lanes,
     at: Block,
 ):
@@ -104,10 +104,10 @@ def fill_boxes(
     b, n, of = op.boxes[k], spec.tile.n, spec.tile.loaders
     count, group = n // b.rows, 32 * op.boxes[0].rows // b.rows  # boxes; of a register of `lanes`
     size = op.bytes // count * ((count - at.loader + of - 1) // of) if const_expr(of > 1) else op.bytes
-    pipe.fill(p, at.item, size)
+    pipeline.fill(p, at.item, size)
     # A coordinate that the compiler knows to be warp-uniform costs one move to a uniform register, any other a loop.
     head = cute.arch.make_warp_uniform(at.head)
-    stage = cute.arch.make_warp_uniform(pipe.stage(p, at.item))
+    stage = cute.arch.make_warp_uniform(pipeline.stage(p, at.item))
     into = Stage(smem, stage, p.full + stage, head)
     if const_expr(k > 0 or count <= of):
         for c in cutlass.range_constexpr(0, count, of):

@@ -12,7 +12,7 @@ from cutlass import Int32, Int64, const_expr
 
 from ...device import warp
 from ...device.divisor import Divisor, divide
-from .. import early, geometry, mask
+from .. import geometry, mask, pdl
 from . import work
 from .work import Split, Work
 
@@ -212,7 +212,7 @@ def first_work(spec: cutlass.Constexpr, a, s, per_token: Divisor):
     In kernels that guess, and of at most 32 requests, it is found while the launch before still runs, and found anew
     only where another look at the requests, when that launch has ended, says that they have changed. A loop, so that
     the code that finds it is there once."""
-    hints, few, last = early.unsettled(spec, a), geometry.batch(a) <= 32, const_expr(int(early.guesses(spec)))
+    hints, few, last = pdl.unsettled(spec, a), geometry.batch(a) <= 32, const_expr(int(pdl.guesses(spec)))
     zero = Int32(0)
     number, keys = zero, zero
     seen, share, unit = Requests(zero, zero, zero, Request(*[zero] * 5)), Share(zero, zero, zero), zero
@@ -232,7 +232,7 @@ def first_work(spec: cutlass.Constexpr, a, s, per_token: Divisor):
             if attempt < last:
                 if cute.arch.lane_idx() == 0:
                     s.guess[0], s.guess[1], s.guess[2] = number, first, keys
-                cute.arch.barrier_arrive(barrier_id=early.BARRIER, number_of_threads=early.threads(spec))
+                cute.arch.barrier_arrive(barrier_id=pdl.BARRIER, number_of_threads=pdl.threads(spec))
                 cute.arch.griddepcontrol_wait()
     return seen, share, unit
 

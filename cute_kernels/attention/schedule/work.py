@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ...device import pipe
+from ...device import pipeline
 
 STAGES = {"tiles": 2, "stream_k": 4}  # published and not released: one worked on, one loaded; decoding's stay longer
 
@@ -66,7 +66,7 @@ def flatten(w: Work):
 @cute.jit
 def publish(s, t: Int32, w: Work):
     """One warp: tells the others the CTA's t-th tile, as soon as there is room."""
-    pipe.wait_empty(s.work_pipe, t)
+    pipeline.wait_empty(s.work_pipe, t)
     write(s, t, w)
     announce(s, t)
 
@@ -77,14 +77,14 @@ def write(s, t: Int32, w: Work):
     words = s.work
     if cute.arch.lane_idx() == 0:
         for i, value in enumerate(flatten(w)):
-            words[i, pipe.stage(s.work_pipe, t)] = value
+            words[i, pipeline.stage(s.work_pipe, t)] = value
 
 
 @cute.jit
 def announce(s, t: Int32):
     """One warp: tells the others the tile that it has written."""
     if cute.arch.lane_idx() == 0:
-        cute.arch.mbarrier_arrive(pipe.full(s.work_pipe, t))
+        cute.arch.mbarrier_arrive(pipeline.full(s.work_pipe, t))
     cute.arch.sync_warp()
 
 
@@ -98,8 +98,8 @@ def of_words(spec, words):
 
 def peek(spec, s, t: Int32):
     """One warp: Work of the CTA's t-th tile, until it is released."""
-    pipe.wait_full(s.work_pipe, t)
-    stage = pipe.stage(s.work_pipe, t)
+    pipeline.wait_full(s.work_pipe, t)
+    stage = pipeline.stage(s.work_pipe, t)
     return of_words(spec, [cute.arch.make_warp_uniform(s.work[i, stage]) for i in range(fields(spec))])
 
 
@@ -107,5 +107,5 @@ def consume(spec, s, t: Int32):
     """One warp: Work of the CTA's t-th tile, which it will not read again."""
     w = peek(spec, s, t)
     cute.arch.sync_warp()  # all lanes have read before one of them arrives
-    pipe.release(s.work_pipe, t)
+    pipeline.release(s.work_pipe, t)
     return w

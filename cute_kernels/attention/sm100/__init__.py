@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar, cast
 
-from ..problem import Problem, Refusal
+from ..request import Problem, Refusal
 from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, outputs, source_of
 
 ARCHS = ("sm_100a", "sm_103a")
@@ -31,7 +31,7 @@ class Tile:
     pieces: ClassVar[int] = 2  # of rows, that a lane dequantises at a time
     l2_bytes: ClassVar[int] = 32 << 20  # of K and V at work at a time; L2 is 126 MB in two halves
     knows_rows: ClassVar[bool] = True  # of `work.Work`
-    guesses: ClassVar[bool] = False  # see `early`
+    guesses: ClassVar[bool] = False  # see `pdl`
     counters: ClassVar[int] = 1  # of a part of a tile
     e2m1: ClassVar[bool] = True  # the architecture converts such codes
 

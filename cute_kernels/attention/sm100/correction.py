@@ -6,11 +6,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from ...device import pipe, tmem, warp
-from .. import epilogue, geometry, logits, parts, quant, softmax
+from ...device import pipeline, tmem, warp
+from .. import epilogue, geometry, logits, quant, softmax, splits
 from ..schedule import work
 from ..schedule.work import Work
-from .issue import O
+from .mma_utils import O
 from .roles import ROWS, SLOTS, WARPS, always, groups, roles, rounds, tile_halves, turns
 
 LOADED = 16  # columns of O that are in registers, and stored, at a time: a block of NVFP4's
@@ -32,11 +32,11 @@ def column_of(s, group):
 
 @cute.jit
 def take(s, group, row: Int32, item: Int32):
-    """What `scores.hand_over` says of a row."""
-    pipe.wait_signal(s.grown + group, item)
+    """What `softmax.hand_over` says of a row."""
+    pipeline.wait_signal(s.grown + group, item)
     what = Handed(s.growth[row, group, 0], s.growth[row, group, 1])
     cute.arch.sync_warp()
-    pipe.send(s.read + group)
+    pipeline.send(s.read + group)
     return what
 
 
@@ -121,7 +121,7 @@ def finish(
         if const_expr(in_turn):
             factor, second = factor * of.first, factor * of.second
         for g in mine:
-            pipe.wait_signal(s.done + g, at.tiles if const_expr(groups(spec) == SLOTS) else at.rounds - 1)
+            pipeline.wait_signal(s.done + g, at.tiles if const_expr(groups(spec) == SLOTS) else at.rounds - 1)
         tmem.after_wait()
     into = Row(row, w.q_start + token, head, whole, part, lse, factor, second)
     for c in cutlass.range_constexpr(0, spec.head_dim_vo, LOADED):
@@ -129,7 +129,7 @@ def finish(
     if w.hi > w.lo:
         tmem.before_signal()
         for g in mine:
-            pipe.send(s.stored + g)
+            pipeline.send(s.stored + g)
     epilogue.store_lse(a, into.token, head, lse, whole)
 
 
@@ -205,11 +205,11 @@ def correct(spec: cutlass.Constexpr, plan, s):
                     factor = take(s, group, row, i + q).value
                     if left < count:
                         if const_expr(groups(spec) < SLOTS):  # of every block: a phase looks like the one before last
-                            pipe.wait_signal(s.done, i - 1)
+                            pipeline.wait_signal(s.done, i - 1)
                         tmem.after_wait()
                         rescale(spec, column_of(s, group), factor)
                         tmem.before_signal()
-                    pipe.send(s.early + (group if const_expr(groups(spec) == SLOTS) else i % SLOTS))
+                    pipeline.send(s.early + (group if const_expr(groups(spec) == SLOTS) else i % SLOTS))
                 i += 1
         finish_tile(spec, a, s, w, row, Ended(i, q))
         if w.hi > w.lo:
@@ -217,4 +217,4 @@ def correct(spec: cutlass.Constexpr, plan, s):
         t += 1
         w = work.consume(spec, s, t)
     if const_expr(work.parts(spec)):
-        parts.meet(roles(spec).warps("softmax", "correct"))
+        splits.meet(roles(spec).warps("softmax", "correct"))

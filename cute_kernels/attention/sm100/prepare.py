@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from ...device import layout, mma, pipe
+from ...device import layout, mma, pipeline
 from .. import prepare, quant
 from ..schedule import work
 from ..spec import KVSpec
@@ -27,14 +27,14 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
             prepare_q(spec, plan, s, w, q, share + which * (WARPS // 2))
             q += 1
         for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
-            pipe.wait_full(ring.raw, i)
-            pipe.wait_empty(ring.operand, i)
+            pipeline.wait_full(ring.raw, i)
+            pipeline.wait_empty(ring.operand, i)
             valid = w.kv_len - j * spec.tile.n
             prepare.dequantise_stage(spec, plan.args, s, which, share, const_expr(WARPS // 2), i, valid)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
-            pipe.release(ring.raw, i)
-            pipe.send(pipe.full(ring.operand, i))
+            pipeline.release(ring.raw, i)
+            pipeline.send(pipeline.full(ring.operand, i))
             i += 1
         t += 1
         w = work.consume(spec, s, t)
@@ -43,18 +43,18 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
 @cute.jit
 def prepare_q(spec: cutlass.Constexpr, plan, s, w: work.Work, q: Int32, share: Int32):
     """One of `WARPS` warps: its rows of Q of a tile, item q of its pipe, gathered where they are packed."""
-    pipe.wait_full(s.q_pipe, q)
+    pipeline.wait_full(s.q_pipe, q)
     if w.per_token > 1:
         gather(spec, plan, s, w, q, share, WARPS)
-    stage = pipe.stage(s.q_pipe, q)
+    stage = pipeline.stage(s.q_pipe, q)
     if const_expr(prepare.in_units(spec)):
-        to_fp16(spec, s, stage, pipe.stage(s.ready_pipe, q), share)
+        to_fp16(spec, s, stage, pipeline.stage(s.ready_pipe, q), share)
     elif const_expr(spec.q != prepare.operand(spec)):
         stored = const_expr(replace(spec, kv=KVSpec(spec.q)))
         prepare.dequantise(stored, s.raw_q[None, None, stage], s.q[None, None, stage], None, share, WARPS)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
-    pipe.send(pipe.full(s.ready_pipe, q))
+    pipeline.send(pipeline.full(s.ready_pipe, q))
 
 
 @cute.jit

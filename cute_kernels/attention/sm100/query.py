@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from ...device import layout, pipe
+from ...device import layout, pipeline
 from ...device.divisor import Divisor
 from .. import geometry, load
 from ..schedule import stream_k, work
@@ -24,7 +24,7 @@ def gather(spec: cutlass.Constexpr, plan, s, w: work.Work, q: Int32, share: Int3
     a, m, size = plan.args, spec.tile.m, const_expr(spec.head_dim_qk * BITS[spec.q] // 8)
     width, pieces = const_expr(layout.width(size)), const_expr(size // PIECE)
     last = geometry.tile_rows(w.q_len, w.per_token) - 1
-    into = s.raw_q.iterator.toint() + pipe.stage(s.q_pipe, q) * (m * size)
+    into = s.raw_q.iterator.toint() + pipeline.stage(s.q_pipe, q) * (m * size)
     for i in cutlass.range(cute.arch.lane_idx(), count * pieces, 32, unroll=4):
         row, byte = share * (m // shares) + i // pieces, i % pieces * PIECE
         known = cutlass.min(w.m_block * m + row, last)
@@ -44,9 +44,9 @@ def gather(spec: cutlass.Constexpr, plan, s, w: work.Work, q: Int32, share: Int3
 def load_tile(spec: cutlass.Constexpr, plan, s, w: work.Work, q: Int32):
     """One warp: Q of a tile, item q of the pipe."""
     if w.per_token > 1:
-        pipe.wait_empty(s.q_pipe, q)
+        pipeline.wait_empty(s.q_pipe, q)
         gather(spec, plan, s, w, q, 0, 1)
-        pipe.send(pipe.full(s.q_pipe, q))
+        pipeline.send(pipeline.full(s.q_pipe, q))
     else:
         load.fetch_q(spec, plan, s, w, q)
 

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .. import softmax
-from . import votes
+from . import skip_votes
 from .roles import ROWS, WARPS
 
 BARRIER = 1  # + half: its 128 threads
@@ -47,12 +47,12 @@ def look(s, r, rows, of: Rule, half: Int32, turn: Int32):
     top = cute.make_rmem_tensor((1, 1), Float32)
     top[0] = softmax.reduce(r.s[0, None], cute.arch.fmax)
     below = top[0] == -Float32.inf or (top[0] - of.peak[0]) * r.reduced[0] < of.least
-    mine = votes.of(s.votes, half, turn)
-    votes.cast(mine, warp, below or r.tokens[0] >= rows.n.q_len)
+    mine = skip_votes.of(s.votes, half, turn)
+    skip_votes.cast(mine, warp, below or r.tokens[0] >= rows.n.q_len)
     cute.arch.barrier(barrier_id=BARRIER + half, number_of_threads=ROWS)
-    return Look(top, votes.all_of(mine))
+    return Look(top, skip_votes.all_of(mine))
 
 
 def left_out(s, half, turn: Int32):
     """Who multiplies, behind the half's signals of a block: whether it left it out."""
-    return votes.all_of(votes.of(s.votes, half, turn))
+    return skip_votes.all_of(skip_votes.of(s.votes, half, turn))

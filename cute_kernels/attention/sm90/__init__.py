@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar, cast
 
-from ..problem import Problem, Refusal
+from ..request import Problem, Refusal
 from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, outputs, source_of
 
 ARCHS = ("sm_90a",)
@@ -34,7 +34,7 @@ class Tile:
     loaders: int = 2  # warps that fill a stage together: issuing a TMA takes one tens of cycles
     promote: int = 0  # KV blocks after which O moves to fp32 sums in shared memory, 0: never
     knows_rows: ClassVar[bool] = True  # of `work.Work`
-    guesses: ClassVar[bool] = False  # see `early`
+    guesses: ClassVar[bool] = False  # see `pdl`
     counters: ClassVar[int] = 1  # of a part of a tile
     e2m1: ClassVar[bool] = False  # whether the architecture converts such codes
     l2_bytes: ClassVar[int] = 16 << 20  # of K and V at work at a time; Hopper's L2 is 50 MB in two halves

@@ -3,9 +3,9 @@
 Roles (`roles`): the warps of warpgroup 0 load, `tile.loaders` feed K, one of which also publishes the tiles, as many Q
 and V, one copies scale factors; warpgroup 1 prepares stages that no MMA can read as they were loaded, if there are any:
 it dequantises K and V, two warps each, or transposes V, which the spare warps of warpgroup 0 do where three warpgroups
-compute; each further warpgroup computes 64 rows of the tile (`math`). CTAs are persistent.
+compute; each further warpgroup computes 64 rows of the tile (`mainloop`). CTAs are persistent.
 
-Where CTAs share the keys of requests (`schedule.stream_k`), a warp of the first warpgroup schedules, and `parts` has
+Where CTAs share the keys of requests (`schedule.stream_k`), a warp of the first warpgroup schedules, and `splits` has
 what a CTA found of a tile that is not its own alone.
 
 Pipelines: work_pipe, 2 stages, loader 0 of K -> all: the next tile, published while the current one is loaded, freed
@@ -15,12 +15,12 @@ which math fills; freed when the last QK of the tile is done, or once Q is in re
 prepare by raw_v_pipe, prepare -> math by v_pipe; `tile.raw_stages` of the former.
 
 Quantised K and V (of another type than Q) become fp16, which holds all of their values; so does Q, bf16 in units of its
-own a row (`math.load_q`), which go into the row's score scale: in registers, or where it was loaded to, or beside that
+own a row (`query.load_q`), which go into the row's score scale: in registers, or where it was loaded to, or beside that
 where it was loaded as 8 bits.
 
 Shared memory: `q_stages` x Q (m x Dqk), `stages` x (K (n x Dqk) + V (n x Dvo)), 1024-byte aligned, barriers and Work;
 where K or V is prepared, `raw_stages` as they are stored too, with their scale factors, and where O is promoted, its
-fp32 sums (`sums`).
+fp32 sums (`promotion`).
 
 Refused (see `supports`): other types and head dims.
 """
@@ -33,14 +33,14 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ... import abi
-from ...device import copy, layout, pipe, wgmma
-from .. import fakes, load, parts
+from ...device import copy, layout, pipeline, wgmma
+from .. import fakes, load, splits
 from ..args import Args, pack
 from ..kv import arrivals, pages, scales, source
 from ..prepare import dequantises, operand, operand_stages
 from ..schedule import stream_k, tiles, work
-from . import skip, sums
-from .math import DENSE, run_tiles
+from . import promotion, skip
+from .mainloop import DENSE, run_tiles
 from .prepare import prepare_kv
 from .roles import WARPS, apart, fp8, prepared, roles
 
@@ -69,19 +69,19 @@ class Shared:
     raw_v: cute.Tensor
     work: cute.Tensor
     order: tiles.Order | None
-    work_pipe: pipe.Pipe
-    k_pipe: pipe.Pipe
-    v_pipe: pipe.Pipe
-    raw_k_pipe: pipe.Pipe
-    raw_v_pipe: pipe.Pipe
+    work_pipe: pipeline.Pipe
+    k_pipe: pipeline.Pipe
+    v_pipe: pipeline.Pipe
+    raw_k_pipe: pipeline.Pipe
+    raw_v_pipe: pipeline.Pipe
     raw_q: cute.Tensor  # as it was loaded
     q: cute.Tensor
-    q_pipe: pipe.Pipe
+    q_pipe: pipeline.Pipe
     k_scales: cute.Tensor | None  # of raw stages
     v_scales: cute.Tensor | None
-    o_sums: Any = None  # (4, Dvo / 8, threads): what `sums.advance` adds to
+    o_sums: Any = None  # (4, Dvo / 8, threads): what `promotion.advance` adds to
     board: Any = None  # of `skip`
-    parts: Any = None  # `parts.Board`
+    parts: Any = None  # `splits.Board`
 
 
 @cute.jit
@@ -138,13 +138,13 @@ def shared(spec, plan):
     raw_q = copy.allocate(smem, plan.q, plan.args.query.q.element_type)
     q = operand_q(spec, smem, raw_q)
     published = work.allocate(spec, smem)
-    work_pipe = pipe.make(smem, count, 1, r.warps() - r.warps("idle", "schedule"))
-    raw_k_pipe = k_pipe = pipe.make(smem, raw_k_count, arrivals(spec, r), r.warps("prepare_k") or math_warps)
+    work_pipe = pipeline.make(smem, count, 1, r.warps() - r.warps("idle", "schedule"))
+    raw_k_pipe = k_pipe = pipeline.make(smem, raw_k_count, arrivals(spec, r), r.warps("prepare_k") or math_warps)
     if prepared(spec)[pages.K]:
-        k_pipe = pipe.make(smem, t.stages, r.warps("prepare_k"), math_warps)
-    raw_v_pipe = v_pipe = pipe.make(smem, raw_v_count, arrivals(spec, r), r.warps("prepare_v") or math_warps)
+        k_pipe = pipeline.make(smem, t.stages, r.warps("prepare_k"), math_warps)
+    raw_v_pipe = v_pipe = pipeline.make(smem, raw_v_count, arrivals(spec, r), r.warps("prepare_v") or math_warps)
     if prepared(spec)[pages.V]:
-        v_pipe = pipe.make(smem, t.stages, r.warps("prepare_v"), math_warps)
+        v_pipe = pipeline.make(smem, t.stages, r.warps("prepare_v"), math_warps)
     return Shared(
         k=k,
         v=v,
@@ -159,12 +159,12 @@ def shared(spec, plan):
         raw_v_pipe=raw_v_pipe,
         raw_q=raw_q,
         q=q,
-        q_pipe=pipe.make(smem, t.q_stages, 1, math_warps),
+        q_pipe=pipeline.make(smem, t.q_stages, 1, math_warps),
         k_scales=scales.allocate(spec, smem, spec.head_dim_qk, raw_k_count),
         v_scales=scales.allocate(spec, smem, spec.head_dim_vo, raw_v_count),
-        o_sums=sums.allocate(spec, smem) if t.promote else None,
+        o_sums=promotion.allocate(spec, smem) if t.promote else None,
         board=skip.allocate(spec, smem),
-        parts=parts.allocate(spec, smem),
+        parts=splits.allocate(spec, smem),
     )
 
 

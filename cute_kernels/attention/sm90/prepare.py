@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from ...device import pipe
+from ...device import pipeline
 from .. import prepare
 from ..schedule import work
 from .roles import roles
@@ -20,14 +20,14 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
         more = w.valid
         if w.valid != 0:
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
-                pipe.wait_full(raw_ring, i)
-                pipe.wait_empty(ring, i)
+                pipeline.wait_full(raw_ring, i)
+                pipeline.wait_empty(ring, i)
                 prepare_stage(spec, plan.args, s, which, share, i, w.kv_len - j * spec.tile.n)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
-                pipe.release(raw_ring, i)
+                pipeline.release(raw_ring, i)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(pipe.full(ring, i))
+                    cute.arch.mbarrier_arrive(pipeline.full(ring, i))
                 i += 1
         t += 1
 

@@ -8,9 +8,9 @@ from ...device import copy, layout, mma, warp, wgmma
 from .. import geometry, quant
 from ..prepare import dequantises, in_units, operand
 from ..schedule.work import Work
+from .epilogue import LANES
 from .groups import GROUP_BARRIER, group_index
 from .roles import roles
-from .store import LANES
 
 
 @cute.jit

@@ -23,14 +23,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ...device import pipe, warp
+from ...device import pipeline, warp
 from .. import geometry, load, logits, mask, softmax
 from ..kv import pages, source
 from ..kv.pages import Block
 from ..schedule import work
 from ..schedule.work import Work
+from .epilogue import LANES, scales_of
 from .groups import GROUP_BARRIER, group_index, pass_turn, wait_turn
-from .math import (
+from .mainloop import (
     How,
     Items,
     Last,
@@ -53,7 +54,6 @@ from .math import (
     wait_first_qk,
 )
 from .roles import WARPS, prepared
-from .store import LANES, scales_of
 
 
 class Ballot(NamedTuple):
@@ -82,7 +82,7 @@ def allocate(spec, smem) -> Any:
     if not waits_for_votes(spec):
         return None
     words = smem.allocate_tensor(Int32, cute.make_layout((spec.tile.stages, spec.tile.warpgroups)), 16)
-    return Board(words, pipe.signals(smem, cute.size(words), 1))
+    return Board(words, pipeline.signals(smem, cute.size(words), 1))
 
 
 def waits_for_votes(spec):
@@ -103,7 +103,7 @@ def publish(spec: cutlass.Constexpr, s, out: Int32, stage: Int32):
 @cute.jit
 def unwanted(spec: cutlass.Constexpr, s, item: Int32):
     """A loading warp: whether all warpgroups leave a block out. Knows it as soon as one wants the block."""
-    out, stage, phase = Int32(1), pipe.stage(s.v_pipe, item), pipe.phase(s.v_pipe, item)
+    out, stage, phase = Int32(1), pipeline.stage(s.v_pipe, item), pipeline.phase(s.v_pipe, item)
     for g in cutlass.range_constexpr(spec.tile.warpgroups):
         if out != 0:
             cute.arch.mbarrier_wait(s.board.signals + (g * spec.tile.stages + stage), phase)
@@ -127,7 +127,7 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
                 load.offer_q(spec, plan, s, w, q)
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
                 if unwanted(spec, s, i) != 0:
-                    pipe.fill(s.v_pipe, i, Int32(0))
+                    pipeline.fill(s.v_pipe, i, Int32(0))
                 else:
                     at = Block(loader, i, j, head, w.kv_len)
                     source(spec).fill(spec, plan.v, s.v, s.v_pipe, known, mine, at)
@@ -158,9 +158,9 @@ def look(spec: cutlass.Constexpr, a, s, r: Registers, ballot: Ballot, stage: Int
 def step(spec: cutlass.Constexpr, plan, s, r: Registers, ballot: Ballot, last: Last, j: Int32, how: cutlass.Constexpr):
     """QK of block j (the item behind last.kv) and, if it is owed, the PV of item last.kv in flight together, maxima and
     vote of j under PV, softmax of j under the other warpgroup's MMAs. Returns the new `Last`."""
-    i, coming, a, x = last.kv, pipe.after(s.k_pipe, last.kv), plan.args, ballot.tile
+    i, coming, a, x = last.kv, pipeline.after(s.k_pipe, last.kv), plan.args, ballot.tile
     at, out = Items(coming, ballot.q), Int32(0)
-    pipe.wait_full(s.k_pipe, coming)
+    pipeline.wait_full(s.k_pipe, coming)
     landed(spec, pages.K)
     wait_turn(spec)
     if last.owed != 0:
@@ -169,7 +169,7 @@ def step(spec: cutlass.Constexpr, plan, s, r: Registers, ballot: Ballot, last: L
         pass_turn(spec)
         logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
         warpgroup.wait_group(1)
-        pipe.release(s.k_pipe, coming)
+        pipeline.release(s.k_pipe, coming)
         out = look(spec, a, s, r, ballot, coming.stage, j, how)  # its barrier keeps the wait for PV behind it
         warpgroup.wait_group(0)
     else:
@@ -177,10 +177,10 @@ def step(spec: cutlass.Constexpr, plan, s, r: Registers, ballot: Ballot, last: L
         pass_turn(spec)
         logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
         warpgroup.wait_group(0)
-        pipe.release(s.k_pipe, coming)
+        pipeline.release(s.k_pipe, coming)
         out = look(spec, a, s, r, ballot, coming.stage, j, how)
-        pipe.wait_full(s.v_pipe, i)  # not read here, but the stage is free only when V has landed, or never will
-    pipe.release(s.v_pipe, i)
+        pipeline.wait_full(s.v_pipe, i)  # not read here, but the stage is free only when V has landed, or never will
+    pipeline.release(s.v_pipe, i)
     if out == 0:
         keep(spec, r, ballot, how)
     return Last(coming, 1 - out)
@@ -204,25 +204,25 @@ def keep(spec: cutlass.Constexpr, r: Registers, ballot: Ballot, how: cutlass.Con
 
 @cute.jit
 def finish_pv(spec: cutlass.Constexpr, plan, s, r: Registers, after: Work, at: Items, owed: Int32):
-    """The PV owed by the tile at hand, if any, and the first QK of the tile `after`, see `math.finish_pv`."""
+    """The PV owed by the tile at hand, if any, and the first QK of the tile `after`, see `mainloop.finish_pv`."""
     if const_expr(ahead(spec)):
         if after.valid != 0:
-            wait_first_qk(spec, plan, s, r, after, Items(pipe.after(s.k_pipe, at.kv), at.q + 1))
+            wait_first_qk(spec, plan, s, r, after, Items(pipeline.after(s.k_pipe, at.kv), at.q + 1))
     if owed != 0:
         issue_pv(spec, plan, s, r, at.kv)
         warpgroup.wait_group(0)
     else:
-        pipe.wait_full(s.v_pipe, at.kv)
-    pipe.release(s.v_pipe, at.kv)
+        pipeline.wait_full(s.v_pipe, at.kv)
+    pipeline.release(s.v_pipe, at.kv)
     if const_expr(ahead(spec)):
         wait_turn(spec)
-        issue_qk(spec, plan, s, r, Items(pipe.after(s.k_pipe, at.kv), at.q + 1))
+        issue_qk(spec, plan, s, r, Items(pipeline.after(s.k_pipe, at.kv), at.q + 1))
         pass_turn(spec)
 
 
 @cute.jit
 def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items, capped: cutlass.Constexpr):
-    """As `math.run_tile`, without the blocks that the warpgroup leaves out."""
+    """As `mainloop.run_tile`, without the blocks that the warpgroup leaves out."""
     a, rows = plan.args, cute.size(r.tokens)
     publish(spec, s, Int32(0), at.kv.stage)  # the first block is kept
     begin_tile(spec, a, s, r, x, at, capped)

@@ -19,8 +19,8 @@ from bench.cases.attention import AttentionCase
 from bench.cases.planted import STEP_SCALE
 from cute_kernels.attention.decode import FEW_ROWS, shipped
 from wrappers import fp4
+from wrappers.attention.call import Problem
 from wrappers.attention.op import serve
-from wrappers.attention.problem import Problem
 
 from ..faults import Fault
 from ..run import Result

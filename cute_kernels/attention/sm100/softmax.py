@@ -8,8 +8,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from ... import abi
-from ...device import exp2, pipe, tmem, warp
-from .. import geometry, logits, mask, parts, quant
+from ...device import exp2, pipeline, tmem, warp
+from .. import geometry, logits, mask, quant, splits
 from .. import softmax as online
 from ..logits import Cols, Rows
 from ..prepare import in_units, operand
@@ -17,7 +17,7 @@ from ..schedule import work
 from ..schedule.work import Work
 from . import skip
 from .correction import Handed
-from .issue import S, early, first_p, fp8, pieces
+from .mma_utils import S, early, first_p, fp8, pieces
 from .roles import ROWS, SLOTS, WARPS, always, groups, roles, tile_halves, turns
 
 LOADED = 32  # columns that an instruction loads
@@ -107,7 +107,7 @@ def hand_over(s, x: Place, what: Handed):
     """Tells who corrects O what there is to know."""
     s.growth[x.row, x.group, 0], s.growth[x.row, x.group, 1] = what.value, what.top
     cute.arch.sync_warp()
-    pipe.send(s.grown + x.group)
+    pipeline.send(s.grown + x.group)
 
 
 def powers(logs, emulated):
@@ -139,7 +139,7 @@ def probabilities(spec: cutlass.Constexpr, s, r: Registers, x: Place, masked: cu
         if const_expr(k + 1 in (early(spec), count)):
             tmem.wait_store()
             tmem.before_signal()
-            pipe.send((s.late if k + 1 == count else s.early) + x.slot)
+            pipeline.send((s.late if k + 1 == count else s.early) + x.slot)
 
 
 def total(spec, r: Registers):
@@ -171,7 +171,7 @@ def block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, j: In
     """Softmax of block j, unless it is left out."""
     logits.fetch_mask(spec, a, x.rows, x.mask_start, j * spec.tile.n, 1)
     x = x._replace(place=place_at(spec, x.place, at.blocks))
-    pipe.wait_signal(s.scores + x.place.slot, x.place.turn)
+    pipeline.wait_signal(s.scores + x.place.slot, x.place.turn)
     tmem.after_wait()
     fetch(spec, r, x.place)
     cols = Cols(j * spec.tile.n, list(range(spec.tile.n)))
@@ -192,9 +192,9 @@ def pass_over(s, x: Place, at: Count):
     """A block that the group leaves out, to those who wait for it."""
     hand_over(s, x, Handed(Float32(1.0), Float32(0.0)))
     tmem.before_signal()
-    pipe.send(s.early + x.slot)
-    pipe.send(s.late + x.slot)
-    pipe.wait_signal(s.read + x.group, at.item)
+    pipeline.send(s.early + x.slot)
+    pipeline.send(s.late + x.slot)
+    pipeline.wait_signal(s.read + x.group, at.item)
 
 
 @cute.jit
@@ -203,7 +203,7 @@ def compute(spec: cutlass.Constexpr, s, r: Registers, x: Tile, at: Count, tops: 
     online.update_max(r.st, tops, r.reduced, 1, span(spec), fp8(spec))
     hand_over(s, x.place, Handed(r.st.rescale[0], Float32(0.0)))
     probabilities(spec, s, r, x.place, masked)
-    pipe.wait_signal(s.read + x.place.group, at.item)  # keeps the sum behind P, on which others wait
+    pipeline.wait_signal(s.read + x.place.group, at.item)  # keeps the sum behind P, on which others wait
     sum_of_p = total(spec, r)
     if const_expr(fp8(spec) and not masked and spec.tile.emulated > 0):
         sum_of_p = sum_of_p if sum_of_p < exp2.HUGE else Float32(float("nan"))  # P of NaN is 448
@@ -220,8 +220,8 @@ def begin(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, half)
     r.score[0] = a.logits.scale_log2 * online.factor_of(a.logits.scale, head) * quant.format_of(spec).unit
     if const_expr(in_units(spec)):
         tile = at.item - at.blocks
-        pipe.wait_full(s.ready_pipe, tile)
-        r.score[0] *= s.units[half * ROWS + x.place.row, pipe.stage(s.ready_pipe, tile)]
+        pipeline.wait_full(s.ready_pipe, tile)
+        r.score[0] *= s.units[half * ROWS + x.place.row, pipeline.stage(s.ready_pipe, tile)]
     r.reduced[0] = r.score[0]
     if const_expr(spec.logits.alibi):
         r.slopes[0] = logits.slope_of(a, head, r.score[0])
@@ -278,12 +278,12 @@ def run_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count):
     if const_expr(not always(n, 1)):
         if (w.hi - w.lo) & (n - 1) & group != 0:  # the other group has the tile's last block
             mine = place_at(spec, x.place, at.blocks)
-            pipe.wait_signal(s.scores + mine.slot, mine.turn)
+            pipeline.wait_signal(s.scores + mine.slot, mine.turn)
             pass_over(s, mine, at)
             at = Count(at.blocks + 1, at.item + 1)
     top = -Float32.inf if r.st.m[0] == -Float32.inf else r.st.shift[0]
     hand_over(s, x.place, Handed(r.st.l[0], top))
-    pipe.wait_signal(s.read + x.place.group, at.item)
+    pipeline.wait_signal(s.read + x.place.group, at.item)
     return Count(at.blocks, at.item + 1)
 
 
@@ -298,7 +298,7 @@ def softmax(spec: cutlass.Constexpr, plan, s):
     while w.valid != 0:
         if const_expr(work.parts(spec)):
             if w.split.slot >= 0:
-                parts.note(s.parts, w, count, cute.arch.thread_idx()[0])
+                splits.note(s.parts, w, count, cute.arch.thread_idx()[0])
                 count += 1
         if w.hi > w.lo:
             rows = Rows(r.tokens, w.q_start, mask.lengths(spec, a, w.q_len, w.kv_len), r.slopes, r.words)
@@ -309,5 +309,5 @@ def softmax(spec: cutlass.Constexpr, plan, s):
         w = work.consume(spec, s, t)
     if const_expr(work.parts(spec)):
         threads, tid = const_expr(roles(spec).warps("softmax")), cute.arch.thread_idx()[0]
-        parts.meet(roles(spec).warps("softmax", "correct"))
-        parts.merge(spec, a, s.parts, count, tid, threads, MERGED)
+        splits.meet(roles(spec).warps("softmax", "correct"))
+        splits.merge(spec, a, s.parts, count, tid, threads, MERGED)

@@ -8,11 +8,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from ...device import pipe, tmem, umma
+from ...device import pipeline, tmem, umma
 from ..kv import source
 from ..prepare import dequantises
 from ..schedule import work
-from .issue import At, columns, early, pieces, pv, qk, rows_of, wait_landed, zero_tail
+from .mma_utils import At, columns, early, pieces, pv, qk, rows_of, wait_landed, zero_tail
 from .roles import SLOTS
 
 
@@ -22,9 +22,9 @@ def begin_block(spec: cutlass.Constexpr, s, base: Int32, group: cutlass.Constexp
     wait_landed(spec, s.k_pipe, at.item)
     with cute.arch.elect_one():
         qk(spec, s, base, group, rows[0], at.item)
-        umma.commit(pipe.empty(s.k_pipe, at.item))
+        umma.commit(pipeline.empty(s.k_pipe, at.item))
         if last:
-            umma.commit(pipe.empty(s.q_pipe, at.tile))
+            umma.commit(pipeline.empty(s.q_pipe, at.tile))
 
 
 @cute.jit
@@ -32,15 +32,15 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, group: cutlass.Const
     """P V of a group's block. first: 1 where O begins."""
     where = columns(base, group, group)
     wait_landed(spec, s.v_pipe, at.item)
-    pipe.wait_signal(s.early + group, at.round)
+    pipeline.wait_signal(s.early + group, at.round)
     tmem.after_wait()
     with cute.arch.elect_one():
         pv(spec, s, where, at.item, range(early(spec)), first)
-    pipe.wait_signal(s.late + group, at.round)
+    pipeline.wait_signal(s.late + group, at.round)
     tmem.after_wait()
     with cute.arch.elect_one():
         pv(spec, s, where, at.item, range(early(spec), pieces(spec)), first)
-        umma.commit(pipe.empty(s.v_pipe, at.item))
+        umma.commit(pipeline.empty(s.v_pipe, at.item))
 
 
 @cute.jit
@@ -64,12 +64,12 @@ def multiply_round(spec: cutlass.Constexpr, s, base: Int32, at: At, rows, left: 
     begins."""
     for group in cutlass.range_constexpr(SLOTS):
         if first != 0:
-            pipe.wait_signal(s.stored + group, at.tile - 1)
+            pipeline.wait_signal(s.stored + group, at.tile - 1)
         if left > group:
             multiply_block(spec, s, base, group, at._replace(item=at.item + group), first)
         else:
-            pipe.wait_signal(s.early + group, at.round)
-            pipe.wait_signal(s.late + group, at.round)
+            pipeline.wait_signal(s.early + group, at.round)
+            pipeline.wait_signal(s.late + group, at.round)
         if left > SLOTS + group:
             after = at._replace(item=at.item + (SLOTS + group))
             begin_block(spec, s, base, group, after, rows, left == SLOTS + group + 1)

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from ...device import layout, pipe, umma
+from ...device import layout, pipeline, umma
 from ..kv import source
 from ..prepare import dequantises, operand
 from ..schedule import work
@@ -68,14 +68,14 @@ def rows_of(spec, s, q):
     """Descriptors of each MMA's part of Q, item q of its pipe, of its halves. In 64 bits: they stay in registers."""
     t, size = spec.tile, spec.head_dim_qk * bytes_of(spec)
     width = layout.width(size)
-    first = umma.at(umma.k_major(width), s.q.iterator.toint() + pipe.stage(s.q_pipe, q) * (t.m * size))
+    first = umma.at(umma.k_major(width), s.q.iterator.toint() + pipeline.stage(s.q_pipe, q) * (t.m * size))
     parts = steps(spec, spec.head_dim_qk, t.m)
     return [[umma.beyond(first, half * ROWS * width + at) for at in parts] for half in range(halves(spec))]
 
 
 def first_word(spec, stages, i, ring, base, dim):
     """Low word of the descriptor of item i of K or V."""
-    return umma.low(base, stages.iterator.toint()) + pipe.stage(ring, i) * (spec.tile.n * dim * bytes_of(spec) >> 4)
+    return umma.low(base, stages.iterator.toint()) + pipeline.stage(ring, i) * (spec.tile.n * dim * bytes_of(spec) >> 4)
 
 
 @cute.jit
@@ -106,9 +106,9 @@ def pv(spec: cutlass.Constexpr, s, at: Columns, i: Uint32, some: cutlass.Constex
 
 
 @cute.jit
-def wait_landed(spec: cutlass.Constexpr, ring: pipe.Pipe, i: Uint32):
+def wait_landed(spec: cutlass.Constexpr, ring: pipeline.Pipe, i: Uint32):
     """Until MMAs may read item i of K or V."""
-    pipe.wait_full(ring, i)
+    pipeline.wait_full(ring, i)
     landed(spec)
 
 
@@ -125,7 +125,7 @@ def zero_tail(spec: cutlass.Constexpr, s, w: work.Work, i: Uint32):
     waits for it: S of the tile has just begun."""
     valid = w.kv_len - (w.hi - 1) * spec.tile.n
     if valid < spec.tile.n and source(spec).cut(spec, valid):
-        stage = s.v[None, None, pipe.stage(s.v_pipe, i)]
+        stage = s.v[None, None, pipeline.stage(s.v_pipe, i)]
         source(spec).zero_tail(spec, stage, valid, cute.arch.lane_idx(), 32)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()

@@ -1,15 +1,15 @@
-"""The warp that issues all MMAs: those of tiles of two halves are in `in_halves`, of one half in `in_turn`, and where
-there is one group in `one_half`."""
+"""The warp that issues all MMAs: those of tiles of two halves are in `mma_two_tiles`, of one half in `mma_pingpong`,
+and where there is one group in `mma_one_group`."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from ...device import pipe
+from ...device import pipeline
 from ..prepare import dequantises
 from ..schedule import work
-from . import in_halves, in_turn, one_half
-from .issue import At
+from . import mma_one_group, mma_pingpong, mma_two_tiles
+from .mma_utils import At
 from .roles import SLOTS, always, groups, rounds, turns
 
 
@@ -21,16 +21,16 @@ def multiply_tiles(spec: cutlass.Constexpr, plan, s):
     while w.valid != 0:
         if w.hi > w.lo:
             n = turns(spec, w)
-            pipe.wait_full(s.ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, at.tile)
+            pipeline.wait_full(s.ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, at.tile)
             i = at.item
             if const_expr(always(n, 1)):
-                i = in_halves.multiply_tile(spec, s, base, w, at)
+                i = mma_two_tiles.multiply_tile(spec, s, base, w, at)
             elif const_expr(always(n, SLOTS)):
-                i = in_turn.multiply_tile(spec, s, base, w, at)
+                i = mma_pingpong.multiply_tile(spec, s, base, w, at)
             elif n == 1:
-                i = in_halves.multiply_tile(spec, s, base, w, at)
+                i = mma_two_tiles.multiply_tile(spec, s, base, w, at)
             else:
-                i = in_turn.multiply_tile(spec, s, base, w, at)
+                i = mma_pingpong.multiply_tile(spec, s, base, w, at)
             at = At(i, at.round + Uint32(rounds(spec, w)), at.tile + 1)
         t += 1
         w = work.consume(spec, s, t)
@@ -41,4 +41,4 @@ def multiply(spec: cutlass.Constexpr, plan, s):
     if const_expr(groups(spec) == SLOTS):
         multiply_tiles(spec, plan, s)
     else:
-        one_half.multiply(spec, plan, s)
+        mma_one_group.multiply(spec, plan, s)

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from ... import abi
-from ...device import mma, pipe, warp
+from ...device import mma, pipeline, warp
 from ...device.divisor import Divisor
 from ...device.layout import swizzle
 from .. import combine, geometry, logits, mask, quant, softmax
@@ -168,13 +168,13 @@ def previous_keys(spec: cutlass.Constexpr, s, x: WarpTile, k: KeyCursor):
     """The warp's next keys, those that come before these."""
     block, row = k.block, k.row - x.shares * keys(spec)
     if row < 0:
-        block, row = pipe.advance(s.k_pipe, block), row + spec.tile.n
+        block, row = pipeline.advance(s.k_pipe, block), row + spec.tile.n
     return KeyCursor(block, row, k.key - x.shares * keys(spec))
 
 
 def release_if_last(spec, ring, x: WarpTile, k: KeyCursor):
     """Frees the stage, if these are this warp's last keys of it."""
-    pipe.release_cursor(ring, k.block, k.row < x.shares * keys(spec))
+    pipeline.release_cursor(ring, k.block, k.row < x.shares * keys(spec))
 
 
 @cute.jit
@@ -191,7 +191,7 @@ def run(spec: cutlass.Constexpr, a, s, r: Registers, x: WarpTile, cursor: Int32)
     k = KeyCursor(cursor, row, (x.w.hi - 1) * spec.tile.n + row)
     while k.key >= cutlass.max(end, x.w.kv_len):  # no arithmetic past kv_len
         for ring in (s.k_pipe, s.v_pipe):
-            pipe.wait_cursor(ring, k.block)
+            pipeline.wait_cursor(ring, k.block)
             release_if_last(spec, ring, x, k)
         k = previous_keys(spec, s, x, k)
     before = KeyCursor(k.block, Int32(spec.tile.n), k.key)  # row = n: release_if_last does nothing for this cursor
@@ -201,14 +201,14 @@ def run(spec: cutlass.Constexpr, a, s, r: Registers, x: WarpTile, cursor: Int32)
             wanted = transform_logits(spec, a, r, x, before.key, scores)
         plain = True
         while plain:
-            k_there, v_there = pipe.try_wait(s.k_pipe, k.block), pipe.try_wait(s.v_pipe, before.block)
+            k_there, v_there = pipeline.try_wait(s.k_pipe, k.block), pipeline.try_wait(s.v_pipe, before.block)
             if scored:
                 probabilities(spec, r, scores, p)
             if k.key >= end:
-                pipe.wait_cursor(s.k_pipe, k.block, k_there)
-                operands.issue_qk(spec, s, r, scores, pipe.cursor_stage(k.block), k.row)
+                pipeline.wait_cursor(s.k_pipe, k.block, k_there)
+                operands.issue_qk(spec, s, r, scores, pipeline.cursor_stage(k.block), k.row)
                 release_if_last(spec, s.k_pipe, x, k)
-            pipe.wait_cursor(s.v_pipe, before.block, v_there)
+            pipeline.wait_cursor(s.v_pipe, before.block, v_there)
             if wanted:
                 for b in cutlass.range_constexpr(CachedRow.of(spec, spec.head_dim_vo).chunks):
                     operands.load_v(spec, s, r, x, before, b, v)
@@ -254,6 +254,6 @@ def math(spec: cutlass.Constexpr, plan, s):
             done = work.peek(spec, s, t)  # again, instead of in registers all the time
             if combine.is_last(a, done.split.first * spec.tile.warps + x.number, done.split.count):
                 combine.merge(spec, a, done, r.rows_per_token, x.left, row_of_warp, x.number)
-        pipe.release(s.work_pipe, t)
+        pipeline.release(s.work_pipe, t)
         x = next_x
         t += 1

@@ -20,18 +20,18 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ... import abi
-from ...device import pipe, warp, wgmma
+from ...device import pipeline, warp, wgmma
 from .. import geometry, logits, mask, softmax
 from ..kv import pages, source
 from ..logits import Cols, Rows
 from ..prepare import dequantises, in_units, operand
 from ..schedule import work
 from ..schedule.work import Work
-from . import parts, sums
+from . import promotion, splits
+from .epilogue import LANES, ROOM, RowScales, Scales, scales_of, scales_of_call, span, store
 from .groups import ALL_BARRIER, group_index, pass_turn, wait_turn
 from .query import convert_q, gather_q, load_q
 from .roles import fp8, prepared, roles, scaled_rows
-from .store import LANES, ROOM, RowScales, Scales, scales_of, scales_of_call, span, store
 
 NEARLY_FULL = 0.97 * 2.0**ROOM  # no exponential exceeds 2^ROOM where the sum of some does not reach this
 TO_TOP, TOPS = 0x02020202, 0x80808080  # e4m3 is 0x7e at 448, 0x7f for NaN: plus 2, their top bit is set
@@ -79,14 +79,14 @@ class How(NamedTuple):
 class Items(NamedTuple):
     """Items of the pipes: the KV block, by its place, and the tile's Q, by its number."""
 
-    kv: pipe.Place
+    kv: pipeline.Place
     q: Int32
 
 
 class Last(NamedTuple):
     """The last block of a tile that was looked at: its item, and whether its PV is owed (static: a bool)."""
 
-    kv: pipe.Place
+    kv: pipeline.Place
     owed: Any
 
 
@@ -131,7 +131,7 @@ def registers(spec, plan, s) -> Registers:
         cute.make_rmem_tensor(rows, Float32) if in_units(spec) else None,
         cute.make_rmem_tensor(rows, Float32) if spec.logits.alibi else None,
         cute.make_rmem_tensor(rows, Uint32) if spec.mask.custom else None,
-        sums.make(spec, s.o_sums) if spec.tile.promote else None,
+        promotion.make(spec, s.o_sums) if spec.tile.promote else None,
     )
 
 
@@ -247,23 +247,23 @@ def settle(spec: cutlass.Constexpr, r: Registers, x: Tile, totals, full):
 @cute.jit
 def wait_first_qk(spec: cutlass.Constexpr, plan, s, r: Registers, w: Work, at: Items):
     """Wait for what the first QK of a tile needs: its Q and K of its last block."""
-    pipe.wait_full(s.q_pipe, at.q)
+    pipeline.wait_full(s.q_pipe, at.q)
     if w.per_token > 1:
-        gather_q(spec, s, w, plan.args, pipe.stage(s.q_pipe, at.q))
+        gather_q(spec, s, w, plan.args, pipeline.stage(s.q_pipe, at.q))
     if const_expr(spec.tile.q_in_regs):
-        load_q(spec, plan.mma_qk, s, r, r.q, pipe.stage(s.q_pipe, at.q))
+        load_q(spec, plan.mma_qk, s, r, r.q, pipeline.stage(s.q_pipe, at.q))
         cute.arch.sync_warp()  # all lanes have read before one of them arrives
-        pipe.release(s.q_pipe, at.q)
+        pipeline.release(s.q_pipe, at.q)
     elif const_expr(dequantises(spec) and spec.q != operand(spec)):
-        convert_q(spec, s, r, pipe.stage(s.q_pipe, at.q))
-    pipe.wait_full(s.k_pipe, at.kv)
+        convert_q(spec, s, r, pipeline.stage(s.q_pipe, at.q))
+    pipeline.wait_full(s.k_pipe, at.kv)
     landed(spec, pages.K)
 
 
 @cute.jit
 def issue_qk(spec: cutlass.Constexpr, plan, s, r: Registers, at: Items):
-    q = r.q if const_expr(spec.tile.q_in_regs) else r.q[None, None, None, pipe.stage(s.q_pipe, at.q)]
-    wgmma.issue(plan.mma_qk, r.s, q, r.k[None, None, None, pipe.stage(s.k_pipe, at.kv)], True)
+    q = r.q if const_expr(spec.tile.q_in_regs) else r.q[None, None, None, pipeline.stage(s.q_pipe, at.q)]
+    wgmma.issue(plan.mma_qk, r.s, q, r.k[None, None, None, pipeline.stage(s.k_pipe, at.kv)], True)
 
 
 @cute.jit
@@ -274,19 +274,19 @@ def start_tile(spec: cutlass.Constexpr, plan, s, r: Registers, w: Work, at: Item
 
 
 @cute.jit
-def issue_pv(spec: cutlass.Constexpr, plan, s, r: Registers, i: pipe.Place):
-    pipe.wait_full(s.v_pipe, i)
+def issue_pv(spec: cutlass.Constexpr, plan, s, r: Registers, i: pipeline.Place):
+    pipeline.wait_full(s.v_pipe, i)
     landed(spec, pages.V)
-    wgmma.issue(plan.mma_pv, r.o, r.p, r.v[None, None, None, pipe.stage(s.v_pipe, i)], False)
+    wgmma.issue(plan.mma_pv, r.o, r.p, r.v[None, None, None, pipeline.stage(s.v_pipe, i)], False)
 
 
 @cute.jit
-def first_block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, i: pipe.Place, capped: cutlass.Constexpr):
+def first_block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, i: pipeline.Place, capped: cutlass.Constexpr):
     """The last KV block of a tile, item i of the pipes, its QK in flight: P is left in r.p, its PV is owed."""
     j = x.w.hi - 1
     logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
     warpgroup.wait_group(0)
-    pipe.release(s.k_pipe, i)
+    pipeline.release(s.k_pipe, i)
     scores(spec, a, r, x, j, How(capped, True, True))
     for row in cutlass.range_constexpr(cute.size(r.tokens)):
         probabilities(r, x, row)
@@ -294,9 +294,9 @@ def first_block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, i: pipe.Pl
     valid = x.n.kv_len - j * spec.tile.n
     if const_expr(source(spec).CUTS and not prepared(spec)[pages.V]):
         if valid < spec.tile.n and source(spec).cut(spec, valid):
-            pipe.wait_full(s.v_pipe, i)
+            pipeline.wait_full(s.v_pipe, i)
             threads, tid = 128 * spec.tile.warpgroups, cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
-            source(spec).zero_tail(spec, s.v[None, None, pipe.stage(s.v_pipe, i)], valid, tid, threads)
+            source(spec).zero_tail(spec, s.v[None, None, pipeline.stage(s.v_pipe, i)], valid, tid, threads)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=ALL_BARRIER, number_of_threads=threads)
 
@@ -315,8 +315,8 @@ def step(
     """QK of block j (item at.kv + 1) and the PV owed to item at.kv in flight together; softmax of j under PV and the
     other warpgroup's MMAs. PV has ended by the time the first row is done, whose conversion then runs under the
     second's exponentials. Returns the `Items` of the next step."""
-    i, coming, a = at.kv, pipe.after(s.k_pipe, at.kv), plan.args
-    pipe.wait_full(s.k_pipe, coming)
+    i, coming, a = at.kv, pipeline.after(s.k_pipe, at.kv), plan.args
+    pipeline.wait_full(s.k_pipe, coming)
     landed(spec, pages.K)
     wait_turn(spec)
     issue_qk(spec, plan, s, r, Items(coming, at.q))
@@ -330,9 +330,9 @@ def step(
     if const_expr(how.begins):
         scores(spec, a, r, x, j, how)
         probabilities(r, x, 0)
-        pipe.release_after(s.k_pipe, coming, wgmma.rows_cols(r.s)[0, 0], below)
+        pipeline.release_after(s.k_pipe, coming, wgmma.rows_cols(r.s)[0, 0], below)
         warpgroup.wait_group(0)
-        pipe.release(s.v_pipe, i)
+        pipeline.release(s.v_pipe, i)
         operand_p(spec, r, 0)
         probabilities(r, x, 1)
         operand_p(spec, r, 1)
@@ -342,9 +342,9 @@ def step(
         n = const_expr(spec.tile.n // LANES)
         cut = const_expr(n if fp8(spec) else n // 8 * 4)  # of the first row's columns: more would need more registers
         front = guess(spec, r, x, 0, range(cut))
-        pipe.release_after(s.k_pipe, coming, softmax.joined(front.parts, softmax.add), below)
+        pipeline.release_after(s.k_pipe, coming, softmax.joined(front.parts, softmax.add), below)
         warpgroup.wait_group(0)
-        pipe.release(s.v_pipe, i)
+        pipeline.release(s.v_pipe, i)
         # Zero, as no sum of exponentials is negative (of a row that is NaN maybe all ones: still NaN), but the compiler
         # cannot know: P is defined behind the wait, or all MMAs would be waited for one by one.
         zero = Uint32(warp.bits(r.st.l[0]) >> Int32(31))
@@ -363,16 +363,16 @@ def finish_pv(spec: cutlass.Constexpr, plan, s, r: Registers, after: Work, at: I
     flight across a conditional the compiler waits after each of them."""
     if const_expr(ahead(spec)):
         if after.valid != 0:
-            wait_first_qk(spec, plan, s, r, after, Items(pipe.after(s.k_pipe, at.kv), at.q + 1))
+            wait_first_qk(spec, plan, s, r, after, Items(pipeline.after(s.k_pipe, at.kv), at.q + 1))
         wait_turn(spec)
         issue_pv(spec, plan, s, r, at.kv)
-        issue_qk(spec, plan, s, r, Items(pipe.after(s.k_pipe, at.kv), at.q + 1))
+        issue_qk(spec, plan, s, r, Items(pipeline.after(s.k_pipe, at.kv), at.q + 1))
         pass_turn(spec)
         warpgroup.wait_group(1)
     else:
         issue_pv(spec, plan, s, r, at.kv)
         warpgroup.wait_group(0)
-    pipe.release(s.v_pipe, at.kv)
+    pipeline.release(s.v_pipe, at.kv)
 
 
 @cute.jit
@@ -399,7 +399,7 @@ def rescale(spec: cutlass.Constexpr, r: Registers):
     """O, none of whose PV is in flight, follows the maxima."""
     softmax.rescale(r.st, wgmma.rows_cols(r.o))
     if const_expr(spec.tile.promote > 0):
-        sums.rescale(r.sums, r.st.rescale)
+        promotion.rescale(r.sums, r.st.rescale)
 
 
 @cute.jit
@@ -410,16 +410,16 @@ def begin_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Items, 
     set_rows(spec, r, x, a, capped)
     first_block(spec, a, s, r, x, at.kv, capped)
     if const_expr(spec.tile.promote > 0):
-        sums.reset(spec, r.sums)
+        promotion.reset(spec, r.sums)
 
 
 @cute.jit
 def end_tile(spec: cutlass.Constexpr, s, r: Registers, at: Items):
     """No QK of the tile is left."""
     if const_expr(spec.tile.promote > 0):
-        sums.collect(r.sums, r.o)
+        promotion.collect(r.sums, r.o)
     if const_expr(not spec.tile.q_in_regs):
-        pipe.release(s.q_pipe, at.q)
+        pipeline.release(s.q_pipe, at.q)
 
 
 def early(spec):
@@ -445,7 +445,7 @@ def run_segment(spec: cutlass.Constexpr, r: Registers, part: mask.Segment, state
         while hi > part.lo:
             lo = cutlass.max(part.lo, hi - r.sums.counts[0])
             state = walk(body, state, lo, hi)
-            sums.advance(spec, r.sums, r.o, hi - lo)
+            promotion.advance(spec, r.sums, r.o, hi - lo)
             hi = lo
     return state
 
@@ -460,13 +460,13 @@ def pass_blocks(spec: cutlass.Constexpr, s, at: Items, count: Int32):
     """KV blocks that a warpgroup without rows leaves to the others. Returns the `Items` of the next step."""
     i = at.kv
     for _ in cutlass.range(count, unroll=1):
-        coming = pipe.after(s.k_pipe, i)
-        pipe.wait_full(s.k_pipe, coming)
+        coming = pipeline.after(s.k_pipe, i)
+        pipeline.wait_full(s.k_pipe, coming)
         wait_turn(spec)
         pass_turn(spec)
-        pipe.release(s.k_pipe, coming)
-        pipe.wait_full(s.v_pipe, i)
-        pipe.release(s.v_pipe, i)
+        pipeline.release(s.k_pipe, coming)
+        pipeline.wait_full(s.v_pipe, i)
+        pipeline.release(s.v_pipe, i)
         i = coming
     return Items(i, at.q)
 
@@ -500,7 +500,7 @@ def deliver(
     """O and LSE of a tile, or of this CTA's part of it. count: parts before. Returns how many there are then."""
     if const_expr(work.parts(spec)):
         if w.split.slot >= 0:
-            parts.store(spec, a, s, r, w, count, empty)
+            splits.store(spec, a, s, r, w, count, empty)
             count += 1
         else:
             store(spec, a, r, w, scales, empty)
@@ -567,7 +567,7 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr):
     finish = loop.finish_pv
     if group_index(spec) == spec.tile.warpgroups - 1:
         pass_turn(spec)
-    at = Items(pipe.first(), Int32(0))
+    at = Items(pipeline.first(), Int32(0))
     w, t, count = next_tile(spec, a, s, r, scales, Int32(0), Int32(0))
     if w.valid != 0:
         if const_expr(ahead(spec)):
@@ -579,7 +579,7 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr):
             w, t, count = next_tile(spec, a, s, r, scales, t, count)
             finish(spec, plan, s, r, w, Items(last.kv, at.q), last.owed)
             count = deliver(spec, a, s, r, x.w, scales, False, count)
-            at = Items(pipe.after(s.k_pipe, last.kv), at.q + 1)
+            at = Items(pipeline.after(s.k_pipe, last.kv), at.q + 1)
         warpgroup.wait_group(0)
     if const_expr(work.parts(spec)):
-        parts.merge(spec, a, s, count)
+        splits.merge(spec, a, s, count)

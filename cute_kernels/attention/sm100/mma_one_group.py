@@ -8,12 +8,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from ...device import pipe, tmem, umma
+from ...device import pipeline, tmem, umma
 from ..kv import source
 from ..prepare import dequantises
 from ..schedule import work
 from . import skip
-from .issue import columns, early, pieces, pv, qk, rows_of, wait_landed, zero_tail
+from .mma_utils import columns, early, pieces, pv, qk, rows_of, wait_landed, zero_tail
 from .roles import SLOTS
 
 
@@ -25,19 +25,19 @@ def multiply(spec: cutlass.Constexpr, plan, s):
     while w.valid != 0:
         if w.hi > w.lo:
             rows = rows_of(spec, s, q)
-            pipe.wait_full(s.ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, q)
+            pipeline.wait_full(s.ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, q)
             for n in cutlass.range(cutlass.min(w.hi - w.lo, SLOTS), unroll=1):
                 begin(spec, s, base, rows, i + Uint32(n))
                 if n == w.hi - w.lo - 1:
                     with cute.arch.elect_one():
-                        umma.commit(pipe.empty(s.q_pipe, q))
+                        umma.commit(pipeline.empty(s.q_pipe, q))
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
                 multiply_block(spec, s, base, w, j, q, i)
                 if j >= w.lo + SLOTS:
                     begin(spec, s, base, rows, i + SLOTS)
                     if j == w.lo + SLOTS:
                         with cute.arch.elect_one():
-                            umma.commit(pipe.empty(s.q_pipe, q))
+                            umma.commit(pipeline.empty(s.q_pipe, q))
                 i += 1
             q += 1
         t += 1
@@ -50,7 +50,7 @@ def begin(spec: cutlass.Constexpr, s, base: Int32, rows, i: Uint32):
     wait_landed(spec, s.k_pipe, i)
     with cute.arch.elect_one():
         qk(spec, s, base, Int32(i % SLOTS), rows[0], i)
-        umma.commit(pipe.empty(s.k_pipe, i))
+        umma.commit(pipeline.empty(s.k_pipe, i))
 
 
 @cute.jit
@@ -62,8 +62,8 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int
     if first != 0:
         if const_expr(source(spec).CUTS and not dequantises(spec)):
             zero_tail(spec, s, w, i)
-        pipe.wait_signal(s.stored, q - 1)
-    pipe.wait_signal(s.early + slot, turn)
+        pipeline.wait_signal(s.stored, q - 1)
+    pipeline.wait_signal(s.early + slot, turn)
     tmem.after_wait()
     kept, at = Int32(1), columns(base, slot, 0)
     if const_expr(spec.logits.skip):
@@ -72,10 +72,10 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int
     with cute.arch.elect_one():
         if kept != 0:
             pv(spec, s, at, i, range(early(spec)), first)
-    pipe.wait_signal(s.late + slot, turn)
+    pipeline.wait_signal(s.late + slot, turn)
     tmem.after_wait()
     with cute.arch.elect_one():
         if kept != 0:
             pv(spec, s, at, i, range(early(spec), pieces(spec)), first)
         umma.commit(s.done)
-        umma.commit(pipe.empty(s.v_pipe, i))
+        umma.commit(pipeline.empty(s.v_pipe, i))

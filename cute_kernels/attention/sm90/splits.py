@@ -1,14 +1,14 @@
-"""What a CTA found of a tile whose keys CTAs share (`..parts`)."""
+"""What a CTA found of a tile whose keys CTAs share (`..splits`)."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ...device import copy, wgmma
-from .. import geometry, parts, quant, softmax
+from .. import geometry, quant, softmax, splits
 from ..schedule.work import Work
+from .epilogue import LANES
 from .roles import WARPS, roles
-from .store import LANES
 
 PIECE = 2  # columns that a lane has side by side
 ROWS = 16  # that a warp merges at a time
@@ -37,11 +37,11 @@ def store(spec: cutlass.Constexpr, a, s, r, w: Work, number: Int32, empty: cutla
                 copy.vector(piece, cute.local_tile(target, (PIECE,), (LANES * i + lane,)))
             if lane == 0:
                 target[spec.head_dim_vo] = lse
-    parts.note(s.parts, w, number, thread(spec))
+    splits.note(s.parts, w, number, thread(spec))
 
 
 @cute.jit
 def merge(spec: cutlass.Constexpr, a, s, count: Int32):
     """Merge those tiles of the CTA's parts, of which there are `count`, that no other CTA has still to add to."""
-    parts.meet(WARPS)
-    parts.merge(spec, a, s.parts, count, thread(spec), WARPS, ROWS)
+    splits.meet(WARPS)
+    splits.merge(spec, a, s.parts, count, thread(spec), WARPS, ROWS)

@@ -4,12 +4,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from ...device import pipe, tmem, umma
+from ...device import pipeline, tmem, umma
 from ..kv import source
 from ..prepare import dequantises
 from ..schedule import work
 from . import skip
-from .issue import At, columns, early, landed, pieces, pv, qk, rows_of, wait_landed, zero_tail
+from .mma_utils import At, columns, early, landed, pieces, pv, qk, rows_of, wait_landed, zero_tail
 from .roles import SLOTS, always, turns
 
 
@@ -20,9 +20,9 @@ def begin_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, at: At, ro
     with cute.arch.elect_one():
         for half in cutlass.range_constexpr(SLOTS):
             qk(spec, s, base, half, rows[half], at.item)
-        umma.commit(pipe.empty(s.k_pipe, at.item))
+        umma.commit(pipeline.empty(s.k_pipe, at.item))
         if w.hi - w.lo == 1:
-            umma.commit(pipe.empty(s.q_pipe, at.tile))
+            umma.commit(pipeline.empty(s.q_pipe, at.tile))
 
 
 @cute.jit
@@ -30,9 +30,9 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, left: 
     """P V of the block at hand, and Q K^T of the next one of the tile, of both halves. left: blocks of the tile from
     here on. rows: of `rows_of`."""
     i, first = at.item, Int32(1) if left == w.hi - w.lo else Int32(0)
-    pipe.wait_full(s.v_pipe, i)
+    pipeline.wait_full(s.v_pipe, i)
     if left > 1:
-        pipe.wait_full(s.k_pipe, i + 1)
+        pipeline.wait_full(s.k_pipe, i + 1)
     landed(spec)
     if const_expr(source(spec).CUTS and not dequantises(spec)):
         if first != 0:
@@ -40,8 +40,8 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, left: 
     for half in cutlass.range_constexpr(SLOTS):
         where = columns(base, half, half)
         if first != 0:
-            pipe.wait_signal(s.stored + half, at.tile - 1)
-        pipe.wait_signal(s.early + half, at.round)
+            pipeline.wait_signal(s.stored + half, at.tile - 1)
+        pipeline.wait_signal(s.early + half, at.round)
         tmem.after_wait()
         kept = Int32(1)
         if const_expr(spec.logits.skip):
@@ -50,7 +50,7 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, left: 
         with cute.arch.elect_one():
             if kept != 0:
                 pv(spec, s, where, i, range(early(spec)), first)
-        pipe.wait_signal(s.late + half, at.round)
+        pipeline.wait_signal(s.late + half, at.round)
         tmem.after_wait()
         with cute.arch.elect_one():
             if kept != 0:
@@ -60,11 +60,11 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, left: 
             else:
                 umma.commit(s.done + half)
     with cute.arch.elect_one():
-        umma.commit(pipe.empty(s.v_pipe, i))
+        umma.commit(pipeline.empty(s.v_pipe, i))
         if left > 1:
-            umma.commit(pipe.empty(s.k_pipe, i + 1))
+            umma.commit(pipeline.empty(s.k_pipe, i + 1))
         if left == 2:
-            umma.commit(pipe.empty(s.q_pipe, at.tile))
+            umma.commit(pipeline.empty(s.q_pipe, at.tile))
 
 
 @cute.jit
