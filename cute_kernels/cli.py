@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__, archive, build, bundle, catalog, cubin, manifest, paths
-from .paths import Found
+from .paths import FoundBundle
 
 
 def command_build(args: argparse.Namespace) -> int:
@@ -36,7 +36,7 @@ def command_build(args: argparse.Namespace) -> int:
             return 2
         kernels = [kernel for found in chosen.values() for kernel in found] + [parsed(text) for text in args.spec]
     start = time.monotonic()
-    place = bundle.Place(args.out or default(paths.bundle_folders(args.arch), "--out"), objects(args))
+    place = bundle.BundlePaths(args.out or default(paths.bundle_folders(args.arch), "--out"), objects(args))
     try:
         built = bundle.build_bundle(kernels, args.arch, place, args.jobs, keep)
     except KeyboardInterrupt:
@@ -159,7 +159,7 @@ def command_env(args: argparse.Namespace) -> int:
     for name in ("torch", "apache-tvm-ffi", "nvidia-cutlass-dsl"):
         print(f"{name} {installed(name)}")
     print("\n".join(gpus()))
-    found: dict[Path, Found] = {}
+    found: dict[Path, FoundBundle] = {}
     for arch in catalog.ARCHS:
         for item in paths.bundles(arch):  # a folder that is itself a bundle is found for every architecture
             if item.folder not in found or item.problem is None:
@@ -201,7 +201,7 @@ def gpus() -> list[str]:
     return lines or ["GPUs: torch sees none"]
 
 
-def usable(found: Found) -> str:
+def usable(found: FoundBundle) -> str:
     """How much of a bundle the installed sources can use."""
     held = found.manifest
     if held is None or found.problem:

@@ -12,7 +12,7 @@ from cute_kernels.attention import args, geometry
 from cute_kernels.attention.spec import FEW
 from tests.fake_machine import FakeMachine, promised
 from wrappers import FP4Tensor, fp4, machine, reference
-from wrappers.attention.call import SEPARATE, Problem, new_requests
+from wrappers.attention.call import SEPARATE, AttentionCall, new_requests
 
 E4M3 = torch.float8_e4m3fn
 SMS = 132
@@ -44,7 +44,7 @@ def emulate(op, spec, launches):
         factors = {name: getattr(a, name).view(E4M3) if name in names else None for name in ("k_scales", "v_scales")}
         window = getattr(a, "window_left", 1 << 30)
         drafts, kind = getattr(a, "draft_mask", ()), spec.mask.causal
-        problem = Problem(
+        problem = AttentionCall(
             "", "", a.q, a.k, a.v, new_requests(a.page_table, a.kv_lens, a.cu_seqlens_q, SEPARATE), 0,
             a.scale_log2 / reference.LOG2E, a.scale if len(a.scale) else None,
             a.out_factor, a.out_scale if len(a.out_scale) else None,

@@ -8,7 +8,7 @@ from cute_kernels.attention.schedule import tiles
 
 
 @cute.kernel
-def listing(spec: cutlass.Constexpr, a: args.Args, found: cute.Tensor):
+def listing(spec: cutlass.Constexpr, a: args.AttentionArgs, found: cute.Tensor):
     order = tiles.allocate(cutlass.utils.SmemAllocator())
     tiles.begin(spec, a, order)
     for tile in cutlass.range(found.shape[0], unroll=1):

@@ -17,8 +17,8 @@ BUGS = ("bytes", "arrival", "fence", "page", "ragged", "wait", "barrier", "early
 
 @dataclass(frozen=True)
 class Plan:
-    load: copy.Operand
-    store: copy.Box
+    load: copy.TmaOperand
+    store: copy.TmaBox
     table: cute.Tensor
     out: cute.Tensor
     length: Int32
@@ -45,7 +45,7 @@ def forward(bug: cutlass.Constexpr, stream, pool, copied, table, out, length, gr
     target = rows_first(copied)
     layout = cute.select(load.layout, mode=[0, 1])
     atom, gmem = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), target, layout, (PAGE, 64))
-    plan = Plan(load, copy.Box(atom, gmem, PAGE, 64), table, out, length)
+    plan = Plan(load, copy.TmaBox(atom, gmem, PAGE, 64), table, out, length)
     kernel(bug, plan).launch(grid=[grid, 1, 1], block=[128, 1, 1], stream=stream)
 
 

@@ -405,7 +405,7 @@ work, objects = map(Path, sys.argv[1:])
 arch = "sm_90a"
 first = dispatch.shipped(arch)[0]
 old, *_, new = [kernel for kernel in dispatch.shipped(arch) if kernel[0] == first[0]]
-place = bundle.Place(work / "old", objects)
+place = bundle.BundlePaths(work / "old", objects)
 bundle.build_bundle([old], arch, place, 1)
 class Crash(BaseException): pass
 real_replace, real_unlink, steps = os.replace, Path.unlink, 0
@@ -422,7 +422,7 @@ while True:
     shutil.copytree(work / "old", out, copy_function=os.link)
     os.replace, Path.unlink = replace, unlink
     try:
-        bundle.build_bundle([new], arch, bundle.Place(out, objects), 1)
+        bundle.build_bundle([new], arch, bundle.BundlePaths(out, objects), 1)
         crashed = False
     except Crash:
         crashed = True
@@ -435,7 +435,7 @@ while True:
     assert seen[-1].count(True) == 1, seen
     if not crashed:
         break
-    bundle.build_bundle([new], arch, bundle.Place(out, objects), 1)
+    bundle.build_bundle([new], arch, bundle.BundlePaths(out, objects), 1)
     assert not bundle.verify(out, arch) and not list(out.glob(".tmp-*")), "the next build repairs"
     assert len(list(out.glob("attention-*.so"))) == 1, "and cleans up"
 print(seen)

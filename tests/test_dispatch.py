@@ -6,12 +6,12 @@ from itertools import product
 import pytest
 
 from cute_kernels.attention import args, decode, dispatch, sm90, sm100
-from cute_kernels.attention.request import Problem
+from cute_kernels.attention.request import KernelRequest
 from cute_kernels.attention.spec import TMA_PAGES, LogitsSpec
 
 ARCH = "sm_90a"
 BLACKWELL = ("sm_100a", "sm_103a")
-BASE = Problem("bf16", "bf16", "bf16", 128, 128, 16, 4)
+BASE = KernelRequest("bf16", "bf16", "bf16", 128, 128, 16, 4)
 FEW_KERNELS = 200  # of an architecture, attention and top-k together
 
 
@@ -19,7 +19,7 @@ def problems(phase):
     """Every problem that some kernel serves."""
     every = product(("bf16", "fp16"), (8, 256, 1), (1, 3, 8), *[(False, True)] * 3, (1, 2, 64, 65, 1 << 30))
     for q, page, group, causal, window, cap, rows in every:
-        base = Problem(q, q, q, 128, 128, page, group, rows, phase, causal, window, soft_cap=cap)
+        base = KernelRequest(q, q, q, 128, 128, page, group, rows, phase, causal, window, soft_cap=cap)
         if phase == "prefill":
             for qk, vo in sm90.TILES:
                 for kv in (q, "e4m3", "nvfp4"):
@@ -178,7 +178,7 @@ def test_what_is_refused_is_named(change, word):
     with pytest.raises(NotImplementedError) as error:
         dispatch.select(replace(BASE, **change), ARCH)
     assert word in str(error.value)
-    assert isinstance(error.value, dispatch.Unsupported) and word.split()[1] == error.value.field
+    assert isinstance(error.value, dispatch.UnsupportedRequest) and word.split()[1] == error.value.field
 
 
 def test_an_architecture_without_a_kernel_is_named():
@@ -224,21 +224,28 @@ def test_what_blackwell_lacks_is_named():
 
 
 @pytest.mark.parametrize(
-    "tile, word", [(decode.Tile(64, 384, 3, 3), "m is 8 or 16 rows"), (decode.Tile(48, 128, 3, 3), "n is a multiple")]
+    "tile, word",
+    [
+        (decode.DecodeTileConfig(64, 384, 3, 3), "m is 8 or 16 rows"),
+        (decode.DecodeTileConfig(48, 128, 3, 3), "n is a multiple"),
+    ],
 )
 def test_decode_refuses_tiles_that_warps_cannot_share(tile, word):
     spec = replace(decode.shipped(ARCH)[0], tile=tile)
     assert word in str(decode.supports(spec))
-    assert decode.supports(replace(spec, tile=decode.Tile(48, 384, 3, 3))) is None
+    assert decode.supports(replace(spec, tile=decode.DecodeTileConfig(48, 384, 3, 3))) is None
 
 
-@pytest.mark.parametrize("tile", [sm90.Tile(96), sm90.Tile(256), sm90.Tile(128, 100), sm90.Tile(loaders=1)])
+@pytest.mark.parametrize(
+    "tile",
+    [sm90.Sm90TileConfig(96), sm90.Sm90TileConfig(256), sm90.Sm90TileConfig(128, 100), sm90.Sm90TileConfig(loaders=1)],
+)
 def test_prefill_refuses_tiles(tile):
     refusal = sm90.supports(replace(sm90.shipped(ARCH)[0], tile=tile))
     assert refusal is not None and refusal.field == "tile"
 
 
-@pytest.mark.parametrize("tile", [sm90.Tile(q_in_regs=True), sm90.Tile(q_stages=2)])
+@pytest.mark.parametrize("tile", [sm90.Sm90TileConfig(q_in_regs=True), sm90.Sm90TileConfig(q_stages=2)])
 def test_prefill_with_a_soft_cap_refuses_tiles_that_begin_early(tile):
     """Their first Q K^T is in flight where the code for capped scores, or for others, is chosen."""
     spec = replace(sm90.general("bf16", "bf16", (128, 128)), tile=tile)

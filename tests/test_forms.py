@@ -18,9 +18,9 @@ from wrappers.attention import checks, op, values
 from wrappers.attention import plan as attention_plan
 from wrappers.attention.call import (
     SEPARATE,
-    Problem,
-    Requests,
+    AttentionCall,
     Rope,
+    SequenceBatch,
     csr_requests,
     listed_requests,
     new_requests,
@@ -85,7 +85,7 @@ def problem(three, form="csr", size=3, **fields):
                 for which, ids in enumerate(both):
                     table[b, which, : len(ids)] = ids
             requests = new_requests(table, ints(*map(len, k)), offsets, SEPARATE)
-    p = Problem("", "prefill", torch.cat(q), *pools, requests, max(map(len, q)), 0.5, None, 1.0, None)
+    p = AttentionCall("", "prefill", torch.cat(q), *pools, requests, max(map(len, q)), 0.5, None, 1.0, None)
     return p._replace(**fields)
 
 
@@ -220,7 +220,7 @@ SPAN = 5  # entries of the CSR form in pages of 3
 def listed(form="csr", **change):
     """A plain problem, with fields of it or of its requests changed."""
     p = problem(THREE, form)
-    requests = {name: change.pop(name) for name in [*change] if name in Requests._fields}
+    requests = {name: change.pop(name) for name in [*change] if name in SequenceBatch._fields}
     return p._replace(requests=p.requests._replace(**requests), **change)
 
 
@@ -451,7 +451,7 @@ def planned(launches, checked=False):
             form = "csr" if len(a.kv_lens) else "ragged"
             requests = listed_requests(a.page_table, a.kv_lens, a.cu_seqlens_q, a.kv_starts, form)
         masked = {"custom_mask": a.custom_mask, "mask_starts": a.mask_starts} if len(a.mask_starts) else {}
-        p = Problem(
+        p = AttentionCall(
             "", "prefill", a.q, a.k, a.v, requests, 0, a.scale_log2 / LOG2E, None, a.out_factor, None, bool(a.causal),
             a.window_left if a.window_left < 1 << 30 else -1, a.soft_cap, **masked,
             alibi_slopes=a.alibi_slopes if len(a.alibi_slopes) else None,
@@ -468,8 +468,8 @@ def planned(launches, checked=False):
             mask_starts=none, scale=empty, soft_cap=0.0, alibi_slopes=empty, sink=empty, out_scale=empty, enable_pdl=1,
             lse=torch.empty(0, heads), grid=sms, counters=none, counter_base=0,
         )  # fmt: skip
-        return attention_plan.Plan(
-            fn=kernel, flat=[default.get(name) for name in args.fields(SPEC)], at=attention_plan.Places(SPEC),
+        return attention_plan.LaunchPlan(
+            fn=kernel, flat=[default.get(name) for name in args.fields(SPEC)], at=attention_plan.ArgSlots(SPEC),
             device=device, alone=True, dtype=BF16, like_query=dim == p.q.shape[2], dim_vo=dim, wide=True,
             token_bytes=heads * 2 * max(p.q.shape[2], dim), row_factor=1, tile_heads=heads, tile_rows=64, sms=sms,
             stream_k=False, counters=1, part_keys=0, checked=checked,

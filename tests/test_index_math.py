@@ -33,7 +33,7 @@ hypothesis_settings.load_profile("busy")
 settings = hypothesis_settings
 SPECS = st.builds(
     lambda causal, window, custom, m, n: AttentionSpec(
-        mask=MaskSpec(causal, window, custom=custom), tile=sm90.Tile(m, n)
+        mask=MaskSpec(causal, window, custom=custom), tile=sm90.Sm90TileConfig(m, n)
     ),
     st.sampled_from(["always", "never", "value"]),
     st.booleans(),
@@ -41,18 +41,18 @@ SPECS = st.builds(
     st.sampled_from([64, 128, 192]),
     st.sampled_from([64, 80, 128]),
 )
-LENGTHS = st.builds(mask.Lengths, st.integers(1, 400), st.integers(0, 700), st.integers(0, 500), st.integers(0, 1))
+LENGTHS = st.builds(mask.SeqlenInfo, st.integers(1, 400), st.integers(0, 700), st.integers(0, 500), st.integers(0, 1))
 EARLY_AND_FEW = list(product((0, 2), (False, True)))
 DECODE = decode.shipped("sm_90a")[0]
 BLACKWELL = sm100.shipped("sm_100a")[0]
 
 
-def causal(spec: AttentionSpec, n: mask.Lengths) -> bool:
+def causal(spec: AttentionSpec, n: mask.SeqlenInfo) -> bool:
     """Whether positions bound what tokens see."""
     return {"always": True, "never": False, "value": n.full == 0}[spec.mask.causal]
 
 
-def sees(spec: AttentionSpec, token: int, key: int, n: mask.Lengths) -> bool:
+def sees(spec: AttentionSpec, token: int, key: int, n: mask.SeqlenInfo) -> bool:
     """spec.md 3.0, key by key."""
     position = token + n.kv_len - n.q_len
     return (
@@ -256,7 +256,7 @@ def test_drafts_see_all_older_keys_and_may_see_each_other(spec, n):
 def test_decode_tiles_are_as_small_as_their_rows_allow(rows, tile, each):
     """Warps are shared out evenly among groups of 8 rows, or 16."""
     most, warpgroups = tile
-    spec = replace(DECODE, tile=decode.Tile(most, 128, 3, warpgroups, each))
+    spec = replace(DECODE, tile=decode.DecodeTileConfig(most, 128, 3, warpgroups, each))
     sizes = [each * n for n in range(1, 17) if 4 * warpgroups % n == 0 and each * n <= most]
     assert spec.tile.heights == tuple(sizes)
     m = geometry.tile_m(spec, rows)
@@ -276,7 +276,8 @@ def test_groups_share_out_the_blocks_of_a_tile():
     """On Blackwell: of two halves each group has all blocks, of one half they have them in turn, of head_dim 256 the
     only group has all. Every group counts as many rounds."""
     whole, few, both = (
-        (replace(BLACKWELL, tile=tile)) for tile in (sm100.Tile(), sm100.Tile(m=128), sm100.Tile(few=True))
+        (replace(BLACKWELL, tile=tile))
+        for tile in (sm100.Sm100TileConfig(), sm100.Sm100TileConfig(m=128), sm100.Sm100TileConfig(few=True))
     )
     one = replace(few, head_dim_qk=256, head_dim_vo=256)
     cases = [(whole, 9, 1), (few, 999, 2), (both, 128, 2), (both, 129, 1), (both, 1, 2), (one, 9, 1)]
@@ -330,7 +331,7 @@ def test_swizzle_is_that_of_shared_memory(width):
 
 @pytest.mark.parametrize("bits, dim", [(bits, dim) for bits in (8, 4) for dim in (64, 128, 192, 256)])
 def test_lanes_dequantise_every_piece_of_a_row_without_bank_conflicts(bits, dim):
-    p, n = prepare.Pieces.of(bits, dim), 16
+    p, n = prepare.DequantPieces.of(bits, dim), 16
     found = set()
     for turn in range(p.passes):
         for group in range(p.groups):

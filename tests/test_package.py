@@ -244,7 +244,7 @@ def test_a_library_that_a_build_replaces_is_looked_for_again(bundle_of_one, monk
     """Between reading a manifest and loading: the second manifest names what is there."""
     folders = [bundle_of_one("before", False), bundle_of_one("after", True)]
     read = iter(folders)
-    monkeypatch.setattr(paths, "bundles", lambda arch: [paths.Found(f := next(read), manifest.read(f), None)])
+    monkeypatch.setattr(paths, "bundles", lambda arch: [paths.FoundBundle(f := next(read), manifest.read(f), None)])
     assert runtime._from_bundles(OP, SPEC, ARCH) == ("of_spec", f"loaded from the bundle {folders[1]}")
 
 
@@ -265,7 +265,7 @@ NONE = manifest.Manifest(ARCH, {}, {}, {}, [])
 
 
 def test_a_build_keeps_the_objects_it_used(old_object, tmp_path):
-    place = bundle.Place(tmp_path / "out", tmp_path)
+    place = bundle.BundlePaths(tmp_path / "out", tmp_path)
     assert bundle.compile_missing([old_object], ARCH, tmp_path, 1) == 0
     bundle.prune(place, NONE)
     assert (tmp_path / f"{old_object.key}.o").exists()
@@ -284,7 +284,7 @@ def test_an_object_that_another_build_takes_meanwhile_is_kept(old_object, tmp_pa
         yield
 
     monkeypatch.setattr(manifest, "locked", locked)
-    bundle.prune(bundle.Place(tmp_path / "out", tmp_path), NONE)
+    bundle.prune(bundle.BundlePaths(tmp_path / "out", tmp_path), NONE)
     assert path.exists()
 
 

@@ -13,7 +13,7 @@ from ..device import copy
 from ..device.warp import add_scaled, fma
 from . import epilogue, geometry, softmax
 from .schedule import stream_k
-from .schedule.work import Work
+from .schedule.work import WorkTileInfo
 from .spec import BLOCK
 
 GROUP = 8  # parts of which a warp loads all or none
@@ -44,7 +44,9 @@ def is_last(a, own: Int32, count: Int32):
 
 
 @cute.jit
-def merge(spec: cutlass.Constexpr, a, w: Work, rows_per_token, rows: Int32, own: cutlass.Constexpr, warp: Int32):
+def merge(
+    spec: cutlass.Constexpr, a, w: WorkTileInfo, rows_per_token, rows: Int32, own: cutlass.Constexpr, warp: Int32
+):
     """One warp: its rows, own(spec, warp, 0), own(spec, warp, 1), ... below `rows`, of a tile whose parts are there."""
     m = geometry.tile_m(spec, geometry.tile_rows(w.q_len, rows_per_token))
     scale = epilogue.scale_of(a)
@@ -62,7 +64,7 @@ def merge(spec: cutlass.Constexpr, a, w: Work, rows_per_token, rows: Int32, own:
 
 
 @cute.jit
-def add_parts(spec: cutlass.Constexpr, a, w: Work, row: Int32):
+def add_parts(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32):
     """One warp: (this lane's columns of the sum of O x 2^(LSE - top), top, sum of 2^(LSE - top)) over the parts.
     As many at a time as registers hold: a lane has the LSE of one, all have a share of each O, which is on its way
     with the LSEs."""
@@ -96,7 +98,7 @@ def add_parts(spec: cutlass.Constexpr, a, w: Work, row: Int32):
 
 
 @cute.jit
-def load_parts(spec: cutlass.Constexpr, a, w: Work, row: Int32, first: Int32, pieces: cute.Tensor):
+def load_parts(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32, first: Int32, pieces: cute.Tensor):
     """This lane's columns of a row of GROUP parts, of which the last one stands for those past it. Branches instead
     would make quantised kernels spill."""
     dim, parts = const_expr(spec.head_dim_vo), a.schedule.o_partial
@@ -113,7 +115,7 @@ def load_parts(spec: cutlass.Constexpr, a, w: Work, row: Int32, first: Int32, pi
 
 
 @cute.jit
-def merge_rows(spec: cutlass.Constexpr, a, w: Work, first: Int32, rows: Int32, each: cutlass.Constexpr):
+def merge_rows(spec: cutlass.Constexpr, a, w: WorkTileInfo, first: Int32, rows: Int32, each: cutlass.Constexpr):
     """One warp: `each` rows of a tile that has `rows`, from `first` on. Parts are added in the order of keys; a lane
     has the LSE of one row of one part."""
     dim, lane, count = const_expr(spec.head_dim_vo), cute.arch.lane_idx(), w.split.count

@@ -9,20 +9,20 @@ from cutlass import Int32, const_expr
 from ..device import copy, pipeline
 from . import geometry, pdl
 from .kv import pages, scales, source
-from .kv.pages import Block
+from .kv.pages import KVBlock
 from .schedule import tiles, work
-from .schedule.work import Work
+from .schedule.work import WorkTileInfo
 
 
-class Stages(NamedTuple):
+class LoadTarget(NamedTuple):
     """Where K or V goes. op: of the source; smem (n, D, stages); ring: the pipe of the stages."""
 
     op: Any
     smem: cute.Tensor
-    ring: pipeline.Pipe
+    ring: pipeline.Pipeline
 
 
-class Guess(NamedTuple):
+class PrologueWork(NamedTuple):
     """What a CTA is guessed to begin with: block j, none where that is negative, of a request of so many keys."""
 
     request: Int32
@@ -31,7 +31,7 @@ class Guess(NamedTuple):
 
 
 @cute.jit
-def fetch_q(spec: cutlass.Constexpr, plan, s, w: Work, q: Int32):
+def fetch_q(spec: cutlass.Constexpr, plan, s, w: WorkTileInfo, q: Int32):
     """One warp: the Q rows of a tile that are not packed, item q of the Q pipe. Rows past the request are its
     neighbour's, or zero."""
     b = plan.q.boxes[0]
@@ -44,7 +44,7 @@ def fetch_q(spec: cutlass.Constexpr, plan, s, w: Work, q: Int32):
 
 
 @cute.jit
-def offer_q(spec: cutlass.Constexpr, plan, s, w: Work, q: Int32):
+def offer_q(spec: cutlass.Constexpr, plan, s, w: WorkTileInfo, q: Int32):
     """One warp: the Q rows of a tile, or, where they are packed, room for them: those who compute gather them."""
     if w.per_token > 1:
         pipeline.fill(s.q_pipe, q, Int32(0))
@@ -55,13 +55,13 @@ def offer_q(spec: cutlass.Constexpr, plan, s, w: Work, q: Int32):
 @cute.jit
 def look_early(spec: cutlass.Constexpr, a, s, found, which: cutlass.Constexpr, loader: Int32):
     """One warp: look up the block of K or V that the CTA is guessed to begin with, as soon as the launch before has
-    ended; the `Guess`."""
+    ended; the `PrologueWork`."""
     cute.arch.barrier(barrier_id=pdl.BARRIER, number_of_threads=pdl.threads(spec))
-    guess = Guess(*(cute.arch.make_warp_uniform(s.guess[i]) for i in range(3)))
+    guess = PrologueWork(*(cute.arch.make_warp_uniform(s.guess[i]) for i in range(3)))
     cute.arch.griddepcontrol_wait()
     if guess.j >= 0:
         mine, zero = pages.of_request(a, guess.request, which), Int32(0)
-        source(spec).look(spec, found, mine, Block(loader, zero, guess.j, zero, guess.kv_len))
+        source(spec).look(spec, found, mine, KVBlock(loader, zero, guess.j, zero, guess.kv_len))
     return guess
 
 
@@ -70,7 +70,7 @@ def load_kv(
     spec: cutlass.Constexpr,
     plan,
     s,
-    into: Stages,
+    into: LoadTarget,
     which: cutlass.Constexpr,
     loader: Int32,
     publishes: cutlass.Constexpr = False,
@@ -79,7 +79,7 @@ def load_kv(
     """One warp: its share of K or V (`which`, of kv.pages) of every tile of this CTA, last block first. Loader 0 also,
     where it `publishes`, publishes each tile while it loads the one before, and, where it `loads_q`, loads Q."""
     a = plan.args
-    found, guess = source(spec).known(spec, into.op), Guess(Int32(0), Int32(-1), Int32(0))
+    found, guess = source(spec).known(spec, into.op), PrologueWork(Int32(0), Int32(-1), Int32(0))
     if const_expr(pdl.guesses(spec)):
         guess = look_early(spec, a, s, found, which, loader)
     i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(1)
@@ -97,14 +97,14 @@ def load_kv(
                 if loader == 0 and w.hi > w.lo:
                     offer_q(spec, plan, s, w, q)
                     q += 1
-            first = Block(loader, i, w.hi - 1, head, w.kv_len)
+            first = KVBlock(loader, i, w.hi - 1, head, w.kv_len)
             if const_expr(not pdl.guesses(spec)):
                 source(spec).look(spec, found, mine, first)
             elif w.hi > w.lo:
                 if t > 0 or w.batch != guess.request or first.j != guess.j or w.kv_len != guess.kv_len:
                     source(spec).look(spec, found, mine, first)
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
-                source(spec).fill(spec, *into, found, mine, Block(loader, i, j, head, w.kv_len))
+                source(spec).fill(spec, *into, found, mine, KVBlock(loader, i, j, head, w.kv_len))
                 i += 1
                 if const_expr(publishes):
                     if loader == 0 and j == w.hi - 1:
@@ -130,7 +130,7 @@ def load_scales(spec: cutlass.Constexpr, plan, s, rings):
             for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
                 k_found = scales.find(spec, a.kv.k.shape[2], k, j, w.kv_len, Int32(0))
                 v_found = scales.find(spec, a.kv.v.shape[2], v, j, w.kv_len, a.kv.v_scales_interleaved)
-                at = Block(Int32(0), i, j, head, w.kv_len)
+                at = KVBlock(Int32(0), i, j, head, w.kv_len)
                 scales.fill(spec, a.kv.k_scales, s.k_scales, rings[pages.K], k_found, at)
                 scales.fill(spec, a.kv.v_scales, s.v_scales, rings[pages.V], v_found, at)
                 i += 1

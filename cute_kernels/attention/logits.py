@@ -17,19 +17,19 @@ from . import mask
 LOG2_E = 1.4426950408889634
 
 
-class Rows(NamedTuple):
+class ScoreRows(NamedTuple):
     """The rows of a thread's view of scores (rows, cols). start: first query token of the request in the batch. slopes:
     of ALiBi, in units of raw scores. words: of the custom mask, of each row (`fetch_mask`)."""
 
     tokens: cute.Tensor
     start: Int32
-    n: mask.Lengths
+    n: mask.SeqlenInfo
     slopes: Any = None
     words: Any = None
 
 
 @dataclass(frozen=True)
-class Cols:
+class ScoreCols:
     """The columns: keys first + at[c], at: static numbers. own: what of `first` is the thread's own offset; lanes:
     neighbours that have columns of a row."""
 
@@ -61,7 +61,7 @@ def slope_of(a, head, score_to_log2):
 
 
 @cute.jit
-def add_bias(s: cute.Tensor, rows: Rows, cols: Cols):
+def add_bias(s: cute.Tensor, rows: ScoreRows, cols: ScoreCols):
     """ALiBi: slope times (key - token)."""
     for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
         apart = Float32(cols.first - rows.tokens[r])
@@ -70,7 +70,7 @@ def add_bias(s: cute.Tensor, rows: Rows, cols: Cols):
 
 
 @cute.jit
-def fetch_mask(spec: cutlass.Constexpr, a, rows: Rows, mask_start: Int32, first: Int32, lanes: cutlass.Constexpr):
+def fetch_mask(spec: cutlass.Constexpr, a, rows: ScoreRows, mask_start: Int32, first: Int32, lanes: cutlass.Constexpr):
     """This lane's words of the custom mask, of 32 keys of the block that begins at key `first`, of each row. Called
     while the scores are computed, which hides the latency. mask_start: byte where the request's mask begins."""
     if const_expr(spec.mask.custom):
@@ -82,7 +82,7 @@ def fetch_mask(spec: cutlass.Constexpr, a, rows: Rows, mask_start: Int32, first:
 
 
 @cute.jit
-def hide(spec: cutlass.Constexpr, a, s: cute.Tensor, rows: Rows, cols: Cols):
+def hide(spec: cutlass.Constexpr, a, s: cute.Tensor, rows: ScoreRows, cols: ScoreCols):
     """-inf into s (rows, cols) where a row does not see a key."""
     mask.apply(spec, s, rows.tokens, cols.at, cols.first, rows.n)
     if const_expr(spec.mask.custom):
@@ -100,7 +100,14 @@ def hide(spec: cutlass.Constexpr, a, s: cute.Tensor, rows: Rows, cols: Cols):
 
 @cute.jit
 def transform(
-    spec: cutlass.Constexpr, a, s: cute.Tensor, score_to_log2: cute.Tensor, rows: Rows, cols: Cols, capped, masked
+    spec: cutlass.Constexpr,
+    a,
+    s: cute.Tensor,
+    score_to_log2: cute.Tensor,
+    rows: ScoreRows,
+    cols: ScoreCols,
+    capped,
+    masked,
 ):
     """s (rows, cols): bias, soft cap where `capped`, masks where `masked`. score_to_log2 (rows): of scores before the
     cap."""

@@ -14,7 +14,7 @@ from ..device import warp
 
 
 @dataclass(frozen=True)
-class Lengths:
+class SeqlenInfo:
     """full: 1 where no token's position bounds its keys, read where spec.mask.causal is "value". drafts: 1 where the
     query tokens are drafts that a mask of bits, instead of the causal one, hides from each other, with
     spec.mask.bits."""
@@ -30,7 +30,7 @@ def lengths(spec, a, q_len, kv_len):
     """Lengths of a request, with what the arguments say of its mask: one without bytes hides all keys."""
     if spec.mask.custom:
         kv_len *= cutlass.min(a.mask.custom_mask.shape[0], 1)
-    return Lengths(
+    return SeqlenInfo(
         q_len,
         kv_len,
         a.mask.window_left if spec.mask.window else 0,
@@ -39,7 +39,7 @@ def lengths(spec, a, q_len, kv_len):
     )
 
 
-def visible(spec, token, n: Lengths):
+def visible(spec, token, n: SeqlenInfo):
     """Half-open range of keys that `token` sees, or, of drafts, may see; empty where hi <= lo."""
     position = token + n.kv_len - n.q_len
     lo, hi = 0, n.kv_len
@@ -55,14 +55,14 @@ def visible(spec, token, n: Lengths):
     return lo, hi
 
 
-def kv_range(spec, first, last, n: Lengths):
+def kv_range(spec, first, last, n: SeqlenInfo):
     """Half-open range of KV blocks that tokens first..last visit, (0, 0) or hi <= lo where they see no key."""
     t = spec.tile.n
     lo, hi = visible(spec, first, n)[0], visible(spec, last, n)[1]
     return lo // t, (cutlass.max(hi, 0) + t - 1) // t
 
 
-def full_range(spec, first, last, n: Lengths):
+def full_range(spec, first, last, n: SeqlenInfo):
     """Half-open range of KV blocks in which every token of first..last sees every key (it may be empty, hi < lo)."""
     t = spec.tile.n
     lo, hi = visible(spec, last, n)[0], visible(spec, first, n)[1]
@@ -104,7 +104,7 @@ def segments(spec, block_lo, block_hi, full_lo, full_hi, early=0, few=False):
 
 @cute.jit
 def apply(
-    spec: cutlass.Constexpr, s: cute.Tensor, tokens: cute.Tensor, cols: cutlass.Constexpr, key: Int32, n: Lengths
+    spec: cutlass.Constexpr, s: cute.Tensor, tokens: cute.Tensor, cols: cutlass.Constexpr, key: Int32, n: SeqlenInfo
 ):
     """-inf into s (rows, cols) where tokens[row] does not see key + cols[c]. cols: static numbers; the thread's own
     offset is in `key`."""

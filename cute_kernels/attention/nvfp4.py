@@ -17,7 +17,7 @@ EXPONENT = 0x7F800000  # bits of an fp32 value's
 TO_GRID = 0x0B400000  # of 1.5 x 2^22, behind those of 1
 
 
-class Factor(NamedTuple):
+class BlockScale(NamedTuple):
     """Of a block. byte: e4m3, in the low one. value: the same. inverse: nearly 1 / value. scale: what the values are
     multiplied with before they are divided; NaN where value is."""
 
@@ -70,11 +70,11 @@ def factor_of(top: Float32, scale: Float32):
         read_only_args=[byte],
     )
     inverse = cute.arch.inline_ptx("rcp.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value])
-    return Factor(byte, value, inverse, scale + (value - value))
+    return BlockScale(byte, value, inverse, scale + (value - value))
 
 
 @cute.jit
-def codes(values: cute.Tensor, f: Factor):
+def codes(values: cute.Tensor, f: BlockScale):
     """Codes of at most 8 values in the bits of an Int32, the first lowest.
 
     A magnitude from 2^e on, e = 0, 1, 2, or 0 below 1, lies on a grid of 2^(e - 1): 1.5 x 2^(22 + e) more, and its
@@ -101,7 +101,7 @@ def fours_of(a, token, head, block):
 
 
 @cute.jit
-def store_factor(a, token: Int32, head: Int32, block: Int32, f: Factor):
+def store_factor(a, token: Int32, head: Int32, block: Int32, f: BlockScale):
     """The factor of a row's block."""
     a.out.o_sf[4 * fours_of(a, token, head, block) + (block & 3)] = f.byte.to(Uint8)
 

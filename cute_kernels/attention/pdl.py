@@ -20,7 +20,7 @@ def threads(spec):
 
 
 @dataclass(frozen=True)
-class Unsettled:
+class UncachedTensor:
     """An int32 tensor of global memory, read past the L1, where lines stay that the launch before changes."""
 
     tensor: cute.Tensor
@@ -35,9 +35,9 @@ class Unsettled:
 
 
 def unsettled(spec, a):
-    """The arguments of a launch, whose lengths and offsets are `Unsettled` where its CTAs guess."""
+    """The arguments of a launch, whose lengths and offsets are `UncachedTensor` where its CTAs guess."""
     if not guesses(spec):
         return a
-    query = a.query._replace(cu_seqlens_q=Unsettled(a.query.cu_seqlens_q))
-    lens, starts = Unsettled(a.kv.kv_lens), Unsettled(a.kv.kv_starts)
+    query = a.query._replace(cu_seqlens_q=UncachedTensor(a.query.cu_seqlens_q))
+    lens, starts = UncachedTensor(a.kv.kv_lens), UncachedTensor(a.kv.kv_starts)
     return a._replace(query=query, kv=a.kv._replace(kv_lens=lens, kv_starts=starts))

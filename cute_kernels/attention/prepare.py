@@ -96,7 +96,7 @@ def transpose_keys(
             warp.store_matrices(place, made)
 
 
-class Pieces(NamedTuple):
+class DequantPieces(NamedTuple):
     """How a warp shares `ROWS` rows of a stage, dequantised, among its lanes: in pieces of `BLOCK` columns, `lanes` a
     row, which rows that begin in the same bank are spread over `passes` for.
 
@@ -111,12 +111,12 @@ class Pieces(NamedTuple):
     passes: int
 
     @staticmethod
-    def of(bits, dim) -> "Pieces":
+    def of(bits, dim) -> "DequantPieces":
         size = dim * bits // 8
         width = layout.width(size)
         pieces = width * 8 // bits // BLOCK
         lanes = min(pieces, 8)
-        return Pieces(bits, width, size // width, lanes, pieces // lanes, lanes // 4)
+        return DequantPieces(bits, width, size // width, lanes, pieces // lanes, lanes // 4)
 
     def row(self, lane, turn):
         """Of the `ROWS` rows, the lane's in a pass."""
@@ -135,7 +135,7 @@ class Pieces(NamedTuple):
         return piece // 4 * (n * 128) + layout.swizzle(128, self.row(lane, turn), piece % 4 * 32)
 
 
-class Factors(NamedTuple):
+class SFLayout(NamedTuple):
     """Scale factors of a stage. at: address; row, four, block: bytes to the next row of four, to the next four rows, to
     the next block of a row."""
 
@@ -148,21 +148,21 @@ class Factors(NamedTuple):
 def linear(stage, dim):
     """Row by row."""
     size = dim // BLOCK
-    return Factors(stage.iterator.toint(), size, 4 * size, 1)
+    return SFLayout(stage.iterator.toint(), size, 4 * size, 1)
 
 
 def interleaved(stage, dim, interleaves):
     """Row by row or, of four rows, block by block."""
     size = dim // BLOCK
-    return Factors(stage.iterator.toint(), size + interleaves * (1 - size), 4 * size, 1 + 3 * interleaves)
+    return SFLayout(stage.iterator.toint(), size + interleaves * (1 - size), 4 * size, 1 + 3 * interleaves)
 
 
-class Lane(NamedTuple):
+class DequantLane(NamedTuple):
     """A lane's pieces of `ROWS` rows, in bytes from where these begin. source: by pass and group; target: by pass, of
     the first half; factors: by pass, or None; block: from a factor to the next of its row. together: pieces that it
     has in registers."""
 
-    pieces: Pieces
+    pieces: DequantPieces
     n: int
     source: list
     target: list
@@ -171,7 +171,7 @@ class Lane(NamedTuple):
     together: int
 
 
-class Cursor(NamedTuple):
+class DequantCursor(NamedTuple):
     """Addresses of `ROWS` rows in a raw stage, in that of its operand, in that of its factors."""
 
     source: Any
@@ -179,19 +179,19 @@ class Cursor(NamedTuple):
     factors: Any
 
 
-def lane_of(spec, n, dim, factors) -> Lane:
+def lane_of(spec, n, dim, factors) -> DequantLane:
     """The lane's place in stages of n rows."""
-    lane, p = cute.arch.lane_idx(), Pieces.of(spec.kv.bits, dim)
+    lane, p = cute.arch.lane_idx(), DequantPieces.of(spec.kv.bits, dim)
     source = [[p.raw(lane, turn, group) for group in range(p.groups)] for turn in range(p.passes)]
     target = [p.operand(n, lane, turn) for turn in range(p.passes)]
     if factors is None:
-        return Lane(p, n, source, target, None, 0, spec.tile.pieces)
+        return DequantLane(p, n, source, target, None, 0, spec.tile.pieces)
     rows, column = [p.row(lane, turn) for turn in range(p.passes)], lane % p.lanes * factors.block
     own = [row // 4 * factors.four + row % 4 * factors.row + column for row in rows]
-    return Lane(p, n, source, target, own, factors.block, spec.tile.pieces)
+    return DequantLane(p, n, source, target, own, factors.block, spec.tile.pieces)
 
 
-def dequantise_rows(fmt, x: Lane, at: Cursor, four, count):
+def dequantise_rows(fmt, x: DequantLane, at: DequantCursor, four, count):
     """`count` times `ROWS` rows; four: bytes of the factors of four rows."""
     p = x.pieces
     each = [(b, t, g) for b in range(p.boxes) for t in range(p.passes) for g in range(p.groups)]
@@ -224,7 +224,7 @@ def dequantise(
     shares: cutlass.Constexpr,
 ):
     """One of `shares` warps: its rows of a stage as it is stored become those of an fp16 stage (n, D). factors:
-    `Factors`, or None. No bank is met twice, but by loads of 4-bit rows of 256 columns."""
+    `SFLayout`, or None. No bank is met twice, but by loads of 4-bit rows of 256 columns."""
     n, dim = const_expr(cute.size(into, mode=[0])), const_expr(cute.size(into, mode=[1]))
     groups, four, mine = const_expr(n // shares // ROWS), const_expr(dim // BLOCK * 4), lane_of(spec, n, dim, factors)
     count = const_expr(2 if spec.kv.scaled and groups % 2 == 0 else 1)  # at a time: what registers allow
@@ -232,7 +232,7 @@ def dequantise(
     source, target = raw.iterator.toint() + first * mine.pieces.width, into.iterator.toint() + first * 128
     scales = Int32(0) if const_expr(factors is None) else factors.at + first // 4 * four
     for _ in cutlass.range(0, groups, count, unroll=1):
-        dequantise_rows(quant.format_of(spec), mine, Cursor(source, target, scales), four, count)
+        dequantise_rows(quant.format_of(spec), mine, DequantCursor(source, target, scales), four, count)
         source += count * ROWS * mine.pieces.width
         target += count * ROWS * 128
         scales += count * ROWS // 4 * four
@@ -258,16 +258,16 @@ def operand_stages(spec, smem, shape, stages):
     return smem.allocate_tensor(dtype, kind.outer, 1024, kind.inner)
 
 
-class Rings(NamedTuple):
+class StagePipelines(NamedTuple):
     """Pipes of raw and of operand stages of K or V."""
 
-    raw: pipeline.Pipe
-    operand: pipeline.Pipe
+    raw: pipeline.Pipeline
+    operand: pipeline.Pipeline
 
 
 def rings(s, which):
     """Those of K or V (`which`, of kv.pages)."""
-    return (Rings(s.raw_k_pipe, s.k_pipe), Rings(s.raw_v_pipe, s.v_pipe))[which]
+    return (StagePipelines(s.raw_k_pipe, s.k_pipe), StagePipelines(s.raw_v_pipe, s.v_pipe))[which]
 
 
 def stages(s, which, i):

@@ -3,7 +3,7 @@
 Quantised caches are computed with in fp16, which holds every e4m3 value, and every e2m1 value times its scale factor,
 exactly. Nothing is written back: a word is converted where it is used, once for all query rows of a warp. Blackwell has
 a `cvt` of two e2m1 codes (`Tile.e2m1`). Elsewhere a code becomes an e4m3 number by moving its bits, smaller by 2^6 as
-the exponents' biases differ (Format.unit), and `cvt` does the rest.
+the exponents' biases differ (KVFormat.unit), and `cvt` does the rest.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Uint32
 from ..device import warp
 
 
-class Format(NamedTuple):
+class KVFormat(NamedTuple):
     """elements: of a word; order: in which they come out; unit: what operands are to be multiplied by. pairs(word): two
     at a time. values(a, b): of each element, those of two rows. Factors of blocks multiply pairs: `scale`."""
 
@@ -32,7 +32,7 @@ def operand(spec):
     return spec.q if spec.kv.bits == 16 else "fp16"
 
 
-def format_of(spec) -> "Format":
+def format_of(spec) -> "KVFormat":
     if spec.kv.dtype == "nvfp4":
         return FORMATS["e2m1" if spec.tile.e2m1 else "nvfp4"]
     return FORMATS["" if spec.kv.bits == 16 else spec.kv.dtype]
@@ -151,9 +151,9 @@ def to_fp16(words: cute.Tensor, lanes: cutlass.Constexpr = 4):
 
 
 FORMATS = {  # "": 16-bit; "e2m1": NVFP4 where `cvt` takes its codes
-    "": Format(2, (0, 1), 1.0, pairs16, values16),
-    "e4m3": Format(4, (0, 1, 2, 3), 1.0, from_e4m3, values8(from_e4m3)),
-    "e5m2": Format(4, (0, 1, 2, 3), 1.0, from_e5m2, values8(from_e5m2)),
-    "nvfp4": Format(8, (0, 2, 4, 6, 1, 3, 5, 7), 64.0, pairs4, values4),
-    "e2m1": Format(8, tuple(range(8)), 1.0, from_codes, values_of_codes),
+    "": KVFormat(2, (0, 1), 1.0, pairs16, values16),
+    "e4m3": KVFormat(4, (0, 1, 2, 3), 1.0, from_e4m3, values8(from_e4m3)),
+    "e5m2": KVFormat(4, (0, 1, 2, 3), 1.0, from_e5m2, values8(from_e5m2)),
+    "nvfp4": KVFormat(8, (0, 2, 4, 6, 1, 3, 5, 7), 64.0, pairs4, values4),
+    "e2m1": KVFormat(8, tuple(range(8)), 1.0, from_codes, values_of_codes),
 }

@@ -21,7 +21,7 @@ LAZY = 8.0  # by how much, in log2 units, a row's maximum may have grown before 
 NO_KEY = -1e30  # shift of a row without keys: exp2(-inf - NO_KEY) = 0, and any key gives infinity
 
 
-class Span(NamedTuple):
+class RescaleParams(NamedTuple):
     """Where exponentials lie, in log2 units. lazy: by how much a row's maximum may have grown before the running one
     follows. raised: a key as large as the running maximum gives 2^raised."""
 
@@ -30,14 +30,14 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class State:
+class SoftmaxState:
     m: cute.Tensor
     l: cute.Tensor  # noqa: E741
     shift: cute.Tensor  # m * scale_log2 less what P is raised by, or NO_KEY
     rescale: cute.Tensor  # factor that the last `update_max` owes to O
 
 
-class Normalizer(NamedTuple):
+class RowNormalizer(NamedTuple):
     """factor: 1 / (sum of exponentials), 0 for a row without keys. lse: log2 of that sum, sink included."""
 
     factor: Float32
@@ -45,10 +45,10 @@ class Normalizer(NamedTuple):
 
 
 def make(rows):
-    return State(*(cute.make_rmem_tensor(rows, Float32) for _ in range(4)))
+    return SoftmaxState(*(cute.make_rmem_tensor(rows, Float32) for _ in range(4)))
 
 
-def reset(st: State, shift: float):
+def reset(st: SoftmaxState, shift: float):
     """No key so far. shift: of such a row, NO_KEY for `update_max`."""
     st.m.fill(-Float32.inf)
     st.l.fill(0.0)
@@ -101,14 +101,19 @@ def add(x, y):
     return x + y
 
 
-def row_max(st: State, s: cute.Tensor):
+def row_max(st: SoftmaxState, s: cute.Tensor):
     """This lane's part of the maximum of each row, with the one so far."""
     return [cute.arch.fmax(st.m[r], reduce(s[r, None], cute.arch.fmax)) for r in range(cute.size(st.m))]
 
 
 @cute.jit
 def update_max(
-    st: State, s: cute.Tensor, scale_log2: Any, lanes: cutlass.Constexpr, span: Span, follow: cutlass.Constexpr
+    st: SoftmaxState,
+    s: cute.Tensor,
+    scale_log2: Any,
+    lanes: cutlass.Constexpr,
+    span: RescaleParams,
+    follow: cutlass.Constexpr,
 ):
     """Bring m up to date with a block of scores; l is scaled to it, O is owed st.rescale. scale_log2: of each row.
     lanes: neighbours that have columns of a row.
@@ -131,7 +136,7 @@ def update_max(
 
 @cute.jit
 def update_max_and_rescale(
-    st: State,
+    st: SoftmaxState,
     s: cute.Tensor,
     o: cute.Tensor,
     scale_log2: cute.Tensor,
@@ -157,7 +162,7 @@ def update_max_and_rescale(
 
 
 @cute.jit
-def exp_and_sum(st: State, s: cute.Tensor, scale_log2: Float32, r: cutlass.Constexpr):
+def exp_and_sum(st: SoftmaxState, s: cute.Tensor, scale_log2: Float32, r: cutlass.Constexpr):
     """Row r of s <- exp2((s - m) * scale_log2), summed into l."""
     for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
         s[r, c] = power(s[r, c], scale_log2, st.shift[r])
@@ -165,7 +170,7 @@ def exp_and_sum(st: State, s: cute.Tensor, scale_log2: Float32, r: cutlass.Const
 
 
 @cute.jit
-def rescale(st: State, o: cute.Tensor):
+def rescale(st: SoftmaxState, o: cute.Tensor):
     """Pay st.rescale to O, in warps where a row owes it."""
     owed = st.rescale[0] != 1.0
     for r in cutlass.range_constexpr(1, cute.size(st.m)):
@@ -177,7 +182,12 @@ def rescale(st: State, o: cute.Tensor):
 
 @cute.jit
 def skippable(
-    st: State, s: cute.Tensor, scale_log2: cute.Tensor, r: cutlass.Constexpr, least: Float32, across: cutlass.Constexpr
+    st: SoftmaxState,
+    s: cute.Tensor,
+    scale_log2: cute.Tensor,
+    r: cutlass.Constexpr,
+    least: Float32,
+    across: cutlass.Constexpr,
 ):
     """Skip-softmax: whether row r finds all these scores below its maximum so far by 2^least. The vote among rows is
     the role's."""
@@ -187,7 +197,7 @@ def skippable(
 
 @cute.jit
 def normalizer(top: Float32, total: Float32, sink: Float32):
-    """`Normalizer` of a row whose sum over keys is total * 2^top, with its sink (natural units, -inf for none).
+    """`RowNormalizer` of a row whose sum over keys is total * 2^top, with its sink (natural units, -inf for none).
 
     A row that has neither gives (0, -inf). Both terms are taken relative to the larger, so a sink of any size is safe.
     """
@@ -199,12 +209,12 @@ def normalizer(top: Float32, total: Float32, sink: Float32):
         total = fma(total, keys, cute.math.exp2(other - peak, fastmath=True))
         inverse = keys * cute.arch.rcp_approx(total)
         lse = peak + cute.math.log2(total, fastmath=True)
-    return Normalizer(inverse, lse)
+    return RowNormalizer(inverse, lse)
 
 
 @cute.jit
 def row_normalizer(
-    st: State,
+    st: SoftmaxState,
     r: cutlass.Constexpr,
     sink: Float32,
     lanes: cutlass.Constexpr,

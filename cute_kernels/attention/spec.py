@@ -8,7 +8,7 @@ a call; see `args`.
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from .request import Problem
+from .request import KernelRequest
 
 T = TypeVar("T")  # the op's own class of tiles
 
@@ -112,6 +112,6 @@ def outputs(q: str, asked: str = "") -> tuple[str, ...]:
     return asked if asked in DTYPES else usual, "e4m3", "nvfp4"
 
 
-def source_of(problem: Problem) -> str:
+def source_of(problem: KernelRequest) -> str:
     """The source of K and V that serves a problem."""
     return "tma" if problem.source == "ragged" or problem.page_size in TMA_PAGES else "gather"

@@ -14,29 +14,30 @@ from cutlass import Int32
 
 from . import combine, geometry
 from .schedule import work
-from .schedule.work import Work
+from .schedule.work import WorkTileInfo
 
 MOST = 2  # parts of a CTA
 STORED_BARRIER, MERGE_BARRIER = 3, 4
 
 
-class Board(NamedTuple):
-    """Shared memory. tiles: (words, MOST) of the `Work` of each part; last: (MOST,), whether it was its tile's last."""
+class SplitSmem(NamedTuple):
+    """Shared memory. tiles: (words, MOST) of the `WorkTileInfo` of each part; last: (MOST,), whether it was its tile's
+    last."""
 
     tiles: cute.Tensor
     last: cute.Tensor
 
 
 def allocate(spec, smem):
-    """The `Board`; None in other kernels."""
+    """The `SplitSmem`; None in other kernels."""
     if not work.parts(spec):
         return None
     tiles = smem.allocate_tensor(Int32, cute.make_layout((work.fields(spec), MOST)))
-    return Board(tiles, smem.allocate_tensor(Int32, cute.make_layout(MOST)))
+    return SplitSmem(tiles, smem.allocate_tensor(Int32, cute.make_layout(MOST)))
 
 
 @cute.jit
-def note(board: Board, w: Work, number: Int32, tid: Int32):
+def note(board: SplitSmem, w: WorkTileInfo, number: Int32, tid: Int32):
     """Thread 0: the CTA's part `number` is of this tile."""
     if tid == 0:
         for i, word in enumerate(work.flatten(w)):
@@ -48,8 +49,8 @@ def meet(warps: int):
     cute.arch.barrier(barrier_id=STORED_BARRIER, number_of_threads=32 * warps)
 
 
-def part_of(spec, board: Board, i):
-    """Work of a part."""
+def part_of(spec, board: SplitSmem, i):
+    """WorkTileInfo of a part."""
     return work.of_words(spec, [board.tiles[k, i] for k in range(work.fields(spec))])
 
 
@@ -57,7 +58,7 @@ def part_of(spec, board: Board, i):
 def merge(
     spec: cutlass.Constexpr,
     a,
-    board: Board,
+    board: SplitSmem,
     count: Int32,
     tid: Int32,
     warps: cutlass.Constexpr,

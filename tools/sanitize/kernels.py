@@ -80,7 +80,7 @@ def arrive(variant: cutlass.Constexpr, barrier):
 
 
 @cute.jit
-def write(variant: cutlass.Constexpr, words: cute.Tensor, ready: pipeline.Pipe, tid: Int32, value: Int32):
+def write(variant: cutlass.Constexpr, words: cute.Tensor, ready: pipeline.Pipeline, tid: Int32, value: Int32):
     """This thread's word, and the arrival that says so."""
     if const_expr(variant == "owner"):
         mine = cute.make_rmem_tensor(32, Int32)
@@ -101,7 +101,9 @@ def write(variant: cutlass.Constexpr, words: cute.Tensor, ready: pipeline.Pipe, 
 
 
 @cute.jit
-def turns_of(variant: cutlass.Constexpr, words: cute.Tensor, ready: pipeline.Pipe, given: cute.Tensor, turns: Int32):
+def turns_of(
+    variant: cutlass.Constexpr, words: cute.Tensor, ready: pipeline.Pipeline, given: cute.Tensor, turns: Int32
+):
     """The sum over all turns of what a thread reads."""
     tid, total = cute.arch.thread_idx()[0] % THREADS, Int32(0)
     for turn in cutlass.range(turns, unroll=1):

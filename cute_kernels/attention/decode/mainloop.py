@@ -1,8 +1,8 @@
 """Math role of decode: few query rows, so that memory and the conversion of what it delivers set the pace.
 
-A warp computes 8 rows of the tile, or 16, with `mma.sync`, on keys of its own: `WarpTile`. Keys are the rows of the
-MMA, and then columns of V, so that query rows need no padding to 16: S^T = K Q^T and O^T = V^T P^T. It has a softmax
-of its own; the warps of a row meet once, at the end of a tile (`reduce`).
+A warp computes 8 rows of the tile, or 16, with `mma.sync`, on keys of its own: `WarpTileState`. Keys are the rows of
+the MMA, and then columns of V, so that query rows need no padding to 16: S^T = K Q^T and O^T = V^T P^T. It has a
+softmax of its own; the warps of a row meet once, at the end of a tile (`reduce`).
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from ...device import mma, pipeline, warp
 from ...device.divisor import Divisor
 from ...device.layout import swizzle
 from .. import combine, geometry, logits, mask, quant, softmax
-from ..logits import Cols, Rows
+from ..logits import ScoreCols, ScoreRows
 from ..schedule import work
-from ..schedule.work import Work
+from ..schedule.work import WorkTileInfo
 from ..spec import BLOCK
 from . import operands, reduce
 from .layout import CachedRow, halves, keys, passes, row_of_warp, v_offsets, warps_per_group
@@ -28,14 +28,14 @@ from .roles import roles
 
 
 @dataclass(frozen=True)
-class Registers:
+class DecodeFragments:
     """Fragments of a warp. Per group of 8 query rows ("half"): the lane holds Q of row g, and scores and O of rows 2 t
     and 2 t + 1."""
 
     rows_per_token: Any  # as a divisor
     q: cute.Tensor  # (words of a row: element 2 w of k, half)
     o: cute.Tensor  # (2 rows x 2 columns x pairs of columns, half)
-    st: softmax.State
+    st: softmax.SoftmaxState
     tokens: cute.Tensor
     score_to_log2: cute.Tensor  # of a row's scores as they are multiplied
     to_log2: cute.Tensor  # of what the softmax reduces
@@ -45,12 +45,12 @@ class Registers:
 
 
 @dataclass(frozen=True)
-class WarpTile:
+class WarpTileState:
     """What a warp has of the tile at hand: query rows [group * rows_per_warp, ...), and of the groups of `keys` every
     `shares`-th, from `share` on."""
 
-    w: Work
-    n: mask.Lengths
+    w: WorkTileInfo
+    n: mask.SeqlenInfo
     number: Int32  # of the warp among those that compute
     first: Int32  # row of the request, that the tile begins with
     rows: Int32  # of the request
@@ -68,7 +68,7 @@ def registers(spec, a):
     g, t = lane // 4, lane % 4
     k, v = CachedRow.of(spec, spec.head_dim_qk), CachedRow.of(spec, spec.head_dim_vo)
     pieces, rows = max(1, k.width // 64), 2 * halves(spec)
-    r = Registers(
+    r = DecodeFragments(
         Divisor(geometry.group(a)),
         rmem((spec.head_dim_qk // 8, halves(spec)), Uint32),
         rmem((spec.head_dim_vo // 4, halves(spec)), Float32),
@@ -86,7 +86,7 @@ def registers(spec, a):
     return r
 
 
-def set_scale_offsets(spec, a, r: Registers, g, t):
+def set_scale_offsets(spec, a, r: DecodeFragments, g, t):
     """Offsets of the scale factors that a lane reads."""
     r.scales_at[0] = g * (spec.head_dim_qk // BLOCK) + t * (spec.head_dim_qk // 64)
     size, inter = spec.head_dim_vo // BLOCK, a.kv.v_scales_interleaved
@@ -97,7 +97,7 @@ def set_scale_offsets(spec, a, r: Registers, g, t):
 
 
 @cute.jit
-def warp_tile(spec: cutlass.Constexpr, a, r: Registers, w: Work):
+def warp_tile(spec: cutlass.Constexpr, a, r: DecodeFragments, w: WorkTileInfo):
     rows = geometry.tile_rows(w.q_len, r.rows_per_token)
     m = geometry.tile_m(spec, rows)
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first("math")
@@ -108,7 +108,7 @@ def warp_tile(spec: cutlass.Constexpr, a, r: Registers, w: Work):
     if a.logits.soft_cap > 0.0 or a.logits.skip_threshold != -Float32.inf:
         plain = Int32(0)
     left, share = cutlass.min(rows - first, m), number - group * shares
-    return WarpTile(w, n, number, first, rows, left, group, share, shares, plain)
+    return WarpTileState(w, n, number, first, rows, left, group, share, shares, plain)
 
 
 def fetches_early(spec):
@@ -124,7 +124,7 @@ def rows_view(fragment):
 
 
 @cute.jit
-def can_skip(view: cute.Tensor, r: Registers, x: WarpTile, least: Float32):
+def can_skip(view: cute.Tensor, r: DecodeFragments, x: WarpTileState, least: Float32):
     """Skip-softmax: whether each row of this warp finds all these keys below its maximum so far by the threshold."""
     votes = True
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
@@ -134,13 +134,13 @@ def can_skip(view: cute.Tensor, r: Registers, x: WarpTile, least: Float32):
 
 
 @cute.jit
-def transform_logits(spec: cutlass.Constexpr, a, r: Registers, x: WarpTile, key: Int32, scores: cute.Tensor):
+def transform_logits(spec: cutlass.Constexpr, a, r: DecodeFragments, x: WarpTileState, key: Int32, scores: cute.Tensor):
     """Soft cap and mask on the scores of the keys that begin with `key`. Returns whether V of these keys is needed; if
     not, their scores are set to -inf."""
     view, wanted, n = rows_view(scores), True, spec.tile.n
     masked = key >= x.w.full_hi * n or key < x.w.full_lo * n
-    rows = Rows(r.tokens, x.w.q_start, x.n)
-    cols = Cols(key + cute.arch.lane_idx() // 4, [8 * j for j in range(keys(spec) // 8)])
+    rows = ScoreRows(r.tokens, x.w.q_start, x.n)
+    cols = ScoreCols(key + cute.arch.lane_idx() // 4, [8 * j for j in range(keys(spec) // 8)])
     logits.transform(spec, a, view, r.score_to_log2, rows, cols, a.logits.soft_cap > 0.0, masked)
     if a.logits.skip_threshold != -Float32.inf:
         least = a.logits.skip_threshold - cute.math.log2(Float32(x.w.kv_len), fastmath=True)
@@ -151,7 +151,7 @@ def transform_logits(spec: cutlass.Constexpr, a, r: Registers, x: WarpTile, key:
 
 
 @cute.jit
-def probabilities(spec: cutlass.Constexpr, r: Registers, scores: cute.Tensor, p: cute.Tensor):
+def probabilities(spec: cutlass.Constexpr, r: DecodeFragments, scores: cute.Tensor, p: cute.Tensor):
     """Scores to words of P."""
     view = rows_view(scores)
     o, multiply = rows_view(r.o), operands.multiplier(spec)
@@ -164,7 +164,7 @@ def probabilities(spec: cutlass.Constexpr, r: Registers, scores: cute.Tensor, p:
 
 
 @cute.jit
-def previous_keys(spec: cutlass.Constexpr, s, x: WarpTile, k: KeyCursor):
+def previous_keys(spec: cutlass.Constexpr, s, x: WarpTileState, k: KeyCursor):
     """The warp's next keys, those that come before these."""
     block, row = k.block, k.row - x.shares * keys(spec)
     if row < 0:
@@ -172,13 +172,13 @@ def previous_keys(spec: cutlass.Constexpr, s, x: WarpTile, k: KeyCursor):
     return KeyCursor(block, row, k.key - x.shares * keys(spec))
 
 
-def release_if_last(spec, ring, x: WarpTile, k: KeyCursor):
+def release_if_last(spec, ring, x: WarpTileState, k: KeyCursor):
     """Frees the stage, if these are this warp's last keys of it."""
     pipeline.release_cursor(ring, k.block, k.row < x.shares * keys(spec))
 
 
 @cute.jit
-def run(spec: cutlass.Constexpr, a, s, r: Registers, x: WarpTile, cursor: Int32):
+def run(spec: cutlass.Constexpr, a, s, r: DecodeFragments, x: WarpTileState, cursor: Int32):
     """O of this warp's keys of all KV blocks, from `cursor` of the pipes on; the cursor behind. P V of some keys is
     issued behind Q K of the next ones, whose latency it hides. Rarely needed code is kept outside the inner loop, so
     that the loop fits the instruction cache."""

@@ -21,7 +21,7 @@ class KeyCursor(NamedTuple):
     key: Int32
 
 
-class V(NamedTuple):
+class VFragment(NamedTuple):
     """Registers of a chunk of V: words (word, key of 4, 16 keys), and scale factors (block, key of 4, 16 keys)."""
 
     words: cute.Tensor
@@ -55,7 +55,7 @@ def multiplier(spec):
 def allocate_v(spec):
     count = keys(spec) // 16
     words = (CachedRow.of(spec, spec.head_dim_vo).width // 32, 4, count)
-    return V(*(cute.make_rmem_tensor(shape, Uint32) for shape in (words, (scale_blocks(spec), 4, count))))
+    return VFragment(*(cute.make_rmem_tensor(shape, Uint32) for shape in (words, (scale_blocks(spec), 4, count))))
 
 
 @cute.jit
@@ -151,7 +151,7 @@ def k_factors(spec, s, r, stage, row):
     return [quant.broadcast(both[b // 2], b % 2) for b in range(count)]
 
 
-def load_v_factors(spec, s, r, v: V, stage, row, e, c):
+def load_v_factors(spec, s, r, v: VFragment, stage, row, e, c):
     """Scale factors of the e-th of a lane's keys, of 16 from row + 16 c on; nothing where the cache has none."""
     if spec.kv.scaled:
         size, inside = spec.head_dim_vo // BLOCK, 16 * c + 8 * (e // 2)
@@ -161,7 +161,7 @@ def load_v_factors(spec, s, r, v: V, stage, row, e, c):
 
 
 @cute.jit
-def load_v(spec: cutlass.Constexpr, s, r, x, at: KeyCursor, b: cutlass.Constexpr, v: V):
+def load_v(spec: cutlass.Constexpr, s, r, x, at: KeyCursor, b: cutlass.Constexpr, v: VFragment):
     """This lane's words of a chunk of V, and the scale factors of each key; zeros for those past kv_len (`blank`)."""
     chunk, n, row, key = CachedRow.of(spec, spec.head_dim_vo), spec.tile.n, at.row, at.key
     stage, t = pipeline.cursor_stage(at.block), cute.arch.lane_idx() % 4
@@ -182,7 +182,7 @@ def load_v(spec: cutlass.Constexpr, s, r, x, at: KeyCursor, b: cutlass.Constexpr
                     blank(spec, v, e, c)
 
 
-def blank(spec, v: V, e, c):
+def blank(spec, v: VFragment, e, c):
     """Zeros for the e-th of a lane's keys of 16: rows past kv_len hold whatever the page held, and 0 * NaN is NaN. No
     e2m1 code is NaN, a scale factor may be. Hopper's kernel has zeros for codes too, 16 of its 692 instructions."""
     if not (spec.kv.scaled and spec.tile.e2m1):
@@ -190,7 +190,7 @@ def blank(spec, v: V, e, c):
     v.scales[None, e, c].fill(0)
 
 
-def v_factors(spec, v: V, c):
+def v_factors(spec, v: VFragment, c):
     """Factors of 16 keys as pairs [key pair][block]; None where the cache has none."""
     if not spec.kv.scaled:
         return [None, None]
@@ -199,7 +199,7 @@ def v_factors(spec, v: V, c):
     return [[factors[e] for factors in each] for e in range(2)]
 
 
-def issue_pv(spec, r, p, b, v: V):
+def issue_pv(spec, r, p, b, v: VFragment):
     """O^T += V^T P^T of a chunk; p: words of P (two for 16 keys, half)."""
     name, fmt = quant.operand(spec), quant.format_of(spec)
     for c in range(keys(spec) // 16):

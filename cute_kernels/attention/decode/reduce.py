@@ -21,10 +21,10 @@ class ReduceSmem:
 
     o: cute.Tensor  # (warp, row of a pass, piece of it, PIECE): piece i at i ^ (row / 2), for the banks
     stats: cute.Tensor  # (warp, row, maximum in log2 units and sum)
-    ready: pipeline.Pipe  # of one stage, that all warps fill and free
+    ready: pipeline.Pipeline  # of one stage, that all warps fill and free
 
 
-class Sums(NamedTuple):
+class RowStats(NamedTuple):
     """Of a row: maximum in log2 units, sum of all exponentials / 2^top."""
 
     top: Float32
@@ -79,11 +79,11 @@ def add_up(spec: cutlass.Constexpr, s, x, row: Uint32, piece: Uint32, total: cut
         exponentials = warp.fma(factor, s.merge.stats[first + c, inside, 1], exponentials)
         copy.vector(s.merge.o[first + c, stored, piece ^ (stored // 2), None], part)
         warp.add_scaled(total, part, factor)
-    return Sums(top, exponentials)
+    return RowStats(top, exponentials)
 
 
 @cute.jit
-def finish(spec: cutlass.Constexpr, a, r, x, row: Int32, column: Int32, total: cute.Tensor, sums: Sums):
+def finish(spec: cutlass.Constexpr, a, r, x, row: Int32, column: Int32, total: cute.Tensor, sums: RowStats):
     """PIECE columns of a row of the tile, from `column` * PIECE on, to the output or to its part; with the first ones
     its LSE."""
     at, unit = x.first + row, Float32(quant.format_of(spec).unit)

@@ -10,14 +10,14 @@ from cutlass import Int32, Int64, const_expr
 from ...device import layout, pipeline
 from ...device.divisor import Quotient
 from . import pages
-from .pages import Block
+from .pages import KVBlock
 
 CUTS = False  # rows past kv_len are zeros
 PIECE = 16  # bytes that a lane copies at a time
 
 
 @dataclass(frozen=True)
-class Operand:
+class GatherOperand:
     """A tensor whose rows fill stages of shared memory."""
 
     gmem: cute.Tensor  # (pages, Hkv, P, D)
@@ -26,10 +26,10 @@ class Operand:
 
 def operand(x, shape, stages):
     """What `fill` copies from, x (pages, Hkv, P, D), and where to."""
-    return Operand(x, layout.smem_layout(shape, stages, x.element_type))
+    return GatherOperand(x, layout.smem_layout(shape, stages, x.element_type))
 
 
-class Known(NamedTuple):
+class RowPageIds(NamedTuple):
     """What a lane knows of the rows of a block that it fills next, c, c + 32, ... of its warp's."""
 
     page: cute.Tensor
@@ -38,11 +38,11 @@ class Known(NamedTuple):
 
 def known(spec, op):
     found = cute.make_rmem_tensor((spec.tile.n // spec.tile.loaders + 31) // 32, Int32)
-    return Known(found, Quotient(op.gmem.shape[2]))
+    return RowPageIds(found, Quotient(op.gmem.shape[2]))
 
 
 @cute.jit
-def look(spec: cutlass.Constexpr, found: Known, mine: pages.Rows, at: Block):
+def look(spec: cutlass.Constexpr, found: RowPageIds, mine: pages.SequencePages, at: KVBlock):
     """Look up pages of block j, -1 past kv_len. They are known by the time the warp has copied the block before."""
     count = const_expr(spec.tile.n // spec.tile.loaders)
     for c in cutlass.range_constexpr(cute.size(found.page)):
@@ -57,12 +57,12 @@ def look(spec: cutlass.Constexpr, found: Known, mine: pages.Rows, at: Block):
 @cute.jit
 def fill(
     spec: cutlass.Constexpr,
-    op: Operand,
+    op: GatherOperand,
     smem: cute.Tensor,
-    p: pipeline.Pipe,
-    found: Known,
-    mine: pages.Rows,
-    at: Block,
+    p: pipeline.Pipeline,
+    found: RowPageIds,
+    mine: pages.SequencePages,
+    at: KVBlock,
 ):
     """One of the `tile.loaders` warps: its share of the rows [j n, (j + 1) n) of a KV head, into the item's stage, and
     a look at the pages of the block before. found: of `look`. Rows past kv_len and of no page become zeros. Every lane
@@ -76,7 +76,7 @@ def fill(
 
 
 @cute.jit
-def addresses(spec: cutlass.Constexpr, op: Operand, found: Known, at: Block):
+def addresses(spec: cutlass.Constexpr, op: GatherOperand, found: RowPageIds, at: KVBlock):
     """Addresses of the rows of a block whose pages were found, negative for what is none."""
     x, count = op.gmem, const_expr(spec.tile.n // spec.tile.loaders)
     starts = cute.make_rmem_tensor(cute.size(found.page), Int64)
@@ -91,7 +91,7 @@ def addresses(spec: cutlass.Constexpr, op: Operand, found: Known, at: Block):
 
 
 @cute.jit
-def copy_rows(op: Operand, count: cutlass.Constexpr, starts: cute.Tensor, stage: cute.Tensor, first: Int32):
+def copy_rows(op: GatherOperand, count: cutlass.Constexpr, starts: cute.Tensor, stage: cute.Tensor, first: Int32):
     """One warp: `count` rows of a stage (n, D), from row `first`, a multiple of 8, on. Some rows at a time, box by box:
     `across` lanes have a row of a box, whose address they learn once."""
     n, lane = const_expr(cute.size(stage, mode=[0])), cute.arch.lane_idx()

@@ -10,7 +10,7 @@ from cutlass import Int32, Int64, const_expr
 from ...device import pipeline
 from ..spec import BLOCK
 from . import pages
-from .pages import Block
+from .pages import KVBlock
 from .tma import BOXES
 
 PIECE = 16  # most bytes that a lane copies at a time
@@ -35,7 +35,7 @@ def gathers(spec):
 
 
 @cute.jit
-def find(spec: cutlass.Constexpr, page_size: Int32, mine: pages.Rows, j: Int32, kv_len: Int32, mixed: Int32):
+def find(spec: cutlass.Constexpr, page_size: Int32, mine: pages.SequencePages, j: Int32, kv_len: Int32, mixed: Int32):
     """Pages of the rows whose scale factors this lane fetches of block j; -1 past kv_len. Called ahead of the wait for
     a free stage, which hides the latency. mixed: 1 where 4 rows of a page are interleaved, so that all are fetched."""
     groups = const_expr(spec.tile.n // scale_rows(spec))
@@ -51,7 +51,12 @@ def find(spec: cutlass.Constexpr, page_size: Int32, mine: pages.Rows, j: Int32, 
 
 @cute.jit
 def fill(
-    spec: cutlass.Constexpr, scales: cute.Tensor, smem: cute.Tensor, p: pipeline.Pipe, found: cute.Tensor, at: Block
+    spec: cutlass.Constexpr,
+    scales: cute.Tensor,
+    smem: cute.Tensor,
+    p: pipeline.Pipeline,
+    found: cute.Tensor,
+    at: KVBlock,
 ):
     """One warp: the scale factors of block j of a KV head, (n, D / 16) bytes of the item's stage, row by row. found: of
     `find`; rows of no page become zeros. Every lane arrives once what it copied is there."""

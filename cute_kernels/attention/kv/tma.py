@@ -9,12 +9,12 @@ from cutlass import Int32, const_expr
 from ...device import copy, pipeline
 from .. import pdl
 from . import pages
-from .pages import Block
+from .pages import KVBlock
 
 BOXES = (8, 16, 32, 64)  # rows of the TMA boxes; a fetch uses the largest that divides page and tile
 
 
-class Lanes(NamedTuple):
+class BoxPages(NamedTuple):
     """What the lanes of a warp know of the boxes of a block: page, row in the page (None: the first)."""
 
     page: cute.Tensor
@@ -29,25 +29,25 @@ def boxes(n):
     return tuple(b for b in BOXES if n % b == 0)
 
 
-class Known(NamedTuple):
+class PageIdCache(NamedTuple):
     """What a loader that looks ahead knows of the block that it fills next."""
 
-    lanes: Lanes
+    lanes: BoxPages
     page_size: Any
     pool: Any
 
 
 def lanes(spec):
-    return Lanes(*(cute.make_rmem_tensor((spec.tile.n // BOXES[0] + 31) // 32, Int32) for _ in range(2)))
+    return BoxPages(*(cute.make_rmem_tensor((spec.tile.n // BOXES[0] + 31) // 32, Int32) for _ in range(2)))
 
 
 def known(spec, op):
-    """`Known`, None where nothing is looked up ahead."""
-    return Known(lanes(spec), op.boxes[0].gmem.shape[0], op.boxes[0].gmem.shape[3]) if pdl.guesses(spec) else None
+    """`PageIdCache`, None where nothing is looked up ahead."""
+    return PageIdCache(lanes(spec), op.boxes[0].gmem.shape[0], op.boxes[0].gmem.shape[3]) if pdl.guesses(spec) else None
 
 
 @cute.jit
-def look(spec: cutlass.Constexpr, found: Any, mine: pages.Rows, at: Block):
+def look(spec: cutlass.Constexpr, found: Any, mine: pages.SequencePages, at: KVBlock):
     """Look up the boxes of block j. Lane c has the places of rows [8 c, 8 c + 8), and of those 256 rows on. Boxes past
     kv_len lie in a page past the pool; their table entries are never read."""
     if const_expr(found is not None):
@@ -63,12 +63,12 @@ def look(spec: cutlass.Constexpr, found: Any, mine: pages.Rows, at: Block):
 @cute.jit
 def fill(
     spec: cutlass.Constexpr,
-    op: copy.Operand,
+    op: copy.TmaOperand,
     smem: cute.Tensor,
-    p: pipeline.Pipe,
+    p: pipeline.Pipeline,
     ahead: Any,
-    mine: pages.Rows,
-    at: Block,
+    mine: pages.SequencePages,
+    at: KVBlock,
 ):
     """One of the `tile.loaders` warps: its boxes of the rows [j n, (j + 1) n) of a KV head, into the item's stage.
 
@@ -77,14 +77,16 @@ def fill(
     """
     page_size, found = op.boxes[0].gmem.shape[0], ahead
     if const_expr(ahead is None):
-        found = Known(lanes(spec), page_size, op.boxes[0].gmem.shape[3])
+        found = PageIdCache(lanes(spec), page_size, op.boxes[0].gmem.shape[3])
         look(spec, found, mine, at)
     if mine.start >= 0:  # no pages: the largest boxes
         page_size = Int32(op.boxes[-1].rows)
     for k in cutlass.range_constexpr(len(op.boxes)):
         rows, largest = op.boxes[k].rows, const_expr(k + 1 == len(op.boxes))
         if page_size >= rows and (largest or page_size == rows):
-            fill_boxes(spec, op, k, smem, p, found.lanes if const_expr(largest) else Lanes(found.lanes.page, None), at)
+            fill_boxes(
+                spec, op, k, smem, p, found.lanes if const_expr(largest) else BoxPages(found.lanes.page, None), at
+            )
     if const_expr(ahead is not None):
         if at.j > 0:
             look(spec, ahead, mine, at._replace(j=at.j - 1))
@@ -93,12 +95,12 @@ def fill(
 @cute.jit
 def fill_boxes(
     spec: cutlass.Constexpr,
-    op: copy.Operand,
+    op: copy.TmaOperand,
     k: cutlass.Constexpr,
     smem: cute.Tensor,
-    p: pipeline.Pipe,
-    lanes: Lanes,
-    at: Block,
+    p: pipeline.Pipeline,
+    lanes: BoxPages,
+    at: KVBlock,
 ):
     """One warp: its boxes of a stage, of the operand's k-th size."""
     b, n, of = op.boxes[k], spec.tile.n, spec.tile.loaders
@@ -108,7 +110,7 @@ def fill_boxes(
     # A coordinate that the compiler knows to be warp-uniform costs one move to a uniform register, any other a loop.
     head = cute.arch.make_warp_uniform(at.head)
     stage = cute.arch.make_warp_uniform(pipeline.stage(p, at.item))
-    into = Stage(smem, stage, p.full + stage, head)
+    into = StageTarget(smem, stage, p.full + stage, head)
     if const_expr(k > 0 or count <= of):
         for c in cutlass.range_constexpr(0, count, of):
             box = c + at.loader if const_expr(of > 1) else c  # static where it can be
@@ -120,7 +122,7 @@ def fill_boxes(
                 fetch(spec, op, k, into, lanes, g, c + at.loader)
 
 
-class Stage(NamedTuple):
+class StageTarget(NamedTuple):
     """Where boxes go, and what they have in common."""
 
     smem: cute.Tensor
@@ -132,10 +134,10 @@ class Stage(NamedTuple):
 @cute.jit
 def fetch(
     spec: cutlass.Constexpr,
-    op: copy.Operand,
+    op: copy.TmaOperand,
     k: cutlass.Constexpr,
-    into: Stage,
-    lanes: Lanes,
+    into: StageTarget,
+    lanes: BoxPages,
     group: cutlass.Constexpr,
     box: Any,
 ):

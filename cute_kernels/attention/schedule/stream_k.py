@@ -14,12 +14,12 @@ from ...device import warp
 from ...device.divisor import Divisor, divide
 from .. import geometry, mask, pdl
 from . import work
-from .work import Split, Work
+from .work import SplitInfo, WorkTileInfo
 
 MOST_UNITS = (1 << 31) - 1  # of a launch: CTAs count them in 32 bits
 
 
-class Request(NamedTuple):
+class StreamKSequence(NamedTuple):
     """each: units of a tile."""
 
     q_start: Int32
@@ -29,26 +29,26 @@ class Request(NamedTuple):
     each: Int32
 
 
-class Requests(NamedTuple):
+class SequenceWindow(NamedTuple):
     """32 neighbouring requests, a lane has one: number of the first one, units of all before that, units of these up to
     the lane's own, with it, and its own."""
 
     first: Int32
     before: Int32
     upto: Int32
-    own: Request
+    own: StreamKSequence
 
 
-class Found(NamedTuple):
+class UnitCoord(NamedTuple):
     """Where a unit is. valid: 0 past the last unit; number: of the request; index: the unit's, in the request."""
 
     valid: Int32
     number: Int32
     index: Int32
-    request: Request
+    request: StreamKSequence
 
 
-class Share(NamedTuple):
+class CtaUnits(NamedTuple):
     """Units of a CTA, [begin, end) of `total`."""
 
     begin: Int32
@@ -76,7 +76,7 @@ def split_slot(cta, behind, ctas):
     return cta + ctas * cutlass.max(1 - behind, 0)
 
 
-def slot_of(a, w: Work, part):
+def slot_of(a, w: WorkTileInfo, part):
     """Slot of a part of a tile."""
     shared = 1 - cutlass.min(a.schedule.blocks_per_split, 1)
     return split_slot(w.split.first + part, part, shared * cute.arch.grid_dim()[0])
@@ -101,7 +101,7 @@ def tiles_of_rows(spec, rows):
 
 @cute.jit
 def request(spec: cutlass.Constexpr, a, b: Int32):
-    """`Request` number b; all zeros past the last one."""
+    """`StreamKSequence` number b; all zeros past the last one."""
     q_start, q_len, kv_len, tiles, each = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
     if b < geometry.batch(a):
         q_start, q_len = geometry.request_queries(a, b)
@@ -111,19 +111,19 @@ def request(spec: cutlass.Constexpr, a, b: Int32):
         each, split = blocks_per_tile(spec, mask.lengths(spec, a, q_len, kv_len)), a.schedule.blocks_per_split
         if split > 0:
             each = units_of_blocks(each, split)
-    return Request(q_start, q_len, kv_len, tiles, each)
+    return StreamKSequence(q_start, q_len, kv_len, tiles, each)
 
 
 @cute.jit
 def look(spec: cutlass.Constexpr, a, first: Int32, before: Int32):
-    """One warp: `Requests` from `first` on, that have so many units `before` them."""
+    """One warp: `SequenceWindow` from `first` on, that have so many units `before` them."""
     own = request(spec, a, first + cute.arch.lane_idx())
-    return Requests(first, before, warp.prefix_sum(own.tiles * own.each), own)
+    return SequenceWindow(first, before, warp.prefix_sum(own.tiles * own.each), own)
 
 
 @cute.jit
-def locate(spec: cutlass.Constexpr, a, unit: Int32, seen: Requests):
-    """One warp: (Found, the Requests among which it is). seen: some, where the search begins."""
+def locate(spec: cutlass.Constexpr, a, unit: Int32, seen: SequenceWindow):
+    """One warp: (UnitCoord, the SequenceWindow among which it is). seen: some, where the search begins."""
     batch = geometry.batch(a)
     behind = seen.before + cute.arch.shuffle_sync(seen.upto, 31)
     while unit < seen.before or (unit >= behind and seen.first + 32 < batch):
@@ -135,13 +135,13 @@ def locate(spec: cutlass.Constexpr, a, unit: Int32, seen: Requests):
     index = unit - seen.before
     owner = cute.arch.popc(cute.arch.vote_ballot_sync(seen.upto <= index))
     index -= cute.arch.shuffle_sync(seen.upto - seen.own.tiles * seen.own.each, owner)
-    own = Request(*(cute.arch.shuffle_sync(x, owner) for x in seen.own))
+    own = StreamKSequence(*(cute.arch.shuffle_sync(x, owner) for x in seen.own))
     valid = Int32(1) if owner < 32 and seen.first + owner < batch else Int32(0)
-    return Found(valid, seen.first + owner, index, own._replace(each=cutlass.max(own.each, 1))), seen
+    return UnitCoord(valid, seen.first + owner, index, own._replace(each=cutlass.max(own.each, 1))), seen
 
 
 @cute.jit
-def total_units(spec: cutlass.Constexpr, a, seen: Requests):
+def total_units(spec: cutlass.Constexpr, a, seen: SequenceWindow):
     """One warp: all units of the launch, 0 where it has no room for them: offsets that fall make requests overlap, and
     so more tiles than rows could have. seen: the first requests."""
     count, room = Int64(seen.own.tiles) * seen.own.each, Int64(MOST_UNITS)
@@ -157,23 +157,24 @@ def total_units(spec: cutlass.Constexpr, a, seen: Requests):
 
 
 @cute.jit
-def cta_share(spec: cutlass.Constexpr, a, seen: Requests):
-    """One warp: the Share of this CTA. seen: the first requests."""
+def cta_share(spec: cutlass.Constexpr, a, seen: SequenceWindow):
+    """One warp: the CtaUnits of this CTA. seen: the first requests."""
     total, c, ctas = total_units(spec, a, seen), cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-    return Share(first_unit(total, c, ctas), first_unit(total, c + 1, ctas), total)
+    return CtaUnits(first_unit(total, c, ctas), first_unit(total, c + 1, ctas), total)
 
 
 @cute.jit
-def tile_begin(spec: cutlass.Constexpr, a, unit: Int32, seen: Requests):
-    """One warp: (first unit of the tile that has `unit`, the Requests that it is of)."""
+def tile_begin(spec: cutlass.Constexpr, a, unit: Int32, seen: SequenceWindow):
+    """One warp: (first unit of the tile that has `unit`, the SequenceWindow that it is of)."""
     found, seen = locate(spec, a, unit, seen)
     each = found.request.each
     return unit - (found.index - divide(found.index, each) * each), seen
 
 
 @cute.jit
-def find(spec: cutlass.Constexpr, a, unit: Int32, seen: Requests, share: Share, per_token: Divisor):
-    """One warp: (Work that begins with `unit`, the Requests that it is of, the unit behind). per_token: rows."""
+def find(spec: cutlass.Constexpr, a, unit: Int32, seen: SequenceWindow, share: CtaUnits, per_token: Divisor):
+    """One warp: (WorkTileInfo that begins with `unit`, the SequenceWindow that it is of, the unit behind). per_token:
+    rows."""
     found, seen = locate(spec, a, unit, seen)
     q_start, q_len, kv_len, _, each = found.request
     split, rows = a.schedule.blocks_per_split, geometry.tile_rows(q_len, per_token)
@@ -199,8 +200,8 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, seen: Requests, share: Share, 
     lo, hi = cutlass.max(lo, begins), cutlass.min(hi, begins + taken * per)
     if taken < each:
         slot = unit if split > 0 else split_slot(cute.arch.block_idx()[0], offset, ctas)
-    blocks = (lo, hi, *mask.full_range(spec, first, last, n), Split(slot, count, base))
-    w = Work(found.valid, m_block, head, q_start, q_len, kv_len, found.number, *blocks)
+    blocks = (lo, hi, *mask.full_range(spec, first, last, n), SplitInfo(slot, count, base))
+    w = WorkTileInfo(found.valid, m_block, head, q_start, q_len, kv_len, found.number, *blocks)
     if const_expr(spec.tile.knows_rows):
         w = w._replace(per_token=per_token.value, factor=Int32(per_token.magic))
     return w, seen, unit + taken
@@ -208,14 +209,14 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, seen: Requests, share: Share, 
 
 @cute.jit
 def first_work(spec: cutlass.Constexpr, a, s, per_token: Divisor):
-    """One warp: write what the CTA begins with. Returns (the Requests that it is of, the CTA's Share, the unit behind).
-    In kernels that guess, and of at most 32 requests, it is found while the launch before still runs, and found anew
-    only where another look at the requests, when that launch has ended, says that they have changed. A loop, so that
-    the code that finds it is there once."""
+    """One warp: write what the CTA begins with. Returns (the SequenceWindow that it is of, the CTA's CtaUnits, the unit
+    behind). In kernels that guess, and of at most 32 requests, it is found while the launch before still runs, and
+    found anew only where another look at the requests, when that launch has ended, says that they have changed. A loop,
+    so that the code that finds it is there once."""
     hints, few, last = pdl.unsettled(spec, a), geometry.batch(a) <= 32, const_expr(int(pdl.guesses(spec)))
     zero = Int32(0)
     number, keys = zero, zero
-    seen, share, unit = Requests(zero, zero, zero, Request(*[zero] * 5)), Share(zero, zero, zero), zero
+    seen, share, unit = SequenceWindow(zero, zero, zero, StreamKSequence(*[zero] * 5)), CtaUnits(zero, zero, zero), zero
     for attempt in cutlass.range(last + 1, unroll=1):
         now, first = look(spec, hints, zero, zero), zero - 1
         changed = now.own.q_start != seen.own.q_start or now.own.q_len != seen.own.q_len
@@ -237,7 +238,7 @@ def first_work(spec: cutlass.Constexpr, a, s, per_token: Divisor):
     return seen, share, unit
 
 
-class Round(NamedTuple):
+class SchedulerState(NamedTuple):
     """Where a CTA's warp that publishes is. more: whether what it published last was work. unit, end: of the share, to
     publish yet. passed, left: the first unit that was passed over, and how many. seen: requests, where a search
     begins."""
@@ -247,22 +248,22 @@ class Round(NamedTuple):
     passed: Int32
     end: Int32
     left: Int32
-    seen: Requests
+    seen: SequenceWindow
 
 
 @cute.jit
 def begin(spec: cutlass.Constexpr, a):
-    """One warp: (the Share of this CTA, its first Round)."""
+    """One warp: (the CtaUnits of this CTA, its first SchedulerState)."""
     none = Int32(0)
     seen = look(spec, a, none, none)
     share = cta_share(spec, a, seen)
-    return share, Round(Int32(1), share.begin, none, share.end, none, seen)
+    return share, SchedulerState(Int32(1), share.begin, none, share.end, none, seen)
 
 
 @cute.jit
-def behind(spec: cutlass.Constexpr, a, t: Int32, at: Round):
-    """One warp: the Round behind the CTA's t-th work. Both shared tiles come first, the tail of the first and the head
-    of the last, so that their merges overlap with the whole tiles between."""
+def behind(spec: cutlass.Constexpr, a, t: Int32, at: SchedulerState):
+    """One warp: the SchedulerState behind the CTA's t-th work. Both shared tiles come first, the tail of the first and
+    the head of the last, so that their merges overlap with the whole tiles between."""
     more, unit, passed, end, left, seen = at
     if t == 0 and a.schedule.blocks_per_split == 0 and unit < end:
         last, seen = tile_begin(spec, a, end - 1, seen)
@@ -271,16 +272,17 @@ def behind(spec: cutlass.Constexpr, a, t: Int32, at: Round):
     if unit >= end and left > 0:
         unit, end = passed, passed + left
         left = Int32(0)
-    return Round(more, unit, passed, end, left, seen)
+    return SchedulerState(more, unit, passed, end, left, seen)
 
 
 @cute.jit
-def publish_next(spec: cutlass.Constexpr, a, s, t: Int32, share: Share, at: Round, per_token: Divisor):
-    """One warp: publish the CTA's t-th work, or that there is no more. per_token: rows. Returns the next Round."""
+def publish_next(spec: cutlass.Constexpr, a, s, t: Int32, share: CtaUnits, at: SchedulerState, per_token: Divisor):
+    """One warp: publish the CTA's t-th work, or that there is no more. per_token: rows. Returns the next
+    SchedulerState."""
     more, end = Int32(1) if at.unit < at.end else Int32(0), at.end
-    w, seen, unit = find(spec, a, at.unit, at.seen, Share(share.begin, end, share.total), per_token)
+    w, seen, unit = find(spec, a, at.unit, at.seen, CtaUnits(share.begin, end, share.total), per_token)
     work.publish(s, t, w._replace(valid=w.valid * more))
-    return behind(spec, a, t, Round(more, unit, at.passed, end, at.left, seen))
+    return behind(spec, a, t, SchedulerState(more, unit, at.passed, end, at.left, seen))
 
 
 @cute.jit
@@ -290,7 +292,7 @@ def schedule_warp(spec: cutlass.Constexpr, a, s):
     seen, share, unit = first_work(spec, a, s, per_token)
     work.announce(s, none)
     more = Int32(1) if share.begin < share.end else none
-    at, t = behind(spec, a, none, Round(more, unit, none, share.end, none, seen)), Int32(1)
+    at, t = behind(spec, a, none, SchedulerState(more, unit, none, share.end, none, seen)), Int32(1)
     while at.more != 0:
         at = publish_next(spec, a, s, t, share, at, per_token)
         t += 1

@@ -22,14 +22,14 @@ from ...device import warp
 from ...device.divisor import Divisor, factor_of
 from .. import geometry, mask
 from . import work
-from .work import Work
+from .work import WorkTileInfo
 
 SHORT = 2048  # keys
 WAVES = 2
 WHOLE = 1 << 31  # the `share` of a kind that has all tiles
 
 
-class Request(NamedTuple):
+class TileSequence(NamedTuple):
     """kind: 1 where its rows are packed. Without tiles, and past the last request, its level is -1."""
 
     q_start: Int32
@@ -40,7 +40,7 @@ class Request(NamedTuple):
     tiles: Int32
 
 
-class Search(NamedTuple):
+class SearchCursor(NamedTuple):
     """Where a search for a later tile of a kind may begin: at a request, among those of a level; `before` tiles of the
     kind are in front. lower: the highest level below that one that was passed, -1: none."""
 
@@ -50,7 +50,7 @@ class Search(NamedTuple):
     lower: Int32
 
 
-class Order(NamedTuple):
+class SchedulerSmem(NamedTuple):
     """Shared memory of the warp that publishes, which has no registers for it. launch: (3,): tiles, the `share` of
     packed ones, and what makes a `Divisor` of the query heads of a KV head. searches: (4, 2), where one for a tile of a
     kind goes on."""
@@ -59,9 +59,9 @@ class Order(NamedTuple):
     searches: cute.Tensor
 
 
-def allocate(smem) -> Order:
-    launch, fields = cute.make_layout(3), cute.make_layout((len(Search._fields), 2))
-    return Order(smem.allocate_tensor(Int32, launch, 16), smem.allocate_tensor(Int32, fields, 16))
+def allocate(smem) -> SchedulerSmem:
+    launch, fields = cute.make_layout(3), cute.make_layout((len(SearchCursor._fields), 2))
+    return SchedulerSmem(smem.allocate_tensor(Int32, launch, 16), smem.allocate_tensor(Int32, fields, 16))
 
 
 def whole_sections(heads, section, ctas, tiles):
@@ -116,11 +116,11 @@ def request_of(spec: cutlass.Constexpr, a, b: Int32):
         count = (rows + m - 1) // m * geometry.tile_heads(a, kind)
         if count > 0:
             level = level_of(kv_len)
-    return Request(q_start, q_len, kv_len, kind, level, count)
+    return TileSequence(q_start, q_len, kv_len, kind, level, count)
 
 
 @cute.jit
-def keep(order: Order, kind, search: Search):
+def keep(order: SchedulerSmem, kind, search: SearchCursor):
     """One warp: where the next search for a tile of a kind begins."""
     if cute.arch.lane_idx() == 0:
         for i, value in enumerate(search):
@@ -129,7 +129,7 @@ def keep(order: Order, kind, search: Search):
 
 
 @cute.jit
-def begin(spec: cutlass.Constexpr, a, order: Order):
+def begin(spec: cutlass.Constexpr, a, order: SchedulerSmem):
     """One warp: looks at all requests."""
     count, packed, top, top_packed = Int32(0), Int32(0), Int32(-1), Int32(-1)
     for b in cutlass.range(cute.arch.lane_idx(), geometry.batch(a), 32, unroll=1):
@@ -150,16 +150,16 @@ def begin(spec: cutlass.Constexpr, a, order: Order):
     if cute.arch.lane_idx() == 0:
         order.launch[0], order.launch[1], order.launch[2] = count, part.to(Int32), factor_of(geometry.group(a))
     for kind, level in enumerate((top, top_packed)):
-        keep(order, kind, Search(level, Int32(0), Int32(0), Int32(-1)))
+        keep(order, kind, SearchCursor(level, Int32(0), Int32(0), Int32(-1)))
 
 
 @cute.jit
-def locate(spec: cutlass.Constexpr, a, kind: Int32, index: Int32, search: Search):
+def locate(spec: cutlass.Constexpr, a, kind: Int32, index: Int32, search: SearchCursor):
     """One warp: (the Request of a kind's tile `index`; its number, that of none where lengths have changed since
-    `begin`; the tile's index in it; the next Search), 32 requests at a time."""
+    `begin`; the tile's index in it; the next SearchCursor), 32 requests at a time."""
     lane, batch = cute.arch.lane_idx(), geometry.batch(a)
     level, first, before, lower = search
-    one, mine, upto, searching = Request(*(Int32(0),) * 6), Int32(0), Int32(0), True
+    one, mine, upto, searching = TileSequence(*(Int32(0),) * 6), Int32(0), Int32(0), True
     while searching:
         one = request_of(spec, a, first + lane)
         mine = Int32(0)
@@ -179,9 +179,9 @@ def locate(spec: cutlass.Constexpr, a, kind: Int32, index: Int32, search: Search
                 searching = level >= 0
     owner = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= index - before))
     within = index - before - cute.arch.shuffle_sync(upto - mine, owner)
-    found = Request(*(cute.arch.shuffle_sync(x, owner) for x in one))
+    found = TileSequence(*(cute.arch.shuffle_sync(x, owner) for x in one))
     number = first + owner if owner < 32 else batch
-    return found, number, within, Search(level, first, before, cute.arch.warp_redux_sync(lower, "max"))
+    return found, number, within, SearchCursor(level, first, before, cute.arch.warp_redux_sync(lower, "max"))
 
 
 @cute.jit
@@ -200,15 +200,15 @@ def next_index(a, t: Int32):
 
 
 @cute.jit
-def find(spec: cutlass.Constexpr, a, tile: Int32, order: Order):
-    """One warp: Work of a tile of the launch."""
+def find(spec: cutlass.Constexpr, a, tile: Int32, order: SchedulerSmem):
+    """One warp: WorkTileInfo of a tile of the launch."""
     valid, m_block, head, batch, index = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-    one, part = Request(*(Int32(0),) * 6), order.launch[1].to(Uint32)
+    one, part = TileSequence(*(Int32(0),) * 6), order.launch[1].to(Uint32)
     if tile < order.launch[0]:
         valid, before = Int32(1), spread(tile, part)
         kind = spread(tile + 1, part) - before
         index = tile - before + kind * (2 * before - tile)
-        search = Search(*(order.searches[i, kind] for i in range(len(Search._fields))))
+        search = SearchCursor(*(order.searches[i, kind] for i in range(len(SearchCursor._fields))))
         one, batch, index, search = locate(spec, a, kind, index, search)
         keep(order, kind, search)
         if batch >= geometry.batch(a):
@@ -229,7 +229,7 @@ def find(spec: cutlass.Constexpr, a, tile: Int32, order: Order):
     factor = geometry.factor_of_rows(one.kind, order.launch[2])
     first, last = geometry.tile_tokens(m_block, m, one.q_len, Divisor(per_token, factor))
     blocks = (*mask.kv_range(spec, first, last, n), *mask.full_range(spec, first, last, n))
-    w = Work(valid, m_block, head, one.q_start, one.q_len, one.kv_len, batch, *blocks)
+    w = WorkTileInfo(valid, m_block, head, one.q_start, one.q_len, one.kv_len, batch, *blocks)
     return w._replace(per_token=per_token, factor=factor)
 
 

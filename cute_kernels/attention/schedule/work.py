@@ -10,7 +10,7 @@ from ...device import pipeline
 STAGES = {"tiles": 2, "stream_k": 4}  # published and not released: one worked on, one loaded; decoding's stay longer
 
 
-class Split(NamedTuple):
+class SplitInfo(NamedTuple):
     """slot: where the part of a tile goes, whole tiles have -1; count: parts of the tile; first: the CTA, or with
     blocks_per_split the slot, of the first part."""
 
@@ -19,7 +19,7 @@ class Split(NamedTuple):
     first: Int32
 
 
-class Work(NamedTuple):
+class WorkTileInfo(NamedTuple):
     """A tile, and what every role needs to know of its request. KV blocks: [lo, hi) have a key that a row of the tile
     sees (none where hi <= lo), [full_lo, full_hi) need no mask. split: with schedule "stream_k". Of kernels whose
     tiles say so (`knows_rows`), per_token: rows that a token has, see `geometry`; factor: what makes a `Divisor` of
@@ -41,7 +41,7 @@ class Work(NamedTuple):
     factor: Any = None
 
 
-COMMON = Work._fields.index("split")  # words of a tile with any schedule
+COMMON = WorkTileInfo._fields.index("split")  # words of a tile with any schedule
 
 
 def parts(spec):
@@ -51,7 +51,7 @@ def parts(spec):
 
 def fields(spec):
     """Words of a published tile."""
-    return COMMON + parts(spec) * len(Split._fields) + spec.tile.knows_rows * 2
+    return COMMON + parts(spec) * len(SplitInfo._fields) + spec.tile.knows_rows * 2
 
 
 def allocate(spec, smem):
@@ -59,12 +59,12 @@ def allocate(spec, smem):
     return smem.allocate_tensor(Int32, cute.make_layout(((fields(spec) + 3) // 4 * 4, STAGES[spec.schedule])), 16)
 
 
-def flatten(w: Work):
+def flatten(w: WorkTileInfo):
     return (*w[:COMMON], *(w.split or ()), *(() if w.per_token is None else (w.per_token, w.factor)))
 
 
 @cute.jit
-def publish(s, t: Int32, w: Work):
+def publish(s, t: Int32, w: WorkTileInfo):
     """One warp: tells the others the CTA's t-th tile, as soon as there is room."""
     pipeline.wait_empty(s.work_pipe, t)
     write(s, t, w)
@@ -72,7 +72,7 @@ def publish(s, t: Int32, w: Work):
 
 
 @cute.jit
-def write(s, t: Int32, w: Work):
+def write(s, t: Int32, w: WorkTileInfo):
     """One warp, where there is room: the CTA's t-th tile, of which the others do not know yet."""
     words = s.work
     if cute.arch.lane_idx() == 0:
@@ -89,22 +89,22 @@ def announce(s, t: Int32):
 
 
 def of_words(spec, words):
-    """The Work that `flatten` gave."""
-    w, rest = Work(*words[:COMMON]), words[COMMON:]
+    """The WorkTileInfo that `flatten` gave."""
+    w, rest = WorkTileInfo(*words[:COMMON]), words[COMMON:]
     if parts(spec):
-        w, rest = w._replace(split=Split(*rest[:3])), rest[3:]
+        w, rest = w._replace(split=SplitInfo(*rest[:3])), rest[3:]
     return w._replace(per_token=rest[0], factor=rest[1]) if rest else w
 
 
 def peek(spec, s, t: Int32):
-    """One warp: Work of the CTA's t-th tile, until it is released."""
+    """One warp: WorkTileInfo of the CTA's t-th tile, until it is released."""
     pipeline.wait_full(s.work_pipe, t)
     stage = pipeline.stage(s.work_pipe, t)
     return of_words(spec, [cute.arch.make_warp_uniform(s.work[i, stage]) for i in range(fields(spec))])
 
 
 def consume(spec, s, t: Int32):
-    """One warp: Work of the CTA's t-th tile, which it will not read again."""
+    """One warp: WorkTileInfo of the CTA's t-th tile, which it will not read again."""
     w = peek(spec, s, t)
     cute.arch.sync_warp()  # all lanes have read before one of them arrives
     pipeline.release(s.work_pipe, t)

@@ -9,14 +9,14 @@ from cutlass import Float32, Int32, const_expr
 from ...device import pipeline, tmem, warp
 from .. import epilogue, geometry, logits, quant, softmax, splits
 from ..schedule import work
-from ..schedule.work import Work
+from ..schedule.work import WorkTileInfo
 from .mma_utils import O
 from .roles import ROWS, SLOTS, WARPS, always, groups, roles, rounds, tile_halves, turns
 
 LOADED = 16  # columns of O that are in registers, and stored, at a time: a block of NVFP4's
 
 
-class Handed(NamedTuple):
+class SoftmaxStats(NamedTuple):
     """Of a row. value: what O is to be multiplied by, at a tile's end the sum of its exponentials. top: then, their
     maximum in log2 units."""
 
@@ -34,7 +34,7 @@ def column_of(s, group):
 def take(s, group, row: Int32, item: Int32):
     """What `softmax.hand_over` says of a row."""
     pipeline.wait_signal(s.grown + group, item)
-    what = Handed(s.growth[row, group, 0], s.growth[row, group, 1])
+    what = SoftmaxStats(s.growth[row, group, 0], s.growth[row, group, 1])
     cute.arch.sync_warp()
     pipeline.send(s.read + group)
     return what
@@ -51,9 +51,9 @@ def rescale(spec: cutlass.Constexpr, at: Int32, factor: Float32):
         tmem.wait_store()
 
 
-class Sums(NamedTuple):
-    """Of a row of a half. top, total: as `Handed`, of all its groups. first, second: 2^(top of a group - top), of the
-    group that has the tile's first block and, where blocks are had in turn, of the other."""
+class CombinedStats(NamedTuple):
+    """Of a row of a half. top, total: as `SoftmaxStats`, of all its groups. first, second: 2^(top of a group - top), of
+    the group that has the tile's first block and, where blocks are had in turn, of the other."""
 
     top: Float32
     total: Float32
@@ -63,19 +63,19 @@ class Sums(NamedTuple):
 
 @cute.jit
 def sums(s, group: cutlass.Constexpr, row: Int32, item: Int32, in_turn: cutlass.Constexpr):
-    """The `Sums` of a row of a group, or of both."""
+    """The `CombinedStats` of a row of a group, or of both."""
     one = take(s, group, row, item)
-    result = Sums(one.top, one.value, Float32(1.0), Float32(0.0))
+    result = CombinedStats(one.top, one.value, Float32(1.0), Float32(0.0))
     if const_expr(in_turn):
         two = take(s, 1, row, item)
         top = cute.arch.fmax(one.top, two.top)
         known = Float32(0.0) if top == -Float32.inf else top
         first, second = (cute.math.exp2(x.top - known, fastmath=True) for x in (one, two))
-        result = Sums(top, warp.fma(two.value, second, one.value * first), first, second)
+        result = CombinedStats(top, warp.fma(two.value, second, one.value * first), first, second)
     return result
 
 
-class Row(NamedTuple):
+class OutputRow(NamedTuple):
     """A row of O. number: in its tile. whole, part: whether it is one of the output, or of a part of a tile. lse: log2.
     first, second: what O of the group that has the tile's first block, and of the other, is to be multiplied by."""
 
@@ -89,7 +89,7 @@ class Row(NamedTuple):
     second: Float32
 
 
-class Ended(NamedTuple):
+class CorrectionCounters(NamedTuple):
     """Before the tile's end: rounds and tiles."""
 
     rounds: Int32
@@ -98,7 +98,14 @@ class Ended(NamedTuple):
 
 @cute.jit
 def finish(
-    spec: cutlass.Constexpr, a, s, w: Work, group: cutlass.Constexpr, row: Int32, at: Ended, in_turn: cutlass.Constexpr
+    spec: cutlass.Constexpr,
+    a,
+    s,
+    w: WorkTileInfo,
+    group: cutlass.Constexpr,
+    row: Int32,
+    at: CorrectionCounters,
+    in_turn: cutlass.Constexpr,
 ):
     """The thread's row of a half: O and LSE. group: the half's; in_turn: both are."""
     half = 0 if const_expr(in_turn) else group
@@ -123,7 +130,7 @@ def finish(
         for g in mine:
             pipeline.wait_signal(s.done + g, at.tiles if const_expr(groups(spec) == SLOTS) else at.rounds - 1)
         tmem.after_wait()
-    into = Row(row, w.q_start + token, head, whole, part, lse, factor, second)
+    into = OutputRow(row, w.q_start + token, head, whole, part, lse, factor, second)
     for c in cutlass.range_constexpr(0, spec.head_dim_vo, LOADED):
         store_columns(spec, a, s, w, into, group, c, in_turn)
     if w.hi > w.lo:
@@ -138,8 +145,8 @@ def store_columns(
     spec: cutlass.Constexpr,
     a,
     s,
-    w: Work,
-    into: Row,
+    w: WorkTileInfo,
+    into: OutputRow,
     group: cutlass.Constexpr,
     c: cutlass.Constexpr,
     in_turn: cutlass.Constexpr,
@@ -162,7 +169,7 @@ def store_columns(
 
 
 @cute.jit
-def add_columns(s, w: Work, into: Row, c: cutlass.Constexpr, values: cute.Tensor):
+def add_columns(s, w: WorkTileInfo, into: OutputRow, c: cutlass.Constexpr, values: cute.Tensor):
     """What group 1 found, which has the tile's second block. A group without a key of the row may hold 0 x NaN."""
     for e in cutlass.range_constexpr(LOADED):
         values[e] = values[e] if into.first != 0.0 else Float32(0.0)
@@ -174,7 +181,7 @@ def add_columns(s, w: Work, into: Row, c: cutlass.Constexpr, values: cute.Tensor
 
 
 @cute.jit
-def finish_tile(spec: cutlass.Constexpr, a, s, w: Work, row: Int32, at: Ended):
+def finish_tile(spec: cutlass.Constexpr, a, s, w: WorkTileInfo, row: Int32, at: CorrectionCounters):
     """The thread's row of each half."""
     n = turns(spec, w)
     if const_expr(always(n, 1)):
@@ -211,7 +218,7 @@ def correct(spec: cutlass.Constexpr, plan, s):
                         tmem.before_signal()
                     pipeline.send(s.early + (group if const_expr(groups(spec) == SLOTS) else i % SLOTS))
                 i += 1
-        finish_tile(spec, a, s, w, row, Ended(i, q))
+        finish_tile(spec, a, s, w, row, CorrectionCounters(i, q))
         if w.hi > w.lo:
             q += 1
         t += 1

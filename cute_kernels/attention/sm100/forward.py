@@ -40,7 +40,7 @@ from cutlass import Int32, const_expr
 from ... import abi
 from ...device import copy, pipeline, tmem
 from .. import fakes, load, splits
-from ..args import Args, pack
+from ..args import AttentionArgs, pack
 from ..kv import arrivals, pages, scales, source
 from ..prepare import dequantises, in_units, operand_stages
 from ..schedule import tiles, work
@@ -57,17 +57,17 @@ fake_args = fakes.fake_args
 
 
 @dataclass(frozen=True)
-class Plan:
+class Sm100KernelParams:
     """Everything the host part makes for the kernel."""
 
-    args: Args
+    args: AttentionArgs
     k: Any  # operands of the source of K and V
     v: Any
-    q: copy.Operand
+    q: copy.TmaOperand
 
 
 @dataclass(frozen=True)
-class Shared:
+class Sm100SharedStorage:
     """Shared memory of a CTA. Pointers: signals."""
 
     raw_q: cute.Tensor  # as it was loaded
@@ -77,15 +77,15 @@ class Shared:
     k: cute.Tensor
     v: cute.Tensor
     work: cute.Tensor
-    order: tiles.Order | None
+    order: tiles.SchedulerSmem | None
     growth: cute.Tensor  # (ROWS, groups, 2): factor on O; at a tile's end, sum and maximum in log2 units
     tensor: cute.Tensor  # (1,): address of tensor memory
-    work_pipe: pipeline.Pipe
-    q_pipe: pipeline.Pipe
-    raw_k_pipe: pipeline.Pipe
-    raw_v_pipe: pipeline.Pipe
-    k_pipe: pipeline.Pipe
-    v_pipe: pipeline.Pipe
+    work_pipe: pipeline.Pipeline
+    q_pipe: pipeline.Pipeline
+    raw_k_pipe: pipeline.Pipeline
+    raw_v_pipe: pipeline.Pipeline
+    k_pipe: pipeline.Pipeline
+    v_pipe: pipeline.Pipeline
     scores: cute.Pointer
     grown: cute.Pointer
     read: cute.Pointer
@@ -98,7 +98,7 @@ class Shared:
     units: Any = None  # (m, 2): of rows of Q
     k_scales: Any = None  # of raw stages
     v_scales: Any = None
-    parts: Any = None  # `splits.Board`
+    parts: Any = None  # `splits.SplitSmem`
 
 
 @cute.jit
@@ -108,7 +108,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     k, v = (source(spec).operand(x, (t.n, x.shape[3]), t.raw_stages or t.stages) for x in (a.kv.k, a.kv.v))
     rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))
     q = copy.operand(rows, (t.m, spec.head_dim_qk), t.q_stages, (t.m,))
-    kernel(spec, Plan(a, k, v, q)).launch(
+    kernel(spec, Sm100KernelParams(a, k, v, q)).launch(
         grid=[a.schedule.grid, 1, 1],
         block=[32 * roles(spec).warps(), 1, 1],
         stream=stream,
@@ -133,7 +133,7 @@ def shared(spec, plan):
     signals = lambda arrivals: pipeline.signals(smem, SLOTS, arrivals)  # noqa: E731
     pipes = [pipeline.make(smem, raw, arrivals(spec, r), r.warps(f"prepare_{x}") or 1) for x in "kv"]
     operands = [pipeline.make(smem, t.stages, r.warps(f"prepare_{x}"), 1) for x in "kv"] if dequantises(spec) else pipes
-    return Shared(
+    return Sm100SharedStorage(
         raw_q=raw_q,
         q=q,
         raw_k=raw_k,
@@ -172,10 +172,10 @@ def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
     if warp == roles(spec).first("mma"):
         multiply(spec, plan, s)
     elif warp == roles(spec).first("load_k"):
-        into = load.Stages(plan.k, s.raw_k, s.raw_k_pipe)
+        into = load.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
         load.load_kv(spec, plan, s, into, pages.K, Int32(0), publishes=not work.parts(spec))
     elif warp == roles(spec).first("load_v"):
-        into = load.Stages(plan.v, s.raw_v, s.raw_v_pipe)
+        into = load.LoadTarget(plan.v, s.raw_v, s.raw_v_pipe)
         load.load_kv(spec, plan, s, into, pages.V, Int32(0), loads_q=const_expr(dequantises(spec)))
     elif const_expr(work.parts(spec)):
         schedule_and_load_q(spec, plan, s)
@@ -186,7 +186,7 @@ def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
 
 
 @cute.kernel
-def kernel(spec: cutlass.Constexpr, plan: Plan):
+def kernel(spec: cutlass.Constexpr, plan: Sm100KernelParams):
     s = shared(spec, plan)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == roles(spec).first("mma"):

@@ -9,14 +9,14 @@ from ...device import pipeline
 from ..prepare import dequantises
 from ..schedule import work
 from . import mma_one_group, mma_pingpong, mma_two_tiles
-from .mma_utils import At
+from .mma_utils import MmaState
 from .roles import SLOTS, always, groups, rounds, turns
 
 
 @cute.jit
 def multiply_tiles(spec: cutlass.Constexpr, plan, s):
     """One warp: the MMAs of all tiles, where there are two groups."""
-    base, t, at = s.tensor[0], Int32(0), At(Uint32(0), Uint32(0), Int32(0))
+    base, t, at = s.tensor[0], Int32(0), MmaState(Uint32(0), Uint32(0), Int32(0))
     w = work.consume(spec, s, t)
     while w.valid != 0:
         if w.hi > w.lo:
@@ -31,7 +31,7 @@ def multiply_tiles(spec: cutlass.Constexpr, plan, s):
                 i = mma_two_tiles.multiply_tile(spec, s, base, w, at)
             else:
                 i = mma_pingpong.multiply_tile(spec, s, base, w, at)
-            at = At(i, at.round + Uint32(rounds(spec, w)), at.tile + 1)
+            at = MmaState(i, at.round + Uint32(rounds(spec, w)), at.tile + 1)
         t += 1
         w = work.consume(spec, s, t)
 

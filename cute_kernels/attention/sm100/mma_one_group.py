@@ -54,7 +54,7 @@ def begin(spec: cutlass.Constexpr, s, base: Int32, rows, i: Uint32):
 
 
 @cute.jit
-def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int32, q: Int32, i: Uint32):
+def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, j: Int32, q: Int32, i: Uint32):
     """P V of block j, item i of the pipes. q: tiles with keys before."""
     first = Int32(1) if j == w.hi - 1 else Int32(0)
     slot, turn = Int32(i % SLOTS), Int32(i // SLOTS)

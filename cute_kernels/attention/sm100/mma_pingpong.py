@@ -12,12 +12,12 @@ from ...device import pipeline, tmem, umma
 from ..kv import source
 from ..prepare import dequantises
 from ..schedule import work
-from .mma_utils import At, columns, early, pieces, pv, qk, rows_of, wait_landed, zero_tail
+from .mma_utils import MmaState, columns, early, pieces, pv, qk, rows_of, wait_landed, zero_tail
 from .roles import SLOTS
 
 
 @cute.jit
-def begin_block(spec: cutlass.Constexpr, s, base: Int32, group: cutlass.Constexpr, at: At, rows, last):
+def begin_block(spec: cutlass.Constexpr, s, base: Int32, group: cutlass.Constexpr, at: MmaState, rows, last):
     """Q K^T of a group's block. rows: of `rows_of`. last: whether it is the tile's."""
     wait_landed(spec, s.k_pipe, at.item)
     with cute.arch.elect_one():
@@ -28,7 +28,7 @@ def begin_block(spec: cutlass.Constexpr, s, base: Int32, group: cutlass.Constexp
 
 
 @cute.jit
-def multiply_block(spec: cutlass.Constexpr, s, base: Int32, group: cutlass.Constexpr, at: At, first: Int32):
+def multiply_block(spec: cutlass.Constexpr, s, base: Int32, group: cutlass.Constexpr, at: MmaState, first: Int32):
     """P V of a group's block. first: 1 where O begins."""
     where = columns(base, group, group)
     wait_landed(spec, s.v_pipe, at.item)
@@ -44,7 +44,7 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, group: cutlass.Const
 
 
 @cute.jit
-def begin_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, at: At, rows):
+def begin_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: MmaState, rows):
     """Q K^T of a tile's first round."""
     left = w.hi - w.lo
     begin_block(spec, s, base, 0, at, rows, left == 1)
@@ -59,7 +59,7 @@ def begin_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, at: At, ro
 
 
 @cute.jit
-def multiply_round(spec: cutlass.Constexpr, s, base: Int32, at: At, rows, left: Int32, first: Int32):
+def multiply_round(spec: cutlass.Constexpr, s, base: Int32, at: MmaState, rows, left: Int32, first: Int32):
     """P V of a round, and Q K^T of the next one of the tile. left: blocks of the tile from here on. first: 1 where O
     begins."""
     for group in cutlass.range_constexpr(SLOTS):
@@ -82,13 +82,13 @@ def multiply_round(spec: cutlass.Constexpr, s, base: Int32, at: At, rows, left: 
 
 
 @cute.jit
-def multiply_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, at: At):
+def multiply_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: MmaState):
     """The MMAs of a tile. Returns the items of the pipes then."""
     rows = rows_of(spec, s, at.tile)
     begin_tile(spec, s, base, w, at, rows)
     i, turn, first, left = at.item, at.round, Int32(1), w.hi - w.lo
     while left > 0:
-        multiply_round(spec, s, base, At(i, turn, at.tile), rows, left, first)
+        multiply_round(spec, s, base, MmaState(i, turn, at.tile), rows, left, first)
         i += SLOTS
         turn += 1
         first = Int32(0)

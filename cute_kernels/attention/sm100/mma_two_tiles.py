@@ -9,12 +9,12 @@ from ..kv import source
 from ..prepare import dequantises
 from ..schedule import work
 from . import skip
-from .mma_utils import At, columns, early, landed, pieces, pv, qk, rows_of, wait_landed, zero_tail
+from .mma_utils import MmaState, columns, early, landed, pieces, pv, qk, rows_of, wait_landed, zero_tail
 from .roles import SLOTS, always, turns
 
 
 @cute.jit
-def begin_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, at: At, rows):
+def begin_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: MmaState, rows):
     """Q K^T of a tile's first block, of both halves. rows: of `rows_of`."""
     wait_landed(spec, s.k_pipe, at.item)
     with cute.arch.elect_one():
@@ -26,7 +26,7 @@ def begin_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, at: At, ro
 
 
 @cute.jit
-def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, left: Int32, at: At, rows):
+def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, left: Int32, at: MmaState, rows):
     """P V of the block at hand, and Q K^T of the next one of the tile, of both halves. left: blocks of the tile from
     here on. rows: of `rows_of`."""
     i, first = at.item, Int32(1) if left == w.hi - w.lo else Int32(0)
@@ -68,13 +68,13 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, left: 
 
 
 @cute.jit
-def multiply_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, at: At):
+def multiply_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: MmaState):
     """The MMAs of a tile. Returns the items of the pipes then."""
     rows = rows_of(spec, s, at.tile)
     begin_tile(spec, s, base, w, at, rows)
     i, turn, left = at.item, at.round & 1, w.hi - w.lo
     while left > 0:
-        here = At(i, i if const_expr(always(turns(spec, w), 1)) else turn, at.tile)
+        here = MmaState(i, i if const_expr(always(turns(spec, w), 1)) else turn, at.tile)
         multiply_block(spec, s, base, w, left, here, rows)
         i += 1
         turn ^= 1

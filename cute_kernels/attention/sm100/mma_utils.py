@@ -53,15 +53,15 @@ def steps(spec, dim, rows):
     return [at // width * (rows * width) + at % width for at in range(0, dim * bytes_of(spec), each)]
 
 
-class Columns(NamedTuple):
+class TmemColumns(NamedTuple):
     """Addresses in tensor memory."""
 
     s: Int32
     o: Int32
 
 
-def columns(base, slot, half) -> Columns:
-    return Columns(base + (S + slot * ROWS), base + (O + half * ROWS))
+def columns(base, slot, half) -> TmemColumns:
+    return TmemColumns(base + (S + slot * ROWS), base + (O + half * ROWS))
 
 
 def rows_of(spec, s, q):
@@ -86,13 +86,13 @@ def qk(spec: cutlass.Constexpr, s, base: Int32, slot, rows, i: Uint32):
     keys, each = first_word(spec, s.k, i, s.k_pipe, umma.k_major(width), dim), const_expr(steps(spec, dim, t.n))
     made = const_expr(umma.instruction(kind(spec), operand(spec), ROWS, t.n))
     for n in cutlass.range_constexpr(len(each)):
-        part = umma.Moving(keys + (each[n] >> 4), umma.k_major(width))
+        part = umma.DescriptorLow(keys + (each[n] >> 4), umma.k_major(width))
         umma.multiply(kind(spec), base + (S + slot * ROWS), rows[n], part, made, n > 0)
     umma.commit(s.scores + slot)
 
 
 @cute.jit
-def pv(spec: cutlass.Constexpr, s, at: Columns, i: Uint32, some: cutlass.Constexpr, first: Int32):
+def pv(spec: cutlass.Constexpr, s, at: TmemColumns, i: Uint32, some: cutlass.Constexpr, first: Int32):
     """One thread: O += P V of block i of the pipe, of some pieces of P. first: 1 where O begins."""
     t, dim = spec.tile, spec.head_dim_vo
     width, keys = const_expr(layout.width(dim * bytes_of(spec))), umma.STEP // bytes_of(spec)
@@ -101,12 +101,12 @@ def pv(spec: cutlass.Constexpr, s, at: Columns, i: Uint32, some: cutlass.Constex
     for piece in some:
         for n in range(piece * t.n // pieces(spec) // keys, (piece + 1) * t.n // pieces(spec) // keys):
             left = at.s + (first_p(spec) + n * umma.STEP // 4)
-            part = umma.Moving(values + (n * keys * width >> 4), umma.mn_major(width, t.n))
+            part = umma.DescriptorLow(values + (n * keys * width >> 4), umma.mn_major(width, t.n))
             umma.multiply(kind(spec), at.o, left, part, made, Int32(1) if n > 0 else 1 - first)
 
 
 @cute.jit
-def wait_landed(spec: cutlass.Constexpr, ring: pipeline.Pipe, i: Uint32):
+def wait_landed(spec: cutlass.Constexpr, ring: pipeline.Pipeline, i: Uint32):
     """Until MMAs may read item i of K or V."""
     pipeline.wait_full(ring, i)
     landed(spec)
@@ -120,7 +120,7 @@ def landed(spec: cutlass.Constexpr):
 
 
 @cute.jit
-def zero_tail(spec: cutlass.Constexpr, s, w: work.Work, i: Uint32):
+def zero_tail(spec: cutlass.Constexpr, s, w: work.WorkTileInfo, i: Uint32):
     """Zeros into the rows of V, item i of its pipe, that lie past the request's last key and may hold anything. Nothing
     waits for it: S of the tile has just begun."""
     valid = w.kv_len - (w.hi - 1) * spec.tile.n
@@ -131,7 +131,7 @@ def zero_tail(spec: cutlass.Constexpr, s, w: work.Work, i: Uint32):
         cute.arch.sync_warp()
 
 
-class At(NamedTuple):
+class MmaState(NamedTuple):
     """Before the block at hand: items of the pipes of K and V, unsigned, whose stage then takes fewer instructions;
     rounds; tiles with keys."""
 

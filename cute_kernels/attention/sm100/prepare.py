@@ -41,7 +41,7 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
 
 
 @cute.jit
-def prepare_q(spec: cutlass.Constexpr, plan, s, w: work.Work, q: Int32, share: Int32):
+def prepare_q(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, share: Int32):
     """One of `WARPS` warps: its rows of Q of a tile, item q of its pipe, gathered where they are packed."""
     pipeline.wait_full(s.q_pipe, q)
     if w.per_token > 1:

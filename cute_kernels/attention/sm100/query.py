@@ -17,7 +17,7 @@ PIECE = 16  # bytes that a lane copies at a time
 
 
 @cute.jit
-def gather(spec: cutlass.Constexpr, plan, s, w: work.Work, q: Int32, share: Int32, shares: cutlass.Constexpr):
+def gather(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, share: Int32, shares: cutlass.Constexpr):
     """One of `shares` warps: its packed Q rows of a tile, item q of the pipe; past the request's last, that one. A warp
     alone leaves out a half that the tile has not."""
     count = spec.tile.m // shares if const_expr(shares > 1) else tile_halves(spec, w) * ROWS
@@ -41,7 +41,7 @@ def gather(spec: cutlass.Constexpr, plan, s, w: work.Work, q: Int32, share: Int3
 
 
 @cute.jit
-def load_tile(spec: cutlass.Constexpr, plan, s, w: work.Work, q: Int32):
+def load_tile(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32):
     """One warp: Q of a tile, item q of the pipe."""
     if w.per_token > 1:
         pipeline.wait_empty(s.q_pipe, q)

@@ -18,7 +18,7 @@ from .roles import ROWS, WARPS
 BARRIER = 1  # + half: its 128 threads
 
 
-class Rule(NamedTuple):
+class SkipRule(NamedTuple):
     """Of a thread. least: log2 of threshold / kv_len. peak: (1,), exact maximum of its row so far."""
 
     least: Float32
@@ -30,10 +30,10 @@ def rule(spec, a, kv_len) -> Any:
     if not spec.logits.skip:
         return None
     least = a.logits.skip_threshold - cute.math.log2(Float32(kv_len), fastmath=True)
-    return Rule(least, cute.make_rmem_tensor(1, Float32))
+    return SkipRule(least, cute.make_rmem_tensor(1, Float32))
 
 
-class Look(NamedTuple):
+class SkipDecision(NamedTuple):
     """top: (1, 1), the row's maximum in the block at hand. out: whether the half leaves it out."""
 
     top: cute.Tensor
@@ -41,8 +41,8 @@ class Look(NamedTuple):
 
 
 @cute.jit
-def look(s, r, rows, of: Rule, half: Int32, turn: Int32):
-    """The `Look` at a block, whose scores are in r.s. turn: its number among the half's."""
+def look(s, r, rows, of: SkipRule, half: Int32, turn: Int32):
+    """The `SkipDecision` at a block, whose scores are in r.s. turn: its number among the half's."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
     top = cute.make_rmem_tensor((1, 1), Float32)
     top[0] = softmax.reduce(r.s[0, None], cute.arch.fmax)
@@ -50,7 +50,7 @@ def look(s, r, rows, of: Rule, half: Int32, turn: Int32):
     mine = skip_votes.of(s.votes, half, turn)
     skip_votes.cast(mine, warp, below or r.tokens[0] >= rows.n.q_len)
     cute.arch.barrier(barrier_id=BARRIER + half, number_of_threads=ROWS)
-    return Look(top, skip_votes.all_of(mine))
+    return SkipDecision(top, skip_votes.all_of(mine))
 
 
 def left_out(s, half, turn: Int32):

@@ -11,12 +11,12 @@ from ... import abi
 from ...device import exp2, pipeline, tmem, warp
 from .. import geometry, logits, mask, quant, splits
 from .. import softmax as online
-from ..logits import Cols, Rows
+from ..logits import ScoreCols, ScoreRows
 from ..prepare import in_units, operand
 from ..schedule import work
-from ..schedule.work import Work
+from ..schedule.work import WorkTileInfo
 from . import skip
-from .correction import Handed
+from .correction import SoftmaxStats
 from .mma_utils import S, early, first_p, fp8, pieces
 from .roles import ROWS, SLOTS, WARPS, always, groups, roles, tile_halves, turns
 
@@ -27,11 +27,11 @@ MERGED = 8  # rows of a part that a warp merges at a time
 
 
 @dataclass(frozen=True)
-class Registers:
+class Sm100Fragments:
     """Of a thread, whose row is the only one: (1,) but for s, (1, n)."""
 
     s: cute.Tensor
-    st: online.State
+    st: online.SoftmaxState
     tokens: cute.Tensor
     score: cute.Tensor  # of raw scores to log2 units
     reduced: cute.Tensor  # of what the softmax reduces, scores or capped ones
@@ -39,7 +39,7 @@ class Registers:
     words: Any = None  # of a custom mask, in the block at hand
 
 
-class Place(NamedTuple):
+class ThreadCoord(NamedTuple):
     """The thread's: group, row of the half, and of the block at hand the slot of S, how often it was taken before, and
     its address in tensor memory."""
 
@@ -50,18 +50,18 @@ class Place(NamedTuple):
     s: Int32
 
 
-class Tile(NamedTuple):
+class Sm100TileState(NamedTuple):
     """The tile at hand. capped: whether the call has a soft cap."""
 
-    w: Work
-    place: Place
-    rows: Rows
+    w: WorkTileInfo
+    place: ThreadCoord
+    rows: ScoreRows
     capped: Any
     mask_start: Any
     rule: Any = None  # of skip-softmax
 
 
-class Count(NamedTuple):
+class SoftmaxCounters(NamedTuple):
     """Of the group: rounds of all tiles so far, in each of which it got S of a block or passed, and what was handed
     over."""
 
@@ -69,14 +69,14 @@ class Count(NamedTuple):
     item: Int32
 
 
-def place(spec, s) -> Place:
+def place(spec, s) -> ThreadCoord:
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first("softmax")
     group = number // WARPS
     row = number % WARPS * 32 + cute.arch.lane_idx()
-    return Place(group, row, group, Int32(0), s.tensor[0] + tmem.lanes(number) + (S + group * ROWS))
+    return ThreadCoord(group, row, group, Int32(0), s.tensor[0] + tmem.lanes(number) + (S + group * ROWS))
 
 
-def place_at(spec, x: Place, blocks) -> Place:
+def place_at(spec, x: ThreadCoord, blocks) -> ThreadCoord:
     """That of the next block of a group which got S of so many. x: that of its first."""
     if groups(spec) == SLOTS:
         return x._replace(turn=blocks)
@@ -84,16 +84,16 @@ def place_at(spec, x: Place, blocks) -> Place:
     return x._replace(slot=slot, turn=blocks // SLOTS, s=x.s + slot * ROWS)
 
 
-def registers(spec) -> Registers:
+def registers(spec) -> Sm100Fragments:
     one = lambda dtype: cute.make_rmem_tensor(1, dtype)  # noqa: E731
     scores = cute.make_rmem_tensor((1, spec.tile.n), Float32)
     slopes = one(Float32) if spec.logits.alibi else None
     words = cute.make_rmem_tensor(spec.tile.n // 32, Uint32) if spec.mask.custom else None
-    return Registers(scores, online.make(1), one(Int32), one(Float32), one(Float32), slopes, words)
+    return Sm100Fragments(scores, online.make(1), one(Int32), one(Float32), one(Float32), slopes, words)
 
 
 @cute.jit
-def fetch(spec: cutlass.Constexpr, r: Registers, x: Place):
+def fetch(spec: cutlass.Constexpr, r: Sm100Fragments, x: ThreadCoord):
     """S of the block at hand."""
     for c in cutlass.range_constexpr(0, spec.tile.n, LOADED):
         values = tmem.load(x.s + c, LOADED)
@@ -103,7 +103,7 @@ def fetch(spec: cutlass.Constexpr, r: Registers, x: Place):
 
 
 @cute.jit
-def hand_over(s, x: Place, what: Handed):
+def hand_over(s, x: ThreadCoord, what: SoftmaxStats):
     """Tells who corrects O what there is to know."""
     s.growth[x.row, x.group, 0], s.growth[x.row, x.group, 1] = what.value, what.top
     cute.arch.sync_warp()
@@ -115,7 +115,7 @@ def powers(logs, emulated):
     return exp2.pair(logs) if emulated else [cute.math.exp2(x, fastmath=True) for x in logs]
 
 
-def packed(spec, r: Registers, columns):
+def packed(spec, r: Sm100Fragments, columns):
     """P of these columns in the MMA's type, as words."""
     if fp8(spec):
         return [warp.e4m3_word([r.s[0, c + e] for e in range(4)]) for c in columns[::4]]
@@ -123,7 +123,7 @@ def packed(spec, r: Registers, columns):
 
 
 @cute.jit
-def probabilities(spec: cutlass.Constexpr, s, r: Registers, x: Place, masked: cutlass.Constexpr):
+def probabilities(spec: cutlass.Constexpr, s, r: Sm100Fragments, x: ThreadCoord, masked: cutlass.Constexpr):
     """P of the block to tensor memory, announced in two parts."""
     count = const_expr(pieces(spec))
     piece = const_expr(spec.tile.n // count)
@@ -142,7 +142,7 @@ def probabilities(spec: cutlass.Constexpr, s, r: Registers, x: Place, masked: cu
             pipeline.send((s.late if k + 1 == count else s.early) + x.slot)
 
 
-def total(spec, r: Registers):
+def total(spec, r: Sm100Fragments):
     """The sum of the block's P."""
     parts = [(r.s[0, c], r.s[0, c + 1]) for c in range(0, 2 * CHAINS, 2)]
     for c in range(2 * CHAINS, spec.tile.n, 2):
@@ -156,10 +156,14 @@ def total(spec, r: Registers):
 def span(spec):
     """Of P. In e4m3, which ends at 448, the running maximum is always the maximum, and P raised to 2^8 there, so that
     little is lost of what is small."""
-    return online.Span(Float32(0.0), Float32(8.0)) if fp8(spec) else online.Span(Float32(online.LAZY), Float32(0.0))
+    return (
+        online.RescaleParams(Float32(0.0), Float32(8.0))
+        if fp8(spec)
+        else online.RescaleParams(Float32(online.LAZY), Float32(0.0))
+    )
 
 
-class How(NamedTuple):
+class SoftmaxFlags(NamedTuple):
     """static. masked: some row may not see some key of the block; first: of its tile."""
 
     masked: bool
@@ -167,14 +171,23 @@ class How(NamedTuple):
 
 
 @cute.jit
-def block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, j: Int32, how: cutlass.Constexpr):
+def block(
+    spec: cutlass.Constexpr,
+    a,
+    s,
+    r: Sm100Fragments,
+    x: Sm100TileState,
+    at: SoftmaxCounters,
+    j: Int32,
+    how: cutlass.Constexpr,
+):
     """Softmax of block j, unless it is left out."""
     logits.fetch_mask(spec, a, x.rows, x.mask_start, j * spec.tile.n, 1)
     x = x._replace(place=place_at(spec, x.place, at.blocks))
     pipeline.wait_signal(s.scores + x.place.slot, x.place.turn)
     tmem.after_wait()
     fetch(spec, r, x.place)
-    cols = Cols(j * spec.tile.n, list(range(spec.tile.n)))
+    cols = ScoreCols(j * spec.tile.n, list(range(spec.tile.n)))
     logits.transform(spec, a, r.s, r.score, x.rows, cols, x.capped, how.masked)
     if const_expr(spec.logits.skip and not how.first):
         top, out = skip.look(s, r, x.rows, x.rule, x.place.group, at.blocks)
@@ -188,9 +201,9 @@ def block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, j: In
 
 
 @cute.jit
-def pass_over(s, x: Place, at: Count):
+def pass_over(s, x: ThreadCoord, at: SoftmaxCounters):
     """A block that the group leaves out, to those who wait for it."""
-    hand_over(s, x, Handed(Float32(1.0), Float32(0.0)))
+    hand_over(s, x, SoftmaxStats(Float32(1.0), Float32(0.0)))
     tmem.before_signal()
     pipeline.send(s.early + x.slot)
     pipeline.send(s.late + x.slot)
@@ -198,10 +211,18 @@ def pass_over(s, x: Place, at: Count):
 
 
 @cute.jit
-def compute(spec: cutlass.Constexpr, s, r: Registers, x: Tile, at: Count, tops: cute.Tensor, masked: cutlass.Constexpr):
+def compute(
+    spec: cutlass.Constexpr,
+    s,
+    r: Sm100Fragments,
+    x: Sm100TileState,
+    at: SoftmaxCounters,
+    tops: cute.Tensor,
+    masked: cutlass.Constexpr,
+):
     """P of the block at hand, whose maximum is that of `tops`, and its sum."""
     online.update_max(r.st, tops, r.reduced, 1, span(spec), fp8(spec))
-    hand_over(s, x.place, Handed(r.st.rescale[0], Float32(0.0)))
+    hand_over(s, x.place, SoftmaxStats(r.st.rescale[0], Float32(0.0)))
     probabilities(spec, s, r, x.place, masked)
     pipeline.wait_signal(s.read + x.place.group, at.item)  # keeps the sum behind P, on which others wait
     sum_of_p = total(spec, r)
@@ -211,7 +232,7 @@ def compute(spec: cutlass.Constexpr, s, r: Registers, x: Tile, at: Count, tops: 
 
 
 @cute.jit
-def begin(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, half):
+def begin(spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState, at: SoftmaxCounters, half):
     """What the thread's row of a tile is, in a half, and that it has seen no key."""
     w = x.w
     row = (tile_halves(spec, w) * w.m_block + half) * ROWS + x.place.row
@@ -231,35 +252,45 @@ def begin(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, half)
 
 
 @cute.jit
-def first_block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, j: Int32):
-    """The group's first block of a tile. Returns the `Count` of the next."""
-    block(spec, a, s, r, x, at, j, How(True, True))
+def first_block(spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState, at: SoftmaxCounters, j: Int32):
+    """The group's first block of a tile. Returns the `SoftmaxCounters` of the next."""
+    block(spec, a, s, r, x, at, j, SoftmaxFlags(True, True))
     if const_expr(spec.logits.skip):
         x.rule.peak[0] = r.st.m[0]  # exact after one block
-    return Count(at.blocks + 1, at.item + 1)
+    return SoftmaxCounters(at.blocks + 1, at.item + 1)
 
 
 @cute.jit
-def run_segment(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, part: mask.Segment, own: Int32):
-    """The group's blocks of a segment of a tile. own: its first one of the tile. Returns the `Count` of the next."""
+def run_segment(
+    spec: cutlass.Constexpr,
+    a,
+    s,
+    r: Sm100Fragments,
+    x: Sm100TileState,
+    at: SoftmaxCounters,
+    part: mask.Segment,
+    own: Int32,
+):
+    """The group's blocks of a segment of a tile. own: its first one of the tile. Returns the `SoftmaxCounters` of the
+    next."""
     n = turns(spec, x.w)
     if const_expr(always(n, 1)):
         for j in cutlass.range(part.hi - 1, part.lo - 1, -1, unroll=1):
-            block(spec, a, s, r, x, at, j, How(part.masked))
-            at = Count(at.blocks + 1, at.item + 1)
+            block(spec, a, s, r, x, at, j, SoftmaxFlags(part.masked))
+            at = SoftmaxCounters(at.blocks + 1, at.item + 1)
     else:
         j = part.hi - 1
         j -= (own - j) & (n - 1)
         while j >= part.lo:
-            block(spec, a, s, r, x, at, j, How(part.masked))
-            at = Count(at.blocks + 1, at.item + 1)
+            block(spec, a, s, r, x, at, j, SoftmaxFlags(part.masked))
+            at = SoftmaxCounters(at.blocks + 1, at.item + 1)
             j -= n
     return at
 
 
 @cute.jit
-def run_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count):
-    """The group's blocks of a tile, and what becomes of its sums. Returns the `Count` of the next."""
+def run_tile(spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState, at: SoftmaxCounters):
+    """The group's blocks of a tile, and what becomes of its sums. Returns the `SoftmaxCounters` of the next."""
     w, n, group = x.w, turns(spec, x.w), x.place.group
     half = group * (tile_halves(spec, w) - 1)
     first, last = geometry.tile_tokens(tile_halves(spec, w) * w.m_block + half, ROWS, w.q_len, w.per_token)
@@ -280,11 +311,11 @@ def run_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count):
             mine = place_at(spec, x.place, at.blocks)
             pipeline.wait_signal(s.scores + mine.slot, mine.turn)
             pass_over(s, mine, at)
-            at = Count(at.blocks + 1, at.item + 1)
+            at = SoftmaxCounters(at.blocks + 1, at.item + 1)
     top = -Float32.inf if r.st.m[0] == -Float32.inf else r.st.shift[0]
-    hand_over(s, x.place, Handed(r.st.l[0], top))
+    hand_over(s, x.place, SoftmaxStats(r.st.l[0], top))
     pipeline.wait_signal(s.read + x.place.group, at.item)
-    return Count(at.blocks, at.item + 1)
+    return SoftmaxCounters(at.blocks, at.item + 1)
 
 
 @cute.jit
@@ -293,7 +324,7 @@ def softmax(spec: cutlass.Constexpr, plan, s):
     a, r, mine, capped = plan.args, registers(spec), place(spec, s), False
     if const_expr(spec.logits.soft_cap):
         capped = a.logits.soft_cap > 0.0
-    t, at, count = Int32(0), Count(Int32(0), Int32(0)), Int32(0)
+    t, at, count = Int32(0), SoftmaxCounters(Int32(0), Int32(0)), Int32(0)
     w = work.consume(spec, s, t)
     while w.valid != 0:
         if const_expr(work.parts(spec)):
@@ -301,9 +332,9 @@ def softmax(spec: cutlass.Constexpr, plan, s):
                 splits.note(s.parts, w, count, cute.arch.thread_idx()[0])
                 count += 1
         if w.hi > w.lo:
-            rows = Rows(r.tokens, w.q_start, mask.lengths(spec, a, w.q_len, w.kv_len), r.slopes, r.words)
+            rows = ScoreRows(r.tokens, w.q_start, mask.lengths(spec, a, w.q_len, w.kv_len), r.slopes, r.words)
             start = geometry.mask_start(a, w.batch) if const_expr(spec.mask.custom) else None
-            x = Tile(w, mine, rows, capped, start, skip.rule(spec, a, w.kv_len))
+            x = Sm100TileState(w, mine, rows, capped, start, skip.rule(spec, a, w.kv_len))
             at = run_tile(spec, a, s, r, x, at)
         t += 1
         w = work.consume(spec, s, t)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar, cast
 
-from ..request import Problem, Refusal
+from ..request import KernelRequest, Refusal
 from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, outputs, source_of
 
 ARCHS = ("sm_90a",)
@@ -17,7 +17,7 @@ QUANTISED = ("e4m3", "e5m2", "nvfp4")  # types of caches
 
 
 @dataclass(frozen=True)
-class Tile:
+class Sm90TileConfig:
     """m query rows x n keys a CTA, a warpgroup for 64 rows; `stages` K tiles and as many V tiles in flight, and
     `q_stages` Q tiles. q_in_regs: Q is a register operand of Q K^T, which spares shared memory a third of its reads.
     raw_stages: of K and V as they are stored, where they are prepared, 0: as many.
@@ -33,7 +33,7 @@ class Tile:
     raw_stages: int = 0
     loaders: int = 2  # warps that fill a stage together: issuing a TMA takes one tens of cycles
     promote: int = 0  # KV blocks after which O moves to fp32 sums in shared memory, 0: never
-    knows_rows: ClassVar[bool] = True  # of `work.Work`
+    knows_rows: ClassVar[bool] = True  # of `work.WorkTileInfo`
     guesses: ClassVar[bool] = False  # see `pdl`
     counters: ClassVar[int] = 1  # of a part of a tile
     e2m1: ClassVar[bool] = False  # whether the architecture converts such codes
@@ -58,55 +58,55 @@ class Tile:
         return f"m{self.m}n{self.n}s{self.stages}" + ("r" if self.q_in_regs else "")
 
 
-Spec = AttentionSpec[Tile]
+Spec = AttentionSpec[Sm90TileConfig]
 
 # 227 KiB of shared memory hold `q_stages` of Q, `stages` of K and of V; the 232 registers of a thread (160 with three
 # math warpgroups) hold S, P, O and, with q_in_regs, Q. n depends on the head dims alone: a row's rounding depends on n,
 # and a request's result must depend on nothing but the request.
 TILES = {  # (head_dim_qk, head_dim_vo) -> tile of kernels that take every modifier
-    (64, 64): Tile(128, 128, 4),
-    (128, 128): Tile(128, 128, 2),
-    (192, 128): Tile(128, 128, 2),
-    (256, 256): Tile(128, 80, 2),
+    (64, 64): Sm90TileConfig(128, 128, 4),
+    (128, 128): Sm90TileConfig(128, 128, 2),
+    (192, 128): Sm90TileConfig(128, 128, 2),
+    (256, 256): Sm90TileConfig(128, 80, 2),
 }
 USUAL = ((64, 64), (128, 128))
 FP8_TILES = {  # of 8-bit Q, K and V, whose V is transposed by warps that do not load
-    (64, 64): Tile(128, 128, 4, loaders=1, promote=16),
-    (128, 128): Tile(128, 96, 3, loaders=1, promote=21),
-    (192, 128): Tile(128, 128, 2, loaders=1, promote=16),
-    (256, 256): Tile(64, 64, 3, loaders=1, promote=32),
+    (64, 64): Sm90TileConfig(128, 128, 4, loaders=1, promote=16),
+    (128, 128): Sm90TileConfig(128, 96, 3, loaders=1, promote=21),
+    (192, 128): Sm90TileConfig(128, 128, 2, loaders=1, promote=16),
+    (256, 256): Sm90TileConfig(64, 64, 3, loaders=1, promote=32),
 }
 FP8_HEADLINE_TILES = FP8_TILES | {
-    (64, 64): Tile(192, 128, 4, 2, loaders=1, promote=16),
-    (128, 128): Tile(192, 96, 3, raw_stages=2, loaders=1, promote=21),
+    (64, 64): Sm90TileConfig(192, 128, 4, 2, loaders=1, promote=16),
+    (128, 128): Sm90TileConfig(192, 96, 3, raw_stages=2, loaders=1, promote=21),
 }
 QUANTISED_TILES = {  # of quantised K and V, dequantised by a warpgroup
-    (64, 64): Tile(128, 128, 3, raw_stages=3, loaders=1),
-    (128, 128): Tile(128, 128, 2, raw_stages=2, loaders=1),
-    (192, 128): Tile(128, 80, 2, raw_stages=2, loaders=1),
-    (256, 256): Tile(64, 48, 2, raw_stages=2, loaders=1),
+    (64, 64): Sm90TileConfig(128, 128, 3, raw_stages=3, loaders=1),
+    (128, 128): Sm90TileConfig(128, 128, 2, raw_stages=2, loaders=1),
+    (192, 128): Sm90TileConfig(128, 80, 2, raw_stages=2, loaders=1),
+    (256, 256): Sm90TileConfig(64, 48, 2, raw_stages=2, loaders=1),
 }
 QUANTISED_HEADLINE_TILES = QUANTISED_TILES | {
-    (64, 64): Tile(128, 128, 3, 1, True, raw_stages=3, loaders=1),
-    (128, 128): Tile(128, 128, 2, 1, True, raw_stages=2, loaders=1),
+    (64, 64): Sm90TileConfig(128, 128, 3, 1, True, raw_stages=3, loaders=1),
+    (128, 128): Sm90TileConfig(128, 128, 2, 1, True, raw_stages=2, loaders=1),
 }
 NVFP4_HEADLINE_TILES = QUANTISED_TILES  # their conversion binds: it takes the registers that Q would have
 SHARED_TILES = {  # (type of the cache, head_dim) -> tile of kernels whose CTAs share the keys of a request
-    ("16-bit", 64): Tile(64, 128, 6, loaders=1),
-    ("16-bit", 128): Tile(64, 128, 3, loaders=1),
-    ("e4m3", 64): Tile(64, 128, 4, raw_stages=4, loaders=1),
-    ("e4m3", 128): Tile(64, 128, 2, raw_stages=2, loaders=1),
-    ("nvfp4", 64): Tile(64, 128, 4, raw_stages=4, loaders=1),
-    ("nvfp4", 128): Tile(64, 128, 2, raw_stages=3, loaders=1),
+    ("16-bit", 64): Sm90TileConfig(64, 128, 6, loaders=1),
+    ("16-bit", 128): Sm90TileConfig(64, 128, 3, loaders=1),
+    ("e4m3", 64): Sm90TileConfig(64, 128, 4, raw_stages=4, loaders=1),
+    ("e4m3", 128): Sm90TileConfig(64, 128, 2, raw_stages=2, loaders=1),
+    ("nvfp4", 64): Sm90TileConfig(64, 128, 4, raw_stages=4, loaders=1),
+    ("nvfp4", 128): Sm90TileConfig(64, 128, 2, raw_stages=3, loaders=1),
 }
 SHARED_ROWS = 16  # more than so many rows of a request: up to there `decode` reads keys as fast, and computes less
 HEADLINE_TILES = TILES | {  # of kernels that take none
-    (64, 64): Tile(192, 128, 4, 2),
-    (128, 128): Tile(128, 128, 3, 1, True),
+    (64, 64): Sm90TileConfig(192, 128, 4, 2),
+    (128, 128): Sm90TileConfig(128, 128, 3, 1, True),
 }
 
 
-def tiles_of(q: str, kv: str, plain: bool) -> dict[tuple[int, int], Tile]:
+def tiles_of(q: str, kv: str, plain: bool) -> dict[tuple[int, int], Sm90TileConfig]:
     """head_dims -> tile of kernels of these types, `plain`: of those that take no modifiers."""
     if q != kv:
         plainest = NVFP4_HEADLINE_TILES if kv == "nvfp4" else QUANTISED_HEADLINE_TILES
@@ -121,7 +121,7 @@ def tiles_of(q: str, kv: str, plain: bool) -> dict[tuple[int, int], Tile]:
 def headline(q: str, kv: str, dims: tuple[int, int], causal: bool) -> Spec:
     """The spec of a mask and nothing else."""
     mask, tile = MaskSpec("always" if causal else "never"), tiles_of(q, kv, True).get(dims)
-    return AttentionSpec(q, KVSpec(kv), outputs(q)[:1], *dims, mask, tile=cast(Tile, tile))
+    return AttentionSpec(q, KVSpec(kv), outputs(q)[:1], *dims, mask, tile=cast(Sm90TileConfig, tile))
 
 
 def general(q: str, kv: str, dims: tuple[int, int]) -> Spec:
@@ -129,7 +129,7 @@ def general(q: str, kv: str, dims: tuple[int, int]) -> Spec:
     or NVFP4 gets one with all `outputs`, compiled then."""
     mask, logits, tile = MaskSpec("value", window=True), LogitsSpec(soft_cap=True), tiles_of(q, kv, False).get(dims)
     out = outputs(q) if q == FP8 else outputs(q)[:1]
-    return AttentionSpec(q, KVSpec(kv), out, *dims, mask, logits, tile=cast(Tile, tile))
+    return AttentionSpec(q, KVSpec(kv), out, *dims, mask, logits, tile=cast(Sm90TileConfig, tile))
 
 
 def shared(q: str, kv: str, dim: int) -> Spec:
@@ -137,20 +137,22 @@ def shared(q: str, kv: str, dim: int) -> Spec:
     kind = "16-bit" if q == kv != FP8 else kv if q == "bf16" else ""
     tile = SHARED_TILES.get((kind, dim))
     mask = MaskSpec("always")
-    return AttentionSpec(q, KVSpec(kv), outputs(q)[:1], dim, dim, mask, schedule="stream_k", tile=cast(Tile, tile))
+    return AttentionSpec(
+        q, KVSpec(kv), outputs(q)[:1], dim, dim, mask, schedule="stream_k", tile=cast(Sm90TileConfig, tile)
+    )
 
 
-def sharing(p: Problem) -> Spec:
+def sharing(p: KernelRequest) -> Spec:
     """The spec that would serve decode, without a tile for few rows. What else the problem asks `shares` refuses."""
     spec, many = shared(p.q, p.kv, p.head_dim_qk), p.rows * p.group > SHARED_ROWS and not p.batch_invariant
     mask = MaskSpec("always" if p.causal else "never", p.window, p.drafts, p.custom_mask)
     logits = LogitsSpec(p.soft_cap, p.skip, p.alibi, p.head_scales)
     out = (p.out,) if p.out in DTYPES else outputs(p.q, p.out)
-    kv, tile = KVSpec(p.kv, source_of(p)), cast(Tile, spec.tile if many else None)
+    kv, tile = KVSpec(p.kv, source_of(p)), cast(Sm90TileConfig, spec.tile if many else None)
     return replace(spec, kv=kv, out=out, head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, tile=tile)
 
 
-def candidate(problem: Problem, arch: str) -> Spec:
+def candidate(problem: KernelRequest, arch: str) -> Spec:
     """The spec that would serve a problem, if `supports` lets it."""
     if problem.phase == "decode":
         return sharing(problem)
@@ -162,7 +164,9 @@ def candidate(problem: Problem, arch: str) -> Spec:
     out = outputs(p.q, p.out) if len(spec.out) > 1 or p.out not in DTYPES else (p.out,)
     few = p.skip and p.kv not in DTYPES  # registers, and votes need some
     tile = tiles_of(p.q, p.kv, False).get(dims) if few else spec.tile
-    return replace(spec, kv=KVSpec(p.kv, source_of(p)), out=out, mask=mask, logits=logits, tile=cast(Tile, tile))
+    return replace(
+        spec, kv=KVSpec(p.kv, source_of(p)), out=out, mask=mask, logits=logits, tile=cast(Sm90TileConfig, tile)
+    )
 
 
 def supports(spec: Spec) -> Refusal | None:

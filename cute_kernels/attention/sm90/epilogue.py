@@ -8,14 +8,14 @@ from cutlass import Float32, Int32, const_expr
 
 from ...device import copy, warp, wgmma
 from .. import epilogue, geometry, logits, nvfp4, quant, softmax
-from ..schedule.work import Work
+from ..schedule.work import WorkTileInfo
 from ..spec import BLOCK
 from .roles import fp8, scaled_rows
 
 LANES = 4  # that have columns of a row of an accumulator
 
 
-class Scales(NamedTuple):
+class CallScales(NamedTuple):
     """score: of raw scores to log2 units. reduced: of what the softmax reduces, scores or capped ones. out: on the
     output."""
 
@@ -25,7 +25,7 @@ class Scales(NamedTuple):
 
 
 class RowScales(NamedTuple):
-    """`Scales` of each row of a thread."""
+    """`CallScales` of each row of a thread."""
 
     score: Any
     reduced: Any
@@ -33,7 +33,7 @@ class RowScales(NamedTuple):
 
 @cute.jit
 def scales_of_call(spec: cutlass.Constexpr, a):
-    """`Scales` of a call; what its rows have of their own `RowScales` adds."""
+    """`CallScales` of a call; what its rows have of their own `RowScales` adds."""
     score, unit = a.logits.scale_log2, const_expr(quant.format_of(spec).unit)
     if const_expr(not scaled_rows(spec)):  # whose device factors may be a head's
         score = softmax.device_factor(score, a.logits.scale)
@@ -46,10 +46,10 @@ def scales_of_call(spec: cutlass.Constexpr, a):
     out = a.out.out_factor if const_expr(scaled_rows(spec)) else epilogue.scale_of(a)
     if const_expr(unit != 1.0):
         out *= unit
-    return Scales(score, reduced, out)
+    return CallScales(score, reduced, out)
 
 
-def scales_of(r, scales: Scales) -> RowScales:
+def scales_of(r, scales: CallScales) -> RowScales:
     return RowScales([scales.score] * 2, [scales.reduced] * 2) if r.scales is None else r.scales
 
 
@@ -64,15 +64,15 @@ def raised_more(kv_len):
     return cutlass.min(1, above) + cutlass.min(1, above >> 1) + cutlass.min(1, above >> 2)
 
 
-def span(spec, kv_len) -> softmax.Span:
+def span(spec, kv_len) -> softmax.RescaleParams:
     """Where P of a request of kv_len keys lies. In e4m3, what is 2^(10 + raised) times smaller than the running maximum
     is lost: a request of up to 2^15 keys loses less than a fourth of its largest one. Raised by a whole power of two, P
     of a key that outweighs all others is exact."""
     if not fp8(spec):
-        return softmax.Span(Float32(ROOM), Float32(0.0))
+        return softmax.RescaleParams(Float32(ROOM), Float32(0.0))
     # The bits of 4.0, and 1.0 more each: a float that is the same in the whole warp costs no register.
     raised = warp.from_bits(cute.arch.make_warp_uniform(0x40800000 + (raised_more(kv_len) << 21)))
-    return softmax.Span(FULL - raised, raised)
+    return softmax.RescaleParams(FULL - raised, raised)
 
 
 def fours(spec):
@@ -223,7 +223,7 @@ def zero_row(spec: cutlass.Constexpr, a, token: Int32, head: Int32, keep):
 
 
 @cute.jit
-def store(spec: cutlass.Constexpr, a, r, w: Work, scales: Scales, empty: cutlass.Constexpr):
+def store(spec: cutlass.Constexpr, a, r, w: WorkTileInfo, scales: CallScales, empty: cutlass.Constexpr):
     """Normalise and write this thread's rows of O and LSE that belong to the request; `empty`: no row sees a key."""
     o = wgmma.rows_cols(r.o)
     for k in cutlass.range_constexpr(cute.size(o, mode=[0])):

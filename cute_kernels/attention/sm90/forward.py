@@ -18,9 +18,9 @@ Quantised K and V (of another type than Q) become fp16, which holds all of their
 own a row (`query.load_q`), which go into the row's score scale: in registers, or where it was loaded to, or beside that
 where it was loaded as 8 bits.
 
-Shared memory: `q_stages` x Q (m x Dqk), `stages` x (K (n x Dqk) + V (n x Dvo)), 1024-byte aligned, barriers and Work;
-where K or V is prepared, `raw_stages` as they are stored too, with their scale factors, and where O is promoted, its
-fp32 sums (`promotion`).
+Shared memory: `q_stages` x Q (m x Dqk), `stages` x (K (n x Dqk) + V (n x Dvo)), 1024-byte aligned, barriers and
+WorkTileInfo; where K or V is prepared, `raw_stages` as they are stored too, with their scale factors, and where O is
+promoted, its fp32 sums (`promotion`).
 
 Refused (see `supports`): other types and head dims.
 """
@@ -35,7 +35,7 @@ from cutlass import Int32, const_expr
 from ... import abi
 from ...device import copy, layout, pipeline, wgmma
 from .. import fakes, load, splits
-from ..args import Args, pack
+from ..args import AttentionArgs, pack
 from ..kv import arrivals, pages, scales, source
 from ..prepare import dequantises, operand, operand_stages
 from ..schedule import stream_k, tiles, work
@@ -48,19 +48,19 @@ fake_args = fakes.fake_args
 
 
 @dataclass(frozen=True)
-class Plan:
+class Sm90KernelParams:
     """Everything the host part makes for the kernel."""
 
-    args: Args
+    args: AttentionArgs
     k: Any  # operands of the source of K and V
     v: Any
-    q: copy.Operand
+    q: copy.TmaOperand
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
 
 
 @dataclass(frozen=True)
-class Shared:
+class Sm90SharedStorage:
     """Shared memory of a CTA."""
 
     k: cute.Tensor
@@ -68,20 +68,20 @@ class Shared:
     raw_k: cute.Tensor  # as it was loaded; where nothing is prepared, k
     raw_v: cute.Tensor
     work: cute.Tensor
-    order: tiles.Order | None
-    work_pipe: pipeline.Pipe
-    k_pipe: pipeline.Pipe
-    v_pipe: pipeline.Pipe
-    raw_k_pipe: pipeline.Pipe
-    raw_v_pipe: pipeline.Pipe
+    order: tiles.SchedulerSmem | None
+    work_pipe: pipeline.Pipeline
+    k_pipe: pipeline.Pipeline
+    v_pipe: pipeline.Pipeline
+    raw_k_pipe: pipeline.Pipeline
+    raw_v_pipe: pipeline.Pipeline
     raw_q: cute.Tensor  # as it was loaded
     q: cute.Tensor
-    q_pipe: pipeline.Pipe
+    q_pipe: pipeline.Pipeline
     k_scales: cute.Tensor | None  # of raw stages
     v_scales: cute.Tensor | None
     o_sums: Any = None  # (4, Dvo / 8, threads): what `promotion.advance` adds to
     board: Any = None  # of `skip`
-    parts: Any = None  # `splits.Board`
+    parts: Any = None  # `splits.SplitSmem`
 
 
 @cute.jit
@@ -99,7 +99,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
         mma_pv = wgmma.mma_nt(dt, t.warpgroups, spec.head_dim_vo, True)
     else:
         mma_pv = wgmma.mma_nn(dt, t.warpgroups, spec.head_dim_vo)
-    kernel(spec, Plan(a, k, v, q, mma_qk, mma_pv)).launch(
+    kernel(spec, Sm90KernelParams(a, k, v, q, mma_qk, mma_pv)).launch(
         grid=[a.schedule.grid, 1, 1],
         block=[32 * roles(spec).warps(), 1, 1],
         stream=stream,
@@ -145,7 +145,7 @@ def shared(spec, plan):
     raw_v_pipe = v_pipe = pipeline.make(smem, raw_v_count, arrivals(spec, r), r.warps("prepare_v") or math_warps)
     if prepared(spec)[pages.V]:
         v_pipe = pipeline.make(smem, t.stages, r.warps("prepare_v"), math_warps)
-    return Shared(
+    return Sm90SharedStorage(
         k=k,
         v=v,
         raw_k=raw_k,
@@ -173,7 +173,7 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
     if const_expr(skip.waits_for_votes(spec)):
         skip.load_v(spec, plan, s, loader)
     else:
-        into = load.Stages(plan.v, s.raw_v, s.raw_v_pipe)
+        into = load.LoadTarget(plan.v, s.raw_v, s.raw_v_pipe)
         load.load_kv(spec, plan, s, into, pages.V, loader, loads_q=True)
 
 
@@ -181,7 +181,7 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
 def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
     """The warps of the first warpgroup."""
     if warp < roles(spec).first("load_v"):
-        into = load.Stages(plan.k, s.raw_k, s.raw_k_pipe)
+        into = load.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
         load.load_kv(spec, plan, s, into, pages.K, warp, publishes=not work.parts(spec))
     elif const_expr(work.parts(spec)):
         if warp < roles(spec).first("load_v") + roles(spec).warps("load_v"):
@@ -221,7 +221,7 @@ def compute(spec: cutlass.Constexpr, plan, s):
 
 
 @cute.kernel
-def kernel(spec: cutlass.Constexpr, plan: Plan):
+def kernel(spec: cutlass.Constexpr, plan: Sm90KernelParams):
     s = shared(spec, plan)
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()

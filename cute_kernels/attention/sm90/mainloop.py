@@ -10,7 +10,6 @@ its type, the warp computes it again (`settle`). Blocks in which maxima grow as 
 bits, the first ones of a tile, are computed maxima first.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,122 +22,19 @@ from ... import abi
 from ...device import pipeline, warp, wgmma
 from .. import geometry, logits, mask, softmax
 from ..kv import pages, source
-from ..logits import Cols, Rows
+from ..logits import ScoreCols, ScoreRows
 from ..prepare import dequantises, in_units, operand
 from ..schedule import work
-from ..schedule.work import Work
+from ..schedule.work import WorkTileInfo
 from . import promotion, splits
-from .epilogue import LANES, ROOM, RowScales, Scales, scales_of, scales_of_call, span, store
+from .epilogue import LANES, ROOM, CallScales, scales_of, scales_of_call, span, store
 from .groups import ALL_BARRIER, group_index, pass_turn, wait_turn
 from .query import convert_q, gather_q, load_q
 from .roles import fp8, prepared, roles, scaled_rows
+from .state import BlockFlags, ConsumerState, MainloopVariant, PendingPV, Sm90Fragments, Sm90TileState, registers
 
 NEARLY_FULL = 0.97 * 2.0**ROOM  # no exponential exceeds 2^ROOM where the sum of some does not reach this
 TO_TOP, TOPS = 0x02020202, 0x80808080  # e4m3 is 0x7e at 448, 0x7f for NaN: plus 2, their top bit is set
-
-
-@dataclass(frozen=True)
-class Registers:
-    """Fragments of one warpgroup: descriptors of Q, K, V in shared memory, accumulators, P."""
-
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    s: cute.Tensor
-    o: cute.Tensor
-    p: cute.Tensor
-    st: softmax.State
-    tokens: cute.Tensor  # query token of each of this thread's rows
-    cols: cute.Tensor  # coordinates in the tile
-    scales: Any = None  # `RowScales`, where rows have their own
-    units: Any = None  # that Q of each row is in, where it is not Q's own
-    slopes: Any = None  # of ALiBi, of each row
-    words: Any = None  # of a custom mask, of each row in the block at hand
-    sums: Any = None  # of O, where it is promoted
-
-
-@dataclass(frozen=True)
-class Tile:
-    """What a warpgroup knows of the tile at hand."""
-
-    w: Work
-    n: mask.Lengths
-    scales: Scales
-    span: softmax.Span
-    mask_start: Any = None
-
-
-class How(NamedTuple):
-    """What a loop does with its blocks, a `mask.Segment`. static: bools. Where it begins a tile, maxima grow."""
-
-    capped: Any
-    masked: Any
-    begins: Any
-
-
-class Items(NamedTuple):
-    """Items of the pipes: the KV block, by its place, and the tile's Q, by its number."""
-
-    kv: pipeline.Place
-    q: Int32
-
-
-class Last(NamedTuple):
-    """The last block of a tile that was looked at: its item, and whether its PV is owed (static: a bool)."""
-
-    kv: pipeline.Place
-    owed: Any
-
-
-class Loop(NamedTuple):
-    """The functions that run the KV blocks of a tile: `run_tile` and `finish_pv`, or those of `skip`. owes: whether PV
-    of the last block is owed, if that is known before (static: a bool)."""
-
-    run_tile: Any
-    finish_pv: Any
-    owes: Any
-
-
-def registers(spec, plan, s) -> Registers:
-    t = spec.tile
-    tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
-    base = group_index(spec) * 128
-    qk, pv = plan.mma_qk.get_slice(base), plan.mma_pv.get_slice(base)
-    vt = s.v if fp8(spec) else cute.make_tensor(s.v.iterator, cute.select(s.v.layout, mode=[1, 0, 2]))
-    acc_s = cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32)
-    acc_o = cute.make_rmem_tensor(pv.partition_shape_C((t.m, spec.head_dim_vo)), Float32)
-    if fp8(spec):
-        p = cute.make_rmem_tensor(pv.partition_shape_A((t.m, t.n)), s.v.element_type)
-    else:
-        p = cute.make_rmem_tensor_like(wgmma.as_operand_a(acc_s), s.v.element_type)
-    rows = cute.size(wgmma.rows_cols(acc_o), mode=[0])
-    coords = plan.mma_qk.get_slice(tid).partition_C(cute.make_identity_tensor((t.m, t.n)))
-    if spec.tile.q_in_regs:
-        q = cute.make_rmem_tensor(qk.partition_shape_A((t.m, spec.head_dim_qk)), abi.DTYPES[operand(spec)])
-    else:
-        q = plan.mma_qk.make_fragment_A(qk.partition_A(s.q))
-    return Registers(
-        q,
-        plan.mma_qk.make_fragment_B(qk.partition_B(s.k)),
-        plan.mma_pv.make_fragment_B(pv.partition_B(vt)),
-        acc_s,
-        acc_o,
-        p,
-        softmax.make(rows),
-        cute.make_rmem_tensor(rows, Int32),
-        wgmma.rows_cols(coords),
-        scales_of_rows(spec, rows) if scaled_rows(spec) else None,
-        cute.make_rmem_tensor(rows, Float32) if in_units(spec) else None,
-        cute.make_rmem_tensor(rows, Float32) if spec.logits.alibi else None,
-        cute.make_rmem_tensor(rows, Uint32) if spec.mask.custom else None,
-        promotion.make(spec, s.o_sums) if spec.tile.promote else None,
-    )
-
-
-def scales_of_rows(spec, rows):
-    """The two differ where there is a cap."""
-    score = cute.make_rmem_tensor(rows, Float32)
-    return RowScales(score, cute.make_rmem_tensor(rows, Float32) if spec.logits.soft_cap else score)
 
 
 def landed(spec, which):
@@ -152,37 +48,37 @@ def ahead(spec):
     return spec.tile.q_in_regs or spec.tile.q_stages > 1
 
 
-def rows_of(r: Registers, x: Tile):
-    return Rows(r.tokens, x.w.q_start, x.n, r.slopes, r.words)
+def rows_of(r: Sm90Fragments, x: Sm90TileState):
+    return ScoreRows(r.tokens, x.w.q_start, x.n, r.slopes, r.words)
 
 
 @cute.jit
-def transform(spec: cutlass.Constexpr, a, r: Registers, x: Tile, j: Int32, how: cutlass.Constexpr):
+def transform(spec: cutlass.Constexpr, a, r: Sm90Fragments, x: Sm90TileState, j: Int32, how: cutlass.Constexpr):
     """Soft cap and mask of block j in r.s, as (rows, cols)."""
     view = wgmma.rows_cols(r.s)
     mine = r.cols[0, 0][1]
     at = [8 * (c // 2) + c % 2 for c in range(spec.tile.n // LANES)]
     rows = rows_of(r, x)
-    cols = Cols(j * spec.tile.n + mine, at, mine, LANES)
+    cols = ScoreCols(j * spec.tile.n + mine, at, mine, LANES)
     logits.transform(spec, a, view, scales_of(r, x.scales).score, rows, cols, how.capped, how.masked)
     return view
 
 
 @cute.jit
-def scores(spec: cutlass.Constexpr, a, r: Registers, x: Tile, j: Int32, how: cutlass.Constexpr):
+def scores(spec: cutlass.Constexpr, a, r: Sm90Fragments, x: Sm90TileState, j: Int32, how: cutlass.Constexpr):
     """Soft cap, mask and new maxima of block j in r.s."""
     view, to_log2 = transform(spec, a, r, x, j, how), scales_of(r, x.scales).reduced
     softmax.update_max(r.st, view, to_log2, LANES, x.span, early(spec) > 0)
 
 
 @cute.jit
-def probabilities(r: Registers, x: Tile, row: cutlass.Constexpr):
+def probabilities(r: Sm90Fragments, x: Sm90TileState, row: cutlass.Constexpr):
     """exp2 of a row of r.s."""
     softmax.exp_and_sum(r.st, wgmma.rows_cols(r.s), scales_of(r, x.scales).reduced[row], row)
 
 
 @cute.jit
-def operand_p(spec: cutlass.Constexpr, r: Registers, row: cutlass.Constexpr):
+def operand_p(spec: cutlass.Constexpr, r: Sm90Fragments, row: cutlass.Constexpr):
     """A row of r.s as A operand in r.p."""
     place(spec, r, packed(spec, wgmma.rows_cols(r.s)[row, None]), row)
 
@@ -202,7 +98,7 @@ def place(spec, r, words, row):
         into[i // 2 * 4 + i % 2 * 2 + row if fp8(spec) else 2 * i + row] = word
 
 
-class Guess(NamedTuple):
+class SpeculativeP(NamedTuple):
     """P of columns of a row, if the row's maximum stays what it is: words, chains of their sum, and, in 8 bits, a word
     whose bytes' top bits say which are 448 or NaN."""
 
@@ -211,8 +107,8 @@ class Guess(NamedTuple):
     full: Any
 
 
-def guess(spec, r, x, row, cols, before=None) -> Guess:
-    """The `Guess` of a row of r.s, which stays. before: that of the columns in front."""
+def guess(spec, r, x, row, cols, before=None) -> SpeculativeP:
+    """The `SpeculativeP` of a row of r.s, which stays. before: that of the columns in front."""
     scores, scale = wgmma.rows_cols(r.s)[row, None], scales_of(r, x.scales).reduced[row]
     values = cute.make_rmem_tensor(len(cols), Float32)
     for i, col in enumerate(cols):
@@ -222,11 +118,11 @@ def guess(spec, r, x, row, cols, before=None) -> Guess:
     if fp8(spec):
         for word in words:
             full = full | (word + Uint32(TO_TOP))
-    return Guess(words, parts, full)
+    return SpeculativeP(words, parts, full)
 
 
 @cute.jit
-def settle(spec: cutlass.Constexpr, r: Registers, x: Tile, totals, full):
+def settle(spec: cutlass.Constexpr, r: Sm90Fragments, x: Sm90TileState, totals, full):
     """Guesses come true; but where P of a row of the warp may be out of its span, they are forgotten, and P is made
     anew."""
     if const_expr(fp8(spec)):
@@ -245,7 +141,7 @@ def settle(spec: cutlass.Constexpr, r: Registers, x: Tile, totals, full):
 
 
 @cute.jit
-def wait_first_qk(spec: cutlass.Constexpr, plan, s, r: Registers, w: Work, at: Items):
+def wait_first_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, w: WorkTileInfo, at: ConsumerState):
     """Wait for what the first QK of a tile needs: its Q and K of its last block."""
     pipeline.wait_full(s.q_pipe, at.q)
     if w.per_token > 1:
@@ -261,33 +157,41 @@ def wait_first_qk(spec: cutlass.Constexpr, plan, s, r: Registers, w: Work, at: I
 
 
 @cute.jit
-def issue_qk(spec: cutlass.Constexpr, plan, s, r: Registers, at: Items):
+def issue_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: ConsumerState):
     q = r.q if const_expr(spec.tile.q_in_regs) else r.q[None, None, None, pipeline.stage(s.q_pipe, at.q)]
     wgmma.issue(plan.mma_qk, r.s, q, r.k[None, None, None, pipeline.stage(s.k_pipe, at.kv)], True)
 
 
 @cute.jit
-def start_tile(spec: cutlass.Constexpr, plan, s, r: Registers, w: Work, at: Items):
+def start_tile(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, w: WorkTileInfo, at: ConsumerState):
     """The first QK of a tile."""
     wait_first_qk(spec, plan, s, r, w, at)
     issue_qk(spec, plan, s, r, at)
 
 
 @cute.jit
-def issue_pv(spec: cutlass.Constexpr, plan, s, r: Registers, i: pipeline.Place):
+def issue_pv(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, i: pipeline.PipelineState):
     pipeline.wait_full(s.v_pipe, i)
     landed(spec, pages.V)
     wgmma.issue(plan.mma_pv, r.o, r.p, r.v[None, None, None, pipeline.stage(s.v_pipe, i)], False)
 
 
 @cute.jit
-def first_block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, i: pipeline.Place, capped: cutlass.Constexpr):
+def first_block(
+    spec: cutlass.Constexpr,
+    a,
+    s,
+    r: Sm90Fragments,
+    x: Sm90TileState,
+    i: pipeline.PipelineState,
+    capped: cutlass.Constexpr,
+):
     """The last KV block of a tile, item i of the pipes, its QK in flight: P is left in r.p, its PV is owed."""
     j = x.w.hi - 1
     logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
     warpgroup.wait_group(0)
     pipeline.release(s.k_pipe, i)
-    scores(spec, a, r, x, j, How(capped, True, True))
+    scores(spec, a, r, x, j, BlockFlags(capped, True, True))
     for row in cutlass.range_constexpr(cute.size(r.tokens)):
         probabilities(r, x, row)
         operand_p(spec, r, row)
@@ -306,20 +210,20 @@ def step(
     spec: cutlass.Constexpr,
     plan,
     s,
-    r: Registers,
-    x: Tile,
-    at: Items,
+    r: Sm90Fragments,
+    x: Sm90TileState,
+    at: ConsumerState,
     j: Int32,
     how: cutlass.Constexpr,
 ):
     """QK of block j (item at.kv + 1) and the PV owed to item at.kv in flight together; softmax of j under PV and the
     other warpgroup's MMAs. PV has ended by the time the first row is done, whose conversion then runs under the
-    second's exponentials. Returns the `Items` of the next step."""
+    second's exponentials. Returns the `ConsumerState` of the next step."""
     i, coming, a = at.kv, pipeline.after(s.k_pipe, at.kv), plan.args
     pipeline.wait_full(s.k_pipe, coming)
     landed(spec, pages.K)
     wait_turn(spec)
-    issue_qk(spec, plan, s, r, Items(coming, at.q))
+    issue_qk(spec, plan, s, r, ConsumerState(coming, at.q))
     issue_pv(spec, plan, s, r, i)
     pass_turn(spec)
     logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
@@ -353,20 +257,22 @@ def step(
         second = guess(spec, r, x, 1, range(n))
         place(spec, r, second.words, 1)
         settle(spec, r, x, [softmax.joined(g.parts, softmax.add) for g in (first, second)], first.full | second.full)
-    return Items(coming, at.q)
+    return ConsumerState(coming, at.q)
 
 
 @cute.jit
-def finish_pv(spec: cutlass.Constexpr, plan, s, r: Registers, after: Work, at: Items, owed: cutlass.Constexpr):
+def finish_pv(
+    spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, after: WorkTileInfo, at: ConsumerState, owed: cutlass.Constexpr
+):
     """The PV owed by the tile at hand, and, where Q has room for it, the first QK of the tile `after`, which then runs
     under this tile's epilogue. Past the last tile that QK multiplies what the stages happen to hold: with MMAs in
     flight across a conditional the compiler waits after each of them."""
     if const_expr(ahead(spec)):
         if after.valid != 0:
-            wait_first_qk(spec, plan, s, r, after, Items(pipeline.after(s.k_pipe, at.kv), at.q + 1))
+            wait_first_qk(spec, plan, s, r, after, ConsumerState(pipeline.after(s.k_pipe, at.kv), at.q + 1))
         wait_turn(spec)
         issue_pv(spec, plan, s, r, at.kv)
-        issue_qk(spec, plan, s, r, Items(pipeline.after(s.k_pipe, at.kv), at.q + 1))
+        issue_qk(spec, plan, s, r, ConsumerState(pipeline.after(s.k_pipe, at.kv), at.q + 1))
         pass_turn(spec)
         warpgroup.wait_group(1)
     else:
@@ -376,7 +282,7 @@ def finish_pv(spec: cutlass.Constexpr, plan, s, r: Registers, after: Work, at: I
 
 
 @cute.jit
-def set_rows(spec: cutlass.Constexpr, r: Registers, x: Tile, a, capped: cutlass.Constexpr):
+def set_rows(spec: cutlass.Constexpr, r: Sm90Fragments, x: Sm90TileState, a, capped: cutlass.Constexpr):
     """Tokens of this thread's rows, their scales and slopes."""
     per_token = geometry.divisor(x.w)
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
@@ -395,7 +301,7 @@ def set_rows(spec: cutlass.Constexpr, r: Registers, x: Tile, a, capped: cutlass.
 
 
 @cute.jit
-def rescale(spec: cutlass.Constexpr, r: Registers):
+def rescale(spec: cutlass.Constexpr, r: Sm90Fragments):
     """O, none of whose PV is in flight, follows the maxima."""
     softmax.rescale(r.st, wgmma.rows_cols(r.o))
     if const_expr(spec.tile.promote > 0):
@@ -403,7 +309,9 @@ def rescale(spec: cutlass.Constexpr, r: Registers):
 
 
 @cute.jit
-def begin_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Items, capped: cutlass.Constexpr):
+def begin_tile(
+    spec: cutlass.Constexpr, a, s, r: Sm90Fragments, x: Sm90TileState, at: ConsumerState, capped: cutlass.Constexpr
+):
     """All of a tile up to its first block, whose QK is in flight and whose PV is then owed."""
     softmax.reset(r.st, softmax.NO_KEY)
     r.o.fill(0.0)
@@ -414,7 +322,7 @@ def begin_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Items, 
 
 
 @cute.jit
-def end_tile(spec: cutlass.Constexpr, s, r: Registers, at: Items):
+def end_tile(spec: cutlass.Constexpr, s, r: Sm90Fragments, at: ConsumerState):
     """No QK of the tile is left."""
     if const_expr(spec.tile.promote > 0):
         promotion.collect(r.sums, r.o)
@@ -436,7 +344,7 @@ def walk(body: cutlass.Constexpr, state, lo: Int32, hi: Int32):
 
 
 @cute.jit
-def run_segment(spec: cutlass.Constexpr, r: Registers, part: mask.Segment, state, body: cutlass.Constexpr):
+def run_segment(spec: cutlass.Constexpr, r: Sm90Fragments, part: mask.Segment, state, body: cutlass.Constexpr):
     """`walk` through a segment; O is promoted when it is time to."""
     if const_expr(spec.tile.promote == 0):
         state = walk(body, state, part.lo, part.hi)
@@ -456,8 +364,8 @@ def first_row(spec, w):
 
 
 @cute.jit
-def pass_blocks(spec: cutlass.Constexpr, s, at: Items, count: Int32):
-    """KV blocks that a warpgroup without rows leaves to the others. Returns the `Items` of the next step."""
+def pass_blocks(spec: cutlass.Constexpr, s, at: ConsumerState, count: Int32):
+    """KV blocks that a warpgroup without rows leaves to the others. Returns the `ConsumerState` of the next step."""
     i = at.kv
     for _ in cutlass.range(count, unroll=1):
         coming = pipeline.after(s.k_pipe, i)
@@ -468,12 +376,14 @@ def pass_blocks(spec: cutlass.Constexpr, s, at: Items, count: Int32):
         pipeline.wait_full(s.v_pipe, i)
         pipeline.release(s.v_pipe, i)
         i = coming
-    return Items(i, at.q)
+    return ConsumerState(i, at.q)
 
 
 @cute.jit
-def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items, capped: cutlass.Constexpr):
-    """The KV blocks of a tile whose first QK is in flight, up to the PV of the `Last`, which it returns."""
+def run_tile(
+    spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, x: Sm90TileState, at: ConsumerState, capped: cutlass.Constexpr
+):
+    """The KV blocks of a tile whose first QK is in flight, up to the PV of the `PendingPV`, which it returns."""
     begin_tile(spec, plan.args, s, r, x, at, capped)
     lo, hi = x.w.lo, x.w.hi - 1
     if const_expr(spec.tile.warpgroups > 1):
@@ -482,20 +392,27 @@ def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items,
     segments = mask.segments(spec, lo, hi, x.w.full_lo, x.w.full_hi, early(spec), capped)
     for g in cutlass.range_constexpr(len(segments)):
         part = segments[g]
-        how = How(capped, part.masked, part.begins)
+        how = BlockFlags(capped, part.masked, part.begins)
         at = run_segment(spec, r, part, at, partial(step, spec, plan, s, r, x, how=how))
     if const_expr(spec.tile.warpgroups > 1):
         at = pass_blocks(spec, s, at, lo - x.w.lo)
     end_tile(spec, s, r, at)
-    return Last(at.kv, True)
+    return PendingPV(at.kv, True)
 
 
-DENSE = Loop(run_tile, finish_pv, True)
+DENSE = MainloopVariant(run_tile, finish_pv, True)
 
 
 @cute.jit
 def deliver(
-    spec: cutlass.Constexpr, a, s, r: Registers, w: Work, scales: Scales, empty: cutlass.Constexpr, count: Int32
+    spec: cutlass.Constexpr,
+    a,
+    s,
+    r: Sm90Fragments,
+    w: WorkTileInfo,
+    scales: CallScales,
+    empty: cutlass.Constexpr,
+    count: Int32,
 ):
     """O and LSE of a tile, or of this CTA's part of it. count: parts before. Returns how many there are then."""
     if const_expr(work.parts(spec)):
@@ -509,23 +426,23 @@ def deliver(
     return count
 
 
-class Next(NamedTuple):
+class NextTile(NamedTuple):
     """A tile, the number of the one behind it, and how many parts of tiles the CTA has stored."""
 
-    w: Work
+    w: WorkTileInfo
     t: Int32
     parts: Int32
 
 
 @cute.jit
-def next_tile(spec: cutlass.Constexpr, a, s, r: Registers, scales: Scales, t: Int32, count: Int32):
+def next_tile(spec: cutlass.Constexpr, a, s, r: Sm90Fragments, scales: CallScales, t: Int32, count: Int32):
     """The CTA's t-th tile or the first after it that sees a key; those that see none are stored."""
     w = work.consume(spec, s, t)
     while w.valid != 0 and w.hi <= w.lo:
         count = deliver(spec, a, s, r, w, scales, True, count)
         t += 1
         w = work.consume(spec, s, t)
-    return Next(w, t + 1, count)
+    return NextTile(w, t + 1, count)
 
 
 @cute.jit
@@ -533,9 +450,9 @@ def blocks_of(
     spec: cutlass.Constexpr,
     plan,
     s,
-    r: Registers,
-    x: Tile,
-    at: Items,
+    r: Sm90Fragments,
+    x: Sm90TileState,
+    at: ConsumerState,
     run: cutlass.Constexpr,
     capped: cutlass.Constexpr,
 ):
@@ -546,9 +463,11 @@ def blocks_of(
 
 
 @cute.jit
-def run_blocks(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items, loop: cutlass.Constexpr):
+def run_blocks(
+    spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, x: Sm90TileState, at: ConsumerState, loop: cutlass.Constexpr
+):
     """`blocks_of`, by code of its own where scores are capped: a conditional among MMAs would wait for them."""
-    run, last = loop.run_tile, Last(at.kv, loop.owes)
+    run, last = loop.run_tile, PendingPV(at.kv, loop.owes)
     if const_expr(not spec.logits.soft_cap):
         last = blocks_of(spec, plan, s, r, x, at, run, False)
     elif plan.args.logits.soft_cap > 0.0:
@@ -567,19 +486,19 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr):
     finish = loop.finish_pv
     if group_index(spec) == spec.tile.warpgroups - 1:
         pass_turn(spec)
-    at = Items(pipeline.first(), Int32(0))
+    at = ConsumerState(pipeline.first(), Int32(0))
     w, t, count = next_tile(spec, a, s, r, scales, Int32(0), Int32(0))
     if w.valid != 0:
         if const_expr(ahead(spec)):
             start_tile(spec, plan, s, r, w, at)
         while w.valid != 0:
             start = geometry.mask_start(a, w.batch) if const_expr(spec.mask.custom) else None
-            x = Tile(w, mask.lengths(spec, a, w.q_len, w.kv_len), scales, span(spec, w.kv_len), start)
+            x = Sm90TileState(w, mask.lengths(spec, a, w.q_len, w.kv_len), scales, span(spec, w.kv_len), start)
             last = run_blocks(spec, plan, s, r, x, at, loop)
             w, t, count = next_tile(spec, a, s, r, scales, t, count)
-            finish(spec, plan, s, r, w, Items(last.kv, at.q), last.owed)
+            finish(spec, plan, s, r, w, ConsumerState(last.kv, at.q), last.owed)
             count = deliver(spec, a, s, r, x.w, scales, False, count)
-            at = Items(pipeline.after(s.k_pipe, last.kv), at.q + 1)
+            at = ConsumerState(pipeline.after(s.k_pipe, last.kv), at.q + 1)
         warpgroup.wait_group(0)
     if const_expr(work.parts(spec)):
         splits.merge(spec, a, s, count)

@@ -15,7 +15,7 @@ PIECE = 4  # values that a thread loads and stores at once: two of each of its r
 
 
 @dataclass(frozen=True)
-class Sums:
+class PromotedAcc:
     """What a thread knows of its sums. factors: what those of each row are to be multiplied by. counts: blocks until O
     moves; how often it has moved."""
 
@@ -33,25 +33,25 @@ def allocate(spec, smem):
 
 def make(spec, smem):
     thread = cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
-    return Sums(smem[None, None, thread], *(cute.make_rmem_tensor(2, kind) for kind in (Float32, Int32)))
+    return PromotedAcc(smem[None, None, thread], *(cute.make_rmem_tensor(2, kind) for kind in (Float32, Int32)))
 
 
 @cute.jit
-def reset(spec: cutlass.Constexpr, x: Sums):
+def reset(spec: cutlass.Constexpr, x: PromotedAcc):
     """A tile begins."""
     x.factors.fill(1.0)
     x.counts[0], x.counts[1] = Int32(spec.tile.promote), Int32(0)
 
 
 @cute.jit
-def rescale(x: Sums, factors: cute.Tensor):
+def rescale(x: PromotedAcc, factors: cute.Tensor):
     """O was multiplied by `factors`."""
     for k in cutlass.range_constexpr(2):
         x.factors[k] = x.factors[k] * factors[k]
 
 
 @cute.jit
-def advance(spec: cutlass.Constexpr, x: Sums, o: cute.Tensor, blocks: Int32):
+def advance(spec: cutlass.Constexpr, x: PromotedAcc, o: cute.Tensor, blocks: Int32):
     """As many blocks, at most counts[0], have been added to O, and nothing is in flight: promote, if it is time to."""
     x.counts[0] -= blocks
     if x.counts[0] == 0:
@@ -68,14 +68,14 @@ def advance(spec: cutlass.Constexpr, x: Sums, o: cute.Tensor, blocks: Int32):
 
 
 @cute.jit
-def collect(x: Sums, o: cute.Tensor):
+def collect(x: PromotedAcc, o: cute.Tensor):
     """A tile ends."""
     if x.counts[1] > 0:
         add(x, o)
 
 
 @cute.jit
-def add(x: Sums, o: cute.Tensor):
+def add(x: PromotedAcc, o: cute.Tensor):
     """O += sums."""
     for i in cutlass.range_constexpr(cute.size(x.smem, mode=[1])):
         piece = cute.make_rmem_tensor(PIECE, Float32)

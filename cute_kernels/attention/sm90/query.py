@@ -7,7 +7,7 @@ from cutlass import Int32, Uint32, const_expr
 from ...device import copy, layout, mma, warp, wgmma
 from .. import geometry, quant
 from ..prepare import dequantises, in_units, operand
-from ..schedule.work import Work
+from ..schedule.work import WorkTileInfo
 from .epilogue import LANES
 from .groups import GROUP_BARRIER, group_index
 from .roles import roles
@@ -63,7 +63,7 @@ def convert_q(spec: cutlass.Constexpr, s, r, stage: Int32):
 
 
 @cute.jit
-def gather_q(spec: cutlass.Constexpr, s, w: Work, a, stage: Int32):
+def gather_q(spec: cutlass.Constexpr, s, w: WorkTileInfo, a, stage: Int32):
     """Packed GQA: this warpgroup copies its 64 rows of Q, (token, head) pairs, into swizzled shared memory, rows past
     the request the last one again. The stage is free: its item is full only when all math warps have released the one
     before."""

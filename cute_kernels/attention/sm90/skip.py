@@ -3,8 +3,9 @@
 A warpgroup votes on each block by itself, its 64 rows together. A block is left out where every row r that has keys in
 it finds exp(m_j - m) < threshold / kv_len: m_j is the block's exact maximum of the row's logits, after scale, cap and
 masks, and m the exact one of all blocks before that were not left out, in a register of its own (`Votes.peak`), because
-the running maximum of `softmax.State` may lag behind. Rows past the request and rows that see no key of the block agree
-to anything. Blocks come last first; the first of a tile is never left out. What is left out is in neither O nor LSE.
+the running maximum of `softmax.SoftmaxState` may lag behind. Rows past the request and rows that see no key of the
+block agree to anything. Blocks come last first; the first of a tile is never left out. What is left out is in neither O
+nor LSE.
 
 `step` issues the P V owed, if any, with Q K^T as the dense loop does, and looks for maxima and votes under it;
 exponentials run under the MMAs of the other warpgroup. What a warp does between one Q K^T and the next bounds how fast
@@ -26,18 +27,12 @@ from cutlass.cute.nvgpu import warpgroup
 from ...device import pipeline, warp
 from .. import geometry, load, logits, mask, softmax
 from ..kv import pages, source
-from ..kv.pages import Block
+from ..kv.pages import KVBlock
 from ..schedule import work
-from ..schedule.work import Work
+from ..schedule.work import WorkTileInfo
 from .epilogue import LANES, scales_of
 from .groups import GROUP_BARRIER, group_index, pass_turn, wait_turn
 from .mainloop import (
-    How,
-    Items,
-    Last,
-    Loop,
-    Registers,
-    Tile,
     ahead,
     begin_tile,
     early,
@@ -54,21 +49,22 @@ from .mainloop import (
     wait_first_qk,
 )
 from .roles import WARPS, prepared
+from .state import BlockFlags, ConsumerState, MainloopVariant, PendingPV, Sm90Fragments, Sm90TileState
 
 
-class Ballot(NamedTuple):
+class SkipVoteState(NamedTuple):
     """What decides in the tile at hand, whose Q is item q of its pipe. least: log2 of threshold / kv_len. top, peak:
     (rows,), maxima of a row: this lane's of the block at hand, the row's of the blocks before that were not left out.
     """
 
-    tile: Tile
+    tile: Sm90TileState
     q: Int32
     least: Float32
     top: cute.Tensor
     peak: cute.Tensor
 
 
-class Board(NamedTuple):
+class SkipVotesSmem(NamedTuple):
     """Where the loaders of V read what became of a block, by its place in V's pipe. words: (stages, groups), whether
     the group left it out. signals: an mbarrier for each word. Nobody frees them: a group writes a word anew when V of
     the block that had it before is there, or was left out, so that has been read."""
@@ -78,11 +74,11 @@ class Board(NamedTuple):
 
 
 def allocate(spec, smem) -> Any:
-    """The `Board`; None in other kernels."""
+    """The `SkipVotesSmem`; None in other kernels."""
     if not waits_for_votes(spec):
         return None
     words = smem.allocate_tensor(Int32, cute.make_layout((spec.tile.stages, spec.tile.warpgroups)), 16)
-    return Board(words, pipeline.signals(smem, cute.size(words), 1))
+    return SkipVotesSmem(words, pipeline.signals(smem, cute.size(words), 1))
 
 
 def waits_for_votes(spec):
@@ -129,7 +125,7 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
                 if unwanted(spec, s, i) != 0:
                     pipeline.fill(s.v_pipe, i, Int32(0))
                 else:
-                    at = Block(loader, i, j, head, w.kv_len)
+                    at = KVBlock(loader, i, j, head, w.kv_len)
                     source(spec).fill(spec, plan.v, s.v, s.v_pipe, known, mine, at)
                 i += 1
             q += 1
@@ -137,7 +133,16 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
 
 
 @cute.jit
-def look(spec: cutlass.Constexpr, a, s, r: Registers, ballot: Ballot, stage: Int32, j: Int32, how: cutlass.Constexpr):
+def look(
+    spec: cutlass.Constexpr,
+    a,
+    s,
+    r: Sm90Fragments,
+    ballot: SkipVoteState,
+    stage: Int32,
+    j: Int32,
+    how: cutlass.Constexpr,
+):
     """Soft cap, mask and maxima of block j in r.s, and the warpgroup's vote: whether to leave the block out. stage: of
     its V."""
     x, to_log2 = ballot.tile, scales_of(r, ballot.tile.scales).reduced
@@ -155,11 +160,20 @@ def look(spec: cutlass.Constexpr, a, s, r: Registers, ballot: Ballot, stage: Int
 
 
 @cute.jit
-def step(spec: cutlass.Constexpr, plan, s, r: Registers, ballot: Ballot, last: Last, j: Int32, how: cutlass.Constexpr):
+def step(
+    spec: cutlass.Constexpr,
+    plan,
+    s,
+    r: Sm90Fragments,
+    ballot: SkipVoteState,
+    last: PendingPV,
+    j: Int32,
+    how: cutlass.Constexpr,
+):
     """QK of block j (the item behind last.kv) and, if it is owed, the PV of item last.kv in flight together, maxima and
-    vote of j under PV, softmax of j under the other warpgroup's MMAs. Returns the new `Last`."""
+    vote of j under PV, softmax of j under the other warpgroup's MMAs. Returns the new `PendingPV`."""
     i, coming, a, x = last.kv, pipeline.after(s.k_pipe, last.kv), plan.args, ballot.tile
-    at, out = Items(coming, ballot.q), Int32(0)
+    at, out = ConsumerState(coming, ballot.q), Int32(0)
     pipeline.wait_full(s.k_pipe, coming)
     landed(spec, pages.K)
     wait_turn(spec)
@@ -183,11 +197,11 @@ def step(spec: cutlass.Constexpr, plan, s, r: Registers, ballot: Ballot, last: L
     pipeline.release(s.v_pipe, i)
     if out == 0:
         keep(spec, r, ballot, how)
-    return Last(coming, 1 - out)
+    return PendingPV(coming, 1 - out)
 
 
 @cute.jit
-def keep(spec: cutlass.Constexpr, r: Registers, ballot: Ballot, how: cutlass.Constexpr):
+def keep(spec: cutlass.Constexpr, r: Sm90Fragments, ballot: SkipVoteState, how: cutlass.Constexpr):
     """P of the block at hand into r.p; O, none of whose PV is in flight, is brought to the new maxima."""
     rows, x = cute.size(r.tokens), ballot.tile
     for k in cutlass.range_constexpr(rows):
@@ -203,11 +217,11 @@ def keep(spec: cutlass.Constexpr, r: Registers, ballot: Ballot, how: cutlass.Con
 
 
 @cute.jit
-def finish_pv(spec: cutlass.Constexpr, plan, s, r: Registers, after: Work, at: Items, owed: Int32):
+def finish_pv(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, after: WorkTileInfo, at: ConsumerState, owed: Int32):
     """The PV owed by the tile at hand, if any, and the first QK of the tile `after`, see `mainloop.finish_pv`."""
     if const_expr(ahead(spec)):
         if after.valid != 0:
-            wait_first_qk(spec, plan, s, r, after, Items(pipeline.after(s.k_pipe, at.kv), at.q + 1))
+            wait_first_qk(spec, plan, s, r, after, ConsumerState(pipeline.after(s.k_pipe, at.kv), at.q + 1))
     if owed != 0:
         issue_pv(spec, plan, s, r, at.kv)
         warpgroup.wait_group(0)
@@ -216,28 +230,30 @@ def finish_pv(spec: cutlass.Constexpr, plan, s, r: Registers, after: Work, at: I
     pipeline.release(s.v_pipe, at.kv)
     if const_expr(ahead(spec)):
         wait_turn(spec)
-        issue_qk(spec, plan, s, r, Items(pipeline.after(s.k_pipe, at.kv), at.q + 1))
+        issue_qk(spec, plan, s, r, ConsumerState(pipeline.after(s.k_pipe, at.kv), at.q + 1))
         pass_turn(spec)
 
 
 @cute.jit
-def run_tile(spec: cutlass.Constexpr, plan, s, r: Registers, x: Tile, at: Items, capped: cutlass.Constexpr):
+def run_tile(
+    spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, x: Sm90TileState, at: ConsumerState, capped: cutlass.Constexpr
+):
     """As `mainloop.run_tile`, without the blocks that the warpgroup leaves out."""
     a, rows = plan.args, cute.size(r.tokens)
     publish(spec, s, Int32(0), at.kv.stage)  # the first block is kept
     begin_tile(spec, a, s, r, x, at, capped)
     least = a.logits.skip_threshold - cute.math.log2(Float32(x.w.kv_len), fastmath=True)
-    ballot = Ballot(x, at.q, least, *(cute.make_rmem_tensor(rows, Float32) for _ in range(2)))
+    ballot = SkipVoteState(x, at.q, least, *(cute.make_rmem_tensor(rows, Float32) for _ in range(2)))
     for k in cutlass.range_constexpr(rows):
         ballot.peak[k] = r.st.m[k]  # exact after one block
-    last = Last(at.kv, Int32(1))
+    last = PendingPV(at.kv, Int32(1))
     segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi, early(spec), capped)
     for g in cutlass.range_constexpr(len(segments)):
         part = segments[g]
-        how = How(capped, part.masked, part.begins)
+        how = BlockFlags(capped, part.masked, part.begins)
         last = run_segment(spec, r, part, last, partial(step, spec, plan, s, r, ballot, how=how))
     end_tile(spec, s, r, at)
     return last
 
 
-SKIPPING = Loop(run_tile, finish_pv, Int32(1))
+SKIPPING = MainloopVariant(run_tile, finish_pv, Int32(1))

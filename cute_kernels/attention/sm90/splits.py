@@ -6,7 +6,7 @@ from cutlass import Float32, Int32, const_expr
 
 from ...device import copy, wgmma
 from .. import geometry, quant, softmax, splits
-from ..schedule.work import Work
+from ..schedule.work import WorkTileInfo
 from .epilogue import LANES
 from .roles import WARPS, roles
 
@@ -19,7 +19,7 @@ def thread(spec):
 
 
 @cute.jit
-def store(spec: cutlass.Constexpr, a, s, r, w: Work, number: Int32, empty: cutlass.Constexpr):
+def store(spec: cutlass.Constexpr, a, s, r, w: WorkTileInfo, number: Int32, empty: cutlass.Constexpr):
     """This thread's rows of O, normalised, and LSE, of the keys of the CTA's part `number`; `empty`: of none."""
     o, lane = wgmma.rows_cols(r.o), cute.arch.lane_idx() % LANES
     left = geometry.tile_rows(w.q_len, geometry.divisor(w)) - w.m_block * spec.tile.m
