@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from cute_kernels.attention import dispatch
-from cute_kernels.attention.spec import FEW
+from cute_kernels.attention.spec import PACK_GQA_MAX_Q
 from wrappers import machine
 from wrappers.attention.call import AttentionCall
 from wrappers.attention.plan import facts_of
@@ -108,7 +108,7 @@ def add(state: State, s: torch.Tensor, top: torch.Tensor, v: torch.Tensor, kept:
     state.top.copy_(torch.where(chosen, new, state.top))
 
 
-def attend(p: AttentionCall, keys: int, few: int = FEW, together: int = ROWS[HOPPER]) -> Skipped:
+def attend(p: AttentionCall, keys: int, few: int = PACK_GQA_MAX_Q, together: int = ROWS[HOPPER]) -> Skipped:
     """A prefill call with p.skip, as kernels with blocks of so many keys compute it; of any types and requests, without
     masks of bits, ALiBi and factors a head. few: most query tokens of a request whose rows are packed; together: rows
     that decide together."""

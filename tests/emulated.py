@@ -9,7 +9,7 @@ import torch
 
 from bench.cases import attention as cases
 from cute_kernels.attention import args, geometry
-from cute_kernels.attention.spec import FEW
+from cute_kernels.attention.spec import PACK_GQA_MAX_Q
 from tests.fake_machine import FakeMachine, promised
 from wrappers import FP4Tensor, fp4, machine, reference
 from wrappers.attention.call import SEPARATE, AttentionCall, new_requests
@@ -116,9 +116,9 @@ def check_arguments(spec, a):
 def check_schedule(spec, a):
     """Counters that nobody else has, and scratch for the parts that the kernel writes."""
     q_lens, group = a.cu_seqlens_q.diff().tolist(), a.q.shape[1] // a.k.shape[1]
-    per_token = [group if spec.schedule == "stream_k" or n <= FEW else 1 for n in q_lens]
-    rows = [n * each for n, each in zip(q_lens, per_token)]
-    tiles = sum(-(-n // spec.tile.m) * (a.q.shape[1] // each) for n, each in zip(rows, per_token))
+    pack_factor = [group if spec.schedule == "stream_k" or n <= PACK_GQA_MAX_Q else 1 for n in q_lens]
+    rows = [n * each for n, each in zip(q_lens, pack_factor)]
+    tiles = sum(-(-n // spec.tile.m) * (a.q.shape[1] // each) for n, each in zip(rows, pack_factor))
     promised(1 <= a.grid <= SMS and (a.grid >= tiles or a.grid == SMS))
     promised(not a.counters.any() and -1 <= a.counter_base < max(1, len(a.counters)))
     promised(a.enable_pdl in (0, 1) and 0 <= getattr(a, "window_left", 0) <= 1 << 30)

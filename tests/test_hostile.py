@@ -33,7 +33,7 @@ def arguments(tokens, offsets, lens, columns, page_size, pages):
 @given(st.integers(1, 100), ANY, ANY, ANY, st.integers(0, 9), st.sampled_from([1, 8, 64]), st.integers(0, 3))
 def test_a_request_lies_inside_its_tensors(tokens, first, behind, length, columns, page_size, pages):
     a = arguments(tokens, [first, behind], [length], columns, page_size, pages)
-    start, count = geometry.request_queries(a, 0)
+    start, count = geometry.sequence_queries(a, 0)
     assert 0 <= start <= start + count <= tokens or (count == 0 and 0 <= start <= tokens)
     keys = geometry.table_keys(length, columns, page_size)
     assert 0 <= keys <= columns * page_size

@@ -23,9 +23,9 @@ from cute_kernels.attention.schedule import stream_k, tiles
 from cute_kernels.attention.sm90 import epilogue as prefill_epilogue
 from cute_kernels.attention.sm90 import mainloop as prefill
 from cute_kernels.attention.sm100 import roles as sm100_roles
-from cute_kernels.attention.spec import FEW, AttentionSpec, MaskSpec
+from cute_kernels.attention.spec import PACK_GQA_MAX_Q, AttentionSpec, MaskSpec
 from cute_kernels.device import layout as shared
-from cute_kernels.device.divisor import Divisor, Quotient, factor_of
+from cute_kernels.device.divisor import Divisor, Quotient, magic_of
 from cute_kernels.device.roles import Role, Roles
 
 hypothesis_settings.register_profile("busy", deadline=None)  # a busy machine is no failure
@@ -76,26 +76,26 @@ def test_blocks_of_a_tile(spec, n, group, pack, cut, data):
     where they are to be `few`, a window gives two, both masked."""
     early, few = cut
     fold, t = (group if pack else 1), spec.tile
-    rows = geometry.tile_rows(n.q_len, fold)
+    rows = geometry.num_rows(n.q_len, fold)
     m_block = data.draw(st.integers(0, (rows - 1) // t.m))
     first, last = geometry.tile_tokens(m_block, t.m, n.q_len, fold)
     tokens = {geometry.token_of(r, fold) for r in range(m_block * t.m, min((m_block + 1) * t.m, rows))}
     assert (first, last) == (min(tokens), max(tokens))
 
     lo, hi = mask.kv_range(spec, first, last, n)
-    full_lo, full_hi = mask.full_range(spec, first, last, n)
+    n_block_full_min, n_block_full_max = mask.full_range(spec, first, last, n)
     visible = {j for j in range(n.kv_len) if any(sees(spec, i, j, n) for i in tokens)}
     assert visible <= set(range(lo * t.n, hi * t.n))
-    for j in range(max(full_lo, 0), full_hi):
+    for j in range(max(n_block_full_min, 0), n_block_full_max):
         assert all(sees(spec, i, j * t.n + c, n) for i in (first, last) for c in (0, t.n - 1))
     if hi <= lo:
         assert not visible
         return
 
     if spec.mask.custom:
-        assert full_hi <= 0, "any key may be hidden"
+        assert n_block_full_max <= 0, "any key may be hidden"
     # the last block is the kernel's own, and always masked; segments take the rest
-    walked, segments = [], mask.segments(spec, lo, hi - 1, full_lo, full_hi, early, few)
+    walked, segments = [], mask.segments(spec, lo, hi - 1, n_block_full_min, n_block_full_max, early, few)
     if few and spec.mask.window and not spec.mask.custom:
         assert [part.masked for part in segments] == [True, True]
     for part in segments:
@@ -153,8 +153,11 @@ def test_packed_rows_are_token_and_head(row, kv_head, group):
     token, head = geometry.token_of(row, group), geometry.head_of(row, kv_head, group)
     assert token * group + head % group == row and head // group == kv_head
     assert geometry.token_of(row, 1) == row and geometry.head_of(row, kv_head, 1) == kv_head
-    for schedule, of, per_token in (("tiles", head, 1), ("tiles", kv_head, group), ("stream_k", kv_head, None)):
-        w, a = SimpleNamespace(head=of, per_token=per_token, factor=factor_of(group)), arguments(16 * group, 16)
+    for schedule, of, pack_factor in (("tiles", head, 1), ("tiles", kv_head, group), ("stream_k", kv_head, None)):
+        w, a = (
+            SimpleNamespace(head_idx=of, pack_factor=pack_factor, pack_magic=magic_of(group)),
+            arguments(16 * group, 16),
+        )
         assert geometry.kv_head_of(SimpleNamespace(schedule=schedule), a, w) == kv_head
 
 
@@ -162,12 +165,12 @@ def test_packed_rows_are_token_and_head(row, kv_head, group):
 def test_tiles_of_both_kinds_are_spread(total, data):
     """Every tile is of one kind, the n-th of it, and any stretch has its share of both, to one."""
     part, some = data.draw(st.integers(0, total)), data.draw(st.lists(st.integers(0, total - 1), max_size=20))
-    share = tiles.share(part, total) if 0 < part < total else part // total * tiles.WHOLE
-    before = [int(tiles.spread(tile, share)) for tile in some]
-    after = [int(tiles.spread(tile + 1, share)) for tile in some]
+    share = tiles.packed_ratio(part, total) if 0 < part < total else part // total * tiles.RATIO_ONE
+    before = [int(tiles.interleave(tile, share)) for tile in some]
+    after = [int(tiles.interleave(tile + 1, share)) for tile in some]
     assert all(y - x in (0, 1) for x, y in zip(before, after))
     assert all(abs(x - tile * part / total) <= 1 for x, tile in zip(before, some))
-    assert tiles.spread(0, share) == 0 and tiles.spread(total, share) == part
+    assert tiles.interleave(0, share) == 0 and tiles.interleave(total, share) == part
 
 
 @pytest.mark.parametrize("n", [64, 80, 96, 128, 160, 176])
@@ -187,19 +190,25 @@ def arguments(heads_q, heads_kv):
 
 @pytest.mark.parametrize(
     "schedule, q_len, heads, rows",
-    [("tiles", FEW, 2, 4), ("tiles", 1, 2, 4), ("tiles", FEW + 1, 2, 1), ("tiles", 1, 8, 1), ("stream_k", 99, 2, 4)],
+    [
+        ("tiles", PACK_GQA_MAX_Q, 2, 4),
+        ("tiles", 1, 2, 4),
+        ("tiles", PACK_GQA_MAX_Q + 1, 2, 1),
+        ("tiles", 1, 8, 1),
+        ("stream_k", 99, 2, 4),
+    ],
 )
 def test_rows_per_token(schedule, q_len, heads, rows):
     a = arguments(8, heads)
-    found = geometry.rows_per_token(SimpleNamespace(schedule=schedule), a, q_len)
-    assert found == rows and geometry.tile_heads(a, int(rows > 1)) == 8 // rows
+    found = geometry.pack_factor(SimpleNamespace(schedule=schedule), a, q_len)
+    assert found == rows and geometry.num_tile_heads(a, int(rows > 1)) == 8 // rows
 
 
 def test_a_group_of_very_many_heads_is_not_packed():
     """A row times its rows a token stays below 2^30, for `Divisor`."""
-    most = geometry.MOST_PACKED
-    found = [geometry.rows_per_token(SimpleNamespace(schedule="tiles"), arguments(n, 1), 1) for n in (most, most + 1)]
-    assert found == [most, 1] and (FEW * most + 256) * most < 1 << 30
+    most = geometry.PACK_GQA_MAX_GROUP
+    found = [geometry.pack_factor(SimpleNamespace(schedule="tiles"), arguments(n, 1), 1) for n in (most, most + 1)]
+    assert found == [most, 1] and (PACK_GQA_MAX_Q * most + 256) * most < 1 << 30
 
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))
@@ -282,7 +291,7 @@ def test_groups_share_out_the_blocks_of_a_tile():
     one = replace(few, head_dim_qk=256, head_dim_vo=256)
     cases = [(whole, 9, 1), (few, 999, 2), (both, 128, 2), (both, 129, 1), (both, 1, 2), (one, 9, 1)]
     for (spec, rows, n), blocks in product(cases, (1, 2, 5, 6)):
-        w = SimpleNamespace(q_len=rows, per_token=1, lo=3, hi=3 + blocks)
+        w = SimpleNamespace(q_len=rows, pack_factor=1, n_block_min=3, n_block_max=3 + blocks)
         assert sm100_roles.turns(spec, w) == n
         assert sm100_roles.rounds(spec, w) == -(-blocks // n)
         assert sm100_roles.tile_halves(spec, w) == geometry.tile_m(spec, rows) // 128

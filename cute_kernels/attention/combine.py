@@ -44,18 +44,16 @@ def is_last(a, own: Int32, count: Int32):
 
 
 @cute.jit
-def merge(
-    spec: cutlass.Constexpr, a, w: WorkTileInfo, rows_per_token, rows: Int32, own: cutlass.Constexpr, warp: Int32
-):
+def merge(spec: cutlass.Constexpr, a, w: WorkTileInfo, pack_factor, rows: Int32, own: cutlass.Constexpr, warp: Int32):
     """One warp: its rows, own(spec, warp, 0), own(spec, warp, 1), ... below `rows`, of a tile whose parts are there."""
-    m = geometry.tile_m(spec, geometry.tile_rows(w.q_len, rows_per_token))
+    m = geometry.tile_m(spec, geometry.num_rows(w.q_len, pack_factor))
     scale = epilogue.scale_of(a)
     mates = const_expr(tuple(m for m in (1, 2, 4) if m * spec.head_dim_vo // 32 < BLOCK))
     i, row = Int32(1), own(spec, warp, Int32(0))
     while row < rows:
         acc, top, total = add_parts(spec, a, w, row)
-        token = w.q_start + geometry.token_of(w.m_block * m + row, rows_per_token)
-        head = geometry.head_of(w.m_block * m + row, w.head, rows_per_token)
+        token = w.q_start + geometry.token_of(w.m_block * m + row, pack_factor)
+        head = geometry.head_of(w.m_block * m + row, w.head_idx, pack_factor)
         normal = softmax.normalizer(top, total, epilogue.sink_of(a, head))
         acc.store(acc.load() * (normal.factor * scale))
         epilogue.store_piece(spec, a, token, head, cute.arch.lane_idx(), acc, mates)
@@ -68,7 +66,7 @@ def add_parts(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32):
     """One warp: (this lane's columns of the sum of O x 2^(LSE - top), top, sum of 2^(LSE - top)) over the parts.
     As many at a time as registers hold: a lane has the LSE of one, all have a share of each O, which is on its way
     with the LSEs."""
-    dim, count, lane = const_expr(spec.head_dim_vo), w.split.count, cute.arch.lane_idx()
+    dim, count, lane = const_expr(spec.head_dim_vo), w.split.num_splits, cute.arch.lane_idx()
     per = const_expr(dim // 32)
     step = const_expr(min(32, max(1, spec.tile.merged_columns // per // GROUP) * GROUP))
     acc = cute.make_rmem_tensor(per, Float32)
@@ -111,14 +109,14 @@ def load_parts(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32, first: I
             own = parts[stream_k.slot_of(a, w, first), row, None]
             copy.vector(cute.local_tile(own, *lane), pieces[None, e])
         else:
-            copy.vector(near[cutlass.min(e, w.split.count - 1 - first), None], pieces[None, e])
+            copy.vector(near[cutlass.min(e, w.split.num_splits - 1 - first), None], pieces[None, e])
 
 
 @cute.jit
 def merge_rows(spec: cutlass.Constexpr, a, w: WorkTileInfo, first: Int32, rows: Int32, each: cutlass.Constexpr):
     """One warp: `each` rows of a tile that has `rows`, from `first` on. Parts are added in the order of keys; a lane
     has the LSE of one row of one part."""
-    dim, lane, count = const_expr(spec.head_dim_vo), cute.arch.lane_idx(), w.split.count
+    dim, lane, count = const_expr(spec.head_dim_vo), cute.arch.lane_idx(), w.split.num_splits
     parts = const_expr(32 // each)
     per = const_expr(dim // 32)
     acc, pieces = cute.make_rmem_tensor((per, each), Float32), cute.make_rmem_tensor((per, each), Float32)
@@ -148,8 +146,8 @@ def merge_rows(spec: cutlass.Constexpr, a, w: WorkTileInfo, first: Int32, rows: 
     scale, m = epilogue.scale_of(a), spec.tile.m
     for i in cutlass.range_constexpr(each):
         row = w.m_block * m + first + i
-        token = geometry.token_of(row, geometry.divisor(w))
-        head = geometry.head_of(row, w.head, geometry.divisor(w))
+        token = geometry.token_of(row, geometry.pack_divisor(w))
+        head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
         if first + i < rows:
             sums = [cute.arch.shuffle_sync(x, parts * i) for x in (top, total)]
             normal = softmax.normalizer(*sums, epilogue.sink_of(a, head))

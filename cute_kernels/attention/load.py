@@ -36,7 +36,7 @@ def fetch_q(spec: cutlass.Constexpr, plan, s, w: WorkTileInfo, q: Int32):
     neighbour's, or zero."""
     b = plan.q.boxes[0]
     pipeline.fill(s.q_pipe, q, plan.q.bytes)
-    g = cute.domain_offset((w.q_start + w.m_block * spec.tile.m, 0), b.gmem[None, None, w.head])
+    g = cute.domain_offset((w.q_start + w.m_block * spec.tile.m, 0), b.gmem[None, None, w.head_idx])
     qs, qg = copy.partition(b, s.raw_q, g)
     stage = cute.arch.make_warp_uniform(pipeline.stage(s.q_pipe, q))
     for d in cutlass.range_constexpr(cute.size(qs, mode=[2])):
@@ -46,7 +46,7 @@ def fetch_q(spec: cutlass.Constexpr, plan, s, w: WorkTileInfo, q: Int32):
 @cute.jit
 def offer_q(spec: cutlass.Constexpr, plan, s, w: WorkTileInfo, q: Int32):
     """One warp: the Q rows of a tile, or, where they are packed, room for them: those who compute gather them."""
-    if w.per_token > 1:
+    if w.pack_factor > 1:
         pipeline.fill(s.q_pipe, q, Int32(0))
     else:
         fetch_q(spec, plan, s, w, q)
@@ -73,45 +73,45 @@ def load_kv(
     into: LoadTarget,
     which: cutlass.Constexpr,
     loader: Int32,
-    publishes: cutlass.Constexpr = False,
+    produces_tiles: cutlass.Constexpr = False,
     loads_q: cutlass.Constexpr = False,
 ):
     """One warp: its share of K or V (`which`, of kv.pages) of every tile of this CTA, last block first. Loader 0 also,
-    where it `publishes`, publishes each tile while it loads the one before, and, where it `loads_q`, loads Q."""
+    where it `produces_tiles`, publishes each tile while it loads the one before, and, where it `loads_q`, loads Q."""
     a = plan.args
     found, guess = source(spec).known(spec, into.op), PrologueWork(Int32(0), Int32(-1), Int32(0))
     if const_expr(pdl.guesses(spec)):
         guess = look_early(spec, a, s, found, which, loader)
     i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(1)
-    if const_expr(publishes):
+    if const_expr(produces_tiles):
         if loader == 0:
-            tiles.begin(spec, a, s.order)
-            tiles.publish(spec, a, s, t)
+            tiles.begin(spec, a, s.scheduler)
+            tiles.produce_next(spec, a, s, t)
     while more != 0:
         w = work.consume(spec, s, t)
-        more = w.valid
-        if w.valid != 0:
+        more = w.is_valid
+        if w.is_valid != 0:
             head = geometry.kv_head_of(spec, a, w)
-            mine = pages.of_request(a, w.batch, which)
+            mine = pages.of_request(a, w.batch_idx, which)
             if const_expr(loads_q):
-                if loader == 0 and w.hi > w.lo:
+                if loader == 0 and w.n_block_max > w.n_block_min:
                     offer_q(spec, plan, s, w, q)
                     q += 1
-            first = KVBlock(loader, i, w.hi - 1, head, w.kv_len)
+            first = KVBlock(loader, i, w.n_block_max - 1, head, w.kv_len)
             if const_expr(not pdl.guesses(spec)):
                 source(spec).look(spec, found, mine, first)
-            elif w.hi > w.lo:
-                if t > 0 or w.batch != guess.request or first.j != guess.j or w.kv_len != guess.kv_len:
+            elif w.n_block_max > w.n_block_min:
+                if t > 0 or w.batch_idx != guess.request or first.j != guess.j or w.kv_len != guess.kv_len:
                     source(spec).look(spec, found, mine, first)
-            for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
+            for j in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
                 source(spec).fill(spec, *into, found, mine, KVBlock(loader, i, j, head, w.kv_len))
                 i += 1
-                if const_expr(publishes):
-                    if loader == 0 and j == w.hi - 1:
-                        tiles.publish(spec, a, s, t + 1)
-            if const_expr(publishes):
-                if loader == 0 and w.hi <= w.lo:
-                    tiles.publish(spec, a, s, t + 1)
+                if const_expr(produces_tiles):
+                    if loader == 0 and j == w.n_block_max - 1:
+                        tiles.produce_next(spec, a, s, t + 1)
+            if const_expr(produces_tiles):
+                if loader == 0 and w.n_block_max <= w.n_block_min:
+                    tiles.produce_next(spec, a, s, t + 1)
         t += 1
 
 
@@ -123,11 +123,11 @@ def load_scales(spec: cutlass.Constexpr, plan, s, rings):
     i, t, more = Int32(0), Int32(0), Int32(1)
     while more != 0:
         w = work.consume(spec, s, t)
-        more = w.valid
-        if w.valid != 0:
+        more = w.is_valid
+        if w.is_valid != 0:
             head = geometry.kv_head_of(spec, a, w)
-            k, v = (pages.of_request(a, w.batch, which) for which in (pages.K, pages.V))
-            for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
+            k, v = (pages.of_request(a, w.batch_idx, which) for which in (pages.K, pages.V))
+            for j in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
                 k_found = scales.find(spec, a.kv.k.shape[2], k, j, w.kv_len, Int32(0))
                 v_found = scales.find(spec, a.kv.v.shape[2], v, j, w.kv_len, a.kv.v_scales_interleaved)
                 at = KVBlock(Int32(0), i, j, head, w.kv_len)

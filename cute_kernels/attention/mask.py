@@ -82,23 +82,23 @@ class Segment(NamedTuple):
     begins: bool
 
 
-def segments(spec, block_lo, block_hi, full_lo, full_hi, early=0, few=False):
-    """[block_lo, block_hi) cut into segments, from high blocks to low; only those that may hold a block. The one that
-    begins has the first `early` blocks, and all that are masked on the right. few: with a window, full blocks take the
-    code of those that are masked on the left.
+def segments(spec, n_block_min, n_block_max, n_block_full_min, n_block_full_max, early=0, few=False):
+    """[n_block_min, n_block_max) cut into segments, from high blocks to low; only those that may hold a block. The one
+    that begins has the first `early` blocks, and all that are masked on the right. few: with a window, full blocks take
+    the code of those that are masked on the left.
 
     A caller loops over the tuple at trace time: the loop body is written once, and the copy for full blocks carries no
     predicate. The last block of a tile is not among these: without a mask on the right only that one can be cut there.
     """
     if spec.mask.custom:  # no block is full
-        return (Segment(block_lo, block_hi, True, True),)
-    mid = cutlass.max(block_lo, cutlass.min(block_hi - early, full_hi))
-    left = cutlass.max(block_lo, cutlass.min(mid, full_lo))
+        return (Segment(n_block_min, n_block_max, True, True),)
+    mid = cutlass.max(n_block_min, cutlass.min(n_block_max - early, n_block_full_max))
+    left = cutlass.max(n_block_min, cutlass.min(mid, n_block_full_min))
     right = spec.mask.causal != "never" or spec.mask.bits
-    first = Segment(mid, block_hi, right or spec.mask.window, True)
+    first = Segment(mid, n_block_max, right or spec.mask.window, True)
     if few and spec.mask.window:
-        return first, Segment(block_lo, mid, True, False)
-    cut = first, Segment(left, mid, False, False), Segment(block_lo, left, True, False)
+        return first, Segment(n_block_min, mid, True, False)
+    cut = first, Segment(left, mid, False, False), Segment(n_block_min, left, True, False)
     return cut[0 if right or early else 1 : 3 if spec.mask.window else 2]
 
 

@@ -16,8 +16,8 @@ DTYPES = ("bf16", "fp16")  # of 16 bits
 BITS = {"bf16": 16, "fp16": 16, "e4m3": 8, "e5m2": 8, "nvfp4": 4}  # of an element, as it is stored
 BLOCK = 16  # elements that share a scale factor of NVFP4
 TMA_PAGES = (8, 16, 32, 64, 128, 256)  # rows of the pages that TMA fetches in boxes
-FEW = 64  # query tokens of a request, up to which the query heads of a KV head are rows of one tile
-MOST_PACKED = 1024  # of those heads: a row of such a tile, times rows a token, stays below 2^30, for `Divisor`
+PACK_GQA_MAX_Q = 64  # query tokens of a request, up to which the query heads of a KV head are rows of one tile
+PACK_GQA_MAX_GROUP = 1024  # of those heads: a row of such a tile, times rows a token, stays below 2^30, for `Divisor`
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class AttentionSpec(Generic[T]):
     """A forward attention kernel. q: type of Q, and of P. out: types that the call may choose from, the first is the
     default. schedule: "tiles", whole ones, each by one CTA; "stream_k": all CTAs get the same number of KV blocks,
     whatever tile these belong to, and `combine` merges the parts of a tile. Rows of a tile are (token, query head of
-    the KV head's group) with "stream_k", and with "tiles" those of a request of up to `FEW` query tokens."""
+    the KV head's group) with "stream_k", and with "tiles" those of a request of up to `PACK_GQA_MAX_Q` query tokens."""
 
     q: str = "bf16"
     kv: KVSpec = field(default_factory=KVSpec)

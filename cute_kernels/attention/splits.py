@@ -30,7 +30,7 @@ class SplitSmem(NamedTuple):
 
 def allocate(spec, smem):
     """The `SplitSmem`; None in other kernels."""
-    if not work.parts(spec):
+    if not work.is_split_kv(spec):
         return None
     tiles = smem.allocate_tensor(Int32, cute.make_layout((work.fields(spec), MOST)))
     return SplitSmem(tiles, smem.allocate_tensor(Int32, cute.make_layout(MOST)))
@@ -70,12 +70,12 @@ def merge(
     count = cutlass.min(count, MOST)
     if tid < count:
         split = part_of(spec, board, tid).split
-        board.last[tid] = combine.count_part(a, split.first, split.count)
+        board.last[tid] = combine.count_part(a, split.first, split.num_splits)
     cute.arch.barrier(barrier_id=MERGE_BARRIER, number_of_threads=32 * warps)
     for i in cutlass.range(count, unroll=1):
         if board.last[i] != 0:
             w = part_of(spec, board, i)
-            rows = geometry.tile_rows(w.q_len, geometry.divisor(w)) - w.m_block * spec.tile.m
+            rows = geometry.num_rows(w.q_len, geometry.pack_divisor(w)) - w.m_block * spec.tile.m
             end = cutlass.min(rows, spec.tile.m)
             for first in cutlass.range(each * number, end, each * warps, unroll=1):
                 combine.merge_rows(spec, a, w, first, rows, each)

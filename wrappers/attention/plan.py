@@ -14,7 +14,7 @@ import torch
 
 from cute_kernels.attention import args, dispatch
 from cute_kernels.attention.request import KernelRequest
-from cute_kernels.attention.spec import FEW, MOST_PACKED
+from cute_kernels.attention.spec import PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
 
 from .. import fp4, machine, overlap, reference, scratch
 from ..checks import INF, check_number, checking
@@ -193,7 +193,7 @@ def plan_for(p: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     checks.kernel_tensors(p)
     here, device, heads = machine.current, p.q.device, p.q.shape[1]
     fn = here.kernel(op, spec, arch)
-    packs = spec.schedule == "stream_k" or facts.rows <= FEW and facts.group <= MOST_PACKED
+    packs = spec.schedule == "stream_k" or facts.rows <= PACK_GQA_MAX_Q and facts.group <= PACK_GQA_MAX_GROUP
     group = facts.group if packs else 1
     blocks = CHUNK // spec.tile.n if p.batch_invariant else 0
 

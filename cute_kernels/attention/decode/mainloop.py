@@ -32,7 +32,7 @@ class DecodeFragments:
     """Fragments of a warp. Per group of 8 query rows ("half"): the lane holds Q of row g, and scores and O of rows 2 t
     and 2 t + 1."""
 
-    rows_per_token: Any  # as a divisor
+    pack_factor: Any  # as a divisor
     q: cute.Tensor  # (words of a row: element 2 w of k, half)
     o: cute.Tensor  # (2 rows x 2 columns x pairs of columns, half)
     st: softmax.SoftmaxState
@@ -58,7 +58,7 @@ class WarpTileState:
     group: Int32
     share: Int32
     shares: Int32
-    plain: Int32  # keys from w.full_lo on, whose scores are neither masked nor capped nor skipped
+    plain: Int32  # keys from w.n_block_full_min on, whose scores are neither masked nor capped nor skipped
 
 
 def registers(spec, a):
@@ -69,7 +69,7 @@ def registers(spec, a):
     k, v = CachedRow.of(spec, spec.head_dim_qk), CachedRow.of(spec, spec.head_dim_vo)
     pieces, rows = max(1, k.width // 64), 2 * halves(spec)
     r = DecodeFragments(
-        Divisor(geometry.group(a)),
+        Divisor(geometry.qhead_per_kvhead(a)),
         rmem((spec.head_dim_qk // 8, halves(spec)), Uint32),
         rmem((spec.head_dim_vo // 4, halves(spec)), Float32),
         softmax.make(rows),
@@ -98,13 +98,13 @@ def set_scale_offsets(spec, a, r: DecodeFragments, g, t):
 
 @cute.jit
 def warp_tile(spec: cutlass.Constexpr, a, r: DecodeFragments, w: WorkTileInfo):
-    rows = geometry.tile_rows(w.q_len, r.rows_per_token)
+    rows = geometry.num_rows(w.q_len, r.pack_factor)
     m = geometry.tile_m(spec, rows)
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first("math")
     n, shares = mask.lengths(spec, a, w.q_len, w.kv_len), warps_per_group(spec, m)
     group = number * (m // spec.tile.rows_per_warp) // spec.tile.warps
     first = w.m_block * m
-    plain = cutlass.max(w.full_hi - w.full_lo, 0) * spec.tile.n
+    plain = cutlass.max(w.n_block_full_max - w.n_block_full_min, 0) * spec.tile.n
     if a.logits.soft_cap > 0.0 or a.logits.skip_threshold != -Float32.inf:
         plain = Int32(0)
     left, share = cutlass.min(rows - first, m), number - group * shares
@@ -138,7 +138,7 @@ def transform_logits(spec: cutlass.Constexpr, a, r: DecodeFragments, x: WarpTile
     """Soft cap and mask on the scores of the keys that begin with `key`. Returns whether V of these keys is needed; if
     not, their scores are set to -inf."""
     view, wanted, n = rows_view(scores), True, spec.tile.n
-    masked = key >= x.w.full_hi * n or key < x.w.full_lo * n
+    masked = key >= x.w.n_block_full_max * n or key < x.w.n_block_full_min * n
     rows = ScoreRows(r.tokens, x.w.q_start, x.n)
     cols = ScoreCols(key + cute.arch.lane_idx() // 4, [8 * j for j in range(keys(spec) // 8)])
     logits.transform(spec, a, view, r.score_to_log2, rows, cols, a.logits.soft_cap > 0.0, masked)
@@ -187,8 +187,8 @@ def run(spec: cutlass.Constexpr, a, s, r: DecodeFragments, x: WarpTileState, cur
     scores = cute.make_rmem_tensor((keys(spec) // 4, halves(spec)), Float32)
     p = cute.make_rmem_tensor((keys(spec) // 8, halves(spec)), Uint32)
     v = operands.allocate_v(spec)
-    row, end = spec.tile.n - (x.shares - x.share) * keys(spec), x.w.lo * spec.tile.n
-    k = KeyCursor(cursor, row, (x.w.hi - 1) * spec.tile.n + row)
+    row, end = spec.tile.n - (x.shares - x.share) * keys(spec), x.w.n_block_min * spec.tile.n
+    k = KeyCursor(cursor, row, (x.w.n_block_max - 1) * spec.tile.n + row)
     while k.key >= cutlass.max(end, x.w.kv_len):  # no arithmetic past kv_len
         for ring in (s.k_pipe, s.v_pipe):
             pipeline.wait_cursor(ring, k.block)
@@ -218,8 +218,8 @@ def run(spec: cutlass.Constexpr, a, s, r: DecodeFragments, x: WarpTileState, cur
             k = previous_keys(spec, s, x, k)
             scored = before.key >= end
             wanted = scored
-            # one comparison: keys before full_lo wrap
-            plain = scored & (Uint32(before.key - x.w.full_lo * spec.tile.n) < Uint32(x.plain))
+            # one comparison: keys before n_block_full_min wrap
+            plain = scored & (Uint32(before.key - x.w.n_block_full_min * spec.tile.n) < Uint32(x.plain))
         more = scored
     return before.block
 
@@ -231,29 +231,29 @@ def math(spec: cutlass.Constexpr, plan, s):
     scale_log2 = softmax.device_factor(a.logits.scale_log2, a.logits.scale)
     cursor, t, turn = Int32(0), Int32(0), Int32(0)
     words = cute.make_rmem_tensor((spec.head_dim_qk // 8, halves(spec)), Uint32)
-    w = work.peek(spec, s, t)
+    w = work.consumer_wait(spec, s, t)
     x = warp_tile(spec, a, r, w)
-    if w.valid != 0:
+    if w.is_valid != 0:
         operands.fetch_q(spec, a, r, x, words)
         operands.set_q(spec, a, r, x, words, scale_log2)
-    while w.valid != 0:
+    while w.is_valid != 0:
         cursor = run(spec, a, s, r, x, cursor)
-        w = work.peek(spec, s, t + 1)
+        w = work.consumer_wait(spec, s, t + 1)
         next_x = warp_tile(spec, a, r, w)
-        if const_expr(fetches_early(spec)) and w.valid != 0:
+        if const_expr(fetches_early(spec)) and w.is_valid != 0:
             operands.fetch_q(spec, a, r, next_x, words)
         for i in cutlass.range_constexpr(len(passes(spec))):
             reduce.store(spec, s, r, x, turn, passes(spec)[i])
-            if const_expr(i + 1 == len(passes(spec))) and w.valid != 0:
+            if const_expr(i + 1 == len(passes(spec))) and w.is_valid != 0:
                 if const_expr(not fetches_early(spec)):
                     operands.fetch_q(spec, a, r, next_x, words)
                 operands.set_q(spec, a, r, next_x, words, scale_log2)  # while other warps still compute
             reduce.merge(spec, a, s, r, x, turn, passes(spec)[i])
             turn += 1
         if x.w.split.slot >= 0 and row_of_warp(spec, x.number, 0) < x.left:
-            done = work.peek(spec, s, t)  # again, instead of in registers all the time
-            if combine.is_last(a, done.split.first * spec.tile.warps + x.number, done.split.count):
-                combine.merge(spec, a, done, r.rows_per_token, x.left, row_of_warp, x.number)
+            done = work.consumer_wait(spec, s, t)  # again, instead of in registers all the time
+            if combine.is_last(a, done.split.first * spec.tile.warps + x.number, done.split.num_splits):
+                combine.merge(spec, a, done, r.pack_factor, x.left, row_of_warp, x.number)
         pipeline.release(s.work_pipe, t)
         x = next_x
         t += 1

@@ -68,8 +68,8 @@ def fetch_q(spec: cutlass.Constexpr, a, r, x, words: cute.Tensor):
     for half in cutlass.range_constexpr(halves(spec)):
         at = x.first + spec.tile.rows_per_warp * x.group + 8 * half + g
         if at < x.rows:
-            token = geometry.token_of(at, r.rows_per_token)
-            head = geometry.head_of(at, w.head, r.rows_per_token)
+            token = geometry.token_of(at, r.pack_factor)
+            head = geometry.head_of(at, w.head_idx, r.pack_factor)
             source = a.query.q[w.q_start + token, head, None]
             for i in cutlass.range_constexpr(row.chunks * vectors):
                 piece = cute.local_tile(source, (8,), ((i // vectors * 4 + t) * vectors + i % vectors,))
@@ -99,7 +99,7 @@ def set_q(spec: cutlass.Constexpr, a, r, x, words: cute.Tensor, scale_log2: Floa
             unit *= quant.to_fp16(own)
         for i in cutlass.range_constexpr(2):
             k, row = 2 * half + i, x.first + spec.tile.rows_per_warp * x.group + 8 * half + 2 * t + i
-            r.tokens[k] = geometry.token_of(row, r.rows_per_token)
+            r.tokens[k] = geometry.token_of(row, r.pack_factor)
             r.score_to_log2[k] = cute.arch.shuffle_sync(unit, 8 * t + 4 * i) * scale_log2
             capped = a.logits.soft_cap > 0.0
             r.to_log2[k] = logits.capped_to_log2(a.logits.soft_cap) if capped else r.score_to_log2[k]

@@ -92,8 +92,8 @@ def finish(spec: cutlass.Constexpr, a, r, x, row: Int32, column: Int32, total: c
         total.store(total.load() * (normal.factor * unit))
         epilogue.store_partial(spec, a, x.w.split.slot, row, column, total, normal.lse)
     else:
-        token = geometry.token_of(at, r.rows_per_token)
-        head = geometry.head_of(at, x.w.head, r.rows_per_token)
+        token = geometry.token_of(at, r.pack_factor)
+        head = geometry.head_of(at, x.w.head_idx, r.pack_factor)
         normal = softmax.normalizer(sums.top, sums.total, epilogue.sink_of(a, head))
         total.store(total.load() * (normal.factor * unit * epilogue.scale_of(a)))
         epilogue.store_piece(spec, a, x.w.q_start + token, head, column, total, mates(spec))

@@ -110,19 +110,19 @@ def finish(
     """The thread's row of a half: O and LSE. group: the half's; in_turn: both are."""
     half = 0 if const_expr(in_turn) else group
     number = (tile_halves(spec, w) * w.m_block + half) * ROWS + row
-    token = geometry.token_of(number, geometry.divisor(w))
-    head = geometry.head_of(number, w.head, geometry.divisor(w))
+    token = geometry.token_of(number, geometry.pack_divisor(w))
+    head = geometry.head_of(number, w.head_idx, geometry.pack_divisor(w))
     sink, factor, second = epilogue.sink_of(a, head), Float32(0.0), Float32(0.0)
     whole, part = token < w.q_len, False
-    if const_expr(work.parts(spec)):
+    if const_expr(work.is_split_kv(spec)):
         sink = -Float32.inf if w.split.slot >= 0 else sink  # it enters where parts are merged
         whole, part = whole and w.split.slot < 0, whole and w.split.slot >= 0
     lse, mine = sink * logits.LOG2_E, const_expr(range(SLOTS) if in_turn else (group,))
-    if w.hi > w.lo:
+    if w.n_block_max > w.n_block_min:
         of = sums(s, group, row, at.rounds + at.tiles, in_turn)
         normal = softmax.normalizer(of.top, of.total, sink)
         out = a.out.out_factor * softmax.factor_of(a.out.out_scale, head)
-        if const_expr(work.parts(spec)):
+        if const_expr(work.is_split_kv(spec)):
             out = Float32(1.0) if w.split.slot >= 0 else out
         lse, factor = normal.lse, normal.factor * (out * const_expr(quant.format_of(spec).unit))
         if const_expr(in_turn):
@@ -133,7 +133,7 @@ def finish(
     into = OutputRow(row, w.q_start + token, head, whole, part, lse, factor, second)
     for c in cutlass.range_constexpr(0, spec.head_dim_vo, LOADED):
         store_columns(spec, a, s, w, into, group, c, in_turn)
-    if w.hi > w.lo:
+    if w.n_block_max > w.n_block_min:
         tmem.before_signal()
         for g in mine:
             pipeline.send(s.stored + g)
@@ -154,14 +154,14 @@ def store_columns(
     """Columns c to c + LOADED - 1 of the thread's row of O, zeros where no row of the tile sees a key."""
     values = cute.make_rmem_tensor(LOADED, Float32)
     values.fill(0.0)
-    if w.hi > w.lo:
+    if w.n_block_max > w.n_block_min:
         loaded = tmem.load(column_of(s, group) + c, LOADED)
         tmem.wait_load()
         for e in cutlass.range_constexpr(LOADED):
             values[e] = loaded[e] * into.first
     if const_expr(in_turn):
         add_columns(s, w, into, c, values)
-    if const_expr(work.parts(spec)):
+    if const_expr(work.is_split_kv(spec)):
         if into.part:
             epilogue.store_partial(spec, a, w.split.slot, into.number, Int32(c // LOADED), values, into.lse)
     if into.whole:
@@ -173,7 +173,7 @@ def add_columns(s, w: WorkTileInfo, into: OutputRow, c: cutlass.Constexpr, value
     """What group 1 found, which has the tile's second block. A group without a key of the row may hold 0 x NaN."""
     for e in cutlass.range_constexpr(LOADED):
         values[e] = values[e] if into.first != 0.0 else Float32(0.0)
-    if w.hi - w.lo > 1:
+    if w.n_block_max - w.n_block_min > 1:
         loaded = tmem.load(column_of(s, 1) + c, LOADED)
         tmem.wait_load()
         for e in cutlass.range_constexpr(LOADED):
@@ -204,8 +204,8 @@ def correct(spec: cutlass.Constexpr, plan, s):
     row = number * 32 + cute.arch.lane_idx()
     t, i, q = Int32(0), Int32(0), Int32(0)
     w = work.consume(spec, s, t)
-    while w.valid != 0:
-        if w.hi > w.lo:
+    while w.is_valid != 0:
+        if w.n_block_max > w.n_block_min:
             count = rounds(spec, w)
             for left in cutlass.range(count, 0, -1, unroll=1):
                 for group in cutlass.range_constexpr(groups(spec)):
@@ -219,9 +219,9 @@ def correct(spec: cutlass.Constexpr, plan, s):
                     pipeline.send(s.early + (group if const_expr(groups(spec) == SLOTS) else i % SLOTS))
                 i += 1
         finish_tile(spec, a, s, w, row, CorrectionCounters(i, q))
-        if w.hi > w.lo:
+        if w.n_block_max > w.n_block_min:
             q += 1
         t += 1
         w = work.consume(spec, s, t)
-    if const_expr(work.parts(spec)):
+    if const_expr(work.is_split_kv(spec)):
         splits.meet(roles(spec).warps("softmax", "correct"))

@@ -77,7 +77,7 @@ class Sm100SharedStorage:
     k: cute.Tensor
     v: cute.Tensor
     work: cute.Tensor
-    order: tiles.SchedulerSmem | None
+    scheduler: tiles.SchedulerSmem | None
     growth: cute.Tensor  # (ROWS, groups, 2): factor on O; at a tile's end, sum and maximum in log2 units
     tensor: cute.Tensor  # (1,): address of tensor memory
     work_pipe: pipeline.Pipeline
@@ -141,7 +141,7 @@ def shared(spec, plan):
         k=k,
         v=v,
         work=published,
-        order=None if work.parts(spec) else tiles.allocate(smem),
+        scheduler=None if work.is_split_kv(spec) else tiles.allocate(smem),
         growth=growth,
         tensor=tensor,
         work_pipe=pipeline.make(smem, work.STAGES[spec.schedule], 1, r.warps() - r.warps("idle")),
@@ -173,11 +173,11 @@ def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
         multiply(spec, plan, s)
     elif warp == roles(spec).first("load_k"):
         into = load.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
-        load.load_kv(spec, plan, s, into, pages.K, Int32(0), publishes=not work.parts(spec))
+        load.load_kv(spec, plan, s, into, pages.K, Int32(0), produces_tiles=not work.is_split_kv(spec))
     elif warp == roles(spec).first("load_v"):
         into = load.LoadTarget(plan.v, s.raw_v, s.raw_v_pipe)
         load.load_kv(spec, plan, s, into, pages.V, Int32(0), loads_q=const_expr(dequantises(spec)))
-    elif const_expr(work.parts(spec)):
+    elif const_expr(work.is_split_kv(spec)):
         schedule_and_load_q(spec, plan, s)
     elif const_expr(not dequantises(spec)):
         load_q(spec, plan, s)

@@ -18,8 +18,8 @@ def multiply_tiles(spec: cutlass.Constexpr, plan, s):
     """One warp: the MMAs of all tiles, where there are two groups."""
     base, t, at = s.tensor[0], Int32(0), MmaState(Uint32(0), Uint32(0), Int32(0))
     w = work.consume(spec, s, t)
-    while w.valid != 0:
-        if w.hi > w.lo:
+    while w.is_valid != 0:
+        if w.n_block_max > w.n_block_min:
             n = turns(spec, w)
             pipeline.wait_full(s.ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, at.tile)
             i = at.item

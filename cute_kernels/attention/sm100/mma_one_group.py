@@ -22,20 +22,20 @@ def multiply(spec: cutlass.Constexpr, plan, s):
     """One warp: the MMAs of all tiles."""
     base, t, i, q = s.tensor[0], Int32(0), Uint32(0), Int32(0)
     w = work.consume(spec, s, t)
-    while w.valid != 0:
-        if w.hi > w.lo:
+    while w.is_valid != 0:
+        if w.n_block_max > w.n_block_min:
             rows = rows_of(spec, s, q)
             pipeline.wait_full(s.ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, q)
-            for n in cutlass.range(cutlass.min(w.hi - w.lo, SLOTS), unroll=1):
+            for n in cutlass.range(cutlass.min(w.n_block_max - w.n_block_min, SLOTS), unroll=1):
                 begin(spec, s, base, rows, i + Uint32(n))
-                if n == w.hi - w.lo - 1:
+                if n == w.n_block_max - w.n_block_min - 1:
                     with cute.arch.elect_one():
                         umma.commit(pipeline.empty(s.q_pipe, q))
-            for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
+            for j in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
                 multiply_block(spec, s, base, w, j, q, i)
-                if j >= w.lo + SLOTS:
+                if j >= w.n_block_min + SLOTS:
                     begin(spec, s, base, rows, i + SLOTS)
-                    if j == w.lo + SLOTS:
+                    if j == w.n_block_min + SLOTS:
                         with cute.arch.elect_one():
                             umma.commit(pipeline.empty(s.q_pipe, q))
                 i += 1
@@ -56,7 +56,7 @@ def begin(spec: cutlass.Constexpr, s, base: Int32, rows, i: Uint32):
 @cute.jit
 def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, j: Int32, q: Int32, i: Uint32):
     """P V of block j, item i of the pipes. q: tiles with keys before."""
-    first = Int32(1) if j == w.hi - 1 else Int32(0)
+    first = Int32(1) if j == w.n_block_max - 1 else Int32(0)
     slot, turn = Int32(i % SLOTS), Int32(i // SLOTS)
     wait_landed(spec, s.v_pipe, i)
     if first != 0:

@@ -46,7 +46,7 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, group: cutlass.Const
 @cute.jit
 def begin_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: MmaState, rows):
     """Q K^T of a tile's first round."""
-    left = w.hi - w.lo
+    left = w.n_block_max - w.n_block_min
     begin_block(spec, s, base, 0, at, rows, left == 1)
     if left > 1:
         begin_block(spec, s, base, 1, at._replace(item=at.item + 1), rows, left == SLOTS)
@@ -86,11 +86,11 @@ def multiply_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo,
     """The MMAs of a tile. Returns the items of the pipes then."""
     rows = rows_of(spec, s, at.tile)
     begin_tile(spec, s, base, w, at, rows)
-    i, turn, first, left = at.item, at.round, Int32(1), w.hi - w.lo
+    i, turn, first, left = at.item, at.round, Int32(1), w.n_block_max - w.n_block_min
     while left > 0:
         multiply_round(spec, s, base, MmaState(i, turn, at.tile), rows, left, first)
         i += SLOTS
         turn += 1
         first = Int32(0)
         left -= SLOTS
-    return at.item + Uint32(w.hi - w.lo)
+    return at.item + Uint32(w.n_block_max - w.n_block_min)

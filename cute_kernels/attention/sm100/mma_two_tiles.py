@@ -21,7 +21,7 @@ def begin_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at
         for half in cutlass.range_constexpr(SLOTS):
             qk(spec, s, base, half, rows[half], at.item)
         umma.commit(pipeline.empty(s.k_pipe, at.item))
-        if w.hi - w.lo == 1:
+        if w.n_block_max - w.n_block_min == 1:
             umma.commit(pipeline.empty(s.q_pipe, at.tile))
 
 
@@ -29,7 +29,7 @@ def begin_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at
 def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, left: Int32, at: MmaState, rows):
     """P V of the block at hand, and Q K^T of the next one of the tile, of both halves. left: blocks of the tile from
     here on. rows: of `rows_of`."""
-    i, first = at.item, Int32(1) if left == w.hi - w.lo else Int32(0)
+    i, first = at.item, Int32(1) if left == w.n_block_max - w.n_block_min else Int32(0)
     pipeline.wait_full(s.v_pipe, i)
     if left > 1:
         pipeline.wait_full(s.k_pipe, i + 1)
@@ -72,7 +72,7 @@ def multiply_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo,
     """The MMAs of a tile. Returns the items of the pipes then."""
     rows = rows_of(spec, s, at.tile)
     begin_tile(spec, s, base, w, at, rows)
-    i, turn, left = at.item, at.round & 1, w.hi - w.lo
+    i, turn, left = at.item, at.round & 1, w.n_block_max - w.n_block_min
     while left > 0:
         here = MmaState(i, i if const_expr(always(turns(spec, w), 1)) else turn, at.tile)
         multiply_block(spec, s, base, w, left, here, rows)

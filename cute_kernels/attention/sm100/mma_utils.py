@@ -123,7 +123,7 @@ def landed(spec: cutlass.Constexpr):
 def zero_tail(spec: cutlass.Constexpr, s, w: work.WorkTileInfo, i: Uint32):
     """Zeros into the rows of V, item i of its pipe, that lie past the request's last key and may hold anything. Nothing
     waits for it: S of the tile has just begun."""
-    valid = w.kv_len - (w.hi - 1) * spec.tile.n
+    valid = w.kv_len - (w.n_block_max - 1) * spec.tile.n
     if valid < spec.tile.n and source(spec).cut(spec, valid):
         stage = s.v[None, None, pipeline.stage(s.v_pipe, i)]
         source(spec).zero_tail(spec, stage, valid, cute.arch.lane_idx(), 32)

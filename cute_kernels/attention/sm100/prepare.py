@@ -22,11 +22,11 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
     ring = prepare.rings(s, which)
     i, t, q = Int32(0), Int32(0), Int32(0)
     w = work.consume(spec, s, t)
-    while w.valid != 0:
-        if w.hi > w.lo:
+    while w.is_valid != 0:
+        if w.n_block_max > w.n_block_min:
             prepare_q(spec, plan, s, w, q, share + which * (WARPS // 2))
             q += 1
-        for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
+        for j in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
             pipeline.wait_full(ring.raw, i)
             pipeline.wait_empty(ring.operand, i)
             valid = w.kv_len - j * spec.tile.n
@@ -44,7 +44,7 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
 def prepare_q(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, share: Int32):
     """One of `WARPS` warps: its rows of Q of a tile, item q of its pipe, gathered where they are packed."""
     pipeline.wait_full(s.q_pipe, q)
-    if w.per_token > 1:
+    if w.pack_factor > 1:
         gather(spec, plan, s, w, q, share, WARPS)
     stage = pipeline.stage(s.q_pipe, q)
     if const_expr(prepare.in_units(spec)):

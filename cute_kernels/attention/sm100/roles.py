@@ -24,7 +24,7 @@ def tile_halves(spec, w):
     """Of a tile: a group each, or one, whose blocks all groups have in turn. An int where all tiles have as many."""
     if len(spec.tile.heights) == 1:
         return halves(spec)
-    return geometry.tile_m(spec, geometry.tile_rows(w.q_len, w.per_token)) // ROWS
+    return geometry.tile_m(spec, geometry.num_rows(w.q_len, w.pack_factor)) // ROWS
 
 
 def turns(spec, w):
@@ -35,7 +35,7 @@ def turns(spec, w):
 def rounds(spec, w):
     """Rounds of a tile: in each every group has a block, or none where blocks in turn have come to an end."""
     n = turns(spec, w)
-    return w.hi - w.lo if always(n, 1) else (w.hi - w.lo + n - 1) >> (n - 1)
+    return w.n_block_max - w.n_block_min if always(n, 1) else (w.n_block_max - w.n_block_min + n - 1) >> (n - 1)
 
 
 def always(number, value):

@@ -236,8 +236,10 @@ def begin(spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState, a
     """What the thread's row of a tile is, in a half, and that it has seen no key."""
     w = x.w
     row = (tile_halves(spec, w) * w.m_block + half) * ROWS + x.place.row
-    head = geometry.head_of(row, w.head, geometry.divisor(w))
-    r.tokens[0] = warp.anew(geometry.token_of(row, geometry.divisor(w)))  # what it is made of is kept in no register
+    head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
+    r.tokens[0] = warp.anew(
+        geometry.token_of(row, geometry.pack_divisor(w))
+    )  # what it is made of is kept in no register
     r.score[0] = a.logits.scale_log2 * online.factor_of(a.logits.scale, head) * quant.format_of(spec).unit
     if const_expr(in_units(spec)):
         tile = at.item - at.blocks
@@ -293,21 +295,21 @@ def run_tile(spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState
     """The group's blocks of a tile, and what becomes of its sums. Returns the `SoftmaxCounters` of the next."""
     w, n, group = x.w, turns(spec, x.w), x.place.group
     half = group * (tile_halves(spec, w) - 1)
-    first, last = geometry.tile_tokens(tile_halves(spec, w) * w.m_block + half, ROWS, w.q_len, w.per_token)
-    full_lo, full_hi = mask.full_range(spec, first, last, x.rows.n)
+    first, last = geometry.tile_tokens(tile_halves(spec, w) * w.m_block + half, ROWS, w.q_len, w.pack_factor)
+    n_block_full_min, n_block_full_max = mask.full_range(spec, first, last, x.rows.n)
     begin(spec, a, s, r, x, at, half)
-    own = w.hi - 1
+    own = w.n_block_max - 1
     if const_expr(always(n, 1)):
         at = first_block(spec, a, s, r, x, at, own)
     else:
         own -= (n - 1) * group
-        if own >= w.lo:
+        if own >= w.n_block_min:
             at = first_block(spec, a, s, r, x, at, own)
-    segments = mask.segments(spec, w.lo, own, full_lo, full_hi)
+    segments = mask.segments(spec, w.n_block_min, own, n_block_full_min, n_block_full_max)
     for g in cutlass.range_constexpr(len(segments)):
         at = run_segment(spec, a, s, r, x, at, segments[g], own)
     if const_expr(not always(n, 1)):
-        if (w.hi - w.lo) & (n - 1) & group != 0:  # the other group has the tile's last block
+        if (w.n_block_max - w.n_block_min) & (n - 1) & group != 0:  # the other group has the tile's last block
             mine = place_at(spec, x.place, at.blocks)
             pipeline.wait_signal(s.scores + mine.slot, mine.turn)
             pass_over(s, mine, at)
@@ -326,19 +328,19 @@ def softmax(spec: cutlass.Constexpr, plan, s):
         capped = a.logits.soft_cap > 0.0
     t, at, count = Int32(0), SoftmaxCounters(Int32(0), Int32(0)), Int32(0)
     w = work.consume(spec, s, t)
-    while w.valid != 0:
-        if const_expr(work.parts(spec)):
+    while w.is_valid != 0:
+        if const_expr(work.is_split_kv(spec)):
             if w.split.slot >= 0:
                 splits.note(s.parts, w, count, cute.arch.thread_idx()[0])
                 count += 1
-        if w.hi > w.lo:
+        if w.n_block_max > w.n_block_min:
             rows = ScoreRows(r.tokens, w.q_start, mask.lengths(spec, a, w.q_len, w.kv_len), r.slopes, r.words)
-            start = geometry.mask_start(a, w.batch) if const_expr(spec.mask.custom) else None
+            start = geometry.mask_start(a, w.batch_idx) if const_expr(spec.mask.custom) else None
             x = Sm100TileState(w, mine, rows, capped, start, skip.rule(spec, a, w.kv_len))
             at = run_tile(spec, a, s, r, x, at)
         t += 1
         w = work.consume(spec, s, t)
-    if const_expr(work.parts(spec)):
+    if const_expr(work.is_split_kv(spec)):
         threads, tid = const_expr(roles(spec).warps("softmax")), cute.arch.thread_idx()[0]
         splits.meet(roles(spec).warps("softmax", "correct"))
         splits.merge(spec, a, s.parts, count, tid, threads, MERGED)

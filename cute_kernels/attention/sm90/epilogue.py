@@ -228,9 +228,9 @@ def store(spec: cutlass.Constexpr, a, r, w: WorkTileInfo, scales: CallScales, em
     o = wgmma.rows_cols(r.o)
     for k in cutlass.range_constexpr(cute.size(o, mode=[0])):
         row = w.m_block * spec.tile.m + r.cols[k, 0][0]
-        token = geometry.token_of(row, geometry.divisor(w))
+        token = geometry.token_of(row, geometry.pack_divisor(w))
         keep = token < w.q_len
-        head = geometry.head_of(row, w.head, geometry.divisor(w))
+        head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
         sink = epilogue.sink_of(a, head)
         lse = sink * logits.LOG2_E
         if const_expr(empty):

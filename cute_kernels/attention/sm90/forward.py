@@ -68,7 +68,7 @@ class Sm90SharedStorage:
     raw_k: cute.Tensor  # as it was loaded; where nothing is prepared, k
     raw_v: cute.Tensor
     work: cute.Tensor
-    order: tiles.SchedulerSmem | None
+    scheduler: tiles.SchedulerSmem | None
     work_pipe: pipeline.Pipeline
     k_pipe: pipeline.Pipeline
     v_pipe: pipeline.Pipeline
@@ -151,7 +151,7 @@ def shared(spec, plan):
         raw_k=raw_k,
         raw_v=raw_v,
         work=published,
-        order=None if work.parts(spec) else tiles.allocate(smem),
+        scheduler=None if work.is_split_kv(spec) else tiles.allocate(smem),
         work_pipe=work_pipe,
         k_pipe=k_pipe,
         v_pipe=v_pipe,
@@ -182,8 +182,8 @@ def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
     """The warps of the first warpgroup."""
     if warp < roles(spec).first("load_v"):
         into = load.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
-        load.load_kv(spec, plan, s, into, pages.K, warp, publishes=not work.parts(spec))
-    elif const_expr(work.parts(spec)):
+        load.load_kv(spec, plan, s, into, pages.K, warp, produces_tiles=not work.is_split_kv(spec))
+    elif const_expr(work.is_split_kv(spec)):
         if warp < roles(spec).first("load_v") + roles(spec).warps("load_v"):
             load_v(spec, plan, s, warp - roles(spec).first("load_v"))
         elif warp == roles(spec).first("schedule"):

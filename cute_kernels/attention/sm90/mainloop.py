@@ -144,7 +144,7 @@ def settle(spec: cutlass.Constexpr, r: Sm90Fragments, x: Sm90TileState, totals, 
 def wait_first_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, w: WorkTileInfo, at: ConsumerState):
     """Wait for what the first QK of a tile needs: its Q and K of its last block."""
     pipeline.wait_full(s.q_pipe, at.q)
-    if w.per_token > 1:
+    if w.pack_factor > 1:
         gather_q(spec, s, w, plan.args, pipeline.stage(s.q_pipe, at.q))
     if const_expr(spec.tile.q_in_regs):
         load_q(spec, plan.mma_qk, s, r, r.q, pipeline.stage(s.q_pipe, at.q))
@@ -187,7 +187,7 @@ def first_block(
     capped: cutlass.Constexpr,
 ):
     """The last KV block of a tile, item i of the pipes, its QK in flight: P is left in r.p, its PV is owed."""
-    j = x.w.hi - 1
+    j = x.w.n_block_max - 1
     logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
     warpgroup.wait_group(0)
     pipeline.release(s.k_pipe, i)
@@ -268,7 +268,7 @@ def finish_pv(
     under this tile's epilogue. Past the last tile that QK multiplies what the stages happen to hold: with MMAs in
     flight across a conditional the compiler waits after each of them."""
     if const_expr(ahead(spec)):
-        if after.valid != 0:
+        if after.is_valid != 0:
             wait_first_qk(spec, plan, s, r, after, ConsumerState(pipeline.after(s.k_pipe, at.kv), at.q + 1))
         wait_turn(spec)
         issue_pv(spec, plan, s, r, at.kv)
@@ -284,19 +284,19 @@ def finish_pv(
 @cute.jit
 def set_rows(spec: cutlass.Constexpr, r: Sm90Fragments, x: Sm90TileState, a, capped: cutlass.Constexpr):
     """Tokens of this thread's rows, their scales and slopes."""
-    per_token = geometry.divisor(x.w)
+    pack_factor = geometry.pack_divisor(x.w)
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         row = x.w.m_block * spec.tile.m + r.cols[k, 0][0]
-        r.tokens[k] = geometry.token_of(row, per_token)
+        r.tokens[k] = geometry.token_of(row, pack_factor)
         if const_expr(scaled_rows(spec)):
-            head = geometry.head_of(row, x.w.head, per_token)
+            head = geometry.head_of(row, x.w.head_idx, pack_factor)
             r.scales.score[k] = x.scales.score * softmax.factor_of(a.logits.scale, head)
             if const_expr(in_units(spec)):
                 r.scales.score[k] *= r.units[k]
             if const_expr(spec.logits.soft_cap):
                 r.scales.reduced[k] = x.scales.reduced if const_expr(capped) else r.scales.score[k]
         if const_expr(spec.logits.alibi):
-            head = geometry.head_of(row, x.w.head, per_token)
+            head = geometry.head_of(row, x.w.head_idx, pack_factor)
             r.slopes[k] = logits.slope_of(a, head, scales_of(r, x.scales).score[k])
 
 
@@ -385,17 +385,17 @@ def run_tile(
 ):
     """The KV blocks of a tile whose first QK is in flight, up to the PV of the `PendingPV`, which it returns."""
     begin_tile(spec, plan.args, s, r, x, at, capped)
-    lo, hi = x.w.lo, x.w.hi - 1
+    lo, hi = x.w.n_block_min, x.w.n_block_max - 1
     if const_expr(spec.tile.warpgroups > 1):
-        if first_row(spec, x.w) >= geometry.tile_rows(x.w.q_len, x.w.per_token):
+        if first_row(spec, x.w) >= geometry.num_rows(x.w.q_len, x.w.pack_factor):
             lo = hi
-    segments = mask.segments(spec, lo, hi, x.w.full_lo, x.w.full_hi, early(spec), capped)
+    segments = mask.segments(spec, lo, hi, x.w.n_block_full_min, x.w.n_block_full_max, early(spec), capped)
     for g in cutlass.range_constexpr(len(segments)):
         part = segments[g]
         how = BlockFlags(capped, part.masked, part.begins)
         at = run_segment(spec, r, part, at, partial(step, spec, plan, s, r, x, how=how))
     if const_expr(spec.tile.warpgroups > 1):
-        at = pass_blocks(spec, s, at, lo - x.w.lo)
+        at = pass_blocks(spec, s, at, lo - x.w.n_block_min)
     end_tile(spec, s, r, at)
     return PendingPV(at.kv, True)
 
@@ -415,7 +415,7 @@ def deliver(
     count: Int32,
 ):
     """O and LSE of a tile, or of this CTA's part of it. count: parts before. Returns how many there are then."""
-    if const_expr(work.parts(spec)):
+    if const_expr(work.is_split_kv(spec)):
         if w.split.slot >= 0:
             splits.store(spec, a, s, r, w, count, empty)
             count += 1
@@ -438,7 +438,7 @@ class NextTile(NamedTuple):
 def next_tile(spec: cutlass.Constexpr, a, s, r: Sm90Fragments, scales: CallScales, t: Int32, count: Int32):
     """The CTA's t-th tile or the first after it that sees a key; those that see none are stored."""
     w = work.consume(spec, s, t)
-    while w.valid != 0 and w.hi <= w.lo:
+    while w.is_valid != 0 and w.n_block_max <= w.n_block_min:
         count = deliver(spec, a, s, r, w, scales, True, count)
         t += 1
         w = work.consume(spec, s, t)
@@ -488,11 +488,11 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr):
         pass_turn(spec)
     at = ConsumerState(pipeline.first(), Int32(0))
     w, t, count = next_tile(spec, a, s, r, scales, Int32(0), Int32(0))
-    if w.valid != 0:
+    if w.is_valid != 0:
         if const_expr(ahead(spec)):
             start_tile(spec, plan, s, r, w, at)
-        while w.valid != 0:
-            start = geometry.mask_start(a, w.batch) if const_expr(spec.mask.custom) else None
+        while w.is_valid != 0:
+            start = geometry.mask_start(a, w.batch_idx) if const_expr(spec.mask.custom) else None
             x = Sm90TileState(w, mask.lengths(spec, a, w.q_len, w.kv_len), scales, span(spec, w.kv_len), start)
             last = run_blocks(spec, plan, s, r, x, at, loop)
             w, t, count = next_tile(spec, a, s, r, scales, t, count)
@@ -500,5 +500,5 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr):
             count = deliver(spec, a, s, r, x.w, scales, False, count)
             at = ConsumerState(pipeline.after(s.k_pipe, last.kv), at.q + 1)
         warpgroup.wait_group(0)
-    if const_expr(work.parts(spec)):
+    if const_expr(work.is_split_kv(spec)):
         splits.merge(spec, a, s, count)

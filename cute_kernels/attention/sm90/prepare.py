@@ -17,9 +17,9 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
     i, t, more = Int32(0), Int32(0), Int32(1)
     while more != 0:
         w = work.consume(spec, s, t)
-        more = w.valid
-        if w.valid != 0:
-            for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
+        more = w.is_valid
+        if w.is_valid != 0:
+            for j in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
                 pipeline.wait_full(raw_ring, i)
                 pipeline.wait_empty(ring, i)
                 prepare_stage(spec, plan.args, s, which, share, i, w.kv_len - j * spec.tile.n)

@@ -70,14 +70,14 @@ def gather_q(spec: cutlass.Constexpr, s, w: WorkTileInfo, a, stage: Int32):
     vec = const_expr(128 // s.raw_q.element_type.width)  # of 16 bytes
     per_row = const_expr(spec.head_dim_qk // vec)
     tid = cute.arch.thread_idx()[0] % 128
-    rows = geometry.tile_rows(w.q_len, w.per_token)
+    rows = geometry.num_rows(w.q_len, w.pack_factor)
     count = const_expr(64 * per_row // 128)
     pieces = cute.make_rmem_tensor((vec, count), s.raw_q.element_type)
     for c in cutlass.range_constexpr(count):  # all loads are in flight before the first is stored
         i = tid + c * 128
         row = cutlass.min(w.m_block * spec.tile.m + group_index(spec) * 64 + i // per_row, rows - 1)
-        token = w.q_start + geometry.token_of(row, geometry.divisor(w))
-        head = geometry.head_of(row, w.head, geometry.divisor(w))
+        token = w.q_start + geometry.token_of(row, geometry.pack_divisor(w))
+        head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
         copy.vector(cute.local_tile(a.query.q[token, head, None], (vec,), (i % per_row,)), pieces[None, c])
     for c in cutlass.range_constexpr(count):
         i = tid + c * 128

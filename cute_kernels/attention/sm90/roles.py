@@ -36,7 +36,7 @@ def apart(spec):
 
 def roles(spec) -> Roles:
     t, scales, keys = spec.tile, int(spec.kv.scaled), 0 if fp8(spec) else WARPS // 2
-    shares = int(work.parts(spec))
+    shares = int(work.is_split_kv(spec))
     loading: dict[str, int] = {"load_k": t.loaders, "load_v": t.loaders, "schedule": shares}
     preparing: dict[str, int] = {}
     spare = WARPS - 2 * t.loaders - shares

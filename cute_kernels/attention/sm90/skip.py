@@ -115,13 +115,13 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
     i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(1)
     while more != 0:
         w = work.consume(spec, s, t)
-        more = w.valid
-        if w.valid != 0 and w.hi > w.lo:
+        more = w.is_valid
+        if w.is_valid != 0 and w.n_block_max > w.n_block_min:
             head = geometry.kv_head_of(spec, a, w)
-            mine = pages.of_request(a, w.batch, pages.V)
+            mine = pages.of_request(a, w.batch_idx, pages.V)
             if loader == 0:
                 load.offer_q(spec, plan, s, w, q)
-            for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
+            for j in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
                 if unwanted(spec, s, i) != 0:
                     pipeline.fill(s.v_pipe, i, Int32(0))
                 else:
@@ -220,7 +220,7 @@ def keep(spec: cutlass.Constexpr, r: Sm90Fragments, ballot: SkipVoteState, how: 
 def finish_pv(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, after: WorkTileInfo, at: ConsumerState, owed: Int32):
     """The PV owed by the tile at hand, if any, and the first QK of the tile `after`, see `mainloop.finish_pv`."""
     if const_expr(ahead(spec)):
-        if after.valid != 0:
+        if after.is_valid != 0:
             wait_first_qk(spec, plan, s, r, after, ConsumerState(pipeline.after(s.k_pipe, at.kv), at.q + 1))
     if owed != 0:
         issue_pv(spec, plan, s, r, at.kv)
@@ -247,7 +247,9 @@ def run_tile(
     for k in cutlass.range_constexpr(rows):
         ballot.peak[k] = r.st.m[k]  # exact after one block
     last = PendingPV(at.kv, Int32(1))
-    segments = mask.segments(spec, x.w.lo, x.w.hi - 1, x.w.full_lo, x.w.full_hi, early(spec), capped)
+    segments = mask.segments(
+        spec, x.w.n_block_min, x.w.n_block_max - 1, x.w.n_block_full_min, x.w.n_block_full_max, early(spec), capped
+    )
     for g in cutlass.range_constexpr(len(segments)):
         part = segments[g]
         how = BlockFlags(capped, part.masked, part.begins)

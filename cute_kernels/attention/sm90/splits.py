@@ -22,7 +22,7 @@ def thread(spec):
 def store(spec: cutlass.Constexpr, a, s, r, w: WorkTileInfo, number: Int32, empty: cutlass.Constexpr):
     """This thread's rows of O, normalised, and LSE, of the keys of the CTA's part `number`; `empty`: of none."""
     o, lane = wgmma.rows_cols(r.o), cute.arch.lane_idx() % LANES
-    left = geometry.tile_rows(w.q_len, geometry.divisor(w)) - w.m_block * spec.tile.m
+    left = geometry.num_rows(w.q_len, geometry.pack_divisor(w)) - w.m_block * spec.tile.m
     for k in cutlass.range_constexpr(cute.size(o, mode=[0])):
         factor, lse = Float32(0.0), -Float32.inf
         if const_expr(not empty):
