@@ -43,7 +43,7 @@ def emulate(op, spec, launches):
         launches.append(a)
         factors = {name: getattr(a, name).view(E4M3) if name in names else None for name in ("k_scales", "v_scales")}
         window = getattr(a, "window_left", 1 << 30)
-        drafts, kind = getattr(a, "draft_mask", ()), spec.mask.causal
+        drafts, kind = getattr(a, "tree_mask", ()), spec.mask.causal
         problem = AttentionCall(
             "", "", a.q, a.k, a.v, new_requests(a.page_table, a.kv_lens, a.cu_seqlens_q, SEPARATE), 0,
             a.scale_log2 / reference.LOG2E, a.scale if len(a.scale) else None,
@@ -66,7 +66,7 @@ def emulate(op, spec, launches):
     return kernel
 
 
-RANKS = dict(q=3, k=4, v=4, o=3, lse=2, page_table=3, k_scales=4, v_scales=4, o_fp8=3, o_fp4=3, draft_mask=2,
+RANKS = dict(q=3, k=4, v=4, o=3, lse=2, page_table=3, k_scales=4, v_scales=4, o_fp8=3, o_fp4=3, tree_mask=2,
              o_partial=3)  # fmt: skip
 INTEGERS = ("grid", "counter_base", "enable_pdl", "window_left", "causal", "v_scales_interleaved", "blocks_per_split",
             "o_sf_start")  # fmt: skip
@@ -100,9 +100,9 @@ def check_arguments(spec, a):
     promised(a.k.shape[1:3] == a.v.shape[1:3] and (len(a.k) == 0) == (len(a.v) == 0) and heads % a.k.shape[1] == 0)
     if packed == 2:
         promised(a.k_scales.shape[:3] == a.k.shape[:3] and a.v_scales.shape[:3] == a.v.shape[:3])
-    for name in ("o", "o_fp8", "o_fp4", "lse", "draft_mask"):
+    for name in ("o", "o_fp8", "o_fp4", "lse", "tree_mask"):
         t = getattr(a, name, a.lse)
-        promised(len(t) in (0, tokens) and (name == "draft_mask" or t.shape[1] == heads), name)
+        promised(len(t) in (0, tokens) and (name == "tree_mask" or t.shape[1] == heads), name)
     promised(sum(len(getattr(a, name, ())) > 0 for name in ("o", "o_fp8", "o_fp4")) == 1 or tokens == 0)
     if len(getattr(a, "o_fp4", ())):
         rows, left = divmod(len(a.o_sf), heads * spec.head_dim_vo // fp4.BLOCK)
@@ -130,7 +130,7 @@ def check_schedule(spec, a):
         cut = [-(-n // geometry.tile_m(spec, n)) for n in rows]  # as the kernel cuts them
         slots = sum(m * max(1, -(-n // a.blocks_per_split)) for m, n in zip(cut, blocks)) * a.k.shape[1]
         counters = slots
-    counters *= spec.tile.counters
+    counters *= spec.tile.counters_per_split
     promised(a.counter_base >= 0 and len(a.counters) - a.counter_base >= counters)
     promised(len(a.o_partial) >= slots and a.o_partial.is_contiguous())
     promised(a.o_partial.shape[1:] == (spec.tile.m, spec.head_dim_vo + 4))

@@ -59,13 +59,13 @@ def kernel(bug: cutlass.Constexpr, plan: Plan):
         cute.arch.barrier()
     j, tid = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
-        pipeline.fill(p, 0, plan.load.bytes + (16 if bug == "bytes" else 0))
+        pipeline.producer_acquire_tx(p, 0, plan.load.bytes + (16 if bug == "bytes" else 0))
         b = plan.load.boxes[0]
         target, source = copy.partition(b, s, b.gmem)
         page = plan.table[j + (1 if bug == "page" else 0)]
         cute.copy(b.atom, source[None, 0, 0, page], target[None, 0, 0, 0], tma_bar_ptr=p.full)
     if bug != "wait":
-        pipeline.wait_full(p, 0)
+        pipeline.consumer_wait(p, 0)
     row, first = tid // 4, tid % 4 * 16
     for c in cutlass.range_constexpr(16):
         value = BFloat16(s[row, first + c, 0].to(Float32) + 1.0)

@@ -128,7 +128,7 @@ tensors = dict(
     page_table=T((2, 2, 3), "int32"), kv_starts=T((0,), "int32"), sink=T((0,), "float32"),
     scale=T((0,), "float32"), out_scale=T((0,), "float32"),
     o_fp8=T((0, 8, vo), "uint8"), o_fp4=T((0, 8, vo // 2), "uint8"), o_sf=T((0,), "uint8"),
-    draft_mask=T((0, 1), "int32"), counters=T((8,), "int32"),
+    tree_mask=T((0, 1), "int32"), counters=T((8,), "int32"),
     o_partial=T((0, 1, vo + 4), "float32"),
 )
 numbers = dict(

@@ -46,7 +46,7 @@ def serves(spec, problem):
         and problem.out in spec.out
         and mask.causal in (("always" if problem.causal else "never"), "value")
         and (mask.window or not problem.window)
-        and (mask.bits or not problem.drafts)
+        and (mask.tree or not problem.drafts)
         and (spec.logits.soft_cap or not problem.soft_cap)
         and (spec.logits.skip or not problem.skip)
         and spec.mask.custom == problem.custom_mask
@@ -62,7 +62,7 @@ def on_demand(spec):
     if spec.schedule == "tiles" and spec.kv.dtype != spec.q:
         shipped = spec.q == "bf16" and spec.dims in sm90.USUAL and spec.mask.causal != "never"
         return not shipped or spec.kv.source == "gather"
-    usual = spec.dims in ((64, 64), (128, 128)) and not spec.kv.scaled and spec.q != "e4m3"
+    usual = spec.dims in ((64, 64), (128, 128)) and not spec.kv.block_scaled and spec.q != "e4m3"
     rare = spec.kv.source == "gather" and (not usual or spec.mask.causal == "never")
     if spec.q != "bf16":
         rare = rare or spec.dims not in ((64, 64), (128, 128))
@@ -138,7 +138,7 @@ def test_general_kernels_take_every_modifier_of_their_op():
     for op, module in dispatch.OPS.items():
         specs = module.shipped(module.ARCHS[0])
         for q, dims in {(spec.q, spec.dims) for spec in specs}:
-            mine = [s for s in specs if (s.q, s.kv.scaled, s.mask.custom, s.dims) == (q, False, False, dims)]
+            mine = [s for s in specs if (s.q, s.kv.block_scaled, s.mask.custom, s.dims) == (q, False, False, dims)]
             if op != "attention.decode":  # kernels of their own
                 mine = [s for s in mine if not s.logits.skip and s.schedule == "tiles"]
             general = [set(args.fields(s)) for s in mine if s.mask.window]
@@ -208,7 +208,7 @@ def test_tiles_of_few_rows_do_not_depend_on_the_batch(arch):
     """A kernel of prefill chooses for each request: the spec is the same whatever rows a call has."""
     for spec in sm100.shipped(arch):
         alone = spec.logits.skip or spec.head_dim_vo > 128 or spec.schedule == "stream_k"
-        assert spec.tile.heights == ((spec.tile.m,) if alone else (128, 256))
+        assert spec.tile.m_choices == ((spec.tile.m,) if alone else (128, 256))
     short = replace(BASE, rows=1)
     assert dispatch.select(short, arch) == dispatch.select(replace(short, rows=1 << 30), arch)
     few = sm100.shipped(arch)[0]
@@ -238,7 +238,12 @@ def test_decode_refuses_tiles_that_warps_cannot_share(tile, word):
 
 @pytest.mark.parametrize(
     "tile",
-    [sm90.Sm90TileConfig(96), sm90.Sm90TileConfig(256), sm90.Sm90TileConfig(128, 100), sm90.Sm90TileConfig(loaders=1)],
+    [
+        sm90.Sm90TileConfig(96),
+        sm90.Sm90TileConfig(256),
+        sm90.Sm90TileConfig(128, 100),
+        sm90.Sm90TileConfig(load_warps=1),
+    ],
 )
 def test_prefill_refuses_tiles(tile):
     refusal = sm90.supports(replace(sm90.shipped(ARCH)[0], tile=tile))

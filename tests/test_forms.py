@@ -433,7 +433,7 @@ def test_requests_of_a_trace_have_no_facts():
 # ---- plans and launches
 
 SPEC = SimpleNamespace(
-    mask=SimpleNamespace(custom=True, window=True, causal="value", bits=False),
+    mask=SimpleNamespace(custom=True, window=True, causal="value", tree=False),
     logits=SimpleNamespace(alibi=True, soft_cap=True, skip=False), kv=SimpleNamespace(scaled=False), out=("bf16",),
     schedule="tiles", tile=SimpleNamespace(m=64, n=64),
 )  # fmt: skip

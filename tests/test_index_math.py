@@ -99,9 +99,9 @@ def test_blocks_of_a_tile(spec, n, group, pack, cut, data):
     if few and spec.mask.window and not spec.mask.custom:
         assert [part.masked for part in segments] == [True, True]
     for part in segments:
-        for j in range(part.hi - 1, part.lo - 1, -1):
+        for j in range(part.n_block_max - 1, part.n_block_min - 1, -1):
             walked.append(j)
-            assert part.begins or j < hi - 1 - early
+            assert part.is_first or j < hi - 1 - early
             whole = all(sees(spec, i, j * t.n + c, n) for i in (first, last) for c in (0, t.n - 1))
             assert part.masked or (whole and not spec.mask.custom)
     assert walked == list(range(hi - 2, lo - 1, -1))
@@ -235,12 +235,12 @@ def test_shares_of_a_split_and_who_merges(each_tile, ctas):
 
 def of_drafts(spec):
     """The spec with a mask of bits, causal but for that."""
-    return replace(spec, mask=MaskSpec("always", spec.mask.window, bits=True))
+    return replace(spec, mask=MaskSpec("always", spec.mask.window, tree=True))
 
 
 @given(SPECS, LENGTHS, st.integers(0, 5), st.booleans())
 def test_units_of_a_tile_hold_all_blocks_that_any_of_its_tokens_visits(spec, n, blocks_per_split, drafts):
-    spec, n = of_drafts(spec), replace(n, drafts=int(drafts))
+    spec, n = of_drafts(spec), replace(n, tree=int(drafts))
     every = [mask.kv_range(spec, token, token, n) for token in range(n.q_len)]
     visited = {j for lo, hi in every for j in range(lo, hi)}
     lo = mask.kv_range(spec, 0, n.q_len - 1, n)[0]
@@ -252,10 +252,10 @@ def test_units_of_a_tile_hold_all_blocks_that_any_of_its_tokens_visits(spec, n, 
 
 @given(SPECS, LENGTHS)
 def test_drafts_see_all_older_keys_and_may_see_each_other(spec, n):
-    spec, n = of_drafts(spec), replace(n, drafts=1)
+    spec, n = of_drafts(spec), replace(n, tree=1)
     for token in range(n.q_len):
         lo, hi = mask.visible(spec, token, n)
-        assert hi == n.kv_len and lo == mask.visible(spec, token, replace(n, drafts=0))[0]
+        assert hi == n.kv_len and lo == mask.visible(spec, token, replace(n, tree=0))[0]
     full = mask.full_range(spec, 0, n.q_len - 1, n)
     assert full[1] * spec.tile.n <= max(0, n.kv_len - n.q_len)
     assert len(mask.segments(spec, 0, 9, 2, 5)) == (3 if spec.mask.window else 2), "blocks of drafts are masked"
@@ -267,7 +267,7 @@ def test_decode_tiles_are_as_small_as_their_rows_allow(rows, tile, each):
     most, warpgroups = tile
     spec = replace(DECODE, tile=decode.DecodeTileConfig(most, 128, 3, warpgroups, each))
     sizes = [each * n for n in range(1, 17) if 4 * warpgroups % n == 0 and each * n <= most]
-    assert spec.tile.heights == tuple(sizes)
+    assert spec.tile.m_choices == tuple(sizes)
     m = geometry.tile_m(spec, rows)
     assert m == next((m for m in sizes if rows <= m), sizes[-1])
     assert stream_k.tiles_of_rows(spec, rows) == -(-rows // m)
@@ -373,7 +373,7 @@ def spread(addresses, size, lanes):
 def test_what_is_too_small_for_p_in_e4m3_adds_up_to_little(keys):
     """All keys of a request but one, each of half the smallest e4m3, which rounds to 0; P raised by as little as that
     allows, at most by 2^7, so that maxima may grow."""
-    raised = 4 + prefill_epilogue.raised_more(keys)
+    raised = 4 + prefill_epilogue.extra_offset(keys)
     lost = keys * 2.0 ** -(10 + raised)
     assert 4 <= raised <= 7 and (lost <= 0.25 or raised == 7) and (raised == 4 or 2 * lost > 0.25)
 

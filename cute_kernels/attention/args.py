@@ -38,7 +38,7 @@ class MaskArgs(NamedTuple):
 
     window_left: Any = None  # Int32      keys before position - window_left are hidden; 2^30 for none
     causal: Any = None  # Int32           0: tokens see all keys
-    draft_mask: Any = None  # (T | 0, W)  int32, bit t of a token's row: it sees draft t; instead of causal
+    tree_mask: Any = None  # (T | 0, W)  int32, bit t of a token's row: it sees draft t; instead of causal
     custom_mask: Any = None  # (N,)       uint8: bit i * kv_len + j of a request, least significant first: token i sees
     #                                     key j; instead of causal, which must be 0
     mask_starts: Any = None  # (B + 1,)   int32: byte of custom_mask where each request's bits begin
@@ -93,12 +93,12 @@ class AttentionArgs(NamedTuple):
 
 BLOCKS: tuple[Any, ...] = (QueryArgs, KVArgs, MaskArgs, LogitsArgs, OutArgs, ScheduleArgs)
 OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it; others every spec has
-    "k_scales": lambda spec: spec.kv.scaled,
-    "v_scales": lambda spec: spec.kv.scaled,
-    "v_scales_interleaved": lambda spec: spec.kv.scaled,
+    "k_scales": lambda spec: spec.kv.block_scaled,
+    "v_scales": lambda spec: spec.kv.block_scaled,
+    "v_scales_interleaved": lambda spec: spec.kv.block_scaled,
     "window_left": lambda spec: spec.mask.window,
     "causal": lambda spec: spec.mask.causal == "value",
-    "draft_mask": lambda spec: spec.mask.bits,
+    "tree_mask": lambda spec: spec.mask.tree,
     "custom_mask": lambda spec: spec.mask.custom,
     "mask_starts": lambda spec: spec.mask.custom,
     "alibi_slopes": lambda spec: spec.logits.alibi,

@@ -34,7 +34,7 @@ def refusal(module: Any, problem: KernelRequest, spec: Any, arch: str) -> Refusa
         return Refusal("phase", f"{problem.phase}: serves {' and '.join(module.PHASES)}")
     if arch not in module.ARCHS:
         return Refusal("arch", f"{arch}: needs {' or '.join(module.ARCHS)}")
-    if problem.source == "ragged" and spec.kv.scaled:
+    if problem.source == "ragged" and spec.kv.block_scaled:
         return Refusal("source", "ragged: block-scaled caches have pages")
     return module.supports(spec)
 

@@ -110,10 +110,10 @@ def num_rows(q_len, pack_factor):
 
 
 def tile_m(spec, rows):
-    """Rows of the tiles of a request that has `rows`: the least of the tile's heights that holds them all."""
-    heights = spec.tile.heights
-    m = heights[0]
-    for less, more in pairwise(heights):
+    """Rows of the tiles of a request that has `rows`: the least of the tile's m_choices that holds them all."""
+    m_choices = spec.tile.m_choices
+    m = m_choices[0]
+    for less, more in pairwise(m_choices):
         m += cutlass.min(cutlass.max(rows - less, 0), 1) * (more - less)
     return m
 

@@ -1,4 +1,4 @@
-"""Producer roles: warps that feed a CTA's tiles to the pipes, `tile.loaders` each for K and for V."""
+"""Producer roles: warps that feed a CTA's tiles to the pipes, `tile.load_warps` each for K and for V."""
 
 from typing import Any, NamedTuple
 
@@ -25,8 +25,8 @@ class LoadTarget(NamedTuple):
 class PrologueWork(NamedTuple):
     """What a CTA is guessed to begin with: block j, none where that is negative, of a request of so many keys."""
 
-    request: Int32
-    j: Int32
+    batch_idx: Int32
+    n_block: Int32
     kv_len: Int32
 
 
@@ -35,7 +35,7 @@ def fetch_q(spec: cutlass.Constexpr, plan, s, w: WorkTileInfo, q: Int32):
     """One warp: the Q rows of a tile that are not packed, item q of the Q pipe. Rows past the request are its
     neighbour's, or zero."""
     b = plan.q.boxes[0]
-    pipeline.fill(s.q_pipe, q, plan.q.bytes)
+    pipeline.producer_acquire_tx(s.q_pipe, q, plan.q.bytes)
     g = cute.domain_offset((w.q_start + w.m_block * spec.tile.m, 0), b.gmem[None, None, w.head_idx])
     qs, qg = copy.partition(b, s.raw_q, g)
     stage = cute.arch.make_warp_uniform(pipeline.stage(s.q_pipe, q))
@@ -44,25 +44,27 @@ def fetch_q(spec: cutlass.Constexpr, plan, s, w: WorkTileInfo, q: Int32):
 
 
 @cute.jit
-def offer_q(spec: cutlass.Constexpr, plan, s, w: WorkTileInfo, q: Int32):
+def load_or_reserve_q(spec: cutlass.Constexpr, plan, s, w: WorkTileInfo, q: Int32):
     """One warp: the Q rows of a tile, or, where they are packed, room for them: those who compute gather them."""
     if w.pack_factor > 1:
-        pipeline.fill(s.q_pipe, q, Int32(0))
+        pipeline.producer_acquire_tx(s.q_pipe, q, Int32(0))
     else:
         fetch_q(spec, plan, s, w, q)
 
 
 @cute.jit
-def look_early(spec: cutlass.Constexpr, a, s, found, which: cutlass.Constexpr, loader: Int32):
+def prologue_prefetch(spec: cutlass.Constexpr, a, s, page_ids, which: cutlass.Constexpr, loader: Int32):
     """One warp: look up the block of K or V that the CTA is guessed to begin with, as soon as the launch before has
     ended; the `PrologueWork`."""
-    cute.arch.barrier(barrier_id=pdl.BARRIER, number_of_threads=pdl.threads(spec))
-    guess = PrologueWork(*(cute.arch.make_warp_uniform(s.guess[i]) for i in range(3)))
+    cute.arch.barrier(barrier_id=pdl.PROLOGUE_BARRIER, number_of_threads=pdl.prologue_threads(spec))
+    prologue = PrologueWork(*(cute.arch.make_warp_uniform(s.prologue_work[i]) for i in range(3)))
     cute.arch.griddepcontrol_wait()
-    if guess.j >= 0:
-        mine, zero = pages.of_request(a, guess.request, which), Int32(0)
-        source(spec).look(spec, found, mine, KVBlock(loader, zero, guess.j, zero, guess.kv_len))
-    return guess
+    if prologue.n_block >= 0:
+        sequence_pages, zero = pages.of_sequence(a, prologue.batch_idx, which), Int32(0)
+        source(spec).prefetch_pages(
+            spec, page_ids, sequence_pages, KVBlock(loader, zero, prologue.n_block, zero, prologue.kv_len)
+        )
+    return prologue
 
 
 @cute.jit
@@ -79,9 +81,9 @@ def load_kv(
     """One warp: its share of K or V (`which`, of kv.pages) of every tile of this CTA, last block first. Loader 0 also,
     where it `produces_tiles`, publishes each tile while it loads the one before, and, where it `loads_q`, loads Q."""
     a = plan.args
-    found, guess = source(spec).known(spec, into.op), PrologueWork(Int32(0), Int32(-1), Int32(0))
-    if const_expr(pdl.guesses(spec)):
-        guess = look_early(spec, a, s, found, which, loader)
+    page_ids, prologue = source(spec).page_id_cache(spec, into.op), PrologueWork(Int32(0), Int32(-1), Int32(0))
+    if const_expr(pdl.has_prologue(spec)):
+        prologue = prologue_prefetch(spec, a, s, page_ids, which, loader)
     i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(1)
     if const_expr(produces_tiles):
         if loader == 0:
@@ -92,22 +94,27 @@ def load_kv(
         more = w.is_valid
         if w.is_valid != 0:
             head = geometry.kv_head_of(spec, a, w)
-            mine = pages.of_request(a, w.batch_idx, which)
+            sequence_pages = pages.of_sequence(a, w.batch_idx, which)
             if const_expr(loads_q):
                 if loader == 0 and w.n_block_max > w.n_block_min:
-                    offer_q(spec, plan, s, w, q)
+                    load_or_reserve_q(spec, plan, s, w, q)
                     q += 1
             first = KVBlock(loader, i, w.n_block_max - 1, head, w.kv_len)
-            if const_expr(not pdl.guesses(spec)):
-                source(spec).look(spec, found, mine, first)
+            if const_expr(not pdl.has_prologue(spec)):
+                source(spec).prefetch_pages(spec, page_ids, sequence_pages, first)
             elif w.n_block_max > w.n_block_min:
-                if t > 0 or w.batch_idx != guess.request or first.j != guess.j or w.kv_len != guess.kv_len:
-                    source(spec).look(spec, found, mine, first)
-            for j in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
-                source(spec).fill(spec, *into, found, mine, KVBlock(loader, i, j, head, w.kv_len))
+                if (
+                    t > 0
+                    or w.batch_idx != prologue.batch_idx
+                    or first.n_block != prologue.n_block
+                    or w.kv_len != prologue.kv_len
+                ):
+                    source(spec).prefetch_pages(spec, page_ids, sequence_pages, first)
+            for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+                source(spec).fill(spec, *into, page_ids, sequence_pages, KVBlock(loader, i, n_block, head, w.kv_len))
                 i += 1
                 if const_expr(produces_tiles):
-                    if loader == 0 and j == w.n_block_max - 1:
+                    if loader == 0 and n_block == w.n_block_max - 1:
                         tiles.produce_next(spec, a, s, t + 1)
             if const_expr(produces_tiles):
                 if loader == 0 and w.n_block_max <= w.n_block_min:
@@ -126,11 +133,11 @@ def load_scales(spec: cutlass.Constexpr, plan, s, rings):
         more = w.is_valid
         if w.is_valid != 0:
             head = geometry.kv_head_of(spec, a, w)
-            k, v = (pages.of_request(a, w.batch_idx, which) for which in (pages.K, pages.V))
-            for j in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
-                k_found = scales.find(spec, a.kv.k.shape[2], k, j, w.kv_len, Int32(0))
-                v_found = scales.find(spec, a.kv.v.shape[2], v, j, w.kv_len, a.kv.v_scales_interleaved)
-                at = KVBlock(Int32(0), i, j, head, w.kv_len)
+            k, v = (pages.of_sequence(a, w.batch_idx, which) for which in (pages.K, pages.V))
+            for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+                k_found = scales.find(spec, a.kv.k.shape[2], k, n_block, w.kv_len, Int32(0))
+                v_found = scales.find(spec, a.kv.v.shape[2], v, n_block, w.kv_len, a.kv.v_scales_interleaved)
+                at = KVBlock(Int32(0), i, n_block, head, w.kv_len)
                 scales.fill(spec, a.kv.k_scales, s.k_scales, rings[pages.K], k_found, at)
                 scales.fill(spec, a.kv.v_scales, s.v_scales, rings[pages.V], v_found, at)
                 i += 1

@@ -23,7 +23,7 @@ class ScoreRows(NamedTuple):
 
     tokens: cute.Tensor
     start: Int32
-    n: mask.SeqlenInfo
+    seqlen: mask.SeqlenInfo
     slopes: Any = None
     words: Any = None
 
@@ -77,25 +77,25 @@ def fetch_mask(spec: cutlass.Constexpr, a, rows: ScoreRows, mask_start: Int32, f
         count = const_expr(cute.size(rows.words) // cute.size(rows.tokens))  # of a row
         for i in cutlass.range_constexpr(cute.size(rows.words)):
             key = first + (cute.arch.lane_idx() % lanes + i % count * lanes) * 32
-            bit = Int64(rows.tokens[const_expr(i // count)]) * rows.n.kv_len + key
+            bit = Int64(rows.tokens[const_expr(i // count)]) * rows.seqlen.kv_len + key
             rows.words[i] = mask.custom_word(a.mask.custom_mask, mask_start, bit)
 
 
 @cute.jit
-def hide(spec: cutlass.Constexpr, a, s: cute.Tensor, rows: ScoreRows, cols: ScoreCols):
+def apply_masks(spec: cutlass.Constexpr, a, s: cute.Tensor, rows: ScoreRows, cols: ScoreCols):
     """-inf into s (rows, cols) where a row does not see a key."""
-    mask.apply(spec, s, rows.tokens, cols.at, cols.first, rows.n)
+    mask.apply(spec, s, rows.tokens, cols.at, cols.first, rows.seqlen)
     if const_expr(spec.mask.custom):
         if const_expr(cols.lanes == 1):  # one row, a lane's own
             mask.apply_words(s, rows.words)
         else:
             for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
                 mask.apply_custom(s, r, rows.words[r], cols.at, cols.own, cols.lanes)
-    if const_expr(spec.mask.bits):
-        if rows.n.drafts != 0:
-            bits = cute.domain_offset((rows.start, 0), a.mask.draft_mask)
-            draft = cols.first - (rows.n.kv_len - rows.n.q_len)
-            mask.apply_bits(s, bits, rows.tokens, cols.at, draft, rows.n.q_len)
+    if const_expr(spec.mask.tree):
+        if rows.seqlen.tree != 0:
+            bits = cute.domain_offset((rows.start, 0), a.mask.tree_mask)
+            draft = cols.first - (rows.seqlen.kv_len - rows.seqlen.q_len)
+            mask.apply_tree(s, bits, rows.tokens, cols.at, draft, rows.seqlen.q_len)
 
 
 @cute.jit
@@ -118,4 +118,4 @@ def transform(
             for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
                 cap(s[r, None], score_to_log2[r], a.logits.soft_cap)
     if masked:
-        hide(spec, a, s, rows, cols)
+        apply_masks(spec, a, s, rows, cols)

@@ -22,17 +22,17 @@ class KVFormat(NamedTuple):
 
     elements: int
     order: tuple[int, ...]
-    unit: float
+    dequant_scale: float
     pairs: Callable[..., list]
     values: Callable[..., list]
 
 
-def operand(spec):
+def mma_sync_dtype(spec):
     """Type that the MMA multiplies: the query's, or fp16 where the cache is quantised."""
     return spec.q if spec.kv.bits == 16 else "fp16"
 
 
-def format_of(spec) -> "KVFormat":
+def kv_format(spec) -> "KVFormat":
     if spec.kv.dtype == "nvfp4":
         return FORMATS["e2m1" if spec.tile.e2m1 else "nvfp4"]
     return FORMATS["" if spec.kv.bits == 16 else spec.kv.dtype]
@@ -50,15 +50,15 @@ def broadcast(pair, half):
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[pair])
 
 
-def times(pair, scale):
+def mul_f16x2(pair, scale):
     """Product of pairs of fp16."""
     text = "{ .reg .b32 t; mov.b32 t, {$r1}; mul.rn.f16x2 {$w0}, {$r0}, t; }"  # takes no immediate operand
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[pair, scale])
 
 
-def scale(pairs, factors, i):
+def scale_pairs(pairs, factors, i):
     """Pairs times the i-th factor, itself a pair; as they are where the format has none (None)."""
-    return pairs if factors is None else [times(pair, factors[i]) for pair in pairs]
+    return pairs if factors is None else [mul_f16x2(pair, factors[i]) for pair in pairs]
 
 
 def from_e4m3(word):
@@ -116,7 +116,7 @@ def neighbours(fmt, word):
     return [pair for selector in (0x5140, 0x7362) for pair in from_e4m3(permute(even, odd, selector))]
 
 
-def factor(byte):
+def sf_pair(byte):
     """The scale factor in the low byte of a word, as a pair."""
     text = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, lo; }"
     return broadcast(cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[byte]), 0)

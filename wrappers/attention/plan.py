@@ -113,7 +113,7 @@ class LaunchPlan:
         if p.skip:
             flat[at.skip_threshold] = log2(p.skip)
         if p.drafts is not None:
-            flat[at.draft_mask] = p.drafts
+            flat[at.tree_mask] = p.drafts
         scale, out_scale = p.scale_tensor, p.out_scale_tensor
         if scale is not None:
             flat[at.scale] = scale if scale.ndim == 1 else scale.reshape(-1)
@@ -206,7 +206,7 @@ def plan_for(p: AttentionCall, arch: str, sms: int) -> LaunchPlan:
         "v_scales_interleaved": int(facts.interleaved),
         "window_left": NO_WINDOW,
         "causal": int(facts.causal),
-        "draft_mask": empty(int32, 1),
+        "tree_mask": empty(int32, 1),
         "scale": empty(fp32),
         "soft_cap": 0.0,
         "skip_threshold": -INF,
@@ -243,7 +243,7 @@ def plan_for(p: AttentionCall, arch: str, sms: int) -> LaunchPlan:
         tile_rows=spec.tile.m,
         sms=sms,
         stream_k=spec.schedule == "stream_k",
-        counters=spec.tile.counters,
+        counters=spec.tile.counters_per_split,
         part_keys=blocks * spec.tile.n if spec.schedule == "stream_k" else 0,
         checked=checking(),
     )

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any, ClassVar
 
 from ..request import KernelRequest, Refusal
-from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, outputs, source_of
+from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, kv_source, outputs
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 PHASES = ("decode",)
@@ -21,7 +21,7 @@ FEW_ROWS = 8  # of a warp; kernels for calls with more rows have twice as many
 class DecodeTileConfig:
     """At most m query rows x n keys a CTA; `stages` K tiles and as many V tiles in flight. The warps of `warpgroups`
     compute, `rows_per_warp` rows each, 8 or 16, on keys of their own. blackwell: for sm_100a and sm_103a, whose code
-    differs (`quant.format_of`, `operands.fill`)."""
+    differs (`quant.kv_format`, `operands.fill`)."""
 
     m: int
     n: int
@@ -30,26 +30,26 @@ class DecodeTileConfig:
     rows_per_warp: int = FEW_ROWS
     blackwell: bool = False
 
-    loaders: ClassVar[int] = 1  # warps that fill a stage together
-    knows_rows: ClassVar[bool] = False  # of `work.WorkTileInfo`
-    guesses: ClassVar[bool] = True  # see `pdl`
+    load_warps: ClassVar[int] = 1  # warps that fill a stage together
+    per_tile_pack_gqa: ClassVar[bool] = False  # of `work.WorkTileInfo`
+    pdl_prologue: ClassVar[bool] = True  # see `pdl`
 
     @property
     def warps(self) -> int:
         return 4 * self.warpgroups
 
     @property
-    def counters(self) -> int:
+    def counters_per_split(self) -> int:
         """Of a part of a tile: each warp counts, and merges, its own rows."""
         return self.warps
 
     @property
-    def merged_columns(self) -> int:
+    def combine_columns(self) -> int:
         """Registers of a lane for columns of parts that it merges, where O and Q leave room."""
         return 96 if self.rows_per_warp == FEW_ROWS and self.warpgroups < 3 else 32
 
     @property
-    def heights(self) -> tuple[int, ...]:
+    def m_choices(self) -> tuple[int, ...]:
         """Rows that a tile may have, ascending: a number of groups of rows that the warps divide into evenly."""
         each = self.rows_per_warp
         return tuple(n * each for n in range(1, self.warps + 1) if self.warps % n == 0 and n * each <= self.m)
@@ -113,7 +113,7 @@ def candidate(problem: KernelRequest, arch: str) -> Spec:
     mask = replace(spec.mask, causal="always" if p.causal else "value", custom=p.custom_mask)
     logits = replace(spec.logits, alibi=p.alibi, head_scales=p.head_scales)
     out = outputs(p.q, p.out)
-    return replace(spec, kv=KVSpec(p.kv, source_of(p)), head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, out=out)
+    return replace(spec, kv=KVSpec(p.kv, kv_source(p)), head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, out=out)
 
 
 def supports(spec: Spec) -> Refusal | None:
@@ -141,7 +141,7 @@ def supports(spec: Spec) -> Refusal | None:
     t = spec.tile
     if t is None:
         return Refusal("tile", "None: a spec needs one")
-    if t.rows_per_warp not in (FEW_ROWS, 2 * FEW_ROWS) or t.m not in t.heights:
+    if t.rows_per_warp not in (FEW_ROWS, 2 * FEW_ROWS) or t.m not in t.m_choices:
         return Refusal("tile", f"{t}: m is 8 or 16 rows (rows_per_warp) for each of a divisor of {t.warps} warps")
     if t.n % (16 * t.warps):
         return Refusal("tile", f"{t}: n is a multiple of 16 keys for each of {t.warps} warps")

@@ -50,7 +50,7 @@ class DecodeSharedStorage:
     k: cute.Tensor
     v: cute.Tensor
     work: cute.Tensor
-    guess: cute.Tensor  # words of a `load.PrologueWork`
+    prologue_work: cute.Tensor  # words of a `load.PrologueWork`
     work_pipe: pipeline.Pipeline
     k_pipe: pipeline.Pipeline
     v_pipe: pipeline.Pipeline
@@ -79,7 +79,7 @@ def shared(spec, plan):
         k=copy.allocate(smem, plan.k, plan.args.kv.k.element_type),
         v=copy.allocate(smem, plan.v, plan.args.kv.v.element_type),
         work=work.allocate(spec, smem),
-        guess=smem.allocate_tensor(Int32, cute.make_layout(3)),
+        prologue_work=smem.allocate_tensor(Int32, cute.make_layout(3)),
         work_pipe=pipeline.make(smem, count, r.warps("schedule"), r.warps("load_k", "load_v", "load_scales", "math")),
         k_pipe=pipeline.make(smem, t.stages, arrivals(spec, r), r.warps("math")),
         v_pipe=pipeline.make(smem, t.stages, arrivals(spec, r), r.warps("math")),

@@ -12,7 +12,7 @@ from ...device.divisor import Quotient
 from . import pages
 from .pages import KVBlock
 
-CUTS = False  # rows past kv_len are zeros
+PARTIAL_TAIL = False  # rows past kv_len are zeros
 PIECE = 16  # bytes that a lane copies at a time
 
 
@@ -36,22 +36,22 @@ class RowPageIds(NamedTuple):
     page_size: Any  # as a divisor
 
 
-def known(spec, op):
-    found = cute.make_rmem_tensor((spec.tile.n // spec.tile.loaders + 31) // 32, Int32)
-    return RowPageIds(found, Quotient(op.gmem.shape[2]))
+def page_id_cache(spec, op):
+    page_ids = cute.make_rmem_tensor((spec.tile.n // spec.tile.load_warps + 31) // 32, Int32)
+    return RowPageIds(page_ids, Quotient(op.gmem.shape[2]))
 
 
 @cute.jit
-def look(spec: cutlass.Constexpr, found: RowPageIds, mine: pages.SequencePages, at: KVBlock):
+def prefetch_pages(spec: cutlass.Constexpr, page_ids: RowPageIds, sequence_pages: pages.SequencePages, at: KVBlock):
     """Look up pages of block j, -1 past kv_len. They are known by the time the warp has copied the block before."""
-    count = const_expr(spec.tile.n // spec.tile.loaders)
-    for c in cutlass.range_constexpr(cute.size(found.page)):
+    count = const_expr(spec.tile.n // spec.tile.load_warps)
+    for c in cutlass.range_constexpr(cute.size(page_ids.page)):
         inside = 32 * c + cute.arch.lane_idx()
-        row = at.j * spec.tile.n + at.loader * count + inside
-        entry, page = row // found.page_size, Int32(-1)
+        row = at.n_block * spec.tile.n + at.loader * count + inside
+        entry, page = row // page_ids.page_size, Int32(-1)
         if row >= 0 and row < at.kv_len and inside < count:
-            page = mine.pages[entry]
-        found.page[c] = page
+            page = sequence_pages.pages[entry]
+        page_ids.page[c] = page
 
 
 @cute.jit
@@ -60,30 +60,30 @@ def fill(
     op: GatherOperand,
     smem: cute.Tensor,
     p: pipeline.Pipeline,
-    found: RowPageIds,
-    mine: pages.SequencePages,
+    page_ids: RowPageIds,
+    sequence_pages: pages.SequencePages,
     at: KVBlock,
 ):
-    """One of the `tile.loaders` warps: its share of the rows [j n, (j + 1) n) of a KV head, into the item's stage, and
-    a look at the pages of the block before. found: of `look`. Rows past kv_len and of no page become zeros. Every lane
-    arrives once what it copied is there."""
-    count = const_expr(spec.tile.n // spec.tile.loaders)
-    pipeline.wait_empty(p, at.item)
-    starts = addresses(spec, op, found, at)
-    look(spec, found, mine, at._replace(j=at.j - 1))
+    """One of the `tile.load_warps` warps: its share of the rows [j n, (j + 1) n) of a KV head, into the item's stage,
+    and a look at the pages of the block before. page_ids: of `look`. Rows past kv_len and of no page become zeros.
+    Every lane arrives once what it copied is there."""
+    count = const_expr(spec.tile.n // spec.tile.load_warps)
+    pipeline.producer_acquire(p, at.item)
+    starts = addresses(spec, op, page_ids, at)
+    prefetch_pages(spec, page_ids, sequence_pages, at._replace(n_block=at.n_block - 1))
     copy_rows(op, count, starts, smem[None, None, pipeline.stage(p, at.item)], at.loader * count)
-    cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full(p, at.item))
+    cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(p, at.item))
 
 
 @cute.jit
-def addresses(spec: cutlass.Constexpr, op: GatherOperand, found: RowPageIds, at: KVBlock):
+def addresses(spec: cutlass.Constexpr, op: GatherOperand, page_ids: RowPageIds, at: KVBlock):
     """Addresses of the rows of a block whose pages were found, negative for what is none."""
-    x, count = op.gmem, const_expr(spec.tile.n // spec.tile.loaders)
-    starts = cute.make_rmem_tensor(cute.size(found.page), Int64)
+    x, count = op.gmem, const_expr(spec.tile.n // spec.tile.load_warps)
+    starts = cute.make_rmem_tensor(cute.size(page_ids.page), Int64)
     head = x.iterator.toint() + Int64(at.head) * x.stride[1] * (x.element_type.width // 8)
-    for c in cutlass.range_constexpr(cute.size(found.page)):
-        row = at.j * spec.tile.n + at.loader * count + 32 * c + cute.arch.lane_idx()
-        page, row = found.page[c], row % found.page_size
+    for c in cutlass.range_constexpr(cute.size(page_ids.page)):
+        row = at.n_block * spec.tile.n + at.loader * count + 32 * c + cute.arch.lane_idx()
+        page, row = page_ids.page[c], row % page_ids.page_size
         exists = page >= 0 and page < x.shape[0]
         element = Int64(page) * x.stride[0] + Int64(row) * x.stride[2]
         starts[c] = head + element * (x.element_type.width // 8) if exists else Int64(-PIECE)
@@ -111,6 +111,6 @@ def copy_rows(op: GatherOperand, count: cutlass.Constexpr, starts: cute.Tensor, 
             cute.arch.inline_ptx(text, read_only_args=[*at, written])
 
 
-def landed():
+def fence_before_mma():
     """What a consumer does before an MMA reads a filled stage: cp.async writes through another proxy."""
     cute.arch.fence_proxy("async.shared", space="cta")

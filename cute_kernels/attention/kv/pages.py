@@ -16,7 +16,7 @@ class KVBlock(NamedTuple):
 
     loader: Int32
     item: Int32
-    j: Int32
+    n_block: Int32
     head: Int32
     kv_len: Int32
 
@@ -30,7 +30,7 @@ class SequencePages(NamedTuple):
 
 
 @cute.jit
-def of_request(a, batch: Int32, which):
+def of_sequence(a, batch: Int32, which):
     """`SequencePages` of a request, of K or of V."""
     first, start = Int32(0), Int32(-1)
     if a.kv.kv_starts.shape[0] > 0:
@@ -46,19 +46,19 @@ def shift(page_size):
 
 
 @cute.jit
-def page_of(mine: SequencePages, row: Int32, page_size: Int32):
+def page_of(sequence_pages: SequencePages, row: Int32, page_size: Int32):
     """The page of a row of a request, where pages have a power of two of rows."""
     page = Int32(0)
-    if mine.start < 0:
-        page = mine.pages[row >> shift(page_size)]
+    if sequence_pages.start < 0:
+        page = sequence_pages.pages[row >> shift(page_size)]
     return page
 
 
 @cute.jit
-def row_in_page(mine: SequencePages, row: Int32, page_size: Int32):
+def row_in_page(sequence_pages: SequencePages, row: Int32, page_size: Int32):
     """The row of its page that is a row of a request, where pages have a power of two of rows; without pages, of k and
     v."""
     inside = row & (page_size - 1)
-    if mine.start >= 0:
-        inside = mine.start + row
+    if sequence_pages.start >= 0:
+        inside = sequence_pages.start + row
     return inside

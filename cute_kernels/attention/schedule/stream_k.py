@@ -79,15 +79,15 @@ def split_slot(cta, behind, ctas):
     return cta + ctas * cutlass.max(1 - behind, 0)
 
 
-def slot_of(a, w: WorkTileInfo, part):
+def slot_of(a, w: WorkTileInfo, split_idx):
     """Slot of a part of a tile."""
     shared = 1 - cutlass.min(a.schedule.blocks_per_split, 1)
-    return split_slot(w.split.first + part, part, shared * cute.arch.grid_dim()[0])
+    return split_slot(w.split.first + split_idx, split_idx, shared * cute.arch.grid_dim()[0])
 
 
-def blocks_per_tile(spec, n):
+def blocks_per_tile(spec, seqlen):
     """KV blocks that any tile of a request visits, but at least one."""
-    lo, hi = mask.kv_range(spec, 0, n.q_len - 1, n)
+    lo, hi = mask.kv_range(spec, 0, seqlen.q_len - 1, seqlen)
     return cutlass.max(hi - lo, 1)
 
 
@@ -98,7 +98,7 @@ def units_of_blocks(blocks, blocks_per_split):
 
 def tiles_of_rows(spec, rows):
     """Tiles of so many rows: one that is lower than the highest is alone."""
-    most = spec.tile.heights[-1]
+    most = spec.tile.m_choices[-1]
     return (rows + most - 1) // most
 
 
@@ -111,7 +111,10 @@ def load_sequence(spec: cutlass.Constexpr, a, b: Int32):
         kv_len = geometry.sequence_keys(a, b)
         rows = geometry.num_rows(q_len, geometry.pack_factor(spec, a, q_len))
         num_tiles = tiles_of_rows(spec, rows) * a.kv.k.shape[1]
-        units_per_tile, split = blocks_per_tile(spec, mask.lengths(spec, a, q_len, kv_len)), a.schedule.blocks_per_split
+        units_per_tile, split = (
+            blocks_per_tile(spec, mask.seqlen_info(spec, a, q_len, kv_len)),
+            a.schedule.blocks_per_split,
+        )
         if split > 0:
             units_per_tile = units_of_blocks(units_per_tile, split)
     return StreamKSequence(q_start, q_len, kv_len, num_tiles, units_per_tile)
@@ -189,9 +192,9 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
     if m_blocks > 1:
         head = divide(tile, m_blocks)
         m_block = tile - head * m_blocks
-    n = mask.lengths(spec, a, q_len, kv_len)
+    seqlen = mask.seqlen_info(spec, a, q_len, kv_len)
     first, last = geometry.tile_tokens(m_block, m, q_len, pack_factor)
-    lo, hi = mask.kv_range(spec, first, last, n)
+    lo, hi = mask.kv_range(spec, first, last, seqlen)
     slot, taken, count, base = Int32(-1), Int32(1), units_per_tile, unit - offset
     ctas = cute.arch.grid_dim()[0]
     if split == 0:
@@ -201,13 +204,13 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
             base = cute.arch.shuffle_sync(end, 0)
             count = cute.arch.shuffle_sync(end, 1) - base + 1
     per = cutlass.max(split, 1)
-    begins = mask.kv_range(spec, 0, q_len - 1, n)[0] + offset * per
+    begins = mask.kv_range(spec, 0, q_len - 1, seqlen)[0] + offset * per
     lo, hi = cutlass.max(lo, begins), cutlass.min(hi, begins + taken * per)
     if taken < units_per_tile:
         slot = unit if split > 0 else split_slot(cute.arch.block_idx()[0], offset, ctas)
-    blocks = (lo, hi, *mask.full_range(spec, first, last, n), SplitInfo(slot, count, base))
+    blocks = (lo, hi, *mask.full_range(spec, first, last, seqlen), SplitInfo(slot, count, base))
     w = WorkTileInfo(found.is_valid, m_block, head, q_start, q_len, kv_len, found.batch_idx, *blocks)
-    if const_expr(spec.tile.knows_rows):
+    if const_expr(spec.tile.per_tile_pack_gqa):
         w = w._replace(pack_factor=pack_factor.value, pack_magic=Int32(pack_factor.magic))
     return w, window, unit + taken
 
@@ -218,7 +221,7 @@ def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
     behind). In kernels that guess, and of at most 32 requests, it is found while the launch before still runs, and
     found anew only where another look at the requests, when that launch has ended, says that they have changed. A loop,
     so that the code that finds it is there once."""
-    hints, few, last = pdl.unsettled(spec, a), geometry.batch_size(a) <= 32, const_expr(int(pdl.guesses(spec)))
+    hints, few, last = pdl.uncached_args(spec, a), geometry.batch_size(a) <= 32, const_expr(int(pdl.has_prologue(spec)))
     zero = Int32(0)
     batch_idx, keys = zero, zero
     window, cta_units, unit = (
@@ -241,8 +244,8 @@ def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
         if const_expr(last > 0):
             if attempt < last:
                 if cute.arch.lane_idx() == 0:
-                    s.guess[0], s.guess[1], s.guess[2] = batch_idx, first, keys
-                cute.arch.barrier_arrive(barrier_id=pdl.BARRIER, number_of_threads=pdl.threads(spec))
+                    s.prologue_work[0], s.prologue_work[1], s.prologue_work[2] = batch_idx, first, keys
+                cute.arch.barrier_arrive(barrier_id=pdl.PROLOGUE_BARRIER, number_of_threads=pdl.prologue_threads(spec))
                 cute.arch.griddepcontrol_wait()
     return window, cta_units, unit
 

@@ -225,10 +225,10 @@ def find(spec: cutlass.Constexpr, a, tile: Int32, smem: SchedulerSmem):
         if section < heads:
             whole = whole_sections(heads, section, cute.arch.grid_dim()[0], smem.launch[0])
         m_block, head = lpt_order(index, m_blocks, heads, section, whole)
-    n = mask.lengths(spec, a, sequence.q_len, sequence.kv_len)
+    seqlen = mask.seqlen_info(spec, a, sequence.q_len, sequence.kv_len)
     magic = geometry.pack_magic(sequence.pack_gqa, smem.launch[2])
     first, last = geometry.tile_tokens(m_block, m, sequence.q_len, Divisor(pack_factor, magic))
-    blocks = (*mask.kv_range(spec, first, last, n), *mask.full_range(spec, first, last, n))
+    blocks = (*mask.kv_range(spec, first, last, seqlen), *mask.full_range(spec, first, last, seqlen))
     w = WorkTileInfo(is_valid, m_block, head, sequence.q_start, sequence.q_len, sequence.kv_len, batch, *blocks)
     return w._replace(pack_factor=pack_factor, pack_magic=magic)
 

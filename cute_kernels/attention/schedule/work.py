@@ -22,8 +22,8 @@ class SplitInfo(NamedTuple):
 class WorkTileInfo(NamedTuple):
     """A tile, and what every role needs to know of its request. KV blocks: [lo, hi) have a key that a row of the tile
     sees (none where hi <= lo), [n_block_full_min, n_block_full_max) need no mask. split: with schedule "stream_k". Of
-    kernels whose tiles say so (`knows_rows`), pack_factor: rows that a token has, see `geometry`; pack_magic: what
-    makes a `Divisor` of these."""
+    kernels whose tiles say so (`per_tile_pack_gqa`), pack_factor: rows that a token has, see `geometry`; pack_magic:
+    what makes a `Divisor` of these."""
 
     is_valid: Int32
     m_block: Int32
@@ -51,7 +51,7 @@ def is_split_kv(spec):
 
 def fields(spec):
     """Words of a published tile."""
-    return COMMON + is_split_kv(spec) * len(SplitInfo._fields) + spec.tile.knows_rows * 2
+    return COMMON + is_split_kv(spec) * len(SplitInfo._fields) + spec.tile.per_tile_pack_gqa * 2
 
 
 def allocate(spec, smem):
@@ -66,7 +66,7 @@ def flatten(w: WorkTileInfo):
 @cute.jit
 def produce(s, t: Int32, w: WorkTileInfo):
     """One warp: tells the others the CTA's t-th tile, as soon as there is room."""
-    pipeline.wait_empty(s.work_pipe, t)
+    pipeline.producer_acquire(s.work_pipe, t)
     producer_write(s, t, w)
     producer_commit(s, t)
 
@@ -84,7 +84,7 @@ def producer_write(s, t: Int32, w: WorkTileInfo):
 def producer_commit(s, t: Int32):
     """One warp: tells the others the tile that it has written."""
     if cute.arch.lane_idx() == 0:
-        cute.arch.mbarrier_arrive(pipeline.full(s.work_pipe, t))
+        cute.arch.mbarrier_arrive(pipeline.full_barrier(s.work_pipe, t))
     cute.arch.sync_warp()
 
 
@@ -98,7 +98,7 @@ def of_words(spec, words):
 
 def consumer_wait(spec, s, t: Int32):
     """One warp: WorkTileInfo of the CTA's t-th tile, until it is released."""
-    pipeline.wait_full(s.work_pipe, t)
+    pipeline.consumer_wait(s.work_pipe, t)
     stage = pipeline.stage(s.work_pipe, t)
     return of_words(spec, [cute.arch.make_warp_uniform(s.work[i, stage]) for i in range(fields(spec))])
 
@@ -107,5 +107,5 @@ def consume(spec, s, t: Int32):
     """One warp: WorkTileInfo of the CTA's t-th tile, which it will not read again."""
     w = consumer_wait(spec, s, t)
     cute.arch.sync_warp()  # all lanes have read before one of them arrives
-    pipeline.release(s.work_pipe, t)
+    pipeline.consumer_release(s.work_pipe, t)
     return w

@@ -7,7 +7,7 @@ from itertools import product
 from typing import ClassVar, cast
 
 from ..request import KernelRequest, Refusal
-from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, outputs, source_of
+from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, kv_source, outputs
 
 ARCHS = ("sm_100a", "sm_103a")
 PHASES = ("prefill", "decode")
@@ -17,7 +17,7 @@ PHASES = ("prefill", "decode")
 class Sm100TileConfig:
     """m query rows x n keys a CTA: halves of 128 rows, or one, whose KV blocks two warpgroups of softmax have in turn.
     few: such are the tiles of requests of at most 128 rows. `stages` K and as many V tiles in flight, `q_stages` Q
-    tiles. raw_stages: of K and V as they are stored, where they are prepared, 0: as many. loaders: warps that fill a
+    tiles. raw_stages: of K and V as they are stored, where they are prepared, 0: as many. load_warps: warps that fill a
     stage together. emulated: of 16 exponentials, those without the special function unit, where no key is hidden."""
 
     m: int = 256
@@ -25,18 +25,18 @@ class Sm100TileConfig:
     stages: int = 2
     q_stages: int = 1
     raw_stages: int = 0
-    loaders: int = 1
+    load_warps: int = 1
     emulated: int = 0
     few: bool = False
-    pieces: ClassVar[int] = 2  # of rows, that a lane dequantises at a time
+    dequant_pieces: ClassVar[int] = 2  # of rows, that a lane dequantises at a time
     l2_bytes: ClassVar[int] = 32 << 20  # of K and V at work at a time; L2 is 126 MB in two halves
-    knows_rows: ClassVar[bool] = True  # of `work.WorkTileInfo`
-    guesses: ClassVar[bool] = False  # see `pdl`
-    counters: ClassVar[int] = 1  # of a part of a tile
+    per_tile_pack_gqa: ClassVar[bool] = True  # of `work.WorkTileInfo`
+    pdl_prologue: ClassVar[bool] = False  # see `pdl`
+    counters_per_split: ClassVar[int] = 1  # of a part of a tile
     e2m1: ClassVar[bool] = True  # the architecture converts such codes
 
     @property
-    def heights(self) -> tuple[int, ...]:
+    def m_choices(self) -> tuple[int, ...]:
         """Rows that a tile may have."""
         return (self.m // 2, self.m) if self.few else (self.m,)
 
@@ -100,7 +100,7 @@ def sharing(p: KernelRequest) -> Spec:
     mask = MaskSpec("always" if p.causal else "never", modified, p.drafts, p.custom_mask)
     logits = LogitsSpec(modified, p.skip, p.alibi, p.head_scales)
     out = (p.out,) if p.out in DTYPES else outputs(p.q, p.out)
-    kv = KVSpec(p.kv, source_of(p))
+    kv = KVSpec(p.kv, kv_source(p))
     return AttentionSpec(
         p.q, kv, out, p.head_dim_qk, p.head_dim_vo, mask, logits, "stream_k", cast(Sm100TileConfig, tile)
     )
@@ -115,9 +115,9 @@ def candidate(problem: KernelRequest, arch: str) -> Spec:
     plain = p.out in DTYPES and not (p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi)
     out = (p.out,) if plain else outputs(p.q, p.out)[: 1 if p.out in DTYPES and p.q in DTYPES else 3]
     if not plain:
-        mask, logits = MaskSpec("value", window=True, bits=p.drafts, custom=p.custom_mask), LogitsSpec(soft_cap=True)
+        mask, logits = MaskSpec("value", window=True, tree=p.drafts, custom=p.custom_mask), LogitsSpec(soft_cap=True)
     logits = replace(logits, skip=p.skip, alibi=p.alibi)
-    kv, tile = KVSpec(p.kv, source_of(p)), tile_of(p.q, p.kv, dims, arch)
+    kv, tile = KVSpec(p.kv, kv_source(p)), tile_of(p.q, p.kv, dims, arch)
     if tile is not None and tile.m == 256 and not p.skip:  # whose rule depends on the blocks before
         tile = replace(tile, few=True)
     return AttentionSpec(p.q, kv, out, *dims, mask, logits, tile=tile)
@@ -135,12 +135,12 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("out", f"{', '.join(spec.out)}: the kernel has {', '.join((*DTYPES, 'e4m3', 'nvfp4'))}")
     if spec.dims not in TILES:
         return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, TILES))}")
-    if spec.mask.bits:
+    if spec.mask.tree:
         return Refusal("drafts", "True: the kernel has no mask of bits")
     if spec.logits.head_scales:
         return Refusal("head_scales", "True: no other kernel, each takes factors a head")
     t, m = spec.tile, ROWS[spec.dims]
-    if t is None or t.m != m or t.n not in (64, 96, 128) or t.loaders != 1:
+    if t is None or t.m != m or t.n not in (64, 96, 128) or t.load_warps != 1:
         return Refusal("tile", f"{t}: m is {m}, n 64, 96 or 128, a warp fills a stage")
     if t.few and (m < 256 or spec.logits.skip):
         return Refusal("tile", f"{t}: tiles of 128 rows too, where m is 256, without skip-softmax")
@@ -156,7 +156,7 @@ def shares(spec: Spec) -> Refusal | None:
         return Refusal("phase", "decode: serves 16-bit queries, caches and outputs of one type, pages that TMA fetches")
     if spec.mask != MaskSpec("always", spec.mask.window) or spec.logits != LogitsSpec(spec.logits.soft_cap):
         return Refusal("phase", "decode: serves causal masks, windows and soft caps")
-    if spec.tile.m != 128 or spec.tile.n not in (64, 96, 128) or spec.tile.loaders != 1 or spec.tile.few:
+    if spec.tile.m != 128 or spec.tile.n not in (64, 96, 128) or spec.tile.load_warps != 1 or spec.tile.few:
         return Refusal("phase", f"decode: {spec.tile}: m is 128, n 64, 96 or 128, a warp fills a stage")
     return None
 

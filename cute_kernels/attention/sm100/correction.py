@@ -33,10 +33,10 @@ def column_of(s, group):
 @cute.jit
 def take(s, group, row: Int32, item: Int32):
     """What `softmax.hand_over` says of a row."""
-    pipeline.wait_signal(s.grown + group, item)
+    pipeline.mbarrier_wait(s.grown + group, item)
     what = SoftmaxStats(s.growth[row, group, 0], s.growth[row, group, 1])
     cute.arch.sync_warp()
-    pipeline.send(s.read + group)
+    pipeline.mbarrier_arrive(s.read + group)
     return what
 
 
@@ -121,14 +121,14 @@ def finish(
     if w.n_block_max > w.n_block_min:
         of = sums(s, group, row, at.rounds + at.tiles, in_turn)
         normal = softmax.normalizer(of.top, of.total, sink)
-        out = a.out.out_factor * softmax.factor_of(a.out.out_scale, head)
+        out = a.out.out_factor * softmax.head_scale(a.out.out_scale, head)
         if const_expr(work.is_split_kv(spec)):
             out = Float32(1.0) if w.split.slot >= 0 else out
-        lse, factor = normal.lse, normal.factor * (out * const_expr(quant.format_of(spec).unit))
+        lse, factor = normal.lse, normal.inv_row_sum * (out * const_expr(quant.kv_format(spec).dequant_scale))
         if const_expr(in_turn):
             factor, second = factor * of.first, factor * of.second
         for g in mine:
-            pipeline.wait_signal(s.done + g, at.tiles if const_expr(groups(spec) == SLOTS) else at.rounds - 1)
+            pipeline.mbarrier_wait(s.done + g, at.tiles if const_expr(groups(spec) == SLOTS) else at.rounds - 1)
         tmem.after_wait()
     into = OutputRow(row, w.q_start + token, head, whole, part, lse, factor, second)
     for c in cutlass.range_constexpr(0, spec.head_dim_vo, LOADED):
@@ -136,7 +136,7 @@ def finish(
     if w.n_block_max > w.n_block_min:
         tmem.before_signal()
         for g in mine:
-            pipeline.send(s.stored + g)
+            pipeline.mbarrier_arrive(s.stored + g)
     epilogue.store_lse(a, into.token, head, lse, whole)
 
 
@@ -212,11 +212,11 @@ def correct(spec: cutlass.Constexpr, plan, s):
                     factor = take(s, group, row, i + q).value
                     if left < count:
                         if const_expr(groups(spec) < SLOTS):  # of every block: a phase looks like the one before last
-                            pipeline.wait_signal(s.done, i - 1)
+                            pipeline.mbarrier_wait(s.done, i - 1)
                         tmem.after_wait()
                         rescale(spec, column_of(s, group), factor)
                         tmem.before_signal()
-                    pipeline.send(s.early + (group if const_expr(groups(spec) == SLOTS) else i % SLOTS))
+                    pipeline.mbarrier_arrive(s.early + (group if const_expr(groups(spec) == SLOTS) else i % SLOTS))
                 i += 1
         finish_tile(spec, a, s, w, row, CorrectionCounters(i, q))
         if w.n_block_max > w.n_block_min:
@@ -224,4 +224,4 @@ def correct(spec: cutlass.Constexpr, plan, s):
         t += 1
         w = work.consume(spec, s, t)
     if const_expr(work.is_split_kv(spec)):
-        splits.meet(roles(spec).warps("softmax", "correct"))
+        splits.barrier(roles(spec).warps("softmax", "correct"))

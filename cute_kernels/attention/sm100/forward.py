@@ -42,7 +42,7 @@ from ...device import copy, pipeline, tmem
 from .. import fakes, load, splits
 from ..args import AttentionArgs, pack
 from ..kv import arrivals, pages, scales, source
-from ..prepare import dequantises, in_units, operand_stages
+from ..prepare import dequantises, operand_stages, scales_q_rows
 from ..schedule import tiles, work
 from ..spec import BITS
 from . import skip_votes
@@ -95,10 +95,10 @@ class Sm100SharedStorage:
     stored: cute.Pointer
     votes: Any = None  # of `skip`
     ready_pipe: Any = None
-    units: Any = None  # (m, 2): of rows of Q
+    q_row_scales: Any = None  # (m, 2): of rows of Q
     k_scales: Any = None  # of raw stages
     v_scales: Any = None
-    parts: Any = None  # `splits.SplitSmem`
+    splits: Any = None  # `splits.SplitSmem`
 
 
 @cute.jit
@@ -130,7 +130,7 @@ def shared(spec, plan):
     published = work.allocate(spec, smem)
     growth = smem.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, groups(spec), 2)), 16)
     tensor = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
-    signals = lambda arrivals: pipeline.signals(smem, SLOTS, arrivals)  # noqa: E731
+    signals = lambda arrivals: pipeline.make_mbarriers(smem, SLOTS, arrivals)  # noqa: E731
     pipes = [pipeline.make(smem, raw, arrivals(spec, r), r.warps(f"prepare_{x}") or 1) for x in "kv"]
     operands = [pipeline.make(smem, t.stages, r.warps(f"prepare_{x}"), 1) for x in "kv"] if dequantises(spec) else pipes
     return Sm100SharedStorage(
@@ -159,10 +159,12 @@ def shared(spec, plan):
         stored=signals(WARPS),
         votes=skip_votes.allocate(smem, groups(spec)) if spec.logits.skip else None,
         ready_pipe=pipeline.make(smem, 2, WARPS, 1) if dequantises(spec) else None,
-        units=smem.allocate_tensor(cutlass.Float32, cute.make_layout((t.m, 2)), 16) if in_units(spec) else None,
+        q_row_scales=smem.allocate_tensor(cutlass.Float32, cute.make_layout((t.m, 2)), 16)
+        if scales_q_rows(spec)
+        else None,
         k_scales=scales.allocate(spec, smem, spec.head_dim_qk, raw),
         v_scales=scales.allocate(spec, smem, spec.head_dim_vo, raw),
-        parts=splits.allocate(spec, smem),
+        splits=splits.allocate(spec, smem),
     )
 
 
@@ -181,7 +183,7 @@ def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
         schedule_and_load_q(spec, plan, s)
     elif const_expr(not dequantises(spec)):
         load_q(spec, plan, s)
-    elif const_expr(spec.kv.scaled):
+    elif const_expr(spec.kv.block_scaled):
         load.load_scales(spec, plan, s, (s.raw_k_pipe, s.raw_v_pipe))
 
 

@@ -21,7 +21,7 @@ def multiply_tiles(spec: cutlass.Constexpr, plan, s):
     while w.is_valid != 0:
         if w.n_block_max > w.n_block_min:
             n = turns(spec, w)
-            pipeline.wait_full(s.ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, at.tile)
+            pipeline.consumer_wait(s.ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, at.tile)
             i = at.item
             if const_expr(always(n, 1)):
                 i = mma_two_tiles.multiply_tile(spec, s, base, w, at)

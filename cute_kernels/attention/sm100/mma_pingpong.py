@@ -12,35 +12,35 @@ from ...device import pipeline, tmem, umma
 from ..kv import source
 from ..prepare import dequantises
 from ..schedule import work
-from .mma_utils import MmaState, columns, early, pieces, pv, qk, rows_of, wait_landed, zero_tail
+from .mma_utils import MmaState, columns, early, pieces, pv, qk, rows_of, wait_operand, zero_tail
 from .roles import SLOTS
 
 
 @cute.jit
 def begin_block(spec: cutlass.Constexpr, s, base: Int32, group: cutlass.Constexpr, at: MmaState, rows, last):
     """Q K^T of a group's block. rows: of `rows_of`. last: whether it is the tile's."""
-    wait_landed(spec, s.k_pipe, at.item)
+    wait_operand(spec, s.k_pipe, at.item)
     with cute.arch.elect_one():
         qk(spec, s, base, group, rows[0], at.item)
-        umma.commit(pipeline.empty(s.k_pipe, at.item))
+        umma.commit(pipeline.empty_barrier(s.k_pipe, at.item))
         if last:
-            umma.commit(pipeline.empty(s.q_pipe, at.tile))
+            umma.commit(pipeline.empty_barrier(s.q_pipe, at.tile))
 
 
 @cute.jit
 def multiply_block(spec: cutlass.Constexpr, s, base: Int32, group: cutlass.Constexpr, at: MmaState, first: Int32):
     """P V of a group's block. first: 1 where O begins."""
     where = columns(base, group, group)
-    wait_landed(spec, s.v_pipe, at.item)
-    pipeline.wait_signal(s.early + group, at.round)
+    wait_operand(spec, s.v_pipe, at.item)
+    pipeline.mbarrier_wait(s.early + group, at.round)
     tmem.after_wait()
     with cute.arch.elect_one():
         pv(spec, s, where, at.item, range(early(spec)), first)
-    pipeline.wait_signal(s.late + group, at.round)
+    pipeline.mbarrier_wait(s.late + group, at.round)
     tmem.after_wait()
     with cute.arch.elect_one():
         pv(spec, s, where, at.item, range(early(spec), pieces(spec)), first)
-        umma.commit(pipeline.empty(s.v_pipe, at.item))
+        umma.commit(pipeline.empty_barrier(s.v_pipe, at.item))
 
 
 @cute.jit
@@ -53,8 +53,8 @@ def begin_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at
     else:
         with cute.arch.elect_one():
             umma.commit(s.scores + 1)
-    if const_expr(source(spec).CUTS and not dequantises(spec)):
-        wait_landed(spec, s.v_pipe, at.item)
+    if const_expr(source(spec).PARTIAL_TAIL and not dequantises(spec)):
+        wait_operand(spec, s.v_pipe, at.item)
         zero_tail(spec, s, w, at.item)
 
 
@@ -64,12 +64,12 @@ def multiply_round(spec: cutlass.Constexpr, s, base: Int32, at: MmaState, rows, 
     begins."""
     for group in cutlass.range_constexpr(SLOTS):
         if first != 0:
-            pipeline.wait_signal(s.stored + group, at.tile - 1)
+            pipeline.mbarrier_wait(s.stored + group, at.tile - 1)
         if left > group:
             multiply_block(spec, s, base, group, at._replace(item=at.item + group), first)
         else:
-            pipeline.wait_signal(s.early + group, at.round)
-            pipeline.wait_signal(s.late + group, at.round)
+            pipeline.mbarrier_wait(s.early + group, at.round)
+            pipeline.mbarrier_wait(s.late + group, at.round)
         if left > SLOTS + group:
             after = at._replace(item=at.item + (SLOTS + group))
             begin_block(spec, s, base, group, after, rows, left == SLOTS + group + 1)

@@ -9,20 +9,20 @@ from ..kv import source
 from ..prepare import dequantises
 from ..schedule import work
 from . import skip
-from .mma_utils import MmaState, columns, early, landed, pieces, pv, qk, rows_of, wait_landed, zero_tail
+from .mma_utils import MmaState, columns, early, fence_before_mma, pieces, pv, qk, rows_of, wait_operand, zero_tail
 from .roles import SLOTS, always, turns
 
 
 @cute.jit
 def begin_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: MmaState, rows):
     """Q K^T of a tile's first block, of both halves. rows: of `rows_of`."""
-    wait_landed(spec, s.k_pipe, at.item)
+    wait_operand(spec, s.k_pipe, at.item)
     with cute.arch.elect_one():
         for half in cutlass.range_constexpr(SLOTS):
             qk(spec, s, base, half, rows[half], at.item)
-        umma.commit(pipeline.empty(s.k_pipe, at.item))
+        umma.commit(pipeline.empty_barrier(s.k_pipe, at.item))
         if w.n_block_max - w.n_block_min == 1:
-            umma.commit(pipeline.empty(s.q_pipe, at.tile))
+            umma.commit(pipeline.empty_barrier(s.q_pipe, at.tile))
 
 
 @cute.jit
@@ -30,18 +30,18 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo
     """P V of the block at hand, and Q K^T of the next one of the tile, of both halves. left: blocks of the tile from
     here on. rows: of `rows_of`."""
     i, first = at.item, Int32(1) if left == w.n_block_max - w.n_block_min else Int32(0)
-    pipeline.wait_full(s.v_pipe, i)
+    pipeline.consumer_wait(s.v_pipe, i)
     if left > 1:
-        pipeline.wait_full(s.k_pipe, i + 1)
-    landed(spec)
-    if const_expr(source(spec).CUTS and not dequantises(spec)):
+        pipeline.consumer_wait(s.k_pipe, i + 1)
+    fence_before_mma(spec)
+    if const_expr(source(spec).PARTIAL_TAIL and not dequantises(spec)):
         if first != 0:
             zero_tail(spec, s, w, i)
     for half in cutlass.range_constexpr(SLOTS):
         where = columns(base, half, half)
         if first != 0:
-            pipeline.wait_signal(s.stored + half, at.tile - 1)
-        pipeline.wait_signal(s.early + half, at.round)
+            pipeline.mbarrier_wait(s.stored + half, at.tile - 1)
+        pipeline.mbarrier_wait(s.early + half, at.round)
         tmem.after_wait()
         kept = Int32(1)
         if const_expr(spec.logits.skip):
@@ -50,7 +50,7 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo
         with cute.arch.elect_one():
             if kept != 0:
                 pv(spec, s, where, i, range(early(spec)), first)
-        pipeline.wait_signal(s.late + half, at.round)
+        pipeline.mbarrier_wait(s.late + half, at.round)
         tmem.after_wait()
         with cute.arch.elect_one():
             if kept != 0:
@@ -60,11 +60,11 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo
             else:
                 umma.commit(s.done + half)
     with cute.arch.elect_one():
-        umma.commit(pipeline.empty(s.v_pipe, i))
+        umma.commit(pipeline.empty_barrier(s.v_pipe, i))
         if left > 1:
-            umma.commit(pipeline.empty(s.k_pipe, i + 1))
+            umma.commit(pipeline.empty_barrier(s.k_pipe, i + 1))
         if left == 2:
-            umma.commit(pipeline.empty(s.q_pipe, at.tile))
+            umma.commit(pipeline.empty_barrier(s.q_pipe, at.tile))
 
 
 @cute.jit

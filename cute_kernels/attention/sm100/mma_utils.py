@@ -8,7 +8,7 @@ from cutlass import Int32, Uint32, const_expr
 
 from ...device import layout, pipeline, umma
 from ..kv import source
-from ..prepare import dequantises, operand
+from ..prepare import dequantises, mma_dtype
 from ..schedule import work
 from .roles import ROWS, halves
 
@@ -17,7 +17,7 @@ S, O = 0, 256  # noqa: E741  columns of S, of O
 
 def fp8(spec):
     """Whether the MMAs multiply numbers of 8 bits."""
-    return operand(spec) == "e4m3"
+    return mma_dtype(spec) == "e4m3"
 
 
 def bytes_of(spec):
@@ -84,7 +84,7 @@ def qk(spec: cutlass.Constexpr, s, base: Int32, slot, rows, i: Uint32):
     t, dim = spec.tile, spec.head_dim_qk
     width = const_expr(layout.width(dim * bytes_of(spec)))
     keys, each = first_word(spec, s.k, i, s.k_pipe, umma.k_major(width), dim), const_expr(steps(spec, dim, t.n))
-    made = const_expr(umma.instruction(kind(spec), operand(spec), ROWS, t.n))
+    made = const_expr(umma.instruction(kind(spec), mma_dtype(spec), ROWS, t.n))
     for n in cutlass.range_constexpr(len(each)):
         part = umma.DescriptorLow(keys + (each[n] >> 4), umma.k_major(width))
         umma.multiply(kind(spec), base + (S + slot * ROWS), rows[n], part, made, n > 0)
@@ -97,7 +97,7 @@ def pv(spec: cutlass.Constexpr, s, at: TmemColumns, i: Uint32, some: cutlass.Con
     t, dim = spec.tile, spec.head_dim_vo
     width, keys = const_expr(layout.width(dim * bytes_of(spec))), umma.STEP // bytes_of(spec)
     values = first_word(spec, s.v, i, s.v_pipe, umma.mn_major(width, t.n), dim)
-    made = const_expr(umma.instruction(kind(spec), operand(spec), ROWS, dim, "mn"))
+    made = const_expr(umma.instruction(kind(spec), mma_dtype(spec), ROWS, dim, "mn"))
     for piece in some:
         for n in range(piece * t.n // pieces(spec) // keys, (piece + 1) * t.n // pieces(spec) // keys):
             left = at.s + (first_p(spec) + n * umma.STEP // 4)
@@ -106,17 +106,17 @@ def pv(spec: cutlass.Constexpr, s, at: TmemColumns, i: Uint32, some: cutlass.Con
 
 
 @cute.jit
-def wait_landed(spec: cutlass.Constexpr, ring: pipeline.Pipeline, i: Uint32):
+def wait_operand(spec: cutlass.Constexpr, ring: pipeline.Pipeline, i: Uint32):
     """Until MMAs may read item i of K or V."""
-    pipeline.wait_full(ring, i)
-    landed(spec)
+    pipeline.consumer_wait(ring, i)
+    fence_before_mma(spec)
 
 
 @cute.jit
-def landed(spec: cutlass.Constexpr):
+def fence_before_mma(spec: cutlass.Constexpr):
     """Between waits for items of K or V and the MMAs that read them."""
     if const_expr(not dequantises(spec)):
-        source(spec).landed()
+        source(spec).fence_before_mma()
 
 
 @cute.jit
@@ -124,7 +124,7 @@ def zero_tail(spec: cutlass.Constexpr, s, w: work.WorkTileInfo, i: Uint32):
     """Zeros into the rows of V, item i of its pipe, that lie past the request's last key and may hold anything. Nothing
     waits for it: S of the tile has just begun."""
     valid = w.kv_len - (w.n_block_max - 1) * spec.tile.n
-    if valid < spec.tile.n and source(spec).cut(spec, valid):
+    if valid < spec.tile.n and source(spec).has_partial_tail(spec, valid):
         stage = s.v[None, None, pipeline.stage(s.v_pipe, i)]
         source(spec).zero_tail(spec, stage, valid, cute.arch.lane_idx(), 32)
         cute.arch.fence_proxy("async.shared", space="cta")

@@ -44,9 +44,9 @@ def gather(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, sha
 def load_tile(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32):
     """One warp: Q of a tile, item q of the pipe."""
     if w.pack_factor > 1:
-        pipeline.wait_empty(s.q_pipe, q)
+        pipeline.producer_acquire(s.q_pipe, q)
         gather(spec, plan, s, w, q, 0, 1)
-        pipeline.send(pipeline.full(s.q_pipe, q))
+        pipeline.mbarrier_arrive(pipeline.full_barrier(s.q_pipe, q))
     else:
         load.fetch_q(spec, plan, s, w, q)
 

@@ -22,7 +22,7 @@ def groups(spec):
 
 def tile_halves(spec, w):
     """Of a tile: a group each, or one, whose blocks all groups have in turn. An int where all tiles have as many."""
-    if len(spec.tile.heights) == 1:
+    if len(spec.tile.m_choices) == 1:
         return halves(spec)
     return geometry.tile_m(spec, geometry.num_rows(w.q_len, w.pack_factor)) // ROWS
 
@@ -53,7 +53,7 @@ REGISTERS = {  # (groups, dequantises) -> of softmax, correction, multiplication
 
 def roles(spec) -> Roles:
     softmax, correct, few, prepare = REGISTERS[groups(spec), dequantises(spec)]
-    last = "load_q" if not dequantises(spec) else "load_scales" if spec.kv.scaled else "idle"
+    last = "load_q" if not dequantises(spec) else "load_scales" if spec.kv.block_scaled else "idle"
     table = [Role("softmax", groups(spec) * WARPS, softmax), Role("correct", WARPS, correct)]
     table += [Role(name, 1, few) for name in ("mma", "load_k", "load_v", last)]
     if dequantises(spec):

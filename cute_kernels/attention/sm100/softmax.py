@@ -12,7 +12,7 @@ from ...device import exp2, pipeline, tmem, warp
 from .. import geometry, logits, mask, quant, splits
 from .. import softmax as online
 from ..logits import ScoreCols, ScoreRows
-from ..prepare import in_units, operand
+from ..prepare import mma_dtype, scales_q_rows
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from . import skip
@@ -107,7 +107,7 @@ def hand_over(s, x: ThreadCoord, what: SoftmaxStats):
     """Tells who corrects O what there is to know."""
     s.growth[x.row, x.group, 0], s.growth[x.row, x.group, 1] = what.value, what.top
     cute.arch.sync_warp()
-    pipeline.send(s.grown + x.group)
+    pipeline.mbarrier_arrive(s.grown + x.group)
 
 
 def powers(logs, emulated):
@@ -119,7 +119,7 @@ def packed(spec, r: Sm100Fragments, columns):
     """P of these columns in the MMA's type, as words."""
     if fp8(spec):
         return [warp.e4m3_word([r.s[0, c + e] for e in range(4)]) for c in columns[::4]]
-    return [warp.word16(abi.DTYPES[operand(spec)], r.s[0, c], r.s[0, c + 1]) for c in columns[::2]]
+    return [warp.word16(abi.DTYPES[mma_dtype(spec)], r.s[0, c], r.s[0, c + 1]) for c in columns[::2]]
 
 
 @cute.jit
@@ -127,7 +127,7 @@ def probabilities(spec: cutlass.Constexpr, s, r: Sm100Fragments, x: ThreadCoord,
     """P of the block to tensor memory, announced in two parts."""
     count = const_expr(pieces(spec))
     piece = const_expr(spec.tile.n // count)
-    scale, shift = (r.reduced[0],) * 2, (-r.st.shift[0],) * 2
+    scale, shift = (r.reduced[0],) * 2, (-r.st.row_max_scaled[0],) * 2
     for k in cutlass.range_constexpr(count):
         for c in cutlass.range_constexpr(k * piece, (k + 1) * piece, 2):
             logs = cute.arch.fma_packed_f32x2((r.s[0, c], r.s[0, c + 1]), scale, shift)
@@ -139,7 +139,7 @@ def probabilities(spec: cutlass.Constexpr, s, r: Sm100Fragments, x: ThreadCoord,
         if const_expr(k + 1 in (early(spec), count)):
             tmem.wait_store()
             tmem.before_signal()
-            pipeline.send((s.late if k + 1 == count else s.early) + x.slot)
+            pipeline.mbarrier_arrive((s.late if k + 1 == count else s.early) + x.slot)
 
 
 def total(spec, r: Sm100Fragments):
@@ -153,13 +153,13 @@ def total(spec, r: Sm100Fragments):
     return parts[0][0] + parts[0][1]
 
 
-def span(spec):
+def rescale_params(spec):
     """Of P. In e4m3, which ends at 448, the running maximum is always the maximum, and P raised to 2^8 there, so that
     little is lost of what is small."""
     return (
         online.RescaleParams(Float32(0.0), Float32(8.0))
         if fp8(spec)
-        else online.RescaleParams(Float32(online.LAZY), Float32(0.0))
+        else online.RescaleParams(Float32(online.RESCALE_THRESHOLD), Float32(0.0))
     )
 
 
@@ -178,23 +178,23 @@ def block(
     r: Sm100Fragments,
     x: Sm100TileState,
     at: SoftmaxCounters,
-    j: Int32,
+    n_block: Int32,
     how: cutlass.Constexpr,
 ):
     """Softmax of block j, unless it is left out."""
-    logits.fetch_mask(spec, a, x.rows, x.mask_start, j * spec.tile.n, 1)
+    logits.fetch_mask(spec, a, x.rows, x.mask_start, n_block * spec.tile.n, 1)
     x = x._replace(place=place_at(spec, x.place, at.blocks))
-    pipeline.wait_signal(s.scores + x.place.slot, x.place.turn)
+    pipeline.mbarrier_wait(s.scores + x.place.slot, x.place.turn)
     tmem.after_wait()
     fetch(spec, r, x.place)
-    cols = ScoreCols(j * spec.tile.n, list(range(spec.tile.n)))
+    cols = ScoreCols(n_block * spec.tile.n, list(range(spec.tile.n)))
     logits.transform(spec, a, r.s, r.score, x.rows, cols, x.capped, how.masked)
     if const_expr(spec.logits.skip and not how.first):
         top, out = skip.look(s, r, x.rows, x.rule, x.place.group, at.blocks)
         if out != 0:
             pass_over(s, x.place, at)
         else:
-            x.rule.peak[0] = cute.arch.fmax(x.rule.peak[0], top[0])
+            x.rule.kept_max[0] = cute.arch.fmax(x.rule.kept_max[0], top[0])
             compute(spec, s, r, x, at, top, how.masked)
     else:
         compute(spec, s, r, x, at, r.s, how.masked)
@@ -205,9 +205,9 @@ def pass_over(s, x: ThreadCoord, at: SoftmaxCounters):
     """A block that the group leaves out, to those who wait for it."""
     hand_over(s, x, SoftmaxStats(Float32(1.0), Float32(0.0)))
     tmem.before_signal()
-    pipeline.send(s.early + x.slot)
-    pipeline.send(s.late + x.slot)
-    pipeline.wait_signal(s.read + x.group, at.item)
+    pipeline.mbarrier_arrive(s.early + x.slot)
+    pipeline.mbarrier_arrive(s.late + x.slot)
+    pipeline.mbarrier_wait(s.read + x.group, at.item)
 
 
 @cute.jit
@@ -221,14 +221,14 @@ def compute(
     masked: cutlass.Constexpr,
 ):
     """P of the block at hand, whose maximum is that of `tops`, and its sum."""
-    online.update_max(r.st, tops, r.reduced, 1, span(spec), fp8(spec))
-    hand_over(s, x.place, SoftmaxStats(r.st.rescale[0], Float32(0.0)))
+    online.update_max(r.st, tops, r.reduced, 1, rescale_params(spec), fp8(spec))
+    hand_over(s, x.place, SoftmaxStats(r.st.acc_scale[0], Float32(0.0)))
     probabilities(spec, s, r, x.place, masked)
-    pipeline.wait_signal(s.read + x.place.group, at.item)  # keeps the sum behind P, on which others wait
+    pipeline.mbarrier_wait(s.read + x.place.group, at.item)  # keeps the sum behind P, on which others wait
     sum_of_p = total(spec, r)
     if const_expr(fp8(spec) and not masked and spec.tile.emulated > 0):
         sum_of_p = sum_of_p if sum_of_p < exp2.HUGE else Float32(float("nan"))  # P of NaN is 448
-    r.st.l[0] += sum_of_p
+    r.st.row_sum[0] += sum_of_p
 
 
 @cute.jit
@@ -240,25 +240,27 @@ def begin(spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState, a
     r.tokens[0] = warp.anew(
         geometry.token_of(row, geometry.pack_divisor(w))
     )  # what it is made of is kept in no register
-    r.score[0] = a.logits.scale_log2 * online.factor_of(a.logits.scale, head) * quant.format_of(spec).unit
-    if const_expr(in_units(spec)):
+    r.score[0] = a.logits.scale_log2 * online.head_scale(a.logits.scale, head) * quant.kv_format(spec).dequant_scale
+    if const_expr(scales_q_rows(spec)):
         tile = at.item - at.blocks
-        pipeline.wait_full(s.ready_pipe, tile)
-        r.score[0] *= s.units[half * ROWS + x.place.row, pipeline.stage(s.ready_pipe, tile)]
+        pipeline.consumer_wait(s.ready_pipe, tile)
+        r.score[0] *= s.q_row_scales[half * ROWS + x.place.row, pipeline.stage(s.ready_pipe, tile)]
     r.reduced[0] = r.score[0]
     if const_expr(spec.logits.alibi):
         r.slopes[0] = logits.slope_of(a, head, r.score[0])
     if const_expr(spec.logits.soft_cap):
         r.reduced[0] = logits.capped_to_log2(a.logits.soft_cap) if x.capped else r.score[0]
-    online.reset(r.st, online.NO_KEY)
+    online.reset(r.st, online.NO_KEY_MAX)
 
 
 @cute.jit
-def first_block(spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState, at: SoftmaxCounters, j: Int32):
+def first_block(
+    spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState, at: SoftmaxCounters, n_block: Int32
+):
     """The group's first block of a tile. Returns the `SoftmaxCounters` of the next."""
-    block(spec, a, s, r, x, at, j, SoftmaxFlags(True, True))
+    block(spec, a, s, r, x, at, n_block, SoftmaxFlags(True, True))
     if const_expr(spec.logits.skip):
-        x.rule.peak[0] = r.st.m[0]  # exact after one block
+        x.rule.kept_max[0] = r.st.row_max[0]  # exact after one block
     return SoftmaxCounters(at.blocks + 1, at.item + 1)
 
 
@@ -270,23 +272,23 @@ def run_segment(
     r: Sm100Fragments,
     x: Sm100TileState,
     at: SoftmaxCounters,
-    part: mask.Segment,
+    segment: mask.Segment,
     own: Int32,
 ):
     """The group's blocks of a segment of a tile. own: its first one of the tile. Returns the `SoftmaxCounters` of the
     next."""
     n = turns(spec, x.w)
     if const_expr(always(n, 1)):
-        for j in cutlass.range(part.hi - 1, part.lo - 1, -1, unroll=1):
-            block(spec, a, s, r, x, at, j, SoftmaxFlags(part.masked))
+        for n_block in cutlass.range(segment.n_block_max - 1, segment.n_block_min - 1, -1, unroll=1):
+            block(spec, a, s, r, x, at, n_block, SoftmaxFlags(segment.masked))
             at = SoftmaxCounters(at.blocks + 1, at.item + 1)
     else:
-        j = part.hi - 1
-        j -= (own - j) & (n - 1)
-        while j >= part.lo:
-            block(spec, a, s, r, x, at, j, SoftmaxFlags(part.masked))
+        n_block = segment.n_block_max - 1
+        n_block -= (own - n_block) & (n - 1)
+        while n_block >= segment.n_block_min:
+            block(spec, a, s, r, x, at, n_block, SoftmaxFlags(segment.masked))
             at = SoftmaxCounters(at.blocks + 1, at.item + 1)
-            j -= n
+            n_block -= n
     return at
 
 
@@ -296,7 +298,7 @@ def run_tile(spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState
     w, n, group = x.w, turns(spec, x.w), x.place.group
     half = group * (tile_halves(spec, w) - 1)
     first, last = geometry.tile_tokens(tile_halves(spec, w) * w.m_block + half, ROWS, w.q_len, w.pack_factor)
-    n_block_full_min, n_block_full_max = mask.full_range(spec, first, last, x.rows.n)
+    n_block_full_min, n_block_full_max = mask.full_range(spec, first, last, x.rows.seqlen)
     begin(spec, a, s, r, x, at, half)
     own = w.n_block_max - 1
     if const_expr(always(n, 1)):
@@ -311,12 +313,12 @@ def run_tile(spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState
     if const_expr(not always(n, 1)):
         if (w.n_block_max - w.n_block_min) & (n - 1) & group != 0:  # the other group has the tile's last block
             mine = place_at(spec, x.place, at.blocks)
-            pipeline.wait_signal(s.scores + mine.slot, mine.turn)
+            pipeline.mbarrier_wait(s.scores + mine.slot, mine.turn)
             pass_over(s, mine, at)
             at = SoftmaxCounters(at.blocks + 1, at.item + 1)
-    top = -Float32.inf if r.st.m[0] == -Float32.inf else r.st.shift[0]
-    hand_over(s, x.place, SoftmaxStats(r.st.l[0], top))
-    pipeline.wait_signal(s.read + x.place.group, at.item)
+    top = -Float32.inf if r.st.row_max[0] == -Float32.inf else r.st.row_max_scaled[0]
+    hand_over(s, x.place, SoftmaxStats(r.st.row_sum[0], top))
+    pipeline.mbarrier_wait(s.read + x.place.group, at.item)
     return SoftmaxCounters(at.blocks, at.item + 1)
 
 
@@ -331,10 +333,10 @@ def softmax(spec: cutlass.Constexpr, plan, s):
     while w.is_valid != 0:
         if const_expr(work.is_split_kv(spec)):
             if w.split.slot >= 0:
-                splits.note(s.parts, w, count, cute.arch.thread_idx()[0])
+                splits.record(s.splits, w, count, cute.arch.thread_idx()[0])
                 count += 1
         if w.n_block_max > w.n_block_min:
-            rows = ScoreRows(r.tokens, w.q_start, mask.lengths(spec, a, w.q_len, w.kv_len), r.slopes, r.words)
+            rows = ScoreRows(r.tokens, w.q_start, mask.seqlen_info(spec, a, w.q_len, w.kv_len), r.slopes, r.words)
             start = geometry.mask_start(a, w.batch_idx) if const_expr(spec.mask.custom) else None
             x = Sm100TileState(w, mine, rows, capped, start, skip.rule(spec, a, w.kv_len))
             at = run_tile(spec, a, s, r, x, at)
@@ -342,5 +344,5 @@ def softmax(spec: cutlass.Constexpr, plan, s):
         w = work.consume(spec, s, t)
     if const_expr(work.is_split_kv(spec)):
         threads, tid = const_expr(roles(spec).warps("softmax")), cute.arch.thread_idx()[0]
-        splits.meet(roles(spec).warps("softmax", "correct"))
-        splits.merge(spec, a, s.parts, count, tid, threads, MERGED)
+        splits.barrier(roles(spec).warps("softmax", "correct"))
+        splits.merge(spec, a, s.splits, count, tid, threads, MERGED)

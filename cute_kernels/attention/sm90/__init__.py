@@ -8,7 +8,7 @@ from itertools import product
 from typing import ClassVar, cast
 
 from ..request import KernelRequest, Refusal
-from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, outputs, source_of
+from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, kv_source, outputs
 
 ARCHS = ("sm_90a",)
 PHASES = ("prefill", "decode")
@@ -31,11 +31,11 @@ class Sm90TileConfig:
     q_in_regs: bool = False
 
     raw_stages: int = 0
-    loaders: int = 2  # warps that fill a stage together: issuing a TMA takes one tens of cycles
+    load_warps: int = 2  # warps that fill a stage together: issuing a TMA takes one tens of cycles
     promote: int = 0  # KV blocks after which O moves to fp32 sums in shared memory, 0: never
-    knows_rows: ClassVar[bool] = True  # of `work.WorkTileInfo`
-    guesses: ClassVar[bool] = False  # see `pdl`
-    counters: ClassVar[int] = 1  # of a part of a tile
+    per_tile_pack_gqa: ClassVar[bool] = True  # of `work.WorkTileInfo`
+    pdl_prologue: ClassVar[bool] = False  # see `pdl`
+    counters_per_split: ClassVar[int] = 1  # of a part of a tile
     e2m1: ClassVar[bool] = False  # whether the architecture converts such codes
     l2_bytes: ClassVar[int] = 16 << 20  # of K and V at work at a time; Hopper's L2 is 50 MB in two halves
 
@@ -44,12 +44,12 @@ class Sm90TileConfig:
         return self.m // 64
 
     @property
-    def pieces(self) -> int:
+    def dequant_pieces(self) -> int:
         """Of rows, that a lane dequantises at a time: what registers leave room for."""
         return 2 if self.q_in_regs else 4
 
     @property
-    def heights(self) -> tuple[int, ...]:
+    def m_choices(self) -> tuple[int, ...]:
         """Rows that a tile may have."""
         return (self.m,)
 
@@ -71,33 +71,33 @@ TILES = {  # (head_dim_qk, head_dim_vo) -> tile of kernels that take every modif
 }
 USUAL = ((64, 64), (128, 128))
 FP8_TILES = {  # of 8-bit Q, K and V, whose V is transposed by warps that do not load
-    (64, 64): Sm90TileConfig(128, 128, 4, loaders=1, promote=16),
-    (128, 128): Sm90TileConfig(128, 96, 3, loaders=1, promote=21),
-    (192, 128): Sm90TileConfig(128, 128, 2, loaders=1, promote=16),
-    (256, 256): Sm90TileConfig(64, 64, 3, loaders=1, promote=32),
+    (64, 64): Sm90TileConfig(128, 128, 4, load_warps=1, promote=16),
+    (128, 128): Sm90TileConfig(128, 96, 3, load_warps=1, promote=21),
+    (192, 128): Sm90TileConfig(128, 128, 2, load_warps=1, promote=16),
+    (256, 256): Sm90TileConfig(64, 64, 3, load_warps=1, promote=32),
 }
 FP8_HEADLINE_TILES = FP8_TILES | {
-    (64, 64): Sm90TileConfig(192, 128, 4, 2, loaders=1, promote=16),
-    (128, 128): Sm90TileConfig(192, 96, 3, raw_stages=2, loaders=1, promote=21),
+    (64, 64): Sm90TileConfig(192, 128, 4, 2, load_warps=1, promote=16),
+    (128, 128): Sm90TileConfig(192, 96, 3, raw_stages=2, load_warps=1, promote=21),
 }
 QUANTISED_TILES = {  # of quantised K and V, dequantised by a warpgroup
-    (64, 64): Sm90TileConfig(128, 128, 3, raw_stages=3, loaders=1),
-    (128, 128): Sm90TileConfig(128, 128, 2, raw_stages=2, loaders=1),
-    (192, 128): Sm90TileConfig(128, 80, 2, raw_stages=2, loaders=1),
-    (256, 256): Sm90TileConfig(64, 48, 2, raw_stages=2, loaders=1),
+    (64, 64): Sm90TileConfig(128, 128, 3, raw_stages=3, load_warps=1),
+    (128, 128): Sm90TileConfig(128, 128, 2, raw_stages=2, load_warps=1),
+    (192, 128): Sm90TileConfig(128, 80, 2, raw_stages=2, load_warps=1),
+    (256, 256): Sm90TileConfig(64, 48, 2, raw_stages=2, load_warps=1),
 }
 QUANTISED_HEADLINE_TILES = QUANTISED_TILES | {
-    (64, 64): Sm90TileConfig(128, 128, 3, 1, True, raw_stages=3, loaders=1),
-    (128, 128): Sm90TileConfig(128, 128, 2, 1, True, raw_stages=2, loaders=1),
+    (64, 64): Sm90TileConfig(128, 128, 3, 1, True, raw_stages=3, load_warps=1),
+    (128, 128): Sm90TileConfig(128, 128, 2, 1, True, raw_stages=2, load_warps=1),
 }
 NVFP4_HEADLINE_TILES = QUANTISED_TILES  # their conversion binds: it takes the registers that Q would have
 SHARED_TILES = {  # (type of the cache, head_dim) -> tile of kernels whose CTAs share the keys of a request
-    ("16-bit", 64): Sm90TileConfig(64, 128, 6, loaders=1),
-    ("16-bit", 128): Sm90TileConfig(64, 128, 3, loaders=1),
-    ("e4m3", 64): Sm90TileConfig(64, 128, 4, raw_stages=4, loaders=1),
-    ("e4m3", 128): Sm90TileConfig(64, 128, 2, raw_stages=2, loaders=1),
-    ("nvfp4", 64): Sm90TileConfig(64, 128, 4, raw_stages=4, loaders=1),
-    ("nvfp4", 128): Sm90TileConfig(64, 128, 2, raw_stages=3, loaders=1),
+    ("16-bit", 64): Sm90TileConfig(64, 128, 6, load_warps=1),
+    ("16-bit", 128): Sm90TileConfig(64, 128, 3, load_warps=1),
+    ("e4m3", 64): Sm90TileConfig(64, 128, 4, raw_stages=4, load_warps=1),
+    ("e4m3", 128): Sm90TileConfig(64, 128, 2, raw_stages=2, load_warps=1),
+    ("nvfp4", 64): Sm90TileConfig(64, 128, 4, raw_stages=4, load_warps=1),
+    ("nvfp4", 128): Sm90TileConfig(64, 128, 2, raw_stages=3, load_warps=1),
 }
 SHARED_ROWS = 16  # more than so many rows of a request: up to there `decode` reads keys as fast, and computes less
 HEADLINE_TILES = TILES | {  # of kernels that take none
@@ -148,7 +148,7 @@ def sharing(p: KernelRequest) -> Spec:
     mask = MaskSpec("always" if p.causal else "never", p.window, p.drafts, p.custom_mask)
     logits = LogitsSpec(p.soft_cap, p.skip, p.alibi, p.head_scales)
     out = (p.out,) if p.out in DTYPES else outputs(p.q, p.out)
-    kv, tile = KVSpec(p.kv, source_of(p)), cast(Sm90TileConfig, spec.tile if many else None)
+    kv, tile = KVSpec(p.kv, kv_source(p)), cast(Sm90TileConfig, spec.tile if many else None)
     return replace(spec, kv=kv, out=out, head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, tile=tile)
 
 
@@ -159,13 +159,13 @@ def candidate(problem: KernelRequest, arch: str) -> Spec:
     p, dims = problem, (problem.head_dim_qk, problem.head_dim_vo)
     plain = p.out in DTYPES and not (p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi)
     spec = headline(p.q, p.kv, dims, p.causal) if plain else general(p.q, p.kv, dims)
-    mask = replace(spec.mask, bits=p.drafts, custom=p.custom_mask)
+    mask = replace(spec.mask, tree=p.drafts, custom=p.custom_mask)
     logits = replace(spec.logits, skip=p.skip, alibi=p.alibi, head_scales=p.head_scales and p.kv in DTYPES)
     out = outputs(p.q, p.out) if len(spec.out) > 1 or p.out not in DTYPES else (p.out,)
     few = p.skip and p.kv not in DTYPES  # registers, and votes need some
     tile = tiles_of(p.q, p.kv, False).get(dims) if few else spec.tile
     return replace(
-        spec, kv=KVSpec(p.kv, source_of(p)), out=out, mask=mask, logits=logits, tile=cast(Sm90TileConfig, tile)
+        spec, kv=KVSpec(p.kv, kv_source(p)), out=out, mask=mask, logits=logits, tile=cast(Sm90TileConfig, tile)
     )
 
 
@@ -182,7 +182,7 @@ def supports(spec: Spec) -> Refusal | None:
     tiles = tiles_of(spec.q, spec.kv.dtype, False)
     if spec.dims not in tiles:
         return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, tiles))}")
-    if spec.mask.bits:
+    if spec.mask.tree:
         return Refusal("drafts", "True: the kernel has no mask of bits")
     if spec.logits.head_scales:
         return Refusal("head_scales", "True: the kernel has one factor for all heads")
@@ -195,7 +195,7 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("tile", f"{t}: over quantised K and V, m is 64 or 128")
     if spec.logits.soft_cap and (t.q_in_regs or t.q_stages > 1):  # code for a tile is chosen with no MMA in flight
         return Refusal("tile", f"{t}: with a soft cap, Q has one stage, in shared memory")
-    if spec.kv.dtype == spec.q != FP8 and t.loaders != 2:
+    if spec.kv.dtype == spec.q != FP8 and t.load_warps != 2:
         return Refusal("tile", f"{t}: loaders is 2 where nothing is prepared")
     return None
 

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, const_expr
 from ...device import copy, warp, wgmma
 from .. import epilogue, geometry, logits, nvfp4, quant, softmax
 from ..schedule.work import WorkTileInfo
-from ..spec import BLOCK
+from ..spec import SF_VEC_SIZE
 from .roles import fp8, scaled_rows
 
 LANES = 4  # that have columns of a row of an accumulator
@@ -34,18 +34,18 @@ class RowScales(NamedTuple):
 @cute.jit
 def scales_of_call(spec: cutlass.Constexpr, a):
     """`CallScales` of a call; what its rows have of their own `RowScales` adds."""
-    score, unit = a.logits.scale_log2, const_expr(quant.format_of(spec).unit)
+    score, dequant_scale = a.logits.scale_log2, const_expr(quant.kv_format(spec).dequant_scale)
     if const_expr(not scaled_rows(spec)):  # whose device factors may be a head's
-        score = softmax.device_factor(score, a.logits.scale)
-    if const_expr(unit != 1.0):
-        score *= unit
+        score = softmax.device_scale(score, a.logits.scale)
+    if const_expr(dequant_scale != 1.0):
+        score *= dequant_scale
     reduced = score
     if const_expr(spec.logits.soft_cap):
         if a.logits.soft_cap > 0.0:
             reduced = logits.capped_to_log2(a.logits.soft_cap)
-    out = a.out.out_factor if const_expr(scaled_rows(spec)) else epilogue.scale_of(a)
-    if const_expr(unit != 1.0):
-        out *= unit
+    out = a.out.out_factor if const_expr(scaled_rows(spec)) else epilogue.output_scale(a)
+    if const_expr(dequant_scale != 1.0):
+        out *= dequant_scale
     return CallScales(score, reduced, out)
 
 
@@ -57,22 +57,22 @@ ROOM = 14.0  # log2 units of P in 16 bits: fp16 ends at 2^16
 FULL = 8.76  # of P in e4m3, which ends at 448, to which it rounds from 432 = 2^8.755 on
 
 
-def raised_more(kv_len):
+def extra_offset(kv_len):
     """By how many powers of two P of e4m3 is raised, beyond 2^4: 1 from 4,097 keys on, 2 from 8,193, 3 from
     16,385."""
     above = cutlass.max(0, kv_len - 1) >> 12
     return cutlass.min(1, above) + cutlass.min(1, above >> 1) + cutlass.min(1, above >> 2)
 
 
-def span(spec, kv_len) -> softmax.RescaleParams:
+def rescale_params(spec, kv_len) -> softmax.RescaleParams:
     """Where P of a request of kv_len keys lies. In e4m3, what is 2^(10 + raised) times smaller than the running maximum
     is lost: a request of up to 2^15 keys loses less than a fourth of its largest one. Raised by a whole power of two, P
     of a key that outweighs all others is exact."""
     if not fp8(spec):
         return softmax.RescaleParams(Float32(ROOM), Float32(0.0))
     # The bits of 4.0, and 1.0 more each: a float that is the same in the whole warp costs no register.
-    raised = warp.from_bits(cute.arch.make_warp_uniform(0x40800000 + (raised_more(kv_len) << 21)))
-    return softmax.RescaleParams(FULL - raised, raised)
+    max_offset = warp.from_bits(cute.arch.make_warp_uniform(0x40800000 + (extra_offset(kv_len) << 21)))
+    return softmax.RescaleParams(FULL - max_offset, max_offset)
 
 
 def fours(spec):
@@ -90,7 +90,7 @@ def in_order(values: cute.Tensor):
     return found
 
 
-def unit_of(spec, bits):
+def vec_bits_of(spec, bits):
     """Bits that a lane has side by side in a row of values of so many."""
     return bits * (4 if fours(spec) else 2)
 
@@ -101,14 +101,14 @@ def words_of(spec, bits):
 
 
 @cute.jit
-def gather_units(words: cute.Tensor, at: cutlass.Constexpr, unit: cutlass.Constexpr):
+def gather_vecs(words: cute.Tensor, at: cutlass.Constexpr, vec_bits: cutlass.Constexpr):
     """words[at:at+4], each the units that a lane of the quad had, put into the order of a row: first units first."""
     w = [words[at + i] for i in range(4)]
-    if const_expr(unit == 16):
+    if const_expr(vec_bits == 16):
         pairs = [quant.permute(w[i], w[i + 1], selector) for selector in (0x5410, 0x7632) for i in (0, 2)]
         for i in cutlass.range_constexpr(4):
             words[at + i] = pairs[i]
-    elif const_expr(unit == 8):
+    elif const_expr(vec_bits == 8):
         pairs = [quant.permute(w[i], w[i + 1], selector) for selector in (0x5140, 0x7362) for i in (0, 2)]
         for i in cutlass.range_constexpr(4):
             words[at + i] = quant.permute(pairs[i // 2 * 2], pairs[i // 2 * 2 + 1], (0x5410, 0x7632)[i % 2])
@@ -120,19 +120,19 @@ def store_words(spec: cutlass.Constexpr, out: cute.Tensor, words: cute.Tensor, b
 
     A quad transposes them so that each lane holds whole 16-byte pieces, and stores 64 contiguous bytes at a time.
     """
-    lane, unit = cute.arch.lane_idx() % 4, unit_of(spec, bits)
-    count, step = words_of(spec, bits), const_expr(4 if unit <= 32 else 2)
+    lane, vec_bits = cute.arch.lane_idx() % 4, vec_bits_of(spec, bits)
+    count, step = words_of(spec, bits), const_expr(4 if vec_bits <= 32 else 2)
     each = const_expr(32 * step // out.element_type.width)  # elements that a lane stores
-    if const_expr(unit <= 32):
+    if const_expr(vec_bits <= 32):
         for k in cutlass.range_constexpr(0, count, 4):
             warp.quad_transpose(words, k)
-            gather_units(words, k, unit)
+            gather_vecs(words, k, vec_bits)
     if keep:
         for k in cutlass.range_constexpr(0, count, step):
             piece = cute.make_rmem_tensor(step, Int32)
             for i in cutlass.range_constexpr(step):
                 piece[i] = words[k + i]
-            number = k + lane if const_expr(unit <= 32) else 2 * k + lane
+            number = k + lane if const_expr(vec_bits <= 32) else 2 * k + lane
             target = cute.local_tile(out, (each,), (number,))
             if const_expr(count % 4 == 0):
                 copy.vector(cute.recast_tensor(piece, out.element_type), target)
@@ -158,7 +158,7 @@ def store_e4m3(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: cu
 @cute.jit
 def store_nvfp4(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: cute.Tensor, keep):
     """A quad has blocks of 16 together, in either order 4 of a lane's values; each lane stores factors of 4 blocks."""
-    lane, blocks = cute.arch.lane_idx() % 4, const_expr(spec.head_dim_vo // BLOCK)
+    lane, blocks = cute.arch.lane_idx() % 4, const_expr(spec.head_dim_vo // SF_VEC_SIZE)
     words = cute.make_rmem_tensor(max(4, words_of(spec, 4)), Int32)
     words.fill(0)
     for first in cutlass.range_constexpr(0, blocks, 4):
@@ -168,11 +168,11 @@ def store_nvfp4(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: c
             own = cute.make_rmem_tensor(4, Float32)
             for e in cutlass.range_constexpr(4):
                 own[e] = values[4 * block + e]
-            f = nvfp4.factor_of(nvfp4.largest(own, (1, 2)), a.out.o_sf_scale)
+            f = nvfp4.compute_sf(nvfp4.block_amax(own, (1, 2)), a.out.o_sf_scale)
             words[block // 2] = words[block // 2] | nvfp4.codes(own, f) << (16 * (block % 2))
             factors = factors | f.byte.to(Int32) << (8 * i)
         if keep and lane == first // 4 % 4:
-            nvfp4.store_factors(a, token, head, first, factors)
+            nvfp4.store_sf4(a, token, head, first, factors)
     store_words(spec, a.out.o_fp4[token, head, None], words, 4, keep)
 
 
@@ -212,8 +212,8 @@ def zero_row(spec: cutlass.Constexpr, a, token: Int32, head: Int32, keep):
         if a.out.o_fp4.shape[0] > 0:
             zero_pieces(a.out.o_fp4[token, head, None], words_of(spec, 4), keep)
             block = cute.arch.lane_idx() % LANES * 4
-            if keep and block < spec.head_dim_vo // BLOCK:
-                nvfp4.store_factors(a, token, head, block, Int32(0))
+            if keep and block < spec.head_dim_vo // SF_VEC_SIZE:
+                nvfp4.store_sf4(a, token, head, block, Int32(0))
         elif a.out.o_fp8.shape[0] > 0:
             zero_pieces(a.out.o_fp8[token, head, None], words_of(spec, 8), keep)
         else:
@@ -239,9 +239,9 @@ def store(spec: cutlass.Constexpr, a, r, w: WorkTileInfo, scales: CallScales, em
             values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
             normal = softmax.row_normalizer(r.st, k, sink, LANES)
             lse = normal.lse
-            factor = normal.factor * scales.out
+            factor = normal.inv_row_sum * scales.out
             if const_expr(r.scales is not None):
-                factor *= softmax.factor_of(a.out.out_scale, head)
+                factor *= softmax.head_scale(a.out.out_scale, head)
             values.store(o[k, None].load() * factor)
             if const_expr(fours(spec)):
                 values = in_order(values)

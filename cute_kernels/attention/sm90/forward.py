@@ -1,9 +1,9 @@
 """Prefill on Hopper: host part and device entry.
 
-Roles (`roles`): the warps of warpgroup 0 load, `tile.loaders` feed K, one of which also publishes the tiles, as many Q
-and V, one copies scale factors; warpgroup 1 prepares stages that no MMA can read as they were loaded, if there are any:
-it dequantises K and V, two warps each, or transposes V, which the spare warps of warpgroup 0 do where three warpgroups
-compute; each further warpgroup computes 64 rows of the tile (`mainloop`). CTAs are persistent.
+Roles (`roles`): the warps of warpgroup 0 load, `tile.load_warps` feed K, one of which also publishes the tiles, as many
+Q and V, one copies scale factors; warpgroup 1 prepares stages that no MMA can read as they were loaded, if there are
+any: it dequantises K and V, two warps each, or transposes V, which the spare warps of warpgroup 0 do where three
+warpgroups compute; each further warpgroup computes 64 rows of the tile (`mainloop`). CTAs are persistent.
 
 Where CTAs share the keys of requests (`schedule.stream_k`), a warp of the first warpgroup schedules, and `splits` has
 what a CTA found of a tile that is not its own alone.
@@ -37,7 +37,7 @@ from ...device import copy, layout, pipeline, wgmma
 from .. import fakes, load, splits
 from ..args import AttentionArgs, pack
 from ..kv import arrivals, pages, scales, source
-from ..prepare import dequantises, operand, operand_stages
+from ..prepare import dequantises, mma_dtype, operand_stages
 from ..schedule import stream_k, tiles, work
 from . import promotion, skip
 from .mainloop import DENSE, run_tiles
@@ -81,13 +81,13 @@ class Sm90SharedStorage:
     v_scales: cute.Tensor | None
     o_sums: Any = None  # (4, Dvo / 8, threads): what `promotion.advance` adds to
     board: Any = None  # of `skip`
-    parts: Any = None  # `splits.SplitSmem`
+    splits: Any = None  # `splits.SplitSmem`
 
 
 @cute.jit
 def forward(spec: cutlass.Constexpr, stream, *flat):
     a = pack(spec, flat)
-    t, dt = spec.tile, abi.DTYPES[operand(spec)]
+    t, dt = spec.tile, abi.DTYPES[mma_dtype(spec)]
     k, v = (
         source(spec).operand(x, (t.n, x.shape[3]), count)
         for x, count in zip((a.kv.k, a.kv.v), loaded(spec), strict=True)
@@ -116,8 +116,8 @@ def loaded(spec):
 
 def operand_q(spec, smem, raw_q):
     """Where an MMA finds Q: where it was loaded to, if that has the size."""
-    dt, shape = abi.DTYPES[operand(spec)], (spec.tile.m, spec.head_dim_qk)
-    if spec.q == operand(spec) or spec.tile.q_in_regs:
+    dt, shape = abi.DTYPES[mma_dtype(spec)], (spec.tile.m, spec.head_dim_qk)
+    if spec.q == mma_dtype(spec) or spec.tile.q_in_regs:
         return raw_q
     if raw_q.element_type.width < dt.width:
         return operand_stages(spec, smem, shape, spec.tile.q_stages)
@@ -164,7 +164,7 @@ def shared(spec, plan):
         v_scales=scales.allocate(spec, smem, spec.head_dim_vo, raw_v_count),
         o_sums=promotion.allocate(spec, smem) if t.promote else None,
         board=skip.allocate(spec, smem),
-        parts=splits.allocate(spec, smem),
+        splits=splits.allocate(spec, smem),
     )
 
 
@@ -188,7 +188,7 @@ def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
             load_v(spec, plan, s, warp - roles(spec).first("load_v"))
         elif warp == roles(spec).first("schedule"):
             stream_k.schedule_warp(spec, plan.args, s)
-        elif const_expr(spec.kv.scaled):
+        elif const_expr(spec.kv.block_scaled):
             load.load_scales(spec, plan, s, (s.raw_k_pipe, s.raw_v_pipe))
     elif const_expr(not any(prepared(spec))):
         load_v(spec, plan, s, warp - roles(spec).first("load_v"))
@@ -197,7 +197,7 @@ def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
     elif const_expr(not dequantises(spec)):
         if const_expr(not apart(spec)):
             prepare_kv(spec, plan, s, pages.V, warp - roles(spec).first("prepare_v"))
-    elif const_expr(spec.kv.scaled):
+    elif const_expr(spec.kv.block_scaled):
         if warp == roles(spec).first("load_scales"):
             load.load_scales(spec, plan, s, (s.raw_k_pipe, s.raw_v_pipe))
 

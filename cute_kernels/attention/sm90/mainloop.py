@@ -23,11 +23,11 @@ from ...device import pipeline, warp, wgmma
 from .. import geometry, logits, mask, softmax
 from ..kv import pages, source
 from ..logits import ScoreCols, ScoreRows
-from ..prepare import dequantises, in_units, operand
+from ..prepare import dequantises, mma_dtype, scales_q_rows
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from . import promotion, splits
-from .epilogue import LANES, ROOM, CallScales, scales_of, scales_of_call, span, store
+from .epilogue import LANES, ROOM, CallScales, rescale_params, scales_of, scales_of_call, store
 from .groups import ALL_BARRIER, group_index, pass_turn, wait_turn
 from .query import convert_q, gather_q, load_q
 from .roles import fp8, prepared, roles, scaled_rows
@@ -37,10 +37,10 @@ NEARLY_FULL = 0.97 * 2.0**ROOM  # no exponential exceeds 2^ROOM where the sum of
 TO_TOP, TOPS = 0x02020202, 0x80808080  # e4m3 is 0x7e at 448, 0x7f for NaN: plus 2, their top bit is set
 
 
-def landed(spec, which):
+def fence_before_mma(spec, which):
     """What precedes an MMA that reads a stage of K or V; one that was prepared needs nothing."""
     if not prepared(spec)[which]:
-        source(spec).landed()
+        source(spec).fence_before_mma()
 
 
 def ahead(spec):
@@ -49,26 +49,26 @@ def ahead(spec):
 
 
 def rows_of(r: Sm90Fragments, x: Sm90TileState):
-    return ScoreRows(r.tokens, x.w.q_start, x.n, r.slopes, r.words)
+    return ScoreRows(r.tokens, x.w.q_start, x.seqlen, r.slopes, r.words)
 
 
 @cute.jit
-def transform(spec: cutlass.Constexpr, a, r: Sm90Fragments, x: Sm90TileState, j: Int32, how: cutlass.Constexpr):
+def transform(spec: cutlass.Constexpr, a, r: Sm90Fragments, x: Sm90TileState, n_block: Int32, how: cutlass.Constexpr):
     """Soft cap and mask of block j in r.s, as (rows, cols)."""
     view = wgmma.rows_cols(r.s)
     mine = r.cols[0, 0][1]
     at = [8 * (c // 2) + c % 2 for c in range(spec.tile.n // LANES)]
     rows = rows_of(r, x)
-    cols = ScoreCols(j * spec.tile.n + mine, at, mine, LANES)
+    cols = ScoreCols(n_block * spec.tile.n + mine, at, mine, LANES)
     logits.transform(spec, a, view, scales_of(r, x.scales).score, rows, cols, how.capped, how.masked)
     return view
 
 
 @cute.jit
-def scores(spec: cutlass.Constexpr, a, r: Sm90Fragments, x: Sm90TileState, j: Int32, how: cutlass.Constexpr):
+def scores(spec: cutlass.Constexpr, a, r: Sm90Fragments, x: Sm90TileState, n_block: Int32, how: cutlass.Constexpr):
     """Soft cap, mask and new maxima of block j in r.s."""
-    view, to_log2 = transform(spec, a, r, x, j, how), scales_of(r, x.scales).reduced
-    softmax.update_max(r.st, view, to_log2, LANES, x.span, early(spec) > 0)
+    view, to_log2 = transform(spec, a, r, x, n_block, how), scales_of(r, x.scales).reduced
+    softmax.update_max(r.st, view, to_log2, LANES, x.rescale_params, early(spec) > 0)
 
 
 @cute.jit
@@ -87,7 +87,7 @@ def packed(spec, values):
     """Values of a row in the type of P, as words: of 8 bits four neighbours, of 16 two."""
     if fp8(spec):
         return [warp.e4m3_word([values[i + e] for e in range(4)]) for i in range(0, cute.size(values), 4)]
-    return [warp.word16(abi.DTYPES[operand(spec)], values[i], values[i + 1]) for i in range(0, cute.size(values), 2)]
+    return [warp.word16(abi.DTYPES[mma_dtype(spec)], values[i], values[i + 1]) for i in range(0, cute.size(values), 2)]
 
 
 def place(spec, r, words, row):
@@ -112,9 +112,12 @@ def guess(spec, r, x, row, cols, before=None) -> SpeculativeP:
     scores, scale = wgmma.rows_cols(r.s)[row, None], scales_of(r, x.scales).reduced[row]
     values = cute.make_rmem_tensor(len(cols), Float32)
     for i, col in enumerate(cols):
-        values[i] = softmax.power(scores[col], scale, r.st.shift[row])
+        values[i] = softmax.exp2_scaled(scores[col], scale, r.st.row_max_scaled[row])
     words = packed(spec, values)
-    parts, full = softmax.chained(values, softmax.add, before and before.parts), before.full if before else Uint32(0)
+    parts, full = (
+        softmax.reduce_chains(values, softmax.add, before and before.parts),
+        before.full if before else Uint32(0),
+    )
     if fp8(spec):
         for word in words:
             full = full | (word + Uint32(TO_TOP))
@@ -130,30 +133,30 @@ def settle(spec: cutlass.Constexpr, r: Sm90Fragments, x: Sm90TileState, totals, 
     else:
         again = totals[0] >= NEARLY_FULL or totals[1] >= NEARLY_FULL
     if cute.arch.vote_any_sync(again):
-        softmax.update_max(r.st, wgmma.rows_cols(r.s), scales_of(r, x.scales).reduced, LANES, x.span, False)
+        softmax.update_max(r.st, wgmma.rows_cols(r.s), scales_of(r, x.scales).reduced, LANES, x.rescale_params, False)
         for row in cutlass.range_constexpr(cute.size(r.tokens)):
             probabilities(r, x, row)
             operand_p(spec, r, row)
         rescale(spec, r)
     else:
         for row in cutlass.range_constexpr(cute.size(r.tokens)):
-            r.st.l[row] += totals[row]
+            r.st.row_sum[row] += totals[row]
 
 
 @cute.jit
 def wait_first_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, w: WorkTileInfo, at: ConsumerState):
     """Wait for what the first QK of a tile needs: its Q and K of its last block."""
-    pipeline.wait_full(s.q_pipe, at.q)
+    pipeline.consumer_wait(s.q_pipe, at.q)
     if w.pack_factor > 1:
         gather_q(spec, s, w, plan.args, pipeline.stage(s.q_pipe, at.q))
     if const_expr(spec.tile.q_in_regs):
         load_q(spec, plan.mma_qk, s, r, r.q, pipeline.stage(s.q_pipe, at.q))
         cute.arch.sync_warp()  # all lanes have read before one of them arrives
-        pipeline.release(s.q_pipe, at.q)
-    elif const_expr(dequantises(spec) and spec.q != operand(spec)):
+        pipeline.consumer_release(s.q_pipe, at.q)
+    elif const_expr(dequantises(spec) and spec.q != mma_dtype(spec)):
         convert_q(spec, s, r, pipeline.stage(s.q_pipe, at.q))
-    pipeline.wait_full(s.k_pipe, at.kv)
-    landed(spec, pages.K)
+    pipeline.consumer_wait(s.k_pipe, at.kv)
+    fence_before_mma(spec, pages.K)
 
 
 @cute.jit
@@ -171,8 +174,8 @@ def start_tile(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, w: WorkTileIn
 
 @cute.jit
 def issue_pv(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, i: pipeline.PipelineState):
-    pipeline.wait_full(s.v_pipe, i)
-    landed(spec, pages.V)
+    pipeline.consumer_wait(s.v_pipe, i)
+    fence_before_mma(spec, pages.V)
     wgmma.issue(plan.mma_pv, r.o, r.p, r.v[None, None, None, pipeline.stage(s.v_pipe, i)], False)
 
 
@@ -187,18 +190,18 @@ def first_block(
     capped: cutlass.Constexpr,
 ):
     """The last KV block of a tile, item i of the pipes, its QK in flight: P is left in r.p, its PV is owed."""
-    j = x.w.n_block_max - 1
-    logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
+    n_block = x.w.n_block_max - 1
+    logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, n_block * spec.tile.n, LANES)
     warpgroup.wait_group(0)
-    pipeline.release(s.k_pipe, i)
-    scores(spec, a, r, x, j, BlockFlags(capped, True, True))
+    pipeline.consumer_release(s.k_pipe, i)
+    scores(spec, a, r, x, n_block, BlockFlags(capped, True, True))
     for row in cutlass.range_constexpr(cute.size(r.tokens)):
         probabilities(r, x, row)
         operand_p(spec, r, row)
-    valid = x.n.kv_len - j * spec.tile.n
-    if const_expr(source(spec).CUTS and not prepared(spec)[pages.V]):
-        if valid < spec.tile.n and source(spec).cut(spec, valid):
-            pipeline.wait_full(s.v_pipe, i)
+    valid = x.seqlen.kv_len - n_block * spec.tile.n
+    if const_expr(source(spec).PARTIAL_TAIL and not prepared(spec)[pages.V]):
+        if valid < spec.tile.n and source(spec).has_partial_tail(spec, valid):
+            pipeline.consumer_wait(s.v_pipe, i)
             threads, tid = 128 * spec.tile.warpgroups, cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
             source(spec).zero_tail(spec, s.v[None, None, pipeline.stage(s.v_pipe, i)], valid, tid, threads)
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -213,50 +216,52 @@ def step(
     r: Sm90Fragments,
     x: Sm90TileState,
     at: ConsumerState,
-    j: Int32,
+    n_block: Int32,
     how: cutlass.Constexpr,
 ):
     """QK of block j (item at.kv + 1) and the PV owed to item at.kv in flight together; softmax of j under PV and the
     other warpgroup's MMAs. PV has ended by the time the first row is done, whose conversion then runs under the
     second's exponentials. Returns the `ConsumerState` of the next step."""
-    i, coming, a = at.kv, pipeline.after(s.k_pipe, at.kv), plan.args
-    pipeline.wait_full(s.k_pipe, coming)
-    landed(spec, pages.K)
+    i, coming, a = at.kv, pipeline.next_item(s.k_pipe, at.kv), plan.args
+    pipeline.consumer_wait(s.k_pipe, coming)
+    fence_before_mma(spec, pages.K)
     wait_turn(spec)
     issue_qk(spec, plan, s, r, ConsumerState(coming, at.q))
     issue_pv(spec, plan, s, r, i)
     pass_turn(spec)
-    logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
+    logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, n_block * spec.tile.n, LANES)
     warpgroup.wait_group(1)
     # What the release depends on is always true (exp >= 0 >= -|scale|), but the compiler cannot know: it keeps the
     # release behind the scores, and the wait behind the release, whatever a device tensor holds.
     below = -cute.math.absf(x.scales.reduced)
-    if const_expr(how.begins):
-        scores(spec, a, r, x, j, how)
+    if const_expr(how.is_first):
+        scores(spec, a, r, x, n_block, how)
         probabilities(r, x, 0)
-        pipeline.release_after(s.k_pipe, coming, wgmma.rows_cols(r.s)[0, 0], below)
+        pipeline.consumer_release_after(s.k_pipe, coming, wgmma.rows_cols(r.s)[0, 0], below)
         warpgroup.wait_group(0)
-        pipeline.release(s.v_pipe, i)
+        pipeline.consumer_release(s.v_pipe, i)
         operand_p(spec, r, 0)
         probabilities(r, x, 1)
         operand_p(spec, r, 1)
         rescale(spec, r)
     else:
-        transform(spec, a, r, x, j, how)
+        transform(spec, a, r, x, n_block, how)
         n = const_expr(spec.tile.n // LANES)
         cut = const_expr(n if fp8(spec) else n // 8 * 4)  # of the first row's columns: more would need more registers
         front = guess(spec, r, x, 0, range(cut))
-        pipeline.release_after(s.k_pipe, coming, softmax.joined(front.parts, softmax.add), below)
+        pipeline.consumer_release_after(s.k_pipe, coming, softmax.join_chains(front.parts, softmax.add), below)
         warpgroup.wait_group(0)
-        pipeline.release(s.v_pipe, i)
+        pipeline.consumer_release(s.v_pipe, i)
         # Zero, as no sum of exponentials is negative (of a row that is NaN maybe all ones: still NaN), but the compiler
         # cannot know: P is defined behind the wait, or all MMAs would be waited for one by one.
-        zero = Uint32(warp.bits(r.st.l[0]) >> Int32(31))
+        zero = Uint32(warp.bits(r.st.row_sum[0]) >> Int32(31))
         first = guess(spec, r, x, 0, range(cut, n), front) if const_expr(cut < n) else front._replace(words=[])
         place(spec, r, [word | zero for word in front.words] + first.words, 0)
         second = guess(spec, r, x, 1, range(n))
         place(spec, r, second.words, 1)
-        settle(spec, r, x, [softmax.joined(g.parts, softmax.add) for g in (first, second)], first.full | second.full)
+        settle(
+            spec, r, x, [softmax.join_chains(g.parts, softmax.add) for g in (first, second)], first.full | second.full
+        )
     return ConsumerState(coming, at.q)
 
 
@@ -269,16 +274,16 @@ def finish_pv(
     flight across a conditional the compiler waits after each of them."""
     if const_expr(ahead(spec)):
         if after.is_valid != 0:
-            wait_first_qk(spec, plan, s, r, after, ConsumerState(pipeline.after(s.k_pipe, at.kv), at.q + 1))
+            wait_first_qk(spec, plan, s, r, after, ConsumerState(pipeline.next_item(s.k_pipe, at.kv), at.q + 1))
         wait_turn(spec)
         issue_pv(spec, plan, s, r, at.kv)
-        issue_qk(spec, plan, s, r, ConsumerState(pipeline.after(s.k_pipe, at.kv), at.q + 1))
+        issue_qk(spec, plan, s, r, ConsumerState(pipeline.next_item(s.k_pipe, at.kv), at.q + 1))
         pass_turn(spec)
         warpgroup.wait_group(1)
     else:
         issue_pv(spec, plan, s, r, at.kv)
         warpgroup.wait_group(0)
-    pipeline.release(s.v_pipe, at.kv)
+    pipeline.consumer_release(s.v_pipe, at.kv)
 
 
 @cute.jit
@@ -290,9 +295,9 @@ def set_rows(spec: cutlass.Constexpr, r: Sm90Fragments, x: Sm90TileState, a, cap
         r.tokens[k] = geometry.token_of(row, pack_factor)
         if const_expr(scaled_rows(spec)):
             head = geometry.head_of(row, x.w.head_idx, pack_factor)
-            r.scales.score[k] = x.scales.score * softmax.factor_of(a.logits.scale, head)
-            if const_expr(in_units(spec)):
-                r.scales.score[k] *= r.units[k]
+            r.scales.score[k] = x.scales.score * softmax.head_scale(a.logits.scale, head)
+            if const_expr(scales_q_rows(spec)):
+                r.scales.score[k] *= r.q_row_scales[k]
             if const_expr(spec.logits.soft_cap):
                 r.scales.reduced[k] = x.scales.reduced if const_expr(capped) else r.scales.score[k]
         if const_expr(spec.logits.alibi):
@@ -305,7 +310,7 @@ def rescale(spec: cutlass.Constexpr, r: Sm90Fragments):
     """O, none of whose PV is in flight, follows the maxima."""
     softmax.rescale(r.st, wgmma.rows_cols(r.o))
     if const_expr(spec.tile.promote > 0):
-        promotion.rescale(r.sums, r.st.rescale)
+        promotion.rescale(r.sums, r.st.acc_scale)
 
 
 @cute.jit
@@ -313,7 +318,7 @@ def begin_tile(
     spec: cutlass.Constexpr, a, s, r: Sm90Fragments, x: Sm90TileState, at: ConsumerState, capped: cutlass.Constexpr
 ):
     """All of a tile up to its first block, whose QK is in flight and whose PV is then owed."""
-    softmax.reset(r.st, softmax.NO_KEY)
+    softmax.reset(r.st, softmax.NO_KEY_MAX)
     r.o.fill(0.0)
     set_rows(spec, r, x, a, capped)
     first_block(spec, a, s, r, x, at.kv, capped)
@@ -327,7 +332,7 @@ def end_tile(spec: cutlass.Constexpr, s, r: Sm90Fragments, at: ConsumerState):
     if const_expr(spec.tile.promote > 0):
         promotion.collect(r.sums, r.o)
     if const_expr(not spec.tile.q_in_regs):
-        pipeline.release(s.q_pipe, at.q)
+        pipeline.consumer_release(s.q_pipe, at.q)
 
 
 def early(spec):
@@ -338,20 +343,20 @@ def early(spec):
 @cute.jit
 def walk(body: cutlass.Constexpr, state, lo: Int32, hi: Int32):
     """Blocks hi - 1 to lo: state = body(state, j)."""
-    for j in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
-        state = body(state, j)
+    for n_block in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
+        state = body(state, n_block)
     return state
 
 
 @cute.jit
-def run_segment(spec: cutlass.Constexpr, r: Sm90Fragments, part: mask.Segment, state, body: cutlass.Constexpr):
+def run_segment(spec: cutlass.Constexpr, r: Sm90Fragments, segment: mask.Segment, state, body: cutlass.Constexpr):
     """`walk` through a segment; O is promoted when it is time to."""
     if const_expr(spec.tile.promote == 0):
-        state = walk(body, state, part.lo, part.hi)
+        state = walk(body, state, segment.n_block_min, segment.n_block_max)
     else:
-        hi = part.hi
-        while hi > part.lo:
-            lo = cutlass.max(part.lo, hi - r.sums.counts[0])
+        hi = segment.n_block_max
+        while hi > segment.n_block_min:
+            lo = cutlass.max(segment.n_block_min, hi - r.sums.counts[0])
             state = walk(body, state, lo, hi)
             promotion.advance(spec, r.sums, r.o, hi - lo)
             hi = lo
@@ -368,13 +373,13 @@ def pass_blocks(spec: cutlass.Constexpr, s, at: ConsumerState, count: Int32):
     """KV blocks that a warpgroup without rows leaves to the others. Returns the `ConsumerState` of the next step."""
     i = at.kv
     for _ in cutlass.range(count, unroll=1):
-        coming = pipeline.after(s.k_pipe, i)
-        pipeline.wait_full(s.k_pipe, coming)
+        coming = pipeline.next_item(s.k_pipe, i)
+        pipeline.consumer_wait(s.k_pipe, coming)
         wait_turn(spec)
         pass_turn(spec)
-        pipeline.release(s.k_pipe, coming)
-        pipeline.wait_full(s.v_pipe, i)
-        pipeline.release(s.v_pipe, i)
+        pipeline.consumer_release(s.k_pipe, coming)
+        pipeline.consumer_wait(s.v_pipe, i)
+        pipeline.consumer_release(s.v_pipe, i)
         i = coming
     return ConsumerState(i, at.q)
 
@@ -391,9 +396,9 @@ def run_tile(
             lo = hi
     segments = mask.segments(spec, lo, hi, x.w.n_block_full_min, x.w.n_block_full_max, early(spec), capped)
     for g in cutlass.range_constexpr(len(segments)):
-        part = segments[g]
-        how = BlockFlags(capped, part.masked, part.begins)
-        at = run_segment(spec, r, part, at, partial(step, spec, plan, s, r, x, how=how))
+        segment = segments[g]
+        how = BlockFlags(capped, segment.masked, segment.is_first)
+        at = run_segment(spec, r, segment, at, partial(step, spec, plan, s, r, x, how=how))
     if const_expr(spec.tile.warpgroups > 1):
         at = pass_blocks(spec, s, at, lo - x.w.n_block_min)
     end_tile(spec, s, r, at)
@@ -486,19 +491,21 @@ def run_tiles(spec: cutlass.Constexpr, plan, s, loop: cutlass.Constexpr):
     finish = loop.finish_pv
     if group_index(spec) == spec.tile.warpgroups - 1:
         pass_turn(spec)
-    at = ConsumerState(pipeline.first(), Int32(0))
+    at = ConsumerState(pipeline.initial_state(), Int32(0))
     w, t, count = next_tile(spec, a, s, r, scales, Int32(0), Int32(0))
     if w.is_valid != 0:
         if const_expr(ahead(spec)):
             start_tile(spec, plan, s, r, w, at)
         while w.is_valid != 0:
             start = geometry.mask_start(a, w.batch_idx) if const_expr(spec.mask.custom) else None
-            x = Sm90TileState(w, mask.lengths(spec, a, w.q_len, w.kv_len), scales, span(spec, w.kv_len), start)
+            x = Sm90TileState(
+                w, mask.seqlen_info(spec, a, w.q_len, w.kv_len), scales, rescale_params(spec, w.kv_len), start
+            )
             last = run_blocks(spec, plan, s, r, x, at, loop)
             w, t, count = next_tile(spec, a, s, r, scales, t, count)
             finish(spec, plan, s, r, w, ConsumerState(last.kv, at.q), last.owed)
             count = deliver(spec, a, s, r, x.w, scales, False, count)
-            at = ConsumerState(pipeline.after(s.k_pipe, last.kv), at.q + 1)
+            at = ConsumerState(pipeline.next_item(s.k_pipe, last.kv), at.q + 1)
         warpgroup.wait_group(0)
     if const_expr(work.is_split_kv(spec)):
         splits.merge(spec, a, s, count)

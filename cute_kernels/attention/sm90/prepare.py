@@ -13,21 +13,21 @@ from .roles import roles
 @cute.jit
 def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share: Int32):
     """One warp of a role: its share of every block of K or V (`which`, of kv.pages) of every tile of this CTA."""
-    raw_ring, ring = prepare.rings(s, which)
+    raw_ring, ring = prepare.stage_pipelines(s, which)
     i, t, more = Int32(0), Int32(0), Int32(1)
     while more != 0:
         w = work.consume(spec, s, t)
         more = w.is_valid
         if w.is_valid != 0:
-            for j in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
-                pipeline.wait_full(raw_ring, i)
-                pipeline.wait_empty(ring, i)
-                prepare_stage(spec, plan.args, s, which, share, i, w.kv_len - j * spec.tile.n)
+            for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+                pipeline.consumer_wait(raw_ring, i)
+                pipeline.producer_acquire(ring, i)
+                prepare_stage(spec, plan.args, s, which, share, i, w.kv_len - n_block * spec.tile.n)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
-                pipeline.release(raw_ring, i)
+                pipeline.consumer_release(raw_ring, i)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(pipeline.full(ring, i))
+                    cute.arch.mbarrier_arrive(pipeline.full_barrier(ring, i))
                 i += 1
         t += 1
 
@@ -39,4 +39,4 @@ def prepare_stage(spec: cutlass.Constexpr, a, s, which: cutlass.Constexpr, share
     if const_expr(prepare.dequantises(spec)):
         prepare.dequantise_stage(spec, a, s, which, share, shares, i, valid)
     else:
-        prepare.transpose(*prepare.stages(s, which, i), valid, share, shares)
+        prepare.transpose(*prepare.stage_tensors(s, which, i), valid, share, shares)

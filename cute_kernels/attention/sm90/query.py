@@ -6,7 +6,7 @@ from cutlass import Int32, Uint32, const_expr
 
 from ...device import copy, layout, mma, warp, wgmma
 from .. import geometry, quant
-from ..prepare import dequantises, in_units, operand
+from ..prepare import dequantises, mma_dtype, scales_q_rows
 from ..schedule.work import WorkTileInfo
 from .epilogue import LANES
 from .groups import GROUP_BARRIER, group_index
@@ -16,20 +16,20 @@ from .roles import roles
 @cute.jit
 def load_q(spec: cutlass.Constexpr, qk: cute.TiledMma, s, r, q: cute.Tensor, stage: Int32):
     """Q of a tile to q, a register operand of `qk`, in the type that is multiplied."""
-    if const_expr(operand(spec) == "fp16" and spec.q == "e4m3"):
+    if const_expr(mma_dtype(spec) == "fp16" and spec.q == "e4m3"):
         load_q8(spec, s, r, q, stage)
     else:
         thread = cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
         if const_expr(dequantises(spec)):
             thread = warp.anew(thread)  # addresses that are needed once a tile are no work to make
         wgmma.load_a(qk, s.q[None, None, stage], q, thread)
-        if const_expr(in_units(spec)):
+        if const_expr(scales_q_rows(spec)):
             words, own = cute.recast_tensor(q, Uint32), cute.make_rmem_tensor(spec.head_dim_qk // 8, Uint32)
-            for row in cutlass.range_constexpr(cute.size(r.units)):
+            for row in cutlass.range_constexpr(cute.size(r.q_row_scales)):
                 at = const_expr([i // 2 * 4 + i % 2 * 2 + row for i in range(spec.head_dim_qk // 8)])
                 for i in cutlass.range_constexpr(len(at)):
                     own[i] = words[at[i]]
-                r.units[row] = quant.to_fp16(own)
+                r.q_row_scales[row] = quant.to_fp16(own)
                 for i in cutlass.range_constexpr(len(at)):
                     words[at[i]] = own[i]
 

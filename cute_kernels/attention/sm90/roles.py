@@ -1,7 +1,7 @@
 """The roles of prefill's warps: a table from which ranges, arrival counts and register budgets follow."""
 
 from ...device.roles import Role, Roles
-from ..prepare import dequantises, operand
+from ..prepare import dequantises, mma_dtype
 from ..schedule import work
 
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # math warpgroups -> (load, math) registers a thread
@@ -14,7 +14,7 @@ WARPS = 4  # warps of a warpgroup
 
 def fp8(spec):
     """Whether the MMAs multiply numbers of 8 bits."""
-    return operand(spec) == "e4m3"
+    return mma_dtype(spec) == "e4m3"
 
 
 def prepared(spec):
@@ -35,11 +35,11 @@ def apart(spec):
 
 
 def roles(spec) -> Roles:
-    t, scales, keys = spec.tile, int(spec.kv.scaled), 0 if fp8(spec) else WARPS // 2
+    t, scales, keys = spec.tile, int(spec.kv.block_scaled), 0 if fp8(spec) else WARPS // 2
     shares = int(work.is_split_kv(spec))
-    loading: dict[str, int] = {"load_k": t.loaders, "load_v": t.loaders, "schedule": shares}
+    loading: dict[str, int] = {"load_k": t.load_warps, "load_v": t.load_warps, "schedule": shares}
     preparing: dict[str, int] = {}
-    spare = WARPS - 2 * t.loaders - shares
+    spare = WARPS - 2 * t.load_warps - shares
     if apart(spec):
         registers = SHARING if shares else (TRANSPOSING if fp8(spec) else DEQUANTISING)[t.warpgroups]
         registers = Q_IN_REGISTERS if t.q_in_regs else registers

@@ -2,10 +2,10 @@
 
 A warpgroup votes on each block by itself, its 64 rows together. A block is left out where every row r that has keys in
 it finds exp(m_j - m) < threshold / kv_len: m_j is the block's exact maximum of the row's logits, after scale, cap and
-masks, and m the exact one of all blocks before that were not left out, in a register of its own (`Votes.peak`), because
-the running maximum of `softmax.SoftmaxState` may lag behind. Rows past the request and rows that see no key of the
-block agree to anything. Blocks come last first; the first of a tile is never left out. What is left out is in neither O
-nor LSE.
+masks, and m the exact one of all blocks before that were not left out, in a register of its own (`Votes.kept_max`),
+because the running maximum of `softmax.SoftmaxState` may lag behind. Rows past the request and rows that see no key of
+the block agree to anything. Blocks come last first; the first of a tile is never left out. What is left out is in
+neither O nor LSE.
 
 `step` issues the P V owed, if any, with Q K^T as the dense loop does, and looks for maxima and votes under it;
 exponentials run under the MMAs of the other warpgroup. What a warp does between one Q K^T and the next bounds how fast
@@ -37,9 +37,9 @@ from .mainloop import (
     begin_tile,
     early,
     end_tile,
+    fence_before_mma,
     issue_pv,
     issue_qk,
-    landed,
     operand_p,
     probabilities,
     rescale,
@@ -53,15 +53,16 @@ from .state import BlockFlags, ConsumerState, MainloopVariant, PendingPV, Sm90Fr
 
 
 class SkipVoteState(NamedTuple):
-    """What decides in the tile at hand, whose Q is item q of its pipe. least: log2 of threshold / kv_len. top, peak:
-    (rows,), maxima of a row: this lane's of the block at hand, the row's of the blocks before that were not left out.
+    """What decides in the tile at hand, whose Q is item q of its pipe. log2_threshold: log2 of threshold / kv_len. top,
+    kept_max: (rows,), maxima of a row: this lane's of the block at hand, the row's of the blocks before that were not
+    left out.
     """
 
     tile: Sm90TileState
     q: Int32
-    least: Float32
+    log2_threshold: Float32
     top: cute.Tensor
-    peak: cute.Tensor
+    kept_max: cute.Tensor
 
 
 class SkipVotesSmem(NamedTuple):
@@ -78,7 +79,7 @@ def allocate(spec, smem) -> Any:
     if not waits_for_votes(spec):
         return None
     words = smem.allocate_tensor(Int32, cute.make_layout((spec.tile.stages, spec.tile.warpgroups)), 16)
-    return SkipVotesSmem(words, pipeline.signals(smem, cute.size(words), 1))
+    return SkipVotesSmem(words, pipeline.make_mbarriers(smem, cute.size(words), 1))
 
 
 def waits_for_votes(spec):
@@ -111,22 +112,22 @@ def unwanted(spec: cutlass.Constexpr, s, item: Int32):
 def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
     """One warp: its share of V, as `load.load_kv`, but for blocks that all warpgroups leave out, whose stage passes
     unfilled. Loader 0 loads Q, too."""
-    a, known = plan.args, source(spec).known(spec, plan.v)
+    a, page_ids = plan.args, source(spec).page_id_cache(spec, plan.v)
     i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(1)
     while more != 0:
         w = work.consume(spec, s, t)
         more = w.is_valid
         if w.is_valid != 0 and w.n_block_max > w.n_block_min:
             head = geometry.kv_head_of(spec, a, w)
-            mine = pages.of_request(a, w.batch_idx, pages.V)
+            sequence_pages = pages.of_sequence(a, w.batch_idx, pages.V)
             if loader == 0:
-                load.offer_q(spec, plan, s, w, q)
-            for j in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+                load.load_or_reserve_q(spec, plan, s, w, q)
+            for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
                 if unwanted(spec, s, i) != 0:
-                    pipeline.fill(s.v_pipe, i, Int32(0))
+                    pipeline.producer_acquire_tx(s.v_pipe, i, Int32(0))
                 else:
-                    at = KVBlock(loader, i, j, head, w.kv_len)
-                    source(spec).fill(spec, plan.v, s.v, s.v_pipe, known, mine, at)
+                    at = KVBlock(loader, i, n_block, head, w.kv_len)
+                    source(spec).fill(spec, plan.v, s.v, s.v_pipe, page_ids, sequence_pages, at)
                 i += 1
             q += 1
         t += 1
@@ -140,18 +141,18 @@ def look(
     r: Sm90Fragments,
     ballot: SkipVoteState,
     stage: Int32,
-    j: Int32,
+    n_block: Int32,
     how: cutlass.Constexpr,
 ):
     """Soft cap, mask and maxima of block j in r.s, and the warpgroup's vote: whether to leave the block out. stage: of
     its V."""
     x, to_log2 = ballot.tile, scales_of(r, ballot.tile.scales).reduced
-    view = transform(spec, a, r, x, j, how)
+    view = transform(spec, a, r, x, n_block, how)
     mine = True
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         top = softmax.reduce(view[k, None], cute.arch.fmax)
         ballot.top[k] = top
-        below = top == -Float32.inf or (top - ballot.peak[k]) * to_log2[k] < ballot.least
+        below = top == -Float32.inf or (top - ballot.kept_max[k]) * to_log2[k] < ballot.log2_threshold
         mine = mine and (below or r.tokens[k] >= x.w.q_len)
     all_lanes = warp.barrier_all(GROUP_BARRIER + group_index(spec), 32 * WARPS, mine) != 0
     out = Int32(cute.arch.vote_all_sync(all_lanes))  # the same, but now known to be uniform
@@ -167,34 +168,36 @@ def step(
     r: Sm90Fragments,
     ballot: SkipVoteState,
     last: PendingPV,
-    j: Int32,
+    n_block: Int32,
     how: cutlass.Constexpr,
 ):
     """QK of block j (the item behind last.kv) and, if it is owed, the PV of item last.kv in flight together, maxima and
     vote of j under PV, softmax of j under the other warpgroup's MMAs. Returns the new `PendingPV`."""
-    i, coming, a, x = last.kv, pipeline.after(s.k_pipe, last.kv), plan.args, ballot.tile
+    i, coming, a, x = last.kv, pipeline.next_item(s.k_pipe, last.kv), plan.args, ballot.tile
     at, out = ConsumerState(coming, ballot.q), Int32(0)
-    pipeline.wait_full(s.k_pipe, coming)
-    landed(spec, pages.K)
+    pipeline.consumer_wait(s.k_pipe, coming)
+    fence_before_mma(spec, pages.K)
     wait_turn(spec)
     if last.owed != 0:
         issue_qk(spec, plan, s, r, at)
         issue_pv(spec, plan, s, r, i)
         pass_turn(spec)
-        logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
+        logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, n_block * spec.tile.n, LANES)
         warpgroup.wait_group(1)
-        pipeline.release(s.k_pipe, coming)
-        out = look(spec, a, s, r, ballot, coming.stage, j, how)  # its barrier keeps the wait for PV behind it
+        pipeline.consumer_release(s.k_pipe, coming)
+        out = look(spec, a, s, r, ballot, coming.index, n_block, how)  # its barrier keeps the wait for PV behind it
         warpgroup.wait_group(0)
     else:
         issue_qk(spec, plan, s, r, at)
         pass_turn(spec)
-        logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, j * spec.tile.n, LANES)
+        logits.fetch_mask(spec, a, rows_of(r, x), x.mask_start, n_block * spec.tile.n, LANES)
         warpgroup.wait_group(0)
-        pipeline.release(s.k_pipe, coming)
-        out = look(spec, a, s, r, ballot, coming.stage, j, how)
-        pipeline.wait_full(s.v_pipe, i)  # not read here, but the stage is free only when V has landed, or never will
-    pipeline.release(s.v_pipe, i)
+        pipeline.consumer_release(s.k_pipe, coming)
+        out = look(spec, a, s, r, ballot, coming.index, n_block, how)
+        pipeline.consumer_wait(
+            s.v_pipe, i
+        )  # not read here, but the stage is free only when V has landed, or never will
+    pipeline.consumer_release(s.v_pipe, i)
     if out == 0:
         keep(spec, r, ballot, how)
     return PendingPV(coming, 1 - out)
@@ -207,10 +210,10 @@ def keep(spec: cutlass.Constexpr, r: Sm90Fragments, ballot: SkipVoteState, how: 
     for k in cutlass.range_constexpr(rows):
         ballot.top[k] = cute.arch.warp_reduction_max(ballot.top[k], threads_in_group=LANES)
     tops = cute.make_tensor(ballot.top.iterator, cute.make_layout((rows, 1)))
-    follow = const_expr(early(spec) > 0 and how.begins)
-    softmax.update_max(r.st, tops, scales_of(r, x.scales).reduced, 1, x.span, follow)
+    exact_max = const_expr(early(spec) > 0 and how.is_first)
+    softmax.update_max(r.st, tops, scales_of(r, x.scales).reduced, 1, x.rescale_params, exact_max)
     for k in cutlass.range_constexpr(rows):
-        ballot.peak[k] = cute.arch.fmax(ballot.peak[k], ballot.top[k])
+        ballot.kept_max[k] = cute.arch.fmax(ballot.kept_max[k], ballot.top[k])
         probabilities(r, x, k)
         operand_p(spec, r, k)
     rescale(spec, r)
@@ -221,16 +224,16 @@ def finish_pv(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, after: WorkTil
     """The PV owed by the tile at hand, if any, and the first QK of the tile `after`, see `mainloop.finish_pv`."""
     if const_expr(ahead(spec)):
         if after.is_valid != 0:
-            wait_first_qk(spec, plan, s, r, after, ConsumerState(pipeline.after(s.k_pipe, at.kv), at.q + 1))
+            wait_first_qk(spec, plan, s, r, after, ConsumerState(pipeline.next_item(s.k_pipe, at.kv), at.q + 1))
     if owed != 0:
         issue_pv(spec, plan, s, r, at.kv)
         warpgroup.wait_group(0)
     else:
-        pipeline.wait_full(s.v_pipe, at.kv)
-    pipeline.release(s.v_pipe, at.kv)
+        pipeline.consumer_wait(s.v_pipe, at.kv)
+    pipeline.consumer_release(s.v_pipe, at.kv)
     if const_expr(ahead(spec)):
         wait_turn(spec)
-        issue_qk(spec, plan, s, r, ConsumerState(pipeline.after(s.k_pipe, at.kv), at.q + 1))
+        issue_qk(spec, plan, s, r, ConsumerState(pipeline.next_item(s.k_pipe, at.kv), at.q + 1))
         pass_turn(spec)
 
 
@@ -240,20 +243,20 @@ def run_tile(
 ):
     """As `mainloop.run_tile`, without the blocks that the warpgroup leaves out."""
     a, rows = plan.args, cute.size(r.tokens)
-    publish(spec, s, Int32(0), at.kv.stage)  # the first block is kept
+    publish(spec, s, Int32(0), at.kv.index)  # the first block is kept
     begin_tile(spec, a, s, r, x, at, capped)
-    least = a.logits.skip_threshold - cute.math.log2(Float32(x.w.kv_len), fastmath=True)
-    ballot = SkipVoteState(x, at.q, least, *(cute.make_rmem_tensor(rows, Float32) for _ in range(2)))
+    log2_threshold = a.logits.skip_threshold - cute.math.log2(Float32(x.w.kv_len), fastmath=True)
+    ballot = SkipVoteState(x, at.q, log2_threshold, *(cute.make_rmem_tensor(rows, Float32) for _ in range(2)))
     for k in cutlass.range_constexpr(rows):
-        ballot.peak[k] = r.st.m[k]  # exact after one block
+        ballot.kept_max[k] = r.st.row_max[k]  # exact after one block
     last = PendingPV(at.kv, Int32(1))
     segments = mask.segments(
         spec, x.w.n_block_min, x.w.n_block_max - 1, x.w.n_block_full_min, x.w.n_block_full_max, early(spec), capped
     )
     for g in cutlass.range_constexpr(len(segments)):
-        part = segments[g]
-        how = BlockFlags(capped, part.masked, part.begins)
-        last = run_segment(spec, r, part, last, partial(step, spec, plan, s, r, ballot, how=how))
+        segment = segments[g]
+        how = BlockFlags(capped, segment.masked, segment.is_first)
+        last = run_segment(spec, r, segment, last, partial(step, spec, plan, s, r, ballot, how=how))
     end_tile(spec, s, r, at)
     return last
 

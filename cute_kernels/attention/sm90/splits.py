@@ -27,7 +27,7 @@ def store(spec: cutlass.Constexpr, a, s, r, w: WorkTileInfo, number: Int32, empt
         factor, lse = Float32(0.0), -Float32.inf
         if const_expr(not empty):
             normal = softmax.row_normalizer(r.st, k, -Float32.inf, LANES)
-            factor, lse = normal.factor * quant.format_of(spec).unit, normal.lse
+            factor, lse = normal.inv_row_sum * quant.kv_format(spec).dequant_scale, normal.lse
         row, piece = r.cols[k, 0][0], cute.make_rmem_tensor(PIECE, Float32)
         if row < left:
             target = a.schedule.o_partial[w.split.slot, row, None]
@@ -37,11 +37,11 @@ def store(spec: cutlass.Constexpr, a, s, r, w: WorkTileInfo, number: Int32, empt
                 copy.vector(piece, cute.local_tile(target, (PIECE,), (LANES * i + lane,)))
             if lane == 0:
                 target[spec.head_dim_vo] = lse
-    splits.note(s.parts, w, number, thread(spec))
+    splits.record(s.splits, w, number, thread(spec))
 
 
 @cute.jit
 def merge(spec: cutlass.Constexpr, a, s, count: Int32):
     """Merge those tiles of the CTA's parts, of which there are `count`, that no other CTA has still to add to."""
-    splits.meet(WARPS)
-    splits.merge(spec, a, s.parts, count, thread(spec), WARPS, ROWS)
+    splits.barrier(WARPS)
+    splits.merge(spec, a, s.splits, count, thread(spec), WARPS, ROWS)

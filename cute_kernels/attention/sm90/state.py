@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, Uint32
 from ... import abi
 from ...device import pipeline, wgmma
 from .. import mask, softmax
-from ..prepare import in_units, operand
+from ..prepare import mma_dtype, scales_q_rows
 from ..schedule.work import WorkTileInfo
 from . import promotion
 from .epilogue import CallScales, RowScales
@@ -31,7 +31,7 @@ class Sm90Fragments:
     tokens: cute.Tensor  # query token of each of this thread's rows
     cols: cute.Tensor  # coordinates in the tile
     scales: Any = None  # `RowScales`, where rows have their own
-    units: Any = None  # that Q of each row is in, where it is not Q's own
+    q_row_scales: Any = None  # that Q of each row is in, where it is not Q's own
     slopes: Any = None  # of ALiBi, of each row
     words: Any = None  # of a custom mask, of each row in the block at hand
     sums: Any = None  # of O, where it is promoted
@@ -42,9 +42,9 @@ class Sm90TileState:
     """What a warpgroup knows of the tile at hand."""
 
     w: WorkTileInfo
-    n: mask.SeqlenInfo
+    seqlen: mask.SeqlenInfo
     scales: CallScales
-    span: softmax.RescaleParams
+    rescale_params: softmax.RescaleParams
     mask_start: Any = None
 
 
@@ -53,7 +53,7 @@ class BlockFlags(NamedTuple):
 
     capped: Any
     masked: Any
-    begins: Any
+    is_first: Any
 
 
 class ConsumerState(NamedTuple):
@@ -94,7 +94,7 @@ def registers(spec, plan, s) -> Sm90Fragments:
     rows = cute.size(wgmma.rows_cols(acc_o), mode=[0])
     coords = plan.mma_qk.get_slice(tid).partition_C(cute.make_identity_tensor((t.m, t.n)))
     if spec.tile.q_in_regs:
-        q = cute.make_rmem_tensor(qk.partition_shape_A((t.m, spec.head_dim_qk)), abi.DTYPES[operand(spec)])
+        q = cute.make_rmem_tensor(qk.partition_shape_A((t.m, spec.head_dim_qk)), abi.DTYPES[mma_dtype(spec)])
     else:
         q = plan.mma_qk.make_fragment_A(qk.partition_A(s.q))
     return Sm90Fragments(
@@ -108,7 +108,7 @@ def registers(spec, plan, s) -> Sm90Fragments:
         cute.make_rmem_tensor(rows, Int32),
         wgmma.rows_cols(coords),
         scales_of_rows(spec, rows) if scaled_rows(spec) else None,
-        cute.make_rmem_tensor(rows, Float32) if in_units(spec) else None,
+        cute.make_rmem_tensor(rows, Float32) if scales_q_rows(spec) else None,
         cute.make_rmem_tensor(rows, Float32) if spec.logits.alibi else None,
         cute.make_rmem_tensor(rows, Uint32) if spec.mask.custom else None,
         promotion.make(spec, s.o_sums) if spec.tile.promote else None,

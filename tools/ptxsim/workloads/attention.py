@@ -103,7 +103,7 @@ def kernel_of(spec: Any) -> Kernel:
     promoted = getattr(spec.tile, "promote", 0)  # of Hopper's prefill
     return Kernel(
         decodes, shares, few, wide, mask.window, cap, general, gathers, mask.custom, skips, several, block,
-        block * spec.tile.stages, promoted, not decodes and len(spec.tile.heights) > 1, same,
+        block * spec.tile.stages, promoted, not decodes and len(spec.tile.m_choices) > 1, same,
     )  # fmt: skip
 
 
