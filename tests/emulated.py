@@ -46,8 +46,8 @@ def emulate(op, spec, launches):
         drafts, kind = getattr(a, "tree_mask", ()), spec.mask.causal
         problem = AttentionCall(
             "", "", a.q, a.k, a.v, new_requests(a.page_table, a.kv_lens, a.cu_seqlens_q, SEPARATE), 0,
-            a.scale_log2 / reference.LOG2E, a.scale if len(a.scale) else None,
-            a.out_factor, a.out_scale if len(a.out_scale) else None,
+            a.softmax_scale_log2 / reference.LOG2E, a.softmax_scale_ptr if len(a.softmax_scale_ptr) else None,
+            a.out_scale, a.out_scale_ptr if len(a.out_scale_ptr) else None,
             causal={"always": True, "never": False}[kind] if kind != "value" else bool(a.causal),
             window_left=window if window < 1 << 30 else -1, soft_cap=getattr(a, "soft_cap", 0.0),
             sinks=a.sink if len(a.sink) else None, drafts=drafts if len(drafts) else None,
@@ -70,13 +70,13 @@ RANKS = dict(q=3, k=4, v=4, o=3, lse=2, page_table=3, k_scales=4, v_scales=4, o_
              o_partial=3)  # fmt: skip
 INTEGERS = ("grid", "counter_base", "enable_pdl", "window_left", "causal", "v_scales_interleaved", "blocks_per_split",
             "o_sf_start")  # fmt: skip
-FLOATS = ("scale_log2", "out_factor", "soft_cap", "skip_threshold", "o_sf_scale")
+FLOATS = ("softmax_scale_log2", "out_scale", "soft_cap", "skip_threshold", "o_sf_scale")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": E4M3, "nvfp4": torch.uint8}
 
 
 def check_arguments(spec, a):
     """What compiled code checks of its arguments, and what their callers promise."""
-    types = dict.fromkeys(("lse", "sink", "scale", "out_scale", "o_partial"), torch.float32)
+    types = dict.fromkeys(("lse", "sink", "softmax_scale_ptr", "out_scale_ptr", "o_partial"), torch.float32)
     types |= dict.fromkeys(("k", "v"), DTYPES[spec.kv.dtype]) | dict(q=DTYPES[spec.q], o=DTYPES[spec.out[0]])
     types |= dict.fromkeys(("k_scales", "v_scales", "o_fp8", "o_fp4", "o_sf"), torch.uint8)
     for name, value in vars(a).items():
@@ -109,8 +109,8 @@ def check_arguments(spec, a):
         promised(rows % 128 == left == 0 <= a.o_sf_start <= rows - tokens and a.o_sf_scale > 0)
     batch = len(a.kv_lens)
     promised(a.page_table.shape[:2] == (batch, 2) and a.cu_seqlens_q.shape == (batch + 1,))
-    promised(len(a.sink) in (0, heads) and len(a.scale) in (0, 1) and len(a.out_scale) in (0, 1))
-    promised(a.scale_log2 > 0 and tokens and heads and batch)
+    promised(len(a.sink) in (0, heads) and len(a.softmax_scale_ptr) in (0, 1) and len(a.out_scale_ptr) in (0, 1))
+    promised(a.softmax_scale_log2 > 0 and tokens and heads and batch)
 
 
 def check_schedule(spec, a):

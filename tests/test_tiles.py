@@ -55,9 +55,9 @@ def listed(tmp_path_factory):
             "page_table": np.zeros((len(q_lens), 2, width), ints), "lse": np.zeros((0, heads[0]), np.float32),
             "counters": np.zeros(1, ints),
         }  # fmt: skip
-        numbers = {"scale_log2": 1.0, "out_factor": 1.0, "grid": 1, "counter_base": 0, "enable_pdl": 0}
+        numbers = {"softmax_scale_log2": 1.0, "out_scale": 1.0, "grid": 1, "counter_base": 0, "enable_pdl": 0}
         empty = {"kv_starts": np.zeros(0, ints)}
-        rest = {name: np.zeros(0, np.float32) for name in ("scale", "sink", "out_scale")}
+        rest = {name: np.zeros(0, np.float32) for name in ("softmax_scale_ptr", "sink", "out_scale_ptr")}
         found = np.full((count, 7), -1, ints)
         known = values | numbers | empty | rest
         arguments = [found, *(known[name] for name in args.fields(SPEC))]

@@ -47,8 +47,10 @@ class MaskArgs(NamedTuple):
 class LogitsArgs(NamedTuple):
     """Read by `logits` and `softmax`."""
 
-    scale_log2: Any  # Float32            logit scale x log2(e)
-    scale: Any  # (Hq | 1 | 0,)           fp32 device factor on the logits, of a head or all, times scale_log2
+    softmax_scale_log2: Any  # Float32            logit scale x log2(e)
+    softmax_scale_ptr: (
+        Any  # (Hq | 1 | 0,)           fp32 device factor on the logits, of a head or all, times softmax_scale_log2
+    )
     soft_cap: Any = None  # Float32       natural units, 0 for none
     alibi_slopes: Any = None  # (Hq,)     fp32, natural units: times key - token, added before the cap
     skip_threshold: Any = None  # Float32 skip-softmax: log2 of the threshold times kv_len, -inf for none
@@ -60,8 +62,8 @@ class OutArgs(NamedTuple):
     o: Any  # (T | 0, Hq, Dvo)            spec.out[0]; any token and head stride, last stride 1
     lse: Any  # (T | 0, Hq)               fp32, base 2, includes the sink; any strides
     sink: Any  # (Hq | 0,)                fp32, natural-log units
-    out_factor: Any  # Float32            factor on the normalised output
-    out_scale: Any  # (Hq | 1 | 0,)       fp32 device factor on the output, of a head or all, times out_factor
+    out_scale: Any  # Float32            factor on the normalised output
+    out_scale_ptr: Any  # (Hq | 1 | 0,)       fp32 device factor on the output, of a head or all, times out_scale
     o_fp8: Any = None  # (T | 0, Hq, Dvo) e4m3 as uint8, instead of o, which is then (0, Hq, Dvo)
     o_fp4: Any = None  # (T | 0, Hq, Dvo / 2)  uint8: packed e2m1, instead of either
     o_sf: Any = None  # (M x Hq Dvo / 16,)  e4m3 as uint8: factors of all rows of o_fp4, in the 128x4 layout

@@ -23,7 +23,7 @@ def sink_of(a, head: Int32):
 
 def output_scale(a):
     """The factor on the output."""
-    return softmax.device_scale(a.out.out_factor, a.out.out_scale)
+    return softmax.device_scale(a.out.out_scale, a.out.out_scale_ptr)
 
 
 @cute.jit

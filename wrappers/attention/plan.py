@@ -116,9 +116,9 @@ class LaunchPlan:
             flat[at.tree_mask] = p.drafts
         scale, out_scale = p.scale_tensor, p.out_scale_tensor
         if scale is not None:
-            flat[at.scale] = scale if scale.ndim == 1 else scale.reshape(-1)
+            flat[at.softmax_scale_ptr] = scale if scale.ndim == 1 else scale.reshape(-1)
         if out_scale is not None:
-            flat[at.out_scale] = out_scale if out_scale.ndim == 1 else out_scale.reshape(-1)
+            flat[at.out_scale_ptr] = out_scale if out_scale.ndim == 1 else out_scale.reshape(-1)
         if p.k_scales is not None and p.v_scales is not None:
             flat[at.k_scales], flat[at.v_scales] = p.k_scales.view(torch.uint8), p.v_scales.view(torch.uint8)
         if p.enable_pdl is not None:
@@ -207,13 +207,13 @@ def plan_for(p: AttentionCall, arch: str, sms: int) -> LaunchPlan:
         "window_left": NO_WINDOW,
         "causal": int(facts.causal),
         "tree_mask": empty(int32, 1),
-        "scale": empty(fp32),
+        "softmax_scale_ptr": empty(fp32),
         "soft_cap": 0.0,
         "skip_threshold": -INF,
         "o": empty(WIDE[spec.out[0]], heads, facts.head_dim_vo),
         "lse": empty(fp32, heads),
         "sink": empty(fp32),
-        "out_scale": empty(fp32),
+        "out_scale_ptr": empty(fp32),
         "o_fp8": empty(torch.uint8, heads, facts.head_dim_vo),
         "o_fp4": empty(torch.uint8, heads, facts.head_dim_vo // 2),
         "o_sf": empty(torch.uint8),
@@ -333,7 +333,7 @@ def run(p: AttentionCall) -> Any:
             turned = rotated(p)
             q, k, page_table = turned.q, turned.k, turned.requests.page_table
         flat[at.q], flat[at.k], flat[at.v], flat[at.kv_lens], flat[at.page_table] = q, k, v, kv_lens, page_table
-        flat[at.scale_log2], flat[at.out_factor] = scale * LOG2E, out_scale + 0.0
+        flat[at.softmax_scale_log2], flat[at.out_scale] = scale * LOG2E, out_scale + 0.0
         if plan.wide:
             flat[at.o] = o
         else:

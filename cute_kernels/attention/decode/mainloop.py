@@ -231,7 +231,7 @@ def run(spec: cutlass.Constexpr, a, s, r: DecodeFragments, x: WarpTileState, cur
 def math(spec: cutlass.Constexpr, plan, s):
     a = plan.args
     r = registers(spec, a)
-    softmax_scale_log2 = softmax.device_scale(a.logits.softmax_scale_log2, a.logits.scale)
+    softmax_scale_log2 = softmax.device_scale(a.logits.softmax_scale_log2, a.logits.softmax_scale_ptr)
     cursor, t, turn = Int32(0), Int32(0), Int32(0)
     words = cute.make_rmem_tensor((spec.head_dim_qk // 8, halves(spec)), Uint32)
     w = work.consumer_wait(spec, s, t)

@@ -121,7 +121,7 @@ def finish(
     if w.n_block_max > w.n_block_min:
         of = sums(s, group, row, at.rounds + at.tiles, in_turn)
         normal = softmax.normalizer(of.top, of.total, sink)
-        out = a.out.out_factor * softmax.head_scale(a.out.out_scale, head)
+        out = a.out.out_scale * softmax.head_scale(a.out.out_scale_ptr, head)
         if const_expr(work.is_split_kv(spec)):
             out = Float32(1.0) if w.split.slot >= 0 else out
         lse, factor = normal.lse, normal.inv_row_sum * (out * const_expr(quant.kv_format(spec).dequant_scale))

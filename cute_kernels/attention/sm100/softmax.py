@@ -240,7 +240,11 @@ def begin(spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState, a
     r.tokens[0] = warp.anew(
         geometry.token_of(row, geometry.pack_divisor(w))
     )  # what it is made of is kept in no register
-    r.score[0] = a.logits.scale_log2 * online.head_scale(a.logits.scale, head) * quant.kv_format(spec).dequant_scale
+    r.score[0] = (
+        a.logits.softmax_scale_log2
+        * online.head_scale(a.logits.softmax_scale_ptr, head)
+        * quant.kv_format(spec).dequant_scale
+    )
     if const_expr(scales_q_rows(spec)):
         tile = at.item - at.blocks
         pipeline.consumer_wait(s.ready_pipe, tile)

@@ -34,16 +34,16 @@ class RowScales(NamedTuple):
 @cute.jit
 def scales_of_call(spec: cutlass.Constexpr, a):
     """`CallScales` of a call; what its rows have of their own `RowScales` adds."""
-    score, dequant_scale = a.logits.scale_log2, const_expr(quant.kv_format(spec).dequant_scale)
+    score, dequant_scale = a.logits.softmax_scale_log2, const_expr(quant.kv_format(spec).dequant_scale)
     if const_expr(not scaled_rows(spec)):  # whose device factors may be a head's
-        score = softmax.device_scale(score, a.logits.scale)
+        score = softmax.device_scale(score, a.logits.softmax_scale_ptr)
     if const_expr(dequant_scale != 1.0):
         score *= dequant_scale
     reduced = score
     if const_expr(spec.logits.soft_cap):
         if a.logits.soft_cap > 0.0:
             reduced = logits.capped_to_log2(a.logits.soft_cap)
-    out = a.out.out_factor if const_expr(scaled_rows(spec)) else epilogue.output_scale(a)
+    out = a.out.out_scale if const_expr(scaled_rows(spec)) else epilogue.output_scale(a)
     if const_expr(dequant_scale != 1.0):
         out *= dequant_scale
     return CallScales(score, reduced, out)
@@ -241,7 +241,7 @@ def store(spec: cutlass.Constexpr, a, r, w: WorkTileInfo, scales: CallScales, em
             lse = normal.lse
             factor = normal.inv_row_sum * scales.out
             if const_expr(r.scales is not None):
-                factor *= softmax.head_scale(a.out.out_scale, head)
+                factor *= softmax.head_scale(a.out.out_scale_ptr, head)
             values.store(o[k, None].load() * factor)
             if const_expr(fours(spec)):
                 values = in_order(values)

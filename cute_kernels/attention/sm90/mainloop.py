@@ -295,7 +295,7 @@ def set_rows(spec: cutlass.Constexpr, r: Sm90Fragments, x: Sm90TileState, a, cap
         r.tokens[k] = geometry.token_of(row, pack_factor)
         if const_expr(scaled_rows(spec)):
             head = geometry.head_of(row, x.w.head_idx, pack_factor)
-            r.scales.score[k] = x.scales.score * softmax.head_scale(a.logits.scale, head)
+            r.scales.score[k] = x.scales.score * softmax.head_scale(a.logits.softmax_scale_ptr, head)
             if const_expr(scales_q_rows(spec)):
                 r.scales.score[k] *= r.q_row_scales[k]
             if const_expr(spec.logits.soft_cap):
