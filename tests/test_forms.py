@@ -452,8 +452,8 @@ def planned(launches, checked=False):
             requests = listed_requests(a.page_table, a.kv_lens, a.cu_seqlens_q, a.kv_starts, form)
         masked = {"custom_mask": a.custom_mask, "mask_starts": a.mask_starts} if len(a.mask_starts) else {}
         p = AttentionCall(
-            "", "prefill", a.q, a.k, a.v, requests, 0, a.softmax_scale_log2 / LOG2E, None, a.out_scale, None, bool(a.causal),
-            a.window_left if a.window_left < 1 << 30 else -1, a.soft_cap, **masked,
+            "", "prefill", a.q, a.k, a.v, requests, 0, a.softmax_scale_log2 / LOG2E, None, a.out_scale, None,
+            bool(a.causal), a.window_left if a.window_left < 1 << 30 else -1, a.soft_cap, **masked,
             alibi_slopes=a.alibi_slopes if len(a.alibi_slopes) else None,
         )  # fmt: skip
         reference.store(reference.paged_attention(p)[0], a.o)
@@ -465,8 +465,8 @@ def planned(launches, checked=False):
         none, empty = ints(), torch.empty(0)
         default = dict(
             kv_starts=none, window_left=1 << 30, causal=int(facts.causal), custom_mask=none.to(torch.uint8),
-            mask_starts=none, softmax_scale_ptr=empty, soft_cap=0.0, alibi_slopes=empty, sink=empty, out_scale_ptr=empty, enable_pdl=1,
-            lse=torch.empty(0, heads), grid=sms, counters=none, counter_base=0,
+            mask_starts=none, softmax_scale_ptr=empty, soft_cap=0.0, alibi_slopes=empty, sink=empty,
+            out_scale_ptr=empty, enable_pdl=1, lse=torch.empty(0, heads), grid=sms, counters=none, counter_base=0,
         )  # fmt: skip
         return attention_plan.LaunchPlan(
             fn=kernel, flat=[default.get(name) for name in args.fields(SPEC)], at=attention_plan.ArgSlots(SPEC),

@@ -299,11 +299,11 @@ def test_groups_share_out_the_blocks_of_a_tile():
 
 def test_roles_are_a_table():
     """Warp ranges, counts and registers follow from it; a warpgroup of two budgets is refused."""
-    roles = Roles.of(Role("load", 1, 40), Role("idle", 3, 40), Role("none", 0, 7), Role("math", 8, 232))
-    assert [roles.first(name) for name in ("load", "idle", "math", "none")] == [0, 1, 4, 12]
-    assert (roles.warps(), roles.warps("load", "math"), roles.warps("none")) == (12, 9, 0)
-    assert roles.registers("math") == 232
-    more = Role("load", 4, 48), Role("math", 8, 232)  # 512 registers for a thread of each of three warpgroups have 504
+    roles = Roles.of(Role("load", 1, 40), Role("idle", 3, 40), Role("none", 0, 7), Role("mma", 8, 232))
+    assert [roles.first(name) for name in ("load", "idle", "mma", "none")] == [0, 1, 4, 12]
+    assert (roles.warps(), roles.warps("load", "mma"), roles.warps("none")) == (12, 9, 0)
+    assert roles.registers("mma") == 232
+    more = Role("load", 4, 48), Role("mma", 8, 232)  # 512 registers for a thread of each of three warpgroups have 504
     for table in ((Role("load", 3, 40),), (Role("load", 2, 40), Role("idle", 2, 48)), more):
         with pytest.raises(ValueError, match="roles"):
             Roles.of(*table)
@@ -380,10 +380,10 @@ def test_what_is_too_small_for_p_in_e4m3_adds_up_to_little(keys):
 
 def test_p_in_e4m3_tells_where_it_is_full():
     def word(x):
-        return int(torch.tensor(x).to(torch.float8_e4m3fn).view(torch.uint8)) + (prefill.TO_TOP & 0xFF)
+        return int(torch.tensor(x).to(torch.float8_e4m3fn).view(torch.uint8)) + (prefill.E4M3_TO_MSB & 0xFF)
 
-    top = prefill.TOPS & 0xFF
+    top = prefill.MSB_MASK & 0xFF
     assert word(432.0) & top and word(float("nan")) & top and not word(431.9) & top and not word(0.0) & top
-    full, room = 2**prefill_epilogue.FULL, 2**prefill_epilogue.ROOM
+    full, room = 2**prefill_epilogue.P_MAX_LOG2_E4M3, 2**prefill_epilogue.P_MAX_LOG2
     assert full > 432 * (1 + 1e-4), "a row whose maximum follows is seen, however its exponential rounds"
-    assert 2 * room < torch.finfo(torch.float16).max and prefill.NEARLY_FULL < room * (1 - 1e-2)
+    assert 2 * room < torch.finfo(torch.float16).max and prefill.P_SUM_LIMIT < room * (1 - 1e-2)

@@ -5,7 +5,7 @@ compute the same few rows on different keys (`mainloop`). CTAs are persistent; t
 (`schedule.stream_k`), which the warps that finish the last one merge (`combine`). What a CTA begins with is guessed
 while the launch before may still run (`pdl`).
 
-Pipelines: work_pipe, 4 stages, the scheduling warp -> all: the next tile, freed when read, by `math` when the tile is
+Pipelines: work_pipe, 4 stages, the scheduling warp -> all: the next tile, freed when read, by `mma` when the tile is
 done. k_pipe and v_pipe, `tile.stages` stages, load -> math: a KV block each, with the scale factors of an NVFP4 cache,
 which cp.async copies; freed when its keys are multiplied.
 
@@ -28,7 +28,7 @@ from ..args import AttentionArgs, pack
 from ..kv import arrivals, pages, scales, source
 from ..schedule import stream_k, work
 from . import reduce
-from .mainloop import math
+from .mainloop import mma_warp
 from .roles import roles
 
 fake_args = fakes.fake_args
@@ -80,9 +80,9 @@ def shared(spec, plan):
         v=copy.allocate(smem, plan.v, plan.args.kv.v.element_type),
         work=work.allocate(spec, smem),
         prologue_work=smem.allocate_tensor(Int32, cute.make_layout(3)),
-        work_pipe=pipeline.make(smem, count, r.warps("schedule"), r.warps("load_k", "load_v", "load_scales", "math")),
-        k_pipe=pipeline.make(smem, t.stages, arrivals(spec, r), r.warps("math")),
-        v_pipe=pipeline.make(smem, t.stages, arrivals(spec, r), r.warps("math")),
+        work_pipe=pipeline.make(smem, count, r.warps("schedule"), r.warps("load_k", "load_v", "load_scales", "mma")),
+        k_pipe=pipeline.make(smem, t.stages, arrivals(spec, r), r.warps("mma")),
+        v_pipe=pipeline.make(smem, t.stages, arrivals(spec, r), r.warps("mma")),
         k_scales=scales.allocate(spec, smem, spec.head_dim_qk, t.stages),
         v_scales=scales.allocate(spec, smem, spec.head_dim_vo, t.stages),
         merge=reduce.allocate(spec, smem),
@@ -111,11 +111,11 @@ def kernel(spec: cutlass.Constexpr, plan: DecodeKernelParams):
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    if warp < roles(spec).first("math"):
+    if warp < roles(spec).first("mma"):
         cute.arch.setmaxregister_decrease(roles(spec).registers("load_k"))
         cute.arch.griddepcontrol_launch_dependents()
         serve(spec, plan, s, warp)
     else:
-        cute.arch.setmaxregister_increase(roles(spec).registers("math"))
+        cute.arch.setmaxregister_increase(roles(spec).registers("mma"))
         cute.arch.griddepcontrol_wait()
-        math(spec, plan, s)
+        mma_warp(spec, plan, s)

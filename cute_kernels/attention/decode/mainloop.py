@@ -100,7 +100,7 @@ def set_scale_offsets(spec, a, r: DecodeFragments, g, t):
 def warp_tile(spec: cutlass.Constexpr, a, r: DecodeFragments, w: WorkTileInfo):
     rows = geometry.num_rows(w.q_len, r.pack_factor)
     m = geometry.tile_m(spec, rows)
-    number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first("math")
+    number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first("mma")
     seqlen, shares = mask.seqlen_info(spec, a, w.q_len, w.kv_len), warps_per_group(spec, m)
     group = number * (m // spec.tile.rows_per_warp) // spec.tile.warps
     first = w.m_block * m
@@ -228,7 +228,7 @@ def run(spec: cutlass.Constexpr, a, s, r: DecodeFragments, x: WarpTileState, cur
 
 
 @cute.jit
-def math(spec: cutlass.Constexpr, plan, s):
+def mma_warp(spec: cutlass.Constexpr, plan, s):
     a = plan.args
     r = registers(spec, a)
     softmax_scale_log2 = softmax.device_scale(a.logits.softmax_scale_log2, a.logits.softmax_scale_ptr)

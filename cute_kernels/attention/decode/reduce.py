@@ -106,7 +106,7 @@ def finish(spec: cutlass.Constexpr, a, r, x, row: Int32, column: Int32, total: c
 @cute.jit
 def merge(spec: cutlass.Constexpr, a, s, r, x, turn: Int32, at: cutlass.Constexpr):
     """What a pass adds up of the tile's output, or its part's, that all warps have stored."""
-    tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
+    tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
     count = const_expr(columns_at_once(spec) // PIECE)  # pieces of a lane
     pieces, (low, number) = const_expr(8 * count), at  # of a row
     pipeline.consumer_wait(s.merge.ready, turn)

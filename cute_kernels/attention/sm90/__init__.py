@@ -20,9 +20,9 @@ QUANTISED = ("e4m3", "e5m2", "nvfp4")  # types of caches
 class Sm90TileConfig:
     """m query rows x n keys a CTA, a warpgroup for 64 rows; `stages` K tiles and as many V tiles in flight, and
     `q_stages` Q tiles. q_in_regs: Q is a register operand of Q K^T, which spares shared memory a third of its reads.
-    raw_stages: of K and V as they are stored, where they are prepared, 0: as many.
-    promote: Hopper's 8-bit MMAs add to O in 14 bits, towards zero: the mean of 2,048 equal values comes out 1.4 %
-    short, of 8,192 8 % (simulated, with sums that have the bits of an H200's)."""
+    raw_stages: of K and V as they are stored, where they are prepared, 0: as many. promote_interval: Hopper's 8-bit
+    MMAs add to O in 14 bits, towards zero: the mean of 2,048 equal values comes out 1.4 % short, of 8,192 8 %
+    (simulated, with sums that have the bits of an H200's)."""
 
     m: int = 128
     n: int = 128
@@ -32,7 +32,7 @@ class Sm90TileConfig:
 
     raw_stages: int = 0
     load_warps: int = 2  # warps that fill a stage together: issuing a TMA takes one tens of cycles
-    promote: int = 0  # KV blocks after which O moves to fp32 sums in shared memory, 0: never
+    promote_interval: int = 0  # KV blocks after which O moves to fp32 sums in shared memory, 0: never
     per_tile_pack_gqa: ClassVar[bool] = True  # of `work.WorkTileInfo`
     pdl_prologue: ClassVar[bool] = False  # see `pdl`
     counters_per_split: ClassVar[int] = 1  # of a part of a tile
@@ -71,14 +71,14 @@ TILES = {  # (head_dim_qk, head_dim_vo) -> tile of kernels that take every modif
 }
 USUAL = ((64, 64), (128, 128))
 FP8_TILES = {  # of 8-bit Q, K and V, whose V is transposed by warps that do not load
-    (64, 64): Sm90TileConfig(128, 128, 4, load_warps=1, promote=16),
-    (128, 128): Sm90TileConfig(128, 96, 3, load_warps=1, promote=21),
-    (192, 128): Sm90TileConfig(128, 128, 2, load_warps=1, promote=16),
-    (256, 256): Sm90TileConfig(64, 64, 3, load_warps=1, promote=32),
+    (64, 64): Sm90TileConfig(128, 128, 4, load_warps=1, promote_interval=16),
+    (128, 128): Sm90TileConfig(128, 96, 3, load_warps=1, promote_interval=21),
+    (192, 128): Sm90TileConfig(128, 128, 2, load_warps=1, promote_interval=16),
+    (256, 256): Sm90TileConfig(64, 64, 3, load_warps=1, promote_interval=32),
 }
 FP8_HEADLINE_TILES = FP8_TILES | {
-    (64, 64): Sm90TileConfig(192, 128, 4, 2, load_warps=1, promote=16),
-    (128, 128): Sm90TileConfig(192, 96, 3, raw_stages=2, load_warps=1, promote=21),
+    (64, 64): Sm90TileConfig(192, 128, 4, 2, load_warps=1, promote_interval=16),
+    (128, 128): Sm90TileConfig(192, 96, 3, raw_stages=2, load_warps=1, promote_interval=21),
 }
 QUANTISED_TILES = {  # of quantised K and V, dequantised by a warpgroup
     (64, 64): Sm90TileConfig(128, 128, 3, raw_stages=3, load_warps=1),

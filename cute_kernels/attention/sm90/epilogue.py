@@ -53,8 +53,8 @@ def scales_of(r, scales: CallScales) -> RowScales:
     return RowScales([scales.score] * 2, [scales.reduced] * 2) if r.scales is None else r.scales
 
 
-ROOM = 14.0  # log2 units of P in 16 bits: fp16 ends at 2^16
-FULL = 8.76  # of P in e4m3, which ends at 448, to which it rounds from 432 = 2^8.755 on
+P_MAX_LOG2 = 14.0  # log2 units of P in 16 bits: fp16 ends at 2^16
+P_MAX_LOG2_E4M3 = 8.76  # of P in e4m3, which ends at 448, to which it rounds from 432 = 2^8.755 on
 
 
 def extra_offset(kv_len):
@@ -69,21 +69,21 @@ def rescale_params(spec, kv_len) -> softmax.RescaleParams:
     is lost: a request of up to 2^15 keys loses less than a fourth of its largest one. Raised by a whole power of two, P
     of a key that outweighs all others is exact."""
     if not fp8(spec):
-        return softmax.RescaleParams(Float32(ROOM), Float32(0.0))
+        return softmax.RescaleParams(Float32(P_MAX_LOG2), Float32(0.0))
     # The bits of 4.0, and 1.0 more each: a float that is the same in the whole warp costs no register.
     max_offset = warp.from_bits(cute.arch.make_warp_uniform(0x40800000 + (extra_offset(kv_len) << 21)))
-    return softmax.RescaleParams(FULL - max_offset, max_offset)
+    return softmax.RescaleParams(P_MAX_LOG2_E4M3 - max_offset, max_offset)
 
 
-def fours(spec):
+def permuted_columns(spec):
     """Whether a lane has, of every 16 columns of O, 4 q + 0, 2, 1, 3, q its place in the quad, instead of 2 q, 2 q + 1,
     8 + 2 q, 9 + 2 q: `prepare.transpose` puts rows of V into that order."""
     return fp8(spec)
 
 
 @cute.jit
-def in_order(values: cute.Tensor):
-    """Values of a lane that has `fours`, those of each 16 columns as they lie side by side."""
+def unpermute_columns(values: cute.Tensor):
+    """Values of a lane that has `permuted_columns`, those of each 16 columns as they lie side by side."""
     found = cute.make_rmem_tensor(cute.size(values), Float32)
     for i in cutlass.range_constexpr(cute.size(values)):
         found[i] = values[i // 4 * 4 + (0, 2, 1, 3)[i % 4]]
@@ -92,7 +92,7 @@ def in_order(values: cute.Tensor):
 
 def vec_bits_of(spec, bits):
     """Bits that a lane has side by side in a row of values of so many."""
-    return bits * (4 if fours(spec) else 2)
+    return bits * (4 if permuted_columns(spec) else 2)
 
 
 def words_of(spec, bits):
@@ -243,7 +243,7 @@ def store(spec: cutlass.Constexpr, a, r, w: WorkTileInfo, scales: CallScales, em
             if const_expr(r.scales is not None):
                 factor *= softmax.head_scale(a.out.out_scale_ptr, head)
             values.store(o[k, None].load() * factor)
-            if const_expr(fours(spec)):
-                values = in_order(values)
+            if const_expr(permuted_columns(spec)):
+                values = unpermute_columns(values)
             store_row(spec, a, w.q_start + token, head, values, keep)
         epilogue.store_lse(a, w.q_start + token, head, lse, keep and cute.arch.lane_idx() % LANES == 0)

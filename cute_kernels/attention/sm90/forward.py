@@ -40,9 +40,9 @@ from ..kv import arrivals, pages, scales, source
 from ..prepare import dequantises, mma_dtype, operand_stages
 from ..schedule import stream_k, tiles, work
 from . import promotion, skip
-from .mainloop import DENSE, run_tiles
+from .mainloop import DENSE, mma
 from .prepare import prepare_kv
-from .roles import WARPS, apart, fp8, prepared, roles
+from .roles import WARPS, fp8, has_prepare_warpgroup, prepared, roles
 
 fake_args = fakes.fake_args
 
@@ -79,8 +79,8 @@ class Sm90SharedStorage:
     q_pipe: pipeline.Pipeline
     k_scales: cute.Tensor | None  # of raw stages
     v_scales: cute.Tensor | None
-    o_sums: Any = None  # (4, Dvo / 8, threads): what `promotion.advance` adds to
-    board: Any = None  # of `skip`
+    o_promoted: Any = None  # (4, Dvo / 8, threads): what `promotion.promote` adds to
+    skip_votes: Any = None  # of `skip`
     splits: Any = None  # `splits.SplitSmem`
 
 
@@ -127,7 +127,7 @@ def operand_q(spec, smem, raw_q):
 
 def shared(spec, plan):
     smem, r, t = cutlass.utils.SmemAllocator(), roles(spec), spec.tile
-    count, math_warps, (raw_k_count, raw_v_count) = work.STAGES[spec.schedule], r.warps("math"), loaded(spec)
+    count, mma_warps, (raw_k_count, raw_v_count) = work.STAGES[spec.schedule], r.warps("mma"), loaded(spec)
     raw_k = k = copy.allocate(smem, plan.k, plan.args.kv.k.element_type)
     raw_v = v = copy.allocate(smem, plan.v, plan.args.kv.v.element_type)
     if prepared(spec)[pages.K]:
@@ -139,12 +139,12 @@ def shared(spec, plan):
     q = operand_q(spec, smem, raw_q)
     published = work.allocate(spec, smem)
     work_pipe = pipeline.make(smem, count, 1, r.warps() - r.warps("idle", "schedule"))
-    raw_k_pipe = k_pipe = pipeline.make(smem, raw_k_count, arrivals(spec, r), r.warps("prepare_k") or math_warps)
+    raw_k_pipe = k_pipe = pipeline.make(smem, raw_k_count, arrivals(spec, r), r.warps("prepare_k") or mma_warps)
     if prepared(spec)[pages.K]:
-        k_pipe = pipeline.make(smem, t.stages, r.warps("prepare_k"), math_warps)
-    raw_v_pipe = v_pipe = pipeline.make(smem, raw_v_count, arrivals(spec, r), r.warps("prepare_v") or math_warps)
+        k_pipe = pipeline.make(smem, t.stages, r.warps("prepare_k"), mma_warps)
+    raw_v_pipe = v_pipe = pipeline.make(smem, raw_v_count, arrivals(spec, r), r.warps("prepare_v") or mma_warps)
     if prepared(spec)[pages.V]:
-        v_pipe = pipeline.make(smem, t.stages, r.warps("prepare_v"), math_warps)
+        v_pipe = pipeline.make(smem, t.stages, r.warps("prepare_v"), mma_warps)
     return Sm90SharedStorage(
         k=k,
         v=v,
@@ -159,11 +159,11 @@ def shared(spec, plan):
         raw_v_pipe=raw_v_pipe,
         raw_q=raw_q,
         q=q,
-        q_pipe=pipeline.make(smem, t.q_stages, 1, math_warps),
+        q_pipe=pipeline.make(smem, t.q_stages, 1, mma_warps),
         k_scales=scales.allocate(spec, smem, spec.head_dim_qk, raw_k_count),
         v_scales=scales.allocate(spec, smem, spec.head_dim_vo, raw_v_count),
-        o_sums=promotion.allocate(spec, smem) if t.promote else None,
-        board=skip.allocate(spec, smem),
+        o_promoted=promotion.allocate(spec, smem) if t.promote_interval else None,
+        skip_votes=skip.allocate(spec, smem),
         splits=splits.allocate(spec, smem),
     )
 
@@ -195,7 +195,7 @@ def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
     elif warp < roles(spec).first("load_v") + roles(spec).warps("load_v"):
         load_v(spec, plan, s, warp - roles(spec).first("load_v"))
     elif const_expr(not dequantises(spec)):
-        if const_expr(not apart(spec)):
+        if const_expr(not has_prepare_warpgroup(spec)):
             prepare_kv(spec, plan, s, pages.V, warp - roles(spec).first("prepare_v"))
     elif const_expr(spec.kv.block_scaled):
         if warp == roles(spec).first("load_scales"):
@@ -216,8 +216,8 @@ def prepare(spec: cutlass.Constexpr, plan, s, warp: Int32):
 @cute.jit
 def compute(spec: cutlass.Constexpr, plan, s):
     """The warps of the last warpgroups."""
-    cute.arch.setmaxregister_increase(roles(spec).registers("math"))
-    run_tiles(spec, plan, s, skip.SKIPPING if const_expr(spec.logits.skip) else DENSE)
+    cute.arch.setmaxregister_increase(roles(spec).registers("mma"))
+    mma(spec, plan, s, skip.SKIPPING if const_expr(spec.logits.skip) else DENSE)
 
 
 @cute.kernel
@@ -231,9 +231,9 @@ def kernel(spec: cutlass.Constexpr, plan: Sm90KernelParams):
         cute.arch.setmaxregister_decrease(roles(spec).registers("load_k"))
         serve(spec, plan, s, warp)
         cute.arch.griddepcontrol_launch_dependents()
-    elif const_expr(not apart(spec)):
+    elif const_expr(not has_prepare_warpgroup(spec)):
         compute(spec, plan, s)
-    elif warp < roles(spec).first("math"):
+    elif warp < roles(spec).first("mma"):
         cute.arch.setmaxregister_decrease(roles(spec).registers("prepare_v"))
         prepare(spec, plan, s, warp)
     else:

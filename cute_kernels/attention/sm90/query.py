@@ -9,7 +9,7 @@ from .. import geometry, quant
 from ..prepare import dequantises, mma_dtype, scales_q_rows
 from ..schedule.work import WorkTileInfo
 from .epilogue import LANES
-from .groups import GROUP_BARRIER, group_index
+from .groups import WARPGROUP_BARRIER, warpgroup_idx
 from .roles import roles
 
 
@@ -19,7 +19,7 @@ def load_q(spec: cutlass.Constexpr, qk: cute.TiledMma, s, r, q: cute.Tensor, sta
     if const_expr(mma_dtype(spec) == "fp16" and spec.q == "e4m3"):
         load_q8(spec, s, r, q, stage)
     else:
-        thread = cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
+        thread = cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
         if const_expr(dequantises(spec)):
             thread = warp.anew(thread)  # addresses that are needed once a tile are no work to make
         wgmma.load_a(qk, s.q[None, None, stage], q, thread)
@@ -52,14 +52,14 @@ def load_q8(spec: cutlass.Constexpr, s, r, q: cute.Tensor, stage: Int32):
 @cute.jit
 def convert_q(spec: cutlass.Constexpr, s, r, stage: Int32):
     """Q of a tile, in shared memory, to the type that is multiplied: each warp converts rows of its own."""
-    t, thread = spec.tile, cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
+    t, thread = spec.tile, cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
     qk = wgmma.mma_nt(s.q.element_type, t.warpgroups, t.n, True)
     q = cute.make_rmem_tensor(qk.get_slice(0).partition_shape_A((t.m, spec.head_dim_qk)), s.q.element_type)
     load_q(spec, qk, s, r, q, stage)
-    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(spec), number_of_threads=128)
+    cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + warpgroup_idx(spec), number_of_threads=128)
     wgmma.store_a(qk, q, s.q[None, None, stage], thread)
     cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(spec), number_of_threads=128)
+    cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + warpgroup_idx(spec), number_of_threads=128)
 
 
 @cute.jit
@@ -75,13 +75,13 @@ def gather_q(spec: cutlass.Constexpr, s, w: WorkTileInfo, a, stage: Int32):
     pieces = cute.make_rmem_tensor((vec, count), s.raw_q.element_type)
     for c in cutlass.range_constexpr(count):  # all loads are in flight before the first is stored
         i = tid + c * 128
-        row = cutlass.min(w.m_block * spec.tile.m + group_index(spec) * 64 + i // per_row, rows - 1)
+        row = cutlass.min(w.m_block * spec.tile.m + warpgroup_idx(spec) * 64 + i // per_row, rows - 1)
         token = w.q_start + geometry.token_of(row, geometry.pack_divisor(w))
         head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
         copy.vector(cute.local_tile(a.query.q[token, head, None], (vec,), (i % per_row,)), pieces[None, c])
     for c in cutlass.range_constexpr(count):
         i = tid + c * 128
-        target = cute.local_tile(s.raw_q, (1, vec, 1), (group_index(spec) * 64 + i // per_row, i % per_row, stage))
+        target = cute.local_tile(s.raw_q, (1, vec, 1), (warpgroup_idx(spec) * 64 + i // per_row, i % per_row, stage))
         copy.vector(pieces[None, c], target[0, None, 0])
     cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(spec), number_of_threads=128)
+    cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + warpgroup_idx(spec), number_of_threads=128)

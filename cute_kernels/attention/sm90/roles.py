@@ -28,7 +28,7 @@ def scaled_rows(spec):
     return any(prepared(spec))
 
 
-def apart(spec):
+def has_prepare_warpgroup(spec):
     """Whether those that prepare have a warpgroup of their own, a warp for each of the SM's four schedulers. Three math
     warpgroups leave no registers for it."""
     return any(prepared(spec)) and spec.tile.warpgroups < 3
@@ -40,16 +40,16 @@ def roles(spec) -> Roles:
     loading: dict[str, int] = {"load_k": t.load_warps, "load_v": t.load_warps, "schedule": shares}
     preparing: dict[str, int] = {}
     spare = WARPS - 2 * t.load_warps - shares
-    if apart(spec):
+    if has_prepare_warpgroup(spec):
         registers = SHARING if shares else (TRANSPOSING if fp8(spec) else DEQUANTISING)[t.warpgroups]
         registers = Q_IN_REGISTERS if t.q_in_regs else registers
         loading |= {"load_scales": scales, "idle": spare - scales}
         groups = 1 + shares  # of these warps: with one of math, MMAs wait for them
         preparing |= {"prepare_k": groups * keys, "prepare_v": groups * (WARPS - keys)}
     else:
-        load, math = SHARING[::2] if shares else REGISTERS[t.warpgroups]
-        registers = load, load, math
+        load, mma = SHARING[::2] if shares else REGISTERS[t.warpgroups]
+        registers = load, load, mma
         loading |= {"prepare_v" if fp8(spec) else "idle": spare}
-    each = loading, preparing, {"math": WARPS * t.warpgroups}
+    each = loading, preparing, {"mma": WARPS * t.warpgroups}
     table = (Role(name, warps, n) for n, group in zip(registers, each, strict=True) for name, warps in group.items())
     return Roles.of(*table)

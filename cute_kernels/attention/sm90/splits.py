@@ -14,12 +14,12 @@ PIECE = 2  # columns that a lane has side by side
 ROWS = 16  # that a warp merges at a time
 
 
-def thread(spec):
-    return cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
+def mma_thread_idx(spec):
+    return cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
 
 
 @cute.jit
-def store(spec: cutlass.Constexpr, a, s, r, w: WorkTileInfo, number: Int32, empty: cutlass.Constexpr):
+def store_partial(spec: cutlass.Constexpr, a, s, r, w: WorkTileInfo, number: Int32, empty: cutlass.Constexpr):
     """This thread's rows of O, normalised, and LSE, of the keys of the CTA's part `number`; `empty`: of none."""
     o, lane = wgmma.rows_cols(r.o), cute.arch.lane_idx() % LANES
     left = geometry.num_rows(w.q_len, geometry.pack_divisor(w)) - w.m_block * spec.tile.m
@@ -37,11 +37,11 @@ def store(spec: cutlass.Constexpr, a, s, r, w: WorkTileInfo, number: Int32, empt
                 copy.vector(piece, cute.local_tile(target, (PIECE,), (LANES * i + lane,)))
             if lane == 0:
                 target[spec.head_dim_vo] = lse
-    splits.record(s.splits, w, number, thread(spec))
+    splits.record(s.splits, w, number, mma_thread_idx(spec))
 
 
 @cute.jit
 def merge(spec: cutlass.Constexpr, a, s, count: Int32):
     """Merge those tiles of the CTA's parts, of which there are `count`, that no other CTA has still to add to."""
     splits.barrier(WARPS)
-    splits.merge(spec, a, s.splits, count, thread(spec), WARPS, ROWS)
+    splits.merge(spec, a, s.splits, count, mma_thread_idx(spec), WARPS, ROWS)

@@ -13,7 +13,7 @@ from ..prepare import mma_dtype, scales_q_rows
 from ..schedule.work import WorkTileInfo
 from . import promotion
 from .epilogue import CallScales, RowScales
-from .groups import group_index
+from .groups import warpgroup_idx
 from .roles import fp8, roles, scaled_rows
 
 
@@ -34,7 +34,7 @@ class Sm90Fragments:
     q_row_scales: Any = None  # that Q of each row is in, where it is not Q's own
     slopes: Any = None  # of ALiBi, of each row
     words: Any = None  # of a custom mask, of each row in the block at hand
-    sums: Any = None  # of O, where it is promoted
+    promoted: Any = None  # of O, where it is promoted
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class PendingPV(NamedTuple):
     """The last block of a tile that was looked at: its item, and whether its PV is owed (static: a bool)."""
 
     kv: pipeline.PipelineState
-    owed: Any
+    is_pending: Any
 
 
 class MainloopVariant(NamedTuple):
@@ -76,13 +76,13 @@ class MainloopVariant(NamedTuple):
 
     run_tile: Any
     finish_pv: Any
-    owes: Any
+    pv_pending: Any
 
 
 def registers(spec, plan, s) -> Sm90Fragments:
     t = spec.tile
-    tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
-    base = group_index(spec) * 128
+    tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
+    base = warpgroup_idx(spec) * 128
     qk, pv = plan.mma_qk.get_slice(base), plan.mma_pv.get_slice(base)
     vt = s.v if fp8(spec) else cute.make_tensor(s.v.iterator, cute.select(s.v.layout, mode=[1, 0, 2]))
     acc_s = cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32)
@@ -111,7 +111,7 @@ def registers(spec, plan, s) -> Sm90Fragments:
         cute.make_rmem_tensor(rows, Float32) if scales_q_rows(spec) else None,
         cute.make_rmem_tensor(rows, Float32) if spec.logits.alibi else None,
         cute.make_rmem_tensor(rows, Uint32) if spec.mask.custom else None,
-        promotion.make(spec, s.o_sums) if spec.tile.promote else None,
+        promotion.make(spec, s.o_promoted) if spec.tile.promote_interval else None,
     )
 
 

@@ -100,7 +100,7 @@ def kernel_of(spec: Any) -> Kernel:
     mask, gathers = spec.mask, spec.kv.source == "gather"
     cap, skips = spec.logits.soft_cap, spec.logits.skip and not decodes
     several = len(spec.out) > 1
-    promoted = getattr(spec.tile, "promote", 0)  # of Hopper's prefill
+    promoted = getattr(spec.tile, "promote_interval", 0)  # of Hopper's prefill
     return Kernel(
         decodes, shares, few, wide, mask.window, cap, general, gathers, mask.custom, skips, several, block,
         block * spec.tile.stages, promoted, not decodes and len(spec.tile.m_choices) > 1, same,
