@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 
 from cute_kernels.attention import dispatch
-from cute_kernels.attention.spec import FEW
+from cute_kernels.attention.spec import PACK_GQA_MAX_Q
 from wrappers import machine
+from wrappers.attention.call import AttentionCall
 from wrappers.attention.plan import facts_of
-from wrappers.attention.problem import Problem
 from wrappers.reference.paged import tokens_of
 
 ROWS = {"sm_90a": 64, "sm_100a": 128, "sm_103a": 128}  # that decide together: of a warpgroup
@@ -63,7 +63,7 @@ def rows_of(q: torch.Tensor, kv_heads: int, kv_len: int, packed: bool, together:
     return Rows(rows, (token + kv_len - m).view(-1, together), (token < m).view(-1, together))
 
 
-def visible(p: Problem, rows: Rows, first: int, end: int) -> torch.Tensor:
+def visible(p: AttentionCall, rows: Rows, first: int, end: int) -> torch.Tensor:
     """(groups, rows, end - first) bool: which of these keys a row sees."""
     key, position = torch.arange(first, end, device=p.q.device), rows.position[..., None]
     seen = rows.valid[..., None] & (key >= 0)
@@ -108,7 +108,7 @@ def add(state: State, s: torch.Tensor, top: torch.Tensor, v: torch.Tensor, kept:
     state.top.copy_(torch.where(chosen, new, state.top))
 
 
-def attend(p: Problem, keys: int, few: int = FEW, together: int = ROWS[HOPPER]) -> Skipped:
+def attend(p: AttentionCall, keys: int, few: int = PACK_GQA_MAX_Q, together: int = ROWS[HOPPER]) -> Skipped:
     """A prefill call with p.skip, as kernels with blocks of so many keys compute it; of any types and requests, without
     masks of bits, ALiBi and factors a head. few: most query tokens of a request whose rows are packed; together: rows
     that decide together."""
@@ -156,7 +156,7 @@ def attend(p: Problem, keys: int, few: int = FEW, together: int = ROWS[HOPPER]) 
     return Skipped(out * (p.out_scale * factor), lse, blocks, skipped, margin)
 
 
-def of_kernel(p: Problem) -> Skipped:
+def of_kernel(p: AttentionCall) -> Skipped:
     """What the kernel that serves a call on the current machine, or else on Hopper, leaves out; `dispatch.Unsupported`
     where none does."""
     arch, _ = machine.current.facts(p.q.device) or (HOPPER, 0)
@@ -164,7 +164,7 @@ def of_kernel(p: Problem) -> Skipped:
     return attend(p, spec.tile.n, together=ROWS[arch])
 
 
-def expected(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+def expected(p: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of that kernel; ValueError where rounding may decide a vote, so that nothing can be expected."""
     found = of_kernel(p)
     if found.margin < SURE:
@@ -172,7 +172,9 @@ def expected(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     return found.out, found.lse
 
 
-def finish(p: Problem, o: torch.Tensor, total: torch.Tensor, top: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def finish(
+    p: AttentionCall, o: torch.Tensor, total: torch.Tensor, top: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a request's rows (m, Hq), the sinks among what is divided by."""
     sink = torch.full_like(top, -INF) if p.sinks is None else (p.sinks.float() * LOG2E).expand_as(top)
     peak = torch.maximum(top, sink)

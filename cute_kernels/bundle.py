@@ -57,7 +57,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Place:
+class BundlePaths:
     """Where a bundle and the objects it is linked from lie."""
 
     out: Path
@@ -195,7 +195,7 @@ def describe(item: Item, facts: dict[str, Any], objects: Path, library: bytes) -
     }
 
 
-def link(items: list[Item], place: Place, libraries: list[str]) -> dict[str, str]:
+def link(items: list[Item], place: BundlePaths, libraries: list[str]) -> dict[str, str]:
     """One shared library of the items' objects, as NVIDIA documents it; {file, sha256}. Skipped where it exists."""
     name = f"{items[0].family}-{manifest.digest(manifest.canonical([i.key for i in items]).encode())[:12]}.so"
     target = place.out / name
@@ -242,7 +242,9 @@ def still_valid(out: Path, arch: str, spec_type: SpecType, toolchain: dict[str, 
     return kept
 
 
-def build_bundle(kernels: Iterable[Kernel], arch: str, place: Place, jobs: int, keep: SpecType | None = None) -> Built:
+def build_bundle(
+    kernels: Iterable[Kernel], arch: str, place: BundlePaths, jobs: int, keep: SpecType | None = None
+) -> Built:
     """Make the bundle at `place` hold exactly `kernels`; with `keep`, also what is valid there already.
 
     BuildError: a kernel failed to compile, or the link did; the old bundle stays.
@@ -267,7 +269,7 @@ def item_of(op: str, spec: Any, arch: str, toolchain: dict[str, Any]) -> Item:
     return Item(op, spec, key, manifest.symbol(op, spec, key))
 
 
-def publish(items: list[Item], arch: str, toolchain: dict[str, Any], place: Place) -> Manifest:
+def publish(items: list[Item], arch: str, toolchain: dict[str, Any], place: BundlePaths) -> Manifest:
     """Link, copy, and then write the manifest. All objects exist."""
     libraries = build.runtime_libraries()
     runtime = next(Path(lib) for lib in libraries if Path(lib).name == RUNTIME)
@@ -295,7 +297,7 @@ def prune_folder(out: Path, current: Manifest) -> None:
     shutil.rmtree(out / "cubin", ignore_errors=True)  # of schema 1
 
 
-def prune(place: Place, current: Manifest) -> None:
+def prune(place: BundlePaths, current: Manifest) -> None:
     """Delete what no manifest names, and objects unused for UNUSED_DAYS."""
     prune_folder(place.out, current)
     oldest = time.time() - UNUSED_DAYS * 86400

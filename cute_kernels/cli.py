@@ -8,7 +8,7 @@ compiler is installed.
     cute-kernels show bf16_d128_causal_tma_m128n128s3r --sass
     cute-kernels env                                       versions, GPUs, bundles that a process here finds
 
-`build` and `show` need the DSL. Where bundles lie is said in cute_kernels/places.py.
+`build` and `show` need the DSL. Where bundles lie is said in cute_kernels/paths.py.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from . import __version__, archive, build, bundle, catalog, cubin, manifest, places
-from .places import Found
+from . import __version__, archive, build, bundle, catalog, cubin, manifest, paths
+from .paths import FoundBundle
 
 
 def command_build(args: argparse.Namespace) -> int:
@@ -36,7 +36,7 @@ def command_build(args: argparse.Namespace) -> int:
             return 2
         kernels = [kernel for found in chosen.values() for kernel in found] + [parsed(text) for text in args.spec]
     start = time.monotonic()
-    place = bundle.Place(args.out or default(places.bundle_folders(args.arch), "--out"), objects(args))
+    place = bundle.BundlePaths(args.out or default(paths.bundle_folders(args.arch), "--out"), objects(args))
     try:
         built = bundle.build_bundle(kernels, args.arch, place, args.jobs, keep)
     except KeyboardInterrupt:
@@ -49,7 +49,7 @@ def command_build(args: argparse.Namespace) -> int:
 
 
 def objects(args: argparse.Namespace) -> Path:
-    return args.objects or default([home / "obj" for home in places.homes()], "--objects")
+    return args.objects or default([home / "obj" for home in paths.homes()], "--objects")
 
 
 def default(folders: list[Path], option: str) -> Path:
@@ -69,10 +69,10 @@ def existing(args: argparse.Namespace) -> Path:
     """The bundle that the user names, or the first usable one that a process finds, or the first."""
     if args.out:
         return args.out
-    found = places.bundles(args.arch)
+    found = paths.bundles(args.arch)
     if found:
         return next((item for item in found if not item.problem), found[0]).folder
-    searched = os.pathsep.join(map(str, places.bundle_roots()))
+    searched = os.pathsep.join(map(str, paths.bundle_roots()))
     raise SystemExit(f"no bundle of {args.arch} in {searched}: cute-kernels build --arch {args.arch} makes one")
 
 
@@ -121,7 +121,7 @@ def command_pack(args: argparse.Namespace) -> int:
 
 
 def command_unpack(args: argparse.Namespace) -> int:
-    out = args.out or places.bundle_folders(args.arch)[0]
+    out = args.out or paths.bundle_folders(args.arch)[0]
     held = archive.unpack(args.file, out, args.arch)
     print(f"{out}: {content(held)}, hashes match")
     return 0
@@ -159,17 +159,17 @@ def command_env(args: argparse.Namespace) -> int:
     for name in ("torch", "apache-tvm-ffi", "nvidia-cutlass-dsl"):
         print(f"{name} {installed(name)}")
     print("\n".join(gpus()))
-    found: dict[Path, Found] = {}
+    found: dict[Path, FoundBundle] = {}
     for arch in catalog.ARCHS:
-        for item in places.bundles(arch):  # a folder that is itself a bundle is found for every architecture
+        for item in paths.bundles(arch):  # a folder that is itself a bundle is found for every architecture
             if item.folder not in found or item.problem is None:
                 found[item.folder] = item
     for item in found.values():
         print(f"bundle {item.folder}: {usable(item)}")
     if not found:
-        print(f"no bundle in {os.pathsep.join(map(str, places.bundle_roots()))}")
+        print(f"no bundle in {os.pathsep.join(map(str, paths.bundle_roots()))}")
     try:
-        print(f"JIT: {places.why_no_jit() or 'allowed'}")
+        print(f"JIT: {paths.why_no_jit() or 'allowed'}")
     except ValueError as error:
         print(f"JIT: {error}")
     return 0
@@ -201,7 +201,7 @@ def gpus() -> list[str]:
     return lines or ["GPUs: torch sees none"]
 
 
-def usable(found: Found) -> str:
+def usable(found: FoundBundle) -> str:
     """How much of a bundle the installed sources can use."""
     held = found.manifest
     if held is None or found.problem:
@@ -254,7 +254,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments().parse_args(argv)
-    if args.run in (command_build, command_show) and not places.has_dsl():
+    if args.run in (command_build, command_show) and not paths.has_dsl():
         print("nvidia-cutlass-dsl, which compiles, is not installed: pip install cute-kernels[build]", file=sys.stderr)
         return 1
     try:

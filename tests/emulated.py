@@ -9,10 +9,10 @@ import torch
 
 from bench.cases import attention as cases
 from cute_kernels.attention import args, geometry
-from cute_kernels.attention.spec import FEW
+from cute_kernels.attention.spec import PACK_GQA_MAX_Q
 from tests.fake_machine import FakeMachine, promised
 from wrappers import FP4Tensor, fp4, machine, reference
-from wrappers.attention.problem import SEPARATE, Problem, new_requests
+from wrappers.attention.call import SEPARATE, AttentionCall, new_requests
 
 E4M3 = torch.float8_e4m3fn
 SMS = 132
@@ -43,11 +43,11 @@ def emulate(op, spec, launches):
         launches.append(a)
         factors = {name: getattr(a, name).view(E4M3) if name in names else None for name in ("k_scales", "v_scales")}
         window = getattr(a, "window_left", 1 << 30)
-        drafts, kind = getattr(a, "draft_mask", ()), spec.mask.causal
-        problem = Problem(
+        drafts, kind = getattr(a, "tree_mask", ()), spec.mask.causal
+        problem = AttentionCall(
             "", "", a.q, a.k, a.v, new_requests(a.page_table, a.kv_lens, a.cu_seqlens_q, SEPARATE), 0,
-            a.scale_log2 / reference.LOG2E, a.scale if len(a.scale) else None,
-            a.out_factor, a.out_scale if len(a.out_scale) else None,
+            a.softmax_scale_log2 / reference.LOG2E, a.softmax_scale_ptr if len(a.softmax_scale_ptr) else None,
+            a.out_scale, a.out_scale_ptr if len(a.out_scale_ptr) else None,
             causal={"always": True, "never": False}[kind] if kind != "value" else bool(a.causal),
             window_left=window if window < 1 << 30 else -1, soft_cap=getattr(a, "soft_cap", 0.0),
             sinks=a.sink if len(a.sink) else None, drafts=drafts if len(drafts) else None,
@@ -66,17 +66,17 @@ def emulate(op, spec, launches):
     return kernel
 
 
-RANKS = dict(q=3, k=4, v=4, o=3, lse=2, page_table=3, k_scales=4, v_scales=4, o_fp8=3, o_fp4=3, draft_mask=2,
+RANKS = dict(q=3, k=4, v=4, o=3, lse=2, page_table=3, k_scales=4, v_scales=4, o_fp8=3, o_fp4=3, tree_mask=2,
              o_partial=3)  # fmt: skip
 INTEGERS = ("grid", "counter_base", "enable_pdl", "window_left", "causal", "v_scales_interleaved", "blocks_per_split",
             "o_sf_start")  # fmt: skip
-FLOATS = ("scale_log2", "out_factor", "soft_cap", "skip_threshold", "o_sf_scale")
+FLOATS = ("softmax_scale_log2", "out_scale", "soft_cap", "skip_threshold", "o_sf_scale")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": E4M3, "nvfp4": torch.uint8}
 
 
 def check_arguments(spec, a):
     """What compiled code checks of its arguments, and what their callers promise."""
-    types = dict.fromkeys(("lse", "sink", "scale", "out_scale", "o_partial"), torch.float32)
+    types = dict.fromkeys(("lse", "sink", "softmax_scale_ptr", "out_scale_ptr", "o_partial"), torch.float32)
     types |= dict.fromkeys(("k", "v"), DTYPES[spec.kv.dtype]) | dict(q=DTYPES[spec.q], o=DTYPES[spec.out[0]])
     types |= dict.fromkeys(("k_scales", "v_scales", "o_fp8", "o_fp4", "o_sf"), torch.uint8)
     for name, value in vars(a).items():
@@ -100,25 +100,25 @@ def check_arguments(spec, a):
     promised(a.k.shape[1:3] == a.v.shape[1:3] and (len(a.k) == 0) == (len(a.v) == 0) and heads % a.k.shape[1] == 0)
     if packed == 2:
         promised(a.k_scales.shape[:3] == a.k.shape[:3] and a.v_scales.shape[:3] == a.v.shape[:3])
-    for name in ("o", "o_fp8", "o_fp4", "lse", "draft_mask"):
+    for name in ("o", "o_fp8", "o_fp4", "lse", "tree_mask"):
         t = getattr(a, name, a.lse)
-        promised(len(t) in (0, tokens) and (name == "draft_mask" or t.shape[1] == heads), name)
+        promised(len(t) in (0, tokens) and (name == "tree_mask" or t.shape[1] == heads), name)
     promised(sum(len(getattr(a, name, ())) > 0 for name in ("o", "o_fp8", "o_fp4")) == 1 or tokens == 0)
     if len(getattr(a, "o_fp4", ())):
         rows, left = divmod(len(a.o_sf), heads * spec.head_dim_vo // fp4.BLOCK)
         promised(rows % 128 == left == 0 <= a.o_sf_start <= rows - tokens and a.o_sf_scale > 0)
     batch = len(a.kv_lens)
     promised(a.page_table.shape[:2] == (batch, 2) and a.cu_seqlens_q.shape == (batch + 1,))
-    promised(len(a.sink) in (0, heads) and len(a.scale) in (0, 1) and len(a.out_scale) in (0, 1))
-    promised(a.scale_log2 > 0 and tokens and heads and batch)
+    promised(len(a.sink) in (0, heads) and len(a.softmax_scale_ptr) in (0, 1) and len(a.out_scale_ptr) in (0, 1))
+    promised(a.softmax_scale_log2 > 0 and tokens and heads and batch)
 
 
 def check_schedule(spec, a):
     """Counters that nobody else has, and scratch for the parts that the kernel writes."""
     q_lens, group = a.cu_seqlens_q.diff().tolist(), a.q.shape[1] // a.k.shape[1]
-    per_token = [group if spec.schedule == "stream_k" or n <= FEW else 1 for n in q_lens]
-    rows = [n * each for n, each in zip(q_lens, per_token)]
-    tiles = sum(-(-n // spec.tile.m) * (a.q.shape[1] // each) for n, each in zip(rows, per_token))
+    pack_factor = [group if spec.schedule == "stream_k" or n <= PACK_GQA_MAX_Q else 1 for n in q_lens]
+    rows = [n * each for n, each in zip(q_lens, pack_factor)]
+    tiles = sum(-(-n // spec.tile.m) * (a.q.shape[1] // each) for n, each in zip(rows, pack_factor))
     promised(1 <= a.grid <= SMS and (a.grid >= tiles or a.grid == SMS))
     promised(not a.counters.any() and -1 <= a.counter_base < max(1, len(a.counters)))
     promised(a.enable_pdl in (0, 1) and 0 <= getattr(a, "window_left", 0) <= 1 << 30)
@@ -130,7 +130,7 @@ def check_schedule(spec, a):
         cut = [-(-n // geometry.tile_m(spec, n)) for n in rows]  # as the kernel cuts them
         slots = sum(m * max(1, -(-n // a.blocks_per_split)) for m, n in zip(cut, blocks)) * a.k.shape[1]
         counters = slots
-    counters *= spec.tile.counters
+    counters *= spec.tile.counters_per_split
     promised(a.counter_base >= 0 and len(a.counters) - a.counter_base >= counters)
     promised(len(a.o_partial) >= slots and a.o_partial.is_contiguous())
     promised(a.o_partial.shape[1:] == (spec.tile.m, spec.head_dim_vo + 4))

@@ -13,7 +13,7 @@ import torch
 from bench.cases import attention as cases
 from bench.cases import outputs
 from bench.cases.attention import AttentionCase
-from cute_kernels.attention.problem import Problem
+from cute_kernels.attention.request import KernelRequest
 from cute_kernels.attention.spec import FEW
 from tools import matrix
 from wrappers import fp4
@@ -29,10 +29,10 @@ def feature(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.feature(*names)
 
 
-def problem_of(case: AttentionCase) -> Problem:
+def problem_of(case: AttentionCase) -> KernelRequest:
     """What the case asks of a kernel."""
     q, kv, out = (t.replace("fp8", "e4m3") for t in (case.dtype, case.kv_dtype or case.dtype, case.out_dtype))
-    return Problem(
+    return KernelRequest(
         q, kv, out or q, case.head_dim_qk, case.head_dim_vo, case.page_size, case.heads_q // case.heads_kv,
         max(case.q_lens), "prefill" if case.function == "context" else "decode", case.causal, case.window_left >= 0,
         case.drafts, bool(case.soft_cap), bool(case.skip), case.interleaved, case.invariant,

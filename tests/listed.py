@@ -8,12 +8,14 @@ from cute_kernels.attention.schedule import tiles
 
 
 @cute.kernel
-def listing(spec: cutlass.Constexpr, a: args.Args, found: cute.Tensor):
+def listing(spec: cutlass.Constexpr, a: args.AttentionArgs, found: cute.Tensor):
     order = tiles.allocate(cutlass.utils.SmemAllocator())
     tiles.begin(spec, a, order)
     for tile in cutlass.range(found.shape[0], unroll=1):
         w = tiles.find(spec, a, tile, order)
-        for i, value in enumerate((w.valid, w.batch, w.head, w.m_block, w.per_token, w.lo, w.hi)):
+        for i, value in enumerate(
+            (w.is_valid, w.batch_idx, w.head_idx, w.m_block, w.pack_factor, w.n_block_min, w.n_block_max)
+        ):
             if cute.arch.lane_idx() == 0:
                 found[tile, i] = value
 

@@ -9,7 +9,7 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels import abi
-from cute_kernels.device import copy, pipe
+from cute_kernels.device import copy, pipeline
 
 PAGE = 32  # rows of 64 columns
 BUGS = ("bytes", "arrival", "fence", "page", "ragged", "wait", "barrier", "early")
@@ -17,8 +17,8 @@ BUGS = ("bytes", "arrival", "fence", "page", "ragged", "wait", "barrier", "early
 
 @dataclass(frozen=True)
 class Plan:
-    load: copy.Operand
-    store: copy.Box
+    load: copy.TmaOperand
+    store: copy.TmaBox
     table: cute.Tensor
     out: cute.Tensor
     length: Int32
@@ -45,7 +45,7 @@ def forward(bug: cutlass.Constexpr, stream, pool, copied, table, out, length, gr
     target = rows_first(copied)
     layout = cute.select(load.layout, mode=[0, 1])
     atom, gmem = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), target, layout, (PAGE, 64))
-    plan = Plan(load, copy.Box(atom, gmem, PAGE, 64), table, out, length)
+    plan = Plan(load, copy.TmaBox(atom, gmem, PAGE, 64), table, out, length)
     kernel(bug, plan).launch(grid=[grid, 1, 1], block=[128, 1, 1], stream=stream)
 
 
@@ -53,19 +53,19 @@ def forward(bug: cutlass.Constexpr, stream, pool, copied, table, out, length, gr
 def kernel(bug: cutlass.Constexpr, plan: Plan):
     smem = cutlass.utils.SmemAllocator()
     s = copy.allocate(smem, plan.load, BFloat16)
-    p = pipe.make(smem, 1, 2 if bug == "arrival" else 1, 1)
+    p = pipeline.make(smem, 1, 2 if bug == "arrival" else 1, 1)
     cute.arch.mbarrier_init_fence()
     if bug != "barrier":
         cute.arch.barrier()
     j, tid = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
-        pipe.fill(p, 0, plan.load.bytes + (16 if bug == "bytes" else 0))
+        pipeline.producer_acquire_tx(p, 0, plan.load.bytes + (16 if bug == "bytes" else 0))
         b = plan.load.boxes[0]
         target, source = copy.partition(b, s, b.gmem)
         page = plan.table[j + (1 if bug == "page" else 0)]
         cute.copy(b.atom, source[None, 0, 0, page], target[None, 0, 0, 0], tma_bar_ptr=p.full)
     if bug != "wait":
-        pipe.wait_full(p, 0)
+        pipeline.consumer_wait(p, 0)
     row, first = tid // 4, tid % 4 * 16
     for c in cutlass.range_constexpr(16):
         value = BFloat16(s[row, first + c, 0].to(Float32) + 1.0)

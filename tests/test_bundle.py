@@ -126,13 +126,13 @@ tensors = dict(
     q=T((7, 8, qk), dt), k=T((4, 2, 16, qk), dt), v=T((4, 2, 16, vo), dt), o=T((7, 8, vo), dt),
     lse=T((0, 8), "float32"), cu_seqlens_q=T((3,), "int32"), kv_lens=T((2,), "int32"),
     page_table=T((2, 2, 3), "int32"), kv_starts=T((0,), "int32"), sink=T((0,), "float32"),
-    scale=T((0,), "float32"), out_scale=T((0,), "float32"),
+    softmax_scale_ptr=T((0,), "float32"), out_scale_ptr=T((0,), "float32"),
     o_fp8=T((0, 8, vo), "uint8"), o_fp4=T((0, 8, vo // 2), "uint8"), o_sf=T((0,), "uint8"),
-    draft_mask=T((0, 1), "int32"), counters=T((8,), "int32"),
+    tree_mask=T((0, 1), "int32"), counters=T((8,), "int32"),
     o_partial=T((0, 1, vo + 4), "float32"),
 )
 numbers = dict(
-    scale_log2=1.0, out_factor=1.0, soft_cap=0.0, skip_threshold=0.0, window_left=0, causal=1, grid=132,
+    softmax_scale_log2=1.0, out_scale=1.0, soft_cap=0.0, skip_threshold=0.0, window_left=0, causal=1, grid=132,
     counter_base=0, enable_pdl=0, blocks_per_split=0, o_sf_start=0, o_sf_scale=1.0,
 )
 good = {name: (tensors | numbers)[name] for name in args.fields(spec)}
@@ -405,7 +405,7 @@ work, objects = map(Path, sys.argv[1:])
 arch = "sm_90a"
 first = dispatch.shipped(arch)[0]
 old, *_, new = [kernel for kernel in dispatch.shipped(arch) if kernel[0] == first[0]]
-place = bundle.Place(work / "old", objects)
+place = bundle.BundlePaths(work / "old", objects)
 bundle.build_bundle([old], arch, place, 1)
 class Crash(BaseException): pass
 real_replace, real_unlink, steps = os.replace, Path.unlink, 0
@@ -422,7 +422,7 @@ while True:
     shutil.copytree(work / "old", out, copy_function=os.link)
     os.replace, Path.unlink = replace, unlink
     try:
-        bundle.build_bundle([new], arch, bundle.Place(out, objects), 1)
+        bundle.build_bundle([new], arch, bundle.BundlePaths(out, objects), 1)
         crashed = False
     except Crash:
         crashed = True
@@ -435,7 +435,7 @@ while True:
     assert seen[-1].count(True) == 1, seen
     if not crashed:
         break
-    bundle.build_bundle([new], arch, bundle.Place(out, objects), 1)
+    bundle.build_bundle([new], arch, bundle.BundlePaths(out, objects), 1)
     assert not bundle.verify(out, arch) and not list(out.glob(".tmp-*")), "the next build repairs"
     assert len(list(out.glob("attention-*.so"))) == 1, "and cleans up"
 print(seen)

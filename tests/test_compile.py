@@ -97,7 +97,7 @@ def as_its_op(entry, op, spec):
         size = 1 if spec.q == spec.kv.dtype == "e4m3" else 2
         each = (2 * spec.head_dim_qk + spec.tile.n) * size // umma.STEP  # of a group: the first Q K^T, and a block
         mmas = counts["UTCQMMA" if size == 1 else "UTCHMMA"]
-        forms = len(spec.tile.heights)  # of tiles
+        forms = len(spec.tile.m_choices)  # of tiles
         assert mmas == forms * sm100.groups(spec) * each, "one MMA a step, no copy of loops"
         assert entry["registers"] == launched(sm100.roles(spec).warps()), "what `Roles.of` takes for granted"
     else:

@@ -6,12 +6,12 @@ from itertools import product
 import pytest
 
 from cute_kernels.attention import args, decode, dispatch, sm90, sm100
-from cute_kernels.attention.problem import Problem
+from cute_kernels.attention.request import KernelRequest
 from cute_kernels.attention.spec import TMA_PAGES, LogitsSpec
 
 ARCH = "sm_90a"
 BLACKWELL = ("sm_100a", "sm_103a")
-BASE = Problem("bf16", "bf16", "bf16", 128, 128, 16, 4)
+BASE = KernelRequest("bf16", "bf16", "bf16", 128, 128, 16, 4)
 FEW_KERNELS = 200  # of an architecture, attention and top-k together
 
 
@@ -19,7 +19,7 @@ def problems(phase):
     """Every problem that some kernel serves."""
     every = product(("bf16", "fp16"), (8, 256, 1), (1, 3, 8), *[(False, True)] * 3, (1, 2, 64, 65, 1 << 30))
     for q, page, group, causal, window, cap, rows in every:
-        base = Problem(q, q, q, 128, 128, page, group, rows, phase, causal, window, soft_cap=cap)
+        base = KernelRequest(q, q, q, 128, 128, page, group, rows, phase, causal, window, soft_cap=cap)
         if phase == "prefill":
             for qk, vo in sm90.TILES:
                 for kv in (q, "e4m3", "nvfp4"):
@@ -46,7 +46,7 @@ def serves(spec, problem):
         and problem.out in spec.out
         and mask.causal in (("always" if problem.causal else "never"), "value")
         and (mask.window or not problem.window)
-        and (mask.bits or not problem.drafts)
+        and (mask.tree or not problem.drafts)
         and (spec.logits.soft_cap or not problem.soft_cap)
         and (spec.logits.skip or not problem.skip)
         and spec.mask.custom == problem.custom_mask
@@ -62,7 +62,7 @@ def on_demand(spec):
     if spec.schedule == "tiles" and spec.kv.dtype != spec.q:
         shipped = spec.q == "bf16" and spec.dims in sm90.USUAL and spec.mask.causal != "never"
         return not shipped or spec.kv.source == "gather"
-    usual = spec.dims in ((64, 64), (128, 128)) and not spec.kv.scaled and spec.q != "e4m3"
+    usual = spec.dims in ((64, 64), (128, 128)) and not spec.kv.block_scaled and spec.q != "e4m3"
     rare = spec.kv.source == "gather" and (not usual or spec.mask.causal == "never")
     if spec.q != "bf16":
         rare = rare or spec.dims not in ((64, 64), (128, 128))
@@ -138,7 +138,7 @@ def test_general_kernels_take_every_modifier_of_their_op():
     for op, module in dispatch.OPS.items():
         specs = module.shipped(module.ARCHS[0])
         for q, dims in {(spec.q, spec.dims) for spec in specs}:
-            mine = [s for s in specs if (s.q, s.kv.scaled, s.mask.custom, s.dims) == (q, False, False, dims)]
+            mine = [s for s in specs if (s.q, s.kv.block_scaled, s.mask.custom, s.dims) == (q, False, False, dims)]
             if op != "attention.decode":  # kernels of their own
                 mine = [s for s in mine if not s.logits.skip and s.schedule == "tiles"]
             general = [set(args.fields(s)) for s in mine if s.mask.window]
@@ -178,7 +178,7 @@ def test_what_is_refused_is_named(change, word):
     with pytest.raises(NotImplementedError) as error:
         dispatch.select(replace(BASE, **change), ARCH)
     assert word in str(error.value)
-    assert isinstance(error.value, dispatch.Unsupported) and word.split()[1] == error.value.field
+    assert isinstance(error.value, dispatch.UnsupportedRequest) and word.split()[1] == error.value.field
 
 
 def test_an_architecture_without_a_kernel_is_named():
@@ -208,7 +208,7 @@ def test_tiles_of_few_rows_do_not_depend_on_the_batch(arch):
     """A kernel of prefill chooses for each request: the spec is the same whatever rows a call has."""
     for spec in sm100.shipped(arch):
         alone = spec.logits.skip or spec.head_dim_vo > 128 or spec.schedule == "stream_k"
-        assert spec.tile.heights == ((spec.tile.m,) if alone else (128, 256))
+        assert spec.tile.m_choices == ((spec.tile.m,) if alone else (128, 256))
     short = replace(BASE, rows=1)
     assert dispatch.select(short, arch) == dispatch.select(replace(short, rows=1 << 30), arch)
     few = sm100.shipped(arch)[0]
@@ -224,21 +224,33 @@ def test_what_blackwell_lacks_is_named():
 
 
 @pytest.mark.parametrize(
-    "tile, word", [(decode.Tile(64, 384, 3, 3), "m is 8 or 16 rows"), (decode.Tile(48, 128, 3, 3), "n is a multiple")]
+    "tile, word",
+    [
+        (decode.DecodeTileConfig(64, 384, 3, 3), "m is 8 or 16 rows"),
+        (decode.DecodeTileConfig(48, 128, 3, 3), "n is a multiple"),
+    ],
 )
 def test_decode_refuses_tiles_that_warps_cannot_share(tile, word):
     spec = replace(decode.shipped(ARCH)[0], tile=tile)
     assert word in str(decode.supports(spec))
-    assert decode.supports(replace(spec, tile=decode.Tile(48, 384, 3, 3))) is None
+    assert decode.supports(replace(spec, tile=decode.DecodeTileConfig(48, 384, 3, 3))) is None
 
 
-@pytest.mark.parametrize("tile", [sm90.Tile(96), sm90.Tile(256), sm90.Tile(128, 100), sm90.Tile(loaders=1)])
+@pytest.mark.parametrize(
+    "tile",
+    [
+        sm90.Sm90TileConfig(96),
+        sm90.Sm90TileConfig(256),
+        sm90.Sm90TileConfig(128, 100),
+        sm90.Sm90TileConfig(load_warps=1),
+    ],
+)
 def test_prefill_refuses_tiles(tile):
     refusal = sm90.supports(replace(sm90.shipped(ARCH)[0], tile=tile))
     assert refusal is not None and refusal.field == "tile"
 
 
-@pytest.mark.parametrize("tile", [sm90.Tile(q_in_regs=True), sm90.Tile(q_stages=2)])
+@pytest.mark.parametrize("tile", [sm90.Sm90TileConfig(q_in_regs=True), sm90.Sm90TileConfig(q_stages=2)])
 def test_prefill_with_a_soft_cap_refuses_tiles_that_begin_early(tile):
     """Their first Q K^T is in flight where the code for capped scores, or for others, is chosen."""
     spec = replace(sm90.general("bf16", "bf16", (128, 128)), tile=tile)

@@ -318,7 +318,7 @@ def test_launches(launches):
     one = launches[-1]
     assert one.q.data_ptr() == batch.q.data_ptr() and one.kv_lens.data_ptr() == batch.lens.data_ptr()
     assert one.page_table.data_ptr() == batch.table.data_ptr() and one.window_left == 2
-    assert math.isclose(one.scale_log2, 0.5 / math.log(2)) and torch.equal(one.sink, SINKS)
+    assert math.isclose(one.softmax_scale_log2, 0.5 / math.log(2)) and torch.equal(one.sink, SINKS)
     many = Batch(q_lens=(70, 2), kv_lens=(75, 40), page=8)
     many.cached(causal=True)
     assert len(launches) == 2 and launches[-1].q.data_ptr() == many.q.data_ptr()

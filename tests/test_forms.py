@@ -16,11 +16,11 @@ from tests.fake_machine import FakeMachine
 from wrappers import fp4, machine, reference
 from wrappers.attention import checks, op, values
 from wrappers.attention import plan as attention_plan
-from wrappers.attention.problem import (
+from wrappers.attention.call import (
     SEPARATE,
-    Problem,
-    Requests,
+    AttentionCall,
     Rope,
+    SequenceBatch,
     csr_requests,
     listed_requests,
     new_requests,
@@ -85,7 +85,7 @@ def problem(three, form="csr", size=3, **fields):
                 for which, ids in enumerate(both):
                     table[b, which, : len(ids)] = ids
             requests = new_requests(table, ints(*map(len, k)), offsets, SEPARATE)
-    p = Problem("", "prefill", torch.cat(q), *pools, requests, max(map(len, q)), 0.5, None, 1.0, None)
+    p = AttentionCall("", "prefill", torch.cat(q), *pools, requests, max(map(len, q)), 0.5, None, 1.0, None)
     return p._replace(**fields)
 
 
@@ -220,7 +220,7 @@ SPAN = 5  # entries of the CSR form in pages of 3
 def listed(form="csr", **change):
     """A plain problem, with fields of it or of its requests changed."""
     p = problem(THREE, form)
-    requests = {name: change.pop(name) for name in [*change] if name in Requests._fields}
+    requests = {name: change.pop(name) for name in [*change] if name in SequenceBatch._fields}
     return p._replace(requests=p.requests._replace(**requests), **change)
 
 
@@ -433,7 +433,7 @@ def test_requests_of_a_trace_have_no_facts():
 # ---- plans and launches
 
 SPEC = SimpleNamespace(
-    mask=SimpleNamespace(custom=True, window=True, causal="value", bits=False),
+    mask=SimpleNamespace(custom=True, window=True, causal="value", tree=False),
     logits=SimpleNamespace(alibi=True, soft_cap=True, skip=False), kv=SimpleNamespace(scaled=False), out=("bf16",),
     schedule="tiles", tile=SimpleNamespace(m=64, n=64),
 )  # fmt: skip
@@ -451,9 +451,9 @@ def planned(launches, checked=False):
             form = "csr" if len(a.kv_lens) else "ragged"
             requests = listed_requests(a.page_table, a.kv_lens, a.cu_seqlens_q, a.kv_starts, form)
         masked = {"custom_mask": a.custom_mask, "mask_starts": a.mask_starts} if len(a.mask_starts) else {}
-        p = Problem(
-            "", "prefill", a.q, a.k, a.v, requests, 0, a.scale_log2 / LOG2E, None, a.out_factor, None, bool(a.causal),
-            a.window_left if a.window_left < 1 << 30 else -1, a.soft_cap, **masked,
+        p = AttentionCall(
+            "", "prefill", a.q, a.k, a.v, requests, 0, a.softmax_scale_log2 / LOG2E, None, a.out_scale, None,
+            bool(a.causal), a.window_left if a.window_left < 1 << 30 else -1, a.soft_cap, **masked,
             alibi_slopes=a.alibi_slopes if len(a.alibi_slopes) else None,
         )  # fmt: skip
         reference.store(reference.paged_attention(p)[0], a.o)
@@ -465,11 +465,11 @@ def planned(launches, checked=False):
         none, empty = ints(), torch.empty(0)
         default = dict(
             kv_starts=none, window_left=1 << 30, causal=int(facts.causal), custom_mask=none.to(torch.uint8),
-            mask_starts=none, scale=empty, soft_cap=0.0, alibi_slopes=empty, sink=empty, out_scale=empty, enable_pdl=1,
-            lse=torch.empty(0, heads), grid=sms, counters=none, counter_base=0,
+            mask_starts=none, softmax_scale_ptr=empty, soft_cap=0.0, alibi_slopes=empty, sink=empty,
+            out_scale_ptr=empty, enable_pdl=1, lse=torch.empty(0, heads), grid=sms, counters=none, counter_base=0,
         )  # fmt: skip
-        return attention_plan.Plan(
-            fn=kernel, flat=[default.get(name) for name in args.fields(SPEC)], at=attention_plan.Places(SPEC),
+        return attention_plan.LaunchPlan(
+            fn=kernel, flat=[default.get(name) for name in args.fields(SPEC)], at=attention_plan.ArgSlots(SPEC),
             device=device, alone=True, dtype=BF16, like_query=dim == p.q.shape[2], dim_vo=dim, wide=True,
             token_bytes=heads * 2 * max(p.q.shape[2], dim), row_factor=1, tile_heads=heads, tile_rows=64, sms=sms,
             stream_k=False, counters=1, part_keys=0, checked=checked,

@@ -16,8 +16,8 @@ from cute_kernels.attention import geometry
 from tests.conftest import ARCH
 from tools.ptxsim.workloads import distance, simulated
 from wrappers import reference
+from wrappers.attention.call import csr_requests
 from wrappers.attention.op import serve
-from wrappers.attention.problem import csr_requests
 
 ANY = st.one_of(st.integers(-(1 << 31), (1 << 31) - 1), st.integers(-20, 200))
 
@@ -33,7 +33,7 @@ def arguments(tokens, offsets, lens, columns, page_size, pages):
 @given(st.integers(1, 100), ANY, ANY, ANY, st.integers(0, 9), st.sampled_from([1, 8, 64]), st.integers(0, 3))
 def test_a_request_lies_inside_its_tensors(tokens, first, behind, length, columns, page_size, pages):
     a = arguments(tokens, [first, behind], [length], columns, page_size, pages)
-    start, count = geometry.request_queries(a, 0)
+    start, count = geometry.sequence_queries(a, 0)
     assert 0 <= start <= start + count <= tokens or (count == 0 and 0 <= start <= tokens)
     keys = geometry.table_keys(length, columns, page_size)
     assert 0 <= keys <= columns * page_size

@@ -19,17 +19,17 @@ from cute_kernels.attention import decode, geometry, mask, prepare, sm90, sm100
 from cute_kernels.attention.decode import layout
 from cute_kernels.attention.kv import tma
 from cute_kernels.attention.schedule import stream_k, tiles
-from cute_kernels.attention.sm90 import math as prefill
-from cute_kernels.attention.sm90 import store as prefill_store
+from cute_kernels.attention.sm90 import epilogue as prefill_epilogue
+from cute_kernels.attention.sm90 import mainloop as prefill
 from cute_kernels.attention.sm100 import roles as sm100_roles
-from cute_kernels.attention.spec import FEW, AttentionSpec, MaskSpec
+from cute_kernels.attention.spec import PACK_GQA_MAX_Q, AttentionSpec, MaskSpec
 from cute_kernels.device import layout as shared
-from cute_kernels.device.divisor import Divisor, Quotient, factor_of
+from cute_kernels.device.divisor import Divisor, Quotient, magic_of
 from cute_kernels.device.roles import Role, Roles
 
 SPECS = st.builds(
     lambda causal, window, custom, m, n: AttentionSpec(
-        mask=MaskSpec(causal, window, custom=custom), tile=sm90.Tile(m, n)
+        mask=MaskSpec(causal, window, custom=custom), tile=sm90.Sm90TileConfig(m, n)
     ),
     st.sampled_from(["always", "never", "value"]),
     st.booleans(),
@@ -37,18 +37,18 @@ SPECS = st.builds(
     st.sampled_from([64, 128, 192]),
     st.sampled_from([64, 80, 128]),
 )
-LENGTHS = st.builds(mask.Lengths, st.integers(1, 400), st.integers(0, 700), st.integers(0, 500), st.integers(0, 1))
+LENGTHS = st.builds(mask.SeqlenInfo, st.integers(1, 400), st.integers(0, 700), st.integers(0, 500), st.integers(0, 1))
 EARLY_AND_FEW = list(product((0, 2), (False, True)))
 DECODE = decode.shipped("sm_90a")[0]
 BLACKWELL = sm100.shipped("sm_100a")[0]
 
 
-def causal(spec: AttentionSpec, n: mask.Lengths) -> bool:
+def causal(spec: AttentionSpec, n: mask.SeqlenInfo) -> bool:
     """Whether positions bound what tokens see."""
     return {"always": True, "never": False, "value": n.full == 0}[spec.mask.causal]
 
 
-def sees(spec: AttentionSpec, token: int, key: int, n: mask.Lengths) -> bool:
+def sees(spec: AttentionSpec, token: int, key: int, n: mask.SeqlenInfo) -> bool:
     """spec.md 3.0, key by key."""
     position = token + n.kv_len - n.q_len
     return (
@@ -72,32 +72,32 @@ def test_blocks_of_a_tile(spec, n, group, pack, cut, data):
     where they are to be `few`, a window gives two, both masked."""
     early, few = cut
     fold, t = (group if pack else 1), spec.tile
-    rows = geometry.tile_rows(n.q_len, fold)
+    rows = geometry.num_rows(n.q_len, fold)
     m_block = data.draw(st.integers(0, (rows - 1) // t.m))
     first, last = geometry.tile_tokens(m_block, t.m, n.q_len, fold)
     tokens = {geometry.token_of(r, fold) for r in range(m_block * t.m, min((m_block + 1) * t.m, rows))}
     assert (first, last) == (min(tokens), max(tokens))
 
     lo, hi = mask.kv_range(spec, first, last, n)
-    full_lo, full_hi = mask.full_range(spec, first, last, n)
+    n_block_full_min, n_block_full_max = mask.full_range(spec, first, last, n)
     visible = {j for j in range(n.kv_len) if any(sees(spec, i, j, n) for i in tokens)}
     assert visible <= set(range(lo * t.n, hi * t.n))
-    for j in range(max(full_lo, 0), full_hi):
+    for j in range(max(n_block_full_min, 0), n_block_full_max):
         assert all(sees(spec, i, j * t.n + c, n) for i in (first, last) for c in (0, t.n - 1))
     if hi <= lo:
         assert not visible
         return
 
     if spec.mask.custom:
-        assert full_hi <= 0, "any key may be hidden"
+        assert n_block_full_max <= 0, "any key may be hidden"
     # the last block is the kernel's own, and always masked; segments take the rest
-    walked, segments = [], mask.segments(spec, lo, hi - 1, full_lo, full_hi, early, few)
+    walked, segments = [], mask.segments(spec, lo, hi - 1, n_block_full_min, n_block_full_max, early, few)
     if few and spec.mask.window and not spec.mask.custom:
         assert [part.masked for part in segments] == [True, True]
     for part in segments:
-        for j in range(part.hi - 1, part.lo - 1, -1):
+        for j in range(part.n_block_max - 1, part.n_block_min - 1, -1):
             walked.append(j)
-            assert part.begins or j < hi - 1 - early
+            assert part.is_first or j < hi - 1 - early
             whole = all(sees(spec, i, j * t.n + c, n) for i in (first, last) for c in (0, t.n - 1))
             assert part.masked or (whole and not spec.mask.custom)
     assert walked == list(range(hi - 2, lo - 1, -1))
@@ -149,8 +149,11 @@ def test_packed_rows_are_token_and_head(row, kv_head, group):
     token, head = geometry.token_of(row, group), geometry.head_of(row, kv_head, group)
     assert token * group + head % group == row and head // group == kv_head
     assert geometry.token_of(row, 1) == row and geometry.head_of(row, kv_head, 1) == kv_head
-    for schedule, of, per_token in (("tiles", head, 1), ("tiles", kv_head, group), ("stream_k", kv_head, None)):
-        w, a = SimpleNamespace(head=of, per_token=per_token, factor=factor_of(group)), arguments(16 * group, 16)
+    for schedule, of, pack_factor in (("tiles", head, 1), ("tiles", kv_head, group), ("stream_k", kv_head, None)):
+        w, a = (
+            SimpleNamespace(head_idx=of, pack_factor=pack_factor, pack_magic=magic_of(group)),
+            arguments(16 * group, 16),
+        )
         assert geometry.kv_head_of(SimpleNamespace(schedule=schedule), a, w) == kv_head
 
 
@@ -158,12 +161,12 @@ def test_packed_rows_are_token_and_head(row, kv_head, group):
 def test_tiles_of_both_kinds_are_spread(total, data):
     """Every tile is of one kind, the n-th of it, and any stretch has its share of both, to one."""
     part, some = data.draw(st.integers(0, total)), data.draw(st.lists(st.integers(0, total - 1), max_size=20))
-    share = tiles.share(part, total) if 0 < part < total else part // total * tiles.WHOLE
-    before = [int(tiles.spread(tile, share)) for tile in some]
-    after = [int(tiles.spread(tile + 1, share)) for tile in some]
+    share = tiles.packed_ratio(part, total) if 0 < part < total else part // total * tiles.RATIO_ONE
+    before = [int(tiles.interleave(tile, share)) for tile in some]
+    after = [int(tiles.interleave(tile + 1, share)) for tile in some]
     assert all(y - x in (0, 1) for x, y in zip(before, after))
     assert all(abs(x - tile * part / total) <= 1 for x, tile in zip(before, some))
-    assert tiles.spread(0, share) == 0 and tiles.spread(total, share) == part
+    assert tiles.interleave(0, share) == 0 and tiles.interleave(total, share) == part
 
 
 @pytest.mark.parametrize("n", [64, 80, 96, 128, 160, 176])
@@ -183,19 +186,25 @@ def arguments(heads_q, heads_kv):
 
 @pytest.mark.parametrize(
     "schedule, q_len, heads, rows",
-    [("tiles", FEW, 2, 4), ("tiles", 1, 2, 4), ("tiles", FEW + 1, 2, 1), ("tiles", 1, 8, 1), ("stream_k", 99, 2, 4)],
+    [
+        ("tiles", PACK_GQA_MAX_Q, 2, 4),
+        ("tiles", 1, 2, 4),
+        ("tiles", PACK_GQA_MAX_Q + 1, 2, 1),
+        ("tiles", 1, 8, 1),
+        ("stream_k", 99, 2, 4),
+    ],
 )
 def test_rows_per_token(schedule, q_len, heads, rows):
     a = arguments(8, heads)
-    found = geometry.rows_per_token(SimpleNamespace(schedule=schedule), a, q_len)
-    assert found == rows and geometry.tile_heads(a, int(rows > 1)) == 8 // rows
+    found = geometry.pack_factor(SimpleNamespace(schedule=schedule), a, q_len)
+    assert found == rows and geometry.num_tile_heads(a, int(rows > 1)) == 8 // rows
 
 
 def test_a_group_of_very_many_heads_is_not_packed():
     """A row times its rows a token stays below 2^30, for `Divisor`."""
-    most = geometry.MOST_PACKED
-    found = [geometry.rows_per_token(SimpleNamespace(schedule="tiles"), arguments(n, 1), 1) for n in (most, most + 1)]
-    assert found == [most, 1] and (FEW * most + 256) * most < 1 << 30
+    most = geometry.PACK_GQA_MAX_GROUP
+    found = [geometry.pack_factor(SimpleNamespace(schedule="tiles"), arguments(n, 1), 1) for n in (most, most + 1)]
+    assert found == [most, 1] and (PACK_GQA_MAX_Q * most + 256) * most < 1 << 30
 
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))
@@ -222,12 +231,12 @@ def test_shares_of_a_split_and_who_merges(each_tile, ctas):
 
 def of_drafts(spec):
     """The spec with a mask of bits, causal but for that."""
-    return replace(spec, mask=MaskSpec("always", spec.mask.window, bits=True))
+    return replace(spec, mask=MaskSpec("always", spec.mask.window, tree=True))
 
 
 @given(SPECS, LENGTHS, st.integers(0, 5), st.booleans())
 def test_units_of_a_tile_hold_all_blocks_that_any_of_its_tokens_visits(spec, n, blocks_per_split, drafts):
-    spec, n = of_drafts(spec), replace(n, drafts=int(drafts))
+    spec, n = of_drafts(spec), replace(n, tree=int(drafts))
     every = [mask.kv_range(spec, token, token, n) for token in range(n.q_len)]
     visited = {j for lo, hi in every for j in range(lo, hi)}
     lo = mask.kv_range(spec, 0, n.q_len - 1, n)[0]
@@ -239,10 +248,10 @@ def test_units_of_a_tile_hold_all_blocks_that_any_of_its_tokens_visits(spec, n, 
 
 @given(SPECS, LENGTHS)
 def test_drafts_see_all_older_keys_and_may_see_each_other(spec, n):
-    spec, n = of_drafts(spec), replace(n, drafts=1)
+    spec, n = of_drafts(spec), replace(n, tree=1)
     for token in range(n.q_len):
         lo, hi = mask.visible(spec, token, n)
-        assert hi == n.kv_len and lo == mask.visible(spec, token, replace(n, drafts=0))[0]
+        assert hi == n.kv_len and lo == mask.visible(spec, token, replace(n, tree=0))[0]
     full = mask.full_range(spec, 0, n.q_len - 1, n)
     assert full[1] * spec.tile.n <= max(0, n.kv_len - n.q_len)
     assert len(mask.segments(spec, 0, 9, 2, 5)) == (3 if spec.mask.window else 2), "blocks of drafts are masked"
@@ -252,9 +261,9 @@ def test_drafts_see_all_older_keys_and_may_see_each_other(spec, n):
 def test_decode_tiles_are_as_small_as_their_rows_allow(rows, tile, each):
     """Warps are shared out evenly among groups of 8 rows, or 16."""
     most, warpgroups = tile
-    spec = replace(DECODE, tile=decode.Tile(most, 128, 3, warpgroups, each))
+    spec = replace(DECODE, tile=decode.DecodeTileConfig(most, 128, 3, warpgroups, each))
     sizes = [each * n for n in range(1, 17) if 4 * warpgroups % n == 0 and each * n <= most]
-    assert spec.tile.heights == tuple(sizes)
+    assert spec.tile.m_choices == tuple(sizes)
     m = geometry.tile_m(spec, rows)
     assert m == next((m for m in sizes if rows <= m), sizes[-1])
     assert stream_k.tiles_of_rows(spec, rows) == -(-rows // m)
@@ -272,12 +281,13 @@ def test_groups_share_out_the_blocks_of_a_tile():
     """On Blackwell: of two halves each group has all blocks, of one half they have them in turn, of head_dim 256 the
     only group has all. Every group counts as many rounds."""
     whole, few, both = (
-        (replace(BLACKWELL, tile=tile)) for tile in (sm100.Tile(), sm100.Tile(m=128), sm100.Tile(few=True))
+        (replace(BLACKWELL, tile=tile))
+        for tile in (sm100.Sm100TileConfig(), sm100.Sm100TileConfig(m=128), sm100.Sm100TileConfig(few=True))
     )
     one = replace(few, head_dim_qk=256, head_dim_vo=256)
     cases = [(whole, 9, 1), (few, 999, 2), (both, 128, 2), (both, 129, 1), (both, 1, 2), (one, 9, 1)]
     for (spec, rows, n), blocks in product(cases, (1, 2, 5, 6)):
-        w = SimpleNamespace(q_len=rows, per_token=1, lo=3, hi=3 + blocks)
+        w = SimpleNamespace(q_len=rows, pack_factor=1, n_block_min=3, n_block_max=3 + blocks)
         assert sm100_roles.turns(spec, w) == n
         assert sm100_roles.rounds(spec, w) == -(-blocks // n)
         assert sm100_roles.tile_halves(spec, w) == geometry.tile_m(spec, rows) // 128
@@ -285,11 +295,11 @@ def test_groups_share_out_the_blocks_of_a_tile():
 
 def test_roles_are_a_table():
     """Warp ranges, counts and registers follow from it; a warpgroup of two budgets is refused."""
-    roles = Roles.of(Role("load", 1, 40), Role("idle", 3, 40), Role("none", 0, 7), Role("math", 8, 232))
-    assert [roles.first(name) for name in ("load", "idle", "math", "none")] == [0, 1, 4, 12]
-    assert (roles.warps(), roles.warps("load", "math"), roles.warps("none")) == (12, 9, 0)
-    assert roles.registers("math") == 232
-    more = Role("load", 4, 48), Role("math", 8, 232)  # 512 registers for a thread of each of three warpgroups have 504
+    roles = Roles.of(Role("load", 1, 40), Role("idle", 3, 40), Role("none", 0, 7), Role("mma", 8, 232))
+    assert [roles.first(name) for name in ("load", "idle", "mma", "none")] == [0, 1, 4, 12]
+    assert (roles.warps(), roles.warps("load", "mma"), roles.warps("none")) == (12, 9, 0)
+    assert roles.registers("mma") == 232
+    more = Role("load", 4, 48), Role("mma", 8, 232)  # 512 registers for a thread of each of three warpgroups have 504
     for table in ((Role("load", 3, 40),), (Role("load", 2, 40), Role("idle", 2, 48)), more):
         with pytest.raises(ValueError, match="roles"):
             Roles.of(*table)
@@ -326,7 +336,7 @@ def test_swizzle_is_that_of_shared_memory(width):
 
 @pytest.mark.parametrize("bits, dim", [(bits, dim) for bits in (8, 4) for dim in (64, 128, 192, 256)])
 def test_lanes_dequantise_every_piece_of_a_row_without_bank_conflicts(bits, dim):
-    p, n = prepare.Pieces.of(bits, dim), 16
+    p, n = prepare.DequantPieces.of(bits, dim), 16
     found = set()
     for turn in range(p.passes):
         for group in range(p.groups):
@@ -359,17 +369,17 @@ def spread(addresses, size, lanes):
 def test_what_is_too_small_for_p_in_e4m3_adds_up_to_little(keys):
     """All keys of a request but one, each of half the smallest e4m3, which rounds to 0; P raised by as little as that
     allows, at most by 2^7, so that maxima may grow."""
-    raised = 4 + prefill_store.raised_more(keys)
+    raised = 4 + prefill_epilogue.extra_offset(keys)
     lost = keys * 2.0 ** -(10 + raised)
     assert 4 <= raised <= 7 and (lost <= 0.25 or raised == 7) and (raised == 4 or 2 * lost > 0.25)
 
 
 def test_p_in_e4m3_tells_where_it_is_full():
     def word(x):
-        return int(torch.tensor(x).to(torch.float8_e4m3fn).view(torch.uint8)) + (prefill.TO_TOP & 0xFF)
+        return int(torch.tensor(x).to(torch.float8_e4m3fn).view(torch.uint8)) + (prefill.E4M3_TO_MSB & 0xFF)
 
-    top = prefill.TOPS & 0xFF
+    top = prefill.MSB_MASK & 0xFF
     assert word(432.0) & top and word(float("nan")) & top and not word(431.9) & top and not word(0.0) & top
-    full, room = 2**prefill_store.FULL, 2**prefill_store.ROOM
+    full, room = 2**prefill_epilogue.P_MAX_LOG2_E4M3, 2**prefill_epilogue.P_MAX_LOG2
     assert full > 432 * (1 + 1e-4), "a row whose maximum follows is seen, however its exponential rounds"
-    assert 2 * room < torch.finfo(torch.float16).max and prefill.NEARLY_FULL < room * (1 - 1e-2)
+    assert 2 * room < torch.finfo(torch.float16).max and prefill.P_SUM_LIMIT < room * (1 - 1e-2)

@@ -1,10 +1,10 @@
 """The shape of the code, held with `ast`: small pieces, and imports that only go down.
 
-tests, bench, tools, examples -> wrappers: integrations -> signatures -> op -> plan -> checks, reference -> problem
+tests, bench, tools, examples -> wrappers: integrations -> signatures -> op -> plan -> checks, reference -> call
 -> machine, scratch, runtime -> {attention, topk}/dispatch -> kernels (sm90, sm100, combine, topk algorithms) -> seams
 -> spec, geometry -> build, manifest, abi, device
 
-Beside that line: cute_kernels/places and bundle stand on manifest and build; catalog, the command (cli) and ops, the
+Beside that line: cute_kernels/paths and bundle stand on manifest and build; catalog, the command (cli) and ops, the
 other name of wrappers, stand on top of what they list, build and pass on.
 """
 
@@ -41,10 +41,10 @@ UPSTREAM = {
 
 OPS = ("sm90", "decode", "radix", "sort")
 # Read where no DSL is installed: by the runtime, dispatch and the tools that list kernels.
-PLAIN = {f"cute_kernels/{name}.py" for name in ("__init__", "manifest", "places", "catalog")} | {
+PLAIN = {f"cute_kernels/{name}.py" for name in ("__init__", "manifest", "paths", "catalog")} | {
     f"cute_kernels/{family}/{name}.py"
     for family in FAMILIES
-    for name in ("__init__", "problem", "spec", "args", "dispatch", *(f"{op}/__init__" for op in OPS))
+    for name in ("__init__", "request", "spec", "args", "dispatch", *(f"{op}/__init__" for op in OPS))
 }
 # The command lists without the DSL; build.py alone imports it, inside functions, after it has set the architecture.
 COMMAND = {f"cute_kernels/{name}.py" for name in ("bundle", "cubin", "cli", "__main__", "ops")}

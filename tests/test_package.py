@@ -19,7 +19,7 @@ import torch
 
 import cute_kernels
 import wrappers
-from cute_kernels import __main__, build, bundle, catalog, cli, manifest, ops, places
+from cute_kernels import __main__, build, bundle, catalog, cli, manifest, ops, paths
 from cute_kernels.attention import dispatch
 from tests.conftest import ARCH, BLOCK_DSL, ROOT, finish, run_python
 from wrappers import runtime
@@ -40,8 +40,8 @@ def no_settings(monkeypatch, tmp_path) -> Path:
 
 
 def test_a_checkout_builds_in_its_own_folder_and_finds_the_cache_too(no_settings):
-    assert places.homes() == [ROOT / "build", no_settings]
-    assert places.bundle_roots() == [ROOT / "build" / "bundle", no_settings / "bundle"]
+    assert paths.homes() == [ROOT / "build", no_settings]
+    assert paths.bundle_roots() == [ROOT / "build" / "bundle", no_settings / "bundle"]
 
 
 @pytest.mark.parametrize("project", [None, b'[project]\nname = "of-a-user"\n', b"# caf\xe9\n"])
@@ -50,7 +50,7 @@ def test_an_installed_package_uses_the_cache(no_settings, monkeypatch, tmp_path,
     if project:
         (tmp_path / "pyproject.toml").write_bytes(project)
     monkeypatch.setattr(manifest, "PACKAGE", tmp_path / "cute_kernels")
-    assert places.homes() == [no_settings]
+    assert paths.homes() == [no_settings]
 
 
 @pytest.mark.parametrize("chosen", [False, True])
@@ -66,7 +66,7 @@ def test_a_build_goes_where_lookups_begin(no_settings, monkeypatch, tmp_path, ch
     monkeypatch.setattr(bundle, "build_bundle", build_bundle)
     assert cli.main(["build", "--arch", "sm_100a"]) == 1
     assert asked == [tmp_path / "first" / "sm_100a" if chosen else ROOT / "build" / "bundle" / "sm_100a"]
-    assert asked == places.bundle_folders("sm_100a")[:1]
+    assert asked == paths.bundle_folders("sm_100a")[:1]
 
 
 @pytest.mark.parametrize("setting", ["yes", "false", "2", " 0"])
@@ -81,16 +81,16 @@ def test_jit_is_0_or_1(no_settings, monkeypatch, tmp_path, capsys, setting):
 
 def test_jit_0_forbids(no_settings, monkeypatch):
     monkeypatch.setenv("CUTE_KERNELS_JIT", "0")
-    assert places.why_no_jit() == "forbidden by CUTE_KERNELS_JIT=0"
+    assert paths.why_no_jit() == "forbidden by CUTE_KERNELS_JIT=0"
     for allowed in ("1", ""):
         monkeypatch.setenv("CUTE_KERNELS_JIT", allowed)
-        assert places.why_no_jit() == (None if find_spec("cutlass") else "nvidia-cutlass-dsl is not installed")
+        assert paths.why_no_jit() == (None if find_spec("cutlass") else "nvidia-cutlass-dsl is not installed")
 
 
 @pytest.mark.parametrize("chosen", ["", ":", "::"])
 def test_a_variable_that_names_no_folder_is_unset(no_settings, monkeypatch, chosen):
     monkeypatch.setenv("CUTE_KERNELS_BUNDLE", chosen)
-    assert places.bundle_roots() == [ROOT / "build" / "bundle", no_settings / "bundle"]
+    assert paths.bundle_roots() == [ROOT / "build" / "bundle", no_settings / "bundle"]
 
 
 def test_a_user_without_a_home_directory(no_settings, monkeypatch, tmp_path, capsys):
@@ -99,7 +99,7 @@ def test_a_user_without_a_home_directory(no_settings, monkeypatch, tmp_path, cap
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", no_home)
-    assert places.homes() == [ROOT / "build"]
+    assert paths.homes() == [ROOT / "build"]
     asked = []
 
     def object_file(op, spec, arch, folder):
@@ -107,7 +107,7 @@ def test_a_user_without_a_home_directory(no_settings, monkeypatch, tmp_path, cap
         raise FileNotFoundError("enough")
 
     monkeypatch.setattr(build, "object_file", object_file)
-    monkeypatch.setattr(places, "find_spec", lambda name: True)
+    monkeypatch.setattr(paths, "find_spec", lambda name: True)
     with pytest.raises(FileNotFoundError, match="enough"):
         runtime._compile(OP, SPEC, ARCH)
     assert asked.pop() == Path(runtime._scratch().name)
@@ -150,7 +150,7 @@ def test_env_says_why_gpus_are_unknown(monkeypatch, capsys, error):
 
 @pytest.mark.parametrize("command", [["build"], ["show", SPEC.name]])
 def test_what_compiles_names_what_is_missing(monkeypatch, capsys, command):
-    monkeypatch.setattr(places, "find_spec", lambda name: None)
+    monkeypatch.setattr(paths, "find_spec", lambda name: None)
     assert cli.main(command) == 1
     assert "nvidia-cutlass-dsl, which compiles, is not installed" in capsys.readouterr().err
 
@@ -184,7 +184,7 @@ def test_a_summary_tells_what_was_counted():
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_errors_of_users_are_told_without_a_traceback(monkeypatch, capsys, command, said):
-    monkeypatch.setattr(places, "has_dsl", lambda: True)
+    monkeypatch.setattr(paths, "has_dsl", lambda: True)
     monkeypatch.setattr(build, "toolchain", lambda: {})
     monkeypatch.setenv("CUTE_DSL_ARCH", ARCH)
     try:
@@ -244,7 +244,7 @@ def test_a_library_that_a_build_replaces_is_looked_for_again(bundle_of_one, monk
     """Between reading a manifest and loading: the second manifest names what is there."""
     folders = [bundle_of_one("before", False), bundle_of_one("after", True)]
     read = iter(folders)
-    monkeypatch.setattr(places, "bundles", lambda arch: [places.Found(f := next(read), manifest.read(f), None)])
+    monkeypatch.setattr(paths, "bundles", lambda arch: [paths.FoundBundle(f := next(read), manifest.read(f), None)])
     assert runtime._from_bundles(OP, SPEC, ARCH) == ("of_spec", f"loaded from the bundle {folders[1]}")
 
 
@@ -265,7 +265,7 @@ NONE = manifest.Manifest(ARCH, {}, {}, {}, [])
 
 
 def test_a_build_keeps_the_objects_it_used(old_object, tmp_path):
-    place = bundle.Place(tmp_path / "out", tmp_path)
+    place = bundle.BundlePaths(tmp_path / "out", tmp_path)
     assert bundle.compile_missing([old_object], ARCH, tmp_path, 1) == 0
     bundle.prune(place, NONE)
     assert (tmp_path / f"{old_object.key}.o").exists()
@@ -284,7 +284,7 @@ def test_an_object_that_another_build_takes_meanwhile_is_kept(old_object, tmp_pa
         yield
 
     monkeypatch.setattr(manifest, "locked", locked)
-    bundle.prune(bundle.Place(tmp_path / "out", tmp_path), NONE)
+    bundle.prune(bundle.BundlePaths(tmp_path / "out", tmp_path), NONE)
     assert path.exists()
 
 

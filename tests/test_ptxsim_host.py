@@ -142,9 +142,9 @@ def test_a_shipped_kernel():
     named = {
         "q": q[:, :heads], "k": kv[:, 0], "v": kv[:, 1], "o": np.zeros((7, heads, dim), ml_dtypes.bfloat16),
         "lse": np.zeros((7, heads), "f4"), "cu_seqlens_q": i32[:2], "kv_lens": i32[:1], "counters": i32,
-        "page_table": np.zeros((1, 2, 4), np.int32), "kv_starts": i32[:0], "sink": none, "scale": one,
-        "out_scale": none, "scale_log2": 0.5,
-        "out_factor": 1.0, "grid": 6, "counter_base": -1, "enable_pdl": 0,
+        "page_table": np.zeros((1, 2, 4), np.int32), "kv_starts": i32[:0], "sink": none, "softmax_scale_ptr": one,
+        "out_scale_ptr": none, "softmax_scale_log2": 0.5,
+        "out_scale": 1.0, "grid": 6, "counter_base": -1, "enable_pdl": 0,
     }  # fmt: skip
     args = [named[name] for name in fields(spec)]
     (call,) = host.evaluate(compiled.host, compiled.ptx, args, compiled.shared)

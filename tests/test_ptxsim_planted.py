@@ -21,7 +21,7 @@ PAGE = 32  # rows, as in planted.py
 EXPECTED = {
     "bytes": (
         Deadlock,
-        r"warp  0.*\(pipe.py:\d+\): mbarrier.try_wait(.|\n)*phase 0, 0 of 1 arrivals missing, 16 bytes missing",
+        r"warp  0.*\(pipeline.py:\d+\): mbarrier.try_wait(.|\n)*phase 0, 0 of 1 arrivals missing, 16 bytes missing",
     ),
     "arrival": (Deadlock, r"phase 0, 1 of 2 arrivals missing"),
     "fence": (Fault, r"through the async proxy, written by warp \d without fence.proxy.async"),

@@ -17,7 +17,7 @@ from bench.cases.attention import AttentionCase
 from bench.pages import README
 from bench.results import ROOT
 from cute_kernels import catalog
-from cute_kernels.attention.problem import Problem
+from cute_kernels.attention.request import KernelRequest
 from tests import conftest, gpu, kernels
 from tools import matrix, oracles, site, static
 
@@ -203,7 +203,9 @@ def problems():
     return [matrix.PREFILL, matrix.DECODE, *(f.problem for f in matrix.FEATURES if f.op != "top-k")]
 
 
-@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Problem) if f.name not in ("rows", "phase")])
+@pytest.mark.parametrize(
+    "field", [f.name for f in dataclasses.fields(KernelRequest) if f.name not in ("rows", "phase")]
+)
 def test_a_fact_of_a_problem_has_a_feature(field):
     """What a call can ask of a kernel has a row, and in some row its value differs from the others'."""
     assert any(field in f.facts for f in matrix.FEATURES)

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten
 
 from wrappers import reference
 from wrappers.attention import rope
-from wrappers.attention.problem import Problem, Requests, Rope
+from wrappers.attention.call import AttentionCall, Rope, SequenceBatch
 
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of a rounding, relative
 FP32 = 2.0**-24
@@ -45,7 +45,7 @@ def assert_rotated(found, x, position, by):
 
 
 def problem(q, k, requests, v=None, by=Rope(), most=4, **fields):  # noqa: B008
-    return Problem(
+    return AttentionCall(
         "trtllm_batch_context_with_kv_cache", "prefill", q, k, k if v is None else v, requests, most,
         scale=q.shape[2] ** -0.5, scale_tensor=None, out_scale=1.0, out_scale_tensor=None, rope=by, **fields,
     )  # fmt: skip
@@ -61,7 +61,7 @@ def make(form, layout="HND", size=5, dim=16, dtype=torch.bfloat16, by=Rope()):  
         starts = ints(0, *torch.tensor(counts).cumsum(0))
         keys = [[(0, j) for j in range(a, b)] for a, b in zip(starts, starts[1:])]
         pool = random(1, heads, int(starts[-1]) + 2, dim, dtype=dtype, seed=1)
-        requests = Requests(torch.empty(1, 2, 0, dtype=torch.int32), ints(), offsets, 3, None, False, starts, form)
+        requests = SequenceBatch(torch.empty(1, 2, 0, dtype=torch.int32), ints(), offsets, 3, None, False, starts, form)
     else:
         pool = random(8, heads, size, dim, dtype=dtype, seed=1)
         used = {place for request in keys for place in request}
@@ -74,7 +74,7 @@ def make(form, layout="HND", size=5, dim=16, dtype=torch.bfloat16, by=Rope()):  
                 table[request, :, : len(ids)] = ints(*ids)
         else:
             table, lens = ints(*sum(pages, ()), 5, HUGE).expand(1, 2, -1), ints(*((n - 1) % size + 1 for n in counts))
-        requests = Requests(table, lens, offsets, 3, None, form=form, **rest)
+        requests = SequenceBatch(table, lens, offsets, 3, None, form=form, **rest)
     if layout == "NHD":
         pool = pool.transpose(1, 2).contiguous().transpose(1, 2)
     return problem(random(7, 4, dim, dtype=dtype), pool, requests, by=by), keys
@@ -156,7 +156,9 @@ def test_queries_and_keys_of_packed_tensors():
 
 
 def test_a_page_of_two_requests_is_rotated_for_each():
-    requests = Requests(ints(2, 2, 2).expand(1, 2, 3), ints(4, 4), ints(0, 1, 2), 2, None, False, ints(0, 1, 3), "csr")
+    requests = SequenceBatch(
+        ints(2, 2, 2).expand(1, 2, 3), ints(4, 4), ints(0, 1, 2), 2, None, False, ints(0, 1, 3), "csr"
+    )
     p = problem(random(2, 2, 16), random(3, 2, 4, 16), requests)
     assert_problem_rotated(p, [[(2, j) for j in range(4)], [(2, j % 4) for j in range(8)]])
 
@@ -292,7 +294,7 @@ def test_nothing_looks_at_values(form):
 
     p, _ = make(form)
     right = rope.rotated(p)
-    p = p._replace(requests=Requests(*map(bare, p.requests)), **{name: bare(getattr(p, name)) for name in "qkv"})
+    p = p._replace(requests=SequenceBatch(*map(bare, p.requests)), **{name: bare(getattr(p, name)) for name in "qkv"})
     with Devices() as devices:
         new = rope.rotated(p)
     for x, y in ((new.q, right.q), (new.k, right.k), (new.requests.page_table, right.requests.page_table)):

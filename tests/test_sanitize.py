@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels import build
 from cute_kernels.topk import dispatch
-from cute_kernels.topk.problem import Problem
+from cute_kernels.topk.request import TopKKernelRequest
 from tests.conftest import ARCH
 from tools.ptxsim import host
 from tools.ptxsim.faults import Fault
@@ -175,7 +175,7 @@ def test_all_structures_of_top_k_are_called():
     found = set()
     for op in ("topk-cta", "topk-clusters", "topk-streamed"):
         for case in calls.OPS[op]():
-            _, spec = dispatch.select(Problem(case.dtype, case.rows, case.width, case.k, 132), ARCH)
+            _, spec = dispatch.select(TopKKernelRequest(case.dtype, case.rows, case.width, case.k, 132), ARCH)
             found.add((case.dtype, spec.stream, min(spec.cluster, 2)))
     structures = ((False, 1), (False, 2), (True, 1), (True, 2))
     assert found == {(dtype, *how) for dtype in ("fp32", "bf16") for how in structures}

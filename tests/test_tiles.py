@@ -9,7 +9,7 @@ import pytest
 
 from cute_kernels import build
 from cute_kernels.attention import args, sm90
-from cute_kernels.attention.spec import FEW
+from cute_kernels.attention.spec import PACK_GQA_MAX_Q
 from tests.conftest import ARCH
 from tools.ptxsim import host
 from tools.ptxsim.run import run
@@ -23,7 +23,7 @@ class Tile(NamedTuple):
     request: int
     head: int
     m_block: int
-    per_token: int
+    pack_factor: int
     lo: int
     hi: int
 
@@ -55,9 +55,9 @@ def listed(tmp_path_factory):
             "page_table": np.zeros((len(q_lens), 2, width), ints), "lse": np.zeros((0, heads[0]), np.float32),
             "counters": np.zeros(1, ints),
         }  # fmt: skip
-        numbers = {"scale_log2": 1.0, "out_factor": 1.0, "grid": 1, "counter_base": 0, "enable_pdl": 0}
+        numbers = {"softmax_scale_log2": 1.0, "out_scale": 1.0, "grid": 1, "counter_base": 0, "enable_pdl": 0}
         empty = {"kv_starts": np.zeros(0, ints)}
-        rest = {name: np.zeros(0, np.float32) for name in ("scale", "sink", "out_scale")}
+        rest = {name: np.zeros(0, np.float32) for name in ("softmax_scale_ptr", "sink", "out_scale_ptr")}
         found = np.full((count, 7), -1, ints)
         known = values | numbers | empty | rest
         arguments = [found, *(known[name] for name in args.fields(SPEC))]
@@ -72,7 +72,7 @@ def expected(heads, q_lens, kv_lens):
     """All tiles of a launch, in no order."""
     found = []
     for request, (m, n) in enumerate(zip(q_lens, kv_lens)):
-        each = heads[0] // heads[1] if m <= FEW else 1
+        each = heads[0] // heads[1] if m <= PACK_GQA_MAX_Q else 1
         for block in range(math.ceil(m * each / M)):
             last = (min((block + 1) * M, m * each) - 1) // each
             hi = max(0, math.ceil((last + 1 + n - m) / N))
@@ -88,7 +88,7 @@ def level(n):
 def batch_of(seed):
     """Requests of both kinds, some without queries, some without keys; more than a warp looks at in one step."""
     r = random.Random(seed)
-    q_lens = [r.choice((0, 1, 5, FEW, FEW + 1, 300)) for _ in range(r.choice((1, 4, 31, 33, 70)))]
+    q_lens = [r.choice((0, 1, 5, PACK_GQA_MAX_Q, PACK_GQA_MAX_Q + 1, 300)) for _ in range(r.choice((1, 4, 31, 33, 70)))]
     return q_lens, [m + r.choice((0, 1, 60, 2000, 6000, 20000, 90000)) if r.random() < 0.9 else 0 for m in q_lens]
 
 
@@ -111,11 +111,11 @@ def test_order(listed, case):
     assert [row[0] for row in rows] == [1] * len(want) + [0, 0]
     found = [Tile(*row[1:]) for row in rows[: len(want)]]
     assert sorted(found) == sorted(want)
-    packed = [tile for tile in found if tile.per_token > 1]
-    for kind in (packed, [tile for tile in found if tile.per_token == 1]):
+    packed = [tile for tile in found if tile.pack_factor > 1]
+    for kind in (packed, [tile for tile in found if tile.pack_factor == 1]):
         levels = [level(kv_lens[tile.request]) for tile in kind]
         assert levels == sorted(levels, reverse=True)
     before = 0
     for i, tile in enumerate(found):
         assert before == i * len(packed) // len(found)
-        before += tile.per_token > 1
+        before += tile.pack_factor > 1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bench import topk as bench
 from cute_kernels.topk import dispatch, radix, sort
-from cute_kernels.topk.problem import Problem
+from cute_kernels.topk.request import TopKKernelRequest
 from cute_kernels.topk.spec import DTYPES, SortSpec
 from tests.conftest import ROOT
 from wrappers import topk
@@ -26,7 +26,7 @@ lengths = st.one_of(
     st.integers(0, 1 << 14), st.integers(0, 1 << 23), st.tuples(st.sampled_from(EDGES), st.integers(-1, 1)).map(sum)
 )
 ks = st.one_of(st.sampled_from((1, 64, 2048, 5632, 5633, MOST, MOST + 1)), st.integers(1, 1 << 21))
-problems = st.builds(Problem, st.sampled_from(DTYPES), counts, lengths, ks, st.sampled_from(SMS))
+problems = st.builds(TopKKernelRequest, st.sampled_from(DTYPES), counts, lengths, ks, st.sampled_from(SMS))
 
 
 def holds(plan, problem):
@@ -48,7 +48,7 @@ def test_a_plan_can_hold_what_it_serves(problem):
 def test_a_row_is_shared_only_where_all_rows_run_at_once(sms):
     """Whenever `k` leaves the choice: each CTA has keys that are worth it, and no row waits for another."""
     for dtype, rows, length in product(DTYPES, range(1, 162), (4097, *EDGES, 1 << 21)):
-        plan = dispatch.candidate(Problem(dtype, rows, length, 5632, sms))
+        plan = dispatch.candidate(TopKKernelRequest(dtype, rows, length, 5632, sms))
         if plan.cluster > 1:
             assert plan.cluster * dispatch.LEAST <= length
             assert plan.cluster * rows <= sms and rows <= dispatch.at_once(plan, sms)
@@ -59,16 +59,16 @@ def test_readmes_table_of_plans(dtype):
     """One row or many, of lengths on both sides of each bound; k of many long rows."""
     keys = 1 if dtype == "fp32" else 2  # in the place of one fp32
     for rows, bound, cluster in ((4096, 16384 * keys, 1), (1, LONGEST[dtype], 16)):
-        held, streamed = (dispatch.candidate(Problem(dtype, rows, bound + more, 2048)) for more in (0, 1))
+        held, streamed = (dispatch.candidate(TopKKernelRequest(dtype, rows, bound + more, 2048)) for more in (0, 1))
         assert (held.stream, held.cluster, streamed.stream, streamed.cluster) == (False, cluster, True, cluster)
-        assert dispatch.candidate(Problem(dtype, rows, 1 << 21, MOST)).cluster == cluster
+        assert dispatch.candidate(TopKKernelRequest(dtype, rows, 1 << 21, MOST)).cluster == cluster
 
 
 @pytest.mark.parametrize("name", [*bench.HEADLINE, *bench.SORTED, *bench.SWEEP])
 def test_measured_cases_have_a_shipped_plan(name):
     dtype, *sizes = re.search(r"-(\w+)-(\d+)x(\d+)-k(\d+)$", name).groups()
     for arch, sms in product(radix.ARCHS, SMS):
-        problem = Problem(dtype, *map(int, sizes), sms)
+        problem = TopKKernelRequest(dtype, *map(int, sizes), sms)
         op, plan = dispatch.select(problem, arch)
         assert (op, plan) in dispatch.shipped(arch) and holds(plan, problem)
 
@@ -78,17 +78,18 @@ def test_measured_cases_have_a_shipped_plan(name):
 def test_k_of_a_long_row_is_limited_and_named(dtype, rows):
     longest = LONGEST[dtype]
     for length in (longest + 1, 4_000_000):
-        assert dispatch.select(Problem(dtype, rows, length, MOST), ARCH)[1].stream
+        assert dispatch.select(TopKKernelRequest(dtype, rows, length, MOST), ARCH)[1].stream
         for k in (MOST + 1, length):
             with pytest.raises(NotImplementedError) as error:
-                dispatch.select(Problem(dtype, rows, length, k), ARCH)
+                dispatch.select(TopKKernelRequest(dtype, rows, length, k), ARCH)
             assert f"k {k} of rows of {length} {dtype}" in str(error.value)
             assert f"at most {MOST}, or rows of at most {longest} " in str(error.value)
-    assert not dispatch.select(Problem(dtype, rows, longest, longest), ARCH)[1].stream
+    assert not dispatch.select(TopKKernelRequest(dtype, rows, longest, longest), ARCH)[1].stream
 
 
 @pytest.mark.parametrize(
-    "problem", [Problem("bf16", 4096, 65536, 2048), Problem("fp32", 1, LONGEST["fp32"] + 1, MOST + 1)]
+    "problem",
+    [TopKKernelRequest("bf16", 4096, 65536, 2048), TopKKernelRequest("fp32", 1, LONGEST["fp32"] + 1, MOST + 1)],
 )
 def test_explain_says_what_select_does(problem):
     """A row for each kernel, on every architecture; the reason is in the error."""
@@ -125,8 +126,8 @@ def test_the_smallest_kernel_that_holds_a_row_sorts_it(dtype):
     every = dispatch.sorts(dtype)
     assert [sort.supports(spec) for spec in every] == [None] * len(every)
     for k, most in ((1, 2048), (2048, 2048), (2049, SORTED), (SORTED, SORTED)):
-        assert dispatch.sorter(Problem(dtype, 3, 1 << 20, k)).capacity == most
-    assert dispatch.sorter(Problem(dtype, 3, 1 << 20, SORTED + 1)) is None
+        assert dispatch.sorter(TopKKernelRequest(dtype, 3, 1 << 20, k)).capacity == most
+    assert dispatch.sorter(TopKKernelRequest(dtype, 3, 1 << 20, SORTED + 1)) is None
     assert f"k up to {SORTED}" in (ROOT / "docs" / "top-k.md").read_text()
 
 
@@ -158,7 +159,7 @@ def test_every_plan_is_somebodys(dtype, sms):
     """A plan that no problem gets would be compiled, tested and shipped for nothing."""
     lengths = sorted({size for e in range(12, 22) for size in (1 << e, 3 << e - 1, (1 << e) + 1)})
     found = {
-        dispatch.candidate(Problem(dtype, rows, length, k, sms))
+        dispatch.candidate(TopKKernelRequest(dtype, rows, length, k, sms))
         for rows, length, k in product((1, 5, 8, 12, 16, 20, 30, 40, 50, 70, 100, 200), lengths, (1, 5633))
     }
     assert {plan.name for plan in dispatch.plans(dtype)} == {plan.name for plan in found}

@@ -21,18 +21,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cute_kernels import cli, manifest, places
+from cute_kernels import cli, manifest, paths
 from cute_kernels.attention import dispatch
-from cute_kernels.attention.problem import Problem
+from cute_kernels.attention.request import KernelRequest
 from cute_kernels.topk import dispatch as topk_dispatch
-from cute_kernels.topk.problem import Problem as Rows
+from cute_kernels.topk.request import TopKKernelRequest
 
 from . import demo_data
 
 PAGE = 16
 HEAD_DIM = 64  # the least a kernel has; the layer's 32 are padded with zeros
-PREFILL = Problem("fp16", "fp16", "fp16", HEAD_DIM, HEAD_DIM, PAGE, group=1, causal=False)
-DECODE = Problem("fp16", "fp16", "fp16", HEAD_DIM, HEAD_DIM, PAGE, group=1, rows=1, phase="decode")
+PREFILL = KernelRequest("fp16", "fp16", "fp16", HEAD_DIM, HEAD_DIM, PAGE, group=1, causal=False)
+DECODE = KernelRequest("fp16", "fp16", "fp16", HEAD_DIM, HEAD_DIM, PAGE, group=1, rows=1, phase="decode")
 ARCH = "sm_90a"
 TOLERANCE = 2e-3  # rtol = atol: fp16 output of values up to about 4
 COPIES = 64  # of the text's requests, for a batch large enough to time
@@ -187,13 +187,13 @@ STEPS = (
 def kernels() -> list[str]:
     """Names of the kernels that serve the three calls."""
     found = [dispatch.select(problem, ARCH) for problem in (PREFILL, DECODE)]
-    rows = Rows("fp32", SIMULATED, demo_data.LENGTHS[0], K)
+    rows = TopKKernelRequest("fp32", SIMULATED, demo_data.LENGTHS[0], K)
     return [spec.name for _, spec in (*found, topk_dispatch.select(rows, ARCH))]
 
 
 def out() -> Path:
     """Where the demo's bundle is built, and found."""
-    return places.bundle_folders(ARCH)[0]
+    return paths.bundle_folders(ARCH)[0]
 
 
 def build() -> bool:

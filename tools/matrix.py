@@ -21,9 +21,9 @@ from typing import Any
 from bench.pages import fill
 from cute_kernels import catalog
 from cute_kernels.attention import dispatch as attention
-from cute_kernels.attention.problem import Problem
+from cute_kernels.attention.request import KernelRequest
 from cute_kernels.topk import dispatch as topk
-from cute_kernels.topk.problem import Problem as Rows
+from cute_kernels.topk.request import TopKKernelRequest
 
 ARCHS = {"sm_90a": "Hopper", "sm_100a": "B200", "sm_103a": "B300"}
 RUN = ("sm_90a",)  # architectures whose GPU tests are run
@@ -64,8 +64,8 @@ def features(op: str, base: Any, what: str, values: dict[str, dict[str, Any]]) -
     return tuple(Feature(op, what, v, replace(base, **facts), tuple(facts)) for v, facts in values.items())
 
 
-PREFILL = Problem(page_size=64, group=4)
-DECODE = Problem(page_size=64, group=4, phase="decode", rows=1)
+PREFILL = KernelRequest(page_size=64, group=4)
+DECODE = KernelRequest(page_size=64, group=4, phase="decode", rows=1)
 XQA = replace(DECODE, q="fp16", kv="fp16", out="fp16")
 HALVES = {dtype: {"q": dtype, "kv": dtype, "out": dtype} for dtype in ("bf16", "fp16")}
 QUANTISED = {"e4m3": {"kv": "e4m3"}, "NVFP4": {"kv": "nvfp4"}}
@@ -135,14 +135,19 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
     ("xqa", XQA, "output", {"e4m3": {"out": "e4m3"}}),
     ("xqa", XQA, "page size", pages(1, 5, 16, 24, 32, 64, 128)),
     ("xqa", XQA, "with", {name: MODIFIERS[name] for name in ("a sliding window", "a mask of drafts", "sinks")}),
-    ("top-k", Rows("fp32", 64, 65536, 2048), "scores", {d: {"dtype": d} for d in ("fp32", "fp16", "bf16")}),
-    ("top-k", Rows("fp32", 4096, 8192, 2048), "rows", {"in one CTA": {}}),
-    ("top-k", Rows("fp32", 1, 131072, 2048), "rows", {"over several CTAs": {}}),
-    ("top-k", Rows("fp32", 4096, 65536, 2048), "rows", {"streamed": {}}),
-    ("top-k", Rows("fp32", 1, 1000000, 2048), "with", {"a million equal scores": {}}),
-    ("top-k", Rows("fp32", 12, 100000, 1000), "with", {"CUDA graph replay": {}}),
-    ("top-k", Rows("fp32", 64, 65536, 2048), "with", {"sorted values": {}}),
-    ("top-k", Rows("fp32", 1, 1 << 21, 20000), "k", {"20000 of 2 million": {}}),
+    (
+        "top-k",
+        TopKKernelRequest("fp32", 64, 65536, 2048),
+        "scores",
+        {d: {"dtype": d} for d in ("fp32", "fp16", "bf16")},
+    ),
+    ("top-k", TopKKernelRequest("fp32", 4096, 8192, 2048), "rows", {"in one CTA": {}}),
+    ("top-k", TopKKernelRequest("fp32", 1, 131072, 2048), "rows", {"over several CTAs": {}}),
+    ("top-k", TopKKernelRequest("fp32", 4096, 65536, 2048), "rows", {"streamed": {}}),
+    ("top-k", TopKKernelRequest("fp32", 1, 1000000, 2048), "with", {"a million equal scores": {}}),
+    ("top-k", TopKKernelRequest("fp32", 12, 100000, 1000), "with", {"CUDA graph replay": {}}),
+    ("top-k", TopKKernelRequest("fp32", 64, 65536, 2048), "with", {"sorted values": {}}),
+    ("top-k", TopKKernelRequest("fp32", 1, 1 << 21, 20000), "k", {"20000 of 2 million": {}}),
 )
 FEATURES = tuple(feature for asked in ASKED for feature in features(*asked))
 NAMES = frozenset(feature.name for feature in FEATURES)

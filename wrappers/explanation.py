@@ -14,7 +14,7 @@ from cute_kernels.topk import dispatch as topk_dispatch
 from . import flash_attn, machine, runtime, topk
 from .attention import checks, engines, plan, trtllm, xqa
 from .attention import op as attention_op
-from .attention.problem import Problem
+from .attention.call import AttentionCall
 from .checks import check_integer, listed
 from .prefill import single
 from .scalars import integer
@@ -93,8 +93,9 @@ def _asking(function: Any) -> FunctionType:
 
 
 def problem_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a public function asks with these arguments, unchecked: a `Problem`, or top-k's `Call`. The function's own
-    code, whose last step, `serve`, is another here: it costs calls nothing, and nothing is launched or written."""
+    """What a public function asks with these arguments, unchecked: an `AttentionCall`, or top-k's `Call`. The
+    function's own code, whose last step, `serve`, is another here: it costs calls nothing, and nothing is launched or
+    written."""
     if function not in FUNCTIONS:
         names = listed(f.__name__ for f in FUNCTIONS)
         raise TypeError(f"function: {getattr(function, '__name__', repr(function))}, must be one of {names}")
@@ -124,7 +125,7 @@ def explain(
     'topk.radix fp32_c2t512_n46080'
     """
     asked = problem_of(function, *args, **kwargs)
-    attention = isinstance(asked, Problem)
+    attention = isinstance(asked, AttentionCall)
     if torch.is_grad_enabled():
         (attention_op if attention else topk_op).refuse_grad(asked)
     if attention:
@@ -156,7 +157,7 @@ def explain(
     return Explanation(None, refused)
 
 
-def _attention(p: Problem, arch: str) -> list[tuple[str, Any, Any]]:
+def _attention(p: AttentionCall, arch: str) -> list[tuple[str, Any, Any]]:
     """(op, spec, None or why it refuses) of every op."""
     answers = []
     for op, spec, reason in dispatch.explain(plan.facts_of(p), arch):

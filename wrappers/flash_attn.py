@@ -1,5 +1,5 @@
 """FlashAttention's inference functions, as vLLM, SGLang and Hugging Face call them: names of versions 2, 3 and 4 and of
-the engines' own copies, over `Problem`.
+the engines' own copies, over `AttentionCall`.
 
 What differs between those is a keyword here, whichever order it has there: an argument that has several names takes one
 of them. Two tables hold the rest, `HINTS`, which may have any value and change no result, and `REFUSED`, which ask for
@@ -18,9 +18,9 @@ from . import machine
 from .attention import checks, plan
 from .attention import op as attention_op
 from .attention import values as attention_values
+from .attention.call import SEPARATE, AttentionCall, SequenceBatch, TableLayout, pair, ragged_requests, requests_of
 from .attention.checks import E5M2, HEAD_SCALES, SIGNATURES
 from .attention.op import serve
-from .attention.problem import SEPARATE, Form, Problem, Requests, pair, ragged_requests, requests_of
 from .checks import (
     check_apart,
     check_flag,
@@ -60,7 +60,7 @@ _LOGITS = {
     "scale": "softmax_scale", "soft_cap": "softcap", "out_scale": "v_descale", "max_q_len": "max_seqlen_q",
     "out_dtype": "out",
 }  # fmt: skip
-FORMS = {name: Form(name) for name in (*TABLES, "k")}
+FORMS = {name: TableLayout(name) for name in (*TABLES, "k")}
 _Tensor = torch.Tensor
 
 
@@ -272,7 +272,7 @@ def flash_attn_func(
     return _shaped(serve(p), q, out, False, return_lse)
 
 
-def append(p: Problem, new: "New") -> None:
+def append(p: AttentionCall, new: "New") -> None:
     """Write new keys and values to the pages of a problem whose lengths count them; before that, raise on what the
     problem's call would."""
     if torch.is_grad_enabled():
@@ -303,9 +303,9 @@ class New(NamedTuple):
 
 
 def _problem(
-    signature: str, q: torch.Tensor, keys: tuple[torch.Tensor, torch.Tensor], requests: Requests, most: Any, o: Options,
-    return_lse: bool,
-) -> Problem:  # fmt: skip
+    signature: str, q: torch.Tensor, keys: tuple[torch.Tensor, torch.Tensor], requests: SequenceBatch, most: Any,
+    o: Options, return_lse: bool,
+) -> AttentionCall:  # fmt: skip
     """most: a bound of query lengths; where requests have no offsets, the length of each."""
     (_, heads, dim), (k, v) = q.shape, keys
     kv_heads, same = k.shape[1], k.shape[3] == v.shape[3]
@@ -330,7 +330,7 @@ def _problem(
     if equal and not few:
         offsets = torch.arange(requests.batch + 1, dtype=torch.int32, device=q.device) * most
         requests = requests_of(requests.page_table, requests.kv_lens, offsets, not traced(q), SEPARATE)
-    return Problem(
+    return AttentionCall(
         signature, "decode" if few else "prefill", q, k, v, requests, most, scale, scale_tensor, out_scale,
         out_scale_tensor, causal, left, real(o.softcap), _sinks(q, o.sinks), out=o.out,
         out_dtype=torch.bfloat16 if o.out is None and q.dtype in EIGHT_BITS else None, return_lse=return_lse,

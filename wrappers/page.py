@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .attention.problem import pair
+from .attention.call import pair
 from .checks import INF, check_apart, check_integer, check_one_of, check_operand, check_shape, check_strided
 from .fp4 import BLOCK, nvfp4_quantize
 from .plain import refuse_grad, traced
@@ -132,7 +132,7 @@ def _stored(found: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
 
 
 def paged_kv(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V as (pages, Hkv, P, D) views, as `attention.problem.pair`; where P is 1, its dimension may be missing."""
+    """K and V as (pages, Hkv, P, D) views, as `attention.call.pair`; where P is 1, its dimension may be missing."""
     lone = -3 if layout == "NHD" else -2
     if isinstance(value, torch.Tensor):
         value = value.unsqueeze(lone) if value.ndim == 4 and value.layout is torch.strided else value

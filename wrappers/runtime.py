@@ -1,6 +1,6 @@
 """Find or build the kernel of a spec: this process -> a bundle -> JIT -> an error that says which command builds it.
 
-cute_kernels/places.py says where bundles are looked for, where compiled objects are kept, and what forbids compiling.
+cute_kernels/paths.py says where bundles are looked for, where compiled objects are kept, and what forbids compiling.
 Each kernel that is loaded or compiled is one INFO line of the logger `cute_kernels`, a bundle that does not load one
 WARNING.
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels import catalog, manifest, places
+from cute_kernels import catalog, manifest, paths
 
 Function = Callable[..., None]
 
@@ -73,15 +73,15 @@ def _obtain(op: str, spec: Any, arch: str) -> Function:
 
 def where(op: str, spec: Any, arch: str) -> str:
     """Where `kernel` finds a kernel: a bundle, the compiler, or nowhere and which command builds it. Loads nothing."""
-    for folder, held, problem in places.bundles(arch):
+    for folder, held, problem in paths.bundles(arch):
         if held and not problem and held.find(op, spec):
             return f"bundle {folder}"
-    return _missing(op, spec, arch) if places.why_no_jit() else "to be compiled at its first call"
+    return _missing(op, spec, arch) if paths.why_no_jit() else "to be compiled at its first call"
 
 
 def _from_bundles(op: str, spec: Any, arch: str) -> tuple[Function, str] | None:
     for _ in range(2):  # a build may replace a library between reading the manifest and loading: then read it again
-        for folder, held, problem in places.bundles(arch):
+        for folder, held, problem in paths.bundles(arch):
             entry = held.find(op, spec) if held and not problem else None
             if held and entry:
                 path = folder / held.libraries[entry["library"]]["file"]
@@ -114,11 +114,11 @@ def argument(tensor: torch.Tensor) -> Any:
 
 
 def _compile(op: str, spec: Any, arch: str) -> tuple[Function, str] | None:
-    if places.why_no_jit():
+    if paths.why_no_jit():
         return None
     from cute_kernels import build
 
-    home = places.user_cache()
+    home = paths.user_cache()
     folder = _writable(home / "obj") if home else None
     if folder is None:  # no home, or a read-only one: this process compiles for itself
         folder = Path(_scratch().name)
@@ -155,7 +155,7 @@ def _missing(op: str, spec: Any, arch: str) -> str:
 def report(arch: str, wanted: tuple[str, Any] | None = None) -> list[str]:
     """Lines that say which bundles of `arch` were found, why one cannot serve (op, spec) `wanted`, and if JIT is on."""
     lines = []
-    for folder, held, problem in places.bundles(arch):
+    for folder, held, problem in paths.bundles(arch):
         if held is None or problem:
             lines.append(f"bundle {folder}: {problem}")
         elif wanted is None:
@@ -166,8 +166,8 @@ def report(arch: str, wanted: tuple[str, Any] | None = None) -> list[str]:
             said = _BROKEN.get(folder, "serves it") if serves else held.refusal(*wanted)
             lines.append(f"bundle {folder}: {said}")
     if not lines:
-        lines.append(f"no bundle in {os.pathsep.join(map(str, places.bundle_folders(arch)))}")
-    reason = places.why_no_jit()
+        lines.append(f"no bundle in {os.pathsep.join(map(str, paths.bundle_folders(arch)))}")
+    reason = paths.why_no_jit()
     return [*lines, f"JIT: {reason}" if reason else "JIT: allowed"]
 
 

@@ -17,7 +17,7 @@ PER_THREAD_STREAM = 2  # CUDA's handle of every thread's own default stream: not
 _LOCK = threading.Lock()
 
 
-class Tickets(NamedTuple):
+class CounterPool(NamedTuple):
     """A device's counters for launches, and who has which. Zero before and after every launch."""
 
     counters: torch.Tensor  # (TICKETS,) int32
@@ -58,7 +58,7 @@ def ticket(device: torch.device, capturing: bool) -> tuple[Any, int]:
 
 def parts(plan: Any, capturing: bool) -> tuple[Any, Any, int]:
     """Scratch for parts of tiles, two of each CTA, with counters, `plan.counters` a CTA, from an index on. plan: an
-    `attention.plan.Plan`."""
+    `attention.plan.LaunchPlan`."""
     here, slots, counters = machine.current, 2 * plan.sms, plan.sms * plan.counters
     if capturing:
         tickets = here.tickets.get(plan.device)
@@ -90,9 +90,9 @@ def _new_part(plan: Any, slots: int) -> torch.Tensor:
     return torch.empty((slots, plan.tile_rows, plan.dim_vo + 4), dtype=torch.float32, device=plan.device)
 
 
-def _add_tickets(device: torch.device) -> Tickets:
+def _add_tickets(device: torch.device) -> CounterPool:
     """Waits once a device: a launch of another stream must find zeros."""
     counters = torch.zeros(TICKETS, dtype=torch.int32, device=device)
     machine.current.synchronize(device)
-    made = Tickets(counters, machine.current.argument(counters), {PER_THREAD_STREAM: -1}, [0])
+    made = CounterPool(counters, machine.current.argument(counters), {PER_THREAD_STREAM: -1}, [0])
     return machine.current.tickets.setdefault(device, made)

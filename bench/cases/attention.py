@@ -9,7 +9,7 @@ import torch
 
 import wrappers
 from wrappers import fp4, reference, trtllm_batch_context_with_kv_cache
-from wrappers.attention.problem import Problem, Requests
+from wrappers.attention.call import AttentionCall, SequenceBatch
 from wrappers.explanation import problem_of
 
 from .. import skipping
@@ -267,7 +267,7 @@ def _laid_out(case: AttentionCase, k: torch.Tensor, v: torch.Tensor) -> Any:
     return k.unsqueeze(1) if case.cache == "shared" else (k, v)
 
 
-def make_problem(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> Problem:
+def make_problem(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> AttentionCall:
     """What the case computes, in the reference's terms; its query may be a slice of a wider tensor."""
     gen = torch.Generator(torch.device(device)).manual_seed(seed)
     wide_heads = case.heads_q * (2 if case.strided_q else 1)
@@ -304,15 +304,15 @@ def make_problem(case: AttentionCase, device: "torch.device | str" = "cpu", seed
         drafts = drafts.to(torch.int32).to(device)
     lens = torch.tensor(case.kv_lens, dtype=torch.int32, device=device)
     offsets = torch.tensor([0, *case.q_lens]).cumsum(0).to(torch.int32).to(device)
-    return Problem(
+    return AttentionCall(
         f"trtllm_batch_{case.function}_with_kv_cache", "prefill" if case.function == "context" else "decode", q, k, v,
-        Requests(table.to(device), lens, offsets, case.batch, None), max([0, *case.q_lens]), case.bmm1_scale, None,
+        SequenceBatch(table.to(device), lens, offsets, case.batch, None), max([0, *case.q_lens]), case.bmm1_scale, None,
         case.output_factor, None, case.causal, case.window_left, case.soft_cap,
         sinks if case.sink else None, k_scales, v_scales, case.interleaved, drafts, case.skip or None,
     )  # fmt: skip
 
 
-def expected(case: AttentionCase, p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+def expected(case: AttentionCase, p: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(o (T, Hq, Dvo), lse (T, Hq)) in fp32; o as it is saturated, not as it is rounded. Of prefill with a factor:
     without the blocks that our kernels skip."""
     if case.skip and case.function == "context":
@@ -322,7 +322,7 @@ def expected(case: AttentionCase, p: Problem) -> tuple[torch.Tensor, torch.Tenso
     return (o.clamp(-fp4.E4M3_MAX, fp4.E4M3_MAX) if case.out_dtype == "fp8" else o), lse
 
 
-def _tensors(case: AttentionCase, p: Problem) -> dict[str, Any]:
+def _tensors(case: AttentionCase, p: AttentionCall) -> dict[str, Any]:
     """Arguments by trtllm's names that context and decode have in common. Outputs are NaN, and slices where the query
     is one."""
     distant = _distant if case.far else lambda t: t
@@ -372,7 +372,7 @@ def _tensors(case: AttentionCase, p: Problem) -> dict[str, Any]:
     return inputs
 
 
-def context_arguments(case: AttentionCase, p: Problem) -> dict[str, Any]:
+def context_arguments(case: AttentionCase, p: AttentionCall) -> dict[str, Any]:
     inputs = _tensors(case, p)
     inputs["kv_block_scales"] = inputs.pop("kv_cache_sf", None)
     if case.interleaved:
@@ -385,7 +385,7 @@ def context_arguments(case: AttentionCase, p: Problem) -> dict[str, Any]:
     }
 
 
-def _mask_of(case: AttentionCase, p: Problem, equal: bool) -> torch.Tensor | None:
+def _mask_of(case: AttentionCase, p: AttentionCall, equal: bool) -> torch.Tensor | None:
     """The public functions' uint16 words, two for every 32 drafts."""
     if p.drafts is None:
         return None
@@ -393,7 +393,7 @@ def _mask_of(case: AttentionCase, p: Problem, equal: bool) -> torch.Tensor | Non
     return words.unflatten(0, (case.batch, -1)) if equal else words
 
 
-def decode_arguments(case: AttentionCase, p: Problem) -> dict[str, Any]:
+def decode_arguments(case: AttentionCase, p: AttentionCall) -> dict[str, Any]:
     """As many tokens for each request are said by their number, else by offsets."""
     inputs, equal = _tensors(case, p), len(set(case.q_lens)) == 1
     if equal:
@@ -412,7 +412,7 @@ def decode_arguments(case: AttentionCase, p: Problem) -> dict[str, Any]:
     }
 
 
-def xqa_arguments(case: AttentionCase, p: Problem) -> dict[str, Any]:
+def xqa_arguments(case: AttentionCase, p: AttentionCall) -> dict[str, Any]:
     """As `decode_arguments`; one token each without a mask are the form without drafts."""
     t, equal, device = _tensors(case, p), len(set(case.q_lens)) == 1, p.q.device
     most, q, out = max(case.q_lens), t["query"], t["out"]
@@ -448,11 +448,13 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] =
 }
 
 
-def alone(case: AttentionCase, p: Problem) -> tuple[AttentionCase, Problem]:
+def alone(case: AttentionCase, p: AttentionCall) -> tuple[AttentionCase, AttentionCall]:
     """The case's first request, and what it computes."""
     assert p.drafts is None
     m, r = case.q_lens[0], p.requests
-    first = Requests(r.page_table[:1], r.kv_lens[:1], None if r.cu_seqlens_q is None else r.cu_seqlens_q[:2], 1, None)
+    first = SequenceBatch(
+        r.page_table[:1], r.kv_lens[:1], None if r.cu_seqlens_q is None else r.cu_seqlens_q[:2], 1, None
+    )
     first_case = replace(case, q_lens=case.q_lens[:1], kv_lens=case.kv_lens[:1])
     return first_case, p._replace(q=p.q[:m], requests=first, max_q_len=m)
 

@@ -2,14 +2,14 @@
 
 import torch
 
-from wrappers.attention.problem import Problem, csr_requests, ragged_requests
+from wrappers.attention.call import AttentionCall, csr_requests, ragged_requests
 from wrappers.reference import gather
 
 FORMS = ("csr", "ragged", "mask", "alibi")
 SPARE = 3  # rows, or entries, of nobody in front of the first request's and behind the last one's
 
 
-def apply(p: Problem, forms: tuple[str, ...], seed: int = 0) -> Problem:
+def apply(p: AttentionCall, forms: tuple[str, ...], seed: int = 0) -> AttentionCall:
     """A problem of a table of pages, in 16 bits, in other `forms`; reads lengths on the host."""
     lens = p.requests.kv_lens.tolist()
     if "csr" in forms:
@@ -28,7 +28,7 @@ def _starts(counts: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor([0, *counts], device=device).cumsum(0).to(torch.int32)
 
 
-def as_csr(p: Problem, lens: list[int]) -> Problem:
+def as_csr(p: AttentionCall, lens: list[int]) -> AttentionCall:
     size, table, device = p.k.shape[2], p.requests.page_table[:, 0], p.q.device
     counts = [-(-n // size) for n in lens]
     spare = torch.full((SPARE,), -7, dtype=torch.int32, device=device)
@@ -37,7 +37,7 @@ def as_csr(p: Problem, lens: list[int]) -> Problem:
     return p._replace(requests=csr_requests(p.requests.cu_seqlens_q, _starts(counts, device) + SPARE, indices, last))
 
 
-def as_ragged(p: Problem, lens: list[int]) -> Problem:
+def as_ragged(p: AttentionCall, lens: list[int]) -> AttentionCall:
     """Rows of nobody hold NaN."""
 
     def rows(cache: torch.Tensor, which: int) -> torch.Tensor:
@@ -49,7 +49,7 @@ def as_ragged(p: Problem, lens: list[int]) -> Problem:
     return p._replace(k=rows(p.k, 0), v=rows(p.v, 1), requests=ragged_requests(p.requests.cu_seqlens_q, starts))
 
 
-def with_mask(p: Problem, lens: list[int], seed: int) -> Problem:
+def with_mask(p: AttentionCall, lens: list[int], seed: int) -> AttentionCall:
     """A random mask of bits, a third of them 0, and whole bytes and rows of them. Each request begins at a byte, and
     the last one's last byte is missing: what no tensor holds is hidden."""
     gen, device = torch.Generator().manual_seed(seed), p.q.device

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from wrappers import reference
+from wrappers.attention.call import AttentionCall, SequenceBatch, listed_requests
 from wrappers.attention.op import serve
-from wrappers.attention.problem import Problem, Requests, listed_requests
 
 from . import attention as cases
 from . import forms
@@ -52,7 +52,7 @@ def kinds(in_forms: tuple[str, ...] = ()) -> tuple[str, ...]:
     return found + LENGTHS + PAGES + (STARTS if "csr" in in_forms else ())
 
 
-def made(case: AttentionCase, in_forms: tuple[str, ...], device: Any = "cpu", seed: int = 0) -> Problem:
+def made(case: AttentionCase, in_forms: tuple[str, ...], device: Any = "cpu", seed: int = 0) -> AttentionCall:
     """The case's problem in other forms. Its caches hold no NaN: tables and starts may name any row of them."""
     p = forms.apply(cases.make_problem(case, device, seed), in_forms, seed)
     fields = ("k", "v") if p.k_scales is None else ("k", "v", "k_scales", "v_scales")
@@ -60,7 +60,7 @@ def made(case: AttentionCase, in_forms: tuple[str, ...], device: Any = "cpu", se
     return p._replace(**caches)
 
 
-def spoilt(case: AttentionCase, p: Problem, kind: str, seed: int) -> Problem:
+def spoilt(case: AttentionCase, p: AttentionCall, kind: str, seed: int) -> AttentionCall:
     """A problem that was `made`, with index tensors of one of its `kinds`."""
     gen, r = torch.Generator().manual_seed(seed), p.requests
     table, lens, offsets = r.page_table[:, : 2 if case.separate_tables else 1], r.kv_lens, r.cu_seqlens_q
@@ -123,7 +123,7 @@ def spoilt(case: AttentionCase, p: Problem, kind: str, seed: int) -> Problem:
     return p._replace(requests=r, custom_mask=mask, mask_starts=mask_starts, **caches)
 
 
-def _alone(p: Problem, b: int) -> Problem:
+def _alone(p: AttentionCall, b: int) -> AttentionCall:
     """A problem with the keys and the mask of request b only, which makes sense: pages that are not there are -1. Rows
     without pages are pages of one row."""
     r, k, v = p.requests, p.k, p.v
@@ -147,11 +147,11 @@ def _alone(p: Problem, b: int) -> Problem:
     mask, starts = p.custom_mask, p.mask_starts
     if mask is not None and starts is not None:
         mask, starts = mask[int(starts[b].long().clamp(0, len(mask))) :], torch.zeros_like(starts[:2])
-    requests = Requests(table, lens, None, 1, None)
+    requests = SequenceBatch(table, lens, None, 1, None)
     return p._replace(k=k, v=v, requests=requests, custom_mask=mask, mask_starts=starts)
 
 
-def expected(p: Problem) -> Results:
+def expected(p: AttentionCall) -> Results:
     """(o, lse, owners): o (T, Hq, Dvo) and lse (T, Hq) in fp32 of the rows that one request owns; owners (T,): how many
     do."""
     tokens, heads, device = len(p.q), p.q.shape[1], p.q.device
@@ -174,7 +174,7 @@ def expected(p: Problem) -> Results:
     return o, lse, owners
 
 
-def arguments(case: AttentionCase, p: Problem) -> dict[str, Any]:
+def arguments(case: AttentionCase, p: AttentionCall) -> dict[str, Any]:
     """Keyword arguments of the case's function, or, of a problem in another form, of `served`; of a problem whose
     lengths are not the case's. Outputs are NaN."""
     if p.requests.form == "table":
@@ -184,7 +184,7 @@ def arguments(case: AttentionCase, p: Problem) -> dict[str, Any]:
     return found | {"out": out, "lse": torch.full(out.shape[:2], float("nan"), device=out.device)}
 
 
-def served(p: Problem) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def served(p: AttentionCall) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """What takes `arguments` of a problem that is no call of the case's function: what the public classes end in."""
 
     def call(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from wrappers import fp4
-from wrappers.attention.problem import SEPARATE, Problem, new_requests
+from wrappers.attention.call import SEPARATE, AttentionCall, new_requests
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
 PAGE = 16
@@ -19,7 +19,7 @@ POISON = 0x7F  # as a factor NaN
 class Known(NamedTuple):
     """A problem without outputs, and o (T, Hq, D) in fp32."""
 
-    problem: Problem
+    problem: AttentionCall
     o: torch.Tensor
 
 
@@ -61,7 +61,7 @@ def known(
     q, v, o = (t.to(device) for t in (q, v, o))
     k = torch.zeros(v.shape, device=device).to(cached)
     signature = f"trtllm_batch_{'context' if phase == 'prefill' else 'decode'}_with_kv_cache"
-    problem = Problem(signature, phase, q, k, v, requests, tokens, 1.0, None, FACTOR, None, phase != "prefill")
+    problem = AttentionCall(signature, phase, q, k, v, requests, tokens, 1.0, None, FACTOR, None, phase != "prefill")
     return Known(problem, o * FACTOR)
 
 

@@ -1,8 +1,8 @@
 """Dynamic facts of an attention launch: the only statement of a kernel's launch ABI.
 
-Arguments come in blocks, each owned by the seam that reads it. A kernel has the fields that its spec has (`fields`),
-in the order of the blocks; on the device they lie in the blocks (`Args`), where what a spec has not is None. The same
-names stand for fake tensors at compile time (`fakes`), torch tensors at launch, and CuTe tensors on the device. An
+Arguments come in blocks, each owned by the seam that reads it. A kernel has the fields that its spec has (`fields`), in
+the order of the blocks; on the device they lie in the blocks (`AttentionArgs`), where what a spec has not is None. The
+same names stand for fake tensors at compile time (`fakes`), torch tensors at launch, and CuTe tensors on the device. An
 optional tensor that a call lacks has size 0 in its first mode (an empty tensor), so that presence needs no other
 kernel.
 """
@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 
-class Query(NamedTuple):
+class QueryArgs(NamedTuple):
     """Read by `load` and by roles that gather Q."""
 
     q: Any  # (T, Hq, Dqk)                16-bit, any token and head stride, last stride 1
     cu_seqlens_q: Any  # (B + 1,)         int32
 
 
-class KV(NamedTuple):
+class KVArgs(NamedTuple):
     """Read by `kv` and, the lengths, by `geometry`."""
 
     k: Any  # (pages, Hkv, P, Dqk)        as q, e4m3, or uint8 of half the width: packed e2m1; any strides, last 1
@@ -33,35 +33,37 @@ class KV(NamedTuple):
     v_scales_interleaved: Any = None  # Int32  V scales of 4 tokens are interleaved
 
 
-class Mask(NamedTuple):
+class MaskArgs(NamedTuple):
     """Read by `mask`."""
 
     window_left: Any = None  # Int32      keys before position - window_left are hidden; 2^30 for none
     causal: Any = None  # Int32           0: tokens see all keys
-    draft_mask: Any = None  # (T | 0, W)  int32, bit t of a token's row: it sees draft t; instead of causal
+    tree_mask: Any = None  # (T | 0, W)  int32, bit t of a token's row: it sees draft t; instead of causal
     custom_mask: Any = None  # (N,)       uint8: bit i * kv_len + j of a request, least significant first: token i sees
     #                                     key j; instead of causal, which must be 0
     mask_starts: Any = None  # (B + 1,)   int32: byte of custom_mask where each request's bits begin
 
 
-class Logits(NamedTuple):
+class LogitsArgs(NamedTuple):
     """Read by `logits` and `softmax`."""
 
-    scale_log2: Any  # Float32            logit scale x log2(e)
-    scale: Any  # (Hq | 1 | 0,)           fp32 device factor on the logits, of a head or all, times scale_log2
+    softmax_scale_log2: Any  # Float32            logit scale x log2(e)
+    softmax_scale_ptr: (
+        Any  # (Hq | 1 | 0,)           fp32 device factor on the logits, of a head or all, times softmax_scale_log2
+    )
     soft_cap: Any = None  # Float32       natural units, 0 for none
     alibi_slopes: Any = None  # (Hq,)     fp32, natural units: times key - token, added before the cap
     skip_threshold: Any = None  # Float32 skip-softmax: log2 of the threshold times kv_len, -inf for none
 
 
-class Out(NamedTuple):
+class OutArgs(NamedTuple):
     """Read by `epilogue`, `softmax.normalizer` and `combine`."""
 
     o: Any  # (T | 0, Hq, Dvo)            spec.out[0]; any token and head stride, last stride 1
     lse: Any  # (T | 0, Hq)               fp32, base 2, includes the sink; any strides
     sink: Any  # (Hq | 0,)                fp32, natural-log units
-    out_factor: Any  # Float32            factor on the normalised output
-    out_scale: Any  # (Hq | 1 | 0,)       fp32 device factor on the output, of a head or all, times out_factor
+    out_scale: Any  # Float32            factor on the normalised output
+    out_scale_ptr: Any  # (Hq | 1 | 0,)       fp32 device factor on the output, of a head or all, times out_scale
     o_fp8: Any = None  # (T | 0, Hq, Dvo) e4m3 as uint8, instead of o, which is then (0, Hq, Dvo)
     o_fp4: Any = None  # (T | 0, Hq, Dvo / 2)  uint8: packed e2m1, instead of either
     o_sf: Any = None  # (M x Hq Dvo / 16,)  e4m3 as uint8: factors of all rows of o_fp4, in the 128x4 layout
@@ -69,7 +71,7 @@ class Out(NamedTuple):
     o_sf_scale: Any = None  # Float32     forward scale of the output before its blocks get factors
 
 
-class Schedule(NamedTuple):
+class ScheduleArgs(NamedTuple):
     """Read by `schedule` and `combine`."""
 
     grid: Any  # Int32                    CTAs to launch (persistent)
@@ -82,23 +84,23 @@ class Schedule(NamedTuple):
     blocks_per_split: Any = None  # Int32 KV blocks of a part; 0: equal shares of the CTAs
 
 
-class Args(NamedTuple):
-    query: Query
-    kv: KV
-    mask: Mask
-    logits: Logits
-    out: Out
-    schedule: Schedule
+class AttentionArgs(NamedTuple):
+    query: QueryArgs
+    kv: KVArgs
+    mask: MaskArgs
+    logits: LogitsArgs
+    out: OutArgs
+    schedule: ScheduleArgs
 
 
-BLOCKS: tuple[Any, ...] = (Query, KV, Mask, Logits, Out, Schedule)
+BLOCKS: tuple[Any, ...] = (QueryArgs, KVArgs, MaskArgs, LogitsArgs, OutArgs, ScheduleArgs)
 OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it; others every spec has
-    "k_scales": lambda spec: spec.kv.scaled,
-    "v_scales": lambda spec: spec.kv.scaled,
-    "v_scales_interleaved": lambda spec: spec.kv.scaled,
+    "k_scales": lambda spec: spec.kv.block_scaled,
+    "v_scales": lambda spec: spec.kv.block_scaled,
+    "v_scales_interleaved": lambda spec: spec.kv.block_scaled,
     "window_left": lambda spec: spec.mask.window,
     "causal": lambda spec: spec.mask.causal == "value",
-    "draft_mask": lambda spec: spec.mask.bits,
+    "tree_mask": lambda spec: spec.mask.tree,
     "custom_mask": lambda spec: spec.mask.custom,
     "mask_starts": lambda spec: spec.mask.custom,
     "alibi_slopes": lambda spec: spec.logits.alibi,
@@ -123,7 +125,7 @@ def fields(spec: Any) -> tuple[str, ...]:
     return tuple(field for block in BLOCKS for field in block._fields if has(spec, field))
 
 
-def pack(spec: Any, flat: Sequence[Any]) -> Args:
+def pack(spec: Any, flat: Sequence[Any]) -> AttentionArgs:
     """The arguments of a launch, in the order of `fields`, in their blocks."""
     values = dict(zip(fields(spec), flat, strict=True))
-    return Args(*(block(**{name: values.get(name) for name in block._fields}) for block in BLOCKS))
+    return AttentionArgs(*(block(**{name: values.get(name) for name in block._fields}) for block in BLOCKS))

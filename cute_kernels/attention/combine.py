@@ -13,14 +13,14 @@ from ..device import copy
 from ..device.warp import add_scaled, fma
 from . import epilogue, geometry, softmax
 from .schedule import stream_k
-from .schedule.work import Work
-from .spec import BLOCK
+from .schedule.work import WorkTileInfo
+from .spec import SF_VEC_SIZE
 
-GROUP = 8  # parts of which a warp loads all or none
+SPLIT_GROUP = 8  # parts of which a warp loads all or none
 
 
 @cute.jit
-def count_part(a, own: Int32, count: Int32):
+def count_split(a, own: Int32, count: Int32):
     """One thread, to which what is written of a part is visible: 1 where that is the last of `count`, by the counter
     `own` of the launch, else 0. All parts are visible to it then, and to those that it meets at a barrier."""
     own += a.schedule.counter_base
@@ -34,41 +34,41 @@ def count_part(a, own: Int32, count: Int32):
 
 @cute.jit
 def is_last(a, own: Int32, count: Int32):
-    """One warp: `count_part` of its share of a part, by a counter that it has with its like in other CTAs."""
+    """One warp: `count_split` of its share of a part, by a counter that it has with its like in other CTAs."""
     last = Int32(0)
     cute.arch.sync_warp()
     if cute.arch.lane_idx() == 0:
-        last = count_part(a, own, count)
+        last = count_split(a, own, count)
     cute.arch.sync_warp()
     return cute.arch.shuffle_sync(last, 0) != 0
 
 
 @cute.jit
-def merge(spec: cutlass.Constexpr, a, w: Work, rows_per_token, rows: Int32, own: cutlass.Constexpr, warp: Int32):
+def merge(spec: cutlass.Constexpr, a, w: WorkTileInfo, pack_factor, rows: Int32, own: cutlass.Constexpr, warp: Int32):
     """One warp: its rows, own(spec, warp, 0), own(spec, warp, 1), ... below `rows`, of a tile whose parts are there."""
-    m = geometry.tile_m(spec, geometry.tile_rows(w.q_len, rows_per_token))
-    scale = epilogue.scale_of(a)
-    mates = const_expr(tuple(m for m in (1, 2, 4) if m * spec.head_dim_vo // 32 < BLOCK))
+    m = geometry.tile_m(spec, geometry.num_rows(w.q_len, pack_factor))
+    scale = epilogue.output_scale(a)
+    sf_lanes = const_expr(tuple(m for m in (1, 2, 4) if m * spec.head_dim_vo // 32 < SF_VEC_SIZE))
     i, row = Int32(1), own(spec, warp, Int32(0))
     while row < rows:
-        acc, top, total = add_parts(spec, a, w, row)
-        token = w.q_start + geometry.token_of(w.m_block * m + row, rows_per_token)
-        head = geometry.head_of(w.m_block * m + row, w.head, rows_per_token)
+        acc, top, total = add_splits(spec, a, w, row)
+        token = w.q_start + geometry.token_of(w.m_block * m + row, pack_factor)
+        head = geometry.head_of(w.m_block * m + row, w.head_idx, pack_factor)
         normal = softmax.normalizer(top, total, epilogue.sink_of(a, head))
-        acc.store(acc.load() * (normal.factor * scale))
-        epilogue.store_piece(spec, a, token, head, cute.arch.lane_idx(), acc, mates)
+        acc.store(acc.load() * (normal.inv_row_sum * scale))
+        epilogue.store_piece(spec, a, token, head, cute.arch.lane_idx(), acc, sf_lanes)
         epilogue.store_lse(a, token, head, normal.lse, cute.arch.lane_idx() == 0)
         i, row = i + 1, own(spec, warp, i)
 
 
 @cute.jit
-def add_parts(spec: cutlass.Constexpr, a, w: Work, row: Int32):
+def add_splits(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32):
     """One warp: (this lane's columns of the sum of O x 2^(LSE - top), top, sum of 2^(LSE - top)) over the parts.
     As many at a time as registers hold: a lane has the LSE of one, all have a share of each O, which is on its way
     with the LSEs."""
-    dim, count, lane = const_expr(spec.head_dim_vo), w.split.count, cute.arch.lane_idx()
+    dim, count, lane = const_expr(spec.head_dim_vo), w.split.num_splits, cute.arch.lane_idx()
     per = const_expr(dim // 32)
-    step = const_expr(min(32, max(1, spec.tile.merged_columns // per // GROUP) * GROUP))
+    step = const_expr(min(32, max(1, spec.tile.combine_columns // per // SPLIT_GROUP) * SPLIT_GROUP))
     acc = cute.make_rmem_tensor(per, Float32)
     acc.fill(0.0)
     base, top, total = Int32(0), -Float32.inf, Float32(0.0)
@@ -76,17 +76,17 @@ def add_parts(spec: cutlass.Constexpr, a, w: Work, row: Int32):
         lse, pieces = -Float32.inf, cute.make_rmem_tensor((per, step), Float32)
         if lane < step and base + lane < count:
             lse = a.schedule.o_partial[stream_k.slot_of(a, w, base + lane), row, dim]
-        for j in cutlass.range_constexpr(0, step, GROUP):
+        for j in cutlass.range_constexpr(0, step, SPLIT_GROUP):
             if base + j < count:
-                load_parts(spec, a, w, row, base + j, cute.domain_offset((0, j), pieces))
+                load_splits(spec, a, w, row, base + j, cute.domain_offset((0, j), pieces))
         peak = cute.arch.fmax(top, cute.arch.warp_reduction_max(lse))
         if peak != -Float32.inf:
             old, mine = cute.math.exp2(top - peak, fastmath=True), cute.math.exp2(lse - peak, fastmath=True)
             total = fma(total, old, cute.arch.warp_reduction_sum(mine))
             acc.store(acc.load() * old)
-            for j in cutlass.range_constexpr(0, step, GROUP):
+            for j in cutlass.range_constexpr(0, step, SPLIT_GROUP):
                 if base + j < count:
-                    for e in cutlass.range_constexpr(GROUP):
+                    for e in cutlass.range_constexpr(SPLIT_GROUP):
                         factor = cute.arch.shuffle_sync(mine, j + e)
                         if factor > 0.0:  # a part without a key may hold 0 x NaN
                             add_scaled(acc, pieces[None, j + e], factor)
@@ -96,62 +96,68 @@ def add_parts(spec: cutlass.Constexpr, a, w: Work, row: Int32):
 
 
 @cute.jit
-def load_parts(spec: cutlass.Constexpr, a, w: Work, row: Int32, first: Int32, pieces: cute.Tensor):
-    """This lane's columns of a row of GROUP parts, of which the last one stands for those past it. Branches instead
-    would make quantised kernels spill."""
-    dim, parts = const_expr(spec.head_dim_vo), a.schedule.o_partial
+def load_splits(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32, first: Int32, pieces: cute.Tensor):
+    """This lane's columns of a row of SPLIT_GROUP parts, of which the last one stands for those past it. Branches
+    instead would make quantised kernels spill."""
+    dim, o_partial = const_expr(spec.head_dim_vo), a.schedule.o_partial
     size = const_expr(spec.tile.m * (dim + 4))  # of a slot: a constant, for short addresses
     lane = (const_expr(dim // 32),), (cute.arch.lane_idx(),)
-    begin = cute.local_tile(parts[w.split.first + first, row, None], *lane)
-    near = cute.make_tensor(begin.iterator, cute.make_layout((GROUP, *lane[0]), stride=(size, 1)))
-    for e in cutlass.range_constexpr(GROUP):
+    begin = cute.local_tile(o_partial[w.split.first + first, row, None], *lane)
+    near = cute.make_tensor(begin.iterator, cute.make_layout((SPLIT_GROUP, *lane[0]), stride=(size, 1)))
+    for e in cutlass.range_constexpr(SPLIT_GROUP):
         if const_expr(e == 0):
-            own = parts[stream_k.slot_of(a, w, first), row, None]
+            own = o_partial[stream_k.slot_of(a, w, first), row, None]
             copy.vector(cute.local_tile(own, *lane), pieces[None, e])
         else:
-            copy.vector(near[cutlass.min(e, w.split.count - 1 - first), None], pieces[None, e])
+            copy.vector(near[cutlass.min(e, w.split.num_splits - 1 - first), None], pieces[None, e])
 
 
 @cute.jit
-def merge_rows(spec: cutlass.Constexpr, a, w: Work, first: Int32, rows: Int32, each: cutlass.Constexpr):
-    """One warp: `each` rows of a tile that has `rows`, from `first` on. Parts are added in the order of keys; a lane
-    has the LSE of one row of one part."""
-    dim, lane, count = const_expr(spec.head_dim_vo), cute.arch.lane_idx(), w.split.count
-    parts = const_expr(32 // each)
+def merge_rows(
+    spec: cutlass.Constexpr, a, w: WorkTileInfo, first: Int32, rows: Int32, rows_per_warp: cutlass.Constexpr
+):
+    """One warp: `rows_per_warp` rows of a tile that has `rows`, from `first` on. Parts are added in the order of keys;
+    a lane has the LSE of one row of one part."""
+    dim, lane, count = const_expr(spec.head_dim_vo), cute.arch.lane_idx(), w.split.num_splits
+    splits_at_once = const_expr(32 // rows_per_warp)
     per = const_expr(dim // 32)
-    acc, pieces = cute.make_rmem_tensor((per, each), Float32), cute.make_rmem_tensor((per, each), Float32)
+    acc, pieces = (
+        cute.make_rmem_tensor((per, rows_per_warp), Float32),
+        cute.make_rmem_tensor((per, rows_per_warp), Float32),
+    )
     acc.fill(0.0)
-    row, base, top, total = cutlass.min(first + lane // parts, rows - 1), Int32(0), -Float32.inf, Float32(0.0)
+    row, base, top, total = cutlass.min(first + lane // splits_at_once, rows - 1), Int32(0), -Float32.inf, Float32(0.0)
     while base < count:
-        part, lse = base + lane % parts, -Float32.inf
-        if part < count:
-            lse = a.schedule.o_partial[stream_k.slot_of(a, w, part), row, dim]
-        peak = cute.arch.fmax(top, cute.arch.warp_reduction_max(lse, threads_in_group=parts))
+        split_idx, lse = base + lane % splits_at_once, -Float32.inf
+        if split_idx < count:
+            lse = a.schedule.o_partial[stream_k.slot_of(a, w, split_idx), row, dim]
+        peak = cute.arch.fmax(top, cute.arch.warp_reduction_max(lse, threads_in_group=splits_at_once))
         known = Float32(0.0) if peak == -Float32.inf else peak
         old, mine = (cute.math.exp2(x - known, fastmath=True) for x in (top, lse))
-        total = fma(total, old, cute.arch.warp_reduction_sum(mine, threads_in_group=parts))
-        for i in cutlass.range_constexpr(each):
-            acc[None, i].store(acc[None, i].load() * cute.arch.shuffle_sync(old, parts * i))
-        for j in cutlass.range(parts, unroll=1):  # the loads of two parts would need more registers than there are
+        total = fma(total, old, cute.arch.warp_reduction_sum(mine, threads_in_group=splits_at_once))
+        for i in cutlass.range_constexpr(rows_per_warp):
+            acc[None, i].store(acc[None, i].load() * cute.arch.shuffle_sync(old, splits_at_once * i))
+        # the loads of two parts would need more registers than there are
+        for j in cutlass.range(splits_at_once, unroll=1):
             slot = stream_k.slot_of(a, w, cutlass.min(base + j, count - 1))
-            for i in cutlass.range_constexpr(each):
+            for i in cutlass.range_constexpr(rows_per_warp):
                 source = a.schedule.o_partial[slot, cutlass.min(first + i, rows - 1), None]
                 copy.vector(cute.local_tile(source, (per,), (lane,)), pieces[None, i])
-            for i in cutlass.range_constexpr(each):
-                factor = cute.arch.shuffle_sync(mine, parts * i + j)
+            for i in cutlass.range_constexpr(rows_per_warp):
+                factor = cute.arch.shuffle_sync(mine, splits_at_once * i + j)
                 for e in cutlass.range_constexpr(per):  # a part without a key may hold 0 x NaN
                     acc[e, i] = fma(pieces[e, i], factor, acc[e, i]) if factor > 0.0 else acc[e, i]
         top = peak
-        base += parts
-    scale, m = epilogue.scale_of(a), spec.tile.m
-    for i in cutlass.range_constexpr(each):
+        base += splits_at_once
+    scale, m = epilogue.output_scale(a), spec.tile.m
+    for i in cutlass.range_constexpr(rows_per_warp):
         row = w.m_block * m + first + i
-        token = geometry.token_of(row, geometry.divisor(w))
-        head = geometry.head_of(row, w.head, geometry.divisor(w))
+        token = geometry.token_of(row, geometry.pack_divisor(w))
+        head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
         if first + i < rows:
-            sums = [cute.arch.shuffle_sync(x, parts * i) for x in (top, total)]
+            sums = [cute.arch.shuffle_sync(x, splits_at_once * i) for x in (top, total)]
             normal = softmax.normalizer(*sums, epilogue.sink_of(a, head))
             values = cute.make_rmem_tensor(per, Float32)
-            values.store(acc[None, i].load() * (normal.factor * scale))
+            values.store(acc[None, i].load() * (normal.inv_row_sum * scale))
             epilogue.store_piece(spec, a, w.q_start + token, head, lane, values, ())
             epilogue.store_lse(a, w.q_start + token, head, normal.lse, lane == 0)

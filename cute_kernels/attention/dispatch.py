@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from . import decode, sm90, sm100
-from .problem import Problem, Refusal
+from .request import KernelRequest, Refusal
 
 # In the order in which they are asked.
 OPS = {"attention.sm90": sm90, "attention.sm100": sm100, "attention.decode": decode}
@@ -18,7 +18,7 @@ class Answer(NamedTuple):
     reason: Refusal | None
 
 
-class Unsupported(NotImplementedError):
+class UnsupportedRequest(NotImplementedError):
     """No op serves a problem. field: of the problem, or "arch", that the op meant for such problems, and for the
     architecture if there is one, refused."""
 
@@ -28,19 +28,19 @@ class Unsupported(NotImplementedError):
         self.field = next((field for field in fields if field != "arch"), "arch")
 
 
-def refusal(module: Any, problem: Problem, spec: Any, arch: str) -> Refusal | None:
+def refusal(module: Any, problem: KernelRequest, spec: Any, arch: str) -> Refusal | None:
     """None where an op serves a problem with a spec, else the reason why not."""
     if problem.phase not in module.PHASES:
         return Refusal("phase", f"{problem.phase}: serves {' and '.join(module.PHASES)}")
     if arch not in module.ARCHS:
         return Refusal("arch", f"{arch}: needs {' or '.join(module.ARCHS)}")
-    if problem.source == "ragged" and spec.kv.scaled:
+    if problem.source == "ragged" and spec.kv.block_scaled:
         return Refusal("source", "ragged: block-scaled caches have pages")
     return module.supports(spec)
 
 
 @cache
-def explain(problem: Problem, arch: str) -> tuple[Answer, ...]:
+def explain(problem: KernelRequest, arch: str) -> tuple[Answer, ...]:
     """Every op's answer."""
     found = []
     for op, module in OPS.items():
@@ -49,13 +49,13 @@ def explain(problem: Problem, arch: str) -> tuple[Answer, ...]:
     return tuple(found)
 
 
-def select(problem: Problem, arch: str) -> tuple[str, Any]:
-    """(op, spec) of the kernel that serves the problem; `Unsupported` names what every op refused."""
+def select(problem: KernelRequest, arch: str) -> tuple[str, Any]:
+    """(op, spec) of the kernel that serves the problem; `UnsupportedRequest` names what every op refused."""
     answers = explain(problem, arch)
     for op, spec, reason in answers:
         if reason is None:
             return op, spec
-    raise Unsupported(answers)
+    raise UnsupportedRequest(answers)
 
 
 def shipped(arch: str) -> list[tuple[str, Any]]:

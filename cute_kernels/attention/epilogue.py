@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, Uint8, Uint16, Uint32, const_expr
 
 from ..device import copy, warp
 from . import nvfp4, softmax
-from .spec import BLOCK
+from .spec import SF_VEC_SIZE
 
 INTEGERS = {1: Uint8, 2: Uint16, 4: Uint32}  # by their bytes
 
@@ -21,9 +21,9 @@ def sink_of(a, head: Int32):
     return sink
 
 
-def scale_of(a):
+def output_scale(a):
     """The factor on the output."""
-    return softmax.device_factor(a.out.out_factor, a.out.out_scale)
+    return softmax.device_scale(a.out.out_scale, a.out.out_scale_ptr)
 
 
 @cute.jit
@@ -36,13 +36,19 @@ def store_lse(a, token: Int32, head: Int32, lse: Float32, mine):
 
 @cute.jit
 def store_piece(
-    spec: cutlass.Constexpr, a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor, mates: cutlass.Constexpr
+    spec: cutlass.Constexpr,
+    a,
+    token: Int32,
+    head: Int32,
+    piece: Int32,
+    values: cute.Tensor,
+    sf_lanes: cutlass.Constexpr,
 ):
-    """At most 16 values as piece number `piece` of a row of the output, in the type that the call asks for. mates:
+    """At most 16 values as piece number `piece` of a row of the output, in the type that the call asks for. sf_lanes:
     lanes lane ^ m, m being any sum of them, have the other pieces of a block of 16 values."""
     if const_expr("nvfp4" in spec.out):
         if a.out.o_fp4.shape[0] > 0:
-            store_nvfp4(a, token, head, piece, values, mates)
+            store_nvfp4(a, token, head, piece, values, sf_lanes)
         elif a.out.o_fp8.shape[0] > 0:
             store_e4m3(a, token, head, piece, values)
         else:
@@ -69,9 +75,9 @@ def store_e4m3(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor):
 
 
 @cute.jit
-def store_nvfp4(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor, mates: cutlass.Constexpr):
+def store_nvfp4(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor, sf_lanes: cutlass.Constexpr):
     n = const_expr(cute.size(values))
-    f = nvfp4.factor_of(nvfp4.largest(values, mates), a.out.o_sf_scale)
+    f = nvfp4.compute_sf(nvfp4.block_amax(values, sf_lanes), a.out.o_sf_scale)
     target = cute.local_tile(a.out.o_fp4[token, head, None], (n // 2,), (piece,))
     out = cute.make_rmem_tensor(n // 2, target.element_type)
     each = const_expr(min(n, 8))  # that a word has
@@ -80,8 +86,8 @@ def store_nvfp4(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor,
         some = cute.make_tensor(values.iterator + i * each, cute.make_layout(each))
         words[i] = nvfp4.codes(some, f).to(INTEGERS[each // 2])
     copy.vector(out, target)
-    if cute.arch.lane_idx() & sum(mates) == 0:
-        nvfp4.store_factor(a, token, head, piece * n // BLOCK, f)
+    if cute.arch.lane_idx() & sum(sf_lanes) == 0:
+        nvfp4.store_sf(a, token, head, piece * n // SF_VEC_SIZE, f)
 
 
 @cute.jit

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32
 
 from .. import abi
 from . import args
-from .spec import BLOCK
+from .spec import SF_VEC_SIZE
 
 STORED = {"nvfp4": "uint8"}  # types of caches whose elements have no type of their own
 
@@ -24,8 +24,8 @@ def fake_args(spec) -> dict[str, Any]:
         return abi.tensor(cached, (None, None, None, dim // each), **(wide if spec.kv.bits == 16 else bytewise))
 
     def scales(dim):
-        size = gcd(dim // BLOCK, 16)
-        return abi.tensor(cutlass.Uint8, (None, None, None, dim // BLOCK), align=size, stride_divisibility=size)
+        size = gcd(dim // SF_VEC_SIZE, 16)
+        return abi.tensor(cutlass.Uint8, (None, None, None, dim // SF_VEC_SIZE), align=size, stride_divisibility=size)
 
     def vector(dtype):
         return abi.tensor(dtype, (None,), align=4)
@@ -43,19 +43,19 @@ def fake_args(spec) -> dict[str, Any]:
         "v_scales_interleaved": Int32(0),
         "window_left": Int32(0),
         "causal": Int32(0),
-        "draft_mask": abi.tensor(Int32, (None, None), align=4),
+        "tree_mask": abi.tensor(Int32, (None, None), align=4),
         "custom_mask": abi.tensor(cutlass.Uint8, (None,), align=1),
         "mask_starts": vector(Int32),
-        "scale_log2": Float32(1.0),
-        "scale": vector(Float32),
+        "softmax_scale_log2": Float32(1.0),
+        "softmax_scale_ptr": vector(Float32),
         "soft_cap": Float32(0.0),
         "alibi_slopes": vector(Float32),
         "skip_threshold": Float32(0.0),
         "o": abi.tensor(abi.DTYPES[spec.out[0]], (None, None, vo), **wide),
         "lse": abi.tensor(Float32, (None, None), align=4, last_stride_one=False),
         "sink": vector(Float32),
-        "out_factor": Float32(1.0),
-        "out_scale": vector(Float32),
+        "out_scale": Float32(1.0),
+        "out_scale_ptr": vector(Float32),
         "o_fp8": abi.tensor(cutlass.Uint8, (None, None, vo), **bytewise),
         "o_fp4": abi.tensor(cutlass.Uint8, (None, None, vo // 2), **bytewise),
         "o_sf": abi.tensor(cutlass.Uint8, (None,), align=4),

@@ -1,7 +1,7 @@
 """Rows, tokens and heads of a tile, lengths of a request. Plain arithmetic: tested on ints, traced in kernels.
 
 A tile's rows are query tokens of one query head, or, packed, (token, query head of one KV head's group) with the head
-fastest: row = token * group + head. rows_per_token is 1, or the group size when packed; the tile's head is a query
+fastest: row = token * group + head. pack_factor is 1, or the group size when packed; the tile's head is a query
 head, or a KV head when packed.
 """
 
@@ -13,10 +13,10 @@ from cutlass import Int32
 
 from ..device.clamp import clamp
 from ..device.divisor import SHIFT, Divisor
-from .spec import FEW, MOST_PACKED
+from .spec import PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
 
 
-def request_queries(a, b):
+def sequence_queries(a, b):
     """(first query token, query tokens) of request b: rows of q, whatever the offsets hold."""
     tokens = a.query.q.shape[0]
     start, end = clamp(a.query.cu_seqlens_q[b], 0, tokens), clamp(a.query.cu_seqlens_q[b + 1], 0, tokens)
@@ -48,7 +48,7 @@ def kv_start(a, b: Int32):
 
 
 @cute.jit
-def request_keys(a, b: Int32):
+def sequence_keys(a, b: Int32):
     """Keys of request b: as many as its page table or the tensors of rows have room for, whatever lengths and starts
     say, and none without pages."""
     page_size, keys = a.kv.k.shape[2], Int32(0)
@@ -66,72 +66,74 @@ def mask_start(a, b):
     return clamp(a.mask.mask_starts[b], 0, a.mask.custom_mask.shape[0])
 
 
-def batch(a):
+def batch_size(a):
     """Requests."""
     return a.query.cu_seqlens_q.shape[0] - 1
 
 
-def group(a):
+def qhead_per_kvhead(a):
     """Query heads of a KV head."""
     return a.query.q.shape[1] // a.kv.k.shape[1]
 
 
-def rows_per_token(spec, a, q_len):
+def pack_factor(spec, a, q_len):
     """Rows that a token of a request of q_len tokens has in a tile: the query heads of a KV head where they are packed,
     else 1."""
     if spec.schedule == "stream_k":
-        return group(a)
-    few = cutlass.min(cutlass.max(FEW + 1 - q_len, 0), 1) * cutlass.min(cutlass.max(MOST_PACKED + 1 - group(a), 0), 1)
-    return 1 + few * (group(a) - 1)
+        return qhead_per_kvhead(a)
+    few = cutlass.min(cutlass.max(PACK_GQA_MAX_Q + 1 - q_len, 0), 1) * cutlass.min(
+        cutlass.max(PACK_GQA_MAX_GROUP + 1 - qhead_per_kvhead(a), 0), 1
+    )
+    return 1 + few * (qhead_per_kvhead(a) - 1)
 
 
-def factor_of_rows(packed, factor):
-    """What makes a `Divisor` of the rows that a token has, which are packed (1) or not (0). factor: of the group."""
+def pack_magic(pack_gqa, magic):
+    """What makes a `Divisor` of the rows that a token has, which are packed (1) or not (0). magic: of the group."""
     whole = 1 << SHIFT
-    return whole + packed * (factor - whole)
+    return whole + pack_gqa * (magic - whole)
 
 
-def divisor(w):
+def pack_divisor(w):
     """Rows that a token has, as a divisor of rows of a tile."""
-    return Divisor(w.per_token, w.factor)
+    return Divisor(w.pack_factor, w.pack_magic)
 
 
-def tile_heads(a, packed):
+def num_tile_heads(a, pack_gqa):
     """Heads that the tiles of a request are counted by, whose rows are packed (1) or not (0)."""
     heads = a.query.q.shape[1]
-    return heads + packed * (a.kv.k.shape[1] - heads)
+    return heads + pack_gqa * (a.kv.k.shape[1] - heads)
 
 
-def tile_rows(q_len, rows_per_token):
+def num_rows(q_len, pack_factor):
     """Rows of a request."""
-    return q_len * rows_per_token
+    return q_len * pack_factor
 
 
 def tile_m(spec, rows):
-    """Rows of the tiles of a request that has `rows`: the least of the tile's heights that holds them all."""
-    heights = spec.tile.heights
-    m = heights[0]
-    for less, more in pairwise(heights):
+    """Rows of the tiles of a request that has `rows`: the least of the tile's m_choices that holds them all."""
+    m_choices = spec.tile.m_choices
+    m = m_choices[0]
+    for less, more in pairwise(m_choices):
         m += cutlass.min(cutlass.max(rows - less, 0), 1) * (more - less)
     return m
 
 
-def tile_tokens(m_block, m, q_len, rows_per_token):
+def tile_tokens(m_block, m, q_len, pack_factor):
     """First and last query token of a tile of m rows."""
     first = m_block * m
-    return first // rows_per_token, (cutlass.min(first + m, tile_rows(q_len, rows_per_token)) - 1) // rows_per_token
+    return first // pack_factor, (cutlass.min(first + m, num_rows(q_len, pack_factor)) - 1) // pack_factor
 
 
-def token_of(row, rows_per_token):
+def token_of(row, pack_factor):
     """Query token of a row."""
-    return row // rows_per_token
+    return row // pack_factor
 
 
-def head_of(row, head, rows_per_token):
+def head_of(row, head, pack_factor):
     """Query head of a row of the tile of `head`."""
-    return head * rows_per_token + row % rows_per_token
+    return head * pack_factor + row % pack_factor
 
 
 def kv_head_of(spec, a, w):
     """KV head of a tile."""
-    return w.head if spec.schedule == "stream_k" else w.head * w.per_token // group(a)
+    return w.head_idx if spec.schedule == "stream_k" else w.head_idx * w.pack_factor // qhead_per_kvhead(a)

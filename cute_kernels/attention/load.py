@@ -1,4 +1,4 @@
-"""Producer roles: warps that feed a CTA's tiles to the pipes, `tile.loaders` each for K and for V."""
+"""Producer roles: warps that feed a CTA's tiles to the pipes, `tile.load_warps` each for K and for V."""
 
 from typing import Any, NamedTuple
 
@@ -6,63 +6,65 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from ..device import copy, pipe
-from . import early, geometry
+from ..device import copy, pipeline
+from . import geometry, pdl
 from .kv import pages, scales, source
-from .kv.pages import Block
+from .kv.pages import KVBlock
 from .schedule import tiles, work
-from .schedule.work import Work
+from .schedule.work import WorkTileInfo
 
 
-class Stages(NamedTuple):
+class LoadTarget(NamedTuple):
     """Where K or V goes. op: of the source; smem (n, D, stages); ring: the pipe of the stages."""
 
     op: Any
     smem: cute.Tensor
-    ring: pipe.Pipe
+    ring: pipeline.Pipeline
 
 
-class Guess(NamedTuple):
+class PrologueWork(NamedTuple):
     """What a CTA is guessed to begin with: block j, none where that is negative, of a request of so many keys."""
 
-    request: Int32
-    j: Int32
+    batch_idx: Int32
+    n_block: Int32
     kv_len: Int32
 
 
 @cute.jit
-def fetch_q(spec: cutlass.Constexpr, plan, s, w: Work, q: Int32):
+def fetch_q(spec: cutlass.Constexpr, plan, s, w: WorkTileInfo, q: Int32):
     """One warp: the Q rows of a tile that are not packed, item q of the Q pipe. Rows past the request are its
     neighbour's, or zero."""
     b = plan.q.boxes[0]
-    pipe.fill(s.q_pipe, q, plan.q.bytes)
-    g = cute.domain_offset((w.q_start + w.m_block * spec.tile.m, 0), b.gmem[None, None, w.head])
+    pipeline.producer_acquire_tx(s.q_pipe, q, plan.q.bytes)
+    g = cute.domain_offset((w.q_start + w.m_block * spec.tile.m, 0), b.gmem[None, None, w.head_idx])
     qs, qg = copy.partition(b, s.raw_q, g)
-    stage = cute.arch.make_warp_uniform(pipe.stage(s.q_pipe, q))
+    stage = cute.arch.make_warp_uniform(pipeline.stage(s.q_pipe, q))
     for d in cutlass.range_constexpr(cute.size(qs, mode=[2])):
         cute.copy_atom_call(b.atom, qg[None, 0, d], qs[None, 0, d, stage], tma_bar_ptr=s.q_pipe.full + stage)
 
 
 @cute.jit
-def offer_q(spec: cutlass.Constexpr, plan, s, w: Work, q: Int32):
+def load_or_reserve_q(spec: cutlass.Constexpr, plan, s, w: WorkTileInfo, q: Int32):
     """One warp: the Q rows of a tile, or, where they are packed, room for them: those who compute gather them."""
-    if w.per_token > 1:
-        pipe.fill(s.q_pipe, q, Int32(0))
+    if w.pack_factor > 1:
+        pipeline.producer_acquire_tx(s.q_pipe, q, Int32(0))
     else:
         fetch_q(spec, plan, s, w, q)
 
 
 @cute.jit
-def look_early(spec: cutlass.Constexpr, a, s, found, which: cutlass.Constexpr, loader: Int32):
+def prologue_prefetch(spec: cutlass.Constexpr, a, s, page_ids, which: cutlass.Constexpr, loader: Int32):
     """One warp: look up the block of K or V that the CTA is guessed to begin with, as soon as the launch before has
-    ended; the `Guess`."""
-    cute.arch.barrier(barrier_id=early.BARRIER, number_of_threads=early.threads(spec))
-    guess = Guess(*(cute.arch.make_warp_uniform(s.guess[i]) for i in range(3)))
+    ended; the `PrologueWork`."""
+    cute.arch.barrier(barrier_id=pdl.PROLOGUE_BARRIER, number_of_threads=pdl.prologue_threads(spec))
+    prologue = PrologueWork(*(cute.arch.make_warp_uniform(s.prologue_work[i]) for i in range(3)))
     cute.arch.griddepcontrol_wait()
-    if guess.j >= 0:
-        mine, zero = pages.of_request(a, guess.request, which), Int32(0)
-        source(spec).look(spec, found, mine, Block(loader, zero, guess.j, zero, guess.kv_len))
-    return guess
+    if prologue.n_block >= 0:
+        sequence_pages, zero = pages.of_sequence(a, prologue.batch_idx, which), Int32(0)
+        source(spec).prefetch_pages(
+            spec, page_ids, sequence_pages, KVBlock(loader, zero, prologue.n_block, zero, prologue.kv_len)
+        )
+    return prologue
 
 
 @cute.jit
@@ -70,48 +72,53 @@ def load_kv(
     spec: cutlass.Constexpr,
     plan,
     s,
-    into: Stages,
+    into: LoadTarget,
     which: cutlass.Constexpr,
     loader: Int32,
-    publishes: cutlass.Constexpr = False,
+    produces_tiles: cutlass.Constexpr = False,
     loads_q: cutlass.Constexpr = False,
 ):
     """One warp: its share of K or V (`which`, of kv.pages) of every tile of this CTA, last block first. Loader 0 also,
-    where it `publishes`, publishes each tile while it loads the one before, and, where it `loads_q`, loads Q."""
+    where it `produces_tiles`, publishes each tile while it loads the one before, and, where it `loads_q`, loads Q."""
     a = plan.args
-    found, guess = source(spec).known(spec, into.op), Guess(Int32(0), Int32(-1), Int32(0))
-    if const_expr(early.guesses(spec)):
-        guess = look_early(spec, a, s, found, which, loader)
+    page_ids, prologue = source(spec).page_id_cache(spec, into.op), PrologueWork(Int32(0), Int32(-1), Int32(0))
+    if const_expr(pdl.has_prologue(spec)):
+        prologue = prologue_prefetch(spec, a, s, page_ids, which, loader)
     i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(1)
-    if const_expr(publishes):
+    if const_expr(produces_tiles):
         if loader == 0:
-            tiles.begin(spec, a, s.order)
-            tiles.publish(spec, a, s, t)
+            tiles.begin(spec, a, s.scheduler)
+            tiles.produce_next(spec, a, s, t)
     while more != 0:
         w = work.consume(spec, s, t)
-        more = w.valid
-        if w.valid != 0:
+        more = w.is_valid
+        if w.is_valid != 0:
             head = geometry.kv_head_of(spec, a, w)
-            mine = pages.of_request(a, w.batch, which)
+            sequence_pages = pages.of_sequence(a, w.batch_idx, which)
             if const_expr(loads_q):
-                if loader == 0 and w.hi > w.lo:
-                    offer_q(spec, plan, s, w, q)
+                if loader == 0 and w.n_block_max > w.n_block_min:
+                    load_or_reserve_q(spec, plan, s, w, q)
                     q += 1
-            first = Block(loader, i, w.hi - 1, head, w.kv_len)
-            if const_expr(not early.guesses(spec)):
-                source(spec).look(spec, found, mine, first)
-            elif w.hi > w.lo:
-                if t > 0 or w.batch != guess.request or first.j != guess.j or w.kv_len != guess.kv_len:
-                    source(spec).look(spec, found, mine, first)
-            for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
-                source(spec).fill(spec, *into, found, mine, Block(loader, i, j, head, w.kv_len))
+            first = KVBlock(loader, i, w.n_block_max - 1, head, w.kv_len)
+            if const_expr(not pdl.has_prologue(spec)):
+                source(spec).prefetch_pages(spec, page_ids, sequence_pages, first)
+            elif w.n_block_max > w.n_block_min:
+                if (
+                    t > 0
+                    or w.batch_idx != prologue.batch_idx
+                    or first.n_block != prologue.n_block
+                    or w.kv_len != prologue.kv_len
+                ):
+                    source(spec).prefetch_pages(spec, page_ids, sequence_pages, first)
+            for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+                source(spec).fill(spec, *into, page_ids, sequence_pages, KVBlock(loader, i, n_block, head, w.kv_len))
                 i += 1
-                if const_expr(publishes):
-                    if loader == 0 and j == w.hi - 1:
-                        tiles.publish(spec, a, s, t + 1)
-            if const_expr(publishes):
-                if loader == 0 and w.hi <= w.lo:
-                    tiles.publish(spec, a, s, t + 1)
+                if const_expr(produces_tiles):
+                    if loader == 0 and n_block == w.n_block_max - 1:
+                        tiles.produce_next(spec, a, s, t + 1)
+            if const_expr(produces_tiles):
+                if loader == 0 and w.n_block_max <= w.n_block_min:
+                    tiles.produce_next(spec, a, s, t + 1)
         t += 1
 
 
@@ -123,14 +130,14 @@ def load_scales(spec: cutlass.Constexpr, plan, s, rings):
     i, t, more = Int32(0), Int32(0), Int32(1)
     while more != 0:
         w = work.consume(spec, s, t)
-        more = w.valid
-        if w.valid != 0:
+        more = w.is_valid
+        if w.is_valid != 0:
             head = geometry.kv_head_of(spec, a, w)
-            k, v = (pages.of_request(a, w.batch, which) for which in (pages.K, pages.V))
-            for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
-                k_found = scales.find(spec, a.kv.k.shape[2], k, j, w.kv_len, Int32(0))
-                v_found = scales.find(spec, a.kv.v.shape[2], v, j, w.kv_len, a.kv.v_scales_interleaved)
-                at = Block(Int32(0), i, j, head, w.kv_len)
+            k, v = (pages.of_sequence(a, w.batch_idx, which) for which in (pages.K, pages.V))
+            for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+                k_found = scales.find(spec, a.kv.k.shape[2], k, n_block, w.kv_len, Int32(0))
+                v_found = scales.find(spec, a.kv.v.shape[2], v, n_block, w.kv_len, a.kv.v_scales_interleaved)
+                at = KVBlock(Int32(0), i, n_block, head, w.kv_len)
                 scales.fill(spec, a.kv.k_scales, s.k_scales, rings[pages.K], k_found, at)
                 scales.fill(spec, a.kv.v_scales, s.v_scales, rings[pages.V], v_found, at)
                 i += 1

@@ -17,19 +17,19 @@ from . import mask
 LOG2_E = 1.4426950408889634
 
 
-class Rows(NamedTuple):
+class ScoreRows(NamedTuple):
     """The rows of a thread's view of scores (rows, cols). start: first query token of the request in the batch. slopes:
     of ALiBi, in units of raw scores. words: of the custom mask, of each row (`fetch_mask`)."""
 
     tokens: cute.Tensor
     start: Int32
-    n: mask.Lengths
+    seqlen: mask.SeqlenInfo
     slopes: Any = None
     words: Any = None
 
 
 @dataclass(frozen=True)
-class Cols:
+class ScoreCols:
     """The columns: keys first + at[c], at: static numbers. own: what of `first` is the thread's own offset; lanes:
     neighbours that have columns of a row."""
 
@@ -61,7 +61,7 @@ def slope_of(a, head, score_to_log2):
 
 
 @cute.jit
-def add_bias(s: cute.Tensor, rows: Rows, cols: Cols):
+def add_bias(s: cute.Tensor, rows: ScoreRows, cols: ScoreCols):
     """ALiBi: slope times (key - token)."""
     for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
         apart = Float32(cols.first - rows.tokens[r])
@@ -70,37 +70,44 @@ def add_bias(s: cute.Tensor, rows: Rows, cols: Cols):
 
 
 @cute.jit
-def fetch_mask(spec: cutlass.Constexpr, a, rows: Rows, mask_start: Int32, first: Int32, lanes: cutlass.Constexpr):
+def fetch_mask(spec: cutlass.Constexpr, a, rows: ScoreRows, mask_start: Int32, first: Int32, lanes: cutlass.Constexpr):
     """This lane's words of the custom mask, of 32 keys of the block that begins at key `first`, of each row. Called
     while the scores are computed, which hides the latency. mask_start: byte where the request's mask begins."""
     if const_expr(spec.mask.custom):
         count = const_expr(cute.size(rows.words) // cute.size(rows.tokens))  # of a row
         for i in cutlass.range_constexpr(cute.size(rows.words)):
             key = first + (cute.arch.lane_idx() % lanes + i % count * lanes) * 32
-            bit = Int64(rows.tokens[const_expr(i // count)]) * rows.n.kv_len + key
+            bit = Int64(rows.tokens[const_expr(i // count)]) * rows.seqlen.kv_len + key
             rows.words[i] = mask.custom_word(a.mask.custom_mask, mask_start, bit)
 
 
 @cute.jit
-def hide(spec: cutlass.Constexpr, a, s: cute.Tensor, rows: Rows, cols: Cols):
+def apply_masks(spec: cutlass.Constexpr, a, s: cute.Tensor, rows: ScoreRows, cols: ScoreCols):
     """-inf into s (rows, cols) where a row does not see a key."""
-    mask.apply(spec, s, rows.tokens, cols.at, cols.first, rows.n)
+    mask.apply(spec, s, rows.tokens, cols.at, cols.first, rows.seqlen)
     if const_expr(spec.mask.custom):
         if const_expr(cols.lanes == 1):  # one row, a lane's own
             mask.apply_words(s, rows.words)
         else:
             for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
                 mask.apply_custom(s, r, rows.words[r], cols.at, cols.own, cols.lanes)
-    if const_expr(spec.mask.bits):
-        if rows.n.drafts != 0:
-            bits = cute.domain_offset((rows.start, 0), a.mask.draft_mask)
-            draft = cols.first - (rows.n.kv_len - rows.n.q_len)
-            mask.apply_bits(s, bits, rows.tokens, cols.at, draft, rows.n.q_len)
+    if const_expr(spec.mask.tree):
+        if rows.seqlen.tree != 0:
+            bits = cute.domain_offset((rows.start, 0), a.mask.tree_mask)
+            draft = cols.first - (rows.seqlen.kv_len - rows.seqlen.q_len)
+            mask.apply_tree(s, bits, rows.tokens, cols.at, draft, rows.seqlen.q_len)
 
 
 @cute.jit
 def transform(
-    spec: cutlass.Constexpr, a, s: cute.Tensor, score_to_log2: cute.Tensor, rows: Rows, cols: Cols, capped, masked
+    spec: cutlass.Constexpr,
+    a,
+    s: cute.Tensor,
+    score_to_log2: cute.Tensor,
+    rows: ScoreRows,
+    cols: ScoreCols,
+    capped,
+    masked,
 ):
     """s (rows, cols): bias, soft cap where `capped`, masks where `masked`. score_to_log2 (rows): of scores before the
     cap."""
@@ -111,4 +118,4 @@ def transform(
             for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
                 cap(s[r, None], score_to_log2[r], a.logits.soft_cap)
     if masked:
-        hide(spec, a, s, rows, cols)
+        apply_masks(spec, a, s, rows, cols)

@@ -14,7 +14,7 @@ from ..device import warp
 
 
 @dataclass(frozen=True)
-class Lengths:
+class SeqlenInfo:
     """full: 1 where no token's position bounds its keys, read where spec.mask.causal is "value". drafts: 1 where the
     query tokens are drafts that a mask of bits, instead of the causal one, hides from each other, with
     spec.mask.bits."""
@@ -22,52 +22,52 @@ class Lengths:
     q_len: Int32
     kv_len: Int32
     window_left: Int32
-    full: Int32 = 0  # type: ignore[assignment]
-    drafts: Int32 = 0  # type: ignore[assignment]
+    non_causal: Int32 = 0  # type: ignore[assignment]
+    tree: Int32 = 0  # type: ignore[assignment]
 
 
-def lengths(spec, a, q_len, kv_len):
+def seqlen_info(spec, a, q_len, kv_len):
     """Lengths of a request, with what the arguments say of its mask: one without bytes hides all keys."""
     if spec.mask.custom:
         kv_len *= cutlass.min(a.mask.custom_mask.shape[0], 1)
-    return Lengths(
+    return SeqlenInfo(
         q_len,
         kv_len,
         a.mask.window_left if spec.mask.window else 0,
         1 - a.mask.causal if spec.mask.causal == "value" else 0,
-        cutlass.min(a.mask.draft_mask.shape[0], 1) if spec.mask.bits else 0,
+        cutlass.min(a.mask.tree_mask.shape[0], 1) if spec.mask.tree else 0,
     )
 
 
-def visible(spec, token, n: Lengths):
+def visible(spec, token, seqlen: SeqlenInfo):
     """Half-open range of keys that `token` sees, or, of drafts, may see; empty where hi <= lo."""
-    position = token + n.kv_len - n.q_len
-    lo, hi = 0, n.kv_len
+    position = token + seqlen.kv_len - seqlen.q_len
+    lo, hi = 0, seqlen.kv_len
     if spec.mask.causal != "never":
         own = position + 1
         if spec.mask.causal == "value":
-            own = cutlass.max(own, n.full * n.kv_len)
-        if spec.mask.bits:
-            own = cutlass.max(own, n.drafts * n.kv_len)
+            own = cutlass.max(own, seqlen.non_causal * seqlen.kv_len)
+        if spec.mask.tree:
+            own = cutlass.max(own, seqlen.tree * seqlen.kv_len)
         hi = cutlass.min(hi, own)
     if spec.mask.window:
-        lo = cutlass.max(lo, position - n.window_left)
+        lo = cutlass.max(lo, position - seqlen.window_left)
     return lo, hi
 
 
-def kv_range(spec, first, last, n: Lengths):
+def kv_range(spec, first, last, seqlen: SeqlenInfo):
     """Half-open range of KV blocks that tokens first..last visit, (0, 0) or hi <= lo where they see no key."""
     t = spec.tile.n
-    lo, hi = visible(spec, first, n)[0], visible(spec, last, n)[1]
+    lo, hi = visible(spec, first, seqlen)[0], visible(spec, last, seqlen)[1]
     return lo // t, (cutlass.max(hi, 0) + t - 1) // t
 
 
-def full_range(spec, first, last, n: Lengths):
+def full_range(spec, first, last, seqlen: SeqlenInfo):
     """Half-open range of KV blocks in which every token of first..last sees every key (it may be empty, hi < lo)."""
     t = spec.tile.n
-    lo, hi = visible(spec, last, n)[0], visible(spec, first, n)[1]
-    if spec.mask.bits:
-        hi = cutlass.min(hi, n.kv_len - n.drafts * n.q_len)
+    lo, hi = visible(spec, last, seqlen)[0], visible(spec, first, seqlen)[1]
+    if spec.mask.tree:
+        hi = cutlass.min(hi, seqlen.kv_len - seqlen.tree * seqlen.q_len)
     if spec.mask.custom:
         hi = 0
     return (lo + t - 1) // t, cutlass.max(hi, 0) // t
@@ -76,43 +76,50 @@ def full_range(spec, first, last, n: Lengths):
 class Segment(NamedTuple):
     """Blocks lo to hi - 1. static: masked: some row may not see some key; begins: they come first in a tile."""
 
-    lo: Any
-    hi: Any
+    n_block_min: Any
+    n_block_max: Any
     masked: bool
-    begins: bool
+    is_first: bool
 
 
-def segments(spec, block_lo, block_hi, full_lo, full_hi, early=0, few=False):
-    """[block_lo, block_hi) cut into segments, from high blocks to low; only those that may hold a block. The one that
-    begins has the first `early` blocks, and all that are masked on the right. few: with a window, full blocks take the
-    code of those that are masked on the left.
+def segments(
+    spec, n_block_min, n_block_max, n_block_full_min, n_block_full_max, exact_max_blocks=0, merge_left_segment=False
+):
+    """[n_block_min, n_block_max) cut into segments, from high blocks to low; only those that may hold a block. The one
+    that begins has the first `exact_max_blocks` blocks, and all that are masked on the right. few: with a window, full
+    blocks take the code of those that are masked on the left.
 
     A caller loops over the tuple at trace time: the loop body is written once, and the copy for full blocks carries no
     predicate. The last block of a tile is not among these: without a mask on the right only that one can be cut there.
     """
     if spec.mask.custom:  # no block is full
-        return (Segment(block_lo, block_hi, True, True),)
-    mid = cutlass.max(block_lo, cutlass.min(block_hi - early, full_hi))
-    left = cutlass.max(block_lo, cutlass.min(mid, full_lo))
-    right = spec.mask.causal != "never" or spec.mask.bits
-    first = Segment(mid, block_hi, right or spec.mask.window, True)
-    if few and spec.mask.window:
-        return first, Segment(block_lo, mid, True, False)
-    cut = first, Segment(left, mid, False, False), Segment(block_lo, left, True, False)
-    return cut[0 if right or early else 1 : 3 if spec.mask.window else 2]
+        return (Segment(n_block_min, n_block_max, True, True),)
+    mid = cutlass.max(n_block_min, cutlass.min(n_block_max - exact_max_blocks, n_block_full_max))
+    left = cutlass.max(n_block_min, cutlass.min(mid, n_block_full_min))
+    right = spec.mask.causal != "never" or spec.mask.tree
+    first = Segment(mid, n_block_max, right or spec.mask.window, True)
+    if merge_left_segment and spec.mask.window:
+        return first, Segment(n_block_min, mid, True, False)
+    cut = first, Segment(left, mid, False, False), Segment(n_block_min, left, True, False)
+    return cut[0 if right or exact_max_blocks else 1 : 3 if spec.mask.window else 2]
 
 
 @cute.jit
 def apply(
-    spec: cutlass.Constexpr, s: cute.Tensor, tokens: cute.Tensor, cols: cutlass.Constexpr, key: Int32, n: Lengths
+    spec: cutlass.Constexpr,
+    s: cute.Tensor,
+    tokens: cute.Tensor,
+    cols: cutlass.Constexpr,
+    key: Int32,
+    seqlen: SeqlenInfo,
 ):
     """-inf into s (rows, cols) where tokens[row] does not see key + cols[c]. cols: static numbers; the thread's own
     offset is in `key`."""
     for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
-        lo, hi = visible(spec, tokens[r], n)
+        lo, hi = visible(spec, tokens[r], seqlen)
         lo, hi = lo - key, hi - key
         if const_expr(list(cols) == list(range(len(cols)))):
-            hide_ends(spec, s[r, None], lo, hi)
+            mask_outside(spec, s[r, None], lo, hi)
         else:
             for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
                 out = cols[c] >= hi
@@ -122,7 +129,7 @@ def apply(
 
 
 @cute.jit
-def hide_ends(spec: cutlass.Constexpr, s: cute.Tensor, lo: Int32, hi: Int32):
+def mask_outside(spec: cutlass.Constexpr, s: cute.Tensor, lo: Int32, hi: Int32):
     """-inf into s but for [lo, hi), neighbours: by a word of bits for 32 of them."""
     for k in cutlass.range_constexpr(0, cute.size(s), 32):
         hidden = warp.shift_left(0xFFFFFFFF, cutlass.max(hi - k, 0))
@@ -133,7 +140,7 @@ def hide_ends(spec: cutlass.Constexpr, s: cute.Tensor, lo: Int32, hi: Int32):
 
 
 @cute.jit
-def apply_bits(
+def apply_tree(
     s: cute.Tensor, bits: cute.Tensor, tokens: cute.Tensor, cols: cutlass.Constexpr, key: Int32, q_len: Int32
 ):
     """As `apply`, for drafts: s keeps draft t, key + cols[c] = t, where bit t of bits[tokens[row]] is set. Other keys

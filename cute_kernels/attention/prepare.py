@@ -10,29 +10,29 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
 from .. import abi
-from ..device import layout, mma, pipe, warp
+from ..device import layout, mma, pipeline, warp
 from . import quant
 from .kv import pages, source
 from .quant import permute
-from .spec import BLOCK
+from .spec import SF_VEC_SIZE
 
-SIDES = 2  # shares of a stage that differ in their keys; more differ in their columns
-TOGETHER = {2: 2, 4: 4}  # shares -> matrices of 32 columns that a warp has in registers
-ROWS = 8  # after which a swizzle repeats
-ACROSS = 64  # fp16 columns of a box of an operand stage
+KEY_HALVES = 2  # shares of a stage that differ in their keys; more differ in their columns
+MATRICES_IN_FLIGHT = {2: 2, 4: 4}  # shares -> matrices of 32 columns that a warp has in registers
+SWIZZLE_ROWS = 8  # after which a swizzle repeats
+BOX_COLS = 64  # fp16 columns of a box of an operand stage
 
 
-def operand(spec):
+def mma_dtype(spec):
     """Type of what MMAs that read shared memory multiply."""
-    return spec.q if spec.q == spec.kv.dtype else quant.operand(spec)
+    return spec.q if spec.q == spec.kv.dtype else quant.mma_sync_dtype(spec)
 
 
 def dequantises(spec):
     """Whether K and V are stored in a type that those MMAs do not multiply."""
-    return operand(spec) != spec.kv.dtype
+    return mma_dtype(spec) != spec.kv.dtype
 
 
-def in_units(spec):
+def scales_q_rows(spec):
     """Whether Q becomes fp16 in units of its own a row: that has not the range of bf16."""
     return dequantises(spec) and spec.q == "bf16"
 
@@ -57,9 +57,9 @@ def transpose_keys(
     valid: Int32,
     share: Int32,
     shares: cutlass.Constexpr,
-    cut: cutlass.Constexpr,
+    is_partial: cutlass.Constexpr,
 ):
-    """`transpose` of a block that is `cut`, or not.
+    """`transpose` of a block that is `is_partial`, or not.
 
     A matrix of 8 keys x 8 pairs of columns, transposed as it is read, gives a lane two keys of a pair; with that of the
     8 keys behind it, bytes of even columns make a word of four keys, and those of odd ones.
@@ -68,8 +68,8 @@ def transpose_keys(
     lane = cute.arch.lane_idx()
     row, matrix, quad = lane % 8, lane // 8, lane % 4
     width, across = const_expr(layout.width(dim)), const_expr(layout.width(n))
-    part, side = share // SIDES, share % SIDES
-    columns = const_expr(dim // (shares // SIDES))  # of a share
+    part, side = share // KEY_HALVES, share % KEY_HALVES
+    columns = const_expr(dim // (shares // KEY_HALVES))  # of a share
     col = part * columns
     source, target = raw.iterator.toint(), into.iterator.toint() + col * across
 
@@ -78,27 +78,27 @@ def transpose_keys(
         return at // width * (n * width) + layout.swizzle(width, matrix % 2 * 8 + row, at % width + matrix // 2 * 16)
 
     boxes = [source + box(k) for k in range(columns // 32)]
-    items = [(c, k) for c in range(n // 16 // SIDES) for k in range(columns // 32)]
-    for g in cutlass.range_constexpr(0, len(items), TOGETHER[shares]):
-        some = items[g : g + TOGETHER[shares]]
-        words = [warp.load_matrices(boxes[k] + (c * SIDES + side) * (16 * width)) for c, k in some]
+    items = [(c, k) for c in range(n // 16 // KEY_HALVES) for k in range(columns // 32)]
+    for g in cutlass.range_constexpr(0, len(items), MATRICES_IN_FLIGHT[shares]):
+        some = items[g : g + MATRICES_IN_FLIGHT[shares]]
+        words = [warp.load_matrices(boxes[k] + (c * KEY_HALVES + side) * (16 * width)) for c, k in some]
         for i in cutlass.range_constexpr(len(some)):
             (c, k), w = some[i], words[i]
             made = [permute(w[j], w[j + 1], selector) for j in (0, 2) for selector in (0x6420, 0x7531)]
-            if const_expr(cut):
-                left, keep = valid - (c * SIDES + side) * 16 - 2 * quad, Uint32(0)
+            if const_expr(is_partial):
+                left, keep = valid - (c * KEY_HALVES + side) * 16 - 2 * quad, Uint32(0)
                 for j, key in enumerate((0, 1, 8, 9)):
                     keep |= Uint32(0xFF << 8 * j) if key < left else Uint32(0)
                 made = [word & keep for word in made]
-            first = const_expr(c * SIDES * 16)
+            first = const_expr(c * KEY_HALVES * 16)
             place = layout.swizzle(across, matrix * 8 + row, const_expr(first % across) + side * 16)
             place += target + const_expr(first // across * (dim * across) + k * 32 * across)
             warp.store_matrices(place, made)
 
 
-class Pieces(NamedTuple):
-    """How a warp shares `ROWS` rows of a stage, dequantised, among its lanes: in pieces of `BLOCK` columns, `lanes` a
-    row, which rows that begin in the same bank are spread over `passes` for.
+class DequantPieces(NamedTuple):
+    """How a warp shares `SWIZZLE_ROWS` rows of a stage, dequantised, among its lanes: in pieces of `SF_VEC_SIZE`
+    columns, `lanes` a row, which rows that begin in the same bank are spread over `passes` for.
 
     boxes, width: of raw rows, in bytes; groups: of `lanes` pieces that a box has.
     """
@@ -111,15 +111,15 @@ class Pieces(NamedTuple):
     passes: int
 
     @staticmethod
-    def of(bits, dim) -> "Pieces":
+    def of(bits, dim) -> "DequantPieces":
         size = dim * bits // 8
         width = layout.width(size)
-        pieces = width * 8 // bits // BLOCK
+        pieces = width * 8 // bits // SF_VEC_SIZE
         lanes = min(pieces, 8)
-        return Pieces(bits, width, size // width, lanes, pieces // lanes, lanes // 4)
+        return DequantPieces(bits, width, size // width, lanes, pieces // lanes, lanes // 4)
 
     def row(self, lane, turn):
-        """Of the `ROWS` rows, the lane's in a pass."""
+        """Of the `SWIZZLE_ROWS` rows, the lane's in a pass."""
         if self.lanes == 4:
             return lane // 4
         return lane // 8 * 2 + (lane // 4 + lane // 8 + turn) % 2
@@ -135,83 +135,83 @@ class Pieces(NamedTuple):
         return piece // 4 * (n * 128) + layout.swizzle(128, self.row(lane, turn), piece % 4 * 32)
 
 
-class Factors(NamedTuple):
+class SFLayout(NamedTuple):
     """Scale factors of a stage. at: address; row, four, block: bytes to the next row of four, to the next four rows, to
     the next block of a row."""
 
-    at: Int32
-    row: Any
-    four: Any
-    block: Any
+    address: Int32
+    row_stride: Any
+    row4_stride: Any
+    block_stride: Any
 
 
-def linear(stage, dim):
+def sf_linear(stage, dim):
     """Row by row."""
-    size = dim // BLOCK
-    return Factors(stage.iterator.toint(), size, 4 * size, 1)
+    size = dim // SF_VEC_SIZE
+    return SFLayout(stage.iterator.toint(), size, 4 * size, 1)
 
 
-def interleaved(stage, dim, interleaves):
+def sf_interleaved(stage, dim, interleaves):
     """Row by row or, of four rows, block by block."""
-    size = dim // BLOCK
-    return Factors(stage.iterator.toint(), size + interleaves * (1 - size), 4 * size, 1 + 3 * interleaves)
+    size = dim // SF_VEC_SIZE
+    return SFLayout(stage.iterator.toint(), size + interleaves * (1 - size), 4 * size, 1 + 3 * interleaves)
 
 
-class Lane(NamedTuple):
-    """A lane's pieces of `ROWS` rows, in bytes from where these begin. source: by pass and group; target: by pass, of
-    the first half; factors: by pass, or None; block: from a factor to the next of its row. together: pieces that it
-    has in registers."""
+class DequantLane(NamedTuple):
+    """A lane's pieces of `SWIZZLE_ROWS` rows, in bytes from where these begin. source: by pass and group; target: by
+    pass, of the first half; factors: by pass, or None; block: from a factor to the next of its row. in_flight: pieces
+    that it has in registers."""
 
-    pieces: Pieces
+    pieces: DequantPieces
     n: int
     source: list
     target: list
-    factors: Any
+    sf_offsets: Any
     block: Any
-    together: int
+    in_flight: int
 
 
-class Cursor(NamedTuple):
-    """Addresses of `ROWS` rows in a raw stage, in that of its operand, in that of its factors."""
+class DequantCursor(NamedTuple):
+    """Addresses of `SWIZZLE_ROWS` rows in a raw stage, in that of its operand, in that of its factors."""
 
     source: Any
     target: Any
-    factors: Any
+    sf: Any
 
 
-def lane_of(spec, n, dim, factors) -> Lane:
+def lane_of(spec, n, dim, sf) -> DequantLane:
     """The lane's place in stages of n rows."""
-    lane, p = cute.arch.lane_idx(), Pieces.of(spec.kv.bits, dim)
+    lane, p = cute.arch.lane_idx(), DequantPieces.of(spec.kv.bits, dim)
     source = [[p.raw(lane, turn, group) for group in range(p.groups)] for turn in range(p.passes)]
     target = [p.operand(n, lane, turn) for turn in range(p.passes)]
-    if factors is None:
-        return Lane(p, n, source, target, None, 0, spec.tile.pieces)
-    rows, column = [p.row(lane, turn) for turn in range(p.passes)], lane % p.lanes * factors.block
-    own = [row // 4 * factors.four + row % 4 * factors.row + column for row in rows]
-    return Lane(p, n, source, target, own, factors.block, spec.tile.pieces)
+    if sf is None:
+        return DequantLane(p, n, source, target, None, 0, spec.tile.dequant_pieces)
+    rows, column = [p.row(lane, turn) for turn in range(p.passes)], lane % p.lanes * sf.block_stride
+    own = [row // 4 * sf.row4_stride + row % 4 * sf.row_stride + column for row in rows]
+    return DequantLane(p, n, source, target, own, sf.block_stride, spec.tile.dequant_pieces)
 
 
-def dequantise_rows(fmt, x: Lane, at: Cursor, four, count):
-    """`count` times `ROWS` rows; four: bytes of the factors of four rows."""
+def dequantise_rows(fmt, x: DequantLane, at: DequantCursor, four, count):
+    """`count` times `SWIZZLE_ROWS` rows; four: bytes of the factors of four rows."""
     p = x.pieces
     each = [(b, t, g) for b in range(p.boxes) for t in range(p.passes) for g in range(p.groups)]
     places = [(k, *place) for k in range(count) for place in each]
-    for i in range(0, len(places), x.together):
-        mine, words, factors = places[i : i + x.together], [], []
+    for i in range(0, len(places), x.in_flight):
+        mine, words, sf = places[i : i + x.in_flight], [], []
         for k, b, turn, group in mine:
-            source = at.source + x.source[turn][group] + (k * ROWS + b * x.n) * p.width
+            source = at.source + x.source[turn][group] + (k * SWIZZLE_ROWS + b * x.n) * p.width
             words.append(mma.load(source, p.bits // 2))
-            if x.factors is not None:
-                source = at.factors + x.factors[turn] + k * (ROWS // 4 * four)
-                factors.append(mma.load_bytes(source + (b * p.groups + group) * p.lanes * x.block, 1))
+            if x.sf_offsets is not None:
+                source = at.sf + x.sf_offsets[turn] + k * (SWIZZLE_ROWS // 4 * four)
+                sf.append(mma.load_bytes(source + (b * p.groups + group) * p.lanes * x.block, 1))
         for j, (k, b, turn, group) in enumerate(mine):
             pairs = [pair for word in words[j] for pair in quant.neighbours(fmt, word)]
-            if x.factors is not None:
-                pairs = quant.scale(pairs, [quant.factor(factors[j])], 0)
+            if x.sf_offsets is not None:
+                pairs = quant.scale_pairs(pairs, [quant.sf_pair(sf[j])], 0)
             boxes = (b * p.groups + group) * p.lanes // 4
             target = at.target + x.target[turn]
             for half in range(2):
-                mma.store((target ^ 16 * half) + (k * ROWS + boxes * x.n) * 128, pairs[4 * half : 4 * half + 4])
+                mma.store((target ^ 16 * half) + (k * SWIZZLE_ROWS + boxes * x.n) * 128, pairs[4 * half : 4 * half + 4])
 
 
 @cute.jit
@@ -219,72 +219,76 @@ def dequantise(
     spec: cutlass.Constexpr,
     raw: cute.Tensor,
     into: cute.Tensor,
-    factors: Any,
+    sf: Any,
     share: Int32,
     shares: cutlass.Constexpr,
 ):
     """One of `shares` warps: its rows of a stage as it is stored become those of an fp16 stage (n, D). factors:
-    `Factors`, or None. No bank is met twice, but by loads of 4-bit rows of 256 columns."""
+    `SFLayout`, or None. No bank is met twice, but by loads of 4-bit rows of 256 columns."""
     n, dim = const_expr(cute.size(into, mode=[0])), const_expr(cute.size(into, mode=[1]))
-    groups, four, mine = const_expr(n // shares // ROWS), const_expr(dim // BLOCK * 4), lane_of(spec, n, dim, factors)
-    count = const_expr(2 if spec.kv.scaled and groups % 2 == 0 else 1)  # at a time: what registers allow
-    first = share * (groups * ROWS)
+    groups, four, mine = (
+        const_expr(n // shares // SWIZZLE_ROWS),
+        const_expr(dim // SF_VEC_SIZE * 4),
+        lane_of(spec, n, dim, sf),
+    )
+    count = const_expr(2 if spec.kv.block_scaled and groups % 2 == 0 else 1)  # at a time: what registers allow
+    first = share * (groups * SWIZZLE_ROWS)
     source, target = raw.iterator.toint() + first * mine.pieces.width, into.iterator.toint() + first * 128
-    scales = Int32(0) if const_expr(factors is None) else factors.at + first // 4 * four
+    scales = Int32(0) if const_expr(sf is None) else sf.address + first // 4 * four
     for _ in cutlass.range(0, groups, count, unroll=1):
-        dequantise_rows(quant.format_of(spec), mine, Cursor(source, target, scales), four, count)
-        source += count * ROWS * mine.pieces.width
-        target += count * ROWS * 128
-        scales += count * ROWS // 4 * four
+        dequantise_rows(quant.kv_format(spec), mine, DequantCursor(source, target, scales), four, count)
+        source += count * SWIZZLE_ROWS * mine.pieces.width
+        target += count * SWIZZLE_ROWS * 128
+        scales += count * SWIZZLE_ROWS // 4 * four
 
 
 @cute.jit
-def blank(into: cute.Tensor, valid: Int32, share: Int32, shares: cutlass.Constexpr):
+def zero_rows(into: cute.Tensor, valid: Int32, share: Int32, shares: cutlass.Constexpr):
     """One of `shares` warps: zeros into its rows of an fp16 stage (n, D) from `valid` on, which hold whatever the page
     held: 0 * NaN is NaN."""
     n, dim = const_expr(cute.size(into, mode=[0])), const_expr(cute.size(into, mode=[1]))
-    count, pieces = const_expr(n // shares), const_expr(ACROSS // 8)
+    count, pieces = const_expr(n // shares), const_expr(BOX_COLS // 8)
     first, lane = cutlass.max(share * count, valid), cute.arch.lane_idx()
     for i in cutlass.range(lane, ((share + 1) * count - first) * pieces, 32, unroll=1):
         at = into.iterator.toint() + layout.swizzle(128, first + i // pieces, i % pieces * 16)
-        for b in cutlass.range_constexpr(dim // ACROSS):
+        for b in cutlass.range_constexpr(dim // BOX_COLS):
             mma.store(at + b * n * 128, [Uint32(0)] * 4)
 
 
 def operand_stages(spec, smem, shape, stages):
     """Stages that are prepared."""
-    dtype = abi.DTYPES[operand(spec)]
+    dtype = abi.DTYPES[mma_dtype(spec)]
     kind = layout.smem_layout(shape, stages, dtype)
     return smem.allocate_tensor(dtype, kind.outer, 1024, kind.inner)
 
 
-class Rings(NamedTuple):
+class StagePipelines(NamedTuple):
     """Pipes of raw and of operand stages of K or V."""
 
-    raw: pipe.Pipe
-    operand: pipe.Pipe
+    raw: pipeline.Pipeline
+    operand: pipeline.Pipeline
 
 
-def rings(s, which):
+def stage_pipelines(s, which):
     """Those of K or V (`which`, of kv.pages)."""
-    return (Rings(s.raw_k_pipe, s.k_pipe), Rings(s.raw_v_pipe, s.v_pipe))[which]
+    return (StagePipelines(s.raw_k_pipe, s.k_pipe), StagePipelines(s.raw_v_pipe, s.v_pipe))[which]
 
 
-def stages(s, which, i):
+def stage_tensors(s, which, i):
     """The raw stage and the operand stage of item i of their pipes."""
     raw, into = ((s.raw_k, s.k), (s.raw_v, s.v))[which]
-    ring = rings(s, which)
-    return raw[None, None, pipe.stage(ring.raw, i)], into[None, None, pipe.stage(ring.operand, i)]
+    ring = stage_pipelines(s, which)
+    return raw[None, None, pipeline.stage(ring.raw, i)], into[None, None, pipeline.stage(ring.operand, i)]
 
 
-def factors(spec, a, s, which, i):
+def stage_sf(spec, a, s, which, i):
     """Scale factors of item i, None where the cache has none."""
-    if not spec.kv.scaled:
+    if not spec.kv.block_scaled:
         return None
-    stage = (s.k_scales, s.v_scales)[which][None, None, pipe.stage(rings(s, which).raw, i)]
+    stage = (s.k_scales, s.v_scales)[which][None, None, pipeline.stage(stage_pipelines(s, which).raw, i)]
     if which == pages.K:
-        return linear(stage, spec.head_dim_qk)
-    return interleaved(stage, spec.head_dim_vo, a.kv.v_scales_interleaved)
+        return sf_linear(stage, spec.head_dim_qk)
+    return sf_interleaved(stage, spec.head_dim_vo, a.kv.v_scales_interleaved)
 
 
 @cute.jit
@@ -300,9 +304,11 @@ def dequantise_stage(
 ):
     """One of `shares` warps: its rows of item i of the pipes of K or V, a block whose first `valid` keys, or all, are
     the request's."""
-    raw, into = stages(s, which, i)
-    dequantise(spec, raw, into, factors(spec, a, s, which, i), share, shares)
-    if const_expr(which == pages.V and (source(spec).CUTS or spec.kv.scaled)):  # a factor past them may be NaN
+    raw, into = stage_tensors(s, which, i)
+    dequantise(spec, raw, into, stage_sf(spec, a, s, which, i), share, shares)
+    if const_expr(
+        which == pages.V and (source(spec).PARTIAL_TAIL or spec.kv.block_scaled)
+    ):  # a factor past them may be NaN
         if valid < spec.tile.n:
             cute.arch.sync_warp()
-            blank(into, valid, share, shares)
+            zero_rows(into, valid, share, shares)

@@ -3,7 +3,7 @@
 Quantised caches are computed with in fp16, which holds every e4m3 value, and every e2m1 value times its scale factor,
 exactly. Nothing is written back: a word is converted where it is used, once for all query rows of a warp. Blackwell has
 a `cvt` of two e2m1 codes (`Tile.e2m1`). Elsewhere a code becomes an e4m3 number by moving its bits, smaller by 2^6 as
-the exponents' biases differ (Format.unit), and `cvt` does the rest.
+the exponents' biases differ (KVFormat.unit), and `cvt` does the rest.
 """
 
 from collections.abc import Callable
@@ -16,23 +16,23 @@ from cutlass import Float32, Int32, Uint32
 from ..device import warp
 
 
-class Format(NamedTuple):
+class KVFormat(NamedTuple):
     """elements: of a word; order: in which they come out; unit: what operands are to be multiplied by. pairs(word): two
     at a time. values(a, b): of each element, those of two rows. Factors of blocks multiply pairs: `scale`."""
 
     elements: int
     order: tuple[int, ...]
-    unit: float
+    dequant_scale: float
     pairs: Callable[..., list]
     values: Callable[..., list]
 
 
-def operand(spec):
+def mma_sync_dtype(spec):
     """Type that the MMA multiplies: the query's, or fp16 where the cache is quantised."""
     return spec.q if spec.kv.bits == 16 else "fp16"
 
 
-def format_of(spec) -> "Format":
+def kv_format(spec) -> "KVFormat":
     if spec.kv.dtype == "nvfp4":
         return FORMATS["e2m1" if spec.tile.e2m1 else "nvfp4"]
     return FORMATS["" if spec.kv.bits == 16 else spec.kv.dtype]
@@ -50,15 +50,15 @@ def broadcast(pair, half):
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[pair])
 
 
-def times(pair, scale):
+def mul_f16x2(pair, scale):
     """Product of pairs of fp16."""
     text = "{ .reg .b32 t; mov.b32 t, {$r1}; mul.rn.f16x2 {$w0}, {$r0}, t; }"  # takes no immediate operand
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[pair, scale])
 
 
-def scale(pairs, factors, i):
+def scale_pairs(pairs, factors, i):
     """Pairs times the i-th factor, itself a pair; as they are where the format has none (None)."""
-    return pairs if factors is None else [times(pair, factors[i]) for pair in pairs]
+    return pairs if factors is None else [mul_f16x2(pair, factors[i]) for pair in pairs]
 
 
 def from_e4m3(word):
@@ -116,7 +116,7 @@ def neighbours(fmt, word):
     return [pair for selector in (0x5140, 0x7362) for pair in from_e4m3(permute(even, odd, selector))]
 
 
-def factor(byte):
+def sf_pair(byte):
     """The scale factor in the low byte of a word, as a pair."""
     text = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, lo; }"
     return broadcast(cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[byte]), 0)
@@ -151,9 +151,9 @@ def to_fp16(words: cute.Tensor, lanes: cutlass.Constexpr = 4):
 
 
 FORMATS = {  # "": 16-bit; "e2m1": NVFP4 where `cvt` takes its codes
-    "": Format(2, (0, 1), 1.0, pairs16, values16),
-    "e4m3": Format(4, (0, 1, 2, 3), 1.0, from_e4m3, values8(from_e4m3)),
-    "e5m2": Format(4, (0, 1, 2, 3), 1.0, from_e5m2, values8(from_e5m2)),
-    "nvfp4": Format(8, (0, 2, 4, 6, 1, 3, 5, 7), 64.0, pairs4, values4),
-    "e2m1": Format(8, tuple(range(8)), 1.0, from_codes, values_of_codes),
+    "": KVFormat(2, (0, 1), 1.0, pairs16, values16),
+    "e4m3": KVFormat(4, (0, 1, 2, 3), 1.0, from_e4m3, values8(from_e4m3)),
+    "e5m2": KVFormat(4, (0, 1, 2, 3), 1.0, from_e5m2, values8(from_e5m2)),
+    "nvfp4": KVFormat(8, (0, 2, 4, 6, 1, 3, 5, 7), 64.0, pairs4, values4),
+    "e2m1": KVFormat(8, tuple(range(8)), 1.0, from_codes, values_of_codes),
 }

@@ -8,16 +8,16 @@ a call; see `args`.
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from .problem import Problem
+from .request import KernelRequest
 
 T = TypeVar("T")  # the op's own class of tiles
 
 DTYPES = ("bf16", "fp16")  # of 16 bits
 BITS = {"bf16": 16, "fp16": 16, "e4m3": 8, "e5m2": 8, "nvfp4": 4}  # of an element, as it is stored
-BLOCK = 16  # elements that share a scale factor of NVFP4
+SF_VEC_SIZE = 16  # elements that share a scale factor of NVFP4
 TMA_PAGES = (8, 16, 32, 64, 128, 256)  # rows of the pages that TMA fetches in boxes
-FEW = 64  # query tokens of a request, up to which the query heads of a KV head are rows of one tile
-MOST_PACKED = 1024  # of those heads: a row of such a tile, times rows a token, stays below 2^30, for `Divisor`
+PACK_GQA_MAX_Q = 64  # query tokens of a request, up to which the query heads of a KV head are rows of one tile
+PACK_GQA_MAX_GROUP = 1024  # of those heads: a row of such a tile, times rows a token, stays below 2^30, for `Divisor`
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class KVSpec:
         return BITS[self.dtype]
 
     @property
-    def scaled(self) -> bool:
-        """Whether blocks of `BLOCK` elements have a scale factor."""
+    def block_scaled(self) -> bool:
+        """Whether blocks of `SF_VEC_SIZE` elements have a scale factor."""
         return self.dtype == "nvfp4"
 
 
@@ -45,13 +45,13 @@ class MaskSpec:
 
     causal: str = "always"
     window: bool = False
-    bits: bool = False
+    tree: bool = False
     custom: bool = False
 
     @property
     def name(self) -> str:
         kind = {"always": "causal", "never": "full", "value": "any"}[self.causal]
-        return kind + ("w" if self.window else "") + ("b" if self.bits else "") + ("m" if self.custom else "")
+        return kind + ("w" if self.window else "") + ("b" if self.tree else "") + ("m" if self.custom else "")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class AttentionSpec(Generic[T]):
     """A forward attention kernel. q: type of Q, and of P. out: types that the call may choose from, the first is the
     default. schedule: "tiles", whole ones, each by one CTA; "stream_k": all CTAs get the same number of KV blocks,
     whatever tile these belong to, and `combine` merges the parts of a tile. Rows of a tile are (token, query head of
-    the KV head's group) with "stream_k", and with "tiles" those of a request of up to `FEW` query tokens."""
+    the KV head's group) with "stream_k", and with "tiles" those of a request of up to `PACK_GQA_MAX_Q` query tokens."""
 
     q: str = "bf16"
     kv: KVSpec = field(default_factory=KVSpec)
@@ -112,6 +112,6 @@ def outputs(q: str, asked: str = "") -> tuple[str, ...]:
     return asked if asked in DTYPES else usual, "e4m3", "nvfp4"
 
 
-def source_of(problem: Problem) -> str:
+def kv_source(problem: KernelRequest) -> str:
     """The source of K and V that serves a problem."""
     return "tma" if problem.source == "ragged" or problem.page_size in TMA_PAGES else "gather"

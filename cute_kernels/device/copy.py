@@ -12,7 +12,7 @@ SWIZZLE_BYTES = 128  # most that a row of a box has
 
 
 @dataclass(frozen=True)
-class Box:
+class TmaBox:
     """A TMA box of (rows, cols)."""
 
     atom: cute.CopyAtom
@@ -22,10 +22,10 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Operand:
+class TmaOperand:
     """A tensor that fills stages of shared memory with tiles, in boxes of one or several sizes (ascending)."""
 
-    boxes: tuple[Box, ...]
+    boxes: tuple[TmaBox, ...]
     layout: cute.ComposedLayout  # (rows, cols, stages) in shared memory
     bytes: cutlass.Constexpr  # of one stage
 
@@ -36,24 +36,24 @@ def box(t, rows):
     shape = rows, width(t.shape[1] * bits // 8) * 8 // bits
     layout = cute.select(smem_layout(shape, 1, t.element_type), mode=[0, 1])
     atom, gmem = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), t, layout, shape)
-    return Box(atom, gmem, *shape)
+    return TmaBox(atom, gmem, *shape)
 
 
 def operand(t, shape, stages, rows):
     """t (rows, cols, ...): stages of `shape`, fetched in boxes of any of `rows`."""
     layout = smem_layout(shape, stages, t.element_type)
     size = cute.size_in_bytes(t.element_type, cute.select(layout, mode=[0, 1]))
-    return Operand(tuple(box(t, r) for r in rows), layout, size)
+    return TmaOperand(tuple(box(t, r) for r in rows), layout, size)
 
 
-def partition(b: Box, smem, gmem):
+def partition(b: TmaBox, smem, gmem):
     """(smem[box, row tile, col tile, stage], gmem[box, row tile, col tile, ...]) for `cute.copy`."""
     s = cute.local_tile(smem, (b.rows, b.cols), (None,) * cute.rank(smem))
     g = cute.local_tile(gmem, (b.rows, b.cols), (None,) * cute.rank(gmem))
     return cpasync.tma_partition(b.atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2))
 
 
-def allocate(smem, op: Operand, dtype):
+def allocate(smem, op: TmaOperand, dtype):
     return smem.allocate_tensor(dtype, op.layout.outer, 1024, op.layout.inner)
 
 

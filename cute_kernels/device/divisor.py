@@ -6,7 +6,7 @@ from cutlass import Int32, Int64, Uint32, Uint64
 SHIFT = 30
 
 
-def factor_of(value):
+def magic_of(value):
     """2^30 / value, rounded up."""
     return ((1 << SHIFT) - 1 + value) // value
 
@@ -20,11 +20,11 @@ def divide(x, y):
 
 class Divisor:
     """`x // d`, `x % d` and `x * d` of d >= 1 as of an Int32, by a multiplication; for 0 <= x with x * d < 2^30.
-    factor: `factor_of` d, where that is known."""
+    magic: `magic_of` d, where that is known."""
 
-    def __init__(self, value: Int32, factor: Int32 | None = None):
+    def __init__(self, value: Int32, magic: Int32 | None = None):
         self.value = value
-        self.magic = Int64(factor_of(value) if factor is None else factor)
+        self.magic = Int64(magic_of(value) if magic is None else magic)
 
     def __rfloordiv__(self, x):
         return Int32(Int64(x) * self.magic >> Int64(SHIFT))
@@ -39,7 +39,7 @@ class Divisor:
 class Quotient:
     """`x // d` and `x % d` of d >= 1, for 0 <= x < 2^31: a multiplication of 32 bits and a shift.
 
-    Exact: with s = ceil(log2 d), the factor floor(2^(31 + s) / d) + 1 fits 32 bits, and times d it exceeds 2^(31 + s)
+    Exact: with s = ceil(log2 d), the magic floor(2^(31 + s) / d) + 1 fits 32 bits, and times d it exceeds 2^(31 + s)
     by at most 2^s.
     """
 
@@ -47,10 +47,10 @@ class Quotient:
         self.value = value
         more = sum((cutlass.min(cutlass.max(value - (1 << k), 0), 1) for k in range(31)), Int32(0))  # s
         self.shift = Uint64(more + 31)
-        self.factor = Uint32((Uint64(1) << self.shift) // Uint64(value) + Uint64(1))
+        self.magic = Uint32((Uint64(1) << self.shift) // Uint64(value) + Uint64(1))
 
     def __rfloordiv__(self, x):
-        return Int32(Uint64(Uint32(x)) * Uint64(self.factor) >> self.shift)
+        return Int32(Uint64(Uint32(x)) * Uint64(self.magic) >> self.shift)
 
     def __rmod__(self, x):
         return x - x // self * self.value

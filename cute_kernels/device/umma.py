@@ -48,7 +48,7 @@ def beyond(descriptor, offset: int):
     return descriptor + Int64(offset >> 4)
 
 
-class Moving(NamedTuple):
+class DescriptorLow(NamedTuple):
     """The descriptor `base` of an operand that moves: in its low word alone, half the instructions of 64 bits. low: of
     `low`. base: static."""
 
@@ -61,7 +61,7 @@ def low(base: int, address):
     return Int32(base & 0xFFFFFFFF) + ((address & 0x3FFFF) >> 4)
 
 
-def multiply(kind: str, d, a, b: Moving, instruction: int, keep):
+def multiply(kind: str, d, a, b: DescriptorLow, instruction: int, keep):
     """One thread: D (+)= A B, of STEP bytes of k. d: tensor memory address. a: Int64 descriptor, or Int32 address in
     tensor memory. keep: whether D is added to."""
     operand = "[{$r1}]" if isinstance(a, Int32) else "{$r1}"

@@ -4,7 +4,7 @@ from functools import lru_cache
 from itertools import product
 
 from . import radix, sort
-from .problem import Problem
+from .request import TopKKernelRequest
 from .spec import BITS, DTYPES, SortSpec, TopKSpec
 
 KERNELS = {"topk.radix": radix}  # op -> the package that states what it supports
@@ -34,7 +34,7 @@ def at_once(plan: TopKSpec, sms: int) -> int:
 
 
 @lru_cache(4096)  # lengths and rows vary for ever
-def candidate(problem: Problem) -> TopKSpec | None:
+def candidate(problem: TopKKernelRequest) -> TopKSpec | None:
     """The plan for a problem, None where there is none.
 
     A row is held whole where that can be: by the largest cluster whose CTAs get LEAST keys each, if all rows then run
@@ -59,7 +59,7 @@ def candidate(problem: Problem) -> TopKSpec | None:
     )
 
 
-def explain(problem: Problem, arch: str) -> tuple[tuple[str, TopKSpec | None, str | None], ...]:
+def explain(problem: TopKKernelRequest, arch: str) -> tuple[tuple[str, TopKSpec | None, str | None], ...]:
     """Every kernel of the operator: (op, the spec it would run, None or why it refuses)."""
     rows = []
     for op, module in KERNELS.items():
@@ -69,7 +69,7 @@ def explain(problem: Problem, arch: str) -> tuple[tuple[str, TopKSpec | None, st
     return tuple(rows)
 
 
-def too_large(problem: Problem) -> str:
+def too_large(problem: TopKKernelRequest) -> str:
     """Why no plan serves a problem: neither is there room for its k, nor can a cluster hold its rows."""
     every = plans(problem.dtype)
     most = max(radix.room(p) for p in every if p.stream)
@@ -80,7 +80,7 @@ def too_large(problem: Problem) -> str:
     )
 
 
-def select(problem: Problem, arch: str) -> tuple[str, TopKSpec]:
+def select(problem: TopKKernelRequest, arch: str) -> tuple[str, TopKSpec]:
     """(op, spec) of the kernel that serves the problem; NotImplementedError names what every kernel refused."""
     rows = explain(problem, arch)
     for op, spec, reason in rows:
@@ -94,7 +94,7 @@ def sorts(dtype: str) -> tuple[SortSpec, ...]:
     return SortSpec(dtype, 512, 4), SortSpec(dtype, 1024, 16)
 
 
-def sorter(problem: Problem) -> SortSpec | None:
+def sorter(problem: TopKKernelRequest) -> SortSpec | None:
     """The spec of SORT that sorts k selected values and their indices, None where no CTA can hold so many."""
     return next((spec for spec in sorts(problem.dtype) if problem.k <= spec.capacity), None)
 

@@ -11,7 +11,7 @@ from . import keys
 from .spec import BITS
 
 
-class Target(NamedTuple):
+class OutputTarget(NamedTuple):
     """Where the outputs of a row come from."""
 
     batch: Int32  # row of the page table
@@ -31,7 +31,7 @@ def entry(a, table: cute.Tensor, index: Int32, start: Int32):
 
 
 @cute.jit
-def target(a, row: Int32) -> Target:
+def target(a, row: Int32) -> OutputTarget:
     """Read the target of a row; absent tensors give the row itself, 0 and 0."""
     batch, first, offset = row, Int32(0), Int32(0)
     if a.row_to_batch.shape[0] > 0:
@@ -40,7 +40,7 @@ def target(a, row: Int32) -> Target:
         first = a.table_starts[row]
     if a.offsets.shape[0] > 0:
         offset = a.offsets[row]
-    return Target(batch, first, offset)
+    return OutputTarget(batch, first, offset)
 
 
 @cute.jit

@@ -22,7 +22,7 @@ def slices(n, cluster):
     return (n + cluster * GRAIN - 1) // (cluster * GRAIN) * GRAIN
 
 
-class Window(NamedTuple):
+class RowWindow(NamedTuple):
     """Elements [start, start + n) of a row, inside the row."""
 
     start: Int32
@@ -30,7 +30,7 @@ class Window(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Slice:
+class RowSlice:
     """The keys [low, end) of a window, of which `count` are held. words: the row's memory as vectors (WORDS, vectors),
     aligned; element j of the slice is element j + shift of it. vectors: that hold elements of the slice."""
 
@@ -46,7 +46,7 @@ class Slice:
 
 
 @cute.jit
-def bounds(a, row: Int32) -> Window:
+def bounds(a, row: Int32) -> RowWindow:
     """Read the window of a row: the only reader of starts and lengths, which may hold anything."""
     limit = a.scores.shape[1]
     start, n = Int32(0), Int32(0)
@@ -59,10 +59,10 @@ def bounds(a, row: Int32) -> Window:
         n = clamp(a.lengths[row], 0, limit) - start
     elif a.window == DECODE:
         n = cutlass.max(a.lengths[row // a.next_n], 0) - a.next_n + row % a.next_n + 1
-    return Window(start, clamp(n, 0, limit - start))
+    return RowWindow(start, clamp(n, 0, limit - start))
 
 
-def slice_of(spec, a, row, window: Window, rank):
+def slice_of(spec, a, row, window: RowWindow, rank):
     """The slice of CTA `rank` of a window."""
     start, n = window
     size = BITS[spec.dtype] // 8
@@ -75,11 +75,11 @@ def slice_of(spec, a, row, window: Window, rank):
     pointer = cute.make_ptr(Uint32, address - (shift * size), cute.AddressSpace.gmem, assumed_align=16)
     vectors = (count + shift + 16 // size - 1) // (16 // size)
     words = cute.make_tensor(pointer, cute.make_layout((WORDS, vectors), stride=(1, WORDS)))
-    return Slice(row, start, n, low, count, low + count, shift, vectors, words)
+    return RowSlice(row, start, n, low, count, low + count, shift, vectors, words)
 
 
 @cute.jit
-def prefetch(s: Slice, first: Int32, count: Int32):
+def prefetch(s: RowSlice, first: Int32, count: Int32):
     """Prefetch vectors [first, first + count) of a slice into L2, those that lie in it whole."""
     begin = cutlass.max(first, 1)
     size = cutlass.min(first + count, s.vectors - 1) - begin
@@ -88,7 +88,7 @@ def prefetch(s: Slice, first: Int32, count: Int32):
 
 
 @cute.jit
-def fetch(spec: cutlass.Constexpr, s: Slice, v: Int32, into: cute.Tensor):
+def fetch(spec: cutlass.Constexpr, s: RowSlice, v: Int32, into: cute.Tensor):
     """Load vector v of a slice into registers; filler where it reaches beyond the slice, which is not read."""
     bits = const_expr(BITS[spec.dtype])
     per = const_expr(keys.per_word(spec))

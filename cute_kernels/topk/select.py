@@ -12,7 +12,7 @@ from . import scope
 from .spec import BINS
 
 
-class Found(NamedTuple):
+class BinSearchResult(NamedTuple):
     """What `search` returns. The first three mean nothing where the row has fewer keys than were asked for."""
 
     bin: Int32  # that the need-th largest key of the row is in
@@ -60,7 +60,7 @@ def rank_in(spec: cutlass.Constexpr, mine: Int32, scratch: cute.Tensor):
 
 
 @cute.jit
-def search(spec: cutlass.Constexpr, s, need: Int32) -> Found:
+def search(spec: cutlass.Constexpr, s, need: Int32) -> BinSearchResult:
     """Find the bin of the need-th largest key of the row, need >= 1, in the CTAs' histograms s.local.
 
     Starts with `scope.meet`."""
@@ -81,7 +81,7 @@ def search(spec: cutlass.Constexpr, s, need: Int32) -> Found:
             above += Int32(counts[per - 1 - e])
         out[0], out[1], out[2] = b, here, left
     cute.arch.barrier()
-    return Found(s.found[0], s.found[1], s.found[2], everything)
+    return BinSearchResult(s.found[0], s.found[1], s.found[2], everything)
 
 
 @cute.jit

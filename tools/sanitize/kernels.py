@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from cute_kernels import abi
-from cute_kernels.device import pipe
+from cute_kernels.device import pipeline
 
 WARPS = 8  # that hand over; variant "roles" has as many others beside them, which do nothing
 THREADS = 32 * WARPS
@@ -80,7 +80,7 @@ def arrive(variant: cutlass.Constexpr, barrier):
 
 
 @cute.jit
-def write(variant: cutlass.Constexpr, words: cute.Tensor, ready: pipe.Pipe, tid: Int32, value: Int32):
+def write(variant: cutlass.Constexpr, words: cute.Tensor, ready: pipeline.Pipeline, tid: Int32, value: Int32):
     """This thread's word, and the arrival that says so."""
     if const_expr(variant == "owner"):
         mine = cute.make_rmem_tensor(32, Int32)
@@ -101,17 +101,19 @@ def write(variant: cutlass.Constexpr, words: cute.Tensor, ready: pipe.Pipe, tid:
 
 
 @cute.jit
-def turns_of(variant: cutlass.Constexpr, words: cute.Tensor, ready: pipe.Pipe, given: cute.Tensor, turns: Int32):
+def turns_of(
+    variant: cutlass.Constexpr, words: cute.Tensor, ready: pipeline.Pipeline, given: cute.Tensor, turns: Int32
+):
     """The sum over all turns of what a thread reads."""
     tid, total = cute.arch.thread_idx()[0] % THREADS, Int32(0)
     for turn in cutlass.range(turns, unroll=1):
         if const_expr(variant not in ("bar", "unfreed")):
-            wait(variant, ready.full + 1, pipe.phase(ready, turn) ^ 1)
+            wait(variant, ready.full + 1, pipeline.phase(ready, turn) ^ 1)
         write(variant, words, ready, tid, given[tid] + turn)
         if const_expr(variant == "apart"):
             total += cute.arch.shuffle_sync_bfly(given[(tid + turn + 1) % THREADS], 4)
         if const_expr(variant not in ("bar", "unread")):
-            wait(variant, ready.full, pipe.phase(ready, turn))
+            wait(variant, ready.full, pipeline.phase(ready, turn))
         for w in cutlass.range_constexpr(WARPS):
             total += words[(tid + 32 * w) % THREADS]
         if const_expr(variant == "same"):
@@ -128,9 +130,9 @@ def handover(variant: cutlass.Constexpr, given: cute.Tensor, out: cute.Tensor, t
     smem = cutlass.utils.SmemAllocator()
     words = smem.allocate_tensor(Int32, cute.make_layout(THREADS + WARPS), 16)
     count = const_expr(VARIANTS[variant].arrivals)
-    ready = pipe.make(smem, 1, WARPS if const_expr(variant == "owner") else count, count)
+    ready = pipeline.make(smem, 1, WARPS if const_expr(variant == "owner") else count, count)
     if const_expr(variant == "many"):
-        pipe.make(smem, 32, 1, 1)
+        pipeline.make(smem, 32, 1, 1)
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()
     if const_expr(variant == "roles"):

@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache: signature -> `Problem` -> plan -> launch. Imports go down this list.
+"""Attention over a paged KV cache: signature -> `AttentionCall` -> plan -> launch. Imports go down this list.
 
 - trtllm, xqa: public signatures: what one upstream function calls its arguments, and nothing else
 - op: the torch operator, for torch.compile and tensors that are not plain; `serve`, which signatures end in

@@ -30,9 +30,11 @@ from ..checks import (
     listed,
 )
 from ..scalars import OR_TENSOR, check_scale
-from .problem import Problem, Rope
+from .call import AttentionCall, Rope
 
-SIGNATURES: dict[str, dict[str, str]] = {}  # public function -> field of Problem -> its name there, where it differs
+SIGNATURES: dict[
+    str, dict[str, str]
+] = {}  # public function -> field of AttentionCall -> its name there, where it differs
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 QUERIES = (torch.bfloat16, torch.float16, E4M3, E5M2)
 CACHES = {  # query -> K and V; torch.uint8: packed NVFP4
@@ -51,13 +53,13 @@ TMA_BYTES = 16  # alignment of a TMA descriptor's base address and of every stri
 Names = Callable[[str], str]
 
 
-def names_of(p: Problem) -> Names:
+def names_of(p: AttentionCall) -> Names:
     """What the caller calls a field."""
     table = SIGNATURES.get(p.signature, {})
     return lambda field: table.get(field, field)
 
 
-def validate(p: Problem) -> None:
+def validate(p: AttentionCall) -> None:
     """Raises on the first argument that does not fit."""
     name = names_of(p)
     scalars(p)
@@ -86,7 +88,7 @@ def validate(p: Problem) -> None:
     check_apart(_outputs_of(p, name), _given(p, name))
 
 
-def scalars(p: Problem) -> None:
+def scalars(p: AttentionCall) -> None:
     """Raises on a flag or a number of another kind: what a plan, found by equality, or a trace would let pass."""
     name = names_of(p)
     for field in ("causal", "interleaved", "batch_invariant", "return_lse"):
@@ -105,7 +107,7 @@ def scalars(p: Problem) -> None:
         check_number(name("rope_theta"), p.rope.theta, positive=True)
 
 
-def reason(p: Problem) -> Exception | None:
+def reason(p: AttentionCall) -> Exception | None:
     """What is wrong with a call that failed, if anything is."""
     try:
         validate(p)
@@ -115,7 +117,7 @@ def reason(p: Problem) -> Exception | None:
     return None
 
 
-def kernel_tensors(p: Problem) -> None:
+def kernel_tensors(p: AttentionCall) -> None:
     """Raises where compiled code cannot read these tensors, or not with these factors."""
     name = names_of(p)
     if not p.scale > 0:
@@ -155,7 +157,7 @@ def kernel_tensors(p: Problem) -> None:
             raise NotImplementedError(f"{of}.scale: {size} bytes; a CUDA kernel counts less than {MOST_MASK}")
 
 
-def most_keys(p: Problem) -> int:
+def most_keys(p: AttentionCall) -> int:
     """A bound of a request's keys, from the shapes of a valid problem."""
     size = p.k.shape[2]
     return size if p.requests.form == "ragged" else size * p.requests.page_table.shape[2]
@@ -197,7 +199,7 @@ def _tma(name: str, t: torch.Tensor, size: int) -> None:
         raise ValueError(f"{name}: strides {t.stride()} (logical order), all but the last must be multiples of {unit}")
 
 
-def _caches(p: Problem, name: Names) -> None:
+def _caches(p: AttentionCall, name: Names) -> None:
     """K and V, and their agreement with the query, all in logical order."""
     q, kv = p.q, name("kv")
     k, v = (check_tensor(name(field), getattr(p, field), 4, q.device) for field in ("k", "v"))
@@ -220,7 +222,7 @@ def _caches(p: Problem, name: Names) -> None:
         raise ValueError(f"{name('q')}: {q.shape[1]} heads, must be a multiple of {kv}'s {kv_heads}")
 
 
-def _block_scales(p: Problem, name: Names) -> None:
+def _block_scales(p: AttentionCall, name: Names) -> None:
     """NVFP4 scale factors are there exactly where the cache is packed."""
     both = name("scales")
     if (p.k.dtype == torch.uint8) != (p.k_scales is not None):
@@ -243,7 +245,7 @@ def _block_scales(p: Problem, name: Names) -> None:
         raise ValueError(f"{name('interleaved')}: True, {rows}; 4 rows of a page are interleaved, must divide its rows")
 
 
-def _requests(p: Problem, name: Names) -> None:
+def _requests(p: AttentionCall, name: Names) -> None:
     r, device, counted = p.requests, p.q.device, "kv_lens"
     if r.form == "table":
         if p.signature == "xqa" and isinstance(r.kv_lens, torch.Tensor) and r.kv_lens.ndim != 1:
@@ -272,7 +274,7 @@ def _requests(p: Problem, name: Names) -> None:
         check_shape(name("page_table"), table, (rows, 2, table.shape[2]), "requests, K and V, pages")
 
 
-def _custom_mask(p: Problem, name: Names) -> None:
+def _custom_mask(p: AttentionCall, name: Names) -> None:
     """The mask's bits are there exactly where their starts are."""
     if p.custom_mask is None:
         if p.mask_starts is not None:
@@ -285,7 +287,7 @@ def _custom_mask(p: Problem, name: Names) -> None:
         raise ValueError(f"{name('drafts')}: given, must be None with {name('custom_mask')}")
 
 
-def _rotated(p: Problem, name: Names) -> None:
+def _rotated(p: AttentionCall, name: Names) -> None:
     """Rotated are values of 16 bits, in pairs."""
     if p.q.dtype not in (torch.float16, torch.bfloat16) or p.k.dtype != p.q.dtype:
         types = f"query {p.q.dtype}, K {p.k.dtype}"
@@ -294,7 +296,7 @@ def _rotated(p: Problem, name: Names) -> None:
         raise ValueError(f"{name('rope')}: head_dim {p.q.shape[2]}, must be even")
 
 
-def outputs(p: Problem) -> None:
+def outputs(p: AttentionCall) -> None:
     """Raises on lse, and on out, out_dtype and out_sf_scale against each other; a trace, too, asks for it."""
     name, q, out = names_of(p), p.q, p.out
     if p.lse is not None:
@@ -323,7 +325,7 @@ def outputs(p: Problem) -> None:
         check_shape(name("out"), given, shape, "tokens, query heads, V's head_dim")
 
 
-def _nvfp4_output(p: Problem, name: Names, shape: tuple[int, int, int]) -> None:
+def _nvfp4_output(p: AttentionCall, name: Names, shape: tuple[int, int, int]) -> None:
     factor, out, device = p.out_sf_scale, p.out, p.q.device
     check_number(name("out_sf_scale"), factor, " where the output is nvfp4", positive=True)
     if shape[1] * shape[2] % fp4.BLOCK or shape[2] % 2:
@@ -342,14 +344,14 @@ def _nvfp4_output(p: Problem, name: Names, shape: tuple[int, int, int]) -> None:
         raise ValueError(f"{name('out')}.scale: strides {scale.stride()}, must be contiguous")
 
 
-TENSORS = (  # of Problem
+TENSORS = (  # of AttentionCall
     "q", "k", "v", "k_scales", "v_scales", "sinks", "drafts", "scale_tensor", "out_scale_tensor", "custom_mask",
     "mask_starts", "alibi_slopes",
 )  # fmt: skip
 TABLES = ("page_table", "kv_lens", "cu_seqlens_q", "kv_starts")  # of Requests
 
 
-def _given(p: Problem, name: Names) -> dict[str, Any]:
+def _given(p: AttentionCall, name: Names) -> dict[str, Any]:
     """What is read, by its name; of several with one name, the first has it, and the others get their field's too."""
     given: dict[str, Any] = {}
     for source, fields in ((p, TENSORS), (p.requests, TABLES)):
@@ -359,7 +361,7 @@ def _given(p: Problem, name: Names) -> dict[str, Any]:
     return given
 
 
-def _outputs_of(p: Problem, name: Names) -> dict[str, Any]:
+def _outputs_of(p: AttentionCall, name: Names) -> dict[str, Any]:
     """What the caller gave to be written, by its name."""
     outputs = {name("out"): p.out, name("lse"): p.lse}
     if isinstance(p.out, fp4.FP4Tensor):

@@ -10,7 +10,7 @@ from ..checks import check_strided
 from ..plain import no_backward, write
 from ..scalars import split_scale
 from . import checks, plan
-from .problem import SEPARATE, Problem, Rope, listed_requests, new_requests
+from .call import SEPARATE, AttentionCall, Rope, listed_requests, new_requests
 
 NAME = "cute_kernels::attention"
 SCHEMA = """(
@@ -30,7 +30,7 @@ torch.library.define(NAME, SCHEMA.replace("\n", " "), tags=torch.Tag.pt2_complia
 _is_grad_enabled = torch.is_grad_enabled  # a module global: an attribute look-up saved is 20 ns
 
 
-def serve(p: Problem) -> Any:
+def serve(p: AttentionCall) -> Any:
     """What a public function returns. In grad mode, a query, cache, sinks or slopes that require grad are refused:
     theirs would be lost. Other arguments are constants, as under torch.no_grad()."""
     if _is_grad_enabled():
@@ -44,7 +44,7 @@ def serve(p: Problem) -> Any:
     return trace(p) if p.requests.facts is None else plan.run(p)
 
 
-def refuse_grad(p: Problem) -> None:
+def refuse_grad(p: AttentionCall) -> None:
     """Raises on the first tensor that requires grad, of those whose grad would be lost."""
     for field in ("q", "k", "v", "sinks", "alibi_slopes"):
         if getattr(getattr(p, field), "requires_grad", False):
@@ -63,10 +63,10 @@ def _run(*flat: Any) -> None:
     block_scales, start = given.pop("out_block_scales"), given.pop("out_block_start")
     if block_scales is not None:
         given["out"] = fp4.FP4Tensor(given["out"], block_scales, start)
-    serve(_read_scales(Problem(requests=requests, **given)))
+    serve(_read_scales(AttentionCall(requests=requests, **given)))
 
 
-def _read_scales(p: Problem) -> Problem:
+def _read_scales(p: AttentionCall) -> AttentionCall:
     """Put numbers in the place of the host's tensors, the values of which a trace did not know."""
     name = checks.names_of(p)
     for field in ("scale", "out_scale"):
@@ -82,7 +82,7 @@ def _fake(*flat: Any) -> None:
     """Nothing to infer: every output is an argument."""
 
 
-def trace(p: Problem) -> Any:
+def trace(p: AttentionCall) -> Any:
     """What is recorded of a problem: allocation, then the operator. What that would not see is checked before."""
     checks.scalars(p)
     check_strided(checks.names_of(p)("q"), p.q, 3)

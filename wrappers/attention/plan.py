@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from cute_kernels.attention import args, dispatch
-from cute_kernels.attention.problem import Problem as Facts
-from cute_kernels.attention.spec import FEW, MOST_PACKED
+from cute_kernels.attention.request import KernelRequest
+from cute_kernels.attention.spec import PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
 
 from .. import fp4, machine, overlap, reference, scratch
 from ..checks import INF, check_number, checking
 from ..fp4 import FP4Tensor
 from ..reference import LOG2E
 from . import checks, values
-from .problem import Problem
+from .call import AttentionCall
 from .rope import rotated
 
 NO_WINDOW = 1 << 30  # window_left of a call without a window, where the kernel has one
@@ -32,7 +32,7 @@ TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", checks.E4M3: "e4m3", checks.E5M2: "e5m2", torch.uint8: "nvfp4",
     "nvfp4": "nvfp4",
 }  # fmt: skip
-FIELDS = {  # fact -> field of Problem
+FIELDS = {  # fact -> field of AttentionCall
     "arch": "q", "kv": "k", "page_size": "k", "source": "k", "head_dim": "q", "out": "out_dtype",
     "alibi": "alibi_slopes",
 }  # fmt: skip
@@ -40,13 +40,13 @@ _Tensor = torch.Tensor  # module globals: an attribute look-up saved is 20 ns
 _empty, _empty_like = torch.empty, torch.empty_like
 
 
-def facts_of(p: Problem) -> Facts:
+def facts_of(p: AttentionCall) -> KernelRequest:
     """What a valid problem asks of a kernel."""
     rows = min(p.max_q_len, p.q.shape[0])
     if p.requests.cu_seqlens_q is not None:  # plans depend on it by the power of two that bounds it
         rows = 1 << max(rows - 1, 0).bit_length()
     ragged, masked = p.requests.form == "ragged", p.custom_mask is not None
-    return Facts(
+    return KernelRequest(
         q=TYPES[p.q.dtype],
         kv=TYPES[p.k.dtype],
         out=TYPES[p.result_dtype],
@@ -70,7 +70,7 @@ def facts_of(p: Problem) -> Facts:
     )
 
 
-class Places:
+class ArgSlots:
     """Where in a launch of a kernel its arguments lie, by their names. Slots: a look-up takes a fifth of a dict's."""
 
     __slots__ = tuple(name for block in args.BLOCKS for name in block._fields)
@@ -81,7 +81,7 @@ class Places:
 
 
 @dataclass(slots=True, eq=False)
-class Plan:
+class LaunchPlan:
     """flat: the kernel's arguments, where the call sets nothing; what a call may lack is empty there, in the form that
     the kernel converts fastest. at: their places."""
 
@@ -105,7 +105,7 @@ class Plan:
     checked: bool  # values are read and checked before a launch
     offsets: Any = None  # (B + 1,) int32, of requests of equal length, in the form of `Machine.argument`
 
-    def modify(self, flat: list[Any], p: Problem) -> None:
+    def modify(self, flat: list[Any], p: AttentionCall) -> None:
         """Set what most calls lack."""
         at = self.at
         if p.soft_cap:
@@ -113,12 +113,12 @@ class Plan:
         if p.skip:
             flat[at.skip_threshold] = log2(p.skip)
         if p.drafts is not None:
-            flat[at.draft_mask] = p.drafts
+            flat[at.tree_mask] = p.drafts
         scale, out_scale = p.scale_tensor, p.out_scale_tensor
         if scale is not None:
-            flat[at.scale] = scale if scale.ndim == 1 else scale.reshape(-1)
+            flat[at.softmax_scale_ptr] = scale if scale.ndim == 1 else scale.reshape(-1)
         if out_scale is not None:
-            flat[at.out_scale] = out_scale if out_scale.ndim == 1 else out_scale.reshape(-1)
+            flat[at.out_scale_ptr] = out_scale if out_scale.ndim == 1 else out_scale.reshape(-1)
         if p.k_scales is not None and p.v_scales is not None:
             flat[at.k_scales], flat[at.v_scales] = p.k_scales.view(torch.uint8), p.v_scales.view(torch.uint8)
         if p.enable_pdl is not None:
@@ -179,12 +179,12 @@ class Plan:
         return made
 
 
-def plan_for(p: Problem, arch: str, sms: int) -> Plan:
+def plan_for(p: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     """The plan of a valid problem; NotImplementedError where no kernel serves it."""
     facts = facts_of(p)
     try:
         op, spec = dispatch.select(facts, arch)
-    except dispatch.Unsupported as error:
+    except dispatch.UnsupportedRequest as error:
         field = FIELDS.get(error.field, error.field)
         if field == "head_scales":
             field = "out_scale" if p.scale_tensor is None or p.scale_tensor.numel() == 1 else "scale"
@@ -193,7 +193,7 @@ def plan_for(p: Problem, arch: str, sms: int) -> Plan:
     checks.kernel_tensors(p)
     here, device, heads = machine.current, p.q.device, p.q.shape[1]
     fn = here.kernel(op, spec, arch)
-    packs = spec.schedule == "stream_k" or facts.rows <= FEW and facts.group <= MOST_PACKED
+    packs = spec.schedule == "stream_k" or facts.rows <= PACK_GQA_MAX_Q and facts.group <= PACK_GQA_MAX_GROUP
     group = facts.group if packs else 1
     blocks = CHUNK // spec.tile.n if p.batch_invariant else 0
 
@@ -206,14 +206,14 @@ def plan_for(p: Problem, arch: str, sms: int) -> Plan:
         "v_scales_interleaved": int(facts.interleaved),
         "window_left": NO_WINDOW,
         "causal": int(facts.causal),
-        "draft_mask": empty(int32, 1),
-        "scale": empty(fp32),
+        "tree_mask": empty(int32, 1),
+        "softmax_scale_ptr": empty(fp32),
         "soft_cap": 0.0,
         "skip_threshold": -INF,
         "o": empty(WIDE[spec.out[0]], heads, facts.head_dim_vo),
         "lse": empty(fp32, heads),
         "sink": empty(fp32),
-        "out_scale": empty(fp32),
+        "out_scale_ptr": empty(fp32),
         "o_fp8": empty(torch.uint8, heads, facts.head_dim_vo),
         "o_fp4": empty(torch.uint8, heads, facts.head_dim_vo // 2),
         "o_sf": empty(torch.uint8),
@@ -227,10 +227,10 @@ def plan_for(p: Problem, arch: str, sms: int) -> Plan:
     }
     names, dtype = args.fields(spec), p.result_dtype
     size = dtype.itemsize if isinstance(dtype, torch.dtype) else 0  # what is packed is compared by itself
-    return Plan(
+    return LaunchPlan(
         fn=fn,
         flat=[default.get(name) for name in names],
-        at=Places(spec),
+        at=ArgSlots(spec),
         device=device,
         alone=here.device_count() == 1,
         dtype=dtype,
@@ -243,13 +243,13 @@ def plan_for(p: Problem, arch: str, sms: int) -> Plan:
         tile_rows=spec.tile.m,
         sms=sms,
         stream_k=spec.schedule == "stream_k",
-        counters=spec.tile.counters,
+        counters=spec.tile.counters_per_split,
         part_keys=blocks * spec.tile.n if spec.schedule == "stream_k" else 0,
         checked=checking(),
     )
 
 
-def run(p: Problem) -> Any:
+def run(p: AttentionCall) -> Any:
     """What the public function returns, of a problem that nothing traces and nobody checked."""
     (
         _, phase, q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor, causal, window_left,
@@ -333,7 +333,7 @@ def run(p: Problem) -> Any:
             turned = rotated(p)
             q, k, page_table = turned.q, turned.k, turned.requests.page_table
         flat[at.q], flat[at.k], flat[at.v], flat[at.kv_lens], flat[at.page_table] = q, k, v, kv_lens, page_table
-        flat[at.scale_log2], flat[at.out_factor] = scale * LOG2E, out_scale + 0.0
+        flat[at.softmax_scale_log2], flat[at.out_scale] = scale * LOG2E, out_scale + 0.0
         if plan.wide:
             flat[at.o] = o
         else:
@@ -370,7 +370,7 @@ def run(p: Problem) -> Any:
         raise why from None
 
 
-def _rare_facts(p: Problem) -> tuple[Any, ...]:
+def _rare_facts(p: AttentionCall) -> tuple[Any, ...]:
     """What a plan depends on of what most calls lack."""
     if p.rope is not None:
         checks.scalars(p)
@@ -385,7 +385,7 @@ def _rowless(t: torch.Tensor) -> tuple[int, int]:
     return heads, dim
 
 
-def _check_rows(p: Problem) -> None:
+def _check_rows(p: AttentionCall) -> None:
     """Raises on what a plan of requests that are no rows of a table does not say."""
     rows, r = p.k.shape[2], p.requests
     if rows * (r.page_table.shape[2] or 1) >= checks.MOST_KEYS or r.form == "ragged" and rows != p.v.shape[2]:
@@ -398,13 +398,13 @@ def _most(q: torch.Tensor) -> int:
     return 2 * (tokens * token + heads * head + dim)
 
 
-def _too_many_tiles(p: Problem, batch: int) -> NotImplementedError:
+def _too_many_tiles(p: AttentionCall, batch: int) -> NotImplementedError:
     tokens, heads, _ = p.q.shape
     why = f"a CUDA kernel counts less than {MOST_TILES} tiles, of requests that own all tokens each"
     return NotImplementedError(f"{checks.names_of(p)('q')}: {tokens} tokens of {heads} heads, {batch} requests; {why}")
 
 
-def run_reference(p: Problem) -> Any:
+def run_reference(p: AttentionCall) -> Any:
     """The valid problem in fp32 torch on its own device, written to out and lse; of meta tensors, the outputs.
     Skip-softmax leaves out nothing."""
     if not p.q.is_meta:
@@ -419,7 +419,7 @@ def run_reference(p: Problem) -> Any:
     return (out, lse) if p.return_lse else out
 
 
-def outputs(p: Problem) -> tuple[Any, torch.Tensor | None]:
+def outputs(p: AttentionCall) -> tuple[Any, torch.Tensor | None]:
     """(out, lse) of a call, new where its caller gave none; lse is None where nobody wants it."""
     out: Any = p.out
     shape, dtype, lse = (p.q.shape[0], p.q.shape[1], p.dim_vo), p.result_dtype, p.lse

@@ -9,13 +9,13 @@ from math import pi
 
 import torch
 
-from .problem import Problem, Requests, Rope
+from .call import AttentionCall, Rope, SequenceBatch
 
 TEMPORARY = 1 << 28  # bytes that are alive at a time beside the result, but for what one page takes
 TYPES = (torch.bfloat16, torch.float16)
 
 
-def rotated(p: Problem) -> Problem:
+def rotated(p: AttentionCall) -> AttentionCall:
     """A problem without `rope` whose Q and K are rotated copies; of the rest, only K's row of the page table differs.
 
     Entry e of the page table is page e of the new K, rotated at the positions of its request: a page that several
@@ -89,7 +89,7 @@ def _empty(like: torch.Tensor, pages: int) -> torch.Tensor:
     return like.new_empty(pages, heads, rows, dim)
 
 
-def _paged_keys(p: Problem, turns: torch.Tensor) -> tuple[torch.Tensor, Requests]:
+def _paged_keys(p: AttentionCall, turns: torch.Tensor) -> tuple[torch.Tensor, SequenceBatch]:
     r, pool = p.requests, p.k.shape[0]
     if not pool:  # no request has keys
         return p.k, r
@@ -106,7 +106,7 @@ def _paged_keys(p: Problem, turns: torch.Tensor) -> tuple[torch.Tensor, Requests
     return k, r._replace(page_table=table)
 
 
-def _ragged_keys(p: Problem, turns: torch.Tensor) -> tuple[torch.Tensor, Requests]:
+def _ragged_keys(p: AttentionCall, turns: torch.Tensor) -> tuple[torch.Tensor, SequenceBatch]:
     assert p.requests.kv_starts is not None
     rows = p.k.shape[2]
     row = torch.arange(rows, dtype=torch.int32, device=p.k.device)
@@ -127,7 +127,7 @@ def _offsets_within(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     return x - starts[_owner(x, starts[1:])]
 
 
-def _key_counts(p: Problem) -> torch.Tensor:
+def _key_counts(p: AttentionCall) -> torch.Tensor:
     """(B,) int32, clamped as kernels do."""
     r, rows = p.requests, p.k.shape[2]
     width = rows if r.form == "ragged" else r.page_table.shape[2]
@@ -139,7 +139,7 @@ def _key_counts(p: Problem) -> torch.Tensor:
     return ((counts - 1) * rows + r.kv_lens.clamp(0, rows)).masked_fill_(counts == 0, 0)
 
 
-def _query_positions(p: Problem) -> torch.Tensor:
+def _query_positions(p: AttentionCall) -> torch.Tensor:
     """(T,) int32: of row i of a request of m queries and n keys, i + n - m."""
     tokens, counts, offsets = p.q.shape[0], _key_counts(p), p.requests.cu_seqlens_q
     if offsets is None:

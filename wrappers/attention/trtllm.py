@@ -18,9 +18,9 @@ from ..checks import (
 from ..fp4 import BLOCK, FP4Tensor
 from ..plain import traced
 from ..scalars import OR_TENSOR, integer, real, scale_of, split_scale
+from .call import ABSENT, SEPARATE, SHARED, AttentionCall, TableLayout, make_problem, pair, requests_of
 from .checks import SIGNATURES, drafts_of
 from .op import serve
-from .problem import ABSENT, SEPARATE, SHARED, Form, Problem, make_problem, pair, requests_of
 
 LN2 = 0.6931471805599453
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cake")  # of upstream: here a hint
@@ -132,7 +132,7 @@ def trtllm_batch_context_with_kv_cache(
     out_scale, out_scale_tensor = (
         (bmm2_scale, None) if bmm2_scale.__class__ is float else split_scale("bmm2_scale", bmm2_scale)
     )
-    p = make_problem(Problem, (
+    p = make_problem(AttentionCall, (
         signature, "prefill", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
         out_scale_tensor, causal, window_left, logits_soft_cap, sinks, k_scales, v_scales, v_scales_interleaved, None,
         skip_softmax_threshold_scale_factor, out, out_dtype, o_sf_scale, lse, return_lse, False, enable_pdl,
@@ -237,7 +237,7 @@ def trtllm_batch_decode_with_kv_cache(
     )
     if o_scale is not None and (o_scale.__class__ is not float or o_scale != 1.0):
         out_scale = _unscaled(out_scale, o_scale, out_dtype or getattr(query if out is None else out, "dtype", None))
-    p = make_problem(Problem, (
+    p = make_problem(AttentionCall, (
         signature, "decode", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
         out_scale_tensor, True, window_left, logits_soft_cap, sink, k_scales, v_scales, v_scales_interleaved, drafts,
         skip_softmax_threshold_scale_factor, out, out_dtype, o_sf_scale, lse, return_lse, batch_invariant, enable_pdl,
@@ -271,12 +271,12 @@ def _unscaled(out_scale: Any, o_scale: Any, dtype: Any) -> Any:
     return out_scale * o_scale if dtype in (torch.float16, torch.bfloat16) else out_scale
 
 
-def _form(shared: Any) -> Form:
+def _form(shared: Any) -> TableLayout:
     """Of a page table that is not, or not surely, shared."""
     return SEPARATE if shared is False else refuse_flag("uses_shared_paged_kv_idx", shared)
 
 
-def _check_vector(p: Problem, size: Any) -> None:
+def _check_vector(p: AttentionCall, size: Any) -> None:
     check_integer("o_sf_vec_size", size)
     if "nvfp4" not in (p.out_dtype, getattr(p.out, "dtype", None)):
         raise ValueError(f"o_sf_vec_size: {size}, must be None unless the output is nvfp4")

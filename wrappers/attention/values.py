@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from ..checks import INF
+from .call import AttentionCall
 from .checks import Names, names_of
-from .problem import Problem
 
 MOST = 2**31  # keys of a request
 
 
-def check(p: Problem, positive: bool = False) -> None:
+def check(p: AttentionCall, positive: bool = False) -> None:
     """ValueError names the argument, the request, its value and what is allowed, for the first value of a valid problem
     that does not fit. positive: the logits' factor must be. Waits for the device."""
     name = names_of(p)
@@ -37,7 +37,7 @@ def check(p: Problem, positive: bool = False) -> None:
         _mask(p, name, rows * lens)
 
 
-def _starts(p: Problem, name: Names) -> tuple[torch.Tensor | None, torch.Tensor]:
+def _starts(p: AttentionCall, name: Names) -> tuple[torch.Tensor | None, torch.Tensor]:
     """(first entry or row of each request's keys, (B + 1,), None where there is a table; query rows of each, (B,)), on
     the CPU, after a check of both."""
     r, tokens, starts = p.requests, p.q.shape[0], None
@@ -61,7 +61,7 @@ def _rising(name: str, offsets: torch.Tensor, most: int, what: str) -> torch.Ten
     return offsets.cpu().long()
 
 
-def _lengths(p: Problem, name: Names, starts: torch.Tensor | None) -> torch.Tensor:
+def _lengths(p: AttentionCall, name: Names, starts: torch.Tensor | None) -> torch.Tensor:
     """Keys of each request, (B,) int64 on the CPU, after a check."""
     r, (pages, _, size, _) = p.requests, p.k.shape
     counts = None if starts is None else starts.diff()
@@ -85,7 +85,7 @@ def _lengths(p: Problem, name: Names, starts: torch.Tensor | None) -> torch.Tens
     return torch.where(counts > 0, (counts - 1) * size + lens, 0) if pages else torch.zeros_like(counts)
 
 
-def _mask(p: Problem, name: Names, bits: torch.Tensor) -> None:
+def _mask(p: AttentionCall, name: Names, bits: torch.Tensor) -> None:
     """A request's bits lie in the mask."""
     assert p.custom_mask is not None and p.mask_starts is not None
     size = len(p.custom_mask)
@@ -97,7 +97,7 @@ def _mask(p: Problem, name: Names, bits: torch.Tensor) -> None:
             raise ValueError(f"{where}, must be in [0, {size - need}]: {why}")
 
 
-def _pages(p: Problem, name: Names, first: torch.Tensor, lens: torch.Tensor) -> None:
+def _pages(p: AttentionCall, name: Names, first: torch.Tensor, lens: torch.Tensor) -> None:
     """Ids of the pages that hold keys from `first` on; xqa's callers say a page of zeros by a negative one."""
     r, size, table = p.requests, p.k.shape[2], p.requests.page_table.cpu()
     pools = torch.tensor([[p.k.shape[0]], [p.v.shape[0]]])

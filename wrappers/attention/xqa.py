@@ -7,11 +7,11 @@ import torch
 from ..checks import check_integer, check_number, check_one_of, check_shape, check_strided
 from ..plain import traced
 from ..scalars import integer, product, real, scale_of
+from .call import ABSENT, AttentionCall, TableLayout, make_problem, pair, requests_of
 from .checks import E4M3, E5M2, SIGNATURES, drafts_of
 from .op import serve
-from .problem import ABSENT, Form, Problem, make_problem, pair, requests_of
 
-FORM = Form("page_table", column=True)
+FORM = TableLayout("page_table", column=True)
 SIGNATURES["xqa"] = {
     "kv": "k_cache, v_cache", "k": "k_cache", "v": "v_cache", "kv_lens": "seq_lens", "out": "output",
     "cu_seqlens_q": "q_cu_seq_lens", "max_q_len": "q_seq_len", "scale": "q_scale * kv_scale", "out_scale": "kv_scale",
@@ -126,7 +126,7 @@ def xqa(
         check_number("rcp_out_scale", rcp_out_scale, positive=True)
     if output.dtype == E4M3:
         out_scale *= rcp_out_scale
-    serve(make_problem(Problem, (
+    serve(make_problem(AttentionCall, (
         "xqa", "decode", rows, k, v, requests, q_seq_len, scale, scale_tensor, out_scale, kv_tensor, True,
         window_left, None, sinks, k_scales, v_scales, v_scales_interleaved, drafts, None, out, None, None, None, False,
         batch_invariant, enable_pdl,

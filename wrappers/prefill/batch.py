@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import machine
-from ..attention.problem import Requests, listed_requests
+from ..attention.call import SequenceBatch, listed_requests
 from ..checks import check_flag, check_integer, check_operand, check_strided
 from ..plain import traced
 from ..scalars import integer
@@ -19,7 +19,7 @@ class Planned(NamedTuple):
     """What plan found of a batch. rows, the query tokens, and keys, the rows that K without pages must have, are None
     where only the device knows them."""
 
-    requests: Requests
+    requests: SequenceBatch
     rows: int | None
     keys: int | None
     max_q_len: int | None
@@ -225,9 +225,9 @@ class Batch:
             raise RuntimeError(f"{type(self).__name__}: call plan before run")
         return self._planned
 
-    def _ready(self, q: Any, k: Any, v: Any) -> tuple[Planned, Requests, int]:
+    def _ready(self, q: Any, k: Any, v: Any) -> tuple[Planned, SequenceBatch, int]:
         """The plan, its requests and a bound of query lengths, of a run whose tensors fit the plan. k and v: as in
-        `Problem`."""
+        `AttentionCall`."""
         planned = self._planned or self._plan_of_run()
         (qo, kv, dim_qk, dim_vo, page_size), (q_dtype, kv_dtype, _) = self._shape, self._types
         requests, rows, keys, most, _, _ = planned
@@ -269,6 +269,6 @@ class Batch:
         """int64 (B,): keys of each request."""
         raise NotImplementedError
 
-    def _requests(self, here: tuple[torch.Tensor, ...]) -> Requests:
+    def _requests(self, here: tuple[torch.Tensor, ...]) -> SequenceBatch:
         """Of the tensors of `_NAMES` on the device."""
         raise NotImplementedError

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from ..attention.call import AttentionCall, SequenceBatch, csr_requests, make_problem, pair
 from ..attention.checks import HEAD_SCALES, SIGNATURES
 from ..attention.op import serve
-from ..attention.problem import Problem, Requests, csr_requests, make_problem, pair
 from ..checks import check_flag, check_integer
 from ..page import paged_kv
 from ..scalars import integer, real
@@ -149,7 +149,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Batch):
         k_scales = v_scales = None
         if kv_cache_sf is not None:
             k_scales, v_scales = views("kv_cache_sf", kv_cache_sf, self._kv_layout)
-        return serve(make_problem(Problem, (
+        return serve(make_problem(AttentionCall, (
             DECODE, "decode", q, k, v, requests, self._q_len, scale, scale_tensor, out_scale, out_scale_tensor, True,
             self._window_left, self._logits_soft_cap, sinks, k_scales, v_scales, v_scales_interleaved, None,
             real(skip_softmax_threshold_scale_factor), out, self._types.out, None, lse, return_lse, self._invariant,
@@ -172,7 +172,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Batch):
             q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse
         )  # fmt: skip
 
-    def _requests(self, here: tuple[torch.Tensor, ...]) -> Requests:
+    def _requests(self, here: tuple[torch.Tensor, ...]) -> SequenceBatch:
         return csr_requests(None, here[0], here[1], here[2])
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from ..attention.call import AttentionCall, SequenceBatch, make_problem, ragged_requests
 from ..attention.checks import HEAD_SCALES, SIGNATURES
 from ..attention.op import serve
-from ..attention.problem import Problem, Requests, make_problem, ragged_requests
 from ..checks import check_strided
 from ..plain import traced
 from . import values
@@ -25,7 +25,8 @@ HEAD_SCALES.add(RAGGED)
 
 
 def rows_of(name: str, t: Any, layout: str) -> torch.Tensor:
-    """Rows of K or V, (rows, Hkv, D) "NHD" or (Hkv, rows, D) "HND", as a `Problem` has them: (1, Hkv, rows, D)."""
+    """Rows of K or V, (rows, Hkv, D) "NHD" or (Hkv, rows, D) "HND", as an `AttentionCall` has them: (1, Hkv, rows,
+    D)."""
     check_strided(name, t, 3)
     if layout == "HND":
         return t.unsqueeze(0)
@@ -147,7 +148,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Batch):
         k_scales = v_scales = None
         if kv_cache_sf is not None:
             k_scales, v_scales = scales_of(kv_cache_sf, self._kv_layout)
-        return serve(make_problem(Problem, (
+        return serve(make_problem(AttentionCall, (
             RAGGED, "prefill", q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor,
             self._causal, self._window_left, self._logits_soft_cap, sinks, k_scales, v_scales, False, None, None, out,
             self._types.out, None, lse, return_lse, False, enable_pdl,
@@ -169,5 +170,5 @@ class BatchPrefillWithRaggedKVCacheWrapper(Batch):
     def _keys(self, given: tuple[torch.Tensor, ...], page_size: int) -> torch.Tensor:
         return given[1].to(torch.int64).diff().clamp(min=0)
 
-    def _requests(self, here: tuple[torch.Tensor, ...]) -> Requests:
+    def _requests(self, here: tuple[torch.Tensor, ...]) -> SequenceBatch:
         return ragged_requests(here[0], here[1])

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from ..attention.call import AttentionCall, ragged_requests
 from ..attention.checks import HEAD_SCALES, SIGNATURES
 from ..attention.op import serve
-from ..attention.problem import Problem, ragged_requests
 from ..checks import check_strided
 from ..plain import traced
 from ..quantization import packbits
@@ -93,7 +93,7 @@ def single_prefill_with_kv_cache(
     k_scales, v_scales = (None, None) if kv_cache_sf is None else scales_of(kv_cache_sf, kv_layout)
     own = values.bounds(rows, device)
     requests = ragged_requests(own, own if rows == keys else values.bounds(keys, device), not traced(q))
-    return serve(Problem(
+    return serve(AttentionCall(
         SINGLE, "prefill", q, k, v, requests, rows, scale, scale_tensor, out_scale, out_scale_tensor, causal,
         m.window_left, m.soft_cap, k_scales=k_scales, v_scales=v_scales,
         out_dtype=None if o_dtype is None else values.dtype_of("o_dtype", o_dtype),

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import machine
+from ..attention.call import Rope
 from ..attention.checks import CACHES, MOST_MASK, OUTPUTS, QUERIES
-from ..attention.problem import Rope
 from ..checks import (
     INF,
     UnknownName,
@@ -202,7 +202,7 @@ def _of_heads(name: str, value: torch.Tensor, heads: Any, of: int) -> torch.Tens
 def factors(
     scale: float, q_scale: Any, k_scale: Any, v_scale: Any, device: torch.device, heads: Any
 ) -> tuple[Any, torch.Tensor | None, Any, torch.Tensor | None]:
-    """(scale, scale_tensor, out_scale, out_scale_tensor) of a `Problem`. heads: (Hq, Hkv, ...)."""
+    """(scale, scale_tensor, out_scale, out_scale_tensor) of an `AttentionCall`. heads: (Hq, Hkv, ...)."""
     tensor = out_tensor = None
     out_scale = 1.0
     if q_scale is not None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from .. import fp4
-from ..attention.problem import Problem
+from ..attention.call import AttentionCall
 from .dense import Heads, attention, rotate
 
 
@@ -37,7 +37,7 @@ class Keys(NamedTuple):
     first: int = 0
 
 
-def most_keys(p: Problem) -> int:
+def most_keys(p: AttentionCall) -> int:
     """Of a request."""
     r = p.requests
     if r.form == "ragged":
@@ -45,7 +45,7 @@ def most_keys(p: Problem) -> int:
     return r.page_table.shape[2] * p.k.shape[2] if p.k.shape[0] else 0
 
 
-def keys_of(p: Problem) -> list[Keys]:
+def keys_of(p: AttentionCall) -> list[Keys]:
     """The keys of each request, clamped to what there is: none where the cache has no pages or starts fall."""
     r, most = p.requests, most_keys(p)
     if r.kv_starts is None:
@@ -83,7 +83,7 @@ class Tokens(NamedTuple):
     causal: bool | torch.Tensor
 
 
-def tokens_of(p: Problem) -> Iterator[Tokens]:
+def tokens_of(p: AttentionCall) -> Iterator[Tokens]:
     """Of each request that has query rows, in any form: pages of a table or a list, or rows without pages. Reads
     lengths on the host."""
     tokens, r, v_scales = len(p.q), p.requests, p.v_scales
@@ -112,7 +112,7 @@ def tokens_of(p: Problem) -> Iterator[Tokens]:
         yield Tokens(rows, q, k, v, causal)
 
 
-def paged_attention(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+def paged_attention(p: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(o (T, Hq, Dvo) fp32 including out_scale, lse (T, Hq) fp32 base 2). Rows of no request are 0 and -inf. Reads
     lengths on the host, so a GPU call synchronises; skips nothing. Values that make no sense are clamped as kernels
     do: rows to the query's, keys to what a row of the table, or the list of all, holds, none where the cache has no

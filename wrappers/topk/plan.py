@@ -8,7 +8,7 @@ import torch
 
 from cute_kernels.topk import dispatch
 from cute_kernels.topk.args import TopKArgs
-from cute_kernels.topk.problem import Problem
+from cute_kernels.topk.request import TopKKernelRequest
 
 from .. import machine, overlap, reference
 from ..checks import checking
@@ -22,7 +22,7 @@ _empty_like = torch.empty_like  # a module global: an attribute look-up saved is
 
 
 @dataclass(slots=True, eq=False)
-class Plan:
+class TopKLaunchPlan:
     """What the static facts of a call decide."""
 
     fn: Callable[..., Any]  # the compiled kernel, or the reference
@@ -140,13 +140,13 @@ def _refuse_overlap(output: torch.Tensor, other: torch.Tensor) -> None:
         raise ValueError("overlap")
 
 
-def facts_of(call: Call, sms: int) -> Problem:
+def facts_of(call: Call, sms: int) -> TopKKernelRequest:
     """What a valid call asks of a kernel on a GPU of so many SMs."""
     rows, width = call.scores.shape
-    return Problem(DTYPES[call.scores.dtype], rows, width, call.k, sms)
+    return TopKKernelRequest(DTYPES[call.scores.dtype], rows, width, call.k, sms)
 
 
-def plan_for(call: Call, facts: tuple[str, int] | None) -> Plan:
+def plan_for(call: Call, facts: tuple[str, int] | None) -> TopKLaunchPlan:
     """The plan of a valid call on a machine of these facts; NotImplementedError where no kernel serves it."""
     scores, k = call.scores, call.k
     (rows, width), device = scores.shape, scores.device
@@ -179,7 +179,7 @@ def plan_for(call: Call, facts: tuple[str, int] | None) -> Plan:
         page_shift=call.page_size.bit_length() - 1, k=k, last_ties=int(call.tie_break == TopKTieBreak.LARGE),
         enable_pdl=1,
     )  # fmt: skip
-    return Plan(
+    return TopKLaunchPlan(
         fn=fn,
         sort=sort,
         flat=list(flat),

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar
 
-from ..problem import Problem, Refusal
-from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, outputs, source_of
+from ..request import KernelRequest, Refusal
+from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, kv_source, outputs
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 PHASES = ("decode",)
@@ -18,10 +18,10 @@ FEW_ROWS = 8  # of a warp; kernels for calls with more rows have twice as many
 
 
 @dataclass(frozen=True)
-class Tile:
+class DecodeTileConfig:
     """At most m query rows x n keys a CTA; `stages` K tiles and as many V tiles in flight. The warps of `warpgroups`
     compute, `rows_per_warp` rows each, 8 or 16, on keys of their own. blackwell: for sm_100a and sm_103a, whose code
-    differs (`quant.format_of`, `operands.fill`)."""
+    differs (`quant.kv_format`, `operands.fill`)."""
 
     m: int
     n: int
@@ -30,26 +30,26 @@ class Tile:
     rows_per_warp: int = FEW_ROWS
     blackwell: bool = False
 
-    loaders: ClassVar[int] = 1  # warps that fill a stage together
-    knows_rows: ClassVar[bool] = False  # of `work.Work`
-    guesses: ClassVar[bool] = True  # see `early`
+    load_warps: ClassVar[int] = 1  # warps that fill a stage together
+    per_tile_pack_gqa: ClassVar[bool] = False  # of `work.WorkTileInfo`
+    pdl_prologue: ClassVar[bool] = True  # see `pdl`
 
     @property
     def warps(self) -> int:
         return 4 * self.warpgroups
 
     @property
-    def counters(self) -> int:
+    def counters_per_split(self) -> int:
         """Of a part of a tile: each warp counts, and merges, its own rows."""
         return self.warps
 
     @property
-    def merged_columns(self) -> int:
+    def combine_columns(self) -> int:
         """Registers of a lane for columns of parts that it merges, where O and Q leave room."""
         return 96 if self.rows_per_warp == FEW_ROWS and self.warpgroups < 3 else 32
 
     @property
-    def heights(self) -> tuple[int, ...]:
+    def m_choices(self) -> tuple[int, ...]:
         """Rows that a tile may have, ascending: a number of groups of rows that the warps divide into evenly."""
         each = self.rows_per_warp
         return tuple(n * each for n in range(1, self.warps + 1) if self.warps % n == 0 and n * each <= self.m)
@@ -65,32 +65,34 @@ class Tile:
         return self.blackwell
 
 
-Spec = AttentionSpec[Tile]
+Spec = AttentionSpec[DecodeTileConfig]
 
 # Nearly all the shared memory that there is holds K and V as they are stored. A warp has 16 to 64 keys of a stage.
 # Stages are small, so that work is shared among CTAs evenly. More warps convert where registers suffice. Kernels of 16
 # rows a warp hold more in registers, 8 warps at most, and add up more of O in shared memory.
 TILES = {  # (type of the cache, head_dim, rows of a warp) -> tile
-    ("16-bit", 64, 8): Tile(64, 128, 6),
-    ("16-bit", 128, 8): Tile(64, 128, 3),
-    ("16-bit", 256, 8): Tile(32, 64, 3, 1),
-    ("e4m3", 64, 8): Tile(64, 256, 6),
-    ("e4m3", 128, 8): Tile(64, 256, 3),
-    ("e4m3", 256, 8): Tile(64, 128, 3),
-    ("nvfp4", 64, 8): Tile(64, 512, 4),
-    ("nvfp4", 128, 8): Tile(48, 384, 3, 3),
-    ("nvfp4", 256, 8): Tile(64, 128, 5),
-    ("16-bit", 64, 16): Tile(64, 128, 6, 2, 16),
-    ("16-bit", 128, 16): Tile(64, 128, 3, 2, 16),
-    ("e4m3", 64, 16): Tile(64, 256, 6, 2, 16),
-    ("e4m3", 128, 16): Tile(64, 256, 3, 2, 16),
-    ("nvfp4", 64, 16): Tile(64, 512, 4, 2, 16),
-    ("nvfp4", 128, 16): Tile(64, 256, 5, 2, 16),  # head_dim 256: O and Q of 16 rows are 192 registers of a thread
+    ("16-bit", 64, 8): DecodeTileConfig(64, 128, 6),
+    ("16-bit", 128, 8): DecodeTileConfig(64, 128, 3),
+    ("16-bit", 256, 8): DecodeTileConfig(32, 64, 3, 1),
+    ("e4m3", 64, 8): DecodeTileConfig(64, 256, 6),
+    ("e4m3", 128, 8): DecodeTileConfig(64, 256, 3),
+    ("e4m3", 256, 8): DecodeTileConfig(64, 128, 3),
+    ("nvfp4", 64, 8): DecodeTileConfig(64, 512, 4),
+    ("nvfp4", 128, 8): DecodeTileConfig(48, 384, 3, 3),
+    ("nvfp4", 256, 8): DecodeTileConfig(64, 128, 5),
+    ("16-bit", 64, 16): DecodeTileConfig(64, 128, 6, 2, 16),
+    ("16-bit", 128, 16): DecodeTileConfig(64, 128, 3, 2, 16),
+    ("e4m3", 64, 16): DecodeTileConfig(64, 256, 6, 2, 16),
+    ("e4m3", 128, 16): DecodeTileConfig(64, 256, 3, 2, 16),
+    ("nvfp4", 64, 16): DecodeTileConfig(64, 512, 4, 2, 16),
+    ("nvfp4", 128, 16): DecodeTileConfig(
+        64, 256, 5, 2, 16
+    ),  # head_dim 256: O and Q of 16 rows are 192 registers of a thread
 }
 USUAL = (64, 128)  # head dims
 GATHERED = ("16-bit", "e4m3")  # types of caches of shipped kernels that gather pages
 DIMS = tuple(sorted({dim for _, dim, _ in TILES}))
-BLACKWELL = TILES | {("e4m3", 128, 8): Tile(64, 128, 6)}  # which would spill there
+BLACKWELL = TILES | {("e4m3", 128, 8): DecodeTileConfig(64, 128, 6)}  # which would spill there
 
 
 def spec_of(q: str, kv: str, dim: int, rows: int, arch: str) -> Spec:
@@ -103,7 +105,7 @@ def spec_of(q: str, kv: str, dim: int, rows: int, arch: str) -> Spec:
     return AttentionSpec(q, KVSpec(kv), outputs(q), dim, dim, mask, logits, "stream_k", tile)
 
 
-def candidate(problem: Problem, arch: str) -> Spec:
+def candidate(problem: KernelRequest, arch: str) -> Spec:
     """The spec that would serve a problem, if `supports` lets it."""
     p = problem
     many = not p.batch_invariant and p.rows * p.group > FEW_ROWS  # other requests' rows count
@@ -111,7 +113,7 @@ def candidate(problem: Problem, arch: str) -> Spec:
     mask = replace(spec.mask, causal="always" if p.causal else "value", custom=p.custom_mask)
     logits = replace(spec.logits, alibi=p.alibi, head_scales=p.head_scales)
     out = outputs(p.q, p.out)
-    return replace(spec, kv=KVSpec(p.kv, source_of(p)), head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, out=out)
+    return replace(spec, kv=KVSpec(p.kv, kv_source(p)), head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, out=out)
 
 
 def supports(spec: Spec) -> Refusal | None:
@@ -139,7 +141,7 @@ def supports(spec: Spec) -> Refusal | None:
     t = spec.tile
     if t is None:
         return Refusal("tile", "None: a spec needs one")
-    if t.rows_per_warp not in (FEW_ROWS, 2 * FEW_ROWS) or t.m not in t.heights:
+    if t.rows_per_warp not in (FEW_ROWS, 2 * FEW_ROWS) or t.m not in t.m_choices:
         return Refusal("tile", f"{t}: m is 8 or 16 rows (rows_per_warp) for each of a divisor of {t.warps} warps")
     if t.n % (16 * t.warps):
         return Refusal("tile", f"{t}: n is a multiple of 16 keys for each of {t.warps} warps")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import cutlass
 
 from ...device import copy
-from ..spec import BLOCK
+from ..spec import SF_VEC_SIZE
 
 
 class CachedRow(NamedTuple):
@@ -78,7 +78,7 @@ def row_of_warp(spec, warp, i):
     return (i // each * spec.tile.warps + warp) * each + i % each
 
 
-def mates(spec):
+def sf_lanes(spec):
     """Masks of lanes whose pieces, of 4 columns, make 16 neighbours."""
     count = columns_at_once(spec) // 4  # pieces of a lane, number eighth * count + i
     return (1, count) if columns(spec) == 8 else (1, 2)
@@ -92,7 +92,7 @@ def halves(spec):
 def warps_per_group(spec, m):
     """Warps that share a group of rows of a tile of m rows."""
     each, count = spec.tile.rows_per_warp, spec.tile.warps
-    for less, more in pairwise(spec.tile.heights):
+    for less, more in pairwise(spec.tile.m_choices):
         fewer = spec.tile.warps * each // less - spec.tile.warps * each // more
         count -= cutlass.min(cutlass.max(m - less, 0), 1) * fewer
     return count
@@ -100,7 +100,7 @@ def warps_per_group(spec, m):
 
 def scale_blocks(spec):
     """Scale factors of a row of V that a lane needs."""
-    return max(1, spec.head_dim_vo // (8 * BLOCK)) if spec.kv.scaled else 1
+    return max(1, spec.head_dim_vo // (8 * SF_VEC_SIZE)) if spec.kv.block_scaled else 1
 
 
 def v_offsets(spec):

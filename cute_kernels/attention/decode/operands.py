@@ -7,9 +7,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from ...device import copy, mma, pipe
+from ...device import copy, mma, pipeline
 from .. import geometry, logits, quant
-from ..spec import BLOCK
+from ..spec import SF_VEC_SIZE
 from .layout import CachedRow, columns, halves, keys, scale_blocks, v_offsets
 
 
@@ -21,7 +21,7 @@ class KeyCursor(NamedTuple):
     key: Int32
 
 
-class V(NamedTuple):
+class VFragment(NamedTuple):
     """Registers of a chunk of V: words (word, key of 4, 16 keys), and scale factors (block, key of 4, 16 keys)."""
 
     words: cute.Tensor
@@ -55,7 +55,7 @@ def multiplier(spec):
 def allocate_v(spec):
     count = keys(spec) // 16
     words = (CachedRow.of(spec, spec.head_dim_vo).width // 32, 4, count)
-    return V(*(cute.make_rmem_tensor(shape, Uint32) for shape in (words, (scale_blocks(spec), 4, count))))
+    return VFragment(*(cute.make_rmem_tensor(shape, Uint32) for shape in (words, (scale_blocks(spec), 4, count))))
 
 
 @cute.jit
@@ -68,8 +68,8 @@ def fetch_q(spec: cutlass.Constexpr, a, r, x, words: cute.Tensor):
     for half in cutlass.range_constexpr(halves(spec)):
         at = x.first + spec.tile.rows_per_warp * x.group + 8 * half + g
         if at < x.rows:
-            token = geometry.token_of(at, r.rows_per_token)
-            head = geometry.head_of(at, w.head, r.rows_per_token)
+            token = geometry.token_of(at, r.pack_factor)
+            head = geometry.head_of(at, w.head_idx, r.pack_factor)
             source = a.query.q[w.q_start + token, head, None]
             for i in cutlass.range_constexpr(row.chunks * vectors):
                 piece = cute.local_tile(source, (8,), ((i // vectors * 4 + t) * vectors + i % vectors,))
@@ -89,18 +89,18 @@ def load_query(piece: cute.Tensor, words: cute.Tensor):
 
 
 @cute.jit
-def set_q(spec: cutlass.Constexpr, a, r, x, words: cute.Tensor, scale_log2: Float32):
+def set_q(spec: cutlass.Constexpr, a, r, x, words: cute.Tensor, softmax_scale_log2: Float32):
     """Operand B of this warp's rows, in the type that is multiplied and the order of the cached words."""
-    fmt = quant.format_of(spec)
+    fmt = quant.kv_format(spec)
     t = cute.arch.lane_idx() % 4
     for half in cutlass.range_constexpr(halves(spec)):
-        unit, own = Float32(fmt.unit), words[None, half]
-        if const_expr(spec.q == "bf16" and quant.operand(spec) == "fp16"):
-            unit *= quant.to_fp16(own)
+        q_row_scale, own = Float32(fmt.dequant_scale), words[None, half]
+        if const_expr(spec.q == "bf16" and quant.mma_sync_dtype(spec) == "fp16"):
+            q_row_scale *= quant.to_fp16(own)
         for i in cutlass.range_constexpr(2):
             k, row = 2 * half + i, x.first + spec.tile.rows_per_warp * x.group + 8 * half + 2 * t + i
-            r.tokens[k] = geometry.token_of(row, r.rows_per_token)
-            r.score_to_log2[k] = cute.arch.shuffle_sync(unit, 8 * t + 4 * i) * scale_log2
+            r.tokens[k] = geometry.token_of(row, r.pack_factor)
+            r.score_to_log2[k] = cute.arch.shuffle_sync(q_row_scale, 8 * t + 4 * i) * softmax_scale_log2
             capped = a.logits.soft_cap > 0.0
             r.to_log2[k] = logits.capped_to_log2(a.logits.soft_cap) if capped else r.score_to_log2[k]
         for i in cutlass.range_constexpr(spec.head_dim_qk // 8):
@@ -118,7 +118,7 @@ def in_order(fmt, words, i):
 
 def issue_qk(spec, s, r, scores, stage, row):
     """scores = K Q^T of the rows [row, row + keys) of a stage."""
-    name, fmt = quant.operand(spec), quant.format_of(spec)
+    name, fmt = quant.mma_sync_dtype(spec), quant.kv_format(spec)
     k, n = CachedRow.of(spec, spec.head_dim_qk), spec.tile.n
     base = s.k.iterator.toint() + stage * (n * k.width * k.chunks) + row * k.width
     quarter = k.width // 4
@@ -133,7 +133,7 @@ def issue_qk(spec, s, r, scores, stage, row):
                     at = base + (b * n + inside) * k.width + r.k_at[piece]
                     for word in mma.load(at, min(4, quarter // 4)):
                         block = (b * quarter // 4 + len(operands[half]) // 4) // 2
-                        operands[half] += quant.scale(fmt.pairs(word), factors[half], block)
+                        operands[half] += quant.scale_pairs(fmt.pairs(word), factors[half], block)
             for i in range(0, len(operands[0]), 2):
                 a = [operands[half][i + e] for e in range(2) for half in range(2)]
                 at = b * len(operands[0]) + i
@@ -143,28 +143,28 @@ def issue_qk(spec, s, r, scores, stage, row):
 
 def k_factors(spec, s, r, stage, row):
     """Scale factors of this lane's quarter of a row of K, a pair of each; None where the cache has none."""
-    if not spec.kv.scaled:
+    if not spec.kv.block_scaled:
         return None
-    count, size = spec.head_dim_qk // 64, spec.head_dim_qk // BLOCK
+    count, size = spec.head_dim_qk // 64, spec.head_dim_qk // SF_VEC_SIZE
     at = s.k_scales.iterator.toint() + (stage * spec.tile.n + row) * size + r.scales_at[0]
     both = quant.from_e4m3(mma.load_bytes(at, count))
     return [quant.broadcast(both[b // 2], b % 2) for b in range(count)]
 
 
-def load_v_factors(spec, s, r, v: V, stage, row, e, c):
+def load_v_factors(spec, s, r, v: VFragment, stage, row, e, c):
     """Scale factors of the e-th of a lane's keys, of 16 from row + 16 c on; nothing where the cache has none."""
-    if spec.kv.scaled:
-        size, inside = spec.head_dim_vo // BLOCK, 16 * c + 8 * (e // 2)
+    if spec.kv.block_scaled:
+        size, inside = spec.head_dim_vo // SF_VEC_SIZE, 16 * c + 8 * (e // 2)
         base = s.v_scales.iterator.toint() + (stage * spec.tile.n + row + inside) * size + r.scales_at[1]
         for k in range(scale_blocks(spec)):
             v.scales[k, e, c] = mma.load_bytes(base + e % 2 * r.scales_at[2] + k * r.scales_at[3], 1)
 
 
 @cute.jit
-def load_v(spec: cutlass.Constexpr, s, r, x, at: KeyCursor, b: cutlass.Constexpr, v: V):
-    """This lane's words of a chunk of V, and the scale factors of each key; zeros for those past kv_len (`blank`)."""
+def load_v(spec: cutlass.Constexpr, s, r, x, at: KeyCursor, b: cutlass.Constexpr, v: VFragment):
+    """This lane's words of a chunk of V, and the scale factors of each key; zeros for those past kv_len (`zero_v`)."""
     chunk, n, row, key = CachedRow.of(spec, spec.head_dim_vo), spec.tile.n, at.row, at.key
-    stage, t = pipe.cursor_stage(at.block), cute.arch.lane_idx() % 4
+    stage, t = pipeline.cursor_stage(at.block), cute.arch.lane_idx() % 4
     base = s.v.iterator.toint() + stage * (n * chunk.width * chunk.chunks) + row * chunk.width
     per = const_expr(chunk.width // 32)
     for c in cutlass.range_constexpr(keys(spec) // 16):
@@ -179,34 +179,34 @@ def load_v(spec: cutlass.Constexpr, s, r, x, at: KeyCursor, b: cutlass.Constexpr
         for c in cutlass.range_constexpr(keys(spec) // 16):
             for e in cutlass.range_constexpr(4):
                 if key + 16 * c + 8 * (e // 2) + 2 * t + e % 2 >= x.w.kv_len:
-                    blank(spec, v, e, c)
+                    zero_v(spec, v, e, c)
 
 
-def blank(spec, v: V, e, c):
+def zero_v(spec, v: VFragment, e, c):
     """Zeros for the e-th of a lane's keys of 16: rows past kv_len hold whatever the page held, and 0 * NaN is NaN. No
     e2m1 code is NaN, a scale factor may be. Hopper's kernel has zeros for codes too, 16 of its 692 instructions."""
-    if not (spec.kv.scaled and spec.tile.e2m1):
+    if not (spec.kv.block_scaled and spec.tile.e2m1):
         v.words[None, e, c].fill(0)
     v.scales[None, e, c].fill(0)
 
 
-def v_factors(spec, v: V, c):
+def v_factors(spec, v: VFragment, c):
     """Factors of 16 keys as pairs [key pair][block]; None where the cache has none."""
-    if not spec.kv.scaled:
+    if not spec.kv.block_scaled:
         return [None, None]
     pair = lambda k, e: quant.permute(v.scales[k, 2 * e, c], v.scales[k, 2 * e + 1, c], 0x40)  # noqa: E731
     each = [[quant.from_e4m3(pair(k, e))[0] for e in range(2)] for k in range(scale_blocks(spec))]
     return [[factors[e] for factors in each] for e in range(2)]
 
 
-def issue_pv(spec, r, p, b, v: V):
+def issue_pv(spec, r, p, b, v: VFragment):
     """O^T += V^T P^T of a chunk; p: words of P (two for 16 keys, half)."""
-    name, fmt = quant.operand(spec), quant.format_of(spec)
+    name, fmt = quant.mma_sync_dtype(spec), quant.kv_format(spec)
     for c in range(keys(spec) // 16):
         factors = v_factors(spec, v, c)
         for u in range(cute.size(v.words, mode=[0])):
             both = [fmt.values(v.words[u, 2 * e, c], v.words[u, 2 * e + 1, c]) for e in range(2)]
-            both = [quant.scale(both[e], factors[e], u // 2) for e in range(2)]
+            both = [quant.scale_pairs(both[e], factors[e], u // 2) for e in range(2)]
             of = [dict(zip(fmt.order, pairs)) for pairs in both]
             for i in range(0, fmt.elements, 2):
                 a = [of[e][i + half] for e in range(2) for half in range(2)]

@@ -7,9 +7,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from ...device import copy, pipe, warp
+from ...device import copy, pipeline, warp
 from .. import epilogue, geometry, quant, softmax
-from .layout import columns_at_once, first_column, mates, row_of_pass, rows_at_once, rows_of_pass
+from .layout import columns_at_once, first_column, row_of_pass, rows_at_once, rows_of_pass, sf_lanes
 from .roles import roles
 
 PIECE = 4  # columns that a thread adds up
@@ -21,10 +21,10 @@ class ReduceSmem:
 
     o: cute.Tensor  # (warp, row of a pass, piece of it, PIECE): piece i at i ^ (row / 2), for the banks
     stats: cute.Tensor  # (warp, row, maximum in log2 units and sum)
-    ready: pipe.Pipe  # of one stage, that all warps fill and free
+    ready: pipeline.Pipeline  # of one stage, that all warps fill and free
 
 
-class Sums(NamedTuple):
+class RowStats(NamedTuple):
     """Of a row: maximum in log2 units, sum of all exponentials / 2^top."""
 
     top: Float32
@@ -38,7 +38,7 @@ def allocate(spec, smem):
     return ReduceSmem(
         smem.allocate_tensor(Float32, row_major(t.warps, rows_at_once(spec), pieces, PIECE), 16),
         smem.allocate_tensor(Float32, row_major(t.warps, t.rows_per_warp, 2), 8),
-        pipe.make(smem, 1, t.warps, t.warps),
+        pipeline.make(smem, 1, t.warps, t.warps),
     )
 
 
@@ -47,13 +47,16 @@ def store(spec: cutlass.Constexpr, s, r, x, turn: Int32, at: cutlass.Constexpr):
     """What a pass adds up of this warp's O, and the maxima and sums of its rows, to s.merge. at: of `layout.passes`."""
     own, (low, number) = x.number, at
     g, t, count = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4, const_expr(columns_at_once(spec) // PIECE)
-    pipe.wait_empty(s.merge.ready, turn)
+    pipeline.producer_acquire(s.merge.ready, turn)
     if spec.tile.rows_per_warp * x.group < x.left:
         for k in cutlass.range_constexpr(low // 4, (low + rows_at_once(spec)) // 4):
             row = (k // 2 * 8 - low) + 2 * t + k % 2
             if const_expr(number == 0):
-                total = warp.across_quads(r.st.l[k], lambda x, y: x + y)
-                s.merge.stats[own, low + row, 0], s.merge.stats[own, low + row, 1] = r.st.m[k] * r.to_log2[k], total
+                total = warp.across_quads(r.st.row_sum[k], lambda x, y: x + y)
+                s.merge.stats[own, low + row, 0], s.merge.stats[own, low + row, 1] = (
+                    r.st.row_max[k] * r.to_log2[k],
+                    total,
+                )
             for i in cutlass.range_constexpr(count):
                 piece = cute.make_rmem_tensor(PIECE, Float32)
                 for e in cutlass.range_constexpr(PIECE):
@@ -61,7 +64,7 @@ def store(spec: cutlass.Constexpr, s, r, x, turn: Int32, at: cutlass.Constexpr):
                 copy.vector(piece, s.merge.o[own, row, (g * count + i) ^ (t + (k // 2 * 4 - low // 2)), None])
     cute.arch.sync_warp()
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(pipe.full(s.merge.ready, turn))
+        cute.arch.mbarrier_arrive(pipeline.full_barrier(s.merge.ready, turn))
 
 
 @cute.jit
@@ -79,34 +82,34 @@ def add_up(spec: cutlass.Constexpr, s, x, row: Uint32, piece: Uint32, total: cut
         exponentials = warp.fma(factor, s.merge.stats[first + c, inside, 1], exponentials)
         copy.vector(s.merge.o[first + c, stored, piece ^ (stored // 2), None], part)
         warp.add_scaled(total, part, factor)
-    return Sums(top, exponentials)
+    return RowStats(top, exponentials)
 
 
 @cute.jit
-def finish(spec: cutlass.Constexpr, a, r, x, row: Int32, column: Int32, total: cute.Tensor, sums: Sums):
+def finish(spec: cutlass.Constexpr, a, r, x, row: Int32, column: Int32, total: cute.Tensor, sums: RowStats):
     """PIECE columns of a row of the tile, from `column` * PIECE on, to the output or to its part; with the first ones
     its LSE."""
-    at, unit = x.first + row, Float32(quant.format_of(spec).unit)
+    at, dequant_scale = x.first + row, Float32(quant.kv_format(spec).dequant_scale)
     if x.w.split.slot >= 0:
         normal = softmax.normalizer(sums.top, sums.total, -Float32.inf)
-        total.store(total.load() * (normal.factor * unit))
+        total.store(total.load() * (normal.inv_row_sum * dequant_scale))
         epilogue.store_partial(spec, a, x.w.split.slot, row, column, total, normal.lse)
     else:
-        token = geometry.token_of(at, r.rows_per_token)
-        head = geometry.head_of(at, x.w.head, r.rows_per_token)
+        token = geometry.token_of(at, r.pack_factor)
+        head = geometry.head_of(at, x.w.head_idx, r.pack_factor)
         normal = softmax.normalizer(sums.top, sums.total, epilogue.sink_of(a, head))
-        total.store(total.load() * (normal.factor * unit * epilogue.scale_of(a)))
-        epilogue.store_piece(spec, a, x.w.q_start + token, head, column, total, mates(spec))
+        total.store(total.load() * (normal.inv_row_sum * dequant_scale * epilogue.output_scale(a)))
+        epilogue.store_piece(spec, a, x.w.q_start + token, head, column, total, sf_lanes(spec))
         epilogue.store_lse(a, x.w.q_start + token, head, normal.lse, column == 0)
 
 
 @cute.jit
 def merge(spec: cutlass.Constexpr, a, s, r, x, turn: Int32, at: cutlass.Constexpr):
     """What a pass adds up of the tile's output, or its part's, that all warps have stored."""
-    tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
+    tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
     count = const_expr(columns_at_once(spec) // PIECE)  # pieces of a lane
     pieces, (low, number) = const_expr(8 * count), at  # of a row
-    pipe.wait_full(s.merge.ready, turn)
+    pipeline.consumer_wait(s.merge.ready, turn)
     rows = rows_of_pass(spec, low, x.left)
     for index in cutlass.range(tid, pieces * rows, 32 * spec.tile.warps, unroll=1):
         which = Uint32(index)  # without a sign: divisions are shifts
@@ -116,4 +119,4 @@ def merge(spec: cutlass.Constexpr, a, s, r, x, turn: Int32, at: cutlass.Constexp
         column = first_column(spec, number + PIECE * (piece % count), piece // count)
         finish(spec, a, r, x, Int32(row), Int32(column // PIECE), total, sums)
     cute.arch.sync_warp()
-    pipe.release(s.merge.ready, turn)
+    pipeline.consumer_release(s.merge.ready, turn)

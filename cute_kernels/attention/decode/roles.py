@@ -6,11 +6,11 @@ REGISTERS = {1: (72, 248), 2: (72, 216), 3: (56, 152)}  # math warpgroups -> (ot
 
 
 def roles(spec) -> Roles:
-    load_regs, math_regs = REGISTERS[spec.tile.warpgroups]
+    load_regs, mma_regs = REGISTERS[spec.tile.warpgroups]
     return Roles.of(
-        Role("load_k", spec.tile.loaders, load_regs),
-        Role("load_v", spec.tile.loaders, load_regs),
+        Role("load_k", spec.tile.load_warps, load_regs),
+        Role("load_v", spec.tile.load_warps, load_regs),
         Role("schedule", 1, load_regs),
-        Role("load_scales" if spec.kv.scaled else "idle", 1, load_regs),
-        Role("math", spec.tile.warps, math_regs),
+        Role("load_scales" if spec.kv.block_scaled else "idle", 1, load_regs),
+        Role("mma", spec.tile.warps, mma_regs),
     )

@@ -7,17 +7,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from ...device import layout, pipe
+from ...device import layout, pipeline
 from ...device.divisor import Quotient
 from . import pages
-from .pages import Block
+from .pages import KVBlock
 
-CUTS = False  # rows past kv_len are zeros
+PARTIAL_TAIL = False  # rows past kv_len are zeros
 PIECE = 16  # bytes that a lane copies at a time
 
 
 @dataclass(frozen=True)
-class Operand:
+class GatherOperand:
     """A tensor whose rows fill stages of shared memory."""
 
     gmem: cute.Tensor  # (pages, Hkv, P, D)
@@ -26,64 +26,64 @@ class Operand:
 
 def operand(x, shape, stages):
     """What `fill` copies from, x (pages, Hkv, P, D), and where to."""
-    return Operand(x, layout.smem_layout(shape, stages, x.element_type))
+    return GatherOperand(x, layout.smem_layout(shape, stages, x.element_type))
 
 
-class Known(NamedTuple):
+class RowPageIds(NamedTuple):
     """What a lane knows of the rows of a block that it fills next, c, c + 32, ... of its warp's."""
 
     page: cute.Tensor
     page_size: Any  # as a divisor
 
 
-def known(spec, op):
-    found = cute.make_rmem_tensor((spec.tile.n // spec.tile.loaders + 31) // 32, Int32)
-    return Known(found, Quotient(op.gmem.shape[2]))
+def page_id_cache(spec, op):
+    page_ids = cute.make_rmem_tensor((spec.tile.n // spec.tile.load_warps + 31) // 32, Int32)
+    return RowPageIds(page_ids, Quotient(op.gmem.shape[2]))
 
 
 @cute.jit
-def look(spec: cutlass.Constexpr, found: Known, mine: pages.Rows, at: Block):
+def prefetch_pages(spec: cutlass.Constexpr, page_ids: RowPageIds, sequence_pages: pages.SequencePages, at: KVBlock):
     """Look up pages of block j, -1 past kv_len. They are known by the time the warp has copied the block before."""
-    count = const_expr(spec.tile.n // spec.tile.loaders)
-    for c in cutlass.range_constexpr(cute.size(found.page)):
+    count = const_expr(spec.tile.n // spec.tile.load_warps)
+    for c in cutlass.range_constexpr(cute.size(page_ids.page)):
         inside = 32 * c + cute.arch.lane_idx()
-        row = at.j * spec.tile.n + at.loader * count + inside
-        entry, page = row // found.page_size, Int32(-1)
+        row = at.n_block * spec.tile.n + at.loader * count + inside
+        entry, page = row // page_ids.page_size, Int32(-1)
         if row >= 0 and row < at.kv_len and inside < count:
-            page = mine.pages[entry]
-        found.page[c] = page
+            page = sequence_pages.pages[entry]
+        page_ids.page[c] = page
 
 
 @cute.jit
 def fill(
     spec: cutlass.Constexpr,
-    op: Operand,
+    op: GatherOperand,
     smem: cute.Tensor,
-    p: pipe.Pipe,
-    found: Known,
-    mine: pages.Rows,
-    at: Block,
+    p: pipeline.Pipeline,
+    page_ids: RowPageIds,
+    sequence_pages: pages.SequencePages,
+    at: KVBlock,
 ):
-    """One of the `tile.loaders` warps: its share of the rows [j n, (j + 1) n) of a KV head, into the item's stage, and
-    a look at the pages of the block before. found: of `look`. Rows past kv_len and of no page become zeros. Every lane
-    arrives once what it copied is there."""
-    count = const_expr(spec.tile.n // spec.tile.loaders)
-    pipe.wait_empty(p, at.item)
-    starts = addresses(spec, op, found, at)
-    look(spec, found, mine, at._replace(j=at.j - 1))
-    copy_rows(op, count, starts, smem[None, None, pipe.stage(p, at.item)], at.loader * count)
-    cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full(p, at.item))
+    """One of the `tile.load_warps` warps: its share of the rows [j n, (j + 1) n) of a KV head, into the item's stage,
+    and a look at the pages of the block before. page_ids: of `look`. Rows past kv_len and of no page become zeros.
+    Every lane arrives once what it copied is there."""
+    count = const_expr(spec.tile.n // spec.tile.load_warps)
+    pipeline.producer_acquire(p, at.item)
+    starts = addresses(spec, op, page_ids, at)
+    prefetch_pages(spec, page_ids, sequence_pages, at._replace(n_block=at.n_block - 1))
+    copy_rows(op, count, starts, smem[None, None, pipeline.stage(p, at.item)], at.loader * count)
+    cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(p, at.item))
 
 
 @cute.jit
-def addresses(spec: cutlass.Constexpr, op: Operand, found: Known, at: Block):
+def addresses(spec: cutlass.Constexpr, op: GatherOperand, page_ids: RowPageIds, at: KVBlock):
     """Addresses of the rows of a block whose pages were found, negative for what is none."""
-    x, count = op.gmem, const_expr(spec.tile.n // spec.tile.loaders)
-    starts = cute.make_rmem_tensor(cute.size(found.page), Int64)
+    x, count = op.gmem, const_expr(spec.tile.n // spec.tile.load_warps)
+    starts = cute.make_rmem_tensor(cute.size(page_ids.page), Int64)
     head = x.iterator.toint() + Int64(at.head) * x.stride[1] * (x.element_type.width // 8)
-    for c in cutlass.range_constexpr(cute.size(found.page)):
-        row = at.j * spec.tile.n + at.loader * count + 32 * c + cute.arch.lane_idx()
-        page, row = found.page[c], row % found.page_size
+    for c in cutlass.range_constexpr(cute.size(page_ids.page)):
+        row = at.n_block * spec.tile.n + at.loader * count + 32 * c + cute.arch.lane_idx()
+        page, row = page_ids.page[c], row % page_ids.page_size
         exists = page >= 0 and page < x.shape[0]
         element = Int64(page) * x.stride[0] + Int64(row) * x.stride[2]
         starts[c] = head + element * (x.element_type.width // 8) if exists else Int64(-PIECE)
@@ -91,7 +91,7 @@ def addresses(spec: cutlass.Constexpr, op: Operand, found: Known, at: Block):
 
 
 @cute.jit
-def copy_rows(op: Operand, count: cutlass.Constexpr, starts: cute.Tensor, stage: cute.Tensor, first: Int32):
+def copy_rows(op: GatherOperand, count: cutlass.Constexpr, starts: cute.Tensor, stage: cute.Tensor, first: Int32):
     """One warp: `count` rows of a stage (n, D), from row `first`, a multiple of 8, on. Some rows at a time, box by box:
     `across` lanes have a row of a box, whose address they learn once."""
     n, lane = const_expr(cute.size(stage, mode=[0])), cute.arch.lane_idx()
@@ -111,6 +111,6 @@ def copy_rows(op: Operand, count: cutlass.Constexpr, starts: cute.Tensor, stage:
             cute.arch.inline_ptx(text, read_only_args=[*at, written])
 
 
-def landed():
+def fence_before_mma():
     """What a consumer does before an MMA reads a filled stage: cp.async writes through another proxy."""
     cute.arch.fence_proxy("async.shared", space="cta")

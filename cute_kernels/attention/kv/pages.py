@@ -10,18 +10,18 @@ from .. import geometry
 K, V = 0, 1  # rows of a request's page table
 
 
-class Block(NamedTuple):
+class KVBlock(NamedTuple):
     """One warp's part of a KV block. loader: number of the warp among those that fill a stage together; item: of the
     pipe; j: number of the block; head: KV head."""
 
     loader: Int32
     item: Int32
-    j: Int32
+    n_block: Int32
     head: Int32
     kv_len: Int32
 
 
-class Rows(NamedTuple):
+class SequencePages(NamedTuple):
     """The rows of K, or of V, of a request. pages: page ids of its tokens, in order. start: -1, or, without pages, the
     row of k and v where the request begins."""
 
@@ -30,14 +30,14 @@ class Rows(NamedTuple):
 
 
 @cute.jit
-def of_request(a, batch: Int32, which):
-    """`Rows` of a request, of K or of V."""
+def of_sequence(a, batch: Int32, which):
+    """`SequencePages` of a request, of K or of V."""
     first, start = Int32(0), Int32(-1)
     if a.kv.kv_starts.shape[0] > 0:
         first, batch = geometry.kv_start(a, batch), Int32(0)
         if geometry.ragged(a):
             first, start = Int32(0), first
-    return Rows(cute.domain_offset((first,), a.kv.page_table[batch, which, None]), start)
+    return SequencePages(cute.domain_offset((first,), a.kv.page_table[batch, which, None]), start)
 
 
 def shift(page_size):
@@ -46,19 +46,19 @@ def shift(page_size):
 
 
 @cute.jit
-def page_of(mine: Rows, row: Int32, page_size: Int32):
+def page_of(sequence_pages: SequencePages, row: Int32, page_size: Int32):
     """The page of a row of a request, where pages have a power of two of rows."""
     page = Int32(0)
-    if mine.start < 0:
-        page = mine.pages[row >> shift(page_size)]
+    if sequence_pages.start < 0:
+        page = sequence_pages.pages[row >> shift(page_size)]
     return page
 
 
 @cute.jit
-def row_in_page(mine: Rows, row: Int32, page_size: Int32):
+def row_in_page(sequence_pages: SequencePages, row: Int32, page_size: Int32):
     """The row of its page that is a row of a request, where pages have a power of two of rows; without pages, of k and
     v."""
     inside = row & (page_size - 1)
-    if mine.start >= 0:
-        inside = mine.start + row
+    if sequence_pages.start >= 0:
+        inside = sequence_pages.start + row
     return inside

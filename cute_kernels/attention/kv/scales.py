@@ -7,10 +7,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from ...device import pipe
-from ..spec import BLOCK
+from ...device import pipeline
+from ..spec import SF_VEC_SIZE
 from . import pages
-from .pages import Block
+from .pages import KVBlock
 from .tma import BOXES
 
 PIECE = 16  # most bytes that a lane copies at a time
@@ -23,8 +23,8 @@ def scale_rows(spec):
 
 def allocate(spec, smem, dim, stages):
     """(n, D / 16, stages) bytes of scale factors, None where the cache has none."""
-    n, size = spec.tile.n, dim // BLOCK
-    if not spec.kv.scaled:
+    n, size = spec.tile.n, dim // SF_VEC_SIZE
+    if not spec.kv.block_scaled:
         return None
     return smem.allocate_tensor(cutlass.Uint8, cute.make_layout((n, size, stages), stride=(size, 1, n * size)), 16)
 
@@ -35,40 +35,54 @@ def gathers(spec):
 
 
 @cute.jit
-def find(spec: cutlass.Constexpr, page_size: Int32, mine: pages.Rows, j: Int32, kv_len: Int32, mixed: Int32):
+def find(
+    spec: cutlass.Constexpr,
+    page_size: Int32,
+    sequence_pages: pages.SequencePages,
+    n_block: Int32,
+    kv_len: Int32,
+    mixed: Int32,
+):
     """Pages of the rows whose scale factors this lane fetches of block j; -1 past kv_len. Called ahead of the wait for
     a free stage, which hides the latency. mixed: 1 where 4 rows of a page are interleaved, so that all are fetched."""
     groups = const_expr(spec.tile.n // scale_rows(spec))
     found = cute.make_rmem_tensor((groups + 31) // 32, Int32)
     for c in cutlass.range_constexpr(cute.size(found)):
         group = 32 * c + cute.arch.lane_idx()
-        row = j * spec.tile.n + group * scale_rows(spec)
+        row = n_block * spec.tile.n + group * scale_rows(spec)
         found[c] = Int32(-1)
         if row - row % 4 * mixed < kv_len and group < groups:
-            found[c] = mine.pages[row // page_size if gathers(spec) else row >> pages.shift(page_size)]
+            found[c] = sequence_pages.pages[row // page_size if gathers(spec) else row >> pages.shift(page_size)]
     return found
 
 
 @cute.jit
-def fill(spec: cutlass.Constexpr, scales: cute.Tensor, smem: cute.Tensor, p: pipe.Pipe, found: cute.Tensor, at: Block):
+def fill(
+    spec: cutlass.Constexpr,
+    scales: cute.Tensor,
+    smem: cute.Tensor,
+    p: pipeline.Pipeline,
+    found: cute.Tensor,
+    at: KVBlock,
+):
     """One warp: the scale factors of block j of a KV head, (n, D / 16) bytes of the item's stage, row by row. found: of
     `find`; rows of no page become zeros. Every lane arrives once what it copied is there."""
     size, count = const_expr(scales.shape[3]), const_expr(scale_rows(spec))
     piece = const_expr(gcd(size, PIECE))
     step = Int64(scales.stride[2])
-    pipe.wait_empty(p, at.item)
+    pipeline.producer_acquire(p, at.item)
     for c in cutlass.range_constexpr(cute.size(found)):
-        mine, page, page_size = (32 * c + cute.arch.lane_idx()) * count, found[c], scales.shape[2]
-        row = at.j * spec.tile.n + mine
+        first_row, page, page_size = (32 * c + cute.arch.lane_idx()) * count, found[c], scales.shape[2]
+        row = at.n_block * spec.tile.n + first_row
         row = row % page_size if const_expr(gathers(spec)) else row & (page_size - 1)
         exists = (page >= 0) & (page < scales.shape[0])
         source = scales[page if exists else Int32(0), at.head, row, None].iterator.toint()
-        target = smem[mine, None, pipe.stage(p, at.item)].iterator.toint()
-        if mine < spec.tile.n:
+        target = smem[first_row, None, pipeline.stage(p, at.item)].iterator.toint()
+        if first_row < spec.tile.n:
             for e in cutlass.range_constexpr(count):
                 text = f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {piece}, {{$r2}};"
                 written = Int32(piece) if exists else Int32(0)
                 for i in cutlass.range_constexpr(0, size, piece):
                     places = target + e * size + i, source + e * step + i
                     cute.arch.inline_ptx(text, read_only_args=[*places, written])
-    cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full(p, at.item))
+    cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(p, at.item))

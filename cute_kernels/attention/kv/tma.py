@@ -6,22 +6,22 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from ...device import copy, pipe
-from .. import early
+from ...device import copy, pipeline
+from .. import pdl
 from . import pages
-from .pages import Block
+from .pages import KVBlock
 
 BOXES = (8, 16, 32, 64)  # rows of the TMA boxes; a fetch uses the largest that divides page and tile
 
 
-class Lanes(NamedTuple):
+class BoxPages(NamedTuple):
     """What the lanes of a warp know of the boxes of a block: page, row in the page (None: the first)."""
 
     page: cute.Tensor
     row: Any
 
 
-CUTS = True  # a block may end inside a box
+PARTIAL_TAIL = True  # a block may end inside a box
 
 
 def boxes(n):
@@ -29,98 +29,110 @@ def boxes(n):
     return tuple(b for b in BOXES if n % b == 0)
 
 
-class Known(NamedTuple):
+class PageIdCache(NamedTuple):
     """What a loader that looks ahead knows of the block that it fills next."""
 
-    lanes: Lanes
+    box_pages: BoxPages
     page_size: Any
     pool: Any
 
 
-def lanes(spec):
-    return Lanes(*(cute.make_rmem_tensor((spec.tile.n // BOXES[0] + 31) // 32, Int32) for _ in range(2)))
+def box_pages(spec):
+    return BoxPages(*(cute.make_rmem_tensor((spec.tile.n // BOXES[0] + 31) // 32, Int32) for _ in range(2)))
 
 
-def known(spec, op):
-    """`Known`, None where nothing is looked up ahead."""
-    return Known(lanes(spec), op.boxes[0].gmem.shape[0], op.boxes[0].gmem.shape[3]) if early.guesses(spec) else None
+def page_id_cache(spec, op):
+    """`PageIdCache`, None where nothing is looked up ahead."""
+    return (
+        PageIdCache(box_pages(spec), op.boxes[0].gmem.shape[0], op.boxes[0].gmem.shape[3])
+        if pdl.has_prologue(spec)
+        else None
+    )
 
 
 @cute.jit
-def look(spec: cutlass.Constexpr, found: Any, mine: pages.Rows, at: Block):
+def prefetch_pages(spec: cutlass.Constexpr, page_ids: Any, sequence_pages: pages.SequencePages, at: KVBlock):
     """Look up the boxes of block j. Lane c has the places of rows [8 c, 8 c + 8), and of those 256 rows on. Boxes past
     kv_len lie in a page past the pool; their table entries are never read."""
-    if const_expr(found is not None):
-        for c in cutlass.range_constexpr(cute.size(found.lanes.page)):
+    if const_expr(page_ids is not None):
+        for c in cutlass.range_constexpr(cute.size(page_ids.box_pages.page)):
             first = (32 * c + cute.arch.lane_idx()) * BOXES[0]
-            row = at.j * spec.tile.n + first
-            found.lanes.page[c], found.lanes.row[c] = Int32(found.pool), Int32(0)
+            row = at.n_block * spec.tile.n + first
+            page_ids.box_pages.page[c], page_ids.box_pages.row[c] = Int32(page_ids.pool), Int32(0)
             if row < at.kv_len and first < spec.tile.n:
-                found.lanes.page[c] = pages.page_of(mine, row, found.page_size)
-                found.lanes.row[c] = pages.row_in_page(mine, row, found.page_size)
+                page_ids.box_pages.page[c] = pages.page_of(sequence_pages, row, page_ids.page_size)
+                page_ids.box_pages.row[c] = pages.row_in_page(sequence_pages, row, page_ids.page_size)
 
 
 @cute.jit
 def fill(
     spec: cutlass.Constexpr,
-    op: copy.Operand,
+    op: copy.TmaOperand,
     smem: cute.Tensor,
-    p: pipe.Pipe,
-    ahead: Any,
-    mine: pages.Rows,
-    at: Block,
+    p: pipeline.Pipeline,
+    prefetched: Any,
+    sequence_pages: pages.SequencePages,
+    at: KVBlock,
 ):
-    """One of the `tile.loaders` warps: its boxes of the rows [j n, (j + 1) n) of a KV head, into the item's stage.
+    """One of the `tile.load_warps` warps: its boxes of the rows [j n, (j + 1) n) of a KV head, into the item's stage.
 
-    mine: of the request. ahead: of `look`, or None. Boxes past kv_len are fetched from a page past the pool, which TMA
-    fills with zeros.
+    mine: of the request. prefetched: of `look`, or None. Boxes past kv_len are fetched from a page past the pool, which
+    TMA fills with zeros.
     """
-    page_size, found = op.boxes[0].gmem.shape[0], ahead
-    if const_expr(ahead is None):
-        found = Known(lanes(spec), page_size, op.boxes[0].gmem.shape[3])
-        look(spec, found, mine, at)
-    if mine.start >= 0:  # no pages: the largest boxes
+    page_size, page_ids = op.boxes[0].gmem.shape[0], prefetched
+    if const_expr(prefetched is None):
+        page_ids = PageIdCache(box_pages(spec), page_size, op.boxes[0].gmem.shape[3])
+        prefetch_pages(spec, page_ids, sequence_pages, at)
+    if sequence_pages.start >= 0:  # no pages: the largest boxes
         page_size = Int32(op.boxes[-1].rows)
     for k in cutlass.range_constexpr(len(op.boxes)):
         rows, largest = op.boxes[k].rows, const_expr(k + 1 == len(op.boxes))
         if page_size >= rows and (largest or page_size == rows):
-            fill_boxes(spec, op, k, smem, p, found.lanes if const_expr(largest) else Lanes(found.lanes.page, None), at)
-    if const_expr(ahead is not None):
-        if at.j > 0:
-            look(spec, ahead, mine, at._replace(j=at.j - 1))
+            fill_boxes(
+                spec,
+                op,
+                k,
+                smem,
+                p,
+                page_ids.box_pages if const_expr(largest) else BoxPages(page_ids.box_pages.page, None),
+                at,
+            )
+    if const_expr(prefetched is not None):
+        if at.n_block > 0:
+            prefetch_pages(spec, prefetched, sequence_pages, at._replace(n_block=at.n_block - 1))
 
 
 @cute.jit
 def fill_boxes(
     spec: cutlass.Constexpr,
-    op: copy.Operand,
+    op: copy.TmaOperand,
     k: cutlass.Constexpr,
     smem: cute.Tensor,
-    p: pipe.Pipe,
-    lanes: Lanes,
-    at: Block,
+    p: pipeline.Pipeline,
+    box_pages: BoxPages,
+    at: KVBlock,
 ):
     """One warp: its boxes of a stage, of the operand's k-th size."""
-    b, n, of = op.boxes[k], spec.tile.n, spec.tile.loaders
-    count, group = n // b.rows, 32 * op.boxes[0].rows // b.rows  # boxes; of a register of `lanes`
+    b, n, of = op.boxes[k], spec.tile.n, spec.tile.load_warps
+    count, group = n // b.rows, 32 * op.boxes[0].rows // b.rows  # boxes; of a register of `box_pages`
     size = op.bytes // count * ((count - at.loader + of - 1) // of) if const_expr(of > 1) else op.bytes
-    pipe.fill(p, at.item, size)
+    pipeline.producer_acquire_tx(p, at.item, size)
     # A coordinate that the compiler knows to be warp-uniform costs one move to a uniform register, any other a loop.
     head = cute.arch.make_warp_uniform(at.head)
-    stage = cute.arch.make_warp_uniform(pipe.stage(p, at.item))
-    into = Stage(smem, stage, p.full + stage, head)
+    stage = cute.arch.make_warp_uniform(pipeline.stage(p, at.item))
+    into = StageTarget(smem, stage, p.full + stage, head)
     if const_expr(k > 0 or count <= of):
         for c in cutlass.range_constexpr(0, count, of):
             box = c + at.loader if const_expr(of > 1) else c  # static where it can be
-            fetch(spec, op, k, into, lanes, c // group, box)
+            fetch(spec, op, k, into, box_pages, c // group, box)
     else:  # pages of so few rows are rare: not worth the code of each box
         for g in cutlass.range_constexpr((count + group - 1) // group):
             end = cutlass.min(count, (g + 1) * group)
             for c in cutlass.range(g * group, end, of, unroll=1):
-                fetch(spec, op, k, into, lanes, g, c + at.loader)
+                fetch(spec, op, k, into, box_pages, g, c + at.loader)
 
 
-class Stage(NamedTuple):
+class StageTarget(NamedTuple):
     """Where boxes go, and what they have in common."""
 
     smem: cute.Tensor
@@ -132,21 +144,21 @@ class Stage(NamedTuple):
 @cute.jit
 def fetch(
     spec: cutlass.Constexpr,
-    op: copy.Operand,
+    op: copy.TmaOperand,
     k: cutlass.Constexpr,
-    into: Stage,
-    lanes: Lanes,
+    into: StageTarget,
+    box_pages: BoxPages,
     group: cutlass.Constexpr,
     box: Any,
 ):
     """One warp: a box, if the stage has it, whose page a lane knows in register `group`."""
     b, count = op.boxes[k], const_expr(spec.tile.n // op.boxes[k].rows)
     lane = box * (b.rows // op.boxes[0].rows)  # its low five bits, which a shuffle looks at
-    page, gmem = cute.arch.shuffle_sync(lanes.page[group], lane), b.gmem
-    if const_expr(lanes.row is not None):
-        gmem = cute.domain_offset((cute.arch.shuffle_sync(lanes.row[group], lane), 0, 0, 0), b.gmem)
+    page, gmem = cute.arch.shuffle_sync(box_pages.page[group], lane), b.gmem
+    if const_expr(box_pages.row is not None):
+        gmem = cute.domain_offset((cute.arch.shuffle_sync(box_pages.row[group], lane), 0, 0, 0), b.gmem)
     s, g = copy.partition(b, into.smem, gmem)
-    if const_expr(count % spec.tile.loaders == 0) or box < count:
+    if const_expr(count % spec.tile.load_warps == 0) or box < count:
         for d in cutlass.range_constexpr(cute.size(s, mode=[2])):
             dst = s[None, box, d, into.stage]
             cute.copy_atom_call(b.atom, g[None, 0, d, into.head, page], dst, tma_bar_ptr=into.full)
@@ -158,11 +170,11 @@ def operand(x, shape, stages):
     return copy.operand(rows, shape, stages, boxes(shape[0]))
 
 
-def landed():
+def fence_before_mma():
     """What a consumer does before an MMA reads a filled stage."""
 
 
-def cut(spec, valid):
+def has_partial_tail(spec, valid):
     """Whether a block of `valid` rows ends inside a box, so that `zero_tail` has work to do."""
     return valid % boxes(spec.tile.n)[-1] != 0
 

@@ -12,43 +12,43 @@ from cutlass import Int32, Int64, const_expr
 
 from ...device import warp
 from ...device.divisor import Divisor, divide
-from .. import early, geometry, mask
+from .. import geometry, mask, pdl
 from . import work
-from .work import Split, Work
+from .work import SplitInfo, WorkTileInfo
 
-MOST_UNITS = (1 << 31) - 1  # of a launch: CTAs count them in 32 bits
+MAX_UNITS = (1 << 31) - 1  # of a launch: CTAs count them in 32 bits
 
 
-class Request(NamedTuple):
+class StreamKSequence(NamedTuple):
     """each: units of a tile."""
 
     q_start: Int32
     q_len: Int32
     kv_len: Int32
-    tiles: Int32
-    each: Int32
+    num_tiles: Int32
+    units_per_tile: Int32
 
 
-class Requests(NamedTuple):
+class SequenceWindow(NamedTuple):
     """32 neighbouring requests, a lane has one: number of the first one, units of all before that, units of these up to
     the lane's own, with it, and its own."""
 
-    first: Int32
-    before: Int32
-    upto: Int32
-    own: Request
+    first_batch_idx: Int32
+    units_before: Int32
+    units_upto: Int32
+    own: StreamKSequence
 
 
-class Found(NamedTuple):
+class UnitCoord(NamedTuple):
     """Where a unit is. valid: 0 past the last unit; number: of the request; index: the unit's, in the request."""
 
-    valid: Int32
-    number: Int32
+    is_valid: Int32
+    batch_idx: Int32
     index: Int32
-    request: Request
+    sequence: StreamKSequence
 
 
-class Share(NamedTuple):
+class CtaUnits(NamedTuple):
     """Units of a CTA, [begin, end) of `total`."""
 
     begin: Int32
@@ -58,16 +58,19 @@ class Share(NamedTuple):
 
 def first_unit(total, c, ctas):
     """Of CTA c of `ctas`: equal shares, the first ones have the rest."""
-    each = divide(total, ctas)
-    return each * c + cutlass.min(c, total - each * ctas)
+    units_per_cta = divide(total, ctas)
+    return units_per_cta * c + cutlass.min(c, total - units_per_cta * ctas)
 
 
 def cta_of_unit(unit, total, ctas):
     """The CTA that has a unit: the inverse of `first_unit`."""
-    each = divide(total, ctas)
-    rest = total - each * ctas
-    early, late = divide(unit, each + 1), divide(cutlass.max(unit - rest, 0), cutlass.max(each, 1))
-    return cutlass.max(early, late)
+    units_per_cta = divide(total, ctas)
+    rest = total - units_per_cta * ctas
+    in_larger, in_smaller = (
+        divide(unit, units_per_cta + 1),
+        divide(cutlass.max(unit - rest, 0), cutlass.max(units_per_cta, 1)),
+    )
+    return cutlass.max(in_larger, in_smaller)
 
 
 def split_slot(cta, behind, ctas):
@@ -76,15 +79,15 @@ def split_slot(cta, behind, ctas):
     return cta + ctas * cutlass.max(1 - behind, 0)
 
 
-def slot_of(a, w: Work, part):
+def slot_of(a, w: WorkTileInfo, split_idx):
     """Slot of a part of a tile."""
     shared = 1 - cutlass.min(a.schedule.blocks_per_split, 1)
-    return split_slot(w.split.first + part, part, shared * cute.arch.grid_dim()[0])
+    return split_slot(w.split.first + split_idx, split_idx, shared * cute.arch.grid_dim()[0])
 
 
-def blocks_per_tile(spec, n):
+def blocks_per_tile(spec, seqlen):
     """KV blocks that any tile of a request visits, but at least one."""
-    lo, hi = mask.kv_range(spec, 0, n.q_len - 1, n)
+    lo, hi = mask.kv_range(spec, 0, seqlen.q_len - 1, seqlen)
     return cutlass.max(hi - lo, 1)
 
 
@@ -95,59 +98,64 @@ def units_of_blocks(blocks, blocks_per_split):
 
 def tiles_of_rows(spec, rows):
     """Tiles of so many rows: one that is lower than the highest is alone."""
-    most = spec.tile.heights[-1]
+    most = spec.tile.m_choices[-1]
     return (rows + most - 1) // most
 
 
 @cute.jit
-def request(spec: cutlass.Constexpr, a, b: Int32):
-    """`Request` number b; all zeros past the last one."""
-    q_start, q_len, kv_len, tiles, each = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-    if b < geometry.batch(a):
-        q_start, q_len = geometry.request_queries(a, b)
-        kv_len = geometry.request_keys(a, b)
-        rows = geometry.tile_rows(q_len, geometry.rows_per_token(spec, a, q_len))
-        tiles = tiles_of_rows(spec, rows) * a.kv.k.shape[1]
-        each, split = blocks_per_tile(spec, mask.lengths(spec, a, q_len, kv_len)), a.schedule.blocks_per_split
+def load_sequence(spec: cutlass.Constexpr, a, b: Int32):
+    """`StreamKSequence` number b; all zeros past the last one."""
+    q_start, q_len, kv_len, num_tiles, units_per_tile = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+    if b < geometry.batch_size(a):
+        q_start, q_len = geometry.sequence_queries(a, b)
+        kv_len = geometry.sequence_keys(a, b)
+        rows = geometry.num_rows(q_len, geometry.pack_factor(spec, a, q_len))
+        num_tiles = tiles_of_rows(spec, rows) * a.kv.k.shape[1]
+        units_per_tile, split = (
+            blocks_per_tile(spec, mask.seqlen_info(spec, a, q_len, kv_len)),
+            a.schedule.blocks_per_split,
+        )
         if split > 0:
-            each = units_of_blocks(each, split)
-    return Request(q_start, q_len, kv_len, tiles, each)
+            units_per_tile = units_of_blocks(units_per_tile, split)
+    return StreamKSequence(q_start, q_len, kv_len, num_tiles, units_per_tile)
 
 
 @cute.jit
-def look(spec: cutlass.Constexpr, a, first: Int32, before: Int32):
-    """One warp: `Requests` from `first` on, that have so many units `before` them."""
-    own = request(spec, a, first + cute.arch.lane_idx())
-    return Requests(first, before, warp.prefix_sum(own.tiles * own.each), own)
+def load_window(spec: cutlass.Constexpr, a, first_batch_idx: Int32, units_before: Int32):
+    """One warp: `SequenceWindow` from `first_batch_idx` on, that have so many units `units_before` them."""
+    own = load_sequence(spec, a, first_batch_idx + cute.arch.lane_idx())
+    return SequenceWindow(first_batch_idx, units_before, warp.prefix_sum(own.num_tiles * own.units_per_tile), own)
 
 
 @cute.jit
-def locate(spec: cutlass.Constexpr, a, unit: Int32, seen: Requests):
-    """One warp: (Found, the Requests among which it is). seen: some, where the search begins."""
-    batch = geometry.batch(a)
-    behind = seen.before + cute.arch.shuffle_sync(seen.upto, 31)
-    while unit < seen.before or (unit >= behind and seen.first + 32 < batch):
-        first, before = Int32(0), Int32(0)  # anew, where the unit lies further back
-        if unit >= seen.before:
-            first, before = seen.first + 32, behind
-        seen = look(spec, a, first, before)
-        behind = seen.before + cute.arch.shuffle_sync(seen.upto, 31)
-    index = unit - seen.before
-    owner = cute.arch.popc(cute.arch.vote_ballot_sync(seen.upto <= index))
-    index -= cute.arch.shuffle_sync(seen.upto - seen.own.tiles * seen.own.each, owner)
-    own = Request(*(cute.arch.shuffle_sync(x, owner) for x in seen.own))
-    valid = Int32(1) if owner < 32 and seen.first + owner < batch else Int32(0)
-    return Found(valid, seen.first + owner, index, own._replace(each=cutlass.max(own.each, 1))), seen
+def locate(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow):
+    """One warp: (UnitCoord, the SequenceWindow among which it is). seen: some, where the search begins."""
+    batch_size = geometry.batch_size(a)
+    units_behind = window.units_before + cute.arch.shuffle_sync(window.units_upto, 31)
+    while unit < window.units_before or (unit >= units_behind and window.first_batch_idx + 32 < batch_size):
+        first_batch_idx, units_before = Int32(0), Int32(0)  # anew, where the unit lies further back
+        if unit >= window.units_before:
+            first_batch_idx, units_before = window.first_batch_idx + 32, units_behind
+        window = load_window(spec, a, first_batch_idx, units_before)
+        units_behind = window.units_before + cute.arch.shuffle_sync(window.units_upto, 31)
+    index = unit - window.units_before
+    owner = cute.arch.popc(cute.arch.vote_ballot_sync(window.units_upto <= index))
+    index -= cute.arch.shuffle_sync(window.units_upto - window.own.num_tiles * window.own.units_per_tile, owner)
+    own = StreamKSequence(*(cute.arch.shuffle_sync(x, owner) for x in window.own))
+    is_valid = Int32(1) if owner < 32 and window.first_batch_idx + owner < batch_size else Int32(0)
+    return UnitCoord(
+        is_valid, window.first_batch_idx + owner, index, own._replace(units_per_tile=cutlass.max(own.units_per_tile, 1))
+    ), window
 
 
 @cute.jit
-def total_units(spec: cutlass.Constexpr, a, seen: Requests):
+def total_units(spec: cutlass.Constexpr, a, window: SequenceWindow):
     """One warp: all units of the launch, 0 where it has no room for them: offsets that fall make requests overlap, and
     so more tiles than rows could have. seen: the first requests."""
-    count, room = Int64(seen.own.tiles) * seen.own.each, Int64(MOST_UNITS)
-    for b in cutlass.range(cute.arch.lane_idx() + 32, geometry.batch(a), 32, unroll=2):
-        more = request(spec, a, b)
-        count += Int64(more.tiles) * more.each
+    count, room = Int64(window.own.num_tiles) * window.own.units_per_tile, Int64(MAX_UNITS)
+    for b in cutlass.range(cute.arch.lane_idx() + 32, geometry.batch_size(a), 32, unroll=2):
+        more = load_sequence(spec, a, b)
+        count += Int64(more.num_tiles) * more.units_per_tile
     count = cutlass.min(count, Int64(1) << 40)  # its upper part, of 32 lanes, fits 32 bits
     upper = cute.arch.warp_redux_sync(Int32(count >> 16), "add")
     total = (Int64(upper) << 16) + cute.arch.warp_redux_sync(Int32(count & 0xFFFF), "add")
@@ -157,140 +165,150 @@ def total_units(spec: cutlass.Constexpr, a, seen: Requests):
 
 
 @cute.jit
-def cta_share(spec: cutlass.Constexpr, a, seen: Requests):
-    """One warp: the Share of this CTA. seen: the first requests."""
-    total, c, ctas = total_units(spec, a, seen), cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-    return Share(first_unit(total, c, ctas), first_unit(total, c + 1, ctas), total)
+def cta_share(spec: cutlass.Constexpr, a, window: SequenceWindow):
+    """One warp: the CtaUnits of this CTA. seen: the first requests."""
+    total, c, ctas = total_units(spec, a, window), cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    return CtaUnits(first_unit(total, c, ctas), first_unit(total, c + 1, ctas), total)
 
 
 @cute.jit
-def tile_begin(spec: cutlass.Constexpr, a, unit: Int32, seen: Requests):
-    """One warp: (first unit of the tile that has `unit`, the Requests that it is of)."""
-    found, seen = locate(spec, a, unit, seen)
-    each = found.request.each
-    return unit - (found.index - divide(found.index, each) * each), seen
+def tile_begin(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow):
+    """One warp: (first unit of the tile that has `unit`, the SequenceWindow that it is of)."""
+    found, window = locate(spec, a, unit, window)
+    units_per_tile = found.sequence.units_per_tile
+    return unit - (found.index - divide(found.index, units_per_tile) * units_per_tile), window
 
 
 @cute.jit
-def find(spec: cutlass.Constexpr, a, unit: Int32, seen: Requests, share: Share, per_token: Divisor):
-    """One warp: (Work that begins with `unit`, the Requests that it is of, the unit behind). per_token: rows."""
-    found, seen = locate(spec, a, unit, seen)
-    q_start, q_len, kv_len, _, each = found.request
-    split, rows = a.schedule.blocks_per_split, geometry.tile_rows(q_len, per_token)
+def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_units: CtaUnits, pack_factor: Divisor):
+    """One warp: (WorkTileInfo that begins with `unit`, the SequenceWindow that it is of, the unit behind). per_token:
+    rows."""
+    found, window = locate(spec, a, unit, window)
+    q_start, q_len, kv_len, _, units_per_tile = found.sequence
+    split, rows = a.schedule.blocks_per_split, geometry.num_rows(q_len, pack_factor)
     m, m_blocks = geometry.tile_m(spec, rows), tiles_of_rows(spec, rows)
-    tile = divide(found.index, each)
-    m_block, head, offset = Int32(0), tile, found.index - tile * each
+    tile = divide(found.index, units_per_tile)
+    m_block, head, offset = Int32(0), tile, found.index - tile * units_per_tile
     if m_blocks > 1:
         head = divide(tile, m_blocks)
         m_block = tile - head * m_blocks
-    n = mask.lengths(spec, a, q_len, kv_len)
-    first, last = geometry.tile_tokens(m_block, m, q_len, per_token)
-    lo, hi = mask.kv_range(spec, first, last, n)
-    slot, taken, count, base = Int32(-1), Int32(1), each, unit - offset
+    seqlen = mask.seqlen_info(spec, a, q_len, kv_len)
+    first, last = geometry.tile_tokens(m_block, m, q_len, pack_factor)
+    lo, hi = mask.kv_range(spec, first, last, seqlen)
+    slot, taken, count, base = Int32(-1), Int32(1), units_per_tile, unit - offset
     ctas = cute.arch.grid_dim()[0]
     if split == 0:
-        taken = cutlass.min(each - offset, share.end - unit)
-        if taken < each:  # lane 0 looks where the tile begins, lane 1 where it ends
-            end = cta_of_unit(unit - offset + cute.arch.lane_idx() % 2 * (each - 1), share.total, ctas)
+        taken = cutlass.min(units_per_tile - offset, cta_units.end - unit)
+        if taken < units_per_tile:  # lane 0 looks where the tile begins, lane 1 where it ends
+            end = cta_of_unit(unit - offset + cute.arch.lane_idx() % 2 * (units_per_tile - 1), cta_units.total, ctas)
             base = cute.arch.shuffle_sync(end, 0)
             count = cute.arch.shuffle_sync(end, 1) - base + 1
     per = cutlass.max(split, 1)
-    begins = mask.kv_range(spec, 0, q_len - 1, n)[0] + offset * per
+    begins = mask.kv_range(spec, 0, q_len - 1, seqlen)[0] + offset * per
     lo, hi = cutlass.max(lo, begins), cutlass.min(hi, begins + taken * per)
-    if taken < each:
+    if taken < units_per_tile:
         slot = unit if split > 0 else split_slot(cute.arch.block_idx()[0], offset, ctas)
-    blocks = (lo, hi, *mask.full_range(spec, first, last, n), Split(slot, count, base))
-    w = Work(found.valid, m_block, head, q_start, q_len, kv_len, found.number, *blocks)
-    if const_expr(spec.tile.knows_rows):
-        w = w._replace(per_token=per_token.value, factor=Int32(per_token.magic))
-    return w, seen, unit + taken
+    blocks = (lo, hi, *mask.full_range(spec, first, last, seqlen), SplitInfo(slot, count, base))
+    w = WorkTileInfo(found.is_valid, m_block, head, q_start, q_len, kv_len, found.batch_idx, *blocks)
+    if const_expr(spec.tile.per_tile_pack_gqa):
+        w = w._replace(pack_factor=pack_factor.value, pack_magic=Int32(pack_factor.magic))
+    return w, window, unit + taken
 
 
 @cute.jit
-def first_work(spec: cutlass.Constexpr, a, s, per_token: Divisor):
-    """One warp: write what the CTA begins with. Returns (the Requests that it is of, the CTA's Share, the unit behind).
-    In kernels that guess, and of at most 32 requests, it is found while the launch before still runs, and found anew
-    only where another look at the requests, when that launch has ended, says that they have changed. A loop, so that
-    the code that finds it is there once."""
-    hints, few, last = early.unsettled(spec, a), geometry.batch(a) <= 32, const_expr(int(early.guesses(spec)))
+def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
+    """One warp: write what the CTA begins with. Returns (the SequenceWindow that it is of, the CTA's CtaUnits, the unit
+    behind). In kernels that guess, and of at most 32 requests, it is found while the launch before still runs, and
+    found anew only where another look at the requests, when that launch has ended, says that they have changed. A loop,
+    so that the code that finds it is there once."""
+    hints, few, last = pdl.uncached_args(spec, a), geometry.batch_size(a) <= 32, const_expr(int(pdl.has_prologue(spec)))
     zero = Int32(0)
-    number, keys = zero, zero
-    seen, share, unit = Requests(zero, zero, zero, Request(*[zero] * 5)), Share(zero, zero, zero), zero
+    batch_idx, keys = zero, zero
+    window, cta_units, unit = (
+        SequenceWindow(zero, zero, zero, StreamKSequence(*[zero] * 5)),
+        CtaUnits(zero, zero, zero),
+        zero,
+    )
     for attempt in cutlass.range(last + 1, unroll=1):
-        now, first = look(spec, hints, zero, zero), zero - 1
-        changed = now.own.q_start != seen.own.q_start or now.own.q_len != seen.own.q_len
-        changed = cute.arch.vote_any_sync(changed or now.own.kv_len != seen.own.kv_len)
+        now, first = load_window(spec, hints, zero, zero), zero - 1
+        changed = now.own.q_start != window.own.q_start or now.own.q_len != window.own.q_len
+        changed = cute.arch.vote_any_sync(changed or now.own.kv_len != window.own.kv_len)
         if (few and attempt < last) or (attempt == last and (not few or changed or last == 0)):
-            share = cta_share(spec, hints, now)
-            w, seen, unit = find(spec, hints, share.begin, now, share, per_token)
-            more = Int32(1) if share.begin < share.end else Int32(0)
-            work.write(s, zero, w._replace(valid=w.valid * more))
-            if w.valid * more != 0 and a.kv.kv_starts.shape[0] == 0:  # rows of a table, whose room bounds any guess
-                first = w.hi - 1
-            number, keys = w.batch, w.kv_len
+            cta_units = cta_share(spec, hints, now)
+            w, window, unit = find(spec, hints, cta_units.begin, now, cta_units, pack_factor)
+            more = Int32(1) if cta_units.begin < cta_units.end else Int32(0)
+            work.producer_write(s, zero, w._replace(is_valid=w.is_valid * more))
+            if w.is_valid * more != 0 and a.kv.kv_starts.shape[0] == 0:  # rows of a table, whose room bounds any guess
+                first = w.n_block_max - 1
+            batch_idx, keys = w.batch_idx, w.kv_len
         if const_expr(last > 0):
             if attempt < last:
                 if cute.arch.lane_idx() == 0:
-                    s.guess[0], s.guess[1], s.guess[2] = number, first, keys
-                cute.arch.barrier_arrive(barrier_id=early.BARRIER, number_of_threads=early.threads(spec))
+                    s.prologue_work[0], s.prologue_work[1], s.prologue_work[2] = batch_idx, first, keys
+                cute.arch.barrier_arrive(barrier_id=pdl.PROLOGUE_BARRIER, number_of_threads=pdl.prologue_threads(spec))
                 cute.arch.griddepcontrol_wait()
-    return seen, share, unit
+    return window, cta_units, unit
 
 
-class Round(NamedTuple):
+class SchedulerState(NamedTuple):
     """Where a CTA's warp that publishes is. more: whether what it published last was work. unit, end: of the share, to
     publish yet. passed, left: the first unit that was passed over, and how many. seen: requests, where a search
     begins."""
 
     more: Int32
     unit: Int32
-    passed: Int32
+    skipped_begin: Int32
     end: Int32
-    left: Int32
-    seen: Requests
+    skipped_count: Int32
+    window: SequenceWindow
 
 
 @cute.jit
 def begin(spec: cutlass.Constexpr, a):
-    """One warp: (the Share of this CTA, its first Round)."""
+    """One warp: (the CtaUnits of this CTA, its first SchedulerState)."""
     none = Int32(0)
-    seen = look(spec, a, none, none)
-    share = cta_share(spec, a, seen)
-    return share, Round(Int32(1), share.begin, none, share.end, none, seen)
+    window = load_window(spec, a, none, none)
+    cta_units = cta_share(spec, a, window)
+    return cta_units, SchedulerState(Int32(1), cta_units.begin, none, cta_units.end, none, window)
 
 
 @cute.jit
-def behind(spec: cutlass.Constexpr, a, t: Int32, at: Round):
-    """One warp: the Round behind the CTA's t-th work. Both shared tiles come first, the tail of the first and the head
-    of the last, so that their merges overlap with the whole tiles between."""
-    more, unit, passed, end, left, seen = at
+def advance(spec: cutlass.Constexpr, a, t: Int32, state: SchedulerState):
+    """One warp: the SchedulerState behind the CTA's t-th work. Both shared tiles come first, the tail of the first and
+    the head of the last, so that their merges overlap with the whole tiles between."""
+    more, unit, skipped_begin, end, skipped_count, window = state
     if t == 0 and a.schedule.blocks_per_split == 0 and unit < end:
-        last, seen = tile_begin(spec, a, end - 1, seen)
-        passed, left = unit, cutlass.max(last - unit, 0)
-        unit += left
-    if unit >= end and left > 0:
-        unit, end = passed, passed + left
-        left = Int32(0)
-    return Round(more, unit, passed, end, left, seen)
+        last, window = tile_begin(spec, a, end - 1, window)
+        skipped_begin, skipped_count = unit, cutlass.max(last - unit, 0)
+        unit += skipped_count
+    if unit >= end and skipped_count > 0:
+        unit, end = skipped_begin, skipped_begin + skipped_count
+        skipped_count = Int32(0)
+    return SchedulerState(more, unit, skipped_begin, end, skipped_count, window)
 
 
 @cute.jit
-def publish_next(spec: cutlass.Constexpr, a, s, t: Int32, share: Share, at: Round, per_token: Divisor):
-    """One warp: publish the CTA's t-th work, or that there is no more. per_token: rows. Returns the next Round."""
-    more, end = Int32(1) if at.unit < at.end else Int32(0), at.end
-    w, seen, unit = find(spec, a, at.unit, at.seen, Share(share.begin, end, share.total), per_token)
-    work.publish(s, t, w._replace(valid=w.valid * more))
-    return behind(spec, a, t, Round(more, unit, at.passed, end, at.left, seen))
+def produce_next(
+    spec: cutlass.Constexpr, a, s, t: Int32, cta_units: CtaUnits, state: SchedulerState, pack_factor: Divisor
+):
+    """One warp: publish the CTA's t-th work, or that there is no more. per_token: rows. Returns the next
+    SchedulerState."""
+    more, end = Int32(1) if state.unit < state.end else Int32(0), state.end
+    w, window, unit = find(
+        spec, a, state.unit, state.window, CtaUnits(cta_units.begin, end, cta_units.total), pack_factor
+    )
+    work.produce(s, t, w._replace(is_valid=w.is_valid * more))
+    return advance(spec, a, t, SchedulerState(more, unit, state.skipped_begin, end, state.skipped_count, window))
 
 
 @cute.jit
 def schedule_warp(spec: cutlass.Constexpr, a, s):
     """One warp: publish the CTA's work, and that there is no more."""
-    per_token, none = Divisor(geometry.group(a)), Int32(0)
-    seen, share, unit = first_work(spec, a, s, per_token)
-    work.announce(s, none)
-    more = Int32(1) if share.begin < share.end else none
-    at, t = behind(spec, a, none, Round(more, unit, none, share.end, none, seen)), Int32(1)
-    while at.more != 0:
-        at = publish_next(spec, a, s, t, share, at, per_token)
+    pack_factor, none = Divisor(geometry.qhead_per_kvhead(a)), Int32(0)
+    window, cta_units, unit = first_work(spec, a, s, pack_factor)
+    work.producer_commit(s, none)
+    more = Int32(1) if cta_units.begin < cta_units.end else none
+    state, t = advance(spec, a, none, SchedulerState(more, unit, none, cta_units.end, none, window)), Int32(1)
+    while state.more != 0:
+        state = produce_next(spec, a, s, t, cta_units, state, pack_factor)
         t += 1

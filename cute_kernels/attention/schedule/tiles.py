@@ -2,9 +2,9 @@
 together whatever the lengths; which CTA computes a tile never changes its result. The launch's last draw resets the
 counter: no state passes from launch to launch.
 
-Order of the tiles of a launch: requests with more keys come first, by `level`, so that the last tiles are short ones;
+Order of the tiles of a launch: requests with more keys come first, by `bucket`, so that the last tiles are short ones;
 at one level, as they come. Tiles of packed rows, which mostly wait for memory, are spread evenly among the others,
-which mostly multiply (`spread`).
+which mostly multiply (`interleave`).
 
 Within a request (`lpt_order`): KV heads go in sections whose K and V fit the L2 cache together; in a section the last,
 under a causal mask the longest, m_block comes first, and all heads of a section work on it before the next. The last
@@ -19,49 +19,49 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, Uint64
 
 from ...device import warp
-from ...device.divisor import Divisor, factor_of
+from ...device.divisor import Divisor, magic_of
 from .. import geometry, mask
 from . import work
-from .work import Work
+from .work import WorkTileInfo
 
-SHORT = 2048  # keys
+SHORT_KV_LEN = 2048  # keys
 WAVES = 2
-WHOLE = 1 << 31  # the `share` of a kind that has all tiles
+RATIO_ONE = 1 << 31  # the `share` of a kind that has all tiles
 
 
-class Request(NamedTuple):
-    """kind: 1 where its rows are packed. Without tiles, and past the last request, its level is -1."""
+class TileSequence(NamedTuple):
+    """pack_gqa: 1 where its rows are packed. Without tiles, and past the last request, its level is -1."""
 
     q_start: Int32
     q_len: Int32
     kv_len: Int32
-    kind: Int32
-    level: Int32
-    tiles: Int32
+    pack_gqa: Int32
+    bucket: Int32
+    num_tiles: Int32
 
 
-class Search(NamedTuple):
-    """Where a search for a later tile of a kind may begin: at a request, among those of a level; `before` tiles of the
-    kind are in front. lower: the highest level below that one that was passed, -1: none."""
+class SearchCursor(NamedTuple):
+    """Where a search for a later tile of a kind may begin: at a request, among those of a level; `before` tiles of
+    the kind are in front. lower: the highest level below that one that was passed, -1: none."""
 
-    level: Int32
-    request: Int32
-    before: Int32
-    lower: Int32
+    bucket: Int32
+    first_batch_idx: Int32
+    tiles_before: Int32
+    lower_bucket: Int32
 
 
-class Order(NamedTuple):
+class SchedulerSmem(NamedTuple):
     """Shared memory of the warp that publishes, which has no registers for it. launch: (3,): tiles, the `share` of
-    packed ones, and what makes a `Divisor` of the query heads of a KV head. searches: (4, 2), where one for a tile of a
+    packed ones, and what makes a `Divisor` of the query heads of a KV head. cursors: (4, 2), where one for a tile of a
     kind goes on."""
 
     launch: cute.Tensor
-    searches: cute.Tensor
+    cursors: cute.Tensor
 
 
-def allocate(smem) -> Order:
-    launch, fields = cute.make_layout(3), cute.make_layout((len(Search._fields), 2))
-    return Order(smem.allocate_tensor(Int32, launch, 16), smem.allocate_tensor(Int32, fields, 16))
+def allocate(smem) -> SchedulerSmem:
+    launch, fields = cute.make_layout(3), cute.make_layout((len(SearchCursor._fields), 2))
+    return SchedulerSmem(smem.allocate_tensor(Int32, launch, 16), smem.allocate_tensor(Int32, fields, 16))
 
 
 def whole_sections(heads, section, ctas, tiles):
@@ -85,103 +85,103 @@ def l2_section(kv_len, row_bytes, kv_heads, heads_per_kv, l2_bytes):
     return cutlass.min(fit, kv_heads) * heads_per_kv
 
 
-def share(part, total):
-    """part / total of a launch's tiles, 0 < part < total, in units of 1 / WHOLE, rounded up."""
-    return Uint32((Uint64(part) * Uint64(WHOLE) + Uint64(total - 1)) // Uint64(total))
+def packed_ratio(part, total):
+    """part / total of a launch's tiles, 0 < part < total, in units of 1 / RATIO_ONE, rounded up."""
+    return Uint32((Uint64(part) * Uint64(RATIO_ONE) + Uint64(total - 1)) // Uint64(total))
 
 
-def spread(tile, part):
-    """How many of the first `tile` tiles are of the kind whose `share` is `part`: of all, as many as there are."""
-    return Int32(Uint64(Uint32(tile)) * Uint64(part) >> Uint64(31))
+def interleave(tile, ratio):
+    """How many of the first `tile` tiles are of the kind whose `share` is `ratio`: of all, as many as there are."""
+    return Int32(Uint64(Uint32(tile)) * Uint64(ratio) >> Uint64(31))
 
 
 @cute.jit
-def level_of(kv_len: Int32):
+def length_bucket(kv_len: Int32):
     """One for each power of two, higher for more keys. Short requests, which do not decide when a launch ends, have one
     together: a search looks at all requests once for each level."""
-    return warp.bits(Float32(cutlass.max(kv_len, SHORT))) >> 23
+    return warp.bits(Float32(cutlass.max(kv_len, SHORT_KV_LEN))) >> 23
 
 
 @cute.jit
-def request_of(spec: cutlass.Constexpr, a, b: Int32):
+def load_sequence(spec: cutlass.Constexpr, a, b: Int32):
     """Request b."""
-    q_start, q_len, kv_len, kind, level, count = Int32(0), Int32(0), Int32(0), Int32(0), Int32(-1), Int32(0)
-    if b < geometry.batch(a):
-        q_start, q_len = geometry.request_queries(a, b)
-        kv_len = geometry.request_keys(a, b)
-        per_token = geometry.rows_per_token(spec, a, q_len)
-        kind = cutlass.min(per_token - 1, 1)
-        rows = geometry.tile_rows(q_len, per_token)
+    q_start, q_len, kv_len, pack_gqa, bucket, count = Int32(0), Int32(0), Int32(0), Int32(0), Int32(-1), Int32(0)
+    if b < geometry.batch_size(a):
+        q_start, q_len = geometry.sequence_queries(a, b)
+        kv_len = geometry.sequence_keys(a, b)
+        pack_factor = geometry.pack_factor(spec, a, q_len)
+        pack_gqa = cutlass.min(pack_factor - 1, 1)
+        rows = geometry.num_rows(q_len, pack_factor)
         m = geometry.tile_m(spec, rows)
-        count = (rows + m - 1) // m * geometry.tile_heads(a, kind)
+        count = (rows + m - 1) // m * geometry.num_tile_heads(a, pack_gqa)
         if count > 0:
-            level = level_of(kv_len)
-    return Request(q_start, q_len, kv_len, kind, level, count)
+            bucket = length_bucket(kv_len)
+    return TileSequence(q_start, q_len, kv_len, pack_gqa, bucket, count)
 
 
 @cute.jit
-def keep(order: Order, kind, search: Search):
+def save_cursor(smem: SchedulerSmem, pack_gqa, cursor: SearchCursor):
     """One warp: where the next search for a tile of a kind begins."""
     if cute.arch.lane_idx() == 0:
-        for i, value in enumerate(search):
-            order.searches[i, kind] = value
+        for i, value in enumerate(cursor):
+            smem.cursors[i, pack_gqa] = value
     cute.arch.sync_warp()
 
 
 @cute.jit
-def begin(spec: cutlass.Constexpr, a, order: Order):
+def begin(spec: cutlass.Constexpr, a, smem: SchedulerSmem):
     """One warp: looks at all requests."""
-    count, packed, top, top_packed = Int32(0), Int32(0), Int32(-1), Int32(-1)
-    for b in cutlass.range(cute.arch.lane_idx(), geometry.batch(a), 32, unroll=1):
-        one = request_of(spec, a, b)
-        count += one.tiles
-        if one.kind != 0:
-            packed += one.tiles
-            top_packed = cutlass.max(top_packed, one.level)
+    count, packed_tiles, top, top_packed = Int32(0), Int32(0), Int32(-1), Int32(-1)
+    for b in cutlass.range(cute.arch.lane_idx(), geometry.batch_size(a), 32, unroll=1):
+        sequence = load_sequence(spec, a, b)
+        count += sequence.num_tiles
+        if sequence.pack_gqa != 0:
+            packed_tiles += sequence.num_tiles
+            top_packed = cutlass.max(top_packed, sequence.bucket)
         else:
-            top = cutlass.max(top, one.level)
-    count, packed = cute.arch.warp_redux_sync(count, "add"), cute.arch.warp_redux_sync(packed, "add")
+            top = cutlass.max(top, sequence.bucket)
+    count, packed_tiles = cute.arch.warp_redux_sync(count, "add"), cute.arch.warp_redux_sync(packed_tiles, "add")
     top, top_packed = cute.arch.warp_redux_sync(top, "max"), cute.arch.warp_redux_sync(top_packed, "max")
-    part = Uint32(0)
-    if packed == count:
-        part = Uint32(WHOLE)
-    elif packed > 0:
-        part = share(packed, count)
+    ratio = Uint32(0)
+    if packed_tiles == count:
+        ratio = Uint32(RATIO_ONE)
+    elif packed_tiles > 0:
+        ratio = packed_ratio(packed_tiles, count)
     if cute.arch.lane_idx() == 0:
-        order.launch[0], order.launch[1], order.launch[2] = count, part.to(Int32), factor_of(geometry.group(a))
-    for kind, level in enumerate((top, top_packed)):
-        keep(order, kind, Search(level, Int32(0), Int32(0), Int32(-1)))
+        smem.launch[0], smem.launch[1], smem.launch[2] = count, ratio.to(Int32), magic_of(geometry.qhead_per_kvhead(a))
+    for pack_gqa, bucket in enumerate((top, top_packed)):
+        save_cursor(smem, pack_gqa, SearchCursor(bucket, Int32(0), Int32(0), Int32(-1)))
 
 
 @cute.jit
-def locate(spec: cutlass.Constexpr, a, kind: Int32, index: Int32, search: Search):
+def locate(spec: cutlass.Constexpr, a, pack_gqa: Int32, index: Int32, cursor: SearchCursor):
     """One warp: (the Request of a kind's tile `index`; its number, that of none where lengths have changed since
-    `begin`; the tile's index in it; the next Search), 32 requests at a time."""
-    lane, batch = cute.arch.lane_idx(), geometry.batch(a)
-    level, first, before, lower = search
-    one, mine, upto, searching = Request(*(Int32(0),) * 6), Int32(0), Int32(0), True
+    `begin`; the tile's index in it; the next SearchCursor), 32 requests at a time."""
+    lane, batch_size = cute.arch.lane_idx(), geometry.batch_size(a)
+    bucket, first, before, lower = cursor
+    sequence, mine, upto, searching = TileSequence(*(Int32(0),) * 6), Int32(0), Int32(0), True
     while searching:
-        one = request_of(spec, a, first + lane)
+        sequence = load_sequence(spec, a, first + lane)
         mine = Int32(0)
-        if one.kind == kind:
-            if one.level == level:
-                mine = one.tiles
-            elif one.level < level:
-                lower = cutlass.max(lower, one.level)
+        if sequence.pack_gqa == pack_gqa:
+            if sequence.bucket == bucket:
+                mine = sequence.num_tiles
+            elif sequence.bucket < bucket:
+                lower = cutlass.max(lower, sequence.bucket)
         upto = warp.prefix_sum(mine)
         passed = cute.arch.shuffle_sync(upto, 31)
         searching = index >= before + passed
         if searching:
             before += passed
             first += 32
-            if first >= batch:
-                level, first, lower = cute.arch.warp_redux_sync(lower, "max"), Int32(0), Int32(-1)
-                searching = level >= 0
+            if first >= batch_size:
+                bucket, first, lower = cute.arch.warp_redux_sync(lower, "max"), Int32(0), Int32(-1)
+                searching = bucket >= 0
     owner = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= index - before))
     within = index - before - cute.arch.shuffle_sync(upto - mine, owner)
-    found = Request(*(cute.arch.shuffle_sync(x, owner) for x in one))
-    number = first + owner if owner < 32 else batch
-    return found, number, within, Search(level, first, before, cute.arch.warp_redux_sync(lower, "max"))
+    found = TileSequence(*(cute.arch.shuffle_sync(x, owner) for x in sequence))
+    number = first + owner if owner < 32 else batch_size
+    return found, number, within, SearchCursor(bucket, first, before, cute.arch.warp_redux_sync(lower, "max"))
 
 
 @cute.jit
@@ -200,45 +200,45 @@ def next_index(a, t: Int32):
 
 
 @cute.jit
-def find(spec: cutlass.Constexpr, a, tile: Int32, order: Order):
-    """One warp: Work of a tile of the launch."""
-    valid, m_block, head, batch, index = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-    one, part = Request(*(Int32(0),) * 6), order.launch[1].to(Uint32)
-    if tile < order.launch[0]:
-        valid, before = Int32(1), spread(tile, part)
-        kind = spread(tile + 1, part) - before
-        index = tile - before + kind * (2 * before - tile)
-        search = Search(*(order.searches[i, kind] for i in range(len(Search._fields))))
-        one, batch, index, search = locate(spec, a, kind, index, search)
-        keep(order, kind, search)
-        if batch >= geometry.batch(a):
-            valid = Int32(0)
-    per_token = geometry.rows_per_token(spec, a, one.q_len)
-    rows = geometry.tile_rows(one.q_len, per_token)
+def find(spec: cutlass.Constexpr, a, tile: Int32, smem: SchedulerSmem):
+    """One warp: WorkTileInfo of a tile of the launch."""
+    is_valid, m_block, head, batch, index = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+    sequence, ratio = TileSequence(*(Int32(0),) * 6), smem.launch[1].to(Uint32)
+    if tile < smem.launch[0]:
+        is_valid, before = Int32(1), interleave(tile, ratio)
+        pack_gqa = interleave(tile + 1, ratio) - before
+        index = tile - before + pack_gqa * (2 * before - tile)
+        cursor = SearchCursor(*(smem.cursors[i, pack_gqa] for i in range(len(SearchCursor._fields))))
+        sequence, batch, index, cursor = locate(spec, a, pack_gqa, index, cursor)
+        save_cursor(smem, pack_gqa, cursor)
+        if batch >= geometry.batch_size(a):
+            is_valid = Int32(0)
+    pack_factor = geometry.pack_factor(spec, a, sequence.q_len)
+    rows = geometry.num_rows(sequence.q_len, pack_factor)
     m = geometry.tile_m(spec, rows)
-    if valid != 0:
+    if is_valid != 0:
         row_bytes = (spec.head_dim_qk + spec.head_dim_vo) * spec.kv.bits // 8
-        heads = geometry.tile_heads(a, one.kind)
-        each = geometry.group(a) + 1 - per_token  # heads that share those of K and V
-        section = l2_section(one.kv_len, row_bytes, a.kv.k.shape[1], each, spec.tile.l2_bytes)
+        heads = geometry.num_tile_heads(a, sequence.pack_gqa)
+        each = geometry.qhead_per_kvhead(a) + 1 - pack_factor  # heads that share those of K and V
+        section = l2_section(sequence.kv_len, row_bytes, a.kv.k.shape[1], each, spec.tile.l2_bytes)
         m_blocks, whole = (rows + m - 1) // m, Int32(0)
         if section < heads:
-            whole = whole_sections(heads, section, cute.arch.grid_dim()[0], order.launch[0])
+            whole = whole_sections(heads, section, cute.arch.grid_dim()[0], smem.launch[0])
         m_block, head = lpt_order(index, m_blocks, heads, section, whole)
-    n = mask.lengths(spec, a, one.q_len, one.kv_len)
-    factor = geometry.factor_of_rows(one.kind, order.launch[2])
-    first, last = geometry.tile_tokens(m_block, m, one.q_len, Divisor(per_token, factor))
-    blocks = (*mask.kv_range(spec, first, last, n), *mask.full_range(spec, first, last, n))
-    w = Work(valid, m_block, head, one.q_start, one.q_len, one.kv_len, batch, *blocks)
-    return w._replace(per_token=per_token, factor=factor)
+    seqlen = mask.seqlen_info(spec, a, sequence.q_len, sequence.kv_len)
+    magic = geometry.pack_magic(sequence.pack_gqa, smem.launch[2])
+    first, last = geometry.tile_tokens(m_block, m, sequence.q_len, Divisor(pack_factor, magic))
+    blocks = (*mask.kv_range(spec, first, last, seqlen), *mask.full_range(spec, first, last, seqlen))
+    w = WorkTileInfo(is_valid, m_block, head, sequence.q_start, sequence.q_len, sequence.kv_len, batch, *blocks)
+    return w._replace(pack_factor=pack_factor, pack_magic=magic)
 
 
 @cute.jit
-def publish(spec: cutlass.Constexpr, a, s, t: Int32):
+def produce_next(spec: cutlass.Constexpr, a, s, t: Int32):
     """One warp: find the CTA's t-th tile and publish it."""
     tile = next_index(a, t)
-    w, counters = find(spec, a, tile, s.order), a.schedule.counters
-    if w.valid == 0 and t > 0 and a.schedule.counter_base >= 0:
-        if cute.arch.lane_idx() == 0 and tile == cute.arch.grid_dim()[0] + s.order.launch[0] - 1:
+    w, counters = find(spec, a, tile, s.scheduler), a.schedule.counters
+    if w.is_valid == 0 and t > 0 and a.schedule.counter_base >= 0:
+        if cute.arch.lane_idx() == 0 and tile == cute.arch.grid_dim()[0] + s.scheduler.launch[0] - 1:
             counters[a.schedule.counter_base] = 0  # the last draw
-    work.publish(s, t, w)
+    work.produce(s, t, w)

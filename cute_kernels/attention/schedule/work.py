@@ -5,53 +5,53 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ...device import pipe
+from ...device import pipeline
 
 STAGES = {"tiles": 2, "stream_k": 4}  # published and not released: one worked on, one loaded; decoding's stay longer
 
 
-class Split(NamedTuple):
+class SplitInfo(NamedTuple):
     """slot: where the part of a tile goes, whole tiles have -1; count: parts of the tile; first: the CTA, or with
     blocks_per_split the slot, of the first part."""
 
     slot: Int32
-    count: Int32
+    num_splits: Int32
     first: Int32
 
 
-class Work(NamedTuple):
+class WorkTileInfo(NamedTuple):
     """A tile, and what every role needs to know of its request. KV blocks: [lo, hi) have a key that a row of the tile
-    sees (none where hi <= lo), [full_lo, full_hi) need no mask. split: with schedule "stream_k". Of kernels whose
-    tiles say so (`knows_rows`), per_token: rows that a token has, see `geometry`; factor: what makes a `Divisor` of
-    these."""
+    sees (none where hi <= lo), [n_block_full_min, n_block_full_max) need no mask. split: with schedule "stream_k". Of
+    kernels whose tiles say so (`per_tile_pack_gqa`), pack_factor: rows that a token has, see `geometry`; pack_magic:
+    what makes a `Divisor` of these."""
 
-    valid: Int32
+    is_valid: Int32
     m_block: Int32
-    head: Int32
+    head_idx: Int32
     q_start: Int32
     q_len: Int32
     kv_len: Int32
-    batch: Int32
-    lo: Int32
-    hi: Int32
-    full_lo: Int32
-    full_hi: Int32
+    batch_idx: Int32
+    n_block_min: Int32
+    n_block_max: Int32
+    n_block_full_min: Int32
+    n_block_full_max: Int32
     split: Any = None
-    per_token: Any = None
-    factor: Any = None
+    pack_factor: Any = None
+    pack_magic: Any = None
 
 
-COMMON = Work._fields.index("split")  # words of a tile with any schedule
+COMMON = WorkTileInfo._fields.index("split")  # words of a tile with any schedule
 
 
-def parts(spec):
+def is_split_kv(spec):
     """Whether a tile may be shared among CTAs."""
     return spec.schedule == "stream_k"
 
 
 def fields(spec):
     """Words of a published tile."""
-    return COMMON + parts(spec) * len(Split._fields) + spec.tile.knows_rows * 2
+    return COMMON + is_split_kv(spec) * len(SplitInfo._fields) + spec.tile.per_tile_pack_gqa * 2
 
 
 def allocate(spec, smem):
@@ -59,53 +59,53 @@ def allocate(spec, smem):
     return smem.allocate_tensor(Int32, cute.make_layout(((fields(spec) + 3) // 4 * 4, STAGES[spec.schedule])), 16)
 
 
-def flatten(w: Work):
-    return (*w[:COMMON], *(w.split or ()), *(() if w.per_token is None else (w.per_token, w.factor)))
+def flatten(w: WorkTileInfo):
+    return (*w[:COMMON], *(w.split or ()), *(() if w.pack_factor is None else (w.pack_factor, w.pack_magic)))
 
 
 @cute.jit
-def publish(s, t: Int32, w: Work):
+def produce(s, t: Int32, w: WorkTileInfo):
     """One warp: tells the others the CTA's t-th tile, as soon as there is room."""
-    pipe.wait_empty(s.work_pipe, t)
-    write(s, t, w)
-    announce(s, t)
+    pipeline.producer_acquire(s.work_pipe, t)
+    producer_write(s, t, w)
+    producer_commit(s, t)
 
 
 @cute.jit
-def write(s, t: Int32, w: Work):
+def producer_write(s, t: Int32, w: WorkTileInfo):
     """One warp, where there is room: the CTA's t-th tile, of which the others do not know yet."""
     words = s.work
     if cute.arch.lane_idx() == 0:
         for i, value in enumerate(flatten(w)):
-            words[i, pipe.stage(s.work_pipe, t)] = value
+            words[i, pipeline.stage(s.work_pipe, t)] = value
 
 
 @cute.jit
-def announce(s, t: Int32):
+def producer_commit(s, t: Int32):
     """One warp: tells the others the tile that it has written."""
     if cute.arch.lane_idx() == 0:
-        cute.arch.mbarrier_arrive(pipe.full(s.work_pipe, t))
+        cute.arch.mbarrier_arrive(pipeline.full_barrier(s.work_pipe, t))
     cute.arch.sync_warp()
 
 
 def of_words(spec, words):
-    """The Work that `flatten` gave."""
-    w, rest = Work(*words[:COMMON]), words[COMMON:]
-    if parts(spec):
-        w, rest = w._replace(split=Split(*rest[:3])), rest[3:]
-    return w._replace(per_token=rest[0], factor=rest[1]) if rest else w
+    """The WorkTileInfo that `flatten` gave."""
+    w, rest = WorkTileInfo(*words[:COMMON]), words[COMMON:]
+    if is_split_kv(spec):
+        w, rest = w._replace(split=SplitInfo(*rest[:3])), rest[3:]
+    return w._replace(pack_factor=rest[0], pack_magic=rest[1]) if rest else w
 
 
-def peek(spec, s, t: Int32):
-    """One warp: Work of the CTA's t-th tile, until it is released."""
-    pipe.wait_full(s.work_pipe, t)
-    stage = pipe.stage(s.work_pipe, t)
+def consumer_wait(spec, s, t: Int32):
+    """One warp: WorkTileInfo of the CTA's t-th tile, until it is released."""
+    pipeline.consumer_wait(s.work_pipe, t)
+    stage = pipeline.stage(s.work_pipe, t)
     return of_words(spec, [cute.arch.make_warp_uniform(s.work[i, stage]) for i in range(fields(spec))])
 
 
 def consume(spec, s, t: Int32):
-    """One warp: Work of the CTA's t-th tile, which it will not read again."""
-    w = peek(spec, s, t)
+    """One warp: WorkTileInfo of the CTA's t-th tile, which it will not read again."""
+    w = consumer_wait(spec, s, t)
     cute.arch.sync_warp()  # all lanes have read before one of them arrives
-    pipe.release(s.work_pipe, t)
+    pipeline.consumer_release(s.work_pipe, t)
     return w

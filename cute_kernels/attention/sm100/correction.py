@@ -6,17 +6,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from ...device import pipe, tmem, warp
-from .. import epilogue, geometry, logits, parts, quant, softmax
+from ...device import pipeline, tmem, warp
+from .. import epilogue, geometry, logits, quant, softmax, splits
 from ..schedule import work
-from ..schedule.work import Work
-from .issue import O
+from ..schedule.work import WorkTileInfo
+from .mma_utils import O
 from .roles import ROWS, SLOTS, WARPS, always, groups, roles, rounds, tile_halves, turns
 
 LOADED = 16  # columns of O that are in registers, and stored, at a time: a block of NVFP4's
 
 
-class Handed(NamedTuple):
+class SoftmaxStats(NamedTuple):
     """Of a row. value: what O is to be multiplied by, at a tile's end the sum of its exponentials. top: then, their
     maximum in log2 units."""
 
@@ -32,11 +32,11 @@ def column_of(s, group):
 
 @cute.jit
 def take(s, group, row: Int32, item: Int32):
-    """What `scores.hand_over` says of a row."""
-    pipe.wait_signal(s.grown + group, item)
-    what = Handed(s.growth[row, group, 0], s.growth[row, group, 1])
+    """What `softmax.hand_over` says of a row."""
+    pipeline.mbarrier_wait(s.grown + group, item)
+    what = SoftmaxStats(s.growth[row, group, 0], s.growth[row, group, 1])
     cute.arch.sync_warp()
-    pipe.send(s.read + group)
+    pipeline.mbarrier_arrive(s.read + group)
     return what
 
 
@@ -51,9 +51,9 @@ def rescale(spec: cutlass.Constexpr, at: Int32, factor: Float32):
         tmem.wait_store()
 
 
-class Sums(NamedTuple):
-    """Of a row of a half. top, total: as `Handed`, of all its groups. first, second: 2^(top of a group - top), of the
-    group that has the tile's first block and, where blocks are had in turn, of the other."""
+class CombinedStats(NamedTuple):
+    """Of a row of a half. top, total: as `SoftmaxStats`, of all its groups. first, second: 2^(top of a group - top), of
+    the group that has the tile's first block and, where blocks are had in turn, of the other."""
 
     top: Float32
     total: Float32
@@ -63,19 +63,19 @@ class Sums(NamedTuple):
 
 @cute.jit
 def sums(s, group: cutlass.Constexpr, row: Int32, item: Int32, in_turn: cutlass.Constexpr):
-    """The `Sums` of a row of a group, or of both."""
+    """The `CombinedStats` of a row of a group, or of both."""
     one = take(s, group, row, item)
-    result = Sums(one.top, one.value, Float32(1.0), Float32(0.0))
+    result = CombinedStats(one.top, one.value, Float32(1.0), Float32(0.0))
     if const_expr(in_turn):
         two = take(s, 1, row, item)
         top = cute.arch.fmax(one.top, two.top)
         known = Float32(0.0) if top == -Float32.inf else top
         first, second = (cute.math.exp2(x.top - known, fastmath=True) for x in (one, two))
-        result = Sums(top, warp.fma(two.value, second, one.value * first), first, second)
+        result = CombinedStats(top, warp.fma(two.value, second, one.value * first), first, second)
     return result
 
 
-class Row(NamedTuple):
+class OutputRow(NamedTuple):
     """A row of O. number: in its tile. whole, part: whether it is one of the output, or of a part of a tile. lse: log2.
     first, second: what O of the group that has the tile's first block, and of the other, is to be multiplied by."""
 
@@ -89,7 +89,7 @@ class Row(NamedTuple):
     second: Float32
 
 
-class Ended(NamedTuple):
+class CorrectionCounters(NamedTuple):
     """Before the tile's end: rounds and tiles."""
 
     rounds: Int32
@@ -98,38 +98,45 @@ class Ended(NamedTuple):
 
 @cute.jit
 def finish(
-    spec: cutlass.Constexpr, a, s, w: Work, group: cutlass.Constexpr, row: Int32, at: Ended, in_turn: cutlass.Constexpr
+    spec: cutlass.Constexpr,
+    a,
+    s,
+    w: WorkTileInfo,
+    group: cutlass.Constexpr,
+    row: Int32,
+    at: CorrectionCounters,
+    in_turn: cutlass.Constexpr,
 ):
     """The thread's row of a half: O and LSE. group: the half's; in_turn: both are."""
     half = 0 if const_expr(in_turn) else group
     number = (tile_halves(spec, w) * w.m_block + half) * ROWS + row
-    token = geometry.token_of(number, geometry.divisor(w))
-    head = geometry.head_of(number, w.head, geometry.divisor(w))
+    token = geometry.token_of(number, geometry.pack_divisor(w))
+    head = geometry.head_of(number, w.head_idx, geometry.pack_divisor(w))
     sink, factor, second = epilogue.sink_of(a, head), Float32(0.0), Float32(0.0)
     whole, part = token < w.q_len, False
-    if const_expr(work.parts(spec)):
+    if const_expr(work.is_split_kv(spec)):
         sink = -Float32.inf if w.split.slot >= 0 else sink  # it enters where parts are merged
         whole, part = whole and w.split.slot < 0, whole and w.split.slot >= 0
     lse, mine = sink * logits.LOG2_E, const_expr(range(SLOTS) if in_turn else (group,))
-    if w.hi > w.lo:
+    if w.n_block_max > w.n_block_min:
         of = sums(s, group, row, at.rounds + at.tiles, in_turn)
         normal = softmax.normalizer(of.top, of.total, sink)
-        out = a.out.out_factor * softmax.factor_of(a.out.out_scale, head)
-        if const_expr(work.parts(spec)):
+        out = a.out.out_scale * softmax.head_scale(a.out.out_scale_ptr, head)
+        if const_expr(work.is_split_kv(spec)):
             out = Float32(1.0) if w.split.slot >= 0 else out
-        lse, factor = normal.lse, normal.factor * (out * const_expr(quant.format_of(spec).unit))
+        lse, factor = normal.lse, normal.inv_row_sum * (out * const_expr(quant.kv_format(spec).dequant_scale))
         if const_expr(in_turn):
             factor, second = factor * of.first, factor * of.second
         for g in mine:
-            pipe.wait_signal(s.done + g, at.tiles if const_expr(groups(spec) == SLOTS) else at.rounds - 1)
+            pipeline.mbarrier_wait(s.done + g, at.tiles if const_expr(groups(spec) == SLOTS) else at.rounds - 1)
         tmem.after_wait()
-    into = Row(row, w.q_start + token, head, whole, part, lse, factor, second)
+    into = OutputRow(row, w.q_start + token, head, whole, part, lse, factor, second)
     for c in cutlass.range_constexpr(0, spec.head_dim_vo, LOADED):
         store_columns(spec, a, s, w, into, group, c, in_turn)
-    if w.hi > w.lo:
+    if w.n_block_max > w.n_block_min:
         tmem.before_signal()
         for g in mine:
-            pipe.send(s.stored + g)
+            pipeline.mbarrier_arrive(s.stored + g)
     epilogue.store_lse(a, into.token, head, lse, whole)
 
 
@@ -138,8 +145,8 @@ def store_columns(
     spec: cutlass.Constexpr,
     a,
     s,
-    w: Work,
-    into: Row,
+    w: WorkTileInfo,
+    into: OutputRow,
     group: cutlass.Constexpr,
     c: cutlass.Constexpr,
     in_turn: cutlass.Constexpr,
@@ -147,14 +154,14 @@ def store_columns(
     """Columns c to c + LOADED - 1 of the thread's row of O, zeros where no row of the tile sees a key."""
     values = cute.make_rmem_tensor(LOADED, Float32)
     values.fill(0.0)
-    if w.hi > w.lo:
+    if w.n_block_max > w.n_block_min:
         loaded = tmem.load(column_of(s, group) + c, LOADED)
         tmem.wait_load()
         for e in cutlass.range_constexpr(LOADED):
             values[e] = loaded[e] * into.first
     if const_expr(in_turn):
         add_columns(s, w, into, c, values)
-    if const_expr(work.parts(spec)):
+    if const_expr(work.is_split_kv(spec)):
         if into.part:
             epilogue.store_partial(spec, a, w.split.slot, into.number, Int32(c // LOADED), values, into.lse)
     if into.whole:
@@ -162,11 +169,11 @@ def store_columns(
 
 
 @cute.jit
-def add_columns(s, w: Work, into: Row, c: cutlass.Constexpr, values: cute.Tensor):
+def add_columns(s, w: WorkTileInfo, into: OutputRow, c: cutlass.Constexpr, values: cute.Tensor):
     """What group 1 found, which has the tile's second block. A group without a key of the row may hold 0 x NaN."""
     for e in cutlass.range_constexpr(LOADED):
         values[e] = values[e] if into.first != 0.0 else Float32(0.0)
-    if w.hi - w.lo > 1:
+    if w.n_block_max - w.n_block_min > 1:
         loaded = tmem.load(column_of(s, 1) + c, LOADED)
         tmem.wait_load()
         for e in cutlass.range_constexpr(LOADED):
@@ -174,7 +181,7 @@ def add_columns(s, w: Work, into: Row, c: cutlass.Constexpr, values: cute.Tensor
 
 
 @cute.jit
-def finish_tile(spec: cutlass.Constexpr, a, s, w: Work, row: Int32, at: Ended):
+def finish_tile(spec: cutlass.Constexpr, a, s, w: WorkTileInfo, row: Int32, at: CorrectionCounters):
     """The thread's row of each half."""
     n = turns(spec, w)
     if const_expr(always(n, 1)):
@@ -197,24 +204,24 @@ def correct(spec: cutlass.Constexpr, plan, s):
     row = number * 32 + cute.arch.lane_idx()
     t, i, q = Int32(0), Int32(0), Int32(0)
     w = work.consume(spec, s, t)
-    while w.valid != 0:
-        if w.hi > w.lo:
+    while w.is_valid != 0:
+        if w.n_block_max > w.n_block_min:
             count = rounds(spec, w)
             for left in cutlass.range(count, 0, -1, unroll=1):
                 for group in cutlass.range_constexpr(groups(spec)):
                     factor = take(s, group, row, i + q).value
                     if left < count:
                         if const_expr(groups(spec) < SLOTS):  # of every block: a phase looks like the one before last
-                            pipe.wait_signal(s.done, i - 1)
+                            pipeline.mbarrier_wait(s.done, i - 1)
                         tmem.after_wait()
                         rescale(spec, column_of(s, group), factor)
                         tmem.before_signal()
-                    pipe.send(s.early + (group if const_expr(groups(spec) == SLOTS) else i % SLOTS))
+                    pipeline.mbarrier_arrive(s.early + (group if const_expr(groups(spec) == SLOTS) else i % SLOTS))
                 i += 1
-        finish_tile(spec, a, s, w, row, Ended(i, q))
-        if w.hi > w.lo:
+        finish_tile(spec, a, s, w, row, CorrectionCounters(i, q))
+        if w.n_block_max > w.n_block_min:
             q += 1
         t += 1
         w = work.consume(spec, s, t)
-    if const_expr(work.parts(spec)):
-        parts.meet(roles(spec).warps("softmax", "correct"))
+    if const_expr(work.is_split_kv(spec)):
+        splits.barrier(roles(spec).warps("softmax", "correct"))

@@ -3,14 +3,14 @@
 A tile is 256 rows, two halves of 128, or one half. Groups (`roles.groups`) are warpgroups of softmax, each with an S
 and an O in tensor memory: of a half each, or of one half's KV blocks in turn; then each has a maximum and a sum of its
 own, and `correction` adds up both at the tile's end. Tiles of head_dim 256 have one group. Roles (`roles`), in the
-order of warps: 4 or 8 softmax, a thread a row (`scores`); 4 rescale O where its maximum has grown, normalise and store
-it (`correction`); 1 issues all MMAs (`multiply`); 1 loads K, publishes the tiles; 1 loads V, 1 Q
+order of warps: 4 or 8 softmax, a thread a row (`softmax`); 4 rescale O where its maximum has grown, normalise and store
+it (`correction`); 1 issues all MMAs (`mma`); 1 loads K, publishes the tiles; 1 loads V, 1 Q
 (`query`). CTAs are persistent, one an SM. Quantised K and V, of another type than Q, become fp16, which holds all of
 their values, and so does Q, bf16 in units of its own a row, by 4 warps more (`prepare`): there the one of V loads Q
 too, the next copies scale factors.
 
 Where CTAs share the keys of requests (`schedule.stream_k`), the warp of Q publishes, `correction` stores what the CTA
-found of a tile that is not its own alone, and the warps of softmax merge it with others' (`parts`).
+found of a tile that is not its own alone, and the warps of softmax merge it with others' (`splits`).
 
 Tensor memory, columns: two slots of S from 0 and 128 on, one of each group, or of one group's blocks in turn; O of
 group g from 256 + 128 g on; P, 16 bits, two a column, in the second half of its S, all of which is in registers by
@@ -38,36 +38,36 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ... import abi
-from ...device import copy, pipe, tmem
-from .. import fakes, load, parts
-from ..args import Args, pack
+from ...device import copy, pipeline, tmem
+from .. import fakes, load, splits
+from ..args import AttentionArgs, pack
 from ..kv import arrivals, pages, scales, source
-from ..prepare import dequantises, in_units, operand_stages
+from ..prepare import dequantises, operand_stages, scales_q_rows
 from ..schedule import tiles, work
 from ..spec import BITS
-from . import votes
+from . import skip_votes
 from .correction import correct
-from .multiply import multiply
+from .mma import multiply
 from .prepare import prepare_kv
 from .query import load_q, schedule_and_load_q
 from .roles import ROWS, SLOTS, WARPS, groups, roles
-from .scores import softmax
+from .softmax import softmax
 
 fake_args = fakes.fake_args
 
 
 @dataclass(frozen=True)
-class Plan:
+class Sm100KernelParams:
     """Everything the host part makes for the kernel."""
 
-    args: Args
+    args: AttentionArgs
     k: Any  # operands of the source of K and V
     v: Any
-    q: copy.Operand
+    q: copy.TmaOperand
 
 
 @dataclass(frozen=True)
-class Shared:
+class Sm100SharedStorage:
     """Shared memory of a CTA. Pointers: signals."""
 
     raw_q: cute.Tensor  # as it was loaded
@@ -77,15 +77,15 @@ class Shared:
     k: cute.Tensor
     v: cute.Tensor
     work: cute.Tensor
-    order: tiles.Order | None
+    scheduler: tiles.SchedulerSmem | None
     growth: cute.Tensor  # (ROWS, groups, 2): factor on O; at a tile's end, sum and maximum in log2 units
     tensor: cute.Tensor  # (1,): address of tensor memory
-    work_pipe: pipe.Pipe
-    q_pipe: pipe.Pipe
-    raw_k_pipe: pipe.Pipe
-    raw_v_pipe: pipe.Pipe
-    k_pipe: pipe.Pipe
-    v_pipe: pipe.Pipe
+    work_pipe: pipeline.Pipeline
+    q_pipe: pipeline.Pipeline
+    raw_k_pipe: pipeline.Pipeline
+    raw_v_pipe: pipeline.Pipeline
+    k_pipe: pipeline.Pipeline
+    v_pipe: pipeline.Pipeline
     scores: cute.Pointer
     grown: cute.Pointer
     read: cute.Pointer
@@ -95,10 +95,10 @@ class Shared:
     stored: cute.Pointer
     votes: Any = None  # of `skip`
     ready_pipe: Any = None
-    units: Any = None  # (m, 2): of rows of Q
+    q_row_scales: Any = None  # (m, 2): of rows of Q
     k_scales: Any = None  # of raw stages
     v_scales: Any = None
-    parts: Any = None  # `parts.Board`
+    splits: Any = None  # `splits.SplitSmem`
 
 
 @cute.jit
@@ -108,7 +108,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     k, v = (source(spec).operand(x, (t.n, x.shape[3]), t.raw_stages or t.stages) for x in (a.kv.k, a.kv.v))
     rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))
     q = copy.operand(rows, (t.m, spec.head_dim_qk), t.q_stages, (t.m,))
-    kernel(spec, Plan(a, k, v, q)).launch(
+    kernel(spec, Sm100KernelParams(a, k, v, q)).launch(
         grid=[a.schedule.grid, 1, 1],
         block=[32 * roles(spec).warps(), 1, 1],
         stream=stream,
@@ -130,10 +130,10 @@ def shared(spec, plan):
     published = work.allocate(spec, smem)
     growth = smem.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, groups(spec), 2)), 16)
     tensor = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
-    signals = lambda arrivals: pipe.signals(smem, SLOTS, arrivals)  # noqa: E731
-    pipes = [pipe.make(smem, raw, arrivals(spec, r), r.warps(f"prepare_{x}") or 1) for x in "kv"]
-    operands = [pipe.make(smem, t.stages, r.warps(f"prepare_{x}"), 1) for x in "kv"] if dequantises(spec) else pipes
-    return Shared(
+    signals = lambda arrivals: pipeline.make_mbarriers(smem, SLOTS, arrivals)  # noqa: E731
+    pipes = [pipeline.make(smem, raw, arrivals(spec, r), r.warps(f"prepare_{x}") or 1) for x in "kv"]
+    operands = [pipeline.make(smem, t.stages, r.warps(f"prepare_{x}"), 1) for x in "kv"] if dequantises(spec) else pipes
+    return Sm100SharedStorage(
         raw_q=raw_q,
         q=q,
         raw_k=raw_k,
@@ -141,11 +141,11 @@ def shared(spec, plan):
         k=k,
         v=v,
         work=published,
-        order=None if work.parts(spec) else tiles.allocate(smem),
+        scheduler=None if work.is_split_kv(spec) else tiles.allocate(smem),
         growth=growth,
         tensor=tensor,
-        work_pipe=pipe.make(smem, work.STAGES[spec.schedule], 1, r.warps() - r.warps("idle")),
-        q_pipe=pipe.make(smem, t.q_stages, 1, 1),
+        work_pipe=pipeline.make(smem, work.STAGES[spec.schedule], 1, r.warps() - r.warps("idle")),
+        q_pipe=pipeline.make(smem, t.q_stages, 1, 1),
         raw_k_pipe=pipes[pages.K],
         raw_v_pipe=pipes[pages.V],
         k_pipe=operands[pages.K],
@@ -157,12 +157,14 @@ def shared(spec, plan):
         late=signals(WARPS),
         done=signals(1),
         stored=signals(WARPS),
-        votes=votes.allocate(smem, groups(spec)) if spec.logits.skip else None,
-        ready_pipe=pipe.make(smem, 2, WARPS, 1) if dequantises(spec) else None,
-        units=smem.allocate_tensor(cutlass.Float32, cute.make_layout((t.m, 2)), 16) if in_units(spec) else None,
+        votes=skip_votes.allocate(smem, groups(spec)) if spec.logits.skip else None,
+        ready_pipe=pipeline.make(smem, 2, WARPS, 1) if dequantises(spec) else None,
+        q_row_scales=smem.allocate_tensor(cutlass.Float32, cute.make_layout((t.m, 2)), 16)
+        if scales_q_rows(spec)
+        else None,
         k_scales=scales.allocate(spec, smem, spec.head_dim_qk, raw),
         v_scales=scales.allocate(spec, smem, spec.head_dim_vo, raw),
-        parts=parts.allocate(spec, smem),
+        splits=splits.allocate(spec, smem),
     )
 
 
@@ -172,21 +174,21 @@ def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
     if warp == roles(spec).first("mma"):
         multiply(spec, plan, s)
     elif warp == roles(spec).first("load_k"):
-        into = load.Stages(plan.k, s.raw_k, s.raw_k_pipe)
-        load.load_kv(spec, plan, s, into, pages.K, Int32(0), publishes=not work.parts(spec))
+        into = load.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
+        load.load_kv(spec, plan, s, into, pages.K, Int32(0), produces_tiles=not work.is_split_kv(spec))
     elif warp == roles(spec).first("load_v"):
-        into = load.Stages(plan.v, s.raw_v, s.raw_v_pipe)
+        into = load.LoadTarget(plan.v, s.raw_v, s.raw_v_pipe)
         load.load_kv(spec, plan, s, into, pages.V, Int32(0), loads_q=const_expr(dequantises(spec)))
-    elif const_expr(work.parts(spec)):
+    elif const_expr(work.is_split_kv(spec)):
         schedule_and_load_q(spec, plan, s)
     elif const_expr(not dequantises(spec)):
         load_q(spec, plan, s)
-    elif const_expr(spec.kv.scaled):
+    elif const_expr(spec.kv.block_scaled):
         load.load_scales(spec, plan, s, (s.raw_k_pipe, s.raw_v_pipe))
 
 
 @cute.kernel
-def kernel(spec: cutlass.Constexpr, plan: Plan):
+def kernel(spec: cutlass.Constexpr, plan: Sm100KernelParams):
     s = shared(spec, plan)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == roles(spec).first("mma"):

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from ...device import layout, mma, pipe
+from ...device import layout, mma, pipeline
 from .. import prepare, quant
 from ..schedule import work
 from ..spec import KVSpec
@@ -19,42 +19,42 @@ LANES = 8  # that have a row of Q, pieces of 16 bytes 128 apart
 @cute.jit
 def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share: Int32):
     """One warp: its share of Q, and of K or V (`which`, of kv.pages), of every tile of this CTA."""
-    ring = prepare.rings(s, which)
+    ring = prepare.stage_pipelines(s, which)
     i, t, q = Int32(0), Int32(0), Int32(0)
     w = work.consume(spec, s, t)
-    while w.valid != 0:
-        if w.hi > w.lo:
+    while w.is_valid != 0:
+        if w.n_block_max > w.n_block_min:
             prepare_q(spec, plan, s, w, q, share + which * (WARPS // 2))
             q += 1
-        for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
-            pipe.wait_full(ring.raw, i)
-            pipe.wait_empty(ring.operand, i)
-            valid = w.kv_len - j * spec.tile.n
+        for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+            pipeline.consumer_wait(ring.raw, i)
+            pipeline.producer_acquire(ring.operand, i)
+            valid = w.kv_len - n_block * spec.tile.n
             prepare.dequantise_stage(spec, plan.args, s, which, share, const_expr(WARPS // 2), i, valid)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
-            pipe.release(ring.raw, i)
-            pipe.send(pipe.full(ring.operand, i))
+            pipeline.consumer_release(ring.raw, i)
+            pipeline.mbarrier_arrive(pipeline.full_barrier(ring.operand, i))
             i += 1
         t += 1
         w = work.consume(spec, s, t)
 
 
 @cute.jit
-def prepare_q(spec: cutlass.Constexpr, plan, s, w: work.Work, q: Int32, share: Int32):
+def prepare_q(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, share: Int32):
     """One of `WARPS` warps: its rows of Q of a tile, item q of its pipe, gathered where they are packed."""
-    pipe.wait_full(s.q_pipe, q)
-    if w.per_token > 1:
+    pipeline.consumer_wait(s.q_pipe, q)
+    if w.pack_factor > 1:
         gather(spec, plan, s, w, q, share, WARPS)
-    stage = pipe.stage(s.q_pipe, q)
-    if const_expr(prepare.in_units(spec)):
-        to_fp16(spec, s, stage, pipe.stage(s.ready_pipe, q), share)
-    elif const_expr(spec.q != prepare.operand(spec)):
+    stage = pipeline.stage(s.q_pipe, q)
+    if const_expr(prepare.scales_q_rows(spec)):
+        to_fp16(spec, s, stage, pipeline.stage(s.ready_pipe, q), share)
+    elif const_expr(spec.q != prepare.mma_dtype(spec)):
         stored = const_expr(replace(spec, kv=KVSpec(spec.q)))
         prepare.dequantise(stored, s.raw_q[None, None, stage], s.q[None, None, stage], None, share, WARPS)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
-    pipe.send(pipe.full(s.ready_pipe, q))
+    pipeline.mbarrier_arrive(pipeline.full_barrier(s.ready_pipe, q))
 
 
 @cute.jit
@@ -71,8 +71,8 @@ def to_fp16(spec: cutlass.Constexpr, s, stage: Int32, turn: Int32, share: Int32)
             four = mma.load(at + b * m * 128, 4)
             for e in cutlass.range_constexpr(4):
                 words[4 * b + e] = four[e]
-        unit = quant.to_fp16(words, LANES)
+        q_row_scale = quant.to_fp16(words, LANES)
         for b in cutlass.range_constexpr(boxes):
             mma.store(at + b * m * 128, [words[4 * b + e] for e in range(4)])
         if lane % LANES == 0:
-            s.units[row, turn] = unit
+            s.q_row_scales[row, turn] = q_row_scale

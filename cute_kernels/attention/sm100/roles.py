@@ -22,9 +22,9 @@ def groups(spec):
 
 def tile_halves(spec, w):
     """Of a tile: a group each, or one, whose blocks all groups have in turn. An int where all tiles have as many."""
-    if len(spec.tile.heights) == 1:
+    if len(spec.tile.m_choices) == 1:
         return halves(spec)
-    return geometry.tile_m(spec, geometry.tile_rows(w.q_len, w.per_token)) // ROWS
+    return geometry.tile_m(spec, geometry.num_rows(w.q_len, w.pack_factor)) // ROWS
 
 
 def turns(spec, w):
@@ -35,7 +35,7 @@ def turns(spec, w):
 def rounds(spec, w):
     """Rounds of a tile: in each every group has a block, or none where blocks in turn have come to an end."""
     n = turns(spec, w)
-    return w.hi - w.lo if always(n, 1) else (w.hi - w.lo + n - 1) >> (n - 1)
+    return w.n_block_max - w.n_block_min if always(n, 1) else (w.n_block_max - w.n_block_min + n - 1) >> (n - 1)
 
 
 def always(number, value):
@@ -53,7 +53,7 @@ REGISTERS = {  # (groups, dequantises) -> of softmax, correction, multiplication
 
 def roles(spec) -> Roles:
     softmax, correct, few, prepare = REGISTERS[groups(spec), dequantises(spec)]
-    last = "load_q" if not dequantises(spec) else "load_scales" if spec.kv.scaled else "idle"
+    last = "load_q" if not dequantises(spec) else "load_scales" if spec.kv.block_scaled else "idle"
     table = [Role("softmax", groups(spec) * WARPS, softmax), Role("correct", WARPS, correct)]
     table += [Role(name, 1, few) for name in ("mma", "load_k", "load_v", last)]
     if dequantises(spec):

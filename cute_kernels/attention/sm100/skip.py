@@ -12,28 +12,28 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .. import softmax
-from . import votes
+from . import skip_votes
 from .roles import ROWS, WARPS
 
 BARRIER = 1  # + half: its 128 threads
 
 
-class Rule(NamedTuple):
-    """Of a thread. least: log2 of threshold / kv_len. peak: (1,), exact maximum of its row so far."""
+class SkipRule(NamedTuple):
+    """Of a thread. log2_threshold: log2 of threshold / kv_len. kept_max: (1,), exact maximum of its row so far."""
 
-    least: Float32
-    peak: cute.Tensor
+    log2_threshold: Float32
+    kept_max: cute.Tensor
 
 
 def rule(spec, a, kv_len) -> Any:
     """Of a tile; None in other kernels."""
     if not spec.logits.skip:
         return None
-    least = a.logits.skip_threshold - cute.math.log2(Float32(kv_len), fastmath=True)
-    return Rule(least, cute.make_rmem_tensor(1, Float32))
+    log2_threshold = a.logits.skip_threshold - cute.math.log2(Float32(kv_len), fastmath=True)
+    return SkipRule(log2_threshold, cute.make_rmem_tensor(1, Float32))
 
 
-class Look(NamedTuple):
+class SkipDecision(NamedTuple):
     """top: (1, 1), the row's maximum in the block at hand. out: whether the half leaves it out."""
 
     top: cute.Tensor
@@ -41,18 +41,18 @@ class Look(NamedTuple):
 
 
 @cute.jit
-def look(s, r, rows, of: Rule, half: Int32, turn: Int32):
-    """The `Look` at a block, whose scores are in r.s. turn: its number among the half's."""
+def look(s, r, rows, of: SkipRule, half: Int32, turn: Int32):
+    """The `SkipDecision` at a block, whose scores are in r.s. turn: its number among the half's."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
     top = cute.make_rmem_tensor((1, 1), Float32)
     top[0] = softmax.reduce(r.s[0, None], cute.arch.fmax)
-    below = top[0] == -Float32.inf or (top[0] - of.peak[0]) * r.reduced[0] < of.least
-    mine = votes.of(s.votes, half, turn)
-    votes.cast(mine, warp, below or r.tokens[0] >= rows.n.q_len)
+    below = top[0] == -Float32.inf or (top[0] - of.kept_max[0]) * r.reduced[0] < of.log2_threshold
+    mine = skip_votes.of(s.votes, half, turn)
+    skip_votes.cast(mine, warp, below or r.tokens[0] >= rows.seqlen.q_len)
     cute.arch.barrier(barrier_id=BARRIER + half, number_of_threads=ROWS)
-    return Look(top, votes.all_of(mine))
+    return SkipDecision(top, skip_votes.all_of(mine))
 
 
 def left_out(s, half, turn: Int32):
     """Who multiplies, behind the half's signals of a block: whether it left it out."""
-    return votes.all_of(votes.of(s.votes, half, turn))
+    return skip_votes.all_of(skip_votes.of(s.votes, half, turn))

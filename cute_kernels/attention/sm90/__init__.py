@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar, cast
 
-from ..problem import Problem, Refusal
-from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, outputs, source_of
+from ..request import KernelRequest, Refusal
+from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, kv_source, outputs
 
 ARCHS = ("sm_90a",)
 PHASES = ("prefill", "decode")
@@ -17,12 +17,12 @@ QUANTISED = ("e4m3", "e5m2", "nvfp4")  # types of caches
 
 
 @dataclass(frozen=True)
-class Tile:
+class Sm90TileConfig:
     """m query rows x n keys a CTA, a warpgroup for 64 rows; `stages` K tiles and as many V tiles in flight, and
     `q_stages` Q tiles. q_in_regs: Q is a register operand of Q K^T, which spares shared memory a third of its reads.
-    raw_stages: of K and V as they are stored, where they are prepared, 0: as many.
-    promote: Hopper's 8-bit MMAs add to O in 14 bits, towards zero: the mean of 2,048 equal values comes out 1.4 %
-    short, of 8,192 8 % (simulated, with sums that have the bits of an H200's)."""
+    raw_stages: of K and V as they are stored, where they are prepared, 0: as many. promote_interval: Hopper's 8-bit
+    MMAs add to O in 14 bits, towards zero: the mean of 2,048 equal values comes out 1.4 % short, of 8,192 8 %
+    (simulated, with sums that have the bits of an H200's)."""
 
     m: int = 128
     n: int = 128
@@ -31,11 +31,11 @@ class Tile:
     q_in_regs: bool = False
 
     raw_stages: int = 0
-    loaders: int = 2  # warps that fill a stage together: issuing a TMA takes one tens of cycles
-    promote: int = 0  # KV blocks after which O moves to fp32 sums in shared memory, 0: never
-    knows_rows: ClassVar[bool] = True  # of `work.Work`
-    guesses: ClassVar[bool] = False  # see `early`
-    counters: ClassVar[int] = 1  # of a part of a tile
+    load_warps: int = 2  # warps that fill a stage together: issuing a TMA takes one tens of cycles
+    promote_interval: int = 0  # KV blocks after which O moves to fp32 sums in shared memory, 0: never
+    per_tile_pack_gqa: ClassVar[bool] = True  # of `work.WorkTileInfo`
+    pdl_prologue: ClassVar[bool] = False  # see `pdl`
+    counters_per_split: ClassVar[int] = 1  # of a part of a tile
     e2m1: ClassVar[bool] = False  # whether the architecture converts such codes
     l2_bytes: ClassVar[int] = 16 << 20  # of K and V at work at a time; Hopper's L2 is 50 MB in two halves
 
@@ -44,12 +44,12 @@ class Tile:
         return self.m // 64
 
     @property
-    def pieces(self) -> int:
+    def dequant_pieces(self) -> int:
         """Of rows, that a lane dequantises at a time: what registers leave room for."""
         return 2 if self.q_in_regs else 4
 
     @property
-    def heights(self) -> tuple[int, ...]:
+    def m_choices(self) -> tuple[int, ...]:
         """Rows that a tile may have."""
         return (self.m,)
 
@@ -58,55 +58,55 @@ class Tile:
         return f"m{self.m}n{self.n}s{self.stages}" + ("r" if self.q_in_regs else "")
 
 
-Spec = AttentionSpec[Tile]
+Spec = AttentionSpec[Sm90TileConfig]
 
 # 227 KiB of shared memory hold `q_stages` of Q, `stages` of K and of V; the 232 registers of a thread (160 with three
 # math warpgroups) hold S, P, O and, with q_in_regs, Q. n depends on the head dims alone: a row's rounding depends on n,
 # and a request's result must depend on nothing but the request.
 TILES = {  # (head_dim_qk, head_dim_vo) -> tile of kernels that take every modifier
-    (64, 64): Tile(128, 128, 4),
-    (128, 128): Tile(128, 128, 2),
-    (192, 128): Tile(128, 128, 2),
-    (256, 256): Tile(128, 80, 2),
+    (64, 64): Sm90TileConfig(128, 128, 4),
+    (128, 128): Sm90TileConfig(128, 128, 2),
+    (192, 128): Sm90TileConfig(128, 128, 2),
+    (256, 256): Sm90TileConfig(128, 80, 2),
 }
 USUAL = ((64, 64), (128, 128))
 FP8_TILES = {  # of 8-bit Q, K and V, whose V is transposed by warps that do not load
-    (64, 64): Tile(128, 128, 4, loaders=1, promote=16),
-    (128, 128): Tile(128, 96, 3, loaders=1, promote=21),
-    (192, 128): Tile(128, 128, 2, loaders=1, promote=16),
-    (256, 256): Tile(64, 64, 3, loaders=1, promote=32),
+    (64, 64): Sm90TileConfig(128, 128, 4, load_warps=1, promote_interval=16),
+    (128, 128): Sm90TileConfig(128, 96, 3, load_warps=1, promote_interval=21),
+    (192, 128): Sm90TileConfig(128, 128, 2, load_warps=1, promote_interval=16),
+    (256, 256): Sm90TileConfig(64, 64, 3, load_warps=1, promote_interval=32),
 }
 FP8_HEADLINE_TILES = FP8_TILES | {
-    (64, 64): Tile(192, 128, 4, 2, loaders=1, promote=16),
-    (128, 128): Tile(192, 96, 3, raw_stages=2, loaders=1, promote=21),
+    (64, 64): Sm90TileConfig(192, 128, 4, 2, load_warps=1, promote_interval=16),
+    (128, 128): Sm90TileConfig(192, 96, 3, raw_stages=2, load_warps=1, promote_interval=21),
 }
 QUANTISED_TILES = {  # of quantised K and V, dequantised by a warpgroup
-    (64, 64): Tile(128, 128, 3, raw_stages=3, loaders=1),
-    (128, 128): Tile(128, 128, 2, raw_stages=2, loaders=1),
-    (192, 128): Tile(128, 80, 2, raw_stages=2, loaders=1),
-    (256, 256): Tile(64, 48, 2, raw_stages=2, loaders=1),
+    (64, 64): Sm90TileConfig(128, 128, 3, raw_stages=3, load_warps=1),
+    (128, 128): Sm90TileConfig(128, 128, 2, raw_stages=2, load_warps=1),
+    (192, 128): Sm90TileConfig(128, 80, 2, raw_stages=2, load_warps=1),
+    (256, 256): Sm90TileConfig(64, 48, 2, raw_stages=2, load_warps=1),
 }
 QUANTISED_HEADLINE_TILES = QUANTISED_TILES | {
-    (64, 64): Tile(128, 128, 3, 1, True, raw_stages=3, loaders=1),
-    (128, 128): Tile(128, 128, 2, 1, True, raw_stages=2, loaders=1),
+    (64, 64): Sm90TileConfig(128, 128, 3, 1, True, raw_stages=3, load_warps=1),
+    (128, 128): Sm90TileConfig(128, 128, 2, 1, True, raw_stages=2, load_warps=1),
 }
 NVFP4_HEADLINE_TILES = QUANTISED_TILES  # their conversion binds: it takes the registers that Q would have
 SHARED_TILES = {  # (type of the cache, head_dim) -> tile of kernels whose CTAs share the keys of a request
-    ("16-bit", 64): Tile(64, 128, 6, loaders=1),
-    ("16-bit", 128): Tile(64, 128, 3, loaders=1),
-    ("e4m3", 64): Tile(64, 128, 4, raw_stages=4, loaders=1),
-    ("e4m3", 128): Tile(64, 128, 2, raw_stages=2, loaders=1),
-    ("nvfp4", 64): Tile(64, 128, 4, raw_stages=4, loaders=1),
-    ("nvfp4", 128): Tile(64, 128, 2, raw_stages=3, loaders=1),
+    ("16-bit", 64): Sm90TileConfig(64, 128, 6, load_warps=1),
+    ("16-bit", 128): Sm90TileConfig(64, 128, 3, load_warps=1),
+    ("e4m3", 64): Sm90TileConfig(64, 128, 4, raw_stages=4, load_warps=1),
+    ("e4m3", 128): Sm90TileConfig(64, 128, 2, raw_stages=2, load_warps=1),
+    ("nvfp4", 64): Sm90TileConfig(64, 128, 4, raw_stages=4, load_warps=1),
+    ("nvfp4", 128): Sm90TileConfig(64, 128, 2, raw_stages=3, load_warps=1),
 }
 SHARED_ROWS = 16  # more than so many rows of a request: up to there `decode` reads keys as fast, and computes less
 HEADLINE_TILES = TILES | {  # of kernels that take none
-    (64, 64): Tile(192, 128, 4, 2),
-    (128, 128): Tile(128, 128, 3, 1, True),
+    (64, 64): Sm90TileConfig(192, 128, 4, 2),
+    (128, 128): Sm90TileConfig(128, 128, 3, 1, True),
 }
 
 
-def tiles_of(q: str, kv: str, plain: bool) -> dict[tuple[int, int], Tile]:
+def tiles_of(q: str, kv: str, plain: bool) -> dict[tuple[int, int], Sm90TileConfig]:
     """head_dims -> tile of kernels of these types, `plain`: of those that take no modifiers."""
     if q != kv:
         plainest = NVFP4_HEADLINE_TILES if kv == "nvfp4" else QUANTISED_HEADLINE_TILES
@@ -121,7 +121,7 @@ def tiles_of(q: str, kv: str, plain: bool) -> dict[tuple[int, int], Tile]:
 def headline(q: str, kv: str, dims: tuple[int, int], causal: bool) -> Spec:
     """The spec of a mask and nothing else."""
     mask, tile = MaskSpec("always" if causal else "never"), tiles_of(q, kv, True).get(dims)
-    return AttentionSpec(q, KVSpec(kv), outputs(q)[:1], *dims, mask, tile=cast(Tile, tile))
+    return AttentionSpec(q, KVSpec(kv), outputs(q)[:1], *dims, mask, tile=cast(Sm90TileConfig, tile))
 
 
 def general(q: str, kv: str, dims: tuple[int, int]) -> Spec:
@@ -129,7 +129,7 @@ def general(q: str, kv: str, dims: tuple[int, int]) -> Spec:
     or NVFP4 gets one with all `outputs`, compiled then."""
     mask, logits, tile = MaskSpec("value", window=True), LogitsSpec(soft_cap=True), tiles_of(q, kv, False).get(dims)
     out = outputs(q) if q == FP8 else outputs(q)[:1]
-    return AttentionSpec(q, KVSpec(kv), out, *dims, mask, logits, tile=cast(Tile, tile))
+    return AttentionSpec(q, KVSpec(kv), out, *dims, mask, logits, tile=cast(Sm90TileConfig, tile))
 
 
 def shared(q: str, kv: str, dim: int) -> Spec:
@@ -137,32 +137,36 @@ def shared(q: str, kv: str, dim: int) -> Spec:
     kind = "16-bit" if q == kv != FP8 else kv if q == "bf16" else ""
     tile = SHARED_TILES.get((kind, dim))
     mask = MaskSpec("always")
-    return AttentionSpec(q, KVSpec(kv), outputs(q)[:1], dim, dim, mask, schedule="stream_k", tile=cast(Tile, tile))
+    return AttentionSpec(
+        q, KVSpec(kv), outputs(q)[:1], dim, dim, mask, schedule="stream_k", tile=cast(Sm90TileConfig, tile)
+    )
 
 
-def sharing(p: Problem) -> Spec:
+def sharing(p: KernelRequest) -> Spec:
     """The spec that would serve decode, without a tile for few rows. What else the problem asks `shares` refuses."""
     spec, many = shared(p.q, p.kv, p.head_dim_qk), p.rows * p.group > SHARED_ROWS and not p.batch_invariant
     mask = MaskSpec("always" if p.causal else "never", p.window, p.drafts, p.custom_mask)
     logits = LogitsSpec(p.soft_cap, p.skip, p.alibi, p.head_scales)
     out = (p.out,) if p.out in DTYPES else outputs(p.q, p.out)
-    kv, tile = KVSpec(p.kv, source_of(p)), cast(Tile, spec.tile if many else None)
+    kv, tile = KVSpec(p.kv, kv_source(p)), cast(Sm90TileConfig, spec.tile if many else None)
     return replace(spec, kv=kv, out=out, head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, tile=tile)
 
 
-def candidate(problem: Problem, arch: str) -> Spec:
+def candidate(problem: KernelRequest, arch: str) -> Spec:
     """The spec that would serve a problem, if `supports` lets it."""
     if problem.phase == "decode":
         return sharing(problem)
     p, dims = problem, (problem.head_dim_qk, problem.head_dim_vo)
     plain = p.out in DTYPES and not (p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi)
     spec = headline(p.q, p.kv, dims, p.causal) if plain else general(p.q, p.kv, dims)
-    mask = replace(spec.mask, bits=p.drafts, custom=p.custom_mask)
+    mask = replace(spec.mask, tree=p.drafts, custom=p.custom_mask)
     logits = replace(spec.logits, skip=p.skip, alibi=p.alibi, head_scales=p.head_scales and p.kv in DTYPES)
     out = outputs(p.q, p.out) if len(spec.out) > 1 or p.out not in DTYPES else (p.out,)
     few = p.skip and p.kv not in DTYPES  # registers, and votes need some
     tile = tiles_of(p.q, p.kv, False).get(dims) if few else spec.tile
-    return replace(spec, kv=KVSpec(p.kv, source_of(p)), out=out, mask=mask, logits=logits, tile=cast(Tile, tile))
+    return replace(
+        spec, kv=KVSpec(p.kv, kv_source(p)), out=out, mask=mask, logits=logits, tile=cast(Sm90TileConfig, tile)
+    )
 
 
 def supports(spec: Spec) -> Refusal | None:
@@ -178,7 +182,7 @@ def supports(spec: Spec) -> Refusal | None:
     tiles = tiles_of(spec.q, spec.kv.dtype, False)
     if spec.dims not in tiles:
         return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, tiles))}")
-    if spec.mask.bits:
+    if spec.mask.tree:
         return Refusal("drafts", "True: the kernel has no mask of bits")
     if spec.logits.head_scales:
         return Refusal("head_scales", "True: the kernel has one factor for all heads")
@@ -191,7 +195,7 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("tile", f"{t}: over quantised K and V, m is 64 or 128")
     if spec.logits.soft_cap and (t.q_in_regs or t.q_stages > 1):  # code for a tile is chosen with no MMA in flight
         return Refusal("tile", f"{t}: with a soft cap, Q has one stage, in shared memory")
-    if spec.kv.dtype == spec.q != FP8 and t.loaders != 2:
+    if spec.kv.dtype == spec.q != FP8 and t.load_warps != 2:
         return Refusal("tile", f"{t}: loaders is 2 where nothing is prepared")
     return None
 

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from ...device import pipe
+from ...device import pipeline
 from .. import prepare
 from ..schedule import work
 from .roles import roles
@@ -13,21 +13,21 @@ from .roles import roles
 @cute.jit
 def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share: Int32):
     """One warp of a role: its share of every block of K or V (`which`, of kv.pages) of every tile of this CTA."""
-    raw_ring, ring = prepare.rings(s, which)
+    raw_ring, ring = prepare.stage_pipelines(s, which)
     i, t, more = Int32(0), Int32(0), Int32(1)
     while more != 0:
         w = work.consume(spec, s, t)
-        more = w.valid
-        if w.valid != 0:
-            for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
-                pipe.wait_full(raw_ring, i)
-                pipe.wait_empty(ring, i)
-                prepare_stage(spec, plan.args, s, which, share, i, w.kv_len - j * spec.tile.n)
+        more = w.is_valid
+        if w.is_valid != 0:
+            for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+                pipeline.consumer_wait(raw_ring, i)
+                pipeline.producer_acquire(ring, i)
+                prepare_stage(spec, plan.args, s, which, share, i, w.kv_len - n_block * spec.tile.n)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
-                pipe.release(raw_ring, i)
+                pipeline.consumer_release(raw_ring, i)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(pipe.full(ring, i))
+                    cute.arch.mbarrier_arrive(pipeline.full_barrier(ring, i))
                 i += 1
         t += 1
 
@@ -39,4 +39,4 @@ def prepare_stage(spec: cutlass.Constexpr, a, s, which: cutlass.Constexpr, share
     if const_expr(prepare.dequantises(spec)):
         prepare.dequantise_stage(spec, a, s, which, share, shares, i, valid)
     else:
-        prepare.transpose(*prepare.stages(s, which, i), valid, share, shares)
+        prepare.transpose(*prepare.stage_tensors(s, which, i), valid, share, shares)

@@ -6,30 +6,30 @@ from cutlass import Int32, Uint32, const_expr
 
 from ...device import copy, layout, mma, warp, wgmma
 from .. import geometry, quant
-from ..prepare import dequantises, in_units, operand
-from ..schedule.work import Work
-from .groups import GROUP_BARRIER, group_index
+from ..prepare import dequantises, mma_dtype, scales_q_rows
+from ..schedule.work import WorkTileInfo
+from .epilogue import LANES
+from .groups import WARPGROUP_BARRIER, warpgroup_idx
 from .roles import roles
-from .store import LANES
 
 
 @cute.jit
 def load_q(spec: cutlass.Constexpr, qk: cute.TiledMma, s, r, q: cute.Tensor, stage: Int32):
     """Q of a tile to q, a register operand of `qk`, in the type that is multiplied."""
-    if const_expr(operand(spec) == "fp16" and spec.q == "e4m3"):
+    if const_expr(mma_dtype(spec) == "fp16" and spec.q == "e4m3"):
         load_q8(spec, s, r, q, stage)
     else:
-        thread = cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
+        thread = cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
         if const_expr(dequantises(spec)):
             thread = warp.anew(thread)  # addresses that are needed once a tile are no work to make
         wgmma.load_a(qk, s.q[None, None, stage], q, thread)
-        if const_expr(in_units(spec)):
+        if const_expr(scales_q_rows(spec)):
             words, own = cute.recast_tensor(q, Uint32), cute.make_rmem_tensor(spec.head_dim_qk // 8, Uint32)
-            for row in cutlass.range_constexpr(cute.size(r.units)):
+            for row in cutlass.range_constexpr(cute.size(r.q_row_scales)):
                 at = const_expr([i // 2 * 4 + i % 2 * 2 + row for i in range(spec.head_dim_qk // 8)])
                 for i in cutlass.range_constexpr(len(at)):
                     own[i] = words[at[i]]
-                r.units[row] = quant.to_fp16(own)
+                r.q_row_scales[row] = quant.to_fp16(own)
                 for i in cutlass.range_constexpr(len(at)):
                     words[at[i]] = own[i]
 
@@ -52,36 +52,36 @@ def load_q8(spec: cutlass.Constexpr, s, r, q: cute.Tensor, stage: Int32):
 @cute.jit
 def convert_q(spec: cutlass.Constexpr, s, r, stage: Int32):
     """Q of a tile, in shared memory, to the type that is multiplied: each warp converts rows of its own."""
-    t, thread = spec.tile, cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
+    t, thread = spec.tile, cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
     qk = wgmma.mma_nt(s.q.element_type, t.warpgroups, t.n, True)
     q = cute.make_rmem_tensor(qk.get_slice(0).partition_shape_A((t.m, spec.head_dim_qk)), s.q.element_type)
     load_q(spec, qk, s, r, q, stage)
-    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(spec), number_of_threads=128)
+    cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + warpgroup_idx(spec), number_of_threads=128)
     wgmma.store_a(qk, q, s.q[None, None, stage], thread)
     cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(spec), number_of_threads=128)
+    cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + warpgroup_idx(spec), number_of_threads=128)
 
 
 @cute.jit
-def gather_q(spec: cutlass.Constexpr, s, w: Work, a, stage: Int32):
+def gather_q(spec: cutlass.Constexpr, s, w: WorkTileInfo, a, stage: Int32):
     """Packed GQA: this warpgroup copies its 64 rows of Q, (token, head) pairs, into swizzled shared memory, rows past
     the request the last one again. The stage is free: its item is full only when all math warps have released the one
     before."""
     vec = const_expr(128 // s.raw_q.element_type.width)  # of 16 bytes
     per_row = const_expr(spec.head_dim_qk // vec)
     tid = cute.arch.thread_idx()[0] % 128
-    rows = geometry.tile_rows(w.q_len, w.per_token)
+    rows = geometry.num_rows(w.q_len, w.pack_factor)
     count = const_expr(64 * per_row // 128)
     pieces = cute.make_rmem_tensor((vec, count), s.raw_q.element_type)
     for c in cutlass.range_constexpr(count):  # all loads are in flight before the first is stored
         i = tid + c * 128
-        row = cutlass.min(w.m_block * spec.tile.m + group_index(spec) * 64 + i // per_row, rows - 1)
-        token = w.q_start + geometry.token_of(row, geometry.divisor(w))
-        head = geometry.head_of(row, w.head, geometry.divisor(w))
+        row = cutlass.min(w.m_block * spec.tile.m + warpgroup_idx(spec) * 64 + i // per_row, rows - 1)
+        token = w.q_start + geometry.token_of(row, geometry.pack_divisor(w))
+        head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
         copy.vector(cute.local_tile(a.query.q[token, head, None], (vec,), (i % per_row,)), pieces[None, c])
     for c in cutlass.range_constexpr(count):
         i = tid + c * 128
-        target = cute.local_tile(s.raw_q, (1, vec, 1), (group_index(spec) * 64 + i // per_row, i % per_row, stage))
+        target = cute.local_tile(s.raw_q, (1, vec, 1), (warpgroup_idx(spec) * 64 + i // per_row, i % per_row, stage))
         copy.vector(pieces[None, c], target[0, None, 0])
     cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.barrier(barrier_id=GROUP_BARRIER + group_index(spec), number_of_threads=128)
+    cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + warpgroup_idx(spec), number_of_threads=128)

@@ -1,7 +1,7 @@
 """The roles of prefill's warps: a table from which ranges, arrival counts and register budgets follow."""
 
 from ...device.roles import Role, Roles
-from ..prepare import dequantises, operand
+from ..prepare import dequantises, mma_dtype
 from ..schedule import work
 
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # math warpgroups -> (load, math) registers a thread
@@ -14,7 +14,7 @@ WARPS = 4  # warps of a warpgroup
 
 def fp8(spec):
     """Whether the MMAs multiply numbers of 8 bits."""
-    return operand(spec) == "e4m3"
+    return mma_dtype(spec) == "e4m3"
 
 
 def prepared(spec):
@@ -28,28 +28,28 @@ def scaled_rows(spec):
     return any(prepared(spec))
 
 
-def apart(spec):
+def has_prepare_warpgroup(spec):
     """Whether those that prepare have a warpgroup of their own, a warp for each of the SM's four schedulers. Three math
     warpgroups leave no registers for it."""
     return any(prepared(spec)) and spec.tile.warpgroups < 3
 
 
 def roles(spec) -> Roles:
-    t, scales, keys = spec.tile, int(spec.kv.scaled), 0 if fp8(spec) else WARPS // 2
-    shares = int(work.parts(spec))
-    loading: dict[str, int] = {"load_k": t.loaders, "load_v": t.loaders, "schedule": shares}
+    t, scales, keys = spec.tile, int(spec.kv.block_scaled), 0 if fp8(spec) else WARPS // 2
+    shares = int(work.is_split_kv(spec))
+    loading: dict[str, int] = {"load_k": t.load_warps, "load_v": t.load_warps, "schedule": shares}
     preparing: dict[str, int] = {}
-    spare = WARPS - 2 * t.loaders - shares
-    if apart(spec):
+    spare = WARPS - 2 * t.load_warps - shares
+    if has_prepare_warpgroup(spec):
         registers = SHARING if shares else (TRANSPOSING if fp8(spec) else DEQUANTISING)[t.warpgroups]
         registers = Q_IN_REGISTERS if t.q_in_regs else registers
         loading |= {"load_scales": scales, "idle": spare - scales}
         groups = 1 + shares  # of these warps: with one of math, MMAs wait for them
         preparing |= {"prepare_k": groups * keys, "prepare_v": groups * (WARPS - keys)}
     else:
-        load, math = SHARING[::2] if shares else REGISTERS[t.warpgroups]
-        registers = load, load, math
+        load, mma = SHARING[::2] if shares else REGISTERS[t.warpgroups]
+        registers = load, load, mma
         loading |= {"prepare_v" if fp8(spec) else "idle": spare}
-    each = loading, preparing, {"math": WARPS * t.warpgroups}
+    each = loading, preparing, {"mma": WARPS * t.warpgroups}
     table = (Role(name, warps, n) for n, group in zip(registers, each, strict=True) for name, warps in group.items())
     return Roles.of(*table)

@@ -23,11 +23,11 @@ FIELD = 16  # bits of a count of a warp's candidates in one vector a thread; two
 LINE = 8  # vectors of a sample that are neighbours, 128 bytes: single sectors cost memory as much time
 
 
-class Kept(NamedTuple):
+class FilterResult(NamedTuple):
     """What `gather` returns. count: candidates in this CTA's shared memory."""
 
     count: Int32
-    found: select.Found  # where the row's k-th key lies
+    found: select.BinSearchResult  # where the row's k-th key lies
 
 
 class Chunk(NamedTuple):
@@ -45,13 +45,13 @@ def unroll(spec):
     return CHUNK // 32 // lanes(spec)
 
 
-def held(spec, x: rows.Slice, kept):
+def held(spec, x: rows.RowSlice, kept):
     """The candidates kept, as a slice."""
     return replace(x, shift=Int32(0), count=kept, vectors=(kept + lanes(spec) - 1) // lanes(spec))
 
 
 @cute.jit
-def gather(spec: cutlass.Constexpr, a, s, x: rows.Slice) -> Kept:
+def gather(spec: cutlass.Constexpr, a, s, x: rows.RowSlice) -> FilterResult:
     """Fill shared memory with candidates, and find the bin of the row's k-th key."""
     floor = sample(spec, a, s, x)
     kept, b, here, need, total = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
@@ -63,18 +63,18 @@ def gather(spec: cutlass.Constexpr, a, s, x: rows.Slice) -> Kept:
         floor = Uint32(0)
         if total < a.k:
             scope.release_bins(spec)
-    return Kept(kept, select.Found(b, here, need, total))
+    return FilterResult(kept, select.BinSearchResult(b, here, need, total))
 
 
 @cute.jit
-def sample(spec: cutlass.Constexpr, a, s, x: rows.Slice):
+def sample(spec: cutlass.Constexpr, a, s, x: rows.RowSlice):
     """A key, the floor, that more than k keys of the row are likely to reach; 0 where the sample is too small.
 
     The sample: lines at equal distances, the same for all CTAs of the row. The floor: the least key of the bin of its
     key whose rank lies five standard deviations beyond that expected of the row's k-th. After `passes.prepare`; ends
     with a CTA barrier."""
     alone = const_expr(replace(spec, cluster=1))
-    x = rows.slice_of(alone, a, x.row, rows.Window(x.start, x.n), Int32(0))
+    x = rows.slice_of(alone, a, x.row, rows.RowWindow(x.start, x.n), Int32(0))
     vectors = const_expr(max(SAMPLE * (1 + (spec.cluster > 1)) // lanes(spec), spec.threads))
     words = cute.make_rmem_tensor((rows.WORDS, vectors // spec.threads), Uint32)
     for i in cutlass.range_constexpr(vectors // spec.threads):
@@ -94,7 +94,7 @@ def sample(spec: cutlass.Constexpr, a, s, x: rows.Slice):
 
 
 @cute.jit
-def filter_pass(spec: cutlass.Constexpr, a, s, x: rows.Slice, floor: Uint32):
+def filter_pass(spec: cutlass.Constexpr, a, s, x: rows.RowSlice, floor: Uint32):
     """Keep the keys of the slice that are at least `floor`. Returns how many were kept; ends with a CTA barrier."""
     words = cute.make_rmem_tensor((rows.WORDS, unroll(spec)), Uint32)
     warps = const_expr(spec.threads // 32)
@@ -135,7 +135,7 @@ def vector(spec, base, u):
 
 
 @cute.jit
-def read(spec: cutlass.Constexpr, x: rows.Slice, base: Int32, words: cute.Tensor):
+def read(spec: cutlass.Constexpr, x: rows.RowSlice, base: Int32, words: cute.Tensor):
     """Load this thread's vectors of the chunk at `base`."""
     end = (base + spec.threads * unroll(spec)) * lanes(spec)
     if (base >= x.shift) & (end <= x.count + x.shift):  # a chunk without filler
@@ -150,7 +150,7 @@ def read(spec: cutlass.Constexpr, x: rows.Slice, base: Int32, words: cute.Tensor
 def take(
     spec: cutlass.Constexpr,
     s,
-    x: rows.Slice,
+    x: rows.RowSlice,
     words: cute.Tensor,
     chunk: Chunk,
     floor: Uint32,
@@ -223,7 +223,7 @@ def fill(spec: cutlass.Constexpr, s, kept: Int32):
 
 
 @cute.jit
-def compact(spec: cutlass.Constexpr, a, s, x: rows.Slice, kept: Int32):
+def compact(spec: cutlass.Constexpr, a, s, x: rows.RowSlice, kept: Int32):
     """Keep the k best of more than k candidates. Returns the floor of later keys; ends with a CTA barrier."""
     alone = const_expr(replace(spec, cluster=1))
     s = replace(s, pool=s.list)

@@ -58,7 +58,7 @@ def fake_args(spec) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Shared:
+class RadixSharedStorage:
     """Shared memory of a CTA."""
 
     keys: cute.Tensor  # (WORDS, vectors) of floats
@@ -77,7 +77,7 @@ class Shared:
     found: cute.Tensor  # (4,)
 
 
-def allocate(spec) -> Shared:
+def allocate(spec) -> RadixSharedStorage:
     smem = cutlass.utils.SmemAllocator()
 
     def words(count, dtype=Uint32, align=16):
@@ -90,7 +90,7 @@ def allocate(spec) -> Shared:
     bits = words(max(2 * marks, BINS) if alone else 2 * marks)
     local = cute.make_tensor(bits.iterator, cute.make_layout(BINS)) if alone else words(BINS)
     entries = smem.allocate_tensor(Uint64, cute.make_layout(LIST), 16)
-    return Shared(
+    return RadixSharedStorage(
         keys=buffer,
         index=words(count if spec.stream else 1, Int32),
         local=local,
@@ -142,7 +142,7 @@ def kernel(spec: cutlass.Constexpr, a: TopKArgs):
 
 
 @cute.jit
-def copy(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice):
+def copy(spec: cutlass.Constexpr, a, s: RadixSharedStorage, x: rows.RowSlice):
     """A row of at most k elements: all of them in order, then padding."""
     room = const_expr(cute.size(s.staged))
     for begin in cutlass.range(0, x.count, room, unroll=1):
@@ -157,7 +157,7 @@ def copy(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice):
 
 
 @cute.jit
-def pick(spec: cutlass.Constexpr, a, s: Shared, x: rows.Slice):
+def pick(spec: cutlass.Constexpr, a, s: RadixSharedStorage, x: rows.RowSlice):
     """A row of more than k elements."""
     if const_expr(spec.stream):
         kept, found = filter.gather(spec, a, s, x)

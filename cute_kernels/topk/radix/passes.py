@@ -30,7 +30,7 @@ class Boundary(NamedTuple):
     bin: Int32  # of s.local, that they are in
 
 
-class Pieces(NamedTuple):
+class BitPieces(NamedTuple):
     """Pieces [first, end) of s.bits, one thread's. 1 << parts pieces make a word: bytes where a warp has few words."""
 
     first: Int32
@@ -61,7 +61,7 @@ def prepare(spec: cutlass.Constexpr, s):
 
 
 @cute.jit
-def load_slice(spec: cutlass.Constexpr, s, x: rows.Slice):
+def load_slice(spec: cutlass.Constexpr, s, x: rows.RowSlice):
     """Copy the slice to shared memory and count the bins of its keys into s.local. The caller needs a barrier."""
     tid = cute.arch.thread_idx()[0]
     vectors = groups(spec, x) * (GROUP // lanes(spec))
@@ -81,7 +81,7 @@ def load_slice(spec: cutlass.Constexpr, s, x: rows.Slice):
 
 
 @cute.jit
-def count(spec: cutlass.Constexpr, s, x: rows.Slice):
+def count(spec: cutlass.Constexpr, s, x: rows.RowSlice):
     """Count the bins of the keys in shared memory into s.local. The caller needs a barrier."""
     tid = cute.arch.thread_idx()[0]
     vectors = groups(spec, x) * (GROUP // lanes(spec))
@@ -106,7 +106,7 @@ def key_of(spec, words, e):
 
 
 @cute.jit
-def count_range(spec: cutlass.Constexpr, s, x: rows.Slice, least: Uint32, greatest: Uint32, shift: Int32):
+def count_range(spec: cutlass.Constexpr, s, x: rows.RowSlice, least: Uint32, greatest: Uint32, shift: Int32):
     """Count the keys least .. greatest into s.local, in bins of 2^shift keys. The caller needs a barrier."""
     tid = cute.arch.thread_idx()[0]
     vectors = groups(spec, x) * (GROUP // lanes(spec))
@@ -123,7 +123,7 @@ def count_range(spec: cutlass.Constexpr, s, x: rows.Slice, least: Uint32, greate
 
 
 @cute.jit
-def refine(spec: cutlass.Constexpr, s, x: rows.Slice, found: select.Found) -> Boundary:
+def refine(spec: cutlass.Constexpr, s, x: rows.RowSlice, found: select.BinSearchResult) -> Boundary:
     """Split the bin found until it holds LIST keys of the row at most, or as many as are needed, or equal keys only."""
     b, here, need, _ = found
     least, greatest = keys.range_of(b, spec.dtype)
@@ -168,7 +168,7 @@ def real(spec, s, x, place):
 
 
 @cute.jit
-def share(spec: cutlass.Constexpr, x: rows.Slice) -> Pieces:
+def share(spec: cutlass.Constexpr, x: rows.RowSlice) -> BitPieces:
     """This thread's pieces of s.bits, inside its warp's part."""
     per = part(spec, x)
     parts = Int32(2) if per <= 2 else Int32(0)
@@ -176,7 +176,7 @@ def share(spec: cutlass.Constexpr, x: rows.Slice) -> Pieces:
     each = (count + 31) // 32
     begin = cute.arch.warp_idx() * count
     first = begin + cute.arch.lane_idx() * each
-    return Pieces(first, cutlass.min(cutlass.min(first + each, begin + count), total), parts)
+    return BitPieces(first, cutlass.min(cutlass.min(first + each, begin + count), total), parts)
 
 
 def part(spec, x):
@@ -191,7 +191,7 @@ def piece(bits, p, parts):
 
 
 @cute.jit
-def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary: Boundary):
+def mark(spec: cutlass.Constexpr, a, s, x: rows.RowSlice, boundary: Boundary):
     """Set the bits s.bits of the places whose key is at the boundary or above it.
 
     Where not all keys at the boundary get in, they are recorded, too: in s.list where the row has at most LIST of them,
@@ -229,7 +229,7 @@ def mark(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary: Boundary):
 
 
 @cute.jit
-def mark_ties(spec: cutlass.Constexpr, s, x: rows.Slice, group: Int32, boundary: Boundary):
+def mark_ties(spec: cutlass.Constexpr, s, x: rows.RowSlice, group: Int32, boundary: Boundary):
     """Set the bits of a group's places: s.ties where the key is at the boundary, s.bits where it is above."""
     least, greatest, mask = boundary.least, boundary.greatest, keys.xor_mask(boundary.least)
     masks, over = (cute.make_rmem_tensor(STEP, Uint32) for _ in range(2))
@@ -245,7 +245,7 @@ def mark_ties(spec: cutlass.Constexpr, s, x: rows.Slice, group: Int32, boundary:
 
 
 @cute.jit
-def list_ties(spec: cutlass.Constexpr, a, s, x: rows.Slice, group: Int32, boundary: Boundary):
+def list_ties(spec: cutlass.Constexpr, a, s, x: rows.RowSlice, group: Int32, boundary: Boundary):
     """Append this lane's keys of a group at the boundary to s.list, with CTA and place, as 64 bits: larger entries get
     in first. Clears the bits of filler."""
     least, greatest, mask = boundary.least, boundary.greatest, keys.xor_mask(boundary.least)

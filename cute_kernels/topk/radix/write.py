@@ -7,13 +7,13 @@ from cutlass import Int32, Uint32, Uint64, const_expr
 from ...device.clamp import clamp
 from .. import emit, rows, scope, select
 from . import LIST
-from .passes import OWNER, STEP, Boundary, Pieces, drop, groups, index_of, piece, share
+from .passes import OWNER, STEP, BitPieces, Boundary, drop, groups, index_of, piece, share
 
 LOOKS = 8  # keys at the boundary that a thread compares with one, at once
 
 
 @cute.jit
-def resolve_ties(spec: cutlass.Constexpr, a, s, x: rows.Slice, boundary: Boundary):
+def resolve_ties(spec: cutlass.Constexpr, a, s, x: rows.RowSlice, boundary: Boundary):
     """Of the keys at the boundary, leave in s.bits those that get in. After `passes.mark`; ends with a CTA barrier.
 
     Returns the number of keys at the boundary taken by lower CTAs that are not already in their s.counts[1]."""
@@ -71,7 +71,7 @@ def choose(spec: cutlass.Constexpr, a, s, here: Int32, need: Int32):
 
 
 @cute.jit
-def take_ties(spec: cutlass.Constexpr, s, x: rows.Slice, skip: Int32, take: Int32):
+def take_ties(spec: cutlass.Constexpr, s, x: rows.RowSlice, skip: Int32, take: Int32):
     """Set the bits of this CTA's ties number skip .. skip + take - 1, in index order. The caller needs a barrier."""
     words = groups(spec, x) * STEP
     per = (words + spec.threads - 1) // spec.threads
@@ -93,7 +93,7 @@ def take_ties(spec: cutlass.Constexpr, s, x: rows.Slice, skip: Int32, take: Int3
 
 
 @cute.jit
-def rank_bits(spec: cutlass.Constexpr, s, pieces: Pieces):
+def rank_bits(spec: cutlass.Constexpr, s, pieces: BitPieces):
     """(number of set bits before this thread's pieces, number of all set bits). Contains a CTA barrier."""
     first, last, parts = pieces
     mine = Int32(0)
@@ -103,7 +103,9 @@ def rank_bits(spec: cutlass.Constexpr, s, pieces: Pieces):
 
 
 @cute.jit
-def stage(spec: cutlass.Constexpr, s, x: rows.Slice, pieces: Pieces, slot: Int32, places: cutlass.Constexpr = False):
+def stage(
+    spec: cutlass.Constexpr, s, x: rows.RowSlice, pieces: BitPieces, slot: Int32, places: cutlass.Constexpr = False
+):
     """Write the indices of this thread's set bits to s.staged[slot ...], or (places) their places to s.ties[slot ...].
 
     Slots outside the tensor are skipped. The caller needs a barrier."""
@@ -124,7 +126,7 @@ def stage(spec: cutlass.Constexpr, s, x: rows.Slice, pieces: Pieces, slot: Int32
 
 
 @cute.jit
-def expand(spec: cutlass.Constexpr, a, s, x: rows.Slice, taken: Int32):
+def expand(spec: cutlass.Constexpr, a, s, x: rows.RowSlice, taken: Int32):
     """Write the keys in s.bits as outputs, behind those of lower CTAs: their s.counts[1] and `taken`.
 
     taken: of `resolve_ties`. No CTA of the row ends before the others have read its counts."""

@@ -39,7 +39,7 @@ def fake_args(spec) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SortSharedStorage:
     """Shared memory of a CTA."""
 
     far: cute.Tensor  # (capacity,) distances of keys below the greatest
@@ -48,13 +48,13 @@ class Shared:
     scratch: cute.Tensor  # (64,)
 
 
-def allocate(spec) -> Shared:
+def allocate(spec) -> SortSharedStorage:
     smem = cutlass.utils.SmemAllocator()
 
     def words(layout, dtype=Int32):
         return smem.allocate_tensor(dtype, cute.make_layout(layout), 16)
 
-    return Shared(
+    return SortSharedStorage(
         far=words(spec.capacity, Uint32),
         index=words(spec.capacity),
         counts=words((DIGITS, spec.threads // 32)),
@@ -106,7 +106,7 @@ def kernel(spec: cutlass.Constexpr, a: SortArgs):
 
 
 @cute.jit
-def bounds(spec: cutlass.Constexpr, s: Shared, least: Uint32, greatest: Uint32):
+def bounds(spec: cutlass.Constexpr, s: SortSharedStorage, least: Uint32, greatest: Uint32):
     """The least and the greatest of all threads' bounds. Contains a CTA barrier."""
     warp, lane, warps = cute.arch.warp_idx(), cute.arch.lane_idx(), const_expr(spec.threads // 32)
     least, greatest = cute.arch.warp_redux_sync(least, "min"), cute.arch.warp_redux_sync(greatest, "max")
@@ -119,7 +119,9 @@ def bounds(spec: cutlass.Constexpr, s: Shared, least: Uint32, greatest: Uint32):
 
 
 @cute.jit
-def sort_by_digit(spec: cutlass.Constexpr, s: Shared, far: cute.Tensor, shift: Uint32, active: cutlass.Boolean):
+def sort_by_digit(
+    spec: cutlass.Constexpr, s: SortSharedStorage, far: cute.Tensor, shift: Uint32, active: cutlass.Boolean
+):
     """Sort the CTA's pairs, distances in `far` and s.index, by bits [shift, shift + DIGIT) of the distances, stably.
     active: this warp has pairs."""
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()

@@ -19,8 +19,8 @@ from bench.cases.attention import AttentionCase
 from bench.cases.planted import STEP_SCALE
 from cute_kernels.attention.decode import FEW_ROWS, shipped
 from wrappers import fp4
+from wrappers.attention.call import AttentionCall
 from wrappers.attention.op import serve
-from wrappers.attention.problem import Problem
 
 from ..faults import Fault
 from ..run import Result
@@ -100,10 +100,10 @@ def kernel_of(spec: Any) -> Kernel:
     mask, gathers = spec.mask, spec.kv.source == "gather"
     cap, skips = spec.logits.soft_cap, spec.logits.skip and not decodes
     several = len(spec.out) > 1
-    promoted = getattr(spec.tile, "promote", 0)  # of Hopper's prefill
+    promoted = getattr(spec.tile, "promote_interval", 0)  # of Hopper's prefill
     return Kernel(
         decodes, shares, few, wide, mask.window, cap, general, gathers, mask.custom, skips, several, block,
-        block * spec.tile.stages, promoted, not decodes and len(spec.tile.heights) > 1, same,
+        block * spec.tile.stages, promoted, not decodes and len(spec.tile.m_choices) > 1, same,
     )  # fmt: skip
 
 
@@ -292,7 +292,7 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     return found
 
 
-def listed(case: AttentionCase, problem: Problem) -> Results:
+def listed(case: AttentionCase, problem: AttentionCall) -> Results:
     """(out, lse) of a problem that is no call of the case's function: what the public classes end in."""
     shape = len(problem.q), case.heads_q, case.head_dim_vo
     lse = torch.full(shape[:2], math.nan)
@@ -308,7 +308,7 @@ def data_of(out: Any) -> Any:
     return out.data if isinstance(out, fp4.FP4Tensor) else out
 
 
-def launched(case: AttentionCase, problem: Problem) -> Results:
+def launched(case: AttentionCase, problem: AttentionCall) -> Results:
     """(out (T, Hq, Dvo), lse or None) of a call of the case's function."""
     function, arguments = cases.FUNCTIONS[case.function]
     inputs = arguments(case, problem)

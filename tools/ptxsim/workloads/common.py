@@ -14,7 +14,7 @@ from .. import launcher
 from ..faults import Fault
 from ..run import Result
 
-INTEGERS = {"cu_seqlens_q", "kv_lens", "page_table", "kv_starts", "counters", "draft_mask", "mask_starts"}  # int32
+INTEGERS = {"cu_seqlens_q", "kv_lens", "page_table", "kv_starts", "counters", "tree_mask", "mask_starts"}  # int32
 SMS = 2  # of the simulated GPU: CTAs of a persistent grid
 
 

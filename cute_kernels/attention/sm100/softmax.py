@@ -8,16 +8,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from ... import abi
-from ...device import exp2, pipe, tmem, warp
-from .. import geometry, logits, mask, parts, quant
+from ...device import exp2, pipeline, tmem, warp
+from .. import geometry, logits, mask, quant, splits
 from .. import softmax as online
-from ..logits import Cols, Rows
-from ..prepare import in_units, operand
+from ..logits import ScoreCols, ScoreRows
+from ..prepare import mma_dtype, scales_q_rows
 from ..schedule import work
-from ..schedule.work import Work
+from ..schedule.work import WorkTileInfo
 from . import skip
-from .correction import Handed
-from .issue import S, early, first_p, fp8, pieces
+from .correction import SoftmaxStats
+from .mma_utils import S, early, first_p, fp8, pieces
 from .roles import ROWS, SLOTS, WARPS, always, groups, roles, tile_halves, turns
 
 LOADED = 32  # columns that an instruction loads
@@ -27,11 +27,11 @@ MERGED = 8  # rows of a part that a warp merges at a time
 
 
 @dataclass(frozen=True)
-class Registers:
+class Sm100Fragments:
     """Of a thread, whose row is the only one: (1,) but for s, (1, n)."""
 
     s: cute.Tensor
-    st: online.State
+    st: online.SoftmaxState
     tokens: cute.Tensor
     score: cute.Tensor  # of raw scores to log2 units
     reduced: cute.Tensor  # of what the softmax reduces, scores or capped ones
@@ -39,7 +39,7 @@ class Registers:
     words: Any = None  # of a custom mask, in the block at hand
 
 
-class Place(NamedTuple):
+class ThreadCoord(NamedTuple):
     """The thread's: group, row of the half, and of the block at hand the slot of S, how often it was taken before, and
     its address in tensor memory."""
 
@@ -50,18 +50,18 @@ class Place(NamedTuple):
     s: Int32
 
 
-class Tile(NamedTuple):
+class Sm100TileState(NamedTuple):
     """The tile at hand. capped: whether the call has a soft cap."""
 
-    w: Work
-    place: Place
-    rows: Rows
+    w: WorkTileInfo
+    place: ThreadCoord
+    rows: ScoreRows
     capped: Any
     mask_start: Any
     rule: Any = None  # of skip-softmax
 
 
-class Count(NamedTuple):
+class SoftmaxCounters(NamedTuple):
     """Of the group: rounds of all tiles so far, in each of which it got S of a block or passed, and what was handed
     over."""
 
@@ -69,14 +69,14 @@ class Count(NamedTuple):
     item: Int32
 
 
-def place(spec, s) -> Place:
+def place(spec, s) -> ThreadCoord:
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first("softmax")
     group = number // WARPS
     row = number % WARPS * 32 + cute.arch.lane_idx()
-    return Place(group, row, group, Int32(0), s.tensor[0] + tmem.lanes(number) + (S + group * ROWS))
+    return ThreadCoord(group, row, group, Int32(0), s.tensor[0] + tmem.lanes(number) + (S + group * ROWS))
 
 
-def place_at(spec, x: Place, blocks) -> Place:
+def place_at(spec, x: ThreadCoord, blocks) -> ThreadCoord:
     """That of the next block of a group which got S of so many. x: that of its first."""
     if groups(spec) == SLOTS:
         return x._replace(turn=blocks)
@@ -84,16 +84,16 @@ def place_at(spec, x: Place, blocks) -> Place:
     return x._replace(slot=slot, turn=blocks // SLOTS, s=x.s + slot * ROWS)
 
 
-def registers(spec) -> Registers:
+def registers(spec) -> Sm100Fragments:
     one = lambda dtype: cute.make_rmem_tensor(1, dtype)  # noqa: E731
     scores = cute.make_rmem_tensor((1, spec.tile.n), Float32)
     slopes = one(Float32) if spec.logits.alibi else None
     words = cute.make_rmem_tensor(spec.tile.n // 32, Uint32) if spec.mask.custom else None
-    return Registers(scores, online.make(1), one(Int32), one(Float32), one(Float32), slopes, words)
+    return Sm100Fragments(scores, online.make(1), one(Int32), one(Float32), one(Float32), slopes, words)
 
 
 @cute.jit
-def fetch(spec: cutlass.Constexpr, r: Registers, x: Place):
+def fetch(spec: cutlass.Constexpr, r: Sm100Fragments, x: ThreadCoord):
     """S of the block at hand."""
     for c in cutlass.range_constexpr(0, spec.tile.n, LOADED):
         values = tmem.load(x.s + c, LOADED)
@@ -103,11 +103,11 @@ def fetch(spec: cutlass.Constexpr, r: Registers, x: Place):
 
 
 @cute.jit
-def hand_over(s, x: Place, what: Handed):
+def hand_over(s, x: ThreadCoord, what: SoftmaxStats):
     """Tells who corrects O what there is to know."""
     s.growth[x.row, x.group, 0], s.growth[x.row, x.group, 1] = what.value, what.top
     cute.arch.sync_warp()
-    pipe.send(s.grown + x.group)
+    pipeline.mbarrier_arrive(s.grown + x.group)
 
 
 def powers(logs, emulated):
@@ -115,19 +115,19 @@ def powers(logs, emulated):
     return exp2.pair(logs) if emulated else [cute.math.exp2(x, fastmath=True) for x in logs]
 
 
-def packed(spec, r: Registers, columns):
+def packed(spec, r: Sm100Fragments, columns):
     """P of these columns in the MMA's type, as words."""
     if fp8(spec):
         return [warp.e4m3_word([r.s[0, c + e] for e in range(4)]) for c in columns[::4]]
-    return [warp.word16(abi.DTYPES[operand(spec)], r.s[0, c], r.s[0, c + 1]) for c in columns[::2]]
+    return [warp.word16(abi.DTYPES[mma_dtype(spec)], r.s[0, c], r.s[0, c + 1]) for c in columns[::2]]
 
 
 @cute.jit
-def probabilities(spec: cutlass.Constexpr, s, r: Registers, x: Place, masked: cutlass.Constexpr):
+def probabilities(spec: cutlass.Constexpr, s, r: Sm100Fragments, x: ThreadCoord, masked: cutlass.Constexpr):
     """P of the block to tensor memory, announced in two parts."""
     count = const_expr(pieces(spec))
     piece = const_expr(spec.tile.n // count)
-    scale, shift = (r.reduced[0],) * 2, (-r.st.shift[0],) * 2
+    scale, shift = (r.reduced[0],) * 2, (-r.st.row_max_scaled[0],) * 2
     for k in cutlass.range_constexpr(count):
         for c in cutlass.range_constexpr(k * piece, (k + 1) * piece, 2):
             logs = cute.arch.fma_packed_f32x2((r.s[0, c], r.s[0, c + 1]), scale, shift)
@@ -139,10 +139,10 @@ def probabilities(spec: cutlass.Constexpr, s, r: Registers, x: Place, masked: cu
         if const_expr(k + 1 in (early(spec), count)):
             tmem.wait_store()
             tmem.before_signal()
-            pipe.send((s.late if k + 1 == count else s.early) + x.slot)
+            pipeline.mbarrier_arrive((s.late if k + 1 == count else s.early) + x.slot)
 
 
-def total(spec, r: Registers):
+def total(spec, r: Sm100Fragments):
     """The sum of the block's P."""
     parts = [(r.s[0, c], r.s[0, c + 1]) for c in range(0, 2 * CHAINS, 2)]
     for c in range(2 * CHAINS, spec.tile.n, 2):
@@ -153,13 +153,17 @@ def total(spec, r: Registers):
     return parts[0][0] + parts[0][1]
 
 
-def span(spec):
+def rescale_params(spec):
     """Of P. In e4m3, which ends at 448, the running maximum is always the maximum, and P raised to 2^8 there, so that
     little is lost of what is small."""
-    return online.Span(Float32(0.0), Float32(8.0)) if fp8(spec) else online.Span(Float32(online.LAZY), Float32(0.0))
+    return (
+        online.RescaleParams(Float32(0.0), Float32(8.0))
+        if fp8(spec)
+        else online.RescaleParams(Float32(online.RESCALE_THRESHOLD), Float32(0.0))
+    )
 
 
-class How(NamedTuple):
+class SoftmaxFlags(NamedTuple):
     """static. masked: some row may not see some key of the block; first: of its tile."""
 
     masked: bool
@@ -167,125 +171,160 @@ class How(NamedTuple):
 
 
 @cute.jit
-def block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, j: Int32, how: cutlass.Constexpr):
+def block(
+    spec: cutlass.Constexpr,
+    a,
+    s,
+    r: Sm100Fragments,
+    x: Sm100TileState,
+    at: SoftmaxCounters,
+    n_block: Int32,
+    how: cutlass.Constexpr,
+):
     """Softmax of block j, unless it is left out."""
-    logits.fetch_mask(spec, a, x.rows, x.mask_start, j * spec.tile.n, 1)
+    logits.fetch_mask(spec, a, x.rows, x.mask_start, n_block * spec.tile.n, 1)
     x = x._replace(place=place_at(spec, x.place, at.blocks))
-    pipe.wait_signal(s.scores + x.place.slot, x.place.turn)
+    pipeline.mbarrier_wait(s.scores + x.place.slot, x.place.turn)
     tmem.after_wait()
     fetch(spec, r, x.place)
-    cols = Cols(j * spec.tile.n, list(range(spec.tile.n)))
+    cols = ScoreCols(n_block * spec.tile.n, list(range(spec.tile.n)))
     logits.transform(spec, a, r.s, r.score, x.rows, cols, x.capped, how.masked)
     if const_expr(spec.logits.skip and not how.first):
         top, out = skip.look(s, r, x.rows, x.rule, x.place.group, at.blocks)
         if out != 0:
             pass_over(s, x.place, at)
         else:
-            x.rule.peak[0] = cute.arch.fmax(x.rule.peak[0], top[0])
+            x.rule.kept_max[0] = cute.arch.fmax(x.rule.kept_max[0], top[0])
             compute(spec, s, r, x, at, top, how.masked)
     else:
         compute(spec, s, r, x, at, r.s, how.masked)
 
 
 @cute.jit
-def pass_over(s, x: Place, at: Count):
+def pass_over(s, x: ThreadCoord, at: SoftmaxCounters):
     """A block that the group leaves out, to those who wait for it."""
-    hand_over(s, x, Handed(Float32(1.0), Float32(0.0)))
+    hand_over(s, x, SoftmaxStats(Float32(1.0), Float32(0.0)))
     tmem.before_signal()
-    pipe.send(s.early + x.slot)
-    pipe.send(s.late + x.slot)
-    pipe.wait_signal(s.read + x.group, at.item)
+    pipeline.mbarrier_arrive(s.early + x.slot)
+    pipeline.mbarrier_arrive(s.late + x.slot)
+    pipeline.mbarrier_wait(s.read + x.group, at.item)
 
 
 @cute.jit
-def compute(spec: cutlass.Constexpr, s, r: Registers, x: Tile, at: Count, tops: cute.Tensor, masked: cutlass.Constexpr):
+def compute(
+    spec: cutlass.Constexpr,
+    s,
+    r: Sm100Fragments,
+    x: Sm100TileState,
+    at: SoftmaxCounters,
+    tops: cute.Tensor,
+    masked: cutlass.Constexpr,
+):
     """P of the block at hand, whose maximum is that of `tops`, and its sum."""
-    online.update_max(r.st, tops, r.reduced, 1, span(spec), fp8(spec))
-    hand_over(s, x.place, Handed(r.st.rescale[0], Float32(0.0)))
+    online.update_max(r.st, tops, r.reduced, 1, rescale_params(spec), fp8(spec))
+    hand_over(s, x.place, SoftmaxStats(r.st.acc_scale[0], Float32(0.0)))
     probabilities(spec, s, r, x.place, masked)
-    pipe.wait_signal(s.read + x.place.group, at.item)  # keeps the sum behind P, on which others wait
+    pipeline.mbarrier_wait(s.read + x.place.group, at.item)  # keeps the sum behind P, on which others wait
     sum_of_p = total(spec, r)
     if const_expr(not masked and spec.tile.emulated > 0):
         # the P of a NaN is 448, or infinity in 16 bits
         sum_of_p = sum_of_p if sum_of_p < exp2.HUGE else Float32(float("nan"))
-    r.st.l[0] += sum_of_p
+    r.st.row_sum[0] += sum_of_p
 
 
 @cute.jit
-def begin(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, half):
+def begin(spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState, at: SoftmaxCounters, half):
     """What the thread's row of a tile is, in a half, and that it has seen no key."""
     w = x.w
     row = (tile_halves(spec, w) * w.m_block + half) * ROWS + x.place.row
-    head = geometry.head_of(row, w.head, geometry.divisor(w))
-    r.tokens[0] = warp.anew(geometry.token_of(row, geometry.divisor(w)))  # what it is made of is kept in no register
-    r.score[0] = a.logits.scale_log2 * online.factor_of(a.logits.scale, head) * quant.format_of(spec).unit
-    if const_expr(in_units(spec)):
+    head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
+    r.tokens[0] = warp.anew(
+        geometry.token_of(row, geometry.pack_divisor(w))
+    )  # what it is made of is kept in no register
+    r.score[0] = (
+        a.logits.softmax_scale_log2
+        * online.head_scale(a.logits.softmax_scale_ptr, head)
+        * quant.kv_format(spec).dequant_scale
+    )
+    if const_expr(scales_q_rows(spec)):
         tile = at.item - at.blocks
-        pipe.wait_full(s.ready_pipe, tile)
-        r.score[0] *= s.units[half * ROWS + x.place.row, pipe.stage(s.ready_pipe, tile)]
+        pipeline.consumer_wait(s.ready_pipe, tile)
+        r.score[0] *= s.q_row_scales[half * ROWS + x.place.row, pipeline.stage(s.ready_pipe, tile)]
     r.reduced[0] = r.score[0]
     if const_expr(spec.logits.alibi):
         r.slopes[0] = logits.slope_of(a, head, r.score[0])
     if const_expr(spec.logits.soft_cap):
         r.reduced[0] = logits.capped_to_log2(a.logits.soft_cap) if x.capped else r.score[0]
-    online.reset(r.st, online.NO_KEY)
+    online.reset(r.st, online.NO_KEY_MAX)
 
 
 @cute.jit
-def first_block(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, j: Int32):
-    """The group's first block of a tile. Returns the `Count` of the next."""
-    block(spec, a, s, r, x, at, j, How(True, True))
+def first_block(
+    spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState, at: SoftmaxCounters, n_block: Int32
+):
+    """The group's first block of a tile. Returns the `SoftmaxCounters` of the next."""
+    block(spec, a, s, r, x, at, n_block, SoftmaxFlags(True, True))
     if const_expr(spec.logits.skip):
-        x.rule.peak[0] = r.st.m[0]  # exact after one block
-    return Count(at.blocks + 1, at.item + 1)
+        x.rule.kept_max[0] = r.st.row_max[0]  # exact after one block
+    return SoftmaxCounters(at.blocks + 1, at.item + 1)
 
 
 @cute.jit
-def run_segment(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count, part: mask.Segment, own: Int32):
-    """The group's blocks of a segment of a tile. own: its first one of the tile. Returns the `Count` of the next."""
+def run_segment(
+    spec: cutlass.Constexpr,
+    a,
+    s,
+    r: Sm100Fragments,
+    x: Sm100TileState,
+    at: SoftmaxCounters,
+    segment: mask.Segment,
+    own: Int32,
+):
+    """The group's blocks of a segment of a tile. own: its first one of the tile. Returns the `SoftmaxCounters` of the
+    next."""
     n = turns(spec, x.w)
     if const_expr(always(n, 1)):
-        for j in cutlass.range(part.hi - 1, part.lo - 1, -1, unroll=1):
-            block(spec, a, s, r, x, at, j, How(part.masked))
-            at = Count(at.blocks + 1, at.item + 1)
+        for n_block in cutlass.range(segment.n_block_max - 1, segment.n_block_min - 1, -1, unroll=1):
+            block(spec, a, s, r, x, at, n_block, SoftmaxFlags(segment.masked))
+            at = SoftmaxCounters(at.blocks + 1, at.item + 1)
     else:
-        j = part.hi - 1
-        j -= (own - j) & (n - 1)
-        while j >= part.lo:
-            block(spec, a, s, r, x, at, j, How(part.masked))
-            at = Count(at.blocks + 1, at.item + 1)
-            j -= n
+        n_block = segment.n_block_max - 1
+        n_block -= (own - n_block) & (n - 1)
+        while n_block >= segment.n_block_min:
+            block(spec, a, s, r, x, at, n_block, SoftmaxFlags(segment.masked))
+            at = SoftmaxCounters(at.blocks + 1, at.item + 1)
+            n_block -= n
     return at
 
 
 @cute.jit
-def run_tile(spec: cutlass.Constexpr, a, s, r: Registers, x: Tile, at: Count):
-    """The group's blocks of a tile, and what becomes of its sums. Returns the `Count` of the next."""
+def run_tile(spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState, at: SoftmaxCounters):
+    """The group's blocks of a tile, and what becomes of its sums. Returns the `SoftmaxCounters` of the next."""
     w, n, group = x.w, turns(spec, x.w), x.place.group
     half = group * (tile_halves(spec, w) - 1)
-    first, last = geometry.tile_tokens(tile_halves(spec, w) * w.m_block + half, ROWS, w.q_len, w.per_token)
-    full_lo, full_hi = mask.full_range(spec, first, last, x.rows.n)
+    first, last = geometry.tile_tokens(tile_halves(spec, w) * w.m_block + half, ROWS, w.q_len, w.pack_factor)
+    n_block_full_min, n_block_full_max = mask.full_range(spec, first, last, x.rows.seqlen)
     begin(spec, a, s, r, x, at, half)
-    own = w.hi - 1
+    own = w.n_block_max - 1
     if const_expr(always(n, 1)):
         at = first_block(spec, a, s, r, x, at, own)
     else:
         own -= (n - 1) * group
-        if own >= w.lo:
+        if own >= w.n_block_min:
             at = first_block(spec, a, s, r, x, at, own)
-    segments = mask.segments(spec, w.lo, own, full_lo, full_hi)
+    segments = mask.segments(spec, w.n_block_min, own, n_block_full_min, n_block_full_max)
     for g in cutlass.range_constexpr(len(segments)):
         at = run_segment(spec, a, s, r, x, at, segments[g], own)
     if const_expr(not always(n, 1)):
-        if (w.hi - w.lo) & (n - 1) & group != 0:  # the other group has the tile's last block
+        if (w.n_block_max - w.n_block_min) & (n - 1) & group != 0:  # the other group has the tile's last block
             mine = place_at(spec, x.place, at.blocks)
-            pipe.wait_signal(s.scores + mine.slot, mine.turn)
+            pipeline.mbarrier_wait(s.scores + mine.slot, mine.turn)
             pass_over(s, mine, at)
-            at = Count(at.blocks + 1, at.item + 1)
-    top = -Float32.inf if r.st.m[0] == -Float32.inf else r.st.shift[0]
-    hand_over(s, x.place, Handed(r.st.l[0], top))
-    pipe.wait_signal(s.read + x.place.group, at.item)
-    return Count(at.blocks, at.item + 1)
+            at = SoftmaxCounters(at.blocks + 1, at.item + 1)
+    top = -Float32.inf if r.st.row_max[0] == -Float32.inf else r.st.row_max_scaled[0]
+    hand_over(s, x.place, SoftmaxStats(r.st.row_sum[0], top))
+    pipeline.mbarrier_wait(s.read + x.place.group, at.item)
+    return SoftmaxCounters(at.blocks, at.item + 1)
 
 
 @cute.jit
@@ -294,21 +333,21 @@ def softmax(spec: cutlass.Constexpr, plan, s):
     a, r, mine, capped = plan.args, registers(spec), place(spec, s), False
     if const_expr(spec.logits.soft_cap):
         capped = a.logits.soft_cap > 0.0
-    t, at, count = Int32(0), Count(Int32(0), Int32(0)), Int32(0)
+    t, at, count = Int32(0), SoftmaxCounters(Int32(0), Int32(0)), Int32(0)
     w = work.consume(spec, s, t)
-    while w.valid != 0:
-        if const_expr(work.parts(spec)):
+    while w.is_valid != 0:
+        if const_expr(work.is_split_kv(spec)):
             if w.split.slot >= 0:
-                parts.note(s.parts, w, count, cute.arch.thread_idx()[0])
+                splits.record(s.splits, w, count, cute.arch.thread_idx()[0])
                 count += 1
-        if w.hi > w.lo:
-            rows = Rows(r.tokens, w.q_start, mask.lengths(spec, a, w.q_len, w.kv_len), r.slopes, r.words)
-            start = geometry.mask_start(a, w.batch) if const_expr(spec.mask.custom) else None
-            x = Tile(w, mine, rows, capped, start, skip.rule(spec, a, w.kv_len))
+        if w.n_block_max > w.n_block_min:
+            rows = ScoreRows(r.tokens, w.q_start, mask.seqlen_info(spec, a, w.q_len, w.kv_len), r.slopes, r.words)
+            start = geometry.mask_start(a, w.batch_idx) if const_expr(spec.mask.custom) else None
+            x = Sm100TileState(w, mine, rows, capped, start, skip.rule(spec, a, w.kv_len))
             at = run_tile(spec, a, s, r, x, at)
         t += 1
         w = work.consume(spec, s, t)
-    if const_expr(work.parts(spec)):
+    if const_expr(work.is_split_kv(spec)):
         threads, tid = const_expr(roles(spec).warps("softmax")), cute.arch.thread_idx()[0]
-        parts.meet(roles(spec).warps("softmax", "correct"))
-        parts.merge(spec, a, s.parts, count, tid, threads, MERGED)
+        splits.barrier(roles(spec).warps("softmax", "correct"))
+        splits.merge(spec, a, s.splits, count, tid, threads, MERGED)

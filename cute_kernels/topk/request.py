@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Problem:
+class TopKKernelRequest:
     """dtype: of the scores, "fp32", "fp16" or "bf16". length: upper bound of the elements of a row. k: how many to
     select. sms: multiprocessors of the GPU."""
 

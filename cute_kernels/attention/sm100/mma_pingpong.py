@@ -8,68 +8,68 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from ...device import pipe, tmem, umma
+from ...device import pipeline, tmem, umma
 from ..kv import source
 from ..prepare import dequantises
 from ..schedule import work
-from .issue import At, columns, early, pieces, pv, qk, rows_of, wait_landed, zero_tail
+from .mma_utils import MmaState, columns, early, pieces, pv, qk, rows_of, wait_operand, zero_tail
 from .roles import SLOTS
 
 
 @cute.jit
-def begin_block(spec: cutlass.Constexpr, s, base: Int32, group: cutlass.Constexpr, at: At, rows, last):
+def begin_block(spec: cutlass.Constexpr, s, base: Int32, group: cutlass.Constexpr, at: MmaState, rows, last):
     """Q K^T of a group's block. rows: of `rows_of`. last: whether it is the tile's."""
-    wait_landed(spec, s.k_pipe, at.item)
+    wait_operand(spec, s.k_pipe, at.item)
     with cute.arch.elect_one():
         qk(spec, s, base, group, rows[0], at.item)
-        umma.commit(pipe.empty(s.k_pipe, at.item))
+        umma.commit(pipeline.empty_barrier(s.k_pipe, at.item))
         if last:
-            umma.commit(pipe.empty(s.q_pipe, at.tile))
+            umma.commit(pipeline.empty_barrier(s.q_pipe, at.tile))
 
 
 @cute.jit
-def multiply_block(spec: cutlass.Constexpr, s, base: Int32, group: cutlass.Constexpr, at: At, first: Int32):
+def multiply_block(spec: cutlass.Constexpr, s, base: Int32, group: cutlass.Constexpr, at: MmaState, first: Int32):
     """P V of a group's block. first: 1 where O begins."""
     where = columns(base, group, group)
-    wait_landed(spec, s.v_pipe, at.item)
-    pipe.wait_signal(s.early + group, at.round)
+    wait_operand(spec, s.v_pipe, at.item)
+    pipeline.mbarrier_wait(s.early + group, at.round)
     tmem.after_wait()
     with cute.arch.elect_one():
         pv(spec, s, where, at.item, range(early(spec)), first)
-    pipe.wait_signal(s.late + group, at.round)
+    pipeline.mbarrier_wait(s.late + group, at.round)
     tmem.after_wait()
     with cute.arch.elect_one():
         pv(spec, s, where, at.item, range(early(spec), pieces(spec)), first)
-        umma.commit(pipe.empty(s.v_pipe, at.item))
+        umma.commit(pipeline.empty_barrier(s.v_pipe, at.item))
 
 
 @cute.jit
-def begin_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, at: At, rows):
+def begin_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: MmaState, rows):
     """Q K^T of a tile's first round."""
-    left = w.hi - w.lo
+    left = w.n_block_max - w.n_block_min
     begin_block(spec, s, base, 0, at, rows, left == 1)
     if left > 1:
         begin_block(spec, s, base, 1, at._replace(item=at.item + 1), rows, left == SLOTS)
     else:
         with cute.arch.elect_one():
             umma.commit(s.scores + 1)
-    if const_expr(source(spec).CUTS and not dequantises(spec)):
-        wait_landed(spec, s.v_pipe, at.item)
+    if const_expr(source(spec).PARTIAL_TAIL and not dequantises(spec)):
+        wait_operand(spec, s.v_pipe, at.item)
         zero_tail(spec, s, w, at.item)
 
 
 @cute.jit
-def multiply_round(spec: cutlass.Constexpr, s, base: Int32, at: At, rows, left: Int32, first: Int32):
+def multiply_round(spec: cutlass.Constexpr, s, base: Int32, at: MmaState, rows, left: Int32, first: Int32):
     """P V of a round, and Q K^T of the next one of the tile. left: blocks of the tile from here on. first: 1 where O
     begins."""
     for group in cutlass.range_constexpr(SLOTS):
         if first != 0:
-            pipe.wait_signal(s.stored + group, at.tile - 1)
+            pipeline.mbarrier_wait(s.stored + group, at.tile - 1)
         if left > group:
             multiply_block(spec, s, base, group, at._replace(item=at.item + group), first)
         else:
-            pipe.wait_signal(s.early + group, at.round)
-            pipe.wait_signal(s.late + group, at.round)
+            pipeline.mbarrier_wait(s.early + group, at.round)
+            pipeline.mbarrier_wait(s.late + group, at.round)
         if left > SLOTS + group:
             after = at._replace(item=at.item + (SLOTS + group))
             begin_block(spec, s, base, group, after, rows, left == SLOTS + group + 1)
@@ -82,15 +82,15 @@ def multiply_round(spec: cutlass.Constexpr, s, base: Int32, at: At, rows, left: 
 
 
 @cute.jit
-def multiply_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, at: At):
+def multiply_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: MmaState):
     """The MMAs of a tile. Returns the items of the pipes then."""
     rows = rows_of(spec, s, at.tile)
     begin_tile(spec, s, base, w, at, rows)
-    i, turn, first, left = at.item, at.round, Int32(1), w.hi - w.lo
+    i, turn, first, left = at.item, at.round, Int32(1), w.n_block_max - w.n_block_min
     while left > 0:
-        multiply_round(spec, s, base, At(i, turn, at.tile), rows, left, first)
+        multiply_round(spec, s, base, MmaState(i, turn, at.tile), rows, left, first)
         i += SLOTS
         turn += 1
         first = Int32(0)
         left -= SLOTS
-    return at.item + Uint32(w.hi - w.lo)
+    return at.item + Uint32(w.n_block_max - w.n_block_min)

@@ -16,7 +16,7 @@ from . import manifest
 from .manifest import Manifest
 
 
-class Found(NamedTuple):
+class FoundBundle(NamedTuple):
     """A bundle: its folder, its manifest (None where it cannot be read), and why nothing of it can be used, or None."""
 
     folder: Path
@@ -55,19 +55,19 @@ def bundle_folders(arch: str) -> list[Path]:
     return [folder for root in bundle_roots() for folder in (root / arch, root)]
 
 
-def bundles(arch: str) -> list[Found]:
+def bundles(arch: str) -> list[FoundBundle]:
     """Every bundle in `bundle_folders(arch)`. Read anew each time: another process may build."""
-    found: list[Found] = []
+    found: list[FoundBundle] = []
     for folder in bundle_folders(arch):
         try:
             held = manifest.read(folder)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, ValueError) as error:
-            found.append(Found(folder, None, f"cannot be read: {error}"))
+            found.append(FoundBundle(folder, None, f"cannot be read: {error}"))
         else:
             lost = [lib["file"] for lib in held.libraries.values() if not (folder / lib["file"]).exists()]
-            found.append(Found(folder, held, f"lacks {', '.join(lost)}" if lost else held.problem(arch)))
+            found.append(FoundBundle(folder, held, f"lacks {', '.join(lost)}" if lost else held.problem(arch)))
     return found
 
 

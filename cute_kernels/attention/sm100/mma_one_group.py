@@ -8,12 +8,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from ...device import pipe, tmem, umma
+from ...device import pipeline, tmem, umma
 from ..kv import source
 from ..prepare import dequantises
 from ..schedule import work
 from . import skip
-from .issue import columns, early, pieces, pv, qk, rows_of, wait_landed, zero_tail
+from .mma_utils import columns, early, pieces, pv, qk, rows_of, wait_operand, zero_tail
 from .roles import SLOTS
 
 
@@ -22,22 +22,22 @@ def multiply(spec: cutlass.Constexpr, plan, s):
     """One warp: the MMAs of all tiles."""
     base, t, i, q = s.tensor[0], Int32(0), Uint32(0), Int32(0)
     w = work.consume(spec, s, t)
-    while w.valid != 0:
-        if w.hi > w.lo:
+    while w.is_valid != 0:
+        if w.n_block_max > w.n_block_min:
             rows = rows_of(spec, s, q)
-            pipe.wait_full(s.ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, q)
-            for n in cutlass.range(cutlass.min(w.hi - w.lo, SLOTS), unroll=1):
+            pipeline.consumer_wait(s.ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, q)
+            for n in cutlass.range(cutlass.min(w.n_block_max - w.n_block_min, SLOTS), unroll=1):
                 begin(spec, s, base, rows, i + Uint32(n))
-                if n == w.hi - w.lo - 1:
+                if n == w.n_block_max - w.n_block_min - 1:
                     with cute.arch.elect_one():
-                        umma.commit(pipe.empty(s.q_pipe, q))
-            for j in cutlass.range(w.hi - 1, w.lo - 1, -1, unroll=1):
-                multiply_block(spec, s, base, w, j, q, i)
-                if j >= w.lo + SLOTS:
+                        umma.commit(pipeline.empty_barrier(s.q_pipe, q))
+            for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+                multiply_block(spec, s, base, w, n_block, q, i)
+                if n_block >= w.n_block_min + SLOTS:
                     begin(spec, s, base, rows, i + SLOTS)
-                    if j == w.lo + SLOTS:
+                    if n_block == w.n_block_min + SLOTS:
                         with cute.arch.elect_one():
-                            umma.commit(pipe.empty(s.q_pipe, q))
+                            umma.commit(pipeline.empty_barrier(s.q_pipe, q))
                 i += 1
             q += 1
         t += 1
@@ -47,23 +47,23 @@ def multiply(spec: cutlass.Constexpr, plan, s):
 @cute.jit
 def begin(spec: cutlass.Constexpr, s, base: Int32, rows, i: Uint32):
     """Q K^T of block i of the pipe. rows: of `rows_of`."""
-    wait_landed(spec, s.k_pipe, i)
+    wait_operand(spec, s.k_pipe, i)
     with cute.arch.elect_one():
         qk(spec, s, base, Int32(i % SLOTS), rows[0], i)
-        umma.commit(pipe.empty(s.k_pipe, i))
+        umma.commit(pipeline.empty_barrier(s.k_pipe, i))
 
 
 @cute.jit
-def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int32, q: Int32, i: Uint32):
+def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, n_block: Int32, q: Int32, i: Uint32):
     """P V of block j, item i of the pipes. q: tiles with keys before."""
-    first = Int32(1) if j == w.hi - 1 else Int32(0)
+    first = Int32(1) if n_block == w.n_block_max - 1 else Int32(0)
     slot, turn = Int32(i % SLOTS), Int32(i // SLOTS)
-    wait_landed(spec, s.v_pipe, i)
+    wait_operand(spec, s.v_pipe, i)
     if first != 0:
-        if const_expr(source(spec).CUTS and not dequantises(spec)):
+        if const_expr(source(spec).PARTIAL_TAIL and not dequantises(spec)):
             zero_tail(spec, s, w, i)
-        pipe.wait_signal(s.stored, q - 1)
-    pipe.wait_signal(s.early + slot, turn)
+        pipeline.mbarrier_wait(s.stored, q - 1)
+    pipeline.mbarrier_wait(s.early + slot, turn)
     tmem.after_wait()
     kept, at = Int32(1), columns(base, slot, 0)
     if const_expr(spec.logits.skip):
@@ -72,10 +72,10 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, j: Int
     with cute.arch.elect_one():
         if kept != 0:
             pv(spec, s, at, i, range(early(spec)), first)
-    pipe.wait_signal(s.late + slot, turn)
+    pipeline.mbarrier_wait(s.late + slot, turn)
     tmem.after_wait()
     with cute.arch.elect_one():
         if kept != 0:
             pv(spec, s, at, i, range(early(spec), pieces(spec)), first)
         umma.commit(s.done)
-        umma.commit(pipe.empty(s.v_pipe, i))
+        umma.commit(pipeline.empty_barrier(s.v_pipe, i))

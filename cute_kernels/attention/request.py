@@ -15,7 +15,7 @@ class Refusal(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class KernelRequest:
     """Types: "fp16", "bf16", "e4m3", of q and kv also "e5m2", of kv and out also "nvfp4" (packed e2m1 with an e4m3
     scale factor per 16).
 

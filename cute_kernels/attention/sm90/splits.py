@@ -1,33 +1,33 @@
-"""What a CTA found of a tile whose keys CTAs share (`..parts`)."""
+"""What a CTA found of a tile whose keys CTAs share (`..splits`)."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ...device import copy, wgmma
-from .. import geometry, parts, quant, softmax
-from ..schedule.work import Work
+from .. import geometry, quant, softmax, splits
+from ..schedule.work import WorkTileInfo
+from .epilogue import LANES
 from .roles import WARPS, roles
-from .store import LANES
 
 PIECE = 2  # columns that a lane has side by side
 ROWS = 16  # that a warp merges at a time
 
 
-def thread(spec):
-    return cute.arch.thread_idx()[0] - roles(spec).first_thread("math")
+def mma_thread_idx(spec):
+    return cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
 
 
 @cute.jit
-def store(spec: cutlass.Constexpr, a, s, r, w: Work, number: Int32, empty: cutlass.Constexpr):
+def store_partial(spec: cutlass.Constexpr, a, s, r, w: WorkTileInfo, number: Int32, empty: cutlass.Constexpr):
     """This thread's rows of O, normalised, and LSE, of the keys of the CTA's part `number`; `empty`: of none."""
     o, lane = wgmma.rows_cols(r.o), cute.arch.lane_idx() % LANES
-    left = geometry.tile_rows(w.q_len, geometry.divisor(w)) - w.m_block * spec.tile.m
+    left = geometry.num_rows(w.q_len, geometry.pack_divisor(w)) - w.m_block * spec.tile.m
     for k in cutlass.range_constexpr(cute.size(o, mode=[0])):
         factor, lse = Float32(0.0), -Float32.inf
         if const_expr(not empty):
             normal = softmax.row_normalizer(r.st, k, -Float32.inf, LANES)
-            factor, lse = normal.factor * quant.format_of(spec).unit, normal.lse
+            factor, lse = normal.inv_row_sum * quant.kv_format(spec).dequant_scale, normal.lse
         row, piece = r.cols[k, 0][0], cute.make_rmem_tensor(PIECE, Float32)
         if row < left:
             target = a.schedule.o_partial[w.split.slot, row, None]
@@ -37,11 +37,11 @@ def store(spec: cutlass.Constexpr, a, s, r, w: Work, number: Int32, empty: cutla
                 copy.vector(piece, cute.local_tile(target, (PIECE,), (LANES * i + lane,)))
             if lane == 0:
                 target[spec.head_dim_vo] = lse
-    parts.note(s.parts, w, number, thread(spec))
+    splits.record(s.splits, w, number, mma_thread_idx(spec))
 
 
 @cute.jit
 def merge(spec: cutlass.Constexpr, a, s, count: Int32):
     """Merge those tiles of the CTA's parts, of which there are `count`, that no other CTA has still to add to."""
-    parts.meet(WARPS)
-    parts.merge(spec, a, s.parts, count, thread(spec), WARPS, ROWS)
+    splits.barrier(WARPS)
+    splits.merge(spec, a, s.splits, count, mma_thread_idx(spec), WARPS, ROWS)

@@ -8,14 +8,14 @@ from cutlass import Float32, Int32, const_expr
 
 from ...device import copy, warp, wgmma
 from .. import epilogue, geometry, logits, nvfp4, quant, softmax
-from ..schedule.work import Work
-from ..spec import BLOCK
+from ..schedule.work import WorkTileInfo
+from ..spec import SF_VEC_SIZE
 from .roles import fp8, scaled_rows
 
 LANES = 4  # that have columns of a row of an accumulator
 
 
-class Scales(NamedTuple):
+class CallScales(NamedTuple):
     """score: of raw scores to log2 units. reduced: of what the softmax reduces, scores or capped ones. out: on the
     output."""
 
@@ -25,7 +25,7 @@ class Scales(NamedTuple):
 
 
 class RowScales(NamedTuple):
-    """`Scales` of each row of a thread."""
+    """`CallScales` of each row of a thread."""
 
     score: Any
     reduced: Any
@@ -33,66 +33,66 @@ class RowScales(NamedTuple):
 
 @cute.jit
 def scales_of_call(spec: cutlass.Constexpr, a):
-    """`Scales` of a call; what its rows have of their own `RowScales` adds."""
-    score, unit = a.logits.scale_log2, const_expr(quant.format_of(spec).unit)
+    """`CallScales` of a call; what its rows have of their own `RowScales` adds."""
+    score, dequant_scale = a.logits.softmax_scale_log2, const_expr(quant.kv_format(spec).dequant_scale)
     if const_expr(not scaled_rows(spec)):  # whose device factors may be a head's
-        score = softmax.device_factor(score, a.logits.scale)
-    if const_expr(unit != 1.0):
-        score *= unit
+        score = softmax.device_scale(score, a.logits.softmax_scale_ptr)
+    if const_expr(dequant_scale != 1.0):
+        score *= dequant_scale
     reduced = score
     if const_expr(spec.logits.soft_cap):
         if a.logits.soft_cap > 0.0:
             reduced = logits.capped_to_log2(a.logits.soft_cap)
-    out = a.out.out_factor if const_expr(scaled_rows(spec)) else epilogue.scale_of(a)
-    if const_expr(unit != 1.0):
-        out *= unit
-    return Scales(score, reduced, out)
+    out = a.out.out_scale if const_expr(scaled_rows(spec)) else epilogue.output_scale(a)
+    if const_expr(dequant_scale != 1.0):
+        out *= dequant_scale
+    return CallScales(score, reduced, out)
 
 
-def scales_of(r, scales: Scales) -> RowScales:
+def scales_of(r, scales: CallScales) -> RowScales:
     return RowScales([scales.score] * 2, [scales.reduced] * 2) if r.scales is None else r.scales
 
 
-ROOM = 14.0  # log2 units of P in 16 bits: fp16 ends at 2^16
-FULL = 8.76  # of P in e4m3, which ends at 448, to which it rounds from 432 = 2^8.755 on
+P_MAX_LOG2 = 14.0  # log2 units of P in 16 bits: fp16 ends at 2^16
+P_MAX_LOG2_E4M3 = 8.76  # of P in e4m3, which ends at 448, to which it rounds from 432 = 2^8.755 on
 
 
-def raised_more(kv_len):
+def extra_offset(kv_len):
     """By how many powers of two P of e4m3 is raised, beyond 2^4: 1 from 4,097 keys on, 2 from 8,193, 3 from
     16,385."""
     above = cutlass.max(0, kv_len - 1) >> 12
     return cutlass.min(1, above) + cutlass.min(1, above >> 1) + cutlass.min(1, above >> 2)
 
 
-def span(spec, kv_len) -> softmax.Span:
+def rescale_params(spec, kv_len) -> softmax.RescaleParams:
     """Where P of a request of kv_len keys lies. In e4m3, what is 2^(10 + raised) times smaller than the running maximum
     is lost: a request of up to 2^15 keys loses less than a fourth of its largest one. Raised by a whole power of two, P
     of a key that outweighs all others is exact."""
     if not fp8(spec):
-        return softmax.Span(Float32(ROOM), Float32(0.0))
+        return softmax.RescaleParams(Float32(P_MAX_LOG2), Float32(0.0))
     # The bits of 4.0, and 1.0 more each: a float that is the same in the whole warp costs no register.
-    raised = warp.from_bits(cute.arch.make_warp_uniform(0x40800000 + (raised_more(kv_len) << 21)))
-    return softmax.Span(FULL - raised, raised)
+    max_offset = warp.from_bits(cute.arch.make_warp_uniform(0x40800000 + (extra_offset(kv_len) << 21)))
+    return softmax.RescaleParams(P_MAX_LOG2_E4M3 - max_offset, max_offset)
 
 
-def fours(spec):
+def permuted_columns(spec):
     """Whether a lane has, of every 16 columns of O, 4 q + 0, 2, 1, 3, q its place in the quad, instead of 2 q, 2 q + 1,
     8 + 2 q, 9 + 2 q: `prepare.transpose` puts rows of V into that order."""
     return fp8(spec)
 
 
 @cute.jit
-def in_order(values: cute.Tensor):
-    """Values of a lane that has `fours`, those of each 16 columns as they lie side by side."""
+def unpermute_columns(values: cute.Tensor):
+    """Values of a lane that has `permuted_columns`, those of each 16 columns as they lie side by side."""
     found = cute.make_rmem_tensor(cute.size(values), Float32)
     for i in cutlass.range_constexpr(cute.size(values)):
         found[i] = values[i // 4 * 4 + (0, 2, 1, 3)[i % 4]]
     return found
 
 
-def unit_of(spec, bits):
+def vec_bits_of(spec, bits):
     """Bits that a lane has side by side in a row of values of so many."""
-    return bits * (4 if fours(spec) else 2)
+    return bits * (4 if permuted_columns(spec) else 2)
 
 
 def words_of(spec, bits):
@@ -101,14 +101,14 @@ def words_of(spec, bits):
 
 
 @cute.jit
-def gather_units(words: cute.Tensor, at: cutlass.Constexpr, unit: cutlass.Constexpr):
+def gather_vecs(words: cute.Tensor, at: cutlass.Constexpr, vec_bits: cutlass.Constexpr):
     """words[at:at+4], each the units that a lane of the quad had, put into the order of a row: first units first."""
     w = [words[at + i] for i in range(4)]
-    if const_expr(unit == 16):
+    if const_expr(vec_bits == 16):
         pairs = [quant.permute(w[i], w[i + 1], selector) for selector in (0x5410, 0x7632) for i in (0, 2)]
         for i in cutlass.range_constexpr(4):
             words[at + i] = pairs[i]
-    elif const_expr(unit == 8):
+    elif const_expr(vec_bits == 8):
         pairs = [quant.permute(w[i], w[i + 1], selector) for selector in (0x5140, 0x7362) for i in (0, 2)]
         for i in cutlass.range_constexpr(4):
             words[at + i] = quant.permute(pairs[i // 2 * 2], pairs[i // 2 * 2 + 1], (0x5410, 0x7632)[i % 2])
@@ -120,19 +120,19 @@ def store_words(spec: cutlass.Constexpr, out: cute.Tensor, words: cute.Tensor, b
 
     A quad transposes them so that each lane holds whole 16-byte pieces, and stores 64 contiguous bytes at a time.
     """
-    lane, unit = cute.arch.lane_idx() % 4, unit_of(spec, bits)
-    count, step = words_of(spec, bits), const_expr(4 if unit <= 32 else 2)
+    lane, vec_bits = cute.arch.lane_idx() % 4, vec_bits_of(spec, bits)
+    count, step = words_of(spec, bits), const_expr(4 if vec_bits <= 32 else 2)
     each = const_expr(32 * step // out.element_type.width)  # elements that a lane stores
-    if const_expr(unit <= 32):
+    if const_expr(vec_bits <= 32):
         for k in cutlass.range_constexpr(0, count, 4):
             warp.quad_transpose(words, k)
-            gather_units(words, k, unit)
+            gather_vecs(words, k, vec_bits)
     if keep:
         for k in cutlass.range_constexpr(0, count, step):
             piece = cute.make_rmem_tensor(step, Int32)
             for i in cutlass.range_constexpr(step):
                 piece[i] = words[k + i]
-            number = k + lane if const_expr(unit <= 32) else 2 * k + lane
+            number = k + lane if const_expr(vec_bits <= 32) else 2 * k + lane
             target = cute.local_tile(out, (each,), (number,))
             if const_expr(count % 4 == 0):
                 copy.vector(cute.recast_tensor(piece, out.element_type), target)
@@ -158,7 +158,7 @@ def store_e4m3(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: cu
 @cute.jit
 def store_nvfp4(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: cute.Tensor, keep):
     """A quad has blocks of 16 together, in either order 4 of a lane's values; each lane stores factors of 4 blocks."""
-    lane, blocks = cute.arch.lane_idx() % 4, const_expr(spec.head_dim_vo // BLOCK)
+    lane, blocks = cute.arch.lane_idx() % 4, const_expr(spec.head_dim_vo // SF_VEC_SIZE)
     words = cute.make_rmem_tensor(max(4, words_of(spec, 4)), Int32)
     words.fill(0)
     for first in cutlass.range_constexpr(0, blocks, 4):
@@ -168,11 +168,11 @@ def store_nvfp4(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: c
             own = cute.make_rmem_tensor(4, Float32)
             for e in cutlass.range_constexpr(4):
                 own[e] = values[4 * block + e]
-            f = nvfp4.factor_of(nvfp4.largest(own, (1, 2)), a.out.o_sf_scale)
+            f = nvfp4.compute_sf(nvfp4.block_amax(own, (1, 2)), a.out.o_sf_scale)
             words[block // 2] = words[block // 2] | nvfp4.codes(own, f) << (16 * (block % 2))
             factors = factors | f.byte.to(Int32) << (8 * i)
         if keep and lane == first // 4 % 4:
-            nvfp4.store_factors(a, token, head, first, factors)
+            nvfp4.store_sf4(a, token, head, first, factors)
     store_words(spec, a.out.o_fp4[token, head, None], words, 4, keep)
 
 
@@ -212,8 +212,8 @@ def zero_row(spec: cutlass.Constexpr, a, token: Int32, head: Int32, keep):
         if a.out.o_fp4.shape[0] > 0:
             zero_pieces(a.out.o_fp4[token, head, None], words_of(spec, 4), keep)
             block = cute.arch.lane_idx() % LANES * 4
-            if keep and block < spec.head_dim_vo // BLOCK:
-                nvfp4.store_factors(a, token, head, block, Int32(0))
+            if keep and block < spec.head_dim_vo // SF_VEC_SIZE:
+                nvfp4.store_sf4(a, token, head, block, Int32(0))
         elif a.out.o_fp8.shape[0] > 0:
             zero_pieces(a.out.o_fp8[token, head, None], words_of(spec, 8), keep)
         else:
@@ -223,14 +223,14 @@ def zero_row(spec: cutlass.Constexpr, a, token: Int32, head: Int32, keep):
 
 
 @cute.jit
-def store(spec: cutlass.Constexpr, a, r, w: Work, scales: Scales, empty: cutlass.Constexpr):
+def store(spec: cutlass.Constexpr, a, r, w: WorkTileInfo, scales: CallScales, empty: cutlass.Constexpr):
     """Normalise and write this thread's rows of O and LSE that belong to the request; `empty`: no row sees a key."""
     o = wgmma.rows_cols(r.o)
     for k in cutlass.range_constexpr(cute.size(o, mode=[0])):
         row = w.m_block * spec.tile.m + r.cols[k, 0][0]
-        token = geometry.token_of(row, geometry.divisor(w))
+        token = geometry.token_of(row, geometry.pack_divisor(w))
         keep = token < w.q_len
-        head = geometry.head_of(row, w.head, geometry.divisor(w))
+        head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
         sink = epilogue.sink_of(a, head)
         lse = sink * logits.LOG2_E
         if const_expr(empty):
@@ -239,11 +239,11 @@ def store(spec: cutlass.Constexpr, a, r, w: Work, scales: Scales, empty: cutlass
             values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
             normal = softmax.row_normalizer(r.st, k, sink, LANES)
             lse = normal.lse
-            factor = normal.factor * scales.out
+            factor = normal.inv_row_sum * scales.out
             if const_expr(r.scales is not None):
-                factor *= softmax.factor_of(a.out.out_scale, head)
+                factor *= softmax.head_scale(a.out.out_scale_ptr, head)
             values.store(o[k, None].load() * factor)
-            if const_expr(fours(spec)):
-                values = in_order(values)
+            if const_expr(permuted_columns(spec)):
+                values = unpermute_columns(values)
             store_row(spec, a, w.q_start + token, head, values, keep)
         epilogue.store_lse(a, w.q_start + token, head, lse, keep and cute.arch.lane_idx() % LANES == 0)

@@ -1,8 +1,8 @@
 """Math role of decode: few query rows, so that memory and the conversion of what it delivers set the pace.
 
-A warp computes 8 rows of the tile, or 16, with `mma.sync`, on keys of its own: `WarpTile`. Keys are the rows of the
-MMA, and then columns of V, so that query rows need no padding to 16: S^T = K Q^T and O^T = V^T P^T. It has a softmax
-of its own; the warps of a row meet once, at the end of a tile (`reduce`).
+A warp computes 8 rows of the tile, or 16, with `mma.sync`, on keys of its own: `WarpTileState`. Keys are the rows of
+the MMA, and then columns of V, so that query rows need no padding to 16: S^T = K Q^T and O^T = V^T P^T. It has a
+softmax of its own; the warps of a row meet once, at the end of a tile (`reduce`).
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from ... import abi
-from ...device import mma, pipe, warp
+from ...device import mma, pipeline, warp
 from ...device.divisor import Divisor
 from ...device.layout import swizzle
 from .. import combine, geometry, logits, mask, quant, softmax
-from ..logits import Cols, Rows
+from ..logits import ScoreCols, ScoreRows
 from ..schedule import work
-from ..schedule.work import Work
-from ..spec import BLOCK
+from ..schedule.work import WorkTileInfo
+from ..spec import SF_VEC_SIZE
 from . import operands, reduce
 from .layout import CachedRow, halves, keys, passes, row_of_warp, v_offsets, warps_per_group
 from .operands import KeyCursor
@@ -28,14 +28,14 @@ from .roles import roles
 
 
 @dataclass(frozen=True)
-class Registers:
+class DecodeFragments:
     """Fragments of a warp. Per group of 8 query rows ("half"): the lane holds Q of row g, and scores and O of rows 2 t
     and 2 t + 1."""
 
-    rows_per_token: Any  # as a divisor
+    pack_factor: Any  # as a divisor
     q: cute.Tensor  # (words of a row: element 2 w of k, half)
     o: cute.Tensor  # (2 rows x 2 columns x pairs of columns, half)
-    st: softmax.State
+    st: softmax.SoftmaxState
     tokens: cute.Tensor
     score_to_log2: cute.Tensor  # of a row's scores as they are multiplied
     to_log2: cute.Tensor  # of what the softmax reduces
@@ -45,12 +45,12 @@ class Registers:
 
 
 @dataclass(frozen=True)
-class WarpTile:
+class WarpTileState:
     """What a warp has of the tile at hand: query rows [group * rows_per_warp, ...), and of the groups of `keys` every
     `shares`-th, from `share` on."""
 
-    w: Work
-    n: mask.Lengths
+    w: WorkTileInfo
+    seqlen: mask.SeqlenInfo
     number: Int32  # of the warp among those that compute
     first: Int32  # row of the request, that the tile begins with
     rows: Int32  # of the request
@@ -58,7 +58,7 @@ class WarpTile:
     group: Int32
     share: Int32
     shares: Int32
-    plain: Int32  # keys from w.full_lo on, whose scores are neither masked nor capped nor skipped
+    plain: Int32  # keys from w.n_block_full_min on, whose scores are neither masked nor capped nor skipped
 
 
 def registers(spec, a):
@@ -68,8 +68,8 @@ def registers(spec, a):
     g, t = lane // 4, lane % 4
     k, v = CachedRow.of(spec, spec.head_dim_qk), CachedRow.of(spec, spec.head_dim_vo)
     pieces, rows = max(1, k.width // 64), 2 * halves(spec)
-    r = Registers(
-        Divisor(geometry.group(a)),
+    r = DecodeFragments(
+        Divisor(geometry.qhead_per_kvhead(a)),
         rmem((spec.head_dim_qk // 8, halves(spec)), Uint32),
         rmem((spec.head_dim_vo // 4, halves(spec)), Float32),
         softmax.make(rows),
@@ -81,15 +81,15 @@ def registers(spec, a):
         r.k_at[i] = swizzle(k.width, g, t * (k.width // 4) + 16 * i)
     for i in range(v_offsets(spec)):
         r.v_at[i] = swizzle(v.width, 2 * t + i, g * (v.width // 8))
-    if spec.kv.scaled:
+    if spec.kv.block_scaled:
         set_scale_offsets(spec, a, r, g, t)
     return r
 
 
-def set_scale_offsets(spec, a, r: Registers, g, t):
+def set_scale_offsets(spec, a, r: DecodeFragments, g, t):
     """Offsets of the scale factors that a lane reads."""
-    r.scales_at[0] = g * (spec.head_dim_qk // BLOCK) + t * (spec.head_dim_qk // 64)
-    size, inter = spec.head_dim_vo // BLOCK, a.kv.v_scales_interleaved
+    r.scales_at[0] = g * (spec.head_dim_qk // SF_VEC_SIZE) + t * (spec.head_dim_qk // 64)
+    size, inter = spec.head_dim_vo // SF_VEC_SIZE, a.kv.v_scales_interleaved
     linear, interleaved = 2 * t * size + g * size // 8, t // 2 * 4 * size + g * size // 8 * 4 + 2 * t % 4
     r.scales_at[1] = linear + inter * (interleaved - linear)
     r.scales_at[2] = size + inter * (1 - size)
@@ -97,18 +97,18 @@ def set_scale_offsets(spec, a, r: Registers, g, t):
 
 
 @cute.jit
-def warp_tile(spec: cutlass.Constexpr, a, r: Registers, w: Work):
-    rows = geometry.tile_rows(w.q_len, r.rows_per_token)
+def warp_tile(spec: cutlass.Constexpr, a, r: DecodeFragments, w: WorkTileInfo):
+    rows = geometry.num_rows(w.q_len, r.pack_factor)
     m = geometry.tile_m(spec, rows)
-    number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first("math")
-    n, shares = mask.lengths(spec, a, w.q_len, w.kv_len), warps_per_group(spec, m)
+    number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first("mma")
+    seqlen, shares = mask.seqlen_info(spec, a, w.q_len, w.kv_len), warps_per_group(spec, m)
     group = number * (m // spec.tile.rows_per_warp) // spec.tile.warps
     first = w.m_block * m
-    plain = cutlass.max(w.full_hi - w.full_lo, 0) * spec.tile.n
+    plain = cutlass.max(w.n_block_full_max - w.n_block_full_min, 0) * spec.tile.n
     if a.logits.soft_cap > 0.0 or a.logits.skip_threshold != -Float32.inf:
         plain = Int32(0)
     left, share = cutlass.min(rows - first, m), number - group * shares
-    return WarpTile(w, n, number, first, rows, left, group, share, shares, plain)
+    return WarpTileState(w, seqlen, number, first, rows, left, group, share, shares, plain)
 
 
 def fetches_early(spec):
@@ -124,61 +124,61 @@ def rows_view(fragment):
 
 
 @cute.jit
-def can_skip(view: cute.Tensor, r: Registers, x: WarpTile, least: Float32):
+def can_skip(view: cute.Tensor, r: DecodeFragments, x: WarpTileState, log2_threshold: Float32):
     """Skip-softmax: whether each row of this warp finds all these keys below its maximum so far by the threshold."""
     votes = True
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
-        below = softmax.skippable(r.st, view, r.to_log2, k, least, warp.across_quads)
+        below = softmax.row_can_skip(r.st, view, r.to_log2, k, log2_threshold, warp.across_quads)
         votes = votes and (below or r.tokens[k] >= x.w.q_len)
     return cute.arch.vote_all_sync(votes)
 
 
 @cute.jit
-def transform_logits(spec: cutlass.Constexpr, a, r: Registers, x: WarpTile, key: Int32, scores: cute.Tensor):
+def transform_logits(spec: cutlass.Constexpr, a, r: DecodeFragments, x: WarpTileState, key: Int32, scores: cute.Tensor):
     """Soft cap and mask on the scores of the keys that begin with `key`. Returns whether V of these keys is needed; if
     not, their scores are set to -inf."""
     view, wanted, n = rows_view(scores), True, spec.tile.n
-    masked = key >= x.w.full_hi * n or key < x.w.full_lo * n
-    rows = Rows(r.tokens, x.w.q_start, x.n)
-    cols = Cols(key + cute.arch.lane_idx() // 4, [8 * j for j in range(keys(spec) // 8)])
+    masked = key >= x.w.n_block_full_max * n or key < x.w.n_block_full_min * n
+    rows = ScoreRows(r.tokens, x.w.q_start, x.seqlen)
+    cols = ScoreCols(key + cute.arch.lane_idx() // 4, [8 * j for j in range(keys(spec) // 8)])
     logits.transform(spec, a, view, r.score_to_log2, rows, cols, a.logits.soft_cap > 0.0, masked)
     if a.logits.skip_threshold != -Float32.inf:
-        least = a.logits.skip_threshold - cute.math.log2(Float32(x.w.kv_len), fastmath=True)
-        wanted = not can_skip(view, r, x, least)
+        log2_threshold = a.logits.skip_threshold - cute.math.log2(Float32(x.w.kv_len), fastmath=True)
+        wanted = not can_skip(view, r, x, log2_threshold)
         if not wanted:
             operands.fill(spec, scores, -Float32.inf)
     return wanted
 
 
 @cute.jit
-def probabilities(spec: cutlass.Constexpr, r: Registers, scores: cute.Tensor, p: cute.Tensor):
+def probabilities(spec: cutlass.Constexpr, r: DecodeFragments, scores: cute.Tensor, p: cute.Tensor):
     """Scores to words of P."""
     view = rows_view(scores)
     o, multiply = rows_view(r.o), operands.multiplier(spec)
     softmax.update_max_and_rescale(r.st, view, o, r.to_log2, warp.across_quads, multiply)
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         softmax.exp_and_sum(r.st, view, r.to_log2[k], k)
-    warp.convert16(scores, cute.recast_tensor(p, abi.DTYPES[quant.operand(spec)]))
+    warp.convert16(scores, cute.recast_tensor(p, abi.DTYPES[quant.mma_sync_dtype(spec)]))
     for i in cutlass.range_constexpr(cute.size(p)):
         p[i] = mma.transpose(p[i])
 
 
 @cute.jit
-def previous_keys(spec: cutlass.Constexpr, s, x: WarpTile, k: KeyCursor):
+def previous_keys(spec: cutlass.Constexpr, s, x: WarpTileState, k: KeyCursor):
     """The warp's next keys, those that come before these."""
     block, row = k.block, k.row - x.shares * keys(spec)
     if row < 0:
-        block, row = pipe.advance(s.k_pipe, block), row + spec.tile.n
+        block, row = pipeline.advance_cursor(s.k_pipe, block), row + spec.tile.n
     return KeyCursor(block, row, k.key - x.shares * keys(spec))
 
 
-def release_if_last(spec, ring, x: WarpTile, k: KeyCursor):
+def release_if_last(spec, ring, x: WarpTileState, k: KeyCursor):
     """Frees the stage, if these are this warp's last keys of it."""
-    pipe.release_cursor(ring, k.block, k.row < x.shares * keys(spec))
+    pipeline.consumer_release_cursor(ring, k.block, k.row < x.shares * keys(spec))
 
 
 @cute.jit
-def run(spec: cutlass.Constexpr, a, s, r: Registers, x: WarpTile, cursor: Int32):
+def run(spec: cutlass.Constexpr, a, s, r: DecodeFragments, x: WarpTileState, cursor: Int32):
     """O of this warp's keys of all KV blocks, from `cursor` of the pipes on; the cursor behind. P V of some keys is
     issued behind Q K of the next ones, whose latency it hides. Rarely needed code is kept outside the inner loop, so
     that the loop fits the instruction cache."""
@@ -187,11 +187,11 @@ def run(spec: cutlass.Constexpr, a, s, r: Registers, x: WarpTile, cursor: Int32)
     scores = cute.make_rmem_tensor((keys(spec) // 4, halves(spec)), Float32)
     p = cute.make_rmem_tensor((keys(spec) // 8, halves(spec)), Uint32)
     v = operands.allocate_v(spec)
-    row, end = spec.tile.n - (x.shares - x.share) * keys(spec), x.w.lo * spec.tile.n
-    k = KeyCursor(cursor, row, (x.w.hi - 1) * spec.tile.n + row)
+    row, end = spec.tile.n - (x.shares - x.share) * keys(spec), x.w.n_block_min * spec.tile.n
+    k = KeyCursor(cursor, row, (x.w.n_block_max - 1) * spec.tile.n + row)
     while k.key >= cutlass.max(end, x.w.kv_len):  # no arithmetic past kv_len
         for ring in (s.k_pipe, s.v_pipe):
-            pipe.wait_cursor(ring, k.block)
+            pipeline.consumer_wait_cursor(ring, k.block)
             release_if_last(spec, ring, x, k)
         k = previous_keys(spec, s, x, k)
     before = KeyCursor(k.block, Int32(spec.tile.n), k.key)  # row = n: release_if_last does nothing for this cursor
@@ -201,14 +201,17 @@ def run(spec: cutlass.Constexpr, a, s, r: Registers, x: WarpTile, cursor: Int32)
             wanted = transform_logits(spec, a, r, x, before.key, scores)
         plain = True
         while plain:
-            k_there, v_there = pipe.try_wait(s.k_pipe, k.block), pipe.try_wait(s.v_pipe, before.block)
+            k_there, v_there = (
+                pipeline.consumer_try_wait(s.k_pipe, k.block),
+                pipeline.consumer_try_wait(s.v_pipe, before.block),
+            )
             if scored:
                 probabilities(spec, r, scores, p)
             if k.key >= end:
-                pipe.wait_cursor(s.k_pipe, k.block, k_there)
-                operands.issue_qk(spec, s, r, scores, pipe.cursor_stage(k.block), k.row)
+                pipeline.consumer_wait_cursor(s.k_pipe, k.block, k_there)
+                operands.issue_qk(spec, s, r, scores, pipeline.cursor_stage(k.block), k.row)
                 release_if_last(spec, s.k_pipe, x, k)
-            pipe.wait_cursor(s.v_pipe, before.block, v_there)
+            pipeline.consumer_wait_cursor(s.v_pipe, before.block, v_there)
             if wanted:
                 for b in cutlass.range_constexpr(CachedRow.of(spec, spec.head_dim_vo).chunks):
                     operands.load_v(spec, s, r, x, before, b, v)
@@ -218,42 +221,42 @@ def run(spec: cutlass.Constexpr, a, s, r: Registers, x: WarpTile, cursor: Int32)
             k = previous_keys(spec, s, x, k)
             scored = before.key >= end
             wanted = scored
-            # one comparison: keys before full_lo wrap
-            plain = scored & (Uint32(before.key - x.w.full_lo * spec.tile.n) < Uint32(x.plain))
+            # one comparison: keys before n_block_full_min wrap
+            plain = scored & (Uint32(before.key - x.w.n_block_full_min * spec.tile.n) < Uint32(x.plain))
         more = scored
     return before.block
 
 
 @cute.jit
-def math(spec: cutlass.Constexpr, plan, s):
+def mma_warp(spec: cutlass.Constexpr, plan, s):
     a = plan.args
     r = registers(spec, a)
-    scale_log2 = softmax.device_factor(a.logits.scale_log2, a.logits.scale)
+    softmax_scale_log2 = softmax.device_scale(a.logits.softmax_scale_log2, a.logits.softmax_scale_ptr)
     cursor, t, turn = Int32(0), Int32(0), Int32(0)
     words = cute.make_rmem_tensor((spec.head_dim_qk // 8, halves(spec)), Uint32)
-    w = work.peek(spec, s, t)
+    w = work.consumer_wait(spec, s, t)
     x = warp_tile(spec, a, r, w)
-    if w.valid != 0:
+    if w.is_valid != 0:
         operands.fetch_q(spec, a, r, x, words)
-        operands.set_q(spec, a, r, x, words, scale_log2)
-    while w.valid != 0:
+        operands.set_q(spec, a, r, x, words, softmax_scale_log2)
+    while w.is_valid != 0:
         cursor = run(spec, a, s, r, x, cursor)
-        w = work.peek(spec, s, t + 1)
+        w = work.consumer_wait(spec, s, t + 1)
         next_x = warp_tile(spec, a, r, w)
-        if const_expr(fetches_early(spec)) and w.valid != 0:
+        if const_expr(fetches_early(spec)) and w.is_valid != 0:
             operands.fetch_q(spec, a, r, next_x, words)
         for i in cutlass.range_constexpr(len(passes(spec))):
             reduce.store(spec, s, r, x, turn, passes(spec)[i])
-            if const_expr(i + 1 == len(passes(spec))) and w.valid != 0:
+            if const_expr(i + 1 == len(passes(spec))) and w.is_valid != 0:
                 if const_expr(not fetches_early(spec)):
                     operands.fetch_q(spec, a, r, next_x, words)
-                operands.set_q(spec, a, r, next_x, words, scale_log2)  # while other warps still compute
+                operands.set_q(spec, a, r, next_x, words, softmax_scale_log2)  # while other warps still compute
             reduce.merge(spec, a, s, r, x, turn, passes(spec)[i])
             turn += 1
         if x.w.split.slot >= 0 and row_of_warp(spec, x.number, 0) < x.left:
-            done = work.peek(spec, s, t)  # again, instead of in registers all the time
-            if combine.is_last(a, done.split.first * spec.tile.warps + x.number, done.split.count):
-                combine.merge(spec, a, done, r.rows_per_token, x.left, row_of_warp, x.number)
-        pipe.release(s.work_pipe, t)
+            done = work.consumer_wait(spec, s, t)  # again, instead of in registers all the time
+            if combine.is_last(a, done.split.first * spec.tile.warps + x.number, done.split.num_splits):
+                combine.merge(spec, a, done, r.pack_factor, x.left, row_of_warp, x.number)
+        pipeline.consumer_release(s.work_pipe, t)
         x = next_x
         t += 1

@@ -6,21 +6,21 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Int32
 
-BARRIER = 1  # of the warps that guess
+PROLOGUE_BARRIER = 1  # of the warps that guess
 
 
-def guesses(spec):
+def has_prologue(spec):
     """Whether a CTA finds its first work while the launch before may still run."""
-    return spec.tile.guesses
+    return spec.tile.pdl_prologue
 
 
-def threads(spec):
+def prologue_threads(spec):
     """Of the warp that schedules and those that load K and V."""
-    return 32 * (1 + 2 * spec.tile.loaders)
+    return 32 * (1 + 2 * spec.tile.load_warps)
 
 
 @dataclass(frozen=True)
-class Unsettled:
+class UncachedTensor:
     """An int32 tensor of global memory, read past the L1, where lines stay that the launch before changes."""
 
     tensor: cute.Tensor
@@ -34,10 +34,10 @@ class Unsettled:
         return cute.arch.load(where.llvm_ptr, Int32, cop="cg")
 
 
-def unsettled(spec, a):
-    """The arguments of a launch, whose lengths and offsets are `Unsettled` where its CTAs guess."""
-    if not guesses(spec):
+def uncached_args(spec, a):
+    """The arguments of a launch, whose lengths and offsets are `UncachedTensor` where its CTAs guess."""
+    if not has_prologue(spec):
         return a
-    query = a.query._replace(cu_seqlens_q=Unsettled(a.query.cu_seqlens_q))
-    lens, starts = Unsettled(a.kv.kv_lens), Unsettled(a.kv.kv_starts)
+    query = a.query._replace(cu_seqlens_q=UncachedTensor(a.query.cu_seqlens_q))
+    lens, starts = UncachedTensor(a.kv.kv_lens), UncachedTensor(a.kv.kv_starts)
     return a._replace(query=query, kv=a.kv._replace(kv_lens=lens, kv_starts=starts))

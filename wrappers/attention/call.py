@@ -14,7 +14,7 @@ _strided = torch.strided
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
-class Requests(NamedTuple):
+class SequenceBatch(NamedTuple):
     """Where the tokens of each request are. form: "table", a row of pages for each request; "csr", the pages of all
     requests one after another (`csr_requests`); "ragged", K and V without pages (`ragged_requests`)."""
 
@@ -36,7 +36,7 @@ class Rope(NamedTuple):
     theta: float = 1e4
 
 
-class Problem(NamedTuple):
+class AttentionCall(NamedTuple):
     """An attention call. k and v hold values of 16 bits, e4m3 or e5m2, or packed e2m1 (uint8, last dimension D / 2)
     with k_scales and v_scales. None stands for what is absent."""
 
@@ -45,7 +45,7 @@ class Problem(NamedTuple):
     q: torch.Tensor  # (T, Hq, Dqk)
     k: torch.Tensor  # (pages, Hkv, P, Dqk); ragged: (1, Hkv, rows, Dqk)
     v: torch.Tensor  # (pages, Hkv, P, Dvo), of as many pages or not; ragged: (1, Hkv, rows, Dvo)
-    requests: Requests
+    requests: SequenceBatch
     max_q_len: int  # bound of query lengths; steers the schedule
     scale: float  # factor on the logits, natural units
     scale_tensor: torch.Tensor | None  # fp32, one element, or in the prefill family one a query head: another factor;
@@ -86,12 +86,12 @@ class Problem(NamedTuple):
 
 
 ABSENT = (None,) * 4  # a problem's last fields, where a call has none of them
-# `make_problem(Problem, (...) + ABSENT)` is `Problem(...)`, less 0.4 us: no dict, and a display of at most 30 elements,
-# beyond which Python makes a list of them first
+# `make_problem(AttentionCall, (...) + ABSENT)` is `AttentionCall(...)`, less 0.4 us: no dict, and a display of at most
+# 30 elements, beyond which Python makes a list of them first
 make_problem = tuple.__new__
 
 
-class Form(NamedTuple):
+class TableLayout(NamedTuple):
     """How a signature gives its requests. name: of its page table. shared: that is (B, M), K and V on the same entries,
     else (B, 2, M). column: lengths may be (B, 1)."""
 
@@ -100,7 +100,7 @@ class Form(NamedTuple):
     column: bool = False
 
 
-SHARED, SEPARATE = Form(), Form(shared=False)
+SHARED, SEPARATE = TableLayout(), TableLayout(shared=False)
 _numbers: dict[tuple[Any, ...], int] = {}  # facts -> their number, which has one meaning for ever
 _next = count()
 _nothing: dict[torch.device, tuple[torch.Tensor, ...]] = {}  # a page table and lengths without elements
@@ -109,7 +109,7 @@ _nothing: dict[torch.device, tuple[torch.Tensor, ...]] = {}  # a page table and 
 _last: tuple[Any, ...] = (None,) * 10
 
 
-def requests_of(table: Any, lens: Any, offsets: Any, plain: bool = True, form: Form = SHARED) -> Requests:
+def requests_of(table: Any, lens: Any, offsets: Any, plain: bool = True, form: TableLayout = SHARED) -> SequenceBatch:
     """lens: int32 or uint32. Of any values: what does not fit stays as it is, for `checks`, and gives facts that no
     plan has; but a table of another rank is refused.
 
@@ -134,7 +134,7 @@ def requests_of(table: Any, lens: Any, offsets: Any, plain: bool = True, form: F
     return found
 
 
-def new_requests(table: Any, lens: Any, offsets: Any, form: Form) -> Requests:
+def new_requests(table: Any, lens: Any, offsets: Any, form: TableLayout) -> SequenceBatch:
     """As `requests_of`, of a call that nothing traces; nothing is kept."""
     made = _views(table, lens, offsets, form)
     if made.batch < 0 or any(isinstance(t, FakeTensor) for t in (table, lens, offsets)):
@@ -142,24 +142,28 @@ def new_requests(table: Any, lens: Any, offsets: Any, form: Form) -> Requests:
     return _numbered(made, (made.page_table.shape, made.kv_lens.shape, None if offsets is None else offsets.shape))
 
 
-def csr_requests(qo_indptr: Any, kv_indptr: Any, indices: Any, last_page_len: Any, plain: bool = True) -> Requests:
+def csr_requests(qo_indptr: Any, kv_indptr: Any, indices: Any, last_page_len: Any, plain: bool = True) -> SequenceBatch:
     """Requests whose pages lie one after another in indices (N,): kv_indptr[b]:kv_indptr[b + 1] are those of request
     b, the last of which holds last_page_len[b] rows. All int32; K and V share the pages. plain: as in `requests_of`.
 
     Facts do not depend on N. Of any values, as `requests_of`; but indices of another rank are refused.
     """
     if not _strided_all(kv_indptr, indices, last_page_len, qo_indptr):
-        return Requests(indices, last_page_len, qo_indptr, -1, next(_next) if plain else None, False, kv_indptr, "csr")
+        return SequenceBatch(
+            indices, last_page_len, qo_indptr, -1, next(_next) if plain else None, False, kv_indptr, "csr"
+        )
     if indices.dim() != 1:
         raise ValueError(f"paged_kv_indices: shape {tuple(indices.shape)}, must have 1 dimension")
     table = indices.as_strided((1, 2, indices.shape[0]), (0, 0, indices.stride(0)))
     return listed_requests(table, last_page_len, qo_indptr, kv_indptr, "csr", plain)
 
 
-def ragged_requests(qo_indptr: Any, kv_indptr: Any, plain: bool = True) -> Requests:
+def ragged_requests(qo_indptr: Any, kv_indptr: Any, plain: bool = True) -> SequenceBatch:
     """Requests whose keys are rows kv_indptr[b]:kv_indptr[b + 1], int32 (B + 1,), of K and V without pages."""
     if not _strided_all(kv_indptr, kv_indptr, kv_indptr, qo_indptr):
-        return Requests(kv_indptr, kv_indptr, qo_indptr, -1, next(_next) if plain else None, False, kv_indptr, "ragged")
+        return SequenceBatch(
+            kv_indptr, kv_indptr, qo_indptr, -1, next(_next) if plain else None, False, kv_indptr, "ragged"
+        )
     nothing = _nothing.get(kv_indptr.device)
     if nothing is None or not plain or kv_indptr.__class__ is not _Tensor:
         nothing = tuple(kv_indptr.new_empty(shape, dtype=torch.int32) for shape in ((1, 2, 0), (0,)))
@@ -169,9 +173,11 @@ def ragged_requests(qo_indptr: Any, kv_indptr: Any, plain: bool = True) -> Reque
     return listed_requests(table, lens, qo_indptr, kv_indptr, "ragged", plain)
 
 
-def listed_requests(table: Any, lens: Any, offsets: Any, starts: Any, form: str, plain: bool = True) -> Requests:
+def listed_requests(table: Any, lens: Any, offsets: Any, starts: Any, form: str, plain: bool = True) -> SequenceBatch:
     """Requests of a form without rows of a table, of strided tensors."""
-    made = Requests(table, lens, offsets, starts.shape[0] - 1 if starts.dim() == 1 else -1, None, False, starts, form)
+    made = SequenceBatch(
+        table, lens, offsets, starts.shape[0] - 1 if starts.dim() == 1 else -1, None, False, starts, form
+    )
     if not plain:
         return made
     if any(isinstance(t, FakeTensor) for t in (table, lens, offsets, starts)):
@@ -185,17 +191,17 @@ def _strided_all(starts: Any, table: Any, lens: Any, offsets: Any) -> bool:
     return all(isinstance(t, _Tensor) and t.layout is _strided for t in given)
 
 
-def _numbered(made: Requests, facts: tuple[Any, ...]) -> Requests:
+def _numbered(made: SequenceBatch, facts: tuple[Any, ...]) -> SequenceBatch:
     if len(_numbers) >= 4096:  # shapes may vary for ever
         _numbers.clear()
     return made._replace(facts=_numbers.setdefault(facts, next(_next)))
 
 
-def _views(table: Any, lens: Any, offsets: Any, form: Form) -> Requests:
+def _views(table: Any, lens: Any, offsets: Any, form: TableLayout) -> SequenceBatch:
     """Without facts; of a batch of -1 where a value is no strided tensor."""
     given = isinstance(table, _Tensor) and isinstance(lens, _Tensor) and isinstance(offsets, (_Tensor, type(None)))
     if not given or not lens.dim() or lens.layout is not _strided or table.layout is not _strided:
-        return Requests(table, lens, offsets, -1, None)
+        return SequenceBatch(table, lens, offsets, -1, None)
     if table.dim() != (2 if form.shared else 3):
         raise ValueError(f"{form.name}: shape {tuple(table.shape)}, must have {2 if form.shared else 3} dimensions")
     if form.column and lens.dim() == 2 and lens.shape[1] == 1:
@@ -206,7 +212,7 @@ def _views(table: Any, lens: Any, offsets: Any, form: Form) -> Requests:
     if form.shared:
         (batch, width), (row, entry) = table.shape, table.stride()
         table = table.as_strided((batch, 2, width), (row, 0, entry))
-    return Requests(table, lens, offsets, lens.shape[0], None, unsigned)
+    return SequenceBatch(table, lens, offsets, lens.shape[0], None, unsigned)
 
 
 def pair(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,9 +6,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from ...device import layout, pipe, umma
+from ...device import layout, pipeline, umma
 from ..kv import source
-from ..prepare import dequantises, operand
+from ..prepare import dequantises, mma_dtype
 from ..schedule import work
 from .roles import ROWS, halves
 
@@ -17,7 +17,7 @@ S, O = 0, 256  # noqa: E741  columns of S, of O
 
 def fp8(spec):
     """Whether the MMAs multiply numbers of 8 bits."""
-    return operand(spec) == "e4m3"
+    return mma_dtype(spec) == "e4m3"
 
 
 def bytes_of(spec):
@@ -53,29 +53,29 @@ def steps(spec, dim, rows):
     return [at // width * (rows * width) + at % width for at in range(0, dim * bytes_of(spec), each)]
 
 
-class Columns(NamedTuple):
+class TmemColumns(NamedTuple):
     """Addresses in tensor memory."""
 
     s: Int32
     o: Int32
 
 
-def columns(base, slot, half) -> Columns:
-    return Columns(base + (S + slot * ROWS), base + (O + half * ROWS))
+def columns(base, slot, half) -> TmemColumns:
+    return TmemColumns(base + (S + slot * ROWS), base + (O + half * ROWS))
 
 
 def rows_of(spec, s, q):
     """Descriptors of each MMA's part of Q, item q of its pipe, of its halves. In 64 bits: they stay in registers."""
     t, size = spec.tile, spec.head_dim_qk * bytes_of(spec)
     width = layout.width(size)
-    first = umma.at(umma.k_major(width), s.q.iterator.toint() + pipe.stage(s.q_pipe, q) * (t.m * size))
+    first = umma.at(umma.k_major(width), s.q.iterator.toint() + pipeline.stage(s.q_pipe, q) * (t.m * size))
     parts = steps(spec, spec.head_dim_qk, t.m)
     return [[umma.beyond(first, half * ROWS * width + at) for at in parts] for half in range(halves(spec))]
 
 
 def first_word(spec, stages, i, ring, base, dim):
     """Low word of the descriptor of item i of K or V."""
-    return umma.low(base, stages.iterator.toint()) + pipe.stage(ring, i) * (spec.tile.n * dim * bytes_of(spec) >> 4)
+    return umma.low(base, stages.iterator.toint()) + pipeline.stage(ring, i) * (spec.tile.n * dim * bytes_of(spec) >> 4)
 
 
 @cute.jit
@@ -84,54 +84,54 @@ def qk(spec: cutlass.Constexpr, s, base: Int32, slot, rows, i: Uint32):
     t, dim = spec.tile, spec.head_dim_qk
     width = const_expr(layout.width(dim * bytes_of(spec)))
     keys, each = first_word(spec, s.k, i, s.k_pipe, umma.k_major(width), dim), const_expr(steps(spec, dim, t.n))
-    made = const_expr(umma.instruction(kind(spec), operand(spec), ROWS, t.n))
+    made = const_expr(umma.instruction(kind(spec), mma_dtype(spec), ROWS, t.n))
     for n in cutlass.range_constexpr(len(each)):
-        part = umma.Moving(keys + (each[n] >> 4), umma.k_major(width))
+        part = umma.DescriptorLow(keys + (each[n] >> 4), umma.k_major(width))
         umma.multiply(kind(spec), base + (S + slot * ROWS), rows[n], part, made, n > 0)
     umma.commit(s.scores + slot)
 
 
 @cute.jit
-def pv(spec: cutlass.Constexpr, s, at: Columns, i: Uint32, some: cutlass.Constexpr, first: Int32):
+def pv(spec: cutlass.Constexpr, s, at: TmemColumns, i: Uint32, some: cutlass.Constexpr, first: Int32):
     """One thread: O += P V of block i of the pipe, of some pieces of P. first: 1 where O begins."""
     t, dim = spec.tile, spec.head_dim_vo
     width, keys = const_expr(layout.width(dim * bytes_of(spec))), umma.STEP // bytes_of(spec)
     values = first_word(spec, s.v, i, s.v_pipe, umma.mn_major(width, t.n), dim)
-    made = const_expr(umma.instruction(kind(spec), operand(spec), ROWS, dim, "mn"))
+    made = const_expr(umma.instruction(kind(spec), mma_dtype(spec), ROWS, dim, "mn"))
     for piece in some:
         for n in range(piece * t.n // pieces(spec) // keys, (piece + 1) * t.n // pieces(spec) // keys):
             left = at.s + (first_p(spec) + n * umma.STEP // 4)
-            part = umma.Moving(values + (n * keys * width >> 4), umma.mn_major(width, t.n))
+            part = umma.DescriptorLow(values + (n * keys * width >> 4), umma.mn_major(width, t.n))
             umma.multiply(kind(spec), at.o, left, part, made, Int32(1) if n > 0 else 1 - first)
 
 
 @cute.jit
-def wait_landed(spec: cutlass.Constexpr, ring: pipe.Pipe, i: Uint32):
+def wait_operand(spec: cutlass.Constexpr, ring: pipeline.Pipeline, i: Uint32):
     """Until MMAs may read item i of K or V."""
-    pipe.wait_full(ring, i)
-    landed(spec)
+    pipeline.consumer_wait(ring, i)
+    fence_before_mma(spec)
 
 
 @cute.jit
-def landed(spec: cutlass.Constexpr):
+def fence_before_mma(spec: cutlass.Constexpr):
     """Between waits for items of K or V and the MMAs that read them."""
     if const_expr(not dequantises(spec)):
-        source(spec).landed()
+        source(spec).fence_before_mma()
 
 
 @cute.jit
-def zero_tail(spec: cutlass.Constexpr, s, w: work.Work, i: Uint32):
+def zero_tail(spec: cutlass.Constexpr, s, w: work.WorkTileInfo, i: Uint32):
     """Zeros into the rows of V, item i of its pipe, that lie past the request's last key and may hold anything. Nothing
     waits for it: S of the tile has just begun."""
-    valid = w.kv_len - (w.hi - 1) * spec.tile.n
-    if valid < spec.tile.n and source(spec).cut(spec, valid):
-        stage = s.v[None, None, pipe.stage(s.v_pipe, i)]
+    valid = w.kv_len - (w.n_block_max - 1) * spec.tile.n
+    if valid < spec.tile.n and source(spec).has_partial_tail(spec, valid):
+        stage = s.v[None, None, pipeline.stage(s.v_pipe, i)]
         source(spec).zero_tail(spec, stage, valid, cute.arch.lane_idx(), 32)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
 
 
-class At(NamedTuple):
+class MmaState(NamedTuple):
     """Before the block at hand: items of the pipes of K and V, unsigned, whose stage then takes fewer instructions;
     rounds; tiles with keys."""
 

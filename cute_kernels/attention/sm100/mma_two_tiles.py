@@ -4,44 +4,44 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from ...device import pipe, tmem, umma
+from ...device import pipeline, tmem, umma
 from ..kv import source
 from ..prepare import dequantises
 from ..schedule import work
 from . import skip
-from .issue import At, columns, early, landed, pieces, pv, qk, rows_of, wait_landed, zero_tail
+from .mma_utils import MmaState, columns, early, fence_before_mma, pieces, pv, qk, rows_of, wait_operand, zero_tail
 from .roles import SLOTS, always, turns
 
 
 @cute.jit
-def begin_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, at: At, rows):
+def begin_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: MmaState, rows):
     """Q K^T of a tile's first block, of both halves. rows: of `rows_of`."""
-    wait_landed(spec, s.k_pipe, at.item)
+    wait_operand(spec, s.k_pipe, at.item)
     with cute.arch.elect_one():
         for half in cutlass.range_constexpr(SLOTS):
             qk(spec, s, base, half, rows[half], at.item)
-        umma.commit(pipe.empty(s.k_pipe, at.item))
-        if w.hi - w.lo == 1:
-            umma.commit(pipe.empty(s.q_pipe, at.tile))
+        umma.commit(pipeline.empty_barrier(s.k_pipe, at.item))
+        if w.n_block_max - w.n_block_min == 1:
+            umma.commit(pipeline.empty_barrier(s.q_pipe, at.tile))
 
 
 @cute.jit
-def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, left: Int32, at: At, rows):
+def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, left: Int32, at: MmaState, rows):
     """P V of the block at hand, and Q K^T of the next one of the tile, of both halves. left: blocks of the tile from
     here on. rows: of `rows_of`."""
-    i, first = at.item, Int32(1) if left == w.hi - w.lo else Int32(0)
-    pipe.wait_full(s.v_pipe, i)
+    i, first = at.item, Int32(1) if left == w.n_block_max - w.n_block_min else Int32(0)
+    pipeline.consumer_wait(s.v_pipe, i)
     if left > 1:
-        pipe.wait_full(s.k_pipe, i + 1)
-    landed(spec)
-    if const_expr(source(spec).CUTS and not dequantises(spec)):
+        pipeline.consumer_wait(s.k_pipe, i + 1)
+    fence_before_mma(spec)
+    if const_expr(source(spec).PARTIAL_TAIL and not dequantises(spec)):
         if first != 0:
             zero_tail(spec, s, w, i)
     for half in cutlass.range_constexpr(SLOTS):
         where = columns(base, half, half)
         if first != 0:
-            pipe.wait_signal(s.stored + half, at.tile - 1)
-        pipe.wait_signal(s.early + half, at.round)
+            pipeline.mbarrier_wait(s.stored + half, at.tile - 1)
+        pipeline.mbarrier_wait(s.early + half, at.round)
         tmem.after_wait()
         kept = Int32(1)
         if const_expr(spec.logits.skip):
@@ -50,7 +50,7 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, left: 
         with cute.arch.elect_one():
             if kept != 0:
                 pv(spec, s, where, i, range(early(spec)), first)
-        pipe.wait_signal(s.late + half, at.round)
+        pipeline.mbarrier_wait(s.late + half, at.round)
         tmem.after_wait()
         with cute.arch.elect_one():
             if kept != 0:
@@ -60,21 +60,21 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, left: 
             else:
                 umma.commit(s.done + half)
     with cute.arch.elect_one():
-        umma.commit(pipe.empty(s.v_pipe, i))
+        umma.commit(pipeline.empty_barrier(s.v_pipe, i))
         if left > 1:
-            umma.commit(pipe.empty(s.k_pipe, i + 1))
+            umma.commit(pipeline.empty_barrier(s.k_pipe, i + 1))
         if left == 2:
-            umma.commit(pipe.empty(s.q_pipe, at.tile))
+            umma.commit(pipeline.empty_barrier(s.q_pipe, at.tile))
 
 
 @cute.jit
-def multiply_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.Work, at: At):
+def multiply_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: MmaState):
     """The MMAs of a tile. Returns the items of the pipes then."""
     rows = rows_of(spec, s, at.tile)
     begin_tile(spec, s, base, w, at, rows)
-    i, turn, left = at.item, at.round & 1, w.hi - w.lo
+    i, turn, left = at.item, at.round & 1, w.n_block_max - w.n_block_min
     while left > 0:
-        here = At(i, i if const_expr(always(turns(spec, w), 1)) else turn, at.tile)
+        here = MmaState(i, i if const_expr(always(turns(spec, w), 1)) else turn, at.tile)
         multiply_block(spec, s, base, w, left, here, rows)
         i += 1
         turn ^= 1

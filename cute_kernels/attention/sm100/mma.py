@@ -1,0 +1,44 @@
+"""The warp that issues all MMAs: those of tiles of two halves are in `mma_two_tiles`, of one half in `mma_pingpong`,
+and where there is one group in `mma_one_group`."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32, const_expr
+
+from ...device import pipeline
+from ..prepare import dequantises
+from ..schedule import work
+from . import mma_one_group, mma_pingpong, mma_two_tiles
+from .mma_utils import MmaState
+from .roles import SLOTS, always, groups, rounds, turns
+
+
+@cute.jit
+def multiply_tiles(spec: cutlass.Constexpr, plan, s):
+    """One warp: the MMAs of all tiles, where there are two groups."""
+    base, t, at = s.tensor[0], Int32(0), MmaState(Uint32(0), Uint32(0), Int32(0))
+    w = work.consume(spec, s, t)
+    while w.is_valid != 0:
+        if w.n_block_max > w.n_block_min:
+            n = turns(spec, w)
+            pipeline.consumer_wait(s.ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, at.tile)
+            i = at.item
+            if const_expr(always(n, 1)):
+                i = mma_two_tiles.multiply_tile(spec, s, base, w, at)
+            elif const_expr(always(n, SLOTS)):
+                i = mma_pingpong.multiply_tile(spec, s, base, w, at)
+            elif n == 1:
+                i = mma_two_tiles.multiply_tile(spec, s, base, w, at)
+            else:
+                i = mma_pingpong.multiply_tile(spec, s, base, w, at)
+            at = MmaState(i, at.round + Uint32(rounds(spec, w)), at.tile + 1)
+        t += 1
+        w = work.consume(spec, s, t)
+
+
+@cute.jit
+def multiply(spec: cutlass.Constexpr, plan, s):
+    if const_expr(groups(spec) == SLOTS):
+        multiply_tiles(spec, plan, s)
+    else:
+        mma_one_group.multiply(spec, plan, s)
