@@ -375,16 +375,16 @@ UNSERVED = (  # no kernel
 HOSTS = ("cpu", "new", "known")
 
 
-def machine_of(host: str, name: str) -> machine.Machine:
+def machine_of(host: str, name: str) -> machine.HostMachine:
     """The CPU, a new machine with kernels, or one that has the plan of the good call."""
-    here = machine.Machine() if host == "cpu" else Kernels()
+    here = machine.HostMachine() if host == "cpu" else Kernels()
     if host == "known":
         with machine.override(here):
             GOOD[name][0](**poisoned(name))
     return here
 
 
-def outcome(here: machine.Machine, name: str, argument: str, bad: str, value: Any) -> str | None:
+def outcome(here: machine.HostMachine, name: str, argument: str, bad: str, value: Any) -> str | None:
     """What is wrong with a refusal, or "accepted"; None: nothing."""
     arguments = poisoned(name) | {argument: value}
     before = contents(arguments)

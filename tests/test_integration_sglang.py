@@ -349,7 +349,7 @@ def test_queries_of_blackwell(server, monkeypatch):
     """e4m3 over an e4m3 pool, which MMAs there take as it is; and what no kernel does is refused."""
     from wrappers import machine
 
-    class Fake(machine.Machine):
+    class Fake(machine.HostMachine):
         def __init__(self, arch):
             super().__init__()
             self.arch = arch

@@ -81,7 +81,7 @@ SIGNATURES[FUNC] = _LOGITS | {"kv": "k, v", "page_table": "k", "kv_lens": "k", "
 HEAD_SCALES |= {name for name in SIGNATURES if name.startswith((FUNC, VARLEN, CACHED))}
 
 
-class Options(NamedTuple):
+class FlashAttnOptions(NamedTuple):
     """What all functions do with queries, keys, logits and output, as the caller gives it. sinks: by their names."""
 
     softmax_scale: Any
@@ -168,7 +168,7 @@ def flash_attn_varlen_func(
         requests = requests_of(table, seqused_k, cu_seqlens_q, plain, FORMS[name])
     descales = q_descale, k_descale, v_descale
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
-    options = Options(softmax_scale, causal, window_size, softcap, given, descales, num_splits, out)
+    options = FlashAttnOptions(softmax_scale, causal, window_size, softcap, given, descales, num_splits, out)
     most = _most(max_seqlen_q, q.shape[0])
     found = serve(_problem(_signature(VARLEN, name, lens), q, keys, requests, most, options, return_lse))
     return (found[0], _natural(found[1])) if return_lse else found
@@ -233,7 +233,7 @@ def flash_attn_with_kvcache(
     flat, flat_out = (q, out) if packed else (q.flatten(0, 1), _flat(out, q, keys[1]))
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
     descales = q_descale, k_descale, v_descale
-    options = Options(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
+    options = FlashAttnOptions(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
     most = _most(max_seqlen_q, q.shape[0]) if packed else q.shape[1]
     requests = requests_of(table, lens, cu_seqlens_q, not traced(q), FORMS[name])
     p = _problem(signature, flat, keys, requests, most, options, return_lse)
@@ -266,13 +266,13 @@ def flash_attn_func(
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
     descales = q_descale, k_descale, v_descale
     flat_out = _flat(out, q, keys[1])
-    options = Options(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
+    options = FlashAttnOptions(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
     requests = requests_of(table, lens, None, not traced(q), FORMS["k"])
     p = _problem(FUNC, q.flatten(0, 1), keys, requests, length, options, return_lse)
     return _shaped(serve(p), q, out, False, return_lse)
 
 
-def append(p: AttentionCall, new: "New") -> None:
+def append(p: AttentionCall, new: "NewKeyValues") -> None:
     """Write new keys and values to the pages of a problem whose lengths count them; before that, raise on what the
     problem's call would."""
     if torch.is_grad_enabled():
@@ -293,7 +293,7 @@ def append(p: AttentionCall, new: "New") -> None:
     append_paged_kv_cache(new.k, new.v, *where, (p.k, p.v), table.reshape(-1), ends, lens, "HND")
 
 
-class New(NamedTuple):
+class NewKeyValues(NamedTuple):
     """Keys and values to append, (N, Hkv, D), rows starts[b]:starts[b + 1] of request b. counts: of each, or of all."""
 
     k: torch.Tensor
@@ -304,7 +304,7 @@ class New(NamedTuple):
 
 def _problem(
     signature: str, q: torch.Tensor, keys: tuple[torch.Tensor, torch.Tensor], requests: SequenceBatch, most: Any,
-    o: Options, return_lse: bool,
+    o: FlashAttnOptions, return_lse: bool,
 ) -> AttentionCall:  # fmt: skip
     """most: a bound of query lengths; where requests have no offsets, the length of each."""
     (_, heads, dim), (k, v) = q.shape, keys
@@ -446,7 +446,7 @@ def _lengths(given: Any, batch: int, room: int, device: torch.device, required: 
     return torch.full((batch,), count, dtype=torch.int32, device=device)
 
 
-def _new_rows(k: Any, v: Any, starts: Any, batch: int, keys: tuple[torch.Tensor, torch.Tensor]) -> New:
+def _new_rows(k: Any, v: Any, starts: Any, batch: int, keys: tuple[torch.Tensor, torch.Tensor]) -> NewKeyValues:
     lead: tuple[int, ...] = ()
     for name, t, cache in (("k", k, keys[0]), ("v", v, keys[1])):
         check_strided(name, t, 4 if starts is None else 3)
@@ -458,10 +458,10 @@ def _new_rows(k: Any, v: Any, starts: Any, batch: int, keys: tuple[torch.Tensor,
             raise ValueError(f"{name}: device {t.device}, must be that of {name}_cache, {cache.device}")
     if starts is None:
         starts = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * lead[1]
-        return New(k.flatten(0, 1), v.flatten(0, 1), starts, lead[1])
+        return NewKeyValues(k.flatten(0, 1), v.flatten(0, 1), starts, lead[1])
     check_operand("cu_seqlens_k_new", starts, 1, (torch.int32,), k.device, "that of k")
     check_shape("cu_seqlens_k_new", starts, (batch + 1,), "requests + 1")
-    return New(k, v, starts, starts.diff())
+    return NewKeyValues(k, v, starts, starts.diff())
 
 
 def _flat(out: Any, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream
 _get_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # a third of its time
 
 
-class Machine:
+class HostMachine:
     """What is kept: `plans` by the static facts of a call, of all public functions; `offsets` of queries of equal
     length, by device, batch and length; `tickets` and `parts`, counters and scratch memory, see `scratch`."""
 
@@ -63,11 +63,11 @@ class Machine:
         self.plans[key] = plan
 
 
-current = Machine()
+current = HostMachine()
 
 
 @contextmanager
-def override(machine: Machine) -> Iterator[Machine]:
+def override(machine: HostMachine) -> Iterator[HostMachine]:
     """Calls inside run on `machine`."""
     global current
     before, current = current, machine

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 
-class Span(NamedTuple):
+class MemorySpan(NamedTuple):
     """Bytes of a tensor: `run` of them at every place of a grid. dims: (count, step) of it, the largest step first.
     extent: from the first byte to the last, and one."""
 
@@ -20,8 +20,8 @@ class Span(NamedTuple):
     extent: int
 
     @staticmethod
-    def of(dims: tuple[tuple[int, int], ...], run: int) -> "Span":
-        return Span(dims, run, sum((count - 1) * step for count, step in dims) + run)
+    def of(dims: tuple[tuple[int, int], ...], run: int) -> "MemorySpan":
+        return MemorySpan(dims, run, sum((count - 1) * step for count, step in dims) + run)
 
 
 def reach(t: torch.Tensor) -> int:
@@ -48,7 +48,7 @@ def folded(t: torch.Tensor) -> bool:
 
 
 @lru_cache(4096)
-def _span(shape: torch.Size, strides: tuple[int, ...], size: int) -> Span:
+def _span(shape: torch.Size, strides: tuple[int, ...], size: int) -> MemorySpan:
     run = size
     dims: list[tuple[int, int]] = []
     for stride, count in sorted(zip(strides, shape, strict=True)):
@@ -58,16 +58,16 @@ def _span(shape: torch.Size, strides: tuple[int, ...], size: int) -> Span:
             run *= count
         else:
             dims.append((count, stride * size))
-    return Span.of(tuple(reversed(dims)), run)
+    return MemorySpan.of(tuple(reversed(dims)), run)
 
 
-def _meet(apart: int, a: Span, b: Span) -> bool:
+def _meet(apart: int, a: MemorySpan, b: MemorySpan) -> bool:
     """Whether they do, where b begins `apart` bytes after a."""
     if apart >= a.extent or -apart >= b.extent:
         return False
     if not a.dims and not b.dims:
         return True
-    inner_a, inner_b = Span.of(a.dims[1:], a.run), Span.of(b.dims[1:], b.run)
+    inner_a, inner_b = MemorySpan.of(a.dims[1:], a.run), MemorySpan.of(b.dims[1:], b.run)
     step_a, step_b = (s.dims[0][1] if s.dims else 0 for s in (a, b))
     if step_a == step_b and max(inner_a.extent, inner_b.extent) <= step_a:  # rows of one matrix
         first = max(1 - a.dims[0][0], (-inner_b.extent - apart) // step_a + 1)

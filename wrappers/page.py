@@ -35,7 +35,7 @@ STORED = (torch.float16, torch.bfloat16, E4M3, torch.float8_e5m2, torch.uint8)  
 CACHE, FACTORS = "paged_kv_cache", "kv_cache_sf"
 
 
-class Rows(NamedTuple):
+class AppendedRows(NamedTuple):
     """Which keys the appended rows are, as the caller gives it."""
 
     batch_indices: torch.Tensor
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
     kv_last_page_len: torch.Tensor
 
 
-class Slots(NamedTuple):
+class CacheSlots(NamedTuple):
     """Where rows go: row source[i] to entry[i] of page[i]. Rows that go nowhere stand in by one that does, which is
     written more than once. any: bool (), whether one does; where none does, old bytes are to be written."""
 
@@ -181,7 +181,7 @@ def _apart(outputs: dict[str, torch.Tensor], inputs: dict[str, Any]) -> None:
         check_apart(outputs, inputs)
 
 
-def _slots(rows: Rows, nnz: int, pages: int, size: int, device: torch.device) -> Slots | None:
+def _slots(rows: AppendedRows, nnz: int, pages: int, size: int, device: torch.device) -> CacheSlots | None:
     """Where nnz rows go in caches of so many pages of `size` keys; None where no row can."""
     for name, t in rows._asdict().items():
         check_operand(name, t, 1, OFFSETS, device, "that of append_key")
@@ -202,10 +202,10 @@ def _slots(rows: Rows, nnz: int, pages: int, size: int, device: torch.device) ->
     fits &= (page >= 0) & (page < pages)
     first = fits.to(torch.uint8).argmax()
     source = torch.where(fits, torch.arange(nnz, device=device), first)
-    return Slots(source, page.clamp(0, pages - 1)[source], position.remainder(size)[source], fits.any())
+    return CacheSlots(source, page.clamp(0, pages - 1)[source], position.remainder(size)[source], fits.any())
 
 
-def _write(cache: torch.Tensor, rows: torch.Tensor, slots: Slots) -> None:
+def _write(cache: torch.Tensor, rows: torch.Tensor, slots: CacheSlots) -> None:
     """rows (nnz, Hkv, D) into cache (pages, P, Hkv, D), of the same dtype."""
     if cache.element_size() == 1:  # torch indexes no fp8 on CPU
         cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
@@ -251,7 +251,7 @@ def append_paged_kv_cache(
     for name, t in (("append_key", append_key), ("append_value", append_value)):
         if t.dtype != k.dtype:
             raise TypeError(f"{name}: dtype {t.dtype}, must be that of {CACHE}, {k.dtype}: convert it before")
-    rows = Rows(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    rows = AppendedRows(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
     slots = _slots(rows, append_key.shape[0], min(k.shape[0], v.shape[0]), k.shape[1], append_key.device)
     given: dict[str, Any] = {"append_key": append_key, "append_value": append_value}
     refuse_grad(given | caches)
@@ -308,7 +308,7 @@ def nvfp4_quantize_append_paged_kv_cache(
         check_shape(sf_name, sf, shape, f"pages, P, Hkv of {name}, one for {BLOCK} values")
     scales = _inverse("k_scale", k_scale, device), _inverse("v_scale", v_scale, device)
     k, v = caches.values()
-    rows = Rows(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    rows = AppendedRows(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
     slots = _slots(rows, append_key.shape[0], min(k.shape[0], v.shape[0]), k.shape[1], device)
     given: dict[str, Any] = {"append_key": append_key, "append_value": append_value}
     refuse_grad(given)

@@ -1,7 +1,7 @@
 """Counters and scratch memory that launches on a device share: kept, because allocating takes as long as launching.
 
 Launches of one stream never overlap, so what is kept belongs to a stream. A captured launch has its own, since its
-graph may be replayed beside anything. What is kept is in the form of `Machine.argument`.
+graph may be replayed beside anything. What is kept is in the form of `HostMachine.argument`.
 """
 
 import threading

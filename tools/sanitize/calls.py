@@ -189,7 +189,7 @@ def choose(case: TopKCase, device: str) -> float:
     return 0.0
 
 
-class Counting(machine.Machine):
+class Counting(machine.HostMachine):
     """Counts launches."""
 
     def __init__(self) -> None:

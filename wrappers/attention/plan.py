@@ -103,7 +103,7 @@ class LaunchPlan:
     counters: int  # of a part of a tile
     part_keys: int  # of a part of a request, where parts do not depend on the batch; else 0
     checked: bool  # values are read and checked before a launch
-    offsets: Any = None  # (B + 1,) int32, of requests of equal length, in the form of `Machine.argument`
+    offsets: Any = None  # (B + 1,) int32, of requests of equal length, in the form of `HostMachine.argument`
 
     def modify(self, flat: list[Any], p: AttentionCall) -> None:
         """Set what most calls lack."""

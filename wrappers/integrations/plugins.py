@@ -22,10 +22,10 @@ def _named(what: str, variable: str) -> bool:
 
 
 def vllm() -> None:
-    """`vllm.general_plugins`: `--attention-backend CUSTOM` is `wrappers.integrations.vllm.Backend`."""
+    """`vllm.general_plugins`: `--attention-backend CUSTOM` is `wrappers.integrations.vllm.VllmBackend`."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CUSTOM, "wrappers.integrations.vllm.Backend")
+    register_backend(AttentionBackendEnum.CUSTOM, "wrappers.integrations.vllm.VllmBackend")
 
 
 def vllm_topk() -> None:
@@ -47,9 +47,9 @@ def sglang() -> None:
 
 
 def _sglang_backend(runner: Any) -> Any:
-    from .sglang import Backend
+    from .sglang import SglangBackend
 
-    return Backend(runner)
+    return SglangBackend(runner)
 
 
 def sglang_trtllm_mha() -> None:

@@ -2,13 +2,13 @@
 
     vllm serve MODEL --attention-backend CUSTOM
 
-The plugin `cute_kernels` (`plugins.vllm`) gives vLLM the name of `Backend`. Caches in 16 bits, e4m3, e5m2 and NVFP4
-are read in place, in vLLM's layouts whose blocks are dense; windows, soft caps, sinks. Nothing is planned, and no value
-of the device is read: metadata are the engine's own tensors, and a CUDA graph of any batch holds for others
-(`AttentionCGSupport.ALWAYS`). What no kernel does is a reason in `Backend.validate_configuration`, so that vLLM refuses
-it at start.
+The plugin `cute_kernels` (`plugins.vllm`) tells vLLM the name of `VllmBackend`. The backend reads caches of 16 bits,
+e4m3, e5m2 and NVFP4 in place, in vLLM's layouts with dense blocks, and supports sliding windows, soft caps and sinks.
+It plans nothing and reads no value from the device: the metadata are the engine's own tensors, and a CUDA graph that
+was captured for one batch holds for every other (`AttentionCGSupport.ALWAYS`). If no kernel supports a configuration,
+`VllmBackend.validate_configuration` gives the reason, and vLLM refuses the backend at start.
 
-Of vLLM 0.33. Tested on the CPU reference against its own files; not run inside a server.
+Written for vLLM 0.33. Tested on the CPU reference against vLLM's own files; not run inside a server.
 """
 
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ SIXTEEN_BITS = {"float16": torch.float16, "bfloat16": torch.bfloat16}  # "auto":
 
 
 @dataclass
-class Metadata(AttentionMetadata):
+class VllmMetadata(AttentionMetadata):
     """A batch of R requests, as `CommonAttentionMetadata` has it: tensors of the device, and bounds."""
 
     max_query_len: int
@@ -48,7 +48,7 @@ class Metadata(AttentionMetadata):
     slot_mapping: torch.Tensor  # int64 (tokens,), negative: not stored
 
 
-class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
+class VllmMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
     """Hands tensors on. Batches may mix prompts and decodes in any order."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
@@ -60,23 +60,25 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Metadata:
+    ) -> VllmMetadata:
         common = common_attn_metadata
         if common.causal is not True:
             raise NotImplementedError(f"causal: {common.causal}, must be True")
-        return Metadata(
+        return VllmMetadata(
             common.max_query_len, common.max_seq_len, common.query_start_loc, common.seq_lens,
             common.block_table_tensor, common.slot_mapping,
         )  # fmt: skip
 
-    def update_block_table(self, metadata: Metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Metadata:
+    def update_block_table(
+        self, metadata: VllmMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> VllmMetadata:
         return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
 
-    def update_draft_decode_metadata(self, metadata: Metadata) -> None:
+    def update_draft_decode_metadata(self, metadata: VllmMetadata) -> None:
         """Nothing: metadata are the tensors that the next step writes."""
 
 
-class Backend(AttentionBackend):
+class VllmBackend(AttentionBackend):
     """What the kernels take, in vLLM's words."""
 
     forward_includes_kv_cache_update = False
@@ -88,12 +90,12 @@ class Backend(AttentionBackend):
         return "CUSTOM"
 
     @staticmethod
-    def get_impl_cls() -> type["Impl"]:
-        return Impl
+    def get_impl_cls() -> type["VllmImpl"]:
+        return VllmImpl
 
     @staticmethod
-    def get_builder_cls() -> type[MetadataBuilder]:
-        return MetadataBuilder
+    def get_builder_cls() -> type[VllmMetadataBuilder]:
+        return VllmMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
@@ -124,7 +126,7 @@ class Backend(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """A block of NVFP4 has a slot a head for K and one for V, of head_size / 2 bytes of codes and head_size / 16 of
-        scale factors; `Impl.caches` says how the bytes of a block are used."""
+        scale factors; `VllmImpl.caches` says how the bytes of a block are used."""
         if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_nvfp4:
             return spec
         slot = spec.head_size // 2 + spec.head_size // 16
@@ -142,7 +144,7 @@ class Backend(AttentionBackend):
         return refusal(arch, head_size, dtype, (QUANTISED | SIXTEEN_BITS).get(kv_cache_dtype, dtype))
 
 
-class Impl(AttentionImpl[Metadata]):
+class VllmImpl(AttentionImpl[VllmMetadata]):
     """Attention of one layer. NotImplementedError: ALiBi, attention of encoders, other caches."""
 
     def __init__(
@@ -155,8 +157,8 @@ class Impl(AttentionImpl[Metadata]):
             raise NotImplementedError("alibi_slopes: given, must be None")
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"attn_type: {attn_type}, must be {AttentionType.DECODER}")
-        if kv_cache_dtype not in Backend.supported_kv_cache_dtypes:
-            allowed = ", ".join(Backend.supported_kv_cache_dtypes)
+        if kv_cache_dtype not in VllmBackend.supported_kv_cache_dtypes:
+            allowed = ", ".join(VllmBackend.supported_kv_cache_dtypes)
             raise NotImplementedError(f"kv_cache_dtype: {kv_cache_dtype!r}, must be one of {allowed}")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -221,7 +223,7 @@ class Impl(AttentionImpl[Metadata]):
 
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None,
-        kv_cache: torch.Tensor, attn_metadata: Metadata | None, output: torch.Tensor,
+        kv_cache: torch.Tensor, attn_metadata: VllmMetadata | None, output: torch.Tensor,
         output_scale: torch.Tensor | None = None, output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """query and output (tokens, heads, head_size); returns output, written. Rows of padding are undefined."""

@@ -10,12 +10,12 @@ from ..checks import check_flag, check_integer, check_operand, check_strided
 from ..plain import traced
 from ..scalars import integer
 from . import values
-from .values import Mask, Modifiers, Offsets, Shape, Types
+from .values import CustomMask, LogitsModifiers, MaskOffsets, PlanDtypes, PlanShape
 
 _Tensor, _int32 = torch.Tensor, torch.int32
 
 
-class Planned(NamedTuple):
+class BatchPlan(NamedTuple):
     """What plan found of a batch. rows, the query tokens, and keys, the rows that K without pages must have, are None
     where only the device knows them."""
 
@@ -27,7 +27,7 @@ class Planned(NamedTuple):
     mask_starts: torch.Tensor | None = None
 
 
-class Batch:
+class BatchWrapper:
     """A plan of a batch. Subclasses say which tensors index it (`_NAMES`, the first `_OFFSETS` of B + 1 offsets each,
     the last of those of keys), and how many keys a request has.
 
@@ -41,9 +41,9 @@ class Batch:
     _SCALES: int  # where run's scale_q, scale_k, scale_v are, in the order of upstream's fa3
     run: Any
     forward: Any
-    _planned: Planned | None = None
-    _shape = Shape(0, 1, 1, 1, 0)
-    _types: Types
+    _planned: BatchPlan | None = None
+    _shape = PlanShape(0, 1, 1, 1, 0)
+    _types: PlanDtypes
 
     def __init__(self, workspace: Any, kv_layout: Any, graph: Any, buffers: tuple[Any, ...], mask: tuple[Any, Any],
                  backend: Any) -> None:  # fmt: skip
@@ -129,7 +129,7 @@ class Batch:
             raise ValueError(f"{self._NAMES[0]}: shape (0,), must have an element or more")
         self._check_lengths(given, batch)
 
-    def _prepare(self, given: tuple[Any, ...], page_size: int, most: Any, mask: Mask | None) -> Planned:
+    def _prepare(self, given: tuple[Any, ...], page_size: int, most: Any, mask: CustomMask | None) -> BatchPlan:
         """given: the tensors of `_NAMES`, on the host or the device. most: a bound of query lengths, None if unknown.
         Everything is checked before a buffer is written."""
         if self.device.type == "cuda" and machine.current.is_capturing():
@@ -149,7 +149,7 @@ class Batch:
                     need = f"{keys}, the last of {self._NAMES[of_keys]}"
                     raise ValueError(f"{self._NAMES[pages]}: {given[pages].shape[0]} elements, must be at least {need}")
                 keys = None
-        known: Offsets | None = None  # where bits begin, as the host knows it
+        known: MaskOffsets | None = None  # where bits begin, as the host knows it
         if mask is not None and all(t.is_cpu for t in given):
             known = values.offsets_of(given[0], self._keys(given, page_size))
             mask.check(int(known.elements[-1]), int(known.bytes[-1]))
@@ -165,21 +165,21 @@ class Batch:
                 self._most_rows = rows
         requests = self._requests(here)
         if mask is None:
-            return Planned(requests, rows, keys, most)
+            return BatchPlan(requests, rows, keys, most)
         if known is None:
             at, size = values.offsets_of(here[0], self._keys(here, page_size)), mask.size(batch)
         else:
-            at, size = Offsets(*values.moved(known, self.device)), int(known.bytes[-1])
+            at, size = MaskOffsets(*values.moved(known, self.device)), int(known.bytes[-1])
         if self._buffers is None:
-            return Planned(requests, rows, keys, most, mask.pack(at, size), at.bytes.to(_int32))
+            return BatchPlan(requests, rows, keys, most, mask.pack(at, size), at.bytes.to(_int32))
         bits, starts = self._mask_buffers
         size = min(size, bits.shape[0])
         mask.pack(at, size, bits[:size])
         starts.copy_(at.bytes)
-        return Planned(requests, rows, keys, most, bits, starts)
+        return BatchPlan(requests, rows, keys, most, bits, starts)
 
     def _check_room(
-        self, given: tuple[torch.Tensor, ...], rows: int | None, mask: Mask | None, known: Offsets | None
+        self, given: tuple[torch.Tensor, ...], rows: int | None, mask: CustomMask | None, known: MaskOffsets | None
     ) -> None:
         """Raises unless buffers, which captured graphs read, have room for a plan."""
         buffers = self._buffers or ()
@@ -203,29 +203,29 @@ class Batch:
         if bits.shape[0] < least:
             raise ValueError(f"custom_mask_buf: {bits.shape[0]} bytes, must be at least {least}")
 
-    def _keep(self, planned: Planned, shape: Shape, types: Types, modifiers: Modifiers) -> None:
+    def _keep(self, planned: BatchPlan, shape: PlanShape, types: PlanDtypes, modifiers: LogitsModifiers) -> None:
         """Replaces all of an earlier plan."""
         self._shape, self._types, self._planned = shape, types, planned
         self._modify(modifiers)
 
-    def _modify(self, m: Modifiers) -> None:
+    def _modify(self, m: LogitsModifiers) -> None:
         self._causal, self._window_left, self._logits_soft_cap = m.causal, m.window_left, m.soft_cap
         self._sm_scale, self._rope = m.sm_scale, m.rope
         self._scale: float = self._shape.dim_qk**-0.5 if m.sm_scale is None else m.sm_scale
         self._alibi = values.alibi_slopes(self._shape.qo, self.device) if m.mode == "ALIBI" else None
 
-    def _override(self, m: Modifiers) -> None:
+    def _override(self, m: LogitsModifiers) -> None:
         """What forward puts in the place of what was planned."""
         self._plan_of_run()
         values.check_rope(m.rope, self._types)
         self._modify(m)
 
-    def _plan_of_run(self) -> Planned:
+    def _plan_of_run(self) -> BatchPlan:
         if self._planned is None:
             raise RuntimeError(f"{type(self).__name__}: call plan before run")
         return self._planned
 
-    def _ready(self, q: Any, k: Any, v: Any) -> tuple[Planned, SequenceBatch, int]:
+    def _ready(self, q: Any, k: Any, v: Any) -> tuple[BatchPlan, SequenceBatch, int]:
         """The plan, its requests and a bound of query lengths, of a run whose tensors fit the plan. k and v: as in
         `AttentionCall`."""
         planned = self._planned or self._plan_of_run()

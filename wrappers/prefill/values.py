@@ -32,7 +32,7 @@ _Tensor = torch.Tensor
 _slopes: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
-class Shape(NamedTuple):
+class PlanShape(NamedTuple):
     """Numbers of heads, their dimensions, and rows of a page, 0 where there are none."""
 
     qo: int
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
     page_size: int
 
 
-class Types(NamedTuple):
+class PlanDtypes(NamedTuple):
     """Dtypes of queries, of the cache and of the output."""
 
     q: torch.dtype
@@ -50,7 +50,7 @@ class Types(NamedTuple):
     out: torch.dtype
 
 
-class Modifiers(NamedTuple):
+class LogitsModifiers(NamedTuple):
     """What becomes of logits. soft_cap: 0.0 is off. sm_scale None: 1 / sqrt(head_dim)."""
 
     causal: bool
@@ -82,7 +82,7 @@ def refuse(**given: Any) -> None:
             raise NotImplementedError(f"{name}: {type(value).__name__}, must be None: not supported")
 
 
-def shape_of(qo: Any, kv: Any, dim_qk: Any, dim_vo: Any, page_size: Any) -> Shape:
+def shape_of(qo: Any, kv: Any, dim_qk: Any, dim_vo: Any, page_size: Any) -> PlanShape:
     """dim_vo None: dim_qk. page_size: an int, checked."""
     if dim_vo is None:
         dim_vo = dim_qk
@@ -94,7 +94,7 @@ def shape_of(qo: Any, kv: Any, dim_qk: Any, dim_vo: Any, page_size: Any) -> Shap
         dim_vo = check_integer("head_dim_vo", integer(dim_vo), 1)
     if qo % kv:
         raise ValueError(f"num_qo_heads: {qo}, must be a multiple of num_kv_heads, {kv}")
-    return Shape(qo, kv, dim_qk, dim_vo, page_size)
+    return PlanShape(qo, kv, dim_qk, dim_vo, page_size)
 
 
 def dtype_of(name: str, value: Any) -> torch.dtype:
@@ -109,7 +109,7 @@ def dtype_of(name: str, value: Any) -> torch.dtype:
     raise TypeError(f"{name}: {value!r}, must be a torch.dtype or its name")
 
 
-def types_of(q: Any, kv: Any, out: Any) -> Types:
+def types_of(q: Any, kv: Any, out: Any) -> PlanDtypes:
     """kv and out None: q's."""
     q = dtype_of("q_data_type", q)
     check_one_of("q_data_type:", q, QUERIES)
@@ -117,12 +117,12 @@ def types_of(q: Any, kv: Any, out: Any) -> Types:
     out = q if out is None else dtype_of("o_data_type", out)
     check_one_of("o_data_type:", out, OUTPUTS)
     check_one_of("kv_data_type:", kv, CACHES[q])
-    return Types(q, kv, out)
+    return PlanDtypes(q, kv, out)
 
 
 def modifiers_of(
     causal: Any, mode: Any, sm_scale: Any, window_left: Any, soft_cap: Any, rope_scale: Any, rope_theta: Any
-) -> Modifiers:
+) -> LogitsModifiers:
     check_flag("causal", causal)
     if mode != "NONE":
         check_name("pos_encoding_mode", mode, MODES)
@@ -137,7 +137,7 @@ def modifiers_of(
     rope_scale = 1.0 if rope_scale is None else number("rope_scale", rope_scale, positive=True)
     rope_theta = 1e4 if rope_theta is None else number("rope_theta", rope_theta, positive=True)
     rope = Rope(rope_scale, rope_theta) if mode == "ROPE_LLAMA" else None
-    return Modifiers(causal, mode, sm_scale, window_left, soft_cap, rope)
+    return LogitsModifiers(causal, mode, sm_scale, window_left, soft_cap, rope)
 
 
 def number(name: str, value: Any, positive: bool = False) -> float:
@@ -146,7 +146,7 @@ def number(name: str, value: Any, positive: bool = False) -> float:
     return float(value)
 
 
-def check_rope(rope: Rope | None, types: Types) -> None:
+def check_rope(rope: Rope | None, types: PlanDtypes) -> None:
     if rope is not None and (types.q.itemsize == 1 or types.kv is not types.q):
         both = f"queries of {types.q} and keys of {types.kv}"
         raise NotImplementedError(f"pos_encoding_mode: ROPE_LLAMA with {both}, must both be float16 or bfloat16")
@@ -265,21 +265,21 @@ def moved(tensors: tuple[torch.Tensor, ...], device: torch.device) -> tuple[torc
     return tuple(next(copies) if t.is_cpu else t for t in tensors)
 
 
-class Offsets(NamedTuple):
+class MaskOffsets(NamedTuple):
     """Where the bits of each request begin, in elements and in bytes: int64 (B + 1,), on one device."""
 
     elements: torch.Tensor
     bytes: torch.Tensor
 
 
-def offsets_of(qo_indptr: torch.Tensor, keys: torch.Tensor) -> Offsets:
+def offsets_of(qo_indptr: torch.Tensor, keys: torch.Tensor) -> MaskOffsets:
     """Of masks (query rows, keys), row by row, each on a byte of its own. keys: int64 (B,)."""
     bits = qo_indptr.to(torch.int64).diff().clamp(min=0) * keys
     elements, size = bits.cumsum(0), ((bits + 7) // 8).cumsum(0)
-    return Offsets(torch.nn.functional.pad(elements, (1, 0)), torch.nn.functional.pad(size, (1, 0)))
+    return MaskOffsets(torch.nn.functional.pad(elements, (1, 0)), torch.nn.functional.pad(size, (1, 0)))
 
 
-class Mask(NamedTuple):
+class CustomMask(NamedTuple):
     """The mask that a caller gave, checked; of two, the packed one."""
 
     name: str
@@ -298,7 +298,7 @@ class Mask(NamedTuple):
             what = "query rows x keys" + (", in whole bytes for each request" if self.packed else "")
             raise ValueError(f"{self.name}: {self.given.shape[0]} elements, must be {need}: {what}")
 
-    def pack(self, at: Offsets, size: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    def pack(self, at: MaskOffsets, size: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """uint8 (size,) on the device of `at`; written to `out` where that is given."""
         given = self.given.to(at.bytes.device, non_blocking=self.non_blocking)
         if not self.packed:
@@ -306,7 +306,7 @@ class Mask(NamedTuple):
         return given if out is None else out.copy_(given)
 
 
-def mask_of(custom: Any, packed: Any, device: torch.device, non_blocking: bool = False) -> Mask | None:
+def mask_of(custom: Any, packed: Any, device: torch.device, non_blocking: bool = False) -> CustomMask | None:
     if custom is None and packed is None:
         return None
     name = "custom_mask" if packed is None else "packed_custom_mask"
@@ -317,4 +317,4 @@ def mask_of(custom: Any, packed: Any, device: torch.device, non_blocking: bool =
         check_operand(name, mask, 1, (torch.uint8,), None)
     if mask.numel() >= MOST_MASK * (1 if packed is not None else 7):
         raise NotImplementedError(f"{name}: {mask.numel()} elements, must be less than {MOST_MASK} bytes, packed")
-    return Mask(name, mask.reshape(-1), packed is not None, non_blocking)
+    return CustomMask(name, mask.reshape(-1), packed is not None, non_blocking)

@@ -14,7 +14,7 @@ BLOCK = 1 << 24  # fp32 elements of one logits block: 64 MiB, a few of which are
 INF = float("inf")
 
 
-class Heads(NamedTuple):
+class HeadTerms(NamedTuple):
     """Numbers of each query head, (Hq,) fp32. sinks, in natural-log units, join the denominator only, unscaled.
     slopes: of ALiBi, slope * (key - query row) joins a logit before the soft cap."""
 
@@ -22,7 +22,7 @@ class Heads(NamedTuple):
     slopes: torch.Tensor | None = None
 
 
-NONE = Heads()
+NONE = HeadTerms()
 
 
 def attention(
@@ -34,7 +34,7 @@ def attention(
     causal: "bool | torch.Tensor" = True,
     window_left: int = -1,
     soft_cap: float = 0.0,
-    of_heads: Heads = NONE,
+    of_heads: HeadTerms = NONE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of one request: o (m, Hq, Dvo) fp32, not scaled; lse (m, Hq) fp32, base 2, sink included.
 

@@ -8,7 +8,7 @@ import torch
 
 from .. import fp4
 from ..attention.call import AttentionCall
-from .dense import Heads, attention, rotate
+from .dense import HeadTerms, attention, rotate
 
 
 def gather(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
@@ -28,7 +28,7 @@ def _factor(number: float, tensor: torch.Tensor | None) -> float | torch.Tensor:
     return number if tensor is None else number * tensor.reshape(-1)
 
 
-class Keys(NamedTuple):
+class KeyLocation(NamedTuple):
     """Where a request's keys are. pages: (2, N), its entries of the page table, K's and V's; or None: k's rows from
     `first` on."""
 
@@ -45,24 +45,26 @@ def most_keys(p: AttentionCall) -> int:
     return r.page_table.shape[2] * p.k.shape[2] if p.k.shape[0] else 0
 
 
-def keys_of(p: AttentionCall) -> list[Keys]:
+def keys_of(p: AttentionCall) -> list[KeyLocation]:
     """The keys of each request, clamped to what there is: none where the cache has no pages or starts fall."""
     r, most = p.requests, most_keys(p)
     if r.kv_starts is None:
-        return [Keys(n, pages) for n, pages in zip(r.kv_lens.clamp(0, most).tolist(), r.page_table, strict=True)]
+        return [KeyLocation(n, pages) for n, pages in zip(r.kv_lens.clamp(0, most).tolist(), r.page_table, strict=True)]
     ragged, size = r.form == "ragged", p.k.shape[2]
     starts = r.kv_starts.clamp(0, size if ragged else r.page_table.shape[2]).tolist()
     counts = [max(0, end - start) for start, end in pairwise(starts)]
     if ragged:
-        return [Keys(count, None, start) for count, start in zip(counts, starts, strict=False)]
+        return [KeyLocation(count, None, start) for count, start in zip(counts, starts, strict=False)]
     last = r.kv_lens.clamp(0, size).tolist()
     return [
-        Keys((count - 1) * size + rows if count and most else 0, r.page_table[0, :, start : start + count])
+        KeyLocation((count - 1) * size + rows if count and most else 0, r.page_table[0, :, start : start + count])
         for count, rows, start in zip(counts, last, starts, strict=False)
     ]
 
 
-def _values(cache: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tensor | None, keys: Keys) -> torch.Tensor:
+def _values(
+    cache: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tensor | None, keys: KeyLocation
+) -> torch.Tensor:
     def stored(x: torch.Tensor) -> torch.Tensor:
         if pages is not None:
             return gather(x, pages, keys.length)
@@ -71,7 +73,7 @@ def _values(cache: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tenso
     return stored(cache) if scales is None else fp4.nvfp4_dequantize(stored(cache), stored(scales))
 
 
-class Tokens(NamedTuple):
+class SequenceTokens(NamedTuple):
     """A request's. rows: those of its query, q (m, Hq, Dqk), among all. k (n, Hkv, Dqk), v (n, Hkv, Dvo): of the
     cache's dtype, NVFP4 as fp32. q and k are rotated where the call asks for it. causal: as `dense.attention` takes it,
     a mask of drafts or of bits included."""
@@ -83,7 +85,7 @@ class Tokens(NamedTuple):
     causal: bool | torch.Tensor
 
 
-def tokens_of(p: AttentionCall) -> Iterator[Tokens]:
+def tokens_of(p: AttentionCall) -> Iterator[SequenceTokens]:
     """Of each request that has query rows, in any form: pages of a table or a list, or rows without pages. Reads
     lengths on the host."""
     tokens, r, v_scales = len(p.q), p.requests, p.v_scales
@@ -109,7 +111,7 @@ def tokens_of(p: AttentionCall) -> Iterator[Tokens]:
             causal = masks[request]
         elif p.drafts is not None:
             causal = p.drafts[rows]
-        yield Tokens(rows, q, k, v, causal)
+        yield SequenceTokens(rows, q, k, v, causal)
 
 
 def paged_attention(p: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,7 +131,7 @@ def paged_attention(p: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
             causal=x.causal,
             window_left=min(p.window_left, most_keys(p)),
             soft_cap=p.soft_cap or 0.0,
-            of_heads=Heads(p.sinks, p.alibi_slopes),
+            of_heads=HeadTerms(p.sinks, p.alibi_slopes),
         )
     factor = _factor(p.out_scale, p.out_scale_tensor)
     return o * (factor[:, None] if isinstance(factor, torch.Tensor) else factor), lse

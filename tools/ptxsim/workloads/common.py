@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cute_kernels.attention.args import fields
-from wrappers.machine import Machine, override
+from wrappers.machine import HostMachine, override
 
 from .. import launcher
 from ..faults import Fault
@@ -28,7 +28,7 @@ class Outcome:
     result: Result
 
 
-class SimulatedMachine(Machine):
+class SimulatedMachine(HostMachine):
     """A GPU of `sms` SMs under CPU tensors, whose kernels the simulator runs; how: as `run.run` takes it. only: the
     kernel that calls must choose. A launch finds NaN in its scratch, and zeros in its counters, which it must leave
     behind too."""
