@@ -527,7 +527,11 @@ SHOWN = {  # what a message says instead of the argument's name and value
     ("xqa, drafts", "q_seq_len", "far"): "73786976294838206464) (rows of query tokens, two words for 32 of q_seq_len)",
     ("explain", "function", "builtin"): "function: len",
     ("explain", "function", "helper"): "function: load",
-    ("top_k_page_table_transform", "row_to_batch", "None"): "(2, 28), needs 3 rows, one a row of input, without",
+    (
+        "top_k_page_table_transform",
+        "row_to_batch",
+        "None",
+    ): "(2, 28), must have at least 3 rows, one per row of input, without",
     **{
         (f"top_k_per_row_{which}", "logits", bad): f"stride0: 50, must be that of logits, {stride}"
         for which in ("prefill", "decode")
@@ -536,13 +540,13 @@ SHOWN = {  # what a message says instead of the argument's name and value
     ("xqa", "q_scale", "negative"): "q_scale * kv_scale: -0.125",
     ("xqa", "kv_scale", "negative"): "q_scale * kv_scale: -0.125",
     **{
-        (name, argument, bad): "k_sf_cache, v_sf_cache: one of the two is None, must be both or none"
+        (name, argument, bad): "k_sf_cache, v_sf_cache: one of the two is None, must be both given or both None"
         for argument in ("k_sf_cache", "v_sf_cache")
         for name, values in (("xqa", not_tensors((2,))), ("xqa, nvfp4", NONE))
         for bad in values
     },
     **{
-        ("context, nvfp4 cache", "kv_cache_sf", bad): "alias of kv_cache_sf, only one of the two may be given"
+        ("context, nvfp4 cache", "kv_cache_sf", bad): "another name of kv_cache_sf, only one of the two may be given"
         for bad in not_tensors((2,))
     },
 }

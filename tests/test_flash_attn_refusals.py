@@ -13,7 +13,7 @@ BAD_APPENDS = {
     "softcap: -1.0": {"softcap": -1.0},
     "k: None|k: NoneType": {"k": None},
     "v: NoneType": {"v": None},
-    "cache_seqlens: None, required where k is given": {"cache_seqlens": None},
+    "cache_seqlens: None, required if k is given": {"cache_seqlens": None},
     "k: shape": {"k": torch.zeros(3, 2, HKV, 32, dtype=HALF)},
     "v: shape": {"v": torch.zeros(3, 1, HKV, D, dtype=HALF)},
     "k: dtype torch.float32, must be that of k_cache": {"k": torch.zeros(3, 2, HKV, D)},
@@ -52,7 +52,7 @@ def test_nothing_is_written_where_no_kernel_serves(launches):
 def test_caches_that_would_be_read_while_they_are_written():
     given, *_ = appended("equal")
     given["k"] = given["k_cache"].view(-1, HKV, D)[:6].view(3, 2, HKV, D)
-    with pytest.raises(ValueError, match="^k_cache: shape .* overlaps the memory of k, must be apart"):
+    with pytest.raises(ValueError, match="^k_cache: shape .* overlaps the memory of k, must not overlap it"):
         flash_attn_with_kvcache(**given)
 
 
@@ -123,7 +123,7 @@ REFUSALS = [
     (table_call, {"s_aux": SINKS, "sinks": SINKS}, ValueError, "sinks: another name of s_aux"),
     (table_call, {"sinks": SINKS.double()}, TypeError, "sinks: dtype torch.float64"),
     (table_call, {"sinks": SINKS[:2]}, ValueError, "sinks: shape .2,., must be .4,."),
-    (table_call, LOW | {"k_descale": REQUEST}, NotImplementedError, "k_descale: shape .* of strides .2, 1., one a req"),
+    (table_call, LOW | {"k_descale": REQUEST}, NotImplementedError, "k_descale: shape .* of strides .2, 1., one per r"),
     (table_call, {"k_descale": REQUEST[:, :1]}, ValueError, "k_descale: shape .4, 1., must be .4, 2."),
     (table_call, {"v_descale": REQUEST.half()}, TypeError, "v_descale: dtype torch.float16"),
     (table_call, {"q_descale": 0.5}, TypeError, "q_descale: float, must be a torch.Tensor"),

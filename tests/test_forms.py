@@ -276,13 +276,13 @@ BAD_VALUES: dict[str, tuple[str, dict[str, Any], str]] = {
             r"entry before it to the entries of page_table"),
     "falling": ("csr", {"kv_starts": ints(0, 3, 2)}, r"kv_starts\[2\]: 2 of request 1, must be in \[3, 5\]"),
     "negative": ("ragged", {"kv_starts": ints(-1, 3, 5)}, r"kv_starts\[0\]: -1 of request 0, must be in \[0, 11\]: "
-                 r"from the entry before it to the k's rows"),
+                 r"from the entry before it to the number of rows of k"),
     "last": ("csr", {"kv_lens": ints(1, 4)}, r"kv_lens: 4 of request 1, must be in \[0, 3\]: rows of a page"),
     "queries": ("ragged", {"cu_seqlens_q": ints(0, 3, 6)}, r"cu_seqlens_q\[2\]: 6 of request 1, must be in \[3, 5\]"),
     "page": ("csr", {"page_table": ints(0, 1, 2, 3, -1).as_strided((1, 2, 5), (0, 0, 1))},
              r"page_table: -1 in entry 4, of request 1 \(K\), must be in \[0, 7\)"),
-    "mask": ("csr", MASK | {"mask_starts": ints(0, 6, 9)}, r"mask_starts: 6 of request 1, must be in \[0, 5\]: it has "
-             r"1 of the 6 bytes of custom_mask"),
+    "mask": ("csr", MASK | {"mask_starts": ints(0, 6, 9)}, r"mask_starts: 6 of request 1, must be in \[0, 5\]: its "
+             r"bits take 1 of the 6 bytes of custom_mask"),
     "short mask": ("ragged", MASK | {"custom_mask": torch.zeros(2, dtype=torch.uint8)},
                    r"mask_starts: 0 of request 0, must be in \[0, -1\]"),
 }  # fmt: skip
@@ -471,8 +471,8 @@ def planned(launches, checked=False):
         return attention_plan.LaunchPlan(
             fn=kernel, flat=[default.get(name) for name in args.fields(SPEC)], at=attention_plan.ArgSlots(SPEC),
             device=device, alone=True, dtype=BF16, like_query=dim == p.q.shape[2], dim_vo=dim, wide=True,
-            token_bytes=heads * 2 * max(p.q.shape[2], dim), row_factor=1, tile_heads=heads, tile_rows=64, sms=sms,
-            stream_k=False, counters=1, part_keys=0, checked=checked,
+            token_bytes=heads * 2 * max(p.q.shape[2], dim), pack_factor=1, tile_heads=heads, tile_rows=64, sms=sms,
+            stream_k=False, counters_per_split=1, split_keys=0, checked=checked,
         )  # fmt: skip
 
     return plan_for
@@ -539,14 +539,14 @@ def test_bounds_that_vary_under_a_plan(launches, monkeypatch):
     p = listed("ragged")
     op.serve(p)
     rows = p.k[:, :, :1].expand(1, 2, 1 << 30, 8)
-    with pytest.raises(NotImplementedError, match="^k: 1073741824 rows; a CUDA kernel counts less"):
+    with pytest.raises(NotImplementedError, match="^k: 1073741824 rows, must be less than"):
         op.serve(p._replace(k=rows, v=rows))
     with pytest.raises(ValueError, match="^kv: K .* may differ in the last dimension only"):
         op.serve(p._replace(v=p.v[:, :, :5]))
     p = listed(**MASK)
     op.serve(p)
     monkeypatch.setattr(checks, "MOST_MASK", 6)
-    with pytest.raises(NotImplementedError, match="^custom_mask: 6 bytes; a CUDA kernel counts less than 6"):
+    with pytest.raises(NotImplementedError, match="^custom_mask: 6 bytes, must be less than 6 on CUDA"):
         op.serve(p)
     assert len(launches) == 3
 

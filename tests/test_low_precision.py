@@ -302,12 +302,14 @@ def test_positions_of_scales_are_fa3s_where_there_are_three():
 def test_scales_of_heads_are_read_by_the_device_only():
     """Tensors of a device, which "meta" stands for, are multiplied there; of groups of one head, no tensor is made."""
     meta = {name: t.to("meta") for name, t in OF_HEADS.items()}
-    scale, tensor, out_scale, out = values.factors(0.5, meta["q"], meta["k"], meta["v"], meta["q"].device, (HQ, HKV))
+    scale, tensor, out_scale, out = values.combine_scales(
+        0.5, meta["q"], meta["k"], meta["v"], meta["q"].device, (HQ, HKV)
+    )
     assert (scale, out_scale) == (0.5, 1.0) and tensor.is_meta and tensor.shape == out.shape == (HQ,)
-    _, tensor, _, out = values.factors(1.0, None, OF_HEADS["k"], OF_HEADS["k"], WORKSPACE.device, (HKV, HKV))
+    _, tensor, _, out = values.combine_scales(1.0, None, OF_HEADS["k"], OF_HEADS["k"], WORKSPACE.device, (HKV, HKV))
     assert tensor is out is OF_HEADS["k"]
     strided = torch.stack([OF_HEADS["q"]] * 2, 1)[:, 0]
-    assert values.factors(1.0, strided, None, None, WORKSPACE.device, (HQ, HKV))[1].is_contiguous()
+    assert values.combine_scales(1.0, strided, None, None, WORKSPACE.device, (HQ, HKV))[1].is_contiguous()
 
 
 def test_one_number_for_all_heads_is_no_scale_of_heads():

@@ -98,26 +98,26 @@ BAD_RUNS = {
     "q: 16 (rows), must be plan's last of qo_indptr, 17": (ValueError, lambda c: (c.q[1:], c.cache), {}),
     "q: torch.bfloat16 (dtype), must be plan's q_data_type": (ValueError, lambda c: (c.q.bfloat16(), c.cache), {}),
     "q: 4 (heads), must be plan's num_qo_heads, 6": (ValueError, lambda c: (c.q[:, :4], c.cache), {}),
-    "q: 32 (elements a head), must be plan's head_dim, 64": (ValueError, lambda c: (c.q[..., :32], c.cache), {}),
+    "q: 32 (elements per head), must be plan's head_dim, 64": (ValueError, lambda c: (c.q[..., :32], c.cache), {}),
     "q: shape (17, 384), must have 3": (ValueError, lambda c: (c.q.flatten(1), c.cache), {}),
     "q: list, must be a torch.Tensor": (TypeError, lambda c: ([1], c.cache), {}),
     "paged_kv_cache: torch.bfloat16 (dtype), must be plan's kv_data_type": (
         ValueError, lambda c: (c.q, [t.bfloat16() for t in c.cache]), {},
     ),
-    "paged_kv_cache: 2 (rows a page), must be plan's page_size, 4": (
+    "paged_kv_cache: 2 (rows per page), must be plan's page_size, 4": (
         ValueError, lambda c: (c.q, [t[:, :2] for t in c.cache]), {},
     ),
     "paged_kv_cache: 1 (heads), must be plan's num_kv_heads, 2": (
         ValueError, lambda c: (c.q, [t[:, :, :1] for t in c.cache]), {},
     ),
-    "paged_kv_cache: 32 (elements a head), must be plan's head_dim_vo, 64": (
+    "paged_kv_cache: 32 (elements per head), must be plan's head_dim_vo, 64": (
         ValueError, lambda c: (c.q, (c.cache[0], c.cache[1][..., :32])), {},
     ),
     "paged_kv_cache: shape (11, 4, 2, 64), must have 5": (ValueError, lambda c: (c.q, c.cache[0]), {}),
-    "q_scale: shape (2,), must have one element, or be (6,), one a query head": (
+    "q_scale: shape (2,), must have one element, or be (6,), one per query head": (
         ValueError, lambda c: (c.q, c.cache), dict(q_scale=A_HEAD),
     ),
-    "k_scale: shape (6,), must have one element, or be (2,), one a KV head": (
+    "k_scale: shape (6,), must have one element, or be (2,), one per KV head": (
         ValueError, lambda c: (c.q, c.cache), dict(k_scale=torch.ones(HQ)),
     ),
     "v_scale: shape (2, 1), must have one element": (

@@ -1,8 +1,8 @@
-"""Which tensors have memory in common: exact, from addresses, sizes and strides.
+"""Report which tensors have memory in common: exact, from addresses, sizes and strides.
 
-Where a call is known, its outputs are compared with its first input and each other, by bounds of the addresses that
-each reaches (storages say less: imported memory has its own); only tensors that may meet are looked at here. All
-others of its tensors are compared when its plan is made.
+If the plan of a call is known, its outputs are compared with its first input and with each other by bounds of the
+addresses that each tensor reaches (storages say less: imported memory has its own). Only tensors with overlapping
+bounds are compared here. All other tensors of a call are compared when its plan is made.
 """
 
 from functools import lru_cache
@@ -12,8 +12,11 @@ import torch
 
 
 class MemorySpan(NamedTuple):
-    """Bytes of a tensor: `run` of them at every place of a grid. dims: (count, step) of it, the largest step first.
-    extent: from the first byte to the last, and one."""
+    """The bytes of a tensor: `run` consecutive bytes at each point of a grid.
+
+    dims: (count, step in bytes) of each dimension of the grid, the largest step first. extent: bytes from the first
+    byte to the last, both included.
+    """
 
     dims: tuple[tuple[int, int], ...]
     run: int
@@ -25,12 +28,12 @@ class MemorySpan(NamedTuple):
 
 
 def reach(t: torch.Tensor) -> int:
-    """Bytes from the first to the last of a tensor."""
+    """Return the number of bytes from the first to the last of a tensor."""
     return _span(t.shape, t.stride(), t.element_size()).extent if t.numel() else 0
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether a byte belongs to both. About 1 us where they lie apart and their forms were seen before."""
+    """Return whether any byte belongs to both; about 1 us if they are apart and both layouts were seen before."""
     if not a.numel() or not b.numel() or a.is_meta:
         return False
     mine, other = _span(a.shape, a.stride(), a.element_size()), _span(b.shape, b.stride(), b.element_size())
@@ -38,8 +41,8 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def folded(t: torch.Tensor) -> bool:
-    """Whether two elements may have one address: a dimension's step does not leave the dimensions with smaller ones."""
-    inside = 0  # from the first element to the last that the dimensions so far lead to
+    """Return whether two elements may have one address: a stride does not leave the dimensions with smaller strides."""
+    inside = 0  # distance from the first element to the last one within the dimensions so far
     for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
         if size > 1 and stride <= inside and t.numel():
             return True
@@ -62,7 +65,7 @@ def _span(shape: torch.Size, strides: tuple[int, ...], size: int) -> MemorySpan:
 
 
 def _meet(apart: int, a: MemorySpan, b: MemorySpan) -> bool:
-    """Whether they do, where b begins `apart` bytes after a."""
+    """Return whether a and b share a byte, b beginning `apart` bytes after a."""
     if apart >= a.extent or -apart >= b.extent:
         return False
     if not a.dims and not b.dims:

@@ -1,8 +1,8 @@
-"""What the static facts of a problem decide, and the launch of a problem by what was decided.
+"""Make the launch plan of an attention call from its static properties, and launch calls by their plans.
 
-Host time: a problem whose facts (dtypes, shapes but the token count, what is present) were seen before is one
-dictionary lookup and the compiled call, which itself checks rank, dtype, device, alignment and strides. Nothing here
-synchronises or reads device values.
+Host time: if the dtypes, shapes (except the token count) and optional arguments of a call were seen before, the call is
+one dictionary lookup and the compiled call, which itself checks rank, dtype, device, alignment and strides. Nothing
+here synchronises or reads device values.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ from . import checks, values
 from .call import AttentionCall
 from .rope import rotated
 
-NO_WINDOW = 1 << 30  # window_left of a call without a window, where the kernel has one
-MOST_TILES = 1 << 31  # of a prefill launch, whatever the offsets
-CHUNK = 4096  # keys of a part of a request in the invariant mode, rounded down to KV blocks
+NO_WINDOW = 1 << 30  # window_left for a call without a window, if the kernel supports windows
+MOST_TILES = 1 << 31  # bound of the tiles of a prefill launch, whatever the offsets
+CHUNK = 4096  # keys of a split in the batch-invariant mode, rounded down to whole KV blocks
 WIDE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", checks.E4M3: "e4m3", checks.E5M2: "e5m2", torch.uint8: "nvfp4",
@@ -36,14 +36,14 @@ FIELDS = {  # fact -> field of AttentionCall
     "arch": "q", "kv": "k", "page_size": "k", "source": "k", "head_dim": "q", "out": "out_dtype",
     "alibi": "alibi_slopes",
 }  # fmt: skip
-_Tensor = torch.Tensor  # module globals: an attribute look-up saved is 20 ns
+_Tensor = torch.Tensor  # module globals: each saves an attribute look-up, 20 ns
 _empty, _empty_like = torch.empty, torch.empty_like
 
 
 def facts_of(p: AttentionCall) -> KernelRequest:
-    """What a valid problem asks of a kernel."""
+    """Return the kernel request of a valid call."""
     rows = min(p.max_q_len, p.q.shape[0])
-    if p.requests.cu_seqlens_q is not None:  # plans depend on it by the power of two that bounds it
+    if p.requests.cu_seqlens_q is not None:  # plans depend only on the next power of two
         rows = 1 << max(rows - 1, 0).bit_length()
     ragged, masked = p.requests.form == "ragged", p.custom_mask is not None
     return KernelRequest(
@@ -71,42 +71,45 @@ def facts_of(p: AttentionCall) -> KernelRequest:
 
 
 class ArgSlots:
-    """Where in a launch of a kernel its arguments lie, by their names. Slots: a look-up takes a fifth of a dict's."""
+    """The position of each argument in a kernel's launch, by name. Slots: a look-up takes a fifth of a dict's time."""
 
     __slots__ = tuple(name for block in args.BLOCKS for name in block._fields)
 
     def __init__(self, spec: Any) -> None:
-        for place, name in enumerate(args.fields(spec)):
-            setattr(self, name, place)
+        for index, name in enumerate(args.fields(spec)):
+            setattr(self, name, index)
 
 
 @dataclass(slots=True, eq=False)
 class LaunchPlan:
-    """flat: the kernel's arguments, where the call sets nothing; what a call may lack is empty there, in the form that
-    the kernel converts fastest. at: their places."""
+    """A compiled kernel and all that a launch needs beyond the call's own tensors.
+
+    flat: the kernel's arguments, for those that the call does not set. An optional argument is an empty tensor there,
+    in the form that the kernel converts fastest. at: the positions of the arguments in flat.
+    """
 
     fn: Callable[..., None]  # the compiled kernel
     flat: list[Any]
-    at: Any  # Places
+    at: Any  # an ArgSlots
     device: torch.device
-    alone: bool  # the only device of the process
+    alone: bool  # it is the only device of the process
     dtype: torch.dtype | str  # of the output
-    wide: bool  # it has 16 bits
+    wide: bool  # the output has 16 bits
     like_query: bool  # the output has the query's dtype and head_dim: empty_like is 1 us cheaper than empty
     dim_vo: int
-    token_bytes: int  # most of a token of a query or an output, where they are contiguous
-    row_factor: int  # rows of a token: the GQA group where all requests have it packed into rows
+    token_bytes: int  # bytes of a token of the query or of the output, the larger of both, if they are contiguous
+    pack_factor: int  # rows of a token: the GQA group if it is packed into rows for all requests, else 1
     tile_heads: int
-    tile_rows: int  # most query rows of a tile
+    tile_rows: int  # the largest number of query rows of a tile
     sms: int
     stream_k: bool  # CTAs share the keys of a request
-    counters: int  # of a part of a tile
-    part_keys: int  # of a part of a request, where parts do not depend on the batch; else 0
+    counters_per_split: int  # of a tile
+    split_keys: int  # keys of a split if splits do not depend on the batch, else 0
     checked: bool  # values are read and checked before a launch
-    offsets: Any = None  # (B + 1,) int32, of requests of equal length, in the form of `HostMachine.argument`
+    offsets: Any = None  # (B + 1,) int32, offsets of requests of equal length, in the form of `HostMachine.argument`
 
     def modify(self, flat: list[Any], p: AttentionCall) -> None:
-        """Set what most calls lack."""
+        """Set the arguments that most calls do not have."""
         at = self.at
         if p.soft_cap:
             flat[at.soft_cap] = float(p.soft_cap)
@@ -131,7 +134,7 @@ class LaunchPlan:
             flat[at.alibi_slopes] = p.alibi_slopes
 
     def lse_apart(self, lse: torch.Tensor, q: torch.Tensor, out: Any) -> bool:
-        """Whether lse shares no byte with the query, the given output or itself."""
+        """Return whether lse shares no byte with the query, the given output or another element of itself."""
         if not lse.is_contiguous() and overlap.folded(lse):
             return False
         if out.__class__ is FP4Tensor:
@@ -147,28 +150,31 @@ class LaunchPlan:
         return _empty(shape, dtype=self.dtype, device=self.device)
 
     def given_fp4(self, q: torch.Tensor, out: FP4Tensor) -> FP4Tensor:
-        """What the caller gave for an NVFP4 output, of a call's shape."""
+        """Return the caller's NVFP4 output with the shape of the call, after a check that it overlaps nothing."""
         o = FP4Tensor(out.data, out.scale, out.scale_start_index, (q.shape[0], q.shape[1], self.dim_vo))
         pairs = (o.data, q), (o.scale, q), (o.data, o.scale)
         if overlap.folded(o.data) or any(overlap.overlap(a, b) for a, b in pairs):
             raise ValueError("out")
         return o
 
-    def pass_quantised(self, flat: list[Any], o: Any, factor: float | None) -> None:
-        """Set what a launch knows of an output of less than 16 bits. factor: the forward scale of an NVFP4 one."""
+    def pass_quantised(self, flat: list[Any], o: Any, sf_scale: float | None) -> None:
+        """Set the arguments of an output with less than 16 bits. sf_scale: the forward scale of an NVFP4 output."""
         at = self.at
         if isinstance(o, torch.Tensor):
             flat[at.o_fp8] = o.view(torch.uint8)
             return
-        if factor.__class__ is not float or not 0 < factor < INF:
-            check_number("out_sf_scale", factor, positive=True)
+        if sf_scale.__class__ is not float or not 0 < sf_scale < INF:
+            check_number("out_sf_scale", sf_scale, positive=True)
         flat[at.o_fp4], flat[at.o_sf] = o.data, o.scale.view(torch.uint8).view(-1)
-        flat[at.o_sf_start], flat[at.o_sf_scale] = o.scale_start_index, float(factor)  # type: ignore[arg-type]
+        flat[at.o_sf_start], flat[at.o_sf_scale] = o.scale_start_index, float(sf_scale)  # type: ignore[arg-type]
 
     def equal_offsets(self, batch: int, length: int, capturing: bool) -> Any:
-        """int32 (batch + 1,), of requests of `length` query tokens each. What is kept is written before anybody else
-        sees it and never freed: launches on other streams and of graphs, whose own a kernel would write at each replay,
-        may read it. Memory of a graph is not kept."""
+        """Return int32 (batch + 1,), the offsets of requests with `length` query tokens each.
+
+        A tensor that is kept is written before any other launch sees it and never freed: launches on other streams may
+        read it, and so may those of graphs, in which a kernel would write a tensor of their own at each replay. Memory
+        of a graph is not kept.
+        """
         if self.offsets is not None:
             return self.offsets
         here = machine.current
@@ -180,7 +186,7 @@ class LaunchPlan:
 
 
 def plan_for(p: AttentionCall, arch: str, sms: int) -> LaunchPlan:
-    """The plan of a valid problem; NotImplementedError where no kernel serves it."""
+    """Return the plan of a valid call; NotImplementedError if no kernel serves it."""
     facts = facts_of(p)
     try:
         op, spec = dispatch.select(facts, arch)
@@ -226,7 +232,7 @@ def plan_for(p: AttentionCall, arch: str, sms: int) -> LaunchPlan:
         "blocks_per_split": blocks,
     }
     names, dtype = args.fields(spec), p.result_dtype
-    size = dtype.itemsize if isinstance(dtype, torch.dtype) else 0  # what is packed is compared by itself
+    size = dtype.itemsize if isinstance(dtype, torch.dtype) else 0  # a packed output is compared separately
     return LaunchPlan(
         fn=fn,
         flat=[default.get(name) for name in names],
@@ -238,19 +244,19 @@ def plan_for(p: AttentionCall, arch: str, sms: int) -> LaunchPlan:
         like_query=facts.head_dim_vo == p.q.shape[2] and dtype == p.q.dtype,
         dim_vo=facts.head_dim_vo,
         token_bytes=heads * max(p.q.shape[2] * p.q.element_size(), facts.head_dim_vo * size),
-        row_factor=group,
+        pack_factor=group,
         tile_heads=heads // group,
         tile_rows=spec.tile.m,
         sms=sms,
         stream_k=spec.schedule == "stream_k",
-        counters=spec.tile.counters_per_split,
-        part_keys=blocks * spec.tile.n if spec.schedule == "stream_k" else 0,
+        counters_per_split=spec.tile.counters_per_split,
+        split_keys=blocks * spec.tile.n if spec.schedule == "stream_k" else 0,
         checked=checking(),
     )
 
 
 def run(p: AttentionCall) -> Any:
-    """What the public function returns, of a problem that nothing traces and nobody checked."""
+    """Run a call that nothing traces and nobody has checked, and return the result of its public function."""
     (
         _, phase, q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor, causal, window_left,
         soft_cap, sinks, k_scales, v_scales, interleaved, drafts, skip, out, out_dtype, out_sf_scale, _, return_lse,
@@ -297,7 +303,7 @@ def run(p: AttentionCall) -> Any:
         plan = plan_for(p, *found)
         here.keep(key, plan)
     if not plan.alone and here.current_device() != plan.device.index:
-        with here.on(plan.device):  # whether a stream captures is asked of the current device only
+        with here.on(plan.device):  # only the current device can be asked whether its stream captures
             return run(p)
     try:
         flat, at, lse = plan.flat.copy(), plan.at, p.lse
@@ -329,9 +335,9 @@ def run(p: AttentionCall) -> Any:
         if kv_starts is not None:
             _check_rows(p)
             flat[at.kv_starts] = kv_starts
-        if rope is not None and k.shape[0]:  # else there are no keys
-            turned = rotated(p)
-            q, k, page_table = turned.q, turned.k, turned.requests.page_table
+        if rope is not None and k.shape[0]:  # without pages there are no keys to rotate
+            call = rotated(p)
+            q, k, page_table = call.q, call.k, call.requests.page_table
         flat[at.q], flat[at.k], flat[at.v], flat[at.kv_lens], flat[at.page_table] = q, k, v, kv_lens, page_table
         flat[at.softmax_scale_log2], flat[at.out_scale] = scale * LOG2E, out_scale + 0.0
         if plan.wide:
@@ -346,32 +352,32 @@ def run(p: AttentionCall) -> Any:
                 or drafts is not None or skip or enable_pdl is not None or rare):  # fmt: skip
             plan.modify(flat, p)
         flat[at.cu_seqlens_q] = plan.equal_offsets(batch, max_q_len, capturing) if offsets is None else offsets
-        factor, tile_heads = plan.row_factor, plan.tile_heads
-        full = tokens * factor // plan.tile_rows
+        pack_factor, tile_heads = plan.pack_factor, plan.tile_heads
+        full = tokens * pack_factor // plan.tile_rows
         tiles = tile_heads * (full + batch)
         if not plan.stream_k:
             if batch * heads * (tokens // plan.tile_rows + 1) >= MOST_TILES:
                 raise _too_many_tiles(p, batch)
             flat[at.grid] = tiles if tiles < plan.sms else plan.sms
-            flat[at.counters], flat[at.counter_base] = scratch.ticket(plan.device, capturing)
-        elif tokens * factor * factor >= checks.MOST_ROWS:
+            flat[at.counters], flat[at.counter_base] = scratch.launch_counter(plan.device, capturing)
+        elif tokens * pack_factor * pack_factor >= checks.MOST_ROWS:
             raise ValueError("q")
-        elif plan.part_keys:
-            most = -(-checks.most_keys(p) // plan.part_keys) or 1  # parts of a request
-            flat[at.o_partial], flat[at.counters] = scratch.new_parts(plan, tiles * most, tiles * most)
+        elif plan.split_keys:
+            num_splits = -(-checks.most_keys(p) // plan.split_keys) or 1  # of a request
+            flat[at.o_partial], flat[at.counters] = scratch.new_splits(plan, tiles * num_splits, tiles * num_splits)
         else:
-            flat[at.o_partial], flat[at.counters], flat[at.counter_base] = scratch.parts(plan, capturing)
+            flat[at.o_partial], flat[at.counters], flat[at.counter_base] = scratch.splits(plan, capturing)
         plan.fn(*flat)
         return result
     except Exception:
-        why = checks.reason(p)  # says which argument was refused
+        why = checks.reason(p)  # names the argument that was refused
         if why is None:
             raise
         raise why from None
 
 
 def _rare_facts(p: AttentionCall) -> tuple[Any, ...]:
-    """What a plan depends on of what most calls lack."""
+    """Return the plan's key for arguments that most calls do not have."""
     if p.rope is not None:
         checks.scalars(p)
     starts = None if p.custom_mask is None or p.mask_starts is None else p.mask_starts.numel()
@@ -380,33 +386,35 @@ def _rare_facts(p: AttentionCall) -> tuple[Any, ...]:
 
 
 def _rowless(t: torch.Tensor) -> tuple[int, int]:
-    """What a plan depends on of K or V without pages, whose rows vary from step to step."""
+    """Return the plan's key for K or V without pages, the rows of which vary from step to step."""
     _, heads, _, dim = t.shape
     return heads, dim
 
 
 def _check_rows(p: AttentionCall) -> None:
-    """Raises on what a plan of requests that are no rows of a table does not say."""
+    """Raise on a property of CSR or ragged requests that is not part of their plan's key."""
     rows, r = p.k.shape[2], p.requests
     if rows * (r.page_table.shape[2] or 1) >= checks.MOST_KEYS or r.form == "ragged" and rows != p.v.shape[2]:
         raise ValueError("k")
 
 
 def _most(q: torch.Tensor) -> int:
-    """A bound of the bytes from a query's first to its last."""
+    """Return an upper bound of the number of bytes from a query's first byte to its last."""
     (tokens, heads, dim), (token, head, _) = q.shape, q.stride()
     return 2 * (tokens * token + heads * head + dim)
 
 
 def _too_many_tiles(p: AttentionCall, batch: int) -> NotImplementedError:
     tokens, heads, _ = p.q.shape
-    why = f"a CUDA kernel counts less than {MOST_TILES} tiles, of requests that own all tokens each"
-    return NotImplementedError(f"{checks.names_of(p)('q')}: {tokens} tokens of {heads} heads, {batch} requests; {why}")
+    need = f"must be less than {MOST_TILES} tiles on CUDA, counted as if each request owned all tokens"
+    return NotImplementedError(f"{checks.names_of(p)('q')}: {tokens} tokens of {heads} heads, {batch} requests, {need}")
 
 
 def run_reference(p: AttentionCall) -> Any:
-    """The valid problem in fp32 torch on its own device, written to out and lse; of meta tensors, the outputs.
-    Skip-softmax leaves out nothing."""
+    """Compute a valid call in fp32 torch on its own device, and write out and lse; meta tensors are only allocated.
+
+    Skip-softmax skips nothing here.
+    """
     if not p.q.is_meta:
         values.check(p)
     out, lse = outputs(p)
@@ -420,7 +428,7 @@ def run_reference(p: AttentionCall) -> Any:
 
 
 def outputs(p: AttentionCall) -> tuple[Any, torch.Tensor | None]:
-    """(out, lse) of a call, new where its caller gave none; lse is None where nobody wants it."""
+    """Return (out, lse) of a call, new unless the caller gave them; lse is None if nobody asks for it."""
     out: Any = p.out
     shape, dtype, lse = (p.q.shape[0], p.q.shape[1], p.dim_vo), p.result_dtype, p.lse
     if isinstance(out, FP4Tensor):

@@ -38,7 +38,7 @@ SIXTEEN_BITS = {"float16": torch.float16, "bfloat16": torch.bfloat16}  # "auto":
 
 @dataclass
 class VllmMetadata(AttentionMetadata):
-    """A batch of R requests, as `CommonAttentionMetadata` has it: tensors of the device, and bounds."""
+    """A batch of R requests, as `CommonAttentionMetadata` has it: device tensors, and bounds."""
 
     max_query_len: int
     max_seq_len: int
@@ -49,7 +49,7 @@ class VllmMetadata(AttentionMetadata):
 
 
 class VllmMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
-    """Hands tensors on. Batches may mix prompts and decodes in any order."""
+    """Passes the engine's tensors on. Batches may mix prompts and decodes in any order."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
@@ -75,11 +75,11 @@ class VllmMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
         return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
 
     def update_draft_decode_metadata(self, metadata: VllmMetadata) -> None:
-        """Nothing: metadata are the tensors that the next step writes."""
+        """Do nothing: the metadata are the tensors that the next step writes."""
 
 
 class VllmBackend(AttentionBackend):
-    """What the kernels take, in vLLM's words."""
+    """The configurations that the kernels support, in vLLM's terms."""
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
@@ -99,7 +99,7 @@ class VllmBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Larger blocks of vLLM are split into these."""
+        """Return the supported block sizes; vLLM splits larger blocks into these."""
         return [*PAGE_SIZES]
 
     @classmethod
@@ -120,13 +120,16 @@ class VllmBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Those whose blocks are dense, which NVFP4 needs, rows of a head together first."""
+        """Return the layouts with dense blocks, which NVFP4 needs. Those with a head's rows together come first."""
         return KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC, KVCacheLayout.BLNHC
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """A block of NVFP4 has a slot a head for K and one for V, of head_size / 2 bytes of codes and head_size / 16 of
-        scale factors; `VllmImpl.caches` says how the bytes of a block are used."""
+        """Return the spec with the slots of an NVFP4 cache; other specs are returned unchanged.
+
+        A block of NVFP4 has one slot per head for K and one for V, each of head_size / 2 bytes of codes and head_size /
+        16 of scale factors. `VllmImpl.caches` says how the bytes of a block are used.
+        """
         if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_nvfp4:
             return spec
         slot = spec.head_size // 2 + spec.head_size // 16
@@ -137,10 +140,10 @@ class VllmBackend(AttentionBackend):
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, block_size: int | None, use_mla: bool,
         has_sink: bool, use_sparse: bool, use_mm_prefix: bool, device_capability: Any,
     ) -> str | None:  # fmt: skip
-        """None, or why no kernel of the architecture takes these types: what `explain` says."""
+        """Return the reason of `explain` if no kernel of the architecture takes these types, else None."""
         arch = ARCHS.get((device_capability.major, device_capability.minor))
         if arch is None or head_size not in HEAD_SIZES:
-            return None  # said by other methods
+            return None  # other methods refuse these
         return refusal(arch, head_size, dtype, (QUANTISED | SIXTEEN_BITS).get(kv_cache_dtype, dtype))
 
 
@@ -175,7 +178,7 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         self._decode_tokens = decode_tokens(num_heads, self.num_kv_heads)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Sinks in fp32, as kernels take them; weights that are loaded again go to the same memory."""
+        """Convert the sinks to fp32, as kernels take them; weights that are loaded again go to the same memory."""
         loaded = self._loaded_sinks
         if loaded is None or loaded.dtype == torch.float32:
             return
@@ -185,10 +188,13 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
             self.sinks.copy_(loaded)
 
     def caches(self, kv_cache: torch.Tensor) -> tuple[Any, Any]:
-        """(K, V) and, of NVFP4, (K's scale factors, V's), else None: views, (blocks, heads, tokens, elements) each.
+        """Return (K, V), and (K's scale factors, V's) for NVFP4 or else None.
 
-        kv_cache (blocks, slots, tokens, elements), any strides: in an element K and V of a head, one behind the other.
-        Of NVFP4 a block's bytes are all K codes, all V codes, K's factors, V's factors, heads first.
+        All are views (blocks, heads, tokens, elements).
+
+        kv_cache: (blocks, slots, tokens, elements), any strides. An element holds K and V of a head, one after the
+        other. The bytes of an NVFP4 block are all K codes, all V codes, K's factors, V's factors, each with heads
+        outermost.
         """
         if self._cache_dtype is not torch.uint8:
             cache = kv_cache if self._cache_dtype is None else kv_cache.view(self._cache_dtype)
@@ -197,27 +203,29 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         block = kv_cache.shape[1:].numel()
         if sum((n - 1) * stride for n, stride in zip(kv_cache.shape[1:], kv_cache.stride()[1:])) != block - 1:
             raise NotImplementedError(f"kv_cache: strides {kv_cache.stride()}, blocks of NVFP4 must be dense")
-        codes, factors = (self.num_kv_heads * size * self.head_size // per for per in (2, 16))
-        rows = kv_cache.as_strided((blocks, block), (kv_cache.stride(0), 1)).split([codes] * 2 + [factors] * 2, dim=1)
-        k, v, k_factors, v_factors = (part.view(blocks, self.num_kv_heads, size, -1) for part in rows)
-        return (k, v), (k_factors.view(E4M3), v_factors.view(E4M3))
+        codes, sf = (self.num_kv_heads * size * self.head_size // per for per in (2, 16))
+        rows = kv_cache.as_strided((blocks, block), (kv_cache.stride(0), 1)).split([codes] * 2 + [sf] * 2, dim=1)
+        k, v, k_sf, v_sf = (part.view(blocks, self.num_kv_heads, size, -1) for part in rows)
+        return (k, v), (k_sf.view(E4M3), v_sf.view(E4M3))
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Stores key and value (tokens, KV heads, head_size) at their slots: vLLM's own operator, or, for NVFP4, torch
-        operations, none of which waits for the device."""
-        caches, factors = self.caches(kv_cache)
-        if factors is None:
+        """Store key and value (tokens, KV heads, head_size) at their slots.
+
+        Uses vLLM's own operator, or for NVFP4 torch operations, none of which waits for the device.
+        """
+        caches, sf = self.caches(kv_cache)
+        if sf is None:
             k, v = (t.transpose(1, 2) for t in caches)
             ops.reshape_and_cache_flash(
                 key, value, k, v, slot_mapping, self.kv_cache_dtype, layer._k_scale, layer._v_scale
             )
             return
         tokens, blocks, device = slot_mapping.shape[0], kv_cache.shape[0], kv_cache.device
-        pages = torch.arange(blocks, device=device)  # all are pages of one request, whose keys slots count
+        pages = torch.arange(blocks, device=device)  # all are pages of one request: slots are positions of its keys
         nvfp4_quantize_append_paged_kv_cache(
-            key[:tokens], value[:tokens], torch.zeros_like(slot_mapping), slot_mapping, caches, factors, pages,
+            key[:tokens], value[:tokens], torch.zeros_like(slot_mapping), slot_mapping, caches, sf, pages,
             torch.arange(2, device=device) * blocks, pages[:1], layer._k_scale, layer._v_scale, "HND",
         )  # fmt: skip
 
@@ -226,19 +234,22 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         kv_cache: torch.Tensor, attn_metadata: VllmMetadata | None, output: torch.Tensor,
         output_scale: torch.Tensor | None = None, output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """query and output (tokens, heads, head_size); returns output, written. Rows of padding are undefined."""
+        """Write attention to output and return it.
+
+        query, output: (tokens, heads, head_size). Rows of padding are undefined.
+        """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale, output_block_scale: given, must be None")
-        if attn_metadata is None:  # vLLM measures its memory
+        if attn_metadata is None:  # vLLM is profiling its memory
             return output.fill_(0)
-        m, (caches, factors) = attn_metadata, self.caches(kv_cache)
+        m, (caches, sf) = attn_metadata, self.caches(kv_cache)
         scale, out_scale = self.scale, 1.0
         if self._cache_dtype is not None:
             scale, out_scale = scale * layer._k_scale_float, layer._v_scale_float
             if query.dtype == E4M3:
                 scale *= layer._q_scale_float
         options: dict[str, Any] = {
-            "window_left": self._window_left, "out": output, "sinks": self.sinks, "kv_cache_sf": factors,
+            "window_left": self._window_left, "out": output, "sinks": self.sinks, "kv_cache_sf": sf,
             "logits_soft_cap": self._soft_cap, "kv_layout": "HND",
         }  # fmt: skip
         if m.max_query_len <= self._decode_tokens:

@@ -1,4 +1,4 @@
-"""Every public function in plain torch, fp32 inside: the backend where there is no kernel, and the tests' oracle."""
+"""Every public function in plain torch, fp32 inside: it serves calls without a kernel, and is the tests' oracle."""
 
 from .dense import LOG2E, HeadTerms, attention
 from .paged import gather, paged_attention, store

@@ -12,8 +12,11 @@ from .dense import HeadTerms, attention, rotate
 
 
 def gather(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-    """A request's tokens, (length, Hkv, D), from cache (pages, Hkv, P, D); later entries are not read, one that is no
-    page of the cache is a page of zeros."""
+    """Return a request's tokens, (length, Hkv, D), from cache (pages, Hkv, P, D).
+
+    Entries of `pages` past the length are not read. An entry that is not a page of the cache stands for a page of
+    zeros.
+    """
     held, _, size, _ = cache.shape
     ids = pages[: -(-length // size)].to(torch.int64)
     raw = cache.view(torch.uint8) if cache.element_size() == 1 else cache  # torch indexes no fp8 on CPU
@@ -23,14 +26,16 @@ def gather(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tenso
     return tokens.view(cache.dtype)
 
 
-def _factor(number: float, tensor: torch.Tensor | None) -> float | torch.Tensor:
-    """A number, or a tensor of one element or of one a query head: (1,) or (Hq,)."""
+def _scale(number: float, tensor: torch.Tensor | None) -> float | torch.Tensor:
+    """Return a scale as a number, or as a tensor of one element, (1,), or of one per query head, (Hq,)."""
     return number if tensor is None else number * tensor.reshape(-1)
 
 
 class KeyLocation(NamedTuple):
-    """Where a request's keys are. pages: (2, N), its entries of the page table, K's and V's; or None: k's rows from
-    `first` on."""
+    """Where a request's keys are.
+
+    pages: (2, N), its entries of the page table for K and V. None: the rows of k from `first` on.
+    """
 
     length: int
     pages: torch.Tensor | None
@@ -38,7 +43,7 @@ class KeyLocation(NamedTuple):
 
 
 def most_keys(p: AttentionCall) -> int:
-    """Of a request."""
+    """Return an upper bound of the keys of a request."""
     r = p.requests
     if r.form == "ragged":
         return p.k.shape[2]
@@ -46,7 +51,7 @@ def most_keys(p: AttentionCall) -> int:
 
 
 def keys_of(p: AttentionCall) -> list[KeyLocation]:
-    """The keys of each request, clamped to what there is: none where the cache has no pages or starts fall."""
+    """Return the keys of each request, clamped to those that exist: none if the cache has no pages or starts fall."""
     r, most = p.requests, most_keys(p)
     if r.kv_starts is None:
         return [KeyLocation(n, pages) for n, pages in zip(r.kv_lens.clamp(0, most).tolist(), r.page_table, strict=True)]
@@ -74,9 +79,12 @@ def _values(
 
 
 class SequenceTokens(NamedTuple):
-    """A request's. rows: those of its query, q (m, Hq, Dqk), among all. k (n, Hkv, Dqk), v (n, Hkv, Dvo): of the
-    cache's dtype, NVFP4 as fp32. q and k are rotated where the call asks for it. causal: as `dense.attention` takes it,
-    a mask of drafts or of bits included."""
+    """The tokens of a request.
+
+    rows: its query rows among all. q: (m, Hq, Dqk). k (n, Hkv, Dqk), v (n, Hkv, Dvo): of the cache's dtype, or fp32 for
+    NVFP4. q and k are rotated if the call asks for it. causal: as `dense.attention` takes it, including a mask of
+    drafts or of bits.
+    """
 
     rows: slice
     q: torch.Tensor
@@ -86,8 +94,7 @@ class SequenceTokens(NamedTuple):
 
 
 def tokens_of(p: AttentionCall) -> Iterator[SequenceTokens]:
-    """Of each request that has query rows, in any form: pages of a table or a list, or rows without pages. Reads
-    lengths on the host."""
+    """Yield the tokens of each request with query rows, whatever the form of the call. Reads lengths on the host."""
     tokens, r, v_scales = len(p.q), p.requests, p.v_scales
     if v_scales is not None and p.interleaved:
         v_scales = fp4.deinterleave_v_scales(v_scales)
@@ -115,10 +122,12 @@ def tokens_of(p: AttentionCall) -> Iterator[SequenceTokens]:
 
 
 def paged_attention(p: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o (T, Hq, Dvo) fp32 including out_scale, lse (T, Hq) fp32 base 2). Rows of no request are 0 and -inf. Reads
-    lengths on the host, so a GPU call synchronises; skips nothing. Values that make no sense are clamped as kernels
-    do: rows to the query's, keys to what a row of the table, or the list of all, holds, none where the cache has no
-    pages."""
+    """Return (o, lse): o (T, Hq, Dvo) fp32 including out_scale, lse (T, Hq) fp32 base 2.
+
+    Rows of no request are 0 and -inf. Reads lengths on the host, so a GPU call synchronises. Skips nothing. Invalid
+    values are clamped as kernels do: query rows to those that exist; keys to the capacity of a row of the table, or of
+    the list of all pages; to none if the cache has no pages.
+    """
     tokens, heads, _ = p.q.shape
     o = torch.zeros(tokens, heads, p.dim_vo, dtype=torch.float32, device=p.q.device)
     lse = torch.full((tokens, heads), -float("inf"), dtype=torch.float32, device=p.q.device)
@@ -127,18 +136,21 @@ def paged_attention(p: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
             x.q,
             x.k,
             x.v,
-            scale=_factor(p.scale, p.scale_tensor),
+            scale=_scale(p.scale, p.scale_tensor),
             causal=x.causal,
             window_left=min(p.window_left, most_keys(p)),
             soft_cap=p.soft_cap or 0.0,
             of_heads=HeadTerms(p.sinks, p.alibi_slopes),
         )
-    factor = _factor(p.out_scale, p.out_scale_tensor)
-    return o * (factor[:, None] if isinstance(factor, torch.Tensor) else factor), lse
+    out_scale = _scale(p.out_scale, p.out_scale_tensor)
+    return o * (out_scale[:, None] if isinstance(out_scale, torch.Tensor) else out_scale), lse
 
 
 def store(o: torch.Tensor, out: "torch.Tensor | fp4.FP4Tensor", o_sf_scale: float | None = None) -> None:
-    """fp32 o into `out`: 16-bit rounded, e4m3 saturated, NVFP4 quantised with the forward global scale o_sf_scale."""
+    """Store fp32 o in `out`: rounded to 16 bits, saturated to e4m3, or quantised to NVFP4.
+
+    o_sf_scale: NVFP4's forward scale.
+    """
     if isinstance(out, fp4.FP4Tensor):
         fp4.store(o, out, 1.0 if o_sf_scale is None else o_sf_scale)
     else:

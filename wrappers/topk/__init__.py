@@ -6,7 +6,7 @@ compiled kernel.
 All functions promise the following:
 
 - The selection is exact by the order of the scores' bit patterns at their own width: +NaN > +inf > ... > +0 > -0 > ...
-  > -inf > -NaN. Of equal scores at the boundary the lowest indices are selected, or the highest with
+  > -inf > -NaN. If scores at the boundary are equal, the lowest indices are selected, or the highest with
   `TopKTieBreak.LARGE`.
 - Indices are returned in ascending order. A window of n <= k elements is returned whole, 0 .. n - 1 and then -1; its
   scores are not read.
