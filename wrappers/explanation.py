@@ -93,7 +93,7 @@ def _asking(function: Any) -> FunctionType:
     return asks
 
 
-def problem_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the call that a public function makes of these arguments, unchecked: an `AttentionCall` or a `TopKCall`.
 
     The function's own code runs, with its last step, `serve`, replaced: that costs calls nothing, and nothing is
@@ -129,7 +129,7 @@ def explain(
     >>> explain(torch.zeros(64, 65536), 2048, function=top_k, arch="sm_90a").runs
     'topk.radix fp32_c2t512_n46080'
     """
-    asked = problem_of(function, *args, **kwargs)
+    asked = call_of(function, *args, **kwargs)
     attention = isinstance(asked, AttentionCall)
     if torch.is_grad_enabled():
         (attention_op if attention else topk_op).refuse_grad(asked)
@@ -140,7 +140,7 @@ def explain(
         asked = topk_checks.with_ints(asked)
         topk_checks.validate(asked)
         device = asked.scores.device
-    known, count = machine.current.facts(device) or (None, None)
+    known, count = machine.current.device_info(device) or (None, None)
     if arch is not None and (not isinstance(arch, str) or not fullmatch(r"sm_[0-9]+[af]?", arch)):
         raise (ValueError if isinstance(arch, str) else TypeError)(
             f"arch: {arch!r}, must be a name such as 'sm_90a', or None"
@@ -162,14 +162,14 @@ def explain(
     return Explanation(None, refused)
 
 
-def _attention(p: AttentionCall, arch: str) -> list[tuple[str, Any, Any]]:
+def _attention(call: AttentionCall, arch: str) -> list[tuple[str, Any, Any]]:
     """Return (op, spec, reason why it refuses or None) of every attention op."""
     answers = []
-    for op, spec, reason in dispatch.explain(plan.facts_of(p), arch):
+    for op, spec, reason in dispatch.explain(plan.request_of(call), arch):
         why: Any = reason
         if reason is None:
             try:
-                checks.kernel_tensors(p)
+                checks.kernel_tensors(call)
             except NotImplementedError as error:
                 why = error
         answers.append((op, spec, why))
@@ -178,4 +178,4 @@ def _attention(p: AttentionCall, arch: str) -> list[tuple[str, Any, Any]]:
 
 def _top_k(call: TopKCall, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
     """Return (op, spec, reason why it refuses or None) of every top-k op."""
-    return [*topk_dispatch.explain(topk_plan.facts_of(call, sms), arch)]
+    return [*topk_dispatch.explain(topk_plan.request_of(call, sms), arch)]

@@ -19,7 +19,7 @@ from . import machine
 from .attention import checks, plan
 from .attention import op as attention_op
 from .attention import values as attention_values
-from .attention.call import SEPARATE, AttentionCall, SequenceBatch, TableLayout, pair, ragged_requests, requests_of
+from .attention.call import SEPARATE, AttentionCall, SequenceBatch, TableLayout, pair, ragged_sequences, sequences_of
 from .attention.checks import E5M2, HEAD_SCALES, SIGNATURES
 from .attention.op import serve
 from .checks import (
@@ -163,7 +163,7 @@ def flash_attn_varlen_func(
         if seqused_k is not None:
             raise NotImplementedError("seqused_k: given without block_table, not supported, must be None")
         check_operand("cu_seqlens_k", cu_seqlens_k, 1, (torch.int32,), q.device)
-        requests = ragged_requests(cu_seqlens_q, cu_seqlens_k, plain)
+        requests = ragged_sequences(cu_seqlens_q, cu_seqlens_k, plain)
         keys, lens = (rows_of("k", k, "NHD"), rows_of("v", v, "NHD")), "seqused_k"
     else:
         lens = "cu_seqlens_k" if seqused_k is None else "seqused_k"
@@ -171,7 +171,7 @@ def flash_attn_varlen_func(
             seqused_k = check_operand("cu_seqlens_k", cu_seqlens_k, 1, (torch.int32,), q.device).diff()
         check_operand(lens, seqused_k, 1, (torch.int32,), q.device)
         keys = pair("k, v", (k, v), "NHD")
-        requests = requests_of(table, seqused_k, cu_seqlens_q, plain, LAYOUTS[name])
+        requests = sequences_of(table, seqused_k, cu_seqlens_q, plain, LAYOUTS[name])
     descales = q_descale, k_descale, v_descale
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
     options = FlashAttnOptions(softmax_scale, causal, window_size, softcap, given, descales, num_splits, out)
@@ -244,11 +244,11 @@ def flash_attn_with_kvcache(
     descales = q_descale, k_descale, v_descale
     options = FlashAttnOptions(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
     most = _most(max_seqlen_q, q.shape[0]) if packed else q.shape[1]
-    requests = requests_of(table, lens, cu_seqlens_q, not traced(q), LAYOUTS[name])
-    p = _problem(signature, flat, keys, requests, most, options, return_lse)
+    requests = sequences_of(table, lens, cu_seqlens_q, not traced(q), LAYOUTS[name])
+    call = _problem(signature, flat, keys, requests, most, options, return_lse)
     if new is not None:
-        append(p, new)
-    return _shaped(serve(p), q, out, packed, return_lse)
+        append(call, new)
+    return _shaped(serve(call), q, out, packed, return_lse)
 
 
 def flash_attn_func(
@@ -278,32 +278,32 @@ def flash_attn_func(
     descales = q_descale, k_descale, v_descale
     flat_out = _flat(out, q, keys[1])
     options = FlashAttnOptions(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
-    requests = requests_of(table, lens, None, not traced(q), LAYOUTS["k"])
-    p = _problem(FUNC, q.flatten(0, 1), keys, requests, length, options, return_lse)
-    return _shaped(serve(p), q, out, False, return_lse)
+    requests = sequences_of(table, lens, None, not traced(q), LAYOUTS["k"])
+    call = _problem(FUNC, q.flatten(0, 1), keys, requests, length, options, return_lse)
+    return _shaped(serve(call), q, out, False, return_lse)
 
 
-def append(p: AttentionCall, new: "NewKeyValues") -> None:
+def append(call: AttentionCall, new: "NewKeyValues") -> None:
     """Write new keys and values to the pages of a call with lengths that already count them.
 
     Raises as the call itself would, before anything is written.
     """
     if torch.is_grad_enabled():
-        attention_op.refuse_grad(p)
+        attention_op.refuse_grad(call)
         refuse_grad({"k": new.k, "v": new.v})
-    if not traced(p.q):
-        checks.validate(p)
-        check_apart({checks.names_of(p)("k"): p.k, checks.names_of(p)("v"): p.v}, {"k": new.k, "v": new.v})
+    if not traced(call.q):
+        checks.validate(call)
+        check_apart({checks.names_of(call)("k"): call.k, checks.names_of(call)("v"): call.v}, {"k": new.k, "v": new.v})
         here = machine.current
-        known = here.facts(p.q.device)
+        known = here.device_info(call.q.device)
         if known is not None:
-            plan.plan_for(p, *known)
-        if not p.q.is_meta and (known is None or checking() and not here.is_capturing()):
-            attention_values.check(p, positive=known is not None)
-    table, lens = p.requests.page_table[:, 0], p.requests.kv_lens
+            plan.plan_for(call, *known)
+        if not call.q.is_meta and (known is None or checking() and not here.is_capturing()):
+            attention_values.check(call, positive=known is not None)
+    table, lens = call.requests.page_table[:, 0], call.requests.kv_lens
     where = get_batch_indices_positions(new.starts, lens, new.k.shape[0])
     ends = torch.arange(table.shape[0] + 1, dtype=torch.int32, device=table.device) * table.shape[1]
-    append_paged_kv_cache(new.k, new.v, *where, (p.k, p.v), table.reshape(-1), ends, lens, "HND")
+    append_paged_kv_cache(new.k, new.v, *where, (call.k, call.v), table.reshape(-1), ends, lens, "HND")
 
 
 class NewKeyValues(NamedTuple):
@@ -349,7 +349,7 @@ def _problem(
     decodes = check_integer("num_splits", integer(o.num_splits), 0) != 1 and decodes
     if equal and not decodes:
         offsets = torch.arange(requests.batch + 1, dtype=torch.int32, device=q.device) * most
-        requests = requests_of(requests.page_table, requests.kv_lens, offsets, not traced(q), SEPARATE)
+        requests = sequences_of(requests.page_table, requests.kv_lens, offsets, not traced(q), SEPARATE)
     return AttentionCall(
         signature, "decode" if decodes else "prefill", q, k, v, requests, most, scale, scale_tensor, out_scale,
         out_scale_tensor, causal, left, real(o.softcap), _sinks(q, o.sinks), out=o.out,

@@ -21,7 +21,7 @@ class HostMachine:
     """Queries to CUDA and the runtime, and state that is kept between calls.
 
     plans: launch plans by the static properties of a call, for all public functions. offsets: offsets of queries of
-    equal length, by device, batch and length. counter_pools, splits: counters and scratch memory, see `scratch`.
+    equal length, by device, batch and length. counter_pools, split_scratch: counters and scratch memory, see `scratch`.
     """
 
     max_plans = 4096  # at this size `plans` is emptied and `offsets` stops growing: a caller may vary shapes for ever
@@ -35,9 +35,9 @@ class HostMachine:
         self.plans: dict[tuple[Any, ...], Any] = {}
         self.offsets: dict[tuple[torch.device, int, int], Any] = {}
         self.counter_pools: dict[torch.device, Any] = {}
-        self.splits: dict[Any, tuple[Any, Any]] = {}
+        self.split_scratch: dict[Any, tuple[Any, Any]] = {}
 
-    def facts(self, device: torch.device) -> tuple[str, int] | None:
+    def device_info(self, device: torch.device) -> tuple[str, int] | None:
         """Return (architecture, SM count) of a device that compiled kernels serve, else None (the reference)."""
         if device.type != "cuda":
             return None

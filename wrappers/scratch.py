@@ -55,7 +55,7 @@ def launch_counter(device: torch.device, capturing: bool) -> tuple[Any, int]:
     return pool.argument, index
 
 
-def splits(plan: Any, capturing: bool) -> tuple[Any, Any, int]:
+def split_scratch(plan: Any, capturing: bool) -> tuple[Any, Any, int]:
     """Return (scratch, counters, first index) for the splits of tiles.
 
     There are two splits per CTA, and `plan.counters_per_split` counters per CTA.
@@ -67,30 +67,32 @@ def splits(plan: Any, capturing: bool) -> tuple[Any, Any, int]:
         pool = here.counter_pools.get(plan.device)
         first = pool.take(counters) if pool else -1
         if pool and first >= 0:
-            return _new_split(plan, slots), pool.argument, first
-        return *new_splits(plan, slots, plan.sms), 0
+            return _new_partial(plan, slots), pool.argument, first
+        return *new_split_scratch(plan, slots, plan.sms), 0
     if plan.device not in here.counter_pools:
         _add_pool(plan.device)  # later captures need them
     stream = here.raw_stream(plan.device.index)
     if stream == PER_THREAD_STREAM:
-        return *new_splits(plan, slots, plan.sms), 0
-    key = plan.device, stream, plan.dim_vo, plan.tile_rows, plan.counters_per_split
-    found = here.splits.get(key)
+        return *new_split_scratch(plan, slots, plan.sms), 0
+    key = plan.device, stream, plan.dim_vo, plan.tile_m, plan.counters_per_split
+    found = here.split_scratch.get(key)
     if found is None:
-        if len(here.splits) >= MAX_STREAMS:
-            here.splits.clear()
-        new, zeros = new_splits(plan, slots, plan.sms)
-        found = here.splits.setdefault(key, (here.argument(new), here.argument(zeros)))
+        if len(here.split_scratch) >= MAX_STREAMS:
+            here.split_scratch.clear()
+        new, zeros = new_split_scratch(plan, slots, plan.sms)
+        found = here.split_scratch.setdefault(key, (here.argument(new), here.argument(zeros)))
     return *found, 0
 
 
-def new_splits(plan: Any, slots: int, tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
+def new_split_scratch(plan: Any, slots: int, tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scratch memory for `slots` splits, and zeroed counters of `tiles` tiles."""
-    return _new_split(plan, slots), torch.zeros(tiles * plan.counters_per_split, dtype=torch.int32, device=plan.device)
+    return _new_partial(plan, slots), torch.zeros(
+        tiles * plan.counters_per_split, dtype=torch.int32, device=plan.device
+    )
 
 
-def _new_split(plan: Any, slots: int) -> torch.Tensor:
-    return torch.empty((slots, plan.tile_rows, plan.dim_vo + 4), dtype=torch.float32, device=plan.device)
+def _new_partial(plan: Any, slots: int) -> torch.Tensor:
+    return torch.empty((slots, plan.tile_m, plan.dim_vo + 4), dtype=torch.float32, device=plan.device)
 
 
 def _add_pool(device: torch.device) -> CounterPool:

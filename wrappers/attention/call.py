@@ -17,15 +17,15 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 class SequenceBatch(NamedTuple):
     """Where the tokens of each request are.
 
-    form: "table", a row of pages per request; "csr", the pages of all requests one after another (`csr_requests`);
-    "ragged", K and V without pages (`ragged_requests`).
+    form: "table", a row of pages per request; "csr", the pages of all requests one after another (`csr_sequences`);
+    "ragged", K and V without pages (`ragged_sequences`).
     """
 
     page_table: torch.Tensor  # (B, 2, M) int32: [:, 0] pages of K, [:, 1] pages of V; csr: (1, 2, N); ragged: (1, 2, 0)
     kv_lens: torch.Tensor  # (B,) int32: keys; csr: keys in the last page; ragged: (0,)
     cu_seqlens_q: torch.Tensor | None  # (B + 1,) int32; None: every request has max_q_len tokens
     batch: int
-    facts: int | None  # a number for the properties that a plan depends on (shapes); None: something traces the call
+    shape_id: int | None  # a number for the properties that a plan depends on (shapes); None: something traces the call
     unsigned: bool = False  # the caller's lengths are uint32
     kv_starts: torch.Tensor | None = None  # (B + 1,) int32, offsets in page_table (csr) or rows of K (ragged)
     form: str = "table"
@@ -113,19 +113,21 @@ class TableLayout(NamedTuple):
 
 
 SHARED, SEPARATE = TableLayout(), TableLayout(shared=False)
-_numbers: dict[tuple[Any, ...], int] = {}  # facts -> their number, which is never reused
+_numbers: dict[tuple[Any, ...], int] = {}  # shapes -> their number, which is never reused
 _next = count()
 _nothing: dict[torch.device, tuple[torch.Tensor, ...]] = {}  # a page table and lengths without elements
-_last: tuple[Any, ...] = (None,) * 10  # the last table, lens, offsets and layout of `requests_of`, and its result
+_last: tuple[Any, ...] = (None,) * 10  # the last table, lens, offsets and layout of `sequences_of`, and its result
 
 
-def requests_of(table: Any, lens: Any, offsets: Any, plain: bool = True, layout: TableLayout = SHARED) -> SequenceBatch:
+def sequences_of(
+    table: Any, lens: Any, offsets: Any, plain: bool = True, layout: TableLayout = SHARED
+) -> SequenceBatch:
     """Return the requests of a page table, lengths (int32 or uint32) and query offsets.
 
-    Values may be of any type: those that do not fit stay unchanged for `checks`, and get facts that no plan has. Only a
+    Values may be of any type: those that do not fit stay unchanged for `checks`, and get a shape_id that no plan has. Only a
     table of another rank is refused here.
 
-    plain: False if something traces the call. Then views must be made anew, and there are no facts.
+    plain: False if something traces the call. Then views must be made anew, and there is no shape_id.
 
     The last result is kept for the same tensors: within a step all layers of a model pass the same objects, and new
     views cost 2.5 us. Sizes, strides and addresses are compared too, since an object may have been resized or given
@@ -140,27 +142,29 @@ def requests_of(table: Any, lens: Any, offsets: Any, plain: bool = True, layout:
             and lens.numel() == size and (lens is found.kv_lens or lens.data_ptr() == lens_address)
             and (offsets is None or offsets.numel() == size + 1)):  # fmt: skip
         return found
-    found = new_requests(table, lens, offsets, layout)
+    found = new_sequences(table, lens, offsets, layout)
     if found.batch >= 0 and (offsets is None or offsets.numel() == found.batch + 1):
         size, stride, address = table.shape, table.stride(), table.data_ptr()
         _last = (table, lens, offsets, layout, size, stride, address, lens.numel(), lens.data_ptr(), found)
     return found
 
 
-def new_requests(table: Any, lens: Any, offsets: Any, layout: TableLayout) -> SequenceBatch:
-    """Return the same as `requests_of` for a call that nothing traces, and keep nothing."""
+def new_sequences(table: Any, lens: Any, offsets: Any, layout: TableLayout) -> SequenceBatch:
+    """Return the same as `sequences_of` for a call that nothing traces, and keep nothing."""
     made = _views(table, lens, offsets, layout)
     if made.batch < 0 or any(isinstance(t, FakeTensor) for t in (table, lens, offsets)):
-        return made._replace(batch=-1, facts=next(_next))
+        return made._replace(batch=-1, shape_id=next(_next))
     return _numbered(made, (made.page_table.shape, made.kv_lens.shape, None if offsets is None else offsets.shape))
 
 
-def csr_requests(qo_indptr: Any, kv_indptr: Any, indices: Any, last_page_len: Any, plain: bool = True) -> SequenceBatch:
+def csr_sequences(
+    qo_indptr: Any, kv_indptr: Any, indices: Any, last_page_len: Any, plain: bool = True
+) -> SequenceBatch:
     """Return requests with pages that are stored one after another in indices (N,).
 
     The pages of request b are indices[kv_indptr[b]:kv_indptr[b + 1]]; the last of them holds last_page_len[b] rows. All
-    tensors are int32; K and V share the pages. plain: as in `requests_of`. Facts do not depend on N. Values may be of
-    any type, as in `requests_of`, but indices of another rank are refused.
+    tensors are int32; K and V share the pages. plain: as in `sequences_of`. The shape_id does not depend on N. Values may be of
+    any type, as in `sequences_of`, but indices of another rank are refused.
     """
     if not _strided_all(kv_indptr, indices, last_page_len, qo_indptr):
         return SequenceBatch(
@@ -169,10 +173,10 @@ def csr_requests(qo_indptr: Any, kv_indptr: Any, indices: Any, last_page_len: An
     if indices.dim() != 1:
         raise ValueError(f"paged_kv_indices: shape {tuple(indices.shape)}, must have 1 dimension")
     table = indices.as_strided((1, 2, indices.shape[0]), (0, 0, indices.stride(0)))
-    return listed_requests(table, last_page_len, qo_indptr, kv_indptr, "csr", plain)
+    return listed_sequences(table, last_page_len, qo_indptr, kv_indptr, "csr", plain)
 
 
-def ragged_requests(qo_indptr: Any, kv_indptr: Any, plain: bool = True) -> SequenceBatch:
+def ragged_sequences(qo_indptr: Any, kv_indptr: Any, plain: bool = True) -> SequenceBatch:
     """Return requests with the keys kv_indptr[b]:kv_indptr[b + 1], int32 (B + 1,), of K and V without pages."""
     if not _strided_all(kv_indptr, kv_indptr, kv_indptr, qo_indptr):
         return SequenceBatch(
@@ -184,10 +188,10 @@ def ragged_requests(qo_indptr: Any, kv_indptr: Any, plain: bool = True) -> Seque
         if plain and kv_indptr.__class__ is _Tensor:
             _nothing[kv_indptr.device] = nothing
     table, lens = nothing
-    return listed_requests(table, lens, qo_indptr, kv_indptr, "ragged", plain)
+    return listed_sequences(table, lens, qo_indptr, kv_indptr, "ragged", plain)
 
 
-def listed_requests(table: Any, lens: Any, offsets: Any, starts: Any, form: str, plain: bool = True) -> SequenceBatch:
+def listed_sequences(table: Any, lens: Any, offsets: Any, starts: Any, form: str, plain: bool = True) -> SequenceBatch:
     """Return requests of strided tensors in a form that has no table with a row per request."""
     made = SequenceBatch(
         table, lens, offsets, starts.shape[0] - 1 if starts.dim() == 1 else -1, None, False, starts, form
@@ -195,9 +199,9 @@ def listed_requests(table: Any, lens: Any, offsets: Any, starts: Any, form: str,
     if not plain:
         return made
     if any(isinstance(t, FakeTensor) for t in (table, lens, offsets, starts)):
-        return made._replace(batch=-1, facts=next(_next))
-    facts = (form, table.shape[:2], lens.shape, starts.shape, None if offsets is None else offsets.shape)
-    return _numbered(made, facts)
+        return made._replace(batch=-1, shape_id=next(_next))
+    shape_id = (form, table.shape[:2], lens.shape, starts.shape, None if offsets is None else offsets.shape)
+    return _numbered(made, shape_id)
 
 
 def _strided_all(starts: Any, table: Any, lens: Any, offsets: Any) -> bool:
@@ -205,14 +209,14 @@ def _strided_all(starts: Any, table: Any, lens: Any, offsets: Any) -> bool:
     return all(isinstance(t, _Tensor) and t.layout is _strided for t in given)
 
 
-def _numbered(made: SequenceBatch, facts: tuple[Any, ...]) -> SequenceBatch:
+def _numbered(made: SequenceBatch, shape_id: tuple[Any, ...]) -> SequenceBatch:
     if len(_numbers) >= 4096:  # a caller may vary shapes for ever
         _numbers.clear()
-    return made._replace(facts=_numbers.setdefault(facts, next(_next)))
+    return made._replace(shape_id=_numbers.setdefault(shape_id, next(_next)))
 
 
 def _views(table: Any, lens: Any, offsets: Any, layout: TableLayout) -> SequenceBatch:
-    """Return requests without facts; batch is -1 if a value is not a strided tensor."""
+    """Return requests without a shape_id; batch is -1 if a value is not a strided tensor."""
     given = isinstance(table, _Tensor) and isinstance(lens, _Tensor) and isinstance(offsets, (_Tensor, type(None)))
     if not given or not lens.dim() or lens.layout is not _strided or table.layout is not _strided:
         return SequenceBatch(table, lens, offsets, -1, None)

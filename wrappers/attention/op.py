@@ -12,7 +12,7 @@ from ..checks import check_strided
 from ..plain import no_backward, write
 from ..scalars import split_scale
 from . import checks, plan
-from .call import SEPARATE, AttentionCall, Rope, listed_requests, new_requests
+from .call import SEPARATE, AttentionCall, Rope, listed_sequences, new_sequences
 
 NAME = "cute_kernels::attention"
 SCHEMA = """(
@@ -32,7 +32,7 @@ torch.library.define(NAME, SCHEMA.replace("\n", " "), tags=torch.Tag.pt2_complia
 _is_grad_enabled = torch.is_grad_enabled  # a module global: saves an attribute look-up, 20 ns
 
 
-def serve(p: AttentionCall) -> Any:
+def serve(call: AttentionCall) -> Any:
     """Run an attention call and return the result of its public function.
 
     In grad mode, a query, cache, sinks or slopes that require grad are refused, since their gradient would be lost.
@@ -40,20 +40,20 @@ def serve(p: AttentionCall) -> Any:
     """
     if _is_grad_enabled():
         try:
-            sinks, slopes = p.sinks, p.alibi_slopes
-            if (p.q.requires_grad or p.k.requires_grad or p.v.requires_grad or sinks is not None and sinks.requires_grad
+            sinks, slopes = call.sinks, call.alibi_slopes
+            if (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad or sinks is not None and sinks.requires_grad
                     or slopes is not None and slopes.requires_grad):  # fmt: skip
-                refuse_grad(p)
+                refuse_grad(call)
         except AttributeError:  # something is not a tensor and is refused later
             pass
-    return trace(p) if p.requests.facts is None else plan.run(p)
+    return trace(call) if call.requests.shape_id is None else plan.run(call)
 
 
-def refuse_grad(p: AttentionCall) -> None:
+def refuse_grad(call: AttentionCall) -> None:
     """Raise on the first tensor that requires grad, among those with a gradient that would be lost."""
     for field in ("q", "k", "v", "sinks", "alibi_slopes"):
-        if getattr(getattr(p, field), "requires_grad", False):
-            raise no_backward(checks.names_of(p)(field))
+        if getattr(getattr(call, field), "requires_grad", False):
+            raise no_backward(checks.names_of(call)(field))
 
 
 @torch.library.impl(NAME, ("cpu", "cuda"))
@@ -61,9 +61,9 @@ def _run(*flat: Any) -> None:
     given = dict(zip(FIELDS, flat, strict=True))
     table, lens, offsets, starts, form = (given.pop(name) for name in TABLES)
     if form == "table":
-        requests = new_requests(table, lens, offsets, SEPARATE)
+        requests = new_sequences(table, lens, offsets, SEPARATE)
     else:
-        requests = listed_requests(table, lens, offsets, starts, form)
+        requests = listed_sequences(table, lens, offsets, starts, form)
     given["rope"] = None if given["rope"] is None else Rope(*given["rope"])
     block_scales, start = given.pop("out_block_scales"), given.pop("out_block_start")
     if block_scales is not None:
@@ -71,15 +71,15 @@ def _run(*flat: Any) -> None:
     serve(_read_scales(AttentionCall(requests=requests, **given)))
 
 
-def _read_scales(p: AttentionCall) -> AttentionCall:
+def _read_scales(call: AttentionCall) -> AttentionCall:
     """Replace the host's scale tensors, which had no value in a trace, by numbers."""
-    name = checks.names_of(p)
+    name = checks.names_of(call)
     for field in ("scale", "out_scale"):
-        tensor = getattr(p, f"{field}_tensor")
+        tensor = getattr(call, f"{field}_tensor")
         if tensor is not None:
             number, tensor = split_scale(name(field), tensor)
-            p = p._replace(**{field: getattr(p, field) * number, f"{field}_tensor": tensor})
-    return p
+            call = call._replace(**{field: getattr(call, field) * number, f"{field}_tensor": tensor})
+    return call
 
 
 @torch.library.register_fake(NAME)
@@ -87,15 +87,15 @@ def _fake(*flat: Any) -> None:
     """Infer nothing: every output is an argument."""
 
 
-def trace(p: AttentionCall) -> Any:
+def trace(call: AttentionCall) -> Any:
     """Record a call: check what the operator would not see, allocate the outputs, then call the operator."""
-    checks.scalars(p)
-    check_strided(checks.names_of(p)("q"), p.q, 3)
-    checks.outputs(p)
-    out, lse = plan.outputs(p)
+    checks.scalars(call)
+    check_strided(checks.names_of(call)("q"), call.q, 3)
+    checks.outputs(call)
+    out, lse = plan.outputs(call)
     packed = isinstance(out, fp4.FP4Tensor)
-    given = p._asdict() | p.requests._asdict() | {"out": out.data if packed else out, "lse": lse}
+    given = call._asdict() | call.requests._asdict() | {"out": out.data if packed else out, "lse": lse}
     given |= {"out_block_scales": out.scale if packed else None}
     given |= {"out_block_start": out.scale_start_index if packed else 0}
     write(torch.ops.cute_kernels.attention.default, **{name: given[name] for name in FIELDS})
-    return (out, lse) if p.return_lse else out
+    return (out, lse) if call.return_lse else out

@@ -32,7 +32,7 @@ TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", checks.E4M3: "e4m3", checks.E5M2: "e5m2", torch.uint8: "nvfp4",
     "nvfp4": "nvfp4",
 }  # fmt: skip
-FIELDS = {  # fact -> field of AttentionCall
+FIELDS = {  # field of KernelRequest -> field of AttentionCall
     "arch": "q", "kv": "k", "page_size": "k", "source": "k", "head_dim": "q", "out": "out_dtype",
     "alibi": "alibi_slopes",
 }  # fmt: skip
@@ -40,33 +40,33 @@ _Tensor = torch.Tensor  # module globals: each saves an attribute look-up, 20 ns
 _empty, _empty_like = torch.empty, torch.empty_like
 
 
-def facts_of(p: AttentionCall) -> KernelRequest:
+def request_of(call: AttentionCall) -> KernelRequest:
     """Return the kernel request of a valid call."""
-    rows = min(p.max_q_len, p.q.shape[0])
-    if p.requests.cu_seqlens_q is not None:  # plans depend only on the next power of two
+    rows = min(call.max_q_len, call.q.shape[0])
+    if call.requests.cu_seqlens_q is not None:  # plans depend only on the next power of two
         rows = 1 << max(rows - 1, 0).bit_length()
-    ragged, masked = p.requests.form == "ragged", p.custom_mask is not None
+    ragged, masked = call.requests.form == "ragged", call.custom_mask is not None
     return KernelRequest(
-        q=TYPES[p.q.dtype],
-        kv=TYPES[p.k.dtype],
-        out=TYPES[p.result_dtype],
-        head_dim_qk=p.q.shape[2],
-        head_dim_vo=p.dim_vo,
-        page_size=0 if ragged else p.k.shape[2],
-        group=p.q.shape[1] // p.k.shape[1],
+        q=TYPES[call.q.dtype],
+        kv=TYPES[call.k.dtype],
+        out=TYPES[call.result_dtype],
+        head_dim_qk=call.q.shape[2],
+        head_dim_vo=call.dim_vo,
+        page_size=0 if ragged else call.k.shape[2],
+        group=call.q.shape[1] // call.k.shape[1],
         rows=rows,
-        phase=p.phase,
-        causal=bool(p.causal) and not masked,
-        window=p.window_left >= 0,
-        drafts=p.drafts is not None,
-        soft_cap=bool(p.soft_cap),
-        skip=bool(p.skip),
-        interleaved=bool(p.interleaved),
-        batch_invariant=bool(p.batch_invariant),
+        phase=call.phase,
+        causal=bool(call.causal) and not masked,
+        window=call.window_left >= 0,
+        drafts=call.drafts is not None,
+        soft_cap=bool(call.soft_cap),
+        skip=bool(call.skip),
+        interleaved=bool(call.interleaved),
+        batch_invariant=bool(call.batch_invariant),
         source="ragged" if ragged else "paged",
         custom_mask=masked,
-        alibi=p.alibi_slopes is not None,
-        head_scales=any(t is not None and t.numel() > 1 for t in (p.scale_tensor, p.out_scale_tensor)),
+        alibi=call.alibi_slopes is not None,
+        head_scales=any(t is not None and t.numel() > 1 for t in (call.scale_tensor, call.out_scale_tensor)),
     )
 
 
@@ -85,22 +85,22 @@ class LaunchPlan:
     """A compiled kernel and all that a launch needs beyond the call's own tensors.
 
     flat: the kernel's arguments, for those that the call does not set. An optional argument is an empty tensor there,
-    in the form that the kernel converts fastest. at: the positions of the arguments in flat.
+    in the form that the kernel converts fastest. slots: the positions of the arguments in flat.
     """
 
     fn: Callable[..., None]  # the compiled kernel
     flat: list[Any]
-    at: Any  # an ArgSlots
+    slots: Any  # an ArgSlots
     device: torch.device
-    alone: bool  # it is the only device of the process
+    single_device: bool  # it is the only device of the process
     dtype: torch.dtype | str  # of the output
-    wide: bool  # the output has 16 bits
+    out_is_16bit: bool  # the output has 16 bits
     like_query: bool  # the output has the query's dtype and head_dim: empty_like is 1 us cheaper than empty
     dim_vo: int
     token_bytes: int  # bytes of a token of the query or of the output, the larger of both, if they are contiguous
     pack_factor: int  # rows of a token: the GQA group if it is packed into rows for all requests, else 1
-    tile_heads: int
-    tile_rows: int  # the largest number of query rows of a tile
+    num_tile_heads: int
+    tile_m: int  # the largest number of query rows of a tile
     sms: int
     stream_k: bool  # CTAs share the keys of a request
     counters_per_split: int  # of a tile
@@ -108,30 +108,33 @@ class LaunchPlan:
     checked: bool  # values are read and checked before a launch
     offsets: Any = None  # (B + 1,) int32, offsets of requests of equal length, in the form of `HostMachine.argument`
 
-    def modify(self, flat: list[Any], p: AttentionCall) -> None:
+    def set_optional_args(self, flat: list[Any], call: AttentionCall) -> None:
         """Set the arguments that most calls do not have."""
-        at = self.at
-        if p.soft_cap:
-            flat[at.soft_cap] = float(p.soft_cap)
-        if p.skip:
-            flat[at.skip_threshold] = log2(p.skip)
-        if p.drafts is not None:
-            flat[at.tree_mask] = p.drafts
-        scale, out_scale = p.scale_tensor, p.out_scale_tensor
+        slots = self.slots
+        if call.soft_cap:
+            flat[slots.soft_cap] = float(call.soft_cap)
+        if call.skip:
+            flat[slots.skip_threshold] = log2(call.skip)
+        if call.drafts is not None:
+            flat[slots.tree_mask] = call.drafts
+        scale, out_scale = call.scale_tensor, call.out_scale_tensor
         if scale is not None:
-            flat[at.softmax_scale_ptr] = scale if scale.ndim == 1 else scale.reshape(-1)
+            flat[slots.softmax_scale_ptr] = scale if scale.ndim == 1 else scale.reshape(-1)
         if out_scale is not None:
-            flat[at.out_scale_ptr] = out_scale if out_scale.ndim == 1 else out_scale.reshape(-1)
-        if p.k_scales is not None and p.v_scales is not None:
-            flat[at.k_scales], flat[at.v_scales] = p.k_scales.view(torch.uint8), p.v_scales.view(torch.uint8)
-        if p.enable_pdl is not None:
-            flat[at.enable_pdl] = 1 if p.enable_pdl else 0
-        if p.custom_mask is not None:
-            if p.custom_mask.shape[0] >= checks.MOST_MASK:
+            flat[slots.out_scale_ptr] = out_scale if out_scale.ndim == 1 else out_scale.reshape(-1)
+        if call.k_scales is not None and call.v_scales is not None:
+            flat[slots.k_scales], flat[slots.v_scales] = (
+                call.k_scales.view(torch.uint8),
+                call.v_scales.view(torch.uint8),
+            )
+        if call.enable_pdl is not None:
+            flat[slots.enable_pdl] = 1 if call.enable_pdl else 0
+        if call.custom_mask is not None:
+            if call.custom_mask.shape[0] >= checks.MOST_MASK:
                 raise ValueError("custom_mask")
-            flat[at.custom_mask], flat[at.mask_starts] = p.custom_mask, p.mask_starts
-        if p.alibi_slopes is not None:
-            flat[at.alibi_slopes] = p.alibi_slopes
+            flat[slots.custom_mask], flat[slots.mask_starts] = call.custom_mask, call.mask_starts
+        if call.alibi_slopes is not None:
+            flat[slots.alibi_slopes] = call.alibi_slopes
 
     def lse_apart(self, lse: torch.Tensor, q: torch.Tensor, out: Any) -> bool:
         """Return whether lse shares no byte with the query, the given output or another element of itself."""
@@ -159,14 +162,14 @@ class LaunchPlan:
 
     def pass_quantised(self, flat: list[Any], o: Any, sf_scale: float | None) -> None:
         """Set the arguments of an output with less than 16 bits. sf_scale: the forward scale of an NVFP4 output."""
-        at = self.at
+        slots = self.slots
         if isinstance(o, torch.Tensor):
             flat[at.o_fp8] = o.view(torch.uint8)
             return
         if sf_scale.__class__ is not float or not 0 < sf_scale < INF:
             check_number("out_sf_scale", sf_scale, positive=True)
-        flat[at.o_fp4], flat[at.o_sf] = o.data, o.scale.view(torch.uint8).view(-1)
-        flat[at.o_sf_start], flat[at.o_sf_scale] = o.scale_start_index, float(sf_scale)  # type: ignore[arg-type]
+        flat[slots.o_fp4], flat[slots.o_sf] = o.data, o.scale.view(torch.uint8).view(-1)
+        flat[slots.o_sf_start], flat[slots.o_sf_scale] = o.scale_start_index, float(sf_scale)  # type: ignore[arg-type]
 
     def equal_offsets(self, batch: int, length: int, capturing: bool) -> Any:
         """Return int32 (batch + 1,), the offsets of requests with `length` query tokens each.
@@ -185,23 +188,23 @@ class LaunchPlan:
         return made
 
 
-def plan_for(p: AttentionCall, arch: str, sms: int) -> LaunchPlan:
+def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     """Return the plan of a valid call; NotImplementedError if no kernel serves it."""
-    facts = facts_of(p)
+    request = request_of(call)
     try:
-        op, spec = dispatch.select(facts, arch)
+        op, spec = dispatch.select(request, arch)
     except dispatch.UnsupportedRequest as error:
         field = FIELDS.get(error.field, error.field)
         if field == "head_scales":
-            field = "out_scale" if p.scale_tensor is None or p.scale_tensor.numel() == 1 else "scale"
-        name = checks.names_of(p)(field)
+            field = "out_scale" if call.scale_tensor is None or call.scale_tensor.numel() == 1 else "scale"
+        name = checks.names_of(call)(field)
         raise NotImplementedError(f"{name}: no attention kernel: {error}") from None
-    checks.kernel_tensors(p)
-    here, device, heads = machine.current, p.q.device, p.q.shape[1]
+    checks.kernel_tensors(call)
+    here, device, heads = machine.current, call.q.device, call.q.shape[1]
     fn = here.kernel(op, spec, arch)
-    packs = spec.schedule == "stream_k" or facts.rows <= PACK_GQA_MAX_Q and facts.group <= PACK_GQA_MAX_GROUP
-    group = facts.group if packs else 1
-    blocks = CHUNK // spec.tile.n if p.batch_invariant else 0
+    packs = spec.schedule == "stream_k" or request.rows <= PACK_GQA_MAX_Q and request.group <= PACK_GQA_MAX_GROUP
+    group = request.group if packs else 1
+    blocks = CHUNK // spec.tile.n if call.batch_invariant else 0
 
     def empty(dtype: torch.dtype, *shape: int) -> Any:
         return here.argument(torch.empty(0, *shape, dtype=dtype, device=device))
@@ -209,19 +212,19 @@ def plan_for(p: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     fp32, int32 = torch.float32, torch.int32
     default: dict[str, Any] = {
         "kv_starts": empty(int32),
-        "v_scales_interleaved": int(facts.interleaved),
+        "v_scales_interleaved": int(request.interleaved),
         "window_left": NO_WINDOW,
-        "causal": int(facts.causal),
+        "causal": int(request.causal),
         "tree_mask": empty(int32, 1),
         "softmax_scale_ptr": empty(fp32),
         "soft_cap": 0.0,
         "skip_threshold": -INF,
-        "o": empty(WIDE[spec.out[0]], heads, facts.head_dim_vo),
+        "o": empty(WIDE[spec.out[0]], heads, request.head_dim_vo),
         "lse": empty(fp32, heads),
         "sink": empty(fp32),
         "out_scale_ptr": empty(fp32),
-        "o_fp8": empty(torch.uint8, heads, facts.head_dim_vo),
-        "o_fp4": empty(torch.uint8, heads, facts.head_dim_vo // 2),
+        "o_fp8": empty(torch.uint8, heads, request.head_dim_vo),
+        "o_fp4": empty(torch.uint8, heads, request.head_dim_vo // 2),
         "o_sf": empty(torch.uint8),
         "o_sf_start": 0,
         "o_sf_scale": 1.0,
@@ -231,22 +234,22 @@ def plan_for(p: AttentionCall, arch: str, sms: int) -> LaunchPlan:
         "enable_pdl": 1,
         "blocks_per_split": blocks,
     }
-    names, dtype = args.fields(spec), p.result_dtype
+    names, dtype = args.fields(spec), call.result_dtype
     size = dtype.itemsize if isinstance(dtype, torch.dtype) else 0  # a packed output is compared separately
     return LaunchPlan(
         fn=fn,
         flat=[default.get(name) for name in names],
-        at=ArgSlots(spec),
+        slots=ArgSlots(spec),
         device=device,
-        alone=here.device_count() == 1,
+        single_device=here.device_count() == 1,
         dtype=dtype,
-        wide=dtype in WIDE.values(),
-        like_query=facts.head_dim_vo == p.q.shape[2] and dtype == p.q.dtype,
-        dim_vo=facts.head_dim_vo,
-        token_bytes=heads * max(p.q.shape[2] * p.q.element_size(), facts.head_dim_vo * size),
+        out_is_16bit=dtype in WIDE.values(),
+        like_query=request.head_dim_vo == call.q.shape[2] and dtype == call.q.dtype,
+        dim_vo=request.head_dim_vo,
+        token_bytes=heads * max(call.q.shape[2] * call.q.element_size(), request.head_dim_vo * size),
         pack_factor=group,
-        tile_heads=heads // group,
-        tile_rows=spec.tile.m,
+        num_tile_heads=heads // group,
+        tile_m=spec.tile.m,
         sms=sms,
         stream_k=spec.schedule == "stream_k",
         counters_per_split=spec.tile.counters_per_split,
@@ -255,22 +258,22 @@ def plan_for(p: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     )
 
 
-def run(p: AttentionCall) -> Any:
+def run(call: AttentionCall) -> Any:
     """Run a call that nothing traces and nobody has checked, and return the result of its public function."""
     (
         _, phase, q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor, causal, window_left,
         soft_cap, sinks, k_scales, v_scales, interleaved, drafts, skip, out, out_dtype, out_sf_scale, _, return_lse,
         batch_invariant, enable_pdl, custom_mask, mask_starts, alibi_slopes, rope,
-    ) = p  # fmt: skip
+    ) = call  # fmt: skip
     here = machine.current
-    page_table, kv_lens, offsets, batch, facts, _, kv_starts, form = requests
+    page_table, kv_lens, offsets, batch, shape_id, _, kv_starts, form = requests
     if (scale.__class__ is not float or out_scale.__class__ is not float or window_left.__class__ is not int
             or max_q_len.__class__ is not int or causal.__class__ is not bool or interleaved.__class__ is not bool
             or batch_invariant.__class__ is not bool or return_lse.__class__ is not bool
             or enable_pdl is not None and enable_pdl.__class__ is not bool
             or soft_cap is not None and soft_cap.__class__ is not float
             or skip is not None and skip.__class__ is not float):  # fmt: skip
-        checks.scalars(p)
+        checks.scalars(call)
     try:
         tokens, heads, dim = q.shape
         rows = max_q_len if max_q_len < tokens else tokens
@@ -278,7 +281,7 @@ def run(p: AttentionCall) -> Any:
         k_shape, v_shape = (k.shape, v.shape) if form != "ragged" else (_rowless(k), _rowless(v))
         rare = custom_mask is not None or alibi_slopes is not None or rope is not None
         key = (
-            phase, q.get_device(), q.dtype, heads, dim, k.dtype, k_shape, v_shape, facts,
+            phase, q.get_device(), q.dtype, heads, dim, k.dtype, k_shape, v_shape, shape_id,
             (tokens, max_q_len) if offsets is None else rows, causal, window_left >= 0,
             None if soft_cap is None else soft_cap and (1 if 0 < soft_cap < INF else -1),
             None if skip is None else skip and (1 if 0 < skip < INF else -1),
@@ -287,26 +290,26 @@ def run(p: AttentionCall) -> Any:
             None if v_scales is None else (v_scales.dtype, v_scales.shape),
             None if out is None else out.dtype, out_dtype, out_sf_scale is None, batch_invariant,
             None if scale_tensor is None else scale_tensor.numel(),
-            None if out_scale_tensor is None else out_scale_tensor.numel(), _rare_facts(p) if rare else None,
+            None if out_scale_tensor is None else out_scale_tensor.numel(), _rare_key(call) if rare else None,
         )  # fmt: skip
         plan = here.plans.get(key)
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        why = checks.reason(p)
+        why = checks.reason(call)
         if why is None:
             raise
         raise why from None
     if plan is None:
-        checks.validate(p)
-        found = here.facts(q.device)
+        checks.validate(call)
+        found = here.device_info(q.device)
         if found is None:
-            return run_reference(p)
-        plan = plan_for(p, *found)
+            return run_reference(call)
+        plan = plan_for(call, *found)
         here.keep(key, plan)
-    if not plan.alone and here.current_device() != plan.device.index:
+    if not plan.single_device and here.current_device() != plan.device.index:
         with here.on(plan.device):  # only the current device can be asked whether its stream captures
-            return run(p)
+            return run(call)
     try:
-        flat, at, lse = plan.flat.copy(), plan.at, p.lse
+        flat, slots, lse = plan.flat.copy(), plan.slots, call.lse
         o: Any = out
         if o is None or o.__class__ is FP4Tensor:
             o = plan.new_output(q) if o is None else plan.given_fp4(q, o)
@@ -320,69 +323,79 @@ def run(p: AttentionCall) -> Any:
         if lse is not None:
             if lse.shape != (tokens, heads) or not plan.lse_apart(lse, q, out):
                 raise ValueError("lse")
-            flat[at.lse] = lse
+            flat[slots.lse] = lse
         elif return_lse:
-            flat[at.lse] = lse = _empty((tokens, heads), dtype=torch.float32, device=plan.device)
+            flat[slots.lse] = lse = _empty((tokens, heads), dtype=torch.float32, device=plan.device)
         result = (o, lse) if return_lse else o
         if not 0 < scale < INF or not -INF < out_scale < INF:
             raise ValueError("scale")
         capturing = here.is_capturing()
         if plan.checked and not capturing:
-            checks.validate(p)
-            values.check(p, positive=True)
+            checks.validate(call)
+            values.check(call, positive=True)
         if not tokens or not heads or not batch:
             return result
         if kv_starts is not None:
-            _check_rows(p)
-            flat[at.kv_starts] = kv_starts
+            _check_rows(call)
+            flat[slots.kv_starts] = kv_starts
         if rope is not None and k.shape[0]:  # without pages there are no keys to rotate
-            call = rotated(p)
-            q, k, page_table = call.q, call.k, call.requests.page_table
-        flat[at.q], flat[at.k], flat[at.v], flat[at.kv_lens], flat[at.page_table] = q, k, v, kv_lens, page_table
-        flat[at.softmax_scale_log2], flat[at.out_scale] = scale * LOG2E, out_scale + 0.0
-        if plan.wide:
-            flat[at.o] = o
+            turned = rotated(call)
+            q, k, page_table = turned.q, turned.k, turned.requests.page_table
+        flat[slots.q], flat[slots.k], flat[slots.v], flat[slots.kv_lens], flat[slots.page_table] = (
+            q,
+            k,
+            v,
+            kv_lens,
+            page_table,
+        )
+        flat[at.softmax_scale_log2], flat[slots.out_scale] = scale * LOG2E, out_scale + 0.0
+        if plan.out_is_16bit:
+            flat[slots.o] = o
         else:
             plan.pass_quantised(flat, o, out_sf_scale)
         if window_left >= 0:
-            flat[at.window_left] = min(window_left, NO_WINDOW)
+            flat[slots.window_left] = min(window_left, NO_WINDOW)
         if sinks is not None:
-            flat[at.sink] = sinks
+            flat[slots.sink] = sinks
         if (soft_cap or scale_tensor is not None or out_scale_tensor is not None or k_scales is not None
                 or drafts is not None or skip or enable_pdl is not None or rare):  # fmt: skip
-            plan.modify(flat, p)
-        flat[at.cu_seqlens_q] = plan.equal_offsets(batch, max_q_len, capturing) if offsets is None else offsets
-        pack_factor, tile_heads = plan.pack_factor, plan.tile_heads
-        full = tokens * pack_factor // plan.tile_rows
+            plan.set_optional_args(flat, call)
+        flat[slots.cu_seqlens_q] = plan.equal_offsets(batch, max_q_len, capturing) if offsets is None else offsets
+        pack_factor, tile_heads = plan.pack_factor, plan.num_tile_heads
+        full = tokens * pack_factor // plan.tile_m
         tiles = tile_heads * (full + batch)
         if not plan.stream_k:
-            if batch * heads * (tokens // plan.tile_rows + 1) >= MOST_TILES:
-                raise _too_many_tiles(p, batch)
-            flat[at.grid] = tiles if tiles < plan.sms else plan.sms
-            flat[at.counters], flat[at.counter_base] = scratch.launch_counter(plan.device, capturing)
+            if batch * heads * (tokens // plan.tile_m + 1) >= MOST_TILES:
+                raise _too_many_tiles(call, batch)
+            flat[slots.grid] = tiles if tiles < plan.sms else plan.sms
+            flat[slots.counters], flat[slots.counter_base] = scratch.launch_counter(plan.device, capturing)
         elif tokens * pack_factor * pack_factor >= checks.MOST_ROWS:
             raise ValueError("q")
         elif plan.split_keys:
-            num_splits = -(-checks.most_keys(p) // plan.split_keys) or 1  # of a request
-            flat[at.o_partial], flat[at.counters] = scratch.new_splits(plan, tiles * num_splits, tiles * num_splits)
+            num_splits = -(-checks.most_keys(call) // plan.split_keys) or 1  # of a request
+            flat[slots.o_partial], flat[slots.counters] = scratch.new_split_scratch(
+                plan, tiles * num_splits, tiles * num_splits
+            )
         else:
-            flat[at.o_partial], flat[at.counters], flat[at.counter_base] = scratch.splits(plan, capturing)
+            flat[slots.o_partial], flat[slots.counters], flat[slots.counter_base] = scratch.split_scratch(
+                plan, capturing
+            )
         plan.fn(*flat)
         return result
     except Exception:
-        why = checks.reason(p)  # names the argument that was refused
+        why = checks.reason(call)  # names the argument that was refused
         if why is None:
             raise
         raise why from None
 
 
-def _rare_facts(p: AttentionCall) -> tuple[Any, ...]:
+def _rare_key(call: AttentionCall) -> tuple[Any, ...]:
     """Return the plan's key for arguments that most calls do not have."""
-    if p.rope is not None:
-        checks.scalars(p)
-    starts = None if p.custom_mask is None or p.mask_starts is None else p.mask_starts.numel()
-    slopes = None if p.alibi_slopes is None else p.alibi_slopes.numel()
-    return p.custom_mask is None, starts, slopes, p.rope is None
+    if call.rope is not None:
+        checks.scalars(call)
+    starts = None if call.custom_mask is None or call.mask_starts is None else call.mask_starts.numel()
+    slopes = None if call.alibi_slopes is None else call.alibi_slopes.numel()
+    return call.custom_mask is None, starts, slopes, call.rope is None
 
 
 def _rowless(t: torch.Tensor) -> tuple[int, int]:
@@ -391,10 +404,10 @@ def _rowless(t: torch.Tensor) -> tuple[int, int]:
     return heads, dim
 
 
-def _check_rows(p: AttentionCall) -> None:
+def _check_rows(call: AttentionCall) -> None:
     """Raise on a property of CSR or ragged requests that is not part of their plan's key."""
-    rows, r = p.k.shape[2], p.requests
-    if rows * (r.page_table.shape[2] or 1) >= checks.MOST_KEYS or r.form == "ragged" and rows != p.v.shape[2]:
+    rows, r = call.k.shape[2], call.requests
+    if rows * (r.page_table.shape[2] or 1) >= checks.MOST_KEYS or r.form == "ragged" and rows != call.v.shape[2]:
         raise ValueError("k")
 
 
@@ -404,37 +417,39 @@ def _most(q: torch.Tensor) -> int:
     return 2 * (tokens * token + heads * head + dim)
 
 
-def _too_many_tiles(p: AttentionCall, batch: int) -> NotImplementedError:
-    tokens, heads, _ = p.q.shape
+def _too_many_tiles(call: AttentionCall, batch: int) -> NotImplementedError:
+    tokens, heads, _ = call.q.shape
     need = f"must be less than {MOST_TILES} tiles on CUDA, counted as if each request owned all tokens"
-    return NotImplementedError(f"{checks.names_of(p)('q')}: {tokens} tokens of {heads} heads, {batch} requests, {need}")
+    return NotImplementedError(
+        f"{checks.names_of(call)('q')}: {tokens} tokens of {heads} heads, {batch} requests, {need}"
+    )
 
 
-def run_reference(p: AttentionCall) -> Any:
+def run_reference(call: AttentionCall) -> Any:
     """Compute a valid call in fp32 torch on its own device, and write out and lse; meta tensors are only allocated.
 
     Skip-softmax skips nothing here.
     """
-    if not p.q.is_meta:
-        values.check(p)
-    out, lse = outputs(p)
-    if not p.q.is_meta:
-        with torch.no_grad(), torch.autocast(p.q.device.type, enabled=False):
-            o, found = reference.paged_attention(p)
-            reference.store(o, out, p.out_sf_scale)
+    if not call.q.is_meta:
+        values.check(call)
+    out, lse = outputs(call)
+    if not call.q.is_meta:
+        with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
+            o, found = reference.paged_attention(call)
+            reference.store(o, out, call.out_sf_scale)
             if lse is not None:
                 lse.copy_(found)
-    return (out, lse) if p.return_lse else out
+    return (out, lse) if call.return_lse else out
 
 
-def outputs(p: AttentionCall) -> tuple[Any, torch.Tensor | None]:
+def outputs(call: AttentionCall) -> tuple[Any, torch.Tensor | None]:
     """Return (out, lse) of a call, new unless the caller gave them; lse is None if nobody asks for it."""
-    out: Any = p.out
-    shape, dtype, lse = (p.q.shape[0], p.q.shape[1], p.dim_vo), p.result_dtype, p.lse
+    out: Any = call.out
+    shape, dtype, lse = (call.q.shape[0], call.q.shape[1], call.dim_vo), call.result_dtype, call.lse
     if isinstance(out, FP4Tensor):
         out = FP4Tensor(out.data, out.scale, out.scale_start_index, shape)
     elif out is None:
-        out = fp4.empty(shape, p.q.device) if isinstance(dtype, str) else p.q.new_empty(shape, dtype=dtype)
-    if lse is None and p.return_lse:
-        lse = p.q.new_empty(shape[:2], dtype=torch.float32)
+        out = fp4.empty(shape, call.q.device) if isinstance(dtype, str) else call.q.new_empty(shape, dtype=dtype)
+    if lse is None and call.return_lse:
+        lse = call.q.new_empty(shape[:2], dtype=torch.float32)
     return out, lse

@@ -18,7 +18,7 @@ from ..checks import (
 from ..fp4 import BLOCK, FP4Tensor
 from ..plain import traced
 from ..scalars import OR_TENSOR, integer, real, scale_of, split_scale
-from .call import ABSENT, SEPARATE, SHARED, AttentionCall, TableLayout, make_call, pair, requests_of
+from .call import ABSENT, SEPARATE, SHARED, AttentionCall, TableLayout, make_call, pair, sequences_of
 from .checks import SIGNATURES, drafts_of
 from .op import serve
 
@@ -130,7 +130,7 @@ def trtllm_batch_context_with_kv_cache(
         logits_soft_cap, o_sf_scale = real(logits_soft_cap), real(o_sf_scale)
         skip_softmax_threshold_scale_factor = real(skip_softmax_threshold_scale_factor)
     layout = SHARED if uses_shared_paged_kv_idx is True else _layout(uses_shared_paged_kv_idx)
-    requests = requests_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), layout)
+    requests = sequences_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), layout)
     if batch_size.__class__ is not int or batch_size != requests.batch:
         check_integer("batch_size", batch_size, 0)
         if batch_size != requests.batch >= 0:  # seq_lens is a tensor
@@ -139,14 +139,14 @@ def trtllm_batch_context_with_kv_cache(
     out_scale, out_scale_tensor = (
         (bmm2_scale, None) if bmm2_scale.__class__ is float else split_scale("bmm2_scale", bmm2_scale)
     )
-    p = make_call(AttentionCall, (
+    call = make_call(AttentionCall, (
         signature, "prefill", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
         out_scale_tensor, causal, window_left, logits_soft_cap, sinks, k_scales, v_scales, v_scales_interleaved, None,
         skip_softmax_threshold_scale_factor, out, out_dtype, o_sf_scale, lse, return_lse, False, enable_pdl,
     ) + ABSENT)  # fmt: skip
     if o_sf_vec_size is not None:
-        _check_vector(p, o_sf_vec_size)
-    return serve(p)
+        _check_vector(call, o_sf_vec_size)
+    return serve(call)
 
 
 def trtllm_batch_decode_with_kv_cache(
@@ -224,7 +224,7 @@ def trtllm_batch_decode_with_kv_cache(
         logits_soft_cap, o_sf_scale = real(logits_soft_cap), real(o_sf_scale)
         skip_softmax_threshold_scale_factor = real(skip_softmax_threshold_scale_factor)
     layout = SHARED if uses_shared_paged_kv_idx is True else _layout(uses_shared_paged_kv_idx)
-    requests = requests_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), layout)
+    requests = sequences_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), layout)
     signature = DECODE
     if cum_seq_lens_q is None:
         if max_q_len is not None:
@@ -253,14 +253,14 @@ def trtllm_batch_decode_with_kv_cache(
     )
     if o_scale is not None and (o_scale.__class__ is not float or o_scale != 1.0):
         out_scale = _unscaled(out_scale, o_scale, out_dtype or getattr(query if out is None else out, "dtype", None))
-    p = make_call(AttentionCall, (
+    call = make_call(AttentionCall, (
         signature, "decode", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
         out_scale_tensor, True, window_left, logits_soft_cap, sink, k_scales, v_scales, v_scales_interleaved, drafts,
         skip_softmax_threshold_scale_factor, out, out_dtype, o_sf_scale, lse, return_lse, batch_invariant, enable_pdl,
     ) + ABSENT)  # fmt: skip
     if o_sf_vec_size is not None:
-        _check_vector(p, o_sf_vec_size)
-    return serve(p)
+        _check_vector(call, o_sf_vec_size)
+    return serve(call)
 
 
 def _check_modes(sparse: Any, world: Any, rank: Any, lens: Any, mode: Any) -> None:
@@ -292,9 +292,9 @@ def _layout(shared: Any) -> TableLayout:
     return SEPARATE if shared is False else refuse_flag("uses_shared_paged_kv_idx", shared)
 
 
-def _check_vector(p: AttentionCall, size: Any) -> None:
+def _check_vector(call: AttentionCall, size: Any) -> None:
     check_integer("o_sf_vec_size", size)
-    if "nvfp4" not in (p.out_dtype, getattr(p.out, "dtype", None)):
+    if "nvfp4" not in (call.out_dtype, getattr(call.out, "dtype", None)):
         raise ValueError(f"o_sf_vec_size: {size}, must be None unless the output is nvfp4")
     if size != BLOCK:
         raise ValueError(f"o_sf_vec_size: {size}, must be None or {BLOCK}")

@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import machine
-from ..attention.call import SequenceBatch, listed_requests
+from ..attention.call import SequenceBatch, listed_sequences
 from ..checks import check_flag, check_integer, check_operand, check_strided
 from ..plain import traced
 from ..scalars import integer
 from . import values
-from .values import CustomMask, LogitsModifiers, MaskOffsets, PlanDtypes, PlanShape
+from .values import CustomMask, HeadShape, LogitsModifiers, MaskOffsets, TensorTypes
 
 _Tensor, _int32 = torch.Tensor, torch.int32
 
@@ -29,7 +29,7 @@ class BatchPlan(NamedTuple):
     mask_starts: torch.Tensor | None = None
 
 
-class BatchWrapper:
+class PrefillBatch:
     """A batch with a plan.
 
     Subclasses define the tensors that index it (`_NAMES`; the first `_OFFSETS` of them have B + 1 offsets each, the
@@ -46,8 +46,8 @@ class BatchWrapper:
     run: Any
     forward: Any
     _planned: BatchPlan | None = None
-    _shape = PlanShape(0, 1, 1, 1, 0)
-    _types: PlanDtypes
+    _shape = HeadShape(0, 1, 1, 1, 0)
+    _types: TensorTypes
 
     def __init__(self, workspace: Any, kv_layout: Any, graph: Any, buffers: tuple[Any, ...], mask: tuple[Any, Any],
                  backend: Any) -> None:  # fmt: skip
@@ -71,11 +71,11 @@ class BatchWrapper:
                 raise ValueError(f"qk_indptr_buf: {starts.shape[0]} elements, must be batch_size + 1, {batch + 1}")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, or an object of another process: facts have other numbers there."""
+        """Restore a copy, or an object of another process: a shape_id has another meaning there."""
         self.__dict__.update(state)
         if self._planned is not None:
             r = self._planned.requests
-            made = listed_requests(r.page_table, r.kv_lens, r.cu_seqlens_q, r.kv_starts, r.form)
+            made = listed_sequences(r.page_table, r.kv_lens, r.cu_seqlens_q, r.kv_starts, r.form)
             self._planned = self._planned._replace(requests=made)
 
     @property
@@ -210,7 +210,7 @@ class BatchWrapper:
         if bits.shape[0] < least:
             raise ValueError(f"custom_mask_buf: {bits.shape[0]} bytes, must be at least {least}")
 
-    def _keep(self, planned: BatchPlan, shape: PlanShape, types: PlanDtypes, modifiers: LogitsModifiers) -> None:
+    def _keep(self, planned: BatchPlan, shape: HeadShape, types: TensorTypes, modifiers: LogitsModifiers) -> None:
         """Replace the previous plan."""
         self._shape, self._types, self._planned = shape, types, planned
         self._modify(modifiers)
@@ -241,7 +241,7 @@ class BatchWrapper:
         (qo, kv, dim_qk, dim_vo, page_size), (q_dtype, kv_dtype, _) = self._shape, self._types
         requests, rows, keys, most, _, _ = planned
         if traced(q):  # a compiled graph must not contain numbers that vary from plan to plan
-            requests, rows, keys, most = requests._replace(facts=None), None, None, None
+            requests, rows, keys, most = requests._replace(shape_id=None), None, None, None
         try:
             tokens, q_heads, dim = q.shape
             _, kv_heads, size, _ = k.shape

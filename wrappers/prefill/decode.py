@@ -4,14 +4,14 @@ from typing import Any
 
 import torch
 
-from ..attention.call import AttentionCall, SequenceBatch, csr_requests, make_call, pair
+from ..attention.call import AttentionCall, SequenceBatch, csr_sequences, make_call, pair
 from ..attention.checks import HEAD_SCALES, SIGNATURES
 from ..attention.op import serve
 from ..checks import check_flag, check_integer
 from ..page import paged_kv
 from ..scalars import integer, real
 from . import values
-from .batch import BatchWrapper
+from .batch import PrefillBatch
 
 DECODE = "BatchDecodeWithPagedKVCacheWrapper"
 SIGNATURES[DECODE] = {
@@ -25,7 +25,7 @@ SIGNATURES[DECODE] = {
 HEAD_SCALES.add(DECODE)
 
 
-class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
+class BatchDecodeWithPagedKVCacheWrapper(PrefillBatch):
     """Attention of the last tokens of each request over a paged KV cache that already holds them.
 
     `plan` is called once per batch, `run` for each layer.
@@ -184,7 +184,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         )  # fmt: skip
 
     def _requests(self, here: tuple[torch.Tensor, ...]) -> SequenceBatch:
-        return csr_requests(None, here[0], here[1], here[2])
+        return csr_sequences(None, here[0], here[1], here[2])
 
 
 def fast_decode_plan(

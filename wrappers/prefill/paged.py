@@ -4,14 +4,14 @@ from typing import Any
 
 import torch
 
-from ..attention.call import AttentionCall, SequenceBatch, csr_requests, make_call, pair
+from ..attention.call import AttentionCall, SequenceBatch, csr_sequences, make_call, pair
 from ..attention.checks import HEAD_SCALES, SIGNATURES
 from ..attention.op import serve
 from ..checks import check_integer
 from ..page import get_seq_lens, paged_kv
 from ..scalars import integer, real
 from . import values
-from .batch import BatchWrapper
+from .batch import PrefillBatch
 
 PAGED = "BatchPrefillWithPagedKVCacheWrapper"
 SIGNATURES[PAGED] = {
@@ -27,7 +27,7 @@ SIGNATURES[PAGED] = {
 HEAD_SCALES.add(PAGED)
 
 
-class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
+class BatchPrefillWithPagedKVCacheWrapper(PrefillBatch):
     """Attention of ragged queries over a paged KV cache that already holds the queries' own tokens.
 
     `plan` is called once per batch, `run` for each layer.
@@ -234,7 +234,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         return get_seq_lens(given[1].to(torch.int64), given[3], page_size)
 
     def _requests(self, here: tuple[torch.Tensor, ...]) -> SequenceBatch:
-        return csr_requests(here[0], here[1], here[2], here[3])
+        return csr_sequences(here[0], here[1], here[2], here[3])
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):

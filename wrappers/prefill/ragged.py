@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 
-from ..attention.call import AttentionCall, SequenceBatch, make_call, ragged_requests
+from ..attention.call import AttentionCall, SequenceBatch, make_call, ragged_sequences
 from ..attention.checks import HEAD_SCALES, SIGNATURES
 from ..attention.op import serve
 from ..checks import check_strided
 from ..plain import traced
 from . import values
-from .batch import BatchWrapper
+from .batch import PrefillBatch
 
 RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
 SIGNATURES[RAGGED] = {
@@ -48,7 +48,7 @@ def scales_of(given: Any, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     return rows_of("kv_cache_sf (K)", given[0], layout), rows_of("kv_cache_sf (V)", given[1], layout)
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
+class BatchPrefillWithRaggedKVCacheWrapper(PrefillBatch):
     """Attention of ragged queries over ragged K and V, which are read in place.
 
     `plan` is called once per batch, `run` for each layer.
@@ -184,4 +184,4 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         return given[1].to(torch.int64).diff().clamp(min=0)
 
     def _requests(self, here: tuple[torch.Tensor, ...]) -> SequenceBatch:
-        return ragged_requests(here[0], here[1])
+        return ragged_sequences(here[0], here[1])

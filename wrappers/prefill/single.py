@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..attention.call import AttentionCall, ragged_requests
+from ..attention.call import AttentionCall, ragged_sequences
 from ..attention.checks import HEAD_SCALES, SIGNATURES
 from ..attention.op import serve
 from ..checks import check_strided
@@ -78,7 +78,7 @@ def single_prefill_with_kv_cache(
     m = values.modifiers_of(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
     (rows, heads, dim), keys, device = q.shape, k.shape[2], q.device
     if m.rope is not None:
-        values.check_rope(m.rope, values.PlanDtypes(q.dtype, k.dtype, q.dtype))
+        values.check_rope(m.rope, values.TensorTypes(q.dtype, k.dtype, q.dtype))
     mask, bits, starts = values.mask_of(custom_mask, packed_custom_mask, device), None, None
     if mask is not None:
         size = (rows * keys + 7) // 8
@@ -94,7 +94,7 @@ def single_prefill_with_kv_cache(
     )  # fmt: skip
     k_scales, v_scales = (None, None) if kv_cache_sf is None else scales_of(kv_cache_sf, kv_layout)
     own = values.bounds(rows, device)
-    requests = ragged_requests(own, own if rows == keys else values.bounds(keys, device), not traced(q))
+    requests = ragged_sequences(own, own if rows == keys else values.bounds(keys, device), not traced(q))
     return serve(AttentionCall(
         SINGLE, "prefill", q, k, v, requests, rows, scale, scale_tensor, out_scale, out_scale_tensor, causal,
         m.window_left, m.soft_cap, k_scales=k_scales, v_scales=v_scales,

@@ -32,7 +32,7 @@ _Tensor = torch.Tensor
 _slopes: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
-class PlanShape(NamedTuple):
+class HeadShape(NamedTuple):
     """Numbers of heads, their dimensions, and rows of a page (0 without pages)."""
 
     qo: int
@@ -42,7 +42,7 @@ class PlanShape(NamedTuple):
     page_size: int
 
 
-class PlanDtypes(NamedTuple):
+class TensorTypes(NamedTuple):
     """Dtypes of queries, of the cache and of the output."""
 
     q: torch.dtype
@@ -82,8 +82,8 @@ def refuse(**given: Any) -> None:
             raise NotImplementedError(f"{name}: {type(value).__name__}, must be None: not supported")
 
 
-def shape_of(qo: Any, kv: Any, dim_qk: Any, dim_vo: Any, page_size: Any) -> PlanShape:
-    """Return a checked `PlanShape`. dim_vo None: dim_qk. page_size: an int that is already checked."""
+def shape_of(qo: Any, kv: Any, dim_qk: Any, dim_vo: Any, page_size: Any) -> HeadShape:
+    """Return a checked `HeadShape`. dim_vo None: dim_qk. page_size: an int that is already checked."""
     if dim_vo is None:
         dim_vo = dim_qk
     if (not qo.__class__ is kv.__class__ is dim_qk.__class__ is dim_vo.__class__ is int
@@ -94,7 +94,7 @@ def shape_of(qo: Any, kv: Any, dim_qk: Any, dim_vo: Any, page_size: Any) -> Plan
         dim_vo = check_integer("head_dim_vo", integer(dim_vo), 1)
     if qo % kv:
         raise ValueError(f"num_qo_heads: {qo}, must be a multiple of num_kv_heads, {kv}")
-    return PlanShape(qo, kv, dim_qk, dim_vo, page_size)
+    return HeadShape(qo, kv, dim_qk, dim_vo, page_size)
 
 
 def dtype_of(name: str, value: Any) -> torch.dtype:
@@ -109,15 +109,15 @@ def dtype_of(name: str, value: Any) -> torch.dtype:
     raise TypeError(f"{name}: {value!r}, must be a torch.dtype or its name")
 
 
-def types_of(q: Any, kv: Any, out: Any) -> PlanDtypes:
-    """Return checked `PlanDtypes`. kv and out default to q."""
+def types_of(q: Any, kv: Any, out: Any) -> TensorTypes:
+    """Return checked `TensorTypes`. kv and out default to q."""
     q = dtype_of("q_data_type", q)
     check_one_of("q_data_type:", q, QUERIES)
     kv = q if kv is None else dtype_of("kv_data_type", kv)
     out = q if out is None else dtype_of("o_data_type", out)
     check_one_of("o_data_type:", out, OUTPUTS)
     check_one_of("kv_data_type:", kv, CACHES[q])
-    return PlanDtypes(q, kv, out)
+    return TensorTypes(q, kv, out)
 
 
 def modifiers_of(
@@ -146,7 +146,7 @@ def number(name: str, value: Any, positive: bool = False) -> float:
     return float(value)
 
 
-def check_rope(rope: Rope | None, types: PlanDtypes) -> None:
+def check_rope(rope: Rope | None, types: TensorTypes) -> None:
     if rope is not None and (types.q.itemsize == 1 or types.kv is not types.q):
         both = f"queries of {types.q} and keys of {types.kv}"
         raise NotImplementedError(f"pos_encoding_mode: ROPE_LLAMA with {both}, must both be float16 or bfloat16")

@@ -29,7 +29,7 @@ class TopKLaunchPlan:
     sort: Callable[..., Any] | None  # sorts values and indices if the caller asks for it; takes `SortArgs`
     flat: list[Any]  # its arguments, `TopKArgs`; optional ones are empty, in the form that `fn` converts fastest
     device: torch.device
-    alone: bool  # it is the only device of the process
+    single_device: bool  # it is the only device of the process
     copies: bool  # the scores are copied first, as the kernel cannot read their layout
     rows: int
     checked: bool  # bounds and rows of the table are read and checked before a launch
@@ -78,11 +78,11 @@ def run(call: TopKCall) -> tuple[Any, Any, Any]:
     if plan is None:
         call = with_ints(call)
         validate(call)
-        facts = here.facts(scores.device)
-        plan = plan_for(call, facts)
-        if facts is not None:  # the reference checks nothing: its calls are validated each time
+        device_info = here.device_info(scores.device)
+        plan = plan_for(call, device_info)
+        if device_info is not None:  # the reference checks nothing: its calls are validated each time
             here.keep(key, plan)
-    if not plan.alone and here.current_device() != plan.device.index:
+    if not plan.single_device and here.current_device() != plan.device.index:
         with here.on(plan.device):
             return run(call)
     flat = plan.flat.copy()
@@ -140,13 +140,13 @@ def _refuse_overlap(output: torch.Tensor, other: torch.Tensor) -> None:
         raise ValueError("overlap")
 
 
-def facts_of(call: TopKCall, sms: int) -> TopKKernelRequest:
+def request_of(call: TopKCall, sms: int) -> TopKKernelRequest:
     """Return the kernel request of a valid call on a GPU of `sms` SMs."""
     rows, width = call.scores.shape
     return TopKKernelRequest(DTYPES[call.scores.dtype], rows, width, call.k, sms)
 
 
-def plan_for(call: TopKCall, facts: tuple[str, int] | None) -> TopKLaunchPlan:
+def plan_for(call: TopKCall, device_info: tuple[str, int] | None) -> TopKLaunchPlan:
     """Return the plan of a valid call for a device's (architecture, SM count), None for the reference.
 
     Raises NotImplementedError if no kernel serves the call.
@@ -156,15 +156,15 @@ def plan_for(call: TopKCall, facts: tuple[str, int] | None) -> TopKLaunchPlan:
     fn: Callable[..., Any] = reference.top_k_rows
     sort: Callable[..., Any] | None = reference.sort_rows if call.sorted else None
     given: Callable[[torch.Tensor], Any] = lambda tensor: tensor  # noqa: E731
-    if facts is not None:
-        arch, sms = facts
+    if device_info is not None:
+        arch, sms = device_info
         try:
-            op, spec = dispatch.select(facts_of(call, sms), arch)
+            op, spec = dispatch.select(request_of(call, sms), arch)
         except NotImplementedError as error:
             field = "k" if any(arch in kernel.ARCHS for kernel in dispatch.KERNELS.values()) else "scores"
             raise NotImplementedError(f"{NAMES[call.function].get(field, field)}: {error}") from None
         fn, given = machine.current.kernel(op, spec, arch), machine.current.argument
-        sorter = dispatch.sorter(facts_of(call, sms)) if call.sorted else None
+        sorter = dispatch.sorter(request_of(call, sms)) if call.sorted else None
         if sorter is not None:  # beyond the sort kernel's largest k the reference sorts: in torch, on the device
             sort = machine.current.kernel(dispatch.SORT, sorter, arch)
 
@@ -187,7 +187,7 @@ def plan_for(call: TopKCall, facts: tuple[str, int] | None) -> TopKLaunchPlan:
         sort=sort,
         flat=list(flat),
         device=device,
-        alone=facts is None or machine.current.device_count() == 1,
+        single_device=device_info is None or machine.current.device_count() == 1,
         copies=width != 1 and scores.stride(1) != 1,  # only per-row functions, and rows without elements
         rows=rows,
         checked=checking() and device.type != "meta",
