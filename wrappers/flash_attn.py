@@ -40,7 +40,9 @@ from .scalars import integer, real
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 FUNC, VARLEN, CACHED = "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"
 LN2 = 0.6931471805599453
-FEW = 64  # query rows times heads of a KV head, up to which a request's keys are shared among CTAs: one tile of decode
+DECODE_MAX_ROWS = (
+    64  # query rows times heads of a KV head, up to which a request's keys are shared among CTAs: one tile of decode
+)
 PAGES = 64, 32, 16, 8  # rows of a page that TMA fetches, in which a cache without a table is read
 EIGHT_BITS = checks.E4M3, E5M2
 TABLES, NEW = ("block_table", "page_table"), " + new keys"
@@ -324,7 +326,7 @@ def _problem(
     a_head = any(t is not None and t.numel() > 1 for t in (scale_tensor, out_scale_tensor))
     equal = requests.cu_seqlens_q is None
     causal |= equal and most == 1  # a lone row is the last
-    few = causal and same and not a_head and requests.form == "table" and 0 < most * heads <= FEW * kv_heads
+    few = causal and same and not a_head and requests.form == "table" and 0 < most * heads <= DECODE_MAX_ROWS * kv_heads
     few = check_integer("num_splits", integer(o.num_splits), 0) != 1 and few
     if equal and not few:
         offsets = torch.arange(requests.batch + 1, dtype=torch.int32, device=q.device) * most

@@ -196,9 +196,8 @@ def mma_one_n_block(
         warpgroup.wait_group(0)
         pipeline.consumer_release(s.k_pipe, next_kv)
         skips = vote(spec, a, s, r, vote_state, next_kv.index, n_block, flags)
-        pipeline.consumer_wait(
-            s.v_pipe, i
-        )  # not read here, but the stage is free only when V has landed, or never will
+        # not read here, but the stage is free only when V has landed, or never will
+        pipeline.consumer_wait(s.v_pipe, i)
     pipeline.consumer_release(s.v_pipe, i)
     if skips == 0:
         softmax_kept_block(spec, r, vote_state, flags)
