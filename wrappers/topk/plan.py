@@ -161,7 +161,7 @@ def plan_for(call: Call, facts: tuple[str, int] | None) -> TopKLaunchPlan:
             field = "k" if any(arch in kernel.ARCHS for kernel in dispatch.KERNELS.values()) else "scores"
             raise NotImplementedError(f"{NAMES[call.function].get(field, field)}: {error}") from None
         fn, given = machine.current.kernel(op, spec, arch), machine.current.argument
-        sorter = dispatch.sorter(facts_of(call, sms)) if call.sorted else None
+        sorter = dispatch.sort_spec(facts_of(call, sms)) if call.sorted else None
         if sorter is not None:  # of more than its largest k the reference sorts, too: in torch, on the device
             sort = machine.current.kernel(dispatch.SORT, sorter, arch)
 

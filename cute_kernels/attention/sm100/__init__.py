@@ -93,7 +93,7 @@ def tile_of(q: str, kv: str, dims: tuple[int, int], arch: str) -> Sm100TileConfi
 
 
 def sharing(p: KernelRequest) -> Spec:
-    """The spec that would serve decode, without a tile for few rows. What else the problem asks `shares` refuses."""
+    """The spec that would serve decode, without a tile for few rows. What else the request asks `shares` refuses."""
     modified = p.window or p.soft_cap
     many = p.rows * p.group > SHARED_ROWS and not p.batch_invariant
     tile = SHARED_TILES.get((p.head_dim_qk, p.head_dim_vo)) if many else None
@@ -106,11 +106,11 @@ def sharing(p: KernelRequest) -> Spec:
     )
 
 
-def candidate(problem: KernelRequest, arch: str) -> Spec:
-    """The spec that would serve a problem, if `supports` lets it."""
-    if problem.phase == "decode":
-        return sharing(problem)
-    p, dims = problem, (problem.head_dim_qk, problem.head_dim_vo)
+def candidate(request: KernelRequest, arch: str) -> Spec:
+    """The spec that would serve a request, if `supports` lets it."""
+    if request.phase == "decode":
+        return sharing(request)
+    p, dims = request, (request.head_dim_qk, request.head_dim_vo)
     mask, logits = MaskSpec("always" if p.causal else "never"), LogitsSpec()
     plain = p.out in DTYPES and not (p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi)
     out = (p.out,) if plain else outputs(p.q, p.out)[: 1 if p.out in DTYPES and p.q in DTYPES else 3]
@@ -168,17 +168,17 @@ def shipped(arch: str) -> list[Spec]:
     quantised K and V, a causal one and that of modifiers. Others are compiled at their first call."""
     found = []
     for q, dims in (*product(("bf16",), TILES), *product(("fp16", FP8), USUAL)):
-        problem = KernelRequest(q, q, outputs(q)[0], *dims)
-        some = replace(problem, causal=True), replace(problem, causal=False), replace(problem, window=True)
+        request = KernelRequest(q, q, outputs(q)[0], *dims)
+        some = replace(request, causal=True), replace(request, causal=False), replace(request, window=True)
         found += [candidate(one, arch) for one in some]
     for q, dims in product(DTYPES, USUAL):
-        problem = KernelRequest(q, q, q, *dims)
-        gathered = replace(problem, page_size=1), replace(problem, page_size=1, window=True)
-        others = replace(problem, causal=False, custom_mask=True), replace(problem, skip=True)
+        request = KernelRequest(q, q, q, *dims)
+        gathered = replace(request, page_size=1), replace(request, page_size=1, window=True)
+        others = replace(request, causal=False, custom_mask=True), replace(request, skip=True)
         found += [candidate(one, arch) for one in (*gathered, *others)]
     for kv, dims in product(("e4m3", "nvfp4"), USUAL):
-        problem = KernelRequest("bf16", kv, "bf16", *dims)
-        found += [candidate(replace(problem, causal=True), arch), candidate(replace(problem, window=True), arch)]
+        request = KernelRequest("bf16", kv, "bf16", *dims)
+        found += [candidate(replace(request, causal=True), arch), candidate(replace(request, window=True), arch)]
     for q, (dim, _) in product(DTYPES, USUAL):
         decode = KernelRequest(q, q, q, dim, dim, phase="decode")
         found += [candidate(decode, arch), candidate(replace(decode, window=True), arch)]

@@ -118,8 +118,8 @@ def exp2_pair(logs, ex2_emu):
 def pack_p(spec, r: Sm100Fragments, columns):
     """P of these columns in the MMA's type, as words."""
     if fp8(spec):
-        return [warp.e4m3_word([r.s[0, c + e] for e in range(4)]) for c in columns[::4]]
-    return [warp.word16(abi.DTYPES[mma_dtype(spec)], r.s[0, c], r.s[0, c + 1]) for c in columns[::2]]
+        return [warp.pack_e4m3([r.s[0, c + e] for e in range(4)]) for c in columns[::4]]
+    return [warp.pack_16bit(abi.DTYPES[mma_dtype(spec)], r.s[0, c], r.s[0, c + 1]) for c in columns[::2]]
 
 
 @cute.jit
@@ -238,7 +238,7 @@ def init_row(spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState
     w = x.w
     row = (tile_q_stage(spec, w) * w.m_block + half) * ROWS + x.coord.row
     head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
-    r.tokens[0] = warp.anew(
+    r.tokens[0] = warp.opaque(
         geometry.token_of(row, geometry.pack_divisor(w))
     )  # what it is made of is kept in no register
     r.score[0] = (

@@ -154,7 +154,7 @@ def vote(
         vote_state.lane_max[k] = top
         below = top == -Float32.inf or (top - vote_state.kept_max[k]) * to_log2[k] < vote_state.log2_threshold
         mine = mine and (below or r.tokens[k] >= tile.w.q_len)
-    all_lanes = warp.barrier_all(WARPGROUP_BARRIER + warpgroup_idx(spec), 32 * WARPS, mine) != 0
+    all_lanes = warp.barrier_red_and(WARPGROUP_BARRIER + warpgroup_idx(spec), 32 * WARPS, mine) != 0
     skips = Int32(cute.arch.vote_all_sync(all_lanes))  # the same, but now known to be uniform
     publish_vote(spec, s, skips, stage)
     return skips
