@@ -12,6 +12,7 @@ from cute_kernels import build, catalog, cubin, manifest
 from cute_kernels.attention.sm90.roles import roles
 from cute_kernels.attention.sm100 import roles as sm100
 from cute_kernels.device import umma
+from cute_kernels.device.roles import launch_registers
 from cute_kernels.topk import radix, sort
 from cute_kernels.topk.spec import SortSpec
 from tests.conftest import ARCH, ROOT

@@ -49,7 +49,7 @@ BLACKWELL = sm100.shipped("sm_100a")[0]
 
 def causal(spec: AttentionSpec, n: mask.SeqlenInfo) -> bool:
     """Whether positions bound what tokens see."""
-    return {"always": True, "never": False, "value": n.full == 0}[spec.mask.causal]
+    return {"always": True, "never": False, "value": n.non_causal == 0}[spec.mask.causal]
 
 
 def sees(spec: AttentionSpec, token: int, key: int, n: mask.SeqlenInfo) -> bool:

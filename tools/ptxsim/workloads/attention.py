@@ -83,7 +83,7 @@ def kernel_of(spec: Any) -> Kernel:
     """The only reader of specs here."""
     decodes = spec.schedule == "stream_k"
     own = spec.kv.dtype == spec.q and not (decodes and spec.q == "e4m3")  # decoding converts them as any cache
-    shares = decodes and spec.tile.knows_rows
+    shares = decodes and spec.tile.per_tile_pack_gqa
     narrow = decodes and not shares and spec.tile.rows_per_warp == FEW_ROWS
     narrow = narrow and (spec.kv.dtype, spec.head_dim_qk) in WIDE
     same: dict[str, Any] = {
