@@ -35,7 +35,7 @@ class FakeMachine(Machine):
         self.capturing = False
         self.waits: list[torch.device] = []  # for streams
 
-    def facts(self, device: torch.device) -> tuple[str, int]:
+    def device_info(self, device: torch.device) -> tuple[str, int]:
         promised(device == torch.device("cpu"))
         return self.known
 

@@ -35,7 +35,7 @@ def test_needles_grow_late_and_leave_the_others_half():
     """Of every row the maximum grows by more than RESCALE_THRESHOLD behind the first 128 keys that are visited, the
     last ones; the keys below it keep a share that a wrong rescaling shows."""
     case = AttentionCase("", q_lens=(5,), kv_lens=(1190,), heads_q=6, heads_kv=2, data="needles")
-    p = cases.make_problem(case)
+    p = cases.make_call(case)
     _, lse = cases.expected(case, p)
     k = cases.reference.gather(p.k, p.requests.page_table[0, 0], 1190).float()
     q = p.q.float().unflatten(1, (2, 3))
@@ -48,7 +48,7 @@ def test_needles_grow_late_and_leave_the_others_half():
 
 def test_far_tensors_lie_far_apart():
     case = AttentionCase("", far=True, kv_dtype="nvfp4", function="decode")
-    inputs = cases.decode_arguments(case, cases.make_problem(case))
+    inputs = cases.decode_arguments(case, cases.make_call(case))
     tensors = [inputs["query"], inputs["out"], inputs["lse"], *inputs["kv_cache"], *inputs["kv_cache_sf"]]
     assert all(t.stride(0) * t.element_size() == memory.FAR_BYTES for t in tensors)
 

@@ -27,7 +27,7 @@ DRAFTS = replace(XQA, q_lens=(2, 2), drafts=True)
 
 
 def xqa(case):
-    return wrappers.xqa, cases.xqa_arguments(case, cases.make_problem(case))
+    return wrappers.xqa, cases.xqa_arguments(case, cases.make_call(case))
 
 
 def top_k(function, **changes):

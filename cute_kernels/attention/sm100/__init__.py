@@ -95,7 +95,7 @@ def tile_of(q: str, kv: str, dims: tuple[int, int], arch: str) -> Sm100TileConfi
 def sharing(p: KernelRequest) -> Spec:
     """The spec that would serve decode, without a tile for few rows. What else the request asks `shares` refuses."""
     modified = p.window or p.soft_cap
-    many = p.rows * p.group > SHARED_ROWS and not p.batch_invariant
+    many = p.rows * p.qhead_per_kvhead > SHARED_ROWS and not p.batch_invariant
     tile = SHARED_TILES.get((p.head_dim_qk, p.head_dim_vo)) if many else None
     mask = MaskSpec("always" if p.causal else "never", modified, p.drafts, p.custom_mask)
     logits = LogitsSpec(modified, p.skip, p.alibi, p.head_scales)

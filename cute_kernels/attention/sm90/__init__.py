@@ -144,7 +144,7 @@ def shared(q: str, kv: str, dim: int) -> Spec:
 
 def sharing(p: KernelRequest) -> Spec:
     """The spec that would serve decode, without a tile for few rows. What else the request asks `shares` refuses."""
-    spec, many = shared(p.q, p.kv, p.head_dim_qk), p.rows * p.group > SHARED_ROWS and not p.batch_invariant
+    spec, many = shared(p.q, p.kv, p.head_dim_qk), p.rows * p.qhead_per_kvhead > SHARED_ROWS and not p.batch_invariant
     mask = MaskSpec("always" if p.causal else "never", p.window, p.drafts, p.custom_mask)
     logits = LogitsSpec(p.soft_cap, p.skip, p.alibi, p.head_scales)
     out = (p.out,) if p.out in DTYPES else outputs(p.q, p.out)

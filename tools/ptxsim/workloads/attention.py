@@ -332,7 +332,7 @@ def launched(case: AttentionCase, problem: AttentionCall) -> Results:
 
 def call(case: AttentionCase, in_forms: tuple[str, ...] = ()) -> tuple[Results, float]:
     """(results, error) of a call, and, where they may not depend on the batch, another of one request."""
-    problem = forms.apply(cases.make_problem(case), in_forms)
+    problem = forms.apply(cases.make_call(case), in_forms)
     want, want_lse = cases.expected(case, problem)
     out, lse = listed(case, problem) if in_forms else launched(case, problem)
     error = distance(out, want, 0.0, case.limit(want))
