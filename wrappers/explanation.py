@@ -21,7 +21,7 @@ from .scalars import integer
 from .topk import checks as topk_checks
 from .topk import op as topk_op
 from .topk import plan as topk_plan
-from .topk.checks import Call
+from .topk.checks import TopKCall
 
 FUNCTIONS: tuple[FunctionType, ...] = (
     trtllm.trtllm_batch_context_with_kv_cache,
@@ -93,7 +93,7 @@ def _asking(function: Any) -> FunctionType:
 
 
 def problem_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a public function asks with these arguments, unchecked: an `AttentionCall`, or top-k's `Call`. The
+    """What a public function asks with these arguments, unchecked: an `AttentionCall`, or top-k's `TopKCall`. The
     function's own code, whose last step, `serve`, is another here: it costs calls nothing, and nothing is launched or
     written."""
     if function not in FUNCTIONS:
@@ -171,6 +171,6 @@ def _attention(p: AttentionCall, arch: str) -> list[tuple[str, Any, Any]]:
     return answers
 
 
-def _top_k(call: Call, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
+def _top_k(call: TopKCall, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
     """The same of top-k."""
     return [*topk_dispatch.explain(topk_plan.request_of(call, sms), arch)]

@@ -349,9 +349,8 @@ def run(p: AttentionCall) -> Any:
                 or drafts is not None or skip or enable_pdl is not None or rare):  # fmt: skip
             plan.set_optional_args(flat, p)
         flat[slots.cu_seqlens_q] = plan.equal_offsets(batch, max_q_len, capturing) if offsets is None else offsets
-        factor, num_tile_heads = plan.pack_factor, plan.num_tile_heads
-        full = tokens * factor // plan.tile_m
-        tiles = num_tile_heads * (full + batch)
+        factor = plan.pack_factor
+        tiles = plan.num_tile_heads * (tokens * factor // plan.tile_m + batch)
         if not plan.stream_k:
             if batch * heads * (tokens // plan.tile_m + 1) >= MOST_TILES:
                 raise _too_many_tiles(p, batch)
@@ -363,9 +362,8 @@ def run(p: AttentionCall) -> Any:
             most = -(-checks.most_keys(p) // plan.split_keys) or 1  # parts of a request
             flat[slots.o_partial], flat[slots.counters] = scratch.new_split_scratch(plan, tiles * most, tiles * most)
         else:
-            flat[slots.o_partial], flat[slots.counters], flat[slots.counter_base] = scratch.split_scratch(
-                plan, capturing
-            )
+            shared = scratch.split_scratch(plan, capturing)
+            flat[slots.o_partial], flat[slots.counters], flat[slots.counter_base] = shared
         plan.fn(*flat)
         return result
     except Exception:

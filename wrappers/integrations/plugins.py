@@ -47,9 +47,9 @@ def sglang() -> None:
 
 
 def _sglang_backend(runner: Any) -> Any:
-    from .sglang import Backend
+    from .sglang import SglangBackend
 
-    return Backend(runner)
+    return SglangBackend(runner)
 
 
 def sglang_trtllm_mha() -> None:

@@ -35,7 +35,7 @@ PROMPTS = (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 
 @dataclass
-class Metadata:
+class SglangMetadata:
     """A batch of R requests."""
 
     seq_lens: torch.Tensor  # int32 (R,), with the new tokens
@@ -46,7 +46,7 @@ class Metadata:
     max_q_len: int = 1
 
 
-class Backend(AttentionBackend):
+class SglangBackend(AttentionBackend):
     """Attention of a model runner's layers."""
 
     needs_cpu_seq_lens = False
@@ -66,7 +66,7 @@ class Backend(AttentionBackend):
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.token_to_kv_pool = pool = model_runner.token_to_kv_pool
         self._windows = pool if isinstance(pool, SWAKVPool) else None
-        self.forward_metadata: Metadata | None = None
+        self.forward_metadata: SglangMetadata | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.forward_metadata = self._metadata(forward_batch)
@@ -84,7 +84,7 @@ class Backend(AttentionBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
-    def _metadata(self, batch: Any) -> Metadata:
+    def _metadata(self, batch: Any) -> SglangMetadata:
         """By operations of the device; of the host's values only the longest query is read."""
         mode = batch.forward_mode
         if mode not in (*DECODES, *PROMPTS, ForwardMode.TARGET_VERIFY):
@@ -98,7 +98,7 @@ class Backend(AttentionBackend):
             window_table = self._pages(self._windows.translate_loc_from_full_to_swa(first))
             if batch.out_cache_loc is not None:
                 window_loc = self._windows.translate_loc_from_full_to_swa(batch.out_cache_loc)
-        found = Metadata(batch.seq_lens.to(torch.int32, copy=True), self._pages(first), window_table, window_loc)
+        found = SglangMetadata(batch.seq_lens.to(torch.int32, copy=True), self._pages(first), window_table, window_loc)
         if mode == ForwardMode.TARGET_VERIFY:  # so many tokens of each request, which its length does not count yet
             found.max_q_len = tokens = batch.input_ids.shape[0] // batch.batch_size
             found.seq_lens += tokens

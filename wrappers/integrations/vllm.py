@@ -37,7 +37,7 @@ SIXTEEN_BITS = {"float16": torch.float16, "bfloat16": torch.bfloat16}  # "auto":
 
 
 @dataclass
-class Metadata(AttentionMetadata):
+class VllmMetadata(AttentionMetadata):
     """A batch of R requests, as `CommonAttentionMetadata` has it: tensors of the device, and bounds."""
 
     max_query_len: int
@@ -48,7 +48,7 @@ class Metadata(AttentionMetadata):
     slot_mapping: torch.Tensor  # int64 (tokens,), negative: not stored
 
 
-class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
+class MetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
     """Hands tensors on. Batches may mix prompts and decodes in any order."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
@@ -60,19 +60,21 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Metadata:
+    ) -> VllmMetadata:
         common = common_attn_metadata
         if common.causal is not True:
             raise NotImplementedError(f"causal: {common.causal}, must be True")
-        return Metadata(
+        return VllmMetadata(
             common.max_query_len, common.max_seq_len, common.query_start_loc, common.seq_lens,
             common.block_table_tensor, common.slot_mapping,
         )  # fmt: skip
 
-    def update_block_table(self, metadata: Metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Metadata:
+    def update_block_table(
+        self, metadata: VllmMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> VllmMetadata:
         return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
 
-    def update_draft_decode_metadata(self, metadata: Metadata) -> None:
+    def update_draft_decode_metadata(self, metadata: VllmMetadata) -> None:
         """Nothing: metadata are the tensors that the next step writes."""
 
 
@@ -142,7 +144,7 @@ class Backend(AttentionBackend):
         return refusal(arch, head_size, dtype, (QUANTISED | SIXTEEN_BITS).get(kv_cache_dtype, dtype))
 
 
-class Impl(AttentionImpl[Metadata]):
+class Impl(AttentionImpl[VllmMetadata]):
     """Attention of one layer. NotImplementedError: ALiBi, attention of encoders, other caches."""
 
     def __init__(
@@ -221,7 +223,7 @@ class Impl(AttentionImpl[Metadata]):
 
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None,
-        kv_cache: torch.Tensor, attn_metadata: Metadata | None, output: torch.Tensor,
+        kv_cache: torch.Tensor, attn_metadata: VllmMetadata | None, output: torch.Tensor,
         output_scale: torch.Tensor | None = None, output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """query and output (tokens, heads, head_size); returns output, written. Rows of padding are undefined."""

@@ -10,7 +10,7 @@ from ..checks import check_flag, check_integer, check_operand, check_strided
 from ..plain import traced
 from ..scalars import integer
 from . import values
-from .values import Mask, Modifiers, Offsets, Shape, Types
+from .values import CustomMask, HeadShape, Modifiers, Offsets, TensorTypes
 
 _Tensor, _int32 = torch.Tensor, torch.int32
 
@@ -27,7 +27,7 @@ class Planned(NamedTuple):
     mask_starts: torch.Tensor | None = None
 
 
-class Batch:
+class PrefillBatch:
     """A plan of a batch. Subclasses say which tensors index it (`_NAMES`, the first `_OFFSETS` of B + 1 offsets each,
     the last of those of keys), and how many keys a request has.
 
@@ -42,8 +42,8 @@ class Batch:
     run: Any
     forward: Any
     _planned: Planned | None = None
-    _shape = Shape(0, 1, 1, 1, 0)
-    _types: Types
+    _shape = HeadShape(0, 1, 1, 1, 0)
+    _types: TensorTypes
 
     def __init__(self, workspace: Any, kv_layout: Any, graph: Any, buffers: tuple[Any, ...], mask: tuple[Any, Any],
                  backend: Any) -> None:  # fmt: skip
@@ -129,7 +129,7 @@ class Batch:
             raise ValueError(f"{self._NAMES[0]}: shape (0,), must have an element or more")
         self._check_lengths(given, batch)
 
-    def _prepare(self, given: tuple[Any, ...], page_size: int, most: Any, mask: Mask | None) -> Planned:
+    def _prepare(self, given: tuple[Any, ...], page_size: int, most: Any, mask: CustomMask | None) -> Planned:
         """given: the tensors of `_NAMES`, on the host or the device. most: a bound of query lengths, None if unknown.
         Everything is checked before a buffer is written."""
         if self.device.type == "cuda" and machine.current.is_capturing():
@@ -179,7 +179,7 @@ class Batch:
         return Planned(requests, rows, keys, most, bits, starts)
 
     def _check_room(
-        self, given: tuple[torch.Tensor, ...], rows: int | None, mask: Mask | None, known: Offsets | None
+        self, given: tuple[torch.Tensor, ...], rows: int | None, mask: CustomMask | None, known: Offsets | None
     ) -> None:
         """Raises unless buffers, which captured graphs read, have room for a plan."""
         buffers = self._buffers or ()
@@ -203,7 +203,7 @@ class Batch:
         if bits.shape[0] < least:
             raise ValueError(f"custom_mask_buf: {bits.shape[0]} bytes, must be at least {least}")
 
-    def _keep(self, planned: Planned, shape: Shape, types: Types, modifiers: Modifiers) -> None:
+    def _keep(self, planned: Planned, shape: HeadShape, types: TensorTypes, modifiers: Modifiers) -> None:
         """Replaces all of an earlier plan."""
         self._shape, self._types, self._planned = shape, types, planned
         self._modify(modifiers)

@@ -11,7 +11,7 @@ from ..checks import check_flag, check_integer
 from ..page import paged_kv
 from ..scalars import integer, real
 from . import values
-from .batch import Batch
+from .batch import PrefillBatch
 
 DECODE = "BatchDecodeWithPagedKVCacheWrapper"
 SIGNATURES[DECODE] = {
@@ -25,7 +25,7 @@ SIGNATURES[DECODE] = {
 HEAD_SCALES.add(DECODE)
 
 
-class BatchDecodeWithPagedKVCacheWrapper(Batch):
+class BatchDecodeWithPagedKVCacheWrapper(PrefillBatch):
     """Attention of the last token, or the last tokens, of each request over a paged KV cache that already holds them:
     `plan` once for a batch, `run` for each layer. As FlashInfer 0.7.2's class, in its positions; what is not said here
     is as in `BatchPrefillWithPagedKVCacheWrapper`.

@@ -11,7 +11,7 @@ from ..checks import check_integer
 from ..page import get_seq_lens, paged_kv
 from ..scalars import integer, real
 from . import values
-from .batch import Batch
+from .batch import PrefillBatch
 
 PAGED = "BatchPrefillWithPagedKVCacheWrapper"
 SIGNATURES[PAGED] = {
@@ -27,7 +27,7 @@ SIGNATURES[PAGED] = {
 HEAD_SCALES.add(PAGED)
 
 
-class BatchPrefillWithPagedKVCacheWrapper(Batch):
+class BatchPrefillWithPagedKVCacheWrapper(PrefillBatch):
     """Attention of ragged queries over a paged KV cache that already holds the queries' own tokens: `plan` once for a
     batch, `run` for each layer. As FlashInfer's class, with the positions of its version 0.2; names that came later
     are keywords.

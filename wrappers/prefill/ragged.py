@@ -10,7 +10,7 @@ from ..attention.op import serve
 from ..checks import check_strided
 from ..plain import traced
 from . import values
-from .batch import Batch
+from .batch import PrefillBatch
 
 RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
 SIGNATURES[RAGGED] = {
@@ -43,7 +43,7 @@ def scales_of(given: Any, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     return rows_of("kv_cache_sf (K)", given[0], layout), rows_of("kv_cache_sf (V)", given[1], layout)
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(Batch):
+class BatchPrefillWithRaggedKVCacheWrapper(PrefillBatch):
     """Attention of ragged queries over ragged K and V, read where they are: `plan` once for a batch, `run` for each
     layer. As FlashInfer's class, with the positions of its version 0.2; names that came later are keywords. Arguments
     of the constructor are those of `BatchPrefillWithPagedKVCacheWrapper`, kv_indptr_buf, int32 (B + 1,), in the place

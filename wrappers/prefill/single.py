@@ -76,7 +76,7 @@ def single_prefill_with_kv_cache(
     m = values.modifiers_of(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
     (rows, heads, dim), keys, device = q.shape, k.shape[2], q.device
     if m.rope is not None:
-        values.check_rope(m.rope, values.Types(q.dtype, k.dtype, q.dtype))
+        values.check_rope(m.rope, values.TensorTypes(q.dtype, k.dtype, q.dtype))
     mask, bits, starts = values.mask_of(custom_mask, packed_custom_mask, device), None, None
     if mask is not None:
         size = (rows * keys + 7) // 8

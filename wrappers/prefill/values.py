@@ -32,7 +32,7 @@ _Tensor = torch.Tensor
 _slopes: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
-class Shape(NamedTuple):
+class HeadShape(NamedTuple):
     """Numbers of heads, their dimensions, and rows of a page, 0 where there are none."""
 
     qo: int
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
     page_size: int
 
 
-class Types(NamedTuple):
+class TensorTypes(NamedTuple):
     """Dtypes of queries, of the cache and of the output."""
 
     q: torch.dtype
@@ -82,7 +82,7 @@ def refuse(**given: Any) -> None:
             raise NotImplementedError(f"{name}: {type(value).__name__}, must be None: not supported")
 
 
-def shape_of(qo: Any, kv: Any, dim_qk: Any, dim_vo: Any, page_size: Any) -> Shape:
+def shape_of(qo: Any, kv: Any, dim_qk: Any, dim_vo: Any, page_size: Any) -> HeadShape:
     """dim_vo None: dim_qk. page_size: an int, checked."""
     if dim_vo is None:
         dim_vo = dim_qk
@@ -94,7 +94,7 @@ def shape_of(qo: Any, kv: Any, dim_qk: Any, dim_vo: Any, page_size: Any) -> Shap
         dim_vo = check_integer("head_dim_vo", integer(dim_vo), 1)
     if qo % kv:
         raise ValueError(f"num_qo_heads: {qo}, must be a multiple of num_kv_heads, {kv}")
-    return Shape(qo, kv, dim_qk, dim_vo, page_size)
+    return HeadShape(qo, kv, dim_qk, dim_vo, page_size)
 
 
 def dtype_of(name: str, value: Any) -> torch.dtype:
@@ -109,7 +109,7 @@ def dtype_of(name: str, value: Any) -> torch.dtype:
     raise TypeError(f"{name}: {value!r}, must be a torch.dtype or its name")
 
 
-def types_of(q: Any, kv: Any, out: Any) -> Types:
+def types_of(q: Any, kv: Any, out: Any) -> TensorTypes:
     """kv and out None: q's."""
     q = dtype_of("q_data_type", q)
     check_one_of("q_data_type:", q, QUERIES)
@@ -117,7 +117,7 @@ def types_of(q: Any, kv: Any, out: Any) -> Types:
     out = q if out is None else dtype_of("o_data_type", out)
     check_one_of("o_data_type:", out, OUTPUTS)
     check_one_of("kv_data_type:", kv, CACHES[q])
-    return Types(q, kv, out)
+    return TensorTypes(q, kv, out)
 
 
 def modifiers_of(
@@ -146,7 +146,7 @@ def number(name: str, value: Any, positive: bool = False) -> float:
     return float(value)
 
 
-def check_rope(rope: Rope | None, types: Types) -> None:
+def check_rope(rope: Rope | None, types: TensorTypes) -> None:
     if rope is not None and (types.q.itemsize == 1 or types.kv is not types.q):
         both = f"queries of {types.q} and keys of {types.kv}"
         raise NotImplementedError(f"pos_encoding_mode: ROPE_LLAMA with {both}, must both be float16 or bfloat16")
@@ -279,7 +279,7 @@ def offsets_of(qo_indptr: torch.Tensor, keys: torch.Tensor) -> Offsets:
     return Offsets(torch.nn.functional.pad(elements, (1, 0)), torch.nn.functional.pad(size, (1, 0)))
 
 
-class Mask(NamedTuple):
+class CustomMask(NamedTuple):
     """The mask that a caller gave, checked; of two, the packed one."""
 
     name: str
@@ -306,7 +306,7 @@ class Mask(NamedTuple):
         return given if out is None else out.copy_(given)
 
 
-def mask_of(custom: Any, packed: Any, device: torch.device, non_blocking: bool = False) -> Mask | None:
+def mask_of(custom: Any, packed: Any, device: torch.device, non_blocking: bool = False) -> CustomMask | None:
     if custom is None and packed is None:
         return None
     name = "custom_mask" if packed is None else "packed_custom_mask"
@@ -317,4 +317,4 @@ def mask_of(custom: Any, packed: Any, device: torch.device, non_blocking: bool =
         check_operand(name, mask, 1, (torch.uint8,), None)
     if mask.numel() >= MOST_MASK * (1 if packed is not None else 7):
         raise NotImplementedError(f"{name}: {mask.numel()} elements, must be less than {MOST_MASK} bytes, packed")
-    return Mask(name, mask.reshape(-1), packed is not None, non_blocking)
+    return CustomMask(name, mask.reshape(-1), packed is not None, non_blocking)

@@ -1,5 +1,5 @@
-"""Top-k of the rows of a score matrix: signatures (`api`) -> a `Call` (`checks`) -> a plan and its launch (`plan`), by
-way of a torch operator (`op`) under torch.compile. Reference on the CPU, compiled kernel on CUDA.
+"""Top-k of the rows of a score matrix: signatures (`api`) -> a `TopKCall` (`checks`) -> a plan and its launch (`plan`),
+by way of a torch operator (`op`) under torch.compile. Reference on the CPU, compiled kernel on CUDA.
 
 What all functions promise. The selection is exact by the order of the scores' bit patterns at their own width: +NaN >
 +inf > ... > +0 > -0 > ... > -inf > -NaN. Equal scores at the boundary: the lowest indices get in, the highest with

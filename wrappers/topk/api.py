@@ -6,11 +6,13 @@ import torch
 
 from ..checks import check_flag, check_integer, check_strided
 from ..scalars import integer
-from .checks import DECODING, PAGE_TABLE, PERSISTENT, PREFILL, RAGGED, TOP_K, Call, TopKTieBreak, each_row
+from .checks import DECODING, PAGE_TABLE, PERSISTENT, PREFILL, RAGGED, TOP_K, TopKCall, TopKTieBreak, each_row
 from .op import serve
 
 _Tensor = torch.Tensor  # a module global: an attribute look-up saved is 20 ns
-_call = tuple.__new__  # `_call(Call, (...))` is `Call(...)` of all its fields, in their order: 0.15 us instead of 0.6
+_call = (
+    tuple.__new__
+)  # `_call(TopKCall, (...))` is `TopKCall(...)` of all its fields, in their order: 0.15 us instead of 0.6
 
 
 def _refuse_other_than(kind: type, **given: Any) -> None:
@@ -56,7 +58,7 @@ def top_k_page_table_transform(
         _refuse_other_than(bool, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
     if page_table_row_starts is None and page_size == 1:
         page_table_row_starts = row_starts
-    return serve(_call(Call, (
+    return serve(_call(TopKCall, (
         PAGE_TABLE, input, k, row_starts, lengths, out, out_raw_indices, None, None, src_page_table, row_to_batch,
         page_table_row_starts, None, 1, page_size, tie_break, False, None,
     )))[0]  # fmt: skip
@@ -83,7 +85,7 @@ def top_k_ragged_transform(
     """
     if deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
         _refuse_other_than(bool, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
-    return serve(_call(Call, (
+    return serve(_call(TopKCall, (
         RAGGED, input, k, row_starts, lengths, None, None, None, None, None, None, None, offsets, 1, 1, tie_break,
         False, None,
     )))[0]  # fmt: skip
@@ -107,7 +109,7 @@ def top_k(
     """
     if sorted.__class__ is not bool or deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
         _refuse_other_than(bool, sorted=sorted, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
-    return serve(_call(Call, (
+    return serve(_call(TopKCall, (
         TOP_K, input, k, None, None, None, None, None, None, None, None, None, None, 1, 1, tie_break, sorted, None,
     )))[1:]  # fmt: skip
 
@@ -139,7 +141,7 @@ def top_k_per_row_prefill(
     if num_rows.__class__ is not int or stride0.__class__ is not int or stride1.__class__ is not int:
         num_rows, stride0, stride1 = layout = integer(num_rows), integer(stride0), integer(stride1)
         _refuse_other_than(int, num_rows=num_rows, stride0=stride0, stride1=stride1)
-    serve(_call(Call, (
+    serve(_call(TopKCall, (
         PREFILL, logits, top_k, row_starts, row_ends, None, indices, None, None, None, None, None, None, 1, 1,
         TopKTieBreak.NONE, False, layout,
     )))  # fmt: skip
@@ -173,7 +175,7 @@ def top_k_per_row_decode(
     if num_rows.__class__ is not int or stride0.__class__ is not int or stride1.__class__ is not int:
         num_rows, stride0, stride1 = layout = integer(num_rows), integer(stride0), integer(stride1)
         _refuse_other_than(int, num_rows=num_rows, stride0=stride0, stride1=stride1)
-    serve(_call(Call, (
+    serve(_call(TopKCall, (
         DECODING, logits, top_k, None, seq_lens, None, indices, None, None, None, None, None, None, next_n, 1,
         TopKTieBreak.NONE, False, layout,
     )))  # fmt: skip
@@ -205,7 +207,7 @@ def persistent_topk(
         check_strided("workspace", workspace)
     if (lengths.__class__ is _Tensor or isinstance(lengths, _Tensor)) and lengths.dim() == 2:
         lengths = check_strided("lengths", lengths).contiguous().view(-1)
-    serve(_call(Call, (
+    serve(_call(TopKCall, (
         PERSISTENT, logits, k, None, lengths, None, output, None, None, None, None, None, None, 1, 1,
         TopKTieBreak.NONE, False, None,
     )))  # fmt: skip

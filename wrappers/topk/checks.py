@@ -49,7 +49,7 @@ class TopKTieBreak(IntEnum):
 TIES = tuple(map(int, TopKTieBreak))
 
 
-class Call(NamedTuple):
+class TopKCall(NamedTuple):
     """A call of any of the functions, in the terms of `TopKArgs`; None stands for what is absent.
 
     layout: (num_rows, stride0, stride1) that a caller of the per-row functions states.
@@ -91,7 +91,7 @@ NAMES: dict[str, dict[str, str]] = {
 }
 
 
-def with_ints(call: Call) -> Call:
+def with_ints(call: TopKCall) -> TopKCall:
     """The call with numpy's integers as Python's."""
     ints = {field: integer(getattr(call, field)) for field in ("k", "next_n", "page_size", "tie_break")}
     return call._replace(**ints)
@@ -108,7 +108,7 @@ def each_row(seq_lens: torch.Tensor, next_n: Any, logits: Any) -> torch.Tensor:
     return seq_lens.contiguous().view(-1)
 
 
-def validate(call: Call) -> None:
+def validate(call: TopKCall) -> None:
     """Raises on the first argument that does not fit."""
     names = NAMES[call.function]
     rows, width = _scores(names["scores"], call)
@@ -137,7 +137,7 @@ def validate(call: Call) -> None:
     _outputs_apart(call, names)
 
 
-def scalars(call: Call, width: int) -> None:
+def scalars(call: TopKCall, width: int) -> None:
     """Raises on a number that does not fit scores of so many columns."""
     name = NAMES[call.function].get("k", "k")
     _bounded(name, call.k, LARGEST)
@@ -155,13 +155,13 @@ INPUTS = ("scores", "starts", "lengths", "table", "row_to_batch", "table_starts"
 OUTPUTS = ("out", "raw", "values", "indices")
 
 
-def _outputs_apart(call: Call, names: dict[str, str]) -> None:
+def _outputs_apart(call: TopKCall, names: dict[str, str]) -> None:
     given = {names.get(f, f): getattr(call, f) for f in OUTPUTS if getattr(call, f) is not None}
     if given:
         check_apart(given, {names.get(f, f): getattr(call, f) for f in INPUTS})
 
 
-def reason(call: Call) -> Exception | None:
+def reason(call: TopKCall) -> Exception | None:
     """What is wrong with a call that failed, if anything is."""
     try:
         validate(with_ints(call))
@@ -170,7 +170,7 @@ def reason(call: Call) -> Exception | None:
     return None
 
 
-def stated(call: Call) -> None:
+def stated(call: TopKCall) -> None:
     """num_rows, stride0 and stride1 must be those of the tensor; a stride that is never taken may be anything."""
     num_rows, *strides = call.layout
     if num_rows != call.scores.shape[0]:
@@ -180,7 +180,7 @@ def stated(call: Call) -> None:
             raise ValueError(f"stride{dim}: {stride}, must be that of logits, {call.scores.stride(dim)}")
 
 
-def _scores(name: str, call: Call) -> tuple[int, int]:
+def _scores(name: str, call: TopKCall) -> tuple[int, int]:
     scores = call.scores
     device = check_strided(name, scores, 2).device
     if device.type not in ("cpu", "cuda", "meta"):
@@ -200,7 +200,7 @@ def _integers(name: str, value: Any, ndim: int, scores: torch.Tensor) -> None:
     check_operand(name, value, ndim, (torch.int32,), scores.device, "that of the scores")
 
 
-def _table(call: Call, rows: int) -> None:
+def _table(call: TopKCall, rows: int) -> None:
     name = NAMES[call.function]["table"]
     _integers(name, call.table, 2, call.scores)
     batches = call.table.shape[0]

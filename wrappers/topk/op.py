@@ -8,7 +8,7 @@ import torch
 from ..checks import check_strided
 from ..plain import no_backward, traced, write
 from . import plan
-from .checks import NAMES, PAGE_TABLE, RAGGED, TOP_K, Call, scalars, stated, with_ints
+from .checks import NAMES, PAGE_TABLE, RAGGED, TOP_K, TopKCall, scalars, stated, with_ints
 
 NAME = "cute_kernels::top_k_rows"
 # The fields of Call in order, but the last.
@@ -23,14 +23,14 @@ torch.library.define(NAME, SCHEMA.replace("\n", " "), tags=torch.Tag.pt2_complia
 _is_grad_enabled = torch.is_grad_enabled  # a module global: an attribute look-up saved is 20 ns
 
 
-def serve(call: Call) -> tuple[Any, Any, Any]:
+def serve(call: TopKCall) -> tuple[Any, Any, Any]:
     """(out, values, indices) of a call."""
     if _is_grad_enabled() and getattr(call.scores, "requires_grad", False):  # the look-up of a function saved is 50 ns
         refuse_grad(call)
     return trace(with_ints(call)) if traced(call.scores) else plan.run(call)
 
 
-def refuse_grad(call: Call) -> None:
+def refuse_grad(call: TopKCall) -> None:
     """Raises on scores that require grad, in all functions alike, though most return integers only."""
     try:
         if call.scores.requires_grad:
@@ -41,7 +41,7 @@ def refuse_grad(call: Call) -> None:
 
 @torch.library.impl(NAME, ("cpu", "cuda"))
 def _run(*args: Any) -> None:
-    call = Call(*args)
+    call = TopKCall(*args)
     if _is_grad_enabled():
         refuse_grad(call)
     plan.run(call)
@@ -52,7 +52,7 @@ def _fake(*args: Any) -> None:
     """Nothing to infer: every output is an argument."""
 
 
-def trace(call: Call) -> tuple[Any, Any, Any]:
+def trace(call: TopKCall) -> tuple[Any, Any, Any]:
     """What is recorded of a call: allocation, then the operator. (out, values, indices)."""
     check_strided(NAMES[call.function]["scores"], call.scores, 2)
     scalars(call, call.scores.shape[1])

@@ -12,7 +12,7 @@ from cute_kernels.topk.request import TopKKernelRequest
 
 from .. import machine, overlap, reference
 from ..checks import checking
-from .checks import DTYPES, NAMES, PER_ROW, TOP_K, WINDOWS, Call, TopKTieBreak, reason, validate, with_ints
+from .checks import DTYPES, NAMES, PER_ROW, TOP_K, WINDOWS, TopKCall, TopKTieBreak, reason, validate, with_ints
 from .values import check as check_values
 
 AT = TopKArgs(*range(len(TopKArgs._fields)))  # where a launch takes what
@@ -41,7 +41,7 @@ class TopKLaunchPlan:
     like_indices: torch.Tensor  # (R, k) int64
 
 
-def run(call: Call) -> tuple[Any, Any, Any]:
+def run(call: TopKCall) -> tuple[Any, Any, Any]:
     """(out, values, indices) of a call; None for what its function does not return."""
     (
         function, scores, k, starts, lengths, out, raw, values, indices, table, row_to_batch, table_starts, offsets,
@@ -140,13 +140,13 @@ def _refuse_overlap(output: torch.Tensor, other: torch.Tensor) -> None:
         raise ValueError("overlap")
 
 
-def request_of(call: Call, sms: int) -> TopKKernelRequest:
+def request_of(call: TopKCall, sms: int) -> TopKKernelRequest:
     """What a valid call asks of a kernel on a GPU of so many SMs."""
     rows, width = call.scores.shape
     return TopKKernelRequest(DTYPES[call.scores.dtype], rows, width, call.k, sms)
 
 
-def plan_for(call: Call, device_info: tuple[str, int] | None) -> TopKLaunchPlan:
+def plan_for(call: TopKCall, device_info: tuple[str, int] | None) -> TopKLaunchPlan:
     """The plan of a valid call on a machine of these facts; NotImplementedError where no kernel serves it."""
     scores, k = call.scores, call.k
     (rows, width), device = scores.shape, scores.device

@@ -5,10 +5,10 @@ import torch
 
 from cute_kernels.topk.args import DECODE, ENDS
 
-from .checks import NAMES, WINDOWS, Call
+from .checks import NAMES, WINDOWS, TopKCall
 
 
-def check(call: Call) -> None:
+def check(call: TopKCall) -> None:
     """ValueError names the argument, the row, its value and what is allowed, for the first value of a valid call that
     leaves its row or its table. Waits for the device."""
     names, (rows, width), window = NAMES[call.function], call.scores.shape, WINDOWS[call.function]
