@@ -92,7 +92,7 @@ def _asking(function: Any) -> FunctionType:
     return asks
 
 
-def problem_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What a public function asks with these arguments, unchecked: an `AttentionCall`, or top-k's `TopKCall`. The
     function's own code, whose last step, `serve`, is another here: it costs calls nothing, and nothing is launched or
     written."""
@@ -124,7 +124,7 @@ def explain(
     >>> explain(torch.zeros(64, 65536), 2048, function=top_k, arch="sm_90a").runs
     'topk.radix fp32_c2t512_n46080'
     """
-    asked = problem_of(function, *args, **kwargs)
+    asked = call_of(function, *args, **kwargs)
     attention = isinstance(asked, AttentionCall)
     if torch.is_grad_enabled():
         (attention_op if attention else topk_op).refuse_grad(asked)
@@ -157,14 +157,14 @@ def explain(
     return Explanation(None, refused)
 
 
-def _attention(p: AttentionCall, arch: str) -> list[tuple[str, Any, Any]]:
+def _attention(call: AttentionCall, arch: str) -> list[tuple[str, Any, Any]]:
     """(op, spec, None or why it refuses) of every op."""
     answers = []
-    for op, spec, reason in dispatch.explain(plan.request_of(p), arch):
+    for op, spec, reason in dispatch.explain(plan.request_of(call), arch):
         why: Any = reason
         if reason is None:
             try:
-                checks.kernel_tensors(p)
+                checks.kernel_tensors(call)
             except NotImplementedError as error:
                 why = error
         answers.append((op, spec, why))

@@ -171,7 +171,7 @@ def flash_attn_varlen_func(
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
     options = Options(softmax_scale, causal, window_size, softcap, given, descales, num_splits, out)
     most = _most(max_seqlen_q, q.shape[0])
-    found = serve(_problem(_signature(VARLEN, name, lens), q, keys, requests, most, options, return_lse))
+    found = serve(_attention_call(_signature(VARLEN, name, lens), q, keys, requests, most, options, return_lse))
     return (found[0], _natural(found[1])) if return_lse else found
 
 
@@ -237,10 +237,10 @@ def flash_attn_with_kvcache(
     options = Options(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
     most = _most(max_seqlen_q, q.shape[0]) if packed else q.shape[1]
     requests = sequences_of(table, lens, cu_seqlens_q, not traced(q), FORMS[name])
-    p = _problem(signature, flat, keys, requests, most, options, return_lse)
+    call = _attention_call(signature, flat, keys, requests, most, options, return_lse)
     if new is not None:
-        append(p, new)
-    return _shaped(serve(p), q, out, packed, return_lse)
+        append(call, new)
+    return _shaped(serve(call), q, out, packed, return_lse)
 
 
 def flash_attn_func(
@@ -269,29 +269,29 @@ def flash_attn_func(
     flat_out = _flat(out, q, keys[1])
     options = Options(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
     requests = sequences_of(table, lens, None, not traced(q), FORMS["k"])
-    p = _problem(FUNC, q.flatten(0, 1), keys, requests, length, options, return_lse)
-    return _shaped(serve(p), q, out, False, return_lse)
+    call = _attention_call(FUNC, q.flatten(0, 1), keys, requests, length, options, return_lse)
+    return _shaped(serve(call), q, out, False, return_lse)
 
 
-def append(p: AttentionCall, new: "New") -> None:
+def append(call: AttentionCall, new: "New") -> None:
     """Write new keys and values to the pages of a problem whose lengths count them; before that, raise on what the
     problem's call would."""
     if torch.is_grad_enabled():
-        attention_op.refuse_grad(p)
+        attention_op.refuse_grad(call)
         refuse_grad({"k": new.k, "v": new.v})
-    if not traced(p.q):
-        checks.validate(p)
-        check_apart({checks.names_of(p)("k"): p.k, checks.names_of(p)("v"): p.v}, {"k": new.k, "v": new.v})
+    if not traced(call.q):
+        checks.validate(call)
+        check_apart({checks.names_of(call)("k"): call.k, checks.names_of(call)("v"): call.v}, {"k": new.k, "v": new.v})
         here = machine.current
-        known = here.device_info(p.q.device)
+        known = here.device_info(call.q.device)
         if known is not None:
-            plan.plan_for(p, *known)
-        if not p.q.is_meta and (known is None or checking() and not here.is_capturing()):
-            attention_values.check(p, positive=known is not None)
-    table, lens = p.requests.page_table[:, 0], p.requests.kv_lens
+            plan.plan_for(call, *known)
+        if not call.q.is_meta and (known is None or checking() and not here.is_capturing()):
+            attention_values.check(call, positive=known is not None)
+    table, lens = call.requests.page_table[:, 0], call.requests.kv_lens
     where = get_batch_indices_positions(new.starts, lens, new.k.shape[0])
     ends = torch.arange(table.shape[0] + 1, dtype=torch.int32, device=table.device) * table.shape[1]
-    append_paged_kv_cache(new.k, new.v, *where, (p.k, p.v), table.reshape(-1), ends, lens, "HND")
+    append_paged_kv_cache(new.k, new.v, *where, (call.k, call.v), table.reshape(-1), ends, lens, "HND")
 
 
 class New(NamedTuple):
@@ -303,7 +303,7 @@ class New(NamedTuple):
     counts: int | torch.Tensor
 
 
-def _problem(
+def _attention_call(
     signature: str, q: torch.Tensor, keys: tuple[torch.Tensor, torch.Tensor], requests: SequenceBatch, most: Any,
     o: Options, return_lse: bool,
 ) -> AttentionCall:  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 import wrappers
 from wrappers import fp4, reference, trtllm_batch_context_with_kv_cache
 from wrappers.attention.call import AttentionCall, SequenceBatch
-from wrappers.explanation import problem_of
+from wrappers.explanation import call_of
 
 from .. import skipping
 from . import planted
@@ -475,7 +475,7 @@ def as_decode(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def reference_of(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """(o (T, Hq, Dvo), lse (T, Hq)) in fp32 of keyword arguments for the public function; writes nothing."""
-    return reference.paged_attention(problem_of(trtllm_batch_context_with_kv_cache, **inputs))
+    return reference.paged_attention(call_of(trtllm_batch_context_with_kv_cache, **inputs))
 
 
 def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:

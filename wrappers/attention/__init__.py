@@ -5,5 +5,5 @@
 - plan: what the static facts of a problem decide; a known problem is one dictionary lookup and its launch
 - values: refuses values that make no sense, where they are read anyway or a caller asks for it
 - checks: refuses what does not fit, in the caller's words
-- problem: the tensors of a call in one form, which the reference takes too
+- call: the tensors of a call in one form, which the reference takes too
 """

@@ -29,25 +29,26 @@ torch.library.define(NAME, SCHEMA.replace("\n", " "), tags=torch.Tag.pt2_complia
 _is_grad_enabled = torch.is_grad_enabled  # a module global: an attribute look-up saved is 20 ns
 
 
-def serve(p: AttentionCall) -> Any:
+def serve(call: AttentionCall) -> Any:
     """What a public function returns. In grad mode, a query, cache, sinks or slopes that require grad are refused:
     theirs would be lost. Other arguments are constants, as under torch.no_grad()."""
     if _is_grad_enabled():
         try:
-            sinks, slopes = p.sinks, p.alibi_slopes
-            if (p.q.requires_grad or p.k.requires_grad or p.v.requires_grad or sinks is not None and sinks.requires_grad
+            sinks, slopes = call.sinks, call.alibi_slopes
+            if (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad
+                    or sinks is not None and sinks.requires_grad
                     or slopes is not None and slopes.requires_grad):  # fmt: skip
-                refuse_grad(p)
+                refuse_grad(call)
         except AttributeError:  # something is no tensor, which is refused later
             pass
-    return trace(p) if p.requests.shape_id is None else plan.run(p)
+    return trace(call) if call.requests.shape_id is None else plan.run(call)
 
 
-def refuse_grad(p: AttentionCall) -> None:
+def refuse_grad(call: AttentionCall) -> None:
     """Raises on the first tensor that requires grad, of those whose grad would be lost."""
     for field in ("q", "k", "v", "sinks", "alibi_slopes"):
-        if getattr(getattr(p, field), "requires_grad", False):
-            raise no_backward(checks.names_of(p)(field))
+        if getattr(getattr(call, field), "requires_grad", False):
+            raise no_backward(checks.names_of(call)(field))
 
 
 @torch.library.impl(NAME, ("cpu", "cuda"))
@@ -70,15 +71,15 @@ def _fake(*flat: Any) -> None:
     """Nothing to infer: every output is an argument."""
 
 
-def trace(p: AttentionCall) -> Any:
+def trace(call: AttentionCall) -> Any:
     """What is recorded of a problem: allocation, then the operator. What that would not see is checked before."""
-    checks.scalars(p)
-    check_strided(checks.names_of(p)("q"), p.q, 3)
-    checks.outputs(p)
-    out, lse = plan.outputs(p)
+    checks.scalars(call)
+    check_strided(checks.names_of(call)("q"), call.q, 3)
+    checks.outputs(call)
+    out, lse = plan.outputs(call)
     packed = isinstance(out, fp4.FP4Tensor)
-    given = p._asdict() | p.requests._asdict() | {"out": out.data if packed else out, "lse": lse}
+    given = call._asdict() | call.requests._asdict() | {"out": out.data if packed else out, "lse": lse}
     given |= {"out_block_scales": out.scale if packed else None}
     given |= {"out_block_start": out.scale_start_index if packed else 0}
     write(torch.ops.cute_kernels.attention.default, **{name: given[name] for name in FIELDS})
-    return (out, lse) if p.return_lse else out
+    return (out, lse) if call.return_lse else out

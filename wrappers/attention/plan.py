@@ -40,33 +40,33 @@ _Tensor = torch.Tensor  # module globals: an attribute look-up saved is 20 ns
 _empty, _empty_like = torch.empty, torch.empty_like
 
 
-def request_of(p: AttentionCall) -> KernelRequest:
+def request_of(call: AttentionCall) -> KernelRequest:
     """What a valid problem asks of a kernel."""
-    rows = min(p.max_q_len, p.q.shape[0])
-    if p.requests.cu_seqlens_q is not None:  # plans depend on it by the power of two that bounds it
+    rows = min(call.max_q_len, call.q.shape[0])
+    if call.requests.cu_seqlens_q is not None:  # plans depend on it by the power of two that bounds it
         rows = 1 << max(rows - 1, 0).bit_length()
-    ragged, masked = p.requests.form == "ragged", p.custom_mask is not None
+    ragged, masked = call.requests.form == "ragged", call.custom_mask is not None
     return KernelRequest(
-        q=TYPES[p.q.dtype],
-        kv=TYPES[p.k.dtype],
-        out=TYPES[p.result_dtype],
-        head_dim_qk=p.q.shape[2],
-        head_dim_vo=p.dim_vo,
-        page_size=0 if ragged else p.k.shape[2],
-        qhead_per_kvhead=p.q.shape[1] // p.k.shape[1],
+        q=TYPES[call.q.dtype],
+        kv=TYPES[call.k.dtype],
+        out=TYPES[call.result_dtype],
+        head_dim_qk=call.q.shape[2],
+        head_dim_vo=call.dim_vo,
+        page_size=0 if ragged else call.k.shape[2],
+        qhead_per_kvhead=call.q.shape[1] // call.k.shape[1],
         rows=rows,
-        phase=p.phase,
-        causal=bool(p.causal) and not masked,
-        window=p.window_left >= 0,
-        drafts=p.drafts is not None,
-        soft_cap=bool(p.soft_cap),
-        skip=bool(p.skip),
-        interleaved=bool(p.interleaved),
-        batch_invariant=bool(p.batch_invariant),
+        phase=call.phase,
+        causal=bool(call.causal) and not masked,
+        window=call.window_left >= 0,
+        drafts=call.drafts is not None,
+        soft_cap=bool(call.soft_cap),
+        skip=bool(call.skip),
+        interleaved=bool(call.interleaved),
+        batch_invariant=bool(call.batch_invariant),
         source="ragged" if ragged else "paged",
         custom_mask=masked,
-        alibi=p.alibi_slopes is not None,
-        head_scales=any(t is not None and t.numel() > 1 for t in (p.scale_tensor, p.out_scale_tensor)),
+        alibi=call.alibi_slopes is not None,
+        head_scales=any(t is not None and t.numel() > 1 for t in (call.scale_tensor, call.out_scale_tensor)),
     )
 
 
@@ -105,30 +105,33 @@ class LaunchPlan:
     checked: bool  # values are read and checked before a launch
     offsets: Any = None  # (B + 1,) int32, of requests of equal length, in the form of `Machine.argument`
 
-    def set_optional_args(self, flat: list[Any], p: AttentionCall) -> None:
+    def set_optional_args(self, flat: list[Any], call: AttentionCall) -> None:
         """Set what most calls lack."""
         slots = self.slots
-        if p.soft_cap:
-            flat[slots.soft_cap] = float(p.soft_cap)
-        if p.skip:
-            flat[slots.skip_threshold] = log2(p.skip)
-        if p.drafts is not None:
-            flat[slots.tree_mask] = p.drafts
-        scale, out_scale = p.scale_tensor, p.out_scale_tensor
+        if call.soft_cap:
+            flat[slots.soft_cap] = float(call.soft_cap)
+        if call.skip:
+            flat[slots.skip_threshold] = log2(call.skip)
+        if call.drafts is not None:
+            flat[slots.tree_mask] = call.drafts
+        scale, out_scale = call.scale_tensor, call.out_scale_tensor
         if scale is not None:
             flat[slots.softmax_scale_ptr] = scale if scale.ndim == 1 else scale.reshape(-1)
         if out_scale is not None:
             flat[slots.out_scale_ptr] = out_scale if out_scale.ndim == 1 else out_scale.reshape(-1)
-        if p.k_scales is not None and p.v_scales is not None:
-            flat[slots.k_scales], flat[slots.v_scales] = p.k_scales.view(torch.uint8), p.v_scales.view(torch.uint8)
-        if p.enable_pdl is not None:
-            flat[slots.enable_pdl] = 1 if p.enable_pdl else 0
-        if p.custom_mask is not None:
-            if p.custom_mask.shape[0] >= checks.MOST_MASK:
+        if call.k_scales is not None and call.v_scales is not None:
+            flat[slots.k_scales], flat[slots.v_scales] = (
+                call.k_scales.view(torch.uint8),
+                call.v_scales.view(torch.uint8),
+            )
+        if call.enable_pdl is not None:
+            flat[slots.enable_pdl] = 1 if call.enable_pdl else 0
+        if call.custom_mask is not None:
+            if call.custom_mask.shape[0] >= checks.MOST_MASK:
                 raise ValueError("custom_mask")
-            flat[slots.custom_mask], flat[slots.mask_starts] = p.custom_mask, p.mask_starts
-        if p.alibi_slopes is not None:
-            flat[slots.alibi_slopes] = p.alibi_slopes
+            flat[slots.custom_mask], flat[slots.mask_starts] = call.custom_mask, call.mask_starts
+        if call.alibi_slopes is not None:
+            flat[slots.alibi_slopes] = call.alibi_slopes
 
     def lse_apart(self, lse: torch.Tensor, q: torch.Tensor, out: Any) -> bool:
         """Whether lse shares no byte with the query, the given output or itself."""
@@ -179,25 +182,25 @@ class LaunchPlan:
         return made
 
 
-def plan_for(p: AttentionCall, arch: str, sms: int) -> LaunchPlan:
+def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     """The plan of a valid problem; NotImplementedError where no kernel serves it."""
-    request = request_of(p)
+    request = request_of(call)
     try:
         op, spec = dispatch.select(request, arch)
     except dispatch.UnsupportedRequest as error:
         field = FIELDS.get(error.field, error.field)
         if field == "head_scales":
-            field = "out_scale" if p.scale_tensor is None or p.scale_tensor.numel() == 1 else "scale"
-        name = checks.names_of(p)(field)
+            field = "out_scale" if call.scale_tensor is None or call.scale_tensor.numel() == 1 else "scale"
+        name = checks.names_of(call)(field)
         raise NotImplementedError(f"{name}: no attention kernel: {error}") from None
-    checks.kernel_tensors(p)
-    here, device, heads = machine.current, p.q.device, p.q.shape[1]
+    checks.kernel_tensors(call)
+    here, device, heads = machine.current, call.q.device, call.q.shape[1]
     fn = here.kernel(op, spec, arch)
     packs = (
         spec.schedule == "stream_k" or request.rows <= PACK_GQA_MAX_Q and request.qhead_per_kvhead <= PACK_GQA_MAX_GROUP
     )
     group = request.qhead_per_kvhead if packs else 1
-    blocks = CHUNK // spec.tile.n if p.batch_invariant else 0
+    blocks = CHUNK // spec.tile.n if call.batch_invariant else 0
 
     def empty(dtype: torch.dtype, *shape: int) -> Any:
         return here.argument(torch.empty(0, *shape, dtype=dtype, device=device))
@@ -227,7 +230,7 @@ def plan_for(p: AttentionCall, arch: str, sms: int) -> LaunchPlan:
         "enable_pdl": 1,
         "blocks_per_split": blocks,
     }
-    names, dtype = args.fields(spec), p.result_dtype
+    names, dtype = args.fields(spec), call.result_dtype
     size = dtype.itemsize if isinstance(dtype, torch.dtype) else 0  # what is packed is compared by itself
     return LaunchPlan(
         fn=fn,
@@ -237,9 +240,9 @@ def plan_for(p: AttentionCall, arch: str, sms: int) -> LaunchPlan:
         single_device=here.device_count() == 1,
         dtype=dtype,
         out_is_16bit=dtype in WIDE.values(),
-        like_query=request.head_dim_vo == p.q.shape[2] and dtype == p.q.dtype,
+        like_query=request.head_dim_vo == call.q.shape[2] and dtype == call.q.dtype,
         dim_vo=request.head_dim_vo,
-        token_bytes=heads * max(p.q.shape[2] * p.q.element_size(), request.head_dim_vo * size),
+        token_bytes=heads * max(call.q.shape[2] * call.q.element_size(), request.head_dim_vo * size),
         pack_factor=group,
         num_tile_heads=heads // group,
         tile_m=spec.tile.m,
@@ -251,13 +254,13 @@ def plan_for(p: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     )
 
 
-def run(p: AttentionCall) -> Any:
+def run(call: AttentionCall) -> Any:
     """What the public function returns, of a problem that nothing traces and nobody checked."""
     (
         _, phase, q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor, causal, window_left,
         soft_cap, sinks, k_scales, v_scales, interleaved, drafts, skip, out, out_dtype, out_sf_scale, _, return_lse,
         batch_invariant, enable_pdl, custom_mask, mask_starts, alibi_slopes, rope,
-    ) = p  # fmt: skip
+    ) = call  # fmt: skip
     here = machine.current
     page_table, kv_lens, offsets, batch, shape_id, _, kv_starts, form = requests
     if (scale.__class__ is not float or out_scale.__class__ is not float or window_left.__class__ is not int
@@ -266,7 +269,7 @@ def run(p: AttentionCall) -> Any:
             or enable_pdl is not None and enable_pdl.__class__ is not bool
             or soft_cap is not None and soft_cap.__class__ is not float
             or skip is not None and skip.__class__ is not float):  # fmt: skip
-        checks.scalars(p)
+        checks.scalars(call)
     try:
         tokens, heads, dim = q.shape
         rows = max_q_len if max_q_len < tokens else tokens
@@ -283,26 +286,26 @@ def run(p: AttentionCall) -> Any:
             None if v_scales is None else (v_scales.dtype, v_scales.shape),
             None if out is None else out.dtype, out_dtype, out_sf_scale is None, batch_invariant,
             None if scale_tensor is None else scale_tensor.numel(),
-            None if out_scale_tensor is None else out_scale_tensor.numel(), _rare_key(p) if rare else None,
+            None if out_scale_tensor is None else out_scale_tensor.numel(), _rare_key(call) if rare else None,
         )  # fmt: skip
         plan = here.plans.get(key)
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        why = checks.reason(p)
+        why = checks.reason(call)
         if why is None:
             raise
         raise why from None
     if plan is None:
-        checks.validate(p)
+        checks.validate(call)
         found = here.device_info(q.device)
         if found is None:
-            return run_reference(p)
-        plan = plan_for(p, *found)
+            return run_reference(call)
+        plan = plan_for(call, *found)
         here.keep(key, plan)
     if not plan.single_device and here.current_device() != plan.device.index:
         with here.on(plan.device):  # whether a stream captures is asked of the current device only
-            return run(p)
+            return run(call)
     try:
-        flat, slots, lse = plan.flat.copy(), plan.slots, p.lse
+        flat, slots, lse = plan.flat.copy(), plan.slots, call.lse
         o: Any = out
         if o is None or o.__class__ is FP4Tensor:
             o = plan.new_output(q) if o is None else plan.given_fp4(q, o)
@@ -324,15 +327,15 @@ def run(p: AttentionCall) -> Any:
             raise ValueError("scale")
         capturing = here.is_capturing()
         if plan.checked and not capturing:
-            checks.validate(p)
-            values.check(p, positive=True)
+            checks.validate(call)
+            values.check(call, positive=True)
         if not tokens or not heads or not batch:
             return result
         if kv_starts is not None:
-            _check_rows(p)
+            _check_rows(call)
             flat[slots.kv_starts] = kv_starts
         if rope is not None and k.shape[0]:  # else there are no keys
-            turned = rotated(p)
+            turned = rotated(call)
             q, k, page_table = turned.q, turned.k, turned.requests.page_table
         flat[slots.q], flat[slots.k], flat[slots.v] = q, k, v
         flat[slots.kv_lens], flat[slots.page_table] = kv_lens, page_table
@@ -347,19 +350,19 @@ def run(p: AttentionCall) -> Any:
             flat[slots.sink] = sinks
         if (soft_cap or scale_tensor is not None or out_scale_tensor is not None or k_scales is not None
                 or drafts is not None or skip or enable_pdl is not None or rare):  # fmt: skip
-            plan.set_optional_args(flat, p)
+            plan.set_optional_args(flat, call)
         flat[slots.cu_seqlens_q] = plan.equal_offsets(batch, max_q_len, capturing) if offsets is None else offsets
         factor = plan.pack_factor
         tiles = plan.num_tile_heads * (tokens * factor // plan.tile_m + batch)
         if not plan.stream_k:
             if batch * heads * (tokens // plan.tile_m + 1) >= MOST_TILES:
-                raise _too_many_tiles(p, batch)
+                raise _too_many_tiles(call, batch)
             flat[slots.grid] = tiles if tiles < plan.sms else plan.sms
             flat[slots.counters], flat[slots.counter_base] = scratch.launch_counter(plan.device, capturing)
         elif tokens * factor * factor >= checks.MOST_ROWS:
             raise ValueError("q")
         elif plan.split_keys:
-            most = -(-checks.most_keys(p) // plan.split_keys) or 1  # parts of a request
+            most = -(-checks.most_keys(call) // plan.split_keys) or 1  # parts of a request
             flat[slots.o_partial], flat[slots.counters] = scratch.new_split_scratch(plan, tiles * most, tiles * most)
         else:
             shared = scratch.split_scratch(plan, capturing)
@@ -367,19 +370,19 @@ def run(p: AttentionCall) -> Any:
         plan.fn(*flat)
         return result
     except Exception:
-        why = checks.reason(p)  # says which argument was refused
+        why = checks.reason(call)  # says which argument was refused
         if why is None:
             raise
         raise why from None
 
 
-def _rare_key(p: AttentionCall) -> tuple[Any, ...]:
+def _rare_key(call: AttentionCall) -> tuple[Any, ...]:
     """What a plan depends on of what most calls lack."""
-    if p.rope is not None:
-        checks.scalars(p)
-    starts = None if p.custom_mask is None or p.mask_starts is None else p.mask_starts.numel()
-    slopes = None if p.alibi_slopes is None else p.alibi_slopes.numel()
-    return p.custom_mask is None, starts, slopes, p.rope is None
+    if call.rope is not None:
+        checks.scalars(call)
+    starts = None if call.custom_mask is None or call.mask_starts is None else call.mask_starts.numel()
+    slopes = None if call.alibi_slopes is None else call.alibi_slopes.numel()
+    return call.custom_mask is None, starts, slopes, call.rope is None
 
 
 def _rowless(t: torch.Tensor) -> tuple[int, int]:
@@ -388,10 +391,10 @@ def _rowless(t: torch.Tensor) -> tuple[int, int]:
     return heads, dim
 
 
-def _check_rows(p: AttentionCall) -> None:
+def _check_rows(call: AttentionCall) -> None:
     """Raises on what a plan of requests that are no rows of a table does not say."""
-    rows, r = p.k.shape[2], p.requests
-    if rows * (r.page_table.shape[2] or 1) >= checks.MOST_KEYS or r.form == "ragged" and rows != p.v.shape[2]:
+    rows, r = call.k.shape[2], call.requests
+    if rows * (r.page_table.shape[2] or 1) >= checks.MOST_KEYS or r.form == "ragged" and rows != call.v.shape[2]:
         raise ValueError("k")
 
 
@@ -401,35 +404,37 @@ def _most(q: torch.Tensor) -> int:
     return 2 * (tokens * token + heads * head + dim)
 
 
-def _too_many_tiles(p: AttentionCall, batch: int) -> NotImplementedError:
-    tokens, heads, _ = p.q.shape
+def _too_many_tiles(call: AttentionCall, batch: int) -> NotImplementedError:
+    tokens, heads, _ = call.q.shape
     why = f"a CUDA kernel counts less than {MOST_TILES} tiles, of requests that own all tokens each"
-    return NotImplementedError(f"{checks.names_of(p)('q')}: {tokens} tokens of {heads} heads, {batch} requests; {why}")
+    return NotImplementedError(
+        f"{checks.names_of(call)('q')}: {tokens} tokens of {heads} heads, {batch} requests; {why}"
+    )
 
 
-def run_reference(p: AttentionCall) -> Any:
+def run_reference(call: AttentionCall) -> Any:
     """The valid problem in fp32 torch on its own device, written to out and lse; of meta tensors, the outputs.
     Skip-softmax leaves out nothing."""
-    if not p.q.is_meta:
-        values.check(p)
-    out, lse = outputs(p)
-    if not p.q.is_meta:
-        with torch.no_grad(), torch.autocast(p.q.device.type, enabled=False):
-            o, found = reference.paged_attention(p)
-            reference.store(o, out, p.out_sf_scale)
+    if not call.q.is_meta:
+        values.check(call)
+    out, lse = outputs(call)
+    if not call.q.is_meta:
+        with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
+            o, found = reference.paged_attention(call)
+            reference.store(o, out, call.out_sf_scale)
             if lse is not None:
                 lse.copy_(found)
-    return (out, lse) if p.return_lse else out
+    return (out, lse) if call.return_lse else out
 
 
-def outputs(p: AttentionCall) -> tuple[Any, torch.Tensor | None]:
+def outputs(call: AttentionCall) -> tuple[Any, torch.Tensor | None]:
     """(out, lse) of a call, new where its caller gave none; lse is None where nobody wants it."""
-    out: Any = p.out
-    shape, dtype, lse = (p.q.shape[0], p.q.shape[1], p.dim_vo), p.result_dtype, p.lse
+    out: Any = call.out
+    shape, dtype, lse = (call.q.shape[0], call.q.shape[1], call.dim_vo), call.result_dtype, call.lse
     if isinstance(out, FP4Tensor):
         out = FP4Tensor(out.data, out.scale, out.scale_start_index, shape)
     elif out is None:
-        out = fp4.empty(shape, p.q.device) if isinstance(dtype, str) else p.q.new_empty(shape, dtype=dtype)
-    if lse is None and p.return_lse:
-        lse = p.q.new_empty(shape[:2], dtype=torch.float32)
+        out = fp4.empty(shape, call.q.device) if isinstance(dtype, str) else call.q.new_empty(shape, dtype=dtype)
+    if lse is None and call.return_lse:
+        lse = call.q.new_empty(shape[:2], dtype=torch.float32)
     return out, lse

@@ -15,7 +15,7 @@ TEMPORARY = 1 << 28  # bytes that are alive at a time beside the result, but for
 TYPES = (torch.bfloat16, torch.float16)
 
 
-def rotated(p: AttentionCall) -> AttentionCall:
+def rotated(call: AttentionCall) -> AttentionCall:
     """A problem without `rope` whose Q and K are rotated copies; of the rest, only K's row of the page table differs.
 
     Entry e of the page table is page e of the new K, rotated at the positions of its request: a page that several
@@ -26,18 +26,18 @@ def rotated(p: AttentionCall) -> AttentionCall:
 
     Raises NotImplementedError where Q or K is not of 16 bits.
     """
-    if p.rope is None:
-        return p
-    for name, x in (("query", p.q), ("key", p.k)):
+    if call.rope is None:
+        return call
+    for name, x in (("query", call.q), ("key", call.k)):
         if x.dtype not in TYPES:
             kind = "NVFP4" if x.dtype == torch.uint8 else str(x.dtype).removeprefix("torch.")
             raise NotImplementedError(f"pos_encoding_mode: 'ROPE_LLAMA' with a {kind} {name}, must be fp16 or bf16")
-    if not p.requests.batch:
-        return p._replace(rope=None)
-    turns = frequencies(p.q.shape[2], p.rope, p.q.device)
-    q = rotate(p.q, _query_positions(p), turns)
-    k, requests = _ragged_keys(p, turns) if p.requests.form == "ragged" else _paged_keys(p, turns)
-    return p._replace(q=q, k=k, requests=requests, rope=None)
+    if not call.requests.batch:
+        return call._replace(rope=None)
+    turns = frequencies(call.q.shape[2], call.rope, call.q.device)
+    q = rotate(call.q, _query_positions(call), turns)
+    k, requests = _ragged_keys(call, turns) if call.requests.form == "ragged" else _paged_keys(call, turns)
+    return call._replace(q=q, k=k, requests=requests, rope=None)
 
 
 def frequencies(dim: int, rope: Rope, device: torch.device) -> torch.Tensor:
@@ -89,31 +89,31 @@ def _empty(like: torch.Tensor, pages: int) -> torch.Tensor:
     return like.new_empty(pages, heads, rows, dim)
 
 
-def _paged_keys(p: AttentionCall, turns: torch.Tensor) -> tuple[torch.Tensor, SequenceBatch]:
-    r, pool = p.requests, p.k.shape[0]
+def _paged_keys(call: AttentionCall, turns: torch.Tensor) -> tuple[torch.Tensor, SequenceBatch]:
+    r, pool = call.requests, call.k.shape[0]
     if not pool:  # no request has keys
-        return p.k, r
-    given, rows = r.page_table[:, 0], p.k.shape[2]
+        return call.k, r
+    given, rows = r.page_table[:, 0], call.k.shape[2]
     entry = torch.arange(given.numel(), dtype=torch.int32, device=given.device).view(given.shape)
     if r.kv_starts is None:
         first = (entry % given.shape[1] if given.shape[1] else entry) * rows
     else:
         first = _offsets_within(entry, r.kv_starts.clamp(0, given.shape[1])) * rows
-    k = _empty(p.k, given.numel())
+    k = _empty(call.k, given.numel())
     ids = given.clamp(0, pool - 1)
-    _fill(k, p.k, ids.flatten(), first.flatten(), turns)
+    _fill(k, call.k, ids.flatten(), first.flatten(), turns)
     table = torch.stack((entry.masked_fill(given != ids, -1), r.page_table[:, 1]), 1)
     return k, r._replace(page_table=table)
 
 
-def _ragged_keys(p: AttentionCall, turns: torch.Tensor) -> tuple[torch.Tensor, SequenceBatch]:
-    assert p.requests.kv_starts is not None
-    rows = p.k.shape[2]
-    row = torch.arange(rows, dtype=torch.int32, device=p.k.device)
-    k = _empty(p.k, 1)
-    first = _offsets_within(row, p.requests.kv_starts.clamp(0, rows))
-    _fill(k.permute(2, 1, 0, 3), p.k.permute(2, 1, 0, 3), None, first, turns)  # a row as a page
-    return k, p.requests
+def _ragged_keys(call: AttentionCall, turns: torch.Tensor) -> tuple[torch.Tensor, SequenceBatch]:
+    assert call.requests.kv_starts is not None
+    rows = call.k.shape[2]
+    row = torch.arange(rows, dtype=torch.int32, device=call.k.device)
+    k = _empty(call.k, 1)
+    first = _offsets_within(row, call.requests.kv_starts.clamp(0, rows))
+    _fill(k.permute(2, 1, 0, 3), call.k.permute(2, 1, 0, 3), None, first, turns)  # a row as a page
+    return k, call.requests
 
 
 def _owner(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -127,24 +127,24 @@ def _offsets_within(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     return x - starts[_owner(x, starts[1:])]
 
 
-def _key_counts(p: AttentionCall) -> torch.Tensor:
+def _key_counts(call: AttentionCall) -> torch.Tensor:
     """(B,) int32, clamped as kernels do."""
-    r, rows = p.requests, p.k.shape[2]
+    r, rows = call.requests, call.k.shape[2]
     width = rows if r.form == "ragged" else r.page_table.shape[2]
     if r.kv_starts is None:
-        return r.kv_lens.clamp(0, width * rows if p.k.shape[0] else 0)
+        return r.kv_lens.clamp(0, width * rows if call.k.shape[0] else 0)
     counts = r.kv_starts.clamp(0, width).diff().clamp_(min=0)
     if r.form == "ragged":
         return counts
     return ((counts - 1) * rows + r.kv_lens.clamp(0, rows)).masked_fill_(counts == 0, 0)
 
 
-def _query_positions(p: AttentionCall) -> torch.Tensor:
+def _query_positions(call: AttentionCall) -> torch.Tensor:
     """(T,) int32: of row i of a request of m queries and n keys, i + n - m."""
-    tokens, counts, offsets = p.q.shape[0], _key_counts(p), p.requests.cu_seqlens_q
+    tokens, counts, offsets = call.q.shape[0], _key_counts(call), call.requests.cu_seqlens_q
     if offsets is None:
-        before = torch.arange(-p.max_q_len, 0, dtype=torch.int32, device=p.q.device)
+        before = torch.arange(-call.max_q_len, 0, dtype=torch.int32, device=call.q.device)
         return (counts[:, None] + before).flatten()
-    row = torch.arange(tokens, dtype=torch.int32, device=p.q.device)
+    row = torch.arange(tokens, dtype=torch.int32, device=call.q.device)
     ends = offsets.clamp(0, tokens)[1:]
     return row + (counts - ends)[_owner(row, ends)]

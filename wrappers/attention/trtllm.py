@@ -129,14 +129,14 @@ def trtllm_batch_context_with_kv_cache(
             raise ValueError(f"batch_size: {batch_size}, must be the {requests.batch} entries of seq_lens")
     scale, scale_tensor = (bmm1_scale, None) if bmm1_scale.__class__ is float else factor(bmm1_scale)
     out_scale, out_scale_tensor = (bmm2_scale, None) if bmm2_scale.__class__ is float else factor(bmm2_scale)
-    p = make_call(AttentionCall, (
+    call = make_call(AttentionCall, (
         signature, "prefill", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
         out_scale_tensor, causal, window_left, logits_soft_cap, sinks, k_scales, v_scales, v_scales_interleaved, None,
         skip_softmax_threshold_scale_factor, out, out_dtype, o_sf_scale, lse, return_lse, False, enable_pdl,
     ) + ABSENT)  # fmt: skip
     if o_sf_vec_size is not None:
-        _check_vector(p, o_sf_vec_size)
-    return serve(p)
+        _check_vector(call, o_sf_vec_size)
+    return serve(call)
 
 
 def trtllm_batch_decode_with_kv_cache(
@@ -230,14 +230,14 @@ def trtllm_batch_decode_with_kv_cache(
     out_scale, out_scale_tensor = (bmm2_scale, None) if bmm2_scale.__class__ is float else factor(bmm2_scale)
     if o_scale is not None and (o_scale.__class__ is not float or o_scale != 1.0):
         out_scale = _unscaled(out_scale, o_scale, out_dtype or getattr(query if out is None else out, "dtype", None))
-    p = make_call(AttentionCall, (
+    call = make_call(AttentionCall, (
         signature, "decode", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
         out_scale_tensor, True, window_left, logits_soft_cap, sink, k_scales, v_scales, v_scales_interleaved, drafts,
         skip_softmax_threshold_scale_factor, out, out_dtype, o_sf_scale, lse, return_lse, batch_invariant, enable_pdl,
     ) + ABSENT)  # fmt: skip
     if o_sf_vec_size is not None:
-        _check_vector(p, o_sf_vec_size)
-    return serve(p)
+        _check_vector(call, o_sf_vec_size)
+    return serve(call)
 
 
 def _check_modes(sparse: Any, world: Any, rank: Any, lens: Any, mode: Any) -> None:
@@ -269,9 +269,9 @@ def _form(shared: Any) -> TableLayout:
     return SEPARATE if shared is False else refuse_flag("uses_shared_paged_kv_idx", shared)
 
 
-def _check_vector(p: AttentionCall, size: Any) -> None:
+def _check_vector(call: AttentionCall, size: Any) -> None:
     check_integer("o_sf_vec_size", size)
-    if "nvfp4" not in (p.out_dtype, getattr(p.out, "dtype", None)):
+    if "nvfp4" not in (call.out_dtype, getattr(call.out, "dtype", None)):
         raise ValueError(f"o_sf_vec_size: {size}, must be None unless the output is nvfp4")
     if size != BLOCK:
         raise ValueError(f"o_sf_vec_size: {size}, must be None or {BLOCK}")

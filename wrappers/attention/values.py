@@ -14,12 +14,12 @@ from .checks import Names, names_of
 MOST = 2**31  # keys of a request
 
 
-def check(p: AttentionCall, positive: bool = False) -> None:
+def check(call: AttentionCall, positive: bool = False) -> None:
     """ValueError names the argument, the request, its value and what is allowed, for the first value of a valid problem
     that does not fit. positive: the logits' factor must be. Waits for the device."""
-    name = names_of(p)
+    name = names_of(call)
     for field in ("scale", "out_scale"):
-        factor = getattr(p, f"{field}_tensor")
+        factor = getattr(call, f"{field}_tensor")
         if factor is not None:
             least = 0 if positive and field == "scale" else -INF
             for head, value in enumerate(factor.flatten().tolist()):
@@ -27,26 +27,26 @@ def check(p: AttentionCall, positive: bool = False) -> None:
                     where = f" of query head {head}" if factor.numel() > 1 else ""
                     need = f"{'positive and ' if least == 0 else ''}finite"
                     raise ValueError(f"{name(field)}: {value}{where}, must be {need}")
-    starts, rows = _starts(p, name)
-    lens = _lengths(p, name, starts)
-    window = min(p.window_left, MOST)
+    starts, rows = _starts(call, name)
+    lens = _lengths(call, name, starts)
+    window = min(call.window_left, MOST)
     first = (lens - rows - window).clamp(min=0) if window >= 0 else torch.zeros_like(lens)
-    if p.requests.form != "ragged":
-        _pages(p, name, torch.where(rows > 0, first, lens), lens)
-    if p.custom_mask is not None:
-        _mask(p, name, rows * lens)
+    if call.requests.form != "ragged":
+        _pages(call, name, torch.where(rows > 0, first, lens), lens)
+    if call.custom_mask is not None:
+        _mask(call, name, rows * lens)
 
 
-def _starts(p: AttentionCall, name: Names) -> tuple[torch.Tensor | None, torch.Tensor]:
+def _starts(call: AttentionCall, name: Names) -> tuple[torch.Tensor | None, torch.Tensor]:
     """(first entry or row of each request's keys, (B + 1,), None where there is a table; query rows of each, (B,)), on
     the CPU, after a check of both."""
-    r, tokens, starts = p.requests, p.q.shape[0], None
+    r, tokens, starts = call.requests, call.q.shape[0], None
     if r.kv_starts is not None:
         ragged = r.form == "ragged"
         what = f"{name('k')}'s rows" if ragged else f"entries of {name('page_table')}"
-        starts = _rising(name("kv_starts"), r.kv_starts, p.k.shape[2] if ragged else r.page_table.shape[2], what)
+        starts = _rising(name("kv_starts"), r.kv_starts, call.k.shape[2] if ragged else r.page_table.shape[2], what)
     if r.cu_seqlens_q is None:
-        return starts, torch.full((r.batch,), p.max_q_len)
+        return starts, torch.full((r.batch,), call.max_q_len)
     return starts, _rising(name("cu_seqlens_q"), r.cu_seqlens_q, tokens, "tokens").diff()
 
 
@@ -61,9 +61,9 @@ def _rising(name: str, offsets: torch.Tensor, most: int, what: str) -> torch.Ten
     return offsets.cpu().long()
 
 
-def _lengths(p: AttentionCall, name: Names, starts: torch.Tensor | None) -> torch.Tensor:
+def _lengths(call: AttentionCall, name: Names, starts: torch.Tensor | None) -> torch.Tensor:
     """Keys of each request, (B,) int64 on the CPU, after a check."""
-    r, (pages, _, size, _) = p.requests, p.k.shape
+    r, (pages, _, size, _) = call.requests, call.k.shape
     counts = None if starts is None else starts.diff()
     if r.form == "ragged" and counts is not None:
         return counts
@@ -85,11 +85,11 @@ def _lengths(p: AttentionCall, name: Names, starts: torch.Tensor | None) -> torc
     return torch.where(counts > 0, (counts - 1) * size + lens, 0) if pages else torch.zeros_like(counts)
 
 
-def _mask(p: AttentionCall, name: Names, bits: torch.Tensor) -> None:
+def _mask(call: AttentionCall, name: Names, bits: torch.Tensor) -> None:
     """A request's bits lie in the mask."""
-    assert p.custom_mask is not None and p.mask_starts is not None
-    size = len(p.custom_mask)
-    for request, (start, count) in enumerate(zip(p.mask_starts.tolist(), bits.tolist(), strict=False)):
+    assert call.custom_mask is not None and call.mask_starts is not None
+    size = len(call.custom_mask)
+    for request, (start, count) in enumerate(zip(call.mask_starts.tolist(), bits.tolist(), strict=False)):
         need = -(-count // 8)
         if count and not 0 <= start <= size - need:
             where = f"{name('mask_starts')}: {start} of request {request}"
@@ -97,10 +97,10 @@ def _mask(p: AttentionCall, name: Names, bits: torch.Tensor) -> None:
             raise ValueError(f"{where}, must be in [0, {size - need}]: {why}")
 
 
-def _pages(p: AttentionCall, name: Names, first: torch.Tensor, lens: torch.Tensor) -> None:
+def _pages(call: AttentionCall, name: Names, first: torch.Tensor, lens: torch.Tensor) -> None:
     """Ids of the pages that hold keys from `first` on; xqa's callers say a page of zeros by a negative one."""
-    r, size, table = p.requests, p.k.shape[2], p.requests.page_table.cpu()
-    pools = torch.tensor([[p.k.shape[0]], [p.v.shape[0]]])
+    r, size, table = call.requests, call.k.shape[2], call.requests.page_table.cpu()
+    pools = torch.tensor([[call.k.shape[0]], [call.v.shape[0]]])
     at = torch.arange(table.shape[2])
     if r.kv_starts is None:
         needed = (at >= first[:, None] // size) & (at < (lens[:, None] + size - 1) // size)
@@ -112,7 +112,7 @@ def _pages(p: AttentionCall, name: Names, first: torch.Tensor, lens: torch.Tenso
         if len(lens):
             row = (at - starts[known]) * size
             needed = ((of < len(lens)) & (row > first[known] - size) & (row >= 0) & (row < lens[known]))[None]
-    zeros = p.signature == "xqa"
+    zeros = call.signature == "xqa"
     bad = needed[:, None] & ((table >= pools) | (table < 0 if not zeros else torch.zeros_like(needed)[:, None]))
     found: Any = bad.nonzero()
     if len(found):

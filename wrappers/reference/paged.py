@@ -37,20 +37,20 @@ class Keys(NamedTuple):
     first: int = 0
 
 
-def most_keys(p: AttentionCall) -> int:
+def most_keys(call: AttentionCall) -> int:
     """Of a request."""
-    r = p.requests
+    r = call.requests
     if r.form == "ragged":
-        return p.k.shape[2]
-    return r.page_table.shape[2] * p.k.shape[2] if p.k.shape[0] else 0
+        return call.k.shape[2]
+    return r.page_table.shape[2] * call.k.shape[2] if call.k.shape[0] else 0
 
 
-def keys_of(p: AttentionCall) -> list[Keys]:
+def keys_of(call: AttentionCall) -> list[Keys]:
     """The keys of each request, clamped to what there is: none where the cache has no pages or starts fall."""
-    r, most = p.requests, most_keys(p)
+    r, most = call.requests, most_keys(call)
     if r.kv_starts is None:
         return [Keys(n, pages) for n, pages in zip(r.kv_lens.clamp(0, most).tolist(), r.page_table, strict=True)]
-    ragged, size = r.form == "ragged", p.k.shape[2]
+    ragged, size = r.form == "ragged", call.k.shape[2]
     starts = r.kv_starts.clamp(0, size if ragged else r.page_table.shape[2]).tolist()
     counts = [max(0, end - start) for start, end in pairwise(starts)]
     if ragged:
@@ -83,55 +83,59 @@ class Tokens(NamedTuple):
     causal: bool | torch.Tensor
 
 
-def tokens_of(p: AttentionCall) -> Iterator[Tokens]:
+def tokens_of(call: AttentionCall) -> Iterator[Tokens]:
     """Of each request that has query rows, in any form: pages of a table or a list, or rows without pages. Reads
     lengths on the host."""
-    tokens, r, v_scales = len(p.q), p.requests, p.v_scales
-    if v_scales is not None and p.interleaved:
+    tokens, r, v_scales = len(call.q), call.requests, call.v_scales
+    if v_scales is not None and call.interleaved:
         v_scales = fp4.deinterleave_v_scales(v_scales)
     if r.cu_seqlens_q is None:
-        starts = [n * p.max_q_len for n in range(r.batch + 1)]
+        starts = [n * call.max_q_len for n in range(r.batch + 1)]
     else:
         starts = r.cu_seqlens_q.clamp(0, tokens).tolist()
     masks = None
-    if p.custom_mask is not None and p.mask_starts is not None:
-        masks = [p.custom_mask[start:] for start in p.mask_starts.clamp(0, len(p.custom_mask)).tolist()]
-    for request, keys in enumerate(keys_of(p)):
+    if call.custom_mask is not None and call.mask_starts is not None:
+        masks = [call.custom_mask[start:] for start in call.mask_starts.clamp(0, len(call.custom_mask)).tolist()]
+    for request, keys in enumerate(keys_of(call)):
         rows = slice(starts[request], starts[request + 1])
         if rows.start >= rows.stop:
             continue
         pages = (None, None) if keys.pages is None else keys.pages
-        q, k, v = p.q[rows], _values(p.k, p.k_scales, pages[0], keys), _values(p.v, v_scales, pages[1], keys)
-        if p.rope is not None:
-            q, k = rotate(q, keys.length - len(q), *p.rope), rotate(k, 0, *p.rope)
-        causal: bool | torch.Tensor = bool(p.causal)
+        q, k, v = (
+            call.q[rows],
+            _values(call.k, call.k_scales, pages[0], keys),
+            _values(call.v, v_scales, pages[1], keys),
+        )
+        if call.rope is not None:
+            q, k = rotate(q, keys.length - len(q), *call.rope), rotate(k, 0, *call.rope)
+        causal: bool | torch.Tensor = bool(call.causal)
         if masks is not None:
             causal = masks[request]
-        elif p.drafts is not None:
-            causal = p.drafts[rows]
+        elif call.drafts is not None:
+            causal = call.drafts[rows]
         yield Tokens(rows, q, k, v, causal)
 
 
-def paged_attention(p: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+def paged_attention(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(o (T, Hq, Dvo) fp32 including out_scale, lse (T, Hq) fp32 base 2). Rows of no request are 0 and -inf. Reads
     lengths on the host, so a GPU call synchronises; skips nothing. Values that make no sense are clamped as kernels
     do: rows to the query's, keys to what a row of the table, or the list of all, holds, none where the cache has no
     pages."""
-    tokens, heads, _ = p.q.shape
-    o = torch.zeros(tokens, heads, p.dim_vo, dtype=torch.float32, device=p.q.device)
-    lse = torch.full((tokens, heads), -float("inf"), dtype=torch.float32, device=p.q.device)
-    for x in tokens_of(p):
+    tokens, heads, _ = call.q.shape
+    o = torch.zeros(tokens, heads, call.dim_vo, dtype=torch.float32, device=call.q.device)
+    lse = torch.full((tokens, heads), -float("inf"), dtype=torch.float32, device=call.q.device)
+    for x in tokens_of(call):
         o[x.rows], lse[x.rows] = attention(
             x.q,
             x.k,
             x.v,
-            scale=_factor(p.scale, p.scale_tensor),
+            scale=_factor(call.scale, call.scale_tensor),
             causal=x.causal,
-            window_left=min(p.window_left, most_keys(p)),
-            soft_cap=p.soft_cap or 0.0,
-            of_heads=Heads(p.sinks, p.alibi_slopes),
+            window_left=min(call.window_left, most_keys(call)),
+            soft_cap=call.soft_cap or 0.0,
+            of_heads=Heads(call.sinks, call.alibi_slopes),
         )
-    factor = _factor(p.out_scale, p.out_scale_tensor)
+    factor = _factor(call.out_scale, call.out_scale_tensor)
     return o * (factor[:, None] if isinstance(factor, torch.Tensor) else factor), lse
 
 
