@@ -15,7 +15,7 @@ from cute_kernels.attention import dispatch
 from cute_kernels.attention.spec import PACK_GQA_MAX_Q
 from wrappers import machine
 from wrappers.attention.call import AttentionCall
-from wrappers.attention.plan import facts_of
+from wrappers.attention.plan import request_of
 from wrappers.reference.paged import tokens_of
 
 ROWS = {"sm_90a": 64, "sm_100a": 128, "sm_103a": 128}  # that decide together: of a warpgroup
@@ -42,7 +42,7 @@ class Skipped(NamedTuple):
         return self.skipped / max(1, self.blocks)
 
 
-class Rows(NamedTuple):
+class SkipRows(NamedTuple):
     """Rows of a request, padded to whole groups. q: (heads, groups, rows, D) fp32; position: (groups, rows), among the
     keys, beyond which, with a causal mask, the row sees none; valid: (groups, rows) bool."""
 
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
     valid: torch.Tensor
 
 
-def rows_of(q: torch.Tensor, kv_heads: int, kv_len: int, packed: bool, together: int) -> Rows:
+def rows_of(q: torch.Tensor, kv_heads: int, kv_len: int, packed: bool, together: int) -> SkipRows:
     """q (m, Hq, D). packed: rows are (token, query head of a KV head), the head fastest; else tokens of one head.
     together: rows of a group."""
     m, heads, dim = q.shape
@@ -60,10 +60,10 @@ def rows_of(q: torch.Tensor, kv_heads: int, kv_len: int, packed: bool, together:
     pad = -rows.shape[1] % together
     token = torch.arange(rows.shape[1] + pad, device=q.device) // group
     rows = torch.nn.functional.pad(rows, (0, 0, 0, pad)).unflatten(1, (-1, together))
-    return Rows(rows, (token + kv_len - m).view(-1, together), (token < m).view(-1, together))
+    return SkipRows(rows, (token + kv_len - m).view(-1, together), (token < m).view(-1, together))
 
 
-def visible(p: AttentionCall, rows: Rows, first: int, end: int) -> torch.Tensor:
+def visible(p: AttentionCall, rows: SkipRows, first: int, end: int) -> torch.Tensor:
     """(groups, rows, end - first) bool: which of these keys a row sees."""
     key, position = torch.arange(first, end, device=p.q.device), rows.position[..., None]
     seen = rows.valid[..., None] & (key >= 0)
@@ -74,7 +74,7 @@ def visible(p: AttentionCall, rows: Rows, first: int, end: int) -> torch.Tensor:
     return seen
 
 
-class State(NamedTuple):
+class SkipState(NamedTuple):
     """Of all rows (heads, groups, rows), changed in place. top: maximum so far, total and o: sums relative to it."""
 
     top: torch.Tensor
@@ -94,7 +94,7 @@ def wanted(now: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
     return torch.where(now == -INF, -INF, now - top).amax(-1)
 
 
-def add(state: State, s: torch.Tensor, top: torch.Tensor, v: torch.Tensor, kept: torch.Tensor) -> None:
+def add(state: SkipState, s: torch.Tensor, top: torch.Tensor, v: torch.Tensor, kept: torch.Tensor) -> None:
     """A block's logits s (heads, groups, rows, keys), log2 units, maxima `top` and v (heads, keys, D) into the sums of
     the groups that it is `kept` in (heads, groups)."""
     new = torch.maximum(state.top, top)
@@ -123,7 +123,7 @@ def attend(p: AttentionCall, keys: int, few: int = PACK_GQA_MAX_Q, together: int
         rows = rows_of(of.q, len(k), length, m <= few, together)
         k, v = (x.repeat_interleave(len(rows.q) // len(k), 0) for x in (k, v))
         shape = rows.q.shape[:3]
-        state = State(
+        state = SkipState(
             torch.full(shape, -INF, device=k.device), torch.zeros(shape, device=k.device),
             torch.zeros(*shape, p.dim_vo, device=k.device),
         )  # fmt: skip
@@ -159,8 +159,8 @@ def attend(p: AttentionCall, keys: int, few: int = PACK_GQA_MAX_Q, together: int
 def of_kernel(p: AttentionCall) -> Skipped:
     """What the kernel that serves a call on the current machine, or else on Hopper, leaves out; `dispatch.Unsupported`
     where none does."""
-    arch, _ = machine.current.facts(p.q.device) or (HOPPER, 0)
-    _, spec = dispatch.select(facts_of(p), arch)
+    arch, _ = machine.current.device_info(p.q.device) or (HOPPER, 0)
+    _, spec = dispatch.select(request_of(p), arch)
     return attend(p, spec.tile.n, together=ROWS[arch])
 
 

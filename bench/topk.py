@@ -17,7 +17,7 @@ from wrappers import (
     top_k_ragged_transform,
 )  # fmt: skip
 
-from .harness import Ceilings, Result, Setup, host_times, ready, rotated
+from .harness import BenchResult, Ceilings, Setup, host_times, ready, rotated
 from .timing import Call, Timing, exactly, interleave
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -185,7 +185,7 @@ def per_call(timing: Timing, sets: int) -> Timing:
     return Timing(timing.median / sets, timing.p10 / sets, timing.p90 / sets)
 
 
-def measure(name: str, top: Ceilings, setup: Setup) -> list[Result]:
+def measure(name: str, top: Ceilings, setup: Setup) -> list[BenchResult]:
     """All providers on one case, and the floor: the scores, read once, at the rate of this run's copy."""
     print(name, flush=True)
     sets = inputs_of(name, setup.device)
@@ -195,19 +195,19 @@ def measure(name: str, top: Ceilings, setup: Setup) -> list[Result]:
         return []
     size, floor = sets[0].bytes, sets[0].bytes / top.gbps / 1e3
     times = {p: per_call(t, len(sets)) for p, t in interleave(calls, setup.clock, 1, setup.rounds).items()}
-    found = [Result(name, p, t, gbps=size / t.median / 1e3) for p, t in times.items()]
-    return [*found, Result(name, "floor", exactly(floor), gbps=top.gbps)]
+    found = [BenchResult(name, p, t, gbps=size / t.median / 1e3) for p, t in times.items()]
+    return [*found, BenchResult(name, "floor", exactly(floor), gbps=top.gbps)]
 
 
-def outputs(name: str, setup: Setup) -> list[Result]:
+def outputs(name: str, setup: Setup) -> list[BenchResult]:
     """What the functions' outputs cost: all of ours on one case, as cases of their own."""
     print(f"outputs of {name}", flush=True)
     sets = inputs_of(name, setup.device)
     times = interleave(collect(sets, FUNCTIONS, setup), setup.clock, 1, setup.rounds)
-    return [Result(f"outputs-{f}-{name}", "ours", per_call(t, len(sets))) for f, t in times.items()]
+    return [BenchResult(f"outputs-{f}-{name}", "ours", per_call(t, len(sets))) for f, t in times.items()]
 
 
-def host(setup: Setup) -> list[Result]:
+def host(setup: Setup) -> list[BenchResult]:
     """Host time of a call: of ours, of the slowest function."""
     print(HOST_CASE, flush=True)
     inputs = make(HOST_CASE, setup.device, 0)
@@ -216,9 +216,9 @@ def host(setup: Setup) -> list[Result]:
         n: partial(every, run, [inputs]) for n, run in (functions | {"torch": PROVIDERS["torch"]}).items()
     }
     times = host_times(calls, setup)
-    found = [Result(HOST_CASE, "torch", times.pop("torch"))]
+    found = [BenchResult(HOST_CASE, "torch", times.pop("torch"))]
     slowest = max(times, key=lambda name: times[name].median)
     return [
         *found,
-        Result(HOST_CASE, "ours", times[slowest], note=f"{slowest.partition('/')[2]}, the slowest function"),
+        BenchResult(HOST_CASE, "ours", times[slowest], note=f"{slowest.partition('/')[2]}, the slowest function"),
     ]

@@ -11,7 +11,7 @@ from bench.cases import precision as cases
 from bench.cases.attention import make_inputs, reference_of
 from tools import demo_data, profile
 from wrappers import fp4, trtllm_batch_context_with_kv_cache
-from wrappers.explanation import problem_of
+from wrappers.explanation import call_of
 
 
 class WallClock:
@@ -171,7 +171,7 @@ def test_the_rule_is_that_of_a_direct_computation(monkeypatch):
 def test_the_share_is_that_of_attention_that_skips(causal):
     inputs = cases.concentrated(replace(TINY_SKIP, causal=causal), "cpu", "heavy-tailed")
     for factor in (1.0, 30.0, 1000.0):
-        p = problem_of(trtllm_batch_context_with_kv_cache, **inputs, **{precision.FACTOR: factor})
+        p = call_of(trtllm_batch_context_with_kv_cache, **inputs, **{precision.FACTOR: factor})
         want = skipping.attend(p, sparsity.KEYS, 0).sparsity
         assert sparsity.share(sparsity.maxima_of(inputs), factor / 520) == pytest.approx(want)
     assert 0.2 < want < 0.3
@@ -282,7 +282,7 @@ def test_decode_of_e4m3_queries(monkeypatch):
 
 def test_shares_of_the_table_are_of_the_case_s_floor():
     times = timing.Timing(1, 1, 1)
-    found = [harness.Result("a", "ours", times, 650.0), harness.Result("a", "floor", times, 1300.0)]
+    found = [harness.BenchResult("a", "ours", times, 650.0), harness.BenchResult("a", "floor", times, 1300.0)]
     lines = harness.table(found, harness.rows_of(found, ENV), TOP).splitlines()
     assert "650  50.0%" in lines[2] and "1300 100.0%" in lines[3]
 

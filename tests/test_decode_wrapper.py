@@ -120,10 +120,10 @@ def test_scratch_is_kept_for_a_stream_and_new_in_a_capture(here, launches, monke
     trtllm_batch_decode_with_kv_cache(**inputs)
     assert launches[-1].counter_base == 0 and len(launches[-1].counters) == launches[-1].grid
     here.capturing = False
-    monkeypatch.setattr(scratch, "MOST", 2)
+    monkeypatch.setattr(scratch, "MAX_STREAMS", 2)
     here.stream = 9
     trtllm_batch_decode_with_kv_cache(**inputs)
-    assert len(here.splits) == 1
+    assert len(here.split_scratch) == 1
 
 
 def test_explain(here):

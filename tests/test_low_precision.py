@@ -26,7 +26,7 @@ from wrappers import (
     xqa,
 )
 from wrappers.attention import checks, plan
-from wrappers.explanation import problem_of
+from wrappers.explanation import call_of
 from wrappers.prefill import values
 
 HALF, BF16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -467,8 +467,8 @@ def test_facts():
         (lambda: dict(k_scale=torch.ones(1), v_scale=torch.tensor(1.0)), False), (dict, False),
     ):  # fmt: skip
         q, k = torch.zeros(4, HQ, D).to(E5M2), torch.zeros(4, HKV, D).to(E5M2)
-        p = problem_of(single_prefill_with_kv_cache, q, k, k, o_dtype=BF16, **make())
-        facts = plan.facts_of(p)
+        p = call_of(single_prefill_with_kv_cache, q, k, k, o_dtype=BF16, **make())
+        facts = plan.request_of(p)
         assert (facts.q, facts.kv, facts.out, facts.head_scales) == ("e5m2", "e5m2", "bf16", want)
     assert explain(q, k, k, function=single_prefill_with_kv_cache, o_dtype=BF16, arch="sm_90a").runs is None
 

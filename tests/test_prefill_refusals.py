@@ -169,7 +169,7 @@ def test_bad_runs_of_ragged_and_single():
         ("k, v: 1 (heads)", ValueError, dict(k=case.k[:, :1], v=case.v[:, :1])),
         ("kv_cache_sf: Tensor, must be (k, v)", TypeError, dict(kv_cache_sf=LONG)),
         ("kv_cache_sf: K is Tensor, must be None", ValueError, dict(kv_cache_sf=(case.k, case.v))),
-        ("k: 26 rows, must be at least plan's last of kv_indptr, 27", ValueError, dict(k=case.k[1:], v=case.v[1:])),
+        ("k: 26 rows, must be at least the last of plan's kv_indptr, 27", ValueError, dict(k=case.k[1:], v=case.v[1:])),
         ("o_scale: float", NotImplementedError, dict(o_scale=2.0)),
         ("o_scale: Tensor", NotImplementedError, dict(o_scale=torch.ones(2))),
         ("k_scale: shape (3,)", ValueError, dict(k_scale=torch.ones(3))),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bench.cases import attention as cases
 from wrappers import fp4, reference, trtllm_batch_context_with_kv_cache
-from wrappers.explanation import problem_of
+from wrappers.explanation import call_of
 from wrappers.reference import dense
 
 CPU = torch.device("cpu")
@@ -211,7 +211,7 @@ def test_nvfp4_cache_is_attention_on_dequantised_values(cache, layout):
 
 def test_interleaved_v_scales():
     inputs = cases.make_inputs(replace(cases.EDGE["plain"], kv_dtype="nvfp4", page_size=16))
-    problem = problem_of(trtllm_batch_context_with_kv_cache, **inputs)
+    problem = call_of(trtllm_batch_context_with_kv_cache, **inputs)
     want = reference.paged_attention(problem)
     linear = problem.v_scales
     stored = linear.unflatten(-2, (-1, 4)).transpose(-1, -2).reshape(linear.shape)

@@ -41,7 +41,7 @@ from .scalars import integer, real
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 FUNC, VARLEN, CACHED = "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"
 LN2 = 0.6931471805599453
-FEW = 64  # query rows times heads of a KV head, up to which a request's keys are shared among CTAs: one tile of decode
+DECODE_MAX_ROWS = 64  # query rows x heads of a KV head up to which CTAs share a request's keys: one tile of decode
 PAGES = 64, 32, 16, 8  # page sizes that TMA fetches, for reading a cache without a table
 EIGHT_BITS = checks.E4M3, E5M2
 TABLES, NEW = ("block_table", "page_table"), " + new keys"
@@ -176,7 +176,7 @@ def flash_attn_varlen_func(
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
     options = FlashAttnOptions(softmax_scale, causal, window_size, softcap, given, descales, num_splits, out)
     most = _most(max_seqlen_q, q.shape[0])
-    found = serve(_problem(_signature(VARLEN, name, lens), q, keys, requests, most, options, return_lse))
+    found = serve(_attention_call(_signature(VARLEN, name, lens), q, keys, requests, most, options, return_lse))
     return (found[0], _natural(found[1])) if return_lse else found
 
 
@@ -245,7 +245,7 @@ def flash_attn_with_kvcache(
     options = FlashAttnOptions(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
     most = _most(max_seqlen_q, q.shape[0]) if packed else q.shape[1]
     requests = sequences_of(table, lens, cu_seqlens_q, not traced(q), LAYOUTS[name])
-    call = _problem(signature, flat, keys, requests, most, options, return_lse)
+    call = _attention_call(signature, flat, keys, requests, most, options, return_lse)
     if new is not None:
         append(call, new)
     return _shaped(serve(call), q, out, packed, return_lse)
@@ -279,7 +279,7 @@ def flash_attn_func(
     flat_out = _flat(out, q, keys[1])
     options = FlashAttnOptions(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
     requests = sequences_of(table, lens, None, not traced(q), LAYOUTS["k"])
-    call = _problem(FUNC, q.flatten(0, 1), keys, requests, length, options, return_lse)
+    call = _attention_call(FUNC, q.flatten(0, 1), keys, requests, length, options, return_lse)
     return _shaped(serve(call), q, out, False, return_lse)
 
 
@@ -318,7 +318,7 @@ class NewKeyValues(NamedTuple):
     counts: int | torch.Tensor
 
 
-def _problem(
+def _attention_call(
     signature: str, q: torch.Tensor, keys: tuple[torch.Tensor, torch.Tensor], requests: SequenceBatch, most: Any,
     o: FlashAttnOptions, return_lse: bool,
 ) -> AttentionCall:  # fmt: skip
@@ -345,7 +345,7 @@ def _problem(
     equal = requests.cu_seqlens_q is None
     causal |= equal and most == 1  # a single row is the last one, which sees all keys
     decodes = causal and same and not has_head_scales and requests.form == "table"
-    decodes = decodes and 0 < most * heads <= FEW * kv_heads
+    decodes = decodes and 0 < most * heads <= DECODE_MAX_ROWS * kv_heads
     decodes = check_integer("num_splits", integer(o.num_splits), 0) != 1 and decodes
     if equal and not decodes:
         offsets = torch.arange(requests.batch + 1, dtype=torch.int32, device=q.device) * most

@@ -10,7 +10,7 @@ import torch
 import wrappers
 from wrappers import fp4, reference, trtllm_batch_context_with_kv_cache
 from wrappers.attention.call import AttentionCall, SequenceBatch
-from wrappers.explanation import problem_of
+from wrappers.explanation import call_of
 
 from .. import skipping
 from . import planted
@@ -267,7 +267,7 @@ def _laid_out(case: AttentionCase, k: torch.Tensor, v: torch.Tensor) -> Any:
     return k.unsqueeze(1) if case.cache == "shared" else (k, v)
 
 
-def make_problem(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> AttentionCall:
+def make_call(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> AttentionCall:
     """What the case computes, in the reference's terms; its query may be a slice of a wider tensor."""
     gen = torch.Generator(torch.device(device)).manual_seed(seed)
     wide_heads = case.heads_q * (2 if case.strided_q else 1)
@@ -462,7 +462,7 @@ def alone(case: AttentionCase, p: AttentionCall) -> tuple[AttentionCase, Attenti
 def make_inputs(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> dict[str, Any]:
     """Keyword arguments of `trtllm_batch_context_with_kv_cache`: pages shuffled, all unused memory and the outputs
     NaN."""
-    return context_arguments(case, make_problem(case, device, seed))
+    return context_arguments(case, make_call(case, device, seed))
 
 
 def as_decode(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -475,7 +475,7 @@ def as_decode(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def reference_of(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """(o (T, Hq, Dvo), lse (T, Hq)) in fp32 of keyword arguments for the public function; writes nothing."""
-    return reference.paged_attention(problem_of(trtllm_batch_context_with_kv_cache, **inputs))
+    return reference.paged_attention(call_of(trtllm_batch_context_with_kv_cache, **inputs))
 
 
 def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:

@@ -1,8 +1,8 @@
 """clusterlaunchcontrol.try_cancel: a running cluster takes the place of one that has not been launched.
 
-Clusters of a run that are not resident yet wait in `Machine.waiting`; a request that completes takes the first of them,
-and fails where there is none. Its answer is opaque in the ISA, which has query_cancel to read it; kernels in the CuTe
-DSL read it as it lies: x; y and z in 16 bits each; whether a cluster was cancelled, in bit 0 of the third word.
+Clusters of a run that are not resident yet wait in `SimMachine.waiting`; a request that completes takes the first of
+them, and fails where there is none. Its answer is opaque in the ISA, which has query_cancel to read it; kernels in the
+CuTe DSL read it as it lies: x; y and z in 16 bits each; whether a cluster was cancelled, in bit 0 of the third word.
 """
 
 import re
@@ -12,7 +12,7 @@ import numpy as np
 
 from .faults import Fault
 from .forms import Op, effect, form
-from .machine import POISON, Machine, Threads
+from .machine import POISON, SimMachine, Threads
 from .parse import Instruction
 from .sync import SYNC
 from .tma import arrive, copies, inside_cta
@@ -57,7 +57,7 @@ def request(t: Threads, x: Instruction, i: int, targets: list[tuple[int, int]]) 
     m.post(f"{t.say(x)}, mbarrier {found[0][2].address}", complete)
 
 
-def answer(m: Machine) -> np.ndarray:
+def answer(m: SimMachine) -> np.ndarray:
     """Of a request that fails, all but the bit that says so is undefined."""
     undefined = POISON["W"]
     if not m.waiting:

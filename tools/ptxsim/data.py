@@ -8,7 +8,7 @@ import numpy as np
 from .exchange import ATOMIC, CONSTANT, STRONG, WEAK
 from .forms import WARP, Op, effect, form, refuse
 from .machine import PARAMS, WINDOW, Threads, distinct
-from .order import Clock
+from .order import VectorClock
 from .parse import Instruction, vector
 from .translate import dtype_of
 
@@ -97,12 +97,12 @@ def synchronise(t: Threads, address: np.ndarray, space: str, s: Sync) -> None:
     home = m.first_slot[t.where] if shared else t.index // m.per_cta
     where = address.astype(np.int64) + (0 if wide else home.astype(np.int64) << 48)
     for key in np.unique(where).tolist():
-        clock = flags.get(key, Clock()) if s.reads else Clock()
+        clock = flags.get(key, VectorClock()) if s.reads else VectorClock()
         for warp in distinct(t.warp[where == key]).tolist():  # atomics come one after the other, in this order
             if s.reads and s.acquires:
                 m.order.acquire(np.array([warp]), clock)
             elif s.reads:
-                m.state.heard.setdefault((warp, wide), Clock()).take(clock)
+                m.state.heard.setdefault((warp, wide), VectorClock()).take(clock)
             if s.writes and s.releases:
                 m.order.release(np.array([warp]), clock)
             elif s.writes and (warp, wide) in m.state.fences:

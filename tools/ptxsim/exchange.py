@@ -16,7 +16,7 @@ import numpy as np
 
 from .call import Global
 from .faults import Fault
-from .order import Clock, Order
+from .order import Order, VectorClock
 
 WEAK, STRONG, CONSTANT = "weak", "strong", "constant"  # plain; relaxed, volatile or atomic; ld.global.nc
 PARTLY, ATOMIC, ASYNC, FLYING = 1, 2, 4, 8  # kinds of a word's last write; FLYING: of a bulk store under way
@@ -63,13 +63,13 @@ class Exchange:
         self.memory = memory
         self.order = Order(0)  # of the CTAs that run
         self.shadows: dict[int, Shadow] = {}  # by number of the buffer
-        self.flags: dict[int, Clock] = {}  # address of strong operations -> what they hand on
+        self.flags: dict[int, VectorClock] = {}  # address of strong operations -> what they hand on
         self.base = 0  # warps of the CTAs that ran before
         self.column = np.zeros(1, np.int64)  # of a writer, in `order`; -1: in nobody's past
 
     def begin(self, order: Order) -> None:
         """The next CTAs run, warps numbered from 0 again: what flags hold of those before gets other components."""
-        held = Clock()
+        held = VectorClock()
         for flag in self.flags.values():
             held.take(flag)
         writers = np.flatnonzero(self.column >= 0)[1:]

@@ -18,8 +18,8 @@ from .faults import Unsupported
 from .host_ir import (
     Atom,
     Dynamic,
+    HostOp,
     Layout,
-    Op,
     Unknown,
     View,
     bits_of,
@@ -137,7 +137,7 @@ def _array_layout(type_: str, array: np.ndarray) -> Layout:
 # Evaluation
 
 
-def _run(frame: Frame, ops: tuple[Op, ...]) -> tuple[Any, ...]:
+def _run(frame: Frame, ops: tuple[HostOp, ...]) -> tuple[Any, ...]:
     """Evaluates a block; what it yields. Names of an inner block end with it."""
     clusters: dict[str, tuple[int, ...]] = {}
     for op in ops:
@@ -160,21 +160,21 @@ def _run(frame: Frame, ops: tuple[Op, ...]) -> tuple[Any, ...]:
     return ()
 
 
-def _inner(op: Op) -> Iterator[Op]:
+def _inner(op: HostOp) -> Iterator[HostOp]:
     for region in op.regions:
         for inner in region:
             yield inner
             yield from _inner(inner)
 
 
-def _if(frame: Frame, op: Op) -> None:
+def _if(frame: Frame, op: HostOp) -> None:
     branch = 0 if _value(frame, op.operands[0]) else 1
     if branch < len(op.regions):
         inner = Frame(frame.ptx, frame.shared, dict(frame.values), frame.memory, frame.calls)
         frame.values |= dict(zip(op.results, _run(inner, op.regions[branch])))
 
 
-def _for(frame: Frame, op: Op) -> None:
+def _for(frame: Frame, op: HostOp) -> None:
     """`%i = %first to %end step %step iter_args(%x = %start, ...)`: each turn yields the next x."""
     index, *bounds = re.match(r" *(%\w+) = (%\w+) to (%\w+) step (%\w+)", op.text).groups()  # type: ignore[union-attr]
     carried = re.findall(r"(%\w+) = (%[\w#]+)", op.text.partition("iter_args")[2])
@@ -195,7 +195,7 @@ def _value(frame: Frame, name: str, type_: str = "") -> Any:
     return value
 
 
-def _results(frame: Frame, op: Op) -> list[Any]:
+def _results(frame: Frame, op: HostOp) -> list[Any]:
     """One value per result, checked against the types that are written."""
     if len(op.result_types) == len(op.results) and all(map(is_static, op.result_types)):
         return [form_of(type_) for type_ in op.result_types]
@@ -225,7 +225,7 @@ def _dynamic_shared(frame: Frame, kernel: str) -> int:
     return size
 
 
-SPECIAL: dict[str, Callable[[Frame, Op], Any]] = {
+SPECIAL: dict[str, Callable[[Frame, HostOp], Any]] = {
     "cuda.launch_cfg.create": lambda frame, op: op,
     "cute.kernel_smem_size": lambda frame, op: _dynamic_shared(frame, op.text.split("@")[-1]),
     "cute.make_atom": lambda frame, op: Atom(
@@ -237,10 +237,10 @@ SPECIAL: dict[str, Callable[[Frame, Op], Any]] = {
 # Launches
 
 
-def _launch(frame: Frame, op: Op, clusters: Mapping[str, tuple[int, ...]]) -> Call:
+def _launch(frame: Frame, op: HostOp, clusters: Mapping[str, tuple[int, ...]]) -> Call:
     """Of the attributes of a launch only the cluster counts: programmatic and cooperative launch change no value."""
     kernel, config = re.match(r" *@\w+::@(\w+)<(%\w+)>", op.text).groups()  # type: ignore[union-attr]
-    create: Op = _value(frame, config)
+    create: HostOp = _value(frame, config)
     dims = {}
     for name in ("gridDim", "blockDim"):
         names = re.search(rf"{name} = \(([^)]*)\)", create.text)[1].split(", ")  # type: ignore[index]

@@ -56,7 +56,7 @@ class Unknown:
 
 
 @dataclass(frozen=True)
-class Op:
+class HostOp:
     line: int  # of the MLIR
     name: str
     text: str  # between the name and the types
@@ -64,7 +64,7 @@ class Op:
     operands: tuple[str, ...]
     operand_types: tuple[str, ...]  # empty where not written
     result_types: tuple[str, ...]
-    regions: tuple[tuple["Op", ...], ...] = ()
+    regions: tuple[tuple["HostOp", ...], ...] = ()
 
 
 def split(text: str, separator: str = ",") -> list[str]:
@@ -91,7 +91,7 @@ def type_list(text: str) -> tuple[str, ...]:
     return tuple(split(text[1:-1] if text == "()" or inner and len(inner[0]) == len(text) - 2 else text))
 
 
-def host_function(mlir: str) -> tuple[list[tuple[str, str]], tuple[Op, ...]]:
+def host_function(mlir: str) -> tuple[list[tuple[str, str]], tuple[HostOp, ...]]:
     """(name, type) of the parameters, and the body, of the one function that launches kernels."""
     aliases = dict(re.findall(r"^(!\w+) = (.*)$", mlir, re.MULTILINE))
 
@@ -117,9 +117,9 @@ def host_function(mlir: str) -> tuple[list[tuple[str, str]], tuple[Op, ...]]:
     return [(p[1], p[2]) for p in parameters if p], _parse(numbered)
 
 
-def _parse(lines: list[tuple[int, str]]) -> tuple[Op, ...]:
+def _parse(lines: list[tuple[int, str]]) -> tuple[HostOp, ...]:
     """Operations; a region is what lies between a line that ends with a brace and the closing one below it."""
-    ops: list[Op] = []
+    ops: list[HostOp] = []
     i = 0
     while i < len(lines):
         number, line = lines[i]
@@ -137,7 +137,7 @@ def _parse(lines: list[tuple[int, str]]) -> tuple[Op, ...]:
     return tuple(ops)
 
 
-def _operation(number: int, line: str, regions: tuple[tuple[Op, ...], ...]) -> Op:
+def _operation(number: int, line: str, regions: tuple[tuple[HostOp, ...], ...]) -> HostOp:
     found = re.match(r"((?:%[\w:]+(?:, )?)+) = (.*)", line)
     names, line = (found[1].split(", "), found[2]) if found else ([], line)
     results: list[str] = []
@@ -161,7 +161,7 @@ def _operation(number: int, line: str, regions: tuple[tuple[Op, ...], ...]) -> O
         else:
             after = type_list(sides[0])
     operands = tuple(re.findall(r"%[\w#]+", re.sub(r'"(\\.|[^"])*"', "", body)))
-    return Op(number, name, body, tuple(results), operands, before, after, regions)
+    return HostOp(number, name, body, tuple(results), operands, before, after, regions)
 
 
 def parse_tree(text: str) -> Any:

@@ -13,8 +13,8 @@ from .call import FORMATS, TensorMap
 from .faults import Unsupported
 from .host_ir import (
     Dynamic,
+    HostOp,
     Layout,
-    Op,
     View,
     bits_of,
     element_of,
@@ -42,7 +42,7 @@ TMA_FORMATS = {  # names of the IR: keys of FORMATS
 }
 
 
-def _fill(op: Op, args: list[Any]) -> Any:
+def _fill(op: HostOp, args: list[Any]) -> Any:
     """make_shape and its kin: the open numbers of the operands go into those of the result, in order."""
     leaves = iter([leaf for type_, value in zip(op.operand_types, args) for _, leaf in open_numbers(type_, value)])
 
@@ -70,7 +70,7 @@ def _ordered(shape: Any, order: Any = None) -> Layout:
     return Layout(shape, build_like(shape))
 
 
-def _make_layout(op: Op, args: list[Any]) -> Layout:
+def _make_layout(op: HostOp, args: list[Any]) -> Layout:
     """make_layout and make_ordered_layout. A compact layout's strides of static extents 1 are the type's 0."""
     form: Layout = form_of(op.result_types[0])
     if op.name == "cute.make_identity_layout":
@@ -81,7 +81,7 @@ def _make_layout(op: Op, args: list[Any]) -> Layout:
     return Layout(made.shape, merge(form.stride, made.stride, lenient=True))
 
 
-def _tile_to_shape(op: Op, args: list[Any]) -> Layout:
+def _tile_to_shape(op: HostOp, args: list[Any]) -> Layout:
     """Copies of a block that fill a shape, in an order; the block must have no holes."""
     block, shape, order = args
     modes = block.shape if isinstance(block.shape, tuple) else (block.shape,)
@@ -100,7 +100,7 @@ def _tile_to_shape(op: Op, args: list[Any]) -> Layout:
     return Layout(zipped.shape, merge(form.stride, zipped.stride, lenient=True))
 
 
-def _ceil_div(op: Op, args: list[Any]) -> Any:
+def _ceil_div(op: HostOp, args: list[Any]) -> Any:
     shape, tile = args
     if not isinstance(shape, tuple):
         return -(-shape // size_of(tile))
@@ -108,7 +108,7 @@ def _ceil_div(op: Op, args: list[Any]) -> Any:
     return tuple(-(-size_of(n) // size_of(tiles[i])) if i < len(tiles) else n for i, n in enumerate(shape))
 
 
-def _divide(op: Op, args: list[Any]) -> Any:
+def _divide(op: HostOp, args: list[Any]) -> Any:
     """zipped_divide, tiled_divide and logical_divide of flat modes by tiles of stride 1."""
     source, tile = args
     layout = source.layout if isinstance(source, View) else source
@@ -152,7 +152,7 @@ def _index(shape: Any, stride: Any, coord: Any) -> int:
     return total + coord * flat(stride)[-1]
 
 
-def _slice(op: Op, args: list[Any]) -> Any:
+def _slice(op: HostOp, args: list[Any]) -> Any:
     source, coord = args
     if not isinstance(source, (View, Layout)):
         return _kept(source, coord)
@@ -166,7 +166,7 @@ def _slice(op: Op, args: list[Any]) -> Any:
     return View(source.start + _index(layout.shape, layout.stride, coord) * bits // 8, made)
 
 
-def _select(op: Op, args: list[Any]) -> Any:
+def _select(op: HostOp, args: list[Any]) -> Any:
     """select<[modes]> and get <{mode = [path]}>."""
     numbers = [int(n) for n in re.findall(r"\d+", re.search(r"\[([\d, ]*)\]", op.text)[1])]  # type: ignore[index]
 
@@ -180,7 +180,7 @@ def _select(op: Op, args: list[Any]) -> Any:
     return Layout(pick(args[0].shape), pick(args[0].stride)) if isinstance(args[0], Layout) else pick(args[0])
 
 
-def _tuple(function: Callable[[int, int], int]) -> Callable[[Op, list[Any]], Any]:
+def _tuple(function: Callable[[int, int], int]) -> Callable[[HostOp, list[Any]], Any]:
     def apply(a: Any, b: Any) -> Any:
         return tuple(map(apply, a, b)) if isinstance(a, tuple) else function(a, b)
 
@@ -192,12 +192,12 @@ def _divided(a: int, b: int) -> int:
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
-def _shape(op: Op, args: list[Any]) -> Any:
+def _shape(op: HostOp, args: list[Any]) -> Any:
     layout = args[0].layout if isinstance(args[0], View) else args[0]
     return layout.stride if op.name == "cute.get_stride" else layout.shape
 
 
-def _constant(op: Op, args: list[Any]) -> Any:
+def _constant(op: HostOp, args: list[Any]) -> Any:
     text, type_ = op.text.strip(), (op.result_types or ("i1",))[0]
     if text in ("true", "false"):
         return int(text == "true")
@@ -210,7 +210,7 @@ def _constant(op: Op, args: list[Any]) -> Any:
     return float(text) if "f" in type_ else int(text)
 
 
-def _compare(op: Op, args: list[Any]) -> int:
+def _compare(op: HostOp, args: list[Any]) -> int:
     kind = op.text.split(",")[0].strip()
     a, b = args
     if kind.startswith("u"):
@@ -219,15 +219,15 @@ def _compare(op: Op, args: list[Any]) -> int:
     return int({"eq": a == b, "ne": a != b, "lt": a < b, "le": a <= b, "gt": a > b, "ge": a >= b}[kind])
 
 
-def _integer(function: Callable[..., int]) -> Callable[[Op, list[Any]], int]:
+def _integer(function: Callable[..., int]) -> Callable[[HostOp, list[Any]], int]:
     return lambda op, args: wrap(function(*args), op.result_types[0])
 
 
-def _unsigned(op: Op, args: list[Any]) -> int:
+def _unsigned(op: HostOp, args: list[Any]) -> int:
     return wrap(args[0] % (1 << bits_of(op.operand_types[0])), op.result_types[0])
 
 
-def tensor_map(op: Op, args: list[Any]) -> tuple[TensorMap, View]:
+def tensor_map(op: HostOp, args: list[Any]) -> tuple[TensorMap, View]:
     """The descriptor and the coordinate tensor of make_non_exec_tiled_tma_*(view, shared layout, map of the CTA)."""
     view, result = args[0], op.result_types[0]
     kind = re.search(r"tma_format = (\w+)", result)
@@ -275,13 +275,13 @@ def _dimension(layout: Layout, paths: list[str], ratio: int) -> tuple[int, int]:
     return extent, step
 
 
-def _float(function: Callable[..., float]) -> Callable[[Op, list[Any]], float]:
+def _float(function: Callable[..., float]) -> Callable[[HostOp, list[Any]], float]:
     """Rounded to single precision where the type is."""
     return lambda op, args: float(np.float32(function(*args))) if op.result_types[0] == "f32" else function(*args)
 
 
 # Operations with one result, and with several. `op` is what is written, `args` are the values of its operands.
-ONE: dict[str, Callable[[Op, list[Any]], Any]] = {
+ONE: dict[str, Callable[[HostOp, list[Any]], Any]] = {
     "cute.get_iter": lambda op, args: args[0].start,
     "cute.get_layout": lambda op, args: args[0].layout,
     "cute.make_view": lambda op, args: View(args[0], args[1]),
@@ -348,7 +348,7 @@ FLOAT: dict[str, Callable[..., float]] = {
 }
 ONE |= {f"arith.{name}": _integer(function) for name, function in INTEGER.items()}
 ONE |= {f"arith.{name}": _float(function) for name, function in FLOAT.items()}
-MANY: dict[str, Callable[[Op, list[Any]], Sequence[Any]]] = {
+MANY: dict[str, Callable[[HostOp, list[Any]], Sequence[Any]]] = {
     "cute.get_leaves": lambda op, args: flat(args[0]),
     "cute.get_scalars": lambda op, args: flat(args[0]),
 } | {f"cute_nvgpu.atom.make_non_exec_tiled_tma_{kind}": tensor_map for kind in ("load", "store", "reduce")}

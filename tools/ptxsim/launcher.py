@@ -19,7 +19,7 @@ OBJECTS = Path(__file__).resolve().parents[2] / "build" / "obj"  # where builds 
 
 
 @dataclass(frozen=True)
-class Kernel:
+class LoadedKernel:
     """A compiled kernel. ptx; host: the host function's MLIR; shared: dynamic bytes a CTA."""
 
     ptx: str
@@ -38,15 +38,15 @@ def program(ptx: str) -> Program:
 
 
 @cache
-def load(op: str, spec: Any, arch: str, lines: bool = False) -> Kernel:
+def load(op: str, spec: Any, arch: str, lines: bool = False) -> LoadedKernel:
     """The kernel of a spec, from the objects of builds or compiled into them; lines: anew, with line info."""
     if lines:
         found = build.build(op, spec, arch, "--generate-line-info")
-        return Kernel(found.ptx, found.host, found.shared or 0)
+        return LoadedKernel(found.ptx, found.host, found.shared or 0)
     path = build.object_file(op, spec, arch, OBJECTS)
     text = {suffix: path.with_suffix(suffix).read_text() for suffix in (".ptx", ".mlir", ".shared")}
     shared = int(text[".shared"]) if text[".shared"] != manifest.canonical(None) else 0
-    return Kernel(text[".ptx"], text[".mlir"], shared)
+    return LoadedKernel(text[".ptx"], text[".mlir"], shared)
 
 
 def simulate(op: str, spec: Any, args: Sequence[Any], arch: str = "sm_90a", **how: Any) -> Result:
@@ -62,7 +62,7 @@ def simulate(op: str, spec: Any, args: Sequence[Any], arch: str = "sm_90a", **ho
     return memo.recall(folder, (kernel, sorted(how.items())), args, lambda: _run(kernel, args, how))
 
 
-def _run(kernel: Kernel, args: Sequence[Any], how: dict[str, Any]) -> Result:
+def _run(kernel: LoadedKernel, args: Sequence[Any], how: dict[str, Any]) -> Result:
     total, before = Result(), how.pop("before", None)
     for call in kernel.calls(args):
         call.before = before

@@ -12,7 +12,7 @@ from .barriers import Mbarrier, Rendezvous
 from .call import Call, TensorMap
 from .exchange import Exchange
 from .faults import Fault, Unsupported
-from .order import Clock, Order
+from .order import Order, VectorClock
 from .program import Program
 from .shared import RANK, Shared
 from .translate import STORAGE
@@ -35,7 +35,7 @@ class Pending:
 class Threads:
     """Threads that run a unit together. where: their columns of the register file."""
 
-    machine: "Machine"
+    machine: "SimMachine"
     where: Any
     count: int
     pick: Any = None  # of a selection: its positions among the threads it was selected from
@@ -107,17 +107,19 @@ class State:
     copies: dict[int, Any] = field(default_factory=dict)  # thread -> cp.async groups
     named: dict[tuple[int, int], Rendezvous] = field(default_factory=dict)  # (slot, id)
     cluster: dict[int, Rendezvous] = field(default_factory=dict)
-    flags: dict[int, Clock] = field(default_factory=dict)  # of strong operations in shared memory, or of scope .cta
+    flags: dict[int, VectorClock] = field(
+        default_factory=dict
+    )  # of strong operations in shared memory, or of scope .cta
     # By warp, and whether other CTAs count: its past at its last fence; what it read since, and no fence took up yet.
-    fences: dict[tuple[int, bool], Clock] = field(default_factory=dict)
-    heard: dict[tuple[int, bool], Clock] = field(default_factory=dict)
+    fences: dict[tuple[int, bool], VectorClock] = field(default_factory=dict)
+    heard: dict[tuple[int, bool], VectorClock] = field(default_factory=dict)
     tensor: dict[int, Any] = field(default_factory=dict)  # slot -> tensor memory
-    released: dict[int, Clock] = field(default_factory=dict)  # warp -> its past at its last fence for the cluster
+    released: dict[int, VectorClock] = field(default_factory=dict)  # warp -> its past at its last fence for the cluster
     remote: set[int] = field(default_factory=set)  # warps with stores to other CTAs since a full release
     counts: dict[str, int] = field(default_factory=dict)
 
 
-class Machine:
+class SimMachine:
     """CTAs of whole clusters that are resident together."""
 
     def __init__(

@@ -96,14 +96,16 @@ def changed(i: int, x: Instruction) -> Iterator[Mutant]:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class MutantVerdict:
     mutant: Mutant
     mode: str  # that noticed it, "" none
     why: str
     ran: bool  # some case executed the changed instruction
 
 
-def try_mutant(kernel: tuple[str, Any, str], modes: Sequence[str], names: Sequence[str], mutant: Mutant) -> Verdict:
+def try_mutant(
+    kernel: tuple[str, Any, str], modes: Sequence[str], names: Sequence[str], mutant: Mutant
+) -> MutantVerdict:
     """names: of cases, all of them where empty."""
     op, spec, arch = kernel
     program = launcher.program(launcher.load(op, spec, arch).ptx)
@@ -118,20 +120,20 @@ def try_mutant(kernel: tuple[str, Any, str], modes: Sequence[str], names: Sequen
             try:
                 outcome = workloads.RUN[family](spec, case, arch, **how)
             except Fault as fault:
-                return Verdict(mutant, mode, str(fault).split("\n")[0], True)
+                return MutantVerdict(mutant, mode, str(fault).split("\n")[0], True)
             except Unsupported as error:
-                return Verdict(mutant, mode, f"unsupported: {error}", True)
+                return MutantVerdict(mutant, mode, f"unsupported: {error}", True)
             if not outcome.error <= 1:
-                return Verdict(mutant, mode, "wrong results", True)
+                return MutantVerdict(mutant, mode, "wrong results", True)
             ran |= mutant.index >= 0 and any(one[mutant.index] for one in outcome.result.executed.values())
         if mutant.index >= 0 and not ran:
             break  # the cases are the same in every mode
-    return Verdict(mutant, "", "", ran)
+    return MutantVerdict(mutant, "", "", ran)
 
 
-def report(verdicts: list[Verdict]) -> str:
+def report(verdicts: list[MutantVerdict]) -> str:
     """A line per kind of change, then the survivors."""
-    kinds: dict[str, list[Verdict]] = defaultdict(list)
+    kinds: dict[str, list[MutantVerdict]] = defaultdict(list)
     for verdict in verdicts:
         kinds[verdict.mutant.what].append(verdict)
     lines = []

@@ -11,7 +11,7 @@ from . import alu, atomic, cancel, convert, data, mma, sync, tcgen05, tma, warp,
 from .call import Call
 from .exchange import Exchange
 from .faults import Fault
-from .machine import MODES, Machine, Settings
+from .machine import MODES, Settings, SimMachine
 from .program import Program
 from .schedule import run as run_machine
 from .shared import BASE
@@ -70,7 +70,7 @@ def run(
     while waiting:
         first = count - len(waiting)
         portion = [block for _ in range(min(resident, len(waiting))) for block in waiting.popleft()]
-        machine = Machine(program, call, memory, portion, Settings(mode, seed + first, limit, exact))
+        machine = SimMachine(program, call, memory, portion, Settings(mode, seed + first, limit, exact))
         machine.waiting = waiting
         run_machine(machine)
         if "exit" not in call.beyond:
@@ -80,7 +80,7 @@ def run(
     return result
 
 
-def phases_of(m: Machine) -> dict[int, int]:
+def phases_of(m: SimMachine) -> dict[int, int]:
     found: dict[int, int] = {}
     for flat, barrier in m.mbarriers.items():
         offset = flat % m.shared.stride - BASE
@@ -108,7 +108,7 @@ def clusters_of(call: Call, blocks: Iterable[Block] | None) -> list[list[Block]]
     return out
 
 
-def check_exit(m: Machine) -> None:
+def check_exit(m: SimMachine) -> None:
     """What must not be left when a kernel ends."""
     for barrier in m.mbarriers.values():
         if barrier.tx:

@@ -8,7 +8,7 @@ import numpy as np
 
 from .faults import Deadlock, Livelock
 from .forms import THREAD, WARP, WARPGROUP
-from .machine import Machine, Threads, distinct
+from .machine import SimMachine, Threads, distinct
 from .report import where
 from .sync import settle_cluster
 from .undefined import follow
@@ -18,7 +18,7 @@ RUN = 64  # units that a group runs before the next one is chosen
 SHARES = (0.3, 0.3, 0.05, 0.01)  # random: chance that an operation completes after a step, by seed
 
 
-def run(m: Machine) -> None:
+def run(m: SimMachine) -> None:
     """Until every thread has returned and every operation is complete."""
     with np.errstate(all="ignore"):
         while not m.done.all():
@@ -38,7 +38,7 @@ def run(m: Machine) -> None:
             pass
 
 
-def complete_one(m: Machine) -> bool:
+def complete_one(m: SimMachine) -> bool:
     """Complete one asynchronous operation; False where none is under way."""
     queues = [queue for queue in m.state.pending.values() if queue]
     if not queues:
@@ -57,7 +57,7 @@ def complete_one(m: Machine) -> bool:
     return True
 
 
-def choose(m: Machine, part_of_warp: bool = False) -> tuple[int, np.ndarray, int] | None:
+def choose(m: SimMachine, part_of_warp: bool = False) -> tuple[int, np.ndarray, int] | None:
     """(unit, threads, level up to which they are together); None where nobody can move.
 
     part_of_warp: lanes may run a collective without the rest of their warp; its member mask then tells whether that
@@ -96,7 +96,7 @@ def choose(m: Machine, part_of_warp: bool = False) -> tuple[int, np.ndarray, int
     return unit, index, togetherness(m, index, together, live)
 
 
-def whole_groups(m: Machine, lowest: np.ndarray, together: np.ndarray, level: np.ndarray) -> np.ndarray:
+def whole_groups(m: SimMachine, lowest: np.ndarray, together: np.ndarray, level: np.ndarray) -> np.ndarray:
     """Threads at a warpgroup unit whose four warps are all there."""
     if not (level == WARPGROUP).any() or m.per_cta % 128:
         return np.zeros(m.threads, bool)
@@ -105,7 +105,7 @@ def whole_groups(m: Machine, lowest: np.ndarray, together: np.ndarray, level: np
     return (level == WARPGROUP) & whole.repeat(128)
 
 
-def togetherness(m: Machine, index: np.ndarray, together: np.ndarray, live: np.ndarray) -> int:
+def togetherness(m: SimMachine, index: np.ndarray, together: np.ndarray, live: np.ndarray) -> int:
     """Which collectives the chosen threads may run without another choice."""
     warps = distinct(index >> 5)
     if not together[warps].all() or len(index) != int(live.reshape(-1, 32)[warps].sum()):
@@ -116,7 +116,7 @@ def togetherness(m: Machine, index: np.ndarray, together: np.ndarray, live: np.n
     return WARP
 
 
-def step(m: Machine, number: int, index: np.ndarray, level: int) -> None:
+def step(m: SimMachine, number: int, index: np.ndarray, level: int) -> None:
     """Run a group until it splits, waits, needs others, or has run long enough."""
     n = len(index)
     contiguous = index[-1] - index[0] + 1 == n
@@ -156,7 +156,7 @@ def step(m: Machine, number: int, index: np.ndarray, level: int) -> None:
             return
 
 
-def leave(m: Machine) -> None:
+def leave(m: SimMachine) -> None:
     """Threads have exited: their cluster's barrier no longer waits for them, their CTA's shared memory may go."""
     if m.cluster_size == 1:
         return

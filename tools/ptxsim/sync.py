@@ -9,8 +9,8 @@ import numpy as np
 from .barriers import Mbarrier, Rendezvous
 from .faults import Fault
 from .forms import WARP, Op, effect, form, refuse
-from .machine import Machine, Threads, distinct
-from .order import Clock
+from .machine import SimMachine, Threads, distinct
+from .order import VectorClock
 from .parse import Instruction
 
 SYNC = "Parallel Synchronization and Communication Instructions"
@@ -117,13 +117,13 @@ def cluster_arrive(x: Instruction, f: re.Match[str]) -> Op:
             else:
                 for warp in warps.tolist():
                     for clock in (m.state.released.get(warp), m.state.fences.get((warp, True))):
-                        point.clock.take(clock or Clock())
+                        point.clock.take(clock or VectorClock())
             settle_cluster(m, cluster)
 
     return effect(run)
 
 
-def settle_cluster(m: Machine, cluster: int) -> None:
+def settle_cluster(m: SimMachine, cluster: int) -> None:
     """Complete the phase when all threads that have not exited are there."""
     point = m.state.cluster.get(cluster)
     if point is None or not point.arrived:
@@ -277,7 +277,7 @@ def fence_init(x: Instruction, f: re.Match[str]) -> Op:
             if flat // m.shared.stride in slots:
                 barrier.visible = True
         for warp in t.warps.tolist():
-            m.order.release(np.array([warp]), m.state.released.setdefault(warp, Clock()))
+            m.order.release(np.array([warp]), m.state.released.setdefault(warp, VectorClock()))
 
     return effect(run)
 
@@ -290,7 +290,7 @@ def fence_own(x: Instruction, f: re.Match[str]) -> Op:
     def run(t: Threads, x: Instruction) -> None:
         m = t.machine
         for warp in set(t.warps.tolist()) - m.state.remote:
-            m.order.release(np.array([warp]), m.state.released.setdefault(warp, Clock()))
+            m.order.release(np.array([warp]), m.state.released.setdefault(warp, VectorClock()))
 
     return effect(run)
 
@@ -317,10 +317,10 @@ def fence(x: Instruction, f: re.Match[str]) -> Op:
     def run(t: Threads, x: Instruction) -> None:
         m = t.machine
         for warp in t.warps.tolist():
-            one, clock = np.array([warp]), Clock()
+            one, clock = np.array([warp]), VectorClock()
             if "release" not in parts:
                 for wide in sides:
-                    m.order.acquire(one, m.state.heard.pop((warp, wide), Clock()))
+                    m.order.acquire(one, m.state.heard.pop((warp, wide), VectorClock()))
             if "acquire" not in parts:
                 m.order.release(one, clock)
                 m.state.fences |= {(warp, wide): clock for wide in sides}

@@ -19,11 +19,11 @@ import numpy as np
 
 from .faults import Fault, Unsupported
 from .forms import WARP, Op, effect, form, refuse
-from .machine import WINDOW, Machine, Threads
-from .order import Clock
+from .machine import WINDOW, SimMachine, Threads
+from .order import VectorClock
 from .parse import Instruction, vector
 from .tma import copies
-from .tmem import CELL, LANES, SHAPES, Engine, Pool, Region, Store, Tensor, fragment
+from .tmem import CELL, LANES, SHAPES, Engine, Pool, Region, Tensor, TmemStore, fragment
 from .umma import Multiply, Tile, accumulate, factors, instruction, multiply, operand, scaled, tile, values
 
 TCGEN05 = "TensorCore 5th Generation Family Instructions"
@@ -64,7 +64,7 @@ def same(t: Threads, x: Instruction, operand: np.ndarray) -> int:
     return int(operand[0])
 
 
-def check_exit(m: Machine) -> None:
+def check_exit(m: SimMachine) -> None:
     for pool in m.state.tensor.values():
         pool.check_exit()
 
@@ -206,7 +206,7 @@ def store(x: Instruction, f: re.Match[str]) -> Op:
             now = t.machine.settings.mode == "eager"
             if now:
                 where.tensor.words[where.lanes, where.columns] = data
-            open_ = Store(where.lanes, where.columns, None if now else data.copy(), where.regions)
+            open_ = TmemStore(where.lanes, where.columns, None if now else data.copy(), where.regions)
             where.tensor.store(warp, open_, t.say(x))
 
     return effect(run, (x.args[0], "address"), *[(register, "b32") for register in sources])
@@ -296,7 +296,7 @@ def arrive(t: Threads, x: Instruction, i: int, engine: Engine, targets: list[int
     """Queue an arrival: it hands on what the thread has seen, and that its operations so far are complete."""
     m = t.machine
     barriers = [m.signalled(t, where, x) for where in targets]
-    clock = Clock()
+    clock = VectorClock()
     m.order.release(t.warp[i : i + 1], clock)
     clock.event(engine.component, engine.issued)
     engine.committed = engine.issued
@@ -365,7 +365,7 @@ class Place:
     scales: tuple[int, ...] = ()
 
 
-def memory(m: Machine, slot: int) -> tuple[int, int]:
+def memory(m: SimMachine, slot: int) -> tuple[int, int]:
     """(where the shared memory of a slot begins in shared.bytes, its user bytes)."""
     return slot * m.shared.stride, m.shared.size
 
@@ -469,7 +469,7 @@ def copy(x: Instruction, f: re.Match[str]) -> Op:
     return effect(run, (x.args[0], "address"), (x.args[1], "b64"))
 
 
-def carry(m: Machine, parts: list[tuple[Tensor, Tile]], lanes: list[np.ndarray], columns: slice) -> None:
+def carry(m: SimMachine, parts: list[tuple[Tensor, Tile]], lanes: list[np.ndarray], columns: slice) -> None:
     for tensor, part in parts:
         for where in lanes:
             tensor.words[where, columns] = part.raw(m.shared.bytes)

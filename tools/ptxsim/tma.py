@@ -17,7 +17,7 @@ from .exchange import ASYNC, ATOMIC, FLYING, STRONG
 from .faults import Fault
 from .forms import Op, effect, form
 from .layout import box, box_addresses, box_words, swizzle
-from .machine import PARAMS, Machine, Threads
+from .machine import PARAMS, SimMachine, Threads
 from .parse import Instruction, vector
 
 BULK = "Data Movement and Conversion Instructions: cp.async.bulk"
@@ -107,7 +107,7 @@ def tiles(tensor: TensorMap, at: list[int], shared: int, four: bool) -> list[tup
     return [(shared + j * pitch, [at[0], row]) for j, row in enumerate(at[1:])]
 
 
-def copies(m: Machine, t: Threads, i: int, to: int, signal: int, mask: int | None) -> list[tuple[int, int]]:
+def copies(m: SimMachine, t: Threads, i: int, to: int, signal: int, mask: int | None) -> list[tuple[int, int]]:
     """(target, mbarrier) in every CTA of a multicast mask; without a mask those that were named."""
     if mask is None:
         return [(to, signal)]
@@ -117,7 +117,7 @@ def copies(m: Machine, t: Threads, i: int, to: int, signal: int, mask: int | Non
     return [((first + rank) * m.shared.stride + inside, (first + rank) * m.shared.stride + barrier) for rank in ranks]
 
 
-def paired(m: Machine, targets: list[tuple[int, int]], signal: int) -> list[tuple[int, int]]:
+def paired(m: SimMachine, targets: list[tuple[int, int]], signal: int) -> list[tuple[int, int]]:
     """cta_group::2: the mbarrier lies in that CTA of each pair whose rank has the parity of the CTA that was named."""
     parity, stride = signal // m.shared.stride & 1, m.shared.stride
     return [(place, (where // stride & ~1 | parity) * stride + where % stride) for place, where in targets]
@@ -168,7 +168,7 @@ def inside_cta(t: Threads, x: Instruction, flat: int, size: int) -> None:
         raise Fault(f"{t.say(x)}: {size} B at {shared.name(flat)}, the CTA has {shared.size} B")
 
 
-def arrive(m: Machine, barrier: Any, words: np.ndarray, size: int) -> None:
+def arrive(m: SimMachine, barrier: Any, words: np.ndarray, size: int) -> None:
     """The engine has written `words`: readable by whoever sees this phase of the mbarrier complete."""
     m.shared.end_write(words, barrier.component, barrier.phase + 1)
     barrier.tx -= size

@@ -31,7 +31,7 @@ class Engine:
 
 
 @dataclass
-class Store:
+class TmemStore:
     """A tcgen05.st that its warp has not waited for. values: None where they are written already."""
 
     lanes: np.ndarray
@@ -53,7 +53,7 @@ class Tensor:
         self.reader, self.read_event = np.full(shape, EMPTY, np.int32), np.zeros(shape, np.int32)  # the last engine
         self.readers = np.zeros((*shape, warps), np.int32)  # last event at which each warp of the CTA read
         self.open = np.zeros(shape, bool)  # written by a tcgen05.st that has not been waited for
-        self.stores: dict[int, list[Store]] = {}  # by warp
+        self.stores: dict[int, list[TmemStore]] = {}  # by warp
 
     # ------------------------------------------------------------- checks
     def check_owned(self, region: Region, say: str) -> None:
@@ -137,7 +137,7 @@ class Tensor:
             self.check_read(by, region, say)
             self.readers[region[0], region[1], by - self.slot * self.warps] = self.order.seen[by, by]
 
-    def store(self, by: int, store: Store, say: str) -> None:
+    def store(self, by: int, store: TmemStore, say: str) -> None:
         """A warp stores; it has stored at its next wait::st."""
         for region in store.regions:
             self.check_write(by, region, say)

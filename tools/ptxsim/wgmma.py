@@ -17,7 +17,7 @@ from .call import elements
 from .faults import Fault
 from .forms import WARPGROUP, Op, form, refuse
 from .layout import accumulator, fragment, matrix, swizzle
-from .machine import Machine, Threads
+from .machine import SimMachine, Threads
 from .numbers import decode
 from .parse import Instruction, vector
 
@@ -29,7 +29,7 @@ F32 = np.float32
 
 
 @dataclass
-class Multiply:
+class WgmmaMultiply:
     """One mma_async under way."""
 
     rows: tuple[int, ...]  # accumulator rows of the register file
@@ -41,8 +41,8 @@ class Multiply:
 class Pipe:
     """What a warpgroup has issued."""
 
-    open: list[Multiply] = field(default_factory=list)
-    groups: list[list[Multiply]] = field(default_factory=list)
+    open: list[WgmmaMultiply] = field(default_factory=list)
+    groups: list[list[WgmmaMultiply]] = field(default_factory=list)
     sums: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)  # accumulators under way (64, n)
     undefined: dict[tuple[int, ...], tuple[list[str], str]] = field(default_factory=dict)  # of them: names, why
 
@@ -149,8 +149,8 @@ def multiply(x: Instruction, f: re.Match[str]) -> Op:
             if in_registers:
                 tile_a = gather(np.stack([value[part] for value in values[:4]]), k, kind)
             else:
-                tile_a = Tile(m, first, descriptor(t, x, int(values[0][part][0])), (64, k, kind, major[0]))
-            tile_b = Tile(m, first, descriptor(t, x, int(b[part][0])), (n, k, f[5], major[1]))
+                tile_a = WgmmaTile(m, first, descriptor(t, x, int(values[0][part][0])), (64, k, kind, major[0]))
+            tile_b = WgmmaTile(m, first, descriptor(t, x, int(b[part][0])), (n, k, f[5], major[1]))
             issue(t, x, pipe, first, Product(rows, tile_a, tile_b, bool(enable[part][0]), F32(sign), kind))
 
     ins = [*((name, "b32" if in_registers else "b64") for name in sources), (x.args[2], "b64"), (x.args[3], "pred")]
@@ -163,10 +163,10 @@ def same(t: Threads, x: Instruction, *operands: np.ndarray) -> None:
             raise Fault(f"{t.say(x)}: a descriptor or scale-d differs inside the warpgroup")
 
 
-class Tile:
+class WgmmaTile:
     """An operand in shared memory."""
 
-    def __init__(self, m: Machine, thread: int, place: Descriptor, shape: tuple[int, int, str, str]):
+    def __init__(self, m: SimMachine, thread: int, place: Descriptor, shape: tuple[int, int, str, str]):
         rows, k, self.kind, major = shape
         self.size = BYTES[self.kind]
         self.bytes = m.shared.bytes
@@ -204,7 +204,7 @@ class Product(NamedTuple):
 def issue(t: Threads, x: Instruction, pipe: Pipe, first: int, what: Product) -> None:
     rows, a, b, keep, sign, kind = what
     m = t.machine
-    tiles = [tile for tile in (a, b) if isinstance(tile, Tile)]
+    tiles = [tile for tile in (a, b) if isinstance(tile, WgmmaTile)]
     if any(tile.outside for tile in tiles):
         raise Fault(f"{t.say(x)}: an operand lies outside the CTA's {m.shared.size} B of shared memory")
     words = tiles[0].words if len(tiles) == 1 else np.concatenate([tile.words for tile in tiles])
@@ -222,7 +222,7 @@ def issue(t: Threads, x: Instruction, pipe: Pipe, first: int, what: Product) -> 
         m.W[list(rows), first : first + 128] = UNREADABLE
 
     def run() -> None:
-        left, right = (a.values() if isinstance(a, Tile) else a) * sign, b.values()
+        left, right = (a.values() if isinstance(a, WgmmaTile) else a) * sign, b.values()
         total = pipe.sums[rows]
         if not keep:
             total[:] = 0
@@ -233,10 +233,10 @@ def issue(t: Threads, x: Instruction, pipe: Pipe, first: int, what: Product) -> 
 
     if m.settings.mode == "eager":
         run()
-    pipe.open.append(Multiply(rows, words, None if m.settings.mode == "eager" else run))
+    pipe.open.append(WgmmaMultiply(rows, words, None if m.settings.mode == "eager" else run))
 
 
-def taint(m: Machine, pipe: Pipe, warps: np.ndarray, sums: tuple[tuple[int, ...], list[str]], how: Any) -> None:
+def taint(m: SimMachine, pipe: Pipe, warps: np.ndarray, sums: tuple[tuple[int, ...], list[str]], how: Any) -> None:
     """The sums of a multiplication are undefined if its operands are, or if it adds to what is. sums: rows and names of
     the accumulators; how: (why the operands are undefined or "", whether it adds)."""
     (rows, names), (why, keep) = sums, how

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from . import under
-from .report import Report, lines, parse
+from .report import SanitizeReport, lines, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 # Every tensor is an allocation of its own: what lies beside it is nobody's, and new memory has no old contents.
@@ -39,7 +39,7 @@ class Ended(NamedTuple):
     op: str
     seconds: float
     done: tuple[int, int] | None
-    report: Report
+    report: SanitizeReport
     text: str
 
     @property

@@ -124,8 +124,8 @@ def sequences_of(
 ) -> SequenceBatch:
     """Return the requests of a page table, lengths (int32 or uint32) and query offsets.
 
-    Values may be of any type: those that do not fit stay unchanged for `checks`, and get a shape_id that no plan has. Only a
-    table of another rank is refused here.
+    Values may be of any type: those that do not fit stay unchanged for `checks`, and get a shape_id that no plan has.
+    Only a table of another rank is refused here.
 
     plain: False if something traces the call. Then views must be made anew, and there is no shape_id.
 
@@ -163,8 +163,8 @@ def csr_sequences(
     """Return requests with pages that are stored one after another in indices (N,).
 
     The pages of request b are indices[kv_indptr[b]:kv_indptr[b + 1]]; the last of them holds last_page_len[b] rows. All
-    tensors are int32; K and V share the pages. plain: as in `sequences_of`. The shape_id does not depend on N. Values may be of
-    any type, as in `sequences_of`, but indices of another rank are refused.
+    tensors are int32; K and V share the pages. plain: as in `sequences_of`. The shape_id does not depend on N. Values
+    may be of any type, as in `sequences_of`, but indices of another rank are refused.
     """
     if not _strided_all(kv_indptr, indices, last_page_len, qo_indptr):
         return SequenceBatch(

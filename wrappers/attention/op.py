@@ -41,7 +41,8 @@ def serve(call: AttentionCall) -> Any:
     if _is_grad_enabled():
         try:
             sinks, slopes = call.sinks, call.alibi_slopes
-            if (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad or sinks is not None and sinks.requires_grad
+            if (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad
+                    or sinks is not None and sinks.requires_grad
                     or slopes is not None and slopes.requires_grad):  # fmt: skip
                 refuse_grad(call)
         except AttributeError:  # something is not a tensor and is refused later

@@ -53,7 +53,7 @@ def request_of(call: AttentionCall) -> KernelRequest:
         head_dim_qk=call.q.shape[2],
         head_dim_vo=call.dim_vo,
         page_size=0 if ragged else call.k.shape[2],
-        group=call.q.shape[1] // call.k.shape[1],
+        qhead_per_kvhead=call.q.shape[1] // call.k.shape[1],
         rows=rows,
         phase=call.phase,
         causal=bool(call.causal) and not masked,
@@ -164,7 +164,7 @@ class LaunchPlan:
         """Set the arguments of an output with less than 16 bits. sf_scale: the forward scale of an NVFP4 output."""
         slots = self.slots
         if isinstance(o, torch.Tensor):
-            flat[at.o_fp8] = o.view(torch.uint8)
+            flat[slots.o_fp8] = o.view(torch.uint8)
             return
         if sf_scale.__class__ is not float or not 0 < sf_scale < INF:
             check_number("out_sf_scale", sf_scale, positive=True)
@@ -202,8 +202,10 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     checks.kernel_tensors(call)
     here, device, heads = machine.current, call.q.device, call.q.shape[1]
     fn = here.kernel(op, spec, arch)
-    packs = spec.schedule == "stream_k" or request.rows <= PACK_GQA_MAX_Q and request.group <= PACK_GQA_MAX_GROUP
-    group = request.group if packs else 1
+    packs = (
+        spec.schedule == "stream_k" or request.rows <= PACK_GQA_MAX_Q and request.qhead_per_kvhead <= PACK_GQA_MAX_GROUP
+    )
+    group = request.qhead_per_kvhead if packs else 1
     blocks = CHUNK // spec.tile.n if call.batch_invariant else 0
 
     def empty(dtype: torch.dtype, *shape: int) -> Any:
@@ -341,14 +343,9 @@ def run(call: AttentionCall) -> Any:
         if rope is not None and k.shape[0]:  # without pages there are no keys to rotate
             turned = rotated(call)
             q, k, page_table = turned.q, turned.k, turned.requests.page_table
-        flat[slots.q], flat[slots.k], flat[slots.v], flat[slots.kv_lens], flat[slots.page_table] = (
-            q,
-            k,
-            v,
-            kv_lens,
-            page_table,
-        )
-        flat[at.softmax_scale_log2], flat[slots.out_scale] = scale * LOG2E, out_scale + 0.0
+        flat[slots.q], flat[slots.k], flat[slots.v] = q, k, v
+        flat[slots.kv_lens], flat[slots.page_table] = kv_lens, page_table
+        flat[slots.softmax_scale_log2], flat[slots.out_scale] = scale * LOG2E, out_scale + 0.0
         if plan.out_is_16bit:
             flat[slots.o] = o
         else:
@@ -361,9 +358,8 @@ def run(call: AttentionCall) -> Any:
                 or drafts is not None or skip or enable_pdl is not None or rare):  # fmt: skip
             plan.set_optional_args(flat, call)
         flat[slots.cu_seqlens_q] = plan.equal_offsets(batch, max_q_len, capturing) if offsets is None else offsets
-        pack_factor, tile_heads = plan.pack_factor, plan.num_tile_heads
-        full = tokens * pack_factor // plan.tile_m
-        tiles = tile_heads * (full + batch)
+        pack_factor = plan.pack_factor
+        tiles = plan.num_tile_heads * (tokens * pack_factor // plan.tile_m + batch)
         if not plan.stream_k:
             if batch * heads * (tokens // plan.tile_m + 1) >= MOST_TILES:
                 raise _too_many_tiles(call, batch)
@@ -372,14 +368,11 @@ def run(call: AttentionCall) -> Any:
         elif tokens * pack_factor * pack_factor >= checks.MOST_ROWS:
             raise ValueError("q")
         elif plan.split_keys:
-            num_splits = -(-checks.most_keys(call) // plan.split_keys) or 1  # of a request
-            flat[slots.o_partial], flat[slots.counters] = scratch.new_split_scratch(
-                plan, tiles * num_splits, tiles * num_splits
-            )
+            splits = tiles * (-(-checks.most_keys(call) // plan.split_keys) or 1)
+            flat[slots.o_partial], flat[slots.counters] = scratch.new_split_scratch(plan, splits, splits)
         else:
-            flat[slots.o_partial], flat[slots.counters], flat[slots.counter_base] = scratch.split_scratch(
-                plan, capturing
-            )
+            shared = scratch.split_scratch(plan, capturing)
+            flat[slots.o_partial], flat[slots.counters], flat[slots.counter_base] = shared
         plan.fn(*flat)
         return result
     except Exception:

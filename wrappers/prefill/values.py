@@ -228,12 +228,12 @@ def bounds(size: Any, device: torch.device) -> torch.Tensor:
     return torch.arange(0, 2 * size, size, dtype=torch.int32, device=device)
 
 
-FEW = 128  # numbers, up to which Python's lists take a third of the time of torch's operations
+SMALL_LIST = 128  # up to this many numbers, Python's lists take a third of the time of torch's operations
 
 
 def last_of(name: str, starts: torch.Tensor) -> int:
     """Return the last of the offsets (B + 1,) on the host; raise if one is negative or below the one before it."""
-    if starts.shape[0] <= FEW:
+    if starts.shape[0] <= SMALL_LIST:
         numbers = starts.tolist()
         good = numbers == sorted(numbers)
     else:
@@ -248,7 +248,7 @@ def last_of(name: str, starts: torch.Tensor) -> int:
 
 def longest(starts: torch.Tensor) -> int:
     """Return the largest difference of neighbouring offsets (B + 1,) on the host; 0 if there is none."""
-    if starts.shape[0] > FEW:
+    if starts.shape[0] > SMALL_LIST:
         return int(starts.diff().max())
     numbers = starts.tolist()
     return max(map(sub, numbers[1:], numbers), default=0)

@@ -58,7 +58,7 @@ class Scenario:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelTraits:
     """What cases need to know of a spec."""
 
     decodes: bool
@@ -79,11 +79,11 @@ class Kernel:
     same: dict[str, Any]  # what its cases have in common
 
 
-def kernel_of(spec: Any) -> Kernel:
+def kernel_of(spec: Any) -> KernelTraits:
     """The only reader of specs here."""
     decodes = spec.schedule == "stream_k"
     own = spec.kv.dtype == spec.q and not (decodes and spec.q == "e4m3")  # decoding converts them as any cache
-    shares = decodes and spec.tile.knows_rows
+    shares = decodes and spec.tile.per_tile_pack_gqa
     narrow = decodes and not shares and spec.tile.rows_per_warp == FEW_ROWS
     narrow = narrow and (spec.kv.dtype, spec.head_dim_qk) in WIDE
     same: dict[str, Any] = {
@@ -101,7 +101,7 @@ def kernel_of(spec: Any) -> Kernel:
     cap, skips = spec.logits.soft_cap, spec.logits.skip and not decodes
     several = len(spec.out) > 1
     promoted = getattr(spec.tile, "promote_interval", 0)  # of Hopper's prefill
-    return Kernel(
+    return KernelTraits(
         decodes, shares, few, wide, mask.window, cap, general, gathers, mask.custom, skips, several, block,
         block * spec.tile.stages, promoted, not decodes and len(spec.tile.m_choices) > 1, same,
     )  # fmt: skip
@@ -142,7 +142,7 @@ def structures(specs: Iterable[Any]) -> list[Any]:
     return list(found.values())
 
 
-def skipping_cases(k: Kernel) -> list[Scenario]:
+def skipping_cases(k: KernelTraits) -> list[Scenario]:
     """Of a prefill kernel with skip-softmax: some blocks are left out by one warpgroup and not by another, or none."""
     some = AttentionCase(
         "some blocks", q_lens=(9, 210, 2, 3), kv_lens=(0, 700, 0, 61), heads_q=2, heads_kv=1, sink=True, data="levels",
@@ -156,7 +156,7 @@ def skipping_cases(k: Kernel) -> list[Scenario]:
     return [Scenario("skip", (some, none, nothing)), *boxes]
 
 
-def sharing_cases(k: Kernel) -> list[Scenario]:
+def sharing_cases(k: KernelTraits) -> list[Scenario]:
     """Of a kernel whose CTAs share the keys of requests of more rows than one warp has: parts of tiles that see no key,
     tiles of one CTA, of two and of many, requests of several tiles, rows of one head."""
     most = k.keys + 2 * k.block + 20
@@ -188,7 +188,7 @@ def sharing_cases(k: Kernel) -> list[Scenario]:
     ]
 
 
-def promoting_calls(k: Kernel, short: AttentionCase) -> list[AttentionCase]:
+def promoting_calls(k: KernelTraits, short: AttentionCase) -> list[AttentionCase]:
     """Calls in which sums move on: under a block that one request sees whole and the other in part; with a cap and
     without, each with the output that `short` does not have so."""
     n = k.block
@@ -332,7 +332,7 @@ def launched(case: AttentionCase, problem: AttentionCall) -> Results:
 
 def call(case: AttentionCase, in_forms: tuple[str, ...] = ()) -> tuple[Results, float]:
     """(results, error) of a call, and, where they may not depend on the batch, another of one request."""
-    problem = forms.apply(cases.make_problem(case), in_forms)
+    problem = forms.apply(cases.make_call(case), in_forms)
     want, want_lse = cases.expected(case, problem)
     out, lse = listed(case, problem) if in_forms else launched(case, problem)
     error = distance(out, want, 0.0, case.limit(want))
