@@ -524,7 +524,7 @@ SHOWN = {  # what a message says instead of the argument's name and value
     ("context, nvfp4 cache", "kv_block_scales", "None"): "kv_cache_sf: None, required",
     ("decode, ragged", "cum_seq_lens_q", "None"): r"query: 5 tokens, must be 2 x 1 (seq_lens, q_len_per_req)",
     ("xqa, drafts", "q_cu_seq_lens", "None"): "q: shape (5, 4, 64)",
-    ("xqa, drafts", "q_seq_len", "far"): "73786976294838206464) (rows of query tokens, two words for 32 of q_seq_len)",
+    ("xqa, drafts", "q_seq_len", "far"): "73786976294838206464) (the query's rows, two words per 32 of q_seq_len)",
     ("explain", "function", "builtin"): "function: len",
     ("explain", "function", "helper"): "function: load",
     (

@@ -255,7 +255,7 @@ def test_bad_plans(message):
 def runs(case):
     q, (k, v) = case.q, case.cache
     return {
-        "q: 3 tokens, must be 4 x 1, requests of plan x q_len_per_req": {"q": q[:3]},
+        "q: 3 tokens, must be 4 x 1, the requests of plan x q_len_per_req": {"q": q[:3]},
         "q: 8 tokens, must be 4 x 1": {"q": torch.cat([q, q])},
         "q: torch.bfloat16 .dtype., must be plan's q_data_type": {"q": q.bfloat16()},
         "paged_kv_cache: 2 .rows per page., must be plan's page_size, 4": {"paged_kv_cache": (k[:, :2], v[:, :2])},

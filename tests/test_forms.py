@@ -273,7 +273,7 @@ def test_pages_outside_their_pool_are_zeros():
 
 BAD_VALUES: dict[str, tuple[str, dict[str, Any], str]] = {
     "far": ("csr", {"kv_starts": ints(0, 3, 6)}, r"kv_starts\[2\]: 6 of request 1, must be in \[3, 5\]: from the "
-            r"entry before it to the entries of page_table"),
+            r"entry before it to the number of entries of page_table"),
     "falling": ("csr", {"kv_starts": ints(0, 3, 2)}, r"kv_starts\[2\]: 2 of request 1, must be in \[3, 5\]"),
     "negative": ("ragged", {"kv_starts": ints(-1, 3, 5)}, r"kv_starts\[0\]: -1 of request 0, must be in \[0, 11\]: "
                  r"from the entry before it to the number of rows of k"),
@@ -316,7 +316,7 @@ BAD: dict[str, tuple[Any, type, str]] = {
     "starts' type": (lambda: listed(kv_starts=ints(0, 3, 5).long()), TypeError, "kv_starts: dtype torch.int64, must"),
     "starts' rank": (lambda: listed(kv_starts=ints(0, 3, 5)[None]), ValueError, r"kv_starts: shape \(1, 3\)"),
     "no starts": (lambda: listed("ragged", kv_starts=ints()), ValueError, r"kv_starts: shape \(0,\)"),
-    "starts' stride": (lambda: listed(kv_starts=ints(0, 0, 3, 3, 5)[::2]), ValueError, r"kv_starts: stride \(2,\)"),
+    "starts' stride": (lambda: listed(kv_starts=ints(0, 0, 3, 3, 5)[::2]), ValueError, r"kv_starts: strides \(2,\)"),
     "device": (lambda: listed(kv_starts=ints(0, 3, 5).to("meta")), ValueError, "kv_starts: device meta, must be the"),
     "last": (lambda: listed(kv_lens=ints(1)), ValueError, r"kv_lens: shape \(1,\), must be \(2,\)"),
     "last's type": (lambda: listed(kv_lens=ints(1, 1).long()), TypeError, "kv_lens: dtype torch.int64"),
@@ -354,7 +354,10 @@ def test_refused(name):
 
 def test_interleaved_scales_need_pages_of_whole_fours():
     three = dense_requests([(1, 8)], dims=(64, 64))
-    for form, size, message in (("csr", 6, "True, pages of 6 rows"), ("ragged", 4, "True, no pages")):
+    for form, size, message in (
+        ("csr", 6, "True, must be False with pages of 6 rows"),
+        ("ragged", 4, "True, must be False without pages"),
+    ):
         p = problem(three, form, size)
         (k, ks), (v, vs) = (fp4.nvfp4_quantize(t.nan_to_num().float(), 1.0) for t in (p.k, p.v))
         bad = p._replace(k=k, v=v, k_scales=ks, v_scales=vs, interleaved=True)
@@ -538,7 +541,7 @@ def test_bounds_that_vary_under_a_plan(launches, monkeypatch):
     p = listed()._replace(k=many, v=many, requests=requests)
     op.serve(p)
     longer = csr_sequences(ints(0, 5), ints(0, 0), ints(0, 0, 0, 0), ints(0))
-    with pytest.raises(NotImplementedError, match="^page_table: 4 pages of 268435456 tokens; a CUDA kernel"):
+    with pytest.raises(NotImplementedError, match="^page_table: 4 pages of 268435456 tokens, must be less than"):
         op.serve(p._replace(requests=longer))
     p = listed("ragged")
     op.serve(p)

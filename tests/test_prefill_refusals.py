@@ -182,7 +182,7 @@ def test_bad_runs_of_ragged_and_single():
     for message, error, change in (
         ("q: NoneType", TypeError, dict(q=None)),
         ("k: shape (5, 128)", ValueError, dict(k=k.flatten(1))),
-        ("q: 6 rows, must be at most the 5 of k", ValueError, dict(q=q.repeat(2, 1, 1), causal=True)),
+        ("q: 6 rows, must be at most the 5 rows of k", ValueError, dict(q=q.repeat(2, 1, 1), causal=True)),
         ("custom_mask: 12 elements, must be 15", ValueError, dict(custom_mask=m[:, :4])),
         ("packed_custom_mask: 1 elements, must be 2", ValueError, dict(packed_custom_mask=BYTES[:1])),
         ("scale_k: another name of k_scale", ValueError, dict(k_scale=1.0, scale_k=1.0)),
@@ -196,7 +196,7 @@ def test_bad_runs_of_ragged_and_single():
         ("kv_cache_sf: K is Tensor, must be None", ValueError, dict(kv_cache_sf=(k, v))),
         ("kv_cache_sf (V): NoneType", TypeError, dict(kv_cache_sf=(k, None))),
         (
-            "o_dtype: torch.float8_e5m2, the query's, must be one of",
+            "o_dtype: torch.float8_e5m2 (the query's, by default), must be one of",
             ValueError,
             dict(zip("qkv", (t.to(torch.float8_e5m2) for t in (q, k, v)))),
         ),

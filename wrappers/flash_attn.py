@@ -140,9 +140,9 @@ def flash_attn_varlen_func(
     Returns out, or (out, lse): lse is fp32 (Hq, T), contiguous, the natural logarithm of the softmax denominator, sink
     included. A row without keys gives 0 and -inf, or the sink. Rows of no request are undefined.
 
-    Raises before any launch: ValueError for a rank, shape, stride or device; TypeError for a dtype or type;
-    NotImplementedError for `REFUSED`, a right window, a descale that differs between requests, seqused_k without a
-    table, or if no kernel serves the call.
+    Raises before any launch: NotImplementedError for `REFUSED`, a right window, a descale that differs between
+    requests, seqused_k without a table, or if no kernel serves the call; ValueError for a rank, shape, stride or
+    device; TypeError for a dtype or type.
 
     >>> q, k, v = torch.randn(4, 8, 64).half(), torch.randn(9, 2, 64).half(), torch.randn(9, 2, 64).half()
     >>> starts, key_starts = torch.tensor([0, 3, 4]).int(), torch.tensor([0, 5, 9]).int()  # two requests

@@ -570,7 +570,7 @@ def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
         "both sf": (
             {"kv_block_scales": torch.zeros(1), "kv_cache_sf": torch.zeros(1)},
             ValueError,
-            "kv_block_scales: alias",
+            "kv_block_scales: another name",
         ),
         "skip type": ({"skip_softmax_threshold_scale_factor": "1"}, TypeError, "skip_softmax_threshold_scale"),
         "skip < 0": (

@@ -243,7 +243,7 @@ def pair(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor
         raise UnknownName(f"kv_layout: {layout!r}, must be 'HND' or 'NHD'")
     if isinstance(value, (tuple, list)):
         if len(value) != 2:
-            raise ValueError(f"{name}: a {type(value).__name__} of {len(value)}, must be (k, v)")
+            raise ValueError(f"{name}: a tuple of {len(value)}, must be (k, v)")
         k, v = value
         if layout == "NHD" and not (isinstance(k, _Tensor) and isinstance(v, _Tensor) and k.dim() == v.dim() == 4):
             check_strided(f"{name} (K)", k, 4)

@@ -99,8 +99,8 @@ def trtllm_batch_context_with_kv_cache(
     (or sink * log2 e). Rows that belong to no request are undefined. CPU tensors run the fp32 reference, which also
     checks lengths, offsets and page ids.
 
-    Raises before any launch: ValueError for a rank, shape, stride, alignment or device; TypeError for a dtype;
-    NotImplementedError if no kernel serves the call; an unknown kv_layout is both a KeyError and a ValueError.
+    Raises before any launch: ValueError for a rank, shape, stride, alignment or device; NotImplementedError if no
+    kernel serves the call; TypeError for a dtype; an unknown kv_layout is both a KeyError and a ValueError.
 
     >>> q, cache = torch.randn(4, 8, 64).half(), torch.randn(3, 2, 2, 16, 64).half()  # 3 pages of 16 rows
     >>> table, lens, starts = (torch.tensor(x).int() for x in ([[2, 0], [1, -1]], [20, 9], [0, 3, 4]))

@@ -48,8 +48,8 @@ def top_k_page_table_transform(
 
     An entry is also -1 if b or the column lies outside the table. Returns out, int32 (R, k).
 
-    Raises before any launch: ValueError for a shape, stride, device or range; TypeError for a dtype;
-    NotImplementedError if no kernel serves the call.
+    Raises before any launch: ValueError for a shape, stride, device or range; NotImplementedError if no kernel serves
+    the call; TypeError for a dtype.
 
     >>> scores, table = torch.tensor([[0.1, 0.9, 0.3, 0.7]]), torch.tensor([[40, 41, 42, 43]]).int()
     >>> top_k_page_table_transform(scores, table, torch.tensor([4]).int(), 2)
