@@ -15,7 +15,7 @@ from cute_kernels.attention import dispatch
 from cute_kernels.attention.spec import PACK_GQA_MAX_Q
 from wrappers import machine
 from wrappers.attention.call import AttentionCall
-from wrappers.attention.plan import facts_of
+from wrappers.attention.plan import request_of
 from wrappers.reference.paged import tokens_of
 
 ROWS = {"sm_90a": 64, "sm_100a": 128, "sm_103a": 128}  # that decide together: of a warpgroup
@@ -159,8 +159,8 @@ def attend(p: AttentionCall, keys: int, few: int = PACK_GQA_MAX_Q, together: int
 def of_kernel(p: AttentionCall) -> Skipped:
     """What the kernel that serves a call on the current machine, or else on Hopper, leaves out; `dispatch.Unsupported`
     where none does."""
-    arch, _ = machine.current.facts(p.q.device) or (HOPPER, 0)
-    _, spec = dispatch.select(facts_of(p), arch)
+    arch, _ = machine.current.device_info(p.q.device) or (HOPPER, 0)
+    _, spec = dispatch.select(request_of(p), arch)
     return attend(p, spec.tile.n, together=ROWS[arch])
 
 

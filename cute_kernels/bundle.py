@@ -113,22 +113,22 @@ def compile_one(op: str, spec: Any, arch: str, objects: Path) -> str:
     return build.object_file(op, spec, arch, objects).stem
 
 
-def facts_of(paths: list[Path], arch: str) -> list[dict[str, Any]]:
-    """cubin.facts of objects; kept beside each, with the opcodes that were counted."""
-    kept = {path: kept_facts(path) for path in paths}
-    found = {path: facts for path, facts in kept.items() if facts is not None}
+def resources_of(paths: list[Path], arch: str) -> list[dict[str, Any]]:
+    """cubin.resources of objects; kept beside each, with the opcodes that were counted."""
+    kept = {path: cached_resources(path) for path in paths}
+    found = {path: resources for path, resources in kept.items() if resources is not None}
     unknown = [path for path in paths if path not in found]
     cubins = [path.with_suffix(".cubin").read_bytes() for path in unknown]
     shared = [json.loads(path.with_suffix(".shared").read_text()) for path in unknown]
-    for path, facts in zip(unknown, cubin.facts(cubins, shared, arch) if unknown else (), strict=True):
-        found[path] = facts
+    for path, resources in zip(unknown, cubin.resources(cubins, shared, arch) if unknown else (), strict=True):
+        found[path] = resources
         if cubin.disassembler() is not None:
-            text = manifest.canonical({"counted": cubin.COUNTED, "facts": facts})
+            text = manifest.canonical({"counted": cubin.COUNTED, "facts": resources})
             manifest.write_atomic(path.with_suffix(".facts"), text.encode())
     return [found[path] for path in paths]
 
 
-def kept_facts(path: Path) -> dict[str, Any] | None:
+def cached_resources(path: Path) -> dict[str, Any] | None:
     file = path.with_suffix(".facts")
     kept = json.loads(file.read_text()) if file.exists() else {}
     return kept["facts"] if kept.get("counted") == list(cubin.COUNTED) else None
@@ -169,7 +169,7 @@ def compile_missing(items: list[Item], arch: str, objects: Path, jobs: int) -> i
             if not failed:
                 paths = [objects / f"{item.key}.o" for item in missing]
                 shares = [paths[i : i + TOGETHER] for i in range(0, len(paths), TOGETHER)]
-                list(pool.map(facts_of, shares, [arch] * len(shares)))
+                list(pool.map(resources_of, shares, [arch] * len(shares)))
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
@@ -178,7 +178,7 @@ def compile_missing(items: list[Item], arch: str, objects: Path, jobs: int) -> i
     return len(missing)
 
 
-def describe(item: Item, facts: dict[str, Any], objects: Path, library: bytes) -> dict[str, Any]:
+def describe(item: Item, resources: dict[str, Any], objects: Path, library: bytes) -> dict[str, Any]:
     """The manifest entry of a compiled kernel. library: that holds it."""
     path = objects / f"{item.key}.o"
     code = path.with_suffix(".cubin").read_bytes()
@@ -191,20 +191,20 @@ def describe(item: Item, facts: dict[str, Any], objects: Path, library: bytes) -
         "library": item.family,
         "object_sha256": manifest.digest(path.read_bytes()),
         "cubin": {"offset": library.index(code), "size": len(code), "sha256": manifest.digest(code)},
-        **facts,
+        **resources,
     }
 
 
-def link(items: list[Item], place: BundlePaths, libraries: list[str]) -> dict[str, str]:
+def link(items: list[Item], bundle_paths: BundlePaths, libraries: list[str]) -> dict[str, str]:
     """One shared library of the items' objects, as NVIDIA documents it; {file, sha256}. Skipped where it exists."""
     name = f"{items[0].family}-{manifest.digest(manifest.canonical([i.key for i in items]).encode())[:12]}.so"
-    target = place.out / name
+    target = bundle_paths.out / name
     if not target.exists():
         compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
         if compiler is None:
             raise BuildError("no linker: install a C compiler (cc, gcc or clang)")
-        temporary = place.out / f".tmp-{name}"
-        objects = [str(place.objects / f"{item.key}.o") for item in items]
+        temporary = bundle_paths.out / f".tmp-{name}"
+        objects = [str(bundle_paths.objects / f"{item.key}.o") for item in items]
         command = [compiler, "-shared", "-o", str(temporary), *objects, *libraries]
         command += ["-Wl,-rpath,$ORIGIN", "-Wl,--enable-new-dtags", "-Wl,-z,defs", "-Wl,--strip-all"]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -243,24 +243,24 @@ def still_valid(out: Path, arch: str, spec_type: SpecType, toolchain: dict[str, 
 
 
 def build_bundle(
-    kernels: Iterable[Kernel], arch: str, place: BundlePaths, jobs: int, keep: SpecType | None = None
+    kernels: Iterable[Kernel], arch: str, bundle_paths: BundlePaths, jobs: int, keep: SpecType | None = None
 ) -> Built:
-    """Make the bundle at `place` hold exactly `kernels`; with `keep`, also what is valid there already.
+    """Make the bundle at `bundle_paths` hold exactly `kernels`; with `keep`, also what is valid there already.
 
     BuildError: a kernel failed to compile, or the link did; the old bundle stays.
     """
     build.use_arch(arch)
     toolchain = build.toolchain()
-    place.objects.mkdir(parents=True, exist_ok=True)
-    with manifest.locked(place.out / ".lock", lambda: say("waiting for another build of this bundle")):
-        wanted = dict.fromkeys([*kernels, *(still_valid(place.out, arch, keep, toolchain) if keep else ())])
+    bundle_paths.objects.mkdir(parents=True, exist_ok=True)
+    with manifest.locked(bundle_paths.out / ".lock", lambda: say("waiting for another build of this bundle")):
+        wanted = dict.fromkeys([*kernels, *(still_valid(bundle_paths.out, arch, keep, toolchain) if keep else ())])
         items = [item_of(op, spec, arch, toolchain) for op, spec in wanted]
         items.sort(key=lambda item: item.symbol)
         if not items:
             raise BuildError("no kernel to build")
-        compiled = compile_missing(items, arch, place.objects, jobs)
-        result = publish(items, arch, toolchain, place)
-        prune(place, result)
+        compiled = compile_missing(items, arch, bundle_paths.objects, jobs)
+        result = publish(items, arch, toolchain, bundle_paths)
+        prune(bundle_paths, result)
     return Built(result, compiled)
 
 
@@ -269,22 +269,24 @@ def item_of(op: str, spec: Any, arch: str, toolchain: dict[str, Any]) -> Item:
     return Item(op, spec, key, manifest.symbol(op, spec, key))
 
 
-def publish(items: list[Item], arch: str, toolchain: dict[str, Any], place: BundlePaths) -> Manifest:
+def publish(items: list[Item], arch: str, toolchain: dict[str, Any], bundle_paths: BundlePaths) -> Manifest:
     """Link, copy, and then write the manifest. All objects exist."""
     libraries = build.runtime_libraries()
     runtime = next(Path(lib) for lib in libraries if Path(lib).name == RUNTIME)
     families = sorted({item.family for item in items})
-    linked = {f: link([i for i in items if i.family == f], place, libraries) for f in families}
-    content = {f: (place.out / lib["file"]).read_bytes() for f, lib in linked.items()}
-    facts = facts_of([place.objects / f"{item.key}.o" for item in items], arch)
+    linked = {f: link([i for i in items if i.family == f], bundle_paths, libraries) for f in families}
+    content = {f: (bundle_paths.out / lib["file"]).read_bytes() for f, lib in linked.items()}
+    resources = resources_of([bundle_paths.objects / f"{item.key}.o" for item in items], arch)
     result = Manifest(
         arch=arch,
         toolchain=toolchain,
-        runtime=copy_runtime(runtime, place.out),
+        runtime=copy_runtime(runtime, bundle_paths.out),
         libraries=linked,
-        kernels=[describe(item, known, place.objects, content[item.family]) for item, known in zip(items, facts)],
+        kernels=[
+            describe(item, known, bundle_paths.objects, content[item.family]) for item, known in zip(items, resources)
+        ],
     )
-    manifest.write(place.out, result)
+    manifest.write(bundle_paths.out, result)
     return result
 
 
@@ -297,11 +299,11 @@ def prune_folder(out: Path, current: Manifest) -> None:
     shutil.rmtree(out / "cubin", ignore_errors=True)  # of schema 1
 
 
-def prune(place: BundlePaths, current: Manifest) -> None:
+def prune(bundle_paths: BundlePaths, current: Manifest) -> None:
     """Delete what no manifest names, and objects unused for UNUSED_DAYS."""
-    prune_folder(place.out, current)
+    prune_folder(bundle_paths.out, current)
     oldest = time.time() - UNUSED_DAYS * 86400
-    for path in place.objects.glob("*.o"):
+    for path in bundle_paths.objects.glob("*.o"):
         if unused(path, oldest):
             with manifest.locked(path.with_suffix(".lock")):  # another build may have used it just now
                 for suffix in (".o", ".cubin", ".ptx", ".mlir", ".shared", ".facts") if unused(path, oldest) else ():

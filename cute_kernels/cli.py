@@ -36,15 +36,21 @@ def command_build(args: argparse.Namespace) -> int:
             return 2
         kernels = [kernel for found in chosen.values() for kernel in found] + [parsed(text) for text in args.spec]
     start = time.monotonic()
-    place = bundle.BundlePaths(args.out or default(paths.bundle_folders(args.arch), "--out"), objects(args))
+    bundle_paths = bundle.BundlePaths(args.out or default(paths.bundle_folders(args.arch), "--out"), objects(args))
     try:
-        built = bundle.build_bundle(kernels, args.arch, place, args.jobs, keep)
+        built = bundle.build_bundle(kernels, args.arch, bundle_paths, args.jobs, keep)
     except KeyboardInterrupt:
-        print(f"interrupted: {place.out} is as it was, what was compiled is kept in {place.objects}", file=sys.stderr)
+        print(
+            f"interrupted: {bundle_paths.out} is as it was, what was compiled is kept in {bundle_paths.objects}",
+            file=sys.stderr,
+        )
         return 130
     total = len(built.manifest.kernels)
     seconds = time.monotonic() - start
-    print(f"{place.out}: {total} kernels, {built.compiled} compiled, {total - built.compiled} cached, {seconds:.1f} s")
+    print(
+        f"{bundle_paths.out}: {total} kernels, {built.compiled} compiled, {total - built.compiled} cached, "
+        f"{seconds:.1f} s"
+    )
     return 0
 
 
@@ -142,7 +148,7 @@ def command_show(args: argparse.Namespace) -> int:
     print(
         f"{manifest.label(op, spec)} {args.arch}\nspec {manifest.canonical(manifest.to_json(spec))}\nkey  {path.stem}"
     )
-    print(summary(*bundle.facts_of([path], args.arch)))
+    print(summary(*bundle.resources_of([path], args.arch)))
     if args.ptx:
         print(path.with_suffix(".ptx").read_text())
     if cubin.disassembler() is None:

@@ -107,7 +107,7 @@ def usage(cubin: bytes) -> dict[str, int]:
     }
 
 
-def facts(cubins: list[bytes], dynamic_shared: list[int | None], arch: str) -> list[dict[str, Any]]:
+def resources(cubins: list[bytes], dynamic_shared: list[int | None], arch: str) -> list[dict[str, Any]]:
     """Of each: registers, stack (bytes a thread; spills lie there), shared (bytes a CTA), instructions (by opcode)."""
     if disassembler() is None:
         unknown = {"registers": None, "stack": None, "instructions": None}

@@ -12,7 +12,7 @@ from cute_kernels.attention import args, geometry
 from cute_kernels.attention.spec import PACK_GQA_MAX_Q
 from tests.fake_machine import FakeMachine, promised
 from wrappers import FP4Tensor, fp4, machine, reference
-from wrappers.attention.call import SEPARATE, AttentionCall, new_requests
+from wrappers.attention.call import SEPARATE, AttentionCall, new_sequences
 
 E4M3 = torch.float8_e4m3fn
 SMS = 132
@@ -45,7 +45,7 @@ def emulate(op, spec, launches):
         window = getattr(a, "window_left", 1 << 30)
         drafts, kind = getattr(a, "tree_mask", ()), spec.mask.causal
         problem = AttentionCall(
-            "", "", a.q, a.k, a.v, new_requests(a.page_table, a.kv_lens, a.cu_seqlens_q, SEPARATE), 0,
+            "", "", a.q, a.k, a.v, new_sequences(a.page_table, a.kv_lens, a.cu_seqlens_q, SEPARATE), 0,
             a.softmax_scale_log2 / reference.LOG2E, a.softmax_scale_ptr if len(a.softmax_scale_ptr) else None,
             a.out_scale, a.out_scale_ptr if len(a.out_scale_ptr) else None,
             causal={"always": True, "never": False}[kind] if kind != "value" else bool(a.causal),

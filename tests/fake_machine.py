@@ -37,7 +37,7 @@ class FakeMachine(Machine):
         self.host_scales = False
         self.waits: list[torch.device] = []  # for streams
 
-    def facts(self, device: torch.device) -> tuple[str, int]:
+    def device_info(self, device: torch.device) -> tuple[str, int]:
         promised(device == torch.device("cpu"))
         return self.known
 

@@ -14,7 +14,7 @@ from bench.cases import attention as cases
 from bench.cases import outputs
 from bench.cases.attention import AttentionCase
 from cute_kernels.attention.request import KernelRequest
-from cute_kernels.attention.spec import FEW
+from cute_kernels.attention.spec import PACK_GQA_MAX_Q
 from tools import matrix
 from wrappers import fp4
 from wrappers.attention.op import serve
@@ -47,7 +47,7 @@ def features(case: AttentionCase) -> tuple[str, ...]:
         "LSE": case.lse,
         "scales on the device": bool(case.device),
         "separate K and V page tables": case.separate_tables,
-        "few query tokens": problem.group > 1 and problem.rows <= FEW,
+        "few query tokens": problem.qhead_per_kvhead > 1 and problem.rows <= PACK_GQA_MAX_Q,
         "several query tokens": problem.rows > 1,
     }
     names = {f"{op} requests block table"} | {f"{op} with {name}" for name, has in others.items() if has}
@@ -86,7 +86,7 @@ Inputs = dict[str, Any]  # keyword arguments of a public function
 
 def call_of(case: AttentionCase, device: Any, seed: int = 0) -> tuple[Inputs, tuple[torch.Tensor, torch.Tensor]]:
     """(arguments of the case's function, the reference's (o, lse) in fp32)."""
-    problem = cases.make_problem(case, device, seed)
+    problem = cases.make_call(case, device, seed)
     return cases.FUNCTIONS[case.function][1](case, problem), cases.expected(case, problem)
 
 

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from bench.cases.attention import AttentionCase, make_problem
+from bench.cases.attention import AttentionCase, make_call
 from tools.ptxsim.workloads import simulated
 from wrappers.attention.op import serve
 
@@ -15,7 +15,7 @@ for dtype, nan in (("bf16", math.nan), ("fp8", 0x7F)):
             "", dtype=dtype, out_dtype="bf16", q_lens=(3,), kv_lens=(300,), heads_q=1, heads_kv=1, head_dim_qk=128,
             head_dim_vo=128, page_size=16,
         )  # fmt: skip
-        p = make_problem(case, "cpu")
+        p = make_call(case, "cpu")
         k = p.k.view(torch.uint8) if dtype == "fp8" else p.k
         k[p.requests.page_table[0, 0, key // 16], 0, key % 16, 5] = nan
         o, lse = torch.zeros(*p.q.shape, dtype=torch.bfloat16), torch.zeros(p.q.shape[:2])

@@ -9,7 +9,7 @@ from bench.cases import memory
 from bench.cases.attention import AttentionCase
 from cute_kernels import catalog
 from cute_kernels.attention.args import fields
-from cute_kernels.attention.softmax import LAZY
+from cute_kernels.attention.softmax import RESCALE_THRESHOLD
 from tests.conftest import ARCH
 from tools.ptxsim.faults import Fault
 from tools.ptxsim.workloads import FEATURES, STRUCTURES, common
@@ -32,23 +32,23 @@ def test_public_functions_give_what_a_case_expects(name):
 
 
 def test_needles_grow_late_and_leave_the_others_half():
-    """Of every row the maximum grows by more than LAZY behind the first 128 keys that are visited, the last ones; the
-    keys below it keep a share that a wrong rescaling shows."""
+    """Of every row the maximum grows by more than RESCALE_THRESHOLD behind the first 128 keys that are visited, the
+    last ones; the keys below it keep a share that a wrong rescaling shows."""
     case = AttentionCase("", q_lens=(5,), kv_lens=(1190,), heads_q=6, heads_kv=2, data="needles")
-    p = cases.make_problem(case)
+    p = cases.make_call(case)
     _, lse = cases.expected(case, p)
     k = cases.reference.gather(p.k, p.requests.page_table[0, 0], 1190).float()
     q = p.q.float().unflatten(1, (2, 3))
     scores = torch.einsum("mhgd,nhd->mhgn", q, k).flatten(1, 2) * p.scale * LOG2E
     before, top = scores[..., -128:].amax(-1), scores.amax(-1)
-    assert (top - before > LAZY / 2).all()
-    assert (top - before > LAZY).sum() > 15  # of 30 rows
+    assert (top - before > RESCALE_THRESHOLD / 2).all()
+    assert (top - before > RESCALE_THRESHOLD).sum() > 15  # of 30 rows
     assert (2 ** (top - lse) < 0.7).all()
 
 
 def test_far_tensors_lie_far_apart():
     case = AttentionCase("", far=True, kv_dtype="nvfp4", function="decode")
-    inputs = cases.decode_arguments(case, cases.make_problem(case))
+    inputs = cases.decode_arguments(case, cases.make_call(case))
     tensors = [inputs["query"], inputs["out"], inputs["lse"], *inputs["kv_cache"], *inputs["kv_cache_sf"]]
     assert all(t.stride(0) * t.element_size() == memory.FAR_BYTES for t in tensors)
 

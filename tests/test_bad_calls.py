@@ -35,7 +35,7 @@ DRAFTS = replace(SMALL, dtype="fp16", layout="NHD", sink=0.0, lse=False, functio
 
 
 def attention(case: cases.AttentionCase, function: str, **changes: Any) -> dict[str, Any]:
-    return cases.FUNCTIONS[function][1](case, cases.make_problem(case)) | changes
+    return cases.FUNCTIONS[function][1](case, cases.make_call(case)) | changes
 
 
 def top_k_of(function: str, **changes: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from cute_kernels import build, catalog, cubin, manifest
 from cute_kernels.attention.sm90.roles import roles
 from cute_kernels.attention.sm100 import roles as sm100
 from cute_kernels.device import umma
-from cute_kernels.device.roles import launched
+from cute_kernels.device.roles import launch_registers
 from cute_kernels.topk import radix, sort
 from cute_kernels.topk.spec import SortSpec
 from tests.conftest import ARCH, ROOT
@@ -99,7 +99,7 @@ def as_its_op(entry, op, spec):
         mmas = counts["UTCQMMA" if size == 1 else "UTCHMMA"]
         forms = len(spec.tile.m_choices)  # of tiles
         assert mmas == forms * sm100.groups(spec) * each, "one MMA a step, no copy of loops"
-        assert entry["registers"] == launched(sm100.roles(spec).warps()), "what `Roles.of` takes for granted"
+        assert entry["registers"] == launch_registers(sm100.roles(spec).warps()), "what `Roles.of` takes for granted"
     else:
         mmas = counts["QGMMA" if spec.q == spec.kv.dtype == "e4m3" else "HGMMA"]
         assert mmas > 0

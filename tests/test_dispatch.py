@@ -77,7 +77,7 @@ def usual_types():
 
 def test_every_problem_of_prefill_gets_a_shipped_spec_that_serves_it():
     shipped, found, types = {s for s in sm90.shipped(ARCH) if s.schedule == "tiles"}, set(), usual_types()
-    more = ({"custom_mask": True}, {"skip": True, "group": 1})
+    more = ({"custom_mask": True}, {"skip": True, "qhead_per_kvhead": 1})
     for problem in (*problems("prefill"), *(replace(BASE, **each, **also) for each in types for also in more)):
         op, spec = dispatch.select(problem, ARCH)
         found.add(spec)
@@ -105,11 +105,11 @@ def test_every_problem_of_decode_gets_a_shipped_spec_that_serves_it(arch):
         p, (op, spec) = problem, dispatch.select(problem, arch)
         found.add(spec)
         assert serves(spec, p)
-        many = p.rows * p.group > 8 and p.head_dim_qk < 256 and not p.batch_invariant
+        many = p.rows * p.qhead_per_kvhead > 8 and p.head_dim_qk < 256 and not p.batch_invariant
         typed = p.out in ("bf16", "fp16") and p.page_size in TMA_PAGES
         plain = typed and not (p.drafts or p.skip) and (arch != ARCH or not (p.window or p.soft_cap))
         usual = p.head_dim_qk < 256 and p.q != "e4m3" and (p.q == p.kv or p.q == "bf16" and arch == ARCH)
-        many_more = many and plain and usual and p.rows * p.group > 16
+        many_more = many and plain and usual and p.rows * p.qhead_per_kvhead > 16
         assert op == (op_of_many if many_more else "attention.decode") and (spec in shared) == many_more
         if not many_more:
             assert spec.tile.rows_per_warp == (16 if many else 8)

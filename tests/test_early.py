@@ -46,7 +46,7 @@ def stale(kind: str, lens: torch.Tensor, offsets: torch.Tensor, table: torch.Ten
 )
 def test_what_is_guessed_does_not_show(name, kind):
     case = CASES[name]
-    problem = cases.make_problem(case)
+    problem = cases.make_call(case)
     want, want_lse = cases.expected(case, problem)
     function, arguments = cases.FUNCTIONS[case.function]
     inputs = arguments(case, problem)

@@ -140,7 +140,7 @@ def test_sms_decide_what_top_k_runs():
         explain(function=wrappers.top_k, arch="sm_90a", sms=sms, **inputs).runs for sms in (None, 132, np.int64(78))
     ]
     plans = [
-        topk_dispatch.candidate(topk_dispatch.AttentionCall("fp32", 130, 30_000, 7, sms)) for sms in (132, 132, 78)
+        topk_dispatch.candidate(topk_dispatch.TopKKernelRequest("fp32", 130, 30_000, 7, sms)) for sms in (132, 132, 78)
     ]
     assert said == [f"topk.radix {plan.name}" for plan in plans] and said[1] != said[2]
     with pytest.raises(ValueError, match="sms: 0"):

@@ -21,10 +21,10 @@ from wrappers.attention.call import (
     AttentionCall,
     Rope,
     SequenceBatch,
-    csr_requests,
-    listed_requests,
-    new_requests,
-    ragged_requests,
+    csr_sequences,
+    listed_sequences,
+    new_sequences,
+    ragged_sequences,
 )
 from wrappers.reference import dense
 
@@ -70,7 +70,7 @@ def problem(three, form="csr", size=3, **fields):
     q, k, v = (list(t) for t in zip(*three, strict=True))
     offsets = starts_of(map(len, q))
     if form == "ragged":
-        requests = ragged_requests(offsets, starts_of(map(len, k)))
+        requests = ragged_sequences(offsets, starts_of(map(len, k)))
         pools = [torch.cat(t).transpose(0, 1)[None] for t in (k, v)]
     else:
         seeds = (1, 1 if form == "csr" else 2)
@@ -78,13 +78,13 @@ def problem(three, form="csr", size=3, **fields):
         pools = [k_pool, torch.cat([v_pool, torch.full_like(v_pool[:2], math.nan)])]
         if form == "csr":
             last = ints(*((len(t) - 1) % size + 1 if len(t) else 99 for t in k))
-            requests = csr_requests(offsets, starts_of(map(len, k_ids)), torch.cat(k_ids), last)
+            requests = csr_sequences(offsets, starts_of(map(len, k_ids)), torch.cat(k_ids), last)
         else:
             table = torch.full((len(k), 2, max(map(len, k_ids)) + 1), -7, dtype=torch.int32)
             for b, both in enumerate(zip(k_ids, v_ids, strict=True)):
                 for which, ids in enumerate(both):
                     table[b, which, : len(ids)] = ids
-            requests = new_requests(table, ints(*map(len, k)), offsets, SEPARATE)
+            requests = new_sequences(table, ints(*map(len, k)), offsets, SEPARATE)
     p = AttentionCall("", "prefill", torch.cat(q), *pools, requests, max(map(len, q)), 0.5, None, 1.0, None)
     return p._replace(**fields)
 
@@ -364,15 +364,15 @@ def test_interleaved_scales_need_pages_of_whole_fours():
 
 def test_indices_of_another_rank():
     with pytest.raises(ValueError, match=r"^paged_kv_indices: shape \(1, 2\), must have 1 dimension"):
-        csr_requests(ints(0, 1), ints(0, 2), ints(1, 2)[None], ints(1))
+        csr_sequences(ints(0, 1), ints(0, 2), ints(1, 2)[None], ints(1))
 
 
 NO_TENSORS = {
-    "indices": lambda: csr_requests(ints(0, 3, 5), ints(0, 3, 5), [1, 2], ints(1, 1)),
-    "starts": lambda: csr_requests(ints(0, 3, 5), None, ints(1, 2), ints(1, 1)),
-    "last": lambda: csr_requests(ints(0, 3, 5), ints(0, 3, 5), ints(1, 2), 3),
-    "offsets": lambda: ragged_requests("5", ints(0, 3, 5)),
-    "rows": lambda: ragged_requests(ints(0, 3, 5), 7),
+    "indices": lambda: csr_sequences(ints(0, 3, 5), ints(0, 3, 5), [1, 2], ints(1, 1)),
+    "starts": lambda: csr_sequences(ints(0, 3, 5), None, ints(1, 2), ints(1, 1)),
+    "last": lambda: csr_sequences(ints(0, 3, 5), ints(0, 3, 5), ints(1, 2), 3),
+    "offsets": lambda: ragged_sequences("5", ints(0, 3, 5)),
+    "rows": lambda: ragged_sequences(ints(0, 3, 5), 7),
 }
 NAMES = {
     "indices": "page_table", "starts": "kv_starts", "last": "kv_lens", "offsets": "cu_seqlens_q", "rows": "kv_starts",
@@ -416,7 +416,7 @@ def test_the_operator_has_every_field(form):
     fields = EVERYTHING | {"soft_cap": 3.0, "window_left": 5, "sinks": torch.ones(4), "return_lse": True}
     p = problem(THREE, form, **fields)
     want = op.serve(p)
-    got = op.serve(p._replace(requests=p.requests._replace(facts=None)))
+    got = op.serve(p._replace(requests=p.requests._replace(shape_id=None)))
     assert all(map(torch.equal, got, want)) and want[0].any()
     out, lse = (torch.zeros_like(t) for t in want)
     given = p._asdict() | p.requests._asdict() | {"out": out, "lse": lse}
@@ -426,8 +426,8 @@ def test_the_operator_has_every_field(form):
 
 
 def test_requests_of_a_trace_have_no_facts():
-    made = csr_requests(ints(0, 1), ints(0, 1), ints(0), ints(1), plain=False)
-    assert made.facts is None and made.batch == 1 and ragged_requests(ints(0, 1), ints(0, 1), False).facts is None
+    made = csr_sequences(ints(0, 1), ints(0, 1), ints(0), ints(1), plain=False)
+    assert made.shape_id is None and made.batch == 1 and ragged_sequences(ints(0, 1), ints(0, 1), False).facts is None
 
 
 # ---- plans and launches
@@ -446,10 +446,10 @@ def planned(launches, checked=False):
         a = SimpleNamespace(**dict(zip(args.fields(SPEC), flat, strict=True)))
         launches.append(a)
         if not len(a.kv_starts):
-            requests = new_requests(a.page_table, a.kv_lens, a.cu_seqlens_q, SEPARATE)
+            requests = new_sequences(a.page_table, a.kv_lens, a.cu_seqlens_q, SEPARATE)
         else:
             form = "csr" if len(a.kv_lens) else "ragged"
-            requests = listed_requests(a.page_table, a.kv_lens, a.cu_seqlens_q, a.kv_starts, form)
+            requests = listed_sequences(a.page_table, a.kv_lens, a.cu_seqlens_q, a.kv_starts, form)
         masked = {"custom_mask": a.custom_mask, "mask_starts": a.mask_starts} if len(a.mask_starts) else {}
         p = AttentionCall(
             "", "prefill", a.q, a.k, a.v, requests, 0, a.softmax_scale_log2 / LOG2E, None, a.out_scale, None,
@@ -459,20 +459,21 @@ def planned(launches, checked=False):
         reference.store(reference.paged_attention(p)[0], a.o)
 
     def plan_for(p, arch, sms):
-        facts = attention_plan.facts_of(p)
+        request = attention_plan.request_of(p)
         checks.kernel_tensors(p)
         heads, dim, device = p.q.shape[1], p.dim_vo, p.q.device
         none, empty = ints(), torch.empty(0)
         default = dict(
-            kv_starts=none, window_left=1 << 30, causal=int(facts.causal), custom_mask=none.to(torch.uint8),
+            kv_starts=none, window_left=1 << 30, causal=int(request.causal), custom_mask=none.to(torch.uint8),
             mask_starts=none, softmax_scale_ptr=empty, soft_cap=0.0, alibi_slopes=empty, sink=empty,
             out_scale_ptr=empty, enable_pdl=1, lse=torch.empty(0, heads), grid=sms, counters=none, counter_base=0,
         )  # fmt: skip
         return attention_plan.LaunchPlan(
-            fn=kernel, flat=[default.get(name) for name in args.fields(SPEC)], at=attention_plan.ArgSlots(SPEC),
-            device=device, alone=True, dtype=BF16, like_query=dim == p.q.shape[2], dim_vo=dim, wide=True,
-            token_bytes=heads * 2 * max(p.q.shape[2], dim), row_factor=1, tile_heads=heads, tile_rows=64, sms=sms,
-            stream_k=False, counters=1, part_keys=0, checked=checked,
+            fn=kernel, flat=[default.get(name) for name in args.fields(SPEC)], slots=attention_plan.ArgSlots(SPEC),
+            device=device, single_device=True, dtype=BF16, like_query=dim == p.q.shape[2], dim_vo=dim,
+            out_is_16bit=True, token_bytes=heads * 2 * max(p.q.shape[2], dim), pack_factor=1,
+            num_tile_heads=heads, tile_m=64, sms=sms,
+            stream_k=False, counters_per_split=1, split_keys=0, checked=checked,
         )  # fmt: skip
 
     return plan_for
@@ -519,7 +520,7 @@ def test_a_plan_does_not_depend_on_how_many_keys_there_are(form, launches):
 
 def test_facts():
     def of(form, **change):
-        return attention_plan.facts_of(listed(form, **change))
+        return attention_plan.request_of(listed(form, **change))
 
     assert (of("csr").source, of("csr").page_size, of("table").source) == ("paged", 3, "paged")
     assert (of("ragged").source, of("ragged").page_size) == ("ragged", 0)
@@ -530,10 +531,10 @@ def test_facts():
 
 def test_bounds_that_vary_under_a_plan(launches, monkeypatch):
     many = torch.zeros(1, 2, 1, 8, dtype=BF16).expand(2, 2, 1 << 28, 8)
-    requests = csr_requests(ints(0, 5), ints(0, 0), ints(0, 0, 0), ints(0))
+    requests = csr_sequences(ints(0, 5), ints(0, 0), ints(0, 0, 0), ints(0))
     p = listed()._replace(k=many, v=many, requests=requests)
     op.serve(p)
-    longer = csr_requests(ints(0, 5), ints(0, 0), ints(0, 0, 0, 0), ints(0))
+    longer = csr_sequences(ints(0, 5), ints(0, 0), ints(0, 0, 0, 0), ints(0))
     with pytest.raises(NotImplementedError, match="^page_table: 4 pages of 268435456 tokens; a CUDA kernel"):
         op.serve(p._replace(requests=longer))
     p = listed("ragged")
@@ -575,10 +576,10 @@ def test_rope_is_done_before_a_launch(launches, monkeypatch):
 
 
 EMPTY = {
-    "csr, no pages": lambda: csr_requests(ints(0, 3, 5), ints(0, 0, 0), ints(), ints(0, 0)),
-    "csr, no requests": lambda: csr_requests(ints(0), ints(0), ints(), ints()),
-    "ragged, no requests": lambda: ragged_requests(ints(0), ints(0)),
-    "ragged, no keys": lambda: ragged_requests(ints(0, 3, 5), ints(4, 4, 4)),
+    "csr, no pages": lambda: csr_sequences(ints(0, 3, 5), ints(0, 0, 0), ints(), ints(0, 0)),
+    "csr, no requests": lambda: csr_sequences(ints(0), ints(0), ints(), ints()),
+    "ragged, no requests": lambda: ragged_sequences(ints(0), ints(0)),
+    "ragged, no keys": lambda: ragged_sequences(ints(0, 3, 5), ints(4, 4, 4)),
 }
 
 

@@ -160,7 +160,7 @@ def test_graph_on_the_second_device(name, known):
     inputs = moved(call.inputs, SECOND)
     want = call.run(inputs)
     if not known:
-        machine.current.plans.clear(), machine.current.tickets.clear(), machine.current.parts.clear()
+        machine.current.plans.clear(), machine.current.counter_pools.clear(), machine.current.split_scratch.clear()
     lengths = inputs[field].clone()
     inputs[field].fill_(1)
     torch.cuda.synchronize(1)

@@ -543,7 +543,7 @@ def test_kernels_of_quantised_caches(case):
 @pytest.mark.parametrize("case", grid(replace(BASE, kv_dtype="nvfp4", interleaved=True), DIMS, CAUSAL))
 def test_interleaved_factors_of_v(case):
     """As the classes of the prefill family take them."""
-    problem = forms.apply(cases.make_problem(case, CUDA), ("csr",))
+    problem = forms.apply(cases.make_call(case, CUDA), ("csr",))
     shape = *problem.q.shape[:2], case.head_dim_vo
     out, lse = (torch.full(s, math.nan, dtype=t, device=CUDA) for s, t in ((shape, problem.q.dtype), (shape[:2], None)))
     serve(problem._replace(out=out, lse=lse))

@@ -25,7 +25,7 @@ BAD = cases.refusals()
 WIDTHS = (1, 2, 31, 127, 128, 129, 1000, 4095, 8193, 16384, 65536, 129280, 200001, 524288, 786433, 1_000_000, 1_200_000)
 KS = (1, 2, 3, 7, 8, 31, 32, 33, 127, 128, 255, 256, 257, 511, 513, 1000, 1024, 2047, 2048, 2049, 3000, 4095, 4096)
 SORTED = (1, 2, 31, 32, 33, 127, 128, 129, 500, 2047, 2048, 2049, 5000, 16_383, 16_384, 16_385)
-PLANS = [plan for dtype in cases.DTYPES for plan in dispatch.plans(dtype)]
+PLANS = [plan for dtype in cases.DTYPES for plan in dispatch.specs(dtype)]
 DTYPES = [pytest.param(dtype, marks=feature(f"top-k scores {dtype}")) for dtype in cases.DTYPES]
 
 
@@ -148,7 +148,7 @@ def test_streams_whatever_the_sample_says(monkeypatch, plan):
         torch.where(line, -9, rising.flip(0)),
     ]
     scores = torch.stack([*orders, torch.full_like(rising, -1.0)]).to(cases.DTYPES[plan.dtype])
-    for k, tie_break in itertools.product((1, 777, radix.room(plan)), (TopKTieBreak.SMALL, TopKTieBreak.LARGE)):
+    for k, tie_break in itertools.product((1, 777, radix.max_k(plan)), (TopKTieBreak.SMALL, TopKTieBreak.LARGE)):
         got = top_k(scores, k, tie_break=tie_break)
         with cases.on_reference():
             want = top_k(scores, k, tie_break=tie_break)

@@ -16,7 +16,7 @@ from cute_kernels.attention import geometry
 from tests.conftest import ARCH
 from tools.ptxsim.workloads import distance, simulated
 from wrappers import reference
-from wrappers.attention.call import csr_requests
+from wrappers.attention.call import csr_sequences
 from wrappers.attention.op import serve
 
 ANY = st.one_of(st.integers(-(1 << 31), (1 << 31) - 1), st.integers(-20, 200))
@@ -109,7 +109,7 @@ def test_simulated_kernels_stay_inside_their_tensors(name):
 def test_a_launch_without_room_for_all_parts_computes_none():
     """Offsets that fall make requests overlap: these have more tiles than their rows could, so parts than slots."""
     case = replace(DECODE, invariant=True, q_lens=(39, 41, *(40,) * 6), kv_lens=(9,) * 8, heads_q=1)
-    p = cases.make_problem(case)
+    p = cases.make_call(case)
     offsets = torch.tensor([0, 320] * 4 + [0], dtype=torch.int32)
     p = p._replace(requests=p.requests._replace(cu_seqlens_q=offsets))
     inputs = hostile.arguments(case, p)
@@ -124,7 +124,7 @@ def test_a_launch_of_more_units_than_32_bits_count_computes_none(requests):
     """Half of the requests own all rows, with nearly 2^30 keys each: 5 tiles of 2^23 KV blocks, 5 x 2^30 in all. Of
     two, one does, without keys: that is computed."""
     case = replace(DECODE, q_lens=(319, 1), kv_lens=(9, 9), heads_q=1, page_size=256, lse=False)
-    p = cases.make_problem(case)
+    p = cases.make_call(case)
     columns = (1 << 30) // case.page_size - 1
     table = torch.empty(columns, dtype=torch.int32).as_strided((requests, columns), (0, 1))
     lens = torch.full((requests,), (1 << 31) - 1 if requests > 2 else 0, dtype=torch.int32)
@@ -149,7 +149,7 @@ def test_simulated_pages_of_many_rows(function):
     out, lse = (torch.full(shape, torch.nan) for shape in ((8, 2, 64), (8, 2)))
     wide = p._replace(
         k=pools[0].expand(-1, -1, size, -1), v=pools[1].expand(-1, -1, size, -1), out=out.to(p.q.dtype), lse=lse,
-        requests=csr_requests(p.requests.cu_seqlens_q, starts, pages, last),
+        requests=csr_sequences(p.requests.cu_seqlens_q, starts, pages, last),
     )  # fmt: skip
     with simulated(ARCH, [], 7):
         serve(wide)

@@ -45,7 +45,7 @@ BLACKWELL = sm100.shipped("sm_100a")[0]
 
 def causal(spec: AttentionSpec, n: mask.SeqlenInfo) -> bool:
     """Whether positions bound what tokens see."""
-    return {"always": True, "never": False, "value": n.full == 0}[spec.mask.causal]
+    return {"always": True, "never": False, "value": n.non_causal == 0}[spec.mask.causal]
 
 
 def sees(spec: AttentionSpec, token: int, key: int, n: mask.SeqlenInfo) -> bool:
@@ -282,15 +282,15 @@ def test_groups_share_out_the_blocks_of_a_tile():
     only group has all. Every group counts as many rounds."""
     whole, few, both = (
         (replace(BLACKWELL, tile=tile))
-        for tile in (sm100.Sm100TileConfig(), sm100.Sm100TileConfig(m=128), sm100.Sm100TileConfig(few=True))
+        for tile in (sm100.Sm100TileConfig(), sm100.Sm100TileConfig(m=128), sm100.Sm100TileConfig(has_half_tiles=True))
     )
     one = replace(few, head_dim_qk=256, head_dim_vo=256)
     cases = [(whole, 9, 1), (few, 999, 2), (both, 128, 2), (both, 129, 1), (both, 1, 2), (one, 9, 1)]
     for (spec, rows, n), blocks in product(cases, (1, 2, 5, 6)):
         w = SimpleNamespace(q_len=rows, pack_factor=1, n_block_min=3, n_block_max=3 + blocks)
-        assert sm100_roles.turns(spec, w) == n
-        assert sm100_roles.rounds(spec, w) == -(-blocks // n)
-        assert sm100_roles.tile_halves(spec, w) == geometry.tile_m(spec, rows) // 128
+        assert sm100_roles.pingpong_groups(spec, w) == n
+        assert sm100_roles.num_iterations(spec, w) == -(-blocks // n)
+        assert sm100_roles.tile_q_stage(spec, w) == geometry.tile_m(spec, rows) // 128
 
 
 def test_roles_are_a_table():
@@ -356,7 +356,7 @@ def test_lanes_dequantise_every_piece_of_a_row_without_bank_conflicts(bits, dim)
                     store += (box * p.groups + group) * p.lanes // 4 * n * 128
                     assert store == piece // 4 * n * 128 + shared.swizzle(128, row, piece % 4 * 32)
                     found.add((row, piece))
-    assert found == {(row, piece) for row in range(prepare.ROWS) for piece in range(dim // 16)}
+    assert found == {(row, piece) for row in range(prepare.SWIZZLE_ROWS) for piece in range(dim // 16)}
 
 
 def spread(addresses, size, lanes):

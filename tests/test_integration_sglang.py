@@ -354,7 +354,7 @@ def test_queries_of_blackwell(server, monkeypatch):
             super().__init__()
             self.arch = arch
 
-        def facts(self, device):
+        def device_info(self, device):
             return self.arch, 148
 
     with monkeypatch.context() as patch:

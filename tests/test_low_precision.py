@@ -466,7 +466,7 @@ def test_facts():
     ):  # fmt: skip
         q, k = torch.zeros(4, HQ, D).to(E5M2), torch.zeros(4, HKV, D).to(E5M2)
         p = problem_of(single_prefill_with_kv_cache, q, k, k, o_dtype=BF16, **make())
-        facts = plan.facts_of(p)
+        facts = plan.request_of(p)
         assert (facts.q, facts.kv, facts.out, facts.head_scales) == ("e5m2", "e5m2", "bf16", want)
     assert explain(q, k, k, function=single_prefill_with_kv_cache, o_dtype=BF16, arch="sm_90a").runs is None
 

@@ -67,7 +67,7 @@ def attention_arguments(function):
         cases.EDGE["plain"], q_lens=(3, 3), kv_lens=(19, 33), function=function, drafts=function != "context",
         layout="NHD", dtype="fp16", device=("out",) if inplace else ("scale", "out"), lse=not inplace,
     )  # fmt: skip
-    return cases.FUNCTIONS[function][1](case, cases.make_problem(case))
+    return cases.FUNCTIONS[function][1](case, cases.make_call(case))
 
 
 def top_k_arguments(function):

@@ -226,7 +226,7 @@ def test_more_tiles_than_prefill_counts(here, monkeypatch):
     CONTEXT(**inputs)
     (tokens, heads, _), batch = inputs["query"].shape, inputs["batch_size"]
     plan = next(iter(here.plans.values()))
-    most = batch * heads * (tokens // plan.tile_rows + 1)
+    most = batch * heads * (tokens // plan.tile_m + 1)
     for limit, refused in ((most, True), (most + 1, False)):
         monkeypatch.setattr(attention_plan, "MOST_TILES", limit)
         for _ in range(2):

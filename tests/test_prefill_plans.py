@@ -81,10 +81,10 @@ def test_a_plan_may_be_copied_and_sent(form):
     case = Case()
     wrapper = getattr(case, form)(causal=True)
     run = (case.q, tuple(case.cache)) if form == "paged" else (case.q, *case.rows())
-    want, facts = wrapper.run(*run), wrapper._planned.requests.facts
-    wrapper._planned = wrapper._planned._replace(requests=wrapper._planned.requests._replace(facts=10**9))
+    want, facts = wrapper.run(*run), wrapper._planned.requests.shape_id
+    wrapper._planned = wrapper._planned._replace(requests=wrapper._planned.requests._replace(shape_id=10**9))
     for other in (pickle.loads(pickle.dumps(wrapper)), copy.deepcopy(wrapper)):
-        assert other._planned.requests.facts == facts
+        assert other._planned.requests.shape_id == facts
         assert torch.equal(other.run(*run), want)
     assert copy.deepcopy(type(wrapper)(WORKSPACE))._planned is None
 
@@ -307,7 +307,7 @@ def test_graph_mode_copies_into_the_buffers():
         check(wrapper.run_return_lse(now.q, tuple(now.cache)), now.want(masked))
         planned = wrapper._planned
         r = planned.requests
-        problems.append((planned.mask, r.facts, [r.cu_seqlens_q, r.kv_starts, r.page_table, r.kv_lens]))
+        problems.append((planned.mask, r.shape_id, [r.cu_seqlens_q, r.kv_starts, r.page_table, r.kv_lens]))
         for t, buffer in zip(problems[-1][2], (buffers[0], buffers[1], buffers[2], buffers[3])):
             assert t.data_ptr() == buffer.data_ptr() and t.shape[-1] == buffer.shape[0]
         assert torch.equal(buffers[2], torch.cat([now.indices, behind[len(now.indices) :]]))  # no more is written

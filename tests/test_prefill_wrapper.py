@@ -351,14 +351,14 @@ def test_streams_and_captured_launches_never_share_a_counter(here):
 
 
 def test_counters_run_out_into_static_rounds(here, monkeypatch):
-    monkeypatch.setattr(scratch, "TICKETS", 2)
+    monkeypatch.setattr(scratch, "POOL_SIZE", 2)
     assert sorted(tickets_of(here, (5,)) + tickets_of(here, (5, 5), True)) == [-1, 0, 1]
     assert tickets_of(here, (5, 6)) == [0, -1]
 
 
 def test_a_capture_allocates_no_counters(here):
     assert tickets_of(here, (5, 5), capturing=True) == [-1, -1]
-    assert here.tickets == {} and len(here.launches[0].counters) == 0 and not here.waits
+    assert here.counter_pools == {} and len(here.launches[0].counters) == 0 and not here.waits
     assert tickets_of(here, (5,)) == [0]
 
 

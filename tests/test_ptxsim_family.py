@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.cases import family
-from bench.cases.attention import LSE_TOLERANCE, AttentionCase, expected, make_problem
+from bench.cases.attention import LSE_TOLERANCE, AttentionCase, expected, make_call
 from bench.cases.family import FamilyCase
 from tests import flash_attn_batches, test_decode_family
 from tests.conftest import ARCH, ROOT, run_python
@@ -139,7 +139,7 @@ def test_interleaved_factors_of_v(function, dim, page):
     )  # fmt: skip
     if function == "decode":
         case = replace(case, q_lens=(1, 1))
-    p = make_problem(case, "cpu")
+    p = make_call(case, "cpu")
     out, lse = torch.full_like(p.q, math.nan), torch.full(p.q.shape[:2], math.nan)
     with simulated(ARCH, [], SMS, memory=MEMORY):
         serve(p._replace(out=out, lse=lse))

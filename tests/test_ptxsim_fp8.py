@@ -24,7 +24,7 @@ DIMS = ((64, 64), (128, 128))  # boxes of 128 and of 32 keys
 
 def run(case, **changes):
     """(problem, out, lse)."""
-    p = cases.make_problem(case)._replace(**changes)
+    p = cases.make_call(case)._replace(**changes)
     shape = len(p.q), case.heads_q, case.head_dim_vo
     out, lse = torch.full(shape, math.nan, dtype=torch.bfloat16), torch.full(shape[:2], math.nan)
     with simulated(ARCH, [], 2, memory=MEMORY):
@@ -49,7 +49,7 @@ def test_long_rows_do_not_lose_what_they_add_up():
     """An 8-bit MMA adds up towards zero in few bits: the mean of 4,096 equal values would come out 6 % short."""
     keys, value = 4096, 1.125
     case = replace(ALONE, q_lens=(1,), kv_lens=(keys,), causal=False, page_size=64)
-    p = cases.make_problem(case)
+    p = cases.make_call(case)
     v = torch.full(p.v.shape, value).to(p.v.dtype)
     _, out, lse = run(case, q=torch.zeros_like(p.q), v=v)
     assert (out.float() - value).abs().max() < 0.02 * value

@@ -55,7 +55,7 @@ def by_hand(p, keys):
 
 @pytest.mark.parametrize("case", [LEVELS, replace(LEVELS, skip=1e9), replace(LEVELS, skip=10.0)], ids=str)
 def test_rule(case):
-    p = cases.make_problem(case)
+    p = cases.make_call(case)
     found, (lse, blocks, skipped) = skipping.attend(p, 128, 0), by_hand(p, 128)
     assert (found.blocks, found.skipped) == (blocks, skipped) and (skipped > 0) == (case.skip > 10)
     assert found.sparsity == skipped / blocks
@@ -73,7 +73,7 @@ def test_rule(case):
     ids=str,
 )
 def test_a_tiny_factor_leaves_out_nothing(change, packed):
-    p = cases.make_problem(replace(LEVELS, skip=1e-30, **change))
+    p = cases.make_call(replace(LEVELS, skip=1e-30, **change))
     found, (o, lse) = skipping.attend(p, 80, 64 if packed else 0), reference.paged_attention(p)
     assert found.skipped == 0 and found.margin > 50
     torch.testing.assert_close(found.out, o, rtol=1e-5, atol=1e-5)
@@ -97,7 +97,7 @@ def test_all_types_are_read_in_blocks_of_their_kernel(types, monkeypatch):
     case = replace(LEVELS, dtype=dtype, kv_dtype=kv_dtype, interleaved=types == ("bf16", "nvfp4"), skip=1e-30, **D192)
     seen, attend = [], skipping.attend
     monkeypatch.setattr(skipping, "attend", lambda *args, together: seen.append((*args[1:], together)) or attend(*args))
-    p = cases.make_problem(replace(case, heads_q=4, q_lens=(3, 60)))
+    p = cases.make_call(replace(case, heads_q=4, q_lens=(3, 60)))
     found, (o, lse) = skipping.of_kernel(p), reference.paged_attention(p)
     assert seen == [(TYPES[types], 64)] and found.skipped == 0
     torch.testing.assert_close(found.out, o, rtol=1e-5, atol=1e-5)
@@ -106,7 +106,7 @@ def test_all_types_are_read_in_blocks_of_their_kernel(types, monkeypatch):
 
 def test_a_group_votes_by_its_rows():
     """128 rows agree more rarely than both their halves of 64."""
-    p = cases.make_problem(replace(LEVELS, q_lens=(256, 130)))
+    p = cases.make_call(replace(LEVELS, q_lens=(256, 130)))
     few, many = (skipping.attend(p, 128, 0, together) for together in (64, 128))
     assert 0 < many.sparsity < few.sparsity
 
@@ -114,7 +114,7 @@ def test_a_group_votes_by_its_rows():
 @pytest.mark.parametrize("kv_dtype", ["", "fp8"])
 @pytest.mark.parametrize("form", ["csr", "ragged"])
 def test_requests_of_all_forms(form, kv_dtype):
-    table = cases.make_problem(replace(LEVELS, kv_dtype=kv_dtype))
+    table = cases.make_call(replace(LEVELS, kv_dtype=kv_dtype))
     p = forms.apply(table, (form,))
     found, want = skipping.attend(p, 128, 0), skipping.attend(table, 128, 0)
     assert 0 < want.skipped == found.skipped and torch.equal(found.out, want.out)
@@ -126,7 +126,7 @@ def test_requests_of_all_forms(form, kv_dtype):
 @pytest.mark.parametrize("case", [case for case in SIMULATED if case.skip > 1], ids=str)
 def test_simulated_cases_see_a_vote_that_is_wrong(case):
     """Some blocks are left out and others are not, and without skipping the results would be others."""
-    p = cases.make_problem(case)
+    p = cases.make_call(case)
     found, (o, lse) = skipping.of_kernel(p), reference.paged_attention(p)
     assert 0.1 < found.sparsity < 0.9 and found.margin > 0.01
     assert distance(found.out, o, case.tolerance, case.atol()) > 1
@@ -134,7 +134,7 @@ def test_simulated_cases_see_a_vote_that_is_wrong(case):
 
 
 def test_votes_that_rounding_decides_are_no_expectation():
-    p = cases.make_problem(LEVELS)
+    p = cases.make_call(LEVELS)
     found = skipping.of_kernel(p)
     with pytest.raises(ValueError, match="as good as open"):
         skipping.expected(p._replace(skip=LEVELS.skip * 2**found.margin))

@@ -19,7 +19,7 @@ SORTED = 16_384  # pairs that a CTA sorts
 LONGEST = {"fp32": 737_280, "fp16": 1_474_560, "bf16": 1_474_560}  # elements of a row that a cluster holds
 MOST = 15_872  # k of longer rows
 SMS = (78, 114, 132, 148, 160)  # of a Hopper or Blackwell GPU
-EDGES = sorted({p.cluster * p.capacity for dtype in DTYPES for p in dispatch.plans(dtype)})
+EDGES = sorted({p.cluster * p.capacity for dtype in DTYPES for p in dispatch.specs(dtype)})
 
 counts = st.one_of(st.integers(0, 300), st.integers(0, 100_000))
 lengths = st.one_of(
@@ -31,7 +31,7 @@ problems = st.builds(TopKKernelRequest, st.sampled_from(DTYPES), counts, lengths
 
 def holds(plan, problem):
     """A slice lies in shared memory, or the candidates of a row fit beside what a warp looks at."""
-    return problem.k <= radix.room(plan) if plan.stream else plan.cluster * plan.capacity >= problem.length
+    return problem.k <= radix.max_k(plan) if plan.stream else plan.cluster * plan.capacity >= problem.length
 
 
 @settings(max_examples=1000)
@@ -41,7 +41,7 @@ def test_a_plan_can_hold_what_it_serves(problem):
     if problem.length > LONGEST[problem.dtype] and problem.k > MOST:
         assert plan is None
     else:
-        assert plan in dispatch.plans(problem.dtype) and holds(plan, problem)
+        assert plan in dispatch.specs(problem.dtype) and holds(plan, problem)
 
 
 @pytest.mark.parametrize("sms", SMS)
@@ -50,8 +50,8 @@ def test_a_row_is_shared_only_where_all_rows_run_at_once(sms):
     for dtype, rows, length in product(DTYPES, range(1, 162), (4097, *EDGES, 1 << 21)):
         plan = dispatch.candidate(TopKKernelRequest(dtype, rows, length, 5632, sms))
         if plan.cluster > 1:
-            assert plan.cluster * dispatch.LEAST <= length
-            assert plan.cluster * rows <= sms and rows <= dispatch.at_once(plan, sms)
+            assert plan.cluster * dispatch.MIN_KEYS_PER_CTA <= length
+            assert plan.cluster * rows <= sms and rows <= dispatch.resident_rows(plan, sms)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,7 +115,7 @@ def test_the_limit_is_written_down():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_plans_are_supported_and_have_names(dtype):
-    plans = dispatch.plans(dtype)
+    plans = dispatch.specs(dtype)
     assert [radix.supports(plan) for plan in plans] == [None] * len(plans)
     assert len({plan.name for plan in plans}) == len(plans)
     assert {plan.dtype for plan in plans} == {dtype}
@@ -123,11 +123,11 @@ def test_plans_are_supported_and_have_names(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_smallest_kernel_that_holds_a_row_sorts_it(dtype):
-    every = dispatch.sorts(dtype)
+    every = dispatch.sort_specs(dtype)
     assert [sort.supports(spec) for spec in every] == [None] * len(every)
     for k, most in ((1, 2048), (2048, 2048), (2049, SORTED), (SORTED, SORTED)):
-        assert dispatch.sorter(TopKKernelRequest(dtype, 3, 1 << 20, k)).capacity == most
-    assert dispatch.sorter(TopKKernelRequest(dtype, 3, 1 << 20, SORTED + 1)) is None
+        assert dispatch.sort_spec(TopKKernelRequest(dtype, 3, 1 << 20, k)).capacity == most
+    assert dispatch.sort_spec(TopKKernelRequest(dtype, 3, 1 << 20, SORTED + 1)) is None
     assert f"k up to {SORTED}" in (ROOT / "docs" / "top-k.md").read_text()
 
 
@@ -147,7 +147,7 @@ def test_sorts_that_no_kernel_does(spec, why):
 def test_every_plan_is_shipped_to_every_architecture():
     for arch in radix.ARCHS:
         found = dispatch.shipped(arch)
-        every = [plan for of in (dispatch.plans, dispatch.sorts) for dtype in DTYPES for plan in of(dtype)]
+        every = [plan for of in (dispatch.specs, dispatch.sort_specs) for dtype in DTYPES for plan in of(dtype)]
         assert [plan for _, plan in found] == every
         assert len({plan.name for _, plan in found}) == len(found)
     assert dispatch.shipped("sm_80") == []
@@ -162,4 +162,4 @@ def test_every_plan_is_somebodys(dtype, sms):
         dispatch.candidate(TopKKernelRequest(dtype, rows, length, k, sms))
         for rows, length, k in product((1, 5, 8, 12, 16, 20, 30, 40, 50, 70, 100, 200), lengths, (1, 5633))
     }
-    assert {plan.name for plan in dispatch.plans(dtype)} == {plan.name for plan in found}
+    assert {plan.name for plan in dispatch.specs(dtype)} == {plan.name for plan in found}

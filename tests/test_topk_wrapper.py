@@ -86,7 +86,7 @@ def emulate(spec, launches):
             promised(len(getattr(a, name)) < 2 or getattr(a, name).stride(0) >= a.k)
         promised(sum(map(len, (a.out, a.raw, a.indices))) and len(a.values) == len(a.indices))
         promised(not len(a.table) or len(a.row_to_batch) or len(a.table) >= rows)
-        promised(a.k <= radix.room(spec) if spec.stream else spec.capacity * spec.cluster >= width)
+        promised(a.k <= radix.max_k(spec) if spec.stream else spec.capacity * spec.cluster >= width)
         launches.append(a)
         reference.top_k_rows(*flat)
 

@@ -27,7 +27,7 @@ DRAFTS = replace(XQA, q_lens=(2, 2), drafts=True)
 
 
 def xqa(case):
-    return wrappers.xqa, cases.xqa_arguments(case, cases.make_problem(case))
+    return wrappers.xqa, cases.xqa_arguments(case, cases.make_call(case))
 
 
 def top_k(function, **changes):
@@ -426,9 +426,9 @@ def test_fakes_beside_a_plain_first_tensor_are_refused(name, known):
 
 def test_a_graph_that_captures_index_tensors_keeps_none():
     """The operator keeps no view of the temporaries that a graph gives to it."""
-    from wrappers.attention import problem
+    from wrappers.attention import call
 
     function, inputs = CALLS["context"]()
-    before = problem._last
+    before = call._last
     make_fx(lambda query: function(**inputs | {"query": query}))(inputs["query"])
-    assert problem._last is before
+    assert call._last is before

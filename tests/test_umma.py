@@ -48,10 +48,10 @@ def test_rows_with_neighbours_along_n(dim, keys):
 
 @pytest.mark.parametrize("dtype, name", [("bf16", "bf16"), ("fp16", "f16")])
 def test_instruction(dtype, name):
-    one = instruction("f16", 1, umma.instruction("f16", dtype, 128, 64, "mn"), None, "")
+    one = instruction("f16", 1, umma.instruction_descriptor("f16", dtype, 128, 64, "mn"), None, "")
     assert (one.m, one.n, one.formats, one.majors) == (128, 64, (name, name), ("k", "mn"))
     assert not one.half and one.sign == 1
-    assert instruction("f16", 1, umma.instruction("f16", dtype, 128, 128), None, "").majors == ("k", "k")
+    assert instruction("f16", 1, umma.instruction_descriptor("f16", dtype, 128, 128), None, "").majors == ("k", "k")
 
 
 def test_cubic():
@@ -99,4 +99,4 @@ def test_descriptors_are_those_of_cutlass(of_cutlass, case):
         if n * size == width:  # one block of columns: nothing reads the distance to the next
             of_b &= ~(0x3FFF << 16)
         mine |= {of_b + (at * width >> 4) for at in range(0, k, umma.STEP // size)}
-    assert mine | {umma.instruction(KINDS[dtype], dtype, 128, n, major)} <= theirs
+    assert mine | {umma.instruction_descriptor(KINDS[dtype], dtype, 128, n, major)} <= theirs

@@ -124,7 +124,7 @@ def test_names_are_the_callers(function):
     case = replace(CASE, q_lens=(1, 1), dtype="fp16", layout="NHD", lse=False, function=function)
     call, arguments = cases.FUNCTIONS[function]
     names = {"decode": ("block_tables", "kv_cache"), "xqa": ("page_table", "k_cache, v_cache")}[function]
-    inputs = arguments(case, cases.make_problem(case))
+    inputs = arguments(case, cases.make_call(case))
     inputs[names[0]][1, 2] = PAGES
     with pytest.raises(ValueError, match=rf"^{names[0]}: {PAGES} in column 2 of request 1 \(K\), .* {names[1]}"):
         call(**inputs)

@@ -31,8 +31,8 @@ from . import demo_data
 
 PAGE = 16
 HEAD_DIM = 64  # the least a kernel has; the layer's 32 are padded with zeros
-PREFILL = KernelRequest("fp16", "fp16", "fp16", HEAD_DIM, HEAD_DIM, PAGE, group=1, causal=False)
-DECODE = KernelRequest("fp16", "fp16", "fp16", HEAD_DIM, HEAD_DIM, PAGE, group=1, rows=1, phase="decode")
+PREFILL = KernelRequest("fp16", "fp16", "fp16", HEAD_DIM, HEAD_DIM, PAGE, qhead_per_kvhead=1, causal=False)
+DECODE = KernelRequest("fp16", "fp16", "fp16", HEAD_DIM, HEAD_DIM, PAGE, qhead_per_kvhead=1, rows=1, phase="decode")
 ARCH = "sm_90a"
 TOLERANCE = 2e-3  # rtol = atol: fp16 output of values up to about 4
 COPIES = 64  # of the text's requests, for a batch large enough to time

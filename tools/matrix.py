@@ -64,8 +64,8 @@ def features(op: str, base: Any, what: str, values: dict[str, dict[str, Any]]) -
     return tuple(Feature(op, what, v, replace(base, **facts), tuple(facts)) for v, facts in values.items())
 
 
-PREFILL = KernelRequest(page_size=64, group=4)
-DECODE = KernelRequest(page_size=64, group=4, phase="decode", rows=1)
+PREFILL = KernelRequest(page_size=64, qhead_per_kvhead=4)
+DECODE = KernelRequest(page_size=64, qhead_per_kvhead=4, phase="decode", rows=1)
 XQA = replace(DECODE, q="fp16", kv="fp16", out="fp16")
 HALVES = {dtype: {"q": dtype, "kv": dtype, "out": dtype} for dtype in ("bf16", "fp16")}
 QUANTISED = {"e4m3": {"kv": "e4m3"}, "NVFP4": {"kv": "nvfp4"}}
@@ -97,7 +97,7 @@ REQUESTS: dict[str, dict[str, Any]] = {  # how K and V are found; kernels tell r
 
 
 def heads(*groups: int) -> dict[str, dict[str, Any]]:
-    return {str(group): {"group": group} for group in groups}
+    return {str(group): {"qhead_per_kvhead": group} for group in groups}
 
 
 def pages(*sizes: int) -> dict[str, dict[str, Any]]:

@@ -135,7 +135,7 @@ def explain(
         asked = topk_checks.with_ints(asked)
         topk_checks.validate(asked)
         device = asked.scores.device
-    known, count = machine.current.facts(device) or (None, None)
+    known, count = machine.current.device_info(device) or (None, None)
     if arch is not None and (not isinstance(arch, str) or not fullmatch(r"sm_[0-9]+[af]?", arch)):
         raise (ValueError if isinstance(arch, str) else TypeError)(
             f"arch: {arch!r}, must be a name as 'sm_90a', or None"
@@ -160,7 +160,7 @@ def explain(
 def _attention(p: AttentionCall, arch: str) -> list[tuple[str, Any, Any]]:
     """(op, spec, None or why it refuses) of every op."""
     answers = []
-    for op, spec, reason in dispatch.explain(plan.facts_of(p), arch):
+    for op, spec, reason in dispatch.explain(plan.request_of(p), arch):
         why: Any = reason
         if reason is None:
             try:
@@ -173,4 +173,4 @@ def _attention(p: AttentionCall, arch: str) -> list[tuple[str, Any, Any]]:
 
 def _top_k(call: Call, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
     """The same of top-k."""
-    return [*topk_dispatch.explain(topk_plan.facts_of(call, sms), arch)]
+    return [*topk_dispatch.explain(topk_plan.request_of(call, sms), arch)]

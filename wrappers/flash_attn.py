@@ -18,7 +18,7 @@ from . import machine
 from .attention import checks, plan
 from .attention import op as attention_op
 from .attention import values as attention_values
-from .attention.call import SEPARATE, AttentionCall, SequenceBatch, TableLayout, pair, ragged_requests, requests_of
+from .attention.call import SEPARATE, AttentionCall, SequenceBatch, TableLayout, pair, ragged_sequences, sequences_of
 from .attention.checks import E5M2, HEAD_SCALES, SIGNATURES
 from .attention.op import serve
 from .checks import (
@@ -40,7 +40,9 @@ from .scalars import integer, real
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 FUNC, VARLEN, CACHED = "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"
 LN2 = 0.6931471805599453
-FEW = 64  # query rows times heads of a KV head, up to which a request's keys are shared among CTAs: one tile of decode
+DECODE_MAX_ROWS = (
+    64  # query rows times heads of a KV head, up to which a request's keys are shared among CTAs: one tile of decode
+)
 PAGES = 64, 32, 16, 8  # rows of a page that TMA fetches, in which a cache without a table is read
 EIGHT_BITS = checks.E4M3, E5M2
 TABLES, NEW = ("block_table", "page_table"), " + new keys"
@@ -157,7 +159,7 @@ def flash_attn_varlen_func(
         if seqused_k is not None:
             raise NotImplementedError("seqused_k: given without block_table, not supported, must be None")
         check_operand("cu_seqlens_k", cu_seqlens_k, 1, (torch.int32,), q.device)
-        requests = ragged_requests(cu_seqlens_q, cu_seqlens_k, plain)
+        requests = ragged_sequences(cu_seqlens_q, cu_seqlens_k, plain)
         keys, lens = (rows_of("k", k, "NHD"), rows_of("v", v, "NHD")), "seqused_k"
     else:
         lens = "cu_seqlens_k" if seqused_k is None else "seqused_k"
@@ -165,7 +167,7 @@ def flash_attn_varlen_func(
             seqused_k = check_operand("cu_seqlens_k", cu_seqlens_k, 1, (torch.int32,), q.device).diff()
         check_operand(lens, seqused_k, 1, (torch.int32,), q.device)
         keys = pair("k, v", (k, v), "NHD")
-        requests = requests_of(table, seqused_k, cu_seqlens_q, plain, FORMS[name])
+        requests = sequences_of(table, seqused_k, cu_seqlens_q, plain, FORMS[name])
     descales = q_descale, k_descale, v_descale
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
     options = Options(softmax_scale, causal, window_size, softcap, given, descales, num_splits, out)
@@ -235,7 +237,7 @@ def flash_attn_with_kvcache(
     descales = q_descale, k_descale, v_descale
     options = Options(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
     most = _most(max_seqlen_q, q.shape[0]) if packed else q.shape[1]
-    requests = requests_of(table, lens, cu_seqlens_q, not traced(q), FORMS[name])
+    requests = sequences_of(table, lens, cu_seqlens_q, not traced(q), FORMS[name])
     p = _problem(signature, flat, keys, requests, most, options, return_lse)
     if new is not None:
         append(p, new)
@@ -267,7 +269,7 @@ def flash_attn_func(
     descales = q_descale, k_descale, v_descale
     flat_out = _flat(out, q, keys[1])
     options = Options(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
-    requests = requests_of(table, lens, None, not traced(q), FORMS["k"])
+    requests = sequences_of(table, lens, None, not traced(q), FORMS["k"])
     p = _problem(FUNC, q.flatten(0, 1), keys, requests, length, options, return_lse)
     return _shaped(serve(p), q, out, False, return_lse)
 
@@ -282,7 +284,7 @@ def append(p: AttentionCall, new: "New") -> None:
         checks.validate(p)
         check_apart({checks.names_of(p)("k"): p.k, checks.names_of(p)("v"): p.v}, {"k": new.k, "v": new.v})
         here = machine.current
-        known = here.facts(p.q.device)
+        known = here.device_info(p.q.device)
         if known is not None:
             plan.plan_for(p, *known)
         if not p.q.is_meta and (known is None or checking() and not here.is_capturing()):
@@ -325,11 +327,11 @@ def _problem(
     a_head = any(t is not None and t.numel() > 1 for t in (scale_tensor, out_scale_tensor))
     equal = requests.cu_seqlens_q is None
     causal |= equal and most == 1  # a lone row is the last
-    few = causal and same and not a_head and requests.form == "table" and 0 < most * heads <= FEW * kv_heads
+    few = causal and same and not a_head and requests.form == "table" and 0 < most * heads <= DECODE_MAX_ROWS * kv_heads
     few = check_integer("num_splits", integer(o.num_splits), 0) != 1 and few
     if equal and not few:
         offsets = torch.arange(requests.batch + 1, dtype=torch.int32, device=q.device) * most
-        requests = requests_of(requests.page_table, requests.kv_lens, offsets, not traced(q), SEPARATE)
+        requests = sequences_of(requests.page_table, requests.kv_lens, offsets, not traced(q), SEPARATE)
     return AttentionCall(
         signature, "decode" if few else "prefill", q, k, v, requests, most, scale, scale_tensor, out_scale,
         out_scale_tensor, causal, left, real(o.softcap), _sinks(q, o.sinks), out=o.out,

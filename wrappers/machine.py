@@ -19,7 +19,8 @@ _get_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda
 
 class Machine:
     """What is kept: `plans` by the static facts of a call, of all public functions; `offsets` of queries of equal
-    length, by device, batch and length; `tickets` and `parts`, counters and scratch memory, see `scratch`."""
+    length, by device, batch and length; `counter_pools` and `split_scratch`, counters and scratch memory, see
+    `scratch`."""
 
     max_plans = 4096  # `plans` is emptied at this size, `offsets` kept no longer: a caller may vary shapes for ever
     is_capturing = staticmethod(torch.cuda.is_current_stream_capturing)  # asked of the current device's stream
@@ -31,10 +32,10 @@ class Machine:
     def __init__(self) -> None:
         self.plans: dict[tuple[Any, ...], Any] = {}
         self.offsets: dict[tuple[torch.device, int, int], Any] = {}
-        self.tickets: dict[torch.device, Any] = {}
-        self.parts: dict[Any, tuple[Any, Any]] = {}
+        self.counter_pools: dict[torch.device, Any] = {}
+        self.split_scratch: dict[Any, tuple[Any, Any]] = {}
 
-    def facts(self, device: torch.device) -> tuple[str, int] | None:
+    def device_info(self, device: torch.device) -> tuple[str, int] | None:
         """(architecture, SM count) of a device that compiled kernels serve, None for the reference."""
         if device.type != "cuda":
             return None

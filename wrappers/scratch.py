@@ -11,8 +11,9 @@ import torch
 
 from . import machine
 
-TICKETS = 1 << 22  # 16 MiB a device; captured launches use them up, one each, decoding one for each warp that computes
-MOST = 64  # streams whose scratch is kept, 4 to 20 MB each
+# 16 MiB a device; captured launches use them up, one each, decoding one for each warp that computes
+POOL_SIZE = 1 << 22
+MAX_STREAMS = 64  # streams whose scratch is kept, 4 to 20 MB each
 PER_THREAD_STREAM = 2  # CUDA's handle of every thread's own default stream: not one stream
 _LOCK = threading.Lock()
 
@@ -20,7 +21,7 @@ _LOCK = threading.Lock()
 class CounterPool(NamedTuple):
     """A device's counters for launches, and who has which. Zero before and after every launch."""
 
-    counters: torch.Tensor  # (TICKETS,) int32
+    counters: torch.Tensor  # (POOL_SIZE,) int32
     argument: Any  # the same, as launches take it
     of_stream: dict[int, int]  # raw stream -> counter: launches of one stream never overlap
     used: list[int]  # one number: how many have an owner
@@ -35,64 +36,66 @@ class CounterPool(NamedTuple):
             return first
 
 
-def ticket(device: torch.device, capturing: bool) -> tuple[Any, int]:
+def launch_counter(device: torch.device, capturing: bool) -> tuple[Any, int]:
     """(counters, index) for a launch on the current stream, which is captured or not; index -1 makes the kernel do
     without.
 
     The counters are allocated outside captures, where zeroing them would become a graph node.
     """
     here = machine.current
-    tickets = here.tickets.get(device)
-    if tickets is None:
+    pool = here.counter_pools.get(device)
+    if pool is None:
         if capturing:
             return torch.empty(0, dtype=torch.int32, device=device), -1
-        tickets = _add_tickets(device)
+        pool = _add_pool(device)
     if capturing:
-        return tickets.argument, tickets.take(1)
+        return pool.argument, pool.take(1)
     stream = here.raw_stream(device.index)
-    index = tickets.of_stream.get(stream)
+    index = pool.of_stream.get(stream)
     if index is None:
-        index = tickets.of_stream.setdefault(stream, tickets.take(1))
-    return tickets.argument, index
+        index = pool.of_stream.setdefault(stream, pool.take(1))
+    return pool.argument, index
 
 
-def parts(plan: Any, capturing: bool) -> tuple[Any, Any, int]:
-    """Scratch for parts of tiles, two of each CTA, with counters, `plan.counters` a CTA, from an index on. plan: an
-    `attention.plan.LaunchPlan`."""
-    here, slots, counters = machine.current, 2 * plan.sms, plan.sms * plan.counters
+def split_scratch(plan: Any, capturing: bool) -> tuple[Any, Any, int]:
+    """Scratch for parts of tiles, two of each CTA, with counters, `plan.counters_per_split` a CTA, from an index on.
+    plan: an `attention.plan.LaunchPlan`."""
+    here, slots, counters = machine.current, 2 * plan.sms, plan.sms * plan.counters_per_split
     if capturing:
-        tickets = here.tickets.get(plan.device)
-        first = tickets.take(counters) if tickets else -1
-        if tickets and first >= 0:
-            return _new_part(plan, slots), tickets.argument, first
-        return *new_parts(plan, slots, plan.sms), 0
-    if plan.device not in here.tickets:
-        _add_tickets(plan.device)  # for later captures
+        pool = here.counter_pools.get(plan.device)
+        first = pool.take(counters) if pool else -1
+        if pool and first >= 0:
+            return _new_partial(plan, slots), pool.argument, first
+        return *new_split_scratch(plan, slots, plan.sms), 0
+    if plan.device not in here.counter_pools:
+        _add_pool(plan.device)  # for later captures
     stream = here.raw_stream(plan.device.index)
     if stream == PER_THREAD_STREAM:
-        return *new_parts(plan, slots, plan.sms), 0
-    key = plan.device, stream, plan.dim_vo, plan.tile_rows, plan.counters
-    found = here.parts.get(key)
+        return *new_split_scratch(plan, slots, plan.sms), 0
+    key = plan.device, stream, plan.dim_vo, plan.tile_m, plan.counters_per_split
+    found = here.split_scratch.get(key)
     if found is None:
-        if len(here.parts) >= MOST:
-            here.parts.clear()
-        new, zeros = new_parts(plan, slots, plan.sms)
-        found = here.parts.setdefault(key, (here.argument(new), here.argument(zeros)))
+        if len(here.split_scratch) >= MAX_STREAMS:
+            here.split_scratch.clear()
+        new, zeros = new_split_scratch(plan, slots, plan.sms)
+        found = here.split_scratch.setdefault(key, (here.argument(new), here.argument(zeros)))
     return *found, 0
 
 
-def new_parts(plan: Any, slots: int, tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
+def new_split_scratch(plan: Any, slots: int, tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Scratch for so many parts, and zeroed counters of tiles."""
-    return _new_part(plan, slots), torch.zeros(tiles * plan.counters, dtype=torch.int32, device=plan.device)
+    return _new_partial(plan, slots), torch.zeros(
+        tiles * plan.counters_per_split, dtype=torch.int32, device=plan.device
+    )
 
 
-def _new_part(plan: Any, slots: int) -> torch.Tensor:
-    return torch.empty((slots, plan.tile_rows, plan.dim_vo + 4), dtype=torch.float32, device=plan.device)
+def _new_partial(plan: Any, slots: int) -> torch.Tensor:
+    return torch.empty((slots, plan.tile_m, plan.dim_vo + 4), dtype=torch.float32, device=plan.device)
 
 
-def _add_tickets(device: torch.device) -> CounterPool:
+def _add_pool(device: torch.device) -> CounterPool:
     """Waits once a device: a launch of another stream must find zeros."""
-    counters = torch.zeros(TICKETS, dtype=torch.int32, device=device)
+    counters = torch.zeros(POOL_SIZE, dtype=torch.int32, device=device)
     machine.current.synchronize(device)
     made = CounterPool(counters, machine.current.argument(counters), {PER_THREAD_STREAM: -1}, [0])
-    return machine.current.tickets.setdefault(device, made)
+    return machine.current.counter_pools.setdefault(device, made)

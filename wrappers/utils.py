@@ -14,10 +14,10 @@ def get_device_sm_count(device: torch.device) -> int:
     """SMs of a CUDA device."""
     if not isinstance(device, torch.device):
         raise TypeError(f"device: {device!r}, must be a torch.device")
-    facts = machine.current.facts(device)
-    if facts is None:
+    device_info = machine.current.device_info(device)
+    if device_info is None:
         raise ValueError(f"device: {device}, must be a CUDA device")
-    return facts[1]
+    return device_info[1]
 
 
 def get_trtllm_gen_multi_ctas_kv_counter_bytes(batch_size: int, num_qo_heads: int, sm_count: int) -> int:

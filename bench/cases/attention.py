@@ -267,7 +267,7 @@ def _laid_out(case: AttentionCase, k: torch.Tensor, v: torch.Tensor) -> Any:
     return k.unsqueeze(1) if case.cache == "shared" else (k, v)
 
 
-def make_problem(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> AttentionCall:
+def make_call(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> AttentionCall:
     """What the case computes, in the reference's terms; its query may be a slice of a wider tensor."""
     gen = torch.Generator(torch.device(device)).manual_seed(seed)
     wide_heads = case.heads_q * (2 if case.strided_q else 1)
@@ -462,7 +462,7 @@ def alone(case: AttentionCase, p: AttentionCall) -> tuple[AttentionCase, Attenti
 def make_inputs(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> dict[str, Any]:
     """Keyword arguments of `trtllm_batch_context_with_kv_cache`: pages shuffled, all unused memory and the outputs
     NaN."""
-    return context_arguments(case, make_problem(case, device, seed))
+    return context_arguments(case, make_call(case, device, seed))
 
 
 def as_decode(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import torch
 
-from wrappers.attention.call import AttentionCall, csr_requests, ragged_requests
+from wrappers.attention.call import AttentionCall, csr_sequences, ragged_sequences
 from wrappers.reference import gather
 
 FORMS = ("csr", "ragged", "mask", "alibi")
@@ -34,7 +34,7 @@ def as_csr(p: AttentionCall, lens: list[int]) -> AttentionCall:
     spare = torch.full((SPARE,), -7, dtype=torch.int32, device=device)
     indices = torch.cat([spare, *(row[:count] for row, count in zip(table, counts)), spare])
     last = torch.tensor([(n - 1) % size + 1 if n else 0 for n in lens], dtype=torch.int32, device=device)
-    return p._replace(requests=csr_requests(p.requests.cu_seqlens_q, _starts(counts, device) + SPARE, indices, last))
+    return p._replace(requests=csr_sequences(p.requests.cu_seqlens_q, _starts(counts, device) + SPARE, indices, last))
 
 
 def as_ragged(p: AttentionCall, lens: list[int]) -> AttentionCall:
@@ -46,7 +46,7 @@ def as_ragged(p: AttentionCall, lens: list[int]) -> AttentionCall:
         return torch.cat([spare, *found, spare]).transpose(0, 1).unsqueeze(0)
 
     starts = _starts(lens, p.q.device) + SPARE
-    return p._replace(k=rows(p.k, 0), v=rows(p.v, 1), requests=ragged_requests(p.requests.cu_seqlens_q, starts))
+    return p._replace(k=rows(p.k, 0), v=rows(p.v, 1), requests=ragged_sequences(p.requests.cu_seqlens_q, starts))
 
 
 def with_mask(p: AttentionCall, lens: list[int], seed: int) -> AttentionCall:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from wrappers import reference
-from wrappers.attention.call import AttentionCall, SequenceBatch, listed_requests
+from wrappers.attention.call import AttentionCall, SequenceBatch, listed_sequences
 from wrappers.attention.op import serve
 
 from . import attention as cases
@@ -54,7 +54,7 @@ def kinds(in_forms: tuple[str, ...] = ()) -> tuple[str, ...]:
 
 def made(case: AttentionCase, in_forms: tuple[str, ...], device: Any = "cpu", seed: int = 0) -> AttentionCall:
     """The case's problem in other forms. Its caches hold no NaN: tables and starts may name any row of them."""
-    p = forms.apply(cases.make_problem(case, device, seed), in_forms, seed)
+    p = forms.apply(cases.make_call(case, device, seed), in_forms, seed)
     fields = ("k", "v") if p.k_scales is None else ("k", "v", "k_scales", "v_scales")
     caches: dict[str, Any] = {field: _without_nan(getattr(p, field)) for field in fields}
     return p._replace(**caches)
@@ -189,7 +189,7 @@ def served(p: AttentionCall) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
     def call(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         table, lens, offsets, starts = (given.pop(name) for name in TABLES)
-        serve(p._replace(requests=listed_requests(table, lens, offsets, starts, p.requests.form), **given))
+        serve(p._replace(requests=listed_sequences(table, lens, offsets, starts, p.requests.form), **given))
         return given["out"], given["lse"]
 
     return call

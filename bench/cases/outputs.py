@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from wrappers import fp4
-from wrappers.attention.call import SEPARATE, AttentionCall, new_requests
+from wrappers.attention.call import SEPARATE, AttentionCall, new_sequences
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
 PAGE = 16
@@ -57,7 +57,7 @@ def known(
     q = torch.zeros(batch * tokens, heads_q, dim).to(TYPES[dtype])
     o = rows.repeat_interleave(tokens, 0).repeat_interleave(heads_q // heads_kv, 1)
     o[torch.tensor(lengths).repeat_interleave(tokens) == 0] = 0.0
-    requests = new_requests(table.to(device), torch.tensor(lengths).int().to(device), offsets.to(device), SEPARATE)
+    requests = new_sequences(table.to(device), torch.tensor(lengths).int().to(device), offsets.to(device), SEPARATE)
     q, v, o = (t.to(device) for t in (q, v, o))
     k = torch.zeros(v.shape, device=device).to(cached)
     signature = f"trtllm_batch_{'context' if phase == 'prefill' else 'decode'}_with_kv_cache"

@@ -334,7 +334,7 @@ def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: obje
 def on_reference() -> Iterator[None]:
     """Calls inside run the reference, on tensors of any device."""
     reference = machine.Machine()
-    reference.facts = lambda device: None  # type: ignore[method-assign]
+    reference.device_info = lambda device: None  # type: ignore[method-assign]
     with machine.override(reference):
         yield
 

@@ -51,10 +51,10 @@ def merge(spec: cutlass.Constexpr, a, w: WorkTileInfo, pack_factor, rows: Int32,
     sf_lanes = const_expr(tuple(m for m in (1, 2, 4) if m * spec.head_dim_vo // 32 < SF_VEC_SIZE))
     i, row = Int32(1), own(spec, warp, Int32(0))
     while row < rows:
-        acc, top, total = add_splits(spec, a, w, row)
+        acc, row_max, row_sum = add_splits(spec, a, w, row)
         token = w.q_start + geometry.token_of(w.m_block * m + row, pack_factor)
         head = geometry.head_of(w.m_block * m + row, w.head_idx, pack_factor)
-        normal = softmax.normalizer(top, total, epilogue.sink_of(a, head))
+        normal = softmax.normalizer(row_max, row_sum, epilogue.sink_of(a, head))
         acc.store(acc.load() * (normal.inv_row_sum * scale))
         epilogue.store_piece(spec, a, token, head, cute.arch.lane_idx(), acc, sf_lanes)
         epilogue.store_lse(a, token, head, normal.lse, cute.arch.lane_idx() == 0)
@@ -71,7 +71,7 @@ def add_splits(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32):
     step = const_expr(min(32, max(1, spec.tile.combine_columns // per // SPLIT_GROUP) * SPLIT_GROUP))
     acc = cute.make_rmem_tensor(per, Float32)
     acc.fill(0.0)
-    base, top, total = Int32(0), -Float32.inf, Float32(0.0)
+    base, row_max, row_sum = Int32(0), -Float32.inf, Float32(0.0)
     while base < count:
         lse, pieces = -Float32.inf, cute.make_rmem_tensor((per, step), Float32)
         if lane < step and base + lane < count:
@@ -79,10 +79,10 @@ def add_splits(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32):
         for j in cutlass.range_constexpr(0, step, SPLIT_GROUP):
             if base + j < count:
                 load_splits(spec, a, w, row, base + j, cute.domain_offset((0, j), pieces))
-        peak = cute.arch.fmax(top, cute.arch.warp_reduction_max(lse))
-        if peak != -Float32.inf:
-            old, mine = cute.math.exp2(top - peak, fastmath=True), cute.math.exp2(lse - peak, fastmath=True)
-            total = fma(total, old, cute.arch.warp_reduction_sum(mine))
+        new_max = cute.arch.fmax(row_max, cute.arch.warp_reduction_max(lse))
+        if new_max != -Float32.inf:
+            old, mine = cute.math.exp2(row_max - new_max, fastmath=True), cute.math.exp2(lse - new_max, fastmath=True)
+            row_sum = fma(row_sum, old, cute.arch.warp_reduction_sum(mine))
             acc.store(acc.load() * old)
             for j in cutlass.range_constexpr(0, step, SPLIT_GROUP):
                 if base + j < count:
@@ -90,9 +90,9 @@ def add_splits(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32):
                         factor = cute.arch.shuffle_sync(mine, j + e)
                         if factor > 0.0:  # a part without a key may hold 0 x NaN
                             add_scaled(acc, pieces[None, j + e], factor)
-        top = peak
+        row_max = new_max
         base += step
-    return acc, top, total
+    return acc, row_max, row_sum
 
 
 @cute.jit
@@ -126,15 +126,20 @@ def merge_rows(
         cute.make_rmem_tensor((per, rows_per_warp), Float32),
     )
     acc.fill(0.0)
-    row, base, top, total = cutlass.min(first + lane // splits_at_once, rows - 1), Int32(0), -Float32.inf, Float32(0.0)
+    row, base, row_max, row_sum = (
+        cutlass.min(first + lane // splits_at_once, rows - 1),
+        Int32(0),
+        -Float32.inf,
+        Float32(0.0),
+    )
     while base < count:
         split_idx, lse = base + lane % splits_at_once, -Float32.inf
         if split_idx < count:
             lse = a.schedule.o_partial[stream_k.slot_of(a, w, split_idx), row, dim]
-        peak = cute.arch.fmax(top, cute.arch.warp_reduction_max(lse, threads_in_group=splits_at_once))
-        known = Float32(0.0) if peak == -Float32.inf else peak
-        old, mine = (cute.math.exp2(x - known, fastmath=True) for x in (top, lse))
-        total = fma(total, old, cute.arch.warp_reduction_sum(mine, threads_in_group=splits_at_once))
+        new_max = cute.arch.fmax(row_max, cute.arch.warp_reduction_max(lse, threads_in_group=splits_at_once))
+        known = Float32(0.0) if new_max == -Float32.inf else new_max
+        old, mine = (cute.math.exp2(x - known, fastmath=True) for x in (row_max, lse))
+        row_sum = fma(row_sum, old, cute.arch.warp_reduction_sum(mine, threads_in_group=splits_at_once))
         for i in cutlass.range_constexpr(rows_per_warp):
             acc[None, i].store(acc[None, i].load() * cute.arch.shuffle_sync(old, splits_at_once * i))
         # the loads of two parts would need more registers than there are
@@ -147,7 +152,7 @@ def merge_rows(
                 factor = cute.arch.shuffle_sync(mine, splits_at_once * i + j)
                 for e in cutlass.range_constexpr(per):  # a part without a key may hold 0 x NaN
                     acc[e, i] = fma(pieces[e, i], factor, acc[e, i]) if factor > 0.0 else acc[e, i]
-        top = peak
+        row_max = new_max
         base += splits_at_once
     scale, m = epilogue.output_scale(a), spec.tile.m
     for i in cutlass.range_constexpr(rows_per_warp):
@@ -155,7 +160,7 @@ def merge_rows(
         token = geometry.token_of(row, geometry.pack_divisor(w))
         head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
         if first + i < rows:
-            sums = [cute.arch.shuffle_sync(x, splits_at_once * i) for x in (top, total)]
+            sums = [cute.arch.shuffle_sync(x, splits_at_once * i) for x in (row_max, row_sum)]
             normal = softmax.normalizer(*sums, epilogue.sink_of(a, head))
             values = cute.make_rmem_tensor(per, Float32)
             values.store(acc[None, i].load() * (normal.inv_row_sum * scale))

@@ -1,4 +1,4 @@
-"""Which kernel serves a problem. Plain Python: runs where no DSL is installed."""
+"""Which kernel serves a request. Plain Python: runs where no DSL is installed."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ OPS = {"attention.sm90": sm90, "attention.sm100": sm100, "attention.decode": dec
 
 
 class Answer(NamedTuple):
-    """What an op says of a problem: the spec that it would run, and None or why it refuses."""
+    """What an op says of a request: the spec that it would run, and None or why it refuses."""
 
     op: str
     spec: Any
@@ -19,7 +19,7 @@ class Answer(NamedTuple):
 
 
 class UnsupportedRequest(NotImplementedError):
-    """No op serves a problem. field: of the problem, or "arch", that the op meant for such problems, and for the
+    """No op serves a request. field: of the request, or "arch", that the op meant for such problems, and for the
     architecture if there is one, refused."""
 
     def __init__(self, answers: tuple[Answer, ...]):
@@ -28,30 +28,30 @@ class UnsupportedRequest(NotImplementedError):
         self.field = next((field for field in fields if field != "arch"), "arch")
 
 
-def refusal(module: Any, problem: KernelRequest, spec: Any, arch: str) -> Refusal | None:
-    """None where an op serves a problem with a spec, else the reason why not."""
-    if problem.phase not in module.PHASES:
-        return Refusal("phase", f"{problem.phase}: serves {' and '.join(module.PHASES)}")
+def refusal(module: Any, request: KernelRequest, spec: Any, arch: str) -> Refusal | None:
+    """None where an op serves a request with a spec, else the reason why not."""
+    if request.phase not in module.PHASES:
+        return Refusal("phase", f"{request.phase}: serves {' and '.join(module.PHASES)}")
     if arch not in module.ARCHS:
         return Refusal("arch", f"{arch}: needs {' or '.join(module.ARCHS)}")
-    if problem.source == "ragged" and spec.kv.block_scaled:
+    if request.source == "ragged" and spec.kv.block_scaled:
         return Refusal("source", "ragged: block-scaled caches have pages")
     return module.supports(spec)
 
 
 @cache
-def explain(problem: KernelRequest, arch: str) -> tuple[Answer, ...]:
+def explain(request: KernelRequest, arch: str) -> tuple[Answer, ...]:
     """Every op's answer."""
     found = []
     for op, module in OPS.items():
-        spec: Any = module.candidate(problem, arch)
-        found.append(Answer(op, spec, refusal(module, problem, spec, arch)))
+        spec: Any = module.candidate(request, arch)
+        found.append(Answer(op, spec, refusal(module, request, spec, arch)))
     return tuple(found)
 
 
-def select(problem: KernelRequest, arch: str) -> tuple[str, Any]:
-    """(op, spec) of the kernel that serves the problem; `UnsupportedRequest` names what every op refused."""
-    answers = explain(problem, arch)
+def select(request: KernelRequest, arch: str) -> tuple[str, Any]:
+    """(op, spec) of the kernel that serves the request; `UnsupportedRequest` names what every op refused."""
+    answers = explain(request, arch)
     for op, spec, reason in answers:
         if reason is None:
             return op, spec

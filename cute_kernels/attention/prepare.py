@@ -81,7 +81,7 @@ def transpose_keys(
     items = [(c, k) for c in range(n // 16 // KEY_HALVES) for k in range(columns // 32)]
     for g in cutlass.range_constexpr(0, len(items), MATRICES_IN_FLIGHT[shares]):
         some = items[g : g + MATRICES_IN_FLIGHT[shares]]
-        words = [warp.load_matrices(boxes[k] + (c * KEY_HALVES + side) * (16 * width)) for c, k in some]
+        words = [warp.ldmatrix_x4_trans(boxes[k] + (c * KEY_HALVES + side) * (16 * width)) for c, k in some]
         for i in cutlass.range_constexpr(len(some)):
             (c, k), w = some[i], words[i]
             made = [permute(w[j], w[j + 1], selector) for j in (0, 2) for selector in (0x6420, 0x7531)]
@@ -93,7 +93,7 @@ def transpose_keys(
             first = const_expr(c * KEY_HALVES * 16)
             place = layout.swizzle(across, matrix * 8 + row, const_expr(first % across) + side * 16)
             place += target + const_expr(first // across * (dim * across) + k * 32 * across)
-            warp.store_matrices(place, made)
+            warp.stmatrix_x4(place, made)
 
 
 class DequantPieces(NamedTuple):

@@ -34,7 +34,7 @@ class KernelRequest:
     head_dim_qk: int = 128
     head_dim_vo: int = 128
     page_size: int = 16
-    group: int = 1
+    qhead_per_kvhead: int = 1
     rows: int = 1 << 30
     phase: str = "prefill"
     causal: bool = True

@@ -112,6 +112,6 @@ def outputs(q: str, asked: str = "") -> tuple[str, ...]:
     return asked if asked in DTYPES else usual, "e4m3", "nvfp4"
 
 
-def kv_source(problem: KernelRequest) -> str:
-    """The source of K and V that serves a problem."""
-    return "tma" if problem.source == "ragged" or problem.page_size in TMA_PAGES else "gather"
+def kv_source(request: KernelRequest) -> str:
+    """The source of K and V that serves a request."""
+    return "tma" if request.source == "ragged" or request.page_size in TMA_PAGES else "gather"

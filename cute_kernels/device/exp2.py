@@ -12,7 +12,7 @@ HUGE = 2.0**100  # more than any sum of exponentials of numbers
 WHOLE = 1.5 * 2.0**23  # a number of at least -2^22 and less than 2^22, plus this, is rounded to a whole one
 
 
-def larger(x, y):
+def max_nan(x, y):
     """The larger one; NaN where x is."""
     text = "max.NaN.f32 {$w0}, {$r0}, {$r1};"
     return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[x, Float32(y)])
@@ -22,7 +22,7 @@ def pair(logs):
     """2^x of two values that are not -inf: f, what is left of x beyond the next lower whole number n, goes into the
     cubic, whose exponent n is added to. Of NaN it is the largest fp32 value: more than HUGE, infinite in 16 bits."""
     both = lambda x: (Float32(x), Float32(x))  # noqa: E731
-    logs = tuple(larger(x, LEAST) for x in logs)
+    logs = tuple(max_nan(x, LEAST) for x in logs)
     whole = cute.arch.add_packed_f32x2(logs, both(WHOLE), rnd="rm")
     floor = cute.arch.add_packed_f32x2(whole, both(-WHOLE))
     f = cute.arch.add_packed_f32x2(logs, (-floor[0], -floor[1]))

@@ -3,12 +3,12 @@ register budgets follow."""
 
 from typing import NamedTuple
 
-FILE = 65536  # registers of an SM
+REGISTER_FILE = 65536  # registers of an SM
 
 
-def launched(warps: int) -> int:
+def launch_registers(warps: int) -> int:
     """Registers a thread that a CTA of so many warps, alone on its SM, is launched with."""
-    return min(255, FILE // (32 * warps)) // 8 * 8
+    return min(255, REGISTER_FILE // (32 * warps)) // 8 * 8
 
 
 class Role(NamedTuple):
@@ -27,8 +27,10 @@ class Roles(NamedTuple):
         each = [role.registers for role in table for _ in range(role.warps)]
         if len(each) % 4 or any(len(set(each[i : i + 4])) > 1 for i in range(0, len(each), 4)):
             raise ValueError(f"roles: {table}, four warps each of equal registers")
-        if sum(each) > launched(len(each)) * len(each):
-            raise ValueError(f"roles: {table}, {sum(each) * 32} registers of {launched(len(each)) * len(each) * 32}")
+        if sum(each) > launch_registers(len(each)) * len(each):
+            raise ValueError(
+                f"roles: {table}, {sum(each) * 32} registers of {launch_registers(len(each)) * len(each) * 32}"
+            )
         return Roles(tuple(role for role in table if role.warps))
 
     def first(self, name: str) -> int:

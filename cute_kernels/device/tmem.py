@@ -7,13 +7,13 @@ from cutlass import Float32, Int32
 COLUMNS = 512
 
 
-def allocate(into: cute.Pointer):
+def alloc(into: cute.Pointer):
     """One warp: all columns; their address to shared memory."""
     text = f"tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [{{$r0}}], {COLUMNS};"
     cute.arch.inline_ptx(text, read_only_args=[into.toint()])
 
 
-def free(address):
+def dealloc(address):
     """The warp that allocated, when nobody uses it any more."""
     cute.arch.inline_ptx("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;")
     text = f"tcgen05.dealloc.cta_group::1.sync.aligned.b32 {{$r0}}, {COLUMNS};"
@@ -47,11 +47,11 @@ def wait_store():
     cute.arch.inline_ptx("tcgen05.wait::st.sync.aligned;")
 
 
-def before_signal():
+def fence_before_thread_sync():
     """Between accesses to tensor memory and the arrival that tells others of them."""
     cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
 
 
-def after_wait():
+def fence_after_thread_sync():
     """Between a wait for others and accesses to what they have touched."""
     cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")

@@ -32,18 +32,18 @@ def mn_major(width: int, rows: int) -> int:
     return descriptor(rows * width, GROUP * width, width)
 
 
-def instruction(kind: str, dtype: str, m: int, n: int, b_major: str = "k") -> int:
+def instruction_descriptor(kind: str, dtype: str, m: int, n: int, b_major: str = "k") -> int:
     """Instruction descriptor: D (m, n) in fp32 of A and B of one type. A is K-major, b_major: "k" or "mn"."""
     code = FORMATS[kind][dtype]
     return 1 << 4 | code << 7 | code << 10 | (b_major == "mn") << 16 | n // 8 << 17 | m // 16 << 24
 
 
-def at(base: int, address):
+def make_descriptor(base: int, address):
     """The descriptor `base` of an operand that lies at a shared memory address."""
     return Int64(base) + Int64((address & 0x3FFFF) >> 4)
 
 
-def beyond(descriptor, offset: int):
+def offset_descriptor(descriptor, offset: int):
     """That of the operand that lies `offset` bytes behind."""
     return descriptor + Int64(offset >> 4)
 
@@ -56,12 +56,12 @@ class DescriptorLow(NamedTuple):
     base: int
 
 
-def low(base: int, address):
+def descriptor_low(base: int, address):
     """The low word of the descriptor `base` of an operand that lies at a shared memory address."""
     return Int32(base & 0xFFFFFFFF) + ((address & 0x3FFFF) >> 4)
 
 
-def multiply(kind: str, d, a, b: DescriptorLow, instruction: int, keep):
+def mma(kind: str, d, a, b: DescriptorLow, instruction: int, keep):
     """One thread: D (+)= A B, of STEP bytes of k. d: tensor memory address. a: Int64 descriptor, or Int32 address in
     tensor memory. keep: whether D is added to."""
     operand = "[{$r1}]" if isinstance(a, Int32) else "{$r1}"

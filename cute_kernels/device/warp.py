@@ -16,7 +16,7 @@ def prefix_sum(x: Int32):
     return x
 
 
-def across_quads(x, op):
+def reduce_across_quads(x, op):
     """Reduction over the 8 lanes of the same place in their quads."""
     for i in (4, 8, 16):
         x = op(x, cute.arch.shuffle_sync_bfly(x, i))
@@ -40,7 +40,7 @@ def add_scaled(total: cute.Tensor, values: cute.Tensor, factor: Float32):
         total[i] = fma(values[i], factor, total[i])
 
 
-def word16(dtype, low, high):
+def pack_16bit(dtype, low, high):
     """Two fp32 values as a word of bf16 or fp16."""
     name = "bf16x2" if dtype is BFloat16 else "f16x2"
     text = f"cvt.rn.{name}.f32 {{$w0}}, {{$r0}}, {{$r1}};"
@@ -52,7 +52,7 @@ def convert16(src: cute.Tensor, dst: cute.Tensor):
     """fp32 registers to bf16 or fp16, two at a time (the vector conversion emits one at a time for some shapes)."""
     words = cute.recast_tensor(dst, Uint32)
     for i in cutlass.range_constexpr(cute.size(words)):
-        words[i] = word16(dst.element_type, src[2 * i], src[2 * i + 1])
+        words[i] = pack_16bit(dst.element_type, src[2 * i], src[2 * i + 1])
 
 
 @cute.jit
@@ -70,7 +70,7 @@ def quad_transpose(w: cute.Tensor, at: cutlass.Constexpr):
                 w[at + i + bit] = hi if upper else got
 
 
-def packed(op, x, y):
+def minmax_u16x2(op, x, y):
     """min or max (`op`) of the unsigned 16-bit halves of words."""
     text = f"{{ .reg .b32 t; mov.b32 t, {{$r1}}; {op}.u16x2 {{$w0}}, {{$r0}}, t; }}"  # takes no immediate operand
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[x, y])
@@ -92,13 +92,13 @@ def shift_left(x, count):
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[Uint32(x), Uint32(count)])
 
 
-def anew(x):
+def opaque(x):
     """An Int32 that the compiler takes for another: what follows from it is not kept in registers across a loop."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
 @cute.jit
-def barrier_all(barrier_id, threads: cutlass.Constexpr, agrees):
+def barrier_red_and(barrier_id, threads: cutlass.Constexpr, agrees):
     """A named barrier that says 1 where all its threads agree (a bool), else 0."""
     text = "{ .reg .pred p, q; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.and.aligned.pred q, {$r1}, {$r2}, p; "
     text += "selp.s32 {$w0}, 1, 0, q; }"
@@ -106,14 +106,14 @@ def barrier_all(barrier_id, threads: cutlass.Constexpr, agrees):
     return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=given)
 
 
-def load_matrices(address):
+def ldmatrix_x4_trans(address):
     """Four 8 x 8 matrices of 16 bits, transposed: lane l names row l % 8 of matrix l // 8 in shared memory, and gets a
     word of each: rows 2 (l % 4) and the next, of column l // 4."""
     text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
     return cute.arch.inline_ptx(text, write_only_types=[Uint32] * 4, read_only_args=[address])
 
 
-def store_matrices(address, words):
+def stmatrix_x4(address, words):
     """Four 8 x 8 matrices of 16 bits, as they are: lane l names row l % 8 of matrix l // 8 in shared memory, and has a
     word of each: columns 2 (l % 4) and the next, of row l // 4."""
     text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
@@ -132,7 +132,7 @@ def convert8(src: cute.Tensor, dst: cute.Tensor):
         )
 
 
-def e4m3_word(values):
+def pack_e4m3(values):
     """`convert8` of four values to a word. In main loops: ptxas then converts into the halves of the word, and needs no
     PRMT to put them together."""
     text = "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, {$r1}, {$r0}; "

@@ -1,4 +1,4 @@
-"""Which kernel and spec serve a top-k problem. Plain Python: runs where no DSL is installed."""
+"""Which kernel and spec serve a top-k request. Plain Python: runs where no DSL is installed."""
 
 from functools import lru_cache
 from itertools import product
@@ -9,11 +9,11 @@ from .spec import BITS, DTYPES, SortSpec, TopKSpec
 
 KERNELS = {"topk.radix": radix}  # op -> the package that states what it supports
 SORT = "topk.sort"  # the op that sorts what one of them selected
-LEAST = 4096  # keys that are worth a CTA of a cluster
-GPC = 18  # SMs of a GPC, in one of which a cluster lies; some have fewer: then a cluster waits for its turn
+MIN_KEYS_PER_CTA = 4096  # keys that are worth a CTA of a cluster
+SMS_PER_GPC = 18  # SMs of a GPC, in one of which a cluster lies; some have fewer: then a cluster waits for its turn
 
 
-def plans(dtype: str) -> tuple[TopKSpec, ...]:
+def specs(dtype: str) -> tuple[TopKSpec, ...]:
     """All specs of a dtype."""
     keys = 32 // BITS[dtype]  # in the place of one fp32
     small = TopKSpec(dtype, 1, 256, 8192 * keys)
@@ -24,32 +24,36 @@ def plans(dtype: str) -> tuple[TopKSpec, ...]:
     return (small, *middle, *large, *streams, *wide)
 
 
-def at_once(plan: TopKSpec, sms: int) -> int:
+def resident_rows(spec: TopKSpec, sms: int) -> int:
     """Rows that fit the GPU at a time."""
-    resident = radix.resident(plan)
-    if plan.cluster == 1:
+    resident = radix.ctas_per_sm(spec)
+    if spec.cluster == 1:
         return sms * resident
-    full, rest = divmod(sms, GPC)
-    return full * (GPC * resident // plan.cluster) + rest * resident // plan.cluster
+    full, rest = divmod(sms, SMS_PER_GPC)
+    return full * (SMS_PER_GPC * resident // spec.cluster) + rest * resident // spec.cluster
 
 
 @lru_cache(4096)  # lengths and rows vary for ever
-def candidate(problem: TopKKernelRequest) -> TopKSpec | None:
-    """The plan for a problem, None where there is none.
+def candidate(request: TopKKernelRequest) -> TopKSpec | None:
+    """The plan for a request, None where there is none.
 
-    A row is held whole where that can be: by the largest cluster whose CTAs get LEAST keys each, if all rows then run
-    at once, a CTA an SM; else by one CTA, if an SM has room for several. Longer rows, and many of them, are streamed.
-    Measured in bench/notes/topk-radix.md."""
-    every, rows, length = plans(problem.dtype), problem.rows, problem.length
+    A row is held whole where that can be: by the largest cluster whose CTAs get MIN_KEYS_PER_CTA keys each, if all rows
+    then run at once, a CTA an SM; else by one CTA, if an SM has room for several. Longer rows, and many of them, are
+    streamed. Measured in bench/notes/topk-radix.md."""
+    every, rows, length = specs(request.dtype), request.rows, request.length
 
     def widest(choice: list[TopKSpec]) -> TopKSpec | None:
-        fit = [p for p in choice if p.cluster == 1 or p.cluster * LEAST <= length and p.cluster * rows <= problem.sms]
-        fit = [p for p in fit if rows <= at_once(p, problem.sms)]
+        fit = [
+            p
+            for p in choice
+            if p.cluster == 1 or p.cluster * MIN_KEYS_PER_CTA <= length and p.cluster * rows <= request.sms
+        ]
+        fit = [p for p in fit if rows <= resident_rows(p, request.sms)]
         return max(fit, key=lambda p: (p.cluster, -p.capacity), default=None)
 
     held = sorted((p for p in every if not p.stream and p.cluster * p.capacity >= length), key=lambda p: p.capacity)
-    streams = [p for p in every if p.stream and problem.k <= radix.room(p)]
-    shared = [p for p in held if p.cluster == 1 and radix.resident(p) > 1]
+    streams = [p for p in every if p.stream and request.k <= radix.max_k(p)]
+    shared = [p for p in held if p.cluster == 1 and radix.ctas_per_sm(p) > 1]
     return (
         widest(held)
         or next(iter(shared), None)
@@ -59,48 +63,48 @@ def candidate(problem: TopKKernelRequest) -> TopKSpec | None:
     )
 
 
-def explain(problem: TopKKernelRequest, arch: str) -> tuple[tuple[str, TopKSpec | None, str | None], ...]:
+def explain(request: TopKKernelRequest, arch: str) -> tuple[tuple[str, TopKSpec | None, str | None], ...]:
     """Every kernel of the operator: (op, the spec it would run, None or why it refuses)."""
     rows = []
     for op, module in KERNELS.items():
-        spec = candidate(problem)
+        spec = candidate(request)
         reason = None if arch in module.ARCHS else f"architecture {arch}: needs {' or '.join(module.ARCHS)}"
-        rows.append((op, spec, reason or (module.supports(spec) if spec else too_large(problem))))
+        rows.append((op, spec, reason or (module.supports(spec) if spec else too_large(request))))
     return tuple(rows)
 
 
-def too_large(problem: TopKKernelRequest) -> str:
-    """Why no plan serves a problem: neither is there room for its k, nor can a cluster hold its rows."""
-    every = plans(problem.dtype)
-    most = max(radix.room(p) for p in every if p.stream)
+def too_large(request: TopKKernelRequest) -> str:
+    """Why no plan serves a request: neither is there room for its k, nor can a cluster hold its rows."""
+    every = specs(request.dtype)
+    most = max(radix.max_k(p) for p in every if p.stream)
     longest = max(p.cluster * p.capacity for p in every if not p.stream)
     return (
-        f"k {problem.k} of rows of {problem.length} {problem.dtype} elements: at most {most}, or rows of at most "
+        f"k {request.k} of rows of {request.length} {request.dtype} elements: at most {most}, or rows of at most "
         f"{longest} elements"
     )
 
 
-def select(problem: TopKKernelRequest, arch: str) -> tuple[str, TopKSpec]:
-    """(op, spec) of the kernel that serves the problem; NotImplementedError names what every kernel refused."""
-    rows = explain(problem, arch)
+def select(request: TopKKernelRequest, arch: str) -> tuple[str, TopKSpec]:
+    """(op, spec) of the kernel that serves the request; NotImplementedError names what every kernel refused."""
+    rows = explain(request, arch)
     for op, spec, reason in rows:
         if spec is not None and reason is None:
             return op, spec
     raise NotImplementedError("no top-k kernel: " + "; ".join(f"{op}: {reason}" for op, _, reason in rows))
 
 
-def sorts(dtype: str) -> tuple[SortSpec, ...]:
+def sort_specs(dtype: str) -> tuple[SortSpec, ...]:
     """All specs that sort rows of a dtype, the smallest first."""
     return SortSpec(dtype, 512, 4), SortSpec(dtype, 1024, 16)
 
 
-def sorter(problem: TopKKernelRequest) -> SortSpec | None:
+def sort_spec(request: TopKKernelRequest) -> SortSpec | None:
     """The spec of SORT that sorts k selected values and their indices, None where no CTA can hold so many."""
-    return next((spec for spec in sorts(problem.dtype) if problem.k <= spec.capacity), None)
+    return next((spec for spec in sort_specs(request.dtype) if request.k <= spec.capacity), None)
 
 
 def shipped(arch: str) -> list[tuple[str, TopKSpec | SortSpec]]:
-    """All (op, spec) that a bundle of `arch` holds, each once: every plan is some problem's."""
+    """All (op, spec) that a bundle of `arch` holds, each once: every plan is some request's."""
     kernels = [(op, dtype) for (op, module), dtype in product(KERNELS.items(), DTYPES) if arch in module.ARCHS]
-    found: list[tuple[str, TopKSpec | SortSpec]] = [(op, plan) for op, dtype in kernels for plan in plans(dtype)]
-    return found + [(SORT, spec) for dtype in DTYPES for spec in sorts(dtype) if arch in sort.ARCHS]
+    found: list[tuple[str, TopKSpec | SortSpec]] = [(op, spec) for op, dtype in kernels for spec in specs(dtype)]
+    return found + [(SORT, spec) for dtype in DTYPES for spec in sort_specs(dtype) if arch in sort.ARCHS]

@@ -70,8 +70,8 @@ def place(spec: cutlass.Constexpr, a, s, x, position: Int32, count: Int32):
         for i in cutlass.range(tid, count, spec.threads, unroll=1):
             indices[i] = Int64(s.staged[i])
     if a.values.shape[0] > 0:
-        values = cute.domain_offset((position,), keys.raw(a.values, bits)[x.row, None])
-        scores = cute.domain_offset((s.target[3],), keys.raw(a.scores, bits)[x.row, None])
+        values = cute.domain_offset((position,), keys.bit_patterns(a.values, bits)[x.row, None])
+        scores = cute.domain_offset((s.target[3],), keys.bit_patterns(a.scores, bits)[x.row, None])
         for i in cutlass.range(tid, count, spec.threads, unroll=1):
             values[i] = scores[s.staged[i]]
 

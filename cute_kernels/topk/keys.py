@@ -21,7 +21,7 @@ FILLER = 0xFFFFFFFF  # a word of the lowest floats of all, -NaN
 TYPES = {32: Uint32, 16: Uint16}
 
 
-def raw(tensor, bits):
+def bit_patterns(tensor, bits):
     """The bit patterns of a tensor of floats."""
     return cute.make_tensor(cute.recast_ptr(tensor.iterator, dtype=TYPES[bits]), tensor.layout)
 
@@ -30,33 +30,33 @@ def per_word(spec):
     return 32 // BITS[spec.dtype]
 
 
-def part(word, e, bits):
+def extract(word, e, bits):
     """Float e of a word."""
     if bits == 32:
         return word
     return word << 16 if e == 0 else word & Uint32(0xFFFF0000)
 
 
-def order(x):
+def to_key(x):
     """The key of a float x: x with all bits flipped where its sign is set, else with the sign flipped."""
     return x ^ ((Int32(x) >> 31).to(Uint32) | Uint32(SIGN))
 
 
-def disorder(key):
+def from_key(key):
     """The float whose key is `key`: the inverse of `order`."""
     return key ^ ((~Int32(key) >> 31).to(Uint32) | Uint32(SIGN))
 
 
-def xor_mask(least):
-    """The mask m with x ^ m == order(x) for floats of the sign of `least`, a key.
+def xor_mask(min_key):
+    """The mask m with x ^ m == to_key(x) for floats of the sign of `min_key`, a key.
 
-    For floats of the other sign x ^ m lies on the same side of `least` as order(x)."""
-    return Uint32(SIGN) | ~(Int32(least) >> 31).to(Uint32)
+    For floats of the other sign x ^ m lies on the same side of `min_key` as to_key(x)."""
+    return Uint32(SIGN) | ~(Int32(min_key) >> 31).to(Uint32)
 
 
-def sign_multiplier(least):
+def sign_multiplier(min_key):
     """1 or -1: x * sign_multiplier + xor_mask == x ^ xor_mask, as a multiply-add, on another pipe than xor."""
-    return Uint32((Int32(least) >> 31) * -2 - 1)
+    return Uint32((Int32(min_key) >> 31) * -2 - 1)
 
 
 def bins_of(word, dtype):
@@ -69,8 +69,8 @@ def bins_of(word, dtype):
     low, shift = low >> 16, shift - 16
     magnitude = word & both(0x7FFF)
     if low:
-        magnitude = warp.packed("max", magnitude, both(low)) - both(low)
-        magnitude = warp.packed("min", magnitude, both((HALF << shift) - 1))
+        magnitude = warp.minmax_u16x2("max", magnitude, both(low)) - both(low)
+        magnitude = warp.minmax_u16x2("min", magnitude, both((HALF << shift) - 1))
     negative = Uint32(cute.arch.prmt(word, Uint32(0), Uint32(0xBB99)))  # all bits of a half that has the sign
     bins = ((magnitude >> shift) & both(HALF - 1)) ^ both(HALF) ^ (negative & both(BINS - 1))
     return Int32(bins & Uint32(0xFFFF)), Int32(bins >> 16)
@@ -86,7 +86,7 @@ def range_of(b: Int32, dtype: cutlass.Constexpr):
         first = Uint32(low) + (Uint32(step) << shift)
     if step < HALF - 1:
         last = Uint32(low) + (Uint32(step + 1) << shift) - 1
-    least, greatest = Uint32(SIGN - 1) - last, Uint32(SIGN - 1) - first
+    min_key, max_key = Uint32(SIGN - 1) - last, Uint32(SIGN - 1) - first
     if b >= HALF:
-        least, greatest = Uint32(SIGN) + first, Uint32(SIGN) + last
-    return least, greatest
+        min_key, max_key = Uint32(SIGN) + first, Uint32(SIGN) + last
+    return min_key, max_key

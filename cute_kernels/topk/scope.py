@@ -1,8 +1,8 @@
 """The CTAs that share a row: one, or a cluster whose CTAs read each other's shared memory.
 
 Where a CTA is alone, all of this costs a CTA barrier at most. Histograms are summed in two ways: in clusters of up to
-PULLED CTAs every thread adds the bins of all CTAs where it reads them (`bins`); in larger ones each CTA first adds up
-its share of the bins (`merge`).
+MAX_PULL_CLUSTER CTAs every thread adds the bins of all CTAs where it reads them (`bins`); in larger ones each CTA first
+adds up its share of the bins (`merge`).
 """
 
 import cutlass
@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, Uint64, const_expr
 
 from ..device import dsmem
-from .spec import BINS, PULLED
+from .spec import BINS, MAX_PULL_CLUSTER
 
 
 def rank(spec):
@@ -34,7 +34,7 @@ def wait(spec: cutlass.Constexpr):
 
 
 @cute.jit
-def meet(spec: cutlass.Constexpr):
+def cluster_barrier(spec: cutlass.Constexpr):
     """Barrier of all threads of the row; each then sees what the others wrote to their CTAs' shared memory."""
     if const_expr(spec.cluster == 1):
         cute.arch.barrier()
@@ -43,41 +43,41 @@ def meet(spec: cutlass.Constexpr):
 
 
 @cute.jit
-def merge(spec: cutlass.Constexpr, local: cute.Tensor, total: cute.Tensor):
+def merge_histograms(spec: cutlass.Constexpr, local: cute.Tensor, total: cute.Tensor):
     """Make the sums of all CTAs' histograms, local (BINS,), readable through `bins`. Starts with `meet`.
 
-    In clusters of more than PULLED CTAs each CTA writes its share of the sums to total (BINS / cluster,)."""
-    meet(spec)
-    if const_expr(spec.cluster > PULLED):
+    In clusters of more than MAX_PULL_CLUSTER CTAs each CTA writes its share of the sums to total (BINS / cluster,)."""
+    cluster_barrier(spec)
+    if const_expr(spec.cluster > MAX_PULL_CLUSTER):
         share = const_expr(BINS // spec.cluster)
         for i in cutlass.range(cute.arch.thread_idx()[0], share, spec.threads, unroll=1):
             count = Uint32(0)
             for c in cutlass.range(spec.cluster, unroll=4):
                 count += dsmem.load(dsmem.address(local, c), rank(spec) * share + i)
             total[i] = count
-        meet(spec)
+        cluster_barrier(spec)
 
 
 @cute.jit
 def release_bins(spec: cutlass.Constexpr):
     """Wait until all CTAs are done reading bins (after `select.search`): then histograms may be overwritten."""
-    if const_expr(1 < spec.cluster <= PULLED):
-        meet(spec)
+    if const_expr(1 < spec.cluster <= MAX_PULL_CLUSTER):
+        cluster_barrier(spec)
     else:
         cute.arch.barrier()
 
 
 @cute.jit
-def bins(spec: cutlass.Constexpr, local: cute.Tensor, total: cute.Tensor, first: Int32, into: cute.Tensor):
+def load_bins(spec: cutlass.Constexpr, local: cute.Tensor, total: cute.Tensor, first: Int32, into: cute.Tensor):
     """Read the merged bins [first, first + size(into)) into registers; first is a multiple of size(into)."""
     count = const_expr(min(cute.size(into), 4))
     part = cute.make_rmem_tensor(count, Uint32)
     for i in cutlass.range_constexpr(cute.size(into) // count):
         at = first + i * count
-        for c in cutlass.range_constexpr(spec.cluster if 1 < spec.cluster <= PULLED else 1):
+        for c in cutlass.range_constexpr(spec.cluster if 1 < spec.cluster <= MAX_PULL_CLUSTER else 1):
             if const_expr(spec.cluster == 1):
                 cute.autovec_copy(cute.make_tensor(local.iterator + at, part.layout), part)
-            elif const_expr(spec.cluster > PULLED):
+            elif const_expr(spec.cluster > MAX_PULL_CLUSTER):
                 share = const_expr(BINS // spec.cluster)
                 dsmem.load_vector(dsmem.address(total, at // share), at % share, part)
             else:
@@ -118,7 +118,7 @@ def sum_before_cta(spec: cutlass.Constexpr, table: cute.Tensor, c: Int32):
 
 
 @cute.jit
-def collect(spec: cutlass.Constexpr, lists: cute.Tensor, table: cute.Tensor, pool: cute.Tensor):
+def gather_lists(spec: cutlass.Constexpr, lists: cute.Tensor, table: cute.Tensor, pool: cute.Tensor):
     """Copy the lists of all CTAs of the row, table[c] entries of 64 bits of CTA c, into `pool`, in rank order.
 
     One warp copies a list. The caller needs a barrier before it reads the pool."""

@@ -16,8 +16,8 @@ class BinSearchResult(NamedTuple):
     """What `search` returns. The first three mean nothing where the row has fewer keys than were asked for."""
 
     bin: Int32  # that the need-th largest key of the row is in
-    here: Int32  # keys of the row in that bin
-    need: Int32  # how many of them are among the `need` largest keys of the row
+    bin_count: Int32  # keys of the row in that bin
+    k_left: Int32  # how many of them are among the `k_left` largest keys of the row
     total: Int32  # keys of the row in all bins
 
 
@@ -52,7 +52,7 @@ def sum_before_warp(value: Int32, scratch: cute.Tensor, warps: cutlass.Constexpr
 
 
 @cute.jit
-def rank_in(spec: cutlass.Constexpr, mine: Int32, scratch: cute.Tensor):
+def cta_prefix_sum(spec: cutlass.Constexpr, mine: Int32, scratch: cute.Tensor):
     """(sum over the threads before this one, sum over all threads) of `mine`. Contains a CTA barrier."""
     inside = prefix_sum(mine)
     earlier, everything = sum_before_warp(cute.arch.shuffle_sync(inside, 31), scratch, spec.threads // 32)
@@ -60,37 +60,37 @@ def rank_in(spec: cutlass.Constexpr, mine: Int32, scratch: cute.Tensor):
 
 
 @cute.jit
-def search(spec: cutlass.Constexpr, s, need: Int32) -> BinSearchResult:
+def search(spec: cutlass.Constexpr, s, k_left: Int32) -> BinSearchResult:
     """Find the bin of the need-th largest key of the row, need >= 1, in the CTAs' histograms s.local.
 
-    Starts with `scope.meet`."""
+    Starts with `scope.cluster_barrier`."""
     per = const_expr(BINS // spec.threads)
-    scope.merge(spec, s.local, s.total)
+    scope.merge_histograms(spec, s.local, s.total)
     first = BINS - (cute.arch.thread_idx()[0] + 1) * per
     counts, mine = cute.make_rmem_tensor(per, Uint32), Int32(0)
-    scope.bins(spec, s.local, s.total, first, counts)
+    scope.load_bins(spec, s.local, s.total, first, counts)
     for e in cutlass.range_constexpr(per):
         mine += Int32(counts[e])
-    above, everything = rank_in(spec, mine, s.scratch)
+    above, everything = cta_prefix_sum(spec, mine, s.scratch)
     out = s.found  # alone: a branch that stores to `s` carries all that it holds
-    if (above < need) & (need <= above + mine):
-        b, here, left = Int32(0), Int32(0), Int32(0)
+    if (above < k_left) & (k_left <= above + mine):
+        b, bin_count, left = Int32(0), Int32(0), Int32(0)
         for e in cutlass.range_constexpr(per):
-            if above < need:
-                b, here, left = first + per - 1 - e, Int32(counts[per - 1 - e]), need - above
+            if above < k_left:
+                b, bin_count, left = first + per - 1 - e, Int32(counts[per - 1 - e]), k_left - above
             above += Int32(counts[per - 1 - e])
-        out[0], out[1], out[2] = b, here, left
+        out[0], out[1], out[2] = b, bin_count, left
     cute.arch.barrier()
     return BinSearchResult(s.found[0], s.found[1], s.found[2], everything)
 
 
 @cute.jit
-def claim(spec: cutlass.Constexpr, s, found: Int32, here: Int32, need: Int32):
+def count_above(spec: cutlass.Constexpr, s, found: Int32, bin_count: Int32, k_left: Int32):
     """Add this CTA's keys in the bins that get in whole (after `search` gave found, here, need) to s.counts[1]."""
     if const_expr(spec.cluster > 1):
         per = const_expr(BINS // spec.threads)
         first = cute.arch.thread_idx()[0] * per
-        lowest, higher = found if need == here else found + 1, Int32(0)
+        lowest, higher = found if k_left == bin_count else found + 1, Int32(0)
         own = cute.make_rmem_tensor(per, Uint32)
         cute.autovec_copy(cute.make_tensor(s.local.iterator + first, own.layout), own)
         for e in cutlass.range_constexpr(per):
@@ -102,6 +102,6 @@ def claim(spec: cutlass.Constexpr, s, found: Int32, here: Int32, need: Int32):
 
 
 @cute.jit
-def split(least: Uint32, greatest: Uint32):
+def bin_shift(min_key: Uint32, max_key: Uint32):
     """log2 of the width of bins that divide the keys least .. greatest, least < greatest, into at most BINS."""
-    return cutlass.max(32 - Int32(cute.arch.clz(greatest - least)) - (BINS.bit_length() - 1), 0)
+    return cutlass.max(32 - Int32(cute.arch.clz(max_key - min_key)) - (BINS.bit_length() - 1), 0)

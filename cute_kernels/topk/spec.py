@@ -8,9 +8,9 @@ from dataclasses import dataclass
 BITS = {"fp32": 32, "fp16": 16, "bf16": 16}  # of a key
 DTYPES = tuple(BITS)
 BINS = 2048  # of a histogram
-SHARED = 227 * 1024  # bytes a CTA can have
-SM = 228 * 1024  # bytes an SM has for its CTAs, of which each takes 1024 more than it asks for
-PULLED = 4  # CTAs of the largest cluster whose threads add up what they need of all histograms themselves
+SMEM_PER_CTA = 227 * 1024  # bytes a CTA can have
+SMEM_PER_SM = 228 * 1024  # bytes an SM has for its CTAs, of which each takes 1024 more than it asks for
+MAX_PULL_CLUSTER = 4  # CTAs of the largest cluster whose threads add up what they need of all histograms themselves
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def distance(got: torch.Tensor, want: torch.Tensor, rtol: float, atol: "float | 
 def attend(case: AttentionCase, device: str) -> float:
     """The error of a call over what is allowed."""
     function, arguments = attention.FUNCTIONS[case.function]
-    problem = attention.make_problem(case)
+    problem = attention.make_call(case)
     want, want_lse = attention.expected(case, problem)
     inputs = moved(arguments(case, problem), device)
     result = function(**inputs)

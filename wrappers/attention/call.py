@@ -16,13 +16,13 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 class SequenceBatch(NamedTuple):
     """Where the tokens of each request are. form: "table", a row of pages for each request; "csr", the pages of all
-    requests one after another (`csr_requests`); "ragged", K and V without pages (`ragged_requests`)."""
+    requests one after another (`csr_sequences`); "ragged", K and V without pages (`ragged_sequences`)."""
 
     page_table: torch.Tensor  # (B, 2, M) int32: [:, 0] pages of K, [:, 1] pages of V; csr: (1, 2, N); ragged: (1, 2, 0)
     kv_lens: torch.Tensor  # (B,) int32: keys; csr: keys in the last page; ragged: (0,)
     cu_seqlens_q: torch.Tensor | None  # (B + 1,) int32; None: every request has max_q_len tokens
     batch: int
-    facts: int | None  # a number for all that a plan depends on: shapes, dtypes; None: something traces the call
+    shape_id: int | None  # a number for all that a plan depends on: shapes, dtypes; None: something traces the call
     unsigned: bool = False  # the caller's lengths are uint32
     kv_starts: torch.Tensor | None = None  # (B + 1,) int32: each one's entries of page_table, or rows of K; table: None
     form: str = "table"
@@ -86,9 +86,9 @@ class AttentionCall(NamedTuple):
 
 
 ABSENT = (None,) * 4  # a problem's last fields, where a call has none of them
-# `make_problem(AttentionCall, (...) + ABSENT)` is `AttentionCall(...)`, less 0.4 us: no dict, and a display of at most
+# `make_call(AttentionCall, (...) + ABSENT)` is `AttentionCall(...)`, less 0.4 us: no dict, and a display of at most
 # 30 elements, beyond which Python makes a list of them first
-make_problem = tuple.__new__
+make_call = tuple.__new__
 
 
 class TableLayout(NamedTuple):
@@ -109,7 +109,7 @@ _nothing: dict[torch.device, tuple[torch.Tensor, ...]] = {}  # a page table and 
 _last: tuple[Any, ...] = (None,) * 10
 
 
-def requests_of(table: Any, lens: Any, offsets: Any, plain: bool = True, form: TableLayout = SHARED) -> SequenceBatch:
+def sequences_of(table: Any, lens: Any, offsets: Any, plain: bool = True, form: TableLayout = SHARED) -> SequenceBatch:
     """lens: int32 or uint32. Of any values: what does not fit stays as it is, for `checks`, and gives facts that no
     plan has; but a table of another rank is refused.
 
@@ -127,26 +127,28 @@ def requests_of(table: Any, lens: Any, offsets: Any, plain: bool = True, form: T
             and lens.numel() == size and (lens is found.kv_lens or lens.data_ptr() == lens_address)
             and (offsets is None or offsets.numel() == size + 1)):  # fmt: skip
         return found
-    found = new_requests(table, lens, offsets, form)
+    found = new_sequences(table, lens, offsets, form)
     if found.batch >= 0 and (offsets is None or offsets.numel() == found.batch + 1):
         size, stride, address = table.shape, table.stride(), table.data_ptr()
         _last = (table, lens, offsets, form, size, stride, address, lens.numel(), lens.data_ptr(), found)
     return found
 
 
-def new_requests(table: Any, lens: Any, offsets: Any, form: TableLayout) -> SequenceBatch:
-    """As `requests_of`, of a call that nothing traces; nothing is kept."""
+def new_sequences(table: Any, lens: Any, offsets: Any, form: TableLayout) -> SequenceBatch:
+    """As `sequences_of`, of a call that nothing traces; nothing is kept."""
     made = _views(table, lens, offsets, form)
     if made.batch < 0 or any(isinstance(t, FakeTensor) for t in (table, lens, offsets)):
-        return made._replace(batch=-1, facts=next(_next))
+        return made._replace(batch=-1, shape_id=next(_next))
     return _numbered(made, (made.page_table.shape, made.kv_lens.shape, None if offsets is None else offsets.shape))
 
 
-def csr_requests(qo_indptr: Any, kv_indptr: Any, indices: Any, last_page_len: Any, plain: bool = True) -> SequenceBatch:
+def csr_sequences(
+    qo_indptr: Any, kv_indptr: Any, indices: Any, last_page_len: Any, plain: bool = True
+) -> SequenceBatch:
     """Requests whose pages lie one after another in indices (N,): kv_indptr[b]:kv_indptr[b + 1] are those of request
-    b, the last of which holds last_page_len[b] rows. All int32; K and V share the pages. plain: as in `requests_of`.
+    b, the last of which holds last_page_len[b] rows. All int32; K and V share the pages. plain: as in `sequences_of`.
 
-    Facts do not depend on N. Of any values, as `requests_of`; but indices of another rank are refused.
+    Facts do not depend on N. Of any values, as `sequences_of`; but indices of another rank are refused.
     """
     if not _strided_all(kv_indptr, indices, last_page_len, qo_indptr):
         return SequenceBatch(
@@ -155,10 +157,10 @@ def csr_requests(qo_indptr: Any, kv_indptr: Any, indices: Any, last_page_len: An
     if indices.dim() != 1:
         raise ValueError(f"paged_kv_indices: shape {tuple(indices.shape)}, must have 1 dimension")
     table = indices.as_strided((1, 2, indices.shape[0]), (0, 0, indices.stride(0)))
-    return listed_requests(table, last_page_len, qo_indptr, kv_indptr, "csr", plain)
+    return listed_sequences(table, last_page_len, qo_indptr, kv_indptr, "csr", plain)
 
 
-def ragged_requests(qo_indptr: Any, kv_indptr: Any, plain: bool = True) -> SequenceBatch:
+def ragged_sequences(qo_indptr: Any, kv_indptr: Any, plain: bool = True) -> SequenceBatch:
     """Requests whose keys are rows kv_indptr[b]:kv_indptr[b + 1], int32 (B + 1,), of K and V without pages."""
     if not _strided_all(kv_indptr, kv_indptr, kv_indptr, qo_indptr):
         return SequenceBatch(
@@ -170,10 +172,10 @@ def ragged_requests(qo_indptr: Any, kv_indptr: Any, plain: bool = True) -> Seque
         if plain and kv_indptr.__class__ is _Tensor:
             _nothing[kv_indptr.device] = nothing
     table, lens = nothing
-    return listed_requests(table, lens, qo_indptr, kv_indptr, "ragged", plain)
+    return listed_sequences(table, lens, qo_indptr, kv_indptr, "ragged", plain)
 
 
-def listed_requests(table: Any, lens: Any, offsets: Any, starts: Any, form: str, plain: bool = True) -> SequenceBatch:
+def listed_sequences(table: Any, lens: Any, offsets: Any, starts: Any, form: str, plain: bool = True) -> SequenceBatch:
     """Requests of a form without rows of a table, of strided tensors."""
     made = SequenceBatch(
         table, lens, offsets, starts.shape[0] - 1 if starts.dim() == 1 else -1, None, False, starts, form
@@ -181,9 +183,9 @@ def listed_requests(table: Any, lens: Any, offsets: Any, starts: Any, form: str,
     if not plain:
         return made
     if any(isinstance(t, FakeTensor) for t in (table, lens, offsets, starts)):
-        return made._replace(batch=-1, facts=next(_next))
-    facts = (form, table.shape[:2], lens.shape, starts.shape, None if offsets is None else offsets.shape)
-    return _numbered(made, facts)
+        return made._replace(batch=-1, shape_id=next(_next))
+    shape_id = (form, table.shape[:2], lens.shape, starts.shape, None if offsets is None else offsets.shape)
+    return _numbered(made, shape_id)
 
 
 def _strided_all(starts: Any, table: Any, lens: Any, offsets: Any) -> bool:
@@ -191,10 +193,10 @@ def _strided_all(starts: Any, table: Any, lens: Any, offsets: Any) -> bool:
     return all(isinstance(t, _Tensor) and t.layout is _strided for t in given)
 
 
-def _numbered(made: SequenceBatch, facts: tuple[Any, ...]) -> SequenceBatch:
+def _numbered(made: SequenceBatch, shape_id: tuple[Any, ...]) -> SequenceBatch:
     if len(_numbers) >= 4096:  # shapes may vary for ever
         _numbers.clear()
-    return made._replace(facts=_numbers.setdefault(facts, next(_next)))
+    return made._replace(shape_id=_numbers.setdefault(shape_id, next(_next)))
 
 
 def _views(table: Any, lens: Any, offsets: Any, form: TableLayout) -> SequenceBatch:

@@ -10,7 +10,7 @@ from ..checks import check_strided
 from ..plain import no_backward, write
 from ..scalars import split_scale
 from . import checks, plan
-from .call import SEPARATE, AttentionCall, Rope, listed_requests, new_requests
+from .call import SEPARATE, AttentionCall, Rope, listed_sequences, new_sequences
 
 NAME = "cute_kernels::attention"
 SCHEMA = """(
@@ -41,7 +41,7 @@ def serve(p: AttentionCall) -> Any:
                 refuse_grad(p)
         except AttributeError:  # something is no tensor, which is refused later
             pass
-    return trace(p) if p.requests.facts is None else plan.run(p)
+    return trace(p) if p.requests.shape_id is None else plan.run(p)
 
 
 def refuse_grad(p: AttentionCall) -> None:
@@ -56,9 +56,9 @@ def _run(*flat: Any) -> None:
     given = dict(zip(FIELDS, flat, strict=True))
     table, lens, offsets, starts, form = (given.pop(name) for name in TABLES)
     if form == "table":
-        requests = new_requests(table, lens, offsets, SEPARATE)
+        requests = new_sequences(table, lens, offsets, SEPARATE)
     else:
-        requests = listed_requests(table, lens, offsets, starts, form)
+        requests = listed_sequences(table, lens, offsets, starts, form)
     given["rope"] = None if given["rope"] is None else Rope(*given["rope"])
     block_scales, start = given.pop("out_block_scales"), given.pop("out_block_start")
     if block_scales is not None:

@@ -40,7 +40,7 @@ _Tensor = torch.Tensor  # module globals: an attribute look-up saved is 20 ns
 _empty, _empty_like = torch.empty, torch.empty_like
 
 
-def facts_of(p: AttentionCall) -> KernelRequest:
+def request_of(p: AttentionCall) -> KernelRequest:
     """What a valid problem asks of a kernel."""
     rows = min(p.max_q_len, p.q.shape[0])
     if p.requests.cu_seqlens_q is not None:  # plans depend on it by the power of two that bounds it
@@ -53,7 +53,7 @@ def facts_of(p: AttentionCall) -> KernelRequest:
         head_dim_qk=p.q.shape[2],
         head_dim_vo=p.dim_vo,
         page_size=0 if ragged else p.k.shape[2],
-        group=p.q.shape[1] // p.k.shape[1],
+        qhead_per_kvhead=p.q.shape[1] // p.k.shape[1],
         rows=rows,
         phase=p.phase,
         causal=bool(p.causal) and not masked,
@@ -83,52 +83,52 @@ class ArgSlots:
 @dataclass(slots=True, eq=False)
 class LaunchPlan:
     """flat: the kernel's arguments, where the call sets nothing; what a call may lack is empty there, in the form that
-    the kernel converts fastest. at: their places."""
+    the kernel converts fastest. slots: their places."""
 
     fn: Callable[..., None]  # the compiled kernel
     flat: list[Any]
-    at: Any  # Places
+    slots: Any  # ArgSlots
     device: torch.device
-    alone: bool  # the only device of the process
+    single_device: bool  # the only device of the process
     dtype: torch.dtype | str  # of the output
-    wide: bool  # it has 16 bits
+    out_is_16bit: bool  # it has 16 bits
     like_query: bool  # the output has the query's dtype and head_dim: empty_like is 1 us cheaper than empty
     dim_vo: int
     token_bytes: int  # most of a token of a query or an output, where they are contiguous
-    row_factor: int  # rows of a token: the GQA group where all requests have it packed into rows
-    tile_heads: int
-    tile_rows: int  # most query rows of a tile
+    pack_factor: int  # rows of a token: the GQA group where all requests have it packed into rows
+    num_tile_heads: int
+    tile_m: int  # most query rows of a tile
     sms: int
     stream_k: bool  # CTAs share the keys of a request
-    counters: int  # of a part of a tile
-    part_keys: int  # of a part of a request, where parts do not depend on the batch; else 0
+    counters_per_split: int  # of a part of a tile
+    split_keys: int  # of a part of a request, where parts do not depend on the batch; else 0
     checked: bool  # values are read and checked before a launch
     offsets: Any = None  # (B + 1,) int32, of requests of equal length, in the form of `Machine.argument`
 
-    def modify(self, flat: list[Any], p: AttentionCall) -> None:
+    def set_optional_args(self, flat: list[Any], p: AttentionCall) -> None:
         """Set what most calls lack."""
-        at = self.at
+        slots = self.slots
         if p.soft_cap:
-            flat[at.soft_cap] = float(p.soft_cap)
+            flat[slots.soft_cap] = float(p.soft_cap)
         if p.skip:
-            flat[at.skip_threshold] = log2(p.skip)
+            flat[slots.skip_threshold] = log2(p.skip)
         if p.drafts is not None:
-            flat[at.tree_mask] = p.drafts
+            flat[slots.tree_mask] = p.drafts
         scale, out_scale = p.scale_tensor, p.out_scale_tensor
         if scale is not None:
-            flat[at.softmax_scale_ptr] = scale if scale.ndim == 1 else scale.reshape(-1)
+            flat[slots.softmax_scale_ptr] = scale if scale.ndim == 1 else scale.reshape(-1)
         if out_scale is not None:
-            flat[at.out_scale_ptr] = out_scale if out_scale.ndim == 1 else out_scale.reshape(-1)
+            flat[slots.out_scale_ptr] = out_scale if out_scale.ndim == 1 else out_scale.reshape(-1)
         if p.k_scales is not None and p.v_scales is not None:
-            flat[at.k_scales], flat[at.v_scales] = p.k_scales.view(torch.uint8), p.v_scales.view(torch.uint8)
+            flat[slots.k_scales], flat[slots.v_scales] = p.k_scales.view(torch.uint8), p.v_scales.view(torch.uint8)
         if p.enable_pdl is not None:
-            flat[at.enable_pdl] = 1 if p.enable_pdl else 0
+            flat[slots.enable_pdl] = 1 if p.enable_pdl else 0
         if p.custom_mask is not None:
             if p.custom_mask.shape[0] >= checks.MOST_MASK:
                 raise ValueError("custom_mask")
-            flat[at.custom_mask], flat[at.mask_starts] = p.custom_mask, p.mask_starts
+            flat[slots.custom_mask], flat[slots.mask_starts] = p.custom_mask, p.mask_starts
         if p.alibi_slopes is not None:
-            flat[at.alibi_slopes] = p.alibi_slopes
+            flat[slots.alibi_slopes] = p.alibi_slopes
 
     def lse_apart(self, lse: torch.Tensor, q: torch.Tensor, out: Any) -> bool:
         """Whether lse shares no byte with the query, the given output or itself."""
@@ -156,14 +156,14 @@ class LaunchPlan:
 
     def pass_quantised(self, flat: list[Any], o: Any, factor: float | None) -> None:
         """Set what a launch knows of an output of less than 16 bits. factor: the forward scale of an NVFP4 one."""
-        at = self.at
+        slots = self.slots
         if isinstance(o, torch.Tensor):
-            flat[at.o_fp8] = o.view(torch.uint8)
+            flat[slots.o_fp8] = o.view(torch.uint8)
             return
         if factor.__class__ is not float or not 0 < factor < INF:
             check_number("out_sf_scale", factor, positive=True)
-        flat[at.o_fp4], flat[at.o_sf] = o.data, o.scale.view(torch.uint8).view(-1)
-        flat[at.o_sf_start], flat[at.o_sf_scale] = o.scale_start_index, float(factor)  # type: ignore[arg-type]
+        flat[slots.o_fp4], flat[slots.o_sf] = o.data, o.scale.view(torch.uint8).view(-1)
+        flat[slots.o_sf_start], flat[slots.o_sf_scale] = o.scale_start_index, float(factor)  # type: ignore[arg-type]
 
     def equal_offsets(self, batch: int, length: int, capturing: bool) -> Any:
         """int32 (batch + 1,), of requests of `length` query tokens each. What is kept is written before anybody else
@@ -181,9 +181,9 @@ class LaunchPlan:
 
 def plan_for(p: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     """The plan of a valid problem; NotImplementedError where no kernel serves it."""
-    facts = facts_of(p)
+    request = request_of(p)
     try:
-        op, spec = dispatch.select(facts, arch)
+        op, spec = dispatch.select(request, arch)
     except dispatch.UnsupportedRequest as error:
         field = FIELDS.get(error.field, error.field)
         if field == "head_scales":
@@ -193,8 +193,10 @@ def plan_for(p: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     checks.kernel_tensors(p)
     here, device, heads = machine.current, p.q.device, p.q.shape[1]
     fn = here.kernel(op, spec, arch)
-    packs = spec.schedule == "stream_k" or facts.rows <= PACK_GQA_MAX_Q and facts.group <= PACK_GQA_MAX_GROUP
-    group = facts.group if packs else 1
+    packs = (
+        spec.schedule == "stream_k" or request.rows <= PACK_GQA_MAX_Q and request.qhead_per_kvhead <= PACK_GQA_MAX_GROUP
+    )
+    group = request.qhead_per_kvhead if packs else 1
     blocks = CHUNK // spec.tile.n if p.batch_invariant else 0
 
     def empty(dtype: torch.dtype, *shape: int) -> Any:
@@ -203,19 +205,19 @@ def plan_for(p: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     fp32, int32 = torch.float32, torch.int32
     default: dict[str, Any] = {
         "kv_starts": empty(int32),
-        "v_scales_interleaved": int(facts.interleaved),
+        "v_scales_interleaved": int(request.interleaved),
         "window_left": NO_WINDOW,
-        "causal": int(facts.causal),
+        "causal": int(request.causal),
         "tree_mask": empty(int32, 1),
         "softmax_scale_ptr": empty(fp32),
         "soft_cap": 0.0,
         "skip_threshold": -INF,
-        "o": empty(WIDE[spec.out[0]], heads, facts.head_dim_vo),
+        "o": empty(WIDE[spec.out[0]], heads, request.head_dim_vo),
         "lse": empty(fp32, heads),
         "sink": empty(fp32),
         "out_scale_ptr": empty(fp32),
-        "o_fp8": empty(torch.uint8, heads, facts.head_dim_vo),
-        "o_fp4": empty(torch.uint8, heads, facts.head_dim_vo // 2),
+        "o_fp8": empty(torch.uint8, heads, request.head_dim_vo),
+        "o_fp4": empty(torch.uint8, heads, request.head_dim_vo // 2),
         "o_sf": empty(torch.uint8),
         "o_sf_start": 0,
         "o_sf_scale": 1.0,
@@ -230,21 +232,21 @@ def plan_for(p: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     return LaunchPlan(
         fn=fn,
         flat=[default.get(name) for name in names],
-        at=ArgSlots(spec),
+        slots=ArgSlots(spec),
         device=device,
-        alone=here.device_count() == 1,
+        single_device=here.device_count() == 1,
         dtype=dtype,
-        wide=dtype in WIDE.values(),
-        like_query=facts.head_dim_vo == p.q.shape[2] and dtype == p.q.dtype,
-        dim_vo=facts.head_dim_vo,
-        token_bytes=heads * max(p.q.shape[2] * p.q.element_size(), facts.head_dim_vo * size),
-        row_factor=group,
-        tile_heads=heads // group,
-        tile_rows=spec.tile.m,
+        out_is_16bit=dtype in WIDE.values(),
+        like_query=request.head_dim_vo == p.q.shape[2] and dtype == p.q.dtype,
+        dim_vo=request.head_dim_vo,
+        token_bytes=heads * max(p.q.shape[2] * p.q.element_size(), request.head_dim_vo * size),
+        pack_factor=group,
+        num_tile_heads=heads // group,
+        tile_m=spec.tile.m,
         sms=sms,
         stream_k=spec.schedule == "stream_k",
-        counters=spec.tile.counters_per_split,
-        part_keys=blocks * spec.tile.n if spec.schedule == "stream_k" else 0,
+        counters_per_split=spec.tile.counters_per_split,
+        split_keys=blocks * spec.tile.n if spec.schedule == "stream_k" else 0,
         checked=checking(),
     )
 
@@ -257,7 +259,7 @@ def run(p: AttentionCall) -> Any:
         batch_invariant, enable_pdl, custom_mask, mask_starts, alibi_slopes, rope,
     ) = p  # fmt: skip
     here = machine.current
-    page_table, kv_lens, offsets, batch, facts, _, kv_starts, form = requests
+    page_table, kv_lens, offsets, batch, shape_id, _, kv_starts, form = requests
     if (scale.__class__ is not float or out_scale.__class__ is not float or window_left.__class__ is not int
             or max_q_len.__class__ is not int or causal.__class__ is not bool or interleaved.__class__ is not bool
             or batch_invariant.__class__ is not bool or return_lse.__class__ is not bool
@@ -272,7 +274,7 @@ def run(p: AttentionCall) -> Any:
         k_shape, v_shape = (k.shape, v.shape) if form != "ragged" else (_rowless(k), _rowless(v))
         rare = custom_mask is not None or alibi_slopes is not None or rope is not None
         key = (
-            phase, q.get_device(), q.dtype, heads, dim, k.dtype, k_shape, v_shape, facts,
+            phase, q.get_device(), q.dtype, heads, dim, k.dtype, k_shape, v_shape, shape_id,
             (tokens, max_q_len) if offsets is None else rows, causal, window_left >= 0,
             None if soft_cap is None else soft_cap and (1 if 0 < soft_cap < INF else -1),
             None if skip is None else skip and (1 if 0 < skip < INF else -1),
@@ -281,7 +283,7 @@ def run(p: AttentionCall) -> Any:
             None if v_scales is None else (v_scales.dtype, v_scales.shape),
             None if out is None else out.dtype, out_dtype, out_sf_scale is None, batch_invariant,
             None if scale_tensor is None else scale_tensor.numel(),
-            None if out_scale_tensor is None else out_scale_tensor.numel(), _rare_facts(p) if rare else None,
+            None if out_scale_tensor is None else out_scale_tensor.numel(), _rare_key(p) if rare else None,
         )  # fmt: skip
         plan = here.plans.get(key)
     except (AttributeError, TypeError, ValueError, RuntimeError):
@@ -291,16 +293,16 @@ def run(p: AttentionCall) -> Any:
         raise why from None
     if plan is None:
         checks.validate(p)
-        found = here.facts(q.device)
+        found = here.device_info(q.device)
         if found is None:
             return run_reference(p)
         plan = plan_for(p, *found)
         here.keep(key, plan)
-    if not plan.alone and here.current_device() != plan.device.index:
+    if not plan.single_device and here.current_device() != plan.device.index:
         with here.on(plan.device):  # whether a stream captures is asked of the current device only
             return run(p)
     try:
-        flat, at, lse = plan.flat.copy(), plan.at, p.lse
+        flat, slots, lse = plan.flat.copy(), plan.slots, p.lse
         o: Any = out
         if o is None or o.__class__ is FP4Tensor:
             o = plan.new_output(q) if o is None else plan.given_fp4(q, o)
@@ -314,9 +316,9 @@ def run(p: AttentionCall) -> Any:
         if lse is not None:
             if lse.shape != (tokens, heads) or not plan.lse_apart(lse, q, out):
                 raise ValueError("lse")
-            flat[at.lse] = lse
+            flat[slots.lse] = lse
         elif return_lse:
-            flat[at.lse] = lse = _empty((tokens, heads), dtype=torch.float32, device=plan.device)
+            flat[slots.lse] = lse = _empty((tokens, heads), dtype=torch.float32, device=plan.device)
         result = (o, lse) if return_lse else o
         if not 0 < scale < INF or not -INF < out_scale < INF:
             raise ValueError("scale")
@@ -328,39 +330,42 @@ def run(p: AttentionCall) -> Any:
             return result
         if kv_starts is not None:
             _check_rows(p)
-            flat[at.kv_starts] = kv_starts
+            flat[slots.kv_starts] = kv_starts
         if rope is not None and k.shape[0]:  # else there are no keys
             turned = rotated(p)
             q, k, page_table = turned.q, turned.k, turned.requests.page_table
-        flat[at.q], flat[at.k], flat[at.v], flat[at.kv_lens], flat[at.page_table] = q, k, v, kv_lens, page_table
-        flat[at.softmax_scale_log2], flat[at.out_scale] = scale * LOG2E, out_scale + 0.0
-        if plan.wide:
-            flat[at.o] = o
+        flat[slots.q], flat[slots.k], flat[slots.v] = q, k, v
+        flat[slots.kv_lens], flat[slots.page_table] = kv_lens, page_table
+        flat[slots.softmax_scale_log2], flat[slots.out_scale] = scale * LOG2E, out_scale + 0.0
+        if plan.out_is_16bit:
+            flat[slots.o] = o
         else:
             plan.pass_quantised(flat, o, out_sf_scale)
         if window_left >= 0:
-            flat[at.window_left] = min(window_left, NO_WINDOW)
+            flat[slots.window_left] = min(window_left, NO_WINDOW)
         if sinks is not None:
-            flat[at.sink] = sinks
+            flat[slots.sink] = sinks
         if (soft_cap or scale_tensor is not None or out_scale_tensor is not None or k_scales is not None
                 or drafts is not None or skip or enable_pdl is not None or rare):  # fmt: skip
-            plan.modify(flat, p)
-        flat[at.cu_seqlens_q] = plan.equal_offsets(batch, max_q_len, capturing) if offsets is None else offsets
-        factor, tile_heads = plan.row_factor, plan.tile_heads
-        full = tokens * factor // plan.tile_rows
-        tiles = tile_heads * (full + batch)
+            plan.set_optional_args(flat, p)
+        flat[slots.cu_seqlens_q] = plan.equal_offsets(batch, max_q_len, capturing) if offsets is None else offsets
+        factor, num_tile_heads = plan.pack_factor, plan.num_tile_heads
+        full = tokens * factor // plan.tile_m
+        tiles = num_tile_heads * (full + batch)
         if not plan.stream_k:
-            if batch * heads * (tokens // plan.tile_rows + 1) >= MOST_TILES:
+            if batch * heads * (tokens // plan.tile_m + 1) >= MOST_TILES:
                 raise _too_many_tiles(p, batch)
-            flat[at.grid] = tiles if tiles < plan.sms else plan.sms
-            flat[at.counters], flat[at.counter_base] = scratch.ticket(plan.device, capturing)
+            flat[slots.grid] = tiles if tiles < plan.sms else plan.sms
+            flat[slots.counters], flat[slots.counter_base] = scratch.launch_counter(plan.device, capturing)
         elif tokens * factor * factor >= checks.MOST_ROWS:
             raise ValueError("q")
-        elif plan.part_keys:
-            most = -(-checks.most_keys(p) // plan.part_keys) or 1  # parts of a request
-            flat[at.o_partial], flat[at.counters] = scratch.new_parts(plan, tiles * most, tiles * most)
+        elif plan.split_keys:
+            most = -(-checks.most_keys(p) // plan.split_keys) or 1  # parts of a request
+            flat[slots.o_partial], flat[slots.counters] = scratch.new_split_scratch(plan, tiles * most, tiles * most)
         else:
-            flat[at.o_partial], flat[at.counters], flat[at.counter_base] = scratch.parts(plan, capturing)
+            flat[slots.o_partial], flat[slots.counters], flat[slots.counter_base] = scratch.split_scratch(
+                plan, capturing
+            )
         plan.fn(*flat)
         return result
     except Exception:
@@ -370,7 +375,7 @@ def run(p: AttentionCall) -> Any:
         raise why from None
 
 
-def _rare_facts(p: AttentionCall) -> tuple[Any, ...]:
+def _rare_key(p: AttentionCall) -> tuple[Any, ...]:
     """What a plan depends on of what most calls lack."""
     if p.rope is not None:
         checks.scalars(p)

@@ -18,7 +18,7 @@ from ..checks import (
 from ..fp4 import BLOCK, FP4Tensor
 from ..plain import traced
 from ..scalars import OR_TENSOR, integer, real, scale_of, split_scale
-from .call import ABSENT, SEPARATE, SHARED, AttentionCall, TableLayout, make_problem, pair, requests_of
+from .call import ABSENT, SEPARATE, SHARED, AttentionCall, TableLayout, make_call, pair, sequences_of
 from .checks import SIGNATURES, drafts_of
 from .op import serve
 
@@ -123,7 +123,7 @@ def trtllm_batch_context_with_kv_cache(
         logits_soft_cap, o_sf_scale = real(logits_soft_cap), real(o_sf_scale)
         skip_softmax_threshold_scale_factor = real(skip_softmax_threshold_scale_factor)
     form = SHARED if uses_shared_paged_kv_idx is True else _form(uses_shared_paged_kv_idx)
-    requests = requests_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), form)
+    requests = sequences_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), form)
     if batch_size.__class__ is not int or batch_size != requests.batch:
         check_integer("batch_size", batch_size, 0)
         if batch_size != requests.batch >= 0:  # seq_lens is a tensor
@@ -132,7 +132,7 @@ def trtllm_batch_context_with_kv_cache(
     out_scale, out_scale_tensor = (
         (bmm2_scale, None) if bmm2_scale.__class__ is float else split_scale("bmm2_scale", bmm2_scale)
     )
-    p = make_problem(AttentionCall, (
+    p = make_call(AttentionCall, (
         signature, "prefill", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
         out_scale_tensor, causal, window_left, logits_soft_cap, sinks, k_scales, v_scales, v_scales_interleaved, None,
         skip_softmax_threshold_scale_factor, out, out_dtype, o_sf_scale, lse, return_lse, False, enable_pdl,
@@ -208,7 +208,7 @@ def trtllm_batch_decode_with_kv_cache(
         logits_soft_cap, o_sf_scale = real(logits_soft_cap), real(o_sf_scale)
         skip_softmax_threshold_scale_factor = real(skip_softmax_threshold_scale_factor)
     form = SHARED if uses_shared_paged_kv_idx is True else _form(uses_shared_paged_kv_idx)
-    requests = requests_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), form)
+    requests = sequences_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), form)
     signature = DECODE
     if cum_seq_lens_q is None:
         if max_q_len is not None:
@@ -237,7 +237,7 @@ def trtllm_batch_decode_with_kv_cache(
     )
     if o_scale is not None and (o_scale.__class__ is not float or o_scale != 1.0):
         out_scale = _unscaled(out_scale, o_scale, out_dtype or getattr(query if out is None else out, "dtype", None))
-    p = make_problem(AttentionCall, (
+    p = make_call(AttentionCall, (
         signature, "decode", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
         out_scale_tensor, True, window_left, logits_soft_cap, sink, k_scales, v_scales, v_scales_interleaved, drafts,
         skip_softmax_threshold_scale_factor, out, out_dtype, o_sf_scale, lse, return_lse, batch_invariant, enable_pdl,

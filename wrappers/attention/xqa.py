@@ -7,7 +7,7 @@ import torch
 from ..checks import check_integer, check_number, check_one_of, check_shape, check_strided
 from ..plain import traced
 from ..scalars import integer, product, real, scale_of
-from .call import ABSENT, AttentionCall, TableLayout, make_problem, pair, requests_of
+from .call import ABSENT, AttentionCall, TableLayout, make_call, pair, sequences_of
 from .checks import E4M3, E5M2, SIGNATURES, drafts_of
 from .op import serve
 
@@ -78,7 +78,7 @@ def xqa(
     if q_cu_seq_lens is not None and check_strided("q_cu_seq_lens", q_cu_seq_lens, 1).dtype == torch.uint32:
         q_cu_seq_lens = q_cu_seq_lens.view(torch.int32)
     rows, out = _tokens(q, output, q_seq_len, q_cu_seq_lens)
-    requests = requests_of(page_table, seq_lens, q_cu_seq_lens, not traced(q), FORM)
+    requests = sequences_of(page_table, seq_lens, q_cu_seq_lens, not traced(q), FORM)
     if requests.batch < 0:
         check_strided("page_table", page_table, 2)
         check_strided("seq_lens", seq_lens)
@@ -126,7 +126,7 @@ def xqa(
         check_number("rcp_out_scale", rcp_out_scale, positive=True)
     if output.dtype == E4M3:
         out_scale *= rcp_out_scale
-    serve(make_problem(AttentionCall, (
+    serve(make_call(AttentionCall, (
         "xqa", "decode", rows, k, v, requests, q_seq_len, scale, scale_tensor, out_scale, kv_tensor, True,
         window_left, None, sinks, k_scales, v_scales, v_scales_interleaved, drafts, None, out, None, None, None, False,
         batch_invariant, enable_pdl,

@@ -55,7 +55,7 @@ class Backend(AttentionBackend):
         super().__init__()
         self.dtype, self.data_type = model_runner.dtype, model_runner.kv_cache_dtype
         _refuse(model_runner)
-        known = machine.current.facts(torch.device(model_runner.device))
+        known = machine.current.device_info(torch.device(model_runner.device))
         self._query_dtype = query_dtype(self.dtype, self.data_type, known and known[0])
         head_sizes = {layer.head_dim for layer in _layers(model_runner)}
         for size in head_sizes if known else ():

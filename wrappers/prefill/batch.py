@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import machine
-from ..attention.call import SequenceBatch, listed_requests
+from ..attention.call import SequenceBatch, listed_sequences
 from ..checks import check_flag, check_integer, check_operand, check_strided
 from ..plain import traced
 from ..scalars import integer
@@ -71,7 +71,7 @@ class Batch:
         self.__dict__.update(state)
         if self._planned is not None:
             r = self._planned.requests
-            made = listed_requests(r.page_table, r.kv_lens, r.cu_seqlens_q, r.kv_starts, r.form)
+            made = listed_sequences(r.page_table, r.kv_lens, r.cu_seqlens_q, r.kv_starts, r.form)
             self._planned = self._planned._replace(requests=made)
 
     @property
@@ -232,7 +232,7 @@ class Batch:
         (qo, kv, dim_qk, dim_vo, page_size), (q_dtype, kv_dtype, _) = self._shape, self._types
         requests, rows, keys, most, _, _ = planned
         if traced(q):  # a compiled graph may not hold numbers that vary from plan to plan
-            requests, rows, keys, most = requests._replace(facts=None), None, None, None
+            requests, rows, keys, most = requests._replace(shape_id=None), None, None, None
         try:
             tokens, q_heads, dim = q.shape
             _, kv_heads, size, _ = k.shape

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..attention.call import AttentionCall, SequenceBatch, csr_requests, make_problem, pair
+from ..attention.call import AttentionCall, SequenceBatch, csr_sequences, make_call, pair
 from ..attention.checks import HEAD_SCALES, SIGNATURES
 from ..attention.op import serve
 from ..checks import check_flag, check_integer
@@ -149,7 +149,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Batch):
         k_scales = v_scales = None
         if kv_cache_sf is not None:
             k_scales, v_scales = views("kv_cache_sf", kv_cache_sf, self._kv_layout)
-        return serve(make_problem(AttentionCall, (
+        return serve(make_call(AttentionCall, (
             DECODE, "decode", q, k, v, requests, self._q_len, scale, scale_tensor, out_scale, out_scale_tensor, True,
             self._window_left, self._logits_soft_cap, sinks, k_scales, v_scales, v_scales_interleaved, None,
             real(skip_softmax_threshold_scale_factor), out, self._types.out, None, lse, return_lse, self._invariant,
@@ -173,7 +173,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Batch):
         )  # fmt: skip
 
     def _requests(self, here: tuple[torch.Tensor, ...]) -> SequenceBatch:
-        return csr_requests(None, here[0], here[1], here[2])
+        return csr_sequences(None, here[0], here[1], here[2])
 
 
 def fast_decode_plan(

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..attention.call import AttentionCall, SequenceBatch, csr_requests, make_problem, pair
+from ..attention.call import AttentionCall, SequenceBatch, csr_sequences, make_call, pair
 from ..attention.checks import HEAD_SCALES, SIGNATURES
 from ..attention.op import serve
 from ..checks import check_integer
@@ -193,7 +193,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
         k_scales = v_scales = None
         if kv_cache_sf is not None:
             k_scales, v_scales = views("kv_cache_sf", kv_cache_sf, self._kv_layout)
-        return serve(make_problem(AttentionCall, (
+        return serve(make_call(AttentionCall, (
             PAGED, "prefill", q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor,
             self._causal, self._window_left, self._logits_soft_cap, sinks, k_scales, v_scales,
             v_scales_interleaved, None, real(skip_softmax_threshold_scale_factor), out, self._types.out, None, lse,
@@ -219,7 +219,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
         return get_seq_lens(given[1].to(torch.int64), given[3], page_size)
 
     def _requests(self, here: tuple[torch.Tensor, ...]) -> SequenceBatch:
-        return csr_requests(here[0], here[1], here[2], here[3])
+        return csr_sequences(here[0], here[1], here[2], here[3])
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..attention.call import AttentionCall, SequenceBatch, make_problem, ragged_requests
+from ..attention.call import AttentionCall, SequenceBatch, make_call, ragged_sequences
 from ..attention.checks import HEAD_SCALES, SIGNATURES
 from ..attention.op import serve
 from ..checks import check_strided
@@ -148,7 +148,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Batch):
         k_scales = v_scales = None
         if kv_cache_sf is not None:
             k_scales, v_scales = scales_of(kv_cache_sf, self._kv_layout)
-        return serve(make_problem(AttentionCall, (
+        return serve(make_call(AttentionCall, (
             RAGGED, "prefill", q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor,
             self._causal, self._window_left, self._logits_soft_cap, sinks, k_scales, v_scales, False, None, None, out,
             self._types.out, None, lse, return_lse, False, enable_pdl,
@@ -171,4 +171,4 @@ class BatchPrefillWithRaggedKVCacheWrapper(Batch):
         return given[1].to(torch.int64).diff().clamp(min=0)
 
     def _requests(self, here: tuple[torch.Tensor, ...]) -> SequenceBatch:
-        return ragged_requests(here[0], here[1])
+        return ragged_sequences(here[0], here[1])

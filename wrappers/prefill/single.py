@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..attention.call import AttentionCall, ragged_requests
+from ..attention.call import AttentionCall, ragged_sequences
 from ..attention.checks import HEAD_SCALES, SIGNATURES
 from ..attention.op import serve
 from ..checks import check_strided
@@ -92,7 +92,7 @@ def single_prefill_with_kv_cache(
     )  # fmt: skip
     k_scales, v_scales = (None, None) if kv_cache_sf is None else scales_of(kv_cache_sf, kv_layout)
     own = values.bounds(rows, device)
-    requests = ragged_requests(own, own if rows == keys else values.bounds(keys, device), not traced(q))
+    requests = ragged_sequences(own, own if rows == keys else values.bounds(keys, device), not traced(q))
     return serve(AttentionCall(
         SINGLE, "prefill", q, k, v, requests, rows, scale, scale_tensor, out_scale, out_scale_tensor, causal,
         m.window_left, m.soft_cap, k_scales=k_scales, v_scales=v_scales,

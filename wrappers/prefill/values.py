@@ -221,12 +221,12 @@ def bounds(size: Any, device: torch.device) -> torch.Tensor:
     return torch.arange(0, 2 * size, size, dtype=torch.int32, device=device)
 
 
-FEW = 128  # numbers, up to which Python's lists take a third of the time of torch's operations
+SMALL_LIST = 128  # numbers, up to which Python's lists take a third of the time of torch's operations
 
 
 def last_of(name: str, starts: torch.Tensor) -> int:
     """The last of offsets (B + 1,) on the host; raises where one is negative or below the one before it."""
-    if starts.shape[0] <= FEW:
+    if starts.shape[0] <= SMALL_LIST:
         numbers = starts.tolist()
         good = numbers == sorted(numbers)
     else:
@@ -241,7 +241,7 @@ def last_of(name: str, starts: torch.Tensor) -> int:
 
 def longest(starts: torch.Tensor) -> int:
     """The largest difference of neighbours in offsets (B + 1,) on the host, 0 where there are none."""
-    if starts.shape[0] > FEW:
+    if starts.shape[0] > SMALL_LIST:
         return int(starts.diff().max())
     numbers = starts.tolist()
     return max(map(sub, numbers[1:], numbers), default=0)

@@ -29,7 +29,7 @@ class TopKLaunchPlan:
     sort: Callable[..., Any] | None  # what sorts its values and indices, where the caller wants that: `SortArgs`
     flat: list[Any]  # its arguments, `TopKArgs`; what a call may lack is empty, in the form that `fn` converts fastest
     device: torch.device
-    alone: bool  # the only device of the process
+    single_device: bool  # the only device of the process
     copies: bool  # the kernel cannot read the scores where they are
     rows: int
     checked: bool  # bounds and rows of the table are read and checked before a launch
@@ -78,11 +78,11 @@ def run(call: Call) -> tuple[Any, Any, Any]:
     if plan is None:
         call = with_ints(call)
         validate(call)
-        facts = here.facts(scores.device)
-        plan = plan_for(call, facts)
-        if facts is not None:  # the reference checks nothing: its calls are validated each time
+        device_info = here.device_info(scores.device)
+        plan = plan_for(call, device_info)
+        if device_info is not None:  # the reference checks nothing: its calls are validated each time
             here.keep(key, plan)
-    if not plan.alone and here.current_device() != plan.device.index:
+    if not plan.single_device and here.current_device() != plan.device.index:
         with here.on(plan.device):
             return run(call)
     flat = plan.flat.copy()
@@ -140,28 +140,28 @@ def _refuse_overlap(output: torch.Tensor, other: torch.Tensor) -> None:
         raise ValueError("overlap")
 
 
-def facts_of(call: Call, sms: int) -> TopKKernelRequest:
+def request_of(call: Call, sms: int) -> TopKKernelRequest:
     """What a valid call asks of a kernel on a GPU of so many SMs."""
     rows, width = call.scores.shape
     return TopKKernelRequest(DTYPES[call.scores.dtype], rows, width, call.k, sms)
 
 
-def plan_for(call: Call, facts: tuple[str, int] | None) -> TopKLaunchPlan:
+def plan_for(call: Call, device_info: tuple[str, int] | None) -> TopKLaunchPlan:
     """The plan of a valid call on a machine of these facts; NotImplementedError where no kernel serves it."""
     scores, k = call.scores, call.k
     (rows, width), device = scores.shape, scores.device
     fn: Callable[..., Any] = reference.top_k_rows
     sort: Callable[..., Any] | None = reference.sort_rows if call.sorted else None
     given: Callable[[torch.Tensor], Any] = lambda tensor: tensor  # noqa: E731
-    if facts is not None:
-        arch, sms = facts
+    if device_info is not None:
+        arch, sms = device_info
         try:
-            op, spec = dispatch.select(facts_of(call, sms), arch)
+            op, spec = dispatch.select(request_of(call, sms), arch)
         except NotImplementedError as error:
             field = "k" if any(arch in kernel.ARCHS for kernel in dispatch.KERNELS.values()) else "scores"
             raise NotImplementedError(f"{NAMES[call.function].get(field, field)}: {error}") from None
         fn, given = machine.current.kernel(op, spec, arch), machine.current.argument
-        sorter = dispatch.sorter(facts_of(call, sms)) if call.sorted else None
+        sorter = dispatch.sort_spec(request_of(call, sms)) if call.sorted else None
         if sorter is not None:  # of more than its largest k the reference sorts, too: in torch, on the device
             sort = machine.current.kernel(dispatch.SORT, sorter, arch)
 
@@ -184,7 +184,7 @@ def plan_for(call: Call, facts: tuple[str, int] | None) -> TopKLaunchPlan:
         sort=sort,
         flat=list(flat),
         device=device,
-        alone=facts is None or machine.current.device_count() == 1,
+        single_device=device_info is None or machine.current.device_count() == 1,
         copies=width != 1 and scores.stride(1) != 1,  # per-row functions, and rows without elements
         rows=rows,
         checked=checking() and device.type != "meta",

@@ -105,10 +105,10 @@ def spec_of(q: str, kv: str, dim: int, rows: int, arch: str) -> Spec:
     return AttentionSpec(q, KVSpec(kv), outputs(q), dim, dim, mask, logits, "stream_k", tile)
 
 
-def candidate(problem: KernelRequest, arch: str) -> Spec:
-    """The spec that would serve a problem, if `supports` lets it."""
-    p = problem
-    many = not p.batch_invariant and p.rows * p.group > FEW_ROWS  # other requests' rows count
+def candidate(request: KernelRequest, arch: str) -> Spec:
+    """The spec that would serve a request, if `supports` lets it."""
+    p = request
+    many = not p.batch_invariant and p.rows * p.qhead_per_kvhead > FEW_ROWS  # other requests' rows count
     spec = spec_of(p.q, p.kv, p.head_dim_qk, 2 * FEW_ROWS if many else FEW_ROWS, arch)
     mask = replace(spec.mask, causal="always" if p.causal else "value", custom=p.custom_mask)
     logits = replace(spec.logits, alibi=p.alibi, head_scales=p.head_scales)

@@ -52,7 +52,7 @@ def rows_at_once(spec):
     return 8 if columns_at_once(spec) == 16 else spec.tile.rows_per_warp
 
 
-def passes(spec):
+def reduction_passes(spec):
     """What the warps of a row add up one after the other: (first row of a warp, first column of a lane)."""
     rows = range(0, spec.tile.rows_per_warp, rows_at_once(spec))
     return tuple(product(rows, range(0, spec.head_dim_vo // 8, columns_at_once(spec))))
@@ -84,7 +84,7 @@ def sf_lanes(spec):
     return (1, count) if columns(spec) == 8 else (1, 2)
 
 
-def halves(spec):
+def num_n_tiles(spec):
     """Columns of 8 query rows that a warp's operands of K and V are multiplied with."""
     return spec.tile.rows_per_warp // 8
 
@@ -103,6 +103,6 @@ def scale_blocks(spec):
     return max(1, spec.head_dim_vo // (8 * SF_VEC_SIZE)) if spec.kv.block_scaled else 1
 
 
-def v_offsets(spec):
+def num_v_offsets(spec):
     """Offsets of V that a lane keeps: 2 where adjacent keys use different swizzle patterns (128-byte rows), else 1."""
     return 2 if CachedRow.of(spec, spec.head_dim_vo).width == copy.SWIZZLE_BYTES else 1

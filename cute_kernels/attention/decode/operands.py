@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from ...device import copy, mma, pipeline
 from .. import geometry, logits, quant
 from ..spec import SF_VEC_SIZE
-from .layout import CachedRow, columns, halves, keys, scale_blocks, v_offsets
+from .layout import CachedRow, columns, keys, num_n_tiles, num_v_offsets, scale_blocks
 
 
 class KeyCursor(NamedTuple):
@@ -59,15 +59,15 @@ def allocate_v(spec):
 
 
 @cute.jit
-def fetch_q(spec: cutlass.Constexpr, a, r, x, words: cute.Tensor):
+def fetch_q(spec: cutlass.Constexpr, a, r, tile, words: cute.Tensor):
     """Words (D / 8, half) of this lane's rows g, zeros past the request, their columns in the order of chunks."""
-    w, row = x.w, CachedRow.of(spec, spec.head_dim_qk)
+    w, row = tile.w, CachedRow.of(spec, spec.head_dim_qk)
     g, t = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
     vectors = const_expr(row.width * 8 // spec.kv.bits // 4 // 8)  # of a chunk, 8 elements each
     words.fill(0)
-    for half in cutlass.range_constexpr(halves(spec)):
-        at = x.first + spec.tile.rows_per_warp * x.group + 8 * half + g
-        if at < x.rows:
+    for half in cutlass.range_constexpr(num_n_tiles(spec)):
+        at = tile.first_row + spec.tile.rows_per_warp * tile.row_group + 8 * half + g
+        if at < tile.rows:
             token = geometry.token_of(at, r.pack_factor)
             head = geometry.head_of(at, w.head_idx, r.pack_factor)
             source = a.query.q[w.q_start + token, head, None]
@@ -89,16 +89,16 @@ def load_query(piece: cute.Tensor, words: cute.Tensor):
 
 
 @cute.jit
-def set_q(spec: cutlass.Constexpr, a, r, x, words: cute.Tensor, softmax_scale_log2: Float32):
+def set_q(spec: cutlass.Constexpr, a, r, tile, words: cute.Tensor, softmax_scale_log2: Float32):
     """Operand B of this warp's rows, in the type that is multiplied and the order of the cached words."""
     fmt = quant.kv_format(spec)
     t = cute.arch.lane_idx() % 4
-    for half in cutlass.range_constexpr(halves(spec)):
+    for half in cutlass.range_constexpr(num_n_tiles(spec)):
         q_row_scale, own = Float32(fmt.dequant_scale), words[None, half]
         if const_expr(spec.q == "bf16" and quant.mma_sync_dtype(spec) == "fp16"):
             q_row_scale *= quant.to_fp16(own)
         for i in cutlass.range_constexpr(2):
-            k, row = 2 * half + i, x.first + spec.tile.rows_per_warp * x.group + 8 * half + 2 * t + i
+            k, row = 2 * half + i, tile.first_row + spec.tile.rows_per_warp * tile.row_group + 8 * half + 2 * t + i
             r.tokens[k] = geometry.token_of(row, r.pack_factor)
             r.score_to_log2[k] = cute.arch.shuffle_sync(q_row_scale, 8 * t + 4 * i) * softmax_scale_log2
             capped = a.logits.soft_cap > 0.0
@@ -125,43 +125,43 @@ def issue_qk(spec, s, r, scores, stage, row):
     fill(spec, scores, 0.0)
     for tile in range(keys(spec) // 16):
         rows = (16 * tile, 16 * tile + 8)
-        factors = [k_factors(spec, s, r, stage, row + inside) for inside in rows]
+        factors = [load_k_sf(spec, s, r, stage, row + inside) for inside in rows]
         for b in range(k.chunks):
             operands: list[list[Any]] = [[], []]
             for half, inside in enumerate(rows):
                 for piece in range(max(1, quarter // 16)):
-                    at = base + (b * n + inside) * k.width + r.k_at[piece]
+                    at = base + (b * n + inside) * k.width + r.k_offsets[piece]
                     for word in mma.load(at, min(4, quarter // 4)):
                         block = (b * quarter // 4 + len(operands[half]) // 4) // 2
                         operands[half] += quant.scale_pairs(fmt.pairs(word), factors[half], block)
             for i in range(0, len(operands[0]), 2):
                 a = [operands[half][i + e] for e in range(2) for half in range(2)]
                 at = b * len(operands[0]) + i
-                for h in range(halves(spec)):
+                for h in range(num_n_tiles(spec)):
                     mma.issue(name, scores[None, h], 4 * tile, a, [r.q[at, h], r.q[at + 1, h]])
 
 
-def k_factors(spec, s, r, stage, row):
+def load_k_sf(spec, s, r, stage, row):
     """Scale factors of this lane's quarter of a row of K, a pair of each; None where the cache has none."""
     if not spec.kv.block_scaled:
         return None
     count, size = spec.head_dim_qk // 64, spec.head_dim_qk // SF_VEC_SIZE
-    at = s.k_scales.iterator.toint() + (stage * spec.tile.n + row) * size + r.scales_at[0]
+    at = s.k_scales.iterator.toint() + (stage * spec.tile.n + row) * size + r.sf_offsets[0]
     both = quant.from_e4m3(mma.load_bytes(at, count))
     return [quant.broadcast(both[b // 2], b % 2) for b in range(count)]
 
 
-def load_v_factors(spec, s, r, v: VFragment, stage, row, e, c):
+def load_v_sf(spec, s, r, v: VFragment, stage, row, e, c):
     """Scale factors of the e-th of a lane's keys, of 16 from row + 16 c on; nothing where the cache has none."""
     if spec.kv.block_scaled:
         size, inside = spec.head_dim_vo // SF_VEC_SIZE, 16 * c + 8 * (e // 2)
-        base = s.v_scales.iterator.toint() + (stage * spec.tile.n + row + inside) * size + r.scales_at[1]
+        base = s.v_scales.iterator.toint() + (stage * spec.tile.n + row + inside) * size + r.sf_offsets[1]
         for k in range(scale_blocks(spec)):
-            v.scales[k, e, c] = mma.load_bytes(base + e % 2 * r.scales_at[2] + k * r.scales_at[3], 1)
+            v.scales[k, e, c] = mma.load_bytes(base + e % 2 * r.sf_offsets[2] + k * r.sf_offsets[3], 1)
 
 
 @cute.jit
-def load_v(spec: cutlass.Constexpr, s, r, x, at: KeyCursor, b: cutlass.Constexpr, v: VFragment):
+def load_v(spec: cutlass.Constexpr, s, r, tile, at: KeyCursor, b: cutlass.Constexpr, v: VFragment):
     """This lane's words of a chunk of V, and the scale factors of each key; zeros for those past kv_len (`zero_v`)."""
     chunk, n, row, key = CachedRow.of(spec, spec.head_dim_vo), spec.tile.n, at.row, at.key
     stage, t = pipeline.cursor_stage(at.block), cute.arch.lane_idx() % 4
@@ -170,15 +170,15 @@ def load_v(spec: cutlass.Constexpr, s, r, x, at: KeyCursor, b: cutlass.Constexpr
     for c in cutlass.range_constexpr(keys(spec) // 16):
         for e in cutlass.range_constexpr(4):
             inside = const_expr(16 * c + 8 * (e // 2))
-            own = const_expr(e % 2 if v_offsets(spec) == 2 else 0)
-            words = mma.load(base + (b * n + inside + e % 2 - own) * chunk.width + r.v_at[own], per)
+            own = const_expr(e % 2 if num_v_offsets(spec) == 2 else 0)
+            words = mma.load(base + (b * n + inside + e % 2 - own) * chunk.width + r.v_offsets[own], per)
             for u in cutlass.range_constexpr(per):
                 v.words[u, e, c] = words[u]
-            load_v_factors(spec, s, r, v, stage, row, e, c)
-    if key + keys(spec) > x.w.kv_len:
+            load_v_sf(spec, s, r, v, stage, row, e, c)
+    if key + keys(spec) > tile.w.kv_len:
         for c in cutlass.range_constexpr(keys(spec) // 16):
             for e in cutlass.range_constexpr(4):
-                if key + 16 * c + 8 * (e // 2) + 2 * t + e % 2 >= x.w.kv_len:
+                if key + 16 * c + 8 * (e // 2) + 2 * t + e % 2 >= tile.w.kv_len:
                     zero_v(spec, v, e, c)
 
 
@@ -190,7 +190,7 @@ def zero_v(spec, v: VFragment, e, c):
     v.scales[None, e, c].fill(0)
 
 
-def v_factors(spec, v: VFragment, c):
+def v_sf_pairs(spec, v: VFragment, c):
     """Factors of 16 keys as pairs [key pair][block]; None where the cache has none."""
     if not spec.kv.block_scaled:
         return [None, None]
@@ -203,7 +203,7 @@ def issue_pv(spec, r, p, b, v: VFragment):
     """O^T += V^T P^T of a chunk; p: words of P (two for 16 keys, half)."""
     name, fmt = quant.mma_sync_dtype(spec), quant.kv_format(spec)
     for c in range(keys(spec) // 16):
-        factors = v_factors(spec, v, c)
+        factors = v_sf_pairs(spec, v, c)
         for u in range(cute.size(v.words, mode=[0])):
             both = [fmt.values(v.words[u, 2 * e, c], v.words[u, 2 * e + 1, c]) for e in range(2)]
             both = [quant.scale_pairs(both[e], factors[e], u // 2) for e in range(2)]
@@ -211,5 +211,5 @@ def issue_pv(spec, r, p, b, v: VFragment):
             for i in range(0, fmt.elements, 2):
                 a = [of[e][i + half] for e in range(2) for half in range(2)]
                 at = 2 * (b * columns(spec) + u * fmt.elements + i)
-                for h in range(halves(spec)):
+                for h in range(num_n_tiles(spec)):
                     mma.issue(name, r.o[None, h], at, a, [p[2 * c, h], p[2 * c + 1, h]])

@@ -27,8 +27,8 @@ class ReduceSmem:
 class RowStats(NamedTuple):
     """Of a row: maximum in log2 units, sum of all exponentials / 2^top."""
 
-    top: Float32
-    total: Float32
+    row_max: Float32
+    row_sum: Float32
 
 
 def allocate(spec, smem):
@@ -43,16 +43,17 @@ def allocate(spec, smem):
 
 
 @cute.jit
-def store(spec: cutlass.Constexpr, s, r, x, turn: Int32, at: cutlass.Constexpr):
-    """What a pass adds up of this warp's O, and the maxima and sums of its rows, to s.merge. at: of `layout.passes`."""
-    own, (low, number) = x.number, at
+def store(spec: cutlass.Constexpr, s, r, tile, turn: Int32, at: cutlass.Constexpr):
+    """What a pass adds up of this warp's O, and the maxima and sums of its rows, to s.merge. at: of
+    `layout.reduction_passes`."""
+    own, (low, number) = tile.warp_idx, at
     g, t, count = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4, const_expr(columns_at_once(spec) // PIECE)
     pipeline.producer_acquire(s.merge.ready, turn)
-    if spec.tile.rows_per_warp * x.group < x.left:
+    if spec.tile.rows_per_warp * tile.row_group < tile.rows_left:
         for k in cutlass.range_constexpr(low // 4, (low + rows_at_once(spec)) // 4):
             row = (k // 2 * 8 - low) + 2 * t + k % 2
             if const_expr(number == 0):
-                total = warp.across_quads(r.st.row_sum[k], lambda x, y: x + y)
+                total = warp.reduce_across_quads(r.st.row_sum[k], lambda x, y: x + y)
                 s.merge.stats[own, low + row, 0], s.merge.stats[own, low + row, 1] = (
                     r.st.row_max[k] * r.to_log2[k],
                     total,
@@ -68,16 +69,16 @@ def store(spec: cutlass.Constexpr, s, r, x, turn: Int32, at: cutlass.Constexpr):
 
 
 @cute.jit
-def add_up(spec: cutlass.Constexpr, s, x, row: Uint32, piece: Uint32, total: cute.Tensor):
+def combine_warps(spec: cutlass.Constexpr, s, tile, row: Uint32, piece: Uint32, total: cute.Tensor):
     """total = sum of O x 2^(maximum - top) over the warps of a row; its Sums."""
     each = const_expr(spec.tile.rows_per_warp)
-    first, inside, part = Int32(row // each) * x.shares, row % each, cute.make_rmem_tensor(PIECE, Float32)
+    first, inside, part = Int32(row // each) * tile.key_shares, row % each, cute.make_rmem_tensor(PIECE, Float32)
     top, exponentials, stored = -Float32.inf, Float32(0.0), inside % rows_at_once(spec)
     total.fill(0.0)
-    for c in cutlass.range(x.shares, unroll=4):
+    for c in cutlass.range(tile.key_shares, unroll=4):
         top = cute.arch.fmax(top, s.merge.stats[first + c, inside, 0])
     base = Float32(0.0) if top == -Float32.inf else top
-    for c in cutlass.range(x.shares, unroll=4):
+    for c in cutlass.range(tile.key_shares, unroll=4):
         factor = cute.math.exp2(s.merge.stats[first + c, inside, 0] - base, fastmath=True)
         exponentials = warp.fma(factor, s.merge.stats[first + c, inside, 1], exponentials)
         copy.vector(s.merge.o[first + c, stored, piece ^ (stored // 2), None], part)
@@ -86,37 +87,37 @@ def add_up(spec: cutlass.Constexpr, s, x, row: Uint32, piece: Uint32, total: cut
 
 
 @cute.jit
-def finish(spec: cutlass.Constexpr, a, r, x, row: Int32, column: Int32, total: cute.Tensor, sums: RowStats):
+def store_output(spec: cutlass.Constexpr, a, r, tile, row: Int32, column: Int32, total: cute.Tensor, stats: RowStats):
     """PIECE columns of a row of the tile, from `column` * PIECE on, to the output or to its part; with the first ones
     its LSE."""
-    at, dequant_scale = x.first + row, Float32(quant.kv_format(spec).dequant_scale)
-    if x.w.split.slot >= 0:
-        normal = softmax.normalizer(sums.top, sums.total, -Float32.inf)
+    at, dequant_scale = tile.first_row + row, Float32(quant.kv_format(spec).dequant_scale)
+    if tile.w.split.slot >= 0:
+        normal = softmax.normalizer(stats.row_max, stats.row_sum, -Float32.inf)
         total.store(total.load() * (normal.inv_row_sum * dequant_scale))
-        epilogue.store_partial(spec, a, x.w.split.slot, row, column, total, normal.lse)
+        epilogue.store_partial(spec, a, tile.w.split.slot, row, column, total, normal.lse)
     else:
         token = geometry.token_of(at, r.pack_factor)
-        head = geometry.head_of(at, x.w.head_idx, r.pack_factor)
-        normal = softmax.normalizer(sums.top, sums.total, epilogue.sink_of(a, head))
+        head = geometry.head_of(at, tile.w.head_idx, r.pack_factor)
+        normal = softmax.normalizer(stats.row_max, stats.row_sum, epilogue.sink_of(a, head))
         total.store(total.load() * (normal.inv_row_sum * dequant_scale * epilogue.output_scale(a)))
-        epilogue.store_piece(spec, a, x.w.q_start + token, head, column, total, sf_lanes(spec))
-        epilogue.store_lse(a, x.w.q_start + token, head, normal.lse, column == 0)
+        epilogue.store_piece(spec, a, tile.w.q_start + token, head, column, total, sf_lanes(spec))
+        epilogue.store_lse(a, tile.w.q_start + token, head, normal.lse, column == 0)
 
 
 @cute.jit
-def merge(spec: cutlass.Constexpr, a, s, r, x, turn: Int32, at: cutlass.Constexpr):
+def merge(spec: cutlass.Constexpr, a, s, r, tile, turn: Int32, at: cutlass.Constexpr):
     """What a pass adds up of the tile's output, or its part's, that all warps have stored."""
     tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
     count = const_expr(columns_at_once(spec) // PIECE)  # pieces of a lane
     pieces, (low, number) = const_expr(8 * count), at  # of a row
     pipeline.consumer_wait(s.merge.ready, turn)
-    rows = rows_of_pass(spec, low, x.left)
+    rows = rows_of_pass(spec, low, tile.rows_left)
     for index in cutlass.range(tid, pieces * rows, 32 * spec.tile.warps, unroll=1):
         which = Uint32(index)  # without a sign: divisions are shifts
         row, piece = row_of_pass(spec, low, which // pieces), which % pieces
         total = cute.make_rmem_tensor(PIECE, Float32)
-        sums = add_up(spec, s, x, row, piece, total)
+        stats = combine_warps(spec, s, tile, row, piece, total)
         column = first_column(spec, number + PIECE * (piece % count), piece // count)
-        finish(spec, a, r, x, Int32(row), Int32(column // PIECE), total, sums)
+        store_output(spec, a, r, tile, Int32(row), Int32(column // PIECE), total, stats)
     cute.arch.sync_warp()
     pipeline.consumer_release(s.merge.ready, turn)

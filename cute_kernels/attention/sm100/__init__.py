@@ -18,7 +18,7 @@ class Sm100TileConfig:
     """m query rows x n keys a CTA: halves of 128 rows, or one, whose KV blocks two warpgroups of softmax have in turn.
     few: such are the tiles of requests of at most 128 rows. `stages` K and as many V tiles in flight, `q_stages` Q
     tiles. raw_stages: of K and V as they are stored, where they are prepared, 0: as many. load_warps: warps that fill a
-    stage together. emulated: of 16 exponentials, those without the special function unit, where no key is hidden."""
+    stage together. ex2_emu: of 16 exponentials, those without the special function unit, where no key is hidden."""
 
     m: int = 256
     n: int = 128
@@ -26,8 +26,8 @@ class Sm100TileConfig:
     q_stages: int = 1
     raw_stages: int = 0
     load_warps: int = 1
-    emulated: int = 0
-    few: bool = False
+    ex2_emu: int = 0
+    has_half_tiles: bool = False
     dequant_pieces: ClassVar[int] = 2  # of rows, that a lane dequantises at a time
     l2_bytes: ClassVar[int] = 32 << 20  # of K and V at work at a time; L2 is 126 MB in two halves
     per_tile_pack_gqa: ClassVar[bool] = True  # of `work.WorkTileInfo`
@@ -38,11 +38,11 @@ class Sm100TileConfig:
     @property
     def m_choices(self) -> tuple[int, ...]:
         """Rows that a tile may have."""
-        return (self.m // 2, self.m) if self.few else (self.m,)
+        return (self.m // 2, self.m) if self.has_half_tiles else (self.m,)
 
     @property
     def name(self) -> str:
-        return f"m{self.m}n{self.n}s{self.stages}" + (f"e{self.emulated}" if self.emulated else "")
+        return f"m{self.m}n{self.n}s{self.stages}" + (f"e{self.ex2_emu}" if self.ex2_emu else "")
 
 
 Spec = AttentionSpec[Sm100TileConfig]
@@ -81,21 +81,21 @@ ROWS = {dims: tile.m for dims, tile in TILES.items()}  # of a tile: O of two hal
 USUAL = ((64, 64), (128, 128))
 FP8 = "e4m3"
 QUANTISED = ("e4m3", "e5m2", "nvfp4")  # types of caches
-EMULATED = {"sm_100a": 4}  # of 16 exponentials; sm_103a's special function unit has twice the rate
+EX2_EMU = {"sm_100a": 4}  # of 16 exponentials; sm_103a's special function unit has twice the rate
 
 
 def tile_of(q: str, kv: str, dims: tuple[int, int], arch: str) -> Sm100TileConfig:
     """None where the kernel has no such head_dim."""
     tiles = (FP8_TILES if q == FP8 else TILES) if q == kv else E4M3_QUERY_TILES if q == FP8 else QUANTISED_TILES
     tile = tiles.get(dims)
-    few = EMULATED.get(arch, 0) if dims != (256, 256) else 0  # whose MMAs take twice the time of exponentials
-    return cast(Sm100TileConfig, tile and replace(tile, emulated=few))
+    ex2_emu = EX2_EMU.get(arch, 0) if dims != (256, 256) else 0  # whose MMAs take twice the time of exponentials
+    return cast(Sm100TileConfig, tile and replace(tile, ex2_emu=ex2_emu))
 
 
 def sharing(p: KernelRequest) -> Spec:
-    """The spec that would serve decode, without a tile for few rows. What else the problem asks `shares` refuses."""
+    """The spec that would serve decode, without a tile for few rows. What else the request asks `shares` refuses."""
     modified = p.window or p.soft_cap
-    many = p.rows * p.group > SHARED_ROWS and not p.batch_invariant
+    many = p.rows * p.qhead_per_kvhead > SHARED_ROWS and not p.batch_invariant
     tile = SHARED_TILES.get((p.head_dim_qk, p.head_dim_vo)) if many else None
     mask = MaskSpec("always" if p.causal else "never", modified, p.drafts, p.custom_mask)
     logits = LogitsSpec(modified, p.skip, p.alibi, p.head_scales)
@@ -106,11 +106,11 @@ def sharing(p: KernelRequest) -> Spec:
     )
 
 
-def candidate(problem: KernelRequest, arch: str) -> Spec:
-    """The spec that would serve a problem, if `supports` lets it."""
-    if problem.phase == "decode":
-        return sharing(problem)
-    p, dims = problem, (problem.head_dim_qk, problem.head_dim_vo)
+def candidate(request: KernelRequest, arch: str) -> Spec:
+    """The spec that would serve a request, if `supports` lets it."""
+    if request.phase == "decode":
+        return sharing(request)
+    p, dims = request, (request.head_dim_qk, request.head_dim_vo)
     mask, logits = MaskSpec("always" if p.causal else "never"), LogitsSpec()
     plain = p.out in DTYPES and not (p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi)
     out = (p.out,) if plain else outputs(p.q, p.out)[: 1 if p.out in DTYPES and p.q in DTYPES else 3]
@@ -119,7 +119,7 @@ def candidate(problem: KernelRequest, arch: str) -> Spec:
     logits = replace(logits, skip=p.skip, alibi=p.alibi)
     kv, tile = KVSpec(p.kv, kv_source(p)), tile_of(p.q, p.kv, dims, arch)
     if tile is not None and tile.m == 256 and not p.skip:  # whose rule depends on the blocks before
-        tile = replace(tile, few=True)
+        tile = replace(tile, has_half_tiles=True)
     return AttentionSpec(p.q, kv, out, *dims, mask, logits, tile=tile)
 
 
@@ -142,7 +142,7 @@ def supports(spec: Spec) -> Refusal | None:
     t, m = spec.tile, ROWS[spec.dims]
     if t is None or t.m != m or t.n not in (64, 96, 128) or t.load_warps != 1:
         return Refusal("tile", f"{t}: m is {m}, n 64, 96 or 128, a warp fills a stage")
-    if t.few and (m < 256 or spec.logits.skip):
+    if t.has_half_tiles and (m < 256 or spec.logits.skip):
         return Refusal("tile", f"{t}: tiles of 128 rows too, where m is 256, without skip-softmax")
     return None
 
@@ -156,7 +156,7 @@ def shares(spec: Spec) -> Refusal | None:
         return Refusal("phase", "decode: serves 16-bit queries, caches and outputs of one type, pages that TMA fetches")
     if spec.mask != MaskSpec("always", spec.mask.window) or spec.logits != LogitsSpec(spec.logits.soft_cap):
         return Refusal("phase", "decode: serves causal masks, windows and soft caps")
-    if spec.tile.m != 128 or spec.tile.n not in (64, 96, 128) or spec.tile.load_warps != 1 or spec.tile.few:
+    if spec.tile.m != 128 or spec.tile.n not in (64, 96, 128) or spec.tile.load_warps != 1 or spec.tile.has_half_tiles:
         return Refusal("phase", f"decode: {spec.tile}: m is 128, n 64, 96 or 128, a warp fills a stage")
     return None
 
@@ -168,17 +168,17 @@ def shipped(arch: str) -> list[Spec]:
     quantised K and V, a causal one and that of modifiers. Others are compiled at their first call."""
     found = []
     for q, dims in (*product(("bf16",), TILES), *product(("fp16", FP8), USUAL)):
-        problem = KernelRequest(q, q, outputs(q)[0], *dims)
-        some = replace(problem, causal=True), replace(problem, causal=False), replace(problem, window=True)
+        request = KernelRequest(q, q, outputs(q)[0], *dims)
+        some = replace(request, causal=True), replace(request, causal=False), replace(request, window=True)
         found += [candidate(one, arch) for one in some]
     for q, dims in product(DTYPES, USUAL):
-        problem = KernelRequest(q, q, q, *dims)
-        gathered = replace(problem, page_size=1), replace(problem, page_size=1, window=True)
-        others = replace(problem, causal=False, custom_mask=True), replace(problem, skip=True)
+        request = KernelRequest(q, q, q, *dims)
+        gathered = replace(request, page_size=1), replace(request, page_size=1, window=True)
+        others = replace(request, causal=False, custom_mask=True), replace(request, skip=True)
         found += [candidate(one, arch) for one in (*gathered, *others)]
     for kv, dims in product(("e4m3", "nvfp4"), USUAL):
-        problem = KernelRequest("bf16", kv, "bf16", *dims)
-        found += [candidate(replace(problem, causal=True), arch), candidate(replace(problem, window=True), arch)]
+        request = KernelRequest("bf16", kv, "bf16", *dims)
+        found += [candidate(replace(request, causal=True), arch), candidate(replace(request, window=True), arch)]
     for q, (dim, _) in product(DTYPES, USUAL):
         decode = KernelRequest(q, q, q, dim, dim, phase="decode")
         found += [candidate(decode, arch), candidate(replace(decode, window=True), arch)]

@@ -11,7 +11,7 @@ from .. import epilogue, geometry, logits, quant, softmax, splits
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from .mma_utils import O
-from .roles import ROWS, SLOTS, WARPS, always, groups, roles, rounds, tile_halves, turns
+from .roles import ROWS, SLOTS, WARPS, groups, is_static, num_iterations, pingpong_groups, roles, tile_q_stage
 
 LOADED = 16  # columns of O that are in registers, and stored, at a time: a block of NVFP4's
 
@@ -20,24 +20,24 @@ class SoftmaxStats(NamedTuple):
     """Of a row. value: what O is to be multiplied by, at a tile's end the sum of its exponentials. top: then, their
     maximum in log2 units."""
 
-    value: Float32
-    top: Float32
+    scale_or_sum: Float32
+    row_max: Float32
 
 
-def column_of(s, group):
+def o_address(s, group):
     """Address of O of a group, in this warp's lanes of tensor memory."""
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
-    return s.tensor[0] + tmem.lanes(number) + (O + group * ROWS)
+    return s.tmem_ptr[0] + tmem.lanes(number) + (O + group * ROWS)
 
 
 @cute.jit
-def take(s, group, row: Int32, item: Int32):
-    """What `softmax.hand_over` says of a row."""
-    pipeline.mbarrier_wait(s.grown + group, item)
-    what = SoftmaxStats(s.growth[row, group, 0], s.growth[row, group, 1])
+def recv_stats(s, group, row: Int32, item: Int32):
+    """What `softmax.send_stats` says of a row."""
+    pipeline.mbarrier_wait(s.sm_stats_full + group, item)
+    stats = SoftmaxStats(s.sm_stats[row, group, 0], s.sm_stats[row, group, 1])
     cute.arch.sync_warp()
-    pipeline.mbarrier_arrive(s.read + group)
-    return what
+    pipeline.mbarrier_arrive(s.sm_stats_empty + group)
+    return stats
 
 
 @cute.jit
@@ -55,23 +55,23 @@ class CombinedStats(NamedTuple):
     """Of a row of a half. top, total: as `SoftmaxStats`, of all its groups. first, second: 2^(top of a group - top), of
     the group that has the tile's first block and, where blocks are had in turn, of the other."""
 
-    top: Float32
-    total: Float32
-    first: Float32
-    second: Float32
+    row_max: Float32
+    row_sum: Float32
+    scale_0: Float32
+    scale_1: Float32
 
 
 @cute.jit
-def sums(s, group: cutlass.Constexpr, row: Int32, item: Int32, in_turn: cutlass.Constexpr):
+def combined_stats(s, group: cutlass.Constexpr, row: Int32, item: Int32, is_pingpong: cutlass.Constexpr):
     """The `CombinedStats` of a row of a group, or of both."""
-    one = take(s, group, row, item)
-    result = CombinedStats(one.top, one.value, Float32(1.0), Float32(0.0))
-    if const_expr(in_turn):
-        two = take(s, 1, row, item)
-        top = cute.arch.fmax(one.top, two.top)
+    one = recv_stats(s, group, row, item)
+    result = CombinedStats(one.row_max, one.scale_or_sum, Float32(1.0), Float32(0.0))
+    if const_expr(is_pingpong):
+        two = recv_stats(s, 1, row, item)
+        top = cute.arch.fmax(one.row_max, two.row_max)
         known = Float32(0.0) if top == -Float32.inf else top
-        first, second = (cute.math.exp2(x.top - known, fastmath=True) for x in (one, two))
-        result = CombinedStats(top, warp.fma(two.value, second, one.value * first), first, second)
+        first, second = (cute.math.exp2(x.row_max - known, fastmath=True) for x in (one, two))
+        result = CombinedStats(top, warp.fma(two.scale_or_sum, second, one.scale_or_sum * first), first, second)
     return result
 
 
@@ -82,17 +82,17 @@ class OutputRow(NamedTuple):
     number: Int32
     token: Int32
     head: Int32
-    whole: Any
-    part: Any
+    is_output: Any
+    is_partial: Any
     lse: Float32
-    first: Float32
-    second: Float32
+    scale_0: Float32
+    scale_1: Float32
 
 
 class CorrectionCounters(NamedTuple):
     """Before the tile's end: rounds and tiles."""
 
-    rounds: Int32
+    num_iterations: Int32
     tiles: Int32
 
 
@@ -105,11 +105,11 @@ def finish(
     group: cutlass.Constexpr,
     row: Int32,
     at: CorrectionCounters,
-    in_turn: cutlass.Constexpr,
+    is_pingpong: cutlass.Constexpr,
 ):
     """The thread's row of a half: O and LSE. group: the half's; in_turn: both are."""
-    half = 0 if const_expr(in_turn) else group
-    number = (tile_halves(spec, w) * w.m_block + half) * ROWS + row
+    half = 0 if const_expr(is_pingpong) else group
+    number = (tile_q_stage(spec, w) * w.m_block + half) * ROWS + row
     token = geometry.token_of(number, geometry.pack_divisor(w))
     head = geometry.head_of(number, w.head_idx, geometry.pack_divisor(w))
     sink, factor, second = epilogue.sink_of(a, head), Float32(0.0), Float32(0.0)
@@ -117,26 +117,28 @@ def finish(
     if const_expr(work.is_split_kv(spec)):
         sink = -Float32.inf if w.split.slot >= 0 else sink  # it enters where parts are merged
         whole, part = whole and w.split.slot < 0, whole and w.split.slot >= 0
-    lse, mine = sink * logits.LOG2_E, const_expr(range(SLOTS) if in_turn else (group,))
+    lse, mine = sink * logits.LOG2_E, const_expr(range(SLOTS) if is_pingpong else (group,))
     if w.n_block_max > w.n_block_min:
-        of = sums(s, group, row, at.rounds + at.tiles, in_turn)
-        normal = softmax.normalizer(of.top, of.total, sink)
+        of = combined_stats(s, group, row, at.num_iterations + at.tiles, is_pingpong)
+        normal = softmax.normalizer(of.row_max, of.row_sum, sink)
         out = a.out.out_scale * softmax.head_scale(a.out.out_scale_ptr, head)
         if const_expr(work.is_split_kv(spec)):
             out = Float32(1.0) if w.split.slot >= 0 else out
         lse, factor = normal.lse, normal.inv_row_sum * (out * const_expr(quant.kv_format(spec).dequant_scale))
-        if const_expr(in_turn):
-            factor, second = factor * of.first, factor * of.second
+        if const_expr(is_pingpong):
+            factor, second = factor * of.scale_0, factor * of.scale_1
         for g in mine:
-            pipeline.mbarrier_wait(s.done + g, at.tiles if const_expr(groups(spec) == SLOTS) else at.rounds - 1)
-        tmem.after_wait()
+            pipeline.mbarrier_wait(
+                s.o_full + g, at.tiles if const_expr(groups(spec) == SLOTS) else at.num_iterations - 1
+            )
+        tmem.fence_after_thread_sync()
     into = OutputRow(row, w.q_start + token, head, whole, part, lse, factor, second)
     for c in cutlass.range_constexpr(0, spec.head_dim_vo, LOADED):
-        store_columns(spec, a, s, w, into, group, c, in_turn)
+        store_columns(spec, a, s, w, into, group, c, is_pingpong)
     if w.n_block_max > w.n_block_min:
-        tmem.before_signal()
+        tmem.fence_before_thread_sync()
         for g in mine:
-            pipeline.mbarrier_arrive(s.stored + g)
+            pipeline.mbarrier_arrive(s.o_empty + g)
     epilogue.store_lse(a, into.token, head, lse, whole)
 
 
@@ -149,22 +151,22 @@ def store_columns(
     into: OutputRow,
     group: cutlass.Constexpr,
     c: cutlass.Constexpr,
-    in_turn: cutlass.Constexpr,
+    is_pingpong: cutlass.Constexpr,
 ):
     """Columns c to c + LOADED - 1 of the thread's row of O, zeros where no row of the tile sees a key."""
     values = cute.make_rmem_tensor(LOADED, Float32)
     values.fill(0.0)
     if w.n_block_max > w.n_block_min:
-        loaded = tmem.load(column_of(s, group) + c, LOADED)
+        loaded = tmem.load(o_address(s, group) + c, LOADED)
         tmem.wait_load()
         for e in cutlass.range_constexpr(LOADED):
-            values[e] = loaded[e] * into.first
-    if const_expr(in_turn):
+            values[e] = loaded[e] * into.scale_0
+    if const_expr(is_pingpong):
         add_columns(s, w, into, c, values)
     if const_expr(work.is_split_kv(spec)):
-        if into.part:
+        if into.is_partial:
             epilogue.store_partial(spec, a, w.split.slot, into.number, Int32(c // LOADED), values, into.lse)
-    if into.whole:
+    if into.is_output:
         epilogue.store_piece(spec, a, into.token, into.head, Int32(c // LOADED), values, ())
 
 
@@ -172,22 +174,22 @@ def store_columns(
 def add_columns(s, w: WorkTileInfo, into: OutputRow, c: cutlass.Constexpr, values: cute.Tensor):
     """What group 1 found, which has the tile's second block. A group without a key of the row may hold 0 x NaN."""
     for e in cutlass.range_constexpr(LOADED):
-        values[e] = values[e] if into.first != 0.0 else Float32(0.0)
+        values[e] = values[e] if into.scale_0 != 0.0 else Float32(0.0)
     if w.n_block_max - w.n_block_min > 1:
-        loaded = tmem.load(column_of(s, 1) + c, LOADED)
+        loaded = tmem.load(o_address(s, 1) + c, LOADED)
         tmem.wait_load()
         for e in cutlass.range_constexpr(LOADED):
-            values[e] = warp.fma(loaded[e], into.second, values[e]) if into.second != 0.0 else values[e]
+            values[e] = warp.fma(loaded[e], into.scale_1, values[e]) if into.scale_1 != 0.0 else values[e]
 
 
 @cute.jit
 def finish_tile(spec: cutlass.Constexpr, a, s, w: WorkTileInfo, row: Int32, at: CorrectionCounters):
     """The thread's row of each half."""
-    n = turns(spec, w)
-    if const_expr(always(n, 1)):
+    n = pingpong_groups(spec, w)
+    if const_expr(is_static(n, 1)):
         for group in cutlass.range_constexpr(groups(spec)):
             finish(spec, a, s, w, group, row, at, False)
-    elif const_expr(always(n, 2)):
+    elif const_expr(is_static(n, 2)):
         finish(spec, a, s, w, 0, row, at, True)
     elif n == 1:
         for group in cutlass.range_constexpr(groups(spec)):
@@ -197,7 +199,7 @@ def finish_tile(spec: cutlass.Constexpr, a, s, w: WorkTileInfo, row: Int32, at: 
 
 
 @cute.jit
-def correct(spec: cutlass.Constexpr, plan, s):
+def correction(spec: cutlass.Constexpr, plan, s):
     """All tiles of the CTA."""
     a = plan.args
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
@@ -206,17 +208,19 @@ def correct(spec: cutlass.Constexpr, plan, s):
     w = work.consume(spec, s, t)
     while w.is_valid != 0:
         if w.n_block_max > w.n_block_min:
-            count = rounds(spec, w)
+            count = num_iterations(spec, w)
             for left in cutlass.range(count, 0, -1, unroll=1):
                 for group in cutlass.range_constexpr(groups(spec)):
-                    factor = take(s, group, row, i + q).value
+                    factor = recv_stats(s, group, row, i + q).scale_or_sum
                     if left < count:
                         if const_expr(groups(spec) < SLOTS):  # of every block: a phase looks like the one before last
-                            pipeline.mbarrier_wait(s.done, i - 1)
-                        tmem.after_wait()
-                        rescale(spec, column_of(s, group), factor)
-                        tmem.before_signal()
-                    pipeline.mbarrier_arrive(s.early + (group if const_expr(groups(spec) == SLOTS) else i % SLOTS))
+                            pipeline.mbarrier_wait(s.o_full, i - 1)
+                        tmem.fence_after_thread_sync()
+                        rescale(spec, o_address(s, group), factor)
+                        tmem.fence_before_thread_sync()
+                    pipeline.mbarrier_arrive(
+                        s.p_full_o_rescaled + (group if const_expr(groups(spec) == SLOTS) else i % SLOTS)
+                    )
                 i += 1
         finish_tile(spec, a, s, w, row, CorrectionCounters(i, q))
         if w.n_block_max > w.n_block_min:
@@ -224,4 +228,4 @@ def correct(spec: cutlass.Constexpr, plan, s):
         t += 1
         w = work.consume(spec, s, t)
     if const_expr(work.is_split_kv(spec)):
-        splits.barrier(roles(spec).warps("softmax", "correct"))
+        splits.barrier(roles(spec).warps("softmax", "correction"))

@@ -46,8 +46,8 @@ from ..prepare import dequantises, operand_stages, scales_q_rows
 from ..schedule import tiles, work
 from ..spec import BITS
 from . import skip_votes
-from .correction import correct
-from .mma import multiply
+from .correction import correction
+from .mma import mma
 from .prepare import prepare_kv
 from .query import load_q, schedule_and_load_q
 from .roles import ROWS, SLOTS, WARPS, groups, roles
@@ -78,23 +78,23 @@ class Sm100SharedStorage:
     v: cute.Tensor
     work: cute.Tensor
     scheduler: tiles.SchedulerSmem | None
-    growth: cute.Tensor  # (ROWS, groups, 2): factor on O; at a tile's end, sum and maximum in log2 units
-    tensor: cute.Tensor  # (1,): address of tensor memory
+    sm_stats: cute.Tensor  # (ROWS, groups, 2): factor on O; at a tile's end, sum and maximum in log2 units
+    tmem_ptr: cute.Tensor  # (1,): address of tensor memory
     work_pipe: pipeline.Pipeline
     q_pipe: pipeline.Pipeline
     raw_k_pipe: pipeline.Pipeline
     raw_v_pipe: pipeline.Pipeline
     k_pipe: pipeline.Pipeline
     v_pipe: pipeline.Pipeline
-    scores: cute.Pointer
-    grown: cute.Pointer
-    read: cute.Pointer
-    early: cute.Pointer
-    late: cute.Pointer
-    done: cute.Pointer
-    stored: cute.Pointer
-    votes: Any = None  # of `skip`
-    ready_pipe: Any = None
+    s_full: cute.Pointer
+    sm_stats_full: cute.Pointer
+    sm_stats_empty: cute.Pointer
+    p_full_o_rescaled: cute.Pointer
+    p_last_split: cute.Pointer
+    o_full: cute.Pointer
+    o_empty: cute.Pointer
+    skip_votes: Any = None  # of `skip`
+    q_ready_pipe: Any = None
     q_row_scales: Any = None  # (m, 2): of rows of Q
     k_scales: Any = None  # of raw stages
     v_scales: Any = None
@@ -128,9 +128,9 @@ def shared(spec, plan):
         if BITS[spec.q] < 16:  # else in place
             q = operand_stages(spec, smem, (t.m, spec.head_dim_qk), t.q_stages)
     published = work.allocate(spec, smem)
-    growth = smem.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, groups(spec), 2)), 16)
-    tensor = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
-    signals = lambda arrivals: pipeline.make_mbarriers(smem, SLOTS, arrivals)  # noqa: E731
+    sm_stats = smem.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, groups(spec), 2)), 16)
+    tmem_ptr = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
+    mbarriers = lambda arrivals: pipeline.make_mbarriers(smem, SLOTS, arrivals)  # noqa: E731
     pipes = [pipeline.make(smem, raw, arrivals(spec, r), r.warps(f"prepare_{x}") or 1) for x in "kv"]
     operands = [pipeline.make(smem, t.stages, r.warps(f"prepare_{x}"), 1) for x in "kv"] if dequantises(spec) else pipes
     return Sm100SharedStorage(
@@ -142,23 +142,23 @@ def shared(spec, plan):
         v=v,
         work=published,
         scheduler=None if work.is_split_kv(spec) else tiles.allocate(smem),
-        growth=growth,
-        tensor=tensor,
+        sm_stats=sm_stats,
+        tmem_ptr=tmem_ptr,
         work_pipe=pipeline.make(smem, work.STAGES[spec.schedule], 1, r.warps() - r.warps("idle")),
         q_pipe=pipeline.make(smem, t.q_stages, 1, 1),
         raw_k_pipe=pipes[pages.K],
         raw_v_pipe=pipes[pages.V],
         k_pipe=operands[pages.K],
         v_pipe=operands[pages.V],
-        scores=signals(1),
-        grown=signals(WARPS),
-        read=signals(WARPS),
-        early=signals(2 * WARPS),
-        late=signals(WARPS),
-        done=signals(1),
-        stored=signals(WARPS),
-        votes=skip_votes.allocate(smem, groups(spec)) if spec.logits.skip else None,
-        ready_pipe=pipeline.make(smem, 2, WARPS, 1) if dequantises(spec) else None,
+        s_full=mbarriers(1),
+        sm_stats_full=mbarriers(WARPS),
+        sm_stats_empty=mbarriers(WARPS),
+        p_full_o_rescaled=mbarriers(2 * WARPS),
+        p_last_split=mbarriers(WARPS),
+        o_full=mbarriers(1),
+        o_empty=mbarriers(WARPS),
+        skip_votes=skip_votes.allocate(smem, groups(spec)) if spec.logits.skip else None,
+        q_ready_pipe=pipeline.make(smem, 2, WARPS, 1) if dequantises(spec) else None,
         q_row_scales=smem.allocate_tensor(cutlass.Float32, cute.make_layout((t.m, 2)), 16)
         if scales_q_rows(spec)
         else None,
@@ -172,7 +172,7 @@ def shared(spec, plan):
 def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
     """The warps of the warpgroup that multiplies and loads."""
     if warp == roles(spec).first("mma"):
-        multiply(spec, plan, s)
+        mma(spec, plan, s)
     elif warp == roles(spec).first("load_k"):
         into = load.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
         load.load_kv(spec, plan, s, into, pages.K, Int32(0), produces_tiles=not work.is_split_kv(spec))
@@ -192,18 +192,18 @@ def kernel(spec: cutlass.Constexpr, plan: Sm100KernelParams):
     s = shared(spec, plan)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == roles(spec).first("mma"):
-        tmem.allocate(s.tensor.iterator)
+        tmem.alloc(s.tmem_ptr.iterator)
     cute.arch.mbarrier_init_fence()
-    tmem.before_signal()
+    tmem.fence_before_thread_sync()
     cute.arch.barrier()
-    tmem.after_wait()
+    tmem.fence_after_thread_sync()
     cute.arch.griddepcontrol_wait()
-    if warp < roles(spec).first("correct"):
+    if warp < roles(spec).first("correction"):
         cute.arch.setmaxregister_increase(roles(spec).registers("softmax"))
         softmax(spec, plan, s)
     elif warp < roles(spec).first("mma"):
-        cute.arch.setmaxregister_decrease(roles(spec).registers("correct"))
-        correct(spec, plan, s)
+        cute.arch.setmaxregister_decrease(roles(spec).registers("correction"))
+        correction(spec, plan, s)
     elif warp < roles(spec).first("load_k") // WARPS * WARPS + WARPS:
         cute.arch.setmaxregister_decrease(roles(spec).registers("mma"))
         serve(spec, plan, s, warp)
@@ -214,8 +214,8 @@ def kernel(spec: cutlass.Constexpr, plan: Sm100KernelParams):
             prepare_kv(spec, plan, s, pages.K, warp - roles(spec).first("prepare_k"))
         else:
             prepare_kv(spec, plan, s, pages.V, warp - roles(spec).first("prepare_v"))
-    tmem.before_signal()
+    tmem.fence_before_thread_sync()
     cute.arch.barrier()
-    tmem.after_wait()
+    tmem.fence_after_thread_sync()
     if warp == roles(spec).first("mma"):
-        tmem.free(s.tensor[0])
+        tmem.dealloc(s.tmem_ptr[0])

@@ -10,35 +10,35 @@ from ..prepare import dequantises
 from ..schedule import work
 from . import mma_one_group, mma_pingpong, mma_two_tiles
 from .mma_utils import MmaState
-from .roles import SLOTS, always, groups, rounds, turns
+from .roles import SLOTS, groups, is_static, num_iterations, pingpong_groups
 
 
 @cute.jit
-def multiply_tiles(spec: cutlass.Constexpr, plan, s):
+def mma_tiles(spec: cutlass.Constexpr, plan, s):
     """One warp: the MMAs of all tiles, where there are two groups."""
-    base, t, at = s.tensor[0], Int32(0), MmaState(Uint32(0), Uint32(0), Int32(0))
+    base, t, at = s.tmem_ptr[0], Int32(0), MmaState(Uint32(0), Uint32(0), Int32(0))
     w = work.consume(spec, s, t)
     while w.is_valid != 0:
         if w.n_block_max > w.n_block_min:
-            n = turns(spec, w)
-            pipeline.consumer_wait(s.ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, at.tile)
+            n = pingpong_groups(spec, w)
+            pipeline.consumer_wait(s.q_ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, at.tile)
             i = at.item
-            if const_expr(always(n, 1)):
-                i = mma_two_tiles.multiply_tile(spec, s, base, w, at)
-            elif const_expr(always(n, SLOTS)):
-                i = mma_pingpong.multiply_tile(spec, s, base, w, at)
+            if const_expr(is_static(n, 1)):
+                i = mma_two_tiles.mma_tile(spec, s, base, w, at)
+            elif const_expr(is_static(n, SLOTS)):
+                i = mma_pingpong.mma_tile(spec, s, base, w, at)
             elif n == 1:
-                i = mma_two_tiles.multiply_tile(spec, s, base, w, at)
+                i = mma_two_tiles.mma_tile(spec, s, base, w, at)
             else:
-                i = mma_pingpong.multiply_tile(spec, s, base, w, at)
-            at = MmaState(i, at.round + Uint32(rounds(spec, w)), at.tile + 1)
+                i = mma_pingpong.mma_tile(spec, s, base, w, at)
+            at = MmaState(i, at.iteration + Uint32(num_iterations(spec, w)), at.tile + 1)
         t += 1
         w = work.consume(spec, s, t)
 
 
 @cute.jit
-def multiply(spec: cutlass.Constexpr, plan, s):
+def mma(spec: cutlass.Constexpr, plan, s):
     if const_expr(groups(spec) == SLOTS):
-        multiply_tiles(spec, plan, s)
+        mma_tiles(spec, plan, s)
     else:
-        mma_one_group.multiply(spec, plan, s)
+        mma_one_group.mma(spec, plan, s)

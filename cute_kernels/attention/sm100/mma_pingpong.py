@@ -12,34 +12,44 @@ from ...device import pipeline, tmem, umma
 from ..kv import source
 from ..prepare import dequantises
 from ..schedule import work
-from .mma_utils import MmaState, columns, early, pieces, pv, qk, rows_of, wait_operand, zero_tail
+from .mma_utils import (
+    MmaState,
+    columns,
+    gemm_pv,
+    gemm_qk,
+    p_early_splits,
+    p_splits,
+    q_descriptors,
+    wait_operand,
+    zero_tail,
+)
 from .roles import SLOTS
 
 
 @cute.jit
 def begin_block(spec: cutlass.Constexpr, s, base: Int32, group: cutlass.Constexpr, at: MmaState, rows, last):
-    """Q K^T of a group's block. rows: of `rows_of`. last: whether it is the tile's."""
+    """Q K^T of a group's block. rows: of `q_descriptors`. last: whether it is the tile's."""
     wait_operand(spec, s.k_pipe, at.item)
     with cute.arch.elect_one():
-        qk(spec, s, base, group, rows[0], at.item)
+        gemm_qk(spec, s, base, group, rows[0], at.item)
         umma.commit(pipeline.empty_barrier(s.k_pipe, at.item))
         if last:
             umma.commit(pipeline.empty_barrier(s.q_pipe, at.tile))
 
 
 @cute.jit
-def multiply_block(spec: cutlass.Constexpr, s, base: Int32, group: cutlass.Constexpr, at: MmaState, first: Int32):
+def mma_one_n_block(spec: cutlass.Constexpr, s, base: Int32, group: cutlass.Constexpr, at: MmaState, first: Int32):
     """P V of a group's block. first: 1 where O begins."""
     where = columns(base, group, group)
     wait_operand(spec, s.v_pipe, at.item)
-    pipeline.mbarrier_wait(s.early + group, at.round)
-    tmem.after_wait()
+    pipeline.mbarrier_wait(s.p_full_o_rescaled + group, at.iteration)
+    tmem.fence_after_thread_sync()
     with cute.arch.elect_one():
-        pv(spec, s, where, at.item, range(early(spec)), first)
-    pipeline.mbarrier_wait(s.late + group, at.round)
-    tmem.after_wait()
+        gemm_pv(spec, s, where, at.item, range(p_early_splits(spec)), first)
+    pipeline.mbarrier_wait(s.p_last_split + group, at.iteration)
+    tmem.fence_after_thread_sync()
     with cute.arch.elect_one():
-        pv(spec, s, where, at.item, range(early(spec), pieces(spec)), first)
+        gemm_pv(spec, s, where, at.item, range(p_early_splits(spec), p_splits(spec)), first)
         umma.commit(pipeline.empty_barrier(s.v_pipe, at.item))
 
 
@@ -52,43 +62,43 @@ def begin_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at
         begin_block(spec, s, base, 1, at._replace(item=at.item + 1), rows, left == SLOTS)
     else:
         with cute.arch.elect_one():
-            umma.commit(s.scores + 1)
+            umma.commit(s.s_full + 1)
     if const_expr(source(spec).PARTIAL_TAIL and not dequantises(spec)):
         wait_operand(spec, s.v_pipe, at.item)
         zero_tail(spec, s, w, at.item)
 
 
 @cute.jit
-def multiply_round(spec: cutlass.Constexpr, s, base: Int32, at: MmaState, rows, left: Int32, first: Int32):
+def mma_iteration(spec: cutlass.Constexpr, s, base: Int32, at: MmaState, rows, left: Int32, first: Int32):
     """P V of a round, and Q K^T of the next one of the tile. left: blocks of the tile from here on. first: 1 where O
     begins."""
     for group in cutlass.range_constexpr(SLOTS):
         if first != 0:
-            pipeline.mbarrier_wait(s.stored + group, at.tile - 1)
+            pipeline.mbarrier_wait(s.o_empty + group, at.tile - 1)
         if left > group:
-            multiply_block(spec, s, base, group, at._replace(item=at.item + group), first)
+            mma_one_n_block(spec, s, base, group, at._replace(item=at.item + group), first)
         else:
-            pipeline.mbarrier_wait(s.early + group, at.round)
-            pipeline.mbarrier_wait(s.late + group, at.round)
+            pipeline.mbarrier_wait(s.p_full_o_rescaled + group, at.iteration)
+            pipeline.mbarrier_wait(s.p_last_split + group, at.iteration)
         if left > SLOTS + group:
             after = at._replace(item=at.item + (SLOTS + group))
             begin_block(spec, s, base, group, after, rows, left == SLOTS + group + 1)
         else:
             with cute.arch.elect_one():
                 if left > SLOTS:
-                    umma.commit(s.scores + group)
+                    umma.commit(s.s_full + group)
                 else:
-                    umma.commit(s.done + group)
+                    umma.commit(s.o_full + group)
 
 
 @cute.jit
-def multiply_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: MmaState):
+def mma_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: MmaState):
     """The MMAs of a tile. Returns the items of the pipes then."""
-    rows = rows_of(spec, s, at.tile)
+    rows = q_descriptors(spec, s, at.tile)
     begin_tile(spec, s, base, w, at, rows)
-    i, turn, first, left = at.item, at.round, Int32(1), w.n_block_max - w.n_block_min
+    i, turn, first, left = at.item, at.iteration, Int32(1), w.n_block_max - w.n_block_min
     while left > 0:
-        multiply_round(spec, s, base, MmaState(i, turn, at.tile), rows, left, first)
+        mma_iteration(spec, s, base, MmaState(i, turn, at.tile), rows, left, first)
         i += SLOTS
         turn += 1
         first = Int32(0)

@@ -9,26 +9,37 @@ from ..kv import source
 from ..prepare import dequantises
 from ..schedule import work
 from . import skip
-from .mma_utils import MmaState, columns, early, fence_before_mma, pieces, pv, qk, rows_of, wait_operand, zero_tail
-from .roles import SLOTS, always, turns
+from .mma_utils import (
+    MmaState,
+    columns,
+    fence_before_mma,
+    gemm_pv,
+    gemm_qk,
+    p_early_splits,
+    p_splits,
+    q_descriptors,
+    wait_operand,
+    zero_tail,
+)
+from .roles import SLOTS, is_static, pingpong_groups
 
 
 @cute.jit
 def begin_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: MmaState, rows):
-    """Q K^T of a tile's first block, of both halves. rows: of `rows_of`."""
+    """Q K^T of a tile's first block, of both halves. rows: of `q_descriptors`."""
     wait_operand(spec, s.k_pipe, at.item)
     with cute.arch.elect_one():
         for half in cutlass.range_constexpr(SLOTS):
-            qk(spec, s, base, half, rows[half], at.item)
+            gemm_qk(spec, s, base, half, rows[half], at.item)
         umma.commit(pipeline.empty_barrier(s.k_pipe, at.item))
         if w.n_block_max - w.n_block_min == 1:
             umma.commit(pipeline.empty_barrier(s.q_pipe, at.tile))
 
 
 @cute.jit
-def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, left: Int32, at: MmaState, rows):
+def mma_one_n_block(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, left: Int32, at: MmaState, rows):
     """P V of the block at hand, and Q K^T of the next one of the tile, of both halves. left: blocks of the tile from
-    here on. rows: of `rows_of`."""
+    here on. rows: of `q_descriptors`."""
     i, first = at.item, Int32(1) if left == w.n_block_max - w.n_block_min else Int32(0)
     pipeline.consumer_wait(s.v_pipe, i)
     if left > 1:
@@ -40,25 +51,25 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo
     for half in cutlass.range_constexpr(SLOTS):
         where = columns(base, half, half)
         if first != 0:
-            pipeline.mbarrier_wait(s.stored + half, at.tile - 1)
-        pipeline.mbarrier_wait(s.early + half, at.round)
-        tmem.after_wait()
+            pipeline.mbarrier_wait(s.o_empty + half, at.tile - 1)
+        pipeline.mbarrier_wait(s.p_full_o_rescaled + half, at.iteration)
+        tmem.fence_after_thread_sync()
         kept = Int32(1)
         if const_expr(spec.logits.skip):
             if first == 0:
-                kept -= skip.left_out(s, half, at.round)
+                kept -= skip.is_skipped(s, half, at.iteration)
         with cute.arch.elect_one():
             if kept != 0:
-                pv(spec, s, where, i, range(early(spec)), first)
-        pipeline.mbarrier_wait(s.late + half, at.round)
-        tmem.after_wait()
+                gemm_pv(spec, s, where, i, range(p_early_splits(spec)), first)
+        pipeline.mbarrier_wait(s.p_last_split + half, at.iteration)
+        tmem.fence_after_thread_sync()
         with cute.arch.elect_one():
             if kept != 0:
-                pv(spec, s, where, i, range(early(spec), pieces(spec)), first)
+                gemm_pv(spec, s, where, i, range(p_early_splits(spec), p_splits(spec)), first)
             if left > 1:
-                qk(spec, s, base, half, rows[half], i + 1)
+                gemm_qk(spec, s, base, half, rows[half], i + 1)
             else:
-                umma.commit(s.done + half)
+                umma.commit(s.o_full + half)
     with cute.arch.elect_one():
         umma.commit(pipeline.empty_barrier(s.v_pipe, i))
         if left > 1:
@@ -68,14 +79,14 @@ def multiply_block(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo
 
 
 @cute.jit
-def multiply_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: MmaState):
+def mma_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: MmaState):
     """The MMAs of a tile. Returns the items of the pipes then."""
-    rows = rows_of(spec, s, at.tile)
+    rows = q_descriptors(spec, s, at.tile)
     begin_tile(spec, s, base, w, at, rows)
-    i, turn, left = at.item, at.round & 1, w.n_block_max - w.n_block_min
+    i, turn, left = at.item, at.iteration & 1, w.n_block_max - w.n_block_min
     while left > 0:
-        here = MmaState(i, i if const_expr(always(turns(spec, w), 1)) else turn, at.tile)
-        multiply_block(spec, s, base, w, left, here, rows)
+        here = MmaState(i, i if const_expr(is_static(pingpong_groups(spec, w), 1)) else turn, at.tile)
+        mma_one_n_block(spec, s, base, w, left, here, rows)
         i += 1
         turn ^= 1
         left -= 1

@@ -48,13 +48,13 @@ def prepare_q(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, 
         gather(spec, plan, s, w, q, share, WARPS)
     stage = pipeline.stage(s.q_pipe, q)
     if const_expr(prepare.scales_q_rows(spec)):
-        to_fp16(spec, s, stage, pipeline.stage(s.ready_pipe, q), share)
+        to_fp16(spec, s, stage, pipeline.stage(s.q_ready_pipe, q), share)
     elif const_expr(spec.q != prepare.mma_dtype(spec)):
         stored = const_expr(replace(spec, kv=KVSpec(spec.q)))
         prepare.dequantise(stored, s.raw_q[None, None, stage], s.q[None, None, stage], None, share, WARPS)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
-    pipeline.mbarrier_arrive(pipeline.full_barrier(s.ready_pipe, q))
+    pipeline.mbarrier_arrive(pipeline.full_barrier(s.q_ready_pipe, q))
 
 
 @cute.jit

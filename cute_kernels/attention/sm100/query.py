@@ -11,7 +11,7 @@ from ...device.divisor import Divisor
 from .. import geometry, load
 from ..schedule import stream_k, work
 from ..spec import BITS
-from .roles import ROWS, tile_halves
+from .roles import ROWS, tile_q_stage
 
 PIECE = 16  # bytes that a lane copies at a time
 
@@ -20,7 +20,7 @@ PIECE = 16  # bytes that a lane copies at a time
 def gather(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, share: Int32, shares: cutlass.Constexpr):
     """One of `shares` warps: its packed Q rows of a tile, item q of the pipe; past the request's last, that one. A warp
     alone leaves out a half that the tile has not."""
-    count = spec.tile.m // shares if const_expr(shares > 1) else tile_halves(spec, w) * ROWS
+    count = spec.tile.m // shares if const_expr(shares > 1) else tile_q_stage(spec, w) * ROWS
     a, m, size = plan.args, spec.tile.m, const_expr(spec.head_dim_qk * BITS[spec.q] // 8)
     width, pieces = const_expr(layout.width(size)), const_expr(size // PIECE)
     last = geometry.num_rows(w.q_len, w.pack_factor) - 1

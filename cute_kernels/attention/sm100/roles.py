@@ -9,7 +9,7 @@ ROWS = 128  # of a half of the tile: a row for a thread, a lane of tensor memory
 WARPS = 4  # warps of a warpgroup
 
 
-def halves(spec):
+def q_stage(spec):
     """Of the largest tile's rows: two, or one."""
     return spec.tile.m // ROWS
 
@@ -20,25 +20,25 @@ def groups(spec):
     return SLOTS if spec.head_dim_vo <= ROWS else 1
 
 
-def tile_halves(spec, w):
+def tile_q_stage(spec, w):
     """Of a tile: a group each, or one, whose blocks all groups have in turn. An int where all tiles have as many."""
     if len(spec.tile.m_choices) == 1:
-        return halves(spec)
+        return q_stage(spec)
     return geometry.tile_m(spec, geometry.num_rows(w.q_len, w.pack_factor)) // ROWS
 
 
-def turns(spec, w):
+def pingpong_groups(spec, w):
     """Groups that have the blocks of a half of a tile in turn, 1 or 2."""
-    return groups(spec) + 1 - tile_halves(spec, w) if groups(spec) > 1 else 1
+    return groups(spec) + 1 - tile_q_stage(spec, w) if groups(spec) > 1 else 1
 
 
-def rounds(spec, w):
+def num_iterations(spec, w):
     """Rounds of a tile: in each every group has a block, or none where blocks in turn have come to an end."""
-    n = turns(spec, w)
-    return w.n_block_max - w.n_block_min if always(n, 1) else (w.n_block_max - w.n_block_min + n - 1) >> (n - 1)
+    n = pingpong_groups(spec, w)
+    return w.n_block_max - w.n_block_min if is_static(n, 1) else (w.n_block_max - w.n_block_min + n - 1) >> (n - 1)
 
 
-def always(number, value):
+def is_static(number, value):
     """Whether a number is one of all tiles, and this."""
     return isinstance(number, int) and number == value
 
@@ -54,7 +54,7 @@ REGISTERS = {  # (groups, dequantises) -> of softmax, correction, multiplication
 def roles(spec) -> Roles:
     softmax, correct, few, prepare = REGISTERS[groups(spec), dequantises(spec)]
     last = "load_q" if not dequantises(spec) else "load_scales" if spec.kv.block_scaled else "idle"
-    table = [Role("softmax", groups(spec) * WARPS, softmax), Role("correct", WARPS, correct)]
+    table = [Role("softmax", groups(spec) * WARPS, softmax), Role("correction", WARPS, correct)]
     table += [Role(name, 1, few) for name in ("mma", "load_k", "load_v", last)]
     if dequantises(spec):
         table += [Role(name, WARPS // 2, prepare) for name in ("prepare_k", "prepare_v")]

@@ -36,23 +36,23 @@ def rule(spec, a, kv_len) -> Any:
 class SkipDecision(NamedTuple):
     """top: (1, 1), the row's maximum in the block at hand. out: whether the half leaves it out."""
 
-    top: cute.Tensor
-    out: Int32
+    block_max: cute.Tensor
+    skips: Int32
 
 
 @cute.jit
-def look(s, r, rows, of: SkipRule, half: Int32, turn: Int32):
+def vote(s, r, rows, of: SkipRule, half: Int32, turn: Int32):
     """The `SkipDecision` at a block, whose scores are in r.s. turn: its number among the half's."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
     top = cute.make_rmem_tensor((1, 1), Float32)
     top[0] = softmax.reduce(r.s[0, None], cute.arch.fmax)
     below = top[0] == -Float32.inf or (top[0] - of.kept_max[0]) * r.reduced[0] < of.log2_threshold
-    mine = skip_votes.of(s.votes, half, turn)
+    mine = skip_votes.of(s.skip_votes, half, turn)
     skip_votes.cast(mine, warp, below or r.tokens[0] >= rows.seqlen.q_len)
     cute.arch.barrier(barrier_id=BARRIER + half, number_of_threads=ROWS)
     return SkipDecision(top, skip_votes.all_of(mine))
 
 
-def left_out(s, half, turn: Int32):
+def is_skipped(s, half, turn: Int32):
     """Who multiplies, behind the half's signals of a block: whether it left it out."""
-    return skip_votes.all_of(skip_votes.of(s.votes, half, turn))
+    return skip_votes.all_of(skip_votes.of(s.skip_votes, half, turn))

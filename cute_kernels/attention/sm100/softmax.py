@@ -17,12 +17,12 @@ from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from . import skip
 from .correction import SoftmaxStats
-from .mma_utils import S, early, first_p, fp8, pieces
-from .roles import ROWS, SLOTS, WARPS, always, groups, roles, tile_halves, turns
+from .mma_utils import S, fp8, p_column, p_early_splits, p_splits
+from .roles import ROWS, SLOTS, WARPS, groups, is_static, pingpong_groups, roles, tile_q_stage
 
 LOADED = 32  # columns that an instruction loads
 CHAINS = 4  # of pairs, of a row's sum
-EVERY = 16  # columns, of which the last `tile.emulated` do without the special function unit
+EX2_EMU_FREQ = 16  # columns, of which the last `tile.ex2_emu` do without the special function unit
 MERGED = 8  # rows of a part that a warp merges at a time
 
 
@@ -46,7 +46,7 @@ class ThreadCoord(NamedTuple):
     group: Int32
     row: Int32
     slot: Int32
-    turn: Int32
+    use: Int32
     s: Int32
 
 
@@ -54,34 +54,34 @@ class Sm100TileState(NamedTuple):
     """The tile at hand. capped: whether the call has a soft cap."""
 
     w: WorkTileInfo
-    place: ThreadCoord
+    coord: ThreadCoord
     rows: ScoreRows
     capped: Any
     mask_start: Any
-    rule: Any = None  # of skip-softmax
+    skip_rule: Any = None  # of skip-softmax
 
 
 class SoftmaxCounters(NamedTuple):
     """Of the group: rounds of all tiles so far, in each of which it got S of a block or passed, and what was handed
     over."""
 
-    blocks: Int32
-    item: Int32
+    num_blocks: Int32
+    num_stats: Int32
 
 
-def place(spec, s) -> ThreadCoord:
+def thread_coord(spec, s) -> ThreadCoord:
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first("softmax")
     group = number // WARPS
     row = number % WARPS * 32 + cute.arch.lane_idx()
-    return ThreadCoord(group, row, group, Int32(0), s.tensor[0] + tmem.lanes(number) + (S + group * ROWS))
+    return ThreadCoord(group, row, group, Int32(0), s.tmem_ptr[0] + tmem.lanes(number) + (S + group * ROWS))
 
 
-def place_at(spec, x: ThreadCoord, blocks) -> ThreadCoord:
+def coord_at(spec, x: ThreadCoord, blocks) -> ThreadCoord:
     """That of the next block of a group which got S of so many. x: that of its first."""
     if groups(spec) == SLOTS:
-        return x._replace(turn=blocks)
+        return x._replace(use=blocks)
     slot = blocks % SLOTS
-    return x._replace(slot=slot, turn=blocks // SLOTS, s=x.s + slot * ROWS)
+    return x._replace(slot=slot, use=blocks // SLOTS, s=x.s + slot * ROWS)
 
 
 def registers(spec) -> Sm100Fragments:
@@ -93,7 +93,7 @@ def registers(spec) -> Sm100Fragments:
 
 
 @cute.jit
-def fetch(spec: cutlass.Constexpr, r: Sm100Fragments, x: ThreadCoord):
+def load_s(spec: cutlass.Constexpr, r: Sm100Fragments, x: ThreadCoord):
     """S of the block at hand."""
     for c in cutlass.range_constexpr(0, spec.tile.n, LOADED):
         values = tmem.load(x.s + c, LOADED)
@@ -103,46 +103,46 @@ def fetch(spec: cutlass.Constexpr, r: Sm100Fragments, x: ThreadCoord):
 
 
 @cute.jit
-def hand_over(s, x: ThreadCoord, what: SoftmaxStats):
+def send_stats(s, x: ThreadCoord, stats: SoftmaxStats):
     """Tells who corrects O what there is to know."""
-    s.growth[x.row, x.group, 0], s.growth[x.row, x.group, 1] = what.value, what.top
+    s.sm_stats[x.row, x.group, 0], s.sm_stats[x.row, x.group, 1] = stats.scale_or_sum, stats.row_max
     cute.arch.sync_warp()
-    pipeline.mbarrier_arrive(s.grown + x.group)
+    pipeline.mbarrier_arrive(s.sm_stats_full + x.group)
 
 
-def powers(logs, emulated):
+def exp2_pair(logs, ex2_emu):
     """2^x of two values."""
-    return exp2.pair(logs) if emulated else [cute.math.exp2(x, fastmath=True) for x in logs]
+    return exp2.pair(logs) if ex2_emu else [cute.math.exp2(x, fastmath=True) for x in logs]
 
 
-def packed(spec, r: Sm100Fragments, columns):
+def pack_p(spec, r: Sm100Fragments, columns):
     """P of these columns in the MMA's type, as words."""
     if fp8(spec):
-        return [warp.e4m3_word([r.s[0, c + e] for e in range(4)]) for c in columns[::4]]
-    return [warp.word16(abi.DTYPES[mma_dtype(spec)], r.s[0, c], r.s[0, c + 1]) for c in columns[::2]]
+        return [warp.pack_e4m3([r.s[0, c + e] for e in range(4)]) for c in columns[::4]]
+    return [warp.pack_16bit(abi.DTYPES[mma_dtype(spec)], r.s[0, c], r.s[0, c + 1]) for c in columns[::2]]
 
 
 @cute.jit
-def probabilities(spec: cutlass.Constexpr, s, r: Sm100Fragments, x: ThreadCoord, masked: cutlass.Constexpr):
+def store_p(spec: cutlass.Constexpr, s, r: Sm100Fragments, x: ThreadCoord, masked: cutlass.Constexpr):
     """P of the block to tensor memory, announced in two parts."""
-    count = const_expr(pieces(spec))
+    count = const_expr(p_splits(spec))
     piece = const_expr(spec.tile.n // count)
     scale, shift = (r.reduced[0],) * 2, (-r.st.row_max_scaled[0],) * 2
     for k in cutlass.range_constexpr(count):
         for c in cutlass.range_constexpr(k * piece, (k + 1) * piece, 2):
             logs = cute.arch.fma_packed_f32x2((r.s[0, c], r.s[0, c + 1]), scale, shift)
-            values = powers(logs, const_expr(not masked and c % EVERY >= EVERY - spec.tile.emulated))
+            values = exp2_pair(logs, const_expr(not masked and c % EX2_EMU_FREQ >= EX2_EMU_FREQ - spec.tile.ex2_emu))
             for e in cutlass.range_constexpr(2):
                 r.s[0, c + e] = values[e]
-        words = packed(spec, r, range(k * piece, (k + 1) * piece))
-        tmem.store(x.s + (first_p(spec) + k * len(words)), words)
-        if const_expr(k + 1 in (early(spec), count)):
+        words = pack_p(spec, r, range(k * piece, (k + 1) * piece))
+        tmem.store(x.s + (p_column(spec) + k * len(words)), words)
+        if const_expr(k + 1 in (p_early_splits(spec), count)):
             tmem.wait_store()
-            tmem.before_signal()
-            pipeline.mbarrier_arrive((s.late if k + 1 == count else s.early) + x.slot)
+            tmem.fence_before_thread_sync()
+            pipeline.mbarrier_arrive((s.p_last_split if k + 1 == count else s.p_full_o_rescaled) + x.slot)
 
 
-def total(spec, r: Sm100Fragments):
+def sum_p(spec, r: Sm100Fragments):
     """The sum of the block's P."""
     parts = [(r.s[0, c], r.s[0, c + 1]) for c in range(0, 2 * CHAINS, 2)]
     for c in range(2 * CHAINS, spec.tile.n, 2):
@@ -167,11 +167,11 @@ class SoftmaxFlags(NamedTuple):
     """static. masked: some row may not see some key of the block; first: of its tile."""
 
     masked: bool
-    first: bool = False
+    is_first: bool = False
 
 
 @cute.jit
-def block(
+def softmax_or_skip_block(
     spec: cutlass.Constexpr,
     a,
     s,
@@ -179,39 +179,39 @@ def block(
     x: Sm100TileState,
     at: SoftmaxCounters,
     n_block: Int32,
-    how: cutlass.Constexpr,
+    flags: cutlass.Constexpr,
 ):
     """Softmax of block j, unless it is left out."""
     logits.fetch_mask(spec, a, x.rows, x.mask_start, n_block * spec.tile.n, 1)
-    x = x._replace(place=place_at(spec, x.place, at.blocks))
-    pipeline.mbarrier_wait(s.scores + x.place.slot, x.place.turn)
-    tmem.after_wait()
-    fetch(spec, r, x.place)
+    x = x._replace(coord=coord_at(spec, x.coord, at.num_blocks))
+    pipeline.mbarrier_wait(s.s_full + x.coord.slot, x.coord.use)
+    tmem.fence_after_thread_sync()
+    load_s(spec, r, x.coord)
     cols = ScoreCols(n_block * spec.tile.n, list(range(spec.tile.n)))
-    logits.transform(spec, a, r.s, r.score, x.rows, cols, x.capped, how.masked)
-    if const_expr(spec.logits.skip and not how.first):
-        top, out = skip.look(s, r, x.rows, x.rule, x.place.group, at.blocks)
+    logits.transform(spec, a, r.s, r.score, x.rows, cols, x.capped, flags.masked)
+    if const_expr(spec.logits.skip and not flags.is_first):
+        top, out = skip.vote(s, r, x.rows, x.skip_rule, x.coord.group, at.num_blocks)
         if out != 0:
-            pass_over(s, x.place, at)
+            skip_block(s, x.coord, at)
         else:
-            x.rule.kept_max[0] = cute.arch.fmax(x.rule.kept_max[0], top[0])
-            compute(spec, s, r, x, at, top, how.masked)
+            x.skip_rule.kept_max[0] = cute.arch.fmax(x.skip_rule.kept_max[0], top[0])
+            softmax_block(spec, s, r, x, at, top, flags.masked)
     else:
-        compute(spec, s, r, x, at, r.s, how.masked)
+        softmax_block(spec, s, r, x, at, r.s, flags.masked)
 
 
 @cute.jit
-def pass_over(s, x: ThreadCoord, at: SoftmaxCounters):
+def skip_block(s, x: ThreadCoord, at: SoftmaxCounters):
     """A block that the group leaves out, to those who wait for it."""
-    hand_over(s, x, SoftmaxStats(Float32(1.0), Float32(0.0)))
-    tmem.before_signal()
-    pipeline.mbarrier_arrive(s.early + x.slot)
-    pipeline.mbarrier_arrive(s.late + x.slot)
-    pipeline.mbarrier_wait(s.read + x.group, at.item)
+    send_stats(s, x, SoftmaxStats(Float32(1.0), Float32(0.0)))
+    tmem.fence_before_thread_sync()
+    pipeline.mbarrier_arrive(s.p_full_o_rescaled + x.slot)
+    pipeline.mbarrier_arrive(s.p_last_split + x.slot)
+    pipeline.mbarrier_wait(s.sm_stats_empty + x.group, at.num_stats)
 
 
 @cute.jit
-def compute(
+def softmax_block(
     spec: cutlass.Constexpr,
     s,
     r: Sm100Fragments,
@@ -222,23 +222,24 @@ def compute(
 ):
     """P of the block at hand, whose maximum is that of `tops`, and its sum."""
     online.update_max(r.st, tops, r.reduced, 1, rescale_params(spec), fp8(spec))
-    hand_over(s, x.place, SoftmaxStats(r.st.acc_scale[0], Float32(0.0)))
-    probabilities(spec, s, r, x.place, masked)
-    pipeline.mbarrier_wait(s.read + x.place.group, at.item)  # keeps the sum behind P, on which others wait
-    sum_of_p = total(spec, r)
-    if const_expr(not masked and spec.tile.emulated > 0):
+    send_stats(s, x.coord, SoftmaxStats(r.st.acc_scale[0], Float32(0.0)))
+    store_p(spec, s, r, x.coord, masked)
+    # keeps the sum behind P, on which others wait
+    pipeline.mbarrier_wait(s.sm_stats_empty + x.coord.group, at.num_stats)
+    sum_of_p = sum_p(spec, r)
+    if const_expr(not masked and spec.tile.ex2_emu > 0):
         # the P of a NaN is 448, or infinity in 16 bits
         sum_of_p = sum_of_p if sum_of_p < exp2.HUGE else Float32(float("nan"))
     r.st.row_sum[0] += sum_of_p
 
 
 @cute.jit
-def begin(spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState, at: SoftmaxCounters, half):
+def init_row(spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState, at: SoftmaxCounters, half):
     """What the thread's row of a tile is, in a half, and that it has seen no key."""
     w = x.w
-    row = (tile_halves(spec, w) * w.m_block + half) * ROWS + x.place.row
+    row = (tile_q_stage(spec, w) * w.m_block + half) * ROWS + x.coord.row
     head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
-    r.tokens[0] = warp.anew(
+    r.tokens[0] = warp.opaque(
         geometry.token_of(row, geometry.pack_divisor(w))
     )  # what it is made of is kept in no register
     r.score[0] = (
@@ -247,9 +248,9 @@ def begin(spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState, a
         * quant.kv_format(spec).dequant_scale
     )
     if const_expr(scales_q_rows(spec)):
-        tile = at.item - at.blocks
-        pipeline.consumer_wait(s.ready_pipe, tile)
-        r.score[0] *= s.q_row_scales[half * ROWS + x.place.row, pipeline.stage(s.ready_pipe, tile)]
+        tile = at.num_stats - at.num_blocks
+        pipeline.consumer_wait(s.q_ready_pipe, tile)
+        r.score[0] *= s.q_row_scales[half * ROWS + x.coord.row, pipeline.stage(s.q_ready_pipe, tile)]
     r.reduced[0] = r.score[0]
     if const_expr(spec.logits.alibi):
         r.slopes[0] = logits.slope_of(a, head, r.score[0])
@@ -259,14 +260,14 @@ def begin(spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState, a
 
 
 @cute.jit
-def first_block(
+def first_n_block(
     spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState, at: SoftmaxCounters, n_block: Int32
 ):
     """The group's first block of a tile. Returns the `SoftmaxCounters` of the next."""
-    block(spec, a, s, r, x, at, n_block, SoftmaxFlags(True, True))
+    softmax_or_skip_block(spec, a, s, r, x, at, n_block, SoftmaxFlags(True, True))
     if const_expr(spec.logits.skip):
-        x.rule.kept_max[0] = r.st.row_max[0]  # exact after one block
-    return SoftmaxCounters(at.blocks + 1, at.item + 1)
+        x.skip_rule.kept_max[0] = r.st.row_max[0]  # exact after one block
+    return SoftmaxCounters(at.num_blocks + 1, at.num_stats + 1)
 
 
 @cute.jit
@@ -282,17 +283,17 @@ def run_segment(
 ):
     """The group's blocks of a segment of a tile. own: its first one of the tile. Returns the `SoftmaxCounters` of the
     next."""
-    n = turns(spec, x.w)
-    if const_expr(always(n, 1)):
+    n = pingpong_groups(spec, x.w)
+    if const_expr(is_static(n, 1)):
         for n_block in cutlass.range(segment.n_block_max - 1, segment.n_block_min - 1, -1, unroll=1):
-            block(spec, a, s, r, x, at, n_block, SoftmaxFlags(segment.masked))
-            at = SoftmaxCounters(at.blocks + 1, at.item + 1)
+            softmax_or_skip_block(spec, a, s, r, x, at, n_block, SoftmaxFlags(segment.masked))
+            at = SoftmaxCounters(at.num_blocks + 1, at.num_stats + 1)
     else:
         n_block = segment.n_block_max - 1
         n_block -= (own - n_block) & (n - 1)
         while n_block >= segment.n_block_min:
-            block(spec, a, s, r, x, at, n_block, SoftmaxFlags(segment.masked))
-            at = SoftmaxCounters(at.blocks + 1, at.item + 1)
+            softmax_or_skip_block(spec, a, s, r, x, at, n_block, SoftmaxFlags(segment.masked))
+            at = SoftmaxCounters(at.num_blocks + 1, at.num_stats + 1)
             n_block -= n
     return at
 
@@ -300,37 +301,37 @@ def run_segment(
 @cute.jit
 def run_tile(spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState, at: SoftmaxCounters):
     """The group's blocks of a tile, and what becomes of its sums. Returns the `SoftmaxCounters` of the next."""
-    w, n, group = x.w, turns(spec, x.w), x.place.group
-    half = group * (tile_halves(spec, w) - 1)
-    first, last = geometry.tile_tokens(tile_halves(spec, w) * w.m_block + half, ROWS, w.q_len, w.pack_factor)
+    w, n, group = x.w, pingpong_groups(spec, x.w), x.coord.group
+    half = group * (tile_q_stage(spec, w) - 1)
+    first, last = geometry.tile_tokens(tile_q_stage(spec, w) * w.m_block + half, ROWS, w.q_len, w.pack_factor)
     n_block_full_min, n_block_full_max = mask.full_range(spec, first, last, x.rows.seqlen)
-    begin(spec, a, s, r, x, at, half)
+    init_row(spec, a, s, r, x, at, half)
     own = w.n_block_max - 1
-    if const_expr(always(n, 1)):
-        at = first_block(spec, a, s, r, x, at, own)
+    if const_expr(is_static(n, 1)):
+        at = first_n_block(spec, a, s, r, x, at, own)
     else:
         own -= (n - 1) * group
         if own >= w.n_block_min:
-            at = first_block(spec, a, s, r, x, at, own)
+            at = first_n_block(spec, a, s, r, x, at, own)
     segments = mask.segments(spec, w.n_block_min, own, n_block_full_min, n_block_full_max)
     for g in cutlass.range_constexpr(len(segments)):
         at = run_segment(spec, a, s, r, x, at, segments[g], own)
-    if const_expr(not always(n, 1)):
+    if const_expr(not is_static(n, 1)):
         if (w.n_block_max - w.n_block_min) & (n - 1) & group != 0:  # the other group has the tile's last block
-            mine = place_at(spec, x.place, at.blocks)
-            pipeline.mbarrier_wait(s.scores + mine.slot, mine.turn)
-            pass_over(s, mine, at)
-            at = SoftmaxCounters(at.blocks + 1, at.item + 1)
+            mine = coord_at(spec, x.coord, at.num_blocks)
+            pipeline.mbarrier_wait(s.s_full + mine.slot, mine.use)
+            skip_block(s, mine, at)
+            at = SoftmaxCounters(at.num_blocks + 1, at.num_stats + 1)
     top = -Float32.inf if r.st.row_max[0] == -Float32.inf else r.st.row_max_scaled[0]
-    hand_over(s, x.place, SoftmaxStats(r.st.row_sum[0], top))
-    pipeline.mbarrier_wait(s.read + x.place.group, at.item)
-    return SoftmaxCounters(at.blocks, at.item + 1)
+    send_stats(s, x.coord, SoftmaxStats(r.st.row_sum[0], top))
+    pipeline.mbarrier_wait(s.sm_stats_empty + x.coord.group, at.num_stats)
+    return SoftmaxCounters(at.num_blocks, at.num_stats + 1)
 
 
 @cute.jit
 def softmax(spec: cutlass.Constexpr, plan, s):
     """All tiles of the CTA."""
-    a, r, mine, capped = plan.args, registers(spec), place(spec, s), False
+    a, r, mine, capped = plan.args, registers(spec), thread_coord(spec, s), False
     if const_expr(spec.logits.soft_cap):
         capped = a.logits.soft_cap > 0.0
     t, at, count = Int32(0), SoftmaxCounters(Int32(0), Int32(0)), Int32(0)
@@ -349,5 +350,5 @@ def softmax(spec: cutlass.Constexpr, plan, s):
         w = work.consume(spec, s, t)
     if const_expr(work.is_split_kv(spec)):
         threads, tid = const_expr(roles(spec).warps("softmax")), cute.arch.thread_idx()[0]
-        splits.barrier(roles(spec).warps("softmax", "correct"))
+        splits.barrier(roles(spec).warps("softmax", "correction"))
         splits.merge(spec, a, s.splits, count, tid, threads, MERGED)

@@ -154,7 +154,7 @@ def vote(
         vote_state.lane_max[k] = top
         below = top == -Float32.inf or (top - vote_state.kept_max[k]) * to_log2[k] < vote_state.log2_threshold
         mine = mine and (below or r.tokens[k] >= tile.w.q_len)
-    all_lanes = warp.barrier_all(WARPGROUP_BARRIER + warpgroup_idx(spec), 32 * WARPS, mine) != 0
+    all_lanes = warp.barrier_red_and(WARPGROUP_BARRIER + warpgroup_idx(spec), 32 * WARPS, mine) != 0
     skips = Int32(cute.arch.vote_all_sync(all_lanes))  # the same, but now known to be uniform
     publish_vote(spec, s, skips, stage)
     return skips
@@ -196,9 +196,8 @@ def mma_one_n_block(
         warpgroup.wait_group(0)
         pipeline.consumer_release(s.k_pipe, next_kv)
         skips = vote(spec, a, s, r, vote_state, next_kv.index, n_block, flags)
-        pipeline.consumer_wait(
-            s.v_pipe, i
-        )  # not read here, but the stage is free only when V has landed, or never will
+        # not read here, but the stage is free only when V has landed, or never will
+        pipeline.consumer_wait(s.v_pipe, i)
     pipeline.consumer_release(s.v_pipe, i)
     if skips == 0:
         softmax_kept_block(spec, r, vote_state, flags)

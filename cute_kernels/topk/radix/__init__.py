@@ -4,7 +4,7 @@
 none.
 """
 
-from ..spec import BINS, BITS, PULLED, SHARED, SM, TopKSpec
+from ..spec import BINS, BITS, MAX_PULL_CLUSTER, SMEM_PER_CTA, SMEM_PER_SM, TopKSpec
 
 Spec = TopKSpec
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
@@ -20,23 +20,23 @@ def places(spec: TopKSpec) -> int:
     return spec.capacity + 2 * GROUP
 
 
-def shared(spec: TopKSpec) -> int:
+def smem_bytes(spec: TopKSpec) -> int:
     """Bytes of shared memory of a CTA, or slightly more."""
     marks, bins = places(spec) // 4, 4 * BINS
     histograms = max(marks, bins) if spec.cluster == 1 else marks + bins
-    if spec.cluster > PULLED:
+    if spec.cluster > MAX_PULL_CLUSTER:
         histograms += bins // spec.cluster
     lists = LIST * 8 * (1 + (spec.cluster > 1))
     return places(spec) * (BITS[spec.dtype] // 8 + 4 * spec.stream) + histograms + lists + 512
 
 
-def resident(spec: TopKSpec) -> int:
+def ctas_per_sm(spec: TopKSpec) -> int:
     """CTAs that an SM holds at a time; the compiler is told so. With more threads, registers would spill."""
     threads = 1536 if spec.cluster == 1 and BITS[spec.dtype] == 32 else 1024
-    return min(SM // (shared(spec) + 1024), threads // spec.threads)
+    return min(SMEM_PER_SM // (smem_bytes(spec) + 1024), threads // spec.threads)
 
 
-def room(spec: TopKSpec) -> int:
+def max_k(spec: TopKSpec) -> int:
     """The largest k of a slice that is streamed: the candidates of a warp fit beside it."""
     return spec.capacity - CHUNK
 
@@ -51,8 +51,8 @@ def supports(spec: TopKSpec) -> str | None:
         return f"threads {spec.threads}: the kernel has {THREADS}"
     if spec.capacity < 1024 or spec.capacity % 1024:
         return f"capacity {spec.capacity}: a multiple of 1024 keys"
-    if shared(spec) > SHARED:
-        return f"capacity {spec.capacity}: {shared(spec)} bytes of shared memory, a CTA can have {SHARED}"
-    if spec.stream and room(spec) < 1:
+    if smem_bytes(spec) > SMEM_PER_CTA:
+        return f"capacity {spec.capacity}: {smem_bytes(spec)} bytes of shared memory, a CTA can have {SMEM_PER_CTA}"
+    if spec.stream and max_k(spec) < 1:
         return f"capacity {spec.capacity}: no room for candidates"
     return None

@@ -54,16 +54,16 @@ def held(spec, x: rows.RowSlice, kept):
 def gather(spec: cutlass.Constexpr, a, s, x: rows.RowSlice) -> FilterResult:
     """Fill shared memory with candidates, and find the bin of the row's k-th key."""
     floor = sample(spec, a, s, x)
-    kept, b, here, need, total = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+    kept, b, bin_count, k_left, total = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
     while total < a.k:
         kept = filter_pass(spec, a, s, x, floor)
         passes.prepare(spec, s)
         passes.count(spec, s, held(spec, x, kept))
-        b, here, need, total = select.search(spec, s, a.k)
+        b, bin_count, k_left, total = select.search(spec, s, a.k)
         floor = Uint32(0)
         if total < a.k:
             scope.release_bins(spec)
-    return FilterResult(kept, select.BinSearchResult(b, here, need, total))
+    return FilterResult(kept, select.BinSearchResult(b, bin_count, k_left, total))
 
 
 @cute.jit
@@ -243,12 +243,12 @@ def compact(spec: cutlass.Constexpr, a, s, x: rows.RowSlice, kept: Int32):
         write.stage(spec, s, y, pieces, at - begin, True)
         cute.arch.barrier()
         move(spec, s, begin, cutlass.min(a.k - begin, room))
-    least = boundary.least
-    if (least == boundary.greatest) & (a.last_ties == 0):
-        least += 1
+    min_key = boundary.min_key
+    if (min_key == boundary.max_key) & (a.last_ties == 0):
+        min_key += 1
     if const_expr(BITS[spec.dtype] == 16):
-        least = least & Uint32(0xFFFF0000)  # `take` compares keys whose low halves are 0
-    return least
+        min_key = min_key & Uint32(0xFFFF0000)  # `take` compares keys whose low halves are 0
+    return min_key
 
 
 @cute.jit

@@ -8,7 +8,7 @@ a bit a key: set at the boundary and above. The few keys at the boundary are lis
 order. The bits, in order, are what is written.
 
 A CTA writes only its own shared memory and reads that of the others: so its arrivals at the cluster's barrier need no
-fence that waits for memory (`scope.meet`).
+fence that waits for memory (`scope.cluster_barrier`).
 
 Shared memory: keys (capacity + two groups), with their indices where a slice is streamed (see `filter`), then what is
 written, over the keys; bins of the CTA, then, where it is alone, over them, the bits of marks and of ties; lists of the
@@ -27,8 +27,8 @@ from cutlass import Int32, Uint32, Uint64, const_expr
 from ... import abi
 from .. import emit, rows, scope, select
 from ..args import TopKArgs
-from ..spec import BINS, BITS, PULLED
-from . import LIST, filter, passes, places, resident, write
+from ..spec import BINS, BITS, MAX_PULL_CLUSTER
+from . import LIST, ctas_per_sm, filter, passes, places, write
 
 
 def fake_args(spec) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class RadixSharedStorage:
     keys: cute.Tensor  # (WORDS, vectors) of floats
     index: cute.Tensor  # (places,) in the window, of candidates; (1,) where a slice is held whole
     local: cute.Tensor  # (BINS,) of this CTA
-    total: cute.Tensor  # (BINS / cluster,) of the row, this CTA's share, where the cluster is larger than PULLED
+    total: cute.Tensor  # (BINS / cluster,) of the row, this CTA's share, in clusters larger than MAX_PULL_CLUSTER
     bits: cute.Tensor  # (places / 32,) over the bins, where no other CTA reads them; ties too
     staged: cute.Tensor  # indices of what was selected, in order; over `keys`
     ties: cute.Tensor  # (places / 32 at least,)
@@ -94,7 +94,7 @@ def allocate(spec) -> RadixSharedStorage:
         keys=buffer,
         index=words(count if spec.stream else 1, Int32),
         local=local,
-        total=words(BINS // spec.cluster) if spec.cluster > PULLED else local,
+        total=words(BINS // spec.cluster) if spec.cluster > MAX_PULL_CLUSTER else local,
         bits=cute.make_tensor(bits.iterator, cute.make_layout(marks)),
         staged=cute.make_tensor(cute.recast_ptr(buffer.iterator, dtype=Int32), cute.make_layout(cute.size(buffer))),
         ties=cute.make_tensor(bits.iterator + marks, cute.make_layout(cute.size(bits) - marks)),
@@ -117,7 +117,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
         cluster=[spec.cluster, 1, 1],
         stream=stream,
         use_pdl=a.enable_pdl,
-        min_blocks_per_mp=resident(spec),
+        min_blocks_per_mp=ctas_per_sm(spec),
         preferred_smem_carveout=100,
     )
 

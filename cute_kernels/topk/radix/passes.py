@@ -23,10 +23,10 @@ OWNER = 20  # bits of a place, below its CTA
 class Boundary(NamedTuple):
     """The keys least .. greatest, of which some get in: all larger ones do, no smaller one."""
 
-    least: Uint32
-    greatest: Uint32
-    here: Int32  # keys of the row at the boundary
-    need: Int32  # how many of them get in
+    min_key: Uint32
+    max_key: Uint32
+    bin_count: Int32  # keys of the row at the boundary
+    k_left: Int32  # how many of them get in
     bin: Int32  # of s.local, that they are in
 
 
@@ -102,11 +102,11 @@ def count_vector(spec, s, words):
 
 def key_of(spec, words, e):
     """Float e of a vector."""
-    return keys.part(words[e // keys.per_word(spec)], e % keys.per_word(spec), BITS[spec.dtype])
+    return keys.extract(words[e // keys.per_word(spec)], e % keys.per_word(spec), BITS[spec.dtype])
 
 
 @cute.jit
-def count_range(spec: cutlass.Constexpr, s, x: rows.RowSlice, least: Uint32, greatest: Uint32, shift: Int32):
+def count_range(spec: cutlass.Constexpr, s, x: rows.RowSlice, min_key: Uint32, max_key: Uint32, shift: Int32):
     """Count the keys least .. greatest into s.local, in bins of 2^shift keys. The caller needs a barrier."""
     tid = cute.arch.thread_idx()[0]
     vectors = groups(spec, x) * (GROUP // lanes(spec))
@@ -114,31 +114,31 @@ def count_range(spec: cutlass.Constexpr, s, x: rows.RowSlice, least: Uint32, gre
     for v in cutlass.range(tid, vectors, spec.threads, unroll=1):
         copy.vector(s.keys[None, v], words)
         for e in cutlass.range_constexpr(lanes(spec)):
-            key = keys.order(key_of(spec, words, e))
-            if (key >= least) & (key <= greatest):
-                select.add(s.local, Int32((key - least) >> shift), 1)
+            key = keys.to_key(key_of(spec, words, e))
+            if (key >= min_key) & (key <= max_key):
+                select.add(s.local, Int32((key - min_key) >> shift), 1)
     lowest = const_expr(keys.FILLER >> BITS[spec.dtype])  # key of the filler
-    if (tid == 0) & (least <= lowest) & (lowest <= greatest):
-        select.add(s.local, Int32((Uint32(lowest) - least) >> shift), x.count - vectors * lanes(spec))
+    if (tid == 0) & (min_key <= lowest) & (lowest <= max_key):
+        select.add(s.local, Int32((Uint32(lowest) - min_key) >> shift), x.count - vectors * lanes(spec))
 
 
 @cute.jit
 def refine(spec: cutlass.Constexpr, s, x: rows.RowSlice, found: select.BinSearchResult) -> Boundary:
     """Split the bin found until it holds LIST keys of the row at most, or as many as are needed, or equal keys only."""
-    b, here, need, _ = found
-    least, greatest = keys.range_of(b, spec.dtype)
-    select.claim(spec, s, b, here, need)
-    while (here > LIST) & (here > need) & (greatest > least):
-        shift = select.split(least, greatest)
+    b, bin_count, k_left, _ = found
+    min_key, max_key = keys.range_of(b, spec.dtype)
+    select.count_above(spec, s, b, bin_count, k_left)
+    while (bin_count > LIST) & (bin_count > k_left) & (max_key > min_key):
+        shift = select.bin_shift(min_key, max_key)
         scope.release_bins(spec)
         select.clear(spec, s.local)
         cute.arch.barrier()
-        count_range(spec, s, x, least, greatest, shift)
-        b, here, need, _ = select.search(spec, s, need)
-        select.claim(spec, s, b, here, need)
-        least += Uint32(b) << shift
-        greatest = least + cutlass.min(greatest - least, (Uint32(1) << shift) - 1)
-    return Boundary(least, greatest, here, need, b)
+        count_range(spec, s, x, min_key, max_key, shift)
+        b, bin_count, k_left, _ = select.search(spec, s, k_left)
+        select.count_above(spec, s, b, bin_count, k_left)
+        min_key += Uint32(b) << shift
+        max_key = min_key + cutlass.min(max_key - min_key, (Uint32(1) << shift) - 1)
+    return Boundary(min_key, max_key, bin_count, k_left, b)
 
 
 def flat(spec, s):
@@ -195,50 +195,51 @@ def mark(spec: cutlass.Constexpr, a, s, x: rows.RowSlice, boundary: Boundary):
     """Set the bits s.bits of the places whose key is at the boundary or above it.
 
     Where not all keys at the boundary get in, they are recorded, too: in s.list where the row has at most LIST of them,
-    else as bits in s.ties, no longer in s.bits. s.table then tells how many each CTA has. Ends with `scope.meet`."""
-    least, greatest, here, need, b = boundary
+    else as bits in s.ties, no longer in s.bits. s.table then tells how many each CTA has. Ends with
+    `scope.cluster_barrier`."""
+    min_key, max_key, bin_count, k_left, b = boundary
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-    sign, mask = keys.sign_multiplier(least), keys.xor_mask(least)
+    sign, mask = keys.sign_multiplier(min_key), keys.xor_mask(min_key)
     per, hits = part(spec, x), Uint32(0)
     first = warp * per
     last = cutlass.min(first + per, groups(spec, x))
     masks = cute.make_rmem_tensor(STEP, Uint32)
     for group in cutlass.range(first, last, unroll=1):
-        nearest = greatest - least + 1
+        nearest = max_key - min_key + 1
         for u in cutlass.range_constexpr(STEP):
             # x * sign + mask is the key, x ^ mask; keys below the boundary wrap around
-            above = load(spec, s, group * GROUP + u * 32 + lane) * sign + (mask - least)
-            masks[u] = Uint32(cute.arch.vote_ballot_sync(above <= Uint32(0xFFFFFFFF) - least))
+            above = load(spec, s, group * GROUP + u * 32 + lane) * sign + (mask - min_key)
+            masks[u] = Uint32(cute.arch.vote_ballot_sync(above <= Uint32(0xFFFFFFFF) - min_key))
             nearest = cutlass.min(nearest, above)
         if lane == 0:
             store(s.bits, group, masks)
         hits = hits << 1
-        if nearest <= greatest - least:
+        if nearest <= max_key - min_key:
             hits = hits | 1
-        if (need < here) & (here > LIST):
+        if (k_left < bin_count) & (bin_count > LIST):
             mark_ties(spec, s, x, group, boundary)
     ties = scope.gather_counts(spec, s.local, b)
-    if (need < here) & (here <= LIST):
+    if (k_left < bin_count) & (bin_count <= LIST):
         cute.arch.sync_warp()
         while hits != 0:
             group = last - 1 - (31 - Int32(cute.arch.clz(hits)))
             hits = hits ^ (Uint32(1) << Uint32(last - 1 - group))
             list_ties(spec, a, s, x, group, boundary)
     scope.store_counts(spec, ties, s.table)
-    scope.meet(spec)
+    scope.cluster_barrier(spec)
 
 
 @cute.jit
 def mark_ties(spec: cutlass.Constexpr, s, x: rows.RowSlice, group: Int32, boundary: Boundary):
     """Set the bits of a group's places: s.ties where the key is at the boundary, s.bits where it is above."""
-    least, greatest, mask = boundary.least, boundary.greatest, keys.xor_mask(boundary.least)
+    min_key, max_key, mask = boundary.min_key, boundary.max_key, keys.xor_mask(boundary.min_key)
     masks, over = (cute.make_rmem_tensor(STEP, Uint32) for _ in range(2))
     for u in cutlass.range_constexpr(STEP):
         place = group * GROUP + u * 32 + cute.arch.lane_idx()
         key = load(spec, s, place) ^ mask
-        tie = (key >= least) & (key <= greatest) & real(spec, s, x, place)
+        tie = (key >= min_key) & (key <= max_key) & real(spec, s, x, place)
         masks[u] = Uint32(cute.arch.vote_ballot_sync(tie))
-        over[u] = Uint32(cute.arch.vote_ballot_sync(key > greatest))
+        over[u] = Uint32(cute.arch.vote_ballot_sync(key > max_key))
     if cute.arch.lane_idx() == 0:
         store(s.ties, group, masks)
         store(s.bits, group, over)
@@ -248,11 +249,11 @@ def mark_ties(spec: cutlass.Constexpr, s, x: rows.RowSlice, group: Int32, bounda
 def list_ties(spec: cutlass.Constexpr, a, s, x: rows.RowSlice, group: Int32, boundary: Boundary):
     """Append this lane's keys of a group at the boundary to s.list, with CTA and place, as 64 bits: larger entries get
     in first. Clears the bits of filler."""
-    least, greatest, mask = boundary.least, boundary.greatest, keys.xor_mask(boundary.least)
+    min_key, max_key, mask = boundary.min_key, boundary.max_key, keys.xor_mask(boundary.min_key)
     some, start, listed = Uint32(0), group * GROUP + cute.arch.lane_idx(), s.list
     for u in cutlass.range_constexpr(STEP):
         key = load(spec, s, start + u * 32) ^ mask
-        if (key >= least) & (key <= greatest):
+        if (key >= min_key) & (key <= max_key):
             some = some | Uint32(1 << u)
     while some != 0:
         place = start + 32 * (31 - Int32(cute.arch.clz(some)))
@@ -261,7 +262,7 @@ def list_ties(spec: cutlass.Constexpr, a, s, x: rows.RowSlice, group: Int32, bou
             name = Uint32(scope.rank(spec) << OWNER) | Uint32(place)
             if a.last_ties == 0:
                 name = ~name
-            entry = (Uint64(keys.order(load(spec, s, place))) << 32) | Uint64(name)
+            entry = (Uint64(keys.to_key(load(spec, s, place))) << 32) | Uint64(name)
             listed[select.add(s.counts, 0, 1)] = entry
         else:
             drop(s.bits, place)

@@ -17,24 +17,24 @@ def resolve_ties(spec: cutlass.Constexpr, a, s, x: rows.RowSlice, boundary: Boun
     """Of the keys at the boundary, leave in s.bits those that get in. After `passes.mark`; ends with a CTA barrier.
 
     Returns the number of keys at the boundary taken by lower CTAs that are not already in their s.counts[1]."""
-    here, need = boundary.here, boundary.need
+    bin_count, k_left = boundary.bin_count, boundary.k_left
     taken = Int32(0)
-    if need < here:
-        if here <= LIST:
+    if k_left < bin_count:
+        if bin_count <= LIST:
             if const_expr(spec.cluster > 1):
-                scope.collect(spec, s.list, s.table, s.pool)
+                scope.gather_lists(spec, s.list, s.table, s.pool)
                 cute.arch.barrier()
-            choose(spec, a, s, here, need)
+            choose(spec, a, s, bin_count, k_left)
         else:
-            earlier, mine = scope.sum_before_cta(spec, s.table, scope.rank(spec)), here
+            earlier, mine = scope.sum_before_cta(spec, s.table, scope.rank(spec)), bin_count
             if const_expr(spec.cluster > 1):
                 mine = s.table[scope.rank(spec)]
             skipped = Int32(0)  # of the row, before the first that gets in
             if a.last_ties != 0:
-                skipped = here - need
-            taken = clamp(earlier - skipped, 0, need)
+                skipped = bin_count - k_left
+            taken = clamp(earlier - skipped, 0, k_left)
             skip = clamp(skipped - earlier, 0, mine)
-            take_ties(spec, s, x, skip, clamp(need - taken, 0, mine - skip))
+            take_ties(spec, s, x, skip, clamp(k_left - taken, 0, mine - skip))
         cute.arch.barrier()
     return taken
 
@@ -45,14 +45,14 @@ def rankers(spec):
 
 
 @cute.jit
-def choose(spec: cutlass.Constexpr, a, s, here: Int32, need: Int32):
-    """Count in s.counts[1] those of this CTA's keys at the boundary, s.list, that are among the `need` largest of the
+def choose(spec: cutlass.Constexpr, a, s, bin_count: Int32, k_left: Int32):
+    """Count in s.counts[1] those of this CTA's keys at the boundary, s.list, that are among the `k_left` largest of the
     row's, s.pool; clear the bits of the others. A few threads rank a key. The caller needs a barrier."""
     tid, mine = cute.arch.thread_idx()[0], s.counts[0]
     for base in cutlass.range(0, mine, spec.threads // rankers(spec), unroll=1):
         i, key, larger, behind = base + tid // rankers(spec), Uint64(0), Int32(0), Int32(0)
         if i < mine:
-            key, behind = s.list[i], here
+            key, behind = s.list[i], bin_count
         for first in cutlass.range(tid % rankers(spec), behind, rankers(spec) * LOOKS, unroll=1):
             others = [s.pool[first + j * rankers(spec)] for j in range(LOOKS)]  # behind the last one are zeros
             for j in cutlass.range_constexpr(LOOKS):
@@ -61,7 +61,7 @@ def choose(spec: cutlass.Constexpr, a, s, here: Int32, need: Int32):
         for step in cutlass.range_constexpr(rankers(spec).bit_length() - 1):
             larger += cute.arch.shuffle_sync_bfly(larger, 1 << step)
         if (tid % rankers(spec) == 0) & (i < mine):
-            if larger < need:
+            if larger < k_left:
                 select.add(s.counts, 1, 1)
             else:
                 name = Uint32(key & 0xFFFFFFFF)
@@ -80,7 +80,7 @@ def take_ties(spec: cutlass.Constexpr, s, x: rows.RowSlice, skip: Int32, take: I
     mine = Int32(0)
     for w in cutlass.range(first, last, unroll=1):
         mine += Int32(cute.arch.popc(s.ties[w]))
-    tie, _ = select.rank_in(spec, mine, s.scratch)
+    tie, _ = select.cta_prefix_sum(spec, mine, s.scratch)
     bits = s.bits  # alone: see `stage`
     for w in cutlass.range(first, last, unroll=1):
         left, chosen = s.ties[w], bits[w]
@@ -99,7 +99,7 @@ def rank_bits(spec: cutlass.Constexpr, s, pieces: BitPieces):
     mine = Int32(0)
     for p in cutlass.range(first, last, unroll=1):
         mine += Int32(cute.arch.popc(piece(s.bits, p, parts)[0]))
-    return select.rank_in(spec, mine, s.scratch)
+    return select.cta_prefix_sum(spec, mine, s.scratch)
 
 
 @cute.jit

@@ -5,7 +5,7 @@ do.
 none.
 """
 
-from ..spec import BITS, SHARED, SM, SortSpec
+from ..spec import BITS, SMEM_PER_CTA, SMEM_PER_SM, SortSpec
 
 Spec = SortSpec
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
@@ -14,14 +14,14 @@ DIGITS = 1 << DIGIT
 THREADS = (256, 512, 1024)  # at least one a digit
 
 
-def shared(spec: SortSpec) -> int:
+def smem_bytes(spec: SortSpec) -> int:
     """Bytes of shared memory of a CTA, or slightly more: pairs, counts of digits, scratch."""
     return spec.capacity * 8 + spec.threads // 32 * DIGITS * 4 + 1024
 
 
-def resident(spec: SortSpec) -> int:
+def ctas_per_sm(spec: SortSpec) -> int:
     """CTAs that an SM holds at a time; the compiler is told so."""
-    return min(SM // (shared(spec) + 1024), 1536 // spec.threads)
+    return min(SMEM_PER_SM // (smem_bytes(spec) + 1024), 1536 // spec.threads)
 
 
 def supports(spec: SortSpec) -> str | None:
@@ -32,6 +32,6 @@ def supports(spec: SortSpec) -> str | None:
         return f"threads {spec.threads}: the kernel has {THREADS}"
     if spec.items < 1:
         return f"items {spec.items}: at least 1"
-    if shared(spec) > SHARED:
-        return f"items {spec.items}: {shared(spec)} bytes of shared memory, a CTA can have {SHARED}"
+    if smem_bytes(spec) > SMEM_PER_CTA:
+        return f"items {spec.items}: {smem_bytes(spec)} bytes of shared memory, a CTA can have {SMEM_PER_CTA}"
     return None

@@ -24,7 +24,7 @@ from ... import abi
 from .. import keys, select
 from ..args import SortArgs
 from ..spec import BITS
-from . import DIGIT, DIGITS, resident
+from . import DIGIT, DIGITS, ctas_per_sm
 
 LAST = 0xFFFFFFFF  # behind all pairs of a row: the distance of what fills its last warp
 
@@ -70,7 +70,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
         block=[spec.threads, 1, 1],
         stream=stream,
         use_pdl=a.enable_pdl,
-        min_blocks_per_mp=resident(spec),
+        min_blocks_per_mp=ctas_per_sm(spec),
         preferred_smem_carveout=100,
     )
 
@@ -81,7 +81,7 @@ def kernel(spec: cutlass.Constexpr, a: SortArgs):
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     row, count, bits = cute.arch.block_idx()[0], a.values.shape[1], const_expr(BITS[spec.dtype])
-    values, indices = keys.raw(a.values, bits)[row, None], a.indices[row, None]
+    values, indices = keys.bit_patterns(a.values, bits)[row, None], a.indices[row, None]
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     first = warp * (32 * spec.items) + lane
     far = cute.make_rmem_tensor(spec.items, Uint32)
@@ -89,7 +89,7 @@ def kernel(spec: cutlass.Constexpr, a: SortArgs):
     for i in cutlass.range_constexpr(spec.items):
         p, index = first + 32 * i, Int32(0)
         if p < count:
-            far[i] = keys.order(values[p].to(Uint32) << (32 - bits)) >> (32 - bits)
+            far[i] = keys.to_key(values[p].to(Uint32) << (32 - bits)) >> (32 - bits)
             index = Int32(indices[p])
             least, greatest = cutlass.min(least, far[i]), cutlass.max(greatest, far[i])
         s.index[p] = index
@@ -101,7 +101,7 @@ def kernel(spec: cutlass.Constexpr, a: SortArgs):
     for i in cutlass.range_constexpr(spec.items):
         p = first + 32 * i
         if p < count:
-            values[p] = (keys.disorder((greatest - far[i]) << (32 - bits)) >> (32 - bits)).to(values.element_type)
+            values[p] = (keys.from_key((greatest - far[i]) << (32 - bits)) >> (32 - bits)).to(values.element_type)
             indices[p] = Int64(s.index[p])
 
 
@@ -137,7 +137,7 @@ def sort_by_digit(
     if tid < DIGITS:
         for w in cutlass.range_constexpr(spec.threads // 32):
             mine += s.counts[tid, w]
-    place, _ = select.rank_in(spec, mine, s.scratch)
+    place, _ = select.cta_prefix_sum(spec, mine, s.scratch)
     if tid < DIGITS:
         for w in cutlass.range_constexpr(spec.threads // 32):
             here = s.counts[tid, w]

@@ -83,7 +83,7 @@ def kernel_of(spec: Any) -> Kernel:
     """The only reader of specs here."""
     decodes = spec.schedule == "stream_k"
     own = spec.kv.dtype == spec.q and not (decodes and spec.q == "e4m3")  # decoding converts them as any cache
-    shares = decodes and spec.tile.knows_rows
+    shares = decodes and spec.tile.per_tile_pack_gqa
     narrow = decodes and not shares and spec.tile.rows_per_warp == FEW_ROWS
     narrow = narrow and (spec.kv.dtype, spec.head_dim_qk) in WIDE
     same: dict[str, Any] = {
@@ -332,7 +332,7 @@ def launched(case: AttentionCase, problem: AttentionCall) -> Results:
 
 def call(case: AttentionCase, in_forms: tuple[str, ...] = ()) -> tuple[Results, float]:
     """(results, error) of a call, and, where they may not depend on the batch, another of one request."""
-    problem = forms.apply(cases.make_problem(case), in_forms)
+    problem = forms.apply(cases.make_call(case), in_forms)
     want, want_lse = cases.expected(case, problem)
     out, lse = listed(case, problem) if in_forms else launched(case, problem)
     error = distance(out, want, 0.0, case.limit(want))

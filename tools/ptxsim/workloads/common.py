@@ -37,7 +37,7 @@ class SimulatedMachine(Machine):
         super().__init__()
         self.known, self.results, self.only, self.how = (arch, sms), results, only, how
 
-    def facts(self, device: torch.device) -> tuple[str, int]:
+    def device_info(self, device: torch.device) -> tuple[str, int]:
         return self.known
 
     def kernel(self, op: str, spec: Any, arch: str) -> Callable[..., None]:

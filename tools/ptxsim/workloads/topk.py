@@ -38,7 +38,7 @@ class Case:
 
 def kernel(name: str) -> TopKSpec:
     """The shipped spec of a name."""
-    return next(plan for dtype in DTYPES for plan in dispatch.plans(dtype) if plan.name == name)
+    return next(plan for dtype in DTYPES for plan in dispatch.specs(dtype) if plan.name == name)
 
 
 class Sorting(SimulatedMachine):
@@ -280,7 +280,7 @@ def streams() -> list[Case]:
     found = []
     for name in ("fp32_c1t512_s6144", "bf16_c1t512_s6144"):
         plan = kernel(name)
-        most, call = radix.room(plan), TopKCase(RAGGED, plan.dtype, 2, 11000, 1000)
+        most, call = radix.max_k(plan), TopKCase(RAGGED, plan.dtype, 2, 11000, 1000)
         sets = {
             "sample misleads": [
                 replace(call, data=("sample too high", "sample too low")),
