@@ -11,6 +11,16 @@ PEERS = ("cudnn", "flash-attn-4", "flashinfer")
 PRECISION_PEERS = ("own-bf16", "own-fp8", "flashinfer")
 SERVE_PEERS = ("own-parts", "flash-attn-4", "flashinfer")
 TOPK_PEERS = ("torch", "flashinfer", "floor")
+PICTURES = {  # end of a file's name -> what the picture shows, for readers who do not see it
+    "prefill-lengths": "Prefill, TFLOP/s against sequence length, causal and full, ours and peers",
+    "prefill-roofline": "Roofline of prefill: TFLOP/s against FLOP per byte, under the measured matmul and copy rates",
+    "prefill-share": "Prefill, share of the matmul rate that ours and peers reach in each case",
+    "decode-share": "Decode, share of the copy rate at which K and V are read in each case, by type of cache",
+    "decode-lengths": "Decode, share of the copy rate against length, a line per batch size",
+    "serve-sweep": "Mixed batches, time against decode tokens; chunks, TFLOP/s against their size",
+    "skip-softmax": "Skip-softmax, speed against the share of blocks that are skipped",
+    "topk-lengths": "Top-k, time against row length, ours, torch.topk and the time to read the scores once",
+}
 
 
 def low(row: Row) -> bool:
@@ -50,6 +60,12 @@ def host_line(rows: list[Row], prefix: str) -> str:
     return f"Host time of a call whose kernel is loaded: {', '.join(times)}." if times else ""
 
 
+def image(gpu: str, path: Path) -> str:
+    """Return a picture with its alternative text."""
+    name = path.stem.removeprefix(f"{gpu}-")
+    return f"![{PICTURES.get(name, name)} ({gpu})]({path.relative_to(ROOT).as_posix()})"
+
+
 def section(
     gpu: str, rows: list[Row], prefix: str, head: list[str], line: Callable[[list[Row]], list[str]], images: list[Path]
 ) -> list[str]:
@@ -64,7 +80,7 @@ def section(
     parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
     host = host_line(rows, f"host-{prefix.rstrip('-')}")
     parts += [host] if host else []
-    return parts + [f"![{p.stem}]({p.relative_to(ROOT).as_posix()})" for p in images if p.is_relative_to(ROOT)]
+    return parts + [image(gpu, path) for path in images if path.is_relative_to(ROOT)]
 
 
 def measured(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
@@ -136,8 +152,8 @@ def measured_sparsity(found: dict[str, list[SkipRow]], folder: Path = FOLDER) ->
             speed = [f"{r.time_us:.0f}", f"{r.dense_us / r.time_us:.2f}"]
             lines.append([r.data, f"{r.factor:g}", f"{r.left_out:.0%}", *speed, *errors])
         parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
-        image = folder / f"{gpu}-skip-softmax.png"
-        parts += [f"![{image.stem}]({image.relative_to(ROOT).as_posix()})"] if image.is_file() else []
+        path = folder / f"{gpu}-skip-softmax.png"
+        parts += [image(gpu, path)] if path.is_file() else []
     return "\n\n".join(parts) or "Not measured yet."
 
 
@@ -204,14 +220,17 @@ def measured_family(results: dict[str, list[Row]], folder: Path = FOLDER) -> str
 
 
 def pictured(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
-    """Ours beside the peers, with what the picture shows."""
+    """Return the picture of the peers beside ours, and its caption."""
     parts = []
     for gpu, rows in results.items():
-        found, image = peers.points(rows), folder / f"{gpu}-peers.png"
-        if found and image.is_file():
-            runs = peers.ran(gpu, (p.commit for p in found))
-            parts.append(f"![Time of each peer over ours]({image.relative_to(ROOT).as_posix()})")
-            parts.append(f"Time of each peer over ours in the same run, right of 1 ours is faster: {runs}.")
+        found, path = peers.points(rows), folder / f"{gpu}-peers.png"
+        if found and path.is_file():
+            names, runs = peers.listed(dict.fromkeys(p.peer for p in found)), peers.ran(gpu, (p.commit for p in found))
+            alt = f"Bars: the time of {names} over ours, case by case; right of 1 ours is faster"
+            parts.append(f"![{alt}]({path.relative_to(ROOT).as_posix()})")
+            parts.append(
+                f"The time of each peer over ours in the same run, case by case; {runs}. Right of 1, ours is faster."
+            )
     return "\n\n".join(parts) or "Not measured yet."
 
 
@@ -220,7 +239,7 @@ def sections() -> dict[str, str]:
     found = read_all()
     return {
         "peers": pictured(found),
-        "headlines": peers.sentences(found),
+        "headlines": peers.headlines(found),
         "measured": measured(found),
         "measured-serving": measured_serving(found),
         "measured-trace": measured_trace(found),
