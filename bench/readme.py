@@ -157,6 +157,23 @@ def measured_sparsity(found: dict[str, list[SkipRow]], folder: Path = FOLDER) ->
     return "\n\n".join(parts) or "Not measured yet."
 
 
+def measured_parallel(results: dict[str, list[Row]]) -> str:
+    """Return the steps of `examples.parallel`: a line per number of GPUs."""
+    parts = []
+    for gpu, rows in results.items():
+        chosen = newest(rows, "parallel-")
+        if not chosen:
+            continue
+        r = chosen[0]
+        parts.append(f"{gpu}, {r.date}, commit {r.commit[:9]}, driver {r.driver}, torch {r.torch}.")
+        lines = [["GPUs", "heads per rank", "keys per rank"], ["---:"] * 3]
+        for case in dict.fromkeys(r.case for r in chosen):
+            times = {r.provider: f"{r.time_us:.0f} us" for r in chosen if r.case == case}
+            lines.append([case.rpartition("-x")[2], times.get("heads", ""), times.get("keys", "")])
+        parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
+    return "\n\n".join(parts) or "Not measured yet."
+
+
 def outputs(rows: list[Row]) -> str:
     """What the functions' outputs cost, where it was measured."""
     found = newest(rows, "outputs-")
@@ -247,6 +264,7 @@ def sections() -> dict[str, str]:
         "measured-decode": measured_decode(found),
         "measured-precision": measured_precision(found),
         "measured-topk": measured_topk(found),
+        "measured-parallel": measured_parallel(found),
         "measured-sparsity": measured_sparsity(read_sparsity()),
     }
 

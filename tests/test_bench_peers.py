@@ -96,6 +96,13 @@ def test_every_headline_was_measured():
     assert peers.HEADLINES.keys() <= measured
 
 
+def test_parallel_steps_have_a_line_per_number_of_gpus():
+    times = {("parallel-a-x1", "heads"): 5.2, ("parallel-a-x1", "keys"): 6.0, ("parallel-a-x2", "keys"): 3.0}
+    text = readme.measured_parallel({"g": rows_of(times), "h": FOUND})
+    assert text.splitlines()[-2:] == ["| 1 | 5 us | 6 us |", "| 2 |  | 3 us |"]
+    assert readme.measured_parallel({"h": FOUND}) == "Not measured yet."
+
+
 def test_every_picture_has_a_text():
     found = {path.stem.removeprefix(f"{gpu}-") for gpu in results.read_all() for path in FOLDER.glob(f"{gpu}-*.png")}
     assert found - {"peers"} <= readme.PICTURES.keys()
