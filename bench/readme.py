@@ -161,10 +161,11 @@ def measured_parallel(results: dict[str, list[Row]]) -> str:
     """Return the steps of `examples.parallel`: a line per number of GPUs."""
     parts = []
     for gpu, rows in results.items():
-        chosen = newest(rows, "parallel-")
-        if not chosen:
+        found = [r for r in rows if r.case.startswith("parallel-")]
+        if not found:
             continue
-        r = chosen[0]
+        r = max(found, key=lambda row: row.date)
+        chosen = [row for row in found if row.run == r.run]
         parts.append(f"{gpu}, {r.date}, commit {r.commit[:9]}, driver {r.driver}, torch {r.torch}.")
         lines = [["GPUs", "heads per rank", "keys per rank"], ["---:"] * 3]
         for case in dict.fromkeys(r.case for r in chosen):
