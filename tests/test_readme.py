@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import enum
 import importlib.util
 import io
 import itertools
@@ -19,12 +20,13 @@ from bench.results import ROOT
 from cute_kernels import catalog
 from cute_kernels.attention.problem import Problem
 from tests import conftest, gpu, kernels
-from tools import matrix, oracles, site, static
+from tools import matrix, oracles, reference, site, static
 
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in pages.pages()}
 FAMILIES = ("prefill", "decode", "top-k", "low-precision", "caches", "drop-in")  # pages that begin with an example
 NEEDS_GPU = "# needs a GPU"  # the first line of a block that runs on CUDA only
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+BESIDE = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 NOTES = [path for folder in ("bench", "tests", "tools") for path in sorted((ROOT / folder).rglob("*.md"))]
 
 
@@ -97,7 +99,7 @@ def test_the_example_of_prefill_is_right():
 
 
 def test_commands_and_files_that_are_named_exist():
-    text = "".join(path.read_text() for path in PAGES.values())
+    text = "".join(path.read_text() for path in (*PAGES.values(), *BESIDE))
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     assert set(re.findall(r"`make ([a-z-]+)", text)) | set(re.findall(r"^make ([a-z-]+)", text, re.M)) <= set(targets)
     for module in set(re.findall(r"python -m ((?:tools|bench|examples)[\w.]*)", text)):
@@ -129,7 +131,7 @@ def test_every_public_name_is_on_a_page():
 
 
 @pytest.mark.parametrize(
-    "page", [*PAGES.values(), ROOT / "CHANGELOG.md", *NOTES], ids=lambda path: path.relative_to(ROOT).as_posix()
+    "page", [*PAGES.values(), *BESIDE, *NOTES], ids=lambda path: path.relative_to(ROOT).as_posix()
 )
 def test_relative_links_lead_somewhere(page):
     for path, anchor in site.links(page):
@@ -149,17 +151,86 @@ def test_every_page_is_reached_from_readme_and_named_in_the_index():
     index = {path for path, _ in site.links(PAGES["docs/index.md"])}
     assert {path for path in PAGES.values() if path.parent == pages.DOCS} - index == {PAGES["docs/index.md"]}
     assert PAGES["docs/index.md"] in {path for path, _ in site.links(README)}
-    named = set(re.findall(r"docs/[\w-]+\.md", (ROOT / "mkdocs.yml").read_text()))
-    assert named == PAGES.keys() - {"README.md", "docs/index.md"}
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert set(re.findall(r"docs/[\w-]+\.md", navigation)) == PAGES.keys() - {"README.md", "docs/index.md"}
+    assert re.findall(r"reference/([\w-]+)\.md", navigation) == list(reference.GROUPS)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="MkDocs is not installed")
+def test_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 120
+
+
+needs_mkdocs = pytest.mark.skipif(not importlib.util.find_spec("material"), reason="MkDocs and its theme are missing")
+
+
+@needs_mkdocs
 def test_the_site_builds(tmp_path, monkeypatch):
+    """Without a warning; pages fetch nothing, pictures have a text, mentions of functions lead to the reference."""
     monkeypatch.setattr(site, "BUILD", tmp_path)
     site.main()
     html = (tmp_path / "site" / "docs" / "prefill.html").read_text()
-    assert "trtllm_batch_context_with_kv_cache" in html and "../bench/notes/attention-sm90.html" in html
+    assert 'href="../reference/prefill.html#trtllm_batch_context_with_kv_cache"' in html
+    assert "../bench/notes/attention-sm90.html" in html
     assert (tmp_path / "site" / "bench" / "results" / "nvidia-h200-peers.png").is_file()
+    pages_made = "".join(path.read_text() for path in (tmp_path / "site").rglob("*.html"))
+    assert not re.search(r"<(?:link|script|img)[^>]*(?:src|href)=.?(?:https?:)?//", pages_made)
+    assert not re.search(r"<img(?![^>]*alt=.[^\"' >])", pages_made)
+
+
+@needs_mkdocs
+def test_a_link_that_leads_nowhere_ends_the_build(tmp_path):
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "index.md").write_text("# a\n[b](#b)\n")
+    config = tmp_path / "mkdocs.yml"
+    config.write_text((ROOT / "mkdocs.yml").read_text().split("nav:")[0])
+    with pytest.raises(SystemExit, match="there is no such anchor"):
+        site.build(config)
+
+
+# ---- the reference
+
+
+def test_every_public_name_is_in_one_group():
+    named = [name for _, _, names in reference.GROUPS.values() for name in names]
+    assert sorted(named) == wrappers.__all__
+
+
+def test_a_page_describes_each_name_with_its_arguments_and_example():
+    made = reference.pages()
+    for name, page in reference.PAGE_OF.items():
+        part = re.search(rf"^## {name} {{.*?(?=^## |\Z)", made[page], re.M | re.S)[0]
+        assert "```pycon\n>>> " in part, name
+        if not isinstance(getattr(wrappers, name), enum.EnumMeta):
+            names = reference.names_of(getattr(wrappers, name)) - {"args", "kwargs", "others"}
+            assert all(re.search(rf"^ +(\*\*)?{n}\b|\({n}\b|, {n}\b", part, re.M) for n in names), name
+    assert "### BatchPrefillWithPagedKVCacheWrapper.run {" in made["prefill"]
+    assert "Another name of `plan`." in made["prefill"]
+
+
+def test_a_docstring_becomes_markdown():
+    doc = """Say a * b of row_ids[i].
+
+Args, of others:
+    first, second: int32 (B + 1,), with `code` and
+        a second line
+    third: c
+Returns [d].
+
+>>> f(1)
+2
+"""
+    assert reference.markdown(doc, frozenset({"first", "second", "third"})).splitlines() == [
+        r"Say a \* b of `row_ids[i]`.", "", "Arguments, of others:", "",
+        "- **`first`, `second`**: int32 (B + 1,), with `code` and a second line", "- **`third`**: c", "",
+        r"Returns \[d\].", "", "```pycon", ">>> f(1)", "2", "```",
+    ]  # fmt: skip
+
+
+def test_mentions_become_links():
+    text = "# `xqa`\n`xqa`, [`xqa`](x.md), `other`\n```\n`xqa`\n```\n| `top_k` |\n"
+    xqa, top_k = "[`xqa`](../decode.md#xqa)", "[`top_k`](../top-k.md#top_k)"
+    want = f"# `xqa`\n{xqa}, [`xqa`](x.md), `other`\n```\n`xqa`\n```\n| {top_k} |\n"
+    assert reference.linked(text, "..") == want
 
 
 # ---- the support table
