@@ -130,9 +130,7 @@ def test_every_public_name_is_on_a_page():
 # ---- links, and the site
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES.values(), *BESIDE, *NOTES], ids=lambda path: path.relative_to(ROOT).as_posix()
-)
+@pytest.mark.parametrize("page", [*PAGES.values(), *BESIDE, *NOTES], ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_relative_links_lead_somewhere(page):
     for path, anchor in site.links(page):
         assert path.is_file() and path.is_relative_to(ROOT), path
