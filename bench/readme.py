@@ -57,13 +57,19 @@ def topk_cells(rows: list[Row]) -> list[str]:
 def host_line(rows: list[Row], prefix: str) -> str:
     """Host time of a call, where it was measured."""
     times = [f"{r.provider} {r.time_us:.1f} us" for r in newest(rows, prefix)]
-    return f"Host time of a call whose kernel is loaded: {', '.join(times)}." if times else ""
+    return f"Host time per call, with the kernel loaded: {', '.join(times)}." if times else ""
+
+
+def picture(alt: str, path: Path) -> str:
+    """Return a picture with its alternative text, which leads to the file in its full size."""
+    place = path.relative_to(ROOT).as_posix()
+    return f"[![{alt}]({place})]({place})"
 
 
 def image(gpu: str, path: Path) -> str:
-    """Return a picture with its alternative text."""
+    """Return a plot with the text that PICTURES has for it."""
     name = path.stem.removeprefix(f"{gpu}-")
-    return f"![{PICTURES.get(name, name)} ({gpu})]({path.relative_to(ROOT).as_posix()})"
+    return picture(f"{PICTURES.get(name, name)} ({gpu})", path)
 
 
 def section(
@@ -245,7 +251,7 @@ def pictured(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
         if found and path.is_file():
             names, runs = peers.listed(dict.fromkeys(p.peer for p in found)), peers.ran(gpu, (p.commit for p in found))
             alt = f"Bars: the time of {names} over ours, case by case; right of 1 ours is faster"
-            parts.append(f"![{alt}]({path.relative_to(ROOT).as_posix()})")
+            parts.append(picture(alt, path))
             parts.append(
                 f"The time of each peer over ours in the same run, case by case; {runs}. Right of 1, ours is faster."
             )

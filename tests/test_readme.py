@@ -109,6 +109,17 @@ def test_commands_and_files_that_are_named_exist():
         assert (ROOT / path).exists(), path
 
 
+@pytest.mark.parametrize(
+    "page", [*PAGES.values(), *BESIDE, ROOT / "tests" / "README.md"], ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+def test_sentences_are_plain(page):
+    """The rules of CONTRIBUTING.md that a regular expression can see."""
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.M | re.S)
+    assert re.findall(r"(?:^|[.:;!?] |^- )Of [a-z].*", text, re.M) == []
+    assert re.findall(r"\bbut for\b|\bso many\b|\bas they are(?= [a-z])", text) == []
+    assert len(re.findall(r"\bwhose\b", text)) <= 1
+
+
 def test_two_commands_suffice_on_a_fresh_machine():
     """As README says, and CI does."""
     assert re.search(r"^make demo .*\n(make quick .*\n)?make test ", README.read_text(), re.M)
@@ -201,7 +212,7 @@ def test_a_page_describes_each_name_with_its_arguments_and_example():
         if not isinstance(getattr(wrappers, name), enum.EnumMeta):
             names = reference.names_of(getattr(wrappers, name)) - {"args", "kwargs", "others"}
             assert all(re.search(rf"^ +(\*\*)?{n}\b|\({n}\b|, {n}\b", part, re.M) for n in names), name
-    assert "### BatchPrefillWithPagedKVCacheWrapper.run {" in made["prefill"]
+    assert "### run { #BatchPrefillWithPagedKVCacheWrapper.run }" in made["prefill"]
     assert "Another name of `plan`." in made["prefill"]
 
 

@@ -62,9 +62,9 @@ GROUPS = {  # page -> (title, first sentence, names)
     ),
 }  # fmt: skip
 PAGE_OF = {name: page for page, (_, _, names) in GROUPS.items() for name in names}
-STARTS = re.compile(r"(Returns?|Raises?|Hints?:|Refused|Accepted|Can be|[A-Z]\w+Error)\b")  # of a new paragraph
+STARTS = re.compile(r"(Args|Returns?|Raises?|Hints?:|Refused|Accepted|Can be|[A-Z]\w+Error)\b")  # of a new paragraph
 CODE = re.compile(r"(`[^`]*`)")
-IDENTIFIER = re.compile(r"(?<!\")\b[a-z]+\d*_\w+(?:\[[^\]]*\](?::\w+\[[^\]]*\])?)?")
+IDENTIFIER = re.compile(r"(?<!\")\b[a-z][a-z0-9]*_\w+(?:\[[^\]]*\](?::\w+\[[^\]]*\])?)?")
 SPECIAL = re.compile(r"([*<\[\]|])")
 
 
@@ -127,12 +127,14 @@ def markdown(doc: str, names: frozenset[str] = frozenset()) -> str:
             if not line.rstrip().endswith(":"):  # a list whose first entry stands in its head
                 head, _, first = line.partition(": ")
                 text, block = f"{head}:", [" " * indent(block[0]) + first, *(f"  {more}" for more in block)]
-            out += ["", re.sub(r"^Args\b", "Arguments", prose(text)), "", *entries(block, names), ""]
+            more = bool(out and out[-1]) and not STARTS.match(line)  # the head has more than one line
+            out += [*([] if more else [""]), prose(text), "", *entries(block, names), ""]
         elif out and out[-1] and not STARTS.match(line):
             out.append(prose(line))
         else:
             out += ["", described(line, names)]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(out)).strip()
+    text = re.sub(r"^Args\b", "Arguments", "\n".join(out), flags=re.M)
+    return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
 def default(value: Any) -> str:
@@ -196,7 +198,7 @@ def section(name: str) -> str:
     if issubclass(thing, tuple) or "__dataclass_fields__" in vars(thing):
         return "\n\n".join(parts)
     for method, function in methods(thing):
-        title = f"### {name}.{method} {{ #{name}.{method} }}"
+        title = f"### {method} {{ #{name}.{method} }}"
         if function in shown:
             parts += [title, f"Another name of `{shown[function]}`."]
             continue

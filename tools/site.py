@@ -19,6 +19,7 @@ from bench.pages import ROOT, pages
 from . import reference
 
 BUILD = ROOT / "build"
+CSS = ROOT / "tools" / "site.css"
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.M | re.S)
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 
@@ -58,6 +59,7 @@ def lay_out(folder: Path) -> None:
             place.write_text(reference.linked(path.read_text(), to))
         else:
             shutil.copyfile(path, place)
+    shutil.copyfile(CSS, folder / CSS.name)
     for name, text in reference.pages().items():
         (folder / "reference" / f"{name}.md").write_text(reference.linked(text, "."))
 
