@@ -24,7 +24,7 @@ PICTURES = {  # end of a file's name -> what the picture shows, for readers who 
 
 
 def low(row: Row) -> bool:
-    """Of prefill in low precision, or with skip-softmax."""
+    """Return whether a row is prefill in low precision or with skip-softmax."""
     return row.case.startswith("prefill-") and not row.case.startswith("prefill-bf16-")
 
 
@@ -182,7 +182,7 @@ def measured_parallel(results: dict[str, list[Row]]) -> str:
 
 
 def outputs(rows: list[Row]) -> str:
-    """What the functions' outputs cost, where it was measured."""
+    """Return a sentence with the time of each top-k function on one case, or "" if none was measured."""
     found = newest(rows, "outputs-")
     times = [f"`{r.case.removeprefix('outputs-').partition('-topk-')[0]}` {r.time_us:.1f} us" for r in found]
     case = found[0].case.partition("-topk-")[2] if found else ""

@@ -30,7 +30,7 @@ FOUND = rows_of(
 
 
 def test_points_compare_equal_forms_of_one_run():
-    """What is ours in another form, a floor, a form of which ours has no row, a case without ours: no points."""
+    """Another form of ours, a floor, a form without a row of ours, and a case without ours give no points."""
     newer = rows_of({("topk-fp32-x", "ours"): 10.0, ("topk-fp32-x", "torch"): 80.0}, "2026-02-01", "def456")
     assert [(p.case, p.form, p.peer, p.ratio, p.commit) for p in peers.points(FOUND + newer)] == [
         ("serve-bf16-mixed-x", "", "flash-attn-4", 0.8, "abc123"),

@@ -377,7 +377,7 @@ class Installed:
         return subprocess.Popen([str(self.folder / "bin" / program), *arguments], **where)
 
     def run(self, *command: str, dsl: bool = False, **env: str) -> str:
-        """What a program says that succeeds."""
+        """Return the output of a program, which must succeed."""
         done = finish(self.start(*command, dsl=dsl, **env))
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -478,7 +478,7 @@ assert not [name for name in sys.modules if name.split(".")[0] in ("cutlass", "n
 
 @pytest.mark.kernels
 def test_an_installed_package_builds_and_finds_bundles(installed):
-    """What the error of an absent kernel says is run, and the process that waits finds what was built."""
+    """Run the command of the error of an absent kernel: the process that waits then finds the kernel."""
     process = installed.start("python", "-c", FIND)
     files, error = process.stdout.readline().split(), process.stdout.readline()
     assert files == [str(installed.site / name / "__init__.py") for name in ("cute_kernels", "wrappers")]

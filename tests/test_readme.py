@@ -1,4 +1,4 @@
-"""README and docs/: examples run, tables are those that the code and the results give, what is named exists."""
+"""README and docs/: examples run, generated tables are current, named files and commands exist, the site builds."""
 
 import contextlib
 import dataclasses
@@ -51,7 +51,7 @@ def test_generated_links_lead_from_the_page_that_has_them():
 
 
 def run_blocks(text: str, name: str) -> dict:
-    """Names after all python blocks of a page, one after another. What `print` writes is in the comment behind it."""
+    """Run all python blocks of a page in one namespace and return it. A comment behind `print` holds the output."""
     names: dict = {}
     for code in BLOCK.findall(text):
         code_object, printed = compile(code, name, "exec"), io.StringIO()
@@ -285,7 +285,7 @@ def problems():
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Problem) if f.name not in ("rows", "phase")])
 def test_a_fact_of_a_problem_has_a_feature(field):
-    """What a call can ask of a kernel has a row, and in some row its value differs from the others'."""
+    """Each field of a request has a row, and in some row its value differs from the others'."""
     assert any(field in f.facts for f in matrix.FEATURES)
     assert len({getattr(problem, field) for problem in problems()}) > 1
 
@@ -366,7 +366,7 @@ def report(tmp_path):
 
 
 def test_record_counts_passed_tests_that_carry_a_feature(report, tmp_path):
-    """Of soft cap one test fails; of NVFP4 all are skipped; sinks have none."""
+    """One test of soft cap fails, all of NVFP4 are skipped, and sinks have none."""
     bf16, cap, nvfp4, _ = FEATURES
     tests = {
         "one": ((bf16,), "pass"), "two": ((bf16, cap), "pass"), "three": ((cap,), "assert False"),

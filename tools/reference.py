@@ -124,7 +124,7 @@ def markdown(doc: str, names: frozenset[str] = frozenset()) -> str:
             while lines and indent(lines[0]) > indent(line):
                 block.append(lines.pop(0))
             text = line.rstrip(":") + ":"
-            if not line.rstrip().endswith(":"):  # a list whose first entry stands in its head
+            if not line.rstrip().endswith(":"):  # the first entry of the list stands in its head
                 head, _, first = line.partition(": ")
                 text, block = f"{head}:", [" " * indent(block[0]) + first, *(f"  {more}" for more in block)]
             more = bool(out and out[-1]) and not STARTS.match(line)  # the head has more than one line
@@ -217,7 +217,7 @@ def pages() -> dict[str, str]:
 
 
 def linked(text: str, to: str) -> str:
-    """Return a page whose mentions of public functions lead to the reference; `to`: its folder, from that page."""
+    """Turn the mentions of public functions on a page into links to the reference. to: its folder, from that page."""
     parts = re.split(r"(^```.*?^```|^#.*?$|\[[^\]]*\]\([^)]*\)|<!--.*?-->)", text, flags=re.M | re.S)
 
     def link(match: re.Match[str]) -> str:

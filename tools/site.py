@@ -25,19 +25,19 @@ LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
 def links(page: Path) -> list[tuple[Path, str]]:
-    """(file, anchor) of each relative link of a page."""
+    """Return the (file, anchor) of each relative link of a page."""
     found = LINK.findall(CODE.sub("", page.read_text()))
     return [((page.parent / path).resolve() if path else page, anchor) for path, anchor in found]
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub and MkDocs name them."""
+    """Return the anchors of a page's headings, as GitHub and MkDocs name them."""
     heads = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
 def reached() -> list[Path]:
-    """README, docs/, and what they link to, directly or by other pages."""
+    """Return README, docs/, and the files that they link to, directly or by other pages."""
     found, left = set(pages()), pages()
     while left:
         page = left.pop()
