@@ -16,6 +16,7 @@ import wrappers
 
 from . import decode
 from .cases import attention as cases
+from .cases import precision
 from .cases.attention import AttentionCase
 from .harness import Ceilings, Result, Setup, host_times, ready
 from .prefill import HOST_CASE, case_of
@@ -71,6 +72,15 @@ def flashinfer(form: str) -> Any:
     import flashinfer as peer
 
     return partial(getattr(peer, f"BatchPrefillWith{form}KVCacheWrapper"), backend="fa3")
+
+
+def scaled(inputs: Inputs, kind: Any = None) -> Run:
+    """Plan a paged class, ours or a peer's, on e4m3 inputs. Return its call with a scale per head, which writes to an
+    output of its own."""
+    shape, device = shape_of(inputs), inputs["query"].device
+    scales = tuple(torch.ones(n, device=device) for n in (shape.heads_q, shape.heads_kv, shape.heads_kv))
+    inputs = inputs | {"out": torch.full_like(inputs["out"], math.nan)}
+    return paged(inputs, kind, scales, o_data_type=inputs["out"].dtype)
 
 
 def context(inputs: Inputs) -> Run:
@@ -166,10 +176,15 @@ def measure_decode(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Res
 
 
 def host(setup: Setup) -> list[Result]:
-    """Host time of a call of each form on a tiny case, and of plan with index tensors of the host."""
+    """Measure host times on a tiny case: a call of each form, an e4m3 call with a scale per head, and plan with index
+    tensors of the host."""
     print(HOST, flush=True)
     case = replace(case_of(HOST_CASE, (128,), True), name=HOST)
     calls = collect(case, setup)
+    if "ours" in setup.providers:
+        low = precision.make_inputs(precision.typed(case, precision.KINDS["fp8"]), setup.device)
+        run = ready("ours-scales", partial(scaled, low), partial(check, low))
+        calls |= {} if run is None else {"ours-scales": partial(lambda run, _: run(), run)}
     if "ours-paged" in calls:
         inputs = cases.make_inputs(case, setup.device)
         shape, index = shape_of(inputs), [t.cpu() for t in csr(inputs)]

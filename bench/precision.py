@@ -31,11 +31,8 @@ def collect(name: str, inputs: Inputs) -> dict[str, Call]:
 
 
 def flashinfer(inputs: Inputs) -> family.Run:
-    """flashinfer's fa3 kernel on the same pages, with a scale for each head, into an output of its own."""
-    shape, device = shape_of(inputs), inputs["query"].device
-    scales = tuple(torch.ones(n, device=device) for n in (shape.heads_q, shape.heads_kv, shape.heads_kv))
-    inputs = own_output(inputs)
-    return family.paged(inputs, family.flashinfer("Paged"), scales, o_data_type=inputs["out"].dtype)
+    """Return the call of flashinfer's fa3 kernel on the same pages, with a scale per head."""
+    return family.scaled(inputs, family.flashinfer("Paged"))
 
 
 def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,12 @@ if not torch.cuda.is_available():  # read when the DSL is imported, which some t
     os.environ.setdefault("CUTE_DSL_ARCH", ARCH)
     torch.set_num_threads(1)  # tensors are small: two threads take 4 times the processor time of one
     os.environ["OMP_NUM_THREADS"] = "1"  # in processes that tests start
+with suppress(ImportError):  # a GPU machine may lack Hypothesis, which no test_gpu_*.py needs
+    from hypothesis import HealthCheck, settings
+
+    # A slow machine is no failure: by default, Hypothesis fails an example that takes 0.2 s, or data that take long.
+    settings.register_profile("no_clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("no_clock")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

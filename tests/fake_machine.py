@@ -23,6 +23,7 @@ class FakeMachine(Machine):
     """GPUs of `sms` SMs under CPU tensors, which lie on device None. kernel: (op, spec) -> a function that takes a
     launch's arguments. May be set between calls: `devices`, how many there are, `device`, the current one, its
     `stream`, and whether that is `capturing`. Nobody launches, or asks for a stream, while another device is current.
+    host_scales: whether scales of one element lie in the host's memory, beside data of the GPU.
     """
 
     def __init__(self, kernel: Callable[[str, Any], Callable[..., Any]], arch: str = "sm_90a", sms: int = 132):
@@ -33,11 +34,15 @@ class FakeMachine(Machine):
         self.device: int | None = None
         self.stream = 0
         self.capturing = False
+        self.host_scales = False
         self.waits: list[torch.device] = []  # for streams
 
     def facts(self, device: torch.device) -> tuple[str, int]:
         promised(device == torch.device("cpu"))
         return self.known
+
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        return self.host_scales and tensor.is_cpu
 
     def kernel(self, op: str, spec: Any, arch: str) -> Callable[..., Any]:
         promised(arch == self.known[0])

@@ -516,6 +516,7 @@ ON_CUDA: dict[str, dict[str, set[str]]] = {  # values that only the device knows
         "q_scale": VALUES, "kv_scale": VALUES, "page_table": {"no columns"}, "k_cache": {"a row less"},
         "v_cache": {"a row less"}},
     "xqa, drafts": {"page_table": {"no columns"}},
+    **dict.fromkeys(("nvfp4_quantize", "nvfp4_dequantize", "fp4.store", "fp4.load"), {"global_scale": VALUES}),
 }  # fmt: skip
 NO_MACHINE = ("top_k", "input", "meta")  # where all tensors are, a call gives such: test_traced.py
 SHOWN = {  # what a message says instead of the argument's name and value

@@ -57,4 +57,11 @@ def test_decode_with_pages_of_one_row():
 
 def test_host_times_of_forms_and_of_plan(monkeypatch):
     monkeypatch.setattr(family, "host_times", lambda calls, setup: timing.interleave(calls, setup.clock, 1, 1, 1))
-    assert [r.provider for r in family.host(SETUP)] == [*OURS, "ours-plan"]
+    assert [r.provider for r in family.host(SETUP)] == [*OURS, "ours-scales", "ours-plan"]
+
+
+def test_scales_that_give_a_wrong_result_have_no_host_row(monkeypatch, capsys):
+    monkeypatch.setattr(family, "FORMS", {})
+    monkeypatch.setattr(family, "scaled", lambda inputs: lambda: inputs["out"].fill_(0))
+    assert not family.host(SETUP)
+    assert "no row: ours-scales: " in capsys.readouterr().out

@@ -25,7 +25,7 @@ OPS = sorted({op for op, _ in catalog.shipped(ARCH)})
 KERNELS = [next(kernel for kernel in catalog.shipped(ARCH) if kernel[0] == op) for op in OPS]
 ONLY = [argument for kernel in KERNELS for argument in ("--only", manifest.label(*kernel))]
 LIBRARIES = ("libs-base", "libs-core", "libs-cu13")  # of the DSL; without cu12, which it asks for as well
-SECONDS = 120  # that pip may take
+SECONDS = 600  # that pip may take
 
 
 def lower(distribution: str) -> str:
@@ -45,7 +45,7 @@ def install(folder: Path) -> None:
     names = [f"nvidia-cutlass-dsl=={DSL}", *(f"nvidia-cutlass-dsl-{name}=={DSL}" for name in LIBRARIES)]
     part = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(part, ignore_errors=True)
-    options = ["--target", str(part), "--no-deps", "--only-binary", ":all:", "--retries", "0", "--timeout", "10"]
+    options = ["--target", str(part), "--no-deps", "--only-binary", ":all:", "--retries", "0", "--timeout", "60"]
     command = [sys.executable, "-m", "pip", "install", "-q", *options, *names, f"apache-tvm-ffi=={FFI}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)

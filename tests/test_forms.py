@@ -149,7 +149,7 @@ def close(got, want, tolerance=3e-5):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     form=st.sampled_from(FORMS), size=st.sampled_from([1, 2, 3, 5, 16]),
     lens=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 11)), min_size=1, max_size=3),

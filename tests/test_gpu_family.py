@@ -251,3 +251,49 @@ def test_scales_a_head(rows):
     got, want = call(CUDA), call("cpu")
     close([x.cpu() for x in got], [x.float() for x in want], 0.05, 0.05, limit_lse=0.01)
     same(call(CUDA), got)
+
+
+# ---- scales on the host, as FlashInfer's tests give them
+
+
+def in_graph(call):
+    """What a call gives as it is, and in a replayed graph."""
+    first = [t.clone() for t in call()]
+    graph, result = captured(call, {})
+    for t in result:
+        t.view(torch.uint8).zero_()
+    graph.replay()
+    same(result, first, "as without a graph")
+    return first
+
+
+def test_appended_rows_with_a_scale_on_the_host():
+    gen = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(5, 2, 64, generator=gen).half().to(CUDA) for _ in "kv")
+    slots = torch.tensor([7, -1, 0, 64, 31], dtype=torch.int32, device=CUDA)
+    cache = tuple(torch.zeros(4, 16, 2, 32, dtype=torch.uint8, device=CUDA) for _ in "kv")
+    factors = tuple(torch.zeros(4, 16, 2, 4, dtype=torch.uint8, device=CUDA).view(torch.float8_e4m3fn) for _ in "kv")
+
+    def call(v_scale):
+        wrappers.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(k, v, slots, cache, factors, 0.5, v_scale)
+        return *cache, *(t.view(torch.uint8) for t in factors)
+
+    want = in_graph(lambda: call(0.25))
+    assert all(t.any() for t in want)
+    same(in_graph(lambda: call(torch.tensor([0.25]))), want)
+    with pytest.raises(ValueError, match="^v_scale: -1.0, must be positive and finite"):
+        call(torch.tensor([-1.0]))
+
+
+def test_attention_with_scales_on_the_host():
+    """Beside one that the device reads."""
+    case = replace(DECODE, window_left=-1)
+    inputs, _ = gpu.call_of(case, CUDA)
+
+    def call(*scales):
+        given = inputs | dict(zip(("bmm1_scale", "bmm2_scale"), scales, strict=True))
+        return [t for t in gpu.run(case.function, given) if t is not None]
+
+    want = in_graph(lambda: call(0.25, 0.5))
+    same(in_graph(lambda: call(torch.tensor(0.25), torch.tensor([0.5]))), want)
+    same(in_graph(lambda: call(torch.tensor(0.25), torch.full((1,), 0.5, device=CUDA))), want)

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("cutlass", reason="index functions take min and max from the DSL")
@@ -28,9 +27,6 @@ from cute_kernels.device import layout as shared
 from cute_kernels.device.divisor import Divisor, Quotient, factor_of
 from cute_kernels.device.roles import Role, Roles
 
-hypothesis_settings.register_profile("busy", deadline=None)  # a busy machine is no failure
-hypothesis_settings.load_profile("busy")
-settings = hypothesis_settings
 SPECS = st.builds(
     lambda causal, window, custom, m, n: AttentionSpec(
         mask=MaskSpec(causal, window, custom=custom), tile=sm90.Tile(m, n)

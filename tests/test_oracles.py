@@ -27,4 +27,8 @@ def test_a_kernel_that_is_compiled_anew(kernel):
     if find_spec(packages[kernel]) is None if kernel in packages else oracles.SOURCE not in os.environ:
         pytest.skip(f"{kernel} is not there")
     row = next(row for row in oracles.recorded() if row["kernel"] == kernel)
-    assert oracles.apart(oracles.key(row)) == row
+    found = oracles.apart(oracles.key(row))
+    errors = {
+        name: pytest.approx(float(row[name]), rel=0.2) for name in ("error", "lse_error")
+    }  # of torch's float32 sums
+    assert {**found, **{name: float(found[name]) for name in errors}} == {**row, **errors}

@@ -33,7 +33,7 @@ def views(draw):
     return dtype, shape, strides, draw(st.integers(0, 20))
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(views(), views())
 def test_every_pair_of_views(first, second):
     memory = torch.zeros(1024, dtype=torch.uint8)

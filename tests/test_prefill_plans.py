@@ -3,7 +3,6 @@
 import copy
 import itertools
 import pickle
-import time
 
 import pytest
 import torch
@@ -229,17 +228,6 @@ def test_numbers_of_a_mask_are_true_but_zero():
     want = case.paged(custom_mask=case.custom_mask).run(case.q, tuple(case.cache))
     numbers = torch.where(case.custom_mask, torch.full_like(case.custom_mask, NAN, dtype=torch.float32), 0.0)
     assert torch.equal(case.paged(custom_mask=numbers).run(case.q, tuple(case.cache)), want)
-
-
-def test_plan_is_cheap():
-    """20 us on a quiet machine; the best of some here, since others share it."""
-    case = Case()
-    wrapper, times = case.paged(), []
-    for _ in range(200):
-        start = time.perf_counter()
-        wrapper.plan(*case.index, HQ, HKV, D, 4, causal=True)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 30e-6
 
 
 def test_bounds_of_query_lengths():

@@ -34,7 +34,7 @@ def holds(plan, problem):
     return problem.k <= radix.room(plan) if plan.stream else plan.cluster * plan.capacity >= problem.length
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(problems)
 def test_a_plan_can_hold_what_it_serves(problem):
     plan = dispatch.candidate(problem)

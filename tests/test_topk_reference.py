@@ -53,7 +53,7 @@ def any_case(draw):
     )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(any_case(), st.integers(0, 2**20))
 def test_any_call(case, seed):
     matches(case, seed)
@@ -81,7 +81,6 @@ def test_order_of_special_values():
 
 
 @given(st.lists(st.integers(-(2**15), 2**15 - 1), min_size=1, max_size=30))
-@settings(deadline=None)
 def test_keys_order_bit_patterns(patterns):
     for dtype in (torch.float16, torch.bfloat16):
         row = torch.tensor(patterns, dtype=torch.int16).view(dtype)

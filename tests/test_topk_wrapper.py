@@ -1,6 +1,5 @@
 """The top-k functions around the kernel: validation, the path to a launch, torch.compile."""
 
-import timeit
 from dataclasses import replace
 
 import numpy as np
@@ -128,7 +127,7 @@ def launches(here):
     return here.launches
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(any_case(), st.integers(0, 2**20))
 def test_launch_of_any_call(launches, case, seed):
     launches.clear()
@@ -343,16 +342,6 @@ def test_an_error_of_the_kernel_itself_comes_through(here):
     here.of = lambda *args: broken
     with pytest.raises(RuntimeError, match="launch failed"):
         top_k(torch.zeros(1, 2), 1)
-
-
-@pytest.mark.parametrize("function", cases.FUNCTIONS)
-def test_host_time_of_a_planned_call(here, function):
-    """Python's part of a launch. 2 to 4 us on an idle 3 GHz core; the bound leaves room for a busy machine, yet is far
-    below what planning or the reference would take."""
-    here.kernel = lambda op, spec, arch: lambda *args: None
-    inputs, public = inputs_of(PLAIN[function]), getattr(topk, function)
-    public(**inputs)
-    assert min(timeit.repeat(lambda: public(**inputs), number=200, repeat=50)) / 200 < 25e-6
 
 
 # ---- torch.compile

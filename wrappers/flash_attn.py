@@ -124,7 +124,8 @@ def flash_attn_varlen_func(
         s_aux (or sinks, learnable_sink): (Hq,), joins each head's softmax denominator, natural-log units, unscaled;
             fp32, or fp16 or bf16, which a cast at each call turns into it.
         q_descale, k_descale, v_descale: fp32 (B, Hkv), factors on q, k and v where these have 8 bits, else not applied,
-            as in FlashAttention 3. One for all requests: of one element, expanded over B, or B is 1.
+            as in FlashAttention 3. One for all requests: of one element, expanded over B, or B is 1. A tensor of one
+            element may be on the host.
         num_splits: 1: a request's keys are not shared among CTAs, and so its bits depend on nothing but the request;
             slow where few requests have long keys. Others are hints.
         out: (T, Hq, Dv) fp16, bf16 or e4m3, written and returned; None: new, of q's dtype, of 8-bit q bf16.

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from .checks import check_apart, check_integer, check_number, check_one_of, check_shape, check_strided
-from .plain import traced
-from .scalars import integer, real
+from .checks import INF, check_apart, check_integer, check_one_of, check_shape, check_strided
+from .scalars import integer, scale_of
 
 BLOCK = 16  # elements that share a scale factor
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitude of code 0..7; bit 3 is the sign
@@ -144,18 +143,11 @@ def _same_device(name: str, t: torch.Tensor, other_name: str, other: Any) -> Non
 
 
 def _global(value: Any, other_name: str, other: torch.Tensor) -> Any:
-    """The global scale of another argument, a float or a tensor; a tensor's value is read on the CPU only."""
-    value = real(value)
-    if isinstance(value, torch.Tensor):
-        check_one_of("global_scale: dtype", check_strided("global_scale", value).dtype, (torch.float32,))
-        if value.numel() != 1:
-            raise ValueError(f"global_scale: shape {tuple(value.shape)}, must have one element")
-        _same_device("global_scale", value, other_name, other)
-        if value.device.type != "cpu" or traced(value):
-            return value
-    number = value.item() if isinstance(value, torch.Tensor) else value
-    check_number("global_scale", number, " or a float32 tensor of one element", positive=True)
-    return value
+    """Return the global scale of another argument, a number or a tensor without dimensions."""
+    if value.__class__ is float and 0 < value < INF:
+        return value
+    number, tensor = scale_of("global_scale", value, other.device, f"that of {other_name}", positive=True)
+    return number if tensor is None else tensor.reshape(())
 
 
 def e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -193,7 +185,7 @@ def nvfp4_quantize(x: torch.Tensor, global_scale: float | torch.Tensor = 1.0) ->
 
     sf = e4m3(global_scale * amax / 6) of each block of 16; code = e2m1(x * global_scale / sf), 0 where sf is 0. So
     `global_scale` is the forward one, at most 448 * 6 / amax(x) to avoid saturation; a float or a float32 tensor of one
-    element. x: fp16, bf16, fp32 or fp64.
+    element, on x's device or on the host, where it counts as a float. x: fp16, bf16, fp32 or fp64.
     TypeError dtypes, ValueError shapes, devices, scales. Formats: NVIDIA's PTX ISA.
 
     >>> data, scales = nvfp4_quantize(torch.arange(16.0))

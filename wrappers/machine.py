@@ -40,6 +40,10 @@ class Machine:
             return None
         return runtime.arch_of(device), torch.cuda.get_device_properties(device).multi_processor_count
 
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        """Return whether the host reads a value of the tensor without a wait for a device."""
+        return tensor.is_cpu
+
     def kernel(self, op: str, spec: Any, arch: str) -> Callable[..., None]:
         """The compiled function, see `runtime.kernel`."""
         return runtime.kernel(op, spec, arch)

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .attention.checks import check_scale
 from .attention.problem import pair
-from .checks import check_apart, check_integer, check_number, check_one_of, check_operand, check_shape, check_strided
+from .checks import INF, check_apart, check_integer, check_one_of, check_operand, check_shape, check_strided
 from .fp4 import BLOCK, nvfp4_quantize
 from .plain import refuse_grad, traced
-from .scalars import factor, integer
+from .scalars import integer, scale_of
 
 __all__ = [
     "append_paged_kv_cache",
@@ -263,14 +262,11 @@ def append_paged_kv_cache(
 
 
 def _inverse(name: str, scale: Any, device: torch.device) -> Any:
-    """1 / scale, a positive float or an fp32 tensor of one element."""
-    number, tensor = factor(scale)
-    check_scale(name, number, tensor, device)
-    if tensor is not None and (tensor.device.type != "cpu" or traced(tensor)):
-        return 1.0 / tensor
-    number = number if tensor is None else tensor.item()
-    check_number(name, number, " or a float32 tensor of one element", positive=True)
-    return 1.0 / number
+    """Return 1 / scale, of a positive float or an fp32 tensor of one element."""
+    if scale.__class__ is float and 0 < scale < INF:
+        return 1.0 / scale
+    number, tensor = scale_of(name, scale, device, "that of append_key", positive=True)
+    return 1.0 / (number if tensor is None else tensor)
 
 
 def nvfp4_quantize_append_paged_kv_cache(
@@ -287,7 +283,8 @@ def nvfp4_quantize_append_paged_kv_cache(
         append_key, append_value: fp16 or bf16 (nnz, Hkv, D), D a multiple of 16.
         paged_kv_cache: uint8, last dimension D / 2. kv_cache_sf: e4m3, the same form, last dimension D / 16, linear.
         k_scale, v_scale: global scales of decoding, value = code * factor * scale; a positive float, or an fp32 tensor
-            of one element, whose value is not looked at on CUDA. `nvfp4_quantize` gets 1 / scale.
+            of one element: on the host it counts as a float, on CUDA its value is not looked at. `nvfp4_quantize` gets
+            1 / scale.
 
     >>> codes, factors = (torch.zeros(1, 2, 4, 1, n, dtype=torch.uint8) for n in (8, 1))  # a page of 4 rows
     >>> k, zero, one = torch.ones(1, 1, 16).half(), torch.tensor([0]), torch.tensor([1])

@@ -1,4 +1,4 @@
-"""Numbers of other libraries, numpy's above all, as Python's own.
+"""Numbers of other libraries, numpy's above all, as Python's own, and what a scale may be.
 
 Public functions ask here only of arguments that are no int or float already. What is no number stays as it is: checks
 refuse it by name.
@@ -9,6 +9,12 @@ from numbers import Real
 from typing import Any
 
 import torch
+
+from . import machine
+from .checks import check_last_stride, check_number, check_one_of, check_strided
+from .plain import traced
+
+OR_TENSOR = " or a float32 tensor of one element"
 
 
 def integer(value: Any) -> Any:
@@ -28,6 +34,65 @@ def real(value: Any) -> Any:
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
 
 
-def factor(value: Any) -> tuple[Any, torch.Tensor | None]:
-    """(number, tensor) whose product a scale is; the tensor is None where the scale is a number."""
-    return (1.0, value) if isinstance(value, torch.Tensor) else (real(value), None)
+def split_scale(name: str, value: Any) -> tuple[Any, torch.Tensor | None]:
+    """Return (number, tensor), the product of which is a scale; the tensor is None where the scale is a number.
+
+    A float32 tensor of one element in host memory is a number: it is read here, which the device does not notice, and
+    ValueError says that its value is not finite. Where something traces the call, the value is not known yet: the
+    tensor stays, without dimensions, so that torch multiplies it with tensors of any device, and the operator of the
+    traced call asks again. What else is wrong with the value is left to checks.
+    """
+    if not isinstance(value, torch.Tensor):
+        return real(value), None
+    if not on_host(value) or value.dtype != torch.float32 or value.layout is not torch.strided or value.is_nested:
+        return 1.0, value
+    if traced(value):
+        return 1.0, value.reshape(())
+    number = value.item()
+    check_number(name, number, OR_TENSOR)
+    return number, None
+
+
+def on_host(tensor: torch.Tensor) -> bool:
+    """Whether a scale is one number in host memory, which may be beside data of any device."""
+    return tensor.numel() == 1 and machine.current.is_host(tensor)
+
+
+def scale_of(
+    name: str, value: Any, device: torch.device | None, whose: str = "the query's", positive: bool = False
+) -> tuple[Any, torch.Tensor | None]:
+    """Return `split_scale` of a number or of a tensor of one element, after a check of both."""
+    number, tensor = split_scale(name, value)
+    if tensor is not None and on_host(tensor):
+        device = None
+    check_scale(name, number, tensor, device, whose=whose, positive=positive)
+    return number, tensor
+
+
+def check_scale(
+    name: str, value: Any, tensor: torch.Tensor | None, device: torch.device | None, heads: int = 1,
+    whose: str = "the query's", positive: bool = False,
+) -> None:  # fmt: skip
+    """Check a finite number and, unless it is None, a float32 tensor of one element, or of one per head.
+
+    device: where the tensor must be, None for anywhere; whose: what else is there, for the message. positive: whether
+    the number must be."""
+    check_number(name, value, OR_TENSOR, positive)
+    if tensor is None:
+        return
+    check_strided(name, tensor)
+    check_one_of(f"{name}: dtype", tensor.dtype, (torch.float32,))
+    if tensor.numel() != 1 and tuple(tensor.shape) != (heads,):
+        one = "one element" if heads == 1 else f"one element, or be ({heads},), one a query head"
+        raise ValueError(f"{name}: shape {tuple(tensor.shape)}, must have {one}")
+    if tensor.numel() != 1:
+        check_last_stride(name, tensor)
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name}: device {tensor.device}, must be {whose}, {device}")
+
+
+def product(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the product of two tensors of scales, of one element or of one per head; None is 1."""
+    if a is None or b is None:
+        return b if a is None else a
+    return (a if a.ndim < 2 else a.reshape(-1)) * (b if b.ndim < 2 else b.reshape(-1))

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from . import functions
 from .faults import Fault
 from .forms import Op, form, pure, refuse
-from .numbers import decode, encode, flush, fma, fma_to_odd, pair, rounded, sum_to_odd, unpair
+from .numbers import decode, encode, flush, fma, fma_to_odd, one_nan, pair, rounded, sum_to_odd, unpair
 from .parse import Instruction
 from .translate import dtype_of
 
@@ -314,7 +315,12 @@ def float_extreme(x: Instruction, f: re.Match[str]) -> Op:
     if f[4]:
         raise refuse(x, ".xorsign")
     run = extreme(f[1], bool(f[3]), bool(f[5]))
-    return pure(x, flushed(run) if f[2] else run, f[6], *[f[6]] * (len(x.args) - 1))
+    return arithmetic(x, flushed(run) if f[2] else run, f[6], *[f[6]] * (len(x.args) - 1))
+
+
+def arithmetic(x: Instruction, run: Callable[..., Any], kind: str, *ins: str) -> Op:
+    """A pure form of numbers: see `one_nan`."""
+    return pure(x, lambda *operands: one_nan(run(*operands), operands), kind, *ins)
 
 
 def flushed(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -336,7 +342,7 @@ def float_binary(x: Instruction, f: re.Match[str]) -> Op:
     if f[4]:
         inner = run
         run = lambda a, b: unit(inner(a, b))  # noqa: E731
-    return pure(x, run, f[5], f[5], f[5])
+    return arithmetic(x, run, f[5], f[5], f[5])
 
 
 def unit(values: Any) -> Any:
@@ -376,7 +382,7 @@ def half_fma(x: Instruction, f: re.Match[str]) -> Op:
 
 @form(r"(neg|abs|ex2|tanh)(?:\.approx)?(?:\.ftz)?\.(f16x2|bf16x2|bf16|f16)", HALF)
 def half_unary(x: Instruction, f: re.Match[str]) -> Op:
-    run: Any = {"neg": operator.neg, "abs": np.abs, "tanh": np.tanh, "ex2": np.exp2}[f[1]]
+    run: Any = {"neg": operator.neg, "abs": np.abs, "tanh": functions.tanh, "ex2": functions.exp2}[f[1]]
     return halves(x, f[2], run, 1)
 
 
@@ -399,7 +405,7 @@ def halves(x: Instruction, kind: str, run: Callable[..., Any], count: int) -> Op
 def float_fma(x: Instruction, f: re.Match[str]) -> Op:
     if f[1] != "rn" or f[3] or f[4] == "f64":
         raise refuse(x, "this rounding, saturation or width")
-    return pure(x, flushed(fma) if f[2] else fma, "f32", "f32", "f32", "f32")
+    return arithmetic(x, flushed(fma) if f[2] else fma, "f32", "f32", "f32", "f32")
 
 
 @form(r"mad\.(rn|rz|rm|rp)(\.ftz)?\.f32", FLOAT)
@@ -418,7 +424,7 @@ def packed(x: Instruction, f: re.Match[str]) -> Op:
 
     def both(*operands: Any) -> Any:
         values = np.broadcast_arrays(*[np.atleast_1d(a) for a in operands])
-        return run(*[np.ascontiguousarray(v).view(np.float32) for v in values]).view(U64)
+        return one_nan(run(*[np.ascontiguousarray(v).view(np.float32) for v in values])).view(U64)
 
     return pure(x, both, "b64", *["b64"] * (len(x.args) - 1))
 
@@ -439,14 +445,14 @@ def float_sign(x: Instruction, f: re.Match[str]) -> Op:
 
 ONE = np.float32(1)
 FUNCTIONS: dict[str, Any] = {
-    "ex2": np.exp2,
-    "lg2": np.log2,
+    "ex2": functions.exp2_with_denormals,
+    "lg2": functions.log2,
     "rcp": lambda a: np.asarray(a).dtype.type(1) / a,
     "rsqrt": lambda a: ONE / np.sqrt(a),
     "sqrt": np.sqrt,
-    "sin": np.sin,
-    "cos": np.cos,
-    "tanh": np.tanh,
+    "sin": functions.sin,
+    "cos": functions.cos,
+    "tanh": functions.tanh,
 }
 
 
@@ -454,8 +460,8 @@ FUNCTIONS: dict[str, Any] = {
 def function(x: Instruction, f: re.Match[str]) -> Op:
     run = FUNCTIONS[f[1]]
     if f[3] and f[1] == "ex2":  # a denormal operand gives 1 either way
-        return pure(x, lambda a: flush_positive(np.exp2(a)), f[4], f[4])
-    return pure(x, flushed(run) if f[3] else run, f[4], f[4])
+        return arithmetic(x, lambda a: flush_positive(functions.exp2(a)), f[4], f[4])
+    return arithmetic(x, flushed(run) if f[3] else run, f[4], f[4])
 
 
 def flush_positive(values: Any) -> Any:

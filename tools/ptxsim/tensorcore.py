@@ -7,6 +7,8 @@ addend is cut off, toward zero, at a number of bits below it; the sum is exact a
 
 import numpy as np
 
+from .numbers import NANS
+
 BITS = {  # format -> (bits kept below the largest exponent, significant bits of the sum)
     "f16": (25, 24),
     "bf16": (25, 24),
@@ -35,5 +37,42 @@ def multiply(a: np.ndarray, b: np.ndarray, total: np.ndarray, kinds: tuple[str, 
     whole = np.trunc(products / unit[..., None]).sum(-1) + np.trunc(total / unit)
     scale = np.ldexp(1.0, significant - np.frexp(whole)[1])
     exact = (np.trunc(whole * scale) / scale * unit).astype(np.float32)
-    rough = a @ b.swapaxes(-1, -2) + total
-    return np.where(np.isfinite(rough), exact, rough)
+    return with_specials(exact, a, b, total)
+
+
+def with_specials(sums: np.ndarray, a: np.ndarray, b: np.ndarray, total: np.ndarray | None = None) -> np.ndarray:
+    """`sums`, but infinity and the one NaN of tensor cores where a row of a, a row of b, or total is not finite."""
+    if all(np.isfinite(operand).all() for operand in (a, b, 0 if total is None else total)):
+        return sums
+    with np.errstate(invalid="ignore"):
+        rough = a.astype(np.float64) @ b.swapaxes(-1, -2) + (0 if total is None else total)
+    special = np.where(np.isnan(rough), NANS[np.dtype(np.float32)], rough.astype(sums.dtype))
+    return np.where(np.isfinite(rough), sums, special)
+
+
+def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """float64 a (m, k) @ b (n, k) transposed of float32 numbers, the same bits whatever the order of BLAS's additions.
+
+    Each operand is cut into slices of so few bits that every sum of k products of two slices is exact in float64: most
+    often into one.
+    """
+    bits = (53 - (a.shape[1] - 1).bit_length()) // 2
+    left, right = (slices(np.where(np.isfinite(operand), operand, 0), bits) for operand in (a, b))
+    sums = left[0] @ right[0].T
+    for x, y in [(x, y) for x in left for y in right][1:]:
+        sums += x @ y.T
+    return with_specials(sums, a, b)
+
+
+def slices(operand: np.ndarray, bits: int) -> list[np.ndarray]:
+    """float64 matrices that add up to `operand`, the largest first; each holds multiples of a unit below 2 ** bits."""
+    rest = operand.astype(np.float64)
+    found = []
+    while True:
+        largest = max(rest.max(initial=0), -rest.min(initial=0))
+        unit = 2.0 ** (np.frexp(largest)[1] - bits)
+        whole = np.trunc(rest / unit) * unit
+        found.append(whole)
+        rest = rest - whole
+        if not rest.any():
+            return found

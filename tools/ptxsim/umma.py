@@ -1,6 +1,6 @@
 """What a tcgen05.mma computes: its descriptors, where operands lie, number formats, block scales.
 
-Products and sums are numpy float32; hardware adds the products of an instruction with other rounding.
+The sum of the products of an instruction is exact and is rounded to float32 once; hardware rounds it otherwise.
 """
 
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from . import tensorcore
 from .call import elements
 from .faults import Fault, Unsupported
 from .layout import matrix, swizzle
@@ -221,9 +222,9 @@ def multiply(one: Multiply, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """(lanes, columns) of D. A in tensor memory has 128 rows in Layout B, each half of the lanes its own copy."""
     if one.split:
         half = one.n // 2
-        product = np.concatenate([a[:64] @ b[:half].T, a[-64:] @ b[half:].T])
+        product = np.concatenate([tensorcore.product(a[:64], b[:half]), tensorcore.product(a[-64:], b[half:])])
     else:
-        product = a @ b.T
+        product = tensorcore.product(a, b)
     return -product if one.sign < 0 else product
 
 

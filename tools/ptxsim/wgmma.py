@@ -229,7 +229,7 @@ def issue(t: Threads, x: Instruction, pipe: Pipe, first: int, what: Product) -> 
         if m.settings.exact or BYTES[b.kind] == 1:
             total[:] = tensorcore.multiply(left, right, total, (kind, b.kind))
         else:
-            total += left @ right.T
+            total += tensorcore.product(left, right)
 
     if m.settings.mode == "eager":
         run()

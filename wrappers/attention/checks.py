@@ -29,6 +29,7 @@ from ..checks import (
     check_strided,
     listed,
 )
+from ..scalars import OR_TENSOR, check_scale
 from .problem import Problem, Rope
 
 SIGNATURES: dict[str, dict[str, str]] = {}  # public function -> field of Problem -> its name there, where it differs
@@ -92,7 +93,7 @@ def scalars(p: Problem) -> None:
         check_flag(name(field), getattr(p, field))
     check_optional_flag(name("enable_pdl"), p.enable_pdl)
     for field in ("scale", "out_scale"):
-        check_number(name(field), getattr(p, field), " or a float32 tensor of one element")
+        check_number(name(field), getattr(p, field), OR_TENSOR)
     check_integer(name("window_left"), p.window_left)
     check_integer(name("max_q_len"), p.max_q_len)
     _amount(name("soft_cap"), p.soft_cap)
@@ -165,22 +166,6 @@ def check_tensor(name: str, value: Any, ndim: int, device: torch.device) -> torc
     if value.device != device:
         raise ValueError(f"{name}: device {value.device}, must be the query's, {device}")
     return value
-
-
-def check_scale(name: str, value: Any, tensor: torch.Tensor | None, device: torch.device, heads: int = 1) -> None:
-    """A float, or an fp32 tensor of one element, or of so many."""
-    check_number(name, value, " or a float32 tensor of one element")
-    if tensor is None:
-        return
-    check_strided(name, tensor)
-    check_one_of(f"{name}: dtype", tensor.dtype, (torch.float32,))
-    if tensor.numel() != 1 and tuple(tensor.shape) != (heads,):
-        one = "one element" if heads == 1 else f"one element, or be ({heads},), one a query head"
-        raise ValueError(f"{name}: shape {tuple(tensor.shape)}, must have {one}")
-    if tensor.numel() != 1:
-        check_last_stride(name, tensor)
-    if tensor.device != device:
-        raise ValueError(f"{name}: device {tensor.device}, must be the query's, {device}")
 
 
 def drafts_of(mask: Any, lead: tuple[int, ...], most: Any, most_name: str, device: torch.device) -> torch.Tensor:

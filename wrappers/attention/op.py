@@ -8,6 +8,7 @@ import torch
 from .. import fp4
 from ..checks import check_strided
 from ..plain import no_backward, write
+from ..scalars import split_scale
 from . import checks, plan
 from .problem import SEPARATE, Problem, Rope, listed_requests, new_requests
 
@@ -62,7 +63,18 @@ def _run(*flat: Any) -> None:
     block_scales, start = given.pop("out_block_scales"), given.pop("out_block_start")
     if block_scales is not None:
         given["out"] = fp4.FP4Tensor(given["out"], block_scales, start)
-    serve(Problem(requests=requests, **given))
+    serve(_read_scales(Problem(requests=requests, **given)))
+
+
+def _read_scales(p: Problem) -> Problem:
+    """Put numbers in the place of the host's tensors, the values of which a trace did not know."""
+    name = checks.names_of(p)
+    for field in ("scale", "out_scale"):
+        tensor = getattr(p, f"{field}_tensor")
+        if tensor is not None:
+            number, tensor = split_scale(name(field), tensor)
+            p = p._replace(**{field: getattr(p, field) * number, f"{field}_tensor": tensor})
+    return p
 
 
 @torch.library.register_fake(NAME)

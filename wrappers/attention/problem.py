@@ -48,7 +48,8 @@ class Problem(NamedTuple):
     requests: Requests
     max_q_len: int  # bound of query lengths; steers the schedule
     scale: float  # factor on the logits, natural units
-    scale_tensor: torch.Tensor | None  # fp32, one element, or in the prefill family one a query head: another factor
+    scale_tensor: torch.Tensor | None  # fp32, one element, or in the prefill family one a query head: another factor;
+    # the host's only where something traces the call
     out_scale: float  # factor on the normalised output
     out_scale_tensor: torch.Tensor | None  # likewise
     causal: bool = True

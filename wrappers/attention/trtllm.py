@@ -17,8 +17,8 @@ from ..checks import (
 )
 from ..fp4 import BLOCK, FP4Tensor
 from ..plain import traced
-from ..scalars import factor, integer, real
-from .checks import SIGNATURES, check_scale, drafts_of
+from ..scalars import OR_TENSOR, integer, real, scale_of, split_scale
+from .checks import SIGNATURES, drafts_of
 from .op import serve
 from .problem import ABSENT, SEPARATE, SHARED, Form, Problem, make_problem, pair, requests_of
 
@@ -73,7 +73,8 @@ def trtllm_batch_context_with_kv_cache(
         seq_lens: int32 or uint32 (B,), KV length with this step's tokens. cum_seq_lens_q: int32 (B + 1,).
         max_q_len: bound of query lengths; steers the schedule, never the result.
         bmm1_scale, bmm2_scale: factor on the logits (natural units, nothing implicit) and on the output; a float or
-            a one-element fp32 tensor on the query's device, read by the kernel. On CUDA bmm1_scale must be positive.
+            a one-element fp32 tensor: the kernel reads it on the query's device; on the host it counts as a float, and
+            a captured graph keeps its value. On CUDA bmm1_scale must be positive.
         window_left: key j is kept where j >= position - window_left; negative or None: off. With or without causal.
         out, out_dtype: result tensor or its dtype, of fp16, bf16, e4m3 (saturated), "nvfp4" (an FP4Tensor); None: the
             query's, which for e5m2 is refused. o_sf_scale is NVFP4's forward scale (`nvfp4_quantize`).
@@ -127,8 +128,10 @@ def trtllm_batch_context_with_kv_cache(
         check_integer("batch_size", batch_size, 0)
         if batch_size != requests.batch >= 0:  # seq_lens is a tensor
             raise ValueError(f"batch_size: {batch_size}, must be the {requests.batch} entries of seq_lens")
-    scale, scale_tensor = (bmm1_scale, None) if bmm1_scale.__class__ is float else factor(bmm1_scale)
-    out_scale, out_scale_tensor = (bmm2_scale, None) if bmm2_scale.__class__ is float else factor(bmm2_scale)
+    scale, scale_tensor = (bmm1_scale, None) if bmm1_scale.__class__ is float else split_scale("bmm1_scale", bmm1_scale)
+    out_scale, out_scale_tensor = (
+        (bmm2_scale, None) if bmm2_scale.__class__ is float else split_scale("bmm2_scale", bmm2_scale)
+    )
     p = make_problem(Problem, (
         signature, "prefill", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
         out_scale_tensor, causal, window_left, logits_soft_cap, sinks, k_scales, v_scales, v_scales_interleaved, None,
@@ -165,7 +168,8 @@ def trtllm_batch_decode_with_kv_cache(
             hint: bound of its differences. Row t of a request of q tokens stands at position seq_len - q + t, and sees
             no later key.
         seq_lens: int32 or uint32 (B,), KV length with the query's tokens. bmm1_scale_log2: fp32 tensor of one element,
-            instead of bmm1_scale, times log2(e). sinks: fp32 (Hq,), or a list of that one tensor.
+            on the query's device or the host, instead of bmm1_scale, times log2(e). sinks: fp32 (Hq,), or a list of
+            that one tensor.
         o_scale: by which bmm2_scale is divided, for quantised output; 16-bit output is multiplied by it again.
         mask: uint16 (B, q_len_per_req, W), or (T, W) with cum_seq_lens_q, W two for every 32 drafts: little-endian
             words whose bit t says that the row's token sees draft t, instead of causal; older keys are seen.
@@ -221,13 +225,16 @@ def trtllm_batch_decode_with_kv_cache(
         equal = cum_seq_lens_q is None
         lead = (requests.batch, max_q_len) if equal else (query.shape[0],)
         drafts = drafts_of(mask, lead, max_q_len, "q_len_per_req" if equal else "max_q_len", query.device)
-    scale, scale_tensor = (bmm1_scale, None) if bmm1_scale.__class__ is float else factor(bmm1_scale)
+    scale, scale_tensor = (bmm1_scale, None) if bmm1_scale.__class__ is float else split_scale("bmm1_scale", bmm1_scale)
     if bmm1_scale_log2 is not None:
         check_strided("bmm1_scale_log2", bmm1_scale_log2)
-        check_scale("bmm1_scale", scale, scale_tensor, bmm1_scale_log2.device)  # not used
+        scale_of("bmm1_scale", bmm1_scale, getattr(query, "device", None))  # not used
         signature += LOG2
-        scale, scale_tensor = LN2, bmm1_scale_log2
-    out_scale, out_scale_tensor = (bmm2_scale, None) if bmm2_scale.__class__ is float else factor(bmm2_scale)
+        scale, scale_tensor = split_scale("bmm1_scale_log2", bmm1_scale_log2)
+        scale *= LN2
+    out_scale, out_scale_tensor = (
+        (bmm2_scale, None) if bmm2_scale.__class__ is float else split_scale("bmm2_scale", bmm2_scale)
+    )
     if o_scale is not None and (o_scale.__class__ is not float or o_scale != 1.0):
         out_scale = _unscaled(out_scale, o_scale, out_dtype or getattr(query if out is None else out, "dtype", None))
     p = make_problem(Problem, (
@@ -260,7 +267,7 @@ def _unscaled(out_scale: Any, o_scale: Any, dtype: Any) -> Any:
     """The factor on an output of `dtype`: what bmm2_scale was divided by is put back where nothing is quantised."""
     o_scale = real(o_scale)
     check_number("o_scale", o_scale, positive=True)
-    check_number("bmm2_scale", out_scale, " or a float32 tensor of one element")
+    check_number("bmm2_scale", out_scale, OR_TENSOR)
     return out_scale * o_scale if dtype in (torch.float16, torch.bfloat16) else out_scale
 
 

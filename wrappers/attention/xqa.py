@@ -6,8 +6,8 @@ import torch
 
 from ..checks import check_integer, check_number, check_one_of, check_shape, check_strided
 from ..plain import traced
-from ..scalars import factor, integer, real
-from .checks import E4M3, E5M2, SIGNATURES, check_scale, drafts_of
+from ..scalars import integer, product, real, scale_of
+from .checks import E4M3, E5M2, SIGNATURES, drafts_of
 from .op import serve
 from .problem import ABSENT, Form, Problem, make_problem, pair, requests_of
 
@@ -47,7 +47,8 @@ def xqa(
             of zeros. seq_lens: uint32 or int32 (B, 1), KV length with the tokens.
         num_kv_heads, page_size: Hkv, and P, any number of at least 1.
         sinks: fp32 (Hkv, Hq / Hkv), join the softmax denominator, natural-log units, unscaled.
-        q_scale, kv_scale: a float or an fp32 tensor of one element (kv_scale None: 1).
+        q_scale, kv_scale: a float or an fp32 tensor of one element, on q's device or on the host, where it counts as a
+            float (kv_scale None: 1).
         sliding_win_size: W last positions are seen, 0: all.
         kv_layout: an int in its place is sm_count, as in older signatures.
         mask: uint16 (B, q_seq_len, W) or (T, W), W two for every 32 drafts: which drafts a draft sees, as
@@ -117,9 +118,9 @@ def xqa(
     window_left = check_integer("sliding_win_size", sliding_win_size, 0) - 1  # 0 is off there, negative here
     q_factor, q_tensor = _factor("q_scale", q_scale, q.device)
     out_scale, kv_tensor = _factor("kv_scale", 1.0 if kv_scale is None else kv_scale, q.device)
-    scale, scale_tensor = q_factor * out_scale * dim**-0.5, q_tensor if kv_tensor is None else kv_tensor
-    if q_tensor is not None and kv_tensor is not None:
-        scale_tensor = q_tensor * kv_tensor
+    scale, scale_tensor = q_factor * out_scale * dim**-0.5, q_tensor
+    if kv_tensor is not None:
+        scale_tensor = product(q_tensor, kv_tensor)
     if rcp_out_scale.__class__ is not float or rcp_out_scale != 1.0:
         rcp_out_scale = real(rcp_out_scale)
         check_number("rcp_out_scale", rcp_out_scale, positive=True)
@@ -133,12 +134,11 @@ def xqa(
 
 
 def _factor(name: str, value: Any, device: torch.device) -> tuple[float, torch.Tensor | None]:
-    """(float, tensor) whose product a scale is."""
+    """Return (float, tensor), the product of which is a scale."""
     if value.__class__ is float:
         return value, None
-    scale, tensor = factor(value)
-    check_scale(name, scale, tensor, device)
-    return float(scale), None if tensor is None else tensor.reshape(1)
+    scale, tensor = scale_of(name, value, device)
+    return float(scale), tensor
 
 
 def _tokens(

@@ -153,7 +153,8 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
                 left out.
             q_scale, k_scale: factors on logits beside sm_scale, on CUDA positive; v_scale: factor on the output; all
                 for caches of any dtype. A float, or an fp32 tensor on q's device, read by the kernel: of one element,
-                or of one a head, (Hq,) for q_scale, (Hkv,) for the others. Three of them by position, `run(q, cache,
+                or of one a head, (Hq,) for q_scale, (Hkv,) for the others. A tensor of one element may be on the host,
+                where it counts as a float. Three of them by position, `run(q, cache,
                 q_scale, k_scale, v_scale)`, are in that order, as upstream's fa3 takes them.
             out: (T, Hq, Dvo) of o_data_type, lse: fp32 (T, Hq): filled and returned; new where None.
             sinks: fp32 (Hq,), joins each head's softmax denominator, natural-log units.

@@ -24,7 +24,7 @@ from ..checks import (
 )
 from ..plain import traced
 from ..quantization import pack_segments
-from ..scalars import integer, real
+from ..scalars import integer, on_host, product, real, split_scale
 
 BACKENDS = ("auto", "fa2", "fa3", "cudnn", "cutlass", "trtllm-gen", "cute-dsl")  # of upstream: here a hint
 MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
@@ -171,21 +171,21 @@ def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
 def times(
     name: str, value: Any, device: torch.device, scale: Any, tensor: Any, heads: Any, of: int
 ) -> tuple[Any, torch.Tensor | None]:
-    """(scale, tensor), whose product a factor is, times another: a number, or an fp32 tensor of one element or of
-    (heads[of],). tensor: of one element or of (heads[0],). Reads no value."""
+    """Return (scale, tensor), the product of which is a scale, times another scale: a number, or an fp32 tensor of one
+    element or of (heads[of],). tensor: of one element or of (heads[0],). Reads no value of a device."""
     if value.__class__ is float and -INF < value < INF:
         return scale * value, tensor
-    if not isinstance(value, _Tensor):
-        value = real(value)
-        check_number(name, value, " or a float32 tensor of one element, or of one a head")
-        return scale * float(value), tensor
-    check_strided(name, value)
-    check_one_of(f"{name}: dtype", value.dtype, (torch.float32,))
-    if value.device != device:
-        raise ValueError(f"{name}: device {value.device}, must be the query's, {device}")
-    if value.numel() != 1:
-        value = _of_heads(name, value, heads, of)
-    return scale, value if tensor is None else tensor.reshape(-1) * value.reshape(-1)
+    number, given = split_scale(name, value)
+    if given is None:
+        check_number(name, number, " or a float32 tensor of one element, or of one a head")
+        return scale * float(number), tensor
+    check_strided(name, given)
+    check_one_of(f"{name}: dtype", given.dtype, (torch.float32,))
+    if given.device != device and not on_host(given):
+        raise ValueError(f"{name}: device {given.device}, must be the query's, {device}")
+    if given.numel() != 1:
+        given = _of_heads(name, given, heads, of)
+    return scale, product(tensor, given)
 
 
 def _of_heads(name: str, value: torch.Tensor, heads: Any, of: int) -> torch.Tensor:

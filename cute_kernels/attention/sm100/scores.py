@@ -205,8 +205,9 @@ def compute(spec: cutlass.Constexpr, s, r: Registers, x: Tile, at: Count, tops: 
     probabilities(spec, s, r, x.place, masked)
     pipe.wait_signal(s.read + x.place.group, at.item)  # keeps the sum behind P, on which others wait
     sum_of_p = total(spec, r)
-    if const_expr(fp8(spec) and not masked and spec.tile.emulated > 0):
-        sum_of_p = sum_of_p if sum_of_p < exp2.HUGE else Float32(float("nan"))  # P of NaN is 448
+    if const_expr(not masked and spec.tile.emulated > 0):
+        # the P of a NaN is 448, or infinity in 16 bits
+        sum_of_p = sum_of_p if sum_of_p < exp2.HUGE else Float32(float("nan"))
     r.st.l[0] += sum_of_p
 
 

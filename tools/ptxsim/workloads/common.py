@@ -55,6 +55,7 @@ class SimulatedMachine(Machine):
 
         return launch
 
+    is_host = staticmethod(lambda tensor: False)
     argument = staticmethod(lambda tensor: tensor)
     is_capturing = staticmethod(lambda: False)
     raw_stream = staticmethod(lambda index: 0)

@@ -1,0 +1,399 @@
+"""Scales in host memory beside data of a device: a public function takes a tensor of one element there as a number.
+`CASES` holds every argument that is a scale; one without a case fails.
+
+Data of a device are meta tensors, of which every read raises, fake tensors, or CPU tensors that a machine takes for a
+GPU's.
+"""
+
+import inspect
+import itertools
+import math
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.autograd.profiler import profile
+from torch.utils._pytree import tree_leaves, tree_map
+
+import wrappers
+from tests.flash_attn_batches import good_call
+from tests.prefill_batches import HKV, HQ, D
+from tests.test_bad_calls import CODES, GOOD, SMALL, X, attention
+from tests.test_plans import Recorder
+from wrappers import fp4, machine
+from wrappers.attention import plan
+from wrappers.prefill import values
+
+E4M3, HALF = torch.float8_e4m3fn, torch.float16
+VALUE = 0.5
+NUMBERS = {  # numbers only
+    "sm_scale", "softmax_scale", "rope_scale", "o_scale", "o_sf_scale", "rcp_out_scale", "logits_soft_cap_scale",
+    "skip_softmax_threshold_scale_factor",
+}  # fmt: skip
+BLOCKS = {("FP4Tensor", "scale"), ("FP4Tensor", "scale_start_index")}  # of block scales
+
+
+# ---- the calls: name -> (function, its good arguments); classes are planned for the data's device
+
+
+def ints(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def drawn(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+PREFILL = {"q": drawn(5, HQ, D), "paged_kv_cache": drawn(3, 2, 16, HKV, D)}
+PAGES = {"indptr": ints(0, 2, 3), "indices": ints(2, 0, 1), "last_page_len": ints(4, 16)}
+ROWS = {"q": drawn(5, HQ, D), "k": drawn(9, HKV, D), "v": drawn(9, HKV, D)}
+
+
+def planned(name: str, method: str, device: str) -> Any:
+    """The method of a class that was planned for a device."""
+    wrapper = getattr(wrappers, name)(torch.empty(0, device=device))
+    starts, pages = moved([ints(0, 2, 5), ints(0, 4, 9)], device), moved([*PAGES.values()], device)
+    if name.startswith("BatchDecode"):
+        wrapper.plan(*pages, HQ, HKV, D, 16)
+    elif "Ragged" in name:
+        wrapper.plan(*starts, HQ, HKV, D)
+    else:
+        wrapper.plan(starts[0], *pages, HQ, HKV, D, 16)
+    return getattr(wrapper, method)
+
+
+def fmha() -> dict[str, Any]:
+    given = attention(SMALL, "context")
+    names = ("seq_lens", "max_q_len", "max_kv_len", "bmm1_scale", "bmm2_scale", "batch_size", "cum_seq_lens_q")
+    return {name: given[name] for name in names} | {
+        "qkv": (drawn(5, 4, 64), drawn(8, 2, 16, 2, 64)), "input_layout": "Q_PAGED_KV_NHD", "workspace_buffer": None,
+        "cum_seq_lens_kv": None, "block_tables": ints(0, 1, 2, 3, 4, 5).view(2, 3),
+    }  # fmt: skip
+
+
+def single() -> dict[str, Any]:
+    return {"q": drawn(3, HQ, D), "k": drawn(9, HKV, D), "v": drawn(9, HKV, D)}
+
+
+def flash(name: str) -> dict[str, Any]:
+    given, quantised = good_call(name), ("q", "k", "v", "k_cache", "v_cache")
+    if name == "flash_attn_func":
+        given["k"] = drawn(*given["k"].shape)
+    return {n: t.float().nan_to_num().to(E4M3) if n in quantised else t for n, t in given.items()}
+
+
+FUNCTIONS: dict[str, Any] = {
+    "trtllm_batch_context_with_kv_cache": lambda: attention(SMALL, "context"),
+    "trtllm_batch_decode_with_kv_cache": lambda: attention(SMALL, "decode"),
+    "xqa_batch_decode_with_kv_cache": lambda: {
+        "query": drawn(2, 4, 64), "kv_cache": drawn(8, 2, 16, 2, 64), "workspace_buffer": None,
+        "block_tables": ints(0, 1, 2, 3).view(2, 2), "seq_lens": ints(20, 9), "max_seq_len": None,
+    },
+    "trtllm_fmha_v2_prefill": fmha,
+    "xqa": GOOD["xqa"][1],
+    "single_prefill_with_kv_cache": single,
+    **{name: lambda name=name: flash(name)
+       for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache", "flash_attn_func")},
+    "nvfp4_quantize": lambda: dict(X),
+    "nvfp4_dequantize": lambda: dict(CODES),
+    "fp4.store": GOOD["fp4.store"][1],
+    "fp4.load": GOOD["fp4.load"][1],
+    "nvfp4_quantize_append_paged_kv_cache": GOOD["append, quantised"][1],
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping": GOOD["append, slots"][1],
+}  # fmt: skip
+METHODS: dict[str, Any] = {
+    f"{name}.{method}": given
+    for name, given in (
+        ("BatchPrefillWithPagedKVCacheWrapper", PREFILL), ("BatchAttentionWithAttentionSinkWrapper", PREFILL),
+        ("BatchDecodeWithPagedKVCacheWrapper", PREFILL | {"q": drawn(2, HQ, D)}),
+        ("BatchPrefillWithRaggedKVCacheWrapper", ROWS),
+    )
+    for method in ("run", "forward")
+}  # fmt: skip
+
+
+def function_of(name: str) -> Any:
+    if "." in name:
+        owner, attribute = name.split(".")
+        return getattr(getattr(wrappers, owner), attribute)
+    return getattr(wrappers, name)
+
+
+def scales_of(function: Any) -> list[str]:
+    """Parameters that are a scale, by their names."""
+    return [n for n in inspect.signature(function).parameters if re.search(r"(^|_)(de)?scale(_|$)", n)]
+
+
+def public() -> dict[str, Any]:
+    """Public functions, and methods of public classes."""
+    found = {n: getattr(wrappers, n) for n in wrappers.__all__}
+    found |= {f"fp4.{n}": f for n, f in vars(fp4).items() if inspect.isfunction(f) and n[0] != "_"}
+    found = {n: f for n, f in found.items() if n.removeprefix("fp4.") == n or n.removeprefix("fp4.") not in found}
+    for name, kind in list(found.items()):
+        if inspect.isclass(kind):
+            methods = inspect.getmembers(kind, inspect.isfunction)
+            found |= {f"{name}.{n}": f for n, f in methods if n[0] != "_"}
+    return found
+
+
+CASES = [
+    (name, argument)
+    for name in (*FUNCTIONS, *METHODS)
+    for argument in scales_of(function_of(name))
+    if argument not in NUMBERS
+] + [("BatchAttentionWithAttentionSinkWrapper.run", f"{x}_scale") for x in "qkv"]  # its keywords
+ATTENTION = [case for case in CASES if "nvfp4" not in case[0] and "fp4." not in case[0]]
+POSITIVE = [case for case in CASES if case not in ATTENTION]
+
+
+def test_every_scale_has_a_case():
+    missing = []
+    for name, function in public().items():
+        for argument in scales_of(function) if callable(function) else ():
+            kind = str(inspect.signature(function).parameters[argument].annotation)
+            if argument in NUMBERS:
+                assert "Tensor" not in kind, f"{name}, {argument}"
+            elif (name, argument) not in CASES and (name, argument) not in BLOCKS:
+                missing.append((name, argument))
+    assert not missing and len(CASES) == len(set(CASES)) > 40
+
+
+def moved(value: Any, device: str) -> Any:
+    """A copy on a device."""
+    if isinstance(value, wrappers.FP4Tensor):
+        data, scale = moved([value.data, value.scale], device)
+        return wrappers.FP4Tensor(data, scale, value.scale_start_index, value.original_shape)
+    if isinstance(value, (list, tuple)):
+        return type(value)(moved(v, device) for v in value)
+    return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def prepared(case: tuple[str, str], device: str = "cpu") -> tuple[Any, dict[str, Any]]:
+    """The function of a case, and its arguments without the scale, whose data are on a device."""
+    name, argument = case
+    if name in METHODS:
+        function, given = planned(*name.split("."), device), METHODS[name]
+    else:
+        function, given = function_of(name), FUNCTIONS[name]()
+    given = {n: moved(t, device) for n, t in given.items() if n != argument}
+    return function, given
+
+
+def outcome(case: tuple[str, str], scale: Any, device: str = "cpu") -> list[torch.Tensor]:
+    """What a call gave and wrote."""
+    function, given = prepared(case, device)
+    returned = function(**given | {case[1]: scale})
+    flat = tree_leaves([returned, list(given.values())])
+    return [t for value in flat for t in ((value.data, value.scale) if isinstance(value, fp4.FP4Tensor) else (value,))
+            if isinstance(t, torch.Tensor)]  # fmt: skip
+
+
+def number_of(case: tuple[str, str]) -> Any:
+    """The scale as a number, where the argument may be one."""
+    return torch.tensor(VALUE) if takes_no_number(case) else VALUE
+
+
+def takes_no_number(case: tuple[str, str]) -> bool:
+    return case[1].endswith(("descale", "_log2"))
+
+
+def bits(tensors: list[torch.Tensor]) -> list[Any]:
+    return [t.contiguous().flatten().view(torch.uint8).tolist() for t in tensors]
+
+
+@pytest.fixture
+def problems(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Problems that calls serve."""
+    found, run = [], plan.run
+    monkeypatch.setattr(plan, "run", lambda p: found.append(p) or run(p))
+    return found
+
+
+def named(case: tuple[str, str]) -> Any:
+    return f"{case[0]}-{case[1]}"
+
+
+every = pytest.mark.parametrize("case", CASES, ids=named)
+FORMS = {"()": torch.tensor(VALUE), "(1,)": torch.tensor([VALUE]), "(1, 1)": torch.tensor([[VALUE]]),
+         "parameter": torch.nn.Parameter(torch.tensor([VALUE]))}  # fmt: skip
+
+
+@every
+def test_a_tensor_of_the_host_is_a_number(case, problems):
+    """On the CPU, bit by bit, and beside data of a device, of which no value is read."""
+    want, forms = bits(outcome(case, number_of(case))), [*FORMS.values()]
+    assert want != bits(outcome(case, torch.tensor([3.0]) if takes_no_number(case) else 3.0)), "the scale is not used"
+    for scale in forms:
+        assert bits(outcome(case, scale)) == want
+        assert any(t.is_meta for t in outcome(case, scale, "meta"))
+    if case in ATTENTION:
+        assert len(problems) == 2 + 2 * len(forms)
+        first = problems[0]
+        for p in problems[2:]:
+            assert (p.scale, p.out_scale) == (first.scale, first.out_scale)
+            assert p.scale_tensor is p.out_scale_tensor is None
+
+
+TWO = r"(shape \(2,\)|device cpu), must"
+BAD = {
+    "nan": (torch.tensor([math.nan]), ValueError, "nan, must be finite"),
+    "inf": (torch.tensor(math.inf), ValueError, "inf, must be finite"),
+    "double": (torch.ones(1).double(), TypeError, "dtype torch.float64, must be one of torch.float32"),
+    "half": (torch.ones(1).half(), TypeError, "dtype torch.float16, must be one of torch.float32"),
+    "two, as there are heads": (torch.ones(HKV), ValueError, TWO),
+}
+
+
+@every
+def test_bad_tensors_are_refused_by_name(case):
+    """An argument with two names is called by the first."""
+    function, given = prepared(case, "meta")
+    name = re.sub(r"^scale_([qkv])$", r"\1_scale", case[1])
+    for bad, (scale, error, message) in BAD.items():
+        with pytest.raises(error) as found:
+            function(**given | {case[1]: scale})
+        assert re.search(rf"\b{name}\b.*: {message}", str(found.value)), f"{bad}: {found.value}"
+
+
+@pytest.mark.parametrize("case", POSITIVE, ids=named)
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_values_are_checked_as_numbers_are(case, value):
+    for scale in (value, torch.tensor([value])):
+        with pytest.raises(ValueError, match=f"^{case[1]}: {value}, must be positive and finite"):
+            outcome(case, scale, "meta")
+
+
+@pytest.fixture
+def gpu() -> Any:
+    """A GPU under CPU tensors, but for scales of one element; its launches are recorded."""
+    with machine.override(Recorder()) as found:
+        found.host_scales = True
+        yield found
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=named)
+def test_launches_of_a_captured_graph(case, gpu):
+    """The kernel gets the number; a tensor of the device goes to it as it is."""
+    gpu.capturing = True
+    outcome(case, number_of(case))
+    outcome(case, torch.tensor([VALUE]))
+    gpu.host_scales = False
+    outcome(case, torch.tensor([VALUE]))
+    (_, _, want), (_, _, got), (_, _, there) = gpu.launches
+    for name in ("scale_log2", "out_factor"):
+        assert want[name] == got[name]
+    assert len(want["scale"]) == len(want["out_scale"]) == len(got["scale"]) == len(got["out_scale"]) == 0
+    assert len(there["scale"]) + len(there["out_scale"]) > 0
+
+
+def test_cuda_refuses_a_number_that_is_not_positive(gpu):
+    for scale in (-1.0, torch.tensor([-1.0])):
+        with pytest.raises(NotImplementedError, match="^bmm1_scale: -1.0; CUDA kernels"):
+            outcome(("trtllm_batch_context_with_kv_cache", "bmm1_scale"), scale)
+
+
+READS = {"aten::item", "aten::_local_scalar_dense"}
+
+
+@every
+def test_nothing_but_the_read_is_done_for_a_tensor(case):
+    """The operations of torch are those of a call with a number: no copy to the device, none of its values read."""
+    done = []
+    for scale in (number_of(case), torch.tensor([VALUE])):
+        function, given = prepared(case, "meta")
+        given[case[1]] = scale
+        with profile() as seen:
+            function(**given)
+        done.append(Counter(event.name for event in seen.function_events))
+    extra = done[1] - done[0]
+    assert not done[0] - done[1] and set(extra) == (set() if takes_no_number(case) else READS)
+    assert all(count == 1 for count in extra.values())
+
+
+# ---- beside scales of a device
+
+
+def test_products_with_scales_of_heads():
+    host, heads = torch.tensor([0.25]), torch.ones(HQ, device="meta")
+    scale, tensor, out_scale, out = values.factors(0.5, heads, host, host, heads.device, (HQ, HKV))
+    assert (scale, out_scale, out) == (0.125, 0.25, None) and tensor is heads
+
+
+# ---- where something traces the call: the value is read by the operator
+
+
+@every
+def test_fakes_of_a_device(case):
+    """Data and scale are fakes: the value is not known, and torch refuses operations on two devices but where a tensor
+    without dimensions is the host's."""
+    function, given = prepared(case, "meta")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        given = {n: fakes(t, mode) for n, t in given.items()}
+        returned = [function(**given | {case[1]: torch.empty(shape)}) for shape in ((), (1,), (1, 1))]
+    found = [t for t in tree_leaves(returned) if isinstance(t, torch.Tensor)]
+    assert all(isinstance(t, FakeTensor) and t.is_meta for t in found)
+
+
+def test_products_of_fakes():
+    host, there, heads = torch.ones(1), torch.ones(1, 1, device="meta"), torch.ones(HQ, device="meta")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        host, there, heads = (mode.from_tensor(t) for t in (host, there, heads))
+        for a, b in itertools.permutations((host, there, heads), 2):
+            scale, tensor, *_ = values.factors(0.5, None, a, None, there.device, (HQ, HQ))
+            scale, tensor = values.times("q_scale", b, there.device, scale, tensor, (HQ, HQ), 0)
+            assert scale == 0.5 and tensor.is_meta and tensor.numel() == max(a.numel(), b.numel())
+        function, given = prepared(("xqa", "q_scale"), "meta")
+        given = {n: fakes(t, mode) for n, t in given.items()}
+        for a, b in itertools.product((host, there), repeat=2):
+            function(**given | {"q_scale": a, "kv_scale": b})
+
+
+def fakes(value: Any, mode: FakeTensorMode) -> Any:
+    if isinstance(value, wrappers.FP4Tensor):
+        data, scale = fakes([value.data, value.scale], mode)
+        return wrappers.FP4Tensor(data, scale, value.scale_start_index, value.original_shape)
+    return tree_map(lambda t: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t, value)
+
+
+def compiled(function: Any, given: dict[str, Any], name: str) -> Any:
+    def step(scale: torch.Tensor) -> Any:
+        return function(**given | {name: scale})
+
+    return torch.compile(step, fullgraph=True, backend="aot_eager")
+
+
+ONE_OF_EACH = [
+    ("trtllm_batch_context_with_kv_cache", "bmm1_scale"), ("trtllm_batch_decode_with_kv_cache", "bmm1_scale_log2"),
+    ("xqa", "kv_scale"), ("BatchPrefillWithPagedKVCacheWrapper.run", "v_scale"), ("flash_attn_func", "k_descale"),
+    ("nvfp4_quantize", "global_scale"), ("nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "v_scale"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=named)
+def test_one_graph_holds_for_every_value(case, fresh_compiler):
+    function, given = prepared(case)
+    call = compiled(function, given, case[1])
+    for value in (0.5, 2.0):
+        scale = torch.tensor([value])
+        returned = call(scale)
+        want = outcome(case, scale)
+        got = [t for t in tree_leaves([returned, list(given.values())]) if isinstance(t, torch.Tensor)]
+        assert bits(got) == bits(want)
+
+
+def test_the_operator_of_a_traced_call_checks_the_value(fresh_compiler):
+    case = ONE_OF_EACH[0]
+    call = compiled(*prepared(case), case[1])
+    with pytest.raises(ValueError, match="^bmm1_scale: nan, must be finite"):
+        call(torch.tensor([math.nan]))
+
+
+def test_a_traced_launch_gets_the_number(gpu, fresh_compiler):
+    case = ONE_OF_EACH[0]
+    compiled(*prepared(case), case[1])(torch.tensor([VALUE]))
+    outcome(case, VALUE)
+    (_, _, got), (_, _, want) = gpu.launches
+    assert got["scale_log2"] == want["scale_log2"] and len(got["scale"]) == 0

@@ -1,0 +1,239 @@
+"""The host's work in planned calls, in plan and in scales stays small: counts of functions and torch operators, each
+with a bound that planning again, one step of planning or one copy exceeds. `python -m bench` measures the times."""
+
+import ast
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from bench.cases import topk as topk_cases
+from tests.emulated import PLAIN, inputs_of
+from tests.fake_machine import FakeMachine
+from tests.host_work import Work, count_functions, host_work
+from tests.prefill_batches import HKV, HQ, WORKSPACE, Case, D
+from tests.test_decode_wrapper import decode_of, xqa_inputs
+from tests.test_low_precision import OF_HEADS
+from wrappers import (
+    BatchPrefillWithPagedKVCacheWrapper,
+    checks,
+    machine,
+    topk,
+    trtllm_batch_context_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache,
+    xqa,
+)
+from wrappers.attention import checks as attention_checks
+from wrappers.attention import op
+from wrappers.attention import plan as attention_plan
+from wrappers.prefill import values
+from wrappers.topk import checks as topk_checks
+from wrappers.topk import op as topk_op
+from wrappers.topk import plan as topk_plan
+
+# ---- the counts themselves
+
+
+def test_a_function_adds_a_call():
+    once = count_functions(lambda: checks.check_flag("x", True))
+    assert once == 1 and count_functions(lambda: [checks.check_flag("x", True) for _ in range(3)]) == 3
+
+
+def test_functions_of_others_are_not_counted():
+    assert count_functions(lambda: (torch.nn.functional.pad(torch.ones(2), (1, 0)), ast.parse("a = 1"))) == 0
+
+
+def test_a_copy_adds_an_operator():
+    x = torch.ones(4)
+    assert host_work(lambda: x).operators == 0
+    assert host_work(x.clone).operators == 1
+    assert host_work(lambda: x.clone().clone()).operators == 2
+    assert host_work(lambda: torch.empty_like(x)[1:]).operators == 2  # an allocation and a view
+
+
+def test_the_first_call_is_not_counted():
+    calls = []
+    assert host_work(lambda: calls.append(torch.ones(1)) if not calls else None) == Work(0, 0)
+
+
+def test_an_error_leaves_no_profile_and_no_mode():
+    before = sys.getprofile()
+    with pytest.raises(TypeError, match="x"):
+        count_functions(lambda: checks.check_flag("x", 1))
+    assert sys.getprofile() is before
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_bounds():
+    assert Work(3, 1).within(Work(3, 1)) and Work(2, 0).within(Work(3, 1))
+    assert not Work(4, 1).within(Work(3, 1)) and not Work(3, 2).within(Work(3, 1))
+
+
+# ---- planned calls
+
+
+def context(**changes):
+    inputs = inputs_of(**changes)
+    return lambda: trtllm_batch_context_with_kv_cache(**inputs)
+
+
+def decode():
+    inputs = decode_of(PLAIN)
+    return lambda: trtllm_batch_decode_with_kv_cache(**inputs)
+
+
+def xqa_call():
+    inputs, _ = xqa_inputs()
+    return lambda: xqa(**inputs)
+
+
+def paged_run():
+    case = Case()
+    wrapper, cache = case.paged(causal=True), tuple(case.cache)
+    return lambda: wrapper.run(case.q, cache)
+
+
+def top_k(function):
+    inputs, public = topk_cases.make_inputs(topk_cases.PLAIN[function]), getattr(topk, function)
+    return lambda: public(**inputs)
+
+
+# name -> a function that makes the call, and the bound of its work: today's operators, two functions more than today's
+PLANNED = {
+    "context": (context, Work(14, 0)),
+    "context that allocates": (partial(context, out=None, lse=None), Work(10, 2)),
+    "decode": (decode, Work(14, 0)),
+    "xqa": (xqa_call, Work(20, 4)),
+    "paged run": (paged_run, Work(13, 3)),
+    "top_k_page_table_transform": (partial(top_k, topk_cases.PAGE_TABLE), Work(6, 0)),
+    "top_k_ragged_transform": (partial(top_k, topk_cases.RAGGED), Work(6, 1)),
+    "top_k": (partial(top_k, topk_cases.TOP_K), Work(6, 2)),
+    "top_k_per_row_prefill": (partial(top_k, topk_cases.PREFILL), Work(6, 0)),
+    "top_k_per_row_decode": (partial(top_k, topk_cases.DECODE), Work(6, 0)),
+}
+
+
+def test_every_function_of_topk_has_a_bound():
+    assert set(topk_cases.FUNCTIONS) <= PLANNED.keys()
+
+
+@pytest.fixture
+def here():
+    """A machine whose kernels do nothing, so that only the host's work is left."""
+    with machine.override(FakeMachine(lambda op, spec: lambda *flat: None)) as fake:
+        yield fake
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_work_of_a_planned_call(here, name):
+    make, bound = PLANNED[name]
+    work = host_work(make())
+    assert work.within(bound), work
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_path_of_a_plain_call_is_counted(here, monkeypatch, name):
+    for module in (op, topk_op):
+        monkeypatch.setattr(module, "trace", lambda _: pytest.fail("the traced path"))
+    host_work(PLANNED[name][0]())
+    assert len(here.plans) == 1
+
+
+def exceeds(call, bound, *counts):
+    """Whether a call exceeds its bound, in each of these counts."""
+    work = host_work(call)
+    return all(getattr(work, count) > getattr(bound, count) for count in counts)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_planning_again_exceeds_the_bound(here, monkeypatch, name):
+    make, bound = PLANNED[name]
+    monkeypatch.setattr(here, "keep", lambda key, plan: None)
+    assert exceeds(make(), bound, "functions", "operators")
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_one_step_of_planning_exceeds_the_bound(here, monkeypatch, name):
+    """Every call is validated, as only a call without a plan should be."""
+    make, bound = PLANNED[name]
+    for plan, validate in ((attention_plan, attention_checks.validate), (topk_plan, topk_checks.validate)):
+        monkeypatch.setattr(plan, "run", lambda p, run=plan.run, validate=validate: (validate(p), run(p))[1])
+    assert exceeds(make(), bound, "functions")
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_copy_exceeds_the_bound(here, monkeypatch, name):
+    """Every call copies its query, or its scores."""
+    make, bound = PLANNED[name]
+    for plan, field in ((attention_plan, "q"), (topk_plan, "scores")):
+        copied = lambda p, field=field: p._replace(**{field: getattr(p, field).clone()})  # noqa: E731
+        monkeypatch.setattr(plan, "run", lambda p, run=plan.run, copied=copied: run(copied(p)))
+    assert exceeds(make(), bound, "operators")
+
+
+# ---- plan of the classes
+
+PLAN = Work(31, 1)
+
+
+def planning():
+    case = Case()
+    wrapper = case.paged()
+    return lambda: wrapper.plan(*case.index, HQ, HKV, D, 4, causal=True)
+
+
+def test_work_of_plan():
+    work = host_work(planning())
+    assert work.within(PLAN), work
+
+
+def test_preparing_a_plan_twice_exceeds_the_bound(monkeypatch):
+    prepare = BatchPrefillWithPagedKVCacheWrapper._prepare
+    twice = lambda *given: (prepare(*given), prepare(*given))[1]  # noqa: E731
+    monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "_prepare", twice)
+    assert exceeds(planning(), PLAN, "functions")
+
+
+def test_a_copy_of_an_index_tensor_exceeds_the_bound(monkeypatch):
+    """One of the four tensors is copied."""
+    check = BatchPrefillWithPagedKVCacheWrapper._check_indices
+    copying = lambda self, given: (given[0].clone(), check(self, given))[1]  # noqa: E731
+    monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "_check_indices", copying)
+    assert exceeds(planning(), PLAN, "operators")
+
+
+# ---- scales: numbers are multiplied on the host; tensors of heads need a few operators
+
+SCALES = {
+    "numbers": ((1.0, 2.0, 3.0), Work(6, 0)),
+    "tensors of heads": (tuple(OF_HEADS.values()), Work(15, 12)),
+}
+
+
+def scaling(scales):
+    return lambda: values.factors(0.5, *scales, WORKSPACE.device, (HQ, HKV))
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_work_of_scales(name):
+    scales, bound = SCALES[name]
+    work = host_work(scaling(scales))
+    assert work.within(bound), work
+    assert scaling((1.0, 2.0, 3.0))() == (1.0, None, 3.0, None)
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_checking_scales_twice_exceeds_the_bound(monkeypatch, name):
+    scales, bound = SCALES[name]
+    times = values.times
+    monkeypatch.setattr(values, "times", lambda *given: (times(*given), times(*given))[1])
+    assert exceeds(scaling(scales), bound, "functions")
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_a_copy_of_each_scale_exceeds_the_bound(name):
+    """A number is copied to a tensor."""
+    scales, bound = SCALES[name]
+    copied = lambda x: torch.tensor(x) if isinstance(x, float) else x.clone()  # noqa: E731
+    assert exceeds(lambda: scaling([copied(x) for x in scales])(), bound, "operators")
