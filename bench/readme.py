@@ -11,10 +11,20 @@ PEERS = ("cudnn", "flash-attn-4", "flashinfer")
 PRECISION_PEERS = ("own-bf16", "own-fp8", "flashinfer")
 SERVE_PEERS = ("own-parts", "flash-attn-4", "flashinfer")
 TOPK_PEERS = ("torch", "flashinfer", "floor")
+PICTURES = {  # end of a file's name -> what the picture shows, for readers who do not see it
+    "prefill-lengths": "Prefill, TFLOP/s against sequence length, causal and full, ours and peers",
+    "prefill-roofline": "Roofline of prefill: TFLOP/s against FLOP per byte, under the measured matmul and copy rates",
+    "prefill-share": "Prefill, share of the matmul rate that ours and peers reach in each case",
+    "decode-share": "Decode, share of the copy rate at which K and V are read in each case, by type of cache",
+    "decode-lengths": "Decode, share of the copy rate against length, a line per batch size",
+    "serve-sweep": "Mixed batches, time against decode tokens; chunks, TFLOP/s against their size",
+    "skip-softmax": "Skip-softmax, speed against the share of blocks that are skipped",
+    "topk-lengths": "Top-k, time against row length, ours, torch.topk and the time to read the scores once",
+}
 
 
 def low(row: Row) -> bool:
-    """Of prefill in low precision, or with skip-softmax."""
+    """Return whether a row is prefill in low precision or with skip-softmax."""
     return row.case.startswith("prefill-") and not row.case.startswith("prefill-bf16-")
 
 
@@ -47,7 +57,19 @@ def topk_cells(rows: list[Row]) -> list[str]:
 def host_line(rows: list[Row], prefix: str) -> str:
     """Host time of a call, where it was measured."""
     times = [f"{r.provider} {r.time_us:.1f} us" for r in newest(rows, prefix)]
-    return f"Host time of a call whose kernel is loaded: {', '.join(times)}." if times else ""
+    return f"Host time per call, with the kernel loaded: {', '.join(times)}." if times else ""
+
+
+def picture(alt: str, path: Path) -> str:
+    """Return a picture with its alternative text, which leads to the file in its full size."""
+    place = path.relative_to(ROOT).as_posix()
+    return f"[![{alt}]({place})]({place})"
+
+
+def image(gpu: str, path: Path) -> str:
+    """Return a plot with the text that PICTURES has for it."""
+    name = path.stem.removeprefix(f"{gpu}-")
+    return picture(f"{PICTURES.get(name, name)} ({gpu})", path)
 
 
 def section(
@@ -64,7 +86,7 @@ def section(
     parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
     host = host_line(rows, f"host-{prefix.rstrip('-')}")
     parts += [host] if host else []
-    return parts + [f"![{p.stem}]({p.relative_to(ROOT).as_posix()})" for p in images if p.is_relative_to(ROOT)]
+    return parts + [image(gpu, path) for path in images if path.is_relative_to(ROOT)]
 
 
 def measured(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
@@ -136,13 +158,31 @@ def measured_sparsity(found: dict[str, list[SkipRow]], folder: Path = FOLDER) ->
             speed = [f"{r.time_us:.0f}", f"{r.dense_us / r.time_us:.2f}"]
             lines.append([r.data, f"{r.factor:g}", f"{r.left_out:.0%}", *speed, *errors])
         parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
-        image = folder / f"{gpu}-skip-softmax.png"
-        parts += [f"![{image.stem}]({image.relative_to(ROOT).as_posix()})"] if image.is_file() else []
+        path = folder / f"{gpu}-skip-softmax.png"
+        parts += [image(gpu, path)] if path.is_file() else []
+    return "\n\n".join(parts) or "Not measured yet."
+
+
+def measured_parallel(results: dict[str, list[Row]]) -> str:
+    """Return the steps of `examples.parallel`: a line per number of GPUs."""
+    parts = []
+    for gpu, rows in results.items():
+        found = [r for r in rows if r.case.startswith("parallel-")]
+        if not found:
+            continue
+        r = max(found, key=lambda row: row.date)
+        chosen = [row for row in found if row.run == r.run]
+        parts.append(f"{gpu}, {r.date}, commit {r.commit[:9]}, driver {r.driver}, torch {r.torch}.")
+        lines = [["GPUs", "heads per rank", "keys per rank"], ["---:"] * 3]
+        for case in dict.fromkeys(r.case for r in chosen):
+            times = {r.provider: f"{r.time_us:.0f} us" for r in chosen if r.case == case}
+            lines.append([case.rpartition("-x")[2], times.get("heads", ""), times.get("keys", "")])
+        parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
     return "\n\n".join(parts) or "Not measured yet."
 
 
 def outputs(rows: list[Row]) -> str:
-    """What the functions' outputs cost, where it was measured."""
+    """Return a sentence with the time of each top-k function on one case, or "" if none was measured."""
     found = newest(rows, "outputs-")
     times = [f"`{r.case.removeprefix('outputs-').partition('-topk-')[0]}` {r.time_us:.1f} us" for r in found]
     case = found[0].case.partition("-topk-")[2] if found else ""
@@ -204,14 +244,17 @@ def measured_family(results: dict[str, list[Row]], folder: Path = FOLDER) -> str
 
 
 def pictured(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
-    """Ours beside the peers, with what the picture shows."""
+    """Return the picture of the peers beside ours, and its caption."""
     parts = []
     for gpu, rows in results.items():
-        found, image = peers.points(rows), folder / f"{gpu}-peers.png"
-        if found and image.is_file():
-            runs = peers.ran(gpu, (p.commit for p in found))
-            parts.append(f"![Time of each peer over ours]({image.relative_to(ROOT).as_posix()})")
-            parts.append(f"Time of each peer over ours in the same run, right of 1 ours is faster: {runs}.")
+        found, path = peers.points(rows), folder / f"{gpu}-peers.png"
+        if found and path.is_file():
+            names, runs = peers.listed(dict.fromkeys(p.peer for p in found)), peers.ran(gpu, (p.commit for p in found))
+            alt = f"Bars: the time of {names} over ours, case by case; right of 1 ours is faster"
+            parts.append(picture(alt, path))
+            parts.append(
+                f"The time of each peer over ours in the same run, case by case; {runs}. Right of 1, ours is faster."
+            )
     return "\n\n".join(parts) or "Not measured yet."
 
 
@@ -220,7 +263,7 @@ def sections() -> dict[str, str]:
     found = read_all()
     return {
         "peers": pictured(found),
-        "headlines": peers.sentences(found),
+        "headlines": peers.headlines(found),
         "measured": measured(found),
         "measured-serving": measured_serving(found),
         "measured-trace": measured_trace(found),
@@ -228,6 +271,7 @@ def sections() -> dict[str, str]:
         "measured-decode": measured_decode(found),
         "measured-precision": measured_precision(found),
         "measured-topk": measured_topk(found),
+        "measured-parallel": measured_parallel(found),
         "measured-sparsity": measured_sparsity(read_sparsity()),
     }
 
