@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from . import readme, results
 
 if TYPE_CHECKING:
-    from .harness import Ceilings, Result, Setup
+    from .harness import Ceilings, Measurement, Setup
 
 
 class Family(NamedTuple):
@@ -18,8 +18,8 @@ class Family(NamedTuple):
     cases: tuple[str, ...]
     sweep: str  # prefix of the cases that --sweep adds
     providers: tuple[str, ...]
-    measure: "Callable[[str, Ceilings, Setup], list[Result]]"  # of a case
-    rest: "Callable[[Setup, list[str]], list[Result]]"  # after all cases, which it is told
+    measure: "Callable[[str, Ceilings, Setup], list[Measurement]]"  # of a case
+    rest: "Callable[[Setup, list[str]], list[Measurement]]"  # after all cases, which it is told
     ceilings: str  # prefix of the ceilings that get rows
 
 
@@ -39,11 +39,11 @@ def attention() -> Family:
     ):
         known |= {name: (case, one) for name, case in found.items()}
 
-    def measured(name: str, top: "Ceilings", setup: "Setup") -> "list[Result]":
+    def measured(name: str, top: "Ceilings", setup: "Setup") -> "list[Measurement]":
         case, one = known[name]
         return one(case, top, setup)
 
-    def rest(setup: "Setup", chosen: list[str]) -> "list[Result]":
+    def rest(setup: "Setup", chosen: list[str]) -> "list[Measurement]":
         kinds = {name.partition("-")[0] for name in chosen}
         found = prefill.host(prefill.host_case(), setup) if headlines.keys() & set(chosen) else []
         found += decode.host(setup) if "decode" in kinds else []

@@ -12,7 +12,7 @@ from wrappers import trtllm_batch_decode_with_kv_cache
 from .cases import attention as cases
 from .cases import precision, serving
 from .cases.attention import AttentionCase
-from .harness import Ceilings, Result, Setup, host_times, in_turns, ready, rotated
+from .harness import Ceilings, Measurement, Setup, host_times, in_turns, ready, rotated
 from .timing import Call, exactly, interleave
 from .workload import Inputs, check
 
@@ -94,7 +94,7 @@ def collect(sets: list[Inputs], providers: tuple[str, ...]) -> dict[str, Call]:
     return calls
 
 
-def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
+def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Measurement]:
     """All providers on one case, and the floor."""
     print(case.name, flush=True)
     sets = inputs_of(case, setup.device)
@@ -108,12 +108,12 @@ def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
             calls |= {name: own["ours"]} if own else {}
     size = kv_bytes(case)
     times = interleave(calls, setup.clock, len(sets), setup.rounds) | {"floor": exactly(size / top.gbps / 1e3)}
-    return [Result(case.name, p, t, gbps=size / t.median / 1e3) for p, t in times.items()]
+    return [Measurement(case.name, p, t, gbps=size / t.median / 1e3) for p, t in times.items()]
 
 
-def host(setup: Setup) -> list[Result]:
+def host(setup: Setup) -> list[Measurement]:
     """Host time of a call on a tiny case, whose kernel takes about as long as the call."""
     print(HOST_CASE, flush=True)
     case = AttentionCase(HOST_CASE, q_lens=(1,), kv_lens=(64,), lse=False)
     times = host_times(collect([cases.make_inputs(case, setup.device)], setup.providers), setup)
-    return [Result(HOST_CASE, provider, t) for provider, t in times.items()]
+    return [Measurement(HOST_CASE, provider, t) for provider, t in times.items()]

@@ -18,7 +18,7 @@ from . import decode
 from .cases import attention as cases
 from .cases import precision
 from .cases.attention import AttentionCase
-from .harness import Ceilings, Result, Setup, host_times, ready
+from .harness import Ceilings, Measurement, Setup, host_times, ready
 from .prefill import HOST_CASE, case_of
 from .timing import Call, exactly, interleave
 from .workload import Inputs, check, csr, pages, shape_of, unpaged
@@ -151,31 +151,31 @@ def collect(case: AttentionCase, setup: Setup) -> dict[str, Call]:
     return calls
 
 
-def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
+def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Measurement]:
     """All forms of a case, in turns."""
     print(case.name, flush=True)
     if case.name.startswith("family-decode"):
         return measure_decode(case, top, setup)
     times = interleave(collect(case, setup), setup.clock, 1, setup.rounds)
     shape = shape_of(cases.make_inputs(case, setup.device))
-    found = [Result(case.name, p, t, shape.flops / t.median / 1e6) for p, t in times.items()]
+    found = [Measurement(case.name, p, t, shape.flops / t.median / 1e6) for p, t in times.items()]
     floor = shape.flops / top.tflops / 1e6
-    return [*found, Result(case.name, "floor", exactly(floor), top.tflops)]
+    return [*found, Measurement(case.name, "floor", exactly(floor), top.tflops)]
 
 
-def measure_decode(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
+def measure_decode(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Measurement]:
     """The decode function with pages of the case's size, and of one row."""
     calls: dict[str, Call] = {}
     for suffix, page in (("", case.page_size), ("-p1", 1)):
         inputs = cases.make_inputs(replace(case, page_size=page), setup.device)
         calls |= {name + suffix: call for name, call in decode.collect([inputs], ("ours",)).items()}
     times, size = interleave(calls, setup.clock, 1, setup.rounds), decode.kv_bytes(case)
-    found = [Result(case.name, p, t, gbps=size / t.median / 1e3) for p, t in times.items()]
+    found = [Measurement(case.name, p, t, gbps=size / t.median / 1e3) for p, t in times.items()]
     floor = size / top.gbps / 1e3
-    return [*found, Result(case.name, "floor", exactly(floor), gbps=top.gbps)]
+    return [*found, Measurement(case.name, "floor", exactly(floor), gbps=top.gbps)]
 
 
-def host(setup: Setup) -> list[Result]:
+def host(setup: Setup) -> list[Measurement]:
     """Measure host times on a tiny case: a call of each form, an e4m3 call with a scale per head, and plan with index
     tensors of the host."""
     print(HOST, flush=True)
@@ -191,4 +191,4 @@ def host(setup: Setup) -> list[Result]:
         wrapper: Any = wrappers.BatchPrefillWithPagedKVCacheWrapper(torch.empty(0, device=setup.device), "HND")
         heads = shape.heads_q, shape.heads_kv, shape.dim_qk, case.page_size
         calls["ours-plan"] = lambda _: wrapper.plan(*index, *heads, causal=True, **_types(inputs))
-    return [Result(HOST, provider, t) for provider, t in host_times(calls, setup).items()]
+    return [Measurement(HOST, provider, t) for provider, t in host_times(calls, setup).items()]

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import torch
 
-from .results import Environment, Row, with_ratios
-from .timing import Call, Clock, CudaClock, HostClock, Timing, input_sets, interleave
+from .results import Environment, ResultRow, with_ratios
+from .timing import Call, CallClock, CudaClock, HostClock, Timing, input_sets, interleave
 
 T = TypeVar("T")
 L2_BYTES = 50 << 20  # of Hopper; torch reports 60 MB on an H200
@@ -27,7 +27,7 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class Result:
+class Measurement:
     """One provider on one case."""
 
     case: str
@@ -45,11 +45,11 @@ class Setup:
     providers: tuple[str, ...]
     rounds: int = 15
     device: str = "cuda"
-    clock: Clock = field(default_factory=CudaClock)
-    host_clock: Clock = field(default_factory=lambda: HostClock(torch.cuda.synchronize))
+    clock: CallClock = field(default_factory=CudaClock)
+    host_clock: CallClock = field(default_factory=lambda: HostClock(torch.cuda.synchronize))
 
 
-def ceilings(setup: Setup) -> tuple[Ceilings, list[Result]]:
+def ceilings(setup: Setup) -> tuple[Ceilings, list[Measurement]]:
     """Matmul of random data (zeros run faster than any real data) and a copy between two large buffers."""
     a, b = (torch.randn(MATMUL, MATMUL, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     c = torch.empty_like(a)
@@ -70,8 +70,8 @@ def ceilings(setup: Setup) -> tuple[Ceilings, list[Result]]:
     found = Ceilings(
         rates["ceiling-matmul-bf16"], 2 * COPY_BYTES / copy.median / 1e3, rates.get("ceiling-matmul-fp8", 0.0)
     )
-    rows = [Result(name, "torch", times[name], tflops=rate) for name, rate in rates.items()]
-    return found, [*rows, Result("ceiling-copy", "torch", copy, gbps=found.gbps)]
+    rows = [Measurement(name, "torch", times[name], tflops=rate) for name, rate in rates.items()]
+    return found, [*rows, Measurement("ceiling-copy", "torch", copy, gbps=found.gbps)]
 
 
 def rotated(make: Callable[[int], T], size: Callable[[T], int]) -> list[T]:
@@ -110,12 +110,12 @@ def host_times(calls: Mapping[str, Call], setup: Setup) -> dict[str, Timing]:
     return interleave(calls, setup.host_clock, 1, rounds=20, warmup=10, target_us=2000) if calls else {}
 
 
-def rows_of(results: list[Result], env: Environment) -> list[Row]:
+def rows_of(results: list[Measurement], env: Environment) -> list[ResultRow]:
     """Rows of the csv."""
     return with_ratios(env.row(r.case, r.provider, r.timing.median, tflops=r.tflops, gbps=r.gbps) for r in results)
 
 
-def table(results: list[Result], rows: list[Row], top: Ceilings) -> str:
+def table(results: list[Measurement], rows: list[ResultRow], top: Ceilings) -> str:
     """What a person reads: a line a case and provider; of matmul: of the rate that the case's floor has."""
     floors = {r.case: r.tflops for r in results if r.provider == "floor" and r.tflops}
     lines = [

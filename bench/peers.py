@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .results import Row, complete_runs, newest
+from .results import ResultRow, complete_runs, newest
 
 PEERS = (
     "cudnn",
@@ -51,7 +51,7 @@ def prefix_of(case: str) -> str:
     return next((prefix for prefix in FAMILIES if case.startswith(prefix)), "")
 
 
-def points(rows: Iterable[Row]) -> list[Point]:
+def points(rows: Iterable[ResultRow]) -> list[Point]:
     """Of one GPU: each peer of each case, in the newest run that has both, in the order of FAMILIES."""
     rows, chosen = list(rows), {}
     for prefix in FAMILIES:
@@ -105,7 +105,7 @@ def one_token(case: str) -> bool:
     return not case.rpartition("-")[2].startswith("q")
 
 
-def copied(rows: Iterable[Row]) -> tuple[str, list[str]]:
+def copied(rows: Iterable[ResultRow]) -> tuple[str, list[str]]:
     """Of decode of one query token: at which share of the rate of a copy K and V are read; commits."""
     parts, commits = list[str](), list[str]()
     for cache, name in CACHES.items():
@@ -118,7 +118,7 @@ def copied(rows: Iterable[Row]) -> tuple[str, list[str]]:
     return listed(parts) if parts else "", commits
 
 
-def sentences(results: dict[str, list[Row]]) -> str:
+def sentences(results: dict[str, list[ResultRow]]) -> str:
     """A list: prefill, decode and top-k of each GPU, as far as there are rows."""
     lines = []
     for gpu, rows in results.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import peers as beside
-from .results import FOLDER, Row, SkipRow, newest
+from .results import FOLDER, ResultRow, SkipRow, newest
 
 # Okabe-Ito colours, told apart by any colour vision; the marker says the same once more.
 STYLE = {
@@ -76,13 +76,13 @@ def log_ticks(axis: Any, found: Iterable[int]) -> None:
     axis.set_xticks(ticks, [f"{n // 1024}k" if n >= 1024 else str(n) for n in ticks])
 
 
-def matmul_rate(rows: Iterable[Row]) -> float | None:
+def matmul_rate(rows: Iterable[ResultRow]) -> float | None:
     """TFLOP/s of the floor: the matmul of the same run."""
     rates = [r.tflops for r in rows if r.provider == "floor" and r.tflops]
     return rates[-1] if rates else None
 
 
-def copy_rate(rows: Iterable[Row]) -> float | None:
+def copy_rate(rows: Iterable[ResultRow]) -> float | None:
     """GB/s of the newest copy measured."""
     rates = sorted((r.date, r.gbps) for r in rows if r.case == "ceiling-copy" and r.gbps)
     return rates[-1][1] if rates else None
@@ -150,7 +150,7 @@ def panel(axis: Any, found: list[beside.Point]) -> None:
     axis.set_xlabel("time of the peer / ours, in one run", fontsize=8)
 
 
-def peers(rows: list[Row], gpu: str, folder: Path) -> Path | None:
+def peers(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
     """Time of each peer over ours: attention, and top-k beside it."""
     found = beside.points(rows)
     halves = [half for half in ([p for p in found if (p.prefix == "topk-") == top] for top in (False, True)) if half]
@@ -167,7 +167,7 @@ def peers(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     return save(fig, folder / f"{gpu}-peers.png", Description=record(found))
 
 
-def share(rows: list[Row], gpu: str, folder: Path) -> Path | None:
+def share(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
     """Bars: share of the matmul rate of the same run, a group a headline case."""
     rows = newest(rows, "prefill-bf16-")
     floor = {r.case: r.tflops for r in rows if r.provider == "floor" and r.tflops}
@@ -179,7 +179,7 @@ def share(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     return bars(found, colours, words, folder / f"{gpu}-prefill-share.png") if found else None
 
 
-def decode_share(rows: list[Row], gpu: str, folder: Path) -> Path | None:
+def decode_share(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
     """The same of decode: share of the copy rate at which K and V are read, a bar a type of cache."""
     rows = newest(rows, "decode-")
     ratio = {r.case: r.ratio_to_ours for r in rows if r.provider == "floor" and r.ratio_to_ours}
@@ -193,7 +193,7 @@ def decode_share(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     return bars(found, colours, words, folder / f"{gpu}-decode-share.png") if found else None
 
 
-def roofline(rows: list[Row], gpu: str, folder: Path) -> Path | None:
+def roofline(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
     """TFLOP/s over operations per byte that must move, under the two measured ceilings."""
     chosen = newest(rows, "prefill-bf16-") + newest(rows, "sweep-bf16-")
     mm, copy = matmul_rate(chosen), copy_rate(rows)
@@ -223,7 +223,7 @@ def roofline(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     return save(fig, folder / f"{gpu}-prefill-roofline.png")
 
 
-def lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
+def lengths(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
     """TFLOP/s against sequence length, one panel causal and one full."""
     found = [(m[1], int(m[2]), r) for r in newest(rows, "sweep-bf16-") if (m := SWEEP.match(r.case)) and r.tflops]
     if not found:
@@ -246,7 +246,7 @@ def lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     return save(fig, folder / f"{gpu}-prefill-lengths.png")
 
 
-def batches_and_lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
+def batches_and_lengths(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
     """Decode: share of the copy rate against length, a line a batch size, a panel ours and one flashinfer's."""
     chosen = newest(rows, "sweep-decode-")
     copy = {r.case: r.gbps for r in chosen if r.provider == "floor" and r.gbps}
@@ -273,7 +273,7 @@ def batches_and_lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     return save(fig, folder / f"{gpu}-decode-lengths.png")
 
 
-def serving(rows: list[Row], gpu: str, folder: Path) -> Path | None:
+def serving(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
     """Mixed batches: time against the number of decode tokens; chunks of prompts: TFLOP/s against their size."""
     found = [(m[1], int(m[2]), r) for r in newest(rows, "sweep-serve-") if (m := SERVE_SWEEP.match(r.case))]
     if not found:
@@ -296,7 +296,7 @@ def serving(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     return save(fig, folder / f"{gpu}-serve-sweep.png")
 
 
-def rows_and_lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
+def rows_and_lengths(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
     """Top-k: time against row length, a panel a number of rows, and the time to read the scores once."""
     found = [(int(m[1]), int(m[2]), r) for r in newest(rows, "sweep-topk-") if (m := TOPK_SWEEP.match(r.case))]
     counts = sorted({count for count, _, _ in found})
@@ -320,7 +320,7 @@ def rows_and_lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     return save(fig, folder / f"{gpu}-topk-lengths.png")
 
 
-PLOTS: tuple[Callable[[list[Row], str, Path], Path | None], ...] = (
+PLOTS: tuple[Callable[[list[ResultRow], str, Path], Path | None], ...] = (
     peers,
     share,
     decode_share,
@@ -332,7 +332,7 @@ PLOTS: tuple[Callable[[list[Row], str, Path], Path | None], ...] = (
 )
 
 
-def draw_all(results: dict[str, list[Row]], folder: Path = FOLDER) -> list[Path]:
+def draw_all(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> list[Path]:
     """Every plot for which there are rows."""
     return [path for gpu, rows in results.items() for plot in PLOTS if (path := plot(rows, gpu, folder))]
 

@@ -12,7 +12,7 @@ from wrappers import trtllm_batch_context_with_kv_cache as context
 from . import family, prefill, sparsity
 from .cases import precision as cases
 from .cases.attention import AttentionCase
-from .harness import Ceilings, Result, Setup, ready
+from .harness import Ceilings, Measurement, Setup, ready
 from .results import Environment, SkipRow
 from .timing import Call, exactly, interleave
 from .workload import Inputs, check, shape_of
@@ -35,7 +35,7 @@ def flashinfer(inputs: Inputs) -> family.Run:
     return family.scaled(inputs, family.flashinfer("Paged"))
 
 
-def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
+def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Measurement]:
     """A case of CASES: ours in its types and in wider ones, in turns; flashinfer where its kernels are of these types.
     (flash-attn-4 has FP8 on Blackwell only.) The floor is the operations over the rate of the MMAs' type."""
     print(case.name, flush=True)
@@ -54,10 +54,10 @@ def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
         return []
     flops = shape_of(inputs).flops
     times = interleave(calls, setup.clock, 1, setup.rounds, target_us=SETTLE_US / 5, settle_us=SETTLE_US)
-    found = [Result(case.name, p, t, flops / t.median / 1e6) for p, t in times.items()]
+    found = [Measurement(case.name, p, t, flops / t.median / 1e6) for p, t in times.items()]
     rate = top.fp8_tflops if cases.KINDS[kind].q == "fp8" and case.kv_dtype != "nvfp4" else top.tflops
     floor = flops / rate / 1e6 if rate else 0.0
-    return [*found, Result(case.name, "floor", exactly(floor), rate)] if rate else found
+    return [*found, Measurement(case.name, "floor", exactly(floor), rate)] if rate else found
 
 
 def own_output(inputs: Inputs, **change: Any) -> Inputs:
@@ -65,7 +65,7 @@ def own_output(inputs: Inputs, **change: Any) -> Inputs:
     return inputs | {"out": torch.full_like(inputs["out"], torch.nan)} | change
 
 
-def measure_skip(case: AttentionCase, setup: Setup) -> list[Result]:
+def measure_skip(case: AttentionCase, setup: Setup) -> list[Measurement]:
     """Ours with the factor by which the rule leaves out TARGET of the blocks of heavy-tailed data, ours without, and
     dense peers, whose names the run chose."""
     inputs = cases.concentrated(case, setup.device, "heavy-tailed")
@@ -81,7 +81,7 @@ def measure_skip(case: AttentionCase, setup: Setup) -> list[Result]:
         return []
     found = prefill.best(interleave(calls, setup.clock, 1, setup.rounds, target_us=SETTLE_US / 5, settle_us=SETTLE_US))
     notes = {p: variant for p, (_, variant) in found.items()} | {"ours": note}
-    return [Result(case.name, p, t, note=notes[p]) for p, (t, _) in found.items()]
+    return [Measurement(case.name, p, t, note=notes[p]) for p, (t, _) in found.items()]
 
 
 def study(case: AttentionCase, setup: Setup, env: Environment, factors: tuple[float, ...] = FACTORS) -> list[SkipRow]:

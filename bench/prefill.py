@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from .cases.attention import AttentionCase, make_inputs
-from .harness import Ceilings, Result, Setup, host_times, in_turns, no_row, ready, reason, rotated
+from .harness import Ceilings, Measurement, Setup, host_times, in_turns, no_row, ready, reason, rotated
 from .providers import PROVIDERS
 from .timing import Call, Timing, exactly, interleave
-from .workload import Inputs, Shape, check, shape_of
+from .workload import BatchShape, Inputs, check, shape_of
 
 SWEEP_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 SWEEP_TOKENS = 32768  # the batch shrinks as the length grows
@@ -72,15 +72,15 @@ def collect(sets: list[Inputs], providers: tuple[str, ...]) -> dict[str, Call]:
     return calls
 
 
-def results(name: str, shape: Shape, times: Mapping[str, tuple[Timing, str]]) -> list[Result]:
+def results(name: str, shape: BatchShape, times: Mapping[str, tuple[Timing, str]]) -> list[Measurement]:
     """Rows of a case by provider, each of which did all of it."""
     return [
-        Result(name, provider, t, shape.flops / t.median / 1e6, shape.bytes / t.median / 1e3, variant)
+        Measurement(name, provider, t, shape.flops / t.median / 1e6, shape.bytes / t.median / 1e3, variant)
         for provider, (t, variant) in times.items()
     ]
 
 
-def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
+def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Measurement]:
     """All providers on one case, and the floor: the operations over the matmul rate of this run."""
     print(case.name, flush=True)
     sets = inputs_of(case, setup.device)
@@ -92,8 +92,8 @@ def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
     return results(case.name, shape, times | {"floor": (exactly(shape.flops / top.tflops / 1e6), "")})
 
 
-def host(case: AttentionCase, setup: Setup) -> list[Result]:
+def host(case: AttentionCase, setup: Setup) -> list[Measurement]:
     """Host time of a call; the best variant is chosen as on the GPU."""
     print(case.name, flush=True)
     times = best(host_times(collect([make_inputs(case, setup.device, 0)], setup.providers), setup))
-    return [Result(case.name, provider, t, note=variant) for provider, (t, variant) in times.items()]
+    return [Measurement(case.name, provider, t, note=variant) for provider, (t, variant) in times.items()]

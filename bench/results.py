@@ -28,7 +28,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Row(Run):
+class ResultRow(Run):
     """ratio_to_ours = time of this provider / our time in the same run: above 1 means that ours is faster."""
 
     case: str
@@ -64,8 +64,8 @@ class Environment(Run):
 
     def row(
         self, case: str, provider: str, time_us: float, tflops: float | None = None, gbps: float | None = None
-    ) -> Row:
-        return Row(**asdict(self), case=case, provider=provider, time_us=time_us, tflops=tflops, gbps=gbps)
+    ) -> ResultRow:
+        return ResultRow(**asdict(self), case=case, provider=provider, time_us=time_us, tflops=tflops, gbps=gbps)
 
 
 def slug(name: str) -> str:
@@ -97,7 +97,7 @@ def environment() -> Environment:
     return Environment(date, commit(), slug(torch.cuda.get_device_name()), driver_version(), torch.__version__)
 
 
-def with_ratios(rows: Iterable[Row]) -> list[Row]:
+def with_ratios(rows: Iterable[ResultRow]) -> list[ResultRow]:
     """The rows of one run with ratio_to_ours filled in where `ours` was measured on the case."""
     rows = list(rows)
     ours = {r.case: r.time_us for r in rows if r.provider == "ours"}
@@ -111,7 +111,7 @@ def text(value: object) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def append(path: Path, rows: Iterable[Row | SkipRow]) -> None:
+def append(path: Path, rows: Iterable[ResultRow | SkipRow]) -> None:
     """Add rows of one kind to `path`; a new file gets the header."""
     rows = list(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,15 +129,15 @@ def columns(kind: Any) -> tuple[str, ...]:
     return tuple(f.name for f in fields(kind))
 
 
-def read(path: Path, kind: Any = Row) -> list[Any]:
-    """All rows of one file, oldest first; kind: Row or SkipRow."""
+def read(path: Path, kind: Any = ResultRow) -> list[Any]:
+    """All rows of one file, oldest first; kind: ResultRow or SkipRow."""
     with open(path, newline="") as f:
         raw = list(csv.DictReader(f))
     texts = {f.name for f in fields(kind) if f.type is str}
     return [kind(**{c: r[c] if c in texts else float(r[c]) if r[c] else None for c in columns(kind)}) for r in raw]
 
 
-def read_all(folder: Path = FOLDER) -> dict[str, list[Row]]:
+def read_all(folder: Path = FOLDER) -> dict[str, list[ResultRow]]:
     """GPU -> its rows."""
     return {path.stem: read(path) for path in sorted(folder.glob("*.csv"))}
 
@@ -148,9 +148,9 @@ def read_sparsity(folder: Path = SPARSITY) -> dict[str, list[SkipRow]]:
     return {gpu: [r for r in rows if r.date == max(r.date for r in rows)] for gpu, rows in found.items()}
 
 
-def complete_runs(rows: Iterable[Row], prefix: str) -> dict[str, dict[tuple[str, str], list[Row]]]:
+def complete_runs(rows: Iterable[ResultRow], prefix: str) -> dict[str, dict[tuple[str, str], list[ResultRow]]]:
     """Case that begins with `prefix` -> the rows of each run that measured `ours` on it, older runs first."""
-    runs: dict[str, dict[tuple[str, str], list[Row]]] = {}
+    runs: dict[str, dict[tuple[str, str], list[ResultRow]]] = {}
     for row in rows:
         if row.case.startswith(prefix):
             runs.setdefault(row.case, {}).setdefault(row.run, []).append(row)
@@ -160,6 +160,6 @@ def complete_runs(rows: Iterable[Row], prefix: str) -> dict[str, dict[tuple[str,
     }
 
 
-def newest(rows: Iterable[Row], prefix: str) -> list[Row]:
+def newest(rows: Iterable[ResultRow], prefix: str) -> list[ResultRow]:
     """For each case that begins with `prefix`: the rows of the newest run that measured `ours` on it."""
     return [row for runs in complete_runs(rows, prefix).values() if runs for row in list(runs.values())[-1]]

@@ -11,7 +11,7 @@ from wrappers import trtllm_batch_context_with_kv_cache
 from . import decode, prefill
 from .cases import serving as cases
 from .cases.attention import AttentionCase
-from .harness import Ceilings, Result, Setup, in_turns, ready
+from .harness import Ceilings, Measurement, Setup, in_turns, ready
 from .timing import Call, Timing, exactly, interleave
 from .workload import Inputs, check, shape_of
 
@@ -67,7 +67,7 @@ def total(times: list[Timing]) -> Timing:
     return Timing(*(sum(getattr(t, name) for t in times) for name in ("median", "p10", "p90")))
 
 
-def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
+def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Measurement]:
     """All providers of prefill on one case; of a mixed batch also both of its parts by functions of their own, and
     "own-parts", the sum of their times. The floor is the operations over the matmul rate of this run, or the bytes over
     its copy rate, whichever is longer."""
@@ -83,4 +83,4 @@ def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Result]:
     whole = prefill.best(times) | ({"own-parts": (total(list(apart.values())), "")} if apart else {})
     floor = max(shape.flops / top.tflops / 1e6, shape.bytes / top.gbps / 1e3)
     found = prefill.results(case.name, shape, whole | {"floor": (exactly(floor), "")})
-    return found + [Result(case.name, name, t) for name, t in apart.items()]
+    return found + [Measurement(case.name, name, t) for name, t in apart.items()]

@@ -42,7 +42,7 @@ class Skipped(NamedTuple):
         return self.skipped / max(1, self.blocks)
 
 
-class Rows(NamedTuple):
+class RowGroups(NamedTuple):
     """Rows of a request, padded to whole groups. q: (heads, groups, rows, D) fp32; position: (groups, rows), among the
     keys, beyond which, with a causal mask, the row sees none; valid: (groups, rows) bool."""
 
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
     valid: torch.Tensor
 
 
-def rows_of(q: torch.Tensor, kv_heads: int, kv_len: int, packed: bool, together: int) -> Rows:
+def rows_of(q: torch.Tensor, kv_heads: int, kv_len: int, packed: bool, together: int) -> RowGroups:
     """q (m, Hq, D). packed: rows are (token, query head of a KV head), the head fastest; else tokens of one head.
     together: rows of a group."""
     m, heads, dim = q.shape
@@ -60,10 +60,10 @@ def rows_of(q: torch.Tensor, kv_heads: int, kv_len: int, packed: bool, together:
     pad = -rows.shape[1] % together
     token = torch.arange(rows.shape[1] + pad, device=q.device) // group
     rows = torch.nn.functional.pad(rows, (0, 0, 0, pad)).unflatten(1, (-1, together))
-    return Rows(rows, (token + kv_len - m).view(-1, together), (token < m).view(-1, together))
+    return RowGroups(rows, (token + kv_len - m).view(-1, together), (token < m).view(-1, together))
 
 
-def visible(p: Problem, rows: Rows, first: int, end: int) -> torch.Tensor:
+def visible(p: Problem, rows: RowGroups, first: int, end: int) -> torch.Tensor:
     """(groups, rows, end - first) bool: which of these keys a row sees."""
     key, position = torch.arange(first, end, device=p.q.device), rows.position[..., None]
     seen = rows.valid[..., None] & (key >= 0)
@@ -74,7 +74,7 @@ def visible(p: Problem, rows: Rows, first: int, end: int) -> torch.Tensor:
     return seen
 
 
-class State(NamedTuple):
+class OnlineSoftmax(NamedTuple):
     """Of all rows (heads, groups, rows), changed in place. top: maximum so far, total and o: sums relative to it."""
 
     top: torch.Tensor
@@ -94,7 +94,7 @@ def wanted(now: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
     return torch.where(now == -INF, -INF, now - top).amax(-1)
 
 
-def add(state: State, s: torch.Tensor, top: torch.Tensor, v: torch.Tensor, kept: torch.Tensor) -> None:
+def add(state: OnlineSoftmax, s: torch.Tensor, top: torch.Tensor, v: torch.Tensor, kept: torch.Tensor) -> None:
     """A block's logits s (heads, groups, rows, keys), log2 units, maxima `top` and v (heads, keys, D) into the sums of
     the groups that it is `kept` in (heads, groups)."""
     new = torch.maximum(state.top, top)
@@ -123,7 +123,7 @@ def attend(p: Problem, keys: int, few: int = FEW, together: int = ROWS[HOPPER]) 
         rows = rows_of(of.q, len(k), length, m <= few, together)
         k, v = (x.repeat_interleave(len(rows.q) // len(k), 0) for x in (k, v))
         shape = rows.q.shape[:3]
-        state = State(
+        state = OnlineSoftmax(
             torch.full(shape, -INF, device=k.device), torch.zeros(shape, device=k.device),
             torch.zeros(*shape, p.dim_vo, device=k.device),
         )  # fmt: skip

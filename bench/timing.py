@@ -1,6 +1,6 @@
 """How a time is taken: rotated inputs, providers interleaved round by round, medians with spread.
 
-Nothing here needs a GPU: `Clock` is the only part that touches one, and the tests put a fake in its place.
+Nothing here needs a GPU: `CallClock` is the only part that touches one, and the tests put a fake in its place.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Protocol
 Call = Callable[[int], object]  # runs the work once on input set i
 
 
-class Clock(Protocol):
+class CallClock(Protocol):
     def measure(self, call: Call, sets: Sequence[int]) -> float:
         """Microseconds a call, for one call on each of `sets`, back to back."""
 
@@ -61,7 +61,7 @@ def input_sets(set_bytes: int, l2_bytes: int) -> int:
 
 def interleave(
     calls: Mapping[str, Call],
-    clock: Clock,
+    clock: CallClock,
     sets: int,
     rounds: int = 15,
     warmup: int = 3,

@@ -17,7 +17,7 @@ import torch
 
 from . import prefill
 from .cases.attention import AttentionCase, make_inputs
-from .harness import Result, Setup
+from .harness import Measurement, Setup
 from .timing import exactly
 
 
@@ -45,7 +45,7 @@ SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 @dataclass(eq=False)
-class Request:
+class TraceRequest:
     """known: tokens in the pool. first: the step that gave its first token, -1: none yet."""
 
     arrival: int
@@ -55,14 +55,14 @@ class Request:
     first: int = -1
 
 
-class Step(NamedTuple):
+class TraceStep(NamedTuple):
     """Query tokens, and tokens with those before, of the requests of a step: those that decode come first."""
 
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
 
 
-def requests_of(trace: Trace) -> list[Request]:
+def requests_of(trace: Trace) -> list[TraceRequest]:
     draw, arrival, found = random.Random(trace.seed), 0.0, []
     for _ in range(trace.requests):
         prompt, output = (
@@ -70,16 +70,16 @@ def requests_of(trace: Trace) -> list[Request]:
             for (median, sigma), most in ((trace.prompt, MOST_PROMPT), (trace.output, MOST_OUTPUT))
         )
         arrival += draw.expovariate(1 / trace.every)
-        found.append(Request(int(arrival), prompt, prompt + output))
+        found.append(TraceRequest(int(arrival), prompt, prompt + output))
     return found
 
 
-def steps_of(trace: Trace, requests: list[Request]) -> list[Step]:
+def steps_of(trace: Trace, requests: list[TraceRequest]) -> list[TraceStep]:
     """All steps until the last request ends; says in requests when their first tokens came. ValueError where one has
     no room in the pool."""
     if max(r.total for r in requests) > trace.room:
         raise ValueError(f"room: {trace.room} tokens, too few for the longest request")
-    waiting, running, steps = deque(sorted(requests, key=lambda r: r.arrival)), list[Request](), list[Step]()
+    waiting, running, steps = deque(sorted(requests, key=lambda r: r.arrival)), list[TraceRequest](), list[TraceStep]()
     now = 0
     while waiting or running:
         decodes = [r for r in running if r.known >= r.prompt]
@@ -99,18 +99,18 @@ def steps_of(trace: Trace, requests: list[Request]) -> list[Step]:
             if r.known >= r.prompt and r.first < 0:
                 r.first = len(steps)
         if work:
-            steps.append(Step(*zip(*((n, r.known) for r, n in work))))
+            steps.append(TraceStep(*zip(*((n, r.known) for r, n in work))))
         running = [r for r in running if r.known < r.total]
         now = max(now + 1, waiting[0].arrival) if waiting and not running else now + 1
     return steps
 
 
-def case_of(trace: Trace, step: Step) -> AttentionCase:
+def case_of(trace: Trace, step: TraceStep) -> AttentionCase:
     dims = *trace.heads, trace.dim, trace.dim, trace.page
     return AttentionCase(trace.name, "bf16", *step, *dims, lse=False, spare_pages=8)
 
 
-def times_of(trace: Trace, steps: list[Step], setup: Setup) -> dict[str, list[float]]:
+def times_of(trace: Trace, steps: list[TraceStep], setup: Setup) -> dict[str, list[float]]:
     """Microseconds of each step, of the providers whose results are right in all of them; of each its best variant."""
     found: dict[str, list[float]] = {}
     names = setup.providers
@@ -135,7 +135,7 @@ def at(share: float, values: list[float]) -> float:
     return sorted(values)[max(0, math.ceil(round(share * len(values), 6)) - 1)]
 
 
-class Report(NamedTuple):
+class TraceReport(NamedTuple):
     """Of a provider, microseconds: steps and waits for the first token by SHARES, the sum of all steps; tokens/s."""
 
     steps: dict[str, float]
@@ -144,18 +144,18 @@ class Report(NamedTuple):
     tokens: float
 
 
-def report(requests: list[Request], steps: list[Step], times: list[float]) -> Report:
+def report(requests: list[TraceRequest], steps: list[TraceStep], times: list[float]) -> TraceReport:
     """The clock stands still where no request is there: a step begins when the one before ends."""
     waits = [sum(times[min(r.arrival, r.first) : r.first + 1]) for r in requests]
     tokens = sum(sum(step.q_lens) for step in steps)
     of_steps, of_waits = ({name: at(share, values) for name, share in SHARES.items()} for values in (times, waits))
-    return Report(of_steps, of_waits, sum(times), tokens / sum(times) * 1e6)
+    return TraceReport(of_steps, of_waits, sum(times), tokens / sum(times) * 1e6)
 
 
-def measure(setup: Setup, trace: Trace = TRACE) -> list[Result]:
+def measure(setup: Setup, trace: Trace = TRACE) -> list[Measurement]:
     """Rows: a step by SHARES and on average, and the wait for the first token by SHARES."""
     requests = requests_of(trace)
-    steps, rows = steps_of(trace, requests), list[Result]()
+    steps, rows = steps_of(trace, requests), list[Measurement]()
     tokens = sum(sum(step.q_lens) for step in steps)
     print(f"{trace.name}: {len(requests)} requests, {len(steps)} steps, {tokens} tokens", flush=True)
     for name, times in times_of(trace, steps, setup).items():
@@ -163,5 +163,5 @@ def measure(setup: Setup, trace: Trace = TRACE) -> list[Result]:
         print(f"  {name:13} {r.tokens:9.0f} tokens/s a layer, {r.total / 1e3:.1f} ms in all", flush=True)
         parts = {f"step-{share}": us for share, us in r.steps.items()} | {"step-mean": r.total / len(steps)}
         parts |= {f"first-{share}": us for share, us in r.waits.items()}
-        rows += [Result(f"{trace.name}-{part}", name, exactly(us)) for part, us in parts.items()]
+        rows += [Measurement(f"{trace.name}-{part}", name, exactly(us)) for part, us in parts.items()]
     return rows

@@ -20,7 +20,7 @@ NVFP4_ERROR = 0.3  # RMS of an NVFP4 output's error, of the standard deviation o
 
 
 @dataclass(frozen=True)
-class Shape:
+class BatchShape:
     """A batch of requests, whose query tokens are the last of their tokens."""
 
     q_lens: tuple[int, ...]
@@ -61,13 +61,13 @@ class Shape:
         return 2 * rows * (self.dim_qk + self.dim_vo)
 
 
-def shape_of(inputs: Inputs) -> Shape:
+def shape_of(inputs: Inputs) -> BatchShape:
     """Facts of the inputs; waits for the device."""
     query, (k, v), starts = inputs["query"], pages(inputs), inputs["cum_seq_lens_q"]
     q_lens, kv_lens = (starts[1:] - starts[:-1]).tolist(), inputs["seq_lens"].tolist()
     dim_vo = v.shape[3] * (2 if v.dtype == torch.uint8 else 1)
     heads = query.shape[1], k.shape[1]
-    return Shape(tuple(q_lens), tuple(kv_lens), *heads, query.shape[2], dim_vo, inputs.get("causal", True))
+    return BatchShape(tuple(q_lens), tuple(kv_lens), *heads, query.shape[2], dim_vo, inputs.get("causal", True))
 
 
 def pages(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -149,7 +149,7 @@ def matches_reference(case: AttentionCase, device: Any, seed: int = 0) -> None:
     same(run(case.function, inputs), first, case.name)
 
 
-def writes_bytes(known: outputs.Known, start: int) -> None:
+def writes_bytes(known: outputs.KnownOutput, start: int) -> None:
     """NVFP4 output, byte by byte, with what is around it."""
     got, want = outputs.poisoned(known.o.shape, start, known.o.device), outputs.quantised(known.o, start)
     serve(known.problem._replace(out=got, out_sf_scale=outputs.SCALE))

@@ -47,7 +47,7 @@ next: python -m examples.serve          continuous batching of a small decoder o
 
 
 @dataclass(frozen=True)
-class Batch:
+class LayerBatch:
     """One layer's Q, K, V, padded, and the requests' lengths (every token is a query)."""
 
     q: torch.Tensor  # (T, heads, 64)
@@ -65,26 +65,26 @@ class Batch:
         """Row of each request's last token."""
         return torch.tensor(self.lengths, device=self.q.device).cumsum(0) - 1
 
-    def of_heads(self, heads: int) -> "Batch":
+    def of_heads(self, heads: int) -> "LayerBatch":
         q, k, v = (t[:, :heads].contiguous() for t in (self.q, self.k, self.v))
-        return Batch(q, k, v, self.lengths, self.scale)
+        return LayerBatch(q, k, v, self.lengths, self.scale)
 
-    def repeat(self, copies: int) -> "Batch":
+    def repeat(self, copies: int) -> "LayerBatch":
         q, k, v = (t.repeat(copies, 1, 1) for t in (self.q, self.k, self.v))
-        return Batch(q, k, v, self.lengths * copies, self.scale)
+        return LayerBatch(q, k, v, self.lengths * copies, self.scale)
 
-    def to(self, device: str) -> "Batch":
-        return Batch(self.q.to(device), self.k.to(device), self.v.to(device), self.lengths, self.scale)
+    def to(self, device: str) -> "LayerBatch":
+        return LayerBatch(self.q.to(device), self.k.to(device), self.v.to(device), self.lengths, self.scale)
 
 
-def batch_of(data: dict[str, np.ndarray]) -> Batch:
+def batch_of(data: dict[str, np.ndarray]) -> LayerBatch:
     """The data padded to a head dimension that a kernel has."""
     pad = HEAD_DIM - data["q"].shape[-1]
     q, k, v = (torch.nn.functional.pad(torch.from_numpy(data[name]), (0, pad)) for name in ("q", "k", "v"))
-    return Batch(q, k, v, data["lengths"].tolist(), demo_data.head_scale(data))
+    return LayerBatch(q, k, v, data["lengths"].tolist(), demo_data.head_scale(data))
 
 
-def paged(batch: Batch) -> dict[str, Any]:
+def paged(batch: LayerBatch) -> dict[str, Any]:
     """Arguments of the prefill function: K and V scattered over pages in random order, what is unused holds NaN."""
     device, heads = batch.q.device, batch.q.shape[1]
     used = [-(-n // PAGE) for n in batch.lengths]
@@ -115,7 +115,7 @@ def paged(batch: Batch) -> dict[str, Any]:
     }
 
 
-def expected(batch: Batch) -> torch.Tensor:
+def expected(batch: LayerBatch) -> torch.Tensor:
     """torch's attention, request by request, in fp32 from the same fp16 values."""
     parts = (t.float().transpose(0, 1) for t in (batch.q, batch.k, batch.v))
     q, k, v = (t.split(batch.lengths, dim=1) for t in parts)
@@ -131,13 +131,13 @@ def compare(out: torch.Tensor, want: torch.Tensor) -> str:
     return f"max error {float(difference.abs().max()):.1e}, relative {float(difference.norm() / want.norm()):.1e}"
 
 
-def prefill(batch: Batch) -> torch.Tensor:
+def prefill(batch: LayerBatch) -> torch.Tensor:
     from wrappers import trtllm_batch_context_with_kv_cache
 
     return trtllm_batch_context_with_kv_cache(**paged(batch))
 
 
-def decode(batch: Batch) -> torch.Tensor:
+def decode(batch: LayerBatch) -> torch.Tensor:
     """The last token of each request."""
     from wrappers import trtllm_batch_decode_with_kv_cache
 
@@ -148,13 +148,13 @@ def decode(batch: Batch) -> torch.Tensor:
     )  # fmt: skip
 
 
-def scores(batch: Batch) -> torch.Tensor:
+def scores(batch: LayerBatch) -> torch.Tensor:
     """Logits of the first request's last token on its keys, (heads, keys) fp32."""
     n = batch.lengths[0]
     return torch.einsum("hd,khd->hk", batch.q[n - 1].float(), batch.k[:n].float()).contiguous()
 
 
-def select(batch: Batch) -> torch.Tensor:
+def select(batch: LayerBatch) -> torch.Tensor:
     """The K keys of highest score, (heads, K) in ascending order."""
     from wrappers import top_k_ragged_transform
 
@@ -163,12 +163,12 @@ def select(batch: Batch) -> torch.Tensor:
     return top_k_ragged_transform(found, torch.zeros_like(ints), ints, K)
 
 
-class Step(NamedTuple):
+class DemoStep(NamedTuple):
     """A call, what torch gives for it, and how its result is held against that."""
 
     name: str
-    call: Callable[[Batch], torch.Tensor]
-    want: Callable[[Batch], torch.Tensor]
+    call: Callable[[LayerBatch], torch.Tensor]
+    want: Callable[[LayerBatch], torch.Tensor]
     check: Callable[[torch.Tensor, torch.Tensor], str]
 
 
@@ -178,9 +178,9 @@ def same_keys(found: torch.Tensor, want: torch.Tensor) -> str:
 
 
 STEPS = (
-    Step("prefill", prefill, expected, compare),
-    Step("decode", decode, lambda batch: expected(batch)[batch.last], compare),
-    Step("top-k", select, lambda batch: scores(batch).topk(K, dim=1).indices.sort(1).values, same_keys),
+    DemoStep("prefill", prefill, expected, compare),
+    DemoStep("decode", decode, lambda batch: expected(batch)[batch.last], compare),
+    DemoStep("top-k", select, lambda batch: scores(batch).topk(K, dim=1).indices.sort(1).values, same_keys),
 )
 
 
@@ -213,7 +213,7 @@ def resources() -> str:
     return "\n".join(f"kernel {name}: {cli.summary(known[name])}" for name in kernels())
 
 
-def run(batch: Batch, where: str, around: Callable[[], Any] = nullcontext) -> list[torch.Tensor]:
+def run(batch: LayerBatch, where: str, around: Callable[[], Any] = nullcontext) -> list[torch.Tensor]:
     """All calls, each in a context `around` it, checked; says what they gave."""
     results = []
     for step in STEPS:
@@ -233,7 +233,7 @@ def simulator() -> AbstractContextManager[Any]:
     return simulated(ARCH, [], sms=4)
 
 
-def speed(batch: Batch) -> str:
+def speed(batch: LayerBatch) -> str:
     """Prefill of COPIES of the text on a GPU."""
     from bench.timing import CudaClock, interleave
     from wrappers import trtllm_batch_context_with_kv_cache
@@ -245,7 +245,7 @@ def speed(batch: Batch) -> str:
     return f"{COPIES} copies of the text: {said}; {us:.0f} us for {len(batch.q)} tokens, {rate:.0f} TFLOP/s"
 
 
-def draw(batch: Batch, results: list[torch.Tensor], path: Path = PICTURE) -> str:
+def draw(batch: LayerBatch, results: list[torch.Tensor], path: Path = PICTURE) -> str:
     """Left: whom the last 64 tokens of the first request look at, in one head, and the keys that top-k selected.
     Right: every value of the kernel's output against torch's."""
     try:

@@ -42,7 +42,7 @@ CUDNN_DTYPES = {"e4m3": 0, "bf16": 2, "fp16": 3}
 
 
 @dataclass(frozen=True)
-class Case:
+class OracleCase:
     """A call of the forward kernel: one request of `tokens` queries and `keys` keys, heads_q query heads."""
 
     arch: str
@@ -73,42 +73,42 @@ class Case:
 CASES = {
     case.key: case
     for case in (
-        Case("sm_100a"),
-        Case("sm_100a", "fp16", dims=(64, 64)),
-        Case("sm_100a", tokens=300, keys=500, causal=False),
-        Case("sm_100a", tokens=1024, keys=1024, heads=(2, 2), causal=False),
-        Case("sm_100a", sink=True),
-        Case("sm_100a", soft_cap=20.0),
-        Case("sm_100a", tokens=400, keys=400, causal=False, window=(100, 0)),
-        Case("sm_100a", dims=(192, 128), heads=(2, 2)),
-        Case("sm_100a", dims=(256, 256), heads=(2, 2), tokens=256, keys=256),
-        Case("sm_100a", "e4m3"),
-        Case("sm_103a"),
-        Case("sm_103a", "e4m3"),
-        Case("sm_100a", kernel=CUDNN),
-        Case("sm_100a", "fp16", kernel=CUDNN),
-        Case("sm_100a", tokens=300, keys=500, kernel=CUDNN),
-        Case("sm_100a", tokens=300, keys=500, causal=False, kernel=CUDNN),
-        Case("sm_100a", tokens=1024, keys=1024, heads=(4, 1), causal=False, kernel=CUDNN),
-        Case("sm_100a", sink=True, kernel=CUDNN),
-        Case("sm_100a", tokens=400, keys=400, causal=False, window=(100, 0), kernel=CUDNN),
-        Case("sm_103a", kernel=CUDNN),
-        Case("sm_103a", tokens=300, keys=500, causal=False, kernel=CUDNN),
-        Case("sm_100a", dims=(192, 128), kernel=CUDNN),
-        Case("sm_100a", dims=(192, 128), tokens=300, keys=500, causal=False, kernel=CUDNN),
-        Case("sm_100a", "e4m3", kernel=CUDNN),
-        Case("sm_100a", "e4m3", tokens=300, keys=500, causal=False, kernel=CUDNN),
-        Case("sm_100a", "e4m3", tokens=1024, keys=1024, heads=(4, 1), causal=False, kernel=CUDNN),
-        Case("sm_103a", "e4m3", kernel=CUDNN),
-        Case("sm_100a", kernel=CUTLASS),
-        Case("sm_100a", "fp16", dims=(64, 64), kernel=CUTLASS),
-        Case("sm_100a", tokens=300, keys=500, causal=False, kernel=CUTLASS),
-        Case("sm_100a", tokens=1024, keys=1024, heads=(2, 2), causal=False, kernel=CUTLASS),
-        Case("sm_100a", sink=True, kernel=CUTLASS),
-        Case("sm_100a", tokens=400, keys=400, causal=False, window=(100, 0), kernel=CUTLASS),
-        Case("sm_100a", "e4m3", kernel=CUTLASS),
-        Case("sm_100a", "e4m3", dims=(192, 128), heads=(2, 2), kernel=CUTLASS),
-        Case("sm_103a", kernel=CUTLASS),
+        OracleCase("sm_100a"),
+        OracleCase("sm_100a", "fp16", dims=(64, 64)),
+        OracleCase("sm_100a", tokens=300, keys=500, causal=False),
+        OracleCase("sm_100a", tokens=1024, keys=1024, heads=(2, 2), causal=False),
+        OracleCase("sm_100a", sink=True),
+        OracleCase("sm_100a", soft_cap=20.0),
+        OracleCase("sm_100a", tokens=400, keys=400, causal=False, window=(100, 0)),
+        OracleCase("sm_100a", dims=(192, 128), heads=(2, 2)),
+        OracleCase("sm_100a", dims=(256, 256), heads=(2, 2), tokens=256, keys=256),
+        OracleCase("sm_100a", "e4m3"),
+        OracleCase("sm_103a"),
+        OracleCase("sm_103a", "e4m3"),
+        OracleCase("sm_100a", kernel=CUDNN),
+        OracleCase("sm_100a", "fp16", kernel=CUDNN),
+        OracleCase("sm_100a", tokens=300, keys=500, kernel=CUDNN),
+        OracleCase("sm_100a", tokens=300, keys=500, causal=False, kernel=CUDNN),
+        OracleCase("sm_100a", tokens=1024, keys=1024, heads=(4, 1), causal=False, kernel=CUDNN),
+        OracleCase("sm_100a", sink=True, kernel=CUDNN),
+        OracleCase("sm_100a", tokens=400, keys=400, causal=False, window=(100, 0), kernel=CUDNN),
+        OracleCase("sm_103a", kernel=CUDNN),
+        OracleCase("sm_103a", tokens=300, keys=500, causal=False, kernel=CUDNN),
+        OracleCase("sm_100a", dims=(192, 128), kernel=CUDNN),
+        OracleCase("sm_100a", dims=(192, 128), tokens=300, keys=500, causal=False, kernel=CUDNN),
+        OracleCase("sm_100a", "e4m3", kernel=CUDNN),
+        OracleCase("sm_100a", "e4m3", tokens=300, keys=500, causal=False, kernel=CUDNN),
+        OracleCase("sm_100a", "e4m3", tokens=1024, keys=1024, heads=(4, 1), causal=False, kernel=CUDNN),
+        OracleCase("sm_103a", "e4m3", kernel=CUDNN),
+        OracleCase("sm_100a", kernel=CUTLASS),
+        OracleCase("sm_100a", "fp16", dims=(64, 64), kernel=CUTLASS),
+        OracleCase("sm_100a", tokens=300, keys=500, causal=False, kernel=CUTLASS),
+        OracleCase("sm_100a", tokens=1024, keys=1024, heads=(2, 2), causal=False, kernel=CUTLASS),
+        OracleCase("sm_100a", sink=True, kernel=CUTLASS),
+        OracleCase("sm_100a", tokens=400, keys=400, causal=False, window=(100, 0), kernel=CUTLASS),
+        OracleCase("sm_100a", "e4m3", kernel=CUTLASS),
+        OracleCase("sm_100a", "e4m3", dims=(192, 128), heads=(2, 2), kernel=CUTLASS),
+        OracleCase("sm_103a", kernel=CUTLASS),
     )
 }
 
@@ -116,7 +116,7 @@ CASES = {
 class Data:
     """Tensors of a case."""
 
-    def __init__(self, case: Case):
+    def __init__(self, case: OracleCase):
         gen, dtype = torch.Generator().manual_seed(0), DTYPES[case.dtype]
         (heads, kv_heads), (dim, dim_v) = case.heads, case.dims
 
@@ -130,7 +130,7 @@ class Data:
         self.lse = torch.full((1, heads, case.tokens), torch.nan)
         self.sink = torch.randn(heads, generator=gen).to(torch.bfloat16) if case.sink else None
 
-    def expected(self, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    def expected(self, case: OracleCase) -> tuple[torch.Tensor, torch.Tensor]:
         """(o, lse in natural units) in fp32."""
         group, scale = case.heads[0] // case.heads[1], case.dims[0] ** -0.5
         k, v = (t.float().repeat_interleave(group, 2) for t in (self.k, self.v))
@@ -158,7 +158,7 @@ class Hardware:
     get_l2_cache_size_in_bytes = staticmethod(lambda *_, **__: 126 << 20)
 
 
-def flash_attention(case: Case, data: Data) -> list[Any]:
+def flash_attention(case: OracleCase, data: Data) -> list[Any]:
     """The launches (ptxsim.call.Call) of flash-attn-4, by its host function."""
     os.environ.update(FLASH_ATTENTION_ARCH=case.arch, FLASH_ATTENTION_NUM_SMS=str(SMS))
     import cutlass.utils
@@ -185,7 +185,7 @@ def flash_attention(case: Case, data: Data) -> list[Any]:
     return host.evaluate(hosts[-1], kernel.__ptx__, arguments(case, data, hosts[-1]), SHARED)
 
 
-def arguments(case: Case, data: Data, mlir: str) -> list[Any]:
+def arguments(case: OracleCase, data: Data, mlir: str) -> list[Any]:
     """Those of the host function: q, k, v, o, lse, the scale; sizes of a window, a sink; the number of queries."""
     from .ptxsim.host_ir import host_function
 
@@ -207,7 +207,7 @@ def loaded(name: str, path: Path, **names: Any) -> Any:
     return module
 
 
-def cutlass_fmha(case: Case, data: Data) -> list[Any]:
+def cutlass_fmha(case: OracleCase, data: Data) -> list[Any]:
     """The launch of CUTLASS's example, persistent, as its `run` compiles it; with emulated exponentials where there are
     too few. Heads are two modes, KV head and query head of it; LSE is (tokens, heads), in powers of 2."""
     import cutlass.cute as cute
@@ -271,7 +271,7 @@ def cudnn_module(name: str, params: dict[str, Any]) -> Any:
     return loaded(f"cudnn.sdpa.fwd.kernels.sm100.{name}", path, FROST_TEMPLATE_PARAMS=TemplateParams(**params))
 
 
-def cudnn_compiled(case: Case) -> tuple[Any, str]:
+def cudnn_compiled(case: OracleCase) -> tuple[Any, str]:
     """(module, PTX) of cuDNN's kernel."""
     import cutlass.cute as cute
 
@@ -309,7 +309,7 @@ def cudnn_compiled(case: Case) -> tuple[Any, str]:
     return module, kernels[0].__ptx__
 
 
-def cudnn(case: Case, data: Data) -> list[Any]:
+def cudnn(case: OracleCase, data: Data) -> list[Any]:
     """The launch of cuDNN's kernel. Its host function encodes tensor maps in operations of its own: they are made here.
 
     Parameters: maps of q, k, v and o; LSE with shape and strides; sinks, key counts and descriptors of ragged calls;
@@ -359,7 +359,7 @@ PEERS = {FLASH: flash_attention, CUDNN: cudnn, CUTLASS: cutlass_fmha}
 BEYOND = {FLASH: ("exit",), CUDNN: ("lanes", "relaxed"), CUTLASS: ()}  # what each relies on: ptxsim.call.BEYOND
 
 
-def run(case: Case, folder: str) -> dict[str, Any]:
+def run(case: OracleCase, folder: str) -> dict[str, Any]:
     """A row of the record, in a process whose DSL is imported for the architecture."""
     os.environ.update(CUTE_DSL_DUMP_DIR=folder, CUTE_DSL_KEEP_PTX="1")
     from .ptxsim.run import Result

@@ -42,7 +42,7 @@ MASKED = 64  # FSEL of one that hides keys
 STALL = 41, 15  # bits of an instruction's second word
 
 
-class Instruction(NamedTuple):
+class SassInstruction(NamedTuple):
     """target: of a branch, its address. always: it is taken. stall: cycles."""
 
     address: int
@@ -56,7 +56,7 @@ class Instruction(NamedTuple):
         return self.op.split(".")[0]
 
 
-def parse(sass: str) -> dict[str, list[Instruction]]:
+def parse(sass: str) -> dict[str, list[SassInstruction]]:
     """Function -> instructions, of `cuobjdump -sass`, encodings included."""
     found = {}
     for part in sass.split("Function : ")[1:]:
@@ -64,21 +64,21 @@ def parse(sass: str) -> dict[str, list[Instruction]]:
     return found
 
 
-def instruction(address: str, text: str, _: str, high: str) -> Instruction:
+def instruction(address: str, text: str, _: str, high: str) -> SassInstruction:
     guard, op, rest = TEXT.match(text).groups()  # type: ignore[union-attr]
     to = TARGET.search(rest) if op.startswith("BRA") else None
     predicated = guard not in (None, "PT") or rest.lstrip().startswith(("P", "UP", "!")) or op == "BRA.DIV"
     leaves = bool(to) or op.startswith("EXIT")
     stall = max(1, int(high, 16) >> STALL[0] & STALL[1])
-    return Instruction(int(address, 16), op, int(to[1], 16) if to else None, leaves and not predicated, stall)
+    return SassInstruction(int(address, 16), op, int(to[1], 16) if to else None, leaves and not predicated, stall)
 
 
 @dataclass(frozen=True)
-class Loop:
+class SassLoop:
     """The steady path of a loop."""
 
     role: str
-    path: tuple[Instruction, ...]
+    path: tuple[SassInstruction, ...]
 
     @property
     def names(self) -> Counter[str]:
@@ -108,12 +108,12 @@ class Loop:
                 "exponentials": self.exponentials, "stored": stored}  # fmt: skip
 
 
-def worth(i: Instruction) -> int:
+def worth(i: SassInstruction) -> int:
     """What a steady path has to take in."""
     return i.name in MMAS or i.name == "F2FP"
 
 
-def steady(code: list[Instruction]) -> list[Instruction]:
+def steady(code: list[SassInstruction]) -> list[SassInstruction]:
     """From the first to the last instruction of a loop: of the paths with most that is worth it, the shortest."""
     place = {i.address: k for k, i in enumerate(code)}
     best: list[tuple[int, int, int] | None] = [None] * len(code)  # (worth, -length, before), of paths up to here
@@ -136,7 +136,7 @@ def steady(code: list[Instruction]) -> list[Instruction]:
     return path[::-1]
 
 
-def role_of(code: list[Instruction]) -> str:
+def role_of(code: list[SassInstruction]) -> str:
     """Of a loop, empty where it has none that is told here."""
     names = Counter(i.name for i in code)
     exponentials = sum(i.op == "MUFU.EX2" for i in code)
@@ -149,17 +149,17 @@ def role_of(code: list[Instruction]) -> str:
     return "correction" if names["STTM"] else ""
 
 
-def loops(code: list[Instruction]) -> Iterator[Loop]:
+def loops(code: list[SassInstruction]) -> Iterator[SassLoop]:
     """Of a function, those that have a role and hold no loop that has one."""
     place = {i.address: k for k, i in enumerate(code)}
     found = [(place[i.target], k) for k, i in enumerate(code) if i.target in place and place[i.target] <= k]
     kept = [(a, b) for a, b in found if role_of(code[a : b + 1]) and steady(code[a : b + 1])]
     for a, b in sorted(kept):
         if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in kept):
-            yield Loop(role_of(code[a : b + 1]), tuple(steady(code[a : b + 1])))
+            yield SassLoop(role_of(code[a : b + 1]), tuple(steady(code[a : b + 1])))
 
 
-def of_cubin(content: bytes) -> list[Loop]:
+def of_cubin(content: bytes) -> list[SassLoop]:
     """Loops of the largest function of a cubin."""
     return list(loops(max(parse(cubin.sass(content, encodings=True)).values(), key=len)))
 
@@ -183,7 +183,7 @@ def recorded(path: Path = RECORD) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def show(name: str, found: list[Loop]) -> None:
+def show(name: str, found: list[SassLoop]) -> None:
     print(name)
     for loop in found:
         kinds = ", ".join(f"{n} {name}" for name, n in loop.names.most_common(6))

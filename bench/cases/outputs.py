@@ -16,7 +16,7 @@ SCALE = 32.0  # forward scale with which blocks of all kinds have some factors s
 POISON = 0x7F  # as a factor NaN
 
 
-class Known(NamedTuple):
+class KnownOutput(NamedTuple):
     """A problem without outputs, and o (T, Hq, D) in fp32."""
 
     problem: Problem
@@ -40,7 +40,7 @@ def blocks_of(dim: int, heads: int, requests: int, dtype: torch.dtype) -> torch.
 def known(
     phase: str, dtype: str, dim: int, heads: tuple[int, int], kv_dtype: str = "", lengths: tuple[int, ...] = (1,),
     device: torch.device | str = "cpu",
-) -> Known:  # fmt: skip
+) -> KnownOutput:  # fmt: skip
     """lengths: keys of the requests, powers of two or 0. A request of prefill has three tokens, which see all keys, one
     of decode has one. heads: of the query, of the cache."""
     tokens, (heads_q, heads_kv), batch = 3 if phase == "prefill" else 1, heads, len(lengths)
@@ -62,7 +62,7 @@ def known(
     k = torch.zeros(v.shape, device=device).to(cached)
     signature = f"trtllm_batch_{'context' if phase == 'prefill' else 'decode'}_with_kv_cache"
     problem = Problem(signature, phase, q, k, v, requests, tokens, 1.0, None, FACTOR, None, phase != "prefill")
-    return Known(problem, o * FACTOR)
+    return KnownOutput(problem, o * FACTOR)
 
 
 def poisoned(shape: tuple[int, ...], start: int, device: torch.device | str = "cpu", every: int = 1) -> fp4.FP4Tensor:

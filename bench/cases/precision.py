@@ -17,7 +17,7 @@ O_SF_SCALE = 1000.0  # of NVFP4 outputs, which are about 0.02 over 8192 keys
 OUT_SCALE = 16.0  # of e4m3 outputs, which would be subnormal else
 
 
-class Types(NamedTuple):
+class CaseDtypes(NamedTuple):
     """Of Q, of K and V ("": Q's) and of the output, as AttentionCase has them."""
 
     q: str
@@ -25,14 +25,14 @@ class Types(NamedTuple):
     out: str = "bf16"
 
 
-BF16 = Types("bf16")
+BF16 = CaseDtypes("bf16")
 KINDS = {  # second word of a case's name
-    "fp8": Types("fp8"),
-    "fp8out": Types("fp8", "", "fp8"),
-    "kvfp8": Types("bf16", "fp8"),
-    "kvnvfp4": Types("bf16", "nvfp4"),
-    "fp8kvnvfp4": Types("fp8", "nvfp4"),
-    "kvfp8outnvfp4": Types("bf16", "fp8", "nvfp4"),
+    "fp8": CaseDtypes("fp8"),
+    "fp8out": CaseDtypes("fp8", "", "fp8"),
+    "kvfp8": CaseDtypes("bf16", "fp8"),
+    "kvnvfp4": CaseDtypes("bf16", "nvfp4"),
+    "fp8kvnvfp4": CaseDtypes("fp8", "nvfp4"),
+    "kvfp8outnvfp4": CaseDtypes("bf16", "fp8", "nvfp4"),
 }
 # Ours on the same case in wider types, by the provider's name. own-fp8 has the case's Q over e4m3 K and V.
 WIDER = {
@@ -45,7 +45,7 @@ WIDER = {
 }
 
 
-def typed(case: AttentionCase, types: Types) -> AttentionCase:
+def typed(case: AttentionCase, types: CaseDtypes) -> AttentionCase:
     """The case in other types. Its output is scaled where that is e4m3."""
     scale = OUT_SCALE if types.out == "fp8" else 1.0
     return replace(case, dtype=types.q, kv_dtype=types.kv, out_dtype=types.out, out_scale=scale)

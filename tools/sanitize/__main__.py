@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from . import under
-from .report import Report, lines, parse
+from .report import SanitizerReport, lines, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 # Every tensor is an allocation of its own: what lies beside it is nobody's, and new memory has no old contents.
@@ -32,14 +32,14 @@ FILTERED = ("racecheck", "synccheck")
 DONE = re.compile(r"^(\d+) calls, (\d+) launches, all right$", re.MULTILINE)
 
 
-class Ended(NamedTuple):
+class SanitizerRun(NamedTuple):
     """A process. done: its last line, (calls, launches), None where it failed; text: all that it printed."""
 
     tool: str
     op: str
     seconds: float
     done: tuple[int, int] | None
-    report: Report
+    report: SanitizerReport
     text: str
 
     @property
@@ -47,7 +47,7 @@ class Ended(NamedTuple):
         return self.done is not None and bool(self.report.summary) and not self.report.found
 
 
-def check(tool: str, op: str, gpu: int, args: argparse.Namespace) -> Ended:
+def check(tool: str, op: str, gpu: int, args: argparse.Namespace) -> SanitizerRun:
     """One process under one tool, on one GPU."""
     start = time.monotonic()
     options = under.command(args.sanitizer, tool, args.option) + (ONLY_OURS if tool in FILTERED else [])
@@ -57,16 +57,16 @@ def check(tool: str, op: str, gpu: int, args: argparse.Namespace) -> Ended:
         Path(args.logs, f"{tool}-{op}.txt").write_text(text)
     found = DONE.search(text)
     done = (int(found[1]), int(found[2])) if found else None
-    return Ended(tool, op, time.monotonic() - start, done, parse(text), text)
+    return SanitizerRun(tool, op, time.monotonic() - start, done, parse(text), text)
 
 
-def row(e: Ended) -> str:
+def row(e: SanitizerRun) -> str:
     calls, launches = e.done or ("-", "FAILED")
     summary = e.report.summary or "the tool did not end"
     return f"| {e.tool} | {e.op} | {calls} | {launches} | {e.report.count} | {summary} | {e.seconds:.0f} |"
 
 
-def details(e: Ended) -> list[str]:
+def details(e: SanitizerRun) -> list[str]:
     """What a row of the table leaves out."""
     if e.clean:
         return []

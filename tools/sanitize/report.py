@@ -34,7 +34,7 @@ class Finding(NamedTuple):
 
 
 @dataclass
-class Report:
+class SanitizerReport:
     """found: how often each; summary: the tool's own last line, "" where there is none, so that it did not end."""
 
     found: Counter[Finding] = field(default_factory=Counter)
@@ -45,9 +45,9 @@ class Report:
         return sum(self.found.values())
 
 
-def parse(text: str) -> Report:
+def parse(text: str) -> SanitizerReport:
     """The report in a tool's output, in which the program's own lines may stand too."""
-    report, lines = Report(), [line[len(PREFIX) :] for line in text.splitlines() if line.startswith(PREFIX)]
+    report, lines = SanitizerReport(), [line[len(PREFIX) :] for line in text.splitlines() if line.startswith(PREFIX)]
     for i, line in enumerate(lines):
         if summary := SUMMARY.match(line):
             report.summary = f"{report.summary}; {summary[0]}" if report.summary else summary[0]
@@ -73,7 +73,7 @@ def _site(text: str) -> tuple[str, str]:
     return short(found["name"]), " ".join(word.lower() if word == found["what"] else word for word in words if word)
 
 
-def _add_races(report: Report, head: str, more: list[str]) -> None:
+def _add_races(report: SanitizerReport, head: str, more: list[str]) -> None:
     """One access against each of those that follow, with the hazards of each pair."""
     kernel, first = _site(head)
     for line in more:
@@ -83,7 +83,7 @@ def _add_races(report: Report, head: str, more: list[str]) -> None:
             report.found[pair] += int(hazards[1]) if hazards else 1
 
 
-def _add_one(report: Report, head: str, more: list[str]) -> None:
+def _add_one(report: SanitizerReport, head: str, more: list[str]) -> None:
     sites = [_site(line) for line in more if line.startswith(("at ", "Write Thread", "Read Thread"))] or [_site(head)]
     kind = re.sub(r" at \S.*\+0x[0-9a-f]+.*| (at|in|by|on) .*0x[0-9a-f]+.*| in block .*", "", head).strip()
     sites = sites[:2] if "hazard" in kind else sites[:1]
@@ -95,7 +95,7 @@ def short(kernel: str) -> str:
     return re.sub(r"\(.*|^void ", "", kernel).strip()
 
 
-def lines(report: Report, most: int = 12) -> list[str]:
+def lines(report: SanitizerReport, most: int = 12) -> list[str]:
     """The findings, the most frequent first, one a line."""
     shown = [
         " ".join([f"{count:>8} x {kind}", *([kernel] if kernel else []), *(f"[{site}]" for site in sites)])
