@@ -1,4 +1,4 @@
-"""Ours beside the peers: the points of the picture, and the sentences, of README. All are rows of bench/results."""
+"""Compare our times with the peers': the points of README's plot and its sentences, all from rows of bench/results."""
 
 import textwrap
 from collections.abc import Iterable
@@ -11,8 +11,8 @@ PEERS = (
     "flash-attn-4",
     "flashinfer",
     "torch",
-)  # and, of a provider, a form of a call
-FAMILIES = {  # prefix of cases -> what they are
+)  # a provider's name may also end in the form of the call: "flashinfer-paged"
+FAMILIES = {  # prefix of the cases -> their description
     "serve-": "mixed batches and chunks, bf16",
     "prefill-bf16-": "prefill, bf16",
     "family-": "prefill by plan and run, bf16",
@@ -20,7 +20,7 @@ FAMILIES = {  # prefix of cases -> what they are
     "decode-": "decode",
     "topk-": "top-k",
 }
-NAMES = {  # (prefix, provider) -> what a peer is called there
+NAMES = {  # (prefix, provider) -> displayed name of the peer
     ("serve-", "flashinfer"): "flashinfer fa3",
     ("prefill-bf16-", "flashinfer"): "flashinfer fa3",
     ("prefill-", "flashinfer"): "flashinfer fa3",
@@ -28,15 +28,15 @@ NAMES = {  # (prefix, provider) -> what a peer is called there
     ("decode-", "flashinfer"): "XQA",
     ("topk-", "torch"): "torch.topk",
 }
-CACHES = {"bf16": "bf16", "fp8": "e4m3", "nvfp4": "NVFP4"}  # of decode: in a case's name -> in a sentence
+CACHES = {"bf16": "bf16", "fp8": "e4m3", "nvfp4": "NVFP4"}  # decode caches: name in a case -> name in a sentence
 
 
 class Point(NamedTuple):
-    """ratio: time of the peer over ours, of the same form, in one run."""
+    """A peer's time over ours (`ratio`) on the same case and form, in one run."""
 
     prefix: str
     case: str
-    form: str  # "paged-p1", mostly none
+    form: str  # such as "paged-p1"; usually empty
     peer: str
     ratio: float
     commit: str
@@ -52,7 +52,7 @@ def prefix_of(case: str) -> str:
 
 
 def points(rows: Iterable[ResultRow]) -> list[Point]:
-    """Of one GPU: each peer of each case, in the newest run that has both, in the order of FAMILIES."""
+    """Return one GPU's points: each peer on each case, from the newest run that has both, in the order of FAMILIES."""
     rows, chosen = list(rows), {}
     for prefix in FAMILIES:
         for case, runs in complete_runs(rows, prefix).items():
@@ -73,7 +73,7 @@ def points(rows: Iterable[ResultRow]) -> list[Point]:
 
 
 def listed(words: Iterable[str]) -> str:
-    """'a, b and c'."""
+    """Join words as 'a, b and c'."""
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last
 
@@ -93,7 +93,7 @@ def shapes(count: int) -> str:
 
 
 def speeds(found: list[Point]) -> str:
-    """'1.09 to 1.18 times as fast as cudnn (7 shapes), ...'."""
+    """Return '1.09 to 1.18 times as fast as cudnn (7 shapes), ...'."""
     by: dict[str, list[float]] = {}
     for point in found:
         by.setdefault(point.peer, []).append(point.ratio)
@@ -101,12 +101,12 @@ def speeds(found: list[Point]) -> str:
 
 
 def one_token(case: str) -> bool:
-    """Of decode: whether a request has one query token."""
+    """Return whether each request of a decode case has one query token."""
     return not case.rpartition("-")[2].startswith("q")
 
 
 def copied(rows: Iterable[ResultRow]) -> tuple[str, list[str]]:
-    """Of decode of one query token: at which share of the rate of a copy K and V are read; commits."""
+    """Return the share of the copy rate at which decode of one query token reads K and V, as text, and the commits."""
     parts, commits = list[str](), list[str]()
     for cache, name in CACHES.items():
         cases = [r for r in newest(rows, f"decode-{cache}-") if one_token(r.case)]
@@ -119,7 +119,7 @@ def copied(rows: Iterable[ResultRow]) -> tuple[str, list[str]]:
 
 
 def sentences(results: dict[str, list[ResultRow]]) -> str:
-    """A list: prefill, decode and top-k of each GPU, as far as there are rows."""
+    """Return a Markdown list about prefill, decode and top-k for each GPU that has rows."""
     lines = []
     for gpu, rows in results.items():
         found = points(rows)

@@ -1,5 +1,5 @@
-"""Measures top-k: each case as a CUDA graph over inputs that have left the L2, all providers, the copy rate as
-floor."""
+"""Measure top-k: all providers on each case, as a CUDA graph over inputs that have left the L2. The floor is the copy
+rate."""
 
 import re
 from collections.abc import Callable
@@ -52,7 +52,7 @@ OUTPUTS = "topk-fp32-64x65536-k2048"  # the case on which all functions are comp
 
 @dataclass(frozen=True)
 class TopKInputs:
-    """A case: scores and all that any of the functions reads or writes. sorted: descending values are asked for."""
+    """Inputs and outputs of a case, for all functions. sorted: the values must be in descending order."""
 
     scores: torch.Tensor
     k: int
@@ -64,12 +64,12 @@ class TopKInputs:
 
     @property
     def bytes(self) -> int:
-        """The scores, read once."""
+        """Return the size of the scores, read once."""
         return self.scores.numel() * self.scores.element_size()
 
 
 def make(name: str, device: str, seed: int) -> TopKInputs:
-    """Scores N(0, 1) of a case 'topk-<dtype>-<rows>x<length>-k<k>', or 'topk-sorted-...'; every length is full."""
+    """Make N(0, 1) scores for a case 'topk-<dtype>-<rows>x<length>-k<k>' or 'topk-sorted-...'. All lengths are full."""
     found = re.search(r"-(fp32|fp16|bf16)-(\d+)x(\d+)-k(\d+)$", name)
     if not found:
         raise ValueError(f"case {name!r}: must end as topk-fp32-64x65536-k2048")
@@ -112,8 +112,8 @@ def flashinfer(i: TopKInputs) -> torch.Tensor:
     return peer.top_k_ragged_transform(i.scores, i.zeros, i.lengths, i.k)
 
 
-# ours: the function that writes least. torch: values and 64-bit indices, unsorted, which is faster. Of sorted cases all
-# write values and 64-bit indices.
+# ours: the function that writes least. torch: writes values and 64-bit indices, unsorted, which is faster. In sorted
+# cases every provider writes values and 64-bit indices.
 PROVIDERS: dict[str, Callable[[TopKInputs], torch.Tensor]] = {
     "ours": lambda i: in_order(i) if i.sorted else ragged(i),
     "torch": lambda i: torch.topk(i.scores, i.k, sorted=i.sorted).indices,
@@ -130,8 +130,8 @@ FUNCTIONS: dict[str, Callable[[TopKInputs], torch.Tensor]] = {
 
 
 def check(inputs: TopKInputs, indices: torch.Tensor) -> str | None:
-    """None where the indices differ from each other and lead to the k largest scores, in descending order where that is
-    asked for, else what is wrong."""
+    """Return None if the indices are distinct and name the k largest scores (in descending order for sorted cases),
+    else the reason."""
     order = indices.long().sort(1).values
     if bool((order[:, 1:] == order[:, :-1]).any()):
         return "an index comes twice"
@@ -147,7 +147,7 @@ def check(inputs: TopKInputs, indices: torch.Tensor) -> str | None:
 
 
 def graph(run: Callable[[TopKInputs], object], sets: list[TopKInputs]) -> Call:
-    """A replay of one call on each of the sets."""
+    """Capture one call on each of the sets as a CUDA graph, and return its replay."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for i in sets[:2]:
@@ -168,7 +168,8 @@ def every(run: Callable[[TopKInputs], object], sets: list[TopKInputs], _: int) -
 def collect(
     sets: list[TopKInputs], functions: dict[str, Callable[[TopKInputs], torch.Tensor]], setup: Setup
 ) -> dict[str, Call]:
-    """Calls on all sets, of those that pass the check; prints who is left out and why."""
+    """Return the calls, on all sets, of the functions that pass the check. Print each function left out, with the
+    reason."""
     calls: dict[str, Call] = {}
     for name, run in functions.items():
         if ready(name, partial(partial, run, sets[0]), partial(check, sets[0])):
@@ -177,7 +178,7 @@ def collect(
 
 
 def inputs_of(name: str, device: str) -> list[TopKInputs]:
-    """Input sets of a case, see `rotated`."""
+    """Return the input sets of a case (see `rotated`)."""
     return rotated(lambda seed: make(name, device, seed), lambda inputs: inputs.bytes)
 
 
@@ -186,7 +187,7 @@ def per_call(timing: Timing, sets: int) -> Timing:
 
 
 def measure(name: str, top: Ceilings, setup: Setup) -> list[Measurement]:
-    """All providers on one case, and the floor: the scores, read once, at the rate of this run's copy."""
+    """Measure all providers on one case. The floor is the time to read the scores once at this run's copy rate."""
     print(name, flush=True)
     sets = inputs_of(name, setup.device)
     chosen = {p: PROVIDERS[p] for p in setup.providers if p in PROVIDERS}
@@ -200,7 +201,7 @@ def measure(name: str, top: Ceilings, setup: Setup) -> list[Measurement]:
 
 
 def outputs(name: str, setup: Setup) -> list[Measurement]:
-    """What the functions' outputs cost: all of ours on one case, as cases of their own."""
+    """Measure the cost of the functions' outputs: all our functions on one case, each as a case of its own."""
     print(f"outputs of {name}", flush=True)
     sets = inputs_of(name, setup.device)
     times = interleave(collect(sets, FUNCTIONS, setup), setup.clock, 1, setup.rounds)
@@ -208,7 +209,7 @@ def outputs(name: str, setup: Setup) -> list[Measurement]:
 
 
 def host(setup: Setup) -> list[Measurement]:
-    """Host time of a call: of ours, of the slowest function."""
+    """Measure the host time of a call: for ours, that of the slowest function."""
     print(HOST_CASE, flush=True)
     inputs = make(HOST_CASE, setup.device, 0)
     functions = {f"ours/{name}": run for name, run in FUNCTIONS.items() if name != "top_k-sorted"}
