@@ -4,15 +4,15 @@ import textwrap
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .results import Row, complete_runs
+from .results import ResultRow, complete_runs
 
 PEERS = (
     "cudnn",
     "flash-attn-4",
     "flashinfer",
     "torch",
-)  # and, of a provider, a form of a call
-FAMILIES = {  # prefix of cases -> what they are
+)  # a provider's name may also end in the form of the call: "flashinfer-paged"
+FAMILIES = {  # prefix of the cases -> their description
     "serve-": "mixed batches and chunks, bf16",
     "prefill-bf16-": "prefill, bf16",
     "family-": "prefill by plan and run, bf16",
@@ -20,7 +20,7 @@ FAMILIES = {  # prefix of cases -> what they are
     "decode-": "decode",
     "topk-": "top-k",
 }
-NAMES = {  # (prefix, provider) -> what a peer is called there
+NAMES = {  # (prefix, provider) -> displayed name of the peer
     ("serve-", "flashinfer"): "flashinfer fa3",
     ("prefill-bf16-", "flashinfer"): "flashinfer fa3",
     ("prefill-", "flashinfer"): "flashinfer fa3",
@@ -45,7 +45,7 @@ class Point(NamedTuple):
 
     prefix: str
     case: str
-    form: str  # "paged-p1", mostly none
+    form: str  # such as "paged-p1"; usually empty
     peer: str
     ratio: float
     commit: str
@@ -62,7 +62,7 @@ def prefix_of(case: str) -> str:
     return next((prefix for prefix in FAMILIES if case.startswith(prefix)), "")
 
 
-def points(rows: Iterable[Row]) -> list[Point]:
+def points(rows: Iterable[ResultRow]) -> list[Point]:
     """Return each peer of each case of one GPU, from the newest run that has both, in the order of FAMILIES."""
     rows, chosen = list(rows), {}
     for prefix in FAMILIES:
@@ -85,7 +85,7 @@ def points(rows: Iterable[Row]) -> list[Point]:
 
 
 def listed(words: Iterable[str]) -> str:
-    """'a, b and c'."""
+    """Join words as 'a, b and c'."""
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last
 
@@ -138,7 +138,7 @@ def ranges(gpu: str, fastest: list[Point]) -> str:
     return f"The best peer's time over ours, over all measured shapes: {parts}; {where}."
 
 
-def headlines(results: dict[str, list[Row]]) -> str:
+def headlines(results: dict[str, list[ResultRow]]) -> str:
     """Return the table and the ranges of each GPU that has rows of peers."""
     parts = []
     for gpu, rows in results.items():

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from . import pages, peers
-from .results import FOLDER, ROOT, Row, SkipRow, newest, read_all, read_sparsity
+from .results import FOLDER, ROOT, ResultRow, SkipRow, newest, read_all, read_sparsity
 
 PEERS = ("cudnn", "flash-attn-4", "flashinfer")
 PRECISION_PEERS = ("own-bf16", "own-fp8", "flashinfer")
@@ -23,12 +23,12 @@ PICTURES = {  # end of a file's name -> what the picture shows, for readers who 
 }
 
 
-def low(row: Row) -> bool:
+def low(row: ResultRow) -> bool:
     """Return whether a row is prefill in low precision or with skip-softmax."""
     return row.case.startswith("prefill-") and not row.case.startswith("prefill-bf16-")
 
 
-def cells(rows: list[Row], peers: tuple[str, ...] = PEERS) -> list[str]:
+def cells(rows: list[ResultRow], peers: tuple[str, ...] = PEERS) -> list[str]:
     """One line of the table: a case with its providers."""
     by = {r.provider: r for r in rows}
     mine, floor = by["ours"], by.get("floor")
@@ -43,18 +43,18 @@ def number(value: float, decimals: int) -> str:
     return f"{value:.{decimals}f}" if round(value, 2) >= 1 else f"{value:#.2g}"
 
 
-def beside(row: Row | None) -> str:
+def beside(row: ResultRow | None) -> str:
     """Time of another provider, and how many times ours it is."""
     return f"{number(row.time_us, 1)} ({number(row.ratio_to_ours, 2)})" if row and row.ratio_to_ours else ""
 
 
-def topk_cells(rows: list[Row]) -> list[str]:
+def topk_cells(rows: list[ResultRow]) -> list[str]:
     """One line of the top-k table."""
     by = {r.provider: r for r in rows}
     return [f"`{by['ours'].case}`", number(by["ours"].time_us, 1), *(beside(by.get(p)) for p in TOPK_PEERS)]
 
 
-def host_line(rows: list[Row], prefix: str) -> str:
+def host_line(rows: list[ResultRow], prefix: str) -> str:
     """Host time of a call, where it was measured."""
     times = [f"{r.provider} {r.time_us:.1f} us" for r in newest(rows, prefix)]
     return f"Host time per call, with the kernel loaded: {', '.join(times)}." if times else ""
@@ -73,7 +73,12 @@ def image(gpu: str, path: Path) -> str:
 
 
 def section(
-    gpu: str, rows: list[Row], prefix: str, head: list[str], line: Callable[[list[Row]], list[str]], images: list[Path]
+    gpu: str,
+    rows: list[ResultRow],
+    prefix: str,
+    head: list[str],
+    line: Callable[[list[ResultRow]], list[str]],
+    images: list[Path],
 ) -> list[str]:
     """Paragraphs of one GPU's newest run: what ran, the table, host time, plots."""
     chosen = newest(rows, prefix)
@@ -89,7 +94,7 @@ def section(
     return parts + [image(gpu, path) for path in images if path.is_relative_to(ROOT)]
 
 
-def measured(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
+def measured(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
     """Markdown of all GPUs' newest prefill runs; says so where there is none."""
     head = ["case", "us", "TFLOP/s", "of matmul", *(f"{p} / ours" for p in PEERS)]
     parts = []
@@ -99,7 +104,7 @@ def measured(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
     return "\n\n".join(parts) or "Not measured yet."
 
 
-def measured_precision(results: dict[str, list[Row]]) -> str:
+def measured_precision(results: dict[str, list[ResultRow]]) -> str:
     """The same of low precision and skip-softmax; `of matmul` is of the matmul of the MMAs' type."""
     head = ["case", "us", "TFLOP/s", "of matmul", *(f"{p} / ours" for p in PRECISION_PEERS)]
     line, parts = partial(cells, peers=PRECISION_PEERS), list[str]()
@@ -108,7 +113,7 @@ def measured_precision(results: dict[str, list[Row]]) -> str:
     return "\n\n".join(parts) or "Not measured yet."
 
 
-def measured_serving(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
+def measured_serving(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
     """The same of mixed batches and chunks; `of the floor`: its time over ours."""
     head = ["case", "us", "TFLOP/s", "of the floor", *(f"{p} / ours" for p in SERVE_PEERS)]
     line, parts = partial(cells, peers=SERVE_PEERS), list[str]()
@@ -128,7 +133,7 @@ TRACE = {  # last words of a case -> what they are
 }
 
 
-def measured_trace(results: dict[str, list[Row]]) -> str:
+def measured_trace(results: dict[str, list[ResultRow]]) -> str:
     """Attention of a trace: a line a provider."""
     parts = []
     for gpu, rows in results.items():
@@ -163,7 +168,7 @@ def measured_sparsity(found: dict[str, list[SkipRow]], folder: Path = FOLDER) ->
     return "\n\n".join(parts) or "Not measured yet."
 
 
-def measured_parallel(results: dict[str, list[Row]]) -> str:
+def measured_parallel(results: dict[str, list[ResultRow]]) -> str:
     """Return the steps of `examples.parallel`: a line per number of GPUs."""
     parts = []
     for gpu, rows in results.items():
@@ -181,7 +186,7 @@ def measured_parallel(results: dict[str, list[Row]]) -> str:
     return "\n\n".join(parts) or "Not measured yet."
 
 
-def outputs(rows: list[Row]) -> str:
+def outputs(rows: list[ResultRow]) -> str:
     """Return a sentence with the time of each top-k function on one case, or "" if none was measured."""
     found = newest(rows, "outputs-")
     times = [f"`{r.case.removeprefix('outputs-').partition('-topk-')[0]}` {r.time_us:.1f} us" for r in found]
@@ -189,7 +194,7 @@ def outputs(rows: list[Row]) -> str:
     return f"All functions on `topk-{case}`: {', '.join(times)}." if found else ""
 
 
-def measured_topk(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
+def measured_topk(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
     """The same of top-k."""
     head = ["case", "ours, us", *(f"{p}, us (/ ours)" for p in TOPK_PEERS)]
     parts = []
@@ -199,7 +204,7 @@ def measured_topk(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
     return "\n\n".join(parts) or "Not measured yet."
 
 
-def decode_cells(rows: list[Row]) -> list[str]:
+def decode_cells(rows: list[ResultRow]) -> list[str]:
     """One line of the decode table."""
     by = {r.provider: r for r in rows}
     mine, floor = by["ours"], by.get("floor")
@@ -210,7 +215,7 @@ def decode_cells(rows: list[Row]) -> list[str]:
     return [*line, beside(by.get("batch-invariant")), beside(by.get("flashinfer"))]
 
 
-def measured_decode(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
+def measured_decode(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
     """The same of decode attention."""
     head = [
         "case",
@@ -227,7 +232,7 @@ def measured_decode(results: dict[str, list[Row]], folder: Path = FOLDER) -> str
     return "\n\n".join(parts) or "Not measured yet."
 
 
-def measured_family(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
+def measured_family(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
     """The forms of the prefill family beside the context function: one line each, then host times."""
     parts = []
     for gpu, rows in results.items():
@@ -243,7 +248,7 @@ def measured_family(results: dict[str, list[Row]], folder: Path = FOLDER) -> str
     return "\n\n".join(parts) or "Not measured yet."
 
 
-def pictured(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
+def pictured(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
     """Return the picture of the peers beside ours, and its caption."""
     parts = []
     for gpu, rows in results.items():

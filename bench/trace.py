@@ -1,10 +1,10 @@
-"""A trace of a serving engine: the attention of a layer, step by step, by every provider.
+"""Measure a serving engine's trace: the attention of one layer, step by step, with every provider.
 
-Requests arrive at random, with prompts and outputs of log-normal lengths, all drawn from a seed. A scheduler as engines
-have it gives a step one token of every request that decodes and, up to a budget of tokens, chunks of prompts, in order
-of arrival; a request is let in where the pool has room for all its tokens. Steps are the same for all providers, which
-compute each on the same pages (flash-attn-4: on contiguous copies, made outside the time; flashinfer's plan is outside,
-too). What is said of requests, as the time to their first token, is the sum of the times of attention alone.
+Requests arrive at random times; their prompts and outputs have log-normal lengths. All of it is drawn from one seed. A
+scheduler like that of serving engines gives each step one token of every decoding request and, up to a token budget,
+chunks of prompts in order of arrival. A request is admitted if the pool has room for all its tokens. All providers
+compute the same steps on the same pages (flash-attn-4: on contiguous copies, made outside the timed call; flashinfer's
+plan is outside it too). Figures about requests, such as the time to the first token, are sums of attention times alone.
 """
 
 import math
@@ -17,14 +17,17 @@ import torch
 
 from . import prefill
 from .cases.attention import AttentionCase, make_inputs
-from .harness import Result, Setup
+from .harness import Measurement, Setup
 from .timing import exactly
 
 
 @dataclass(frozen=True)
 class Trace:
-    """every: steps between two arrivals, on average. prompt, output: median tokens and the sigma of their logarithm.
-    budget: tokens of a step. room: tokens of the pool."""
+    """Parameters of a trace.
+
+    every: average number of steps between two arrivals. prompt, output: median tokens, and sigma of their logarithm.
+    budget: tokens of a step. room: tokens of the pool.
+    """
 
     name: str
     requests: int = 200
@@ -45,8 +48,8 @@ SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 @dataclass(eq=False)
-class Request:
-    """known: tokens in the pool. first: the step that gave its first token, -1: none yet."""
+class TraceRequest:
+    """A request. known: its tokens in the pool. first: the step that gave its first token, -1 before that."""
 
     arrival: int
     prompt: int
@@ -55,14 +58,14 @@ class Request:
     first: int = -1
 
 
-class Step(NamedTuple):
-    """Query tokens, and tokens with those before, of the requests of a step: those that decode come first."""
+class TraceStep(NamedTuple):
+    """Query tokens (q_lens) and all tokens so far (kv_lens) of a step's requests. Decoding requests come first."""
 
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
 
 
-def requests_of(trace: Trace) -> list[Request]:
+def requests_of(trace: Trace) -> list[TraceRequest]:
     draw, arrival, found = random.Random(trace.seed), 0.0, []
     for _ in range(trace.requests):
         prompt, output = (
@@ -70,16 +73,16 @@ def requests_of(trace: Trace) -> list[Request]:
             for (median, sigma), most in ((trace.prompt, MOST_PROMPT), (trace.output, MOST_OUTPUT))
         )
         arrival += draw.expovariate(1 / trace.every)
-        found.append(Request(int(arrival), prompt, prompt + output))
+        found.append(TraceRequest(int(arrival), prompt, prompt + output))
     return found
 
 
-def steps_of(trace: Trace, requests: list[Request]) -> list[Step]:
-    """All steps until the last request ends; says in requests when their first tokens came. ValueError where one has
+def steps_of(trace: Trace, requests: list[TraceRequest]) -> list[TraceStep]:
+    """Return all steps until the last request ends, and set `first` of each request. Raise ValueError if a request has
     no room in the pool."""
     if max(r.total for r in requests) > trace.room:
         raise ValueError(f"room: {trace.room} tokens, too few for the longest request")
-    waiting, running, steps = deque(sorted(requests, key=lambda r: r.arrival)), list[Request](), list[Step]()
+    waiting, running, steps = deque(sorted(requests, key=lambda r: r.arrival)), list[TraceRequest](), list[TraceStep]()
     now = 0
     while waiting or running:
         decodes = [r for r in running if r.known >= r.prompt]
@@ -99,19 +102,20 @@ def steps_of(trace: Trace, requests: list[Request]) -> list[Step]:
             if r.known >= r.prompt and r.first < 0:
                 r.first = len(steps)
         if work:
-            steps.append(Step(*zip(*((n, r.known) for r, n in work))))
+            steps.append(TraceStep(*zip(*((n, r.known) for r, n in work))))
         running = [r for r in running if r.known < r.total]
         now = max(now + 1, waiting[0].arrival) if waiting and not running else now + 1
     return steps
 
 
-def case_of(trace: Trace, step: Step) -> AttentionCase:
+def case_of(trace: Trace, step: TraceStep) -> AttentionCase:
     dims = *trace.heads, trace.dim, trace.dim, trace.page
     return AttentionCase(trace.name, "bf16", *step, *dims, lse=False, spare_pages=8)
 
 
-def times_of(trace: Trace, steps: list[Step], setup: Setup) -> dict[str, list[float]]:
-    """Microseconds of each step, of the providers whose results are right in all of them; of each its best variant."""
+def times_of(trace: Trace, steps: list[TraceStep], setup: Setup) -> dict[str, list[float]]:
+    """Return the microseconds of each step, for each provider with right results in all steps; its best variant
+    counts."""
     found: dict[str, list[float]] = {}
     names = setup.providers
     for number, step in enumerate(steps):
@@ -127,7 +131,7 @@ def times_of(trace: Trace, steps: list[Step], setup: Setup) -> dict[str, list[fl
 
 
 def at(share: float, values: list[float]) -> float:
-    """The least value that so many are not above.
+    """Return the least value that is not exceeded by `share` of the values.
 
     >>> at(0.5, [3.0, 1.0, 2.0, 9.0])
     2.0
@@ -135,8 +139,9 @@ def at(share: float, values: list[float]) -> float:
     return sorted(values)[max(0, math.ceil(round(share * len(values), 6)) - 1)]
 
 
-class Report(NamedTuple):
-    """Of a provider, microseconds: steps and waits for the first token by SHARES, the sum of all steps; tokens/s."""
+class TraceReport(NamedTuple):
+    """A provider's times in microseconds: steps and waits for the first token by SHARES, and the sum of all steps;
+    tokens/s."""
 
     steps: dict[str, float]
     waits: dict[str, float]
@@ -144,18 +149,18 @@ class Report(NamedTuple):
     tokens: float
 
 
-def report(requests: list[Request], steps: list[Step], times: list[float]) -> Report:
-    """The clock stands still where no request is there: a step begins when the one before ends."""
+def report(requests: list[TraceRequest], steps: list[TraceStep], times: list[float]) -> TraceReport:
+    """Summarise a provider's times. A step begins when the one before it ends: time without requests does not count."""
     waits = [sum(times[min(r.arrival, r.first) : r.first + 1]) for r in requests]
     tokens = sum(sum(step.q_lens) for step in steps)
     of_steps, of_waits = ({name: at(share, values) for name, share in SHARES.items()} for values in (times, waits))
-    return Report(of_steps, of_waits, sum(times), tokens / sum(times) * 1e6)
+    return TraceReport(of_steps, of_waits, sum(times), tokens / sum(times) * 1e6)
 
 
-def measure(setup: Setup, trace: Trace = TRACE) -> list[Result]:
-    """Rows: a step by SHARES and on average, and the wait for the first token by SHARES."""
+def measure(setup: Setup, trace: Trace = TRACE) -> list[Measurement]:
+    """Measure the trace. Rows: a step by SHARES and on average, and the wait for the first token by SHARES."""
     requests = requests_of(trace)
-    steps, rows = steps_of(trace, requests), list[Result]()
+    steps, rows = steps_of(trace, requests), list[Measurement]()
     tokens = sum(sum(step.q_lens) for step in steps)
     print(f"{trace.name}: {len(requests)} requests, {len(steps)} steps, {tokens} tokens", flush=True)
     for name, times in times_of(trace, steps, setup).items():
@@ -163,5 +168,5 @@ def measure(setup: Setup, trace: Trace = TRACE) -> list[Result]:
         print(f"  {name:13} {r.tokens:9.0f} tokens/s a layer, {r.total / 1e3:.1f} ms in all", flush=True)
         parts = {f"step-{share}": us for share, us in r.steps.items()} | {"step-mean": r.total / len(steps)}
         parts |= {f"first-{share}": us for share, us in r.waits.items()}
-        rows += [Result(f"{trace.name}-{part}", name, exactly(us)) for part, us in parts.items()]
+        rows += [Measurement(f"{trace.name}-{part}", name, exactly(us)) for part, us in parts.items()]
     return rows

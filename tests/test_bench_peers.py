@@ -7,7 +7,9 @@ from bench import peers, plots, readme, results
 from bench.results import FOLDER, Environment
 
 
-def rows_of(times: dict[tuple[str, str], float], date: str = "2026-01-01", commit: str = "abc123") -> list[results.Row]:
+def rows_of(
+    times: dict[tuple[str, str], float], date: str = "2026-01-01", commit: str = "abc123"
+) -> list[results.ResultRow]:
     env = Environment(date, commit, "g", "1.0", "2.0")
     return results.with_ratios([env.row(case, provider, t) for (case, provider), t in times.items()])
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from bench import harness, prefill, readme, results, trace
-from bench.trace import Request, Step
+from bench.trace import TraceRequest, TraceStep
 
 TINY = trace.Trace("tiny", 6, 2.0, (40.0, 0.8), (4.0, 0.5), 32, 400, (4, 2), 64, 16)
 
@@ -32,14 +32,14 @@ def test_steps_keep_the_rules():
 
 
 def test_two_requests_by_hand():
-    made = [Request(0, 50, 53), Request(1, 3, 5)]
+    made = [TraceRequest(0, 50, 53), TraceRequest(1, 3, 5)]
     found = trace.steps_of(replace(TINY, budget=32), made)
     assert found == [
-        Step((32,), (32,)),
-        Step((18, 3), (50, 3)),  # the rest of the first prompt, and the second
-        Step((1, 1), (51, 4)),
-        Step((1, 1), (52, 5)),
-        Step((1,), (53,)),
+        TraceStep((32,), (32,)),
+        TraceStep((18, 3), (50, 3)),  # the rest of the first prompt, and the second
+        TraceStep((1, 1), (51, 4)),
+        TraceStep((1, 1), (52, 5)),
+        TraceStep((1,), (53,)),
     ]
     assert [r.first for r in made] == [1, 1]
     said = trace.report(made, found, [10.0, 20.0, 1.0, 2.0, 3.0])
@@ -49,15 +49,15 @@ def test_two_requests_by_hand():
 
 
 def test_a_request_waits_for_room():
-    made = [Request(0, 30, 40), Request(0, 20, 30)]
+    made = [TraceRequest(0, 30, 40), TraceRequest(0, 20, 30)]
     found = trace.steps_of(replace(TINY, room=60), made)
     assert all(len(step.q_lens) == 1 for step in found) and made[1].first == 11
     with pytest.raises(ValueError, match="room: 39 tokens"):
-        trace.steps_of(replace(TINY, room=39), [Request(0, 30, 40)])
+        trace.steps_of(replace(TINY, room=39), [TraceRequest(0, 30, 40)])
 
 
 def test_time_passes_where_nobody_is_there():
-    made = [Request(0, 3, 4), Request(90, 3, 4)]
+    made = [TraceRequest(0, 3, 4), TraceRequest(90, 3, 4)]
     assert len(trace.steps_of(TINY, made)) == 4
 
 
@@ -82,7 +82,7 @@ def test_a_run_on_the_cpu(monkeypatch, capsys):
 
 def test_the_table_has_a_line_a_provider():
     def row(part, provider, us):
-        return results.Row("2026-01-01", "abc", "gpu", "1", "2", f"trace-x-h1-p8-{part}", provider, us)
+        return results.ResultRow("2026-01-01", "abc", "gpu", "1", "2", f"trace-x-h1-p8-{part}", provider, us)
 
     rows = [row("step-mean", "ours", 10.4), row("first-p99", "ours", 99.0), row("step-mean", "peer", 20.0)]
     text = readme.measured_trace({"gpu": rows})
