@@ -19,7 +19,7 @@ from .forms import find
 from .machine import MODES
 from .parse import parse
 from .program import control
-from .run import Result
+from .run import RunResult
 
 
 def unknown_forms(path: Path) -> Counter[str]:
@@ -30,7 +30,7 @@ def unknown_forms(path: Path) -> Counter[str]:
 
 def run_kernel(kernel: tuple[str, object], arch: str, modes: list[str], cover: bool, **how: object) -> int:
     """Print a line per variant and mode, and what none of them executed (cover); the number of failures."""
-    (op, spec), total = kernel, Result()
+    (op, spec), total = kernel, RunResult()
     family, failures = op.split(".")[0], 0
     for case in workloads.CASES[family](spec):
         for mode in modes:

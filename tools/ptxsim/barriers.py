@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .faults import Fault
-from .order import Clock
+from .order import VectorClock
 
 
 @dataclass
@@ -19,13 +19,13 @@ class Mbarrier:
     tx: int = 0
     phase: int = 0
     visible: bool = False  # its initialisation has been fenced for the async proxy and the cluster
-    arriving: Clock = field(default_factory=Clock)  # of the current phase
-    released: Clock = field(default_factory=Clock)  # of the phases that are complete
+    arriving: VectorClock = field(default_factory=VectorClock)  # of the current phase
+    released: VectorClock = field(default_factory=VectorClock)  # of the phases that are complete
 
     def __post_init__(self) -> None:
         self.pending = self.count
 
-    def settle(self) -> bool:
+    def complete_phase(self) -> bool:
         """Complete the phase if nothing is missing. Fault on an arrival too many."""
         if self.pending < 0:
             raise Fault(f"mbarrier {self.address}: more arrivals in phase {self.phase} than its count {self.count}")
@@ -35,7 +35,7 @@ class Mbarrier:
         self.pending = self.count
         self.released.take(self.arriving)
         self.released.event(self.component, self.phase)
-        self.arriving = Clock()
+        self.arriving = VectorClock()
         return True
 
     def __str__(self) -> str:
@@ -43,13 +43,13 @@ class Mbarrier:
 
 
 @dataclass
-class Rendezvous:
+class BarrierState:
     """A named barrier, or the barrier of a cluster: threads that have arrived, and those who wait."""
 
     need: int
     arrived: int = 0
     phase: int = 0
-    clock: Clock = field(default_factory=Clock)
+    clock: VectorClock = field(default_factory=VectorClock)
     waiting: list[tuple[np.ndarray, int]] = field(default_factory=list)  # threads, unit at which they go on
-    brought: list[np.ndarray] = field(default_factory=list)  # predicates of those that arrived
-    told: list[tuple[int, np.ndarray]] = field(default_factory=list)  # predicate register, threads that it is of
+    predicates: list[np.ndarray] = field(default_factory=list)  # predicates of those that arrived
+    receivers: list[tuple[int, np.ndarray]] = field(default_factory=list)  # predicate register, threads that it is of

@@ -135,7 +135,7 @@ class TensorMap:
 
 
 @dataclass
-class Call:
+class KernelLaunch:
     """One launch. params: per PTX parameter the bytes of its value, or a TensorMap. shared: dynamic bytes a CTA.
     before: what the launch before does last, called at each griddepcontrol.wait with the warps of a CTA that are there.
     beyond: what others' kernels rely on and the ISA does not grant, keys of BEYOND; it is a fault without.

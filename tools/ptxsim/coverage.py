@@ -21,10 +21,10 @@ import numpy as np
 
 from cute_kernels import catalog, manifest
 
-from .parse import Kernel, parse
+from .parse import PtxKernel, parse
 from .pool import pool
 from .program import cut
-from .run import Result
+from .run import RunResult
 
 BASELINE = Path(__file__).resolve().parents[2] / "tests" / "data" / "ptx_unexecuted.csv"
 COLUMNS = ("op", "kernel", "share", "instructions")  # never executed: of all instructions, and how many
@@ -46,12 +46,12 @@ class Missing:
 
 
 @cache
-def known(ptx: str) -> tuple[Kernel, dict[int, str]]:
+def known(ptx: str) -> tuple[PtxKernel, dict[int, str]]:
     kernel = parse(ptx)
     return kernel, exempt(kernel)
 
 
-def exempt(kernel: Kernel) -> dict[int, str]:
+def exempt(kernel: PtxKernel) -> dict[int, str]:
     """Instructions that no run can reach, or whose run says nothing: index -> reason."""
     units = cut(kernel)
     instructions = kernel.instructions
@@ -79,7 +79,7 @@ def exempt(kernel: Kernel) -> dict[int, str]:
     return out
 
 
-def missing(result: Result) -> Missing:
+def missing(result: RunResult) -> Missing:
     """What the runs merged in `result` (Result.add) did not execute."""
     count, total, places = 0, 0, {}
     for ptx, executed in result.executed.items():
@@ -91,7 +91,7 @@ def missing(result: Result) -> Missing:
     return Missing(count, total, places)
 
 
-def report(result: Result) -> str:
+def report(result: RunResult) -> str:
     """The share, then a line for each stretch: PTX lines, label before it, first instruction, source lines."""
     found = missing(result)
     lines = [f"never executed: {found.count} of {found.total} instructions, {found.share:.1%}"]
@@ -172,7 +172,7 @@ def measure(kernel: tuple[str, object, str]) -> Missing:
     from . import workloads
 
     op, spec, arch = kernel
-    family, total = op.split(".")[0], Result()
+    family, total = op.split(".")[0], RunResult()
     for case in workloads.CASES[family](spec):
         total.add(workloads.RUN[family](spec, case, arch).result)
     return missing(total)

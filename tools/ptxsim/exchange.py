@@ -16,10 +16,10 @@ import numpy as np
 
 from .call import Global
 from .faults import Fault
-from .order import Clock, Order
+from .order import HappensBefore, VectorClock
 
 WEAK, STRONG, CONSTANT = "weak", "strong", "constant"  # plain; relaxed, volatile or atomic; ld.global.nc
-PARTLY, ATOMIC, ASYNC, FLYING = 1, 2, 4, 8  # kinds of a word's last write; FLYING: of a bulk store under way
+PARTLY, ATOMIC, ASYNC, PENDING = 1, 2, 4, 8  # kinds of a word's last write; PENDING: of a bulk store under way
 NOBODY, SEVERAL = 0, -1  # in place of a writer
 
 
@@ -47,11 +47,11 @@ class Change(NamedTuple):
     """Bytes of memory before a write, behind it, and what was written."""
 
     before: np.ndarray
-    behind: np.ndarray
+    after: np.ndarray
     written: np.ndarray
 
 
-class How(NamedTuple):
+class WriteInfo(NamedTuple):
     """what: the instruction, for messages; kind: of the write."""
 
     what: str
@@ -61,15 +61,15 @@ class How(NamedTuple):
 class Exchange:
     def __init__(self, memory: Global) -> None:
         self.memory = memory
-        self.order = Order(0)  # of the CTAs that run
+        self.order = HappensBefore(0)  # of the CTAs that run
         self.shadows: dict[int, Shadow] = {}  # by number of the buffer
-        self.flags: dict[int, Clock] = {}  # address of strong operations -> what they hand on
+        self.flags: dict[int, VectorClock] = {}  # address of strong operations -> what they hand on
         self.base = 0  # warps of the CTAs that ran before
         self.column = np.zeros(1, np.int64)  # of a writer, in `order`; -1: in nobody's past
 
-    def begin(self, order: Order) -> None:
+    def begin(self, order: HappensBefore) -> None:
         """The next CTAs run, warps numbered from 0 again: what flags hold of those before gets other components."""
-        held = Clock()
+        held = VectorClock()
         for flag in self.flags.values():
             held.take(flag)
         writers = np.flatnonzero(self.column >= 0)[1:]
@@ -111,17 +111,17 @@ class Exchange:
 
         def note(index: int, offset: np.ndarray, which: Any, change: tuple[np.ndarray, ...]) -> None:
             by = warps if len(warps) == 1 else warps[which]
-            places.append((index, self.write(index, offset, by, Change(*change), How(what, kind | part))))
+            places.append((index, self.write(index, offset, by, Change(*change), WriteInfo(what, kind | part))))
 
         self.memory.store(address, values, what, note)
         return places
 
-    def settle(self, places: list[Any], warp: int) -> None:
+    def complete_stores(self, places: list[Any], warp: int) -> None:
         """A bulk store is complete, and `warp` knows it."""
         for index, words in places:
             shadow = self.shadows[index]
             mine = words[shadow.writer[words] == self.base + warp + 1]
-            shadow.kind[mine] &= ~np.uint8(FLYING)
+            shadow.kind[mine] &= ~np.uint8(PENDING)
             shadow.event[mine] = self.order.seen[warp, warp]
 
     # ------------------------------------------------------------- checks
@@ -133,7 +133,7 @@ class Exchange:
         late = (column < 0) | (past.seen[rows, column] < event)
         if past.bulk:
             late |= (kind & ASYNC == 0) & (past.fenced[rows, column] < event)
-        return (writer > NOBODY) & (late | (kind & FLYING > 0))
+        return (writer > NOBODY) & (late | (kind & PENDING > 0))
 
     def check_read(self, index: int, place: tuple[np.ndarray, int], past: Past, what: str, how: str) -> None:
         """place: offsets of the accesses and their size."""
@@ -150,10 +150,10 @@ class Exchange:
             why = "which no fence.proxy.async has made visible" if past.bulk else why
             raise Fault(f"{what}: reads {self.name(index, words, late)}, {why}")
 
-    def write(self, index: int, offset: np.ndarray, by: np.ndarray, change: Change, how: How) -> np.ndarray:
+    def write(self, index: int, offset: np.ndarray, by: np.ndarray, change: Change, how: WriteInfo) -> np.ndarray:
         """Check and note a write: the words. by: warps."""
         what, kind = how
-        before, behind, written = change
+        before, after, written = change
         size = written.dtype.itemsize
         shadow = self.shadow(index)
         words = words_of(offset, size)
@@ -172,7 +172,7 @@ class Exchange:
         shadow.kind[words] = kind
         clash = (shadow.writer[words] != me) & ~late
         if clash.any() and not kind & ATOMIC:
-            if size >= 4 and (clash & differ(behind, written, words)).any():
+            if size >= 4 and (clash & differ(after, written, words)).any():
                 raise Fault(f"{what}: several warps write {self.name(index, words, clash)}")
             shadow.writer[words[clash]] = SEVERAL
         return words

@@ -13,5 +13,5 @@ class Livelock(Fault):
     """The step limit was passed."""
 
 
-class Unsupported(NotImplementedError):
+class NotModelled(NotImplementedError):
     """The simulator does not model this form; the message names the PTX line."""

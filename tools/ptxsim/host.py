@@ -13,8 +13,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .call import Call, Global, TensorMap
-from .faults import Unsupported
+from .call import Global, KernelLaunch, TensorMap
+from .faults import NotModelled
 from .host_ir import (
     Atom,
     Dynamic,
@@ -44,10 +44,10 @@ class Frame:
     shared: Mapping[str, int] | int
     values: dict[str, Any] = field(default_factory=dict)
     memory: Global = field(default_factory=Global)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[KernelLaunch] = field(default_factory=list)
 
 
-def evaluate(mlir: str, ptx: str, args: Sequence[Any], shared: Mapping[str, int] | int) -> list[Call]:
+def evaluate(mlir: str, ptx: str, args: Sequence[Any], shared: Mapping[str, int] | int) -> list[KernelLaunch]:
     """The launches of the host function, in order. They share one memory.
 
     args: numpy arrays for tensors (views of any strides) and pointers, numbers for scalars; no stream. An array may
@@ -97,7 +97,7 @@ def _argument(type_: str, value: Any, memory: Global, owners: dict[tuple[int, in
         return wrap(whole, type_)
     if re.fullmatch(r"b?f\d+", type_):
         return float(value)
-    raise Unsupported(f"{name}: no argument of type {type_}")
+    raise NotModelled(f"{name}: no argument of type {type_}")
 
 
 def _register(array: np.ndarray, memory: Global, owners: dict[tuple[int, int], int], name: str) -> int:
@@ -150,11 +150,11 @@ def _run(frame: Frame, ops: tuple[Op, ...]) -> tuple[Any, ...]:
         elif op.name in ("scf.if", "scf.for"):
             (_if if op.name == "scf.if" else _for)(frame, op)
         elif op.regions and any("cuda.launch_ex" == inner.name for inner in _inner(op)):
-            raise Unsupported(f"line {op.line}: a launch inside {op.name}")
+            raise NotModelled(f"line {op.line}: a launch inside {op.name}")
         elif op.results:
             try:
                 results = _results(frame, op)
-            except Unsupported as error:
+            except NotModelled as error:
                 results = [Unknown(str(error))] * len(op.results)
             frame.values |= dict(zip(op.results, results))
     return ()
@@ -191,7 +191,7 @@ def _value(frame: Frame, name: str, type_: str = "") -> Any:
         return form_of(type_)
     value = frame.values.get(name, Unknown(f"{name} is not defined"))
     if isinstance(value, Unknown):
-        raise Unsupported(value.reason)
+        raise NotModelled(value.reason)
     return value
 
 
@@ -203,11 +203,11 @@ def _results(frame: Frame, op: Op) -> list[Any]:
         return [SPECIAL[op.name](frame, op)]
     handler = ONE.get(op.name) or MANY.get(op.name)
     if handler is None or "mode =" in op.text and op.name != "cute.get":
-        raise Unsupported(f"line {op.line}: operation {op.name} with a result that depends on arguments")
+        raise NotModelled(f"line {op.line}: operation {op.name} with a result that depends on arguments")
     types = op.operand_types or ("",) * len(op.operands)
     args = [_value(frame, name, type_) for name, type_ in zip(op.operands, types)]
     if handler is not tensor_map and any(isinstance(arg, str) for arg in args):
-        raise Unsupported(f"line {op.line}: {op.name} of a composed layout")
+        raise NotModelled(f"line {op.line}: {op.name} of a composed layout")
     made = handler(op, args)
     results = list(made) if op.name in MANY else [made]
     if len(op.result_types) == len(results):
@@ -237,11 +237,11 @@ SPECIAL: dict[str, Callable[[Frame, Op], Any]] = {
 # Launches
 
 
-def _launch(frame: Frame, op: Op, clusters: Mapping[str, tuple[int, ...]]) -> Call:
+def _launch(frame: Frame, op: Op, clusters: Mapping[str, tuple[int, ...]]) -> KernelLaunch:
     """Of the attributes of a launch only the cluster counts: programmatic and cooperative launch change no value."""
     kernel, config = re.match(r" *@\w+::@(\w+)<(%\w+)>", op.text).groups()  # type: ignore[union-attr]
     create: Op = _value(frame, config)
-    dims = {}
+    dims: dict[str, Any] = {}
     for name in ("gridDim", "blockDim"):
         names = re.search(rf"{name} = \(([^)]*)\)", create.text)[1].split(", ")  # type: ignore[index]
         dims[name] = tuple(int(_value(frame, dim)) for dim in names)
@@ -252,8 +252,10 @@ def _launch(frame: Frame, op: Op, clusters: Mapping[str, tuple[int, ...]]) -> Ca
     if found != wanted:
         raise ValueError(f"parameters of kernel {kernel}: packed (bytes, alignment) {found}, the PTX has {wanted}")
     values = [p if isinstance(p, TensorMap) else p[0] for p in params]
-    cluster = clusters.get(config, (1, 1, 1))
-    return Call(text, values, dims["gridDim"], cluster, _dynamic_shared(frame, kernel), dims["blockDim"], frame.memory)  # type: ignore[arg-type]
+    cluster: Any = clusters.get(config, (1, 1, 1))
+    return KernelLaunch(
+        text, values, dims["gridDim"], cluster, _dynamic_shared(frame, kernel), dims["blockDim"], frame.memory
+    )
 
 
 def _entry(ptx: str, kernel: str) -> tuple[str, list[tuple[int, int]]]:
@@ -310,4 +312,4 @@ def _parts(type_: str, value: Any) -> list[bytes]:
     if re.fullmatch(r"i\d+|index|!cute\.i\d+(<.*>)?", type_) or form_of(type_) is not None:
         leaves = open_numbers("i64", value) if type_ == "index" else open_numbers(type_, value)
         return [(number % (1 << 8 * size)).to_bytes(size, "little") for size, number in leaves]
-    raise Unsupported(f"a kernel parameter of type {type_}")
+    raise NotModelled(f"a kernel parameter of type {type_}")

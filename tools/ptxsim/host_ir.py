@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from .faults import Unsupported
+from .faults import NotModelled
 
 # One type list without an arrow states the operands of these, the result of all others.
 OPERAND_TYPED = re.compile(
@@ -109,7 +109,7 @@ def host_function(mlir: str) -> tuple[list[tuple[str, str]], tuple[Op, ...]]:
             if any("cuda.launch_ex" in inner for inner in lines[start:end]):
                 found.append((start, end))
     if len(found) != 1:
-        raise Unsupported(f"{len(found)} host functions that launch a kernel, must be one")
+        raise NotModelled(f"{len(found)} host functions that launch a kernel, must be one")
     start, end = found[0]
     arguments = split(expand(lines[start])[lines[start].index("(") + 1 :], ")")[0]
     parameters = [re.match(r"(%\w+): (.*)", re.sub(r" \{.*?\}$", "", part)) for part in split(arguments)]
@@ -199,7 +199,7 @@ def bits_of(type_: str) -> int:
     """Of an element: f8E4M3FN has 8."""
     found = re.search(r"\d+", type_)
     if not found:
-        raise Unsupported(f"element type {type_}")
+        raise NotModelled(f"element type {type_}")
     return int(found[0])
 
 

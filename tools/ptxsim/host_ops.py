@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .call import FORMATS, TensorMap
-from .faults import Unsupported
+from .faults import NotModelled
 from .host_ir import (
     Dynamic,
     Layout,
@@ -88,7 +88,7 @@ def _tile_to_shape(op: Op, args: list[Any]) -> Layout:
     strides = block.stride if isinstance(block.stride, tuple) else (block.stride,)
     reach = sum((n - 1) * d for n, d in zip(flat(block.shape), flat(block.stride))) + 1
     if reach != math.prod(n for n, d in zip(flat(block.shape), flat(block.stride)) if d):
-        raise Unsupported(f"line {op.line}: {op.name} of the block {block}")
+        raise NotModelled(f"line {op.line}: {op.name} of the block {block}")
     pad = (1,) * (len(shape) - len(modes))
     rest = tuple(-(-extent // size_of(mode)) for extent, mode in zip(shape, modes + pad))
     copies = _ordered(rest, order)
@@ -119,7 +119,7 @@ def _divide(op: Op, args: list[Any]) -> Any:
         for i, t in enumerate(tiles)
     )
     if not whole:
-        raise Unsupported(f"line {op.line}: {op.name} of {layout} by {tile}")
+        raise NotModelled(f"line {op.line}: {op.name} of {layout} by {tile}")
     inner = [(t.shape, d) for t, d in zip(tiles, strides)]
     outer = [(-(-n // t.shape), t.shape * d) for t, n, d in zip(tiles, shapes, strides)]
     beyond = list(zip(shapes, strides))[len(tiles) :]
@@ -161,7 +161,7 @@ def _slice(op: Op, args: list[Any]) -> Any:
     if isinstance(source, Layout):
         return made
     if not isinstance(source.start, int):
-        raise Unsupported(f"line {op.line}: {op.name} of a coordinate tensor")
+        raise NotModelled(f"line {op.line}: {op.name} of a coordinate tensor")
     bits = bits_of(element_of(op.operand_types[0]))
     return View(source.start + _index(layout.shape, layout.stride, coord) * bits // 8, made)
 
@@ -232,7 +232,7 @@ def tensor_map(op: Op, args: list[Any]) -> tuple[TensorMap, View]:
     view, result = args[0], op.result_types[0]
     kind = re.search(r"tma_format = (\w+)", result)
     if kind is None or kind[1] not in TMA_FORMATS:
-        raise Unsupported(f"line {op.line}: TMA format {kind and kind[1]}, there are {', '.join(TMA_FORMATS)}")
+        raise NotModelled(f"line {op.line}: TMA format {kind and kind[1]}, there are {', '.join(TMA_FORMATS)}")
     format_ = TMA_FORMATS[kind[1]]
     bits = int(FORMATS[format_] * 8)
     ratio = bits // bits_of(element_of(op.operand_types[0]))  # elements of the view in one of the descriptor
@@ -249,7 +249,7 @@ def tensor_map(op: Op, args: list[Any]) -> tuple[TensorMap, View]:
         box[i], multicast = -(-box[i] // multicast), -(-multicast // box[i])
     swizzle = re.search(r"S<(\d),(\d),(\d)>", op.operand_types[1])
     if swizzle and (swizzle[2] != "4" or swizzle[3] != "3"):
-        raise Unsupported(f"line {op.line}: a TMA copy with swizzle {swizzle[0]}")
+        raise NotModelled(f"line {op.line}: a TMA copy with swizzle {swizzle[0]}")
     span = 16 << int(swizzle[1]) if swizzle and swizzle[1] != "0" else 0
     outer = tuple(stride * bits // 8 for stride in strides[1:])
     form: View = form_of(op.result_types[1])

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from .barriers import Mbarrier, Rendezvous
-from .call import Call, TensorMap
+from .barriers import BarrierState, Mbarrier
+from .call import KernelLaunch, TensorMap
 from .exchange import Exchange
-from .faults import Fault, Unsupported
-from .order import Clock, Order
+from .faults import Fault, NotModelled
+from .order import HappensBefore, VectorClock
 from .program import Program
-from .shared import RANK, Shared
+from .shared import RANK, SharedMemory
 from .translate import STORAGE
 
 MODES = ("eager", "late", "newest", "random")
@@ -24,7 +24,7 @@ POISON = {"B": 0x7F, "W": 0x7FC0DEAD, "H": 0x7FC1, "D": 0x7FF8_DEAD_7FC0_DEAD}  
 
 
 @dataclass
-class Pending:
+class PendingOperation:
     """An asynchronous operation under way."""
 
     what: str
@@ -35,7 +35,7 @@ class Pending:
 class Threads:
     """Threads that run a unit together. where: their columns of the register file."""
 
-    machine: "Machine"
+    machine: "MachineState"
     where: Any
     count: int
     pick: Any = None  # of a selection: its positions among the threads it was selected from
@@ -95,33 +95,40 @@ class Settings:
 
 
 @dataclass
-class State:
+class EngineState:
     """What engines keep."""
 
     # Operations under way by queue: in "" they complete in any order, in others in the order they were issued in.
-    pending: dict[str, deque[Pending]] = field(
+    pending: dict[str, deque[PendingOperation]] = field(
         default_factory=lambda: defaultdict(deque, {"": deque(), "store": deque()})
     )
     wgmma: dict[int, Any] = field(default_factory=dict)  # warpgroup -> wgmma.Pipe
     bulk: dict[int, Any] = field(default_factory=dict)  # thread -> bulk groups
     copies: dict[int, Any] = field(default_factory=dict)  # thread -> cp.async groups
-    named: dict[tuple[int, int], Rendezvous] = field(default_factory=dict)  # (slot, id)
-    cluster: dict[int, Rendezvous] = field(default_factory=dict)
-    flags: dict[int, Clock] = field(default_factory=dict)  # of strong operations in shared memory, or of scope .cta
+    named: dict[tuple[int, int], BarrierState] = field(default_factory=dict)  # (slot, id)
+    cluster: dict[int, BarrierState] = field(default_factory=dict)
+    flags: dict[int, VectorClock] = field(
+        default_factory=dict
+    )  # of strong operations in shared memory, or of scope .cta
     # By warp, and whether other CTAs count: its past at its last fence; what it read since, and no fence took up yet.
-    fences: dict[tuple[int, bool], Clock] = field(default_factory=dict)
-    heard: dict[tuple[int, bool], Clock] = field(default_factory=dict)
+    fences: dict[tuple[int, bool], VectorClock] = field(default_factory=dict)
+    unacquired: dict[tuple[int, bool], VectorClock] = field(default_factory=dict)
     tensor: dict[int, Any] = field(default_factory=dict)  # slot -> tensor memory
-    released: dict[int, Clock] = field(default_factory=dict)  # warp -> its past at its last fence for the cluster
+    released: dict[int, VectorClock] = field(default_factory=dict)  # warp -> its past at its last fence for the cluster
     remote: set[int] = field(default_factory=set)  # warps with stores to other CTAs since a full release
     counts: dict[str, int] = field(default_factory=dict)
 
 
-class Machine:
+class MachineState:
     """CTAs of whole clusters that are resident together."""
 
     def __init__(
-        self, program: Program, call: Call, memory: Exchange, blocks: list[tuple[int, int, int]], settings: Settings
+        self,
+        program: Program,
+        call: KernelLaunch,
+        memory: Exchange,
+        blocks: list[tuple[int, int, int]],
+        settings: Settings,
     ) -> None:
         """blocks: indices of the CTAs, those of a cluster one after the other in rank order."""
         self.program, self.call, self.memory, self.settings = program, call, memory, settings
@@ -137,9 +144,9 @@ class Machine:
         self.slots = len(blocks)
         self.threads = self.per_cta * self.slots
         self.warps = self.threads // 32
-        self.order = Order(self.warps)
+        self.order = HappensBefore(self.warps)
         size = program.kernel.shared_bytes + call.shared
-        self.shared = Shared(self.slots, size, self.per_cta // 32, self.order)
+        self.shared = SharedMemory(self.slots, size, self.per_cta // 32, self.order)
         memory.begin(self.order)
         self.P, self.B, self.H, self.W, self.D = (
             np.full((max(1, program.registers.count[letter]), self.threads), POISON.get(letter, 0), dtype)
@@ -149,7 +156,7 @@ class Machine:
         self.first_slot = np.arange(self.threads) // self.per_cta // self.cluster_size * self.cluster_size
         self.params, self.maps = pack(program, call)
         self.mbarriers: dict[int, Mbarrier] = {}  # flat shared address -> object
-        self.state = State()
+        self.state = EngineState()
         self.waiting: deque[list[tuple[int, int, int]]] = deque()  # clusters of the run that are not resident yet
         self.pc = np.zeros(self.threads, np.int32)
         self.done = np.zeros(self.threads, bool)
@@ -177,7 +184,7 @@ class Machine:
             return np.uint64(self.steps)
         values = {"dynamic_smem_size": self.call.shared, "total_smem_size": self.shared.size, "nsmid": 132, "smid": 0}
         if name not in values:
-            raise Unsupported(f"special register %{name} is not modelled")
+            raise NotModelled(f"special register %{name} is not modelled")
         return np.uint32(values[name])
 
     def shared_address(self, where: Any, offset: int) -> np.ndarray:
@@ -212,13 +219,15 @@ class Machine:
             complete()
             self.events += 1
         else:
-            self.state.pending[queue].append(Pending(what, complete))
+            self.state.pending[queue].append(PendingOperation(what, complete))
 
     def count(self, what: str) -> None:
         self.state.counts[what] = self.state.counts.get(what, 0) + 1
 
 
-def specials(call: Call, blocks: list[tuple[int, int, int]], shape: tuple[int, int, int]) -> dict[str, np.ndarray]:
+def specials(
+    call: KernelLaunch, blocks: list[tuple[int, int, int]], shape: tuple[int, int, int]
+) -> dict[str, np.ndarray]:
     """Special registers that differ between threads or CTAs (PTX ISA, Special Registers)."""
     per_cta = int(np.prod(shape))
     lane = np.tile(np.arange(per_cta, dtype=np.uint32), len(blocks))
@@ -249,7 +258,7 @@ def specials(call: Call, blocks: list[tuple[int, int, int]], shape: tuple[int, i
     return {name: values.astype(np.uint32) for name, values in out.items()}
 
 
-def pack(program: Program, call: Call) -> tuple[np.ndarray, dict[int, TensorMap]]:
+def pack(program: Program, call: KernelLaunch) -> tuple[np.ndarray, dict[int, TensorMap]]:
     """Parameter bytes, and tensor maps by their offset in them."""
     expected = list(program.kernel.params.values())
     if len(call.params) != len(expected):

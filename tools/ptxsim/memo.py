@@ -20,13 +20,13 @@ import torch
 
 from cute_kernels import manifest
 
-from .run import Result
+from .run import RunResult
 
 UNUSED_DAYS = 14  # entries not used for this long are deleted
 LARGEST = 1 << 26  # bytes; launches on more memory are not remembered, since reading it takes longer
 
 
-def recall(folder: Path, facts: Any, args: Sequence[Any], simulate: Callable[[], Result]) -> Result:
+def recall(folder: Path, facts: Any, args: Sequence[Any], simulate: Callable[[], RunResult]) -> RunResult:
     """`simulate()`, which works on `args` in place, or what it gave before. facts: all else that it depends on, as
     values whose repr tells them apart."""
     storages = {s.data_ptr(): s for s in (arg.untyped_storage() for arg in args if isinstance(arg, torch.Tensor))}

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from . import tensorcore
-from .forms import WARP, Op, effect, form, refuse
+from .forms import WARP, PtxOp, effect, form, refuse
 from .machine import Threads
 from .numbers import decode
-from .parse import Instruction, vector
+from .parse import PtxInstruction, vector
 from .translate import dtype_of
 
 MMA = "Warp Level Matrix Multiply-Accumulate Instructions"
@@ -54,12 +54,12 @@ def fragment(registers: Sequence[np.ndarray], kind: str, rows: int) -> np.ndarra
     MMA,
     level=WARP,
 )
-def multiply(x: Instruction, f: re.Match[str]) -> Op:
+def multiply(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     if f[2] != "f32" or f[5] != "f32" or f[3] not in BYTES or f[4] not in BYTES:
         raise refuse(x, f"{f[2]} += {f[3]} {f[4]}")
     d, a, b, c = (vector(text) for text in x.args)
 
-    def run(t: Threads, x: Instruction, *values: Any) -> Any:
+    def run(t: Threads, x: PtxInstruction, *values: Any) -> Any:
         left = fragment(values[: len(a)], f[3], 16)
         right = fragment(values[len(a) : len(a) + len(b)], f[4], 8)
         sums = np.empty((len(left), 16, 8), np.float32)
@@ -73,8 +73,8 @@ def multiply(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16", MMA, level=WARP)
-def transpose(x: Instruction, f: re.Match[str]) -> Op:
-    def run(t: Threads, x: Instruction, a: Any) -> Any:
+def transpose(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    def run(t: Threads, x: PtxInstruction, a: Any) -> Any:
         matrix = np.ascontiguousarray(a).view(np.uint16).reshape(-1, 8, 8).transpose(0, 2, 1)
         return np.ascontiguousarray(matrix).reshape(-1).view(dtype_of("b32"))
 

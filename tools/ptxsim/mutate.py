@@ -19,9 +19,9 @@ from typing import Any
 from cute_kernels import catalog
 
 from . import launcher, workloads
-from .faults import Fault, Unsupported
+from .faults import Fault, NotModelled
 from .machine import MODES
-from .parse import Instruction, Kernel, parse
+from .parse import PtxInstruction, PtxKernel, parse
 from .pool import pool
 
 LIMIT = 200_000  # units, in `random` five times as many: a mutant that spins is stopped early
@@ -61,7 +61,7 @@ DROPPED = {  # opcode: what dropping it is called
 }
 
 
-def mutants(kernel: Kernel) -> Iterator[Mutant]:
+def mutants(kernel: PtxKernel) -> Iterator[Mutant]:
     """Every single change: an operation dropped, a wait skipped, a count or a coordinate that is off by one."""
     for i, x in enumerate(kernel.instructions):
         for pattern, name in DROPPED.items():
@@ -70,7 +70,7 @@ def mutants(kernel: Kernel) -> Iterator[Mutant]:
         yield from changed(i, x)
 
 
-def changed(i: int, x: Instruction) -> Iterator[Mutant]:
+def changed(i: int, x: PtxInstruction) -> Iterator[Mutant]:
     if x.op.startswith("mbarrier.try_wait"):
         yield Mutant("skip mbarrier.try_wait", i, x.line, "setp.eq.u32", (x.args[0], "0", "0"))
         phase = "1" if x.args[2] == "0" else "0"
@@ -96,14 +96,16 @@ def changed(i: int, x: Instruction) -> Iterator[Mutant]:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class MutantVerdict:
     mutant: Mutant
     mode: str  # that noticed it, "" none
     why: str
     ran: bool  # some case executed the changed instruction
 
 
-def try_mutant(kernel: tuple[str, Any, str], modes: Sequence[str], names: Sequence[str], mutant: Mutant) -> Verdict:
+def try_mutant(
+    kernel: tuple[str, Any, str], modes: Sequence[str], names: Sequence[str], mutant: Mutant
+) -> MutantVerdict:
     """names: of cases, all of them where empty."""
     op, spec, arch = kernel
     program = launcher.program(launcher.load(op, spec, arch).ptx)
@@ -118,20 +120,20 @@ def try_mutant(kernel: tuple[str, Any, str], modes: Sequence[str], names: Sequen
             try:
                 outcome = workloads.RUN[family](spec, case, arch, **how)
             except Fault as fault:
-                return Verdict(mutant, mode, str(fault).split("\n")[0], True)
-            except Unsupported as error:
-                return Verdict(mutant, mode, f"unsupported: {error}", True)
+                return MutantVerdict(mutant, mode, str(fault).split("\n")[0], True)
+            except NotModelled as error:
+                return MutantVerdict(mutant, mode, f"unsupported: {error}", True)
             if not outcome.error <= 1:
-                return Verdict(mutant, mode, "wrong results", True)
+                return MutantVerdict(mutant, mode, "wrong results", True)
             ran |= mutant.index >= 0 and any(one[mutant.index] for one in outcome.result.executed.values())
         if mutant.index >= 0 and not ran:
             break  # the cases are the same in every mode
-    return Verdict(mutant, "", "", ran)
+    return MutantVerdict(mutant, "", "", ran)
 
 
-def report(verdicts: list[Verdict]) -> str:
+def report(verdicts: list[MutantVerdict]) -> str:
     """A line per kind of change, then the survivors."""
-    kinds: dict[str, list[Verdict]] = defaultdict(list)
+    kinds: dict[str, list[MutantVerdict]] = defaultdict(list)
     for verdict in verdicts:
         kinds[verdict.mutant.what].append(verdict)
     lines = []

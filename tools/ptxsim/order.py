@@ -9,7 +9,7 @@ both. An access is ordered after an event (c, k) if seen[w, c] >= k, whatever th
 import numpy as np
 
 
-class Clock:
+class VectorClock:
     """What a synchronisation object hands from those who release to those who acquire."""
 
     __slots__ = ("fenced", "seen")
@@ -18,7 +18,7 @@ class Clock:
         self.seen = np.zeros(0, np.int32)
         self.fenced = np.zeros(0, np.int32)
 
-    def take(self, other: "Clock") -> None:
+    def take(self, other: "VectorClock") -> None:
         self.seen, self.fenced = joined(self.seen, other.seen), joined(self.fenced, other.fenced)
 
     def event(self, component: int, count: int) -> None:
@@ -37,7 +37,7 @@ def joined(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return out
 
 
-class Order:
+class HappensBefore:
     def __init__(self, warps: int) -> None:
         self.warps = warps
         self.components = warps
@@ -58,13 +58,13 @@ class Order:
         """The current event of each warp itself."""
         return self.seen[warps, warps]
 
-    def release(self, warps: np.ndarray, clock: Clock) -> None:
+    def release(self, warps: np.ndarray, clock: VectorClock) -> None:
         """Everything these warps did or saw so far goes to `clock`."""
         clock.seen = joined(clock.seen, self.seen[warps].max(0))
         clock.fenced = joined(clock.fenced, self.fenced[warps].max(0))
         self.seen[warps, warps] += 1
 
-    def acquire(self, warps: np.ndarray, clock: Clock) -> None:
+    def acquire(self, warps: np.ndarray, clock: VectorClock) -> None:
         n = clock.seen.size
         if n:
             self.seen[warps, :n] = np.maximum(self.seen[warps, :n], clock.seen)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from .forms import require
-from .parse import Instruction, Kernel, parse
-from .translate import Names, Registers, Translator, build
+from .parse import PtxInstruction, PtxKernel, parse
+from .translate import Names, RegisterMap, Translator, build
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Program:
     def __init__(self, ptx: str) -> None:
         self.kernel = parse(ptx)
         self.dynamic_start = -(-self.kernel.shared_bytes // 16) * 16
-        self.registers = Registers(self.kernel)
+        self.registers = RegisterMap(self.kernel)
         self.names = Names()
         self.units = cut(self.kernel)
         self.flows: dict[int, Any] = {}  # of units, as undefined.py needs them
@@ -68,12 +68,12 @@ class Program:
         return out
 
 
-def control(x: Instruction) -> str:
+def control(x: PtxInstruction) -> str:
     head = x.op.split(".")[0]
     return {"bra": "branch", "ret": "return", "exit": "return"}.get(head, "")
 
 
-def cut(kernel: Kernel) -> list[Unit]:
+def cut(kernel: PtxKernel) -> list[Unit]:
     """Units begin at labels, after branches, around waits, and where more threads must come together than so far."""
     instructions = kernel.instructions
     facts = [(0, False) if control(x) else (require(x)[0].level, require(x)[0].waits) for x in instructions]

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from .machine import Machine
+from .machine import MachineState
 from .shared import BASE
 
 
-def where(m: Machine) -> str:
+def where(m: MachineState) -> str:
     """One line per group of lanes, mbarrier and barrier."""
     lines = []
     for warp in range(m.warps):
@@ -31,12 +31,12 @@ def where(m: Machine) -> str:
     return "\n".join(lines)
 
 
-def _warp(m: Machine, warp: int) -> str:
+def _warp(m: MachineState, warp: int) -> str:
     per_cta = m.per_cta // 32
     return f"warp {warp % per_cta:2d}" + (f" of CTA {warp // per_cta}" if m.slots > 1 else "")
 
 
-def _place(m: Machine, unit: int, thread: int) -> str:
+def _place(m: MachineState, unit: int, thread: int) -> str:
     x = m.program.kernel.instructions[m.program.units[unit].first]
     source = f" ({x.source})" if x.source else ""
     state = " [in the barrier]" if m.blocked[thread] else ""

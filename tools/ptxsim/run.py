@@ -8,10 +8,10 @@ import numpy as np
 
 # The modules that register instruction forms.
 from . import alu, atomic, cancel, convert, data, mma, sync, tcgen05, tma, warp, wgmma  # noqa: F401
-from .call import Call
+from .call import KernelLaunch
 from .exchange import Exchange
 from .faults import Fault
-from .machine import MODES, Machine, Settings
+from .machine import MODES, MachineState, Settings
 from .program import Program
 from .schedule import run as run_machine
 from .shared import BASE
@@ -20,7 +20,7 @@ Block = tuple[int, int, int]
 
 
 @dataclass
-class Result:
+class RunResult:
     """steps: units executed. counts: asynchronous operations by kind. executed: by PTX text, of each instruction
     whether a thread executed it (program.Program.executed). phases: by PTX text, of the mbarrier at each offset in
     shared memory how many it completed, in the CTA that completed most."""
@@ -30,7 +30,7 @@ class Result:
     executed: dict[str, np.ndarray] = field(default_factory=dict)
     phases: dict[str, dict[int, int]] = field(default_factory=dict)
 
-    def add(self, other: "Result") -> None:
+    def add(self, other: "RunResult") -> None:
         """Take in another run."""
         self.steps += other.steps
         for name, count in other.counts.items():
@@ -44,7 +44,7 @@ class Result:
 
 
 def run(
-    call: Call,
+    call: KernelLaunch,
     mode: str = "eager",
     seed: int = 0,
     blocks: Iterable[Block] | None = None,
@@ -52,7 +52,7 @@ def run(
     program: Program | None = None,
     limit: int = 2_000_000,
     exact: bool = False,
-) -> Result:
+) -> RunResult:
     """Execute the grid of `call`; its arrays hold the results.
 
     mode: when asynchronous operations complete, see schedule.py. blocks: CTAs to run (all of the grid); whole
@@ -64,23 +64,23 @@ def run(
     if mode not in MODES:
         raise ValueError(f"mode: {mode!r}, must be one of {MODES}")
     program = program or Program(call.ptx)
-    result, memory = Result(), Exchange(call.memory)
+    result, memory = RunResult(), Exchange(call.memory)
     waiting = deque(clusters_of(call, blocks))
     count = len(waiting)
     while waiting:
         first = count - len(waiting)
         portion = [block for _ in range(min(resident, len(waiting))) for block in waiting.popleft()]
-        machine = Machine(program, call, memory, portion, Settings(mode, seed + first, limit, exact))
+        machine = MachineState(program, call, memory, portion, Settings(mode, seed + first, limit, exact))
         machine.waiting = waiting
         run_machine(machine)
         if "exit" not in call.beyond:
             check_exit(machine)
         executed = program.executed(machine.entered, machine.active)
-        result.add(Result(machine.steps, machine.state.counts, {call.ptx: executed}, {call.ptx: phases_of(machine)}))
+        result.add(RunResult(machine.steps, machine.state.counts, {call.ptx: executed}, {call.ptx: phases_of(machine)}))
     return result
 
 
-def phases_of(m: Machine) -> dict[int, int]:
+def phases_of(m: MachineState) -> dict[int, int]:
     found: dict[int, int] = {}
     for flat, barrier in m.mbarriers.items():
         offset = flat % m.shared.stride - BASE
@@ -88,7 +88,7 @@ def phases_of(m: Machine) -> dict[int, int]:
     return found
 
 
-def clusters_of(call: Call, blocks: Iterable[Block] | None) -> list[list[Block]]:
+def clusters_of(call: KernelLaunch, blocks: Iterable[Block] | None) -> list[list[Block]]:
     """CTAs by cluster, in rank order; only clusters that hold one of `blocks`."""
     size = call.cluster
     for i, axis in enumerate("xyz"):
@@ -108,7 +108,7 @@ def clusters_of(call: Call, blocks: Iterable[Block] | None) -> list[list[Block]]
     return out
 
 
-def check_exit(m: Machine) -> None:
+def check_exit(m: MachineState) -> None:
     """What must not be left when a kernel ends."""
     for barrier in m.mbarriers.values():
         if barrier.tx:

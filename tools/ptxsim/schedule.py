@@ -8,17 +8,17 @@ import numpy as np
 
 from .faults import Deadlock, Livelock
 from .forms import THREAD, WARP, WARPGROUP
-from .machine import Machine, Threads, distinct
+from .machine import MachineState, Threads, distinct
 from .report import where
-from .sync import settle_cluster
+from .sync import complete_cluster_phase
 from .undefined import follow
 
-LAST = np.iinfo(np.int32).max  # behind every unit
-RUN = 64  # units that a group runs before the next one is chosen
-SHARES = (0.3, 0.3, 0.05, 0.01)  # random: chance that an operation completes after a step, by seed
+NO_UNIT = np.iinfo(np.int32).max  # behind every unit
+UNITS_PER_TURN = 64  # units that a group runs before the next one is chosen
+COMPLETION_CHANCES = (0.3, 0.3, 0.05, 0.01)  # random: chance that an operation completes after a step, by seed
 
 
-def run(m: Machine) -> None:
+def run(m: MachineState) -> None:
     """Until every thread has returned and every operation is complete."""
     with np.errstate(all="ignore"):
         while not m.done.all():
@@ -30,7 +30,10 @@ def run(m: Machine) -> None:
                 if chosen is None:
                     raise Deadlock(f"deadlock\n{where(m)}")
             step(m, *chosen)
-            if m.settings.mode == "random" and m.random.random() < SHARES[m.settings.seed % len(SHARES)]:
+            if (
+                m.settings.mode == "random"
+                and m.random.random() < COMPLETION_CHANCES[m.settings.seed % len(COMPLETION_CHANCES)]
+            ):
                 complete_one(m)
             if m.steps > m.settings.limit:
                 raise Livelock(f"no end after {m.settings.limit} units\n{where(m)}")
@@ -38,7 +41,7 @@ def run(m: Machine) -> None:
             pass
 
 
-def complete_one(m: Machine) -> bool:
+def complete_one(m: MachineState) -> bool:
     """Complete one asynchronous operation; False where none is under way."""
     queues = [queue for queue in m.state.pending.values() if queue]
     if not queues:
@@ -57,7 +60,7 @@ def complete_one(m: Machine) -> bool:
     return True
 
 
-def choose(m: Machine, part_of_warp: bool = False) -> tuple[int, np.ndarray, int] | None:
+def choose(m: MachineState, part_of_warp: bool = False) -> tuple[int, np.ndarray, int] | None:
     """(unit, threads, level up to which they are together); None where nobody can move.
 
     part_of_warp: lanes may run a collective without the rest of their warp; its member mask then tells whether that
@@ -69,17 +72,17 @@ def choose(m: Machine, part_of_warp: bool = False) -> tuple[int, np.ndarray, int
     if not able.any():
         return None
     by_warp, live_warp = pc.reshape(-1, 32), live.reshape(-1, 32)
-    lowest = np.where(live_warp, by_warp, LAST).min(1)
+    lowest = np.where(live_warp, by_warp, NO_UNIT).min(1)
     together = ((by_warp == lowest[:, None]) | ~live_warp).all(1)
     level = program.level[pc]
     if level.any():
         collective = (level == WARP) & (together.repeat(32) | part_of_warp)
-        able &= (level == THREAD) | collective | whole_groups(m, lowest, together, level)
+        able &= (level == THREAD) | collective | whole_warpgroups(m, lowest, together, level)
         if not able.any():
             return None
     # Within a split warp the lanes at the lowest unit go first: they catch up with the others.
-    first = np.where(able.reshape(-1, 32), by_warp, LAST).min(1)
-    candidates = first[first < LAST]
+    first = np.where(able.reshape(-1, 32), by_warp, NO_UNIT).min(1)
+    candidates = first[first < NO_UNIT]
     random = m.settings.mode == "random"
     if random:
         unit = int(m.random.choice(np.unique(candidates)))
@@ -93,10 +96,10 @@ def choose(m: Machine, part_of_warp: bool = False) -> tuple[int, np.ndarray, int
         if keep.any():
             warps[warps] = keep
     index = np.flatnonzero(able & (pc == unit) & warps.repeat(32))
-    return unit, index, togetherness(m, index, together, live)
+    return unit, index, convergence(m, index, together, live)
 
 
-def whole_groups(m: Machine, lowest: np.ndarray, together: np.ndarray, level: np.ndarray) -> np.ndarray:
+def whole_warpgroups(m: MachineState, lowest: np.ndarray, together: np.ndarray, level: np.ndarray) -> np.ndarray:
     """Threads at a warpgroup unit whose four warps are all there."""
     if not (level == WARPGROUP).any() or m.per_cta % 128:
         return np.zeros(m.threads, bool)
@@ -105,7 +108,7 @@ def whole_groups(m: Machine, lowest: np.ndarray, together: np.ndarray, level: np
     return (level == WARPGROUP) & whole.repeat(128)
 
 
-def togetherness(m: Machine, index: np.ndarray, together: np.ndarray, live: np.ndarray) -> int:
+def convergence(m: MachineState, index: np.ndarray, together: np.ndarray, live: np.ndarray) -> int:
     """Which collectives the chosen threads may run without another choice."""
     warps = distinct(index >> 5)
     if not together[warps].all() or len(index) != int(live.reshape(-1, 32)[warps].sum()):
@@ -116,13 +119,13 @@ def togetherness(m: Machine, index: np.ndarray, together: np.ndarray, live: np.n
     return WARP
 
 
-def step(m: Machine, number: int, index: np.ndarray, level: int) -> None:
+def step(m: MachineState, number: int, index: np.ndarray, level: int) -> None:
     """Run a group until it splits, waits, needs others, or has run long enough."""
     n = len(index)
     contiguous = index[-1] - index[0] + 1 == n
     s = slice(int(index[0]), int(index[-1]) + 1) if contiguous else index
     t = Threads(m, s, n)
-    for _ in range(1 if m.settings.mode == "random" else RUN):
+    for _ in range(1 if m.settings.mode == "random" else UNITS_PER_TURN):
         unit = m.program.units[number]
         code = unit.run or m.program.code(number)
         m.unit, m.stalled = number, None
@@ -139,7 +142,7 @@ def step(m: Machine, number: int, index: np.ndarray, level: int) -> None:
             taken = np.broadcast_to(np.asarray(result), (n,))
             if unit.ends == "return":
                 m.done[index[taken]] = True
-                leave(m)
+                exit_threads(m)
                 m.pc[index[~taken]] = following
                 m.events += 1
                 return
@@ -156,13 +159,13 @@ def step(m: Machine, number: int, index: np.ndarray, level: int) -> None:
             return
 
 
-def leave(m: Machine) -> None:
+def exit_threads(m: MachineState) -> None:
     """Threads have exited: their cluster's barrier no longer waits for them, their CTA's shared memory may go."""
     if m.cluster_size == 1:
         return
     for cluster in list(m.state.cluster):
-        settle_cluster(m, cluster)
+        complete_cluster_phase(m, cluster)
     whole = m.done.reshape(m.slots, -1).all(1)
-    for slot in set(np.flatnonzero(whole).tolist()) - m.shared.gone:
+    for slot in set(np.flatnonzero(whole).tolist()) - m.shared.exited:
         m.shared.check_exit(slot)
-        m.shared.gone.add(slot)
+        m.shared.exited.add(slot)

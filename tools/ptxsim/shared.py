@@ -14,15 +14,15 @@ import numpy as np
 
 from .call import elements
 from .faults import Fault
-from .order import Order
+from .order import HappensBefore
 
 BASE = 1024  # bytes that the system keeps at the start of a CTA's shared memory
 RANK = 24  # bit of a shared address where the CTA rank begins
 EMPTY, SEVERAL = -1, -2  # in place of a component: never written; parts written by several warps, in no order
 
 
-class Shared:
-    def __init__(self, slots: int, size: int, warps_per_slot: int, order: Order) -> None:
+class SharedMemory:
+    def __init__(self, slots: int, size: int, warps_per_slot: int, order: HappensBefore) -> None:
         """slots: CTAs. size: bytes a CTA, static and dynamic."""
         self.size, self.order, self.per_slot = size, order, warps_per_slot
         self.stride = -(-(BASE + size) // 1024) * 1024
@@ -37,9 +37,9 @@ class Shared:
         self.updater = np.full(words, EMPTY, np.int32)  # last warp whose atomic updated the word, and its event
         self.update_event = np.zeros(words, np.int32)
         self.updated = False  # any word
-        self.reading = np.zeros(words, np.int16)
-        self.flying = np.zeros(words, np.int16)
-        self.gone: set[int] = set()  # slots whose CTA has exited
+        self.async_reads = np.zeros(words, np.int16)
+        self.async_writes = np.zeros(words, np.int16)
+        self.exited: set[int] = set()  # slots whose CTA has exited
         warp = np.arange(slots * warps_per_slot)[:, None]  # and those of its own CTA
         self.own = warp, warp // warps_per_slot * warps_per_slot + np.arange(warps_per_slot)
 
@@ -60,7 +60,7 @@ class Shared:
         if (offset % size).any():
             raise Fault(f"{what}: shared {int(offset[offset % size != 0][0]) - BASE:#x} is not aligned to {size} B")
         slot = first_slot + (address >> RANK)
-        if self.gone and np.isin(slot, list(self.gone)).any():
+        if self.exited and np.isin(slot, list(self.exited)).any():
             raise Fault(f"{what}: shared memory of a CTA that has exited")
         return slot * self.stride + offset
 
@@ -82,11 +82,11 @@ class Shared:
         if self.updated and not strong:
             self.check_updates(by, words, f"{what}: reads")
         if not part and not strong:
-            self.note_read(by, words)
+            self.record_read(by, words)
         items = (flat // dtype.itemsize) + np.arange(count)[:, None]
         return elements(self.bytes, dtype)[items]
 
-    def note_read(self, by: np.ndarray, words: np.ndarray) -> None:
+    def record_read(self, by: np.ndarray, words: np.ndarray) -> None:
         """Of the warps of other CTAs only the last that read a word is known."""
         by = np.broadcast_to(by, words.shape)
         own = by // self.per_slot == words * 4 // self.stride
@@ -100,16 +100,18 @@ class Shared:
 
         Of a vector (words two-dimensional) one written word is enough: compilers widen loads over padding.
         """
-        writer = self.landed(words, what)
+        writer = self.last_writer(words, what)
         empty = writer == EMPTY
         if empty.any() and (words.ndim == 1 or empty.all(1).any()):
             raise Fault(f"{what}: reads {self._first(words, empty)}, which nothing has written")
         self.check_order(self.order.seen[by, np.maximum(writer, 0)], words, what, part)
 
-    def landed(self, words: np.ndarray, what: str) -> np.ndarray:
+    def last_writer(self, words: np.ndarray, what: str) -> np.ndarray:
         """Who has written words that are read now."""
-        if self.flying[words].any():
-            raise Fault(f"{what}: reads {self._first(words, self.flying[words] > 0)} while an async write is under way")
+        if self.async_writes[words].any():
+            raise Fault(
+                f"{what}: reads {self._first(words, self.async_writes[words] > 0)} while an async write is under way"
+            )
         return self.writer[words]
 
     def check_order(self, seen: np.ndarray, words: np.ndarray, what: str, part: bool = False) -> None:
@@ -140,13 +142,13 @@ class Shared:
 
     def check_write(self, by: np.ndarray, words: np.ndarray, what: str, part: bool = False) -> np.ndarray:
         """Words of which other warps write other parts at the same time, which only a `part` of a word may do."""
-        if self.flying[words].any():
+        if self.async_writes[words].any():
             raise Fault(
-                f"{what}: writes {self._first(words, self.flying[words] > 0)} while an async write is under way"
+                f"{what}: writes {self._first(words, self.async_writes[words] > 0)} while an async write is under way"
             )
-        if self.reading[words].any():
+        if self.async_reads[words].any():
             raise Fault(
-                f"{what}: writes {self._first(words, self.reading[words] > 0)} while an async operation reads it"
+                f"{what}: writes {self._first(words, self.async_reads[words] > 0)} while an async operation reads it"
             )
         writer = self.writer[words]
         late = (writer >= 0) & (self.order.seen[by, np.maximum(writer, 0)] < self.event[words])
@@ -167,9 +169,9 @@ class Shared:
         words = self.words(flat, size)
         by = warps if words.ndim == 1 else warps[:, None]
         self.check_read(by, words, what, size < 4)
-        if self.reading[words].any():
+        if self.async_reads[words].any():
             raise Fault(
-                f"{what}: updates {self._first(words, self.reading[words] > 0)}, which an async operation reads"
+                f"{what}: updates {self._first(words, self.async_reads[words] > 0)}, which an async operation reads"
             )
         self.check_readers(by, words, what)
         self.updated = True
@@ -222,7 +224,7 @@ class Shared:
     def begin_read(self, warps: np.ndarray, words: np.ndarray, what: str, blank: bool = False) -> str:
         """An async operation of `warps` starts to read `words` (k,). blank: words that nothing has written may be read;
         then the result tells of one, if there are any."""
-        writer = self.landed(words, what)
+        writer = self.last_writer(words, what)
         component, empty = np.maximum(writer, 0), writer == EMPTY
         nothing = f"{what}: reads {self._first(words, empty)}, which nothing has written" if empty.any() else ""
         if nothing and not blank:
@@ -236,12 +238,12 @@ class Shared:
                     f"{what}: reads {self._first(words, stale)} through the async proxy, written by "
                     f"{self.who(int(writer[stale][0]))} without fence.proxy.async"
                 )
-        self.reading[words] += 1
+        self.async_reads[words] += 1
         return nothing
 
     def end_read(self, warps: np.ndarray, words: np.ndarray) -> None:
         """The operation has read; `warps` know it."""
-        self.reading[words] -= 1
+        self.async_reads[words] -= 1
         for warp in warps:
             self.readers[words, warp % self.per_slot] = self.order.seen[warp, warp]
 
@@ -256,19 +258,19 @@ class Shared:
                 f"{what}: overwrites {self._first(words, stale)} through the async proxy, written by "
                 f"{self.who(int(writer[stale][0]))} without fence.proxy.async"
             )
-        self.flying[words] += 1
+        self.async_writes[words] += 1
 
-    def fly(self, words: np.ndarray, what: str) -> None:
+    def begin_writes(self, words: np.ndarray, what: str) -> None:
         """Asynchronous writes of several threads begin, each to its own words (n, k)."""
-        before = self.flying[words]
-        np.add.at(self.flying, words, 1)
-        twice = self.flying[words] > before + 1
+        before = self.async_writes[words]
+        np.add.at(self.async_writes, words, 1)
+        twice = self.async_writes[words] > before + 1
         if twice.any():
             raise Fault(f"{what}: several threads write {self._first(words, twice)}")
 
     def end_write(self, words: np.ndarray, component: Any, event: Any) -> None:
         """The words are written; whoever has seen (component, event), one or one for each word, may read them."""
-        self.flying[words] -= 1
+        self.async_writes[words] -= 1
         self.writer[words], self.event[words], self.partly[words] = component, event, False
         self.readers[words] = 0
         self.async_reader[words] = EMPTY

@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 
 from .faults import Fault
-from .order import Order
+from .order import HappensBefore
 from .shared import EMPTY
 
 LANES, COLUMNS, CELL = 128, 512, 16
@@ -31,7 +31,7 @@ class Engine:
 
 
 @dataclass
-class Store:
+class TmemStore:
     """A tcgen05.st that its warp has not waited for. values: None where they are written already."""
 
     lanes: np.ndarray
@@ -40,10 +40,10 @@ class Store:
     regions: list[Region]
 
 
-class Tensor:
+class TensorMemory:
     """Tensor memory of one CTA."""
 
-    def __init__(self, slot: int, warps: int, order: Order, engines: dict[int, Engine]) -> None:
+    def __init__(self, slot: int, warps: int, order: HappensBefore, engines: dict[int, Engine]) -> None:
         """warps: of a CTA. engines: by component, those that reach this memory."""
         self.slot, self.warps, self.order, self.engines = slot, warps, order, engines
         self.words = np.full((LANES, COLUMNS), 0xFFFFFFFF, U32)
@@ -53,7 +53,7 @@ class Tensor:
         self.reader, self.read_event = np.full(shape, EMPTY, np.int32), np.zeros(shape, np.int32)  # the last engine
         self.readers = np.zeros((*shape, warps), np.int32)  # last event at which each warp of the CTA read
         self.open = np.zeros(shape, bool)  # written by a tcgen05.st that has not been waited for
-        self.stores: dict[int, list[Store]] = {}  # by warp
+        self.stores: dict[int, list[TmemStore]] = {}  # by warp
 
     # ------------------------------------------------------------- checks
     def check_owned(self, region: Region, say: str) -> None:
@@ -137,7 +137,7 @@ class Tensor:
             self.check_read(by, region, say)
             self.readers[region[0], region[1], by - self.slot * self.warps] = self.order.seen[by, by]
 
-    def store(self, by: int, store: Store, say: str) -> None:
+    def store(self, by: int, store: TmemStore, say: str) -> None:
         """A warp stores; it has stored at its next wait::st."""
         for region in store.regions:
             self.check_write(by, region, say)
@@ -160,7 +160,7 @@ class Tensor:
 
 
 @dataclass
-class Block:
+class TmemAllocation:
     """Columns that one allocation gave. A CTA pair allocates and frees together: sets of slots that have done so."""
 
     count: int
@@ -168,14 +168,14 @@ class Block:
     freed: set[int] = field(default_factory=set)
 
 
-class Pool:
+class TmemPool:
     """What the CTA, or the CTA pair, of one cta_group shares. group: CTAs. first: slot of the first."""
 
-    def __init__(self, first: int, group: int, warps: int, order: Order) -> None:
+    def __init__(self, first: int, group: int, warps: int, order: HappensBefore) -> None:
         self.first, self.group, self.order = first, group, order
         self.engines: dict[int, Engine] = {}  # by component
-        self.tensors = {slot: Tensor(slot, warps, order, self.engines) for slot in range(first, first + group)}
-        self.blocks: dict[int, Block] = {}
+        self.tensors = {slot: TensorMemory(slot, warps, order, self.engines) for slot in range(first, first + group)}
+        self.blocks: dict[int, TmemAllocation] = {}
         self.relinquished: set[int] = set()
         self.issuers: dict[int, Engine] = {}  # by thread
 
@@ -200,7 +200,7 @@ class Pool:
         owned = self.tensors[slot].owned
         for column in range(0, COLUMNS, count):
             if not owned[column : column + count].any():
-                self.blocks[column] = Block(count, {slot})
+                self.blocks[column] = TmemAllocation(count, {slot})
                 for tensor in self.tensors.values():
                     tensor.owned[column : column + count] = True
                 return column

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from .faults import Unsupported
-from .forms import Op, require
-from .parse import Instruction, Kernel, vector
+from .faults import NotModelled
+from .forms import PtxOp, require
+from .parse import PtxInstruction, PtxKernel, vector
 
 CLASS = {"pred": "P", "8": "B", "16": "H", "32": "W", "64": "D"}  # register class by width
 STORAGE: dict[str, Any] = {"P": np.bool_, "B": np.uint8, "H": np.uint16, "W": np.uint32, "D": np.uint64}
@@ -27,7 +27,7 @@ PER_THREAD = re.compile(
 def register_class(kind: str) -> str:
     digits = kind.lstrip("busf")
     if kind != "pred" and digits not in CLASS:
-        raise Unsupported(f"registers of type .{kind}")
+        raise NotModelled(f"registers of type .{kind}")
     return CLASS.get(kind) or CLASS[digits]
 
 
@@ -88,10 +88,10 @@ def full(value: Any, n: int) -> np.ndarray:
     return array if array.ndim else np.full(n, array)
 
 
-class Registers:
+class RegisterMap:
     """Where the registers of a kernel live: class and row."""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: PtxKernel) -> None:
         self.at: dict[str, tuple[str, int]] = {}
         self.count = dict.fromkeys(STORAGE, 0)
         for name, kind in kernel.registers.items():
@@ -106,7 +106,7 @@ class Registers:
 class Translator:
     """Writes the source of one unit. Not reused."""
 
-    def __init__(self, kernel: Kernel, registers: Registers, names: Names) -> None:
+    def __init__(self, kernel: PtxKernel, registers: RegisterMap, names: Names) -> None:
         self.kernel, self.registers, self.names = kernel, registers, names
         self.lines: list[str] = []
         self.loaded: set[str] = set()
@@ -127,16 +127,16 @@ class Translator:
                     self.lines.append(f"if not m.active[{i}]: m.active[{i}] = bool(np.any({self.guard(x)}))")
                 try:
                     self.instruction(x, require(x)[0].make(x, require(x)[1]))
-                except Unsupported:
+                except NotModelled:
                     raise
                 except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-                    raise Unsupported(f"line {x.line}: {x.op} {', '.join(x.args)[:100]}: {error!r}") from error
+                    raise NotModelled(f"line {x.line}: {x.op} {', '.join(x.args)[:100]}: {error!r}") from error
         self.lines.append(f"result = {result}")
         self.flush()
         body = "\n".join(f"  {line}" for line in self.lines)
         return f"def {name}(t):\n  m, s, n = t.machine, t.where, t.count\n{body}\n  return result\n"
 
-    def instruction(self, x: Instruction, op: Op) -> None:
+    def instruction(self, x: PtxInstruction, op: PtxOp) -> None:
         if not op.effect:
             arguments = ", ".join(self.read(text, kind) for text, kind in op.ins)
             self.assign(x, op, f"{self.names.add(op.run)}({arguments})")
@@ -171,7 +171,7 @@ class Translator:
             self.lines.append(f"{old} = h.merge({old}, {value}) if h else {old}")
             self.wrote(register)
 
-    def assign(self, x: Instruction, op: Op, expression: str) -> None:
+    def assign(self, x: PtxInstruction, op: PtxOp, expression: str) -> None:
         if not op.outs:
             self.lines.append(expression)
             return
@@ -214,7 +214,7 @@ class Translator:
             self.lines.append(f"m.{name[0]}[{name[1:]}, s] = {name}")
         self.dirty.clear()
 
-    def guard(self, x: Instruction) -> str:
+    def guard(self, x: PtxInstruction) -> str:
         predicate = self.load(x.guard.lstrip("!"))
         return f"~{predicate}" if x.guard[0] == "!" else predicate
 

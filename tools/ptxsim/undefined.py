@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from .faults import Fault
 from .forms import require
-from .parse import Instruction
+from .parse import PtxInstruction
 from .program import Program, control
 
 _REGISTER = re.compile(r"%[\w$@]+")
@@ -19,7 +19,7 @@ _REGISTER = re.compile(r"%[\w$@]+")
 class Flow(NamedTuple):
     """Registers that an instruction reads and writes. carries: what it reads goes into what it writes, no further."""
 
-    x: Instruction
+    x: PtxInstruction
     reads: frozenset[str]
     writes: tuple[str, ...]
     carries: bool

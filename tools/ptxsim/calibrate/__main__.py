@@ -16,7 +16,7 @@ import threading
 import time
 from pathlib import Path
 
-from .case import Case
+from .case import CalibrationCase
 from .cases import CASES, TEXT_ALONE
 from .record import EQUAL, GOOD, UNSUPPORTED, between, digest, judge, merge, pack, sections, summary, table
 
@@ -25,13 +25,13 @@ HERE = Path(__file__).parent
 PACKAGE_ROOT = HERE.parents[2]
 
 
-def chosen(patterns: list[str]) -> list[Case]:
+def chosen(patterns: list[str]) -> list[CalibrationCase]:
     """Cases whose name or form matches one of the patterns; all if there is none."""
     names = [p if "*" in p else f"*{p}*" for p in patterns]
     return [c for c in CASES if not names or any(fnmatch.fnmatch(t, n) for n in names for t in (c.name, c.form))]
 
 
-def worker(cases: list[Case]) -> None:
+def worker(cases: list[CalibrationCase]) -> None:
     """Runs cases on the GPU, a line of JSON each; ends at the first error, because the context may be lost."""
     from .device import CudaError, Gpu, run_on_device
 
@@ -61,7 +61,7 @@ def lines_of(process: subprocess.Popen) -> queue.Queue:
     return found
 
 
-def attempt(cases: list[Case]) -> list[str]:
+def attempt(cases: list[CalibrationCase]) -> list[str]:
     """The lines of one worker, which may not get through all the cases."""
     command = [sys.executable, "-m", "tools.ptxsim.calibrate", "worker"]
     pipe = subprocess.PIPE

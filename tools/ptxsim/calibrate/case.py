@@ -22,7 +22,7 @@ BYTES_A_THREAD = 16  # that a thread copies at once between global and shared me
 
 
 @dataclass(frozen=True)
-class Map:
+class TensorMapArg:
     """A tensor map argument over argument number `array`. The other fields are those of call.TensorMap."""
 
     array: int
@@ -35,7 +35,7 @@ class Map:
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class CalibrationCase:
     """One launch. outputs: numbers of the arguments that are compared.
 
     real: format of the outputs, "f16", "bf16" or "f32", if they are compared as numbers; "" compares their bits.
@@ -46,7 +46,7 @@ class Case:
     form: str
     isa: str
     ptx: str
-    args: tuple[np.ndarray | Map, ...]
+    args: tuple[np.ndarray | TensorMapArg, ...]
     outputs: tuple[int, ...]
     threads: int
     grid: tuple[int, int, int]
@@ -74,7 +74,7 @@ class Sketch:
     outs: tuple[np.ndarray, ...] = ()
     buffers: tuple[np.ndarray, ...] = ()
     changed: tuple[int, ...] = ()
-    maps: tuple[Map, ...] = ()
+    maps: tuple[TensorMapArg, ...] = ()
     image: np.ndarray | None = None
     dump: int = 0
     shared: int = 0
@@ -159,13 +159,13 @@ class Writer:
         )
 
 
-def build(sketch: Sketch) -> Case:
+def build(sketch: Sketch) -> CalibrationCase:
     """The case: its arguments are ins, outs, buffers, maps, image, dump, in this order."""
     s, w = sketch, Writer()
     ctas = s.grid[0] * s.grid[1] * s.grid[2]
-    args: list[np.ndarray | Map] = [*s.ins, *s.outs, *s.buffers]
+    args: list[np.ndarray | TensorMapArg] = [*s.ins, *s.outs, *s.buffers]
     first = len(s.ins) + len(s.outs)
-    args += [Map(first + m.array, m.dims, m.strides, m.box, m.format, m.swizzle, m.fill) for m in s.maps]
+    args += [TensorMapArg(first + m.array, m.dims, m.strides, m.box, m.format, m.swizzle, m.fill) for m in s.maps]
     outputs = [*range(len(s.ins), first), *(first + i for i in s.changed)]
     shared = max(s.shared, s.dump, 0 if s.image is None else s.image.shape[-1])
     w.names.update(tid=w.new("r"), cta=w.new("r"), gt=w.new("r"), smem=w.new("r"))
@@ -206,7 +206,7 @@ def build(sketch: Sketch) -> Case:
         args.append(np.full((ctas, s.dump), 0xEE, np.uint8))
     w.add("ret;")
     text = module(w.lines, args, s.threads, shared)
-    return Case(
+    return CalibrationCase(
         s.name,
         s.form,
         s.isa,
@@ -223,11 +223,11 @@ def build(sketch: Sketch) -> Case:
     )
 
 
-def module(lines: list[str], args: list[np.ndarray | Map], threads: int, shared: int) -> str:
+def module(lines: list[str], args: list[np.ndarray | TensorMapArg], threads: int, shared: int) -> str:
     """The PTX module around the lines of a kernel; declares every register that they name."""
     text = "\n".join(f"    {line}" for line in lines)
     params = ",\n".join(
-        f"    .param .align 64 .b8 arg{i}[128]" if isinstance(arg, Map) else f"    .param .b64 arg{i}"
+        f"    .param .align 64 .b8 arg{i}[128]" if isinstance(arg, TensorMapArg) else f"    .param .b64 arg{i}"
         for i, arg in enumerate(args)
     )
     counts: dict[str, int] = {}

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .case import Map, Sketch, random, wait
+from .case import Sketch, TensorMapArg, random, wait
 from .data import KEYS16, KEYS32, bell
 
 T, B = "Asynchronous Copy Instructions: cp.async.bulk.tensor", "Asynchronous Copy Instructions: cp.async.bulk"
@@ -30,27 +30,29 @@ def start(count: int = 1, at: int = 0) -> str:
     """
 
 
-def tensor(name: str, what: Map, pad: int = 0) -> np.ndarray:
+def tensor(name: str, what: TensorMapArg, pad: int = 0) -> np.ndarray:
     """Random elements, as far as the strides reach."""
     dtype = np.dtype(DTYPE[what.format])
     size = what.strides[-1] * what.dims[-1] if what.strides else what.dims[0] * dtype.itemsize
     return random(name).randint(0, 256, size + pad).astype(np.uint8).view(dtype)
 
 
-def packed_map(format: str, dims: tuple[int, ...], box: tuple[int, ...], swizzle: int = 0, fill: str = "zero") -> Map:
+def packed_map(
+    format: str, dims: tuple[int, ...], box: tuple[int, ...], swizzle: int = 0, fill: str = "zero"
+) -> TensorMapArg:
     """Rows are padded by 16 bytes, planes by nothing."""
     row = (dims[0] * np.dtype(DTYPE[format]).itemsize + 15) // 16 * 16 + 16
     strides = [int(row * np.prod(dims[1:i], dtype=int)) for i in range(1, len(dims))]
-    return Map(0, dims, tuple(strides), box, format, swizzle, fill)
+    return TensorMapArg(0, dims, tuple(strides), box, format, swizzle, fill)
 
 
-def coordinates(what: Map, where: tuple[int, ...]) -> str:
+def coordinates(what: TensorMapArg, where: tuple[int, ...]) -> str:
     """%t10 and following. The innermost of `where` counts 16 bytes: at others the hardware traps."""
     per = 16 // np.dtype(DTYPE[what.format]).itemsize
     return "\n".join(f"mov.b32 %t{10 + i}, {c * (1 if i else per)};" for i, c in enumerate(where))
 
 
-def load(name: str, form: str, what: Map, where: tuple[int, ...], at: int = 0, note: str = "") -> Sketch:
+def load(name: str, form: str, what: TensorMapArg, where: tuple[int, ...], at: int = 0, note: str = "") -> Sketch:
     """One tile to shared memory at `at`; the whole memory is dumped, with what lay around the tile."""
     rank = len(what.dims)
     size = int(np.prod(what.box)) * np.dtype(DTYPE[what.format]).itemsize
@@ -112,11 +114,11 @@ def loads() -> Iterator[Sketch]:
     yield replace(sketch, body=sketch.body.replace("mov.b32 %t10, 8;", "mov.b32 %t10, 9;"))
     wide = packed_map("u16", (300, 3), (256, 2))
     yield load("tile box 256", "cp.async.bulk.tensor.2d.shared::cta.global.tile", wide, (5, 1))
-    overlapping = Map(0, (16, 6), (16,), (16, 4), "bf16")
+    overlapping = TensorMapArg(0, (16, 6), (16,), (16, 4), "bf16")
     form = "cp.async.bulk.tensor.2d, rows that overlap in global memory"
     sketch = load("tile overlapping", form, overlapping, (0, 1))
     yield replace(sketch, buffers=(tensor("overlapping", overlapping, 32),))
-    repeated = Map(0, (16, 4, 3), (0, 48), (16, 3, 2), "bf16")
+    repeated = TensorMapArg(0, (16, 4, 3), (0, 48), (16, 3, 2), "bf16")
     form = "cp.async.bulk.tensor.3d, stride 0"
     yield load("tile stride 0", form, repeated, (0, 0, 1))
 
@@ -157,7 +159,7 @@ def numbers(name: str, size: int, format: str) -> np.ndarray:
     return rng.randint(0, 256, size * np.dtype(DTYPE[format]).itemsize).astype(np.uint8).view(DTYPE[format])
 
 
-def store(name: str, form: str, what: Map, where: tuple[int, ...], op: str = "") -> Sketch:
+def store(name: str, form: str, what: TensorMapArg, where: tuple[int, ...], op: str = "") -> Sketch:
     """One tile from shared memory, stored, or reduced by `op`; the whole tensor is compared."""
     rank = len(what.dims)
     count = int(np.prod(what.box))

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from .case import Case, Map
+from .case import CalibrationCase, TensorMapArg
 
 MAX_DYNAMIC_SHARED, NON_PORTABLE_CLUSTER = 8, 14  # CUfunction_attribute
 CLUSTER_DIMENSION, STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
@@ -109,7 +109,7 @@ class Gpu:
         self("cuMemcpyDtoH_v2", c_void_p(out.ctypes.data), address, c_size_t(out.nbytes))
         return out
 
-    def tensor_map(self, what: Map, address: c_ulonglong) -> Any:
+    def tensor_map(self, what: TensorMapArg, address: c_ulonglong) -> Any:
         """The 128 bytes of a tensor map, at an address that is a multiple of 64."""
         memory = create_string_buffer(128 + 64)
         start = -ctypes.addressof(memory) % 64
@@ -132,7 +132,7 @@ class Gpu:
         encoded = (ctypes.c_char * 128).from_buffer(memory, start)
         return encoded
 
-    def launch(self, case: Case, function: c_void_p, values: list[Any]) -> None:
+    def launch(self, case: CalibrationCase, function: c_void_p, values: list[Any]) -> None:
         if case.shared > STATIC_LIMIT:
             self("cuFuncSetAttribute", function, c_int(MAX_DYNAMIC_SHARED), c_int(case.shared))
         if int(np.prod(case.cluster)) > PORTABLE_CLUSTER:
@@ -152,16 +152,16 @@ class Gpu:
         self("cuCtxSynchronize")
 
 
-def run_on_device(gpu: Gpu, case: Case) -> list[np.ndarray]:
+def run_on_device(gpu: Gpu, case: CalibrationCase) -> list[np.ndarray]:
     """The outputs of the case."""
     module, function = gpu.module(case.ptx), c_void_p()
     gpu("cuModuleGetFunction", byref(function), module, c_char_p(b"calibrate"))
-    addresses = [None if isinstance(arg, Map) else gpu.upload(arg) for arg in case.args]
+    addresses = [None if isinstance(arg, TensorMapArg) else gpu.upload(arg) for arg in case.args]
     values = []
     for arg, address in zip(case.args, addresses):
-        over = addresses[arg.array] if isinstance(arg, Map) else address
+        over = addresses[arg.array] if isinstance(arg, TensorMapArg) else address
         assert over is not None, "a map lies over an array"
-        values.append(gpu.tensor_map(arg, over) if isinstance(arg, Map) else over)
+        values.append(gpu.tensor_map(arg, over) if isinstance(arg, TensorMapArg) else over)
     gpu.launch(case, function, values)
     found = []
     for number in case.outputs:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..faults import Fault, Unsupported
-from .case import Case, Map
+from ..faults import Fault, NotModelled
+from .case import CalibrationCase, TensorMapArg
 from .data import widen
 
 EQUAL, NAN, CLOSE, DIFFERS, FAULT = "equal bits", "equal but for NaN payloads", "within tolerance", "differs", "fault"
@@ -22,20 +22,22 @@ FILTER = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 1 << 18}]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CaseVerdict:
     """What comparing one case gave; `error` is the largest one if numbers were compared."""
 
-    case: Case
+    case: CalibrationCase
     result: str
     detail: str = ""
     error: float = 0.0
 
 
-def digest(case: Case) -> str:
+def digest(case: CalibrationCase) -> str:
     """Changes with everything that the device's outputs depend on."""
     state = hashlib.sha256(repr((case.ptx, case.threads, case.grid, case.cluster, case.shared, case.outputs)).encode())
     for arg in case.args:
-        state.update(repr(asdict(arg)).encode() if isinstance(arg, Map) else repr((arg.dtype.str, arg.shape)).encode())
+        state.update(
+            repr(asdict(arg)).encode() if isinstance(arg, TensorMapArg) else repr((arg.dtype.str, arg.shape)).encode()
+        )
         if isinstance(arg, np.ndarray):
             state.update(arg.tobytes())
     return state.hexdigest()
@@ -47,7 +49,7 @@ def pack(outputs: list[np.ndarray]) -> str:
     return base64.b85encode(lzma.compress(b"".join(planes), lzma.FORMAT_RAW, filters=FILTER)).decode()
 
 
-def unpack(text: str, case: Case) -> list[np.ndarray]:
+def unpack(text: str, case: CalibrationCase) -> list[np.ndarray]:
     data = lzma.decompress(base64.b85decode(text), lzma.FORMAT_RAW, filters=FILTER)
     found, at = [], 0
     for number in case.outputs:
@@ -70,7 +72,7 @@ def merge(lines: list[str], out: Path, kept: dict[str, dict]) -> None:
     )
 
 
-def difference(case: Case, wanted: np.ndarray, got: np.ndarray) -> tuple[str, float, str]:
+def difference(case: CalibrationCase, wanted: np.ndarray, got: np.ndarray) -> tuple[str, float, str]:
     """(result, largest error, where) of one output."""
     bits = np.dtype(f"u{wanted.itemsize}")
     unequal = np.flatnonzero((wanted.view(bits) != got.view(bits)).reshape(-1))
@@ -94,41 +96,41 @@ def difference(case: Case, wanted: np.ndarray, got: np.ndarray) -> tuple[str, fl
     return CLOSE if error[worst] <= case.tolerance and not zeros else DIFFERS, float(error[worst]), text
 
 
-def judge(case: Case, record: dict, mode: str = "eager") -> Verdict:
+def judge(case: CalibrationCase, record: dict, mode: str = "eager") -> CaseVerdict:
     """Simulates the case and compares it with its record."""
     from .simulated import simulate
 
     entry = record["cases"].get(case.name, {"missing": True})
     try:
         got = simulate(case, mode)
-    except Unsupported as error:
-        return Verdict(case, UNSUPPORTED, str(error))
+    except NotModelled as error:
+        return CaseVerdict(case, UNSUPPORTED, str(error))
     except Fault as error:
-        return Verdict(case, REFUSED if "error" in entry and entry["sha"] == digest(case) else FAULT, str(error))
+        return CaseVerdict(case, REFUSED if "error" in entry and entry["sha"] == digest(case) else FAULT, str(error))
     except Exception as error:
-        return Verdict(case, FAULT, f"{type(error).__name__}: {error}")
+        return CaseVerdict(case, FAULT, f"{type(error).__name__}: {error}")
     if "missing" in entry:
-        return Verdict(case, MISSING)
+        return CaseVerdict(case, MISSING)
     if entry["sha"] != digest(case):
-        return Verdict(case, STALE)
+        return CaseVerdict(case, STALE)
     if "error" in entry:
-        return Verdict(case, CRASHED, entry["error"])
+        return CaseVerdict(case, CRASHED, entry["error"])
     verdicts = [difference(case, wanted, result) for wanted, result in zip(unpack(entry["out"], case), got)]
     rank = (EQUAL, NAN, CLOSE, DIFFERS)
     result, _, detail = max(verdicts, key=lambda verdict: rank.index(verdict[0]))
-    return Verdict(case, result, detail, max(error for _, error, _ in verdicts))
+    return CaseVerdict(case, result, detail, max(error for _, error, _ in verdicts))
 
 
-def summary(verdict: Verdict) -> str:
+def summary(verdict: CaseVerdict) -> str:
     if verdict.result == CLOSE:
         return f"max error {verdict.error:.1e}"
     return verdict.result + (f", max error {verdict.error:.1e}" if verdict.error else "")
 
 
-def table(verdicts: list[Verdict], gpu: str, text_alone: tuple[tuple[str, str], ...]) -> str:
+def table(verdicts: list[CaseVerdict], gpu: str, text_alone: tuple[tuple[str, str], ...]) -> str:
     """Markdown: a line per form with the worst result of its cases, then the forms that no case reaches."""
     rank = (EQUAL, REFUSED, NAN, CLOSE, MISSING, STALE, CRASHED, UNSUPPORTED, FAULT, DIFFERS)
-    worst: dict[tuple[str, str], Verdict] = {}
+    worst: dict[tuple[str, str], CaseVerdict] = {}
     counts: dict[tuple[str, str], int] = {}
     for verdict in verdicts:
         key = (verdict.case.isa, verdict.case.form)
@@ -145,7 +147,7 @@ def table(verdicts: list[Verdict], gpu: str, text_alone: tuple[tuple[str, str], 
     return "\n".join(rows)
 
 
-def sections(verdicts: list[Verdict], text_alone: tuple[tuple[str, str], ...]) -> str:
+def sections(verdicts: list[CaseVerdict], text_alone: tuple[tuple[str, str], ...]) -> str:
     """Markdown: a line per section of the PTX ISA, how its cases came out."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for verdict in verdicts:

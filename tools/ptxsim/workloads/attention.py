@@ -23,7 +23,7 @@ from wrappers.attention.op import serve
 from wrappers.attention.problem import Problem
 
 from ..faults import Fault
-from ..run import Result
+from ..run import RunResult
 from .common import SMS, Outcome, distance, simulated
 
 Results = tuple[torch.Tensor, torch.Tensor | None]  # out (T, Hq, Dvo), lse
@@ -58,7 +58,7 @@ class Scenario:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelTraits:
     """What cases need to know of a spec."""
 
     decodes: bool
@@ -79,7 +79,7 @@ class Kernel:
     same: dict[str, Any]  # what its cases have in common
 
 
-def kernel_of(spec: Any) -> Kernel:
+def traits_of(spec: Any) -> KernelTraits:
     """The only reader of specs here."""
     decodes = spec.schedule == "stream_k"
     own = spec.kv.dtype == spec.q and not (decodes and spec.q == "e4m3")  # decoding converts them as any cache
@@ -101,7 +101,7 @@ def kernel_of(spec: Any) -> Kernel:
     cap, skips = spec.logits.soft_cap, spec.logits.skip and not decodes
     several = len(spec.out) > 1
     promoted = getattr(spec.tile, "promote", 0)  # of Hopper's prefill
-    return Kernel(
+    return KernelTraits(
         decodes, shares, few, wide, mask.window, cap, general, gathers, mask.custom, skips, several, block,
         block * spec.tile.stages, promoted, not decodes and len(spec.tile.heights) > 1, same,
     )  # fmt: skip
@@ -110,7 +110,7 @@ def kernel_of(spec: Any) -> Kernel:
 def structure(spec: Any) -> Any:
     """What sets a kernel's code apart but for types, masks and modifiers, which one mode shows; None where another head
     dimension stands for it."""
-    k, dim = kernel_of(spec), spec.head_dim_qk
+    k, dim = traits_of(spec), spec.head_dim_qk
     if k.shares:
         return ("shares", spec.kv.dtype, dim, k.window) if (spec.kv.dtype, dim) in SHARED_STRUCTURES else None
     if k.decodes:
@@ -136,13 +136,13 @@ def structure(spec: Any) -> Any:
 def structures(specs: Iterable[Any]) -> list[Any]:
     """A shipped spec of every structure, bf16 where there is one: what runs in other modes than `eager` too."""
     found: dict[Any, Any] = {}
-    for spec in sorted(specs, key=lambda spec: kernel_of(spec).same["dtype"]):
+    for spec in sorted(specs, key=lambda spec: traits_of(spec).same["dtype"]):
         if structure(spec):
             found.setdefault(structure(spec), spec)
     return list(found.values())
 
 
-def skipping_cases(k: Kernel) -> list[Scenario]:
+def skipping_cases(k: KernelTraits) -> list[Scenario]:
     """Of a prefill kernel with skip-softmax: some blocks are left out by one warpgroup and not by another, or none."""
     some = AttentionCase(
         "some blocks", q_lens=(9, 210, 2, 3), kv_lens=(0, 700, 0, 61), heads_q=2, heads_kv=1, sink=True, data="levels",
@@ -156,7 +156,7 @@ def skipping_cases(k: Kernel) -> list[Scenario]:
     return [Scenario("skip", (some, none, nothing)), *boxes]
 
 
-def sharing_cases(k: Kernel) -> list[Scenario]:
+def sharing_cases(k: KernelTraits) -> list[Scenario]:
     """Of a kernel whose CTAs share the keys of requests of more rows than one warp has: parts of tiles that see no key,
     tiles of one CTA, of two and of many, requests of several tiles, rows of one head."""
     most = k.keys + 2 * k.block + 20
@@ -188,7 +188,7 @@ def sharing_cases(k: Kernel) -> list[Scenario]:
     ]
 
 
-def promoting_calls(k: Kernel, short: AttentionCase) -> list[AttentionCase]:
+def promoting_calls(k: KernelTraits, short: AttentionCase) -> list[AttentionCase]:
     """Calls in which sums move on: under a block that one request sees whole and the other in part; with a cap and
     without, each with the output that `short` does not have so."""
     n = k.block
@@ -204,7 +204,7 @@ def promoting_calls(k: Kernel, short: AttentionCase) -> list[AttentionCase]:
 def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     """Scenarios whose kernel is `spec`. thorough: every box size too. Of kernels that gather, and of prefill over
     quantised caches, whose rest is that of other kernels, only those of `structures` have all."""
-    k = kernel_of(spec)
+    k = traits_of(spec)
     if k.skips:
         return skipping_cases(k)
     if k.shares:
@@ -353,7 +353,7 @@ def bits_of(*tensors: torch.Tensor | None) -> str:
 
 def run_attention(spec: Any, scenario: Scenario, arch: str, **how: Any) -> Outcome:
     """The largest error of the scenario's calls; the bits of all of them. spec: the kernel that they must run."""
-    results: list[Result] = []
+    results: list[RunResult] = []
     bits: dict[AttentionCase, str] = {}
     results_of: list[tuple[AttentionCase, Results]] = []
     error, start = 0.0, time.perf_counter()
@@ -368,7 +368,7 @@ def run_attention(spec: Any, scenario: Scenario, arch: str, **how: Any) -> Outco
         if bits_of(*tensors) != bits[case]:
             raise Fault(f"{case.name}: a later call changes the results")
     seconds = time.perf_counter() - start
-    whole = Result()
+    whole = RunResult()
     for result in results:
         whole.add(result)
     return Outcome(error, hashlib.sha256("".join(bits.values()).encode()).hexdigest(), seconds, whole)

@@ -12,7 +12,7 @@ from wrappers.machine import Machine, override
 
 from .. import launcher
 from ..faults import Fault
-from ..run import Result
+from ..run import RunResult
 
 INTEGERS = {"cu_seqlens_q", "kv_lens", "page_table", "kv_starts", "counters", "draft_mask", "mask_starts"}  # int32
 SMS = 2  # of the simulated GPU: CTAs of a persistent grid
@@ -25,7 +25,7 @@ class Outcome:
     error: float
     bits: str
     seconds: float
-    result: Result
+    result: RunResult
 
 
 class SimulatedMachine(Machine):
@@ -33,7 +33,7 @@ class SimulatedMachine(Machine):
     kernel that calls must choose. A launch finds NaN in its scratch, and zeros in its counters, which it must leave
     behind too."""
 
-    def __init__(self, arch: str, results: list[Result], sms: int, only: Any, how: dict[str, Any]):
+    def __init__(self, arch: str, results: list[RunResult], sms: int, only: Any, how: dict[str, Any]):
         super().__init__()
         self.known, self.results, self.only, self.how = (arch, sms), results, only, how
 
@@ -61,7 +61,7 @@ class SimulatedMachine(Machine):
     device_count = staticmethod(lambda: 1)
 
 
-def simulated(arch: str, results: list[Result], sms: int = SMS, only: Any = None, **how: Any) -> Any:
+def simulated(arch: str, results: list[RunResult], sms: int = SMS, only: Any = None, **how: Any) -> Any:
     """A context: public functions take CPU tensors to compiled kernels, which the simulator runs. `SimulatedMachine`
     says what the arguments are."""
     return override(SimulatedMachine(arch, results, sms, only, how))

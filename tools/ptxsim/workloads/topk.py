@@ -18,7 +18,7 @@ from cute_kernels.topk import dispatch, radix
 from cute_kernels.topk.spec import DTYPES, SortSpec, TopKSpec
 from wrappers import TopKTieBreak, machine, reference
 
-from ..run import Result
+from ..run import RunResult
 from .common import Outcome, SimulatedMachine
 
 SMALL, LARGE = TopKTieBreak.SMALL, TopKTieBreak.LARGE
@@ -26,7 +26,7 @@ SMS = 132  # of the simulated GPU: what dispatch counts with
 
 
 @dataclass(frozen=True)
-class Case:
+class TopKScenario:
     """Calls, one after the other on the same plans; each must give the brute force's bits. spec: the kernel that serves
     them, None the one that dispatch chooses. times: launches of each call on the same memory."""
 
@@ -41,19 +41,19 @@ def kernel(name: str) -> TopKSpec:
     return next(plan for dtype in DTYPES for plan in dispatch.plans(dtype) if plan.name == name)
 
 
-class Sorting(SimulatedMachine):
+class SortingMachine(SimulatedMachine):
     """Rows are selected in torch, and sorted by a simulated kernel."""
 
     def kernel(self, op: str, spec: Any, arch: str) -> Callable[..., None]:
         return reference.top_k_rows if op != dispatch.SORT else super().kernel(op, spec, arch)
 
 
-def topk_cases(spec: TopKSpec | SortSpec, thorough: bool = False) -> list[Case]:
+def topk_cases(spec: TopKSpec | SortSpec, thorough: bool = False) -> list[TopKScenario]:
     """Problems that a shipped kernel can run."""
     return sorted_cases(spec) if isinstance(spec, SortSpec) else selected_cases(spec)
 
 
-def sorted_cases(spec: SortSpec) -> list[Case]:
+def sorted_cases(spec: SortSpec) -> list[TopKScenario]:
     """Two cases that a kernel of `spec` can run: values of every pattern, few and many equal ones, in rows that fill
     the CTA, a part of a warp, or one place; k the row's length, and less."""
     most, part = spec.capacity, spec.capacity // 2 + 77
@@ -67,10 +67,10 @@ def sorted_cases(spec: SortSpec) -> list[Case]:
         TopKCase(TOP_K, spec.dtype, 1, 2000, 2000, "nine bits", sorted=True),
         TopKCase(TOP_K, spec.dtype, 2, 33, 33, ("nan", "-inf"), sorted=True),
     ]
-    return [Case("full rows", tuple(first)), Case("parts of rows", tuple(second))]
+    return [TopKScenario("full rows", tuple(first)), TopKScenario("parts of rows", tuple(second))]
 
 
-def selected_cases(spec: TopKSpec) -> list[Case]:
+def selected_cases(spec: TopKSpec) -> list[TopKScenario]:
     """Two cases that a kernel of `spec` can run: all functions, both tie breaks, and every way to settle ties, on rows
     that give every CTA of a cluster keys, the last slice ragged. Where slices are streamed, a row whose candidates
     have no room."""
@@ -90,7 +90,7 @@ def selected_cases(spec: TopKSpec) -> list[Case]:
     if spec.stream:
         room = (spec.capacity + 700) * spec.cluster
         second.append(TopKCase(RAGGED, dtype, 1, room, k, "constant", tie_break=LARGE))
-    return [Case("first ties", tuple(first)), Case("last ties", tuple(second))]
+    return [TopKScenario("first ties", tuple(first)), TopKScenario("last ties", tuple(second))]
 
 
 def topk_structures(shipped: list[TopKSpec | SortSpec]) -> list[TopKSpec | SortSpec]:
@@ -116,11 +116,11 @@ def forced(spec: TopKSpec | SortSpec | None) -> Iterator[None]:
         yield
 
 
-def run_topk(spec: TopKSpec | SortSpec | None, case: Case, arch: str, **how: Any) -> Outcome:
-    results, digest, right, seconds = Result(), hashlib.sha256(), True, 0.0
-    launches: list[Result] = []
+def run_topk(spec: TopKSpec | SortSpec | None, case: TopKScenario, arch: str, **how: Any) -> Outcome:
+    results, digest, right, seconds = RunResult(), hashlib.sha256(), True, 0.0
+    launches: list[RunResult] = []
     spec = spec or case.spec
-    kind = Sorting if isinstance(spec, SortSpec) else SimulatedMachine
+    kind = SortingMachine if isinstance(spec, SortSpec) else SimulatedMachine
     with machine.override(kind(arch, launches, SMS, None, how)), forced(spec):
         for call in case.calls:
             inputs = cases.make_inputs(call)
@@ -170,7 +170,7 @@ def intact(output: torch.Tensor) -> bool:
     return bool((around[:k] == cases.POISON).all() and (around[-k:] == cases.POISON).all())
 
 
-def topk_features() -> list[Case]:
+def topk_features() -> list[TopKScenario]:
     """The covering set: what the functions promise, each on a kernel where it matters."""
     return [
         *patterns(),
@@ -179,11 +179,11 @@ def topk_features() -> list[Case]:
         *pages(),
         *streams(),
         *memory(),
-        Case("plans", tuple(plans())),
+        TopKScenario("plans", tuple(plans())),
     ]
 
 
-def patterns() -> list[Case]:
+def patterns() -> list[TopKScenario]:
     """Every kind of bit pattern, both tie breaks, with the values themselves and without."""
     found = []
     for name in ("fp32_c1t256_n8192", "bf16_c2t512_n92160", "fp16_c8t512_n92160"):
@@ -194,11 +194,11 @@ def patterns() -> list[Case]:
         calls.append(TopKCase(RAGGED, plan.dtype, 4, 2700, 300, ("nan", "relu", "huge", "filler"), shift=5, pad=1))
         calls.append(TopKCase(RAGGED, plan.dtype, 1, 2700, 900, "seam"))
         calls.append(TopKCase(RAGGED, plan.dtype, 1, 500, 400, "huge"))  # few ties in the bin that filler is in
-        found.append(Case(f"patterns {plan.dtype}", tuple(calls), plan))
+        found.append(TopKScenario(f"patterns {plan.dtype}", tuple(calls), plan))
     return found
 
 
-def ties() -> list[Case]:
+def ties() -> list[TopKScenario]:
     """Thousands of equal keys at the boundary, and as many as are listed one by one; few and nearly all get in."""
     found = []
     for name in ("fp32_c1t256_n8192", "fp32_c3t512_n46080", "bf16_c4t512_n92160", "fp32_c16t512_n16384"):
@@ -212,11 +212,11 @@ def ties() -> list[Case]:
         ]
         calls += [TopKCase(RAGGED, plan.dtype, 1, width, 1200, "shelf", tie_break=which) for which in (SMALL, LARGE)]
         calls += [TopKCase(RAGGED, plan.dtype, 1, 260, 200, "filler", shift=1)]  # fewer ties than are listed
-        found.append(Case(f"ties {name}", tuple(calls), plan))
+        found.append(TopKScenario(f"ties {name}", tuple(calls), plan))
     return found
 
 
-def bounds() -> list[Case]:
+def bounds() -> list[TopKScenario]:
     """Windows that hold anything, of every function; k against the length of the window; slices that fill a CTA."""
     low, high = cases.INT_MIN, cases.INT_MAX
     wild = (low, -1, 0, 1, 255, 256, 257, high, 900, 8192)
@@ -240,19 +240,19 @@ def bounds() -> list[Case]:
         ("fp32_c16t512_n16384", 262144, (2048,)),
         ("fp16_c2t512_n92160", 184320, (3,)),
     ]
-    found = [Case("bounds", tuple(calls), kernel("fp32_c1t256_n8192"))]
+    found = [TopKScenario("bounds", tuple(calls), kernel("fp32_c1t256_n8192"))]
     cluster = tuple(replace(call, dtype="bf16") for call in calls[1:5])
     half = replace(calls[-1], dtype="fp16", width=12000, lengths=(2565, 4650, 6677, 11111))
-    found.append(Case("bounds of 16 bits", (half,), kernel("fp16_c1t256_n16384")))
-    found.append(Case("bounds of a cluster", cluster, kernel("bf16_c4t512_n92160")))
+    found.append(TopKScenario("bounds of 16 bits", (half,), kernel("fp16_c1t256_n16384")))
+    found.append(TopKScenario("bounds of a cluster", cluster, kernel("bf16_c4t512_n92160")))
     for name, width, ks in full:
         dtype = name[:4]
         calls = [TopKCase(TOP_K, dtype, 1, width, k, "normal" if k < width // 2 else "special") for k in ks]
-        found.append(Case(f"full {name}", tuple(calls), kernel(name)))
+        found.append(TopKScenario(f"full {name}", tuple(calls), kernel(name)))
     return found
 
 
-def pages() -> list[Case]:
+def pages() -> list[TopKScenario]:
     """Page tables: sizes of pages, rows and columns that do not exist, entries that are negative or wrap."""
     call = TopKCase(PAGE_TABLE, "fp32", 6, 900, 200, "normal", (900, 800, 201, 150, 0, 900), shift=1, pad_out=3)
     other = (2, 0, -1, 7, cases.INT_MIN, 1)
@@ -270,12 +270,12 @@ def pages() -> list[Case]:
     ]
     large = replace(call, dtype="bf16", page_size=16, batch_map=True)
     return [
-        Case("pages", tuple(calls), kernel("fp32_c1t256_n8192")),
-        Case("pages of a cluster", (large, replace(large, tie_break=LARGE)), kernel("bf16_c8t512_n92160")),
+        TopKScenario("pages", tuple(calls), kernel("fp32_c1t256_n8192")),
+        TopKScenario("pages of a cluster", (large, replace(large, tie_break=LARGE)), kernel("bf16_c8t512_n92160")),
     ]
 
 
-def streams() -> list[Case]:
+def streams() -> list[TopKScenario]:
     """Candidates: a sample that misleads either way, more than there is room for, k as large as it may be."""
     found = []
     for name in ("fp32_c1t512_s6144", "bf16_c1t512_s6144"):
@@ -296,17 +296,17 @@ def streams() -> list[Case]:
                 TopKCase(TOP_K, plan.dtype, 1, 7800, most, data, tie_break=LARGE) for data in ("ascending", "constant")
             ],
         }
-        found += [Case(f"candidates {name}, {what}", tuple(calls), plan) for what, calls in sets.items()]
+        found += [TopKScenario(f"candidates {name}, {what}", tuple(calls), plan) for what, calls in sets.items()]
     for name, width in (("fp32_c2t512_s6144", 24000), ("bf16_c8t512_s6144", 70000)):
         plan = kernel(name)
         data = ("cluster's sample too high", "cluster's sample too low")
         call = TopKCase(RAGGED, plan.dtype, 2, width, 1500, data)
         calls = [call, replace(call, data="constant", rows=1), replace(call, data="filler", rows=1, tie_break=LARGE)]
-        found.append(Case(f"candidates {name}", tuple(calls), plan))
+        found.append(TopKScenario(f"candidates {name}", tuple(calls), plan))
     return found
 
 
-def memory() -> list[Case]:
+def memory() -> list[TopKScenario]:
     """Offsets beyond 2^31 bytes of rows, windows and tables; a second launch on the same memory; many rows."""
     far = TopKCase(RAGGED, "fp32", 3, 700, 64, "normal", (700, 690, 700), pad=(1 << 29) + 1)
     hollow = TopKCase(RAGGED, "fp32", 1, (1 << 29) + 700, 64, hollow=1 << 29, lengths=(699,), starts=((1 << 29) + 1,))
@@ -314,10 +314,12 @@ def memory() -> list[Case]:
     output = TopKCase(PREFILL, "fp32", 3, 700, 64, pad_out=(1 << 29) + 1)
     again = TopKCase(PAGE_TABLE, "fp32", 2, 900, 64, ("shelf", "257 ties"), page_size=4)
     return [
-        Case("far rows", (far, hollow, table, output), kernel("fp32_c1t256_n8192")),
-        Case("far rows of 16 bits", (replace(far, dtype="bf16", pad=(1 << 30) + 1),), kernel("bf16_c2t512_n92160")),
-        Case("two launches", (again,), kernel("fp32_c2t512_n46080"), times=2),
-        Case("two launches, streamed", (again,), kernel("fp32_c1t512_s6144"), times=2),
+        TopKScenario("far rows", (far, hollow, table, output), kernel("fp32_c1t256_n8192")),
+        TopKScenario(
+            "far rows of 16 bits", (replace(far, dtype="bf16", pad=(1 << 30) + 1),), kernel("bf16_c2t512_n92160")
+        ),
+        TopKScenario("two launches", (again,), kernel("fp32_c2t512_n46080"), times=2),
+        TopKScenario("two launches, streamed", (again,), kernel("fp32_c1t512_s6144"), times=2),
     ]
 
 
