@@ -1,11 +1,10 @@
-"""A calibration case: one small kernel with its arguments, and what writes its PTX.
+"""A calibration case: one small kernel with its arguments, and the code that writes its PTX.
 
-A sketch is the part of a case that differs; `build` puts the common PTX around it. In a body `$name` stands for:
-$a $b $c $d (inputs), $x $y $z $w (outputs): registers of this thread, a vector {..} if the array has several columns,
-$a0 $a1 ..: its single registers. $tid: %tid.x. $gt: number of the thread in the grid. $cta: number of the CTA.
-$smem: address of the dynamic shared memory. $g0 $g1 ..: addresses of the buffers. $m0 $m1 ..: of the tensor maps.
-%t<n> %h<n> %q<n> %p<n> are free 32-, 16-, 64-bit and predicate registers.
-"""
+A sketch is the part of a case that differs; `build` puts the common PTX around it. In a body, `$name` stands for:
+$a $b $c $d (inputs), $x $y $z $w (outputs): registers of this thread, a vector {..} if the array has several
+columns, $a0 $a1 ..: its single registers. $tid: %tid.x. $gt: number of the thread in the grid. $cta: number of
+the CTA. $smem: address of the dynamic shared memory. $g0 $g1 ..: addresses of the buffers. $m0 $m1 ..: of the
+tensor maps. %t<n> %h<n> %q<n> %p<n> are free 32-, 16-, 64-bit and predicate registers."""
 
 import re
 import zlib
@@ -15,10 +14,10 @@ from string import Template
 import numpy as np
 
 VERSION, TARGET = "8.6", "sm_90a"
-SUFFIX = {1: "u8", 2: "b16", 4: "b32", 8: "b64"}  # bytes of an array's element: how a kernel loads and stores it
+SUFFIX = {1: "u8", 2: "b16", 4: "b32", 8: "b64"}  # bytes of an array's element: suffix of its loads and stores
 WORD = {1: "rs", 2: "rs", 4: "r", 8: "rd"}
 CLASSES = {"rs": "b16", "r": "b32", "rd": "b64", "h": "b16", "t": "b32", "q": "b64", "p": "pred"}
-BYTES_A_THREAD = 16  # that a thread copies at once between global and shared memory
+BYTES_A_THREAD = 16  # per step of the copies between global and shared memory
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,7 @@ class CalibrationCase:
     """One launch. outputs: numbers of the arguments that are compared.
 
     real: format of the outputs, "f16", "bf16" or "f32", if they are compared as numbers; "" compares their bits.
-    tolerance: of |simulated - device| / max(|device|, floor); 0 wants equal bits, except in what a NaN carries.
-    """
+    tolerance: of |simulated - device| / max(|device|, floor); 0 requires equal bits, except NaN payloads."""
 
     name: str
     form: str
@@ -59,12 +57,11 @@ class CalibrationCase:
 
 @dataclass(frozen=True, eq=False)
 class Sketch:
-    """What `build` makes a case of. ins and outs have one row per thread of the grid.
+    """The input of `build`. ins and outs have one row per thread of the grid.
 
-    inout: output registers begin with what their array holds. image: bytes copied to shared memory before the body,
-    one row per CTA, or one for all. dump: bytes of shared memory copied out after the body. shared: dynamic bytes, more
-    if image or dump need them. changed: the buffers that are compared.
-    """
+    inout: output registers start with the values of their array. image: bytes copied to shared memory before the
+    body, one row per CTA, or one for all. dump: bytes of shared memory copied out after the body. shared: dynamic
+    bytes, more if image or dump need them. changed: the buffers that are compared."""
 
     name: str
     form: str
@@ -88,7 +85,7 @@ class Sketch:
 
 
 def random(name: str) -> np.random.RandomState:
-    """The generator of a case. RandomState, because its streams stay the same in every version of numpy."""
+    """Return the generator of a case: a RandomState, because its streams stay the same in every version of numpy."""
     return np.random.RandomState(zlib.crc32(name.encode()))
 
 
@@ -97,7 +94,7 @@ def columns(array: np.ndarray) -> int:
 
 
 class Writer:
-    """Collects the lines of a kernel and hands out its registers."""
+    """Collects the lines of a kernel and allocates its registers."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -117,7 +114,7 @@ class Writer:
         return register
 
     def row(self, number: int, index: str, size: int) -> str:
-        """Address of row `index` of the array that is argument `number`; a row has `size` bytes."""
+        """Return the address of row `index` of the array that is argument `number`; a row has `size` bytes."""
         base, offset = self.pointer(number), self.new("rd")
         self.add(f"mul.wide.u32 {offset}, {index}, {size};", f"add.s64 {base}, {base}, {offset};")
         return base
@@ -137,7 +134,7 @@ class Writer:
             self.add(f"st.global.{SUFFIX[array.itemsize]} [{base}+{i * array.itemsize}], {register};")
 
     def copy(self, base: str, size: int, threads: int, inward: bool) -> None:
-        """A loop over `size` bytes between global memory at `base` and the start of the shared memory."""
+        """Write a loop that copies `size` bytes between global memory at `base` and the start of shared memory."""
         label, at, there, address = "IN" if inward else "OUT", self.new("r"), self.new("r"), self.new("rd")
         words = ", ".join(self.new("r") for _ in range(4))
         shared = f"shared.v4.b32 {{{words}}}, [{there}];" if not inward else f"shared.v4.b32 [{there}], {{{words}}};"
@@ -160,7 +157,7 @@ class Writer:
 
 
 def build(sketch: Sketch) -> CalibrationCase:
-    """The case: its arguments are ins, outs, buffers, maps, image, dump, in this order."""
+    """Build the case; its arguments are ins, outs, buffers, maps, image, dump, in this order."""
     s, w = sketch, Writer()
     ctas = s.grid[0] * s.grid[1] * s.grid[2]
     args: list[np.ndarray | TensorMapArg] = [*s.ins, *s.outs, *s.buffers]
@@ -224,7 +221,7 @@ def build(sketch: Sketch) -> CalibrationCase:
 
 
 def module(lines: list[str], args: list[np.ndarray | TensorMapArg], threads: int, shared: int) -> str:
-    """The PTX module around the lines of a kernel; declares every register that they name."""
+    """Return the PTX module around the lines of a kernel; it declares every register that they name."""
     text = "\n".join(f"    {line}" for line in lines)
     params = ",\n".join(
         f"    .param .align 64 .b8 arg{i}[128]" if isinstance(arg, TensorMapArg) else f"    .param .b64 arg{i}"
@@ -242,7 +239,8 @@ def module(lines: list[str], args: list[np.ndarray | TensorMapArg], threads: int
 
 
 def wait(barrier: str, parity: int | str, label: str) -> str:
-    """Waits for a phase of the mbarrier at shared address `barrier`, with an end: a wrong case must not hang a GPU."""
+    """Return a wait for a phase of the mbarrier at shared address `barrier`. It gives up after 100000 tries: a wrong
+    case must not hang a GPU."""
     return f"""
         mov.b32 %t99, 0;
         {label}:
@@ -256,7 +254,8 @@ def wait(barrier: str, parity: int | str, label: str) -> str:
 
 
 def elementwise(isa: str, op: str, ins: tuple[np.ndarray, ...], out: np.dtype | type, **more: object) -> Sketch:
-    """`op $x, $a, ...;` with one thread per row of the inputs. An `op` with operands in it is taken as it stands."""
+    """Return a sketch of `op $x, $a, ...;` with one thread per row of the inputs. An `op` that contains operands is
+    used unchanged."""
     body = op if ";" in op else f"{op} $x, {', '.join('$' + letter for letter in 'abcd'[: len(ins)])};"
     name = " ".join(op.replace("\n", " ").split())
     form = str(more.pop("form", name.split(" ")[0]))

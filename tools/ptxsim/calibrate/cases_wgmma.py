@@ -1,8 +1,7 @@
-"""wgmma: what shared memory the descriptors reach, where fragments lie, and how sums are rounded.
+"""Cases of wgmma: the shared memory that descriptors reach, the layout of fragments, the rounding of sums.
 
-Shared memory holds random small integers everywhere, so a result tells which bytes were read, and no layout formula is
-needed here. Sums are exact in f32 and f16. Only a case that names a tolerance has one.
-"""
+Shared memory holds random small integers everywhere, so a result shows which bytes were read, and no layout
+formula is needed here. Sums are exact in f32 and f16. Only a case that names a tolerance has one."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ class OperandDescriptor:
     base: int = 0
 
     def constant(self) -> int:
-        """The descriptor without the address of the shared memory itself."""
+        """Return the descriptor without the address of the shared memory itself."""
         word = self.start >> 4 | self.leading >> 4 << 16 | self.stride >> 4 << 32
         return word | self.base << 49 | MODE[self.swizzle] << 62
 
@@ -44,7 +43,7 @@ class WgmmaForm:
     kinds: tuple[str, str] = ("bf16", "bf16")
     out: str = "f32"
     flags: tuple[int, int, int, int] = (1, 1, 0, 0)  # scale-a, scale-b, trans-a, trans-b
-    registers: bool = False  # A
+    registers: bool = False  # A in registers
     steps: int = 1
     advance: tuple[int, int] = (0, 0)
     accumulate: bool = True
@@ -54,7 +53,7 @@ class WgmmaForm:
         return f"wgmma.mma_async.sync.aligned.m64n{self.n}k{depth}.{self.out}.{self.kinds[0]}.{self.kinds[1]}"
 
     def accumulators(self) -> int:
-        """32-bit registers of a thread."""
+        """Return the number of 32-bit accumulator registers per thread."""
         return self.n // 4 if self.out == "f16" else self.n // 2
 
     def form(self) -> str:
@@ -89,7 +88,7 @@ def body(shape: WgmmaForm) -> str:
 
 
 def sketch(name: str, shape: WgmmaForm, image: np.ndarray, **more: object) -> Sketch:
-    """The accumulators begin with small integers."""
+    """Return the sketch of a case. The accumulators start with small integers."""
     count = shape.accumulators()
     values = random(name + "start").randint(-4, 5, (128, count * (2 if shape.out == "f16" else 1)))
     dtype = {"f32": np.float32, "f16": np.float16, "s32": np.int32}[shape.out]
@@ -114,19 +113,19 @@ def integers(name: str, size: int, kind: str) -> np.ndarray:
 
 
 # Operands that reach 64 rows (A) or up to 256 (B) of one instruction's depth. K-major: 8 rows of a swizzle span follow
-# each other, groups of 8 are `stride` apart. Without swizzle 8 rows of 16 bytes are a core matrix; `leading` leads to
-# the next one along k.
+# each other, groups of 8 are `stride` apart. Without swizzle, 8 rows of 16 bytes are a core matrix; `leading` is the
+# offset of the next one along k.
 K_MAJOR = {span: OperandDescriptor(0, 16, 8 * span, span) for span in (32, 64, 128)} | {
     0: OperandDescriptor(0, 128, 256)
 }
-# MN-major: a row of one k is a span of M or N; `leading` leads to the next span, `stride` to the next 8 k.
+# MN-major: a row of one k is a span of M or N; `leading` is the offset of the next span, `stride` of the next 8 k.
 MN_MAJOR = {span: OperandDescriptor(0, 16 * span, 8 * span, span) for span in (32, 64, 128)} | {
     0: OperandDescriptor(0, 1024, 128)
 }
 
 
 def plain() -> Iterator[Sketch]:
-    """Types and widths, 128-byte swizzle, K-major."""
+    """Yield cases of types and widths: 128-byte swizzle, K-major."""
     for kinds, out, n in (
         (("bf16", "bf16"), "f32", 8),
         (("bf16", "bf16"), "f32", 24),
@@ -156,7 +155,7 @@ def plain() -> Iterator[Sketch]:
 
 
 def layouts() -> Iterator[Sketch]:
-    """Both majors of both operands, all swizzles, offsets with gaps in between."""
+    """Yield cases of layouts: both majors of both operands, all swizzles, offsets with gaps in between."""
     for kind in ("bf16", "tf32", "e4m3"):
         for span in (0, 32, 64, 128):
             gap = replace(K_MAJOR[span], stride=K_MAJOR[span].stride + 1024 - 8 * span % 1024 if span else 384)
@@ -184,7 +183,7 @@ def layouts() -> Iterator[Sketch]:
 
 
 def steps() -> Iterator[Sketch]:
-    """Several k steps: the start address advances inside a swizzle atom, or over atoms if MN-major."""
+    """Yield cases of several k steps: the start address advances inside a swizzle atom, or over atoms if MN-major."""
     for span in (32, 64, 128):
         a = K_MAJOR[span]
         shape = WgmmaForm(16, a, replace(a, start=8192), steps=span // 32, advance=(32, 32))
@@ -210,7 +209,7 @@ def steps() -> Iterator[Sketch]:
 
 
 def flags() -> Iterator[Sketch]:
-    """imm-scale, scale-d, chained accumulation, groups."""
+    """Yield cases of imm-scale, scale-d, chained accumulation, groups."""
     for a_scale, b_scale in ((-1, 1), (1, -1), (-1, -1)):
         shape = WgmmaForm(8, K_MAJOR[128], replace(K_MAJOR[128], start=8192), flags=(a_scale, b_scale, 0, 0))
         name = f"imm-scale {a_scale} {b_scale}"
@@ -229,7 +228,7 @@ def flags() -> Iterator[Sketch]:
 
 
 def rounding() -> Iterator[Sketch]:
-    """Random numbers, special values and cancellation; the ISA leaves the order and rounding of sums open."""
+    """Yield random numbers, special values and cancellation; the ISA leaves the order and rounding of sums open."""
     start = replace(K_MAJOR[128], start=8192)
     for kind in ("bf16", "f16", "tf32"):
         values = bell(random("rounding" + kind), 16384 // WIDTH[kind]).astype(np.float32)
@@ -250,7 +249,7 @@ def rounding() -> Iterator[Sketch]:
     for kind in ("bf16", "f16"):
         special = double16("wgmma special" + kind).view(np.uint8)
         image = np.tile(integers("special" + kind, 1024, kind), 16)
-        for i in range(6):  # in the rows of A whose 16-byte chunks the swizzle leaves in place
+        for i in range(6):  # rows of A with 16-byte chunks that the swizzle leaves in place
             image[1024 * i : 1024 * i + 12] = special[24 * i : 24 * i + 12]
         shape = WgmmaForm(8, K_MAJOR[128], start, (kind, kind))
         more = dict(tolerance=2.0**-16, floor=1e-30)
@@ -264,7 +263,7 @@ def rounding() -> Iterator[Sketch]:
 
 
 def groups() -> Iterator[Sketch]:
-    """wait_group with a group left open, two groups over different accumulators."""
+    """Yield cases of wait_group with a group left open, and of two groups over different accumulators."""
     shape = WgmmaForm(8, K_MAJOR[128], replace(K_MAJOR[128], start=8192))
     text = body(shape).splitlines()
     mma = next(line for line in text if line.startswith("wgmma.mma"))

@@ -1,4 +1,4 @@
-"""Runs a case on the GPU through the CUDA driver."""
+"""Run a case on the GPU through the CUDA driver."""
 
 import ctypes
 from ctypes import (
@@ -81,12 +81,12 @@ class Gpu:
             raise CudaError(f"{function}: error {status} {(text.value or b'').decode()}")
 
     def driver(self) -> str:
-        """Version of the kernel driver, where the system tells it, and the newest CUDA that it knows."""
+        """Return the version of the kernel driver, if the system states it, and the newest CUDA that it supports."""
         file = Path("/sys/module/nvidia/version")
         return f"{file.read_text().strip() if file.exists() else 'driver'}, CUDA {self.cuda_version}"
 
     def module(self, ptx: str) -> c_void_p:
-        """Assembles PTX; the assembler's messages go into the error."""
+        """Assemble PTX; the assembler's messages are added to the error."""
         log, module = create_string_buffer(1 << 14), c_void_p()
         options = (c_int * 2)(ERROR_LOG, ERROR_LOG_BYTES)
         values = (c_void_p * 2)(ctypes.cast(log, c_void_p), c_void_p(len(log)))
@@ -110,7 +110,7 @@ class Gpu:
         return out
 
     def tensor_map(self, what: TensorMapArg, address: c_ulonglong) -> Any:
-        """The 128 bytes of a tensor map, at an address that is a multiple of 64."""
+        """Return the 128 bytes of a tensor map, at an address that is a multiple of 64."""
         memory = create_string_buffer(128 + 64)
         start = -ctypes.addressof(memory) % 64
         rank = len(what.dims)
@@ -153,7 +153,7 @@ class Gpu:
 
 
 def run_on_device(gpu: Gpu, case: CalibrationCase) -> list[np.ndarray]:
-    """The outputs of the case."""
+    """Return the outputs of the case."""
     module, function = gpu.module(case.ptx), c_void_p()
     gpu("cuModuleGetFunction", byref(function), module, c_char_p(b"calibrate"))
     addresses = [None if isinstance(arg, TensorMapArg) else gpu.upload(arg) for arg in case.args]

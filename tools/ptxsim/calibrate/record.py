@@ -1,4 +1,4 @@
-"""What a run on the device leaves behind, and how the simulator's results compare with it."""
+"""The record of a device run, and its comparison with the simulator's results."""
 
 import base64
 import hashlib
@@ -14,7 +14,7 @@ from ..faults import Fault, NotModelled
 from .case import CalibrationCase, TensorMapArg
 from .data import widen
 
-EQUAL, NAN, CLOSE, DIFFERS, FAULT = "equal bits", "equal but for NaN payloads", "within tolerance", "differs", "fault"
+EQUAL, NAN, CLOSE, DIFFERS, FAULT = "equal bits", "equal except NaN payloads", "within tolerance", "differs", "fault"
 REFUSED = "both refuse it"  # the device with an error, the simulator with a Fault
 MISSING, STALE, CRASHED, UNSUPPORTED = "not recorded", "recorded for another kernel", "device error", "not modelled"
 GOOD = (EQUAL, NAN, CLOSE, REFUSED)
@@ -23,7 +23,7 @@ FILTER = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 1 << 18}]
 
 @dataclass(frozen=True)
 class CaseVerdict:
-    """What comparing one case gave; `error` is the largest one if numbers were compared."""
+    """The result of comparing one case; `error` is the largest one if numbers were compared."""
 
     case: CalibrationCase
     result: str
@@ -32,7 +32,7 @@ class CaseVerdict:
 
 
 def digest(case: CalibrationCase) -> str:
-    """Changes with everything that the device's outputs depend on."""
+    """Return a digest of everything that the device's outputs depend on."""
     state = hashlib.sha256(repr((case.ptx, case.threads, case.grid, case.cluster, case.shared, case.outputs)).encode())
     for arg in case.args:
         state.update(
@@ -44,7 +44,7 @@ def digest(case: CalibrationCase) -> str:
 
 
 def pack(outputs: list[np.ndarray]) -> str:
-    """All outputs as text. Bytes of one significance stand together, which compresses better."""
+    """Encode all outputs as text. Bytes of equal significance are grouped, which compresses better."""
     planes = [np.ascontiguousarray(o).view(np.uint8).reshape(-1, o.itemsize).T.tobytes() for o in outputs]
     return base64.b85encode(lzma.compress(b"".join(planes), lzma.FORMAT_RAW, filters=FILTER)).decode()
 
@@ -62,7 +62,8 @@ def unpack(text: str, case: CalibrationCase) -> list[np.ndarray]:
 
 
 def merge(lines: list[str], out: Path, kept: dict[str, dict]) -> None:
-    """JSON lines of workers -> the record. The first line of a worker names the GPU. kept: cases recorded before."""
+    """Merge JSON lines of workers into the record. The first line of a worker names the GPU. kept: cases recorded
+    before."""
     parts = [json.loads(line) for line in lines]
     head = next(part for part in parts if "gpu" in part)
     cases = kept | {part.pop("name"): part for part in parts if "name" in part}
@@ -73,7 +74,7 @@ def merge(lines: list[str], out: Path, kept: dict[str, dict]) -> None:
 
 
 def difference(case: CalibrationCase, wanted: np.ndarray, got: np.ndarray) -> tuple[str, float, str]:
-    """(result, largest error, where) of one output."""
+    """Compare one output; return (result, largest error, location)."""
     bits = np.dtype(f"u{wanted.itemsize}")
     unequal = np.flatnonzero((wanted.view(bits) != got.view(bits)).reshape(-1))
     if not len(unequal):
@@ -97,7 +98,7 @@ def difference(case: CalibrationCase, wanted: np.ndarray, got: np.ndarray) -> tu
 
 
 def judge(case: CalibrationCase, record: dict, mode: str = "eager") -> CaseVerdict:
-    """Simulates the case and compares it with its record."""
+    """Simulate the case and compare it with its record."""
     from .simulated import simulate
 
     entry = record["cases"].get(case.name, {"missing": True})
@@ -128,7 +129,7 @@ def summary(verdict: CaseVerdict) -> str:
 
 
 def table(verdicts: list[CaseVerdict], gpu: str, text_alone: tuple[tuple[str, str], ...]) -> str:
-    """Markdown: a line per form with the worst result of its cases, then the forms that no case reaches."""
+    """Return Markdown: a line per form with the worst result of its cases, then the forms without a case."""
     rank = (EQUAL, REFUSED, NAN, CLOSE, MISSING, STALE, CRASHED, UNSUPPORTED, FAULT, DIFFERS)
     worst: dict[tuple[str, str], CaseVerdict] = {}
     counts: dict[tuple[str, str], int] = {}
@@ -148,7 +149,7 @@ def table(verdicts: list[CaseVerdict], gpu: str, text_alone: tuple[tuple[str, st
 
 
 def sections(verdicts: list[CaseVerdict], text_alone: tuple[tuple[str, str], ...]) -> str:
-    """Markdown: a line per section of the PTX ISA, how its cases came out."""
+    """Return Markdown: a line per section of the PTX ISA with the number of its cases by result."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for verdict in verdicts:
         counts[verdict.case.isa.split(":")[0]][verdict.result] += 1
@@ -162,7 +163,7 @@ def sections(verdicts: list[CaseVerdict], text_alone: tuple[tuple[str, str], ...
 
 
 def between(text: str, block: str) -> str:
-    """`text` with `block` between its calibration markers."""
+    """Return `text` with `block` between its calibration markers."""
     head, begin, rest = text.partition("<!-- calibration:begin -->\n")
     _, end, tail = rest.partition("<!-- calibration:end -->")
     return f"{head}{begin}{block}\n{end}{tail}"

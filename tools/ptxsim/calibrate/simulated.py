@@ -1,4 +1,4 @@
-"""Runs a case in the simulator."""
+"""Run a case in the simulator."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from .case import CalibrationCase, TensorMapArg
 
 
 def simulate(case: CalibrationCase, mode: str = "eager", seed: int = 0) -> list[np.ndarray]:
-    """The outputs of the case."""
+    """Return the outputs of the case."""
     memory, arrays, addresses = Global(), {}, {}
     for number, arg in enumerate(case.args):
         if not isinstance(arg, TensorMapArg):
