@@ -59,8 +59,8 @@ def test_tolerance_shrinks_with_the_keys():
 
 
 def test_counters_and_types_of_a_launch_are_looked_at():
-    with pytest.raises(Fault, match="behind the launch counter 1 is 3"):
-        common.check_zero([torch.tensor([0, 3])], "behind")
+    with pytest.raises(Fault, match="after the launch counter 1 is 3"):
+        common.check_zero([torch.tensor([0, 3])], "after")
     op, spec = next(kernel for kernel in catalog.shipped(ARCH) if kernel[0] == "attention.decode")
     named = {name: torch.zeros(1, dtype=torch.int32) for name in fields(spec)}
     counters, scratch = common.scratch_of(op, spec, list(named.values()))
