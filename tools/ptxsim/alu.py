@@ -21,7 +21,7 @@ U32, U64 = np.uint32, np.uint64
 
 
 def double(dtype: Any) -> Any:
-    """The integer type of twice the width."""
+    """Return the integer type of twice the width."""
     return np.dtype(f"{dtype.kind}{2 * dtype.itemsize}")
 
 
@@ -40,7 +40,7 @@ def remainder(a: Any, b: Any) -> Any:
 
 
 def saturated(run: Callable[..., Any]) -> Callable[..., Any]:
-    """32-bit signed arithmetic clamped to its range (.sat)."""
+    """Clamp 32-bit signed arithmetic to its range (.sat)."""
 
     def clamp(a: Any, b: Any) -> Any:
         return np.clip(run(np.asarray(a, np.int64), np.asarray(b, np.int64)), -(2**31), 2**31 - 1).astype(np.int32)
@@ -49,7 +49,7 @@ def saturated(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def high(a: Any, b: Any) -> Any:
-    """The upper half of a product."""
+    """Return the upper half of a product."""
     dtype = np.asarray(a).dtype
     if dtype.itemsize < 8:
         wide = double(dtype)
@@ -121,7 +121,7 @@ def ones(a: Any) -> Any:
 
 
 def leading(a: Any) -> Any:
-    """Number of leading zeros."""
+    """Return the number of leading zeros."""
     a = np.asarray(a)
     for shift in (1, 2, 4, 8, 16, 32)[: 5 if a.dtype == U32 else 6]:
         a = a | (a >> a.dtype.type(shift))
@@ -158,7 +158,7 @@ def highest_bit(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 
 def low_bits(count: Any, dtype: Any) -> Any:
-    """Masks of the `count` lowest bits."""
+    """Return masks of the `count` lowest bits."""
     width = 8 * dtype.itemsize
     partial = (dtype.type(1) << np.minimum(count, width - 1).astype(dtype)) - dtype.type(1)
     return np.where(count >= width, ~dtype.type(0), partial)
@@ -278,7 +278,7 @@ def funnel(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 # ------------------------------------------------------------------------------------------------ floats
 def greater(a: Any, b: Any) -> Any:
-    """max: a NaN operand loses, +0 is above -0."""
+    """Return max: a NaN operand loses, +0 is greater than -0."""
     out = np.fmax(a, b)
     return out if np.all(out) else np.where((a == 0) & (b == 0), np.where(np.signbit(a), b, a), out)
 
@@ -319,12 +319,12 @@ def float_extreme(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 
 def arithmetic(x: PtxInstruction, run: Callable[..., Any], kind: str, *ins: str) -> PtxOp:
-    """A pure form of numbers: see `one_nan`."""
+    """Return a pure form of numbers with the device's NaN: see `one_nan`."""
     return pure(x, lambda *operands: one_nan(run(*operands), operands), kind, *ins)
 
 
 def flushed(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Denormal operands and results are zeros (.ftz)."""
+    """Flush denormal operands and results to zero (.ftz)."""
     return lambda *operands: flush(run(*map(flush, operands)))
 
 
@@ -346,12 +346,12 @@ def float_binary(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 
 def unit(values: Any) -> Any:
-    """Clamped to [0, 1] (.sat): NaN and -0 give +0."""
+    """Clamp to [0, 1] (.sat): NaN and -0 give +0."""
     return np.nan_to_num(np.clip(values, 0, 1), nan=0.0) + np.asarray(values).dtype.type(0)
 
 
 def directed(name: str, mode: str) -> Callable[..., Any]:
-    """float32 arithmetic rounded toward zero, down or up."""
+    """Return float32 arithmetic rounded toward zero, down or up."""
 
     def run(a: Any, b: Any) -> Any:
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -387,7 +387,7 @@ def half_unary(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 
 def halves(x: PtxInstruction, kind: str, run: Callable[..., Any], count: int) -> PtxOp:
-    """run on float32 values of one or two 16-bit floats, results rounded to nearest."""
+    """Apply `run` to float32 values of one or two 16-bit floats and round the results to nearest."""
     if not kind.endswith("x2"):
         bits = lambda a: np.atleast_1d(np.asarray(a, np.uint16))  # noqa: E731
         one = lambda *ops: encode(run(*(decode(bits(a), kind) for a in ops)), kind)  # noqa: E731
@@ -415,7 +415,7 @@ def float_mad(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 @form(r"(add|sub|mul|fma)(?:\.(rn|rz|rm|rp))?(\.ftz)?\.f32x2", FLOAT)
 def packed(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """sm_100: two float32 in a 64-bit register. Without a rounding, rn."""
+    """Compute on two float32 in a 64-bit register (sm_100). Without a rounding modifier, rn."""
     nearest = f[2] in (None, "rn")
     if f[1] == "fma" and not nearest:
         raise refuse(x, "this rounding")

@@ -1,4 +1,4 @@
-"""Forms that update memory as one step: atom, red, and the asynchronous red.async."""
+"""Forms that update memory in one step: atom, red, and the asynchronous red.async."""
 
 import operator
 import re
@@ -39,7 +39,8 @@ UPDATE: dict[str, Callable[..., Any]] = {
 
 
 def update_of(what: str, kind: str, in_cache: bool) -> tuple[str, Callable[..., Any]]:
-    """(PTX type of the operands, function) of an update. in_cache: f32 sums are done in L2, which flushes denormals."""
+    """Return (PTX type of the operands, function) of an update. in_cache: f32 sums are done in L2, which flushes
+    denormals."""
     plain = UPDATE[what]
     if kind == "f32" and what == "add" and in_cache:
         return kind, lambda old, b: flush(flush(old) + flush(b))
@@ -114,7 +115,7 @@ def atomic(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 
 def conflict_free_groups(address: np.ndarray) -> list[np.ndarray]:
-    """Threads cut into groups without a common address, in thread order for each address."""
+    """Split threads into groups without a common address, in thread order for each address."""
     order = np.argsort(address, kind="stable")
     ordered = address[order]
     starts = np.r_[True, ordered[1:] != ordered[:-1]]
@@ -127,7 +128,8 @@ def conflict_free_groups(address: np.ndarray) -> list[np.ndarray]:
 
 
 def shared_elements(t: Threads, x: PtxInstruction, space: str, address: np.ndarray, dtype: np.dtype) -> Any:
-    """(shared memory as elements of `dtype`, which of them the threads update), checked; None for global memory."""
+    """Check an atomic on shared memory; return (shared memory as elements of `dtype`, the threads' indices into it),
+    or None for global memory."""
     m = t.machine
     if space == "generic" and bool(((address >= U64(WINDOW)) & (address < U64(PARAMS))).all()):
         space, address = "shared", address - U64(WINDOW)

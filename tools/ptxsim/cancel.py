@@ -1,9 +1,9 @@
 """clusterlaunchcontrol.try_cancel: a running cluster takes the place of one that has not been launched.
 
-Clusters of a run that are not resident yet wait in `Machine.waiting`; a request that completes takes the first of them,
-and fails where there is none. Its answer is opaque in the ISA, which has query_cancel to read it; kernels in the CuTe
-DSL read it as it lies: x; y and z in 16 bits each; whether a cluster was cancelled, in bit 0 of the third word.
-"""
+Clusters of a run that are not resident yet wait in `MachineState.waiting`; a request that completes takes the
+first of them, and fails if there is none. Its response is opaque in the ISA, which has query_cancel to read it;
+kernels in the CuTe DSL read its words directly: x; y and z in 16 bits each; whether a cluster was cancelled, in
+bit 0 of the third word."""
 
 import re
 from typing import Any
@@ -17,7 +17,7 @@ from .parse import PtxInstruction
 from .sync import SYNC
 from .tma import check_inside_cta, complete_tx, multicast_targets
 
-SIZE = 16  # bytes of an answer
+SIZE = 16  # bytes of a response
 
 
 @form(
@@ -39,7 +39,7 @@ def try_cancel(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 
 def request(t: Threads, x: PtxInstruction, i: int, targets: list[tuple[int, int]]) -> None:
-    """targets: (place of the answer, mbarrier) of each CTA that gets it."""
+    """Issue a request. targets: (address of the response, mbarrier) of each CTA that gets it."""
     m, found = t.machine, []
     for to, signal in targets:
         barrier, words = m.signalled(t, signal, x), np.arange(to >> 2, to + SIZE >> 2)
@@ -58,7 +58,7 @@ def request(t: Threads, x: PtxInstruction, i: int, targets: list[tuple[int, int]
 
 
 def answer(m: MachineState) -> np.ndarray:
-    """Of a request that fails, all but the bit that says so is undefined."""
+    """Return the response. If the request fails, all bits except the one that says so are undefined."""
     undefined = POISON["W"]
     if not m.waiting:
         return np.array([undefined, undefined, undefined & ~1, undefined], np.uint32).view(np.uint8)

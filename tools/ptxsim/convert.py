@@ -54,7 +54,7 @@ def unpack(x: PtxInstruction, kind: str, into: list[str]) -> PtxOp:
 
 @form(r"prmt\.b32(?:\.(f4e|b4e|rc8|ecl|ecr|rc16))?", f"{MOVE}: prmt")
 def permute(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """Bytes of {b, a} chosen by the selector; bit 3 of a choice replicates the byte's sign."""
+    """Choose bytes of {b, a} by the selector; bit 3 of a choice replicates the byte's sign."""
 
     def run(a: Any, b: Any, choice: Any) -> Any:
         source = np.asarray(a, U64) | (np.asarray(b, U64) << U64(32))
@@ -80,7 +80,7 @@ def permute(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 
 def nibble(mode: str | None, choice: Any, i: int) -> tuple[Any, Any]:
-    """(source byte, replicate its sign) of byte i of the result."""
+    """Return (source byte, whether to replicate its sign) of byte i of the result."""
     if mode is None:
         part = choice >> U32(4 * i)
         return (part & U32(7)).astype(U64), (part & U32(8)) != 0
@@ -139,7 +139,7 @@ def convert(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 
 def to_integer(to: str, whole: Callable[..., Any]) -> Callable[..., Any]:
-    """Out-of-range values saturate; NaN gives 0 for types below 64 bits, and the top bit alone for 64 bits."""
+    """Return a conversion that saturates; NaN gives 0 for types below 64 bits, and only the top bit for 64 bits."""
     bounds = np.iinfo(dtype_of(to))
 
     def run(a: Any) -> Any:
@@ -156,7 +156,7 @@ def to_integer(to: str, whole: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tf32(mode: str | None, relu: bool, satfinite: bool) -> Callable[..., Any]:
-    """19 bits of a float32: rna rounds halves away from zero."""
+    """Return a conversion to the 19 bits of tf32: rna rounds halves away from zero."""
 
     def run(a: Any) -> Any:
         a = np.atleast_1d(np.asarray(a, np.float32))
@@ -188,7 +188,7 @@ def narrowing(to: str, mode: str | None, relu: bool, satfinite: bool) -> Callabl
 
 @form(r"cvt\.(rn|rz)(\.relu)?(\.satfinite)?\.(f16x2|bf16x2)\.f32", CVT)
 def convert_pair(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """d = {high: a, low: b}."""
+    """Convert and pack: d = {high: a, low: b}."""
     one = narrowing(f[4][:-2], f[1], bool(f[2]), bool(f[3]))
     return pure(x, lambda a, b: (one(a).astype(U32) << U32(16)) | one(b), "b32", "f32", "f32")
 
@@ -223,7 +223,7 @@ def halves(a: Any) -> tuple[Any, Any]:
 
 @form(r"cvt\.rn(\.relu)?\.(f16x2|bf16x2)\.(e4m3x2|e5m2x2|e2m1x2|e2m3x2|e3m2x2|ue8m0x2)", CVT)
 def convert_wide(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """Every value of the narrow formats is exact in f16, and of ue8m0 in bf16."""
+    """Widen pairs. Every value of the narrow formats is exact in f16, and every value of ue8m0 in bf16."""
     kind, to = f[3][:-2], f[2][:-2]
     source = np.uint8 if kind == "e2m1" else np.uint16
 
@@ -244,7 +244,7 @@ def convert_wide(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 @form(r"cvt\.(rz|rp)(\.satfinite)?\.ue8m0x2\.(f32|bf16x2)", CVT)
 def convert_scale(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """Powers of two: the exponent of the magnitude, rounded toward zero or up."""
+    """Convert to powers of two: the exponent of the magnitude, rounded toward zero or up."""
 
     def one(a: Any) -> Any:
         bits = np.atleast_1d(np.asarray(a, np.float32)).view(U32) & U32(0x7FFFFFFF)
@@ -261,7 +261,7 @@ def convert_scale(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 # ------------------------------------------------------------------------------------------------ addresses
 @form(r"cvta(\.to)?\.(global|shared(?:::cta|::cluster)?|param|const|local)\.(u32|u64)", f"{MOVE}: cvta")
 def generic(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """Generic addresses: global ones as they are, shared ones and parameters each in a window of their own."""
+    """Convert to generic addresses: global ones are unchanged, shared ones and parameters have a window each."""
     if f[2] in ("const", "local"):
         raise refuse(x, f".{f[2]}")
     if not f[2].startswith("shared"):
@@ -274,7 +274,7 @@ def generic(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 @form(r"mapa(\.shared::cluster)?\.(u32|u64)", f"{MOVE}: mapa")
 def map_address(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """The same variable in the shared memory of the CTA with rank b."""
+    """Return the address of the same variable in the shared memory of the CTA with rank b."""
 
     def run(t: Threads, x: PtxInstruction, a: Any, rank: Any) -> Any:
         if (rank >= t.machine.cluster_size).any():

@@ -25,8 +25,8 @@ U32, U64 = np.uint32, np.uint64
 def read(
     t: Threads, x: PtxInstruction, space: str, address: np.ndarray, dtype: Any, count: int, how: str = WEAK
 ) -> np.ndarray:
-    """(count, n) elements at the threads' addresses; the `count` elements of a thread are aligned as a whole. how: as
-    exchange.Exchange.load takes it, of global memory."""
+    """Read (count, n) elements at the threads' addresses; the `count` elements of a thread are aligned as a whole.
+    how: for global memory, as exchange.Exchange.load takes it."""
     m = t.machine
     if space == "generic":
         shared = (address >= U64(WINDOW)) & (address < U64(PARAMS))
@@ -46,7 +46,7 @@ def read(
 
 
 def write(t: Threads, x: PtxInstruction, space: str, address: np.ndarray, values: np.ndarray, kind: int = 0) -> None:
-    """values (count, n). kind: as exchange.Exchange.store takes it, of global memory."""
+    """Write values (count, n). kind: for global memory, as exchange.Exchange.store takes it."""
     m = t.machine
     if space == "generic":
         shared = (address >= U64(WINDOW)) & (address < U64(PARAMS))
@@ -67,13 +67,13 @@ def write(t: Threads, x: PtxInstruction, space: str, address: np.ndarray, values
 
 
 def is_policy(x: PtxInstruction, text: str) -> bool:
-    """An operand that is a cache policy."""
+    """Return whether an operand is a cache policy."""
     return "cache_hint" in x.op and text == x.args[-1]
 
 
 class Sync(NamedTuple):
-    """What a strong operation does for order: reads or writes its word (atomics both), acquires, releases, and whether
-    other CTAs count."""
+    """The ordering effect of a strong operation: whether it reads or writes its word (atomics do both), acquires,
+    releases, and orders other CTAs too (wide)."""
 
     reads: bool
     writes: bool
@@ -83,11 +83,11 @@ class Sync(NamedTuple):
 
 
 def synchronise(t: Threads, address: np.ndarray, space: str, s: Sync) -> None:
-    """Hand clocks on through the words of strong operations (PTX ISA, Memory Consistency Model: release and acquire
-    patterns). Relaxed ones hand on what the warp's last fence covers, and what they read waits for its next fence.
+    """Pass clocks on through the words of strong operations (PTX ISA, Memory Consistency Model: release and acquire
+    patterns). A relaxed write releases what the warp's last fence covers; a relaxed read is acquired by its next
+    fence.
 
-    A plain store in between does not end what a word hands on, which is weaker than the model.
-    """
+    A plain store in between does not end the release of a word, which is weaker than the model."""
     m = t.machine
     shared = space.startswith("shared") or (space == "generic" and bool((address < U64(PARAMS)).all()))
     wide = s.wide and not shared
@@ -98,7 +98,7 @@ def synchronise(t: Threads, address: np.ndarray, space: str, s: Sync) -> None:
     where = address.astype(np.int64) + (0 if wide else home.astype(np.int64) << 48)
     for key in np.unique(where).tolist():
         clock = flags.get(key, VectorClock()) if s.reads else VectorClock()
-        for warp in distinct(t.warp[where == key]).tolist():  # atomics come one after the other, in this order
+        for warp in distinct(t.warp[where == key]).tolist():  # atomics take effect one after the other, in this order
             if s.reads and s.acquires:
                 m.order.acquire(np.array([warp]), clock)
             elif s.reads:
@@ -153,13 +153,14 @@ def store(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 # ------------------------------------------------------------------------------------------------ matrices
 def rows_of(t: Threads, address: np.ndarray, matrix: int) -> np.ndarray:
-    """(warps, 8) addresses of the rows of matrix j: lanes 8 j to 8 j + 7 hold them."""
+    """Return (warps, 8) addresses of the rows of matrix j: lanes 8 j to 8 j + 7 hold them."""
     return address.reshape(-1, 32)[:, 8 * matrix : 8 * matrix + 8]
 
 
 @form(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16", f"{MOVE}: ldmatrix", level=WARP)
 def load_matrix(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """Lane l gets elements (l / 4, 2 (l % 4)) and the next one of each 8x8 matrix, or of its transpose."""
+    """Load 8x8 matrices: lane l gets elements (l / 4, 2 (l % 4)) and the next one of each matrix, or of its
+    transpose."""
     count, trans = int(f[1]), bool(f[2])
 
     def run(t: Threads, x: PtxInstruction, address: Any) -> Any:
@@ -195,8 +196,8 @@ LANE = np.arange(32)
 
 @form(r"ldmatrix\.sync\.aligned\.m16n16\.x([12])\.trans\.shared(?:::cta)?\.b8", f"{MOVE}: ldmatrix", level=WARP)
 def load_matrix_bytes(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """sm_100a. Lane 16 j + i holds the address of row i of matrix j; two registers a matrix. Byte b of register r of
-    lane l is row 4 (l % 4) + 2 r + b % 2, column l / 4 + 8 (b / 2)."""
+    """Load 16x16 matrices of bytes (sm_100a). Lane 16 j + i holds the address of row i of matrix j; a matrix takes
+    two registers. Byte b of register r of lane l is row 4 (l % 4) + 2 r + b % 2, column l / 4 + 8 (b / 2)."""
     count = int(f[1])
 
     def run(t: Threads, x: PtxInstruction, address: Any) -> Any:
@@ -216,8 +217,8 @@ def load_matrix_bytes(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 @form(r"stmatrix\.sync\.aligned\.m16n8\.x([124])\.trans\.shared(?:::cta)?\.b8", f"{MOVE}: stmatrix", level=WARP)
 def store_matrix_bytes(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """sm_100a. Lane 8 j + i holds the address of the 16 bytes of row i of matrix j in memory; byte b of lane l goes to
-    row 2 (l % 4) + b % 2, column l / 4 + 8 (b / 2)."""
+    """Store 16x8 matrices of bytes (sm_100a). Lane 8 j + i holds the address of the 16 bytes of row i of matrix j in
+    memory; byte b of lane l goes to row 2 (l % 4) + b % 2, column l / 4 + 8 (b / 2)."""
 
     def run(t: Threads, x: PtxInstruction, address: Any, *values: Any) -> None:
         for j, value in enumerate(values):
@@ -238,7 +239,7 @@ COPY = f"{MOVE}: cp.async (non-bulk)"
 
 @form(rf"cp\.async\.(ca|cg)\.shared(?:::cta)?\.global{CACHE}", COPY)
 def copy_async(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """16, 8 or 4 bytes a thread; bytes past src-size are zero."""
+    """Copy 16, 8 or 4 bytes per thread; bytes past src-size are zero."""
     size = int(x.args[2])
     extra = [text for text in x.args[3:] if not is_policy(x, text)]
 
@@ -302,14 +303,14 @@ def wait_copies(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 @form(r"(prefetch|prefetchu|discard|applypriority|createpolicy)\..*", f"{MOVE}: prefetch and cache control")
 def hint(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """No effect on results. createpolicy gives a policy that nothing looks at."""
+    """Do nothing, since hints have no effect on results. createpolicy returns a policy that nothing reads."""
     outs = ((x.args[0], "b64"),) if f[1] == "createpolicy" else ()
     return effect(lambda t, x: np.zeros(t.count, U64) if outs else None, outs=outs)
 
 
 @form(r"cp\.async\.mbarrier\.arrive(\.noinc)?(?:\.shared(?:::cta)?)?\.b64", COPY)
 def copies_arrive(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """Arrives once the thread's earlier copies are complete; without .noinc the phase waits for one arrival more."""
+    """Arrive once the thread's earlier copies are complete; without .noinc the phase waits for one more arrival."""
 
     def run(t: Threads, x: PtxInstruction, address: Any) -> None:
         m = t.machine

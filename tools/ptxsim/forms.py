@@ -1,9 +1,9 @@
-"""The table of instruction forms: opcode pattern -> function that says what an instruction does.
+"""The table of instruction forms: opcode pattern -> function that returns the semantics of an instruction.
 
-A form reads an instruction and its match and returns an Op: which operands are read and written with which PTX type,
-and the function that computes. Two kinds of function exist. `pure` maps numpy arrays of all threads to arrays.
-`effect` gets the threads (machine.Threads) and the instruction first and may touch memory, barriers or engines.
-"""
+A form reads an instruction and its match and returns a PtxOp: the operands that are read and written with their
+PTX types, and the function that computes. There are two kinds of functions. `pure` maps numpy arrays of all
+threads to arrays. `effect` takes the threads (machine.Threads) and the instruction first and may touch memory,
+barriers or engines."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from .faults import NotModelled
 from .parse import PtxInstruction
 
-THREAD, WARP, WARPGROUP = 0, 1, 2  # which threads have to stand at an instruction together
+THREAD, WARP, WARPGROUP = 0, 1, 2  # threads that must have converged at an instruction
 
 
 class PtxOp(NamedTuple):
@@ -36,7 +36,8 @@ _FORMS: dict[str, list[InstructionForm]] = {}
 
 
 def form(pattern: str, isa: str, level: int = THREAD, waits: bool = False) -> Callable[[Any], Any]:
-    """Register the forms whose whole opcode matches. isa: the PTX ISA section the semantics are taken from."""
+    """Register a form for opcodes that match the pattern completely. isa: the PTX ISA section that defines the
+    semantics."""
 
     def register(
         make: Callable[[PtxInstruction, re.Match[str]], PtxOp],
@@ -70,12 +71,13 @@ def require(x: PtxInstruction) -> tuple[InstructionForm, re.Match[str]]:
 
 
 def registered() -> list[InstructionForm]:
-    """Every form, once."""
+    """Return every form, once."""
     return list(dict.fromkeys(one for many in _FORMS.values() for one in many))
 
 
 def pure(x: PtxInstruction, run: Callable[..., Any], out: str, *ins: str) -> PtxOp:
-    """dst = run(sources): the first operand is written with type `out`, the following are read with types `ins`."""
+    """Return dst = run(sources): the first operand is written with type `out`, the following are read with types
+    `ins`."""
     return PtxOp(run, ((x.args[0], out),), tuple(zip(x.args[1:], ins)))
 
 

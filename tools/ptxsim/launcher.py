@@ -1,4 +1,4 @@
-"""From a spec and a kernel's Args to a run: compile, evaluate the host function, simulate."""
+"""Run a kernel from its spec and its Args: compile it, evaluate the host function, simulate."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,26 +20,28 @@ OBJECTS = Path(__file__).resolve().parents[2] / "build" / "obj"  # where builds 
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A compiled kernel. ptx; host: the host function's MLIR; shared: dynamic bytes a CTA."""
+    """A compiled kernel. ptx: text; host: the host function's MLIR; shared: dynamic bytes per CTA."""
 
     ptx: str
     host: str
     shared: int
 
     def calls(self, args: Sequence[Any]) -> list[KernelLaunch]:
-        """The launches of `args`, the fields of the kernel's Args: torch tensors or numpy arrays, and numbers."""
+        """Return the launches of `args`, the fields of the kernel's Args: torch tensors or numpy arrays, and
+        numbers."""
         return host.evaluate(self.host, self.ptx, [as_numpy(value) for value in args], self.shared)
 
 
 @cache
 def program(ptx: str) -> Program:
-    """The translated kernel of a PTX text, which its runs share."""
+    """Return the translated kernel of a PTX text; its runs share it."""
     return Program(ptx)
 
 
 @cache
 def load(op: str, spec: Any, arch: str, lines: bool = False) -> CompiledKernel:
-    """The kernel of a spec, from the objects of builds or compiled into them; lines: anew, with line info."""
+    """Return the kernel of a spec from the build's objects, compiling it if it is missing. lines: compile anew with
+    line info."""
     if lines:
         found = build.build(op, spec, arch, "--generate-line-info")
         return CompiledKernel(found.ptx, found.host, found.shared or 0)
@@ -50,9 +52,11 @@ def load(op: str, spec: Any, arch: str, lines: bool = False) -> CompiledKernel:
 
 
 def simulate(op: str, spec: Any, args: Sequence[Any], arch: str = "sm_90a", **how: Any) -> RunResult:
-    """Run a kernel on `args`, in place, its launches one after the other. how: of `load` lines; of `run.run` mode,
-    seed, blocks, resident and so on, where `program` is that of the first launch; before: of each `Call`; memory: a
-    folder of results of equal runs (memo.py), which are not repeated."""
+    """Run a kernel on `args` in place, its launches one after the other.
+
+    how: `lines` is passed to `load`; mode, seed, blocks, resident and so on to `run.run`, where `program` is that
+    of the first launch; before: of each `KernelLaunch`; memory: a folder of results of equal runs (memo.py),
+    which are not repeated."""
     folder, lines = how.pop("memory", None), how.pop("lines", False)
     kernel = load(op, spec, arch, lines)
     if folder is None:
@@ -73,7 +77,7 @@ def _run(kernel: CompiledKernel, args: Sequence[Any], how: dict[str, Any]) -> Ru
 
 
 def function(op: str, spec: Any, arch: str, results: list[RunResult], **how: Any) -> Callable[..., None]:
-    """What wrappers.runtime.kernel gives, but simulated; each launch adds to `results`."""
+    """Return the simulated counterpart of wrappers.runtime.kernel; each launch appends to `results`."""
 
     def launch(*args: Any) -> None:
         results.append(simulate(op, spec, args, arch, **how))
@@ -82,7 +86,8 @@ def function(op: str, spec: Any, arch: str, results: list[RunResult], **how: Any
 
 
 def as_numpy(value: Any) -> Any:
-    """A view of a torch tensor's memory, elements as integers of their width; anything else as it is."""
+    """Return a view of a torch tensor's memory, its elements as float32 or as integers of their width; other values
+    unchanged."""
     if not hasattr(value, "untyped_storage"):
         return value
     import torch

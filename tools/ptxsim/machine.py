@@ -20,12 +20,12 @@ from .translate import STORAGE
 MODES = ("eager", "late", "newest", "random")
 PARAMS = 0x7E00_0000_0000  # generic address of the parameters
 WINDOW = 0x7D00_0000_0000  # generic address of shared memory
-POISON = {"B": 0x7F, "W": 0x7FC0DEAD, "H": 0x7FC1, "D": 0x7FF8_DEAD_7FC0_DEAD}  # registers before they are written: NaN
+POISON = {"B": 0x7F, "W": 0x7FC0DEAD, "H": 0x7FC1, "D": 0x7FF8_DEAD_7FC0_DEAD}  # unwritten registers: NaN
 
 
 @dataclass
 class PendingOperation:
-    """An asynchronous operation under way."""
+    """A pending asynchronous operation."""
 
     what: str
     complete: Callable[[], None]
@@ -46,7 +46,7 @@ class Threads:
 
     @cached_property
     def warp(self) -> np.ndarray:
-        """Warp of each thread, numbered through all resident CTAs."""
+        """Return the warp of each thread, numbered through all resident CTAs."""
         return self.index >> 5
 
     @cached_property
@@ -55,22 +55,22 @@ class Threads:
 
     @cached_property
     def whole(self) -> bool:
-        """All 32 lanes of every warp are here."""
+        """Return whether all 32 lanes of every warp are here."""
         return self.count == 32 * len(self.warps)
 
     def select(self, mask: np.ndarray) -> "Threads | None":
-        """The threads where `mask` holds; None where there are none."""
+        """Return the threads for which `mask` holds; None if there are none."""
         pick = np.flatnonzero(mask)
         return Threads(self.machine, self.index[pick], len(pick), pick) if len(pick) else None
 
     def merge(self, old: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """`old` of all threads with `values` in place of those selected."""
+        """Return `old` of all threads with `values` in place of those selected."""
         out = np.array(np.broadcast_to(old, np.shape(old)))
         out[self.pick] = values
         return out
 
     def say(self, x: Any) -> str:
-        """Where: PTX line, source line, opcode, warps."""
+        """Return the location as text: PTX line, source line, warps, opcode."""
         at = f" ({x.source})" if x.source else ""
         return f"line {x.line}{at}, warp {self._names}: {x.op}"
 
@@ -80,7 +80,7 @@ class Threads:
 
 
 def distinct(ascending: np.ndarray) -> np.ndarray:
-    """np.unique of ascending numbers, in a fraction of its time."""
+    """Return np.unique of ascending numbers, in a fraction of its time."""
     first = np.ones(len(ascending), bool)
     np.not_equal(ascending[1:], ascending[:-1], out=first[1:])
     return ascending[first]
@@ -96,21 +96,20 @@ class Settings:
 
 @dataclass
 class EngineState:
-    """What engines keep."""
+    """The state of the asynchronous engines and of synchronisation."""
 
-    # Operations under way by queue: in "" they complete in any order, in others in the order they were issued in.
+    # Pending operations by queue: those in "" complete in any order, those in other queues in the order of issue.
     pending: dict[str, deque[PendingOperation]] = field(
         default_factory=lambda: defaultdict(deque, {"": deque(), "store": deque()})
     )
-    wgmma: dict[int, Any] = field(default_factory=dict)  # warpgroup -> wgmma.Pipe
+    wgmma: dict[int, Any] = field(default_factory=dict)  # warpgroup -> wgmma.WgmmaQueue
     bulk: dict[int, Any] = field(default_factory=dict)  # thread -> bulk groups
     copies: dict[int, Any] = field(default_factory=dict)  # thread -> cp.async groups
     named: dict[tuple[int, int], BarrierState] = field(default_factory=dict)  # (slot, id)
     cluster: dict[int, BarrierState] = field(default_factory=dict)
-    flags: dict[int, VectorClock] = field(
-        default_factory=dict
-    )  # of strong operations in shared memory, or of scope .cta
-    # By warp, and whether other CTAs count: its past at its last fence; what it read since, and no fence took up yet.
+    # By address: released by strong operations on shared memory, or of scope .cta.
+    flags: dict[int, VectorClock] = field(default_factory=dict)
+    # By warp, and whether other CTAs count: its past at its last fence; relaxed reads that no fence has acquired yet.
     fences: dict[tuple[int, bool], VectorClock] = field(default_factory=dict)
     unacquired: dict[tuple[int, bool], VectorClock] = field(default_factory=dict)
     tensor: dict[int, Any] = field(default_factory=dict)  # slot -> tensor memory
@@ -120,7 +119,7 @@ class EngineState:
 
 
 class MachineState:
-    """CTAs of whole clusters that are resident together."""
+    """The CTAs of whole clusters that are resident together."""
 
     def __init__(
         self,
@@ -130,7 +129,7 @@ class MachineState:
         blocks: list[tuple[int, int, int]],
         settings: Settings,
     ) -> None:
-        """blocks: indices of the CTAs, those of a cluster one after the other in rank order."""
+        """Set up the CTAs. blocks: indices of the CTAs, those of a cluster one after the other in rank order."""
         self.program, self.call, self.memory, self.settings = program, call, memory, settings
         self.random = np.random.default_rng(settings.seed)
         shape = call.block or program.kernel.block
@@ -164,20 +163,20 @@ class MachineState:
         self.failed = np.full(self.threads, -1, np.int32)  # unit at which a wait failed, at event `failed_at`
         self.failed_at = np.full(self.threads, -1, np.int64)
         self.touched = np.ones(self.threads, bool)  # wgmma registers written since the last wgmma.fence
-        self.undefined: dict[int, dict[str, str]] = {}  # warp -> registers without a value, and why (undefined.py)
+        self.undefined: dict[int, dict[str, str]] = {}  # warp -> undefined registers and the reasons (undefined.py)
         self.cluster_phase = np.zeros(self.threads, np.int64)  # of the cluster barrier, after the last arrival
         self.cluster_waited = np.zeros(self.threads, np.int64)  # the same, after the last wait
         self.events = 0  # counts everything that may let a wait succeed
-        self.stalled: np.ndarray | None = None  # of the unit that runs: threads that stay
-        self.unit = 0  # that runs
+        self.stalled: np.ndarray | None = None  # threads that stay at the running unit
+        self.unit = 0  # the running unit
         self.entered = bytearray(len(program.units))  # units that have run
-        self.active = bytearray(len(program.kernel.instructions))  # those whose guard has held for a thread
+        self.active = bytearray(len(program.kernel.instructions))  # instructions with a guard that held for a thread
         self.steps = 0
         self.last = -1
 
-    # ------------------------------------------------------------- what generated code reads
+    # ------------------------------------------------------------- read by generated code
     def uniform(self, name: str) -> Any:
-        """A special register that all threads share."""
+        """Return a special register that all threads share."""
         if name.startswith("ntid."):
             return np.uint32(self.block["xyz".index(name[-1])])
         if name in ("clock", "clock64", "globaltimer", "globaltimer_lo"):
@@ -188,16 +187,16 @@ class MachineState:
         return np.uint32(values[name])
 
     def shared_address(self, where: Any, offset: int) -> np.ndarray:
-        """Of a shared variable, per thread. offset: in static memory; -1 the dynamic part."""
+        """Return the address of a shared variable per thread. offset: in static memory; -1 means the dynamic part."""
         start = self.program.dynamic_start if offset < 0 else offset
         return (self.special["cluster_ctarank"][where] << np.uint32(RANK)) + np.uint32(1024 + start)
 
     def param_address(self, offset: int) -> np.uint64:
         return np.uint64(PARAMS + offset)
 
-    # ------------------------------------------------------------- what forms use
+    # ------------------------------------------------------------- used by forms
     def flat(self, t: Threads, address: np.ndarray, size: int, x: Any) -> np.ndarray:
-        """Shared addresses of threads -> indices into shared.bytes."""
+        """Convert shared addresses of threads to indices into shared.bytes."""
         return self.shared.flat(self.first_slot[t.where], address, size, t.say(x))
 
     def mbarrier(self, t: Threads, flat: int, x: Any) -> Mbarrier:
@@ -207,7 +206,7 @@ class MachineState:
         return found
 
     def signalled(self, t: Threads, flat: int, x: Any) -> Mbarrier:
-        """An mbarrier that an async operation will signal."""
+        """Return an mbarrier that an async operation will signal."""
         barrier = self.mbarrier(t, flat, x)
         if not barrier.visible:
             raise Fault(f"{t.say(x)}: the mbarrier at {barrier.address} was initialised, but not fenced for async use")
@@ -228,7 +227,7 @@ class MachineState:
 def specials(
     call: KernelLaunch, blocks: list[tuple[int, int, int]], shape: tuple[int, int, int]
 ) -> dict[str, np.ndarray]:
-    """Special registers that differ between threads or CTAs (PTX ISA, Special Registers)."""
+    """Return the special registers that differ between threads or CTAs (PTX ISA, Special Registers)."""
     per_cta = int(np.prod(shape))
     lane = np.tile(np.arange(per_cta, dtype=np.uint32), len(blocks))
     out: dict[str, np.ndarray] = {
@@ -259,7 +258,7 @@ def specials(
 
 
 def pack(program: Program, call: KernelLaunch) -> tuple[np.ndarray, dict[int, TensorMap]]:
-    """Parameter bytes, and tensor maps by their offset in them."""
+    """Return the parameter bytes, and the tensor maps by their offset in them."""
     expected = list(program.kernel.params.values())
     if len(call.params) != len(expected):
         raise ValueError(f"params: {len(call.params)} values, the kernel has {len(expected)} parameters")

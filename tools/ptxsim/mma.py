@@ -1,9 +1,8 @@
-"""Matrix multiply of a warp: forms of mma.sync and movmatrix.
+"""Warp-level matrix multiply: forms of mma.sync and movmatrix.
 
-Fragments (PTX ISA, Matrix Fragments for mma.m16n8k*): with g = lane / 4 and q = lane % 4, register r of A holds row
-g + 8 (r % 2) and columns per * q + 4 * per * (r / 2) on, per elements a register; register r of B holds column g and
-the same columns as rows; D holds (g + 8 (i / 2), 2 q + i % 2).
-"""
+Fragments (PTX ISA, Matrix Fragments for mma.m16n8k*): let g = lane / 4, q = lane % 4, and `per` the elements per
+register. Register r of A holds row g + 8 (r % 2) and `per` columns from per * q + 4 * per * (r / 2); register r
+of B holds column g and the same columns as rows; register i of D holds (g + 8 (i / 2), 2 q + i % 2)."""
 
 import re
 from collections.abc import Sequence
@@ -26,20 +25,21 @@ LANE = np.arange(32)
 
 @cache
 def operand(count: int, per: int, halves: int) -> tuple[np.ndarray, np.ndarray]:
-    """(row, column) of each element of `count` registers of A (halves 2) or of B transposed (1), (count, 32, per)."""
+    """Return (row, column) of each element of `count` registers of A (halves 2) or of B transposed (1), (count, 32,
+    per)."""
     r, lane, i = np.arange(count)[:, None, None], LANE[None, :, None], np.arange(per)
     return lane // 4 + 8 * (r % halves) + 0 * i, per * (lane % 4) + 4 * per * (r // halves) + i
 
 
 @cache
 def accumulator(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(row, column) of each of `count` registers of C and D, (count, 32)."""
+    """Return (row, column) of each of `count` registers of C and D, (count, 32)."""
     i = np.arange(count)[:, None]
     return LANE // 4 + 8 * (i // 2), 2 * (LANE % 4) + i % 2
 
 
 def fragment(registers: Sequence[np.ndarray], kind: str, rows: int) -> np.ndarray:
-    """(warps, rows, k) float32 of A (rows 16) or of B transposed (rows 8)."""
+    """Return (warps, rows, k) float32 of A (rows 16) or of B transposed (rows 8)."""
     size, halves = BYTES[kind], rows // 8
     per, count = 4 // size, len(registers)
     bits = np.stack(registers).view(f"u{size}").reshape(count, -1, 32, per)

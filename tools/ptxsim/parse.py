@@ -1,7 +1,7 @@
-"""PTX text -> Kernel: the instructions of its one .entry in order, registers, labels, parameters, shared variables.
+"""Parse PTX text into a PtxKernel: instructions of its one .entry in order, registers, labels, parameters, shared
+memory.
 
-Scopes in braces (inline assembly) get their registers and labels renamed, so that the result is flat.
-"""
+Registers and labels of scopes in braces (inline assembly) are renamed, so that the result is flat."""
 
 import re
 from bisect import bisect_right
@@ -27,8 +27,8 @@ _INSTRUCTION = re.compile(r"(?:@(!?[%\w$@]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTA
 class PtxInstruction(NamedTuple):
     guard: str  # "" | "%p1" | "!%p1"
     op: str  # opcode with modifiers
-    args: tuple[str, ...]  # operands; {...}, [...] and (...) stay one operand
-    line: int  # of the PTX text
+    args: tuple[str, ...]  # operands; {...}, [...] and (...) are one operand each
+    line: int  # in the PTX text
     source: str  # "file:line" of the kernel's source, "" without line info
 
 
@@ -36,7 +36,7 @@ class PtxInstruction(NamedTuple):
 class PtxKernel:
     name: str = ""
     target: str = ""
-    block: tuple[int, int, int] = (0, 0, 0)  # .reqntid; zeros where the PTX does not say
+    block: tuple[int, int, int] = (0, 0, 0)  # .reqntid; zeros if the PTX has none
     params: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # name -> (offset, bytes, alignment)
     registers: dict[str, str] = field(default_factory=dict)  # name -> PTX type
     instructions: list[PtxInstruction] = field(default_factory=list)
@@ -46,7 +46,7 @@ class PtxKernel:
 
 
 def split(text: str) -> list[str]:
-    """Operands: text at commas that no bracket encloses."""
+    """Split text into operands at the commas that no bracket encloses."""
     if "{" not in text and "[" not in text and "(" not in text:
         return [part.strip() for part in text.split(",")] if text.strip() else []
     out, depth, start = [], 0, 0
@@ -63,7 +63,7 @@ def split(text: str) -> list[str]:
 
 
 def vector(text: str) -> list[str]:
-    """The elements of {a, b, ...}; a plain operand is one element."""
+    """Return the elements of {a, b, ...}; a plain operand is one element."""
     return [part.strip() for part in text[1:-1].split(",")] if text.startswith("{") else [text]
 
 
@@ -73,7 +73,7 @@ def _blank_comments(text: str) -> str:
 
 
 def _head(text: str, kernel: PtxKernel) -> int:
-    """Fill what stands before the body; the position of the body's brace."""
+    """Parse everything before the body into `kernel`; return the position of the body's brace."""
     found = re.search(r"\.entry\s+([\w$]+)\s*\(", text)
     if not found:
         raise ValueError("no .entry in the PTX text")
@@ -120,7 +120,8 @@ class _Scope(NamedTuple):
 
 
 def parse(text: str) -> PtxKernel:
-    """The kernel of a PTX text with one .entry. Unsupported where it declares what the simulator does not model."""
+    """Parse a PTX text with one .entry. Raise NotModelled if it declares something that the simulator does not
+    model."""
     text = _blank_comments(text)
     kernel = PtxKernel()
     at = _head(text, kernel)
@@ -205,7 +206,7 @@ def _instruction(statement: str, scopes: list[_Scope], line: int, source: str) -
 
 
 def _resolve(kernel: PtxKernel, branches: list[tuple[int, list[int]]]) -> None:
-    """Name the labels of branches as `labels` does: the innermost scope that declares one wins."""
+    """Rename the targets of branches to keys of `labels`: the innermost scope that declares a label wins."""
     for index, numbers in branches:
         branch = kernel.instructions[index]
         names = [f"{branch.args[0]}@{number}" for number in reversed(numbers)]

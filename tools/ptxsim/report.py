@@ -1,4 +1,4 @@
-"""What a person needs to see when nobody can move: every warp's place, every barrier's state, what is under way."""
+"""The report of a stuck kernel: the position of every warp, the state of every barrier, the pending operations."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from .shared import BASE
 
 
 def where(m: MachineState) -> str:
-    """One line per group of lanes, mbarrier and barrier."""
+    """Return one line per group of lanes, mbarrier, barrier and pending operation."""
     lines = []
     for warp in range(m.warps):
         lanes = slice(32 * warp, 32 * warp + 32)

@@ -1,4 +1,4 @@
-"""Run a call: the grid in portions of CTAs that are resident together, then the checks at exit."""
+"""Run a launch: the grid in portions of CTAs that are resident together, then the checks at exit."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -21,9 +21,9 @@ Block = tuple[int, int, int]
 
 @dataclass
 class RunResult:
-    """steps: units executed. counts: asynchronous operations by kind. executed: by PTX text, of each instruction
-    whether a thread executed it (program.Program.executed). phases: by PTX text, of the mbarrier at each offset in
-    shared memory how many it completed, in the CTA that completed most."""
+    """The result of a run. steps: units executed. counts: asynchronous operations by kind. executed: by PTX text,
+    for each instruction whether a thread executed it (program.Program.executed). phases: by PTX text, for the
+    mbarrier at each offset in shared memory the number of completed phases, in the CTA that completed most."""
 
     steps: int = 0
     counts: dict[str, int] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class RunResult:
     phases: dict[str, dict[int, int]] = field(default_factory=dict)
 
     def add(self, other: "RunResult") -> None:
-        """Take in another run."""
+        """Merge another run into this one."""
         self.steps += other.steps
         for name, count in other.counts.items():
             self.counts[name] = self.counts.get(name, 0) + count
@@ -55,12 +55,12 @@ def run(
 ) -> RunResult:
     """Execute the grid of `call`; its arrays hold the results.
 
-    mode: when asynchronous operations complete, see schedule.py. blocks: CTAs to run (all of the grid); whole
-    clusters run. resident: clusters that run at once; CTAs that wait for each other through global memory must all be
-    resident. program: the translated PTX of the call, to share it between runs. limit: units until a livelock is
-    reported, per portion. exact: WGMMAs of 16-bit and tf32 types give the bits of an H200, at several times the time;
-    those of 8-bit types always do. Fault (faults.py) on what is wrong on hardware; Unsupported on what is not modelled.
-    """
+    mode: when asynchronous operations complete, see schedule.py. blocks: CTAs to run (default: the whole grid);
+    whole clusters run. resident: clusters that run at once; CTAs that wait for each other through global memory
+    must all be resident. program: the translated PTX of the call, to share it between runs. limit: units until a
+    livelock is reported, per portion. exact: WGMMAs of 16-bit and tf32 types give the bits of an H200, at several
+    times the time; those of 8-bit types always do. Raises Fault (faults.py) for behaviour that is wrong on
+    hardware, NotModelled for instructions that are not modelled."""
     if mode not in MODES:
         raise ValueError(f"mode: {mode!r}, must be one of {MODES}")
     program = program or Program(call.ptx)
@@ -89,7 +89,7 @@ def phases_of(m: MachineState) -> dict[int, int]:
 
 
 def clusters_of(call: KernelLaunch, blocks: Iterable[Block] | None) -> list[list[Block]]:
-    """CTAs by cluster, in rank order; only clusters that hold one of `blocks`."""
+    """Return the CTAs by cluster, in rank order; only clusters that hold one of `blocks`."""
     size = call.cluster
     for i, axis in enumerate("xyz"):
         if call.grid[i] % size[i]:
@@ -109,7 +109,7 @@ def clusters_of(call: KernelLaunch, blocks: Iterable[Block] | None) -> list[list
 
 
 def check_exit(m: MachineState) -> None:
-    """What must not be left when a kernel ends."""
+    """Raise Fault if work is left over when the kernel ends."""
     for barrier in m.mbarriers.values():
         if barrier.tx:
             raise Fault(f"exit: mbarrier {barrier.address} with {barrier.tx} bytes missing")

@@ -1,8 +1,7 @@
-"""Who runs next: threads move in groups that stand at the same unit; asynchronous operations complete in between.
+"""The scheduler: threads move in groups at the same unit; asynchronous operations complete in between.
 
 Modes: "eager", operations complete when issued; "late", only when no thread can move, oldest first; "newest", the
-same, newest first; "random", groups, parts of groups and operations in an order drawn from the seed.
-"""
+same, newest first; "random", groups, parts of groups and operations in an order drawn from the seed."""
 
 import numpy as np
 
@@ -13,13 +12,13 @@ from .report import where
 from .sync import complete_cluster_phase
 from .undefined import follow
 
-NO_UNIT = np.iinfo(np.int32).max  # behind every unit
-UNITS_PER_TURN = 64  # units that a group runs before the next one is chosen
-COMPLETION_CHANCES = (0.3, 0.3, 0.05, 0.01)  # random: chance that an operation completes after a step, by seed
+NO_UNIT = np.iinfo(np.int32).max  # greater than every unit
+UNITS_PER_TURN = 64  # units that a group runs before the next group is chosen
+COMPLETION_CHANCES = (0.3, 0.3, 0.05, 0.01)  # random: probability that an operation completes after a step, by seed
 
 
 def run(m: MachineState) -> None:
-    """Until every thread has returned and every operation is complete."""
+    """Run until every thread has returned and every operation is complete."""
     with np.errstate(all="ignore"):
         while not m.done.all():
             chosen = choose(m)
@@ -42,7 +41,7 @@ def run(m: MachineState) -> None:
 
 
 def complete_one(m: MachineState) -> bool:
-    """Complete one asynchronous operation; False where none is under way."""
+    """Complete one asynchronous operation; return False if none is pending."""
     queues = [queue for queue in m.state.pending.values() if queue]
     if not queues:
         return False
@@ -50,7 +49,7 @@ def complete_one(m: MachineState) -> bool:
     if mode == "random":
         queue = queues[int(m.random.integers(len(queues)))]
         index = int(m.random.integers(len(queue))) if queue is m.state.pending[""] else 0
-    else:  # stores come last: who forgets to wait for one reads old memory
+    else:  # stores come last: a kernel that forgets to wait for one reads old memory
         queue = next((queue for queue in queues if queue is not m.state.pending["store"]), queues[0])
         index = -1 if mode == "newest" and queue is m.state.pending[""] else 0
     one = queue[index]
@@ -61,11 +60,10 @@ def complete_one(m: MachineState) -> bool:
 
 
 def choose(m: MachineState, part_of_warp: bool = False) -> tuple[int, np.ndarray, int] | None:
-    """(unit, threads, level up to which they are together); None where nobody can move.
+    """Return (unit, threads, level up to which they have converged); None if no thread can move.
 
-    part_of_warp: lanes may run a collective without the rest of their warp; its member mask then tells whether that
-    is right.
-    """
+    part_of_warp: lanes may run a collective without the rest of their warp; its member mask then tells whether
+    that is right."""
     program, pc = m.program, m.pc
     live = ~m.done
     able = live & ~m.blocked & ~((m.failed == pc) & (m.failed_at == m.events))
@@ -80,7 +78,7 @@ def choose(m: MachineState, part_of_warp: bool = False) -> tuple[int, np.ndarray
         able &= (level == THREAD) | collective | whole_warpgroups(m, lowest, together, level)
         if not able.any():
             return None
-    # Within a split warp the lanes at the lowest unit go first: they catch up with the others.
+    # In a diverged warp the lanes at the lowest unit go first, so that they catch up with the others.
     first = np.where(able.reshape(-1, 32), by_warp, NO_UNIT).min(1)
     candidates = first[first < NO_UNIT]
     random = m.settings.mode == "random"
@@ -100,7 +98,7 @@ def choose(m: MachineState, part_of_warp: bool = False) -> tuple[int, np.ndarray
 
 
 def whole_warpgroups(m: MachineState, lowest: np.ndarray, together: np.ndarray, level: np.ndarray) -> np.ndarray:
-    """Threads at a warpgroup unit whose four warps are all there."""
+    """Return a mask of the threads at a warpgroup unit that all four warps have reached."""
     if not (level == WARPGROUP).any() or m.per_cta % 128:
         return np.zeros(m.threads, bool)
     groups = lowest.reshape(-1, 4)
@@ -109,7 +107,7 @@ def whole_warpgroups(m: MachineState, lowest: np.ndarray, together: np.ndarray, 
 
 
 def convergence(m: MachineState, index: np.ndarray, together: np.ndarray, live: np.ndarray) -> int:
-    """Which collectives the chosen threads may run without another choice."""
+    """Return the level of collectives that the chosen threads may run without another choice."""
     warps = distinct(index >> 5)
     if not together[warps].all() or len(index) != int(live.reshape(-1, 32)[warps].sum()):
         return THREAD
@@ -120,7 +118,7 @@ def convergence(m: MachineState, index: np.ndarray, together: np.ndarray, live: 
 
 
 def step(m: MachineState, number: int, index: np.ndarray, level: int) -> None:
-    """Run a group until it splits, waits, needs others, or has run long enough."""
+    """Run a group until it splits, waits, needs other threads, or has run RUN units."""
     n = len(index)
     contiguous = index[-1] - index[0] + 1 == n
     s = slice(int(index[0]), int(index[-1]) + 1) if contiguous else index
@@ -135,7 +133,7 @@ def step(m: MachineState, number: int, index: np.ndarray, level: int) -> None:
         m.steps += 1
         result = code(t)
         following = number + 1
-        if m.stalled is not None:  # some stay in a barrier; those that it let go have moved already
+        if m.stalled is not None:  # some threads stay in a barrier; those that it released have moved already
             m.pc[index[~m.stalled]] = following
             return
         if unit.ends:
@@ -160,7 +158,8 @@ def step(m: MachineState, number: int, index: np.ndarray, level: int) -> None:
 
 
 def exit_threads(m: MachineState) -> None:
-    """Threads have exited: their cluster's barrier no longer waits for them, their CTA's shared memory may go."""
+    """Handle exited threads: their cluster barrier no longer waits for them, and their CTA's shared memory may be
+    freed."""
     if m.cluster_size == 1:
         return
     for cluster in list(m.state.cluster):

@@ -15,7 +15,7 @@ from .parse import PtxInstruction
 
 SYNC = "Parallel Synchronization and Communication Instructions"
 U32, U64 = np.uint32, np.uint64
-IDS = 16  # named barriers of a CTA
+IDS = 16  # named barriers per CTA
 
 
 # ------------------------------------------------------------------------------------------------ barriers of a CTA
@@ -33,7 +33,8 @@ def barrier(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 @form(r"(bar|barrier)(?:\.cta)?\.red\.(and|or)(?:\.aligned)?\.pred", f"{SYNC}: barrier", level=WARP, waits=True)
 def barrier_reduce(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """Every thread learns whether all of them, or any, brought a predicate that holds."""
+    """Reduce a predicate over the threads of a barrier: every thread learns whether it holds for all of them, or for
+    any."""
 
     def run(t: Threads, x: PtxInstruction, brought: Any, number: Any, *count: Any) -> None:
         m = t.machine
@@ -55,7 +56,7 @@ def barrier_reduce(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 
 def barriers_of(t: Threads, x: PtxInstruction, number: Any, *count: Any) -> Iterator[tuple[Any, np.ndarray, int]]:
-    """The named barriers of the threads: (slot, id), which threads name it, how many it is for."""
+    """Yield the named barriers of the threads: (slot, id), the threads that name it, the thread count it expects."""
     m = t.machine
     slot = t.index // m.per_cta
     if (number >= IDS).any():
@@ -67,7 +68,7 @@ def barriers_of(t: Threads, x: PtxInstruction, number: Any, *count: Any) -> Iter
 
 
 def arrive_named(t: Threads, x: PtxInstruction, key: tuple[int, int], mine: np.ndarray, need: int, waits: bool) -> bool:
-    """Threads `mine` arrive; whether the barrier let everyone go."""
+    """Let threads `mine` arrive; return whether the barrier completed and released everyone."""
     m = t.machine
     point = m.state.named.setdefault(key, BarrierState(need))
     if point.arrived and point.need != need:
@@ -95,7 +96,7 @@ def arrive_named(t: Threads, x: PtxInstruction, key: tuple[int, int], mine: np.n
 
 @form(r"bar\.warp\.sync", f"{SYNC}: bar.warp.sync", level=WARP)
 def warp_barrier(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """A warp counts as one thread in the order of events: nothing to do once its lanes are together."""
+    """Do nothing: a warp counts as one thread in the order of events, so it suffices that its lanes have converged."""
     return effect(lambda t, x: None)
 
 
@@ -124,7 +125,7 @@ def cluster_arrive(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 
 def complete_cluster_phase(m: MachineState, cluster: int) -> None:
-    """Complete the phase when all threads that have not exited are there."""
+    """Complete the phase of a cluster barrier if all threads that have not exited have arrived."""
     point = m.state.cluster.get(cluster)
     if point is None or not point.arrived:
         return
@@ -158,7 +159,7 @@ def cluster_wait(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 
 def mark_failed(t: Threads, which: np.ndarray) -> None:
-    """These threads need not try this unit again before something happens."""
+    """Mark these threads: they need not retry this unit before another event happens."""
     m = t.machine
     m.failed[t.index[which]] = m.unit
     m.failed_at[t.index[which]] = m.events
@@ -170,7 +171,7 @@ PLACE = r"(?:\.(?:release|acquire|relaxed))?(?:\.(?:cta|cluster))?(?:\.shared(?:
 
 
 def each_mbarrier(t: Threads, x: PtxInstruction, address: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """(flat address, threads) of every mbarrier that the threads name."""
+    """Return (flat address, threads) for each mbarrier that the threads name."""
     flat = t.machine.flat(t, address, 8, x)
     return [(where, flat == where) for where in np.unique(flat).tolist()]
 
@@ -235,7 +236,7 @@ def mbarrier_arrive(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 
 def check_initialised(t: Threads, x: PtxInstruction, flat: int, mine: np.ndarray) -> None:
-    """The initialisation of the mbarrier lies in the past of every thread that uses it."""
+    """Check that the initialisation of the mbarrier happens before its use by every thread `mine`."""
     m = t.machine
     m.shared.check_read(t.warp[mine], np.full(int(mine.sum()), flat >> 2), t.say(x))
 
@@ -268,7 +269,7 @@ def mbarrier_pending(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 # ------------------------------------------------------------------------------------------------ fences and hints
 @form(r"fence\.mbarrier_init\.release\.cluster", f"{SYNC}: membar, fence")
 def fence_init(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """Initialised mbarriers become visible to the async proxy and to the other CTAs of the cluster."""
+    """Make initialised mbarriers visible to the async proxy and to the other CTAs of the cluster."""
 
     def run(t: Threads, x: PtxInstruction) -> None:
         m = t.machine
@@ -284,8 +285,9 @@ def fence_init(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 @form(r"fence\.release\.sync_restrict::shared::cta\.cluster", f"{SYNC}: membar, fence")
 def fence_own(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """Stores to the own CTA's shared memory come before a relaxed arrival that follows. Nothing is handed on by a warp
-    that has stored to other CTAs as well: which is more cautious than the memory model."""
+    """Order stores to the CTA's own shared memory before a relaxed arrival that follows.
+
+    A warp that has also stored to other CTAs releases nothing, which is more cautious than the memory model."""
 
     def run(t: Threads, x: PtxInstruction) -> None:
         m = t.machine
@@ -308,7 +310,8 @@ def fence_proxy(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 @form(r"(fence|membar)(\.(?!proxy\.async|mbarrier_init|release\.sync_restrict).*)?", f"{SYNC}: membar, fence")
 def fence(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """Values need none, since memory is sequentially consistent here; order does (data.synchronise)."""
+    """Fence the order of accesses (data.synchronise); values need no fence, since memory is sequentially consistent
+    here."""
     parts = x.op.split(".")
     if "proxy" in parts:
         return effect(lambda t, x: None)
@@ -341,7 +344,8 @@ def setmaxnreg(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     r"(griddepcontrol|nanosleep|pragma|nop)(\.(wait|launch_dependents|u32))?", "Miscellaneous and control instructions"
 )
 def no_effect(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """One grid runs at a time: those before it are complete, but for what `Call.before` does."""
+    """Do nothing: one grid runs at a time and the grids before it are complete, except for the effect of
+    `KernelLaunch.before`, which griddepcontrol.wait calls."""
 
     def run(t: Threads, x: PtxInstruction) -> None:
         before = t.machine.call.before

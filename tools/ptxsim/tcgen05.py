@@ -1,13 +1,12 @@
 """Tensor cores of sm_100a: forms of tcgen05, and the engine that carries out their asynchronous operations.
 
-tcgen05.mma, cp and commit of a CTA (of a CTA pair with cta_group::2) complete in the order of issue; the mode of the
-run says when. Whoever reads what they wrote, or overwrites what they read, must have waited for the mbarrier of a later
-tcgen05.commit of the same thread.
+tcgen05.mma, cp and commit of a CTA (of a CTA pair with cta_group::2) complete in the order of issue; the mode of
+the run decides when. A thread that reads their results, or overwrites their operands, must have waited for the
+mbarrier of a later tcgen05.commit of the same issuing thread.
 
 tcgen05.ld completes when it is issued: compiled kernels use its registers without tcgen05.wait::ld. tcgen05.st is
-visible to others after tcgen05.wait::st. tcgen05.fence has no effect: compiled kernels leave it out, and barriers alone
-order accesses to tensor memory here.
-"""
+visible to others after tcgen05.wait::st. tcgen05.fence has no effect: compiled kernels leave it out, and barriers
+alone order accesses to tensor memory here."""
 
 import re
 from collections.abc import Callable
@@ -44,7 +43,8 @@ U32, U64 = np.uint32, np.uint64
 
 # ------------------------------------------------------------------------------------------------ state
 def pool_of(t: Threads, x: PtxInstruction, thread: int, group: int = 0) -> TmemPool:
-    """Tensor memory that a thread can reach. group: CTAs of the instruction; 0 for those that do not say."""
+    """Return the tensor memory that a thread can reach. group: CTAs of the instruction; 0 for instructions without
+    cta_group."""
     m = t.machine
     slot = thread // m.per_cta
     found: TmemPool | None = m.state.tensor.get(slot)
@@ -63,7 +63,7 @@ def pool_of(t: Threads, x: PtxInstruction, thread: int, group: int = 0) -> TmemP
 
 
 def each_warp(t: Threads, x: PtxInstruction) -> list[tuple[int, slice]]:
-    """(warp, its threads here) of an instruction that whole warps execute."""
+    """Return (warp, its threads here) of an instruction that whole warps execute."""
     if not t.whole:
         raise Fault(f"{t.say(x)}: not all lanes of the warp execute it")
     return [(warp, slice(32 * i, 32 * i + 32)) for i, warp in enumerate(t.warps.tolist())]
@@ -121,7 +121,7 @@ def relinquish(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 # ------------------------------------------------------------------------------------------------ registers
 @dataclass
 class Access:
-    """Where a warp's tcgen05.ld or st lies."""
+    """The location of a warp's tcgen05.ld or st."""
 
     tensor: TensorMemory
     lanes: np.ndarray
@@ -130,7 +130,8 @@ class Access:
 
 
 def access(t: Threads, x: PtxInstruction, warp: int, address: int, layout: tuple[str, int, bool, int]) -> Access:
-    """layout: arguments of tmem.fragment. A warp reaches the lanes 32 * (warp in the CTA % 4) and the 31 after it."""
+    """Locate an access. layout: arguments of tmem.fragment. A warp reaches the lanes 32 * (warp in the CTA % 4) and
+    the 31 after it."""
     m = t.machine
     tensor = pool_of(t, x, warp * 32).tensors[warp * 32 // m.per_cta]
     base, column = address >> 16, address & 0xFFFF
@@ -158,7 +159,7 @@ REGISTERS = r"\.sync\.aligned\.(32x32b|16x64b|16x128b|16x256b|16x32bx2)\.x(\d+)"
 def words(
     t: Threads, x: PtxInstruction, address: Any, layout: tuple[str, int, bool, int], registers: int
 ) -> np.ndarray:
-    """The words that a tcgen05.ld reads, [registers, threads]."""
+    """Return the words that a tcgen05.ld reads, [registers, threads]."""
     out = np.empty((registers, t.count), U32)
     t.machine.count("tcgen05.ld")
     for warp, part in each_warp(t, x):
@@ -188,7 +189,8 @@ def load(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     level=WARP,
 )
 def load_and_reduce(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """Each lane's words as fp32, and the least or largest of them. ptxas takes the type before the operation, too."""
+    """Return each lane's words as fp32, and their minimum or maximum. ptxas accepts the type before the operation,
+    too."""
     into, layout = vector(x.args[0]), ("32x32b", int(f[1]), False, 0)
     check_registers(x, layout, len(into))
     least = f[3] == "min"
@@ -247,7 +249,7 @@ def fence(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 # ------------------------------------------------------------------------------------------------ async operations
 @dataclass
 class Operation:
-    """What a tcgen05.mma or cp touches. run: carries it out."""
+    """The memory that a tcgen05.mma or cp touches. run: carries it out."""
 
     words: list[np.ndarray] = field(default_factory=list)  # of shared memory
     reads: list[tuple[TensorMemory, Region]] = field(default_factory=list)
@@ -306,7 +308,7 @@ def commit(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 
 def arrive(t: Threads, x: PtxInstruction, i: int, engine: Engine, targets: list[int], queue: str) -> None:
-    """Queue an arrival: it hands on what the thread has seen, and that its operations so far are complete."""
+    """Queue an arrival. It releases what the thread has seen, and the completion of its operations so far."""
     m = t.machine
     barriers = [m.signalled(t, where, x) for where in targets]
     clock = VectorClock()
@@ -362,14 +364,14 @@ def mma_scaled(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 
 def operands(x: PtxInstruction) -> list[tuple[str, str]]:
-    """D, A, B, instruction descriptor."""
+    """Return the operands D, A, B, instruction descriptor."""
     a = (x.args[1], "address" if x.args[1].startswith("[") else "b64")
     return [(x.args[0], "address"), a, (x.args[2], "b64"), (x.args[3], "b32")]
 
 
 @dataclass
 class UmmaOperands:
-    """Operands of an mma: addresses in tensor memory, or shared memory descriptors. scales: columns."""
+    """The operands of an mma: addresses in tensor memory, or shared memory descriptors. scales: columns."""
 
     d: int
     a: int
@@ -379,7 +381,7 @@ class UmmaOperands:
 
 
 def memory(m: MachineState, slot: int) -> tuple[int, int]:
-    """(where the shared memory of a slot begins in shared.bytes, its user bytes)."""
+    """Return (start of the slot's shared memory in shared.bytes, its user bytes)."""
     return slot * m.shared.stride, m.shared.size
 
 
@@ -393,7 +395,7 @@ def lane_base(one: UmmaInstruction, address: int, say: str) -> int:
 def issue_mma(
     t: Threads, x: PtxInstruction, i: int, one: UmmaInstruction, place: UmmaOperands, how: tuple[bool, int]
 ) -> None:
-    """how: (whether D is an input, binary logarithm of what it is divided by)."""
+    """Issue an mma. how: (whether D is an input, binary logarithm of the divisor of D)."""
     m, say = t.machine, t.say(x)
     pool = pool_of(t, x, int(t.index[i]), one.group)
     base, column = lane_base(one, place.d, say), place.d & 0xFFFF
@@ -437,7 +439,7 @@ def issue_mma(
 def tensor_operand(
     one: UmmaInstruction, place: UmmaOperands, operation: Operation, tensor: TensorMemory, say: str
 ) -> np.ndarray:
-    """Columns of A in tensor memory: row r in the lane of row r of D, elements packed in 8 columns."""
+    """Return the columns of A in tensor memory: row r in the lane of row r of D, elements packed in 8 columns."""
     if one.packing == "padded" and one.formats[0].startswith(("e2", "e3")):
         raise NotModelled(f"{say}: {one.formats[0]} in tensor memory is not modelled")
     if one.majors[0] != "k":

@@ -1,8 +1,8 @@
 """Bulk and tensor copies: forms of cp.async.bulk and st.async, and the engine that carries them out.
 
-A load marks its target as under way when it is issued, reads global memory when it completes, and then signals the
-mbarrier with its bytes. A store marks its source as being read until the issuing thread waits for its group.
-"""
+A load marks its destination as pending when it is issued, reads global memory when it completes, and then signals
+the mbarrier with its bytes. A store marks its source as being read until the issuing thread waits for its bulk
+group."""
 
 import re
 from dataclasses import dataclass, field
@@ -34,21 +34,21 @@ class BulkStore:
 
     words: np.ndarray
     warp: int
-    complete: Any  # gives what exchange.Exchange.store does
+    complete: Any  # returns the result of exchange.Exchange.store
     done: bool = False
-    places: list[Any] = field(default_factory=list)  # of global memory that it wrote
+    places: list[Any] = field(default_factory=list)  # parts of global memory that it wrote
 
 
 @dataclass
 class BulkGroups:
-    """Bulk groups of a thread."""
+    """The bulk groups of a thread."""
 
     open: list[BulkStore] = field(default_factory=list)
     closed: list[list[BulkStore]] = field(default_factory=list)
 
 
 def tensor_operand(text: str) -> tuple[str, list[str]]:
-    """[map, {c0, c1}] -> (map, coordinates)."""
+    """Parse [map, {c0, c1}] into (map, coordinates)."""
     found = re.fullmatch(r"\[\s*([^,\s]+)\s*,\s*(\{.*\})\s*\]", text)
     if not found:
         raise ValueError(f"{text}: want [map, {{coordinates}}]")
@@ -63,7 +63,8 @@ def tensor_map(t: Threads, x: PtxInstruction, address: int) -> TensorMap:
 
 
 def check_box(t: Threads, x: PtxInstruction, tensor: TensorMap, at: list[int], shared: int) -> None:
-    """What the hardware refuses; a misaligned inner coordinate is an illegal instruction on an H200."""
+    """Raise Fault on boxes that the hardware refuses; a misaligned inner coordinate is an illegal instruction on an
+    H200."""
     if len(at) != len(tensor.dims):
         raise Fault(f"{t.say(x)}: {len(at)} coordinates for a tensor map of rank {len(tensor.dims)}")
     if at[0] * FORMATS[tensor.format] % 16:
@@ -100,7 +101,7 @@ def load_tensor(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 
 def tiles(tensor: TensorMap, at: list[int], shared: int, four: bool) -> list[tuple[int, list[int]]]:
-    """(place in shared memory, coordinates) of each box; tile::gather4 and scatter4 name a column and four rows."""
+    """Return (shared address, coordinates) of each box; tile::gather4 and scatter4 name a column and four rows."""
     if not four:
         return [(shared, at)]
     pitch = tensor.swizzle or box(tensor)[3]
@@ -110,7 +111,7 @@ def tiles(tensor: TensorMap, at: list[int], shared: int, four: bool) -> list[tup
 def multicast_targets(
     m: MachineState, t: Threads, i: int, to: int, signal: int, mask: int | None
 ) -> list[tuple[int, int]]:
-    """(target, mbarrier) in every CTA of a multicast mask; without a mask those that were named."""
+    """Return (destination, mbarrier) in every CTA of a multicast mask; without a mask the named ones."""
     if mask is None:
         return [(to, signal)]
     first = int(m.first_slot[t.index[i]])
@@ -120,14 +121,14 @@ def multicast_targets(
 
 
 def pair_targets(m: MachineState, targets: list[tuple[int, int]], signal: int) -> list[tuple[int, int]]:
-    """cta_group::2: the mbarrier lies in that CTA of each pair whose rank has the parity of the CTA that was named."""
+    """Redirect the mbarriers of cta_group::2: in each CTA pair to the CTA with the rank parity of the named CTA."""
     parity, stride = signal // m.shared.stride & 1, m.shared.stride
     return [(place, (where // stride & ~1 | parity) * stride + where % stride) for place, where in targets]
 
 
 @dataclass
 class TensorBox:
-    """A box to fetch."""
+    """A box of a tensor map at coordinates `at`, and its address in shared memory."""
 
     tensor: TensorMap
     at: list[int]
@@ -158,7 +159,7 @@ def issue_load(t: Threads, x: PtxInstruction, i: int, load: TensorBox, to: int, 
 
 
 def fill(tensor: TensorMap, unit: int) -> int:
-    """Bits of elements outside the tensor."""
+    """Return the bits of elements outside the tensor."""
     if tensor.fill == "zero":
         return 0
     return {2: 0x7FF7, 4: 0x7FF77FF7}[unit]
@@ -171,7 +172,8 @@ def check_inside_cta(t: Threads, x: PtxInstruction, flat: int, size: int) -> Non
 
 
 def complete_tx(m: MachineState, barrier: Any, words: np.ndarray, size: int) -> None:
-    """The engine has written `words`: readable by whoever sees this phase of the mbarrier complete."""
+    """Complete the bytes of a copy: `words` become readable by any thread that sees this phase of the mbarrier
+    complete."""
     m.shared.end_write(words, barrier.component, barrier.phase + 1)
     barrier.tx -= size
     barrier.complete_phase()
@@ -197,7 +199,8 @@ def reduce_bulk(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 
 def copy_bulk(x: PtxInstruction, from_global: bool, multicast: bool, update: Any) -> PtxOp:
-    """Bytes into shared memory. update: of the old and the new bytes; None where the new ones replace them."""
+    """Copy bytes into shared memory. update: function of the old and the new bytes; None if the new bytes replace
+    the old."""
     mask = [(x.args[4], "u32")] if multicast else []
 
     def run(t: Threads, x: PtxInstruction, target: Any, source: Any, size: Any, barrier: Any, *masks: Any) -> None:
@@ -220,7 +223,7 @@ def check_size(t: Threads, x: PtxInstruction, size: int) -> None:
 
 
 class BulkCopy(NamedTuple):
-    """A copy of a line of bytes; signal: the mbarrier that counts them."""
+    """A copy of contiguous bytes. signal: the mbarrier that counts them."""
 
     to: int
     signal: int
@@ -234,7 +237,7 @@ def issue_bulk(t: Threads, x: PtxInstruction, i: int, copy: BulkCopy, from_globa
     barrier, say, warp = m.signalled(t, signal, x), t.say(x), int(t.warp[i])
     words = np.arange(to >> 2, (to + size) >> 2)
     check_inside_cta(t, x, to, size)
-    if update is None:  # several updates of one word may be under way
+    if update is None:  # several updates of one word may be pending
         m.shared.begin_write(warp, words, say)
     else:
         m.shared.async_writes[words] += 1
@@ -355,8 +358,10 @@ def store_bulk(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 def write_global(
     t: Threads, x: PtxInstruction, i: int, what: tuple[np.ndarray, np.ndarray], how: tuple[str | None, str]
 ) -> list[Any]:
-    """Store bits, or update global memory with them, for thread i. what: (addresses, values); how: (reduction, element
-    type). What exchange.Exchange.store gives."""
+    """Store bits to global memory, or reduce them into it, for thread i; return the result of
+    exchange.Exchange.store.
+
+    what: (addresses, values); how: (reduction, element type)."""
     (address, values), (reduction, kind) = what, how
     m, say, warps = t.machine, t.say(x), t.warp[i : i + 1]
     if reduction is None:

@@ -1,8 +1,7 @@
-"""A unit (straight-line instructions) -> Python source that runs it for all its threads at once.
+"""Translate a unit (straight-line instructions) to Python source that runs it for all its threads at once.
 
 Registers live in local variables inside the unit and go back to the register file at its end, or before an
-instruction that touches the register file itself.
-"""
+instruction that touches the register file itself."""
 
 import re
 import struct
@@ -32,7 +31,7 @@ def register_class(kind: str) -> str:
 
 
 def dtype_of(kind: str) -> Any:
-    """numpy type of a PTX type; bf16, f8 and packed types travel as bits."""
+    """Return the numpy type of a PTX type; bf16, f8 and packed types are passed as bits."""
     if kind == "pred":
         return np.dtype(np.bool_)
     if kind in ("f16", "f32", "f64"):
@@ -43,12 +42,12 @@ def dtype_of(kind: str) -> Any:
 
 @cache
 def type_name(dtype: Any) -> tuple[str, np.dtype[Any]]:
-    """What generated code calls a type, and the type."""
+    """Return the name of a type in generated code, and the type."""
     return f"t_{np.dtype(dtype).name}", np.dtype(dtype)
 
 
 def literal(text: str, kind: str) -> Any:
-    """A numpy scalar of an immediate operand."""
+    """Return an immediate operand as a numpy scalar."""
     if kind == "pred":
         return np.bool_(text not in ("0", "false"))
     dtype = dtype_of(kind)
@@ -83,13 +82,13 @@ class Names:
 
 
 def full(value: Any, n: int) -> np.ndarray:
-    """An array of n threads, whatever a constant-only expression gave."""
+    """Return an array of n threads; a constant expression gives a scalar, which is repeated."""
     array = np.asarray(value)
     return array if array.ndim else np.full(n, array)
 
 
 class RegisterMap:
-    """Where the registers of a kernel live: class and row."""
+    """The positions of a kernel's registers: class and row."""
 
     def __init__(self, kernel: PtxKernel) -> None:
         self.at: dict[str, tuple[str, int]] = {}
@@ -98,13 +97,13 @@ class RegisterMap:
             letter = register_class(kind)
             self.at[name] = (letter, self.count[letter])
             self.count[letter] += 1
-        # Registers of asynchronous MMAs: writing one calls for a wgmma.fence.
+        # Registers of asynchronous MMAs: a wgmma.fence must follow a write to them.
         mmas = [x for x in kernel.instructions if x.op.startswith("wgmma.mma")]
         self.fenced = {name for x in mmas for text in x.args[:2] if text[0] == "{" for name in vector(text)}
 
 
 class Translator:
-    """Writes the source of one unit. Not reused."""
+    """Writes the source of one unit. An instance is not reused."""
 
     def __init__(self, kernel: PtxKernel, registers: RegisterMap, names: Names) -> None:
         self.kernel, self.registers, self.names = kernel, registers, names
@@ -114,8 +113,8 @@ class Translator:
         self.views: dict[tuple[str, str], str] = {}
 
     def unit(self, name: str, first: int, end: int) -> str:
-        """Source of `name(t)`, t the threads, for instructions [first, end). Its value is the branch condition; None
-        where the last one falls."""
+        """Return the source of `name(t)`, t the threads, for instructions [first, end). The function returns the
+        branch condition, or None if the last instruction falls through."""
         result = "None"
         for i, x in enumerate(self.kernel.instructions[first:end], first):
             if x.op.startswith("bra"):
@@ -219,7 +218,7 @@ class Translator:
         return f"~{predicate}" if x.guard[0] == "!" else predicate
 
     def convert(self, value: str, kind: str, register: str) -> str:
-        """`value` of PTX type `kind` as the register's class stores it; narrower integers are extended."""
+        """Return `value` of PTX type `kind` as the register's class stores it; narrower integers are extended."""
         letter = self.registers.at[register][0]
         dtype = dtype_of(kind)
         if letter == "P" or dtype == STORAGE[letter]:
@@ -254,7 +253,7 @@ class Translator:
         return self.names.add(self.constant(text, kind))
 
     def constant(self, text: str, kind: str) -> Any:
-        """One object per value, because Names knows objects by identity and must keep them alive."""
+        """Return one object per value, because Names knows objects by identity and must keep them alive."""
         known: dict[tuple[str, str], Any] = self.names.values.setdefault("literals", {})
         if (text, kind) not in known:
             known[text, kind] = literal(text, kind)
@@ -282,7 +281,7 @@ class Translator:
         return f"{value}.astype({self.type(dtype_of(kind))})" if kind not in ("u32", "b32") else value
 
     def address(self, text: str) -> str:
-        """[base], [base+offset] -> byte addresses with the width of the base."""
+        """Translate [base] or [base+offset] to byte addresses with the width of the base."""
         inside = text[1:-1].strip()
         base, plus, offset = inside.partition("+")
         base = base.strip()

@@ -1,7 +1,6 @@
-"""What a tcgen05.mma computes: its descriptors, where operands lie, number formats, block scales.
+"""The computation of a tcgen05.mma: its descriptors, operand layouts, number formats, block scales.
 
-The sum of the products of an instruction is exact and is rounded to float32 once; hardware rounds it otherwise.
-"""
+The sum of the products of an instruction is exact and is rounded to float32 once; hardware rounds differently."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,19 +25,19 @@ KINDS = {  # operand formats by code (PTX ISA, tcgen05: Instruction Descriptor)
     "mxf4nvf4": {1: "e2m1"},
 }
 SPANS = {0: 0, 2: 128, 4: 64, 6: 32}  # bits 61-63 of a shared memory descriptor: bytes of the swizzle
-SIZE = {"f16": 2, "bf16": 2, "tf32": 4}  # bytes of an element, the others take one byte or share it
-PADDED = {"e2m1": 8, "e2m3": 12, "e3m2": 12}  # bytes with data in each 16 of f8f6f4 kinds, 16 elements
-SCALES = {("mxf8f6f4", ""): 1, ("mxf4", ""): 2}  # scale factors of a row, by kind and vector size
+SIZE = {"f16": 2, "bf16": 2, "tf32": 4}  # bytes per element; other formats take one byte or share it
+PADDED = {"e2m1": 8, "e2m3": 12, "e3m2": 12}  # data bytes in each 16 of f8f6f4 kinds, which hold 16 elements
+SCALES = {("mxf8f6f4", ""): 1, ("mxf4", ""): 2}  # scale factors per row, by kind and vector size
 SCALES |= {("mxf8f6f4", name): 1 for name in ("scale_vec::1X", "block32")}
 SCALES |= {(kind, name): 2 for kind in ("mxf4", "mxf4nvf4") for name in ("scale_vec::2X", "block32")}
 SCALES |= {("mxf4nvf4", name): 4 for name in ("scale_vec::4X", "block16")}
-ROW = 32  # bytes of a row of an operand in one instruction
+ROW = 32  # bytes per row of an operand in one instruction
 F32, U32 = np.float32, np.uint32
 
 
 @dataclass(frozen=True)
 class UmmaInstruction:
-    """A tcgen05.mma as kind and instruction descriptor define it. m: rows of all CTAs of the group."""
+    """A tcgen05.mma as its kind and its instruction descriptor define it. m: rows of all CTAs of the group."""
 
     kind: str
     group: int
@@ -48,18 +47,18 @@ class UmmaInstruction:
     majors: tuple[str, str]
     sign: int
     half: bool  # float16 accumulators
-    scales: int  # scale factors in a row; 0 without block scaling
+    scales: int  # scale factors per row; 0 without block scaling
     scale_format: str
     scale_ids: tuple[int, int]
 
     @property
     def rows(self) -> int:
-        """Of A and D in one CTA."""
+        """Return the rows of A and D in one CTA."""
         return self.m // self.group
 
     @property
     def split(self) -> bool:
-        """Layout B: the second half of N lies in lanes 64 to 127."""
+        """Return whether D has Layout B: the second half of N lies in lanes 64 to 127."""
         return self.group == 2 and self.m == 128
 
     @property
@@ -72,7 +71,7 @@ class UmmaInstruction:
 
     @property
     def below(self) -> int:
-        """Lanes of A and D that address bit 4 may shift: M = 64 uses 16 of each 32 lanes (Layout F)."""
+        """Return the lane offset that A and D may have: M = 64 uses 16 of each 32 lanes (Layout F)."""
         return 16 if self.group == 1 and self.m == 64 else 0
 
     def lanes(self, base: int) -> np.ndarray:
@@ -84,7 +83,8 @@ class UmmaInstruction:
 
 
 def decode_instruction(kind: str, group: int, bits: int, vector: str | None, say: str) -> UmmaInstruction:
-    """PTX ISA, tcgen05: Instruction Descriptor. vector: scale vector size; None without block scaling."""
+    """Decode an instruction descriptor (PTX ISA, tcgen05: Instruction Descriptor). vector: scale vector size; None
+    without block scaling."""
 
     def part(low: int, count: int) -> int:
         return bits >> low & ((1 << count) - 1)
@@ -126,11 +126,11 @@ def decode_instruction(kind: str, group: int, bits: int, vector: str | None, say
 def operand_layout(
     descriptor: int, rows: int, row_bytes: int, size: int, major: str, data: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of an operand in shared memory: (indices of its elements in units of `size`, (rows, k); words that are read).
+    """Return the layout of an operand in shared memory: indices of its elements in units of `size`, (rows, k), and
+    the words that are read.
 
-    Both count from the start of the CTA's shared memory (PTX ISA, tcgen05: Shared memory descriptor). data: bytes of
-    each 16 that hold elements.
-    """
+    Both count from the start of the CTA's shared memory (PTX ISA, tcgen05: Shared memory descriptor). data: bytes
+    of each 16 that hold elements."""
 
     def part(low: int, count: int) -> int:
         return descriptor >> low & ((1 << count) - 1)
@@ -164,7 +164,8 @@ class UmmaOperandTile:
 def operand_tile(
     memory: tuple[int, int], descriptor: int, shape: tuple[int, int, int, str, int], say: str
 ) -> UmmaOperandTile:
-    """memory: (where the CTA's shared memory begins in shared.bytes, its user bytes). shape: see `place`."""
+    """Return the tile of a descriptor. memory: (start of the CTA's shared memory in shared.bytes, its user bytes).
+    shape: the other arguments of `operand_layout`."""
     start, length = memory
     try:
         index, words = operand_layout(descriptor, *shape)
@@ -177,14 +178,14 @@ def operand_tile(
 
 
 def operand_shape(one: UmmaInstruction, which: int, rows: int) -> tuple[int, int, int, str, int]:
-    """Arguments of `place` for A (0) or B (1)."""
+    """Return the arguments of `operand_layout` for A (0) or B (1)."""
     name = one.formats[which]
     data = PADDED.get(name, 16) if one.packing == "padded" else 16
     return rows, ROW, SIZE.get(name, 1), one.majors[which], data
 
 
 def values(raw: np.ndarray, name: str, packing: str) -> np.ndarray:
-    """float32 (rows, k) of the elements (rows, n) as they lie in memory (PTX ISA, tcgen05: Packing formats)."""
+    """Return float32 (rows, k) of the elements (rows, n) as they lie in memory (PTX ISA, tcgen05: Packing formats)."""
     if name == "tf32":
         return (raw & U32(0xFFFFE000)).view(F32)
     if packing == "pairs":
@@ -198,10 +199,9 @@ def values(raw: np.ndarray, name: str, packing: str) -> np.ndarray:
 
 
 def scale_factors(tensor: TensorMemory, column: int, one: UmmaInstruction, which: int, say: str) -> np.ndarray:
-    """Scale factors (rows, count) of A (0) or B (1), for each row. They must be the same in all lane quarters.
+    """Return the scale factors (rows, count) of A (0) or B (1) per row. They must be the same in all lane quarters.
 
-    Row r: lane r % 32, column r / 32. Layout B keeps the factors of the second half of N in lanes 64 to 127.
-    """
+    Row r: lane r % 32, column r / 32. Layout B keeps the factors of the second half of N in lanes 64 to 127."""
     rows = one.n if which else one.rows
     halves = 2 if which and one.split else 1
     per = rows // halves
@@ -221,7 +221,8 @@ def scaled(left: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def multiply(one: UmmaInstruction, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """(lanes, columns) of D. A in tensor memory has 128 rows in Layout B, each half of the lanes its own copy."""
+    """Return (lanes, columns) of D. In Layout B, A in tensor memory has 128 rows: each half of the lanes has its own
+    copy."""
     if one.split:
         half = one.n // 2
         product = np.concatenate([tensorcore.product(a[:64], b[:half]), tensorcore.product(a[-64:], b[half:])])
@@ -231,7 +232,8 @@ def multiply(one: UmmaInstruction, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def accumulate(one: UmmaInstruction, old: np.ndarray, product: np.ndarray, keep: bool, shift: int) -> np.ndarray:
-    """New words of D. A float16 accumulator takes the low half of a word; the high half is NaN, it is undefined."""
+    """Return the new words of D. A float16 accumulator takes the low half of a word; the high half is undefined and
+    set to NaN."""
     if keep:
         total = decode(old.astype(np.uint16), "f16") if one.half else old.view(F32)
         product = product + total * F32(2.0**-shift)

@@ -17,7 +17,7 @@ LANES = np.arange(32)
 
 
 def lanes(t: Threads, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(warps, 32) values by lane, and which lanes are there."""
+    """Return (warps, 32) values by lane, and a mask of the lanes that execute the instruction."""
     if t.whole:
         return values.reshape(-1, 32), np.ones((t.count // 32, 32), bool)
     index = t.index
@@ -30,12 +30,13 @@ def lanes(t: Threads, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def scatter(t: Threads, table: np.ndarray) -> np.ndarray:
-    """Values by warp and lane -> values by thread."""
+    """Convert values by warp and lane to values by thread."""
     return table.reshape(-1) if t.whole else table[np.searchsorted(t.warps, t.warp), t.index & 31]
 
 
 def check_members(t: Threads, x: PtxInstruction, mask: np.ndarray) -> np.ndarray:
-    """(warps, 32) lanes that take part. Fault where an executing lane is missing from its own mask."""
+    """Return the (warps, 32) lanes that take part. Raise Fault if an executing lane is missing from its own member
+    mask."""
     table, there = lanes(t, mask)
     members = (table >> LANES.astype(U32)[None, :]) & U32(1)
     if not members.all() and (there & (members == 0)).any():
@@ -144,7 +145,7 @@ def reduce_float(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 @form(r"elect\.sync", f"{SYNC}: elect.sync", level=WARP)
 def elect(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """The lowest lane that takes part."""
+    """Elect the lowest lane that takes part."""
     value, _, chosen = x.args[0].partition("|")
 
     def run(t: Threads, x: PtxInstruction, mask: Any) -> Any:

@@ -1,9 +1,8 @@
 """Warpgroup matrix multiply (sm_90a): forms of wgmma, and the queue of groups of each warpgroup.
 
-Between wgmma.mma_async and the wait_group that covers it, the accumulator registers hold a NaN pattern, the operand
-tiles may not be written, and registers written since the last wgmma.fence may not be used. Sums of tiles that nothing
-has written are undefined (undefined.py).
-"""
+Between wgmma.mma_async and the wait_group that covers it, the accumulator registers hold a NaN pattern, the
+operand tiles may not be written, and registers written since the last wgmma.fence may not be used. Sums of tiles
+that nothing has written are undefined (undefined.py)."""
 
 import re
 from dataclasses import dataclass, field
@@ -30,25 +29,25 @@ F32 = np.float32
 
 @dataclass
 class PendingWgmma:
-    """One mma_async under way."""
+    """A pending mma_async."""
 
     rows: tuple[int, ...]  # accumulator rows of the register file
-    words: np.ndarray  # of shared memory that it reads
+    words: np.ndarray  # words of shared memory that it reads
     run: Any
 
 
 @dataclass
 class WgmmaQueue:
-    """What a warpgroup has issued."""
+    """The wgmma operations that a warpgroup has issued."""
 
     open: list[PendingWgmma] = field(default_factory=list)
     groups: list[list[PendingWgmma]] = field(default_factory=list)
-    sums: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)  # accumulators under way (64, n)
-    undefined: dict[tuple[int, ...], tuple[list[str], str]] = field(default_factory=dict)  # of them: names, why
+    sums: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)  # pending accumulators (64, n)
+    undefined: dict[tuple[int, ...], tuple[list[str], str]] = field(default_factory=dict)  # undefined: names, why
 
 
 def pipes(t: Threads) -> list[tuple[int, WgmmaQueue]]:
-    """(first thread, Pipe) of every warpgroup."""
+    """Return (first thread, WgmmaQueue) of every warpgroup."""
     return [(first, t.machine.state.wgmma.setdefault(first, WgmmaQueue())) for first in t.index[::128].tolist()]
 
 
@@ -64,8 +63,8 @@ class WgmmaDescriptor:
 
 @lru_cache(4096)
 def elements_of(d: WgmmaDescriptor, slot: int, shape: tuple[int, int, int, str]) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the elements in shared.bytes, in units of the element size, (rows, k), and their words, ascending.
-    slot: where the CTA's bytes begin."""
+    """Return the indices of the elements in shared.bytes, in units of the element size, (rows, k), and their words,
+    ascending. slot: the start of the CTA's bytes."""
     rows, row_bytes, size, major = shape
     linear = d.start + matrix(rows, row_bytes, size, major, d.span, d.leading, d.stride)
     index = (slot + swizzle(linear, d.span)) // size
@@ -180,7 +179,7 @@ class WgmmaOperandTile:
 
 
 def fragment_values(registers: np.ndarray, k: int, kind: str) -> np.ndarray:
-    """The 64 x k values of A fragments (4, 128)."""
+    """Return the 64 x k values of A fragments (4, 128)."""
     size = BYTES[kind]
     row, column = fragment(size)
     out = np.empty((64, k), F32)
@@ -191,7 +190,7 @@ def fragment_values(registers: np.ndarray, k: int, kind: str) -> np.ndarray:
 
 
 class Product(NamedTuple):
-    """What a warpgroup multiplies. rows: of registers that hold the sums; keep: these are added to."""
+    """The operands of a wgmma. rows: of registers that hold the sums; keep: whether the product is added to them."""
 
     rows: Any
     a: Any
@@ -239,8 +238,9 @@ def issue(t: Threads, x: PtxInstruction, pipe: WgmmaQueue, first: int, what: Pro
 def taint(
     m: MachineState, pipe: WgmmaQueue, warps: np.ndarray, sums: tuple[tuple[int, ...], list[str]], how: Any
 ) -> None:
-    """The sums of a multiplication are undefined if its operands are, or if it adds to what is. sums: rows and names of
-    the accumulators; how: (why the operands are undefined or "", whether it adds)."""
+    """Track undefined sums: they are undefined if the operands are, or if the product is added to undefined sums.
+
+    sums: rows and names of the accumulators; how: (reason why the operands are undefined or "", whether it adds)."""
     (rows, names), (why, keep) = sums, how
     before = pipe.undefined.pop(rows, (names, ""))[1]
     for warp in warps.tolist():
