@@ -14,10 +14,10 @@ import numpy as np
 
 from tools.ptxsim import alu, convert, tensorcore, translate  # noqa: F401  (alu and convert register their forms)
 from tools.ptxsim.calibrate import cases
-from tools.ptxsim.faults import Unsupported
+from tools.ptxsim.faults import NotModelled
 from tools.ptxsim.forms import find
 from tools.ptxsim.numbers import FLOATS, decode
-from tools.ptxsim.parse import Instruction, parse
+from tools.ptxsim.parse import PtxInstruction, parse
 
 RECORD = Path(__file__).parent / "data" / "form_digests.json"
 SECTIONS = (
@@ -66,14 +66,14 @@ def of_forms() -> dict[str, str]:
     """Return the digest of each opcode that maps numbers to numbers."""
     found: dict[str, str] = {}
     instructions = [x for case in cases.CASES for x in parse(case.ptx).instructions]
-    instructions += [Instruction("", op, tuple("dabc"[: 3 + op.startswith("fma")]), 0, "") for op in OTHERS]
+    instructions += [PtxInstruction("", op, tuple("dabc"[: 3 + op.startswith("fma")]), 0, "") for op in OTHERS]
     for x in instructions:
         form = find(x.op)
         if x.op in found or form is None or form[0].isa not in SECTIONS:
             continue
         try:
             op = form[0].make(x, form[1])
-        except Unsupported:
+        except NotModelled:
             continue
         found[x.op] = digest(op.run(*(values(kind, i) for i, (_, kind) in enumerate(op.ins))))
     return found

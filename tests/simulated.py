@@ -14,7 +14,7 @@ from tools.ptxsim import coverage, launcher, memo, workloads
 from tools.ptxsim.faults import Fault
 from tools.ptxsim.machine import MODES
 from tools.ptxsim.pool import pool
-from tools.ptxsim.run import Result
+from tools.ptxsim.run import RunResult
 
 SHIPPED = {manifest.label(op, spec): (op, spec) for op, spec in catalog.shipped(ARCH)}
 ELSEWHERE = {f"{arch} {manifest.label(op, spec)}": (arch, op, spec) for arch, op, spec in BLACKWELL}
@@ -77,9 +77,9 @@ def problems_of_kernel(label: str, turn: int | None, everything: bool) -> list[s
 
 def in_eager(
     found: list[str], kernel: tuple[str, str, Any], cases: list[Any], everything: bool
-) -> tuple[Result, dict[str, str]]:
+) -> tuple[RunResult, dict[str, str]]:
     """Run all cases in `eager`. Return (their results, the bits of each by its name)."""
-    whole, bits = Result(), {}
+    whole, bits = RunResult(), {}
     for case in cases:
         outcome = run(found, kernel, case, "eager", everything)
         if outcome:
@@ -135,7 +135,7 @@ def problems_elsewhere(label: str, everything: bool) -> list[str]:
     return found
 
 
-def unwrapped(result: Result) -> list[str]:
+def unwrapped(result: RunResult) -> list[str]:
     """Return an error if no CTA waits a second time, in the other phase, for some of the mbarriers."""
     once = {hex(offset) for phases in result.phases.values() for offset, count in phases.items() if count == 1}
     return [f"no case uses the mbarriers at {', '.join(sorted(once))} again"] if once else []

@@ -320,7 +320,7 @@ def cudnn(case: OracleCase, data: Data) -> list[Any]:
     the numbers of query tokens, keys, CTAs per head, heads, requests, query heads per KV head; the scale; in e4m3 a
     factor of O and scales of q, k, v and O; no row counts; in e4m3 the addresses of output scales that O does not have.
     """
-    from .ptxsim.call import Call, Global, TensorMap
+    from .ptxsim.call import Global, KernelLaunch, TensorMap
 
     module, ptx = cudnn_compiled(case)
     config, memory, none = module.CFG, Global(), np.zeros(16, np.uint8)
@@ -356,7 +356,7 @@ def cudnn(case: OracleCase, data: Data) -> list[Any]:
         one = memory.add(np.ones(4, np.float32), "scales")
         params += [struct.pack("<f", 1.0), *[struct.pack("<Q", one)] * 4]
     params += [struct.pack("<Q", 0)] * (5 if case.dtype == "e4m3" else 1)
-    return [Call(ptx, params, (ctas, heads, 1), (config.CTA_MMA, 1, 1), SHARED, None, memory)]
+    return [KernelLaunch(ptx, params, (ctas, heads, 1), (config.CTA_MMA, 1, 1), SHARED, None, memory)]
 
 
 PEERS = {FLASH: flash_attention, CUDNN: cudnn, CUTLASS: cutlass_fmha}
@@ -366,10 +366,10 @@ BEYOND = {FLASH: ("exit",), CUDNN: ("lanes", "relaxed"), CUTLASS: ()}  # see ptx
 def run(case: OracleCase, folder: str) -> dict[str, Any]:
     """Run a case and return its row of the record. The process must import the DSL for the case's architecture."""
     os.environ.update(CUTE_DSL_DUMP_DIR=folder, CUTE_DSL_KEEP_PTX="1")
-    from .ptxsim.run import Result
+    from .ptxsim.run import RunResult
     from .ptxsim.run import run as simulate
 
-    data, whole = Data(case), Result()
+    data, whole = Data(case), RunResult()
     for call in PEERS[case.kernel](case, data):  # one cluster at a time: a cluster may reuse the place of others
         whole.add(simulate(replace(call, beyond=BEYOND[case.kernel]), resident=1))
     o, lse = data.expected(case)

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .faults import Fault
-from .order import Clock
+from .order import VectorClock
 
 
 @dataclass
 class Mbarrier:
-    """An mbarrier object (PTX ISA, Parallel Synchronization: mbarrier). component: its phases, in order.Order."""
+    """An mbarrier object (PTX ISA, Parallel Synchronization: mbarrier). component: its phases, in
+    order.HappensBefore."""
 
     address: str
     count: int
@@ -19,14 +20,14 @@ class Mbarrier:
     tx: int = 0
     phase: int = 0
     visible: bool = False  # its initialisation has been fenced for the async proxy and the cluster
-    arriving: Clock = field(default_factory=Clock)  # of the current phase
-    released: Clock = field(default_factory=Clock)  # of the phases that are complete
+    arriving: VectorClock = field(default_factory=VectorClock)  # of the current phase
+    released: VectorClock = field(default_factory=VectorClock)  # of the completed phases
 
     def __post_init__(self) -> None:
         self.pending = self.count
 
-    def settle(self) -> bool:
-        """Complete the phase if nothing is missing. Fault on an arrival too many."""
+    def complete_phase(self) -> bool:
+        """Complete the phase if no arrival and no byte is missing. Raise Fault if there was one arrival too many."""
         if self.pending < 0:
             raise Fault(f"mbarrier {self.address}: more arrivals in phase {self.phase} than its count {self.count}")
         if self.pending or self.tx:
@@ -35,7 +36,7 @@ class Mbarrier:
         self.pending = self.count
         self.released.take(self.arriving)
         self.released.event(self.component, self.phase)
-        self.arriving = Clock()
+        self.arriving = VectorClock()
         return True
 
     def __str__(self) -> str:
@@ -43,13 +44,15 @@ class Mbarrier:
 
 
 @dataclass
-class Rendezvous:
-    """A named barrier, or the barrier of a cluster: threads that have arrived, and those who wait."""
+class BarrierState:
+    """A named barrier, or the barrier of a cluster: the arrivals, and the threads that wait."""
 
     need: int
     arrived: int = 0
     phase: int = 0
-    clock: Clock = field(default_factory=Clock)
+    clock: VectorClock = field(default_factory=VectorClock)
     waiting: list[tuple[np.ndarray, int]] = field(default_factory=list)  # threads, unit at which they go on
-    brought: list[np.ndarray] = field(default_factory=list)  # predicates of those that arrived
-    told: list[tuple[int, np.ndarray]] = field(default_factory=list)  # predicate register, threads that it is of
+    predicates: list[np.ndarray] = field(default_factory=list)  # predicates of the threads that arrived
+    receivers: list[tuple[int, np.ndarray]] = field(
+        default_factory=list
+    )  # predicate register, threads that get the result

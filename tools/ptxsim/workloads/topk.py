@@ -18,17 +18,18 @@ from cute_kernels.topk import dispatch, radix
 from cute_kernels.topk.spec import DTYPES, SortSpec, TopKSpec
 from wrappers import TopKTieBreak, machine, reference
 
-from ..run import Result
+from ..run import RunResult
 from .common import Outcome, SimulatedMachine
 
 SMALL, LARGE = TopKTieBreak.SMALL, TopKTieBreak.LARGE
-SMS = 132  # of the simulated GPU: what dispatch counts with
+SMS = 132  # of the simulated GPU, for dispatch
 
 
 @dataclass(frozen=True)
-class Case:
-    """Calls, one after the other on the same plans; each must give the brute force's bits. spec: the kernel that serves
-    them, None the one that dispatch chooses. times: launches of each call on the same memory."""
+class TopKScenario:
+    """Calls, one after the other on the same plans; each must give the bits of the brute-force result. spec: the
+    kernel that serves them; None for the kernel that dispatch chooses. times: launches of each call on the same
+    memory."""
 
     name: str
     calls: tuple[TopKCase, ...]
@@ -37,25 +38,25 @@ class Case:
 
 
 def kernel(name: str) -> TopKSpec:
-    """The shipped spec of a name."""
+    """Return the shipped spec with this name."""
     return next(plan for dtype in DTYPES for plan in dispatch.specs(dtype) if plan.name == name)
 
 
-class Sorting(SimulatedMachine):
-    """Rows are selected in torch, and sorted by a simulated kernel."""
+class SortingMachine(SimulatedMachine):
+    """A machine that selects rows in torch and sorts them with a simulated kernel."""
 
     def kernel(self, op: str, spec: Any, arch: str) -> Callable[..., None]:
         return reference.top_k_rows if op != dispatch.SORT else super().kernel(op, spec, arch)
 
 
-def topk_cases(spec: TopKSpec | SortSpec, thorough: bool = False) -> list[Case]:
-    """Problems that a shipped kernel can run."""
+def topk_cases(spec: TopKSpec | SortSpec, thorough: bool = False) -> list[TopKScenario]:
+    """Return problems that a shipped kernel can run."""
     return sorted_cases(spec) if isinstance(spec, SortSpec) else selected_cases(spec)
 
 
-def sorted_cases(spec: SortSpec) -> list[Case]:
-    """Two cases that a kernel of `spec` can run: values of every pattern, few and many equal ones, in rows that fill
-    the CTA, a part of a warp, or one place; k the row's length, and less."""
+def sorted_cases(spec: SortSpec) -> list[TopKScenario]:
+    """Return two cases for a sort kernel: values of every pattern, with few and many equal ones, in rows that fill
+    the CTA, a part of a warp, or one slot; k equals the row's length or is smaller."""
     most, part = spec.capacity, spec.capacity // 2 + 77
     data = ("special", "normal", "constant", "relu", "filler")
     first = [
@@ -67,13 +68,13 @@ def sorted_cases(spec: SortSpec) -> list[Case]:
         TopKCase(TOP_K, spec.dtype, 1, 2000, 2000, "nine bits", sorted=True),
         TopKCase(TOP_K, spec.dtype, 2, 33, 33, ("nan", "-inf"), sorted=True),
     ]
-    return [Case("full rows", tuple(first)), Case("parts of rows", tuple(second))]
+    return [TopKScenario("full rows", tuple(first)), TopKScenario("parts of rows", tuple(second))]
 
 
-def selected_cases(spec: TopKSpec) -> list[Case]:
-    """Two cases that a kernel of `spec` can run: all functions, both tie breaks, and every way to settle ties, on rows
-    that give every CTA of a cluster keys, the last slice ragged. Where slices are streamed, a row whose candidates
-    have no room."""
+def selected_cases(spec: TopKSpec) -> list[TopKScenario]:
+    """Return two cases for a selection kernel: all functions, both tie breaks, and every way to settle ties, on rows
+    that give every CTA of a cluster keys, the last slice ragged. If slices are streamed, also a row with more
+    candidates than there is room for."""
     width, k, dtype = min(spec.capacity * spec.cluster, 2500 + 200 * spec.cluster) - 3, 300, spec.dtype
     first = [
         TopKCase(PAGE_TABLE, dtype, 2, width, k, ("shelf", "special"), (width + 9, width - 70), page_size=16,
@@ -90,12 +91,13 @@ def selected_cases(spec: TopKSpec) -> list[Case]:
     if spec.stream:
         room = (spec.capacity + 700) * spec.cluster
         second.append(TopKCase(RAGGED, dtype, 1, room, k, "constant", tie_break=LARGE))
-    return [Case("first ties", tuple(first)), Case("last ties", tuple(second))]
+    return [TopKScenario("first ties", tuple(first)), TopKScenario("last ties", tuple(second))]
 
 
 def topk_structures(shipped: list[TopKSpec | SortSpec]) -> list[TopKSpec | SortSpec]:
-    """Kernels that stand for all: one CTA, clusters whose threads add up all histograms and those that merge them, rows
-    held and streamed, both widths of keys, and both sizes of a CTA; both widths of keys that are sorted."""
+    """Return one kernel per structure: one CTA; clusters in which threads add up all histograms and clusters that
+    merge them; rows held and streamed; both widths of keys and both sizes of a CTA; both widths of keys for
+    sorting."""
     names = (
         "fp32_c1t256_n8192", "bf16_c1t512_n32768", "fp32_c3t512_n46080", "bf16_c4t512_n92160", "fp32_c16t512_n16384",
         "bf16_c1t512_s6144", "fp32_c2t512_s6144", "bf16_c8t512_s6144", "fp32_t512i4", "bf16_t512i4",
@@ -105,8 +107,8 @@ def topk_structures(shipped: list[TopKSpec | SortSpec]) -> list[TopKSpec | SortS
 
 @contextmanager
 def forced(spec: TopKSpec | SortSpec | None) -> Iterator[None]:
-    """Public functions select, or sort, with `spec`. Dispatch gives large kernels to large problems only; here small
-    ones must do, since a simulated key costs a million times as long as a real one."""
+    """Make public functions select, or sort, with `spec`. Dispatch gives large kernels only to large problems; here
+    they run small ones, since a simulated key costs a million times as long as a real one."""
     if spec is None:
         yield
         return
@@ -116,11 +118,11 @@ def forced(spec: TopKSpec | SortSpec | None) -> Iterator[None]:
         yield
 
 
-def run_topk(spec: TopKSpec | SortSpec | None, case: Case, arch: str, **how: Any) -> Outcome:
-    results, digest, right, seconds = Result(), hashlib.sha256(), True, 0.0
-    launches: list[Result] = []
+def run_topk(spec: TopKSpec | SortSpec | None, case: TopKScenario, arch: str, **how: Any) -> Outcome:
+    results, digest, right, seconds = RunResult(), hashlib.sha256(), True, 0.0
+    launches: list[RunResult] = []
     spec = spec or case.spec
-    kind = Sorting if isinstance(spec, SortSpec) else SimulatedMachine
+    kind = SortingMachine if isinstance(spec, SortSpec) else SimulatedMachine
     with machine.override(kind(arch, launches, SMS, None, how)), forced(spec):
         for call in case.calls:
             inputs = cases.make_inputs(call)
@@ -144,7 +146,7 @@ def run_topk(spec: TopKSpec | SortSpec | None, case: Case, arch: str, **how: Any
 
 
 def checked(name: str, value: Any) -> bool:
-    """Whether an argument is a tensor that no call may change, and that is small enough to compare."""
+    """Return whether an argument is a tensor that no call may change, and small enough to compare."""
     return (
         isinstance(value, torch.Tensor)
         and name not in ("out", "out_raw_indices", "indices")
@@ -153,14 +155,14 @@ def checked(name: str, value: Any) -> bool:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bit patterns, contiguous."""
+    """Return a tensor's bit patterns, contiguous."""
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(kinds[tensor.element_size()]).contiguous()
 
 
 def intact(output: torch.Tensor) -> bool:
-    """Whether memory before, between and behind the rows of an output of `make_inputs` still holds what it did; of a
-    large one, only its ends."""
+    """Return whether the memory before, between and after the rows of an output of `make_inputs` is unchanged; for a
+    large output only its ends are checked."""
     around = torch.empty(0, dtype=output.dtype).set_(output.untyped_storage())
     if len(around) < cases.LARGE:
         around = around.clone()
@@ -170,8 +172,8 @@ def intact(output: torch.Tensor) -> bool:
     return bool((around[:k] == cases.POISON).all() and (around[-k:] == cases.POISON).all())
 
 
-def topk_features() -> list[Case]:
-    """The covering set: what the functions promise, each on a kernel where it matters."""
+def topk_features() -> list[TopKScenario]:
+    """Return the covering set: the guarantees of the functions, each on a kernel for which it matters."""
     return [
         *patterns(),
         *ties(),
@@ -179,12 +181,12 @@ def topk_features() -> list[Case]:
         *pages(),
         *streams(),
         *memory(),
-        Case("plans", tuple(plans())),
+        TopKScenario("plans", tuple(plans())),
     ]
 
 
-def patterns() -> list[Case]:
-    """Every kind of bit pattern, both tie breaks, with the values themselves and without."""
+def patterns() -> list[TopKScenario]:
+    """Return cases with every kind of bit pattern, both tie breaks, with the values themselves and without."""
     found = []
     for name in ("fp32_c1t256_n8192", "bf16_c2t512_n92160", "fp16_c8t512_n92160"):
         plan = kernel(name)
@@ -193,13 +195,14 @@ def patterns() -> list[Case]:
         calls = [replace(call, data=special, sorted=True), replace(call, data=special[::-1], tie_break=LARGE)]
         calls.append(TopKCase(RAGGED, plan.dtype, 4, 2700, 300, ("nan", "relu", "huge", "filler"), shift=5, pad=1))
         calls.append(TopKCase(RAGGED, plan.dtype, 1, 2700, 900, "seam"))
-        calls.append(TopKCase(RAGGED, plan.dtype, 1, 500, 400, "huge"))  # few ties in the bin that filler is in
-        found.append(Case(f"patterns {plan.dtype}", tuple(calls), plan))
+        calls.append(TopKCase(RAGGED, plan.dtype, 1, 500, 400, "huge"))  # few ties in the bin of filler
+        found.append(TopKScenario(f"patterns {plan.dtype}", tuple(calls), plan))
     return found
 
 
-def ties() -> list[Case]:
-    """Thousands of equal keys at the boundary, and as many as are listed one by one; few and nearly all get in."""
+def ties() -> list[TopKScenario]:
+    """Return cases with thousands of equal keys at the boundary, and with as many as are listed one by one; few or
+    nearly all of them are selected."""
     found = []
     for name in ("fp32_c1t256_n8192", "fp32_c3t512_n46080", "bf16_c4t512_n92160", "fp32_c16t512_n16384"):
         plan = kernel(name)
@@ -212,12 +215,13 @@ def ties() -> list[Case]:
         ]
         calls += [TopKCase(RAGGED, plan.dtype, 1, width, 1200, "shelf", tie_break=which) for which in (SMALL, LARGE)]
         calls += [TopKCase(RAGGED, plan.dtype, 1, 260, 200, "filler", shift=1)]  # fewer ties than are listed
-        found.append(Case(f"ties {name}", tuple(calls), plan))
+        found.append(TopKScenario(f"ties {name}", tuple(calls), plan))
     return found
 
 
-def bounds() -> list[Case]:
-    """Windows that hold anything, of every function; k against the length of the window; slices that fill a CTA."""
+def bounds() -> list[TopKScenario]:
+    """Return cases with windows of any bounds, for every function; k against the length of the window; slices that
+    fill a CTA."""
     low, high = cases.INT_MIN, cases.INT_MAX
     wild = (low, -1, 0, 1, 255, 256, 257, high, 900, 8192)
     starts = (100, low, -5, high, 3, 700, 40, -1, 899, 1)
@@ -240,20 +244,20 @@ def bounds() -> list[Case]:
         ("fp32_c16t512_n16384", 262144, (2048,)),
         ("fp16_c2t512_n92160", 184320, (3,)),
     ]
-    found = [Case("bounds", tuple(calls), kernel("fp32_c1t256_n8192"))]
+    found = [TopKScenario("bounds", tuple(calls), kernel("fp32_c1t256_n8192"))]
     cluster = tuple(replace(call, dtype="bf16") for call in calls[1:5])
     half = replace(calls[-1], dtype="fp16", width=12000, lengths=(2565, 4650, 6677, 11111))
-    found.append(Case("bounds of 16 bits", (half,), kernel("fp16_c1t256_n16384")))
-    found.append(Case("bounds of a cluster", cluster, kernel("bf16_c4t512_n92160")))
+    found.append(TopKScenario("bounds of 16 bits", (half,), kernel("fp16_c1t256_n16384")))
+    found.append(TopKScenario("bounds of a cluster", cluster, kernel("bf16_c4t512_n92160")))
     for name, width, ks in full:
         dtype = name[:4]
         calls = [TopKCase(TOP_K, dtype, 1, width, k, "normal" if k < width // 2 else "special") for k in ks]
-        found.append(Case(f"full {name}", tuple(calls), kernel(name)))
+        found.append(TopKScenario(f"full {name}", tuple(calls), kernel(name)))
     return found
 
 
-def pages() -> list[Case]:
-    """Page tables: sizes of pages, rows and columns that do not exist, entries that are negative or wrap."""
+def pages() -> list[TopKScenario]:
+    """Return cases with page tables: page sizes, missing rows and columns, entries that are negative or wrap around."""
     call = TopKCase(PAGE_TABLE, "fp32", 6, 900, 200, "normal", (900, 800, 201, 150, 0, 900), shift=1, pad_out=3)
     other = (2, 0, -1, 7, cases.INT_MIN, 1)
     first = (0, 3, -2, cases.INT_MAX, cases.INT_MIN, 5)
@@ -270,13 +274,14 @@ def pages() -> list[Case]:
     ]
     large = replace(call, dtype="bf16", page_size=16, batch_map=True)
     return [
-        Case("pages", tuple(calls), kernel("fp32_c1t256_n8192")),
-        Case("pages of a cluster", (large, replace(large, tie_break=LARGE)), kernel("bf16_c8t512_n92160")),
+        TopKScenario("pages", tuple(calls), kernel("fp32_c1t256_n8192")),
+        TopKScenario("pages of a cluster", (large, replace(large, tie_break=LARGE)), kernel("bf16_c8t512_n92160")),
     ]
 
 
-def streams() -> list[Case]:
-    """Candidates: a sample that misleads either way, more than there is room for, k as large as it may be."""
+def streams() -> list[TopKScenario]:
+    """Return cases with candidates: a sample that misleads either way, more candidates than there is room for, the
+    largest k."""
     found = []
     for name in ("fp32_c1t512_s6144", "bf16_c1t512_s6144"):
         plan = kernel(name)
@@ -296,33 +301,37 @@ def streams() -> list[Case]:
                 TopKCase(TOP_K, plan.dtype, 1, 7800, most, data, tie_break=LARGE) for data in ("ascending", "constant")
             ],
         }
-        found += [Case(f"candidates {name}, {what}", tuple(calls), plan) for what, calls in sets.items()]
+        found += [TopKScenario(f"candidates {name}, {what}", tuple(calls), plan) for what, calls in sets.items()]
     for name, width in (("fp32_c2t512_s6144", 24000), ("bf16_c8t512_s6144", 70000)):
         plan = kernel(name)
         data = ("cluster's sample too high", "cluster's sample too low")
         call = TopKCase(RAGGED, plan.dtype, 2, width, 1500, data)
         calls = [call, replace(call, data="constant", rows=1), replace(call, data="filler", rows=1, tie_break=LARGE)]
-        found.append(Case(f"candidates {name}", tuple(calls), plan))
+        found.append(TopKScenario(f"candidates {name}", tuple(calls), plan))
     return found
 
 
-def memory() -> list[Case]:
-    """Offsets beyond 2^31 bytes of rows, windows and tables; a second launch on the same memory; many rows."""
+def memory() -> list[TopKScenario]:
+    """Return cases with offsets beyond 2^31 bytes of rows, windows and tables; a second launch on the same memory;
+    many rows."""
     far = TopKCase(RAGGED, "fp32", 3, 700, 64, "normal", (700, 690, 700), pad=(1 << 29) + 1)
     hollow = TopKCase(RAGGED, "fp32", 1, (1 << 29) + 700, 64, hollow=1 << 29, lengths=(699,), starts=((1 << 29) + 1,))
     table = TopKCase(PAGE_TABLE, "fp32", 3, 700, 64, batch_map=(2, 1, 0), pad_table=(1 << 29) + 1)
     output = TopKCase(PREFILL, "fp32", 3, 700, 64, pad_out=(1 << 29) + 1)
     again = TopKCase(PAGE_TABLE, "fp32", 2, 900, 64, ("shelf", "257 ties"), page_size=4)
     return [
-        Case("far rows", (far, hollow, table, output), kernel("fp32_c1t256_n8192")),
-        Case("far rows of 16 bits", (replace(far, dtype="bf16", pad=(1 << 30) + 1),), kernel("bf16_c2t512_n92160")),
-        Case("two launches", (again,), kernel("fp32_c2t512_n46080"), times=2),
-        Case("two launches, streamed", (again,), kernel("fp32_c1t512_s6144"), times=2),
+        TopKScenario("far rows", (far, hollow, table, output), kernel("fp32_c1t256_n8192")),
+        TopKScenario(
+            "far rows of 16 bits", (replace(far, dtype="bf16", pad=(1 << 30) + 1),), kernel("bf16_c2t512_n92160")
+        ),
+        TopKScenario("two launches", (again,), kernel("fp32_c2t512_n46080"), times=2),
+        TopKScenario("two launches, streamed", (again,), kernel("fp32_c1t512_s6144"), times=2),
     ]
 
 
 def plans() -> Iterator[TopKCase]:
-    """Pairs of calls that differ in one fact: each runs what it asks for, on the kernel that dispatch chooses."""
+    """Yield calls that differ in one parameter from a base: each must run as asked, on the kernel that dispatch
+    chooses."""
     for function in cases.FUNCTIONS:
         base = TopKCase(function, "fp32", 2, 600, 40, "coarse", next_n=2 if function == DECODE else 1)
         changes: list[dict[str, Any]] = [{}, {"k": 41}, {"dtype": "bf16"}, {"dtype": "fp16"}, {"pad": 1}, {"rows": 4}]
