@@ -155,7 +155,7 @@ def sharing(p: KernelRequest) -> Spec:
 
     Its tile is None if the request has at most SHARED_ROWS rows or must be batch-invariant.
     """
-    spec, many = shared(p.q, p.kv, p.head_dim_qk), p.rows * p.group > SHARED_ROWS and not p.batch_invariant
+    spec, many = shared(p.q, p.kv, p.head_dim_qk), p.rows * p.qhead_per_kvhead > SHARED_ROWS and not p.batch_invariant
     mask = MaskSpec("always" if p.causal else "never", p.window, p.drafts, p.custom_mask)
     logits = LogitsSpec(p.soft_cap, p.skip, p.alibi, p.head_scales)
     out = (p.out,) if p.out in DTYPES else outputs(p.q, p.out)
@@ -163,11 +163,11 @@ def sharing(p: KernelRequest) -> Spec:
     return replace(spec, kv=kv, out=out, head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, tile=tile)
 
 
-def candidate(problem: KernelRequest, arch: str) -> Spec:
+def candidate(request: KernelRequest, arch: str) -> Spec:
     """Return the spec that would serve a request, if `supports` accepts it."""
-    if problem.phase == "decode":
-        return sharing(problem)
-    p, dims = problem, (problem.head_dim_qk, problem.head_dim_vo)
+    if request.phase == "decode":
+        return sharing(request)
+    p, dims = request, (request.head_dim_qk, request.head_dim_vo)
     plain = p.out in DTYPES and not (p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi)
     spec = headline(p.q, p.kv, dims, p.causal) if plain else general(p.q, p.kv, dims)
     mask = replace(spec.mask, tree=p.drafts, custom=p.custom_mask)

@@ -24,7 +24,7 @@ def load_q(spec: cutlass.Constexpr, qk: cute.TiledMma, s, r, q: cute.Tensor, sta
     else:
         thread = cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
         if const_expr(dequantises(spec)):
-            thread = warp.anew(thread)  # compute the addresses again for each tile: no registers hold them between
+            thread = warp.opaque(thread)  # compute the addresses again for each tile: no registers hold them between
         wgmma.load_a(qk, s.q[None, None, stage], q, thread)
         if const_expr(scales_q_rows(spec)):
             words, own = cute.recast_tensor(q, Uint32), cute.make_rmem_tensor(spec.head_dim_qk // 8, Uint32)

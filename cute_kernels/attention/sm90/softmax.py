@@ -98,8 +98,10 @@ def convert_p(spec: cutlass.Constexpr, r: Sm90Fragments, row: cutlass.Constexpr)
 def pack_p(spec, values):
     """Return the values of a row in the type of P, as words of four neighbours (8 bits) or two (16 bits)."""
     if fp8(spec):
-        return [warp.e4m3_word([values[i + e] for e in range(4)]) for i in range(0, cute.size(values), 4)]
-    return [warp.word16(abi.DTYPES[mma_dtype(spec)], values[i], values[i + 1]) for i in range(0, cute.size(values), 2)]
+        return [warp.pack_e4m3([values[i + e] for e in range(4)]) for i in range(0, cute.size(values), 4)]
+    return [
+        warp.pack_16bit(abi.DTYPES[mma_dtype(spec)], values[i], values[i + 1]) for i in range(0, cute.size(values), 2)
+    ]
 
 
 def store_p(spec, r, words, row):
