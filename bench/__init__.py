@@ -1,1 +1,1 @@
-"""Measurements: `python -m bench attention`, `python -m bench plots`, `python -m bench readme`."""
+"""Benchmarks: `python -m bench attention`, `python -m bench plots`, `python -m bench readme`."""

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from . import readme, results
 
 if TYPE_CHECKING:
-    from .harness import BenchResult, Ceilings, Setup
+    from .harness import Ceilings, Measurement, Setup
 
 
 class Family(NamedTuple):
-    """In what the benchmarks of the operators differ."""
+    """The parts in which the benchmarks of attention and of top-k differ."""
 
     cases: tuple[str, ...]
     sweep: str  # prefix of the cases that --sweep adds
     providers: tuple[str, ...]
-    measure: "Callable[[str, Ceilings, Setup], list[BenchResult]]"  # of a case
-    rest: "Callable[[Setup, list[str]], list[BenchResult]]"  # after all cases, which it is told
-    ceilings: str  # prefix of the ceilings that get rows
+    measure: "Callable[[str, Ceilings, Setup], list[Measurement]]"  # measures one case
+    rest: "Callable[[Setup, list[str]], list[Measurement]]"  # runs after all cases; gets their names
+    ceilings: str  # prefix of the ceilings that become rows
 
 
 def attention() -> Family:
@@ -39,11 +39,11 @@ def attention() -> Family:
     ):
         known |= {name: (case, one) for name, case in found.items()}
 
-    def measured(name: str, top: "Ceilings", setup: "Setup") -> "list[BenchResult]":
+    def measured(name: str, top: "Ceilings", setup: "Setup") -> "list[Measurement]":
         case, one = known[name]
         return one(case, top, setup)
 
-    def rest(setup: "Setup", chosen: list[str]) -> "list[BenchResult]":
+    def rest(setup: "Setup", chosen: list[str]) -> "list[Measurement]":
         kinds = {name.partition("-")[0] for name in chosen}
         found = prefill.host(prefill.host_case(), setup) if headlines.keys() & set(chosen) else []
         found += decode.host(setup) if "decode" in kinds else []
@@ -73,7 +73,8 @@ def topk() -> Family:
 
 
 def chosen_of(family: Family, prefix: str, sweep: bool) -> list[str]:
-    """Cases that begin with `prefix`, and those of the sweep if that is asked for; SystemExit where there are none."""
+    """Return the cases that begin with `prefix`, and with `sweep` those of the sweep. Raise SystemExit if there are
+    none."""
     found = [name for name in family.cases if name.startswith((prefix, family.sweep) if sweep else prefix)]
     if not found:
         raise SystemExit(f"no case begins with {prefix!r}; there are: {', '.join(family.cases)}")
@@ -81,7 +82,7 @@ def chosen_of(family: Family, prefix: str, sweep: bool) -> list[str]:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Measure on the GPU of this machine, append to the csv, print the table."""
+    """Measure the chosen cases on this machine's GPU, append the rows to the csv, print the table."""
     import torch
 
     from . import harness
@@ -106,7 +107,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Measure the steps of a trace of requests; append to bench/results/<gpu>.csv."""
+    """Measure the steps of a request trace and append them to bench/results/<gpu>.csv."""
     import torch
 
     from . import harness, prefill, trace
@@ -125,7 +126,8 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def sparsity(args: argparse.Namespace) -> None:
-    """Measure skip-softmax over factors: blocks left out, time, error; append to bench/results/sparsity/<gpu>.csv."""
+    """Measure skip-softmax over threshold factors: blocks left out, time, error. Append to
+    bench/results/sparsity/<gpu>.csv."""
     import torch
 
     from . import harness, precision
@@ -140,7 +142,7 @@ def sparsity(args: argparse.Namespace) -> None:
 
 
 def plots(args: argparse.Namespace) -> None:
-    """Draw bench/results/*.png from the csv."""
+    """Draw bench/results/*.png from the csv files."""
     from . import plots as draw
 
     for path in draw.draw_all(results.read_all()) + draw.draw_sparsity(results.read_sparsity()):
@@ -157,20 +159,20 @@ def main() -> None:
     verbs = parser.add_subparsers(required=True)
     for name, prefix, family in (("attention", "prefill-bf16", attention), ("topk", "topk", topk)):
         one = verbs.add_parser(name, help=f"measure {name}")
-        one.add_argument("--cases", default=prefix, help="prefix of the cases' names")
-        one.add_argument("--providers", default="", help="comma-separated; default: all that run here")
-        one.add_argument("--sweep", action="store_true", help="also prefill, or top-k, over lengths")
+        one.add_argument("--cases", default=prefix, help="measure the cases that begin with this prefix")
+        one.add_argument("--providers", default="", help="comma-separated list; default: all that run on this machine")
+        one.add_argument("--sweep", action="store_true", help="also measure the sweep over lengths")
         one.add_argument("--rounds", type=int, default=15)
-        one.add_argument("--results", type=Path, help="csv to append to; default bench/results/<gpu>.csv")
+        one.add_argument("--results", type=Path, help="csv to append to; default: bench/results/<gpu>.csv")
         one.set_defaults(run=measure, family=family)
     one = verbs.add_parser("serve", help=serve.__doc__)
     one.add_argument("--requests", type=int, default=200)
-    one.add_argument("--providers", default="", help="comma-separated; default: all that run here")
-    one.add_argument("--results", type=Path, help="csv to append to; default bench/results/<gpu>.csv")
+    one.add_argument("--providers", default="", help="comma-separated list; default: all that run on this machine")
+    one.add_argument("--results", type=Path, help="csv to append to; default: bench/results/<gpu>.csv")
     one.set_defaults(run=serve)
     one = verbs.add_parser("sparsity", help=sparsity.__doc__)
     one.add_argument("--rounds", type=int, default=15)
-    one.add_argument("--results", type=Path, help="csv to append to; default bench/results/sparsity/<gpu>.csv")
+    one.add_argument("--results", type=Path, help="csv to append to; default: bench/results/sparsity/<gpu>.csv")
     one.set_defaults(run=sparsity)
     verbs.add_parser("plots", help=plots.__doc__).set_defaults(run=plots)
     verbs.add_parser("readme", help=fill.__doc__).set_defaults(run=fill)

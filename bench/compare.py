@@ -1,11 +1,12 @@
-"""Checkouts side by side on one GPU: times of ours and the bits of its results.
+"""Compare checkouts on one GPU: time our kernels in each and compare the bits of their results.
 
     python -m bench.compare ../other-checkout ... --cases prefill,serve,decode,topk,host --rounds 15
 
-A refactoring is proved by this where PTX cannot be compared: all checkouts run in processes of their own, which take
-turns, so that a drift of the clocks meets them alike. A line a case: this one's time and its spread, and of each other
-checkout its time over this one's (above 1: this one is faster), with a star where the bits of the outputs differ. Cases
-whose names begin with `more-` are calls that no headline has: windows, caps, few rows.
+This tool checks a refactoring when the PTX cannot be compared. Each checkout runs in its own process; the processes
+take turns, so that clock drift affects all of them alike. The report has one line per case: the time of this checkout,
+its spread, and for each other checkout its time divided by this one's (above 1: this checkout is faster). A star marks
+outputs that differ in their bits. Cases named `more-...` are calls that no headline case covers: windows, soft caps,
+few query rows.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from .timing import summarise
 ROOT = Path(__file__).resolve().parents[1]
 TARGET_US = 2000
 BASE = cases.PREFILL_BF16["prefill-bf16-causal-b2-s8192-h32x8-d128-p64"]
-MORE: dict[str, dict[str, Any]] = {  # changes to it
+MORE: dict[str, dict[str, Any]] = {  # changes to BASE
     "more-window1024-d128": {"window_left": 1024},
     "more-window1024-d64": {"window_left": 1024, "head_dim_qk": 64, "head_dim_vo": 64},
     "more-full-window1024-d128": {"window_left": 1024, "causal": False},
@@ -46,7 +47,7 @@ CASES = {
     **serving.SERVE, **cases.DECODE, **serving.DECODE,
     **{name: replace(BASE, name=name, **change) for name, change in MORE.items()},
 }  # fmt: skip
-# Runs in the checkout that is measured, of any age: it may use only what all of them have.
+# This script runs in the measured checkout, which may be of any age: it may use only names that all checkouts have.
 WORKER = """
 import hashlib, json, sys
 import torch
@@ -66,7 +67,7 @@ tuples = lambda x: {k: tuple(v) if isinstance(v, list) else v for k, v in x.item
 known = {name: cases.AttentionCase(**tuples(fields)) for name, fields in json.loads(sys.argv[1]).items()}
 calls, sets, found = None, 1, []
 def same(inputs):
-    # the values and pages of a case are its checkout's: replaced, so that the bits of results can be compared
+    # each checkout makes its own values and page ids: replace both, so that the bits of the results can be compared
     gen = torch.Generator("cuda").manual_seed(0)
     codes = lambda t, low, high: t.view(torch.uint8).random_(low, high, generator=gen)
     for t in (inputs["query"], *inputs["kv_cache"]):
@@ -79,7 +80,7 @@ def same(inputs):
         row[:count] = torch.arange(first, first + count, device="cuda")
     return inputs
 def low(case):
-    # the inputs of a case of low precision, or of skip-softmax, whose data decide how much is left out
+    # inputs of a low-precision case, or of skip-softmax, for which the data decide how many blocks are left out
     from bench import sparsity
     from bench.cases import precision
     if "skip" not in case.name:
@@ -88,7 +89,7 @@ def low(case):
     factor = sparsity.factor_of(0.75, sparsity.maxima_of(inputs), case.kv_lens[0])
     return inputs | {"skip_softmax_threshold_scale_factor": factor}
 def plain(t):
-    # of an NVFP4 output its codes
+    # the codes of an NVFP4 output
     return (t if isinstance(t, torch.Tensor) else t.data).contiguous().view(torch.uint8)
 def prepare(name):
     if "topk" in name:
@@ -132,12 +133,12 @@ for line in sys.stdin:
 
 
 def changed(case: AttentionCase) -> dict[str, Any]:
-    """A case as a checkout reads it that has fewer fields: what it sets."""
+    """Return the fields that a case sets, so that a checkout with fewer fields can read it."""
     return {f.name: value for f in fields(case) if (value := getattr(case, f.name)) != f.default}
 
 
 class Side:
-    """A checkout in a process of its own."""
+    """A checkout in its own process."""
 
     def __init__(self, root: Path):
         command = [sys.executable, "-c", WORKER, json.dumps({name: changed(case) for name, case in CASES.items()})]
@@ -155,7 +156,7 @@ class Side:
 
 
 def compare(sides: list[Side], name: str, rounds: int) -> str:
-    """A line of the table; this checkout is the last side."""
+    """Return one line of the table. This checkout is the last side."""
     bits = [side.ask(open=name)["bits"] for side in sides]
     host = name.startswith("host")
     first = [min(side.ask(count=1, host=host)["us"] for _ in range(5)) for side in sides]
@@ -174,8 +175,10 @@ def main() -> None:
     from .topk import HEADLINE, HOST_CASE
 
     parser = argparse.ArgumentParser(prog="python -m bench.compare", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("others", type=Path, nargs="+", help="roots of other checkouts, their kernels built")
-    parser.add_argument("--cases", default="prefill,serve,decode,topk,host,more", help="prefixes, with commas")
+    parser.add_argument("others", type=Path, nargs="+", help="roots of the other checkouts; build their kernels first")
+    parser.add_argument(
+        "--cases", default="prefill,serve,decode,topk,host,more", help="prefixes of case names, comma-separated"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     hosts = ("host-prefill", "host-decode", HOST_CASE)

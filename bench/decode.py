@@ -1,4 +1,4 @@
-"""Measures decode attention: each case against the time that its keys and values take at the copy rate of the run."""
+"""Measure decode attention: the time of each case beside the time to read its K and V at this run's copy rate."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from wrappers import trtllm_batch_decode_with_kv_cache
 from .cases import attention as cases
 from .cases import precision, serving
 from .cases.attention import AttentionCase
-from .harness import BenchResult, Ceilings, Setup, host_times, in_turns, ready, rotated
+from .harness import Ceilings, Measurement, Setup, host_times, in_turns, ready, rotated
 from .timing import Call, exactly, interleave
 from .workload import Inputs, check
 
@@ -21,25 +21,26 @@ CASES = cases.DECODE | precision.DECODE | serving.DECODE
 
 
 def ours(inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """As many tokens a request, so without offsets."""
+    """Return our decode call. All requests have the same number of query tokens, so it passes no offsets."""
     plain = cases.as_decode(inputs) | {"cum_seq_lens_q": None, "max_q_len": None, "q_len_per_req": inputs["max_q_len"]}
     return lambda: trtllm_batch_decode_with_kv_cache(**plain)
 
 
 def batch_invariant(inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """Ours, with bits that do not depend on the rest of the batch."""
+    """Return our call with `batch_invariant`: its bits do not depend on the rest of the batch."""
     return ours(inputs | {"batch_invariant": True})
 
 
 @cache
 def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """XQA's scratch and its semaphores, which every launch leaves 0: one for all calls, as in an engine."""
+    """Return XQA's scratch and semaphores. Every launch leaves the semaphores at 0, so all calls share them, as in an
+    engine."""
     space = torch.empty(256 << 20, dtype=torch.uint8, device=device)
     return space, torch.zeros(8 << 20, dtype=torch.uint8, device=device).view(torch.uint32)
 
 
 def flashinfer(inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """flashinfer's XQA on the same pages."""
+    """Return the call of flashinfer's XQA on the same pages."""
     if inputs["max_q_len"] > 1:
         raise ValueError("its drafts want masks")
     from flashinfer.xqa import xqa
@@ -63,8 +64,10 @@ PROVIDERS: dict[str, Callable[[Inputs], Callable[[], torch.Tensor]]] = {
 
 
 def wider(case: AttentionCase) -> dict[str, AttentionCase]:
-    """The same case with a cache of the next wider type, or with a bf16 query where that is e4m3: ours is compared with
-    its own time there."""
+    """Return the same case with the next wider cache type, or with a bf16 query if the query is e4m3.
+
+    Our own time on these cases is the comparison for low precision.
+    """
     if case.dtype == "fp8":
         return {"own-bf16-query": replace(case, dtype="bf16")}
     found = {"nvfp4": "fp8", "fp8": ""}.get(case.kv_dtype)
@@ -72,30 +75,31 @@ def wider(case: AttentionCase) -> dict[str, AttentionCase]:
 
 
 def kv_bytes(case: AttentionCase) -> int:
-    """Keys and values, read once, with their scale factors."""
+    """Return the bytes of K and V, read once, with their scale factors."""
     row = case.head_dim_qk + case.head_dim_vo
     size = row // 2 + row // 16 if case.kv_dtype == "nvfp4" else row * (1 if case.kv_dtype else 2)
     return sum(case.kv_lens) * case.heads_kv * size
 
 
 def inputs_of(case: AttentionCase, device: str) -> list[Inputs]:
-    """Input sets of a case, see `rotated`."""
+    """Return the input sets of a case (see `rotated`)."""
     return rotated(lambda seed: precision.make_inputs(case, device, seed), lambda _: kv_bytes(case))
 
 
 def collect(sets: list[Inputs], providers: tuple[str, ...]) -> dict[str, Call]:
-    """Calls of the providers that pass the check on the first set; prints who is left out and why."""
+    """Return the calls of the providers that pass the check on the first set. Print each provider left out, with the
+    reason."""
     calls: dict[str, Call] = {}
     for name in (p for p in providers if p in PROVIDERS):
-        sets[0]["out"].fill_(math.nan)  # of the provider before
+        sets[0]["out"].fill_(math.nan)  # remove the previous provider's result
         first = ready(name, partial(PROVIDERS[name], sets[0]), partial(check, sets[0]))
         if first is not None:
             calls[name] = in_turns([first, *(PROVIDERS[name](inputs) for inputs in sets[1:])])
     return calls
 
 
-def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[BenchResult]:
-    """All providers on one case, and the floor."""
+def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Measurement]:
+    """Measure all providers on one case, and add the floor."""
     print(case.name, flush=True)
     sets = inputs_of(case, setup.device)
     calls = collect(sets, setup.providers)
@@ -108,12 +112,12 @@ def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[BenchResul
             calls |= {name: own["ours"]} if own else {}
     size = kv_bytes(case)
     times = interleave(calls, setup.clock, len(sets), setup.rounds) | {"floor": exactly(size / top.gbps / 1e3)}
-    return [BenchResult(case.name, p, t, gbps=size / t.median / 1e3) for p, t in times.items()]
+    return [Measurement(case.name, p, t, gbps=size / t.median / 1e3) for p, t in times.items()]
 
 
-def host(setup: Setup) -> list[BenchResult]:
-    """Host time of a call on a tiny case, whose kernel takes about as long as the call."""
+def host(setup: Setup) -> list[Measurement]:
+    """Measure the host time of a call on a tiny case: its kernel takes about as long as the call."""
     print(HOST_CASE, flush=True)
     case = AttentionCase(HOST_CASE, q_lens=(1,), kv_lens=(64,), lse=False)
     times = host_times(collect([cases.make_inputs(case, setup.device)], setup.providers), setup)
-    return [BenchResult(HOST_CASE, provider, t) for provider, t in times.items()]
+    return [Measurement(HOST_CASE, provider, t) for provider, t in times.items()]

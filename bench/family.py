@@ -1,7 +1,10 @@
-"""Measures the prefill family: one batch through the context function and through the classes, plain and with a mask of
-bits, RoPE or ALiBi, in pages of 64 rows, of one and in none; and decode with pages of one row.
+"""Measure the prefill family against the context function.
 
-A row's provider is "ours" (the function with pages of 64) or "ours-FORM"; the csv's ratio is its time over that.
+One batch runs through the context function and through the wrapper classes: plain, with a bit mask, with RoPE or with
+ALiBi, in pages of 64 tokens, in pages of one token and ragged. Decode also runs with pages of one token.
+
+The provider of a row is "ours" (the function with pages of 64) or "ours-FORM"; the csv's ratio is its time over that of
+"ours".
 """
 
 import math
@@ -18,7 +21,7 @@ from . import decode
 from .cases import attention as cases
 from .cases import precision
 from .cases.attention import AttentionCase
-from .harness import BenchResult, Ceilings, Setup, host_times, ready
+from .harness import Ceilings, Measurement, Setup, host_times, ready
 from .prefill import HOST_CASE, case_of
 from .timing import Call, exactly, interleave
 from .workload import Inputs, check, csr, pages, shape_of, unpaged
@@ -28,18 +31,21 @@ DECODE = replace(cases.decoding(64, 8192, (64, 8), 128, 64), name="family-decode
 HOST = "host-family"
 CASES = {case.name: case for case in (PREFILL, DECODE)}
 Run = Callable[[], torch.Tensor]
-THETA = 1e4  # of RoPE, the classes' default
+THETA = 1e4  # RoPE's theta: the default of the classes
 
 
 def causal_bits(shape: Any, device: torch.device) -> torch.Tensor:
-    """A packed mask of all requests, that keeps what a causal one keeps."""
+    """Return the packed bit mask of all requests that keeps the same keys as a causal mask."""
     bits = torch.ones(shape.length, shape.length, dtype=torch.bool, device=device).tril().flatten()
     return wrappers.packbits(bits, "little").repeat(shape.batch)
 
 
 def paged(inputs: Inputs, kind: Any = None, scales: tuple[torch.Tensor, ...] = (), **given: Any) -> Run:
-    """A paged class, ours or a peer's, on the pages of the inputs; planned outside the time. scales: of Q, K and V, as
-    flashinfer's `run` takes them."""
+    """Return the call of a paged class, ours or a peer's, on the pages of the inputs. The plan is outside the timed
+    call.
+
+    scales: those of Q, K and V, as flashinfer's `run` takes them.
+    """
     shape, query, cache = shape_of(inputs), inputs["query"], pages(inputs)
     space = torch.empty(256 << 20, dtype=torch.uint8, device=query.device)
     wrapper: Any = (kind or wrappers.BatchPrefillWithPagedKVCacheWrapper)(space, "HND")
@@ -50,7 +56,7 @@ def paged(inputs: Inputs, kind: Any = None, scales: tuple[torch.Tensor, ...] = (
 
 
 def ragged(inputs: Inputs, kind: Any = None, **given: Any) -> Run:
-    """A ragged class on contiguous K and V."""
+    """Return the call of a ragged class on contiguous K and V."""
     shape, query = shape_of(inputs), inputs["query"]
     k, v = unpaged(inputs)
     space = torch.empty(256 << 20, dtype=torch.uint8, device=query.device)
@@ -68,15 +74,15 @@ def _types(inputs: Inputs) -> dict[str, Any]:
 
 
 def flashinfer(form: str) -> Any:
-    """flashinfer's class of a form, of its kernels for Hopper."""
+    """Return flashinfer's class for a form ("Paged", "Ragged"), with its Hopper kernels (fa3)."""
     import flashinfer as peer
 
     return partial(getattr(peer, f"BatchPrefillWith{form}KVCacheWrapper"), backend="fa3")
 
 
 def scaled(inputs: Inputs, kind: Any = None) -> Run:
-    """Plan a paged class, ours or a peer's, on e4m3 inputs. Return its call with a scale per head, which writes to an
-    output of its own."""
+    """Plan a paged class, ours or a peer's, on e4m3 inputs. Return its call with one scale per head; it writes to its
+    own output."""
     shape, device = shape_of(inputs), inputs["query"].device
     scales = tuple(torch.ones(n, device=device) for n in (shape.heads_q, shape.heads_kv, shape.heads_kv))
     inputs = inputs | {"out": torch.full_like(inputs["out"], math.nan)}
@@ -92,7 +98,7 @@ def masked(inputs: Inputs) -> Run:
     return paged(inputs, packed_custom_mask=mask, causal=False)
 
 
-FORMS: dict[str, tuple[int, Callable[[Inputs], Run]]] = {  # provider -> page size of its inputs, what makes its call
+FORMS: dict[str, tuple[int, Callable[[Inputs], Run]]] = {  # provider -> page size of its inputs, maker of its call
     "ours": (64, context),
     "ours-paged": (64, paged),
     "ours-paged-p1": (1, paged),
@@ -107,7 +113,7 @@ FORMS: dict[str, tuple[int, Callable[[Inputs], Run]]] = {  # provider -> page si
 
 
 def rotate(t: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Rotate-half RoPE of t (..., D) in fp32, rounded to its dtype; position: broadcast with t[..., 0]."""
+    """Apply rotate-half RoPE to t (..., D) in fp32 and round to its dtype. `position` broadcasts with t[..., 0]."""
     half = t.shape[-1] // 2
     angle = position[..., None] * THETA ** (-torch.arange(half, dtype=torch.float64, device=t.device) / half)
     turned = torch.complex(*t.float().chunk(2, -1)) * torch.polar(torch.ones_like(angle), angle).to(torch.complex64)
@@ -115,7 +121,7 @@ def rotate(t: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
 
 
 def rotated(inputs: Inputs) -> Inputs:
-    """The same call with Q and K turned beforehand."""
+    """Return the same call with RoPE already applied to Q and K."""
     shape, (k, v), starts = shape_of(inputs), pages(inputs), csr(inputs)
     row = torch.arange(shape.length, device=k.device)
     k = k.clone()
@@ -126,7 +132,7 @@ def rotated(inputs: Inputs) -> Inputs:
 
 
 def slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """ALiBi's, of a power of two of heads."""
+    """Return the ALiBi slopes. The number of heads must be a power of two."""
     assert heads & (heads - 1) == 0
     return 2.0 ** (-8 * torch.arange(1, heads + 1, device=device) / heads)
 
@@ -139,45 +145,45 @@ def checked(provider: str, inputs: Inputs, out: torch.Tensor) -> str | None:
 
 
 def collect(case: AttentionCase, setup: Setup) -> dict[str, Call]:
-    """Calls of the forms of chosen providers that pass the check."""
+    """Return the calls of all forms of the chosen providers that pass the check."""
     calls: dict[str, Call] = {}
     inputs = {page: cases.make_inputs(replace(case, page_size=page), setup.device) for page in (64, 1)}
     for name, (page, make) in FORMS.items():
         if name.partition("-")[0] in setup.providers:
-            inputs[page]["out"].fill_(math.nan)  # of the form before
+            inputs[page]["out"].fill_(math.nan)  # remove the previous form's result
             run = ready(name, partial(make, inputs[page]), partial(checked, name, inputs[page]))
             if run is not None:
                 calls[name] = partial(lambda run, _: run(), run)
     return calls
 
 
-def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[BenchResult]:
-    """All forms of a case, in turns."""
+def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Measurement]:
+    """Measure all forms of a case, interleaved."""
     print(case.name, flush=True)
     if case.name.startswith("family-decode"):
         return measure_decode(case, top, setup)
     times = interleave(collect(case, setup), setup.clock, 1, setup.rounds)
     shape = shape_of(cases.make_inputs(case, setup.device))
-    found = [BenchResult(case.name, p, t, shape.flops / t.median / 1e6) for p, t in times.items()]
+    found = [Measurement(case.name, p, t, shape.flops / t.median / 1e6) for p, t in times.items()]
     floor = shape.flops / top.tflops / 1e6
-    return [*found, BenchResult(case.name, "floor", exactly(floor), top.tflops)]
+    return [*found, Measurement(case.name, "floor", exactly(floor), top.tflops)]
 
 
-def measure_decode(case: AttentionCase, top: Ceilings, setup: Setup) -> list[BenchResult]:
-    """The decode function with pages of the case's size, and of one row."""
+def measure_decode(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Measurement]:
+    """Measure the decode function with pages of the case's size and with pages of one token."""
     calls: dict[str, Call] = {}
     for suffix, page in (("", case.page_size), ("-p1", 1)):
         inputs = cases.make_inputs(replace(case, page_size=page), setup.device)
         calls |= {name + suffix: call for name, call in decode.collect([inputs], ("ours",)).items()}
     times, size = interleave(calls, setup.clock, 1, setup.rounds), decode.kv_bytes(case)
-    found = [BenchResult(case.name, p, t, gbps=size / t.median / 1e3) for p, t in times.items()]
+    found = [Measurement(case.name, p, t, gbps=size / t.median / 1e3) for p, t in times.items()]
     floor = size / top.gbps / 1e3
-    return [*found, BenchResult(case.name, "floor", exactly(floor), gbps=top.gbps)]
+    return [*found, Measurement(case.name, "floor", exactly(floor), gbps=top.gbps)]
 
 
-def host(setup: Setup) -> list[BenchResult]:
-    """Measure host times on a tiny case: a call of each form, an e4m3 call with a scale per head, and plan with index
-    tensors of the host."""
+def host(setup: Setup) -> list[Measurement]:
+    """Measure host times on a tiny case: a call of each form, an e4m3 call with one scale per head, and `plan` with
+    index tensors on the host."""
     print(HOST, flush=True)
     case = replace(case_of(HOST_CASE, (128,), True), name=HOST)
     calls = collect(case, setup)
@@ -191,4 +197,4 @@ def host(setup: Setup) -> list[BenchResult]:
         wrapper: Any = wrappers.BatchPrefillWithPagedKVCacheWrapper(torch.empty(0, device=setup.device), "HND")
         heads = shape.heads_q, shape.heads_kv, shape.dim_qk, case.page_size
         calls["ours-plan"] = lambda _: wrapper.plan(*index, *heads, causal=True, **_types(inputs))
-    return [BenchResult(HOST, provider, t) for provider, t in host_times(calls, setup).items()]
+    return [Measurement(HOST, provider, t) for provider, t in host_times(calls, setup).items()]

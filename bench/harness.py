@@ -1,5 +1,5 @@
-"""What the benchmarks of all operators share: ceilings of the machine in the same run, who is measured, results as rows
-and as a table."""
+"""Shared parts of all benchmarks: ceilings of the machine in the same run, providers that may be measured, and results
+as csv rows and as a printed table."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,19 +7,19 @@ from typing import TypeVar
 
 import torch
 
-from .results import Environment, Row, with_ratios
-from .timing import Call, Clock, CudaClock, HostClock, Timing, input_sets, interleave
+from .results import Environment, ResultRow, with_ratios
+from .timing import Call, CallClock, CudaClock, HostClock, Timing, input_sets, interleave
 
 T = TypeVar("T")
-L2_BYTES = 50 << 20  # of Hopper; torch reports 60 MB on an H200
+L2_BYTES = 50 << 20  # L2 size of Hopper; torch reports 60 MB on an H200
 MATMUL = 8192
 COPY_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this machine reached in this run: bf16 matmul in TFLOP/s, device copy in GB/s read and written, and e4m3
-    matmul in TFLOP/s, 0 where torch has none for the device."""
+    """Rates of this machine in this run: bf16 matmul in TFLOP/s, device copy in GB/s (read plus written), and e4m3
+    matmul in TFLOP/s (0 if torch has none for the device)."""
 
     tflops: float
     gbps: float
@@ -27,8 +27,8 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class BenchResult:
-    """One provider on one case."""
+class Measurement:
+    """The time of one provider on one case."""
 
     case: str
     provider: str
@@ -40,17 +40,17 @@ class BenchResult:
 
 @dataclass(frozen=True)
 class Setup:
-    """How a run measures. The tests put a fake clock and the CPU here."""
+    """Settings of a run. The tests pass a fake clock and the CPU."""
 
     providers: tuple[str, ...]
     rounds: int = 15
     device: str = "cuda"
-    clock: Clock = field(default_factory=CudaClock)
-    host_clock: Clock = field(default_factory=lambda: HostClock(torch.cuda.synchronize))
+    clock: CallClock = field(default_factory=CudaClock)
+    host_clock: CallClock = field(default_factory=lambda: HostClock(torch.cuda.synchronize))
 
 
-def ceilings(setup: Setup) -> tuple[Ceilings, list[BenchResult]]:
-    """Matmul of random data (zeros run faster than any real data) and a copy between two large buffers."""
+def ceilings(setup: Setup) -> tuple[Ceilings, list[Measurement]]:
+    """Measure a matmul of random data (zeros run faster than any real data) and a copy between two large buffers."""
     a, b = (torch.randn(MATMUL, MATMUL, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     c = torch.empty_like(a)
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
@@ -70,12 +70,13 @@ def ceilings(setup: Setup) -> tuple[Ceilings, list[BenchResult]]:
     found = Ceilings(
         rates["ceiling-matmul-bf16"], 2 * COPY_BYTES / copy.median / 1e3, rates.get("ceiling-matmul-fp8", 0.0)
     )
-    rows = [BenchResult(name, "torch", times[name], tflops=rate) for name, rate in rates.items()]
-    return found, [*rows, BenchResult("ceiling-copy", "torch", copy, gbps=found.gbps)]
+    rows = [Measurement(name, "torch", times[name], tflops=rate) for name, rate in rates.items()]
+    return found, [*rows, Measurement("ceiling-copy", "torch", copy, gbps=found.gbps)]
 
 
 def rotated(make: Callable[[int], T], size: Callable[[T], int]) -> list[T]:
-    """As many input sets, make(seed) of size(set) bytes, as leave none of them in the L2 when its turn comes again."""
+    """Make input sets: make(seed) has size(set) bytes. There are enough sets that none is still in the L2 when its turn
+    comes again."""
     first = make(0)
     return [first, *(make(seed) for seed in range(1, input_sets(size(first), L2_BYTES)))]
 
@@ -89,7 +90,8 @@ def reason(error: Exception) -> str:
 
 
 def ready(name: str, make: Callable[[], Callable[[], T]], check: Callable[[T], str | None]) -> Callable[[], T] | None:
-    """What make() gives, a call whose result passes its check; else None, and the reason is printed."""
+    """Return the call that make() returns if its result passes the check. Otherwise print the reason and return
+    None."""
     try:
         run = make()
         wrong = check(run())
@@ -101,22 +103,23 @@ def ready(name: str, make: Callable[[], Callable[[], T]], check: Callable[[T], s
 
 
 def in_turns(runs: Sequence[Callable[[], object]]) -> Call:
-    """The call of each input set's."""
+    """Return a call that runs runs[i] on input set i."""
     return lambda i: runs[i]()
 
 
 def host_times(calls: Mapping[str, Call], setup: Setup) -> dict[str, Timing]:
-    """Host time of calls on a tiny case, whose kernel takes less time than the call: the GPU's queue stays short."""
+    """Measure host times on a tiny case: its kernel takes less time than the call, so the GPU's queue stays short."""
     return interleave(calls, setup.host_clock, 1, rounds=20, warmup=10, target_us=2000) if calls else {}
 
 
-def rows_of(results: list[BenchResult], env: Environment) -> list[Row]:
-    """Rows of the csv."""
+def rows_of(results: list[Measurement], env: Environment) -> list[ResultRow]:
+    """Return the results as csv rows."""
     return with_ratios(env.row(r.case, r.provider, r.timing.median, tflops=r.tflops, gbps=r.gbps) for r in results)
 
 
-def table(results: list[BenchResult], rows: list[Row], top: Ceilings) -> str:
-    """What a person reads: a line a case and provider; of matmul: of the rate that the case's floor has."""
+def table(results: list[Measurement], rows: list[ResultRow], top: Ceilings) -> str:
+    """Return the printed table: one line per case and provider. The column "of mm" is the share of the case's floor
+    rate."""
     floors = {r.case: r.tflops for r in results if r.provider == "floor" and r.tflops}
     lines = [
         f"matmul {top.tflops:.0f} TFLOP/s, copy {top.gbps:.0f} GB/s",

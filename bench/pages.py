@@ -1,4 +1,4 @@
-"""README and the pages of docs/: which of them holds a generated section, and what stands there."""
+"""The generated sections of README and docs/: find the page that holds one, and write it."""
 
 import os
 import re
@@ -14,7 +14,7 @@ def pages() -> list[Path]:
 
 
 def between(text: str, name: str, body: str) -> str:
-    """`text` with what stands between <!-- name:begin --> and <!-- name:end --> replaced by `body`."""
+    """Replace the text between <!-- name:begin --> and <!-- name:end --> by `body`."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1:
         raise ValueError(f"one {begin} and one {end} are needed")
@@ -23,7 +23,7 @@ def between(text: str, name: str, body: str) -> str:
 
 
 def holder(name: str) -> Path:
-    """The page that has the markers of a section."""
+    """Return the page that has the markers of a section."""
     found = [path for path in pages() if f"<!-- {name}:begin -->" in path.read_text()]
     if len(found) != 1:
         raise ValueError(f"{name}: {len(found)} pages have this section, must be 1")
@@ -31,7 +31,7 @@ def holder(name: str) -> Path:
 
 
 def placed(body: str, page: Path) -> str:
-    """A generated section, whose links begin at the root, with the links that it has in a page."""
+    """Return a generated section with links from `page`; the given ones begin at the root."""
     return re.sub(r"\]\((?!https?:|#)([^)]+)\)", lambda m: f"]({os.path.relpath(ROOT / m[1], page.parent)})", body)
 
 
@@ -43,7 +43,7 @@ def fill(sections: dict[str, str]) -> None:
 
 
 def stale(sections: dict[str, str]) -> list[str]:
-    """Names of the sections that their page has otherwise."""
+    """Return the names of the sections that differ from their page."""
 
     def differs(page: Path, name: str, body: str) -> bool:
         return between(page.read_text(), name, placed(body, page)) != page.read_text()

@@ -1,18 +1,18 @@
-"""Ours beside the peers: the points of the picture, and the sentences, of README. All are rows of bench/results."""
+"""Ours beside the peers: the points of README's picture and the rows of its table. All come from bench/results."""
 
 import textwrap
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .results import Row, complete_runs, newest
+from .results import ResultRow, complete_runs
 
 PEERS = (
     "cudnn",
     "flash-attn-4",
     "flashinfer",
     "torch",
-)  # and, of a provider, a form of a call
-FAMILIES = {  # prefix of cases -> what they are
+)  # a provider's name may also end in the form of the call: "flashinfer-paged"
+FAMILIES = {  # prefix of the cases -> their description
     "serve-": "mixed batches and chunks, bf16",
     "prefill-bf16-": "prefill, bf16",
     "family-": "prefill by plan and run, bf16",
@@ -20,7 +20,7 @@ FAMILIES = {  # prefix of cases -> what they are
     "decode-": "decode",
     "topk-": "top-k",
 }
-NAMES = {  # (prefix, provider) -> what a peer is called there
+NAMES = {  # (prefix, provider) -> displayed name of the peer
     ("serve-", "flashinfer"): "flashinfer fa3",
     ("prefill-bf16-", "flashinfer"): "flashinfer fa3",
     ("prefill-", "flashinfer"): "flashinfer fa3",
@@ -28,18 +28,29 @@ NAMES = {  # (prefix, provider) -> what a peer is called there
     ("decode-", "flashinfer"): "XQA",
     ("topk-", "torch"): "torch.topk",
 }
-CACHES = {"bf16": "bf16", "fp8": "e4m3", "nvfp4": "NVFP4"}  # of decode: in a case's name -> in a sentence
+HEADLINES = {  # case -> the call, in words
+    "prefill-bf16-causal-b2-s8192-h32x8-d128-p64": "prefill, 2 prompts of 8192 tokens, bf16",
+    "prefill-fp8-causal-b2-s8192-h32x8-d128-p64": "the same prompts in e4m3",
+    "prefill-bf16-one-s512-h32x8-d128-p16": "prefill, 1 prompt of 512 tokens, bf16",
+    "serve-bf16-mixed-h32x8-d128-p16": "mixed batch, 4 chunks of 1024 tokens and 60 decode tokens, bf16",
+    "decode-bf16-b64-s8192-h64x8-d128-p64": "decode, 64 requests of 8192 keys, bf16",
+    "decode-bf16-b64-s8192-h64x8-d64-p64": "the same at head_dim 64",
+    "decode-bf16-ragged-b256-h64x8-d128-p16": "decode, 256 requests of 64 to 32k keys, bf16",
+    "topk-fp32-64x65536-k2048": "top 2048 of 64 rows of 65536 fp32 scores",
+}
 
 
 class Point(NamedTuple):
-    """ratio: time of the peer over ours, of the same form, in one run."""
+    """A peer beside ours, in the same form and the same run; ratio: the time of the peer over ours."""
 
     prefix: str
     case: str
-    form: str  # "paged-p1", mostly none
+    form: str  # such as "paged-p1"; usually empty
     peer: str
     ratio: float
     commit: str
+    ours_us: float
+    peer_us: float
 
     @property
     def label(self) -> str:
@@ -51,8 +62,8 @@ def prefix_of(case: str) -> str:
     return next((prefix for prefix in FAMILIES if case.startswith(prefix)), "")
 
 
-def points(rows: Iterable[Row]) -> list[Point]:
-    """Of one GPU: each peer of each case, in the newest run that has both, in the order of FAMILIES."""
+def points(rows: Iterable[ResultRow]) -> list[Point]:
+    """Return each peer of each case of one GPU, from the newest run that has both, in the order of FAMILIES."""
     rows, chosen = list(rows), {}
     for prefix in FAMILIES:
         for case, runs in complete_runs(rows, prefix).items():
@@ -68,12 +79,13 @@ def points(rows: Iterable[Row]) -> list[Point]:
         mine = by.get(f"ours-{form}" if form else "ours")
         if mine and mine.ratio_to_ours and row.ratio_to_ours:
             prefix, ratio = prefix_of(case), row.ratio_to_ours / mine.ratio_to_ours
-            found.append(Point(prefix, case, form, NAMES.get((prefix, peer), peer), ratio, row.commit[:9]))
+            name, times = NAMES.get((prefix, peer), peer), (mine.time_us, row.time_us)
+            found.append(Point(prefix, case, form, name, ratio, row.commit[:9], *times))
     return sorted(found, key=lambda p: list(FAMILIES).index(p.prefix))
 
 
 def listed(words: Iterable[str]) -> str:
-    """'a, b and c'."""
+    """Join words as 'a, b and c'."""
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last
 
@@ -92,49 +104,45 @@ def shapes(count: int) -> str:
     return f"{count} shape{'s' if count > 1 else ''}"
 
 
-def speeds(found: list[Point]) -> str:
-    """'1.09 to 1.18 times as fast as cudnn (7 shapes), ...'."""
+def best(found: Iterable[Point]) -> list[Point]:
+    """Return the fastest peer of each case and form that computes the same; peers have no skip-softmax."""
+    chosen: dict[tuple[str, str], Point] = {}
+    for point in (point for point in found if not point.case.startswith("prefill-skip")):
+        key = point.case, point.form
+        if key not in chosen or point.ratio < chosen[key].ratio:
+            chosen[key] = point
+    return list(chosen.values())
+
+
+def time(us: float) -> str:
+    return f"{us:.0f} us" if us >= 100 else f"{us:.1f} us"
+
+
+def table(gpu: str, fastest: list[Point]) -> str:
+    """Return the table of one GPU: a line per case of HEADLINES that was measured beside a peer."""
+    by = {point.case: point for point in fastest if not point.form}
+    lines = [[f"call, on {gpu}", "ours", "best peer", "peer / ours", "commit"], ["---", "---:", "---:", "---:", "---"]]
+    for case, words in HEADLINES.items():
+        if p := by.get(case):
+            lines.append([words, time(p.ours_us), f"{p.peer} {time(p.peer_us)}", f"{p.ratio:.2f}", p.commit])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def ranges(gpu: str, fastest: list[Point]) -> str:
+    """Return the sentence that gives the range of the ratio over all measured shapes of each family."""
     by: dict[str, list[float]] = {}
-    for point in found:
-        by.setdefault(point.peer, []).append(point.ratio)
-    return listed(f"{span(v)} times as fast as {peer} ({shapes(len(v))})" for peer, v in by.items())
+    for point in fastest:
+        by.setdefault(FAMILIES[point.prefix], []).append(point.ratio)
+    parts = listed(f"{span(ratios)} ({name}; {shapes(len(ratios))})" for name, ratios in by.items())
+    where = ran(gpu, (p.commit for p in fastest))
+    return f"The best peer's time over ours, over all measured shapes: {parts}; {where}."
 
 
-def one_token(case: str) -> bool:
-    """Of decode: whether a request has one query token."""
-    return not case.rpartition("-")[2].startswith("q")
-
-
-def copied(rows: Iterable[Row]) -> tuple[str, list[str]]:
-    """Of decode of one query token: at which share of the rate of a copy K and V are read; commits."""
-    parts, commits = list[str](), list[str]()
-    for cache, name in CACHES.items():
-        cases = [r for r in newest(rows, f"decode-{cache}-") if one_token(r.case)]
-        floors = [r for r in cases if r.provider == "floor" and r.ratio_to_ours]
-        if floors:
-            of = " of the rate of a device copy" if not parts else ""
-            parts.append(f"{span([r.ratio_to_ours or 0.0 for r in floors])}{of} in {name} ({shapes(len(floors))})")
-            commits += [r.commit[:9] for r in floors]
-    return listed(parts) if parts else "", commits
-
-
-def sentences(results: dict[str, list[Row]]) -> str:
-    """A list: prefill, decode and top-k of each GPU, as far as there are rows."""
-    lines = []
+def headlines(results: dict[str, list[ResultRow]]) -> str:
+    """Return the table and the ranges of each GPU that has rows of peers."""
+    parts = []
     for gpu, rows in results.items():
-        found = points(rows)
-        prefill = [p for p in found if p.prefix in ("serve-", "prefill-bf16-", "family-")]
-        decode = [p for p in found if p.prefix == "decode-" and one_token(p.case)]
-        topk = [p for p in found if p.prefix == "topk-"]
-        share, commits = copied(rows)
-        if prefill:
-            mixed = any(p.prefix == "serve-" for p in prefill)
-            what = "Prefill, chunks and mixed batches in bf16 are" if mixed else "Prefill in bf16 is"
-            lines.append(f"{what} {speeds(prefill)}: {ran(gpu, (p.commit for p in prefill))}.")
-        if share:
-            beside = f"; it is {speeds(decode)}" if decode else ""
-            where = ran(gpu, [*commits, *(p.commit for p in decode)])
-            lines.append(f"Decode of one query token reads K and V at {share}{beside}: {where}.")
-        if topk:
-            lines.append(f"Exact top-k is {speeds(topk)}: {ran(gpu, (p.commit for p in topk))}.")
-    return "\n".join(textwrap.fill(f"- {line}", 128, subsequent_indent="  ") for line in lines) or "Not measured yet."
+        fastest = best(points(rows))
+        if fastest:
+            parts += [table(gpu, fastest), textwrap.fill(ranges(gpu, fastest), 128, break_on_hyphens=False)]
+    return "\n\n".join(parts) or "Not measured yet."

@@ -1,6 +1,6 @@
-"""PNG plots from the rows of bench/results: ours beside the peers; roofline, share of the matmul rate, TFLOP/s against
-sequence length; share of the copy rate in decode; mixed batches; speed of skip-softmax against sparsity; top-k times
-against row length."""
+"""Draw PNG plots from the rows of bench/results: ours beside the peers; roofline, share of the matmul rate and TFLOP/s
+over sequence length; share of the copy rate in decode; mixed batches; speed of skip-softmax over sparsity; top-k times
+over row length."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from . import peers as beside
-from .results import FOLDER, Row, SkipRow, newest
+from .results import FOLDER, ResultRow, SkipRow, newest
 
-# Okabe-Ito colours, told apart by any colour vision; the marker says the same once more.
+# Okabe-Ito colours, distinct with any colour vision; the marker shape repeats the distinction.
 STYLE = {
     "ours": ("#D55E00", "o"),
     "cudnn": ("#0072B2", "s"),
@@ -60,7 +60,7 @@ def figure(columns: int = 1, height: float = 4.2) -> tuple[Any, Any]:
 
 
 def save(fig: Any, path: Path, **metadata: str) -> Path:
-    """metadata: texts that the file keeps."""
+    """Save and close a figure. metadata: texts stored in the file."""
     from matplotlib import pyplot
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,34 +70,35 @@ def save(fig: Any, path: Path, **metadata: str) -> Path:
 
 
 def log_ticks(axis: Any, found: Iterable[int]) -> None:
-    """A logarithmic x axis of tokens, with a tick at each of the numbers found."""
+    """Set a logarithmic x axis of tokens with a tick at each number found."""
     ticks = sorted(set(found))
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [f"{n // 1024}k" if n >= 1024 else str(n) for n in ticks])
 
 
-def matmul_rate(rows: Iterable[Row]) -> float | None:
-    """TFLOP/s of the floor: the matmul of the same run."""
+def matmul_rate(rows: Iterable[ResultRow]) -> float | None:
+    """Return the TFLOP/s of the floor: the matmul of the same run."""
     rates = [r.tflops for r in rows if r.provider == "floor" and r.tflops]
     return rates[-1] if rates else None
 
 
-def copy_rate(rows: Iterable[Row]) -> float | None:
-    """GB/s of the newest copy measured."""
+def copy_rate(rows: Iterable[ResultRow]) -> float | None:
+    """Return the GB/s of the newest copy measured."""
     rates = sorted((r.date, r.gbps) for r in rows if r.case == "ceiling-copy" and r.gbps)
     return rates[-1][1] if rates else None
 
 
 def short(case: str) -> str:
-    """'prefill-bf16-causal-b2-s8192-h32x8-d128-p64' -> 'causal b2 s8192 h32x8 d128 p64'."""
+    """Return 'causal b2 s8192 h32x8 d128 p64' for 'prefill-bf16-causal-b2-s8192-h32x8-d128-p64'."""
     return " ".join(case.split("-")[2:])
 
 
-Bar = tuple[str, str, float, str]  # group, series, percent, what stands beside it
+Bar = tuple[str, str, float, str]  # group, series, percent, text beside the bar
 
 
 def bars(found: list[Bar], colours: dict[str, str], words: tuple[str, str], path: Path) -> Path:
-    """Horizontal bars, a group each thing measured, a bar a series; words = (title, what is 100 %)."""
+    """Draw horizontal bars: one group per measured case, one bar per series. words = (title, axis label that names the
+    100 %)."""
     groups = list(dict.fromkeys(group for group, *_ in found))
     series = [name for name in colours if any(name == bar[1] for bar in found)]
     fig, (axis,) = figure(height=1.2 + 0.62 * len(groups))
@@ -118,13 +119,13 @@ def bars(found: list[Bar], colours: dict[str, str], words: tuple[str, str], path
 
 
 def record(found: list[beside.Point]) -> str:
-    """What a picture of the peers was drawn from, kept in its file."""
+    """Return the points that a plot of the peers was drawn from; the file stores them."""
     return "; ".join(f"{p.case} {p.form or '-'} {p.peer} {p.ratio:.3f} {p.commit}" for p in found)
 
 
 def panel(axis: Any, found: list[beside.Point]) -> None:
-    """A line a case, grouped by family; bars begin at 1, where a peer takes as long as ours."""
-    lines: list[tuple[str, str]] = []  # (prefix, label), from above; a family begins with a line of its own
+    """Draw one line per case, grouped by family. Bars begin at 1, where a peer takes as long as ours."""
+    lines: list[tuple[str, str]] = []  # (prefix, label), top first; each family begins with a heading line
     for point in found:
         lines += [line for line in ((point.prefix, ""), (point.prefix, point.label)) if line not in lines]
     for place, line in enumerate(lines):
@@ -150,8 +151,8 @@ def panel(axis: Any, found: list[beside.Point]) -> None:
     axis.set_xlabel("time of the peer / ours, in one run", fontsize=8)
 
 
-def peers(rows: list[Row], gpu: str, folder: Path) -> Path | None:
-    """Time of each peer over ours: attention, and top-k beside it."""
+def peers(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
+    """Plot each peer's time over ours: attention, and top-k beside it."""
     found = beside.points(rows)
     halves = [half for half in ([p for p in found if (p.prefix == "topk-") == top] for top in (False, True)) if half]
     if not halves:
@@ -167,8 +168,8 @@ def peers(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     return save(fig, folder / f"{gpu}-peers.png", Description=record(found))
 
 
-def share(rows: list[Row], gpu: str, folder: Path) -> Path | None:
-    """Bars: share of the matmul rate of the same run, a group a headline case."""
+def share(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
+    """Plot the share of the same run's matmul rate as bars: one group per headline case."""
     rows = newest(rows, "prefill-bf16-")
     floor = {r.case: r.tflops for r in rows if r.provider == "floor" and r.tflops}
     chosen = (r for r in rows if r.provider in STYLE and r.case in floor)
@@ -179,8 +180,8 @@ def share(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     return bars(found, colours, words, folder / f"{gpu}-prefill-share.png") if found else None
 
 
-def decode_share(rows: list[Row], gpu: str, folder: Path) -> Path | None:
-    """The same of decode: share of the copy rate at which K and V are read, a bar a type of cache."""
+def decode_share(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
+    """Plot the share of the copy rate at which decode reads K and V: one bar per cache type."""
     rows = newest(rows, "decode-")
     ratio = {r.case: r.ratio_to_ours for r in rows if r.provider == "floor" and r.ratio_to_ours}
     found = []
@@ -193,8 +194,8 @@ def decode_share(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     return bars(found, colours, words, folder / f"{gpu}-decode-share.png") if found else None
 
 
-def roofline(rows: list[Row], gpu: str, folder: Path) -> Path | None:
-    """TFLOP/s over operations per byte that must move, under the two measured ceilings."""
+def roofline(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
+    """Plot TFLOP/s over operations per byte that must move, below the two measured ceilings."""
     chosen = newest(rows, "prefill-bf16-") + newest(rows, "sweep-bf16-")
     mm, copy = matmul_rate(chosen), copy_rate(rows)
     points = [r for r in chosen if r.provider in STYLE and r.tflops and r.gbps]
@@ -223,8 +224,8 @@ def roofline(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     return save(fig, folder / f"{gpu}-prefill-roofline.png")
 
 
-def lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
-    """TFLOP/s against sequence length, one panel causal and one full."""
+def lengths(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
+    """Plot TFLOP/s over sequence length: one panel causal, one full."""
     found = [(m[1], int(m[2]), r) for r in newest(rows, "sweep-bf16-") if (m := SWEEP.match(r.case)) and r.tflops]
     if not found:
         return None
@@ -246,8 +247,9 @@ def lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     return save(fig, folder / f"{gpu}-prefill-lengths.png")
 
 
-def batches_and_lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
-    """Decode: share of the copy rate against length, a line a batch size, a panel ours and one flashinfer's."""
+def batches_and_lengths(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
+    """Plot decode's share of the copy rate over length: one line per batch size, one panel for ours and one for
+    flashinfer."""
     chosen = newest(rows, "sweep-decode-")
     copy = {r.case: r.gbps for r in chosen if r.provider == "floor" and r.gbps}
     found = [
@@ -273,8 +275,8 @@ def batches_and_lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     return save(fig, folder / f"{gpu}-decode-lengths.png")
 
 
-def serving(rows: list[Row], gpu: str, folder: Path) -> Path | None:
-    """Mixed batches: time against the number of decode tokens; chunks of prompts: TFLOP/s against their size."""
+def serving(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
+    """Plot mixed batches (time over the number of decode tokens) and prompt chunks (TFLOP/s over their size)."""
     found = [(m[1], int(m[2]), r) for r in newest(rows, "sweep-serve-") if (m := SERVE_SWEEP.match(r.case))]
     if not found:
         return None
@@ -296,8 +298,8 @@ def serving(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     return save(fig, folder / f"{gpu}-serve-sweep.png")
 
 
-def rows_and_lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
-    """Top-k: time against row length, a panel a number of rows, and the time to read the scores once."""
+def rows_and_lengths(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
+    """Plot top-k time over row length, one panel per number of rows, and the time to read the scores once."""
     found = [(int(m[1]), int(m[2]), r) for r in newest(rows, "sweep-topk-") if (m := TOPK_SWEEP.match(r.case))]
     counts = sorted({count for count, _, _ in found})
     if not found:
@@ -320,7 +322,7 @@ def rows_and_lengths(rows: list[Row], gpu: str, folder: Path) -> Path | None:
     return save(fig, folder / f"{gpu}-topk-lengths.png")
 
 
-PLOTS: tuple[Callable[[list[Row], str, Path], Path | None], ...] = (
+PLOTS: tuple[Callable[[list[ResultRow], str, Path], Path | None], ...] = (
     peers,
     share,
     decode_share,
@@ -332,13 +334,13 @@ PLOTS: tuple[Callable[[list[Row], str, Path], Path | None], ...] = (
 )
 
 
-def draw_all(results: dict[str, list[Row]], folder: Path = FOLDER) -> list[Path]:
-    """Every plot for which there are rows."""
+def draw_all(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> list[Path]:
+    """Draw every plot for which there are rows."""
     return [path for gpu, rows in results.items() for plot in PLOTS if (path := plot(rows, gpu, folder))]
 
 
 def sparsity(rows: list[SkipRow], gpu: str, folder: Path) -> Path | None:
-    """Speed over that without skip-softmax against the share of blocks left out, a line a data set."""
+    """Plot the speedup over dense attention against the share of blocks left out: one line per data set."""
     if not rows:
         return None
     fig, (axis,) = figure()
@@ -355,5 +357,5 @@ def sparsity(rows: list[SkipRow], gpu: str, folder: Path) -> Path | None:
 
 
 def draw_sparsity(found: dict[str, list[SkipRow]], folder: Path = FOLDER) -> list[Path]:
-    """The plot of skip-softmax of each GPU that has rows."""
+    """Draw the skip-softmax plot of each GPU that has rows."""
     return [path for gpu, rows in found.items() if (path := sparsity(rows, gpu, folder))]

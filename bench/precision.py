@@ -1,5 +1,5 @@
-"""Measures prefill in low precision against ours in wider types, and skip-softmax against ours without, on one case and
-over factors."""
+"""Measure low-precision prefill against ours in wider types, and skip-softmax against ours without it: on one case, and
+over threshold factors."""
 
 from dataclasses import asdict
 from functools import partial
@@ -12,32 +12,35 @@ from wrappers import trtllm_batch_context_with_kv_cache as context
 from . import family, prefill, sparsity
 from .cases import precision as cases
 from .cases.attention import AttentionCase
-from .harness import BenchResult, Ceilings, Setup, ready
+from .harness import Ceilings, Measurement, Setup, ready
 from .results import Environment, SkipRow
 from .timing import Call, exactly, interleave
 from .workload import Inputs, check, shape_of
 
 CASES = cases.PRECISION | {cases.SKIP.name: cases.SKIP}
-TARGET = 0.75  # of blocks left out, in the skip75 case
-SETTLE_US = 100_000  # before each sample: a type's power decides its clock, which a mix of types would share
+TARGET = 0.75  # share of blocks that the skip75 case leaves out
+SETTLE_US = 100_000  # run before each sample: a type's power decides its clock, which interleaved types would share
 FACTORS = (1e-30, 1.0, 10.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
 FACTOR = "skip_softmax_threshold_scale_factor"
 
 
 def collect(name: str, inputs: Inputs) -> dict[str, Call]:
-    """Ours, where its result is right."""
+    """Return our call under `name` if its result passes the check, else nothing."""
     run = ready(name, lambda: partial(context, **inputs), partial(check, inputs))
     return {} if run is None else {name: partial(lambda run, _: run(), run)}
 
 
 def flashinfer(inputs: Inputs) -> family.Run:
-    """Return the call of flashinfer's fa3 kernel on the same pages, with a scale per head."""
+    """Return the call of flashinfer's fa3 kernel on the same pages, with one scale per head."""
     return family.scaled(inputs, family.flashinfer("Paged"))
 
 
-def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[BenchResult]:
-    """A case of CASES: ours in its types and in wider ones, in turns; flashinfer where its kernels are of these types.
-    (flash-attn-4 has FP8 on Blackwell only.) The floor is the operations over the rate of the MMAs' type."""
+def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Measurement]:
+    """Measure a case of CASES: ours in its types and in wider ones, interleaved, and flashinfer if it has kernels for
+    them.
+
+    flash-attn-4 has FP8 only on Blackwell. The floor is the number of operations over the rate of the MMA's type.
+    """
     print(case.name, flush=True)
     kind = cases.kind_of(case.name)
     if kind not in cases.KINDS:
@@ -54,20 +57,22 @@ def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[BenchResul
         return []
     flops = shape_of(inputs).flops
     times = interleave(calls, setup.clock, 1, setup.rounds, target_us=SETTLE_US / 5, settle_us=SETTLE_US)
-    found = [BenchResult(case.name, p, t, flops / t.median / 1e6) for p, t in times.items()]
+    found = [Measurement(case.name, p, t, flops / t.median / 1e6) for p, t in times.items()]
     rate = top.fp8_tflops if cases.KINDS[kind].q == "fp8" and case.kv_dtype != "nvfp4" else top.tflops
     floor = flops / rate / 1e6 if rate else 0.0
-    return [*found, BenchResult(case.name, "floor", exactly(floor), rate)] if rate else found
+    return [*found, Measurement(case.name, "floor", exactly(floor), rate)] if rate else found
 
 
 def own_output(inputs: Inputs, **change: Any) -> Inputs:
-    """The same call with an output of its own."""
+    """Return the same call with its own output."""
     return inputs | {"out": torch.full_like(inputs["out"], torch.nan)} | change
 
 
-def measure_skip(case: AttentionCase, setup: Setup) -> list[BenchResult]:
-    """Ours with the factor by which the rule leaves out TARGET of the blocks of heavy-tailed data, ours without, and
-    dense peers, whose names the run chose."""
+def measure_skip(case: AttentionCase, setup: Setup) -> list[Measurement]:
+    """Measure ours with skip-softmax, ours without it, and the dense peers that the run chose.
+
+    The factor is the one with which the rule leaves out TARGET of the blocks of heavy-tailed data.
+    """
     inputs = cases.concentrated(case, setup.device, "heavy-tailed")
     maxima, keys = sparsity.maxima_of(inputs), case.kv_lens[0]
     factor = sparsity.factor_of(TARGET, maxima, keys)
@@ -81,12 +86,15 @@ def measure_skip(case: AttentionCase, setup: Setup) -> list[BenchResult]:
         return []
     found = prefill.best(interleave(calls, setup.clock, 1, setup.rounds, target_us=SETTLE_US / 5, settle_us=SETTLE_US))
     notes = {p: variant for p, (_, variant) in found.items()} | {"ours": note}
-    return [BenchResult(case.name, p, t, note=notes[p]) for p, (t, _) in found.items()]
+    return [Measurement(case.name, p, t, note=notes[p]) for p, (t, _) in found.items()]
 
 
 def study(case: AttentionCase, setup: Setup, env: Environment, factors: tuple[float, ...] = FACTORS) -> list[SkipRow]:
-    """Time and error over factors on each of the data sets; the errors are those against ours without skip-softmax, in
-    units of the RMS of its output. The blocks left out are the rule's, of tiles of sparsity.ROWS x sparsity.KEYS."""
+    """Measure time and error over threshold factors on each data set.
+
+    The errors are relative to ours without skip-softmax, in units of the RMS of its output. The share of blocks left
+    out comes from the rule, for tiles of sparsity.ROWS x sparsity.KEYS.
+    """
     rows: list[SkipRow] = []
     for data in cases.DATA:
         print(f"{case.name}, {data}", flush=True)
@@ -118,6 +126,6 @@ def study(case: AttentionCase, setup: Setup, env: Environment, factors: tuple[fl
 
 
 def errors(out: torch.Tensor, dense: torch.Tensor) -> tuple[float, float]:
-    """Largest and RMS difference, in units of dense's RMS."""
+    """Return the largest and the RMS difference from `dense`, in units of the RMS of `dense`."""
     difference, unit = out.float() - dense.float(), dense.float().square().mean().sqrt()
     return float(difference.abs().max() / unit), float(difference.square().mean().sqrt() / unit)

@@ -1,4 +1,4 @@
-"""Measures prefill attention: every case, every provider that runs here, the best variant of each."""
+"""Measure prefill attention: every case with every provider that runs on this machine, and the best variant of each."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -7,18 +7,18 @@ from typing import Any
 import torch
 
 from .cases.attention import AttentionCase, make_inputs
-from .harness import BenchResult, Ceilings, Setup, host_times, in_turns, no_row, ready, reason, rotated
+from .harness import Ceilings, Measurement, Setup, host_times, in_turns, no_row, ready, reason, rotated
 from .providers import PROVIDERS
 from .timing import Call, Timing, exactly, interleave
-from .workload import Inputs, WorkloadShape, check, shape_of
+from .workload import BatchShape, Inputs, check, shape_of
 
 SWEEP_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-SWEEP_TOKENS = 32768  # the batch shrinks as the length grows
+SWEEP_TOKENS = 32768  # the batch size is SWEEP_TOKENS over the length
 HOST_CASE = "host-prefill"
 
 
 def sweep_cases() -> dict[str, AttentionCase]:
-    """Causal and full attention of SWEEP_TOKENS tokens in requests of growing length: 32x8 heads, D128, pages of 64."""
+    """Return causal and full cases of SWEEP_TOKENS tokens at each of SWEEP_LENGTHS: 32x8 heads, D128, pages of 64."""
     found = {}
     for causal in (True, False):
         for length in SWEEP_LENGTHS:
@@ -29,7 +29,7 @@ def sweep_cases() -> dict[str, AttentionCase]:
 
 
 def host_case() -> AttentionCase:
-    """A call whose kernel takes about as long as its launch."""
+    """Return a call for which the kernel takes about as long as its launch."""
     return case_of(HOST_CASE, (128,), True)
 
 
@@ -38,7 +38,7 @@ def case_of(name: str, lens: tuple[int, ...], causal: bool) -> AttentionCase:
 
 
 def best(times: Mapping[str, Timing]) -> dict[str, tuple[Timing, str]]:
-    """The fastest variant of each provider, and its name."""
+    """Return the fastest variant of each provider with its name."""
     found: dict[str, tuple[Timing, str]] = {}
     for label, timing in times.items():
         provider, _, variant = label.partition("/")
@@ -48,7 +48,7 @@ def best(times: Mapping[str, Timing]) -> dict[str, tuple[Timing, str]]:
 
 
 def inputs_of(case: AttentionCase, device: str) -> list[Inputs]:
-    """Input sets of a case, see `rotated`."""
+    """Return the input sets of a case (see `rotated`)."""
     return rotated(lambda seed: make_inputs(case, device, seed), lambda inputs: shape_of(inputs).bytes)
 
 
@@ -57,12 +57,13 @@ def check_rows(inputs: Inputs, rows: Callable[[Any], torch.Tensor], result: Any)
 
 
 def collect(sets: list[Inputs], providers: tuple[str, ...]) -> dict[str, Call]:
-    """Calls of all variants that pass the check, by "provider" or "provider/variant"; prints who does not, and why."""
+    """Return the calls of all variants that pass the check, keyed "provider" or "provider/variant". Print each provider
+    left out, with the reason."""
     calls: dict[str, Call] = {}
     for provider in providers:
         try:
             variants = [PROVIDERS[provider](inputs) for inputs in sets]
-        except Exception as error:  # it is not installed, or refuses a shape in its own way
+        except Exception as error:  # not installed, or it refuses the shape with an error of its own
             no_row(provider, reason(error))
             continue
         for name, (run, rows) in variants[0].items():
@@ -72,16 +73,16 @@ def collect(sets: list[Inputs], providers: tuple[str, ...]) -> dict[str, Call]:
     return calls
 
 
-def results(name: str, shape: WorkloadShape, times: Mapping[str, tuple[Timing, str]]) -> list[BenchResult]:
-    """Rows of a case by provider, each of which did all of it."""
+def results(name: str, shape: BatchShape, times: Mapping[str, tuple[Timing, str]]) -> list[Measurement]:
+    """Return one row per provider. Each provider must have computed the whole case."""
     return [
-        BenchResult(name, provider, t, shape.flops / t.median / 1e6, shape.bytes / t.median / 1e3, variant)
+        Measurement(name, provider, t, shape.flops / t.median / 1e6, shape.bytes / t.median / 1e3, variant)
         for provider, (t, variant) in times.items()
     ]
 
 
-def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[BenchResult]:
-    """All providers on one case, and the floor: the operations over the matmul rate of this run."""
+def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Measurement]:
+    """Measure all providers on one case. The floor is the number of operations over the matmul rate of this run."""
     print(case.name, flush=True)
     sets = inputs_of(case, setup.device)
     shape = shape_of(sets[0])
@@ -92,8 +93,8 @@ def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[BenchResul
     return results(case.name, shape, times | {"floor": (exactly(shape.flops / top.tflops / 1e6), "")})
 
 
-def host(case: AttentionCase, setup: Setup) -> list[BenchResult]:
-    """Host time of a call; the best variant is chosen as on the GPU."""
+def host(case: AttentionCase, setup: Setup) -> list[Measurement]:
+    """Measure the host time of a call. The variant with the least host time counts."""
     print(case.name, flush=True)
     times = best(host_times(collect([make_inputs(case, setup.device, 0)], setup.providers), setup))
-    return [BenchResult(case.name, provider, t, note=variant) for provider, (t, variant) in times.items()]
+    return [Measurement(case.name, provider, t, note=variant) for provider, (t, variant) in times.items()]

@@ -1,7 +1,7 @@
-"""Who is measured. A provider turns the inputs of a case into calls; cudnn and flash-attn-4 read contiguous K and V.
+"""Providers: the libraries that the prefill benchmark measures. cudnn and flash-attn-4 read contiguous K and V.
 
-`PROVIDERS[name](inputs)` returns {variant: (call, rows)}: `call()` runs the work once, `rows(result)` views its result
-as (tokens, heads, head_dim). The best variant of a provider counts. One that raises is not measured.
+`PROVIDERS[name](inputs)` returns {variant: (call, rows)}: `call()` runs the work once, and `rows(result)` views its
+result as (tokens, heads, head_dim). The best variant of a provider counts. A provider that raises is not measured.
 """
 
 from collections.abc import Callable
@@ -15,19 +15,19 @@ Variant = tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]
 
 
 def ours(inputs: Inputs) -> dict[str, Variant]:
-    """The public function, on the pages, into an output that holds NaN at first."""
+    """Return the call of the public function on the pages. Its output holds NaN at first."""
     from wrappers import trtllm_batch_context_with_kv_cache
 
     return {"": (lambda: trtllm_batch_context_with_kv_cache(**inputs), lambda o: o)}
 
 
 def cudnn(inputs: Inputs) -> dict[str, Variant]:
-    """torch SDPA with the cuDNN backend: heads outermost or tokens outermost, grouped or expanded K and V."""
+    """Return calls of torch SDPA with the cuDNN backend: heads or tokens outermost, K and V grouped or expanded."""
     from torch.nn.functional import scaled_dot_product_attention
 
     shape, scale = shape_of(inputs), float(inputs["bmm1_scale"])
-    q, k, v = (t.transpose(1, 2) for t in contiguous(inputs))  # (b, h, s, d), tokens outermost in memory
-    # once for the process, not by a context manager around each call, which would count as the peer's host time
+    q, k, v = (t.transpose(1, 2) for t in contiguous(inputs))  # (b, h, s, d); tokens outermost in memory
+    # set once for the process: a context manager around each call would count as host time of the peer
     torch.backends.cuda.enable_cudnn_sdp(True)
     for disable in ("flash", "mem_efficient", "math"):
         getattr(torch.backends.cuda, f"enable_{disable}_sdp")(False)
@@ -45,7 +45,8 @@ def cudnn(inputs: Inputs) -> dict[str, Variant]:
 
 
 def flash_attn_4(inputs: Inputs) -> dict[str, Variant]:
-    """flash_attn.cute on contiguous (b, s, h, d), or, where requests differ, on rows of all of them."""
+    """Return the call of flash_attn.cute on contiguous (b, s, h, d), or of its varlen function if the requests
+    differ."""
     from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
 
     shape = shape_of(inputs)
@@ -64,7 +65,7 @@ def flash_attn_4(inputs: Inputs) -> dict[str, Variant]:
 
 
 def flashinfer(inputs: Inputs) -> dict[str, Variant]:
-    """flashinfer's fa3 prefill on the same pages; planned once, outside the time."""
+    """Return the call of flashinfer's fa3 prefill on the same pages. The plan is outside the timed call."""
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
     shape, cache, query = shape_of(inputs), pages(inputs), inputs["query"]

@@ -5,20 +5,30 @@ from functools import partial
 from pathlib import Path
 
 from . import pages, peers
-from .results import FOLDER, ROOT, Row, SkipRow, newest, read_all, read_sparsity
+from .results import FOLDER, ROOT, ResultRow, SkipRow, newest, read_all, read_sparsity
 
 PEERS = ("cudnn", "flash-attn-4", "flashinfer")
 PRECISION_PEERS = ("own-bf16", "own-fp8", "flashinfer")
 SERVE_PEERS = ("own-parts", "flash-attn-4", "flashinfer")
 TOPK_PEERS = ("torch", "flashinfer", "floor")
+PICTURES = {  # end of a file's name -> what the picture shows, for readers who do not see it
+    "prefill-lengths": "Prefill, TFLOP/s against sequence length, causal and full, ours and peers",
+    "prefill-roofline": "Roofline of prefill: TFLOP/s against FLOP per byte, under the measured matmul and copy rates",
+    "prefill-share": "Prefill, share of the matmul rate that ours and peers reach in each case",
+    "decode-share": "Decode, share of the copy rate at which K and V are read in each case, by type of cache",
+    "decode-lengths": "Decode, share of the copy rate against length, a line per batch size",
+    "serve-sweep": "Mixed batches, time against decode tokens; chunks, TFLOP/s against their size",
+    "skip-softmax": "Skip-softmax, speed against the share of blocks that are skipped",
+    "topk-lengths": "Top-k, time against row length, ours, torch.topk and the time to read the scores once",
+}
 
 
-def low(row: Row) -> bool:
-    """Of prefill in low precision, or with skip-softmax."""
+def low(row: ResultRow) -> bool:
+    """Return whether a row is prefill in low precision or with skip-softmax."""
     return row.case.startswith("prefill-") and not row.case.startswith("prefill-bf16-")
 
 
-def cells(rows: list[Row], peers: tuple[str, ...] = PEERS) -> list[str]:
+def cells(rows: list[ResultRow], peers: tuple[str, ...] = PEERS) -> list[str]:
     """One line of the table: a case with its providers."""
     by = {r.provider: r for r in rows}
     mine, floor = by["ours"], by.get("floor")
@@ -33,25 +43,42 @@ def number(value: float, decimals: int) -> str:
     return f"{value:.{decimals}f}" if round(value, 2) >= 1 else f"{value:#.2g}"
 
 
-def beside(row: Row | None) -> str:
+def beside(row: ResultRow | None) -> str:
     """Time of another provider, and how many times ours it is."""
     return f"{number(row.time_us, 1)} ({number(row.ratio_to_ours, 2)})" if row and row.ratio_to_ours else ""
 
 
-def topk_cells(rows: list[Row]) -> list[str]:
+def topk_cells(rows: list[ResultRow]) -> list[str]:
     """One line of the top-k table."""
     by = {r.provider: r for r in rows}
     return [f"`{by['ours'].case}`", number(by["ours"].time_us, 1), *(beside(by.get(p)) for p in TOPK_PEERS)]
 
 
-def host_line(rows: list[Row], prefix: str) -> str:
+def host_line(rows: list[ResultRow], prefix: str) -> str:
     """Host time of a call, where it was measured."""
     times = [f"{r.provider} {r.time_us:.1f} us" for r in newest(rows, prefix)]
-    return f"Host time of a call whose kernel is loaded: {', '.join(times)}." if times else ""
+    return f"Host time per call, with the kernel loaded: {', '.join(times)}." if times else ""
+
+
+def picture(alt: str, path: Path) -> str:
+    """Return a picture with its alternative text, which leads to the file in its full size."""
+    place = path.relative_to(ROOT).as_posix()
+    return f"[![{alt}]({place})]({place})"
+
+
+def image(gpu: str, path: Path) -> str:
+    """Return a plot with the text that PICTURES has for it."""
+    name = path.stem.removeprefix(f"{gpu}-")
+    return picture(f"{PICTURES.get(name, name)} ({gpu})", path)
 
 
 def section(
-    gpu: str, rows: list[Row], prefix: str, head: list[str], line: Callable[[list[Row]], list[str]], images: list[Path]
+    gpu: str,
+    rows: list[ResultRow],
+    prefix: str,
+    head: list[str],
+    line: Callable[[list[ResultRow]], list[str]],
+    images: list[Path],
 ) -> list[str]:
     """Paragraphs of one GPU's newest run: what ran, the table, host time, plots."""
     chosen = newest(rows, prefix)
@@ -64,10 +91,10 @@ def section(
     parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
     host = host_line(rows, f"host-{prefix.rstrip('-')}")
     parts += [host] if host else []
-    return parts + [f"![{p.stem}]({p.relative_to(ROOT).as_posix()})" for p in images if p.is_relative_to(ROOT)]
+    return parts + [image(gpu, path) for path in images if path.is_relative_to(ROOT)]
 
 
-def measured(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
+def measured(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
     """Markdown of all GPUs' newest prefill runs; says so where there is none."""
     head = ["case", "us", "TFLOP/s", "of matmul", *(f"{p} / ours" for p in PEERS)]
     parts = []
@@ -77,7 +104,7 @@ def measured(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
     return "\n\n".join(parts) or "Not measured yet."
 
 
-def measured_precision(results: dict[str, list[Row]]) -> str:
+def measured_precision(results: dict[str, list[ResultRow]]) -> str:
     """The same of low precision and skip-softmax; `of matmul` is of the matmul of the MMAs' type."""
     head = ["case", "us", "TFLOP/s", "of matmul", *(f"{p} / ours" for p in PRECISION_PEERS)]
     line, parts = partial(cells, peers=PRECISION_PEERS), list[str]()
@@ -86,7 +113,7 @@ def measured_precision(results: dict[str, list[Row]]) -> str:
     return "\n\n".join(parts) or "Not measured yet."
 
 
-def measured_serving(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
+def measured_serving(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
     """The same of mixed batches and chunks; `of the floor`: its time over ours."""
     head = ["case", "us", "TFLOP/s", "of the floor", *(f"{p} / ours" for p in SERVE_PEERS)]
     line, parts = partial(cells, peers=SERVE_PEERS), list[str]()
@@ -106,7 +133,7 @@ TRACE = {  # last words of a case -> what they are
 }
 
 
-def measured_trace(results: dict[str, list[Row]]) -> str:
+def measured_trace(results: dict[str, list[ResultRow]]) -> str:
     """Attention of a trace: a line a provider."""
     parts = []
     for gpu, rows in results.items():
@@ -136,20 +163,38 @@ def measured_sparsity(found: dict[str, list[SkipRow]], folder: Path = FOLDER) ->
             speed = [f"{r.time_us:.0f}", f"{r.dense_us / r.time_us:.2f}"]
             lines.append([r.data, f"{r.factor:g}", f"{r.left_out:.0%}", *speed, *errors])
         parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
-        image = folder / f"{gpu}-skip-softmax.png"
-        parts += [f"![{image.stem}]({image.relative_to(ROOT).as_posix()})"] if image.is_file() else []
+        path = folder / f"{gpu}-skip-softmax.png"
+        parts += [image(gpu, path)] if path.is_file() else []
     return "\n\n".join(parts) or "Not measured yet."
 
 
-def outputs(rows: list[Row]) -> str:
-    """What the functions' outputs cost, where it was measured."""
+def measured_parallel(results: dict[str, list[ResultRow]]) -> str:
+    """Return the steps of `examples.parallel`: a line per number of GPUs."""
+    parts = []
+    for gpu, rows in results.items():
+        found = [r for r in rows if r.case.startswith("parallel-")]
+        if not found:
+            continue
+        r = max(found, key=lambda row: row.date)
+        chosen = [row for row in found if row.run == r.run]
+        parts.append(f"{gpu}, {r.date}, commit {r.commit[:9]}, driver {r.driver}, torch {r.torch}.")
+        lines = [["GPUs", "heads per rank", "keys per rank"], ["---:"] * 3]
+        for case in dict.fromkeys(r.case for r in chosen):
+            times = {r.provider: f"{r.time_us:.0f} us" for r in chosen if r.case == case}
+            lines.append([case.rpartition("-x")[2], times.get("heads", ""), times.get("keys", "")])
+        parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
+    return "\n\n".join(parts) or "Not measured yet."
+
+
+def outputs(rows: list[ResultRow]) -> str:
+    """Return a sentence with the time of each top-k function on one case, or "" if none was measured."""
     found = newest(rows, "outputs-")
     times = [f"`{r.case.removeprefix('outputs-').partition('-topk-')[0]}` {r.time_us:.1f} us" for r in found]
     case = found[0].case.partition("-topk-")[2] if found else ""
     return f"All functions on `topk-{case}`: {', '.join(times)}." if found else ""
 
 
-def measured_topk(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
+def measured_topk(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
     """The same of top-k."""
     head = ["case", "ours, us", *(f"{p}, us (/ ours)" for p in TOPK_PEERS)]
     parts = []
@@ -159,7 +204,7 @@ def measured_topk(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
     return "\n\n".join(parts) or "Not measured yet."
 
 
-def decode_cells(rows: list[Row]) -> list[str]:
+def decode_cells(rows: list[ResultRow]) -> list[str]:
     """One line of the decode table."""
     by = {r.provider: r for r in rows}
     mine, floor = by["ours"], by.get("floor")
@@ -170,7 +215,7 @@ def decode_cells(rows: list[Row]) -> list[str]:
     return [*line, beside(by.get("batch-invariant")), beside(by.get("flashinfer"))]
 
 
-def measured_decode(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
+def measured_decode(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
     """The same of decode attention."""
     head = [
         "case",
@@ -187,7 +232,7 @@ def measured_decode(results: dict[str, list[Row]], folder: Path = FOLDER) -> str
     return "\n\n".join(parts) or "Not measured yet."
 
 
-def measured_family(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
+def measured_family(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
     """The forms of the prefill family beside the context function: one line each, then host times."""
     parts = []
     for gpu, rows in results.items():
@@ -203,15 +248,18 @@ def measured_family(results: dict[str, list[Row]], folder: Path = FOLDER) -> str
     return "\n\n".join(parts) or "Not measured yet."
 
 
-def pictured(results: dict[str, list[Row]], folder: Path = FOLDER) -> str:
-    """Ours beside the peers, with what the picture shows."""
+def pictured(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
+    """Return the picture of the peers beside ours, and its caption."""
     parts = []
     for gpu, rows in results.items():
-        found, image = peers.points(rows), folder / f"{gpu}-peers.png"
-        if found and image.is_file():
-            runs = peers.ran(gpu, (p.commit for p in found))
-            parts.append(f"![Time of each peer over ours]({image.relative_to(ROOT).as_posix()})")
-            parts.append(f"Time of each peer over ours in the same run, right of 1 ours is faster: {runs}.")
+        found, path = peers.points(rows), folder / f"{gpu}-peers.png"
+        if found and path.is_file():
+            names, runs = peers.listed(dict.fromkeys(p.peer for p in found)), peers.ran(gpu, (p.commit for p in found))
+            alt = f"Bars: the time of {names} over ours, case by case; right of 1 ours is faster"
+            parts.append(picture(alt, path))
+            parts.append(
+                f"The time of each peer over ours in the same run, case by case; {runs}. Right of 1, ours is faster."
+            )
     return "\n\n".join(parts) or "Not measured yet."
 
 
@@ -220,7 +268,7 @@ def sections() -> dict[str, str]:
     found = read_all()
     return {
         "peers": pictured(found),
-        "headlines": peers.sentences(found),
+        "headlines": peers.headlines(found),
         "measured": measured(found),
         "measured-serving": measured_serving(found),
         "measured-trace": measured_trace(found),
@@ -228,6 +276,7 @@ def sections() -> dict[str, str]:
         "measured-decode": measured_decode(found),
         "measured-precision": measured_precision(found),
         "measured-topk": measured_topk(found),
+        "measured-parallel": measured_parallel(found),
         "measured-sparsity": measured_sparsity(read_sparsity()),
     }
 

@@ -1,5 +1,7 @@
-"""Rows of bench/results/<gpu>.csv: one a case and provider, all rows of a run share date and commit. Beside them, in
-sparsity/<gpu>.csv, one a data set and factor of skip-softmax."""
+"""Rows of bench/results/<gpu>.csv: one per case and provider. All rows of a run share their date and commit.
+
+The file sparsity/<gpu>.csv beside it has one row per data set and skip-softmax factor.
+"""
 
 import csv
 import os
@@ -18,7 +20,7 @@ SPARSITY = FOLDER / "sparsity"
 
 @dataclass(frozen=True)
 class Run:
-    """What all rows of a run have in common."""
+    """Columns that all rows of a run have in common."""
 
     date: str
     commit: str
@@ -28,8 +30,9 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Row(Run):
-    """ratio_to_ours = time of this provider / our time in the same run: above 1 means that ours is faster."""
+class ResultRow(Run):
+    """One provider on one case. ratio_to_ours: this provider's time over ours in the same run; above 1, ours is
+    faster."""
 
     case: str
     provider: str
@@ -45,8 +48,11 @@ class Row(Run):
 
 @dataclass(frozen=True)
 class SkipRow(Run):
-    """Skip-softmax with one factor on one data set. left_out: share of the blocks of keys, by the rule. Errors are
-    those against the dense output, in units of its RMS."""
+    """Skip-softmax with one factor on one data set.
+
+    left_out: share of KV blocks left out, by the rule. The errors are relative to the dense output, in units of its
+    RMS.
+    """
 
     case: str
     data: str
@@ -64,17 +70,17 @@ class Environment(Run):
 
     def row(
         self, case: str, provider: str, time_us: float, tflops: float | None = None, gbps: float | None = None
-    ) -> Row:
-        return Row(**asdict(self), case=case, provider=provider, time_us=time_us, tflops=tflops, gbps=gbps)
+    ) -> ResultRow:
+        return ResultRow(**asdict(self), case=case, provider=provider, time_us=time_us, tflops=tflops, gbps=gbps)
 
 
 def slug(name: str) -> str:
-    """'NVIDIA H200' -> 'nvidia-h200'."""
+    """Return 'nvidia-h200' for 'NVIDIA H200'."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def commit() -> str:
-    """CUTE_KERNELS_COMMIT where there is no git (a machine that got a copy of the tree), else HEAD."""
+    """Return CUTE_KERNELS_COMMIT if it is set (on a machine that has a copy of the tree without git), else HEAD."""
     given = os.environ.get("CUTE_KERNELS_COMMIT")
     if given:
         return given
@@ -90,29 +96,29 @@ def driver_version() -> str:
 
 
 def environment() -> Environment:
-    """Of the current GPU, now."""
+    """Return the current GPU, commit, driver, torch version and time."""
     import torch
 
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return Environment(date, commit(), slug(torch.cuda.get_device_name()), driver_version(), torch.__version__)
 
 
-def with_ratios(rows: Iterable[Row]) -> list[Row]:
-    """The rows of one run with ratio_to_ours filled in where `ours` was measured on the case."""
+def with_ratios(rows: Iterable[ResultRow]) -> list[ResultRow]:
+    """Return the rows of one run, with ratio_to_ours filled in on the cases on which `ours` was measured."""
     rows = list(rows)
     ours = {r.case: r.time_us for r in rows if r.provider == "ours"}
     return [replace(r, ratio_to_ours=r.time_us / ours[r.case]) if r.case in ours else r for r in rows]
 
 
 def text(value: object) -> str:
-    """A field of the csv: four significant digits suffice, medians move by more than 1e-3."""
+    """Return a csv field. Floats get five significant digits, because medians vary by more than 1e-3."""
     if value is None:
         return ""
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def append(path: Path, rows: Iterable[Row | SkipRow]) -> None:
-    """Add rows of one kind to `path`; a new file gets the header."""
+def append(path: Path, rows: Iterable[ResultRow | SkipRow]) -> None:
+    """Append rows of one kind to `path`. A new file gets the header first."""
     rows = list(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
@@ -129,28 +135,28 @@ def columns(kind: Any) -> tuple[str, ...]:
     return tuple(f.name for f in fields(kind))
 
 
-def read(path: Path, kind: Any = Row) -> list[Any]:
-    """All rows of one file, oldest first; kind: Row or SkipRow."""
+def read(path: Path, kind: Any = ResultRow) -> list[Any]:
+    """Read all rows of one file, oldest first. kind: ResultRow or SkipRow."""
     with open(path, newline="") as f:
         raw = list(csv.DictReader(f))
     texts = {f.name for f in fields(kind) if f.type is str}
     return [kind(**{c: r[c] if c in texts else float(r[c]) if r[c] else None for c in columns(kind)}) for r in raw]
 
 
-def read_all(folder: Path = FOLDER) -> dict[str, list[Row]]:
-    """GPU -> its rows."""
+def read_all(folder: Path = FOLDER) -> dict[str, list[ResultRow]]:
+    """Return the rows of each GPU."""
     return {path.stem: read(path) for path in sorted(folder.glob("*.csv"))}
 
 
 def read_sparsity(folder: Path = SPARSITY) -> dict[str, list[SkipRow]]:
-    """GPU -> the rows of its newest run of skip-softmax."""
+    """Return the rows of each GPU's newest run of skip-softmax."""
     found = {path.stem: read(path, SkipRow) for path in sorted(folder.glob("*.csv"))}
     return {gpu: [r for r in rows if r.date == max(r.date for r in rows)] for gpu, rows in found.items()}
 
 
-def complete_runs(rows: Iterable[Row], prefix: str) -> dict[str, dict[tuple[str, str], list[Row]]]:
-    """Case that begins with `prefix` -> the rows of each run that measured `ours` on it, older runs first."""
-    runs: dict[str, dict[tuple[str, str], list[Row]]] = {}
+def complete_runs(rows: Iterable[ResultRow], prefix: str) -> dict[str, dict[tuple[str, str], list[ResultRow]]]:
+    """Return, per case that begins with `prefix`, the rows of each run that measured `ours` on it, oldest run first."""
+    runs: dict[str, dict[tuple[str, str], list[ResultRow]]] = {}
     for row in rows:
         if row.case.startswith(prefix):
             runs.setdefault(row.case, {}).setdefault(row.run, []).append(row)
@@ -160,6 +166,6 @@ def complete_runs(rows: Iterable[Row], prefix: str) -> dict[str, dict[tuple[str,
     }
 
 
-def newest(rows: Iterable[Row], prefix: str) -> list[Row]:
-    """For each case that begins with `prefix`: the rows of the newest run that measured `ours` on it."""
+def newest(rows: Iterable[ResultRow], prefix: str) -> list[ResultRow]:
+    """Return, per case that begins with `prefix`, the rows of the newest run that measured `ours` on it."""
     return [row for runs in complete_runs(rows, prefix).values() if runs for row in list(runs.values())[-1]]

@@ -1,4 +1,4 @@
-"""Measures what engines launch: batches of chunks and decode tokens, and chunks over long contexts."""
+"""Measure batches as engines launch them: prompt chunks together with decode tokens, and chunks over long contexts."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from wrappers import trtllm_batch_context_with_kv_cache
 from . import decode, prefill
 from .cases import serving as cases
 from .cases.attention import AttentionCase
-from .harness import BenchResult, Ceilings, Setup, in_turns, ready
+from .harness import Ceilings, Measurement, Setup, in_turns, ready
 from .timing import Call, Timing, exactly, interleave
 from .workload import Inputs, check, shape_of
 
@@ -22,11 +22,11 @@ def context(inputs: Inputs) -> Callable[[], torch.Tensor]:
     return lambda: trtllm_batch_context_with_kv_cache(**inputs)
 
 
-PARTS = {"own-prefill": context, "own-decode": decode.ours}  # provider -> what computes its requests
+PARTS = {"own-prefill": context, "own-decode": decode.ours}  # provider -> function that makes the call of its requests
 
 
 def part(inputs: Inputs, first: int, last: int) -> Inputs:
-    """The call of requests [first, last) alone, on views of its query, its output and its table."""
+    """Return the call of requests [first, last) alone, on views of the batch's query, output and block table."""
     starts = inputs["cum_seq_lens_q"][first : last + 1]
     kv_starts = inputs["cum_seq_lens_kv"][first : last + 1]
     rows, requests = slice(int(starts[0]), int(starts[-1])), slice(first, last)
@@ -44,8 +44,10 @@ def part(inputs: Inputs, first: int, last: int) -> Inputs:
 
 
 def parts(inputs: Inputs) -> dict[str, Inputs]:
-    """By provider the requests that it computes: those with several query tokens, which come first, and those with one;
-    nothing where all are of one kind."""
+    """Split a mixed batch by provider: requests with several query tokens (they come first) and requests with one.
+
+    Return {} if all requests are of one kind.
+    """
     q_lens = shape_of(inputs).q_lens
     prompts = sum(m > 1 for m in q_lens)
     if prompts in (0, len(q_lens)):
@@ -54,10 +56,10 @@ def parts(inputs: Inputs) -> dict[str, Inputs]:
 
 
 def collect(sets: list[Inputs]) -> dict[str, Call]:
-    """Calls of both parts, where both pass the check."""
+    """Return the calls of both parts if both pass the check, else {}."""
     own, calls = [parts(inputs) for inputs in sets], dict[str, Call]()
     for name, inputs in own[0].items():
-        inputs["out"].fill_(math.nan)  # of the call before
+        inputs["out"].fill_(math.nan)  # remove the previous call's result
         if ready(name, partial(PARTS[name], inputs), partial(check, inputs)):
             calls[name] = in_turns([PARTS[name](each[name]) for each in own])
     return calls if calls.keys() == PARTS.keys() else {}
@@ -67,10 +69,12 @@ def total(times: list[Timing]) -> Timing:
     return Timing(*(sum(getattr(t, name) for t in times) for name in ("median", "p10", "p90")))
 
 
-def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[BenchResult]:
-    """All providers of prefill on one case; of a mixed batch also both of its parts by functions of their own, and
-    "own-parts", the sum of their times. The floor is the operations over the matmul rate of this run, or the bytes over
-    its copy rate, whichever is longer."""
+def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Measurement]:
+    """Measure all prefill providers on one case. A mixed batch is also measured as two calls, one per kind of request;
+    "own-parts" is the sum of their times.
+
+    The floor is the longer of two times: the operations over this run's matmul rate, the bytes over its copy rate.
+    """
     print(case.name, flush=True)
     sets = prefill.inputs_of(case, setup.device)
     shape = shape_of(sets[0])
@@ -83,4 +87,4 @@ def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[BenchResul
     whole = prefill.best(times) | ({"own-parts": (total(list(apart.values())), "")} if apart else {})
     floor = max(shape.flops / top.tflops / 1e6, shape.bytes / top.gbps / 1e3)
     found = prefill.results(case.name, shape, whole | {"floor": (exactly(floor), "")})
-    return found + [BenchResult(case.name, name, t) for name, t in apart.items()]
+    return found + [Measurement(case.name, name, t) for name, t in apart.items()]

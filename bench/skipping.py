@@ -1,9 +1,10 @@
-"""Skip-softmax as our prefill kernels do it, in plain torch on CPU or GPU: which KV blocks are left out, and what is
-then the result.
+"""Skip-softmax as our prefill kernels compute it, in plain torch on the CPU or a GPU: the KV blocks that are left out,
+and the result without them.
 
-Blocks of `keys` keys of a request are looked at from the last to the first, some rows at a time (`ROWS`). A block is
-left out where every row that sees a key of it finds exp(m_j - m) < factor / kv_len; m_j is the block's maximum of the
-row's logits, m the one of the blocks before it that were not left out. The rows' first block is never left out.
+A request's blocks of `keys` keys are visited from the last to the first, for a group of rows at a time (`ROWS`). A
+block is left out if every row that sees a key of it has exp(m_j - m) < factor / kv_len. Here m_j is the largest logit
+of the row in the block, and m is its largest logit in the blocks visited before that were not left out. The first block
+that a group visits is never left out.
 """
 
 import math
@@ -18,17 +19,21 @@ from wrappers.attention.call import AttentionCall
 from wrappers.attention.plan import request_of
 from wrappers.reference.paged import tokens_of
 
-ROWS = {"sm_90a": 64, "sm_100a": 128, "sm_103a": 128}  # that decide together: of a warpgroup
+ROWS = {"sm_90a": 64, "sm_100a": 128, "sm_103a": 128}  # rows that vote together: those of a warpgroup
 HOPPER = "sm_90a"
-SURE = 1e-3  # log2 units: no vote of `expected` is closer
+SURE = 1e-3  # log2 units: the least margin of a vote that `expected` accepts
 LOG2E = math.log2(math.e)
 INF = math.inf
 
 
 class Skipped(NamedTuple):
-    """out (T, Hq, Dvo), lse (T, Hq), fp32, as `reference.paged_attention` gives them. blocks: of all groups of rows,
-    those of which a row sees a key; skipped: of these. margin: the least distance of a vote from the other answer, in
-    log2 units: other roundings than fp32's cannot change what is skipped while their logits are off by less."""
+    """The result of a call with skip-softmax, and how often it skipped.
+
+    out (T, Hq, Dvo) and lse (T, Hq) are fp32, as `reference.paged_attention` returns them. blocks: the blocks with a
+    key that a row of the group sees, over all groups; skipped: the number left out of these. margin: the least
+    distance, in log2 units, of a vote from the opposite answer. As long as the logits' rounding error is below it, the
+    same blocks are skipped.
+    """
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -38,33 +43,39 @@ class Skipped(NamedTuple):
 
     @property
     def sparsity(self) -> float:
-        """Share of skipped blocks."""
+        """Return the share of skipped blocks."""
         return self.skipped / max(1, self.blocks)
 
 
-class SkipRows(NamedTuple):
-    """Rows of a request, padded to whole groups. q: (heads, groups, rows, D) fp32; position: (groups, rows), among the
-    keys, beyond which, with a causal mask, the row sees none; valid: (groups, rows) bool."""
+class RowGroups(NamedTuple):
+    """Rows of a request, padded to whole groups.
+
+    q: (heads, groups, rows, D) fp32. position: (groups, rows), the row's position among the keys; with a causal mask
+    the row sees no key after it. valid: (groups, rows) bool.
+    """
 
     q: torch.Tensor
     position: torch.Tensor
     valid: torch.Tensor
 
 
-def rows_of(q: torch.Tensor, kv_heads: int, kv_len: int, packed: bool, together: int) -> SkipRows:
-    """q (m, Hq, D). packed: rows are (token, query head of a KV head), the head fastest; else tokens of one head.
-    together: rows of a group."""
+def rows_of(q: torch.Tensor, kv_heads: int, kv_len: int, packed: bool, together: int) -> RowGroups:
+    """Group the rows of q (m, Hq, D).
+
+    packed: a row is a (token, query head of a KV head) pair, the head fastest; otherwise a row is a token of one head.
+    together: rows per group.
+    """
     m, heads, dim = q.shape
     group = heads // kv_heads if packed else 1
     rows = q.float().view(m, heads // group, group, dim).transpose(0, 1).reshape(heads // group, m * group, dim)
     pad = -rows.shape[1] % together
     token = torch.arange(rows.shape[1] + pad, device=q.device) // group
     rows = torch.nn.functional.pad(rows, (0, 0, 0, pad)).unflatten(1, (-1, together))
-    return SkipRows(rows, (token + kv_len - m).view(-1, together), (token < m).view(-1, together))
+    return RowGroups(rows, (token + kv_len - m).view(-1, together), (token < m).view(-1, together))
 
 
-def visible(p: AttentionCall, rows: SkipRows, first: int, end: int) -> torch.Tensor:
-    """(groups, rows, end - first) bool: which of these keys a row sees."""
+def visible(p: AttentionCall, rows: RowGroups, first: int, end: int) -> torch.Tensor:
+    """Return which of the keys [first, end) each row sees: (groups, rows, end - first) bool."""
     key, position = torch.arange(first, end, device=p.q.device), rows.position[..., None]
     seen = rows.valid[..., None] & (key >= 0)
     if p.causal:
@@ -74,8 +85,9 @@ def visible(p: AttentionCall, rows: SkipRows, first: int, end: int) -> torch.Ten
     return seen
 
 
-class SkipState(NamedTuple):
-    """Of all rows (heads, groups, rows), changed in place. top: maximum so far, total and o: sums relative to it."""
+class OnlineSoftmax(NamedTuple):
+    """Softmax state of all rows (heads, groups, rows), changed in place. top: maximum so far; total and o: sums
+    relative to it."""
 
     top: torch.Tensor
     total: torch.Tensor
@@ -83,10 +95,11 @@ class SkipState(NamedTuple):
 
 
 def wanted(now: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    """What decides on a block, of rows that decide together, (..., rows) -> (...): by how much `now`, the maximum of a
-    row's logits in it, exceeds `top`, that of the blocks before that were not left out; of the row where it does most.
-    inf: a row sees its first key; -inf: none sees a key. Where it is below the threshold's logarithm, the block is left
-    out.
+    """Return the number that decides on a block, for rows that vote together: (..., rows) -> (...).
+
+    It is the largest difference, over the rows, between `now` (the row's largest logit in the block) and `top` (its
+    largest in the blocks before that were not left out): inf if a row sees its first key, -inf if no row sees a key.
+    The block is left out if the number is below the threshold's logarithm.
 
     >>> wanted(torch.tensor([[1.0, -9.0], [-INF, 3.0]]), torch.tensor([[3.0, 0.0], [0.0, -INF]])).tolist()
     [-2.0, inf]
@@ -94,9 +107,12 @@ def wanted(now: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
     return torch.where(now == -INF, -INF, now - top).amax(-1)
 
 
-def add(state: SkipState, s: torch.Tensor, top: torch.Tensor, v: torch.Tensor, kept: torch.Tensor) -> None:
-    """A block's logits s (heads, groups, rows, keys), log2 units, maxima `top` and v (heads, keys, D) into the sums of
-    the groups that it is `kept` in (heads, groups)."""
+def add(state: OnlineSoftmax, s: torch.Tensor, top: torch.Tensor, v: torch.Tensor, kept: torch.Tensor) -> None:
+    """Add a block to the softmax state of the groups that keep it.
+
+    s: logits (heads, groups, rows, keys) in log2 units. top: the maxima of s. v: (heads, keys, D). kept: (heads,
+    groups).
+    """
     new = torch.maximum(state.top, top)
     base = new.masked_fill(new == -INF, 0.0)
     weights = torch.exp2(s - base[..., None])
@@ -109,9 +125,11 @@ def add(state: SkipState, s: torch.Tensor, top: torch.Tensor, v: torch.Tensor, k
 
 
 def attend(p: AttentionCall, keys: int, few: int = PACK_GQA_MAX_Q, together: int = ROWS[HOPPER]) -> Skipped:
-    """A prefill call with p.skip, as kernels with blocks of so many keys compute it; of any types and requests, without
-    masks of bits, ALiBi and factors a head. few: most query tokens of a request whose rows are packed; together: rows
-    that decide together."""
+    """Compute a prefill call with p.skip as kernels with blocks of `keys` keys compute it.
+
+    Any dtypes and requests; no bit mask, ALiBi or scales per head. few: the largest number of query tokens of a request
+    with packed rows. together: rows that vote together.
+    """
     assert p.skip and p.alibi_slopes is None and p.custom_mask is None and p.drafts is None
     out = torch.zeros(*p.q.shape[:2], p.dim_vo, device=p.q.device)
     lse = torch.full(p.q.shape[:2], -INF, device=p.q.device)
@@ -123,7 +141,7 @@ def attend(p: AttentionCall, keys: int, few: int = PACK_GQA_MAX_Q, together: int
         rows = rows_of(of.q, len(k), length, m <= few, together)
         k, v = (x.repeat_interleave(len(rows.q) // len(k), 0) for x in (k, v))
         shape = rows.q.shape[:3]
-        state = SkipState(
+        state = OnlineSoftmax(
             torch.full(shape, -INF, device=k.device), torch.zeros(shape, device=k.device),
             torch.zeros(*shape, p.dim_vo, device=k.device),
         )  # fmt: skip
@@ -157,25 +175,28 @@ def attend(p: AttentionCall, keys: int, few: int = PACK_GQA_MAX_Q, together: int
 
 
 def of_kernel(p: AttentionCall) -> Skipped:
-    """What the kernel that serves a call on the current machine, or else on Hopper, leaves out; `dispatch.Unsupported`
-    where none does."""
+    """Run `attend` as the kernel that serves the call on the current machine (without a GPU: on Hopper).
+
+    Raises `dispatch.Unsupported` if no kernel serves it.
+    """
     arch, _ = machine.current.device_info(p.q.device) or (HOPPER, 0)
     _, spec = dispatch.select(request_of(p), arch)
     return attend(p, spec.tile.n, together=ROWS[arch])
 
 
 def expected(p: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of that kernel; ValueError where rounding may decide a vote, so that nothing can be expected."""
+    """Return (out, lse) of that kernel. Raise ValueError if rounding may decide a vote, so that no result can be
+    expected."""
     found = of_kernel(p)
     if found.margin < SURE:
-        raise ValueError(f"whether a block is skipped is as good as open: by {found.margin} log2 units")
+        raise ValueError(f"rounding may decide whether a block is skipped: the margin is {found.margin} log2 units")
     return found.out, found.lse
 
 
 def finish(
     p: AttentionCall, o: torch.Tensor, total: torch.Tensor, top: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a request's rows (m, Hq), the sinks among what is divided by."""
+    """Return (out, lse) of a request's rows (m, Hq). The sinks are part of the softmax denominator."""
     sink = torch.full_like(top, -INF) if p.sinks is None else (p.sinks.float() * LOG2E).expand_as(top)
     peak = torch.maximum(top, sink)
     base = peak.masked_fill(peak == -INF, 0.0)

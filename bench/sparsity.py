@@ -1,7 +1,8 @@
-"""How many blocks of keys the rule of skip-softmax (`skipping`) leaves out, and with which factor it leaves out a given
-share: of long requests, whose maxima are computed once for all factors.
+"""Compute the share of KV blocks that the rule of skip-softmax (`skipping`) leaves out of long requests, and the factor
+that leaves out a given share. The block maxima are computed once for all factors.
 
-Kernels may have other tiles and blocks, and so another share: ROWS x KEYS is what most of prefill on Hopper has.
+Kernels may have other tiles and blocks, and then another share: ROWS x KEYS is the tile of most prefill kernels on
+Hopper.
 """
 
 import math
@@ -12,18 +13,18 @@ from . import workload
 from .skipping import HOPPER, wanted
 from .skipping import ROWS as ROWS_OF
 
-ROWS = ROWS_OF[HOPPER]  # of a tile
-KEYS = 128  # of a block
-CHUNK = 2048  # query rows whose logits are in memory at a time: 256 MiB of 32768 keys
+ROWS = ROWS_OF[HOPPER]  # query rows of a tile
+KEYS = 128  # keys of a block
+CHUNK = 2048  # query rows per chunk; its logits take 256 MiB at 32768 keys
 
 
 def block_maxima(
     q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool = True, rows: int = ROWS, keys: int = KEYS
 ) -> torch.Tensor:
-    """Largest scaled logit of every query row in every block, of one head: q (m, D) and k (n, D) of any floating dtype
-    -> fp32 (blocks, tiles, rows); -inf where a row has no keys, and in rows past the last.
+    """Return the largest scaled logit of each query row in each block of one head.
 
-    Query row i stands at position i + n - m. CHUNK x n logits are in memory at a time.
+    q (m, D) and k (n, D) of any floating dtype -> fp32 (blocks, tiles, rows); -inf if the row sees no key of the block,
+    and in rows past the last. Query row i stands at position i + n - m. CHUNK x n logits are in memory at a time.
 
     >>> block_maxima(torch.ones(2, 1), torch.tensor([[3.0], [1.0]]), 1.0, rows=2, keys=1).tolist()
     [[[3.0, 3.0]], [[-inf, 1.0]]]
@@ -45,8 +46,10 @@ def block_maxima(
 
 
 def left_out(maxima: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Which blocks the rule leaves out, bool (blocks, tiles); maxima (blocks, tiles, rows) of `block_maxima`;
-    threshold: the factor over the number of keys, 0 for none. A block without keys for a tile is not left out.
+    """Return which blocks the rule leaves out, bool (blocks, tiles).
+
+    maxima: (blocks, tiles, rows) from `block_maxima`. threshold: the factor over the number of keys, 0 for none. A
+    block in which a tile sees no key is not left out.
 
     >>> left_out(torch.tensor([[[0.0]], [[-9.0]], [[-1.0]]]), 0.01).flatten().tolist()
     [False, True, False]
@@ -63,14 +66,16 @@ def left_out(maxima: torch.Tensor, threshold: float) -> torch.Tensor:
 
 
 def share(maxima: torch.Tensor, threshold: float) -> float:
-    """Blocks left out, of those in which a tile has keys."""
+    """Return the share of blocks left out, among the blocks in which a tile sees a key."""
     seen = (maxima > -math.inf).any(-1)
     return float(left_out(maxima, threshold).sum() / seen.sum())
 
 
 def factor_of(target: float, maxima: torch.Tensor, keys: int, steps: int = 24) -> float:
-    """The factor with which the rule leaves out about `target` of the blocks of requests of so many keys: bisection of
-    its logarithm, below `keys` (a threshold of 1)."""
+    """Return the factor with which the rule leaves out about `target` of the blocks of requests of `keys` keys.
+
+    Bisects the factor's logarithm, up to `keys` (a threshold of 1).
+    """
     low, high = math.log(1e-6 * keys), math.log(keys)
     for _ in range(steps):
         middle = (low + high) / 2
@@ -79,7 +84,7 @@ def factor_of(target: float, maxima: torch.Tensor, keys: int, steps: int = 24) -
 
 
 def maxima_of(inputs: workload.Inputs) -> torch.Tensor:
-    """`block_maxima` of all query heads, (blocks, heads * tiles, ROWS), of a call of one request."""
+    """Return `block_maxima` of all query heads of a call of one request: (blocks, heads * tiles, ROWS)."""
     shape, query = workload.shape_of(inputs), inputs["query"]
     k, _ = workload.tokens(inputs, 0, shape.length)
     group, scale = shape.heads_q // shape.heads_kv, float(inputs["bmm1_scale"])

@@ -1,6 +1,6 @@
-"""How a time is taken: rotated inputs, providers interleaved round by round, medians with spread.
+"""Take times: rotated inputs, providers interleaved round by round, medians with their spread.
 
-Nothing here needs a GPU: `Clock` is the only part that touches one, and the tests put a fake in its place.
+Nothing in this module needs a GPU except `CudaClock`; the tests replace the clock by a fake one.
 """
 
 import math
@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-Call = Callable[[int], object]  # runs the work once on input set i
+Call = Callable[[int], object]
 
 
-class Clock(Protocol):
+class CallClock(Protocol):
     def measure(self, call: Call, sets: Sequence[int]) -> float:
-        """Microseconds a call, for one call on each of `sets`, back to back."""
+        """Return the microseconds per call, for one call on each of `sets`, back to back."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a call: median and the 10th and 90th percentile of the samples."""
+    """Microseconds per call: the median, and the 10th and 90th percentile of the samples."""
 
     median: float
     p10: float
@@ -28,17 +28,17 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Width of the middle 80 % of samples, as a share of the median."""
+        """Return the width of the middle 80 % of the samples, as a share of the median."""
         return (self.p90 - self.p10) / self.median
 
 
 def exactly(us: float) -> Timing:
-    """A time that is computed, not measured."""
+    """Return a computed time as a `Timing` without spread."""
     return Timing(us, us, us)
 
 
 def summarise(samples: Sequence[float]) -> Timing:
-    """Median and percentiles (linear between samples)."""
+    """Return the median and the percentiles, interpolated linearly between samples."""
     if not samples:
         raise ValueError("no samples")
     ordered = sorted(samples)
@@ -53,7 +53,7 @@ def summarise(samples: Sequence[float]) -> Timing:
 
 
 def input_sets(set_bytes: int, l2_bytes: int) -> int:
-    """How many input sets to rotate so that a set has left the L2 when its turn comes again."""
+    """Return how many input sets to rotate so that a set has left the L2 when its turn comes again."""
     if set_bytes >= 2 * l2_bytes:
         return 1
     return math.ceil(2 * l2_bytes / max(set_bytes, 1)) + 1
@@ -61,19 +61,19 @@ def input_sets(set_bytes: int, l2_bytes: int) -> int:
 
 def interleave(
     calls: Mapping[str, Call],
-    clock: Clock,
+    clock: CallClock,
     sets: int,
     rounds: int = 15,
     warmup: int = 3,
     target_us: float = 2000,
     settle_us: float = 0,
 ) -> dict[str, Timing]:
-    """Time every provider in every round, so that a drift of the clocks meets all of them alike.
+    """Time every provider in every round, so that clock drift affects all of them alike.
 
-    The order turns by one each round: no provider always follows the same other. A sample is as many back-to-back
-    calls as fill about `target_us`, each on the next input set. settle_us: calls of the same provider that fill about
-    as much come before each sample and do not count: under a power limit it then has the clock that it earns itself,
-    not the one that the provider before it left.
+    The order rotates by one each round, so that no provider always follows the same other one. A sample is a run of
+    back-to-back calls that fills about `target_us`, each call on the next input set. settle_us: before each sample,
+    untimed calls of the same provider fill about this time. Under a power limit the provider then has the clock that
+    its own power allows, not the one that the provider before it left.
     """
     names = list(calls)
     place = dict.fromkeys(names, 0)
@@ -96,8 +96,8 @@ def interleave(
 
 
 class CudaClock:
-    """CUDA events. A short spin on the GPU comes first, so that all calls are queued when the first one starts and the
-    interval holds no host time."""
+    """CUDA events around the calls. A short spin on the GPU comes first, so that all calls are queued when the first
+    one starts and the interval contains no host time."""
 
     SPIN_CYCLES_A_CALL = 200_000  # 0.1 ms at 2 GHz: more than the host part of any provider here
 
@@ -115,7 +115,7 @@ class CudaClock:
 
 
 class HostClock:
-    """Host time of a call: perf_counter around calls that are not waited for, the queue drained before and after."""
+    """Host time of a call: perf_counter around calls without a wait; the queue is drained before and after."""
 
     def __init__(self, drain: Callable[[], None], now: Callable[[], float] = time.perf_counter):
         self.drain, self.now = drain, now

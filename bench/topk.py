@@ -1,5 +1,5 @@
-"""Measures top-k: each case as a CUDA graph over inputs that have left the L2, all providers, the copy rate as
-floor."""
+"""Measure top-k: all providers on each case, as a CUDA graph over inputs that have left the L2. The floor is the copy
+rate."""
 
 import re
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from wrappers import (
     top_k_ragged_transform,
 )  # fmt: skip
 
-from .harness import BenchResult, Ceilings, Setup, host_times, ready, rotated
+from .harness import Ceilings, Measurement, Setup, host_times, ready, rotated
 from .timing import Call, Timing, exactly, interleave
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -51,8 +51,8 @@ OUTPUTS = "topk-fp32-64x65536-k2048"  # the case on which all functions are comp
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """A case: scores and all that any of the functions reads or writes. sorted: descending values are asked for."""
+class TopKInputs:
+    """Inputs and outputs of a case, for all functions. sorted: the values must be in descending order."""
 
     scores: torch.Tensor
     k: int
@@ -64,12 +64,12 @@ class Inputs:
 
     @property
     def bytes(self) -> int:
-        """The scores, read once."""
+        """Return the size of the scores, read once."""
         return self.scores.numel() * self.scores.element_size()
 
 
-def make(name: str, device: str, seed: int) -> Inputs:
-    """Scores N(0, 1) of a case 'topk-<dtype>-<rows>x<length>-k<k>', or 'topk-sorted-...'; every length is full."""
+def make(name: str, device: str, seed: int) -> TopKInputs:
+    """Make N(0, 1) scores for a case 'topk-<dtype>-<rows>x<length>-k<k>' or 'topk-sorted-...'. All lengths are full."""
     found = re.search(r"-(fp32|fp16|bf16)-(\d+)x(\d+)-k(\d+)$", name)
     if not found:
         raise ValueError(f"case {name!r}: must end as topk-fp32-64x65536-k2048")
@@ -79,10 +79,10 @@ def make(name: str, device: str, seed: int) -> Inputs:
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
     pages = torch.randint(1 << 20, (rows, length // 64 + 1), generator=generator, **ints)
     full, zeros = torch.full((rows,), length, **ints), torch.zeros(rows, **ints)
-    return Inputs(scores, k, "-sorted-" in name, full, zeros, pages, torch.full((rows, k), -7, **ints))
+    return TopKInputs(scores, k, "-sorted-" in name, full, zeros, pages, torch.full((rows, k), -7, **ints))
 
 
-def per_row(i: Inputs, decode: bool) -> torch.Tensor:
+def per_row(i: TopKInputs, decode: bool) -> torch.Tensor:
     rows, (stride0, stride1) = i.scores.shape[0], i.scores.stride()
     if decode:
         top_k_per_row_decode(i.scores, 1, i.lengths, i.indices, rows, stride0, stride1, i.k)
@@ -91,20 +91,20 @@ def per_row(i: Inputs, decode: bool) -> torch.Tensor:
     return i.indices
 
 
-def paged(i: Inputs) -> torch.Tensor:
+def paged(i: TopKInputs) -> torch.Tensor:
     top_k_page_table_transform(i.scores, i.table, i.lengths, i.k, page_size=64, out_raw_indices=i.indices)
     return i.indices
 
 
-def ragged(i: Inputs) -> torch.Tensor:
+def ragged(i: TopKInputs) -> torch.Tensor:
     return top_k_ragged_transform(i.scores, i.zeros, i.lengths, i.k)
 
 
-def in_order(i: Inputs) -> torch.Tensor:
+def in_order(i: TopKInputs) -> torch.Tensor:
     return top_k(i.scores, i.k, sorted=True)[1]
 
 
-def flashinfer(i: Inputs) -> torch.Tensor:
+def flashinfer(i: TopKInputs) -> torch.Tensor:
     import flashinfer as peer
 
     if i.sorted:
@@ -112,14 +112,14 @@ def flashinfer(i: Inputs) -> torch.Tensor:
     return peer.top_k_ragged_transform(i.scores, i.zeros, i.lengths, i.k)
 
 
-# ours: the function that writes least. torch: values and 64-bit indices, unsorted, which is faster. Of sorted cases all
-# write values and 64-bit indices.
-PROVIDERS: dict[str, Callable[[Inputs], torch.Tensor]] = {
+# ours: the function that writes least. torch: writes values and 64-bit indices, unsorted, which is faster. In sorted
+# cases every provider writes values and 64-bit indices.
+PROVIDERS: dict[str, Callable[[TopKInputs], torch.Tensor]] = {
     "ours": lambda i: in_order(i) if i.sorted else ragged(i),
     "torch": lambda i: torch.topk(i.scores, i.k, sorted=i.sorted).indices,
     "flashinfer": flashinfer,
 }
-FUNCTIONS: dict[str, Callable[[Inputs], torch.Tensor]] = {
+FUNCTIONS: dict[str, Callable[[TopKInputs], torch.Tensor]] = {
     "top_k_ragged_transform": ragged,
     "top_k_page_table_transform": paged,
     "top_k": lambda i: top_k(i.scores, i.k)[1],
@@ -129,9 +129,9 @@ FUNCTIONS: dict[str, Callable[[Inputs], torch.Tensor]] = {
 }
 
 
-def check(inputs: Inputs, indices: torch.Tensor) -> str | None:
-    """None where the indices differ from each other and lead to the k largest scores, in descending order where that is
-    asked for, else what is wrong."""
+def check(inputs: TopKInputs, indices: torch.Tensor) -> str | None:
+    """Return None if the indices are distinct and name the k largest scores (in descending order for sorted cases),
+    else the reason."""
     order = indices.long().sort(1).values
     if bool((order[:, 1:] == order[:, :-1]).any()):
         return "an index comes twice"
@@ -146,8 +146,8 @@ def check(inputs: Inputs, indices: torch.Tensor) -> str | None:
     return "not in descending order" if inputs.sorted and bool((found[:, 1:] > found[:, :-1]).any()) else None
 
 
-def graph(run: Callable[[Inputs], object], sets: list[Inputs]) -> Call:
-    """A replay of one call on each of the sets."""
+def graph(run: Callable[[TopKInputs], object], sets: list[TopKInputs]) -> Call:
+    """Capture one call on each of the sets as a CUDA graph, and return its replay."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for i in sets[:2]:
@@ -160,15 +160,16 @@ def graph(run: Callable[[Inputs], object], sets: list[Inputs]) -> Call:
     return lambda _: captured.replay()
 
 
-def every(run: Callable[[Inputs], object], sets: list[Inputs], _: int) -> None:
+def every(run: Callable[[TopKInputs], object], sets: list[TopKInputs], _: int) -> None:
     for i in sets:
         run(i)
 
 
 def collect(
-    sets: list[Inputs], functions: dict[str, Callable[[Inputs], torch.Tensor]], setup: Setup
+    sets: list[TopKInputs], functions: dict[str, Callable[[TopKInputs], torch.Tensor]], setup: Setup
 ) -> dict[str, Call]:
-    """Calls on all sets, of those that pass the check; prints who is left out and why."""
+    """Return the calls, on all sets, of the functions that pass the check. Print each function left out, with the
+    reason."""
     calls: dict[str, Call] = {}
     for name, run in functions.items():
         if ready(name, partial(partial, run, sets[0]), partial(check, sets[0])):
@@ -176,8 +177,8 @@ def collect(
     return calls
 
 
-def inputs_of(name: str, device: str) -> list[Inputs]:
-    """Input sets of a case, see `rotated`."""
+def inputs_of(name: str, device: str) -> list[TopKInputs]:
+    """Return the input sets of a case (see `rotated`)."""
     return rotated(lambda seed: make(name, device, seed), lambda inputs: inputs.bytes)
 
 
@@ -185,8 +186,8 @@ def per_call(timing: Timing, sets: int) -> Timing:
     return Timing(timing.median / sets, timing.p10 / sets, timing.p90 / sets)
 
 
-def measure(name: str, top: Ceilings, setup: Setup) -> list[BenchResult]:
-    """All providers on one case, and the floor: the scores, read once, at the rate of this run's copy."""
+def measure(name: str, top: Ceilings, setup: Setup) -> list[Measurement]:
+    """Measure all providers on one case. The floor is the time to read the scores once at this run's copy rate."""
     print(name, flush=True)
     sets = inputs_of(name, setup.device)
     chosen = {p: PROVIDERS[p] for p in setup.providers if p in PROVIDERS}
@@ -195,20 +196,20 @@ def measure(name: str, top: Ceilings, setup: Setup) -> list[BenchResult]:
         return []
     size, floor = sets[0].bytes, sets[0].bytes / top.gbps / 1e3
     times = {p: per_call(t, len(sets)) for p, t in interleave(calls, setup.clock, 1, setup.rounds).items()}
-    found = [BenchResult(name, p, t, gbps=size / t.median / 1e3) for p, t in times.items()]
-    return [*found, BenchResult(name, "floor", exactly(floor), gbps=top.gbps)]
+    found = [Measurement(name, p, t, gbps=size / t.median / 1e3) for p, t in times.items()]
+    return [*found, Measurement(name, "floor", exactly(floor), gbps=top.gbps)]
 
 
-def outputs(name: str, setup: Setup) -> list[BenchResult]:
-    """What the functions' outputs cost: all of ours on one case, as cases of their own."""
+def outputs(name: str, setup: Setup) -> list[Measurement]:
+    """Measure the cost of the functions' outputs: all our functions on one case, each as a case of its own."""
     print(f"outputs of {name}", flush=True)
     sets = inputs_of(name, setup.device)
     times = interleave(collect(sets, FUNCTIONS, setup), setup.clock, 1, setup.rounds)
-    return [BenchResult(f"outputs-{f}-{name}", "ours", per_call(t, len(sets))) for f, t in times.items()]
+    return [Measurement(f"outputs-{f}-{name}", "ours", per_call(t, len(sets))) for f, t in times.items()]
 
 
-def host(setup: Setup) -> list[BenchResult]:
-    """Host time of a call: of ours, of the slowest function."""
+def host(setup: Setup) -> list[Measurement]:
+    """Measure the host time of a call: for ours, that of the slowest function."""
     print(HOST_CASE, flush=True)
     inputs = make(HOST_CASE, setup.device, 0)
     functions = {f"ours/{name}": run for name, run in FUNCTIONS.items() if name != "top_k-sorted"}
@@ -216,9 +217,9 @@ def host(setup: Setup) -> list[BenchResult]:
         n: partial(every, run, [inputs]) for n, run in (functions | {"torch": PROVIDERS["torch"]}).items()
     }
     times = host_times(calls, setup)
-    found = [BenchResult(HOST_CASE, "torch", times.pop("torch"))]
+    found = [Measurement(HOST_CASE, "torch", times.pop("torch"))]
     slowest = max(times, key=lambda name: times[name].median)
     return [
         *found,
-        BenchResult(HOST_CASE, "ours", times[slowest], note=f"{slowest.partition('/')[2]}, the slowest function"),
+        Measurement(HOST_CASE, "ours", times[slowest], note=f"{slowest.partition('/')[2]}, the slowest function"),
     ]

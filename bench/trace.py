@@ -1,10 +1,10 @@
-"""A trace of a serving engine: the attention of a layer, step by step, by every provider.
+"""Measure a serving engine's trace: the attention of one layer, step by step, with every provider.
 
-Requests arrive at random, with prompts and outputs of log-normal lengths, all drawn from a seed. A scheduler as engines
-have it gives a step one token of every request that decodes and, up to a budget of tokens, chunks of prompts, in order
-of arrival; a request is let in where the pool has room for all its tokens. Steps are the same for all providers, which
-compute each on the same pages (flash-attn-4: on contiguous copies, made outside the time; flashinfer's plan is outside,
-too). What is said of requests, as the time to their first token, is the sum of the times of attention alone.
+Requests arrive at random times; their prompts and outputs have log-normal lengths. All of it is drawn from one seed. A
+scheduler like that of serving engines gives each step one token of every decoding request and, up to a token budget,
+chunks of prompts in order of arrival. A request is admitted if the pool has room for all its tokens. All providers
+compute the same steps on the same pages (flash-attn-4: on contiguous copies, made outside the timed call; flashinfer's
+plan is outside it too). Figures about requests, such as the time to the first token, are sums of attention times alone.
 """
 
 import math
@@ -17,14 +17,17 @@ import torch
 
 from . import prefill
 from .cases.attention import AttentionCase, make_inputs
-from .harness import BenchResult, Setup
+from .harness import Measurement, Setup
 from .timing import exactly
 
 
 @dataclass(frozen=True)
 class Trace:
-    """every: steps between two arrivals, on average. prompt, output: median tokens and the sigma of their logarithm.
-    budget: tokens of a step. room: tokens of the pool."""
+    """Parameters of a trace.
+
+    every: average number of steps between two arrivals. prompt, output: median tokens, and sigma of their logarithm.
+    budget: tokens of a step. room: tokens of the pool.
+    """
 
     name: str
     requests: int = 200
@@ -46,7 +49,7 @@ SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 @dataclass(eq=False)
 class TraceRequest:
-    """known: tokens in the pool. first: the step that gave its first token, -1: none yet."""
+    """A request. known: its tokens in the pool. first: the step that gave its first token, -1 before that."""
 
     arrival: int
     prompt: int
@@ -56,7 +59,7 @@ class TraceRequest:
 
 
 class TraceStep(NamedTuple):
-    """Query tokens, and tokens with those before, of the requests of a step: those that decode come first."""
+    """Query tokens (q_lens) and all tokens so far (kv_lens) of a step's requests. Decoding requests come first."""
 
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
@@ -75,7 +78,7 @@ def requests_of(trace: Trace) -> list[TraceRequest]:
 
 
 def steps_of(trace: Trace, requests: list[TraceRequest]) -> list[TraceStep]:
-    """All steps until the last request ends; says in requests when their first tokens came. ValueError where one has
+    """Return all steps until the last request ends, and set `first` of each request. Raise ValueError if a request has
     no room in the pool."""
     if max(r.total for r in requests) > trace.room:
         raise ValueError(f"room: {trace.room} tokens, too few for the longest request")
@@ -111,7 +114,8 @@ def case_of(trace: Trace, step: TraceStep) -> AttentionCase:
 
 
 def times_of(trace: Trace, steps: list[TraceStep], setup: Setup) -> dict[str, list[float]]:
-    """Microseconds of each step, of the providers whose results are right in all of them; of each its best variant."""
+    """Return the microseconds of each step, for each provider with right results in all steps; its best variant
+    counts."""
     found: dict[str, list[float]] = {}
     names = setup.providers
     for number, step in enumerate(steps):
@@ -127,7 +131,7 @@ def times_of(trace: Trace, steps: list[TraceStep], setup: Setup) -> dict[str, li
 
 
 def at(share: float, values: list[float]) -> float:
-    """The least value that so many are not above.
+    """Return the least value that is not exceeded by `share` of the values.
 
     >>> at(0.5, [3.0, 1.0, 2.0, 9.0])
     2.0
@@ -136,7 +140,8 @@ def at(share: float, values: list[float]) -> float:
 
 
 class TraceReport(NamedTuple):
-    """Of a provider, microseconds: steps and waits for the first token by SHARES, the sum of all steps; tokens/s."""
+    """A provider's times in microseconds: steps and waits for the first token by SHARES, and the sum of all steps;
+    tokens/s."""
 
     steps: dict[str, float]
     waits: dict[str, float]
@@ -145,17 +150,17 @@ class TraceReport(NamedTuple):
 
 
 def report(requests: list[TraceRequest], steps: list[TraceStep], times: list[float]) -> TraceReport:
-    """The clock stands still where no request is there: a step begins when the one before ends."""
+    """Summarise a provider's times. A step begins when the one before it ends: time without requests does not count."""
     waits = [sum(times[min(r.arrival, r.first) : r.first + 1]) for r in requests]
     tokens = sum(sum(step.q_lens) for step in steps)
     of_steps, of_waits = ({name: at(share, values) for name, share in SHARES.items()} for values in (times, waits))
     return TraceReport(of_steps, of_waits, sum(times), tokens / sum(times) * 1e6)
 
 
-def measure(setup: Setup, trace: Trace = TRACE) -> list[BenchResult]:
-    """Rows: a step by SHARES and on average, and the wait for the first token by SHARES."""
+def measure(setup: Setup, trace: Trace = TRACE) -> list[Measurement]:
+    """Measure the trace. Rows: a step by SHARES and on average, and the wait for the first token by SHARES."""
     requests = requests_of(trace)
-    steps, rows = steps_of(trace, requests), list[BenchResult]()
+    steps, rows = steps_of(trace, requests), list[Measurement]()
     tokens = sum(sum(step.q_lens) for step in steps)
     print(f"{trace.name}: {len(requests)} requests, {len(steps)} steps, {tokens} tokens", flush=True)
     for name, times in times_of(trace, steps, setup).items():
@@ -163,5 +168,5 @@ def measure(setup: Setup, trace: Trace = TRACE) -> list[BenchResult]:
         print(f"  {name:13} {r.tokens:9.0f} tokens/s a layer, {r.total / 1e3:.1f} ms in all", flush=True)
         parts = {f"step-{share}": us for share, us in r.steps.items()} | {"step-mean": r.total / len(steps)}
         parts |= {f"first-{share}": us for share, us in r.waits.items()}
-        rows += [BenchResult(f"{trace.name}-{part}", name, exactly(us)) for part, us in parts.items()]
+        rows += [Measurement(f"{trace.name}-{part}", name, exactly(us)) for part, us in parts.items()]
     return rows

@@ -1,4 +1,5 @@
-"""A benchmark case of attention: its inputs, what one of prefill costs at least, and a quick check of a result."""
+"""A benchmark case of attention: its inputs, the least work that prefill must do for it, and a quick check of a
+result."""
 
 import math
 from dataclasses import dataclass
@@ -11,17 +12,17 @@ from wrappers import FP4Tensor, fp4, nvfp4_dequantize, reference
 from .cases.attention import MANY_KEYS
 
 Inputs = dict[str, Any]  # keyword arguments of wrappers.trtllm_batch_context_with_kv_cache
-CHECK_ROWS = 48  # query rows checked of a request
+CHECK_ROWS = 48  # query rows per request that are checked
 E4M3 = torch.float8_e4m3fn
-TOLERANCE = 1e-2, 1e-2  # rtol, and atol where no more than MANY_KEYS keys weigh, of bf16 and N(0, 1) data
-FP8_TOLERANCE = 4e-2, 6e-2  # of e4m3 queries, whose probabilities are e4m3 too
-E4M3_TOLERANCE = 5e-2, 7e-2  # of e4m3 outputs
-NVFP4_ERROR = 0.3  # RMS of an NVFP4 output's error, of the standard deviation of the row
+TOLERANCE = 1e-2, 1e-2  # for bf16 and N(0, 1) data: rtol, and atol if at most MANY_KEYS keys have weight
+FP8_TOLERANCE = 4e-2, 6e-2  # for e4m3 queries; their probabilities are e4m3 too
+E4M3_TOLERANCE = 5e-2, 7e-2  # for e4m3 outputs
+NVFP4_ERROR = 0.3  # RMS error of an NVFP4 output, relative to the standard deviation of its row
 
 
 @dataclass(frozen=True)
-class WorkloadShape:
-    """A batch of requests, whose query tokens are the last of their tokens."""
+class BatchShape:
+    """The shape of a batch. The query tokens of a request are its last tokens."""
 
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
@@ -37,12 +38,12 @@ class WorkloadShape:
 
     @property
     def equal(self) -> bool:
-        """All requests have one length, and all their tokens are queries."""
+        """Return whether all requests have the same length and all their tokens are queries."""
         return len({*self.q_lens, *self.kv_lens}) == 1
 
     @property
     def length(self) -> int:
-        """Of each request; ValueError where they are not equal."""
+        """Return the common length of the requests. Raise ValueError if they are not equal."""
         if not self.equal:
             new, all_ = (f"{min(lens)} to {max(lens)}" for lens in (self.q_lens, self.kv_lens))
             raise ValueError(f"requests: {new} query tokens of {all_} tokens, must be the same in all")
@@ -50,28 +51,29 @@ class WorkloadShape:
 
     @property
     def flops(self) -> float:
-        """Of both matrix products; causal leaves out half of the keys that a request's query tokens have themselves."""
+        """Return the operations of both matrix products. With a causal mask, half of a request's query x query part is
+        left out."""
         pairs = sum(m * (n - m / 2 if self.causal else n) for m, n in zip(self.q_lens, self.kv_lens))
         return 2 * self.heads_q * (self.dim_qk + self.dim_vo) * pairs
 
     @property
     def bytes(self) -> int:
-        """Q, K and V read once and O written once, two bytes an element."""
+        """Return the bytes of Q, K and V, read once, and of O, written once, at two bytes per element."""
         rows = self.heads_q * sum(self.q_lens) + self.heads_kv * sum(self.kv_lens)
         return 2 * rows * (self.dim_qk + self.dim_vo)
 
 
-def shape_of(inputs: Inputs) -> WorkloadShape:
-    """Facts of the inputs; waits for the device."""
+def shape_of(inputs: Inputs) -> BatchShape:
+    """Return the shape of a call from its inputs. Waits for the device."""
     query, (k, v), starts = inputs["query"], pages(inputs), inputs["cum_seq_lens_q"]
     q_lens, kv_lens = (starts[1:] - starts[:-1]).tolist(), inputs["seq_lens"].tolist()
     dim_vo = v.shape[3] * (2 if v.dtype == torch.uint8 else 1)
     heads = query.shape[1], k.shape[1]
-    return WorkloadShape(tuple(q_lens), tuple(kv_lens), *heads, query.shape[2], dim_vo, inputs.get("causal", True))
+    return BatchShape(tuple(q_lens), tuple(kv_lens), *heads, query.shape[2], dim_vo, inputs.get("causal", True))
 
 
 def pages(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V pages as (pages, heads, page size, head_dim), views of the cache."""
+    """Return the K and V pages as views (pages, heads, page size, head_dim) of the cache."""
     cache = inputs["kv_cache"]
     k, v = cache if isinstance(cache, tuple) else (cache[:, 0], cache[:, -1])
     if inputs.get("kv_layout", "HND") == "NHD":
@@ -80,7 +82,7 @@ def pages(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def tokens(inputs: Inputs, request: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first keys and values of a request, (length, heads, head_dim): as they are stored, NVFP4 as fp32."""
+    """Return the first keys and values of a request, (length, heads, head_dim), in the stored dtype; NVFP4 as fp32."""
     table = inputs["block_tables"][request]
     rows = (table[0], table[1]) if table.ndim == 2 else (table, table)
     k, v = (reference.gather(pool, row, length) for pool, row in zip(pages(inputs), rows))
@@ -93,20 +95,20 @@ def tokens(inputs: Inputs, request: int, length: int) -> tuple[torch.Tensor, tor
 
 
 def unpaged(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of all requests as rows without pages, (tokens, heads, head_dim)."""
+    """Return K and V of all requests as rows without pages, (tokens, heads, head_dim)."""
     found = [tokens(inputs, request, length) for request, length in enumerate(inputs["seq_lens"].tolist())]
     return torch.cat([k for k, _ in found]), torch.cat([v for _, v in found])
 
 
 def contiguous(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Q, K and V of equal requests as contiguous (batch, length, heads, head_dim)."""
+    """Return Q, K and V of equal requests as contiguous (batch, length, heads, head_dim)."""
     shape = shape_of(inputs)
     q, k, v = (t.unflatten(0, (shape.batch, shape.length)) for t in (inputs["query"], *unpaged(inputs)))
     return q.contiguous(), k, v
 
 
 def csr(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len) of the inputs' block table."""
+    """Return (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len) of the inputs' block table."""
     lens, table = inputs["seq_lens"], inputs["block_tables"]
     page = pages(inputs)[0].shape[2]
     counts = (lens + page - 1) // page
@@ -116,28 +118,29 @@ def csr(inputs: Inputs) -> tuple[torch.Tensor, ...]:
 
 
 def tolerance(inputs: Inputs, out: torch.Tensor) -> tuple[float, float]:
-    """rtol and atol of an output, by its type and the query's. Of 16-bit queries, caches of any type are exact."""
+    """Return rtol and atol of an output, by its dtype and the query's. With 16-bit queries, caches of any dtype are
+    exact."""
     if out.dtype == E4M3:
         return E4M3_TOLERANCE
     return FP8_TOLERANCE if inputs["query"].dtype == E4M3 else TOLERANCE
 
 
 def rows_of(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows of t as fp32; torch indexes no e4m3 on the CPU."""
+    """Return rows of t as fp32. Torch does not index e4m3 on the CPU, so the rows are selected as bytes."""
     return t.view(torch.uint8)[index].view(t.dtype).float() if t.dtype == E4M3 else t[index].float()
 
 
 def check(
     inputs: Inputs, out: torch.Tensor | FP4Tensor, seed: int = 0, slopes: torch.Tensor | None = None
 ) -> str | None:
-    """None where `out` (tokens, heads, head_dim) agrees with fp32 attention on a sample of rows, else what is wrong.
+    """Compare `out` (tokens, heads, head_dim) with fp32 attention on a sample of rows. Return None if it agrees, else
+    the error.
 
-    All elements are held to be finite; the sample is CHECK_ROWS query rows, the first and the last among them, of all
-    heads of the first request, the last, the shortest, the longest and one other. Outputs of many keys are small, and
-    so is what is allowed.
-    Where the inputs have a threshold of skip-softmax, keys may be left out whose probability is below that share of the
-    row's largest: no tiles or order of blocks leaves out others.
-    slopes: of ALiBi, a head's.
+    The sample has CHECK_ROWS query rows, including the first and the last, of all heads of the first request, the last,
+    the shortest, the longest and one other. All elements must be finite. Outputs over many keys are small, and the
+    tolerance shrinks with them. If the inputs have a skip-softmax threshold, a kernel may leave out keys with a
+    probability below that share of the row's largest: no tile size or order of blocks leaves out others. slopes: of
+    ALiBi, one per head.
     """
     query, scale, factor = inputs["query"], float(inputs["bmm1_scale"]), float(inputs["bmm2_scale"])
     starts, lens = inputs["cum_seq_lens_q"].tolist(), inputs["seq_lens"].tolist()
@@ -163,14 +166,14 @@ def check(
             logits.masked_fill_((keys > (length - count + index)[:, None])[:, None, None], -math.inf)
         p = logits.softmax(-1)
         want = factor * torch.einsum("rhgn,nhd->rhgd", p, v)
-        # of N(0, 1) data the sum of squares is e over the number of keys
+        # for N(0, 1) data the sum of squares is e over the number of keys
         few = (p.square().sum(-1, keepdim=True) * (MANY_KEYS / math.e)).clamp(max=1).sqrt()
         allowed = rtol * want.abs() + atol * abs(factor) * few
         if inputs.get("skip_softmax_threshold_scale_factor"):
             allowed += _left_out(p, v, want, inputs["skip_softmax_threshold_scale_factor"] / length, factor)
         want, allowed = want.flatten(1, 2), allowed.flatten(1, 2)
         error = rows_of(got, starts[b] + index) - want
-        if packed:  # a row at a time
+        if packed:  # compared per row
             error, allowed = error.flatten(1).square().mean(1).sqrt(), NVFP4_ERROR * want.flatten(1).std(1)
         worst = max(worst, float((error.abs() / allowed).nan_to_num(math.inf).max()))
     if not bool(got.float().isfinite().all()):
@@ -179,7 +182,7 @@ def check(
 
 
 def _left_out(p: torch.Tensor, v: torch.Tensor, want: torch.Tensor, threshold: float, factor: float) -> torch.Tensor:
-    """How far an output may be from `want` without keys whose probability is below threshold times the largest."""
-    weak = p.masked_fill(p >= 1.01 * threshold * p.amax(-1, keepdim=True), 0)  # a kernel's logits are rounded otherwise
+    """Bound the change of `want` when keys with a probability below threshold times the largest are left out."""
+    weak = p.masked_fill(p >= 1.01 * threshold * p.amax(-1, keepdim=True), 0)  # a kernel's logits round differently
     lost = weak.sum(-1, keepdim=True)
     return (abs(factor) * torch.einsum("rhgn,nhd->rhgd", weak, v.abs()) + lost * want.abs()) / (1 - lost)

@@ -1,4 +1,4 @@
-"""A decoder transformer with random weights, whose attention is the two paged functions: the model of `serve`."""
+"""A decoder transformer with random weights; its attention uses the two paged functions. `serve` uses this model."""
 
 from typing import Any, NamedTuple
 
@@ -8,25 +8,25 @@ from torch.nn.functional import rms_norm, silu
 
 from wrappers import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 
-VOCABULARY, DIM, THETA = 4096, 64, 1e4  # DIM: of a head
+VOCABULARY, DIM, THETA = 4096, 64, 1e4  # DIM: head_dim
 
 
 class Batch(NamedTuple):
-    """Where the T tokens of a step's R requests stand. Rows [0, decodes) are requests of one token."""
+    """Positions of a step's T tokens, which belong to R requests. Rows [0, decodes) are requests of one token."""
 
-    row: torch.Tensor  # (T,) of `tokens`
+    row: torch.Tensor  # (T,) row of `tokens`
     position: torch.Tensor  # (T,)
-    slot: torch.Tensor  # (T,) in the cache: page * P + row of the page
-    last: torch.Tensor  # (S,) of T: the last known tokens, after which one is sampled
+    slot: torch.Tensor  # (T,) slot in the cache: page * P + row of the page
+    last: torch.Tensor  # (S,) of T: the last known tokens, followed by sampling
     table: torch.Tensor  # (R, pages) int32
-    lens: torch.Tensor  # (R,) int32: keys
-    starts: torch.Tensor  # (R - decodes + 1,) int32: of the chunks, in rows [decodes, T)
+    lens: torch.Tensor  # (R,) int32: number of keys
+    starts: torch.Tensor  # (R - decodes + 1,) int32: starts of the chunks in rows [decodes, T)
     decodes: int
     longest: int
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
-    """Write K and V (T, Hkv, D) to their slots of kv (2, pages, P, Hkv, D); the output (T, Hq, D) of Q."""
+    """Write K and V (T, Hkv, D) to their slots of kv (2, pages, P, Hkv, D). Return the output (T, Hq, D) for Q."""
     kv.flatten(1, 2)[:, batch.slot] = torch.stack([k, v]).to(kv.dtype)
     q, cache, scale, d = q.to(kv.dtype), (kv[0], kv[1]), DIM**-0.5, batch.decodes
     out, table, lens = torch.empty_like(q), batch.table, batch.lens
@@ -56,7 +56,7 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def forward(self, ids: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
-        """Logits (S, vocabulary) after the tokens `batch.last`."""
+        """Return the logits (S, vocabulary) after the tokens `batch.last`."""
         angles = batch.position[:, None, None] * THETA ** (-torch.arange(0, DIM, 2, device=ids.device) / DIM)
         rope, x = torch.polar(torch.ones_like(angles), angles), self.embedding(ids)
         norm, layers = x.shape[1:], zip(self.layers, kv)
@@ -71,6 +71,6 @@ class Decoder(nn.Module):
 
 
 def rotate(t: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Rotate-half RoPE of t (T, heads, D) by rope (T, 1, D / 2)."""
+    """Apply rotate-half RoPE to t (T, heads, D) with rope (T, 1, D / 2)."""
     turned = torch.complex(*t.float().chunk(2, -1)) * rope
     return torch.cat([turned.real, turned.imag], -1).to(t.dtype)

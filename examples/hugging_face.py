@@ -1,16 +1,17 @@
-"""Hugging Face transformers with attention of this project: four models, a paged KV cache, decoding in a CUDA graph.
+"""Hugging Face transformers with this project's attention: four models, a paged KV cache, decoding in a CUDA graph.
 
     python -m examples.hugging_face            (needs transformers: pip install '.[examples]')
 
-Small models with random weights generate tokens greedily for prompts of different lengths: these are packed, not
-padded, and keys and values lie in pages (`wrappers.integrations.transformers`). Gemma-2 has a soft cap, and a window in
-every other layer; GPT-OSS sinks and such windows; Qwen3 norms of queries and keys; Llama none of these.
+Small models with random weights generate tokens greedily for prompts of different lengths. The prompts are packed, not
+padded, and keys and values are stored in pages (`wrappers.integrations.transformers`). Gemma-2 has a soft cap and a
+sliding window in every other layer; GPT-OSS has sinks and such windows; Qwen3 has norms of queries and keys; Llama has
+none of these.
 
-Then transformers' eager attention gets the same tokens, in fp32 and in bf16, and the logits of every prompt token and
-every step are compared. The error of eager attention in bf16 is the measure: ours may be at most twice that.
+Then transformers' eager attention processes the same tokens, in fp32 and in bf16, and the logits of every prompt token
+and every step are compared. The error of eager attention in bf16 sets the scale: ours may be at most twice that error.
 
-On CUDA the decode step, from lengths to the next tokens, is captured once and replayed at growing lengths. On the CPU
-the reference runs, which shows whether results are right, and nothing of speed.
+On CUDA the decode step, from the lengths to the next tokens, is captured once and replayed at growing lengths. On the
+CPU the reference runs; it shows whether the results are right, but nothing about speed.
 """
 
 import argparse
@@ -25,19 +26,21 @@ import transformers
 from wrappers.integrations.transformers import PagedCache, register
 
 MODELS = ("llama", "gemma2", "gpt_oss", "qwen3")
-PROMPTS = (5, 130, 1, 37)  # tokens of each request
-WINDOW = 24  # keys, less than some prompts have
+PROMPTS = (5, 130, 1, 37)  # tokens per request
+WINDOW = 24  # keys; fewer than some prompts have
 VOCABULARY = 512
 
 
 def config_of(name: str, hidden: int = 256, layers: int = 4) -> Any:
-    """A small configuration of a model. Its weights will be random, and so large that attention is not uniform."""
+    """Return a small configuration of a model. Its random weights will be large enough that attention is not
+    uniform."""
     common = {
         "hidden_size": hidden, "intermediate_size": hidden, "num_hidden_layers": layers, "vocab_size": VOCABULARY,
         "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 4096,
         "initializer_range": 1.2 * hidden**-0.5, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
-    # GPT-OSS: every token takes all experts, or rounding would choose others, and errors would tell nothing.
+    # GPT-OSS: every token uses all experts. Otherwise rounding would select other experts, and the errors would tell
+    # nothing.
     own: dict[str, dict[str, Any]] = {
         "llama": {"head_dim": 128},
         "gemma2": {
@@ -59,14 +62,15 @@ def model_of(config: Any, device: str, seed: int = 0) -> Any:
 
 
 class Generated(NamedTuple):
-    tokens: list[torch.Tensor]  # of each request: prompt and output, less the last token, whose logits nobody asked for
-    logits: list[torch.Tensor]  # of each request (its tokens, vocabulary)
-    rate: float  # tokens a second of decoding
+    tokens: list[torch.Tensor]  # per request: prompt and output without the last token, for which no logits exist
+    logits: list[torch.Tensor]  # per request (its tokens, vocabulary)
+    rate: float  # decoded tokens per second
 
 
 @torch.no_grad()
 def generate(model: Any, prompts: list[torch.Tensor], count: int, page_size: int = 16) -> Generated:
-    """`count` tokens of each request, at least 3, greedily: the first from the prompt's logits, then one a step."""
+    """Generate `count` tokens (at least 3) per request, greedily: the first from the prompt's logits, then one per
+    step."""
     model.set_attn_implementation(register())
     lens, device = [len(p) for p in prompts], prompts[0].device
     most = max(lens) + count
@@ -78,7 +82,7 @@ def generate(model: Any, prompts: list[torch.Tensor], count: int, page_size: int
         return model(tokens, position_ids=positions, paged_cache=cache, use_cache=False).logits
 
     logits = forward(torch.cat(prompts)[None], cache.extend(lens))[0]
-    tokens = logits[cache.last_rows].argmax(-1, keepdim=True)  # (requests, 1): of the next step, at a fixed address
+    tokens = logits[cache.last_rows].argmax(-1, keepdim=True)  # (requests, 1): the next step's, at a fixed address
 
     def step() -> torch.Tensor:
         found = forward(tokens, cache.extend())[:, -1]
@@ -90,7 +94,7 @@ def generate(model: Any, prompts: list[torch.Tensor], count: int, page_size: int
     start = seconds(device)
     for _ in range(count - 2):
         inputs.append(tokens.clone())
-        steps.append(decode().clone())  # the next replay writes the same memory
+        steps.append(decode().clone())  # the next replay overwrites this memory
     rate = len(lens) * (count - 2) / (seconds(device) - start)
 
     all_tokens = [torch.cat(both) for both in zip(prompts, torch.cat(inputs, 1))]
@@ -99,7 +103,7 @@ def generate(model: Any, prompts: list[torch.Tensor], count: int, page_size: int
 
 
 def captured(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """The step as a CUDA graph. Its result lies in the same memory each time."""
+    """Capture the step as a CUDA graph. Its result is at the same address after each replay."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = step()
@@ -119,7 +123,7 @@ def seconds(device: torch.device) -> float:
 
 @torch.no_grad()
 def eager(model: Any, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Logits by transformers' own attention, request by request, without a cache."""
+    """Return the logits of transformers' own attention, request by request, without a cache."""
     model.set_attn_implementation("eager")
     return [model(t[None], use_cache=False).logits[0].float() for t in tokens]
 
@@ -127,7 +131,7 @@ def eager(model: Any, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
 class Errors(NamedTuple):
     """Largest differences from the logits of eager attention in fp32."""
 
-    largest: float  # logit
+    largest: float  # the largest logit
     ours: float
     eager: float  # in bf16
 
@@ -144,7 +148,7 @@ def errors(model: Any, found: Generated) -> Errors:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--tokens", type=int, default=32, help="generated for each request, at least 3")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens generated per request, at least 3")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     args = parser.parse_args()

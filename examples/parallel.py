@@ -1,12 +1,14 @@
-"""Decode of a long request on several GPUs, by torch.distributed: heads of a rank each, or keys of a rank each.
+"""Decode of a long request on several GPUs with torch.distributed: each rank has some of the heads, or some of the
+keys.
 
     python -m examples.parallel                                       # the CPU: 2 processes, gloo, 2048 keys
-    torchrun --nproc-per-node 4 -m examples.parallel --device cuda    # a GPU each, NCCL, 2^20 keys
+    torchrun --nproc-per-node 4 -m examples.parallel --device cuda    # one GPU per rank, NCCL, 2^20 keys
 
-Tensor parallel: a rank has some of the heads, with their part of the cache, and outputs are gathered. Context parallel:
-a rank has some of the keys, and all heads; outputs and LSE are gathered, in one message, and merged by `merge_states`.
-On GPUs a step is a CUDA graph, NCCL's part of it too. Printed, for 1, 2, 4, ... of the ranks: times of a step, and the
-largest errors against one rank that has all. --keys and --ranks (where torchrun does not start them) set sizes.
+Tensor parallel: each rank has some of the heads, with their part of the cache; the outputs are gathered. Context
+parallel: each rank has some of the keys and all heads; outputs and LSE are gathered in one message and merged by
+`merge_states`. On GPUs a step is a CUDA graph that includes NCCL's part. The program prints, for 1, 2, 4, ... of the
+ranks, the time of a step and the largest error against a single rank. --keys sets the number of keys, --ranks the
+number of processes (if torchrun does not start them).
 """
 
 import argparse
@@ -26,12 +28,12 @@ from wrappers import merge_states, trtllm_batch_decode_with_kv_cache
 PAGE = 64
 CPU = dict(keys=2048, heads=(8, 4), dim=64, dtype=torch.bfloat16)
 CUDA = dict(keys=1 << 20, heads=(64, 8), dim=128, dtype=torch.float8_e4m3fn)
-PARTS = 8  # of the keys, generated apart: so a rank makes its own alone
+PARTS = 8  # parts of the keys, each from its own seed, so that a rank can make its part alone
 STEPS = {"cpu": 3, "cuda": 20}
 
 
 class Cache(NamedTuple):
-    """Of one request. pages: of (2, pages, heads, PAGE, D), K and V."""
+    """The cache of one request. kv: (2, pages, heads, PAGE, D), K and V."""
 
     kv: torch.Tensor
     table: torch.Tensor  # (1, pages) int32
@@ -49,7 +51,7 @@ def query(sizes: argparse.Namespace) -> torch.Tensor:
 
 
 def cache(sizes: argparse.Namespace, parts: range, heads: slice = slice(None)) -> Cache:
-    """The keys of some parts, and some of their KV heads."""
+    """Return the keys of some parts, for some of their KV heads."""
     made, pages = [], sizes.keys // PAGE // PARTS
     for part in parts:
         gen = torch.Generator(sizes.device).manual_seed(part)
@@ -68,14 +70,14 @@ def attend(q: torch.Tensor, held: Cache) -> Attention:
 
 
 def gathered(t: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
-    """(ranks, *t.shape)."""
+    """Gather t from all ranks: (ranks, *t.shape)."""
     found = t.new_empty(ranks * t.shape[0], *t.shape[1:])
     dist.all_gather_into_tensor(found, t.contiguous(), group)
     return found.unflatten(0, (ranks, -1))
 
 
 def by_heads(sizes: argparse.Namespace, group: dist.ProcessGroup, ranks: int, rank: int) -> Callable[[], torch.Tensor]:
-    """A step, tensor parallel: (1, Hq, D)."""
+    """Return a tensor-parallel step. It returns (1, Hq, D)."""
     share = [n // ranks for n in sizes.heads]
     mine = [slice(rank * n, (rank + 1) * n) for n in share]
     q, held = query(sizes)[:, mine[0]], cache(sizes, range(PARTS), mine[1])
@@ -83,13 +85,13 @@ def by_heads(sizes: argparse.Namespace, group: dist.ProcessGroup, ranks: int, ra
 
 
 def by_keys(sizes: argparse.Namespace, group: dist.ProcessGroup, ranks: int, rank: int) -> Callable[[], torch.Tensor]:
-    """A step, context parallel: (1, Hq, D)."""
+    """Return a context-parallel step. It returns (1, Hq, D)."""
     each = PARTS // ranks
     q, held = query(sizes), cache(sizes, range(rank * each, (rank + 1) * each))
 
     def step() -> torch.Tensor:
         out, lse = (found[0] for found in attend(q, held))
-        both = gathered(torch.cat((out, lse[:, None].view(out.dtype)), 1), group, ranks)  # a float is two of 16 bits
+        both = gathered(torch.cat((out, lse[:, None].view(out.dtype)), 1), group, ranks)  # a float as two 16-bit values
         outs, sums = both[..., : sizes.dim].contiguous(), both[..., sizes.dim :].contiguous().view(lse.dtype)
         return merge_states(outs[None], sums[None, ..., 0])[0]
 
@@ -97,11 +99,11 @@ def by_keys(sizes: argparse.Namespace, group: dist.ProcessGroup, ranks: int, ran
 
 
 def captured(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """The step as a CUDA graph."""
-    step()  # what is made at the first call
+    """Capture the step as a CUDA graph."""
+    step()  # allocations and kernels of the first call
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread asks CUDA meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread calls CUDA meanwhile
         out = step()
 
     def replay() -> torch.Tensor:
@@ -112,7 +114,8 @@ def captured(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 
 
 def microseconds(step: Callable[[], torch.Tensor], device: str) -> float:
-    """Median of STEPS, the first two left out; a step ends when the device has done its work."""
+    """Return the median time of STEPS steps, after two that do not count. A step ends when the device has finished its
+    work."""
     times = []
     for _ in range(STEPS[device.split(":")[0]] + 2):
         begin = time.perf_counter()
@@ -124,9 +127,9 @@ def microseconds(step: Callable[[], torch.Tensor], device: str) -> float:
 
 
 def work(rank: int, ranks: int, sizes: argparse.Namespace, address: str) -> None:
-    """A process: takes part in groups of 1, 2, 4, ... ranks; the first one prints."""
+    """Run one rank: take part in groups of 1, 2, 4, ... ranks. The first rank prints."""
     if sizes.device == "cpu":
-        torch.set_num_threads(1)  # processes share the cores
+        torch.set_num_threads(1)  # the processes share the cores
     else:
         sizes.device = f"cuda:{rank}"
         torch.cuda.set_device(rank)
@@ -145,7 +148,7 @@ def work(rank: int, ranks: int, sizes: argparse.Namespace, address: str) -> None
                 if want is not None:
                     error = float((out.float() - want).abs().max())
                     print(f"{count} ranks, {name:17}{us:10.1f} us, error {error:.1e}", flush=True)
-            step = None  # NCCL waits at its end for graphs that hold its calls
+            step = None  # at its end NCCL waits for graphs that hold its calls
             dist.barrier()
         count *= 2
     dist.destroy_process_group()
@@ -168,7 +171,7 @@ def main(argv: list[str] | None = None) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
     if ranks not in (1, 2, 4, 8) or sizes.keys % (PAGE * PARTS) or ranks > sizes.heads[1]:
         parser.error(f"--ranks must be 1, 2, 4 or 8 and at most {sizes.heads[1]}, --keys a multiple of {PAGE * PARTS}")
-    if "RANK" in os.environ:  # of torchrun
+    if "RANK" in os.environ:  # started by torchrun
         work(int(os.environ["RANK"]), ranks, sizes, "env://")
     else:
         print(f"{sizes.keys} keys, {sizes.heads[0]} heads over {sizes.heads[1]} of K and V, {sizes.dtype}", flush=True)

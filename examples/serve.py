@@ -1,9 +1,9 @@
-"""Continuous batching over a shared page pool: decodes and chunks of prompts in one pass of a small random decoder.
+"""Continuous batching over a shared page pool: decodes and prompt chunks in one pass of a small random decoder.
 
     python -m examples.serve        # seconds on the CPU, a larger model on a GPU; draws build/timeline.png
 
-`schedule` and `serve` are the loop. The host knows lengths only: tokens are sampled, kept and read on the device, so
-that no step waits for a copy.
+The loop is in `schedule` and `serve`. The host knows only lengths: tokens are sampled, stored and read on the device,
+so that no step waits for a copy.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from .decoder import DIM, VOCABULARY, Batch, Decoder
 from .timeline import Span, draw, mark, seconds
 
-# model: layers, width, query heads, KV heads; prompts, outputs: least and most tokens
+# model: layers, width, query heads, KV heads. prompts, outputs: least and largest number of tokens.
 CPU = dict(model=(2, 128, 4, 2), prompts=(8, 96), outputs=(4, 32), requests=12, budget=64, pages=24, page_size=16)
 CUDA = dict(model=(8, 2048, 32, 8), prompts=(64, 4096), outputs=(16, 512), requests=128, budget=4096, pages=1500)
 SIZES: dict[str, dict[str, Any]] = {"cpu": CPU, "cuda": CUDA | {"page_size": 64}}
@@ -27,10 +27,11 @@ SIZES: dict[str, dict[str, Any]] = {"cpu": CPU, "cuda": CUDA | {"page_size": 64}
 
 @dataclass(eq=False)
 class Request:
-    """Tokens [0, known) of row `index` are its prompt or were sampled; K and V of [0, cached) are in its pages."""
+    """A request. Tokens [0, known) of row `index` are its prompt or were sampled; K and V of [0, cached) are in its
+    pages."""
 
     index: int
-    arrival: int  # the step from which on it waits
+    arrival: int  # the step at which it arrives
     prompt: int
     total: int  # tokens of the prompt and the output
     known: int = 0
@@ -40,13 +41,13 @@ class Request:
 
 
 class Pool:
-    """K and V of all pages, kv (layers, 2, pages, P, Hkv, D), and the pages that are free."""
+    """K and V of all pages, kv (layers, 2, pages, P, Hkv, D), and the list of free pages."""
 
     def __init__(self, kv: torch.Tensor) -> None:
         self.kv, self.size, self.page, self.free = kv, kv.shape[2], kv.shape[3], list(range(kv.shape[2]))
 
     def hold(self, request: Request) -> bool:
-        """Give the request pages for its known tokens; False, and none, where too few are free."""
+        """Give the request pages for its known tokens. Return False, and give none, if too few are free."""
         missing = -(-request.known // self.page) - len(request.pages)
         if missing > len(self.free):
             return False
@@ -58,14 +59,14 @@ class Pool:
         request.pages, request.cached = [], 0
 
 
-Work = list[tuple[Request, int]]  # requests of a step, and how many tokens of each
+Work = list[tuple[Request, int]]  # requests of a step, with the number of tokens of each
 
 
 def schedule(running: list[Request], waiting: deque[Request], pool: Pool, budget: int, step: int) -> Work:
-    """Decodes first, then chunks of prompts, at most `budget` tokens.
+    """Choose a step's work: decodes first, then prompt chunks, at most `budget` tokens.
 
-    A prompt is let in where all its pages are free. A decode that finds no page sends back the youngest request, whose
-    known tokens are its prompt when it returns. So the oldest request always goes on.
+    A prompt is admitted if all its pages are free. A decode that finds no page evicts the youngest request; when that
+    request returns, its known tokens are its prompt. So the oldest request always advances.
     """
     work: Work = []
     for request in [r for r in running if r.known - r.cached == 1][:budget]:
@@ -81,20 +82,20 @@ def schedule(running: list[Request], waiting: deque[Request], pool: Pool, budget
         running.append(waiting.popleft())
         work += [(running[-1], min(left, running[-1].known))]
         left -= work[-1][1]
-    return sorted(((r, n) for r, n in work if n), key=lambda pair: pair[1] > 1)  # one token: a decode, see `Batch`
+    return sorted(((r, n) for r, n in work if n), key=lambda pair: pair[1] > 1)  # one token: a decode (see `Batch`)
 
 
 class Step(NamedTuple):
-    """What a step did."""
+    """The work of one step."""
 
-    ended: Any  # a mark; of what `serve` returns, seconds from its start
+    ended: Any  # a mark; in the result of `serve`, seconds from its start
     work: list[tuple[int, int]]  # (index of the request, tokens)
-    decodes: int  # the first so many of `work`
-    pages: int  # in use
+    decodes: int  # how many of `work`, the first ones, are decodes
+    pages: int  # pages in use
 
 
 def serve(model: Decoder, tokens: torch.Tensor, requests: list[Request], pool: Pool, budget: int) -> list[Step]:
-    """Append to each prompt, in a row of `tokens`, what the model says, greedily."""
+    """Append to each prompt, in a row of `tokens`, the tokens that the model generates greedily."""
     if budget < 1:
         raise ValueError(f"budget: {budget}, must be at least 1")
     if max(-(-r.total // pool.page) for r in requests) > pool.size:
@@ -122,7 +123,7 @@ def serve(model: Decoder, tokens: torch.Tensor, requests: list[Request], pool: P
 
 
 def batch_of(work: Work, pool: Pool, device: torch.device) -> Batch:
-    """Made on the host from lengths, and copied without a wait."""
+    """Build the batch on the host from the lengths, and copy it to the device without a wait."""
     decodes, width = sum(n == 1 for _, n in work), max(len(r.pages) for r, _ in work)
     index, known, cached, counts = torch.tensor([(r.index, r.known, r.cached, n) for r, n in work]).T
     table = torch.tensor([r.pages + [0] * (width - len(r.pages)) for r, _ in work])
@@ -137,7 +138,8 @@ def batch_of(work: Work, pool: Pool, device: torch.device) -> Batch:
 
 
 def make(device: str, seed: int, sizes: dict[str, Any]) -> tuple[Decoder, torch.Tensor, list[Request], Pool]:
-    """A model, `tokens` (requests, longest) whose rows begin with prompts, the requests and an empty pool."""
+    """Make a model, `tokens` (requests, longest) with a prompt at the start of each row, the requests and an empty
+    pool."""
     torch.manual_seed(seed)
     draw, requests, arrival = random.Random(seed), list[Request](), 0
     for index in range(sizes["requests"]):
@@ -152,13 +154,13 @@ def make(device: str, seed: int, sizes: dict[str, Any]) -> tuple[Decoder, torch.
 
 
 def report(requests: list[Request], steps: list[Step], pool: Pool, path: Path) -> None:
-    """Print rates and waits; draw what each request did, the tokens of each step and the pages in use."""
+    """Print rates and waits. Draw the timeline of each request, the tokens of each step and the pages in use."""
     ends, shares = [step.ended for step in steps], [100 * step.pages / pool.size for step in steps]
     begins, end, counts = [0.0, *ends], ends[-1], [sum(n for _, n in step.work) for step in steps]
     out, again = sum(r.total - r.prompt for r in requests), sum(counts) - sum(r.total - 1 for r in requests)
     waits = [ends[r.first] - begins[min(r.arrival, r.first)] for r in requests]
     print(f"{len(requests)} requests, {out} output tokens, {len(steps)} steps, {end:.2f} s: {out / end:.0f} tokens/s")
-    print(f"{sum(counts) / end:.0f} tokens/s with those of prompts, {again} of all tokens computed again")
+    print(f"{sum(counts) / end:.0f} tokens/s including prompts, {again} of all tokens computed again")
     print(f"time to first token: mean {1e3 * sum(waits) / len(waits):.1f} ms, longest {1e3 * max(waits):.1f} ms")
     print(f"pool: {pool.size} pages, mean {sum(shares) / len(shares):.0f} % in use, at most {max(shares):.0f} %")
     spans = [
@@ -181,7 +183,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("build/timeline.png"), help="default: build/timeline.png")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # the host's tensors are small: more threads take longer
+    torch.set_num_threads(1)  # the host's tensors are small, and more threads take longer
     sizes = SIZES[torch.device(args.device).type] | {k: v for k, v in vars(args).items() if v is not None}
     model, tokens, requests, pool = make(args.device, args.seed, sizes)
     prompt = requests[0].prompt

@@ -1,11 +1,11 @@
-"""Sparse attention in two calls: keep the keys that an indexer scores highest, attend to them alone.
+"""Sparse attention in two calls: keep the keys that an indexer scores highest, and attend only to them.
 
     python -m examples.sparse                               # the CPU: 2048 keys, 128 kept
     python -m examples.sparse --device cuda                 # 131072 keys, 2048 kept
 
-Each query token is a request with a page table of its own, over the cache seen as pages of one token. Printed: times;
-errors of the sparse output, relative, to dense attention and to exact attention over the kept keys; and the part of
-the probability that these hold. --keys, --kept and --batch set sizes.
+Each query token is a request with its own page table, over the cache seen as pages of one token. The program prints
+times; the relative error of the sparse output against dense attention and against exact attention over the kept keys;
+and the share of the probability that the kept keys hold. --keys, --kept and --batch set the sizes.
 """
 
 import argparse
@@ -18,13 +18,13 @@ import torch
 
 from wrappers import top_k_page_table_transform, trtllm_batch_decode_with_kv_cache
 
-PAGE = 64  # tokens of a page of the cache
+PAGE = 64  # tokens per page of the cache
 CPU = dict(keys=2048, kept=128, batch=2, heads=(8, 2), dim=64)
 CUDA = dict(keys=131072, kept=2048, batch=4, heads=(64, 8), dim=128)
 
 
 class Step(NamedTuple):
-    """A decoding step of B requests, a query token each."""
+    """A decode step of B requests with one query token each."""
 
     q: torch.Tensor  # (B, Hq, D)
     k: torch.Tensor  # (pages, PAGE, Hkv, D), and v
@@ -35,8 +35,11 @@ class Step(NamedTuple):
 
 
 def make_step(keys: int, batch: int, heads: tuple[int, int], dim: int, device: str) -> Step:
-    """Logits of a request are x + N(0, 1), x = 2 Exp(1) shared by its heads: their exponentials are heavy-tailed, so
-    few keys hold nearly all probability. The indexer sees x + N(0, 1/4), and nothing of single heads."""
+    """Make a step with heavy-tailed attention.
+
+    The logits of a request are x + N(0, 1), with x = 2 Exp(1) shared by its heads: their exponentials are heavy-tailed,
+    so few keys hold nearly all of the probability. The indexer sees x + N(0, 1/4), and nothing of single heads.
+    """
     g = torch.Generator(device).manual_seed(0)
     (query_heads, kv_heads), pages = heads, batch * keys // PAGE
 
@@ -47,7 +50,7 @@ def make_step(keys: int, batch: int, heads: tuple[int, int], dim: int, device: s
     x = torch.empty(batch, keys, device=device).exponential_(0.5, generator=g)
     along = torch.nn.functional.normalize(normal(batch, kv_heads, dim, dtype=torch.float32), dim=-1)
     k, v = normal(pages, PAGE, kv_heads, dim), normal(pages, PAGE, kv_heads, dim)
-    for request, (ids, unit) in enumerate(zip(table, along)):  # keys lie x along a direction, their query on it
+    for request, (ids, unit) in enumerate(zip(table, along)):  # each key has x along a direction; its query lies on it
         k[ids] += (x[request].view(-1, PAGE, 1, 1) * unit).to(k.dtype)
     q = (along * dim**0.5).repeat_interleave(query_heads // kv_heads, dim=1).to(k.dtype)
     lens = torch.full((batch,), keys, dtype=torch.int32, device=device)
@@ -55,19 +58,20 @@ def make_step(keys: int, batch: int, heads: tuple[int, int], dim: int, device: s
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lens: torch.Tensor) -> Any:
-    """(output (B, Hq, D), LSE (B, Hq) base 2) over the tokens of a page table; k and v (pages, P, Hkv, D)."""
+    """Return (output (B, Hq, D), LSE (B, Hq) base 2) over the tokens of a page table; k and v are (pages, P, Hkv,
+    D)."""
     return trtllm_batch_decode_with_kv_cache(
         q, (k, v), None, table, lens, None, bmm1_scale=q.shape[2] ** -0.5, kv_layout="NHD", return_lse=True
     )
 
 
 def select(s: Step, kept: int) -> torch.Tensor:
-    """(B, kept) int32: places of the kept tokens in the cache, page * PAGE + row."""
+    """Return the slots of the kept tokens in the cache, page * PAGE + row: (B, kept) int32."""
     return top_k_page_table_transform(s.scores, s.pages, s.lens, kept, page_size=PAGE)
 
 
 def exact(s: Step, places: torch.Tensor) -> torch.Tensor:
-    """(B, Hq, D) fp32: attention over the kept tokens in plain torch."""
+    """Compute attention over the kept tokens in plain torch: (B, Hq, D) fp32."""
     group = s.q.shape[1] // s.k.shape[2]
     k, v = (x.flatten(0, 1)[places.long()].float().repeat_interleave(group, dim=2) for x in (s.k, s.v))
     p = torch.einsum("bhd,bkhd->bhk", s.q.float(), k).mul(s.q.shape[2] ** -0.5).softmax(-1)
@@ -75,7 +79,7 @@ def exact(s: Step, places: torch.Tensor) -> torch.Tensor:
 
 
 def microseconds(call: Callable[[], Any], device: str) -> float:
-    """Median time of a call; on CUDA of its graph, while the L2 holds something else."""
+    """Return the median time of a call; on CUDA that of its graph, with other data in the L2."""
     call()
     times = []
     if device == "cpu":
@@ -123,7 +127,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     errors = [float((sparse - right).norm() / right.norm()) for right in (dense.float(), exact(s, places))]
     found = {f"{name}, us": microseconds(call, device) for name, call in calls.items()}
     found |= dict(zip(("error to dense attention", "error to exact attention over the kept"), errors))
-    found |= {"probability of the kept, mean": float(shares.mean()), "least of a head": float(shares.min())}
+    found |= {
+        "probability of the kept, mean": float(shares.mean()),
+        "probability of the kept, least": float(shares.min()),
+    }
     for name, value in found.items():
         print(f"{name:40}{value:12.1f}" if name.endswith("us") else f"{name:40}{value:12.5f}")
     return found

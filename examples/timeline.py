@@ -1,4 +1,4 @@
-"""When things happened on a device, and a drawing of it: a row a request, and curves over the steps below."""
+"""Record times on a device and draw them: one row per request, and curves over the steps below."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ COLOURS = ("#CCCCCC", "#0072B2", "#D55E00", "#009E73")
 
 
 def mark(device: torch.device) -> Any:
-    """This moment, of a GPU where it gets here: no wait."""
+    """Record the current time; on a GPU, the time at which its stream gets here. Does not wait."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -20,7 +20,7 @@ def mark(device: torch.device) -> Any:
 
 
 def seconds(begin: Any, end: Any) -> float:
-    """Between two marks. Waits for the second one."""
+    """Return the time between two marks. Waits for the second one."""
     if isinstance(begin, float):
         return end - begin
     end.synchronize()
@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 
 def draw(spans: list[Span], ends: list[float], curves: dict[str, Mapping[str, Sequence[float]]], path: Path) -> None:
-    """Rows of spans, a later one over an earlier one; below them curves[axis][name], a value of each step's end."""
+    """Draw rows of spans, later spans over earlier ones, and below them curves[axis][name], with a value per step."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 8), layout="constrained")

@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ARCH = "sm_90a"
 BUNDLE = ROOT / "build" / "bundle" / ARCH
 BUILDING = pytest.StashKey[subprocess.Popen[str]]()
-OUTSIDE = os.environ.get("CUTE_DSL_ARCH")  # what processes get that tests start
-if not torch.cuda.is_available():  # read when the DSL is imported, which some test or other does first
+OUTSIDE = os.environ.get("CUTE_DSL_ARCH")  # for processes that tests start
+if not torch.cuda.is_available():  # the DSL reads it when a test first imports it
     os.environ.setdefault("CUTE_DSL_ARCH", ARCH)
     torch.set_num_threads(1)  # tensors are small: two threads take 4 times the processor time of one
     os.environ["OMP_NUM_THREADS"] = "1"  # in processes that tests start
@@ -35,18 +35,18 @@ with suppress(ImportError):  # a GPU machine may lack Hypothesis, which no test_
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run everything, and simulate what was simulated before too")
+    parser.addoption("--all", action="store_true", help="run all tests, and repeat simulations with remembered results")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "feature(*names): of tests on a GPU: what they show, names of tools.matrix")
-    gc.disable()  # until all is collected, which stays: see `pytest_collection_finish`
-    if set(config.invocation_params.args) <= {"--all"}:  # all tests, some of which need the bundle: begin at once
+    config.addinivalue_line("markers", "feature(*names): features, by tools.matrix, that a GPU test uses")
+    gc.disable()  # until collection ends, see `pytest_collection_finish`
+    if set(config.invocation_params.args) <= {"--all"}:  # all tests run, and some need the bundle: begin at once
         config.stash[BUILDING] = start_build(ARCH, BUNDLE)
 
 
 def features_of(item: pytest.Item) -> set[str]:
-    """Names that the markers `feature` of a test say, each of them a feature of tools.matrix."""
+    """Return the names in a test's `feature` markers. Each must be a feature of tools.matrix."""
     names = {name for mark in item.iter_markers("feature") for name in mark.args}
     if names - matrix.NAMES:
         raise pytest.UsageError(f"{item.nodeid}: tools.matrix has no feature {', '.join(sorted(names - matrix.NAMES))}")
@@ -56,13 +56,17 @@ def features_of(item: pytest.Item) -> set[str]:
 
 
 def imports_engine(item: pytest.Item) -> bool:
-    """Tests of an engine stay together: torch refuses to define its operators twice."""
+    """Return whether a test imports an engine. Such tests stay together: torch refuses to define their operators
+    twice."""
     return "engine" in item.fixturenames  # type: ignore[attr-defined]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --all, tests marked `full` are left out. Tests on a GPU compile what they run, and a junit report says
-    their features. Tests that need kernels come last, since these are compiled meanwhile."""
+    """Leave out tests marked `full` unless --all is given, mark GPU tests as `kernels` and store their features for
+    junit reports.
+
+    Tests that need kernels come last, because the kernels are compiled meanwhile.
+    """
     for item in items:
         item.user_properties += [("feature", name) for name in sorted(features_of(item))]
         if item.path.name.startswith("test_gpu_"):
@@ -75,14 +79,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def order(item: pytest.Item) -> tuple[bool, bool]:
-    """What needs kernels comes later, and last what waits for simulations; tests of an engine stay together."""
+    """Sort tests that need kernels later, and those that wait for simulations last; tests of an engine stay
+    together."""
     kernels = item.get_closest_marker("kernels") is not None and not imports_engine(item)
     return kernels, "problems" in getattr(item, "fixturenames", ())
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build the bundle beside the tests that do not need it, where any does. What was collected stays until the end:
-    the garbage collector need not go through it, 0.8 s each time."""
+    """Start building the bundle if a test needs it, in parallel to the tests that do not.
+
+    The collected tests stay until the end, so the garbage collector need not traverse them: that takes 0.8 s each time.
+    """
     gc.freeze()
     gc.enable()
     stash, option = session.config.stash, session.config.option
@@ -91,9 +98,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    gc.enable()  # also where nothing was collected
+    gc.enable()  # also if nothing was collected
     if BUILDING in config.stash:
-        config.stash[BUILDING].kill()  # no harm where it has ended
+        config.stash[BUILDING].kill()  # harmless if it has ended
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -108,7 +115,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line("time: " + ", ".join(parts))
 
 
-# A process that runs this first cannot import the DSL, as where it is not installed.
+# A process that runs this first cannot import the DSL, as if it were not installed.
 BLOCK_DSL = """
 import sys
 class Blocker:
@@ -124,7 +131,7 @@ ON_CUDA = pytest.param("cuda", marks=pytest.mark.kernels)
 
 @pytest.fixture(params=["cpu", ON_CUDA] if torch.cuda.is_available() else ["cpu"])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """A test that asks for it, or uses a fixture that does, runs on the CPU and, where there is one, on a GPU."""
+    """Run a test that uses this fixture on the CPU and, if there is one, on a GPU."""
     if request.param == "cpu":
         return torch.device("cpu")
     if torch.cuda.get_device_capability() != (9, 0):
@@ -134,7 +141,8 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def compile_in_marked_tests_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make quick` runs the tests without the marker `kernels`: they must not compile, or it is not quick."""
+    """Fail a test that compiles without the marker `kernels`: `make quick` runs the unmarked tests, and must be
+    quick."""
     if not request.node.get_closest_marker("kernels"):
 
         def refuse(op: str, spec: Any, *_: Any) -> None:
@@ -163,8 +171,10 @@ def run_python(*arguments: str, cwd: Path = ROOT, **env: str) -> subprocess.Comp
 
 
 def start_build(arch: str, out: Path, *only: str, jobs: int = 0) -> subprocess.Popen[str]:
-    """Start the tool that builds a bundle of shipped kernels, 3 to 5 s for each that its cache (build/obj) lacks. jobs:
-    0, one for each core."""
+    """Start the build of a bundle of shipped kernels; 3 to 5 s for each kernel that the cache (build/obj) lacks.
+
+    jobs: 0 means one per core.
+    """
     jobs = jobs or len(os.sched_getaffinity(0))
     return start_python(
         *("-m", "cute_kernels", "build", "--arch", arch, "--jobs", str(jobs), "--out", str(out), *only),
@@ -173,7 +183,7 @@ def start_build(arch: str, out: Path, *only: str, jobs: int = 0) -> subprocess.P
 
 
 def built(process: subprocess.Popen[str], out: Path) -> Path:
-    """The bundle `out` of a process that was started to build it."""
+    """Wait for a process that builds the bundle `out`, and return `out`."""
     done = finish(process)
     if done.returncode:
         pytest.fail(f"cute_kernels build failed:\n{done.stderr}", pytrace=False)
@@ -186,7 +196,7 @@ def build_bundle(arch: str, out: Path, *only: str) -> Path:
 
 @pytest.fixture
 def here() -> Iterator[Any]:
-    """A machine whose kernels compute in torch; its `launches` are those of this test's calls, `specs` its kernels."""
+    """A machine with kernels that compute in torch; it lists `launches` and kernel `specs` of this test's calls."""
     from tests.emulated import emulation
 
     with emulation() as fake:
@@ -200,12 +210,12 @@ def launches(here: Any) -> list[Any]:
 
 @pytest.fixture
 def fresh_compiler() -> None:
-    torch.compiler.reset()  # else one test's variants count towards the next one's recompile limit
+    torch.compiler.reset()  # otherwise one test's variants count towards the next one's recompile limit
 
 
 @pytest.fixture(scope="session")
 def bundle(request: pytest.FixtureRequest) -> Path:
-    """The bundle of every shipped kernel of ARCH. When it is there, what else takes long begins beside the tests."""
+    """The bundle of every shipped kernel of ARCH. When it is built, other long work starts in parallel to the tests."""
     out = built(request.config.stash[BUILDING], BUNDLE)
     for name in ("blackwell", "problems"):
         if any(name in item.fixturenames for item in request.session.items):
@@ -215,7 +225,7 @@ def bundle(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def blackwell(request, tmp_path_factory) -> Callable[[str], manifest.Manifest]:
-    """The bundle of an architecture: a kernel of each structure, with --all every shipped one."""
+    """The bundle of an architecture: one kernel of each structure; with --all every shipped kernel."""
     from tests import kernels
 
     chosen = kernels.BLACKWELL if request.config.getoption("--all") else kernels.COVERING
@@ -229,7 +239,7 @@ def blackwell(request, tmp_path_factory) -> Callable[[str], manifest.Manifest]:
 
 @pytest.fixture(scope="session")
 def problems(request) -> Iterator[Callable[[str], list[str]]]:
-    """Label of tests.simulated -> what is wrong with a kernel or a feature, of those that selected tests name."""
+    """Label of tests.simulated -> errors of a kernel or a feature, for the labels of the selected tests."""
     from tests.simulated import Simulations
 
     items = [item for item in request.session.items if "problems" in item.fixturenames]

@@ -1,5 +1,8 @@
-"""Compiled for sm_100a by test_umma.py: a product as CUTLASS's helpers set it up. Prints, of each case on the command
-line (type, n, k, major of B), the integers in its PTX that are descriptors of operands or of the instruction."""
+"""Run by test_umma.py for sm_100a: compile a product as CUTLASS's helpers set it up.
+
+Prints, for each case on the command line (type, n, k, major of B), the integers in its PTX that are descriptors of
+operands or of the instruction.
+"""
 
 import re
 import sys

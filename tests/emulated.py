@@ -1,4 +1,4 @@
-"""Calls of the context function, and a machine whose kernels compute in torch what their arguments say."""
+"""Calls of the context function, and a machine with kernels that compute in torch from their arguments."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,8 +32,8 @@ def check(inputs, result, tolerance=1e-2):
 
 
 def emulate(op, spec, launches):
-    """A kernel of `spec` on any device: checks what compiled code would, then runs the reference. A launch is kept as
-    its arguments by name."""
+    """Return a kernel of `spec` for any device: it checks what compiled code would check, then runs the reference. The
+    arguments of each launch, by name, are appended to `launches`."""
     names = args.fields(spec)
 
     def kernel(*flat):
@@ -75,7 +75,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": E4M3, "nvfp4": 
 
 
 def check_arguments(spec, a):
-    """What compiled code checks of its arguments, and what their callers promise."""
+    """Check the arguments as compiled code does, and the promises of its callers."""
     types = dict.fromkeys(("lse", "sink", "softmax_scale_ptr", "out_scale_ptr", "o_partial"), torch.float32)
     types |= dict.fromkeys(("k", "v"), DTYPES[spec.kv.dtype]) | dict(q=DTYPES[spec.q], o=DTYPES[spec.out[0]])
     types |= dict.fromkeys(("k_scales", "v_scales", "o_fp8", "o_fp4", "o_sf"), torch.uint8)
@@ -114,7 +114,7 @@ def check_arguments(spec, a):
 
 
 def check_schedule(spec, a):
-    """Counters that nobody else has, and scratch for the parts that the kernel writes."""
+    """Check that no other launch uses the counters, and that the scratch holds the splits that the kernel writes."""
     q_lens, group = a.cu_seqlens_q.diff().tolist(), a.q.shape[1] // a.k.shape[1]
     pack_factor = [group if spec.schedule == "stream_k" or n <= PACK_GQA_MAX_Q else 1 for n in q_lens]
     rows = [n * each for n, each in zip(q_lens, pack_factor)]
@@ -127,7 +127,7 @@ def check_schedule(spec, a):
     slots, counters = 2 * a.grid, a.grid
     if a.blocks_per_split:
         blocks = [-(-n // spec.tile.n) for n in a.kv_lens.tolist()]
-        cut = [-(-n // geometry.tile_m(spec, n)) for n in rows]  # as the kernel cuts them
+        cut = [-(-n // geometry.tile_m(spec, n)) for n in rows]  # as the kernel splits them
         slots = sum(m * max(1, -(-n // a.blocks_per_split)) for m, n in zip(cut, blocks)) * a.k.shape[1]
         counters = slots
     counters *= spec.tile.counters_per_split
@@ -138,8 +138,8 @@ def check_schedule(spec, a):
 
 @contextmanager
 def emulation() -> Iterator[Any]:
-    """A machine whose kernels compute in torch; its `launches` are those of the calls in the block, `specs` its
-    kernels."""
+    """Yield a machine with kernels that compute in torch; it lists `launches` and kernel `specs` of the calls in the
+    block."""
     fake: Any = FakeMachine(lambda op, spec: fake.specs.append(spec) or emulate(op, spec, fake.launches))
     fake.launches, fake.specs = [], []
     with machine.override(fake):

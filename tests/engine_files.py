@@ -1,7 +1,7 @@
-"""A serving engine's own files about attention, importable without the rest of it.
+"""Files about attention from a serving engine's wheel, importable without the rest of the engine.
 
-They are fetched from its wheel in the package index into build/engines, once; without an index tests are skipped. A
-wheel has up to 340 MB: HTTP range requests fetch the listed files alone. Every other module of the engine is a stub.
+They are fetched from the package index into build/engines, once; without an index the tests are skipped. A wheel has up
+to 340 MB, so only the listed files are fetched, with HTTP range requests. All other modules of the engine are stubs.
 """
 
 import io
@@ -31,13 +31,13 @@ from cute_kernels import manifest
 from tests.conftest import ROOT
 
 INDEX = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple").rstrip("/")
-SECONDS = 60  # that an answer may take
-AHEAD = 1 << 18  # bytes of a request
+SECONDS = 60  # timeout of a request
+AHEAD = 1 << 18  # bytes per request
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
 
 class Remote(io.RawIOBase):
-    """The bytes behind an address, of which those are fetched that are read."""
+    """A file at a URL, fetched in the ranges that are read."""
 
     def __init__(self, url: str) -> None:
         self.url, self.position = url, 0
@@ -69,7 +69,7 @@ class Remote(io.RawIOBase):
 
 
 def wheel_of(distribution: str, version: str) -> str:
-    """The address of some wheel: their Python files are the same."""
+    """Return the URL of one of the wheels: their Python files are the same."""
     asked = urllib.request.Request(
         f"{INDEX}/{distribution}/", headers={"Accept": "application/vnd.pypi.simple.v1+json"}
     )
@@ -81,7 +81,7 @@ def wheel_of(distribution: str, version: str) -> str:
 
 
 def engine_files(distribution: str, version: str, names: tuple[str, ...]) -> Path:
-    """A folder that has these files of a wheel, fetched once."""
+    """Return a folder with these files of a wheel. They are fetched once."""
     folder = ROOT / "build" / "engines" / f"{distribution}-{version}"
     with manifest.locked(folder.with_name(f".lock-{distribution}")):
         missing = [name for name in names if not (folder / name).exists()]
@@ -95,13 +95,13 @@ def engine_files(distribution: str, version: str, names: tuple[str, ...]) -> Pat
                         with wheel.open(name) as source, part.open("wb") as out:
                             shutil.copyfileobj(source, out)
                         os.replace(part, path)
-            except OSError as error:  # URLError and TimeoutError are
+            except OSError as error:  # URLError and TimeoutError are OSErrors
                 pytest.skip(f"{distribution} {version} is not to be had from {INDEX}: {error}")
     return folder
 
 
 def entry_points(group: str) -> list[EntryPoint]:
-    """What pyproject.toml declares, as installed packages have it."""
+    """Return the entry points that pyproject.toml declares, as an installed package would have them."""
     found = re.search(rf'^\[project\.entry-points\."{re.escape(group)}"\]\n((?:\w+ = .*\n)+)', PYPROJECT, re.MULTILINE)
     assert found, group
     return [EntryPoint(name, value, group) for name, value in re.findall(r'(\w+) = "(.*)"', found[1])]
@@ -111,8 +111,10 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None,
     soft_cap: float | None = None, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Causal attention of the last rows of a request in float64: q (n, heads, D), k and v (keys, KV heads, D). window
-    counts the token itself."""
+    """Compute causal attention of a request's last rows in float64: q (n, heads, D), k and v (keys, KV heads, D).
+
+    window counts the token itself.
+    """
     k, v = (t.double().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     logits = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
     if soft_cap is not None:
@@ -124,11 +126,12 @@ def attention(
     return torch.einsum("hqk,khd->qhd", logits.softmax(2)[..., : len(k)], v)
 
 
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}  # in bench.cases
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}  # names in bench.cases
 
 
 def compare(found: torch.Tensor, want: torch.Tensor, query: torch.dtype, soft_cap: float | None) -> None:
-    """What a kernel or, on the CPU, the reference found of queries of a dtype, with attention in float64."""
+    """Compare an output (of a kernel or, on the CPU, of the reference) for queries of a dtype with attention in
+    float64."""
     rtol, atol = 0.01, 0.005
     if found.is_cuda:
         rtol = atol = max(TOLERANCE[NAMES[query]], SOFT_CAP_TOLERANCE if soft_cap else 0.0)
@@ -136,13 +139,13 @@ def compare(found: torch.Tensor, want: torch.Tensor, query: torch.dtype, soft_ca
 
 
 class Stub(types.ModuleType):
-    """A module of an engine that has nothing of attention: what is asked of it is a class, or a mock."""
+    """A module of an engine that does not concern attention. Each attribute is a new class or a mock."""
 
     __path__: list[str] = []
 
     def __init__(self, name: str, real: set[str]) -> None:
         super().__init__(name)
-        self.real = real  # modules that are no stubs
+        self.real = real  # modules with real files
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or f"{self.__name__}.{name}" in self.real:
@@ -153,7 +156,7 @@ class Stub(types.ModuleType):
 
 
 class Engine(MetaPathFinder, Loader):
-    """A package whose modules are the fetched files and, where none was fetched, stubs with the given attributes."""
+    """A package built from the fetched files; all other modules are stubs with the given attributes."""
 
     def __init__(self, package: str, folder: Path, files: tuple[str, ...], stubs: dict[str, dict[str, Any]]) -> None:
         self.package, self.folder, self.stubs = package, folder, stubs
@@ -174,7 +177,7 @@ class Engine(MetaPathFinder, Loader):
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Importable while the block runs, with the integrations that import it."""
+        """Make the package importable in the block, and the integrations that import it."""
         before = set(sys.modules)
         sys.meta_path.insert(0, self)
         try:

@@ -1,4 +1,4 @@
-"""Tensors that claim to lie on GPU 0 but have no memory: what the argument checks of a compiled kernel see.
+"""Tensors that claim to be on GPU 0 but have no memory, for the argument checks of compiled kernels.
 
 No GPU is needed, because compiled code checks every argument before it calls CUDA.
 """
@@ -36,7 +36,8 @@ _alive: list[Any] = []  # DLPack borrows shapes and strides
 
 
 def tensor(shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = None, offset: int = 0) -> Any:
-    """dtype: a kind and its bits, "bfloat16". offset: bytes that the first element lies past a 256-byte boundary."""
+    """Make a tensor. dtype: a kind and its bits, "bfloat16". offset: bytes of the first element past a 256-byte
+    boundary."""
     kind = dtype.rstrip("0123456789")
     if strides is None:
         strides = tuple(_product(shape[i + 1 :]) for i in range(len(shape)))

@@ -1,4 +1,4 @@
-"""A machine under tests: calls on CPU tensors take the compiled kernel's path, to kernels written in torch."""
+"""A machine for tests: calls on CPU tensors take the compiled kernel's path, to kernels written in torch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,8 +10,8 @@ from wrappers.machine import HostMachine
 
 
 class Broken(BaseException):
-    """A promise of a kernel's callers that does not hold. Compiled code would not see it, so the host may not mistake
-    it for a refusal, as it would an Exception."""
+    """A broken promise of a kernel's caller. Compiled code would not notice it, and the host must not mistake it for a
+    refusal, as it would an Exception."""
 
 
 def promised(condition: Any, what: str = "") -> None:
@@ -20,10 +20,12 @@ def promised(condition: Any, what: str = "") -> None:
 
 
 class FakeMachine(HostMachine):
-    """GPUs of `sms` SMs under CPU tensors, which lie on device None. kernel: (op, spec) -> a function that takes a
-    launch's arguments. May be set between calls: `devices`, how many there are, `device`, the current one, its
-    `stream`, and whether that is `capturing`. Nobody launches, or asks for a stream, while another device is current.
-    host_scales: whether scales of one element lie in the host's memory, beside data of the GPU.
+    """GPUs of `sms` SMs for CPU tensors, which are on device None.
+
+    kernel: (op, spec) -> a function that takes a launch's arguments. Tests may set between calls: `devices` (their
+    number), `device` (the current one), its `stream`, and whether it is `capturing`. While another device is current, a
+    launch or a query for the stream is an error. host_scales: whether scales of one element lie in host memory, beside
+    data of the GPU.
     """
 
     def __init__(self, kernel: Callable[[str, Any], Callable[..., Any]], arch: str = "sm_90a", sms: int = 132):
@@ -35,7 +37,7 @@ class FakeMachine(HostMachine):
         self.stream = 0
         self.capturing = False
         self.host_scales = False
-        self.waits: list[torch.device] = []  # for streams
+        self.waits: list[torch.device] = []  # devices that were waited for
 
     def device_info(self, device: torch.device) -> tuple[str, int]:
         promised(device == torch.device("cpu"))

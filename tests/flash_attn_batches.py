@@ -1,4 +1,4 @@
-"""Requests in every form that FlashAttention's functions take, and attention in float64 to compare with."""
+"""Batches in every form that FlashAttention's functions take, and attention in float64 for comparison."""
 
 import torch
 
@@ -19,7 +19,7 @@ def starts_of(lens):
 
 
 def oracle(q, k, v, causal=False, window=(-1, -1), cap=0.0, scale=None, sinks=None):
-    """o (m, Hq, Dv), lse (Hq, m) of one request, float64: natural logarithms."""
+    """Return o (m, Hq, Dv) and lse (Hq, m) of one request in float64, with natural logarithms."""
     (m, heads, dim), n = q.shape, len(k)
     k, v = (x.double().repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     s = torch.einsum("mhd,nhd->hmn", q.double(), k) * (dim**-0.5 if scale is None else scale)
@@ -35,7 +35,7 @@ def oracle(q, k, v, causal=False, window=(-1, -1), cap=0.0, scale=None, sinks=No
 
 
 class Batch:
-    """Requests as rows, as pages of a table and as a cache with an entry a request; free slots hold NaN."""
+    """Requests as packed rows, as pages of a table and as a cache with one entry per request. Free slots hold NaN."""
 
     def __init__(self, q_lens=(3, 0, 1, 2), kv_lens=(9, 4, 17, 1), page=4, dtype=HALF, dim_v=D, heads=(HQ, HKV)):
         draw = torch.Generator().manual_seed(len(q_lens) + page)
@@ -57,7 +57,7 @@ class Batch:
             self.paged.append(pool)
             self.dense.append(dense)
         used = torch.arange(width) * page < self.lens[:, None]
-        self.table = torch.where(used, ids, -7)  # behind a request's last page
+        self.table = torch.where(used, ids, -7)  # entries after a request's last page
 
     def want(self, **options):
         parts = zip(self.q.split(self.q_lens), self.k.split(self.kv_lens), self.v.split(self.kv_lens))
@@ -92,7 +92,7 @@ def check(got, want, tolerance=2e-3):
 
 
 def good_call(function):
-    """Keyword arguments of a good call, by a function's name."""
+    """Return keyword arguments of a valid call of a function."""
     batch = Batch(q_lens=(2, 2), kv_lens=(20, 9), page=16, dtype=BF16)
     if function == "flash_attn_varlen_func":
         return {
@@ -117,12 +117,12 @@ def equal(rows):
 
 
 def appended(form, page=4):
-    """(arguments of a call that appends, what it must give, the rows of each request after it)."""
+    """Return (arguments of a call that appends, the batch it must give, the rows of each request before it)."""
     counts = (2, 2, 2) if form in ("equal", "entries") else (3, 0, 1)
     old = (5, 0, 11)
     whole = Batch(q_lens=counts, kv_lens=tuple(a + b for a, b in zip(old, counts)), page=page)
     cut = [[part[len(part) - n :] for part, n in zip(t.split(whole.kv_lens), counts)] for t in (whole.k, whole.v)]
-    for pool in (*whole.paged, *whole.dense):  # nothing new is there yet
+    for pool in (*whole.paged, *whole.dense):  # remove the rows that the call appends
         pool.nan_to_num_(nan=0.0)
     for b, (had, has) in enumerate(zip(old, whole.kv_lens)):
         for t in range(had, has):

@@ -1,6 +1,6 @@
-"""Digests of the simulator's arithmetic over dense inputs, which must be the same on every processor.
+"""Digests of the simulator's arithmetic over dense inputs. They must be the same on every processor.
 
-`python -m tests.form_digests` prints them as JSON: a line per opcode of the calibration cases that computes numbers,
+`python -m tests.form_digests` prints them as JSON: one line per opcode of the calibration cases that computes numbers,
 and lines per operand format of the tensor cores. `--record` writes them to tests/data/form_digests.json.
 """
 
@@ -14,10 +14,10 @@ import numpy as np
 
 from tools.ptxsim import alu, convert, tensorcore, translate  # noqa: F401  (alu and convert register their forms)
 from tools.ptxsim.calibrate import cases
-from tools.ptxsim.faults import Unsupported
+from tools.ptxsim.faults import NotModelled
 from tools.ptxsim.forms import find
 from tools.ptxsim.numbers import FLOATS, decode
-from tools.ptxsim.parse import Instruction, parse
+from tools.ptxsim.parse import PtxInstruction, parse
 
 RECORD = Path(__file__).parent / "data" / "form_digests.json"
 SECTIONS = (
@@ -28,8 +28,8 @@ SECTIONS = (
 )
 DENSE = 1 << 16  # values of an operand: every upper half of a float32, every 16-bit number
 SPECIALS = (0.0, -0.0, 1.0, -1.5, np.inf, -np.inf, np.nan, -np.nan)
-TAIL = 7  # a number of values that no vector of a processor divides
-OTHERS = (  # opcodes of Blackwell, which no calibration case has
+TAIL = 7  # a number of values that no vector length of a processor divides
+OTHERS = (  # Blackwell opcodes without a calibration case
     *("add.rn.f32x2", "mul.ftz.f32x2", "fma.rn.f32x2"),
     *("cvt.rn.satfinite.e2m1x2.f32", "cvt.rn.f16x2.e2m1x2"),
 )
@@ -37,7 +37,7 @@ MATRICES = ("f16", "bf16", "tf32", "e4m3", "e5m2")  # formats of tensor-core ope
 
 
 def values(kind: str, operand: int) -> np.ndarray:
-    """Values of a PTX type, different for each operand: dense ones, then SPECIALS in all combinations of three."""
+    """Return values of a PTX type, different for each operand: dense ones, then all combinations of three SPECIALS."""
     dtype, random, count = translate.dtype_of(kind), np.random.RandomState(operand), DENSE + len(SPECIALS) ** 3 + TAIL
     if kind == "pred":
         return random.randint(0, 2, count).astype(bool)
@@ -63,24 +63,25 @@ def digest(results: Any) -> str:
 
 
 def of_forms() -> dict[str, str]:
-    """The digest of each opcode that maps numbers to numbers."""
+    """Return the digest of each opcode that maps numbers to numbers."""
     found: dict[str, str] = {}
     instructions = [x for case in cases.CASES for x in parse(case.ptx).instructions]
-    instructions += [Instruction("", op, tuple("dabc"[: 3 + op.startswith("fma")]), 0, "") for op in OTHERS]
+    instructions += [PtxInstruction("", op, tuple("dabc"[: 3 + op.startswith("fma")]), 0, "") for op in OTHERS]
     for x in instructions:
         form = find(x.op)
         if x.op in found or form is None or form[0].isa not in SECTIONS:
             continue
         try:
             op = form[0].make(x, form[1])
-        except Unsupported:
+        except NotModelled:
             continue
         found[x.op] = digest(op.run(*(values(kind, i) for i, (_, kind) in enumerate(op.ins))))
     return found
 
 
 def matrix(kind: str, rows: int, seed: int, specials: bool) -> np.ndarray:
-    """float32 (rows, 32) of random bits in an operand format. Without specials, numbers around 1 of any sign."""
+    """Return a float32 matrix (rows, 32) of random bits in an operand format; without specials, finite numbers times
+    2^-10."""
     random = np.random.RandomState(seed)
     if kind == "tf32":
         bits = random.randint(0, 1 << 32, (rows, 32), dtype=np.uint64).astype(np.uint32)
@@ -94,7 +95,7 @@ def matrix(kind: str, rows: int, seed: int, specials: bool) -> np.ndarray:
 
 
 def of_products() -> dict[str, str]:
-    """The digests of tensor-core sums, rounded as hardware rounds them and exactly."""
+    """Return the digests of tensor-core sums, rounded as hardware rounds them and exact."""
     found = {}
     for kind in MATRICES:
         for specials in (False, True):

@@ -1,4 +1,4 @@
-"""What the GPU tests of both operator families share: cases and the features that they show, calls, graphs, threads."""
+"""Shared parts of the GPU tests of both operator families: cases with the features they use, calls, graphs, threads."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ from wrappers.attention.op import serve
 OPS = {"context": "prefill", "decode": "decode", "xqa": "xqa"}  # AttentionCase.function -> Feature.op
 
 
-# ---- what a test shows
+# ---- features that a test uses
 
 
 def feature(*names: str) -> pytest.MarkDecorator:
@@ -30,7 +30,7 @@ def feature(*names: str) -> pytest.MarkDecorator:
 
 
 def problem_of(case: AttentionCase) -> KernelRequest:
-    """What the case asks of a kernel."""
+    """Return the kernel request of the case."""
     q, kv, out = (t.replace("fp8", "e4m3") for t in (case.dtype, case.kv_dtype or case.dtype, case.out_dtype))
     return KernelRequest(
         q, kv, out or q, case.head_dim_qk, case.head_dim_vo, case.page_size, case.heads_q // case.heads_kv,
@@ -40,9 +40,9 @@ def problem_of(case: AttentionCase) -> KernelRequest:
 
 
 def features(case: AttentionCase) -> tuple[str, ...]:
-    """Names of the features that a call of the case uses."""
+    """Return the names of the features that a call of the case uses."""
     op, problem = OPS[case.function], problem_of(case)
-    others = {  # no static facts of a kernel
+    others = {  # features that are not static facts of a kernel
         "sinks": case.sink,
         "LSE": case.lse,
         "scales on the device": bool(case.device),
@@ -56,12 +56,13 @@ def features(case: AttentionCase) -> tuple[str, ...]:
 
 
 def marked(case: AttentionCase, name: str = "") -> Any:
-    """The case as a parameter of a test, which then carries the case's features."""
+    """Return the case as a test parameter with the case's features as marks."""
     return pytest.param(case, id=name or case.name, marks=feature(*features(case)))
 
 
 def grid(base: AttentionCase, *axes: dict[str, dict[str, Any]]) -> list[Any]:
-    """Parameters of a test: `base` with every combination of changes. An axis: name -> fields of the case."""
+    """Return test parameters: `base` with every combination of changes. An axis is a dict: name -> fields of the
+    case."""
     found = []
     for combination in itertools.product(*(axis.items() for axis in axes)):
         changes = {field: value for _, change in combination for field, value in change.items()}
@@ -70,7 +71,7 @@ def grid(base: AttentionCase, *axes: dict[str, dict[str, Any]]) -> list[Any]:
 
 
 def values(field: str, *found: Any) -> dict[str, dict[str, Any]]:
-    """An axis of one field."""
+    """Return an axis of one field."""
     return {f"{field}={str(value).replace(' ', '')}": {field: value} for value in found}
 
 
@@ -85,13 +86,14 @@ Inputs = dict[str, Any]  # keyword arguments of a public function
 
 
 def call_of(case: AttentionCase, device: Any, seed: int = 0) -> tuple[Inputs, tuple[torch.Tensor, torch.Tensor]]:
-    """(arguments of the case's function, the reference's (o, lse) in fp32)."""
+    """Return (arguments of the case's function, the reference's (o, lse) in fp32)."""
     problem = cases.make_call(case, device, seed)
     return cases.FUNCTIONS[case.function][1](case, problem), cases.expected(case, problem)
 
 
 def run(function: str, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(o (T, Hq, Dvo), lse or None): copies, so that a second run cannot pass on the first one's result."""
+    """Run a call and return (o (T, Hq, Dvo), lse or None) as copies. The outputs are poisoned first, so that a second
+    run cannot pass with the results of the first."""
     for t in (inputs.get(name) for name in ("out", "output", "lse")):
         if isinstance(t, fp4.FP4Tensor):
             t.data.fill_(0x7F)
@@ -117,7 +119,7 @@ def close(
     what: object = "",
     limit_lse: float = cases.LSE_TOLERANCE,
 ) -> None:
-    """(o, lse or None) against fp32. atol: of o, a number or a tensor that o's shape is broadcast with."""
+    """Compare (o, lse or None) with fp32. atol: of o, a number or a tensor that broadcasts with o."""
     limit = torch.as_tensor(atol, device=want[0].device) + rtol * want[0].abs()
     off = ~((got[0].float() - want[0]).abs() <= limit)  # NaN is off
     if off.any():
@@ -129,12 +131,12 @@ def close(
 
 
 def as_expected(case: AttentionCase, got: Sequence[Any], want: Sequence[Any]) -> None:
-    """The result of a case against its reference."""
+    """Compare the result of a case with its reference."""
     close(got, want, 0.0, case.limit(want[0]), case.name, case.lse_tolerance)
 
 
 def same(a: Sequence[Any], b: Sequence[Any], what: object = "") -> None:
-    """Equal results; an lse that either side lacks is not compared."""
+    """Assert that results are equal. An lse that either side lacks is not compared."""
     for x, y in zip(a, b, strict=True):
         if x is not None and y is not None:
             x, y = (t.view(torch.uint8) if t.element_size() == 1 else t for t in (x, y))
@@ -142,15 +144,15 @@ def same(a: Sequence[Any], b: Sequence[Any], what: object = "") -> None:
 
 
 def matches_reference(case: AttentionCase, device: Any, seed: int = 0) -> None:
-    """Close to the reference, and the same bits in a second call."""
+    """Assert that a call is close to the reference, and has the same bits when it is repeated."""
     inputs, want = call_of(case, device, seed)
     first = run(case.function, inputs)
     as_expected(case, first, want)
     same(run(case.function, inputs), first, case.name)
 
 
-def writes_bytes(known: outputs.Known, start: int) -> None:
-    """NVFP4 output, byte by byte, with what is around it."""
+def writes_bytes(known: outputs.KnownOutput, start: int) -> None:
+    """Compare an NVFP4 output, and the memory around it, byte by byte."""
     got, want = outputs.poisoned(known.o.shape, start, known.o.device), outputs.quantised(known.o, start)
     serve(known.problem._replace(out=got, out_sf_scale=outputs.SCALE))
     assert all(map(torch.equal, outputs.bytes_of(got), outputs.bytes_of(want)))
@@ -160,7 +162,7 @@ def writes_bytes(known: outputs.Known, start: int) -> None:
 
 
 def captured(function: Callable[..., Any], inputs: dict[str, Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A CUDA graph of one call, and the result that a replay writes."""
+    """Return a CUDA graph of one call, and the result that a replay overwrites."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = function(**inputs)
@@ -168,11 +170,11 @@ def captured(function: Callable[..., Any], inputs: dict[str, Any]) -> tuple[torc
 
 
 def repeated(device: torch.device, work: Callable[[], Any]) -> Callable[[], Any]:
-    """What does `work` again: on a GPU the replay of a graph, which returns what the capture did, written anew; on the
-    CPU a call."""
+    """Return a function that does `work` again: on a GPU it replays a graph and returns the result of the capture,
+    overwritten; on the CPU it calls `work`."""
     if device.type == "cpu":
         return work
-    work()  # finds or compiles kernels
+    work()  # loads or compiles the kernels
     graph, result = captured(work, {})
 
     def replay() -> Any:
@@ -183,8 +185,8 @@ def repeated(device: torch.device, work: Callable[[], Any]) -> Callable[[], Any]
 
 
 def without_values(device: torch.device, work: Callable[[torch.device], None]) -> None:
-    """work on a device whose tensors nothing may read: on one without values in the place of the CPU. Nothing may wait
-    for a GPU, but a first call, for which memory is prepared."""
+    """Run work on a device without reading tensor values: on the meta device instead of the CPU. On a GPU nothing may
+    wait for the device, except in a first call, which prepares memory."""
     if device.type == "cpu":
         return work(torch.device("meta"))
     work(device)
@@ -196,7 +198,7 @@ def without_values(device: torch.device, work: Callable[[torch.device], None]) -
 
 
 def in_threads(work: Callable[[int], None], count: int) -> None:
-    """work(0) ... work(count - 1) side by side, each on a stream of its own; raises the first error."""
+    """Run work(0) ... work(count - 1) concurrently, each on its own stream. Raise the first error."""
     errors: list[BaseException] = []
 
     def run(index: int) -> None:

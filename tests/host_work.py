@@ -19,11 +19,10 @@ INNER = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 
 
 class Work(NamedTuple):
-    """What a call does on the host.
+    """The host work of a call.
 
-    functions: Python calls of functions in this project's files. What torch and the standard library call inside is
-    not counted, because it varies with their versions.
-    operators: torch operators, including allocations and views.
+    functions: Python calls of functions in this project's files. Calls inside torch and the standard library are not
+    counted, because they vary between versions. operators: torch operators, including allocations and views.
     """
 
     functions: int

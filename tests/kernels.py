@@ -1,16 +1,16 @@
-"""Which kernels of Blackwell the tests compile and simulate: no device runs them."""
+"""The Blackwell kernels that the tests compile and simulate; no device runs them."""
 
 from typing import Any
 
 from cute_kernels import catalog
 from tools.ptxsim import workloads
 
-SPILLED = 24  # bytes, of a tile's values: what prefill's largest tiles may spill, outside of what a block costs
+SPILLED = 24  # bytes that prefill's largest tiles may spill: values of a tile, outside the loop over blocks
 BLACKWELL = [(arch, op, spec) for arch in ("sm_100a", "sm_103a") for op, spec in catalog.shipped(arch)]
 
 
 def covering() -> list[tuple[str, str, Any]]:
-    """Of the kernels in BLACKWELL, one of each structure, for one architecture or the other."""
+    """Return one kernel of each structure in BLACKWELL, for one architecture or the other."""
     found = []
     for op in dict.fromkeys(op for _, op, _ in BLACKWELL):
         archs = list(dict.fromkeys(arch for arch, other, _ in BLACKWELL if other == op))
@@ -23,9 +23,9 @@ def covering() -> list[tuple[str, str, Any]]:
 
 COVERING = covering()
 
-# Of these, what runs without --all in another mode of the simulator than `eager`, too: (case, mode), 4 to 11 seconds
-# each; `random` takes three times as long. They take in pipes of two halves, of blocks in turn and shared among CTAs,
-# and of one group whose S has two slots.
+# The kernels of COVERING that run, without --all, in a second simulator mode besides `eager`: (case, mode), 4 to 11
+# seconds each; `random` takes three times as long. They cover pipelines with two halves, with alternating blocks and
+# with blocks shared among CTAs, and one group with two slots for S.
 ORDERED = {
     ("sm_100a", "bf16_d128_causal_tma_m256n128s2e4"): ("few", "late"),
     ("sm_100a", "bf16_d128_causal_tma_m128n96s3"): ("boxes", "newest"),

@@ -1,4 +1,4 @@
-"""A kernel of one warp that lists the tiles of a launch in their order."""
+"""A one-warp kernel that lists the tiles of a launch in their order."""
 
 import cutlass
 import cutlass.cute as cute

@@ -1,5 +1,8 @@
-"""Run for sm_100a by test_ptxsim_family.py: a key that is NaN, in a block that hides none. Prints of each type and key
-whether O and LSE of every row are NaN. Key 13 has an exponential without the special function unit, key 1 has not."""
+"""Run by test_ptxsim_family.py for sm_100a: attention with a NaN key in a block that masks no key.
+
+Prints, for each type and key, whether O and LSE of every row are NaN. The exponential of key 13 does not use the
+special function unit, that of key 1 does.
+"""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A small kernel in which bugs can be planted: gathers pages by TMA, adds one, stores by threads and by TMA."""
+"""A small kernel for planted bugs: it gathers pages by TMA, adds one, and stores by threads and by TMA."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels import abi
 from cute_kernels.device import copy, pipeline
 
-PAGE = 32  # rows of 64 columns
+PAGE = 32  # rows per page, of 64 columns
 BUGS = ("bytes", "arrival", "fence", "page", "ragged", "wait", "barrier", "early")
 
 
@@ -39,7 +39,7 @@ def fake_args() -> list[Any]:
 
 @cute.jit
 def forward(bug: cutlass.Constexpr, stream, pool, copied, table, out, length, grid):
-    """pool, copied (pages, PAGE, 64); table (pages in use,); out (length, 64)."""
+    """Launch the kernel. pool, copied (pages, PAGE, 64); table (pages in use,); out (length, 64)."""
     rows_first = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 2, 0]))  # noqa: E731
     load = copy.operand(rows_first(pool), (PAGE, 64), 1, (PAGE,))
     target = rows_first(copied)

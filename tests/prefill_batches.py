@@ -1,4 +1,4 @@
-"""Batches of the prefill family in every form, and an oracle of their own."""
+"""Batches of the prefill family in every form, and an independent oracle."""
 
 import itertools
 
@@ -12,8 +12,8 @@ from wrappers import (
 
 HALF, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 NAN, INF = float("nan"), float("inf")
-Q_LENS, KV_LENS = (3, 0, 7, 1, 2, 4), (5, 4, 7, 9, 0, 2)  # without rows, without keys, more rows than keys
-HQ, HKV, D = 6, 2, 64  # heads that are no power of two
+Q_LENS, KV_LENS = (3, 0, 7, 1, 2, 4), (5, 4, 7, 9, 0, 2)  # some requests lack rows or keys, one has more rows than keys
+HQ, HKV, D = 6, 2, 64  # HQ is no power of two
 WORKSPACE = torch.empty(0)
 
 
@@ -25,11 +25,11 @@ def starts_of(lens):
     return ints(itertools.accumulate(lens, initial=0))
 
 
-# ---- an oracle of its own: one row and one head at a time, fp64
+# ---- an independent oracle: one row and one head at a time, fp64
 
 
 def rotated(x, first, scale, theta):
-    """x (rows, heads, D) at positions from first on; a complex number for each pair (d, d + D / 2)."""
+    """Apply RoPE to x (rows, heads, D) at positions from `first` on; each pair (d, d + D / 2) is one complex number."""
     half = x.shape[2] // 2
     at = torch.arange(first, first + len(x), dtype=torch.float64)
     angle = at[:, None] / scale * theta ** (-torch.arange(half, dtype=torch.float64) / half)
@@ -45,7 +45,7 @@ def slope(h, heads):
 
 def oracle(q, k, v, *, causal=False, scale=None, window=-1, cap=0.0, mask=None, sinks=None, mode="NONE",
            rope=(1.0, 1e4)):  # fmt: skip
-    """o and lse, fp64."""
+    """Return o and lse in fp64."""
     (m, heads, dim), n = q.shape, len(k)
     o, lse = torch.zeros(m, heads, v.shape[2], dtype=torch.float64), torch.full((m, heads), -INF, dtype=torch.float64)
     if mode == "ROPE_LLAMA":
@@ -96,7 +96,7 @@ class Case:
         self.options = dict(q_data_type=dtype, head_dim_vo=dim_vo)
 
     def requests(self):
-        """q, k, v, mask of each."""
+        """Return q, k, v and mask of each request."""
         q, k, v = self.q.split(self.q_lens), self.k.split(self.kv_lens), self.v.split(self.kv_lens)
         return zip(q, k, v, self.masks)
 

@@ -1,10 +1,12 @@
-"""GPU tests in several processes on one GPU, of which a test that hangs, or ends its process, costs none but itself.
+"""Run GPU tests in several processes on one GPU, so that a test that hangs or ends its process does not stop the
+others.
 
     python -m tests.shards tests/test_gpu_*.py [--processes 12] [--limit 60] [--seconds 250] [--out build/shards]
 
-A process takes every n-th test. One that runs longer than `limit` seconds is killed with its process, which is started
-again behind it. After `seconds` no test begins. Prints what failed and what did not end; `out` holds pytest's output
-and its junit reports, for `python -m tools.matrix record`. Build the bundle first: processes do not share compilations.
+Process n of N takes every N-th test. A test that runs longer than `limit` seconds is killed with its process, and the
+process is restarted after it. After `seconds` no test begins. The program prints the tests that failed and those that
+did not end; `out` holds pytest's output and its junit reports, for `python -m tools.matrix record`. Build the bundle
+first: processes do not share compilations.
 """
 
 import argparse
@@ -17,19 +19,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ENDED, KILLED = (0, 1, 5), "did not end"  # exit codes of pytest where all its tests were looked at
-LAST = 12  # lines of output of a process that begins no test
+ENDED, KILLED = (0, 1, 5), "did not end"  # exit codes of pytest after all its tests
+LAST = 12  # lines shown of a process that begins no test
 NUMBER, COUNT, LOG, LIMIT, UNTIL = (f"SHARD_{name}" for name in ("NUMBER", "COUNT", "LOG", "LIMIT", "UNTIL"))
 
 
 def words(log: Path, word: str) -> list[str]:
-    """What a log's lines say behind a first word."""
+    """Return the rest of a log's lines that begin with a word."""
     lines = log.read_text().splitlines() if log.exists() else []
     return [line.removeprefix(f"{word} ") for line in lines if line.startswith(f"{word} ")]
 
 
 class Shard:
-    """The plugin of one process."""
+    """The pytest plugin of one process."""
 
     def __init__(self, environ: Any = os.environ):
         self.number, self.count, self.limit = (int(environ[name]) for name in (NUMBER, COUNT, LIMIT))
@@ -44,7 +46,7 @@ class Shard:
         items[:] = [item for item in items[self.number :: self.count] if item.nodeid not in begun]
 
     def pytest_runtest_protocol(self, item: Any) -> bool | None:
-        """No test begins too late; those that ended are reported."""
+        """Stop the session when the time is over. Tests that have ended are still reported."""
         if time.time() <= self.until:
             return None
         item.session.shouldstop = "the time is over"
@@ -69,7 +71,7 @@ def pytest_configure(config: Any) -> None:
 
 
 def start(number: int, turn: int, args: argparse.Namespace, until: float) -> "subprocess.Popen[bytes]":
-    """Process `number`, for the `turn`-th time."""
+    """Start process `number` for the `turn`-th time."""
     name = args.out / f"{number}.{turn}"
     environ = {NUMBER: number, COUNT: args.processes, LOG: log_of(args, number), LIMIT: args.limit, UNTIL: until}
     command = [sys.executable, "-m", "pytest", "-q", "-p", __spec__.name, "-p", "no:cacheprovider", "--tb=short"]
@@ -85,13 +87,13 @@ def log_of(args: argparse.Namespace, number: int) -> Path:
 
 
 def run(args: argparse.Namespace) -> Iterator[str]:
-    """Runs all tests; what is to be said of them."""
+    """Run all tests and yield the lines of the report."""
     until = time.time() + args.seconds
     alive = {number: (0, 0, start(number, 0, args, until)) for number in range(args.processes)}
     while alive:
         for number, (turn, before, process) in list(alive.items()):
             if process.poll() is None:
-                if time.time() > until + args.limit:  # outside of a test, as while tests are collected
+                if time.time() > until + args.limit:  # outside of a test, for example during collection
                     process.kill()
                 continue
             del alive[number]
@@ -114,10 +116,10 @@ def run(args: argparse.Namespace) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.shards", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("tests", nargs="+", help="files, or other arguments of pytest")
+    parser.add_argument("tests", nargs="+", help="test files, or other arguments of pytest")
     parser.add_argument("--processes", type=int, default=12)
-    parser.add_argument("--limit", type=int, default=60, help="seconds of a test")
-    parser.add_argument("--seconds", type=int, default=250, help="after which no test begins")
+    parser.add_argument("--limit", type=int, default=60, help="time limit of a test, in seconds")
+    parser.add_argument("--seconds", type=int, default=250, help="no test begins after this many seconds")
     parser.add_argument("--out", type=Path, default=Path("build/shards"))
     args, rest = parser.parse_known_args()
     args.tests += rest

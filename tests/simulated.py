@@ -1,4 +1,4 @@
-"""What the processes of test_ptxsim_kernels.py do: kernels and features by label, and what is wrong with each."""
+"""Work of the processes of test_ptxsim_kernels.py: kernels and features by label, and the errors of each."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tools.ptxsim import coverage, launcher, memo, workloads
 from tools.ptxsim.faults import Fault
 from tools.ptxsim.machine import MODES
 from tools.ptxsim.pool import pool
-from tools.ptxsim.run import Result
+from tools.ptxsim.run import RunResult
 
 SHIPPED = {manifest.label(op, spec): (op, spec) for op, spec in catalog.shipped(ARCH)}
 ELSEWHERE = {f"{arch} {manifest.label(op, spec)}": (arch, op, spec) for arch, op, spec in BLACKWELL}
@@ -31,7 +31,7 @@ def family_of(op: str) -> str:
 
 
 def structures() -> list[str]:
-    """Labels of the kernels that stand for the structures of all."""
+    """Return the labels of kernels that represent all structures."""
     found = []
     for family, choose in workloads.STRUCTURES.items():
         of_family = {spec: label for label, (op, spec) in SHIPPED.items() if family_of(op) == family}
@@ -40,11 +40,11 @@ def structures() -> list[str]:
 
 
 def untyped(op: str, spec: Any) -> str:
-    """A spec in which bf16 and fp16 read alike: kernels of equal ones are twins."""
+    """Return a text of a spec with bf16 and fp16 replaced by one word. Kernels with equal texts are twins."""
     return re.sub("bf16|fp16", "half", f"{op} {manifest.canonical(manifest.to_json(spec))}")
 
 
-TWINS = {}  # the fp16 kernel -> the bf16 one, by label
+TWINS = {}  # the fp16 kernel -> the bf16 kernel, by label
 for label, (op, spec) in SHIPPED.items():
     others = [other for other, kernel in SHIPPED.items() if other != label and untyped(*kernel) == untyped(op, spec)]
     if others and '"fp16"' in manifest.canonical(manifest.to_json(spec)):
@@ -52,14 +52,15 @@ for label, (op, spec) in SHIPPED.items():
 
 
 def equal_but_for_types(label: str) -> bool:
-    """Whether the PTX of a twin is that of the other one with the types' names exchanged."""
+    """Return whether the PTX of the two twins is equal when bf16 is replaced by f16."""
     texts = (launcher.load(*SHIPPED[name], ARCH).ptx for name in (label, TWINS[label]))
     first, second = (ptxdiff.normalise(text).replace("bf16", "f16") for text in texts)
     return first == second
 
 
 def problems_of_kernel(label: str, turn: int | None, everything: bool) -> list[str]:
-    """turn: the first of the cases that run in another mode than `eager` too; None where none does."""
+    """Return the errors of a kernel. turn: index of the first case that also runs in modes other than `eager`; None if
+    none does."""
     if label in TWINS and not everything and equal_but_for_types(label):
         return []
     op, spec = SHIPPED[label]
@@ -68,7 +69,7 @@ def problems_of_kernel(label: str, turn: int | None, everything: bool) -> list[s
     eager, bits = in_eager(found, (ARCH, op, spec), cases, everything)
     if not found:
         found += coverage.grown({label: coverage.missing(eager).share})
-        others = MODES[1:] if eager.counts else ("random",)  # where nothing is asynchronous, `random` alone differs
+        others = MODES[1:] if eager.counts else ("random",)  # without asynchronous work only `random` differs
         chosen = list(product(cases, others)) if everything else dealt(cases, others, turn)
         in_other_modes(found, (ARCH, op, spec), chosen, bits, everything)
     return found
@@ -76,9 +77,9 @@ def problems_of_kernel(label: str, turn: int | None, everything: bool) -> list[s
 
 def in_eager(
     found: list[str], kernel: tuple[str, str, Any], cases: list[Any], everything: bool
-) -> tuple[Result, dict[str, str]]:
-    """All cases: (their results, bits of each by its name)."""
-    whole, bits = Result(), {}
+) -> tuple[RunResult, dict[str, str]]:
+    """Run all cases in `eager`. Return (their results, the bits of each by its name)."""
+    whole, bits = RunResult(), {}
     for case in cases:
         outcome = run(found, kernel, case, "eager", everything)
         if outcome:
@@ -94,7 +95,7 @@ def in_other_modes(
     bits: dict[str, str],
     everything: bool,
 ) -> None:
-    """chosen: (case, mode). bits: of each case in `eager`."""
+    """Run pairs (case, mode) and compare the bits. bits: of each case in `eager`."""
     for case, mode in chosen:
         outcome = run(found, kernel, case, mode, everything)
         if outcome and outcome.bits != bits[case.name]:
@@ -102,7 +103,8 @@ def in_other_modes(
 
 
 def dealt(cases: list[Any], modes: tuple[str, ...], turn: int | None) -> list[tuple[Any, str]]:
-    """Each of `modes` with a case of its own, as far as there are so many, from the `turn`-th on."""
+    """Give each of `modes` its own case, starting at the `turn`-th; cases repeat if there are fewer cases than
+    modes."""
     return [] if turn is None else [(cases[(turn + i) % len(cases)], mode) for i, mode in enumerate(modes)]
 
 
@@ -114,8 +116,11 @@ def problems_of_feature(label: str, everything: bool) -> list[str]:
 
 
 def problems_elsewhere(label: str, everything: bool) -> list[str]:
-    """Of a kernel of another architecture. One of each structure runs other modes too, all cases or those of `ORDERED`,
-    in which every ring of a pipe wraps around."""
+    """Return the errors of a kernel of another architecture.
+
+    One kernel of each structure also runs in other modes: all cases, or those of `ORDERED`. In them every ring of a
+    pipeline wraps around.
+    """
     kernel = arch, op, spec = ELSEWHERE[label]
     found: list[str] = []
     cases = workloads.CASES[family_of(op)](spec)
@@ -130,8 +135,8 @@ def problems_elsewhere(label: str, everything: bool) -> list[str]:
     return found
 
 
-def unwrapped(result: Result) -> list[str]:
-    """What is wrong with the cases of a kernel: mbarriers that no CTA waits for a second time, in the other phase."""
+def unwrapped(result: RunResult) -> list[str]:
+    """Return an error if no CTA waits a second time, in the other phase, for some of the mbarriers."""
     once = {hex(offset) for phases in result.phases.values() for offset, count in phases.items() if count == 1}
     return [f"no case uses the mbarriers at {', '.join(sorted(once))} again"] if once else []
 
@@ -139,8 +144,10 @@ def unwrapped(result: Result) -> list[str]:
 def run(
     found: list[str], kernel: tuple[str, str, Any], case: Any, mode: str, everything: bool
 ) -> workloads.Outcome | None:
-    """The outcome, None where the run failed; adds what is wrong to `found`. kernel: (architecture, op or family,
-    spec), a spec of None is whatever serves the case."""
+    """Run a case. Return the outcome, or None if the run failed; append errors to `found`.
+
+    kernel: (architecture, op or family, spec). If the spec is None, the kernel that serves the case runs.
+    """
     arch, op, spec = kernel
     family, name = family_of(op), f"{case.name}, {mode}"
     how = {"mode": mode, "seed": MODES.index(mode) if mode == "random" else 0}
@@ -155,14 +162,14 @@ def run(
 
 
 class Simulations:
-    """The work of `labels`, on all cores, beside whatever this process does. everything: all kernels in all modes, and
-    nothing that is remembered."""
+    """The work of `labels`, on all cores, in parallel to this process. everything: all kernels in all modes, and no
+    remembered results."""
 
     def __init__(self, labels: list[str], everything: bool):
         self.everything, self.processes = everything, pool()
         self.futures: dict[str, Future[list[str]]] = {}
         turns = {label: turn for turn, label in enumerate(structures())}
-        for label in sorted(labels, key=lambda label: label not in turns):  # what takes longest first
+        for label in sorted(labels, key=lambda label: label not in turns):  # the longest work first
             if label in FEATURES:
                 self.submit(problems_of_feature, label)
             elif label in SHIPPED:
@@ -173,8 +180,11 @@ class Simulations:
         self.futures[label] = self.processes.submit(work, label, *args, self.everything)
 
     def problems(self, label: str, blackwell: Callable[[str], Any] | None) -> list[str]:
-        """What is wrong, once it is known. blackwell: waits for an architecture's kernels, which these processes cannot
-        compile; the first label of one asks for all of them."""
+        """Wait for the errors of a label.
+
+        blackwell: waits for an architecture's kernels, which these processes cannot compile; the first such label
+        requests all of them.
+        """
         if blackwell and label in self.elsewhere and label not in self.futures:
             for arch in dict.fromkeys(ELSEWHERE[one][0] for one in self.elsewhere):
                 blackwell(arch)

@@ -13,7 +13,7 @@ from cute_kernels.attention.softmax import RESCALE_THRESHOLD
 from tests.conftest import ARCH
 from tools.ptxsim.faults import Fault
 from tools.ptxsim.workloads import FEATURES, STRUCTURES, common
-from tools.ptxsim.workloads.attention import call, kernel_of
+from tools.ptxsim.workloads.attention import call, traits_of
 from wrappers.reference import LOG2E
 
 SCENARIOS = FEATURES["attention"]()
@@ -59,8 +59,8 @@ def test_tolerance_shrinks_with_the_keys():
 
 
 def test_counters_and_types_of_a_launch_are_looked_at():
-    with pytest.raises(Fault, match="behind the launch counter 1 is 3"):
-        common.check_zero([torch.tensor([0, 3])], "behind")
+    with pytest.raises(Fault, match="after the launch counter 1 is 3"):
+        common.check_zero([torch.tensor([0, 3])], "after")
     op, spec = next(kernel for kernel in catalog.shipped(ARCH) if kernel[0] == "attention.decode")
     named = {name: torch.zeros(1, dtype=torch.int32) for name in fields(spec)}
     counters, scratch = common.scratch_of(op, spec, list(named.values()))
@@ -74,8 +74,8 @@ def test_structures_are_few_and_have_every_type_and_head_dim():
     found = STRUCTURES["attention"](shipped)
     assert len(found) <= 25
     for facts in (
-        lambda spec: kernel_of(spec).same["kv_dtype"],
-        lambda spec: (kernel_of(spec).decodes, spec.head_dim_qk, spec.head_dim_vo),
-        lambda spec: (kernel_of(spec).decodes, kernel_of(spec).general, kernel_of(spec).few_rows),
+        lambda spec: traits_of(spec).same["kv_dtype"],
+        lambda spec: (traits_of(spec).decodes, spec.head_dim_qk, spec.head_dim_vo),
+        lambda spec: (traits_of(spec).decodes, traits_of(spec).general, traits_of(spec).few_rows),
     ):
         assert {facts(spec) for spec in found} == {facts(spec) for spec in shipped}

@@ -188,7 +188,7 @@ def test_check_reads_every_cache_and_allows_less_where_outputs_are_small(kv_dtyp
 
 
 def test_flops_and_bytes():
-    full, causal = (workload.WorkloadShape((8192,) * 2, (8192,) * 2, 32, 8, 128, 128, c) for c in (False, True))
+    full, causal = (workload.BatchShape((8192,) * 2, (8192,) * 2, 32, 8, 128, 128, c) for c in (False, True))
     assert full.flops == 4 * 2 * 32 * 8192 * 8192 * 128
     assert causal.flops == full.flops / 2
     assert full.bytes == 2 * 2 * 8192 * 128 * (32 + 32 + 8 + 8)

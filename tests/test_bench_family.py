@@ -42,7 +42,7 @@ def test_a_wrong_form_has_no_row(monkeypatch, capsys, form):
 
 
 def test_bits_of_a_causal_mask():
-    bits = family.causal_bits(workload.WorkloadShape((16,) * 2, (16,) * 2, 1, 1, 1, 1, True), torch.device("cpu"))
+    bits = family.causal_bits(workload.BatchShape((16,) * 2, (16,) * 2, 1, 1, 1, 1, True), torch.device("cpu"))
     rows = bits.view(2, 16, 2).int()
     assert (rows[..., 0] + 256 * rows[..., 1]).tolist() == [[(2 << i) - 1 for i in range(16)]] * 2
 

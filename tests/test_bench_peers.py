@@ -1,6 +1,4 @@
-"""README's picture and sentences: every point is a pair of rows of one run, the picture is drawn from today's rows."""
-
-import re
+"""README's picture and table: every point is a pair of rows of one run, the picture is drawn from today's rows."""
 
 import pytest
 from PIL import Image
@@ -9,7 +7,9 @@ from bench import peers, plots, readme, results
 from bench.results import FOLDER, Environment
 
 
-def rows_of(times: dict[tuple[str, str], float], date: str = "2026-01-01", commit: str = "abc123") -> list[results.Row]:
+def rows_of(
+    times: dict[tuple[str, str], float], date: str = "2026-01-01", commit: str = "abc123"
+) -> list[results.ResultRow]:
     env = Environment(date, commit, "g", "1.0", "2.0")
     return results.with_ratios([env.row(case, provider, t) for (case, provider), t in times.items()])
 
@@ -32,7 +32,7 @@ FOUND = rows_of(
 
 
 def test_points_compare_equal_forms_of_one_run():
-    """What is ours in another form, a floor, a form of which ours has no row, a case without ours: no points."""
+    """Another form of ours, a floor, a form without a row of ours, and a case without ours give no points."""
     newer = rows_of({("topk-fp32-x", "ours"): 10.0, ("topk-fp32-x", "torch"): 80.0}, "2026-02-01", "def456")
     assert [(p.case, p.form, p.peer, p.ratio, p.commit) for p in peers.points(FOUND + newer)] == [
         ("serve-bf16-mixed-x", "", "flash-attn-4", 0.8, "abc123"),
@@ -51,16 +51,29 @@ def test_a_peer_that_did_not_run_stays_what_it_was_in_its_last_run():
     assert (point.peer, point.ratio, point.commit) == ("XQA", 1.2, "abc123")
 
 
-def test_sentences_name_gpu_commits_and_numbers_of_shapes():
-    newer = rows_of({("serve-y", "ours"): 10.0, ("serve-y", "flash-attn-4"): 11.0}, "2026-02-01", "def456")
-    assert " ".join(peers.sentences({"nvidia-x": FOUND + newer}).split()) == (
-        "- Prefill, chunks and mixed batches in bf16 are 0.80 to 1.10 times as fast as flash-attn-4 (2 shapes) "
-        "and 1.50 times as fast as flashinfer fa3 (1 shape): nvidia-x, commits abc123 and def456. "
-        "- Decode of one query token reads K and V at 0.90 of the rate of a device copy in bf16 (1 shape); it is 1.20 "
-        "times as fast as XQA (1 shape): nvidia-x, commit abc123. "
-        "- Exact top-k is 7.00 times as fast as torch.topk (1 shape): nvidia-x, commit abc123."
+def test_the_table_has_the_fastest_peer_of_each_headline(monkeypatch):
+    names = {"serve-y": "mixed", "decode-bf16-x-p16": "decode", "family-bf16-x": "no form of its own", "none": "none"}
+    monkeypatch.setattr(peers, "HEADLINES", names)
+    newer = {("serve-y", "ours"): 210.0, ("serve-y", "flash-attn-4"): 420.0, ("serve-y", "flashinfer"): 189.0}
+    text = peers.headlines({"nvidia-x": FOUND + rows_of(newer, "2026-02-01", "def456"), "empty": []})
+    table, ranges = text.split("\n\n")
+    assert table.splitlines()[2:] == [
+        "| mixed | 210 us | flashinfer fa3 189 us | 0.90 | def456 |",
+        "| decode | 10.0 us | XQA 12.0 us | 1.20 | abc123 |",
+    ]
+    assert "| call, on nvidia-x | ours | best peer | peer / ours | commit |" in table
+    assert " ".join(ranges.split()) == (
+        "The best peer's time over ours, over all measured shapes: 0.80 to 0.90 (mixed batches and chunks, bf16; "
+        "2 shapes), 1.50 (prefill by plan and run, bf16; 1 shape), 1.10 (prefill, low precision; 1 shape), 1.20 to "
+        "2.00 (decode; 2 shapes) and 7.00 (top-k; 1 shape); nvidia-x, commits abc123 and def456."
     )
-    assert peers.sentences({}) == peers.sentences({"g": []}) == "Not measured yet."
+    assert peers.headlines({}) == peers.headlines({"g": []}) == "Not measured yet."
+
+
+def test_skip_softmax_is_no_headline():
+    """It leaves out work that its dense peers do."""
+    rows = rows_of({("prefill-skip75-x", "ours"): 10.0, ("prefill-skip75-x", "cudnn"): 20.0})
+    assert len(peers.points(rows)) == 1 and peers.best(peers.points(rows)) == []
 
 
 def test_every_bar_is_a_point(tmp_path, monkeypatch):
@@ -80,8 +93,18 @@ def test_the_picture_is_drawn_from_the_rows_of_today(gpu):
     assert Image.open(FOLDER / f"{gpu}-peers.png").text["Description"] == plots.record(found), "run: make plots"
 
 
-def test_headlines_have_three_sentences():
-    lines = re.findall(r"^- (.*(?:\n  .*)*)", peers.sentences(results.read_all()), re.M)
-    assert len(lines) == 3 * len(results.read_all())
-    for line in lines:
-        assert re.search(r": nvidia-\w+, commits? [0-9a-f]{7}", " ".join(line.split()))
+def test_every_headline_was_measured():
+    measured = {p.case for rows in results.read_all().values() for p in peers.points(rows) if not p.form}
+    assert peers.HEADLINES.keys() <= measured
+
+
+def test_parallel_steps_have_a_line_per_number_of_gpus():
+    times = {("parallel-a-x1", "heads"): 5.2, ("parallel-a-x1", "keys"): 6.0, ("parallel-a-x2", "keys"): 3.0}
+    text = readme.measured_parallel({"g": rows_of(times), "h": FOUND})
+    assert text.splitlines()[-2:] == ["| 1 | 5 us | 6 us |", "| 2 |  | 3 us |"]
+    assert readme.measured_parallel({"h": FOUND}) == "Not measured yet."
+
+
+def test_every_picture_has_a_text():
+    found = {path.stem.removeprefix(f"{gpu}-") for gpu in results.read_all() for path in FOLDER.glob(f"{gpu}-*.png")}
+    assert found - {"peers"} <= readme.PICTURES.keys()

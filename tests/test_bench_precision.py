@@ -282,7 +282,7 @@ def test_decode_of_e4m3_queries(monkeypatch):
 
 def test_shares_of_the_table_are_of_the_case_s_floor():
     times = timing.Timing(1, 1, 1)
-    found = [harness.BenchResult("a", "ours", times, 650.0), harness.BenchResult("a", "floor", times, 1300.0)]
+    found = [harness.Measurement("a", "ours", times, 650.0), harness.Measurement("a", "floor", times, 1300.0)]
     lines = harness.table(found, harness.rows_of(found, ENV), TOP).splitlines()
     assert "650  50.0%" in lines[2] and "1300 100.0%" in lines[3]
 

@@ -181,7 +181,7 @@ def test_host_time_is_that_of_the_slowest_function(monkeypatch):
 
 def test_the_command_appends_all_rows_of_a_run(monkeypatch, tmp_path):
     path, costs = tmp_path / "gpu.csv", Costs(ours=1000.0, torch=3000.0)
-    copy = harness.BenchResult("ceiling-copy", "torch", harness.Timing(5, 5, 5), gbps=4000.0)
+    copy = harness.Measurement("ceiling-copy", "torch", harness.Timing(5, 5, 5), gbps=4000.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(results, "environment", lambda: ENV)
     monkeypatch.setattr(harness, "ceilings", lambda _: (TOP, [replace(copy, case="ceiling-matmul-bf16"), copy]))

@@ -82,7 +82,7 @@ def test_a_run_on_the_cpu(monkeypatch, capsys):
 
 def test_the_table_has_a_line_a_provider():
     def row(part, provider, us):
-        return results.Row("2026-01-01", "abc", "gpu", "1", "2", f"trace-x-h1-p8-{part}", provider, us)
+        return results.ResultRow("2026-01-01", "abc", "gpu", "1", "2", f"trace-x-h1-p8-{part}", provider, us)
 
     rows = [row("step-mean", "ours", 10.4), row("first-p99", "ours", 99.0), row("step-mean", "peer", 20.0)]
     text = readme.measured_trace({"gpu": rows})

@@ -283,10 +283,11 @@ def test_launches_of_a_captured_graph(case, gpu):
     gpu.host_scales = False
     outcome(case, torch.tensor([VALUE]))
     (_, _, want), (_, _, got), (_, _, there) = gpu.launches
-    for name in ("scale_log2", "out_factor"):
+    for name in ("softmax_scale_log2", "out_scale"):
         assert want[name] == got[name]
-    assert len(want["scale"]) == len(want["out_scale"]) == len(got["scale"]) == len(got["out_scale"]) == 0
-    assert len(there["scale"]) + len(there["out_scale"]) > 0
+    pointers = "softmax_scale_ptr", "out_scale_ptr"
+    assert not any(len(launch[name]) for launch in (want, got) for name in pointers)
+    assert any(len(there[name]) for name in pointers)
 
 
 def test_cuda_refuses_a_number_that_is_not_positive(gpu):
@@ -396,4 +397,4 @@ def test_a_traced_launch_gets_the_number(gpu, fresh_compiler):
     compiled(*prepared(case), case[1])(torch.tensor([VALUE]))
     outcome(case, VALUE)
     (_, _, got), (_, _, want) = gpu.launches
-    assert got["scale_log2"] == want["scale_log2"] and len(got["scale"]) == 0
+    assert got["softmax_scale_log2"] == want["softmax_scale_log2"] and len(got["softmax_scale_ptr"]) == 0

@@ -20,7 +20,7 @@ from cute_kernels.attention.decode import layout
 from cute_kernels.attention.kv import tma
 from cute_kernels.attention.schedule import stream_k, tiles
 from cute_kernels.attention.sm90 import epilogue as prefill_epilogue
-from cute_kernels.attention.sm90 import mainloop as prefill
+from cute_kernels.attention.sm90 import softmax as prefill
 from cute_kernels.attention.sm100 import roles as sm100_roles
 from cute_kernels.attention.spec import PACK_GQA_MAX_Q, AttentionSpec, MaskSpec
 from cute_kernels.device import layout as shared

@@ -199,6 +199,29 @@ def test_wrappers_import_plain_modules_only(file):
     assert not below(imports(file, top_only=True), "cute_kernels.build")
 
 
+def shared_names(files: list[str]) -> list[str]:
+    """Return, for each name of several classes, the name and the places of the classes."""
+    places: dict[str, list[str]] = {}
+    for file in files:
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{file}:{node.lineno}")
+    return [f"{name}: {', '.join(found)}" for name, found in sorted(places.items()) if len(found) > 1]
+
+
+def test_no_two_classes_share_a_name():
+    """One word means one thing, in the product and in its tools; examples are programs of their own."""
+    shared = shared_names([file for file in FILES if not file.startswith("examples/")])
+    assert not shared, "\n".join(shared)
+
+
+def test_shared_names_are_seen(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text("class Row: ...\nclass Tile:\n    class Box: ...\n")
+    (tmp_path / "b.py").write_text("def f():\n    class Row: ...\nclass Rows: ...\n")
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    assert shared_names(["a.py", "b.py"]) == ["Row: a.py:1, b.py:2"]
+
+
 def cycle(graph: dict[str, set[str]]) -> list[str]:
     """Names along a cycle, the first once more at the end; none where there is no cycle."""
     done: set[str] = set()

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import zipfile
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -316,6 +317,19 @@ def test_ops_names_a_module_that_was_imported(monkeypatch, file):
         ops._require(ours)
 
 
+# ---- what describes the package
+
+
+def test_the_description_is_the_first_sentence_of_readme():
+    (text,) = re.findall(r'^description = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert f"# cute_kernels {text}." in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_a_version_is_pinned_once():
+    pinned = re.findall(r'"([\w-]+)(?:\[\w+\])?==', (ROOT / "pyproject.toml").read_text())
+    assert pinned and len(pinned) == len(set(pinned))
+
+
 # ---- a wheel, outside the checkout
 
 MINIMUM = 77  # of setuptools, as pyproject.toml has it
@@ -363,24 +377,36 @@ class Installed:
         return subprocess.Popen([str(self.folder / "bin" / program), *arguments], **where)
 
     def run(self, *command: str, dsl: bool = False, **env: str) -> str:
-        """What a program says that succeeds."""
+        """Return the output of a program, which must succeed."""
         done = finish(self.start(*command, dsl=dsl, **env))
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
 
+def tracked() -> list[str]:
+    """Return the files that git tracks; skips where this is no checkout."""
+    if not (ROOT / ".git").exists() or not shutil.which("git"):
+        pytest.skip("needs a git checkout")
+    done = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=True)
+    return [name for name in done.stdout.splitlines() if (ROOT / name).exists()]
+
+
+def run_hook(name: str, tree: Path, out: Path) -> Path:
+    """Run a hook that pip calls, without an index: build_wheel or build_sdist; return the file that it makes."""
+    hook = f"import sys; from setuptools import build_meta; print(build_meta.{name}(sys.argv[1]))"
+    done = run_python("-c", hook, str(out), cwd=tree)
+    assert done.returncode == 0, done.stderr
+    return out / done.stdout.splitlines()[-1]
+
+
 def make_wheel(folder: Path) -> Path:
-    """The wheel of a copy of the tree, by the hook that pip calls, without an index."""
+    """Make the wheel of a copy of the tree."""
     tree = folder / "tree"
     for name in ("cute_kernels", "wrappers", "tools", "bench", "examples"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, tree)
-    hook = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    done = run_python("-c", hook, str(folder), cwd=tree)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+    return run_hook("build_wheel", tree, folder)
 
 
 @pytest.fixture(scope="module")
@@ -408,6 +434,27 @@ def test_a_wheel_holds_the_packages_and_what_describes_them(installed):
     assert 'Requires-Dist: nvidia-cutlass-dsl[cu13]<4.9,>=4.8.0; extra == "build"\n' in metadata
 
 
+def test_an_sdist_holds_all_that_is_tracked_and_its_tests_run(tmp_path):
+    if reason := why_no_wheel():
+        pytest.skip(reason)
+    files, tree = tracked(), tmp_path / "tree"
+    for name in files:
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, tree / name)
+    top = f"cute_kernels-{cute_kernels.__version__}"
+    with tarfile.open(run_hook("build_sdist", tree, tmp_path)) as sdist:
+        held = {member.name.removeprefix(f"{top}/") for member in sdist if member.isfile()}
+        sdist.extractall(tmp_path, filter="data")
+    made = {path.split("/")[0] for path in held - set(files)}
+    assert set(files) <= held and made == {"PKG-INFO", "setup.cfg", "cute_kernels.egg-info"}
+    tests = (
+        "tests/test_quantization.py",
+        "tests/test_bench_peers.py",
+    )  # one of the packages, one that reads files beside
+    done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=tmp_path / top)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 # Finds no kernel, says so, waits until one was built, and finds it.
 FIND = """
 import logging, sys
@@ -431,7 +478,7 @@ assert not [name for name in sys.modules if name.split(".")[0] in ("cutlass", "n
 
 @pytest.mark.kernels
 def test_an_installed_package_builds_and_finds_bundles(installed):
-    """What the error of an absent kernel says is run, and the process that waits finds what was built."""
+    """Run the command of the error of an absent kernel: the process that waits then finds the kernel."""
     process = installed.start("python", "-c", FIND)
     files, error = process.stdout.readline().split(), process.stdout.readline()
     assert files == [str(installed.site / name / "__init__.py") for name in ("cute_kernels", "wrappers")]

@@ -6,8 +6,8 @@ import pytest
 
 from tools.ptxsim import numbers, tensorcore
 from tools.ptxsim.__main__ import main, unknown_forms
-from tools.ptxsim.call import Call, Global, TensorMap
-from tools.ptxsim.faults import Deadlock, Fault, Livelock, Unsupported
+from tools.ptxsim.call import Global, KernelLaunch, TensorMap
+from tools.ptxsim.faults import Deadlock, Fault, Livelock, NotModelled
 from tools.ptxsim.forms import find, registered
 from tools.ptxsim.machine import MODES
 from tools.ptxsim.parse import parse
@@ -42,7 +42,7 @@ def execute(body: str, threads: int = 64, grid: int = 1, cluster: int = 1, **how
     memory, out = Global(), np.full(threads * grid, 0xDEAD, np.uint32)
     params: list[bytes | TensorMap] = [np.uint64(memory.add(out, "out")).tobytes()]
     ptx = HEAD.format(threads=threads) + body + STORE
-    run(Call(ptx, params, (grid, 1, 1), (cluster, 1, 1), 4096, memory=memory), **how)
+    run(KernelLaunch(ptx, params, (grid, 1, 1), (cluster, 1, 1), 4096, memory=memory), **how)
     return out
 
 
@@ -100,11 +100,11 @@ def test_loops_diverge_and_meet_again():
 
 
 def test_an_unknown_form_names_its_line(tmp_path):
-    with pytest.raises(Unsupported, match=r"line 21: no form for frob\.u32 %r5, %r0"):
+    with pytest.raises(NotModelled, match=r"line 21: no form for frob\.u32 %r5, %r0"):
         execute("frob.u32 %r5, %r0;\n")
-    with pytest.raises(Unsupported, match=r"line 21: .*multimem"):
+    with pytest.raises(NotModelled, match=r"line 21: .*multimem"):
         execute("multimem.ld_reduce.global.add.u32 %r5, [%rd0];\n")
-    with pytest.raises(Unsupported, match="special register %pm0"):
+    with pytest.raises(NotModelled, match="special register %pm0"):
         execute("mov.u32 %r5, %pm0;\n")
     (tmp_path / "kernel.ptx").write_text(HEAD.format(threads=32) + "frob.u32 %r5, %r0;\n" + STORE)
     assert unknown_forms(tmp_path / "kernel.ptx") == {"frob.u32": 1}
@@ -330,7 +330,7 @@ def test_gather_and_scatter_of_four_rows(swizzle, mode):
     cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group [%rd1, {%r5, %r6, %r7, %r8, %r9}], [%r3];
     cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; OUT: ret; }
     """
-    run(Call(ptx, list(maps), shared=2048, memory=memory), mode=mode)
+    run(KernelLaunch(ptx, list(maps), shared=2048, memory=memory), mode=mode)
     expected = np.zeros_like(target)
     expected[[1, 2, 0]] = source[[5, 0, 3], 32:]
     assert (target == expected).all()

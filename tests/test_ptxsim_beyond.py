@@ -7,10 +7,10 @@ from tests import test_ptxsim, test_ptxsim_tcgen05
 from tests.test_ptxsim import execute
 from tests.test_ptxsim_tcgen05 import WAIT, small
 from tools.ptxsim import call
-from tools.ptxsim.call import Call, Global
+from tools.ptxsim.call import Global, KernelLaunch
 from tools.ptxsim.faults import Fault
 from tools.ptxsim.machine import MODES
-from tools.ptxsim.run import Result, run
+from tools.ptxsim.run import RunResult, run
 
 # A warp a CTA. The first of a cluster asks for the next one as long as it gets one; all add 1 at the word of its own.
 CANCEL = """.version 8.7
@@ -52,11 +52,11 @@ ret;
 FORM = "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.multicast::cluster::all.b128"
 
 
-def cancelled(text: str = CANCEL, **how) -> tuple[np.ndarray, Result]:
+def cancelled(text: str = CANCEL, **how) -> tuple[np.ndarray, RunResult]:
     """How often each CTA of a grid of 4 x 3 x 2 in pairs did its part."""
     memory, out = Global(), np.zeros((2, 3, 4), np.uint32)
     params = [memory.add(out).to_bytes(8, "little")]
-    return out, run(Call(text.replace("TRY_CANCEL", FORM), params, (4, 3, 2), (2, 1, 1), memory=memory), **how)
+    return out, run(KernelLaunch(text.replace("TRY_CANCEL", FORM), params, (4, 3, 2), (2, 1, 1), memory=memory), **how)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -119,7 +119,7 @@ def test_a_fault_but_for_kernels_that_rely_on_it(what: str, monkeypatch: pytest.
 
 def allow(monkeypatch: pytest.MonkeyPatch, beyond: tuple[str, ...]) -> None:
     for module in (test_ptxsim, test_ptxsim_tcgen05):
-        monkeypatch.setattr(module, "Call", lambda *a, **k: Call(*a, **k, beyond=beyond))
+        monkeypatch.setattr(module, "KernelLaunch", lambda *a, **k: KernelLaunch(*a, **k, beyond=beyond))
 
 
 def test_a_lane_of_another_warp_stays_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,4 +131,4 @@ def test_a_lane_of_another_warp_stays_a_fault(monkeypatch: pytest.MonkeyPatch) -
 def test_names_of_what_is_relied_on() -> None:
     assert set(call.BEYOND) == set(BEYOND)
     with pytest.raises(ValueError, match="beyond: tidy, must be among exit, lanes, relaxed"):
-        Call("", [], beyond=("tidy",))
+        KernelLaunch("", [], beyond=("tidy",))

@@ -3,8 +3,8 @@
 import numpy as np
 
 from tools.ptxsim import coverage
-from tools.ptxsim.call import Call, Global
-from tools.ptxsim.run import Result, run
+from tools.ptxsim.call import Global, KernelLaunch
+from tools.ptxsim.run import RunResult, run
 
 PTX = """.version 8.7
 .target sm_90a
@@ -46,12 +46,12 @@ mov.u32 %r4, 0;
 """
 
 
-def result(*numbers: int) -> Result:
-    total = Result()
+def result(*numbers: int) -> RunResult:
+    total = RunResult()
     for number in numbers:
         memory, out = Global(), np.zeros(64, np.uint32)
         params = [np.uint64(memory.add(out)).tobytes(), np.uint32(number).tobytes()]
-        total.add(run(Call(PTX, list(params), memory=memory)))
+        total.add(run(KernelLaunch(PTX, list(params), memory=memory)))
     return total
 
 

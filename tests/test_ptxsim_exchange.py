@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tools.ptxsim.call import Call, Global, TensorMap
+from tools.ptxsim.call import Global, KernelLaunch, TensorMap
 from tools.ptxsim.faults import Fault
 from tools.ptxsim.machine import MODES
 from tools.ptxsim.run import run
@@ -49,11 +49,11 @@ SUMS = 3 * np.arange(THREADS, 0, -1) + (0 + 64 + 128)
 class Launches:
     def __init__(self, body: str) -> None:
         self.memory = Global()
-        self.part, self.tickets = np.zeros((CTAS, THREADS), np.uint32), np.zeros(4, np.uint32)
+        self.part, self.counter_pools = np.zeros((CTAS, THREADS), np.uint32), np.zeros(4, np.uint32)
         self.out = np.zeros(THREADS, np.uint32)
-        arrays = (self.part, self.tickets, self.out)
+        arrays = (self.part, self.counter_pools, self.out)
         params: list[bytes | TensorMap] = [np.uint64(self.memory.add(array)).tobytes() for array in arrays]
-        self.call = Call(f"{HEAD}{body}ret;\n}}\n", params, (CTAS, 1, 1), shared=4096, memory=self.memory)
+        self.call = KernelLaunch(f"{HEAD}{body}ret;\n}}\n", params, (CTAS, 1, 1), shared=4096, memory=self.memory)
 
     def run(self, **how) -> np.ndarray:
         self.out[:] = 0

@@ -12,7 +12,7 @@ from cute_kernels.attention.args import fields
 from tests.conftest import ARCH
 from tools.ptxsim import host
 from tools.ptxsim.call import TensorMap
-from tools.ptxsim.faults import Unsupported
+from tools.ptxsim.faults import NotModelled
 
 MLIR = """\
 !tensor = !cute.memref<bf16, gmem, align<16>, "(?,?,64):(?{i64 div=8},?{i64 div=8},1)">
@@ -120,7 +120,7 @@ def test_arguments_are_checked(array, problem):
 def test_an_unknown_operation_matters_only_where_it_is_used():
     array = np.zeros((2, 2, 64), ml_dtypes.bfloat16)
     assert evaluate(array)
-    with pytest.raises(Unsupported, match=r"line \d+: operation cute\.mystery"):
+    with pytest.raises(NotModelled, match=r"line \d+: operation cute\.mystery"):
         evaluate(array, grid="%odd")
 
 

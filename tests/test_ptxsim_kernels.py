@@ -15,7 +15,7 @@ import pytest
 from tests.kernels import COVERING, ORDERED
 from tests.simulated import ELSEWHERE, FEATURES, SHIPPED, dealt, equal_but_for_types, unwrapped
 from tools.ptxsim import workloads
-from tools.ptxsim.run import Result
+from tools.ptxsim.run import RunResult
 
 pytestmark = pytest.mark.kernels
 
@@ -60,7 +60,7 @@ def test_modes_that_delay_and_reorder_run_on_blackwell():
 
 
 def test_a_ring_that_no_case_fills_again_is_told():
-    once = Result(phases={"a": {16: 1, 24: 2}, "b": {16: 0}})
+    once = RunResult(phases={"a": {16: 1, 24: 2}, "b": {16: 0}})
     assert unwrapped(once) == ["no case uses the mbarriers at 0x10 again"]
-    once.add(Result(phases={"a": {16: 3, 24: 1}}))
+    once.add(RunResult(phases={"a": {16: 3, 24: 1}}))
     assert once.phases["a"] == {16: 3, 24: 2} and not unwrapped(once)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tools.ptxsim import memo
-from tools.ptxsim.run import Result
+from tools.ptxsim.run import RunResult
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def launch(tmp_path):
         def simulate():
             ran.append(True)
             args[0].add_(args[-1])
-            return Result(7, {"loads": 3})
+            return RunResult(7, {"loads": 3})
 
         return memo.recall(tmp_path, facts, args, simulate), bool(ran)
 
@@ -30,8 +30,8 @@ def matrix() -> torch.Tensor:
 
 def test_an_equal_launch_gives_the_same_memory_and_result(launch):
     first, second = matrix(), matrix()
-    assert launch(first[1:, :2], 5) == (Result(7, {"loads": 3}), True)
-    assert launch(second[1:, :2], 5) == (Result(7, {"loads": 3}), False)
+    assert launch(first[1:, :2], 5) == (RunResult(7, {"loads": 3}), True)
+    assert launch(second[1:, :2], 5) == (RunResult(7, {"loads": 3}), False)
     assert torch.equal(first, second) and second[1, 0] == 9
 
 

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tools.ptxsim.call import Call, Global
-from tools.ptxsim.faults import Fault, Unsupported
+from tools.ptxsim.call import Global, KernelLaunch
+from tools.ptxsim.faults import Fault, NotModelled
 from tools.ptxsim.run import run
 
 RNG = np.random.default_rng(0)
@@ -107,7 +107,7 @@ def simulate(body: str, image: np.ndarray, fill: np.ndarray, mode: str = "eager"
     ptx = head + entry + "\n".join(names) + "\n" + text.replace("; ", ";\n") + "\n}\n"
     memory, out = Global(), np.zeros_like(fill)
     params = [memory.add(array).to_bytes(8, "little") for array in (image, fill, out)]
-    run(Call(ptx, params, (group, 1, 1), (group, 1, 1), memory=memory), mode=mode)  # type: ignore[arg-type]
+    run(KernelLaunch(ptx, params, (group, 1, 1), (group, 1, 1), memory=memory), mode=mode)  # type: ignore[arg-type]
     return out
 
 
@@ -506,5 +506,5 @@ def test_read_before_overwrite() -> None:
     ["tcgen05.shift.cta_group::1.down [%tmem];", "tcgen05.cp.cta_group::1.4x256b [%tmem], %da;"],
 )
 def test_refused(text: str) -> None:
-    with pytest.raises(Unsupported, match="is not modelled"):
+    with pytest.raises(NotModelled, match="is not modelled"):
         small("eager", (COMMIT, text + "\n" + COMMIT))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tools.ptxsim.call import Call, Global, TensorMap
+from tools.ptxsim.call import Global, KernelLaunch, TensorMap
 from tools.ptxsim.faults import Fault
 from tools.ptxsim.machine import MODES
 from tools.ptxsim.run import run
@@ -36,7 +36,7 @@ STORE = "st.global.f32 [%rd1], %f8;\nret;\n}\n"
 def execute(body: str, mode: str) -> np.ndarray:
     memory, out = Global(), np.zeros(128, np.float32)
     params: list[bytes | TensorMap] = [np.uint64(memory.add(out, "out")).tobytes()]
-    run(Call(HEAD + body + STORE, params, shared=4096, memory=memory), mode=mode)
+    run(KernelLaunch(HEAD + body + STORE, params, shared=4096, memory=memory), mode=mode)
     return out
 
 

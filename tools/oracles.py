@@ -1,14 +1,14 @@
-"""Kernels of others that run on Blackwell, executed by our simulator: it says of tcgen05 what a device does.
+"""Run other projects' Blackwell kernels in our simulator, to check its model of tcgen05 against code that devices run.
 
     pip install --no-deps flash-attn-4==4.0.0b36 quack-kernels==0.6.5 triton einops nvidia-cudnn-frontend==1.32.0
     python -m tools.oracles [CASE ...]           compile and run the cases of `CASES`, print their errors
     python -m tools.oracles record [CASE ...]    the same, and write their rows to tests/data/oracles.csv
-    python -m tools.oracles readme               write a table of them into docs/blackwell.md
+    python -m tools.oracles readme               write a table of the rows into docs/blackwell.md
 
-FlashAttention 4's, cuDNN's open and CUTLASS's forward kernels are compiled from tensors without memory, for a device
-that need not be there. Their PTX runs as it is, on random data, and results are held against fp32. What they rely on
-beyond the text of the ISA, `BEYOND` says. CUTLASS's kernel is an example of its repository (NVIDIA/cutlass, 7107b05),
-which no package has: --cutlass, or the variable CUTLASS_SOURCE, names a checkout.
+The forward kernels of FlashAttention 4, of cuDNN's open source and of CUTLASS are compiled from tensors without memory,
+so no device is needed. Their PTX runs unchanged, on random data, and the results are compared with fp32. `BEYOND` lists
+the behaviour that each kernel relies on beyond the text of the ISA. CUTLASS's kernel is an example of its repository
+(NVIDIA/cutlass, 7107b05) and in no package: --cutlass, or the variable CUTLASS_SOURCE, must name a checkout.
 """
 
 import argparse
@@ -32,9 +32,9 @@ from bench.pages import fill
 RECORD = Path(__file__).resolve().parents[1] / "tests" / "data" / "oracles.csv"
 COLUMNS = ("kernel", "arch", "case", "error", "lse_error", "mmas")
 FLASH, CUDNN, CUTLASS = "flash-attn-4 4.0.0b36", "cudnn-frontend 1.32.0", "CUTLASS 4.7.0 fmha"
-SOURCE = "CUTLASS_SOURCE"  # variable: where NVIDIA/cutlass lies
+SOURCE = "CUTLASS_SOURCE"  # environment variable: path of a checkout of NVIDIA/cutlass
 SMS, SHARED = 2, 227 << 10  # SMs, bytes of shared memory
-TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "e4m3": 6e-2}  # of N(0, 1) data; P is rounded to the type, too
+TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "e4m3": 6e-2}  # for N(0, 1) data; P is rounded to the dtype too
 LSE_TOLERANCE = 1e-3
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -43,7 +43,7 @@ CUDNN_DTYPES = {"e4m3": 0, "bf16": 2, "fp16": 3}
 
 @dataclass(frozen=True)
 class OracleCase:
-    """A call of the forward kernel: one request of `tokens` queries and `keys` keys, heads_q query heads."""
+    """A call of a forward kernel: one request of `tokens` queries and `keys` keys. heads: (query heads, KV heads)."""
 
     arch: str
     dtype: str = "bf16"
@@ -131,7 +131,7 @@ class Data:
         self.sink = torch.randn(heads, generator=gen).to(torch.bfloat16) if case.sink else None
 
     def expected(self, case: OracleCase) -> tuple[torch.Tensor, torch.Tensor]:
-        """(o, lse in natural units) in fp32."""
+        """Return (o, lse in natural units) in fp32."""
         group, scale = case.heads[0] // case.heads[1], case.dims[0] ** -0.5
         k, v = (t.float().repeat_interleave(group, 2) for t in (self.k, self.v))
         s = torch.einsum("bihd,bjhd->bhij", self.q.float(), k) * scale
@@ -151,7 +151,7 @@ def as_numpy(t: torch.Tensor) -> np.ndarray:
 
 
 class Hardware:
-    """In the place of the DSL's class that asks a driver."""
+    """Replacement for the DSL's class that queries the driver."""
 
     get_max_active_clusters = staticmethod(lambda size=1, *_, **__: SMS // size)
     get_device_multiprocessor_count = staticmethod(lambda *_, **__: SMS)
@@ -159,7 +159,7 @@ class Hardware:
 
 
 def flash_attention(case: OracleCase, data: Data) -> list[Any]:
-    """The launches (ptxsim.call.Call) of flash-attn-4, by its host function."""
+    """Return the launches (ptxsim.call.Call) of flash-attn-4, from its host function."""
     os.environ.update(FLASH_ATTENTION_ARCH=case.arch, FLASH_ATTENTION_NUM_SMS=str(SMS))
     import cutlass.utils
     from flash_attn.cute import interface
@@ -186,7 +186,7 @@ def flash_attention(case: OracleCase, data: Data) -> list[Any]:
 
 
 def arguments(case: OracleCase, data: Data, mlir: str) -> list[Any]:
-    """Those of the host function: q, k, v, o, lse, the scale; sizes of a window, a sink; the number of queries."""
+    """Return the host function's arguments: q, k, v, o, lse, the scale; window sizes, a sink; the number of queries."""
     from .ptxsim.host_ir import host_function
 
     types = [type_ for _, type_ in host_function(mlir)[0] if type_ != "!cuda.stream"]
@@ -198,7 +198,7 @@ def arguments(case: OracleCase, data: Data, mlir: str) -> list[Any]:
 
 
 def loaded(name: str, path: Path, **names: Any) -> Any:
-    """The module in a file, where `names` are defined before."""
+    """Load the module in a file, with `names` defined in it before it runs."""
     spec: Any = spec_from_file_location(name, path)
     module: Any = module_from_spec(spec)
     vars(module).update(names)
@@ -208,8 +208,11 @@ def loaded(name: str, path: Path, **names: Any) -> Any:
 
 
 def cutlass_fmha(case: OracleCase, data: Data) -> list[Any]:
-    """The launch of CUTLASS's example, persistent, as its `run` compiles it; with emulated exponentials where there are
-    too few. Heads are two modes, KV head and query head of it; LSE is (tokens, heads), in powers of 2."""
+    """Return the launch of CUTLASS's example, persistent, compiled as its `run` does, with emulated exponentials if
+    MUFU is the limit (sm_100a in 16 bits).
+
+    Heads are two modes: KV head, and query head of the KV head. LSE is (tokens, heads), in powers of 2.
+    """
     import cutlass.cute as cute
     from cutlass import Float32, Int32
 
@@ -256,7 +259,7 @@ def cutlass_fmha(case: OracleCase, data: Data) -> list[Any]:
 
 
 def cudnn_module(name: str, params: dict[str, Any]) -> Any:
-    """One of cuDNN's kernels, imported past the package's compiled part. params: fields of its TemplateParams."""
+    """Import one of cuDNN's kernels without the package's compiled part. params: fields of its TemplateParams."""
     found = find_spec("cudnn")
     if found is None or not found.submodule_search_locations:
         raise RuntimeError("nvidia-cudnn-frontend is not installed")
@@ -272,7 +275,7 @@ def cudnn_module(name: str, params: dict[str, Any]) -> Any:
 
 
 def cudnn_compiled(case: OracleCase) -> tuple[Any, str]:
-    """(module, PTX) of cuDNN's kernel."""
+    """Return (module, PTX) of cuDNN's kernel."""
     import cutlass.cute as cute
 
     full, fp8 = not (case.causal or case.window), case.dtype == "e4m3"
@@ -310,13 +313,14 @@ def cudnn_compiled(case: OracleCase) -> tuple[Any, str]:
 
 
 def cudnn(case: OracleCase, data: Data) -> list[Any]:
-    """The launch of cuDNN's kernel. Its host function encodes tensor maps in operations of its own: they are made here.
+    """Return the launch of cuDNN's kernel. Its host function encodes tensor maps in its own operations, so they are
+    made here.
 
     Parameters: maps of q, k, v and o; LSE with shape and strides; sinks, key counts and descriptors of ragged calls;
-    then numbers of query tokens, keys, CTAs of a head, heads, requests, query heads of a KV head; scale; in e4m3 a
-    factor of O and scales of q, k, v and O; no row counts; in e4m3 the places of scales that O has not.
+    the numbers of query tokens, keys, CTAs per head, heads, requests, query heads per KV head; the scale; in e4m3 a
+    factor of O and scales of q, k, v and O; no row counts; in e4m3 the addresses of output scales that O does not have.
     """
-    from .ptxsim.call import Call, Global, TensorMap
+    from .ptxsim.call import Global, KernelLaunch, TensorMap
 
     module, ptx = cudnn_compiled(case)
     config, memory, none = module.CFG, Global(), np.zeros(16, np.uint8)
@@ -352,21 +356,21 @@ def cudnn(case: OracleCase, data: Data) -> list[Any]:
         one = memory.add(np.ones(4, np.float32), "scales")
         params += [struct.pack("<f", 1.0), *[struct.pack("<Q", one)] * 4]
     params += [struct.pack("<Q", 0)] * (5 if case.dtype == "e4m3" else 1)
-    return [Call(ptx, params, (ctas, heads, 1), (config.CTA_MMA, 1, 1), SHARED, None, memory)]
+    return [KernelLaunch(ptx, params, (ctas, heads, 1), (config.CTA_MMA, 1, 1), SHARED, None, memory)]
 
 
 PEERS = {FLASH: flash_attention, CUDNN: cudnn, CUTLASS: cutlass_fmha}
-BEYOND = {FLASH: ("exit",), CUDNN: ("lanes", "relaxed"), CUTLASS: ()}  # what each relies on: ptxsim.call.BEYOND
+BEYOND = {FLASH: ("exit",), CUDNN: ("lanes", "relaxed"), CUTLASS: ()}  # see ptxsim.call.BEYOND
 
 
 def run(case: OracleCase, folder: str) -> dict[str, Any]:
-    """A row of the record, in a process whose DSL is imported for the architecture."""
+    """Run a case and return its row of the record. The process must import the DSL for the case's architecture."""
     os.environ.update(CUTE_DSL_DUMP_DIR=folder, CUTE_DSL_KEEP_PTX="1")
-    from .ptxsim.run import Result
+    from .ptxsim.run import RunResult
     from .ptxsim.run import run as simulate
 
-    data, whole = Data(case), Result()
-    for call in PEERS[case.kernel](case, data):  # one cluster at a time: it may take the place of others
+    data, whole = Data(case), RunResult()
+    for call in PEERS[case.kernel](case, data):  # one cluster at a time: a cluster may reuse the place of others
         whole.add(simulate(replace(call, beyond=BEYOND[case.kernel]), resident=1))
     o, lse = data.expected(case)
     if case.kernel == CUTLASS:
@@ -387,7 +391,7 @@ def right(row: dict[str, Any]) -> bool:
 
 
 def apart(name: str) -> dict[str, Any]:
-    """`run` in a process of its own."""
+    """Execute `run` in its own process."""
     command = [sys.executable, "-m", "tools.oracles", "--row", name]
     environ = os.environ | {"CUTE_DSL_ARCH": CASES[name].arch}
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
@@ -416,9 +420,11 @@ def markdown() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.oracles", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", nargs="*", help="`record` or not, and parts of the names of cases; `readme`")
-    parser.add_argument("--row", help="run one case here, and print its row")
-    parser.add_argument("--cutlass", default=os.environ.get(SOURCE), help=f"a checkout of NVIDIA/cutlass; or {SOURCE}")
+    parser.add_argument("what", nargs="*", help="optional `record`, then parts of case names; or `readme`")
+    parser.add_argument("--row", help="run one case in this process and print its row")
+    parser.add_argument(
+        "--cutlass", default=os.environ.get(SOURCE), help=f"a checkout of NVIDIA/cutlass; default: {SOURCE}"
+    )
     args = parser.parse_args()
     if args.cutlass:
         os.environ[SOURCE] = args.cutlass

@@ -1,9 +1,9 @@
-"""One benchmark case under Nsight Compute, and the figures that matter.
+"""Profile one benchmark case with Nsight Compute and print the important figures.
 
     python -m tools.profile CASE [--provider ours] [--ncu PATH]
 
-Runs itself under `ncu --clock-control none` (the clocks stay as the benchmark finds them) and prints duration, tensor
-pipe, memory, stalls and launch resources of every kernel of one warm call.
+The tool runs itself under `ncu --clock-control none` (so the clocks are those of the benchmark) and prints duration,
+tensor pipe, memory, stalls and launch resources of every kernel of one warm call.
 """
 
 import argparse
@@ -26,12 +26,12 @@ SECTIONS = (
     "LaunchStats",
     "Occupancy",
 )
-METRICS = (  # what no section holds
+METRICS = (  # metrics that no section contains
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
     "dram__bytes_read.sum",
     "dram__bytes_write.sum",
 )
-# heading -> patterns of the raw page's metric names, in print order
+# Heading -> patterns of the raw page's metric names, in print order.
 GROUPS = {
     "duration": (r"gpu__time_duration\.sum", r"(gpc|sm)__cycles_elapsed\.(avg\.per_second|max)"),
     "tensor pipe": (
@@ -57,7 +57,7 @@ STALLS_SHOWN = 6
 
 
 def parse(lines: Iterable[str]) -> list[dict[str, tuple[str, str]]]:
-    """Kernels of `ncu --csv --page raw`: metric -> (value, unit). What precedes the header is ncu's own talk."""
+    """Parse the kernels of `ncu --csv --page raw`: metric -> (value, unit). Skips ncu's messages before the header."""
     found = list(lines)
     start = next((i for i, line in enumerate(found) if line.startswith('"ID"')), None)
     if start is None:
@@ -67,7 +67,7 @@ def parse(lines: Iterable[str]) -> list[dict[str, tuple[str, str]]]:
 
 
 def number(text: str) -> float | None:
-    """A figure of the table, None for `n/a`."""
+    """Return a figure of the table as a float, None for `n/a`."""
     try:
         return float(text.replace(",", ""))
     except ValueError:
@@ -75,7 +75,7 @@ def number(text: str) -> float | None:
 
 
 def report(kernel: dict[str, tuple[str, str]]) -> str:
-    """The figures that matter of one kernel, as lines."""
+    """Return the important figures of one kernel as lines."""
     lines = [kernel.get("Kernel Name", ("?", ""))[0]]
     for heading, patterns in GROUPS.items():
         names = [n for p in patterns for n in kernel if re.fullmatch(p, n)]
@@ -89,7 +89,8 @@ def report(kernel: dict[str, tuple[str, str]]) -> str:
 
 
 def known(case: str, device: str) -> tuple[dict[str, Any], Callable[[], Any]]:
-    """Providers of a case of bench (prefill, decode or top-k), each a function of the inputs; what makes the inputs."""
+    """Return the providers of a benchmark case (prefill, decode or top-k), each a function of the inputs, and the
+    function that makes the inputs."""
     from bench import decode, prefill, topk
     from bench.cases import attention as cases
     from bench.cases import precision, serving
@@ -109,7 +110,7 @@ def known(case: str, device: str) -> tuple[dict[str, Any], Callable[[], Any]]:
 
 
 def call_of(case: str, provider: str, device: str) -> Callable[[], object]:
-    """A call of one provider on a case; of several variants the first."""
+    """Return a provider's call on a case; if it has several variants, the first."""
     providers, inputs = known(case, device)
     if provider not in providers:
         raise SystemExit(f"no provider {provider!r} for {case}; there are: {', '.join(providers)}")
@@ -118,7 +119,7 @@ def call_of(case: str, provider: str, device: str) -> Callable[[], object]:
 
 
 def child(case: str, provider: str) -> None:
-    """One warm call between profiler start and stop; runs under ncu."""
+    """Run one warm call between profiler start and stop. This process runs under ncu."""
     import torch
 
     run = call_of(case, provider, "cuda")
@@ -131,7 +132,7 @@ def child(case: str, provider: str) -> None:
 
 
 def profile(case: str, provider: str, ncu: str) -> list[dict[str, tuple[str, str]]]:
-    """Run `case` under ncu."""
+    """Run `case` under ncu and return its kernels' metrics."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "ncu.csv")
         command = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--target-processes", "all"]
@@ -147,7 +148,7 @@ def profile(case: str, provider: str, ncu: str) -> list[dict[str, tuple[str, str
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.profile", description=__doc__.splitlines()[0])
-    parser.add_argument("case", help="of bench, such as prefill-bf16-causal-b2-s8192-h32x8-d128-p64")
+    parser.add_argument("case", help="a case of bench, such as prefill-bf16-causal-b2-s8192-h32x8-d128-p64")
     parser.add_argument("--provider", default="ours", help="ours, or a peer that bench has for the case")
     parser.add_argument("--ncu", default="ncu", help="path of Nsight Compute's command line")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

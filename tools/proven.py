@@ -1,11 +1,12 @@
-"""Which PTX of Blackwell a kernel uses that kernels which run on Blackwell use, too: ours never have.
+"""List the Blackwell-only PTX forms of a kernel that no recorded peer uses. The peers' kernels run on Blackwell; ours
+have not.
 
     python -m tools.proven record NAME FILE.ptx    add the forms in a peer's PTX to tests/data/proven.csv
-    python -m tools.proven FILE.ptx ...            print the forms that no peer on record has
+    python -m tools.proven FILE.ptx ...            print the forms that no recorded peer uses
 
-A form is an instruction with all qualifiers, of the families that Hopper lacks: tcgen05, packed fp32, minima and maxima
-of three, conversions of e2m1. What it computes, the simulator takes from the text of the PTX ISA alone; kernels that
-are known to be right say that it is used so.
+A form is an instruction with all its qualifiers, from the families that Hopper lacks: tcgen05, packed fp32, minima and
+maxima of three, conversions of e2m1. The simulator takes a form's meaning from the text of the PTX ISA alone; a kernel
+known to be right shows that the form is really used in this way.
 """
 
 import csv
@@ -19,13 +20,13 @@ FAMILIES = re.compile(
     r"\b(tcgen05\.[\w.:]+|cvt\.[\w.]*e2m1[\w.]*|(?:fma|add|mul|sub)\.[\w.]*f32x2|"
     r"(?:min|max)(?:\.\w+)*\.f32(?=[^;]*,[^;]*,[^;]*,))"
 )
-ORDER = (  # that peers leave to what the compiler does; they only add order
+ORDER = (  # forms that peers leave to the compiler; they only add order
     "tcgen05.fence::after_thread_sync",
     "tcgen05.fence::before_thread_sync",
     "tcgen05.wait::ld.sync.aligned",
 )
 
-ALONE = {  # form -> why it is used though no peer on record has it
+ALONE = {  # form -> why it is used although no recorded peer has it
     "cvt.rn.f16x2.e2m1x2": "CUTLASS's NumericArrayConverter is made of it; the text of the ISA leaves nothing open, "
     "and a test tries all 256 bytes",
 }
@@ -34,7 +35,7 @@ ROUNDED = re.compile(r"^(fma|add|mul|sub)\.(?!r[nzmp]\.)")
 
 
 def forms(ptx: str) -> set[str]:
-    """Arithmetic that names no rounding has .rn, as the ISA says."""
+    """Return the forms in PTX. Arithmetic without a rounding qualifier gets .rn, as the ISA says."""
     code = "\n".join(line.split("//")[0] for line in ptx.splitlines())
     return {ROUNDED.sub(r"\1.rn.", form) for form in FAMILIES.findall(code)}
 
@@ -45,7 +46,7 @@ def recorded(path: Path = RECORD) -> list[dict[str, str]]:
 
 
 def unproven(ptx: str) -> set[str]:
-    """Forms in PTX that neither a peer on record has nor ORDER, nor ALONE."""
+    """Return the forms in PTX that neither a recorded peer has nor ORDER nor ALONE."""
     return forms(ptx) - {row["form"] for row in recorded()} - set(ORDER) - set(ALONE)
 
 

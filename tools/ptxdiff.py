@@ -1,13 +1,13 @@
-"""Is the code of the shipped kernels still the same? Compare the PTX of two checkouts; names may differ.
+"""Compare the PTX of the shipped kernels of two checkouts; kernel names may differ.
 
     python -m tools.ptxdiff dump build/ptx/before --root ../other-checkout
     python -m tools.ptxdiff dump build/ptx/now --only 'bf16_d128*' --jobs 2
     python -m tools.ptxdiff compare build/ptx/before build/ptx/now --abi --lines 20
 
-`dump` writes <folder>/<op>/<name>.ptx, from the objects of that checkout's build/obj, which it compiles where they are
-missing. `compare` pairs kernels by their normalised text, so names may differ. For a kernel without an equal it counts
-the lines that differ from the kernel that --map names ("<op>/<name> <op>/<name>", one pair a line), else from the one
-whose name is closest. Exit status 1 where a kernel of the first folder has no equal in the second.
+`dump` writes <folder>/<op>/<name>.ptx from the objects in that checkout's build/obj, and compiles the missing ones.
+`compare` pairs kernels by their normalised text, so names may differ. For a kernel without an equal one, it counts the
+lines that differ from the kernel that --map names ("<op>/<name> <op>/<name>", one pair per line), else from the kernel
+with the closest name. The exit status is 1 if a kernel of the first folder has no equal in the second.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Runs in the checkout that is dumped, of any age: it may use only what all of them have.
+# This script runs in the dumped checkout, which may be of any age: it may use only names that all checkouts have.
 WORKER = """
 import sys
 from fnmatch import fnmatchcase
@@ -46,7 +46,7 @@ REGISTER = re.compile(r"%(r|rd|rs|rq|p|f|fd|h|b)(\d+)\b")
 
 
 def dump(folder: Path, root: Path, arch: str, only: str, jobs: int) -> int:
-    """Write the PTX of shipped kernels of the checkout `root` that match `only`; 1 where a kernel failed."""
+    """Write the PTX of the shipped kernels of the checkout `root` that match `only`. Return 1 if a kernel failed."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-c", WORKER, str(folder.resolve()), arch, only]
     # -c puts the working directory first on the path: the modules are those of `root`
@@ -59,11 +59,12 @@ def dump(folder: Path, root: Path, arch: str, only: str, jobs: int) -> int:
 
 
 def normalise(ptx: str, abi: bool = False) -> str:
-    """PTX without what is no code: names of kernels and parameters, comments, blank lines, files and line numbers.
+    """Remove everything from PTX that is not code: names of kernels and parameters, comments, blank lines, files and
+    line numbers.
 
-    abi: also without where parameters lie. The parameter block and the loads from it go, and registers are numbered by
-    first appearance, so that what is left depends on what is done with the parameters, not on their order and offsets.
-    This cannot tell a kernel that takes two parameters for each other.
+    abi: also remove the parameters' locations, that is, the parameter block and the loads from it, and number the
+    registers by first appearance. The result then depends on what is done with the parameters, not on their order and
+    offsets. It does not show that a kernel confuses two parameters.
     """
     ptx = re.sub(r"/\*.*?\*/", "", ptx, flags=re.DOTALL)
     ptx = re.sub(r"//.*", "", ptx)
@@ -79,7 +80,7 @@ def normalise(ptx: str, abi: bool = False) -> str:
 
 
 def _renumber(ptx: str) -> str:
-    """Registers of each class numbered in the order in which they appear."""
+    """Number the registers of each class in the order of their first appearance."""
     numbers: dict[str, str] = {}
     counts: dict[str, itertools.count[int]] = {}
 
@@ -92,7 +93,7 @@ def _renumber(ptx: str) -> str:
 
 
 def read(folder: Path, abi: bool) -> dict[str, str]:
-    """`<op>/<name>` -> normalised PTX of what `dump` wrote."""
+    """Return `<op>/<name>` -> normalised PTX of the files that `dump` wrote."""
     return {
         path.relative_to(folder).with_suffix("").as_posix(): normalise(path.read_text(), abi)
         for path in sorted(folder.glob("*/*.ptx"))
@@ -100,7 +101,7 @@ def read(folder: Path, abi: bool) -> dict[str, str]:
 
 
 def closest(label: str, others: list[str]) -> str | None:
-    """The label of `others` whose name resembles that of `label` most; the op counts only between equals."""
+    """Return the label of `others` with the kernel name most similar to that of `label`; the op only breaks ties."""
 
     def likeness(other: str) -> tuple[float, float]:
         names = difflib.SequenceMatcher(None, label.partition("/")[2], other.partition("/")[2])
@@ -110,7 +111,7 @@ def closest(label: str, others: list[str]) -> str | None:
 
 
 def differing(one: str, other: str) -> list[str]:
-    """The lines of one text that the other lacks (`< line`) and the reverse (`> line`), by the program diff."""
+    """Return the lines that only one of the texts has (`< line`, `> line`), from the program diff."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / name for name in ("one", "other")]
         for path, text in zip(paths, (one, other), strict=True):
@@ -120,7 +121,8 @@ def differing(one: str, other: str) -> list[str]:
 
 
 def compare(before: dict[str, str], after: dict[str, str], renamed: dict[str, str], lines: int) -> int:
-    """Print what of `before` has no equal in `after`, with `lines` lines of each difference; the exit status."""
+    """Print the kernels of `before` without an equal in `after`, with `lines` lines of each difference. Return the exit
+    status."""
     texts = set(after.values())
     lost = [label for label, text in before.items() if text not in texts]
     known = set(before.values())
@@ -147,16 +149,18 @@ def main(argv: list[str] | None = None) -> int:
     verbs = parser.add_subparsers(required=True, dest="verb")
     verb = verbs.add_parser("dump", help="write the PTX of shipped kernels")
     verb.add_argument("folder", type=Path)
-    verb.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="a checkout (this one)")
+    verb.add_argument(
+        "--root", type=Path, default=Path(__file__).resolve().parents[1], help="a checkout; default: this one"
+    )
     verb.add_argument("--arch", default="sm_90a")
-    verb.add_argument("--only", default="", metavar="PATTERN", help="part or glob of op/name")
-    verb.add_argument("--jobs", type=int, default=1, help="processes")
-    verb = verbs.add_parser("compare", help="which kernels of A have no equal in B")
+    verb.add_argument("--only", default="", metavar="PATTERN", help="part or glob pattern of op/name")
+    verb.add_argument("--jobs", type=int, default=1, help="number of processes")
+    verb = verbs.add_parser("compare", help="list the kernels of A without an equal in B")
     verb.add_argument("a", type=Path)
     verb.add_argument("b", type=Path)
-    verb.add_argument("--map", type=Path, help="file of pairs: label in A, label in B")
-    verb.add_argument("--abi", action="store_true", help="let parameters lie elsewhere")
-    verb.add_argument("--lines", type=int, default=0, help="print so many lines of each difference")
+    verb.add_argument("--map", type=Path, help="file of pairs (label in A, label in B), one per line")
+    verb.add_argument("--abi", action="store_true", help="ignore the locations of parameters")
+    verb.add_argument("--lines", type=int, default=0, help="number of lines printed of each difference")
     args = parser.parse_args(argv)
     if args.verb == "dump":
         return dump(args.folder, args.root, args.arch, args.only, args.jobs)

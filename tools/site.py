@@ -2,10 +2,12 @@
 
     python -m tools.site        build it in build/site
 
-Pages are laid out in build/pages as they lie here, with every file that they link to, so that links hold in both;
-MkDocs (mkdocs.yml) makes HTML of them.
+Pages are laid out in build/pages as they lie here, with every file that they link to, so that links hold in both.
+`tools.reference` adds a page per group of public functions, and mentions of these functions become links to it. MkDocs
+(mkdocs.yml) makes HTML of all.
 """
 
+import os
 import re
 import shutil
 import subprocess
@@ -14,25 +16,28 @@ from pathlib import Path
 
 from bench.pages import ROOT, pages
 
+from . import reference
+
 BUILD = ROOT / "build"
+CSS = ROOT / "tools" / "site.css"
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.M | re.S)
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
 def links(page: Path) -> list[tuple[Path, str]]:
-    """(file, anchor) of each relative link of a page."""
+    """Return the (file, anchor) of each relative link of a page."""
     found = LINK.findall(CODE.sub("", page.read_text()))
     return [((page.parent / path).resolve() if path else page, anchor) for path, anchor in found]
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub and MkDocs name them."""
+    """Return the anchors of a page's headings, as GitHub and MkDocs name them."""
     heads = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
 def reached() -> list[Path]:
-    """README, docs/, and what they link to, directly or by other pages."""
+    """Return README, docs/, and the files that they link to, directly or by other pages."""
     found, left = set(pages()), pages()
     while left:
         page = left.pop()
@@ -43,19 +48,36 @@ def reached() -> list[Path]:
 
 
 def lay_out(folder: Path) -> None:
+    """Write all pages, and the files that they link to, into a new folder."""
     shutil.rmtree(folder, ignore_errors=True)
+    (folder / "reference").mkdir(parents=True)
     for path in reached():
         place = folder / path.relative_to(ROOT)
         place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, place)
+        if path.suffix == ".md":
+            to = os.path.relpath(folder / "reference", place.parent)
+            place.write_text(reference.linked(path.read_text(), to))
+        else:
+            shutil.copyfile(path, place)
+    shutil.copyfile(CSS, folder / CSS.name)
+    for name, text in reference.pages().items():
+        (folder / "reference" / f"{name}.md").write_text(reference.linked(text, "."))
+
+
+def build(config: Path) -> None:
+    """Make the site that a mkdocs.yml describes; SystemExit with MkDocs's output where it warns of anything."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config)]
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}  # else the theme prints a notice about its successor
+    done = subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True)
+    if done.returncode:  # with --quiet, MkDocs counts no warnings
+        raise SystemExit(done.stdout + done.stderr)
 
 
 def main() -> None:
     """mkdocs.yml names its folders beside itself, so that a copy of it builds anywhere."""
     lay_out(BUILD / "pages")
     shutil.copyfile(ROOT / "mkdocs.yml", BUILD / "mkdocs.yml")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file"]
-    subprocess.run([*command, str(BUILD / "mkdocs.yml")], check=True)
+    build(BUILD / "mkdocs.yml")
     print(BUILD / "site" / "index.html")
 
 

@@ -1,4 +1,5 @@
-"""What each role of a compiled kernel issues for a block of scores, counted in its SASS: no GPU needed.
+"""Count the instructions that each role of a compiled kernel issues for a block of scores, in its SASS. No GPU is
+needed.
 
     python -m tools.static [KERNEL ...] [--arch sm_100a]   print the loops of shipped kernels: names, or parts of them
     python -m tools.static FILE.cubin ...                  of any kernel, such as a peer's
@@ -6,13 +7,13 @@
     python -m tools.static record --peer NAME FILE.cubin   write those of a peer's kernel there
     python -m tools.static readme                          write a table of both into docs/blackwell.md
 
-A loop is what lies between a backward branch and its target. Of its paths the steady one counts: the shortest that
-takes in all MMAs and all conversions of P, and neither a wait's slow path nor a rescale that is not owed. A warp's
-count is the number of issue slots that the loop takes of a scheduler, since each of an SM's four has one of the
-warpgroup's warps. Loading warps are left out: what they issue depends on the pages.
+A loop is the code between a backward branch and its target. The steady path through it counts: the shortest path that
+contains all MMAs and all conversions of P, and neither a wait's slow path nor an unnecessary rescale. A warp's count is
+the number of issue slots that the loop takes from a scheduler, because each of an SM's four schedulers has one of the
+warpgroup's warps. Loading warps are left out: their instructions depend on the pages.
 
-stall: the sum of the stall counts that ptxas wrote beside the instructions, cycles that a warp takes alone, at least.
-stored: that sum at each store of P to tensor memory. Both leave out memory, barriers, and MUFU's results.
+stall: the sum of the stall counts that ptxas encodes in the instructions, the least number of cycles that a warp takes
+alone. stored: that sum at each store of P to tensor memory. Both ignore memory, barriers, and the latency of MUFU.
 """
 
 import argparse
@@ -37,13 +38,13 @@ LINE = re.compile(rf"^\s*/\*([0-9a-f]{{4,}})\*/\s+(.*?)\s*;\s*{WORD}\s*\n\s*{WOR
 TEXT = re.compile(r"^(?:@(!?U?P[0-9T]+)\s+)?(\S+)\s*(.*)$")
 TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
 MMAS = ("UTCHMMA", "UTCQMMA", "UTCOMMA", "HGMMA", "QGMMA", "HMMA")
-LEAST = 8  # exponentials of a loop that computes P
-MASKED = 64  # FSEL of one that hides keys
-STALL = 41, 15  # bits of an instruction's second word
+LEAST = 8  # least number of exponentials in a loop that computes P
+MASKED = 64  # least number of FSEL in a loop that masks keys
+STALL = 41, 15  # shift and mask of the stall count in an instruction's second word
 
 
 class SassInstruction(NamedTuple):
-    """target: of a branch, its address. always: it is taken. stall: cycles."""
+    """One instruction. target: address of a branch's target. always: an unpredicated branch or exit. stall: cycles."""
 
     address: int
     op: str
@@ -57,7 +58,7 @@ class SassInstruction(NamedTuple):
 
 
 def parse(sass: str) -> dict[str, list[SassInstruction]]:
-    """Function -> instructions, of `cuobjdump -sass`, encodings included."""
+    """Return function -> instructions, from the output of `cuobjdump -sass` with encodings."""
     found = {}
     for part in sass.split("Function : ")[1:]:
         found[part.split()[0]] = [instruction(*m.groups()) for m in LINE.finditer(part)]
@@ -74,7 +75,7 @@ def instruction(address: str, text: str, _: str, high: str) -> SassInstruction:
 
 
 @dataclass(frozen=True)
-class Loop:
+class SassLoop:
     """The steady path of a loop."""
 
     role: str
@@ -94,7 +95,7 @@ class Loop:
 
     @property
     def stored(self) -> list[int]:
-        """`stall` up to each store to tensor memory."""
+        """Return the value of `stall` up to each store to tensor memory."""
         clock, found = 0, []
         for i in self.path:
             if i.name == "STTM":
@@ -109,14 +110,14 @@ class Loop:
 
 
 def worth(i: SassInstruction) -> int:
-    """What a steady path has to take in."""
+    """Return whether a steady path must contain the instruction."""
     return i.name in MMAS or i.name == "F2FP"
 
 
 def steady(code: list[SassInstruction]) -> list[SassInstruction]:
-    """From the first to the last instruction of a loop: of the paths with most that is worth it, the shortest."""
+    """Return the shortest of the paths from a loop's first to its last instruction with the highest total `worth`."""
     place = {i.address: k for k, i in enumerate(code)}
-    best: list[tuple[int, int, int] | None] = [None] * len(code)  # (worth, -length, before), of paths up to here
+    best: list[tuple[int, int, int] | None] = [None] * len(code)  # best path to here: (worth, -length, predecessor)
     best[0] = (worth(code[0]), -1, -1)
     for k, i in enumerate(code[:-1]):
         here = best[k]
@@ -137,7 +138,7 @@ def steady(code: list[SassInstruction]) -> list[SassInstruction]:
 
 
 def role_of(code: list[SassInstruction]) -> str:
-    """Of a loop, empty where it has none that is told here."""
+    """Return the role of a loop, or "" if it has none of the roles counted here."""
     names = Counter(i.name for i in code)
     exponentials = sum(i.op == "MUFU.EX2" for i in code)
     if any(names[name] for name in MMAS):
@@ -149,23 +150,24 @@ def role_of(code: list[SassInstruction]) -> str:
     return "correction" if names["STTM"] else ""
 
 
-def loops(code: list[SassInstruction]) -> Iterator[Loop]:
-    """Of a function, those that have a role and hold no loop that has one."""
+def loops(code: list[SassInstruction]) -> Iterator[SassLoop]:
+    """Return the loops of a function that have a role and contain no other such loop."""
     place = {i.address: k for k, i in enumerate(code)}
     found = [(place[i.target], k) for k, i in enumerate(code) if i.target in place and place[i.target] <= k]
     kept = [(a, b) for a, b in found if role_of(code[a : b + 1]) and steady(code[a : b + 1])]
     for a, b in sorted(kept):
         if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in kept):
-            yield Loop(role_of(code[a : b + 1]), tuple(steady(code[a : b + 1])))
+            yield SassLoop(role_of(code[a : b + 1]), tuple(steady(code[a : b + 1])))
 
 
-def of_cubin(content: bytes) -> list[Loop]:
-    """Loops of the largest function of a cubin."""
+def of_cubin(content: bytes) -> list[SassLoop]:
+    """Return the loops of a cubin's largest function."""
     return list(loops(max(parse(cubin.sass(content, encodings=True)).values(), key=len)))
 
 
 def shipped(arch: str, *patterns: str) -> Iterator[tuple[str, bytes]]:
-    """(name, cubin) of the shipped kernels that a pattern matches, all of Blackwell's prefill without one."""
+    """Return (name, cubin) of the shipped kernels that match a pattern; without patterns, all prefill kernels of
+    Blackwell."""
     for kernel in catalog.shipped(arch):
         chosen = any(catalog.matches(kernel, p) for p in patterns) if patterns else kernel[0] == OP
         if chosen:
@@ -173,7 +175,7 @@ def shipped(arch: str, *patterns: str) -> Iterator[tuple[str, bytes]]:
 
 
 def rows(arch: str, name: str, content: bytes) -> list[dict[str, Any]]:
-    """stack: bytes a thread, where spills lie."""
+    """Return the csv rows of a kernel. stack: bytes per thread for spills."""
     known = {"arch": arch, "kernel": name, "stack": cubin.usage(content)["stack"]}
     return [known | loop.row() for loop in of_cubin(content)]
 
@@ -183,7 +185,7 @@ def recorded(path: Path = RECORD) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def show(name: str, found: list[Loop]) -> None:
+def show(name: str, found: list[SassLoop]) -> None:
     print(name)
     for loop in found:
         kinds = ", ".join(f"{n} {name}" for name, n in loop.names.most_common(6))
@@ -200,7 +202,7 @@ def rows_of_shipped(arch: str) -> list[dict[str, Any]]:
 
 
 def record(arch: str, peer: str, new: list[dict[str, Any]]) -> None:
-    """Replaces the rows of our kernels, or of a peer's."""
+    """Replace the rows of our kernels, or those of a peer."""
     kept = []
     for row in recorded() if RECORD.exists() else []:
         if row["arch"] != arch or (row["kernel"] != peer if peer else is_peer(row)):
@@ -212,16 +214,16 @@ def record(arch: str, peer: str, new: list[dict[str, Any]]) -> None:
 
 
 def pieces(kernel: str) -> int:
-    """Stores of P with which the MMAs begin: three of four, in ours of e4m3 one of two."""
+    """Return the number of stores of P before the MMAs begin: three of four; in our e4m3 kernels one of two."""
     return 1 if kernel.startswith("e4m3_") else 3
 
 
 def markdown() -> str:
-    """Causal kernels of prefill, head_dim 128 and 16 or 8 bits, and those of peers."""
+    """Return a table of the causal prefill kernels of head_dim 128 in 16 and 8 bits, ours and peers'."""
     lines = ["| kernel | softmax | masked | emulated | first P | correction | MMA |", "| --- |" + " --- |" * 6]
     found: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
     for row in recorded():
-        found.setdefault((row["arch"], row["kernel"]), {}).setdefault(row["role"], row)  # of tiles of two halves
+        found.setdefault((row["arch"], row["kernel"]), {}).setdefault(row["role"], row)  # the first loop: 256-row tiles
     for (arch, kernel), loops_of in sorted(
         found.items(), key=lambda item: (item[0][0], is_peer({"kernel": item[0][1]}))
     ):
@@ -243,14 +245,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.static", description=__doc__.splitlines()[0])
     parser.add_argument("what", nargs="*", help="names of shipped kernels, cubins, or `record`")
     parser.add_argument("--arch", default="sm_100a")
-    parser.add_argument("--peer", default="", help="name, with a space in it, of what is recorded of a file")
+    parser.add_argument(
+        "--peer", default="", help="name of a peer's kernel, with a space in it, for the rows of a file"
+    )
     args = parser.parse_intermixed_args()
     files = [Path(x) for x in args.what if x.endswith(".cubin")]
     if args.what[:1] == ["record"]:
         if args.peer:
             record(args.arch, args.peer, rows(args.arch, args.peer, files[0].read_bytes()))
             return
-        with pool(len(ARCHS)) as processes:  # each compiles for one architecture
+        with pool(len(ARCHS)) as processes:  # each process compiles for one architecture
             for arch, new in zip(ARCHS, processes.map(rows_of_shipped, ARCHS)):
                 record(arch, "", new)
         return

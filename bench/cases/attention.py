@@ -1,4 +1,4 @@
-"""Attention cases and their inputs, shared by tests, bench and the simulator."""
+"""Attention cases and their inputs, shared by tests, benchmarks and the simulator."""
 
 import math
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from .memory import distant as _distant
 from .outputs import poisoned, rounded
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-TOLERANCE = {"bf16": 1e-2, "fp16": 1e-3, "fp8": 5e-2}  # of a query's type, N(0, 1) data, against fp32; rtol = atol
+TOLERANCE = {"bf16": 1e-2, "fp16": 1e-3, "fp8": 5e-2}  # by query dtype, for N(0, 1) data against fp32; rtol = atol
 SF_SCALE = 100.0  # forward scale of NVFP4 outputs
-SF_START = 125  # their first row of factors, of 128 a tile
+SF_START = 125  # first row of their block scales, in a tile of 128
 SOFT_CAP_TOLERANCE = 1e-2
 LSE_TOLERANCE = 1e-3
-MANY_KEYS = 300  # keys from which on the tolerance shrinks as an output of N(0, 1) values does
+MANY_KEYS = 300  # the tolerance shrinks above this many keys, as an output of N(0, 1) values does
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 
 
@@ -31,18 +31,17 @@ PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 class AttentionCase:
     """One call of a public function: "context", "decode" or "xqa". kv_dtype "": the query's; "nvfp4": packed.
 
-    cache: "tuple" of K and V, "stacked" (pages, 2, ...), "shared" (pages, 1, ...), or, of xqa, "flat" rows. strided_q:
-    the query has every second head of a wider tensor. sink: unit of the sinks, 0 for none; the first is -inf where it
-    is large. fresh: the call makes its outputs. spare_pages: pages of the pool that no request owns.
-    scale: of the logits, 0 for D^-0.5; out_scale: of the output (xqa: kv_scale, and `scale` holds it once).
-    o_scale: decode's, or xqa's rcp_out_scale. device: which scales are tensors: "scale", "log2", "out".
-    data: "normal"; "needles": every row finds one key, far from the last and in a block of its own, 10 log2 units above
-    the others, whose sum weighs about as much, and so does the sink; "peaks": 20, of every third row; others of
-    `planted`.
-    skip: threshold factor, with which, in decode, `kept` last keys (0: all) must be left. drafts: a random mask of
-    drafts; it and equal q_lens need no offsets.
-    zero_page: a negative page id in each table. q_unit: of the first query, the next ones' are smaller by powers of 8.
-    far: pages, tokens and rows of all large tensors lie `memory.FAR_BYTES` apart.
+    cache: "tuple" of K and V, "stacked" (pages, 2, ...), "shared" (pages, 1, ...) or, for xqa, "flat" rows. strided_q:
+    the query is every second head of a wider tensor. sink: unit of the sinks, 0 for none; above 1 the first sink is
+    -inf. fresh: the call makes its outputs. spare_pages: pages of the pool that belong to no request. scale: of the
+    logits, 0 for D^-0.5; out_scale: of the output (xqa: kv_scale, which is also a factor of `scale`). o_scale:
+    decode's, or xqa's rcp_out_scale. device: the scales that are tensors: "scale", "log2", "out". data: "normal";
+    "needles": each row finds one key, far from the last and in its own block, 10 log2 units above the others; the
+    others together, and the sink, weigh about as much; "peaks": 20 units for every third row; others: see `planted`.
+    skip: threshold factor; in decode the last `kept` keys (0: all) must remain. drafts: a random mask of drafts; with
+    equal q_lens it needs no offsets. zero_page: each table has a negative page id. q_unit: magnitude of the first query
+    row; the next rows are smaller by powers of 8. far: pages, tokens and rows of all large tensors are
+    `memory.FAR_BYTES` apart.
     """
 
     name: str
@@ -93,22 +92,22 @@ class AttentionCase:
 
     @property
     def tolerance(self) -> float:
-        """rtol = atol of the output."""
+        """Return rtol = atol of the output."""
         return max(SOFT_CAP_TOLERANCE if self.soft_cap else 0.0, TOLERANCE[self.dtype])
 
     @property
     def lse_tolerance(self) -> float:
-        """rtol = atol of the LSE: 8-bit products are added up in fewer bits than fp32 has."""
+        """Return rtol = atol of the LSE: 8-bit products are summed with fewer bits than fp32 has."""
         return 1e-2 if self.dtype == "fp8" else LSE_TOLERANCE
 
     @property
     def output_factor(self) -> float:
-        """What the normalised output is multiplied with: o_scale by decode where it is not quantised, by xqa where it
-        is."""
+        """Return the factor on the normalised output. o_scale counts in decode unless the output is e4m3, in xqa only
+        if it is."""
         return self.out_scale * (self.o_scale if (self.out_dtype == "fp8") == (self.function == "xqa") else 1.0)
 
     def keys_seen(self) -> torch.Tensor:
-        """(T,) float: keys that each query token sees; of drafts, as if they were causal."""
+        """Return the number of keys that each query token sees, (T,) float; drafts count as if they were causal."""
         found = []
         for q, n in zip(self.q_lens, self.kv_lens, strict=True):
             position = torch.arange(n - q, n)
@@ -118,19 +117,20 @@ class AttentionCase:
         return torch.cat(found).float()
 
     def atol(self) -> torch.Tensor:
-        """(T, 1, 1): of each token's output. Where n keys weigh alike, outputs and their errors shrink as n^-0.5."""
+        """Return the atol of each token's output, (T, 1, 1). If n keys weigh alike, outputs and errors shrink as
+        n^-0.5."""
         shrunk = (self.keys_seen().clamp(min=MANY_KEYS) / MANY_KEYS) ** -0.5
         return (self.tolerance * abs(self.output_factor) * shrunk)[:, None, None]
 
     def limit(self, want: torch.Tensor) -> torch.Tensor:
-        """Largest error of an output that should be `want` (T, Hq, D)."""
+        """Return the largest allowed error of an output that should be `want` (T, Hq, D)."""
         return self.atol().to(want.device) + self.tolerance * want.abs() + rounded(want, self.out_dtype or self.dtype)
 
 
 def headline(
     mask: str, batch: int, length: int, heads: tuple[int, int], dim: int, page_size: int, kind: str = "bf16"
 ) -> AttentionCase:
-    """A bf16 prefill case of equal requests; mask: "causal" or "full"; kind: second word of its name."""
+    """Return a bf16 prefill case of equal requests. mask: "causal" or "full"; kind: the second word of its name."""
     name = f"prefill-{kind}-{mask}-b{batch}-s{length}-h{heads[0]}x{heads[1]}-d{dim}-p{page_size}"
     lens = (length,) * batch
     return AttentionCase(
@@ -155,7 +155,7 @@ PREFILL_BF16 = {
 def decoding(
     batch: int, length: int, heads: tuple[int, int], dim: int, page_size: int, kv_dtype: str = "", tokens: int = 1
 ) -> AttentionCase:
-    """A headline case of bf16 queries, `tokens` a request."""
+    """Return a headline case with bf16 queries and `tokens` query tokens per request."""
     name = f"decode-{kv_dtype or 'bf16'}-b{batch}-s{length}-h{heads[0]}x{heads[1]}-d{dim}-p{page_size}"
     name += f"-q{tokens}" if tokens > 1 else ""
     case = AttentionCase(name, "bf16", (tokens,) * batch, (length,) * batch, *heads, dim, dim, page_size)
@@ -207,7 +207,7 @@ EDGE = {
 
 
 def _tokens(case: AttentionCase, q: torch.Tensor, n: int, gen: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """K (n, Hkv, Dqk) and V (n, Hkv, Dvo) of a request with queries q (m, Hq, Dqk), in fp32."""
+    """Return K (n, Hkv, Dqk) and V (n, Hkv, Dvo) of a request with queries q (m, Hq, Dqk), in fp32."""
     k = torch.randn(n, case.heads_kv, case.head_dim_qk, generator=gen, device=q.device)
     v = torch.randn(n, case.heads_kv, case.head_dim_vo, generator=gen, device=q.device)
     if case.data in ("needles", "peaks") and len(q) and n:
@@ -228,7 +228,7 @@ def _tokens(case: AttentionCase, q: torch.Tensor, n: int, gen: torch.Generator) 
 
 
 def _pool(case: AttentionCase, lists: list[torch.Tensor], tokens: list[torch.Tensor]) -> torch.Tensor:
-    """(pages, Hkv, P, D) in the cache's dtype, fp32 for NVFP4: NaN in page tails and unused pages."""
+    """Return (pages, Hkv, P, D) in the cache's dtype (fp32 for NVFP4), with NaN in page tails and unused pages."""
     size, dtype = case.page_size, DTYPES.get(case.kv_dtype or case.dtype, torch.float32)
     pages = sum(-(-n // size) for n in case.kv_lens) + case.spare_pages
     dim = tokens[0].shape[2] if tokens else case.head_dim_qk
@@ -243,14 +243,14 @@ def _pool(case: AttentionCase, lists: list[torch.Tensor], tokens: list[torch.Ten
 
 
 def _page_lists(case: AttentionCase, seed: int) -> list[torch.Tensor]:
-    """Shuffled page ids of each request, on the CPU."""
+    """Return the shuffled page ids of each request, on the CPU."""
     counts = [-(-n // case.page_size) for n in case.kv_lens]
     order = torch.randperm(sum(counts) + case.spare_pages, generator=torch.Generator().manual_seed(seed))
     return list(order[: sum(counts)].split(counts)) if counts else []
 
 
 def _table(case: AttentionCase, lists: list[torch.Tensor]) -> torch.Tensor:
-    """(B, M) int32; entries past a request's last page are an id far outside the pool."""
+    """Return the page table (B, M) int32. Entries after a request's last page are an id far outside the pool."""
     width = max([1, *(len(ids) for ids in lists)]) + 1
     table = torch.full((case.batch, width), 1 << 30, dtype=torch.int32)
     for row, ids in zip(table, lists, strict=True):
@@ -259,7 +259,7 @@ def _table(case: AttentionCase, lists: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _laid_out(case: AttentionCase, k: torch.Tensor, v: torch.Tensor) -> Any:
-    """K and V pools in the case's layout and form."""
+    """Return the K and V pools in the case's layout and form."""
     if case.layout == "NHD":
         k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
     if case.cache == "stacked":
@@ -268,7 +268,7 @@ def _laid_out(case: AttentionCase, k: torch.Tensor, v: torch.Tensor) -> Any:
 
 
 def make_call(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> AttentionCall:
-    """What the case computes, in the reference's terms; its query may be a slice of a wider tensor."""
+    """Return the case's problem for the reference. Its query may be a slice of a wider tensor."""
     gen = torch.Generator(torch.device(device)).manual_seed(seed)
     wide_heads = case.heads_q * (2 if case.strided_q else 1)
     q = torch.randn(sum(case.q_lens), wide_heads, case.head_dim_qk, generator=gen, device=device)
@@ -300,7 +300,7 @@ def make_call(case: AttentionCase, device: "torch.device | str" = "cpu", seed: i
     if case.drafts:
         shape = sum(case.q_lens), (max(case.q_lens) + 31) // 32
         drafts = torch.randint(-(1 << 31), 1 << 31, shape, generator=torch.Generator().manual_seed(seed))
-        drafts[:1] = 0  # sees no draft
+        drafts[:1] = 0  # this row sees no draft
         drafts = drafts.to(torch.int32).to(device)
     lens = torch.tensor(case.kv_lens, dtype=torch.int32, device=device)
     offsets = torch.tensor([0, *case.q_lens]).cumsum(0).to(torch.int32).to(device)
@@ -313,8 +313,8 @@ def make_call(case: AttentionCase, device: "torch.device | str" = "cpu", seed: i
 
 
 def expected(case: AttentionCase, p: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o (T, Hq, Dvo), lse (T, Hq)) in fp32; o as it is saturated, not as it is rounded. Of prefill with a factor:
-    without the blocks that our kernels skip."""
+    """Return (o (T, Hq, Dvo), lse (T, Hq)) in fp32, o saturated but not rounded. Prefill with a skip factor: without
+    the blocks that our kernels skip."""
     if case.skip and case.function == "context":
         o, lse = skipping.expected(p)
     else:
@@ -323,12 +323,12 @@ def expected(case: AttentionCase, p: AttentionCall) -> tuple[torch.Tensor, torch
 
 
 def _tensors(case: AttentionCase, p: AttentionCall) -> dict[str, Any]:
-    """Arguments by trtllm's names that context and decode have in common. Outputs are NaN, and slices where the query
+    """Return the arguments that context and decode share, by trtllm's names. Outputs are NaN, and slices if the query
     is one."""
     distant = _distant if case.far else lambda t: t
     device, tokens = p.q.device, len(p.q)
 
-    def layer(t: torch.Tensor) -> torch.Tensor:  # the second of a model's
+    def layer(t: torch.Tensor) -> torch.Tensor:  # the second layer of a model
         return distant(t) if case.far else torch.stack([torch.full_like(t, -1), t])[1]
 
     def pools(k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -366,7 +366,7 @@ def _tensors(case: AttentionCase, p: AttentionCall) -> dict[str, Any]:
     if case.out_dtype == "nvfp4":
         packed = poisoned((tokens, case.heads_q, case.head_dim_vo), SF_START, device, every)
         inputs |= {"o_sf_scale": SF_SCALE, "out": None if case.fresh else packed, "out_dtype": "nvfp4"}
-    elif (case.out_dtype or case.dtype != "fp8") and not case.fresh:  # else, of an fp8 query, the caller chooses
+    elif (case.out_dtype or case.dtype != "fp8") and not case.fresh:  # otherwise, for an fp8 query, the caller chooses
         out = torch.full((tokens, case.heads_q * every, case.head_dim_vo), math.nan, device=device)
         inputs["out"] = distant(out.to(DTYPES[case.out_dtype or case.dtype])[:, ::every])
     return inputs
@@ -386,7 +386,7 @@ def context_arguments(case: AttentionCase, p: AttentionCall) -> dict[str, Any]:
 
 
 def _mask_of(case: AttentionCase, p: AttentionCall, equal: bool) -> torch.Tensor | None:
-    """The public functions' uint16 words, two for every 32 drafts."""
+    """Return the public functions' uint16 words: two for every 32 drafts."""
     if p.drafts is None:
         return None
     words = p.drafts.view(torch.uint16)
@@ -394,7 +394,7 @@ def _mask_of(case: AttentionCase, p: AttentionCall, equal: bool) -> torch.Tensor
 
 
 def decode_arguments(case: AttentionCase, p: AttentionCall) -> dict[str, Any]:
-    """As many tokens for each request are said by their number, else by offsets."""
+    """Return decode's arguments: equal numbers of query tokens are passed as one number, others as offsets."""
     inputs, equal = _tensors(case, p), len(set(case.q_lens)) == 1
     if equal:
         del inputs["cum_seq_lens_q"], inputs["max_q_len"]
@@ -413,7 +413,8 @@ def decode_arguments(case: AttentionCase, p: AttentionCall) -> dict[str, Any]:
 
 
 def xqa_arguments(case: AttentionCase, p: AttentionCall) -> dict[str, Any]:
-    """As `decode_arguments`; one token each without a mask are the form without drafts."""
+    """Return xqa's arguments, like `decode_arguments`. One token per request without a mask is the form without
+    drafts."""
     t, equal, device = _tensors(case, p), len(set(case.q_lens)) == 1, p.q.device
     most, q, out = max(case.q_lens), t["query"], t["out"]
     if equal:
@@ -449,7 +450,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] =
 
 
 def alone(case: AttentionCase, p: AttentionCall) -> tuple[AttentionCase, AttentionCall]:
-    """The case's first request, and what it computes."""
+    """Return a case of the first request alone, and its problem."""
     assert p.drafts is None
     m, r = case.q_lens[0], p.requests
     first = SequenceBatch(
@@ -460,13 +461,13 @@ def alone(case: AttentionCase, p: AttentionCall) -> tuple[AttentionCase, Attenti
 
 
 def make_inputs(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> dict[str, Any]:
-    """Keyword arguments of `trtllm_batch_context_with_kv_cache`: pages shuffled, all unused memory and the outputs
-    NaN."""
+    """Return the arguments of `trtllm_batch_context_with_kv_cache`: shuffled pages; NaN in all unused memory and the
+    outputs."""
     return context_arguments(case, make_call(case, device, seed))
 
 
 def as_decode(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The same call, which is causal, of `trtllm_batch_decode_with_kv_cache`, with ragged queries."""
+    """Return the same call, which must be causal, for `trtllm_batch_decode_with_kv_cache`, with ragged queries."""
     assert inputs["causal"]
     gone = ("batch_size", "cum_seq_lens_kv", "causal", "max_kv_len", "kv_block_scales")
     found = {name: value for name, value in inputs.items() if name not in gone}
@@ -474,12 +475,12 @@ def as_decode(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def reference_of(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o (T, Hq, Dvo), lse (T, Hq)) in fp32 of keyword arguments for the public function; writes nothing."""
+    """Return (o (T, Hq, Dvo), lse (T, Hq)) in fp32 for a call of the public function. Writes nothing."""
     return reference.paged_attention(call_of(trtllm_batch_context_with_kv_cache, **inputs))
 
 
 def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
-    """Changes to the plain edge case that are refused: name -> (arguments, exception, pattern of its message)."""
+    """Return invalid changes to the plain edge case: name -> (arguments, exception, pattern of its message)."""
     pool = make_inputs(EDGE["plain"])["kv_cache"]
     tokens, heads, dim = 42, 4, 64
     return {

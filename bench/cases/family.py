@@ -1,4 +1,5 @@
-"""Cases of the prefill family, FlashInfer's classes and the function of one request: tensors, calls on any device."""
+"""Cases of the prefill family (FlashInfer's classes and the function of one request): their tensors, and calls on any
+device."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,17 +10,18 @@ import wrappers
 
 from .attention import DTYPES, SOFT_CAP_TOLERANCE, TOLERANCE
 
-SPARE = 3  # pages, or rows of ragged K and V, that no request owns
+SPARE = 3  # pages, or rows of ragged K and V, that belong to no request
 ROPE = {"rope_scale": 2.0, "rope_theta": 5e3}
 
 
 @dataclass(frozen=True)
 class FamilyCase:
-    """One call. form: "paged"; "sinks", the paged class that takes them; "ragged"; "single", a case of one request.
+    """One call. form: "paged"; "sinks" (the paged class with sinks); "ragged"; "single" (one request).
 
-    stacked: one tensor of K and V, else V has more pages than K. strided: Q, K, V and the output are slices of tensors
-    with twice as many rows or heads. room: least rows of the cache, so that cases can share one. custom: a random mask,
-    whose first rows hide all; packed: given in bits. on_device: plan gets index tensors of the device.
+    stacked: K and V are one tensor; otherwise V has more pages than K. strided: Q, K, V and the output are slices of
+    tensors with twice as many rows or heads. room: the least number of rows of the cache, so that cases can share one.
+    custom: a random mask that hides all keys from the first two rows; packed: the mask is given in bits. on_device:
+    plan gets index tensors on the device.
     """
 
     name: str = ""
@@ -50,20 +52,20 @@ class FamilyCase:
 
     @property
     def tolerance(self) -> float:
-        """rtol = atol of the output."""
+        """Return rtol = atol of the output."""
         return SOFT_CAP_TOLERANCE if self.soft_cap or self.mode == "ALIBI" else TOLERANCE[self.dtype]
 
 
 class Tensors(NamedTuple):
-    """Of a case, on the CPU. NaN in all rows of K and V that no request has."""
+    """Tensors of a case, on the CPU. All rows of K and V that belong to no request are NaN."""
 
     q: torch.Tensor  # (T, Hq, Dqk)
     k: torch.Tensor  # (pages, P, Hkv, Dqk), or (rows, Hkv, Dqk)
     v: torch.Tensor
     starts: torch.Tensor  # (B + 1,) int32: query rows
     kv_starts: torch.Tensor  # (B + 1,) int32: pages, or rows
-    indices: torch.Tensor  # pages, then ids far outside the pool; ragged: none
-    last: torch.Tensor  # (B,) rows of the last page
+    indices: torch.Tensor  # page ids, then two ids far outside the pool; ragged: empty
+    last: torch.Tensor  # (B,) number of rows in the last page
     mask: torch.Tensor | None  # bool
     sinks: torch.Tensor | None
 
@@ -97,14 +99,14 @@ def make(case: FamilyCase, seed: int = 0) -> Tensors:
 
 
 def within(t: torch.Tensor) -> torch.Tensor:
-    """The same values as a slice of a tensor with twice as many rows or heads, NaN between."""
+    """Return the same values as a slice of a tensor with twice as many rows or heads and NaN in between."""
     wide = t.new_full((t.shape[0], 2 * t.shape[1], *t.shape[2:]), float("nan"))
     wide[:, ::2] = t
     return wide[:, ::2]
 
 
 def placed(case: FamilyCase, t: Tensors, device: Any) -> tuple[Any, ...]:
-    """Arguments of run on the device: q and the cache, or q, k and v."""
+    """Return the arguments of `run` on the device: q and the cache, or q, k and v."""
     q, k, v = (x.to(device) for x in t[:3])
     if case.paged and not case.stacked:
         v = torch.cat([v, torch.full_like(v[:2], float("nan"))])
@@ -117,7 +119,7 @@ def placed(case: FamilyCase, t: Tensors, device: Any) -> tuple[Any, ...]:
 
 
 def buffers(case: FamilyCase, device: Any, room: int = 1 << 16) -> dict[str, Any]:
-    """Arguments of the constructor for graphs of the case's batch: room for so many pages and bytes of a mask."""
+    """Return the constructor's arguments for CUDA graphs of the case's batch. room: pages, and bytes of the mask."""
 
     def zeros(n: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(n, dtype=dtype, device=device)
@@ -134,7 +136,7 @@ def buffers(case: FamilyCase, device: Any, room: int = 1 << 16) -> dict[str, Any
 
 
 def wrapper_of(case: FamilyCase, device: Any, **given: Any) -> Any:
-    """An object of the case's class, with a workspace that holds anything."""
+    """Return an object of the case's class. Its workspace holds arbitrary bytes."""
     kinds = {
         "paged": wrappers.BatchPrefillWithPagedKVCacheWrapper,
         "sinks": wrappers.BatchAttentionWithAttentionSinkWrapper,
@@ -144,7 +146,7 @@ def wrapper_of(case: FamilyCase, device: Any, **given: Any) -> Any:
 
 
 def modifiers(case: FamilyCase) -> dict[str, Any]:
-    """Arguments that plan and the function of one request have in common."""
+    """Return the arguments that plan and the function of one request have in common."""
     rope = ROPE if case.mode == "ROPE_LLAMA" else {}
     return rope | {
         "causal": case.causal,
@@ -162,7 +164,7 @@ def mask_of(case: FamilyCase, t: Tensors) -> dict[str, Any]:
 
 
 def plan(case: FamilyCase, wrapper: Any, t: Tensors) -> Any:
-    """The wrapper, which has planned the case."""
+    """Plan the case and return the wrapper."""
     index: tuple[torch.Tensor, ...] = (t.starts, t.kv_starts)
     index += (t.indices, t.last) if case.paged else ()
     given = mask_of(case, t) | modifiers(case) | ({"page_size": case.page_size} if case.paged else {})
@@ -176,7 +178,7 @@ def plan(case: FamilyCase, wrapper: Any, t: Tensors) -> Any:
 
 
 def outputs(case: FamilyCase, device: Any) -> dict[str, torch.Tensor]:
-    """Arguments of run: NaN."""
+    """Return the output arguments of `run`, filled with NaN."""
     tokens, nan = sum(case.q_lens), float("nan")
     out = torch.full((tokens, case.heads_q, case.head_dim_vo), nan, dtype=DTYPES[case.dtype], device=device)
     lse = torch.full((tokens, case.heads_q), nan, device=device)
@@ -184,7 +186,7 @@ def outputs(case: FamilyCase, device: Any) -> dict[str, torch.Tensor]:
 
 
 def answer(case: FamilyCase, t: Tensors, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o (T, Hq, Dvo), lse (T, Hq)) of one call."""
+    """Return (o (T, Hq, Dvo), lse (T, Hq)) of one call."""
     arguments = placed(case, t, device)
     if case.form == "single":
         given = {name: None if x is None else x.to(device) for name, x in mask_of(case, t).items()}

@@ -1,4 +1,5 @@
-"""Problems in other forms: the same keys in CSR, in rows without pages; with masks and biases of the prefill family."""
+"""Problems in other forms: the same keys in CSR or as ragged rows, and with the masks and biases of the prefill
+family."""
 
 import torch
 
@@ -6,11 +7,11 @@ from wrappers.attention.call import AttentionCall, csr_sequences, ragged_sequenc
 from wrappers.reference import gather
 
 FORMS = ("csr", "ragged", "mask", "alibi")
-SPARE = 3  # rows, or entries, of nobody in front of the first request's and behind the last one's
+SPARE = 3  # unused rows, or entries, before the first request's and after the last one's
 
 
 def apply(p: AttentionCall, forms: tuple[str, ...], seed: int = 0) -> AttentionCall:
-    """A problem of a table of pages, in 16 bits, in other `forms`; reads lengths on the host."""
+    """Convert a 16-bit problem with a page table to other `forms`. Reads lengths on the host."""
     lens = p.requests.kv_lens.tolist()
     if "csr" in forms:
         p = as_csr(p, lens)
@@ -38,7 +39,7 @@ def as_csr(p: AttentionCall, lens: list[int]) -> AttentionCall:
 
 
 def as_ragged(p: AttentionCall, lens: list[int]) -> AttentionCall:
-    """Rows of nobody hold NaN."""
+    """Convert a problem to ragged K and V. Unused rows hold NaN."""
 
     def rows(cache: torch.Tensor, which: int) -> torch.Tensor:
         spare = cache.new_full((SPARE, cache.shape[1], cache.shape[3]), float("nan"))
@@ -50,8 +51,11 @@ def as_ragged(p: AttentionCall, lens: list[int]) -> AttentionCall:
 
 
 def with_mask(p: AttentionCall, lens: list[int], seed: int) -> AttentionCall:
-    """A random mask of bits, a third of them 0, and whole bytes and rows of them. Each request begins at a byte, and
-    the last one's last byte is missing: what no tensor holds is hidden."""
+    """Add a random bit mask: a third of the bits are 0, and also whole bytes and most of a row.
+
+    Each request begins at a byte. The last byte of the last request is missing: kernels must hide keys past the
+    tensor's end.
+    """
     gen, device = torch.Generator().manual_seed(seed), p.q.device
     assert p.requests.cu_seqlens_q is not None
     counts = (p.requests.cu_seqlens_q[1:] - p.requests.cu_seqlens_q[:-1]).tolist()
@@ -61,6 +65,6 @@ def with_mask(p: AttentionCall, lens: list[int], seed: int) -> AttentionCall:
     weights = 2 ** torch.arange(8)
     packed = (bits * weights).sum(1).to(torch.uint8)
     for m, n, start in zip(counts, lens, _starts(sizes, torch.device("cpu")).tolist()):
-        if m > 1 and n >= 16:  # most of the second row
+        if m > 1 and n >= 16:  # zeros for most of the second row
             packed[start + -(-n // 8) : start + 2 * n // 8] = 0
     return p._replace(custom_mask=packed[:-1].to(device), mask_starts=_starts(sizes, device), causal=True)

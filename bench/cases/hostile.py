@@ -1,10 +1,10 @@
-"""Index tensors that hold anything: calls which must stay inside their tensors, and what they compute.
+"""Index tensors with arbitrary values: calls that must stay inside their tensors, and their expected results.
 
-Kernels clamp lengths, offsets and page ids where they read them. A request owns the rows [offset, next offset), both
-clamped to the query's; it has as many keys as its length says and its page table has room for, or, in CSR and without
-pages, [start, next start) does, both clamped; a page that the pool has not is zeros. Its custom mask begins at a byte
-that is clamped too, and hides what lies past the tensor's end. What rows hold that several requests own is left open,
-and rows that none owns are not written.
+Kernels clamp lengths, offsets and page ids when they read them. A request owns the rows [offset, next offset), both
+clamped to the query's rows. Its number of keys is its length, clamped to the room of its page table; in CSR and with
+ragged K and V, it is given by [start, next start), both clamped. A page id outside the pool reads as zeros. The custom
+mask of a request begins at a clamped byte, and hides all keys past the tensor's end. Rows that several requests own are
+undefined, and rows that no request owns are not written.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,22 +22,22 @@ from . import attention as cases
 from . import forms
 from .attention import AttentionCase
 
-GUARD = 4096  # bytes before and behind every tensor
+GUARD = 4096  # bytes before and after every tensor
 EXTREME = (-(1 << 31), -(1 << 30), -1, 0, 1, 1 << 30, (1 << 31) - 1)
-ROWS = ("offsets", "falling offsets", "rising offsets", "everything", "any bytes")  # of queries, and all others
-LENGTHS = ("lengths",)  # of requests, or, in CSR, of their last pages
+ROWS = ("offsets", "falling offsets", "rising offsets", "everything", "any bytes")  # query offsets, or all at once
+LENGTHS = ("lengths",)  # lengths of requests, or, in CSR, of their last pages
 PAGES = ("pages", "no columns", "no pages", "fewer pages of V")
-STARTS = ("starts", "falling starts", "rising starts")  # of keys
+STARTS = ("starts", "falling starts", "rising starts")  # starts of the keys
 MASKS = ("mask starts", "no mask")
-TENSORS = (  # of a problem that is `served`
+TENSORS = (  # fields of a problem for `served`
     "q", "k", "v", "k_scales", "v_scales", "sinks", "custom_mask", "mask_starts", "alibi_slopes",
 )  # fmt: skip
-TABLES = ("page_table", "kv_lens", "cu_seqlens_q", "kv_starts")  # of its requests
+TABLES = ("page_table", "kv_lens", "cu_seqlens_q", "kv_starts")  # fields of its requests
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _without_nan(t: torch.Tensor) -> torch.Tensor:
-    """A copy, with zeros instead."""
+    """Return a copy with zeros in place of NaN."""
     if t.dtype != torch.float8_e4m3fn:
         return t.nan_to_num() if t.is_floating_point() else t
     codes = t.view(torch.uint8)
@@ -45,7 +45,7 @@ def _without_nan(t: torch.Tensor) -> torch.Tensor:
 
 
 def kinds(in_forms: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Of hostile values, for problems in these of `forms.FORMS`."""
+    """Return the kinds of hostile values for problems in these of `forms.FORMS`."""
     found = ROWS + MASKS if "mask" in in_forms else ROWS
     if "ragged" in in_forms:
         return (*found, *STARTS, "no pages")
@@ -53,7 +53,8 @@ def kinds(in_forms: tuple[str, ...] = ()) -> tuple[str, ...]:
 
 
 def made(case: AttentionCase, in_forms: tuple[str, ...], device: Any = "cpu", seed: int = 0) -> AttentionCall:
-    """The case's problem in other forms. Its caches hold no NaN: tables and starts may name any row of them."""
+    """Return the case's problem in other forms. Its caches hold no NaN, because tables and starts may name any of their
+    rows."""
     p = forms.apply(cases.make_call(case, device, seed), in_forms, seed)
     fields = ("k", "v") if p.k_scales is None else ("k", "v", "k_scales", "v_scales")
     caches: dict[str, Any] = {field: _without_nan(getattr(p, field)) for field in fields}
@@ -61,7 +62,7 @@ def made(case: AttentionCase, in_forms: tuple[str, ...], device: Any = "cpu", se
 
 
 def spoilt(case: AttentionCase, p: AttentionCall, kind: str, seed: int) -> AttentionCall:
-    """A problem that was `made`, with index tensors of one of its `kinds`."""
+    """Give a problem from `made` index tensors of one of its `kinds`."""
     gen, r = torch.Generator().manual_seed(seed), p.requests
     table, lens, offsets = r.page_table[:, : 2 if case.separate_tables else 1], r.kv_lens, r.cu_seqlens_q
     tokens, pages, size, columns = len(p.q), len(p.k), p.k.shape[2], table.shape[2]
@@ -70,7 +71,7 @@ def spoilt(case: AttentionCase, p: AttentionCall, kind: str, seed: int) -> Atten
     assert offsets is not None
 
     def some(t: Any, *values: int) -> Any:
-        """Two of three entries of t are of these values."""
+        """Replace about two thirds of the entries of t by these values."""
         if t is None:
             return None
         chosen = torch.tensor(values)[torch.randint(len(values), t.shape, generator=gen)].to(t)
@@ -124,8 +125,8 @@ def spoilt(case: AttentionCase, p: AttentionCall, kind: str, seed: int) -> Atten
 
 
 def _alone(p: AttentionCall, b: int) -> AttentionCall:
-    """A problem with the keys and the mask of request b only, which makes sense: pages that are not there are -1. Rows
-    without pages are pages of one row."""
+    """Return the problem reduced to the keys and the mask of request b, with valid index tensors: invalid pages become
+    -1, and ragged rows become pages of one row."""
     r, k, v = p.requests, p.k, p.v
     table, size = r.page_table, k.shape[2]
     if r.kv_starts is None:
@@ -152,8 +153,8 @@ def _alone(p: AttentionCall, b: int) -> AttentionCall:
 
 
 def expected(p: AttentionCall) -> Results:
-    """(o, lse, owners): o (T, Hq, Dvo) and lse (T, Hq) in fp32 of the rows that one request owns; owners (T,): how many
-    do."""
+    """Return (o, lse, owners): o (T, Hq, Dvo) and lse (T, Hq) in fp32, valid for rows with one owner; owners (T,): the
+    number of requests that own the row."""
     tokens, heads, device = len(p.q), p.q.shape[1], p.q.device
     assert p.requests.cu_seqlens_q is not None
     offsets = p.requests.cu_seqlens_q.long().clamp(0, tokens).tolist()
@@ -175,8 +176,8 @@ def expected(p: AttentionCall) -> Results:
 
 
 def arguments(case: AttentionCase, p: AttentionCall) -> dict[str, Any]:
-    """Keyword arguments of the case's function, or, of a problem in another form, of `served`; of a problem whose
-    lengths are not the case's. Outputs are NaN."""
+    """Return the keyword arguments of the case's function, or of `served` if the problem has another form. The lengths
+    are the problem's, not the case's. Outputs are NaN."""
     if p.requests.form == "table":
         return cases.FUNCTIONS[case.function][1](replace(case, fresh=False), p)
     found = {field: getattr(p, field) for field in TENSORS} | {name: getattr(p.requests, name) for name in TABLES}
@@ -185,7 +186,8 @@ def arguments(case: AttentionCase, p: AttentionCall) -> dict[str, Any]:
 
 
 def served(p: AttentionCall) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """What takes `arguments` of a problem that is no call of the case's function: what the public classes end in."""
+    """Return a function that takes `arguments` of a problem in another form: it runs the same path as the public
+    classes."""
 
     def call(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         table, lens, offsets, starts = (given.pop(name) for name in TABLES)
@@ -197,9 +199,11 @@ def served(p: AttentionCall) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 @contextmanager
 def guarded(inputs: dict[str, Any], outputs: tuple[str, ...], guard: int = GUARD) -> Iterator[dict[str, Any]]:
-    """The same arguments, each tensor between guards of so many bytes, in memory of its own. On leaving, AssertionError
-    where a guard or an input has changed. Guards are NaN as floats, and as integers numbers that no tensor has room
-    for. Without guards a simulator sees reads beside a tensor too."""
+    """Yield the same arguments, with each tensor in its own memory between guards of `guard` bytes.
+
+    On exit, raise AssertionError if a guard or an input has changed. Guards are NaN as floats; as integers they are
+    numbers larger than any tensor. Without guards a simulator also sees reads beside a tensor.
+    """
     kept: list[tuple[str, torch.Tensor, torch.Tensor, slice]] = []
 
     def moved(name: str, value: Any) -> Any:

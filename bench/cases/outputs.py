@@ -1,5 +1,5 @@
-"""Problems whose output is known to the last bit of fp32, and so are the bytes that it is quantised to: every logit is
-0, and all keys of a request, a power of two of them, have the same value."""
+"""Problems with outputs known to the last bit of fp32, and hence to the byte after quantisation: every logit is 0, and
+all keys of a request, a power of two of them, have the same value."""
 
 from typing import NamedTuple
 
@@ -10,21 +10,21 @@ from wrappers.attention.call import SEPARATE, AttentionCall, new_sequences
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
 PAGE = 16
-TIES = (6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # of the codes, under a factor of 1
-FACTOR = 0.375  # on the output; keeps ties
-SCALE = 32.0  # forward scale with which blocks of all kinds have some factors saturated, denormal and, of 16 bits, 0
-POISON = 0x7F  # as a factor NaN
+TIES = (6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # ties between codes, under a block scale of 1
+FACTOR = 0.375  # multiplies the output; keeps the ties
+SCALE = 32.0  # with this forward scale some block scales saturate, are denormal or, with 16-bit caches, 0
+POISON = 0x7F  # NaN when read as a block scale
 
 
-class Known(NamedTuple):
-    """A problem without outputs, and o (T, Hq, D) in fp32."""
+class KnownOutput(NamedTuple):
+    """A problem without outputs, and its expected o (T, Hq, D) in fp32."""
 
     problem: AttentionCall
     o: torch.Tensor
 
 
 def blocks_of(dim: int, heads: int, requests: int, dtype: torch.dtype) -> torch.Tensor:
-    """(requests, heads, dim) fp32: values of all kinds of blocks of 16, exact in dtype."""
+    """Return values for all kinds of blocks of 16, exact in dtype: (requests, heads, dim) fp32."""
     gen = torch.Generator().manual_seed(dim + heads)
     v = torch.randn(requests * heads * dim // fp4.BLOCK, fp4.BLOCK, generator=gen)
     ties = torch.tensor(TIES)
@@ -34,15 +34,18 @@ def blocks_of(dim: int, heads: int, requests: int, dtype: torch.dtype) -> torch.
     v[2::8] *= 2.0**-9
     v[6::8] *= 2.0**-14
     v = fp4.e4m3(v).float() if dtype == torch.float8_e4m3fn else v.to(dtype).float()
-    return v.view(requests, heads, dim) + 0.0  # no negative zeros: sums that begin with 0 give none
+    return v.view(requests, heads, dim) + 0.0  # no negative zeros: sums that start from 0 give none
 
 
 def known(
     phase: str, dtype: str, dim: int, heads: tuple[int, int], kv_dtype: str = "", lengths: tuple[int, ...] = (1,),
     device: torch.device | str = "cpu",
-) -> Known:  # fmt: skip
-    """lengths: keys of the requests, powers of two or 0. A request of prefill has three tokens, which see all keys, one
-    of decode has one. heads: of the query, of the cache."""
+) -> KnownOutput:  # fmt: skip
+    """Return a problem with a known output.
+
+    lengths: keys of the requests, powers of two or 0. A prefill request has three query tokens that see all keys; a
+    decode request has one. heads: (query heads, KV heads).
+    """
     tokens, (heads_q, heads_kv), batch = 3 if phase == "prefill" else 1, heads, len(lengths)
     cached = TYPES[kv_dtype or dtype]
     rows = blocks_of(dim, heads_kv, batch, cached)
@@ -62,12 +65,14 @@ def known(
     k = torch.zeros(v.shape, device=device).to(cached)
     signature = f"trtllm_batch_{'context' if phase == 'prefill' else 'decode'}_with_kv_cache"
     problem = AttentionCall(signature, phase, q, k, v, requests, tokens, 1.0, None, FACTOR, None, phase != "prefill")
-    return Known(problem, o * FACTOR)
+    return KnownOutput(problem, o * FACTOR)
 
 
 def poisoned(shape: tuple[int, ...], start: int, device: torch.device | str = "cpu", every: int = 1) -> fp4.FP4Tensor:
-    """An NVFP4 output (T, Hq, D), its factors from row `start` on, all bytes POISON. every: its heads are every second,
-    third, ... of its memory's."""
+    """Return an NVFP4 output (T, Hq, D) with all bytes POISON. Its block scales begin at row `start`.
+
+    every: the output has every second, third, ... head of its memory.
+    """
     tokens, heads, dim = shape
     data = torch.full((tokens, heads * every, dim // 2), POISON, dtype=torch.uint8, device=device)
     size = fp4.round_up(start + tokens, fp4.SCALE_TILE[0]), heads * dim // fp4.BLOCK
@@ -76,22 +81,22 @@ def poisoned(shape: tuple[int, ...], start: int, device: torch.device | str = "c
 
 
 def rounded(o: torch.Tensor, dtype: str) -> float | torch.Tensor:
-    """Bound of what a quantised output rounds away."""
+    """Return a bound on the rounding error of a quantised output."""
     if dtype == "fp8":
         return 2.0**-4 * o.abs()
     if dtype != "nvfp4":
         return 0.0
-    # half of the step between 4 and 6, of blocks whose largest is between
+    # half the step between the codes 4 and 6, for blocks with their maximum in between
     return o.unflatten(-1, (-1, fp4.BLOCK)).abs().amax(-1).repeat_interleave(fp4.BLOCK, -1) / 5
 
 
 def bytes_of(t: fp4.FP4Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(data, factors with all padding), both uint8."""
+    """Return (data, block scales with all padding), both uint8."""
     return t.data, t.scale.view(torch.uint8)
 
 
 def quantised(o: torch.Tensor, start: int) -> fp4.FP4Tensor:
-    """What a kernel must make of `poisoned(o.shape, start)`, with SCALE."""
+    """Return the bytes that a kernel must write to `poisoned(o.shape, start)`, with SCALE."""
     want = poisoned(tuple(o.shape), start, o.device)
     fp4.store(o, want, SCALE)
     return want

@@ -1,8 +1,9 @@
-"""Queries and keys whose scores are known beforehand, for skip-softmax: with STEP_SCALE as the factor on the logits.
+"""Queries and keys with known scores, for skip-softmax. STEP_SCALE is the factor on the logits.
 
-"steps": the last KEPT keys score STEP log2 units above all others; in "steps-mixed" below them for the last head.
-"levels": in runs of LEVEL_KEYS keys two fifths score 2 STEP log2 units below the others, other runs for other KV heads
-and for every LEVEL_ROWS tokens.
+"steps": the last KEPT keys score STEP log2 units above all others; in "steps-mixed" they score below them for the last
+head. "levels": in runs of LEVEL_KEYS keys, three of five runs score 2 STEP log2 units below the others. Which runs do
+depends on the kind of row, that is, on the KV head and the group of LEVEL_ROWS tokens; for one of the kinds no run
+does.
 """
 
 import math
@@ -12,11 +13,11 @@ import torch
 KEPT = 512
 STEP = 3.0
 STEP_SCALE = STEP / 16 * math.log(2)
-LEVEL_KEYS, LEVEL_ROWS, LEVELS = 128, 64, 4  # LEVELS: kinds of rows
+LEVEL_KEYS, LEVEL_ROWS, LEVELS = 128, 64, 4  # LEVELS: the number of kinds of rows
 
 
 def plant_keys(data: str, k: torch.Tensor, v: torch.Tensor) -> None:
-    """k (n, Hkv, Dqk) and v (n, Hkv, Dvo) of a request, in place."""
+    """Change k (n, Hkv, Dqk) and v (n, Hkv, Dvo) of a request in place."""
     n = len(k)
     if data.startswith("steps"):
         k[..., 0] = 0
@@ -31,7 +32,7 @@ def plant_keys(data: str, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def plant_queries(data: str, q: torch.Tensor, kv_heads: int, every: int) -> None:
-    """q (T, Hq, Dqk) of all requests, in place. every: of so many heads one is used."""
+    """Change q (T, Hq, Dqk) of all requests in place. every: only every `every`-th head is used."""
     if data.startswith("steps"):
         q[..., 0] = 4
         if data == "steps-mixed":

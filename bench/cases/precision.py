@@ -1,4 +1,4 @@
-"""Cases of prefill in low precision, and of skip-softmax with its data."""
+"""Cases of low-precision prefill, and of skip-softmax with its data."""
 
 import math
 from collections.abc import Callable
@@ -13,28 +13,28 @@ from wrappers import fp4
 from . import attention as cases
 from .attention import DTYPES, AttentionCase
 
-O_SF_SCALE = 1000.0  # of NVFP4 outputs, which are about 0.02 over 8192 keys
-OUT_SCALE = 16.0  # of e4m3 outputs, which would be subnormal else
+O_SF_SCALE = 1000.0  # scale of NVFP4 outputs; they are about 0.02 over 8192 keys
+OUT_SCALE = 16.0  # scale of e4m3 outputs; without it they would be subnormal
 
 
-class PrecisionTypes(NamedTuple):
-    """Of Q, of K and V ("": Q's) and of the output, as AttentionCase has them."""
+class CaseDtypes(NamedTuple):
+    """Dtypes of Q, of K and V ("": Q's) and of the output, by the names that AttentionCase uses."""
 
     q: str
     kv: str = ""
     out: str = "bf16"
 
 
-BF16 = PrecisionTypes("bf16")
-KINDS = {  # second word of a case's name
-    "fp8": PrecisionTypes("fp8"),
-    "fp8out": PrecisionTypes("fp8", "", "fp8"),
-    "kvfp8": PrecisionTypes("bf16", "fp8"),
-    "kvnvfp4": PrecisionTypes("bf16", "nvfp4"),
-    "fp8kvnvfp4": PrecisionTypes("fp8", "nvfp4"),
-    "kvfp8outnvfp4": PrecisionTypes("bf16", "fp8", "nvfp4"),
+BF16 = CaseDtypes("bf16")
+KINDS = {  # the second word of a case's name
+    "fp8": CaseDtypes("fp8"),
+    "fp8out": CaseDtypes("fp8", "", "fp8"),
+    "kvfp8": CaseDtypes("bf16", "fp8"),
+    "kvnvfp4": CaseDtypes("bf16", "nvfp4"),
+    "fp8kvnvfp4": CaseDtypes("fp8", "nvfp4"),
+    "kvfp8outnvfp4": CaseDtypes("bf16", "fp8", "nvfp4"),
 }
-# Ours on the same case in wider types, by the provider's name. own-fp8 has the case's Q over e4m3 K and V.
+# Provider -> ours on the same case in wider types. own-fp8 has the case's Q with e4m3 K and V.
 WIDER = {
     "fp8": {"own-bf16": BF16},
     "fp8out": {"own-bf16": BF16},
@@ -45,8 +45,8 @@ WIDER = {
 }
 
 
-def typed(case: AttentionCase, types: PrecisionTypes) -> AttentionCase:
-    """The case in other types. Its output is scaled where that is e4m3."""
+def typed(case: AttentionCase, types: CaseDtypes) -> AttentionCase:
+    """Return the case in other dtypes. An e4m3 output is scaled."""
     scale = OUT_SCALE if types.out == "fp8" else 1.0
     return replace(case, dtype=types.q, kv_dtype=types.kv, out_dtype=types.out, out_scale=scale)
 
@@ -77,7 +77,7 @@ PRECISION = {
     )
 }
 SKIP = _case("skip75", "causal", 1, 32768)
-DECODE = {  # of e4m3 queries
+DECODE = {  # cases with e4m3 queries
     case.name: case
     for case in (
         replace(
@@ -91,8 +91,8 @@ DECODE = {  # of e4m3 queries
 
 
 def make_inputs(case: AttentionCase, device: "torch.device | str" = "cpu", seed: int = 0) -> dict[str, Any]:
-    """Keyword arguments of `trtllm_batch_context_with_kv_cache` with an output of the case's type; NaN where that can
-    be."""
+    """Return the keyword arguments of `trtllm_batch_context_with_kv_cache`. The output has the case's dtype, and holds
+    NaN if the dtype can."""
     inputs = cases.make_inputs(replace(case, fresh=True, out_dtype=""), device, seed)
     shape = (len(inputs["query"]), case.heads_q, case.head_dim_vo)
     if case.out_dtype == "nvfp4":
@@ -101,17 +101,19 @@ def make_inputs(case: AttentionCase, device: "torch.device | str" = "cpu", seed:
     return inputs | {"out": out.to(DTYPES[case.out_dtype or case.dtype])}
 
 
-# ---- data whose attention is concentrated: Q (n, Hq, D), K and V (n, Hkv, D) in fp32, and the logits' scale
+# ---- data with concentrated attention: Q (n, Hq, D), K and V (n, Hkv, D) in fp32, and the scale of the logits
 
 Data = tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]
-RANK = 16  # dimensions that say how tiles and blocks match
-SPREAD = 1.5  # of a tile's match with a block of magnitude 1; of 32768 keys, a factor of 1300 leaves out 75 %
+RANK = 16  # dimensions that determine how tiles and blocks match
+SPREAD = 1.5  # of a tile's match with a block of magnitude 1; over 32768 keys a factor of 1300 leaves out 75 %
 
 
 def heavy_tailed(case: AttentionCase, device: "torch.device | str", seed: int = 0) -> Data:
-    """N(0, 1) data, in whose first RANK dimensions 64 query rows share a vector and 128 keys share one of log-normal
-    magnitude, so that the largest logits of blocks have a heavy tail, and few blocks hold a tile's largest ones. Heads
-    differ in both."""
+    """Return N(0, 1) data in which few blocks hold a tile's largest logits.
+
+    In the first RANK dimensions, 64 query rows share a vector, and 128 keys share a vector of log-normal magnitude; so
+    the largest logits of the blocks have a heavy tail. Both differ between heads.
+    """
     gen = torch.Generator(torch.device(device)).manual_seed(seed)
     n, dim = case.kv_lens[0], case.head_dim_qk
 
@@ -128,14 +130,16 @@ def heavy_tailed(case: AttentionCase, device: "torch.device | str", seed: int = 
 
 
 def text(case: AttentionCase, device: "torch.device | str", seed: int = 0, stretched: bool = False) -> Data:
-    """Q, K and V of the demo's trained transformer on real text (`tools.demo_data`: 645 tokens), brought to the case's
-    length: the text repeated, or `stretched`: each token repeated.
+    """Return Q, K and V of the demo's trained transformer on real text (`tools.demo_data`: 645 tokens), extended to the
+    case's length: the text is repeated, or, if `stretched`, each token is repeated.
 
-    A KV head has those of one of the layer's heads; a query head of the group reads the text from another place on. An
-    orthonormal map takes the heads' 32 dimensions to the case's: no zeros, the same logits. Nothing is scaled: a row's
-    probabilities have a perplexity of 20 to 200 of the text's first 384 tokens, by head. The text repeated has what any
-    row looks for in almost every block, so that no block can be left out, where a long text would speak of it in few
-    places; stretched, a block holds 2 or 3 tokens, and blocks differ as the tokens do."""
+    Each KV head has the data of one of the layer's heads; each query head of the group reads the text from a different
+    position. An orthonormal map takes the heads' 32 dimensions to the case's: no zeros, the same logits. Nothing is
+    scaled: a row's probabilities have a perplexity of 20 to 200 over the text's first 384 tokens, depending on the
+    head. In the repeated text almost every block contains the keys that a row attends to, so no block can be left out;
+    a long text would mention them in few places. In the stretched text a block holds 2 or 3 tokens, and blocks differ
+    as the tokens do.
+    """
     data, _ = demo_data.load()
     n, tokens, heads = case.kv_lens[0], len(data["q"]), case.heads_kv
     gen = torch.Generator().manual_seed(seed)
@@ -157,7 +161,7 @@ DATA: dict[str, Callable[[AttentionCase, Any], Data]] = {
 
 
 def concentrated(case: AttentionCase, device: "torch.device | str", data: str) -> dict[str, Any]:
-    """Inputs of a case of one request whose query and pages hold one of DATA."""
+    """Return the inputs of a case of one request, with one of DATA in its query and pages."""
     inputs, (n,) = make_inputs(case, device), case.kv_lens
     q, k, v, scale = DATA[data](case, device)
     row = torch.arange(n, device=device)

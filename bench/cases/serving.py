@@ -1,4 +1,4 @@
-"""The shapes that engines serve: mixed batches, chunks of prompts, prompts alone, small batches and ragged ones."""
+"""The shapes that engines serve: mixed batches, prompt chunks, single prompts, small batches and ragged batches."""
 
 import math
 import random
@@ -7,10 +7,10 @@ from statistics import NormalDist
 
 from .attention import AttentionCase, decoding, headline
 
-SHAPE = "h32x8-d128-p16"  # of heads, head_dim and pages where nothing else is said
-CHUNK, BEHIND = 1024, (2048, 6144, 10240, 14336)  # query tokens and all tokens of a mixed batch's chunks
-FIRST, LAST = 1024, 7168  # tokens of its shortest and longest request that decodes
-CONTEXTS = (4096, 8192, 16384, 32768)  # all tokens of requests whose next chunk is computed
+SHAPE = "h32x8-d128-p16"  # default heads, head_dim and page size
+CHUNK, BEHIND = 1024, (2048, 6144, 10240, 14336)  # chunks of a mixed batch: their query tokens, and all their tokens
+FIRST, LAST = 1024, 7168  # tokens of its shortest and longest decoding request
+CONTEXTS = (4096, 8192, 16384, 32768)  # all tokens of the requests that compute a chunk
 
 
 def _batch(name: str, q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> AttentionCase:
@@ -18,23 +18,25 @@ def _batch(name: str, q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> Atte
 
 
 def mixed(name: str, count: int) -> AttentionCase:
-    """A chunk each of four requests, and `count` requests with one query token each, of evenly spaced lengths."""
+    """Return a batch of one chunk for each of four requests, and `count` requests of one query token and evenly spaced
+    lengths."""
     lens = (FIRST + (LAST - FIRST) * i // max(1, count - 1) for i in range(count))
     return _batch(name, (CHUNK,) * len(BEHIND) + (1,) * count, (*BEHIND, *lens))
 
 
 def chunks(name: str, size: int) -> AttentionCase:
-    """The next `size` tokens each of four requests."""
+    """Return a batch of the next `size` tokens of each of four requests."""
     return _batch(name, (size,) * len(CONTEXTS), CONTEXTS)
 
 
 def alone(length: int) -> AttentionCase:
-    """One prompt."""
+    """Return a batch of one prompt."""
     return replace(headline("causal", 1, length, (32, 8), 128, 16), name=f"prefill-bf16-one-s{length}-{SHAPE}")
 
 
 def log_normal(count: int, mean: float, sigma: float, least: int, most: int) -> tuple[int, ...]:
-    """Lengths whose quantiles are a log-normal distribution's, within [least, most], in a fixed random order.
+    """Return lengths in a fixed random order; their quantiles follow a log-normal distribution, clamped to [least,
+    most].
 
     >>> log_normal(5, 100, 1.0, 20, 1000)
     (61, 36, 20, 218, 102)
@@ -49,7 +51,7 @@ RAGGED = log_normal(256, 2048, 1.2, 64, 32768)
 
 
 def ragged(kv_dtype: str) -> AttentionCase:
-    """Requests of RAGGED lengths."""
+    """Return a decode batch with RAGGED lengths."""
     name = f"decode-{kv_dtype or 'bf16'}-ragged-b{len(RAGGED)}-h64x8-d128-p16"
     return replace(decoding(len(RAGGED), 0, (64, 8), 128, 16, kv_dtype), name=name, kv_lens=RAGGED)
 
@@ -77,7 +79,7 @@ DECODE = {
 SERVE = {case.name: case for case in (mixed("serve-bf16-mixed", 60), chunks("serve-bf16-chunks", 512))}
 
 SWEEP_BATCHES, SWEEP_LENGTHS = (1, 4, 16, 64, 256), tuple(1 << e for e in range(10, 18))
-SWEEP_TOKENS = 1 << 20  # of a batch of decode at most: 4 GiB of K and V
+SWEEP_TOKENS = 1 << 20  # at most this many tokens in a decode batch: 4 GiB of K and V
 SWEEP_DECODE = {
     f"sweep-{case.name}": replace(case, name=f"sweep-{case.name}")
     for case in (decoding(b, n, (32, 8), 128, 16) for b in SWEEP_BATCHES for n in SWEEP_LENGTHS)

@@ -1,4 +1,4 @@
-"""Top-k cases, their inputs, and a brute force, shared by tests and bench."""
+"""Top-k cases, their inputs, and a brute-force solution, shared by tests and benchmarks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,22 +17,23 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 INTEGER = {"fp32": torch.int32, "fp16": torch.int16, "bf16": torch.int16}
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 PER_ROW = (PREFILL, DECODE)
-POISON = -77  # of outputs before a call
-LARGE = 1 << 26  # elements of a buffer that is not filled
+POISON = -77  # value of outputs before a call
+LARGE = 1 << 26  # buffers of at least this many elements are not filled
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class TopKCase:
-    """One call. data: a name in DATA, or several, the rows' in turn.
+    """One call. data: a name in DATA, or several, which the rows use in turn.
 
     lengths: "full", "mixed" (around 0, k and the row's end), "wild" (any int32), or the values themselves; for the
-    per-row functions the ends. starts: whether there are row_starts, or their values. pad: elements between rows.
-    shift: elements by which the first lies past an aligned address. stride: of a row's elements (per-row functions
-    only). hollow: elements at the front of each row that are in no window, and hold anything. width_table: columns of
-    the page table, 0: enough; pad_table: elements between its rows. batch_map: with row_to_batch, or its values.
-    table_starts: page_table_row_starts, other than what the seed gives. pad_out: elements between rows of given
-    outputs. each_row: seq_lens are (rows / next_n, next_n), the ends of the rows themselves.
+    per-row functions these are the ends. starts: whether row_starts are given, or their values. pad: elements between
+    rows. shift: offset of the first element from an aligned address, in elements. stride: stride of a row's elements
+    (per-row functions only). hollow: elements at the front of each row that are in no window and hold arbitrary values.
+    width_table: columns of the page table, 0: enough; pad_table: elements between its rows. batch_map: whether
+    row_to_batch is given, or its values. table_starts: page_table_row_starts, instead of those from the seed. pad_out:
+    elements between rows of given outputs. each_row: seq_lens has the shape (rows / next_n, next_n) and holds the end
+    of each row.
     """
 
     function: str = PAGE_TABLE
@@ -55,7 +56,7 @@ class TopKCase:
     next_n: int = 1
     tie_break: int = TopKTieBreak.NONE
     sorted: bool = False
-    given: bool = True  # out and out_raw_indices
+    given: bool = True  # whether out and out_raw_indices are given
     pad_out: int = 0
     each_row: bool = False
 
@@ -67,7 +68,8 @@ PLAIN = {function: TopKCase(function, lengths="mixed", next_n=3) for function in
 
 
 def _patterns(dtype: str) -> list[int]:
-    """Bit patterns that a comparison of floats, or one at lower precision, gets wrong: NaN, inf, zeros, denormals."""
+    """Return bit patterns that a float comparison, or one at lower precision, gets wrong: NaN, inf, zeros,
+    denormals."""
     kind = torch.finfo(DTYPES[dtype])
     floats = torch.tensor([0.0, float("inf"), kind.max, kind.smallest_normal, 1.0, 65504.0], dtype=DTYPES[dtype])
     plain = floats.view(INTEGER[dtype]).tolist()
@@ -77,7 +79,7 @@ def _patterns(dtype: str) -> list[int]:
 
 
 def _random(gen: torch.Generator, shape: tuple[int, int], low: int, high: int, dtype: str) -> torch.Tensor:
-    """Scores of random bit patterns low..high-1."""
+    """Return scores of random bit patterns low..high-1."""
     bits = torch.randint(low, high, shape, generator=gen, device=gen.device, dtype=torch.int64)
     return bits.to(INTEGER[dtype]).view(DTYPES[dtype])
 
@@ -96,7 +98,7 @@ def _constant(value: float) -> Any:
 
 
 def _low_bits(count: int) -> Any:
-    """`count` neighbours, from 1 on."""
+    """Return a maker of scores from `count` neighbouring floats, starting at 1."""
 
     def make(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
         one = int(torch.ones(1, dtype=DTYPES[dtype]).view(INTEGER[dtype]))
@@ -115,21 +117,22 @@ def _quantised(step: float) -> Any:
 
 
 def _shelf(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
-    """One in 32 scores is larger than 3/4, half of the others are 3/4."""
+    """Make scores of which one in 32 is larger than 3/4 and half of the others are 3/4."""
     draw = torch.rand(shape, generator=gen, device=gen.device)
     value = torch.where(draw < 1 / 32, 1 + draw, torch.where(draw < 33 / 64, torch.full_like(draw, 0.75), -draw))
     return value.to(DTYPES[dtype])
 
 
 def _filler(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
-    """One in 32 scores is a number, one in 16 the negative NaN next to the least, the others are the least NaN."""
+    """Make scores of which one in 32 is a number, one in 16 the negative NaN next to the least, and the others the
+    least NaN."""
     draw = torch.rand(shape, generator=gen, device=gen.device)
     bits = torch.where(draw < 3 / 32, -2, -1).to(INTEGER[dtype])
     return torch.where(draw < 1 / 32, _normal(gen, shape, dtype).view(INTEGER[dtype]), bits).view(DTYPES[dtype])
 
 
 def _ties(count: int) -> Any:
-    """As many scores as `count` are 1, one in 32 larger, the others smaller."""
+    """Return a maker of scores of which `count` are 1, one in 32 is larger, and the others are smaller."""
 
     def make(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
         scores = -torch.rand(shape, generator=gen, device=gen.device)
@@ -142,7 +145,8 @@ def _ties(count: int) -> Any:
 
 
 def _bin(count: int) -> Any:
-    """As many scores as `count` are one of two neighbours that share a bin, one in 32 is larger, the others smaller."""
+    """Return a maker of scores of which `count` are one of two neighbours that share a bin, one in 32 is larger, and
+    the others are smaller."""
 
     def make(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
         scores = _ties(count)(gen, shape, dtype)
@@ -153,13 +157,15 @@ def _bin(count: int) -> Any:
 
 
 def _seam(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
-    """Scores around 2^-8, where the bin of small magnitudes of fp32 and bf16 ends: no power of two wide."""
+    """Make scores around 2^-8, the end of the bin of small magnitudes of fp32 and bf16; its width is no power of
+    two."""
     draw = torch.rand(shape, generator=gen, device=gen.device)
     return (2**-8 * (1 + (draw - 0.5) / 16)).to(DTYPES[dtype])
 
 
 def sampled(width: int, size: int, lanes: int) -> torch.Tensor:
-    """Which elements of an aligned row the sample of a streaming kernel holds: `size` keys in lines of 8 vectors."""
+    """Return the mask of the elements of an aligned row that a streaming kernel samples: `size` keys in lines of 8
+    vectors."""
     vectors = (width + lanes - 1) // lanes
     lines = (torch.arange(size // lanes // 8) * (vectors * 8 / (size // lanes))).int() // 8 * 8
     found = torch.zeros(width + 8 * lanes, dtype=torch.bool)
@@ -168,7 +174,8 @@ def sampled(width: int, size: int, lanes: int) -> torch.Tensor:
 
 
 def _sample(size: int, inside: float, outside: float) -> Any:
-    """Normal scores with one mean where a sample of `size` keys is taken, another where it is not."""
+    """Return a maker of normal scores with one mean where a sample of `size` keys is taken and another mean
+    elsewhere."""
 
     def make(gen: torch.Generator, shape: tuple[int, int], dtype: str) -> torch.Tensor:
         where = sampled(shape[1], size, 4 if dtype == "fp32" else 8).to(gen.device)
@@ -191,8 +198,8 @@ DATA: dict[str, Any] = {
     "special": _special,
     "all bits": _all_bits,
     "negative": lambda *a: -_normal(*a).abs(),
-    "huge": lambda *a: (_normal(*a).float() * 2000).to(DTYPES[a[2]]),  # outermost bins, but for fp16
-    "tiny": lambda *a: (_normal(*a).float() / 2000).to(DTYPES[a[2]]),  # the bins of zero, but for fp16
+    "huge": lambda *a: (_normal(*a).float() * 2000).to(DTYPES[a[2]]),  # outermost bins, except for fp16
+    "tiny": lambda *a: (_normal(*a).float() / 2000).to(DTYPES[a[2]]),  # the bins of zero, except for fp16
     "coarse": _quantised(1 / 8),
     "shelf": _shelf,
     "filler": _filler,
@@ -200,7 +207,7 @@ DATA: dict[str, Any] = {
     "257 ties": _ties(257),
     "257 in a bin": _bin(257),
     "seam": _seam,
-    "sample too high": _sample(4096, 9.0, 0.0),  # of a kernel with a CTA a row
+    "sample too high": _sample(4096, 9.0, 0.0),  # sample size of kernels with one CTA per row
     "sample too low": _sample(4096, -9.0, 0.0),
     "cluster's sample too high": _sample(8192, 9.0, 0.0),
     "cluster's sample too low": _sample(8192, -9.0, 0.0),
@@ -208,7 +215,7 @@ DATA: dict[str, Any] = {
 
 
 def _bounds(gen: torch.Generator, count: int, case: TopKCase) -> torch.Tensor:
-    """int32 (count,): lengths, ends or starts."""
+    """Return lengths, ends or starts, int32 (count,)."""
     if isinstance(case.lengths, tuple):
         return torch.tensor(case.lengths, dtype=torch.int32, device=gen.device)
     mixed = [-1, 0, 1, case.k - 1, case.k, case.k + 1, case.width - 1, case.width, case.width + 1, case.width // 2]
@@ -219,7 +226,7 @@ def _bounds(gen: torch.Generator, count: int, case: TopKCase) -> torch.Tensor:
 
 
 def make_scores(case: TopKCase, gen: torch.Generator) -> torch.Tensor:
-    """(rows, width); what lies between rows and around them is +NaN, the largest key."""
+    """Return the scores (rows, width). The memory between rows and around them holds +NaN, the largest key."""
     shape = (case.rows, case.width - case.hollow)
     if isinstance(case.data, str):
         scores = DATA[case.data](gen, shape, case.dtype)
@@ -233,7 +240,7 @@ def make_scores(case: TopKCase, gen: torch.Generator) -> torch.Tensor:
     nan = torch.iinfo(INTEGER[case.dtype]).max
     if size < LARGE:
         flat = torch.full((size,), nan, dtype=INTEGER[case.dtype], device=gen.device).view(scores.dtype)
-    else:  # no page of memory is touched but where scores lie
+    else:  # touches only the memory pages that hold scores
         flat = torch.empty(size, dtype=scores.dtype, device=gen.device)
     view = flat.as_strided((case.rows, case.width), (pitch, case.stride), case.shift)
     view[:, case.hollow :].view(INTEGER[case.dtype]).copy_(scores.view(INTEGER[case.dtype]))
@@ -241,7 +248,7 @@ def make_scores(case: TopKCase, gen: torch.Generator) -> torch.Tensor:
 
 
 def make_inputs(case: TopKCase, device: torch.device = CPU, seed: int = 0) -> dict[str, Any]:
-    """The function's arguments by name."""
+    """Return the function's arguments by name."""
     gen = torch.Generator(device).manual_seed(seed)
     scores = make_scores(case, gen)
 
@@ -303,7 +310,7 @@ OUTPUTS = {PAGE_TABLE: ("out", "out_raw_indices"), RAGGED: (), TOP_K: (), PREFIL
 
 
 def call(function: str, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The results by name, copies; outputs are poisoned first."""
+    """Call a function and return copies of its results by name. The outputs are poisoned first."""
     for name in OUTPUTS[function]:
         if inputs.get(name) is not None:
             inputs[name].fill_(POISON)
@@ -317,7 +324,7 @@ def call(function: str, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: object = "") -> None:
-    """Equal bits."""
+    """Assert that the results have equal bits."""
     assert got.keys() == want.keys(), what
     for name, t in got.items():
         other = want[name]
@@ -332,18 +339,19 @@ def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: obje
 
 @contextmanager
 def on_reference() -> Iterator[None]:
-    """Calls inside run the reference, on tensors of any device."""
+    """Make the calls in the block run the reference, on tensors of any device."""
     reference = machine.HostMachine()
     reference.device_info = lambda device: None  # type: ignore[method-assign]
     with machine.override(reference):
         yield
 
 
-# ---- the rules of the functions, once more, an element at a time
+# ---- the rules of the functions, one element at a time
 
 
 def score_keys(row: torch.Tensor) -> list[int]:
-    """Unsigned integers in the order of the scores: all bits flipped where the sign is set, else the sign bit."""
+    """Return unsigned integers in the order of the scores: negative patterns with all bits flipped, others with the
+    sign bit set."""
     width = row.element_size() * 8
     patterns = row.contiguous().view(torch.int16 if width == 16 else torch.int32).tolist()
     mask, sign = (1 << width) - 1, 1 << (width - 1)
@@ -351,7 +359,7 @@ def score_keys(row: torch.Tensor) -> list[int]:
 
 
 def chosen(row: torch.Tensor, k: int, start: int, end: int, large: bool) -> list[int]:
-    """Positions in row[start:end), from start on, in ascending order."""
+    """Return the selected positions of row[start:end), counted from start, in ascending order."""
     keys = score_keys(row[start:end])
     if len(keys) <= k:
         return list(range(len(keys)))
@@ -360,7 +368,7 @@ def chosen(row: torch.Tensor, k: int, start: int, end: int, large: bool) -> list
 
 
 def window(function: str, inputs: dict[str, Any], row: int, width: int) -> tuple[int, int]:
-    """[start, end) of a row, inside the row."""
+    """Return [start, end) of a row, clamped to the row."""
 
     def at(name: str, index: int) -> int:
         return 0 if inputs.get(name) is None else int(inputs[name][index])
@@ -380,7 +388,7 @@ def window(function: str, inputs: dict[str, Any], row: int, width: int) -> tuple
 
 
 def entry(inputs: dict[str, Any], row: int, position: int) -> int:
-    """What the page table makes of a position."""
+    """Return the page table's translation of a position."""
     table, size = inputs["src_page_table"], inputs["page_size"]
     batch = row if inputs.get("row_to_batch") is None else int(inputs["row_to_batch"][row])
     begin = inputs.get("page_table_row_starts")
@@ -394,7 +402,7 @@ def entry(inputs: dict[str, Any], row: int, position: int) -> int:
 
 
 def brute(function: str, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What `call` must return."""
+    """Return the results that `call` must return."""
     scores = inputs["logits" if "logits" in inputs else "input"]
     k, large = inputs["top_k" if "top_k" in inputs else "k"], inputs.get("tie_break") == 2
     found: dict[str, list[list[Any]]] = {"out": [], "raw": []}
@@ -419,7 +427,7 @@ def brute(function: str, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {"out": out.int()} | ({"out_raw_indices": raw.int()} if given else {})
 
 
-# ---- what is refused
+# ---- calls that are refused
 
 
 def _zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -427,7 +435,7 @@ def _zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 def _refusals(function: str) -> dict[str, Any]:
-    """name -> (change, error, message). The case in PLAIN has 3 rows of 50, k 7."""
+    """Return name -> (change, error, message). The case in PLAIN has 3 rows of 50 scores, k 7."""
     scores, k = ("logits", "top_k") if function in PER_ROW else ("input", "k")
     bad = {
         "scores type": ({scores: [[1.0]]}, TypeError, f"{scores}: list"),
@@ -521,5 +529,5 @@ def _refusals(function: str) -> dict[str, Any]:
 
 
 def refusals() -> dict[str, Any]:
-    """id -> (function, change of the arguments of its case in PLAIN, error, beginning of the message)."""
+    """Return id -> (function, change of the arguments of its case in PLAIN, error, beginning of the message)."""
     return {f"{function}: {name}": (function, *row) for function in PLAIN for name, row in _refusals(function).items()}

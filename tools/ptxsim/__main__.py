@@ -1,10 +1,9 @@
 """Run a shipped kernel on the CPU and print the report.
 
 python -m tools.ptxsim bf16_d128_causal_tma_m128n128s2             all variants, all modes
-python -m tools.ptxsim 'bf16_d64*' --mode random --seed 3            part or glob of op/name
-python -m tools.ptxsim 'fp16*anyw*' --coverage --lines               and what of its PTX no case executes
-python -m tools.ptxsim --forms FILE.ptx                              instruction forms of a file that are unknown
-"""
+python -m tools.ptxsim 'bf16_d64*' --mode random --seed 3          part or glob of op/name
+python -m tools.ptxsim 'fp16*anyw*' --coverage --lines             and the PTX that no case executes
+python -m tools.ptxsim --forms FILE.ptx                            instruction forms of a file that are unknown"""
 
 import argparse
 import sys
@@ -19,18 +18,19 @@ from .forms import find
 from .machine import MODES
 from .parse import parse
 from .program import control
-from .run import Result
+from .run import RunResult
 
 
 def unknown_forms(path: Path) -> Counter[str]:
-    """Opcodes of a PTX file that no form matches, and how often each occurs."""
+    """Return the opcodes of a PTX file that no form matches, and how often each occurs."""
     instructions = parse(path.read_text()).instructions
     return Counter(x.op for x in instructions if not control(x) and find(x.op) is None)
 
 
 def run_kernel(kernel: tuple[str, object], arch: str, modes: list[str], cover: bool, **how: object) -> int:
-    """Print a line per variant and mode, and what none of them executed (cover); the number of failures."""
-    (op, spec), total = kernel, Result()
+    """Print a line per variant and mode, and with `cover` the PTX that none of them executed; return the number of
+    failures."""
+    (op, spec), total = kernel, RunResult()
     family, failures = op.split(".")[0], 0
     for case in workloads.CASES[family](spec):
         for mode in modes:
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mode", action="append", choices=MODES, help="repeatable; all modes by default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lines", action="store_true", help="name source lines: compiles the kernel with line info")
-    parser.add_argument("--coverage", action="store_true", help="print what no case executed")
+    parser.add_argument("--coverage", action="store_true", help="print the PTX that no case executed")
     parser.add_argument("--forms", type=Path, metavar="PTX")
     args = parser.parse_args(argv)
     if args.forms:

@@ -9,9 +9,9 @@ import numpy as np
 
 from . import functions
 from .faults import Fault
-from .forms import Op, form, pure, refuse
+from .forms import PtxOp, form, pure, refuse
 from .numbers import decode, encode, flush, fma, fma_to_odd, one_nan, pair, rounded, sum_to_odd, unpair
-from .parse import Instruction
+from .parse import PtxInstruction
 from .translate import dtype_of
 
 INTEGER, EXTENDED = "Integer Arithmetic Instructions", "Extended-Precision Integer Arithmetic Instructions"
@@ -21,7 +21,7 @@ U32, U64 = np.uint32, np.uint64
 
 
 def double(dtype: Any) -> Any:
-    """The integer type of twice the width."""
+    """Return the integer type of twice the width."""
     return np.dtype(f"{dtype.kind}{2 * dtype.itemsize}")
 
 
@@ -40,7 +40,7 @@ def remainder(a: Any, b: Any) -> Any:
 
 
 def saturated(run: Callable[..., Any]) -> Callable[..., Any]:
-    """32-bit signed arithmetic clamped to its range (.sat)."""
+    """Clamp 32-bit signed arithmetic to its range (.sat)."""
 
     def clamp(a: Any, b: Any) -> Any:
         return np.clip(run(np.asarray(a, np.int64), np.asarray(b, np.int64)), -(2**31), 2**31 - 1).astype(np.int32)
@@ -49,7 +49,7 @@ def saturated(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def high(a: Any, b: Any) -> Any:
-    """The upper half of a product."""
+    """Return the upper half of a product."""
     dtype = np.asarray(a).dtype
     if dtype.itemsize < 8:
         wide = double(dtype)
@@ -68,7 +68,7 @@ BINARY |= {"min": np.minimum, "max": np.maximum}
 
 
 @form(r"(add|sub|div|rem|min|max)(\.sat)?(\.relu)?\.([us](?:16|32|64))", INTEGER)
-def integer_binary(x: Instruction, f: re.Match[str]) -> Op:
+def integer_binary(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     run = saturated(BINARY[f[1]]) if f[2] else BINARY[f[1]]
     if f[3]:
         inner = run
@@ -77,7 +77,7 @@ def integer_binary(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"(min|max)(\.relu)?\.([us]16)x2", INTEGER)
-def integer_pairs(x: Instruction, f: re.Match[str]) -> Op:
+def integer_pairs(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     dtype, choose = dtype_of(f[3]), BINARY[f[1]]
 
     def run(a: Any, b: Any) -> Any:
@@ -88,7 +88,7 @@ def integer_pairs(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"(mul|mad)\.(lo|hi|wide)\.([us](?:16|32|64))", INTEGER)
-def multiply(x: Instruction, f: re.Match[str]) -> Op:
+def multiply(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     kind = f[3]
     out = f"{kind[0]}{2 * int(kind[1:])}" if f[2] == "wide" else kind
     times = {"lo": operator.mul, "hi": high, "wide": wide}[f[2]]
@@ -98,7 +98,7 @@ def multiply(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"(mul24|mad24)\.lo\.([us]32)", INTEGER)
-def multiply24(x: Instruction, f: re.Match[str]) -> Op:
+def multiply24(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     low = lambda a: np.asarray(a << 8, dtype_of(f[2])) >> 8  # noqa: E731
     if f[1] == "mul24":
         return pure(x, lambda a, b: low(a) * low(b), f[2], f[2], f[2])
@@ -106,12 +106,12 @@ def multiply24(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"(neg|abs)\.(s(?:16|32|64))", INTEGER)
-def integer_unary(x: Instruction, f: re.Match[str]) -> Op:
+def integer_unary(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     return pure(x, operator.neg if f[1] == "neg" else np.abs, f[2], f[2])
 
 
 @form(r"sad\.([us](?:16|32|64))", INTEGER)
-def absolute_difference(x: Instruction, f: re.Match[str]) -> Op:
+def absolute_difference(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     return pure(x, lambda a, b, c: c + np.where(a < b, b - a, a - b), f[1], f[1], f[1], f[1])
 
 
@@ -121,7 +121,7 @@ def ones(a: Any) -> Any:
 
 
 def leading(a: Any) -> Any:
-    """Number of leading zeros."""
+    """Return the number of leading zeros."""
     a = np.asarray(a)
     for shift in (1, 2, 4, 8, 16, 32)[: 5 if a.dtype == U32 else 6]:
         a = a | (a >> a.dtype.type(shift))
@@ -137,13 +137,13 @@ def reverse(a: Any) -> Any:
 
 
 @form(r"(popc|clz|brev)\.(b32|b64)", INTEGER)
-def bits_unary(x: Instruction, f: re.Match[str]) -> Op:
+def bits_unary(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     run = {"popc": ones, "clz": leading, "brev": reverse}[f[1]]
     return pure(x, run, f[2] if f[1] == "brev" else "u32", f[2])
 
 
 @form(r"bfind(\.shiftamt)?\.([us](?:32|64))", INTEGER)
-def highest_bit(x: Instruction, f: re.Match[str]) -> Op:
+def highest_bit(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     unsigned = np.dtype(f"u{dtype_of(f[2]).itemsize}")
     width = 8 * unsigned.itemsize
 
@@ -158,14 +158,14 @@ def highest_bit(x: Instruction, f: re.Match[str]) -> Op:
 
 
 def low_bits(count: Any, dtype: Any) -> Any:
-    """Masks of the `count` lowest bits."""
+    """Return masks of the `count` lowest bits."""
     width = 8 * dtype.itemsize
     partial = (dtype.type(1) << np.minimum(count, width - 1).astype(dtype)) - dtype.type(1)
     return np.where(count >= width, ~dtype.type(0), partial)
 
 
 @form(r"bfe\.([us](?:32|64))", INTEGER)
-def extract(x: Instruction, f: re.Match[str]) -> Op:
+def extract(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     dtype = dtype_of(f[1])
     width, unsigned = 8 * dtype.itemsize, np.dtype(f"u{dtype.itemsize}")
 
@@ -184,7 +184,7 @@ def extract(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"bfi\.(b32|b64)", INTEGER)
-def insert(x: Instruction, f: re.Match[str]) -> Op:
+def insert(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     dtype = dtype_of(f[1])
     width = 8 * dtype.itemsize
 
@@ -203,12 +203,12 @@ def insert(x: Instruction, f: re.Match[str]) -> Op:
     r"(add|sub)\.cc\.([us](?:32|64))|(addc|subc)(\.cc)?\.([us](?:32|64))|(madc?)\.(lo|hi)(\.cc)?\.([us](?:32|64))",
     EXTENDED,
 )
-def carry(x: Instruction, f: re.Match[str]) -> Op:
+def carry(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     raise refuse(x, "the condition-code register")
 
 
 @form(r"dp4a\.([us])32\.([us])32", INTEGER)
-def dot4(x: Instruction, f: re.Match[str]) -> Op:
+def dot4(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     def run(a: Any, b: Any, c: Any) -> Any:
         total = np.asarray(c).astype(np.int64)
         for i in range(4):
@@ -226,18 +226,18 @@ def byte(a: Any, i: int, sign: str) -> Any:
 
 # ------------------------------------------------------------------------------------------------ logic
 @form(r"(and|or|xor|not)\.(pred|b16|b32|b64)", LOGIC)
-def logic(x: Instruction, f: re.Match[str]) -> Op:
+def logic(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     run: Any = {"and": operator.and_, "or": operator.or_, "xor": operator.xor, "not": operator.invert}[f[1]]
     return pure(x, run, f[2], *[f[2]] * (1 if f[1] == "not" else 2))
 
 
 @form(r"cnot\.(b16|b32|b64)", LOGIC)
-def logical_not(x: Instruction, f: re.Match[str]) -> Op:
+def logical_not(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     return pure(x, lambda a: (np.asarray(a) == 0).astype(np.asarray(a).dtype), f[1], f[1])
 
 
 @form(r"lop3\.b32", LOGIC)
-def lop3(x: Instruction, f: re.Match[str]) -> Op:
+def lop3(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     table = int(x.args[4], 0)
     minterms = [i for i in range(8) if table >> i & 1]
 
@@ -251,7 +251,7 @@ def lop3(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"(shl|shr)\.([bus](?:16|32|64))", LOGIC)
-def shift(x: Instruction, f: re.Match[str]) -> Op:
+def shift(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     dtype = dtype_of(f[2])
     width = 8 * dtype.itemsize
 
@@ -266,7 +266,7 @@ def shift(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"shf\.(l|r)\.(wrap|clamp)\.b32", LOGIC)
-def funnel(x: Instruction, f: re.Match[str]) -> Op:
+def funnel(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     def run(low: Any, upper: Any, amount: Any) -> Any:
         amount = np.asarray(amount)
         amount = (amount & U32(31) if f[2] == "wrap" else np.minimum(amount, U32(32))).astype(U64)
@@ -278,7 +278,7 @@ def funnel(x: Instruction, f: re.Match[str]) -> Op:
 
 # ------------------------------------------------------------------------------------------------ floats
 def greater(a: Any, b: Any) -> Any:
-    """max: a NaN operand loses, +0 is above -0."""
+    """Return max: a NaN operand loses, +0 is greater than -0."""
     out = np.fmax(a, b)
     return out if np.all(out) else np.where((a == 0) & (b == 0), np.where(np.signbit(a), b, a), out)
 
@@ -311,20 +311,20 @@ def extreme(which: str, nan: bool, magnitude: bool = False) -> Callable[..., Any
 
 
 @form(r"(min|max)(\.ftz)?(\.NaN)?(\.xorsign)?(\.abs)?\.(f32|f64|f16)", FLOAT)
-def float_extreme(x: Instruction, f: re.Match[str]) -> Op:
+def float_extreme(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     if f[4]:
         raise refuse(x, ".xorsign")
     run = extreme(f[1], bool(f[3]), bool(f[5]))
     return arithmetic(x, flushed(run) if f[2] else run, f[6], *[f[6]] * (len(x.args) - 1))
 
 
-def arithmetic(x: Instruction, run: Callable[..., Any], kind: str, *ins: str) -> Op:
-    """A pure form of numbers: see `one_nan`."""
+def arithmetic(x: PtxInstruction, run: Callable[..., Any], kind: str, *ins: str) -> PtxOp:
+    """Return a pure form of numbers with the device's NaN: see `one_nan`."""
     return pure(x, lambda *operands: one_nan(run(*operands), operands), kind, *ins)
 
 
 def flushed(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Denormal operands and results are zeros (.ftz)."""
+    """Flush denormal operands and results to zero (.ftz)."""
     return lambda *operands: flush(run(*map(flush, operands)))
 
 
@@ -332,7 +332,7 @@ ARITHMETIC: dict[str, Any] = {"add": operator.add, "sub": operator.sub, "mul": o
 
 
 @form(r"(add|sub|mul|div)(?:\.(rn|rz|rm|rp|full|approx))?(\.ftz)?(\.sat)?\.(f32|f64|f16)", FLOAT)
-def float_binary(x: Instruction, f: re.Match[str]) -> Op:
+def float_binary(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     run = ARITHMETIC[f[1]]
     if f[2] in ("rz", "rm", "rp"):
         if f[5] != "f32":
@@ -346,12 +346,12 @@ def float_binary(x: Instruction, f: re.Match[str]) -> Op:
 
 
 def unit(values: Any) -> Any:
-    """Clamped to [0, 1] (.sat): NaN and -0 give +0."""
+    """Clamp to [0, 1] (.sat): NaN and -0 give +0."""
     return np.nan_to_num(np.clip(values, 0, 1), nan=0.0) + np.asarray(values).dtype.type(0)
 
 
 def directed(name: str, mode: str) -> Callable[..., Any]:
-    """float32 arithmetic rounded toward zero, down or up."""
+    """Return float32 arithmetic rounded toward zero, down or up."""
 
     def run(a: Any, b: Any) -> Any:
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -365,29 +365,29 @@ def directed(name: str, mode: str) -> Callable[..., Any]:
 
 
 @form(r"(add|sub|mul)(?:\.(rn))?\.(f16x2|bf16x2|bf16)", HALF)
-def half_binary(x: Instruction, f: re.Match[str]) -> Op:
+def half_binary(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     return halves(x, f[3], ARITHMETIC[f[1]], 2)
 
 
 @form(r"(min|max)(\.NaN)?\.(f16x2|bf16x2|bf16)", HALF)
-def half_extreme(x: Instruction, f: re.Match[str]) -> Op:
+def half_extreme(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     return halves(x, f[3], extreme(f[1], bool(f[2])), 2)
 
 
 @form(r"fma\.rn(\.relu)?\.(f16x2|bf16x2|bf16|f16)", HALF)
-def half_fma(x: Instruction, f: re.Match[str]) -> Op:
+def half_fma(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     relu = (lambda a: np.where(np.isnan(a), a, np.maximum(a, np.float32(0)))) if f[1] else lambda a: a
     return halves(x, f[2], lambda a, b, c: relu(fma_to_odd(a, b, c)), 3)
 
 
 @form(r"(neg|abs|ex2|tanh)(?:\.approx)?(?:\.ftz)?\.(f16x2|bf16x2|bf16|f16)", HALF)
-def half_unary(x: Instruction, f: re.Match[str]) -> Op:
+def half_unary(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     run: Any = {"neg": operator.neg, "abs": np.abs, "tanh": functions.tanh, "ex2": functions.exp2}[f[1]]
     return halves(x, f[2], run, 1)
 
 
-def halves(x: Instruction, kind: str, run: Callable[..., Any], count: int) -> Op:
-    """run on float32 values of one or two 16-bit floats, results rounded to nearest."""
+def halves(x: PtxInstruction, kind: str, run: Callable[..., Any], count: int) -> PtxOp:
+    """Apply `run` to float32 values of one or two 16-bit floats and round the results to nearest."""
     if not kind.endswith("x2"):
         bits = lambda a: np.atleast_1d(np.asarray(a, np.uint16))  # noqa: E731
         one = lambda *ops: encode(run(*(decode(bits(a), kind) for a in ops)), kind)  # noqa: E731
@@ -402,20 +402,20 @@ def halves(x: Instruction, kind: str, run: Callable[..., Any], count: int) -> Op
 
 
 @form(r"fma\.(rn|rz|rm|rp)(\.ftz)?(\.sat)?\.(f32|f64)", FLOAT)
-def float_fma(x: Instruction, f: re.Match[str]) -> Op:
+def float_fma(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     if f[1] != "rn" or f[3] or f[4] == "f64":
         raise refuse(x, "this rounding, saturation or width")
     return arithmetic(x, flushed(fma) if f[2] else fma, "f32", "f32", "f32", "f32")
 
 
 @form(r"mad\.(rn|rz|rm|rp)(\.ftz)?\.f32", FLOAT)
-def float_mad(x: Instruction, f: re.Match[str]) -> Op:
+def float_mad(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     return float_fma(x, re.fullmatch(r"fma\.(rn|rz|rm|rp)(\.ftz)?(\.sat)?\.(f32|f64)", x.op.replace("mad", "fma", 1)))  # type: ignore[arg-type]
 
 
 @form(r"(add|sub|mul|fma)(?:\.(rn|rz|rm|rp))?(\.ftz)?\.f32x2", FLOAT)
-def packed(x: Instruction, f: re.Match[str]) -> Op:
-    """sm_100: two float32 in a 64-bit register. Without a rounding, rn."""
+def packed(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Compute on two float32 in a 64-bit register (sm_100). Without a rounding modifier, rn."""
     nearest = f[2] in (None, "rn")
     if f[1] == "fma" and not nearest:
         raise refuse(x, "this rounding")
@@ -430,7 +430,7 @@ def packed(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"(neg|abs|testp|copysign)(\.\w+)?\.(f32|f64)", FLOAT)
-def float_sign(x: Instruction, f: re.Match[str]) -> Op:
+def float_sign(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     if f[1] == "copysign":  # copysign d, a, b: the sign of a, the magnitude of b
         return pure(x, lambda a, b: np.copysign(b, a), f[3], f[3], f[3])
     tests: dict[str, Any] = {"finite": np.isfinite, "infinite": np.isinf, "notanumber": np.isnan}
@@ -457,7 +457,7 @@ FUNCTIONS: dict[str, Any] = {
 
 
 @form(r"(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh)\.(approx|rn)(\.ftz)?\.(f32|f64)", FLOAT)
-def function(x: Instruction, f: re.Match[str]) -> Op:
+def function(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     run = FUNCTIONS[f[1]]
     if f[3] and f[1] == "ex2":  # a denormal operand gives 1 either way
         return arithmetic(x, lambda a: flush_positive(functions.exp2(a)), f[4], f[4])
@@ -495,7 +495,7 @@ COMBINE = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
 
 
 @form(r"setp\.(\w+)(?:\.(and|or|xor))?(\.ftz)?\.([busf](?:16|32|64)|bf16|f16x2|bf16x2)", COMPARE)
-def compare(x: Instruction, f: re.Match[str]) -> Op:
+def compare(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     if f[4].endswith("x2"):
         raise refuse(x, f[4])
     kind = "b16" if f[4] in ("bf16", "f16") else f[4]
@@ -520,22 +520,22 @@ def compare(x: Instruction, f: re.Match[str]) -> Op:
         return both if second else both[0]
 
     outs = tuple((register, "pred") for register in (first, second) if register)
-    return Op(run, outs, tuple(ins))
+    return PtxOp(run, outs, tuple(ins))
 
 
 @form(r"set\.(\w+)(\.ftz)?\.(u32|s32|f32)\.([busf](?:16|32|64))", COMPARE)
-def compare_value(x: Instruction, f: re.Match[str]) -> Op:
+def compare_value(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     test, out = comparison(f[1], f[4][0] == "f"), dtype_of(f[3])
     true = out.type(1.0) if f[3] == "f32" else np.array(0xFFFFFFFF, U32).view(out)[()]
     return pure(x, lambda a, b: np.where(test(a, b), true, out.type(0)), f[3], f[4], f[4])
 
 
 @form(r"selp\.([busf](?:16|32|64))", COMPARE)
-def select(x: Instruction, f: re.Match[str]) -> Op:
+def select(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     return pure(x, lambda a, b, p: np.where(p, a, b), f[1], f[1], f[1], "pred")
 
 
 @form(r"slct(\.ftz)?\.([busf](?:16|32|64))\.(s32|f32)", COMPARE)
-def select_sign(x: Instruction, f: re.Match[str]) -> Op:
+def select_sign(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     sign = flush if f[1] else lambda c: c
     return pure(x, lambda a, b, c: np.where(sign(c) >= 0, a, b), f[2], f[2], f[2], f[3])

@@ -1,4 +1,4 @@
-"""Forms that update memory as one step: atom, red, and the asynchronous red.async."""
+"""Forms that update memory in one step: atom, red, and the asynchronous red.async."""
 
 import operator
 import re
@@ -11,10 +11,10 @@ from .call import elements
 from .data import Sync, is_policy, read, synchronise, write
 from .exchange import ATOMIC as STORED
 from .exchange import STRONG
-from .forms import Op, effect, form, refuse
+from .forms import PtxOp, effect, form, refuse
 from .machine import PARAMS, WINDOW, Threads
 from .numbers import decode, encode, flush, pair, unpair
-from .parse import Instruction, vector
+from .parse import PtxInstruction, vector
 from .translate import dtype_of
 
 ATOMIC = "Parallel Synchronization and Communication Instructions: atom, red"
@@ -39,7 +39,8 @@ UPDATE: dict[str, Callable[..., Any]] = {
 
 
 def update_of(what: str, kind: str, in_cache: bool) -> tuple[str, Callable[..., Any]]:
-    """(PTX type of the operands, function) of an update. in_cache: f32 sums are done in L2, which flushes denormals."""
+    """Return (PTX type of the operands, function) of an update. in_cache: f32 sums are done in L2, which flushes
+    denormals."""
     plain = UPDATE[what]
     if kind == "f32" and what == "add" and in_cache:
         return kind, lambda old, b: flush(flush(old) + flush(b))
@@ -57,7 +58,7 @@ def update_of(what: str, kind: str, in_cache: bool) -> tuple[str, Callable[..., 
 
 
 @form(r"(atom|red)\.(.*)", ATOMIC)
-def atomic(x: Instruction, f: re.Match[str]) -> Op:
+def atomic(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     parts = f[2].split(".")
     what = next((part for part in parts if part in UPDATE), "")
     kind = parts[-1]
@@ -89,11 +90,11 @@ def atomic(x: Instruction, f: re.Match[str]) -> Op:
     both = "acq_rel" in parts
     sync = Sync(True, True, both or "acquire" in parts, both or "release" in parts, "cta" not in parts)
 
-    def run(t: Threads, x: Instruction, address: Any, *values: Any) -> Any:
+    def run(t: Threads, x: PtxInstruction, address: Any, *values: Any) -> Any:
         synchronise(t, address, space, sync)
         old = np.empty((count, t.count), dtype)
-        place = None if vectors else cells(t, x, space, address, dtype)
-        for pick in turns(address):
+        place = None if vectors else shared_elements(t, x, space, address, dtype)
+        for pick in conflict_free_groups(address):
             if place:
                 memory, at = place[0], place[1][pick]
                 old[0, pick] = was = memory[at]
@@ -113,8 +114,8 @@ def atomic(x: Instruction, f: re.Match[str]) -> Op:
     return effect(run, *ins, outs=outs)
 
 
-def turns(address: np.ndarray) -> list[np.ndarray]:
-    """Threads cut into groups without a common address, in thread order for each address."""
+def conflict_free_groups(address: np.ndarray) -> list[np.ndarray]:
+    """Split threads into groups without a common address, in thread order for each address."""
     order = np.argsort(address, kind="stable")
     ordered = address[order]
     starts = np.r_[True, ordered[1:] != ordered[:-1]]
@@ -126,8 +127,9 @@ def turns(address: np.ndarray) -> list[np.ndarray]:
     return np.split(np.argsort(turn, kind="stable"), np.cumsum(np.bincount(turn))[:-1])
 
 
-def cells(t: Threads, x: Instruction, space: str, address: np.ndarray, dtype: np.dtype) -> Any:
-    """(shared memory as elements of `dtype`, which of them the threads update), checked; None for global memory."""
+def shared_elements(t: Threads, x: PtxInstruction, space: str, address: np.ndarray, dtype: np.dtype) -> Any:
+    """Check an atomic on shared memory; return (shared memory as elements of `dtype`, the threads' indices into it),
+    or None for global memory."""
     m = t.machine
     if space == "generic" and bool(((address >= U64(WINDOW)) & (address < U64(PARAMS))).all()):
         space, address = "shared", address - U64(WINDOW)
@@ -143,10 +145,10 @@ def cells(t: Threads, x: Instruction, space: str, address: np.ndarray, dtype: np
     r"\.(add|and|or|xor|inc|dec|min|max)\.([bus](?:32|64))",
     "Parallel Synchronization and Communication Instructions: red.async",
 )
-def reduce_async(x: Instruction, f: re.Match[str]) -> Op:
+def reduce_async(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     update = UPDATE[f[1]]
 
-    def run(t: Threads, x: Instruction, address: Any, barrier: Any, values: Any) -> None:
+    def run(t: Threads, x: PtxInstruction, address: Any, barrier: Any, values: Any) -> None:
         m = t.machine
         size = values.dtype.itemsize
         to, signal = m.flat(t, address, size, x), m.flat(t, barrier, 8, x)
@@ -157,7 +159,7 @@ def reduce_async(x: Instruction, f: re.Match[str]) -> Op:
                 memory = m.shared.bytes.view(values.dtype)
                 memory[place : place + 1] = update(memory[place : place + 1], value)
                 point.tx -= size
-                point.settle()
+                point.complete_phase()
 
             m.count("red.async")
             m.post(f"{t.say(x)} to {m.shared.name(int(to[i]))}", complete)

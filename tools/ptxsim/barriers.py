@@ -10,7 +10,8 @@ from .order import VectorClock
 
 @dataclass
 class Mbarrier:
-    """An mbarrier object (PTX ISA, Parallel Synchronization: mbarrier). component: its phases, in order.Order."""
+    """An mbarrier object (PTX ISA, Parallel Synchronization: mbarrier). component: its phases, in
+    order.HappensBefore."""
 
     address: str
     count: int
@@ -20,13 +21,13 @@ class Mbarrier:
     phase: int = 0
     visible: bool = False  # its initialisation has been fenced for the async proxy and the cluster
     arriving: VectorClock = field(default_factory=VectorClock)  # of the current phase
-    released: VectorClock = field(default_factory=VectorClock)  # of the phases that are complete
+    released: VectorClock = field(default_factory=VectorClock)  # of the completed phases
 
     def __post_init__(self) -> None:
         self.pending = self.count
 
-    def settle(self) -> bool:
-        """Complete the phase if nothing is missing. Fault on an arrival too many."""
+    def complete_phase(self) -> bool:
+        """Complete the phase if no arrival and no byte is missing. Raise Fault if there was one arrival too many."""
         if self.pending < 0:
             raise Fault(f"mbarrier {self.address}: more arrivals in phase {self.phase} than its count {self.count}")
         if self.pending or self.tx:
@@ -43,13 +44,15 @@ class Mbarrier:
 
 
 @dataclass
-class Rendezvous:
-    """A named barrier, or the barrier of a cluster: threads that have arrived, and those who wait."""
+class BarrierState:
+    """A named barrier, or the barrier of a cluster: the arrivals, and the threads that wait."""
 
     need: int
     arrived: int = 0
     phase: int = 0
     clock: VectorClock = field(default_factory=VectorClock)
     waiting: list[tuple[np.ndarray, int]] = field(default_factory=list)  # threads, unit at which they go on
-    brought: list[np.ndarray] = field(default_factory=list)  # predicates of those that arrived
-    told: list[tuple[int, np.ndarray]] = field(default_factory=list)  # predicate register, threads that it is of
+    predicates: list[np.ndarray] = field(default_factory=list)  # predicates of the threads that arrived
+    receivers: list[tuple[int, np.ndarray]] = field(
+        default_factory=list
+    )  # predicate register, threads that get the result

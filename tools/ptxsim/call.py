@@ -9,8 +9,8 @@ import numpy as np
 from .faults import Fault
 
 FIRST = 0x7F00_0000_0000  # address of the first buffer
-GUARD = 1 << 20  # unmapped bytes between buffers, at least: a stray address hits no other buffer
-FORMATS = {  # what cuTensorMapEncodeTiled calls CU_TENSOR_MAP_DATA_TYPE_*: bytes of an element in global memory
+GUARD = 1 << 20  # minimum of unmapped bytes between buffers: a stray address hits no other buffer
+FORMATS = {  # CU_TENSOR_MAP_DATA_TYPE_* of cuTensorMapEncodeTiled: bytes per element in global memory
     "u8": 1,
     "u16": 2,
     "u32": 4,
@@ -23,14 +23,14 @@ FORMATS = {  # what cuTensorMapEncodeTiled calls CU_TENSOR_MAP_DATA_TYPE_*: byte
 }
 
 BEYOND = {
-    "exit": "what a kernel leaves behind when it ends, such as a barrier that waits for bytes, harms nobody",
-    "lanes": "a lane of tensor memory below 32 in tcgen05.ld and st counts from the first that the warp may access",
-    "relaxed": "what a thread did before a relaxed arrival is seen by whoever waits for it",
+    "exit": "work that is left over at exit, such as a barrier that waits for bytes, is harmless",
+    "lanes": "a tensor memory lane below 32 in tcgen05.ld and st counts from the first lane that the warp may access",
+    "relaxed": "a thread that waits for a relaxed arrival sees what happened before that arrival",
 }
 
 
 class Global:
-    """Global memory: numpy arrays at 64-bit addresses, apart from each other. Kernels read and write the arrays."""
+    """Global memory: numpy arrays at 64-bit addresses with gaps between them. Kernels read and write the arrays."""
 
     def __init__(self) -> None:
         self.bases = np.zeros(0, np.uint64)
@@ -39,7 +39,8 @@ class Global:
         self._next = FIRST
 
     def add(self, array: np.ndarray, name: str = "") -> int:
-        """The address of `array`, which must own its bytes in C order. An empty array has an address, and no byte."""
+        """Add `array`, which must be C-contiguous, and return its address. An empty array has an address, but no
+        bytes."""
         if not array.flags.c_contiguous:
             raise ValueError(f"array {name}: must be C-contiguous, pass the buffer that it is a view of")
         address = self._next
@@ -50,8 +51,8 @@ class Global:
         return address
 
     def locate(self, address: np.ndarray, size: int, what: str) -> list[tuple[int, np.ndarray, Any]]:
-        """(number of the buffer, offsets, which of `address`) per buffer; Fault where `size` bytes are outside or
-        misaligned."""
+        """Return (number of the buffer, offsets, indices into `address`) per buffer. Raise Fault if an access of
+        `size` bytes is out of bounds or misaligned."""
         if not address.size:
             return []
         if (address % np.uint64(size)).any():
@@ -75,7 +76,7 @@ class Global:
         return found
 
     def load(self, address: np.ndarray, dtype: Any, what: str = "load", check: Any = None) -> np.ndarray:
-        """Elements of `dtype` at byte addresses (n,). check: called with each item of `locate`."""
+        """Return elements of `dtype` at byte addresses (n,). check: called with each item of `locate`."""
         dtype = np.dtype(dtype)
         out = np.empty(address.shape, dtype)
         for index, offset, which in self.locate(address, dtype.itemsize, what):
@@ -85,8 +86,8 @@ class Global:
         return out
 
     def store(self, address: np.ndarray, values: np.ndarray, what: str = "store", note: Any = None) -> None:
-        """Elements to byte addresses (n,); where two fall on one address the last one stays. note: called with each
-        item of `locate` and the elements (before, behind, written)."""
+        """Write elements to byte addresses (n,); if two share an address, the last one wins. note: called with each
+        item of `locate` and the elements (before, after, written)."""
         dtype = values.dtype
         for index, offset, which in self.locate(address, dtype.itemsize, what):
             memory, at = elements(self.buffers[index], dtype), offset // dtype.itemsize
@@ -97,18 +98,18 @@ class Global:
 
 
 def elements(buffer: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Bytes seen as `dtype`; a remainder at the end is cut off."""
+    """View bytes as `dtype`; a remainder at the end is cut off."""
     return buffer[: buffer.size // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What cuTensorMapEncodeTiled is told. All lists begin with the innermost dimension.
+    """The arguments of cuTensorMapEncodeTiled. All lists begin with the innermost dimension.
 
-    address: of element 0, 16-byte aligned. dims: elements. strides: bytes, one per dimension after the innermost,
-    multiples of 16. box: elements. format: a key of FORMATS. swizzle: bytes of the span, 0, 32, 64 or 128. fill: of
-    elements outside the tensor, "zero" or "nan". element_strides are 1, there is no interleave.
-    """
+    address: of element 0, 16-byte aligned. dims: in elements. strides: in bytes, one per dimension after the
+    innermost, multiples of 16. box: in elements. format: a key of FORMATS. swizzle: bytes of the span, 0, 32, 64
+    or 128. fill: the value of elements outside the tensor, "zero" or "nan". element_strides are 1, there is no
+    interleave."""
 
     address: int
     dims: tuple[int, ...]
@@ -135,13 +136,13 @@ class TensorMap:
 
 
 @dataclass
-class Call:
-    """One launch. params: per PTX parameter the bytes of its value, or a TensorMap. shared: dynamic bytes a CTA.
-    before: what the launch before does last, called at each griddepcontrol.wait with the warps of a CTA that are there.
-    beyond: what others' kernels rely on and the ISA does not grant, keys of BEYOND; it is a fault without.
+class KernelLaunch:
+    """One launch. params: for each PTX parameter the bytes of its value, or a TensorMap. shared: dynamic shared
+    memory in bytes per CTA. before: the last action of the preceding launch, called at each griddepcontrol.wait
+    with the set of warps of a CTA that have reached it. beyond: keys of BEYOND, behaviour that kernels of other
+    projects rely on and the ISA does not guarantee; without the key it is a fault.
 
-    The block shape is the kernel's .reqntid, or `block`.
-    """
+    The block shape is the kernel's .reqntid, or `block`."""
 
     ptx: str
     params: list[bytes | TensorMap]

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from .alu import unit
-from .forms import Op, effect, form, pure, refuse
+from .forms import PtxOp, effect, form, pure, refuse
 from .machine import PARAMS, WINDOW, Threads
 from .numbers import LARGEST, decode, encode, flush, truncate
-from .parse import Instruction, vector
+from .parse import PtxInstruction, vector
 from .shared import RANK
 from .translate import dtype_of
 
@@ -19,7 +19,7 @@ U32, U64 = np.uint32, np.uint64
 
 
 @form(r"mov\.(pred|[busf](?:16|32|64|128))", f"{MOVE}: mov")
-def move(x: Instruction, f: re.Match[str]) -> Op:
+def move(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     into, out_of = vector(x.args[0]), vector(x.args[1])
     if x.args[0].startswith("{"):
         return unpack(x, f[1], into)
@@ -34,11 +34,11 @@ def move(x: Instruction, f: re.Match[str]) -> Op:
                 total = total | (np.asarray(part).astype(dtype) << dtype.type(i * width))
             return total
 
-        return Op(join, ((x.args[0], f"b{bits}"),), tuple((part, f"b{width}") for part in out_of))
+        return PtxOp(join, ((x.args[0], f"b{bits}"),), tuple((part, f"b{width}") for part in out_of))
     return pure(x, lambda a: np.array(a), f[1], f[1])  # a copy: registers are views of the register file
 
 
-def unpack(x: Instruction, kind: str, into: list[str]) -> Op:
+def unpack(x: PtxInstruction, kind: str, into: list[str]) -> PtxOp:
     bits = int(kind.lstrip("busf"))
     width = bits // len(into)
     part = dtype_of(f"u{width}")
@@ -49,12 +49,12 @@ def unpack(x: Instruction, kind: str, into: list[str]) -> Op:
 
     if x.args[1].startswith("{"):
         raise refuse(x, "vector to vector")
-    return Op(run, tuple((register, f"b{width}") for register in into), ((x.args[1], f"b{bits}"),))
+    return PtxOp(run, tuple((register, f"b{width}") for register in into), ((x.args[1], f"b{bits}"),))
 
 
 @form(r"prmt\.b32(?:\.(f4e|b4e|rc8|ecl|ecr|rc16))?", f"{MOVE}: prmt")
-def permute(x: Instruction, f: re.Match[str]) -> Op:
-    """Bytes of {b, a} chosen by the selector; bit 3 of a choice replicates the byte's sign."""
+def permute(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Choose bytes of {b, a} by the selector; bit 3 of a choice replicates the byte's sign."""
 
     def run(a: Any, b: Any, choice: Any) -> Any:
         source = np.asarray(a, U64) | (np.asarray(b, U64) << U64(32))
@@ -80,7 +80,7 @@ def permute(x: Instruction, f: re.Match[str]) -> Op:
 
 
 def nibble(mode: str | None, choice: Any, i: int) -> tuple[Any, Any]:
-    """(source byte, replicate its sign) of byte i of the result."""
+    """Return (source byte, whether to replicate its sign) of byte i of the result."""
     if mode is None:
         part = choice >> U32(4 * i)
         return (part & U32(7)).astype(U64), (part & U32(8)) != 0
@@ -104,7 +104,7 @@ TF32_LARGEST = np.array(0x7F7FE000, U32).view(np.float32)[()]
 
 
 @form(rf"cvt(?:\.(rni|rzi|rmi|rpi|rna|rn|rz|rm|rp))?(\.relu)?(\.ftz)?(\.satfinite|\.sat)?\.({_KIND})\.({_KIND})", CVT)
-def convert(x: Instruction, f: re.Match[str]) -> Op:
+def convert(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     mode, relu, ftz, sat, to, source = f.groups()
     if to == "tf32":
         return pure(x, tf32(mode, bool(relu), sat == ".satfinite"), "b32", "f32")
@@ -139,7 +139,7 @@ def convert(x: Instruction, f: re.Match[str]) -> Op:
 
 
 def to_integer(to: str, whole: Callable[..., Any]) -> Callable[..., Any]:
-    """Out-of-range values saturate; NaN gives 0 for types below 64 bits, and the top bit alone for 64 bits."""
+    """Return a conversion that saturates; NaN gives 0 for types below 64 bits, and only the top bit for 64 bits."""
     bounds = np.iinfo(dtype_of(to))
 
     def run(a: Any) -> Any:
@@ -156,7 +156,7 @@ def to_integer(to: str, whole: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tf32(mode: str | None, relu: bool, satfinite: bool) -> Callable[..., Any]:
-    """19 bits of a float32: rna rounds halves away from zero."""
+    """Return a conversion to the 19 bits of tf32: rna rounds halves away from zero."""
 
     def run(a: Any) -> Any:
         a = np.atleast_1d(np.asarray(a, np.float32))
@@ -187,14 +187,14 @@ def narrowing(to: str, mode: str | None, relu: bool, satfinite: bool) -> Callabl
 
 
 @form(r"cvt\.(rn|rz)(\.relu)?(\.satfinite)?\.(f16x2|bf16x2)\.f32", CVT)
-def convert_pair(x: Instruction, f: re.Match[str]) -> Op:
-    """d = {high: a, low: b}."""
+def convert_pair(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Convert and pack: d = {high: a, low: b}."""
     one = narrowing(f[4][:-2], f[1], bool(f[2]), bool(f[3]))
     return pure(x, lambda a, b: (one(a).astype(U32) << U32(16)) | one(b), "b32", "f32", "f32")
 
 
 @form(r"cvt\.rn\.satfinite(\.relu)?\.(e4m3x2|e5m2x2|e2m1x2|e2m3x2|e3m2x2)\.(f32|f16x2)", CVT)
-def convert_narrow(x: Instruction, f: re.Match[str]) -> Op:
+def convert_narrow(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     kind = f[2][:-2]
 
     def one(a: Any) -> Any:
@@ -222,8 +222,8 @@ def halves(a: Any) -> tuple[Any, Any]:
 
 
 @form(r"cvt\.rn(\.relu)?\.(f16x2|bf16x2)\.(e4m3x2|e5m2x2|e2m1x2|e2m3x2|e3m2x2|ue8m0x2)", CVT)
-def convert_wide(x: Instruction, f: re.Match[str]) -> Op:
-    """Every value of the narrow formats is exact in f16, and of ue8m0 in bf16."""
+def convert_wide(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Widen pairs. Every value of the narrow formats is exact in f16, and every value of ue8m0 in bf16."""
     kind, to = f[3][:-2], f[2][:-2]
     source = np.uint8 if kind == "e2m1" else np.uint16
 
@@ -243,8 +243,8 @@ def convert_wide(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"cvt\.(rz|rp)(\.satfinite)?\.ue8m0x2\.(f32|bf16x2)", CVT)
-def convert_scale(x: Instruction, f: re.Match[str]) -> Op:
-    """Powers of two: the exponent of the magnitude, rounded toward zero or up."""
+def convert_scale(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Convert to powers of two: the exponent of the magnitude, rounded toward zero or up."""
 
     def one(a: Any) -> Any:
         bits = np.atleast_1d(np.asarray(a, np.float32)).view(U32) & U32(0x7FFFFFFF)
@@ -260,8 +260,8 @@ def convert_scale(x: Instruction, f: re.Match[str]) -> Op:
 
 # ------------------------------------------------------------------------------------------------ addresses
 @form(r"cvta(\.to)?\.(global|shared(?:::cta|::cluster)?|param|const|local)\.(u32|u64)", f"{MOVE}: cvta")
-def generic(x: Instruction, f: re.Match[str]) -> Op:
-    """Generic addresses: global ones as they are, shared ones and parameters each in a window of their own."""
+def generic(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Convert to generic addresses: global ones are unchanged, shared ones and parameters have a window each."""
     if f[2] in ("const", "local"):
         raise refuse(x, f".{f[2]}")
     if not f[2].startswith("shared"):
@@ -273,10 +273,10 @@ def generic(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"mapa(\.shared::cluster)?\.(u32|u64)", f"{MOVE}: mapa")
-def map_address(x: Instruction, f: re.Match[str]) -> Op:
-    """The same variable in the shared memory of the CTA with rank b."""
+def map_address(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Return the address of the same variable in the shared memory of the CTA with rank b."""
 
-    def run(t: Threads, x: Instruction, a: Any, rank: Any) -> Any:
+    def run(t: Threads, x: PtxInstruction, a: Any, rank: Any) -> Any:
         if (rank >= t.machine.cluster_size).any():
             raise refuse(x, f"rank {int(rank.max())} in a cluster of {t.machine.cluster_size} CTAs")
         inside = a & a.dtype.type((1 << RANK) - 1)
@@ -290,7 +290,7 @@ def map_address(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"getctarank(\.shared::cluster)?\.(u32|u64)", f"{MOVE}: getctarank")
-def rank_of(x: Instruction, f: re.Match[str]) -> Op:
+def rank_of(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     return pure(
         x,
         lambda a: ((np.asarray(a) >> np.asarray(a).dtype.type(RANK)) & np.asarray(a).dtype.type(255)).astype(U32),
@@ -300,7 +300,7 @@ def rank_of(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"isspacep\.(global|shared(?:::cta|::cluster)?|param|local|const)", f"{MOVE}: isspacep")
-def in_space(x: Instruction, f: re.Match[str]) -> Op:
+def in_space(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     def run(a: Any) -> Any:
         shared = (np.asarray(a) >= WINDOW) & (np.asarray(a) < PARAMS)
         if f[1].startswith("shared"):

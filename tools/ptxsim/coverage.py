@@ -1,12 +1,11 @@
-"""Which PTX of a kernel no run has executed: share, report, and a baseline that it may not grow over.
+"""Report the PTX of a kernel that no run has executed, and compare its share with a baseline.
 
     python -m tools.ptxsim KERNEL --coverage               the stretches that no case executes
     python -m tools.ptxsim.coverage [KERNEL ...]           measure the shipped kernels (or these) in `eager`, and write
                                                            tests/data/ptx_unexecuted.csv
 
-An instruction is executed where a thread runs it with its guard true; a branch counts, taken or not. What can never
-run by construction (`exempt`) does not count as missing.
-"""
+An instruction is executed if a thread runs it with its guard true; a branch counts, taken or not. Instructions
+that can never run by construction (`exempt`) do not count as missing."""
 
 import argparse
 import csv
@@ -21,20 +20,20 @@ import numpy as np
 
 from cute_kernels import catalog, manifest
 
-from .parse import Kernel, parse
+from .parse import PtxKernel, parse
 from .pool import pool
 from .program import cut
-from .run import Result
+from .run import RunResult
 
 BASELINE = Path(__file__).resolve().parents[2] / "tests" / "data" / "ptx_unexecuted.csv"
-COLUMNS = ("op", "kernel", "share", "instructions")  # never executed: of all instructions, and how many
-GOAL = 0.02  # share that a kernel without a line in the baseline may have
-SLACK = 0.001  # what a compiler's whim may add
+COLUMNS = ("op", "kernel", "share", "instructions")  # never executed: share of all instructions, and their number
+GOAL = 0.02  # largest share of a kernel that has no line in the baseline
+SLACK = 0.001  # tolerated growth: the compiler may add some instructions
 
 
 @dataclass(frozen=True)
 class Missing:
-    """Instructions that no run executed, of `total`. places: indices of those instructions, by PTX text."""
+    """The instructions that no run executed, out of `total`. places: their indices, by PTX text."""
 
     count: int
     total: int
@@ -46,13 +45,13 @@ class Missing:
 
 
 @cache
-def known(ptx: str) -> tuple[Kernel, dict[int, str]]:
+def known(ptx: str) -> tuple[PtxKernel, dict[int, str]]:
     kernel = parse(ptx)
     return kernel, exempt(kernel)
 
 
-def exempt(kernel: Kernel) -> dict[int, str]:
-    """Instructions that no run can reach, or whose run says nothing: index -> reason."""
+def exempt(kernel: PtxKernel) -> dict[int, str]:
+    """Return the instructions that no run can reach, or that carry no information if they run: index -> reason."""
     units = cut(kernel)
     instructions = kernel.instructions
     out: dict[int, str] = {}
@@ -79,8 +78,8 @@ def exempt(kernel: Kernel) -> dict[int, str]:
     return out
 
 
-def missing(result: Result) -> Missing:
-    """What the runs merged in `result` (Result.add) did not execute."""
+def missing(result: RunResult) -> Missing:
+    """Return the instructions that the runs merged in `result` (RunResult.add) did not execute."""
     count, total, places = 0, 0, {}
     for ptx, executed in result.executed.items():
         _, excused = known(ptx)
@@ -91,14 +90,14 @@ def missing(result: Result) -> Missing:
     return Missing(count, total, places)
 
 
-def report(result: Result) -> str:
-    """The share, then a line for each stretch: PTX lines, label before it, first instruction, source lines."""
+def report(result: RunResult) -> str:
+    """Return the share, then one line per stretch: PTX lines, label before it, first instruction, source lines."""
     found = missing(result)
     lines = [f"never executed: {found.count} of {found.total} instructions, {found.share:.1%}"]
     for ptx, indices in found.places.items():
         kernel, excused = known(ptx)
         starts = sorted((at, name.partition("@")[0]) for name, at in kernel.labels.items())
-        place = np.cumsum([i not in excused for i in range(len(kernel.instructions))])  # what is exempt parts nothing
+        place = np.cumsum([i not in excused for i in range(len(kernel.instructions))])  # exempt ones split no stretch
         for stretch in stretches(indices, place.tolist()):
             first, last = kernel.instructions[stretch[0]], kernel.instructions[stretch[-1]]
             before = [name for at, name in starts if at <= stretch[0] and name.startswith("$")]
@@ -112,13 +111,14 @@ def report(result: Result) -> str:
 
 
 def stretches(numbers: list[int], place: Sequence[int]) -> Iterator[list[int]]:
-    """Ascending numbers, cut where the places of two neighbours do not follow each other."""
+    """Split ascending numbers into stretches: a new one begins when the places of two neighbours are not
+    consecutive."""
     for _, group in groupby(enumerate(numbers), lambda pair: place[pair[1]] - pair[0]):
         yield [number for _, number in group]
 
 
 def spans(sources: set[str]) -> str:
-    """{"a.py:3", "a.py:4", "b.py:9"} -> "a.py:3-4, b.py:9"."""
+    """Return sources as text: {"a.py:3", "a.py:4", "b.py:9"} -> "a.py:3-4, b.py:9"."""
     files: dict[str, list[int]] = {}
     for file, _, line in (source.rpartition(":") for source in sources if source):
         files.setdefault(file, []).append(int(line))
@@ -132,20 +132,19 @@ def spans(sources: set[str]) -> str:
 
 
 def baseline(file: Path = BASELINE) -> dict[str, float]:
-    """label (manifest.label) -> share that was never executed when the baseline was written."""
+    """Return label (manifest.label) -> share that had never been executed when the baseline was written."""
     with file.open() as lines:
         return {f"{row['op']}/{row['kernel']}": float(row["share"]) for row in csv.DictReader(lines)}
 
 
 def grown(measured: Mapping[str, float], file: Path = BASELINE) -> list[str]:
-    """What is wrong with the shares of instructions that no case executed, a line per kernel; empty where all is well.
+    """Return one line per kernel with too large a share of instructions that no case executed; empty if all is well.
 
     measured: label (`manifest.label(op, spec)`) -> `missing(result).share` of all runs of that kernel, merged by
-    `Result.add`. A kernel may have the share of its line in the baseline, and SLACK more; one without a line may have
-    GOAL. Lines of the baseline that were not measured are not judged. In a test:
+    `RunResult.add`. A kernel in the baseline may exceed its recorded share by SLACK; a kernel without a line may
+    have GOAL. Lines of the baseline that were not measured are not judged. In a test:
 
-        assert not coverage.grown({label: share for label, share in found.items()})
-    """
+        assert not coverage.grown({label: share for label, share in found.items()})"""
     known_shares, out = baseline(file), []
     for label, share in measured.items():
         if label not in known_shares and share > GOAL:
@@ -156,7 +155,7 @@ def grown(measured: Mapping[str, float], file: Path = BASELINE) -> list[str]:
 
 
 def write(measured: Mapping[str, Missing], file: Path = BASELINE) -> None:
-    """Set the lines of these kernels (by label); other lines stay."""
+    """Write the lines of these kernels (by label); other lines stay."""
     rows = {}
     if file.exists():
         with file.open() as lines:
@@ -168,11 +167,11 @@ def write(measured: Mapping[str, Missing], file: Path = BASELINE) -> None:
 
 
 def measure(kernel: tuple[str, object, str]) -> Missing:
-    """All cases of a shipped kernel, in `eager`."""
+    """Run all cases of a shipped kernel in `eager` and return what they did not execute."""
     from . import workloads
 
     op, spec, arch = kernel
-    family, total = op.split(".")[0], Result()
+    family, total = op.split(".")[0], RunResult()
     for case in workloads.CASES[family](spec):
         total.add(workloads.RUN[family](spec, case, arch).result)
     return missing(total)
@@ -182,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.ptxsim.coverage", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("spec", nargs="*", help="names of shipped kernels, parts of them, or globs; all by default")
     parser.add_argument("--arch", default="sm_90a")
-    parser.add_argument("--jobs", type=int, default=0, help="processes; one a core by default")
+    parser.add_argument("--jobs", type=int, default=0, help="processes; one per core by default")
     args = parser.parse_args(argv)
     kernels = [k for k in catalog.shipped(args.arch) if not args.spec or any(catalog.matches(k, s) for s in args.spec)]
     with pool(args.jobs) as processes:

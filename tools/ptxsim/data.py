@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .exchange import ATOMIC, CONSTANT, STRONG, WEAK
-from .forms import WARP, Op, effect, form, refuse
+from .forms import WARP, PtxOp, effect, form, refuse
 from .machine import PARAMS, WINDOW, Threads, distinct
 from .order import VectorClock
-from .parse import Instruction, vector
+from .parse import PtxInstruction, vector
 from .translate import dtype_of
 
 MOVE = "Data Movement and Conversion Instructions"
@@ -23,10 +23,10 @@ U32, U64 = np.uint32, np.uint64
 
 # ------------------------------------------------------------------------------------------------ memory by address
 def read(
-    t: Threads, x: Instruction, space: str, address: np.ndarray, dtype: Any, count: int, how: str = WEAK
+    t: Threads, x: PtxInstruction, space: str, address: np.ndarray, dtype: Any, count: int, how: str = WEAK
 ) -> np.ndarray:
-    """(count, n) elements at the threads' addresses; the `count` elements of a thread are aligned as a whole. how: as
-    exchange.Exchange.load takes it, of global memory."""
+    """Read (count, n) elements at the threads' addresses; the `count` elements of a thread are aligned as a whole.
+    how: for global memory, as exchange.Exchange.load takes it."""
     m = t.machine
     if space == "generic":
         shared = (address >= U64(WINDOW)) & (address < U64(PARAMS))
@@ -45,8 +45,8 @@ def read(
     return raw.view(dtype).reshape(t.count, count).T
 
 
-def write(t: Threads, x: Instruction, space: str, address: np.ndarray, values: np.ndarray, kind: int = 0) -> None:
-    """values (count, n). kind: as exchange.Exchange.store takes it, of global memory."""
+def write(t: Threads, x: PtxInstruction, space: str, address: np.ndarray, values: np.ndarray, kind: int = 0) -> None:
+    """Write values (count, n). kind: for global memory, as exchange.Exchange.store takes it."""
     m = t.machine
     if space == "generic":
         shared = (address >= U64(WINDOW)) & (address < U64(PARAMS))
@@ -66,14 +66,14 @@ def write(t: Threads, x: Instruction, space: str, address: np.ndarray, values: n
         m.memory.store(t.warp, address.astype(U64), whole, t.say(x), kind)
 
 
-def is_policy(x: Instruction, text: str) -> bool:
-    """An operand that is a cache policy."""
+def is_policy(x: PtxInstruction, text: str) -> bool:
+    """Return whether an operand is a cache policy."""
     return "cache_hint" in x.op and text == x.args[-1]
 
 
 class Sync(NamedTuple):
-    """What a strong operation does for order: reads or writes its word (atomics both), acquires, releases, and whether
-    other CTAs count."""
+    """The ordering effect of a strong operation: whether it reads or writes its word (atomics do both), acquires,
+    releases, and orders other CTAs too (wide)."""
 
     reads: bool
     writes: bool
@@ -83,11 +83,11 @@ class Sync(NamedTuple):
 
 
 def synchronise(t: Threads, address: np.ndarray, space: str, s: Sync) -> None:
-    """Hand clocks on through the words of strong operations (PTX ISA, Memory Consistency Model: release and acquire
-    patterns). Relaxed ones hand on what the warp's last fence covers, and what they read waits for its next fence.
+    """Pass clocks on through the words of strong operations (PTX ISA, Memory Consistency Model: release and acquire
+    patterns). A relaxed write releases what the warp's last fence covers; a relaxed read is acquired by its next
+    fence.
 
-    A plain store in between does not end what a word hands on, which is weaker than the model.
-    """
+    A plain store in between does not end the release of a word, which is weaker than the model."""
     m = t.machine
     shared = space.startswith("shared") or (space == "generic" and bool((address < U64(PARAMS)).all()))
     wide = s.wide and not shared
@@ -98,11 +98,11 @@ def synchronise(t: Threads, address: np.ndarray, space: str, s: Sync) -> None:
     where = address.astype(np.int64) + (0 if wide else home.astype(np.int64) << 48)
     for key in np.unique(where).tolist():
         clock = flags.get(key, VectorClock()) if s.reads else VectorClock()
-        for warp in distinct(t.warp[where == key]).tolist():  # atomics come one after the other, in this order
+        for warp in distinct(t.warp[where == key]).tolist():  # atomics take effect one after the other, in this order
             if s.reads and s.acquires:
                 m.order.acquire(np.array([warp]), clock)
             elif s.reads:
-                m.state.heard.setdefault((warp, wide), VectorClock()).take(clock)
+                m.state.unacquired.setdefault((warp, wide), VectorClock()).take(clock)
             if s.writes and s.releases:
                 m.order.release(np.array([warp]), clock)
             elif s.writes and (warp, wide) in m.state.fences:
@@ -112,7 +112,7 @@ def synchronise(t: Threads, address: np.ndarray, space: str, s: Sync) -> None:
 
 
 @form(rf"ld{ORDER}{SPACE}{CACHE}(?:\.(v2|v4|v8))?\.{KIND}", f"{MOVE}: ld")
-def load(x: Instruction, f: re.Match[str]) -> Op:
+def load(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     order, scope, space, _, kind = f.groups()
     into, dtype = vector(x.args[0]), dtype_of(kind)
     how = STRONG if order in READS else CONSTANT if ".nc" in x.op else WEAK
@@ -120,7 +120,7 @@ def load(x: Instruction, f: re.Match[str]) -> Op:
     if space == "param":
         return parameter(x, outs, dtype)
 
-    def run(t: Threads, x: Instruction, address: Any) -> Any:
+    def run(t: Threads, x: PtxInstruction, address: Any) -> Any:
         if how == STRONG:
             synchronise(t, address, space or "generic", Sync(True, False, order == "acquire", False, scope != "cta"))
         got = read(t, x, space or "generic", address, dtype, len(into), how)
@@ -129,8 +129,8 @@ def load(x: Instruction, f: re.Match[str]) -> Op:
     return effect(run, (x.args[1], "address"), outs=outs)
 
 
-def parameter(x: Instruction, outs: tuple[tuple[str, str], ...], dtype: Any) -> Op:
-    def run(t: Threads, x: Instruction, address: Any) -> Any:
+def parameter(x: PtxInstruction, outs: tuple[tuple[str, str], ...], dtype: Any) -> PtxOp:
+    def run(t: Threads, x: PtxInstruction, address: Any) -> Any:
         got = read(t, x, "param", np.atleast_1d(address)[:1] - U64(PARAMS), dtype, len(outs))
         many = np.repeat(got, t.count, 1)
         return tuple(many) if len(outs) > 1 else many[0]
@@ -139,11 +139,11 @@ def parameter(x: Instruction, outs: tuple[tuple[str, str], ...], dtype: Any) -> 
 
 
 @form(rf"st{ORDER}{SPACE}{CACHE}(?:\.(v2|v4|v8))?\.{KIND}", f"{MOVE}: st")
-def store(x: Instruction, f: re.Match[str]) -> Op:
+def store(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     order, scope, space, _, kind = f.groups()
     strong = order in WRITES
 
-    def run(t: Threads, x: Instruction, address: Any, *values: Any) -> None:
+    def run(t: Threads, x: PtxInstruction, address: Any, *values: Any) -> None:
         write(t, x, space or "generic", address, np.stack(values), ATOMIC if strong else 0)
         if strong:
             synchronise(t, address, space or "generic", Sync(False, True, False, order == "release", scope != "cta"))
@@ -153,16 +153,17 @@ def store(x: Instruction, f: re.Match[str]) -> Op:
 
 # ------------------------------------------------------------------------------------------------ matrices
 def rows_of(t: Threads, address: np.ndarray, matrix: int) -> np.ndarray:
-    """(warps, 8) addresses of the rows of matrix j: lanes 8 j to 8 j + 7 hold them."""
+    """Return (warps, 8) addresses of the rows of matrix j: lanes 8 j to 8 j + 7 hold them."""
     return address.reshape(-1, 32)[:, 8 * matrix : 8 * matrix + 8]
 
 
 @form(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16", f"{MOVE}: ldmatrix", level=WARP)
-def load_matrix(x: Instruction, f: re.Match[str]) -> Op:
-    """Lane l gets elements (l / 4, 2 (l % 4)) and the next one of each 8x8 matrix, or of its transpose."""
+def load_matrix(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Load 8x8 matrices: lane l gets elements (l / 4, 2 (l % 4)) and the next one of each matrix, or of its
+    transpose."""
     count, trans = int(f[1]), bool(f[2])
 
-    def run(t: Threads, x: Instruction, address: Any) -> Any:
+    def run(t: Threads, x: PtxInstruction, address: Any) -> Any:
         out = []
         for j in range(count):
             rows = rows_of(t, address, j).reshape(-1)
@@ -176,10 +177,10 @@ def load_matrix(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"stmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16", f"{MOVE}: stmatrix", level=WARP)
-def store_matrix(x: Instruction, f: re.Match[str]) -> Op:
+def store_matrix(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     trans = bool(f[2])
 
-    def run(t: Threads, x: Instruction, address: Any, *values: Any) -> None:
+    def run(t: Threads, x: PtxInstruction, address: Any, *values: Any) -> None:
         for j, value in enumerate(values):
             rows = rows_of(t, address, j).reshape(-1)
             some = Threads(t.machine, t.index.reshape(-1, 32)[:, :8].reshape(-1), len(rows))
@@ -194,12 +195,12 @@ LANE = np.arange(32)
 
 
 @form(r"ldmatrix\.sync\.aligned\.m16n16\.x([12])\.trans\.shared(?:::cta)?\.b8", f"{MOVE}: ldmatrix", level=WARP)
-def load_matrix_bytes(x: Instruction, f: re.Match[str]) -> Op:
-    """sm_100a. Lane 16 j + i holds the address of row i of matrix j; two registers a matrix. Byte b of register r of
-    lane l is row 4 (l % 4) + 2 r + b % 2, column l / 4 + 8 (b / 2)."""
+def load_matrix_bytes(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Load 16x16 matrices of bytes (sm_100a). Lane 16 j + i holds the address of row i of matrix j; a matrix takes
+    two registers. Byte b of register r of lane l is row 4 (l % 4) + 2 r + b % 2, column l / 4 + 8 (b / 2)."""
     count = int(f[1])
 
-    def run(t: Threads, x: Instruction, address: Any) -> Any:
+    def run(t: Threads, x: PtxInstruction, address: Any) -> Any:
         out = []
         for j in range(count):
             part = slice(16 * j, 16 * j + 16)
@@ -215,11 +216,11 @@ def load_matrix_bytes(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"stmatrix\.sync\.aligned\.m16n8\.x([124])\.trans\.shared(?:::cta)?\.b8", f"{MOVE}: stmatrix", level=WARP)
-def store_matrix_bytes(x: Instruction, f: re.Match[str]) -> Op:
-    """sm_100a. Lane 8 j + i holds the address of the 16 bytes of row i of matrix j in memory; byte b of lane l goes to
-    row 2 (l % 4) + b % 2, column l / 4 + 8 (b / 2)."""
+def store_matrix_bytes(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Store 16x8 matrices of bytes (sm_100a). Lane 8 j + i holds the address of the 16 bytes of row i of matrix j in
+    memory; byte b of lane l goes to row 2 (l % 4) + b % 2, column l / 4 + 8 (b / 2)."""
 
-    def run(t: Threads, x: Instruction, address: Any, *values: Any) -> None:
+    def run(t: Threads, x: PtxInstruction, address: Any, *values: Any) -> None:
         for j, value in enumerate(values):
             rows = rows_of(t, address, j).reshape(-1)
             some = Threads(t.machine, t.index.reshape(-1, 32)[:, :8].reshape(-1), len(rows))
@@ -237,12 +238,12 @@ COPY = f"{MOVE}: cp.async (non-bulk)"
 
 
 @form(rf"cp\.async\.(ca|cg)\.shared(?:::cta)?\.global{CACHE}", COPY)
-def copy_async(x: Instruction, f: re.Match[str]) -> Op:
-    """16, 8 or 4 bytes a thread; bytes past src-size are zero."""
+def copy_async(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Copy 16, 8 or 4 bytes per thread; bytes past src-size are zero."""
     size = int(x.args[2])
     extra = [text for text in x.args[3:] if not is_policy(x, text)]
 
-    def run(t: Threads, x: Instruction, target: Any, source: Any, *limits: Any) -> None:
+    def run(t: Threads, x: PtxInstruction, target: Any, source: Any, *limits: Any) -> None:
         m = t.machine
         keep = limits[0].astype(np.int64) if limits else np.full(t.count, size)
         got = np.zeros((t.count, size), np.uint8)
@@ -254,7 +255,7 @@ def copy_async(x: Instruction, f: re.Match[str]) -> Op:
         flat = m.flat(t, target, size, x)
         words = m.shared.words(flat, size).reshape(t.count, -1)
         m.shared.check_write(t.warp[:, None], words, t.say(x))
-        m.shared.fly(words, t.say(x))
+        m.shared.begin_writes(words, t.say(x))
         for i, thread in enumerate(t.index.tolist()):
             m.state.copies.setdefault(thread, [[]])[-1].append((int(flat[i]), got[i], words[i]))
 
@@ -279,8 +280,8 @@ def finish_copies(t: Threads, keep: int) -> None:
 
 
 @form(r"cp\.async\.commit_group", COPY)
-def commit_copies(x: Instruction, f: re.Match[str]) -> Op:
-    def run(t: Threads, x: Instruction) -> None:
+def commit_copies(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    def run(t: Threads, x: PtxInstruction) -> None:
         for thread in t.index.tolist():
             t.machine.state.copies.setdefault(thread, [[]]).append([])
 
@@ -288,10 +289,10 @@ def commit_copies(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"cp\.async\.wait_(group|all)", COPY)
-def wait_copies(x: Instruction, f: re.Match[str]) -> Op:
+def wait_copies(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     keep = int(x.args[0]) if f[1] == "group" else 0
 
-    def run(t: Threads, x: Instruction) -> None:
+    def run(t: Threads, x: PtxInstruction) -> None:
         if f[1] == "all":
             for thread in t.index.tolist():
                 t.machine.state.copies.setdefault(thread, [[]]).append([])
@@ -301,17 +302,17 @@ def wait_copies(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"(prefetch|prefetchu|discard|applypriority|createpolicy)\..*", f"{MOVE}: prefetch and cache control")
-def hint(x: Instruction, f: re.Match[str]) -> Op:
-    """No effect on results. createpolicy gives a policy that nothing looks at."""
+def hint(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Do nothing, since hints have no effect on results. createpolicy returns a policy that nothing reads."""
     outs = ((x.args[0], "b64"),) if f[1] == "createpolicy" else ()
     return effect(lambda t, x: np.zeros(t.count, U64) if outs else None, outs=outs)
 
 
 @form(r"cp\.async\.mbarrier\.arrive(\.noinc)?(?:\.shared(?:::cta)?)?\.b64", COPY)
-def copies_arrive(x: Instruction, f: re.Match[str]) -> Op:
-    """Arrives once the thread's earlier copies are complete; without .noinc the phase waits for one arrival more."""
+def copies_arrive(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Arrive once the thread's earlier copies are complete; without .noinc the phase waits for one more arrival."""
 
-    def run(t: Threads, x: Instruction, address: Any) -> None:
+    def run(t: Threads, x: PtxInstruction, address: Any) -> None:
         m = t.machine
         flat = m.flat(t, address, 8, x)
         for i, thread in enumerate(t.index.tolist()):
@@ -324,7 +325,7 @@ def copies_arrive(x: Instruction, f: re.Match[str]) -> Op:
                 finish_copies(some, 0)
                 m.order.release(some.warps, barrier.arriving)
                 barrier.pending -= 1
-                barrier.settle()
+                barrier.complete_phase()
 
             m.count("cp.async arrival")
             m.post(f"{t.say(x)} at {barrier.address}", complete)

@@ -1,13 +1,13 @@
-"""Global memory as the CTAs of a launch share it: who wrote each word in this launch, and what flags hand on.
+"""Global memory as the CTAs of a launch share it: the last writer of each word in this launch, and releases of
+flags.
 
-A word that a plain access reads must lie in the reader's past (order.py): written by its own warp, or handed on by
+The write of a word must happen before a plain read of it (order.py): by the reader's own warp, or ordered by
 barriers, by a release and an acquire, or by fences around relaxed operations on one address (PTX ISA, Memory
-Consistency Model). Two unordered writes must write the same. Only buffers that the launch writes have a shadow, so
-inputs cost nothing; each launch begins with none. Of accesses below 4 bytes, those by different warps to parts of one
-word are not checked. Atomics and other strong operations do not race with each other; a plain store may overwrite what
-they wrote, as the last user of a counter does, but nobody may use the word behind its back. Reads before writes are not
-kept: a write that comes too early for a reader elsewhere is not found.
-"""
+Consistency Model). Two unordered writes must write the same value. Only buffers that the launch writes have a
+shadow, so inputs cost nothing; each launch begins without shadows. Accesses below 4 bytes by different warps to
+parts of one word are not checked. Atomics and other strong operations do not race with each other; a plain store
+may overwrite their result, as the last user of a counter does, but no access may then use the word unordered.
+Reads before writes are not recorded: a write that comes too early for a reader elsewhere is not found."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,16 +16,17 @@ import numpy as np
 
 from .call import Global
 from .faults import Fault
-from .order import Order, VectorClock
+from .order import HappensBefore, VectorClock
 
 WEAK, STRONG, CONSTANT = "weak", "strong", "constant"  # plain; relaxed, volatile or atomic; ld.global.nc
-PARTLY, ATOMIC, ASYNC, FLYING = 1, 2, 4, 8  # kinds of a word's last write; FLYING: of a bulk store under way
+PARTLY, ATOMIC, ASYNC, PENDING = 1, 2, 4, 8  # kinds of a word's last write; PENDING: of a pending bulk store
 NOBODY, SEVERAL = 0, -1  # in place of a writer
 
 
 @dataclass
 class Shadow:
-    """Of the words of a buffer: last writer (number of the warp in the launch, + 1), its event, kind of the write."""
+    """The shadow of a buffer's words: last writer (number of the warp in the launch, + 1), its event, kind of the
+    write."""
 
     writer: np.ndarray
     event: np.ndarray
@@ -34,8 +35,8 @@ class Shadow:
 
 @dataclass
 class Past:
-    """What accesses may count on: `seen` and `fenced` of order.Order, and the row of each access. bulk: by an engine,
-    which reads past the caches: what threads wrote must have been fenced for it."""
+    """The past of accesses: `seen` and `fenced` of order.HappensBefore, and the row of each access. bulk: by an
+    engine, which reads past the caches, so that writes of threads must have been fenced for it."""
 
     seen: np.ndarray
     fenced: np.ndarray
@@ -44,15 +45,15 @@ class Past:
 
 
 class Change(NamedTuple):
-    """Bytes of memory before a write, behind it, and what was written."""
+    """Bytes of memory before a write, after it, and the written bytes."""
 
     before: np.ndarray
-    behind: np.ndarray
+    after: np.ndarray
     written: np.ndarray
 
 
-class How(NamedTuple):
-    """what: the instruction, for messages; kind: of the write."""
+class WriteInfo(NamedTuple):
+    """A write. what: the instruction, for messages; kind: of the write."""
 
     what: str
     kind: int
@@ -61,14 +62,15 @@ class How(NamedTuple):
 class Exchange:
     def __init__(self, memory: Global) -> None:
         self.memory = memory
-        self.order = Order(0)  # of the CTAs that run
+        self.order = HappensBefore(0)  # of the CTAs that run
         self.shadows: dict[int, Shadow] = {}  # by number of the buffer
-        self.flags: dict[int, VectorClock] = {}  # address of strong operations -> what they hand on
+        self.flags: dict[int, VectorClock] = {}  # address of strong operations -> the clock that they release
         self.base = 0  # warps of the CTAs that ran before
         self.column = np.zeros(1, np.int64)  # of a writer, in `order`; -1: in nobody's past
 
-    def begin(self, order: Order) -> None:
-        """The next CTAs run, warps numbered from 0 again: what flags hold of those before gets other components."""
+    def begin(self, order: HappensBefore) -> None:
+        """Start the next CTAs, with warps numbered from 0 again: components of earlier CTAs in the flags are
+        renumbered."""
         held = VectorClock()
         for flag in self.flags.values():
             held.take(flag)
@@ -89,13 +91,13 @@ class Exchange:
         return Past(self.order.seen, self.order.fenced, warps)
 
     def bulk_past(self, warp: int) -> Past:
-        """Of an operation that `warp` issues now and an engine carries out later."""
+        """Return the past of an operation that `warp` issues now and an engine carries out later."""
         one = slice(warp, warp + 1)
         return Past(self.order.seen[one].copy(), self.order.fenced[one].copy(), np.zeros(1, np.int64), True)
 
     # ------------------------------------------------------------- accesses
     def load(self, past: Past, address: np.ndarray, dtype: Any, what: str, how: str = WEAK) -> np.ndarray:
-        """Elements of `dtype` at byte addresses (n,)."""
+        """Return elements of `dtype` at byte addresses (n,)."""
 
         def check(index: int, offset: np.ndarray, which: Any) -> None:
             if index in self.shadows:
@@ -105,38 +107,39 @@ class Exchange:
         return self.memory.load(address, dtype, what, check if self.shadows else None)
 
     def store(self, warps: np.ndarray, address: np.ndarray, values: np.ndarray, what: str, kind: int = 0) -> list[Any]:
-        """Elements to byte addresses (n,). kind: of the write, without PARTLY. What `settle` takes of it."""
+        """Write elements to byte addresses (n,). kind: of the write, without PARTLY. Return the argument of
+        `complete_stores`."""
         places: list[Any] = []
         part = PARTLY if values.dtype.itemsize < 4 else 0
 
         def note(index: int, offset: np.ndarray, which: Any, change: tuple[np.ndarray, ...]) -> None:
             by = warps if len(warps) == 1 else warps[which]
-            places.append((index, self.write(index, offset, by, Change(*change), How(what, kind | part))))
+            places.append((index, self.write(index, offset, by, Change(*change), WriteInfo(what, kind | part))))
 
         self.memory.store(address, values, what, note)
         return places
 
-    def settle(self, places: list[Any], warp: int) -> None:
-        """A bulk store is complete, and `warp` knows it."""
+    def complete_stores(self, places: list[Any], warp: int) -> None:
+        """Complete a bulk store that `warp` has waited for."""
         for index, words in places:
             shadow = self.shadows[index]
             mine = words[shadow.writer[words] == self.base + warp + 1]
-            shadow.kind[mine] &= ~np.uint8(FLYING)
+            shadow.kind[mine] &= ~np.uint8(PENDING)
             shadow.event[mine] = self.order.seen[warp, warp]
 
     # ------------------------------------------------------------- checks
     def unordered(self, shadow: Shadow, words: np.ndarray, past: Past) -> np.ndarray:
-        """Words whose last writer does not lie in the past of those who access them."""
+        """Return a mask of the words for which the last write does not happen before the access."""
         writer, kind = shadow.writer[words], shadow.kind[words]
         column, event = self.column[np.maximum(writer, 0)], shadow.event[words]
         rows = past.rows[:, None] if words.ndim == 2 else past.rows
         late = (column < 0) | (past.seen[rows, column] < event)
         if past.bulk:
             late |= (kind & ASYNC == 0) & (past.fenced[rows, column] < event)
-        return (writer > NOBODY) & (late | (kind & FLYING > 0))
+        return (writer > NOBODY) & (late | (kind & PENDING > 0))
 
     def check_read(self, index: int, place: tuple[np.ndarray, int], past: Past, what: str, how: str) -> None:
-        """place: offsets of the accesses and their size."""
+        """Check a read. place: offsets of the accesses and their size."""
         shadow, words = self.shadows[index], words_of(*place)
         if not shadow.writer[words].any():
             return
@@ -150,10 +153,10 @@ class Exchange:
             why = "which no fence.proxy.async has made visible" if past.bulk else why
             raise Fault(f"{what}: reads {self.name(index, words, late)}, {why}")
 
-    def write(self, index: int, offset: np.ndarray, by: np.ndarray, change: Change, how: How) -> np.ndarray:
-        """Check and note a write: the words. by: warps."""
+    def write(self, index: int, offset: np.ndarray, by: np.ndarray, change: Change, how: WriteInfo) -> np.ndarray:
+        """Check and record a write; return the words. by: warps."""
         what, kind = how
-        before, behind, written = change
+        before, after, written = change
         size = written.dtype.itemsize
         shadow = self.shadow(index)
         words = words_of(offset, size)
@@ -172,7 +175,7 @@ class Exchange:
         shadow.kind[words] = kind
         clash = (shadow.writer[words] != me) & ~late
         if clash.any() and not kind & ATOMIC:
-            if size >= 4 and (clash & differ(behind, written, words)).any():
+            if size >= 4 and (clash & differ(after, written, words)).any():
                 raise Fault(f"{what}: several warps write {self.name(index, words, clash)}")
             shadow.writer[words[clash]] = SEVERAL
         return words
@@ -193,7 +196,7 @@ class Exchange:
 
 
 def moved(clock: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """A clock whose components `old` are called `new`; the others are gone."""
+    """Return a clock with its components `old` renumbered to `new`; other components are dropped."""
     out = np.zeros(int(new.max(initial=-1)) + 1, np.int32)
     here = old < clock.size
     out[new[here]] = clock[old[here]]
@@ -205,12 +208,12 @@ def rows_of(past: Past, which: Any) -> Past:
 
 
 def words_of(offset: np.ndarray, size: int) -> np.ndarray:
-    """Words that accesses of `size` bytes touch: (n,) or (n, size / 4)."""
+    """Return the words that accesses of `size` bytes touch: (n,) or (n, size / 4)."""
     first = offset >> 2
     return first if size <= 4 else first[:, None] + np.arange(size // 4)
 
 
 def differ(a: np.ndarray, b: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Where elements differ, in the shape of the words that they are."""
+    """Return a mask of the elements that differ, in the shape of their words."""
     as_bytes = [np.ascontiguousarray(x).view(np.uint8).reshape(*words.shape, -1) for x in (a, b)]
     return (as_bytes[0] != as_bytes[1]).any(-1)

@@ -1,4 +1,4 @@
-"""What the simulator reports: a wrong kernel, or one that it cannot run."""
+"""The exceptions of the simulator: a kernel that is wrong, or one that it cannot run."""
 
 
 class Fault(Exception):
@@ -10,8 +10,8 @@ class Deadlock(Fault):
 
 
 class Livelock(Fault):
-    """The step limit was passed."""
+    """The step limit was exceeded."""
 
 
-class Unsupported(NotImplementedError):
+class NotModelled(NotImplementedError):
     """The simulator does not model this form; the message names the PTX line."""

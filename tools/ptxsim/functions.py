@@ -1,11 +1,10 @@
-"""Functions of float32 numbers whose bits no processor changes.
+"""Functions of float32 numbers that give the same bits on every processor.
 
-numpy computes exp2, log2, tanh, sin and cos with the vector code that it has for the processor, and the last places of
-the results differ. The functions here use additions, multiplications, divisions and comparisons of float64 only: IEEE
-754 defines their results to the bit, and a numpy call for each leaves nothing to contract. The results are rounded
-to float32 once; before that their error is below 2**-36 (relative, but absolute for sin and cos), so that about one in
-a million is not the nearest float32.
-"""
+numpy computes exp2, log2, tanh, sin and cos with the vector code that it has for the processor, and the last bits
+of the results differ. The functions here use only additions, multiplications, divisions and comparisons of
+float64: IEEE 754 defines their results to the bit, and a separate numpy call for each leaves nothing to contract
+into an FMA. The results are rounded to float32 once; before that their error is below 2**-36 (relative, but
+absolute for sin and cos), so that about one in a million is not the nearest float32."""
 
 from decimal import Decimal, localcontext
 from functools import cache
@@ -18,13 +17,13 @@ from .numbers import rounded
 F64 = np.float64
 LN2 = float.fromhex("0x1.62e42fefa39efp-1")
 HALF_PI = float.fromhex("0x1.921fb54442d18p+0")
-STEPS = 4096  # entries of the table of powers: one for each step of 2**(1/4096)
-CENTRES = 512  # entries of the table of logarithms, of which the lower half is not used
+STEPS = 4096  # entries of the table of powers: one per step of 2**(1/4096)
+CENTRES = 512  # entries of the table of logarithms; its lower half is not used
 
 
 @cache
 def powers() -> np.ndarray:
-    """Bits of 2 ** (i / STEPS), built from square roots of 2 alone."""
+    """Return the bits of 2 ** (i / STEPS), built from square roots of 2 alone."""
     table, root = np.ones(1), F64(2)
     while len(table) < STEPS:
         root = np.sqrt(root)
@@ -34,7 +33,7 @@ def powers() -> np.ndarray:
 
 @cache
 def logarithms() -> np.ndarray:
-    """log2(i / CENTRES) for i up to CENTRES, rounded once; entry 0 stands for nothing."""
+    """Return log2(i / CENTRES) for i up to CENTRES, rounded once; entry 0 is a placeholder."""
     with localcontext() as context:
         context.prec = 40
         ln2 = Decimal(2).ln()
@@ -42,7 +41,7 @@ def logarithms() -> np.ndarray:
 
 
 def power_of_two(y: Any) -> Any:
-    """2 ** y of float64 numbers; beyond 2 ** +-1000 it stays there."""
+    """Return 2 ** y of float64 numbers; y is clamped to +-1000."""
     steps = np.maximum(np.minimum(y, 1000.0), -1000.0) * STEPS
     whole = np.rint(steps)
     rest = steps - whole
@@ -56,8 +55,10 @@ def exp2(x: Any) -> Any:
 
 
 def exp2_with_denormals(x: Any) -> Any:
-    """2 ** x without .ftz. Below 2**-126 it is the square of the root, as ptxas computes it; the root is rounded toward
-    zero, which gives the bits of an H200 there."""
+    """Return 2 ** x without .ftz.
+
+    Below 2**-126 the result is the square of 2 ** (x / 2), as ptxas computes it; the root is rounded toward zero,
+    which gives the bits of an H200 there."""
     result, low = exp2(x), x < np.float32(-126)
     if not np.any(low):
         return result
@@ -86,7 +87,7 @@ def tanh(x: Any) -> Any:
 
 
 def turned(x: Any, quarter: int) -> Any:
-    """sin(x + quarter * pi / 2)."""
+    """Return sin(x + quarter * pi / 2)."""
     quarters = np.asarray(x, F64) * (1 / HALF_PI)
     whole = np.rint(quarters)
     r = (quarters - whole) * HALF_PI
@@ -99,7 +100,7 @@ def turned(x: Any, quarter: int) -> Any:
 
 
 def series(x: Any, terms: tuple[float, ...]) -> Any:
-    """terms[0] + terms[1] * x + terms[2] * x**2 + ..."""
+    """Return terms[0] + terms[1] * x + terms[2] * x**2 + ..."""
     total = terms[-1]
     for term in terms[-2::-1]:
         total = total * x + term
@@ -107,7 +108,7 @@ def series(x: Any, terms: tuple[float, ...]) -> Any:
 
 
 def sin(x: Any) -> Any:
-    return np.where(np.asarray(x) == 0, x, turned(x, 0))  # of the sign of a zero
+    return np.where(np.asarray(x) == 0, x, turned(x, 0))  # keeps the sign of a zero
 
 
 def cos(x: Any) -> Any:

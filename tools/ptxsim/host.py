@@ -1,9 +1,8 @@
-"""Evaluates the host function of a kernel, as the DSL's clean MLIR states it: arguments in, launches out.
+"""Evaluate the host function of a kernel, as the DSL's clean MLIR states it: arguments in, launches out.
 
-The types of this IR hold every static number. An operation whose result is static is therefore read from its type; an
-implementation is needed only where a result depends on an argument. One that has none gives a value that raises
-Unsupported when it is used.
-"""
+The types of this IR hold every static number. An operation with a static result is therefore read from its type;
+an implementation is needed only if a result depends on an argument. An operation without an implementation gives
+a value that raises NotModelled when it is used."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,13 +12,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .call import Call, Global, TensorMap
-from .faults import Unsupported
+from .call import Global, KernelLaunch, TensorMap
+from .faults import NotModelled
 from .host_ir import (
     Atom,
     Dynamic,
-    HostOp,
     Layout,
+    Op,
     Unknown,
     View,
     bits_of,
@@ -38,22 +37,21 @@ from .host_ops import MANY, ONE, tensor_map
 
 @dataclass
 class Frame:
-    """What an evaluation knows and has found."""
+    """The state of an evaluation: its inputs, the values so far, the launches found."""
 
     ptx: str
     shared: Mapping[str, int] | int
     values: dict[str, Any] = field(default_factory=dict)
     memory: Global = field(default_factory=Global)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[KernelLaunch] = field(default_factory=list)
 
 
-def evaluate(mlir: str, ptx: str, args: Sequence[Any], shared: Mapping[str, int] | int) -> list[Call]:
-    """The launches of the host function, in order. They share one memory.
+def evaluate(mlir: str, ptx: str, args: Sequence[Any], shared: Mapping[str, int] | int) -> list[KernelLaunch]:
+    """Return the launches of the host function, in order. They share one memory.
 
-    args: numpy arrays for tensors (views of any strides) and pointers, numbers for scalars; no stream. An array may
-    hold any type of the right width. Arrays are registered by their owning buffer, once.
-    shared: dynamic shared memory in bytes, of every kernel or by kernel name.
-    """
+    args: numpy arrays for tensors (views of any strides) and pointers, numbers for scalars; no stream. An array
+    may hold any type of the right width. Arrays are registered by their owning buffer, once. shared: dynamic
+    shared memory in bytes, for every kernel or by kernel name."""
     parameters, body = host_function(mlir)
     frame = Frame(ptx, shared)
     wanted = [(name, type_) for name, type_ in parameters if type_ != "!cuda.stream"]
@@ -75,7 +73,7 @@ def evaluate(mlir: str, ptx: str, args: Sequence[Any], shared: Mapping[str, int]
 
 
 def _argument(type_: str, value: Any, memory: Global, owners: dict[tuple[int, int], int], name: str) -> Any:
-    """The value of a parameter of the host function; registers the buffer of an array."""
+    """Return the value of a parameter of the host function, and register the buffer of an array."""
     if type_.startswith(("!cute.memref<", "!cute.ptr<")):
         if not isinstance(value, np.ndarray):
             raise ValueError(f"{type(value).__name__}: must be a numpy array")
@@ -97,11 +95,11 @@ def _argument(type_: str, value: Any, memory: Global, owners: dict[tuple[int, in
         return wrap(whole, type_)
     if re.fullmatch(r"b?f\d+", type_):
         return float(value)
-    raise Unsupported(f"{name}: no argument of type {type_}")
+    raise NotModelled(f"{name}: no argument of type {type_}")
 
 
 def _register(array: np.ndarray, memory: Global, owners: dict[tuple[int, int], int], name: str) -> int:
-    """The address of the first element of `array`; its owning buffer is added to `memory` unless it is there."""
+    """Return the address of the first element of `array`; its owning buffer is added to `memory` unless it is there."""
     owner = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
@@ -113,7 +111,7 @@ def _register(array: np.ndarray, memory: Global, owners: dict[tuple[int, int], i
 
 
 def _array_layout(type_: str, array: np.ndarray) -> Layout:
-    """Shape and strides (elements) of `array`. ValueError where it is not what the memref type says."""
+    """Return shape and strides (in elements) of `array`. Raise ValueError if it does not match the memref type."""
     want: Layout = form_of(type_).layout
     if array.itemsize * 8 != bits_of(element_of(type_)):
         raise ValueError(f"elements of {array.itemsize} B: must have {bits_of(element_of(type_))} bits")
@@ -137,8 +135,8 @@ def _array_layout(type_: str, array: np.ndarray) -> Layout:
 # Evaluation
 
 
-def _run(frame: Frame, ops: tuple[HostOp, ...]) -> tuple[Any, ...]:
-    """Evaluates a block; what it yields. Names of an inner block end with it."""
+def _run(frame: Frame, ops: tuple[Op, ...]) -> tuple[Any, ...]:
+    """Evaluate a block and return the values it yields. Names of an inner block are local to it."""
     clusters: dict[str, tuple[int, ...]] = {}
     for op in ops:
         if op.name == "scf.yield":
@@ -150,32 +148,32 @@ def _run(frame: Frame, ops: tuple[HostOp, ...]) -> tuple[Any, ...]:
         elif op.name in ("scf.if", "scf.for"):
             (_if if op.name == "scf.if" else _for)(frame, op)
         elif op.regions and any("cuda.launch_ex" == inner.name for inner in _inner(op)):
-            raise Unsupported(f"line {op.line}: a launch inside {op.name}")
+            raise NotModelled(f"line {op.line}: a launch inside {op.name}")
         elif op.results:
             try:
                 results = _results(frame, op)
-            except Unsupported as error:
+            except NotModelled as error:
                 results = [Unknown(str(error))] * len(op.results)
             frame.values |= dict(zip(op.results, results))
     return ()
 
 
-def _inner(op: HostOp) -> Iterator[HostOp]:
+def _inner(op: Op) -> Iterator[Op]:
     for region in op.regions:
         for inner in region:
             yield inner
             yield from _inner(inner)
 
 
-def _if(frame: Frame, op: HostOp) -> None:
+def _if(frame: Frame, op: Op) -> None:
     branch = 0 if _value(frame, op.operands[0]) else 1
     if branch < len(op.regions):
         inner = Frame(frame.ptx, frame.shared, dict(frame.values), frame.memory, frame.calls)
         frame.values |= dict(zip(op.results, _run(inner, op.regions[branch])))
 
 
-def _for(frame: Frame, op: HostOp) -> None:
-    """`%i = %first to %end step %step iter_args(%x = %start, ...)`: each turn yields the next x."""
+def _for(frame: Frame, op: Op) -> None:
+    """Evaluate `%i = %first to %end step %step iter_args(%x = %start, ...)`: each iteration yields the next x."""
     index, *bounds = re.match(r" *(%\w+) = (%\w+) to (%\w+) step (%\w+)", op.text).groups()  # type: ignore[union-attr]
     carried = re.findall(r"(%\w+) = (%[\w#]+)", op.text.partition("iter_args")[2])
     values = tuple(_value(frame, start) for _, start in carried)
@@ -186,28 +184,28 @@ def _for(frame: Frame, op: HostOp) -> None:
 
 
 def _value(frame: Frame, name: str, type_: str = "") -> Any:
-    """The value of a name; a static type is the value, whatever made it."""
+    """Return the value of a name. If the type is static, the value is read from it."""
     if is_static(type_):
         return form_of(type_)
     value = frame.values.get(name, Unknown(f"{name} is not defined"))
     if isinstance(value, Unknown):
-        raise Unsupported(value.reason)
+        raise NotModelled(value.reason)
     return value
 
 
-def _results(frame: Frame, op: HostOp) -> list[Any]:
-    """One value per result, checked against the types that are written."""
+def _results(frame: Frame, op: Op) -> list[Any]:
+    """Return one value per result, checked against the types that are written."""
     if len(op.result_types) == len(op.results) and all(map(is_static, op.result_types)):
         return [form_of(type_) for type_ in op.result_types]
     if op.name in SPECIAL:
         return [SPECIAL[op.name](frame, op)]
     handler = ONE.get(op.name) or MANY.get(op.name)
     if handler is None or "mode =" in op.text and op.name != "cute.get":
-        raise Unsupported(f"line {op.line}: operation {op.name} with a result that depends on arguments")
+        raise NotModelled(f"line {op.line}: operation {op.name} with a result that depends on arguments")
     types = op.operand_types or ("",) * len(op.operands)
     args = [_value(frame, name, type_) for name, type_ in zip(op.operands, types)]
     if handler is not tensor_map and any(isinstance(arg, str) for arg in args):
-        raise Unsupported(f"line {op.line}: {op.name} of a composed layout")
+        raise NotModelled(f"line {op.line}: {op.name} of a composed layout")
     made = handler(op, args)
     results = list(made) if op.name in MANY else [made]
     if len(op.result_types) == len(results):
@@ -225,7 +223,7 @@ def _dynamic_shared(frame: Frame, kernel: str) -> int:
     return size
 
 
-SPECIAL: dict[str, Callable[[Frame, HostOp], Any]] = {
+SPECIAL: dict[str, Callable[[Frame, Op], Any]] = {
     "cuda.launch_cfg.create": lambda frame, op: op,
     "cute.kernel_smem_size": lambda frame, op: _dynamic_shared(frame, op.text.split("@")[-1]),
     "cute.make_atom": lambda frame, op: Atom(
@@ -237,11 +235,11 @@ SPECIAL: dict[str, Callable[[Frame, HostOp], Any]] = {
 # Launches
 
 
-def _launch(frame: Frame, op: HostOp, clusters: Mapping[str, tuple[int, ...]]) -> Call:
-    """Of the attributes of a launch only the cluster counts: programmatic and cooperative launch change no value."""
+def _launch(frame: Frame, op: Op, clusters: Mapping[str, tuple[int, ...]]) -> KernelLaunch:
+    """Return a launch. Only the cluster attribute matters: programmatic and cooperative launch change no value."""
     kernel, config = re.match(r" *@\w+::@(\w+)<(%\w+)>", op.text).groups()  # type: ignore[union-attr]
-    create: HostOp = _value(frame, config)
-    dims = {}
+    create: Op = _value(frame, config)
+    dims: dict[str, Any] = {}
     for name in ("gridDim", "blockDim"):
         names = re.search(rf"{name} = \(([^)]*)\)", create.text)[1].split(", ")  # type: ignore[index]
         dims[name] = tuple(int(_value(frame, dim)) for dim in names)
@@ -252,12 +250,14 @@ def _launch(frame: Frame, op: HostOp, clusters: Mapping[str, tuple[int, ...]]) -
     if found != wanted:
         raise ValueError(f"parameters of kernel {kernel}: packed (bytes, alignment) {found}, the PTX has {wanted}")
     values = [p if isinstance(p, TensorMap) else p[0] for p in params]
-    cluster = clusters.get(config, (1, 1, 1))
-    return Call(text, values, dims["gridDim"], cluster, _dynamic_shared(frame, kernel), dims["blockDim"], frame.memory)  # type: ignore[arg-type]
+    cluster: Any = clusters.get(config, (1, 1, 1))
+    return KernelLaunch(
+        text, values, dims["gridDim"], cluster, _dynamic_shared(frame, kernel), dims["blockDim"], frame.memory
+    )
 
 
 def _entry(ptx: str, kernel: str) -> tuple[str, list[tuple[int, int]]]:
-    """The PTX without other kernels, and (bytes, alignment) of the kernel's parameters."""
+    """Return the PTX without other kernels, and (bytes, alignment) of the kernel's parameters."""
     entries = {
         found[1]: found for found in re.finditer(r"^[^\n]*\.entry (\w+)\((.*?)^\}", ptx, re.MULTILINE | re.DOTALL)
     }
@@ -274,7 +274,7 @@ def _entry(ptx: str, kernel: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def _pack(frame: Frame, name: str, type_: str) -> tuple[bytes, int] | TensorMap | None:
-    """A kernel parameter as (bytes, alignment), its parts naturally aligned. None where all of it is static."""
+    """Return a kernel parameter as (bytes, alignment), its parts naturally aligned; None if all of it is static."""
     if is_static(type_):
         return None
     value = _value(frame, name)
@@ -288,7 +288,7 @@ def _pack(frame: Frame, name: str, type_: str) -> tuple[bytes, int] | TensorMap 
 
 
 def _parts(type_: str, value: Any) -> list[bytes]:
-    """The machine values that a parameter consists of, each aligned to its size."""
+    """Return the machine values of a parameter, each aligned to its size."""
     if isinstance(value, Atom):
         return [part for inner in value.fields for part in _parts(*inner)]
     if found := re.fullmatch(r"vector<(\d+)x(\w+)>", type_):
@@ -310,4 +310,4 @@ def _parts(type_: str, value: Any) -> list[bytes]:
     if re.fullmatch(r"i\d+|index|!cute\.i\d+(<.*>)?", type_) or form_of(type_) is not None:
         leaves = open_numbers("i64", value) if type_ == "index" else open_numbers(type_, value)
         return [(number % (1 << 8 * size)).to_bytes(size, "little") for size, number in leaves]
-    raise Unsupported(f"a kernel parameter of type {type_}")
+    raise NotModelled(f"a kernel parameter of type {type_}")

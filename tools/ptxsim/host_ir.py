@@ -1,29 +1,28 @@
 """The text of the DSL's clean MLIR: operations, types, and the values that types describe.
 
-Values: int and float; nested tuples of int for shapes, strides and coordinates; Layout; View (memref and coordinate
-tensor); Atom; a pointer is its address; a divisor of fast division is the divisor.
-"""
+Values: int and float; nested tuples of int for shapes, strides and coordinates; Layout; View (memref and
+coordinate tensor); Atom; a pointer is its address; a divisor of fast division is the divisor."""
 
 import math
 import re
 from dataclasses import dataclass
 from typing import Any
 
-from .faults import Unsupported
+from .faults import NotModelled
 
-# One type list without an arrow states the operands of these, the result of all others.
+# If an operation has one type list without an arrow, the list types the operands of these, the result of all others.
 OPERAND_TYPED = re.compile(
     r"cute\.(get_\w+|ceil_div|slice|\w+_divide|append_to_rank|prepend_to_rank)|cuda\.launch_cfg.*"
 )
 
 
 OPAQUE = ("composed_layout", "swizzle")  # only ever read as text
-STATIC = (*OPAQUE, "layout", "shape", "stride", "int_tuple", "coord", "tile")  # types whose text can be all of a value
+STATIC = (*OPAQUE, "layout", "shape", "stride", "int_tuple", "coord", "tile")  # types that may state a value completely
 
 
 @dataclass(frozen=True)
 class Dynamic:
-    """A number that a type leaves open: its bytes where it is a kernel parameter, and what divides it."""
+    """A number that a type leaves open: its size in bytes as a kernel parameter, and a divisor of its value."""
 
     size: int = 4
     divisor: int = 1
@@ -43,7 +42,7 @@ class View:
 
 @dataclass(frozen=True)
 class Atom:
-    """An MMA or copy atom: (type, value) of what it holds at run time."""
+    """An MMA or copy atom: (type, value) of each field that it holds at run time."""
 
     fields: tuple[tuple[str, Any], ...]
 
@@ -56,19 +55,19 @@ class Unknown:
 
 
 @dataclass(frozen=True)
-class HostOp:
-    line: int  # of the MLIR
+class Op:
+    line: int  # in the MLIR
     name: str
     text: str  # between the name and the types
     results: tuple[str, ...]
     operands: tuple[str, ...]
-    operand_types: tuple[str, ...]  # empty where not written
+    operand_types: tuple[str, ...]  # empty if not written
     result_types: tuple[str, ...]
-    regions: tuple[tuple["HostOp", ...], ...] = ()
+    regions: tuple[tuple["Op", ...], ...] = ()
 
 
 def split(text: str, separator: str = ",") -> list[str]:
-    """`text` cut at each `separator` outside quotes and brackets."""
+    """Split `text` at each `separator` outside quotes and brackets."""
     parts, depth, start, quoted = [], 0, 0, False
     for i, char in enumerate(text):
         if char == '"' and text[i - 1] != "\\":
@@ -91,8 +90,8 @@ def type_list(text: str) -> tuple[str, ...]:
     return tuple(split(text[1:-1] if text == "()" or inner and len(inner[0]) == len(text) - 2 else text))
 
 
-def host_function(mlir: str) -> tuple[list[tuple[str, str]], tuple[HostOp, ...]]:
-    """(name, type) of the parameters, and the body, of the one function that launches kernels."""
+def host_function(mlir: str) -> tuple[list[tuple[str, str]], tuple[Op, ...]]:
+    """Return (name, type) of the parameters, and the body, of the one function that launches kernels."""
     aliases = dict(re.findall(r"^(!\w+) = (.*)$", mlir, re.MULTILINE))
 
     def expand(line: str) -> str:
@@ -109,7 +108,7 @@ def host_function(mlir: str) -> tuple[list[tuple[str, str]], tuple[HostOp, ...]]
             if any("cuda.launch_ex" in inner for inner in lines[start:end]):
                 found.append((start, end))
     if len(found) != 1:
-        raise Unsupported(f"{len(found)} host functions that launch a kernel, must be one")
+        raise NotModelled(f"{len(found)} host functions that launch a kernel, must be one")
     start, end = found[0]
     arguments = split(expand(lines[start])[lines[start].index("(") + 1 :], ")")[0]
     parameters = [re.match(r"(%\w+): (.*)", re.sub(r" \{.*?\}$", "", part)) for part in split(arguments)]
@@ -117,9 +116,9 @@ def host_function(mlir: str) -> tuple[list[tuple[str, str]], tuple[HostOp, ...]]
     return [(p[1], p[2]) for p in parameters if p], _parse(numbered)
 
 
-def _parse(lines: list[tuple[int, str]]) -> tuple[HostOp, ...]:
-    """Operations; a region is what lies between a line that ends with a brace and the closing one below it."""
-    ops: list[HostOp] = []
+def _parse(lines: list[tuple[int, str]]) -> tuple[Op, ...]:
+    """Parse operations; a region lies between a line that ends with a brace and the closing brace below it."""
+    ops: list[Op] = []
     i = 0
     while i < len(lines):
         number, line = lines[i]
@@ -137,7 +136,7 @@ def _parse(lines: list[tuple[int, str]]) -> tuple[HostOp, ...]:
     return tuple(ops)
 
 
-def _operation(number: int, line: str, regions: tuple[tuple[HostOp, ...], ...]) -> HostOp:
+def _operation(number: int, line: str, regions: tuple[tuple[Op, ...], ...]) -> Op:
     found = re.match(r"((?:%[\w:]+(?:, )?)+) = (.*)", line)
     names, line = (found[1].split(", "), found[2]) if found else ([], line)
     results: list[str] = []
@@ -161,11 +160,12 @@ def _operation(number: int, line: str, regions: tuple[tuple[HostOp, ...], ...]) 
         else:
             after = type_list(sides[0])
     operands = tuple(re.findall(r"%[\w#]+", re.sub(r'"(\\.|[^"])*"', "", body)))
-    return HostOp(number, name, body, tuple(results), operands, before, after, regions)
+    return Op(number, name, body, tuple(results), operands, before, after, regions)
 
 
 def parse_tree(text: str) -> Any:
-    """A number, `?`, `_`, `shape:stride` or a tuple of them, in () or, of a tile, in []. A basis as 1@0 is a str."""
+    """Parse a number, `?`, `_`, `shape:stride` or a tuple of them, in () or, for a tile, in []. A basis such as 1@0
+    is a str."""
     if len(sides := split(text, ":")) == 2:
         return Layout(parse_tree(sides[0]), parse_tree(sides[1]))
     if text[0] in "([":
@@ -177,7 +177,8 @@ def parse_tree(text: str) -> Any:
 
 
 def form_of(type_: str) -> Any:
-    """What a type says of its value, with Dynamic where it is open; None where it says nothing. A str is opaque."""
+    """Return the static part of a value as its type states it, with Dynamic for open numbers; None if the type
+    states nothing. Types in OPAQUE stay text."""
     kind = re.match(r"!cute\.(\w+)<", type_)
     if kind is None or kind[1] not in (*STATIC, "memref", "coord_tensor"):
         return None
@@ -190,26 +191,26 @@ def form_of(type_: str) -> Any:
 
 
 def is_static(type_: str) -> bool:
-    """Whether the type alone is the value."""
+    """Return whether the type alone determines the value."""
     kind = re.match(r"!cute\.(\w+)<", type_)
     return kind is not None and kind[1] in STATIC and "?" not in type_
 
 
 def bits_of(type_: str) -> int:
-    """Of an element: f8E4M3FN has 8."""
+    """Return the bits of an element type: f8E4M3FN has 8."""
     found = re.search(r"\d+", type_)
     if not found:
-        raise Unsupported(f"element type {type_}")
+        raise NotModelled(f"element type {type_}")
     return int(found[0])
 
 
 def element_of(type_: str) -> str:
-    """The element type of a memref or pointer type."""
+    """Return the element type of a memref or pointer type."""
     return re.match(r"!cute\.\w+<(\w+)", type_)[1]  # type: ignore[index]
 
 
 def merge(form: Any, value: Any, lenient: bool = False) -> Any:
-    """`value`, with what `form` states statically. ValueError where they differ, unless `lenient`."""
+    """Return `value` with the static numbers of `form`. Raise ValueError if they differ, unless `lenient`."""
     if isinstance(form, View):
         return View(value.start, merge(form.layout, value.layout, lenient))
     if isinstance(form, Layout):
@@ -234,13 +235,13 @@ def size_of(tree: Any) -> int:
 
 
 def wrap(value: int, type_: str) -> int:
-    """`value` as a signed integer of the type; i1 is 0 or 1."""
+    """Return `value` as a signed integer of the type; i1 is 0 or 1."""
     bits = 64 if type_ == "index" else bits_of(type_)
     return value & 1 if bits == 1 else (value + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
 
 
 def open_numbers(type_: str, value: Any) -> list[tuple[int, int]]:
-    """(bytes, value) of each number that the type of an integer, tuple, layout or view leaves open."""
+    """Return (bytes, value) of each number that the type of an integer, tuple, layout or view leaves open."""
     form = form_of(type_)
     if form is None:
         return [(max(bits_of(type_) // 8, 1), value)]

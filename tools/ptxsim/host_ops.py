@@ -1,4 +1,4 @@
-"""What the operations of a host function compute, as far as their results depend on its arguments."""
+"""The operations of a host function, as far as their results depend on its arguments."""
 
 import math
 import operator
@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from .call import FORMATS, TensorMap
-from .faults import Unsupported
+from .faults import NotModelled
 from .host_ir import (
     Dynamic,
-    HostOp,
     Layout,
+    Op,
     View,
     bits_of,
     element_of,
@@ -42,8 +42,8 @@ TMA_FORMATS = {  # names of the IR: keys of FORMATS
 }
 
 
-def _fill(op: HostOp, args: list[Any]) -> Any:
-    """make_shape and its kin: the open numbers of the operands go into those of the result, in order."""
+def _fill(op: Op, args: list[Any]) -> Any:
+    """Evaluate make_shape and its kin: the open numbers of the operands fill those of the result, in order."""
     leaves = iter([leaf for type_, value in zip(op.operand_types, args) for _, leaf in open_numbers(type_, value)])
 
     def fill(form: Any) -> Any:
@@ -55,7 +55,7 @@ def _fill(op: HostOp, args: list[Any]) -> Any:
 
 
 def _ordered(shape: Any, order: Any = None) -> Layout:
-    """Compact strides, the mode with the lowest order fastest; by default the first."""
+    """Return compact strides, the mode with the lowest order fastest; by default the first."""
     extents = flat(shape)
     orders = flat(order) if order is not None else list(range(len(extents)))
     strides, step = [0] * len(extents), 1
@@ -70,8 +70,9 @@ def _ordered(shape: Any, order: Any = None) -> Layout:
     return Layout(shape, build_like(shape))
 
 
-def _make_layout(op: HostOp, args: list[Any]) -> Layout:
-    """make_layout and make_ordered_layout. A compact layout's strides of static extents 1 are the type's 0."""
+def _make_layout(op: Op, args: list[Any]) -> Layout:
+    """Evaluate make_layout and make_ordered_layout. In a compact layout, a static extent of 1 has the type's stride
+    0."""
     form: Layout = form_of(op.result_types[0])
     if op.name == "cute.make_identity_layout":
         return Layout(args[0], form.stride)
@@ -81,14 +82,14 @@ def _make_layout(op: HostOp, args: list[Any]) -> Layout:
     return Layout(made.shape, merge(form.stride, made.stride, lenient=True))
 
 
-def _tile_to_shape(op: HostOp, args: list[Any]) -> Layout:
-    """Copies of a block that fill a shape, in an order; the block must have no holes."""
+def _tile_to_shape(op: Op, args: list[Any]) -> Layout:
+    """Return copies of a block that fill a shape, in an order; the block must have no holes."""
     block, shape, order = args
     modes = block.shape if isinstance(block.shape, tuple) else (block.shape,)
     strides = block.stride if isinstance(block.stride, tuple) else (block.stride,)
     reach = sum((n - 1) * d for n, d in zip(flat(block.shape), flat(block.stride))) + 1
     if reach != math.prod(n for n, d in zip(flat(block.shape), flat(block.stride)) if d):
-        raise Unsupported(f"line {op.line}: {op.name} of the block {block}")
+        raise NotModelled(f"line {op.line}: {op.name} of the block {block}")
     pad = (1,) * (len(shape) - len(modes))
     rest = tuple(-(-extent // size_of(mode)) for extent, mode in zip(shape, modes + pad))
     copies = _ordered(rest, order)
@@ -100,7 +101,7 @@ def _tile_to_shape(op: HostOp, args: list[Any]) -> Layout:
     return Layout(zipped.shape, merge(form.stride, zipped.stride, lenient=True))
 
 
-def _ceil_div(op: HostOp, args: list[Any]) -> Any:
+def _ceil_div(op: Op, args: list[Any]) -> Any:
     shape, tile = args
     if not isinstance(shape, tuple):
         return -(-shape // size_of(tile))
@@ -108,8 +109,8 @@ def _ceil_div(op: HostOp, args: list[Any]) -> Any:
     return tuple(-(-size_of(n) // size_of(tiles[i])) if i < len(tiles) else n for i, n in enumerate(shape))
 
 
-def _divide(op: HostOp, args: list[Any]) -> Any:
-    """zipped_divide, tiled_divide and logical_divide of flat modes by tiles of stride 1."""
+def _divide(op: Op, args: list[Any]) -> Any:
+    """Evaluate zipped_divide, tiled_divide and logical_divide of flat modes by tiles of stride 1."""
     source, tile = args
     layout = source.layout if isinstance(source, View) else source
     tiles = tile if isinstance(tile, tuple) else (tile,)
@@ -119,7 +120,7 @@ def _divide(op: HostOp, args: list[Any]) -> Any:
         for i, t in enumerate(tiles)
     )
     if not whole:
-        raise Unsupported(f"line {op.line}: {op.name} of {layout} by {tile}")
+        raise NotModelled(f"line {op.line}: {op.name} of {layout} by {tile}")
     inner = [(t.shape, d) for t, d in zip(tiles, strides)]
     outer = [(-(-n // t.shape), t.shape * d) for t, n, d in zip(tiles, shapes, strides)]
     beyond = list(zip(shapes, strides))[len(tiles) :]
@@ -134,14 +135,15 @@ def _divide(op: HostOp, args: list[Any]) -> Any:
 
 
 def _kept(tree: Any, coord: Any) -> Any:
-    """The modes at the underscores of a coordinate."""
+    """Return the modes at the underscores of a coordinate."""
     if not isinstance(coord, tuple):
         return (tree,) if coord is None else ()
     return tuple(mode for part, c in zip(tree, coord) for mode in _kept(part, c))
 
 
 def _index(shape: Any, stride: Any, coord: Any) -> int:
-    """Offset of a coordinate in elements; an underscore counts 0, a number in a nested mode goes first mode fastest."""
+    """Return the offset of a coordinate in elements. An underscore counts 0; a number in a nested mode runs through
+    its first mode fastest."""
     if coord is None:
         return 0
     if isinstance(coord, tuple):
@@ -152,7 +154,7 @@ def _index(shape: Any, stride: Any, coord: Any) -> int:
     return total + coord * flat(stride)[-1]
 
 
-def _slice(op: HostOp, args: list[Any]) -> Any:
+def _slice(op: Op, args: list[Any]) -> Any:
     source, coord = args
     if not isinstance(source, (View, Layout)):
         return _kept(source, coord)
@@ -161,13 +163,13 @@ def _slice(op: HostOp, args: list[Any]) -> Any:
     if isinstance(source, Layout):
         return made
     if not isinstance(source.start, int):
-        raise Unsupported(f"line {op.line}: {op.name} of a coordinate tensor")
+        raise NotModelled(f"line {op.line}: {op.name} of a coordinate tensor")
     bits = bits_of(element_of(op.operand_types[0]))
     return View(source.start + _index(layout.shape, layout.stride, coord) * bits // 8, made)
 
 
-def _select(op: HostOp, args: list[Any]) -> Any:
-    """select<[modes]> and get <{mode = [path]}>."""
+def _select(op: Op, args: list[Any]) -> Any:
+    """Evaluate select<[modes]> and get <{mode = [path]}>."""
     numbers = [int(n) for n in re.findall(r"\d+", re.search(r"\[([\d, ]*)\]", op.text)[1])]  # type: ignore[index]
 
     def pick(tree: Any) -> Any:
@@ -180,7 +182,7 @@ def _select(op: HostOp, args: list[Any]) -> Any:
     return Layout(pick(args[0].shape), pick(args[0].stride)) if isinstance(args[0], Layout) else pick(args[0])
 
 
-def _tuple(function: Callable[[int, int], int]) -> Callable[[HostOp, list[Any]], Any]:
+def _tuple(function: Callable[[int, int], int]) -> Callable[[Op, list[Any]], Any]:
     def apply(a: Any, b: Any) -> Any:
         return tuple(map(apply, a, b)) if isinstance(a, tuple) else function(a, b)
 
@@ -188,29 +190,29 @@ def _tuple(function: Callable[[int, int], int]) -> Callable[[HostOp, list[Any]],
 
 
 def _divided(a: int, b: int) -> int:
-    """Towards zero."""
+    """Divide, rounding toward zero."""
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
-def _shape(op: HostOp, args: list[Any]) -> Any:
+def _shape(op: Op, args: list[Any]) -> Any:
     layout = args[0].layout if isinstance(args[0], View) else args[0]
     return layout.stride if op.name == "cute.get_stride" else layout.shape
 
 
-def _constant(op: HostOp, args: list[Any]) -> Any:
+def _constant(op: Op, args: list[Any]) -> Any:
     text, type_ = op.text.strip(), (op.result_types or ("i1",))[0]
     if text in ("true", "false"):
         return int(text == "true")
     if text.startswith("dense"):  # of a vector: its element
         return float(text[6:-1]) if "." in text else int({"true": "1", "false": "0"}.get(text[6:-1], text[6:-1]))
-    if text.startswith("0x") and "f" in type_:  # bits of a number that decimals cannot state
+    if text.startswith("0x") and "f" in type_:  # bits of a number without a decimal form
         return struct.unpack(
             {16: "<e", 32: "<f", 64: "<d"}[bits_of(type_)], int(text, 16).to_bytes(bits_of(type_) // 8, "little")
         )[0]
     return float(text) if "f" in type_ else int(text)
 
 
-def _compare(op: HostOp, args: list[Any]) -> int:
+def _compare(op: Op, args: list[Any]) -> int:
     kind = op.text.split(",")[0].strip()
     a, b = args
     if kind.startswith("u"):
@@ -219,23 +221,24 @@ def _compare(op: HostOp, args: list[Any]) -> int:
     return int({"eq": a == b, "ne": a != b, "lt": a < b, "le": a <= b, "gt": a > b, "ge": a >= b}[kind])
 
 
-def _integer(function: Callable[..., int]) -> Callable[[HostOp, list[Any]], int]:
+def _integer(function: Callable[..., int]) -> Callable[[Op, list[Any]], int]:
     return lambda op, args: wrap(function(*args), op.result_types[0])
 
 
-def _unsigned(op: HostOp, args: list[Any]) -> int:
+def _unsigned(op: Op, args: list[Any]) -> int:
     return wrap(args[0] % (1 << bits_of(op.operand_types[0])), op.result_types[0])
 
 
-def tensor_map(op: HostOp, args: list[Any]) -> tuple[TensorMap, View]:
-    """The descriptor and the coordinate tensor of make_non_exec_tiled_tma_*(view, shared layout, map of the CTA)."""
+def tensor_map(op: Op, args: list[Any]) -> tuple[TensorMap, View]:
+    """Return the descriptor and the coordinate tensor of make_non_exec_tiled_tma_*(view, shared layout, map of the
+    CTA)."""
     view, result = args[0], op.result_types[0]
     kind = re.search(r"tma_format = (\w+)", result)
     if kind is None or kind[1] not in TMA_FORMATS:
-        raise Unsupported(f"line {op.line}: TMA format {kind and kind[1]}, there are {', '.join(TMA_FORMATS)}")
+        raise NotModelled(f"line {op.line}: TMA format {kind and kind[1]}, there are {', '.join(TMA_FORMATS)}")
     format_ = TMA_FORMATS[kind[1]]
     bits = int(FORMATS[format_] * 8)
-    ratio = bits // bits_of(element_of(op.operand_types[0]))  # elements of the view in one of the descriptor
+    ratio = bits // bits_of(element_of(op.operand_types[0]))  # elements of the view per element of the descriptor
     gbasis: Layout = parse_tree(re.search(r'tma_gbasis = <"([^"]*)"', result)[1])  # type: ignore[index]
     boxes, bases = (x if isinstance(x, tuple) else (x,) for x in (gbasis.shape, gbasis.stride))
     dims, strides = zip(*(_dimension(view.layout, flat(basis), ratio) for basis in bases))
@@ -249,7 +252,7 @@ def tensor_map(op: HostOp, args: list[Any]) -> tuple[TensorMap, View]:
         box[i], multicast = -(-box[i] // multicast), -(-multicast // box[i])
     swizzle = re.search(r"S<(\d),(\d),(\d)>", op.operand_types[1])
     if swizzle and (swizzle[2] != "4" or swizzle[3] != "3"):
-        raise Unsupported(f"line {op.line}: a TMA copy with swizzle {swizzle[0]}")
+        raise NotModelled(f"line {op.line}: a TMA copy with swizzle {swizzle[0]}")
     span = 16 << int(swizzle[1]) if swizzle and swizzle[1] != "0" else 0
     outer = tuple(stride * bits // 8 for stride in strides[1:])
     form: View = form_of(op.result_types[1])
@@ -258,10 +261,9 @@ def tensor_map(op: HostOp, args: list[Any]) -> tuple[TensorMap, View]:
 
 
 def _dimension(layout: Layout, paths: list[str], ratio: int) -> tuple[int, int]:
-    """Extent and stride of a tensor map's dimension that walks the modes at `paths`: 1@0@2 is mode 2, in it mode 0.
+    """Return extent and stride of a tensor map's dimension over the modes at `paths`: 1@0@2 is mode 2, in it mode 0.
 
-    In units of `ratio` elements. Several modes become one whose stride is the greatest that reaches all.
-    """
+    Both are in units of `ratio` elements. Several modes become one, with the greatest stride that reaches all."""
     extent, step = 1, 0
     for path in paths:
         n, d = layout.shape, layout.stride
@@ -275,13 +277,13 @@ def _dimension(layout: Layout, paths: list[str], ratio: int) -> tuple[int, int]:
     return extent, step
 
 
-def _float(function: Callable[..., float]) -> Callable[[HostOp, list[Any]], float]:
-    """Rounded to single precision where the type is."""
+def _float(function: Callable[..., float]) -> Callable[[Op, list[Any]], float]:
+    """Return a float operation that rounds to single precision if the type is f32."""
     return lambda op, args: float(np.float32(function(*args))) if op.result_types[0] == "f32" else function(*args)
 
 
-# Operations with one result, and with several. `op` is what is written, `args` are the values of its operands.
-ONE: dict[str, Callable[[HostOp, list[Any]], Any]] = {
+# Operations with one result, and with several. `op` is the operation as written, `args` are the values of its operands.
+ONE: dict[str, Callable[[Op, list[Any]], Any]] = {
     "cute.get_iter": lambda op, args: args[0].start,
     "cute.get_layout": lambda op, args: args[0].layout,
     "cute.make_view": lambda op, args: View(args[0], args[1]),
@@ -348,7 +350,7 @@ FLOAT: dict[str, Callable[..., float]] = {
 }
 ONE |= {f"arith.{name}": _integer(function) for name, function in INTEGER.items()}
 ONE |= {f"arith.{name}": _float(function) for name, function in FLOAT.items()}
-MANY: dict[str, Callable[[HostOp, list[Any]], Sequence[Any]]] = {
+MANY: dict[str, Callable[[Op, list[Any]], Sequence[Any]]] = {
     "cute.get_leaves": lambda op, args: flat(args[0]),
     "cute.get_scalars": lambda op, args: flat(args[0]),
 } | {f"cute_nvgpu.atom.make_non_exec_tiled_tma_{kind}": tensor_map for kind in ("load", "store", "reduce")}

@@ -1,4 +1,4 @@
-"""From a spec and a kernel's Args to a run: compile, evaluate the host function, simulate."""
+"""Run a kernel from its spec and its Args: compile it, evaluate the host function, simulate."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,48 +11,52 @@ import numpy as np
 from cute_kernels import build, manifest
 
 from . import host
-from .call import Call
+from .call import KernelLaunch
 from .program import Program
-from .run import Result, run
+from .run import RunResult, run
 
 OBJECTS = Path(__file__).resolve().parents[2] / "build" / "obj"  # where builds of a checkout keep them
 
 
 @dataclass(frozen=True)
-class LoadedKernel:
-    """A compiled kernel. ptx; host: the host function's MLIR; shared: dynamic bytes a CTA."""
+class CompiledKernel:
+    """A compiled kernel. ptx: text; host: the host function's MLIR; shared: dynamic bytes per CTA."""
 
     ptx: str
     host: str
     shared: int
 
-    def calls(self, args: Sequence[Any]) -> list[Call]:
-        """The launches of `args`, the fields of the kernel's Args: torch tensors or numpy arrays, and numbers."""
+    def calls(self, args: Sequence[Any]) -> list[KernelLaunch]:
+        """Return the launches of `args`, the fields of the kernel's Args: torch tensors or numpy arrays, and
+        numbers."""
         return host.evaluate(self.host, self.ptx, [as_numpy(value) for value in args], self.shared)
 
 
 @cache
 def program(ptx: str) -> Program:
-    """The translated kernel of a PTX text, which its runs share."""
+    """Return the translated kernel of a PTX text; its runs share it."""
     return Program(ptx)
 
 
 @cache
-def load(op: str, spec: Any, arch: str, lines: bool = False) -> LoadedKernel:
-    """The kernel of a spec, from the objects of builds or compiled into them; lines: anew, with line info."""
+def load(op: str, spec: Any, arch: str, lines: bool = False) -> CompiledKernel:
+    """Return the kernel of a spec from the build's objects, compiling it if it is missing. lines: compile anew with
+    line info."""
     if lines:
         found = build.build(op, spec, arch, "--generate-line-info")
-        return LoadedKernel(found.ptx, found.host, found.shared or 0)
+        return CompiledKernel(found.ptx, found.host, found.shared or 0)
     path = build.object_file(op, spec, arch, OBJECTS)
     text = {suffix: path.with_suffix(suffix).read_text() for suffix in (".ptx", ".mlir", ".shared")}
     shared = int(text[".shared"]) if text[".shared"] != manifest.canonical(None) else 0
-    return LoadedKernel(text[".ptx"], text[".mlir"], shared)
+    return CompiledKernel(text[".ptx"], text[".mlir"], shared)
 
 
-def simulate(op: str, spec: Any, args: Sequence[Any], arch: str = "sm_90a", **how: Any) -> Result:
-    """Run a kernel on `args`, in place, its launches one after the other. how: of `load` lines; of `run.run` mode,
-    seed, blocks, resident and so on, where `program` is that of the first launch; before: of each `Call`; memory: a
-    folder of results of equal runs (memo.py), which are not repeated."""
+def simulate(op: str, spec: Any, args: Sequence[Any], arch: str = "sm_90a", **how: Any) -> RunResult:
+    """Run a kernel on `args` in place, its launches one after the other.
+
+    how: `lines` is passed to `load`; mode, seed, blocks, resident and so on to `run.run`, where `program` is that
+    of the first launch; before: of each `KernelLaunch`; memory: a folder of results of equal runs (memo.py),
+    which are not repeated."""
     folder, lines = how.pop("memory", None), how.pop("lines", False)
     kernel = load(op, spec, arch, lines)
     if folder is None:
@@ -62,8 +66,8 @@ def simulate(op: str, spec: Any, args: Sequence[Any], arch: str = "sm_90a", **ho
     return memo.recall(folder, (kernel, sorted(how.items())), args, lambda: _run(kernel, args, how))
 
 
-def _run(kernel: LoadedKernel, args: Sequence[Any], how: dict[str, Any]) -> Result:
-    total, before = Result(), how.pop("before", None)
+def _run(kernel: CompiledKernel, args: Sequence[Any], how: dict[str, Any]) -> RunResult:
+    total, before = RunResult(), how.pop("before", None)
     for call in kernel.calls(args):
         call.before = before
         result = run(call, **{"program": program(call.ptx)} | how)
@@ -72,8 +76,8 @@ def _run(kernel: LoadedKernel, args: Sequence[Any], how: dict[str, Any]) -> Resu
     return total
 
 
-def function(op: str, spec: Any, arch: str, results: list[Result], **how: Any) -> Callable[..., None]:
-    """What wrappers.runtime.kernel gives, but simulated; each launch adds to `results`."""
+def function(op: str, spec: Any, arch: str, results: list[RunResult], **how: Any) -> Callable[..., None]:
+    """Return the simulated counterpart of wrappers.runtime.kernel; each launch appends to `results`."""
 
     def launch(*args: Any) -> None:
         results.append(simulate(op, spec, args, arch, **how))
@@ -82,7 +86,8 @@ def function(op: str, spec: Any, arch: str, results: list[Result], **how: Any) -
 
 
 def as_numpy(value: Any) -> Any:
-    """A view of a torch tensor's memory, elements as integers of their width; anything else as it is."""
+    """Return a view of a torch tensor's memory, its elements as float32 or as integers of their width; other values
+    unchanged."""
     if not hasattr(value, "untyped_storage"):
         return value
     import torch

@@ -1,4 +1,4 @@
-"""Where elements lie: swizzles, tensor-map boxes, matrix descriptors, register fragments of matrix instructions."""
+"""Layouts of elements: swizzles, tensor-map boxes, matrix descriptors, register fragments of matrix instructions."""
 
 from functools import cache
 
@@ -6,21 +6,21 @@ import numpy as np
 
 from .call import FORMATS, TensorMap
 
-SWIZZLE = {128: 0x70, 64: 0x30, 32: 0x10}  # bits of a byte address that are exchanged with those three above them
+SWIZZLE = {128: 0x70, 64: 0x30, 32: 0x10}  # bits of a byte address that are XORed with the bits three places higher
 
 
 def swizzle(address: np.ndarray, span: int) -> np.ndarray:
-    """Byte address after a swizzle of `span` bytes (PTX ISA, Tensors: Swizzling Modes)."""
+    """Return byte addresses after a swizzle of `span` bytes (PTX ISA, Tensors: Swizzling Modes)."""
     return address ^ ((address >> 3) & SWIZZLE[span]) if span else address
 
 
 @cache
 def box(tensor: TensorMap) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """Of a tensor map's box: (indices per dimension (rank, k), byte offsets (k,) in shared memory, unit bytes, bytes).
+    """Return the layout of a tensor map's box: (indices per dimension (rank, k), byte offsets (k,) in shared memory,
+    bytes per unit, bytes in all).
 
-    A unit is an element, or a byte that holds two 4-bit elements. With a swizzle, rows are as far apart as its span,
-    even if they are narrower (seen on an H200). bytes: without such gaps.
-    """
+    A unit is an element, or a byte that holds two 4-bit elements. With a swizzle the pitch of rows is its span,
+    even if they are narrower (seen on an H200); the bytes in all do not include such gaps."""
     size = FORMATS[tensor.format]
     per_unit = 2 if size == 0.5 else 1
     unit = 1 if size == 0.5 else int(size)
@@ -32,7 +32,7 @@ def box(tensor: TensorMap) -> tuple[np.ndarray, np.ndarray, int, int]:
 
 
 def box_words(tensor: TensorMap, start: int) -> np.ndarray:
-    """Words of shared memory that a box at byte `start` touches."""
+    """Return the words of shared memory that a box at byte `start` touches."""
     _, linear, unit, size = box(tensor)
     if int(linear[-1]) + unit == size:  # no gaps
         return np.arange(start >> 2, (start + size) >> 2)
@@ -40,11 +40,10 @@ def box_words(tensor: TensorMap, start: int) -> np.ndarray:
 
 
 def box_addresses(tensor: TensorMap, at: list[int], store: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """(global address of every unit of the box at coordinates `at`, whether it lies inside the tensor).
+    """Return (global address of every unit of the box at coordinates `at`, whether it lies inside the tensor).
 
-    A store is cut off at 16 bytes, not at an element: it writes past an inner extent that is no multiple (seen on an
-    H200).
-    """
+    A store is cut off at 16 bytes, not at an element: it writes past an inner extent that is not a multiple of 16
+    bytes (seen on an H200)."""
     index, _, unit, _ = box(tensor)
     per_unit = 2 if FORMATS[tensor.format] == 0.5 else 1
     offset = np.zeros(index.shape[1], np.int64)
@@ -60,11 +59,11 @@ def box_addresses(tensor: TensorMap, at: list[int], store: bool = False) -> tupl
 
 @cache
 def matrix(rows: int, row_bytes: int, size: int, major: str, span: int, leading: int, stride: int) -> np.ndarray:
-    """Byte offsets (rows, k), before the swizzle, of an MMA operand in shared memory (PTX ISA, Matrix Descriptor).
+    """Return byte offsets (rows, k), before the swizzle, of an MMA operand in shared memory (PTX ISA, Matrix
+    Descriptor).
 
     rows: along M or N. row_bytes: along K. size: of an element. major: "k" or "mn", the contiguous direction.
-    leading, stride: byte offsets of the descriptor.
-    """
+    leading, stride: byte offsets of the descriptor."""
     i, k = np.arange(rows)[:, None], np.arange(row_bytes // size)[None, :]
     at = k * size
     if major == "k" and span:
@@ -82,14 +81,15 @@ def matrix(rows: int, row_bytes: int, size: int, major: str, span: int, leading:
 
 @cache
 def accumulator(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """(row, column) of accumulator register i of thread t of a warpgroup, (n / 2, 128) each; 32-bit elements."""
+    """Return (row, column) of accumulator register i of thread t of a warpgroup, (n / 2, 128) each; 32-bit elements."""
     t, i = np.arange(128)[None, :], np.arange(n // 2)[:, None]
     return 16 * (t // 32) + t % 32 // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * (t % 4) + i % 2
 
 
 @cache
 def fragment(size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(row, first column) of A register i of thread t of a warpgroup, (4, 128); a register holds 4 / size elements."""
+    """Return (row, first column) of A register i of thread t of a warpgroup, (4, 128); a register holds 4 / size
+    elements."""
     t, i = np.arange(128)[None, :], np.arange(4)[:, None]
     per = 4 // size
     return 16 * (t // 32) + t % 32 // 4 + 8 * (i % 2), per * (t % 4) + 4 * per * (i // 2)

@@ -8,24 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from .barriers import Mbarrier, Rendezvous
-from .call import Call, TensorMap
+from .barriers import BarrierState, Mbarrier
+from .call import KernelLaunch, TensorMap
 from .exchange import Exchange
-from .faults import Fault, Unsupported
-from .order import Order, VectorClock
+from .faults import Fault, NotModelled
+from .order import HappensBefore, VectorClock
 from .program import Program
-from .shared import RANK, Shared
+from .shared import RANK, SharedMemory
 from .translate import STORAGE
 
 MODES = ("eager", "late", "newest", "random")
 PARAMS = 0x7E00_0000_0000  # generic address of the parameters
 WINDOW = 0x7D00_0000_0000  # generic address of shared memory
-POISON = {"B": 0x7F, "W": 0x7FC0DEAD, "H": 0x7FC1, "D": 0x7FF8_DEAD_7FC0_DEAD}  # registers before they are written: NaN
+POISON = {"B": 0x7F, "W": 0x7FC0DEAD, "H": 0x7FC1, "D": 0x7FF8_DEAD_7FC0_DEAD}  # unwritten registers: NaN
 
 
 @dataclass
-class Pending:
-    """An asynchronous operation under way."""
+class PendingOperation:
+    """A pending asynchronous operation."""
 
     what: str
     complete: Callable[[], None]
@@ -35,7 +35,7 @@ class Pending:
 class Threads:
     """Threads that run a unit together. where: their columns of the register file."""
 
-    machine: "SimMachine"
+    machine: "MachineState"
     where: Any
     count: int
     pick: Any = None  # of a selection: its positions among the threads it was selected from
@@ -46,7 +46,7 @@ class Threads:
 
     @cached_property
     def warp(self) -> np.ndarray:
-        """Warp of each thread, numbered through all resident CTAs."""
+        """Return the warp of each thread, numbered through all resident CTAs."""
         return self.index >> 5
 
     @cached_property
@@ -55,22 +55,22 @@ class Threads:
 
     @cached_property
     def whole(self) -> bool:
-        """All 32 lanes of every warp are here."""
+        """Return whether all 32 lanes of every warp are here."""
         return self.count == 32 * len(self.warps)
 
     def select(self, mask: np.ndarray) -> "Threads | None":
-        """The threads where `mask` holds; None where there are none."""
+        """Return the threads for which `mask` holds; None if there are none."""
         pick = np.flatnonzero(mask)
         return Threads(self.machine, self.index[pick], len(pick), pick) if len(pick) else None
 
     def merge(self, old: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """`old` of all threads with `values` in place of those selected."""
+        """Return `old` of all threads with `values` in place of those selected."""
         out = np.array(np.broadcast_to(old, np.shape(old)))
         out[self.pick] = values
         return out
 
     def say(self, x: Any) -> str:
-        """Where: PTX line, source line, opcode, warps."""
+        """Return the location as text: PTX line, source line, warps, opcode."""
         at = f" ({x.source})" if x.source else ""
         return f"line {x.line}{at}, warp {self._names}: {x.op}"
 
@@ -80,7 +80,7 @@ class Threads:
 
 
 def distinct(ascending: np.ndarray) -> np.ndarray:
-    """np.unique of ascending numbers, in a fraction of its time."""
+    """Return np.unique of ascending numbers, in a fraction of its time."""
     first = np.ones(len(ascending), bool)
     np.not_equal(ascending[1:], ascending[:-1], out=first[1:])
     return ascending[first]
@@ -95,37 +95,41 @@ class Settings:
 
 
 @dataclass
-class State:
-    """What engines keep."""
+class EngineState:
+    """The state of the asynchronous engines and of synchronisation."""
 
-    # Operations under way by queue: in "" they complete in any order, in others in the order they were issued in.
-    pending: dict[str, deque[Pending]] = field(
+    # Pending operations by queue: those in "" complete in any order, those in other queues in the order of issue.
+    pending: dict[str, deque[PendingOperation]] = field(
         default_factory=lambda: defaultdict(deque, {"": deque(), "store": deque()})
     )
-    wgmma: dict[int, Any] = field(default_factory=dict)  # warpgroup -> wgmma.Pipe
+    wgmma: dict[int, Any] = field(default_factory=dict)  # warpgroup -> wgmma.WgmmaQueue
     bulk: dict[int, Any] = field(default_factory=dict)  # thread -> bulk groups
     copies: dict[int, Any] = field(default_factory=dict)  # thread -> cp.async groups
-    named: dict[tuple[int, int], Rendezvous] = field(default_factory=dict)  # (slot, id)
-    cluster: dict[int, Rendezvous] = field(default_factory=dict)
-    flags: dict[int, VectorClock] = field(
-        default_factory=dict
-    )  # of strong operations in shared memory, or of scope .cta
-    # By warp, and whether other CTAs count: its past at its last fence; what it read since, and no fence took up yet.
+    named: dict[tuple[int, int], BarrierState] = field(default_factory=dict)  # (slot, id)
+    cluster: dict[int, BarrierState] = field(default_factory=dict)
+    # By address: released by strong operations on shared memory, or of scope .cta.
+    flags: dict[int, VectorClock] = field(default_factory=dict)
+    # By warp, and whether other CTAs count: its past at its last fence; relaxed reads that no fence has acquired yet.
     fences: dict[tuple[int, bool], VectorClock] = field(default_factory=dict)
-    heard: dict[tuple[int, bool], VectorClock] = field(default_factory=dict)
+    unacquired: dict[tuple[int, bool], VectorClock] = field(default_factory=dict)
     tensor: dict[int, Any] = field(default_factory=dict)  # slot -> tensor memory
     released: dict[int, VectorClock] = field(default_factory=dict)  # warp -> its past at its last fence for the cluster
     remote: set[int] = field(default_factory=set)  # warps with stores to other CTAs since a full release
     counts: dict[str, int] = field(default_factory=dict)
 
 
-class SimMachine:
-    """CTAs of whole clusters that are resident together."""
+class MachineState:
+    """The CTAs of whole clusters that are resident together."""
 
     def __init__(
-        self, program: Program, call: Call, memory: Exchange, blocks: list[tuple[int, int, int]], settings: Settings
+        self,
+        program: Program,
+        call: KernelLaunch,
+        memory: Exchange,
+        blocks: list[tuple[int, int, int]],
+        settings: Settings,
     ) -> None:
-        """blocks: indices of the CTAs, those of a cluster one after the other in rank order."""
+        """Set up the CTAs. blocks: indices of the CTAs, those of a cluster one after the other in rank order."""
         self.program, self.call, self.memory, self.settings = program, call, memory, settings
         self.random = np.random.default_rng(settings.seed)
         shape = call.block or program.kernel.block
@@ -139,9 +143,9 @@ class SimMachine:
         self.slots = len(blocks)
         self.threads = self.per_cta * self.slots
         self.warps = self.threads // 32
-        self.order = Order(self.warps)
+        self.order = HappensBefore(self.warps)
         size = program.kernel.shared_bytes + call.shared
-        self.shared = Shared(self.slots, size, self.per_cta // 32, self.order)
+        self.shared = SharedMemory(self.slots, size, self.per_cta // 32, self.order)
         memory.begin(self.order)
         self.P, self.B, self.H, self.W, self.D = (
             np.full((max(1, program.registers.count[letter]), self.threads), POISON.get(letter, 0), dtype)
@@ -151,7 +155,7 @@ class SimMachine:
         self.first_slot = np.arange(self.threads) // self.per_cta // self.cluster_size * self.cluster_size
         self.params, self.maps = pack(program, call)
         self.mbarriers: dict[int, Mbarrier] = {}  # flat shared address -> object
-        self.state = State()
+        self.state = EngineState()
         self.waiting: deque[list[tuple[int, int, int]]] = deque()  # clusters of the run that are not resident yet
         self.pc = np.zeros(self.threads, np.int32)
         self.done = np.zeros(self.threads, bool)
@@ -159,40 +163,40 @@ class SimMachine:
         self.failed = np.full(self.threads, -1, np.int32)  # unit at which a wait failed, at event `failed_at`
         self.failed_at = np.full(self.threads, -1, np.int64)
         self.touched = np.ones(self.threads, bool)  # wgmma registers written since the last wgmma.fence
-        self.undefined: dict[int, dict[str, str]] = {}  # warp -> registers without a value, and why (undefined.py)
+        self.undefined: dict[int, dict[str, str]] = {}  # warp -> undefined registers and the reasons (undefined.py)
         self.cluster_phase = np.zeros(self.threads, np.int64)  # of the cluster barrier, after the last arrival
         self.cluster_waited = np.zeros(self.threads, np.int64)  # the same, after the last wait
         self.events = 0  # counts everything that may let a wait succeed
-        self.stalled: np.ndarray | None = None  # of the unit that runs: threads that stay
-        self.unit = 0  # that runs
+        self.stalled: np.ndarray | None = None  # threads that stay at the running unit
+        self.unit = 0  # the running unit
         self.entered = bytearray(len(program.units))  # units that have run
-        self.active = bytearray(len(program.kernel.instructions))  # those whose guard has held for a thread
+        self.active = bytearray(len(program.kernel.instructions))  # instructions with a guard that held for a thread
         self.steps = 0
         self.last = -1
 
-    # ------------------------------------------------------------- what generated code reads
+    # ------------------------------------------------------------- read by generated code
     def uniform(self, name: str) -> Any:
-        """A special register that all threads share."""
+        """Return a special register that all threads share."""
         if name.startswith("ntid."):
             return np.uint32(self.block["xyz".index(name[-1])])
         if name in ("clock", "clock64", "globaltimer", "globaltimer_lo"):
             return np.uint64(self.steps)
         values = {"dynamic_smem_size": self.call.shared, "total_smem_size": self.shared.size, "nsmid": 132, "smid": 0}
         if name not in values:
-            raise Unsupported(f"special register %{name} is not modelled")
+            raise NotModelled(f"special register %{name} is not modelled")
         return np.uint32(values[name])
 
     def shared_address(self, where: Any, offset: int) -> np.ndarray:
-        """Of a shared variable, per thread. offset: in static memory; -1 the dynamic part."""
+        """Return the address of a shared variable per thread. offset: in static memory; -1 means the dynamic part."""
         start = self.program.dynamic_start if offset < 0 else offset
         return (self.special["cluster_ctarank"][where] << np.uint32(RANK)) + np.uint32(1024 + start)
 
     def param_address(self, offset: int) -> np.uint64:
         return np.uint64(PARAMS + offset)
 
-    # ------------------------------------------------------------- what forms use
+    # ------------------------------------------------------------- used by forms
     def flat(self, t: Threads, address: np.ndarray, size: int, x: Any) -> np.ndarray:
-        """Shared addresses of threads -> indices into shared.bytes."""
+        """Convert shared addresses of threads to indices into shared.bytes."""
         return self.shared.flat(self.first_slot[t.where], address, size, t.say(x))
 
     def mbarrier(self, t: Threads, flat: int, x: Any) -> Mbarrier:
@@ -202,7 +206,7 @@ class SimMachine:
         return found
 
     def signalled(self, t: Threads, flat: int, x: Any) -> Mbarrier:
-        """An mbarrier that an async operation will signal."""
+        """Return an mbarrier that an async operation will signal."""
         barrier = self.mbarrier(t, flat, x)
         if not barrier.visible:
             raise Fault(f"{t.say(x)}: the mbarrier at {barrier.address} was initialised, but not fenced for async use")
@@ -214,14 +218,16 @@ class SimMachine:
             complete()
             self.events += 1
         else:
-            self.state.pending[queue].append(Pending(what, complete))
+            self.state.pending[queue].append(PendingOperation(what, complete))
 
     def count(self, what: str) -> None:
         self.state.counts[what] = self.state.counts.get(what, 0) + 1
 
 
-def specials(call: Call, blocks: list[tuple[int, int, int]], shape: tuple[int, int, int]) -> dict[str, np.ndarray]:
-    """Special registers that differ between threads or CTAs (PTX ISA, Special Registers)."""
+def specials(
+    call: KernelLaunch, blocks: list[tuple[int, int, int]], shape: tuple[int, int, int]
+) -> dict[str, np.ndarray]:
+    """Return the special registers that differ between threads or CTAs (PTX ISA, Special Registers)."""
     per_cta = int(np.prod(shape))
     lane = np.tile(np.arange(per_cta, dtype=np.uint32), len(blocks))
     out: dict[str, np.ndarray] = {
@@ -251,8 +257,8 @@ def specials(call: Call, blocks: list[tuple[int, int, int]], shape: tuple[int, i
     return {name: values.astype(np.uint32) for name, values in out.items()}
 
 
-def pack(program: Program, call: Call) -> tuple[np.ndarray, dict[int, TensorMap]]:
-    """Parameter bytes, and tensor maps by their offset in them."""
+def pack(program: Program, call: KernelLaunch) -> tuple[np.ndarray, dict[int, TensorMap]]:
+    """Return the parameter bytes, and the tensor maps by their offset in them."""
     expected = list(program.kernel.params.values())
     if len(call.params) != len(expected):
         raise ValueError(f"params: {len(call.params)} values, the kernel has {len(expected)} parameters")

@@ -1,9 +1,8 @@
-"""Launches that were simulated before: a launch of equal code on equal memory by an equal simulator is not repeated.
+"""Results of earlier launches: a launch of equal code on equal memory by an equal simulator is not repeated.
 
-What it wrote is put in place instead, so callers still compare it. Entries hold whole results; those of faults do not
-exist. Equal are the kernel (PTX, host function), how it runs, the simulator's code, and every argument: its storage's
-bytes, place in the storage, shape, strides and type.
-"""
+The bytes that it wrote are restored instead, so callers still compare them. Entries hold whole results; faults
+are not stored. A launch is equal if these are: the kernel (PTX, host function), how it runs, the simulator's
+code, and every argument with its storage's bytes, offset in the storage, shape, strides and type."""
 
 import hashlib
 import os
@@ -20,15 +19,15 @@ import torch
 
 from cute_kernels import manifest
 
-from .run import Result
+from .run import RunResult
 
 UNUSED_DAYS = 14  # entries not used for this long are deleted
-LARGEST = 1 << 26  # bytes; launches on more memory are not remembered, since reading it takes longer
+LARGEST = 1 << 26  # bytes; launches on more memory are not stored, since reading it takes longer
 
 
-def recall(folder: Path, facts: Any, args: Sequence[Any], simulate: Callable[[], Result]) -> Result:
-    """`simulate()`, which works on `args` in place, or what it gave before. facts: all else that it depends on, as
-    values whose repr tells them apart."""
+def recall(folder: Path, facts: Any, args: Sequence[Any], simulate: Callable[[], RunResult]) -> RunResult:
+    """Return `simulate()`, which works on `args` in place, or its stored result. facts: all else that it depends on,
+    as values with distinct reprs."""
     storages = {s.data_ptr(): s for s in (arg.untyped_storage() for arg in args if isinstance(arg, torch.Tensor))}
     memory = [torch.empty(0, dtype=torch.uint8).set_(s).numpy() for s in storages.values()]  # type: ignore[arg-type]
     if sum(part.size for part in memory) > LARGEST:
@@ -50,7 +49,8 @@ def recall(folder: Path, facts: Any, args: Sequence[Any], simulate: Callable[[],
 
 
 def _describe(arg: Any, digests: dict[int, str]) -> Any:
-    """An argument as values; tensors of one storage name it alike. digests: by the storage's address."""
+    """Return an argument as comparable values; tensors of one storage name it alike. digests: by the storage's
+    address."""
     if not isinstance(arg, torch.Tensor):
         return type(arg).__name__, arg
     storage = arg.untyped_storage().data_ptr()
@@ -64,7 +64,7 @@ def _digest(memory: np.ndarray) -> str:
 
 @cache
 def simulator() -> str:
-    """Digest of the simulator's own code, without its workloads."""
+    """Return the digest of the simulator's own code, without its workloads."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return manifest.digest("".join(manifest.source(file)[0] for file in files).encode())
 

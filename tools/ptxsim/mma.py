@@ -1,9 +1,8 @@
-"""Matrix multiply of a warp: forms of mma.sync and movmatrix.
+"""Warp-level matrix multiply: forms of mma.sync and movmatrix.
 
-Fragments (PTX ISA, Matrix Fragments for mma.m16n8k*): with g = lane / 4 and q = lane % 4, register r of A holds row
-g + 8 (r % 2) and columns per * q + 4 * per * (r / 2) on, per elements a register; register r of B holds column g and
-the same columns as rows; D holds (g + 8 (i / 2), 2 q + i % 2).
-"""
+Fragments (PTX ISA, Matrix Fragments for mma.m16n8k*): let g = lane / 4, q = lane % 4, and `per` the elements per
+register. Register r of A holds row g + 8 (r % 2) and `per` columns from per * q + 4 * per * (r / 2); register r
+of B holds column g and the same columns as rows; register i of D holds (g + 8 (i / 2), 2 q + i % 2)."""
 
 import re
 from collections.abc import Sequence
@@ -13,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from . import tensorcore
-from .forms import WARP, Op, effect, form, refuse
+from .forms import WARP, PtxOp, effect, form, refuse
 from .machine import Threads
 from .numbers import decode
-from .parse import Instruction, vector
+from .parse import PtxInstruction, vector
 from .translate import dtype_of
 
 MMA = "Warp Level Matrix Multiply-Accumulate Instructions"
@@ -26,20 +25,21 @@ LANE = np.arange(32)
 
 @cache
 def operand(count: int, per: int, halves: int) -> tuple[np.ndarray, np.ndarray]:
-    """(row, column) of each element of `count` registers of A (halves 2) or of B transposed (1), (count, 32, per)."""
+    """Return (row, column) of each element of `count` registers of A (halves 2) or of B transposed (1), (count, 32,
+    per)."""
     r, lane, i = np.arange(count)[:, None, None], LANE[None, :, None], np.arange(per)
     return lane // 4 + 8 * (r % halves) + 0 * i, per * (lane % 4) + 4 * per * (r // halves) + i
 
 
 @cache
 def accumulator(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(row, column) of each of `count` registers of C and D, (count, 32)."""
+    """Return (row, column) of each of `count` registers of C and D, (count, 32)."""
     i = np.arange(count)[:, None]
     return LANE // 4 + 8 * (i // 2), 2 * (LANE % 4) + i % 2
 
 
 def fragment(registers: Sequence[np.ndarray], kind: str, rows: int) -> np.ndarray:
-    """(warps, rows, k) float32 of A (rows 16) or of B transposed (rows 8)."""
+    """Return (warps, rows, k) float32 of A (rows 16) or of B transposed (rows 8)."""
     size, halves = BYTES[kind], rows // 8
     per, count = 4 // size, len(registers)
     bits = np.stack(registers).view(f"u{size}").reshape(count, -1, 32, per)
@@ -54,12 +54,12 @@ def fragment(registers: Sequence[np.ndarray], kind: str, rows: int) -> np.ndarra
     MMA,
     level=WARP,
 )
-def multiply(x: Instruction, f: re.Match[str]) -> Op:
+def multiply(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     if f[2] != "f32" or f[5] != "f32" or f[3] not in BYTES or f[4] not in BYTES:
         raise refuse(x, f"{f[2]} += {f[3]} {f[4]}")
     d, a, b, c = (vector(text) for text in x.args)
 
-    def run(t: Threads, x: Instruction, *values: Any) -> Any:
+    def run(t: Threads, x: PtxInstruction, *values: Any) -> Any:
         left = fragment(values[: len(a)], f[3], 16)
         right = fragment(values[len(a) : len(a) + len(b)], f[4], 8)
         sums = np.empty((len(left), 16, 8), np.float32)
@@ -73,8 +73,8 @@ def multiply(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16", MMA, level=WARP)
-def transpose(x: Instruction, f: re.Match[str]) -> Op:
-    def run(t: Threads, x: Instruction, a: Any) -> Any:
+def transpose(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    def run(t: Threads, x: PtxInstruction, a: Any) -> Any:
         matrix = np.ascontiguousarray(a).view(np.uint16).reshape(-1, 8, 8).transpose(0, 2, 1)
         return np.ascontiguousarray(matrix).reshape(-1).view(dtype_of("b32"))
 

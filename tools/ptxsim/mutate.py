@@ -1,10 +1,10 @@
-"""Fault injection: break one synchronisation of a kernel at a time and see whether the simulator notices.
+"""Fault injection: break one synchronisation of a kernel at a time and report whether the simulator notices.
 
     python -m tools.ptxsim.mutate bf16_d64_full_tma_m192n128s4 [--limit N] [--mode MODE ...] [--case NAME ...]
 
-A mutant counts as noticed if any case in any mode ends in a Fault or in wrong results; the first one ends its runs. The
-unmutated control must pass every mode. Cases of Blackwell's prefill take seconds each: name some, and modes.
-"""
+A mutant counts as noticed if any case in any mode ends in a Fault or in wrong results; the first one ends its
+runs. The unmutated control must pass every mode. Cases of Blackwell's prefill take seconds each: select cases and
+modes."""
 
 import argparse
 import random
@@ -19,12 +19,12 @@ from typing import Any
 from cute_kernels import catalog
 
 from . import launcher, workloads
-from .faults import Fault, Unsupported
+from .faults import Fault, NotModelled
 from .machine import MODES
-from .parse import Instruction, Kernel, parse
+from .parse import PtxInstruction, PtxKernel, parse
 from .pool import pool
 
-LIMIT = 200_000  # units, in `random` five times as many: a mutant that spins is stopped early
+LIMIT = 200_000  # units, five times as many in `random`: a mutant that spins is stopped early
 _NOP = ("nop", ())
 
 
@@ -37,7 +37,7 @@ class Mutant:
     args: tuple[str, ...] = ()
 
 
-DROPPED = {  # opcode: what dropping it is called
+DROPPED = {  # opcode: name of the mutation that drops it
     r"mbarrier\.arrive\.expect_tx.*": "arrive.expect_tx",
     r"mbarrier\.arrive(?!\.expect).*": "mbarrier.arrive",
     r"mbarrier\.init.*": "mbarrier.init",
@@ -61,8 +61,8 @@ DROPPED = {  # opcode: what dropping it is called
 }
 
 
-def mutants(kernel: Kernel) -> Iterator[Mutant]:
-    """Every single change: an operation dropped, a wait skipped, a count or a coordinate that is off by one."""
+def mutants(kernel: PtxKernel) -> Iterator[Mutant]:
+    """Yield every single mutation: an operation dropped, a wait skipped, a count or a coordinate that is off by one."""
     for i, x in enumerate(kernel.instructions):
         for pattern, name in DROPPED.items():
             if re.fullmatch(pattern, x.op):
@@ -70,7 +70,7 @@ def mutants(kernel: Kernel) -> Iterator[Mutant]:
         yield from changed(i, x)
 
 
-def changed(i: int, x: Instruction) -> Iterator[Mutant]:
+def changed(i: int, x: PtxInstruction) -> Iterator[Mutant]:
     if x.op.startswith("mbarrier.try_wait"):
         yield Mutant("skip mbarrier.try_wait", i, x.line, "setp.eq.u32", (x.args[0], "0", "0"))
         phase = "1" if x.args[2] == "0" else "0"
@@ -98,7 +98,7 @@ def changed(i: int, x: Instruction) -> Iterator[Mutant]:
 @dataclass(frozen=True)
 class MutantVerdict:
     mutant: Mutant
-    mode: str  # that noticed it, "" none
+    mode: str  # the mode that noticed it; "" if none did
     why: str
     ran: bool  # some case executed the changed instruction
 
@@ -106,7 +106,7 @@ class MutantVerdict:
 def try_mutant(
     kernel: tuple[str, Any, str], modes: Sequence[str], names: Sequence[str], mutant: Mutant
 ) -> MutantVerdict:
-    """names: of cases, all of them where empty."""
+    """Run a mutant until a case notices it. names: of cases; all if empty."""
     op, spec, arch = kernel
     program = launcher.program(launcher.load(op, spec, arch).ptx)
     if mutant.index >= 0:
@@ -121,7 +121,7 @@ def try_mutant(
                 outcome = workloads.RUN[family](spec, case, arch, **how)
             except Fault as fault:
                 return MutantVerdict(mutant, mode, str(fault).split("\n")[0], True)
-            except Unsupported as error:
+            except NotModelled as error:
                 return MutantVerdict(mutant, mode, f"unsupported: {error}", True)
             if not outcome.error <= 1:
                 return MutantVerdict(mutant, mode, "wrong results", True)
@@ -132,7 +132,7 @@ def try_mutant(
 
 
 def report(verdicts: list[MutantVerdict]) -> str:
-    """A line per kind of change, then the survivors."""
+    """Return a line per kind of mutation, then the survivors."""
     kinds: dict[str, list[MutantVerdict]] = defaultdict(list)
     for verdict in verdicts:
         kinds[verdict.mutant.what].append(verdict)
@@ -153,7 +153,7 @@ def report(verdicts: list[MutantVerdict]) -> str:
 
 
 def sample(found: list[Mutant], limit: int) -> list[Mutant]:
-    """At most `limit` of them, in turn from each kind."""
+    """Return at most `limit` mutants, taken in turn from each kind."""
     kinds: dict[str, list[Mutant]] = defaultdict(list)
     for mutant in found:
         kinds[mutant.what].append(mutant)
@@ -170,10 +170,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.ptxsim.mutate", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("spec", nargs="+", help="names of shipped kernels")
     parser.add_argument("--arch", default="sm_90a")
-    parser.add_argument("--limit", type=int, default=1 << 30, help="mutants a kernel, evenly from each kind")
+    parser.add_argument("--limit", type=int, default=1 << 30, help="mutants per kernel, evenly from each kind")
     parser.add_argument("--mode", action="append", choices=MODES, help="repeatable; all modes by default")
     parser.add_argument("--case", action="append", default=[], help="repeatable; all cases by default")
-    parser.add_argument("--jobs", type=int, default=0, help="processes; one a core by default")
+    parser.add_argument("--jobs", type=int, default=0, help="processes; one per core by default")
     args = parser.parse_args(argv)
     modes = args.mode or list(MODES)
     for name in args.spec:

@@ -1,11 +1,11 @@
-"""Number formats as bits in numpy arrays, and arithmetic that numpy does not have as PTX defines it."""
+"""Number formats as bits in numpy arrays, and PTX arithmetic that numpy lacks."""
 
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-FLOATS: dict[str, Any] = {  # formats of operands that are narrower than 32 bits
+FLOATS: dict[str, Any] = {  # operand formats narrower than 32 bits
     "f16": np.dtype(np.float16),
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
@@ -21,7 +21,7 @@ TINY = np.float32(2.0**-126)  # smallest normal
 
 
 def decode(bits: np.ndarray, kind: str) -> np.ndarray:
-    """float32 values of bit patterns (uint16 or uint8, the format in the low bits)."""
+    """Return float32 values of bit patterns (uint16 or uint8, the format in the low bits)."""
     if kind == "bf16":
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if kind == "tf32":  # the tensor core drops the low bits of a float32
@@ -35,7 +35,7 @@ _TABLES: dict[str, np.ndarray] = {}
 
 
 def _table(kind: str) -> np.ndarray:
-    """Values of all bytes; formats below 8 bits ignore the high bits."""
+    """Return the values of all bytes; formats below 8 bits ignore the high bits."""
     if kind not in _TABLES:
         bits = {"e2m1": 4, "e2m3": 6, "e3m2": 6}.get(kind, 8)
         patterns = (np.arange(256) % (1 << bits)).astype(np.uint8)
@@ -44,7 +44,8 @@ def _table(kind: str) -> np.ndarray:
 
 
 def encode(values: np.ndarray, kind: str, saturate: bool = False) -> np.ndarray:
-    """float32 -> bits, round to nearest even. saturate: to the largest finite value (.satfinite), NaN stays NaN."""
+    """Convert float32 to bits, rounding to nearest even. saturate: to the largest finite value (.satfinite), NaN
+    stays NaN."""
     values = np.asarray(values, np.float32)
     if saturate:
         values = np.clip(values, np.float32(-LARGEST[kind]), np.float32(LARGEST[kind]))
@@ -57,7 +58,7 @@ def encode(values: np.ndarray, kind: str, saturate: bool = False) -> np.ndarray:
 
 
 def truncate(values: np.ndarray, kind: str) -> np.ndarray:
-    """float32 -> bits of "bf16" or "f16", round toward zero."""
+    """Convert float32 to bits of "bf16" or "f16", rounding toward zero."""
     values = np.asarray(values, np.float32)
     if kind == "bf16":
         bits = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
@@ -68,15 +69,15 @@ def truncate(values: np.ndarray, kind: str) -> np.ndarray:
     return np.where(np.isnan(values), np.uint16(0x7FFF), near.view(np.uint16))
 
 
-NANS = {  # the NaN that arithmetic gives, whatever NaN its operands are
+NANS = {  # the NaN that arithmetic returns for any NaN operand
     np.dtype(np.float16): np.uint16(0x7FFF).view(np.float16),
     np.dtype(np.float32): np.uint32(0x7FFFFFFF).view(np.float32),
 }
 
 
 def one_nan(values: Any, operands: tuple[Any, ...] = ()) -> Any:
-    """`values` with the device's NaN in the place of any other. In float64, where payloads live on, it is the first NaN
-    of the operands: numpy's own choice depends on the processor's vector code."""
+    """Return `values` with every NaN replaced by the device's NaN. In float64, where payloads survive, it is the
+    first NaN of the operands: numpy's own choice depends on the processor's vector code."""
     squares = np.dot(values, values)  # NaN if any value is; this takes half the time of np.isnan and any
     if squares == squares:
         return values
@@ -87,7 +88,7 @@ def one_nan(values: Any, operands: tuple[Any, ...] = ()) -> Any:
 
 
 def flush(values: np.ndarray) -> np.ndarray:
-    """Denormals to zero of their sign (.ftz)."""
+    """Flush denormals to zero of their sign (.ftz)."""
     return np.where(np.abs(values) < TINY, np.copysign(np.float32(0), values), values)
 
 
@@ -101,26 +102,26 @@ def to_odd(near: Any, error: Any) -> Any:
 
 
 def sum_to_odd(a: Any, b: Any) -> Any:
-    """float64 a + b, rounded to odd."""
+    """Return float64 a + b, rounded to odd."""
     total = np.asarray(a + b)
     back = total - a
     return to_odd(total, (a - (total - back)) + (b - back))
 
 
 def fma(a: Any, b: Any, c: Any) -> Any:
-    """a * b + c of float32 with one rounding."""
+    """Return a * b + c of float32 with one rounding."""
     return sum_to_odd(np.asarray(a, np.float64) * b, np.asarray(c, np.float64)).astype(np.float32)
 
 
 def fma_to_odd(a: Any, b: Any, c: Any) -> Any:
-    """a * b + c as float32 rounded to odd, to be rounded to a 16-bit format."""
+    """Return a * b + c as float32 rounded to odd, for a second rounding to a 16-bit format."""
     total = sum_to_odd(np.asarray(a, np.float64) * b, np.asarray(c, np.float64))
     near = total.astype(np.float32)
     return to_odd(near, total - near)
 
 
 def rounded(exact: np.ndarray, mode: str) -> np.ndarray:
-    """float64 -> float32 in a PTX rounding mode: rn, rz, rm (down), rp (up)."""
+    """Round float64 to float32 in a PTX rounding mode: rn, rz, rm (down), rp (up)."""
     near = exact.astype(np.float32)
     if mode == "rn":
         return near
@@ -137,12 +138,12 @@ def rounded(exact: np.ndarray, mode: str) -> np.ndarray:
 
 
 def pair(bits: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """float32 values of the low and the high half of 32-bit registers that hold two 16-bit floats."""
+    """Return float32 values of the low and the high half of 32-bit registers that hold two 16-bit floats."""
     bits = np.asarray(bits, np.uint32)
     low, high = (bits & np.uint32(0xFFFF)).astype(np.uint16), (bits >> np.uint32(16)).astype(np.uint16)
     return decode(low, kind), decode(high, kind)
 
 
 def unpair(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Two 16-bit patterns in one register."""
+    """Pack two 16-bit patterns into one register."""
     return low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))

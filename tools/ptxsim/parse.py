@@ -1,14 +1,14 @@
-"""PTX text -> Kernel: the instructions of its one .entry in order, registers, labels, parameters, shared variables.
+"""Parse PTX text into a PtxKernel: instructions of its one .entry in order, registers, labels, parameters, shared
+memory.
 
-Scopes in braces (inline assembly) get their registers and labels renamed, so that the result is flat.
-"""
+Registers and labels of scopes in braces (inline assembly) are renamed, so that the result is flat."""
 
 import re
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .faults import Unsupported
+from .faults import NotModelled
 
 BYTES = {"pred": 1} | {
     f"{kind}{bits}": bits // 8
@@ -24,29 +24,29 @@ _SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(\[(\
 _INSTRUCTION = re.compile(r"(?:@(!?[%\w$@]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 
 
-class Instruction(NamedTuple):
+class PtxInstruction(NamedTuple):
     guard: str  # "" | "%p1" | "!%p1"
     op: str  # opcode with modifiers
-    args: tuple[str, ...]  # operands; {...}, [...] and (...) stay one operand
-    line: int  # of the PTX text
+    args: tuple[str, ...]  # operands; {...}, [...] and (...) are one operand each
+    line: int  # in the PTX text
     source: str  # "file:line" of the kernel's source, "" without line info
 
 
 @dataclass
-class Kernel:
+class PtxKernel:
     name: str = ""
     target: str = ""
-    block: tuple[int, int, int] = (0, 0, 0)  # .reqntid; zeros where the PTX does not say
+    block: tuple[int, int, int] = (0, 0, 0)  # .reqntid; zeros if the PTX has none
     params: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # name -> (offset, bytes, alignment)
     registers: dict[str, str] = field(default_factory=dict)  # name -> PTX type
-    instructions: list[Instruction] = field(default_factory=list)
+    instructions: list[PtxInstruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)  # name -> index of the next instruction
     shared: dict[str, tuple[int, int]] = field(default_factory=dict)  # variable -> (offset, bytes); dynamic: bytes 0
     shared_bytes: int = 0  # static shared memory
 
 
 def split(text: str) -> list[str]:
-    """Operands: text at commas that no bracket encloses."""
+    """Split text into operands at the commas that no bracket encloses."""
     if "{" not in text and "[" not in text and "(" not in text:
         return [part.strip() for part in text.split(",")] if text.strip() else []
     out, depth, start = [], 0, 0
@@ -63,7 +63,7 @@ def split(text: str) -> list[str]:
 
 
 def vector(text: str) -> list[str]:
-    """The elements of {a, b, ...}; a plain operand is one element."""
+    """Return the elements of {a, b, ...}; a plain operand is one element."""
     return [part.strip() for part in text[1:-1].split(",")] if text.startswith("{") else [text]
 
 
@@ -72,8 +72,8 @@ def _blank_comments(text: str) -> str:
     return re.sub(r"//[^\n]*", "", text)
 
 
-def _head(text: str, kernel: Kernel) -> int:
-    """Fill what stands before the body; the position of the body's brace."""
+def _head(text: str, kernel: PtxKernel) -> int:
+    """Parse everything before the body into `kernel`; return the position of the body's brace."""
     found = re.search(r"\.entry\s+([\w$]+)\s*\(", text)
     if not found:
         raise ValueError("no .entry in the PTX text")
@@ -86,7 +86,7 @@ def _head(text: str, kernel: Kernel) -> int:
         pattern = r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s+[.\w ]*?)?([\w$]+)(?:\[(\d+)\])?$"
         match = re.match(pattern, " ".join(param.split()))
         if not match:
-            raise Unsupported(f"parameter {param!r}")
+            raise NotModelled(f"parameter {param!r}")
         align, kind, name, count = match.groups()
         size = BYTES[kind] * int(count or 1)
         alignment = int(align or BYTES[kind])
@@ -105,7 +105,7 @@ def _head(text: str, kernel: Kernel) -> int:
     return body
 
 
-def _declare_shared(found: re.Match[str], kernel: Kernel) -> None:
+def _declare_shared(found: re.Match[str], kernel: PtxKernel) -> None:
     align, kind, name, array, count = found.groups()
     size = 0 if array and not count else BYTES[kind] * int(count or 1)
     start = -(-kernel.shared_bytes // int(align or BYTES[kind])) * int(align or BYTES[kind]) if size else -1
@@ -119,10 +119,11 @@ class _Scope(NamedTuple):
     names: dict[str, str]  # declared here -> flat name
 
 
-def parse(text: str) -> Kernel:
-    """The kernel of a PTX text with one .entry. Unsupported where it declares what the simulator does not model."""
+def parse(text: str) -> PtxKernel:
+    """Parse a PTX text with one .entry. Raise NotModelled if it declares something that the simulator does not
+    model."""
     text = _blank_comments(text)
-    kernel = Kernel()
+    kernel = PtxKernel()
     at = _head(text, kernel)
     newlines = [i for i, char in enumerate(text) if char == "\n"]
     files = dict(re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', text))
@@ -172,7 +173,7 @@ def parse(text: str) -> Kernel:
     return kernel
 
 
-def _declare(statement: str, kernel: Kernel, scopes: list[_Scope], line: int) -> None:
+def _declare(statement: str, kernel: PtxKernel, scopes: list[_Scope], line: int) -> None:
     registers = _REGISTERS.match(statement)
     if registers:
         for name in split(registers[2]):
@@ -189,27 +190,27 @@ def _declare(statement: str, kernel: Kernel, scopes: list[_Scope], line: int) ->
     if shared:
         _declare_shared(shared, kernel)
     elif not statement.startswith((".pragma", ".branchtargets")):
-        raise Unsupported(f"line {line}: {statement[:80]}")
+        raise NotModelled(f"line {line}: {statement[:80]}")
 
 
-def _instruction(statement: str, scopes: list[_Scope], line: int, source: str) -> Instruction:
+def _instruction(statement: str, scopes: list[_Scope], line: int, source: str) -> PtxInstruction:
     found = _INSTRUCTION.fullmatch(" ".join(statement.split()))
     if not found:
-        raise Unsupported(f"line {line}: {statement[:80]}")
+        raise NotModelled(f"line {line}: {statement[:80]}")
     guard, op, rest = found[1] or "", found[2], found[3]
     local = [scope.names for scope in scopes[1:] if scope.names]
     if local:
         rename = lambda word: next((n[word[0]] for n in reversed(local) if word[0] in n), word[0])  # noqa: E731
         guard, rest = _WORD.sub(rename, guard), _WORD.sub(rename, rest)
-    return Instruction(guard, op, tuple(split(rest)), line, source)
+    return PtxInstruction(guard, op, tuple(split(rest)), line, source)
 
 
-def _resolve(kernel: Kernel, branches: list[tuple[int, list[int]]]) -> None:
-    """Name the labels of branches as `labels` does: the innermost scope that declares one wins."""
+def _resolve(kernel: PtxKernel, branches: list[tuple[int, list[int]]]) -> None:
+    """Rename the targets of branches to keys of `labels`: the innermost scope that declares a label wins."""
     for index, numbers in branches:
         branch = kernel.instructions[index]
         names = [f"{branch.args[0]}@{number}" for number in reversed(numbers)]
         target = next((name for name in names if name in kernel.labels), None)
         if target is None:
-            raise Unsupported(f"line {branch.line}: branch to {branch.args[0]}, which is no label of this kernel")
+            raise NotModelled(f"line {branch.line}: branch to {branch.args[0]}, which is no label of this kernel")
         kernel.instructions[index] = branch._replace(args=(target,))

@@ -1,4 +1,4 @@
-"""Processes that simulate: spawned, since torch's threads do not survive a fork, with one thread each."""
+"""Processes that simulate: spawned, because torch's threads do not survive a fork, with one thread each."""
 
 import multiprocessing
 import os
@@ -6,7 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 
 def pool(jobs: int = 0) -> ProcessPoolExecutor:
-    """jobs: 0, one for each core that this process may use."""
+    """Return a pool of `jobs` processes; 0 means one per core that this process may use."""
     spawn = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(jobs or len(os.sched_getaffinity(0)), spawn, initializer=_one_thread)
 
@@ -15,4 +15,4 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
-    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # before numpy's BLAS starts its own
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # before numpy's BLAS starts its own threads

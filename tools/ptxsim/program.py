@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 
 from .forms import require
-from .parse import Instruction, Kernel, parse
-from .translate import Names, Registers, Translator, build
+from .parse import PtxInstruction, PtxKernel, parse
+from .translate import Names, RegisterMap, Translator, build
 
 
 @dataclass
 class Unit:
     first: int  # instruction
     end: int  # instruction after the last
-    level: int  # which threads must stand here together: forms.THREAD, WARP, WARPGROUP
-    waits: bool  # may leave threads where they are
+    level: int  # threads that must converge here: forms.THREAD, WARP, WARPGROUP
+    waits: bool  # may leave threads at this unit
     ends: str  # "branch", "return" or "" (falls through)
     target: int = -1  # unit of a branch
     run: Callable[[Any], Any] | None = None
@@ -29,16 +29,16 @@ class Program:
     def __init__(self, ptx: str) -> None:
         self.kernel = parse(ptx)
         self.dynamic_start = -(-self.kernel.shared_bytes // 16) * 16
-        self.registers = Registers(self.kernel)
+        self.registers = RegisterMap(self.kernel)
         self.names = Names()
         self.units = cut(self.kernel)
-        self.flows: dict[int, Any] = {}  # of units, as undefined.py needs them
+        self.flows: dict[int, Any] = {}  # by unit, for undefined.py
         self.level = np.array([unit.level for unit in self.units], np.int8)
         self.waits = np.array([unit.waits for unit in self.units])
 
     def changed(self, index: int, op: str, args: tuple[str, ...]) -> "Program":
-        """The program with another instruction in place of one that does not branch. Units stay as they are cut, and
-        all but one are shared with this program, so that each is translated once."""
+        """Return the program with another instruction in place of one that does not branch. The units keep their
+        bounds, and all but one are shared with this program, so that each is translated once."""
         other = copy.copy(self)
         instructions = list(self.kernel.instructions)
         instructions[index] = instructions[index]._replace(op=op, args=args)
@@ -50,7 +50,7 @@ class Program:
         return other
 
     def code(self, number: int) -> Callable[[Any], Any]:
-        """The function of a unit, translated at its first use."""
+        """Return the function of a unit, translated at its first use."""
         unit = self.units[number]
         if unit.run is None:
             name = f"unit_{number}"
@@ -60,21 +60,23 @@ class Program:
         return unit.run
 
     def executed(self, entered: bytes | bytearray, active: bytes | bytearray) -> np.ndarray:
-        """Which instructions some thread executed (instructions,). entered: of every unit, whether it ran; active: of
-        every instruction with a guard, whether the guard held for a thread. A branch counts, taken or not."""
+        """Return which instructions some thread executed (instructions,). entered: for each unit, whether it ran;
+        active: for each instruction with a guard, whether the guard held for a thread. A branch counts, taken or
+        not."""
         out = np.repeat(np.frombuffer(entered, bool), [unit.end - unit.first for unit in self.units])
         guarded = [i for i, x in enumerate(self.kernel.instructions) if x.guard and not control(x)]
         out[guarded] &= np.frombuffer(active, bool)[guarded]
         return out
 
 
-def control(x: Instruction) -> str:
+def control(x: PtxInstruction) -> str:
     head = x.op.split(".")[0]
     return {"bra": "branch", "ret": "return", "exit": "return"}.get(head, "")
 
 
-def cut(kernel: Kernel) -> list[Unit]:
-    """Units begin at labels, after branches, around waits, and where more threads must come together than so far."""
+def cut(kernel: PtxKernel) -> list[Unit]:
+    """Cut a kernel into units. They begin at labels, after branches, around waits, and where more threads must
+    converge."""
     instructions = kernel.instructions
     facts = [(0, False) if control(x) else (require(x)[0].level, require(x)[0].waits) for x in instructions]
     leads = {0, *kernel.labels.values()}

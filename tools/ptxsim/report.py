@@ -1,13 +1,13 @@
-"""What a person needs to see when nobody can move: every warp's place, every barrier's state, what is under way."""
+"""The report of a stuck kernel: the position of every warp, the state of every barrier, the pending operations."""
 
 import numpy as np
 
-from .machine import SimMachine
+from .machine import MachineState
 from .shared import BASE
 
 
-def where(m: SimMachine) -> str:
-    """One line per group of lanes, mbarrier and barrier."""
+def where(m: MachineState) -> str:
+    """Return one line per group of lanes, mbarrier, barrier and pending operation."""
     lines = []
     for warp in range(m.warps):
         lanes = slice(32 * warp, 32 * warp + 32)
@@ -31,12 +31,12 @@ def where(m: SimMachine) -> str:
     return "\n".join(lines)
 
 
-def _warp(m: SimMachine, warp: int) -> str:
+def _warp(m: MachineState, warp: int) -> str:
     per_cta = m.per_cta // 32
     return f"warp {warp % per_cta:2d}" + (f" of CTA {warp // per_cta}" if m.slots > 1 else "")
 
 
-def _place(m: SimMachine, unit: int, thread: int) -> str:
+def _place(m: MachineState, unit: int, thread: int) -> str:
     x = m.program.kernel.instructions[m.program.units[unit].first]
     source = f" ({x.source})" if x.source else ""
     state = " [in the barrier]" if m.blocked[thread] else ""

@@ -1,4 +1,4 @@
-"""Run a call: the grid in portions of CTAs that are resident together, then the checks at exit."""
+"""Run a launch: the grid in portions of CTAs that are resident together, then the checks at exit."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -8,10 +8,10 @@ import numpy as np
 
 # The modules that register instruction forms.
 from . import alu, atomic, cancel, convert, data, mma, sync, tcgen05, tma, warp, wgmma  # noqa: F401
-from .call import Call
+from .call import KernelLaunch
 from .exchange import Exchange
 from .faults import Fault
-from .machine import MODES, Settings, SimMachine
+from .machine import MODES, MachineState, Settings
 from .program import Program
 from .schedule import run as run_machine
 from .shared import BASE
@@ -20,18 +20,18 @@ Block = tuple[int, int, int]
 
 
 @dataclass
-class Result:
-    """steps: units executed. counts: asynchronous operations by kind. executed: by PTX text, of each instruction
-    whether a thread executed it (program.Program.executed). phases: by PTX text, of the mbarrier at each offset in
-    shared memory how many it completed, in the CTA that completed most."""
+class RunResult:
+    """The result of a run. steps: units executed. counts: asynchronous operations by kind. executed: by PTX text,
+    for each instruction whether a thread executed it (program.Program.executed). phases: by PTX text, for the
+    mbarrier at each offset in shared memory the number of completed phases, in the CTA that completed most."""
 
     steps: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     executed: dict[str, np.ndarray] = field(default_factory=dict)
     phases: dict[str, dict[int, int]] = field(default_factory=dict)
 
-    def add(self, other: "Result") -> None:
-        """Take in another run."""
+    def add(self, other: "RunResult") -> None:
+        """Merge another run into this one."""
         self.steps += other.steps
         for name, count in other.counts.items():
             self.counts[name] = self.counts.get(name, 0) + count
@@ -44,7 +44,7 @@ class Result:
 
 
 def run(
-    call: Call,
+    call: KernelLaunch,
     mode: str = "eager",
     seed: int = 0,
     blocks: Iterable[Block] | None = None,
@@ -52,35 +52,35 @@ def run(
     program: Program | None = None,
     limit: int = 2_000_000,
     exact: bool = False,
-) -> Result:
+) -> RunResult:
     """Execute the grid of `call`; its arrays hold the results.
 
-    mode: when asynchronous operations complete, see schedule.py. blocks: CTAs to run (all of the grid); whole
-    clusters run. resident: clusters that run at once; CTAs that wait for each other through global memory must all be
-    resident. program: the translated PTX of the call, to share it between runs. limit: units until a livelock is
-    reported, per portion. exact: WGMMAs of 16-bit and tf32 types give the bits of an H200, at several times the time;
-    those of 8-bit types always do. Fault (faults.py) on what is wrong on hardware; Unsupported on what is not modelled.
-    """
+    mode: when asynchronous operations complete, see schedule.py. blocks: CTAs to run (default: the whole grid);
+    whole clusters run. resident: clusters that run at once; CTAs that wait for each other through global memory
+    must all be resident. program: the translated PTX of the call, to share it between runs. limit: units until a
+    livelock is reported, per portion. exact: WGMMAs of 16-bit and tf32 types give the bits of an H200, at several
+    times the time; those of 8-bit types always do. Raises Fault (faults.py) for behaviour that is wrong on
+    hardware, NotModelled for instructions that are not modelled."""
     if mode not in MODES:
         raise ValueError(f"mode: {mode!r}, must be one of {MODES}")
     program = program or Program(call.ptx)
-    result, memory = Result(), Exchange(call.memory)
+    result, memory = RunResult(), Exchange(call.memory)
     waiting = deque(clusters_of(call, blocks))
     count = len(waiting)
     while waiting:
         first = count - len(waiting)
         portion = [block for _ in range(min(resident, len(waiting))) for block in waiting.popleft()]
-        machine = SimMachine(program, call, memory, portion, Settings(mode, seed + first, limit, exact))
+        machine = MachineState(program, call, memory, portion, Settings(mode, seed + first, limit, exact))
         machine.waiting = waiting
         run_machine(machine)
         if "exit" not in call.beyond:
             check_exit(machine)
         executed = program.executed(machine.entered, machine.active)
-        result.add(Result(machine.steps, machine.state.counts, {call.ptx: executed}, {call.ptx: phases_of(machine)}))
+        result.add(RunResult(machine.steps, machine.state.counts, {call.ptx: executed}, {call.ptx: phases_of(machine)}))
     return result
 
 
-def phases_of(m: SimMachine) -> dict[int, int]:
+def phases_of(m: MachineState) -> dict[int, int]:
     found: dict[int, int] = {}
     for flat, barrier in m.mbarriers.items():
         offset = flat % m.shared.stride - BASE
@@ -88,8 +88,8 @@ def phases_of(m: SimMachine) -> dict[int, int]:
     return found
 
 
-def clusters_of(call: Call, blocks: Iterable[Block] | None) -> list[list[Block]]:
-    """CTAs by cluster, in rank order; only clusters that hold one of `blocks`."""
+def clusters_of(call: KernelLaunch, blocks: Iterable[Block] | None) -> list[list[Block]]:
+    """Return the CTAs by cluster, in rank order; only clusters that hold one of `blocks`."""
     size = call.cluster
     for i, axis in enumerate("xyz"):
         if call.grid[i] % size[i]:
@@ -108,8 +108,8 @@ def clusters_of(call: Call, blocks: Iterable[Block] | None) -> list[list[Block]]
     return out
 
 
-def check_exit(m: SimMachine) -> None:
-    """What must not be left when a kernel ends."""
+def check_exit(m: MachineState) -> None:
+    """Raise Fault if work is left over when the kernel ends."""
     for barrier in m.mbarriers.values():
         if barrier.tx:
             raise Fault(f"exit: mbarrier {barrier.address} with {barrier.tx} bytes missing")

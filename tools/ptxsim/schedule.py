@@ -1,25 +1,24 @@
-"""Who runs next: threads move in groups that stand at the same unit; asynchronous operations complete in between.
+"""The scheduler: threads move in groups at the same unit; asynchronous operations complete in between.
 
 Modes: "eager", operations complete when issued; "late", only when no thread can move, oldest first; "newest", the
-same, newest first; "random", groups, parts of groups and operations in an order drawn from the seed.
-"""
+same, newest first; "random", groups, parts of groups and operations in an order drawn from the seed."""
 
 import numpy as np
 
 from .faults import Deadlock, Livelock
 from .forms import THREAD, WARP, WARPGROUP
-from .machine import SimMachine, Threads, distinct
+from .machine import MachineState, Threads, distinct
 from .report import where
-from .sync import settle_cluster
+from .sync import complete_cluster_phase
 from .undefined import follow
 
-LAST = np.iinfo(np.int32).max  # behind every unit
-RUN = 64  # units that a group runs before the next one is chosen
-SHARES = (0.3, 0.3, 0.05, 0.01)  # random: chance that an operation completes after a step, by seed
+NO_UNIT = np.iinfo(np.int32).max  # greater than every unit
+UNITS_PER_TURN = 64  # units that a group runs before the next group is chosen
+COMPLETION_CHANCES = (0.3, 0.3, 0.05, 0.01)  # random: probability that an operation completes after a step, by seed
 
 
-def run(m: SimMachine) -> None:
-    """Until every thread has returned and every operation is complete."""
+def run(m: MachineState) -> None:
+    """Run until every thread has returned and every operation is complete."""
     with np.errstate(all="ignore"):
         while not m.done.all():
             chosen = choose(m)
@@ -30,7 +29,10 @@ def run(m: SimMachine) -> None:
                 if chosen is None:
                     raise Deadlock(f"deadlock\n{where(m)}")
             step(m, *chosen)
-            if m.settings.mode == "random" and m.random.random() < SHARES[m.settings.seed % len(SHARES)]:
+            if (
+                m.settings.mode == "random"
+                and m.random.random() < COMPLETION_CHANCES[m.settings.seed % len(COMPLETION_CHANCES)]
+            ):
                 complete_one(m)
             if m.steps > m.settings.limit:
                 raise Livelock(f"no end after {m.settings.limit} units\n{where(m)}")
@@ -38,8 +40,8 @@ def run(m: SimMachine) -> None:
             pass
 
 
-def complete_one(m: SimMachine) -> bool:
-    """Complete one asynchronous operation; False where none is under way."""
+def complete_one(m: MachineState) -> bool:
+    """Complete one asynchronous operation; return False if none is pending."""
     queues = [queue for queue in m.state.pending.values() if queue]
     if not queues:
         return False
@@ -47,7 +49,7 @@ def complete_one(m: SimMachine) -> bool:
     if mode == "random":
         queue = queues[int(m.random.integers(len(queues)))]
         index = int(m.random.integers(len(queue))) if queue is m.state.pending[""] else 0
-    else:  # stores come last: who forgets to wait for one reads old memory
+    else:  # stores come last: a kernel that forgets to wait for one reads old memory
         queue = next((queue for queue in queues if queue is not m.state.pending["store"]), queues[0])
         index = -1 if mode == "newest" and queue is m.state.pending[""] else 0
     one = queue[index]
@@ -57,29 +59,28 @@ def complete_one(m: SimMachine) -> bool:
     return True
 
 
-def choose(m: SimMachine, part_of_warp: bool = False) -> tuple[int, np.ndarray, int] | None:
-    """(unit, threads, level up to which they are together); None where nobody can move.
+def choose(m: MachineState, part_of_warp: bool = False) -> tuple[int, np.ndarray, int] | None:
+    """Return (unit, threads, level up to which they have converged); None if no thread can move.
 
-    part_of_warp: lanes may run a collective without the rest of their warp; its member mask then tells whether that
-    is right.
-    """
+    part_of_warp: lanes may run a collective without the rest of their warp; its member mask then tells whether
+    that is right."""
     program, pc = m.program, m.pc
     live = ~m.done
     able = live & ~m.blocked & ~((m.failed == pc) & (m.failed_at == m.events))
     if not able.any():
         return None
     by_warp, live_warp = pc.reshape(-1, 32), live.reshape(-1, 32)
-    lowest = np.where(live_warp, by_warp, LAST).min(1)
+    lowest = np.where(live_warp, by_warp, NO_UNIT).min(1)
     together = ((by_warp == lowest[:, None]) | ~live_warp).all(1)
     level = program.level[pc]
     if level.any():
         collective = (level == WARP) & (together.repeat(32) | part_of_warp)
-        able &= (level == THREAD) | collective | whole_groups(m, lowest, together, level)
+        able &= (level == THREAD) | collective | whole_warpgroups(m, lowest, together, level)
         if not able.any():
             return None
-    # Within a split warp the lanes at the lowest unit go first: they catch up with the others.
-    first = np.where(able.reshape(-1, 32), by_warp, LAST).min(1)
-    candidates = first[first < LAST]
+    # In a diverged warp the lanes at the lowest unit go first, so that they catch up with the others.
+    first = np.where(able.reshape(-1, 32), by_warp, NO_UNIT).min(1)
+    candidates = first[first < NO_UNIT]
     random = m.settings.mode == "random"
     if random:
         unit = int(m.random.choice(np.unique(candidates)))
@@ -93,11 +94,11 @@ def choose(m: SimMachine, part_of_warp: bool = False) -> tuple[int, np.ndarray, 
         if keep.any():
             warps[warps] = keep
     index = np.flatnonzero(able & (pc == unit) & warps.repeat(32))
-    return unit, index, togetherness(m, index, together, live)
+    return unit, index, convergence(m, index, together, live)
 
 
-def whole_groups(m: SimMachine, lowest: np.ndarray, together: np.ndarray, level: np.ndarray) -> np.ndarray:
-    """Threads at a warpgroup unit whose four warps are all there."""
+def whole_warpgroups(m: MachineState, lowest: np.ndarray, together: np.ndarray, level: np.ndarray) -> np.ndarray:
+    """Return a mask of the threads at a warpgroup unit that all four warps have reached."""
     if not (level == WARPGROUP).any() or m.per_cta % 128:
         return np.zeros(m.threads, bool)
     groups = lowest.reshape(-1, 4)
@@ -105,8 +106,8 @@ def whole_groups(m: SimMachine, lowest: np.ndarray, together: np.ndarray, level:
     return (level == WARPGROUP) & whole.repeat(128)
 
 
-def togetherness(m: SimMachine, index: np.ndarray, together: np.ndarray, live: np.ndarray) -> int:
-    """Which collectives the chosen threads may run without another choice."""
+def convergence(m: MachineState, index: np.ndarray, together: np.ndarray, live: np.ndarray) -> int:
+    """Return the level of collectives that the chosen threads may run without another choice."""
     warps = distinct(index >> 5)
     if not together[warps].all() or len(index) != int(live.reshape(-1, 32)[warps].sum()):
         return THREAD
@@ -116,13 +117,13 @@ def togetherness(m: SimMachine, index: np.ndarray, together: np.ndarray, live: n
     return WARP
 
 
-def step(m: SimMachine, number: int, index: np.ndarray, level: int) -> None:
-    """Run a group until it splits, waits, needs others, or has run long enough."""
+def step(m: MachineState, number: int, index: np.ndarray, level: int) -> None:
+    """Run a group until it splits, waits, needs other threads, or has run RUN units."""
     n = len(index)
     contiguous = index[-1] - index[0] + 1 == n
     s = slice(int(index[0]), int(index[-1]) + 1) if contiguous else index
     t = Threads(m, s, n)
-    for _ in range(1 if m.settings.mode == "random" else RUN):
+    for _ in range(1 if m.settings.mode == "random" else UNITS_PER_TURN):
         unit = m.program.units[number]
         code = unit.run or m.program.code(number)
         m.unit, m.stalled = number, None
@@ -132,14 +133,14 @@ def step(m: SimMachine, number: int, index: np.ndarray, level: int) -> None:
         m.steps += 1
         result = code(t)
         following = number + 1
-        if m.stalled is not None:  # some stay in a barrier; those that it let go have moved already
+        if m.stalled is not None:  # some threads stay in a barrier; those that it released have moved already
             m.pc[index[~m.stalled]] = following
             return
         if unit.ends:
             taken = np.broadcast_to(np.asarray(result), (n,))
             if unit.ends == "return":
                 m.done[index[taken]] = True
-                leave(m)
+                exit_threads(m)
                 m.pc[index[~taken]] = following
                 m.events += 1
                 return
@@ -156,13 +157,14 @@ def step(m: SimMachine, number: int, index: np.ndarray, level: int) -> None:
             return
 
 
-def leave(m: SimMachine) -> None:
-    """Threads have exited: their cluster's barrier no longer waits for them, their CTA's shared memory may go."""
+def exit_threads(m: MachineState) -> None:
+    """Handle exited threads: their cluster barrier no longer waits for them, and their CTA's shared memory may be
+    freed."""
     if m.cluster_size == 1:
         return
     for cluster in list(m.state.cluster):
-        settle_cluster(m, cluster)
+        complete_cluster_phase(m, cluster)
     whole = m.done.reshape(m.slots, -1).all(1)
-    for slot in set(np.flatnonzero(whole).tolist()) - m.shared.gone:
+    for slot in set(np.flatnonzero(whole).tolist()) - m.shared.exited:
         m.shared.check_exit(slot)
-        m.shared.gone.add(slot)
+        m.shared.exited.add(slot)

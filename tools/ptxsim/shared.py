@@ -1,12 +1,11 @@
 """Shared memory of the resident CTAs, with a shadow that finds races whatever the schedule of this run is.
 
-Per 4-byte word the shadow knows who wrote it last (component and event, see order.py), which warps have read it since,
-and how many asynchronous reads and writes are under way; of atomics it knows the last one, which plain accesses must
-have in their past. Of accesses below 4 bytes, those by different warps to parts
-of one word are not checked for order.
+For each 4-byte word the shadow records the last writer (component and event, see order.py), the warps that have
+read it since, and the number of pending asynchronous reads and writes. It records the last atomic, which must
+happen before later plain accesses. Accesses below 4 bytes by different warps to different parts of one word are
+not checked for order.
 
-A shared address is (CTA rank in the cluster << 24) + offset, as on hardware; user memory begins at offset 1024.
-"""
+A shared address is (CTA rank in the cluster << 24) + offset, as on hardware; user memory begins at offset 1024."""
 
 from typing import Any
 
@@ -14,33 +13,33 @@ import numpy as np
 
 from .call import elements
 from .faults import Fault
-from .order import Order
+from .order import HappensBefore
 
 BASE = 1024  # bytes that the system keeps at the start of a CTA's shared memory
 RANK = 24  # bit of a shared address where the CTA rank begins
-EMPTY, SEVERAL = -1, -2  # in place of a component: never written; parts written by several warps, in no order
+EMPTY, SEVERAL = -1, -2  # in place of a component: never written; parts written by several warps, unordered
 
 
-class Shared:
-    def __init__(self, slots: int, size: int, warps_per_slot: int, order: Order) -> None:
-        """slots: CTAs. size: bytes a CTA, static and dynamic."""
+class SharedMemory:
+    def __init__(self, slots: int, size: int, warps_per_slot: int, order: HappensBefore) -> None:
+        """Allocate the memory. slots: CTAs. size: bytes per CTA, static and dynamic."""
         self.size, self.order, self.per_slot = size, order, warps_per_slot
         self.stride = -(-(BASE + size) // 1024) * 1024
-        self.bytes = np.full(slots * self.stride, 0xFF, np.uint8)  # NaN in every float type: stale reads are loud
+        self.bytes = np.full(slots * self.stride, 0xFF, np.uint8)  # NaN in every float type: stale reads show
         words = self.bytes.size // 4
         self.writer = np.full(words, EMPTY, np.int32)
         self.event = np.zeros(words, np.int32)
-        self.partly = np.zeros(words, bool)  # the last write had less than 4 bytes
+        self.partly = np.zeros(words, bool)  # the last write was smaller than 4 bytes
         self.readers = np.zeros((words, warps_per_slot), np.int32)  # last event at which each warp of the CTA read
         self.async_reader = np.full(words, EMPTY, np.int32)
         self.async_event = np.zeros(words, np.int32)
-        self.updater = np.full(words, EMPTY, np.int32)  # last warp whose atomic updated the word, and its event
+        self.updater = np.full(words, EMPTY, np.int32)  # last warp that updated the word by an atomic, and its event
         self.update_event = np.zeros(words, np.int32)
-        self.updated = False  # any word
-        self.reading = np.zeros(words, np.int16)
-        self.flying = np.zeros(words, np.int16)
-        self.gone: set[int] = set()  # slots whose CTA has exited
-        warp = np.arange(slots * warps_per_slot)[:, None]  # and those of its own CTA
+        self.updated = False  # whether any word was
+        self.async_reads = np.zeros(words, np.int16)
+        self.async_writes = np.zeros(words, np.int16)
+        self.exited: set[int] = set()  # slots of exited CTAs
+        warp = np.arange(slots * warps_per_slot)[:, None]  # and the warps of its own CTA
         self.own = warp, warp // warps_per_slot * warps_per_slot + np.arange(warps_per_slot)
 
     def name(self, flat: int) -> str:
@@ -48,10 +47,10 @@ class Shared:
         return f"shared {offset - BASE:#x}" + (f" of CTA slot {slot}" if len(self.bytes) > self.stride else "")
 
     def flat(self, first_slot: Any, address: np.ndarray, size: int, what: str) -> np.ndarray:
-        """Indices into `bytes` of shared addresses; Fault where `size` bytes are outside or misaligned.
+        """Convert shared addresses to indices into `bytes`. Raise Fault if an access of `size` bytes is out of
+        bounds or misaligned.
 
-        first_slot: of the cluster that each address belongs to.
-        """
+        first_slot: of the cluster that each address belongs to."""
         address = address.astype(np.int64)
         offset = address & ((1 << RANK) - 1)
         if offset.size and (offset.min() < BASE or offset.max() + size > BASE + self.size):
@@ -60,12 +59,12 @@ class Shared:
         if (offset % size).any():
             raise Fault(f"{what}: shared {int(offset[offset % size != 0][0]) - BASE:#x} is not aligned to {size} B")
         slot = first_slot + (address >> RANK)
-        if self.gone and np.isin(slot, list(self.gone)).any():
+        if self.exited and np.isin(slot, list(self.exited)).any():
             raise Fault(f"{what}: shared memory of a CTA that has exited")
         return slot * self.stride + offset
 
     def words(self, flat: np.ndarray, size: int) -> np.ndarray:
-        """Words that accesses of `size` bytes touch: (n,) or (n, size / 4)."""
+        """Return the words that accesses of `size` bytes touch: (n,) or (n, size / 4)."""
         first = flat >> 2
         return first if size <= 4 else first[:, None] + np.arange(size // 4)
 
@@ -73,7 +72,8 @@ class Shared:
     def load(
         self, warps: np.ndarray, flat: np.ndarray, dtype: Any, count: int, what: str, strong: bool = False
     ) -> np.ndarray:
-        """(count, n) elements; warps (n,) global warp numbers of the readers. strong: atomic, volatile and so on."""
+        """Return (count, n) elements. warps: (n,) global warp numbers of the readers. strong: atomic, volatile and
+        the like."""
         dtype = np.dtype(dtype)
         words = self.words(flat, dtype.itemsize * count)
         by = warps if words.ndim == 1 else warps[:, None]
@@ -82,12 +82,12 @@ class Shared:
         if self.updated and not strong:
             self.check_updates(by, words, f"{what}: reads")
         if not part and not strong:
-            self.note_read(by, words)
+            self.record_read(by, words)
         items = (flat // dtype.itemsize) + np.arange(count)[:, None]
         return elements(self.bytes, dtype)[items]
 
-    def note_read(self, by: np.ndarray, words: np.ndarray) -> None:
-        """Of the warps of other CTAs only the last that read a word is known."""
+    def record_read(self, by: np.ndarray, words: np.ndarray) -> None:
+        """Record a read. Only the last reader from other CTAs is kept per word."""
         by = np.broadcast_to(by, words.shape)
         own = by // self.per_slot == words * 4 // self.stride
         self.readers[words[own], by[own] % self.per_slot] = self.order.now(by[own])
@@ -96,24 +96,25 @@ class Shared:
             self.async_reader[words[away]], self.async_event[words[away]] = by[away], self.order.now(by[away])
 
     def check_read(self, by: np.ndarray, words: np.ndarray, what: str, part: bool = False) -> None:
-        """part: less than a word is read, so a write to another part of it may race.
+        """Check a read. part: less than a word is read, so a write to another part of the word is allowed to race.
 
-        Of a vector (words two-dimensional) one written word is enough: compilers widen loads over padding.
-        """
-        writer = self.landed(words, what)
+        For a vector load (words two-dimensional) one written word suffices: compilers widen loads over padding."""
+        writer = self.last_writer(words, what)
         empty = writer == EMPTY
         if empty.any() and (words.ndim == 1 or empty.all(1).any()):
             raise Fault(f"{what}: reads {self._first(words, empty)}, which nothing has written")
         self.check_order(self.order.seen[by, np.maximum(writer, 0)], words, what, part)
 
-    def landed(self, words: np.ndarray, what: str) -> np.ndarray:
-        """Who has written words that are read now."""
-        if self.flying[words].any():
-            raise Fault(f"{what}: reads {self._first(words, self.flying[words] > 0)} while an async write is under way")
+    def last_writer(self, words: np.ndarray, what: str) -> np.ndarray:
+        """Return the writers of words that are read now. Raise Fault if an async write is pending."""
+        if self.async_writes[words].any():
+            raise Fault(
+                f"{what}: reads {self._first(words, self.async_writes[words] > 0)} while an async write is under way"
+            )
         return self.writer[words]
 
     def check_order(self, seen: np.ndarray, words: np.ndarray, what: str, part: bool = False) -> None:
-        """seen: how many events of the words' writers lie in the past of those who read them."""
+        """Check the order of reads. seen: how many events of each word's writer happen before the read."""
         writer = self.writer[words]
         late = (writer >= 0) & (seen < self.event[words])
         if part:
@@ -125,7 +126,7 @@ class Shared:
             )
 
     def store(self, warps: np.ndarray, flat: np.ndarray, values: np.ndarray, what: str) -> None:
-        """values (count, n)."""
+        """Store values (count, n)."""
         size = values.dtype.itemsize * len(values)
         words = self.words(flat, size)
         by = warps if words.ndim == 1 else warps[:, None]
@@ -139,14 +140,15 @@ class Shared:
             raise Fault(f"{what}: several warps write {self._first(words, clash)} without synchronisation in between")
 
     def check_write(self, by: np.ndarray, words: np.ndarray, what: str, part: bool = False) -> np.ndarray:
-        """Words of which other warps write other parts at the same time, which only a `part` of a word may do."""
-        if self.flying[words].any():
+        """Check a write; return a mask of the words that other warps write in other parts at the same time, which is
+        allowed only for a `part` of a word."""
+        if self.async_writes[words].any():
             raise Fault(
-                f"{what}: writes {self._first(words, self.flying[words] > 0)} while an async write is under way"
+                f"{what}: writes {self._first(words, self.async_writes[words] > 0)} while an async write is under way"
             )
-        if self.reading[words].any():
+        if self.async_reads[words].any():
             raise Fault(
-                f"{what}: writes {self._first(words, self.reading[words] > 0)} while an async operation reads it"
+                f"{what}: writes {self._first(words, self.async_reads[words] > 0)} while an async operation reads it"
             )
         writer = self.writer[words]
         late = (writer >= 0) & (self.order.seen[by, np.maximum(writer, 0)] < self.event[words])
@@ -163,13 +165,13 @@ class Shared:
         return apart | (part & (writer == SEVERAL))
 
     def update(self, warps: np.ndarray, flat: np.ndarray, size: int, what: str) -> None:
-        """Atomics of `warps` (n,) update `size` bytes at flat (n,)."""
+        """Record atomics of `warps` (n,) that update `size` bytes at flat (n,)."""
         words = self.words(flat, size)
         by = warps if words.ndim == 1 else warps[:, None]
         self.check_read(by, words, what, size < 4)
-        if self.reading[words].any():
+        if self.async_reads[words].any():
             raise Fault(
-                f"{what}: updates {self._first(words, self.reading[words] > 0)}, which an async operation reads"
+                f"{what}: updates {self._first(words, self.async_reads[words] > 0)}, which an async operation reads"
             )
         self.check_readers(by, words, what)
         self.updated = True
@@ -183,7 +185,7 @@ class Shared:
             raise Fault(f"{what} {self._first(words, late)}, updated by {who}, without synchronisation in between")
 
     def check_exit(self, slot: int) -> None:
-        """What other CTAs have read of a CTA's shared memory lies in its past when it exits."""
+        """Check that reads of a CTA's shared memory by other CTAs happen before its exit."""
         words = slice(slot * self.stride // 4, (slot + 1) * self.stride // 4)
         seen = self.order.seen[slot * self.per_slot : (slot + 1) * self.per_slot].max(0)
         reader = self.async_reader[words]
@@ -193,7 +195,7 @@ class Shared:
             raise Fault(f"exit: CTA slot {slot} leaves, {who} reads {place} without synchronisation before that")
 
     def check_readers(self, by: np.ndarray, words: np.ndarray, what: str) -> None:
-        """Everyone who read the words is in the past of the warps `by`: (1,), or one per word."""
+        """Check that all reads of the words happen before the warps `by`: (1,), or one per word."""
         if by.size == 1:  # the words of one operation lie in one CTA
             start = int(words.flat[0]) * 4 // self.stride * self.per_slot
             ordered = (self.readers[words].max(0) <= self.order.seen[by[0], start : start + self.per_slot]).all()
@@ -220,9 +222,9 @@ class Shared:
 
     # ------------------------------------------------------------- async proxy
     def begin_read(self, warps: np.ndarray, words: np.ndarray, what: str, blank: bool = False) -> str:
-        """An async operation of `warps` starts to read `words` (k,). blank: words that nothing has written may be read;
-        then the result tells of one, if there are any."""
-        writer = self.landed(words, what)
+        """Start an async read of `words` (k,) by `warps`. blank: words that nothing has written may be read; the
+        result then names one of them, or is ""."""
+        writer = self.last_writer(words, what)
         component, empty = np.maximum(writer, 0), writer == EMPTY
         nothing = f"{what}: reads {self._first(words, empty)}, which nothing has written" if empty.any() else ""
         if nothing and not blank:
@@ -236,17 +238,17 @@ class Shared:
                     f"{what}: reads {self._first(words, stale)} through the async proxy, written by "
                     f"{self.who(int(writer[stale][0]))} without fence.proxy.async"
                 )
-        self.reading[words] += 1
+        self.async_reads[words] += 1
         return nothing
 
     def end_read(self, warps: np.ndarray, words: np.ndarray) -> None:
-        """The operation has read; `warps` know it."""
-        self.reading[words] -= 1
+        """End an async read; `warps` have waited for it."""
+        self.async_reads[words] -= 1
         for warp in warps:
             self.readers[words, warp % self.per_slot] = self.order.seen[warp, warp]
 
     def begin_write(self, warp: int, words: np.ndarray, what: str) -> None:
-        """An async operation of `warp` starts to write `words` (k,)."""
+        """Start an async write of `words` (k,) by `warp`."""
         self.check_write(np.array([warp]), words, what)
         writer = self.writer[words]
         generic = (writer >= 0) & (writer < self.order.warps)
@@ -256,19 +258,19 @@ class Shared:
                 f"{what}: overwrites {self._first(words, stale)} through the async proxy, written by "
                 f"{self.who(int(writer[stale][0]))} without fence.proxy.async"
             )
-        self.flying[words] += 1
+        self.async_writes[words] += 1
 
-    def fly(self, words: np.ndarray, what: str) -> None:
-        """Asynchronous writes of several threads begin, each to its own words (n, k)."""
-        before = self.flying[words]
-        np.add.at(self.flying, words, 1)
-        twice = self.flying[words] > before + 1
+    def begin_writes(self, words: np.ndarray, what: str) -> None:
+        """Start asynchronous writes of several threads, each to its own words (n, k)."""
+        before = self.async_writes[words]
+        np.add.at(self.async_writes, words, 1)
+        twice = self.async_writes[words] > before + 1
         if twice.any():
             raise Fault(f"{what}: several threads write {self._first(words, twice)}")
 
     def end_write(self, words: np.ndarray, component: Any, event: Any) -> None:
-        """The words are written; whoever has seen (component, event), one or one for each word, may read them."""
-        self.flying[words] -= 1
+        """End an async write; any thread that has seen (component, event), one or one per word, may read the words."""
+        self.async_writes[words] -= 1
         self.writer[words], self.event[words], self.partly[words] = component, event, False
         self.readers[words] = 0
         self.async_reader[words] = EMPTY

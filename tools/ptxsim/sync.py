@@ -6,22 +6,22 @@ from typing import Any
 
 import numpy as np
 
-from .barriers import Mbarrier, Rendezvous
+from .barriers import BarrierState, Mbarrier
 from .faults import Fault
-from .forms import WARP, Op, effect, form, refuse
-from .machine import SimMachine, Threads, distinct
+from .forms import WARP, PtxOp, effect, form, refuse
+from .machine import MachineState, Threads, distinct
 from .order import VectorClock
-from .parse import Instruction
+from .parse import PtxInstruction
 
 SYNC = "Parallel Synchronization and Communication Instructions"
 U32, U64 = np.uint32, np.uint64
-IDS = 16  # named barriers of a CTA
+IDS = 16  # named barriers per CTA
 
 
 # ------------------------------------------------------------------------------------------------ barriers of a CTA
 @form(r"(bar|barrier)(?:\.cta)?\.(sync|arrive)(?:\.aligned)?", f"{SYNC}: barrier", level=WARP, waits=True)
-def barrier(x: Instruction, f: re.Match[str]) -> Op:
-    def run(t: Threads, x: Instruction, number: Any, *count: Any) -> None:
+def barrier(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    def run(t: Threads, x: PtxInstruction, number: Any, *count: Any) -> None:
         stay = np.zeros(t.count, bool)
         for key, mine, need in barriers_of(t, x, number, *count):
             if not arrive_named(t, x, key, mine, need, f[2] == "sync"):
@@ -32,30 +32,31 @@ def barrier(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"(bar|barrier)(?:\.cta)?\.red\.(and|or)(?:\.aligned)?\.pred", f"{SYNC}: barrier", level=WARP, waits=True)
-def barrier_reduce(x: Instruction, f: re.Match[str]) -> Op:
-    """Every thread learns whether all of them, or any, brought a predicate that holds."""
+def barrier_reduce(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Reduce a predicate over the threads of a barrier: every thread learns whether it holds for all of them, or for
+    any."""
 
-    def run(t: Threads, x: Instruction, brought: Any, number: Any, *count: Any) -> None:
+    def run(t: Threads, x: PtxInstruction, brought: Any, number: Any, *count: Any) -> None:
         m = t.machine
         row, stay = m.program.registers.at[x.args[0]][1], np.zeros(t.count, bool)
         for key, mine, need in barriers_of(t, x, number, *count):
-            point = m.state.named.setdefault(key, Rendezvous(need))
-            point.brought.append(brought[mine])
-            point.told.append((row, t.index[mine]))
+            point = m.state.named.setdefault(key, BarrierState(need))
+            point.predicates.append(brought[mine])
+            point.receivers.append((row, t.index[mine]))
             if not arrive_named(t, x, key, mine, need, True):
                 stay |= mine
                 continue
-            every = np.concatenate(point.brought)
-            for row, index in point.told:
+            every = np.concatenate(point.predicates)
+            for row, index in point.receivers:
                 m.P[row, index] = every.all() if f[2] == "and" else every.any()
         m.stalled = stay
 
     ins = ((x.args[-1], "pred"), *[(text, "u32") for text in x.args[1:-1]])
-    return Op(run, (), ins, effect=True, registers=True)
+    return PtxOp(run, (), ins, effect=True, registers=True)
 
 
-def barriers_of(t: Threads, x: Instruction, number: Any, *count: Any) -> Iterator[tuple[Any, np.ndarray, int]]:
-    """The named barriers of the threads: (slot, id), which threads name it, how many it is for."""
+def barriers_of(t: Threads, x: PtxInstruction, number: Any, *count: Any) -> Iterator[tuple[Any, np.ndarray, int]]:
+    """Yield the named barriers of the threads: (slot, id), the threads that name it, the thread count it expects."""
     m = t.machine
     slot = t.index // m.per_cta
     if (number >= IDS).any():
@@ -66,10 +67,10 @@ def barriers_of(t: Threads, x: Instruction, number: Any, *count: Any) -> Iterato
         yield (s, i), mine, int(count[0][mine][0]) if count else m.per_cta
 
 
-def arrive_named(t: Threads, x: Instruction, key: tuple[int, int], mine: np.ndarray, need: int, waits: bool) -> bool:
-    """Threads `mine` arrive; whether the barrier let everyone go."""
+def arrive_named(t: Threads, x: PtxInstruction, key: tuple[int, int], mine: np.ndarray, need: int, waits: bool) -> bool:
+    """Let threads `mine` arrive; return whether the barrier completed and released everyone."""
     m = t.machine
-    point = m.state.named.setdefault(key, Rendezvous(need))
+    point = m.state.named.setdefault(key, BarrierState(need))
     if point.arrived and point.need != need:
         raise Fault(f"{t.say(x)}: barrier {key[1]} with {need} threads, others wait for {point.need}")
     point.need = need
@@ -94,18 +95,18 @@ def arrive_named(t: Threads, x: Instruction, key: tuple[int, int], mine: np.ndar
 
 
 @form(r"bar\.warp\.sync", f"{SYNC}: bar.warp.sync", level=WARP)
-def warp_barrier(x: Instruction, f: re.Match[str]) -> Op:
-    """A warp counts as one thread in the order of events: nothing to do once its lanes are together."""
+def warp_barrier(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Do nothing: a warp counts as one thread in the order of events, so it suffices that its lanes have converged."""
     return effect(lambda t, x: None)
 
 
 @form(r"barrier\.cluster\.arrive(\.release|\.relaxed)?(\.aligned)?", f"{SYNC}: barrier.cluster", level=WARP)
-def cluster_arrive(x: Instruction, f: re.Match[str]) -> Op:
-    def run(t: Threads, x: Instruction) -> None:
+def cluster_arrive(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    def run(t: Threads, x: PtxInstruction) -> None:
         m = t.machine
         for cluster in distinct(m.first_slot[t.where]).tolist():
             mine = m.first_slot[t.where] == cluster
-            point = m.state.cluster.setdefault(cluster, Rendezvous(m.cluster_size * m.per_cta))
+            point = m.state.cluster.setdefault(cluster, BarrierState(m.cluster_size * m.per_cta))
             if (m.cluster_phase[t.index[mine]] > point.phase).any():
                 raise Fault(f"{t.say(x)}: arrives twice at the cluster barrier without a wait in between")
             point.arrived += int(mine.sum())
@@ -118,13 +119,13 @@ def cluster_arrive(x: Instruction, f: re.Match[str]) -> Op:
                 for warp in warps.tolist():
                     for clock in (m.state.released.get(warp), m.state.fences.get((warp, True))):
                         point.clock.take(clock or VectorClock())
-            settle_cluster(m, cluster)
+            complete_cluster_phase(m, cluster)
 
     return effect(run)
 
 
-def settle_cluster(m: SimMachine, cluster: int) -> None:
-    """Complete the phase when all threads that have not exited are there."""
+def complete_cluster_phase(m: MachineState, cluster: int) -> None:
+    """Complete the phase of a cluster barrier if all threads that have not exited have arrived."""
     point = m.state.cluster.get(cluster)
     if point is None or not point.arrived:
         return
@@ -136,8 +137,8 @@ def settle_cluster(m: SimMachine, cluster: int) -> None:
 
 
 @form(r"barrier\.cluster\.wait(\.acquire)?(\.aligned)?", f"{SYNC}: barrier.cluster", level=WARP, waits=True)
-def cluster_wait(x: Instruction, f: re.Match[str]) -> Op:
-    def run(t: Threads, x: Instruction) -> None:
+def cluster_wait(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    def run(t: Threads, x: PtxInstruction) -> None:
         m = t.machine
         stay = np.zeros(t.count, bool)
         for cluster in distinct(m.first_slot[t.where]).tolist():
@@ -151,14 +152,14 @@ def cluster_wait(x: Instruction, f: re.Match[str]) -> Op:
             if ready.any():
                 m.cluster_waited[t.index[ready]] = m.cluster_phase[t.index[ready]]
                 m.order.acquire(distinct(t.warp[ready]), point.clock)
-        fail(t, stay)
+        mark_failed(t, stay)
         m.stalled = stay
 
     return effect(run)
 
 
-def fail(t: Threads, which: np.ndarray) -> None:
-    """These threads need not try this unit again before something happens."""
+def mark_failed(t: Threads, which: np.ndarray) -> None:
+    """Mark these threads: they need not retry this unit before another event happens."""
     m = t.machine
     m.failed[t.index[which]] = m.unit
     m.failed_at[t.index[which]] = m.events
@@ -169,17 +170,17 @@ MBARRIER = f"{SYNC}: mbarrier"
 PLACE = r"(?:\.(?:release|acquire|relaxed))?(?:\.(?:cta|cluster))?(?:\.shared(?:::cta|::cluster)?)?"
 
 
-def each(t: Threads, x: Instruction, address: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """(flat address, threads) of every mbarrier that the threads name."""
+def each_mbarrier(t: Threads, x: PtxInstruction, address: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Return (flat address, threads) for each mbarrier that the threads name."""
     flat = t.machine.flat(t, address, 8, x)
     return [(where, flat == where) for where in np.unique(flat).tolist()]
 
 
 @form(r"mbarrier\.init(?:\.shared(?:::cta)?)?\.b64", f"{MBARRIER}.init")
-def mbarrier_init(x: Instruction, f: re.Match[str]) -> Op:
-    def run(t: Threads, x: Instruction, address: Any, count: Any) -> None:
+def mbarrier_init(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    def run(t: Threads, x: PtxInstruction, address: Any, count: Any) -> None:
         m = t.machine
-        for flat, mine in each(t, x, address):
+        for flat, mine in each_mbarrier(t, x, address):
             if flat in m.mbarriers:
                 raise Fault(f"{t.say(x)}: the mbarrier at {m.shared.name(flat)} is initialised already")
             m.shared.store(t.warp[mine], np.full(mine.sum(), flat), np.zeros((1, mine.sum()), U64), t.say(x))
@@ -189,9 +190,9 @@ def mbarrier_init(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"mbarrier\.inval(?:\.shared(?:::cta)?)?\.b64", f"{MBARRIER}.inval")
-def mbarrier_inval(x: Instruction, f: re.Match[str]) -> Op:
-    def run(t: Threads, x: Instruction, address: Any) -> None:
-        for flat, _ in each(t, x, address):
+def mbarrier_inval(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    def run(t: Threads, x: PtxInstruction, address: Any) -> None:
+        for flat, _ in each_mbarrier(t, x, address):
             t.machine.mbarrier(t, flat, x)
             del t.machine.mbarriers[flat]
 
@@ -202,19 +203,19 @@ def mbarrier_inval(x: Instruction, f: re.Match[str]) -> Op:
     rf"mbarrier\.(arrive|arrive_drop|expect_tx|complete_tx)(\.expect_tx)?(\.noComplete)?{PLACE}\.b64",
     f"{MBARRIER}.arrive",
 )
-def mbarrier_arrive(x: Instruction, f: re.Match[str]) -> Op:
+def mbarrier_arrive(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     what = f[1]
     operands = x.args if x.args[0].startswith("[") else x.args[1:]
     token = x.args[0] if not x.args[0].startswith("[") and x.args[0] != "_" else ""
     amount = (operands[1], "u32") if len(operands) > 1 else ("1", "u32")
     relaxed = ".relaxed" in x.op
 
-    def run(t: Threads, x: Instruction, address: Any, number: Any) -> Any:
+    def run(t: Threads, x: PtxInstruction, address: Any, number: Any) -> Any:
         m = t.machine
         tokens = np.zeros(t.count, U64)
-        for flat, mine in each(t, x, address):
+        for flat, mine in each_mbarrier(t, x, address):
             barrier = m.mbarrier(t, flat, x)
-            known(t, x, flat, mine)
+            check_initialised(t, x, flat, mine)
             tokens[mine] = barrier.phase << 32 | barrier.pending
             total = int(number[mine].sum())
             if f[2] or what == "expect_tx":
@@ -227,50 +228,50 @@ def mbarrier_arrive(x: Instruction, f: re.Match[str]) -> Op:
                 barrier.count -= total if what == "arrive_drop" else 0
                 if not relaxed or "relaxed" in m.call.beyond:
                     m.order.release(distinct(t.warp[mine]), barrier.arriving)
-            barrier.settle()
+            barrier.complete_phase()
             m.events += 1
         return tokens
 
     return effect(run, (operands[0], "address"), amount, outs=((token, "b64"),) if token else ())
 
 
-def known(t: Threads, x: Instruction, flat: int, mine: np.ndarray) -> None:
-    """The initialisation of the mbarrier lies in the past of every thread that uses it."""
+def check_initialised(t: Threads, x: PtxInstruction, flat: int, mine: np.ndarray) -> None:
+    """Check that the initialisation of the mbarrier happens before its use by every thread `mine`."""
     m = t.machine
     m.shared.check_read(t.warp[mine], np.full(int(mine.sum()), flat >> 2), t.say(x))
 
 
 @form(rf"mbarrier\.(test_wait|try_wait)(\.parity)?{PLACE}\.b64", f"{MBARRIER}.try_wait", waits=True)
-def mbarrier_wait(x: Instruction, f: re.Match[str]) -> Op:
-    def run(t: Threads, x: Instruction, address: Any, expected: Any) -> Any:
+def mbarrier_wait(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    def run(t: Threads, x: PtxInstruction, address: Any, expected: Any) -> Any:
         m = t.machine
         done = np.zeros(t.count, bool)
-        for flat, mine in each(t, x, address):
+        for flat, mine in each_mbarrier(t, x, address):
             barrier = m.mbarrier(t, flat, x)
-            known(t, x, flat, mine)
+            check_initialised(t, x, flat, mine)
             if f[2]:
                 done[mine] = (barrier.phase & 1) != (expected[mine] & U32(1))
             else:
                 done[mine] = barrier.phase > (expected[mine] >> U64(32)).astype(np.int64)
             if done[mine].any():
                 m.order.acquire(distinct(t.warp[mine & done]), barrier.released)
-        fail(t, ~done)
+        mark_failed(t, ~done)
         return done
 
     return effect(run, (x.args[1], "address"), (x.args[2], "u32" if f[2] else "b64"), outs=((x.args[0], "pred"),))
 
 
 @form(r"mbarrier\.pending_count\.b64", f"{MBARRIER}.pending_count")
-def mbarrier_pending(x: Instruction, f: re.Match[str]) -> Op:
-    return Op(lambda a: np.asarray(a).astype(U32), ((x.args[0], "b32"),), ((x.args[1], "b64"),))
+def mbarrier_pending(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    return PtxOp(lambda a: np.asarray(a).astype(U32), ((x.args[0], "b32"),), ((x.args[1], "b64"),))
 
 
 # ------------------------------------------------------------------------------------------------ fences and hints
 @form(r"fence\.mbarrier_init\.release\.cluster", f"{SYNC}: membar, fence")
-def fence_init(x: Instruction, f: re.Match[str]) -> Op:
-    """Initialised mbarriers become visible to the async proxy and to the other CTAs of the cluster."""
+def fence_init(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Make initialised mbarriers visible to the async proxy and to the other CTAs of the cluster."""
 
-    def run(t: Threads, x: Instruction) -> None:
+    def run(t: Threads, x: PtxInstruction) -> None:
         m = t.machine
         slots = set((t.index // m.per_cta).tolist())
         for flat, barrier in m.mbarriers.items():
@@ -283,11 +284,12 @@ def fence_init(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"fence\.release\.sync_restrict::shared::cta\.cluster", f"{SYNC}: membar, fence")
-def fence_own(x: Instruction, f: re.Match[str]) -> Op:
-    """Stores to the own CTA's shared memory come before a relaxed arrival that follows. Nothing is handed on by a warp
-    that has stored to other CTAs as well: which is more cautious than the memory model."""
+def fence_own(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Order stores to the CTA's own shared memory before a relaxed arrival that follows.
 
-    def run(t: Threads, x: Instruction) -> None:
+    A warp that has also stored to other CTAs releases nothing, which is more cautious than the memory model."""
+
+    def run(t: Threads, x: PtxInstruction) -> None:
         m = t.machine
         for warp in set(t.warps.tolist()) - m.state.remote:
             m.order.release(np.array([warp]), m.state.released.setdefault(warp, VectorClock()))
@@ -296,8 +298,8 @@ def fence_own(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"fence\.proxy\.async.*", f"{SYNC}: membar, fence (proxy)")
-def fence_proxy(x: Instruction, f: re.Match[str]) -> Op:
-    def run(t: Threads, x: Instruction) -> None:
+def fence_proxy(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    def run(t: Threads, x: PtxInstruction) -> None:
         t.machine.order.fence_proxy(t.warps)
         slots = set((t.index // t.machine.per_cta).tolist())
         for flat, barrier in t.machine.mbarriers.items():
@@ -307,20 +309,21 @@ def fence_proxy(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"(fence|membar)(\.(?!proxy\.async|mbarrier_init|release\.sync_restrict).*)?", f"{SYNC}: membar, fence")
-def fence(x: Instruction, f: re.Match[str]) -> Op:
-    """Values need none, since memory is sequentially consistent here; order does (data.synchronise)."""
+def fence(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Fence the order of accesses (data.synchronise); values need no fence, since memory is sequentially consistent
+    here."""
     parts = x.op.split(".")
     if "proxy" in parts:
         return effect(lambda t, x: None)
     sides = (False,) if "cta" in parts else (False, True)
 
-    def run(t: Threads, x: Instruction) -> None:
+    def run(t: Threads, x: PtxInstruction) -> None:
         m = t.machine
         for warp in t.warps.tolist():
             one, clock = np.array([warp]), VectorClock()
             if "release" not in parts:
                 for wide in sides:
-                    m.order.acquire(one, m.state.heard.pop((warp, wide), VectorClock()))
+                    m.order.acquire(one, m.state.unacquired.pop((warp, wide), VectorClock()))
             if "acquire" not in parts:
                 m.order.release(one, clock)
                 m.state.fences |= {(warp, wide): clock for wide in sides}
@@ -330,7 +333,7 @@ def fence(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32", "Miscellaneous Instructions: setmaxnreg", level=WARP)
-def registers(x: Instruction, f: re.Match[str]) -> Op:
+def setmaxnreg(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     count = int(x.args[0])
     if not 24 <= count <= 256 or count % 8:
         raise Fault(f"line {x.line}: setmaxnreg {count}: a multiple of 8 from 24 to 256")
@@ -340,10 +343,11 @@ def registers(x: Instruction, f: re.Match[str]) -> Op:
 @form(
     r"(griddepcontrol|nanosleep|pragma|nop)(\.(wait|launch_dependents|u32))?", "Miscellaneous and control instructions"
 )
-def nothing(x: Instruction, f: re.Match[str]) -> Op:
-    """One grid runs at a time: those before it are complete, but for what `Call.before` does."""
+def no_effect(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Do nothing: one grid runs at a time and the grids before it are complete, except for the effect of
+    `KernelLaunch.before`, which griddepcontrol.wait calls."""
 
-    def run(t: Threads, x: Instruction) -> None:
+    def run(t: Threads, x: PtxInstruction) -> None:
         before = t.machine.call.before
         if before and x.op == "griddepcontrol.wait":
             before(set((t.warps % (t.machine.per_cta // 32)).tolist()))
@@ -352,13 +356,13 @@ def nothing(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"(trap|brkpt)", "Miscellaneous Instructions: trap")
-def trap(x: Instruction, f: re.Match[str]) -> Op:
-    def run(t: Threads, x: Instruction) -> None:
+def trap(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    def run(t: Threads, x: PtxInstruction) -> None:
         raise Fault(f"{t.say(x)}: the kernel gave up")
 
     return effect(run)
 
 
 @form(r"(bar|barrier)(\.cta)?\.red.*", f"{SYNC}: barrier", level=WARP)
-def barrier_count(x: Instruction, f: re.Match[str]) -> Op:
+def barrier_count(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     raise refuse(x, "a count over a barrier")

@@ -1,13 +1,12 @@
 """Tensor cores of sm_100a: forms of tcgen05, and the engine that carries out their asynchronous operations.
 
-tcgen05.mma, cp and commit of a CTA (of a CTA pair with cta_group::2) complete in the order of issue; the mode of the
-run says when. Whoever reads what they wrote, or overwrites what they read, must have waited for the mbarrier of a later
-tcgen05.commit of the same thread.
+tcgen05.mma, cp and commit of a CTA (of a CTA pair with cta_group::2) complete in the order of issue; the mode of
+the run decides when. A thread that reads their results, or overwrites their operands, must have waited for the
+mbarrier of a later tcgen05.commit of the same issuing thread.
 
 tcgen05.ld completes when it is issued: compiled kernels use its registers without tcgen05.wait::ld. tcgen05.st is
-visible to others after tcgen05.wait::st. tcgen05.fence has no effect: compiled kernels leave it out, and barriers alone
-order accesses to tensor memory here.
-"""
+visible to others after tcgen05.wait::st. tcgen05.fence has no effect: compiled kernels leave it out, and barriers
+alone order accesses to tensor memory here."""
 
 import re
 from collections.abc import Callable
@@ -17,14 +16,25 @@ from typing import Any
 
 import numpy as np
 
-from .faults import Fault, Unsupported
-from .forms import WARP, Op, effect, form, refuse
-from .machine import WINDOW, SimMachine, Threads
+from .faults import Fault, NotModelled
+from .forms import WARP, PtxOp, effect, form, refuse
+from .machine import WINDOW, MachineState, Threads
 from .order import VectorClock
-from .parse import Instruction, vector
-from .tma import copies
-from .tmem import CELL, LANES, SHAPES, Engine, Pool, Region, Tensor, TmemStore, fragment
-from .umma import Multiply, Tile, accumulate, factors, instruction, multiply, operand, scaled, tile, values
+from .parse import PtxInstruction, vector
+from .tma import multicast_targets
+from .tmem import CELL, LANES, SHAPES, Engine, Region, TensorMemory, TmemPool, TmemStore, fragment
+from .umma import (
+    UmmaInstruction,
+    UmmaOperandTile,
+    accumulate,
+    decode_instruction,
+    multiply,
+    operand_shape,
+    operand_tile,
+    scale_factors,
+    scaled,
+    values,
+)
 
 TCGEN05 = "TensorCore 5th Generation Family Instructions"
 GROUP = r"\.cta_group::([12])"
@@ -32,16 +42,17 @@ U32, U64 = np.uint32, np.uint64
 
 
 # ------------------------------------------------------------------------------------------------ state
-def pool_of(t: Threads, x: Instruction, thread: int, group: int = 0) -> Pool:
-    """Tensor memory that a thread can reach. group: CTAs of the instruction; 0 for those that do not say."""
+def pool_of(t: Threads, x: PtxInstruction, thread: int, group: int = 0) -> TmemPool:
+    """Return the tensor memory that a thread can reach. group: CTAs of the instruction; 0 for instructions without
+    cta_group."""
     m = t.machine
     slot = thread // m.per_cta
-    found: Pool | None = m.state.tensor.get(slot)
+    found: TmemPool | None = m.state.tensor.get(slot)
     if found is None and group:
         first = slot - slot % group
         if m.cluster_size % group:
             raise Fault(f"{t.say(x)}: a cluster of {m.cluster_size} CTAs has no CTA pairs")
-        found = Pool(first, group, m.per_cta // 32, m.order)
+        found = TmemPool(first, group, m.per_cta // 32, m.order)
         for one in range(first, first + group):
             m.state.tensor[one] = found
     if found is None:
@@ -51,34 +62,34 @@ def pool_of(t: Threads, x: Instruction, thread: int, group: int = 0) -> Pool:
     return found
 
 
-def each_warp(t: Threads, x: Instruction) -> list[tuple[int, slice]]:
-    """(warp, its threads here) of an instruction that whole warps execute."""
+def each_warp(t: Threads, x: PtxInstruction) -> list[tuple[int, slice]]:
+    """Return (warp, its threads here) of an instruction that whole warps execute."""
     if not t.whole:
         raise Fault(f"{t.say(x)}: not all lanes of the warp execute it")
     return [(warp, slice(32 * i, 32 * i + 32)) for i, warp in enumerate(t.warps.tolist())]
 
 
-def same(t: Threads, x: Instruction, operand: np.ndarray) -> int:
+def uniform(t: Threads, x: PtxInstruction, operand: np.ndarray) -> int:
     if (operand != operand[0]).any():
         raise Fault(f"{t.say(x)}: an operand differs between the lanes of the warp")
     return int(operand[0])
 
 
-def check_exit(m: SimMachine) -> None:
+def check_exit(m: MachineState) -> None:
     for pool in m.state.tensor.values():
         pool.check_exit()
 
 
 # ------------------------------------------------------------------------------------------------ allocation
 @form(rf"tcgen05\.alloc{GROUP}\.sync\.aligned(\.shared::cta)?\.b32", f"{TCGEN05}: tcgen05.alloc", level=WARP)
-def allocate(x: Instruction, f: re.Match[str]) -> Op:
-    def run(t: Threads, x: Instruction, address: Any, count: Any) -> None:
+def allocate(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    def run(t: Threads, x: PtxInstruction, address: Any, count: Any) -> None:
         m = t.machine
         for warp, part in each_warp(t, x):
             first = warp * 32
             pool = pool_of(t, x, first, int(f[1]))
-            column = pool.allocate(first // m.per_cta, same(t, x, count[part]), t.say(x))
-            at = same(t, x, address[part])
+            column = pool.allocate(first // m.per_cta, uniform(t, x, count[part]), t.say(x))
+            at = uniform(t, x, address[part])
             flat = m.flat(t, np.full(t.count, at if f[2] else at - WINDOW), 4, x)[part][:1]
             m.shared.store(np.array([warp]), flat, np.full((1, 1), column, U32), t.say(x))
 
@@ -86,21 +97,21 @@ def allocate(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(rf"tcgen05\.dealloc{GROUP}\.sync\.aligned\.b32", f"{TCGEN05}: tcgen05.dealloc", level=WARP)
-def deallocate(x: Instruction, f: re.Match[str]) -> Op:
-    def run(t: Threads, x: Instruction, address: Any, count: Any) -> None:
+def deallocate(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    def run(t: Threads, x: PtxInstruction, address: Any, count: Any) -> None:
         for warp, part in each_warp(t, x):
             pool = pool_of(t, x, warp * 32, int(f[1]))
-            at = same(t, x, address[part])
+            at = uniform(t, x, address[part])
             if at >> 16:
                 raise Fault(f"{t.say(x)}: address {at:#x} is not that of an allocation")
-            pool.free(warp * 32 // t.machine.per_cta, warp, at, same(t, x, count[part]), t.say(x))
+            pool.free(warp * 32 // t.machine.per_cta, warp, at, uniform(t, x, count[part]), t.say(x))
 
     return effect(run, (x.args[0], "u32"), (x.args[1], "u32"))
 
 
 @form(rf"tcgen05\.relinquish_alloc_permit{GROUP}\.sync\.aligned", f"{TCGEN05}: tcgen05.alloc", level=WARP)
-def relinquish(x: Instruction, f: re.Match[str]) -> Op:
-    def run(t: Threads, x: Instruction) -> None:
+def relinquish(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    def run(t: Threads, x: PtxInstruction) -> None:
         for warp, _ in each_warp(t, x):
             pool_of(t, x, warp * 32, int(f[1])).relinquished.add(warp * 32 // t.machine.per_cta)
 
@@ -110,16 +121,17 @@ def relinquish(x: Instruction, f: re.Match[str]) -> Op:
 # ------------------------------------------------------------------------------------------------ registers
 @dataclass
 class Access:
-    """Where a warp's tcgen05.ld or st lies."""
+    """The location of a warp's tcgen05.ld or st."""
 
-    tensor: Tensor
+    tensor: TensorMemory
     lanes: np.ndarray
     columns: np.ndarray
     regions: list[Region]
 
 
-def access(t: Threads, x: Instruction, warp: int, address: int, layout: tuple[str, int, bool, int]) -> Access:
-    """layout: arguments of tmem.fragment. A warp reaches the lanes 32 * (warp in the CTA % 4) and the 31 after it."""
+def access(t: Threads, x: PtxInstruction, warp: int, address: int, layout: tuple[str, int, bool, int]) -> Access:
+    """Locate an access. layout: arguments of tmem.fragment. A warp reaches the lanes 32 * (warp in the CTA % 4) and
+    the 31 after it."""
     m = t.machine
     tensor = pool_of(t, x, warp * 32).tensors[warp * 32 // m.per_cta]
     base, column = address >> 16, address & 0xFFFF
@@ -144,12 +156,14 @@ def access(t: Threads, x: Instruction, warp: int, address: int, layout: tuple[st
 REGISTERS = r"\.sync\.aligned\.(32x32b|16x64b|16x128b|16x256b|16x32bx2)\.x(\d+)"
 
 
-def words(t: Threads, x: Instruction, address: Any, layout: tuple[str, int, bool, int], registers: int) -> np.ndarray:
-    """The words that a tcgen05.ld reads, [registers, threads]."""
+def words(
+    t: Threads, x: PtxInstruction, address: Any, layout: tuple[str, int, bool, int], registers: int
+) -> np.ndarray:
+    """Return the words that a tcgen05.ld reads, [registers, threads]."""
     out = np.empty((registers, t.count), U32)
     t.machine.count("tcgen05.ld")
     for warp, part in each_warp(t, x):
-        where = access(t, x, warp, same(t, x, address[part]), layout)
+        where = access(t, x, warp, uniform(t, x, address[part]), layout)
         where.tensor.load(warp, where.regions, t.say(x))
         got = where.tensor.words[where.lanes, where.columns]
         out[:, part] = got[:, 0] & U32(0xFFFF) | got[:, 1] << U32(16) if layout[2] else got
@@ -157,12 +171,12 @@ def words(t: Threads, x: Instruction, address: Any, layout: tuple[str, int, bool
 
 
 @form(rf"tcgen05\.ld{REGISTERS}(\.pack::16b)?\.b32", f"{TCGEN05}: tcgen05.ld", level=WARP)
-def load(x: Instruction, f: re.Match[str]) -> Op:
+def load(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     into = vector(x.args[0])
     layout = (f[1], int(f[2]), bool(f[3]), int(x.args[2], 0) if f[1] == "16x32bx2" else 0)
     check_registers(x, layout, len(into))
 
-    def run(t: Threads, x: Instruction, address: Any) -> Any:
+    def run(t: Threads, x: PtxInstruction, address: Any) -> Any:
         out = words(t, x, address, layout, len(into))
         return tuple(out) if len(into) > 1 else out[0]
 
@@ -174,14 +188,15 @@ def load(x: Instruction, f: re.Match[str]) -> Op:
     f"{TCGEN05}: tcgen05.ld",
     level=WARP,
 )
-def load_and_reduce(x: Instruction, f: re.Match[str]) -> Op:
-    """Each lane's words as fp32, and the least or largest of them. ptxas takes the type before the operation, too."""
+def load_and_reduce(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Return each lane's words as fp32, and their minimum or maximum. ptxas accepts the type before the operation,
+    too."""
     into, layout = vector(x.args[0]), ("32x32b", int(f[1]), False, 0)
     check_registers(x, layout, len(into))
     least = f[3] == "min"
     reduce = {(True, False): np.fmin, (False, False): np.fmax, (True, True): np.minimum, (False, True): np.maximum}
 
-    def run(t: Threads, x: Instruction, address: Any) -> Any:
+    def run(t: Threads, x: PtxInstruction, address: Any) -> Any:
         out = words(t, x, address, layout, len(into))
         values = np.abs(out.view(np.float32)) if f[4] else out.view(np.float32)
         return (*out, reduce[least, bool(f[5])].reduce(values).view(U32))
@@ -190,16 +205,16 @@ def load_and_reduce(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(rf"tcgen05\.st{REGISTERS}(\.unpack::16b)?\.b32", f"{TCGEN05}: tcgen05.st", level=WARP)
-def store(x: Instruction, f: re.Match[str]) -> Op:
+def store(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     sources = vector(x.args[-1])
     layout = (f[1], int(f[2]), bool(f[3]), int(x.args[1], 0) if f[1] == "16x32bx2" else 0)
     check_registers(x, layout, len(sources))
 
-    def run(t: Threads, x: Instruction, address: Any, *registers: Any) -> None:
+    def run(t: Threads, x: PtxInstruction, address: Any, *registers: Any) -> None:
         table = np.stack(registers)
         t.machine.count("tcgen05.st")
         for warp, part in each_warp(t, x):
-            where = access(t, x, warp, same(t, x, address[part]), layout)
+            where = access(t, x, warp, uniform(t, x, address[part]), layout)
             data = table[:, part]
             if f[3]:
                 data = np.stack([data & U32(0xFFFF), data >> U32(16)], 1)
@@ -212,14 +227,14 @@ def store(x: Instruction, f: re.Match[str]) -> Op:
     return effect(run, (x.args[0], "address"), *[(register, "b32") for register in sources])
 
 
-def check_registers(x: Instruction, layout: tuple[str, int, bool, int], count: int) -> None:
+def check_registers(x: PtxInstruction, layout: tuple[str, int, bool, int], count: int) -> None:
     if layout[1] * SHAPES[layout[0]][1] != count:
         raise Fault(f"line {x.line}: {x.op} with {count} registers")
 
 
 @form(r"tcgen05\.wait::(ld|st)\.sync\.aligned", f"{TCGEN05}: tcgen05.wait", level=WARP)
-def wait(x: Instruction, f: re.Match[str]) -> Op:
-    def run(t: Threads, x: Instruction) -> None:
+def wait(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    def run(t: Threads, x: PtxInstruction) -> None:
         for warp, _ in each_warp(t, x) if f[1] == "st" else []:
             pool_of(t, x, warp * 32).tensors[warp * 32 // t.machine.per_cta].wait(warp)
 
@@ -227,22 +242,22 @@ def wait(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"tcgen05\.fence::(before|after)_thread_sync", f"{TCGEN05}: tcgen05.fence")
-def fence(x: Instruction, f: re.Match[str]) -> Op:
+def fence(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     return effect(lambda t, x: None)
 
 
 # ------------------------------------------------------------------------------------------------ async operations
 @dataclass
 class Operation:
-    """What a tcgen05.mma or cp touches. run: carries it out."""
+    """The memory that a tcgen05.mma or cp touches. run: carries it out."""
 
     words: list[np.ndarray] = field(default_factory=list)  # of shared memory
-    reads: list[tuple[Tensor, Region]] = field(default_factory=list)
-    writes: list[tuple[Tensor, Region, bool]] = field(default_factory=list)  # and whether it reads them first
+    reads: list[tuple[TensorMemory, Region]] = field(default_factory=list)
+    writes: list[tuple[TensorMemory, Region, bool]] = field(default_factory=list)  # and whether it reads them first
     run: Callable[[], None] = lambda: None
 
 
-def issue(t: Threads, x: Instruction, i: int, pool: Pool, operation: Operation) -> None:
+def issue(t: Threads, x: PtxInstruction, i: int, pool: TmemPool, operation: Operation) -> None:
     """Check the operation of thread i against the past of its warp, and queue it."""
     m, by, say = t.machine, int(t.warp[i]), t.say(x)
     engine = pool.engine(int(t.index[i]))
@@ -266,7 +281,7 @@ def issue(t: Threads, x: Instruction, i: int, pool: Pool, operation: Operation) 
 
     def complete() -> None:
         operation.run()
-        m.shared.reading[words] -= 1
+        m.shared.async_reads[words] -= 1
         m.shared.async_reader[words], m.shared.async_event[words] = mine, event
         engine.done = event
 
@@ -277,23 +292,23 @@ def issue(t: Threads, x: Instruction, i: int, pool: Pool, operation: Operation) 
     rf"tcgen05\.commit{GROUP}\.mbarrier::arrive::one(?:\.shared::cluster)?(\.multicast::cluster)?\.b64",
     f"{TCGEN05}: tcgen05.commit",
 )
-def commit(x: Instruction, f: re.Match[str]) -> Op:
+def commit(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     mask = [(x.args[1], "b16")] if f[2] else []
 
-    def run(t: Threads, x: Instruction, address: Any, *masks: Any) -> None:
+    def run(t: Threads, x: PtxInstruction, address: Any, *masks: Any) -> None:
         m = t.machine
         flat = m.flat(t, address, 8, x)
         for i in range(t.count):
             pool = pool_of(t, x, int(t.index[i]), int(f[1]))
             engine = pool.engine(int(t.index[i]))
-            to = copies(m, t, i, int(flat[i]), int(flat[i]), int(masks[0][i]) if masks else None)
+            to = multicast_targets(m, t, i, int(flat[i]), int(flat[i]), int(masks[0][i]) if masks else None)
             arrive(t, x, i, engine, [where for where, _ in to], f"tcgen05 {pool.first}")
 
     return effect(run, (x.args[0], "address"), *mask)
 
 
-def arrive(t: Threads, x: Instruction, i: int, engine: Engine, targets: list[int], queue: str) -> None:
-    """Queue an arrival: it hands on what the thread has seen, and that its operations so far are complete."""
+def arrive(t: Threads, x: PtxInstruction, i: int, engine: Engine, targets: list[int], queue: str) -> None:
+    """Queue an arrival. It releases what the thread has seen, and the completion of its operations so far."""
     m = t.machine
     barriers = [m.signalled(t, where, x) for where in targets]
     clock = VectorClock()
@@ -306,7 +321,7 @@ def arrive(t: Threads, x: Instruction, i: int, engine: Engine, targets: list[int
         for barrier in barriers:
             barrier.arriving.take(clock)
             barrier.pending -= 1
-            barrier.settle()
+            barrier.complete_phase()
         m.events += 1
 
     m.post(f"{t.say(x)}, mbarrier {', '.join(barrier.address for barrier in barriers)}", complete, queue)
@@ -317,17 +332,17 @@ COLLECTOR = r"(?:\.collector::[ab]\d?::\w+)*"
 
 
 @form(rf"tcgen05\.mma{GROUP}\.kind::(f16|tf32|f8f6f4){COLLECTOR}", f"{TCGEN05}: tcgen05.mma")
-def mma(x: Instruction, f: re.Match[str]) -> Op:
+def mma(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     rest = list(x.args[4:])
     lanes = vector(rest.pop(0)) if rest[0].startswith("{") else []
     shift = int(rest[1], 0) if len(rest) > 1 else 0
 
-    def run(t: Threads, x: Instruction, d: Any, a: Any, b: Any, bits: Any, keep: Any, *off: Any) -> None:
+    def run(t: Threads, x: PtxInstruction, d: Any, a: Any, b: Any, bits: Any, keep: Any, *off: Any) -> None:
         if any(one.any() for one in off):
             raise refuse(x, "a disabled output lane")
         for i in range(t.count):
-            one = instruction(f[2], int(f[1]), int(bits[i]), None, t.say(x))
-            place = Place(int(d[i]), int(a[i]), int(b[i]), x.args[1].startswith("["))
+            one = decode_instruction(f[2], int(f[1]), int(bits[i]), None, t.say(x))
+            place = UmmaOperands(int(d[i]), int(a[i]), int(b[i]), x.args[1].startswith("["))
             issue_mma(t, x, i, one, place, (bool(keep[i]), shift))
 
     return effect(run, *operands(x), (rest[0], "pred"), *[(name, "b32") for name in lanes])
@@ -337,26 +352,26 @@ def mma(x: Instruction, f: re.Match[str]) -> Op:
     rf"tcgen05\.mma{GROUP}\.kind::(mxf8f6f4|mxf4|mxf4nvf4)\.block_scale(?:\.(scale_vec::[124]X|block16|block32))?{COLLECTOR}",
     f"{TCGEN05}: tcgen05.mma",
 )
-def mma_scaled(x: Instruction, f: re.Match[str]) -> Op:
-    def run(t: Threads, x: Instruction, d: Any, a: Any, b: Any, bits: Any, keep: Any, *scales: Any) -> None:
+def mma_scaled(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    def run(t: Threads, x: PtxInstruction, d: Any, a: Any, b: Any, bits: Any, keep: Any, *scales: Any) -> None:
         for i in range(t.count):
-            one = instruction(f[2], int(f[1]), int(bits[i]), f[3] or "", t.say(x))
+            one = decode_instruction(f[2], int(f[1]), int(bits[i]), f[3] or "", t.say(x))
             factors_at = tuple(int(scale[i]) & 0xFFFF for scale in scales)
-            place = Place(int(d[i]), int(a[i]), int(b[i]), x.args[1].startswith("["), factors_at)
+            place = UmmaOperands(int(d[i]), int(a[i]), int(b[i]), x.args[1].startswith("["), factors_at)
             issue_mma(t, x, i, one, place, (bool(keep[i]), 0))
 
     return effect(run, *operands(x), (x.args[6], "pred"), (x.args[4], "address"), (x.args[5], "address"))
 
 
-def operands(x: Instruction) -> list[tuple[str, str]]:
-    """D, A, B, instruction descriptor."""
+def operands(x: PtxInstruction) -> list[tuple[str, str]]:
+    """Return the operands D, A, B, instruction descriptor."""
     a = (x.args[1], "address" if x.args[1].startswith("[") else "b64")
     return [(x.args[0], "address"), a, (x.args[2], "b64"), (x.args[3], "b32")]
 
 
 @dataclass
-class Place:
-    """Operands of an mma: addresses in tensor memory, or shared memory descriptors. scales: columns."""
+class UmmaOperands:
+    """The operands of an mma: addresses in tensor memory, or shared memory descriptors. scales: columns."""
 
     d: int
     a: int
@@ -365,33 +380,35 @@ class Place:
     scales: tuple[int, ...] = ()
 
 
-def memory(m: SimMachine, slot: int) -> tuple[int, int]:
-    """(where the shared memory of a slot begins in shared.bytes, its user bytes)."""
+def memory(m: MachineState, slot: int) -> tuple[int, int]:
+    """Return (start of the slot's shared memory in shared.bytes, its user bytes)."""
     return slot * m.shared.stride, m.shared.size
 
 
-def lane_base(one: Multiply, address: int, say: str) -> int:
+def lane_base(one: UmmaInstruction, address: int, say: str) -> int:
     base = address >> 16
     if base not in (0, one.below):
         raise Fault(f"{say}: tensor memory lane {base}, M = {one.m} takes {'0 or 16' if one.below else '0'}")
     return base
 
 
-def issue_mma(t: Threads, x: Instruction, i: int, one: Multiply, place: Place, how: tuple[bool, int]) -> None:
-    """how: (whether D is an input, binary logarithm of what it is divided by)."""
+def issue_mma(
+    t: Threads, x: PtxInstruction, i: int, one: UmmaInstruction, place: UmmaOperands, how: tuple[bool, int]
+) -> None:
+    """Issue an mma. how: (whether D is an input, binary logarithm of the divisor of D)."""
     m, say = t.machine, t.say(x)
     pool = pool_of(t, x, int(t.index[i]), one.group)
     base, column = lane_base(one, place.d, say), place.d & 0xFFFF
     operation = Operation()
     b_tiles, parts = [], []
     for slot, tensor in pool.tensors.items():
-        b_tiles.append(tile(memory(m, slot), place.b, operand(one, 1, one.n // one.group), say))
+        b_tiles.append(operand_tile(memory(m, slot), place.b, operand_shape(one, 1, one.n // one.group), say))
         operation.words.append(b_tiles[-1].words)
-        a: Tile | np.ndarray
+        a: UmmaOperandTile | np.ndarray
         if place.a_in_tensor:
             a = tensor_operand(one, place, operation, tensor, say)
         else:
-            a = tile(memory(m, slot), place.a, operand(one, 0, one.rows), say)
+            a = operand_tile(memory(m, slot), place.a, operand_shape(one, 0, one.rows), say)
             operation.words.append(a.words)
         for which, start in enumerate(place.scales):
             rows = one.n if which else one.rows
@@ -405,24 +422,26 @@ def issue_mma(t: Threads, x: Instruction, i: int, one: Multiply, place: Place, h
         b = np.concatenate([values(part.raw(m.shared.bytes), one.formats[1], one.packing) for part in b_tiles])
         cells = one.lanes(base)[:, None], np.arange(column, column + one.columns)
         for tensor, a in parts:
-            if isinstance(a, Tile):
+            if isinstance(a, UmmaOperandTile):
                 raw = a.raw(m.shared.bytes)
             else:
-                raw = tensor.words[one.lanes(base)[:, None], a].view(f"u{operand(one, 0, 8)[2]}")
+                raw = tensor.words[one.lanes(base)[:, None], a].view(f"u{operand_shape(one, 0, 8)[2]}")
             left, right = values(raw, one.formats[0], one.packing), b
             if one.scales:
-                left = scaled(left, factors(tensor, place.scales[0], one, 0, say))
-                right = scaled(right, factors(tensor, place.scales[1], one, 1, say))
+                left = scaled(left, scale_factors(tensor, place.scales[0], one, 0, say))
+                right = scaled(right, scale_factors(tensor, place.scales[1], one, 1, say))
             tensor.words[cells] = accumulate(one, tensor.words[cells], multiply(one, left, right), *how)
 
     operation.run = run
     issue(t, x, i, pool, operation)
 
 
-def tensor_operand(one: Multiply, place: Place, operation: Operation, tensor: Tensor, say: str) -> np.ndarray:
-    """Columns of A in tensor memory: row r in the lane of row r of D, elements packed in 8 columns."""
+def tensor_operand(
+    one: UmmaInstruction, place: UmmaOperands, operation: Operation, tensor: TensorMemory, say: str
+) -> np.ndarray:
+    """Return the columns of A in tensor memory: row r in the lane of row r of D, elements packed in 8 columns."""
     if one.packing == "padded" and one.formats[0].startswith(("e2", "e3")):
-        raise Unsupported(f"{say}: {one.formats[0]} in tensor memory is not modelled")
+        raise NotModelled(f"{say}: {one.formats[0]} in tensor memory is not modelled")
     if one.majors[0] != "k":
         raise Fault(f"{say}: A in tensor memory cannot be transposed")
     column = place.a & 0xFFFF
@@ -446,10 +465,10 @@ COPIES = {  # rows and bytes of the source, and the lanes that get its rows, one
     rf"tcgen05\.cp{GROUP}\.(128x256b|128x128b|32x128b\.warpx4|64x128b\.warpx2::(?:02_13|01_23))",
     f"{TCGEN05}: tcgen05.cp",
 )
-def copy(x: Instruction, f: re.Match[str]) -> Op:
+def copy(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     rows, row_bytes, lanes = COPIES[f[2]]
 
-    def run(t: Threads, x: Instruction, address: Any, source: Any) -> None:
+    def run(t: Threads, x: PtxInstruction, address: Any, source: Any) -> None:
         m, say = t.machine, t.say(x)
         for i in range(t.count):
             pool = pool_of(t, x, int(t.index[i]), int(f[1]))
@@ -458,23 +477,25 @@ def copy(x: Instruction, f: re.Match[str]) -> Op:
                 raise Fault(f"{say}: tensor memory lane {int(address[i]) >> 16}, must be 0")
             columns = slice(column, column + row_bytes // 4)
             for slot, tensor in pool.tensors.items():
-                part = tile(memory(m, slot), int(source[i]), (rows, row_bytes, 4, "k", 16), say)
+                part = operand_tile(memory(m, slot), int(source[i]), (rows, row_bytes, 4, "k", 16), say)
                 operation.words.append(part.words)
                 operation.writes.append((tensor, (slice(0, LANES // CELL), columns), False))
                 parts.append((tensor, part))
             m.count("tcgen05.cp")
-            operation.run = partial(carry, m, parts, lanes, columns)
+            operation.run = partial(copy_lanes, m, parts, lanes, columns)
             issue(t, x, i, pool, operation)
 
     return effect(run, (x.args[0], "address"), (x.args[1], "b64"))
 
 
-def carry(m: SimMachine, parts: list[tuple[Tensor, Tile]], lanes: list[np.ndarray], columns: slice) -> None:
+def copy_lanes(
+    m: MachineState, parts: list[tuple[TensorMemory, UmmaOperandTile]], lanes: list[np.ndarray], columns: slice
+) -> None:
     for tensor, part in parts:
         for where in lanes:
             tensor.words[where, columns] = part.raw(m.shared.bytes)
 
 
 @form(r"tcgen05\.(shift|mma\.(sp|ws)|cp\..*(4x256b|b8x16)|mma\..*kind::i8|mma\..*ashift).*", TCGEN05)
-def refused(x: Instruction, f: re.Match[str]) -> Op:
+def refused(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     raise refuse(x, f"tcgen05.{f[1]}")

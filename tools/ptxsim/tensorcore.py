@@ -1,9 +1,9 @@
 """Sums of products as Hopper's tensor cores form them, bit for bit.
 
-Found by fitting: it reproduces all bits of the recorded H200 outputs. Of the products of one instruction along K and
-the accumulator, the largest exponent is taken (of a product: the sum of its operands' exponents, not normalised). Every
-addend is cut off, toward zero, at a number of bits below it; the sum is exact and is cut off to the significant bits.
-"""
+The rule was found by fitting: it reproduces all bits of the recorded H200 outputs. The largest exponent is taken
+over the accumulator and the products of one instruction along K (a product counts with the sum of its operands'
+exponents, not normalised). Every addend is truncated toward zero at a number of bits below it; the sum is exact
+and is truncated to the significant bits."""
 
 import numpy as np
 
@@ -21,13 +21,13 @@ NOTHING = -10_000  # exponent of a zero
 
 
 def exponents(values: np.ndarray, least: int) -> np.ndarray:
-    """Of float32 numbers; whatever it is of infinity and NaN."""
+    """Return the exponents of float32 numbers; those of infinity and NaN are arbitrary."""
     biased = np.ascontiguousarray(values).view(np.int32) >> 23 & 255
     return np.where(values == 0, NOTHING, np.maximum(biased - 127, least))
 
 
 def multiply(a: np.ndarray, b: np.ndarray, total: np.ndarray, kinds: tuple[str, str]) -> np.ndarray:
-    """a (..., m, k) @ b (..., n, k) transposed + total (..., m, n); all float32, of one instruction."""
+    """Return a (..., m, k) @ b (..., n, k) transposed + total (..., m, n); all float32, of one instruction."""
     below, significant = BITS[kinds[0]]
     left, right = exponents(a, LEAST[kinds[0]]), exponents(b, LEAST[kinds[1]])
     largest = (left[..., :, None, :] + right[..., None, :, :]).max(-1)
@@ -41,7 +41,8 @@ def multiply(a: np.ndarray, b: np.ndarray, total: np.ndarray, kinds: tuple[str, 
 
 
 def with_specials(sums: np.ndarray, a: np.ndarray, b: np.ndarray, total: np.ndarray | None = None) -> np.ndarray:
-    """`sums`, but infinity and the one NaN of tensor cores where a row of a, a row of b, or total is not finite."""
+    """Return `sums` with infinity, or the one NaN of tensor cores, wherever a row of a, a row of b, or total is not
+    finite."""
     if all(np.isfinite(operand).all() for operand in (a, b, 0 if total is None else total)):
         return sums
     with np.errstate(invalid="ignore"):
@@ -51,11 +52,10 @@ def with_specials(sums: np.ndarray, a: np.ndarray, b: np.ndarray, total: np.ndar
 
 
 def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """float64 a (m, k) @ b (n, k) transposed of float32 numbers, the same bits whatever the order of BLAS's additions.
+    """Return float64 a (m, k) @ b (n, k) transposed, with the same bits for every order in which BLAS adds.
 
-    Each operand is cut into slices of so few bits that every sum of k products of two slices is exact in float64: most
-    often into one.
-    """
+    Each float32 operand is cut into slices of so few bits that every sum of k products of two slices is exact in
+    float64; in most cases one slice suffices."""
     bits = (53 - (a.shape[1] - 1).bit_length()) // 2
     left, right = (slices(np.where(np.isfinite(operand), operand, 0), bits) for operand in (a, b))
     sums = left[0] @ right[0].T
@@ -65,7 +65,8 @@ def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def slices(operand: np.ndarray, bits: int) -> list[np.ndarray]:
-    """float64 matrices that add up to `operand`, the largest first; each holds multiples of a unit below 2 ** bits."""
+    """Split `operand` into float64 matrices that add up to it, largest first; each holds multiples of a unit below 2
+    ** bits."""
     rest = operand.astype(np.float64)
     found = []
     while True:

@@ -1,10 +1,9 @@
 """Tensor memory (sm_100a): its words, its allocation, and a shadow that finds accesses without synchronisation.
 
 A CTA has 128 lanes x 512 columns of 32-bit words (PTX ISA, Tensor Memory). An address is lane << 16 | column. The
-shadow works as that of shared memory (shared.py), by cells of 16 lanes x 1 column: every instruction that is modelled
-accesses whole cells. An engine is an order component whose events are the tcgen05.mma and tcgen05.cp that one thread
-has issued.
-"""
+shadow works like that of shared memory (shared.py), in cells of 16 lanes x 1 column: every modelled instruction
+accesses whole cells. An engine is an order component; its events are the tcgen05.mma and tcgen05.cp operations
+that one thread has issued."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,7 +11,7 @@ from functools import cache
 import numpy as np
 
 from .faults import Fault
-from .order import Order
+from .order import HappensBefore
 from .shared import EMPTY
 
 LANES, COLUMNS, CELL = 128, 512, 16
@@ -22,7 +21,7 @@ U32 = np.uint32
 
 @dataclass
 class Engine:
-    """The operations of one issuing thread. component: of order.Order."""
+    """The operations of one issuing thread. component: of order.HappensBefore."""
 
     component: int
     issued: int = 0
@@ -32,7 +31,7 @@ class Engine:
 
 @dataclass
 class TmemStore:
-    """A tcgen05.st that its warp has not waited for. values: None where they are written already."""
+    """A tcgen05.st that its warp has not waited for. values: None if they are written already."""
 
     lanes: np.ndarray
     columns: np.ndarray
@@ -40,11 +39,11 @@ class TmemStore:
     regions: list[Region]
 
 
-class Tensor:
-    """Tensor memory of one CTA."""
+class TensorMemory:
+    """The tensor memory of one CTA."""
 
-    def __init__(self, slot: int, warps: int, order: Order, engines: dict[int, Engine]) -> None:
-        """warps: of a CTA. engines: by component, those that reach this memory."""
+    def __init__(self, slot: int, warps: int, order: HappensBefore, engines: dict[int, Engine]) -> None:
+        """Allocate the memory. warps: per CTA. engines: by component, those that reach this memory."""
         self.slot, self.warps, self.order, self.engines = slot, warps, order, engines
         self.words = np.full((LANES, COLUMNS), 0xFFFFFFFF, U32)
         self.owned = np.zeros(COLUMNS, bool)
@@ -69,7 +68,8 @@ class Tensor:
         return ", ".join(f"{a} to {b - 1}" for a, b in zip(edges[::2], edges[1::2])) or "none"
 
     def check_read(self, by: int, region: Region, say: str, engine: int = EMPTY) -> None:
-        """Warp `by` knows of what was last written. engine: that reads, its own writes are in order."""
+        """Check that the last writes happen before a read by warp `by`. engine: the reading engine; its own writes
+        are in order."""
         self.check_owned(region, say)
         writer, event = self.writer[region], self.event[region]
         if (writer == EMPTY).any():
@@ -81,7 +81,7 @@ class Tensor:
             raise Fault(f"{say}: reads {self.place(region, late)}, written by {self.who(*first)}")
 
     def check_write(self, by: int, region: Region, say: str, engine: int = EMPTY) -> None:
-        """Warp `by` knows of everyone who wrote or read."""
+        """Check that all writes and reads happen before a write by warp `by`."""
         self.check_owned(region, say)
         self.check_open(by, region, say, "overwrites")
         writer, event = self.writer[region], self.event[region]
@@ -104,7 +104,7 @@ class Tensor:
             raise Fault(f"{say}: overwrites {self.place(region, late)}, read by {self.who(*first)}")
 
     def check_open(self, by: int, region: Region, say: str, does: str) -> None:
-        """Nothing of the region is being stored. A warp may store again before it waits."""
+        """Check that no tcgen05.st of the region is pending. A warp may store again before it waits."""
         bad = self.open[region] & ((self.writer[region] != by) | (does == "reads"))
         if bad.any():
             where = self.place(region, bad)
@@ -132,13 +132,13 @@ class Tensor:
 
     # ------------------------------------------------------------- accesses
     def load(self, by: int, regions: list[Region], say: str) -> None:
-        """A warp reads. It has read when the instruction is issued, see tcgen05.py."""
+        """Load by a warp. The read takes effect when the instruction is issued, see tcgen05.py."""
         for region in regions:
             self.check_read(by, region, say)
             self.readers[region[0], region[1], by - self.slot * self.warps] = self.order.seen[by, by]
 
     def store(self, by: int, store: TmemStore, say: str) -> None:
-        """A warp stores; it has stored at its next wait::st."""
+        """Store by a warp; the store takes effect at the warp's next wait::st."""
         for region in store.regions:
             self.check_write(by, region, say)
             self.wrote(region, by, int(self.order.seen[by, by]))
@@ -160,22 +160,23 @@ class Tensor:
 
 
 @dataclass
-class Block:
-    """Columns that one allocation gave. A CTA pair allocates and frees together: sets of slots that have done so."""
+class TmemAllocation:
+    """The columns of one allocation. A CTA pair allocates and frees together: sets of slots that have done so."""
 
     count: int
     holders: set[int] = field(default_factory=set)
     freed: set[int] = field(default_factory=set)
 
 
-class Pool:
-    """What the CTA, or the CTA pair, of one cta_group shares. group: CTAs. first: slot of the first."""
+class TmemPool:
+    """The tensor memory that the CTA, or the CTA pair, of one cta_group shares. group: CTAs. first: slot of the
+    first."""
 
-    def __init__(self, first: int, group: int, warps: int, order: Order) -> None:
+    def __init__(self, first: int, group: int, warps: int, order: HappensBefore) -> None:
         self.first, self.group, self.order = first, group, order
         self.engines: dict[int, Engine] = {}  # by component
-        self.tensors = {slot: Tensor(slot, warps, order, self.engines) for slot in range(first, first + group)}
-        self.blocks: dict[int, Block] = {}
+        self.tensors = {slot: TensorMemory(slot, warps, order, self.engines) for slot in range(first, first + group)}
+        self.blocks: dict[int, TmemAllocation] = {}
         self.relinquished: set[int] = set()
         self.issuers: dict[int, Engine] = {}  # by thread
 
@@ -186,7 +187,7 @@ class Pool:
         return self.issuers[thread]
 
     def allocate(self, slot: int, count: int, say: str) -> int:
-        """The first column. In a pair the CTA that comes first allocates for both."""
+        """Return the first column. In a pair, the CTA that comes first allocates for both."""
         if count not in (32, 64, 128, 256, 512):
             raise Fault(f"{say}: {count} columns, must be a power of two from 32 to 512")
         if slot in self.relinquished:
@@ -200,7 +201,7 @@ class Pool:
         owned = self.tensors[slot].owned
         for column in range(0, COLUMNS, count):
             if not owned[column : column + count].any():
-                self.blocks[column] = Block(count, {slot})
+                self.blocks[column] = TmemAllocation(count, {slot})
                 for tensor in self.tensors.values():
                     tensor.owned[column : column + count] = True
                 return column
@@ -224,7 +225,7 @@ class Pool:
                 tensor.wrote(region, EMPTY, 0)
 
     def check_exit(self) -> None:
-        """What must not be left when a kernel ends."""
+        """Raise Fault if allocations, stores or uncommitted operations are left over when the kernel ends."""
         for column, block in self.blocks.items():
             where = ", ".join(str(slot) for slot in sorted(set(self.tensors) - block.freed))
             raise Fault(
@@ -252,11 +253,11 @@ SHAPES = {
 
 @cache
 def fragment(shape: str, count: int, packed: bool, offset: int) -> tuple[np.ndarray, np.ndarray, list[slice]]:
-    """(lane, column) of register i of thread t, and the columns touched (PTX ISA, tcgen05: Data Movement Shape).
+    """Return (lane, column) of register i of thread t, and the columns touched (PTX ISA, tcgen05: Data Movement
+    Shape).
 
-    Both arrays are (registers, 32), or (registers, 2, 32) where a register holds the low halves of two columns
-    (packed). count: .num. offset: columns between the halves of 16x32bx2.
-    """
+    Both arrays are (registers, 32), or (registers, 2, 32) if a register holds the low halves of two columns
+    (packed). count: .num. offset: columns between the halves of 16x32bx2."""
     _, registers, columns = SHAPES[shape]
     i, t = np.arange(count * registers)[:, None], np.arange(32)[None, :]
     if shape == "32x32b":

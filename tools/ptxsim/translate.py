@@ -1,8 +1,7 @@
-"""A unit (straight-line instructions) -> Python source that runs it for all its threads at once.
+"""Translate a unit (straight-line instructions) to Python source that runs it for all its threads at once.
 
 Registers live in local variables inside the unit and go back to the register file at its end, or before an
-instruction that touches the register file itself.
-"""
+instruction that touches the register file itself."""
 
 import re
 import struct
@@ -12,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from .faults import Unsupported
-from .forms import Op, require
-from .parse import Instruction, Kernel, vector
+from .faults import NotModelled
+from .forms import PtxOp, require
+from .parse import PtxInstruction, PtxKernel, vector
 
 CLASS = {"pred": "P", "8": "B", "16": "H", "32": "W", "64": "D"}  # register class by width
 STORAGE: dict[str, Any] = {"P": np.bool_, "B": np.uint8, "H": np.uint16, "W": np.uint32, "D": np.uint64}
@@ -27,12 +26,12 @@ PER_THREAD = re.compile(
 def register_class(kind: str) -> str:
     digits = kind.lstrip("busf")
     if kind != "pred" and digits not in CLASS:
-        raise Unsupported(f"registers of type .{kind}")
+        raise NotModelled(f"registers of type .{kind}")
     return CLASS.get(kind) or CLASS[digits]
 
 
 def dtype_of(kind: str) -> Any:
-    """numpy type of a PTX type; bf16, f8 and packed types travel as bits."""
+    """Return the numpy type of a PTX type; bf16, f8 and packed types are passed as bits."""
     if kind == "pred":
         return np.dtype(np.bool_)
     if kind in ("f16", "f32", "f64"):
@@ -43,12 +42,12 @@ def dtype_of(kind: str) -> Any:
 
 @cache
 def type_name(dtype: Any) -> tuple[str, np.dtype[Any]]:
-    """What generated code calls a type, and the type."""
+    """Return the name of a type in generated code, and the type."""
     return f"t_{np.dtype(dtype).name}", np.dtype(dtype)
 
 
 def literal(text: str, kind: str) -> Any:
-    """A numpy scalar of an immediate operand."""
+    """Return an immediate operand as a numpy scalar."""
     if kind == "pred":
         return np.bool_(text not in ("0", "false"))
     dtype = dtype_of(kind)
@@ -83,30 +82,30 @@ class Names:
 
 
 def full(value: Any, n: int) -> np.ndarray:
-    """An array of n threads, whatever a constant-only expression gave."""
+    """Return an array of n threads; a constant expression gives a scalar, which is repeated."""
     array = np.asarray(value)
     return array if array.ndim else np.full(n, array)
 
 
-class Registers:
-    """Where the registers of a kernel live: class and row."""
+class RegisterMap:
+    """The positions of a kernel's registers: class and row."""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: PtxKernel) -> None:
         self.at: dict[str, tuple[str, int]] = {}
         self.count = dict.fromkeys(STORAGE, 0)
         for name, kind in kernel.registers.items():
             letter = register_class(kind)
             self.at[name] = (letter, self.count[letter])
             self.count[letter] += 1
-        # Registers of asynchronous MMAs: writing one calls for a wgmma.fence.
+        # Registers of asynchronous MMAs: a wgmma.fence must follow a write to them.
         mmas = [x for x in kernel.instructions if x.op.startswith("wgmma.mma")]
         self.fenced = {name for x in mmas for text in x.args[:2] if text[0] == "{" for name in vector(text)}
 
 
 class Translator:
-    """Writes the source of one unit. Not reused."""
+    """Writes the source of one unit. An instance is not reused."""
 
-    def __init__(self, kernel: Kernel, registers: Registers, names: Names) -> None:
+    def __init__(self, kernel: PtxKernel, registers: RegisterMap, names: Names) -> None:
         self.kernel, self.registers, self.names = kernel, registers, names
         self.lines: list[str] = []
         self.loaded: set[str] = set()
@@ -114,8 +113,8 @@ class Translator:
         self.views: dict[tuple[str, str], str] = {}
 
     def unit(self, name: str, first: int, end: int) -> str:
-        """Source of `name(t)`, t the threads, for instructions [first, end). Its value is the branch condition; None
-        where the last one falls."""
+        """Return the source of `name(t)`, t the threads, for instructions [first, end). The function returns the
+        branch condition, or None if the last instruction falls through."""
         result = "None"
         for i, x in enumerate(self.kernel.instructions[first:end], first):
             if x.op.startswith("bra"):
@@ -127,16 +126,16 @@ class Translator:
                     self.lines.append(f"if not m.active[{i}]: m.active[{i}] = bool(np.any({self.guard(x)}))")
                 try:
                     self.instruction(x, require(x)[0].make(x, require(x)[1]))
-                except Unsupported:
+                except NotModelled:
                     raise
                 except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-                    raise Unsupported(f"line {x.line}: {x.op} {', '.join(x.args)[:100]}: {error!r}") from error
+                    raise NotModelled(f"line {x.line}: {x.op} {', '.join(x.args)[:100]}: {error!r}") from error
         self.lines.append(f"result = {result}")
         self.flush()
         body = "\n".join(f"  {line}" for line in self.lines)
         return f"def {name}(t):\n  m, s, n = t.machine, t.where, t.count\n{body}\n  return result\n"
 
-    def instruction(self, x: Instruction, op: Op) -> None:
+    def instruction(self, x: PtxInstruction, op: PtxOp) -> None:
         if not op.effect:
             arguments = ", ".join(self.read(text, kind) for text, kind in op.ins)
             self.assign(x, op, f"{self.names.add(op.run)}({arguments})")
@@ -171,7 +170,7 @@ class Translator:
             self.lines.append(f"{old} = h.merge({old}, {value}) if h else {old}")
             self.wrote(register)
 
-    def assign(self, x: Instruction, op: Op, expression: str) -> None:
+    def assign(self, x: PtxInstruction, op: PtxOp, expression: str) -> None:
         if not op.outs:
             self.lines.append(expression)
             return
@@ -214,12 +213,12 @@ class Translator:
             self.lines.append(f"m.{name[0]}[{name[1:]}, s] = {name}")
         self.dirty.clear()
 
-    def guard(self, x: Instruction) -> str:
+    def guard(self, x: PtxInstruction) -> str:
         predicate = self.load(x.guard.lstrip("!"))
         return f"~{predicate}" if x.guard[0] == "!" else predicate
 
     def convert(self, value: str, kind: str, register: str) -> str:
-        """`value` of PTX type `kind` as the register's class stores it; narrower integers are extended."""
+        """Return `value` of PTX type `kind` as the register's class stores it; narrower integers are extended."""
         letter = self.registers.at[register][0]
         dtype = dtype_of(kind)
         if letter == "P" or dtype == STORAGE[letter]:
@@ -254,7 +253,7 @@ class Translator:
         return self.names.add(self.constant(text, kind))
 
     def constant(self, text: str, kind: str) -> Any:
-        """One object per value, because Names knows objects by identity and must keep them alive."""
+        """Return one object per value, because Names knows objects by identity and must keep them alive."""
         known: dict[tuple[str, str], Any] = self.names.values.setdefault("literals", {})
         if (text, kind) not in known:
             known[text, kind] = literal(text, kind)
@@ -282,7 +281,7 @@ class Translator:
         return f"{value}.astype({self.type(dtype_of(kind))})" if kind not in ("u32", "b32") else value
 
     def address(self, text: str) -> str:
-        """[base], [base+offset] -> byte addresses with the width of the base."""
+        """Translate [base] or [base+offset] to byte addresses with the width of the base."""
         inside = text[1:-1].strip()
         base, plus, offset = inside.partition("+")
         base = base.strip()

@@ -1,32 +1,32 @@
-"""Registers that hold nothing: sums of a wgmma that has multiplied shared memory which nothing has written.
+"""Undefined registers: sums of a wgmma that has multiplied shared memory which nothing has written.
 
-That alone is no fault: kernels issue multiplications ahead whose sums they then drop. Registers computed from such sums
-are undefined as well, and to store one, to branch on it or to use it as an address is a fault. Kept by warp; what a
-part of a warp, or a guarded instruction, writes stays undefined.
-"""
+Such a wgmma alone is no fault: kernels issue multiplications ahead and then drop their sums. Registers computed
+from such sums are undefined as well, and to store one, to branch on it or to use it as an address is a fault.
+They are tracked per warp; a register that only a part of a warp, or a guarded instruction, writes stays
+undefined."""
 
 import re
 from typing import Any, NamedTuple
 
 from .faults import Fault
 from .forms import require
-from .parse import Instruction
+from .parse import PtxInstruction
 from .program import Program, control
 
 _REGISTER = re.compile(r"%[\w$@]+")
 
 
 class Flow(NamedTuple):
-    """Registers that an instruction reads and writes. carries: what it reads goes into what it writes, no further."""
+    """The registers that an instruction reads and writes. carries: values flow only from the reads into the writes."""
 
-    x: Instruction
+    x: PtxInstruction
     reads: frozenset[str]
     writes: tuple[str, ...]
     carries: bool
 
 
 def flows(program: Program, number: int) -> list[Flow]:
-    """Of the instructions of a unit."""
+    """Return the flows of the instructions of a unit."""
     unit, out = program.units[number], []
     for x in program.kernel.instructions[unit.first : unit.end]:
         reads = set(_REGISTER.findall(x.guard))
@@ -44,7 +44,8 @@ def flows(program: Program, number: int) -> list[Flow]:
 
 
 def follow(m: Any, number: int, t: Any) -> None:
-    """Threads t are about to run a unit: Fault where they use an undefined register; m.undefined is as behind it."""
+    """Update m.undefined for threads t, which are about to run a unit. Raise Fault if they use an undefined
+    register."""
     if number not in m.program.flows:
         m.program.flows[number] = flows(m.program, number)
     for warp in t.warps.tolist():

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from .faults import Fault
-from .forms import WARP, Op, effect, form
+from .forms import WARP, PtxOp, effect, form
 from .machine import Threads
-from .parse import Instruction
+from .parse import PtxInstruction
 from .translate import dtype_of
 
 U32 = np.uint32
@@ -17,7 +17,7 @@ LANES = np.arange(32)
 
 
 def lanes(t: Threads, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(warps, 32) values by lane, and which lanes are there."""
+    """Return (warps, 32) values by lane, and a mask of the lanes that execute the instruction."""
     if t.whole:
         return values.reshape(-1, 32), np.ones((t.count // 32, 32), bool)
     index = t.index
@@ -30,12 +30,13 @@ def lanes(t: Threads, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def scatter(t: Threads, table: np.ndarray) -> np.ndarray:
-    """Values by warp and lane -> values by thread."""
+    """Convert values by warp and lane to values by thread."""
     return table.reshape(-1) if t.whole else table[np.searchsorted(t.warps, t.warp), t.index & 31]
 
 
-def check_members(t: Threads, x: Instruction, mask: np.ndarray) -> np.ndarray:
-    """(warps, 32) lanes that take part. Fault where an executing lane is missing from its own mask."""
+def check_members(t: Threads, x: PtxInstruction, mask: np.ndarray) -> np.ndarray:
+    """Return the (warps, 32) lanes that take part. Raise Fault if an executing lane is missing from its own member
+    mask."""
     table, there = lanes(t, mask)
     members = (table >> LANES.astype(U32)[None, :]) & U32(1)
     if not members.all() and (there & (members == 0)).any():
@@ -52,11 +53,11 @@ def check_members(t: Threads, x: Instruction, mask: np.ndarray) -> np.ndarray:
 
 
 @form(r"shfl\.sync\.(idx|bfly|up|down)\.b32", "Data Movement and Conversion Instructions: shfl.sync", level=WARP)
-def shuffle(x: Instruction, f: re.Match[str]) -> Op:
+def shuffle(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     kind = f[1]
     value, _, valid = x.args[0].partition("|")
 
-    def run(t: Threads, x: Instruction, a: Any, b: Any, c: Any, mask: Any) -> Any:
+    def run(t: Threads, x: PtxInstruction, a: Any, b: Any, c: Any, mask: Any) -> Any:
         there = check_members(t, x, mask)
         table, by, clamp = lanes(t, a)[0], lanes(t, b)[0].astype(np.int64) & 31, lanes(t, c)[0].astype(np.int64)
         segment = (clamp >> 8) & 31
@@ -76,8 +77,8 @@ def shuffle(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"vote\.sync\.(all|any|uni|ballot)\.(pred|b32)", f"{SYNC}: vote.sync", level=WARP)
-def vote(x: Instruction, f: re.Match[str]) -> Op:
-    def run(t: Threads, x: Instruction, a: Any, mask: Any) -> Any:
+def vote(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    def run(t: Threads, x: PtxInstruction, a: Any, mask: Any) -> Any:
         there = check_members(t, x, mask)
         table = lanes(t, a)[0]
         yes = (table & there).sum(1)
@@ -92,10 +93,10 @@ def vote(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"match\.(any|all)\.sync\.(b32|b64)", f"{SYNC}: match.sync", level=WARP)
-def match(x: Instruction, f: re.Match[str]) -> Op:
+def match(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     value, _, same = x.args[0].partition("|")
 
-    def run(t: Threads, x: Instruction, a: Any, mask: Any) -> Any:
+    def run(t: Threads, x: PtxInstruction, a: Any, mask: Any) -> Any:
         there = check_members(t, x, mask)
         table = lanes(t, a)[0]
         equal = (table[:, :, None] == table[:, None, :]) & there[:, None, :]
@@ -116,10 +117,10 @@ REDUCE |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
 @form(r"redux\.sync\.(add|min|max|and|or|xor)\.([bus]32)", f"{SYNC}: redux.sync", level=WARP)
-def reduce(x: Instruction, f: re.Match[str]) -> Op:
+def reduce(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     dtype = dtype_of(f[2])
 
-    def run(t: Threads, x: Instruction, a: Any, mask: Any) -> Any:
+    def run(t: Threads, x: PtxInstruction, a: Any, mask: Any) -> Any:
         there = check_members(t, x, mask)
         table = lanes(t, a)[0]
         out = np.empty(len(table), dtype)
@@ -131,8 +132,8 @@ def reduce(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"redux\.sync\.(min|max)(\.abs)?(\.NaN)?\.f32", f"{SYNC}: redux.sync (sm_100a)", level=WARP)
-def reduce_float(x: Instruction, f: re.Match[str]) -> Op:
-    def run(t: Threads, x: Instruction, a: Any, mask: Any) -> Any:
+def reduce_float(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    def run(t: Threads, x: PtxInstruction, a: Any, mask: Any) -> Any:
         there = check_members(t, x, mask)
         table = np.abs(lanes(t, a)[0]) if f[2] else lanes(t, a)[0]
         choose: Any = (np.fmin, np.fmax, np.minimum, np.maximum)[(f[1] == "max") + 2 * bool(f[3])]
@@ -143,11 +144,11 @@ def reduce_float(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"elect\.sync", f"{SYNC}: elect.sync", level=WARP)
-def elect(x: Instruction, f: re.Match[str]) -> Op:
-    """The lowest lane that takes part."""
+def elect(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Elect the lowest lane that takes part."""
     value, _, chosen = x.args[0].partition("|")
 
-    def run(t: Threads, x: Instruction, mask: Any) -> Any:
+    def run(t: Threads, x: PtxInstruction, mask: Any) -> Any:
         there = check_members(t, x, mask)
         leader = np.argmax(there, 1)
         out = scatter(t, np.repeat(leader[:, None], 32, 1).astype(U32))
@@ -157,8 +158,8 @@ def elect(x: Instruction, f: re.Match[str]) -> Op:
 
 
 @form(r"activemask\.b32", f"{SYNC}: activemask", level=WARP)
-def active(x: Instruction, f: re.Match[str]) -> Op:
-    def run(t: Threads, x: Instruction) -> Any:
+def active(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    def run(t: Threads, x: PtxInstruction) -> Any:
         there = lanes(t, np.zeros(t.count, U32))[1]
         out = (there.astype(U32) << LANES.astype(U32)).sum(1, dtype=U32)
         return scatter(t, np.repeat(out[:, None], 32, 1))

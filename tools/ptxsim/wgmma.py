@@ -1,9 +1,8 @@
 """Warpgroup matrix multiply (sm_90a): forms of wgmma, and the queue of groups of each warpgroup.
 
-Between wgmma.mma_async and the wait_group that covers it, the accumulator registers hold a NaN pattern, the operand
-tiles may not be written, and registers written since the last wgmma.fence may not be used. Sums of tiles that nothing
-has written are undefined (undefined.py).
-"""
+Between wgmma.mma_async and the wait_group that covers it, the accumulator registers hold a NaN pattern, the
+operand tiles may not be written, and registers written since the last wgmma.fence may not be used. Sums of tiles
+that nothing has written are undefined (undefined.py)."""
 
 import re
 from dataclasses import dataclass, field
@@ -15,11 +14,11 @@ import numpy as np
 from . import tensorcore
 from .call import elements
 from .faults import Fault
-from .forms import WARPGROUP, Op, form, refuse
+from .forms import WARPGROUP, PtxOp, form, refuse
 from .layout import accumulator, fragment, matrix, swizzle
-from .machine import SimMachine, Threads
+from .machine import MachineState, Threads
 from .numbers import decode
-from .parse import Instruction, vector
+from .parse import PtxInstruction, vector
 
 WGMMA = "Asynchronous Warpgroup Level Matrix Instructions"
 SPANS = {0: 0, 1: 128, 2: 64, 3: 32}  # bits 62-63 of a matrix descriptor
@@ -29,31 +28,31 @@ F32 = np.float32
 
 
 @dataclass
-class WgmmaMultiply:
-    """One mma_async under way."""
+class PendingWgmma:
+    """A pending mma_async."""
 
     rows: tuple[int, ...]  # accumulator rows of the register file
-    words: np.ndarray  # of shared memory that it reads
+    words: np.ndarray  # words of shared memory that it reads
     run: Any
 
 
 @dataclass
-class Pipe:
-    """What a warpgroup has issued."""
+class WgmmaQueue:
+    """The wgmma operations that a warpgroup has issued."""
 
-    open: list[WgmmaMultiply] = field(default_factory=list)
-    groups: list[list[WgmmaMultiply]] = field(default_factory=list)
-    sums: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)  # accumulators under way (64, n)
-    undefined: dict[tuple[int, ...], tuple[list[str], str]] = field(default_factory=dict)  # of them: names, why
+    open: list[PendingWgmma] = field(default_factory=list)
+    groups: list[list[PendingWgmma]] = field(default_factory=list)
+    sums: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)  # pending accumulators (64, n)
+    undefined: dict[tuple[int, ...], tuple[list[str], str]] = field(default_factory=dict)  # undefined: names, why
 
 
-def pipes(t: Threads) -> list[tuple[int, Pipe]]:
-    """(first thread, Pipe) of every warpgroup."""
-    return [(first, t.machine.state.wgmma.setdefault(first, Pipe())) for first in t.index[::128].tolist()]
+def pipes(t: Threads) -> list[tuple[int, WgmmaQueue]]:
+    """Return (first thread, WgmmaQueue) of every warpgroup."""
+    return [(first, t.machine.state.wgmma.setdefault(first, WgmmaQueue())) for first in t.index[::128].tolist()]
 
 
 @dataclass(frozen=True)
-class Descriptor:
+class WgmmaDescriptor:
     """A matrix descriptor of sm_90 (PTX ISA, Matrix Descriptor Format)."""
 
     start: int
@@ -63,25 +62,25 @@ class Descriptor:
 
 
 @lru_cache(4096)
-def elements_of(d: Descriptor, slot: int, shape: tuple[int, int, int, str]) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the elements in shared.bytes, in units of the element size, (rows, k), and their words, ascending.
-    slot: where the CTA's bytes begin."""
+def elements_of(d: WgmmaDescriptor, slot: int, shape: tuple[int, int, int, str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of the elements in shared.bytes, in units of the element size, (rows, k), and their words,
+    ascending. slot: the start of the CTA's bytes."""
     rows, row_bytes, size, major = shape
     linear = d.start + matrix(rows, row_bytes, size, major, d.span, d.leading, d.stride)
     index = (slot + swizzle(linear, d.span)) // size
     return index, np.unique(index * size >> 2)
 
 
-def descriptor(t: Threads, x: Instruction, bits: int) -> Descriptor:
+def descriptor(t: Threads, x: PtxInstruction, bits: int) -> WgmmaDescriptor:
     part = lambda low, count: bits >> low & (1 << count) - 1  # noqa: E731
     if part(49, 3):
         raise refuse(x, f"descriptor base offset {part(49, 3)}")
-    return Descriptor(part(0, 14) << 4, part(16, 14) << 4, part(32, 14) << 4, SPANS[part(62, 2)])
+    return WgmmaDescriptor(part(0, 14) << 4, part(16, 14) << 4, part(32, 14) << 4, SPANS[part(62, 2)])
 
 
 @form(r"wgmma\.(fence|commit_group)\.sync\.aligned", WGMMA, level=WARPGROUP)
-def mark(x: Instruction, f: re.Match[str]) -> Op:
-    def run(t: Threads, x: Instruction) -> None:
+def fence_or_commit(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    def run(t: Threads, x: PtxInstruction) -> None:
         for first, pipe in pipes(t):
             if f[1] == "fence":
                 t.machine.touched[first : first + 128] = False
@@ -89,14 +88,14 @@ def mark(x: Instruction, f: re.Match[str]) -> Op:
                 pipe.groups.append(pipe.open)
                 pipe.open = []
 
-    return Op(run, (), (), effect=True, registers=True)
+    return PtxOp(run, (), (), effect=True, registers=True)
 
 
 @form(r"wgmma\.wait_group\.sync\.aligned", WGMMA, level=WARPGROUP, waits=True)
-def wait(x: Instruction, f: re.Match[str]) -> Op:
+def wait(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     keep = int(x.args[0])
 
-    def run(t: Threads, x: Instruction) -> None:
+    def run(t: Threads, x: PtxInstruction) -> None:
         m = t.machine
         for first, pipe in pipes(t):
             warps = np.arange(first // 32, first // 32 + 4)
@@ -114,7 +113,7 @@ def wait(x: Instruction, f: re.Match[str]) -> Op:
                 for warp in warps.tolist() if why else ():
                     m.undefined.setdefault(warp, {}).update(dict.fromkeys(names, why))
 
-    return Op(run, (), (), effect=True, registers=True)
+    return PtxOp(run, (), (), effect=True, registers=True)
 
 
 @form(
@@ -123,7 +122,7 @@ def wait(x: Instruction, f: re.Match[str]) -> Op:
     WGMMA,
     level=WARPGROUP,
 )
-def multiply(x: Instruction, f: re.Match[str]) -> Op:
+def multiply(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     n, k, kind = int(f[1]), int(f[2]), f[4]
     if f[3] != "f32" or kind in ("s8", "u8"):
         raise refuse(x, f"{f[3]} += {kind} {f[5]}")
@@ -135,7 +134,7 @@ def multiply(x: Instruction, f: re.Match[str]) -> Op:
     names = vector(x.args[0])
     sources = vector(x.args[1])
 
-    def run(t: Threads, x: Instruction, *values: Any) -> None:
+    def run(t: Threads, x: PtxInstruction, *values: Any) -> None:
         m = t.machine
         rows = tuple(m.program.registers.at[name][1] for name in names)
         b, enable = values[-2], values[-1]
@@ -144,29 +143,29 @@ def multiply(x: Instruction, f: re.Match[str]) -> Op:
             part = slice(128 * j, 128 * j + 128)
             if m.touched[first : first + 128].any():
                 raise Fault(f"{t.say(x)}: no wgmma.fence since the registers it uses were written")
-            same(t, x, b[part], enable[part], *([] if in_registers else [values[0][part]]))
+            check_uniform(t, x, b[part], enable[part], *([] if in_registers else [values[0][part]]))
             tile_a: Any
             if in_registers:
-                tile_a = gather(np.stack([value[part] for value in values[:4]]), k, kind)
+                tile_a = fragment_values(np.stack([value[part] for value in values[:4]]), k, kind)
             else:
-                tile_a = WgmmaTile(m, first, descriptor(t, x, int(values[0][part][0])), (64, k, kind, major[0]))
-            tile_b = WgmmaTile(m, first, descriptor(t, x, int(b[part][0])), (n, k, f[5], major[1]))
+                tile_a = WgmmaOperandTile(m, first, descriptor(t, x, int(values[0][part][0])), (64, k, kind, major[0]))
+            tile_b = WgmmaOperandTile(m, first, descriptor(t, x, int(b[part][0])), (n, k, f[5], major[1]))
             issue(t, x, pipe, first, Product(rows, tile_a, tile_b, bool(enable[part][0]), F32(sign), kind))
 
     ins = [*((name, "b32" if in_registers else "b64") for name in sources), (x.args[2], "b64"), (x.args[3], "pred")]
-    return Op(run, (), tuple(ins), effect=True, registers=True)
+    return PtxOp(run, (), tuple(ins), effect=True, registers=True)
 
 
-def same(t: Threads, x: Instruction, *operands: np.ndarray) -> None:
+def check_uniform(t: Threads, x: PtxInstruction, *operands: np.ndarray) -> None:
     for operand in operands:
         if (operand != operand[0]).any():
             raise Fault(f"{t.say(x)}: a descriptor or scale-d differs inside the warpgroup")
 
 
-class WgmmaTile:
+class WgmmaOperandTile:
     """An operand in shared memory."""
 
-    def __init__(self, m: SimMachine, thread: int, place: Descriptor, shape: tuple[int, int, str, str]):
+    def __init__(self, m: MachineState, thread: int, place: WgmmaDescriptor, shape: tuple[int, int, str, str]):
         rows, k, self.kind, major = shape
         self.size = BYTES[self.kind]
         self.bytes = m.shared.bytes
@@ -179,8 +178,8 @@ class WgmmaTile:
         return decode(elements(self.bytes, np.dtype(f"u{self.size}"))[self.index], self.kind)
 
 
-def gather(registers: np.ndarray, k: int, kind: str) -> np.ndarray:
-    """The 64 x k values of A fragments (4, 128)."""
+def fragment_values(registers: np.ndarray, k: int, kind: str) -> np.ndarray:
+    """Return the 64 x k values of A fragments (4, 128)."""
     size = BYTES[kind]
     row, column = fragment(size)
     out = np.empty((64, k), F32)
@@ -191,7 +190,7 @@ def gather(registers: np.ndarray, k: int, kind: str) -> np.ndarray:
 
 
 class Product(NamedTuple):
-    """What a warpgroup multiplies. rows: of registers that hold the sums; keep: these are added to."""
+    """The operands of a wgmma. rows: of registers that hold the sums; keep: whether the product is added to them."""
 
     rows: Any
     a: Any
@@ -201,10 +200,10 @@ class Product(NamedTuple):
     kind: Any
 
 
-def issue(t: Threads, x: Instruction, pipe: Pipe, first: int, what: Product) -> None:
+def issue(t: Threads, x: PtxInstruction, pipe: WgmmaQueue, first: int, what: Product) -> None:
     rows, a, b, keep, sign, kind = what
     m = t.machine
-    tiles = [tile for tile in (a, b) if isinstance(tile, WgmmaTile)]
+    tiles = [tile for tile in (a, b) if isinstance(tile, WgmmaOperandTile)]
     if any(tile.outside for tile in tiles):
         raise Fault(f"{t.say(x)}: an operand lies outside the CTA's {m.shared.size} B of shared memory")
     words = tiles[0].words if len(tiles) == 1 else np.concatenate([tile.words for tile in tiles])
@@ -222,7 +221,7 @@ def issue(t: Threads, x: Instruction, pipe: Pipe, first: int, what: Product) -> 
         m.W[list(rows), first : first + 128] = UNREADABLE
 
     def run() -> None:
-        left, right = (a.values() if isinstance(a, WgmmaTile) else a) * sign, b.values()
+        left, right = (a.values() if isinstance(a, WgmmaOperandTile) else a) * sign, b.values()
         total = pipe.sums[rows]
         if not keep:
             total[:] = 0
@@ -233,12 +232,15 @@ def issue(t: Threads, x: Instruction, pipe: Pipe, first: int, what: Product) -> 
 
     if m.settings.mode == "eager":
         run()
-    pipe.open.append(WgmmaMultiply(rows, words, None if m.settings.mode == "eager" else run))
+    pipe.open.append(PendingWgmma(rows, words, None if m.settings.mode == "eager" else run))
 
 
-def taint(m: SimMachine, pipe: Pipe, warps: np.ndarray, sums: tuple[tuple[int, ...], list[str]], how: Any) -> None:
-    """The sums of a multiplication are undefined if its operands are, or if it adds to what is. sums: rows and names of
-    the accumulators; how: (why the operands are undefined or "", whether it adds)."""
+def taint(
+    m: MachineState, pipe: WgmmaQueue, warps: np.ndarray, sums: tuple[tuple[int, ...], list[str]], how: Any
+) -> None:
+    """Track undefined sums: they are undefined if the operands are, or if the product is added to undefined sums.
+
+    sums: rows and names of the accumulators; how: (reason why the operands are undefined or "", whether it adds)."""
     (rows, names), (why, keep) = sums, how
     before = pipe.undefined.pop(rows, (names, ""))[1]
     for warp in warps.tolist():

@@ -1,11 +1,11 @@
-"""All operators under compute-sanitizer: which tool reports what.
+"""Run all operators under compute-sanitizer and print what each tool reports.
 
     python -m tools.sanitize [--tool racecheck ...] [--op decode-bf16 ...] [--jobs 8] [--timeout 240] [--logs FOLDER]
 
-One process for each tool and operator (`calls.OPS`), several side by side, on all GPUs in turn. Prints a table, then
-the findings: kind, kernel, the accesses with their SASS addresses (and source lines, where the kernels have line info),
-how often. Kernels come from where calls find them; build a bundle first. Exits with 1 where a process failed or a tool
-reported anything.
+There is one process per tool and operator (`calls.OPS`); several run side by side, on all GPUs in turn. The output is a
+table, then the findings: kind, kernel, the accesses with their SASS addresses (and source lines, if the kernels have
+line info), and the count. Calls use the usual kernels, so build a bundle first. The exit status is 1 if a process
+failed or a tool reported anything.
 """
 
 import argparse
@@ -21,25 +21,26 @@ from typing import NamedTuple
 import torch
 
 from . import under
-from .report import SanitizeReport, lines, parse
+from .report import SanitizerReport, lines, parse
 
 ROOT = Path(__file__).resolve().parents[2]
-# Every tensor is an allocation of its own: what lies beside it is nobody's, and new memory has no old contents.
+# Every tensor is its own allocation: the memory beside it belongs to no tensor, and new memory has no old contents.
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-# racecheck looks at shared memory alone, so only at our kernels; initcheck must see every kernel that writes.
+# racecheck checks only shared memory, so it runs only on our kernels; initcheck must see every kernel that writes.
 ONLY_OURS = ["--kernel-name", "regex=attention_|topk_"]
 FILTERED = ("racecheck", "synccheck")
 DONE = re.compile(r"^(\d+) calls, (\d+) launches, all right$", re.MULTILINE)
 
 
-class Ended(NamedTuple):
-    """A process. done: its last line, (calls, launches), None where it failed; text: all that it printed."""
+class SanitizerRun(NamedTuple):
+    """The result of one process. done: (calls, launches) from its last line, None if it failed. text: everything it
+    printed."""
 
     tool: str
     op: str
     seconds: float
     done: tuple[int, int] | None
-    report: SanitizeReport
+    report: SanitizerReport
     text: str
 
     @property
@@ -47,8 +48,8 @@ class Ended(NamedTuple):
         return self.done is not None and bool(self.report.summary) and not self.report.found
 
 
-def check(tool: str, op: str, gpu: int, args: argparse.Namespace) -> Ended:
-    """One process under one tool, on one GPU."""
+def check(tool: str, op: str, gpu: int, args: argparse.Namespace) -> SanitizerRun:
+    """Run one process under one tool, on one GPU."""
     start = time.monotonic()
     options = under.command(args.sanitizer, tool, args.option) + (ONLY_OURS if tool in FILTERED else [])
     text = under.run([*options, sys.executable, "-m", "tools.sanitize.calls", op], args.timeout, gpu)
@@ -57,17 +58,17 @@ def check(tool: str, op: str, gpu: int, args: argparse.Namespace) -> Ended:
         Path(args.logs, f"{tool}-{op}.txt").write_text(text)
     found = DONE.search(text)
     done = (int(found[1]), int(found[2])) if found else None
-    return Ended(tool, op, time.monotonic() - start, done, parse(text), text)
+    return SanitizerRun(tool, op, time.monotonic() - start, done, parse(text), text)
 
 
-def row(e: Ended) -> str:
+def row(e: SanitizerRun) -> str:
     calls, launches = e.done or ("-", "FAILED")
-    summary = e.report.summary or "the tool did not end"
+    summary = e.report.summary or "the tool did not finish"
     return f"| {e.tool} | {e.op} | {calls} | {launches} | {e.report.count} | {summary} | {e.seconds:.0f} |"
 
 
-def details(e: Ended) -> list[str]:
-    """What a row of the table leaves out."""
+def details(e: SanitizerRun) -> list[str]:
+    """Return the details that a row of the table leaves out."""
     if e.clean:
         return []
     tail = [] if e.done and e.report.summary else [line for line in e.text.splitlines() if line.strip()][-6:]
@@ -80,13 +81,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.sanitize", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tool", nargs="+", choices=under.OPTIONS, default=list(under.OPTIONS))
     parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS))
-    parser.add_argument("--logs", help="folder to which each process' output goes")
+    parser.add_argument("--logs", help="folder for the output of each process")
     under.arguments(parser)
     args = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     os.chdir(ROOT)
     print(under.version(args.sanitizer))
-    print("| tool | op | calls | launches | reported | its summary | s |")
+    print("| tool | op | calls | launches | reported | the tool's summary | s |")
     print("| --- | --- | ---: | ---: | ---: | --- | ---: |")
     ended = []
     with ThreadPoolExecutor(args.jobs) as pool:

@@ -2,8 +2,9 @@
 
     python -m tools.sanitize.calls OP [--device cuda]
 
-Inputs are made on the CPU and copied, each storage whole, so that hardly any kernel but ours runs. Features one by one;
-types by head dimensions; batches that give a CTA several tiles, whole and shared. Needs torch and a bundle, or the DSL.
+Inputs are made on the CPU and copied as whole storages, so that few kernels other than ours run. The calls cover each
+feature, each combination of types and head dimensions, and batches that give a CTA several tiles, whole and split.
+Needs torch and a bundle or the DSL.
 """
 
 import argparse
@@ -25,7 +26,7 @@ EQUAL_DIMS = {name: pair for name, pair in DIMS.items() if pair[0] == pair[1]}
 
 
 def _prefill_features() -> Iterator[AttentionCase]:
-    """Page sizes with layouts and caches, rows and requests without keys, scales on the device."""
+    """Yield page sizes with layouts and caches, rows and requests without keys, and scales on the device."""
     packed = AttentionCase("", q_lens=(5, 0, 2), kv_lens=(1190, 9, 83), heads_q=6, data="needles", sink=True)
     plain = replace(packed, q_lens=(3, 150), kv_lens=(61, 333), heads_q=2)
     changes: tuple[tuple[AttentionCase, dict[str, Any]], ...] = (
@@ -44,7 +45,7 @@ def _prefill_features() -> Iterator[AttentionCase]:
 
 
 def _decode_features() -> Iterator[AttentionCase]:
-    """As `_prefill_features`; output types too."""
+    """Yield the features of `_prefill_features`, and output types."""
     few = AttentionCase(
         "", q_lens=(1, 1, 1), kv_lens=(1300, 0, 83), heads_q=6, data="needles", sink=True, function="decode"
     )
@@ -97,7 +98,7 @@ def _prefill() -> Iterator[AttentionCase]:
 
 
 def _decode(kv_dtype: str, dtype: str) -> Iterator[AttentionCase]:
-    """A few rows, as many as make another kernel serve them, drafts, and batches for every CTA."""
+    """Yield a few rows, enough rows for another kernel, drafts, and batches that reach every CTA."""
     base = AttentionCase(
         "", dtype, q_lens=(1, 1, 1), kv_lens=(1300, 0, 83), heads_q=6, data="needles", sink=True, function="decode",
         kv_dtype=kv_dtype,
@@ -114,7 +115,7 @@ def _decode(kv_dtype: str, dtype: str) -> Iterator[AttentionCase]:
 
 
 def _top_k(rows: int, width: int, k: int) -> Iterator[TopKCase]:
-    """All functions on rows of one width, ties and all; both widths of keys."""
+    """Yield calls of all functions on rows of one width, with ties, for 32-bit and 16-bit keys."""
     for dtype in ("fp32", "bf16"):
         yield TopKCase(PAGE_TABLE, dtype, rows, width, k, ("shelf", "special"), "mixed", page_size=16, batch_map=True)
         yield TopKCase(RAGGED, dtype, rows, width, k, "normal", "mixed", starts=True, tie_break=TopKTieBreak.LARGE)
@@ -125,7 +126,7 @@ def _top_k(rows: int, width: int, k: int) -> Iterator[TopKCase]:
 
 
 def _few_top_k(rows: int, width: int, k: int) -> Iterator[TopKCase]:
-    """Two of these, where rows are long."""
+    """Yield two of these calls, for long rows."""
     return (case for case in _top_k(rows, width, k) if (case.function, case.dtype) in SOME)
 
 
@@ -146,7 +147,7 @@ OPS: dict[str, Callable[[], Iterator[Case]]] = {
 
 
 def moved(value: Any, device: str) -> Any:
-    """Tensors on another device with their strides, inside tuples and dictionaries too: whole storages are copied."""
+    """Copy tensors to another device with their strides, also inside tuples and dictionaries. Copies whole storages."""
     if isinstance(value, dict):
         return {name: moved(inner, device) for name, inner in value.items()}
     if isinstance(value, tuple):
@@ -159,7 +160,7 @@ def moved(value: Any, device: str) -> Any:
 
 
 def distance(got: torch.Tensor, want: torch.Tensor, rtol: float, atol: "float | torch.Tensor") -> float:
-    """Largest error over what is allowed, infinite where only one is finite."""
+    """Return the largest error over the tolerance, infinite if only one of the values is finite."""
     got, want = got.float(), want.float()
     ratio = (got - want).abs() / (atol + rtol * want.abs())
     ratio = torch.where((got == want) | (got.isnan() & want.isnan()), 0.0, ratio.nan_to_num(math.inf, math.inf))
@@ -167,7 +168,7 @@ def distance(got: torch.Tensor, want: torch.Tensor, rtol: float, atol: "float | 
 
 
 def attend(case: AttentionCase, device: str) -> float:
-    """The error of a call over what is allowed."""
+    """Return the error of an attention call over its tolerance."""
     function, arguments = attention.FUNCTIONS[case.function]
     problem = attention.make_call(case)
     want, want_lse = attention.expected(case, problem)
@@ -180,7 +181,8 @@ def attend(case: AttentionCase, device: str) -> float:
 
 
 def choose(case: TopKCase, device: str) -> float:
-    """0 where a call gives the reference's bits; an AssertionError says where it does not."""
+    """Return 0 if a top-k call gives the reference's bits. Otherwise raise an AssertionError that names the
+    difference."""
     inputs = topk.make_inputs(case)
     there = moved(inputs, device)
     with topk.on_reference():
@@ -190,7 +192,7 @@ def choose(case: TopKCase, device: str) -> float:
 
 
 class Counting(machine.HostMachine):
-    """Counts launches."""
+    """A machine that counts its launches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +209,7 @@ class Counting(machine.HostMachine):
 
 
 def run(op: str, device: str) -> tuple[int, int]:
-    """(calls, launches) of an operator's calls, each of which is compared with the reference."""
+    """Return (calls, launches) of an operator's calls. Each call is compared with the reference."""
     count = 0
     torch.zeros(1, device=device)  # the tool gives up on a process that makes no CUDA context for 10 s
     with machine.override(Counting()) as here:

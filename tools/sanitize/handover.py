@@ -1,10 +1,10 @@
-"""Which synchronisation racecheck sees: minimal kernels (`kernels.VARIANTS`), each under compute-sanitizer.
+"""Show which synchronisation racecheck understands: minimal kernels (`kernels.VARIANTS`), each under compute-sanitizer.
 
     python -m tools.sanitize.handover [VARIANT ...] [--turns 1 4] [--tool racecheck] [--option WORD ...]
 
-prints for each variant and number of turns whether the result is right, and what the tool reports. Variants that race
-must be reported, others must not be; `elect` is what decode's reduction does. One turn has no write after a read.
-Needs a GPU, torch and the DSL. `--run VARIANT` is the launch alone.
+Prints, for each variant and number of turns, whether the result is right and what the tool reports. Variants with a
+race must be reported, the others must not; `elect` is the synchronisation of decode's reduction. A single turn has no
+write after a read. Needs a GPU, torch and the DSL. `--run VARIANT` only launches the variant.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from .report import lines, parse
 
 
 def compiled(variant: str, folder: str):
-    """The compiled kernel of a variant, with line info."""
+    """Return the compiled kernel of a variant, with line info."""
     import cutlass.cute as cute
 
     from cute_kernels import abi, build
@@ -34,7 +34,7 @@ def compiled(variant: str, folder: str):
 
 
 def expected(variant: str, given: list[int], turns: int) -> list[int]:
-    """What each thread has read, in all turns."""
+    """Return the sum of the words that each thread reads, over all turns."""
     from .kernels import THREADS, WARPS
 
     def read(tid: int, turn: int) -> int:
@@ -64,7 +64,7 @@ def launch(variant: str, turns: int) -> None:
 
 
 def check(variant: str, turns: int, args: argparse.Namespace) -> str:
-    """A variant under the tool, as lines to print."""
+    """Run a variant under the tool and return the lines to print."""
     from .kernels import VARIANTS
 
     program = [sys.executable, "-m", "tools.sanitize.handover", "--run", variant, "--turns", str(turns)]
@@ -73,7 +73,7 @@ def check(variant: str, turns: int, args: argparse.Namespace) -> str:
     result = next((line for line in text.splitlines() if line in ("right", "WRONG")), "no result")
     races = "races" if VARIANTS[variant].races and not (variant == "unfreed" and turns == 1) else "ordered"
     head = f"{variant:9} turns {turns}  {races:8} {result:9} {report.count:>6} reported   {VARIANTS[variant].what}"
-    more = lines(report) if report.summary else ["the tool did not end: " + " / ".join(text.splitlines()[-3:])]
+    more = lines(report) if report.summary else ["the tool did not finish: " + " / ".join(text.splitlines()[-3:])]
     return "\n".join([head, *(f"    {line}" for line in more)])
 
 
@@ -82,7 +82,7 @@ def main() -> None:
 
     description = (__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m tools.sanitize.handover", description=description)
-    parser.add_argument("variants", nargs="*", help=f"of {', '.join(VARIANTS)}; default: all")
+    parser.add_argument("variants", nargs="*", help=f"any of {', '.join(VARIANTS)}; default: all")
     parser.add_argument("--turns", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--run", metavar="VARIANT", help="launch this variant, without the tool")
     under.arguments(parser)

@@ -1,7 +1,8 @@
-"""Minimal kernels that show which synchronisation racecheck sees: warps hand words over through shared memory.
+"""Minimal kernels that show which synchronisation racecheck understands: warps exchange words through shared memory.
 
-Each turn, every thread writes a word of its own, all wait for all, every thread reads a word of each warp, and all wait
-before the next turn writes. `VARIANTS` differ in how they wait; "elect" is how decode's warps add up O (`reduce`).
+In each turn, every thread writes one word, all threads wait for all, every thread reads a word of each warp, and all
+wait before the next turn writes. `VARIANTS` differ in how they wait; "elect" is the way decode's warps add up O
+(`reduce`).
 """
 
 from typing import NamedTuple
@@ -13,12 +14,13 @@ from cutlass import Int32, const_expr
 from cute_kernels import abi
 from cute_kernels.device import pipeline
 
-WARPS = 8  # that hand over; variant "roles" has as many others beside them, which do nothing
+WARPS = 8  # warps that exchange words; variant "roles" has as many again, which do nothing
 THREADS = 32 * WARPS
 
 
 class Variant(NamedTuple):
-    """arrivals: on each mbarrier, a turn. races: whether it lacks order, so that a race must be reported."""
+    """A kind of synchronisation. arrivals: on each mbarrier, per turn. races: a race must be reported, because order is
+    missing."""
 
     what: str
     arrivals: int = WARPS
@@ -43,7 +45,7 @@ VARIANTS = {
 
 
 def fake_args():
-    """given (THREADS,) int32, out (THREADS,) int32, turns."""
+    """Return fake arguments: given (THREADS,) int32, out (THREADS,) int32, turns."""
     return [abi.tensor(Int32, (None,), align=4), abi.tensor(Int32, (None,), align=4), Int32(1)]
 
 
@@ -55,7 +57,7 @@ def forward(variant: cutlass.Constexpr, stream, given, out, turns):
 
 @cute.jit
 def wait(variant: cutlass.Constexpr, barrier, phase: Int32):
-    """Until a phase of the mbarrier has completed."""
+    """Wait until a phase of the mbarrier has completed."""
     if const_expr(variant == "peeled"):
         if not cute.arch.mbarrier_try_wait(barrier, phase):
             cute.arch.mbarrier_wait(barrier, phase)
@@ -65,7 +67,7 @@ def wait(variant: cutlass.Constexpr, barrier, phase: Int32):
 
 @cute.jit
 def arrive(variant: cutlass.Constexpr, barrier):
-    """A warp's arrival, behind what its lanes have read or written."""
+    """Signal a warp's arrival, after its lanes have read or written."""
     if const_expr(variant == "all"):
         cute.arch.mbarrier_arrive(barrier)
     elif const_expr(variant == "lane"):
@@ -81,7 +83,7 @@ def arrive(variant: cutlass.Constexpr, barrier):
 
 @cute.jit
 def write(variant: cutlass.Constexpr, words: cute.Tensor, ready: pipeline.Pipeline, tid: Int32, value: Int32):
-    """This thread's word, and the arrival that says so."""
+    """Write this thread's word and arrive on the barrier."""
     if const_expr(variant == "owner"):
         mine = cute.make_rmem_tensor(32, Int32)
         for i in cutlass.range_constexpr(32):
@@ -104,7 +106,7 @@ def write(variant: cutlass.Constexpr, words: cute.Tensor, ready: pipeline.Pipeli
 def turns_of(
     variant: cutlass.Constexpr, words: cute.Tensor, ready: pipeline.Pipeline, given: cute.Tensor, turns: Int32
 ):
-    """The sum over all turns of what a thread reads."""
+    """Return the sum over all turns of the words that a thread reads."""
     tid, total = cute.arch.thread_idx()[0] % THREADS, Int32(0)
     for turn in cutlass.range(turns, unroll=1):
         if const_expr(variant not in ("bar", "unfreed")):

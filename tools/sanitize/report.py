@@ -1,4 +1,4 @@
-"""What compute-sanitizer printed, as findings: one for each distinct (kind, kernel, addresses), with a count."""
+"""Parse compute-sanitizer's output into findings: one per distinct (kind, kernel, addresses), with a count."""
 
 import re
 from collections import Counter
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 PREFIX = "========= "
 SUMMARY = re.compile(r"(ERROR|RACECHECK|LEAK) SUMMARY: (.*)")
-# A report's first line: what it is. Lines that follow are indented.
+# The first line of a report states its kind. The lines that belong to it are indented.
 HEADS = re.compile(
     r"(?P<race>(?:Error|Warning|Info): Race reported between .*)"
     r"|(?P<hazard>(?:Error|Warning|Info): Potential (?:WAW|WAR|RAW) hazard .*)"
@@ -25,8 +25,8 @@ HAZARDS = re.compile(r"\[(\d+) hazards?\]")
 
 
 class Finding(NamedTuple):
-    """kind: the report's own words without addresses; kernel: "" where the report names none; sites: what accessed
-    where in the code, `write +0xbff0 reduce.py:70`, two for a race."""
+    """One kind of report. kind: the report's words without addresses. kernel: "" if the report names none. sites: the
+    accesses and their place in the code, `write +0xbff0 reduce.py:70`; two for a race."""
 
     kind: str
     kernel: str = ""
@@ -34,8 +34,9 @@ class Finding(NamedTuple):
 
 
 @dataclass
-class SanitizeReport:
-    """found: how often each; summary: the tool's own last line, "" where there is none, so that it did not end."""
+class SanitizerReport:
+    """All findings of a process. found: finding -> count. summary: the tool's last line, "" if there is none: it did
+    not finish."""
 
     found: Counter[Finding] = field(default_factory=Counter)
     summary: str = ""
@@ -45,9 +46,9 @@ class SanitizeReport:
         return sum(self.found.values())
 
 
-def parse(text: str) -> SanitizeReport:
-    """The report in a tool's output, in which the program's own lines may stand too."""
-    report, lines = SanitizeReport(), [line[len(PREFIX) :] for line in text.splitlines() if line.startswith(PREFIX)]
+def parse(text: str) -> SanitizerReport:
+    """Parse a tool's output, which may also contain lines of the program."""
+    report, lines = SanitizerReport(), [line[len(PREFIX) :] for line in text.splitlines() if line.startswith(PREFIX)]
     for i, line in enumerate(lines):
         if summary := SUMMARY.match(line):
             report.summary = f"{report.summary}; {summary[0]}" if report.summary else summary[0]
@@ -65,7 +66,7 @@ def parse(text: str) -> SanitizeReport:
 
 
 def _site(text: str) -> tuple[str, str]:
-    """(kernel, access, offset and source line) that a line names; empty where it names none."""
+    """Return (kernel, "access +offset source line") of the code that a line names, empty strings if it names none."""
     found = SITE.search(text)
     if not found:
         return "", ""
@@ -73,8 +74,8 @@ def _site(text: str) -> tuple[str, str]:
     return short(found["name"]), " ".join(word.lower() if word == found["what"] else word for word in words if word)
 
 
-def _add_races(report: SanitizeReport, head: str, more: list[str]) -> None:
-    """One access against each of those that follow, with the hazards of each pair."""
+def _add_races(report: SanitizerReport, head: str, more: list[str]) -> None:
+    """Add the races of one access with each of those that follow, with the number of hazards of each pair."""
     kernel, first = _site(head)
     for line in more:
         if line.startswith("and "):
@@ -83,7 +84,7 @@ def _add_races(report: SanitizeReport, head: str, more: list[str]) -> None:
             report.found[pair] += int(hazards[1]) if hazards else 1
 
 
-def _add_one(report: SanitizeReport, head: str, more: list[str]) -> None:
+def _add_one(report: SanitizerReport, head: str, more: list[str]) -> None:
     sites = [_site(line) for line in more if line.startswith(("at ", "Write Thread", "Read Thread"))] or [_site(head)]
     kind = re.sub(r" at \S.*\+0x[0-9a-f]+.*| (at|in|by|on) .*0x[0-9a-f]+.*| in block .*", "", head).strip()
     sites = sites[:2] if "hazard" in kind else sites[:1]
@@ -91,12 +92,12 @@ def _add_one(report: SanitizeReport, head: str, more: list[str]) -> None:
 
 
 def short(kernel: str) -> str:
-    """A kernel's name without its parameters."""
+    """Return a kernel's name without its parameters."""
     return re.sub(r"\(.*|^void ", "", kernel).strip()
 
 
-def lines(report: SanitizeReport, most: int = 12) -> list[str]:
-    """The findings, the most frequent first, one a line."""
+def lines(report: SanitizerReport, most: int = 12) -> list[str]:
+    """Return the findings as lines, most frequent first."""
     shown = [
         " ".join([f"{count:>8} x {kind}", *([kernel] if kernel else []), *(f"[{site}]" for site in sites)])
         for (kind, kernel, sites), count in report.found.most_common(most)

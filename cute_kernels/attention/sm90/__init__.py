@@ -1,6 +1,7 @@
-"""Many query rows on Hopper, WGMMA: prefill, and decode of more rows than a warp has. This file is plain Python: what
-the kernel can do (`supports`, and the constants that `dispatch` looks at), which tile it takes, and what is shipped of
-it. It imports no DSL, because a process that runs a bundle has none.
+"""Attention for many query rows on Hopper, with WGMMA: prefill, and decode of more rows than `decode` has in a warp.
+
+This file is plain Python: what the kernel can do (`supports`, and the constants that `dispatch` reads), which tile it
+takes, and which kernels are shipped. It imports no DSL, because a process that runs a bundle has none.
 """
 
 from dataclasses import dataclass, replace
@@ -13,16 +14,20 @@ from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, kv_sourc
 ARCHS = ("sm_90a",)
 PHASES = ("prefill", "decode")
 FP8 = "e4m3"
-QUANTISED = ("e4m3", "e5m2", "nvfp4")  # types of caches
+QUANTISED = ("e4m3", "e5m2", "nvfp4")  # quantised KV cache types
 
 
 @dataclass(frozen=True)
 class Sm90TileConfig:
-    """m query rows x n keys a CTA, a warpgroup for 64 rows; `stages` K tiles and as many V tiles in flight, and
-    `q_stages` Q tiles. q_in_regs: Q is a register operand of Q K^T, which spares shared memory a third of its reads.
-    raw_stages: of K and V as they are stored, where they are prepared, 0: as many. promote_interval: Hopper's 8-bit
-    MMAs add to O in 14 bits, towards zero: the mean of 2,048 equal values comes out 1.4 % short, of 8,192 8 %
-    (simulated, with sums that have the bits of an H200's)."""
+    """Tile of a CTA: m query rows x n keys, with one mma warpgroup per 64 rows.
+
+    stages: stages of K, and of V, in flight. q_stages: stages of Q. q_in_regs: Q is a register operand of Q K^T, which
+    saves a third of the reads of shared memory. raw_stages: stages of K and V as they are stored, if they are prepared;
+    0: `stages`. load_warps: warps each for K and for V that fill a stage together, because issuing a TMA takes a warp
+    tens of cycles. promote_interval: KV blocks after which O is added to fp32 sums in shared memory, 0: never. Hopper's
+    8-bit MMAs add to O in 14 bits, rounding towards zero: without promotion, the mean of 2,048 equal values comes out
+    1.4 % short, that of 8,192 values 8 % (simulated, with sums that have the bits of an H200's).
+    """
 
     m: int = 128
     n: int = 128
@@ -31,13 +36,13 @@ class Sm90TileConfig:
     q_in_regs: bool = False
 
     raw_stages: int = 0
-    load_warps: int = 2  # warps that fill a stage together: issuing a TMA takes one tens of cycles
-    promote_interval: int = 0  # KV blocks after which O moves to fp32 sums in shared memory, 0: never
-    per_tile_pack_gqa: ClassVar[bool] = True  # of `work.WorkTileInfo`
+    load_warps: int = 2
+    promote_interval: int = 0
+    per_tile_pack_gqa: ClassVar[bool] = True  # `WorkTileInfo` says whether a tile's rows are packed
     pdl_prologue: ClassVar[bool] = False  # see `pdl`
-    counters_per_split: ClassVar[int] = 1  # of a part of a tile
-    e2m1: ClassVar[bool] = False  # whether the architecture converts such codes
-    l2_bytes: ClassVar[int] = 16 << 20  # of K and V at work at a time; Hopper's L2 is 50 MB in two halves
+    counters_per_split: ClassVar[int] = 1  # counters per split of a tile
+    e2m1: ClassVar[bool] = False  # the architecture has no conversion of e2m1 codes
+    l2_bytes: ClassVar[int] = 16 << 20  # bytes of K and V in use at a time; Hopper's L2 is 50 MB in two halves
 
     @property
     def warpgroups(self) -> int:
@@ -45,12 +50,12 @@ class Sm90TileConfig:
 
     @property
     def dequant_pieces(self) -> int:
-        """Of rows, that a lane dequantises at a time: what registers leave room for."""
+        """Return the pieces of rows that a lane dequantises at a time: as many as registers leave room for."""
         return 2 if self.q_in_regs else 4
 
     @property
     def m_choices(self) -> tuple[int, ...]:
-        """Rows that a tile may have."""
+        """Return the numbers of rows that a tile may have."""
         return (self.m,)
 
     @property
@@ -61,8 +66,8 @@ class Sm90TileConfig:
 Spec = AttentionSpec[Sm90TileConfig]
 
 # 227 KiB of shared memory hold `q_stages` of Q, `stages` of K and of V; the 232 registers of a thread (160 with three
-# math warpgroups) hold S, P, O and, with q_in_regs, Q. n depends on the head dims alone: a row's rounding depends on n,
-# and a request's result must depend on nothing but the request.
+# mma warpgroups) hold S, P, O and, with q_in_regs, Q. n depends on the head dims only: the rounding of a row depends on
+# n, and the result of a sequence must depend on that sequence alone.
 TILES = {  # (head_dim_qk, head_dim_vo) -> tile of kernels that take every modifier
     (64, 64): Sm90TileConfig(128, 128, 4),
     (128, 128): Sm90TileConfig(128, 128, 2),
@@ -70,7 +75,7 @@ TILES = {  # (head_dim_qk, head_dim_vo) -> tile of kernels that take every modif
     (256, 256): Sm90TileConfig(128, 80, 2),
 }
 USUAL = ((64, 64), (128, 128))
-FP8_TILES = {  # of 8-bit Q, K and V, whose V is transposed by warps that do not load
+FP8_TILES = {  # 8-bit Q, K and V; V is transposed by warps that do not load
     (64, 64): Sm90TileConfig(128, 128, 4, load_warps=1, promote_interval=16),
     (128, 128): Sm90TileConfig(128, 96, 3, load_warps=1, promote_interval=21),
     (192, 128): Sm90TileConfig(128, 128, 2, load_warps=1, promote_interval=16),
@@ -80,7 +85,7 @@ FP8_HEADLINE_TILES = FP8_TILES | {
     (64, 64): Sm90TileConfig(192, 128, 4, 2, load_warps=1, promote_interval=16),
     (128, 128): Sm90TileConfig(192, 96, 3, raw_stages=2, load_warps=1, promote_interval=21),
 }
-QUANTISED_TILES = {  # of quantised K and V, dequantised by a warpgroup
+QUANTISED_TILES = {  # quantised K and V, dequantised by a prepare warpgroup
     (64, 64): Sm90TileConfig(128, 128, 3, raw_stages=3, load_warps=1),
     (128, 128): Sm90TileConfig(128, 128, 2, raw_stages=2, load_warps=1),
     (192, 128): Sm90TileConfig(128, 80, 2, raw_stages=2, load_warps=1),
@@ -90,8 +95,8 @@ QUANTISED_HEADLINE_TILES = QUANTISED_TILES | {
     (64, 64): Sm90TileConfig(128, 128, 3, 1, True, raw_stages=3, load_warps=1),
     (128, 128): Sm90TileConfig(128, 128, 2, 1, True, raw_stages=2, load_warps=1),
 }
-NVFP4_HEADLINE_TILES = QUANTISED_TILES  # their conversion binds: it takes the registers that Q would have
-SHARED_TILES = {  # (type of the cache, head_dim) -> tile of kernels whose CTAs share the keys of a request
+NVFP4_HEADLINE_TILES = QUANTISED_TILES  # conversion is the bottleneck: it needs the registers that Q would take
+SHARED_TILES = {  # (KV cache type, head_dim) -> tile of stream_k kernels: CTAs share the keys of a sequence
     ("16-bit", 64): Sm90TileConfig(64, 128, 6, load_warps=1),
     ("16-bit", 128): Sm90TileConfig(64, 128, 3, load_warps=1),
     ("e4m3", 64): Sm90TileConfig(64, 128, 4, raw_stages=4, load_warps=1),
@@ -99,19 +104,19 @@ SHARED_TILES = {  # (type of the cache, head_dim) -> tile of kernels whose CTAs 
     ("nvfp4", 64): Sm90TileConfig(64, 128, 4, raw_stages=4, load_warps=1),
     ("nvfp4", 128): Sm90TileConfig(64, 128, 2, raw_stages=3, load_warps=1),
 }
-SHARED_ROWS = 16  # more than so many rows of a request: up to there `decode` reads keys as fast, and computes less
-HEADLINE_TILES = TILES | {  # of kernels that take none
+SHARED_ROWS = 16  # stream_k serves more rows; up to this many, `decode` reads keys as fast and computes less
+HEADLINE_TILES = TILES | {  # kernels that take no modifier
     (64, 64): Sm90TileConfig(192, 128, 4, 2),
     (128, 128): Sm90TileConfig(128, 128, 3, 1, True),
 }
 
 
 def tiles_of(q: str, kv: str, plain: bool) -> dict[tuple[int, int], Sm90TileConfig]:
-    """head_dims -> tile of kernels of these types, `plain`: of those that take no modifiers."""
+    """Return head dims -> tile of kernels of these types. plain: of kernels that take no modifier."""
     if q != kv:
         plainest = NVFP4_HEADLINE_TILES if kv == "nvfp4" else QUANTISED_HEADLINE_TILES
         tiles = plainest if plain else QUANTISED_TILES
-        fewer = q == FP8 and kv == "e5m2"  # Q as it is loaded and as fp16
+        fewer = q == FP8 and kv == "e5m2"  # shared memory holds Q twice, as loaded and as fp16
         return {dims: replace(tile, raw_stages=1) for dims, tile in tiles.items()} if fewer else tiles
     if q == FP8:
         return FP8_HEADLINE_TILES if plain else FP8_TILES
@@ -119,21 +124,24 @@ def tiles_of(q: str, kv: str, plain: bool) -> dict[tuple[int, int], Sm90TileConf
 
 
 def headline(q: str, kv: str, dims: tuple[int, int], causal: bool) -> Spec:
-    """The spec of a mask and nothing else."""
+    """Return the spec of a kernel that takes one mask, causal or none, and no modifier."""
     mask, tile = MaskSpec("always" if causal else "never"), tiles_of(q, kv, True).get(dims)
     return AttentionSpec(q, KVSpec(kv), outputs(q)[:1], *dims, mask, tile=cast(Sm90TileConfig, tile))
 
 
 def general(q: str, kv: str, dims: tuple[int, int]) -> Spec:
-    """The spec that takes every modifier as a value. With 16-bit queries it writes 16 bits; a call that asks for e4m3
-    or NVFP4 gets one with all `outputs`, compiled then."""
+    """Return the spec of a kernel that takes every modifier as a value.
+
+    With 16-bit queries its output is 16-bit. A call that asks for e4m3 or NVFP4 output gets a spec with all `outputs`,
+    which is compiled at that call.
+    """
     mask, logits, tile = MaskSpec("value", window=True), LogitsSpec(soft_cap=True), tiles_of(q, kv, False).get(dims)
     out = outputs(q) if q == FP8 else outputs(q)[:1]
     return AttentionSpec(q, KVSpec(kv), out, *dims, mask, logits, tile=cast(Sm90TileConfig, tile))
 
 
 def shared(q: str, kv: str, dim: int) -> Spec:
-    """The spec of a causal mask whose CTAs share the keys of a request; without a tile for types that none is for."""
+    """Return the stream_k spec with a causal mask. Its tile is None for types that `SHARED_TILES` does not have."""
     kind = "16-bit" if q == kv != FP8 else kv if q == "bf16" else ""
     tile = SHARED_TILES.get((kind, dim))
     mask = MaskSpec("always")
@@ -143,7 +151,10 @@ def shared(q: str, kv: str, dim: int) -> Spec:
 
 
 def sharing(p: KernelRequest) -> Spec:
-    """The spec that would serve decode, without a tile for few rows. What else the request asks `shares` refuses."""
+    """Return the stream_k spec that would serve a decode request; `shares` refuses modifiers that it cannot serve.
+
+    Its tile is None if the request has at most SHARED_ROWS rows or must be batch-invariant.
+    """
     spec, many = shared(p.q, p.kv, p.head_dim_qk), p.rows * p.qhead_per_kvhead > SHARED_ROWS and not p.batch_invariant
     mask = MaskSpec("always" if p.causal else "never", p.window, p.drafts, p.custom_mask)
     logits = LogitsSpec(p.soft_cap, p.skip, p.alibi, p.head_scales)
@@ -153,7 +164,7 @@ def sharing(p: KernelRequest) -> Spec:
 
 
 def candidate(request: KernelRequest, arch: str) -> Spec:
-    """The spec that would serve a request, if `supports` lets it."""
+    """Return the spec that would serve a request, if `supports` accepts it."""
     if request.phase == "decode":
         return sharing(request)
     p, dims = request, (request.head_dim_qk, request.head_dim_vo)
@@ -162,7 +173,7 @@ def candidate(request: KernelRequest, arch: str) -> Spec:
     mask = replace(spec.mask, tree=p.drafts, custom=p.custom_mask)
     logits = replace(spec.logits, skip=p.skip, alibi=p.alibi, head_scales=p.head_scales and p.kv in DTYPES)
     out = outputs(p.q, p.out) if len(spec.out) > 1 or p.out not in DTYPES else (p.out,)
-    few = p.skip and p.kv not in DTYPES  # registers, and votes need some
+    few = p.skip and p.kv not in DTYPES  # registers are scarce, and votes need some
     tile = tiles_of(p.q, p.kv, False).get(dims) if few else spec.tile
     return replace(
         spec, kv=KVSpec(p.kv, kv_source(p)), out=out, mask=mask, logits=logits, tile=cast(Sm90TileConfig, tile)
@@ -170,7 +181,7 @@ def candidate(request: KernelRequest, arch: str) -> Spec:
 
 
 def supports(spec: Spec) -> Refusal | None:
-    """None where the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
+    """Return None if the kernel can run `spec`, else the reason. Nothing else states what the kernel can do."""
     if spec.schedule == "stream_k":
         return shares(spec)
     if spec.q not in (*DTYPES, FP8):
@@ -193,7 +204,7 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("tile", f"{t}: m is 64, 128 or 192, n a multiple of 16")
     if spec.kv.dtype != spec.q and t.m > 128:
         return Refusal("tile", f"{t}: over quantised K and V, m is 64 or 128")
-    if spec.logits.soft_cap and (t.q_in_regs or t.q_stages > 1):  # code for a tile is chosen with no MMA in flight
+    if spec.logits.soft_cap and (t.q_in_regs or t.q_stages > 1):  # no MMA may be in flight when `mma` branches
         return Refusal("tile", f"{t}: with a soft cap, Q has one stage, in shared memory")
     if spec.kv.dtype == spec.q != FP8 and t.load_warps != 2:
         return Refusal("tile", f"{t}: loaders is 2 where nothing is prepared")
@@ -201,7 +212,10 @@ def supports(spec: Spec) -> Refusal | None:
 
 
 def shares(spec: Spec) -> Refusal | None:
-    """`supports` of a kernel whose CTAs share keys. Its field is the phase: what it refuses `decode` may serve."""
+    """Return the answer of `supports` for a stream_k spec.
+
+    Refusals name the field "phase", because `decode` may serve the request.
+    """
     own = shared(spec.q, spec.kv.dtype, spec.head_dim_qk)
     if spec.tile is None:
         types = ", ".join(f"{kind} head_dim {dim}" for kind, dim in SHARED_TILES)
@@ -214,9 +228,15 @@ def shares(spec: Spec) -> Refusal | None:
 
 
 def shipped(arch: str) -> list[Spec]:
-    """Of bf16 and each head_dim: a headline spec a mask, and the general one. Of the usual head dims: the same in fp16
-    and in 8 bits, those that gather pages of any size, one with a custom mask, a causal one with skip-softmax, and of
-    bf16 over quantised K and V a causal headline and the general one. Others are compiled at their first call."""
+    """Return the specs that a bundle holds; all others are compiled at their first call.
+
+    - bf16, each of `TILES`: two headline specs (causal, full) and the general one
+    - fp16 and e4m3, head dims 64 and 128: the same
+    - bf16 and fp16, 64 and 128: the causal headline and the general spec with gathered pages of any size; the general
+      one with a custom mask; the causal headline with skip-softmax
+    - bf16 over e4m3 and NVFP4 K and V, 64 and 128: the causal headline and the general spec
+    - stream_k: bf16 and fp16, and bf16 over e4m3 and NVFP4, 64 and 128
+    """
     found = []
     for q, dims in (*product(("bf16",), TILES), *product(("fp16", FP8), USUAL)):
         found += [*(headline(q, q, dims, causal) for causal in (True, False)), general(q, q, dims)]

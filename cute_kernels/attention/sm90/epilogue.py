@@ -1,4 +1,4 @@
-"""From accumulators of WGMMA, whose rows lie in quads, to rows of O."""
+"""Epilogue: normalise acc_o and store rows of O and LSE. The four lanes of a quad share two rows of an accumulator."""
 
 from typing import Any, NamedTuple
 
@@ -12,12 +12,12 @@ from ..schedule.work import WorkTileInfo
 from ..spec import SF_VEC_SIZE
 from .roles import fp8, scaled_rows
 
-LANES = 4  # that have columns of a row of an accumulator
+LANES = 4  # lanes that share a row of an accumulator
 
 
 class CallScales(NamedTuple):
-    """score: of raw scores to log2 units. reduced: of what the softmax reduces, scores or capped ones. out: on the
-    output."""
+    """Scales of a call. score: from raw scores to log2 units. reduced: from the values that the softmax reduces, scores
+    or capped scores, to log2 units. out: factor on the output."""
 
     score: Float32
     reduced: Float32
@@ -25,7 +25,7 @@ class CallScales(NamedTuple):
 
 
 class RowScales(NamedTuple):
-    """`CallScales` of each row of a thread."""
+    """`CallScales.score` and `CallScales.reduced` of each of a thread's rows."""
 
     score: Any
     reduced: Any
@@ -33,9 +33,12 @@ class RowScales(NamedTuple):
 
 @cute.jit
 def scales_of_call(spec: cutlass.Constexpr, a):
-    """`CallScales` of a call; what its rows have of their own `RowScales` adds."""
+    """Return the `CallScales` of the call.
+
+    With `scaled_rows`, scales in device memory may be per head: then `softmax.init_rows` and `store` apply them.
+    """
     score, dequant_scale = a.logits.softmax_scale_log2, const_expr(quant.kv_format(spec).dequant_scale)
-    if const_expr(not scaled_rows(spec)):  # whose device factors may be a head's
+    if const_expr(not scaled_rows(spec)):
         score = softmax.device_scale(score, a.logits.softmax_scale_ptr)
     if const_expr(dequant_scale != 1.0):
         score *= dequant_scale
@@ -50,40 +53,46 @@ def scales_of_call(spec: cutlass.Constexpr, a):
 
 
 def scales_of(r, scales: CallScales) -> RowScales:
+    """Return the scales of both of this thread's rows: their own, or those of the call."""
     return RowScales([scales.score] * 2, [scales.reduced] * 2) if r.scales is None else r.scales
 
 
-P_MAX_LOG2 = 14.0  # log2 units of P in 16 bits: fp16 ends at 2^16
-P_MAX_LOG2_E4M3 = 8.76  # of P in e4m3, which ends at 448, to which it rounds from 432 = 2^8.755 on
+P_MAX_LOG2 = 14.0  # log2 of the largest P in 16 bits: fp16 ends at 2^16
+P_MAX_LOG2_E4M3 = 8.76  # the same in e4m3, which ends at 448; values from 432 = 2^8.755 on round to that
 
 
 def extra_offset(kv_len):
-    """By how many powers of two P of e4m3 is raised, beyond 2^4: 1 from 4,097 keys on, 2 from 8,193, 3 from
-    16,385."""
+    """Return log2 of the factor on P in e4m3 beyond 2^4: 1 from 4,097 keys on, 2 from 8,193, 3 from 16,385."""
     above = cutlass.max(0, kv_len - 1) >> 12
     return cutlass.min(1, above) + cutlass.min(1, above >> 1) + cutlass.min(1, above >> 2)
 
 
 def rescale_params(spec, kv_len) -> softmax.RescaleParams:
-    """Where P of a request of kv_len keys lies. In e4m3, what is 2^(10 + raised) times smaller than the running maximum
-    is lost: a request of up to 2^15 keys loses less than a fourth of its largest one. Raised by a whole power of two, P
-    of a key that outweighs all others is exact."""
+    """Return the range of P for a sequence of kv_len keys.
+
+    In 16 bits, P is at most 1 for the running maximum, which may lag behind by 2^14. In e4m3, P is raised by
+    2^max_offset: keys that are 2^(10 + max_offset) times smaller than the running maximum round to zero, so that a
+    sequence of up to 2^15 keys loses in all less than a fourth of its largest one. A whole power of two keeps P exact
+    for a key that outweighs all others.
+    """
     if not fp8(spec):
         return softmax.RescaleParams(Float32(P_MAX_LOG2), Float32(0.0))
-    # The bits of 4.0, and 1.0 more each: a float that is the same in the whole warp costs no register.
+    # The bits of 4.0, plus 1.0 for each step: a float that is uniform in the warp costs no register.
     max_offset = warp.from_bits(cute.arch.make_warp_uniform(0x40800000 + (extra_offset(kv_len) << 21)))
     return softmax.RescaleParams(P_MAX_LOG2_E4M3 - max_offset, max_offset)
 
 
 def permuted_columns(spec):
-    """Whether a lane has, of every 16 columns of O, 4 q + 0, 2, 1, 3, q its place in the quad, instead of 2 q, 2 q + 1,
-    8 + 2 q, 9 + 2 q: `prepare.transpose` puts rows of V into that order."""
+    """Report whether `prepare.transpose` permuted the columns of V, and so of O.
+
+    Per 16 columns, lane q of a quad then has columns 4 q + (0, 2, 1, 3) instead of 2 q, 2 q + 1, 8 + 2 q, 9 + 2 q.
+    """
     return fp8(spec)
 
 
 @cute.jit
 def unpermute_columns(values: cute.Tensor):
-    """Values of a lane that has `permuted_columns`, those of each 16 columns as they lie side by side."""
+    """Return a lane's values with `permuted_columns` in ascending order of columns."""
     found = cute.make_rmem_tensor(cute.size(values), Float32)
     for i in cutlass.range_constexpr(cute.size(values)):
         found[i] = values[i // 4 * 4 + (0, 2, 1, 3)[i % 4]]
@@ -91,18 +100,19 @@ def unpermute_columns(values: cute.Tensor):
 
 
 def vec_bits_of(spec, bits):
-    """Bits that a lane has side by side in a row of values of so many."""
+    """Return the bits of the neighbouring columns that a lane has in a row of values of `bits` bits."""
     return bits * (4 if permuted_columns(spec) else 2)
 
 
 def words_of(spec, bits):
-    """Words that a lane has of a row, and 16-byte pieces that a row has."""
+    """Return the words that a lane has of a row of values of `bits` bits, which is also the row's 16-byte pieces."""
     return spec.head_dim_vo * bits // 128
 
 
 @cute.jit
 def gather_vecs(words: cute.Tensor, at: cutlass.Constexpr, vec_bits: cutlass.Constexpr):
-    """words[at:at+4], each the units that a lane of the quad had, put into the order of a row: first units first."""
+    """Reorder words[at:at+4], one from each lane of the quad, so that their vectors of vec_bits follow the row's order:
+    the first vector of all lanes, then the second, and so on."""
     w = [words[at + i] for i in range(4)]
     if const_expr(vec_bits == 16):
         pairs = [quant.permute(w[i], w[i + 1], selector) for selector in (0x5410, 0x7632) for i in (0, 2)]
@@ -116,9 +126,9 @@ def gather_vecs(words: cute.Tensor, at: cutlass.Constexpr, vec_bits: cutlass.Con
 
 @cute.jit
 def store_words(spec: cutlass.Constexpr, out: cute.Tensor, words: cute.Tensor, bits: cutlass.Constexpr, keep):
-    """One row of values of `bits`: `words` are this lane's, in the order of the accumulator.
+    """Store a row of values of `bits` bits, if `keep`. words: this lane's, in the order of the accumulator.
 
-    A quad transposes them so that each lane holds whole 16-byte pieces, and stores 64 contiguous bytes at a time.
+    The quad transposes them so that each lane holds whole 16-byte pieces, and stores 64 contiguous bytes at a time.
     """
     lane, vec_bits = cute.arch.lane_idx() % 4, vec_bits_of(spec, bits)
     count, step = words_of(spec, bits), const_expr(4 if vec_bits <= 32 else 2)
@@ -157,29 +167,29 @@ def store_e4m3(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: cu
 
 @cute.jit
 def store_nvfp4(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: cute.Tensor, keep):
-    """A quad has blocks of 16 together, in either order 4 of a lane's values; each lane stores factors of 4 blocks."""
+    """Store a row in NVFP4. A block of 16 columns is four values of each lane of the quad, in either column order; each
+    lane stores the scale factors of four blocks."""
     lane, blocks = cute.arch.lane_idx() % 4, const_expr(spec.head_dim_vo // SF_VEC_SIZE)
     words = cute.make_rmem_tensor(max(4, words_of(spec, 4)), Int32)
     words.fill(0)
     for first in cutlass.range_constexpr(0, blocks, 4):
-        factors = Int32(0)
+        sf_word = Int32(0)
         for i in cutlass.range_constexpr(4):
             block = const_expr(first + i)
             own = cute.make_rmem_tensor(4, Float32)
             for e in cutlass.range_constexpr(4):
                 own[e] = values[4 * block + e]
-            f = nvfp4.compute_sf(nvfp4.block_amax(own, (1, 2)), a.out.o_sf_scale)
-            words[block // 2] = words[block // 2] | nvfp4.codes(own, f) << (16 * (block % 2))
-            factors = factors | f.byte.to(Int32) << (8 * i)
+            sf = nvfp4.compute_sf(nvfp4.block_amax(own, (1, 2)), a.out.o_sf_scale)
+            words[block // 2] = words[block // 2] | nvfp4.codes(own, sf) << (16 * (block % 2))
+            sf_word = sf_word | sf.byte.to(Int32) << (8 * i)
         if keep and lane == first // 4 % 4:
-            nvfp4.store_sf4(a, token, head, first, factors)
+            nvfp4.store_sf4(a, token, head, first, sf_word)
     store_words(spec, a.out.o_fp4[token, head, None], words, 4, keep)
 
 
 @cute.jit
 def store_row(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: cute.Tensor, keep):
-    """One row of O in the type that the call asks for: `values` (D / 4,) are this lane's, in the order of the
-    accumulator."""
+    """Store a row of O in the call's output type. values (D / 4,): this lane's, in the order of the accumulator."""
     if const_expr(len(spec.out) > 1):
         if a.out.o_fp4.shape[0] > 0:
             store_nvfp4(spec, a, token, head, values, keep)
@@ -193,7 +203,7 @@ def store_row(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: cut
 
 @cute.jit
 def zero_pieces(out: cute.Tensor, pieces: cutlass.Constexpr, keep):
-    """A row of so many 16-byte pieces, of zeros."""
+    """Store zeros to a row of `pieces` 16-byte pieces, if `keep`."""
     lane, piece = cute.arch.lane_idx() % LANES, cute.make_rmem_tensor(4, Int32)
     piece.fill(0)
     if keep:
@@ -207,7 +217,7 @@ def zero_pieces(out: cute.Tensor, pieces: cutlass.Constexpr, keep):
 
 @cute.jit
 def zero_row(spec: cutlass.Constexpr, a, token: Int32, head: Int32, keep):
-    """One row of O, of zeros, in the type that the call asks for."""
+    """Store a row of zeros to O in the output type of the call."""
     if const_expr(len(spec.out) > 1):
         if a.out.o_fp4.shape[0] > 0:
             zero_pieces(a.out.o_fp4[token, head, None], words_of(spec, 4), keep)
@@ -224,8 +234,8 @@ def zero_row(spec: cutlass.Constexpr, a, token: Int32, head: Int32, keep):
 
 @cute.jit
 def store(spec: cutlass.Constexpr, a, r, w: WorkTileInfo, scales: CallScales, empty: cutlass.Constexpr):
-    """Normalise and write this thread's rows of O and LSE that belong to the request; `empty`: no row sees a key."""
-    o = wgmma.rows_cols(r.o)
+    """Normalise this thread's rows and store those of the sequence to O and LSE. empty: no row sees a key."""
+    o = wgmma.rows_cols(r.acc_o)
     for k in cutlass.range_constexpr(cute.size(o, mode=[0])):
         row = w.m_block * spec.tile.m + r.cols[k, 0][0]
         token = geometry.token_of(row, geometry.pack_divisor(w))
@@ -239,10 +249,10 @@ def store(spec: cutlass.Constexpr, a, r, w: WorkTileInfo, scales: CallScales, em
             values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
             normal = softmax.row_normalizer(r.st, k, sink, LANES)
             lse = normal.lse
-            factor = normal.inv_row_sum * scales.out
+            scale = normal.inv_row_sum * scales.out
             if const_expr(r.scales is not None):
-                factor *= softmax.head_scale(a.out.out_scale_ptr, head)
-            values.store(o[k, None].load() * factor)
+                scale *= softmax.head_scale(a.out.out_scale_ptr, head)
+            values.store(o[k, None].load() * scale)
             if const_expr(permuted_columns(spec)):
                 values = unpermute_columns(values)
             store_row(spec, a, w.q_start + token, head, values, keep)

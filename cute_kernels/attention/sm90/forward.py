@@ -1,28 +1,39 @@
-"""Prefill on Hopper: host part and device entry.
+"""Attention forward for many query rows on Hopper: host part, shared memory, kernel entry.
 
-Roles (`roles`): the warps of warpgroup 0 load, `tile.load_warps` feed K, one of which also publishes the tiles, as many
-Q and V, one copies scale factors; warpgroup 1 prepares stages that no MMA can read as they were loaded, if there are
-any: it dequantises K and V, two warps each, or transposes V, which the spare warps of warpgroup 0 do where three
-warpgroups compute; each further warpgroup computes 64 rows of the tile (`mainloop`). CTAs are persistent.
+CTAs are persistent: each computes work tiles of `tile.m` query rows until the schedule has none left. Warpgroup 0 holds
+the load roles; one prepare warpgroup follows if K or V must be prepared (two with stream_k and quantised K and V); each
+further warpgroup has 64 rows of the tile. Start reading the computation at `mma`, then `mainloop`.
 
-Where CTAs share the keys of requests (`schedule.stream_k`), a warp of the first warpgroup schedules, and `splits` has
-what a CTA found of a tile that is not its own alone.
+| role | warps | registers | waits for | signals |
+| --- | --- | --- | --- | --- |
+| load_k | `load_warps` | 32, 40, 72 | work_pipe full, raw_k_pipe empty | raw_k_pipe full; warp 0: work_pipe full |
+| load_v | `load_warps` | as load_k | work_pipe full, raw_v_pipe, q_pipe empty | raw_v_pipe full; warp 0: q_pipe full |
+| schedule | 1, stream_k | as load_k | work_pipe empty | work_pipe full |
+| load_scales | 1, NVFP4 | as load_k | work_pipe full, raw_k_pipe, raw_v_pipe empty | raw_k_pipe, raw_v_pipe full |
+| prepare_k | 2 or 4, quantised K | 32, 64, 72, 80 | work_pipe, raw_k_pipe full, k_pipe empty | k_pipe full, raw empty |
+| prepare_v | 2 or 4, 4- or 8-bit V | 32 to 80 | work_pipe, raw_v_pipe full, v_pipe empty | v_pipe full, raw empty |
+| mma | 4 per 64 rows | 160, 208 to 232 | work_pipe, q_pipe, k_pipe, v_pipe full | q_pipe, k_pipe, v_pipe empty |
 
-Pipelines: work_pipe, 2 stages, loader 0 of K -> all: the next tile, published while the current one is loaded, freed
-when read. q_pipe, `tile.q_stages` stages, load -> math: Q of a tile that has a visible key, or, packed, room for it,
-which math fills; freed when the last QK of the tile is done, or once Q is in registers. k_pipe and v_pipe,
-`tile.stages` stages, load -> math: a KV block each; freed when its MMA is done. Where V, or K, is prepared, load ->
-prepare by raw_v_pipe, prepare -> math by v_pipe; `tile.raw_stages` of the former.
+Every role except schedule also releases work_pipe when it has read a tile. With skip-softmax, mma also signals its
+votes to load_v. Without stream_k, warp 0 of load_k finds the tiles. With three mma warpgroups, prepare_v is the two
+spare warps of warpgroup 0. Registers are per thread; `roles` has them for each configuration. Pipelines:
 
-Quantised K and V (of another type than Q) become fp16, which holds all of their values; so does Q, bf16 in units of its
-own a row (`query.load_q`), which go into the row's score scale: in registers, or where it was loaded to, or beside that
-where it was loaded as 8 bits.
+- work_pipe (2 stages, 4 with stream_k): the next tile, published while the current one is loaded; freed when read.
+- q_pipe (`q_stages`): Q of each tile that sees a key, or, with packed GQA, room for it, which mma fills. Freed after
+  the tile's last Q K^T, or as soon as Q is in registers.
+- k_pipe, v_pipe (`stages`): one KV block each; freed when their MMA is done.
+- raw_k_pipe, raw_v_pipe (`raw_stages`, or `stages` if that is 0): K and V as they are stored, from load to prepare.
+  If K or V is not prepared, its raw pipe is k_pipe or v_pipe itself.
 
-Shared memory: `q_stages` x Q (m x Dqk), `stages` x (K (n x Dqk) + V (n x Dvo)), 1024-byte aligned, barriers and
-WorkTileInfo; where K or V is prepared, `raw_stages` as they are stored too, with their scale factors, and where O is
-promoted, its fp32 sums (`promotion`).
+Quantised K and V (of another type than Q) become fp16, which holds all of their values. Q becomes fp16, too, a bf16 Q
+with a power-of-two scale per row that goes into the row's score scale (`query.load_q`): in registers, in the stage that
+it was loaded to, or, if it was loaded as 8 bits, in a stage beside that.
 
-Refused (see `supports`): other types and head dims.
+Shared memory: `q_stages` x Q (m x Dqk), `stages` x (K (n x Dqk) + V (n x Dvo)), 1024-byte aligned, barriers, tiles;
+if K or V is prepared, `raw_stages` of it as stored, with its scale factors; if O is promoted, its fp32 sums
+(`promotion`); with skip-softmax, votes (`skip`); with stream_k, the tiles of the CTA's splits (`..splits`).
+
+Types, head dims and modifiers that the kernel has are in `supports`.
 """
 
 from dataclasses import dataclass
@@ -40,7 +51,7 @@ from ..kv import arrivals, pages, scales, source
 from ..prepare import dequantises, mma_dtype, operand_stages
 from ..schedule import stream_k, tiles, work
 from . import promotion, skip
-from .mainloop import DENSE, mma
+from .mma import mma
 from .prepare import prepare_kv
 from .roles import WARPS, fp8, has_prepare_warpgroup, prepared, roles
 
@@ -49,10 +60,10 @@ fake_args = fakes.fake_args
 
 @dataclass(frozen=True)
 class Sm90KernelParams:
-    """Everything the host part makes for the kernel."""
+    """Kernel parameters that the host part makes: arguments, TMA operands, tiled MMAs."""
 
     args: AttentionArgs
-    k: Any  # operands of the source of K and V
+    k: Any  # operand of the source of K, as v
     v: Any
     q: copy.TmaOperand
     mma_qk: cute.TiledMma
@@ -61,11 +72,11 @@ class Sm90KernelParams:
 
 @dataclass(frozen=True)
 class Sm90SharedStorage:
-    """Shared memory of a CTA."""
+    """Shared memory of a CTA: stages, pipelines and state that roles share."""
 
     k: cute.Tensor
-    v: cute.Tensor  # fp8: (Dvo, n, stages), see `prepare`
-    raw_k: cute.Tensor  # as it was loaded; where nothing is prepared, k
+    v: cute.Tensor  # (n, Dvo, stages), in 8 bits (Dvo, n, stages)
+    raw_k: cute.Tensor  # K as loaded; k itself if it is not prepared
     raw_v: cute.Tensor
     work: cute.Tensor
     scheduler: tiles.SchedulerSmem | None
@@ -74,18 +85,19 @@ class Sm90SharedStorage:
     v_pipe: pipeline.Pipeline
     raw_k_pipe: pipeline.Pipeline
     raw_v_pipe: pipeline.Pipeline
-    raw_q: cute.Tensor  # as it was loaded
+    raw_q: cute.Tensor  # Q as loaded
     q: cute.Tensor
     q_pipe: pipeline.Pipeline
-    k_scales: cute.Tensor | None  # of raw stages
+    k_scales: cute.Tensor | None  # scale factors of raw stages
     v_scales: cute.Tensor | None
-    o_promoted: Any = None  # (4, Dvo / 8, threads): what `promotion.promote` adds to
-    skip_votes: Any = None  # of `skip`
+    o_promoted: Any = None  # (4, Dvo / 8, threads), sums of `promotion`
+    skip_votes: Any = None  # `skip.SkipVotesSmem`
     splits: Any = None  # `splits.SplitSmem`
 
 
 @cute.jit
 def forward(spec: cutlass.Constexpr, stream, *flat):
+    """Make the kernel parameters from the flat arguments of `args` and launch the kernel on `stream`."""
     a = pack(spec, flat)
     t, dt = spec.tile, abi.DTYPES[mma_dtype(spec)]
     k, v = (
@@ -109,13 +121,13 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
 
 
 def loaded(spec):
-    """Stages of (K, V) as they are stored."""
+    """Return the numbers of stages that (K, V) are loaded to."""
     t = spec.tile
     return [t.raw_stages if made and t.raw_stages else t.stages for made in prepared(spec)]
 
 
 def operand_q(spec, smem, raw_q):
-    """Where an MMA finds Q: where it was loaded to, if that has the size."""
+    """Return the Q stages that MMAs read: those that Q is loaded to, if they have the size, else new ones."""
     dt, shape = abi.DTYPES[mma_dtype(spec)], (spec.tile.m, spec.head_dim_qk)
     if spec.q == mma_dtype(spec) or spec.tile.q_in_regs:
         return raw_q
@@ -126,6 +138,7 @@ def operand_q(spec, smem, raw_q):
 
 
 def shared(spec, plan):
+    """Allocate the CTA's shared memory and initialise its pipelines."""
     smem, r, t = cutlass.utils.SmemAllocator(), roles(spec), spec.tile
     count, mma_warps, (raw_k_count, raw_v_count) = work.STAGES[spec.schedule], r.warps("mma"), loaded(spec)
     raw_k = k = copy.allocate(smem, plan.k, plan.args.kv.k.element_type)
@@ -170,6 +183,7 @@ def shared(spec, plan):
 
 @cute.jit
 def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
+    """Run the `load_v` role in one warp."""
     if const_expr(skip.waits_for_votes(spec)):
         skip.load_v(spec, plan, s, loader)
     else:
@@ -178,8 +192,8 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
 
 
 @cute.jit
-def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
-    """The warps of the first warpgroup."""
+def load_warpgroup(spec: cutlass.Constexpr, plan, s, warp: Int32):
+    """Run the role of a warp of warpgroup 0, in the order of `roles`."""
     if warp < roles(spec).first("load_v"):
         into = load.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
         load.load_kv(spec, plan, s, into, pages.K, warp, produces_tiles=not work.is_split_kv(spec))
@@ -203,8 +217,8 @@ def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
 
 
 @cute.jit
-def prepare(spec: cutlass.Constexpr, plan, s, warp: Int32):
-    """The warps of the warpgroup that prepares."""
+def prepare_warpgroup(spec: cutlass.Constexpr, plan, s, warp: Int32):
+    """Run the role of a warp of the prepare warpgroups."""
     if const_expr(not dequantises(spec)):
         prepare_kv(spec, plan, s, pages.V, warp - roles(spec).first("prepare_v"))
     elif warp < roles(spec).first("prepare_v"):
@@ -213,28 +227,24 @@ def prepare(spec: cutlass.Constexpr, plan, s, warp: Int32):
         prepare_kv(spec, plan, s, pages.V, warp - roles(spec).first("prepare_v"))
 
 
-@cute.jit
-def compute(spec: cutlass.Constexpr, plan, s):
-    """The warps of the last warpgroups."""
-    cute.arch.setmaxregister_increase(roles(spec).registers("mma"))
-    mma(spec, plan, s, skip.SKIPPING if const_expr(spec.logits.skip) else DENSE)
-
-
 @cute.kernel
 def kernel(spec: cutlass.Constexpr, plan: Sm90KernelParams):
+    """Set up shared memory, then run each warp's role with the registers of its warpgroup."""
     s = shared(spec, plan)
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()
-    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_wait()  # with PDL: roles read what the launch before wrote
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    if warp < WARPS:  # the first warpgroup
+    if warp < WARPS:
+        # load
         cute.arch.setmaxregister_decrease(roles(spec).registers("load_k"))
-        serve(spec, plan, s, warp)
+        load_warpgroup(spec, plan, s, warp)
         cute.arch.griddepcontrol_launch_dependents()
     elif const_expr(not has_prepare_warpgroup(spec)):
-        compute(spec, plan, s)
+        mma(spec, plan, s)  # sets its own registers
     elif warp < roles(spec).first("mma"):
+        # prepare
         cute.arch.setmaxregister_decrease(roles(spec).registers("prepare_v"))
-        prepare(spec, plan, s, warp)
+        prepare_warpgroup(spec, plan, s, warp)
     else:
-        compute(spec, plan, s)
+        mma(spec, plan, s)

@@ -1,4 +1,9 @@
-"""The math warpgroups of a CTA: which one a thread is of, their barriers, their turns."""
+"""The mma warpgroups of a CTA: their index and their named barriers.
+
+The warp scheduler barriers are those of FlashAttention-3: a warpgroup waits for its turn, issues its MMAs, and passes
+the turn to the next one, so that the softmax of one warpgroup runs under the MMAs of another. Without turns,
+skip-softmax was 5.9 % slower (H200, 2026-11-23).
+"""
 
 import cutlass
 import cutlass.cute as cute
@@ -6,9 +11,9 @@ from cutlass import const_expr
 
 from .roles import roles
 
-WARP_SCHEDULER_BARRIER = 1  # + warpgroup: may issue MMAs
-ALL_BARRIER = 4  # all math threads
-WARPGROUP_BARRIER = 5  # + warpgroup: its 128 threads
+WARP_SCHEDULER_BARRIER = 1  # + index of the warpgroup that may issue MMAs
+ALL_BARRIER = 4  # all mma threads
+WARPGROUP_BARRIER = 5  # + index of the warpgroup: its 128 threads
 
 
 def warpgroup_idx(spec):
@@ -17,12 +22,14 @@ def warpgroup_idx(spec):
 
 @cute.jit
 def warp_scheduler_barrier_sync(spec: cutlass.Constexpr):
+    """Wait for this warpgroup's turn to issue MMAs."""
     if const_expr(spec.tile.warpgroups > 1):
         cute.arch.barrier(barrier_id=WARP_SCHEDULER_BARRIER + warpgroup_idx(spec), number_of_threads=256)
 
 
 @cute.jit
 def warp_scheduler_barrier_arrive(spec: cutlass.Constexpr):
+    """Pass the turn to the next warpgroup."""
     if const_expr(spec.tile.warpgroups > 1):
         after = (warpgroup_idx(spec) + 1) % spec.tile.warpgroups
         cute.arch.barrier_arrive(barrier_id=WARP_SCHEDULER_BARRIER + after, number_of_threads=256)

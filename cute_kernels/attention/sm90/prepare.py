@@ -1,4 +1,4 @@
-"""The roles of prefill's warps that make operand stages from raw ones."""
+"""The `prepare_k` and `prepare_v` roles: make the operand stages of K and V from the stages that were loaded."""
 
 import cutlass
 import cutlass.cute as cute
@@ -12,29 +12,38 @@ from .roles import roles
 
 @cute.jit
 def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share: Int32):
-    """One warp of a role: its share of every block of K or V (`which`, of kv.pages) of every tile of this CTA."""
-    raw_ring, ring = prepare.stage_pipelines(s, which)
+    """Run a prepare role in one warp: its share of each KV block of K or V (`which`, of kv.pages) of all work tiles."""
+    # A warp waits for a tile in work_pipe and, for each of its KV blocks from high to low, for the loaded stage
+    # (raw_pipe full) and a free operand stage (operand_pipe empty). It dequantises or transposes its share, makes it
+    # visible to WGMMA, which reads through the async proxy, by a proxy fence, releases the loaded stage and arrives at
+    # the operand stage. Both pipelines count the same items, so that one counter is all the state. Tiles that see
+    # no key have no blocks.
+    raw_pipe, operand_pipe = prepare.stage_pipelines(s, which)
     i, t, more = Int32(0), Int32(0), Int32(1)
     while more != 0:
         w = work.consume(spec, s, t)
         more = w.is_valid
         if w.is_valid != 0:
             for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
-                pipeline.consumer_wait(raw_ring, i)
-                pipeline.producer_acquire(ring, i)
+                # wait for the loaded stage and a free operand stage
+                pipeline.consumer_wait(raw_pipe, i)
+                pipeline.producer_acquire(operand_pipe, i)
+                # dequantise or transpose
                 prepare_stage(spec, plan.args, s, which, share, i, w.kv_len - n_block * spec.tile.n)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
-                pipeline.consumer_release(raw_ring, i)
+                # release the loaded stage, commit the operand stage
+                pipeline.consumer_release(raw_pipe, i)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(pipeline.full_barrier(ring, i))
+                    cute.arch.mbarrier_arrive(pipeline.full_barrier(operand_pipe, i))
                 i += 1
         t += 1
 
 
 @cute.jit
 def prepare_stage(spec: cutlass.Constexpr, a, s, which: cutlass.Constexpr, share: Int32, i: Int32, valid: Int32):
-    """Item i of the pipes of K or V, a block of which the first `valid` keys, or all, are the request's."""
+    """Prepare this warp's share of item i of K or V. valid: keys of the sequence from the block's first key on; keys of
+    the block past them become zeros in V."""
     shares = const_expr(roles(spec).warps(("prepare_k", "prepare_v")[which]))
     if const_expr(prepare.dequantises(spec)):
         prepare.dequantise_stage(spec, a, s, which, share, shares, i, valid)

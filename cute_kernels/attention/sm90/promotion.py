@@ -1,5 +1,5 @@
-"""The second level of O's accumulation: 8-bit MMAs add up in fewer bits than fp32 has, so that O moves, after every
-`tile.promote_interval` blocks, from the accumulators to sums in shared memory, which belong to its thread alone."""
+"""Two-level accumulation of O. Hopper's 8-bit MMAs accumulate in fewer bits than fp32 has, so after every
+`tile.promote_interval` KV blocks a thread adds its accumulators to fp32 sums of its own in shared memory."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,13 @@ from ...device import copy
 from ...device.warp import fma
 from .roles import roles
 
-PIECE = 4  # values that a thread loads and stores at once: two of each of its rows
+PIECE = 4  # values per load and store: two of each of the thread's rows
 
 
 @dataclass(frozen=True)
 class PromotedAcc:
-    """What a thread knows of its sums. factors: what those of each row are to be multiplied by. counts: blocks until O
-    moves; how often it has moved."""
+    """A thread's promoted sums of O. acc_scales: pending scale of the sums of each row. counts: KV blocks until the
+    next promotion; promotions so far."""
 
     smem: cute.Tensor  # (PIECE, pieces)
     acc_scales: cute.Tensor
@@ -25,7 +25,7 @@ class PromotedAcc:
 
 
 def allocate(spec, smem):
-    """(PIECE, pieces, threads): neighbouring threads at neighbouring places."""
+    """Allocate the sums, fp32 (PIECE, pieces, threads), the PIECE values of neighbouring threads side by side."""
     threads, pieces = 32 * roles(spec).warps("mma"), spec.head_dim_vo // 2 // PIECE
     layout = cute.make_layout((PIECE, pieces, threads), stride=(1, PIECE * threads, PIECE))
     return smem.allocate_tensor(Float32, layout, 16)
@@ -38,21 +38,21 @@ def make(spec, smem):
 
 @cute.jit
 def reset(spec: cutlass.Constexpr, acc: PromotedAcc):
-    """A tile begins."""
+    """Begin a tile: no sums so far."""
     acc.acc_scales.fill(1.0)
     acc.counts[0], acc.counts[1] = Int32(spec.tile.promote_interval), Int32(0)
 
 
 @cute.jit
-def rescale(acc: PromotedAcc, factors: cute.Tensor):
-    """O was multiplied by `factors`."""
+def rescale(acc: PromotedAcc, acc_scale: cute.Tensor):
+    """Apply the scale by which the rows of acc_o were multiplied to the sums, when these are next read."""
     for k in cutlass.range_constexpr(2):
-        acc.acc_scales[k] = acc.acc_scales[k] * factors[k]
+        acc.acc_scales[k] = acc.acc_scales[k] * acc_scale[k]
 
 
 @cute.jit
 def promote(spec: cutlass.Constexpr, acc: PromotedAcc, o: cute.Tensor, blocks: Int32):
-    """As many blocks, at most counts[0], have been added to O, and nothing is in flight: promote, if it is time to."""
+    """Count `blocks` KV blocks, at most counts[0], and promote O if it is time to. No MMA may be in flight."""
     acc.counts[0] -= blocks
     if acc.counts[0] == 0:
         if acc.counts[1] > 0:
@@ -69,14 +69,14 @@ def promote(spec: cutlass.Constexpr, acc: PromotedAcc, o: cute.Tensor, blocks: I
 
 @cute.jit
 def finalize(acc: PromotedAcc, o: cute.Tensor):
-    """A tile ends."""
+    """End a tile: add the sums to O."""
     if acc.counts[1] > 0:
         add_promoted(acc, o)
 
 
 @cute.jit
 def add_promoted(acc: PromotedAcc, o: cute.Tensor):
-    """O += sums."""
+    """O += sums * acc_scales."""
     for i in cutlass.range_constexpr(cute.size(acc.smem, mode=[1])):
         piece = cute.make_rmem_tensor(PIECE, Float32)
         copy.vector(acc.smem[None, i], piece)

@@ -1,4 +1,4 @@
-"""Q of a tile on its way to the MMAs: gathered, where rows are (token, head) pairs, loaded to registers, converted."""
+"""Q of a tile before its first Q K^T: gathered for packed GQA, loaded into registers, converted to the MMA's type."""
 
 import cutlass
 import cutlass.cute as cute
@@ -15,13 +15,16 @@ from .roles import roles
 
 @cute.jit
 def load_q(spec: cutlass.Constexpr, qk: cute.TiledMma, s, r, q: cute.Tensor, stage: Int32):
-    """Q of a tile to q, a register operand of `qk`, in the type that is multiplied."""
+    """Load Q of a stage into q, a register A operand of `qk`, in the type that the MMA multiplies.
+
+    bf16 becomes fp16 divided by a power of two per row, which goes to r.q_row_scales.
+    """
     if const_expr(mma_dtype(spec) == "fp16" and spec.q == "e4m3"):
         load_q8(spec, s, r, q, stage)
     else:
         thread = cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
         if const_expr(dequantises(spec)):
-            thread = warp.opaque(thread)  # addresses that are needed once a tile are no work to make
+            thread = warp.opaque(thread)  # compute the addresses again for each tile: no registers hold them between
         wgmma.load_a(qk, s.q[None, None, stage], q, thread)
         if const_expr(scales_q_rows(spec)):
             words, own = cute.recast_tensor(q, Uint32), cute.make_rmem_tensor(spec.head_dim_qk // 8, Uint32)
@@ -36,7 +39,7 @@ def load_q(spec: cutlass.Constexpr, qk: cute.TiledMma, s, r, q: cute.Tensor, sta
 
 @cute.jit
 def load_q8(spec: cutlass.Constexpr, s, r, q: cute.Tensor, stage: Int32):
-    """Q of 8 bits as fp16: a lane has, of every 16 columns of a row, pairs 8 columns apart."""
+    """Load e4m3 Q of a stage into q as fp16. Per 16 columns of a row, a lane has two pairs, 8 columns apart."""
     words, width = cute.recast_tensor(q, Uint32), const_expr(layout.width(spec.head_dim_qk))
     base = s.raw_q.iterator.toint() + stage * (spec.tile.m * spec.head_dim_qk)
     for row in cutlass.range_constexpr(2):
@@ -51,7 +54,7 @@ def load_q8(spec: cutlass.Constexpr, s, r, q: cute.Tensor, stage: Int32):
 
 @cute.jit
 def convert_q(spec: cutlass.Constexpr, s, r, stage: Int32):
-    """Q of a tile, in shared memory, to the type that is multiplied: each warp converts rows of its own."""
+    """Convert Q of a stage, in shared memory, to the type that the MMA multiplies. Each warp converts its own rows."""
     t, thread = spec.tile, cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
     qk = wgmma.mma_nt(s.q.element_type, t.warpgroups, t.n, True)
     q = cute.make_rmem_tensor(qk.get_slice(0).partition_shape_A((t.m, spec.head_dim_qk)), s.q.element_type)
@@ -64,10 +67,12 @@ def convert_q(spec: cutlass.Constexpr, s, r, stage: Int32):
 
 @cute.jit
 def gather_q(spec: cutlass.Constexpr, s, w: WorkTileInfo, a, stage: Int32):
-    """Packed GQA: this warpgroup copies its 64 rows of Q, (token, head) pairs, into swizzled shared memory, rows past
-    the request the last one again. The stage is free: its item is full only when all math warps have released the one
-    before."""
-    vec = const_expr(128 // s.raw_q.element_type.width)  # of 16 bytes
+    """Packed GQA: copy this warpgroup's 64 rows of Q, (token, head) pairs, into the swizzled stage.
+
+    Rows past the sequence repeat its last row. The stage may be written: q_pipe reports it full only after all mma
+    warps have released the item before.
+    """
+    vec = const_expr(128 // s.raw_q.element_type.width)  # elements in 16 bytes
     per_row = const_expr(spec.head_dim_qk // vec)
     tid = cute.arch.thread_idx()[0] % 128
     rows = geometry.num_rows(w.q_len, w.pack_factor)

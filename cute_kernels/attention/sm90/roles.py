@@ -1,40 +1,44 @@
-"""The roles of prefill's warps: a table from which ranges, arrival counts and register budgets follow."""
+"""The table of warp roles, from which warp ranges, arrival counts and register budgets follow. See `forward`."""
 
 from ...device.roles import Role, Roles
 from ..prepare import dequantises, mma_dtype
 from ..schedule import work
 
-REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # math warpgroups -> (load, math) registers a thread
-DEQUANTISING = {1: (40, 80, 232), 2: (32, 64, 208)}  # math warpgroups -> (load, prepare, math) registers
-Q_IN_REGISTERS = (32, 32, 224)  # the same of two, where the math has Q, too
-TRANSPOSING = {1: (40, 40, 232), 2: (32, 40, 216)}  # the same
-SHARING = (72, 72, 232)  # the same, where CTAs share the keys of requests
-WARPS = 4  # warps of a warpgroup
+# Registers per thread of the (load, prepare, mma) warpgroups, by the number of mma warpgroups
+REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # (load, mma), without a prepare warpgroup
+DEQUANTISING = {1: (40, 80, 232), 2: (32, 64, 208)}
+Q_IN_REGISTERS = (32, 32, 224)  # dequantising with two mma warpgroups that hold Q in registers
+TRANSPOSING = {1: (40, 40, 232), 2: (32, 40, 216)}
+SHARING = (72, 72, 232)  # schedule "stream_k", one mma warpgroup
+WARPS = 4  # warps per warpgroup
 
 
 def fp8(spec):
-    """Whether the MMAs multiply numbers of 8 bits."""
+    """Report whether the MMAs multiply 8-bit numbers."""
     return mma_dtype(spec) == "e4m3"
 
 
 def prepared(spec):
-    """Whether stages of (K, V) are made from what was loaded: dequantised, or, WGMMA takes an 8-bit V only so,
-    transposed."""
+    """Report, for (K, V), whether operand stages are made from loaded stages: dequantised, or transposed, since WGMMA
+    takes an 8-bit V only K-major."""
     return dequantises(spec), dequantises(spec) or fp8(spec)
 
 
 def scaled_rows(spec):
-    """Whether each row has a score scale of its own."""
+    """Report whether each row has its own score scale."""
     return any(prepared(spec))
 
 
 def has_prepare_warpgroup(spec):
-    """Whether those that prepare have a warpgroup of their own, a warp for each of the SM's four schedulers. Three math
-    warpgroups leave no registers for it."""
+    """Report whether the prepare roles have their own warpgroup, one warp on each of the SM's four schedulers.
+
+    Three mma warpgroups leave no registers for it.
+    """
     return any(prepared(spec)) and spec.tile.warpgroups < 3
 
 
 def roles(spec) -> Roles:
+    """Return the roles of a CTA's warps: load warpgroup, prepare warpgroups if any, mma warpgroups."""
     t, scales, keys = spec.tile, int(spec.kv.block_scaled), 0 if fp8(spec) else WARPS // 2
     shares = int(work.is_split_kv(spec))
     loading: dict[str, int] = {"load_k": t.load_warps, "load_v": t.load_warps, "schedule": shares}
@@ -44,7 +48,7 @@ def roles(spec) -> Roles:
         registers = SHARING if shares else (TRANSPOSING if fp8(spec) else DEQUANTISING)[t.warpgroups]
         registers = Q_IN_REGISTERS if t.q_in_regs else registers
         loading |= {"load_scales": scales, "idle": spare - scales}
-        groups = 1 + shares  # of these warps: with one of math, MMAs wait for them
+        groups = 1 + shares  # warpgroups: with one mma warpgroup, MMAs would wait for a single one
         preparing |= {"prepare_k": groups * keys, "prepare_v": groups * (WARPS - keys)}
     else:
         load, mma = SHARING[::2] if shares else REGISTERS[t.warpgroups]

@@ -1,4 +1,4 @@
-"""What a CTA found of a tile whose keys CTAs share (`..splits`)."""
+"""Partial results of tiles that are split among CTAs (`stream_k`): store them, and merge the CTA's own (`..splits`)."""
 
 import cutlass
 import cutlass.cute as cute
@@ -10,8 +10,8 @@ from ..schedule.work import WorkTileInfo
 from .epilogue import LANES
 from .roles import WARPS, roles
 
-PIECE = 2  # columns that a lane has side by side
-ROWS = 16  # that a warp merges at a time
+PIECE = 2  # neighbouring columns of a lane
+ROWS = 16  # rows that a warp merges at a time
 
 
 def mma_thread_idx(spec):
@@ -20,20 +20,20 @@ def mma_thread_idx(spec):
 
 @cute.jit
 def store_partial(spec: cutlass.Constexpr, a, s, r, w: WorkTileInfo, number: Int32, empty: cutlass.Constexpr):
-    """This thread's rows of O, normalised, and LSE, of the keys of the CTA's part `number`; `empty`: of none."""
-    o, lane = wgmma.rows_cols(r.o), cute.arch.lane_idx() % LANES
+    """Store this thread's rows of O, normalised, and LSE of the CTA's split `number`. empty: the split has no key."""
+    o, lane = wgmma.rows_cols(r.acc_o), cute.arch.lane_idx() % LANES
     left = geometry.num_rows(w.q_len, geometry.pack_divisor(w)) - w.m_block * spec.tile.m
     for k in cutlass.range_constexpr(cute.size(o, mode=[0])):
-        factor, lse = Float32(0.0), -Float32.inf
+        scale, lse = Float32(0.0), -Float32.inf
         if const_expr(not empty):
             normal = softmax.row_normalizer(r.st, k, -Float32.inf, LANES)
-            factor, lse = normal.inv_row_sum * quant.kv_format(spec).dequant_scale, normal.lse
+            scale, lse = normal.inv_row_sum * quant.kv_format(spec).dequant_scale, normal.lse
         row, piece = r.cols[k, 0][0], cute.make_rmem_tensor(PIECE, Float32)
         if row < left:
             target = a.schedule.o_partial[w.split.slot, row, None]
             for i in cutlass.range_constexpr(spec.head_dim_vo // (LANES * PIECE)):
                 for e in cutlass.range_constexpr(PIECE):
-                    piece[e] = Float32(0.0) if const_expr(empty) else o[k, PIECE * i + e] * factor
+                    piece[e] = Float32(0.0) if const_expr(empty) else o[k, PIECE * i + e] * scale
                 copy.vector(piece, cute.local_tile(target, (PIECE,), (LANES * i + lane,)))
             if lane == 0:
                 target[spec.head_dim_vo] = lse
@@ -42,6 +42,6 @@ def store_partial(spec: cutlass.Constexpr, a, s, r, w: WorkTileInfo, number: Int
 
 @cute.jit
 def merge(spec: cutlass.Constexpr, a, s, count: Int32):
-    """Merge those tiles of the CTA's parts, of which there are `count`, that no other CTA has still to add to."""
+    """Merge the tiles of the CTA's `count` splits that no other CTA will still add to."""
     splits.barrier(WARPS)
     splits.merge(spec, a, s.splits, count, mma_thread_idx(spec), WARPS, ROWS)

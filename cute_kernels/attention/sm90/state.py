@@ -1,4 +1,4 @@
-"""State of a compute warpgroup: its fragments, the tile at hand, where it is in the pipelines."""
+"""State of an mma warpgroup: its fragments, its current work tile, its position in the pipelines."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,27 +19,27 @@ from .roles import fp8, roles, scaled_rows
 
 @dataclass(frozen=True)
 class Sm90Fragments:
-    """Fragments of one warpgroup: descriptors of Q, K, V in shared memory, accumulators, P."""
+    """Fragments of one warpgroup: operands Q, K, V and P, accumulators S and O, and the state of this thread's rows."""
 
-    q: cute.Tensor
-    k: cute.Tensor
+    q: cute.Tensor  # smem descriptors, or registers with tile.q_in_regs
+    k: cute.Tensor  # smem descriptors, as v
     v: cute.Tensor
-    s: cute.Tensor
-    o: cute.Tensor
-    p: cute.Tensor
+    acc_s: cute.Tensor
+    acc_o: cute.Tensor
+    p: cute.Tensor  # A operand of P V, in registers
     st: softmax.SoftmaxState
     tokens: cute.Tensor  # query token of each of this thread's rows
-    cols: cute.Tensor  # coordinates in the tile
-    scales: Any = None  # `RowScales`, where rows have their own
-    q_row_scales: Any = None  # that Q of each row is in, where it is not Q's own
-    slopes: Any = None  # of ALiBi, of each row
-    words: Any = None  # of a custom mask, of each row in the block at hand
-    promoted: Any = None  # of O, where it is promoted
+    cols: cute.Tensor  # (rows, cols), coordinates of acc_s in the tile
+    scales: Any = None  # `RowScales`, if rows have their own
+    q_row_scales: Any = None  # power of two by which Q of each row was divided (bf16 Q multiplied as fp16)
+    slopes: Any = None  # ALiBi slope of each row
+    words: Any = None  # bits of the custom mask of each row in the current block
+    promoted: Any = None  # `PromotedAcc`, if O is promoted
 
 
 @dataclass(frozen=True)
 class Sm90TileState:
-    """What a warpgroup knows of the tile at hand."""
+    """The work tile that a warpgroup computes. mask_start: byte where the sequence's custom mask begins."""
 
     w: WorkTileInfo
     seqlen: mask.SeqlenInfo
@@ -49,7 +49,8 @@ class Sm90TileState:
 
 
 class BlockFlags(NamedTuple):
-    """What a loop does with its blocks, a `mask.Segment`. static: bools. Where it begins a tile, maxima grow."""
+    """Static flags of a loop over KV blocks, one `mask.Segment`: apply the soft cap; apply the mask; first blocks of
+    the tile, in which maxima grow, so that row_max is updated before the exponentials."""
 
     capped: Any
     masked: Any
@@ -57,29 +58,19 @@ class BlockFlags(NamedTuple):
 
 
 class ConsumerState(NamedTuple):
-    """Items of the pipes: the KV block, by its place, and the tile's Q, by its number."""
+    """Pipeline items of the KV block and of the tile's Q that a warpgroup is at.
+
+    kv: `PipelineState` in k_pipe and v_pipe. q: running number in q_pipe. pv_pending: 1 if P V of item kv is still to
+    be issued, 0 if skip-softmax leaves the block out.
+    """
 
     kv: pipeline.PipelineState
     q: Int32
+    pv_pending: Int32
 
 
-class PendingPV(NamedTuple):
-    """The last block of a tile that was looked at: its item, and whether its PV is owed (static: a bool)."""
-
-    kv: pipeline.PipelineState
-    is_pending: Any
-
-
-class MainloopVariant(NamedTuple):
-    """The functions that run the KV blocks of a tile: `run_tile` and `finish_pv`, or those of `skip`. owes: whether PV
-    of the last block is owed, if that is known before (static: a bool)."""
-
-    run_tile: Any
-    finish_pv: Any
-    pv_pending: Any
-
-
-def registers(spec, plan, s) -> Sm90Fragments:
+def make_fragments(spec, plan, s) -> Sm90Fragments:
+    """Make the fragments of this thread's warpgroup."""
     t = spec.tile
     tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
     base = warpgroup_idx(spec) * 128
@@ -116,6 +107,6 @@ def registers(spec, plan, s) -> Sm90Fragments:
 
 
 def scales_of_rows(spec, rows):
-    """The two differ where there is a cap."""
+    """Make `RowScales` of `rows` rows. Its two tensors differ only with a soft cap."""
     score = cute.make_rmem_tensor(rows, Float32)
     return RowScales(score, cute.make_rmem_tensor(rows, Float32) if spec.logits.soft_cap else score)

@@ -1,10 +1,9 @@
-"""Micro-kernels that run the same PTX on an H200 and in the simulator.
+"""Run micro-kernels, with the same PTX, on an H200 and in the simulator.
 
 python -m tools.ptxsim.calibrate device --out FILE     on a GPU: record the outputs of every case
-python -m tools.ptxsim.calibrate compare [FILE]        here: simulate every case, print what has not equal bits
+python -m tools.ptxsim.calibrate compare [FILE]        here: simulate every case, print those without equal bits
 python -m tools.ptxsim.calibrate readme                write table.md and the summary in the simulator's README
-python -m tools.ptxsim.calibrate list | ptx --only X   names, forms and PTX of cases
-"""
+python -m tools.ptxsim.calibrate list | ptx --only X   names, forms and PTX of cases"""
 
 import argparse
 import fnmatch
@@ -16,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from .case import Case
+from .case import CalibrationCase
 from .cases import CASES, TEXT_ALONE
 from .record import EQUAL, GOOD, UNSUPPORTED, between, digest, judge, merge, pack, sections, summary, table
 
@@ -25,14 +24,15 @@ HERE = Path(__file__).parent
 PACKAGE_ROOT = HERE.parents[2]
 
 
-def chosen(patterns: list[str]) -> list[Case]:
-    """Cases whose name or form matches one of the patterns; all if there is none."""
+def chosen(patterns: list[str]) -> list[CalibrationCase]:
+    """Return the cases with a name or form that matches one of the patterns; all if there are no patterns."""
     names = [p if "*" in p else f"*{p}*" for p in patterns]
     return [c for c in CASES if not names or any(fnmatch.fnmatch(t, n) for n in names for t in (c.name, c.form))]
 
 
-def worker(cases: list[Case]) -> None:
-    """Runs cases on the GPU, a line of JSON each; ends at the first error, because the context may be lost."""
+def worker(cases: list[CalibrationCase]) -> None:
+    """Run cases on the GPU and print one line of JSON per case; end at the first error, because the context may be
+    lost."""
     from .device import CudaError, Gpu, run_on_device
 
     gpu = Gpu()
@@ -48,7 +48,7 @@ def worker(cases: list[Case]) -> None:
 
 
 def lines_of(process: subprocess.Popen) -> queue.Queue:
-    """Lines as they come; None after the last one."""
+    """Return a queue of the process's lines as they arrive; None after the last one."""
     found: queue.Queue = queue.Queue()
 
     def read() -> None:
@@ -61,8 +61,8 @@ def lines_of(process: subprocess.Popen) -> queue.Queue:
     return found
 
 
-def attempt(cases: list[Case]) -> list[str]:
-    """The lines of one worker, which may not get through all the cases."""
+def attempt(cases: list[CalibrationCase]) -> list[str]:
+    """Return the lines of one worker, which may not get through all the cases."""
     command = [sys.executable, "-m", "tools.ptxsim.calibrate", "worker"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=PACKAGE_ROOT) as process:
@@ -79,7 +79,7 @@ def attempt(cases: list[Case]) -> list[str]:
 
 
 def device(patterns: list[str], out: Path) -> int:
-    """Records every case; one that hangs or kills its worker is recorded as such and the rest goes on."""
+    """Record every case; one that hangs or kills its worker is recorded as such and the others continue."""
     left, lines, problems = chosen(patterns), [], 0
     old = json.loads(out.read_text())["cases"] if patterns and out.exists() else {}
     kept = {case.name: old[case.name] for case in CASES if case.name in old}
@@ -106,7 +106,8 @@ def device(patterns: list[str], out: Path) -> int:
 
 
 def compare(patterns: list[str], file: Path, mode: str) -> int:
-    """A line for each case that has not equal bits; 1 if one is wrong, or not recorded. Not modelled is neither."""
+    """Print a line per case without equal bits. Return 1 if a case is wrong or not recorded; "not modelled" is
+    neither."""
     record, counts, start, bad = json.loads(file.read_text()), {}, time.time(), 0  # type: ignore[var-annotated]
     for case in chosen(patterns):
         verdict = judge(case, record, mode)
@@ -119,7 +120,7 @@ def compare(patterns: list[str], file: Path, mode: str) -> int:
 
 
 def documents() -> dict[Path, str]:
-    """File -> text of everything that is generated from the record."""
+    """Return file -> text of everything that is generated from the record."""
     record = json.loads((HERE / "h200.json").read_text())
     verdicts = [judge(case, record) for case in CASES]
     readme = HERE.parent / "README.md"

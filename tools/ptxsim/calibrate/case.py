@@ -1,11 +1,10 @@
-"""A calibration case: one small kernel with its arguments, and what writes its PTX.
+"""A calibration case: one small kernel with its arguments, and the code that writes its PTX.
 
-A sketch is the part of a case that differs; `build` puts the common PTX around it. In a body `$name` stands for:
-$a $b $c $d (inputs), $x $y $z $w (outputs): registers of this thread, a vector {..} if the array has several columns,
-$a0 $a1 ..: its single registers. $tid: %tid.x. $gt: number of the thread in the grid. $cta: number of the CTA.
-$smem: address of the dynamic shared memory. $g0 $g1 ..: addresses of the buffers. $m0 $m1 ..: of the tensor maps.
-%t<n> %h<n> %q<n> %p<n> are free 32-, 16-, 64-bit and predicate registers.
-"""
+A sketch is the part of a case that differs; `build` puts the common PTX around it. In a body, `$name` stands for:
+$a $b $c $d (inputs), $x $y $z $w (outputs): registers of this thread, a vector {..} if the array has several
+columns, $a0 $a1 ..: its single registers. $tid: %tid.x. $gt: number of the thread in the grid. $cta: number of
+the CTA. $smem: address of the dynamic shared memory. $g0 $g1 ..: addresses of the buffers. $m0 $m1 ..: of the
+tensor maps. %t<n> %h<n> %q<n> %p<n> are free 32-, 16-, 64-bit and predicate registers."""
 
 import re
 import zlib
@@ -15,14 +14,14 @@ from string import Template
 import numpy as np
 
 VERSION, TARGET = "8.6", "sm_90a"
-SUFFIX = {1: "u8", 2: "b16", 4: "b32", 8: "b64"}  # bytes of an array's element: how a kernel loads and stores it
+SUFFIX = {1: "u8", 2: "b16", 4: "b32", 8: "b64"}  # bytes of an array's element: suffix of its loads and stores
 WORD = {1: "rs", 2: "rs", 4: "r", 8: "rd"}
 CLASSES = {"rs": "b16", "r": "b32", "rd": "b64", "h": "b16", "t": "b32", "q": "b64", "p": "pred"}
-BYTES_A_THREAD = 16  # that a thread copies at once between global and shared memory
+BYTES_A_THREAD = 16  # per step of the copies between global and shared memory
 
 
 @dataclass(frozen=True)
-class Map:
+class TensorMapArg:
     """A tensor map argument over argument number `array`. The other fields are those of call.TensorMap."""
 
     array: int
@@ -35,18 +34,17 @@ class Map:
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class CalibrationCase:
     """One launch. outputs: numbers of the arguments that are compared.
 
     real: format of the outputs, "f16", "bf16" or "f32", if they are compared as numbers; "" compares their bits.
-    tolerance: of |simulated - device| / max(|device|, floor); 0 wants equal bits, except in what a NaN carries.
-    """
+    tolerance: of |simulated - device| / max(|device|, floor); 0 requires equal bits, except NaN payloads."""
 
     name: str
     form: str
     isa: str
     ptx: str
-    args: tuple[np.ndarray | Map, ...]
+    args: tuple[np.ndarray | TensorMapArg, ...]
     outputs: tuple[int, ...]
     threads: int
     grid: tuple[int, int, int]
@@ -59,12 +57,11 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Sketch:
-    """What `build` makes a case of. ins and outs have one row per thread of the grid.
+    """The input of `build`. ins and outs have one row per thread of the grid.
 
-    inout: output registers begin with what their array holds. image: bytes copied to shared memory before the body,
-    one row per CTA, or one for all. dump: bytes of shared memory copied out after the body. shared: dynamic bytes, more
-    if image or dump need them. changed: the buffers that are compared.
-    """
+    inout: output registers start with the values of their array. image: bytes copied to shared memory before the
+    body, one row per CTA, or one for all. dump: bytes of shared memory copied out after the body. shared: dynamic
+    bytes, more if image or dump need them. changed: the buffers that are compared."""
 
     name: str
     form: str
@@ -74,7 +71,7 @@ class Sketch:
     outs: tuple[np.ndarray, ...] = ()
     buffers: tuple[np.ndarray, ...] = ()
     changed: tuple[int, ...] = ()
-    maps: tuple[Map, ...] = ()
+    maps: tuple[TensorMapArg, ...] = ()
     image: np.ndarray | None = None
     dump: int = 0
     shared: int = 0
@@ -88,7 +85,7 @@ class Sketch:
 
 
 def random(name: str) -> np.random.RandomState:
-    """The generator of a case. RandomState, because its streams stay the same in every version of numpy."""
+    """Return the generator of a case: a RandomState, because its streams stay the same in every version of numpy."""
     return np.random.RandomState(zlib.crc32(name.encode()))
 
 
@@ -97,7 +94,7 @@ def columns(array: np.ndarray) -> int:
 
 
 class Writer:
-    """Collects the lines of a kernel and hands out its registers."""
+    """Collects the lines of a kernel and allocates its registers."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -117,7 +114,7 @@ class Writer:
         return register
 
     def row(self, number: int, index: str, size: int) -> str:
-        """Address of row `index` of the array that is argument `number`; a row has `size` bytes."""
+        """Return the address of row `index` of the array that is argument `number`; a row has `size` bytes."""
         base, offset = self.pointer(number), self.new("rd")
         self.add(f"mul.wide.u32 {offset}, {index}, {size};", f"add.s64 {base}, {base}, {offset};")
         return base
@@ -137,7 +134,7 @@ class Writer:
             self.add(f"st.global.{SUFFIX[array.itemsize]} [{base}+{i * array.itemsize}], {register};")
 
     def copy(self, base: str, size: int, threads: int, inward: bool) -> None:
-        """A loop over `size` bytes between global memory at `base` and the start of the shared memory."""
+        """Write a loop that copies `size` bytes between global memory at `base` and the start of shared memory."""
         label, at, there, address = "IN" if inward else "OUT", self.new("r"), self.new("r"), self.new("rd")
         words = ", ".join(self.new("r") for _ in range(4))
         shared = f"shared.v4.b32 {{{words}}}, [{there}];" if not inward else f"shared.v4.b32 [{there}], {{{words}}};"
@@ -159,13 +156,13 @@ class Writer:
         )
 
 
-def build(sketch: Sketch) -> Case:
-    """The case: its arguments are ins, outs, buffers, maps, image, dump, in this order."""
+def build(sketch: Sketch) -> CalibrationCase:
+    """Build the case; its arguments are ins, outs, buffers, maps, image, dump, in this order."""
     s, w = sketch, Writer()
     ctas = s.grid[0] * s.grid[1] * s.grid[2]
-    args: list[np.ndarray | Map] = [*s.ins, *s.outs, *s.buffers]
+    args: list[np.ndarray | TensorMapArg] = [*s.ins, *s.outs, *s.buffers]
     first = len(s.ins) + len(s.outs)
-    args += [Map(first + m.array, m.dims, m.strides, m.box, m.format, m.swizzle, m.fill) for m in s.maps]
+    args += [TensorMapArg(first + m.array, m.dims, m.strides, m.box, m.format, m.swizzle, m.fill) for m in s.maps]
     outputs = [*range(len(s.ins), first), *(first + i for i in s.changed)]
     shared = max(s.shared, s.dump, 0 if s.image is None else s.image.shape[-1])
     w.names.update(tid=w.new("r"), cta=w.new("r"), gt=w.new("r"), smem=w.new("r"))
@@ -206,7 +203,7 @@ def build(sketch: Sketch) -> Case:
         args.append(np.full((ctas, s.dump), 0xEE, np.uint8))
     w.add("ret;")
     text = module(w.lines, args, s.threads, shared)
-    return Case(
+    return CalibrationCase(
         s.name,
         s.form,
         s.isa,
@@ -223,11 +220,11 @@ def build(sketch: Sketch) -> Case:
     )
 
 
-def module(lines: list[str], args: list[np.ndarray | Map], threads: int, shared: int) -> str:
-    """The PTX module around the lines of a kernel; declares every register that they name."""
+def module(lines: list[str], args: list[np.ndarray | TensorMapArg], threads: int, shared: int) -> str:
+    """Return the PTX module around the lines of a kernel; it declares every register that they name."""
     text = "\n".join(f"    {line}" for line in lines)
     params = ",\n".join(
-        f"    .param .align 64 .b8 arg{i}[128]" if isinstance(arg, Map) else f"    .param .b64 arg{i}"
+        f"    .param .align 64 .b8 arg{i}[128]" if isinstance(arg, TensorMapArg) else f"    .param .b64 arg{i}"
         for i, arg in enumerate(args)
     )
     counts: dict[str, int] = {}
@@ -242,7 +239,8 @@ def module(lines: list[str], args: list[np.ndarray | Map], threads: int, shared:
 
 
 def wait(barrier: str, parity: int | str, label: str) -> str:
-    """Waits for a phase of the mbarrier at shared address `barrier`, with an end: a wrong case must not hang a GPU."""
+    """Return a wait for a phase of the mbarrier at shared address `barrier`. It gives up after 100000 tries: a wrong
+    case must not hang a GPU."""
     return f"""
         mov.b32 %t99, 0;
         {label}:
@@ -256,7 +254,8 @@ def wait(barrier: str, parity: int | str, label: str) -> str:
 
 
 def elementwise(isa: str, op: str, ins: tuple[np.ndarray, ...], out: np.dtype | type, **more: object) -> Sketch:
-    """`op $x, $a, ...;` with one thread per row of the inputs. An `op` with operands in it is taken as it stands."""
+    """Return a sketch of `op $x, $a, ...;` with one thread per row of the inputs. An `op` that contains operands is
+    used unchanged."""
     body = op if ";" in op else f"{op} $x, {', '.join('$' + letter for letter in 'abcd'[: len(ins)])};"
     name = " ".join(op.replace("\n", " ").split())
     form = str(more.pop("form", name.split(" ")[0]))

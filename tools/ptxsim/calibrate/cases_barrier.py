@@ -1,4 +1,4 @@
-"""mbarriers, clusters, distributed shared memory. What may hang comes last."""
+"""Cases of mbarriers, clusters, distributed shared memory. Those that may hang come last."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +13,8 @@ SYNC = "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;"
 
 
 def single(name: str, isa: str, script: str, **more: object) -> Sketch:
-    """One warp; lane 0 runs the script with the address of 64 bytes of shared memory in %t1 and results in $x."""
+    """Return a sketch of one warp; lane 0 runs the script with the address of 64 bytes of shared memory in %t1 and
+    results in $x."""
     body = f"""
         mov.b32 %t1, $smem;
         setp.ne.u32 %p1, $tid, 0;
@@ -27,7 +28,7 @@ def single(name: str, isa: str, script: str, **more: object) -> Sketch:
 
 
 def test(register: str, parity: int) -> str:
-    """Whether the phase of that parity is complete, 0 or 1."""
+    """Return code that sets `register` to 1 if the phase of that parity is complete, else to 0."""
     return f"mbarrier.test_wait.parity.shared.b64 %p2, [%t1], {parity};\nselp.b32 {register}, 1, 0, %p2;"
 
 
@@ -36,7 +37,7 @@ def pending(register: str, state: str) -> str:
 
 
 def counts() -> Iterator[Sketch]:
-    """The state of an mbarrier as seen by one thread."""
+    """Yield cases of the state of an mbarrier as seen by one thread."""
     init = "mbarrier.init.shared.b64 [%t1], 3;"
     script = f"""{init}
         mbarrier.arrive.shared.b64 %q1, [%t1];
@@ -114,7 +115,7 @@ def counts() -> Iterator[Sketch]:
 
 
 def forms() -> Iterator[Sketch]:
-    """Waits with scopes and time limits."""
+    """Yield cases of waits with scopes and time limits."""
     script = "mbarrier.init.shared::cta.b64 [%t1], 1;\nmbarrier.arrive.release.cta.shared::cta.b64 %q1, [%t1];"
     for i, op in enumerate(
         (
@@ -131,7 +132,7 @@ def forms() -> Iterator[Sketch]:
 
 
 def handoff() -> Iterator[Sketch]:
-    """Producer and consumer warps over two mbarriers for three phases."""
+    """Yield a case of producer and consumer warps over two mbarriers for three phases."""
     body = f"""
         setp.eq.u32 %p1, $tid, 0;
         @!%p1 bra READY;
@@ -176,7 +177,7 @@ def handoff() -> Iterator[Sketch]:
 
 
 def registers() -> Iterator[Sketch]:
-    """Special registers of grids and clusters."""
+    """Yield cases of the special registers of grids and clusters."""
     names = (
         *("ctaid.x", "ctaid.y", "nctaid.x", "nctaid.y", "cluster_ctaid.x", "cluster_ctaid.y", "cluster_nctaid.x"),
         *("cluster_nctaid.y", "cluster_ctarank", "cluster_nctarank", "clusterid.x", "clusterid.y"),
@@ -202,7 +203,8 @@ def registers() -> Iterator[Sketch]:
 
 
 def paired(name: str, isa: str, body: str, **more: object) -> Sketch:
-    """A cluster of two CTAs with different shared memories. %t1: own rank, %t2: address of $smem in the other CTA."""
+    """Return a sketch of a cluster of two CTAs with different shared memories. %t1: own rank, %t2: address of $smem
+    in the other CTA."""
     head = """mov.u32 %t1, %cluster_ctarank;
         xor.b32 %t3, %t1, 1;
         mapa.shared::cluster.u32 %t2, $smem, %t3;
@@ -213,7 +215,7 @@ def paired(name: str, isa: str, body: str, **more: object) -> Sketch:
 
 
 def remote() -> Iterator[Sketch]:
-    """Loads, stores and atomics in the other CTA's shared memory."""
+    """Yield cases of loads, stores and atomics in the other CTA's shared memory."""
     outs = (np.zeros(64, np.uint32),)
     body = (
         "mad.lo.u32 %t4, $tid, 4, %t2;\nld.shared::cluster.b32 $x, [%t4+64];\nst.shared::cluster.b32 [%t4+256], $tid;"
@@ -255,7 +257,7 @@ BARRIER = """setp.ne.u32 %p1, $tid, 0;
 
 
 def signals() -> Iterator[Sketch]:
-    """mbarriers of the other CTA."""
+    """Yield cases of mbarriers of the other CTA."""
     outs = (np.zeros(64, np.uint32),)
     head = BARRIER.format(count=32)
     body = f"""{head}
@@ -296,7 +298,7 @@ def signals() -> Iterator[Sketch]:
 
 
 def transfers() -> Iterator[Sketch]:
-    """Bulk copies between CTAs and multicast."""
+    """Yield cases of bulk copies between CTAs and of multicast."""
     head = BARRIER.format(count=1)
     form = "cp.async.bulk.shared::cluster.shared::cta"
     body = f"""{head}
@@ -368,7 +370,7 @@ def transfers() -> Iterator[Sketch]:
 
 
 def cluster_barriers() -> Iterator[Sketch]:
-    """arrive and wait apart, four CTAs that pass a value around."""
+    """Yield cases of cluster barriers: arrive and wait apart, four CTAs that pass a value around."""
     body = """mov.u32 %t1, %cluster_ctarank;
         add.u32 %t3, %t1, 1;
         and.b32 %t3, %t3, 3;

@@ -1,4 +1,4 @@
-"""cvt: between floating-point formats, and between numbers and integers."""
+"""Cases of cvt: between floating-point formats, and between numbers and integers."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ INT |= {"s32": np.uint32, "u32": np.uint32, "s64": np.uint64, "u64": np.uint64}
 
 
 def to_half() -> Iterator[Sketch]:
-    """f32 to 16 bits, one number and two: the first operand is the upper half."""
+    """Yield cases of f32 to 16 bits, one number and two: the first operand is the upper half."""
     for kind in ("f16", "bf16"):
         for how in ("rn", "rz", "rn.relu", "rz.relu", "rn.satfinite", "rn.satfinite.relu", "rz.satfinite"):
             op = f"cvt.{how}.{kind}.f32"
@@ -36,7 +36,7 @@ def to_tf32() -> Iterator[Sketch]:
 
 
 def eighths() -> Iterator[Sketch]:
-    """8-bit formats, in pairs."""
+    """Yield cases of 8-bit formats, in pairs."""
     for kind in ("e4m3x2", "e5m2x2"):
         for relu in ("", ".relu"):
             op = f"cvt.rn.satfinite{relu}.{kind}.f32"
@@ -52,7 +52,7 @@ def eighths() -> Iterator[Sketch]:
 
 
 def double(name: str) -> np.ndarray:
-    """f64 bits: what f32 can hold and what lies between."""
+    """Return f64 bits: values that f32 can hold and values in between."""
     data = single32(name)
     values = np.where(data << np.uint32(1) > 0xFF000000, np.uint32(0), data).view(np.float32).astype(np.float64)
     values[:4], values[96:] = (np.nan, np.inf, 1e300, -1e-300), values[96:] * (1 + 2.0**-30)
@@ -60,7 +60,7 @@ def double(name: str) -> np.ndarray:
 
 
 def to_integer() -> Iterator[Sketch]:
-    """Rounding, saturation and what NaN becomes."""
+    """Yield cases of rounding, of saturation and of the conversion of NaN."""
     for how in ("rni", "rzi", "rmi", "rpi"):
         for kind, dtype in INT.items():
             if how in ("rzi", "rni") or kind in ("s32", "u8", "u64"):
@@ -105,7 +105,7 @@ def from_integer() -> Iterator[Sketch]:
 
 
 def between_integers() -> Iterator[Sketch]:
-    """Truncation, extension by the source's sign, saturation."""
+    """Yield cases of truncation, extension by the source's sign, saturation."""
     a, b = pairs32("between")
     long = a | b.astype(np.uint64) << np.uint64(32)
     for op in (

@@ -1,4 +1,4 @@
-"""Floating-point arithmetic: f32, f16, bf16 and their packed forms."""
+"""Cases of floating-point arithmetic: f32, f16, bf16 and their packed forms."""
 
 from collections.abc import Iterator
 
@@ -28,7 +28,7 @@ BINARY = (
 TERNARY = ("fma.rn.f32", "fma.rz.f32", "fma.rm.f32", "fma.rp.f32", "fma.rn.ftz.f32", "fma.rn.sat.f32", "mad.rn.f32")
 UNARY = ("neg.f32", "abs.f32", "neg.ftz.f32", "abs.ftz.f32", "sqrt.rn.f32", "sqrt.rz.f32", "sqrt.rn.ftz.f32")
 UNARY_SLOW = ("rcp.rn.f32", "rcp.rp.f32", "rcp.rn.ftz.f32", "sqrt.rm.f32")
-APPROXIMATE = (  # op, largest relative error by the ISA, doubled, and the floor under which it is absolute
+APPROXIMATE = (  # op, the ISA's largest relative error, doubled, and the floor under which the error is absolute
     ("ex2.approx.f32", 2.0**-21, 0.0),
     ("ex2.approx.ftz.f32", 2.0**-21, 0.0),
     ("lg2.approx.f32", 2.0**-21, 1.0),
@@ -45,7 +45,7 @@ COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "
 
 
 def single() -> Iterator[Sketch]:
-    """f32, result in bits."""
+    """Yield cases of f32, with the result in bits."""
     for op in BINARY:
         yield elementwise(F + op.split(".")[0], op, pairs32(op), np.uint32, real="f32")
     for op in TERNARY:
@@ -60,7 +60,7 @@ def single() -> Iterator[Sketch]:
 
 
 def approximate() -> Iterator[Sketch]:
-    """f32 functions whose last bits the ISA leaves open."""
+    """Yield cases of f32 functions for which the ISA leaves the last bits open."""
     for op, tolerance, floor in APPROXIMATE:
         data = single32(op)
         data[-40:] = (random(op).rand(40) * 40 - 20).astype(np.float32).view(np.uint32)
@@ -79,7 +79,7 @@ def approximate() -> Iterator[Sketch]:
 
 
 def packed() -> Iterator[Sketch]:
-    """f16x2 and bf16x2, and the scalar forms of both."""
+    """Yield cases of f16x2 and bf16x2, and the scalar forms of both."""
     binary = {
         "f16": (
             "add",
@@ -122,7 +122,7 @@ def packed() -> Iterator[Sketch]:
 
 
 def packed_approximate() -> Iterator[Sketch]:
-    """ex2 and tanh of 16-bit numbers. Largest errors by the ISA, doubled."""
+    """Yield cases of ex2 and tanh of 16-bit numbers. The errors are the ISA's largest ones, doubled."""
     for op, kind, tolerance, floor in (
         ("ex2.approx.f16", "f16", 2.0**-8.9, 2.0**-14),
         ("ex2.approx.f16x2", "f16", 2.0**-8.9, 2.0**-14),
@@ -143,7 +143,7 @@ def packed_approximate() -> Iterator[Sketch]:
 
 
 def compared() -> Iterator[Sketch]:
-    """setp, set, selp, slct of numbers."""
+    """Yield cases of setp, set, selp, slct of numbers."""
     for kind in COMPARISONS:
         for suffix in ("f32", "ftz.f32") if kind in ("eq", "ltu") else ("f32",):
             op = f"setp.{kind}.{suffix} %p1, $a, $b;\nselp.b32 $x, 1, 0, %p1;"
@@ -175,7 +175,7 @@ def compared() -> Iterator[Sketch]:
 
 
 def double() -> Iterator[Sketch]:
-    """A few f64 forms."""
+    """Yield cases of a few f64 forms."""
     rng = random("f64")
     a, b, c = (bell(rng, 3, 64) * 1e3).view(np.uint64)
     for array, value in zip((a, b, c), (np.inf, np.nan, -0.0)):

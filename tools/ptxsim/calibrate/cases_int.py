@@ -1,4 +1,4 @@
-"""Integer arithmetic, bits, shifts, selection."""
+"""Cases of integer arithmetic, bits, shifts, selection."""
 
 from collections.abc import Iterator
 
@@ -38,7 +38,7 @@ def keys(name: str, dtype: type = np.uint32) -> tuple[np.ndarray, np.ndarray]:
 
 
 def shifts(name: str, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Values, and shift distances up to and past the width."""
+    """Return values, and shift distances up to and past the width."""
     rng = random(name)
     amount = np.array([0, 1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 0x80000001], np.uint32)
     b = np.tile(amount, 4)
@@ -76,14 +76,14 @@ def arithmetic() -> Iterator[Sketch]:
 
 
 def wide(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """64-bit pairs; the upper half comes from another pair."""
+    """Return 64-bit pairs; the upper half comes from another pair."""
     a, b = keys(name)
     order = random(name).permutation(len(a))
     return a | a[order].astype(np.uint64) << np.uint64(32), b | b[order].astype(np.uint64) << np.uint64(32)
 
 
 def division() -> Iterator[Sketch]:
-    """Without a zero divisor, for which the ISA leaves the result open."""
+    """Yield cases of division without a zero divisor, for which the ISA leaves the result open."""
     for op in ("div.s32", "div.u32", "rem.s32", "rem.u32"):
         a, b = keys(op)
         yield elementwise(N + op[:3], op, (a, np.where(b == 0, np.uint32(5), b)), np.uint32)
@@ -109,7 +109,7 @@ def carries() -> Iterator[Sketch]:
 
 
 def fields() -> Iterator[Sketch]:
-    """Bit fields, masks and shifts, with positions and lengths past the width."""
+    """Yield cases of bit fields, masks and shifts, with positions and lengths past the width."""
     rng = random("fields")
     position = np.tile(np.array([0, 1, 8, 31, 32, 40, 255, 256], np.uint32), 16)
     length = np.repeat(np.array([0, 1, 4, 16, 31, 32, 33, 255], np.uint32), 16)
@@ -199,7 +199,7 @@ def compared() -> Iterator[Sketch]:
 
 
 def moves() -> Iterator[Sketch]:
-    """mov between vectors and words."""
+    """Yield cases of mov between vectors and words."""
     word = "mov.b32 {%h1, %h2}, $a;\nmov.b32 $x, {%h2, %h1};"
     long = "mov.b64 {%t1, %t2}, $a;\nmov.b64 $x, {%t2, %t1};"
     quarter = "mov.b64 {%h1, %h2, %h3, %h4}, $a;\nmov.b64 $x, {%h3, %h1, %h4, %h2};"

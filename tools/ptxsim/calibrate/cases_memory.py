@@ -1,4 +1,4 @@
-"""Loads and stores, atomics, asynchronous copies of threads, control flow."""
+"""Cases of loads and stores, atomics, asynchronous copies of threads, control flow."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ KEYS = {"f16x2": KEYS16["f16"], "bf16x2": KEYS16["bf16"]}
 
 
 def accesses() -> Iterator[Sketch]:
-    """Sizes, sign extension, vectors, generic addresses."""
+    """Yield cases of sizes, sign extension, vectors, generic addresses."""
     image = random("accesses").randint(0, 256, 1024).astype(np.uint8)
     for kind, align in (("u8", 1), ("s8", 1), ("b8", 1), ("u16", 2), ("s16", 2), ("u32", 4), ("s32", 4)):
         for space, base in (
@@ -83,7 +83,7 @@ def accesses() -> Iterator[Sketch]:
 
 
 def atomic_data(op: str, kind: str) -> tuple[np.ndarray, np.ndarray, bool]:
-    """(memory, operand, whether numbers are compared) for each pair of special values."""
+    """Return (memory, operand, whether numbers are compared) for each pair of special values."""
     if kind in KEYS:
         a, b = pairs16(kind[:-2], op)
     elif kind == "f32":
@@ -96,7 +96,7 @@ def atomic_data(op: str, kind: str) -> tuple[np.ndarray, np.ndarray, bool]:
 
 
 def atomics() -> Iterator[Sketch]:
-    """Each thread at its own address: the old value and the memory afterwards."""
+    """Yield cases of atomics, each thread at its own address: the old value and the memory afterwards."""
     integers: tuple[str, ...] = (
         "add.u32",
         "min.s32",
@@ -142,7 +142,7 @@ def atomics() -> Iterator[Sketch]:
 
 
 def reductions() -> Iterator[Sketch]:
-    """red: many threads at one address where order does not matter, and vectors."""
+    """Yield cases of red: many threads at one address if the order does not matter, and vectors."""
     data = pairs(KEYS_INT, np.uint32, "red")[0]
     for op in ("add.u32", "min.s32", "max.u32", "and.b32", "or.b32", "xor.b32", "inc.u32"):
         form = f"red.global.{op}"
@@ -183,7 +183,7 @@ def reductions() -> Iterator[Sketch]:
 
 
 def copies() -> Iterator[Sketch]:
-    """cp.async: sizes, zero fill behind src-size, groups."""
+    """Yield cases of cp.async: sizes, zero fill after src-size, groups."""
     data = random("cp.async").randint(1, 256, 1024).astype(np.uint8)
     for op, size in (("ca", 4), ("ca", 8), ("ca", 16), ("cg", 16)):
         for filled in (False, True):
@@ -239,7 +239,7 @@ def copies() -> Iterator[Sketch]:
 
 
 def control() -> Iterator[Sketch]:
-    """Divergent loops, guards, early exit, named barriers, PDL."""
+    """Yield cases of divergent loops, guards, early exit, named barriers, PDL."""
     count = random("control").randint(0, 9, 64).astype(np.uint32)
     form = "bra, divergent loop"
     body = """mov.b32 $x, 1;

@@ -1,11 +1,12 @@
-"""Tensor copies: tiles of one to five dimensions between global and shared memory, and bulk copies of bytes."""
+"""Cases of tensor copies: tiles of one to five dimensions between global and shared memory, and bulk copies of
+bytes."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
-from .case import Map, Sketch, random, wait
+from .case import Sketch, TensorMapArg, random, wait
 from .data import KEYS16, KEYS32, bell
 
 T, B = "Asynchronous Copy Instructions: cp.async.bulk.tensor", "Asynchronous Copy Instructions: cp.async.bulk"
@@ -17,7 +18,8 @@ OOB = "out of bounds"
 
 
 def start(count: int = 1, at: int = 0) -> str:
-    """Thread 0 initialises an mbarrier `at` bytes into shared memory. %t1: its address. %p1: is this thread 0."""
+    """Return code in which thread 0 initialises an mbarrier `at` bytes into shared memory. %t1: its address. %p1:
+    whether this is thread 0."""
     return f"""
         add.s32 %t1, $smem, {at};
         setp.eq.u32 %p1, $tid, 0;
@@ -30,28 +32,32 @@ def start(count: int = 1, at: int = 0) -> str:
     """
 
 
-def tensor(name: str, what: Map, pad: int = 0) -> np.ndarray:
-    """Random elements, as far as the strides reach."""
+def tensor(name: str, what: TensorMapArg, pad: int = 0) -> np.ndarray:
+    """Return random elements, as far as the strides reach."""
     dtype = np.dtype(DTYPE[what.format])
     size = what.strides[-1] * what.dims[-1] if what.strides else what.dims[0] * dtype.itemsize
     return random(name).randint(0, 256, size + pad).astype(np.uint8).view(dtype)
 
 
-def packed_map(format: str, dims: tuple[int, ...], box: tuple[int, ...], swizzle: int = 0, fill: str = "zero") -> Map:
-    """Rows are padded by 16 bytes, planes by nothing."""
+def packed_map(
+    format: str, dims: tuple[int, ...], box: tuple[int, ...], swizzle: int = 0, fill: str = "zero"
+) -> TensorMapArg:
+    """Return a map with rows padded by 16 bytes and planes without padding."""
     row = (dims[0] * np.dtype(DTYPE[format]).itemsize + 15) // 16 * 16 + 16
     strides = [int(row * np.prod(dims[1:i], dtype=int)) for i in range(1, len(dims))]
-    return Map(0, dims, tuple(strides), box, format, swizzle, fill)
+    return TensorMapArg(0, dims, tuple(strides), box, format, swizzle, fill)
 
 
-def coordinates(what: Map, where: tuple[int, ...]) -> str:
-    """%t10 and following. The innermost of `where` counts 16 bytes: at others the hardware traps."""
+def coordinates(what: TensorMapArg, where: tuple[int, ...]) -> str:
+    """Return code that sets %t10 and following. The innermost of `where` counts 16 bytes: at others the hardware
+    traps."""
     per = 16 // np.dtype(DTYPE[what.format]).itemsize
     return "\n".join(f"mov.b32 %t{10 + i}, {c * (1 if i else per)};" for i, c in enumerate(where))
 
 
-def load(name: str, form: str, what: Map, where: tuple[int, ...], at: int = 0, note: str = "") -> Sketch:
-    """One tile to shared memory at `at`; the whole memory is dumped, with what lay around the tile."""
+def load(name: str, form: str, what: TensorMapArg, where: tuple[int, ...], at: int = 0, note: str = "") -> Sketch:
+    """Return a sketch that loads one tile to shared memory at `at`; all of it is dumped, with the bytes around the
+    tile."""
     rank = len(what.dims)
     size = int(np.prod(what.box)) * np.dtype(DTYPE[what.format]).itemsize
     room = (at + (2 * size if note == "narrow" else size) + 255) // 128 * 128
@@ -78,7 +84,7 @@ def load(name: str, form: str, what: Map, where: tuple[int, ...], at: int = 0, n
 
 
 def loads() -> Iterator[Sketch]:
-    """Ranks, element sizes, coordinates in and out of the tensor."""
+    """Yield cases of ranks, element sizes, coordinates in and out of the tensor."""
     sizes = ((70,), (40, 9), (24, 6, 5), (16, 4, 3, 3), (16, 3, 3, 2, 3))
     boxes = ((32,), (16, 4), (8, 3, 2), (8, 2, 2, 2), (8, 2, 1, 2, 2))
     for rank in range(1, 6):
@@ -112,17 +118,17 @@ def loads() -> Iterator[Sketch]:
     yield replace(sketch, body=sketch.body.replace("mov.b32 %t10, 8;", "mov.b32 %t10, 9;"))
     wide = packed_map("u16", (300, 3), (256, 2))
     yield load("tile box 256", "cp.async.bulk.tensor.2d.shared::cta.global.tile", wide, (5, 1))
-    overlapping = Map(0, (16, 6), (16,), (16, 4), "bf16")
+    overlapping = TensorMapArg(0, (16, 6), (16,), (16, 4), "bf16")
     form = "cp.async.bulk.tensor.2d, rows that overlap in global memory"
     sketch = load("tile overlapping", form, overlapping, (0, 1))
     yield replace(sketch, buffers=(tensor("overlapping", overlapping, 32),))
-    repeated = Map(0, (16, 4, 3), (0, 48), (16, 3, 2), "bf16")
+    repeated = TensorMapArg(0, (16, 4, 3), (0, 48), (16, 3, 2), "bf16")
     form = "cp.async.bulk.tensor.3d, stride 0"
     yield load("tile stride 0", form, repeated, (0, 0, 1))
 
 
 def swizzles() -> Iterator[Sketch]:
-    """The swizzle follows the address in shared memory, not the tile."""
+    """Yield cases of swizzles. The swizzle follows the address in shared memory, not the tile."""
     for span in (32, 64, 128):
         for format in ("bf16", "u8", "f32"):
             size = np.dtype(DTYPE[format]).itemsize
@@ -142,7 +148,7 @@ def swizzles() -> Iterator[Sketch]:
 
 
 def numbers(name: str, size: int, format: str) -> np.ndarray:
-    """Elements for a reduction: random, or special for numbers."""
+    """Return elements for a reduction: random, or special ones for numbers."""
     rng = random(name)
     if format in KEYS16:
         keys = np.array(KEYS16[format][:14], np.uint16)
@@ -157,8 +163,8 @@ def numbers(name: str, size: int, format: str) -> np.ndarray:
     return rng.randint(0, 256, size * np.dtype(DTYPE[format]).itemsize).astype(np.uint8).view(DTYPE[format])
 
 
-def store(name: str, form: str, what: Map, where: tuple[int, ...], op: str = "") -> Sketch:
-    """One tile from shared memory, stored, or reduced by `op`; the whole tensor is compared."""
+def store(name: str, form: str, what: TensorMapArg, where: tuple[int, ...], op: str = "") -> Sketch:
+    """Return a sketch that stores one tile from shared memory, or reduces it by `op`; the whole tensor is compared."""
     rank = len(what.dims)
     count = int(np.prod(what.box))
     size = count * np.dtype(DTYPE[what.format]).itemsize
@@ -228,7 +234,7 @@ def stores() -> Iterator[Sketch]:
 
 
 def bulk() -> Iterator[Sketch]:
-    """Plain bytes; sizes and addresses are multiples of 16."""
+    """Yield cases of plain bytes; sizes and addresses are multiples of 16."""
     for op in ("cp.async.bulk.shared::cta.global", "cp.async.bulk.shared::cluster.global"):
         for size in (16, 1008):
             body = f"""{start(1, 1280)}
@@ -305,7 +311,8 @@ def bulk() -> Iterator[Sketch]:
 
 
 def counting() -> Iterator[Sketch]:
-    """Bytes that an out-of-bounds tile reports: all of its box. A second tile ends the phase, not the first."""
+    """Yield a case of the bytes that an out-of-bounds tile reports: all of its box. A second tile ends the phase,
+    not the first."""
     what = packed_map("bf16", (40, 9), (16, 4))
     body = f"""{start(1, 512)}
         mov.b32 %t10, 32;

@@ -1,4 +1,4 @@
-"""Instructions of a whole warp: shuffles, votes, reductions, matrix fragments."""
+"""Cases of instructions of a whole warp: shuffles, votes, reductions, matrix fragments."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,8 @@ def words(name: str, rows: int = 64, high: int = 1 << 32) -> np.ndarray:
 
 
 def shuffles() -> Iterator[Sketch]:
-    """Distances from registers; widths through bits 8 to 12 of the clamp operand; the predicate flips bit 31."""
+    """Yield cases of shuffles: distances from registers; widths through bits 8 to 12 of the clamp operand; the
+    predicate flips bit 31."""
     values, lanes = words("shfl"), words("shfl lanes", high=40)
     for kind in ("up", "down", "bfly", "idx"):
         for width in (32, 16, 8, 4):
@@ -115,7 +116,7 @@ def reductions() -> Iterator[Sketch]:
 
 
 def staged() -> Iterator[Sketch]:
-    """ldmatrix and stmatrix: rows of 16 bytes in shared memory, at any order of addresses."""
+    """Yield cases of ldmatrix and stmatrix: rows of 16 bytes in shared memory, at any order of addresses."""
     for trans in ("", ".trans"):
         for count in (1, 2, 4):
             op = f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16"
@@ -133,7 +134,7 @@ def staged() -> Iterator[Sketch]:
 
 
 def fragments() -> Iterator[Sketch]:
-    """mma.sync: exact sums of small integers, and rounded ones of random numbers."""
+    """Yield cases of mma.sync: exact sums of small integers, and rounded ones of random numbers."""
     for shape, out, kind, a, b, d in (
         ("m16n8k16", "f32", "f16", 4, 2, 4),
         ("m16n8k16", "f32", "bf16", 4, 2, 4),

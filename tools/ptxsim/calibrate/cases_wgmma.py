@@ -1,8 +1,7 @@
-"""wgmma: what shared memory the descriptors reach, where fragments lie, and how sums are rounded.
+"""Cases of wgmma: the shared memory that descriptors reach, the layout of fragments, the rounding of sums.
 
-Shared memory holds random small integers everywhere, so a result tells which bytes were read, and no layout formula is
-needed here. Sums are exact in f32 and f16. Only a case that names a tolerance has one.
-"""
+Shared memory holds random small integers everywhere, so a result shows which bytes were read, and no layout
+formula is needed here. Sums are exact in f32 and f16. Only a case that names a tolerance has one."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ WIDTH = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
 
 
 @dataclass(frozen=True)
-class Operand:
+class OperandDescriptor:
     """A matrix descriptor. All in bytes: start in shared memory, leading and stride dimension offsets, swizzle span."""
 
     start: int = 0
@@ -29,22 +28,22 @@ class Operand:
     base: int = 0
 
     def constant(self) -> int:
-        """The descriptor without the address of the shared memory itself."""
+        """Return the descriptor without the address of the shared memory itself."""
         word = self.start >> 4 | self.leading >> 4 << 16 | self.stride >> 4 << 32
         return word | self.base << 49 | MODE[self.swizzle] << 62
 
 
 @dataclass(frozen=True)
-class MmaShape:
+class WgmmaForm:
     """One instruction form, executed `steps` times with descriptors that advance by `advance` bytes (A, B)."""
 
     n: int
-    a: Operand
-    b: Operand
+    a: OperandDescriptor
+    b: OperandDescriptor
     kinds: tuple[str, str] = ("bf16", "bf16")
     out: str = "f32"
     flags: tuple[int, int, int, int] = (1, 1, 0, 0)  # scale-a, scale-b, trans-a, trans-b
-    registers: bool = False  # A
+    registers: bool = False  # A in registers
     steps: int = 1
     advance: tuple[int, int] = (0, 0)
     accumulate: bool = True
@@ -54,7 +53,7 @@ class MmaShape:
         return f"wgmma.mma_async.sync.aligned.m64n{self.n}k{depth}.{self.out}.{self.kinds[0]}.{self.kinds[1]}"
 
     def accumulators(self) -> int:
-        """32-bit registers of a thread."""
+        """Return the number of 32-bit accumulator registers per thread."""
         return self.n // 4 if self.out == "f16" else self.n // 2
 
     def form(self) -> str:
@@ -62,11 +61,11 @@ class MmaShape:
         return f"{self.op().replace('.sync.aligned', '')} A={side} B={place(self.b, self.flags[3])}"
 
 
-def place(operand: Operand, transposed: int) -> str:
+def place(operand: OperandDescriptor, transposed: int) -> str:
     return f"{'MN' if transposed else 'K'}-major {operand.swizzle or 'no'} swizzle"
 
 
-def body(shape: MmaShape) -> str:
+def body(shape: WgmmaForm) -> str:
     lines = ["shr.u32 %t1, $smem, 4;", "cvt.u64.u32 %q1, %t1;"]
     lines += [f"mov.b32 %t2, {int(shape.accumulate)};", "setp.ne.u32 %p1, %t2, 0;"]
     imm = ""
@@ -88,8 +87,8 @@ def body(shape: MmaShape) -> str:
     return "\n".join([*lines, "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"])
 
 
-def sketch(name: str, shape: MmaShape, image: np.ndarray, **more: object) -> Sketch:
-    """The accumulators begin with small integers."""
+def sketch(name: str, shape: WgmmaForm, image: np.ndarray, **more: object) -> Sketch:
+    """Return the sketch of a case. The accumulators start with small integers."""
     count = shape.accumulators()
     values = random(name + "start").randint(-4, 5, (128, count * (2 if shape.out == "f16" else 1)))
     dtype = {"f32": np.float32, "f16": np.float16, "s32": np.int32}[shape.out]
@@ -114,15 +113,19 @@ def integers(name: str, size: int, kind: str) -> np.ndarray:
 
 
 # Operands that reach 64 rows (A) or up to 256 (B) of one instruction's depth. K-major: 8 rows of a swizzle span follow
-# each other, groups of 8 are `stride` apart. Without swizzle 8 rows of 16 bytes are a core matrix; `leading` leads to
-# the next one along k.
-K_MAJOR = {span: Operand(0, 16, 8 * span, span) for span in (32, 64, 128)} | {0: Operand(0, 128, 256)}
-# MN-major: a row of one k is a span of M or N; `leading` leads to the next span, `stride` to the next 8 k.
-MN_MAJOR = {span: Operand(0, 16 * span, 8 * span, span) for span in (32, 64, 128)} | {0: Operand(0, 1024, 128)}
+# each other, groups of 8 are `stride` apart. Without swizzle, 8 rows of 16 bytes are a core matrix; `leading` is the
+# offset of the next one along k.
+K_MAJOR = {span: OperandDescriptor(0, 16, 8 * span, span) for span in (32, 64, 128)} | {
+    0: OperandDescriptor(0, 128, 256)
+}
+# MN-major: a row of one k is a span of M or N; `leading` is the offset of the next span, `stride` of the next 8 k.
+MN_MAJOR = {span: OperandDescriptor(0, 16 * span, 8 * span, span) for span in (32, 64, 128)} | {
+    0: OperandDescriptor(0, 1024, 128)
+}
 
 
 def plain() -> Iterator[Sketch]:
-    """Types and widths, 128-byte swizzle, K-major."""
+    """Yield cases of types and widths: 128-byte swizzle, K-major."""
     for kinds, out, n in (
         (("bf16", "bf16"), "f32", 8),
         (("bf16", "bf16"), "f32", 24),
@@ -141,7 +144,7 @@ def plain() -> Iterator[Sketch]:
         (("s8", "s8"), "s32", 32),
         (("u8", "s8"), "s32", 16),
     ):
-        shape = MmaShape(n, K_MAJOR[128], replace(K_MAJOR[128], start=8192), kinds, out)
+        shape = WgmmaForm(n, K_MAJOR[128], replace(K_MAJOR[128], start=8192), kinds, out)
         name = f"{shape.op()} shared"
         image = np.concatenate([integers(name, 8192, kinds[0]), integers(name + "b", max(n, 8) * 128, kinds[1])])
         yield sketch(name, shape, image)
@@ -152,52 +155,52 @@ def plain() -> Iterator[Sketch]:
 
 
 def layouts() -> Iterator[Sketch]:
-    """Both majors of both operands, all swizzles, offsets with gaps in between."""
+    """Yield cases of layouts: both majors of both operands, all swizzles, offsets with gaps in between."""
     for kind in ("bf16", "tf32", "e4m3"):
         for span in (0, 32, 64, 128):
             gap = replace(K_MAJOR[span], stride=K_MAJOR[span].stride + 1024 - 8 * span % 1024 if span else 384)
             for label, a in (("packed", K_MAJOR[span]), ("gaps", gap)):
-                shape = MmaShape(32, a, replace(a, start=16384), (kind, kind))
+                shape = WgmmaForm(32, a, replace(a, start=16384), (kind, kind))
                 name = f"layout {kind} K-major swizzle {span} {label}"
                 yield sketch(name, shape, integers(name, 32768, kind))
     for span in (0, 32, 64, 128):
         for trans in ((1, 0), (0, 1), (1, 1)):
             pair = [(MN_MAJOR if t else K_MAJOR)[span] for t in trans]
-            shape = MmaShape(64, pair[0], replace(pair[1], start=16384), ("bf16", "bf16"), flags=(1, 1, *trans))
+            shape = WgmmaForm(64, pair[0], replace(pair[1], start=16384), ("bf16", "bf16"), flags=(1, 1, *trans))
             name = f"layout bf16 swizzle {span} trans {trans[0]} {trans[1]}"
             yield sketch(name, shape, integers(name, 32768, "bf16"))
-        odd = Operand(0, 2048 + 1024, 1024, span) if span else Operand(0, 2048, 256)
-        shape = MmaShape(128, odd, replace(odd, start=16384), ("f16", "f16"), flags=(1, 1, 1, 1))
+        odd = OperandDescriptor(0, 2048 + 1024, 1024, span) if span else OperandDescriptor(0, 2048, 256)
+        shape = WgmmaForm(128, odd, replace(odd, start=16384), ("f16", "f16"), flags=(1, 1, 1, 1))
         name = f"layout f16 MN-major swizzle {span} gaps"
         yield sketch(name, shape, integers(name, 49152, "f16"))
-        swapped = Operand(0, odd.stride, odd.leading, span)
-        shape = MmaShape(32, swapped, replace(swapped, start=16384), ("f16", "f16"), flags=(1, 1, 1, 1))
+        swapped = OperandDescriptor(0, odd.stride, odd.leading, span)
+        shape = WgmmaForm(32, swapped, replace(swapped, start=16384), ("f16", "f16"), flags=(1, 1, 1, 1))
         name = f"layout f16 MN-major swizzle {span} offsets swapped"
         yield sketch(name, shape, integers(name, 32768, "f16"))
-        shape = MmaShape(96, Operand(), replace(MN_MAJOR[span]), flags=(1, 1, 0, 1), registers=True)
+        shape = WgmmaForm(96, OperandDescriptor(), replace(MN_MAJOR[span]), flags=(1, 1, 0, 1), registers=True)
         name = f"layout bf16 A registers B MN-major swizzle {span}"
         yield sketch(name, shape, integers(name, 16384, "bf16"))
 
 
 def steps() -> Iterator[Sketch]:
-    """Several k steps: the start address advances inside a swizzle atom, or over atoms if MN-major."""
+    """Yield cases of several k steps: the start address advances inside a swizzle atom, or over atoms if MN-major."""
     for span in (32, 64, 128):
         a = K_MAJOR[span]
-        shape = MmaShape(16, a, replace(a, start=8192), steps=span // 32, advance=(32, 32))
+        shape = WgmmaForm(16, a, replace(a, start=8192), steps=span // 32, advance=(32, 32))
         name = f"steps K-major swizzle {span}"
         yield sketch(name, shape, integers(name, 16384, "bf16"))
-    shape = MmaShape(16, K_MAJOR[128], replace(K_MAJOR[128], start=8192), ("e4m3", "e4m3"), steps=4, advance=(32, 32))
+    shape = WgmmaForm(16, K_MAJOR[128], replace(K_MAJOR[128], start=8192), ("e4m3", "e4m3"), steps=4, advance=(32, 32))
     yield sketch("steps e4m3 swizzle 128", shape, integers("steps e4m3", 16384, "e4m3"))
-    shape = MmaShape(16, K_MAJOR[128], MN_MAJOR[128], steps=4, advance=(32, 2048), flags=(1, 1, 0, 1))
+    shape = WgmmaForm(16, K_MAJOR[128], MN_MAJOR[128], steps=4, advance=(32, 2048), flags=(1, 1, 0, 1))
     shape = replace(shape, b=replace(shape.b, start=8192), n=64)
     yield sketch("steps B MN-major swizzle 128", shape, integers("steps MN", 16384, "bf16"))
-    bare = Operand(0, 128, 1024)
-    shape = MmaShape(16, bare, replace(bare, start=8192), steps=4, advance=(256, 256))
+    bare = OperandDescriptor(0, 128, 1024)
+    shape = WgmmaForm(16, bare, replace(bare, start=8192), steps=4, advance=(256, 256))
     yield sketch("steps K-major no swizzle", shape, integers("steps none", 16384, "bf16"))
     for rows in (1, 4):
         start = 128 * rows
         a = replace(K_MAJOR[128], start=start, base=rows)
-        shape = MmaShape(16, a, replace(K_MAJOR[128], start=12288))
+        shape = WgmmaForm(16, a, replace(K_MAJOR[128], start=12288))
         form = "wgmma.mma_async descriptor base offset"
         yield sketch(f"base offset {rows}", shape, integers(f"base offset {rows}", 16384, "bf16"), form=form)
         shape = replace(shape, a=replace(a, base=0))
@@ -206,17 +209,17 @@ def steps() -> Iterator[Sketch]:
 
 
 def flags() -> Iterator[Sketch]:
-    """imm-scale, scale-d, chained accumulation, groups."""
+    """Yield cases of imm-scale, scale-d, chained accumulation, groups."""
     for a_scale, b_scale in ((-1, 1), (1, -1), (-1, -1)):
-        shape = MmaShape(8, K_MAJOR[128], replace(K_MAJOR[128], start=8192), flags=(a_scale, b_scale, 0, 0))
+        shape = WgmmaForm(8, K_MAJOR[128], replace(K_MAJOR[128], start=8192), flags=(a_scale, b_scale, 0, 0))
         name = f"imm-scale {a_scale} {b_scale}"
         yield sketch(name, shape, integers(name, 16384, "bf16"), form="wgmma.mma_async imm-scale-a, imm-scale-b")
-    shape = MmaShape(8, K_MAJOR[128], replace(K_MAJOR[128], start=8192), flags=(-1, 1, 0, 0), registers=True)
+    shape = WgmmaForm(8, K_MAJOR[128], replace(K_MAJOR[128], start=8192), flags=(-1, 1, 0, 0), registers=True)
     yield sketch(
         "imm-scale registers", shape, integers("imm", 16384, "bf16"), form="wgmma.mma_async imm-scale-a, imm-scale-b"
     )
     for out, kind in (("f32", "bf16"), ("f16", "f16")):
-        shape = MmaShape(
+        shape = WgmmaForm(
             16, K_MAJOR[64], replace(K_MAJOR[64], start=8192), (kind, kind), out, accumulate=False, steps=2
         )
         shape = replace(shape, advance=(32, 32))
@@ -225,43 +228,43 @@ def flags() -> Iterator[Sketch]:
 
 
 def rounding() -> Iterator[Sketch]:
-    """Random numbers, special values and cancellation; the ISA leaves the order and rounding of sums open."""
+    """Yield random numbers, special values and cancellation; the ISA leaves the order and rounding of sums open."""
     start = replace(K_MAJOR[128], start=8192)
     for kind in ("bf16", "f16", "tf32"):
         values = bell(random("rounding" + kind), 16384 // WIDTH[kind]).astype(np.float32)
         image = (values if kind == "tf32" else narrow(values, kind)).view(np.uint8)
-        shape = MmaShape(16, K_MAJOR[128], start, (kind, kind), steps=4, advance=(32, 32), accumulate=False)
+        shape = WgmmaForm(16, K_MAJOR[128], start, (kind, kind), steps=4, advance=(32, 32), accumulate=False)
         name = f"rounding {kind}"
         yield sketch(name, shape, image, form=f"wgmma.mma_async {kind} rounding")
     for kind, out, tolerance in (("e4m3", "f32", 0.0), ("e5m2", "f32", 0.0), ("e4m3", "f16", 2.0**-9)):
         codes = random("rounding" + kind).randint(0, 256, 16384).astype(np.uint8) & np.uint8(0xBF)  # below 2
-        shape = MmaShape(16, K_MAJOR[128], start, (kind, kind), out, steps=4, advance=(32, 32), accumulate=False)
+        shape = WgmmaForm(16, K_MAJOR[128], start, (kind, kind), out, steps=4, advance=(32, 32), accumulate=False)
         name = f"rounding {kind} {out}"
         more = dict(tolerance=tolerance, floor=8.0)
         yield sketch(name, shape, codes, form=f"wgmma.mma_async {kind}, D {out}, rounding", **more)
     halves = narrow(bell(random("rounding f16 f16"), 8192), "f16").view(np.uint8)
-    shape = MmaShape(16, K_MAJOR[128], start, ("f16", "f16"), "f16", steps=4, advance=(32, 32), accumulate=False)
+    shape = WgmmaForm(16, K_MAJOR[128], start, ("f16", "f16"), "f16", steps=4, advance=(32, 32), accumulate=False)
     more = dict(tolerance=2.0**-8, floor=4.0)
     yield sketch("rounding f16 f16", shape, halves, form="wgmma.mma_async f16, D f16, rounding", **more)
     for kind in ("bf16", "f16"):
         special = double16("wgmma special" + kind).view(np.uint8)
         image = np.tile(integers("special" + kind, 1024, kind), 16)
-        for i in range(6):  # in the rows of A whose 16-byte chunks the swizzle leaves in place
+        for i in range(6):  # rows of A with 16-byte chunks that the swizzle leaves in place
             image[1024 * i : 1024 * i + 12] = special[24 * i : 24 * i + 12]
-        shape = MmaShape(8, K_MAJOR[128], start, (kind, kind))
+        shape = WgmmaForm(8, K_MAJOR[128], start, (kind, kind))
         more = dict(tolerance=2.0**-16, floor=1e-30)
         yield sketch(
             f"special values {kind}", shape, image, form=f"wgmma.mma_async {kind} NaN, infinity, denormals", **more
         )
     denormal = np.tile(np.array([0x0001, 0x0003, 0x8002, 0x03FF], np.uint16), 2048).view(np.uint8).copy()
     denormal[8192:] = integers("denormal", 8192, "f16")
-    shape = MmaShape(8, K_MAJOR[128], start, ("f16", "f16"), accumulate=False)
+    shape = WgmmaForm(8, K_MAJOR[128], start, ("f16", "f16"), accumulate=False)
     yield sketch("denormals f16", shape, denormal, form="wgmma.mma_async f16 NaN, infinity, denormals")
 
 
 def groups() -> Iterator[Sketch]:
-    """wait_group with a group left open, two groups over different accumulators."""
-    shape = MmaShape(8, K_MAJOR[128], replace(K_MAJOR[128], start=8192))
+    """Yield cases of wait_group with a group left open, and of two groups over different accumulators."""
+    shape = WgmmaForm(8, K_MAJOR[128], replace(K_MAJOR[128], start=8192))
     text = body(shape).splitlines()
     mma = next(line for line in text if line.startswith("wgmma.mma"))
     second = mma.replace("$x", "$y").replace("%q2", "%q4")

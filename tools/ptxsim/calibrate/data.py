@@ -45,7 +45,7 @@ TIES = (  # values on and beside the limits and midpoints of narrower formats
 
 
 def pairs(keys: tuple[int, ...], dtype: type, name: str, extra: int = 64) -> tuple[np.ndarray, np.ndarray]:
-    """Every pair of `keys`, then `extra` random ones, as bits of `dtype`."""
+    """Return every pair of `keys`, then `extra` random ones, as bits of `dtype`."""
     grid = np.array(keys, np.uint64)
     a, b = np.repeat(grid, len(keys)), np.tile(grid, len(keys))
     high = np.iinfo(dtype).max
@@ -54,7 +54,7 @@ def pairs(keys: tuple[int, ...], dtype: type, name: str, extra: int = 64) -> tup
 
 
 def pairs32(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """f32 bits: all pairs of special values, and random numbers near one."""
+    """Return f32 bits: all pairs of special values, and random numbers near one."""
     a, b = pairs(KEYS32, np.uint32, name)
     near = bell(random(name + "near"), 2, 64).astype(np.float32).view(np.uint32)
     a[-64:], b[-64:] = near[0], near[1]
@@ -62,19 +62,19 @@ def pairs32(name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pairs16(kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Two packed values of "f16" or "bf16" in each 32-bit word; a pair in each half, the upper in another order."""
+    """Return two packed values of "f16" or "bf16" per 32-bit word; a pair in each half, the upper in another order."""
     a, b = pairs(KEYS16[kind], np.uint16, name)
     order = random(name + "order").permutation(len(a))
     return a | a[order].astype(np.uint32) << 16, b | b[order].astype(np.uint32) << 16
 
 
 def triples(pair: tuple[np.ndarray, np.ndarray], name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A third operand beside a pair: those of the pair in random order."""
+    """Return a pair with a third operand: values of the pair in random order."""
     return (*pair, pair[0][random(name + "third").permutation(len(pair[0]))])
 
 
 def single32(name: str) -> np.ndarray:
-    """f32 bits: special values, ties, and random ones of all magnitudes. 192 of them."""
+    """Return 192 f32 bit patterns: special values, ties, and random ones of all magnitudes."""
     ties = np.array([t for value in TIES for t in (value, -value)], np.float32).view(np.uint32)
     keys = np.array(KEYS32, np.uint32)
     rest = random(name).randint(0, 0xFFFFFFFF, 192 - len(ties) - len(keys), dtype=np.uint32)
@@ -82,32 +82,33 @@ def single32(name: str) -> np.ndarray:
 
 
 def single16(name: str) -> np.ndarray:
-    """16-bit patterns: special ones of both formats and random ones."""
+    """Return 16-bit patterns: special ones of both formats and random ones."""
     keys = np.array(KEYS16["f16"] + KEYS16["bf16"], np.uint16)
     return np.concatenate([keys, random(name).randint(0, 0xFFFF, 160, dtype=np.uint16)])
 
 
 def double16(name: str) -> np.ndarray:
-    """Two 16-bit patterns in a word."""
+    """Return words of two 16-bit patterns."""
     low = single16(name)
     return low | low[random(name + "order").permutation(len(low))].astype(np.uint32) << 16
 
 
 def narrow(values: np.ndarray, kind: str) -> np.ndarray:
-    """Bits of `values` in a 16-bit format; exact if the value is one of that format."""
+    """Return the bits of `values` in a 16-bit format; exact if the value is representable."""
     if kind == "f16":
         return values.astype(np.float16).view(np.uint16)
     return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
 def bell(generator: np.random.RandomState, *shape: int) -> np.ndarray:
-    """f64 numbers around zero with variance 1. Sums of exact steps: the same bits on every machine, unlike randn's."""
+    """Return f64 numbers around zero with variance 1: sums of exact steps, so that the bits are the same on every
+    machine, unlike randn's."""
     u = generator.rand(4, *shape)
     return ((u[0] + u[1]) + (u[2] + u[3]) - 2.0) * 1.75
 
 
 def widen(bits: np.ndarray, kind: str) -> np.ndarray:
-    """f64 of what bits of "f32", "f16" or "bf16" mean. Words of two 16-bit numbers become two numbers."""
+    """Return the f64 values of bits of "f32", "f16" or "bf16". Words of two 16-bit numbers become two numbers."""
     if kind == "f32":
         with np.errstate(invalid="ignore"):
             return np.ascontiguousarray(bits).view(np.float32).astype(np.float64)
@@ -119,7 +120,7 @@ def widen(bits: np.ndarray, kind: str) -> np.ndarray:
 
 
 def small(name: str, count: int, kind: str, limit: int = 1) -> np.ndarray:
-    """`count` random integers from -limit to limit as bytes of a matrix operand's format."""
+    """Return `count` random integers from -limit to limit as bytes of a matrix operand's format."""
     values = random(name).randint(-limit, limit + 1, count)
     if kind in ("f16", "bf16"):
         return narrow(values.astype(np.float32), kind).view(np.uint8)

@@ -1,4 +1,4 @@
-"""Runs a case on the GPU through the CUDA driver."""
+"""Run a case on the GPU through the CUDA driver."""
 
 import ctypes
 from ctypes import (
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from .case import Case, Map
+from .case import CalibrationCase, TensorMapArg
 
 MAX_DYNAMIC_SHARED, NON_PORTABLE_CLUSTER = 8, 14  # CUfunction_attribute
 CLUSTER_DIMENSION, STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
@@ -81,12 +81,12 @@ class Gpu:
             raise CudaError(f"{function}: error {status} {(text.value or b'').decode()}")
 
     def driver(self) -> str:
-        """Version of the kernel driver, where the system tells it, and the newest CUDA that it knows."""
+        """Return the version of the kernel driver, if the system states it, and the newest CUDA that it supports."""
         file = Path("/sys/module/nvidia/version")
         return f"{file.read_text().strip() if file.exists() else 'driver'}, CUDA {self.cuda_version}"
 
     def module(self, ptx: str) -> c_void_p:
-        """Assembles PTX; the assembler's messages go into the error."""
+        """Assemble PTX; the assembler's messages are added to the error."""
         log, module = create_string_buffer(1 << 14), c_void_p()
         options = (c_int * 2)(ERROR_LOG, ERROR_LOG_BYTES)
         values = (c_void_p * 2)(ctypes.cast(log, c_void_p), c_void_p(len(log)))
@@ -109,8 +109,8 @@ class Gpu:
         self("cuMemcpyDtoH_v2", c_void_p(out.ctypes.data), address, c_size_t(out.nbytes))
         return out
 
-    def tensor_map(self, what: Map, address: c_ulonglong) -> Any:
-        """The 128 bytes of a tensor map, at an address that is a multiple of 64."""
+    def tensor_map(self, what: TensorMapArg, address: c_ulonglong) -> Any:
+        """Return the 128 bytes of a tensor map, at an address that is a multiple of 64."""
         memory = create_string_buffer(128 + 64)
         start = -ctypes.addressof(memory) % 64
         rank = len(what.dims)
@@ -132,7 +132,7 @@ class Gpu:
         encoded = (ctypes.c_char * 128).from_buffer(memory, start)
         return encoded
 
-    def launch(self, case: Case, function: c_void_p, values: list[Any]) -> None:
+    def launch(self, case: CalibrationCase, function: c_void_p, values: list[Any]) -> None:
         if case.shared > STATIC_LIMIT:
             self("cuFuncSetAttribute", function, c_int(MAX_DYNAMIC_SHARED), c_int(case.shared))
         if int(np.prod(case.cluster)) > PORTABLE_CLUSTER:
@@ -152,16 +152,16 @@ class Gpu:
         self("cuCtxSynchronize")
 
 
-def run_on_device(gpu: Gpu, case: Case) -> list[np.ndarray]:
-    """The outputs of the case."""
+def run_on_device(gpu: Gpu, case: CalibrationCase) -> list[np.ndarray]:
+    """Return the outputs of the case."""
     module, function = gpu.module(case.ptx), c_void_p()
     gpu("cuModuleGetFunction", byref(function), module, c_char_p(b"calibrate"))
-    addresses = [None if isinstance(arg, Map) else gpu.upload(arg) for arg in case.args]
+    addresses = [None if isinstance(arg, TensorMapArg) else gpu.upload(arg) for arg in case.args]
     values = []
     for arg, address in zip(case.args, addresses):
-        over = addresses[arg.array] if isinstance(arg, Map) else address
+        over = addresses[arg.array] if isinstance(arg, TensorMapArg) else address
         assert over is not None, "a map lies over an array"
-        values.append(gpu.tensor_map(arg, over) if isinstance(arg, Map) else over)
+        values.append(gpu.tensor_map(arg, over) if isinstance(arg, TensorMapArg) else over)
     gpu.launch(case, function, values)
     found = []
     for number in case.outputs:

@@ -1,4 +1,4 @@
-"""What a run on the device leaves behind, and how the simulator's results compare with it."""
+"""The record of a device run, and its comparison with the simulator's results."""
 
 import base64
 import hashlib
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ..faults import Fault, Unsupported
-from .case import Case, Map
+from ..faults import Fault, NotModelled
+from .case import CalibrationCase, TensorMapArg
 from .data import widen
 
-EQUAL, NAN, CLOSE, DIFFERS, FAULT = "equal bits", "equal but for NaN payloads", "within tolerance", "differs", "fault"
+EQUAL, NAN, CLOSE, DIFFERS, FAULT = "equal bits", "equal except NaN payloads", "within tolerance", "differs", "fault"
 REFUSED = "both refuse it"  # the device with an error, the simulator with a Fault
 MISSING, STALE, CRASHED, UNSUPPORTED = "not recorded", "recorded for another kernel", "device error", "not modelled"
 GOOD = (EQUAL, NAN, CLOSE, REFUSED)
@@ -22,32 +22,34 @@ FILTER = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 1 << 18}]
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What comparing one case gave; `error` is the largest one if numbers were compared."""
+class CaseVerdict:
+    """The result of comparing one case; `error` is the largest one if numbers were compared."""
 
-    case: Case
+    case: CalibrationCase
     result: str
     detail: str = ""
     error: float = 0.0
 
 
-def digest(case: Case) -> str:
-    """Changes with everything that the device's outputs depend on."""
+def digest(case: CalibrationCase) -> str:
+    """Return a digest of everything that the device's outputs depend on."""
     state = hashlib.sha256(repr((case.ptx, case.threads, case.grid, case.cluster, case.shared, case.outputs)).encode())
     for arg in case.args:
-        state.update(repr(asdict(arg)).encode() if isinstance(arg, Map) else repr((arg.dtype.str, arg.shape)).encode())
+        state.update(
+            repr(asdict(arg)).encode() if isinstance(arg, TensorMapArg) else repr((arg.dtype.str, arg.shape)).encode()
+        )
         if isinstance(arg, np.ndarray):
             state.update(arg.tobytes())
     return state.hexdigest()
 
 
 def pack(outputs: list[np.ndarray]) -> str:
-    """All outputs as text. Bytes of one significance stand together, which compresses better."""
+    """Encode all outputs as text. Bytes of equal significance are grouped, which compresses better."""
     planes = [np.ascontiguousarray(o).view(np.uint8).reshape(-1, o.itemsize).T.tobytes() for o in outputs]
     return base64.b85encode(lzma.compress(b"".join(planes), lzma.FORMAT_RAW, filters=FILTER)).decode()
 
 
-def unpack(text: str, case: Case) -> list[np.ndarray]:
+def unpack(text: str, case: CalibrationCase) -> list[np.ndarray]:
     data = lzma.decompress(base64.b85decode(text), lzma.FORMAT_RAW, filters=FILTER)
     found, at = [], 0
     for number in case.outputs:
@@ -60,7 +62,8 @@ def unpack(text: str, case: Case) -> list[np.ndarray]:
 
 
 def merge(lines: list[str], out: Path, kept: dict[str, dict]) -> None:
-    """JSON lines of workers -> the record. The first line of a worker names the GPU. kept: cases recorded before."""
+    """Merge JSON lines of workers into the record. The first line of a worker names the GPU. kept: cases recorded
+    before."""
     parts = [json.loads(line) for line in lines]
     head = next(part for part in parts if "gpu" in part)
     cases = kept | {part.pop("name"): part for part in parts if "name" in part}
@@ -70,8 +73,8 @@ def merge(lines: list[str], out: Path, kept: dict[str, dict]) -> None:
     )
 
 
-def difference(case: Case, wanted: np.ndarray, got: np.ndarray) -> tuple[str, float, str]:
-    """(result, largest error, where) of one output."""
+def difference(case: CalibrationCase, wanted: np.ndarray, got: np.ndarray) -> tuple[str, float, str]:
+    """Compare one output; return (result, largest error, location)."""
     bits = np.dtype(f"u{wanted.itemsize}")
     unequal = np.flatnonzero((wanted.view(bits) != got.view(bits)).reshape(-1))
     if not len(unequal):
@@ -94,41 +97,41 @@ def difference(case: Case, wanted: np.ndarray, got: np.ndarray) -> tuple[str, fl
     return CLOSE if error[worst] <= case.tolerance and not zeros else DIFFERS, float(error[worst]), text
 
 
-def judge(case: Case, record: dict, mode: str = "eager") -> Verdict:
-    """Simulates the case and compares it with its record."""
+def judge(case: CalibrationCase, record: dict, mode: str = "eager") -> CaseVerdict:
+    """Simulate the case and compare it with its record."""
     from .simulated import simulate
 
     entry = record["cases"].get(case.name, {"missing": True})
     try:
         got = simulate(case, mode)
-    except Unsupported as error:
-        return Verdict(case, UNSUPPORTED, str(error))
+    except NotModelled as error:
+        return CaseVerdict(case, UNSUPPORTED, str(error))
     except Fault as error:
-        return Verdict(case, REFUSED if "error" in entry and entry["sha"] == digest(case) else FAULT, str(error))
+        return CaseVerdict(case, REFUSED if "error" in entry and entry["sha"] == digest(case) else FAULT, str(error))
     except Exception as error:
-        return Verdict(case, FAULT, f"{type(error).__name__}: {error}")
+        return CaseVerdict(case, FAULT, f"{type(error).__name__}: {error}")
     if "missing" in entry:
-        return Verdict(case, MISSING)
+        return CaseVerdict(case, MISSING)
     if entry["sha"] != digest(case):
-        return Verdict(case, STALE)
+        return CaseVerdict(case, STALE)
     if "error" in entry:
-        return Verdict(case, CRASHED, entry["error"])
+        return CaseVerdict(case, CRASHED, entry["error"])
     verdicts = [difference(case, wanted, result) for wanted, result in zip(unpack(entry["out"], case), got)]
     rank = (EQUAL, NAN, CLOSE, DIFFERS)
     result, _, detail = max(verdicts, key=lambda verdict: rank.index(verdict[0]))
-    return Verdict(case, result, detail, max(error for _, error, _ in verdicts))
+    return CaseVerdict(case, result, detail, max(error for _, error, _ in verdicts))
 
 
-def summary(verdict: Verdict) -> str:
+def summary(verdict: CaseVerdict) -> str:
     if verdict.result == CLOSE:
         return f"max error {verdict.error:.1e}"
     return verdict.result + (f", max error {verdict.error:.1e}" if verdict.error else "")
 
 
-def table(verdicts: list[Verdict], gpu: str, text_alone: tuple[tuple[str, str], ...]) -> str:
-    """Markdown: a line per form with the worst result of its cases, then the forms that no case reaches."""
+def table(verdicts: list[CaseVerdict], gpu: str, text_alone: tuple[tuple[str, str], ...]) -> str:
+    """Return Markdown: a line per form with the worst result of its cases, then the forms without a case."""
     rank = (EQUAL, REFUSED, NAN, CLOSE, MISSING, STALE, CRASHED, UNSUPPORTED, FAULT, DIFFERS)
-    worst: dict[tuple[str, str], Verdict] = {}
+    worst: dict[tuple[str, str], CaseVerdict] = {}
     counts: dict[tuple[str, str], int] = {}
     for verdict in verdicts:
         key = (verdict.case.isa, verdict.case.form)
@@ -145,8 +148,8 @@ def table(verdicts: list[Verdict], gpu: str, text_alone: tuple[tuple[str, str], 
     return "\n".join(rows)
 
 
-def sections(verdicts: list[Verdict], text_alone: tuple[tuple[str, str], ...]) -> str:
-    """Markdown: a line per section of the PTX ISA, how its cases came out."""
+def sections(verdicts: list[CaseVerdict], text_alone: tuple[tuple[str, str], ...]) -> str:
+    """Return Markdown: a line per section of the PTX ISA with the number of its cases by result."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for verdict in verdicts:
         counts[verdict.case.isa.split(":")[0]][verdict.result] += 1
@@ -160,7 +163,7 @@ def sections(verdicts: list[Verdict], text_alone: tuple[tuple[str, str], ...]) -
 
 
 def between(text: str, block: str) -> str:
-    """`text` with `block` between its calibration markers."""
+    """Return `text` with `block` between its calibration markers."""
     head, begin, rest = text.partition("<!-- calibration:begin -->\n")
     _, end, tail = rest.partition("<!-- calibration:end -->")
     return f"{head}{begin}{block}\n{end}{tail}"

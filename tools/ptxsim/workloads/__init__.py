@@ -11,7 +11,7 @@ from .topk import run_topk, topk_cases, topk_features, topk_structures
 __all__ = ["CASES", "FEATURES", "RUN", "SMS", "STRUCTURES", "Outcome", "distance", "simulated"]
 
 # By operator family: small problems of a shipped kernel; problems that reach every feature, run through the public
-# function by whatever kernel dispatch chooses; how to run either; kernels that stand for the structures of all.
+# function by the kernel that dispatch chooses; the function that runs either; one kernel per structure.
 CASES: dict[str, Callable[..., list[Any]]] = {"attention": attention_cases, "topk": topk_cases}
 FEATURES: dict[str, Callable[[], list[Any]]] = {"attention": attention_features, "topk": topk_features}
 RUN: dict[str, Callable[..., Outcome]] = {"attention": run_attention, "topk": run_topk}

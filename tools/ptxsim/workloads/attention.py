@@ -1,8 +1,8 @@
 """Problems for the attention kernels: small ones for every shipped kernel, and a covering set of features.
 
-A scenario is one or more calls of public functions on the same device, one after the other. Unused memory, scratch and
-outputs hold NaN; results are compared with the fp32 reference of the same data, and with those of an equal call before.
-"""
+A scenario is one or more calls of public functions on the same device, one after the other. Unused memory,
+scratch and outputs hold NaN; results are compared with the fp32 reference of the same data, and with those of an
+equal call before."""
 
 import hashlib
 import math
@@ -23,33 +23,31 @@ from wrappers.attention.call import AttentionCall
 from wrappers.attention.op import serve
 
 from ..faults import Fault
-from ..run import Result
+from ..run import RunResult
 from .common import SMS, Outcome, distance, simulated
 
 Results = tuple[torch.Tensor, torch.Tensor | None]  # out (T, Hq, Dvo), lse
-SHARED_SMS = 7  # where CTAs share the keys of a request
-PARTS = 26  # of a long request, one a multiprocessor
+SHARED_SMS = 7  # when CTAs share the keys of a request
+PARTS = 26  # splits of a long request, one per SM
 WIDE = {(s.kv.dtype, s.head_dim_qk) for s in shipped("sm_90a") if s.tile.rows_per_warp > FEW_ROWS}
 
 
-DECODE_STRUCTURES = {  # (KV dtype, head_dim, 8 rows a warp): every type, head_dim and number of rows at least twice
+DECODE_STRUCTURES = {  # (KV dtype, head_dim, 8 rows per warp): every type, head_dim and number of rows at least twice
     ("", 64, True), ("", 128, False), ("", 256, True), ("fp8", 64, False), ("fp8", 128, True), ("nvfp4", 64, True),
     ("nvfp4", 128, True), ("nvfp4", 128, False),
 }  # fmt: skip
 GATHER_STRUCTURES = {("", 64, True)}
-SHARED_STRUCTURES = {
-    ("bf16", 128),
-    ("e4m3", 64),
-    ("nvfp4", 128),
-}  # (KV dtype, head_dim) where prefill's CTAs share keys
-PREPARED_STRUCTURES = {("e4m3", 128, False), ("nvfp4", 64, True)}  # (KV dtype, head_dim, general) of prefill over those
+# (KV dtype, head_dim) of decode kernels with prefill's code, with keys shared by CTAs
+SHARED_STRUCTURES = {("bf16", 128), ("e4m3", 64), ("nvfp4", 128)}
+# (KV dtype, head_dim, general) of prefill over quantised caches
+PREPARED_STRUCTURES = {("e4m3", 128, False), ("nvfp4", 64, True)}
 WIDE_STRUCTURES = {(192, True), (256, True)}  # (head_dim, general) of prefill beyond 128
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Calls on a device of `sms` multiprocessors, the same case with the same data. forms: of `bench.cases.forms`, that
-    its problems take."""
+    """Calls on a device of `sms` SMs; equal cases get the same data. forms: names of `bench.cases.forms` to apply to
+    their problems."""
 
     name: str
     calls: tuple[AttentionCase, ...]
@@ -59,30 +57,30 @@ class Scenario:
 
 @dataclass(frozen=True)
 class KernelTraits:
-    """What cases need to know of a spec."""
+    """The properties of a kernel's spec that the cases depend on."""
 
     decodes: bool
-    shares: bool  # with prefill's code
-    few_rows: int  # query rows of a request from which on another kernel serves it, 0: none does
-    wide: bool  # decode of more rows, which it serves on Blackwell where a call skips blocks
+    shares: bool  # decode with prefill's code
+    few_rows: int  # query rows per request from which another kernel serves it; 0: none does
+    wide: bool  # decode of more rows; on Blackwell it serves them if a call skips blocks
     window: bool
     cap: bool
-    general: bool  # causal or full, as the call says
+    general: bool  # causal or full, as the call requests
     gathers: bool  # pages of any size
     custom: bool  # has a custom mask
-    skips: bool  # prefill that leaves out blocks
-    several: bool  # types of outputs
-    block: int  # keys of a stage
+    skips: bool  # prefill that skips blocks
+    several: bool  # output types
+    block: int  # keys per stage
     keys: int  # of all stages
-    promoted: int  # blocks after which sums move on, 0: never
-    several_tiles: bool  # of few rows and of many
-    same: dict[str, Any]  # what its cases have in common
+    promoted: int  # blocks after which sums are promoted, 0: never
+    several_tiles: bool  # for few rows and for many
+    same: dict[str, Any]  # common arguments of its cases
 
 
-def kernel_of(spec: Any) -> KernelTraits:
-    """The only reader of specs here."""
+def traits_of(spec: Any) -> KernelTraits:
+    """Return the traits of a spec; nothing else here reads specs."""
     decodes = spec.schedule == "stream_k"
-    own = spec.kv.dtype == spec.q and not (decodes and spec.q == "e4m3")  # decoding converts them as any cache
+    own = spec.kv.dtype == spec.q and not (decodes and spec.q == "e4m3")  # decode converts them like any cache
     shares = decodes and spec.tile.per_tile_pack_gqa
     narrow = decodes and not shares and spec.tile.rows_per_warp == FEW_ROWS
     narrow = narrow and (spec.kv.dtype, spec.head_dim_qk) in WIDE
@@ -108,9 +106,9 @@ def kernel_of(spec: Any) -> KernelTraits:
 
 
 def structure(spec: Any) -> Any:
-    """What sets a kernel's code apart but for types, masks and modifiers, which one mode shows; None where another head
-    dimension stands for it."""
-    k, dim = kernel_of(spec), spec.head_dim_qk
+    """Return a key of the kernel's code apart from types, masks and modifiers, which one mode covers; None if
+    another head dimension stands for it."""
+    k, dim = traits_of(spec), spec.head_dim_qk
     if k.shares:
         return ("shares", spec.kv.dtype, dim, k.window) if (spec.kv.dtype, dim) in SHARED_STRUCTURES else None
     if k.decodes:
@@ -118,7 +116,7 @@ def structure(spec: Any) -> Any:
         if k.gathers:
             return (*key, "gathers") if key in GATHER_STRUCTURES else None
         return key if key in DECODE_STRUCTURES else None
-    if k.custom:  # bits are read as any operand is
+    if k.custom:  # tree-mask bits are read like any operand
         return None
     if spec.kv.dtype != spec.q:
         return (spec.kv.dtype, dim) if (spec.kv.dtype, dim, k.general) in PREPARED_STRUCTURES else None
@@ -134,16 +132,17 @@ def structure(spec: Any) -> Any:
 
 
 def structures(specs: Iterable[Any]) -> list[Any]:
-    """A shipped spec of every structure, bf16 where there is one: what runs in other modes than `eager` too."""
+    """Return a shipped spec of every structure, bf16 if there is one: these also run in other modes than `eager`."""
     found: dict[Any, Any] = {}
-    for spec in sorted(specs, key=lambda spec: kernel_of(spec).same["dtype"]):
+    for spec in sorted(specs, key=lambda spec: traits_of(spec).same["dtype"]):
         if structure(spec):
             found.setdefault(structure(spec), spec)
     return list(found.values())
 
 
 def skipping_cases(k: KernelTraits) -> list[Scenario]:
-    """Of a prefill kernel with skip-softmax: some blocks are left out by one warpgroup and not by another, or none."""
+    """Return scenarios of a prefill kernel with skip-softmax: some blocks are skipped by one warpgroup and not by
+    another, or by none."""
     some = AttentionCase(
         "some blocks", q_lens=(9, 210, 2, 3), kv_lens=(0, 700, 0, 61), heads_q=2, heads_kv=1, sink=True, data="levels",
         scale=STEP_SCALE, skip=160.0, device=("scale", "out"), **k.same,
@@ -157,8 +156,8 @@ def skipping_cases(k: KernelTraits) -> list[Scenario]:
 
 
 def sharing_cases(k: KernelTraits) -> list[Scenario]:
-    """Of a kernel whose CTAs share the keys of requests of more rows than one warp has: parts of tiles that see no key,
-    tiles of one CTA, of two and of many, requests of several tiles, rows of one head."""
+    """Return scenarios of a kernel with CTAs that share the keys of requests with more rows than one warp has: parts
+    of tiles that see no key, tiles of one CTA, of two and of many, requests of several tiles, rows of one head."""
     most = k.keys + 2 * k.block + 20
     ragged = AttentionCase(
         "ragged", q_lens=(1, 9, 0, 45, 2, 3), kv_lens=(0, 19, 7, most, 2 * k.block + 1, 0), heads_q=6, heads_kv=2,
@@ -189,8 +188,8 @@ def sharing_cases(k: KernelTraits) -> list[Scenario]:
 
 
 def promoting_calls(k: KernelTraits, short: AttentionCase) -> list[AttentionCase]:
-    """Calls in which sums move on: under a block that one request sees whole and the other in part; with a cap and
-    without, each with the output that `short` does not have so."""
+    """Return calls in which sums are promoted: below a block that one request sees whole and the other in part; with
+    a cap and without, each with an output type that `short` does not combine with it."""
     n = k.block
     long = replace(
         short, q_lens=(9, 2, 3, 9), kv_lens=(0, (k.promoted + 3) * n + 2, (k.promoted + 3) * n, 0),
@@ -202,9 +201,11 @@ def promoting_calls(k: KernelTraits, short: AttentionCase) -> list[AttentionCase
 
 
 def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
-    """Scenarios whose kernel is `spec`. thorough: every box size too. Of kernels that gather, and of prefill over
-    quantised caches, whose rest is that of other kernels, only those of `structures` have all."""
-    k = kernel_of(spec)
+    """Return scenarios for the kernel `spec`. thorough: every box size too.
+
+    Kernels that gather, and prefill over quantised caches, share the rest of their code with other kernels; only
+    those in `structures` get all scenarios."""
+    k = traits_of(spec)
     if k.skips:
         return skipping_cases(k)
     if k.shares:
@@ -228,11 +229,11 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     box_forms = () if k.gathers else in_forms or ("csr",)
     empty = 1 if k.decodes else 9  # rows without keys
     most = k.keys + 2 * k.block + 20  # every stage is filled again, and the diagonal crosses the end of a block
-    ragged = AttentionCase(  # requests without keys too, first of all and behind others
+    ragged = AttentionCase(  # requests without keys too: the first one, and later ones
         "ragged", q_lens=(empty, *first, empty), kv_lens=(0, 19, 7, most, 0), page_size=page_size, sink=True,
         window_left=window, layout="NHD", strided_q=True, device=("scale", "out"), out_scale=0.5, **same,
     )  # fmt: skip
-    if not k.decodes:  # scores that rise above those of the blocks before by more than P's type bears
+    if not k.decodes:  # scores that exceed those of the blocks before by more than P's type can hold
         ragged = replace(ragged, data="peaks", heads_q=4)  # some requests have packed rows, some not
     short = AttentionCase(
         "short", q_lens=second, kv_lens=(256, 0, 140), page_size=larger, lse=False, cache=stacked, window_left=other,
@@ -245,7 +246,7 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     ]
     if k.several:
         other_boxes[-1] = replace(other_boxes[-1], out_dtype="nvfp4")
-    if k.several_tiles:  # every key matters, so that one which a box brings from elsewhere shows
+    if k.several_tiles:  # every key matters, so that a key from a wrong place shows
         other_boxes = [replace(box, data="normal", sink=False) for box in other_boxes]
     if k.several and not k.decodes:
         other_boxes = [replace(box, q_lens=(empty, *second), kv_lens=(0, keys, 0, 9)) for box in other_boxes]
@@ -256,7 +257,7 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
         many = replace(many, drafts=True, skip=1e-30, soft_cap=0.0)
     else:
         many, other_boxes[-1] = replace(many, heads_q=6), replace(other_boxes[-1], heads_kv=1)
-    if k.decodes:  # tiles of more parts than a warp loads at once, more requests than one knows at once
+    if k.decodes:  # tiles of more splits than a warp loads at once, more requests than a window holds
         each = 1 if k.few_rows else 3
         long = replace(short, name="long", q_lens=(each,), kv_lens=(PARTS * k.block - 7,), heads_q=3, heads_kv=1)
         lens = tuple(37 * i % 131 for i in range(40))
@@ -270,7 +271,7 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
         boxes = (box,) if k.gathers else (*other_boxes[:-1], box)
         return [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("boxes", boxes, sms, box_forms)]
     found = [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("short", (short,), sms)]
-    if k.general:  # code of its own with a cap, and a mask as the call says
+    if k.general:  # code of its own with a cap, and a mask as the call requests
         calls = replace(short, causal=False), replace(ragged, soft_cap=30.0)
         found[1] = Scenario("short", calls, sms, in_forms if k.custom else ())
     found.append(Scenario("boxes", tuple(other_boxes), sms, box_forms))
@@ -280,7 +281,7 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     found.append(Scenario("many", (many,) if k.decodes else (many, nothing), sms, in_forms))
     if k.decodes:
         found += parts
-    if k.several_tiles:  # one to three rounds of blocks in turn, beside a tile of many rows; needles in first blocks
+    if k.several_tiles:  # one to three rounds of blocks in turn, beside a tile of many rows; needles first
         lens = 5 * k.block + 9, k.block - 8, 4 * k.block, k.block, 2 * k.block - 9
         few = replace(ragged, name="few", q_lens=(40, 150, 1, 3, 2), kv_lens=lens, soft_cap=9.0 if k.cap else 0.0)
         found.append(Scenario("few", (few,), SMS, in_forms))
@@ -293,7 +294,8 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
 
 
 def listed(case: AttentionCase, problem: AttentionCall) -> Results:
-    """(out, lse) of a problem that is no call of the case's function: what the public classes end in."""
+    """Run a problem that the case's function cannot express through `serve`, as the public classes do; return (out,
+    lse)."""
     shape = len(problem.q), case.heads_q, case.head_dim_vo
     lse = torch.full(shape[:2], math.nan)
     if case.out_dtype == "nvfp4":
@@ -309,7 +311,7 @@ def data_of(out: Any) -> Any:
 
 
 def launched(case: AttentionCase, problem: AttentionCall) -> Results:
-    """(out (T, Hq, Dvo), lse or None) of a call of the case's function."""
+    """Call the case's function; return (out (T, Hq, Dvo), lse or None)."""
     function, arguments = cases.FUNCTIONS[case.function]
     inputs = arguments(case, problem)
     result = function(**inputs)
@@ -331,7 +333,8 @@ def launched(case: AttentionCase, problem: AttentionCall) -> Results:
 
 
 def call(case: AttentionCase, in_forms: tuple[str, ...] = ()) -> tuple[Results, float]:
-    """(results, error) of a call, and, where they may not depend on the batch, another of one request."""
+    """Run a call; return (results, error). If the bits may not depend on the batch, also call its first request
+    alone."""
     problem = forms.apply(cases.make_call(case), in_forms)
     want, want_lse = cases.expected(case, problem)
     out, lse = listed(case, problem) if in_forms else launched(case, problem)
@@ -352,8 +355,9 @@ def bits_of(*tensors: torch.Tensor | None) -> str:
 
 
 def run_attention(spec: Any, scenario: Scenario, arch: str, **how: Any) -> Outcome:
-    """The largest error of the scenario's calls; the bits of all of them. spec: the kernel that they must run."""
-    results: list[Result] = []
+    """Run the scenario's calls; return their largest error and the bits of all of them. spec: the kernel that they
+    must run."""
+    results: list[RunResult] = []
     bits: dict[AttentionCase, str] = {}
     results_of: list[tuple[AttentionCase, Results]] = []
     error, start = 0.0, time.perf_counter()
@@ -368,7 +372,7 @@ def run_attention(spec: Any, scenario: Scenario, arch: str, **how: Any) -> Outco
         if bits_of(*tensors) != bits[case]:
             raise Fault(f"{case.name}: a later call changes the results")
     seconds = time.perf_counter() - start
-    whole = Result()
+    whole = RunResult()
     for result in results:
         whole.add(result)
     return Outcome(error, hashlib.sha256("".join(bits.values()).encode()).hexdigest(), seconds, whole)

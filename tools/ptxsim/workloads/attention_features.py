@@ -1,7 +1,7 @@
-"""The covering set of features of prefill, decode and xqa: whatever the support table and the docstrings promise has a
-scenario that fails where the feature is wrong. Kernels are those that serve the calls; shapes are as small as they may
-be for every pipeline to wrap around.
-"""
+"""The covering set of features of prefill, decode and xqa.
+
+Every promise of the support table and of the docstrings has a scenario that fails if the feature is wrong. The
+kernels are those that serve the calls; shapes are as small as possible while every pipeline still wraps around."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ MANY = 70  # requests: the scheduler looks at 32 at a time
 
 
 def spread(count: int, tokens: dict[int, int]) -> tuple[int, ...]:
-    """Lengths of `count` requests, those of `tokens`, 0 elsewhere."""
+    """Return lengths of `count` requests: those in `tokens`, 0 for the others."""
     return tuple(tokens.get(i, 0) for i in range(count))
 
 
@@ -49,12 +49,12 @@ def prefill() -> list[Scenario]:
     ]  # fmt: skip
     levels = replace(
         packed, data="levels", scale=STEP_SCALE, q_lens=(5, 0, 30), kv_lens=(1190, 9, 700), skip=160.0
-    )  # some blocks are left out
+    )  # some blocks are skipped
     skips = (
         replace(levels, window_left=800, soft_cap=30.0),
         replace(levels, heads_q=2, q_lens=(3, 150), kv_lens=(61, 600), causal=False),
     )
-    # what a plan depends on: calls that differ in one fact, and an equal one at last
+    # dependencies of a plan: calls that differ in one parameter, and at last one equal to the first
     first = replace(packed, name="first", q_lens=(5, 2, 3), kv_lens=(40, 83, 9), heads_q=4, page_size=8)
     rows, one = replace(first, name="many rows", q_lens=(70, 2, 3)), {"q_lens": (1, 2, 1)}
     facts: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""What a simulated kernel computes: public functions on the simulator, compared with the reference."""
+"""Run public functions on simulated kernels and compare their results with the reference."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from wrappers.machine import HostMachine, override
 
 from .. import launcher
 from ..faults import Fault
-from ..run import Result
+from ..run import RunResult
 
 INTEGERS = {"cu_seqlens_q", "kv_lens", "page_table", "kv_starts", "counters", "tree_mask", "mask_starts"}  # int32
 SMS = 2  # of the simulated GPU: CTAs of a persistent grid
@@ -20,20 +20,21 @@ SMS = 2  # of the simulated GPU: CTAs of a persistent grid
 
 @dataclass(frozen=True)
 class Outcome:
-    """error: largest difference to the reference over its tolerance, at most 1 is right. bits: digest of the output."""
+    """The outcome of a case. error: largest difference from the reference over its tolerance, at most 1 is right.
+    bits: digest of the output."""
 
     error: float
     bits: str
     seconds: float
-    result: Result
+    result: RunResult
 
 
 class SimulatedMachine(HostMachine):
-    """A GPU of `sms` SMs under CPU tensors, whose kernels the simulator runs; how: as `run.run` takes it. only: the
-    kernel that calls must choose. A launch finds NaN in its scratch, and zeros in its counters, which it must leave
-    behind too."""
+    """A GPU of `sms` SMs for CPU tensors; the simulator runs its kernels. how: arguments of `run.run`. only: the
+    kernel that calls must choose. A launch finds NaN in its scratch and zeros in its counters, and must leave the
+    counters zero."""
 
-    def __init__(self, arch: str, results: list[Result], sms: int, only: Any, how: dict[str, Any]):
+    def __init__(self, arch: str, results: list[RunResult], sms: int, only: Any, how: dict[str, Any]):
         super().__init__()
         self.known, self.results, self.only, self.how = (arch, sms), results, only, how
 
@@ -51,7 +52,7 @@ class SimulatedMachine(HostMachine):
                 part.fill_(math.nan)
             check_zero(counters, "before")
             function(*args)
-            check_zero(counters, "behind")
+            check_zero(counters, "after")
 
         return launch
 
@@ -62,14 +63,15 @@ class SimulatedMachine(HostMachine):
     device_count = staticmethod(lambda: 1)
 
 
-def simulated(arch: str, results: list[Result], sms: int = SMS, only: Any = None, **how: Any) -> Any:
-    """A context: public functions take CPU tensors to compiled kernels, which the simulator runs. `SimulatedMachine`
-    says what the arguments are."""
+def simulated(arch: str, results: list[RunResult], sms: int = SMS, only: Any = None, **how: Any) -> Any:
+    """Return a context in which public functions take CPU tensors to compiled kernels, which the simulator runs. The
+    arguments are those of `SimulatedMachine`."""
     return override(SimulatedMachine(arch, results, sms, only, how))
 
 
 def scratch_of(op: str, spec: Any, args: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(counters, scratch) of a launch, whose index tensors must be of the ABI's type: the simulator sees bytes."""
+    """Return (counters, scratch) of a launch. Index tensors must have the ABI's type, since the simulator sees only
+    bytes."""
     if not op.startswith("attention"):
         return [], []
     named = dict(zip(fields(spec), args, strict=True))
@@ -89,8 +91,8 @@ def check_zero(counters: list[torch.Tensor], when: str) -> None:
 def distance(
     got: torch.Tensor, expected: torch.Tensor, tolerance: float, atol: "float | torch.Tensor | None" = None
 ) -> float:
-    """Largest |got - expected| / (atol + tolerance |expected|), atol: tolerance where None; infinite where a NaN or
-    infinity differs."""
+    """Return the largest |got - expected| / (atol + tolerance |expected|). atol defaults to the tolerance; the
+    result is infinite if a NaN or infinity differs."""
     got, expected = got.double(), expected.double()
     equal = (got == expected) | (got.isnan() & expected.isnan())
     ratio = (got - expected).abs() / ((tolerance if atol is None else atol) + tolerance * expected.abs())

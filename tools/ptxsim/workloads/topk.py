@@ -18,17 +18,18 @@ from cute_kernels.topk import dispatch, radix
 from cute_kernels.topk.spec import DTYPES, SortSpec, TopKSpec
 from wrappers import TopKTieBreak, machine, reference
 
-from ..run import Result
+from ..run import RunResult
 from .common import Outcome, SimulatedMachine
 
 SMALL, LARGE = TopKTieBreak.SMALL, TopKTieBreak.LARGE
-SMS = 132  # of the simulated GPU: what dispatch counts with
+SMS = 132  # of the simulated GPU, for dispatch
 
 
 @dataclass(frozen=True)
 class TopKScenario:
-    """Calls, one after the other on the same plans; each must give the brute force's bits. spec: the kernel that serves
-    them, None the one that dispatch chooses. times: launches of each call on the same memory."""
+    """Calls, one after the other on the same plans; each must give the bits of the brute-force result. spec: the
+    kernel that serves them; None for the kernel that dispatch chooses. times: launches of each call on the same
+    memory."""
 
     name: str
     calls: tuple[TopKCase, ...]
@@ -37,25 +38,25 @@ class TopKScenario:
 
 
 def kernel(name: str) -> TopKSpec:
-    """The shipped spec of a name."""
+    """Return the shipped spec with this name."""
     return next(plan for dtype in DTYPES for plan in dispatch.specs(dtype) if plan.name == name)
 
 
-class Sorting(SimulatedMachine):
-    """Rows are selected in torch, and sorted by a simulated kernel."""
+class SortingMachine(SimulatedMachine):
+    """A machine that selects rows in torch and sorts them with a simulated kernel."""
 
     def kernel(self, op: str, spec: Any, arch: str) -> Callable[..., None]:
         return reference.top_k_rows if op != dispatch.SORT else super().kernel(op, spec, arch)
 
 
 def topk_cases(spec: TopKSpec | SortSpec, thorough: bool = False) -> list[TopKScenario]:
-    """Problems that a shipped kernel can run."""
+    """Return problems that a shipped kernel can run."""
     return sorted_cases(spec) if isinstance(spec, SortSpec) else selected_cases(spec)
 
 
 def sorted_cases(spec: SortSpec) -> list[TopKScenario]:
-    """Two cases that a kernel of `spec` can run: values of every pattern, few and many equal ones, in rows that fill
-    the CTA, a part of a warp, or one place; k the row's length, and less."""
+    """Return two cases for a sort kernel: values of every pattern, with few and many equal ones, in rows that fill
+    the CTA, a part of a warp, or one slot; k equals the row's length or is smaller."""
     most, part = spec.capacity, spec.capacity // 2 + 77
     data = ("special", "normal", "constant", "relu", "filler")
     first = [
@@ -71,9 +72,9 @@ def sorted_cases(spec: SortSpec) -> list[TopKScenario]:
 
 
 def selected_cases(spec: TopKSpec) -> list[TopKScenario]:
-    """Two cases that a kernel of `spec` can run: all functions, both tie breaks, and every way to settle ties, on rows
-    that give every CTA of a cluster keys, the last slice ragged. Where slices are streamed, a row whose candidates
-    have no room."""
+    """Return two cases for a selection kernel: all functions, both tie breaks, and every way to settle ties, on rows
+    that give every CTA of a cluster keys, the last slice ragged. If slices are streamed, also a row with more
+    candidates than there is room for."""
     width, k, dtype = min(spec.capacity * spec.cluster, 2500 + 200 * spec.cluster) - 3, 300, spec.dtype
     first = [
         TopKCase(PAGE_TABLE, dtype, 2, width, k, ("shelf", "special"), (width + 9, width - 70), page_size=16,
@@ -94,8 +95,9 @@ def selected_cases(spec: TopKSpec) -> list[TopKScenario]:
 
 
 def topk_structures(shipped: list[TopKSpec | SortSpec]) -> list[TopKSpec | SortSpec]:
-    """Kernels that stand for all: one CTA, clusters whose threads add up all histograms and those that merge them, rows
-    held and streamed, both widths of keys, and both sizes of a CTA; both widths of keys that are sorted."""
+    """Return one kernel per structure: one CTA; clusters in which threads add up all histograms and clusters that
+    merge them; rows held and streamed; both widths of keys and both sizes of a CTA; both widths of keys for
+    sorting."""
     names = (
         "fp32_c1t256_n8192", "bf16_c1t512_n32768", "fp32_c3t512_n46080", "bf16_c4t512_n92160", "fp32_c16t512_n16384",
         "bf16_c1t512_s6144", "fp32_c2t512_s6144", "bf16_c8t512_s6144", "fp32_t512i4", "bf16_t512i4",
@@ -105,8 +107,8 @@ def topk_structures(shipped: list[TopKSpec | SortSpec]) -> list[TopKSpec | SortS
 
 @contextmanager
 def forced(spec: TopKSpec | SortSpec | None) -> Iterator[None]:
-    """Public functions select, or sort, with `spec`. Dispatch gives large kernels to large problems only; here small
-    ones must do, since a simulated key costs a million times as long as a real one."""
+    """Make public functions select, or sort, with `spec`. Dispatch gives large kernels only to large problems; here
+    they run small ones, since a simulated key costs a million times as long as a real one."""
     if spec is None:
         yield
         return
@@ -117,10 +119,10 @@ def forced(spec: TopKSpec | SortSpec | None) -> Iterator[None]:
 
 
 def run_topk(spec: TopKSpec | SortSpec | None, case: TopKScenario, arch: str, **how: Any) -> Outcome:
-    results, digest, right, seconds = Result(), hashlib.sha256(), True, 0.0
-    launches: list[Result] = []
+    results, digest, right, seconds = RunResult(), hashlib.sha256(), True, 0.0
+    launches: list[RunResult] = []
     spec = spec or case.spec
-    kind = Sorting if isinstance(spec, SortSpec) else SimulatedMachine
+    kind = SortingMachine if isinstance(spec, SortSpec) else SimulatedMachine
     with machine.override(kind(arch, launches, SMS, None, how)), forced(spec):
         for call in case.calls:
             inputs = cases.make_inputs(call)
@@ -144,7 +146,7 @@ def run_topk(spec: TopKSpec | SortSpec | None, case: TopKScenario, arch: str, **
 
 
 def checked(name: str, value: Any) -> bool:
-    """Whether an argument is a tensor that no call may change, and that is small enough to compare."""
+    """Return whether an argument is a tensor that no call may change, and small enough to compare."""
     return (
         isinstance(value, torch.Tensor)
         and name not in ("out", "out_raw_indices", "indices")
@@ -153,14 +155,14 @@ def checked(name: str, value: Any) -> bool:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bit patterns, contiguous."""
+    """Return a tensor's bit patterns, contiguous."""
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(kinds[tensor.element_size()]).contiguous()
 
 
 def intact(output: torch.Tensor) -> bool:
-    """Whether memory before, between and behind the rows of an output of `make_inputs` still holds what it did; of a
-    large one, only its ends."""
+    """Return whether the memory before, between and after the rows of an output of `make_inputs` is unchanged; for a
+    large output only its ends are checked."""
     around = torch.empty(0, dtype=output.dtype).set_(output.untyped_storage())
     if len(around) < cases.LARGE:
         around = around.clone()
@@ -171,7 +173,7 @@ def intact(output: torch.Tensor) -> bool:
 
 
 def topk_features() -> list[TopKScenario]:
-    """The covering set: what the functions promise, each on a kernel where it matters."""
+    """Return the covering set: the guarantees of the functions, each on a kernel for which it matters."""
     return [
         *patterns(),
         *ties(),
@@ -184,7 +186,7 @@ def topk_features() -> list[TopKScenario]:
 
 
 def patterns() -> list[TopKScenario]:
-    """Every kind of bit pattern, both tie breaks, with the values themselves and without."""
+    """Return cases with every kind of bit pattern, both tie breaks, with the values themselves and without."""
     found = []
     for name in ("fp32_c1t256_n8192", "bf16_c2t512_n92160", "fp16_c8t512_n92160"):
         plan = kernel(name)
@@ -193,13 +195,14 @@ def patterns() -> list[TopKScenario]:
         calls = [replace(call, data=special, sorted=True), replace(call, data=special[::-1], tie_break=LARGE)]
         calls.append(TopKCase(RAGGED, plan.dtype, 4, 2700, 300, ("nan", "relu", "huge", "filler"), shift=5, pad=1))
         calls.append(TopKCase(RAGGED, plan.dtype, 1, 2700, 900, "seam"))
-        calls.append(TopKCase(RAGGED, plan.dtype, 1, 500, 400, "huge"))  # few ties in the bin that filler is in
+        calls.append(TopKCase(RAGGED, plan.dtype, 1, 500, 400, "huge"))  # few ties in the bin of filler
         found.append(TopKScenario(f"patterns {plan.dtype}", tuple(calls), plan))
     return found
 
 
 def ties() -> list[TopKScenario]:
-    """Thousands of equal keys at the boundary, and as many as are listed one by one; few and nearly all get in."""
+    """Return cases with thousands of equal keys at the boundary, and with as many as are listed one by one; few or
+    nearly all of them are selected."""
     found = []
     for name in ("fp32_c1t256_n8192", "fp32_c3t512_n46080", "bf16_c4t512_n92160", "fp32_c16t512_n16384"):
         plan = kernel(name)
@@ -217,7 +220,8 @@ def ties() -> list[TopKScenario]:
 
 
 def bounds() -> list[TopKScenario]:
-    """Windows that hold anything, of every function; k against the length of the window; slices that fill a CTA."""
+    """Return cases with windows of any bounds, for every function; k against the length of the window; slices that
+    fill a CTA."""
     low, high = cases.INT_MIN, cases.INT_MAX
     wild = (low, -1, 0, 1, 255, 256, 257, high, 900, 8192)
     starts = (100, low, -5, high, 3, 700, 40, -1, 899, 1)
@@ -253,7 +257,7 @@ def bounds() -> list[TopKScenario]:
 
 
 def pages() -> list[TopKScenario]:
-    """Page tables: sizes of pages, rows and columns that do not exist, entries that are negative or wrap."""
+    """Return cases with page tables: page sizes, missing rows and columns, entries that are negative or wrap around."""
     call = TopKCase(PAGE_TABLE, "fp32", 6, 900, 200, "normal", (900, 800, 201, 150, 0, 900), shift=1, pad_out=3)
     other = (2, 0, -1, 7, cases.INT_MIN, 1)
     first = (0, 3, -2, cases.INT_MAX, cases.INT_MIN, 5)
@@ -276,7 +280,8 @@ def pages() -> list[TopKScenario]:
 
 
 def streams() -> list[TopKScenario]:
-    """Candidates: a sample that misleads either way, more than there is room for, k as large as it may be."""
+    """Return cases with candidates: a sample that misleads either way, more candidates than there is room for, the
+    largest k."""
     found = []
     for name in ("fp32_c1t512_s6144", "bf16_c1t512_s6144"):
         plan = kernel(name)
@@ -307,7 +312,8 @@ def streams() -> list[TopKScenario]:
 
 
 def memory() -> list[TopKScenario]:
-    """Offsets beyond 2^31 bytes of rows, windows and tables; a second launch on the same memory; many rows."""
+    """Return cases with offsets beyond 2^31 bytes of rows, windows and tables; a second launch on the same memory;
+    many rows."""
     far = TopKCase(RAGGED, "fp32", 3, 700, 64, "normal", (700, 690, 700), pad=(1 << 29) + 1)
     hollow = TopKCase(RAGGED, "fp32", 1, (1 << 29) + 700, 64, hollow=1 << 29, lengths=(699,), starts=((1 << 29) + 1,))
     table = TopKCase(PAGE_TABLE, "fp32", 3, 700, 64, batch_map=(2, 1, 0), pad_table=(1 << 29) + 1)
@@ -324,7 +330,8 @@ def memory() -> list[TopKScenario]:
 
 
 def plans() -> Iterator[TopKCase]:
-    """Pairs of calls that differ in one fact: each runs what it asks for, on the kernel that dispatch chooses."""
+    """Yield calls that differ in one parameter from a base: each must run as asked, on the kernel that dispatch
+    chooses."""
     for function in cases.FUNCTIONS:
         base = TopKCase(function, "fp32", 2, 600, 40, "coarse", next_n=2 if function == DECODE else 1)
         changes: list[dict[str, Any]] = [{}, {"k": 41}, {"dtype": "bf16"}, {"dtype": "fp16"}, {"pad": 1}, {"rows": 4}]

@@ -1,0 +1,113 @@
+"""The `mma` role: a loop over work tiles, each the main loop (`mainloop`, or `skip` with skip-softmax) and epilogue."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from ...device import pipeline
+from .. import geometry, mask
+from ..schedule import work
+from ..schedule.work import WorkTileInfo
+from . import mainloop, skip, splits
+from .epilogue import CallScales, rescale_params, scales_of_call, store
+from .groups import warp_scheduler_barrier_arrive, warpgroup_idx
+from .roles import roles
+from .state import ConsumerState, Sm90Fragments, Sm90TileState, make_fragments
+
+
+def main_loop(spec):
+    """Return the module that computes the KV blocks of a tile, by its `mma_one_tile` and `last_half_block`."""
+    return skip if spec.logits.skip else mainloop
+
+
+@cute.jit
+def mma(spec: cutlass.Constexpr, plan, s):
+    """Run the `mma` role in one of its warpgroups: 64 rows of every work tile of the CTA."""
+    # A warpgroup waits for a tile in work_pipe, then for its Q and for a K and a V of each of its blocks; it releases
+    # each stage when the MMA that reads it is done, and stores O and LSE from registers.
+    # The order at the end of a tile hides its epilogue: first the next tile is read, then P V of the tile's last block
+    # and, where Q has room, Q K^T of the next tile's first block are issued together (`last_half_block`), and the
+    # epilogue runs under that Q K^T. So the loop carries the next tile, with its first Q K^T in flight.
+    # Warpgroups issue MMAs in turn: the last one passes the first turn to warpgroup 0.
+    # Splits are merged after the last tile: with the loops of a merge inside this loop, the compiler keeps MMA
+    # descriptors out of uniform registers, which costs 70 of 730 instructions a block.
+    cute.arch.setmaxregister_increase(roles(spec).registers("mma"))
+    a = plan.args
+    r = make_fragments(spec, plan, s)
+    scales = scales_of_call(spec, a)
+    if warpgroup_idx(spec) == spec.tile.warpgroups - 1:
+        warp_scheduler_barrier_arrive(spec)
+    at = ConsumerState(pipeline.initial_state(), Int32(0), Int32(1))
+    w, t, num_partials = next_tile(spec, a, s, r, scales, Int32(0), Int32(0))
+    if w.is_valid != 0:
+        # S = Q @ K^T of the first tile's first block
+        if const_expr(mainloop.overlap_next_qk(spec)):
+            mainloop.issue_first_qk(spec, plan, s, r, w, at)
+        while w.is_valid != 0:
+            mask_start = geometry.mask_start(a, w.batch_idx) if const_expr(spec.mask.custom) else None
+            seqlen = mask.seqlen_info(spec, a, w.q_len, w.kv_len)
+            tile = Sm90TileState(w, seqlen, scales, rescale_params(spec, w.kv_len), mask_start)
+            # The KV blocks of the tile. With a soft cap that a call may turn off, either case has its own copy of the
+            # code: a conditional among MMAs in flight makes the compiler wait for each of them.
+            last = at
+            if const_expr(not spec.logits.soft_cap):
+                last = main_loop(spec).mma_one_tile(spec, plan, s, r, tile, at, False)
+            elif a.logits.soft_cap > 0.0:
+                last = main_loop(spec).mma_one_tile(spec, plan, s, r, tile, at, True)
+            else:
+                last = main_loop(spec).mma_one_tile(spec, plan, s, r, tile, at, False)
+            # the next tile, the last P V of this one, its epilogue
+            w, t, num_partials = next_tile(spec, a, s, r, scales, t, num_partials)
+            main_loop(spec).last_half_block(spec, plan, s, r, w, last)
+            num_partials = epilogue(spec, a, s, r, tile.w, scales, False, num_partials)
+            at = mainloop.next_tile_state(s, last)
+        warpgroup.wait_group(0)
+    if const_expr(work.is_split_kv(spec)):
+        splits.merge(spec, a, s, num_partials)
+
+
+class NextTile(NamedTuple):
+    """A work tile, the number of the tile after it, and the number of partial tiles that the CTA has stored."""
+
+    w: WorkTileInfo
+    t: Int32
+    num_partials: Int32
+
+
+@cute.jit
+def next_tile(spec: cutlass.Constexpr, a, s, r: Sm90Fragments, scales: CallScales, t: Int32, num_partials: Int32):
+    """Return the first of the CTA's tiles from number t on that sees a key. Tiles before it, which see none, are stored
+    as zeros."""
+    w = work.consume(spec, s, t)
+    while w.is_valid != 0 and w.n_block_max <= w.n_block_min:
+        num_partials = epilogue(spec, a, s, r, w, scales, True, num_partials)
+        t += 1
+        w = work.consume(spec, s, t)
+    return NextTile(w, t + 1, num_partials)
+
+
+@cute.jit
+def epilogue(
+    spec: cutlass.Constexpr,
+    a,
+    s,
+    r: Sm90Fragments,
+    w: WorkTileInfo,
+    scales: CallScales,
+    empty: cutlass.Constexpr,
+    num_partials: Int32,
+):
+    """Store O and LSE of a tile, or, if the tile is split among CTAs, of this CTA's split. empty: the tile sees no key.
+    Returns the number of splits that the CTA has stored so far."""
+    if const_expr(work.is_split_kv(spec)):
+        if w.split.slot >= 0:
+            splits.store_partial(spec, a, s, r, w, num_partials, empty)
+            num_partials += 1
+        else:
+            store(spec, a, r, w, scales, empty)
+    else:
+        store(spec, a, r, w, scales, empty)
+    return num_partials
