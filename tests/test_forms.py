@@ -430,9 +430,8 @@ def test_the_operator_has_every_field(form):
 
 def test_requests_of_a_trace_have_no_facts():
     made = csr_sequences(ints(0, 1), ints(0, 1), ints(0), ints(1), plain=False)
-    assert (
-        made.shape_id is None and made.batch == 1 and ragged_sequences(ints(0, 1), ints(0, 1), False).shape_id is None
-    )
+    assert made.shape_id is None and made.batch == 1
+    assert ragged_sequences(ints(0, 1), ints(0, 1), False).shape_id is None
 
 
 # ---- plans and launches
