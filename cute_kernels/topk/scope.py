@@ -22,7 +22,7 @@ def rank(spec):
 def arrive(spec: cutlass.Constexpr):
     """First half of the cluster barrier: what this thread wrote to its CTA's shared memory is visible after `wait`."""
     if const_expr(spec.cluster > 1):
-        dsmem.release()
+        dsmem.fence_release()
         cute.arch.cluster_arrive_relaxed()
 
 
