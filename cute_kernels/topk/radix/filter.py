@@ -110,8 +110,8 @@ def filter_pass(spec: cutlass.Constexpr, a, s, x: rows.RowSlice, floor: Uint32):
     #   so one is enough.
     # Writes: s.keys and s.index, behind the `kept` candidates.
     # Order: candidates are counted before they are stored, because their positions depend on all threads before. A
-    #   chunk that does not fit is read again warp by warp, and more than k candidates are compacted to k; the floor
-    #   rises, so this is rare.
+    #   chunk that does not fit is read again warp by warp, and more than k candidates are compacted to k; the
+    #   sampled floor makes this rare.
     while base < x.vectors:
         # load this chunk, prefetch the next one
         load_chunk(spec, x, base, words)

@@ -66,7 +66,7 @@ def load_slice(spec: cutlass.Constexpr, s, x: rows.RowSlice):
     tid = cute.arch.thread_idx()[0]
     vectors = groups(spec, x) * (GROUP // keys_per_vector(spec))
     words = cute.make_rmem_tensor((rows.WORDS, UNROLL), Uint32)
-    # The only pass that reads the scores: keep them in shared memory and count their bins on the way.
+    # The only pass over the slice in global memory: keep them in shared memory and count their bins on the way.
     # Reads: UNROLL vectors of the slice per thread, all in flight before the first is used.
     # Waits for: its loads only; the barrier comes with `search`.
     # Writes: each vector to s.keys; its keys to the bins of s.local, by shared-memory atomics.
