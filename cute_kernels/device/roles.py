@@ -38,11 +38,10 @@ class Roles(NamedTuple):
         for ever."""
         each = [role.registers for role in table for _ in range(role.warps)]
         if len(each) % 4 or any(len(set(each[i : i + 4])) > 1 for i in range(0, len(each), 4)):
-            raise ValueError(f"roles: {table}, four warps each of equal registers")
+            raise ValueError(f"roles: {table}, must be warpgroups of four warps with equal registers")
         if sum(each) > launch_registers(len(each)) * len(each):
-            raise ValueError(
-                f"roles: {table}, {sum(each) * 32} registers of {launch_registers(len(each)) * len(each) * 32}"
-            )
+            most = launch_registers(len(each)) * len(each) * 32
+            raise ValueError(f"roles: {table}, need {sum(each) * 32} registers, must be at most {most}")
         return Roles(tuple(role for role in table if role.warps))
 
     def first(self, name: str) -> int:

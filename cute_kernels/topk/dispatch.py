@@ -79,8 +79,8 @@ def too_large(request: TopKKernelRequest) -> str:
     most = max(radix.max_k(p) for p in every if p.stream)
     longest = max(p.cluster * p.capacity for p in every if not p.stream)
     return (
-        f"k {request.k} of rows of {request.length} {request.dtype} elements: at most {most}, or rows of at most "
-        f"{longest} elements"
+        f"k {request.k} of rows of {request.length} {request.dtype} elements: k must be at most {most}, or the "
+        f"rows at most {longest} elements"
     )
 
 

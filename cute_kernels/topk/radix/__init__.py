@@ -51,9 +51,11 @@ def supports(spec: TopKSpec) -> str | None:
     if spec.threads not in THREADS:
         return f"threads {spec.threads}: the kernel has {THREADS}"
     if spec.capacity < 1024 or spec.capacity % 1024:
-        return f"capacity {spec.capacity}: a multiple of 1024 keys"
+        return f"capacity {spec.capacity}: must be a multiple of 1024 keys"
     if smem_bytes(spec) > SMEM_PER_CTA:
-        return f"capacity {spec.capacity}: {smem_bytes(spec)} bytes of shared memory, a CTA can have {SMEM_PER_CTA}"
+        return (
+            f"capacity {spec.capacity}: needs {smem_bytes(spec)} bytes of shared memory, must be at most {SMEM_PER_CTA}"
+        )
     if spec.stream and max_k(spec) < 1:
-        return f"capacity {spec.capacity}: no room for candidates"
+        return f"capacity {spec.capacity}: must be above {CHUNK} keys to stream"
     return None

@@ -30,7 +30,7 @@ def supports(spec: SortSpec) -> str | None:
     if spec.threads not in THREADS:
         return f"threads {spec.threads}: the kernel has {THREADS}"
     if spec.items < 1:
-        return f"items {spec.items}: at least 1"
+        return f"items {spec.items}: must be at least 1"
     if smem_bytes(spec) > SMEM_PER_CTA:
-        return f"items {spec.items}: {smem_bytes(spec)} bytes of shared memory, a CTA can have {SMEM_PER_CTA}"
+        return f"items {spec.items}: needs {smem_bytes(spec)} bytes of shared memory, must be at most {SMEM_PER_CTA}"
     return None
