@@ -82,23 +82,6 @@ def fetch_mask(spec: cutlass.Constexpr, a, rows: ScoreRows, mask_start: Int32, f
 
 
 @cute.jit
-def apply_masks(spec: cutlass.Constexpr, a, s: cute.Tensor, rows: ScoreRows, cols: ScoreCols):
-    """-inf into s (rows, cols) where a row does not see a key."""
-    mask.apply(spec, s, rows.tokens, cols.at, cols.first, rows.seqlen)
-    if const_expr(spec.mask.custom):
-        if const_expr(cols.lanes == 1):  # one row, a lane's own
-            mask.apply_words(s, rows.words)
-        else:
-            for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
-                mask.apply_custom(s, r, rows.words[r], cols.at, cols.own, cols.lanes)
-    if const_expr(spec.mask.tree):
-        if rows.seqlen.tree != 0:
-            bits = cute.domain_offset((rows.start, 0), a.mask.tree_mask)
-            draft = cols.first - (rows.seqlen.kv_len - rows.seqlen.q_len)
-            mask.apply_tree(s, bits, rows.tokens, cols.at, draft, rows.seqlen.q_len)
-
-
-@cute.jit
 def transform(
     spec: cutlass.Constexpr,
     a,
@@ -118,4 +101,16 @@ def transform(
             for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
                 cap(s[r, None], score_to_log2[r], a.logits.soft_cap)
     if masked:
-        apply_masks(spec, a, s, rows, cols)
+        # causal, window and kv_len
+        mask.apply(spec, s, rows.tokens, cols.at, cols.first, rows.seqlen)
+        if const_expr(spec.mask.custom):
+            if const_expr(cols.lanes == 1):  # one row, a lane's own
+                mask.apply_words(s, rows.words)
+            else:
+                for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
+                    mask.apply_custom(s, r, rows.words[r], cols.at, cols.own, cols.lanes)
+        if const_expr(spec.mask.tree):
+            if rows.seqlen.tree != 0:
+                bits = cute.domain_offset((rows.start, 0), a.mask.tree_mask)
+                draft = cols.first - (rows.seqlen.kv_len - rows.seqlen.q_len)
+                mask.apply_tree(s, bits, rows.tokens, cols.at, draft, rows.seqlen.q_len)

@@ -118,25 +118,20 @@ def apply(
     for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
         lo, hi = visible(spec, tokens[r], seqlen)
         lo, hi = lo - key, hi - key
-        if const_expr(list(cols) == list(range(len(cols)))):
-            mask_outside(spec, s[r, None], lo, hi)
+        if const_expr(list(cols) == list(range(len(cols)))):  # neighbours: one word of bits hides 32 of them
+            row = s[r, None]
+            for k in cutlass.range_constexpr(0, cute.size(row), 32):
+                hidden = warp.shift_left(0xFFFFFFFF, cutlass.max(hi - k, 0))
+                if const_expr(spec.mask.window):
+                    hidden |= ~warp.shift_left(0xFFFFFFFF, cutlass.max(lo - k, 0))
+                for c in cutlass.range_constexpr(32):
+                    row[k + c] = -Float32.inf if hidden & const_expr(1 << c) != 0 else row[k + c]
         else:
             for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
                 out = cols[c] >= hi
                 if const_expr(spec.mask.window):
                     out = out or cols[c] < lo
                 s[r, c] = warp.select(out, -Float32.inf, s[r, c])
-
-
-@cute.jit
-def mask_outside(spec: cutlass.Constexpr, s: cute.Tensor, lo: Int32, hi: Int32):
-    """-inf into s but for [lo, hi), neighbours: by a word of bits for 32 of them."""
-    for k in cutlass.range_constexpr(0, cute.size(s), 32):
-        hidden = warp.shift_left(0xFFFFFFFF, cutlass.max(hi - k, 0))
-        if const_expr(spec.mask.window):
-            hidden |= ~warp.shift_left(0xFFFFFFFF, cutlass.max(lo - k, 0))
-        for c in cutlass.range_constexpr(32):
-            s[k + c] = -Float32.inf if hidden & const_expr(1 << c) != 0 else s[k + c]
 
 
 @cute.jit

@@ -205,7 +205,7 @@ def dequantise_rows(fmt, x: DequantLane, at: DequantCursor, four, count):
                 source = at.sf + x.sf_offsets[turn] + k * (SWIZZLE_ROWS // 4 * four)
                 sf.append(mma.load_bytes(source + (b * p.groups + group) * p.lanes * x.block, 1))
         for j, (k, b, turn, group) in enumerate(mine):
-            pairs = [pair for word in words[j] for pair in quant.neighbours(fmt, word)]
+            pairs = [pair for word in words[j] for pair in quant.unpack_neighbours(fmt, word)]
             if x.sf_offsets is not None:
                 pairs = quant.scale_pairs(pairs, [quant.sf_pair(sf[j])], 0)
             boxes = (b * p.groups + group) * p.lanes // 4

@@ -6,7 +6,6 @@ a `cvt` of two e2m1 codes (`Tile.e2m1`). Elsewhere a code becomes an e4m3 number
 the exponents' biases differ (KVFormat.unit), and `cvt` does the rest.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import cutlass
@@ -17,14 +16,25 @@ from ..device import warp
 
 
 class KVFormat(NamedTuple):
-    """elements: of a word; order: in which they come out; unit: what operands are to be multiplied by. pairs(word): two
-    at a time. values(a, b): of each element, those of two rows. Factors of blocks multiply pairs: `scale`."""
+    """How a 32-bit word of a cached row becomes pairs of 16-bit operands (`unpack_row`, `unpack_two_rows`).
 
+    elements: per word. order: the order in which conversion returns them. dequant_scale: what the results of MMAs must
+    be multiplied by. The scale factors of blocks multiply the pairs: `scale_pairs`.
+    """
+
+    name: str
     elements: int
     order: tuple[int, ...]
     dequant_scale: float
-    pairs: Callable[..., list]
-    values: Callable[..., list]
+
+
+FORMATS = (
+    KVFormat("16-bit", 2, (0, 1), 1.0),
+    KVFormat("e4m3", 4, (0, 1, 2, 3), 1.0),
+    KVFormat("e5m2", 4, (0, 1, 2, 3), 1.0),
+    KVFormat("nvfp4", 8, (0, 2, 4, 6, 1, 3, 5, 7), 64.0),  # converted by way of e4m3
+    KVFormat("e2m1", 8, tuple(range(8)), 1.0),  # NVFP4 on architectures with a `cvt` of its codes
+)
 
 
 def mma_sync_dtype(spec):
@@ -32,10 +42,12 @@ def mma_sync_dtype(spec):
     return spec.q if spec.kv.bits == 16 else "fp16"
 
 
-def kv_format(spec) -> "KVFormat":
-    if spec.kv.dtype == "nvfp4":
-        return FORMATS["e2m1" if spec.tile.e2m1 else "nvfp4"]
-    return FORMATS["" if spec.kv.bits == 16 else spec.kv.dtype]
+def kv_format(spec) -> KVFormat:
+    """Return the format of the spec's cache."""
+    name = "16-bit" if spec.kv.bits == 16 else spec.kv.dtype
+    if name == "nvfp4" and spec.tile.e2m1:
+        name = "e2m1"
+    return next(fmt for fmt in FORMATS if fmt.name == name)
 
 
 def permute(x, y, selector):
@@ -92,46 +104,47 @@ def from_codes(word):
     return list(cute.arch.inline_ptx(text, write_only_types=[Uint32] * 4, read_only_args=[word]))
 
 
-def pairs16(word):
-    return [word]
-
-
-def values16(a, b):
-    return [permute(a, b, 0x5410), permute(a, b, 0x7632)]
-
-
-def values8(from_word):
-    return lambda a, b: [*from_word(permute(a, b, 0x5140)), *from_word(permute(a, b, 0x7362))]
-
-
-def pairs4(word):
+def unpack_row(fmt, word):
+    """Convert a word of one row to pairs of its elements, in `fmt.order`."""
+    if fmt.name == "16-bit":
+        return [word]
+    if fmt.name == "e4m3":
+        return from_e4m3(word)
+    if fmt.name == "e5m2":
+        return from_e5m2(word)
+    if fmt.name == "e2m1":
+        return from_codes(word)
     return [pair for half in from_e2m1(word) for pair in from_e4m3(half)]
 
 
-def neighbours(fmt, word):
-    """Pairs of neighbours of a word's elements, in their order."""
+def unpack_neighbours(fmt, word):
+    """Convert a word of one row to pairs of neighbouring elements, in memory order."""
     if fmt.order == tuple(range(fmt.elements)):
-        return fmt.pairs(word)
+        return unpack_row(fmt, word)
     even, odd = from_e2m1(word)
     return [pair for selector in (0x5140, 0x7362) for pair in from_e4m3(permute(even, odd, selector))]
+
+
+def unpack_two_rows(fmt, a, b):
+    """Convert the words `a` and `b` of two rows; for each element, in `fmt.order`, return the pair (a's, b's)."""
+    if fmt.name == "16-bit":
+        return [permute(a, b, 0x5410), permute(a, b, 0x7632)]
+    if fmt.name in ("e4m3", "e5m2"):
+        return [pair for selector in (0x5140, 0x7362) for pair in unpack_row(fmt, permute(a, b, selector))]
+    if fmt.name == "e2m1":
+        # bytes of two codes, one per row: first those of the even elements, then those of the odd ones
+        low = Uint32(0x0F0F0F0F)
+        even, odd = from_codes(select(a, b << 4, low)), from_codes(select(a >> 4, b, low))
+        return [pair for two in zip(even, odd) for pair in two]
+    # elements 0, 2, 1, 3 of both rows, then 4, 6, 5, 7
+    pairs = [unpack_row(fmt, permute(a, b, selector)) for selector in (0x5140, 0x7362)]
+    return [pair for half in (0, 2) for four in pairs for pair in four[half : half + 2]]
 
 
 def sf_pair(byte):
     """The scale factor in the low byte of a word, as a pair."""
     text = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, lo; }"
     return broadcast(cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[byte]), 0)
-
-
-def values4(a, b):
-    pairs = [pairs4(permute(a, b, selector)) for selector in (0x5140, 0x7362)]  # of elements 0, 2, 1, 3 and 4, 6, 5, 7
-    return [pair for half in (0, 2) for four in pairs for pair in four[half : half + 2]]
-
-
-def values_of_codes(a, b):
-    """Codes of the two rows become bytes first: of even elements, then of odd ones."""
-    low = Uint32(0x0F0F0F0F)
-    even, odd = from_codes(select(a, b << 4, low)), from_codes(select(a >> 4, b, low))
-    return [pair for two in zip(even, odd) for pair in two]
 
 
 @cute.jit
@@ -148,12 +161,3 @@ def to_fp16(words: cute.Tensor, lanes: cutlass.Constexpr = 4):
     values.store(values.load() * warp.from_bits((254 - exponent) << 23))
     warp.convert16(values, cute.recast_tensor(words, cutlass.Float16))
     return warp.from_bits(exponent << 23)
-
-
-FORMATS = {  # "": 16-bit; "e2m1": NVFP4 where `cvt` takes its codes
-    "": KVFormat(2, (0, 1), 1.0, pairs16, values16),
-    "e4m3": KVFormat(4, (0, 1, 2, 3), 1.0, from_e4m3, values8(from_e4m3)),
-    "e5m2": KVFormat(4, (0, 1, 2, 3), 1.0, from_e5m2, values8(from_e5m2)),
-    "nvfp4": KVFormat(8, (0, 2, 4, 6, 1, 3, 5, 7), 64.0, pairs4, values4),
-    "e2m1": KVFormat(8, tuple(range(8)), 1.0, from_codes, values_of_codes),
-}

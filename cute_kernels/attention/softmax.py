@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from ..device.warp import fma
+from ..device.warp import fma, reduce_across_quads
 from .logits import LOG2_E
 
 CHAINS = 4
@@ -142,25 +142,30 @@ def update_max_and_rescale(
     s: cute.Tensor,
     o: cute.Tensor,
     softmax_scale_log2: cute.Tensor,
-    across: cutlass.Constexpr,
-    multiply: cutlass.Constexpr,
+    elementwise: cutlass.Constexpr,
 ):
-    """`update_max` and `rescale` in one, where rows have scales of their own: as long as no lane finds a row grown,
-    nothing is exchanged. across(x, op): reduces over the lanes that have columns of a row. multiply(row, x): in
-    place."""
+    """Do `update_max` and `rescale` in one, on scores S^T: a row's columns are spread over the 8 quads of the warp.
+
+    As long as no lane finds that a row has grown, nothing is exchanged. softmax_scale_log2: per row. elementwise:
+    multiply O one register at a time, see `decode.operands.fill`.
+    """
     top = lane_row_max(st, s)
     grown = (top[0] - st.row_max[0]) * softmax_scale_log2[0] > RESCALE_THRESHOLD
     for r in cutlass.range_constexpr(1, cute.size(st.row_max)):
         grown = grown or (top[r] - st.row_max[r]) * softmax_scale_log2[r] > RESCALE_THRESHOLD
     if cute.arch.vote_any_sync(grown):
         for r in cutlass.range_constexpr(cute.size(st.row_max)):
-            m, old = across(top[r], cute.arch.fmax), st.row_max[r]
+            m, old = reduce_across_quads(top[r], cute.arch.fmax), st.row_max[r]
             m = m if (m - old) * softmax_scale_log2[r] > RESCALE_THRESHOLD else old
             st.row_max_scaled[r] = Float32(0.0) if m == -Float32.inf else m * softmax_scale_log2[r]
             owed = Float32(1.0) if m == old else exp2_scaled(old, softmax_scale_log2[r], st.row_max_scaled[r])
             st.row_sum[r] = st.row_sum[r] * owed
             st.row_max[r] = m
-            multiply(o[r, None], owed)
+            if const_expr(elementwise):
+                for c in cutlass.range_constexpr(cute.size(o, mode=[1])):
+                    o[r, c] = o[r, c] * owed
+            else:
+                o[r, None].store(o[r, None].load() * owed)
 
 
 @cute.jit
@@ -189,11 +194,10 @@ def row_can_skip(
     softmax_scale_log2: cute.Tensor,
     r: cutlass.Constexpr,
     log2_threshold: Float32,
-    across: cutlass.Constexpr,
 ):
-    """Skip-softmax: whether row r finds all these scores below its maximum so far by 2^log2_threshold. The vote among
-    rows is the role's."""
-    top = across(reduce(s[r, None], cute.arch.fmax), cute.arch.fmax)
+    """Skip-softmax: return whether all scores of row r of S^T are below its running maximum by 2^log2_threshold. The
+    vote among rows is the role's."""
+    top = reduce_across_quads(reduce(s[r, None], cute.arch.fmax), cute.arch.fmax)
     return top == -Float32.inf or (top - st.row_max[r]) * softmax_scale_log2[r] < log2_threshold
 
 

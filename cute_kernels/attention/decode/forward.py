@@ -89,22 +89,6 @@ def shared(spec, plan):
     )
 
 
-@cute.jit
-def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
-    """The warps that do not compute. Those that schedule and load begin while the launch before still runs."""
-    if warp > roles(spec).first("schedule"):
-        cute.arch.griddepcontrol_wait()
-    if warp < roles(spec).first("load_v"):
-        load.load_kv(spec, plan, s, load.LoadTarget(plan.k, s.k, s.k_pipe), pages.K, warp)
-    elif warp < roles(spec).first("schedule"):
-        into = load.LoadTarget(plan.v, s.v, s.v_pipe)
-        load.load_kv(spec, plan, s, into, pages.V, warp - roles(spec).first("load_v"))
-    elif warp == roles(spec).first("schedule"):
-        stream_k.schedule_warp(spec, plan.args, s)
-    elif const_expr(roles(spec).warps("load_scales") > 0):
-        load.load_scales(spec, plan, s, (s.k_pipe, s.v_pipe))
-
-
 @cute.kernel
 def kernel(spec: cutlass.Constexpr, plan: DecodeKernelParams):
     s = shared(spec, plan)
@@ -114,7 +98,17 @@ def kernel(spec: cutlass.Constexpr, plan: DecodeKernelParams):
     if warp < roles(spec).first("mma"):
         cute.arch.setmaxregister_decrease(roles(spec).registers("load_k"))
         cute.arch.griddepcontrol_launch_dependents()
-        serve(spec, plan, s, warp)
+        if warp > roles(spec).first("schedule"):  # loads and the schedule warp begin while the launch before still runs
+            cute.arch.griddepcontrol_wait()
+        if warp < roles(spec).first("load_v"):
+            load.load_kv(spec, plan, s, load.LoadTarget(plan.k, s.k, s.k_pipe), pages.K, warp)
+        elif warp < roles(spec).first("schedule"):
+            into = load.LoadTarget(plan.v, s.v, s.v_pipe)
+            load.load_kv(spec, plan, s, into, pages.V, warp - roles(spec).first("load_v"))
+        elif warp == roles(spec).first("schedule"):
+            stream_k.schedule_warp(spec, plan.args, s)
+        elif const_expr(roles(spec).warps("load_scales") > 0):
+            load.load_scales(spec, plan, s, (s.k_pipe, s.v_pipe))
     else:
         cute.arch.setmaxregister_increase(roles(spec).registers("mma"))
         cute.arch.griddepcontrol_wait()

@@ -128,7 +128,7 @@ def can_skip(view: cute.Tensor, r: DecodeFragments, tile: WarpTileState, log2_th
     """Skip-softmax: whether each row of this warp finds all these keys below its maximum so far by the threshold."""
     votes = True
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
-        below = softmax.row_can_skip(r.st, view, r.to_log2, k, log2_threshold, warp.reduce_across_quads)
+        below = softmax.row_can_skip(r.st, view, r.to_log2, k, log2_threshold)
         votes = votes and (below or r.tokens[k] >= tile.w.q_len)
     return cute.arch.vote_all_sync(votes)
 
@@ -156,8 +156,7 @@ def transform_logits(
 def probabilities(spec: cutlass.Constexpr, r: DecodeFragments, scores: cute.Tensor, p: cute.Tensor):
     """Scores to words of P."""
     view = rows_view(scores)
-    o, multiply = rows_view(r.o), operands.multiplier(spec)
-    softmax.update_max_and_rescale(r.st, view, o, r.to_log2, warp.reduce_across_quads, multiply)
+    softmax.update_max_and_rescale(r.st, view, rows_view(r.o), r.to_log2, spec.tile.blackwell)
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         softmax.exp_and_sum(r.st, view, r.to_log2[k], k)
     warp.convert16(scores, cute.recast_tensor(p, abi.DTYPES[quant.mma_sync_dtype(spec)]))

@@ -38,20 +38,6 @@ def fill(spec, c, value):
         c[i] = Float32(value)
 
 
-def multiply(row, x):
-    row.store(row.load() * x)
-
-
-def multiply_each(row, x):
-    for i in range(cute.size(row)):
-        row[i] = row[i] * x
-
-
-def multiplier(spec):
-    """What multiplies a row of an accumulator, see `fill`."""
-    return multiply_each if spec.tile.blackwell else multiply
-
-
 def allocate_v(spec):
     count = keys(spec) // 16
     words = (CachedRow.of(spec, spec.head_dim_vo).width // 32, 4, count)
@@ -133,7 +119,7 @@ def issue_qk(spec, s, r, scores, stage, row):
                     at = base + (b * n + inside) * k.width + r.k_offsets[piece]
                     for word in mma.load(at, min(4, quarter // 4)):
                         block = (b * quarter // 4 + len(operands[half]) // 4) // 2
-                        operands[half] += quant.scale_pairs(fmt.pairs(word), factors[half], block)
+                        operands[half] += quant.scale_pairs(quant.unpack_row(fmt, word), factors[half], block)
             for i in range(0, len(operands[0]), 2):
                 a = [operands[half][i + e] for e in range(2) for half in range(2)]
                 at = b * len(operands[0]) + i
@@ -205,7 +191,7 @@ def issue_pv(spec, r, p, b, v: VFragment):
     for c in range(keys(spec) // 16):
         factors = v_sf_pairs(spec, v, c)
         for u in range(cute.size(v.words, mode=[0])):
-            both = [fmt.values(v.words[u, 2 * e, c], v.words[u, 2 * e + 1, c]) for e in range(2)]
+            both = [quant.unpack_two_rows(fmt, v.words[u, 2 * e, c], v.words[u, 2 * e + 1, c]) for e in range(2)]
             both = [quant.scale_pairs(both[e], factors[e], u // 2) for e in range(2)]
             of = [dict(zip(fmt.order, pairs)) for pairs in both]
             for i in range(0, fmt.elements, 2):
