@@ -73,9 +73,9 @@ class DecodeTileConfig:
 
 Spec = AttentionSpec[DecodeTileConfig]
 
-# Nearly all shared memory holds K and V in their storage type. A warp has 16 to 64 keys of a stage. Stages are small, so
-# that CTAs get equal shares of the work. More warps convert if registers suffice. Kernels with 16 rows per warp hold more
-# in registers (8 warps at most) and add up more of O in shared memory.
+# Nearly all shared memory holds K and V in their storage type. A warp has 16 to 64 keys of a stage. Stages are small,
+# so that CTAs get equal shares of the work. More warps convert if registers suffice. Kernels with 16 rows per warp hold
+# more in registers (8 warps at most) and add up more of O in shared memory.
 TILES = {  # (type of the cache, head_dim, rows per warp) -> tile
     ("16-bit", 64, 8): DecodeTileConfig(64, 128, 6),
     ("16-bit", 128, 8): DecodeTileConfig(64, 128, 3),
@@ -133,13 +133,13 @@ def supports(spec: Spec) -> Refusal | None:
     if spec.head_dim_qk != spec.head_dim_vo or spec.head_dim_qk not in DIMS:
         return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, DIMS))}")
     if spec.mask.custom:
-        return Refusal("custom_mask", "True: the kernel has a mask of drafts only")
+        return Refusal("custom_mask", "True: the kernel has the tree mask only")
     if spec.logits.alibi:
         return Refusal("alibi", "True: the kernel has no ALiBi")
     if spec.logits.head_scales:
-        return Refusal("head_scales", "True: the kernel has one factor for all heads")
+        return Refusal("head_scales", "True: the kernel has one scale for all heads")
     if spec.mask.causal != "always":
-        return Refusal("causal", "False: tokens of the kernel see no later keys")
+        return Refusal("causal", "False: the kernel is always causal")
     if spec.schedule != "stream_k":
         return Refusal("schedule", f"{spec.schedule}: the kernel has stream_k")
     if not (spec.logits.soft_cap and spec.logits.skip):

@@ -25,7 +25,7 @@ its first pages, while the launch before still runs. The mma warps that finish t
 (`combine`).
 
 Shared memory: `stages` x (K (n x Dqk) + V (n x Dvo)) in their storage type, 1024-byte aligned, their scale factors,
-`reduce.ReduceSmem`, mbarriers and tiles. What the kernel refuses: `supports`.
+`reduce.ReduceSmem`, mbarriers and tiles. `supports` says what the kernel refuses.
 """
 
 from dataclasses import dataclass

@@ -295,7 +295,7 @@ def mma_warp(spec: cutlass.Constexpr, plan, s):
                 operands.set_q(spec, a, r, next_tile, words, softmax_scale_log2)  # while other warps still compute
             reduce.merge(spec, a, s, r, tile, turn, reduction_passes(spec)[i])
             turn += 1
-        # merge the splits of a tile whose last split this was
+        # merge the tile's splits if this was the last of them
         if tile.w.split.slot >= 0 and row_of_warp(spec, tile.warp_idx, 0) < tile.rows_left:
             done = work.consumer_wait(spec, s, t)  # again, instead of in registers all the time
             if combine.is_last(a, done.split.first * spec.tile.warps + tile.warp_idx, done.split.num_splits):
