@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 class QueryArgs(NamedTuple):
     """Q; read by `load` and by roles that gather Q."""
 
-    q: Any  # (T, Hq, Dqk)                16-bit, any token and head stride, last stride 1
+    q: Any  # (T, Hq, Dqk)                spec.q; any token and head stride, last stride 1
     cu_seqlens_q: Any  # (B + 1,)         int32
 
 
 class KVArgs(NamedTuple):
     """The KV cache; read by `kv` and, the lengths, by `geometry`."""
 
-    k: Any  # (pages, Hkv, P, Dqk)        q's type, e4m3, e5m2, or packed e2m1 (uint8, half the width); last stride 1
+    k: Any  # (pages, Hkv, P, Dqk)        spec.kv.dtype, nvfp4: packed e2m1 (uint8, half the width); any strides, last 1
     v: Any  # (pages, Hkv, P, Dvo)
     kv_lens: Any  # (B,)                  int32: keys; with kv_starts: rows of the last page; ragged: (0,)
     page_table: Any  # (B, 2, M)          int32: [:, 0] pages of K, [:, 1] pages of V; any strides (0: shared); with

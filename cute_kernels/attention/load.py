@@ -77,10 +77,10 @@ def prologue_prefetch(spec: cutlass.Constexpr, a, s, page_ids, which: cutlass.Co
 #   waits for   work_pipe (the tile), then per block a free stage of k_pipe or v_pipe
 #   loads       the block by TMA or cp.async (`source(spec).fill`); page ids are looked up one block ahead
 #   releases    work_pipe as soon as the tile is read; the load itself signals the full barrier of the stage
-# Loader 0 does more in kernels without a schedule warp (`produces_tiles`): it produces the next tile right after the
-# first block of this one, so that it is known before the last block is loaded. Where it also loads Q (`loads_q`), Q
-# comes before the tile's first K block, as the first MMA needs both. With a PDL prologue, the pages of the CTA's first
-# block were looked up already if it is the expected one.
+# In kernels without a schedule warp, loader 0 of one role is the tile scheduler too (`produces_tiles`): it produces the
+# next tile after the first block of this one, while the blocks are on their way. Loader 0 of one role may also load Q
+# (`loads_q`), before the tile's first block. With a PDL prologue, the page ids of the CTA's first block are there
+# already if it is the expected one.
 @cute.jit
 def load_kv(
     spec: cutlass.Constexpr,
@@ -131,7 +131,7 @@ def load_kv(
             for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
                 source(spec).fill(spec, *into, page_ids, sequence_pages, KVBlock(loader, i, n_block, head, w.kv_len))
                 i += 1
-                # the next tile, once per tile: after the first block, or below if there is none
+                # the next tile: after the first block, or below if there is none
                 if const_expr(produces_tiles):
                     if loader == 0 and n_block == w.n_block_max - 1:
                         tiles.produce_next(spec, a, s, t + 1)

@@ -1,9 +1,9 @@
-"""KV storage formats: words of cached rows -> pairs of 16-bit operands of `mma.sync`.
+"""Conversion of cached words, in their storage format, to pairs of 16-bit operands of `mma.sync`.
 
-Quantised caches are computed with in fp16, which holds every e4m3 value, and every e2m1 value times its scale factor,
+Quantised caches are computed in fp16, which holds every e4m3 value, and every e2m1 value times its scale factor,
 exactly. Nothing is written back: a word is converted where it is used, once for all query rows of a warp. Blackwell has
-a `cvt` of two e2m1 codes (`Tile.e2m1`). Elsewhere a code becomes an e4m3 number by moving its bits, smaller by 2^6 as
-the exponents' biases differ (KVFormat.unit), and `cvt` does the rest.
+a `cvt` of two e2m1 codes (`tile.e2m1`). Elsewhere the bits of a code are moved to make an e4m3 number, too small by 2^6
+because the exponent biases differ (`KVFormat.dequant_scale`), and `cvt` converts that to fp16.
 """
 
 from typing import NamedTuple
@@ -38,7 +38,7 @@ FORMATS = (
 
 
 def mma_sync_dtype(spec):
-    """Type that the MMA multiplies: the query's, or fp16 where the cache is quantised."""
+    """Return the operand type of `mma.sync`: the query's, or fp16 if the cache is quantised."""
     return spec.q if spec.kv.bits == 16 else "fp16"
 
 
@@ -51,54 +51,55 @@ def kv_format(spec) -> KVFormat:
 
 
 def permute(x, y, selector):
-    """The four bytes of (x, y) that a selector's digits name, the lowest first; those of x are 0 to 3."""
+    """Return four bytes of (x, y), `prmt`: the selector's digits name them, lowest first; those of x are 0 to 3."""
     text = f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {selector:#x};"
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[x, y])
 
 
 def broadcast(pair, half):
-    """The low or high half of an f16x2 word in both halves: an operand of `times` that costs no instruction."""
+    """Return the low or high half of an f16x2 word in both halves: an operand of `mul_f16x2` that costs no
+    instruction."""
     text = f"{{ .reg .b16 lo, hi; mov.b32 {{lo, hi}}, {{$r0}}; mov.b32 {{$w0}}, {{{('lo, lo', 'hi, hi')[half]}}}; }}"
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[pair])
 
 
 def mul_f16x2(pair, scale):
-    """Product of pairs of fp16."""
+    """Multiply two pairs of fp16."""
     text = "{ .reg .b32 t; mov.b32 t, {$r1}; mul.rn.f16x2 {$w0}, {$r0}, t; }"  # takes no immediate operand
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[pair, scale])
 
 
 def scale_pairs(pairs, factors, i):
-    """Pairs times the i-th factor, itself a pair; as they are where the format has none (None)."""
+    """Multiply pairs by the i-th scale factor, itself a pair; return them unchanged if there are none (None)."""
     return pairs if factors is None else [mul_f16x2(pair, factors[i]) for pair in pairs]
 
 
 def from_e4m3(word):
-    """Two pairs of neighbours."""
+    """Convert four e4m3 values to two pairs of neighbours."""
     text = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; "
     text += "cvt.rn.f16x2.e4m3x2 {$w0}, lo; cvt.rn.f16x2.e4m3x2 {$w1}, hi; }"
     return list(cute.arch.inline_ptx(text, write_only_types=[Uint32] * 2, read_only_args=[word]))
 
 
 def from_e5m2(word):
-    """Two pairs of neighbours: fp16 whose low bytes are zeros."""
+    """Convert four e5m2 values to two pairs of neighbours: they become the high bytes of fp16 values."""
     return [permute(word, Uint32(0), 0x1404), permute(word, Uint32(0), 0x3424)]
 
 
 def select(a, b, mask):
-    """The bits of a where the mask has ones, of b elsewhere."""
+    """Return the bits of a where the mask has ones, else those of b."""
     text = "{ .reg .b32 t; mov.b32 t, {$r2}; lop3.b32 {$w0}, {$r0}, {$r1}, t, 0xE4; }"  # takes no immediate operand
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[a, b, mask])
 
 
 def from_e2m1(word):
-    """Eight codes as e4m3 bytes, / 2^6: (elements 0, 2, 4, 6; elements 1, 3, 5, 7)."""
+    """Convert eight e2m1 codes to e4m3 bytes, divided by 2^6: (elements 0, 2, 4, 6; elements 1, 3, 5, 7)."""
     signs, magnitudes = select(word, Uint32(0), Uint32(0x88888888)), Uint32(0x1C1C1C1C)  # opaque, so that it is shared
     return select(word << 2, signs << 4, magnitudes), select(word >> 2, signs, magnitudes)
 
 
 def from_codes(word):
-    """The four bytes of a word, two codes each, as pairs."""
+    """Convert the four bytes of a word, two e2m1 codes each, to pairs (`cvt` of Blackwell)."""
     text = "{ .reg .b8 b0, b1, b2, b3; mov.b32 {b0, b1, b2, b3}, {$r0}; "
     text += " ".join(f"cvt.rn.f16x2.e2m1x2 {{$w{i}}}, b{i};" for i in range(4)) + " }"
     return list(cute.arch.inline_ptx(text, write_only_types=[Uint32] * 4, read_only_args=[word]))
@@ -142,15 +143,18 @@ def unpack_two_rows(fmt, a, b):
 
 
 def sf_pair(byte):
-    """The scale factor in the low byte of a word, as a pair."""
+    """Return the e4m3 scale factor in the low byte of a word, in both halves of a pair."""
     text = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, lo; }"
     return broadcast(cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[byte]), 0)
 
 
 @cute.jit
 def to_fp16(words: cute.Tensor, lanes: cutlass.Constexpr = 4):
-    """bf16 pairs of a row, which as many neighbouring lanes share, to fp16 in place, divided by the returned power of
-    two, near the largest: fp16 has neither bf16's range nor needs it then."""
+    """Convert the bf16 pairs of a row to fp16 in place. `lanes` neighbouring lanes share the row.
+
+    The row is divided by a power of two near its largest magnitude, which is returned: fp16 lacks bf16's range, and
+    does not need it after the division.
+    """
     values = cute.make_rmem_tensor(2 * cute.size(words), Float32)
     values.store(cute.recast_tensor(words, cutlass.BFloat16).load().to(Float32))
     top = Float32(0.0)
