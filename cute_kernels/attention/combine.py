@@ -56,13 +56,17 @@ def is_last(a, own: Int32, count: Int32):
 # A whole warp works on one row, because there are few rows and possibly many splits. It loads a multiple of SPLIT_GROUP
 # splits at once, as many as registers hold.
 @cute.jit
-def merge(spec: cutlass.Constexpr, a, w: WorkTileInfo, pack_factor, rows: Int32, own: cutlass.Constexpr, warp: Int32):
-    """Merge the splits of a tile for this warp's rows: own(spec, warp, 0), own(spec, warp, 1), ... below `rows`, see
-    `decode.layout.row_of_warp`. Called by one warp; all splits must be stored."""
+def merge(
+    spec: cutlass.Constexpr, a, w: WorkTileInfo, pack_factor, rows: Int32, row_of: cutlass.Constexpr, warp: Int32
+):
+    """Merge the splits of a tile for this warp's rows. Called by one warp; all splits must be stored.
+
+    row_of(spec, warp, i): the warp's i-th row, ascending (`decode.layout.row_of_warp`); those below `rows` exist.
+    """
     m = geometry.tile_m(spec, geometry.num_rows(w.q_len, pack_factor))
     scale = epilogue.output_scale(a)
     sf_lanes = const_expr(tuple(m for m in (1, 2, 4) if m * spec.head_dim_vo // 32 < SF_VEC_SIZE))
-    i, row = Int32(1), own(spec, warp, Int32(0))
+    i, row = Int32(1), row_of(spec, warp, Int32(0))
     while row < rows:
         # sum over the splits
         acc, row_max, row_sum = add_splits(spec, a, w, row)
@@ -73,7 +77,7 @@ def merge(spec: cutlass.Constexpr, a, w: WorkTileInfo, pack_factor, rows: Int32,
         acc.store(acc.load() * (normal.inv_row_sum * scale))
         epilogue.store_piece(spec, a, token, head, cute.arch.lane_idx(), acc, sf_lanes)
         epilogue.store_lse(a, token, head, normal.lse, cute.arch.lane_idx() == 0)
-        i, row = i + 1, own(spec, warp, i)
+        i, row = i + 1, row_of(spec, warp, i)
 
 
 @cute.jit
@@ -146,17 +150,11 @@ def merge_rows(
     dim, lane, count = const_expr(spec.head_dim_vo), cute.arch.lane_idx(), w.split.num_splits
     splits_at_once = const_expr(32 // rows_per_warp)
     per = const_expr(dim // 32)
-    acc, pieces = (
-        cute.make_rmem_tensor((per, rows_per_warp), Float32),
-        cute.make_rmem_tensor((per, rows_per_warp), Float32),
-    )
+    acc = cute.make_rmem_tensor((per, rows_per_warp), Float32)
+    pieces = cute.make_rmem_tensor((per, rows_per_warp), Float32)
     acc.fill(0.0)
-    row, base, row_max, row_sum = (
-        cutlass.min(first + lane // splits_at_once, rows - 1),
-        Int32(0),
-        -Float32.inf,
-        Float32(0.0),
-    )
+    row = cutlass.min(first + lane // splits_at_once, rows - 1)
+    base, row_max, row_sum = Int32(0), -Float32.inf, Float32(0.0)
     while base < count:
         # LSE and its new maximum
         split_idx, lse = base + lane % splits_at_once, -Float32.inf

@@ -49,9 +49,9 @@ def block_amax(values: cute.Tensor, sf_lanes: cutlass.Constexpr):
     for i in cutlass.range_constexpr(cute.size(values)):
         top = max_nan(top, values[i])
     lanes = cutlass.const_expr(2 * sf_lanes[-1] if sf_lanes else 1)  # aligned: other lanes may be elsewhere
-    mask = (
-        Int32((1 << lanes) - 1) << (cute.arch.lane_idx() & (32 - lanes)) if cutlass.const_expr(sf_lanes) else Int32(0)
-    )
+    mask = Int32(0)
+    if cutlass.const_expr(sf_lanes):
+        mask = Int32((1 << lanes) - 1) << (cute.arch.lane_idx() & (32 - lanes))
     for m in cutlass.range_constexpr(len(sf_lanes)):
         top = max_nan(top, cute.arch.shuffle_sync_bfly(top, sf_lanes[m], mask))
     return top

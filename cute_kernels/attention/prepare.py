@@ -81,9 +81,9 @@ def transpose_keys(
     lane = cute.arch.lane_idx()
     row, matrix, quad = lane % 8, lane // 8, lane % 4
     width, across = const_expr(layout.width(dim)), const_expr(layout.width(n))
-    part, side = share // KEY_HALVES, share % KEY_HALVES
+    column_share, side = share // KEY_HALVES, share % KEY_HALVES
     columns = const_expr(dim // (shares // KEY_HALVES))  # per share
-    col = part * columns
+    col = column_share * columns
     source, target = raw.iterator.toint(), into.iterator.toint() + col * across
 
     def box(k):  # offset at which a lane reads the matrices of its share's columns from 32 k on
@@ -108,9 +108,9 @@ def transpose_keys(
                 made = [word & keep for word in made]
             # store
             first = const_expr(c * KEY_HALVES * 16)
-            place = layout.swizzle(across, matrix * 8 + row, const_expr(first % across) + side * 16)
-            place += target + const_expr(first // across * (dim * across) + k * 32 * across)
-            warp.stmatrix_x4(place, made)
+            address = layout.swizzle(across, matrix * 8 + row, const_expr(first % across) + side * 16)
+            address += target + const_expr(first // across * (dim * across) + k * 32 * across)
+            warp.stmatrix_x4(address, made)
 
 
 class DequantPieces(NamedTuple):
@@ -215,10 +215,10 @@ def dequantise_rows(fmt, x: DequantLane, at: DequantCursor, four, count):
     """Dequantise `count` * `SWIZZLE_ROWS` rows. four: bytes of the scale factors of four rows."""
     p = x.pieces
     each = [(b, t, g) for b in range(p.boxes) for t in range(p.passes) for g in range(p.groups)]
-    places = [(k, *place) for k in range(count) for place in each]
-    for i in range(0, len(places), x.in_flight):
+    pieces = [(k, *piece) for k in range(count) for piece in each]
+    for i in range(0, len(pieces), x.in_flight):
         # load words and scale factors of the pieces in flight
-        mine, words, sf = places[i : i + x.in_flight], [], []
+        mine, words, sf = pieces[i : i + x.in_flight], [], []
         for k, b, turn, group in mine:
             source = at.source + x.source[turn][group] + (k * SWIZZLE_ROWS + b * x.n) * p.width
             words.append(mma.load(source, p.bits // 2))
@@ -253,11 +253,9 @@ def dequantise(
     """Convert a raw stage to an fp16 stage (n, D). Called by each of `shares` warps, for its rows. sf: `SFLayout`, or
     None. There are no bank conflicts, except for loads of 4-bit rows of 256 columns."""
     n, dim = const_expr(cute.size(into, mode=[0])), const_expr(cute.size(into, mode=[1]))
-    groups, four, mine = (
-        const_expr(n // shares // SWIZZLE_ROWS),
-        const_expr(dim // SF_VEC_SIZE * 4),
-        lane_of(spec, n, dim, sf),
-    )
+    groups = const_expr(n // shares // SWIZZLE_ROWS)
+    four = const_expr(dim // SF_VEC_SIZE * 4)
+    mine = lane_of(spec, n, dim, sf)
     count = const_expr(2 if spec.kv.block_scaled and groups % 2 == 0 else 1)  # at a time: as much as registers allow
     first = share * (groups * SWIZZLE_ROWS)
     source, target = raw.iterator.toint() + first * mine.pieces.width, into.iterator.toint() + first * 128

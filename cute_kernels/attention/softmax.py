@@ -92,17 +92,17 @@ def reduce(row, op):
 def reduce_chains(row, op, before=None):
     """Return the chains of a row. before: the chains of its columns so far; the row's size must then be a multiple of
     CHAINS."""
-    n, part = cute.size(row), list(before or [row[i] for i in range(min(CHAINS, cute.size(row)))])
-    for i in range(0 if before else len(part), n):
-        part[i % len(part)] = op(part[i % len(part)], row[i])
-    return part
+    n, chains = cute.size(row), list(before or [row[i] for i in range(min(CHAINS, cute.size(row)))])
+    for i in range(0 if before else len(chains), n):
+        chains[i % len(chains)] = op(chains[i % len(chains)], row[i])
+    return chains
 
 
-def join_chains(part, op):
+def join_chains(chains, op):
     """Reduce the chains to one value."""
-    while len(part) > 1:
-        part = [op(part[i], part[i + 1]) for i in range(0, len(part), 2)]
-    return part[0]
+    while len(chains) > 1:
+        chains = [op(chains[i], chains[i + 1]) for i in range(0, len(chains), 2)]
+    return chains[0]
 
 
 def add(x, y):
@@ -135,9 +135,8 @@ def update_max(
         m = cute.arch.warp_reduction_max(top[r], threads_in_group=lanes)
         old, shift = st.row_max[r], st.row_max_scaled[r]
         scale = softmax_scale_log2[r]
-        grown = (
-            m > old if const_expr(exact_max) else (m - old) * scale > rescale_params.rescale_threshold
-        )  # false if neither is finite
+        # false if neither is finite
+        grown = m > old if const_expr(exact_max) else (m - old) * scale > rescale_params.rescale_threshold
         st.row_max_scaled[r] = fma(m, scale, -rescale_params.max_offset) if grown else shift
         st.acc_scale[r] = cute.math.exp2(shift - st.row_max_scaled[r], fastmath=True) if grown else Float32(1.0)
         st.row_sum[r] = st.row_sum[r] * st.acc_scale[r]
@@ -166,14 +165,14 @@ def update_max_and_rescale(
             m, old = reduce_across_quads(top[r], cute.arch.fmax), st.row_max[r]
             m = m if (m - old) * softmax_scale_log2[r] > RESCALE_THRESHOLD else old
             st.row_max_scaled[r] = Float32(0.0) if m == -Float32.inf else m * softmax_scale_log2[r]
-            owed = Float32(1.0) if m == old else exp2_scaled(old, softmax_scale_log2[r], st.row_max_scaled[r])
-            st.row_sum[r] = st.row_sum[r] * owed
+            acc_scale = Float32(1.0) if m == old else exp2_scaled(old, softmax_scale_log2[r], st.row_max_scaled[r])
+            st.row_sum[r] = st.row_sum[r] * acc_scale
             st.row_max[r] = m
             if const_expr(elementwise):
                 for c in cutlass.range_constexpr(cute.size(o, mode=[1])):
-                    o[r, c] = o[r, c] * owed
+                    o[r, c] = o[r, c] * acc_scale
             else:
-                o[r, None].store(o[r, None].load() * owed)
+                o[r, None].store(o[r, None].load() * acc_scale)
 
 
 @cute.jit
@@ -187,10 +186,10 @@ def exp_and_sum(st: SoftmaxState, s: cute.Tensor, softmax_scale_log2: Float32, r
 @cute.jit
 def rescale(st: SoftmaxState, o: cute.Tensor):
     """Multiply O by acc_scale, in warps in which some row's acc_scale is not 1."""
-    owed = st.acc_scale[0] != 1.0
+    needed = st.acc_scale[0] != 1.0
     for r in cutlass.range_constexpr(1, cute.size(st.row_max)):
-        owed = owed or st.acc_scale[r] != 1.0
-    if cute.arch.vote_any_sync(owed):
+        needed = needed or st.acc_scale[r] != 1.0
+    if cute.arch.vote_any_sync(needed):
         for r in cutlass.range_constexpr(cute.size(st.row_max)):
             o[r, None].store(o[r, None].load() * st.acc_scale[r])
 

@@ -37,13 +37,12 @@ def allocate(spec, smem):
 
 
 @cute.jit
-def record(board: SplitSmem, w: WorkTileInfo, number: Int32, tid: Int32):
+def record(smem: SplitSmem, w: WorkTileInfo, number: Int32, tid: Int32):
     """Record the tile of the CTA's split `number`. Only thread 0 writes."""
     if tid == 0:
+        # a CTA has more splits only if lengths change during a launch
         for i, word in enumerate(work.flatten(w)):
-            board.tiles[i, cutlass.min(number, MAX_SPLITS_PER_CTA - 1)] = (
-                word  # more only where lengths change during a launch
-            )
+            smem.tiles[i, cutlass.min(number, MAX_SPLITS_PER_CTA - 1)] = word
 
 
 def barrier(warps: int):
@@ -51,9 +50,9 @@ def barrier(warps: int):
     cute.arch.barrier(barrier_id=STORED_BARRIER, number_of_threads=32 * warps)
 
 
-def work_of_split(spec, board: SplitSmem, i):
+def work_of_split(spec, smem: SplitSmem, i):
     """Return the `WorkTileInfo` of the CTA's i-th split."""
-    return work.of_words(spec, [board.tiles[k, i] for k in range(work.fields(spec))])
+    return work.of_words(spec, [smem.tiles[k, i] for k in range(work.fields(spec))])
 
 
 # The combine step of prefill: the last thing that the warps which store splits do, after `barrier`.
@@ -65,7 +64,7 @@ def work_of_split(spec, board: SplitSmem, i):
 def merge(
     spec: cutlass.Constexpr,
     a,
-    board: SplitSmem,
+    smem: SplitSmem,
     count: Int32,
     tid: Int32,
     warps: cutlass.Constexpr,
@@ -77,13 +76,13 @@ def merge(
     count = cutlass.min(count, MAX_SPLITS_PER_CTA)
     # count the splits
     if tid < count:
-        split = work_of_split(spec, board, tid).split
-        board.last[tid] = combine.count_split(a, split.first, split.num_splits)
+        split = work_of_split(spec, smem, tid).split
+        smem.last[tid] = combine.count_split(a, split.first, split.num_splits)
     cute.arch.barrier(barrier_id=MERGE_BARRIER, number_of_threads=32 * warps)
     # merge the tiles that this CTA finished
     for i in cutlass.range(count, unroll=1):
-        if board.last[i] != 0:
-            w = work_of_split(spec, board, i)
+        if smem.last[i] != 0:
+            w = work_of_split(spec, smem, i)
             rows = geometry.num_rows(w.q_len, geometry.pack_divisor(w)) - w.m_block * spec.tile.m
             end = cutlass.min(rows, spec.tile.m)
             for first in cutlass.range(rows_per_warp * number, end, rows_per_warp * warps, unroll=1):

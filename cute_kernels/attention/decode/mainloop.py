@@ -207,7 +207,8 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
     acc_s = cute.make_rmem_tensor((keys(spec) // 4, num_n_tiles(spec)), Float32)
     p = cute.make_rmem_tensor((keys(spec) // 8, num_n_tiles(spec)), Uint32)
     v = operands.allocate_v(spec)
-    row, end = spec.tile.n - (tile.key_shares - tile.key_share) * keys(spec), tile.w.n_block_min * spec.tile.n
+    row = spec.tile.n - (tile.key_shares - tile.key_share) * keys(spec)  # the warp's last keys of a block
+    end = tile.w.n_block_min * spec.tile.n  # the tile's first key
     cur = KeyCursor(cursor, row, (tile.w.n_block_max - 1) * spec.tile.n + row)
     # pass over keys past kv_len without arithmetic
     while cur.key >= cutlass.max(end, tile.w.kv_len):
@@ -223,10 +224,8 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
             needs_pv = transform_logits(spec, a, r, tile, prev.key, acc_s)
         unmasked = True
         while unmasked:
-            k_ready, v_ready = (
-                pipeline.consumer_try_wait(s.k_pipe, cur.block),
-                pipeline.consumer_try_wait(s.v_pipe, prev.block),
-            )
+            k_ready = pipeline.consumer_try_wait(s.k_pipe, cur.block)
+            v_ready = pipeline.consumer_try_wait(s.v_pipe, prev.block)
             if has_scores:
                 # P = exp2(S - row_max), rescale O
                 online_softmax(spec, r, acc_s, p)

@@ -48,10 +48,10 @@ def allocate(spec, smem):
 
 
 @cute.jit
-def store(spec: cutlass.Constexpr, s, r, tile, turn: Int32, at: cutlass.Constexpr):
-    """Store this warp's O of one pass and, in the first pass of its rows, row_max and row_sum to s.merge. at: a pass of
-    `layout.reduction_passes`."""
-    own, (low, number) = tile.warp_idx, at
+def store(spec: cutlass.Constexpr, s, r, tile, turn: Int32, reduction_pass: cutlass.Constexpr):
+    """Store this warp's O of one pass and, in the first pass of its rows, row_max and row_sum to s.merge.
+    turn: item of s.merge.ready. reduction_pass: of `layout.reduction_passes`."""
+    own, (low, number) = tile.warp_idx, reduction_pass  # first row of the warp, first column of the lane
     g, t, count = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4, const_expr(columns_at_once(spec) // PIECE)
     # until all warps have read the pass before
     pipeline.producer_acquire(s.merge.ready, turn)
@@ -59,11 +59,12 @@ def store(spec: cutlass.Constexpr, s, r, tile, turn: Int32, at: cutlass.Constexp
         for k in cutlass.range_constexpr(low // 4, (low + rows_at_once(spec)) // 4):
             row = (k // 2 * 8 - low) + 2 * t + k % 2
             if const_expr(number == 0):
-                total = warp.reduce_across_quads(r.st.row_sum[k], lambda x, y: x + y)
-                s.merge.stats[own, low + row, 0], s.merge.stats[own, low + row, 1] = (
-                    r.st.row_max[k] * r.to_log2[k],
-                    total,
-                )
+                # row_max and row_sum
+                row_sum = warp.reduce_across_quads(r.st.row_sum[k], softmax.add)
+                row_max = r.st.row_max[k] * r.to_log2[k]
+                s.merge.stats[own, low + row, 0] = row_max
+                s.merge.stats[own, low + row, 1] = row_sum
+            # O
             for i in cutlass.range_constexpr(count):
                 piece = cute.make_rmem_tensor(PIECE, Float32)
                 for e in cutlass.range_constexpr(PIECE):
@@ -79,8 +80,9 @@ def combine_warps(spec: cutlass.Constexpr, s, tile, row: Uint32, piece: Uint32, 
     """Set total to the sum of O * 2^(row_max - top) over the warps that share `row`, where top is the maximum over
     these warps. Return the row's `RowStats`."""
     each = const_expr(spec.tile.rows_per_warp)
-    first, inside, part = Int32(row // each) * tile.key_shares, row % each, cute.make_rmem_tensor(PIECE, Float32)
-    top, exponentials, stored = -Float32.inf, Float32(0.0), inside % rows_at_once(spec)
+    first, inside = Int32(row // each) * tile.key_shares, row % each  # first warp of the row; the row within a warp
+    acc_o = cute.make_rmem_tensor(PIECE, Float32)
+    top, row_sum, stored = -Float32.inf, Float32(0.0), inside % rows_at_once(spec)
     total.fill(0.0)
     # the maximum over the warps
     for c in cutlass.range(tile.key_shares, unroll=4):
@@ -88,11 +90,11 @@ def combine_warps(spec: cutlass.Constexpr, s, tile, row: Uint32, piece: Uint32, 
     base = Float32(0.0) if top == -Float32.inf else top
     # rescale and add
     for c in cutlass.range(tile.key_shares, unroll=4):
-        factor = cute.math.exp2(s.merge.stats[first + c, inside, 0] - base, fastmath=True)
-        exponentials = warp.fma(factor, s.merge.stats[first + c, inside, 1], exponentials)
-        copy.vector(s.merge.o[first + c, stored, piece ^ (stored // 2), None], part)
-        warp.add_scaled(total, part, factor)
-    return RowStats(top, exponentials)
+        scale = cute.math.exp2(s.merge.stats[first + c, inside, 0] - base, fastmath=True)
+        row_sum = warp.fma(scale, s.merge.stats[first + c, inside, 1], row_sum)
+        copy.vector(s.merge.o[first + c, stored, piece ^ (stored // 2), None], acc_o)
+        warp.add_scaled(total, acc_o, scale)
+    return RowStats(top, row_sum)
 
 
 @cute.jit
@@ -114,11 +116,12 @@ def store_output(spec: cutlass.Constexpr, a, r, tile, row: Int32, column: Int32,
 
 
 @cute.jit
-def merge(spec: cutlass.Constexpr, a, s, r, tile, turn: Int32, at: cutlass.Constexpr):
-    """Add up and store the output of one pass, once all warps have stored their O of it."""
+def merge(spec: cutlass.Constexpr, a, s, r, tile, turn: Int32, reduction_pass: cutlass.Constexpr):
+    """Add up and store the output of one pass, once all warps have stored their O of it. turn, reduction_pass: as in
+    `store`."""
     tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
     count = const_expr(columns_at_once(spec) // PIECE)  # pieces per lane
-    pieces, (low, number) = const_expr(8 * count), at  # pieces per row
+    pieces, (low, number) = const_expr(8 * count), reduction_pass  # pieces per row
     # until all warps have stored
     pipeline.consumer_wait(s.merge.ready, turn)
     rows = rows_of_pass(spec, low, tile.rows_left)

@@ -86,6 +86,5 @@ def fill(
                 text = f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {piece}, {{$r2}};"
                 written = Int32(piece) if exists else Int32(0)
                 for i in cutlass.range_constexpr(0, size, piece):
-                    places = target + e * size + i, source + e * step + i
-                    cute.arch.inline_ptx(text, read_only_args=[*places, written])
+                    cute.arch.inline_ptx(text, read_only_args=[target + e * size + i, source + e * step + i, written])
     cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(p, at.item))

@@ -71,17 +71,15 @@ def cta_of_unit(unit, total, ctas):
     """Return the CTA that has a unit, the inverse of `first_unit`."""
     units_per_cta = divide(total, ctas)
     rest = total - units_per_cta * ctas
-    in_larger, in_smaller = (
-        divide(unit, units_per_cta + 1),
-        divide(cutlass.max(unit - rest, 0), cutlass.max(units_per_cta, 1)),
-    )
+    in_larger = divide(unit, units_per_cta + 1)
+    in_smaller = divide(cutlass.max(unit - rest, 0), cutlass.max(units_per_cta, 1))
     return cutlass.max(in_larger, in_smaller)
 
 
-def split_slot(cta, behind, ctas):
-    """Return the slot in o_partial of a CTA's split. behind: by how many units, or CTAs, the tile begins before this
-    split; 0 for the first split. Except for the first, the splits of a tile have neighbouring slots."""
-    return cta + ctas * cutlass.max(1 - behind, 0)
+def split_slot(cta, distance, ctas):
+    """Return the slot in o_partial of a CTA's split. distance: by how many units, or CTAs, the tile begins before
+    this split; 0 for the first split. Except for the first, the splits of a tile have neighbouring slots."""
+    return cta + ctas * cutlass.max(1 - distance, 0)
 
 
 def slot_of(a, w: WorkTileInfo, split_idx):
@@ -116,12 +114,9 @@ def load_sequence(spec: cutlass.Constexpr, a, b: Int32):
         kv_len = geometry.sequence_keys(a, b)
         rows = geometry.num_rows(q_len, geometry.pack_factor(spec, a, q_len))
         num_tiles = tiles_of_rows(spec, rows) * a.kv.k.shape[1]
-        units_per_tile, split = (
-            blocks_per_tile(spec, mask.seqlen_info(spec, a, q_len, kv_len)),
-            a.schedule.blocks_per_split,
-        )
-        if split > 0:
-            units_per_tile = units_of_blocks(units_per_tile, split)
+        units_per_tile = blocks_per_tile(spec, mask.seqlen_info(spec, a, q_len, kv_len))
+        if a.schedule.blocks_per_split > 0:
+            units_per_tile = units_of_blocks(units_per_tile, a.schedule.blocks_per_split)
     return StreamKSequence(q_start, q_len, kv_len, num_tiles, units_per_tile)
 
 
@@ -239,14 +234,12 @@ def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
     for at most 32 sequences, the tile is found while the launch before still runs; it is found again only if the
     sequences have changed when that launch has ended. This is a loop so that the code of the search exists once.
     """
+    # hints: with PDL, values that may still change; few: one window has all sequences; last: the last attempt
     hints, few, last = pdl.uncached_args(spec, a), geometry.batch_size(a) <= 32, const_expr(int(pdl.has_prologue(spec)))
     zero = Int32(0)
     batch_idx, keys = zero, zero
-    window, cta_units, unit = (
-        SequenceWindow(zero, zero, zero, StreamKSequence(*[zero] * 5)),
-        CtaUnits(zero, zero, zero),
-        zero,
-    )
+    window = SequenceWindow(zero, zero, zero, StreamKSequence(*[zero] * 5))
+    cta_units, unit = CtaUnits(zero, zero, zero), zero
     # attempt 0: before the launch before has ended; attempt 1: after it
     for attempt in cutlass.range(last + 1, unroll=1):
         now, first = load_window(spec, hints, zero, zero), zero - 1

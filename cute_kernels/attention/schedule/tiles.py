@@ -78,11 +78,11 @@ def whole_sections(heads, section, ctas, tiles):
 def lpt_order(index, m_blocks, heads, section, whole):
     """Return (m_block, head) of the index-th tile of a sequence. section: heads per section. whole: number of sections
     before the last one."""
-    part = cutlass.min(index // (m_blocks * section), whole)
-    rest = index - part * m_blocks * section
-    before = cutlass.min(1, whole - part)  # 0 in the last section
+    section_idx = cutlass.min(index // (m_blocks * section), whole)
+    rest = index - section_idx * m_blocks * section
+    before = cutlass.min(1, whole - section_idx)  # 0 in the last section
     width = before * section + (1 - before) * (heads - whole * section)
-    return m_blocks - 1 - rest // width, part * section + rest % width
+    return m_blocks - 1 - rest // width, section_idx * section + rest % width
 
 
 def l2_section(kv_len, row_bytes, kv_heads, heads_per_kv, l2_bytes):
@@ -91,9 +91,9 @@ def l2_section(kv_len, row_bytes, kv_heads, heads_per_kv, l2_bytes):
     return cutlass.min(fit, kv_heads) * heads_per_kv
 
 
-def packed_ratio(part, total):
-    """Return part / total in units of 1 / RATIO_ONE, rounded up; 0 < part < total."""
-    return Uint32((Uint64(part) * Uint64(RATIO_ONE) + Uint64(total - 1)) // Uint64(total))
+def packed_ratio(packed, total):
+    """Return packed / total in units of 1 / RATIO_ONE, rounded up; 0 < packed < total."""
+    return Uint32((Uint64(packed) * Uint64(RATIO_ONE) + Uint64(total - 1)) // Uint64(total))
 
 
 def interleave(tile, ratio):
