@@ -55,7 +55,9 @@ def fetch_q(spec: cutlass.Constexpr, a, r, tile, words: cute.Tensor):
     """Load this lane's rows g of Q as words (D / 8, half): zeros past the sequence, columns in the order of chunks."""
     w, row = tile.w, CachedRow.of(spec, spec.head_dim_qk)
     g, t = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
-    vectors = const_expr(row.width * 8 // spec.kv.bits // 4 // 8)  # vectors of 8 elements per chunk
+    vectors = const_expr(
+        row.width * 8 // spec.kv.bits // 4 // 8
+    )  # vectors of 8 elements in a lane's quarter of a chunk
     words.fill(0)
     for half in cutlass.range_constexpr(num_n_tiles(spec)):
         at = tile.first_row + spec.tile.rows_per_warp * tile.row_group + 8 * half + g
@@ -116,24 +118,24 @@ def gemm_qk(spec, s, r, acc_s, stage, row):
     base = s.k.iterator.toint() + stage * (n * k.width * k.chunks) + row * k.width
     quarter = k.width // 4  # bytes of a chunk that a lane reads
     fill(spec, acc_s, 0.0)
-    for tile in range(keys(spec) // 16):
-        rows = (16 * tile, 16 * tile + 8)
-        factors = [load_k_sf(spec, s, r, stage, row + inside) for inside in rows]
-        for b in range(k.chunks):
-            operands: list[list[Any]] = [[], []]
-            for half, inside in enumerate(rows):
-                # load this lane's quarter of a chunk of the row and convert it
+    for m in range(keys(spec) // 16):  # 16 keys, of which this lane has two: rows g and g + 8 of the A operand
+        offsets = (16 * m, 16 * m + 8)
+        sf = [load_k_sf(spec, s, r, stage, row + offset) for offset in offsets]
+        for chunk in range(k.chunks):
+            # load this lane's quarter of the chunk, for both keys, and convert it
+            pairs: list[list[Any]] = [[], []]
+            for half, offset in enumerate(offsets):
                 for piece in range(max(1, quarter // 16)):
-                    at = base + (b * n + inside) * k.width + r.k_offsets[piece]
-                    for word in mma.load(at, min(4, quarter // 4)):
-                        block = (b * quarter // 4 + len(operands[half]) // 4) // 2
-                        operands[half] += quant.scale_pairs(quant.unpack_row(fmt, word), factors[half], block)
-            for i in range(0, len(operands[0]), 2):
-                # one k step of 16: A operand from two rows of K, B operand from Q
-                a = [operands[half][i + e] for e in range(2) for half in range(2)]
-                at = b * len(operands[0]) + i
+                    address = base + (chunk * n + offset) * k.width + r.k_offsets[piece]
+                    for word in mma.load(address, min(4, quarter // 4)):
+                        block = (chunk * quarter // 4 + len(pairs[half]) // 4) // 2
+                        pairs[half] += quant.scale_pairs(quant.unpack_row(fmt, word), sf[half], block)
+            # S^T += K @ Q^T, 16 columns per MMA
+            for i in range(0, len(pairs[0]), 2):
+                a = [pairs[half][i + e] for e in range(2) for half in range(2)]
+                q = chunk * len(pairs[0]) + i
                 for h in range(num_n_tiles(spec)):
-                    mma.issue(name, acc_s[None, h], 4 * tile, a, [r.q[at, h], r.q[at + 1, h]])
+                    mma.issue(name, acc_s[None, h], 4 * m, a, [r.q[q, h], r.q[q + 1, h]])
 
 
 def load_k_sf(spec, s, r, stage, row):
@@ -191,23 +193,27 @@ def v_sf_pairs(spec, v: VFragment, c):
     """Return the scale factors of 16 keys as pairs [pair of keys][block]; [None, None] if the cache has none."""
     if not spec.kv.block_scaled:
         return [None, None]
-    pair = lambda k, e: quant.permute(v.scales[k, 2 * e, c], v.scales[k, 2 * e + 1, c], 0x40)  # noqa: E731
+
+    def pair(k, e):  # bytes of two keys
+        return quant.permute(v.scales[k, 2 * e, c], v.scales[k, 2 * e + 1, c], 0x40)
+
     each = [[quant.from_e4m3(pair(k, e))[0] for e in range(2)] for k in range(scale_blocks(spec))]
-    return [[factors[e] for factors in each] for e in range(2)]
+    return [[by_pair[e] for by_pair in each] for e in range(2)]
 
 
-def gemm_pv(spec, r, p, b, v: VFragment):
-    """Compute O^T += V^T @ P^T for the columns of chunk `b`. p: words of P (two per 16 keys, half)."""
+def gemm_pv(spec, r, p, chunk, v: VFragment):
+    """Compute O^T += V^T @ P^T for the columns of a chunk. p: words of P (two per 16 keys, half)."""
     name, fmt = quant.mma_sync_dtype(spec), quant.kv_format(spec)
-    for c in range(keys(spec) // 16):
-        factors = v_sf_pairs(spec, v, c)
+    for c in range(keys(spec) // 16):  # 16 keys, of which this lane has two pairs
+        sf = v_sf_pairs(spec, v, c)
         for u in range(cute.size(v.words, mode=[0])):
-            # pairs of two keys for each column of a word: the A operand V^T
-            both = [quant.unpack_two_rows(fmt, v.words[u, 2 * e, c], v.words[u, 2 * e + 1, c]) for e in range(2)]
-            both = [quant.scale_pairs(both[e], factors[e], u // 2) for e in range(2)]
-            of = [dict(zip(fmt.order, pairs)) for pairs in both]  # column of the word -> pair
+            # convert the u-th word of the four keys to pairs of keys: [pair of keys][column of the word]
+            pairs = [quant.unpack_two_rows(fmt, v.words[u, 2 * e, c], v.words[u, 2 * e + 1, c]) for e in range(2)]
+            pairs = [quant.scale_pairs(pairs[e], sf[e], u // 2) for e in range(2)]
+            by_column = [dict(zip(fmt.order, pairs[e])) for e in range(2)]
+            # O^T += V^T @ P^T, two of the lane's columns per MMA
             for i in range(0, fmt.elements, 2):
-                a = [of[e][i + half] for e in range(2) for half in range(2)]
-                at = 2 * (b * columns(spec) + u * fmt.elements + i)
+                a = [by_column[e][i + half] for e in range(2) for half in range(2)]
+                o = 2 * (chunk * columns(spec) + u * fmt.elements + i)
                 for h in range(num_n_tiles(spec)):
-                    mma.issue(name, r.acc_o[None, h], at, a, [p[2 * c, h], p[2 * c + 1, h]])
+                    mma.issue(name, r.acc_o[None, h], o, a, [p[2 * c, h], p[2 * c + 1, h]])

@@ -37,8 +37,12 @@ class RowStats(NamedTuple):
 
 
 def allocate(spec, smem):
+    """Allocate the `ReduceSmem`."""
     t = spec.tile
-    row_major = lambda *shape: cute.make_ordered_layout(shape, order=tuple(reversed(range(len(shape)))))  # noqa: E731
+
+    def row_major(*shape):
+        return cute.make_ordered_layout(shape, order=tuple(reversed(range(len(shape)))))
+
     pieces = 8 * columns_at_once(spec) // PIECE
     return ReduceSmem(
         smem.allocate_tensor(Float32, row_major(t.warps, rows_at_once(spec), pieces, PIECE), 16),
