@@ -77,7 +77,9 @@ def store_e4m3(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor):
 @cute.jit
 def store_nvfp4(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor, sf_lanes: cutlass.Constexpr):
     n = const_expr(cute.size(values))
+    # scale factor of the block, over the lanes that share it
     f = nvfp4.compute_sf(nvfp4.block_amax(values, sf_lanes), a.out.o_sf_scale)
+    # codes
     target = cute.local_tile(a.out.o_fp4[token, head, None], (n // 2,), (piece,))
     out = cute.make_rmem_tensor(n // 2, target.element_type)
     each = const_expr(min(n, 8))  # codes per word
@@ -86,6 +88,7 @@ def store_nvfp4(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor,
         some = cute.make_tensor(values.iterator + i * each, cute.make_layout(each))
         words[i] = nvfp4.codes(some, f).to(INTEGERS[each // 2])
     copy.vector(out, target)
+    # one lane per block stores the scale factor
     if cute.arch.lane_idx() & sum(sf_lanes) == 0:
         nvfp4.store_sf(a, token, head, piece * n // SF_VEC_SIZE, f)
 

@@ -130,9 +130,11 @@ def apply(
     """Set s (rows, cols) to -inf where tokens[row] does not see key + cols[c]: the causal mask, the window and kv_len.
     cols: static numbers; `key` includes the thread's own offset."""
     for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
+        # the visible keys of the row, as columns
         lo, hi = visible(spec, tokens[r], seqlen)
         lo, hi = lo - key, hi - key
-        if const_expr(list(cols) == list(range(len(cols)))):  # neighbours: one word of bits hides 32 of them
+        # neighbouring columns: one word of bits masks 32 of them
+        if const_expr(list(cols) == list(range(len(cols)))):
             row = s[r, None]
             for k in cutlass.range_constexpr(0, cute.size(row), 32):
                 hidden = warp.shift_left(0xFFFFFFFF, cutlass.max(hi - k, 0))
@@ -140,6 +142,7 @@ def apply(
                     hidden |= ~warp.shift_left(0xFFFFFFFF, cutlass.max(lo - k, 0))
                 for c in cutlass.range_constexpr(32):
                     row[k + c] = -Float32.inf if hidden & const_expr(1 << c) != 0 else row[k + c]
+        # others: a comparison per column
         else:
             for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
                 out = cols[c] >= hi

@@ -156,10 +156,12 @@ def update_max_and_rescale(
     No data is exchanged until some lane finds that the maximum of a row has grown by more than RESCALE_THRESHOLD.
     softmax_scale_log2: per row. elementwise: multiply O one register at a time, see `decode.operands.fill`.
     """
+    # has the maximum of some row of the warp grown?
     top = lane_row_max(st, s)
     grown = (top[0] - st.row_max[0]) * softmax_scale_log2[0] > RESCALE_THRESHOLD
     for r in cutlass.range_constexpr(1, cute.size(st.row_max)):
         grown = grown or (top[r] - st.row_max[r]) * softmax_scale_log2[r] > RESCALE_THRESHOLD
+    # then update row_max, and rescale row_sum and O
     if cute.arch.vote_any_sync(grown):
         for r in cutlass.range_constexpr(cute.size(st.row_max)):
             m, old = reduce_across_quads(top[r], cute.arch.fmax), st.row_max[r]

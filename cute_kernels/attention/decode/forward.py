@@ -112,13 +112,16 @@ def kernel(spec: cutlass.Constexpr, plan: DecodeKernelParams):
     cute.arch.barrier()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp < roles(spec).first("mma"):
+        # the other roles; the launch after this one may start its CTAs
         cute.arch.setmaxregister_decrease(roles(spec).registers("load_k"))
         cute.arch.griddepcontrol_launch_dependents()
         if warp > roles(spec).first("schedule"):  # loads and the schedule warp begin while the launch before still runs
             cute.arch.griddepcontrol_wait()
         if warp < roles(spec).first("load_v"):
+            # load_k
             load.load_kv(spec, plan, s, load.LoadTarget(plan.k, s.k, s.k_pipe), pages.K, warp)
         elif warp < roles(spec).first("schedule"):
+            # load_v
             into = load.LoadTarget(plan.v, s.v, s.v_pipe)
             load.load_kv(spec, plan, s, into, pages.V, warp - roles(spec).first("load_v"))
         elif warp == roles(spec).first("schedule"):
@@ -126,6 +129,7 @@ def kernel(spec: cutlass.Constexpr, plan: DecodeKernelParams):
         elif const_expr(roles(spec).warps("load_scales") > 0):
             load.load_scales(spec, plan, s, (s.k_pipe, s.v_pipe))
     else:
+        # mma
         cute.arch.setmaxregister_increase(roles(spec).registers("mma"))
         cute.arch.griddepcontrol_wait()
         mma_warp(spec, plan, s)

@@ -55,9 +55,8 @@ def fetch_q(spec: cutlass.Constexpr, a, r, tile, words: cute.Tensor):
     """Load this lane's rows g of Q as words (D / 8, half): zeros past the sequence, columns in the order of chunks."""
     w, row = tile.w, CachedRow.of(spec, spec.head_dim_qk)
     g, t = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
-    vectors = const_expr(
-        row.width * 8 // spec.kv.bits // 4 // 8
-    )  # vectors of 8 elements in a lane's quarter of a chunk
+    # vectors of 8 elements in a lane's quarter of a chunk
+    vectors = const_expr(row.width * 8 // spec.kv.bits // 4 // 8)
     words.fill(0)
     for half in cutlass.range_constexpr(num_n_tiles(spec)):
         at = tile.first_row + spec.tile.rows_per_warp * tile.row_group + 8 * half + g
@@ -89,15 +88,18 @@ def set_q(spec: cutlass.Constexpr, a, r, tile, words: cute.Tensor, softmax_scale
     fmt = quant.kv_format(spec)
     t = cute.arch.lane_idx() % 4
     for half in cutlass.range_constexpr(num_n_tiles(spec)):
+        # fp16 with a scale per row, if K is quantised
         q_row_scale, own = Float32(fmt.dequant_scale), words[None, half]
         if const_expr(spec.q == "bf16" and quant.mma_sync_dtype(spec) == "fp16"):
             q_row_scale *= quant.to_fp16(own)
+        # token and score factors of this lane's rows of S
         for i in cutlass.range_constexpr(2):
             k, row = 2 * half + i, tile.first_row + spec.tile.rows_per_warp * tile.row_group + 8 * half + 2 * t + i
             r.tokens[k] = geometry.token_of(row, r.pack_factor)
             r.score_to_log2[k] = cute.arch.shuffle_sync(q_row_scale, 8 * t + 4 * i) * softmax_scale_log2
             capped = a.logits.soft_cap > 0.0
             r.to_log2[k] = logits.capped_to_log2(a.logits.soft_cap) if capped else r.score_to_log2[k]
+        # the B operand
         for i in cutlass.range_constexpr(spec.head_dim_qk // 8):
             r.q[i, half] = in_order(fmt, own, i)
 
@@ -164,6 +166,7 @@ def load_v(spec: cutlass.Constexpr, s, r, tile, at: KeyCursor, b: cutlass.Conste
     (`zero_v`)."""
     chunk, n, row, key = CachedRow.of(spec, spec.head_dim_vo), spec.tile.n, at.row, at.key
     stage, t = pipeline.cursor_stage(at.block), cute.arch.lane_idx() % 4
+    # this lane's eighth of the chunk, for 4 keys in each 16: 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t
     base = s.v.iterator.toint() + stage * (n * chunk.width * chunk.chunks) + row * chunk.width
     per = const_expr(chunk.width // 32)
     for c in cutlass.range_constexpr(keys(spec) // 16):
@@ -174,6 +177,7 @@ def load_v(spec: cutlass.Constexpr, s, r, tile, at: KeyCursor, b: cutlass.Conste
             for u in cutlass.range_constexpr(per):
                 v.words[u, e, c] = words[u]
             load_v_sf(spec, s, r, v, stage, row, e, c)
+    # zeros for keys past kv_len
     if key + keys(spec) > tile.w.kv_len:
         for c in cutlass.range_constexpr(keys(spec) // 16):
             for e in cutlass.range_constexpr(4):

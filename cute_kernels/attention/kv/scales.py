@@ -73,7 +73,9 @@ def fill(
     size, count = const_expr(scales.shape[3]), const_expr(scale_rows(spec))
     piece = const_expr(gcd(size, PIECE))
     step = Int64(scales.stride[2])
+    # wait for a free stage
     pipeline.producer_acquire(p, at.item)
+    # copy
     for c in cutlass.range_constexpr(cute.size(found)):
         first_row, page, page_size = (32 * c + cute.arch.lane_idx()) * count, found[c], scales.shape[2]
         row = at.n_block * spec.tile.n + first_row
@@ -87,4 +89,5 @@ def fill(
                 written = Int32(piece) if exists else Int32(0)
                 for i in cutlass.range_constexpr(0, size, piece):
                     cute.arch.inline_ptx(text, read_only_args=[target + e * size + i, source + e * step + i, written])
+    # arrive when the copies have completed
     cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(p, at.item))

@@ -100,6 +100,7 @@ def fill(
                 page_ids.box_pages if const_expr(largest) else BoxPages(page_ids.box_pages.page, None),
                 at,
             )
+    # page ids of the next block
     if const_expr(prefetched is not None):
         if at.n_block > 0:
             prefetch_pages(spec, prefetched, sequence_pages, at._replace(n_block=at.n_block - 1))
@@ -119,10 +120,12 @@ def fill_boxes(
     b, n, of = op.boxes[k], spec.tile.n, spec.tile.load_warps
     count, group = n // b.rows, 32 * op.boxes[0].rows // b.rows  # boxes per stage; boxes per register of `box_pages`
     size = op.bytes // count * ((count - at.loader + of - 1) // of) if const_expr(of > 1) else op.bytes
+    # wait for a free stage and announce this warp's bytes
     pipeline.producer_acquire_tx(p, at.item, size)
     # A coordinate that the compiler knows to be warp-uniform costs one move to a uniform register, any other a loop.
     head = cute.arch.make_warp_uniform(at.head)
     stage = cute.arch.make_warp_uniform(pipeline.stage(p, at.item))
+    # load the boxes
     into = StageTarget(smem, stage, p.full + stage, head)
     if const_expr(k > 0 or count <= of):
         for c in cutlass.range_constexpr(0, count, of):

@@ -133,6 +133,7 @@ def locate(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow):
     """Find the sequence of a unit. Called by one warp. window: where the search begins. Return (`UnitCoord`, the
     window that holds the sequence)."""
     batch_size = geometry.batch_size(a)
+    # move the window until it holds the unit
     units_behind = window.units_before + cute.arch.shuffle_sync(window.units_upto, 31)
     while unit < window.units_before or (unit >= units_behind and window.first_batch_idx + 32 < batch_size):
         first_batch_idx, units_before = Int32(0), Int32(0)  # from the start, if the unit comes before the window
@@ -140,6 +141,7 @@ def locate(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow):
             first_batch_idx, units_before = window.first_batch_idx + 32, units_behind
         window = load_window(spec, a, first_batch_idx, units_before)
         units_behind = window.units_before + cute.arch.shuffle_sync(window.units_upto, 31)
+    # the lane that has the unit
     index = unit - window.units_before
     owner = cute.arch.popc(cute.arch.vote_ballot_sync(window.units_upto <= index))
     index -= cute.arch.shuffle_sync(window.units_upto - window.own.num_tiles * window.own.units_per_tile, owner)

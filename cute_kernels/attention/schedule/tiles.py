@@ -147,6 +147,7 @@ def begin(spec: cutlass.Constexpr, a, smem: SchedulerSmem):
             top_packed = cutlass.max(top_packed, sequence.bucket)
         else:
             top = cutlass.max(top, sequence.bucket)
+    # the launch's tiles and the highest bucket of each kind
     count, packed_tiles = cute.arch.warp_redux_sync(count, "add"), cute.arch.warp_redux_sync(packed_tiles, "add")
     top, top_packed = cute.arch.warp_redux_sync(top, "max"), cute.arch.warp_redux_sync(top_packed, "max")
     ratio = Uint32(0)
@@ -179,6 +180,7 @@ def locate(spec: cutlass.Constexpr, a, pack_gqa: Int32, index: Int32, cursor: Se
             elif sequence.bucket < bucket:
                 lower = cutlass.max(lower, sequence.bucket)
         upto = warp.prefix_sum(mine)
+        # go on to the next 32 sequences, or to the next lower bucket
         passed = cute.arch.shuffle_sync(upto, 31)
         searching = index >= before + passed
         if searching:
@@ -187,6 +189,7 @@ def locate(spec: cutlass.Constexpr, a, pack_gqa: Int32, index: Int32, cursor: Se
             if first >= batch_size:
                 bucket, first, lower = cute.arch.warp_redux_sync(lower, "max"), Int32(0), Int32(-1)
                 searching = bucket >= 0
+    # the lane that has the tile
     owner = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= index - before))
     within = index - before - cute.arch.shuffle_sync(upto - mine, owner)
     found = TileSequence(*(cute.arch.shuffle_sync(x, owner) for x in sequence))
