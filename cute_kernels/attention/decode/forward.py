@@ -20,9 +20,9 @@ Pipelines (`device.pipeline`):
   scale factors, each lane arrives once for its cp.async. Each mma warp releases it after its last keys in the block.
 - s.merge.ready, 1 stage: O of the mma warps that share rows (`reduce`).
 
-With programmatic dependent launch (`pdl`), the schedule warp finds the CTA's first tile, and load_k and load_v look up
-its first pages, while the launch before still runs. The mma warps that finish the last split of a tile merge its splits
-(`combine`).
+With programmatic dependent launch (`pdl`), the schedule warp finds the CTA's first tile while the launch before still
+runs; load_k and load_v look up its first pages as soon as that launch has ended. The mma warps that finish the last
+split of a tile merge its splits (`combine`).
 
 Shared memory: `stages` x (K (n x Dqk) + V (n x Dvo)) in their storage type, 1024-byte aligned, their scale factors,
 `reduce.ReduceSmem`, mbarriers and tiles. `supports` says what the kernel refuses.
