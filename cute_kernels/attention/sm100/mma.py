@@ -14,8 +14,8 @@ from .roles import SLOTS, groups, is_static, num_iterations, pingpong_groups
 
 
 @cute.jit
-def mma_tiles(spec: cutlass.Constexpr, plan, s):
-    """One warp: the MMAs of all tiles, where there are two groups."""
+def mma(spec: cutlass.Constexpr, plan, s):
+    """One warp: the MMAs of all tiles."""
     base, t, at = s.tmem_ptr[0], Int32(0), MmaState(Uint32(0), Uint32(0), Int32(0))
     w = work.consume(spec, s, t)
     while w.is_valid != 0:
@@ -23,7 +23,9 @@ def mma_tiles(spec: cutlass.Constexpr, plan, s):
             n = pingpong_groups(spec, w)
             pipeline.consumer_wait(s.q_ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, at.tile)
             i = at.item
-            if const_expr(is_static(n, 1)):
+            if const_expr(groups(spec) < SLOTS):
+                i = mma_one_group.mma_tile(spec, s, base, w, at)
+            elif const_expr(is_static(n, 1)):
                 i = mma_two_tiles.mma_tile(spec, s, base, w, at)
             elif const_expr(is_static(n, SLOTS)):
                 i = mma_pingpong.mma_tile(spec, s, base, w, at)
@@ -34,11 +36,3 @@ def mma_tiles(spec: cutlass.Constexpr, plan, s):
             at = MmaState(i, at.iteration + Uint32(num_iterations(spec, w)), at.tile + 1)
         t += 1
         w = work.consume(spec, s, t)
-
-
-@cute.jit
-def mma(spec: cutlass.Constexpr, plan, s):
-    if const_expr(groups(spec) == SLOTS):
-        mma_tiles(spec, plan, s)
-    else:
-        mma_one_group.mma(spec, plan, s)
