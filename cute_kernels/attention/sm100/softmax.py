@@ -53,11 +53,12 @@ class ThreadCoord(NamedTuple):
 class Sm100TileState(NamedTuple):
     """The tile at hand. capped: whether the call has a soft cap."""
 
-    w: WorkTileInfo
     coord: ThreadCoord
     rows: ScoreRows
     capped: Any
     mask_start: Any
+    n_block_full_min: Int32
+    n_block_full_max: Int32
     skip_rule: Any = None  # of skip-softmax
 
 
@@ -110,36 +111,11 @@ def send_stats(s, x: ThreadCoord, stats: SoftmaxStats):
     pipeline.mbarrier_arrive(s.sm_stats_full + x.group)
 
 
-def exp2_pair(logs, ex2_emu):
-    """2^x of two values."""
-    return exp2.pair(logs) if ex2_emu else [cute.math.exp2(x, fastmath=True) for x in logs]
-
-
 def pack_p(spec, r: Sm100Fragments, columns):
     """P of these columns in the MMA's type, as words."""
     if fp8(spec):
         return [warp.pack_e4m3([r.s[0, c + e] for e in range(4)]) for c in columns[::4]]
     return [warp.pack_16bit(abi.DTYPES[mma_dtype(spec)], r.s[0, c], r.s[0, c + 1]) for c in columns[::2]]
-
-
-@cute.jit
-def store_p(spec: cutlass.Constexpr, s, r: Sm100Fragments, x: ThreadCoord, masked: cutlass.Constexpr):
-    """P of the block to tensor memory, announced in two parts."""
-    count = const_expr(p_splits(spec))
-    piece = const_expr(spec.tile.n // count)
-    scale, shift = (r.reduced[0],) * 2, (-r.st.row_max_scaled[0],) * 2
-    for k in cutlass.range_constexpr(count):
-        for c in cutlass.range_constexpr(k * piece, (k + 1) * piece, 2):
-            logs = cute.arch.fma_packed_f32x2((r.s[0, c], r.s[0, c + 1]), scale, shift)
-            values = exp2_pair(logs, const_expr(not masked and c % EX2_EMU_FREQ >= EX2_EMU_FREQ - spec.tile.ex2_emu))
-            for e in cutlass.range_constexpr(2):
-                r.s[0, c + e] = values[e]
-        words = pack_p(spec, r, range(k * piece, (k + 1) * piece))
-        tmem.store(x.s + (p_column(spec) + k * len(words)), words)
-        if const_expr(k + 1 in (p_early_splits(spec), count)):
-            tmem.wait_store()
-            tmem.fence_before_thread_sync()
-            pipeline.mbarrier_arrive((s.p_last_split if k + 1 == count else s.p_full_o_rescaled) + x.slot)
 
 
 def sum_p(spec, r: Sm100Fragments):
@@ -171,7 +147,7 @@ class SoftmaxFlags(NamedTuple):
 
 
 @cute.jit
-def softmax_or_skip_block(
+def softmax_step(
     spec: cutlass.Constexpr,
     a,
     s,
@@ -181,23 +157,28 @@ def softmax_or_skip_block(
     n_block: Int32,
     flags: cutlass.Constexpr,
 ):
-    """Softmax of block j, unless it is left out."""
+    """Softmax of a block, unless it is left out. Returns the `SoftmaxCounters` of the next."""
     logits.fetch_mask(spec, a, x.rows, x.mask_start, n_block * spec.tile.n, 1)
     x = x._replace(coord=coord_at(spec, x.coord, at.num_blocks))
+    # load S
     pipeline.mbarrier_wait(s.s_full + x.coord.slot, x.coord.use)
     tmem.fence_after_thread_sync()
     load_s(spec, r, x.coord)
+    # mask, soft cap, ALiBi
     cols = ScoreCols(n_block * spec.tile.n, list(range(spec.tile.n)))
     logits.transform(spec, a, r.s, r.score, x.rows, cols, x.capped, flags.masked)
     if const_expr(spec.logits.skip and not flags.is_first):
-        top, out = skip.vote(s, r, x.rows, x.skip_rule, x.coord.group, at.num_blocks)
-        if out != 0:
+        block_max, skips = skip.vote(s, r, x.rows, x.skip_rule, x.coord.group, at.num_blocks)
+        if skips != 0:
             skip_block(s, x.coord, at)
         else:
-            x.skip_rule.kept_max[0] = cute.arch.fmax(x.skip_rule.kept_max[0], top[0])
-            softmax_block(spec, s, r, x, at, top, flags.masked)
+            x.skip_rule.kept_max[0] = cute.arch.fmax(x.skip_rule.kept_max[0], block_max[0])
+            exp2_block(spec, s, r, x.coord, at, block_max, flags.masked)
     else:
-        softmax_block(spec, s, r, x, at, r.s, flags.masked)
+        exp2_block(spec, s, r, x.coord, at, r.s, flags.masked)
+        if const_expr(spec.logits.skip):
+            x.skip_rule.kept_max[0] = r.st.row_max[0]  # exact after one block
+    return SoftmaxCounters(at.num_blocks + 1, at.num_stats + 1)
 
 
 @cute.jit
@@ -211,21 +192,40 @@ def skip_block(s, x: ThreadCoord, at: SoftmaxCounters):
 
 
 @cute.jit
-def softmax_block(
+def exp2_block(
     spec: cutlass.Constexpr,
     s,
     r: Sm100Fragments,
-    x: Sm100TileState,
+    x: ThreadCoord,
     at: SoftmaxCounters,
-    tops: cute.Tensor,
+    scores: cute.Tensor,
     masked: cutlass.Constexpr,
 ):
     """P of the block at hand, whose maximum is that of `tops`, and its sum."""
-    online.update_max(r.st, tops, r.reduced, 1, rescale_params(spec), fp8(spec))
-    send_stats(s, x.coord, SoftmaxStats(r.st.acc_scale[0], Float32(0.0)))
-    store_p(spec, s, r, x.coord, masked)
+    # row_max, and the scale of O to correction
+    online.update_max(r.st, scores, r.reduced, 1, rescale_params(spec), fp8(spec))
+    send_stats(s, x, SoftmaxStats(r.st.acc_scale[0], Float32(0.0)))
+    # P = exp2(S * scale - row_max), announced in two parts
+    count = const_expr(p_splits(spec))
+    columns = const_expr(spec.tile.n // count)
+    scale, shift = (r.reduced[0],) * 2, (-r.st.row_max_scaled[0],) * 2
+    for k in cutlass.range_constexpr(count):
+        for c in cutlass.range_constexpr(k * columns, (k + 1) * columns, 2):
+            logs = cute.arch.fma_packed_f32x2((r.s[0, c], r.s[0, c + 1]), scale, shift)
+            if const_expr(not masked and c % EX2_EMU_FREQ >= EX2_EMU_FREQ - spec.tile.ex2_emu):
+                r.s[0, c], r.s[0, c + 1] = exp2.pair(logs)
+            else:
+                r.s[0, c] = cute.math.exp2(logs[0], fastmath=True)
+                r.s[0, c + 1] = cute.math.exp2(logs[1], fastmath=True)
+        words = pack_p(spec, r, range(k * columns, (k + 1) * columns))
+        tmem.store(x.s + (p_column(spec) + k * len(words)), words)
+        if const_expr(k + 1 in (p_early_splits(spec), count)):
+            tmem.wait_store()
+            tmem.fence_before_thread_sync()
+            pipeline.mbarrier_arrive((s.p_last_split if k + 1 == count else s.p_full_o_rescaled) + x.slot)
     # keeps the sum behind P, on which others wait
-    pipeline.mbarrier_wait(s.sm_stats_empty + x.coord.group, at.num_stats)
+    pipeline.mbarrier_wait(s.sm_stats_empty + x.group, at.num_stats)
+    # row_sum
     sum_of_p = sum_p(spec, r)
     if const_expr(not masked and spec.tile.ex2_emu > 0):
         # the P of a NaN is 448, or infinity in 16 bits
@@ -234,10 +234,24 @@ def softmax_block(
 
 
 @cute.jit
-def init_row(spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState, at: SoftmaxCounters, half):
-    """What the thread's row of a tile is, in a half, and that it has seen no key."""
-    w = x.w
-    row = (tile_q_stage(spec, w) * w.m_block + half) * ROWS + x.coord.row
+def begin_tile(
+    spec: cutlass.Constexpr,
+    a,
+    s,
+    r: Sm100Fragments,
+    coord: ThreadCoord,
+    w: WorkTileInfo,
+    at: SoftmaxCounters,
+    capped,
+):
+    """The `Sm100TileState` of a tile."""
+    rows = ScoreRows(r.tokens, w.q_start, mask.seqlen_info(spec, a, w.q_len, w.kv_len), r.slopes, r.words)
+    start = geometry.mask_start(a, w.batch_idx) if const_expr(spec.mask.custom) else None
+    skip_rule = skip.rule(spec, a, w.kv_len)
+    half = coord.group * (tile_q_stage(spec, w) - 1)
+    first, last = geometry.tile_tokens(tile_q_stage(spec, w) * w.m_block + half, ROWS, w.q_len, w.pack_factor)
+    n_block_full_min, n_block_full_max = mask.full_range(spec, first, last, rows.seqlen)
+    row = (tile_q_stage(spec, w) * w.m_block + half) * ROWS + coord.row
     head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
     r.tokens[0] = warp.opaque(
         geometry.token_of(row, geometry.pack_divisor(w))
@@ -250,88 +264,20 @@ def init_row(spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState
     if const_expr(scales_q_rows(spec)):
         tile = at.num_stats - at.num_blocks
         pipeline.consumer_wait(s.q_ready_pipe, tile)
-        r.score[0] *= s.q_row_scales[half * ROWS + x.coord.row, pipeline.stage(s.q_ready_pipe, tile)]
+        r.score[0] *= s.q_row_scales[half * ROWS + coord.row, pipeline.stage(s.q_ready_pipe, tile)]
     r.reduced[0] = r.score[0]
     if const_expr(spec.logits.alibi):
         r.slopes[0] = logits.slope_of(a, head, r.score[0])
     if const_expr(spec.logits.soft_cap):
-        r.reduced[0] = logits.capped_to_log2(a.logits.soft_cap) if x.capped else r.score[0]
+        r.reduced[0] = logits.capped_to_log2(a.logits.soft_cap) if capped else r.score[0]
     online.reset(r.st, online.NO_KEY_MAX)
-
-
-@cute.jit
-def first_n_block(
-    spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState, at: SoftmaxCounters, n_block: Int32
-):
-    """The group's first block of a tile. Returns the `SoftmaxCounters` of the next."""
-    softmax_or_skip_block(spec, a, s, r, x, at, n_block, SoftmaxFlags(True, True))
-    if const_expr(spec.logits.skip):
-        x.skip_rule.kept_max[0] = r.st.row_max[0]  # exact after one block
-    return SoftmaxCounters(at.num_blocks + 1, at.num_stats + 1)
-
-
-@cute.jit
-def run_segment(
-    spec: cutlass.Constexpr,
-    a,
-    s,
-    r: Sm100Fragments,
-    x: Sm100TileState,
-    at: SoftmaxCounters,
-    segment: mask.Segment,
-    own: Int32,
-):
-    """The group's blocks of a segment of a tile. own: its first one of the tile. Returns the `SoftmaxCounters` of the
-    next."""
-    n = pingpong_groups(spec, x.w)
-    if const_expr(is_static(n, 1)):
-        for n_block in cutlass.range(segment.n_block_max - 1, segment.n_block_min - 1, -1, unroll=1):
-            softmax_or_skip_block(spec, a, s, r, x, at, n_block, SoftmaxFlags(segment.masked))
-            at = SoftmaxCounters(at.num_blocks + 1, at.num_stats + 1)
-    else:
-        n_block = segment.n_block_max - 1
-        n_block -= (own - n_block) & (n - 1)
-        while n_block >= segment.n_block_min:
-            softmax_or_skip_block(spec, a, s, r, x, at, n_block, SoftmaxFlags(segment.masked))
-            at = SoftmaxCounters(at.num_blocks + 1, at.num_stats + 1)
-            n_block -= n
-    return at
-
-
-@cute.jit
-def run_tile(spec: cutlass.Constexpr, a, s, r: Sm100Fragments, x: Sm100TileState, at: SoftmaxCounters):
-    """The group's blocks of a tile, and what becomes of its sums. Returns the `SoftmaxCounters` of the next."""
-    w, n, group = x.w, pingpong_groups(spec, x.w), x.coord.group
-    half = group * (tile_q_stage(spec, w) - 1)
-    first, last = geometry.tile_tokens(tile_q_stage(spec, w) * w.m_block + half, ROWS, w.q_len, w.pack_factor)
-    n_block_full_min, n_block_full_max = mask.full_range(spec, first, last, x.rows.seqlen)
-    init_row(spec, a, s, r, x, at, half)
-    own = w.n_block_max - 1
-    if const_expr(is_static(n, 1)):
-        at = first_n_block(spec, a, s, r, x, at, own)
-    else:
-        own -= (n - 1) * group
-        if own >= w.n_block_min:
-            at = first_n_block(spec, a, s, r, x, at, own)
-    segments = mask.segments(spec, w.n_block_min, own, n_block_full_min, n_block_full_max)
-    for g in cutlass.range_constexpr(len(segments)):
-        at = run_segment(spec, a, s, r, x, at, segments[g], own)
-    if const_expr(not is_static(n, 1)):
-        if (w.n_block_max - w.n_block_min) & (n - 1) & group != 0:  # the other group has the tile's last block
-            mine = coord_at(spec, x.coord, at.num_blocks)
-            pipeline.mbarrier_wait(s.s_full + mine.slot, mine.use)
-            skip_block(s, mine, at)
-            at = SoftmaxCounters(at.num_blocks + 1, at.num_stats + 1)
-    top = -Float32.inf if r.st.row_max[0] == -Float32.inf else r.st.row_max_scaled[0]
-    send_stats(s, x.coord, SoftmaxStats(r.st.row_sum[0], top))
-    pipeline.mbarrier_wait(s.sm_stats_empty + x.coord.group, at.num_stats)
-    return SoftmaxCounters(at.num_blocks, at.num_stats + 1)
+    return Sm100TileState(coord, rows, capped, start, n_block_full_min, n_block_full_max, skip_rule)
 
 
 @cute.jit
 def softmax(spec: cutlass.Constexpr, plan, s):
     """All tiles of the CTA."""
-    a, r, mine, capped = plan.args, registers(spec), thread_coord(spec, s), False
+    a, r, coord, capped = plan.args, registers(spec), thread_coord(spec, s), False
     if const_expr(spec.logits.soft_cap):
         capped = a.logits.soft_cap > 0.0
     t, at, count = Int32(0), SoftmaxCounters(Int32(0), Int32(0)), Int32(0)
@@ -342,10 +288,40 @@ def softmax(spec: cutlass.Constexpr, plan, s):
                 splits.record(s.splits, w, count, cute.arch.thread_idx()[0])
                 count += 1
         if w.n_block_max > w.n_block_min:
-            rows = ScoreRows(r.tokens, w.q_start, mask.seqlen_info(spec, a, w.q_len, w.kv_len), r.slopes, r.words)
-            start = geometry.mask_start(a, w.batch_idx) if const_expr(spec.mask.custom) else None
-            x = Sm100TileState(w, mine, rows, capped, start, skip.rule(spec, a, w.kv_len))
-            at = run_tile(spec, a, s, r, x, at)
+            x = begin_tile(spec, a, s, r, coord, w, at, capped)
+            n = pingpong_groups(spec, w)
+            # the group's first block of the tile
+            own = w.n_block_max - 1
+            if const_expr(is_static(n, 1)):
+                at = softmax_step(spec, a, s, r, x, at, own, SoftmaxFlags(True, True))
+            else:
+                own -= (n - 1) * coord.group
+                if own >= w.n_block_min:
+                    at = softmax_step(spec, a, s, r, x, at, own, SoftmaxFlags(True, True))
+            # its other blocks, masked ones apart from full ones
+            for segment in mask.segments(spec, w.n_block_min, own, x.n_block_full_min, x.n_block_full_max):
+                flags, begin, end = SoftmaxFlags(segment.masked), segment.n_block_max - 1, segment.n_block_min
+                step = pingpong_groups(spec, w)
+                if const_expr(is_static(step, 1)):
+                    for n_block in cutlass.range(begin, end - 1, -1, unroll=1):
+                        at = softmax_step(spec, a, s, r, x, at, n_block, flags)
+                else:
+                    n_block = begin - ((own - begin) & (step - 1))
+                    while n_block >= end:
+                        at = softmax_step(spec, a, s, r, x, at, n_block, flags)
+                        n_block -= step
+            # the tile's last block, if it is the other group's
+            if const_expr(not is_static(n, 1)):
+                if (w.n_block_max - w.n_block_min) & (n - 1) & coord.group != 0:
+                    mine = coord_at(spec, coord, at.num_blocks)
+                    pipeline.mbarrier_wait(s.s_full + mine.slot, mine.use)
+                    skip_block(s, mine, at)
+                    at = SoftmaxCounters(at.num_blocks + 1, at.num_stats + 1)
+            # row_sum and row_max to correction
+            row_max = -Float32.inf if r.st.row_max[0] == -Float32.inf else r.st.row_max_scaled[0]
+            send_stats(s, coord, SoftmaxStats(r.st.row_sum[0], row_max))
+            pipeline.mbarrier_wait(s.sm_stats_empty + coord.group, at.num_stats)
+            at = SoftmaxCounters(at.num_blocks, at.num_stats + 1)
         t += 1
         w = work.consume(spec, s, t)
     if const_expr(work.is_split_kv(spec)):
