@@ -41,7 +41,7 @@ def recv_stats(s, group, row: Int32, item: Int32):
 
 
 @cute.jit
-def rescale(spec: cutlass.Constexpr, at: Int32, factor: Float32):
+def correction_rescale(spec: cutlass.Constexpr, at: Int32, factor: Float32):
     """O *= factor of each row, in warps where a row wants that."""
     if cute.arch.vote_any_sync(factor != 1.0):
         for c in cutlass.range_constexpr(0, spec.head_dim_vo, LOADED):
@@ -97,7 +97,7 @@ class CorrectionCounters(NamedTuple):
 
 
 @cute.jit
-def finish(
+def correction_epilogue(
     spec: cutlass.Constexpr,
     a,
     s,
@@ -183,22 +183,6 @@ def add_columns(s, w: WorkTileInfo, into: OutputRow, c: cutlass.Constexpr, value
 
 
 @cute.jit
-def finish_tile(spec: cutlass.Constexpr, a, s, w: WorkTileInfo, row: Int32, at: CorrectionCounters):
-    """The thread's row of each half."""
-    n = pingpong_groups(spec, w)
-    if const_expr(is_static(n, 1)):
-        for group in cutlass.range_constexpr(groups(spec)):
-            finish(spec, a, s, w, group, row, at, False)
-    elif const_expr(is_static(n, 2)):
-        finish(spec, a, s, w, 0, row, at, True)
-    elif n == 1:
-        for group in cutlass.range_constexpr(groups(spec)):
-            finish(spec, a, s, w, group, row, at, False)
-    else:
-        finish(spec, a, s, w, 0, row, at, True)
-
-
-@cute.jit
 def correction(spec: cutlass.Constexpr, plan, s):
     """All tiles of the CTA."""
     a = plan.args
@@ -216,13 +200,23 @@ def correction(spec: cutlass.Constexpr, plan, s):
                         if const_expr(groups(spec) < SLOTS):  # of every block: a phase looks like the one before last
                             pipeline.mbarrier_wait(s.o_full, i - 1)
                         tmem.fence_after_thread_sync()
-                        rescale(spec, o_address(s, group), factor)
+                        correction_rescale(spec, o_address(s, group), factor)
                         tmem.fence_before_thread_sync()
                     pipeline.mbarrier_arrive(
                         s.p_full_o_rescaled + (group if const_expr(groups(spec) == SLOTS) else i % SLOTS)
                     )
                 i += 1
-        finish_tile(spec, a, s, w, row, CorrectionCounters(i, q))
+        n, at = pingpong_groups(spec, w), CorrectionCounters(i, q)
+        if const_expr(is_static(n, 1)):
+            for group in cutlass.range_constexpr(groups(spec)):
+                correction_epilogue(spec, a, s, w, group, row, at, False)
+        elif const_expr(is_static(n, SLOTS)):
+            correction_epilogue(spec, a, s, w, 0, row, at, True)
+        elif n == 1:
+            for group in cutlass.range_constexpr(groups(spec)):
+                correction_epilogue(spec, a, s, w, group, row, at, False)
+        else:
+            correction_epilogue(spec, a, s, w, 0, row, at, True)
         if w.n_block_max > w.n_block_min:
             q += 1
         t += 1

@@ -168,25 +168,6 @@ def shared(spec, plan):
     )
 
 
-@cute.jit
-def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
-    """The warps of the warpgroup that multiplies and loads."""
-    if warp == roles(spec).first("mma"):
-        mma(spec, plan, s)
-    elif warp == roles(spec).first("load_k"):
-        into = load.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
-        load.load_kv(spec, plan, s, into, pages.K, Int32(0), produces_tiles=not work.is_split_kv(spec))
-    elif warp == roles(spec).first("load_v"):
-        into = load.LoadTarget(plan.v, s.raw_v, s.raw_v_pipe)
-        load.load_kv(spec, plan, s, into, pages.V, Int32(0), loads_q=const_expr(dequantises(spec)))
-    elif const_expr(work.is_split_kv(spec)):
-        schedule_and_load_q(spec, plan, s)
-    elif const_expr(not dequantises(spec)):
-        load_q(spec, plan, s)
-    elif const_expr(spec.kv.block_scaled):
-        load.load_scales(spec, plan, s, (s.raw_k_pipe, s.raw_v_pipe))
-
-
 @cute.kernel
 def kernel(spec: cutlass.Constexpr, plan: Sm100KernelParams):
     s = shared(spec, plan)
@@ -206,7 +187,20 @@ def kernel(spec: cutlass.Constexpr, plan: Sm100KernelParams):
         correction(spec, plan, s)
     elif warp < roles(spec).first("load_k") // WARPS * WARPS + WARPS:
         cute.arch.setmaxregister_decrease(roles(spec).registers("mma"))
-        serve(spec, plan, s, warp)
+        if warp == roles(spec).first("mma"):
+            mma(spec, plan, s)
+        elif warp == roles(spec).first("load_k"):
+            into = load.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
+            load.load_kv(spec, plan, s, into, pages.K, Int32(0), produces_tiles=not work.is_split_kv(spec))
+        elif warp == roles(spec).first("load_v"):
+            into = load.LoadTarget(plan.v, s.raw_v, s.raw_v_pipe)
+            load.load_kv(spec, plan, s, into, pages.V, Int32(0), loads_q=const_expr(dequantises(spec)))
+        elif const_expr(work.is_split_kv(spec)):
+            schedule_and_load_q(spec, plan, s)
+        elif const_expr(not dequantises(spec)):
+            load_q(spec, plan, s)
+        elif const_expr(spec.kv.block_scaled):
+            load.load_scales(spec, plan, s, (s.raw_k_pipe, s.raw_v_pipe))
         cute.arch.griddepcontrol_launch_dependents()
     elif const_expr(dequantises(spec)):
         cute.arch.setmaxregister_decrease(roles(spec).registers("prepare_k"))
