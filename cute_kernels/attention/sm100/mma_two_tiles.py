@@ -1,4 +1,4 @@
-"""MMAs of a 256-row tile: two halves of 128 rows, one softmax warpgroup each (FlashAttention 4's q_stage = 2)."""
+"""MMAs of a tile of 256 rows: two halves of 128 rows, with a softmax warpgroup each (FlashAttention 4: q_stage = 2)."""
 
 import cutlass
 import cutlass.cute as cute
@@ -26,21 +26,29 @@ from .roles import SLOTS, is_static, pingpong_groups
 
 @cute.jit
 def mma_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: MmaState):
-    """The MMAs of a tile. Returns the items of the pipes then."""
-    rows = q_descriptors(spec, s, at.tile)
-    # S = Q @ K^T of the tile's first block, for both halves
+    """Issue the MMAs of tile `w`. One warp. Return the item of the pipelines of K and V after it."""
+    q = q_descriptors(spec, s, at.tile)
+    # S = Q @ K^T of the tile's first block, both halves
     wait_operand(spec, s.k_pipe, at.item)
     with cute.arch.elect_one():
         for half in cutlass.range_constexpr(SLOTS):
-            gemm_qk(spec, s, base, half, rows[half], at.item)
+            gemm_qk(spec, s, base, half, q[half], at.item)
         umma.commit(pipeline.empty_barrier(s.k_pipe, at.item))
         if w.n_block_max - w.n_block_min == 1:
             umma.commit(pipeline.empty_barrier(s.q_pipe, at.tile))
+    # Per block, wait for V and the next K; per half, wait for P, issue P @ V and at once Q @ K^T of the next block. So
+    # the softmax of a half runs under the MMAs of the other half. MMAs of a half are in order: s_full of a block also
+    # says that O of the block before is complete, on which correction relies. Softmax announces P in two parts, so that
+    # P @ V begins while the last part is computed.
+    #
+    # Every group of MMAs has an election of its own: inside one for all, nothing is uniform to the compiler (73 R2UR,
+    # 274 instead of 239 instructions per two blocks). `left` counts the tile's blocks from here on: it takes 10
+    # instructions less than a block's number. The parity of iterations takes 2 less than their number.
     i, iteration, left = at.item, at.iteration & 1, w.n_block_max - w.n_block_min
     while left > 0:
         is_first = Int32(1) if left == w.n_block_max - w.n_block_min else Int32(0)
         phase = i if const_expr(is_static(pingpong_groups(spec, w), 1)) else iteration
-        # wait for V of this block and K of the next
+        # wait for V of this block and K of the next, with one fence behind both
         pipeline.consumer_wait(s.v_pipe, i)
         if left > 1:
             pipeline.consumer_wait(s.k_pipe, i + 1)
@@ -50,7 +58,7 @@ def mma_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: 
                 zero_tail(spec, s, w, i)
         for half in cutlass.range_constexpr(SLOTS):
             tmem_columns = columns(base, half, half)
-            # O += P @ V, in two parts: softmax stores the last columns of P while the MMAs of the others run
+            # O += P @ V, all parts of P but the last
             if is_first != 0:
                 pipeline.mbarrier_wait(s.o_empty + half, at.tile - 1)
             pipeline.mbarrier_wait(s.p_full_o_rescaled + half, phase)
@@ -62,17 +70,18 @@ def mma_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: 
             with cute.arch.elect_one():
                 if kept != 0:
                     gemm_pv(spec, s, tmem_columns, i, range(p_early_splits(spec)), is_first)
+            # O += P @ V, the last part
             pipeline.mbarrier_wait(s.p_last_split + half, phase)
             tmem.fence_after_thread_sync()
             with cute.arch.elect_one():
                 if kept != 0:
                     gemm_pv(spec, s, tmem_columns, i, range(p_early_splits(spec), p_splits(spec)), is_first)
-                # S = Q @ K^T of the next block; O is complete behind the last
+                # S = Q @ K^T of the next block, or, behind the tile's last, O is complete
                 if left > 1:
-                    gemm_qk(spec, s, base, half, rows[half], i + 1)
+                    gemm_qk(spec, s, base, half, q[half], i + 1)
                 else:
                     umma.commit(s.o_full + half)
-        # release the stages of V and K, and Q behind the tile's last Q @ K^T
+        # release the stages of V and K, and that of Q after the tile's last Q @ K^T
         with cute.arch.elect_one():
             umma.commit(pipeline.empty_barrier(s.v_pipe, i))
             if left > 1:
