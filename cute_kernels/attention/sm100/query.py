@@ -56,7 +56,7 @@ def load_q_tile(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32
 @cute.jit
 def load_q(spec: cutlass.Constexpr, plan, s):
     """Load Q of all tiles of the CTA. One warp."""
-    # Per tile that has keys, wait for a free stage of Q and fill it: by a TMA box, whose bytes complete the stage's
+    # Per tile that has keys, wait for a free stage of Q and fill it: by a TMA box, and its bytes complete the stage's
     # barrier, or, if rows are packed, by cp.async of 16 bytes per lane, a proxy fence and an arrival. The mma warp
     # releases the stage when the tile's last Q @ K^T is done. A gather takes a few thousand cycles per tile (4,096
     # copies of 16 bytes for 256 rows of head_dim 128, 128 per lane), hidden by the tile before if Q has a second stage.

@@ -208,8 +208,8 @@ def exp2_block(
     scores: cute.Tensor,
     masked: cutlass.Constexpr,
 ):
-    """Compute P of the block in r.s, store it to tensor memory, and update row_max and row_sum. scores: (1, columns),
-    whose maximum is the block's: r.s, or the maximum itself if the vote on skipping has found it."""
+    """Compute P of the block in r.s, store it to tensor memory, and update row_max and row_sum. scores: (1, columns)
+    with the block's maximum: r.s, or the maximum itself if the vote on skipping has found it."""
     # row_max; its growth goes to correction first, which rescales O while P is computed
     online.update_max(r.st, scores, r.reduced, 1, rescale_params(spec), fp8(spec))
     send_stats(s, x, SoftmaxStats(r.st.acc_scale[0], Float32(0.0)))
