@@ -31,7 +31,9 @@ def mma(spec: cutlass.Constexpr, plan, s):
     while w.is_valid != 0:
         if w.n_block_max > w.n_block_min:
             n = pingpong_groups(spec, w)
+            # wait for Q
             pipeline.consumer_wait(s.q_ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, at.tile)
+            # S = Q @ K^T and O += P @ V of all blocks
             i = at.item
             if const_expr(groups(spec) < SLOTS):
                 i = mma_one_group.mma_tile(spec, s, base, w, at)

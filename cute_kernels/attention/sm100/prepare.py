@@ -33,16 +33,20 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
     i, t, q = Int32(0), Int32(0), Int32(0)
     w = work.consume(spec, s, t)
     while w.is_valid != 0:
+        # Q of the tile
         if w.n_block_max > w.n_block_min:
             prepare_q(spec, plan, s, w, q, share + which * (WARPS // 2))
             q += 1
         for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+            # wait for the raw stage and a free operand stage
             pipeline.consumer_wait(ring.raw, i)
             pipeline.producer_acquire(ring.operand, i)
+            # dequantise
             valid = w.kv_len - n_block * spec.tile.n
             prepare.dequantise_stage(spec, plan.args, s, which, share, const_expr(WARPS // 2), i, valid)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
+            # release the raw stage, announce the operand
             pipeline.consumer_release(ring.raw, i)
             pipeline.mbarrier_arrive(pipeline.full_barrier(ring.operand, i))
             i += 1

@@ -317,7 +317,7 @@ def softmax(spec: cutlass.Constexpr, plan, s):
             # its other blocks: masked on the right, full, masked on the left by a window
             for segment in mask.segments(spec, w.n_block_min, own, x.n_block_full_min, x.n_block_full_max):
                 flags, begin, end = SoftmaxFlags(segment.masked), segment.n_block_max - 1, segment.n_block_min
-                step = pingpong_groups(spec, w)
+                step = pingpong_groups(spec, w)  # n, computed again: n itself would be live across the first block
                 if const_expr(is_static(step, 1)):
                     for n_block in cutlass.range(begin, end - 1, -1, unroll=1):
                         at = softmax_step(spec, a, s, r, x, at, n_block, flags)
