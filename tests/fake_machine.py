@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from wrappers.machine import Machine
+from wrappers.machine import HostMachine
 
 
 class Broken(BaseException):
@@ -19,7 +19,7 @@ def promised(condition: Any, what: str = "") -> None:
         raise Broken(what)
 
 
-class FakeMachine(Machine):
+class FakeMachine(HostMachine):
     """GPUs of `sms` SMs for CPU tensors, which are on device None.
 
     kernel: (op, spec) -> a function that takes a launch's arguments. Tests may set between calls: `devices` (their

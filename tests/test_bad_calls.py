@@ -375,16 +375,16 @@ UNSERVED = (  # no kernel
 HOSTS = ("cpu", "new", "known")
 
 
-def machine_of(host: str, name: str) -> machine.Machine:
+def machine_of(host: str, name: str) -> machine.HostMachine:
     """The CPU, a new machine with kernels, or one that has the plan of the good call."""
-    here = machine.Machine() if host == "cpu" else Kernels()
+    here = machine.HostMachine() if host == "cpu" else Kernels()
     if host == "known":
         with machine.override(here):
             GOOD[name][0](**poisoned(name))
     return here
 
 
-def outcome(here: machine.Machine, name: str, argument: str, bad: str, value: Any) -> str | None:
+def outcome(here: machine.HostMachine, name: str, argument: str, bad: str, value: Any) -> str | None:
     """What is wrong with a refusal, or "accepted"; None: nothing."""
     arguments = poisoned(name) | {argument: value}
     before = contents(arguments)
@@ -524,10 +524,14 @@ SHOWN = {  # what a message says instead of the argument's name and value
     ("context, nvfp4 cache", "kv_block_scales", "None"): "kv_cache_sf: None, required",
     ("decode, ragged", "cum_seq_lens_q", "None"): r"query: 5 tokens, must be 2 x 1 (seq_lens, q_len_per_req)",
     ("xqa, drafts", "q_cu_seq_lens", "None"): "q: shape (5, 4, 64)",
-    ("xqa, drafts", "q_seq_len", "far"): "73786976294838206464) (rows of query tokens, two words for 32 of q_seq_len)",
+    ("xqa, drafts", "q_seq_len", "far"): "73786976294838206464) (the query's rows, two words per 32 of q_seq_len)",
     ("explain", "function", "builtin"): "function: len",
     ("explain", "function", "helper"): "function: load",
-    ("top_k_page_table_transform", "row_to_batch", "None"): "(2, 28), needs 3 rows, one a row of input, without",
+    (
+        "top_k_page_table_transform",
+        "row_to_batch",
+        "None",
+    ): "(2, 28), must have at least 3 rows, one per row of input, without",
     **{
         (f"top_k_per_row_{which}", "logits", bad): f"stride0: 50, must be that of logits, {stride}"
         for which in ("prefill", "decode")
@@ -536,13 +540,13 @@ SHOWN = {  # what a message says instead of the argument's name and value
     ("xqa", "q_scale", "negative"): "q_scale * kv_scale: -0.125",
     ("xqa", "kv_scale", "negative"): "q_scale * kv_scale: -0.125",
     **{
-        (name, argument, bad): "k_sf_cache, v_sf_cache: one of the two is None, must be both or none"
+        (name, argument, bad): "k_sf_cache, v_sf_cache: one of the two is None, must be both given or both None"
         for argument in ("k_sf_cache", "v_sf_cache")
         for name, values in (("xqa", not_tensors((2,))), ("xqa, nvfp4", NONE))
         for bad in values
     },
     **{
-        ("context, nvfp4 cache", "kv_cache_sf", bad): "alias of kv_cache_sf, only one of the two may be given"
+        ("context, nvfp4 cache", "kv_cache_sf", bad): "another name of kv_cache_sf, only one of the two may be given"
         for bad in not_tensors((2,))
     },
 }

@@ -11,7 +11,7 @@ from bench.cases import precision as cases
 from bench.cases.attention import make_inputs, reference_of
 from tools import demo_data, profile
 from wrappers import fp4, trtllm_batch_context_with_kv_cache
-from wrappers.explanation import problem_of
+from wrappers.explanation import call_of
 
 
 class WallClock:
@@ -171,7 +171,7 @@ def test_the_rule_is_that_of_a_direct_computation(monkeypatch):
 def test_the_share_is_that_of_attention_that_skips(causal):
     inputs = cases.concentrated(replace(TINY_SKIP, causal=causal), "cpu", "heavy-tailed")
     for factor in (1.0, 30.0, 1000.0):
-        p = problem_of(trtllm_batch_context_with_kv_cache, **inputs, **{precision.FACTOR: factor})
+        p = call_of(trtllm_batch_context_with_kv_cache, **inputs, **{precision.FACTOR: factor})
         want = skipping.attend(p, sparsity.KEYS, 0).sparsity
         assert sparsity.share(sparsity.maxima_of(inputs), factor / 520) == pytest.approx(want)
     assert 0.2 < want < 0.3

@@ -224,7 +224,7 @@ PLANS = {
     "indptr: Tensor|indptr: dtype torch.int64": {"indptr": torch.zeros(5, dtype=torch.int64)},
     "last_page_len: 3 elements, must be 4: a batch of 4, from indptr": {"last_page_len": ints([1, 1, 1])},
     "indices: 2 elements, must be at least 10, the last of indptr": {"indices": ints([0, 1])},
-    "indptr.2.: 1, must be at least 3, as the one before it": {"indptr": ints([0, 3, 1, 5, 6])},
+    "indptr.2.: 1, must be at least 3, the entry before it": {"indptr": ints([0, 3, 1, 5, 6])},
     "num_qo_heads: 5, must be a multiple of num_kv_heads, 2": {"num_qo_heads": 5},
     "page_size: 0, must be at least 1": {"page_size": 0},
     "q_len_per_req: 0, must be at least 1": {"q_len_per_req": 0},
@@ -255,10 +255,10 @@ def test_bad_plans(message):
 def runs(case):
     q, (k, v) = case.q, case.cache
     return {
-        "q: 3 tokens, must be 4 x 1, requests of plan x q_len_per_req": {"q": q[:3]},
+        "q: 3 tokens, must be 4 x 1, the requests of plan x q_len_per_req": {"q": q[:3]},
         "q: 8 tokens, must be 4 x 1": {"q": torch.cat([q, q])},
         "q: torch.bfloat16 .dtype., must be plan's q_data_type": {"q": q.bfloat16()},
-        "paged_kv_cache: 2 .rows a page., must be plan's page_size, 4": {"paged_kv_cache": (k[:, :2], v[:, :2])},
+        "paged_kv_cache: 2 .rows per page., must be plan's page_size, 4": {"paged_kv_cache": (k[:, :2], v[:, :2])},
         "paged_kv_cache: torch.bfloat16 .dtype., must be": {"paged_kv_cache": (k.bfloat16(), v.bfloat16())},
         "window_left: 3, must be None or plan's, -1": {"window_left": 3},
         "q_len_per_req: 2, must be None or plan's, 1": {"q_len_per_req": 2},
@@ -291,7 +291,7 @@ def test_bad_values():
 def test_bad_constructors():
     with pytest.raises(NotImplementedError, match="^jit_args: list, must be None"):
         Decode(WORKSPACE, jit_args=[1])
-    with pytest.raises(ValueError, match="^paged_kv_indptr_buffer: NoneType, must be a tensor where use_cuda_graph"):
+    with pytest.raises(ValueError, match="^paged_kv_indptr_buffer: NoneType, must be a tensor if use_cuda_graph"):
         Decode(WORKSPACE, use_cuda_graph=True)
     indptr, indices, last = buffers(4, 9)
     with pytest.raises(ValueError, match="^paged_kv_last_page_len_buffer: 3 elements, must be 4: a batch of 4, from"):

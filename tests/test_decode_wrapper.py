@@ -583,7 +583,7 @@ def test_more_keys_than_a_kernel_counts(here, launches, monkeypatch):
     inputs = decode_of(PLAIN)
     table, size = inputs["block_tables"], inputs["kv_cache"][0].shape[2]
     monkeypatch.setattr(checks, "MOST_KEYS", table.shape[1] * size)
-    with pytest.raises(NotImplementedError, match=f"block_tables: {table.shape[1]} pages of {size} tokens a request"):
+    with pytest.raises(NotImplementedError, match=f"block_tables: {table.shape[1]} pages of {size} tokens per request"):
         trtllm_batch_decode_with_kv_cache(**inputs)
     monkeypatch.setattr(checks, "MOST_KEYS", table.shape[1] * size + 1)
     trtllm_batch_decode_with_kv_cache(**inputs)

@@ -70,7 +70,7 @@ def test_register_is_one_line():
     for name in (register(), register("mine"), register()):
         assert AttentionInterface()[name] is integration.paged_attention
         model = example.transformers.AutoModelForCausalLM.from_config(config, attn_implementation=name)
-        with pytest.raises(ValueError, match="paged_cache: missing"):
+        with pytest.raises(ValueError, match="paged_cache: None, required"):
             model(torch.tensor([[5]]))
 
 
@@ -162,8 +162,11 @@ def test_a_decode_step_may_be_captured(name, monkeypatch):
 def test_cache_refuses(llama):
     cache = PagedCache(2, pages=4, max_tokens=40, page_size=16, device="cpu")
     cache.admit(0, 20)
-    for request, tokens, error in ((0, 5, ValueError), (1, 41, ValueError), (1, 0, ValueError), (1, 30, MemoryError)):
-        with pytest.raises(error, match=f"request {request}: "):
+    for request, tokens, error, text in (
+        (0, 5, ValueError, "request: 0, already admitted"), (1, 41, ValueError, r"tokens: 41, must be in \[1, 40\]"),
+        (1, 0, ValueError, r"tokens: 0, must be in \[1, 40\]"), (1, 30, MemoryError, "request: 1, needs 2 pages, 1"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=f"^{text}"):
             cache.admit(request, tokens)
     for lens in ([33, 0], [0, 1], [1]):
         with pytest.raises(ValueError, match="has pages for|entries"):
@@ -181,14 +184,14 @@ def test_cache_refuses(llama):
 @torch.no_grad()
 def test_attention_refuses(llama):
     llama.set_attn_implementation(register())
-    with pytest.raises(ValueError, match="paged_cache: missing"):
+    with pytest.raises(ValueError, match="paged_cache: None, required"):
         llama(torch.tensor([[5]]))
     cache = PagedCache(1, pages=2, max_tokens=16, device="cpu")
     cache.admit(0, 16)
     cache.extend([3])
-    with pytest.raises(ValueError, match="keys of 1 tokens, extend announced 3"):
+    with pytest.raises(ValueError, match="key: 1 tokens, must be the 3 that extend announced"):
         llama(torch.tensor([[5]]), paged_cache=cache, use_cache=False)
     layer, x = llama.model.layers[0].self_attn, torch.zeros(1, 8, 3, 128)
     for given in ({"attention_mask": x}, {"position_bias": x}, {"dropout": 0.1}, {"is_causal": False}):
-        with pytest.raises(NotImplementedError):
+        with pytest.raises(NotImplementedError, match=f"^{next(iter(given))}: not supported"):
             integration.paged_attention(layer, x, x, x, **{"attention_mask": None, "paged_cache": cache, **given})

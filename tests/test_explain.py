@@ -101,7 +101,7 @@ def test_a_call_that_requires_grad_is_explained_as_it_is_made(name):
 def test_the_cpu_runs_the_reference(name):
     said = explain(function=getattr(wrappers, name), **inputs_of(name))
     assert said.runs.startswith("reference") and said.found is None
-    assert said.refused and all(why == "device cpu" for _, why in said.refused)
+    assert said.refused and all(why == "device cpu, must be a CUDA device" for _, why in said.refused)
 
 
 @pytest.mark.parametrize("name", NAMES)

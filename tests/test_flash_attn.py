@@ -29,7 +29,7 @@ from tests.flash_attn_batches import (
     oracle,
 )
 from wrappers import explain, flash_attn, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from wrappers.explanation import problem_of
+from wrappers.explanation import call_of
 
 OPTIONS = {
     "full": ({}, {}),
@@ -169,7 +169,7 @@ def test_caches_without_a_table_are_pages(rows, page):
             found = [oracle(*part, causal=True) for part in zip(
                 q[3 - n :], *([row[:m] for row, m in zip(t, lens[3 - n :].tolist())] for t in cache))]  # fmt: skip
             check(got, tuple(map(torch.stack, zip(*found))))
-            p = problem_of(flash_attn_with_kvcache, q[3 - n :], *cache, cache_seqlens=lens[3 - n :])
+            p = call_of(flash_attn_with_kvcache, q[3 - n :], *cache, cache_seqlens=lens[3 - n :])
             assert p.k.shape[2] == size
             assert p.k.untyped_storage().data_ptr() == cache[0].untyped_storage().data_ptr()
 
@@ -293,7 +293,7 @@ def test_phases():
     """Few rows of a causal call go to decode, whose CTAs share keys; more, and full attention, to prefill."""
 
     def phase(batch, **options):
-        return problem_of(
+        return call_of(
             flash_attn_varlen_func, batch.q, *batch.paged, batch.q_starts, max_seqlen_q=batch.max_q,
             seqused_k=batch.lens, block_table=batch.table, **options,
         ).phase  # fmt: skip
@@ -303,11 +303,11 @@ def test_phases():
     assert phase(few, causal=True, num_splits=32) == "decode" != phase(few, causal=True, num_splits=1)
     assert phase(few) == phase(many, causal=True) == phase(few, window_size=(9, -1)) == "prefill"
     for bound in (None, torch.tensor(1)):  # not read: all rows may be of one request
-        p = problem_of(flash_attn_varlen_func, many.q, many.k, many.v, many.q_starts, many.k_starts, bound, causal=True)
+        p = call_of(flash_attn_varlen_func, many.q, many.k, many.v, many.q_starts, many.k_starts, bound, causal=True)
         assert p.max_q_len == 34
-    one = problem_of(flash_attn_with_kvcache, equal(EQUAL.q)[:, :1], *EQUAL.dense)
+    one = call_of(flash_attn_with_kvcache, equal(EQUAL.q)[:, :1], *EQUAL.dense)
     assert one.phase == "decode" and one.causal and one.requests.cu_seqlens_q is None and one.max_q_len == 1
-    two = problem_of(flash_attn_with_kvcache, equal(EQUAL.q), *EQUAL.dense)
+    two = call_of(flash_attn_with_kvcache, equal(EQUAL.q), *EQUAL.dense)
     assert two.phase == "prefill" and two.requests.cu_seqlens_q.tolist() == [0, 2, 4, 6]
 
 
@@ -322,7 +322,7 @@ def test_launches(launches):
     many = Batch(q_lens=(70, 2), kv_lens=(75, 40), page=8)
     many.cached(causal=True)
     assert len(launches) == 2 and launches[-1].q.data_ptr() == many.q.data_ptr()
-    p = problem_of(flash_attn_varlen_func, batch.q, batch.k, batch.v, batch.q_starts, batch.k_starts)
+    p = call_of(flash_attn_varlen_func, batch.q, batch.k, batch.v, batch.q_starts, batch.k_starts)
     assert p.requests.kv_starts is batch.k_starts and p.k.data_ptr() == batch.k.data_ptr()
 
 

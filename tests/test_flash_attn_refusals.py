@@ -13,7 +13,7 @@ BAD_APPENDS = {
     "softcap: -1.0": {"softcap": -1.0},
     "k: None|k: NoneType": {"k": None},
     "v: NoneType": {"v": None},
-    "cache_seqlens: None, required where k is given": {"cache_seqlens": None},
+    "cache_seqlens: None, required if k is given": {"cache_seqlens": None},
     "k: shape": {"k": torch.zeros(3, 2, HKV, 32, dtype=HALF)},
     "v: shape": {"v": torch.zeros(3, 1, HKV, D, dtype=HALF)},
     "k: dtype torch.float32, must be that of k_cache": {"k": torch.zeros(3, 2, HKV, D)},
@@ -39,7 +39,10 @@ def test_nothing_is_written_before_a_refusal(message):
 def test_nothing_is_written_where_no_kernel_serves(launches):
     given, *_ = appended("equal")
     narrow = {name: given[name][..., :32].contiguous() for name in ("q", "k", "v", "k_cache", "v_cache")}
-    for change, message in ({"softmax_scale": -1.0}, "softmax_scale: -1.0; CUDA"), (narrow, "q: no attention kernel"):
+    for change, message in (
+        ({"softmax_scale": -1.0}, "softmax_scale: -1.0, must be positive on CUDA"),
+        (narrow, "q: no attention kernel"),
+    ):
         bad = given | change
         before = bad["k_cache"].clone()
         with pytest.raises(NotImplementedError, match=f"^{message}"):
@@ -52,7 +55,7 @@ def test_nothing_is_written_where_no_kernel_serves(launches):
 def test_caches_that_would_be_read_while_they_are_written():
     given, *_ = appended("equal")
     given["k"] = given["k_cache"].view(-1, HKV, D)[:6].view(3, 2, HKV, D)
-    with pytest.raises(ValueError, match="^k_cache: shape .* overlaps the memory of k, must be apart"):
+    with pytest.raises(ValueError, match="^k_cache: shape .* overlaps the memory of k, must not overlap it"):
         flash_attn_with_kvcache(**given)
 
 
@@ -109,7 +112,7 @@ REFUSALS = [
     (table_call, {"block_table": None, "page_table": BATCH.table.long()}, TypeError, "page_table: dtype torch.int64"),
     (table_call, {"block_table": None, "page_table": BATCH.table + 99}, ValueError, "page_table: .* in column 0"),
     (table_call, {"block_table": None}, NotImplementedError, "seqused_k: given without block_table, not supported"),
-    (table_call, {"window_size": (4, 4), "causal": False}, NotImplementedError, "window_size: .4, 4., later keys"),
+    (table_call, {"window_size": (4, 4), "causal": False}, NotImplementedError, "window_size: .4, 4., a window"),
     (table_call, {"window_size": 4}, TypeError, "window_size: 4, must be .left, right."),
     (table_call, {"window_size": (4.0, 0)}, TypeError, "window_size: 4.0, must be an int"),
     (table_call, {"causal": None}, TypeError, "causal: None, must be True or False"),
@@ -123,7 +126,7 @@ REFUSALS = [
     (table_call, {"s_aux": SINKS, "sinks": SINKS}, ValueError, "sinks: another name of s_aux"),
     (table_call, {"sinks": SINKS.double()}, TypeError, "sinks: dtype torch.float64"),
     (table_call, {"sinks": SINKS[:2]}, ValueError, "sinks: shape .2,., must be .4,."),
-    (table_call, LOW | {"k_descale": REQUEST}, NotImplementedError, "k_descale: shape .* of strides .2, 1., one a req"),
+    (table_call, LOW | {"k_descale": REQUEST}, NotImplementedError, "k_descale: shape .* of strides .2, 1., one per r"),
     (table_call, {"k_descale": REQUEST[:, :1]}, ValueError, "k_descale: shape .4, 1., must be .4, 2."),
     (table_call, {"v_descale": REQUEST.half()}, TypeError, "v_descale: dtype torch.float16"),
     (table_call, {"q_descale": 0.5}, TypeError, "q_descale: float, must be a torch.Tensor"),

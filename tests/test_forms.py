@@ -273,16 +273,16 @@ def test_pages_outside_their_pool_are_zeros():
 
 BAD_VALUES: dict[str, tuple[str, dict[str, Any], str]] = {
     "far": ("csr", {"kv_starts": ints(0, 3, 6)}, r"kv_starts\[2\]: 6 of request 1, must be in \[3, 5\]: from the "
-            r"entry before it to the entries of page_table"),
+            r"entry before it to the number of entries of page_table"),
     "falling": ("csr", {"kv_starts": ints(0, 3, 2)}, r"kv_starts\[2\]: 2 of request 1, must be in \[3, 5\]"),
     "negative": ("ragged", {"kv_starts": ints(-1, 3, 5)}, r"kv_starts\[0\]: -1 of request 0, must be in \[0, 11\]: "
-                 r"from the entry before it to the k's rows"),
+                 r"from the entry before it to the number of rows of k"),
     "last": ("csr", {"kv_lens": ints(1, 4)}, r"kv_lens: 4 of request 1, must be in \[0, 3\]: rows of a page"),
     "queries": ("ragged", {"cu_seqlens_q": ints(0, 3, 6)}, r"cu_seqlens_q\[2\]: 6 of request 1, must be in \[3, 5\]"),
     "page": ("csr", {"page_table": ints(0, 1, 2, 3, -1).as_strided((1, 2, 5), (0, 0, 1))},
              r"page_table: -1 in entry 4, of request 1 \(K\), must be in \[0, 7\)"),
-    "mask": ("csr", MASK | {"mask_starts": ints(0, 6, 9)}, r"mask_starts: 6 of request 1, must be in \[0, 5\]: it has "
-             r"1 of the 6 bytes of custom_mask"),
+    "mask": ("csr", MASK | {"mask_starts": ints(0, 6, 9)}, r"mask_starts: 6 of request 1, must be in \[0, 5\]: its "
+             r"bits take 1 of the 6 bytes of custom_mask"),
     "short mask": ("ragged", MASK | {"custom_mask": torch.zeros(2, dtype=torch.uint8)},
                    r"mask_starts: 0 of request 0, must be in \[0, -1\]"),
 }  # fmt: skip
@@ -316,7 +316,7 @@ BAD: dict[str, tuple[Any, type, str]] = {
     "starts' type": (lambda: listed(kv_starts=ints(0, 3, 5).long()), TypeError, "kv_starts: dtype torch.int64, must"),
     "starts' rank": (lambda: listed(kv_starts=ints(0, 3, 5)[None]), ValueError, r"kv_starts: shape \(1, 3\)"),
     "no starts": (lambda: listed("ragged", kv_starts=ints()), ValueError, r"kv_starts: shape \(0,\)"),
-    "starts' stride": (lambda: listed(kv_starts=ints(0, 0, 3, 3, 5)[::2]), ValueError, r"kv_starts: stride \(2,\)"),
+    "starts' stride": (lambda: listed(kv_starts=ints(0, 0, 3, 3, 5)[::2]), ValueError, r"kv_starts: strides \(2,\)"),
     "device": (lambda: listed(kv_starts=ints(0, 3, 5).to("meta")), ValueError, "kv_starts: device meta, must be the"),
     "last": (lambda: listed(kv_lens=ints(1)), ValueError, r"kv_lens: shape \(1,\), must be \(2,\)"),
     "last's type": (lambda: listed(kv_lens=ints(1, 1).long()), TypeError, "kv_lens: dtype torch.int64"),
@@ -354,7 +354,10 @@ def test_refused(name):
 
 def test_interleaved_scales_need_pages_of_whole_fours():
     three = dense_requests([(1, 8)], dims=(64, 64))
-    for form, size, message in (("csr", 6, "True, pages of 6 rows"), ("ragged", 4, "True, no pages")):
+    for form, size, message in (
+        ("csr", 6, "True, must be False with pages of 6 rows"),
+        ("ragged", 4, "True, must be False without pages"),
+    ):
         p = problem(three, form, size)
         (k, ks), (v, vs) = (fp4.nvfp4_quantize(t.nan_to_num().float(), 1.0) for t in (p.k, p.v))
         bad = p._replace(k=k, v=v, k_scales=ks, v_scales=vs, interleaved=True)
@@ -537,19 +540,19 @@ def test_bounds_that_vary_under_a_plan(launches, monkeypatch):
     p = listed()._replace(k=many, v=many, requests=requests)
     op.serve(p)
     longer = csr_sequences(ints(0, 5), ints(0, 0), ints(0, 0, 0, 0), ints(0))
-    with pytest.raises(NotImplementedError, match="^page_table: 4 pages of 268435456 tokens; a CUDA kernel"):
+    with pytest.raises(NotImplementedError, match="^page_table: 4 pages of 268435456 tokens, must be less than"):
         op.serve(p._replace(requests=longer))
     p = listed("ragged")
     op.serve(p)
     rows = p.k[:, :, :1].expand(1, 2, 1 << 30, 8)
-    with pytest.raises(NotImplementedError, match="^k: 1073741824 rows; a CUDA kernel counts less"):
+    with pytest.raises(NotImplementedError, match="^k: 1073741824 rows, must be less than"):
         op.serve(p._replace(k=rows, v=rows))
     with pytest.raises(ValueError, match="^kv: K .* may differ in the last dimension only"):
         op.serve(p._replace(v=p.v[:, :, :5]))
     p = listed(**MASK)
     op.serve(p)
     monkeypatch.setattr(checks, "MOST_MASK", 6)
-    with pytest.raises(NotImplementedError, match="^custom_mask: 6 bytes; a CUDA kernel counts less than 6"):
+    with pytest.raises(NotImplementedError, match="^custom_mask: 6 bytes, must be less than 6 on CUDA"):
         op.serve(p)
     assert len(launches) == 3
 

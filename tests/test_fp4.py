@@ -199,7 +199,7 @@ def test_numbers_of_numpy():
 
 
 def test_a_tensor_without_dimensions_is_refused_as_such():
-    with pytest.raises(ValueError, match=r"^data: shape \(\), must have a dimension"):
+    with pytest.raises(ValueError, match=r"^data: shape \(\), must have at least 1 dimension"):
         fp4.unpack(torch.zeros((), dtype=torch.uint8))
 
 

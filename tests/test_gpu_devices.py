@@ -87,7 +87,7 @@ def same(a: dict[str, Any], b: dict[str, Any], what: object = "") -> None:
 @pytest.fixture(autouse=True)
 def first_is_current():
     """Nothing leaves another device current; every test has plans, scratch and counters of its own."""
-    with torch.cuda.device(0), machine.override(machine.Machine()):
+    with torch.cuda.device(0), machine.override(machine.HostMachine()):
         yield
         assert torch.cuda.current_device() == 0
 

@@ -352,7 +352,7 @@ def test_capture_short_replay_long(monkeypatch, warm):
     inputs = make(case)
     want = run(inputs)
     if not warm:  # as in a process whose first call is captured
-        monkeypatch.setattr(machine, "current", machine.Machine())
+        monkeypatch.setattr(machine, "current", machine.HostMachine())
     fill_lengths(inputs, (1, 0, 2), (1, 0, 5))
     graph, result = captured(trtllm_batch_context_with_kv_cache, inputs)
     for q_lens, kv_lens in (((5, 6, 7), (5, 60, 70)), (case.q_lens, case.kv_lens)):

@@ -123,7 +123,7 @@ def test_rows(rows):
 def test_every_plan(monkeypatch, plan):
     """Whichever plan dispatch would take, all that can hold a row give the reference's bits."""
     monkeypatch.setattr(dispatch, "select", lambda problem, arch: ("topk.radix", plan))
-    monkeypatch.setattr(machine, "current", machine.Machine())  # without the plans of other tests
+    monkeypatch.setattr(machine, "current", machine.HostMachine())  # without the plans of other tests
     room = 60_000 * plan.cluster if plan.stream else plan.capacity * plan.cluster
     for width in (1, 100, room // 3 + 1, room - 1, room):
         for data, lengths, k in (("normal", "mixed", 333), ("special", "wild", 2048), ("constant", "full", 64)):
@@ -136,7 +136,7 @@ def test_every_plan(monkeypatch, plan):
 def test_streams_whatever_the_sample_says(monkeypatch, plan):
     """Candidates come all at the end or at the start, in what a sample takes or in what it leaves, or are all equal."""
     monkeypatch.setattr(dispatch, "select", lambda problem, arch: ("topk.radix", plan))
-    monkeypatch.setattr(machine, "current", machine.Machine())  # without the plans of other tests
+    monkeypatch.setattr(machine, "current", machine.HostMachine())  # without the plans of other tests
     width = 70_000 * min(plan.cluster, 4)
     rising = torch.linspace(-3, 3, width, device=CUDA)
     line = torch.arange(width, device=CUDA) // 32 % (width // 4096) == 0
@@ -301,7 +301,7 @@ def test_replay_with_other_values(monkeypatch, function, width, warm):
     inputs = make(case)
     run(case, inputs)
     if not warm:  # as in a process whose first call is captured
-        monkeypatch.setattr(machine, "current", machine.Machine())  # without the plans of other tests
+        monkeypatch.setattr(machine, "current", machine.HostMachine())  # without the plans of other tests
     graph, result = captured(getattr(wrappers, case.function), inputs)
     returned = {TOP_K: ("values", "indices"), PAGE_TABLE: ("out",), RAGGED: ("out",)}.get(function, ())
     for seed in range(1, 9):

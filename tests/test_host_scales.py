@@ -292,7 +292,7 @@ def test_launches_of_a_captured_graph(case, gpu):
 
 def test_cuda_refuses_a_number_that_is_not_positive(gpu):
     for scale in (-1.0, torch.tensor([-1.0])):
-        with pytest.raises(NotImplementedError, match="^bmm1_scale: -1.0; CUDA kernels"):
+        with pytest.raises(NotImplementedError, match="^bmm1_scale: -1.0, must be positive on CUDA"):
             outcome(("trtllm_batch_context_with_kv_cache", "bmm1_scale"), scale)
 
 
@@ -319,7 +319,7 @@ def test_nothing_but_the_read_is_done_for_a_tensor(case):
 
 def test_products_with_scales_of_heads():
     host, heads = torch.tensor([0.25]), torch.ones(HQ, device="meta")
-    scale, tensor, out_scale, out = values.factors(0.5, heads, host, host, heads.device, (HQ, HKV))
+    scale, tensor, out_scale, out = values.combine_scales(0.5, heads, host, host, heads.device, (HQ, HKV))
     assert (scale, out_scale, out) == (0.125, 0.25, None) and tensor is heads
 
 
@@ -343,7 +343,7 @@ def test_products_of_fakes():
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         host, there, heads = (mode.from_tensor(t) for t in (host, there, heads))
         for a, b in itertools.permutations((host, there, heads), 2):
-            scale, tensor, *_ = values.factors(0.5, None, a, None, there.device, (HQ, HQ))
+            scale, tensor, *_ = values.combine_scales(0.5, None, a, None, there.device, (HQ, HQ))
             scale, tensor = values.times("q_scale", b, there.device, scale, tensor, (HQ, HQ), 0)
             assert scale == 0.5 and tensor.is_meta and tensor.numel() == max(a.numel(), b.numel())
         function, given = prepared(("xqa", "q_scale"), "meta")

@@ -212,7 +212,7 @@ SCALES = {
 
 
 def scaling(scales):
-    return lambda: values.factors(0.5, *scales, WORKSPACE.device, (HQ, HKV))
+    return lambda: values.combine_scales(0.5, *scales, WORKSPACE.device, (HQ, HKV))
 
 
 @pytest.mark.parametrize("name", SCALES)

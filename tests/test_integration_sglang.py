@@ -349,7 +349,7 @@ def test_queries_of_blackwell(server, monkeypatch):
     """e4m3 over an e4m3 pool, which MMAs there take as it is; and what no kernel does is refused."""
     from wrappers import machine
 
-    class Fake(machine.Machine):
+    class Fake(machine.HostMachine):
         def __init__(self, arch):
             super().__init__()
             self.arch = arch
@@ -529,7 +529,7 @@ def test_prefill_of_dsa(dsa, device):
     assert found.tolist() == [filled([int(offsets[r]) + i for i in best[r]], k) for r in range(3)]
     found = backend.topk_transform(topk_transform_method=methods.PAGED, force_unfused_topk=True, **given)
     assert found.tolist() == [filled(row, k) for row in best]
-    with pytest.raises(ValueError, match="topk_indices_offset: None, required where topk_transform_method is RAGGED"):
+    with pytest.raises(ValueError, match="topk_indices_offset: None, required if topk_transform_method is RAGGED"):
         backend.topk_transform(topk_transform_method=methods.RAGGED, **given | {"topk_indices_offset": None})
 
 

@@ -441,10 +441,10 @@ def test_modes_that_are_refused(asked, server):
     ({"kv_cache_dtype": "nvfp4_4over6"}, "kv_cache_dtype: 'nvfp4_4over6', must be one of auto, float16"),
 ])  # fmt: skip
 def test_refused_by_the_layer(options, message, server):
-    from wrappers.integrations.vllm import Impl
+    from wrappers.integrations.vllm import VllmImpl
 
     with pytest.raises(NotImplementedError, match=message):
-        Impl(HEADS, 64, 0.125, KV_HEADS, **options)
+        VllmImpl(HEADS, 64, 0.125, KV_HEADS, **options)
 
 
 def test_fused_output_is_refused(server):

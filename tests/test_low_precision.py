@@ -26,7 +26,7 @@ from wrappers import (
     xqa,
 )
 from wrappers.attention import checks, plan
-from wrappers.explanation import problem_of
+from wrappers.explanation import call_of
 from wrappers.prefill import values
 
 HALF, BF16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -188,7 +188,7 @@ def test_outputs_of_quantised_queries():
         assert got.float().abs().max() == 448 and (300 * want).abs().max() > 480
         torch.testing.assert_close(got.double(), (300 * want).clamp(-448, 448), rtol=2**-4, atol=2**-9)
     inputs = cases.make_inputs(replace(PLAIN, lse=False)) | e5m2_inputs()
-    with pytest.raises(ValueError, match="^out_dtype: torch.float8_e5m2, the query's, must be one of torch.float16"):
+    with pytest.raises(ValueError, match="^out_dtype: torch.float8_e5m2 .the query's, by default., must be one of"):
         trtllm_batch_context_with_kv_cache(**inputs)
     with pytest.raises(ValueError, match="^out: dtype torch.float8_e5m2, must be one of torch.float16"):
         trtllm_batch_context_with_kv_cache(**inputs | {"out": torch.empty_like(inputs["query"])})
@@ -302,12 +302,14 @@ def test_positions_of_scales_are_fa3s_where_there_are_three():
 def test_scales_of_heads_are_read_by_the_device_only():
     """Tensors of a device, which "meta" stands for, are multiplied there; of groups of one head, no tensor is made."""
     meta = {name: t.to("meta") for name, t in OF_HEADS.items()}
-    scale, tensor, out_scale, out = values.factors(0.5, meta["q"], meta["k"], meta["v"], meta["q"].device, (HQ, HKV))
+    scale, tensor, out_scale, out = values.combine_scales(
+        0.5, meta["q"], meta["k"], meta["v"], meta["q"].device, (HQ, HKV)
+    )
     assert (scale, out_scale) == (0.5, 1.0) and tensor.is_meta and tensor.shape == out.shape == (HQ,)
-    _, tensor, _, out = values.factors(1.0, None, OF_HEADS["k"], OF_HEADS["k"], WORKSPACE.device, (HKV, HKV))
+    _, tensor, _, out = values.combine_scales(1.0, None, OF_HEADS["k"], OF_HEADS["k"], WORKSPACE.device, (HKV, HKV))
     assert tensor is out is OF_HEADS["k"]
     strided = torch.stack([OF_HEADS["q"]] * 2, 1)[:, 0]
-    assert values.factors(1.0, strided, None, None, WORKSPACE.device, (HQ, HKV))[1].is_contiguous()
+    assert values.combine_scales(1.0, strided, None, None, WORKSPACE.device, (HQ, HKV))[1].is_contiguous()
 
 
 def test_one_number_for_all_heads_is_no_scale_of_heads():
@@ -465,7 +467,7 @@ def test_facts():
         (lambda: dict(k_scale=torch.ones(1), v_scale=torch.tensor(1.0)), False), (dict, False),
     ):  # fmt: skip
         q, k = torch.zeros(4, HQ, D).to(E5M2), torch.zeros(4, HKV, D).to(E5M2)
-        p = problem_of(single_prefill_with_kv_cache, q, k, k, o_dtype=BF16, **make())
+        p = call_of(single_prefill_with_kv_cache, q, k, k, o_dtype=BF16, **make())
         facts = plan.request_of(p)
         assert (facts.q, facts.kv, facts.out, facts.head_scales) == ("e5m2", "e5m2", "bf16", want)
     assert explain(q, k, k, function=single_prefill_with_kv_cache, o_dtype=BF16, arch="sm_90a").runs is None

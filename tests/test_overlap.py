@@ -117,7 +117,7 @@ def test_outputs_are_apart_from_every_tensor(monkeypatch, function, output, know
             continue
         for which, t in enumerate(tensors):
             arguments = make(function)
-            with machine.override(Kernels() if known else machine.Machine()):
+            with machine.override(Kernels() if known else machine.HostMachine()):
                 if known:
                     public(**make(function))
                 memory = torch.zeros(1 << 20, dtype=torch.uint8).untyped_storage()
@@ -138,7 +138,7 @@ def test_outputs_are_apart_from_every_tensor(monkeypatch, function, output, know
     assert seen >= (1 if known is True else 2)
 
 
-@pytest.mark.parametrize("host", [machine.Machine, lambda: Kernels()], ids=["cpu", "kernels"])
+@pytest.mark.parametrize("host", [machine.HostMachine, lambda: Kernels()], ids=["cpu", "kernels"])
 def test_a_folded_output_is_refused(host):
     for function, outputs in ATTENTION.items():
         for output in outputs:
@@ -153,7 +153,7 @@ def test_a_folded_output_is_refused(host):
                     cases.FUNCTIONS[function][0](**attention_arguments(function))
 
 
-@pytest.mark.parametrize("host", [machine.Machine, lambda: Kernels()], ids=["cpu", "kernels"])
+@pytest.mark.parametrize("host", [machine.HostMachine, lambda: Kernels()], ids=["cpu", "kernels"])
 def test_slices_of_one_buffer_are_served(host):
     """The output beside queries, keys and values in a row."""
     inputs = cases.make_inputs(replace(cases.EDGE["plain"], heads_q=2, heads_kv=2))

@@ -105,7 +105,7 @@ def test_outputs_apart_from_masks():
     memory = torch.zeros(case.q.numel() * 2 + 64, dtype=torch.uint8)
     out = memory[: case.q.numel() * 2].view(HALF).view(case.q.shape)
     packed = memory[case.q.numel() * 2 - 4 :][: len(case.packed)].copy_(case.packed)
-    with pytest.raises(ValueError, match="out: .* overlaps the memory of custom_mask, must be apart"):
+    with pytest.raises(ValueError, match="out: .* overlaps the memory of custom_mask, must not overlap it"):
         case.paged(packed_custom_mask=packed).run(case.q, tuple(case.cache), out=out)
 
 
@@ -364,7 +364,7 @@ def test_graph_mode_needs_buffers():
     for i, name in enumerate(BatchPrefillWithPagedKVCacheWrapper._NAMES):
         given = [*buffers]
         given[i] = None
-        with pytest.raises(ValueError, match=f"{name}_buf: NoneType, must be a tensor where use_cuda_graph is True"):
+        with pytest.raises(ValueError, match=f"{name}_buf: NoneType, must be a tensor if use_cuda_graph is True"):
             BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, "NHD", True, *given)
     for i, need in ((1, 7), (3, 6)):
         given = [*buffers]

@@ -98,26 +98,26 @@ BAD_RUNS = {
     "q: 16 (rows), must be plan's last of qo_indptr, 17": (ValueError, lambda c: (c.q[1:], c.cache), {}),
     "q: torch.bfloat16 (dtype), must be plan's q_data_type": (ValueError, lambda c: (c.q.bfloat16(), c.cache), {}),
     "q: 4 (heads), must be plan's num_qo_heads, 6": (ValueError, lambda c: (c.q[:, :4], c.cache), {}),
-    "q: 32 (elements a head), must be plan's head_dim, 64": (ValueError, lambda c: (c.q[..., :32], c.cache), {}),
+    "q: 32 (elements per head), must be plan's head_dim, 64": (ValueError, lambda c: (c.q[..., :32], c.cache), {}),
     "q: shape (17, 384), must have 3": (ValueError, lambda c: (c.q.flatten(1), c.cache), {}),
     "q: list, must be a torch.Tensor": (TypeError, lambda c: ([1], c.cache), {}),
     "paged_kv_cache: torch.bfloat16 (dtype), must be plan's kv_data_type": (
         ValueError, lambda c: (c.q, [t.bfloat16() for t in c.cache]), {},
     ),
-    "paged_kv_cache: 2 (rows a page), must be plan's page_size, 4": (
+    "paged_kv_cache: 2 (rows per page), must be plan's page_size, 4": (
         ValueError, lambda c: (c.q, [t[:, :2] for t in c.cache]), {},
     ),
     "paged_kv_cache: 1 (heads), must be plan's num_kv_heads, 2": (
         ValueError, lambda c: (c.q, [t[:, :, :1] for t in c.cache]), {},
     ),
-    "paged_kv_cache: 32 (elements a head), must be plan's head_dim_vo, 64": (
+    "paged_kv_cache: 32 (elements per head), must be plan's head_dim_vo, 64": (
         ValueError, lambda c: (c.q, (c.cache[0], c.cache[1][..., :32])), {},
     ),
     "paged_kv_cache: shape (11, 4, 2, 64), must have 5": (ValueError, lambda c: (c.q, c.cache[0]), {}),
-    "q_scale: shape (2,), must have one element, or be (6,), one a query head": (
+    "q_scale: shape (2,), must have one element, or be (6,), one per query head": (
         ValueError, lambda c: (c.q, c.cache), dict(q_scale=A_HEAD),
     ),
-    "k_scale: shape (6,), must have one element, or be (2,), one a KV head": (
+    "k_scale: shape (6,), must have one element, or be (2,), one per KV head": (
         ValueError, lambda c: (c.q, c.cache), dict(k_scale=torch.ones(HQ)),
     ),
     "v_scale: shape (2, 1), must have one element": (
@@ -169,7 +169,7 @@ def test_bad_runs_of_ragged_and_single():
         ("k, v: 1 (heads)", ValueError, dict(k=case.k[:, :1], v=case.v[:, :1])),
         ("kv_cache_sf: Tensor, must be (k, v)", TypeError, dict(kv_cache_sf=LONG)),
         ("kv_cache_sf: K is Tensor, must be None", ValueError, dict(kv_cache_sf=(case.k, case.v))),
-        ("k: 26 rows, must be at least plan's last of kv_indptr, 27", ValueError, dict(k=case.k[1:], v=case.v[1:])),
+        ("k: 26 rows, must be at least the last of plan's kv_indptr, 27", ValueError, dict(k=case.k[1:], v=case.v[1:])),
         ("o_scale: float", NotImplementedError, dict(o_scale=2.0)),
         ("o_scale: Tensor", NotImplementedError, dict(o_scale=torch.ones(2))),
         ("k_scale: shape (3,)", ValueError, dict(k_scale=torch.ones(3))),
@@ -182,7 +182,7 @@ def test_bad_runs_of_ragged_and_single():
     for message, error, change in (
         ("q: NoneType", TypeError, dict(q=None)),
         ("k: shape (5, 128)", ValueError, dict(k=k.flatten(1))),
-        ("q: 6 rows, must be at most the 5 of k", ValueError, dict(q=q.repeat(2, 1, 1), causal=True)),
+        ("q: 6 rows, must be at most the 5 rows of k", ValueError, dict(q=q.repeat(2, 1, 1), causal=True)),
         ("custom_mask: 12 elements, must be 15", ValueError, dict(custom_mask=m[:, :4])),
         ("packed_custom_mask: 1 elements, must be 2", ValueError, dict(packed_custom_mask=BYTES[:1])),
         ("scale_k: another name of k_scale", ValueError, dict(k_scale=1.0, scale_k=1.0)),
@@ -196,7 +196,7 @@ def test_bad_runs_of_ragged_and_single():
         ("kv_cache_sf: K is Tensor, must be None", ValueError, dict(kv_cache_sf=(k, v))),
         ("kv_cache_sf (V): NoneType", TypeError, dict(kv_cache_sf=(k, None))),
         (
-            "o_dtype: torch.float8_e5m2, the query's, must be one of",
+            "o_dtype: torch.float8_e5m2 (the query's, by default), must be one of",
             ValueError,
             dict(zip("qkv", (t.to(torch.float8_e5m2) for t in (q, k, v)))),
         ),

@@ -12,7 +12,7 @@ from cute_kernels.attention import args, sm100
 from tests.emulated import E4M3, PLAIN, check, inputs_of
 from wrappers import FP4Tensor, explain, fp4, scratch, trtllm_batch_context_with_kv_cache
 from wrappers.attention import op
-from wrappers.explanation import problem_of
+from wrappers.explanation import call_of
 
 # ---- the reference as the CPU's backend
 
@@ -387,7 +387,7 @@ def test_explain_on_the_cpu():
 
 def op_arguments(inputs):
     """What an adapter would give to the operator."""
-    p = problem_of(trtllm_batch_context_with_kv_cache, **inputs)
+    p = call_of(trtllm_batch_context_with_kv_cache, **inputs)
     given = p._asdict() | p.requests._asdict() | {"out_block_scales": None, "out_block_start": 0}
     return tuple(given[name] for name in op.FIELDS)
 

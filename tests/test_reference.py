@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bench.cases import attention as cases
 from wrappers import fp4, reference, trtllm_batch_context_with_kv_cache
-from wrappers.explanation import problem_of
+from wrappers.explanation import call_of
 from wrappers.reference import dense
 
 CPU = torch.device("cpu")
@@ -83,7 +83,8 @@ def test_equals_brute_force(m, n, kv_heads, group, causal, window_left, cap, sin
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dense, "BLOCK", block)  # several query blocks even at these sizes
         got = reference.attention(
-            q, k, v, scale=0.7, causal=causal, window_left=window_left, soft_cap=cap, of_heads=reference.Heads(sinks)
+            q, k, v, scale=0.7, causal=causal, window_left=window_left, soft_cap=cap,
+            of_heads=reference.HeadTerms(sinks),
         )  # fmt: skip
     close(got, brute(q, k, v, 0.7, causal, window_left, cap, sinks))
 
@@ -126,9 +127,11 @@ def test_infinite_values_reach_the_output_with_their_sign():
 def test_sink_limits():
     q, k, v = random_qkv(5, 9, 2, 2, 8)
     plain = reference.attention(q, k, v, scale=0.3, causal=True)
-    none = reference.attention(q, k, v, scale=0.3, causal=True, of_heads=reference.Heads(torch.full((2,), -math.inf)))
+    none = reference.attention(
+        q, k, v, scale=0.3, causal=True, of_heads=reference.HeadTerms(torch.full((2,), -math.inf))
+    )
     close(none, plain, 1e-6)
-    o, lse = reference.attention(q, k, v, scale=0.3, causal=True, of_heads=reference.Heads(torch.full((2,), 200.0)))
+    o, lse = reference.attention(q, k, v, scale=0.3, causal=True, of_heads=reference.HeadTerms(torch.full((2,), 200.0)))
     assert (o.abs() < 1e-20).all() and torch.allclose(lse, torch.tensor(200 * LOG2E))
 
 
@@ -136,7 +139,7 @@ def test_sink_limits():
 def test_rows_without_keys(sink):
     q, k, v = random_qkv(5, 2, 2, 1, 4)
     sinks = None if sink is None else torch.full((2,), sink)
-    o, lse = reference.attention(q, k, v, scale=1.0, causal=True, of_heads=reference.Heads(sinks))
+    o, lse = reference.attention(q, k, v, scale=1.0, causal=True, of_heads=reference.HeadTerms(sinks))
     assert (o[:3] == 0).all() and (o[3:] != 0).any()
     assert (lse[:3] == (-math.inf if sink is None else torch.tensor(sink * LOG2E))).all()
 
@@ -208,7 +211,7 @@ def test_nvfp4_cache_is_attention_on_dequantised_values(cache, layout):
 
 def test_interleaved_v_scales():
     inputs = cases.make_inputs(replace(cases.EDGE["plain"], kv_dtype="nvfp4", page_size=16))
-    problem = problem_of(trtllm_batch_context_with_kv_cache, **inputs)
+    problem = call_of(trtllm_batch_context_with_kv_cache, **inputs)
     want = reference.paged_attention(problem)
     linear = problem.v_scales
     stored = linear.unflatten(-2, (-1, 4)).transpose(-1, -2).reshape(linear.shape)

@@ -13,7 +13,7 @@ from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
 from wrappers import checks, reference
 from wrappers.attention import plan, values
-from wrappers.explanation import problem_of
+from wrappers.explanation import call_of
 
 CONTEXT, DECODE, XQA = (cases.FUNCTIONS[name][0] for name in ("context", "decode", "xqa"))
 CASE = replace(cases.EDGE["plain"], q_lens=(2, 3), kv_lens=(19, 33), spare_pages=1)  # 4 columns: 2 and 3 used
@@ -157,16 +157,16 @@ def test_the_reference_by_itself_clamps(name):
     for inputs in (bad, good):
         inputs["block_tables"].clamp_(0, PAGES - 1)
         inputs["kv_cache"] = tuple(t.nan_to_num() for t in inputs["kv_cache"])
-    got, want = (reference.paged_attention(problem_of(CONTEXT, **inputs)) for inputs in (bad, good))
+    got, want = (reference.paged_attention(call_of(CONTEXT, **inputs)) for inputs in (bad, good))
     assert all(map(torch.equal, got, want)) and not got[0].isnan().any()
 
 
 def test_pages_outside_the_pool_are_zeros_to_the_reference():
     far, none = (inputs_of(table(1, 1, page)) for page in (PAGES, -1))
-    got, want = (reference.paged_attention(problem_of(CONTEXT, **inputs)) for inputs in (far, none))
+    got, want = (reference.paged_attention(call_of(CONTEXT, **inputs)) for inputs in (far, none))
     assert all(map(torch.equal, got, want))
     empty = torch.zeros(0, 2, 16, 64).bfloat16()
-    o, lse = reference.paged_attention(problem_of(CONTEXT, **inputs_of(kv_cache=(empty, empty), sinks=None)))
+    o, lse = reference.paged_attention(call_of(CONTEXT, **inputs_of(kv_cache=(empty, empty), sinks=None)))
     assert not o.any() and (lse == -math.inf).all()
 
 

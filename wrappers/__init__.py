@@ -1,7 +1,8 @@
-"""torch-facing public functions: signatures, validation, the reference, and the way to compiled kernels.
+"""Public functions on torch tensors: signatures, validation, the reference, and the way to compiled kernels.
 
-Nothing here has a backward. In grad mode, queries, caches, sinks and scores that require grad are refused with a
-RuntimeError; other arguments are taken as constants. Under torch.no_grad() and inference_mode() they may be parameters.
+No function has a backward. In grad mode, queries, caches, sinks and scores that require grad are refused with a
+RuntimeError; other arguments are treated as constants. Under torch.no_grad() and inference_mode() all of them may be
+parameters.
 """
 
 from .attention.engines import trtllm_fmha_v2_prefill, xqa_batch_decode_with_kv_cache

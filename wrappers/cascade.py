@@ -1,16 +1,18 @@
-"""Merging of partial attention, as FlashInfer's `cascade` does. Plain torch operations, on CPU and CUDA, computed in
-fp32; nothing waits for the device, all can be captured.
+"""Merge partial attention, as FlashInfer's `cascade` does.
 
-A state is the output of attention over some keys, V, with its log-sum-exp of base 2, S: what `return_lse=True` gives.
-The state of no keys has S = -inf, and merges as if it were not there, whatever its V holds; merged with its like alone
-it gives V = 0, S = -inf. NaN in S is passed on.
+Plain torch operations on CPU and CUDA, computed in fp32. Nothing waits for the device, and all functions can be
+captured.
+
+A state is the output V of attention over some keys, with its base-2 log-sum-exp S: the two results of
+`return_lse=True`. The state of no keys has S = -inf. It does not change a merge, whatever its V holds; merging only
+such states gives V = 0 and S = -inf. NaN in S is propagated.
 
     out_a, lse_a = trtllm_batch_context_with_kv_cache(..., return_lse=True)  # keys of a shared prefix
     out_b, lse_b = trtllm_batch_context_with_kv_cache(..., return_lse=True)  # the other keys
     out, lse = merge_state(out_a, lse_a, out_b, lse_b)  # all keys
 
-Functions raise before anything is written: TypeError a type or dtype, ValueError a shape, stride or device,
-RuntimeError what requires grad, in grad mode.
+All functions raise before anything is written: TypeError for a type or dtype, ValueError for a shape, stride or device,
+RuntimeError for a tensor that requires grad, in grad mode.
 """
 
 from typing import Any
@@ -25,12 +27,12 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _state(v_name: str, v: Any, s_name: str, s: Any, ndim: int = 3) -> None:
-    """V (..., heads, head_dim) and S (..., heads)."""
+    """Check a state: V (..., heads, head_dim) and S (..., heads)."""
     check_strided(v_name, v, ndim)
     check_one_of(f"{v_name}: dtype", v.dtype, FLOATS)
     check_strided(s_name, s, ndim - 1)
     check_one_of(f"{s_name}: dtype", s.dtype, (torch.float32,))
-    check_shape(s_name, s, tuple(v.shape[:-1]), f"that of {v_name}, less head_dim")
+    check_shape(s_name, s, tuple(v.shape[:-1]), f"that of {v_name} without head_dim")
     if s.device != v.device:
         raise ValueError(f"{s_name}: device {s.device}, must be that of {v_name}, {v.device}")
     refuse_grad({v_name: v, s_name: s})
@@ -45,7 +47,7 @@ def _alike(name: str, v: torch.Tensor, first_name: str, first: torch.Tensor) -> 
 
 
 def _merge(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 (N, H, D), (N, H) of states (N, S, H, D), (N, S, H), one or more."""
+    """Merge states (N, S, H, D), (N, S, H), at least one of each, into fp32 (N, H, D), (N, H)."""
     most = s.amax(1, keepdim=True)
     weights = torch.exp2(s - torch.where(most == -torch.inf, 0.0, most))
     total = weights.sum(1)
@@ -57,10 +59,10 @@ def _merge(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 def merge_state(
     v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The state of the keys of A and B together, in new memory: v (n, heads, head_dim) of v_a's dtype, s fp32.
+    """Return the state of the keys of A and B together: new tensors v (n, heads, head_dim) of v_a's dtype, and s fp32.
 
-    v_a, v_b: fp16, bf16 or fp32 (n, heads, head_dim), of one dtype. s_a, s_b: fp32 (n, heads), base 2. Any strides.
-    TypeError dtypes, ValueError shapes and devices. FlashInfer's function.
+    v_a, v_b: fp16, bf16 or fp32 (n, heads, head_dim), both of one dtype. s_a, s_b: fp32 (n, heads), base 2. Any
+    strides. Raises TypeError for a dtype, ValueError for a shape or device. FlashInfer's function.
 
     >>> a, b = torch.full((1, 1, 2), 1.0), torch.full((1, 1, 2), 5.0)  # one key each; B's has 3 times the weight
     >>> merge_state(a, torch.tensor([[0.0]]), b, torch.tensor([[3.0]]).log2())
@@ -76,10 +78,10 @@ def merge_state(
 def merge_state_in_place(
     v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor | None = None
 ) -> None:
-    """Write `merge_state(v, s, v_other, s_other)` to v and s, whose elements may not overlap each other.
+    """Write `merge_state(v, s, v_other, s_other)` to v and s. The elements of v, and of s, may not overlap each other.
 
-    mask: bool or uint8 (n,), rows that are merged; others keep their bytes. None: all.
-    Raises as `merge_state` does, before anything is written. FlashInfer's function.
+    mask: bool or uint8 (n,), the rows to merge; the others keep their bytes. None: all rows. Raises as `merge_state`
+    does, before anything is written. FlashInfer's function.
 
     >>> v, s = torch.zeros(1, 1, 2), torch.full((1, 1), -torch.inf)  # of no keys
     >>> merge_state_in_place(v, s, torch.ones(1, 1, 2), torch.zeros(1, 1))
@@ -106,10 +108,12 @@ def merge_state_in_place(
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The state of the keys of all states together, in new memory: (n, heads, head_dim) of v's dtype, fp32 (n, heads).
+    """Return the state of the keys of all states together, as new tensors.
 
-    v: fp16, bf16 or fp32 (n, states, heads, head_dim). s: fp32 (n, states, heads), base 2. Any strides; no states give
-    the state of no keys. TypeError dtypes, ValueError shapes and devices. FlashInfer's function.
+    The result is v (n, heads, head_dim) of v's dtype and s fp32 (n, heads).
+
+    v: fp16, bf16 or fp32 (n, states, heads, head_dim). s: fp32 (n, states, heads), base 2. Any strides. Zero states
+    give the state of no keys. Raises TypeError for a dtype, ValueError for a shape or device. FlashInfer's function.
 
     >>> merge_states(torch.tensor([1.0, 2.0, 6.0]).view(1, 3, 1, 1), torch.zeros(1, 3, 1))[0]
     tensor([[[3.]]])

@@ -1,8 +1,8 @@
-"""Checks of one argument, generic: each message names the argument, its value and what is allowed.
+"""Generic checks of one argument. Each message names the argument, its value and what is allowed.
 
-CUTE_KERNELS_CHECK  1 checks every call as one without a plan, and reads its lengths, offsets, page ids and scales
-                    before the launch, which waits for the device; a captured launch is not checked, since its graph
-                    is replayed with other values. Default 0: values are read on the CPU only, and clamped by kernels.
+CUTE_KERNELS_CHECK=1 checks every call as if it had no plan, and reads its lengths, offsets, page ids and scales before
+the launch, which waits for the device. Captured launches are not checked, since their graph is replayed with other
+values. With 0, the default, values are read on the CPU only, and kernels clamp them.
 """
 
 import os
@@ -20,7 +20,7 @@ NUMBERS = int, float, torch.SymInt, torch.SymFloat
 
 
 class UnknownName(KeyError, ValueError):
-    """An unknown enum string; callers of FlashInfer catch KeyError, everyone else ValueError."""
+    """An unknown enum string. Callers of FlashInfer catch KeyError, all others ValueError."""
 
     __str__ = ValueError.__str__
 
@@ -31,7 +31,7 @@ def listed(values: Any) -> str:
 
 @cache
 def checking() -> bool:
-    """Whether values on a device are to be checked: CUTE_KERNELS_CHECK, read once a process."""
+    """Return whether values on a device are checked: CUTE_KERNELS_CHECK, read once per process."""
     found = os.environ.get("CUTE_KERNELS_CHECK") or "0"
     if found not in ("0", "1"):
         raise ValueError(f"CUTE_KERNELS_CHECK: {found!r}, must be 0 or 1")
@@ -39,7 +39,7 @@ def checking() -> bool:
 
 
 def check_strided(name: str, value: Any, ndim: int | None = None) -> torch.Tensor:
-    """A strided tensor, of so many dimensions."""
+    """Return the value, which must be a strided tensor, of `ndim` dimensions unless that is None."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: {type(value).__name__}, must be a torch.Tensor")
     if value.layout is not torch.strided or value.is_nested:
@@ -51,9 +51,9 @@ def check_strided(name: str, value: Any, ndim: int | None = None) -> torch.Tenso
 
 
 def check_memory(name: str, value: Any, first: torch.Tensor) -> None:
-    """Not fake where the first tensor, which decides who serves a call, is not."""
+    """Check that the value is not a FakeTensor, unless the first tensor, which decides where a call runs, is one."""
     if isinstance(value, FakeTensor) and not isinstance(first, FakeTensor):
-        raise TypeError(f"{name}: a FakeTensor, must have memory, as the first tensor of the call does")
+        raise TypeError(f"{name}: a FakeTensor, must have memory, since the first tensor of the call has")
 
 
 def refuse_flag(name: str, value: Any, or_none: str = "") -> NoReturn:
@@ -71,7 +71,7 @@ def check_optional_flag(name: str, value: Any) -> None:
 
 
 def check_number(name: str, value: Any, or_else: str = "", positive: bool = False) -> None:
-    """A finite float or int, or one that torch.compile traces. or_else: what else it may be."""
+    """Check for a finite float or int, or one that torch.compile traces. or_else: the alternatives, for the message."""
     if isinstance(value, bool) or not isinstance(value, NUMBERS):
         raise TypeError(f"{name}: {value!r}, must be a float{or_else}")
     if not (0 if positive else -INF) < value < INF:
@@ -90,23 +90,26 @@ def check_shape(name: str, t: torch.Tensor, shape: tuple[int, ...], why: str) ->
 
 def check_last_stride(name: str, t: torch.Tensor) -> None:
     if t.stride(-1) != 1 and t.shape[-1] > 1:
-        raise ValueError(f"{name}: stride {t.stride()}, the last must be 1")
+        raise ValueError(f"{name}: strides {t.stride()}, the last must be 1")
 
 
 def check_operand(
-    name: str, value: Any, ndim: int, dtypes: Any, device: torch.device | None, whose: str = "the query's"
+    name: str, value: Any, ndim: int, dtypes: Any, device: torch.device | None, owner: str = "the query's"
 ) -> torch.Tensor:
-    """A strided tensor of so many dimensions, whose last stride is 1, of one of the dtypes, on another's device."""
+    """Return the value: a strided tensor of `ndim` dimensions and one of the dtypes, on a given device, last stride 1.
+
+    device: None for any. owner: the tensor that has this device, for the message.
+    """
     check_strided(name, value, ndim)
     if device is not None and value.device != device:
-        raise ValueError(f"{name}: device {value.device}, must be {whose}, {device}")
+        raise ValueError(f"{name}: device {value.device}, must be {owner}, {device}")
     check_one_of(f"{name}: dtype", value.dtype, dtypes)
     check_last_stride(name, value)
     return value
 
 
 def check_integer(name: str, value: Any, least: int | None = None) -> Any:
-    """The value, an int, or one that torch.compile traces."""
+    """Return the value: an int, or one that torch.compile traces, of at least `least` unless that is None."""
     if value.__class__ is not int and (isinstance(value, bool) or not isinstance(value, INTEGERS)):
         raise TypeError(f"{name}: {value!r}, must be an int")
     if least is not None and value < least:
@@ -115,13 +118,15 @@ def check_integer(name: str, value: Any, least: int | None = None) -> Any:
 
 
 def check_apart(outputs: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor | None]) -> None:
-    """No output has two elements at one address, or memory in common with an input or another output."""
+    """Check that no output has two elements at one address, nor memory in common with an input or another output."""
     others = dict(inputs)
     for name, out in outputs.items():
         if overlap.folded(out):
-            form = f"strides {out.stride()} of shape {tuple(out.shape)}"
-            raise ValueError(f"{name}: {form}, elements must not overlap each other")
+            layout = f"strides {out.stride()} of shape {tuple(out.shape)}"
+            raise ValueError(f"{name}: {layout}, elements must not overlap each other")
         for other, t in others.items():
             if t is not None and overlap.overlap(out, t):
-                raise ValueError(f"{name}: shape {tuple(out.shape)} overlaps the memory of {other}, must be apart")
+                raise ValueError(
+                    f"{name}: shape {tuple(out.shape)}, overlaps the memory of {other}, must not overlap it"
+                )
         others[name] = out

@@ -1,4 +1,4 @@
-"""What serves a call, and where that is found, without making the call."""
+"""Explain which kernel serves a call, and where it is found, without making the call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from .scalars import integer
 from .topk import checks as topk_checks
 from .topk import op as topk_op
 from .topk import plan as topk_plan
-from .topk.checks import Call
+from .topk.checks import TopKCall
 
 FUNCTIONS: tuple[FunctionType, ...] = (
     trtllm.trtllm_batch_context_with_kv_cache,
@@ -41,24 +41,25 @@ FUNCTIONS: tuple[FunctionType, ...] = (
     topk.persistent_topk,
     topk.cooperative_topk,
 )  # type: ignore[assignment]
-OVER: dict[Any, Any] = {  # function -> the one that it ends in
+OVER: dict[Any, Any] = {  # function -> the one that it calls as its last step
     engines.xqa_batch_decode_with_kv_cache: trtllm.trtllm_batch_decode_with_kv_cache,
     engines.trtllm_fmha_v2_prefill: trtllm.trtllm_batch_context_with_kv_cache,
     topk.cooperative_topk: topk.persistent_topk,
 }
-SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}  # of a GPU that is not there: H200, B200, B300
+SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}  # if there is no such GPU: of an H200, B200, B300
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What serves a call: `runs`, a kernel or the reference (None: nothing); for each kernel that does not, why.
+    """The answer of `explain`: the kernel that serves a call, and the reason why each other kernel does not.
 
-    found: where that kernel is: the folder of a bundle, "to be compiled at its first call", or that it is in no bundle
-    here and which command builds it; None where no kernel runs. No other library has it.
+    runs: the kernel, or the reference; None if nothing serves the call. refused: (kernel, reason) pairs. found: where
+    the kernel is: the folder of a bundle; "to be compiled at its first call"; or that no bundle here has it, and the
+    command that builds it; None if no kernel runs. No other library has this class.
 
-    >>> print(Explanation("reference (torch)", (("topk.radix", "device cpu"),)))
+    >>> print(Explanation("reference (torch)", (("topk.radix", "device cpu, must be a CUDA device"),)))
     runs: reference (torch)
-    refused: topk.radix: device cpu
+    refused: topk.radix: device cpu, must be a CUDA device
     """
 
     runs: str | None
@@ -71,7 +72,7 @@ class Explanation:
 
 
 class _Asked(Exception):
-    """Carries what an adapter would serve."""
+    """Carries the call that a public function would serve."""
 
 
 def _ask(asked: Any) -> NoReturn:
@@ -79,11 +80,11 @@ def _ask(asked: Any) -> NoReturn:
 
 
 def _nothing(*_: Any) -> None:
-    """What an adapter appends to a cache."""
+    """Replace `append`: write nothing to a cache."""
 
 
 def _asking(function: Any) -> FunctionType:
-    """A function that raises `_Asked` where the given one serves, and appends nothing before."""
+    """Return a copy of a public function that raises `_Asked` instead of serving its call and appends nothing."""
     scope = function.__globals__ | {"serve": _ask, "append": _nothing}
     if function in OVER:
         scope[OVER[function].__name__] = _asking(OVER[function])
@@ -92,10 +93,12 @@ def _asking(function: Any) -> FunctionType:
     return asks
 
 
-def problem_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a public function asks with these arguments, unchecked: an `AttentionCall`, or top-k's `Call`. The
-    function's own code, whose last step, `serve`, is another here: it costs calls nothing, and nothing is launched or
-    written."""
+def call_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the call that a public function makes of these arguments, unchecked: an `AttentionCall` or a `TopKCall`.
+
+    The function's own code runs, with its last step, `serve`, replaced: that costs calls nothing, and nothing is
+    launched or written.
+    """
     if function not in FUNCTIONS:
         names = listed(f.__name__ for f in FUNCTIONS)
         raise TypeError(f"function: {getattr(function, '__name__', repr(function))}, must be one of {names}")
@@ -113,18 +116,20 @@ def explain(
     sms: int | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """Which kernel would serve a public function of attention or top-k called with these arguments, and where it is
-    found; raises as the function does on bad ones. Launches no kernel of this package, writes, loads and compiles
-    nothing; torch makes what the function has made before its kernel: xqa's product of two scale tensors, copies of a
-    mask with gaps and of two-dimensional seq_lens.
+    """Return which kernel would serve a call of a public function of attention or top-k, and where it is found.
 
-    arch, sms: of the GPU, "sm_90a" and how many SMs, which top-k's choice depends on; tensors may then be on the CPU.
-    None: those of the tensors' device, else an H200's, B200's or B300's SMs. No other library has it.
+    Raises as the function does on bad arguments. Launches no kernel of this package; writes, loads and compiles
+    nothing. torch operations that the function does before its kernel do run: xqa's product of two scale tensors,
+    copies of a mask with gaps and of two-dimensional seq_lens.
+
+    arch, sms: the GPU's architecture, such as "sm_90a", and its number of SMs, on which top-k's choice depends. With
+    arch, the tensors may be on the CPU. None: those of the tensors' device; without such a device, sms is that of an
+    H200, B200 or B300. No other library has this function.
 
     >>> explain(torch.zeros(64, 65536), 2048, function=top_k, arch="sm_90a").runs
     'topk.radix fp32_c2t512_n46080'
     """
-    asked = problem_of(function, *args, **kwargs)
+    asked = call_of(function, *args, **kwargs)
     attention = isinstance(asked, AttentionCall)
     if torch.is_grad_enabled():
         (attention_op if attention else topk_op).refuse_grad(asked)
@@ -138,7 +143,7 @@ def explain(
     known, count = machine.current.device_info(device) or (None, None)
     if arch is not None and (not isinstance(arch, str) or not fullmatch(r"sm_[0-9]+[af]?", arch)):
         raise (ValueError if isinstance(arch, str) else TypeError)(
-            f"arch: {arch!r}, must be a name as 'sm_90a', or None"
+            f"arch: {arch!r}, must be a name such as 'sm_90a', or None"
         )
     if sms is not None:
         sms = check_integer("sms", integer(sms), 1)
@@ -146,7 +151,7 @@ def explain(
     if arch is None:
         ops = dispatch.OPS if attention else topk_dispatch.KERNELS
         name = "reference (torch, fp32)" if attention else "reference (torch)"
-        return Explanation(name, tuple((op, f"device {device}") for op in ops))
+        return Explanation(name, tuple((op, f"device {device}, must be a CUDA device") for op in ops))
     if sms is None:
         sms = count if count is not None and arch == known else SMS.get(arch, SMS["sm_90a"])
     answers = _attention(asked, arch) if attention else _top_k(asked, arch, sms)
@@ -157,20 +162,20 @@ def explain(
     return Explanation(None, refused)
 
 
-def _attention(p: AttentionCall, arch: str) -> list[tuple[str, Any, Any]]:
-    """(op, spec, None or why it refuses) of every op."""
+def _attention(call: AttentionCall, arch: str) -> list[tuple[str, Any, Any]]:
+    """Return (op, spec, reason why it refuses or None) of every attention op."""
     answers = []
-    for op, spec, reason in dispatch.explain(plan.request_of(p), arch):
+    for op, spec, reason in dispatch.explain(plan.request_of(call), arch):
         why: Any = reason
         if reason is None:
             try:
-                checks.kernel_tensors(p)
+                checks.kernel_tensors(call)
             except NotImplementedError as error:
                 why = error
         answers.append((op, spec, why))
     return answers
 
 
-def _top_k(call: Call, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
-    """The same of top-k."""
+def _top_k(call: TopKCall, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
+    """Return (op, spec, reason why it refuses or None) of every top-k op."""
     return [*topk_dispatch.explain(topk_plan.request_of(call, sms), arch)]

@@ -1,11 +1,12 @@
-"""FlashAttention's inference functions, as vLLM, SGLang and Hugging Face call them: names of versions 2, 3 and 4 and of
-the engines' own copies, over `AttentionCall`.
+"""FlashAttention's inference functions, as vLLM, SGLang and Hugging Face call them.
 
-What differs between those is a keyword here, whichever order it has there: an argument that has several names takes one
-of them. Two tables hold the rest, `HINTS`, which may have any value and change no result, and `REFUSED`, which ask for
-what no kernel here does and raise NotImplementedError but for None and the value that is listed.
+The names are those of versions 2, 3 and 4 and of the engines' own copies. Arguments that these versions order
+differently are keywords here; an argument with several names accepts any one of them. Two tables hold the rest: `HINTS`
+may have any value and change no result; `REFUSED` ask for something that no kernel here does, and raise
+NotImplementedError unless they are None or have the listed value.
 
-Nothing waits for the device: lengths stay there, max_seqlen_q may be a tensor that is not read, all can be captured.
+Nothing waits for the device: lengths stay there, max_seqlen_q may be a tensor, which is not read, and all calls can be
+captured.
 """
 
 from collections.abc import Sequence
@@ -40,10 +41,8 @@ from .scalars import integer, real
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 FUNC, VARLEN, CACHED = "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"
 LN2 = 0.6931471805599453
-DECODE_MAX_ROWS = (
-    64  # query rows times heads of a KV head, up to which a request's keys are shared among CTAs: one tile of decode
-)
-PAGES = 64, 32, 16, 8  # rows of a page that TMA fetches, in which a cache without a table is read
+DECODE_MAX_ROWS = 64  # query rows x heads of a KV head up to which CTAs share a request's keys: one tile of decode
+PAGES = 64, 32, 16, 8  # page sizes that TMA fetches, for reading a cache without a table
 EIGHT_BITS = checks.E4M3, E5M2
 TABLES, NEW = ("block_table", "page_table"), " + new keys"
 HINTS = frozenset("""
@@ -62,7 +61,7 @@ _LOGITS = {
     "scale": "softmax_scale", "soft_cap": "softcap", "out_scale": "v_descale", "max_q_len": "max_seqlen_q",
     "out_dtype": "out",
 }  # fmt: skip
-FORMS = {name: TableLayout(name) for name in (*TABLES, "k")}
+LAYOUTS = {name: TableLayout(name) for name in (*TABLES, "k")}
 _Tensor = torch.Tensor
 
 
@@ -83,8 +82,8 @@ SIGNATURES[FUNC] = _LOGITS | {"kv": "k, v", "page_table": "k", "kv_lens": "k", "
 HEAD_SCALES |= {name for name in SIGNATURES if name.startswith((FUNC, VARLEN, CACHED))}
 
 
-class Options(NamedTuple):
-    """What all functions do with queries, keys, logits and output, as the caller gives it. sinks: by their names."""
+class FlashAttnOptions(NamedTuple):
+    """Arguments that all functions treat alike, as the caller gives them. sinks: by the argument's name."""
 
     softmax_scale: Any
     causal: Any
@@ -107,38 +106,43 @@ def flash_attn_varlen_func(
     k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, num_splits: int = 0,
     out: torch.Tensor | None = None, return_softmax_lse: bool = False, return_lse: bool = False, **others: Any,
 ) -> Any:  # fmt: skip
-    """Attention of ragged queries over ragged K and V, or over a paged cache that already holds the queries' tokens.
+    """Compute attention of ragged queries over ragged K and V, or over a paged cache that holds the queries' tokens.
 
-    Args, positions of FlashAttention 2 and 3:
+    Positional arguments are those of FlashAttention 2 and 3.
+
+    Args:
         q: (T, Hq, D) fp16, bf16 or e4m3, any token and head strides; request b owns rows cu_seqlens_q[b:b + 2].
-        k, v: (N, Hkv, D), (N, Hkv, Dv), rows cu_seqlens_k[b:b + 2] of request b; with a table (pages, P, Hkv, D), any
-            P from 1 and any strides but the last. q's dtype; with 16-bit q also e4m3 and e5m2.
+        k, v: (N, Hkv, D), (N, Hkv, Dv), request b owning rows cu_seqlens_k[b:b + 2]; with a table (pages, P, Hkv, D),
+            any page size P from 1 and any strides with 1 as the last. The dtype is q's; 16-bit q also takes e4m3 and
+            e5m2.
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,).
-        block_table (or page_table): int32 (B, M); entries past a request's last page are not read.
-        seqused_k: int32 (B,), keys of each request, with a table only; None there: the differences of cu_seqlens_k.
-        max_seqlen_q: bound of query lengths; steers the schedule, never the result. None or a tensor, which is not
-            read: T.
+        block_table (or page_table): int32 (B, M). Entries past a request's last page are not read.
+        seqused_k: int32 (B,), keys of each request; only with a table. None: the differences of cu_seqlens_k.
+        max_seqlen_q: an upper bound of the query lengths; it steers the schedule and never changes the result. None or
+            a tensor, which is not read: T.
         softmax_scale: factor on the logits; None: 1 / sqrt(D).
-        causal: row i of m sees keys up to i + n - m of n. window_size: (left, right), None or negative: no bound; keys
-            from the row's position minus left on. right is not looked at with causal, and is else 0, which means
-            causal, or unbounded.
+        causal: row i of m sees keys up to i + n - m of n.
+        window_size: (left, right); None or negative: unbounded. Keys from the row's position minus left on are seen.
+            With causal, right is ignored; without, it must be 0, which means causal, or unbounded.
         softcap: c * tanh(s / c); None or 0: off.
-        s_aux (or sinks, learnable_sink): (Hq,), joins each head's softmax denominator, natural-log units, unscaled;
-            fp32, or fp16 or bf16, which a cast at each call turns into it.
-        q_descale, k_descale, v_descale: fp32 (B, Hkv), factors on q, k and v where these have 8 bits, else not applied,
-            as in FlashAttention 3. One for all requests: of one element, expanded over B, or B is 1. A tensor of one
-            element may be on the host.
-        num_splits: 1: a request's keys are not shared among CTAs, and so its bits depend on nothing but the request;
-            slow where few requests have long keys. Others are hints.
-        out: (T, Hq, Dv) fp16, bf16 or e4m3, written and returned; None: new, of q's dtype, of 8-bit q bf16.
+        s_aux (or sinks, learnable_sink): (Hq,), added to each head's softmax denominator; natural-log units, not
+            scaled. fp32; fp16 and bf16 are cast to it at each call.
+        q_descale, k_descale, v_descale: fp32 (B, Hkv), factors on q, k and v. They apply only to tensors of 8 bits, as
+            in FlashAttention 3. They must be the same for all requests: one element, expanded over B, or B is 1. A
+            tensor of one element may be on the host.
+        num_splits: 1: CTAs do not share a request's keys, so its bits depend only on the request; slow if few requests
+            have long keys. Other values are hints.
+        out: (T, Hq, Dv) fp16, bf16 or e4m3, written and returned. None: a new tensor of q's dtype, or bf16 for 8-bit q.
         return_softmax_lse (or return_lse): whether to return the LSE too.
-        others: `flash_attn.HINTS`, as scheduler_metadata, pack_gqa, fa_version, of any value; `flash_attn.REFUSED`, as
-            dropout_p, alibi_slopes, qv, rotary_cos, of neutral ones only.
+        others: `flash_attn.HINTS`, such as scheduler_metadata, pack_gqa and fa_version, with any value;
+            `flash_attn.REFUSED`, such as dropout_p, alibi_slopes, qv and rotary_cos, with a neutral value only.
 
-    Returns out, or (out, lse): lse fp32 (Hq, T), contiguous, natural log of the softmax denominator, sink included. A
-    row without keys gives 0 and -inf, or the sink. Rows of no request are undefined.
-    Raises before any launch: ValueError rank, shape, stride, device; TypeError dtype or type; NotImplementedError
-    `REFUSED`, a right window, a descale a request, seqused_k without a table, what no kernel does.
+    Returns out, or (out, lse): lse is fp32 (Hq, T), contiguous, the natural logarithm of the softmax denominator, sink
+    included. A row without keys gives 0 and -inf, or the sink. Rows of no request are undefined.
+
+    Raises before any launch: NotImplementedError for `REFUSED`, a right window, a descale that differs between
+    requests, seqused_k without a table, or if no kernel serves the call; ValueError for a rank, shape, stride or
+    device; TypeError for a dtype or type.
 
     >>> q, k, v = torch.randn(4, 8, 64).half(), torch.randn(9, 2, 64).half(), torch.randn(9, 2, 64).half()
     >>> starts, key_starts = torch.tensor([0, 3, 4]).int(), torch.tensor([0, 5, 9]).int()  # two requests
@@ -167,12 +171,12 @@ def flash_attn_varlen_func(
             seqused_k = check_operand("cu_seqlens_k", cu_seqlens_k, 1, (torch.int32,), q.device).diff()
         check_operand(lens, seqused_k, 1, (torch.int32,), q.device)
         keys = pair("k, v", (k, v), "NHD")
-        requests = sequences_of(table, seqused_k, cu_seqlens_q, plain, FORMS[name])
+        requests = sequences_of(table, seqused_k, cu_seqlens_q, plain, LAYOUTS[name])
     descales = q_descale, k_descale, v_descale
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
-    options = Options(softmax_scale, causal, window_size, softcap, given, descales, num_splits, out)
+    options = FlashAttnOptions(softmax_scale, causal, window_size, softcap, given, descales, num_splits, out)
     most = _most(max_seqlen_q, q.shape[0])
-    found = serve(_problem(_signature(VARLEN, name, lens), q, keys, requests, most, options, return_lse))
+    found = serve(_attention_call(_signature(VARLEN, name, lens), q, keys, requests, most, options, return_lse))
     return (found[0], _natural(found[1])) if return_lse else found
 
 
@@ -188,22 +192,25 @@ def flash_attn_with_kvcache(
     k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, num_splits: int = 0,
     out: torch.Tensor | None = None, return_softmax_lse: bool = False, return_lse: bool = False, **others: Any,
 ) -> Any:  # fmt: skip
-    """Attention over a cache, to which k and v are appended first where they are given.
+    """Compute attention over a cache, after appending k and v to it if they are given.
 
-    Args, positions that FlashAttention 2 and 3 share; what is not named here is as in `flash_attn_varlen_func`:
-        q: (B, S, Hq, D), or with cu_seqlens_q (T, Hq, D).
-        k_cache, v_cache: with a table (pages, P, Hkv, D); else (B, N, Hkv, D), or any batch with cache_batch_idx, int32
-            (B,), the entry of each request. Without a table, batch and rows of one stride are read by TMA in pages of
-            64, 32, 16 or 8 rows, whichever divides N; others row by row.
-        cache_seqlens: int32 (B,), or one int for all: keys in the cache before the call, of which q's tokens are the
-            last where k is None; required with k, else None: all rows.
-        k, v: (B, S_new, Hkv, D), or with cu_seqlens_k_new, int32 (B + 1,), (T_new, Hkv, D); of the cache's dtype.
-            Written to the cache behind cache_seqlens (`append_paged_kv_cache`, torch operations), and seen by q. Rows
-            past a request's pages are not written. cu_seqlens_k_new is not read without k.
-        max_seqlen_q: with cu_seqlens_q, else S.
+    Positional arguments are those that FlashAttention 2 and 3 share. Arguments that are not listed are as in
+    `flash_attn_varlen_func`.
 
-    Returns out, of q's shape but Dv, or (out, lse), lse fp32 (B, Hq, S), or (Hq, T).
-    Raises as there, before anything is written.
+    Args:
+        q: (B, S, Hq, D), or (T, Hq, D) with cu_seqlens_q.
+        k_cache, v_cache: (pages, P, Hkv, D) with a table; otherwise (B, N, Hkv, D), or any batch with cache_batch_idx,
+            int32 (B,), the entry of each request. Without a table, TMA reads pages of 64, 32, 16 or 8 rows, whichever
+            divides N, if batch and rows have one stride; other caches are read row by row.
+        cache_seqlens: int32 (B,), or one int for all requests: keys in the cache before the call. Without k, q's tokens
+            are the last of them. Required with k; else None means all rows.
+        k, v: (B, S_new, Hkv, D), or (T_new, Hkv, D) with cu_seqlens_k_new, int32 (B + 1,); of the cache's dtype. They
+            are written to the cache behind cache_seqlens (`append_paged_kv_cache`, torch operations), and q sees them.
+            Rows past a request's pages are not written. cu_seqlens_k_new is ignored without k.
+        max_seqlen_q: only used with cu_seqlens_q; otherwise it is S.
+
+    Returns out, with q's shape and Dv for D; or (out, lse), lse fp32 (B, Hq, S) or (Hq, T). Raises as there, before
+    anything is written.
 
     >>> cache = torch.zeros(2, 3, 16, 2, 64).half()  # K and V: 3 pages of 16 rows
     >>> table, lens = torch.tensor([[2, 0], [1, -1]]).int(), torch.tensor([19, 8]).int()
@@ -235,13 +242,13 @@ def flash_attn_with_kvcache(
     flat, flat_out = (q, out) if packed else (q.flatten(0, 1), _flat(out, q, keys[1]))
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
     descales = q_descale, k_descale, v_descale
-    options = Options(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
+    options = FlashAttnOptions(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
     most = _most(max_seqlen_q, q.shape[0]) if packed else q.shape[1]
-    requests = sequences_of(table, lens, cu_seqlens_q, not traced(q), FORMS[name])
-    p = _problem(signature, flat, keys, requests, most, options, return_lse)
+    requests = sequences_of(table, lens, cu_seqlens_q, not traced(q), LAYOUTS[name])
+    call = _attention_call(signature, flat, keys, requests, most, options, return_lse)
     if new is not None:
-        append(p, new)
-    return _shaped(serve(p), q, out, packed, return_lse)
+        append(call, new)
+    return _shaped(serve(call), q, out, packed, return_lse)
 
 
 def flash_attn_func(
@@ -252,8 +259,10 @@ def flash_attn_func(
     v_descale: torch.Tensor | None = None, num_splits: int = 0, out: torch.Tensor | None = None,
     return_softmax_lse: bool = False, return_lse: bool = False, **others: Any,
 ) -> Any:  # fmt: skip
-    """Attention of requests of one length: q (B, S, Hq, D), k (B, N, Hkv, D), v (B, N, Hkv, Dv), any strides but the
-    last. The others are as in `flash_attn_with_kvcache`, with these as its cache, all rows of it.
+    """Compute attention of requests of one length.
+
+    q: (B, S, Hq, D), k: (B, N, Hkv, D), v: (B, N, Hkv, Dv), any strides with 1 as the last. The other arguments are as
+    in `flash_attn_with_kvcache`, with all rows of k and v as its cache.
 
     >>> q, k, v = torch.randn(2, 3, 8, 64).half(), torch.randn(2, 9, 2, 64).half(), torch.randn(2, 9, 2, 64).half()
     >>> flash_attn_func(q, k, v, causal=True).shape
@@ -268,35 +277,40 @@ def flash_attn_func(
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
     descales = q_descale, k_descale, v_descale
     flat_out = _flat(out, q, keys[1])
-    options = Options(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
-    requests = sequences_of(table, lens, None, not traced(q), FORMS["k"])
-    p = _problem(FUNC, q.flatten(0, 1), keys, requests, length, options, return_lse)
-    return _shaped(serve(p), q, out, False, return_lse)
+    options = FlashAttnOptions(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
+    requests = sequences_of(table, lens, None, not traced(q), LAYOUTS["k"])
+    call = _attention_call(FUNC, q.flatten(0, 1), keys, requests, length, options, return_lse)
+    return _shaped(serve(call), q, out, False, return_lse)
 
 
-def append(p: AttentionCall, new: "New") -> None:
-    """Write new keys and values to the pages of a problem whose lengths count them; before that, raise on what the
-    problem's call would."""
+def append(call: AttentionCall, new: "NewKeyValues") -> None:
+    """Write new keys and values to the pages of a call with lengths that already count them.
+
+    Raises as the call itself would, before anything is written.
+    """
     if torch.is_grad_enabled():
-        attention_op.refuse_grad(p)
+        attention_op.refuse_grad(call)
         refuse_grad({"k": new.k, "v": new.v})
-    if not traced(p.q):
-        checks.validate(p)
-        check_apart({checks.names_of(p)("k"): p.k, checks.names_of(p)("v"): p.v}, {"k": new.k, "v": new.v})
+    if not traced(call.q):
+        checks.validate(call)
+        check_apart({checks.names_of(call)("k"): call.k, checks.names_of(call)("v"): call.v}, {"k": new.k, "v": new.v})
         here = machine.current
-        known = here.device_info(p.q.device)
+        known = here.device_info(call.q.device)
         if known is not None:
-            plan.plan_for(p, *known)
-        if not p.q.is_meta and (known is None or checking() and not here.is_capturing()):
-            attention_values.check(p, positive=known is not None)
-    table, lens = p.requests.page_table[:, 0], p.requests.kv_lens
+            plan.plan_for(call, *known)
+        if not call.q.is_meta and (known is None or checking() and not here.is_capturing()):
+            attention_values.check(call, positive=known is not None)
+    table, lens = call.requests.page_table[:, 0], call.requests.kv_lens
     where = get_batch_indices_positions(new.starts, lens, new.k.shape[0])
     ends = torch.arange(table.shape[0] + 1, dtype=torch.int32, device=table.device) * table.shape[1]
-    append_paged_kv_cache(new.k, new.v, *where, (p.k, p.v), table.reshape(-1), ends, lens, "HND")
+    append_paged_kv_cache(new.k, new.v, *where, (call.k, call.v), table.reshape(-1), ends, lens, "HND")
 
 
-class New(NamedTuple):
-    """Keys and values to append, (N, Hkv, D), rows starts[b]:starts[b + 1] of request b. counts: of each, or of all."""
+class NewKeyValues(NamedTuple):
+    """Keys and values to append, (N, Hkv, D): request b owns rows starts[b]:starts[b + 1].
+
+    counts: new rows of each request, or one number for all.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
@@ -304,11 +318,14 @@ class New(NamedTuple):
     counts: int | torch.Tensor
 
 
-def _problem(
+def _attention_call(
     signature: str, q: torch.Tensor, keys: tuple[torch.Tensor, torch.Tensor], requests: SequenceBatch, most: Any,
-    o: Options, return_lse: bool,
+    o: FlashAttnOptions, return_lse: bool,
 ) -> AttentionCall:  # fmt: skip
-    """most: a bound of query lengths; where requests have no offsets, the length of each."""
+    """Return the attention call.
+
+    most: an upper bound of the query lengths; if requests have no offsets, the length of each.
+    """
     (_, heads, dim), (k, v) = q.shape, keys
     kv_heads, same = k.shape[1], k.shape[3] == v.shape[3]
     causal, left = _window(o.causal, o.window_size)
@@ -319,21 +336,22 @@ def _problem(
             _check_descale(name, descale, requests.batch, kv_heads)
         if descale is None or t.dtype not in EIGHT_BITS or not descale.numel():
             continue
-        factor = _each_head(name, descale)
+        per_head = _each_head(name, descale)
         if name == "v_descale":
-            out_scale, out_scale_tensor = values.times(name, factor, q.device, 1.0, None, (heads, kv_heads), 1)
+            out_scale, out_scale_tensor = values.times(name, per_head, q.device, 1.0, None, (heads, kv_heads), 1)
         else:
-            scale, scale_tensor = values.times(name, factor, q.device, scale, scale_tensor, (heads, kv_heads), 1)
-    a_head = any(t is not None and t.numel() > 1 for t in (scale_tensor, out_scale_tensor))
+            scale, scale_tensor = values.times(name, per_head, q.device, scale, scale_tensor, (heads, kv_heads), 1)
+    has_head_scales = any(t is not None and t.numel() > 1 for t in (scale_tensor, out_scale_tensor))
     equal = requests.cu_seqlens_q is None
-    causal |= equal and most == 1  # a lone row is the last
-    few = causal and same and not a_head and requests.form == "table" and 0 < most * heads <= DECODE_MAX_ROWS * kv_heads
-    few = check_integer("num_splits", integer(o.num_splits), 0) != 1 and few
-    if equal and not few:
+    causal |= equal and most == 1  # a single row is the last one, which sees all keys
+    decodes = causal and same and not has_head_scales and requests.form == "table"
+    decodes = decodes and 0 < most * heads <= DECODE_MAX_ROWS * kv_heads
+    decodes = check_integer("num_splits", integer(o.num_splits), 0) != 1 and decodes
+    if equal and not decodes:
         offsets = torch.arange(requests.batch + 1, dtype=torch.int32, device=q.device) * most
         requests = sequences_of(requests.page_table, requests.kv_lens, offsets, not traced(q), SEPARATE)
     return AttentionCall(
-        signature, "decode" if few else "prefill", q, k, v, requests, most, scale, scale_tensor, out_scale,
+        signature, "decode" if decodes else "prefill", q, k, v, requests, most, scale, scale_tensor, out_scale,
         out_scale_tensor, causal, left, real(o.softcap), _sinks(q, o.sinks), out=o.out,
         out_dtype=torch.bfloat16 if o.out is None and q.dtype in EIGHT_BITS else None, return_lse=return_lse,
     )  # fmt: skip
@@ -352,14 +370,14 @@ def _check_others(function: str, given: dict[str, Any]) -> None:
 
 
 def _flags(**given: Any) -> bool:
-    """Whether one of them is set."""
+    """Return whether one of the flags is set."""
     for name, value in given.items():
         check_flag(name, value)
     return any(given.values())
 
 
 def _one(**given: Any) -> tuple[str, Any]:
-    """The name and value of an argument with several names, the first with None where none is given."""
+    """Return the name and value of an argument with several names; the first name and None if none is given."""
     found = [(name, value) for name, value in given.items() if value is not None]
     if len(found) > 1:
         raise ValueError(f"{found[1][0]}: another name of {found[0][0]}, only one of the two may be given")
@@ -367,7 +385,7 @@ def _one(**given: Any) -> tuple[str, Any]:
 
 
 def _window(causal: Any, size: Any) -> tuple[bool, int]:
-    """(causal, window_left) of a problem."""
+    """Return (causal, window_left) of a call."""
     check_flag("causal", causal)
     if size is None:
         return causal, -1
@@ -375,8 +393,8 @@ def _window(causal: Any, size: Any) -> tuple[bool, int]:
         raise TypeError(f"window_size: {size!r}, must be (left, right)")
     left, right = (-1 if side is None else check_integer("window_size", integer(side)) for side in size)
     if right > 0 and not causal:
-        only = "right must be 0, or negative (no bound), unless causal"
-        raise NotImplementedError(f"window_size: {(left, right)}, later keys up to a bound are not supported, {only}")
+        need = "right must be 0 or negative (unbounded) unless causal"
+        raise NotImplementedError(f"window_size: {(left, right)}, a window of later keys is not supported: {need}")
     return causal or right == 0, left
 
 
@@ -391,7 +409,7 @@ def _sinks(q: torch.Tensor, given: dict[str, Any]) -> torch.Tensor | None:
     if found is None:
         return None
     sinks = check_operand(name, found, 1, (torch.float32, torch.float16, torch.bfloat16), q.device)
-    check_shape(name, sinks, (q.shape[1],), "one value a query head")
+    check_shape(name, sinks, (q.shape[1],), "one value per query head")
     return sinks.float()
 
 
@@ -403,26 +421,27 @@ def _check_descale(name: str, value: Any, batch: int, heads: int) -> None:
 
 
 def _each_head(name: str, value: torch.Tensor) -> torch.Tensor:
-    """A descale as one element, or (heads,), one a KV head."""
+    """Return a descale as one element, or as (heads,), one per KV head."""
     if value.numel() == 1:
         return value
     if value.shape[0] > 1 and value.stride(0):
         given = f"shape {tuple(value.shape)} of strides {value.stride()}"
-        raise NotImplementedError(f"{name}: {given}, one a request is not supported, must be expanded over requests")
+        need = "must be one for all requests, expanded over them"
+        raise NotImplementedError(f"{name}: {given}, one per request is not supported, {need}")
     return value[0] if value.stride(1) else value[0, :1]
 
 
 def _without_table(
     k: Any, v: Any, entries: torch.Tensor | None, batch: int, names: tuple[str, str] = ("k_cache", "v_cache")
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """K and V (batch, N, Hkv, D) as (pages, P, Hkv, D), and a table int32 (B, N / P) of them: no copy."""
+    """Return K and V (batch, N, Hkv, D) as (pages, P, Hkv, D) views, and their page table int32 (B, N / P)."""
     for name, t in zip(names, (k, v), strict=True):
         check_strided(name, t, 4)
-    check_shape(names[1], v, (*k.shape[:3], v.shape[3]), f"{names[0]}'s, but for the last dimension")
+    check_shape(names[1], v, (*k.shape[:3], v.shape[3]), f"{names[0]}'s, except for the last dimension")
     count, rows = k.shape[:2]
     if entries is not None:
         check_operand("cache_batch_idx", entries, 1, (torch.int32,), k.device, f"that of {names[0]}")
-        check_shape("cache_batch_idx", entries, (batch,), "one a request of q")
+        check_shape("cache_batch_idx", entries, (batch,), "one per request of q")
     elif count != batch:
         raise ValueError(f"{names[0]}: shape {tuple(k.shape)}, must have the {batch} requests of q")
     size = rows
@@ -435,12 +454,12 @@ def _without_table(
 
 
 def _lengths(given: Any, batch: int, room: int, device: torch.device, required: bool) -> torch.Tensor:
-    """int32 (B,), keys of each request."""
+    """Return the number of keys of each request, int32 (B,)."""
     if given is None and required:
-        raise ValueError("cache_seqlens: None, required where k is given")
+        raise ValueError("cache_seqlens: None, required if k is given")
     if isinstance(given, _Tensor):
         check_operand("cache_seqlens", given, 1, (torch.int32,), device)
-        check_shape("cache_seqlens", given, (batch,), "one a request of q")
+        check_shape("cache_seqlens", given, (batch,), "one per request of q")
         return given
     count = room if given is None else check_integer("cache_seqlens", integer(given), 0)
     if count > room:
@@ -448,7 +467,7 @@ def _lengths(given: Any, batch: int, room: int, device: torch.device, required: 
     return torch.full((batch,), count, dtype=torch.int32, device=device)
 
 
-def _new_rows(k: Any, v: Any, starts: Any, batch: int, keys: tuple[torch.Tensor, torch.Tensor]) -> New:
+def _new_rows(k: Any, v: Any, starts: Any, batch: int, keys: tuple[torch.Tensor, torch.Tensor]) -> NewKeyValues:
     lead: tuple[int, ...] = ()
     for name, t, cache in (("k", k, keys[0]), ("v", v, keys[1])):
         check_strided(name, t, 4 if starts is None else 3)
@@ -460,14 +479,14 @@ def _new_rows(k: Any, v: Any, starts: Any, batch: int, keys: tuple[torch.Tensor,
             raise ValueError(f"{name}: device {t.device}, must be that of {name}_cache, {cache.device}")
     if starts is None:
         starts = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * lead[1]
-        return New(k.flatten(0, 1), v.flatten(0, 1), starts, lead[1])
+        return NewKeyValues(k.flatten(0, 1), v.flatten(0, 1), starts, lead[1])
     check_operand("cu_seqlens_k_new", starts, 1, (torch.int32,), k.device, "that of k")
     check_shape("cu_seqlens_k_new", starts, (batch + 1,), "requests + 1")
-    return New(k, v, starts, starts.diff())
+    return NewKeyValues(k, v, starts, starts.diff())
 
 
 def _flat(out: Any, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
-    """out (B, S, Hq, Dv) as (B * S, Hq, Dv): a view, since it is written."""
+    """Return out (B, S, Hq, Dv) as (B * S, Hq, Dv): a view, since it is written."""
     if out is None:
         return None
     check_shape("out", check_strided("out", out, 4), (*q.shape[:3], v.shape[3]), "that of q, V's head_dim")
@@ -478,13 +497,13 @@ def _flat(out: Any, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
 
 
 def _natural(lse: torch.Tensor) -> torch.Tensor:
-    """Base 2, (..., T, Hq), as natural logarithms, (..., Hq, T), contiguous, in one operation."""
+    """Convert a base-2 LSE (..., T, Hq) to natural logarithms (..., Hq, T), contiguous, in one operation."""
     turned = lse.transpose(-1, -2)
     return torch.mul(turned, LN2, out=lse.new_empty(turned.shape))
 
 
 def _shaped(found: Any, q: torch.Tensor, out: Any, packed: bool, return_lse: bool) -> Any:
-    """What a call with queries of one length returns, or of packed ones."""
+    """Return the results in the shape of q, which has requests of one length or, if packed, ragged ones."""
     flat, lse = found if return_lse else (found, None)
     if out is None:
         out = flat if packed else flat.unflatten(0, q.shape[:2])

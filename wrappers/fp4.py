@@ -1,10 +1,11 @@
-"""NVFP4: e2m1 codes, two a byte with the even index in the low nibble, and one e4m3 scale factor per 16 elements.
+"""NVFP4: e2m1 codes, two per byte with the even index in the low nibble, and one e4m3 scale factor per 16 elements.
 
-A scale tensor is linear, (..., D / 16) beside data (..., D / 2), or swizzled for tensor-core use: rows in tiles of 128,
-scale columns in tiles of 4, 512 bytes a tile (`swizzled_offset`). KV caches carry linear scales, outputs swizzled ones.
-Formats: spec of NVIDIA's PTX ISA (e2m1, cvt.rn.satfinite) and cuBLAS's 128x4 block-scaling layout.
+A scale tensor is either linear, (..., D / 16) for data (..., D / 2), or swizzled for tensor cores: tiles of 128 rows
+and 4 scale columns, 512 bytes each (`swizzled_offset`). KV caches use linear scales, outputs swizzled ones. The formats
+are those of NVIDIA's PTX ISA (e2m1, cvt.rn.satfinite) and of cuBLAS's 128x4 block-scaling layout.
 
-Functions raise before anything is written: TypeError a type or dtype, ValueError a shape, stride, device or number.
+All functions raise before anything is written: TypeError for a type or dtype, ValueError for a shape, stride, device or
+number.
 """
 
 from typing import Any
@@ -15,10 +16,10 @@ from .checks import INF, check_apart, check_integer, check_one_of, check_shape, 
 from .scalars import integer, scale_of
 
 BLOCK = 16  # elements that share a scale factor
-GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitude of code 0..7; bit 3 is the sign
+GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of codes 0..7; bit 3 is the sign
 E4M3_MAX = 448.0
 SCALE_TILE = 128, 4  # rows, columns
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # what is quantised
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # dtypes that can be quantised
 
 
 def round_up(x: int, to: int) -> int:
@@ -26,11 +27,12 @@ def round_up(x: int, to: int) -> int:
 
 
 class FP4Tensor:
-    """Packed data with its swizzled scale factors.
+    """Packed NVFP4 data with its swizzled scale factors.
 
-    data: uint8 (rows, ..., D / 2). scale: e4m3 (M, K), M a multiple of 128, K = round_up(elements of a row / 16, 4), in
-    the 128x4 swizzle; row r of data has its factors in row scale_start_index + r. original_shape: the unpacked shape.
-    TypeError names what is no tensor, int or tuple, ValueError what does not fit. FlashInfer's class.
+    data: uint8 (rows, ..., D / 2). scale: e4m3 (M, K) in the 128x4 swizzle, M a multiple of 128, K =
+    round_up(elements of a row / 16, 4). The factors of row r of data are in row scale_start_index + r. original_shape:
+    the unpacked shape. Raises TypeError if an argument is not a tensor, int or tuple, ValueError if it does not fit.
+    FlashInfer's class.
 
     >>> scale = torch.zeros(128, 8, dtype=torch.float8_e4m3fn)
     >>> FP4Tensor(torch.zeros(2, 64, dtype=torch.uint8), scale, original_shape=(2, 128)).shape
@@ -53,7 +55,7 @@ class FP4Tensor:
         if scale.dtype != torch.float8_e4m3fn:
             raise ValueError(f"scale: dtype {scale.dtype}, must be torch.float8_e4m3fn")
         if data.ndim < 2:
-            raise ValueError(f"data: shape {tuple(data.shape)}, must have 2 dimensions or more")
+            raise ValueError(f"data: shape {tuple(data.shape)}, must have at least 2 dimensions")
         _same_device("scale", scale, "data", data)
         if not scale.is_contiguous():
             raise ValueError(f"scale: strides {scale.stride()}, must be contiguous")
@@ -61,19 +63,20 @@ class FP4Tensor:
             raise ValueError(f"scale: {scale.shape[0]} rows, must be a multiple of {SCALE_TILE[0]}")
         columns = _scale_columns(data.shape[1:].numel() * 2)
         if scale.shape[1] != columns:
-            raise ValueError(f"scale: {scale.shape[1]} columns, must be {columns}: one for {BLOCK} elements of a row")
+            why = f"one per {BLOCK} elements of a row, rounded up to {SCALE_TILE[1]}"
+            raise ValueError(f"scale: {scale.shape[1]} columns, must be {columns} ({why})")
         scale_start_index = check_integer("scale_start_index", integer(scale_start_index))
         if not 0 <= scale_start_index < scale.shape[0]:
             raise ValueError(f"scale_start_index: {scale_start_index}, must be in [0, {scale.shape[0]})")
         if scale_start_index + data.shape[0] > scale.shape[0]:
-            most = f"{data.shape[0]} rows from there must be in scale's {scale.shape[0]}"
+            most = f"the {data.shape[0]} rows of data from it must be within the {scale.shape[0]} rows of scale"
             raise ValueError(f"scale_start_index: {scale_start_index}, {most}")
         if original_shape is not None:
             _sizes("original_shape", original_shape)
             packed = (*original_shape[:-1], -(-original_shape[-1] // 2))
             if tuple(data.shape) != packed:
                 shape = tuple(original_shape)
-                raise ValueError(f"original_shape: {shape} packs to {packed}, must be data's {tuple(data.shape)}")
+                raise ValueError(f"original_shape: {shape}, packs to {packed}, must be data's {tuple(data.shape)}")
         self.data = data
         self.scale = scale
         self.scale_start_index = scale_start_index
@@ -81,7 +84,7 @@ class FP4Tensor:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the packed data."""
+        """Return the shape of the packed data."""
         return self.data.shape
 
     @property
@@ -90,51 +93,51 @@ class FP4Tensor:
 
 
 def _scale_columns(elements: int) -> int:
-    """Columns of a swizzled scale tensor whose rows have so many elements."""
+    """Return the number of columns of a swizzled scale tensor for rows of `elements` elements."""
     return round_up(-(-elements // BLOCK), SCALE_TILE[1])
 
 
 def _sizes(name: str, value: Any) -> None:
-    """A shape of two dimensions or more."""
+    """Check that value is a shape of at least two dimensions."""
     if not isinstance(value, (tuple, list)):
         raise TypeError(f"{name}: {value!r}, must be a tuple of int")
     for size in value:
         check_integer(f"{name}: {tuple(value)}: size", size, 0)
     if len(value) < 2:
-        raise ValueError(f"{name}: {tuple(value)}, must have 2 dimensions or more")
+        raise ValueError(f"{name}: {tuple(value)}, must have at least 2 dimensions")
 
 
 def _floats(name: str, x: Any) -> None:
     check_one_of(f"{name}: dtype", check_strided(name, x).dtype, FLOATS)
 
 
-def _bytes(name: str, x: Any, unit: int = 1) -> None:
-    """uint8, a multiple of `unit` in the last dimension."""
+def _bytes(name: str, x: Any, multiple: int = 1) -> None:
+    """Check that x is uint8, with a last dimension that is a multiple of `multiple`."""
     check_one_of(f"{name}: dtype", check_strided(name, x).dtype, (torch.uint8,))
-    _whole(name, x, unit)
+    _check_multiple(name, x, multiple)
 
 
-def _whole(name: str, x: torch.Tensor, unit: int) -> None:
+def _check_multiple(name: str, x: torch.Tensor, multiple: int) -> None:
     if not x.ndim:
-        raise ValueError(f"{name}: shape (), must have a dimension")
-    if x.shape[-1] % unit:
-        raise ValueError(f"{name}: shape {tuple(x.shape)}, the last dimension must be a multiple of {unit}")
+        raise ValueError(f"{name}: shape (), must have at least 1 dimension")
+    if x.shape[-1] % multiple:
+        raise ValueError(f"{name}: shape {tuple(x.shape)}, the last dimension must be a multiple of {multiple}")
 
 
-def _factors(name: str, scales: Any, ndim: int | None = None) -> None:
+def _check_e4m3(name: str, scales: Any, ndim: int | None = None) -> None:
     check_one_of(f"{name}: dtype", check_strided(name, scales, ndim).dtype, (torch.float8_e4m3fn,))
 
 
 def _swizzled(name: str, scales: Any, rows: int, columns: int, start: Any) -> None:
-    """Has room for linear scales (rows, columns) from row `start` on."""
-    _factors(name, scales, 2)
+    """Check that a swizzled tensor has room for linear scales (rows, columns) from row `start` on."""
+    _check_e4m3(name, scales, 2)
     if not scales.is_contiguous():
         raise ValueError(f"{name}: strides {scales.stride()}, must be contiguous")
-    needs = f"{SCALE_TILE[0]}, {round_up(columns, SCALE_TILE[1])} columns"
     if scales.shape[0] % SCALE_TILE[0] or scales.shape[1] != round_up(columns, SCALE_TILE[1]):
-        raise ValueError(f"{name}: shape {tuple(scales.shape)}, must have a multiple of {needs}")
+        needs = f"{round_up(columns, SCALE_TILE[1])} columns and a multiple of {SCALE_TILE[0]} rows"
+        raise ValueError(f"{name}: shape {tuple(scales.shape)}, must have {needs}")
     if check_integer("start", start, 0) + rows > scales.shape[0]:
-        raise ValueError(f"start: {start}, {rows} rows from there must be in the {scales.shape[0]} of {name}")
+        raise ValueError(f"start: {start}, the {rows} rows from it must be within the {scales.shape[0]} rows of {name}")
 
 
 def _same_device(name: str, t: torch.Tensor, other_name: str, other: Any) -> None:
@@ -143,7 +146,7 @@ def _same_device(name: str, t: torch.Tensor, other_name: str, other: Any) -> Non
 
 
 def _global(value: Any, other_name: str, other: torch.Tensor) -> Any:
-    """Return the global scale of another argument, a number or a tensor without dimensions."""
+    """Return a checked global scale as a number or a tensor without dimensions. other: the tensor with its device."""
     if value.__class__ is float and 0 < value < INF:
         return value
     number, tensor = scale_of("global_scale", value, other.device, f"that of {other_name}", positive=True)
@@ -151,54 +154,59 @@ def _global(value: Any, other_name: str, other: torch.Tensor) -> Any:
 
 
 def e4m3(x: torch.Tensor) -> torch.Tensor:
-    """To e4m3, round to nearest even, saturating at +-448 (torch's own conversion gives NaN there); NaN stays."""
+    """Convert to e4m3: round to nearest even, saturate at +-448 (torch's own conversion gives NaN there), keep NaN."""
     _floats("x", x)
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Codes 0..15 (uint8) of fp32 x: round to nearest, ties to the even code, saturating at 6; NaN becomes +6."""
+    """Return the codes 0..15 (uint8) of fp32 x: round to nearest, ties to the even code, saturate at 6.
+
+    NaN becomes +6.
+    """
     _floats("x", x)
     a = x.abs()
     code = (a > 0.25).to(torch.uint8)
     for closed, bound in ((True, 0.75), (False, 1.25), (True, 1.75), (False, 2.5), (True, 3.5), (False, 5.0)):
-        code += (a >= bound) if closed else (a > bound)  # a tie goes to the even code: up from an odd one
+        code += (a >= bound) if closed else (a > bound)  # a tie goes to the even code: up if the lower code is odd
     code = torch.where(x.isnan(), 7, code)
     return code | ((x.signbit() & ~x.isnan()).to(torch.uint8) << 3)
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """(..., D) codes -> (..., D / 2) bytes."""
+    """Pack (..., D) codes into (..., D / 2) bytes."""
     _bytes("codes", codes, 2)
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
 def unpack(data: torch.Tensor) -> torch.Tensor:
-    """(..., D / 2) bytes -> (..., D) codes."""
+    """Unpack (..., D / 2) bytes into (..., D) codes."""
     _bytes("data", data)
     return torch.stack([data & 15, data >> 4], dim=-1).flatten(-2)
 
 
 @torch.no_grad()
 def nvfp4_quantize(x: torch.Tensor, global_scale: float | torch.Tensor = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (..., D), D % 16 == 0 -> packed data (..., D / 2) uint8, linear scales (..., D / 16) e4m3.
+    """Quantise x (..., D) to packed NVFP4: data uint8 (..., D / 2) and linear scales e4m3 (..., D / 16).
 
-    sf = e4m3(global_scale * amax / 6) of each block of 16; code = e2m1(x * global_scale / sf), 0 where sf is 0. So
-    `global_scale` is the forward one, at most 448 * 6 / amax(x) to avoid saturation; a float or a float32 tensor of one
-    element, on x's device or on the host, where it counts as a float. x: fp16, bf16, fp32 or fp64.
-    TypeError dtypes, ValueError shapes, devices, scales. Formats: NVIDIA's PTX ISA.
+    For each block of 16 elements, sf = e4m3(global_scale * amax / 6) and code = e2m1(x * global_scale / sf), or 0 if sf
+    is 0.
+
+    x: fp16, bf16, fp32 or fp64, D a multiple of 16. global_scale: the forward scale, at most 448 * 6 / amax(x) to avoid
+    saturation; a float or an fp32 tensor of one element, on x's device or on the host, where it counts as a float.
+    Raises TypeError for a dtype, ValueError for a shape, device or scale. Formats: NVIDIA's PTX ISA.
 
     >>> data, scales = nvfp4_quantize(torch.arange(16.0))
     >>> nvfp4_dequantize(data, scales).tolist()[:8]  # 15 / 6 is a scale factor
     [0.0, 1.25, 2.5, 2.5, 3.75, 5.0, 5.0, 7.5]
     """
     _floats("x", x)
-    _whole("x", x, BLOCK)
+    _check_multiple("x", x, BLOCK)
     global_scale = _global(global_scale, "x", x)
     blocks = x.float().unflatten(-1, (-1, BLOCK))
     scales = e4m3(blocks.abs().amax(-1) * global_scale / GRID[-1])
-    factor = scales.float().unsqueeze(-1)
-    codes = torch.where(factor == 0, 0, e2m1(blocks * global_scale / factor))
+    sf = scales.float().unsqueeze(-1)
+    codes = torch.where(sf == 0, 0, e2m1(blocks * global_scale / sf))
     return pack(codes.flatten(-2)), scales
 
 
@@ -206,15 +214,17 @@ def nvfp4_quantize(x: torch.Tensor, global_scale: float | torch.Tensor = 1.0) ->
 def nvfp4_dequantize(
     data: torch.Tensor, scales: torch.Tensor, global_scale: float | torch.Tensor = 1.0
 ) -> torch.Tensor:
-    """data uint8 (..., D / 2), linear scales e4m3 (..., D / 16) -> fp32 (..., D): code * sf / global_scale, which is as
-    in `nvfp4_quantize`. TypeError dtypes, ValueError shapes, devices, scales. Formats: NVIDIA's PTX ISA.
+    """Return the fp32 values (..., D) of packed NVFP4: code * sf / global_scale.
+
+    data: uint8 (..., D / 2). scales: e4m3 (..., D / 16), linear. global_scale: as in `nvfp4_quantize`. Raises TypeError
+    for a dtype, ValueError for a shape, device or scale. Formats: NVIDIA's PTX ISA.
 
     >>> nvfp4_dequantize(torch.tensor([0x72] * 8, dtype=torch.uint8), torch.ones(1).to(torch.float8_e4m3fn))[:2]
     tensor([1., 6.])
     """
     _bytes("data", data, BLOCK // 2)
-    _factors("scales", scales)
-    check_shape("scales", scales, (*data.shape[:-1], data.shape[-1] * 2 // BLOCK), f"one for {BLOCK} elements of data")
+    _check_e4m3("scales", scales)
+    check_shape("scales", scales, (*data.shape[:-1], data.shape[-1] * 2 // BLOCK), f"one per {BLOCK} elements of data")
     _same_device("scales", scales, "data", data)
     global_scale = _global(global_scale, "data", data)
     grid = torch.tensor(GRID + tuple(-x for x in GRID), dtype=torch.float32, device=data.device)
@@ -223,7 +233,10 @@ def nvfp4_dequantize(
 
 
 def swizzled_offset(row: Any, col: Any, columns: int) -> Any:
-    """Offset of scale (row, col) in a swizzled tensor of `columns` (a multiple of 4); ints or integer tensors."""
+    """Return the offset of scale (row, col) in a swizzled tensor with `columns` columns, a multiple of 4.
+
+    row and col are ints or integer tensors.
+    """
     if check_integer("columns", columns, 0) % SCALE_TILE[1]:
         raise ValueError(f"columns: {columns}, must be a multiple of {SCALE_TILE[1]}")
     for name, value in (("row", row), ("col", col)):
@@ -241,8 +254,8 @@ def _offsets(rows: int, start: int, columns: int, padded: int, device: torch.dev
 
 
 def write_scales(scales: torch.Tensor, into: torch.Tensor, start: int = 0) -> None:
-    """Linear scales (rows, K) into rows start.. of the swizzled contiguous tensor `into`; the rest keeps its bytes."""
-    _factors("scales", scales, 2)
+    """Write linear scales (rows, K) to rows `start` on of the swizzled contiguous `into`; the rest keeps its bytes."""
+    _check_e4m3("scales", scales, 2)
     _swizzled("into", into, scales.shape[0], scales.shape[1], start)
     _same_device("into", into, "scales", scales)
     check_apart({"into": into}, {"scales": scales})
@@ -251,7 +264,7 @@ def write_scales(scales: torch.Tensor, into: torch.Tensor, start: int = 0) -> No
 
 
 def read_scales(swizzled: torch.Tensor, rows: int, columns: int, start: int = 0) -> torch.Tensor:
-    """Linear scales (rows, columns) out of rows start.. of a swizzled contiguous tensor."""
+    """Return linear scales (rows, columns) from rows `start` on of a swizzled contiguous tensor."""
     check_integer("rows", rows, 0)
     check_integer("columns", columns, 0)
     _swizzled("swizzled", swizzled, rows, columns, start)
@@ -260,7 +273,7 @@ def read_scales(swizzled: torch.Tensor, rows: int, columns: int, start: int = 0)
 
 
 def empty(shape: tuple[int, ...], device: torch.device) -> FP4Tensor:
-    """An uninitialised FP4Tensor for values of `shape` (rows, ..., D); at least one tile of scale rows."""
+    """Return an uninitialised FP4Tensor for values of `shape` (rows, ..., D), with at least one tile of scale rows."""
     _sizes("shape", shape)
     if not isinstance(device, torch.device):
         raise TypeError(f"device: {device!r}, must be a torch.device")
@@ -268,7 +281,8 @@ def empty(shape: tuple[int, ...], device: torch.device) -> FP4Tensor:
     for extent in shape[1:]:
         width *= extent
     if shape[-1] % 2 or width % BLOCK:
-        raise ValueError(f"shape: {tuple(shape)}, rows must be a multiple of {BLOCK} elements, the last dimension even")
+        need = f"a row must have a multiple of {BLOCK} elements, and the last dimension must be even"
+        raise ValueError(f"shape: {tuple(shape)}, {need}")
     rows = max(SCALE_TILE[0], round_up(shape[0], SCALE_TILE[0]))
     data = torch.empty(*shape[:-1], shape[-1] // 2, dtype=torch.uint8, device=device)
     columns = _scale_columns(width)
@@ -281,10 +295,10 @@ def _packed(name: str, value: Any) -> None:
 
 
 def store(x: torch.Tensor, out: FP4Tensor, global_scale: float) -> None:
-    """Quantise x (rows, ..., D) into `out`, blocks of 16 along a row's flattened elements."""
+    """Quantise x (rows, ..., D) into `out`, in blocks of 16 of a row's flattened elements."""
     _floats("x", x)
     _packed("out", out)
-    check_shape("x", x, (*out.shape[:-1], out.shape[-1] * 2), "what out holds")
+    check_shape("x", x, (*out.shape[:-1], out.shape[-1] * 2), "the unpacked shape of out")
     _same_device("x", x, "out", out)
     data, scales = nvfp4_quantize(x.flatten(1), global_scale)
     out.data.copy_(data.view(out.data.shape))
@@ -292,7 +306,7 @@ def store(x: torch.Tensor, out: FP4Tensor, global_scale: float) -> None:
 
 
 def load(t: FP4Tensor, global_scale: float) -> torch.Tensor:
-    """The fp32 values of `t`, shape (rows, ..., D)."""
+    """Return the fp32 values of `t`, shape (rows, ..., D)."""
     _packed("t", t)
     data = t.data.flatten(1)
     scales = read_scales(t.scale, data.shape[0], data.shape[1] * 2 // BLOCK, t.scale_start_index)
@@ -300,10 +314,13 @@ def load(t: FP4Tensor, global_scale: float) -> torch.Tensor:
 
 
 def deinterleave_v_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Linear V scales (..., P, S) from the layout that interleaves 4 tokens: stored[t // 4 * 4S + s * 4 + t % 4]."""
+    """Return linear V scales (..., P, S) from the layout that interleaves 4 tokens.
+
+    In that layout, scale s of token t is stored at t // 4 * 4S + s * 4 + t % 4.
+    """
     check_strided("scales", scales)
     if scales.ndim < 2 or scales.shape[-2] % 4:
-        raise ValueError(f"scales: shape {tuple(scales.shape)}, the last but one dimension must be a multiple of 4")
+        raise ValueError(f"scales: shape {tuple(scales.shape)}, the second-to-last dimension must be a multiple of 4")
     tokens, columns = scales.shape[-2:]
     stored = scales.reshape(*scales.shape[:-2], tokens // 4, columns, 4)
     return stored.transpose(-1, -2).reshape(scales.shape)

@@ -1,7 +1,7 @@
-"""The machine that calls run on: all that the host asks of CUDA and the runtime, and what it keeps from call to call.
+"""The machine that calls run on: all that the host asks of CUDA and of the runtime, and what it keeps between calls.
 
-One object, `current`, stands for it; tests and the simulator put another in its place with `override`. What a launch
-asks are torch's own functions, as attributes of the class, so asking costs what torch does.
+One object, `current`, represents it; tests and the simulator replace it with `override`. A launch asks torch's own
+functions, which are attributes of the class, so a query costs what it costs in torch.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,20 +14,22 @@ from . import runtime
 
 # torch without CUDA lacks these
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
-_get_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # a third of its time
+_get_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # 1/3 of the time
 
 
-class Machine:
-    """What is kept: `plans` by the static facts of a call, of all public functions; `offsets` of queries of equal
-    length, by device, batch and length; `counter_pools` and `split_scratch`, counters and scratch memory, see
-    `scratch`."""
+class HostMachine:
+    """Queries to CUDA and the runtime, and state that is kept between calls.
 
-    max_plans = 4096  # `plans` is emptied at this size, `offsets` kept no longer: a caller may vary shapes for ever
-    is_capturing = staticmethod(torch.cuda.is_current_stream_capturing)  # asked of the current device's stream
-    raw_stream = staticmethod(_raw_stream)  # of a device, by its index: a handle
+    plans: launch plans by the static properties of a call, for all public functions. offsets: offsets of queries of
+    equal length, by device, batch and length. counter_pools, split_scratch: counters and scratch memory, see `scratch`.
+    """
+
+    max_plans = 4096  # at this size `plans` is emptied and `offsets` stops growing: a caller may vary shapes for ever
+    is_capturing = staticmethod(torch.cuda.is_current_stream_capturing)  # of the current device's stream
+    raw_stream = staticmethod(_raw_stream)  # device index -> handle of its current stream
     current_device = staticmethod(_get_device)
     device_count = staticmethod(torch.cuda.device_count)
-    on = staticmethod(torch.cuda.device)  # a context in which a device is the current one
+    on = staticmethod(torch.cuda.device)  # a context in which the device is the current one
 
     def __init__(self) -> None:
         self.plans: dict[tuple[Any, ...], Any] = {}
@@ -36,7 +38,7 @@ class Machine:
         self.split_scratch: dict[Any, tuple[Any, Any]] = {}
 
     def device_info(self, device: torch.device) -> tuple[str, int] | None:
-        """(architecture, SM count) of a device that compiled kernels serve, None for the reference."""
+        """Return (architecture, SM count) of a device that compiled kernels serve, else None (the reference)."""
         if device.type != "cuda":
             return None
         return runtime.arch_of(device), torch.cuda.get_device_properties(device).multi_processor_count
@@ -46,11 +48,11 @@ class Machine:
         return tensor.is_cpu
 
     def kernel(self, op: str, spec: Any, arch: str) -> Callable[..., None]:
-        """The compiled function, see `runtime.kernel`."""
+        """Return the compiled function, see `runtime.kernel`."""
         return runtime.kernel(op, spec, arch)
 
     def argument(self, tensor: torch.Tensor) -> Any:
-        """A tensor in the form that compiled functions convert fastest, for those that are passed often."""
+        """Return a tensor in the form that compiled functions convert fastest, for tensors that are passed often."""
         return runtime.argument(tensor)
 
     def synchronize(self, device: torch.device) -> None:
@@ -64,12 +66,12 @@ class Machine:
         self.plans[key] = plan
 
 
-current = Machine()
+current = HostMachine()
 
 
 @contextmanager
-def override(machine: Machine) -> Iterator[Machine]:
-    """Calls inside run on `machine`."""
+def override(machine: HostMachine) -> Iterator[HostMachine]:
+    """Replace the machine that calls inside the context run on."""
     global current
     before, current = current, machine
     try:

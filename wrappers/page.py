@@ -1,15 +1,18 @@
-"""Writing to paged KV caches, as FlashInfer's `page` does. Plain torch operations, on CPU and CUDA: nothing waits for
-the device, all can be captured in a CUDA graph.
+"""Write to paged KV caches, as FlashInfer's `page` does.
 
-Request b's pages are kv_indices[kv_indptr[b]:kv_indptr[b + 1]]; its keys fill them in order, kv_last_page_len[b] of
-them the last page. An appended row i is key positions[i] of request batch_indices[i]:
+Plain torch operations, on CPU and CUDA: nothing waits for the device, and all functions can be captured in a CUDA
+graph.
 
-    kv_len = get_seq_lens(kv_indptr, kv_last_page_len, page_size)  # with the rows to append
+Request b's pages are kv_indices[kv_indptr[b]:kv_indptr[b + 1]]. Its keys fill them in order, with kv_last_page_len[b]
+keys in the last page. Appended row i is key positions[i] of request batch_indices[i]:
+
+    kv_len = get_seq_lens(kv_indptr, kv_last_page_len, page_size)  # includes the rows to append
     batch_indices, positions = get_batch_indices_positions(append_indptr, kv_len, nnz)
     append_paged_kv_cache(k, v, batch_indices, positions, cache, kv_indices, kv_indptr, kv_last_page_len)
 
-Functions raise before anything is written: TypeError a type or dtype, ValueError a shape, stride, device or number, an
-unknown kv_layout is a KeyError and a ValueError; RuntimeError what requires grad, in grad mode.
+All functions raise before anything is written: TypeError for a type or dtype; ValueError for a shape, stride, device or
+number; an error that is both a KeyError and a ValueError for an unknown kv_layout; RuntimeError for a tensor that
+requires grad, in grad mode.
 """
 
 from typing import Any, NamedTuple
@@ -31,12 +34,12 @@ __all__ = [
 ]
 OFFSETS = (torch.int32, torch.int64)
 E4M3 = torch.float8_e4m3fn
-STORED = (torch.float16, torch.bfloat16, E4M3, torch.float8_e5m2, torch.uint8)  # what a cache holds
-CACHE, FACTORS = "paged_kv_cache", "kv_cache_sf"
+STORED = (torch.float16, torch.bfloat16, E4M3, torch.float8_e5m2, torch.uint8)  # dtypes of a cache
+CACHE, CACHE_SF = "paged_kv_cache", "kv_cache_sf"
 
 
-class Rows(NamedTuple):
-    """Which keys the appended rows are, as the caller gives it."""
+class AppendedRows(NamedTuple):
+    """The request and position of each appended row, and the page lists, as the caller gives them."""
 
     batch_indices: torch.Tensor
     positions: torch.Tensor
@@ -45,9 +48,12 @@ class Rows(NamedTuple):
     kv_last_page_len: torch.Tensor
 
 
-class Slots(NamedTuple):
-    """Where rows go: row source[i] to entry[i] of page[i]. Rows that go nowhere stand in by one that does, which is
-    written more than once. any: bool (), whether one does; where none does, old bytes are to be written."""
+class CacheSlots(NamedTuple):
+    """Destinations in the cache: row source[i] goes to entry[i] of page[i].
+
+    A row without a destination is replaced by one that has one, which is then written more than once. any: bool (),
+    whether at least one row has a destination; if none has, the old bytes are to be written.
+    """
 
     source: torch.Tensor
     page: torch.Tensor
@@ -55,15 +61,15 @@ class Slots(NamedTuple):
     any: torch.Tensor
 
 
-def _offsets(name: str, indptr: Any, device: torch.device | None = None, whose: str = "") -> torch.Tensor:
-    check_operand(name, indptr, 1, OFFSETS, device, whose)
+def _offsets(name: str, indptr: Any, device: torch.device | None = None, owner: str = "") -> torch.Tensor:
+    check_operand(name, indptr, 1, OFFSETS, device, owner)
     if not indptr.shape[0]:
-        raise ValueError(f"{name}: shape (0,), must have an element or more")
+        raise ValueError(f"{name}: shape (0,), must have at least 1 element")
     return indptr
 
 
 def _amount(name: str, value: Any, least: int) -> int:
-    """An int that int32 holds."""
+    """Return the value as an int, after a check that it is at least `least` and fits in int32."""
     value = check_integer(name, integer(value), least)
     if value >= 1 << 31:
         raise ValueError(f"{name}: {value}, must be below {1 << 31}")
@@ -71,11 +77,13 @@ def _amount(name: str, value: Any, least: int) -> int:
 
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Keys of each request, (B,), of kv_indptr's dtype: (pages - 1) * page_size + kv_last_page_len, which is clamped to
-    [0, page_size]; 0 where there are no pages.
+    """Return the number of keys of each request, (B,), in kv_indptr's dtype.
+
+    A request has (pages - 1) * page_size + kv_last_page_len keys, with kv_last_page_len clamped to [0, page_size], or 0
+    keys if it has no pages.
 
     kv_indptr: int32 or int64 (B + 1,), offsets of pages. kv_last_page_len: int32 or int64 (B,), on the same device.
-    TypeError dtypes, ValueError shapes, devices, numbers. FlashInfer's function.
+    Raises TypeError for a dtype, ValueError for a shape, device or number. FlashInfer's function.
 
     >>> get_seq_lens(torch.tensor([0, 3, 3, 4]), torch.tensor([2, 5, 16]), 16)
     tensor([34,  0, 16])
@@ -93,12 +101,13 @@ def get_batch_indices_positions(
     append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int, batch_indices: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Of nnz rows, append_indptr[b]:append_indptr[b + 1] of which are the last keys of request b: (b of each, its
-    position), int32 (nnz,) each. Rows of no request get -1 and 0.
+    """Return the request and the position of each of nnz appended rows: int32 (nnz,) each.
 
-    append_indptr: int32 or int64 (B + 1,), rising. seq_lens: int32 or int64 (B,), keys of each request with these, on
-    the same device. batch_indices, positions: what is to be written and returned; None: new memory.
-    Raises before anything is written: TypeError dtypes, ValueError shapes, devices, numbers. FlashInfer's function.
+    Rows append_indptr[b]:append_indptr[b + 1] are the last keys of request b. Rows of no request get -1 and 0.
+
+    append_indptr: int32 or int64 (B + 1,), rising. seq_lens: int32 or int64 (B,), keys of each request including these
+    rows, on the same device. batch_indices, positions: tensors to write and return; None: new ones. Raises before
+    anything is written: TypeError for a dtype, ValueError for a shape, device or number. FlashInfer's function.
 
     >>> get_batch_indices_positions(torch.tensor([0, 2, 3]), torch.tensor([5, 1]), 4)[1].tolist()
     [3, 4, 0, 0]
@@ -117,7 +126,7 @@ def get_batch_indices_positions(
     _apart(given, {"append_indptr": append_indptr, "seq_lens": seq_lens})
     if batch:
         row, starts = torch.arange(nnz, device=device), append_indptr.to(torch.int64)
-        request = torch.searchsorted(starts[:-1], row, right=True) - 1  # the last that starts here or before
+        request = torch.searchsorted(starts[:-1], row, right=True) - 1  # the last one that starts at or before the row
         held = request.clamp(0, batch - 1)
         left = row - starts[1:][held]
         inside = (request >= 0) & (left < 0)
@@ -132,24 +141,24 @@ def _stored(found: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
 
 
 def paged_kv(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V as (pages, Hkv, P, D) views, as `attention.call.pair`; where P is 1, its dimension may be missing."""
+    """Return K and V as (pages, Hkv, P, D) views, as `attention.call.pair` does; a P of 1 may be missing."""
     lone = -3 if layout == "NHD" else -2
     if isinstance(value, torch.Tensor):
         value = value.unsqueeze(lone) if value.ndim == 4 and value.layout is torch.strided else value
     elif isinstance(value, (tuple, list)) and layout == "NHD" and all(map(_are_rows, value)):
-        layout, value = "HND", [t.unsqueeze(2) for t in value]  # one operation of two
+        layout, value = "HND", [t.unsqueeze(2) for t in value]  # saves one of two operations
     elif isinstance(value, (tuple, list)):
         value = [t.unsqueeze(lone) if _are_rows(t) else t for t in value]
     return pair(name, value, layout)
 
 
 def _are_rows(t: Any) -> bool:
-    """Keys or values of pages of one row, without its dimension."""
+    """Report whether t holds keys or values of pages with one row, without the dimension of P."""
     return isinstance(t, torch.Tensor) and t.ndim == 3 and t.layout is torch.strided
 
 
 def _caches(name: str, value: Any, layout: Any, dtypes: Any, device: torch.device) -> dict[str, torch.Tensor]:
-    """K and V by name, as (pages, P, Hkv, D) views."""
+    """Return K and V by name, as (pages, P, Hkv, D) views, after a check."""
     k, v = paged_kv(name, value, layout)
     for side, t in (("K", k), ("V", v)):
         check_one_of(f"{name} ({side}): dtype", check_strided(f"{name} ({side})", t, 4).dtype, dtypes)
@@ -165,7 +174,7 @@ def _caches(name: str, value: Any, layout: Any, dtypes: Any, device: torch.devic
 
 
 def _appended(append_key: Any, append_value: Any, caches: dict[str, torch.Tensor], packed: int) -> None:
-    """Rows that fit caches, of which an element holds `packed` values."""
+    """Check that the rows fit the caches, an element of which holds `packed` values."""
     for (name, t), (cache_name, cache) in zip(
         (("append_key", append_key), ("append_value", append_value)), caches.items(), strict=True
     ):
@@ -176,13 +185,13 @@ def _appended(append_key: Any, append_value: Any, caches: dict[str, torch.Tensor
 
 
 def _apart(outputs: dict[str, torch.Tensor], inputs: dict[str, Any]) -> None:
-    """`check_apart`, of what has memory."""
+    """Call `check_apart` unless the outputs have no memory of their own."""
     if not any(map(traced, outputs.values())):
         check_apart(outputs, inputs)
 
 
-def _slots(rows: Rows, nnz: int, pages: int, size: int, device: torch.device) -> Slots | None:
-    """Where nnz rows go in caches of so many pages of `size` keys; None where no row can."""
+def _slots(rows: AppendedRows, nnz: int, pages: int, size: int, device: torch.device) -> CacheSlots | None:
+    """Return the destinations of nnz rows in caches of `pages` pages of `size` keys; None if no row can have one."""
     for name, t in rows._asdict().items():
         check_operand(name, t, 1, OFFSETS, device, "that of append_key")
     check_shape("batch_indices", rows.batch_indices, (nnz,), "rows of append_key")
@@ -202,11 +211,11 @@ def _slots(rows: Rows, nnz: int, pages: int, size: int, device: torch.device) ->
     fits &= (page >= 0) & (page < pages)
     first = fits.to(torch.uint8).argmax()
     source = torch.where(fits, torch.arange(nnz, device=device), first)
-    return Slots(source, page.clamp(0, pages - 1)[source], position.remainder(size)[source], fits.any())
+    return CacheSlots(source, page.clamp(0, pages - 1)[source], position.remainder(size)[source], fits.any())
 
 
-def _write(cache: torch.Tensor, rows: torch.Tensor, slots: Slots) -> None:
-    """rows (nnz, Hkv, D) into cache (pages, P, Hkv, D), of the same dtype."""
+def _write(cache: torch.Tensor, rows: torch.Tensor, slots: CacheSlots) -> None:
+    """Write rows (nnz, Hkv, D) to cache (pages, P, Hkv, D) of the same dtype."""
     if cache.element_size() == 1:  # torch indexes no fp8 on CPU
         cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
     old = cache[slots.page[:1], slots.entry[:1]]
@@ -218,24 +227,25 @@ def append_paged_kv_cache(
     paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kv_indices: torch.Tensor, kv_indptr: torch.Tensor,
     kv_last_page_len: torch.Tensor, kv_layout: str = "NHD",
 ) -> None:  # fmt: skip
-    """Write rows of K and V to a paged cache, whose tables count them already.
+    """Write rows of K and V to a paged cache. The cache's page lists already count them.
 
     Args:
-        append_key, append_value: (nnz, Hkv, D), of the cache's dtype, any strides. Rows for an fp8 cache are converted
-            by the caller (upstream reads other bytes as fp8): `(k / k_scale).to(torch.float8_e4m3fn)`.
-        batch_indices, positions: int32 or int64 (nnz,), as `get_batch_indices_positions` gives.
-        paged_kv_cache: (k, v), each (pages, P, Hkv, D) "NHD" or (pages, Hkv, P, D) "HND"; or one (pages, 2, ...). Any
-            P, without its dimension where it is 1; any strides, but elements may not overlap. fp16, bf16, e4m3, e5m2;
-            or uint8: packed NVFP4, whose scale factors are written by a second call, that has e4m3 factors
-            (nnz, Hkv, D / 16) for rows, and for a cache (k_scales, v_scales). K and V may differ in D.
+        append_key, append_value: (nnz, Hkv, D), of the cache's dtype, any strides. The caller converts rows for an fp8
+            cache (upstream reinterprets the bytes of other dtypes as fp8): `(k / k_scale).to(torch.float8_e4m3fn)`.
+        batch_indices, positions: int32 or int64 (nnz,), as `get_batch_indices_positions` returns them.
+        paged_kv_cache: (k, v), each (pages, P, Hkv, D) "NHD" or (pages, Hkv, P, D) "HND"; or one tensor
+            (pages, 2, ...). Any P; if P is 1, its dimension may be missing. Any strides, but elements may not overlap.
+            K and V may differ in D. fp16, bf16, e4m3 or e5m2; or uint8 for packed NVFP4. A second call writes NVFP4's
+            scale factors: its rows are e4m3 factors (nnz, Hkv, D / 16), its cache is (k_scales, v_scales).
         kv_indices, kv_indptr: int32 or int64 (N,), (B + 1,). kv_last_page_len: int32 or int64 (B,), not read.
 
-    A row is not written where its request is none of [0, B), its position is negative or past its request's pages, or
-    its page is not in the cache; no value of any tensor makes the call leave its tensors. Where no row is written, some
-    key of the cache is rewritten with its own bytes. Of rows for one slot some one is written, of K and of V and of
-    each element on its own.
-    Raises before anything is written: TypeError dtypes; ValueError shapes, strides, devices; an unknown kv_layout is a
-    KeyError and a ValueError. FlashInfer's function.
+    A row is not written if its request is outside [0, B), if its position is negative or past its request's pages, or
+    if its page is not in the cache. No value of any tensor makes the call access memory outside its tensors. If no row
+    is written, one key of the cache is rewritten with its own bytes. If several rows have the same slot, one of them is
+    written; K, V and each element choose independently.
+
+    Raises before anything is written: TypeError for a dtype; ValueError for a shape, stride or device; an unknown
+    kv_layout is both a KeyError and a ValueError. FlashInfer's function.
 
     >>> cache, k = torch.zeros(3, 2, 4, 1, 8).half(), torch.ones(2, 1, 8).half()  # 3 pages of 4 rows
     >>> pages, starts, last = torch.tensor([2, 0]), torch.tensor([0, 2]), torch.tensor([1])  # one request, 5 keys
@@ -250,8 +260,8 @@ def append_paged_kv_cache(
     _appended(append_key, append_value, caches, 1)
     for name, t in (("append_key", append_key), ("append_value", append_value)):
         if t.dtype != k.dtype:
-            raise TypeError(f"{name}: dtype {t.dtype}, must be that of {CACHE}, {k.dtype}: convert it before")
-    rows = Rows(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+            raise TypeError(f"{name}: dtype {t.dtype}, must be that of {CACHE}, {k.dtype}; convert it before the call")
+    rows = AppendedRows(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
     slots = _slots(rows, append_key.shape[0], min(k.shape[0], v.shape[0]), k.shape[1], append_key.device)
     given: dict[str, Any] = {"append_key": append_key, "append_value": append_value}
     refuse_grad(given | caches)
@@ -262,7 +272,7 @@ def append_paged_kv_cache(
 
 
 def _inverse(name: str, scale: Any, device: torch.device) -> Any:
-    """Return 1 / scale, of a positive float or an fp32 tensor of one element."""
+    """Return 1 / scale for a positive float or an fp32 tensor of one element."""
     if scale.__class__ is float and 0 < scale < INF:
         return 1.0 / scale
     number, tensor = scale_of(name, scale, device, "that of append_key", positive=True)
@@ -276,23 +286,26 @@ def nvfp4_quantize_append_paged_kv_cache(
     kv_last_page_len: torch.Tensor, k_scale: float | torch.Tensor, v_scale: float | torch.Tensor,
     kv_layout: str = "NHD",
 ) -> None:  # fmt: skip
-    """Quantise rows of K and V to NVFP4 and write them to a paged cache. Rows that are quantised already go through
-    `append_paged_kv_cache`; what is not said here is as there.
+    """Quantise rows of K and V to NVFP4 and write them to a paged cache.
+
+    Rows that are already quantised go through `append_paged_kv_cache`. Arguments that are not listed, and errors, are
+    as in that function.
 
     Args:
         append_key, append_value: fp16 or bf16 (nnz, Hkv, D), D a multiple of 16.
-        paged_kv_cache: uint8, last dimension D / 2. kv_cache_sf: e4m3, the same form, last dimension D / 16, linear.
-        k_scale, v_scale: global scales of decoding, value = code * factor * scale; a positive float, or an fp32 tensor
-            of one element: on the host it counts as a float, on CUDA its value is not looked at. `nvfp4_quantize` gets
-            1 / scale.
+        paged_kv_cache: uint8, last dimension D / 2. kv_cache_sf: e4m3 in the same layout, last dimension D / 16,
+            linear.
+        k_scale, v_scale: global dequantisation scales: value = code * sf * scale. A positive float, or an fp32
+            tensor of one element: on the host it counts as a float, on CUDA its value is not read. `nvfp4_quantize`
+            receives 1 / scale.
 
-    >>> codes, factors = (torch.zeros(1, 2, 4, 1, n, dtype=torch.uint8) for n in (8, 1))  # a page of 4 rows
+    >>> codes, sf = (torch.zeros(1, 2, 4, 1, n, dtype=torch.uint8) for n in (8, 1))  # a page of 4 rows
     >>> k, zero, one = torch.ones(1, 1, 16).half(), torch.tensor([0]), torch.tensor([1])
-    >>> factors = factors.view(torch.float8_e4m3fn)
+    >>> sf = sf.view(torch.float8_e4m3fn)
     >>> nvfp4_quantize_append_paged_kv_cache(
-    ...     k, k, zero, zero, codes, factors, zero, torch.tensor([0, 1]), one, 1.0, 1.0
+    ...     k, k, zero, zero, codes, sf, zero, torch.tensor([0, 1]), one, 1.0, 1.0
     ... )
-    >>> nvfp4_dequantize(codes, factors)[0, 0, 0, 0, :2]
+    >>> nvfp4_dequantize(codes, sf)[0, 0, 0, 0, :2]
     tensor([1.0312, 1.0312])
     """
     for name, t in (("append_key", append_key), ("append_value", append_value)):
@@ -301,21 +314,21 @@ def nvfp4_quantize_append_paged_kv_cache(
             raise ValueError(f"{name}: shape {tuple(t.shape)}, the last dimension must be a multiple of {BLOCK}")
     device = append_key.device
     caches = _caches(CACHE, paged_kv_cache, kv_layout, (torch.uint8,), device)
-    factors = _caches(FACTORS, kv_cache_sf, kv_layout, (E4M3,), device)
+    cache_sfs = _caches(CACHE_SF, kv_cache_sf, kv_layout, (E4M3,), device)
     _appended(append_key, append_value, caches, 2)
-    for (name, cache), (sf_name, sf) in zip(caches.items(), factors.items(), strict=True):
+    for (name, cache), (sf_name, sf) in zip(caches.items(), cache_sfs.items(), strict=True):
         shape = (*cache.shape[:3], cache.shape[3] * 2 // BLOCK)
-        check_shape(sf_name, sf, shape, f"pages, P, Hkv of {name}, one for {BLOCK} values")
+        check_shape(sf_name, sf, shape, f"pages, P and Hkv of {name}, and one factor for {BLOCK} values")
     scales = _inverse("k_scale", k_scale, device), _inverse("v_scale", v_scale, device)
     k, v = caches.values()
-    rows = Rows(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    rows = AppendedRows(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
     slots = _slots(rows, append_key.shape[0], min(k.shape[0], v.shape[0]), k.shape[1], device)
     given: dict[str, Any] = {"append_key": append_key, "append_value": append_value}
     refuse_grad(given)
-    _apart(caches | factors, given | rows._asdict())
+    _apart(caches | cache_sfs, given | rows._asdict())
     if slots is None:
         return
-    for values, scale, cache, cache_sf in zip(given.values(), scales, caches.values(), factors.values(), strict=True):
+    for values, scale, cache, cache_sf in zip(given.values(), scales, caches.values(), cache_sfs.values(), strict=True):
         data, sf = nvfp4_quantize(values, scale)
         _write(cache, data, slots)
         _write(cache_sf, sf, slots)
@@ -327,13 +340,15 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor], k_scale: float | torch.Tensor,
     v_scale: float | torch.Tensor, kv_layout: str = "NHD",
 ) -> None:  # fmt: skip
-    """`nvfp4_quantize_append_paged_kv_cache`, of rows whose place in the cache is known: slot_mapping, int32 or int64
-    (n,), page * P + row; negative ones, and those past the cache, are not written. append_key and append_value may have
-    more rows than n; these are ignored. Raises as there. FlashInfer's function.
+    """Quantise rows of K and V to NVFP4 and write them to given slots of a paged cache.
 
-    >>> codes, factors = (torch.zeros(2, 2, 4, 1, n, dtype=torch.uint8) for n in (8, 1))  # 2 pages of 4 rows
-    >>> k, factors = torch.ones(2, 1, 16).half(), factors.view(torch.float8_e4m3fn)
-    >>> nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(k, k, torch.tensor([6, -1]), codes, factors, 1.0, 1.0)
+    slot_mapping: int32 or int64 (n,), page * P + row for each appended row. Rows with a negative slot, or one past the
+    cache, are not written. append_key and append_value may have more than n rows; the rest is ignored. The other
+    arguments, and errors, are as in `nvfp4_quantize_append_paged_kv_cache`. FlashInfer's function.
+
+    >>> codes, sf = (torch.zeros(2, 2, 4, 1, n, dtype=torch.uint8) for n in (8, 1))  # 2 pages of 4 rows
+    >>> k, sf = torch.ones(2, 1, 16).half(), sf.view(torch.float8_e4m3fn)
+    >>> nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(k, k, torch.tensor([6, -1]), codes, sf, 1.0, 1.0)
     >>> codes.any(-1).nonzero().tolist()  # row 2 of page 1, K and V
     [[1, 0, 2, 0], [1, 1, 2, 0]]
     """
@@ -346,7 +361,7 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
             raise ValueError(f"slot_mapping: device {slot_mapping.device}, must be that of {name}, {t.device}")
     caches = _caches(CACHE, paged_kv_cache, kv_layout, (torch.uint8,), append_key.device)
     pages = min(cache.shape[0] for cache in caches.values())
-    index = torch.arange(pages, device=slot_mapping.device)  # all pages are one request's, in their order
+    index = torch.arange(pages, device=slot_mapping.device)  # one request owns all pages, in their order
     ends = torch.arange(2, device=slot_mapping.device) * pages
     nvfp4_quantize_append_paged_kv_cache(
         append_key[:rows], append_value[:rows], torch.where(slot_mapping < 0, -1, 0), slot_mapping, paged_kv_cache,

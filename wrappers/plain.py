@@ -1,4 +1,4 @@
-"""Which calls may go straight to a kernel, and how the others call its torch operator."""
+"""Decide which calls may go straight to a kernel, and call the torch operator for the others."""
 
 from typing import Any
 
@@ -6,17 +6,20 @@ import torch
 from torch._C._functorch import TransformType
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch as _modes_before_dispatch
 
-_is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # module globals: an attribute look-up saved is 20 ns
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # module globals: each saves an attribute look-up, 20 ns
 _modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
-_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter  # by class: a marked fake is an instance of the second
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter  # compared by class: a marked fake is an instance of the second
 
 
 def traced(tensor: object) -> bool:
-    """Whether a call on `tensor` must be a torch operator: something records or rewrites it (torch.compile, a mode,
-    vmap and its like), or the tensor has no memory of its own (fake, functional, proxy). 0.1 us."""
-    if _is_dynamo_compiling():  # first, and apart: torch.compile sees no further
+    """Return whether a call on `tensor` must be a torch operator; takes 0.1 us.
+
+    It must if something records or rewrites the call (torch.compile, a mode, vmap and the like), or if the tensor has
+    no memory of its own (fake, functional, proxy).
+    """
+    if _is_dynamo_compiling():  # first and alone: torch.compile traces no further
         return True
     plain = tensor.__class__ is _Tensor or tensor.__class__ is _Parameter
     if plain and not _modes() and _transform() is None and not _function_modes():
@@ -25,8 +28,11 @@ def traced(tensor: object) -> bool:
 
 
 def write(operator: torch._ops.OpOverload, **given: Any) -> None:
-    """Call an operator that writes to some of its arguments and returns nothing. torch.func.functionalize, which has no
-    rule for such, gets what torch.compile makes of it: an operator that returns what is written."""
+    """Call an operator that writes to some of its arguments and returns nothing.
+
+    torch.func.functionalize has no rule for such an operator. It gets the one that torch.compile derives: an operator
+    that returns what is written.
+    """
     transform = None if _is_dynamo_compiling() else _transform()
     if transform is None or transform.key() != TransformType.Functionalize:
         operator(**given)
@@ -40,14 +46,14 @@ def write(operator: torch._ops.OpOverload, **given: Any) -> None:
 
 
 def no_backward(name: str) -> RuntimeError:
-    """What a call in grad mode raises on an argument that requires grad."""
+    """Return the error for an argument that requires grad, in a call in grad mode."""
     return RuntimeError(
         f"{name}: requires grad, and this function has no backward: call it under torch.no_grad(), or detach {name}"
     )
 
 
 def refuse_grad(tensors: dict[str, torch.Tensor]) -> None:
-    """Raises on the first tensor that requires grad, by its name, in grad mode."""
+    """Raise on the first tensor that requires grad, by its name, in grad mode."""
     if torch.is_grad_enabled():
         for name, t in tensors.items():
             if t.requires_grad:

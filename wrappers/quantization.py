@@ -1,8 +1,9 @@
-"""Bits of masks, eight a byte, as FlashInfer's `quantization` packs them. Plain torch operations, on CPU and CUDA.
+"""Pack the bits of masks, eight per byte, as FlashInfer's `quantization` does. Plain torch operations, on CPU and CUDA.
 
-Attention reads masks with the least significant bit first: "little". numpy's and FlashInfer's default is "big".
+Attention reads masks with the least significant bit first: "little". The default of numpy and FlashInfer is "big".
 
-Functions raise before anything is written: TypeError a type or dtype, ValueError a shape, device, name or number.
+All functions raise before anything is written: TypeError for a type or dtype, ValueError for a shape, device, name or
+number.
 """
 
 from typing import Any
@@ -18,16 +19,18 @@ OFFSETS = (torch.int32, torch.int64)
 
 
 def _shift(bit: Any, bitorder: Any) -> Any:
-    """By how much element `bit` of a byte is shifted: an int, or a tensor of ints."""
+    """Return the shift of element `bit` of a byte: an int, or a tensor of ints."""
     if bitorder not in BITORDERS:
         raise UnknownName(f"bitorder: {bitorder!r}, must be one of {listed(BITORDERS)}")
     return bit if bitorder == "little" else 7 - bit
 
 
 def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
-    """x (N,) of any dtype -> uint8 (ceil(N / 8),): a set bit where x is not zero, zeros behind the last, as
-    `numpy.packbits`. "big": the first element is the most significant bit of its byte; attention wants "little".
-    ValueError a shape or bitorder. FlashInfer's function.
+    """Pack the bits of x (N,), any dtype, into uint8 (ceil(N / 8),), as `numpy.packbits` does.
+
+    A bit is set if the element is not zero; the last byte is filled with zeros. bitorder "big": the first element is
+    the most significant bit of its byte. Attention needs "little". Raises ValueError for a shape or bitorder.
+    FlashInfer's function.
 
     >>> packbits(torch.tensor([1, 0, 1, 1, 0, 0, 1, 1, 1])).tolist()
     [179, 128]
@@ -39,11 +42,12 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
 
 
 def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:
-    """Pack segments of x (N,), x[indptr[s]:indptr[s + 1]] each, and start each at a byte of its own.
+    """Pack the segments x[indptr[s]:indptr[s + 1]] of x (N,), each from a byte of its own.
 
-    indptr: int32 or int64 (S + 1,), on x's device, rising, within x. Returns uint8 (bytes,) and their int32 offsets
-    (S + 1,). Waits for the device once, since the size of the result is a value of indptr, which is checked then.
-    TypeError dtypes, ValueError shapes, devices, offsets, bitorder. FlashInfer's function.
+    indptr: int32 or int64 (S + 1,), on x's device, rising, within x. Returns uint8 (bytes,) and the segments' int32
+    offsets in it (S + 1,). Waits for the device once, because the size of the result depends on values of indptr, which
+    are checked at the same time. Raises TypeError for a dtype, ValueError for a shape, device, offset or bitorder.
+    FlashInfer's function.
 
     >>> packed, starts = segment_packbits(torch.tensor([1, 0, 1, 1, 0, 0, 1]), torch.tensor([0, 4, 7]))
     >>> packed.tolist(), starts.tolist()
@@ -52,12 +56,13 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
     check_strided("x", x, 1)
     check_operand("indptr", indptr, 1, OFFSETS, x.device, "that of x")
     if not indptr.shape[0]:
-        raise ValueError("indptr: shape (0,), must have an element or more")
+        raise ValueError("indptr: shape (0,), must have at least 1 element")
     starts = [0]
     offsets = indptr.tolist()
     for start, end in zip(offsets, offsets[1:]):
         if not 0 <= start <= end <= x.shape[0]:
-            raise ValueError(f"indptr: {start} before {end}, must rise from 0 to the {x.shape[0]} elements of x")
+            need = f"must rise and lie in [0, {x.shape[0]}], the elements of x"
+            raise ValueError(f"indptr: {start} before {end}, {need}")
         starts.append(starts[-1] + -(-(end - start) // 8))
     lengths = (indptr.diff() + 7) // 8
     byte_starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
@@ -69,12 +74,17 @@ def pack_segments(
     bits: torch.Tensor, element_starts: torch.Tensor, byte_starts: torch.Tensor, size: int,
     out: torch.Tensor | None = None, bitorder: str = "little",
 ) -> torch.Tensor:  # fmt: skip
-    """uint8 (size,): segment s of bits, bits[element_starts[s]:element_starts[s + 1]], packed from byte byte_starts[s]
-    on. Reads no value on the host, waits for nothing and can be captured; meanwhile needs 50 bytes of memory a byte.
+    """Pack segments of bits into uint8 (size,).
 
-    bits: bool (N,). element_starts: int32 or int64 (S + 1,). byte_starts: int32 or int64 (S,) or (S + 1,), rising;
-    segments that reach into the next one, or past `size`, are cut there. Bytes of no segment are 0. out: uint8 (size,),
-    written and returned; may not overlap the others. Any values: what lies outside bits is read as 0.
+    Segment s is bits[element_starts[s]:element_starts[s + 1]], and is packed from byte byte_starts[s] on.
+
+    Reads no value on the host, waits for nothing and can be captured. Needs 50 bytes of temporary memory per byte of
+    the result.
+
+    bits: bool (N,). element_starts: int32 or int64 (S + 1,). byte_starts: int32 or int64 (S,) or (S + 1,), rising. A
+    segment that reaches into the next one, or past `size`, is cut there. Bytes of no segment are 0. out: uint8 (size,),
+    written and returned; it may not overlap the other tensors. The offsets may have any values: elements outside bits
+    are read as 0.
     """
     check_one_of("bits: dtype", check_strided("bits", bits, 1).dtype, (torch.bool,))
     check_operand("element_starts", element_starts, 1, OFFSETS, bits.device, "that of bits")
@@ -96,7 +106,7 @@ def pack_segments(
     count = bits.shape[0]
     byte = torch.arange(size, device=bits.device)
     starts = byte_starts[:segments].to(torch.int64)
-    segment = torch.searchsorted(starts, byte, right=True) - 1  # the last that starts here or before: no empty one
+    segment = torch.searchsorted(starts, byte, right=True) - 1  # the last that starts at or before: never an empty one
     inside = segment >= 0
     segment.clamp_(0, segments - 1)
     end = element_starts[1:].to(torch.int64).clamp(0, count)[segment]

@@ -1,11 +1,11 @@
-"""Find or build the kernel of a spec: this process -> a bundle -> JIT -> an error that says which command builds it.
+"""Find the kernel of a spec in this process or in a bundle, or compile it; else raise an error with the build command.
 
-cute_kernels/paths.py says where bundles are looked for, where compiled objects are kept, and what forbids compiling.
-Each kernel that is loaded or compiled is one INFO line of the logger `cute_kernels`, a bundle that does not load one
+cute_kernels/paths.py says where bundles are searched, where compiled objects are kept, and what forbids compiling. Each
+kernel that is loaded or compiled gives one INFO line of the logger `cute_kernels`, each bundle that does not load one
 WARNING.
 
-A bundle needs torch, apache-tvm-ffi and a driver; the DSL is imported only to compile. What an entry of a bundle must
-match is said in cute_kernels/manifest.py.
+A bundle needs torch, apache-tvm-ffi and a driver; the DSL is imported only to compile. cute_kernels/manifest.py says
+what an entry of a bundle must match.
 """
 
 import logging
@@ -28,21 +28,23 @@ LOG = logging.getLogger("cute_kernels")
 HOT_LIMIT = 4096  # spec objects remembered by identity
 _LOCK = threading.Lock()  # held while a kernel is loaded or compiled
 _KERNELS: dict[tuple[str, Any, str], Function] = {}
-_HOT: dict[tuple[str, int, str], tuple[Function, Any]] = {}  # by id(spec); holds the spec, so that its id stays taken
-_MODULES: dict[Path, Any] = {}  # loaded libraries; never unloaded, their code may be in flight
-_BROKEN: dict[Path, str] = {}  # folders of bundles of which something did not load, and why
+_HOT: dict[tuple[str, int, str], tuple[Function, Any]] = {}  # by id(spec); keeps the spec, so its id is not reused
+_MODULES: dict[Path, Any] = {}  # loaded libraries; never unloaded, since their code may be in flight
+_BROKEN: dict[Path, str] = {}  # bundle folder -> why a library in it did not load
 
 
 class KernelNotFound(RuntimeError):
-    """No bundle holds the kernel and it may not or cannot be compiled here."""
+    """No bundle holds the kernel, and it may not or cannot be compiled here."""
 
 
 def kernel(op: str, spec: Any, arch: str) -> Function:
-    """The compiled function of `op` for `spec`: positional arguments as the kernel's Args, runs on the current stream.
+    """Return the compiled function of `op` for `spec`.
 
-    0.13 us for a spec object seen before (hashing a nested spec costs over 1 us, so identity is tried first), 0.7 ms to
-    load from a bundle, seconds to compile. KernelNotFound names the kernel and the command that builds it; ValueError
-    where CUTE_KERNELS_JIT would have to be read and is neither 0 nor 1.
+    It takes the kernel's Args by position and runs on the current stream.
+
+    Takes 0.13 us for a spec object that was seen before (hashing a nested spec costs over 1 us, so identity is tried
+    first), 0.7 ms to load from a bundle, and seconds to compile. Raises KernelNotFound, which names the kernel and the
+    command that builds it, or ValueError if CUTE_KERNELS_JIT is needed and is neither 0 nor 1.
     """
     hit = _HOT.get((op, id(spec), arch))
     if hit is not None:
@@ -61,7 +63,7 @@ def _find(op: str, spec: Any, arch: str) -> Function:
 
 
 def _obtain(op: str, spec: Any, arch: str) -> Function:
-    """Load or compile a kernel, and say so in the log."""
+    """Load or compile a kernel, and log where it came from."""
     start = time.perf_counter()
     found = _from_bundles(op, spec, arch) or _compile(op, spec, arch)
     if found is None:
@@ -72,7 +74,10 @@ def _obtain(op: str, spec: Any, arch: str) -> Function:
 
 
 def where(op: str, spec: Any, arch: str) -> str:
-    """Where `kernel` finds a kernel: a bundle, the compiler, or nowhere and which command builds it. Loads nothing."""
+    """Return where `kernel` would find a kernel: a bundle, the compiler, or nowhere, with the command that builds it.
+
+    Loads nothing.
+    """
     for folder, held, problem in paths.bundles(arch):
         if held and not problem and held.find(op, spec):
             return f"bundle {folder}"
@@ -80,14 +85,14 @@ def where(op: str, spec: Any, arch: str) -> str:
 
 
 def _from_bundles(op: str, spec: Any, arch: str) -> tuple[Function, str] | None:
-    for _ in range(2):  # a build may replace a library between reading the manifest and loading: then read it again
+    for _ in range(2):  # retry: a build may replace a library between reading the manifest and loading
         for folder, held, problem in paths.bundles(arch):
             entry = held.find(op, spec) if held and not problem else None
             if held and entry:
                 path = folder / held.libraries[entry["library"]]["file"]
                 try:
                     function = _module(path).get_function(entry["symbol"])
-                except Exception as error:  # whatever the loader raises, another bundle or the compiler may serve
+                except Exception as error:  # of any type: another bundle or the compiler may serve the call
                     said = f"{path.name} does not load: {error}"
                     if _BROKEN.get(folder) != said:
                         LOG.warning("bundle %s: %s", folder, said)
@@ -107,7 +112,7 @@ def _module(path: Path) -> Any:
 
 
 def argument(tensor: torch.Tensor) -> Any:
-    """A tensor as compiled functions see it: 50 ns less a call than the tensor itself, where it is passed often."""
+    """Return a tensor as compiled functions see it; saves 50 ns per call for a tensor that is passed often."""
     import tvm_ffi
 
     return tvm_ffi.from_dlpack(tensor)
@@ -120,7 +125,7 @@ def _compile(op: str, spec: Any, arch: str) -> tuple[Function, str] | None:
 
     home = paths.user_cache()
     folder = _writable(home / "obj") if home else None
-    if folder is None:  # no home, or a read-only one: this process compiles for itself
+    if folder is None:  # no home folder, or a read-only one: compile for this process only
         folder = Path(_scratch().name)
     kept = set(os.listdir(folder))
     path = build.object_file(op, spec, arch, folder)
@@ -149,11 +154,11 @@ def _missing(op: str, spec: Any, arch: str) -> str:
     else:
         which = f"--spec '{op}={manifest.canonical(manifest.to_json(spec))}'"
     command = f"python -m cute_kernels build --arch {arch} {which}"
-    return "\n".join([*lines, f"  build it, where nvidia-cutlass-dsl is installed: {command}"])
+    return "\n".join([*lines, f"  to build it, with nvidia-cutlass-dsl installed: {command}"])
 
 
 def report(arch: str, wanted: tuple[str, Any] | None = None) -> list[str]:
-    """Lines that say which bundles of `arch` were found, why one cannot serve (op, spec) `wanted`, and if JIT is on."""
+    """Return lines on the bundles of `arch`, why each cannot serve `wanted` (op, spec), and whether JIT is allowed."""
     lines = []
     for folder, held, problem in paths.bundles(arch):
         if held is None or problem:
@@ -178,9 +183,12 @@ def _arch_of_index(index: int) -> str:
 
 
 def arch_of(device: torch.device | int | None = None) -> str:
-    """`sm_90a` for a CUDA device (None or no index: the current one). ValueError for another kind of device."""
+    """Return the architecture of a CUDA device, such as `sm_90a`; ValueError for another kind of device.
+
+    device: None, or one without an index, is the current one.
+    """
     if isinstance(device, torch.device):
         if device.type != "cuda":
-            raise ValueError(f"needs a CUDA device, got {device}")
+            raise ValueError(f"device: {device}, must be a CUDA device")
         device = device.index
     return _arch_of_index(torch.cuda.current_device() if device is None else device)

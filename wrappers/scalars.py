@@ -1,7 +1,7 @@
-"""Numbers of other libraries, numpy's above all, as Python's own, and what a scale may be.
+"""Convert numbers of other libraries, above all numpy's, to Python's, and check scales.
 
-Public functions ask here only of arguments that are no int or float already. What is no number stays as it is: checks
-refuse it by name.
+Public functions call these only for arguments that are not already an int or float. A value that is not a number is
+returned unchanged, and the checks refuse it by name.
 """
 
 import operator
@@ -18,7 +18,7 @@ OR_TENSOR = " or a float32 tensor of one element"
 
 
 def integer(value: Any) -> Any:
-    """An int of a number that is one. Bools, tensors and symbols of a trace stay."""
+    """Return an integer of any library as an int. Bools, tensors and symbols of a trace are returned unchanged."""
     if isinstance(value, (int, torch.Tensor, torch.SymInt)):
         return value
     try:
@@ -28,19 +28,19 @@ def integer(value: Any) -> Any:
 
 
 def real(value: Any) -> Any:
-    """A float of a real number. None, bools and symbols of a trace stay."""
+    """Return a real number of any library as a float. None, bools and symbols of a trace are returned unchanged."""
     if value is None or value.__class__ is float:
         return value
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
 
 
 def split_scale(name: str, value: Any) -> tuple[Any, torch.Tensor | None]:
-    """Return (number, tensor), the product of which is a scale; the tensor is None where the scale is a number.
+    """Return (number, tensor), the product of which is a scale; the tensor is None if the scale is a number.
 
-    A float32 tensor of one element in host memory is a number: it is read here, which the device does not notice, and
-    ValueError says that its value is not finite. Where something traces the call, the value is not known yet: the
-    tensor stays, without dimensions, so that torch multiplies it with tensors of any device, and the operator of the
-    traced call asks again. What else is wrong with the value is left to checks.
+    A float32 tensor of one element in host memory is a number: it is read here, which the device does not notice, and a
+    value that is not finite raises ValueError. If something traces the call, the value is not known yet: the tensor
+    stays, without dimensions, so that torch multiplies it with tensors of any device, and the operator of the traced
+    call asks again. The checks find anything else that is wrong with the value.
     """
     if not isinstance(value, torch.Tensor):
         return real(value), None
@@ -54,41 +54,42 @@ def split_scale(name: str, value: Any) -> tuple[Any, torch.Tensor | None]:
 
 
 def on_host(tensor: torch.Tensor) -> bool:
-    """Whether a scale is one number in host memory, which may be beside data of any device."""
+    """Return whether a scale is one number in host memory, which may be combined with data of any device."""
     return tensor.numel() == 1 and machine.current.is_host(tensor)
 
 
 def scale_of(
-    name: str, value: Any, device: torch.device | None, whose: str = "the query's", positive: bool = False
+    name: str, value: Any, device: torch.device | None, owner: str = "the query's", positive: bool = False
 ) -> tuple[Any, torch.Tensor | None]:
     """Return `split_scale` of a number or of a tensor of one element, after a check of both."""
     number, tensor = split_scale(name, value)
     if tensor is not None and on_host(tensor):
         device = None
-    check_scale(name, number, tensor, device, whose=whose, positive=positive)
+    check_scale(name, number, tensor, device, owner=owner, positive=positive)
     return number, tensor
 
 
 def check_scale(
     name: str, value: Any, tensor: torch.Tensor | None, device: torch.device | None, heads: int = 1,
-    whose: str = "the query's", positive: bool = False,
+    owner: str = "the query's", positive: bool = False,
 ) -> None:  # fmt: skip
-    """Check a finite number and, unless it is None, a float32 tensor of one element, or of one per head.
+    """Check a finite number and, unless it is None, a float32 tensor of one element or of one per head.
 
-    device: where the tensor must be, None for anywhere; whose: what else is there, for the message. positive: whether
-    the number must be."""
+    device: where the tensor must be; None for anywhere. owner: the tensor that has this device, for the message.
+    positive: whether the number must be positive.
+    """
     check_number(name, value, OR_TENSOR, positive)
     if tensor is None:
         return
     check_strided(name, tensor)
     check_one_of(f"{name}: dtype", tensor.dtype, (torch.float32,))
     if tensor.numel() != 1 and tuple(tensor.shape) != (heads,):
-        one = "one element" if heads == 1 else f"one element, or be ({heads},), one a query head"
+        one = "one element" if heads == 1 else f"one element, or be ({heads},), one per query head"
         raise ValueError(f"{name}: shape {tuple(tensor.shape)}, must have {one}")
     if tensor.numel() != 1:
         check_last_stride(name, tensor)
     if device is not None and tensor.device != device:
-        raise ValueError(f"{name}: device {tensor.device}, must be {whose}, {device}")
+        raise ValueError(f"{name}: device {tensor.device}, must be {owner}, {device}")
 
 
 def product(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:

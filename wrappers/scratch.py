@@ -1,7 +1,7 @@
-"""Counters and scratch memory that launches on a device share: kept, because allocating takes as long as launching.
+"""Counters and scratch memory that the launches of a device share, kept since an allocation takes as long as a launch.
 
 Launches of one stream never overlap, so what is kept belongs to a stream. A captured launch has its own, since its
-graph may be replayed beside anything. What is kept is in the form of `Machine.argument`.
+graph may be replayed beside any other launch. Tensors are kept in the form of `HostMachine.argument`.
 """
 
 import threading
@@ -11,23 +11,22 @@ import torch
 
 from . import machine
 
-# 16 MiB a device; captured launches use them up, one each, decoding one for each warp that computes
-POOL_SIZE = 1 << 22
-MAX_STREAMS = 64  # streams whose scratch is kept, 4 to 20 MB each
-PER_THREAD_STREAM = 2  # CUDA's handle of every thread's own default stream: not one stream
+POOL_SIZE = 1 << 22  # 16 MiB per device; each captured launch takes one for good, a decode launch one per MMA warp
+MAX_STREAMS = 64  # the scratch of this many streams is kept, 4 to 20 MB each
+PER_THREAD_STREAM = 2  # CUDA's handle of the per-thread default stream: one handle for several streams
 _LOCK = threading.Lock()
 
 
 class CounterPool(NamedTuple):
-    """A device's counters for launches, and who has which. Zero before and after every launch."""
+    """The counters of a device for launches, and their owners. All are zero before and after every launch."""
 
     counters: torch.Tensor  # (POOL_SIZE,) int32
-    argument: Any  # the same, as launches take it
+    argument: Any  # the same, in the form that launches take
     of_stream: dict[int, int]  # raw stream -> counter: launches of one stream never overlap
-    used: list[int]  # one number: how many have an owner
+    used: list[int]  # one element: the number of counters with an owner
 
     def take(self, count: int) -> int:
-        """First of so many counters that nobody has, -1 where there are none left."""
+        """Return the first of `count` consecutive free counters and mark them as owned; -1 if there are not enough."""
         with _LOCK:
             first = self.used[0]
             if first + count > len(self.counters):
@@ -37,10 +36,9 @@ class CounterPool(NamedTuple):
 
 
 def launch_counter(device: torch.device, capturing: bool) -> tuple[Any, int]:
-    """(counters, index) for a launch on the current stream, which is captured or not; index -1 makes the kernel do
-    without.
+    """Return (counters, index) for a launch on the current stream, captured or not; with index -1 the kernel uses none.
 
-    The counters are allocated outside captures, where zeroing them would become a graph node.
+    The counters are allocated outside captures: inside, zeroing them would become a graph node.
     """
     here = machine.current
     pool = here.counter_pools.get(device)
@@ -58,8 +56,12 @@ def launch_counter(device: torch.device, capturing: bool) -> tuple[Any, int]:
 
 
 def split_scratch(plan: Any, capturing: bool) -> tuple[Any, Any, int]:
-    """Scratch for parts of tiles, two of each CTA, with counters, `plan.counters_per_split` a CTA, from an index on.
-    plan: an `attention.plan.LaunchPlan`."""
+    """Return (scratch, counters, first index) for the splits of tiles.
+
+    There are two splits per CTA, and `plan.counters_per_split` counters per CTA.
+
+    plan: an `attention.plan.LaunchPlan`.
+    """
     here, slots, counters = machine.current, 2 * plan.sms, plan.sms * plan.counters_per_split
     if capturing:
         pool = here.counter_pools.get(plan.device)
@@ -68,7 +70,7 @@ def split_scratch(plan: Any, capturing: bool) -> tuple[Any, Any, int]:
             return _new_partial(plan, slots), pool.argument, first
         return *new_split_scratch(plan, slots, plan.sms), 0
     if plan.device not in here.counter_pools:
-        _add_pool(plan.device)  # for later captures
+        _add_pool(plan.device)  # later captures need them
     stream = here.raw_stream(plan.device.index)
     if stream == PER_THREAD_STREAM:
         return *new_split_scratch(plan, slots, plan.sms), 0
@@ -83,7 +85,7 @@ def split_scratch(plan: Any, capturing: bool) -> tuple[Any, Any, int]:
 
 
 def new_split_scratch(plan: Any, slots: int, tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scratch for so many parts, and zeroed counters of tiles."""
+    """Return scratch memory for `slots` splits, and zeroed counters of `tiles` tiles."""
     return _new_partial(plan, slots), torch.zeros(
         tiles * plan.counters_per_split, dtype=torch.int32, device=plan.device
     )
@@ -94,7 +96,7 @@ def _new_partial(plan: Any, slots: int) -> torch.Tensor:
 
 
 def _add_pool(device: torch.device) -> CounterPool:
-    """Waits once a device: a launch of another stream must find zeros."""
+    """Allocate the counters of a device. Waits, once per device: a launch of another stream must find zeros."""
     counters = torch.zeros(POOL_SIZE, dtype=torch.int32, device=device)
     machine.current.synchronize(device)
     made = CounterPool(counters, machine.current.argument(counters), {PER_THREAD_STREAM: -1}, [0])

@@ -1,4 +1,4 @@
-"""Names of FlashInfer's `utils` that engines import beside its functions."""
+"""Functions of FlashInfer's `utils` that engines import together with its attention functions."""
 
 import torch
 
@@ -11,7 +11,7 @@ __all__ = ["FP4Tensor", "get_device_sm_count", "get_trtllm_gen_multi_ctas_kv_cou
 
 
 def get_device_sm_count(device: torch.device) -> int:
-    """SMs of a CUDA device."""
+    """Return the number of SMs of a CUDA device."""
     if not isinstance(device, torch.device):
         raise TypeError(f"device: {device!r}, must be a torch.device")
     device_info = machine.current.device_info(device)
@@ -21,8 +21,11 @@ def get_device_sm_count(device: torch.device) -> int:
 
 
 def get_trtllm_gen_multi_ctas_kv_counter_bytes(batch_size: int, num_qo_heads: int, sm_count: int) -> int:
-    """Bytes that engines allocate for multi_ctas_kv_counter_buffer, a hint here: an int32 for each query head of each
-    request, of each SM where these are more, in eights."""
+    """Return the size in bytes of the multi_ctas_kv_counter_buffer that engines allocate; the buffer is a hint here.
+
+    The size is one int32 for each query head of each request, or for each SM if these are more, rounded up to 8 of
+    them.
+    """
     given = {"batch_size": batch_size, "num_qo_heads": num_qo_heads, "sm_count": sm_count}
     batch, heads, sms = (check_integer(name, integer(value), 0) for name, value in given.items())
     return round_up(max(batch * heads, sms), 8) * 4

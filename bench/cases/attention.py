@@ -10,7 +10,7 @@ import torch
 import wrappers
 from wrappers import fp4, reference, trtllm_batch_context_with_kv_cache
 from wrappers.attention.call import AttentionCall, SequenceBatch
-from wrappers.explanation import problem_of
+from wrappers.explanation import call_of
 
 from .. import skipping
 from . import planted
@@ -476,7 +476,7 @@ def as_decode(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def reference_of(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (o (T, Hq, Dvo), lse (T, Hq)) in fp32 for a call of the public function. Writes nothing."""
-    return reference.paged_attention(problem_of(trtllm_batch_context_with_kv_cache, **inputs))
+    return reference.paged_attention(call_of(trtllm_batch_context_with_kv_cache, **inputs))
 
 
 def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
@@ -571,7 +571,7 @@ def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
         "both sf": (
             {"kv_block_scales": torch.zeros(1), "kv_cache_sf": torch.zeros(1)},
             ValueError,
-            "kv_block_scales: alias",
+            "kv_block_scales: another name",
         ),
         "skip type": ({"skip_softmax_threshold_scale_factor": "1"}, TypeError, "skip_softmax_threshold_scale"),
         "skip < 0": (

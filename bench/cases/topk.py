@@ -340,7 +340,7 @@ def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: obje
 @contextmanager
 def on_reference() -> Iterator[None]:
     """Make the calls in the block run the reference, on tensors of any device."""
-    reference = machine.Machine()
+    reference = machine.HostMachine()
     reference.device_info = lambda device: None  # type: ignore[method-assign]
     with machine.override(reference):
         yield

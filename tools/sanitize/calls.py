@@ -191,7 +191,7 @@ def choose(case: TopKCase, device: str) -> float:
     return 0.0
 
 
-class Counting(machine.Machine):
+class Counting(machine.HostMachine):
     """A machine that counts its launches."""
 
     def __init__(self) -> None:

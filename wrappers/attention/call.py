@@ -1,4 +1,4 @@
-"""The tensors of an attention call in one form, whatever its signature. Nothing here looks at values or checks them."""
+"""The tensors of an attention call in one form, whatever its signature. Nothing here reads or checks values."""
 
 from itertools import count
 from typing import Any, NamedTuple
@@ -9,47 +9,56 @@ from torch._subclasses import FakeTensor
 from ..checks import UnknownName, check_strided
 from ..fp4 import FP4Tensor
 
-_Tensor = torch.Tensor  # module globals: an attribute look-up saved is 20 ns
+_Tensor = torch.Tensor  # module globals: each saves an attribute look-up, 20 ns
 _strided = torch.strided
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 class SequenceBatch(NamedTuple):
-    """Where the tokens of each request are. form: "table", a row of pages for each request; "csr", the pages of all
-    requests one after another (`csr_sequences`); "ragged", K and V without pages (`ragged_sequences`)."""
+    """Where the tokens of each request are.
+
+    form: "table", a row of pages per request; "csr", the pages of all requests one after another (`csr_sequences`);
+    "ragged", K and V without pages (`ragged_sequences`).
+    """
 
     page_table: torch.Tensor  # (B, 2, M) int32: [:, 0] pages of K, [:, 1] pages of V; csr: (1, 2, N); ragged: (1, 2, 0)
     kv_lens: torch.Tensor  # (B,) int32: keys; csr: keys in the last page; ragged: (0,)
     cu_seqlens_q: torch.Tensor | None  # (B + 1,) int32; None: every request has max_q_len tokens
     batch: int
-    shape_id: int | None  # a number for all that a plan depends on: shapes, dtypes; None: something traces the call
+    shape_id: int | None  # a number for the properties that a plan depends on (shapes); None: something traces the call
     unsigned: bool = False  # the caller's lengths are uint32
-    kv_starts: torch.Tensor | None = None  # (B + 1,) int32: each one's entries of page_table, or rows of K; table: None
+    kv_starts: torch.Tensor | None = None  # (B + 1,) int32, offsets in page_table (csr) or rows of K (ragged)
     form: str = "table"
 
 
 class Rope(NamedTuple):
-    """Rotary embedding of Q and K on the whole head_dim D, in halves: dimension d turns with d + D / 2, a token at
-    position x by x / scale * theta ** (-2 d / D); rounded to 16 bits before Q K^T."""
+    """Rotary embedding of Q and K over the whole head_dim D, in halves, rounded to 16 bits before Q K^T.
+
+    Dimension d is rotated with d + D / 2: for a token at position x, by x / scale * theta ** (-2 d / D) radians.
+    """
 
     scale: float = 1.0
     theta: float = 1e4
 
 
 class AttentionCall(NamedTuple):
-    """An attention call. k and v hold values of 16 bits, e4m3 or e5m2, or packed e2m1 (uint8, last dimension D / 2)
-    with k_scales and v_scales. None stands for what is absent."""
+    """An attention call, as the kernels and the reference take it. None stands for an argument that is absent.
 
-    signature: str  # the public function that was called, of `checks.SIGNATURES`
-    phase: str  # "prefill"; "decode": few query tokens a request
+    k and v hold values of 16 bits, e4m3 or e5m2, or packed e2m1 (uint8, last dimension D / 2) with k_scales and
+    v_scales.
+    """
+
+    signature: str  # the public function that was called, a key of `checks.SIGNATURES`
+    phase: str  # "prefill"; or "decode": few query tokens per request
     q: torch.Tensor  # (T, Hq, Dqk)
     k: torch.Tensor  # (pages, Hkv, P, Dqk); ragged: (1, Hkv, rows, Dqk)
-    v: torch.Tensor  # (pages, Hkv, P, Dvo), of as many pages or not; ragged: (1, Hkv, rows, Dvo)
+    v: torch.Tensor  # (pages, Hkv, P, Dvo), its number of pages may differ from k's; ragged: (1, Hkv, rows, Dvo)
     requests: SequenceBatch
-    max_q_len: int  # bound of query lengths; steers the schedule
+    max_q_len: int  # upper bound of the query lengths; steers the schedule
     scale: float  # factor on the logits, natural units
-    scale_tensor: torch.Tensor | None  # fp32, one element, or in the prefill family one a query head: another factor;
-    # the host's only where something traces the call
+    # Another factor on the logits: fp32, one element, or in the prefill family one per query head. It is in host memory
+    # only if something traces the call.
+    scale_tensor: torch.Tensor | None
     out_scale: float  # factor on the normalised output
     out_scale_tensor: torch.Tensor | None  # likewise
     causal: bool = True
@@ -58,9 +67,9 @@ class AttentionCall(NamedTuple):
     sinks: torch.Tensor | None = None  # (Hq,) fp32, natural-log units
     k_scales: torch.Tensor | None = None  # (pages, Hkv, P, Dqk / 16) e4m3
     v_scales: torch.Tensor | None = None  # (pages, Hkv, P, Dvo / 16) e4m3
-    interleaved: bool = False  # v_scales are, as `fp4.deinterleave_v_scales` describes
-    drafts: torch.Tensor | None = None  # (T, W) int32, instead of causal: bit t of a token's row, it sees draft t
-    skip: float | None = None  # skip-softmax: threshold times kv_len; 0: off
+    interleaved: bool = False  # v_scales are interleaved, as `fp4.deinterleave_v_scales` describes
+    drafts: torch.Tensor | None = None  # (T, W) int32, replaces causal: bit t of a token's row: it sees draft t
+    skip: float | None = None  # skip-softmax's threshold times kv_len; 0: off
     out: torch.Tensor | FP4Tensor | None = None  # (T, Hq, Dvo)
     out_dtype: torch.dtype | str | None = None  # "nvfp4", or a dtype; None: that of out, else that of q
     out_sf_scale: float | None = None  # NVFP4's forward scale
@@ -68,10 +77,10 @@ class AttentionCall(NamedTuple):
     return_lse: bool = False
     batch_invariant: bool = False  # a request's bits do not depend on the rest of its batch
     enable_pdl: bool | None = None  # None: on
-    custom_mask: torch.Tensor | None = None  # (N,) uint8, instead of causal: bits of (query row, key), lowest first
+    custom_mask: torch.Tensor | None = None  # (N,) uint8, replaces causal: bits of (query row, key), lowest first
     mask_starts: torch.Tensor | None = None  # (B + 1,) int32: byte of custom_mask where a request's bits begin
-    alibi_slopes: torch.Tensor | None = None  # (Hq,) fp32: slope * (key - query row) joins a logit, before the cap
-    rope: Rope | None = None  # of Q and K, which are stored without
+    alibi_slopes: torch.Tensor | None = None  # (Hq,) fp32: slope * (key - query row) is added to a logit before the cap
+    rope: Rope | None = None  # rotation of Q and K, which are given without it
 
     @property
     def dim_vo(self) -> int:
@@ -79,21 +88,24 @@ class AttentionCall(NamedTuple):
 
     @property
     def result_dtype(self) -> torch.dtype | str:
-        """The output's: out_dtype, else out's, else the query's."""
+        """Return the dtype of the output: out_dtype, else that of out, else that of q."""
         if self.out_dtype is not None:
             return self.out_dtype
         return self.q.dtype if self.out is None else self.out.dtype
 
 
-ABSENT = (None,) * 4  # a problem's last fields, where a call has none of them
-# `make_call(AttentionCall, (...) + ABSENT)` is `AttentionCall(...)`, less 0.4 us: no dict, and a display of at most
-# 30 elements, beyond which Python makes a list of them first
+ABSENT = (None,) * 4  # the last fields of a call that has none of them
+# `make_call(AttentionCall, (...) + ABSENT)` is `AttentionCall(...)`, 0.4 us faster: it makes no dict, and its tuple
+# display has at most 30 elements, beyond which Python makes a list first.
 make_call = tuple.__new__
 
 
 class TableLayout(NamedTuple):
-    """How a signature gives its requests. name: of its page table. shared: that is (B, M), K and V on the same entries,
-    else (B, 2, M). column: lengths may be (B, 1)."""
+    """How a signature passes the page table and lengths.
+
+    name: the argument's name. shared: the table is (B, M), with K and V on the same entries; otherwise it is (B, 2, M).
+    column: lengths may be (B, 1).
+    """
 
     name: str = "block_tables"
     shared: bool = True
@@ -101,42 +113,45 @@ class TableLayout(NamedTuple):
 
 
 SHARED, SEPARATE = TableLayout(), TableLayout(shared=False)
-_numbers: dict[tuple[Any, ...], int] = {}  # facts -> their number, which has one meaning for ever
+_numbers: dict[tuple[Any, ...], int] = {}  # shapes -> their number, which is never reused
 _next = count()
 _nothing: dict[torch.device, tuple[torch.Tensor, ...]] = {}  # a page table and lengths without elements
+_last: tuple[Any, ...] = (None,) * 10  # the last table, lens, offsets and layout of `sequences_of`, and its result
 
 
-_last: tuple[Any, ...] = (None,) * 10
+def sequences_of(
+    table: Any, lens: Any, offsets: Any, plain: bool = True, layout: TableLayout = SHARED
+) -> SequenceBatch:
+    """Return the requests of a page table, lengths (int32 or uint32) and query offsets.
 
+    Values may be of any type: those that do not fit stay unchanged for `checks`, and get a shape_id that no plan has.
+    Only a table of another rank is refused here.
 
-def sequences_of(table: Any, lens: Any, offsets: Any, plain: bool = True, form: TableLayout = SHARED) -> SequenceBatch:
-    """lens: int32 or uint32. Of any values: what does not fit stays as it is, for `checks`, and gives facts that no
-    plan has; but a table of another rank is refused.
+    plain: False if something traces the call. Then views must be made anew, and there is no shape_id.
 
-    plain: False where something traces the call: then views must be made anew, and there are no facts.
-
-    The last result is kept, for the same tensors: all layers of a model pass the same objects in a step, and new views
-    cost 2.5 us. Sizes, strides and addresses are compared too: an object may have been resized, or given other memory.
+    The last result is kept for the same tensors: within a step all layers of a model pass the same objects, and new
+    views cost 2.5 us. Sizes, strides and addresses are compared too, since an object may have been resized or given
+    other memory.
     """
     global _last
     if not plain:
-        return _views(table, lens, offsets, form)
-    last_table, last_lens, last_offsets, last_form, shape, stride, address, size, lens_address, found = _last
-    if (table is last_table and lens is last_lens and offsets is last_offsets and form is last_form
+        return _views(table, lens, offsets, layout)
+    last_table, last_lens, last_offsets, last_layout, shape, stride, address, size, lens_address, found = _last
+    if (table is last_table and lens is last_lens and offsets is last_offsets and layout is last_layout
             and table.shape == shape and table.stride() == stride and table.data_ptr() == address
             and lens.numel() == size and (lens is found.kv_lens or lens.data_ptr() == lens_address)
             and (offsets is None or offsets.numel() == size + 1)):  # fmt: skip
         return found
-    found = new_sequences(table, lens, offsets, form)
+    found = new_sequences(table, lens, offsets, layout)
     if found.batch >= 0 and (offsets is None or offsets.numel() == found.batch + 1):
         size, stride, address = table.shape, table.stride(), table.data_ptr()
-        _last = (table, lens, offsets, form, size, stride, address, lens.numel(), lens.data_ptr(), found)
+        _last = (table, lens, offsets, layout, size, stride, address, lens.numel(), lens.data_ptr(), found)
     return found
 
 
-def new_sequences(table: Any, lens: Any, offsets: Any, form: TableLayout) -> SequenceBatch:
-    """As `sequences_of`, of a call that nothing traces; nothing is kept."""
-    made = _views(table, lens, offsets, form)
+def new_sequences(table: Any, lens: Any, offsets: Any, layout: TableLayout) -> SequenceBatch:
+    """Return the same as `sequences_of` for a call that nothing traces, and keep nothing."""
+    made = _views(table, lens, offsets, layout)
     if made.batch < 0 or any(isinstance(t, FakeTensor) for t in (table, lens, offsets)):
         return made._replace(batch=-1, shape_id=next(_next))
     return _numbered(made, (made.page_table.shape, made.kv_lens.shape, None if offsets is None else offsets.shape))
@@ -145,10 +160,11 @@ def new_sequences(table: Any, lens: Any, offsets: Any, form: TableLayout) -> Seq
 def csr_sequences(
     qo_indptr: Any, kv_indptr: Any, indices: Any, last_page_len: Any, plain: bool = True
 ) -> SequenceBatch:
-    """Requests whose pages lie one after another in indices (N,): kv_indptr[b]:kv_indptr[b + 1] are those of request
-    b, the last of which holds last_page_len[b] rows. All int32; K and V share the pages. plain: as in `sequences_of`.
+    """Return requests with pages that are stored one after another in indices (N,).
 
-    Facts do not depend on N. Of any values, as `sequences_of`; but indices of another rank are refused.
+    The pages of request b are indices[kv_indptr[b]:kv_indptr[b + 1]]; the last of them holds last_page_len[b] rows. All
+    tensors are int32; K and V share the pages. plain: as in `sequences_of`. The shape_id does not depend on N. Values
+    may be of any type, as in `sequences_of`, but indices of another rank are refused.
     """
     if not _strided_all(kv_indptr, indices, last_page_len, qo_indptr):
         return SequenceBatch(
@@ -161,7 +177,7 @@ def csr_sequences(
 
 
 def ragged_sequences(qo_indptr: Any, kv_indptr: Any, plain: bool = True) -> SequenceBatch:
-    """Requests whose keys are rows kv_indptr[b]:kv_indptr[b + 1], int32 (B + 1,), of K and V without pages."""
+    """Return requests with the keys kv_indptr[b]:kv_indptr[b + 1], int32 (B + 1,), of K and V without pages."""
     if not _strided_all(kv_indptr, kv_indptr, kv_indptr, qo_indptr):
         return SequenceBatch(
             kv_indptr, kv_indptr, qo_indptr, -1, next(_next) if plain else None, False, kv_indptr, "ragged"
@@ -176,7 +192,7 @@ def ragged_sequences(qo_indptr: Any, kv_indptr: Any, plain: bool = True) -> Sequ
 
 
 def listed_sequences(table: Any, lens: Any, offsets: Any, starts: Any, form: str, plain: bool = True) -> SequenceBatch:
-    """Requests of a form without rows of a table, of strided tensors."""
+    """Return requests of strided tensors in a form that has no table with a row per request."""
     made = SequenceBatch(
         table, lens, offsets, starts.shape[0] - 1 if starts.dim() == 1 else -1, None, False, starts, form
     )
@@ -194,32 +210,35 @@ def _strided_all(starts: Any, table: Any, lens: Any, offsets: Any) -> bool:
 
 
 def _numbered(made: SequenceBatch, shape_id: tuple[Any, ...]) -> SequenceBatch:
-    if len(_numbers) >= 4096:  # shapes may vary for ever
+    if len(_numbers) >= 4096:  # a caller may vary shapes for ever
         _numbers.clear()
     return made._replace(shape_id=_numbers.setdefault(shape_id, next(_next)))
 
 
-def _views(table: Any, lens: Any, offsets: Any, form: TableLayout) -> SequenceBatch:
-    """Without facts; of a batch of -1 where a value is no strided tensor."""
+def _views(table: Any, lens: Any, offsets: Any, layout: TableLayout) -> SequenceBatch:
+    """Return requests without a shape_id; batch is -1 if a value is not a strided tensor."""
     given = isinstance(table, _Tensor) and isinstance(lens, _Tensor) and isinstance(offsets, (_Tensor, type(None)))
     if not given or not lens.dim() or lens.layout is not _strided or table.layout is not _strided:
         return SequenceBatch(table, lens, offsets, -1, None)
-    if table.dim() != (2 if form.shared else 3):
-        raise ValueError(f"{form.name}: shape {tuple(table.shape)}, must have {2 if form.shared else 3} dimensions")
-    if form.column and lens.dim() == 2 and lens.shape[1] == 1:
+    if table.dim() != (2 if layout.shared else 3):
+        raise ValueError(f"{layout.name}: shape {tuple(table.shape)}, must have {2 if layout.shared else 3} dimensions")
+    if layout.column and lens.dim() == 2 and lens.shape[1] == 1:
         lens = lens.squeeze(1)
     unsigned = lens.dtype == torch.uint32
     if unsigned:
         lens = lens.view(torch.int32)
-    if form.shared:
+    if layout.shared:
         (batch, width), (row, entry) = table.shape, table.stride()
         table = table.as_strided((batch, 2, width), (row, 0, entry))
     return SequenceBatch(table, lens, offsets, lens.shape[0], None, unsigned)
 
 
 def pair(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V as (pages, Hkv, P, D) views, one torch operation each. value: (k, v), each of that shape "HND", or
-    (pages, P, Hkv, D) "NHD"; or one tensor (pages, 1 or 2, ...) of both."""
+    """Return K and V as (pages, Hkv, P, D) views, made by one torch operation each.
+
+    value: (k, v), each (pages, Hkv, P, D) "HND" or (pages, P, Hkv, D) "NHD"; or one tensor (pages, 1 or 2, ...) of
+    both.
+    """
     if layout != "HND" and layout != "NHD":
         raise UnknownName(f"kv_layout: {layout!r}, must be 'HND' or 'NHD'")
     if isinstance(value, (tuple, list)):
@@ -234,7 +253,7 @@ def pair(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor
     if len(shape) != 5 or shape[1] not in (1, 2) or value.layout is not _strided:
         check_strided(name, value, 5)
         raise ValueError(f"{name}: shape {tuple(value.shape)}, the second dimension must be 1 or 2")
-    if _is_dynamo_compiling():  # it sees no storage offsets
+    if _is_dynamo_compiling():  # torch.compile cannot trace storage offsets
         value = value.transpose(2, 3) if layout == "NHD" else value
         return value[:, 0], value[:, -1]
     pages, both, a, b, dim = shape

@@ -1,4 +1,4 @@
-"""Signatures that engines call on Hopper, over the two functions of `trtllm`: vLLM's decode, SGLang's prefill."""
+"""Signatures that engines call on Hopper, over the two functions of `trtllm`: vLLM's decode and SGLang's prefill."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,10 +33,17 @@ def xqa_batch_decode_with_kv_cache(
     mask: torch.Tensor | None = None, kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     q_cu_seq_lens: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`trtllm_batch_decode_with_kv_cache`, under another name, with FlashInfer 0.7.2's arguments in their order. What
-    differs: kv_layout is "NHD" where none is given; q_cu_seq_lens, int32 (B + 1,), stands for cum_seq_lens_q, and with
-    it q_len_per_req for max_q_len, the most query tokens of a request; seq_lens are int32 or uint32; out is always of
-    the query's shape. A mask may be missing where q_len_per_req is over 1: drafts are causal then. Raises as there.
+    """Compute `trtllm_batch_decode_with_kv_cache` with the arguments of FlashInfer 0.7.2's function of this name.
+
+    The arguments are in upstream's order. Raises as `trtllm_batch_decode_with_kv_cache` does.
+
+    Args, if they differ from that function's:
+        kv_layout: "NHD" by default.
+        q_cu_seq_lens: int32 (B + 1,), in place of cum_seq_lens_q.
+        q_len_per_req: with q_cu_seq_lens, in place of max_q_len: the largest number of query tokens of a request.
+        seq_lens: int32 or uint32.
+        out: always of the query's shape.
+        mask: may be None if q_len_per_req > 1; drafts are then causal.
 
     >>> q, cache = torch.randn(2, 8, 64).half(), torch.randn(3, 2, 16, 2, 64).half()  # 3 pages of 16 rows
     >>> table, lens = torch.tensor([[2, 0], [1, -1]]).int(), torch.tensor([20, 9]).int()
@@ -66,18 +73,21 @@ def trtllm_fmha_v2_prefill(
     chunked_attention_size: int = 0, save_softmax_stats: bool = False,
     skip_softmax_threshold_scale_factor: float | None = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    """`trtllm_batch_context_with_kv_cache`, with the arguments of FlashInfer 0.7.2's FMHA v2 in their order. What is
-    not named here is as there.
+    """Compute `trtllm_batch_context_with_kv_cache` with the arguments of FlashInfer 0.7.2's FMHA v2.
+
+    The arguments are in upstream's order. Arguments that are not listed are as in that function.
 
     Args:
-        qkv, input_layout: (query, kv_cache), "Q_PAGED_KV_NHD" or "Q_PAGED_KV_HND"; kv_cache is (pages, 2, ...), or
-            contiguous (k, v) of one form, V's address whole pages behind K's.
-        block_tables: int32 (B, M); with (k, v) (B, 2, M), and the entries of V, [:, 1], count pages from K's base.
-        sinks: fp32 (Hq,), or a list of that one tensor. logits_soft_cap_scale: c * tanh(s / c); None or 0: off.
-        mask_mode: "causal" or "sliding_window", both with window_left; "padding": every key, no window_left.
+        qkv, input_layout: (query, kv_cache) with "Q_PAGED_KV_NHD" or "Q_PAGED_KV_HND". kv_cache is (pages, 2, ...), or
+            contiguous (k, v) of one shape, V's address being a whole number of pages behind K's.
+        block_tables: int32 (B, M). With (k, v): (B, 2, M), and V's entries [:, 1] count pages from K's address.
+        sinks: fp32 (Hq,), or a list that holds this one tensor. logits_soft_cap_scale: c * tanh(s / c); None or 0: off.
+        mask_mode: "causal" or "sliding_window", both with window_left; or "padding": every key, without window_left.
 
-    NotImplementedError: the ragged input layouts, alibi, chunked attention, save_softmax_stats (the context function
-    gives the LSE). Else raises as there. Returns out (T, Hq, D), new where None was given.
+    NotImplementedError: the ragged input layouts, alibi, chunked attention and save_softmax_stats (the context function
+    returns the LSE). All else is raised as there.
+
+    Returns out (T, Hq, D), a new tensor unless one was given.
 
     >>> q, cache = torch.randn(4, 8, 64).half(), torch.randn(3, 2, 16, 2, 64).half()  # 3 pages of 16 rows
     >>> table, lens, starts = (torch.tensor(x).int() for x in ([[2, 0], [1, -1]], [20, 9], [0, 3, 4]))
@@ -95,11 +105,11 @@ def trtllm_fmha_v2_prefill(
     window_left = -1 if window_left is None else check_integer("window_left", integer(window_left))
     causal = mask_mode.lower() != "padding"
     if not causal and window_left >= 0:
-        raise ValueError(f"window_left: {window_left}, must be negative where mask_mode is 'padding'")
+        raise ValueError(f"window_left: {window_left}, must be negative if mask_mode is 'padding'")
     _check_modes(mask_mode, chunked_attention_size, pos_encoding_mode, save_softmax_stats)
     if not isinstance(qkv, (tuple, list)) or len(qkv) != 2:
         given = f"a {type(qkv).__name__} of {len(qkv)}" if isinstance(qkv, (tuple, list)) else type(qkv).__name__
-        raise TypeError(f"qkv: {given}, must be (query, kv_cache) where input_layout is {input_layout!r}")
+        raise TypeError(f"qkv: {given}, must be (query, kv_cache) if input_layout is {input_layout!r}")
     query, kv_cache = qkv
     shared = not isinstance(kv_cache, (tuple, list))
     sink: Any = sinks
@@ -124,7 +134,7 @@ def trtllm_fmha_v2_prefill(
 
 
 def _check_modes(mask_mode: str, chunk: Any, positions: Any, stats: Any) -> None:
-    """Raises on what FMHA v2 can and no kernel here does."""
+    """Raise on modes that FMHA v2 has and no kernel here supports."""
     if check_integer("chunked_attention_size", integer(chunk)) > 0:
         raise NotImplementedError(f"chunked_attention_size: {chunk}, not supported, must be 0")
     if mask_mode.lower() == "chunked":
@@ -135,15 +145,18 @@ def _check_modes(mask_mode: str, chunk: Any, positions: Any, stats: Any) -> None
         raise error(f"pos_encoding_mode: {positions!r}, not supported, must be None")
     check_flag("save_softmax_stats", stats)
     if stats:
-        lse = "trtllm_batch_context_with_kv_cache gives the LSE"
+        lse = "trtllm_batch_context_with_kv_cache returns the LSE"
         raise NotImplementedError(f"save_softmax_stats: True, not supported, must be False: {lse}")
 
 
 def _from_base(pools: Any, table: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Pools and a table of them, where pages of V count from K's base: in one storage, a pool that begins where K's
-    does and ends where V's does, for both; else V's own, and a table that counts from it."""
+    """Return (k, v) and a page table for them, from a table in which V's pages count from K's base.
+
+    If both lie in one storage, k and v become one pool that begins where K does and ends where V does, and the table
+    stays. Otherwise the pools stay, and V's entries of the new table count from V's base.
+    """
     if len(pools) != 2:
-        raise ValueError(f"qkv: a kv_cache of {len(pools)}, must be (k, v)")
+        raise ValueError(f"qkv: a kv_cache of {len(pools)} tensors, must be (k, v)")
     check_strided("qkv (K)", pools[0], 4)
     for name, t in zip(("qkv (K)", "qkv (V)"), pools):
         if not check_operand(name, t, 4, (pools[0].dtype,), pools[0].device, "that of K").is_contiguous():
@@ -156,7 +169,7 @@ def _from_base(pools: Any, table: torch.Tensor) -> tuple[tuple[torch.Tensor, tor
     else:
         apart = 0 if traced(k) else (v.data_ptr() - k.data_ptr()) // k.element_size()
     if not page or apart <= 0 or apart % page:
-        raise ValueError(f"qkv (V): {apart} elements behind K, of pages of {page}, must be whole pages behind K")
+        raise ValueError(f"qkv (V): {apart} elements behind K, must be whole pages of {page} elements behind K")
     pages = apart // page
     if not together:
         return (k, v), torch.stack([table[:, 0], table[:, 1] - pages], 1)

@@ -1,5 +1,7 @@
-"""The torch.library operator of attention, for torch.compile and for tensors that are not plain: a problem, field by
-field, whose outputs are given. `serve` is what all signatures end in."""
+"""The torch.library operator of attention, for torch.compile and for tensors that are not plain.
+
+It takes an attention call field by field, with its outputs given. `serve` is the last step of all signatures.
+"""
 
 from typing import Any
 
@@ -27,28 +29,32 @@ FIELDS = tuple(argument.split()[-1] for argument in SCHEMA.strip(" ()\n->").spli
 torch.library.define(NAME, SCHEMA.replace("\n", " "), tags=torch.Tag.pt2_compliant_tag)
 
 
-_is_grad_enabled = torch.is_grad_enabled  # a module global: an attribute look-up saved is 20 ns
+_is_grad_enabled = torch.is_grad_enabled  # a module global: saves an attribute look-up, 20 ns
 
 
-def serve(p: AttentionCall) -> Any:
-    """What a public function returns. In grad mode, a query, cache, sinks or slopes that require grad are refused:
-    theirs would be lost. Other arguments are constants, as under torch.no_grad()."""
+def serve(call: AttentionCall) -> Any:
+    """Run an attention call and return the result of its public function.
+
+    In grad mode, a query, cache, sinks or slopes that require grad are refused, since their gradient would be lost.
+    Other arguments are constants, as under torch.no_grad().
+    """
     if _is_grad_enabled():
         try:
-            sinks, slopes = p.sinks, p.alibi_slopes
-            if (p.q.requires_grad or p.k.requires_grad or p.v.requires_grad or sinks is not None and sinks.requires_grad
+            sinks, slopes = call.sinks, call.alibi_slopes
+            if (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad
+                    or sinks is not None and sinks.requires_grad
                     or slopes is not None and slopes.requires_grad):  # fmt: skip
-                refuse_grad(p)
-        except AttributeError:  # something is no tensor, which is refused later
+                refuse_grad(call)
+        except AttributeError:  # something is not a tensor and is refused later
             pass
-    return trace(p) if p.requests.shape_id is None else plan.run(p)
+    return trace(call) if call.requests.shape_id is None else plan.run(call)
 
 
-def refuse_grad(p: AttentionCall) -> None:
-    """Raises on the first tensor that requires grad, of those whose grad would be lost."""
+def refuse_grad(call: AttentionCall) -> None:
+    """Raise on the first tensor that requires grad, among those with a gradient that would be lost."""
     for field in ("q", "k", "v", "sinks", "alibi_slopes"):
-        if getattr(getattr(p, field), "requires_grad", False):
-            raise no_backward(checks.names_of(p)(field))
+        if getattr(getattr(call, field), "requires_grad", False):
+            raise no_backward(checks.names_of(call)(field))
 
 
 @torch.library.impl(NAME, ("cpu", "cuda"))
@@ -66,31 +72,31 @@ def _run(*flat: Any) -> None:
     serve(_read_scales(AttentionCall(requests=requests, **given)))
 
 
-def _read_scales(p: AttentionCall) -> AttentionCall:
-    """Put numbers in the place of the host's tensors, the values of which a trace did not know."""
-    name = checks.names_of(p)
+def _read_scales(call: AttentionCall) -> AttentionCall:
+    """Replace the host's scale tensors, which had no value in a trace, by numbers."""
+    name = checks.names_of(call)
     for field in ("scale", "out_scale"):
-        tensor = getattr(p, f"{field}_tensor")
+        tensor = getattr(call, f"{field}_tensor")
         if tensor is not None:
             number, tensor = split_scale(name(field), tensor)
-            p = p._replace(**{field: getattr(p, field) * number, f"{field}_tensor": tensor})
-    return p
+            call = call._replace(**{field: getattr(call, field) * number, f"{field}_tensor": tensor})
+    return call
 
 
 @torch.library.register_fake(NAME)
 def _fake(*flat: Any) -> None:
-    """Nothing to infer: every output is an argument."""
+    """Infer nothing: every output is an argument."""
 
 
-def trace(p: AttentionCall) -> Any:
-    """What is recorded of a problem: allocation, then the operator. What that would not see is checked before."""
-    checks.scalars(p)
-    check_strided(checks.names_of(p)("q"), p.q, 3)
-    checks.outputs(p)
-    out, lse = plan.outputs(p)
+def trace(call: AttentionCall) -> Any:
+    """Record a call: check what the operator would not see, allocate the outputs, then call the operator."""
+    checks.scalars(call)
+    check_strided(checks.names_of(call)("q"), call.q, 3)
+    checks.outputs(call)
+    out, lse = plan.outputs(call)
     packed = isinstance(out, fp4.FP4Tensor)
-    given = p._asdict() | p.requests._asdict() | {"out": out.data if packed else out, "lse": lse}
+    given = call._asdict() | call.requests._asdict() | {"out": out.data if packed else out, "lse": lse}
     given |= {"out_block_scales": out.scale if packed else None}
     given |= {"out_block_start": out.scale_start_index if packed else 0}
     write(torch.ops.cute_kernels.attention.default, **{name: given[name] for name in FIELDS})
-    return (out, lse) if p.return_lse else out
+    return (out, lse) if call.return_lse else out

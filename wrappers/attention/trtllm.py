@@ -1,4 +1,4 @@
-"""The public functions of TensorRT-LLM's kernels, as FlashInfer signs them."""
+"""The public functions of TensorRT-LLM's kernels, with FlashInfer's signatures."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,12 +23,12 @@ from .checks import SIGNATURES, drafts_of
 from .op import serve
 
 LN2 = 0.6931471805599453
-BACKENDS = ("auto", "xqa", "trtllm-gen", "cake")  # of upstream: here a hint
-TRANSFORM_MODES = (None, "k_only", "separate_kv")  # the same
+BACKENDS = ("auto", "xqa", "trtllm-gen", "cake")  # upstream's; a hint here
+TRANSFORM_MODES = (None, "k_only", "separate_kv")  # likewise
 CONTEXT, DECODE = "trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache"
-CONTEXT_BLOCK = CONTEXT + ", kv_block_scales"  # with the other name of the scale factors
+CONTEXT_BLOCK = CONTEXT + ", kv_block_scales"  # with the older name of the scale factors
 EQUAL = DECODE + ", q_len_per_req"  # requests of equal length
-LOG2 = ", bmm1_scale_log2"  # behind either
+LOG2 = ", bmm1_scale_log2"  # suffix of DECODE or EQUAL
 _SCALES = {"scales": "kv_cache_sf", "k_scales": "kv_cache_sf (K)", "v_scales": "kv_cache_sf (V)"}
 _NAMES = {
     "q": "query", "kv": "kv_cache", "k": "kv_cache (K)", "v": "kv_cache (V)", "page_table": "block_tables",
@@ -60,40 +60,47 @@ def trtllm_batch_context_with_kv_cache(
     kv_block_scales: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     v_scales_interleaved: bool = False,
 ) -> Any:  # fmt: skip
-    """Attention of ragged queries over a paged KV cache that already holds the queries' own tokens.
+    """Compute attention of ragged queries over a paged KV cache that already holds the queries' own tokens.
 
-    Args, upstream's order (FlashInfer 0.7.2), ours by keyword only:
-        query: (T, Hq, D) fp16, bf16, e4m3 or e5m2, any token and head stride; request r owns rows
+    Arguments are in upstream's order (FlashInfer 0.7.2). Those that only this package has are keyword-only.
+
+    Args:
+        query: (T, Hq, D) fp16, bf16, e4m3 or e5m2, any token and head stride. Request r owns rows
             cum_seq_lens_q[r:r + 2].
-        kv_cache: (k, v), each (pages, Hkv, P, D) "HND" or (pages, P, Hkv, D) "NHD"; or one (pages, 2, ...) or
-            (pages, 1, ...) (K and V share storage). Any P from 1. The query's dtype; with 16-bit queries e4m3, e5m2,
-            or uint8: packed NVFP4, last dim D / 2; with e4m3 queries the latter two.
-        block_tables: int32 (B, M), or (B, 2, M) (K, V) with uses_shared_paged_kv_idx=False; entries past a request's
-            last page are not read.
-        seq_lens: int32 or uint32 (B,), KV length with this step's tokens. cum_seq_lens_q: int32 (B + 1,).
-        max_q_len: bound of query lengths; steers the schedule, never the result.
-        bmm1_scale, bmm2_scale: factor on the logits (natural units, nothing implicit) and on the output; a float or
-            a one-element fp32 tensor: the kernel reads it on the query's device; on the host it counts as a float, and
-            a captured graph keeps its value. On CUDA bmm1_scale must be positive.
-        window_left: key j is kept where j >= position - window_left; negative or None: off. With or without causal.
-        out, out_dtype: result tensor or its dtype, of fp16, bf16, e4m3 (saturated), "nvfp4" (an FP4Tensor); None: the
-            query's, which for e5m2 is refused. o_sf_scale is NVFP4's forward scale (`nvfp4_quantize`).
-        sinks: fp32 (Hq,), joins each head's softmax denominator, natural-log units, unscaled.
-        kv_cache_sf: e4m3, a tuple or one tensor as kv_cache, each (pages, Hkv, P, D / 16) in kv_layout, linear;
-            kv_block_scales is its older name. v_scales_interleaved: V's are as TensorRT-LLM's kernels want them
-            (`fp4.deinterleave_v_scales`).
-        causal: position of query row i is i + kv_len - q_len; keys up to it are kept.
-        lse: fp32 (T, Hq), filled with log2 of the softmax denominator, sink included. logits_soft_cap: c * tanh(s / c).
-        skip_softmax_threshold_scale_factor: a block of keys whose probabilities all lie below it, over seq_len, times
-            the largest so far may be left out, of out and of lse, for 64 query rows at a time; None or 0: none is. A
-            block has as many keys as the kernel takes at once, 128 with head_dim 128. On the CPU none are left out.
+        kv_cache: (k, v), each (pages, Hkv, P, D) "HND" or (pages, P, Hkv, D) "NHD"; or one tensor (pages, 2, ...), or
+            (pages, 1, ...) if K and V share storage. P is any page size from 1. The dtype is the query's. 16-bit
+            queries also take e4m3, e5m2 and uint8 (packed NVFP4, last dimension D / 2); e4m3 queries also take the
+            latter two.
+        block_tables: int32 (B, M), or (B, 2, M) for (K, V) with uses_shared_paged_kv_idx=False. Entries past a
+            request's last page are not read.
+        seq_lens: int32 or uint32 (B,), KV lengths including this step's tokens. cum_seq_lens_q: int32 (B + 1,).
+        max_q_len: an upper bound of the query lengths. It steers the schedule and never changes the result.
+        bmm1_scale, bmm2_scale: factors on the logits (natural units, nothing is implied) and on the output, each a
+            float or an fp32 tensor of one element. The kernel reads a tensor on the query's device. A tensor on the
+            host counts as a float: a captured graph keeps its value. On CUDA bmm1_scale must be positive.
+        window_left: key j is kept if j >= position - window_left. Negative or None: no window. Independent of causal.
+        out, out_dtype: the result tensor, or its dtype: fp16, bf16, e4m3 (saturated) or "nvfp4" (an FP4Tensor).
+            Default: the query's dtype; with e5m2 queries one of the two is required. o_sf_scale: NVFP4's forward scale
+            (`nvfp4_quantize`).
+        sinks: fp32 (Hq,), added to each head's softmax denominator; natural-log units, not scaled.
+        kv_cache_sf: e4m3 scale factors of NVFP4, a tuple or one tensor as kv_cache, each (pages, Hkv, P, D / 16) in
+            kv_layout, linear. kv_block_scales is the older name. v_scales_interleaved: V's scale factors are in the
+            layout of TensorRT-LLM's kernels (`fp4.deinterleave_v_scales`).
+        causal: query row i has position i + kv_len - q_len and sees the keys up to it.
+        lse: fp32 (T, Hq), receives log2 of the softmax denominator, sink included. logits_soft_cap: c * tanh(s / c).
+        skip_softmax_threshold_scale_factor: a block of keys may be left out of out and of lse, for 64 query rows at a
+            time, if all its probabilities are below this factor / seq_len times the largest so far. None or 0: no block
+            is left out. A block has as many keys as the kernel processes at once: 128 with head_dim 128. On the CPU
+            none is left out.
 
     Hints: workspace_buffer, cum_seq_lens_kv, max_kv_len, multi_ctas_kv_counter_buffer, backend, enable_pdl (None: on).
-    Returns out (new where None was given), or (out, lse) where return_lse. A row without keys gives 0 and -inf (or
-    sink * log2 e). Rows of no request are undefined. CPU tensors run the fp32 reference, which checks
-    lengths, offsets and page ids too.
-    Raises before any launch: ValueError rank, shape, stride, alignment, device; TypeError dtype; NotImplementedError
-    what no kernel does; an unknown kv_layout is a KeyError and a ValueError.
+
+    Returns out (a new tensor unless one was given), or (out, lse) with return_lse. A row without keys gives 0 and -inf
+    (or sink * log2 e). Rows that belong to no request are undefined. CPU tensors run the fp32 reference, which also
+    checks lengths, offsets and page ids.
+
+    Raises before any launch: ValueError for a rank, shape, stride, alignment or device; NotImplementedError if no
+    kernel serves the call; TypeError for a dtype; an unknown kv_layout is both a KeyError and a ValueError.
 
     >>> q, cache = torch.randn(4, 8, 64).half(), torch.randn(3, 2, 2, 16, 64).half()  # 3 pages of 16 rows
     >>> table, lens, starts = (torch.tensor(x).int() for x in ([[2, 0], [1, -1]], [20, 9], [0, 3, 4]))
@@ -103,7 +110,7 @@ def trtllm_batch_context_with_kv_cache(
     signature, scales = CONTEXT, kv_cache_sf
     if kv_block_scales is not None:
         if kv_cache_sf is not None:
-            raise ValueError("kv_block_scales: alias of kv_cache_sf, only one of the two may be given")
+            raise ValueError("kv_block_scales: another name of kv_cache_sf, only one of the two may be given")
         signature, scales = CONTEXT_BLOCK, kv_block_scales
     if backend not in BACKENDS:
         raise UnknownName(f"backend: {backend!r}, must be one of {listed(BACKENDS)}")
@@ -122,8 +129,8 @@ def trtllm_batch_context_with_kv_cache(
     if logits_soft_cap is not None or skip_softmax_threshold_scale_factor is not None or o_sf_scale is not None:
         logits_soft_cap, o_sf_scale = real(logits_soft_cap), real(o_sf_scale)
         skip_softmax_threshold_scale_factor = real(skip_softmax_threshold_scale_factor)
-    form = SHARED if uses_shared_paged_kv_idx is True else _form(uses_shared_paged_kv_idx)
-    requests = sequences_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), form)
+    layout = SHARED if uses_shared_paged_kv_idx is True else _layout(uses_shared_paged_kv_idx)
+    requests = sequences_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), layout)
     if batch_size.__class__ is not int or batch_size != requests.batch:
         check_integer("batch_size", batch_size, 0)
         if batch_size != requests.batch >= 0:  # seq_lens is a tensor
@@ -132,14 +139,14 @@ def trtllm_batch_context_with_kv_cache(
     out_scale, out_scale_tensor = (
         (bmm2_scale, None) if bmm2_scale.__class__ is float else split_scale("bmm2_scale", bmm2_scale)
     )
-    p = make_call(AttentionCall, (
+    call = make_call(AttentionCall, (
         signature, "prefill", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
         out_scale_tensor, causal, window_left, logits_soft_cap, sinks, k_scales, v_scales, v_scales_interleaved, None,
         skip_softmax_threshold_scale_factor, out, out_dtype, o_sf_scale, lse, return_lse, False, enable_pdl,
     ) + ABSENT)  # fmt: skip
     if o_sf_vec_size is not None:
-        _check_vector(p, o_sf_vec_size)
-    return serve(p)
+        _check_vector(call, o_sf_vec_size)
+    return serve(call)
 
 
 def trtllm_batch_decode_with_kv_cache(
@@ -160,27 +167,36 @@ def trtllm_batch_decode_with_kv_cache(
     request_order: torch.Tensor | None = None, request_order_plan: Any = None, *,
     logits_soft_cap: float | None = None, v_scales_interleaved: bool = False, batch_invariant: bool = False,
 ) -> Any:  # fmt: skip
-    """Attention of the last tokens of each request over a paged KV cache that already holds these tokens.
+    """Compute attention of the last tokens of each request over a paged KV cache that already holds these tokens.
 
-    Args, upstream's order (FlashInfer 0.7.2), ours by keyword only; what is not named here is as in
-    `trtllm_batch_context_with_kv_cache`:
-        query: (B * q_len_per_req, Hq, D), or ragged (T, Hq, D) with cum_seq_lens_q, int32 (B + 1,), and max_q_len, a
-            hint: bound of its differences. Row t of a request of q tokens stands at position seq_len - q + t, and sees
-            no later key.
-        seq_lens: int32 or uint32 (B,), KV length with the query's tokens. bmm1_scale_log2: fp32 tensor of one element,
-            on the query's device or the host, instead of bmm1_scale, times log2(e). sinks: fp32 (Hq,), or a list of
-            that one tensor.
-        o_scale: by which bmm2_scale is divided, for quantised output; 16-bit output is multiplied by it again.
-        mask: uint16 (B, q_len_per_req, W), or (T, W) with cum_seq_lens_q, W two for every 32 drafts: little-endian
-            words whose bit t says that the row's token sees draft t, instead of causal; older keys are seen.
-        skip_softmax_threshold_scale_factor: keys whose probabilities all lie below it, over seq_len, times the largest
-            so far may be left out; which ones are looked at together is the kernel's choice. On the CPU none are.
-        batch_invariant: a request's bits do not depend on the rest of its batch; slower (bench/notes/decode.md).
+    Arguments are in upstream's order (FlashInfer 0.7.2). Those that only this package has are keyword-only. Arguments
+    that are not listed are as in `trtllm_batch_context_with_kv_cache`.
+
+    Args:
+        query: (B * q_len_per_req, Hq, D); or ragged (T, Hq, D) with cum_seq_lens_q, int32 (B + 1,), and max_q_len, an
+            upper bound of its differences (a hint). Row t of a request with q tokens has position seq_len - q + t and
+            sees no later key.
+        seq_lens: int32 or uint32 (B,), KV lengths including the query's tokens.
+        bmm1_scale_log2: replaces bmm1_scale: an fp32 tensor of one element, on the query's device or on the host, that
+            holds the scale times log2(e).
+        sinks: fp32 (Hq,), or a list that holds this one tensor.
+        o_scale: for quantised output, the factor by which the caller divided bmm2_scale; 16-bit output is multiplied by
+            it again.
+        mask: uint16 (B, q_len_per_req, W), or (T, W) with cum_seq_lens_q; W is 2 for every 32 drafts. Little-endian
+            words: if bit t is set, the row's token sees draft t. Replaces causal among the drafts; older keys are
+            always seen.
+        skip_softmax_threshold_scale_factor: keys may be left out if all their probabilities are below this factor /
+            seq_len times the largest so far. The kernel chooses which keys it tests together. On the CPU none is left
+            out.
+        batch_invariant: if True, a request's bits do not depend on the rest of its batch; slower
+            (bench/notes/decode.md).
 
     Hints: workspace_buffer, max_seq_len, backend, enable_pdl, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode,
-    request_order, request_order_plan. Refused but for their defaults: enable_block_sparse_attention, cp_world, cp_rank,
-    causal_seqlens_kv_global (context parallelism). Returns out (new where None was given), or (out, lse).
-    Raises as `trtllm_batch_context_with_kv_cache` does. Caches of 8 and 4 bits are computed with in fp16.
+    request_order, request_order_plan. Only the default is supported: enable_block_sparse_attention, cp_world, cp_rank,
+    causal_seqlens_kv_global (context parallelism).
+
+    Returns out (a new tensor unless one was given), or (out, lse) with return_lse. Raises as
+    `trtllm_batch_context_with_kv_cache` does. Caches of 8 and 4 bits are computed in fp16.
 
     >>> q, cache = torch.randn(2, 8, 64).half(), torch.randn(3, 2, 2, 16, 64).half()  # 3 pages of 16 rows
     >>> table, lens = torch.tensor([[2, 0], [1, -1]]).int(), torch.tensor([20, 9]).int()
@@ -207,8 +223,8 @@ def trtllm_batch_decode_with_kv_cache(
     if logits_soft_cap is not None or skip_softmax_threshold_scale_factor is not None or o_sf_scale is not None:
         logits_soft_cap, o_sf_scale = real(logits_soft_cap), real(o_sf_scale)
         skip_softmax_threshold_scale_factor = real(skip_softmax_threshold_scale_factor)
-    form = SHARED if uses_shared_paged_kv_idx is True else _form(uses_shared_paged_kv_idx)
-    requests = sequences_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), form)
+    layout = SHARED if uses_shared_paged_kv_idx is True else _layout(uses_shared_paged_kv_idx)
+    requests = sequences_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), layout)
     signature = DECODE
     if cum_seq_lens_q is None:
         if max_q_len is not None:
@@ -237,21 +253,21 @@ def trtllm_batch_decode_with_kv_cache(
     )
     if o_scale is not None and (o_scale.__class__ is not float or o_scale != 1.0):
         out_scale = _unscaled(out_scale, o_scale, out_dtype or getattr(query if out is None else out, "dtype", None))
-    p = make_call(AttentionCall, (
+    call = make_call(AttentionCall, (
         signature, "decode", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
         out_scale_tensor, True, window_left, logits_soft_cap, sink, k_scales, v_scales, v_scales_interleaved, drafts,
         skip_softmax_threshold_scale_factor, out, out_dtype, o_sf_scale, lse, return_lse, batch_invariant, enable_pdl,
     ) + ABSENT)  # fmt: skip
     if o_sf_vec_size is not None:
-        _check_vector(p, o_sf_vec_size)
-    return serve(p)
+        _check_vector(call, o_sf_vec_size)
+    return serve(call)
 
 
 def _check_modes(sparse: Any, world: Any, rank: Any, lens: Any, mode: Any) -> None:
-    """Raises on values of decode's arguments that ask for what no kernel does."""
+    """Raise on values of decode's arguments that ask for a mode that no kernel has."""
     check_flag("enable_block_sparse_attention", sparse)
     if sparse:
-        what = "pages of its own for each KV head are not supported"
+        what = "separate pages for each KV head are not supported"
         raise NotImplementedError(f"enable_block_sparse_attention: True, must be False: {what}")
     for name, value, only in (("cp_world", world, 1), ("cp_rank", rank, 0)):
         if check_integer(name, integer(value)) != only:
@@ -264,21 +280,21 @@ def _check_modes(sparse: Any, world: Any, rank: Any, lens: Any, mode: Any) -> No
 
 
 def _unscaled(out_scale: Any, o_scale: Any, dtype: Any) -> Any:
-    """The factor on an output of `dtype`: what bmm2_scale was divided by is put back where nothing is quantised."""
+    """Return the factor on an output of `dtype`: bmm2_scale, times o_scale if the output is not quantised."""
     o_scale = real(o_scale)
     check_number("o_scale", o_scale, positive=True)
     check_number("bmm2_scale", out_scale, OR_TENSOR)
     return out_scale * o_scale if dtype in (torch.float16, torch.bfloat16) else out_scale
 
 
-def _form(shared: Any) -> TableLayout:
-    """Of a page table that is not, or not surely, shared."""
+def _layout(shared: Any) -> TableLayout:
+    """Return the layout of a page table that is not known to be shared."""
     return SEPARATE if shared is False else refuse_flag("uses_shared_paged_kv_idx", shared)
 
 
-def _check_vector(p: AttentionCall, size: Any) -> None:
+def _check_vector(call: AttentionCall, size: Any) -> None:
     check_integer("o_sf_vec_size", size)
-    if "nvfp4" not in (p.out_dtype, getattr(p.out, "dtype", None)):
+    if "nvfp4" not in (call.out_dtype, getattr(call.out, "dtype", None)):
         raise ValueError(f"o_sf_vec_size: {size}, must be None unless the output is nvfp4")
     if size != BLOCK:
         raise ValueError(f"o_sf_vec_size: {size}, must be None or {BLOCK}")

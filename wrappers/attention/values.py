@@ -1,6 +1,8 @@
-"""Values that an attention call reads: lengths, offsets, page ids, scales. The reference refuses those that make no
-sense, CUDA calls do where CUTE_KERNELS_CHECK is 1. Kernels, and `reference.paged_attention` by itself, clamp them: rows
-to [0, T), keys to the columns times the page size, none where the cache has no pages; a page outside it holds zeros.
+"""Check the values that an attention call reads: lengths, offsets, page ids and scales.
+
+The reference refuses invalid values; CUDA calls do so if CUTE_KERNELS_CHECK is 1. Kernels, and
+`reference.paged_attention` by itself, clamp them: query rows to [0, T), keys to the table's columns times the page size
+(none if the cache has no pages); a page outside the cache counts as zeros.
 """
 
 from typing import Any
@@ -11,59 +13,66 @@ from ..checks import INF
 from .call import AttentionCall
 from .checks import Names, names_of
 
-MOST = 2**31  # keys of a request
+MOST = 2**31  # bound of the keys of a request
 
 
-def check(p: AttentionCall, positive: bool = False) -> None:
-    """ValueError names the argument, the request, its value and what is allowed, for the first value of a valid problem
-    that does not fit. positive: the logits' factor must be. Waits for the device."""
-    name = names_of(p)
+def check(call: AttentionCall, positive: bool = False) -> None:
+    """Raise ValueError for the first invalid value of a call that `checks.validate` accepts.
+
+    The message names the argument, the request, the value and what is allowed. positive: the factor on the logits must
+    be positive. Waits for the device.
+    """
+    name = names_of(call)
     for field in ("scale", "out_scale"):
-        factor = getattr(p, f"{field}_tensor")
-        if factor is not None:
+        scale = getattr(call, f"{field}_tensor")
+        if scale is not None:
             least = 0 if positive and field == "scale" else -INF
-            for head, value in enumerate(factor.flatten().tolist()):
+            for head, value in enumerate(scale.flatten().tolist()):
                 if not least < value < INF:
-                    where = f" of query head {head}" if factor.numel() > 1 else ""
+                    where = f" of query head {head}" if scale.numel() > 1 else ""
                     need = f"{'positive and ' if least == 0 else ''}finite"
                     raise ValueError(f"{name(field)}: {value}{where}, must be {need}")
-    starts, rows = _starts(p, name)
-    lens = _lengths(p, name, starts)
-    window = min(p.window_left, MOST)
+    starts, rows = _starts(call, name)
+    lens = _lengths(call, name, starts)
+    window = min(call.window_left, MOST)
     first = (lens - rows - window).clamp(min=0) if window >= 0 else torch.zeros_like(lens)
-    if p.requests.form != "ragged":
-        _pages(p, name, torch.where(rows > 0, first, lens), lens)
-    if p.custom_mask is not None:
-        _mask(p, name, rows * lens)
+    if call.requests.form != "ragged":
+        _pages(call, name, torch.where(rows > 0, first, lens), lens)
+    if call.custom_mask is not None:
+        _mask(call, name, rows * lens)
 
 
-def _starts(p: AttentionCall, name: Names) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(first entry or row of each request's keys, (B + 1,), None where there is a table; query rows of each, (B,)), on
-    the CPU, after a check of both."""
-    r, tokens, starts = p.requests, p.q.shape[0], None
+def _starts(call: AttentionCall, name: Names) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return (starts, rows) on the CPU, after a check of both.
+
+    starts: (B + 1,), the first entry or row of each request's keys, or None if there is a table. rows: (B,), query rows
+    of each request.
+    """
+    r, tokens, starts = call.requests, call.q.shape[0], None
     if r.kv_starts is not None:
         ragged = r.form == "ragged"
-        what = f"{name('k')}'s rows" if ragged else f"entries of {name('page_table')}"
-        starts = _rising(name("kv_starts"), r.kv_starts, p.k.shape[2] if ragged else r.page_table.shape[2], what)
+        what = f"rows of {name('k')}" if ragged else f"entries of {name('page_table')}"
+        starts = _rising(name("kv_starts"), r.kv_starts, call.k.shape[2] if ragged else r.page_table.shape[2], what)
     if r.cu_seqlens_q is None:
-        return starts, torch.full((r.batch,), p.max_q_len)
+        return starts, torch.full((r.batch,), call.max_q_len)
     return starts, _rising(name("cu_seqlens_q"), r.cu_seqlens_q, tokens, "tokens").diff()
 
 
 def _rising(name: str, offsets: torch.Tensor, most: int, what: str) -> torch.Tensor:
-    """int64, on the CPU, after a check of each against the one before it, and `most`."""
+    """Return offsets as int64 on the CPU, after a check that each is between the one before it and `most`."""
     least = 0
     for i, offset in enumerate(offsets.tolist()):
         if not least <= offset <= most:
             where = f"{name}[{i}]: {offset} of request {max(0, min(i, len(offsets) - 2))}"
-            raise ValueError(f"{where}, must be in [{least}, {most}]: from the entry before it to the {what}")
+            why = f"from the entry before it to the number of {what}"
+            raise ValueError(f"{where}, must be in [{least}, {most}]: {why}")
         least = offset
     return offsets.cpu().long()
 
 
-def _lengths(p: AttentionCall, name: Names, starts: torch.Tensor | None) -> torch.Tensor:
-    """Keys of each request, (B,) int64 on the CPU, after a check."""
-    r, (pages, _, size, _) = p.requests, p.k.shape
+def _lengths(call: AttentionCall, name: Names, starts: torch.Tensor | None) -> torch.Tensor:
+    """Return the number of keys of each request, (B,) int64 on the CPU, after a check."""
+    r, (pages, _, size, _) = call.requests, call.k.shape
     counts = None if starts is None else starts.diff()
     if r.form == "ragged" and counts is not None:
         return counts
@@ -85,42 +94,42 @@ def _lengths(p: AttentionCall, name: Names, starts: torch.Tensor | None) -> torc
     return torch.where(counts > 0, (counts - 1) * size + lens, 0) if pages else torch.zeros_like(counts)
 
 
-def _mask(p: AttentionCall, name: Names, bits: torch.Tensor) -> None:
-    """A request's bits lie in the mask."""
-    assert p.custom_mask is not None and p.mask_starts is not None
-    size = len(p.custom_mask)
-    for request, (start, count) in enumerate(zip(p.mask_starts.tolist(), bits.tolist(), strict=False)):
+def _mask(call: AttentionCall, name: Names, bits: torch.Tensor) -> None:
+    """Check that the bits of each request lie within the mask."""
+    assert call.custom_mask is not None and call.mask_starts is not None
+    size = len(call.custom_mask)
+    for request, (start, count) in enumerate(zip(call.mask_starts.tolist(), bits.tolist(), strict=False)):
         need = -(-count // 8)
         if count and not 0 <= start <= size - need:
             where = f"{name('mask_starts')}: {start} of request {request}"
-            why = f"it has {need} of the {size} bytes of {name('custom_mask')}"
+            why = f"its bits take {need} of the {size} bytes of {name('custom_mask')}"
             raise ValueError(f"{where}, must be in [0, {size - need}]: {why}")
 
 
-def _pages(p: AttentionCall, name: Names, first: torch.Tensor, lens: torch.Tensor) -> None:
-    """Ids of the pages that hold keys from `first` on; xqa's callers say a page of zeros by a negative one."""
-    r, size, table = p.requests, p.k.shape[2], p.requests.page_table.cpu()
-    pools = torch.tensor([[p.k.shape[0]], [p.v.shape[0]]])
+def _pages(call: AttentionCall, name: Names, first: torch.Tensor, lens: torch.Tensor) -> None:
+    """Check the ids of the pages that hold keys from `first` on. In xqa a negative id stands for a page of zeros."""
+    r, size, table = call.requests, call.k.shape[2], call.requests.page_table.cpu()
+    pools = torch.tensor([[call.k.shape[0]], [call.v.shape[0]]])
     at = torch.arange(table.shape[2])
     if r.kv_starts is None:
         needed = (at >= first[:, None] // size) & (at < (lens[:, None] + size - 1) // size)
     else:
         starts = r.kv_starts.cpu().long()
-        of = torch.bucketize(at, starts[1:], right=True)  # requests of entries, B past the last
-        known = of.clamp(max=max(len(lens) - 1, 0))
+        owner = torch.bucketize(at, starts[1:], right=True)  # the request of each entry, B past the last one
+        known = owner.clamp(max=max(len(lens) - 1, 0))
         needed = torch.zeros(1, len(at), dtype=torch.bool)
         if len(lens):
             row = (at - starts[known]) * size
-            needed = ((of < len(lens)) & (row > first[known] - size) & (row >= 0) & (row < lens[known]))[None]
-    zeros = p.signature == "xqa"
+            needed = ((owner < len(lens)) & (row > first[known] - size) & (row >= 0) & (row < lens[known]))[None]
+    zeros = call.signature == "xqa"
     bad = needed[:, None] & ((table >= pools) | (table < 0 if not zeros else torch.zeros_like(needed)[:, None]))
     found: Any = bad.nonzero()
     if len(found):
         request, which, column = found[0].tolist()
         pages = int(pools[which])
-        whose = f"column {column} of request {request}"
+        entry = f"column {column} of request {request}"
         if r.kv_starts is not None:
-            whose = f"entry {column}, of request {int(of[column])}"
-        where = f"{table[request, which, column]} in {whose} ({'KV'[which]})"
+            entry = f"entry {column}, of request {int(owner[column])}"
+        where = f"{table[request, which, column]} in {entry} ({'KV'[which]})"
         allowed = f"in [0, {pages}), the pages of {name('kv')}{', or negative' if zeros else ''}"
         raise ValueError(f"{name('page_table')}: {where}, must be {allowed}")

@@ -11,7 +11,7 @@ from .call import ABSENT, AttentionCall, TableLayout, make_call, pair, sequences
 from .checks import E4M3, E5M2, SIGNATURES, drafts_of
 from .op import serve
 
-FORM = TableLayout("page_table", column=True)
+LAYOUT = TableLayout("page_table", column=True)
 SIGNATURES["xqa"] = {
     "kv": "k_cache, v_cache", "k": "k_cache", "v": "v_cache", "kv_lens": "seq_lens", "out": "output",
     "cu_seqlens_q": "q_cu_seq_lens", "max_q_len": "q_seq_len", "scale": "q_scale * kv_scale", "out_scale": "kv_scale",
@@ -31,33 +31,36 @@ def xqa(
     k_sf_cache: torch.Tensor | None = None, v_sf_cache: torch.Tensor | None = None,
     v_scales_interleaved: bool = False, batch_invariant: bool = False,
 ) -> None:  # fmt: skip
-    """Attention of one token, or of some drafts, a request over a paged KV cache that already holds them, written to
-    `output`.
+    """Compute attention of one token per request, or of several drafts, over a paged KV cache that already holds them.
 
-    o = kv_scale * softmax(q_scale * kv_scale / sqrt(D) * q k^T) v; kv_scale applies to caches of any dtype.
+    The result is written to `output`: kv_scale * softmax(q_scale * kv_scale / sqrt(D) * q k^T) v. kv_scale applies to
+    caches of any dtype. Arguments are in upstream's order (FlashInfer 0.7.2). Those that only this package has are
+    keyword-only.
 
-    Args, upstream's order (FlashInfer 0.7.2), ours by keyword only:
-        q: (B, 1, Hq, D) fp16 or bf16; the second dimension is the beam width, 1. Drafts: (B, 1, q_seq_len, Hq, D), or
-            ragged (T, Hq, D) with q_cu_seq_lens, int32 or uint32 (B + 1,), and q_seq_len, the most of a request.
-        output: q's shape; its dtype or e4m3, which is multiplied by rcp_out_scale and saturated.
-        k_cache, v_cache: (pages, P, Hkv, D) "NHD" or (pages, Hkv, P, D) "HND", or flat (pages * P * Hkv, D), rows in
-            NHD order; q's dtype, e4m3, or uint8: packed NVFP4, last dimension D / 2, with k_sf_cache and v_sf_cache,
-            uint8 or e4m3 scale factors, last dimension D / 16, in the same order.
-        page_table: int32 (B, M); entries past a request's last page are not read, a negative one before it is a page
-            of zeros. seq_lens: uint32 or int32 (B, 1), KV length with the tokens.
-        num_kv_heads, page_size: Hkv, and P, any number of at least 1.
-        sinks: fp32 (Hkv, Hq / Hkv), join the softmax denominator, natural-log units, unscaled.
-        q_scale, kv_scale: a float or an fp32 tensor of one element, on q's device or on the host, where it counts as a
-            float (kv_scale None: 1).
-        sliding_win_size: W last positions are seen, 0: all.
-        kv_layout: an int in its place is sm_count, as in older signatures.
-        mask: uint16 (B, q_seq_len, W) or (T, W), W two for every 32 drafts: which drafts a draft sees, as
-            `trtllm_batch_decode_with_kv_cache` says; required where q_seq_len > 1.
+    Args:
+        q: (B, 1, Hq, D) fp16 or bf16; the second dimension is the beam width and must be 1. With drafts:
+            (B, 1, q_seq_len, Hq, D); or ragged (T, Hq, D) with q_cu_seq_lens, int32 or uint32 (B + 1,), and q_seq_len,
+            the largest number of tokens of a request.
+        output: q's shape; q's dtype or e4m3. e4m3 output is multiplied by rcp_out_scale and saturated.
+        k_cache, v_cache: (pages, P, Hkv, D) "NHD" or (pages, Hkv, P, D) "HND", or flat (pages * P * Hkv, D) with rows
+            in NHD order. The dtype is q's, e4m3, or uint8: packed NVFP4, last dimension D / 2, with k_sf_cache and
+            v_sf_cache, uint8 or e4m3 scale factors in the same order, last dimension D / 16.
+        page_table: int32 (B, M). Entries past a request's last page are not read; a negative entry before it stands for
+            a page of zeros. seq_lens: uint32 or int32 (B, 1), KV lengths including the tokens of q.
+        num_kv_heads, page_size: Hkv, and P, at least 1 each.
+        sinks: fp32 (Hkv, Hq / Hkv), added to the softmax denominator; natural-log units, not scaled.
+        q_scale, kv_scale: each a float or an fp32 tensor of one element, on q's device or on the host, where it counts
+            as a float. kv_scale None: 1.
+        sliding_win_size: the last W positions are seen; 0: all.
+        kv_layout: "NHD" or "HND". An int in this position is sm_count, as in older signatures.
+        mask: uint16 (B, q_seq_len, W) or (T, W), W being 2 for every 32 drafts: the drafts that each draft sees, as in
+            `trtllm_batch_decode_with_kv_cache`. Required if q_seq_len > 1.
         v_scales_interleaved, batch_invariant: as there.
 
-    Accepted and not used: workspace_buffer, semaphores (whatever they hold), sm_count. A hint: enable_pdl (None: on).
-    Raises before any launch: ValueError rank, shape, stride, device; TypeError dtype; NotImplementedError what no
-    kernel does.
+    Accepted and not used: workspace_buffer, semaphores (any content), sm_count. A hint: enable_pdl (None: on).
+
+    Raises before any launch: ValueError for a rank, shape, stride or device; TypeError for a dtype; NotImplementedError
+    if no kernel serves the call.
 
     >>> q, cache = torch.randn(2, 1, 8, 64).half(), torch.randn(3, 16, 2, 64).half()  # 3 pages of 16 rows
     >>> table, lens, out = torch.tensor([[2, 0], [1, -1]]).int(), torch.tensor([[20], [9]]).int(), torch.empty_like(q)
@@ -66,7 +69,7 @@ def xqa(
     tensor(True)
     """
     if (k_sf_cache is None) != (v_sf_cache is None):
-        raise ValueError("k_sf_cache, v_sf_cache: one of the two is None, must be both or none")
+        raise ValueError("k_sf_cache, v_sf_cache: one of the two is None, must be both given or both None")
     for name, t in (("q", q), ("output", output), ("seq_lens", seq_lens)):
         if not isinstance(t, _Tensor):
             check_strided(name, t)
@@ -78,7 +81,7 @@ def xqa(
     if q_cu_seq_lens is not None and check_strided("q_cu_seq_lens", q_cu_seq_lens, 1).dtype == torch.uint32:
         q_cu_seq_lens = q_cu_seq_lens.view(torch.int32)
     rows, out = _tokens(q, output, q_seq_len, q_cu_seq_lens)
-    requests = sequences_of(page_table, seq_lens, q_cu_seq_lens, not traced(q), FORM)
+    requests = sequences_of(page_table, seq_lens, q_cu_seq_lens, not traced(q), LAYOUT)
     if requests.batch < 0:
         check_strided("page_table", page_table, 2)
         check_strided("seq_lens", seq_lens)
@@ -89,9 +92,9 @@ def xqa(
         lead = (requests.batch, q_seq_len) if q_cu_seq_lens is None else (q.shape[0],)
         drafts = drafts_of(mask, lead, q_seq_len, "q_seq_len", q.device)
     elif q_seq_len > 1:
-        raise ValueError(f"mask: None, required where q_seq_len is {q_seq_len}")
+        raise ValueError(f"mask: None, required if q_seq_len is {q_seq_len}")
     if kv_layout.__class__ is not str and (kv_layout is None or integer(kv_layout).__class__ is int):
-        kv_layout = "NHD"  # it was sm_count
+        kv_layout = "NHD"  # the value was sm_count
     if page_size.__class__ is not int or num_kv_heads.__class__ is not int or sliding_win_size.__class__ is not int:
         page_size, num_kv_heads, sliding_win_size = map(integer, (page_size, num_kv_heads, sliding_win_size))
     check_integer("page_size", page_size, 1)
@@ -99,7 +102,7 @@ def xqa(
     size = page_size, num_kv_heads
     caches = _paged("k_cache", k_cache, *size, kv_layout), _paged("v_cache", v_cache, *size, kv_layout)
     k, v = pair("k_cache, v_cache", caches, kv_layout)
-    if k.dtype is E5M2:  # decode's plans, which are found by what a call looks like, have it
+    if k.dtype is E5M2:  # xqa refuses it, but may find the plan of another decode function that accepts it
         check_one_of("k_cache: dtype", E5M2, (q.dtype, E4M3, torch.uint8))
     k_scales = v_scales = None
     if k_sf_cache is not None:
@@ -113,12 +116,12 @@ def xqa(
         raise ValueError(f"q: shape {tuple(q.shape)}, head_dim must be at least 1")
     if sinks is not None:
         check_strided("sinks", sinks)
-        check_shape("sinks", sinks, (num_kv_heads, heads // num_kv_heads), "KV heads, query heads of each")
+        check_shape("sinks", sinks, (num_kv_heads, heads // num_kv_heads), "KV heads, query heads per KV head")
         sinks = sinks.reshape(heads)
-    window_left = check_integer("sliding_win_size", sliding_win_size, 0) - 1  # 0 is off there, negative here
-    q_factor, q_tensor = _factor("q_scale", q_scale, q.device)
-    out_scale, kv_tensor = _factor("kv_scale", 1.0 if kv_scale is None else kv_scale, q.device)
-    scale, scale_tensor = q_factor * out_scale * dim**-0.5, q_tensor
+    window_left = check_integer("sliding_win_size", sliding_win_size, 0) - 1  # off is 0 there, negative here
+    q_number, q_tensor = _split("q_scale", q_scale, q.device)
+    out_scale, kv_tensor = _split("kv_scale", 1.0 if kv_scale is None else kv_scale, q.device)
+    scale, scale_tensor = q_number * out_scale * dim**-0.5, q_tensor
     if kv_tensor is not None:
         scale_tensor = product(q_tensor, kv_tensor)
     if rcp_out_scale.__class__ is not float or rcp_out_scale != 1.0:
@@ -133,7 +136,7 @@ def xqa(
     ) + ABSENT))  # fmt: skip
 
 
-def _factor(name: str, value: Any, device: torch.device) -> tuple[float, torch.Tensor | None]:
+def _split(name: str, value: Any, device: torch.device) -> tuple[float, torch.Tensor | None]:
     """Return (float, tensor), the product of which is a scale."""
     if value.__class__ is float:
         return value, None
@@ -144,7 +147,7 @@ def _factor(name: str, value: Any, device: torch.device) -> tuple[float, torch.T
 def _tokens(
     q: torch.Tensor, output: torch.Tensor, most: int, offsets: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and output as (T, Hq, D)."""
+    """Return q and output as (T, Hq, D)."""
     check_one_of("q: dtype", q.dtype, (torch.float16, torch.bfloat16))
     drafts, ragged = most > 1 or q.dim() == 5, offsets is not None
     if ragged:
@@ -163,19 +166,19 @@ def _tokens(
     if not drafts:
         return q.squeeze(1), output.squeeze(1)
     if not output.is_contiguous():
-        raise ValueError(f"output: strides {output.stride()}, must be contiguous where q_seq_len is given")
+        raise ValueError(f"output: strides {output.stride()}, must be contiguous if q has 5 dimensions")
     return q[:, 0].flatten(0, 1), output.view(-1, *q.shape[3:])
 
 
 def _paged(name: str, cache: Any, page_size: int, heads: int, layout: Any) -> torch.Tensor:
-    """A cache in 4 dimensions, checked against page_size and num_kv_heads."""
+    """Return a cache in 4 dimensions, checked against page_size and num_kv_heads."""
     if not isinstance(cache, _Tensor):
         check_strided(name, cache)
     if cache.dim() == 2:
         if cache.shape[0] % (page_size * heads) or layout != "NHD" or not cache.is_contiguous():
             given = f"shape {tuple(cache.shape)}, strides {cache.stride()}, {layout}"
             pages = f"whole pages of {page_size} tokens x {heads} heads"
-            raise ValueError(f"{name}: {given}, a flat cache is contiguous, NHD, of {pages}")
+            raise ValueError(f"{name}: {given}, a flat cache must be contiguous, NHD, of {pages}")
         return cache.view(-1, page_size, heads, cache.shape[1])
     if cache.dim() != 4:
         raise ValueError(f"{name}: shape {tuple(cache.shape)}, must have 2 or 4 dimensions")
@@ -186,7 +189,7 @@ def _paged(name: str, cache: Any, page_size: int, heads: int, layout: Any) -> to
 
 
 def _block_scales(name: str, scales: Any, page_size: int, heads: int, layout: Any) -> torch.Tensor:
-    """Scale factors in 4 dimensions, as e4m3."""
+    """Return scale factors in 4 dimensions, as e4m3."""
     found = _paged(name, check_strided(name, scales), page_size, heads, layout)
     check_one_of(f"{name}: dtype", found.dtype, (torch.uint8, E4M3))
     return found.view(E4M3)

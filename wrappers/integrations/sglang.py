@@ -2,16 +2,17 @@
 
     python -m sglang.launch_server --model-path MODEL --attention-backend cute_kernels --page-size 64
 
-The plugin `cute_kernels` (`plugins.sglang`) registers it. Pools in 16 bits, e4m3 and e5m2 are read in place, of any
-page size; windows, with pools of their own or not, soft caps, sinks; prompts, chunks, decodes and batches of both, and
-the verification of drafts that are chains (`--speculative-eagle-topk 1`). Nothing is planned, and no value of the
-device is read: in a CUDA graph of decode or verification, tables and lengths are made by the graph.
+The plugin `cute_kernels` (`plugins.sglang`) registers it. The backend reads pools of 16 bits, e4m3 and e5m2 in place,
+with any page size. It supports windows, with or without pools of their own, soft caps and sinks; prompts, chunks,
+decodes and batches of both; and the verification of drafts that are chains (`--speculative-eagle-topk 1`). It plans
+nothing and reads no value from the device: in a CUDA graph of decode or verification, the graph makes tables and
+lengths.
 
 NotImplementedError at construction: MLA, trees of drafts, draft models (`--speculative-draft-attention-backend` names
-another backend), encoders and cross attention, FP4 pools, context parallelism, other head sizes; and what no kernel of
-the GPU does.
+another backend), encoders and cross attention, FP4 pools, context parallelism, other head sizes, and every
+configuration that no kernel of the GPU supports.
 
-Of SGLang 0.5.23. Tested on the CPU reference against its own files; not run inside a server.
+Written for SGLang 0.5.23. Tested on the CPU reference against SGLang's own files; not run inside a server.
 """
 
 from dataclasses import dataclass
@@ -35,18 +36,18 @@ PROMPTS = (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 
 @dataclass
-class Metadata:
+class SglangMetadata:
     """A batch of R requests."""
 
     seq_lens: torch.Tensor  # int32 (R,), with the new tokens
     table: torch.Tensor  # int32 (R, pages)
-    window_table: torch.Tensor | None  # the same of layers with a window, where these have a pool of their own
-    window_loc: torch.Tensor | None  # where such layers write new tokens, (tokens,)
-    cu_seq_lens_q: torch.Tensor | None = None  # int32 (R + 1,); None: a token each
+    window_table: torch.Tensor | None  # the same for layers with a window, if these have a pool of their own
+    window_loc: torch.Tensor | None  # (tokens,), slots of the new tokens in that pool
+    cu_seq_lens_q: torch.Tensor | None = None  # int32 (R + 1,); None: one token per request
     max_q_len: int = 1
 
 
-class Backend(AttentionBackend):
+class SglangBackend(AttentionBackend):
     """Attention of a model runner's layers."""
 
     needs_cpu_seq_lens = False
@@ -66,13 +67,13 @@ class Backend(AttentionBackend):
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.token_to_kv_pool = pool = model_runner.token_to_kv_pool
         self._windows = pool if isinstance(pool, SWAKVPool) else None
-        self.forward_metadata: Metadata | None = None
+        self.forward_metadata: SglangMetadata | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.forward_metadata = self._metadata(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Nothing: a graph makes its metadata itself."""
+        """Do nothing: a graph makes its metadata itself."""
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         if forward_batch.forward_mode in PROMPTS:
@@ -84,22 +85,23 @@ class Backend(AttentionBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
-    def _metadata(self, batch: Any) -> Metadata:
-        """By operations of the device; of the host's values only the longest query is read."""
+    def _metadata(self, batch: Any) -> SglangMetadata:
+        """Make the metadata by device operations; the only host value read is the longest query."""
         mode = batch.forward_mode
         if mode not in (*DECODES, *PROMPTS, ForwardMode.TARGET_VERIFY):
             raise NotImplementedError(f"forward_mode: {mode!r}, must be DECODE, EXTEND, MIXED or TARGET_VERIFY")
         drafts = getattr(batch, "spec_info", None)
         if mode == ForwardMode.TARGET_VERIFY and drafts is not None and drafts.ragged_verify_layout is not None:
             raise NotImplementedError("ragged_verify_layout: given, must be None")
-        first = self.req_to_token[:, :: self.page_size].index_select(0, batch.req_pool_indices)  # tokens of pages
+        # The slot of the first token of each page.
+        first = self.req_to_token[:, :: self.page_size].index_select(0, batch.req_pool_indices)
         window_table = window_loc = None
         if self._windows is not None:
             window_table = self._pages(self._windows.translate_loc_from_full_to_swa(first))
             if batch.out_cache_loc is not None:
                 window_loc = self._windows.translate_loc_from_full_to_swa(batch.out_cache_loc)
-        found = Metadata(batch.seq_lens.to(torch.int32, copy=True), self._pages(first), window_table, window_loc)
-        if mode == ForwardMode.TARGET_VERIFY:  # so many tokens of each request, which its length does not count yet
+        found = SglangMetadata(batch.seq_lens.to(torch.int32, copy=True), self._pages(first), window_table, window_loc)
+        if mode == ForwardMode.TARGET_VERIFY:  # the lengths do not count the tokens to verify yet
             found.max_q_len = tokens = batch.input_ids.shape[0] // batch.batch_size
             found.seq_lens += tokens
             starts = torch.arange(batch.batch_size + 1, dtype=torch.int32, device=found.seq_lens.device)
@@ -117,8 +119,11 @@ class Backend(AttentionBackend):
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: Any, forward_batch: Any,
         save_kv_cache: bool = True, sinks: torch.Tensor | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """q (tokens, heads * head_dim), or with heads apart, tokens of requests one behind another; k and v of KV
-        heads, or None: stored before. sinks (heads,), of any dtype. Returns (tokens, heads * head_dim)."""
+        """Compute attention of a layer and return (tokens, heads * head_dim).
+
+        q: (tokens, heads * head_dim), or with heads as a dimension, the tokens of requests one after another. k and v:
+        the same with KV heads, or None if they are already stored. sinks: (heads,), any dtype.
+        """
         asked = [name for name, value in options.items() if value is not None and value is not False]
         if asked:
             raise NotImplementedError(f"{', '.join(asked)}: given, must be None")
@@ -151,11 +156,11 @@ class Backend(AttentionBackend):
             )  # fmt: skip
         return out.view(-1, heads * dim)
 
-    forward_extend = forward_decode  # metadata tell the two apart
+    forward_extend = forward_decode  # the metadata distinguish the two
 
 
 def _number(scale: float | None) -> float:
-    """Of a checkpoint without scales: 1."""
+    """Return the scale, or 1 for a checkpoint without scales."""
     return 1.0 if scale is None else scale
 
 
@@ -164,7 +169,7 @@ def _layers(model_runner: Any) -> list[Any]:
 
 
 def _refuse(runner: Any) -> None:
-    """Raises on a server that asks for what no function here does."""
+    """Raise on a server that asks for something that no function here supports."""
     parallel, cache = get_parallel(), runner.kv_cache_dtype
     asked = {
         "MLA": runner.use_mla_backend,

@@ -4,7 +4,7 @@
 
     model.set_attn_implementation(register())  # bf16 or fp16, on CUDA or the CPU, under torch.no_grad()
     cache = PagedCache(batch=2, pages=9, max_tokens=64, page_size=16, device=model.device)
-    for request, prompt in enumerate(prompts):  # of 40 and of 3 tokens, say; no padding
+    for request, prompt in enumerate(prompts):  # of 40 and of 3 tokens, for example; no padding
         cache.admit(request, tokens=64)
     logits = model(  # all prompts in one row
         torch.cat(prompts)[None], position_ids=cache.extend([40, 3]), paged_cache=cache, use_cache=False
@@ -30,62 +30,70 @@ NAME = "cute_kernels"  # of the attention function
 
 
 class PagedCache:
-    """Keys and values of up to `batch` requests, in pages that all of them share. A layer's pool is allocated when the
-    layer first runs: two tensors (pages, page_size, KV heads, head_dim) of its keys' dtype.
+    """Keys and values of up to `batch` requests, in pages that all of them share.
+
+    A layer's pool is allocated when the layer first runs: two tensors (pages, page_size, KV heads, head_dim) of its
+    keys' dtype.
 
     Lengths and block tables stay on the device and keep their addresses: a captured `extend()` and forward may be
     replayed for ever, also after `release` and `admit`, since a slot without a request has length 0 and counts as one.
 
-    Page 0 belongs to nobody: slots without a request write there. So `pages` is one more than requests can have.
+    Page 0 belongs to no request: slots without a request write there. So `pages` is one more than requests can have.
     """
 
     def __init__(
         self, batch: int, pages: int, max_tokens: int, page_size: int = 16, device: torch.device | str = "cuda"
     ) -> None:
-        """max_tokens: bound of a request's tokens, prompt and output. page_size: any from 1; powers of two from 8 to
-        256 are fastest."""
+        """Allocate lengths and block tables.
+
+        max_tokens: an upper bound of a request's tokens, prompt and output. page_size: any from 1; powers of two from 8
+        to 256 are fastest.
+        """
         self.pages, self.page_size, self.max_tokens = pages, page_size, max_tokens
         width = -(-max_tokens // page_size)
         self.block_tables = torch.zeros(batch, width, dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)  # this step's tokens included
-        self.cu_seq_lens_q: torch.Tensor | None = None  # (batch + 1,) int32; None: a step of one token each
+        self.cu_seq_lens_q: torch.Tensor | None = None  # (batch + 1,) int32; None: one token per request
         self.max_q_len = 1  # of this step
         self._live = torch.zeros(batch, dtype=torch.int32, device=device)  # 1: the slot has a request
         self._slots = torch.arange(batch, device=device)
-        self._rows = self._slots  # (T,) int64: row of a pool, taken as (pages * page_size, ...), of each new token
+        self._rows = self._slots  # (T,) int64: row of each new token in a pool seen as (pages * page_size, ...)
         self._free = list(range(pages - 1, 0, -1))
         self._owned: dict[int, list[int]] = {}  # slot -> pages of its request
-        self._prompt = [0] * batch  # tokens of each slot that `extend` was told of
+        self._prompt = [0] * batch  # prompt tokens of each slot that `extend` has announced
         self._pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer -> K, V
         self._sinks: dict[int, torch.Tensor] = {}
 
     def admit(self, request: int, tokens: int) -> None:
-        """Gives a request, a free slot of the batch, pages for `tokens` tokens: ValueError where the slot is taken or
-        tokens pass max_tokens, MemoryError where too few pages are free."""
+        """Give a request, which takes a free slot of the batch, pages for `tokens` tokens.
+
+        Raises ValueError if the slot is taken or tokens exceeds max_tokens, MemoryError if too few pages are free.
+        """
         count = -(-tokens // self.page_size)
         if request in self._owned or not 0 < tokens <= self.max_tokens:
-            what = "already admitted" if request in self._owned else f"{tokens} tokens, must be 1 to {self.max_tokens}"
-            raise ValueError(f"request {request}: {what}")
+            allowed = f"tokens: {tokens}, must be in [1, {self.max_tokens}]"
+            raise ValueError(f"request: {request}, already admitted" if request in self._owned else allowed)
         if count > len(self._free):
-            raise MemoryError(f"request {request}: needs {count} pages, {len(self._free)} are free")
+            raise MemoryError(f"request: {request}, needs {count} pages, {len(self._free)} are free")
         self._owned[request] = pages = [self._free.pop() for _ in range(count)]
         self.block_tables[request, :count] = torch.tensor(pages, dtype=torch.int32)
         self._live[request] = 1
 
     def release(self, request: int) -> None:
-        """Takes a request's pages back; its slot is free."""
+        """Take a request's pages back and free its slot."""
         self._free += self._owned.pop(request)
         self._prompt[request] = 0
         self.block_tables[request] = self.seq_lens[request] = self._live[request] = 0
 
     def extend(self, lens: Sequence[int] | None = None) -> torch.Tensor:
-        """Begins a step, in which each request r gets lens[r] new tokens, or one where lens is None. Lengths grow; the
-        forward that follows writes the tokens' keys and values. Returns position_ids: int64 (1, sum of lens) for tokens
-        packed in the order of requests, or (batch, 1).
+        """Begin a step in which each request r gets lens[r] new tokens, or one token if lens is None.
 
-        With lens: a prompt, a chunk of one, or nothing (0). ValueError where a request has no pages for its prompt.
-        Copies lens to the device. Without: no copy, no wait, fixed shapes, may be captured; nothing checks lengths, and
-        a request must stay within the tokens of its `admit`.
+        Lengths grow; the forward that follows writes the tokens' keys and values. Returns position_ids: int64
+        (1, sum of lens) for tokens packed in the order of requests, or (batch, 1).
+
+        With lens, a request gets a prompt, a chunk of one, or nothing (0). Raises ValueError if a request has no pages
+        for its prompt. Copies lens to the device. Without lens there is no copy and no wait, shapes are fixed, and the
+        call may be captured; nothing checks lengths, and a request must stay within the tokens of its `admit`.
         """
         if lens is None:
             self.cu_seq_lens_q, self.max_q_len = None, 1
@@ -93,11 +101,12 @@ class PagedCache:
             request, positions = self._slots, (self.seq_lens - 1).clamp(min=0).long()
         else:
             if len(lens) != len(self._slots):
-                raise ValueError(f"lens: {len(lens)} entries, must be {len(self._slots)}")
+                raise ValueError(f"lens: {len(lens)} entries, must be {len(self._slots)}, one per slot")
             for number, count in enumerate(lens):
                 room = self.page_size * len(self._owned.get(number, ())) - self._prompt[number]
                 if not 0 <= count <= room:
-                    raise ValueError(f"request {number}: {count} tokens, has pages for {room}")
+                    why = f"request {number} has pages for {room} tokens"
+                    raise ValueError(f"lens[{number}]: {count}, must be in [0, {room}]: {why}")
             self._prompt = [known + count for known, count in zip(self._prompt, lens)]
             starts = [0, *accumulate(lens)]
             self.cu_seq_lens_q = torch.tensor(starts, dtype=torch.int32, device=self.seq_lens.device)
@@ -113,13 +122,14 @@ class PagedCache:
 
     @property
     def last_rows(self) -> torch.Tensor:
-        """(batch,) int64: of packed tokens, each request's last (of a request without any, its neighbour's)."""
+        """Return the row of each request's last packed token, (batch,) int64; without tokens, a neighbour's."""
         return self._slots if self.cu_seq_lens_q is None else self.cu_seq_lens_q[1:].long() - 1
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes this step's (T, KV heads, head_dim) to their pages; returns the layer's pools. Never waits."""
+        """Write this step's (T, KV heads, head_dim) to their pages and return the layer's pools. Never waits."""
         if len(key) != len(self._rows):
-            raise ValueError(f"keys of {len(key)} tokens, extend announced {len(self._rows)}; use_cache must be False")
+            announced = f"must be the {len(self._rows)} that extend announced; use_cache must be False"
+            raise ValueError(f"key: {len(key)} tokens, {announced}")
         if layer not in self._pools:
             k, v = (t.new_empty(self.pages, self.page_size, *t.shape[1:]) for t in (key, value))
             self._pools[layer] = k, v
@@ -129,7 +139,7 @@ class PagedCache:
         return k, v
 
     def sinks(self, layer: int, sinks: torch.Tensor | None) -> torch.Tensor | None:
-        """A layer's sinks in fp32, as kernels take them; cast once, since weights do not change."""
+        """Return a layer's sinks in fp32, as kernels take them; they are cast once, since weights do not change."""
         if sinks is None:
             return None
         if layer not in self._sinks:
@@ -144,22 +154,28 @@ def paged_attention(
     is_causal: bool | None = None, position_bias: torch.Tensor | None = None, paged_cache: PagedCache | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """The attention function that transformers calls in each layer, as its interface wants it.
+    """Compute attention of one layer, with the signature that transformers' interface calls.
 
-    query (b, Hq, s, D), key and value (b, Hkv, s, D), bf16 or fp16, rotated; b * s tokens in the order that
-    `PagedCache.extend` announced. paged_cache: a keyword of model(...), which transformers hands on. sliding_window
-    counts the token itself; s_aux (Hq,): sinks. Returns (b, s, Hq, D) and, for attention weights, None.
+    query: (b, Hq, s, D), key and value: (b, Hkv, s, D), bf16 or fp16, rotated; b * s tokens in the order that
+    `PagedCache.extend` announced. paged_cache: a keyword of model(...), which transformers passes on. sliding_window
+    counts the token itself. s_aux: (Hq,), sinks. Returns (b, s, Hq, D), and None for the attention weights.
 
-    Raises ValueError without a cache, NotImplementedError on masks, biases, dropout, attention that is not causal.
+    Raises ValueError without a cache; NotImplementedError for masks, biases, dropout, and attention that is not causal.
     """
     if paged_cache is None:
-        raise ValueError("paged_cache: missing, call model(..., paged_cache=PagedCache(...), use_cache=False)")
+        raise ValueError("paged_cache: None, required: call model(..., paged_cache=PagedCache(...), use_cache=False)")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None or position_bias is not None or dropout or not causal:
-        raise NotImplementedError("attention masks, position biases, dropout, attention that is not causal")
+        given = {
+            "attention_mask": attention_mask is not None, "position_bias": position_bias is not None,
+            "dropout": bool(dropout), "is_causal": not causal,
+        }  # fmt: skip
+        names = ", ".join(name for name, refused in given.items() if refused)
+        need = "attention_mask and position_bias must be None, dropout 0 and is_causal True"
+        raise NotImplementedError(f"{names}: not supported, {need}")
     cache, layer = paged_cache, int(module.layer_idx)  # type: ignore[arg-type]
     b, _heads, s, dim = query.shape
-    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # views where b or s is 1
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # views if b or s is 1
     pools = cache.append(layer, k, v)
     scale = dim**-0.5 if scaling is None else scaling
     modifiers: dict[str, Any] = {
@@ -180,10 +196,10 @@ def paged_attention(
 
 
 def register(name: str = NAME) -> str:
-    """Makes `paged_attention` known to transformers under a name, which is returned: for attn_implementation of
-    `from_pretrained`, or `model.set_attn_implementation`. May be called again.
+    """Register `paged_attention` with transformers under a name, and return the name. May be called again.
 
-    No mask function gets the name, so transformers makes no mask (and drops one of padding: pack instead).
+    The name is for attn_implementation of `from_pretrained`, or for `model.set_attn_implementation`. No mask function
+    has this name, so transformers makes no mask (and drops a padding mask: pack the tokens instead).
 
     >>> register()
     'cute_kernels'

@@ -2,13 +2,13 @@
 
     vllm serve MODEL --attention-backend CUSTOM
 
-The plugin `cute_kernels` (`plugins.vllm`) gives vLLM the name of `Backend`. Caches in 16 bits, e4m3, e5m2 and NVFP4
-are read in place, in vLLM's layouts whose blocks are dense; windows, soft caps, sinks. Nothing is planned, and no value
-of the device is read: metadata are the engine's own tensors, and a CUDA graph of any batch holds for others
-(`AttentionCGSupport.ALWAYS`). What no kernel does is a reason in `Backend.validate_configuration`, so that vLLM refuses
-it at start.
+The plugin `cute_kernels` (`plugins.vllm`) tells vLLM the name of `VllmBackend`. The backend reads caches of 16 bits,
+e4m3, e5m2 and NVFP4 in place, in vLLM's layouts with dense blocks, and supports sliding windows, soft caps and sinks.
+It plans nothing and reads no value from the device: the metadata are the engine's own tensors, and a CUDA graph that
+was captured for one batch holds for every other (`AttentionCGSupport.ALWAYS`). If no kernel supports a configuration,
+`VllmBackend.validate_configuration` gives the reason, and vLLM refuses the backend at start.
 
-Of vLLM 0.33. Tested on the CPU reference against its own files; not run inside a server.
+Written for vLLM 0.33. Tested on the CPU reference against vLLM's own files; not run inside a server.
 """
 
 from dataclasses import dataclass, replace
@@ -37,8 +37,8 @@ SIXTEEN_BITS = {"float16": torch.float16, "bfloat16": torch.bfloat16}  # "auto":
 
 
 @dataclass
-class Metadata(AttentionMetadata):
-    """A batch of R requests, as `CommonAttentionMetadata` has it: tensors of the device, and bounds."""
+class VllmMetadata(AttentionMetadata):
+    """A batch of R requests, as `CommonAttentionMetadata` has it: device tensors, and bounds."""
 
     max_query_len: int
     max_seq_len: int
@@ -48,8 +48,8 @@ class Metadata(AttentionMetadata):
     slot_mapping: torch.Tensor  # int64 (tokens,), negative: not stored
 
 
-class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
-    """Hands tensors on. Batches may mix prompts and decodes in any order."""
+class VllmMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
+    """Passes the engine's tensors on. Batches may mix prompts and decodes in any order."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
@@ -60,24 +60,26 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Metadata:
+    ) -> VllmMetadata:
         common = common_attn_metadata
         if common.causal is not True:
             raise NotImplementedError(f"causal: {common.causal}, must be True")
-        return Metadata(
+        return VllmMetadata(
             common.max_query_len, common.max_seq_len, common.query_start_loc, common.seq_lens,
             common.block_table_tensor, common.slot_mapping,
         )  # fmt: skip
 
-    def update_block_table(self, metadata: Metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Metadata:
+    def update_block_table(
+        self, metadata: VllmMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> VllmMetadata:
         return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
 
-    def update_draft_decode_metadata(self, metadata: Metadata) -> None:
-        """Nothing: metadata are the tensors that the next step writes."""
+    def update_draft_decode_metadata(self, metadata: VllmMetadata) -> None:
+        """Do nothing: the metadata are the tensors that the next step writes."""
 
 
-class Backend(AttentionBackend):
-    """What the kernels take, in vLLM's words."""
+class VllmBackend(AttentionBackend):
+    """The configurations that the kernels support, in vLLM's terms."""
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
@@ -88,16 +90,16 @@ class Backend(AttentionBackend):
         return "CUSTOM"
 
     @staticmethod
-    def get_impl_cls() -> type["Impl"]:
-        return Impl
+    def get_impl_cls() -> type["VllmImpl"]:
+        return VllmImpl
 
     @staticmethod
-    def get_builder_cls() -> type[MetadataBuilder]:
-        return MetadataBuilder
+    def get_builder_cls() -> type[VllmMetadataBuilder]:
+        return VllmMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Larger blocks of vLLM are split into these."""
+        """Return the supported block sizes; vLLM splits larger blocks into these."""
         return [*PAGE_SIZES]
 
     @classmethod
@@ -118,13 +120,16 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Those whose blocks are dense, which NVFP4 needs, rows of a head together first."""
+        """Return the layouts with dense blocks, which NVFP4 needs. Those with a head's rows together come first."""
         return KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC, KVCacheLayout.BLNHC
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """A block of NVFP4 has a slot a head for K and one for V, of head_size / 2 bytes of codes and head_size / 16 of
-        scale factors; `Impl.caches` says how the bytes of a block are used."""
+        """Return the spec with the slots of an NVFP4 cache; other specs are returned unchanged.
+
+        A block of NVFP4 has one slot per head for K and one for V, each of head_size / 2 bytes of codes and head_size /
+        16 of scale factors. `VllmImpl.caches` says how the bytes of a block are used.
+        """
         if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_nvfp4:
             return spec
         slot = spec.head_size // 2 + spec.head_size // 16
@@ -135,14 +140,14 @@ class Backend(AttentionBackend):
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, block_size: int | None, use_mla: bool,
         has_sink: bool, use_sparse: bool, use_mm_prefix: bool, device_capability: Any,
     ) -> str | None:  # fmt: skip
-        """None, or why no kernel of the architecture takes these types: what `explain` says."""
+        """Return the reason of `explain` if no kernel of the architecture takes these types, else None."""
         arch = ARCHS.get((device_capability.major, device_capability.minor))
         if arch is None or head_size not in HEAD_SIZES:
-            return None  # said by other methods
+            return None  # other methods refuse these
         return refusal(arch, head_size, dtype, (QUANTISED | SIXTEEN_BITS).get(kv_cache_dtype, dtype))
 
 
-class Impl(AttentionImpl[Metadata]):
+class VllmImpl(AttentionImpl[VllmMetadata]):
     """Attention of one layer. NotImplementedError: ALiBi, attention of encoders, other caches."""
 
     def __init__(
@@ -155,8 +160,8 @@ class Impl(AttentionImpl[Metadata]):
             raise NotImplementedError("alibi_slopes: given, must be None")
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"attn_type: {attn_type}, must be {AttentionType.DECODER}")
-        if kv_cache_dtype not in Backend.supported_kv_cache_dtypes:
-            allowed = ", ".join(Backend.supported_kv_cache_dtypes)
+        if kv_cache_dtype not in VllmBackend.supported_kv_cache_dtypes:
+            allowed = ", ".join(VllmBackend.supported_kv_cache_dtypes)
             raise NotImplementedError(f"kv_cache_dtype: {kv_cache_dtype!r}, must be one of {allowed}")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -173,7 +178,7 @@ class Impl(AttentionImpl[Metadata]):
         self._decode_tokens = decode_tokens(num_heads, self.num_kv_heads)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Sinks in fp32, as kernels take them; weights that are loaded again go to the same memory."""
+        """Convert the sinks to fp32, as kernels take them; weights that are loaded again go to the same memory."""
         loaded = self._loaded_sinks
         if loaded is None or loaded.dtype == torch.float32:
             return
@@ -183,10 +188,13 @@ class Impl(AttentionImpl[Metadata]):
             self.sinks.copy_(loaded)
 
     def caches(self, kv_cache: torch.Tensor) -> tuple[Any, Any]:
-        """(K, V) and, of NVFP4, (K's scale factors, V's), else None: views, (blocks, heads, tokens, elements) each.
+        """Return (K, V), and (K's scale factors, V's) for NVFP4 or else None.
 
-        kv_cache (blocks, slots, tokens, elements), any strides: in an element K and V of a head, one behind the other.
-        Of NVFP4 a block's bytes are all K codes, all V codes, K's factors, V's factors, heads first.
+        All are views (blocks, heads, tokens, elements).
+
+        kv_cache: (blocks, slots, tokens, elements), any strides. An element holds K and V of a head, one after the
+        other. The bytes of an NVFP4 block are all K codes, all V codes, K's factors, V's factors, each with heads
+        outermost.
         """
         if self._cache_dtype is not torch.uint8:
             cache = kv_cache if self._cache_dtype is None else kv_cache.view(self._cache_dtype)
@@ -195,48 +203,53 @@ class Impl(AttentionImpl[Metadata]):
         block = kv_cache.shape[1:].numel()
         if sum((n - 1) * stride for n, stride in zip(kv_cache.shape[1:], kv_cache.stride()[1:])) != block - 1:
             raise NotImplementedError(f"kv_cache: strides {kv_cache.stride()}, blocks of NVFP4 must be dense")
-        codes, factors = (self.num_kv_heads * size * self.head_size // per for per in (2, 16))
-        rows = kv_cache.as_strided((blocks, block), (kv_cache.stride(0), 1)).split([codes] * 2 + [factors] * 2, dim=1)
-        k, v, k_factors, v_factors = (part.view(blocks, self.num_kv_heads, size, -1) for part in rows)
-        return (k, v), (k_factors.view(E4M3), v_factors.view(E4M3))
+        codes, sf = (self.num_kv_heads * size * self.head_size // per for per in (2, 16))
+        rows = kv_cache.as_strided((blocks, block), (kv_cache.stride(0), 1)).split([codes] * 2 + [sf] * 2, dim=1)
+        k, v, k_sf, v_sf = (part.view(blocks, self.num_kv_heads, size, -1) for part in rows)
+        return (k, v), (k_sf.view(E4M3), v_sf.view(E4M3))
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Stores key and value (tokens, KV heads, head_size) at their slots: vLLM's own operator, or, for NVFP4, torch
-        operations, none of which waits for the device."""
-        caches, factors = self.caches(kv_cache)
-        if factors is None:
+        """Store key and value (tokens, KV heads, head_size) at their slots.
+
+        Uses vLLM's own operator, or for NVFP4 torch operations, none of which waits for the device.
+        """
+        caches, sf = self.caches(kv_cache)
+        if sf is None:
             k, v = (t.transpose(1, 2) for t in caches)
             ops.reshape_and_cache_flash(
                 key, value, k, v, slot_mapping, self.kv_cache_dtype, layer._k_scale, layer._v_scale
             )
             return
         tokens, blocks, device = slot_mapping.shape[0], kv_cache.shape[0], kv_cache.device
-        pages = torch.arange(blocks, device=device)  # all are pages of one request, whose keys slots count
+        pages = torch.arange(blocks, device=device)  # all are pages of one request: slots are positions of its keys
         nvfp4_quantize_append_paged_kv_cache(
-            key[:tokens], value[:tokens], torch.zeros_like(slot_mapping), slot_mapping, caches, factors, pages,
+            key[:tokens], value[:tokens], torch.zeros_like(slot_mapping), slot_mapping, caches, sf, pages,
             torch.arange(2, device=device) * blocks, pages[:1], layer._k_scale, layer._v_scale, "HND",
         )  # fmt: skip
 
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None,
-        kv_cache: torch.Tensor, attn_metadata: Metadata | None, output: torch.Tensor,
+        kv_cache: torch.Tensor, attn_metadata: VllmMetadata | None, output: torch.Tensor,
         output_scale: torch.Tensor | None = None, output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """query and output (tokens, heads, head_size); returns output, written. Rows of padding are undefined."""
+        """Write attention to output and return it.
+
+        query, output: (tokens, heads, head_size). Rows of padding are undefined.
+        """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale, output_block_scale: given, must be None")
-        if attn_metadata is None:  # vLLM measures its memory
+        if attn_metadata is None:  # vLLM is profiling its memory
             return output.fill_(0)
-        m, (caches, factors) = attn_metadata, self.caches(kv_cache)
+        m, (caches, sf) = attn_metadata, self.caches(kv_cache)
         scale, out_scale = self.scale, 1.0
         if self._cache_dtype is not None:
             scale, out_scale = scale * layer._k_scale_float, layer._v_scale_float
             if query.dtype == E4M3:
                 scale *= layer._q_scale_float
         options: dict[str, Any] = {
-            "window_left": self._window_left, "out": output, "sinks": self.sinks, "kv_cache_sf": factors,
+            "window_left": self._window_left, "out": output, "sinks": self.sinks, "kv_cache_sf": sf,
             "logits_soft_cap": self._soft_cap, "kv_layout": "HND",
         }  # fmt: skip
         if m.max_query_len <= self._decode_tokens:

@@ -1,11 +1,11 @@
-"""The top-k of vLLM's sparse indexer, by ours: exact, in ascending order, the same bits every time.
+"""This package's top-k in vLLM's sparse indexer: exact, in ascending order, bitwise equal in every run.
 
     VLLM_PLUGINS=cute_kernels,cute_kernels_topk vllm serve MODEL
 
-`replace` puts the per-row functions in the place of those of `vllm._custom_ops`, which the indexer's prefill calls, and
-`decode` in that of `SparseIndexerTopk.forward`, whatever `sparse_indexer_topk_backend` says.
+`replace` replaces the per-row functions of `vllm._custom_ops`, which the indexer's prefill calls, and
+`SparseIndexerTopk.forward` by `decode`, whatever `sparse_indexer_topk_backend` says.
 
-Of vLLM 0.33. Tested on the CPU reference against its own files; not run inside a server.
+Written for vLLM 0.33. Tested on the CPU reference against vLLM's own files; not run inside a server.
 """
 
 from typing import Any
@@ -21,8 +21,11 @@ def decode(
     self: Any, logits: torch.Tensor, seq_lens: torch.Tensor, next_n: int, topk_indices: torch.Tensor,
     topk_tokens: int, max_seq_len: int,
 ) -> None:  # fmt: skip
-    """`SparseIndexerTopk.forward`: logits (rows, keys), seq_lens int32 (requests, next_n), the end of each row, or
-    (requests, 1), of a request's last; topk_indices int32 (rows, topk_tokens), any row stride, is written."""
+    """Select as `SparseIndexerTopk.forward` does.
+
+    logits: (rows, keys). seq_lens: int32 (requests, next_n), the end of each row, or (requests, 1), the end of a
+    request's last row. topk_indices: int32 (rows, topk_tokens), any row stride, is written.
+    """
     if seq_lens.numel() != logits.shape[0]:
         seq_lens = seq_lens.reshape(-1)
     top_k_per_row_decode(
@@ -31,7 +34,7 @@ def decode(
 
 
 def replace() -> None:
-    """May be called again."""
+    """Replace vLLM's functions; may be called again."""
     ops.top_k_per_row_prefill = top_k_per_row_prefill
     ops.top_k_per_row_decode = top_k_per_row_decode
     SparseIndexerTopk.forward = decode

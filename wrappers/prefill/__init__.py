@@ -1,11 +1,11 @@
 """FlashInfer's prefill family: one request by a function, batches by classes with plan and run; and its decode class.
 
-- single: `single_prefill_with_kv_cache` and its sibling that returns LSE too
+- single: `single_prefill_with_kv_cache` and its variant that also returns the LSE
 - paged: `BatchPrefillWithPagedKVCacheWrapper`, `BatchAttentionWithAttentionSinkWrapper`
 - ragged: `BatchPrefillWithRaggedKVCacheWrapper`
 - decode: `BatchDecodeWithPagedKVCacheWrapper`, `fast_decode_plan`
-- batch: what the classes have in common: buffers, the copy of index tensors, what run checks against plan
-- values: what plan and the function do with values of arguments: names, types, scales, masks
+- batch: the common base of the classes: buffers, the copy of index tensors, and the checks of run against plan
+- values: functions on argument values that plan and the function share: names, types, scales, masks
 """
 
 from .decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan

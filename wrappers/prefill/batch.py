@@ -1,4 +1,4 @@
-"""What the classes of batches have in common: what plan keeps for run, and the buffers of captured graphs."""
+"""The common base of the classes of batches: the plan that run uses, and the buffers of captured graphs."""
 
 from typing import Any, NamedTuple
 
@@ -10,14 +10,16 @@ from ..checks import check_flag, check_integer, check_operand, check_strided
 from ..plain import traced
 from ..scalars import integer
 from . import values
-from .values import Mask, Modifiers, Offsets, Shape, Types
+from .values import CustomMask, HeadShape, LogitsModifiers, MaskOffsets, TensorTypes
 
 _Tensor, _int32 = torch.Tensor, torch.int32
 
 
-class Planned(NamedTuple):
-    """What plan found of a batch. rows, the query tokens, and keys, the rows that K without pages must have, are None
-    where only the device knows them."""
+class BatchPlan(NamedTuple):
+    """The result of plan for a batch.
+
+    rows: query tokens. keys: rows that K without pages must have. Both are None if only the device knows them.
+    """
 
     requests: SequenceBatch
     rows: int | None
@@ -27,34 +29,36 @@ class Planned(NamedTuple):
     mask_starts: torch.Tensor | None = None
 
 
-class Batch:
-    """A plan of a batch. Subclasses say which tensors index it (`_NAMES`, the first `_OFFSETS` of B + 1 offsets each,
-    the last of those of keys), and how many keys a request has.
+class PrefillBatch:
+    """A batch with a plan.
+
+    Subclasses define the tensors that index it (`_NAMES`; the first `_OFFSETS` of them have B + 1 offsets each, the
+    last of these being the keys'), and how many keys a request has.
 
     Engines read `_causal`, `_window_left`, `_sm_scale` (None: 1 / sqrt(head_dim)) and `_logits_soft_cap` (0.0: off).
     """
 
     _NAMES: tuple[str, ...]
     _OFFSETS = 2
-    _BUFFER = "{}_buf"  # what the constructor calls the buffer of one of them
-    _CACHE: str  # what run calls K and V
-    _SCALES: int  # where run's scale_q, scale_k, scale_v are, in the order of upstream's fa3
+    _BUFFER = "{}_buf"  # the constructor's name for the buffer of each of them
+    _CACHE: str  # run's name for K and V
+    _SCALES: int  # position of run's scale_q, scale_k and scale_v, in the order of upstream's fa3
     run: Any
     forward: Any
-    _planned: Planned | None = None
-    _shape = Shape(0, 1, 1, 1, 0)
-    _types: Types
+    _planned: BatchPlan | None = None
+    _shape = HeadShape(0, 1, 1, 1, 0)
+    _types: TensorTypes
 
     def __init__(self, workspace: Any, kv_layout: Any, graph: Any, buffers: tuple[Any, ...], mask: tuple[Any, Any],
                  backend: Any) -> None:  # fmt: skip
-        """mask: buffers of its bytes and of its offsets."""
+        """Check and keep the arguments. mask: the buffers of the mask's bytes and of their offsets."""
         self.device = check_strided("float_workspace_buffer", workspace).device
         values.check_name("kv_layout", kv_layout, ("NHD", "HND"))
         values.check_name("backend", backend, values.BACKENDS)
         check_flag("use_cuda_graph", graph)
         self._kv_layout = kv_layout
         self._buffers: tuple[torch.Tensor, ...] | None = None
-        self._most_rows: int | None = None  # query tokens of the first plan, which graphs were captured with
+        self._most_rows: int | None = None  # query tokens of the first plan, with which graphs were captured
         if graph:
             self._buffers = tuple(map(self._buffer, map(self._BUFFER.format, self._NAMES), buffers))
             batch = self._buffers[0].shape[0] - 1
@@ -64,10 +68,10 @@ class Batch:
             if bits is not None:
                 self._buffer("custom_mask_buf", bits, torch.uint8)
             if starts is not None and self._buffer("qk_indptr_buf", starts).shape[0] != batch + 1:
-                raise ValueError(f"qk_indptr_buf: {starts.shape[0]} elements, must be batch + 1, {batch + 1}")
+                raise ValueError(f"qk_indptr_buf: {starts.shape[0]} elements, must be batch_size + 1, {batch + 1}")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, or of another process, where a plan's number of facts is another one."""
+        """Restore a copy, or an object of another process: a shape_id has another meaning there."""
         self.__dict__.update(state)
         if self._planned is not None:
             r = self._planned.requests
@@ -81,18 +85,18 @@ class Batch:
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
     ) -> None:
-        """Another workspace, on the same device. Nothing was kept in the old one: plans stay valid."""
+        """Replace the workspace by another one on the same device. Plans stay valid: the old one held nothing."""
         device = check_strided("float_workspace_buffer", float_workspace_buffer).device
         if device != self.device:
-            raise ValueError(f"float_workspace_buffer: device {device}, must be the one before, {self.device}")
+            raise ValueError(f"float_workspace_buffer: device {device}, must be the previous one's, {self.device}")
         if int_workspace_buffer is not None:
             check_strided("int_workspace_buffer", int_workspace_buffer)
 
     def end_forward(self) -> None:
-        """Does nothing; FlashInfer has it for older callers."""
+        """Do nothing; FlashInfer has this method for older callers."""
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """`run` with return_lse=True."""
+        """Call `run` with return_lse=True."""
         kwargs["return_lse"] = True
         at = self._SCALES
         if len(args) == at + 3:
@@ -100,17 +104,17 @@ class Batch:
         return self.run(*args, **kwargs)
 
     def forward_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """`forward` with return_lse=True."""
+        """Call `forward` with return_lse=True."""
         kwargs["return_lse"] = True
         return self.forward(*args, **kwargs)
 
     def _buffer(self, name: str, value: Any, dtype: torch.dtype = _int32) -> torch.Tensor:
         if not isinstance(value, _Tensor):
-            raise ValueError(f"{name}: {type(value).__name__}, must be a tensor where use_cuda_graph is True")
+            raise ValueError(f"{name}: {type(value).__name__}, must be a tensor if use_cuda_graph is True")
         return check_operand(name, value, 1, (dtype,), self.device, "the workspace's")
 
     def _check_lengths(self, given: tuple[torch.Tensor, ...], batch: int, named: str = "{}") -> None:
-        """Raises unless offsets and lengths belong to one batch. Behind the offsets is the list of pages."""
+        """Raise unless offsets and lengths belong to one batch. The tensor behind the offsets is the list of pages."""
         for i, (name, t) in enumerate(zip(self._NAMES, given)):
             need = batch + 1 if i < self._OFFSETS else batch
             if t.shape[0] != need and i != self._OFFSETS:
@@ -126,14 +130,17 @@ class Batch:
                 raise ValueError(f"{name}: device {t.device}, must be cpu or the workspace's, {device}")
         batch = given[0].shape[0] - 1
         if batch < 0:
-            raise ValueError(f"{self._NAMES[0]}: shape (0,), must have an element or more")
+            raise ValueError(f"{self._NAMES[0]}: shape (0,), must have at least 1 element")
         self._check_lengths(given, batch)
 
-    def _prepare(self, given: tuple[Any, ...], page_size: int, most: Any, mask: Mask | None) -> Planned:
-        """given: the tensors of `_NAMES`, on the host or the device. most: a bound of query lengths, None if unknown.
-        Everything is checked before a buffer is written."""
+    def _prepare(self, given: tuple[Any, ...], page_size: int, most: Any, mask: CustomMask | None) -> BatchPlan:
+        """Return the plan of a batch, and write the buffers, after all arguments are checked.
+
+        given: the tensors of `_NAMES`, on the host or the device. most: an upper bound of the query lengths; None if
+        unknown.
+        """
         if self.device.type == "cuda" and machine.current.is_capturing():
-            raise RuntimeError(f"{type(self).__name__}: plan cannot be captured, call it before the capture or replay")
+            raise RuntimeError(f"{type(self).__name__}: plan cannot be captured: call it before the capture or replay")
         self._check_indices(given)
         batch, rows, keys = given[0].shape[0] - 1, None, None
         if most is not None:
@@ -149,7 +156,7 @@ class Batch:
                     need = f"{keys}, the last of {self._NAMES[of_keys]}"
                     raise ValueError(f"{self._NAMES[pages]}: {given[pages].shape[0]} elements, must be at least {need}")
                 keys = None
-        known: Offsets | None = None  # where bits begin, as the host knows it
+        known: MaskOffsets | None = None  # where the bits begin, if the host knows it
         if mask is not None and all(t.is_cpu for t in given):
             known = values.offsets_of(given[0], self._keys(given, page_size))
             mask.check(int(known.elements[-1]), int(known.bytes[-1]))
@@ -158,30 +165,30 @@ class Batch:
         here = values.moved(given, self.device)
         if self._buffers is not None:
             for t, buffer in zip(here, self._buffers):
-                if t.data_ptr() != buffer.data_ptr():  # else the caller wrote to the buffer itself
+                if t.data_ptr() != buffer.data_ptr():  # otherwise the caller has written to the buffer itself
                     buffer[: t.shape[0]].copy_(t)
             here = self._buffers
             if self._most_rows is None:
                 self._most_rows = rows
         requests = self._requests(here)
         if mask is None:
-            return Planned(requests, rows, keys, most)
+            return BatchPlan(requests, rows, keys, most)
         if known is None:
             at, size = values.offsets_of(here[0], self._keys(here, page_size)), mask.size(batch)
         else:
-            at, size = Offsets(*values.moved(known, self.device)), int(known.bytes[-1])
+            at, size = MaskOffsets(*values.moved(known, self.device)), int(known.bytes[-1])
         if self._buffers is None:
-            return Planned(requests, rows, keys, most, mask.pack(at, size), at.bytes.to(_int32))
+            return BatchPlan(requests, rows, keys, most, mask.pack(at, size), at.bytes.to(_int32))
         bits, starts = self._mask_buffers
         size = min(size, bits.shape[0])
         mask.pack(at, size, bits[:size])
         starts.copy_(at.bytes)
-        return Planned(requests, rows, keys, most, bits, starts)
+        return BatchPlan(requests, rows, keys, most, bits, starts)
 
     def _check_room(
-        self, given: tuple[torch.Tensor, ...], rows: int | None, mask: Mask | None, known: Offsets | None
+        self, given: tuple[torch.Tensor, ...], rows: int | None, mask: CustomMask | None, known: MaskOffsets | None
     ) -> None:
-        """Raises unless buffers, which captured graphs read, have room for a plan."""
+        """Raise unless the buffers, which captured graphs read, have room for a plan."""
         buffers = self._buffers or ()
         fixed, batch = buffers[0].shape[0] - 1, given[0].shape[0] - 1
         if batch != fixed:
@@ -198,47 +205,49 @@ class Batch:
         bits, starts = self._mask_buffers
         if bits is None or starts is None:
             name = "custom_mask_buf" if bits is None else "qk_indptr_buf"
-            raise ValueError(f"{name}: None, must be a tensor where use_cuda_graph is True and a mask is planned")
+            raise ValueError(f"{name}: None, must be a tensor if use_cuda_graph is True and a mask is planned")
         least = mask.size(0) if known is None else int(known.bytes[-1])
         if bits.shape[0] < least:
             raise ValueError(f"custom_mask_buf: {bits.shape[0]} bytes, must be at least {least}")
 
-    def _keep(self, planned: Planned, shape: Shape, types: Types, modifiers: Modifiers) -> None:
-        """Replaces all of an earlier plan."""
+    def _keep(self, planned: BatchPlan, shape: HeadShape, types: TensorTypes, modifiers: LogitsModifiers) -> None:
+        """Replace the previous plan."""
         self._shape, self._types, self._planned = shape, types, planned
         self._modify(modifiers)
 
-    def _modify(self, m: Modifiers) -> None:
+    def _modify(self, m: LogitsModifiers) -> None:
         self._causal, self._window_left, self._logits_soft_cap = m.causal, m.window_left, m.soft_cap
         self._sm_scale, self._rope = m.sm_scale, m.rope
         self._scale: float = self._shape.dim_qk**-0.5 if m.sm_scale is None else m.sm_scale
         self._alibi = values.alibi_slopes(self._shape.qo, self.device) if m.mode == "ALIBI" else None
 
-    def _override(self, m: Modifiers) -> None:
-        """What forward puts in the place of what was planned."""
+    def _override(self, m: LogitsModifiers) -> None:
+        """Replace the modifiers of the plan by those of forward."""
         self._plan_of_run()
         values.check_rope(m.rope, self._types)
         self._modify(m)
 
-    def _plan_of_run(self) -> Planned:
+    def _plan_of_run(self) -> BatchPlan:
         if self._planned is None:
             raise RuntimeError(f"{type(self).__name__}: call plan before run")
         return self._planned
 
-    def _ready(self, q: Any, k: Any, v: Any) -> tuple[Planned, SequenceBatch, int]:
-        """The plan, its requests and a bound of query lengths, of a run whose tensors fit the plan. k and v: as in
-        `AttentionCall`."""
+    def _ready(self, q: Any, k: Any, v: Any) -> tuple[BatchPlan, SequenceBatch, int]:
+        """Return the plan, its requests and an upper bound of the query lengths, after a check of a run's tensors.
+
+        k and v: as in `AttentionCall`.
+        """
         planned = self._planned or self._plan_of_run()
         (qo, kv, dim_qk, dim_vo, page_size), (q_dtype, kv_dtype, _) = self._shape, self._types
         requests, rows, keys, most, _, _ = planned
-        if traced(q):  # a compiled graph may not hold numbers that vary from plan to plan
+        if traced(q):  # a compiled graph must not contain numbers that vary from plan to plan
             requests, rows, keys, most = requests._replace(shape_id=None), None, None, None
         try:
             tokens, q_heads, dim = q.shape
             _, kv_heads, size, _ = k.shape
             dim_v, dtype = v.shape[3], k.dtype
-        except (AttributeError, IndexError, TypeError, ValueError):  # something is no tensor, or of another rank
-            return planned, requests, 0  # refused later
+        except (AttributeError, IndexError, TypeError, ValueError):  # something is not a tensor, or of another rank
+            return planned, requests, 0  # it is refused later
         if (dim != dim_qk or q_heads != qo or kv_heads != kv or q.dtype is not q_dtype or dtype is not kv_dtype
                 or page_size and size != page_size
                 or dim_v != dim_vo and (dtype is not torch.uint8 or 2 * dim_v != dim_vo)
@@ -247,7 +256,7 @@ class Batch:
         return planned, requests, tokens if most is None else most
 
     def _refuse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raises on what does not fit the plan."""
+        """Raise on the first tensor that does not fit the plan."""
         shape, types, (_, rows, keys, *_) = self._shape, self._types, self._plan_of_run()
         cache = self._CACHE
         for name, found, what, planned, value in (
@@ -255,20 +264,26 @@ class Batch:
             (cache, k.dtype, "dtype", "kv_data_type", types.kv),
             ("q", q.shape[0], "rows", f"last of {self._NAMES[0]}", q.shape[0] if rows is None else rows),
             ("q", q.shape[1], "heads", "num_qo_heads", shape.qo),
-            ("q", q.shape[2], "elements a head", "head_dim", shape.dim_qk),
+            ("q", q.shape[2], "elements per head", "head_dim", shape.dim_qk),
             (cache, k.shape[1], "heads", "num_kv_heads", shape.kv),
-            (cache, k.shape[2], "rows a page", "page_size", shape.page_size or k.shape[2]),
-            (cache, v.shape[3] * (2 if types.kv is torch.uint8 else 1), "elements a head", "head_dim_vo", shape.dim_vo),
+            (cache, k.shape[2], "rows per page", "page_size", shape.page_size or k.shape[2]),
+            (
+                cache,
+                v.shape[3] * (2 if types.kv is torch.uint8 else 1),
+                "elements per head",
+                "head_dim_vo",
+                shape.dim_vo,
+            ),
         ):
             if found != value:
                 raise ValueError(f"{name}: {found} ({what}), must be plan's {planned}, {value}")
         if keys is not None and keys > k.shape[2]:
-            raise ValueError(f"k: {k.shape[2]} rows, must be at least plan's last of {self._NAMES[1]}, {keys}")
+            raise ValueError(f"k: {k.shape[2]} rows, must be at least the last of plan's {self._NAMES[1]}, {keys}")
 
     def _keys(self, given: tuple[torch.Tensor, ...], page_size: int) -> torch.Tensor:
-        """int64 (B,): keys of each request."""
+        """Return the number of keys of each request, int64 (B,)."""
         raise NotImplementedError
 
     def _requests(self, here: tuple[torch.Tensor, ...]) -> SequenceBatch:
-        """Of the tensors of `_NAMES` on the device."""
+        """Return the requests of the tensors of `_NAMES` on the device."""
         raise NotImplementedError

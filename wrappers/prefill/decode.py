@@ -1,4 +1,4 @@
-"""Batches of decoding requests over a paged KV cache whose page lists lie one after another."""
+"""Batches of decoding requests over a paged KV cache with page lists that are stored one after another."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ..checks import check_flag, check_integer
 from ..page import paged_kv
 from ..scalars import integer, real
 from . import values
-from .batch import Batch
+from .batch import PrefillBatch
 
 DECODE = "BatchDecodeWithPagedKVCacheWrapper"
 SIGNATURES[DECODE] = {
@@ -25,16 +25,21 @@ SIGNATURES[DECODE] = {
 HEAD_SCALES.add(DECODE)
 
 
-class BatchDecodeWithPagedKVCacheWrapper(Batch):
-    """Attention of the last token, or the last tokens, of each request over a paged KV cache that already holds them:
-    `plan` once for a batch, `run` for each layer. As FlashInfer 0.7.2's class, in its positions; what is not said here
-    is as in `BatchPrefillWithPagedKVCacheWrapper`.
+class BatchDecodeWithPagedKVCacheWrapper(PrefillBatch):
+    """Attention of the last tokens of each request over a paged KV cache that already holds them.
+
+    `plan` is called once per batch, `run` for each layer.
+
+    FlashInfer 0.7.2's class, with its positional arguments. Arguments that are not listed are as in
+    `BatchPrefillWithPagedKVCacheWrapper`.
 
     Args:
-        use_cuda_graph: plan copies into the buffers below, and a graph captured from run holds for later plans of the
-            same batch size, heads, dtypes, modifiers and q_len_per_req. A buffer that is passed to plan stays as it is.
+        use_cuda_graph: if True, plan copies into the buffers below, and a graph captured from run holds for later plans
+            of the same batch size, heads, dtypes, modifiers and q_len_per_req. A buffer that is itself passed to plan
+            is not copied.
         paged_kv_indptr_buffer: int32 (B + 1,). paged_kv_indices_buffer: int32, room for all pages.
         paged_kv_last_page_len_buffer: int32 (B,).
+
     Hints: use_tensor_cores, backend. NotImplementedError: jit_args.
 
     >>> wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.empty(0), "NHD")  # two requests, pages of 4 rows
@@ -60,7 +65,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Batch):
         check_flag("use_tensor_cores", use_tensor_cores)
         buffers = paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers, (None, None), backend)
-        # Engines read these, and write to the second.
+        # Engines read these buffers, and write to the second.
         self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = buffers
         self.use_tensor_cores = use_tensor_cores
         self._q_len, self._invariant = 1, False
@@ -75,21 +80,24 @@ class BatchDecodeWithPagedKVCacheWrapper(Batch):
         seq_lens: torch.Tensor | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False,
         q_len_per_req: int = 1, *, window_right: int = 0, is_causal: bool | None = None,
     ) -> None:  # fmt: skip
-        """Say what `run` computes, in place of all that was planned before. Reads and copies nothing from a device.
+        """Set what `run` computes, replacing everything planned before. Reads and copies nothing from a device.
 
         Args:
-            indptr: int32 (B + 1,), request b has the pages indptr[b]:indptr[b + 1] of indices, int32 (N,), which may
-                have more, and last_page_len, int32 (B,), rows in use of its last page. No pages, no keys. On the host
-                or the workspace's device. Those on it are read by run, not copied.
-            data_type: of queries and keys whose own is None.
+            indptr: int32 (B + 1,): request b has the pages indptr[b]:indptr[b + 1] of indices, int32 (N,), which may
+                have more entries. last_page_len: int32 (B,), rows in use of its last page. A request without pages has
+                no keys. These tensors are on the host or on the workspace's device; those on the device are not copied:
+                run reads them.
+            data_type: dtype of queries and keys, if their own argument is None.
             fixed_split_size, disable_split_kv: with a size of at least 1, or True, a request's bits do not depend on
-                the rest of its batch; how its keys are shared is the kernel's choice.
-            q_len_per_req: query tokens of each request, its last; a row sees no later key.
-            is_causal: None, or whether q_len_per_req is over 1. window_right: 0.
+                the rest of its batch. The kernel chooses how the keys of a request are split.
+            q_len_per_req: query tokens of each request, which are its last tokens; a row sees no later key.
+            is_causal: None, or whether q_len_per_req is over 1. window_right: must be 0.
+
         Hints: non_blocking, block_tables, seq_lens.
 
-        Raises, and leaves the plan before, as `BatchPrefillWithPagedKVCacheWrapper.plan` does; NotImplementedError on
-        another is_causal or window_right; ValueError on another q_len_per_req than the first with use_cuda_graph.
+        Raises, and keeps the previous plan, as `BatchPrefillWithPagedKVCacheWrapper.plan` does; NotImplementedError for
+        another is_causal or window_right; ValueError with use_cuda_graph if q_len_per_req differs from the first
+        plan's.
         """
         check_flag("disable_split_kv", disable_split_kv)
         split = -1 if fixed_split_size is None else check_integer("fixed_split_size", integer(fixed_split_size))
@@ -97,7 +105,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Batch):
         if is_causal is not None:
             check_flag("is_causal", is_causal)
             if is_causal != (q_len > 1):
-                raise NotImplementedError(f"is_causal: {is_causal}, not supported, must be None where q_len is {q_len}")
+                need = f"must be None or {q_len > 1} if q_len_per_req is {q_len}"
+                raise NotImplementedError(f"is_causal: {is_causal}, not supported, {need}")
         if check_integer("window_right", integer(window_right)) != 0:
             raise NotImplementedError(f"window_right: {window_right}, not supported, must be 0")
         page_size = check_integer("page_size", integer(page_size), 1)
@@ -125,11 +134,11 @@ class BatchDecodeWithPagedKVCacheWrapper(Batch):
         skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None, v_scales_interleaved: bool = False,
     ) -> Any:  # fmt: skip
-        """Attention as planned, of q (B * q_len_per_req, Hq, D), any token and head strides.
+        """Compute attention as planned, of q (B * q_len_per_req, Hq, D) with any token and head strides.
 
-        q_len_per_req: None, or plan's. The others, what is returned and raised: as in
-        `BatchPrefillWithPagedKVCacheWrapper.run`; skip_softmax_threshold_scale_factor as in
-        `trtllm_batch_decode_with_kv_cache`.
+        q_len_per_req: None, or plan's value. skip_softmax_threshold_scale_factor: as in
+        `trtllm_batch_decode_with_kv_cache`. The other arguments, results and errors are as in
+        `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
         self._plan_of_run()
         for name, value, of_plan in (
@@ -141,9 +150,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Batch):
         k, v = views("paged_kv_cache", paged_kv_cache, self._kv_layout)
         requests = self._ready(q, k, v)[1]
         if isinstance(q, torch.Tensor) and q.dim() == 3 and q.shape[0] != requests.batch * self._q_len:
-            planned = f"{requests.batch} x {self._q_len}, requests of plan x q_len_per_req"
+            planned = f"{requests.batch} x {self._q_len}, the requests of plan x q_len_per_req"
             raise ValueError(f"q: {q.shape[0]} tokens, must be {planned}")
-        scale, scale_tensor, out_scale, out_scale_tensor = values.factors(
+        scale, scale_tensor, out_scale, out_scale_tensor = values.combine_scales(
             self._scale, q_scale, k_scale, v_scale, self.device, self._shape
         )
         k_scales = v_scales = None
@@ -163,8 +172,10 @@ class BatchDecodeWithPagedKVCacheWrapper(Batch):
         window_left: int = -1, logits_soft_cap: float | None = None, sm_scale: float | None = None,
         rope_scale: float | None = None, rope_theta: float | None = None, *, return_lse: bool = False,
     ) -> Any:  # fmt: skip
-        """`run` with these modifiers, each with its default, in the place of plan's from now on. FlashInfer keeps it
-        for older callers."""
+        """Call `run` with these modifiers, each with its default, which replace those of plan from now on.
+
+        FlashInfer keeps this method for older callers.
+        """
         self._override(values.modifiers_of(
             True, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta
         ))  # fmt: skip
@@ -185,9 +196,10 @@ def fast_decode_plan(
     rope_theta: float | None = None, non_blocking: bool = True, fixed_split_size: int | None = None,
     disable_split_kv: bool = False, q_len_per_req: int = 1, global_override_indptr_cpu: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`BatchDecodeWithPagedKVCacheWrapper.plan`, of which engines call this form before a graph is replayed; the output
-    keeps the type of the plan before. Not used: global_override_indptr_cpu, a copy of indptr on the host, since plan
-    reads none. Raises as plan does. FlashInfer's function.
+    """Call `BatchDecodeWithPagedKVCacheWrapper.plan` in the form that engines use before a graph is replayed.
+
+    The output keeps the dtype of the previous plan. global_override_indptr_cpu, a copy of indptr on the host, is not
+    used, since plan reads none. Raises as plan does. FlashInfer's function.
 
     >>> wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.empty(0))
     >>> starts, pages, last = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 3], [2, 0, 1], [1, 4]))

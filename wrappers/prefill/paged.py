@@ -1,4 +1,4 @@
-"""Batches over a paged KV cache whose page lists lie one after another."""
+"""Batches over a paged KV cache with page lists that are stored one after another."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ..checks import check_integer
 from ..page import get_seq_lens, paged_kv
 from ..scalars import integer, real
 from . import values
-from .batch import Batch
+from .batch import PrefillBatch
 
 PAGED = "BatchPrefillWithPagedKVCacheWrapper"
 SIGNATURES[PAGED] = {
@@ -27,19 +27,23 @@ SIGNATURES[PAGED] = {
 HEAD_SCALES.add(PAGED)
 
 
-class BatchPrefillWithPagedKVCacheWrapper(Batch):
-    """Attention of ragged queries over a paged KV cache that already holds the queries' own tokens: `plan` once for a
-    batch, `run` for each layer. As FlashInfer's class, with the positions of its version 0.2; names that came later
-    are keywords.
+class BatchPrefillWithPagedKVCacheWrapper(PrefillBatch):
+    """Attention of ragged queries over a paged KV cache that already holds the queries' own tokens.
+
+    `plan` is called once per batch, `run` for each layer.
+
+    FlashInfer's class. Positional arguments are those of its version 0.2; names that were added later are keywords.
 
     Args:
         float_workspace_buffer: any tensor; its device is the wrapper's. Nothing is kept in it.
         kv_layout: "NHD", pages (P, Hkv, D), or "HND", pages (Hkv, P, D).
-        use_cuda_graph: plan copies into the buffers below, and a graph captured from run holds for later plans of
-            the same batch size, heads, dtypes, modifiers and presence of a mask. The buffers are ignored else.
+        use_cuda_graph: if True, plan copies into the buffers below, and a graph captured from run holds for later plans
+            of the same batch size, heads, dtypes, modifiers and presence of a mask. If False, the buffers are ignored.
         qo_indptr_buf, paged_kv_indptr_buf: int32 (B + 1,). paged_kv_indices_buf: int32, room for all pages.
-        paged_kv_last_page_len_buf: int32 (B,). custom_mask_buf: uint8, room for a packed mask; qk_indptr_buf (or
-            mask_indptr_buf): int32 (B + 1,); both only where masks are planned.
+        paged_kv_last_page_len_buf: int32 (B,).
+        custom_mask_buf: uint8, room for a packed mask; qk_indptr_buf (or mask_indptr_buf): int32 (B + 1,). Both are
+            needed only if masks are planned.
+
     Hints: backend ("auto", "fa2", "fa3", ...), jit_args, jit_kwargs.
 
     >>> wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(0), "NHD")  # two requests, pages of 4 rows
@@ -82,36 +86,44 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
         prefix_len_ptr: torch.Tensor | None = None, token_pos_in_items_ptr: torch.Tensor | None = None,
         token_pos_in_items_len: int = 0, max_item_len_ptr: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Say what `run` computes, in place of all that was planned before. Reads and copies nothing from a device.
+        """Set what `run` computes, replacing everything planned before. Reads and copies nothing from a device.
 
         Args:
-            qo_indptr: int32 (B + 1,), request b owns query rows qo_indptr[b]:qo_indptr[b + 1]; likewise
-            paged_kv_indptr: int32 (B + 1,), its entries of paged_kv_indices, int32 (N,), which may have more, and
-            paged_kv_last_page_len: int32 (B,), the rows in use of its last page. No pages, no keys.
-                On the host or the workspace's device. Those on it are read by run, not copied.
-            num_qo_heads, num_kv_heads, head_dim (or head_dim_qk), page_size; head_dim_vo: of V, head_dim if None.
-            custom_mask: bool, any other number being True but 0, query rows x keys of each request, row by row, one
-                request after another; True is seen. Takes the place of causal, not of window_left.
+            qo_indptr: int32 (B + 1,): request b owns query rows qo_indptr[b]:qo_indptr[b + 1].
+            paged_kv_indptr: int32 (B + 1,): likewise its entries of paged_kv_indices, int32 (N,), which may have more
+                entries.
+            paged_kv_last_page_len: int32 (B,), rows in use of its last page. A request without pages has no keys. These
+                index tensors are on the host or on the workspace's device; those on the device are not copied: run
+                reads them.
+            num_qo_heads, num_kv_heads, head_dim (or head_dim_qk), page_size; head_dim_vo: V's, default head_dim.
+            custom_mask: bool, or numbers that count as True unless 0: query rows x keys of each request, row by row,
+                one request after another. True: the key is seen. Replaces causal, but not window_left.
             packed_custom_mask: uint8, the same in bits, lowest first (`segment_packbits(..., "little")`), each request
-                from a byte of its own; custom_mask is then ignored. Wrong sizes raise where all index tensors are on
-                the host; else keys without a bit are hidden.
-            causal: row i of m sees keys up to i + n - m, n those of its request.
-            pos_encoding_mode: "NONE"; "ROPE_LLAMA", Q and K turned by rope_scale (None: 1) and rope_theta (1e4), the
-                cache holding K as it was; "ALIBI", logits + slope * (key - row), slopes by the number of heads.
-            sm_scale: factor on logits, 1 / sqrt(head_dim) if None. window_left: keys from row's position minus it on,
-                negative: all. logits_soft_cap c: c * tanh(logit / c), off where None or not positive.
-            q_data_type, kv_data_type, o_data_type: dtypes or their names; the query's where None. Queries of 16 bits
-                take caches of their dtype, e4m3, e5m2 and uint8 (NVFP4); of e4m3, the last three; of e5m2, e5m2.
-                Outputs: float16, bfloat16, or e4m3, saturated; with queries of e5m2, o_data_type must say which.
-            max_token_per_sequence: bound of query lengths, for the schedule; found where qo_indptr is on the host.
-            non_blocking: of the copy of a mask from the host, which may then not be written before it is done. Copies
-                of index tensors never wait: the current stream orders them, and they may be written at once.
+                from a byte of its own; custom_mask is then ignored. A wrong size raises if all index tensors are on the
+                host; otherwise keys without a bit are hidden.
+            causal: row i of m sees keys up to i + n - m, n being the number of keys of its request.
+            pos_encoding_mode: "NONE"; "ROPE_LLAMA": Q and K are rotated by rope_scale (None: 1) and rope_theta
+                (None: 1e4), and the cache holds K without rotation; "ALIBI": logits + slope * (key - row), with slopes
+                from the number of heads.
+            sm_scale: factor on the logits; None: 1 / sqrt(head_dim). window_left: keys from the row's position minus
+                this value on are seen; negative: all. logits_soft_cap c: c * tanh(logit / c); None or not positive:
+                off.
+            q_data_type, kv_data_type, o_data_type: dtypes or their names; None: the query's. 16-bit queries take caches
+                of their dtype, e4m3, e5m2 and uint8 (NVFP4); e4m3 queries the last three; e5m2 queries e5m2. The output
+                is float16, bfloat16, or e4m3, saturated; with e5m2 queries o_data_type is required.
+            max_token_per_sequence: an upper bound of the query lengths, for the schedule; derived if qo_indptr is on
+                the host.
+            non_blocking: applies to the copy of a mask from the host; if True, the mask may not be written before the
+                copy is done. Copies of index tensors never wait: the current stream orders them, and they may be
+                written at once.
+
         Hints: allow_fp16_qk_reduction (or use_fp16_qk_reduction), max_sequence_kv, seq_lens, seq_lens_q, block_tables,
         fixed_split_size, disable_split_kv. NotImplementedError: multi-item scoring (the last four arguments).
 
-        Raises, and leaves the plan before: ValueError shapes, devices, offsets on the host that fall or pass
-        paged_kv_indices, sizes of buffers, a batch or more rows than buffers were made for; TypeError dtypes;
-        UnknownName, a KeyError and a ValueError, unknown names; RuntimeError while a CUDA graph is captured.
+        Raises, and keeps the previous plan: ValueError for a shape or device, offsets on the host that fall or pass
+        paged_kv_indices, buffers that are too small, a batch size other than the buffers', or more query rows than the
+        first plan with buffers had; TypeError for a dtype; UnknownName, which is both a KeyError and a ValueError, for
+        an unknown name; RuntimeError while a CUDA graph is captured.
         """
         values.refuse(
             prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr,
@@ -143,30 +155,31 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
         kv_block_scales: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
         v_scales_interleaved: bool = False,
     ) -> Any:  # fmt: skip
-        """Attention as planned: softmax(sm_scale q_scale k_scale q k^T) v v_scale.
+        """Compute attention as planned: softmax(sm_scale q_scale k_scale q k^T) v v_scale.
 
         Args:
-            q: (T, Hq, D), any token and head strides; T is the last of qo_indptr, which is checked where plan got that
-                on the host and torch.compile does not trace the call.
-            paged_kv_cache: (k, v), each (pages, P, Hkv, D) "NHD" or (pages, Hkv, P, D) "HND", any strides but the
-                last, numbers of pages of their own; or one (pages, 2, ...) of both. With pages of one row, P may be
-                left out.
-            q_scale, k_scale: factors on logits beside sm_scale, on CUDA positive; v_scale: factor on the output; all
-                for caches of any dtype. A float, or an fp32 tensor on q's device, read by the kernel: of one element,
-                or of one a head, (Hq,) for q_scale, (Hkv,) for the others. A tensor of one element may be on the host,
-                where it counts as a float. Three of them by position, `run(q, cache,
-                q_scale, k_scale, v_scale)`, are in that order, as upstream's fa3 takes them.
-            out: (T, Hq, Dvo) of o_data_type, lse: fp32 (T, Hq): filled and returned; new where None.
-            sinks: fp32 (Hq,), joins each head's softmax denominator, natural-log units.
+            q: (T, Hq, D), any token and head strides. T is the last element of qo_indptr; this is checked if plan got
+                qo_indptr on the host and torch.compile does not trace the call.
+            paged_kv_cache: (k, v), each (pages, P, Hkv, D) "NHD" or (pages, Hkv, P, D) "HND", any strides with 1 as the
+                last, K and V with their own numbers of pages; or one tensor (pages, 2, ...). If P is 1, its dimension
+                may be missing.
+            q_scale, k_scale, v_scale: factors on the logits beside sm_scale, positive on CUDA (q_scale, k_scale), and
+                on the output (v_scale); they apply to caches of any dtype. Each is a float, or an fp32 tensor on q's
+                device, which the kernel reads, of one element or of one per head: (Hq,) for q_scale, (Hkv,) for the
+                others. A tensor of one element may be on the host, where it counts as a float. Three scales by
+                position, `run(q, cache, q_scale, k_scale, v_scale)`, are in the order of upstream's fa3.
+            out: (T, Hq, Dvo) of o_data_type. lse: fp32 (T, Hq). Both are filled and returned; None: new tensors.
+            sinks: fp32 (Hq,), added to each head's softmax denominator; natural-log units.
             kv_cache_sf (or kv_block_scales), v_scales_interleaved: scale factors of NVFP4 caches, as in
                 `trtllm_batch_context_with_kv_cache`, in the wrapper's layout.
-            window_left: None, or plan's. sm_scale: another than plan's, for this call. enable_pdl: a hint.
-        Returns out, or (out, lse), lse the log2 of the softmax denominator. A row without keys gives 0 and -inf.
+            window_left: None, or plan's value. sm_scale: replaces plan's for this call. enable_pdl: a hint.
 
-        Raises before any launch: RuntimeError without a plan; ValueError what does not fit the plan, shapes, strides,
-        devices; TypeError dtypes; NotImplementedError what no kernel does.
+        Returns out, or (out, lse): lse is log2 of the softmax denominator. A row without keys gives 0 and -inf.
 
-        >>> wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(0), "NHD")  # one request, of 3 of 6 tokens
+        Raises before any launch: RuntimeError without a plan; ValueError for what does not fit the plan, and for a
+        shape, stride or device; TypeError for a dtype; NotImplementedError if no kernel serves the call.
+
+        >>> wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(0), "NHD")  # 3 queries, 6 keys
         >>> index = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3], [0, 2], [1, 0], [2]))
         >>> e4m3 = torch.float8_e4m3fn
         >>> wrapper.plan(*index, 8, 2, 64, 4, causal=True, q_data_type=e4m3, o_data_type=torch.bfloat16)
@@ -187,7 +200,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
         k, v = views("paged_kv_cache", paged_kv_cache, self._kv_layout)
         (_, _, _, _, mask, mask_starts), requests, max_q_len = self._ready(q, k, v)
         scale: Any = self._scale if sm_scale is None else values.number("sm_scale", sm_scale)
-        scale, scale_tensor, out_scale, out_scale_tensor = values.factors(
+        scale, scale_tensor, out_scale, out_scale_tensor = values.combine_scales(
             scale, q_scale, k_scale, v_scale, self.device, self._shape
         )
         k_scales = v_scales = None
@@ -208,8 +221,10 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
         rope_scale: float | None = None, rope_theta: float | None = None, *, use_fp16_qk_reduction: bool | None = None,
         return_lse: bool = False,
     ) -> Any:  # fmt: skip
-        """`run` with these modifiers, each with its default, in the place of plan's from now on. FlashInfer keeps it
-        for older callers."""
+        """Call `run` with these modifiers, each with its default, which replace those of plan from now on.
+
+        FlashInfer keeps this method for older callers.
+        """
         self._override(values.modifiers_of(
             causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta
         ))  # fmt: skip
@@ -223,8 +238,9 @@ class BatchPrefillWithPagedKVCacheWrapper(Batch):
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
-    """`BatchPrefillWithPagedKVCacheWrapper` whose run takes each head's sink behind the cache. As FlashInfer's class;
-    what else its constructor takes are hints: plan says what is computed.
+    """`BatchPrefillWithPagedKVCacheWrapper` with a run that takes each head's sink right after the cache.
+
+    FlashInfer's class. The constructor's additional arguments are hints: plan decides what is computed.
 
     >>> wrapper = BatchAttentionWithAttentionSinkWrapper(torch.empty(0), q_data_type=torch.float16)
     >>> starts, last = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
@@ -254,6 +270,9 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         sinks: torch.Tensor | None = None, sm_scale: float | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """`BatchPrefillWithPagedKVCacheWrapper.run` with sinks, fp32 (Hq,) in natural-log units, unscaled, and another
-        sm_scale for this call (None: plan's). What else that run takes are keywords here."""
+        """Call `BatchPrefillWithPagedKVCacheWrapper.run` with sinks and sm_scale by position.
+
+        sinks: fp32 (Hq,), natural-log units, not scaled. sm_scale: for this call; None: plan's. The other arguments of
+        that method are keywords here.
+        """
         return super().run(q, paged_kv_cache, sinks=sinks, sm_scale=sm_scale, **kwargs)

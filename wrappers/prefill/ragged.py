@@ -10,7 +10,7 @@ from ..attention.op import serve
 from ..checks import check_strided
 from ..plain import traced
 from . import values
-from .batch import Batch
+from .batch import PrefillBatch
 
 RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
 SIGNATURES[RAGGED] = {
@@ -25,29 +25,37 @@ HEAD_SCALES.add(RAGGED)
 
 
 def rows_of(name: str, t: Any, layout: str) -> torch.Tensor:
-    """Rows of K or V, (rows, Hkv, D) "NHD" or (Hkv, rows, D) "HND", as an `AttentionCall` has them: (1, Hkv, rows,
-    D)."""
+    """Return rows of K or V in the form of an `AttentionCall`: (1, Hkv, rows, D).
+
+    t: (rows, Hkv, D) "NHD" or (Hkv, rows, D) "HND".
+    """
     check_strided(name, t, 3)
     if layout == "HND":
         return t.unsqueeze(0)
     if traced(t):
         return t.transpose(0, 1).unsqueeze(0)
     (rows, heads, dim), (row, head, one) = t.shape, t.stride()
-    return t.as_strided((1, heads, rows, dim), (heads * head, head, row, one))  # one operation: 0.5 us less
+    return t.as_strided((1, heads, rows, dim), (heads * head, head, row, one))  # one operation saves 0.5 us
 
 
 def scales_of(given: Any, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale factors of rows of NVFP4: (k, v), each as K's or V's rows, (rows, Hkv, D / 16) or (Hkv, rows, D / 16)."""
+    """Return the scale factors of NVFP4 rows in the form of an `AttentionCall`.
+
+    given: (k, v), each in the layout of K's or V's rows: (rows, Hkv, D / 16) or (Hkv, rows, D / 16).
+    """
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise TypeError(f"kv_cache_sf: {type(given).__name__}, must be (k, v)")
     return rows_of("kv_cache_sf (K)", given[0], layout), rows_of("kv_cache_sf (V)", given[1], layout)
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(Batch):
-    """Attention of ragged queries over ragged K and V, read where they are: `plan` once for a batch, `run` for each
-    layer. As FlashInfer's class, with the positions of its version 0.2; names that came later are keywords. Arguments
-    of the constructor are those of `BatchPrefillWithPagedKVCacheWrapper`, kv_indptr_buf, int32 (B + 1,), in the place
-    of the three of pages.
+class BatchPrefillWithRaggedKVCacheWrapper(PrefillBatch):
+    """Attention of ragged queries over ragged K and V, which are read in place.
+
+    `plan` is called once per batch, `run` for each layer.
+
+    FlashInfer's class. Positional arguments are those of its version 0.2; names that were added later are keywords. The
+    constructor's arguments are those of `BatchPrefillWithPagedKVCacheWrapper`, except that kv_indptr_buf, int32
+    (B + 1,), replaces the three buffers of pages.
 
     >>> wrapper = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(0), "NHD")
     >>> starts = torch.tensor([0, 3, 7], dtype=torch.int32)  # two requests
@@ -87,12 +95,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(Batch):
         token_pos_in_items_len: int = 0, max_item_len_ptr: torch.Tensor | None = None,
         v_indptr: torch.Tensor | None = None, o_indptr: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Say what `run` computes, in place of all that was planned before. Reads and copies nothing from a device.
+        """Set what `run` computes, replacing everything planned before. Reads and copies nothing from a device.
 
-        qo_indptr, kv_indptr: int32 (B + 1,), on the host or the workspace's device: request b owns query rows
-        qo_indptr[b]:qo_indptr[b + 1] and keys kv_indptr[b]:kv_indptr[b + 1]. Other arguments, hints and errors are
-        those of `BatchPrefillWithPagedKVCacheWrapper.plan`; mind that sm_scale has another place. NotImplementedError:
-        multi-item scoring, v_indptr, o_indptr.
+        qo_indptr, kv_indptr: int32 (B + 1,), on the host or the workspace's device. Request b owns query rows
+        qo_indptr[b]:qo_indptr[b + 1] and keys kv_indptr[b]:kv_indptr[b + 1]. The other arguments, hints and errors are
+        those of `BatchPrefillWithPagedKVCacheWrapper.plan`; note that sm_scale has another position.
+        NotImplementedError: multi-item scoring, v_indptr, o_indptr.
         """
         values.refuse(
             prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr,
@@ -120,17 +128,20 @@ class BatchPrefillWithRaggedKVCacheWrapper(Batch):
         lse: torch.Tensor | None = None, enable_pdl: bool | None = None, sinks: torch.Tensor | None = None,
         kv_cache_sf: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Any:  # fmt: skip
-        """Attention as planned.
+        """Compute attention as planned.
 
         Args:
-            q: (T, Hq, D); k: (rows, Hkv, D), v: (rows, Hkv, Dvo) "NHD", or (Hkv, rows, ...) "HND"; any strides but
-                the last. T is the last of qo_indptr; k and v may have more rows than kv_indptr says,
-                not less, which is checked as T is.
-            q_scale, k_scale, v_scale: as in `BatchPrefillWithPagedKVCacheWrapper.run`, or by position, `run(q, k, v,
-                q_scale, k_scale, v_scale)`, as upstream's fa3 takes them; they apply to rows of any dtype.
-            kv_cache_sf: of packed NVFP4, (k, v): e4m3 (rows, Hkv, D / 16) in the wrapper's layout, linear.
-            Others are those of `BatchPrefillWithPagedKVCacheWrapper.run`.
-        Returns out, or (out, lse). Raises as that run does; NotImplementedError o_scale.
+            q: (T, Hq, D); k: (rows, Hkv, D), v: (rows, Hkv, Dvo) "NHD", or (Hkv, rows, ...) "HND"; any strides with 1
+                as the last. T is the last element of qo_indptr. k and v may have more rows than kv_indptr says, not
+                fewer; this is checked when T is.
+            q_scale, k_scale, v_scale: as in `BatchPrefillWithPagedKVCacheWrapper.run`; or by position,
+                `run(q, k, v, q_scale, k_scale, v_scale)`, in the order of upstream's fa3. They apply to rows of any
+                dtype.
+            kv_cache_sf: scale factors of packed NVFP4, (k, v): e4m3 (rows, Hkv, D / 16) in the wrapper's layout,
+                linear.
+
+        The other arguments are those of `BatchPrefillWithPagedKVCacheWrapper.run`. Returns out, or (out, lse). Raises
+        as that method does; NotImplementedError for o_scale.
         """
         if return_lse is not False and return_lse is not True and isinstance(return_lse, (torch.Tensor, float)):
             q_scale, return_lse = values.either("q_scale", q_scale, "scale_q", return_lse), False
@@ -142,7 +153,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Batch):
             values.refuse(o_scale=None if one else o_scale)
         k, v = rows_of("k", k, self._kv_layout), rows_of("v", v, self._kv_layout)
         (_, _, _, _, mask, mask_starts), requests, max_q_len = self._ready(q, k, v)
-        scale, scale_tensor, out_scale, out_scale_tensor = values.factors(
+        scale, scale_tensor, out_scale, out_scale_tensor = values.combine_scales(
             self._scale, q_scale, k_scale, v_scale, self.device, self._shape
         )
         k_scales = v_scales = None
@@ -160,8 +171,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(Batch):
         logits_soft_cap: float | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
         rope_theta: float | None = None, *, use_fp16_qk_reduction: bool | None = None, return_lse: bool = False,
     ) -> Any:  # fmt: skip
-        """`run` with these modifiers, each with its default, in the place of plan's from now on. FlashInfer keeps it
-        for older callers."""
+        """Call `run` with these modifiers, each with its default, which replace those of plan from now on.
+
+        FlashInfer keeps this method for older callers.
+        """
         self._override(values.modifiers_of(
             causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta
         ))  # fmt: skip

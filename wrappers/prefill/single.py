@@ -1,4 +1,4 @@
-"""One request: queries of all its last tokens over K and V without pages."""
+"""One request: its last tokens are the queries, over K and V without pages."""
 
 from typing import Any
 
@@ -36,30 +36,32 @@ def single_prefill_with_kv_cache(
     scale_k: float | torch.Tensor | None = None, scale_v: float | torch.Tensor | None = None,
     kv_cache_sf: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Any:  # fmt: skip
-    """Attention of one request's queries over its K and V, which hold the queries' own tokens.
+    """Compute attention of one request's queries over its K and V, which include the queries' own tokens.
 
-    As FlashInfer's function, with the positions of its version 0.2; names that came later are keywords.
+    FlashInfer's function. Positional arguments are those of its version 0.2; names that were added later are keywords.
 
     Args:
-        q: (m, Hq, D) fp16, bf16, e4m3 or e5m2. k: (n, Hkv, D), v: (n, Hkv, Dvo) "NHD", or (Hkv, n, ...) "HND"; of
-            q's dtype; of 16-bit q e4m3, e5m2 or uint8 (packed NVFP4, last dimension D / 2), of e4m3 q the latter two.
-            Any strides but the last, so slices of packed QKV serve.
-        custom_mask: bool (m, n) or (m * n,), True is seen; in the place of causal, not of window_left.
+        q: (m, Hq, D) fp16, bf16, e4m3 or e5m2. k: (n, Hkv, D), v: (n, Hkv, Dvo) "NHD", or (Hkv, n, ...) "HND". The
+            dtype of k and v is q's; 16-bit q also takes e4m3, e5m2 and uint8 (packed NVFP4, last dimension D / 2), e4m3
+            q the latter two. Any strides with 1 as the last, so slices of packed QKV are accepted.
+        custom_mask: bool (m, n) or (m * n,); True: the key is seen. Replaces causal, but not window_left.
         packed_custom_mask: uint8 (ceil(m * n / 8),), the same in bits, lowest first (`packbits(..., "little")`);
             custom_mask is then ignored.
-        causal: row i sees keys up to i + n - m; needs n >= m.
+        causal: row i sees keys up to i + n - m; requires n >= m.
         pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta: as in
             `BatchPrefillWithPagedKVCacheWrapper.plan`.
         q_scale, k_scale, v_scale (or scale_q, scale_k, scale_v): as in `BatchPrefillWithPagedKVCacheWrapper.run`: a
-            float, or an fp32 tensor of one element or of one a head.
+            float, or an fp32 tensor of one element or of one per head.
         kv_cache_sf: as in `BatchPrefillWithRaggedKVCacheWrapper.run`.
-        o_dtype: of the output, fp16, bf16 or e4m3 (saturated); q's if None, which for e5m2 must be given.
+        o_dtype: dtype of the output: fp16, bf16 or e4m3 (saturated). None: q's; required with e5m2 q.
+
     Hints: allow_fp16_qk_reduction (or use_fp16_qk_reduction), backend ("auto", "fa2", "fa3", ...).
 
-    Returns out (m, Hq, Dvo), or (out, lse) where return_lse: lse fp32 (m, Hq), log2 of the softmax denominator. A row
+    Returns out (m, Hq, Dvo), or (out, lse) with return_lse: lse is fp32 (m, Hq), log2 of the softmax denominator. A row
     without keys gives 0 and -inf. Can be captured.
-    Raises before any launch: ValueError shapes, strides, devices, sizes of masks; TypeError dtypes; UnknownName, a
-    KeyError and a ValueError, unknown names; NotImplementedError what no kernel does.
+
+    Raises before any launch: ValueError for a shape, stride, device or mask size; TypeError for a dtype; UnknownName,
+    which is both a KeyError and a ValueError, for an unknown name; NotImplementedError if no kernel serves the call.
 
     >>> q, k, v = torch.randn(5, 8, 64).half(), torch.randn(37, 2, 64).half(), torch.randn(37, 2, 64).half()
     >>> single_prefill_with_kv_cache(q, k, v, causal=True).shape
@@ -76,7 +78,7 @@ def single_prefill_with_kv_cache(
     m = values.modifiers_of(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
     (rows, heads, dim), keys, device = q.shape, k.shape[2], q.device
     if m.rope is not None:
-        values.check_rope(m.rope, values.Types(q.dtype, k.dtype, q.dtype))
+        values.check_rope(m.rope, values.TensorTypes(q.dtype, k.dtype, q.dtype))
     mask, bits, starts = values.mask_of(custom_mask, packed_custom_mask, device), None, None
     if mask is not None:
         size = (rows * keys + 7) // 8
@@ -84,8 +86,8 @@ def single_prefill_with_kv_cache(
         given = mask.given.to(device)
         bits, starts = given if mask.packed else packbits(given, "little"), values.bounds(size, device)
     elif causal and rows > keys:
-        raise ValueError(f"q: {rows} rows, must be at most the {keys} of k where causal is True")
-    scale, scale_tensor, out_scale, out_scale_tensor = values.factors(
+        raise ValueError(f"q: {rows} rows, must be at most the {keys} rows of k if causal is True")
+    scale, scale_tensor, out_scale, out_scale_tensor = values.combine_scales(
         dim**-0.5 if m.sm_scale is None else m.sm_scale, values.either("q_scale", q_scale, "scale_q", scale_q),
         values.either("k_scale", k_scale, "scale_k", scale_k), values.either("v_scale", v_scale, "scale_v", scale_v),
         device, (heads, k.shape[1]),
@@ -103,7 +105,7 @@ def single_prefill_with_kv_cache(
 
 
 def single_prefill_with_kv_cache_return_lse(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """`single_prefill_with_kv_cache` with return_lse=True: (out, lse).
+    """Return (out, lse): `single_prefill_with_kv_cache` with return_lse=True.
 
     >>> q = torch.randn(5, 8, 64).half()
     >>> single_prefill_with_kv_cache_return_lse(q, q, q)[1].shape

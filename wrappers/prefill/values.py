@@ -1,6 +1,6 @@
-"""What the prefill family does with values of arguments: names, types, scales, modifiers of logits, masks, copies.
+"""Convert and check argument values of the prefill family: names, types, scales, modifiers of logits, masks, copies.
 
-Nothing here reads a value on a device, or waits for one but to make a device's first ALiBi slopes.
+Nothing here reads a value on a device. Nothing waits for one, except when a device's first ALiBi slopes are made.
 """
 
 from operator import sub
@@ -26,14 +26,14 @@ from ..plain import traced
 from ..quantization import pack_segments
 from ..scalars import integer, on_host, product, real, split_scale
 
-BACKENDS = ("auto", "fa2", "fa3", "cudnn", "cutlass", "trtllm-gen", "cute-dsl")  # of upstream: here a hint
+BACKENDS = ("auto", "fa2", "fa3", "cudnn", "cutlass", "trtllm-gen", "cute-dsl")  # upstream's; a hint here
 MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 _Tensor = torch.Tensor
 _slopes: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
-class Shape(NamedTuple):
-    """Numbers of heads, their dimensions, and rows of a page, 0 where there are none."""
+class HeadShape(NamedTuple):
+    """Numbers of heads, their dimensions, and rows of a page (0 without pages)."""
 
     qo: int
     kv: int
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
     page_size: int
 
 
-class Types(NamedTuple):
+class TensorTypes(NamedTuple):
     """Dtypes of queries, of the cache and of the output."""
 
     q: torch.dtype
@@ -50,8 +50,8 @@ class Types(NamedTuple):
     out: torch.dtype
 
 
-class Modifiers(NamedTuple):
-    """What becomes of logits. soft_cap: 0.0 is off. sm_scale None: 1 / sqrt(head_dim)."""
+class LogitsModifiers(NamedTuple):
+    """Modifiers of the logits. soft_cap: 0.0 is off. sm_scale None: 1 / sqrt(head_dim)."""
 
     causal: bool
     mode: str
@@ -62,7 +62,7 @@ class Modifiers(NamedTuple):
 
 
 def either(name: str, value: Any, alias: str, other: Any) -> Any:
-    """The value of an argument with two names, None where neither is given."""
+    """Return the value of an argument with two names, None if neither is given."""
     if other is None:
         return value
     if value is not None:
@@ -76,14 +76,14 @@ def check_name(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 
 def refuse(**given: Any) -> None:
-    """Raises on the first argument that is given and asks for what nothing here does."""
+    """Raise on the first argument that is given: each asks for something that nothing here supports."""
     for name, value in given.items():
         if value is not None:
             raise NotImplementedError(f"{name}: {type(value).__name__}, must be None: not supported")
 
 
-def shape_of(qo: Any, kv: Any, dim_qk: Any, dim_vo: Any, page_size: Any) -> Shape:
-    """dim_vo None: dim_qk. page_size: an int, checked."""
+def shape_of(qo: Any, kv: Any, dim_qk: Any, dim_vo: Any, page_size: Any) -> HeadShape:
+    """Return a checked `HeadShape`. dim_vo None: dim_qk. page_size: an int that is already checked."""
     if dim_vo is None:
         dim_vo = dim_qk
     if (not qo.__class__ is kv.__class__ is dim_qk.__class__ is dim_vo.__class__ is int
@@ -94,11 +94,11 @@ def shape_of(qo: Any, kv: Any, dim_qk: Any, dim_vo: Any, page_size: Any) -> Shap
         dim_vo = check_integer("head_dim_vo", integer(dim_vo), 1)
     if qo % kv:
         raise ValueError(f"num_qo_heads: {qo}, must be a multiple of num_kv_heads, {kv}")
-    return Shape(qo, kv, dim_qk, dim_vo, page_size)
+    return HeadShape(qo, kv, dim_qk, dim_vo, page_size)
 
 
 def dtype_of(name: str, value: Any) -> torch.dtype:
-    """A dtype, or its name in torch."""
+    """Return a dtype that is given as itself or by its name in torch."""
     if value.__class__ is torch.dtype:
         return value
     found = getattr(torch, value, None) if isinstance(value, str) else None
@@ -109,20 +109,20 @@ def dtype_of(name: str, value: Any) -> torch.dtype:
     raise TypeError(f"{name}: {value!r}, must be a torch.dtype or its name")
 
 
-def types_of(q: Any, kv: Any, out: Any) -> Types:
-    """kv and out None: q's."""
+def types_of(q: Any, kv: Any, out: Any) -> TensorTypes:
+    """Return checked `TensorTypes`. kv and out default to q."""
     q = dtype_of("q_data_type", q)
     check_one_of("q_data_type:", q, QUERIES)
     kv = q if kv is None else dtype_of("kv_data_type", kv)
     out = q if out is None else dtype_of("o_data_type", out)
     check_one_of("o_data_type:", out, OUTPUTS)
     check_one_of("kv_data_type:", kv, CACHES[q])
-    return Types(q, kv, out)
+    return TensorTypes(q, kv, out)
 
 
 def modifiers_of(
     causal: Any, mode: Any, sm_scale: Any, window_left: Any, soft_cap: Any, rope_scale: Any, rope_theta: Any
-) -> Modifiers:
+) -> LogitsModifiers:
     check_flag("causal", causal)
     if mode != "NONE":
         check_name("pos_encoding_mode", mode, MODES)
@@ -137,7 +137,7 @@ def modifiers_of(
     rope_scale = 1.0 if rope_scale is None else number("rope_scale", rope_scale, positive=True)
     rope_theta = 1e4 if rope_theta is None else number("rope_theta", rope_theta, positive=True)
     rope = Rope(rope_scale, rope_theta) if mode == "ROPE_LLAMA" else None
-    return Modifiers(causal, mode, sm_scale, window_left, soft_cap, rope)
+    return LogitsModifiers(causal, mode, sm_scale, window_left, soft_cap, rope)
 
 
 def number(name: str, value: Any, positive: bool = False) -> float:
@@ -146,15 +146,19 @@ def number(name: str, value: Any, positive: bool = False) -> float:
     return float(value)
 
 
-def check_rope(rope: Rope | None, types: Types) -> None:
+def check_rope(rope: Rope | None, types: TensorTypes) -> None:
     if rope is not None and (types.q.itemsize == 1 or types.kv is not types.q):
         both = f"queries of {types.q} and keys of {types.kv}"
         raise NotImplementedError(f"pos_encoding_mode: ROPE_LLAMA with {both}, must both be float16 or bfloat16")
 
 
 def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """fp32 (heads,): 2 ** (-8 (h + 1) / n) of the first n heads, n the largest power of two in `heads`, then the odd
-    powers of 2 ** (-4 / n). Kept a device and number of heads; but memory of a captured graph is not kept."""
+    """Return the ALiBi slopes of `heads` heads, fp32 (heads,).
+
+    They are 2 ** (-8 (h + 1) / n) for the first n heads, n being the largest power of two in `heads`, then the odd
+    powers of 2 ** (-4 / n). They are kept per device and number of heads, unless a graph is being captured, which owns
+    the memory.
+    """
     found = _slopes.get((device, heads))
     if found is not None:
         return found
@@ -163,7 +167,7 @@ def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
     h = torch.arange(heads, dtype=torch.float64, device=device)
     made = torch.exp2(-torch.where(h < whole, 8 * (h + 1), 4 * (2 * (h - whole) + 1)) / whole).to(torch.float32)
     if not traced(made) and not (device.type == "cuda" and here.is_capturing()):
-        here.synchronize(device)  # a launch on another stream must find them written
+        here.synchronize(device)  # a launch on another stream must find the slopes written
         _slopes[device, heads] = made
     return made
 
@@ -171,13 +175,16 @@ def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
 def times(
     name: str, value: Any, device: torch.device, scale: Any, tensor: Any, heads: Any, of: int
 ) -> tuple[Any, torch.Tensor | None]:
-    """Return (scale, tensor), the product of which is a scale, times another scale: a number, or an fp32 tensor of one
-    element or of (heads[of],). tensor: of one element or of (heads[0],). Reads no value of a device."""
+    """Return (scale, tensor), the product of which is a scale, multiplied by another scale.
+
+    value: the other scale: a number, or an fp32 tensor of one element or of (heads[of],). tensor: None, or of one
+    element or (heads[0],). Reads no value of a device.
+    """
     if value.__class__ is float and -INF < value < INF:
         return scale * value, tensor
     number, given = split_scale(name, value)
     if given is None:
-        check_number(name, number, " or a float32 tensor of one element, or of one a head")
+        check_number(name, number, " or a float32 tensor of one element, or of one per head")
         return scale * float(number), tensor
     check_strided(name, given)
     check_one_of(f"{name}: dtype", given.dtype, (torch.float32,))
@@ -189,20 +196,20 @@ def times(
 
 
 def _of_heads(name: str, value: torch.Tensor, heads: Any, of: int) -> torch.Tensor:
-    """(heads[0],), of one element for each of heads[of], repeated for the heads of its group."""
+    """Return a scale per query head, (heads[0],), from one per each of heads[of]: repeated for the heads of a group."""
     shape, all_heads, own = tuple(value.shape), heads[0], heads[of]
     if shape != (own,):
-        whose = f"({own},), one a {'KV' if of else 'query'} head"
-        raise ValueError(f"{name}: shape {shape}, must have one element, or be {whose}")
+        per_head = f"({own},), one per {'KV' if of else 'query'} head"
+        raise ValueError(f"{name}: shape {shape}, must have one element, or be {per_head}")
     if not own or all_heads % own:
         raise ValueError(f"q: {all_heads} heads, must be a multiple of k, v's {own}")
     return value.contiguous() if own == all_heads else value[:, None].expand(-1, all_heads // own).reshape(-1)
 
 
-def factors(
+def combine_scales(
     scale: float, q_scale: Any, k_scale: Any, v_scale: Any, device: torch.device, heads: Any
 ) -> tuple[Any, torch.Tensor | None, Any, torch.Tensor | None]:
-    """(scale, scale_tensor, out_scale, out_scale_tensor) of an `AttentionCall`. heads: (Hq, Hkv, ...)."""
+    """Return (scale, scale_tensor, out_scale, out_scale_tensor) of an `AttentionCall`. heads: (Hq, Hkv, ...)."""
     tensor = out_tensor = None
     out_scale = 1.0
     if q_scale is not None:
@@ -215,17 +222,17 @@ def factors(
 
 
 def bounds(size: Any, device: torch.device) -> torch.Tensor:
-    """int32 (2,): [0, size]; no copy from the host, so it can be captured."""
+    """Return int32 (2,), [0, size], without a copy from the host, so it can be captured."""
     if size == 0:
         return torch.zeros(2, dtype=torch.int32, device=device)
     return torch.arange(0, 2 * size, size, dtype=torch.int32, device=device)
 
 
-SMALL_LIST = 128  # numbers, up to which Python's lists take a third of the time of torch's operations
+SMALL_LIST = 128  # up to this many numbers, Python's lists take a third of the time of torch's operations
 
 
 def last_of(name: str, starts: torch.Tensor) -> int:
-    """The last of offsets (B + 1,) on the host; raises where one is negative or below the one before it."""
+    """Return the last of the offsets (B + 1,) on the host; raise if one is negative or below the one before it."""
     if starts.shape[0] <= SMALL_LIST:
         numbers = starts.tolist()
         good = numbers == sorted(numbers)
@@ -235,24 +242,27 @@ def last_of(name: str, starts: torch.Tensor) -> int:
     if numbers[0] < 0 or not good:
         before = torch.cat([starts[:1] * 0, starts[:-1]])
         at = int((starts < before).nonzero()[0])
-        raise ValueError(f"{name}[{at}]: {starts[at]}, must be at least {before[at]}, as the one before it")
+        raise ValueError(f"{name}[{at}]: {starts[at]}, must be at least {before[at]}, the entry before it")
     return numbers[-1]
 
 
 def longest(starts: torch.Tensor) -> int:
-    """The largest difference of neighbours in offsets (B + 1,) on the host, 0 where there are none."""
+    """Return the largest difference of neighbouring offsets (B + 1,) on the host; 0 if there is none."""
     if starts.shape[0] > SMALL_LIST:
         return int(starts.diff().max())
     numbers = starts.tolist()
     return max(map(sub, numbers[1:], numbers), default=0)
 
 
-STAGED = 1 << 16  # bytes that the driver copies from the host before a copy from unpinned memory returns
+STAGED = 1 << 16  # up to this many bytes of unpinned memory, the driver copies them before the call returns
 
 
 def moved(tensors: tuple[torch.Tensor, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Tensors of one dtype, (N,) each, on `device`: those of the host by one copy, which the current stream orders,
-    from memory that is taken for it: they may be written as soon as this returns."""
+    """Return tensors (N,) of one dtype on `device`; those of the host are moved by one copy.
+
+    The current stream orders the copy. Its source is memory that is allocated for it, so the caller may write the
+    tensors as soon as this returns.
+    """
     if device.type == "cpu":
         return tensors
     host = [t for t in tensors if t.is_cpu]
@@ -265,22 +275,22 @@ def moved(tensors: tuple[torch.Tensor, ...], device: torch.device) -> tuple[torc
     return tuple(next(copies) if t.is_cpu else t for t in tensors)
 
 
-class Offsets(NamedTuple):
+class MaskOffsets(NamedTuple):
     """Where the bits of each request begin, in elements and in bytes: int64 (B + 1,), on one device."""
 
     elements: torch.Tensor
     bytes: torch.Tensor
 
 
-def offsets_of(qo_indptr: torch.Tensor, keys: torch.Tensor) -> Offsets:
-    """Of masks (query rows, keys), row by row, each on a byte of its own. keys: int64 (B,)."""
+def offsets_of(qo_indptr: torch.Tensor, keys: torch.Tensor) -> MaskOffsets:
+    """Return the offsets of masks (query rows, keys), stored by rows, each from a byte of its own. keys: int64 (B,)."""
     bits = qo_indptr.to(torch.int64).diff().clamp(min=0) * keys
     elements, size = bits.cumsum(0), ((bits + 7) // 8).cumsum(0)
-    return Offsets(torch.nn.functional.pad(elements, (1, 0)), torch.nn.functional.pad(size, (1, 0)))
+    return MaskOffsets(torch.nn.functional.pad(elements, (1, 0)), torch.nn.functional.pad(size, (1, 0)))
 
 
-class Mask(NamedTuple):
-    """The mask that a caller gave, checked; of two, the packed one."""
+class CustomMask(NamedTuple):
+    """The caller's mask, checked; the packed one if two are given."""
 
     name: str
     given: torch.Tensor  # (N,): bools, or bytes
@@ -288,25 +298,25 @@ class Mask(NamedTuple):
     non_blocking: bool  # of a copy from the host
 
     def size(self, batch: int) -> int:
-        """A bound of its bytes."""
+        """Return an upper bound of the size of the packed mask in bytes."""
         return self.given.shape[0] if self.packed else (self.given.shape[0] + 7) // 8 + batch
 
     def check(self, elements: int, size: int) -> None:
-        """Raises unless it has so many elements, or bytes where it is packed."""
+        """Raise unless the mask has `elements` elements, or `size` bytes if it is packed."""
         need = size if self.packed else elements
         if self.given.shape[0] != need:
             what = "query rows x keys" + (", in whole bytes for each request" if self.packed else "")
-            raise ValueError(f"{self.name}: {self.given.shape[0]} elements, must be {need}: {what}")
+            raise ValueError(f"{self.name}: {self.given.shape[0]} elements, must be {need} ({what})")
 
-    def pack(self, at: Offsets, size: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        """uint8 (size,) on the device of `at`; written to `out` where that is given."""
+    def pack(self, at: MaskOffsets, size: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the packed mask, uint8 (size,), on the device of `at`; written to `out` if that is given."""
         given = self.given.to(at.bytes.device, non_blocking=self.non_blocking)
         if not self.packed:
             return pack_segments(given.to(torch.bool), at.elements, at.bytes, size, out)
         return given if out is None else out.copy_(given)
 
 
-def mask_of(custom: Any, packed: Any, device: torch.device, non_blocking: bool = False) -> Mask | None:
+def mask_of(custom: Any, packed: Any, device: torch.device, non_blocking: bool = False) -> CustomMask | None:
     if custom is None and packed is None:
         return None
     name = "custom_mask" if packed is None else "packed_custom_mask"
@@ -316,5 +326,5 @@ def mask_of(custom: Any, packed: Any, device: torch.device, non_blocking: bool =
     if packed is not None:
         check_operand(name, mask, 1, (torch.uint8,), None)
     if mask.numel() >= MOST_MASK * (1 if packed is not None else 7):
-        raise NotImplementedError(f"{name}: {mask.numel()} elements, must be less than {MOST_MASK} bytes, packed")
-    return Mask(name, mask.reshape(-1), packed is not None, non_blocking)
+        raise NotImplementedError(f"{name}: {mask.numel()} elements, must be fewer than {MOST_MASK} bytes when packed")
+    return CustomMask(name, mask.reshape(-1), packed is not None, non_blocking)

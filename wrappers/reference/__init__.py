@@ -1,12 +1,12 @@
-"""Every public function in plain torch, fp32 inside: the backend where there is no kernel, and the tests' oracle."""
+"""Every public function in plain torch, fp32 inside: it serves calls without a kernel, and is the tests' oracle."""
 
-from .dense import LOG2E, Heads, attention
+from .dense import LOG2E, HeadTerms, attention
 from .paged import gather, paged_attention, store
 from .topk import gather_bits, order_keys, sort_rows, top_k_rows
 
 __all__ = [
     "LOG2E",
-    "Heads",
+    "HeadTerms",
     "attention",
     "gather",
     "gather_bits",

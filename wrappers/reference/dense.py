@@ -1,7 +1,7 @@
 """Attention of one request in plain torch, fp32 inside, on CPU or GPU: the core of every reference.
 
-Logits are formed a block of query rows of one KV head at a time, so memory is bounded by `BLOCK` elements a matrix.
-On a GPU the caller keeps `torch.backends.cuda.matmul.allow_tf32` off (torch's default).
+Logits are computed for a block of query rows of one KV head at a time, so memory is bounded by `BLOCK` elements per
+matrix. On a GPU the caller keeps `torch.backends.cuda.matmul.allow_tf32` off (torch's default).
 """
 
 import math
@@ -10,19 +10,22 @@ from typing import NamedTuple
 import torch
 
 LOG2E = math.log2(math.e)
-BLOCK = 1 << 24  # fp32 elements of one logits block: 64 MiB, a few of which are alive at a time
+BLOCK = 1 << 24  # fp32 elements of one logits block: 64 MiB; a few blocks are alive at a time
 INF = float("inf")
 
 
-class Heads(NamedTuple):
-    """Numbers of each query head, (Hq,) fp32. sinks, in natural-log units, join the denominator only, unscaled.
-    slopes: of ALiBi, slope * (key - query row) joins a logit before the soft cap."""
+class HeadTerms(NamedTuple):
+    """One number per query head, (Hq,) fp32, for each of two features.
+
+    sinks: natural-log units; they are added to the denominator only, and not scaled. slopes: ALiBi's; slope *
+    (key - query row) is added to a logit before the soft cap.
+    """
 
     sinks: torch.Tensor | None = None
     slopes: torch.Tensor | None = None
 
 
-NONE = Heads()
+NONE = HeadTerms()
 
 
 def attention(
@@ -34,18 +37,19 @@ def attention(
     causal: "bool | torch.Tensor" = True,
     window_left: int = -1,
     soft_cap: float = 0.0,
-    of_heads: Heads = NONE,
+    of_heads: HeadTerms = NONE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of one request: o (m, Hq, Dvo) fp32, not scaled; lse (m, Hq) fp32, base 2, sink included.
+    """Return (o, lse) of one request: o (m, Hq, Dvo) fp32, not scaled; lse (m, Hq) fp32, base 2, sink included.
 
     q (m, Hq, Dqk), k (n, Hkv, Dqk), v (n, Hkv, Dvo), any floating dtype; query head h reads KV head h // (Hq / Hkv).
-    Query row i stands at position p = i + n - m (bottom-right). Key j is kept where j <= p (causal) and
-    j >= p - window_left (window_left >= 0). Logits s = scale * q.k (+ slope * (j - i)), scale a number, (1,) or (Hq,);
-    then soft_cap * tanh(s / soft_cap) where soft_cap > 0. A row with no kept key gives o = 0 and lse = -inf (or
-    sink * log2 e). Values of keys that are not kept never matter, NaN included.
-    causal may be an int32 tensor (m, W), a mask of drafts: row i keeps the keys before the last m, and of these, t,
-    where bit t of its row is set; or a uint8 one (bytes,), a mask of bits, least significant first: row i keeps key j
-    where bit i * n + j is set, none past the last byte.
+    Query row i has position p = i + n - m (bottom-right). Key j is kept if j <= p (causal) and j >= p - window_left
+    (window_left >= 0). Logits are s = scale * q.k (+ slope * (j - i)), with scale a number, (1,) or (Hq,); then
+    soft_cap * tanh(s / soft_cap) if soft_cap > 0. A row without kept keys gives o = 0 and lse = -inf
+    (or sink * log2 e). Values of keys that are not kept never matter, NaN included.
+
+    causal may be a tensor. int32 (m, W), a mask of drafts: row i keeps all keys before the last m, and key t of the
+    last m if bit t of the row is set. uint8 (bytes,), a mask of bits, least significant first: row i keeps key j if bit
+    i * n + j is set, and none past the last byte.
     """
     bits = causal if isinstance(causal, torch.Tensor) else None
     sinks, slopes = of_heads
@@ -60,13 +64,13 @@ def attention(
         mine = slice(head * group, (head + 1) * group)
         keys, values = k[:, head].float(), v[:, head].float()
         sink = None if sinks is None else sinks[mine].float()
-        factor = scale[mine, None] if isinstance(scale, torch.Tensor) and scale.numel() > 1 else scale
+        head_scale = scale[mine, None] if isinstance(scale, torch.Tensor) and scale.numel() > 1 else scale
         for begin in range(0, m, rows):
             block = slice(begin, min(begin + rows, m))
             positions = torch.arange(block.start, block.stop, device=q.device) + (n - m)
             span = _span(int(block.start) + n - m, int(block.stop) + n - m, n, causal, window_left)
             numbers = torch.arange(span.start, span.stop, device=q.device)
-            logits = q[block, mine].float() @ keys[span].T * factor  # (rows, group, keys)
+            logits = q[block, mine].float() @ keys[span].T * head_scale  # (rows, group, keys)
             if slopes is not None:
                 apart = numbers[None, :] - (positions - (n - m))[:, None]
                 logits = logits + slopes[mine].float()[None, :, None] * apart[:, None, :]
@@ -82,14 +86,14 @@ def attention(
 
 
 def _span(first: int, end: int, n: int, causal: bool, window_left: int) -> slice:
-    """Keys that any of the positions first..end-1 may keep."""
+    """Return the keys that any of the positions first..end-1 may keep."""
     stop = max(0, min(n, end)) if causal else n
     start = max(0, first - window_left) if window_left >= 0 else 0
     return slice(min(start, stop), stop)
 
 
 def _keep(positions: torch.Tensor, keys: torch.Tensor, causal: bool, window_left: int) -> torch.Tensor:
-    """(rows, keys) bool."""
+    """Return a bool mask (rows, keys)."""
     keep = torch.ones(len(positions), len(keys), dtype=torch.bool, device=positions.device)
     if causal:
         keep &= keys[None, :] <= positions[:, None]
@@ -99,14 +103,14 @@ def _keep(positions: torch.Tensor, keys: torch.Tensor, causal: bool, window_left
 
 
 def _draft_keep(drafts: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """(rows, keys) bool: key j is draft numbers[j], or, where that is negative, before all of them."""
+    """Return a bool mask (rows, keys): key j is draft numbers[j], or, if that is negative, before all drafts."""
     at = numbers.clamp(0, 32 * drafts.shape[1] - 1)
     bits = drafts[:, at // 32] >> (at % 32) & 1
     return (bits == 1) | (numbers != at)
 
 
 def _bits_keep(bits: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Bits of these numbers, bool; none past the last byte."""
+    """Return the bits with the numbers `at` as bools; False past the last byte."""
     if not len(bits):
         return torch.zeros_like(at, dtype=torch.bool)
     byte = at >> 3
@@ -114,8 +118,10 @@ def _bits_keep(bits: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, first: int, scale: float, theta: float) -> torch.Tensor:
-    """x (rows, heads, D) with rotary embedding, in its own dtype: row i stands at position first + i, and dimension d
-    turns with d + D / 2 by position / scale * theta ** (-2 d / D). Angles are exact in fp64."""
+    """Return x (rows, heads, D) with rotary embedding, in its own dtype. Angles are exact in fp64.
+
+    Row i has position first + i; dimension d is rotated with d + D / 2 by position / scale * theta ** (-2 d / D).
+    """
     rows, _, dim = x.shape
     d = torch.arange(dim // 2, dtype=torch.float64, device=x.device)
     positions = torch.arange(first, first + rows, dtype=torch.float64, device=x.device)
@@ -128,7 +134,10 @@ def rotate(x: torch.Tensor, first: int, scale: float, theta: float) -> torch.Ten
 def _softmax_values(
     logits: torch.Tensor, keep: torch.Tensor, values: torch.Tensor, sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits (rows, group, keys), keep (rows, 1, keys), values (keys, D), sink (group,) -> o, lse of the block."""
+    """Return o and lse of a block.
+
+    logits: (rows, group, keys). keep: (rows, 1, keys). values: (keys, D). sink: (group,).
+    """
     logits = logits.masked_fill(~keep, -INF)
     if sink is not None:  # an extra key without a value
         logits = torch.cat([logits, sink[None, :, None].expand(len(logits), -1, 1)], dim=-1)

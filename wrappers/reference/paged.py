@@ -8,12 +8,15 @@ import torch
 
 from .. import fp4
 from ..attention.call import AttentionCall
-from .dense import Heads, attention, rotate
+from .dense import HeadTerms, attention, rotate
 
 
 def gather(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-    """A request's tokens, (length, Hkv, D), from cache (pages, Hkv, P, D); later entries are not read, one that is no
-    page of the cache is a page of zeros."""
+    """Return a request's tokens, (length, Hkv, D), from cache (pages, Hkv, P, D).
+
+    Entries of `pages` past the length are not read. An entry that is not a page of the cache stands for a page of
+    zeros.
+    """
     held, _, size, _ = cache.shape
     ids = pages[: -(-length // size)].to(torch.int64)
     raw = cache.view(torch.uint8) if cache.element_size() == 1 else cache  # torch indexes no fp8 on CPU
@@ -23,46 +26,50 @@ def gather(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tenso
     return tokens.view(cache.dtype)
 
 
-def _factor(number: float, tensor: torch.Tensor | None) -> float | torch.Tensor:
-    """A number, or a tensor of one element or of one a query head: (1,) or (Hq,)."""
+def _scale(number: float, tensor: torch.Tensor | None) -> float | torch.Tensor:
+    """Return a scale as a number, or as a tensor of one element, (1,), or of one per query head, (Hq,)."""
     return number if tensor is None else number * tensor.reshape(-1)
 
 
-class Keys(NamedTuple):
-    """Where a request's keys are. pages: (2, N), its entries of the page table, K's and V's; or None: k's rows from
-    `first` on."""
+class KeyLocation(NamedTuple):
+    """Where a request's keys are.
+
+    pages: (2, N), its entries of the page table for K and V. None: the rows of k from `first` on.
+    """
 
     length: int
     pages: torch.Tensor | None
     first: int = 0
 
 
-def most_keys(p: AttentionCall) -> int:
-    """Of a request."""
-    r = p.requests
+def most_keys(call: AttentionCall) -> int:
+    """Return an upper bound of the keys of a request."""
+    r = call.requests
     if r.form == "ragged":
-        return p.k.shape[2]
-    return r.page_table.shape[2] * p.k.shape[2] if p.k.shape[0] else 0
+        return call.k.shape[2]
+    return r.page_table.shape[2] * call.k.shape[2] if call.k.shape[0] else 0
 
 
-def keys_of(p: AttentionCall) -> list[Keys]:
-    """The keys of each request, clamped to what there is: none where the cache has no pages or starts fall."""
-    r, most = p.requests, most_keys(p)
+def keys_of(call: AttentionCall) -> list[KeyLocation]:
+    """Return the keys of each request, clamped to those that exist: none if the cache has no pages or starts fall."""
+    r, most = call.requests, most_keys(call)
     if r.kv_starts is None:
-        return [Keys(n, pages) for n, pages in zip(r.kv_lens.clamp(0, most).tolist(), r.page_table, strict=True)]
-    ragged, size = r.form == "ragged", p.k.shape[2]
+        return [KeyLocation(n, pages) for n, pages in zip(r.kv_lens.clamp(0, most).tolist(), r.page_table, strict=True)]
+    ragged, size = r.form == "ragged", call.k.shape[2]
     starts = r.kv_starts.clamp(0, size if ragged else r.page_table.shape[2]).tolist()
     counts = [max(0, end - start) for start, end in pairwise(starts)]
     if ragged:
-        return [Keys(count, None, start) for count, start in zip(counts, starts, strict=False)]
+        return [KeyLocation(count, None, start) for count, start in zip(counts, starts, strict=False)]
     last = r.kv_lens.clamp(0, size).tolist()
     return [
-        Keys((count - 1) * size + rows if count and most else 0, r.page_table[0, :, start : start + count])
+        KeyLocation((count - 1) * size + rows if count and most else 0, r.page_table[0, :, start : start + count])
         for count, rows, start in zip(counts, last, starts, strict=False)
     ]
 
 
-def _values(cache: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tensor | None, keys: Keys) -> torch.Tensor:
+def _values(
+    cache: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tensor | None, keys: KeyLocation
+) -> torch.Tensor:
     def stored(x: torch.Tensor) -> torch.Tensor:
         if pages is not None:
             return gather(x, pages, keys.length)
@@ -71,10 +78,13 @@ def _values(cache: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tenso
     return stored(cache) if scales is None else fp4.nvfp4_dequantize(stored(cache), stored(scales))
 
 
-class Tokens(NamedTuple):
-    """A request's. rows: those of its query, q (m, Hq, Dqk), among all. k (n, Hkv, Dqk), v (n, Hkv, Dvo): of the
-    cache's dtype, NVFP4 as fp32. q and k are rotated where the call asks for it. causal: as `dense.attention` takes it,
-    a mask of drafts or of bits included."""
+class SequenceTokens(NamedTuple):
+    """The tokens of a request.
+
+    rows: its query rows among all. q: (m, Hq, Dqk). k (n, Hkv, Dqk), v (n, Hkv, Dvo): of the cache's dtype, or fp32 for
+    NVFP4. q and k are rotated if the call asks for it. causal: as `dense.attention` takes it, including a mask of
+    drafts or of bits.
+    """
 
     rows: slice
     q: torch.Tensor
@@ -83,60 +93,68 @@ class Tokens(NamedTuple):
     causal: bool | torch.Tensor
 
 
-def tokens_of(p: AttentionCall) -> Iterator[Tokens]:
-    """Of each request that has query rows, in any form: pages of a table or a list, or rows without pages. Reads
-    lengths on the host."""
-    tokens, r, v_scales = len(p.q), p.requests, p.v_scales
-    if v_scales is not None and p.interleaved:
+def tokens_of(call: AttentionCall) -> Iterator[SequenceTokens]:
+    """Yield the tokens of each request with query rows, whatever the form of the call. Reads lengths on the host."""
+    tokens, r, v_scales = len(call.q), call.requests, call.v_scales
+    if v_scales is not None and call.interleaved:
         v_scales = fp4.deinterleave_v_scales(v_scales)
     if r.cu_seqlens_q is None:
-        starts = [n * p.max_q_len for n in range(r.batch + 1)]
+        starts = [n * call.max_q_len for n in range(r.batch + 1)]
     else:
         starts = r.cu_seqlens_q.clamp(0, tokens).tolist()
     masks = None
-    if p.custom_mask is not None and p.mask_starts is not None:
-        masks = [p.custom_mask[start:] for start in p.mask_starts.clamp(0, len(p.custom_mask)).tolist()]
-    for request, keys in enumerate(keys_of(p)):
+    if call.custom_mask is not None and call.mask_starts is not None:
+        masks = [call.custom_mask[start:] for start in call.mask_starts.clamp(0, len(call.custom_mask)).tolist()]
+    for request, keys in enumerate(keys_of(call)):
         rows = slice(starts[request], starts[request + 1])
         if rows.start >= rows.stop:
             continue
         pages = (None, None) if keys.pages is None else keys.pages
-        q, k, v = p.q[rows], _values(p.k, p.k_scales, pages[0], keys), _values(p.v, v_scales, pages[1], keys)
-        if p.rope is not None:
-            q, k = rotate(q, keys.length - len(q), *p.rope), rotate(k, 0, *p.rope)
-        causal: bool | torch.Tensor = bool(p.causal)
+        q, k, v = (
+            call.q[rows],
+            _values(call.k, call.k_scales, pages[0], keys),
+            _values(call.v, v_scales, pages[1], keys),
+        )
+        if call.rope is not None:
+            q, k = rotate(q, keys.length - len(q), *call.rope), rotate(k, 0, *call.rope)
+        causal: bool | torch.Tensor = bool(call.causal)
         if masks is not None:
             causal = masks[request]
-        elif p.drafts is not None:
-            causal = p.drafts[rows]
-        yield Tokens(rows, q, k, v, causal)
+        elif call.drafts is not None:
+            causal = call.drafts[rows]
+        yield SequenceTokens(rows, q, k, v, causal)
 
 
-def paged_attention(p: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o (T, Hq, Dvo) fp32 including out_scale, lse (T, Hq) fp32 base 2). Rows of no request are 0 and -inf. Reads
-    lengths on the host, so a GPU call synchronises; skips nothing. Values that make no sense are clamped as kernels
-    do: rows to the query's, keys to what a row of the table, or the list of all, holds, none where the cache has no
-    pages."""
-    tokens, heads, _ = p.q.shape
-    o = torch.zeros(tokens, heads, p.dim_vo, dtype=torch.float32, device=p.q.device)
-    lse = torch.full((tokens, heads), -float("inf"), dtype=torch.float32, device=p.q.device)
-    for x in tokens_of(p):
+def paged_attention(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (o, lse): o (T, Hq, Dvo) fp32 including out_scale, lse (T, Hq) fp32 base 2.
+
+    Rows of no request are 0 and -inf. Reads lengths on the host, so a GPU call synchronises. Skips nothing. Invalid
+    values are clamped as kernels do: query rows to those that exist; keys to the capacity of a row of the table, or of
+    the list of all pages; to none if the cache has no pages.
+    """
+    tokens, heads, _ = call.q.shape
+    o = torch.zeros(tokens, heads, call.dim_vo, dtype=torch.float32, device=call.q.device)
+    lse = torch.full((tokens, heads), -float("inf"), dtype=torch.float32, device=call.q.device)
+    for x in tokens_of(call):
         o[x.rows], lse[x.rows] = attention(
             x.q,
             x.k,
             x.v,
-            scale=_factor(p.scale, p.scale_tensor),
+            scale=_scale(call.scale, call.scale_tensor),
             causal=x.causal,
-            window_left=min(p.window_left, most_keys(p)),
-            soft_cap=p.soft_cap or 0.0,
-            of_heads=Heads(p.sinks, p.alibi_slopes),
+            window_left=min(call.window_left, most_keys(call)),
+            soft_cap=call.soft_cap or 0.0,
+            of_heads=HeadTerms(call.sinks, call.alibi_slopes),
         )
-    factor = _factor(p.out_scale, p.out_scale_tensor)
-    return o * (factor[:, None] if isinstance(factor, torch.Tensor) else factor), lse
+    out_scale = _scale(call.out_scale, call.out_scale_tensor)
+    return o * (out_scale[:, None] if isinstance(out_scale, torch.Tensor) else out_scale), lse
 
 
 def store(o: torch.Tensor, out: "torch.Tensor | fp4.FP4Tensor", o_sf_scale: float | None = None) -> None:
-    """fp32 o into `out`: 16-bit rounded, e4m3 saturated, NVFP4 quantised with the forward global scale o_sf_scale."""
+    """Store fp32 o in `out`: rounded to 16 bits, saturated to e4m3, or quantised to NVFP4.
+
+    o_sf_scale: NVFP4's forward scale.
+    """
     if isinstance(out, fp4.FP4Tensor):
         fp4.store(o, out, 1.0 if o_sf_scale is None else o_sf_scale)
     else:

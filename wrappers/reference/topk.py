@@ -9,13 +9,13 @@ import torch
 
 from cute_kernels.topk.args import DECODE, ENDS, FULL, SortArgs, TopKArgs
 
-INTEGERS = {2: torch.int16, 4: torch.int32}  # by the bytes of a score
+INTEGERS = {2: torch.int16, 4: torch.int32}  # by the size of a score in bytes
 
 
 def order_keys(scores: torch.Tensor) -> torch.Tensor:
-    """Integers of the scores' own width and shape, ordered as the scores' bit patterns.
+    """Return integers of the scores' own width and shape, in the order of the scores' bit patterns.
 
-    +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN; equal only where the bits are.
+    +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN; two are equal only if their bits are.
     """
     bits = scores.view(INTEGERS[scores.element_size()])
     sign = torch.iinfo(bits.dtype).bits - 1
@@ -23,12 +23,12 @@ def order_keys(scores: torch.Tensor) -> torch.Tensor:
 
 
 def gather_bits(scores: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """scores[i, index[i, j]], bit by bit: on the CPU, torch sets all bits of a bf16 NaN that it gathers."""
+    """Return scores[i, index[i, j]], bit by bit: on the CPU, torch sets all bits of a bf16 NaN that it gathers."""
     return scores.view(INTEGERS[scores.element_size()]).gather(1, index).view(scores.dtype)
 
 
 def windows(args: TopKArgs) -> tuple[torch.Tensor, torch.Tensor]:
-    """(first element, number of elements) of every row's window, int64 (R,), clamped to the row."""
+    """Return (first element, number of elements) of every row's window, int64 (R,), clamped to the row."""
     rows, width = args.scores.shape
     row = torch.arange(rows, device=args.scores.device)
     start = args.starts.long().clamp(0, width) if len(args.starts) else torch.zeros_like(row)
@@ -43,9 +43,10 @@ def windows(args: TopKArgs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def select(args: TopKArgs) -> torch.Tensor:
-    """Indices relative to the windows' starts, int64 (R, k): ascending, then -1.
+    """Return indices relative to the windows' starts, int64 (R, k): ascending, then -1.
 
-    A window of at most k elements is taken whole. Of equal scores at the boundary the first get in, or the last.
+    A window of at most k elements is returned whole. If scores at the boundary are equal, the first of them are
+    selected, or the last with last_ties.
     """
     index = torch.full((len(args.scores), args.k), -1, dtype=torch.int64, device=args.scores.device)
     start, count = windows(args)
@@ -62,9 +63,10 @@ def select(args: TopKArgs) -> torch.Tensor:
 
 
 def page_entries(index: torch.Tensor, args: TopKArgs) -> torch.Tensor:
-    """Positions that `index` (R, k) has through the page table, int64; -1 for -1 and where the table holds nothing.
+    """Return the positions that `index` (R, k) has through the page table, int64.
 
-    It holds nothing outside its rows and columns, nor, where a page has more than one position, in negative entries.
+    -1 if the index is -1, if it lies outside the table's rows and columns, or, with more than one position per page, if
+    the entry is negative.
     """
     (batches, width), shift = args.table.shape, int(args.page_shift)
     batch = args.row_to_batch.long() if len(args.row_to_batch) else torch.arange(len(index), device=index.device)
@@ -82,7 +84,7 @@ def page_entries(index: torch.Tensor, args: TopKArgs) -> torch.Tensor:
 
 
 def top_k_rows(*flat: Any) -> None:
-    """What a kernel does with the same arguments, those of `TopKArgs`; nothing, of meta tensors."""
+    """Do what a kernel does with the same arguments, those of `TopKArgs`; nothing for meta tensors."""
     args = TopKArgs(*flat)
     if args.scores.is_meta:
         return

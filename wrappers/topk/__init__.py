@@ -1,18 +1,25 @@
-"""Top-k of the rows of a score matrix: signatures (`api`) -> a `Call` (`checks`) -> a plan and its launch (`plan`), by
-way of a torch operator (`op`) under torch.compile. Reference on the CPU, compiled kernel on CUDA.
+"""Top-k of the rows of a score matrix: signatures (`api`) -> a `TopKCall` (`checks`) -> a plan and its launch (`plan`).
 
-What all functions promise. The selection is exact by the order of the scores' bit patterns at their own width: +NaN >
-+inf > ... > +0 > -0 > ... > -inf > -NaN. Equal scores at the boundary: the lowest indices get in, the highest with
-`TopKTieBreak.LARGE`. Indices come out in ascending order. A window of n <= k elements is taken whole, 0 .. n - 1, its
-scores not read, then -1. Bounds of windows may hold anything: starts are clamped to [0, L], lengths to [0, L - start].
-Results are the same bits in every run, stream and batch, so `deterministic=False` and `dsa_graph_safe` ask for nothing
-that differs: both are accepted. Calls can be captured in a CUDA graph, and replayed with other values in the tensors.
+Under torch.compile the launch goes through a torch operator (`op`). CPU tensors run the reference, CUDA tensors a
+compiled kernel.
 
-Host time: a call whose static facts (dtypes, shapes, strides, k) were seen before is one dict lookup and the compiled
-call, which itself checks rank, dtype, device and strides. Nothing here synchronises or reads device values. Errors are
-raised before any launch and before anything is written: ValueError rank, shape, stride, device, range; TypeError dtype
-or type; NotImplementedError what no kernel does: on CUDA, k above 15872 where L is above 737280 (fp32) or 1474560 (16
-bits), more than a cluster can hold.
+All functions promise the following:
+
+- The selection is exact by the order of the scores' bit patterns at their own width: +NaN > +inf > ... > +0 > -0 > ...
+  > -inf > -NaN. If scores at the boundary are equal, the lowest indices are selected, or the highest with
+  `TopKTieBreak.LARGE`.
+- Indices are returned in ascending order. A window of n <= k elements is returned whole, 0 .. n - 1 and then -1; its
+  scores are not read.
+- Window bounds may have any value: starts are clamped to [0, L], lengths to [0, L - start].
+- Results are bitwise equal in every run, stream and batch, so `deterministic=False` and `dsa_graph_safe` are accepted
+  and change nothing. Calls can be captured in a CUDA graph and replayed with other values in the tensors.
+
+Host time: if the dtypes, shapes, strides and k of a call were seen before, the call is one dict lookup and the compiled
+call, which itself checks rank, dtype, device and strides. Nothing here synchronises or reads device values.
+
+Errors are raised before any launch and before anything is written: ValueError for a rank, shape, stride, device or
+range; TypeError for a dtype or type; NotImplementedError if no kernel serves the call: on CUDA, k above 15872 with L
+above 737280 (fp32) or 1474560 (16 bits), which is more than a cluster can hold.
 """
 
 from .api import (

@@ -1,4 +1,4 @@
-"""The public signatures of top-k; what they promise is said in the package."""
+"""The public signatures of top-k. The package's docstring says what all of them promise."""
 
 from typing import Any
 
@@ -6,15 +6,17 @@ import torch
 
 from ..checks import check_flag, check_integer, check_strided
 from ..scalars import integer
-from .checks import DECODING, PAGE_TABLE, PERSISTENT, PREFILL, RAGGED, TOP_K, Call, TopKTieBreak, each_row
+from .checks import DECODING, PAGE_TABLE, PERSISTENT, PREFILL, RAGGED, TOP_K, TopKCall, TopKTieBreak, each_row
 from .op import serve
 
-_Tensor = torch.Tensor  # a module global: an attribute look-up saved is 20 ns
-_call = tuple.__new__  # `_call(Call, (...))` is `Call(...)` of all its fields, in their order: 0.15 us instead of 0.6
+_Tensor = torch.Tensor  # a module global: saves an attribute look-up, 20 ns
+_call = (
+    tuple.__new__
+)  # `_call(TopKCall, (...))` is `TopKCall(...)` of all its fields, in their order: 0.15 us instead of 0.6
 
 
 def _refuse_other_than(kind: type, **given: Any) -> None:
-    """Raises on the first that is no bool, or no int."""
+    """Raise on the first argument that is not a bool, or not an int."""
     for name, value in given.items():
         if kind is bool:
             check_flag(name, value)
@@ -29,24 +31,25 @@ def top_k_page_table_transform(
     page_table_row_starts: torch.Tensor | None = None, *, page_size: int = 1, out: torch.Tensor | None = None,
     out_raw_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Page-table entries of the k largest scores of each row, in ascending order of their positions, then -1.
+    """Return the page-table entries of the k largest scores of each row, ascending by position, then -1.
 
-    out[i, j] = src_page_table[b, p + x // page_size] * page_size + x % page_size for the j-th chosen index x of row i,
-    b = row_to_batch[i], p = page_table_row_starts[i].
+    out[i, j] = src_page_table[b, p + x // page_size] * page_size + x % page_size, x being the j-th selected index of
+    row i, b = row_to_batch[i] and p = page_table_row_starts[i].
 
     Args, upstream's order (FlashInfer):
-        input: (R, L) fp32, fp16 or bf16, any row stride that keeps rows apart, any address; row i's window is the
+        input: (R, L) fp32, fp16 or bf16, any row stride that keeps rows apart, any address. Row i's window has
             lengths[i] elements from row_starts[i] on, and x counts from there.
         src_page_table: int32 (B, M), any row stride. lengths: int32 (R,). k: at least 1; may exceed L.
-        row_to_batch: int32 (R,), row of the table; None: i, and B >= R.
-        row_starts: int32 (R,), None: 0. page_table_row_starts: int32 (R,), None: row_starts, and with page_size > 1
-            required where row_starts is given.
-        page_size: a power of two up to 2^30. With 1, entries are copied as they are; else a negative one gives -1.
-        out, out_raw_indices: int32 (R, k), any row stride that keeps rows apart; the second is filled with x.
+        row_to_batch: int32 (R,), the row of the table; None: i, which requires B >= R.
+        row_starts: int32 (R,); None: 0. page_table_row_starts: int32 (R,); None: row_starts. With page_size > 1 it is
+            required if row_starts is given.
+        page_size: a power of two up to 2^30. With 1, entries are copied unchanged; otherwise a negative entry gives -1.
+        out, out_raw_indices: int32 (R, k), any row stride that keeps rows apart. out_raw_indices is filled with x.
 
-    -1 also where b or the column lies outside the table. Returns out, int32 (R, k).
-    Raises before any launch: ValueError shapes, strides, devices, ranges; TypeError dtypes; NotImplementedError what no
-    kernel does.
+    An entry is also -1 if b or the column lies outside the table. Returns out, int32 (R, k).
+
+    Raises before any launch: ValueError for a shape, stride, device or range; NotImplementedError if no kernel serves
+    the call; TypeError for a dtype.
 
     >>> scores, table = torch.tensor([[0.1, 0.9, 0.3, 0.7]]), torch.tensor([[40, 41, 42, 43]]).int()
     >>> top_k_page_table_transform(scores, table, torch.tensor([4]).int(), 2)
@@ -56,7 +59,7 @@ def top_k_page_table_transform(
         _refuse_other_than(bool, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
     if page_table_row_starts is None and page_size == 1:
         page_table_row_starts = row_starts
-    return serve(_call(Call, (
+    return serve(_call(TopKCall, (
         PAGE_TABLE, input, k, row_starts, lengths, out, out_raw_indices, None, None, src_page_table, row_to_batch,
         page_table_row_starts, None, 1, page_size, tie_break, False, None,
     )))[0]  # fmt: skip
@@ -72,10 +75,12 @@ def top_k_ragged_transform(
     dsa_graph_safe: bool = False,
     row_starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """offsets[i] + x for the indices x of the k largest scores of each row, ascending, then -1 (without offset).
+    """Return offsets[i] + x for the indices x of the k largest scores of each row i, ascending, then -1.
 
-    input (R, L), lengths, row_starts and k as in `top_k_page_table_transform`; offsets int32 (R,), any values (sums
-    wrap at 32 bits). Signature: FlashInfer. Returns int32 (R, k). Raises as there.
+    No offset is added to -1.
+
+    input (R, L), lengths, row_starts and k: as in `top_k_page_table_transform`. offsets: int32 (R,), any values
+    (sums wrap at 32 bits). Returns int32 (R, k). Raises as there. FlashInfer's signature.
 
     >>> scores = torch.tensor([[0.1, 0.9, 0.3, 0.7]])
     >>> top_k_ragged_transform(scores, torch.tensor([100]).int(), torch.tensor([3]).int(), 2)  # of 3 scores
@@ -83,7 +88,7 @@ def top_k_ragged_transform(
     """
     if deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
         _refuse_other_than(bool, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
-    return serve(_call(Call, (
+    return serve(_call(TopKCall, (
         RAGGED, input, k, row_starts, lengths, None, None, None, None, None, None, None, offsets, 1, 1, tie_break,
         False, None,
     )))[0]  # fmt: skip
@@ -97,17 +102,17 @@ def top_k(
     tie_break: int = TopKTieBreak.NONE,
     dsa_graph_safe: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, indices) of the k largest scores of each row: the scores' dtype and int64, both (R, k).
+    """Return (values, indices) of the k largest scores of each row, both (R, k): the scores' dtype, and int64.
 
-    input (R, V) as in `top_k_page_table_transform`; k <= V. Order: ascending index, or with sorted=True descending
-    value, then ascending index. Signature: FlashInfer. Raises as there.
+    input: (R, V), as in `top_k_page_table_transform`; k <= V. The order is by ascending index; with sorted=True by
+    descending value, then ascending index. Raises as there. FlashInfer's signature.
 
     >>> top_k(torch.tensor([[0.1, 0.7, 0.3, 0.9]]), 2)
     (tensor([[0.7000, 0.9000]]), tensor([[1, 3]]))
     """
     if sorted.__class__ is not bool or deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
         _refuse_other_than(bool, sorted=sorted, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
-    return serve(_call(Call, (
+    return serve(_call(TopKCall, (
         TOP_K, input, k, None, None, None, None, None, None, None, None, None, None, 1, 1, tie_break, sorted, None,
     )))[1:]  # fmt: skip
 
@@ -124,10 +129,14 @@ def top_k_per_row_prefill(
 ) -> None:
     """Write the indices of the top_k largest logits of each row's window, relative to its start, ascending, then -1.
 
-    Args (FlagGems, vLLM): logits (num_rows, V) fp32, fp16 or bf16, never modified, of strides (stride0, stride1);
-    copied first unless stride1 is 1. row_starts, row_ends int32 (num_rows,): the window [start, end), clamped to the
-    row, the start first; no element where end <= start. indices int32 (num_rows, top_k), any row stride that keeps
-    rows apart. top_k may exceed V. Raises as `top_k_page_table_transform` does.
+    Args (FlagGems, vLLM):
+        logits: (num_rows, V) fp32, fp16 or bf16, with strides (stride0, stride1); never modified. Copied first unless
+            stride1 is 1.
+        row_starts, row_ends: int32 (num_rows,): the window [start, end). The start is clamped to the row, then the end;
+            the window is empty if end <= start.
+        indices: int32 (num_rows, top_k), any row stride that keeps rows apart. top_k may exceed V.
+
+    Raises as `top_k_page_table_transform` does.
 
     >>> scores, starts, ends = torch.tensor([[0.9, 0.1, 0.3, 0.7]]), torch.tensor([1]).int(), torch.tensor([4]).int()
     >>> indices = torch.empty(1, 2, dtype=torch.int32)
@@ -139,7 +148,7 @@ def top_k_per_row_prefill(
     if num_rows.__class__ is not int or stride0.__class__ is not int or stride1.__class__ is not int:
         num_rows, stride0, stride1 = layout = integer(num_rows), integer(stride0), integer(stride1)
         _refuse_other_than(int, num_rows=num_rows, stride0=stride0, stride1=stride1)
-    serve(_call(Call, (
+    serve(_call(TopKCall, (
         PREFILL, logits, top_k, row_starts, row_ends, None, indices, None, None, None, None, None, None, 1, 1,
         TopKTieBreak.NONE, False, layout,
     )))  # fmt: skip
@@ -155,11 +164,14 @@ def top_k_per_row_decode(
     stride1: int,
     top_k: int,
 ) -> None:
-    """`top_k_per_row_prefill` for next_n rows a request: row r's window is [0, end) with
-    end = seq_lens[r // next_n] - next_n + r % next_n + 1, clamped to the row.
+    """Write the indices of the top_k largest logits of each row's window, with next_n rows per request.
 
-    Args (vLLM): seq_lens int32 (num_rows / next_n,), or the end of each row itself, (num_rows / next_n, next_n) or
-    (num_rows, 1); the others as there. Raises as there.
+    Row r's window is [0, end) with end = seq_lens[r // next_n] - next_n + r % next_n + 1, clamped to the row. The other
+    arguments, and errors, are as in `top_k_per_row_prefill`.
+
+    Args (vLLM):
+        seq_lens: int32 (num_rows / next_n,), or the end of each row itself: (num_rows / next_n, next_n) or
+            (num_rows, 1).
 
     >>> scores, indices = torch.tensor([[0.1, 0.3, 0.7, 0.9]] * 2), torch.empty(2, 2, dtype=torch.int32)
     >>> top_k_per_row_decode(scores, 2, torch.tensor([4]).int(), indices, 2, 4, 1, 2)
@@ -173,7 +185,7 @@ def top_k_per_row_decode(
     if num_rows.__class__ is not int or stride0.__class__ is not int or stride1.__class__ is not int:
         num_rows, stride0, stride1 = layout = integer(num_rows), integer(stride0), integer(stride1)
         _refuse_other_than(int, num_rows=num_rows, stride0=stride0, stride1=stride1)
-    serve(_call(Call, (
+    serve(_call(TopKCall, (
         DECODING, logits, top_k, None, seq_lens, None, indices, None, None, None, None, None, None, next_n, 1,
         TopKTieBreak.NONE, False, layout,
     )))  # fmt: skip
@@ -189,9 +201,13 @@ def persistent_topk(
 ) -> None:
     """Write the indices of the k largest of the first lengths[i] logits of each row i to output, ascending, then -1.
 
-    Args (vLLM, whose indexer takes this operator by default): logits, output (R, k) as in `top_k_per_row_prefill`;
-    lengths int32 (R,), or of two dimensions and R elements, clamped to the row; any k from 1. Hints: workspace, and
-    max_seq_len, a bound of lengths. Raises as there.
+    The signature is vLLM's; its indexer calls this operator by default. Raises as `top_k_per_row_prefill` does.
+
+    Args:
+        logits, output (R, k): as in `top_k_per_row_prefill`. Any k from 1.
+        lengths: int32 (R,), or R elements in two dimensions, clamped to the row.
+
+    Hints: workspace; max_seq_len, an upper bound of lengths.
 
     >>> scores, output = torch.tensor([[0.9, 0.1, 0.3, 0.7]] * 2), torch.empty(2, 2, dtype=torch.int32)
     >>> persistent_topk(scores, torch.tensor([[3], [4]]).int(), output, None, 2, 4)
@@ -205,7 +221,7 @@ def persistent_topk(
         check_strided("workspace", workspace)
     if (lengths.__class__ is _Tensor or isinstance(lengths, _Tensor)) and lengths.dim() == 2:
         lengths = check_strided("lengths", lengths).contiguous().view(-1)
-    serve(_call(Call, (
+    serve(_call(TopKCall, (
         PERSISTENT, logits, k, None, lengths, None, output, None, None, None, None, None, None, 1, 1,
         TopKTieBreak.NONE, False, None,
     )))  # fmt: skip
@@ -219,7 +235,7 @@ def cooperative_topk(
     k: int,
     max_seq_len: int,
 ) -> None:
-    """`persistent_topk`, under the name that vLLM calls where a batch has few rows; any number of rows here.
+    """Do what `persistent_topk` does, under the name that vLLM calls if a batch has few rows; any number of rows here.
 
     >>> output = torch.empty(1, 2, dtype=torch.int32)
     >>> cooperative_topk(torch.tensor([[0.9, 0.1, 0.7]]), torch.tensor([3]).int(), output, None, 2, 3)

@@ -1,7 +1,7 @@
-"""Validation of the top-k functions.
+"""Validate calls of the top-k functions.
 
-`validate` looks only at types, shapes, dtypes, strides and devices, never at device values. Rank, shape and stride
-raise ValueError, dtype TypeError; every message names the argument, its value and what is allowed.
+`validate` looks only at types, shapes, dtypes, strides and devices, never at device values. A wrong rank, shape or
+stride raises ValueError, a wrong dtype TypeError; every message names the argument, its value and what is allowed.
 """
 
 from enum import IntEnum
@@ -30,29 +30,31 @@ PAGE_TABLE, RAGGED, TOP_K = "top_k_page_table_transform", "top_k_ragged_transfor
 PREFILL, DECODING, PERSISTENT = "top_k_per_row_prefill", "top_k_per_row_decode", "persistent_topk"
 WINDOWS = {PAGE_TABLE: LENGTHS, RAGGED: LENGTHS, TOP_K: FULL, PREFILL: ENDS, DECODING: DECODE, PERSISTENT: DECODE}
 PER_ROW = (PREFILL, DECODING, PERSISTENT)
-LARGEST = 2**31 - 1  # of a row length, and of k
+LARGEST = 2**31 - 1  # bound of the row length and of k
 MAX_PAGE_SIZE = 1 << 30
 
 
 class TopKTieBreak(IntEnum):
-    """Which of the scores equal to the k-th largest get in. NONE leaves it open, and is SMALL here. FlashInfer's enum.
+    """Which of the scores equal to the k-th largest are selected. NONE leaves this open and acts as SMALL.
+
+    FlashInfer's enum.
 
     >>> top_k(torch.zeros(1, 4), 2, tie_break=TopKTieBreak.LARGE)[1]
     tensor([[2, 3]])
     """
 
     NONE = 0
-    SMALL = 1  # those of the lowest indices
-    LARGE = 2  # those of the highest indices
+    SMALL = 1  # those with the lowest indices
+    LARGE = 2  # those with the highest indices
 
 
 TIES = tuple(map(int, TopKTieBreak))
 
 
-class Call(NamedTuple):
-    """A call of any of the functions, in the terms of `TopKArgs`; None stands for what is absent.
+class TopKCall(NamedTuple):
+    """A call of any of the functions, in the terms of `TopKArgs`. None stands for an argument that is absent.
 
-    layout: (num_rows, stride0, stride1) that a caller of the per-row functions states.
+    layout: (num_rows, stride0, stride1), as a caller of the per-row functions states them.
     """
 
     function: Any
@@ -75,7 +77,7 @@ class Call(NamedTuple):
     layout: Any = None
 
 
-# Public names of Call's fields, where they differ.
+# Public names of TopKCall's fields that have another name there.
 _TRANSFORM = {
     "scores": "input", "starts": "row_starts", "raw": "out_raw_indices", "table": "src_page_table",
     "table_starts": "page_table_row_starts",
@@ -91,25 +93,25 @@ NAMES: dict[str, dict[str, str]] = {
 }
 
 
-def with_ints(call: Call) -> Call:
-    """The call with numpy's integers as Python's."""
+def with_ints(call: TopKCall) -> TopKCall:
+    """Return the call with numpy's integers converted to Python's."""
     ints = {field: integer(getattr(call, field)) for field in ("k", "next_n", "page_size", "tie_break")}
     return call._replace(**ints)
 
 
 def each_row(seq_lens: torch.Tensor, next_n: Any, logits: Any) -> torch.Tensor:
-    """`seq_lens` of two dimensions, which hold the end of each row of logits, as (rows,): what next_n = 1 means."""
+    """Return `seq_lens` of two dimensions, which hold the end of each row of logits, as (rows,), for next_n = 1."""
     check_strided("seq_lens", seq_lens)
     if isinstance(logits, torch.Tensor) and logits.dim() == 2:
         rows, tokens = logits.shape[0], check_integer("next_n", integer(next_n), 1)
         if seq_lens.shape != (rows, 1) and (rows % tokens or seq_lens.shape != (rows // tokens, tokens)):
-            allowed = f"one a row, ({rows}, 1) or (rows / next_n, next_n), of {rows} rows and next_n {tokens}"
+            allowed = f"({rows}, 1) or (rows / next_n, next_n), one per row, with {rows} rows and next_n {tokens}"
             raise ValueError(f"seq_lens: shape {tuple(seq_lens.shape)}, must be {allowed}")
     return seq_lens.contiguous().view(-1)
 
 
-def validate(call: Call) -> None:
-    """Raises on the first argument that does not fit."""
+def validate(call: TopKCall) -> None:
+    """Raise on the first argument that does not fit."""
     names = NAMES[call.function]
     rows, width = _scores(names["scores"], call)
     for field in (*INPUTS, *OUTPUTS):
@@ -126,7 +128,7 @@ def validate(call: Call) -> None:
         if value is not None or field in required:
             count = rows // call.next_n if field == "lengths" else rows
             _integers(name, value, 1, call.scores)
-            check_shape(name, value, (count,), "one a row" if call.next_n == 1 else "one for next_n rows")
+            check_shape(name, value, (count,), "one per row" if call.next_n == 1 else "one per next_n rows")
     if call.function == PAGE_TABLE:
         _table(call, rows)
     for field in ("out", "raw"):
@@ -137,8 +139,8 @@ def validate(call: Call) -> None:
     _outputs_apart(call, names)
 
 
-def scalars(call: Call, width: int) -> None:
-    """Raises on a number that does not fit scores of so many columns."""
+def scalars(call: TopKCall, width: int) -> None:
+    """Raise on a number that does not fit scores of `width` columns."""
     name = NAMES[call.function].get("k", "k")
     _bounded(name, call.k, LARGEST)
     if call.function == TOP_K and call.k > width:
@@ -155,14 +157,14 @@ INPUTS = ("scores", "starts", "lengths", "table", "row_to_batch", "table_starts"
 OUTPUTS = ("out", "raw", "values", "indices")
 
 
-def _outputs_apart(call: Call, names: dict[str, str]) -> None:
+def _outputs_apart(call: TopKCall, names: dict[str, str]) -> None:
     given = {names.get(f, f): getattr(call, f) for f in OUTPUTS if getattr(call, f) is not None}
     if given:
         check_apart(given, {names.get(f, f): getattr(call, f) for f in INPUTS})
 
 
-def reason(call: Call) -> Exception | None:
-    """What is wrong with a call that failed, if anything is."""
+def reason(call: TopKCall) -> Exception | None:
+    """Return the error that explains why a call failed, or None if its arguments fit."""
     try:
         validate(with_ints(call))
     except (TypeError, ValueError) as found:
@@ -170,8 +172,8 @@ def reason(call: Call) -> Exception | None:
     return None
 
 
-def stated(call: Call) -> None:
-    """num_rows, stride0 and stride1 must be those of the tensor; a stride that is never taken may be anything."""
+def stated(call: TopKCall) -> None:
+    """Check num_rows, stride0 and stride1 against the tensor; a stride that is never used may have any value."""
     num_rows, *strides = call.layout
     if num_rows != call.scores.shape[0]:
         raise ValueError(f"num_rows: {num_rows}, must be the {call.scores.shape[0]} rows of logits")
@@ -180,19 +182,19 @@ def stated(call: Call) -> None:
             raise ValueError(f"stride{dim}: {stride}, must be that of logits, {call.scores.stride(dim)}")
 
 
-def _scores(name: str, call: Call) -> tuple[int, int]:
+def _scores(name: str, call: TopKCall) -> tuple[int, int]:
     scores = call.scores
     device = check_strided(name, scores, 2).device
     if device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name}: device {device}, must be cpu or cuda")
     check_one_of(f"{name}: dtype", scores.dtype, DTYPES)
     if scores.shape[1] > LARGEST:
-        raise ValueError(f"{name}: shape {tuple(scores.shape)}, a row may have {LARGEST} elements")
+        raise ValueError(f"{name}: shape {tuple(scores.shape)}, a row must have at most {LARGEST} elements")
     if call.function not in PER_ROW:
         check_last_stride(name, scores)
     if overlap.folded(scores):
-        form = f"strides {scores.stride()} of shape {tuple(scores.shape)}"
-        raise ValueError(f"{name}: {form}, rows must not overlap")
+        layout = f"strides {scores.stride()} of shape {tuple(scores.shape)}"
+        raise ValueError(f"{name}: {layout}, rows must not overlap")
     return scores.shape[0], scores.shape[1]
 
 
@@ -200,16 +202,16 @@ def _integers(name: str, value: Any, ndim: int, scores: torch.Tensor) -> None:
     check_operand(name, value, ndim, (torch.int32,), scores.device, "that of the scores")
 
 
-def _table(call: Call, rows: int) -> None:
+def _table(call: TopKCall, rows: int) -> None:
     name = NAMES[call.function]["table"]
     _integers(name, call.table, 2, call.scores)
     batches = call.table.shape[0]
     if rows and batches < (rows if call.row_to_batch is None else 1):
-        least = f"{rows} rows, one a row of input, without row_to_batch" if call.row_to_batch is None else "a row"
-        raise ValueError(f"{name}: shape {tuple(call.table.shape)}, needs {least}")
+        least = "1 row" if call.row_to_batch is not None else f"{rows} rows, one per row of input, without row_to_batch"
+        raise ValueError(f"{name}: shape {tuple(call.table.shape)}, must have at least {least}")
     size = call.page_size
     if size > 1 and call.starts is not None and call.table_starts is None:
-        raise ValueError(f"page_table_row_starts: None, required where row_starts is given and page_size is {size}")
+        raise ValueError(f"page_table_row_starts: None, required if row_starts is given and page_size is {size}")
 
 
 def _bounded(name: str, value: Any, most: int) -> int:

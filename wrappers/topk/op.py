@@ -1,5 +1,7 @@
-"""The torch.library operator of the top-k functions, for `torch.compile` and for tensors that are not plain: mutates
-preallocated outputs."""
+"""The torch.library operator of the top-k functions, for `torch.compile` and for tensors that are not plain.
+
+It writes preallocated outputs.
+"""
 
 from typing import Any
 
@@ -8,10 +10,10 @@ import torch
 from ..checks import check_strided
 from ..plain import no_backward, traced, write
 from . import plan
-from .checks import NAMES, PAGE_TABLE, RAGGED, TOP_K, Call, scalars, stated, with_ints
+from .checks import NAMES, PAGE_TABLE, RAGGED, TOP_K, TopKCall, scalars, stated, with_ints
 
 NAME = "cute_kernels::top_k_rows"
-# The fields of Call in order, but the last.
+# The fields of TopKCall in order, except the last.
 SCHEMA = """(
     str function, Tensor scores, SymInt k, Tensor? starts, Tensor? lengths, Tensor(a!)? out, Tensor(b!)? raw,
     Tensor(c!)? values, Tensor(d!)? indices, Tensor? table, Tensor? row_to_batch, Tensor? table_starts,
@@ -20,28 +22,28 @@ SCHEMA = """(
 torch.library.define(NAME, SCHEMA.replace("\n", " "), tags=torch.Tag.pt2_compliant_tag)
 
 
-_is_grad_enabled = torch.is_grad_enabled  # a module global: an attribute look-up saved is 20 ns
+_is_grad_enabled = torch.is_grad_enabled  # a module global: saves an attribute look-up, 20 ns
 
 
-def serve(call: Call) -> tuple[Any, Any, Any]:
-    """(out, values, indices) of a call."""
-    if _is_grad_enabled() and getattr(call.scores, "requires_grad", False):  # the look-up of a function saved is 50 ns
+def serve(call: TopKCall) -> tuple[Any, Any, Any]:
+    """Return (out, values, indices) of a call."""
+    if _is_grad_enabled() and getattr(call.scores, "requires_grad", False):  # saves a function call, 50 ns
         refuse_grad(call)
     return trace(with_ints(call)) if traced(call.scores) else plan.run(call)
 
 
-def refuse_grad(call: Call) -> None:
-    """Raises on scores that require grad, in all functions alike, though most return integers only."""
+def refuse_grad(call: TopKCall) -> None:
+    """Raise on scores that require grad. All functions do so, though most return only integers."""
     try:
         if call.scores.requires_grad:
             raise no_backward(NAMES[call.function]["scores"])
-    except AttributeError:  # they are no tensor, which is refused later
+    except AttributeError:  # scores are not a tensor and are refused later
         pass
 
 
 @torch.library.impl(NAME, ("cpu", "cuda"))
 def _run(*args: Any) -> None:
-    call = Call(*args)
+    call = TopKCall(*args)
     if _is_grad_enabled():
         refuse_grad(call)
     plan.run(call)
@@ -49,11 +51,11 @@ def _run(*args: Any) -> None:
 
 @torch.library.register_fake(NAME)
 def _fake(*args: Any) -> None:
-    """Nothing to infer: every output is an argument."""
+    """Infer nothing: every output is an argument."""
 
 
-def trace(call: Call) -> tuple[Any, Any, Any]:
-    """What is recorded of a call: allocation, then the operator. (out, values, indices)."""
+def trace(call: TopKCall) -> tuple[Any, Any, Any]:
+    """Record a call: allocate its outputs, then call the operator. Returns (out, values, indices)."""
     check_strided(NAMES[call.function]["scores"], call.scores, 2)
     scalars(call, call.scores.shape[1])
     if call.layout is not None:

@@ -1,4 +1,4 @@
-"""A known call of a top-k function: one dictionary lookup, the outputs that its caller did not give, the launch."""
+"""Run a call of a top-k function: look up its plan, allocate the outputs that are not given, and launch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,37 +12,37 @@ from cute_kernels.topk.request import TopKKernelRequest
 
 from .. import machine, overlap, reference
 from ..checks import checking
-from .checks import DTYPES, NAMES, PER_ROW, TOP_K, WINDOWS, Call, TopKTieBreak, reason, validate, with_ints
+from .checks import DTYPES, NAMES, PER_ROW, TOP_K, WINDOWS, TopKCall, TopKTieBreak, reason, validate, with_ints
 from .values import check as check_values
 
-AT = TopKArgs(*range(len(TopKArgs._fields)))  # where a launch takes what
+AT = TopKArgs(*range(len(TopKArgs._fields)))  # position of each argument in a launch
 _SCORES, _STARTS, _LENGTHS, _OUT, _RAW, _VALUES, _INDICES, _TABLE = AT[:8]
 _ROW_TO_BATCH, _TABLE_STARTS, _OFFSETS = AT.row_to_batch, AT.table_starts, AT.offsets
-_empty_like = torch.empty_like  # a module global: an attribute look-up saved is 20 ns
+_empty_like = torch.empty_like  # a module global: saves an attribute look-up, 20 ns
 
 
 @dataclass(slots=True, eq=False)
 class TopKLaunchPlan:
-    """What the static facts of a call decide."""
+    """A compiled kernel and all that a launch needs beyond the call's own tensors."""
 
     fn: Callable[..., Any]  # the compiled kernel, or the reference
-    sort: Callable[..., Any] | None  # what sorts its values and indices, where the caller wants that: `SortArgs`
-    flat: list[Any]  # its arguments, `TopKArgs`; what a call may lack is empty, in the form that `fn` converts fastest
+    sort: Callable[..., Any] | None  # sorts values and indices if the caller asks for it; takes `SortArgs`
+    flat: list[Any]  # its arguments, `TopKArgs`; optional ones are empty, in the form that `fn` converts fastest
     device: torch.device
-    single_device: bool  # the only device of the process
-    copies: bool  # the kernel cannot read the scores where they are
+    single_device: bool  # it is the only device of the process
+    copies: bool  # the scores are copied first, as the kernel cannot read their layout
     rows: int
     checked: bool  # bounds and rows of the table are read and checked before a launch
     scores_bytes: int  # from the first to the last
-    out_bytes: int  # the same of `out`, or of what is made for it
+    out_bytes: int  # the same for `out`, given or new
     raw_bytes: int
     like_out: torch.Tensor  # (R, k) int32, one element expanded: empty_like is 0.5 us cheaper than empty
     like_values: torch.Tensor  # (R, k), the scores' dtype
     like_indices: torch.Tensor  # (R, k) int64
 
 
-def run(call: Call) -> tuple[Any, Any, Any]:
-    """(out, values, indices) of a call; None for what its function does not return."""
+def run(call: TopKCall) -> tuple[Any, Any, Any]:
+    """Return (out, values, indices) of a call; None for those that its function does not return."""
     (
         function, scores, k, starts, lengths, out, raw, values, indices, table, row_to_batch, table_starts, offsets,
         next_n, page_size, tie_break, ordered, layout,
@@ -52,8 +52,8 @@ def run(call: Call) -> tuple[Any, Any, Any]:
         call = with_ints(call)
         validate(call)
         k, next_n, page_size = call.k, call.next_n, call.page_size
-    try:  # what compiled code checks itself is left out: ranks, the dtypes of outputs, devices
-        rare = None  # in most calls none of these is there
+    try:  # the key omits what compiled code checks itself: ranks, the dtypes of outputs, devices
+        rare = None  # most calls have none of these
         if out is not None or raw is not None or starts is not None or table is not None or row_to_batch is not None:
             rare = (
                 None if starts is None else (starts.numel(), starts.dtype),
@@ -128,7 +128,7 @@ def run(call: Call) -> tuple[Any, Any, Any]:
             if plan.sort is not None:
                 plan.sort(values, indices, 1)
     except Exception:
-        why = reason(call)  # says which argument was refused
+        why = reason(call)  # names the argument that was refused
         if why is None:
             raise
         raise why from None
@@ -140,14 +140,17 @@ def _refuse_overlap(output: torch.Tensor, other: torch.Tensor) -> None:
         raise ValueError("overlap")
 
 
-def request_of(call: Call, sms: int) -> TopKKernelRequest:
-    """What a valid call asks of a kernel on a GPU of so many SMs."""
+def request_of(call: TopKCall, sms: int) -> TopKKernelRequest:
+    """Return the kernel request of a valid call on a GPU of `sms` SMs."""
     rows, width = call.scores.shape
     return TopKKernelRequest(DTYPES[call.scores.dtype], rows, width, call.k, sms)
 
 
-def plan_for(call: Call, device_info: tuple[str, int] | None) -> TopKLaunchPlan:
-    """The plan of a valid call on a machine of these facts; NotImplementedError where no kernel serves it."""
+def plan_for(call: TopKCall, device_info: tuple[str, int] | None) -> TopKLaunchPlan:
+    """Return the plan of a valid call for a device's (architecture, SM count), None for the reference.
+
+    Raises NotImplementedError if no kernel serves the call.
+    """
     scores, k = call.scores, call.k
     (rows, width), device = scores.shape, scores.device
     fn: Callable[..., Any] = reference.top_k_rows
@@ -162,7 +165,7 @@ def plan_for(call: Call, device_info: tuple[str, int] | None) -> TopKLaunchPlan:
             raise NotImplementedError(f"{NAMES[call.function].get(field, field)}: {error}") from None
         fn, given = machine.current.kernel(op, spec, arch), machine.current.argument
         sorter = dispatch.sort_spec(request_of(call, sms)) if call.sorted else None
-        if sorter is not None:  # of more than its largest k the reference sorts, too: in torch, on the device
+        if sorter is not None:  # beyond the sort kernel's largest k the reference sorts: in torch, on the device
             sort = machine.current.kernel(dispatch.SORT, sorter, arch)
 
     def empty(dtype: torch.dtype, *shape: int) -> Any:
@@ -185,7 +188,7 @@ def plan_for(call: Call, device_info: tuple[str, int] | None) -> TopKLaunchPlan:
         flat=list(flat),
         device=device,
         single_device=device_info is None or machine.current.device_count() == 1,
-        copies=width != 1 and scores.stride(1) != 1,  # per-row functions, and rows without elements
+        copies=width != 1 and scores.stride(1) != 1,  # only per-row functions, and rows without elements
         rows=rows,
         checked=checking() and device.type != "meta",
         scores_bytes=overlap.reach(scores),

@@ -1,16 +1,21 @@
-"""Values that a top-k call reads: bounds of windows, rows of the page table. They may hold anything, all functions
-clamp them; where CUTE_KERNELS_CHECK is 1, those that reach out of their row are refused, on CUDA and on the CPU."""
+"""Check the values that a top-k call reads: bounds of windows and rows of the page table.
+
+They may have any value, since all functions clamp them. If CUTE_KERNELS_CHECK is 1, values outside their row are
+refused, on CUDA and on the CPU.
+"""
 
 import torch
 
 from cute_kernels.topk.args import DECODE, ENDS
 
-from .checks import NAMES, WINDOWS, Call
+from .checks import NAMES, WINDOWS, TopKCall
 
 
-def check(call: Call) -> None:
-    """ValueError names the argument, the row, its value and what is allowed, for the first value of a valid call that
-    leaves its row or its table. Waits for the device."""
+def check(call: TopKCall) -> None:
+    """Raise ValueError for the first value of a valid call that lies outside its row or its table.
+
+    The message names the argument, the row, the value and what is allowed. Waits for the device.
+    """
     names, (rows, width), window = NAMES[call.function], call.scores.shape, WINDOWS[call.function]
     start = torch.zeros(rows, dtype=torch.int64)
     if call.starts is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cute_kernels.attention.args import fields
-from wrappers.machine import Machine, override
+from wrappers.machine import HostMachine, override
 
 from .. import launcher
 from ..faults import Fault
@@ -29,7 +29,7 @@ class Outcome:
     result: RunResult
 
 
-class SimulatedMachine(Machine):
+class SimulatedMachine(HostMachine):
     """A GPU of `sms` SMs for CPU tensors; the simulator runs its kernels. how: arguments of `run.run`. only: the
     kernel that calls must choose. A launch finds NaN in its scratch and zeros in its counters, and must leave the
     counters zero."""
