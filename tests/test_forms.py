@@ -430,17 +430,16 @@ def test_the_operator_has_every_field(form):
 
 def test_requests_of_a_trace_have_no_facts():
     made = csr_sequences(ints(0, 1), ints(0, 1), ints(0), ints(1), plain=False)
-    assert (
-        made.shape_id is None and made.batch == 1 and ragged_sequences(ints(0, 1), ints(0, 1), False).shape_id is None
-    )
+    assert made.shape_id is None and made.batch == 1
+    assert ragged_sequences(ints(0, 1), ints(0, 1), False).shape_id is None
 
 
 # ---- plans and launches
 
 SPEC = SimpleNamespace(
     mask=SimpleNamespace(custom=True, window=True, causal="value", tree=False),
-    logits=SimpleNamespace(alibi=True, soft_cap=True, skip=False), kv=SimpleNamespace(block_scaled=False),
-    out=("bf16",), schedule="tiles", tile=SimpleNamespace(m=64, n=64),
+    logits=SimpleNamespace(alibi=True, soft_cap=True, skip=False), schedule="tiles", out=("bf16",),
+    kv=SimpleNamespace(block_scaled=False), tile=SimpleNamespace(m=64, n=64),
 )  # fmt: skip
 
 
