@@ -1,3 +1,5 @@
-"""Attention and top-k kernels in CuTe DSL, and what builds them. No torch, but for `ops`: the functions of wrappers."""
+"""Attention and top-k kernels in CuTe DSL, and the tools that build them.
+
+Only `ops`, the functions of wrappers, needs torch."""
 
 __version__ = "0.1.0"

@@ -1,9 +1,8 @@
 """Fake tensors and scalars that state a kernel's launch ABI at compile time.
 
-What is stated here is what the compiled function checks at launch: dtype, rank, static dims, divisibility of strides
-and alignment. A fresh symbol stands for every dim and stride that may differ, because two uses of the same symbol are
-checked to be equal.
-"""
+The compiled function checks these facts at each launch: dtype, rank, static dims, divisibility of strides, and
+alignment. Each dim and stride that may differ has a fresh symbol, because two uses of one symbol are checked to
+be equal."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,11 +31,11 @@ def tensor(
     stride_divisibility: int = 1,
     last_stride_one: bool = True,
 ) -> Any:
-    """A tensor argument of len(shape) modes: an int is a static extent, None a dynamic one (int32, fresh symbol).
+    """Return a fake tensor argument with len(shape) modes. An int is a static extent, None a dynamic one (int32,
+    fresh symbol).
 
-    align: bytes, of the first element. stride_divisibility: elements, of every dynamic stride (int64, fresh symbol).
-    last_stride_one: the last mode is contiguous, statically.
-    """
+    align: of the first element, in bytes. stride_divisibility: of every dynamic stride, in elements (int64, fresh
+    symbol). last_stride_one: the last mode is contiguous, statically."""
     extents = tuple(cute.sym_int32() if extent is None else extent for extent in shape)
     strides: list[Any] = [cute.sym_int64(divisibility=stride_divisibility) for _ in shape]
     if last_stride_one:
@@ -45,5 +44,5 @@ def tensor(
 
 
 def stream() -> Any:
-    """The stream argument: the caller's current torch stream of the tensors' device, passed by TVM FFI."""
+    """Return the fake stream argument: TVM FFI passes the current torch stream of the tensors' device."""
     return make_fake_stream(use_tvm_ffi_env_stream=True)

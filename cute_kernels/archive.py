@@ -1,8 +1,7 @@
-"""A bundle as one file, to be taken from the machine that built it to those that run it. Needs neither DSL nor GPU.
+"""A bundle as one file, to be copied from the machine that built it to others. Needs neither the DSL nor a GPU.
 
-The file is a tar of the bundle's manifest and the files that it names, compressed by xz. What NVIDIA's licence says of
-the DSL's runtime library holds for the file, too.
-"""
+The file is a tar of the bundle's manifest and the files that it names, compressed by xz. NVIDIA's licence of the
+DSL's runtime library applies to the file, too."""
 
 import io
 import lzma
@@ -13,11 +12,11 @@ from pathlib import Path
 
 from . import bundle, manifest
 
-PRESET = 2  # of xz: a fifth of the time of the default, 3 % larger
+PRESET = 2  # for xz: a fifth of the default's time, files 3 % larger
 
 
 def pack(folder: Path, arch: str, file: Path) -> int:
-    """Write a bundle to `file`; its bytes. BuildError where the bundle is not whole."""
+    """Write a bundle to `file` and return its bytes. Raise BuildError if the bundle is not complete."""
     problems = bundle.verify(folder, arch)
     if problems:
         raise bundle.BuildError("\n".join(problems))
@@ -35,13 +34,15 @@ def pack(folder: Path, arch: str, file: Path) -> int:
 
 
 def names(held: manifest.Manifest) -> list[str]:
-    """Files of a bundle. The manifest comes first: a reader knows by it what to expect."""
+    """Return the files of a bundle. The manifest comes first: a reader learns from it which others to expect."""
     return [manifest.FILE, held.runtime["file"], *(lib["file"] for lib in held.libraries.values())]
 
 
 def unpack(file: Path, folder: Path, arch: str) -> manifest.Manifest:
-    """Make `folder` hold the bundle of a file, in one step: a bundle that was there serves until then. BuildError, and
-    nothing is changed, where the file is none of `pack`, or one for another architecture or host, or is damaged."""
+    """Make `folder` hold the bundle of a file, in one step: a bundle that was there is valid until then.
+
+    Raise BuildError, and change nothing, if `pack` did not write the file, if it is damaged, or if it is for
+    another architecture or host."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.parent) as name:
         fresh = Path(name)
@@ -58,12 +59,12 @@ def unpack(file: Path, folder: Path, arch: str) -> manifest.Manifest:
 
 
 def extracted(file: Path, into: Path, arch: str) -> manifest.Manifest:
-    """The files that a bundle has, and no others, whatever the archive holds."""
+    """Extract the files that the manifest names, and no others, whatever the archive holds."""
     try:
         with tarfile.open(file, "r:xz") as tar:
             first = tar.next()
             if first is None or first.name != manifest.FILE:
-                raise bundle.BuildError(f"{file} is no packed bundle: its first file is not {manifest.FILE}")
+                raise bundle.BuildError(f"{file} is not a packed bundle: its first file must be {manifest.FILE}")
             write(tar, first, into / manifest.FILE)
             held = manifest.read(into)
             problem = held.problem(arch)
@@ -71,17 +72,17 @@ def extracted(file: Path, into: Path, arch: str) -> manifest.Manifest:
                 raise bundle.BuildError(f"{file} {problem}")
             for name in names(held)[1:]:
                 if Path(name).name != name:
-                    raise bundle.BuildError(f"{file}: {name!r} is no name of a file of a bundle")
+                    raise bundle.BuildError(f"{file}: {name!r}, must be the name of a file in the bundle's folder")
                 write(tar, tar.getmember(name), into / name)
     except (tarfile.TarError, KeyError, EOFError, ValueError, OSError) as error:
         if isinstance(error, FileNotFoundError):
             raise
-        raise bundle.BuildError(f"{file} is no packed bundle, or damaged: {error}") from None
+        raise bundle.BuildError(f"{file} is not a packed bundle, or it is damaged: {error}") from None
     return held
 
 
 def write(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
-    """The content of a member, whatever its type and mode say."""
+    """Write the content of a member, whatever its type and mode."""
     content = tar.extractfile(member)
     path.write_bytes((content or io.BytesIO()).read())
     path.chmod(0o755 if path.suffix == ".so" else 0o644)

@@ -1,11 +1,10 @@
 """Compile a kernel: the only caller of cute.compile, shared by JIT, bundle.py and the tests.
 
-Nothing here needs a GPU, touches a tensor or launches: a kernel module `cute_kernels.<op>.forward` states its launch
-ABI with fake tensors (`fake_args(spec)`, name -> fake, in the order of a launch) and its host part
-(`forward(spec, stream, *args)`).
+Nothing here needs a GPU, touches a tensor or launches a kernel. A kernel module `cute_kernels.<op>.forward` states its
+launch ABI with fake tensors (`fake_args(spec)`: name -> fake, in the order of a launch), and its host part is
+`forward(spec, stream, *args)`.
 
-cutlass is imported inside functions, because the DSL reads CUTE_DSL_ARCH when it is imported.
-"""
+cutlass is imported inside functions, because the DSL reads CUTE_DSL_ARCH when it is imported."""
 
 import inspect
 import json
@@ -26,44 +25,44 @@ from typing import Any
 
 from . import manifest
 
-# Without fmad=false ptxas makes an FMA of a product and a sum where it likes: bits of a result would depend on the code
-# around it, differ between kernels that compute the same, and from what the PTX, and with it the simulator, says.
+# Without fmad=false ptxas fuses products and sums into FMAs as it likes. The bits of a result would then depend on the
+# code around it, and differ between kernels that compute the same, and from the PTX, which the simulator runs.
 OPTIONS = "--enable-tvm-ffi --keep-cubin --keep-ptx --ptxas-options='--fmad=false'"
 # The default, 3, makes large Blackwell kernels spill: 992 bytes of stack against 16 for NVIDIA's FMHA example.
 ARCH_OPTIONS = {"sm_100a": "--opt-level 2", "sm_103a": "--opt-level 2"}
 # Settings that move files or messages, not code.
 HARMLESS = ("ARCH", "DUMP_DIR", "CACHE_DIR", "NO_CACHE", "DISABLE_FILE_CACHING", "LIBS", "LOG_TO_CONSOLE", "LOG_LEVEL")
-# Of host code, which otherwise has the instructions of the processor that compiles it, and may run on no other.
-HOST_CPUS = {"x86_64": ("x86-64-v2", "+sse4.2")}  # a processor, and instead of the features that are found its own
+# The target of host code. By default it is the processor that compiles it, and the code may run on no other.
+HOST_CPUS = {"x86_64": ("x86-64-v2", "+sse4.2")}  # processor, and features in place of the detected ones
 HOST_ATTRIBUTES = ("minsize", "optsize")
 _LOCK = threading.Lock()  # cute.compile from several threads aborts the process
 
 
 class ArchMismatch(RuntimeError):
-    """The DSL of this process compiles for another architecture; it cannot be changed after its import."""
+    """The DSL of this process compiles for another architecture, which cannot be changed after its import."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel, to be exported: it is not loaded into this process."""
+    """A compiled kernel that is not loaded into this process, only exported."""
 
     op: str
     spec: Any
     arch: str
-    fn: Any  # the DSL's
+    fn: Any  # the compiled function of the DSL
     ptx: str
     cubin: bytes
-    shared: int | None  # bytes of dynamic shared memory of the largest launch; None where the host code hides it
+    shared: int | None  # bytes of dynamic shared memory of the largest launch; None if the host code does not show it
     host: str  # the host function in the DSL's MLIR: tensor maps, grid and kernel parameters as functions of Args
 
     def export(self, path: Path, symbol: str) -> None:
-        """Write an object file whose only visible symbol is the TVM FFI function `symbol`."""
+        """Write an object file with one visible symbol, the TVM FFI function `symbol`."""
         _make_portable(self.fn.ir_module)
         self.fn.export_to_c(str(path), function_name=symbol, export_only_tvm_ffi_symbols=True)
 
 
 def use_arch(arch: str) -> None:
-    """Make the DSL of this process compile for `arch`. ArchMismatch where it is set to another one already."""
+    """Make the DSL of this process compile for `arch`. Raise ArchMismatch if it is already set to another one."""
     current = os.environ.get("CUTE_DSL_ARCH")
     if "cutlass" not in sys.modules:
         current = os.environ.setdefault("CUTE_DSL_ARCH", arch)
@@ -72,15 +71,17 @@ def use_arch(arch: str) -> None:
 
         current = CuTeDSL._get_dsl().envar.arch
     if current != arch:
-        raise ArchMismatch(f"cannot compile for {arch}: CUTE_DSL_ARCH is {current}; set it before cutlass is imported")
+        raise ArchMismatch(
+            f"cannot compile for {arch}: CUTE_DSL_ARCH is {current}, must be set to {arch} before cutlass is imported"
+        )
 
 
 @cache
 def toolchain() -> dict[str, Any]:
-    """What compiles, as far as it decides the code: part of the artifact key. Imports the DSL."""
+    """Return the facts of the toolchain that decide the code, a part of the artifact key. Imports the DSL."""
     import cutlass
 
-    cuda = cutlass.CUDA_VERSION  # of the flavour in use: 12 and 13 may be installed side by side
+    cuda = cutlass.CUDA_VERSION  # the flavour in use: 12 and 13 may be installed side by side
     prefix = "CUTE_DSL_"
     settings = {
         name: value
@@ -91,12 +92,16 @@ def toolchain() -> dict[str, Any]:
 
 
 def build(op: str, spec: Any, arch: str, more: str = "") -> Compiled:
-    """Compile kernel `op` for `spec`, in 1 to 15 s. NotImplementedError where `supports` refuses; or ArchMismatch.
+    """Compile kernel `op` for `spec`, in 1 to 15 s.
 
-    more: options of cute.compile that do not change the code, such as --generate-line-info.
-    """
+    more: options of cute.compile that do not change the code, such as --generate-line-info. Raise
+    NotImplementedError if `supports` refuses the spec, or ArchMismatch."""
     package = import_module(f"cute_kernels.{op}")
-    reason = package.supports(spec) if arch in package.ARCHS else f"architecture {arch}, the kernel has {package.ARCHS}"
+    reason = (
+        package.supports(spec)
+        if arch in package.ARCHS
+        else f"architecture {arch}, must be {' or '.join(package.ARCHS)}"
+    )
     if reason:
         raise NotImplementedError(f"{manifest.label(op, spec)}: {reason}")
     use_arch(arch)
@@ -110,7 +115,7 @@ def build(op: str, spec: Any, arch: str, more: str = "") -> Compiled:
         _name(module, f"{op}__{spec.name}".replace(".", "_"), tuple(args))
         options = f"{OPTIONS} {ARCH_OPTIONS.get(arch, '')} --dump-dir {folder} {more}"
         with host_functions() as hosts:
-            # An engine would compile the host function twice more, 0.3 s, for a call from here.
+            # An engine would compile the host function twice more, in 0.3 s, for calls from this process.
             fn = cute.compile(module.forward, spec, abi.stream(), *args.values(), options=options, no_jit_engine=True)
         shared = _dynamic_shared(str(fn.ir_module))
         return Compiled(op, spec, arch, fn, fn.__ptx__, fn.__cubin__, shared, *hosts)
@@ -118,7 +123,7 @@ def build(op: str, spec: Any, arch: str, more: str = "") -> Compiled:
 
 @contextmanager
 def host_functions() -> Iterator[list[str]]:
-    """A list to which what is compiled meanwhile adds its host function."""
+    """Yield a list to which each compilation inside the block appends its host function."""
     from cutlass.cutlass_dsl import CuTeDSL
 
     found: list[str] = []
@@ -127,7 +132,8 @@ def host_functions() -> Iterator[list[str]]:
 
 
 def _host_function(module: Any) -> str:
-    """The host function of a traced module, cleaned: a twentieth of the module, the rest of which is the kernel."""
+    """Return the host function of a traced module, cleaned: a twentieth of the module, the rest of which is the
+    kernel."""
     from cutlass._mlir import ir
     from cutlass._mlir.passmanager import PassManager
 
@@ -137,13 +143,13 @@ def _host_function(module: Any) -> str:
             if op.operation.name == "func.func":
                 clean.body.append(op.operation.clone())
         passes = PassManager.parse("builtin.module(canonicalize,cse)")
-        passes.enable_verifier(False)  # which would miss the kernel
+        passes.enable_verifier(False)  # it would miss the kernel
         passes.run(clean.operation)
         return clean.operation.get_asm(assume_verified=True)
 
 
 def _make_portable(module: Any) -> None:
-    """Let the host code of a module be short, and of x86 the same whichever processor compiles it."""
+    """Make the host code of a module short, and on x86 independent of the processor that compiles it."""
     from cutlass._mlir import ir
 
     with module.context:
@@ -158,19 +164,19 @@ def _make_portable(module: Any) -> None:
 
 
 def _dynamic_shared(host: str) -> int | None:
-    """The largest constant that the host code stores to field 2, dynamicSmemBytes, of a cudaLaunchConfig_t."""
+    """Return the largest constant that the host code stores to field 2, dynamicSmemBytes, of a cudaLaunchConfig_t."""
     field = (
         r"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] .*struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
     )
     sizes = []
     for found in re.finditer(field + r"\n\s*llvm\.store (%\w+), \1 ", host):
         definitions = re.findall(rf"{found[2]} = llvm\.mlir\.constant\((\d+) : i64\)", host[: found.start()])
-        sizes += definitions[-1:]  # names are reused between functions: the last one is of this function
+        sizes += definitions[-1:]  # names are reused between functions: the last one belongs to this function
     return max(map(int, sizes), default=None)
 
 
 def _name(module: Any, name: str, fields: tuple[str, ...]) -> None:
-    """Name what is compiled: the kernel in profilers (`name`), and the arguments in launch errors (`fields`)."""
+    """Name the kernel (`name`, shown by profilers) and its arguments (`fields`, shown in launch errors)."""
     for function in (module.forward, module.kernel):
         function.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -180,12 +186,11 @@ def _name(module: Any, name: str, fields: tuple[str, ...]) -> None:
 
 
 def object_file(op: str, spec: Any, arch: str, folder: Path) -> Path:
-    """`folder/<key>.o`, compiled now unless it is there; `.cubin`, `.ptx`, `.mlir` (of the host function) and `.shared`
-    (bytes) lie beside it.
+    """Return `folder/<key>.o`, compiled now unless it exists.
 
-    The object appears last and in one step. Processes that want the same key wait for the first one. What is there is
-    found whatever architecture the DSL of this process compiles for.
-    """
+    `.cubin`, `.ptx`, `.mlir` (of the host function) and `.shared` (bytes) lie beside it. The object appears last
+    and in one step. Processes that want the same key wait for the first one. An existing object is found whatever
+    architecture the DSL of this process compiles for."""
     if "cutlass" not in sys.modules:
         os.environ.setdefault("CUTE_DSL_ARCH", arch)
     key = manifest.key(op, spec, arch, toolchain())
@@ -207,14 +212,15 @@ def object_file(op: str, spec: Any, arch: str, folder: Path) -> Path:
 
 
 def load_object(path: Path, symbol: str) -> Callable[..., None]:
-    """The function of an object file of `object_file`; needs the DSL, no linker."""
+    """Return the function of an object file of `object_file`. Needs the DSL, but no linker."""
     from cutlass.cute.runtime import load_module
 
     return getattr(load_module(str(path), enable_tvm_ffi=True), symbol)
 
 
 def runtime_libraries() -> list[str]:
-    """What an object file is linked with, as NVIDIA documents it: the DSL's runtime library and libtvm_ffi."""
+    """Return the libraries to link object files with, as NVIDIA documents it: the DSL's runtime library and
+    libtvm_ffi."""
     from cutlass.cute.runtime import find_runtime_libraries
 
     return find_runtime_libraries()

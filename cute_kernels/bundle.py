@@ -1,13 +1,13 @@
 """Build a bundle: the kernels of one architecture as shared libraries that run without the DSL.
 
-    <bundle>/manifest.json                 written last: names, keys, hashes and facts of everything below
-    <bundle>/<family>-<12 hex>.so          one library per operator family, named by the keys it holds
+    <bundle>/manifest.json                 written last: names, keys, hashes and resources of everything below
+    <bundle>/<family>-<12 hex>.so          one library per operator family; the digits are a hash of its kernels' keys
     <bundle>/libcute_dsl_runtime.so        NVIDIA's runtime library, copied from the DSL; found by RUNPATH $ORIGIN
     <objects>/<key>.o .cubin .ptx .mlir .shared  one compiled kernel each; shared by all bundles
 
 Kernels compile in processes, never in threads. A file of a published bundle is never rewritten, only replaced by
-another name, so a build that is interrupted at any point leaves the old bundle or the new one, both valid.
-"""
+one with another name. So a build that is interrupted at any point leaves the old bundle or the new one, both
+valid."""
 
 import json
 import os
@@ -29,22 +29,22 @@ from .manifest import Kernel, Manifest
 
 RUNTIME = "libcute_dsl_runtime.so"
 LICENCE = (
-    "copying {source} into the bundle: NVIDIA software under the licence of the CUTLASS DSL; read it before you pass "
-    "the bundle on: https://docs.nvidia.com/cutlass/latest/media/docs/pythonDSL/license.html"
+    "copying {source} into the bundle: this is NVIDIA software under the licence of the CUTLASS DSL; read the licence "
+    "before you pass the bundle on: https://docs.nvidia.com/cutlass/latest/media/docs/pythonDSL/license.html"
 )
 UNUSED_DAYS = 14  # objects not used for this long are deleted
-TOGETHER = 24  # kernels that are disassembled at a time
+TOGETHER = 24  # kernels per run of the disassembler
 
-SpecType = Callable[[str], Any]  # op -> type of its specs, as manifest.from_json takes it
+SpecType = Callable[[str], Any]  # op -> type of its specs, for manifest.from_json
 
 
 class BuildError(RuntimeError):
-    """Nothing was published; the message says what to do."""
+    """The build published nothing; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A kernel on its way into a bundle."""
+    """A kernel that is to be in a bundle."""
 
     op: str
     spec: Any
@@ -58,7 +58,7 @@ class Item:
 
 @dataclass(frozen=True)
 class BundlePaths:
-    """Where a bundle and the objects it is linked from lie."""
+    """The folder of a bundle, and the folder of the objects from which it is linked."""
 
     out: Path
     objects: Path
@@ -66,8 +66,10 @@ class BundlePaths:
 
 @dataclass(frozen=True)
 class Built:
+    """The result of a build."""
+
     manifest: Manifest
-    compiled: int  # kernels that no cached object served
+    compiled: int  # kernels that had no cached object
 
 
 def say(text: str) -> None:
@@ -97,7 +99,8 @@ class Progress:
 
 
 def end_with_parent() -> None:
-    """Initialise a worker: without this, workers outlive a builder that was killed."""
+    """Initialise a worker process: it exits when the builder ends. Otherwise workers outlive a builder that was
+    killed."""
 
     def watch() -> None:
         parent = parent_process()
@@ -109,12 +112,13 @@ def end_with_parent() -> None:
 
 
 def compile_one(op: str, spec: Any, arch: str, objects: Path) -> str:
-    """Run in a worker process: the key of the object that now exists."""
+    """Compile a kernel in a worker process, and return the key of its object."""
     return build.object_file(op, spec, arch, objects).stem
 
 
 def resources_of(paths: list[Path], arch: str) -> list[dict[str, Any]]:
-    """cubin.resources of objects; kept beside each, with the opcodes that were counted."""
+    """Return `cubin.resources` of objects. They are kept in a file beside each object, with the opcodes that were
+    counted."""
     kept = {path: cached_resources(path) for path in paths}
     found = {path: resources for path, resources in kept.items() if resources is not None}
     unknown = [path for path in paths if path not in found]
@@ -135,7 +139,7 @@ def cached_resources(path: Path) -> dict[str, Any] | None:
 
 
 def use(path: Path) -> bool:
-    """Whether an object is there, with its facts where they can be had; from now on prune() takes it for used."""
+    """Return whether an object exists, with its resources if they can be read, and mark it as used for `prune`."""
     try:
         os.utime(path)
     except FileNotFoundError:
@@ -144,16 +148,15 @@ def use(path: Path) -> bool:
 
 
 def compile_missing(items: list[Item], arch: str, objects: Path, jobs: int) -> int:
-    """Compile the items whose object does not exist, in `jobs` processes; how many there were.
+    """Compile the items without an object, in `jobs` processes, and return their number.
 
-    BuildError lists every kernel that failed; the objects of the others are kept.
-    """
+    Raise BuildError with every kernel that failed; the objects of the others are kept."""
     missing = [item for item in items if not use(objects / f"{item.key}.o")]
     if not missing:
         return 0
     failed: list[str] = []
     progress = Progress(len(missing))
-    os.environ["CUTE_DSL_ARCH"] = arch  # inherited by the workers, who import the DSL after it is set
+    os.environ["CUTE_DSL_ARCH"] = arch  # inherited by the workers, which import the DSL after it is set
     workers = min(jobs, len(missing))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent) as pool:
         tasks = {pool.submit(compile_one, item.op, item.spec, arch, objects): item for item in missing}
@@ -164,7 +167,7 @@ def compile_missing(items: list[Item], arch: str, objects: Path, jobs: int) -> i
                 if error is not None:
                     failed.append(f"{name}: {type(error).__name__}: {error}")
                 elif task.result() != item.key:
-                    failed.append(f"{name}: sources of cute_kernels changed during the build, run it again")
+                    failed.append(f"{name}: the sources of cute_kernels changed during the build; run it again")
                 progress.step(name)
             if not failed:
                 paths = [objects / f"{item.key}.o" for item in missing]
@@ -174,12 +177,15 @@ def compile_missing(items: list[Item], arch: str, objects: Path, jobs: int) -> i
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     if failed:
-        raise BuildError(f"{len(failed)} of {len(missing)} kernels failed, nothing published:\n" + "\n".join(failed))
+        raise BuildError(
+            f"{len(failed)} of {len(missing)} kernels failed to compile, so no bundle was published:\n"
+            + "\n".join(failed)
+        )
     return len(missing)
 
 
 def describe(item: Item, resources: dict[str, Any], objects: Path, library: bytes) -> dict[str, Any]:
-    """The manifest entry of a compiled kernel. library: that holds it."""
+    """Return the manifest entry of a compiled kernel. library: the content of its library."""
     path = objects / f"{item.key}.o"
     code = path.with_suffix(".cubin").read_bytes()
     return {
@@ -196,13 +202,14 @@ def describe(item: Item, resources: dict[str, Any], objects: Path, library: byte
 
 
 def link(items: list[Item], bundle_paths: BundlePaths, libraries: list[str]) -> dict[str, str]:
-    """One shared library of the items' objects, as NVIDIA documents it; {file, sha256}. Skipped where it exists."""
+    """Link the items' objects to one shared library, as NVIDIA documents it, unless it exists. Return {file,
+    sha256}."""
     name = f"{items[0].family}-{manifest.digest(manifest.canonical([i.key for i in items]).encode())[:12]}.so"
     target = bundle_paths.out / name
     if not target.exists():
         compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
         if compiler is None:
-            raise BuildError("no linker: install a C compiler (cc, gcc or clang)")
+            raise BuildError("no linker on PATH: install a C compiler (cc, gcc or clang)")
         temporary = bundle_paths.out / f".tmp-{name}"
         objects = [str(bundle_paths.objects / f"{item.key}.o") for item in items]
         command = [compiler, "-shared", "-o", str(temporary), *objects, *libraries]
@@ -215,7 +222,7 @@ def link(items: list[Item], bundle_paths: BundlePaths, libraries: list[str]) -> 
 
 
 def copy_runtime(source: Path, out: Path) -> dict[str, str]:
-    """Bring the DSL's runtime library into the bundle; {file, sha256}."""
+    """Copy the DSL's runtime library into the bundle. Return {file, sha256}."""
     data = source.read_bytes()
     sha = manifest.digest(data)
     target = out / RUNTIME
@@ -226,7 +233,7 @@ def copy_runtime(source: Path, out: Path) -> dict[str, str]:
 
 
 def still_valid(out: Path, arch: str, spec_type: SpecType, toolchain: dict[str, Any]) -> list[Kernel]:
-    """Kernels of the bundle at `out` that the present sources and toolchain would give again."""
+    """Return the kernels of the bundle at `out` that the present sources and toolchain would compile again."""
     try:
         old = manifest.read(out)
     except (OSError, ValueError):
@@ -235,7 +242,7 @@ def still_valid(out: Path, arch: str, spec_type: SpecType, toolchain: dict[str, 
     for entry in old.kernels if old.problem(arch) is None else []:
         try:
             spec = manifest.from_json(spec_type(entry["op"]), entry["spec"])
-        except (AttributeError, ImportError, TypeError, ValueError):  # an op or a spec of other sources
+        except (AttributeError, ImportError, TypeError, ValueError):  # an op or a spec that these sources do not have
             continue
         if manifest.key(entry["op"], spec, arch, toolchain) == entry["key"]:
             kept.append((entry["op"], spec))
@@ -245,10 +252,10 @@ def still_valid(out: Path, arch: str, spec_type: SpecType, toolchain: dict[str, 
 def build_bundle(
     kernels: Iterable[Kernel], arch: str, bundle_paths: BundlePaths, jobs: int, keep: SpecType | None = None
 ) -> Built:
-    """Make the bundle at `bundle_paths` hold exactly `kernels`; with `keep`, also what is valid there already.
+    """Make the bundle at `bundle_paths` hold exactly `kernels`; with `keep`, also the kernels that are still valid
+    in it.
 
-    BuildError: a kernel failed to compile, or the link did; the old bundle stays.
-    """
+    Raise BuildError if a kernel failed to compile or a library to link; the old bundle then stays."""
     build.use_arch(arch)
     toolchain = build.toolchain()
     bundle_paths.objects.mkdir(parents=True, exist_ok=True)
@@ -257,7 +264,7 @@ def build_bundle(
         items = [item_of(op, spec, arch, toolchain) for op, spec in wanted]
         items.sort(key=lambda item: item.symbol)
         if not items:
-            raise BuildError("no kernel to build")
+            raise BuildError("kernels: none, must be at least one kernel to build")
         compiled = compile_missing(items, arch, bundle_paths.objects, jobs)
         result = publish(items, arch, toolchain, bundle_paths)
         prune(bundle_paths, result)
@@ -270,7 +277,7 @@ def item_of(op: str, spec: Any, arch: str, toolchain: dict[str, Any]) -> Item:
 
 
 def publish(items: list[Item], arch: str, toolchain: dict[str, Any], bundle_paths: BundlePaths) -> Manifest:
-    """Link, copy, and then write the manifest. All objects exist."""
+    """Link the libraries, copy the runtime, and then write the manifest. All objects must exist."""
     libraries = build.runtime_libraries()
     runtime = next(Path(lib) for lib in libraries if Path(lib).name == RUNTIME)
     families = sorted({item.family for item in items})
@@ -291,16 +298,16 @@ def publish(items: list[Item], arch: str, toolchain: dict[str, Any], bundle_path
 
 
 def prune_folder(out: Path, current: Manifest) -> None:
-    """Delete what the manifest of a bundle does not name: libraries of earlier builds, and what they left behind."""
+    """Delete the files that the manifest of a bundle does not name: libraries and temporary files of earlier builds."""
     named = {lib["file"] for lib in current.libraries.values()}
     for path in [*out.glob("*.so"), *out.glob(".tmp-*")]:
         if re.search(r"-[0-9a-f]{12}\.so$|^\.tmp-", path.name) and path.name not in named:
             path.unlink()
-    shutil.rmtree(out / "cubin", ignore_errors=True)  # of schema 1
+    shutil.rmtree(out / "cubin", ignore_errors=True)  # written by schema 1
 
 
 def prune(bundle_paths: BundlePaths, current: Manifest) -> None:
-    """Delete what no manifest names, and objects unused for UNUSED_DAYS."""
+    """Delete the files that no manifest names, and the objects that were unused for UNUSED_DAYS."""
     prune_folder(bundle_paths.out, current)
     oldest = time.time() - UNUSED_DAYS * 86400
     for path in bundle_paths.objects.glob("*.o"):
@@ -315,7 +322,8 @@ def unused(path: Path, since: float) -> bool:
 
 
 def verify(out: Path, arch: str) -> list[str]:
-    """What is wrong with a bundle: hashes of its files, libraries that do not load, symbols that do not resolve."""
+    """Return the problems of a bundle: files with a wrong hash, libraries that do not load, symbols that do not
+    resolve."""
     try:
         found = manifest.read(out)
     except (OSError, ValueError) as error:
@@ -329,7 +337,7 @@ def verify(out: Path, arch: str) -> list[str]:
         if not path.exists():
             problems.append(f"{file['file']} is missing")
         elif manifest.digest(path.read_bytes()) != file["sha256"]:
-            problems.append(f"{file['file']} does not have the hash that the manifest names")
+            problems.append(f"{file['file']} does not have the hash in the manifest")
     if problems:
         return problems
     import tvm_ffi
@@ -337,7 +345,7 @@ def verify(out: Path, arch: str) -> list[str]:
     for family, file in found.libraries.items():
         try:
             module = tvm_ffi.load_module(out / file["file"])
-        except Exception as error:  # whatever the loader raises, the library is unusable
+        except Exception as error:  # the library is unusable, whatever the loader raises
             problems.append(f"{file['file']} does not load: {error}")
             continue
         symbols = [entry["symbol"] for entry in found.kernels if entry["library"] == family]

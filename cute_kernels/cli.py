@@ -1,15 +1,14 @@
-"""The command `cute-kernels`, also `python -m cute_kernels`: bundles of compiled kernels, which run where no DSL and no
-compiler is installed.
+"""The command `cute-kernels`, also `python -m cute_kernels`: bundles of compiled kernels, which run without the DSL
+and without a compiler.
 
-    cute-kernels build --arch sm_90a                       every shipped kernel, into the place where lookups begin
-    cute-kernels build --arch sm_90a --only 'bf16_d128*'   what matches, and what is valid there already
-    cute-kernels list                                      what a bundle holds
+    cute-kernels build --arch sm_90a                       every shipped kernel, into the folder where lookups begin
+    cute-kernels build --arch sm_90a --only 'bf16_d128*'   the kernels that match, and those already valid there
+    cute-kernels list                                      the kernels of a bundle
     cute-kernels verify                                    hashes, loading, symbols
     cute-kernels show bf16_d128_causal_tma_m128n128s3r --sass
-    cute-kernels env                                       versions, GPUs, bundles that a process here finds
+    cute-kernels env                                       versions, GPUs, and the bundles that a process here finds
 
-`build` and `show` need the DSL. Where bundles lie is said in cute_kernels/paths.py.
-"""
+`build` and `show` need the DSL. cute_kernels/paths.py says where bundles lie."""
 
 import argparse
 import os
@@ -30,7 +29,9 @@ def command_build(args: argparse.Namespace) -> int:
     keep = catalog.spec_type if args.only or args.spec else None
     if keep:
         chosen = {only: [kernel for kernel in kernels if catalog.matches(kernel, only)] for only in args.only}
-        nothing = [f"no shipped kernel of {args.arch} matches {only}" for only, found in chosen.items() if not found]
+        nothing = [
+            f"--only: {only!r}, matches no shipped kernel of {args.arch}" for only, found in chosen.items() if not found
+        ]
         if nothing:
             print("\n".join(nothing), file=sys.stderr)
             return 2
@@ -41,7 +42,7 @@ def command_build(args: argparse.Namespace) -> int:
         built = bundle.build_bundle(kernels, args.arch, bundle_paths, args.jobs, keep)
     except KeyboardInterrupt:
         print(
-            f"interrupted: {bundle_paths.out} is as it was, what was compiled is kept in {bundle_paths.objects}",
+            f"interrupted: {bundle_paths.out} is unchanged; compiled kernels are kept in {bundle_paths.objects}",
             file=sys.stderr,
         )
         return 130
@@ -60,7 +61,7 @@ def objects(args: argparse.Namespace) -> Path:
 
 def default(folders: list[Path], option: str) -> Path:
     if not folders:
-        raise SystemExit(f"this user has no home directory: give {option}")
+        raise SystemExit(f"{option}: must be given, because this user has no home directory")
     return folders[0]
 
 
@@ -72,14 +73,14 @@ def parsed(text: str) -> manifest.Kernel:
 
 
 def existing(args: argparse.Namespace) -> Path:
-    """The bundle that the user names, or the first usable one that a process finds, or the first."""
+    """Return the bundle that the user names, else the first usable one that a process finds, else the first one."""
     if args.out:
         return args.out
     found = paths.bundles(args.arch)
     if found:
         return next((item for item in found if not item.problem), found[0]).folder
     searched = os.pathsep.join(map(str, paths.bundle_roots()))
-    raise SystemExit(f"no bundle of {args.arch} in {searched}: cute-kernels build --arch {args.arch} makes one")
+    raise SystemExit(f"no bundle of {args.arch} in {searched}: run cute-kernels build --arch {args.arch} to make one")
 
 
 def command_list(args: argparse.Namespace) -> int:
@@ -116,7 +117,7 @@ def command_verify(args: argparse.Namespace) -> int:
     found = manifest.read(out)
     print(f"{out}: {len(found.kernels)} kernels load, hashes match")
     if any(entry["registers"] is None for entry in found.kernels):
-        print(f"registers and instruction counts are unknown: {cubin.INSTALL}, then build again")
+        print(f"registers and instruction counts are unknown: run {cubin.INSTALL}, then build again")
     return 0
 
 
@@ -134,14 +135,17 @@ def command_unpack(args: argparse.Namespace) -> int:
 
 
 def command_show(args: argparse.Namespace) -> int:
-    """Facts of one kernel, compiled now unless its object exists."""
+    """Print the facts of one kernel; compile it now unless its object exists."""
     shipped = catalog.shipped(args.arch)
     found = [kernel for kernel in shipped if args.name in (kernel[1].name, manifest.label(*kernel))]
     if args.name.partition("=")[1]:
         found = [parsed(args.name)]
     if not found:
         close = [manifest.label(*kernel) for kernel in shipped if catalog.matches(kernel, args.name)]
-        print("\n".join([f"no shipped kernel is called {args.name}", *close]), file=sys.stderr)
+        print(
+            "\n".join([f"name: {args.name!r}, must be the name of a shipped kernel or OP=JSON", *close]),
+            file=sys.stderr,
+        )
         return 2
     op, spec = found[0]
     path = build.object_file(op, spec, args.arch, objects(args))
@@ -152,14 +156,15 @@ def command_show(args: argparse.Namespace) -> int:
     if args.ptx:
         print(path.with_suffix(".ptx").read_text())
     if cubin.disassembler() is None:
-        print(f"no registers, no SASS: {cubin.INSTALL}")
+        print(f"registers and SASS are unknown: run {cubin.INSTALL}")
     elif args.sass:
         print(cubin.sass(path.with_suffix(".cubin").read_bytes()))
     return 0
 
 
 def command_env(args: argparse.Namespace) -> int:
-    """What a process of this Python runs kernels with. Nothing here is an error: it says what is missing."""
+    """Print the versions, GPUs and bundles with which a process of this Python runs kernels. A part that is missing
+    is reported; it is no error."""
     print(f"cute-kernels {__version__} in {manifest.PACKAGE}")
     print(f"Python {platform.python_version()}, {manifest.HOST}")
     for name in ("torch", "apache-tvm-ffi", "nvidia-cutlass-dsl"):
@@ -189,16 +194,16 @@ def installed(distribution: str) -> str:
 
 
 def gpus() -> list[str]:
-    """A line for each GPU that torch sees, with its architecture."""
+    """Return a line for each GPU that torch sees, with its architecture."""
     try:
-        import_module("cute_kernels.ops")  # which says so where another module is called wrappers
+        import_module("cute_kernels.ops")  # it raises if another module is called wrappers
         import torch
 
         from wrappers import runtime
 
         archs = [runtime.arch_of(i) for i in range(torch.cuda.device_count())]
         names = [torch.cuda.get_device_name(i) for i in range(len(archs))]
-    except (ImportError, OSError, RuntimeError, AssertionError) as error:  # of a library, a driver, a build of torch
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:  # from a library, a driver or torch
         return [f"GPUs: unknown, {error}"]
     lines = [
         f"GPU {i}: {name}, {arch}{'' if arch in catalog.ARCHS else ': no kernels for it'}"
@@ -208,7 +213,7 @@ def gpus() -> list[str]:
 
 
 def usable(found: FoundBundle) -> str:
-    """How much of a bundle the installed sources can use."""
+    """Return how much of a bundle the installed sources can use."""
     held = found.manifest
     if held is None or found.problem:
         return f"not usable, {found.problem}"
@@ -216,52 +221,77 @@ def usable(found: FoundBundle) -> str:
     if valid == len(held.kernels):
         return f"usable, {content(held)}"
     which = f"{valid} of its kernels usable" if valid else "not usable"
-    return f"{which}, {content(held)}: compiled from other sources of cute_kernels, build it again"
+    return f"{which}, {content(held)}: compiled from other sources of cute_kernels; build it again"
 
 
 def positive(text: str) -> int:
     if int(text) < 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text}, must be at least 1")
     return int(text)
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="cute-kernels", description="Bundles of compiled kernels.")
+    parser = argparse.ArgumentParser(prog="cute-kernels", description="Build and inspect bundles of compiled kernels.")
     parser.add_argument("--version", action="version", version=__version__)
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--arch", default="sm_90a", choices=catalog.ARCHS)
-    common.add_argument("--out", type=Path, help="the bundle's folder; default: where lookups begin")
-    common.add_argument("--objects", type=Path, help="cache of compiled kernels")
-    verbs = parser.add_subparsers(required=True, metavar="build | list | verify | show | pack | unpack | env")
-    verb = verbs.add_parser("build", parents=[common], help="compile what is missing and publish a bundle")
-    verb.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)), help="processes")
-    verb.add_argument(
-        "--only", action="append", default=[], metavar="PATTERN", help="part or glob of op/name; repeatable"
+    common.add_argument(
+        "--arch", default="sm_90a", choices=catalog.ARCHS, help="GPU architecture (default: %(default)s)"
     )
-    verb.add_argument("--spec", action="append", default=[], metavar="OP=JSON", help="a spec that is not shipped")
+    common.add_argument("--out", type=Path, help="folder of the bundle (default: the folder where lookups begin)")
+    common.add_argument(
+        "--objects", type=Path, help="folder of compiled kernels, one file each (default: obj/ beside the bundles)"
+    )
+    verbs = parser.add_subparsers(required=True, metavar="build | list | verify | show | pack | unpack | env")
+    verb = verbs.add_parser("build", parents=[common], help="compile the missing kernels and publish a bundle")
+    verb.add_argument(
+        "--jobs",
+        type=positive,
+        default=len(os.sched_getaffinity(0)),
+        help="processes that compile, at least 1 (default: %(default)s)",
+    )
+    verb.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="build only kernels with this part of op/name, or matching this glob; repeatable",
+    )
+    verb.add_argument(
+        "--spec",
+        action="append",
+        default=[],
+        metavar="OP=JSON",
+        help="also build this spec, which need not be shipped; repeatable",
+    )
     verb.set_defaults(run=command_build)
-    verbs.add_parser("list", parents=[common], help="kernels of a bundle").set_defaults(run=command_list)
-    verbs.add_parser("verify", parents=[common], help="check a bundle").set_defaults(run=command_verify)
-    verb = verbs.add_parser("show", parents=[common], help="facts, PTX and SASS of one kernel")
-    verb.add_argument("name", help="a shipped kernel's name, or OP=JSON")
-    verb.add_argument("--ptx", action="store_true")
-    verb.add_argument("--sass", action="store_true")
+    verbs.add_parser("list", parents=[common], help="list the kernels of a bundle").set_defaults(run=command_list)
+    verbs.add_parser(
+        "verify", parents=[common], help="check the hashes, libraries and symbols of a bundle"
+    ).set_defaults(run=command_verify)
+    verb = verbs.add_parser("show", parents=[common], help="show the facts, PTX and SASS of one kernel")
+    verb.add_argument("name", help="name of a shipped kernel, or OP=JSON")
+    verb.add_argument("--ptx", action="store_true", help="print the PTX")
+    verb.add_argument("--sass", action="store_true", help="print the SASS")
     verb.set_defaults(run=command_show)
     for name, run, said in (
         ("pack", command_pack, "write a bundle to one file"),
-        ("unpack", command_unpack, "make a bundle of such a file"),
+        ("unpack", command_unpack, "extract a bundle from a packed file"),
     ):
         verb = verbs.add_parser(name, parents=[common], help=said)
-        verb.add_argument("file", type=Path)
+        verb.add_argument("file", type=Path, help="the packed file")
         verb.set_defaults(run=run)
-    verbs.add_parser("env", help="versions, GPUs, bundles found, JIT").set_defaults(run=command_env)
+    verbs.add_parser("env", help="print versions, GPUs, the bundles found, and whether JIT is allowed").set_defaults(
+        run=command_env
+    )
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments().parse_args(argv)
     if args.run in (command_build, command_show) and not paths.has_dsl():
-        print("nvidia-cutlass-dsl, which compiles, is not installed: pip install cute-kernels[build]", file=sys.stderr)
+        print(
+            "nvidia-cutlass-dsl, the compiler, is not installed: run pip install cute-kernels[build]", file=sys.stderr
+        )
         return 1
     try:
         return args.run(args)

@@ -1,8 +1,7 @@
-"""Facts of a compiled kernel, read from its cubin: registers, stack, shared memory, instruction counts.
+"""Resources of a compiled kernel, read from its cubin: registers, stack, shared memory, instruction counts.
 
-The disassemblers come from PyPI (nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm, in the extra `dev`) or from
-a CUDA toolkit on PATH. Without them every fact is None.
-"""
+The disassemblers come from PyPI (nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm, in the extra `dev`) or from a
+CUDA toolkit on PATH. Without them, everything but the dynamic shared memory is None."""
 
 import os
 import re
@@ -20,18 +19,18 @@ from typing import Any
 
 INSTALL = "pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
 COUNTED = (
-    *("HMMA", "HGMMA", "QGMMA", "WARPGROUP"),  # tensor-core MMAs, Hopper's fences and waits around them
+    *("HMMA", "HGMMA", "QGMMA", "WARPGROUP"),  # tensor-core MMAs, and Hopper's fences and waits around them
     *("UTCHMMA", "UTCQMMA", "UTCOMMA"),
-    *("UTMALDG", "UTMASTG", "LDGSTS"),  # copies of TMA, and cp.async
-    *("LDL", "STL"),  # what a spill would show as
+    *("UTMALDG", "UTMASTG", "LDGSTS"),  # TMA copies, and cp.async
+    *("LDL", "STL"),  # spills
     "FFMA",
 )
-STEP = 16  # bytes of an instruction
+STEP = 16  # bytes per instruction
 
 
 @cache
 def disassembler() -> str | None:
-    """Path of cuobjdump with nvdisasm beside it, or None."""
+    """Return the path of a cuobjdump that has nvdisasm beside it, or None."""
     spec = find_spec("nvidia")
     wheels = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
     for folder in (folder for wheel in wheels for folder in sorted(wheel.glob("*/bin"), reverse=True)):
@@ -43,7 +42,7 @@ def disassembler() -> str | None:
 def _read(cubin: bytes, *options: str, by: str = "cuobjdump") -> str:
     tool = disassembler()
     if tool is None:
-        raise FileNotFoundError(f"no cuobjdump and nvdisasm: {INSTALL}")
+        raise FileNotFoundError(f"cuobjdump and nvdisasm are not installed: {INSTALL}")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -53,7 +52,8 @@ def _read(cubin: bytes, *options: str, by: str = "cuobjdump") -> str:
 
 
 def sass(cubin: bytes, encodings: bool = False) -> str:
-    """Disassembly. FileNotFoundError, saying what to install, where there is no disassembler."""
+    """Return the disassembly. Raise FileNotFoundError, which names the packages to install, if there is no
+    disassembler."""
     text = _read(cubin, "-sass")
     if encodings:
         return text
@@ -61,7 +61,7 @@ def sass(cubin: bytes, encodings: bool = False) -> str:
 
 
 def instructions(text: str) -> dict[str, int]:
-    """How often each opcode of COUNTED occurs in SASS, by its first word: `HGMMA.64x128x16.F32.BF16` is HGMMA."""
+    """Count each opcode of COUNTED in SASS, by its first word: `HGMMA.64x128x16.F32.BF16` is HGMMA."""
     return counted(opcodes(text))
 
 
@@ -75,7 +75,7 @@ def counted(names: Iterable[str]) -> dict[str, int]:
 
 
 def code(cubin: bytes) -> bytes:
-    """The instructions of all kernels: sections .text.<kernel> of the ELF file."""
+    """Return the instructions of all kernels: the sections .text.<kernel> of the ELF file."""
     (table,) = struct.unpack_from("<Q", cubin, 40)
     size, count, names = struct.unpack_from("<HHH", cubin, 58)
     sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]  # name, ..., offset, size
@@ -84,7 +84,7 @@ def code(cubin: bytes) -> bytes:
 
 
 def counts(cubins: list[bytes], arch: str) -> list[dict[str, int]]:
-    """`instructions` of each, by one run of the disassembler: starting it takes 0.3 s, a kernel 0.1."""
+    """Return `instructions` of each cubin, from one run of the disassembler: its start takes 0.3 s, a kernel 0.1 s."""
     codes = [code(cubin) for cubin in cubins]
     names = opcodes(_read(b"".join(codes), "-ndf", "-b", arch.replace("sm_", "SM"), by="nvdisasm"))
     if STEP * len(names) != sum(map(len, codes)):
@@ -94,7 +94,8 @@ def counts(cubins: list[bytes], arch: str) -> list[dict[str, int]]:
 
 
 def usage(cubin: bytes) -> dict[str, int]:
-    """Largest of the kernels in a cubin: registers a thread, stack and local bytes a thread, static shared bytes."""
+    """Return the largest values of the kernels in a cubin: registers per thread, bytes of stack and local memory per
+    thread, bytes of static shared memory."""
     text = _read(cubin, "--dump-resource-usage")
     largest = {
         name: max((int(n) for n in re.findall(rf"\b{name}:(\d+)", text)), default=0)
@@ -108,7 +109,8 @@ def usage(cubin: bytes) -> dict[str, int]:
 
 
 def resources(cubins: list[bytes], dynamic_shared: list[int | None], arch: str) -> list[dict[str, Any]]:
-    """Of each: registers, stack (bytes a thread; spills lie there), shared (bytes a CTA), instructions (by opcode)."""
+    """Return the resources of each cubin: registers and stack (bytes, with spills) per thread, shared memory (bytes)
+    per CTA, and instructions (by opcode)."""
     if disassembler() is None:
         unknown = {"registers": None, "stack": None, "instructions": None}
         return [unknown | {"shared": shared} for shared in dynamic_shared]

@@ -1,17 +1,17 @@
-"""Artifact keys, spec <-> JSON, and the manifest of a bundle. Plain Python: the runtime reads bundles without a DSL.
+"""Artifact keys, specs as JSON, and the manifest of a bundle. Plain Python: the runtime reads bundles without a DSL.
 
-The key of an artifact is a hash of all that decides its code:
+The key of an artifact is a hash of everything that decides its code:
 
-    op, spec, arch   what is asked for
+    op, spec, arch   the request
     sources          the code of all files of cute_kernels that the kernel module imports (`source_hash`)
     toolchain        DSL version, CUDA flavour of its compiler, and compiler settings from the environment
 
-A process that runs a bundle need not have the DSL: it takes `toolchain` from the bundle's manifest and computes the
-other parts itself. An entry therefore serves a request exactly if op, spec, arch and the installed sources are those
-it was compiled from. A DSL that happens to be installed at run time plays no part: compiled code does not call it, and
-the runtime library it needs lies in the bundle. What no key can tell, the loader and driver refuse: a bundle of another
-host platform (`Manifest.problem`), and a driver older than the CUDA flavour (CUDA 13 needs driver 580).
-"""
+A process that runs a bundle need not have the DSL: it takes `toolchain` from the bundle's manifest and computes
+the other parts itself. So an entry serves a request exactly if op, spec, arch and the installed sources are those
+from which it was compiled. A DSL that is installed at run time plays no part: compiled code does not call it, and
+the runtime library that the code needs lies in the bundle. Two facts are in no key, and the loader or the driver
+checks them: the host platform of the bundle (`Manifest.problem`), and the driver, which must not be older than
+the CUDA flavour (CUDA 13 needs driver 580)."""
 
 import ast
 import dataclasses
@@ -38,7 +38,7 @@ HOST = f"{platform.system()}-{platform.machine()}".lower()
 
 
 def to_json(value: Any) -> Any:
-    """A spec (nested dataclasses, tuples, enums, scalars) as JSON values; every field, defaults too."""
+    """Return a spec (nested dataclasses, tuples, enums, scalars) as JSON values, with every field, defaults too."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Enum):
@@ -47,25 +47,24 @@ def to_json(value: Any) -> Any:
         return [to_json(item) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(f"{type(value).__name__} has no place in a spec: {value!r}")
+    raise TypeError(f"{value!r}: a spec may hold dataclasses, tuples, enums, numbers, strings, bools and None")
 
 
 def from_json(hint: Any, data: Any) -> Any:
-    """The value of type `hint` that `to_json` gave `data` for. Missing fields take their defaults.
+    """Return the value of type `hint` for which `to_json` returns `data`. Missing fields take their defaults.
 
-    TypeError or ValueError where `data` does not fit: unknown fields, a string for an int.
-    """
+    Raise TypeError or ValueError if `data` does not fit: unknown fields, a string for an int."""
     kind = get_origin(hint) or hint
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(data, dict):
-            raise TypeError(f"{kind.__name__} wants an object, got {data!r}")
+            raise TypeError(f"{kind.__name__}: {data!r}, must be an object")
         hints = _field_types(kind, get_args(hint))
         unknown = data.keys() - hints.keys()
         if unknown:
-            raise TypeError(f"{kind.__name__} has no field {', '.join(sorted(unknown))}")
+            raise TypeError(f"{kind.__name__} has no field {', '.join(sorted(unknown))}; it has {', '.join(hints)}")
         return kind(**{name: from_json(hints[name], item) for name, item in data.items()})
     if kind in (Union, types.UnionType):
-        (inner,) = (arg for arg in get_args(hint) if arg is not type(None))  # only `T | None` is a spec field
+        (inner,) = (arg for arg in get_args(hint) if arg is not type(None))  # spec fields have no unions but `T | None`
         return None if data is None else from_json(inner, data)
     if kind is tuple:
         args = get_args(hint)
@@ -74,12 +73,13 @@ def from_json(hint: Any, data: Any) -> Any:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return hint(data)
     if type(data) is not hint and not (hint is float and type(data) is int):
-        raise TypeError(f"wants {hint}, got {data!r}")
+        raise TypeError(f"{data!r}, must be {getattr(hint, '__name__', hint)}")
     return data
 
 
 def _field_types(kind: type, args: tuple[Any, ...]) -> dict[str, Any]:
-    """Field -> type of the dataclass `kind`, whose type variables stand for `args`: `T` is Tile in `Spec[Tile]`."""
+    """Return field -> type of the dataclass `kind`, with its type variables replaced by `args`: `T` is the tile
+    config in `AttentionSpec[Sm90TileConfig]`."""
     bound = dict(zip(getattr(kind, "__parameters__", ()), args))
 
     def concrete(hint: Any) -> Any:
@@ -97,14 +97,15 @@ def digest(data: bytes) -> str:
 
 
 def canonical(value: Any) -> str:
-    """JSON with one spelling per value: sorted keys, no spaces."""
+    """Return a value as JSON with one spelling per value: sorted keys, no spaces."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def source_files(op: str, package: Path = PACKAGE) -> list[Path]:
-    """Files of `package` that decide the code of `op`: those that its kernel module imports, inside functions too, with
-    the packages that an import runs first; and build.py, which compiles them, but not what that imports (this file).
-    """
+    """Return the files of `package` that decide the code of `op`.
+
+    These are the files that its kernel module imports, inside functions too, with the packages that such an
+    import runs first; and build.py, which compiles them, but not the imports of build.py (this file)."""
     found: dict[str, Path | None] = {f"{package.name}.build": package / "build.py"}
     waiting = [f"{package.name}.abi", f"{package.name}.{op}.forward"]
     while waiting:
@@ -117,7 +118,7 @@ def source_files(op: str, package: Path = PACKAGE) -> list[Path]:
 
 
 def _file(module: str, package: Path) -> Path | None:
-    """The file of a module inside `package`, by its dotted name; None for other names."""
+    """Return the file of a module inside `package`, by its dotted name, or None for other names."""
     first, *rest = module.split(".")
     path = package.joinpath(*rest)
     files = (path / "__init__.py", path.parent / f"{path.name}.py")
@@ -125,7 +126,7 @@ def _file(module: str, package: Path) -> Path | None:
 
 
 def _imports(file: Path, module: str) -> list[str]:
-    """Dotted names that a file, which is `module`, imports from anywhere: modules, or names in them."""
+    """Return the dotted names that a file, the module `module`, imports from anywhere: modules, or names in them."""
     package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
     above = {level: package[: len(package) + 1 - level] if level else [] for level, _ in source(file)[1]}
     return [".".join([*above[level], name]) for level, name in source(file)[1]]
@@ -133,7 +134,8 @@ def _imports(file: Path, module: str) -> list[str]:
 
 @cache
 def source(file: Path) -> tuple[str, list[tuple[int, str]]]:
-    """(digest of a file's code, its imports); an import is (level, dotted name), level: 0, or dots before the name."""
+    """Return (digest of a file's code, its imports). An import is (level, dotted name); level: number of dots before
+    the name."""
     tree = ast.parse(file.read_bytes())
     imports: list[tuple[int, str]] = []
     for node in ast.walk(tree):
@@ -146,10 +148,10 @@ def source(file: Path) -> tuple[str, list[tuple[int, str]]]:
 
 
 def code(tree: Any) -> str:
-    """A syntax tree as text without comments, docstrings and layout, the same under every Python from 3.10.
+    """Return a syntax tree as text without comments, docstrings and layout, the same under every Python from 3.10.
 
-    ast.dump is not: it shows fields that later versions have added. In code that 3.10 can read, those are empty.
-    """
+    ast.dump differs between versions: it shows fields that later versions have added. In code that 3.10 can read,
+    they are empty."""
     if isinstance(tree, list):
         return f"[{','.join(map(code, tree))}]"
     if not isinstance(tree, ast.AST):
@@ -164,8 +166,8 @@ def code(tree: Any) -> str:
 
 
 def _says_nothing(node: Any, parent: ast.AST) -> bool:
-    """Whether `node` is a statement of a string alone or of the package's version, or an empty part of an f-string,
-    which some Pythons add."""
+    """Return whether `node` is a statement of a string alone, an assignment of the package's version, or an empty
+    part of an f-string, which some Pythons add."""
     if isinstance(parent, ast.JoinedStr):
         return isinstance(node, ast.Constant) and node.value == ""
     if isinstance(node, ast.Assign) and isinstance(parent, ast.Module):
@@ -175,36 +177,36 @@ def _says_nothing(node: Any, parent: ast.AST) -> bool:
 
 @cache
 def source_hash(op: str, package: Path = PACKAGE) -> str:
-    """Hash of the names and the code of `source_files(op)`, once a process: 0.2 s."""
+    """Return a hash of the names and the code of `source_files(op)`; computed once per process, in 0.2 s."""
     sums = {f.relative_to(package).as_posix(): source(f)[0] for f in source_files(op, package)}
     return digest(canonical(sums).encode())
 
 
 def key(op: str, spec: Any, arch: str, toolchain: dict[str, Any]) -> str:
-    """The artifact key: 64 hex digits. `toolchain` is `build.toolchain()`, or what a manifest recorded."""
+    """Return the artifact key, 64 hex digits. toolchain: `build.toolchain()`, or the one that a manifest recorded."""
     facts = {"op": op, "spec": to_json(spec), "arch": arch, "toolchain": toolchain, "sources": source_hash(op)}
     return digest(canonical({"schema": SCHEMA, **facts}).encode())
 
 
 def label(op: str, spec: Any) -> str:
-    """How a kernel is called in lists, patterns and errors: `attention.sm90/bf16_d128_...`."""
+    """Return the name of a kernel in lists, patterns and errors: `attention.sm90/bf16_d128_...`."""
     return f"{op}/{spec.name}"
 
 
 def symbol(op: str, spec: Any, artifact_key: str) -> str:
-    """The C name of an artifact. It holds part of the key, so equal symbols mean equal code."""
+    """Return the C name of an artifact. It holds part of the key, so equal symbols mean equal code."""
     return re.sub(r"\W", "_", f"{op}__{spec.name}") + f"__{artifact_key[:12]}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a bundle (one folder, one architecture) holds. Written last, so its files are complete.
+    """The contents of a bundle (one folder, one architecture). It is written last, so the files that it names are
+    complete.
 
-    libraries: family -> {file, sha256}. runtime: {file, sha256} of the DSL's runtime library. kernels: one dict each
-    of op, spec, name, symbol, key, library (family), cubin {offset, size, sha256}: its bytes in the library,
-    object_sha256, and the facts of cute_kernels/cubin.py, null where no disassembler was installed. File names are
-    relative.
-    """
+    libraries: family -> {file, sha256}. runtime: {file, sha256} of the DSL's runtime library. kernels: one dict
+    per kernel with op, spec, name, symbol, key, library (family), cubin {offset, size, sha256} (its bytes in the
+    library), object_sha256, and the resources of cute_kernels/cubin.py, null if no disassembler was installed.
+    File names are relative."""
 
     arch: str
     toolchain: dict[str, Any]
@@ -215,7 +217,7 @@ class Manifest:
     schema: int = SCHEMA
 
     def problem(self, arch: str) -> str | None:
-        """Why nothing of this bundle can run here for `arch`, or None."""
+        """Return why nothing of this bundle can run here for `arch`, or None."""
         if self.arch != arch:
             return f"is for {self.arch}"
         if self.host != HOST:
@@ -223,12 +225,12 @@ class Manifest:
         return None
 
     def find(self, op: str, spec: Any) -> dict[str, Any] | None:
-        """The entry whose key equals that of (op, spec) under the installed sources, or None."""
+        """Return the entry with the key of (op, spec) under the installed sources, or None."""
         wanted = key(op, spec, self.arch, self.toolchain)
         return next((entry for entry in self.kernels if entry["key"] == wanted), None)
 
     def refusal(self, op: str, spec: Any) -> str:
-        """Why `find` found nothing."""
+        """Return why `find` returned None."""
         wanted = to_json(spec)
         if any(entry["op"] == op and entry["spec"] == wanted for entry in self.kernels):
             return f"holds {label(op, spec)}, but compiled from other sources of cute_kernels: key does not match"
@@ -236,24 +238,24 @@ class Manifest:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a bundle. FileNotFoundError where there is none, ValueError where it cannot be used."""
+    """Return the manifest of a bundle. Raise FileNotFoundError if there is none, ValueError if it cannot be used."""
     text = (folder / FILE).read_text()
     try:
         data = json.loads(text)
         if data.get("schema") != SCHEMA:
-            raise ValueError(f"schema {data.get('schema')}, this version reads {SCHEMA}")
+            raise ValueError(f"schema {data.get('schema')}, must be {SCHEMA}")
         return Manifest(**data)
     except (TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{folder / FILE}: {error}") from None
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Publish a bundle: to be called after all its files are in place."""
+    """Publish a bundle. All its files must be in place."""
     write_atomic(folder / FILE, (json.dumps(dataclasses.asdict(manifest), indent=1, sort_keys=True) + "\n").encode())
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` in one step; other processes see the old or the new file, whole."""
+    """Replace `path` by `data` in one step: other processes see either the old file or the new one, complete."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -269,10 +271,10 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 @contextmanager
 def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold an exclusive lock between processes (and threads) while the block runs. The system frees it at a crash.
+    """Hold an exclusive lock between processes (and threads) while the block runs. The system frees it after a
+    crash.
 
-    waiting: called once if another process holds the lock.
-    """
+    waiting: called once if another process holds the lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as file:
         try:

@@ -360,7 +360,7 @@ def renamed(members, name):
         (lambda m: {name: m[name] for name in reversed(m)}, f"first file is not {manifest.FILE}"),
         (lambda m: {manifest.FILE: m[manifest.FILE]}, "damaged"),
         (lambda m: m | {next(n for n in m if n.startswith("attention")): b"x"}, "does not have the hash"),
-        (lambda m: renamed(m, "../outside.so"), "is no name of a file"),
+        (lambda m: renamed(m, "../outside.so"), "must be the name of a file"),
         (lambda m: m | {manifest.FILE: m[manifest.FILE].replace(b'"schema": 2', b'"schema": 1')}, "schema 1"),
     ],
     ids=["order", "missing", "damaged", "outside", "schema"],

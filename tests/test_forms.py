@@ -438,8 +438,8 @@ def test_requests_of_a_trace_have_no_facts():
 
 SPEC = SimpleNamespace(
     mask=SimpleNamespace(custom=True, window=True, causal="value", tree=False),
-    logits=SimpleNamespace(alibi=True, soft_cap=True, skip=False), kv=SimpleNamespace(block_scaled=False),
-    out=("bf16",), schedule="tiles", tile=SimpleNamespace(m=64, n=64),
+    logits=SimpleNamespace(alibi=True, soft_cap=True, skip=False), schedule="tiles", out=("bf16",),
+    kv=SimpleNamespace(block_scaled=False), tile=SimpleNamespace(m=64, n=64),
 )  # fmt: skip
 
 

@@ -74,10 +74,10 @@ def test_a_build_goes_where_lookups_begin(no_settings, monkeypatch, tmp_path, ch
 def test_jit_is_0_or_1(no_settings, monkeypatch, tmp_path, capsys, setting):
     monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(tmp_path))
     monkeypatch.setenv("CUTE_KERNELS_JIT", setting)
-    with pytest.raises(ValueError, match=rf"^CUTE_KERNELS_JIT is '{setting}'; it can be 0 .* or 1 "):
+    with pytest.raises(ValueError, match=rf"^CUTE_KERNELS_JIT: '{setting}', must be 0 .* or 1 "):
         runtime.kernel(OP, SPEC, ARCH)
     assert cli.main(["env"]) == 0
-    assert f"JIT: CUTE_KERNELS_JIT is '{setting}'" in capsys.readouterr().out
+    assert f"JIT: CUTE_KERNELS_JIT: '{setting}', must be" in capsys.readouterr().out
 
 
 def test_jit_0_forbids(no_settings, monkeypatch):
@@ -115,7 +115,7 @@ def test_a_user_without_a_home_directory(no_settings, monkeypatch, tmp_path, cap
     assert cli.main(["show", SPEC.name]) == 1 and capsys.readouterr().err == "enough\n"
     assert asked == [ROOT / "build" / "obj"]
     monkeypatch.setattr(manifest, "PACKAGE", tmp_path / "cute_kernels")
-    with pytest.raises(SystemExit, match="no home directory: give --out"):
+    with pytest.raises(SystemExit, match="^--out: must be given, because this user has no home"):
         cli.main(["build"])
     assert cli.main(["env"]) == 0
 
@@ -123,7 +123,7 @@ def test_a_user_without_a_home_directory(no_settings, monkeypatch, tmp_path, cap
 @pytest.mark.parametrize("verb", ["list", "verify"])
 def test_no_bundle_is_said_with_the_command_that_builds_one(no_settings, monkeypatch, tmp_path, verb):
     monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(tmp_path / "none"))
-    with pytest.raises(SystemExit, match=f"no bundle of {ARCH} in {tmp_path}/none: cute-kernels build --arch {ARCH}"):
+    with pytest.raises(SystemExit, match=f"no bundle of {ARCH} in {tmp_path}/none: run cute-kernels build "):
         cli.main([verb])
 
 
@@ -153,7 +153,7 @@ def test_env_says_why_gpus_are_unknown(monkeypatch, capsys, error):
 def test_what_compiles_names_what_is_missing(monkeypatch, capsys, command):
     monkeypatch.setattr(paths, "find_spec", lambda name: None)
     assert cli.main(command) == 1
-    assert "nvidia-cutlass-dsl, which compiles, is not installed" in capsys.readouterr().err
+    assert "nvidia-cutlass-dsl, the compiler, is not installed" in capsys.readouterr().err
 
 
 def test_a_summary_tells_what_was_counted():
@@ -170,10 +170,13 @@ def test_a_summary_tells_what_was_counted():
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (["build", "--jobs", "0"], "--jobs: invalid positive value: '0'"),
-        (["build", "--spec", "attention.decode={}"], "attention.decode cannot be built of {}: out bf16"),
-        (["show", "attention.sm90={}"], "attention.sm90 cannot be built of {}: tile None"),
-        (["build", "--only", SPEC.name, "--only", "none1", "--only", "none2"], f"of {ARCH} matches none1\n.* none2$"),
+        (["build", "--jobs", "0"], "--jobs: 0, must be at least 1"),
+        (["build", "--spec", "attention.decode={}"], "spec: attention.decode does not support {}: out bf16"),
+        (["show", "attention.sm90={}"], "spec: attention.sm90 does not support {}: tile None"),
+        (
+            ["build", "--only", SPEC.name, "--only", "none1", "--only", "none2"],
+            f"'none1', .* {ARCH}\n--only: 'none2', ",
+        ),
         (["build", "--out", "/dev/null"], "/dev/null"),
         (["list", "--out", "/dev/null"], "no bundle at /dev/null: "),
         (["verify", "--out", "/dev/null"], "no bundle at /dev/null: "),
@@ -536,5 +539,5 @@ def test_shipped_kernels_are_named_by_the_catalog():
     assert exact == [(OP, SPEC)]
     assert catalog.parse(f"{OP}={manifest.canonical(manifest.to_json(SPEC))}") == (OP, SPEC)
     for text in (OP, f"{OP}=[]", 'attention.none={"q": "bf16"}', f'{OP}={{"heads": 8}}'):
-        with pytest.raises(ValueError, match="a spec is OP=JSON"):
+        with pytest.raises(ValueError, match="^spec: .*, must be OP=JSON"):
             catalog.parse(text)

@@ -1,8 +1,10 @@
-"""Merge of the parts of a tile (`schedule.stream_k`), by the CTA, or by each warp for its rows, that finishes the last.
+"""The combine step of split KV: O of a tile from the O and LSE of its splits (`schedule.stream_k`).
 
-A warp merges a row (`merge`: few rows, maybe of many parts) or several at a time (`merge_rows`). A part holds
-normalised O and LSE; the sink enters here, once, and so do the factors on the output. Parts are added in the order of
-keys, whoever adds them.
+There is no second kernel: whoever finishes the last split of a tile merges it, found by a counter (`count_split`). In
+decode that is each mma warp, for its own rows (`is_last`, then `merge`: one row at a time, possibly many splits); in
+prefill the CTA (`splits`, then `merge_rows`: several rows at a time). A split holds normalised O and LSE; the sink and
+the output's scale enter here, once. Splits are always added in the order of keys, so that the result does not depend on
+who adds them.
 """
 
 import cutlass
@@ -16,13 +18,16 @@ from .schedule import stream_k
 from .schedule.work import WorkTileInfo
 from .spec import SF_VEC_SIZE
 
-SPLIT_GROUP = 8  # parts of which a warp loads all or none
+SPLIT_GROUP = 8  # splits of which a warp loads all or none
 
 
 @cute.jit
 def count_split(a, own: Int32, count: Int32):
-    """One thread, to which what is written of a part is visible: 1 where that is the last of `count`, by the counter
-    `own` of the launch, else 0. All parts are visible to it then, and to those that it meets at a barrier."""
+    """Count a split as stored; return 1 if it is the last of `count`, else 0. own: the launch's counter to use.
+
+    Called by one thread, to which the stored split must be visible. If it is the last, all splits are visible to this
+    thread, and to threads that meet it at a barrier. The last one resets the counter.
+    """
     own += a.schedule.counter_base
     counters, last = a.schedule.counters, Int32(0)
     counter = counters.iterator + own
@@ -34,7 +39,8 @@ def count_split(a, own: Int32, count: Int32):
 
 @cute.jit
 def is_last(a, own: Int32, count: Int32):
-    """One warp: `count_split` of its share of a part, by a counter that it has with its like in other CTAs."""
+    """Count this warp's rows of a split as stored; return whether the split is the last. Called by one warp. own: a
+    counter shared with the warps of other CTAs that have the same rows."""
     last = Int32(0)
     cute.arch.sync_warp()
     if cute.arch.lane_idx() == 0:
@@ -43,29 +49,45 @@ def is_last(a, own: Int32, count: Int32):
     return cute.arch.shuffle_sync(last, 0) != 0
 
 
+# Decode's combine loop, one warp: one iteration per row of the warp.
+#   waits for   nothing: `is_last` has found that all splits of these rows are stored
+#   computes    the sum over the splits of O * 2^(LSE - maximum), and the sum of 2^(LSE - maximum) (`add_splits`)
+#   stores      the normalised and scaled row, and its LSE, sink included
+# A whole warp works on one row, because there are few rows and possibly many splits. It loads a multiple of SPLIT_GROUP
+# splits at once, as many as registers hold.
 @cute.jit
-def merge(spec: cutlass.Constexpr, a, w: WorkTileInfo, pack_factor, rows: Int32, own: cutlass.Constexpr, warp: Int32):
-    """One warp: its rows, own(spec, warp, 0), own(spec, warp, 1), ... below `rows`, of a tile whose parts are there."""
+def merge(
+    spec: cutlass.Constexpr, a, w: WorkTileInfo, pack_factor, rows: Int32, row_of: cutlass.Constexpr, warp: Int32
+):
+    """Merge the splits of a tile for this warp's rows. Called by one warp; all splits must be stored.
+
+    row_of(spec, warp, i): the warp's i-th row, ascending (`decode.layout.row_of_warp`); those below `rows` exist.
+    """
     m = geometry.tile_m(spec, geometry.num_rows(w.q_len, pack_factor))
     scale = epilogue.output_scale(a)
     sf_lanes = const_expr(tuple(m for m in (1, 2, 4) if m * spec.head_dim_vo // 32 < SF_VEC_SIZE))
-    i, row = Int32(1), own(spec, warp, Int32(0))
+    i, row = Int32(1), row_of(spec, warp, Int32(0))
     while row < rows:
+        # sum over the splits
         acc, row_max, row_sum = add_splits(spec, a, w, row)
+        # normalise, scale and store
         token = w.q_start + geometry.token_of(w.m_block * m + row, pack_factor)
         head = geometry.head_of(w.m_block * m + row, w.head_idx, pack_factor)
         normal = softmax.normalizer(row_max, row_sum, epilogue.sink_of(a, head))
         acc.store(acc.load() * (normal.inv_row_sum * scale))
         epilogue.store_piece(spec, a, token, head, cute.arch.lane_idx(), acc, sf_lanes)
         epilogue.store_lse(a, token, head, normal.lse, cute.arch.lane_idx() == 0)
-        i, row = i + 1, own(spec, warp, i)
+        i, row = i + 1, row_of(spec, warp, i)
 
 
 @cute.jit
 def add_splits(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32):
-    """One warp: (this lane's columns of the sum of O x 2^(LSE - top), top, sum of 2^(LSE - top)) over the parts.
-    As many at a time as registers hold: a lane has the LSE of one, all have a share of each O, which is on its way
-    with the LSEs."""
+    """Return (this lane's columns of the sum of O * 2^(LSE - top), top, the sum of 2^(LSE - top)) over the splits of a
+    row, where top is the largest LSE. Called by one warp.
+
+    The loop takes as many splits at a time as registers hold: a lane has the LSE of one split and a share of the
+    columns of each O, which is loaded together with the LSEs.
+    """
     dim, count, lane = const_expr(spec.head_dim_vo), w.split.num_splits, cute.arch.lane_idx()
     per = const_expr(dim // 32)
     step = const_expr(min(32, max(1, spec.tile.combine_columns // per // SPLIT_GROUP) * SPLIT_GROUP))
@@ -73,12 +95,14 @@ def add_splits(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32):
     acc.fill(0.0)
     base, row_max, row_sum = Int32(0), -Float32.inf, Float32(0.0)
     while base < count:
+        # load LSE and O of `step` splits
         lse, pieces = -Float32.inf, cute.make_rmem_tensor((per, step), Float32)
         if lane < step and base + lane < count:
             lse = a.schedule.o_partial[stream_k.slot_of(a, w, base + lane), row, dim]
         for j in cutlass.range_constexpr(0, step, SPLIT_GROUP):
             if base + j < count:
                 load_splits(spec, a, w, row, base + j, cute.domain_offset((0, j), pieces))
+        # rescale, then add
         new_max = cute.arch.fmax(row_max, cute.arch.warp_reduction_max(lse))
         if new_max != -Float32.inf:
             old, mine = cute.math.exp2(row_max - new_max, fastmath=True), cute.math.exp2(lse - new_max, fastmath=True)
@@ -88,7 +112,7 @@ def add_splits(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32):
                 if base + j < count:
                     for e in cutlass.range_constexpr(SPLIT_GROUP):
                         factor = cute.arch.shuffle_sync(mine, j + e)
-                        if factor > 0.0:  # a part without a key may hold 0 x NaN
+                        if factor > 0.0:  # a split without a key may hold NaN, and 0 * NaN is NaN
                             add_scaled(acc, pieces[None, j + e], factor)
         row_max = new_max
         base += step
@@ -97,10 +121,10 @@ def add_splits(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32):
 
 @cute.jit
 def load_splits(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32, first: Int32, pieces: cute.Tensor):
-    """This lane's columns of a row of SPLIT_GROUP parts, of which the last one stands for those past it. Branches
-    instead would make quantised kernels spill."""
+    """Load this lane's columns of a row of SPLIT_GROUP splits. Past the tile's last split, that one is loaded again:
+    branches instead would make quantised kernels spill."""
     dim, o_partial = const_expr(spec.head_dim_vo), a.schedule.o_partial
-    size = const_expr(spec.tile.m * (dim + 4))  # of a slot: a constant, for short addresses
+    size = const_expr(spec.tile.m * (dim + 4))  # floats per slot: a constant, for short addresses
     lane = (const_expr(dim // 32),), (cute.arch.lane_idx(),)
     begin = cute.local_tile(o_partial[w.split.first + first, row, None], *lane)
     near = cute.make_tensor(begin.iterator, cute.make_layout((SPLIT_GROUP, *lane[0]), stride=(size, 1)))
@@ -112,27 +136,27 @@ def load_splits(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32, first: 
             copy.vector(near[cutlass.min(e, w.split.num_splits - 1 - first), None], pieces[None, e])
 
 
+# Prefill's combine loop, one warp: `rows_per_warp` rows together, one iteration per 32 / rows_per_warp splits.
+#   waits for   nothing: `splits.merge` has found that all splits of the tile are stored
+#   computes    per iteration the new maximum of LSE, rescales O and the sum, then adds the splits in the order of keys
+#   stores      the normalised and scaled rows, and their LSE, sink included
+# A lane has the LSE of one row of one split. O of one split is loaded at a time: two would not fit the registers.
 @cute.jit
 def merge_rows(
     spec: cutlass.Constexpr, a, w: WorkTileInfo, first: Int32, rows: Int32, rows_per_warp: cutlass.Constexpr
 ):
-    """One warp: `rows_per_warp` rows of a tile that has `rows`, from `first` on. Parts are added in the order of keys;
-    a lane has the LSE of one row of one part."""
+    """Merge the splits of a tile for `rows_per_warp` rows from `first` on; the tile has `rows` rows. Called by one
+    warp."""
     dim, lane, count = const_expr(spec.head_dim_vo), cute.arch.lane_idx(), w.split.num_splits
     splits_at_once = const_expr(32 // rows_per_warp)
     per = const_expr(dim // 32)
-    acc, pieces = (
-        cute.make_rmem_tensor((per, rows_per_warp), Float32),
-        cute.make_rmem_tensor((per, rows_per_warp), Float32),
-    )
+    acc = cute.make_rmem_tensor((per, rows_per_warp), Float32)
+    pieces = cute.make_rmem_tensor((per, rows_per_warp), Float32)
     acc.fill(0.0)
-    row, base, row_max, row_sum = (
-        cutlass.min(first + lane // splits_at_once, rows - 1),
-        Int32(0),
-        -Float32.inf,
-        Float32(0.0),
-    )
+    row = cutlass.min(first + lane // splits_at_once, rows - 1)
+    base, row_max, row_sum = Int32(0), -Float32.inf, Float32(0.0)
     while base < count:
+        # LSE and its new maximum
         split_idx, lse = base + lane % splits_at_once, -Float32.inf
         if split_idx < count:
             lse = a.schedule.o_partial[stream_k.slot_of(a, w, split_idx), row, dim]
@@ -140,9 +164,10 @@ def merge_rows(
         known = Float32(0.0) if new_max == -Float32.inf else new_max
         old, mine = (cute.math.exp2(x - known, fastmath=True) for x in (row_max, lse))
         row_sum = fma(row_sum, old, cute.arch.warp_reduction_sum(mine, threads_in_group=splits_at_once))
+        # rescale O
         for i in cutlass.range_constexpr(rows_per_warp):
             acc[None, i].store(acc[None, i].load() * cute.arch.shuffle_sync(old, splits_at_once * i))
-        # the loads of two parts would need more registers than there are
+        # O += O of the split * 2^(LSE - max); the loads of two splits would need more registers than there are
         for j in cutlass.range(splits_at_once, unroll=1):
             slot = stream_k.slot_of(a, w, cutlass.min(base + j, count - 1))
             for i in cutlass.range_constexpr(rows_per_warp):
@@ -150,10 +175,11 @@ def merge_rows(
                 copy.vector(cute.local_tile(source, (per,), (lane,)), pieces[None, i])
             for i in cutlass.range_constexpr(rows_per_warp):
                 factor = cute.arch.shuffle_sync(mine, splits_at_once * i + j)
-                for e in cutlass.range_constexpr(per):  # a part without a key may hold 0 x NaN
+                for e in cutlass.range_constexpr(per):  # a split without a key may hold NaN, and 0 * NaN is NaN
                     acc[e, i] = fma(pieces[e, i], factor, acc[e, i]) if factor > 0.0 else acc[e, i]
         row_max = new_max
         base += splits_at_once
+    # normalise, scale and store
     scale, m = epilogue.output_scale(a), spec.tile.m
     for i in cutlass.range_constexpr(rows_per_warp):
         row = w.m_block * m + first + i

@@ -1,4 +1,4 @@
-"""Which kernel serves a request. Plain Python: runs where no DSL is installed."""
+"""The choice of the kernel that serves a request. Plain Python: it runs without the DSL."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 from . import decode, sm90, sm100
 from .request import KernelRequest, Refusal
 
-# In the order in which they are asked.
+# in the order in which they are asked
 OPS = {"attention.sm90": sm90, "attention.sm100": sm100, "attention.decode": decode}
 
 
 class Answer(NamedTuple):
-    """What an op says of a request: the spec that it would run, and None or why it refuses."""
+    """An op's answer to a request: the spec that it would run, and None or the reason why it refuses."""
 
     op: str
     spec: Any
@@ -19,8 +19,8 @@ class Answer(NamedTuple):
 
 
 class UnsupportedRequest(NotImplementedError):
-    """No op serves a request. field: of the request, or "arch", that the op meant for such problems, and for the
-    architecture if there is one, refused."""
+    """No op serves a request. field: the field of the request that was refused, "phase" aside; "arch" only if no other
+    field was."""
 
     def __init__(self, answers: tuple[Answer, ...]):
         super().__init__("; ".join(f"{op}: {reason}" for op, _, reason in answers))
@@ -29,7 +29,7 @@ class UnsupportedRequest(NotImplementedError):
 
 
 def refusal(module: Any, request: KernelRequest, spec: Any, arch: str) -> Refusal | None:
-    """None where an op serves a request with a spec, else the reason why not."""
+    """Return None if an op serves a request with a spec, else the reason why not."""
     if request.phase not in module.PHASES:
         return Refusal("phase", f"{request.phase}: serves {' and '.join(module.PHASES)}")
     if arch not in module.ARCHS:
@@ -41,7 +41,7 @@ def refusal(module: Any, request: KernelRequest, spec: Any, arch: str) -> Refusa
 
 @cache
 def explain(request: KernelRequest, arch: str) -> tuple[Answer, ...]:
-    """Every op's answer."""
+    """Return every op's answer, in the order of `OPS`."""
     found = []
     for op, module in OPS.items():
         spec: Any = module.candidate(request, arch)
@@ -50,7 +50,8 @@ def explain(request: KernelRequest, arch: str) -> tuple[Answer, ...]:
 
 
 def select(request: KernelRequest, arch: str) -> tuple[str, Any]:
-    """(op, spec) of the kernel that serves the request; `UnsupportedRequest` names what every op refused."""
+    """Return (op, spec) of the kernel that serves the request. Raise `UnsupportedRequest`, which names every op's
+    reason, if there is none."""
     answers = explain(request, arch)
     for op, spec, reason in answers:
         if reason is None:
@@ -59,5 +60,5 @@ def select(request: KernelRequest, arch: str) -> tuple[str, Any]:
 
 
 def shipped(arch: str) -> list[tuple[str, Any]]:
-    """All (op, spec) that a bundle of `arch` holds."""
+    """Return all (op, spec) of a bundle for `arch`."""
     return [(op, spec) for op, module in OPS.items() for spec in module.shipped(arch)]

@@ -1,5 +1,5 @@
-"""Where a row of the output goes: fp32 values, normalised, to 16 bits, e4m3, NVFP4 or a part of a split tile; and its
-LSE. Straight from registers; rows outside the request are left alone."""
+"""Stores of the output, from registers: normalised fp32 values to 16 bits, e4m3 or NVFP4, or to the scratch of a split
+tile; and the LSE. The caller must leave out rows outside the sequence."""
 
 import cutlass
 import cutlass.cute as cute
@@ -9,12 +9,12 @@ from ..device import copy, warp
 from . import nvfp4, softmax
 from .spec import SF_VEC_SIZE
 
-INTEGERS = {1: Uint8, 2: Uint16, 4: Uint32}  # by their bytes
+INTEGERS = {1: Uint8, 2: Uint16, 4: Uint32}  # bytes -> type
 
 
 @cute.jit
 def sink_of(a, head: Int32):
-    """A head's sink, natural-log units, -inf where the call has none."""
+    """Return a head's sink in natural-log units, -inf if the call has none."""
     sink = -Float32.inf
     if a.out.sink.shape[0] > 0:
         sink = a.out.sink[head]
@@ -22,14 +22,14 @@ def sink_of(a, head: Int32):
 
 
 def output_scale(a):
-    """The factor on the output."""
+    """Return the scale of the output."""
     return softmax.device_scale(a.out.out_scale, a.out.out_scale_ptr)
 
 
 @cute.jit
 def store_lse(a, token: Int32, head: Int32, lse: Float32, mine):
-    """LSE of a row, by the thread that it is the business of (`mine`), where the call wants it."""
-    out = a.out.lse  # alone: a branch that stores to `a` carries all that it holds
+    """Store the LSE of a row, if the call wants it. mine: true in the one thread that stores it."""
+    out = a.out.lse  # by itself: a branch that stores to `a` would carry all of its fields
     if mine and out.shape[0] > 0:
         out[token, head] = lse
 
@@ -44,8 +44,8 @@ def store_piece(
     values: cute.Tensor,
     sf_lanes: cutlass.Constexpr,
 ):
-    """At most 16 values as piece number `piece` of a row of the output, in the type that the call asks for. sf_lanes:
-    lanes lane ^ m, m being any sum of them, have the other pieces of a block of 16 values."""
+    """Store at most 16 values as the `piece`-th piece of an output row, in the type that the call asks for. sf_lanes:
+    the lanes lane ^ m, for every sum m of them, have the other pieces of a block of 16 values."""
     if const_expr("nvfp4" in spec.out):
         if a.out.o_fp4.shape[0] > 0:
             store_nvfp4(a, token, head, piece, values, sf_lanes)
@@ -77,22 +77,25 @@ def store_e4m3(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor):
 @cute.jit
 def store_nvfp4(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor, sf_lanes: cutlass.Constexpr):
     n = const_expr(cute.size(values))
+    # scale factor of the block, over the lanes that share it
     f = nvfp4.compute_sf(nvfp4.block_amax(values, sf_lanes), a.out.o_sf_scale)
+    # codes
     target = cute.local_tile(a.out.o_fp4[token, head, None], (n // 2,), (piece,))
     out = cute.make_rmem_tensor(n // 2, target.element_type)
-    each = const_expr(min(n, 8))  # that a word has
+    each = const_expr(min(n, 8))  # codes per word
     words = cute.recast_tensor(out, INTEGERS[each // 2])
     for i in cutlass.range_constexpr(n // each):
         some = cute.make_tensor(values.iterator + i * each, cute.make_layout(each))
         words[i] = nvfp4.codes(some, f).to(INTEGERS[each // 2])
     copy.vector(out, target)
+    # one lane per block stores the scale factor
     if cute.arch.lane_idx() & sum(sf_lanes) == 0:
         nvfp4.store_sf(a, token, head, piece * n // SF_VEC_SIZE, f)
 
 
 @cute.jit
 def store_partial(spec: cutlass.Constexpr, a, slot: Int32, row: Int32, piece: Int32, values: cute.Tensor, lse: Float32):
-    """Few values as piece number `piece` of a row of a part of a tile, in fp32; LSE with the first."""
+    """Store values in fp32 as the `piece`-th piece of a row of a split; the first piece also stores the LSE."""
     target = a.schedule.o_partial[slot, row, None]
     copy.vector(values, cute.local_tile(target, (cute.size(values),), (piece,)))
     if piece == 0:

@@ -1,4 +1,4 @@
-"""The launch ABI in fake tensors, which a kernel is compiled with: the DSL half of `args`."""
+"""Fake tensors for the arguments of `args`, with which a kernel is compiled."""
 
 from math import gcd
 from typing import Any
@@ -10,11 +10,11 @@ from .. import abi
 from . import args
 from .spec import SF_VEC_SIZE
 
-STORED = {"nvfp4": "uint8"}  # types of caches whose elements have no type of their own
+STORED = {"nvfp4": "uint8"}  # cache types without an element type in the DSL -> stored type
 
 
 def fake_args(spec) -> dict[str, Any]:
-    """Name -> fake tensor or scalar, in the order of a launch."""
+    """Return name -> fake tensor or scalar, in launch order."""
     qk, vo = spec.head_dim_qk, spec.head_dim_vo
     wide: Any = {"align": 16, "stride_divisibility": 8}
     bytewise: Any = {"align": 16, "stride_divisibility": 16}

@@ -1,8 +1,8 @@
-"""Rows, tokens and heads of a tile, lengths of a request. Plain arithmetic: tested on ints, traced in kernels.
+"""Rows, tokens and heads of a tile, and lengths of a sequence. Plain arithmetic: tested on ints, traced in kernels.
 
-A tile's rows are query tokens of one query head, or, packed, (token, query head of one KV head's group) with the head
-fastest: row = token * group + head. pack_factor is 1, or the group size when packed; the tile's head is a query
-head, or a KV head when packed.
+Without PackGQA, a tile's rows are the query tokens of one query head, and the tile's head is that query head. With
+PackGQA, its rows are (token, query head) of one KV head, with the head fastest: row = token * qhead_per_kvhead + head,
+and the tile's head is the KV head. pack_factor is the number of rows per token: qhead_per_kvhead if packed, else 1.
 """
 
 from itertools import pairwise
@@ -17,30 +17,31 @@ from .spec import PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
 
 
 def sequence_queries(a, b):
-    """(first query token, query tokens) of request b: rows of q, whatever the offsets hold."""
+    """Return (first query token, number of query tokens) of sequence b, clamped to the rows of q."""
     tokens = a.query.q.shape[0]
     start, end = clamp(a.query.cu_seqlens_q[b], 0, tokens), clamp(a.query.cu_seqlens_q[b + 1], 0, tokens)
     return start, cutlass.max(end - start, 0)
 
 
 def ragged(a):
-    """Whether K and V are rows of one tensor, without pages, where requests have starts of their own."""
+    """Return whether K and V are rows of one tensor, without pages. Meaningful only if there are kv_starts."""
     return a.kv.kv_lens.shape[0] == 0
 
 
 def table_keys(length, columns, page_size):
-    """Keys of a request that says `length`: as many as its row of the page table has room for."""
+    """Return `length`, clamped to the room in a row of the page table."""
     return clamp(length, 0, columns * page_size)
 
 
 def page_keys(pages, last, page_size):
-    """Keys in so many pages, `last` of them in the last one."""
+    """Return the number of keys in `pages` pages with `last` keys in the last one."""
     return cutlass.max((cutlass.max(pages, 0) - 1) * page_size + clamp(last, 0, page_size), 0)
 
 
 @cute.jit
 def kv_start(a, b: Int32):
-    """Of request b, where requests have starts of their own: its first entry of the page table, or, ragged, row."""
+    """Return the start of sequence b, clamped: its first entry of the page table or, if ragged, its first row. There
+    must be kv_starts."""
     room = a.kv.page_table.shape[2]
     if ragged(a):
         room = a.kv.k.shape[2]
@@ -49,8 +50,8 @@ def kv_start(a, b: Int32):
 
 @cute.jit
 def sequence_keys(a, b: Int32):
-    """Keys of request b: as many as its page table or the tensors of rows have room for, whatever lengths and starts
-    say, and none without pages."""
+    """Return the number of keys of sequence b, clamped to the room in the page table or in the rows of k and v; 0 if
+    the cache has no pages."""
     page_size, keys = a.kv.k.shape[2], Int32(0)
     if a.kv.kv_starts.shape[0] == 0:
         keys = table_keys(a.kv.kv_lens[b], a.kv.page_table.shape[2], page_size)
@@ -62,25 +63,26 @@ def sequence_keys(a, b: Int32):
 
 
 def mask_start(a, b):
-    """Byte of the custom mask where that of request b begins."""
+    """Return the first byte of sequence b in the custom mask, clamped."""
     return clamp(a.mask.mask_starts[b], 0, a.mask.custom_mask.shape[0])
 
 
 def batch_size(a):
-    """Requests."""
+    """Return the number of sequences."""
     return a.query.cu_seqlens_q.shape[0] - 1
 
 
 def qhead_per_kvhead(a):
-    """Query heads of a KV head."""
+    """Return the number of query heads per KV head."""
     return a.query.q.shape[1] // a.kv.k.shape[1]
 
 
 def pack_factor(spec, a, q_len):
-    """Rows that a token of a request of q_len tokens has in a tile: the query heads of a KV head where they are packed,
+    """Return the number of rows per token for a sequence of q_len tokens: qhead_per_kvhead if its tiles are packed,
     else 1."""
     if spec.schedule == "stream_k":
         return qhead_per_kvhead(a)
+    # few = 1 if q_len <= PACK_GQA_MAX_Q and qhead_per_kvhead <= PACK_GQA_MAX_GROUP, else 0
     few = cutlass.min(cutlass.max(PACK_GQA_MAX_Q + 1 - q_len, 0), 1) * cutlass.min(
         cutlass.max(PACK_GQA_MAX_GROUP + 1 - qhead_per_kvhead(a), 0), 1
     )
@@ -88,29 +90,31 @@ def pack_factor(spec, a, q_len):
 
 
 def pack_magic(pack_gqa, magic):
-    """What makes a `Divisor` of the rows that a token has, which are packed (1) or not (0). magic: of the group."""
+    """Return the magic number of pack_factor for `Divisor`. pack_gqa: 1 if packed, else 0. magic: of
+    qhead_per_kvhead."""
     whole = 1 << SHIFT
     return whole + pack_gqa * (magic - whole)
 
 
 def pack_divisor(w):
-    """Rows that a token has, as a divisor of rows of a tile."""
+    """Return the tile's pack_factor as a `Divisor`."""
     return Divisor(w.pack_factor, w.pack_magic)
 
 
 def num_tile_heads(a, pack_gqa):
-    """Heads that the tiles of a request are counted by, whose rows are packed (1) or not (0)."""
+    """Return the number of tile heads: KV heads if packed (pack_gqa 1), else query heads."""
     heads = a.query.q.shape[1]
     return heads + pack_gqa * (a.kv.k.shape[1] - heads)
 
 
 def num_rows(q_len, pack_factor):
-    """Rows of a request."""
+    """Return the number of rows of a sequence."""
     return q_len * pack_factor
 
 
 def tile_m(spec, rows):
-    """Rows of the tiles of a request that has `rows`: the least of the tile's m_choices that holds them all."""
+    """Return the rows per tile of a sequence with `rows` rows: the smallest of the tile's m_choices that holds all of
+    them, or the largest choice."""
     m_choices = spec.tile.m_choices
     m = m_choices[0]
     for less, more in pairwise(m_choices):
@@ -119,21 +123,21 @@ def tile_m(spec, rows):
 
 
 def tile_tokens(m_block, m, q_len, pack_factor):
-    """First and last query token of a tile of m rows."""
+    """Return the first and the last query token of a tile of m rows."""
     first = m_block * m
     return first // pack_factor, (cutlass.min(first + m, num_rows(q_len, pack_factor)) - 1) // pack_factor
 
 
 def token_of(row, pack_factor):
-    """Query token of a row."""
+    """Return the query token of a row."""
     return row // pack_factor
 
 
 def head_of(row, head, pack_factor):
-    """Query head of a row of the tile of `head`."""
+    """Return the query head of a row in a tile of `head`."""
     return head * pack_factor + row % pack_factor
 
 
 def kv_head_of(spec, a, w):
-    """KV head of a tile."""
+    """Return the KV head of a tile."""
     return w.head_idx if spec.schedule == "stream_k" else w.head_idx * w.pack_factor // qhead_per_kvhead(a)

@@ -1,4 +1,8 @@
-"""Producer roles: warps that feed a CTA's tiles to the pipes, `tile.load_warps` each for K and for V."""
+"""The producer roles: load_k and load_v (`load_kv`, `tile.load_warps` warps each), and load_scales.
+
+A role is one loop over the CTA's tiles, with an inner loop over the KV blocks of a tile, last block first. How a block
+reaches shared memory is the source's (`kv`).
+"""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +19,7 @@ from .schedule.work import WorkTileInfo
 
 
 class LoadTarget(NamedTuple):
-    """Where K or V goes. op: of the source; smem (n, D, stages); ring: the pipe of the stages."""
+    """Where K or V goes. op: operand of the source. smem (n, D, stages). ring: the pipeline of the stages."""
 
     op: Any
     smem: cute.Tensor
@@ -23,7 +27,8 @@ class LoadTarget(NamedTuple):
 
 
 class PrologueWork(NamedTuple):
-    """What a CTA is guessed to begin with: block j, none where that is negative, of a request of so many keys."""
+    """The first KV block of a CTA as found before the launch before has ended; it may turn out wrong. n_block: -1 if
+    there is none."""
 
     batch_idx: Int32
     n_block: Int32
@@ -32,8 +37,8 @@ class PrologueWork(NamedTuple):
 
 @cute.jit
 def fetch_q(spec: cutlass.Constexpr, plan, s, w: WorkTileInfo, q: Int32):
-    """One warp: the Q rows of a tile that are not packed, item q of the Q pipe. Rows past the request are its
-    neighbour's, or zero."""
+    """Load the Q rows of a tile without PackGQA as item q of q_pipe. Called by one warp. Rows past the sequence are
+    those of the next sequence, or zero."""
     b = plan.q.boxes[0]
     pipeline.producer_acquire_tx(s.q_pipe, q, plan.q.bytes)
     g = cute.domain_offset((w.q_start + w.m_block * spec.tile.m, 0), b.gmem[None, None, w.head_idx])
@@ -45,7 +50,8 @@ def fetch_q(spec: cutlass.Constexpr, plan, s, w: WorkTileInfo, q: Int32):
 
 @cute.jit
 def load_or_reserve_q(spec: cutlass.Constexpr, plan, s, w: WorkTileInfo, q: Int32):
-    """One warp: the Q rows of a tile, or, where they are packed, room for them: those who compute gather them."""
+    """Load the Q rows of a tile or, with PackGQA, only acquire their stage: the mma warps gather them. Called by one
+    warp."""
     if w.pack_factor > 1:
         pipeline.producer_acquire_tx(s.q_pipe, q, Int32(0))
     else:
@@ -54,8 +60,8 @@ def load_or_reserve_q(spec: cutlass.Constexpr, plan, s, w: WorkTileInfo, q: Int3
 
 @cute.jit
 def prologue_prefetch(spec: cutlass.Constexpr, a, s, page_ids, which: cutlass.Constexpr, loader: Int32):
-    """One warp: look up the block of K or V that the CTA is guessed to begin with, as soon as the launch before has
-    ended; the `PrologueWork`."""
+    """Wait for the launch before, then look up the pages of the CTA's expected first block. Called by one warp. Return
+    the `PrologueWork`."""
     cute.arch.barrier(barrier_id=pdl.PROLOGUE_BARRIER, number_of_threads=pdl.prologue_threads(spec))
     prologue = PrologueWork(*(cute.arch.make_warp_uniform(s.prologue_work[i]) for i in range(3)))
     cute.arch.griddepcontrol_wait()
@@ -67,6 +73,14 @@ def prologue_prefetch(spec: cutlass.Constexpr, a, s, page_ids, which: cutlass.Co
     return prologue
 
 
+# The load_k and load_v roles: one iteration per tile, an inner one per KV block, last block first.
+#   waits for   work_pipe (the tile), then per block a free stage of k_pipe or v_pipe
+#   loads       the block by TMA or cp.async (`source(spec).fill`); page ids are looked up one block ahead
+#   releases    work_pipe as soon as the tile is read; the load itself signals the full barrier of the stage
+# In kernels without a schedule warp, loader 0 of one role is the tile scheduler too (`produces_tiles`): it produces the
+# next tile after the first block of this one, while the blocks are on their way. Loader 0 of one role may also load Q
+# (`loads_q`), before the tile's first block. With a PDL prologue, the page ids of the CTA's first block are there
+# already if it is the expected one.
 @cute.jit
 def load_kv(
     spec: cutlass.Constexpr,
@@ -78,8 +92,8 @@ def load_kv(
     produces_tiles: cutlass.Constexpr = False,
     loads_q: cutlass.Constexpr = False,
 ):
-    """One warp: its share of K or V (`which`, of kv.pages) of every tile of this CTA, last block first. Loader 0 also,
-    where it `produces_tiles`, publishes each tile while it loads the one before, and, where it `loads_q`, loads Q."""
+    """Load this warp's share of K or V for every tile of the CTA. which: `pages.K` or `pages.V`. loader: index of the
+    warp among those that fill a stage together."""
     a = plan.args
     page_ids, prologue = source(spec).page_id_cache(spec, into.op), PrologueWork(Int32(0), Int32(-1), Int32(0))
     if const_expr(pdl.has_prologue(spec)):
@@ -90,15 +104,18 @@ def load_kv(
             tiles.begin(spec, a, s.scheduler)
             tiles.produce_next(spec, a, s, t)
     while more != 0:
+        # the tile
         w = work.consume(spec, s, t)
         more = w.is_valid
         if w.is_valid != 0:
             head = geometry.kv_head_of(spec, a, w)
             sequence_pages = pages.of_sequence(a, w.batch_idx, which)
+            # Q
             if const_expr(loads_q):
                 if loader == 0 and w.n_block_max > w.n_block_min:
                     load_or_reserve_q(spec, plan, s, w, q)
                     q += 1
+            # page ids of the first block, unless the prologue has them
             first = KVBlock(loader, i, w.n_block_max - 1, head, w.kv_len)
             if const_expr(not pdl.has_prologue(spec)):
                 source(spec).prefetch_pages(spec, page_ids, sequence_pages, first)
@@ -110,9 +127,11 @@ def load_kv(
                     or w.kv_len != prologue.kv_len
                 ):
                     source(spec).prefetch_pages(spec, page_ids, sequence_pages, first)
+            # K or V, and page ids of the next block
             for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
                 source(spec).fill(spec, *into, page_ids, sequence_pages, KVBlock(loader, i, n_block, head, w.kv_len))
                 i += 1
+                # the next tile: after the first block, or below if there is none
                 if const_expr(produces_tiles):
                     if loader == 0 and n_block == w.n_block_max - 1:
                         tiles.produce_next(spec, a, s, t + 1)
@@ -122,10 +141,15 @@ def load_kv(
         t += 1
 
 
+# The load_scales role (NVFP4 caches): one iteration per tile, an inner one per KV block.
+#   waits for   work_pipe (the tile), then a free stage of both pipelines
+#   loads       the scale factors of the block with cp.async, into the stage that `load_kv` fills with its rows
+#   releases    work_pipe as soon as the tile is read; each lane's cp.async signals the full barrier of the stage
+# The pages are looked up before the wait for a free stage, which hides the latency. K comes first, as in the mainloop.
 @cute.jit
 def load_scales(spec: cutlass.Constexpr, plan, s, rings):
-    """One warp: the scale factors of K and V of every tile, into the stages that `load_kv` fills. rings: the pipes of
-    those of K and of V."""
+    """Load the scale factors of K and V for every tile of the CTA. Called by one warp. rings: the pipelines of the
+    stages of K and of V."""
     a = plan.args
     i, t, more = Int32(0), Int32(0), Int32(1)
     while more != 0:
@@ -135,8 +159,10 @@ def load_scales(spec: cutlass.Constexpr, plan, s, rings):
             head = geometry.kv_head_of(spec, a, w)
             k, v = (pages.of_sequence(a, w.batch_idx, which) for which in (pages.K, pages.V))
             for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+                # pages
                 k_found = scales.find(spec, a.kv.k.shape[2], k, n_block, w.kv_len, Int32(0))
                 v_found = scales.find(spec, a.kv.v.shape[2], v, n_block, w.kv_len, a.kv.v_scales_interleaved)
+                # scale factors of K, then of V
                 at = KVBlock(Int32(0), i, n_block, head, w.kv_len)
                 scales.fill(spec, a.kv.k_scales, s.k_scales, rings[pages.K], k_found, at)
                 scales.fill(spec, a.kv.v_scales, s.v_scales, rings[pages.V], v_found, at)

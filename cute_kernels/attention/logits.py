@@ -1,7 +1,7 @@
-"""What happens to a block of scores between Q K^T and the softmax: bias, soft cap, then masks.
+"""The steps between Q K^T and the softmax on a block of scores: ALiBi bias, soft cap, masks.
 
-Both roles call `transform`; whether blocks are masked or capped is known at trace time in prefill, which has a loop for
-each, and a value in decode.
+Every mainloop calls `transform`, and `transform` calls `mask.apply`, which applies the causal mask. Whether a block is
+masked or capped is static in prefill, which has a loop for each case, and a value in decode.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,9 @@ LOG2_E = 1.4426950408889634
 
 
 class ScoreRows(NamedTuple):
-    """The rows of a thread's view of scores (rows, cols). start: first query token of the request in the batch. slopes:
-    of ALiBi, in units of raw scores. words: of the custom mask, of each row (`fetch_mask`)."""
+    """The rows of a thread's view of scores (rows, cols). tokens: per row, in the sequence. start: the sequence's first
+    query token in the batch. slopes: of ALiBi, in units of raw scores. words: of the custom mask, per row
+    (`fetch_mask`)."""
 
     tokens: cute.Tensor
     start: Int32
@@ -30,8 +31,8 @@ class ScoreRows(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoreCols:
-    """The columns: keys first + at[c], at: static numbers. own: what of `first` is the thread's own offset; lanes:
-    neighbours that have columns of a row."""
+    """The columns of a thread's view of scores: keys first + at[c]. at: static numbers. own: the thread's own offset,
+    which `first` includes. lanes: number of neighbouring lanes that share a row."""
 
     first: Int32
     at: cutlass.Constexpr
@@ -41,9 +42,9 @@ class ScoreCols:
 
 @cute.jit
 def cap(s: cute.Tensor, score_to_log2: Float32, soft_cap: Float32):
-    """Soft cap in place: s becomes tanh(s * scale / cap), to be scaled by `capped_to_log2`. 1 - 2 / (1 + e^2y) keeps
-    fp32 accuracy (tanh.approx has 2^-11, times cap)."""
-    # exp(2 y) = exp2(s * 2 scale_log2 / cap). A division would be a call, made ahead of time where there is no cap too.
+    """Apply the soft cap in place: s becomes tanh(s * scale / cap), to be scaled by `capped_to_log2`.
+    1 - 2 / (1 + e^2y) keeps fp32 accuracy (tanh.approx has 2^-11, times cap)."""
+    # exp(2 y) = exp2(s * 2 scale_log2 / cap). A division would be a call, which is hoisted even if there is no cap.
     y2 = score_to_log2 * 2.0 * cute.arch.rcp_approx(soft_cap)
     for i in cutlass.range_constexpr(cute.size(s)):
         e = cute.math.exp2(s[i] * y2, fastmath=True)
@@ -51,18 +52,18 @@ def cap(s: cute.Tensor, score_to_log2: Float32, soft_cap: Float32):
 
 
 def capped_to_log2(soft_cap):
-    """What turns a score after `cap` into log2 units."""
+    """Return the factor that turns a score after `cap` into log2 units."""
     return soft_cap * LOG2_E
 
 
 def slope_of(a, head, score_to_log2):
-    """ALiBi's slope of a query head, in units of raw scores."""
+    """Return ALiBi's slope of a query head, in units of raw scores."""
     return a.logits.alibi_slopes[head] * LOG2_E / score_to_log2
 
 
 @cute.jit
 def add_bias(s: cute.Tensor, rows: ScoreRows, cols: ScoreCols):
-    """ALiBi: slope times (key - token)."""
+    """Add ALiBi's bias, slope * (key - token)."""
     for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
         apart = Float32(cols.first - rows.tokens[r])
         for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
@@ -71,31 +72,14 @@ def add_bias(s: cute.Tensor, rows: ScoreRows, cols: ScoreCols):
 
 @cute.jit
 def fetch_mask(spec: cutlass.Constexpr, a, rows: ScoreRows, mask_start: Int32, first: Int32, lanes: cutlass.Constexpr):
-    """This lane's words of the custom mask, of 32 keys of the block that begins at key `first`, of each row. Called
-    while the scores are computed, which hides the latency. mask_start: byte where the request's mask begins."""
+    """Load this lane's words of the custom mask, 32 keys each, per row, for the block that begins at key `first`.
+    Called while the scores are computed, which hides the latency. mask_start: the sequence's first byte in the mask."""
     if const_expr(spec.mask.custom):
-        count = const_expr(cute.size(rows.words) // cute.size(rows.tokens))  # of a row
+        count = const_expr(cute.size(rows.words) // cute.size(rows.tokens))  # words per row
         for i in cutlass.range_constexpr(cute.size(rows.words)):
             key = first + (cute.arch.lane_idx() % lanes + i % count * lanes) * 32
             bit = Int64(rows.tokens[const_expr(i // count)]) * rows.seqlen.kv_len + key
             rows.words[i] = mask.custom_word(a.mask.custom_mask, mask_start, bit)
-
-
-@cute.jit
-def apply_masks(spec: cutlass.Constexpr, a, s: cute.Tensor, rows: ScoreRows, cols: ScoreCols):
-    """-inf into s (rows, cols) where a row does not see a key."""
-    mask.apply(spec, s, rows.tokens, cols.at, cols.first, rows.seqlen)
-    if const_expr(spec.mask.custom):
-        if const_expr(cols.lanes == 1):  # one row, a lane's own
-            mask.apply_words(s, rows.words)
-        else:
-            for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
-                mask.apply_custom(s, r, rows.words[r], cols.at, cols.own, cols.lanes)
-    if const_expr(spec.mask.tree):
-        if rows.seqlen.tree != 0:
-            bits = cute.domain_offset((rows.start, 0), a.mask.tree_mask)
-            draft = cols.first - (rows.seqlen.kv_len - rows.seqlen.q_len)
-            mask.apply_tree(s, bits, rows.tokens, cols.at, draft, rows.seqlen.q_len)
 
 
 @cute.jit
@@ -109,8 +93,8 @@ def transform(
     capped,
     masked,
 ):
-    """s (rows, cols): bias, soft cap where `capped`, masks where `masked`. score_to_log2 (rows): of scores before the
-    cap."""
+    """Transform scores s (rows, cols) in place: ALiBi bias, the soft cap if `capped`, the masks if `masked`.
+    score_to_log2 (rows): the factor of scores before the cap."""
     if const_expr(spec.logits.alibi):
         add_bias(s, rows, cols)
     if const_expr(spec.logits.soft_cap):
@@ -118,4 +102,16 @@ def transform(
             for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
                 cap(s[r, None], score_to_log2[r], a.logits.soft_cap)
     if masked:
-        apply_masks(spec, a, s, rows, cols)
+        # causal, window and kv_len
+        mask.apply(spec, s, rows.tokens, cols.at, cols.first, rows.seqlen)
+        if const_expr(spec.mask.custom):
+            if const_expr(cols.lanes == 1):  # the thread has one whole row
+                mask.apply_words(s, rows.words)
+            else:
+                for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
+                    mask.apply_custom(s, r, rows.words[r], cols.at, cols.own, cols.lanes)
+        if const_expr(spec.mask.tree):
+            if rows.seqlen.tree != 0:
+                bits = cute.domain_offset((rows.start, 0), a.mask.tree_mask)
+                draft = cols.first - (rows.seqlen.kv_len - rows.seqlen.q_len)
+                mask.apply_tree(s, bits, rows.tokens, cols.at, draft, rows.seqlen.q_len)

@@ -1,6 +1,13 @@
-"""Which keys a query token may see. Plain arithmetic on ints or traced values, but for `apply` and what follows it.
+"""The masks: causal, sliding window, tree (draft tokens) and custom.
 
-Tokens and keys are counted within a request; token i stands at position i + kv_len - q_len (bottom-right alignment).
+- `visible` defines the causal and window mask: the keys that a token sees. All else follows from it.
+- `kv_range` and `full_range` say which KV blocks a tile visits and which of these need no mask; the scheduler calls
+  them. `segments` orders a tile's blocks for kernels that have one loop with the mask and one without.
+- `apply` writes -inf into the scores of a block: here the causal mask happens. Every mainloop calls `logits.transform`,
+  which calls `apply`.
+
+Everything before `apply` is plain arithmetic on ints or traced values. Tokens and keys are counted within a sequence;
+token i is at position i + kv_len - q_len (bottom-right alignment).
 """
 
 from dataclasses import dataclass
@@ -15,9 +22,11 @@ from ..device import warp
 
 @dataclass(frozen=True)
 class SeqlenInfo:
-    """full: 1 where no token's position bounds its keys, read where spec.mask.causal is "value". drafts: 1 where the
-    query tokens are drafts that a mask of bits, instead of the causal one, hides from each other, with
-    spec.mask.bits."""
+    """The lengths of a sequence and the values of its mask.
+
+    non_causal: 1 if tokens see all keys; read if spec.mask.causal is "value". tree: 1 if the query tokens are draft
+    tokens with a tree mask instead of the causal one; read if spec.mask.tree.
+    """
 
     q_len: Int32
     kv_len: Int32
@@ -27,7 +36,7 @@ class SeqlenInfo:
 
 
 def seqlen_info(spec, a, q_len, kv_len):
-    """Lengths of a request, with what the arguments say of its mask: one without bytes hides all keys."""
+    """Return the `SeqlenInfo` of a sequence. A custom mask without bytes masks all keys."""
     if spec.mask.custom:
         kv_len *= cutlass.min(a.mask.custom_mask.shape[0], 1)
     return SeqlenInfo(
@@ -40,7 +49,7 @@ def seqlen_info(spec, a, q_len, kv_len):
 
 
 def visible(spec, token, seqlen: SeqlenInfo):
-    """Half-open range of keys that `token` sees, or, of drafts, may see; empty where hi <= lo."""
+    """Return the range [lo, hi) of keys that `token` sees, or may see under a tree mask; empty if hi <= lo."""
     position = token + seqlen.kv_len - seqlen.q_len
     lo, hi = 0, seqlen.kv_len
     if spec.mask.causal != "never":
@@ -56,14 +65,15 @@ def visible(spec, token, seqlen: SeqlenInfo):
 
 
 def kv_range(spec, first, last, seqlen: SeqlenInfo):
-    """Half-open range of KV blocks that tokens first..last visit, (0, 0) or hi <= lo where they see no key."""
+    """Return the range [lo, hi) of KV blocks that the tokens first..last visit; empty (hi <= lo) if they see no key."""
     t = spec.tile.n
     lo, hi = visible(spec, first, seqlen)[0], visible(spec, last, seqlen)[1]
     return lo // t, (cutlass.max(hi, 0) + t - 1) // t
 
 
 def full_range(spec, first, last, seqlen: SeqlenInfo):
-    """Half-open range of KV blocks in which every token of first..last sees every key (it may be empty, hi < lo)."""
+    """Return the range [lo, hi) of KV blocks in which each of the tokens first..last sees every key; it may be empty,
+    hi < lo."""
     t = spec.tile.n
     lo, hi = visible(spec, last, seqlen)[0], visible(spec, first, seqlen)[1]
     if spec.mask.tree:
@@ -74,7 +84,8 @@ def full_range(spec, first, last, seqlen: SeqlenInfo):
 
 
 class Segment(NamedTuple):
-    """Blocks lo to hi - 1. static: masked: some row may not see some key; begins: they come first in a tile."""
+    """The KV blocks n_block_min to n_block_max - 1. Static: masked, some row may not see some key; is_first, they come
+    first in a tile."""
 
     n_block_min: Any
     n_block_max: Any
@@ -85,12 +96,15 @@ class Segment(NamedTuple):
 def segments(
     spec, n_block_min, n_block_max, n_block_full_min, n_block_full_max, exact_max_blocks=0, merge_left_segment=False
 ):
-    """[n_block_min, n_block_max) cut into segments, from high blocks to low; only those that may hold a block. The one
-    that begins has the first `exact_max_blocks` blocks, and all that are masked on the right. few: with a window, full
-    blocks take the code of those that are masked on the left.
+    """Cut [n_block_min, n_block_max) into segments, from high blocks to low; return only those that may hold a block.
 
-    A caller loops over the tuple at trace time: the loop body is written once, and the copy for full blocks carries no
-    predicate. The last block of a tile is not among these: without a mask on the right only that one can be cut there.
+    The first segment has the first `exact_max_blocks` blocks and all blocks masked on the right (causal). Then come the
+    full blocks, then those masked on the left (window). merge_left_segment: with a window, full blocks take the code of
+    those masked on the left.
+
+    A caller loops over the tuple at trace time: the loop body is written once, and the copy for full blocks has no
+    predicate. A tile's last block is not among these blocks: without a causal mask, only that one can be cut on the
+    right.
     """
     if spec.mask.custom:  # no block is full
         return (Segment(n_block_min, n_block_max, True, True),)
@@ -113,13 +127,22 @@ def apply(
     key: Int32,
     seqlen: SeqlenInfo,
 ):
-    """-inf into s (rows, cols) where tokens[row] does not see key + cols[c]. cols: static numbers; the thread's own
-    offset is in `key`."""
+    """Set s (rows, cols) to -inf where tokens[row] does not see key + cols[c]: the causal mask, the window and kv_len.
+    cols: static numbers; `key` includes the thread's own offset."""
     for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
+        # the visible keys of the row, as columns
         lo, hi = visible(spec, tokens[r], seqlen)
         lo, hi = lo - key, hi - key
+        # neighbouring columns: one word of bits masks 32 of them
         if const_expr(list(cols) == list(range(len(cols)))):
-            mask_outside(spec, s[r, None], lo, hi)
+            row = s[r, None]
+            for k in cutlass.range_constexpr(0, cute.size(row), 32):
+                hidden = warp.shift_left(0xFFFFFFFF, cutlass.max(hi - k, 0))
+                if const_expr(spec.mask.window):
+                    hidden |= ~warp.shift_left(0xFFFFFFFF, cutlass.max(lo - k, 0))
+                for c in cutlass.range_constexpr(32):
+                    row[k + c] = -Float32.inf if hidden & const_expr(1 << c) != 0 else row[k + c]
+        # others: a comparison per column
         else:
             for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
                 out = cols[c] >= hi
@@ -129,22 +152,11 @@ def apply(
 
 
 @cute.jit
-def mask_outside(spec: cutlass.Constexpr, s: cute.Tensor, lo: Int32, hi: Int32):
-    """-inf into s but for [lo, hi), neighbours: by a word of bits for 32 of them."""
-    for k in cutlass.range_constexpr(0, cute.size(s), 32):
-        hidden = warp.shift_left(0xFFFFFFFF, cutlass.max(hi - k, 0))
-        if const_expr(spec.mask.window):
-            hidden |= ~warp.shift_left(0xFFFFFFFF, cutlass.max(lo - k, 0))
-        for c in cutlass.range_constexpr(32):
-            s[k + c] = -Float32.inf if hidden & const_expr(1 << c) != 0 else s[k + c]
-
-
-@cute.jit
 def apply_tree(
     s: cute.Tensor, bits: cute.Tensor, tokens: cute.Tensor, cols: cutlass.Constexpr, key: Int32, q_len: Int32
 ):
-    """As `apply`, for drafts: s keeps draft t, key + cols[c] = t, where bit t of bits[tokens[row]] is set. Other keys
-    are left alone, and rows past the request's q_len tokens."""
+    """Apply the tree mask: set s to -inf for draft token t = key + cols[c] if bit t of bits[tokens[row]] is 0. Keys
+    that are not draft tokens do not change, nor do rows past the sequence's q_len tokens."""
     for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
         for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
             draft = key + cols[c]
@@ -155,12 +167,12 @@ def apply_tree(
 
 @cute.jit
 def custom_word(bits: cute.Tensor, start: Int32, bit: Int64):
-    """Bits [bit, bit + 32) of the mask that begins at byte `start` of `bits`, which has bytes; zeros past its end.
-    Without a branch: under MMAs in flight the compiler would wait for each."""
+    """Return the bits [bit, bit + 32) of the custom mask that begins at byte `start`; zeros past the end of `bits`,
+    which must not be empty. There is no branch: with MMAs in flight, the compiler would wait for each."""
     count = bits.shape[0]
     first = Int32(cutlass.min(Int64(start) + (bit >> Int64(3)), Int64(count)))
     word = Uint64(0)
-    for e in cutlass.range_constexpr(5):  # it may begin anywhere in a byte
+    for e in cutlass.range_constexpr(5):  # 5 bytes: the word may begin anywhere in a byte
         byte = bits[first + cutlass.min(e, count - 1 - first)]
         word |= Uint64(byte if e < count - first else cutlass.Uint8(0)) << Uint64(8 * e)
     return Uint32(word >> Uint64(bit & Int64(7)))
@@ -170,9 +182,11 @@ def custom_word(bits: cute.Tensor, start: Int32, bit: Int64):
 def apply_custom(
     s: cute.Tensor, r: cutlass.Constexpr, word: Uint32, cols: cutlass.Constexpr, own: Int32, lanes: cutlass.Constexpr
 ):
-    """-inf into row r of s where the bit of column cols[c] + own is 0. cols: static; own: less than 8, in sum with none
-    does cols[c] leave its 32 columns. word: lane i of the `lanes` neighbours that have columns of the row has the bits
-    of columns 32 i, ..."""
+    """Apply a custom mask to row r of s: set it to -inf where the bit of column cols[c] + own is 0.
+
+    cols: static. own: less than 8; cols[c] + own must be in the same 32 columns as cols[c]. word: lane i of the `lanes`
+    neighbours that share the row has the bits of columns 32 i to 32 i + 31.
+    """
     lane = cute.arch.lane_idx()
     mine = [cute.arch.shuffle_sync(word, lane // lanes * lanes + i) >> Uint32(own) for i in range(cols[-1] // 32 + 1)]
     for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
@@ -182,7 +196,8 @@ def apply_custom(
 
 @cute.jit
 def apply_words(s: cute.Tensor, words: cute.Tensor):
-    """-inf into s (1, cols) where the bit of the column is 0; words: 32 columns each."""
+    """Apply a custom mask to the one row of s (1, cols), of which the thread has all columns. words: 32 columns
+    each."""
     for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
         bit = words[const_expr(c // 32)] & const_expr(1 << c % 32)
         s[0, c] = warp.select(bit == 0, -Float32.inf, s[0, c])

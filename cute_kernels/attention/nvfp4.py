@@ -1,5 +1,7 @@
-"""fp32 values to NVFP4: e2m1 codes of a block of 16 and the block's e4m3 factor, bit by bit as `wrappers.fp4` makes
-them. In integers and fp32, as Hopper has no conversion to e2m1.
+"""Conversion of fp32 values to NVFP4: e2m1 codes, and an e4m3 scale factor per block of 16.
+
+The result equals that of `wrappers.fp4` bit for bit. The arithmetic is in integers and fp32: Hopper has no conversion
+to e2m1.
 """
 
 from typing import NamedTuple
@@ -13,13 +15,13 @@ from .spec import SF_VEC_SIZE
 
 E2M1_MAX = 6.0  # code 7
 E4M3_MAX = 448.0  # largest e4m3 value
-EXPONENT_MASK = 0x7F800000  # bits of an fp32 value's
-TO_GRID = 0x0B400000  # of 1.5 x 2^22, behind those of 1
+EXPONENT_MASK = 0x7F800000  # the exponent bits of an fp32 value
+TO_GRID = 0x0B400000  # the bits of 1.5 x 2^22 minus those of 1
 
 
 class BlockScale(NamedTuple):
-    """Of a block. byte: e4m3, in the low one. value: the same. inverse: nearly 1 / value. scale: what the values are
-    multiplied with before they are divided; NaN where value is."""
+    """The scale factor of a block. byte: e4m3, in the low byte. value: the same in fp32. inverse: about 1 / value.
+    scale: multiplies the values before the division by `value`; NaN if value is."""
 
     byte: Uint16
     value: Float32
@@ -28,28 +30,28 @@ class BlockScale(NamedTuple):
 
 
 def divide(x, by, inverse):
-    """x / by, rounded once, from 1 / by to a unit in the last place."""
+    """Return x / by, correctly rounded. inverse: 1 / by, accurate to one unit in the last place."""
     q = x * inverse
     return warp.fma(warp.fma(-q, by, x), inverse, q)
 
 
 def max_nan(x, y):
-    """Of x and |y|; NaN where one is."""
+    """Return the maximum of x and |y|; NaN if one of them is."""
     text = "{ .reg .f32 t; abs.f32 t, {$r1}; max.NaN.f32 {$w0}, {$r0}, t; }"
     return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[x, y])
 
 
 @cute.jit
 def block_amax(values: cute.Tensor, sf_lanes: cutlass.Constexpr):
-    """Magnitude in a block whose values the lanes lane ^ m share, m being any sum of `sf_lanes`, ascending powers of
-    2."""
+    """Return the largest magnitude in a block. The lanes lane ^ m share the block, for every sum m of `sf_lanes`,
+    ascending powers of 2."""
     top = Float32(0.0)
     for i in cutlass.range_constexpr(cute.size(values)):
         top = max_nan(top, values[i])
-    lanes = cutlass.const_expr(2 * sf_lanes[-1] if sf_lanes else 1)  # aligned: the others may be elsewhere
-    mask = (
-        Int32((1 << lanes) - 1) << (cute.arch.lane_idx() & (32 - lanes)) if cutlass.const_expr(sf_lanes) else Int32(0)
-    )
+    lanes = cutlass.const_expr(2 * sf_lanes[-1] if sf_lanes else 1)  # aligned: other lanes may be elsewhere
+    mask = Int32(0)
+    if cutlass.const_expr(sf_lanes):
+        mask = Int32((1 << lanes) - 1) << (cute.arch.lane_idx() & (32 - lanes))
     for m in cutlass.range_constexpr(len(sf_lanes)):
         top = max_nan(top, cute.arch.shuffle_sync_bfly(top, sf_lanes[m], mask))
     return top
@@ -57,7 +59,7 @@ def block_amax(values: cute.Tensor, sf_lanes: cutlass.Constexpr):
 
 @cute.jit
 def compute_sf(top: Float32, scale: Float32):
-    """Factor of a block whose largest magnitude is `top`. scale: the forward one of all blocks."""
+    """Return the `BlockScale` of a block with largest magnitude `top`. scale: the global scale of all blocks."""
     text = "{ .reg .f32 t; mov.f32 t, {$r1}; min.NaN.f32 {$w0}, {$r0}, t; }"
     most = Float32(E2M1_MAX * E4M3_MAX)
     scaled = cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[top * scale, most])
@@ -78,10 +80,11 @@ def compute_sf(top: Float32, scale: Float32):
 
 @cute.jit
 def codes(values: cute.Tensor, f: BlockScale):
-    """Codes of at most 8 values in the bits of an Int32, the first lowest.
+    """Return the codes of at most 8 values in an Int32, the first in the lowest bits.
 
-    A magnitude from 2^e on, e = 0, 1, 2, or 0 below 1, lies on a grid of 2^(e - 1): 1.5 x 2^(22 + e) more, and its
-    units are the last bits. Their number plus 2 e is the code.
+    Let 2^e be the power of two below a magnitude, e = 0, 1, 2 (0 below 1). The e2m1 grid there has steps of 2^(e - 1).
+    Adding 1.5 x 2^(22 + e) rounds to this grid, and the last bits of the sum are the number of steps; this number plus
+    2 e is the code.
     """
     n = cute.size(values)
     word = Int32(0)
@@ -96,7 +99,7 @@ def codes(values: cute.Tensor, f: BlockScale):
 
 
 def sf_word_index(a, token, head, block):
-    """Place in o_sf, in units of 4 bytes, of the factors of 4 blocks of a row, `block` among them: the 128x4 layout."""
+    """Return the index in o_sf, in words of 4 bytes, of the word with the scale factor of `block`: the 128x4 layout."""
     of_head = a.out.o_fp4.shape[2] * 2 // SF_VEC_SIZE // 4
     row = token + a.out.o_sf_start
     tile = (row >> 7) * (a.out.o_fp4.shape[1] * of_head) + head * of_head + (block >> 2)
@@ -105,13 +108,13 @@ def sf_word_index(a, token, head, block):
 
 @cute.jit
 def store_sf(a, token: Int32, head: Int32, block: Int32, f: BlockScale):
-    """The factor of a row's block."""
+    """Store the scale factor of a row's block."""
     a.out.o_sf[4 * sf_word_index(a, token, head, block) + (block & 3)] = f.byte.to(Uint8)
 
 
 @cute.jit
 def store_sf4(a, token: Int32, head: Int32, block: Int32, word: Int32):
-    """The factors of 4 blocks from `block` on, a byte each."""
+    """Store the scale factors of 4 blocks from `block` on, one byte each."""
     four = cute.make_rmem_tensor(4, Uint8)
     cute.recast_tensor(four, Int32)[0] = word
     copy.vector(four, cute.local_tile(a.out.o_sf, (4,), (sf_word_index(a, token, head, block),)))

@@ -1,27 +1,31 @@
-"""Lengths and offsets as they are while the launch before may still write them (programmatic dependent launch). What is
-computed of them is a guess, until they are looked at again behind `griddepcontrol.wait`."""
+"""The prologue under programmatic dependent launch (PDL): work that a CTA does before the launch before has ended.
+
+That launch may still write the lengths and offsets. A result computed from them must be checked against the values read
+after `griddepcontrol.wait` (`stream_k.first_work`, `load.load_kv`).
+"""
 
 from dataclasses import dataclass
 
 import cutlass.cute as cute
 from cutlass import Int32
 
-PROLOGUE_BARRIER = 1  # of the warps that guess
+PROLOGUE_BARRIER = 1  # named barrier of the warps with a prologue
 
 
 def has_prologue(spec):
-    """Whether a CTA finds its first work while the launch before may still run."""
+    """Return whether a CTA finds its first tile while the launch before may still run."""
     return spec.tile.pdl_prologue
 
 
 def prologue_threads(spec):
-    """Of the warp that schedules and those that load K and V."""
+    """Return the number of threads at PROLOGUE_BARRIER: the schedule warp and those that load K and V."""
     return 32 * (1 + 2 * spec.tile.load_warps)
 
 
 @dataclass(frozen=True)
 class UncachedTensor:
-    """An int32 tensor of global memory, read past the L1, where lines stay that the launch before changes."""
+    """An int32 tensor in global memory that is read past the L1 cache, which may hold lines that the launch before has
+    changed since."""
 
     tensor: cute.Tensor
 
@@ -35,7 +39,7 @@ class UncachedTensor:
 
 
 def uncached_args(spec, a):
-    """The arguments of a launch, whose lengths and offsets are `UncachedTensor` where its CTAs guess."""
+    """Return the arguments, with lengths and offsets as `UncachedTensor` in kernels with a PDL prologue."""
     if not has_prologue(spec):
         return a
     query = a.query._replace(cu_seqlens_q=UncachedTensor(a.query.cu_seqlens_q))

@@ -1,6 +1,10 @@
-"""What a raw stage of K or V, as it is stored, becomes before an MMA reads it.
+"""The work of the prepare role: from a raw stage of K or V, in its storage type, to an operand stage that MMAs read.
 
-Warps share the work; each makes its part of an operand stage visible to the MMA by a proxy fence, then arrives.
+- e4m3 V for e4m3 MMAs: `transpose`, because the MMA needs V with the keys contiguous.
+- Quantised K and V for fp16 MMAs: `dequantise_stage`.
+
+`shares` warps share a stage. Each makes its part visible to the MMA with a proxy fence, then arrives; both are in the
+op's role loop (`sm90.prepare`, `sm100.prepare`).
 """
 
 from typing import Any, NamedTuple
@@ -16,40 +20,48 @@ from .kv import pages, source
 from .quant import permute
 from .spec import SF_VEC_SIZE
 
-KEY_HALVES = 2  # shares of a stage that differ in their keys; more differ in their columns
+KEY_HALVES = 2  # 2 shares of a stage have different keys; with 4 shares, pairs of them have different columns
 MATRICES_IN_FLIGHT = {2: 2, 4: 4}  # shares -> matrices of 32 columns that a warp has in registers
-SWIZZLE_ROWS = 8  # after which a swizzle repeats
-BOX_COLS = 64  # fp16 columns of a box of an operand stage
+SWIZZLE_ROWS = 8  # rows after which a swizzle repeats
+BOX_COLS = 64  # fp16 columns per box of an operand stage
 
 
 def mma_dtype(spec):
-    """Type of what MMAs that read shared memory multiply."""
+    """Return the operand type of the MMAs that read shared memory."""
     return spec.q if spec.q == spec.kv.dtype else quant.mma_sync_dtype(spec)
 
 
 def dequantises(spec):
-    """Whether K and V are stored in a type that those MMAs do not multiply."""
+    """Return whether K and V must be converted: their storage type is not the MMAs' operand type."""
     return mma_dtype(spec) != spec.kv.dtype
 
 
 def scales_q_rows(spec):
-    """Whether Q becomes fp16 in units of its own a row: that has not the range of bf16."""
+    """Return whether bf16 Q is converted to fp16 with a power-of-two scale per row: fp16 lacks bf16's range."""
     return dequantises(spec) and spec.q == "bf16"
 
 
 @cute.jit
 def transpose(raw: cute.Tensor, into: cute.Tensor, valid: Int32, share: Int32, shares: cutlass.Constexpr):
-    """One of `shares` warps, 2 or 4: an 8-bit stage (n keys, D) becomes (D, n); zeros for keys from `valid` on.
+    """Transpose an 8-bit stage (n keys, D) to (D, n); keys from `valid` on become zeros. Called by each of `shares`
+    warps, 2 or 4, for its share.
 
-    Of each 16 rows, the first 8 are the even columns of V, the others the odd ones. Of each 16 columns, 4 q to 4 q + 3
-    are the keys 2 q, 2 q + 1, 8 + 2 q, 9 + 2 q: what an accumulator of WGMMA has in lane q of a quad, so that four
-    neighbouring exponentials of a lane are four neighbours of the operand P."""
+    In each 16 rows of the result, the first 8 are the even columns of V, the others the odd ones. In each 16 columns,
+    columns 4 q to 4 q + 3 are the keys 2 q, 2 q + 1, 8 + 2 q, 9 + 2 q: those of a WGMMA accumulator in lane q of a
+    quad, so that four neighbouring exponentials of a lane are four neighbours of the operand P.
+    """
     if valid < cute.size(raw, mode=[0]):
         transpose_keys(raw, into, valid, share, shares, True)
     else:
         transpose_keys(raw, into, valid, share, shares, False)
 
 
+# The transpose loop of one warp and one stage: an iteration per MATRICES_IN_FLIGHT matrices (32 columns x 16 keys).
+#   waits for   nothing: the caller has waited for the raw stage and for a free operand stage
+#   computes    ldmatrix with transposition gives a lane two keys of a pair of columns; byte permutes make words of four
+#               keys of one column; stmatrix writes them
+#   releases    nothing: the caller fences and arrives
+# Several loads are in flight before their results are used. Only the copy of the loop for partial blocks masks keys.
 @cute.jit
 def transpose_keys(
     raw: cute.Tensor,
@@ -59,48 +71,53 @@ def transpose_keys(
     shares: cutlass.Constexpr,
     is_partial: cutlass.Constexpr,
 ):
-    """`transpose` of a block that is `is_partial`, or not.
+    """Do the work of `transpose`. is_partial: `valid` is less than the keys of the block.
 
-    A matrix of 8 keys x 8 pairs of columns, transposed as it is read, gives a lane two keys of a pair; with that of the
-    8 keys behind it, bytes of even columns make a word of four keys, and those of odd ones.
+    A matrix of 8 keys x 8 pairs of columns, transposed as it is read, gives a lane two keys of a pair of columns.
+    Together with the matrix of the next 8 keys, the bytes of the even columns make a word of four keys, and so do those
+    of the odd columns.
     """
     n, dim = const_expr(cute.size(raw, mode=[0])), const_expr(cute.size(raw, mode=[1]))
     lane = cute.arch.lane_idx()
     row, matrix, quad = lane % 8, lane // 8, lane % 4
     width, across = const_expr(layout.width(dim)), const_expr(layout.width(n))
-    part, side = share // KEY_HALVES, share % KEY_HALVES
-    columns = const_expr(dim // (shares // KEY_HALVES))  # of a share
-    col = part * columns
+    column_share, side = share // KEY_HALVES, share % KEY_HALVES
+    columns = const_expr(dim // (shares // KEY_HALVES))  # per share
+    col = column_share * columns
     source, target = raw.iterator.toint(), into.iterator.toint() + col * across
 
-    def box(k):  # where a lane reads the matrices of its share's columns from 32 k on
+    def box(k):  # offset at which a lane reads the matrices of its share's columns from 32 k on
         at = col + 32 * k
         return at // width * (n * width) + layout.swizzle(width, matrix % 2 * 8 + row, at % width + matrix // 2 * 16)
 
     boxes = [source + box(k) for k in range(columns // 32)]
     items = [(c, k) for c in range(n // 16 // KEY_HALVES) for k in range(columns // 32)]
     for g in cutlass.range_constexpr(0, len(items), MATRICES_IN_FLIGHT[shares]):
+        # load, transposed
         some = items[g : g + MATRICES_IN_FLIGHT[shares]]
         words = [warp.ldmatrix_x4_trans(boxes[k] + (c * KEY_HALVES + side) * (16 * width)) for c, k in some]
         for i in cutlass.range_constexpr(len(some)):
             (c, k), w = some[i], words[i]
+            # words of four keys: even columns, odd columns
             made = [permute(w[j], w[j + 1], selector) for j in (0, 2) for selector in (0x6420, 0x7531)]
             if const_expr(is_partial):
+                # zeros for keys from `valid` on
                 left, keep = valid - (c * KEY_HALVES + side) * 16 - 2 * quad, Uint32(0)
                 for j, key in enumerate((0, 1, 8, 9)):
                     keep |= Uint32(0xFF << 8 * j) if key < left else Uint32(0)
                 made = [word & keep for word in made]
+            # store
             first = const_expr(c * KEY_HALVES * 16)
-            place = layout.swizzle(across, matrix * 8 + row, const_expr(first % across) + side * 16)
-            place += target + const_expr(first // across * (dim * across) + k * 32 * across)
-            warp.stmatrix_x4(place, made)
+            address = layout.swizzle(across, matrix * 8 + row, const_expr(first % across) + side * 16)
+            address += target + const_expr(first // across * (dim * across) + k * 32 * across)
+            warp.stmatrix_x4(address, made)
 
 
 class DequantPieces(NamedTuple):
-    """How a warp shares `SWIZZLE_ROWS` rows of a stage, dequantised, among its lanes: in pieces of `SF_VEC_SIZE`
-    columns, `lanes` a row, which rows that begin in the same bank are spread over `passes` for.
+    """How a warp divides `SWIZZLE_ROWS` rows of a stage among its lanes for dequantisation.
 
-    boxes, width: of raw rows, in bytes; groups: of `lanes` pieces that a box has.
+    A piece has `SF_VEC_SIZE` columns; `lanes` lanes share a row. Rows that begin in the same bank are done in different
+    `passes`. width: bytes per row of a raw box. boxes: raw boxes per row. groups: per box, of `lanes` pieces each.
     """
 
     bits: int
@@ -112,6 +129,7 @@ class DequantPieces(NamedTuple):
 
     @staticmethod
     def of(bits, dim) -> "DequantPieces":
+        """Return the division of rows of `dim` elements of `bits` bits."""
         size = dim * bits // 8
         width = layout.width(size)
         pieces = width * 8 // bits // SF_VEC_SIZE
@@ -119,25 +137,26 @@ class DequantPieces(NamedTuple):
         return DequantPieces(bits, width, size // width, lanes, pieces // lanes, lanes // 4)
 
     def row(self, lane, turn):
-        """Of the `SWIZZLE_ROWS` rows, the lane's in a pass."""
+        """Return the lane's row, of the `SWIZZLE_ROWS` rows, in pass `turn`."""
         if self.lanes == 4:
             return lane // 4
         return lane // 8 * 2 + (lane // 4 + lane // 8 + turn) % 2
 
     def raw(self, lane, turn, group):
-        """Byte of its piece, in a box."""
+        """Return the byte offset of the lane's piece in a raw box."""
         piece = group * self.lanes + lane % self.lanes
         return layout.swizzle(self.width, self.row(lane, turn), piece * 2 * self.bits)
 
     def operand(self, n, lane, turn):
-        """Byte where the first half of its piece goes, 16 bytes, in boxes of n rows; the other's differs in bit 4."""
+        """Return the byte offset to which the first half of the lane's piece goes, 16 bytes, in operand boxes of n
+        rows; that of the second half differs in bit 4."""
         piece = lane % self.lanes
         return piece // 4 * (n * 128) + layout.swizzle(128, self.row(lane, turn), piece % 4 * 32)
 
 
 class SFLayout(NamedTuple):
-    """Scale factors of a stage. at: address; row, four, block: bytes to the next row of four, to the next four rows, to
-    the next block of a row."""
+    """Where the scale factors of a stage are. Strides in bytes: row_stride to the next row in a group of four,
+    row4_stride to the next four rows, block_stride to the next block of a row."""
 
     address: Int32
     row_stride: Any
@@ -146,21 +165,22 @@ class SFLayout(NamedTuple):
 
 
 def sf_linear(stage, dim):
-    """Row by row."""
+    """Return the layout of scale factors that are stored row by row."""
     size = dim // SF_VEC_SIZE
     return SFLayout(stage.iterator.toint(), size, 4 * size, 1)
 
 
 def sf_interleaved(stage, dim, interleaves):
-    """Row by row or, of four rows, block by block."""
+    """Return the layout of V's scale factors: row by row or, if `interleaves` is 1, block by block for each four
+    rows."""
     size = dim // SF_VEC_SIZE
     return SFLayout(stage.iterator.toint(), size + interleaves * (1 - size), 4 * size, 1 + 3 * interleaves)
 
 
 class DequantLane(NamedTuple):
-    """A lane's pieces of `SWIZZLE_ROWS` rows, in bytes from where these begin. source: by pass and group; target: by
-    pass, of the first half; factors: by pass, or None; block: from a factor to the next of its row. in_flight: pieces
-    that it has in registers."""
+    """A lane's pieces of `SWIZZLE_ROWS` rows, as byte offsets from the first row. source: per pass and group. target:
+    per pass, of the first half. sf_offsets: per pass, or None. block: from a scale factor to the next of its row.
+    in_flight: pieces that the lane has in registers."""
 
     pieces: DequantPieces
     n: int
@@ -172,7 +192,7 @@ class DequantLane(NamedTuple):
 
 
 class DequantCursor(NamedTuple):
-    """Addresses of `SWIZZLE_ROWS` rows in a raw stage, in that of its operand, in that of its factors."""
+    """Addresses of `SWIZZLE_ROWS` rows: in the raw stage, in the operand stage, and of their scale factors."""
 
     source: Any
     target: Any
@@ -180,7 +200,7 @@ class DequantCursor(NamedTuple):
 
 
 def lane_of(spec, n, dim, sf) -> DequantLane:
-    """The lane's place in stages of n rows."""
+    """Return the lane's `DequantLane` for stages of n rows."""
     lane, p = cute.arch.lane_idx(), DequantPieces.of(spec.kv.bits, dim)
     source = [[p.raw(lane, turn, group) for group in range(p.groups)] for turn in range(p.passes)]
     target = [p.operand(n, lane, turn) for turn in range(p.passes)]
@@ -192,20 +212,22 @@ def lane_of(spec, n, dim, sf) -> DequantLane:
 
 
 def dequantise_rows(fmt, x: DequantLane, at: DequantCursor, four, count):
-    """`count` times `SWIZZLE_ROWS` rows; four: bytes of the factors of four rows."""
+    """Dequantise `count` * `SWIZZLE_ROWS` rows. four: bytes of the scale factors of four rows."""
     p = x.pieces
     each = [(b, t, g) for b in range(p.boxes) for t in range(p.passes) for g in range(p.groups)]
-    places = [(k, *place) for k in range(count) for place in each]
-    for i in range(0, len(places), x.in_flight):
-        mine, words, sf = places[i : i + x.in_flight], [], []
+    pieces = [(k, *piece) for k in range(count) for piece in each]
+    for i in range(0, len(pieces), x.in_flight):
+        # load words and scale factors of the pieces in flight
+        mine, words, sf = pieces[i : i + x.in_flight], [], []
         for k, b, turn, group in mine:
             source = at.source + x.source[turn][group] + (k * SWIZZLE_ROWS + b * x.n) * p.width
             words.append(mma.load(source, p.bits // 2))
             if x.sf_offsets is not None:
                 source = at.sf + x.sf_offsets[turn] + k * (SWIZZLE_ROWS // 4 * four)
                 sf.append(mma.load_bytes(source + (b * p.groups + group) * p.lanes * x.block, 1))
+        # convert, scale and store them
         for j, (k, b, turn, group) in enumerate(mine):
-            pairs = [pair for word in words[j] for pair in quant.neighbours(fmt, word)]
+            pairs = [pair for word in words[j] for pair in quant.unpack_neighbours(fmt, word)]
             if x.sf_offsets is not None:
                 pairs = quant.scale_pairs(pairs, [quant.sf_pair(sf[j])], 0)
             boxes = (b * p.groups + group) * p.lanes // 4
@@ -214,6 +236,11 @@ def dequantise_rows(fmt, x: DequantLane, at: DequantCursor, four, count):
                 mma.store((target ^ 16 * half) + (k * SWIZZLE_ROWS + boxes * x.n) * 128, pairs[4 * half : 4 * half + 4])
 
 
+# The dequantise loop of one warp and one stage: an iteration per `count` * SWIZZLE_ROWS rows.
+#   waits for   nothing: the caller has waited for the raw stage and for a free operand stage
+#   computes    loads pieces of 16 elements, converts them to fp16 pairs, multiplies them by the block's scale factor
+#               and stores them in the operand's swizzle (`dequantise_rows`)
+#   releases    nothing: the caller fences and arrives
 @cute.jit
 def dequantise(
     spec: cutlass.Constexpr,
@@ -223,15 +250,13 @@ def dequantise(
     share: Int32,
     shares: cutlass.Constexpr,
 ):
-    """One of `shares` warps: its rows of a stage as it is stored become those of an fp16 stage (n, D). factors:
-    `SFLayout`, or None. No bank is met twice, but by loads of 4-bit rows of 256 columns."""
+    """Convert a raw stage to an fp16 stage (n, D). Called by each of `shares` warps, for its rows. sf: `SFLayout`, or
+    None. There are no bank conflicts, except for loads of 4-bit rows of 256 columns."""
     n, dim = const_expr(cute.size(into, mode=[0])), const_expr(cute.size(into, mode=[1]))
-    groups, four, mine = (
-        const_expr(n // shares // SWIZZLE_ROWS),
-        const_expr(dim // SF_VEC_SIZE * 4),
-        lane_of(spec, n, dim, sf),
-    )
-    count = const_expr(2 if spec.kv.block_scaled and groups % 2 == 0 else 1)  # at a time: what registers allow
+    groups = const_expr(n // shares // SWIZZLE_ROWS)
+    four = const_expr(dim // SF_VEC_SIZE * 4)
+    mine = lane_of(spec, n, dim, sf)
+    count = const_expr(2 if spec.kv.block_scaled and groups % 2 == 0 else 1)  # at a time: as much as registers allow
     first = share * (groups * SWIZZLE_ROWS)
     source, target = raw.iterator.toint() + first * mine.pieces.width, into.iterator.toint() + first * 128
     scales = Int32(0) if const_expr(sf is None) else sf.address + first // 4 * four
@@ -244,8 +269,8 @@ def dequantise(
 
 @cute.jit
 def zero_rows(into: cute.Tensor, valid: Int32, share: Int32, shares: cutlass.Constexpr):
-    """One of `shares` warps: zeros into its rows of an fp16 stage (n, D) from `valid` on, which hold whatever the page
-    held: 0 * NaN is NaN."""
+    """Zero the rows from `valid` on of an fp16 stage (n, D): they hold whatever the page held, and 0 * NaN is NaN.
+    Called by each of `shares` warps, for its rows."""
     n, dim = const_expr(cute.size(into, mode=[0])), const_expr(cute.size(into, mode=[1]))
     count, pieces = const_expr(n // shares), const_expr(BOX_COLS // 8)
     first, lane = cutlass.max(share * count, valid), cute.arch.lane_idx()
@@ -256,33 +281,33 @@ def zero_rows(into: cute.Tensor, valid: Int32, share: Int32, shares: cutlass.Con
 
 
 def operand_stages(spec, smem, shape, stages):
-    """Stages that are prepared."""
+    """Allocate the operand stages of K or V. shape: (rows, columns) of a stage."""
     dtype = abi.DTYPES[mma_dtype(spec)]
     kind = layout.smem_layout(shape, stages, dtype)
     return smem.allocate_tensor(dtype, kind.outer, 1024, kind.inner)
 
 
 class StagePipelines(NamedTuple):
-    """Pipes of raw and of operand stages of K or V."""
+    """The pipelines of the raw and of the operand stages of K or V."""
 
     raw: pipeline.Pipeline
     operand: pipeline.Pipeline
 
 
 def stage_pipelines(s, which):
-    """Those of K or V (`which`, of kv.pages)."""
+    """Return the pipelines of K or V. which: `pages.K` or `pages.V`."""
     return (StagePipelines(s.raw_k_pipe, s.k_pipe), StagePipelines(s.raw_v_pipe, s.v_pipe))[which]
 
 
 def stage_tensors(s, which, i):
-    """The raw stage and the operand stage of item i of their pipes."""
+    """Return the raw stage and the operand stage of item i of their pipelines."""
     raw, into = ((s.raw_k, s.k), (s.raw_v, s.v))[which]
     ring = stage_pipelines(s, which)
     return raw[None, None, pipeline.stage(ring.raw, i)], into[None, None, pipeline.stage(ring.operand, i)]
 
 
 def stage_sf(spec, a, s, which, i):
-    """Scale factors of item i, None where the cache has none."""
+    """Return the `SFLayout` of item i; None if the cache has no scale factors."""
     if not spec.kv.block_scaled:
         return None
     stage = (s.k_scales, s.v_scales)[which][None, None, pipeline.stage(stage_pipelines(s, which).raw, i)]
@@ -302,13 +327,12 @@ def dequantise_stage(
     i: Int32,
     valid: Int32,
 ):
-    """One of `shares` warps: its rows of item i of the pipes of K or V, a block whose first `valid` keys, or all, are
-    the request's."""
+    """Dequantise item i of the pipelines of K or V. Called by each of `shares` warps, for its rows. valid: keys of the
+    block that are the sequence's; may exceed the block."""
     raw, into = stage_tensors(s, which, i)
     dequantise(spec, raw, into, stage_sf(spec, a, s, which, i), share, shares)
-    if const_expr(
-        which == pages.V and (source(spec).PARTIAL_TAIL or spec.kv.block_scaled)
-    ):  # a factor past them may be NaN
+    # rows past the sequence: of V only, as P is 0 there; with block scales always, as a scale factor may be NaN
+    if const_expr(which == pages.V and (source(spec).PARTIAL_TAIL or spec.kv.block_scaled)):
         if valid < spec.tile.n:
             cute.arch.sync_warp()
             zero_rows(into, valid, share, shares)

@@ -1,11 +1,11 @@
-"""What a call asks of an attention kernel, in static terms. No kernel word in it: dispatch decides what runs."""
+"""The static facts of an attention call, from which `dispatch` chooses a kernel. Nothing here depends on a kernel."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 
 class Refusal(NamedTuple):
-    """Why a kernel does not serve a problem. field: of the problem, or "arch"."""
+    """The reason why a kernel does not serve a request. field: of the request, or "arch"."""
 
     field: str
     why: str
@@ -16,16 +16,17 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """Types: "fp16", "bf16", "e4m3", of q and kv also "e5m2", of kv and out also "nvfp4" (packed e2m1 with an e4m3
-    scale factor per 16).
+    """The static facts of a call.
 
-    phase: "prefill", or "decode": few query tokens a request, whose keys are worth sharing among CTAs. rows: upper
-    bound of the query tokens of one request. group: query heads of a KV head. drafts: a mask of bits says which of the
-    request's last tokens a token sees. skip: keys that hardly count may be left out. interleaved: V's scale factors
-    are, of 4 tokens each. batch_invariant: a request's bits must not depend on the rest of its batch. source: of K and
-    V, "paged", or "ragged": rows of one tensor, without pages (page_size 0). custom_mask: a mask of bits, instead of
-    causal, says which keys a token sees. alibi: logits get a bias that grows with the key's distance. head_scales: the
-    factor on the logits or on the output is one a query head.
+    q, kv, out: "fp16", "bf16" or "e4m3"; q and kv also "e5m2"; kv and out also "nvfp4" (packed e2m1 with an e4m3 scale
+    factor per 16 elements). qhead_per_kvhead: query heads per KV head. rows: upper bound of the query tokens of a
+    sequence. phase: "prefill", or "decode": few query tokens per sequence, so that splitting its keys among CTAs pays.
+    drafts: a tree mask says which of the sequence's last tokens a token sees. skip: skip-softmax, keys with negligible
+    weight may be left out. interleaved: V's scale factors are interleaved in groups of 4 tokens. batch_invariant: the
+    result of a sequence must not depend, bit for bit, on the rest of its batch. source: "paged", or "ragged": K and V
+    are rows of one tensor, without pages (page_size 0). custom_mask: a bit mask, instead of causal, says which keys a
+    token sees. alibi: a bias that grows with the key's distance is added to the logits. head_scales: the scale of the
+    logits or of the output is per query head.
     """
 
     q: str = "bf16"

@@ -1,7 +1,11 @@
-"""Online softmax on a (rows, cols) register view. A row's columns are spread over lanes: how many, and which, is the
-caller's (`lanes`, `across`).
+"""Online softmax on a register view (rows, cols) of scores. The columns of a row are spread over several lanes.
 
-m is the running maximum of raw scores, l this lane's share of the running sum of exp2((s - m) * softmax_scale_log2).
+row_max is the running maximum of raw scores; row_sum is this lane's share of the running sum of
+exp2((s - row_max) * softmax_scale_log2). As in FlashAttention-4, O is rescaled only when a row's maximum has grown by
+more than a threshold.
+
+Prefill on sm90: `update_max`, `exp_and_sum`, `rescale`. Decode: `update_max_and_rescale`, `exp_and_sum`. At the end of
+a tile: `normalizer`.
 """
 
 from dataclasses import dataclass
@@ -11,19 +15,19 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from ..device.warp import fma
+from ..device.warp import fma, reduce_across_quads
 from .logits import LOG2_E
 
-CHAINS = 4
+CHAINS = 4  # independent chains of a reduction in registers
 
 
-RESCALE_THRESHOLD = 8.0  # by how much, in log2 units, a row's maximum may have grown before the running one follows
-NO_KEY_MAX = -1e30  # shift of a row without keys: exp2(-inf - NO_KEY) = 0, and any key gives infinity
+RESCALE_THRESHOLD = 8.0  # by how much, in log2 units, a row's maximum may grow before row_max follows
+NO_KEY_MAX = -1e30  # row_max_scaled of a row without keys: exp2(-inf - NO_KEY_MAX) = 0, and any key gives infinity
 
 
 class RescaleParams(NamedTuple):
-    """Where exponentials lie, in log2 units. lazy: by how much a row's maximum may have grown before the running one
-    follows. raised: a key as large as the running maximum gives 2^raised."""
+    """The range of the exponentials, in log2 units. rescale_threshold: by how much a row's maximum may grow before
+    row_max follows. max_offset: a key as large as row_max gives 2^max_offset."""
 
     rescale_threshold: Float32
     max_offset: Float32
@@ -31,38 +35,41 @@ class RescaleParams(NamedTuple):
 
 @dataclass(frozen=True)
 class SoftmaxState:
+    """Per row, in registers."""
+
     row_max: cute.Tensor
-    row_sum: cute.Tensor  # noqa: E741
-    row_max_scaled: cute.Tensor  # m * softmax_scale_log2 less what P is raised by, or NO_KEY
-    acc_scale: cute.Tensor  # factor that the last `update_max` owes to O
+    row_sum: cute.Tensor
+    row_max_scaled: cute.Tensor  # row_max * softmax_scale_log2 - max_offset, or NO_KEY_MAX
+    acc_scale: cute.Tensor  # factor from the last `update_max` by which O must be rescaled
 
 
 class RowNormalizer(NamedTuple):
-    """factor: 1 / (sum of exponentials), 0 for a row without keys. lse: log2 of that sum, sink included."""
+    """inv_row_sum: 1 / (sum of exponentials), 0 for a row without keys. lse: log2 of that sum, including the sink."""
 
     inv_row_sum: Float32
     lse: Float32
 
 
 def make(rows):
+    """Allocate the state of `rows` rows."""
     return SoftmaxState(*(cute.make_rmem_tensor(rows, Float32) for _ in range(4)))
 
 
 def reset(st: SoftmaxState, row_max_scaled: float):
-    """No key so far. shift: of such a row, NO_KEY for `update_max`."""
+    """Reset the state to rows without keys. row_max_scaled: must be NO_KEY_MAX for `update_max`."""
     st.row_max.fill(-Float32.inf)
     st.row_sum.fill(0.0)
     st.row_max_scaled.fill(row_max_scaled)
 
 
 def exp2_scaled(score, softmax_scale_log2, row_max_scaled):
-    """2^(score * softmax_scale_log2 - shift)."""
+    """Return 2^(score * softmax_scale_log2 - row_max_scaled)."""
     return cute.math.exp2(fma(score, softmax_scale_log2, -row_max_scaled), fastmath=True)
 
 
 @cute.jit
 def device_scale(constant: Float32, tensor: cute.Tensor):
-    """constant times the one-element device tensor, if there is one."""
+    """Return `constant`, multiplied by the one-element device tensor if it is not empty."""
     if tensor.shape[0] > 0:
         constant *= tensor[0]
     return constant
@@ -70,7 +77,7 @@ def device_scale(constant: Float32, tensor: cute.Tensor):
 
 @cute.jit
 def head_scale(tensor: cute.Tensor, head: Int32):
-    """What a device tensor of a factor a head, of one for all or of none says of a head."""
+    """Return the scale of `head`; the tensor holds one per head, one for all, or none (1.0)."""
     factor = Float32(1.0)
     if tensor.shape[0] > 0:
         factor = tensor[cutlass.min(head, tensor.shape[0] - 1)]
@@ -78,23 +85,24 @@ def head_scale(tensor: cute.Tensor, head: Int32):
 
 
 def reduce(row, op):
-    """Reduction of a register row in CHAINS independent chains, so that latency does not add up."""
+    """Reduce a register row in CHAINS independent chains, so that latencies do not add up."""
     return join_chains(reduce_chains(row, op), op)
 
 
 def reduce_chains(row, op, before=None):
-    """The chains of a row, or, behind those `before`, of more of its columns, a multiple of CHAINS."""
-    n, part = cute.size(row), list(before or [row[i] for i in range(min(CHAINS, cute.size(row)))])
-    for i in range(0 if before else len(part), n):
-        part[i % len(part)] = op(part[i % len(part)], row[i])
-    return part
+    """Return the chains of a row. before: the chains of its columns so far; the row's size must then be a multiple of
+    CHAINS."""
+    n, chains = cute.size(row), list(before or [row[i] for i in range(min(CHAINS, cute.size(row)))])
+    for i in range(0 if before else len(chains), n):
+        chains[i % len(chains)] = op(chains[i % len(chains)], row[i])
+    return chains
 
 
-def join_chains(part, op):
-    """One value of all chains."""
-    while len(part) > 1:
-        part = [op(part[i], part[i + 1]) for i in range(0, len(part), 2)]
-    return part[0]
+def join_chains(chains, op):
+    """Reduce the chains to one value."""
+    while len(chains) > 1:
+        chains = [op(chains[i], chains[i + 1]) for i in range(0, len(chains), 2)]
+    return chains[0]
 
 
 def add(x, y):
@@ -102,7 +110,7 @@ def add(x, y):
 
 
 def lane_row_max(st: SoftmaxState, s: cute.Tensor):
-    """This lane's part of the maximum of each row, with the one so far."""
+    """Return, per row, the maximum of row_max and this lane's scores."""
     return [cute.arch.fmax(st.row_max[r], reduce(s[r, None], cute.arch.fmax)) for r in range(cute.size(st.row_max))]
 
 
@@ -115,21 +123,20 @@ def update_max(
     rescale_params: RescaleParams,
     exact_max: cutlass.Constexpr,
 ):
-    """Bring m up to date with a block of scores; l is scaled to it, O is owed st.acc_scale. softmax_scale_log2: of each
-    row. lanes: neighbours that have columns of a row.
+    """Update row_max with a block of scores, rescale row_sum, and set acc_scale, by which `rescale` multiplies O.
 
-    m follows the row's maximum only when that has grown by span.rescale_threshold, or, told to `exact_max`, whenever
-    that has grown: until then P exceeds 2^span.max_offset by less than that factor, which costs no accuracy in floating
-    point, and O needs no rescaling. A row decides for itself, so its result does not depend on its neighbours.
+    softmax_scale_log2: per row. lanes: number of neighbouring lanes that share a row. row_max follows the row's maximum
+    only when that has grown by more than rescale_threshold or, with `exact_max`, whenever it has grown. Until then P
+    exceeds 2^max_offset by less than that factor, which costs no accuracy in floating point, and O needs no rescaling.
+    Each row decides for itself, so that its result does not depend on its neighbours.
     """
     top = lane_row_max(st, s)
     for r in cutlass.range_constexpr(cute.size(st.row_max)):
         m = cute.arch.warp_reduction_max(top[r], threads_in_group=lanes)
         old, shift = st.row_max[r], st.row_max_scaled[r]
         scale = softmax_scale_log2[r]
-        grown = (
-            m > old if const_expr(exact_max) else (m - old) * scale > rescale_params.rescale_threshold
-        )  # false where neither is finite
+        # false if neither is finite
+        grown = m > old if const_expr(exact_max) else (m - old) * scale > rescale_params.rescale_threshold
         st.row_max_scaled[r] = fma(m, scale, -rescale_params.max_offset) if grown else shift
         st.acc_scale[r] = cute.math.exp2(shift - st.row_max_scaled[r], fastmath=True) if grown else Float32(1.0)
         st.row_sum[r] = st.row_sum[r] * st.acc_scale[r]
@@ -142,30 +149,37 @@ def update_max_and_rescale(
     s: cute.Tensor,
     o: cute.Tensor,
     softmax_scale_log2: cute.Tensor,
-    across: cutlass.Constexpr,
-    multiply: cutlass.Constexpr,
+    elementwise: cutlass.Constexpr,
 ):
-    """`update_max` and `rescale` in one, where rows have scales of their own: as long as no lane finds a row grown,
-    nothing is exchanged. across(x, op): reduces over the lanes that have columns of a row. multiply(row, x): in
-    place."""
+    """Do `update_max` and `rescale` in one, on scores S^T: a row's columns are spread over the 8 quads of the warp.
+
+    No data is exchanged until some lane finds that the maximum of a row has grown by more than RESCALE_THRESHOLD.
+    softmax_scale_log2: per row. elementwise: multiply O one register at a time, see `decode.operands.fill`.
+    """
+    # has the maximum of some row of the warp grown?
     top = lane_row_max(st, s)
     grown = (top[0] - st.row_max[0]) * softmax_scale_log2[0] > RESCALE_THRESHOLD
     for r in cutlass.range_constexpr(1, cute.size(st.row_max)):
         grown = grown or (top[r] - st.row_max[r]) * softmax_scale_log2[r] > RESCALE_THRESHOLD
+    # then update row_max, and rescale row_sum and O
     if cute.arch.vote_any_sync(grown):
         for r in cutlass.range_constexpr(cute.size(st.row_max)):
-            m, old = across(top[r], cute.arch.fmax), st.row_max[r]
+            m, old = reduce_across_quads(top[r], cute.arch.fmax), st.row_max[r]
             m = m if (m - old) * softmax_scale_log2[r] > RESCALE_THRESHOLD else old
             st.row_max_scaled[r] = Float32(0.0) if m == -Float32.inf else m * softmax_scale_log2[r]
-            owed = Float32(1.0) if m == old else exp2_scaled(old, softmax_scale_log2[r], st.row_max_scaled[r])
-            st.row_sum[r] = st.row_sum[r] * owed
+            acc_scale = Float32(1.0) if m == old else exp2_scaled(old, softmax_scale_log2[r], st.row_max_scaled[r])
+            st.row_sum[r] = st.row_sum[r] * acc_scale
             st.row_max[r] = m
-            multiply(o[r, None], owed)
+            if const_expr(elementwise):
+                for c in cutlass.range_constexpr(cute.size(o, mode=[1])):
+                    o[r, c] = o[r, c] * acc_scale
+            else:
+                o[r, None].store(o[r, None].load() * acc_scale)
 
 
 @cute.jit
 def exp_and_sum(st: SoftmaxState, s: cute.Tensor, softmax_scale_log2: Float32, r: cutlass.Constexpr):
-    """Row r of s <- exp2((s - m) * softmax_scale_log2), summed into l."""
+    """Replace row r of s by exp2((s - row_max) * softmax_scale_log2) and add it to row_sum."""
     for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
         s[r, c] = exp2_scaled(s[r, c], softmax_scale_log2, st.row_max_scaled[r])
     st.row_sum[r] += reduce(s[r, None], add)
@@ -173,11 +187,11 @@ def exp_and_sum(st: SoftmaxState, s: cute.Tensor, softmax_scale_log2: Float32, r
 
 @cute.jit
 def rescale(st: SoftmaxState, o: cute.Tensor):
-    """Pay st.acc_scale to O, in warps where a row owes it."""
-    owed = st.acc_scale[0] != 1.0
+    """Multiply O by acc_scale, in warps in which some row's acc_scale is not 1."""
+    needed = st.acc_scale[0] != 1.0
     for r in cutlass.range_constexpr(1, cute.size(st.row_max)):
-        owed = owed or st.acc_scale[r] != 1.0
-    if cute.arch.vote_any_sync(owed):
+        needed = needed or st.acc_scale[r] != 1.0
+    if cute.arch.vote_any_sync(needed):
         for r in cutlass.range_constexpr(cute.size(st.row_max)):
             o[r, None].store(o[r, None].load() * st.acc_scale[r])
 
@@ -189,19 +203,19 @@ def row_can_skip(
     softmax_scale_log2: cute.Tensor,
     r: cutlass.Constexpr,
     log2_threshold: Float32,
-    across: cutlass.Constexpr,
 ):
-    """Skip-softmax: whether row r finds all these scores below its maximum so far by 2^log2_threshold. The vote among
-    rows is the role's."""
-    top = across(reduce(s[r, None], cute.arch.fmax), cute.arch.fmax)
+    """Skip-softmax: return whether all scores of row r of S^T are below its running maximum by 2^log2_threshold. The
+    vote among rows is the role's."""
+    top = reduce_across_quads(reduce(s[r, None], cute.arch.fmax), cute.arch.fmax)
     return top == -Float32.inf or (top - st.row_max[r]) * softmax_scale_log2[r] < log2_threshold
 
 
 @cute.jit
 def normalizer(top: Float32, total: Float32, sink: Float32):
-    """`RowNormalizer` of a row whose sum over keys is total * 2^top, with its sink (natural units, -inf for none).
+    """Return the `RowNormalizer` of a row: the sum over its keys is total * 2^top. sink: natural units, -inf for none.
 
-    A row that has neither gives (0, -inf). Both terms are taken relative to the larger, so a sink of any size is safe.
+    A row with neither keys nor a sink gives (0, -inf). Both terms are taken relative to the larger one, so that a sink
+    of any size is safe.
     """
     other = sink * LOG2_E
     peak = cute.arch.fmax(top, other)
@@ -221,6 +235,6 @@ def row_normalizer(
     sink: Float32,
     lanes: cutlass.Constexpr,
 ):
-    """`normalizer` of row r over its keys."""
+    """Return the `normalizer` of row r. lanes: number of neighbouring lanes that share a row."""
     top = -Float32.inf if st.row_max[r] == -Float32.inf else st.row_max_scaled[r]
     return normalizer(top, cute.arch.warp_reduction_sum(st.row_sum[r], threads_in_group=lanes), sink)

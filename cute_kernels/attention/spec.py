@@ -1,8 +1,8 @@
-"""Static facts of an attention kernel: the compile key, the artifact's name and the test id.
+"""The static facts of an attention kernel: the compile key, the artifact's name and the test id.
 
-Presence is static, values are dynamic: what a spec does not name (lengths, page size, strides, scales, the presence of
-sinks and LSE, PDL) is an argument of every kernel, and what it says a kernel *has*, a window, a soft cap, may be off in
-a call; see `args`.
+Features are static, values are dynamic. Everything that a spec does not name (lengths, page size, strides, scales,
+presence of sinks and LSE, PDL) is an argument of every kernel. A feature that a spec has, such as a window or a soft
+cap, may be off in a call; see `args`.
 """
 
 from dataclasses import dataclass, field
@@ -10,38 +10,40 @@ from typing import Generic, TypeVar
 
 from .request import KernelRequest
 
-T = TypeVar("T")  # the op's own class of tiles
+T = TypeVar("T")  # the op's tile config
 
 DTYPES = ("bf16", "fp16")  # of 16 bits
-BITS = {"bf16": 16, "fp16": 16, "e4m3": 8, "e5m2": 8, "nvfp4": 4}  # of an element, as it is stored
+BITS = {"bf16": 16, "fp16": 16, "e4m3": 8, "e5m2": 8, "nvfp4": 4}  # per stored element
 SF_VEC_SIZE = 16  # elements that share a scale factor of NVFP4
-TMA_PAGES = (8, 16, 32, 64, 128, 256)  # rows of the pages that TMA fetches in boxes
-PACK_GQA_MAX_Q = 64  # query tokens of a request, up to which the query heads of a KV head are rows of one tile
-PACK_GQA_MAX_GROUP = 1024  # of those heads: a row of such a tile, times rows a token, stays below 2^30, for `Divisor`
+TMA_PAGES = (8, 16, 32, 64, 128, 256)  # page sizes, in rows, that TMA loads
+PACK_GQA_MAX_Q = 64  # PackGQA for sequences of at most this many query tokens,
+PACK_GQA_MAX_GROUP = 1024  # and at most this many query heads per KV head: row * heads < 2^30, for `Divisor`
 
 
 @dataclass(frozen=True)
 class KVSpec:
-    """dtype: of K and V as they are stored. source: "tma", pages of `TMA_PAGES` rows, or ragged rows, fetched in boxes;
-    "gather", pages of any size, row by row."""
+    """The KV cache. dtype: storage type of K and V. source: "tma", pages of `TMA_PAGES` rows or ragged rows, loaded by
+    TMA; or "gather", pages of any size, loaded row by row."""
 
     dtype: str = "bf16"
     source: str = "tma"
 
     @property
     def bits(self) -> int:
+        """Bits per stored element."""
         return BITS[self.dtype]
 
     @property
     def block_scaled(self) -> bool:
-        """Whether blocks of `SF_VEC_SIZE` elements have a scale factor."""
+        """Whether each block of `SF_VEC_SIZE` elements has a scale factor."""
         return self.dtype == "nvfp4"
 
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """causal: "always" (bottom-right aligned), "never", or "value": as the call says. window: has `window_left`. bits:
-    has a mask of drafts. custom: has a mask of bits for all (query, key) of a request; with causal "value"."""
+    """The mask. causal: "always" (bottom-right aligned), "never", or "value": the argument `causal` decides. window: a
+    sliding window, `window_left`. tree: a tree mask for draft tokens. custom: a bit mask over all (token, key) of a
+    sequence; requires causal "value"."""
 
     causal: str = "always"
     window: bool = False
@@ -50,14 +52,15 @@ class MaskSpec:
 
     @property
     def name(self) -> str:
+        """The mask's part of a spec's name."""
         kind = {"always": "causal", "never": "full", "value": "any"}[self.causal]
         return kind + ("w" if self.window else "") + ("b" if self.tree else "") + ("m" if self.custom else "")
 
 
 @dataclass(frozen=True)
 class LogitsSpec:
-    """What a kernel has: soft_cap, skip (skip-softmax), alibi (a slope of each query head), head_scales (the factors on
-    the logits and on the output may be one a query head)."""
+    """Features between Q K^T and the softmax. skip: skip-softmax. alibi: a slope per query head. head_scales: the
+    scales of the logits and of the output may be per query head."""
 
     soft_cap: bool = False
     skip: bool = False
@@ -67,10 +70,13 @@ class LogitsSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec(Generic[T]):
-    """A forward attention kernel. q: type of Q, and of P. out: types that the call may choose from, the first is the
-    default. schedule: "tiles", whole ones, each by one CTA; "stream_k": all CTAs get the same number of KV blocks,
-    whatever tile these belong to, and `combine` merges the parts of a tile. Rows of a tile are (token, query head of
-    the KV head's group) with "stream_k", and with "tiles" those of a request of up to `PACK_GQA_MAX_Q` query tokens."""
+    """A forward attention kernel.
+
+    q: type of Q and of P. out: types that the call may choose from; the first is the default. schedule: "tiles", one
+    CTA per tile; or "stream_k", all CTAs get the same number of KV blocks and `combine` merges the splits of a tile.
+    With "stream_k" all tiles are packed (PackGQA); with "tiles", those of sequences of at most `PACK_GQA_MAX_Q` query
+    tokens are.
+    """
 
     q: str = "bf16"
     kv: KVSpec = field(default_factory=KVSpec)
@@ -84,11 +90,12 @@ class AttentionSpec(Generic[T]):
 
     @property
     def dims(self) -> tuple[int, int]:
+        """(head_dim_qk, head_dim_vo)."""
         return self.head_dim_qk, self.head_dim_vo
 
     @property
     def name(self) -> str:
-        """A short readable identifier, unique among the shipped specs of an op."""
+        """A short readable name, unique among the shipped specs of an op."""
         parts = [
             self.q,
             f"kv{self.kv.dtype}" if self.kv.dtype != self.q else "",
@@ -106,12 +113,12 @@ class AttentionSpec(Generic[T]):
 
 
 def outputs(q: str, asked: str = "") -> tuple[str, ...]:
-    """Types that calls of a kernel that has all of them may choose from, where q is the query's and `asked` the type
-    that a call asks for: one of 16 bits, which is that of q if it can be, and those that are quantised."""
+    """Return the output types of a kernel with queries of type q: one 16-bit type and the quantised ones. The 16-bit
+    type is `asked`, the type that a call wants, if it has 16 bits, else q's own, or bf16."""
     usual = q if q in DTYPES else "bf16"
     return asked if asked in DTYPES else usual, "e4m3", "nvfp4"
 
 
 def kv_source(request: KernelRequest) -> str:
-    """The source of K and V that serves a request."""
+    """Return the source of K and V that serves a request."""
     return "tma" if request.source == "ragged" or request.page_size in TMA_PAGES else "gather"

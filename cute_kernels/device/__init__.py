@@ -1,1 +1,1 @@
-"""Device leaves: know nothing of attention or top-k."""
+"""Building blocks of kernels on the device. They know nothing of attention or top-k."""

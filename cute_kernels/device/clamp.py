@@ -1,4 +1,4 @@
-"""Plain arithmetic: of ints or traced values."""
+"""Arithmetic on Python ints or traced values."""
 
 import cutlass
 

@@ -1,4 +1,4 @@
-"""Division by a number that is known once a launch."""
+"""Division by a number that is constant during a launch."""
 
 import cutlass
 from cutlass import Int32, Int64, Uint32, Uint64
@@ -7,20 +7,23 @@ SHIFT = 30
 
 
 def magic_of(value):
-    """2^30 / value, rounded up."""
+    """Return ceil(2^SHIFT / value), the multiplier of `Divisor`."""
     return ((1 << SHIFT) - 1 + value) // value
 
 
 def divide(x, y):
-    """x // y of x >= 0 and y > 0: half the instructions of a division that looks at signs."""
+    """Return x // y for x >= 0 and y > 0.
+
+    An unsigned division takes half the instructions of a signed one."""
     if isinstance(x, int) and isinstance(y, int):
         return x // y
     return Int32(Uint32(x) // Uint32(y))
 
 
 class Divisor:
-    """`x // d`, `x % d` and `x * d` of d >= 1 as of an Int32, by a multiplication; for 0 <= x with x * d < 2^30.
-    magic: `magic_of` d, where that is known."""
+    """A divisor d >= 1: `x // d`, `x % d` and `x * d`, by a 64-bit multiplication instead of a division.
+
+    Exact for 0 <= x with x * d < 2^SHIFT. magic: `magic_of(d)`, if the host has computed it."""
 
     def __init__(self, value: Int32, magic: Int32 | None = None):
         self.value = value
@@ -37,11 +40,10 @@ class Divisor:
 
 
 class Quotient:
-    """`x // d` and `x % d` of d >= 1, for 0 <= x < 2^31: a multiplication of 32 bits and a shift.
+    """A divisor d >= 1: `x // d` and `x % d` for 0 <= x < 2^31, by a 32-bit multiplication and a shift.
 
-    Exact: with s = ceil(log2 d), the magic floor(2^(31 + s) / d) + 1 fits 32 bits, and times d it exceeds 2^(31 + s)
-    by at most 2^s.
-    """
+    Exact: with s = ceil(log2 d), the multiplier floor(2^(31 + s) / d) + 1 fits 32 bits, and d times it exceeds
+    2^(31 + s) by at most 2^s."""
 
     def __init__(self, value: Int32):
         self.value = value

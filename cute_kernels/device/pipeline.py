@@ -1,9 +1,22 @@
-"""mbarrier pipelines addressed by one running counter.
+"""mbarrier pipelines, addressed by one running counter.
 
-A pipe is `stages` full and `stages` empty barriers. Producer and consumers each count the items they have passed; item
-n lives in stage n % stages and its barriers complete in phase (n // stages) & 1, so a counter is all the state a role
-carries. Where the division costs too much, a role carries the `PipelineState` of an item instead, its stage and its
-phase; or, where it has no register to spare, a `cursor`: both in one number.
+A pipeline has `stages` full and `stages` empty mbarriers. Producers and consumers each count the items they have
+passed. Item n uses stage n % stages, and its barriers complete in phase (n // stages) & 1, so the counter is all the
+state that a role carries. There are two cheaper forms:
+
+- `PipelineState`, the stage and the phase of an item, if the division costs too much;
+- a cursor, stage and phase in one register (`advance_cursor`, `consumer_wait_cursor`), if registers are short.
+
+The protocol, with TMA as the producer:
+
+    k_pipe = pipeline.make(smem, stages, 1, consumer_warps)     # then mbarrier_init_fence() and a CTA barrier
+
+    pipeline.producer_acquire_tx(k_pipe, n, tx_bytes)           # producer warp: wait for `empty`, expect the bytes
+    cute.copy(box.atom, g, s, tma_bar_ptr=pipeline.full_barrier(k_pipe, n))   # TMA completes `full`
+
+    pipeline.consumer_wait(k_pipe, n)                           # consumer warps: wait for `full`
+    ...                                                         # read stage(k_pipe, n)
+    pipeline.consumer_release(k_pipe, n)                        # arrive at `empty`, once per warp
 """
 
 from dataclasses import dataclass
@@ -16,13 +29,18 @@ from cutlass import Float32, Int32, Int64
 
 @dataclass(frozen=True)
 class Pipeline:
-    full: cute.Pointer  # `stages` mbarriers, then as many "empty" ones
+    """The mbarriers of a pipeline: its full barriers, then its empty ones."""
+
+    full: cute.Pointer  # `stages` full mbarriers, then `stages` empty ones
     stages: cutlass.Constexpr
 
 
 @cute.jit
 def make(smem, stages: cutlass.Constexpr, producers: cutlass.Constexpr, consumers: cutlass.Constexpr):
-    """Allocate and initialise: that many arrivals fill a stage, that many free it. A fence and a barrier follow."""
+    """Allocate and initialise a pipeline.
+
+    producers, consumers: arrivals that complete a phase of a full and of an empty barrier. The caller adds the
+    fence (`mbarrier_init_fence`) and a CTA barrier before the first use."""
     p = Pipeline(smem.allocate_array(Int64, 2 * stages), stages)
     if cute.arch.warp_idx() == 0:
         with cute.arch.elect_one():
@@ -33,19 +51,20 @@ def make(smem, stages: cutlass.Constexpr, producers: cutlass.Constexpr, consumer
 
 
 class PipelineState(NamedTuple):
-    """Of an item, instead of its number n: n % stages and (n // stages) & 1."""
+    """The stage and the phase of item n: n % stages and (n // stages) & 1."""
 
     index: Int32
     phase: Int32
 
 
 def initial_state():
-    """The place of item 0."""
+    """Return the state of item 0."""
     return PipelineState(Int32(0), Int32(0))
 
 
 @cute.jit
 def next_state(p: Pipeline, at: PipelineState):
+    """Return the state of the next item."""
     index, phase = at.index + 1, at.phase
     if index == p.stages:
         index, phase = Int32(0), phase ^ 1
@@ -53,17 +72,19 @@ def next_state(p: Pipeline, at: PipelineState):
 
 
 def next_item(p: Pipeline, n):
-    """The item behind n: its number, or its place."""
+    """Return the item after n, in the form of n: a number or a `PipelineState`."""
     return next_state(p, n) if isinstance(n, PipelineState) else n + 1
 
 
 def stage(p: Pipeline, n):
+    """Return the stage of item n (a number or a `PipelineState`)."""
     if isinstance(n, PipelineState):
         return n.index
     return n & (p.stages - 1) if p.stages & (p.stages - 1) == 0 else n % p.stages
 
 
 def phase(p: Pipeline, n):
+    """Return the phase parity in which item n completes its barriers."""
     if isinstance(n, PipelineState):
         return n.phase
     return (n >> (p.stages.bit_length() - 1) if p.stages & (p.stages - 1) == 0 else n // p.stages) & 1
@@ -78,16 +99,18 @@ def empty_barrier(p: Pipeline, n):
 
 
 def consumer_wait(p: Pipeline, n):
+    """Wait until item n is in its stage."""
     cute.arch.mbarrier_wait(p.full + stage(p, n), phase(p, n))
 
 
 def producer_acquire(p: Pipeline, n):
+    """Wait until the stage of item n is free. The first `stages` items do not wait."""
     cute.arch.mbarrier_wait(empty_barrier(p, n), phase(p, n) ^ 1)
 
 
 @cute.jit
 def producer_acquire_tx(p: Pipeline, n: Int32, tx_bytes: Int32):
-    """Producer, one warp: wait until item n's stage is free, then announce its bytes."""
+    """Wait until the stage of item n is free, then arrive at its full barrier and expect `tx_bytes` (one warp)."""
     producer_acquire(p, n)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full_barrier(p, n), tx_bytes)
@@ -95,30 +118,33 @@ def producer_acquire_tx(p: Pipeline, n: Int32, tx_bytes: Int32):
 
 @cute.jit
 def consumer_release(p: Pipeline, n: Any):
-    """Consumer, one warp: it no longer reads item n."""
+    """Free the stage of item n for the producer (one warp: one arrival)."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(empty_barrier(p, n))
 
 
 @cute.jit
 def consumer_release_after(p: Pipeline, n: Any, value: Float32, below: Float32):
-    """`release`, once `value` is known. It is never less than `below`, but the compiler cannot tell: it moves neither
-    the release nor a wait for MMAs that follows in front of what computes `value`."""
+    """Free the stage of item n after `value` is computed (one warp: one arrival).
+
+    value: never less than `below`, which the compiler cannot know. So it moves neither the release nor a wait for
+    MMAs behind it above the code that computes `value`."""
     with cute.arch.elect_one():
         if not value < below:
             cute.arch.mbarrier_arrive(empty_barrier(p, n))
 
 
-PHASE = 1 << 16  # bit of a cursor: its lower bits are the stage; the first item's is 0
+PHASE = 1 << 16  # the phase bit of a cursor; its lower bits are the stage. The cursor of item 0 is 0
 
 
 def cursor_stage(cursor):
+    """Return the stage of a cursor's item."""
     return cursor & (PHASE - 1)
 
 
 @cute.jit
 def advance_cursor(p: Pipeline, cursor: Int32):
-    """The cursor of the next item."""
+    """Return the cursor of the next item."""
     cursor += 1
     if cursor & (PHASE - 1) == p.stages:
         cursor = (cursor - p.stages) ^ PHASE
@@ -126,20 +152,24 @@ def advance_cursor(p: Pipeline, cursor: Int32):
 
 
 def consumer_try_wait(p: Pipeline, cursor):
-    """Whether the item is there: asked early, it hides the latency of an answer."""
+    """Return whether the item of a cursor is in its stage, without waiting.
+
+    Pass the answer to `consumer_wait_cursor`. A test that is issued early hides its latency."""
     return cute.arch.mbarrier_test_wait(p.full + cursor_stage(cursor), (cursor >> (PHASE.bit_length() - 1)) & 1)
 
 
 @cute.jit
-def consumer_wait_cursor(p: Pipeline, cursor: Int32, known=False):
-    """`wait_full` by cursor. known: of `try_wait`."""
-    if not known:
+def consumer_wait_cursor(p: Pipeline, cursor: Int32, ready=False):
+    """Wait until the item of a cursor is in its stage. ready: the answer of `consumer_try_wait`."""
+    if not ready:
         cute.arch.mbarrier_wait(p.full + cursor_stage(cursor), (cursor >> (PHASE.bit_length() - 1)) & 1)
 
 
 @cute.jit
 def consumer_release_cursor(p: Pipeline, cursor: Int32, last):
-    """Consumer, one warp: it no longer reads the item, if `last`. Lane 0 instead of an elected one: no branch."""
+    """Free the stage of a cursor's item if `last` (one warp: one arrival).
+
+    Lane 0 arrives instead of an elected lane: this needs no branch."""
     cute.arch.sync_warp()
     if last & (cute.arch.lane_idx() == 0):
         cute.arch.mbarrier_arrive(p.full + p.stages + cursor_stage(cursor))
@@ -147,8 +177,14 @@ def consumer_release_cursor(p: Pipeline, cursor: Int32, last):
 
 @cute.jit
 def make_mbarriers(smem, count: cutlass.Constexpr, arrivals: cutlass.Constexpr):
-    """Pointer to `count` mbarriers, each to be used by itself: so many arrivals end its n-th phase. A fence and a
-    barrier follow."""
+    """Allocate and initialise `count` single mbarriers and return a pointer to the first.
+
+    arrivals: how many complete a phase. The caller adds the fence and a CTA barrier before the first use. Use:
+
+        ready = pipeline.make_mbarriers(smem, 1, warps)
+        pipeline.mbarrier_arrive(ready)     # each of `warps` warps, once per phase
+        pipeline.mbarrier_wait(ready, n)    # until phase n has completed
+    """
     first = smem.allocate_array(Int64, count)
     if cute.arch.warp_idx() == 0:
         with cute.arch.elect_one():
@@ -157,13 +193,13 @@ def make_mbarriers(smem, count: cutlass.Constexpr, arrivals: cutlass.Constexpr):
     return first
 
 
-def mbarrier_wait(signal: cute.Pointer, n):
-    """Until phase n has ended; at once for n = -1."""
-    cute.arch.mbarrier_wait(signal, n & 1)
+def mbarrier_wait(mbarrier: cute.Pointer, n):
+    """Wait until phase n of an mbarrier has completed; return at once if n is -1."""
+    cute.arch.mbarrier_wait(mbarrier, n & 1)
 
 
 @cute.jit
-def mbarrier_arrive(signal: cute.Pointer):
-    """One warp: an arrival."""
+def mbarrier_arrive(mbarrier: cute.Pointer):
+    """Arrive at an mbarrier (one warp: one arrival)."""
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(signal)
+        cute.arch.mbarrier_arrive(mbarrier)

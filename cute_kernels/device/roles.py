@@ -1,5 +1,10 @@
-"""The roles of a CTA's warps, in the order of warps: a table from which warp ranges, arrival counts of pipes and
-register budgets follow."""
+"""The roles of a CTA's warps, as a table in the order of warps.
+
+Warp ranges, arrival counts of pipelines and register budgets (`setmaxnreg`) follow from it.
+
+    roles = Roles.of(Role("mma", 8, 240), Role("load", 1, 24), Role("idle", 3, 24))
+    roles.first("load"), roles.warps("mma")   # 8, 8
+"""
 
 from typing import NamedTuple
 
@@ -7,34 +12,40 @@ REGISTER_FILE = 65536  # registers of an SM
 
 
 def launch_registers(warps: int) -> int:
-    """Registers a thread that a CTA of so many warps, alone on its SM, is launched with."""
+    """Return the registers per thread with which a CTA of `warps` warps is launched, alone on its SM."""
     return min(255, REGISTER_FILE // (32 * warps)) // 8 * 8
 
 
 class Role(NamedTuple):
+    """A role: its name, its number of warps, and its registers per thread."""
+
     name: str
     warps: int
-    registers: int  # a thread; equal for all roles of a warpgroup
+    registers: int  # per thread; equal for all roles of a warpgroup
 
 
 class Roles(NamedTuple):
+    """The roles of a kernel, without those of no warps."""
+
     table: tuple[Role, ...]
 
     @staticmethod
     def of(*table: Role) -> "Roles":
-        """ValueError where the warps of a warpgroup differ in registers, or where one is not whole, or where they want
-        more together than the CTA is launched with: the last to ask would wait for ever."""
+        """Make the table of roles.
+
+        Raise ValueError if the warps are no whole warpgroups, if the warps of a warpgroup differ in registers, or
+        if the roles want more registers than the CTA is launched with: the last role to ask for them would wait
+        for ever."""
         each = [role.registers for role in table for _ in range(role.warps)]
         if len(each) % 4 or any(len(set(each[i : i + 4])) > 1 for i in range(0, len(each), 4)):
-            raise ValueError(f"roles: {table}, four warps each of equal registers")
+            raise ValueError(f"roles: {table}, must be warpgroups of four warps with equal registers")
         if sum(each) > launch_registers(len(each)) * len(each):
-            raise ValueError(
-                f"roles: {table}, {sum(each) * 32} registers of {launch_registers(len(each)) * len(each) * 32}"
-            )
+            most = launch_registers(len(each)) * len(each) * 32
+            raise ValueError(f"roles: {table}, need {sum(each) * 32} registers, must be at most {most}")
         return Roles(tuple(role for role in table if role.warps))
 
     def first(self, name: str) -> int:
-        """First warp of a role; the number of all warps where there is no such role."""
+        """Return the first warp of a role, or the number of all warps if there is no such role."""
         before = 0
         for role in self.table:
             if role.name == name:
@@ -46,7 +57,7 @@ class Roles(NamedTuple):
         return 32 * self.first(name)
 
     def warps(self, *names: str) -> int:
-        """Warps of these roles together, of all where none is named."""
+        """Return the number of warps of these roles together, or of all roles if none is named."""
         return sum(role.warps for role in self.table if role.name in names or not names)
 
     def registers(self, name: str) -> int:

@@ -7,7 +7,7 @@ from cutlass import BFloat16, Float32, Int32, Uint16, Uint32, const_expr
 
 @cute.jit
 def prefix_sum(x: Int32):
-    """Inclusive sum over lanes 0..lane."""
+    """Return the inclusive sum of x over lanes 0..lane."""
     lane = cute.arch.lane_idx()
     for i in cutlass.range_constexpr(5):
         y = cute.arch.shuffle_sync_up(x, 1 << i)
@@ -17,31 +17,32 @@ def prefix_sum(x: Int32):
 
 
 def reduce_across_quads(x, op):
-    """Reduction over the 8 lanes of the same place in their quads."""
+    """Reduce x by `op` over the 8 lanes with the same position in their quads."""
     for i in (4, 8, 16):
         x = op(x, cute.arch.shuffle_sync_bfly(x, i))
     return x
 
 
 def select(condition, x, y):
-    """`x if condition else y` in fp32, of which the DSL traces both sides twice: here they are traced once."""
+    """Return x if condition, else y, in fp32. Each side is traced once; the DSL's conditional traces both twice."""
     return Float32(cutlass.select_(condition, Float32(x).ir_value(), Float32(y).ir_value()))
 
 
 def fma(x, y, z):
-    """x * y + z in fp32, rounded once. ptxas makes none of what says x * y + z: see `build.OPTIONS`."""
+    """Return x * y + z in fp32, rounded once. ptxas does not fuse a product and a sum by itself: see
+    `build.OPTIONS`."""
     return cute.math.fma(Float32(x), Float32(y), Float32(z))
 
 
 @cute.jit
 def add_scaled(total: cute.Tensor, values: cute.Tensor, factor: Float32):
-    """total += values * factor, of registers."""
+    """Add values * factor to `total`, both in registers."""
     for i in cutlass.range_constexpr(cute.size(total)):
         total[i] = fma(values[i], factor, total[i])
 
 
 def pack_16bit(dtype, low, high):
-    """Two fp32 values as a word of bf16 or fp16."""
+    """Convert two fp32 values to bf16 or fp16 and return them as one word."""
     name = "bf16x2" if dtype is BFloat16 else "f16x2"
     text = f"cvt.rn.{name}.f32 {{$w0}}, {{$r0}}, {{$r1}};"
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[Float32(high), Float32(low)])
@@ -49,7 +50,8 @@ def pack_16bit(dtype, low, high):
 
 @cute.jit
 def convert16(src: cute.Tensor, dst: cute.Tensor):
-    """fp32 registers to bf16 or fp16, two at a time (the vector conversion emits one at a time for some shapes)."""
+    """Convert fp32 registers to bf16 or fp16, two at a time (the DSL's vector conversion emits one at a time for
+    some shapes)."""
     words = cute.recast_tensor(dst, Uint32)
     for i in cutlass.range_constexpr(cute.size(words)):
         words[i] = pack_16bit(dst.element_type, src[2 * i], src[2 * i + 1])
@@ -57,7 +59,7 @@ def convert16(src: cute.Tensor, dst: cute.Tensor):
 
 @cute.jit
 def quad_transpose(w: cute.Tensor, at: cutlass.Constexpr):
-    """w[at:at+4] of the 4 lanes of a quad as a 4 x 4 matrix, transposed in place: two butterfly steps, 4 shuffles."""
+    """Transpose w[at:at+4] of the 4 lanes of a quad, a 4 x 4 matrix, in place: two butterfly steps, 4 shuffles."""
     lane = cute.arch.lane_idx()
     for step in cutlass.range_constexpr(2):
         bit = 1 << step
@@ -71,35 +73,37 @@ def quad_transpose(w: cute.Tensor, at: cutlass.Constexpr):
 
 
 def minmax_u16x2(op, x, y):
-    """min or max (`op`) of the unsigned 16-bit halves of words."""
-    text = f"{{ .reg .b32 t; mov.b32 t, {{$r1}}; {op}.u16x2 {{$w0}}, {{$r0}}, t; }}"  # takes no immediate operand
+    """Return the min or max (`op`) of the unsigned 16-bit halves of two words."""
+    text = f"{{ .reg .b32 t; mov.b32 t, {{$r1}}; {op}.u16x2 {{$w0}}, {{$r0}}, t; }}"  # takes no immediate
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[x, y])
 
 
 def bits(x):
-    """The bits of an fp32 value as an Int32."""
+    """Return the bits of an fp32 value as an Int32."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
 def from_bits(x):
-    """The fp32 value that has the bits of an Int32."""
+    """Return the fp32 value with the bits of an Int32."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
 def shift_left(x, count):
-    """A word, shifted by any number of bits."""
+    """Return a word shifted left by `count` bits; `count` may exceed 31 (PTX `shl` clamps it)."""
     text = "shl.b32 {$w0}, {$r0}, {$r1};"
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[Uint32(x), Uint32(count)])
 
 
 def opaque(x):
-    """An Int32 that the compiler takes for another: what follows from it is not kept in registers across a loop."""
+    """Return an Int32 that the compiler cannot trace back to x, so it does not keep derived values in registers
+    across a loop."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
 @cute.jit
 def barrier_red_and(barrier_id, threads: cutlass.Constexpr, agrees):
-    """A named barrier that says 1 where all its threads agree (a bool), else 0."""
+    """Wait at a named barrier (PTX `barrier.red.and`) and return 1 if `agrees` (a bool) holds for all its threads,
+    else 0."""
     text = "{ .reg .pred p, q; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.and.aligned.pred q, {$r1}, {$r2}, p; "
     text += "selp.s32 {$w0}, 1, 0, q; }"
     given = [Int32(1) if agrees else Int32(0), Int32(barrier_id), Int32(threads)]
@@ -107,22 +111,26 @@ def barrier_red_and(barrier_id, threads: cutlass.Constexpr, agrees):
 
 
 def ldmatrix_x4_trans(address):
-    """Four 8 x 8 matrices of 16 bits, transposed: lane l names row l % 8 of matrix l // 8 in shared memory, and gets a
-    word of each: rows 2 (l % 4) and the next, of column l // 4."""
+    """Load four 8 x 8 matrices of 16-bit elements, transposed.
+
+    Lane l gives the address of row l % 8 of matrix l // 8 in shared memory. It gets a word of each matrix: rows 2
+    (l % 4) and 2 (l % 4) + 1 of column l // 4."""
     text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
     return cute.arch.inline_ptx(text, write_only_types=[Uint32] * 4, read_only_args=[address])
 
 
 def stmatrix_x4(address, words):
-    """Four 8 x 8 matrices of 16 bits, as they are: lane l names row l % 8 of matrix l // 8 in shared memory, and has a
-    word of each: columns 2 (l % 4) and the next, of row l // 4."""
+    """Store four 8 x 8 matrices of 16-bit elements, not transposed.
+
+    Lane l gives the address of row l % 8 of matrix l // 8 in shared memory. It holds a word of each matrix:
+    columns 2 (l % 4) and 2 (l % 4) + 1 of row l // 4."""
     text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
     cute.arch.inline_ptx(text, read_only_args=[address, *words])
 
 
 @cute.jit
 def convert8(src: cute.Tensor, dst: cute.Tensor):
-    """fp32 registers to the bytes of dst as e4m3, saturated."""
+    """Convert fp32 registers to e4m3 bytes in dst, saturated."""
     pairs = cute.recast_tensor(dst, Uint16)
     for i in cutlass.range_constexpr(cute.size(pairs)):
         pairs[i] = cute.arch.inline_ptx(
@@ -133,8 +141,10 @@ def convert8(src: cute.Tensor, dst: cute.Tensor):
 
 
 def pack_e4m3(values):
-    """`convert8` of four values to a word. In main loops: ptxas then converts into the halves of the word, and needs no
-    PRMT to put them together."""
+    """Convert four fp32 values to a word of e4m3, saturated.
+
+    For main loops: ptxas converts directly into the halves of the word, without the PRMT that `convert8` needs to
+    combine them."""
     text = "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, {$r1}, {$r0}; "
     text += "cvt.rn.satfinite.e4m3x2.f32 hi, {$r3}, {$r2}; mov.b32 {$w0}, {lo, hi}; }"
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=list(values))

@@ -1,4 +1,11 @@
-"""Warpgroup MMA: operands, issue, and register views of accumulators."""
+"""Warpgroup MMA (`wgmma`): operands, issue, and register views of accumulators.
+
+One S = Q @ K^T:
+
+    mma = wgmma.mma_nt(BFloat16, warpgroups, n)
+    wgmma.issue(mma, acc_s, q, k, zero=True)   # committed as one group
+    cute.nvgpu.warpgroup.wait_group(0)
+"""
 
 import cutlass
 import cutlass.cute as cute
@@ -8,13 +15,14 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 
 def mma_nt(dtype, warpgroups, n, a_in_registers=False):
-    """C(m, n) += A(m, k) B(n, k), both K-major; A in shared memory or registers, B in shared memory."""
+    """Return the tiled MMA of C(m, n) += A(m, k) B(n, k), both K-major; A in shared memory or registers, B in shared
+    memory."""
     k, src = OperandMajorMode.K, source(a_in_registers)
     return hh.make_trivial_tiled_mma(dtype, dtype, k, k, Float32, (warpgroups, 1, 1), (64, n), src)
 
 
 def mma_nn(dtype, warpgroups, n):
-    """C(m, n) += A(m, k) B(k, n): A in registers, B row-major in shared memory."""
+    """Return the tiled MMA of C(m, n) += A(m, k) B(k, n): A in registers, B row-major in shared memory."""
     k, mn, src = OperandMajorMode.K, OperandMajorMode.MN, source(True)
     return hh.make_trivial_tiled_mma(dtype, dtype, k, mn, Float32, (warpgroups, 1, 1), (64, n), src)
 
@@ -25,7 +33,7 @@ def source(registers):
 
 @cute.jit
 def load_a(mma: cute.TiledMma, smem: cute.Tensor, regs: cute.Tensor, thread: Int32):
-    """smem (m, k), K-major -> this thread's fragment of a register A operand."""
+    """Load this thread's fragment of a register A operand from smem (m, k), K-major, by `ldmatrix`."""
     atom = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(False, 4), smem.element_type)
     tiled = cute.make_tiled_copy_A(atom, mma).get_slice(thread)
     cute.copy(atom, tiled.partition_S(smem), tiled.retile(regs))
@@ -33,7 +41,7 @@ def load_a(mma: cute.TiledMma, smem: cute.Tensor, regs: cute.Tensor, thread: Int
 
 @cute.jit
 def store_a(mma: cute.TiledMma, regs: cute.Tensor, smem: cute.Tensor, thread: Int32):
-    """What `load_a` loads, of 16 bits, back to shared memory."""
+    """Store a 16-bit fragment in the layout of `load_a` back to shared memory, by `stmatrix`."""
     atom = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), smem.element_type)
     tiled = cute.make_tiled_copy_A(atom, mma).get_slice(thread)
     cute.copy(atom, tiled.retile(regs), tiled.partition_D(smem))
@@ -41,7 +49,9 @@ def store_a(mma: cute.TiledMma, regs: cute.Tensor, smem: cute.Tensor, thread: In
 
 @cute.jit
 def issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: cutlass.Constexpr):
-    """acc (+)= a b over all of K, committed as one group and not waited for. acc: of one instruction."""
+    """Issue acc (+)= a b over all of K, committed as one group; do not wait for it.
+
+    acc: the accumulator of one instruction (M = N = 1 repetitions). zero: overwrite acc."""
     assert cute.size(acc, mode=[1]) == 1 and cute.size(acc, mode=[2]) == 1
     atom = cute.make_mma_atom(mma.op)  # a local atom: setting a field of a struct member in a loop breaks dominance
     atom.set(warpgroup.Field.ACCUMULATE, not zero)
@@ -54,7 +64,7 @@ def issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, 
 
 
 def rows_cols(acc):
-    """((2, 2, V), M, N) accumulator as a (rows, cols) view."""
+    """Return the ((2, 2, V), M, N) accumulator as a (rows, cols) view."""
     s, d = acc.layout.shape, acc.layout.stride
     shape = ((s[0][1], s[1]), (s[0][0], s[0][2], s[2]))
     stride = ((d[0][1], d[1]), (d[0][0], d[0][2], d[2]))
@@ -62,7 +72,7 @@ def rows_cols(acc):
 
 
 def as_operand_a(acc):
-    """((2, 2, V), M, N) accumulator as the ((2, 2, 2), M, (V/2, N)) fragment of a 16-bit A operand."""
+    """Return the ((2, 2, V), M, N) accumulator as the ((2, 2, 2), M, (V/2, N)) fragment of a 16-bit A operand."""
     lay = cute.logical_divide(acc.layout, ((None, None, 2), None, None))
     s, d = lay.shape, lay.stride
     shape = ((s[0][0], s[0][1], s[0][2][0]), s[1], (s[0][2][1], s[2]))

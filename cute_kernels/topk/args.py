@@ -1,14 +1,16 @@
-"""Dynamic facts of the top-k launches: the only statement of the kernels' launch ABI.
+"""Arguments of the top-k launches: the only statement of the kernels' launch ABI.
 
-An optional tensor that is absent has size 0 in its first mode, never None. Outputs that are present are all written.
-"""
+An absent optional tensor has size 0 in its first mode; it is never None. The kernel writes every output that is
+present."""
 
 from typing import Any, NamedTuple
 
-FULL, LENGTHS, ENDS, DECODE = range(4)  # what `lengths` holds; n is the number of elements of a row that count
+FULL, LENGTHS, ENDS, DECODE = range(4)  # meaning of `lengths`; n is the number of elements in a row's window
 
 
 class TopKArgs(NamedTuple):
+    """The arguments of the selection, with R rows of L scores."""
+
     scores: Any  # (R, L)             any row stride, last stride 1, any element-aligned address
     starts: Any  # (R | 0,)           int32: first element of the window of each row, default 0
     lengths: Any  # (R | R / next_n | 0,)  int32: FULL none, n = L - start; LENGTHS n; ENDS n + start;
@@ -22,15 +24,16 @@ class TopKArgs(NamedTuple):
     table_starts: Any  # (R | 0,)     int32: added to the page, index >> page_shift, default 0
     offsets: Any  # (R | 0,)          int32: added to the index
     window: Any  # Int32              FULL, LENGTHS, ENDS or DECODE
-    next_n: Any  # Int32              rows a request, read only for DECODE
+    next_n: Any  # Int32              rows per request, read only for DECODE
     page_shift: Any  # Int32          log2 of the page size of `table`
     k: Any  # Int32
-    last_ties: Any  # Int32           of equal keys at the boundary the highest indices get in, else the lowest
+    last_ties: Any  # Int32           among equal keys at the boundary, select the highest indices instead of the lowest
     enable_pdl: Any  # Int32          launch with programmatic stream serialisation
 
 
 class SortArgs(NamedTuple):
-    """Rows that are sorted in place, stably: by descending value, in the order of bit patterns."""
+    """The arguments of the sort: rows that are sorted in place and stably, by descending value in the order of bit
+    patterns."""
 
     values: Any  # (R, k)             the scores' dtype; any row stride, last stride 1
     indices: Any  # (R, k)            int64

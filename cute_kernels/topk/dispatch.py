@@ -1,4 +1,4 @@
-"""Which kernel and spec serve a top-k request. Plain Python: runs where no DSL is installed."""
+"""Choose the kernel and the spec that serve a top-k request. Plain Python: it runs where no DSL is installed."""
 
 from functools import lru_cache
 from itertools import product
@@ -7,25 +7,25 @@ from . import radix, sort
 from .request import TopKKernelRequest
 from .spec import BITS, DTYPES, SortSpec, TopKSpec
 
-KERNELS = {"topk.radix": radix}  # op -> the package that states what it supports
-SORT = "topk.sort"  # the op that sorts what one of them selected
-MIN_KEYS_PER_CTA = 4096  # keys that are worth a CTA of a cluster
-SMS_PER_GPC = 18  # SMs of a GPC, in one of which a cluster lies; some have fewer: then a cluster waits for its turn
+KERNELS = {"topk.radix": radix}  # op -> its package, with `supports`
+SORT = "topk.sort"  # the op that sorts the selected elements
+MIN_KEYS_PER_CTA = 4096  # a CTA of a cluster pays off from this many keys on
+SMS_PER_GPC = 18  # a cluster lies within one GPC; some GPCs have fewer SMs, then a cluster waits for its turn
 
 
 def specs(dtype: str) -> tuple[TopKSpec, ...]:
-    """All specs of a dtype."""
-    keys = 32 // BITS[dtype]  # in the place of one fp32
+    """Return all specs of a dtype."""
+    keys = 32 // BITS[dtype]  # in the space of one fp32
     small = TopKSpec(dtype, 1, 256, 8192 * keys)
-    middle = tuple(TopKSpec(dtype, c, 512, 16384 * keys) for c in (1, 16))  # between them `large` ones are as fast
+    middle = tuple(TopKSpec(dtype, c, 512, 16384 * keys) for c in (1, 16))  # between them `large` is as fast
     large = tuple(TopKSpec(dtype, c, 512, 46080 * keys) for c in radix.CLUSTERS)
     streams = tuple(TopKSpec(dtype, c, 512, 6144, True) for c in (1, 2, 4, 8, 16))
-    wide = tuple(TopKSpec(dtype, c, 512, 16384, True) for c in (1, 16))  # for k that `streams` have no room for
+    wide = tuple(TopKSpec(dtype, c, 512, 16384, True) for c in (1, 16))  # for a k above the capacity of `streams`
     return (small, *middle, *large, *streams, *wide)
 
 
 def resident_rows(spec: TopKSpec, sms: int) -> int:
-    """Rows that fit the GPU at a time."""
+    """Return how many rows the GPU processes at a time."""
     resident = radix.ctas_per_sm(spec)
     if spec.cluster == 1:
         return sms * resident
@@ -33,13 +33,13 @@ def resident_rows(spec: TopKSpec, sms: int) -> int:
     return full * (SMS_PER_GPC * resident // spec.cluster) + rest * resident // spec.cluster
 
 
-@lru_cache(4096)  # lengths and rows vary for ever
+@lru_cache(4096)  # bounded: lengths and rows vary without limit
 def candidate(request: TopKKernelRequest) -> TopKSpec | None:
-    """The plan for a request, None where there is none.
+    """Return the spec for a request, or None if there is none.
 
-    A row is held whole where that can be: by the largest cluster whose CTAs get MIN_KEYS_PER_CTA keys each, if all rows
-    then run at once, a CTA an SM; else by one CTA, if an SM has room for several. Longer rows, and many of them, are
-    streamed. Measured in bench/notes/topk-radix.md."""
+    A row is held whole if possible: by the largest cluster that gives each CTA MIN_KEYS_PER_CTA keys, if all rows
+    then run at once with one CTA per SM; else by one CTA, if an SM has room for several such CTAs. Longer rows,
+    and large numbers of rows, are streamed. bench/notes/topk-radix.md has the measurements."""
     every, rows, length = specs(request.dtype), request.rows, request.length
 
     def widest(choice: list[TopKSpec]) -> TopKSpec | None:
@@ -64,7 +64,7 @@ def candidate(request: TopKKernelRequest) -> TopKSpec | None:
 
 
 def explain(request: TopKKernelRequest, arch: str) -> tuple[tuple[str, TopKSpec | None, str | None], ...]:
-    """Every kernel of the operator: (op, the spec it would run, None or why it refuses)."""
+    """Return a row for every kernel of the operator: (op, the spec it would run, None or its reason to refuse)."""
     rows = []
     for op, module in KERNELS.items():
         spec = candidate(request)
@@ -74,18 +74,20 @@ def explain(request: TopKKernelRequest, arch: str) -> tuple[tuple[str, TopKSpec 
 
 
 def too_large(request: TopKKernelRequest) -> str:
-    """Why no plan serves a request: neither is there room for its k, nor can a cluster hold its rows."""
+    """Return why no spec serves a request: its k is too large to stream, and its rows are too long to be held."""
     every = specs(request.dtype)
     most = max(radix.max_k(p) for p in every if p.stream)
     longest = max(p.cluster * p.capacity for p in every if not p.stream)
     return (
-        f"k {request.k} of rows of {request.length} {request.dtype} elements: at most {most}, or rows of at most "
-        f"{longest} elements"
+        f"k {request.k} of rows of {request.length} {request.dtype} elements: k must be at most {most}, or the "
+        f"rows at most {longest} elements"
     )
 
 
 def select(request: TopKKernelRequest, arch: str) -> tuple[str, TopKSpec]:
-    """(op, spec) of the kernel that serves the request; NotImplementedError names what every kernel refused."""
+    """Return (op, spec) of the kernel that serves the request.
+
+    Raise NotImplementedError with every kernel's reason to refuse if there is none."""
     rows = explain(request, arch)
     for op, spec, reason in rows:
         if spec is not None and reason is None:
@@ -94,17 +96,17 @@ def select(request: TopKKernelRequest, arch: str) -> tuple[str, TopKSpec]:
 
 
 def sort_specs(dtype: str) -> tuple[SortSpec, ...]:
-    """All specs that sort rows of a dtype, the smallest first."""
+    """Return all specs that sort rows of a dtype, the smallest first."""
     return SortSpec(dtype, 512, 4), SortSpec(dtype, 1024, 16)
 
 
 def sort_spec(request: TopKKernelRequest) -> SortSpec | None:
-    """The spec of SORT that sorts k selected values and their indices, None where no CTA can hold so many."""
+    """Return the SORT spec for k selected values and their indices, or None if k is above the capacity of a CTA."""
     return next((spec for spec in sort_specs(request.dtype) if request.k <= spec.capacity), None)
 
 
 def shipped(arch: str) -> list[tuple[str, TopKSpec | SortSpec]]:
-    """All (op, spec) that a bundle of `arch` holds, each once: every plan is some request's."""
+    """Return all (op, spec) that a bundle of `arch` holds, each once: some request uses every spec."""
     kernels = [(op, dtype) for (op, module), dtype in product(KERNELS.items(), DTYPES) if arch in module.ARCHS]
     found: list[tuple[str, TopKSpec | SortSpec]] = [(op, spec) for op, dtype in kernels for spec in specs(dtype)]
     return found + [(SORT, spec) for dtype in DTYPES for spec in sort_specs(dtype) if arch in sort.ARCHS]

@@ -1,5 +1,5 @@
-"""Write selected elements: page-table entry, offset index, plain index, value. One loop each, so that an absent output
-costs one branch."""
+"""Write selected elements: page-table entry or offset index, plain index, value. Each output has a loop of its own,
+so an absent output costs one branch."""
 
 from typing import NamedTuple
 
@@ -12,19 +12,19 @@ from .spec import BITS
 
 
 class OutputTarget(NamedTuple):
-    """Where the outputs of a row come from."""
+    """The constants from which the outputs of a row are computed."""
 
     batch: Int32  # row of the page table
-    first: Int32  # entry of that row which is the window's first page
+    first: Int32  # entry of that row for the window's first page
     offset: Int32  # added to indices
 
 
 @cute.jit
 def entry(a, table: cute.Tensor, index: Int32, start: Int32):
-    """The page-table entry of an index, -1 where the row of the table has none."""
-    result, place = Int32(-1), (index >> a.page_shift) + start
-    if place >= 0 and place < table.shape[0]:
-        result = table[place]
+    """Return the page-table entry of an index, or -1 if the row of the table has none."""
+    result, page = Int32(-1), (index >> a.page_shift) + start
+    if page >= 0 and page < table.shape[0]:
+        result = table[page]
         if a.page_shift > 0:
             result = (result << a.page_shift) | (index & ((Int32(1) << a.page_shift) - 1)) if result >= 0 else Int32(-1)
     return result
@@ -32,7 +32,7 @@ def entry(a, table: cute.Tensor, index: Int32, start: Int32):
 
 @cute.jit
 def target(a, row: Int32) -> OutputTarget:
-    """Read the target of a row; absent tensors give the row itself, 0 and 0."""
+    """Read the target of a row. For absent tensors it is the row itself, 0 and 0."""
     batch, first, offset = row, Int32(0), Int32(0)
     if a.row_to_batch.shape[0] > 0:
         batch = a.row_to_batch[row]
@@ -44,10 +44,12 @@ def target(a, row: Int32) -> OutputTarget:
 
 
 @cute.jit
-def place(spec: cutlass.Constexpr, a, s, x, position: Int32, count: Int32):
-    """Write outputs [position, position + count) of row x.row: the elements of its window that s.staged[0 .. count - 1]
-    lists."""
+def write_outputs(spec: cutlass.Constexpr, a, s, x, position: Int32, count: Int32):
+    """Write outputs [position, position + count) of row x.row.
+
+    They are the elements of its window with the indices s.staged[0 .. count - 1]."""
     tid, bits = cute.arch.thread_idx()[0], const_expr(BITS[spec.dtype])
+    # out: page-table entries, or indices plus an offset
     if a.out.shape[0] > 0:
         out = cute.domain_offset((position,), a.out[x.row, None])
         if a.table.shape[0] > 0:
@@ -61,6 +63,7 @@ def place(spec: cutlass.Constexpr, a, s, x, position: Int32, count: Int32):
         else:
             for i in cutlass.range(tid, count, spec.threads, unroll=1):
                 out[i] = s.staged[i] + s.target[2]
+    # raw and indices: int32 and int64 indices in the window
     if a.raw.shape[0] > 0:
         raw = cute.domain_offset((position,), a.raw[x.row, None])
         for i in cutlass.range(tid, count, spec.threads, unroll=1):
@@ -69,6 +72,7 @@ def place(spec: cutlass.Constexpr, a, s, x, position: Int32, count: Int32):
         indices = cute.domain_offset((position,), a.indices[x.row, None])
         for i in cutlass.range(tid, count, spec.threads, unroll=1):
             indices[i] = Int64(s.staged[i])
+    # values: gathered from the scores
     if a.values.shape[0] > 0:
         values = cute.domain_offset((position,), keys.bit_patterns(a.values, bits)[x.row, None])
         scores = cute.domain_offset((s.target[3],), keys.bit_patterns(a.scores, bits)[x.row, None])
@@ -78,7 +82,7 @@ def place(spec: cutlass.Constexpr, a, s, x, position: Int32, count: Int32):
 
 @cute.jit
 def pad(spec: cutlass.Constexpr, a, row: Int32, first: Int32):
-    """Write padding, -1, to outputs [first, k) of a row. Values have none: no row of `top_k` is padded."""
+    """Write the padding, -1, to outputs [first, k) of a row. Values have no padding: no row of `top_k` is padded."""
     for i in cutlass.range(first + cute.arch.thread_idx()[0], a.k, spec.threads, unroll=1):
         if a.out.shape[0] > 0:
             a.out[row, i] = Int32(-1)

@@ -1,11 +1,10 @@
 """Floats as unsigned keys of the same order, by bit pattern: +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN.
 
-Memory is read in words of 32 bits, one fp32 or two 16-bit floats. A float in a register is left-aligned in 32 bits, so
-a key is always 32 bits wide, and a 16-bit float's low half is 0 (positive) or all ones (negative).
+Memory is read in words of 32 bits: one fp32 or two 16-bit floats. A float in a register is left-aligned in 32 bits, so
+a key is always 32 bits wide. The low half of a 16-bit float's key is 0 (positive) or all ones (negative).
 
-The first histogram has BINS / 2 bins a sign. fp32 and bf16: 64 bins an octave over 16 octaves from 2^-8 on; smaller and
-larger magnitudes are in the outermost bins. fp16: 32 bins an octave, over all of them.
-"""
+The first histogram has BINS / 2 bins per sign. fp32 and bf16: 64 bins per octave over 16 octaves, from 2^-8 on;
+smaller and larger magnitudes are in the outermost bins. fp16: 32 bins per octave, over all octaves."""
 
 import cutlass
 import cutlass.cute as cute
@@ -14,53 +13,57 @@ from cutlass import Int32, Uint16, Uint32, const_expr
 from ..device import warp
 from .spec import BINS, BITS
 
-HALF = BINS // 2  # bins of a sign
+HALF = BINS // 2  # bins per sign
 SIGN = 0x80000000
-WINDOW = {"fp32": (119 << 23, 17), "bf16": (119 << 23, 17), "fp16": (0, 21)}  # (least magnitude, log2 of a bin's width)
-FILLER = 0xFFFFFFFF  # a word of the lowest floats of all, -NaN
+# (least magnitude, log2 of the width of a bin) of the first histogram
+WINDOW = {"fp32": (119 << 23, 17), "bf16": (119 << 23, 17), "fp16": (0, 21)}
+FILLER = 0xFFFFFFFF  # a word of -NaN, the lowest float
 TYPES = {32: Uint32, 16: Uint16}
 
 
 def bit_patterns(tensor, bits):
-    """The bit patterns of a tensor of floats."""
+    """Return a tensor of floats as a tensor of their bit patterns."""
     return cute.make_tensor(cute.recast_ptr(tensor.iterator, dtype=TYPES[bits]), tensor.layout)
 
 
 def per_word(spec):
+    """Return the number of floats per 32-bit word."""
     return 32 // BITS[spec.dtype]
 
 
 def extract(word, e, bits):
-    """Float e of a word."""
+    """Return float e of a word, left-aligned."""
     if bits == 32:
         return word
     return word << 16 if e == 0 else word & Uint32(0xFFFF0000)
 
 
 def to_key(x):
-    """The key of a float x: x with all bits flipped where its sign is set, else with the sign flipped."""
+    """Return the key of a float x: x with all bits flipped if its sign is set, else with only the sign flipped."""
     return x ^ ((Int32(x) >> 31).to(Uint32) | Uint32(SIGN))
 
 
 def from_key(key):
-    """The float whose key is `key`: the inverse of `order`."""
+    """Return the float of a key: the inverse of `to_key`."""
     return key ^ ((~Int32(key) >> 31).to(Uint32) | Uint32(SIGN))
 
 
 def xor_mask(min_key):
-    """The mask m with x ^ m == to_key(x) for floats of the sign of `min_key`, a key.
+    """Return the mask m with x ^ m == to_key(x) for all floats x with the sign of `min_key`, a key.
 
-    For floats of the other sign x ^ m lies on the same side of `min_key` as to_key(x)."""
+    For floats of the other sign, x ^ m lies on the same side of `min_key` as to_key(x)."""
     return Uint32(SIGN) | ~(Int32(min_key) >> 31).to(Uint32)
 
 
 def sign_multiplier(min_key):
-    """1 or -1: x * sign_multiplier + xor_mask == x ^ xor_mask, as a multiply-add, on another pipe than xor."""
+    """Return the multiplier, 1 or -1, with x * multiplier + xor_mask == x ^ xor_mask.
+
+    The multiply-add runs on another pipe than xor."""
     return Uint32((Int32(min_key) >> 31) * -2 - 1)
 
 
 def bins_of(word, dtype):
-    """The bins of the keys of a word's floats: a tuple of one (fp32) or two."""
+    """Return the bins of a word's floats in the first histogram: a tuple of one (fp32) or two."""
     low, shift = WINDOW[dtype]
     if BITS[dtype] == 32:
         magnitude = cutlass.min(cutlass.max(Int32(word & Uint32(SIGN - 1)) - low, 0), (HALF << shift) - 1)
@@ -71,14 +74,14 @@ def bins_of(word, dtype):
     if low:
         magnitude = warp.minmax_u16x2("max", magnitude, both(low)) - both(low)
         magnitude = warp.minmax_u16x2("min", magnitude, both((HALF << shift) - 1))
-    negative = Uint32(cute.arch.prmt(word, Uint32(0), Uint32(0xBB99)))  # all bits of a half that has the sign
+    negative = Uint32(cute.arch.prmt(word, Uint32(0), Uint32(0xBB99)))  # all ones in a half with its sign set
     bins = ((magnitude >> shift) & both(HALF - 1)) ^ both(HALF) ^ (negative & both(BINS - 1))
     return Int32(bins & Uint32(0xFFFF)), Int32(bins >> 16)
 
 
 @cute.jit
 def range_of(b: Int32, dtype: cutlass.Constexpr):
-    """(least, greatest) key of bin `b` of the first histogram."""
+    """Return (least, greatest) key of bin `b` of the first histogram."""
     low, shift = const_expr(WINDOW[dtype][0]), const_expr(WINDOW[dtype][1])
     step = b - HALF if b >= HALF else HALF - 1 - b
     first, last = Uint32(0), Uint32(SIGN - 1)

@@ -1,4 +1,4 @@
-"""Which elements of a row count, and which of them a CTA holds."""
+"""The window of a row, and the slice of it that a CTA holds."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,16 +14,16 @@ from .args import DECODE, ENDS, LENGTHS
 from .spec import BITS
 
 GRAIN = 128  # slices of a row begin at multiples of this many keys
-WORDS = 4  # of a vector, 16 bytes
+WORDS = 4  # per vector of 16 bytes
 
 
 def slices(n, cluster):
-    """Keys of the slice of each CTA but the last."""
+    """Return the number of keys per slice; the last slice of a row may have fewer."""
     return (n + cluster * GRAIN - 1) // (cluster * GRAIN) * GRAIN
 
 
 class RowWindow(NamedTuple):
-    """Elements [start, start + n) of a row, inside the row."""
+    """Elements [start, start + n) of a row; all of them lie inside the row."""
 
     start: Int32
     n: Int32
@@ -31,8 +31,10 @@ class RowWindow(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSlice:
-    """The keys [low, end) of a window, of which `count` are held. words: the row's memory as vectors (WORDS, vectors),
-    aligned; element j of the slice is element j + shift of it. vectors: that hold elements of the slice."""
+    """The keys [low, end) of a window, `count` in number.
+
+    words: the row's memory as aligned vectors, (WORDS, vectors); element j of the slice is element j + shift of
+    it. vectors: how many hold elements of the slice."""
 
     row: Int32
     start: Int32
@@ -47,7 +49,8 @@ class RowSlice:
 
 @cute.jit
 def bounds(a, row: Int32) -> RowWindow:
-    """Read the window of a row: the only reader of starts and lengths, which may hold anything."""
+    """Read the window of a row, clamped to the row. Only this function reads starts and lengths, which may hold
+    anything."""
     limit = a.scores.shape[1]
     start, n = Int32(0), Int32(0)
     if a.starts.shape[0] > 0:
@@ -63,7 +66,7 @@ def bounds(a, row: Int32) -> RowWindow:
 
 
 def slice_of(spec, a, row, window: RowWindow, rank):
-    """The slice of CTA `rank` of a window."""
+    """Return the slice of CTA `rank` of a window."""
     start, n = window
     size = BITS[spec.dtype] // 8
     per = slices(n, spec.cluster)
@@ -80,7 +83,8 @@ def slice_of(spec, a, row, window: RowWindow, rank):
 
 @cute.jit
 def prefetch(s: RowSlice, first: Int32, count: Int32):
-    """Prefetch vectors [first, first + count) of a slice into L2, those that lie in it whole."""
+    """Prefetch vectors [first, first + count) of a slice into L2, except its first and its last one, which may reach
+    beyond it."""
     begin = cutlass.max(first, 1)
     size = cutlass.min(first + count, s.vectors - 1) - begin
     if (cute.arch.thread_idx()[0] == 0) & (size > 0):
@@ -89,7 +93,7 @@ def prefetch(s: RowSlice, first: Int32, count: Int32):
 
 @cute.jit
 def fetch(spec: cutlass.Constexpr, s: RowSlice, v: Int32, into: cute.Tensor):
-    """Load vector v of a slice into registers; filler where it reaches beyond the slice, which is not read."""
+    """Load vector v of a slice into registers. Elements beyond the slice are not read; they become filler."""
     bits = const_expr(BITS[spec.dtype])
     per = const_expr(keys.per_word(spec))
     first = v * (WORDS * per) - s.shift

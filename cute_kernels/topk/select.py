@@ -1,5 +1,5 @@
-"""Selection by histograms: count keys in bins, find the bin that holds the boundary, and split it until few are
-left."""
+"""Selection by histograms: count keys in bins, find the bin that holds the boundary, and split it until few keys are
+left in it."""
 
 from typing import NamedTuple
 
@@ -13,11 +13,13 @@ from .spec import BINS
 
 
 class BinSearchResult(NamedTuple):
-    """What `search` returns. The first three mean nothing where the row has fewer keys than were asked for."""
+    """The bin of the k_left-th largest key of the row, as `search` found it.
 
-    bin: Int32  # that the need-th largest key of the row is in
+    If the row has fewer keys than k_left, only `total` has a meaning."""
+
+    bin: Int32  # the bin that holds the key
     bin_count: Int32  # keys of the row in that bin
-    k_left: Int32  # how many of them are among the `k_left` largest keys of the row
+    k_left: Int32  # how many of these belong to the largest keys that were asked for
     total: Int32  # keys of the row in all bins
 
 
@@ -30,13 +32,14 @@ def clear(spec: cutlass.Constexpr, bins: cute.Tensor):
 
 @cute.jit
 def add(bins: cute.Tensor, b, amount):
-    """Add `amount` to bins[b] atomically; returns the value before."""
+    """Add `amount` to bins[b] atomically, and return the value before."""
     return cute.arch.atomic_add(bins.iterator + b, bins.element_type(amount), sem="relaxed", scope="cta")
 
 
 @cute.jit
 def sum_before_warp(value: Int32, scratch: cute.Tensor, warps: cutlass.Constexpr):
-    """(sum over the warps before this one, sum over all warps) of `value`, which is equal in all lanes of a warp.
+    """Return (sum over the warps before this one, sum over all warps) of `value`, which must be equal in all lanes
+    of a warp.
 
     All threads of the CTA call it: it contains a CTA barrier. scratch: (warps,) at least."""
     warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
@@ -53,7 +56,7 @@ def sum_before_warp(value: Int32, scratch: cute.Tensor, warps: cutlass.Constexpr
 
 @cute.jit
 def cta_prefix_sum(spec: cutlass.Constexpr, mine: Int32, scratch: cute.Tensor):
-    """(sum over the threads before this one, sum over all threads) of `mine`. Contains a CTA barrier."""
+    """Return (sum over the threads before this one, sum over all threads) of `mine`. Contains a CTA barrier."""
     inside = prefix_sum(mine)
     earlier, everything = sum_before_warp(cute.arch.shuffle_sync(inside, 31), scratch, spec.threads // 32)
     return earlier + inside - mine, everything
@@ -61,18 +64,21 @@ def cta_prefix_sum(spec: cutlass.Constexpr, mine: Int32, scratch: cute.Tensor):
 
 @cute.jit
 def search(spec: cutlass.Constexpr, s, k_left: Int32) -> BinSearchResult:
-    """Find the bin of the need-th largest key of the row, need >= 1, in the CTAs' histograms s.local.
+    """Find the bin of the k_left-th largest key of the row, k_left >= 1, in the CTAs' histograms s.local.
 
-    Starts with `scope.cluster_barrier`."""
+    Starts with `scope.cluster_barrier`; ends with a CTA barrier."""
     per = const_expr(BINS // spec.threads)
     scope.merge_histograms(spec, s.local, s.total)
+    # Each thread sums a run of bins; thread 0 has the highest.
     first = BINS - (cute.arch.thread_idx()[0] + 1) * per
     counts, mine = cute.make_rmem_tensor(per, Uint32), Int32(0)
     scope.load_bins(spec, s.local, s.total, first, counts)
     for e in cutlass.range_constexpr(per):
         mine += Int32(counts[e])
+    # A prefix sum from the highest bin down gives the number of keys above each run.
     above, everything = cta_prefix_sum(spec, mine, s.scratch)
-    out = s.found  # alone: a branch that stores to `s` carries all that it holds
+    # The run that the k_left-th key falls into belongs to one thread, which walks it from the top.
+    out = s.found  # by itself: a branch that stores to a field of `s` would carry all of `s`
     if (above < k_left) & (k_left <= above + mine):
         b, bin_count, left = Int32(0), Int32(0), Int32(0)
         for e in cutlass.range_constexpr(per):
@@ -86,7 +92,9 @@ def search(spec: cutlass.Constexpr, s, k_left: Int32) -> BinSearchResult:
 
 @cute.jit
 def count_above(spec: cutlass.Constexpr, s, found: Int32, bin_count: Int32, k_left: Int32):
-    """Add this CTA's keys in the bins that get in whole (after `search` gave found, here, need) to s.counts[1]."""
+    """Add to s.counts[1] this CTA's keys in the bins that are selected whole.
+
+    found, bin_count, k_left: from `search`."""
     if const_expr(spec.cluster > 1):
         per = const_expr(BINS // spec.threads)
         first = cute.arch.thread_idx()[0] * per
@@ -103,5 +111,5 @@ def count_above(spec: cutlass.Constexpr, s, found: Int32, bin_count: Int32, k_le
 
 @cute.jit
 def bin_shift(min_key: Uint32, max_key: Uint32):
-    """log2 of the width of bins that divide the keys least .. greatest, least < greatest, into at most BINS."""
+    """Return log2 of the width of bins that divide the keys min_key .. max_key into at most BINS. min_key < max_key."""
     return cutlass.max(32 - Int32(cute.arch.clz(max_key - min_key)) - (BINS.bit_length() - 1), 0)

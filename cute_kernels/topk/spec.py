@@ -1,22 +1,24 @@
 """Static facts of the top-k kernels: the compile key, the artifact's name and the test id.
 
-What a call returns (page-table entries, offsets, values), k, windows and ties are arguments; see `args.TopKArgs`.
-"""
+Everything else is an argument of the launch (`args.TopKArgs`): the outputs (page-table entries, offsets, values),
+k, windows and the choice between ties."""
 
 from dataclasses import dataclass
 
-BITS = {"fp32": 32, "fp16": 16, "bf16": 16}  # of a key
+BITS = {"fp32": 32, "fp16": 16, "bf16": 16}  # per key
 DTYPES = tuple(BITS)
-BINS = 2048  # of a histogram
-SMEM_PER_CTA = 227 * 1024  # bytes a CTA can have
-SMEM_PER_SM = 228 * 1024  # bytes an SM has for its CTAs, of which each takes 1024 more than it asks for
-MAX_PULL_CLUSTER = 4  # CTAs of the largest cluster whose threads add up what they need of all histograms themselves
+BINS = 2048  # per histogram
+SMEM_PER_CTA = 227 * 1024  # bytes that a CTA can have
+SMEM_PER_SM = 228 * 1024  # bytes for the CTAs of an SM; each takes 1024 more than it asks for
+MAX_PULL_CLUSTER = 4  # largest cluster in which each thread sums the bins of all CTAs itself (topk/scope.py)
 
 
 @dataclass(frozen=True)
 class TopKSpec:
-    """cluster: CTAs that share a row. threads: of a CTA. capacity: keys that a CTA keeps in shared memory: all of its
-    slice of the row, or, where it streams the slice, candidates."""
+    """A selection kernel.
+
+    cluster: CTAs per row. threads: per CTA. capacity: keys that a CTA keeps in shared memory. They are its whole
+    slice of the row, or, if stream is set, candidates from a slice of any length."""
 
     dtype: str = "fp32"
     cluster: int = 1
@@ -32,8 +34,9 @@ class TopKSpec:
 
 @dataclass(frozen=True)
 class SortSpec:
-    """Of the kernel that sorts what was selected. threads: of a CTA, which sorts a row. items: pairs of a value and an
-    index that a thread holds."""
+    """A kernel that sorts the selected elements, one CTA per row.
+
+    threads: per CTA. items: pairs of a value and an index per thread."""
 
     dtype: str = "fp32"
     threads: int = 512
@@ -41,7 +44,7 @@ class SortSpec:
 
     @property
     def capacity(self) -> int:
-        """Pairs of a row at most."""
+        """The longest row, in pairs."""
         return self.threads * self.items
 
     @property

@@ -1,6 +1,7 @@
-"""Decode: few query rows a request, on any architecture that has mma.sync and TMA. This file is plain Python: what the
-kernel can do (`supports`, and the constants that `dispatch` looks at), which tile it takes, and what is shipped of it.
-It imports no DSL, because a process that runs a bundle has none.
+"""Decode: few query rows per sequence, on any architecture with mma.sync and TMA.
+
+This file is plain Python. It states what the kernel can do (`supports`, and the constants that `dispatch` reads), which
+tile a spec gets (`TILES`) and which kernels are shipped. It imports no DSL: a process that runs a bundle has none.
 """
 
 from dataclasses import dataclass, replace
@@ -12,16 +13,18 @@ from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, kv_sourc
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 PHASES = ("decode",)
-QUANTISED = {"e4m3": "e4m3", "e5m2": "e4m3", "nvfp4": "nvfp4"}  # type of a cache -> whose tiles its kernels have
+QUANTISED = {"e4m3": "e4m3", "e5m2": "e4m3", "nvfp4": "nvfp4"}  # type of a cache -> the type in the keys of `TILES`
 QUERIES = (*DTYPES, "e4m3")
-FEW_ROWS = 8  # of a warp; kernels for calls with more rows have twice as many
+FEW_ROWS = 8  # rows per warp; kernels for calls with more rows have twice as many
 
 
 @dataclass(frozen=True)
 class DecodeTileConfig:
-    """At most m query rows x n keys a CTA; `stages` K tiles and as many V tiles in flight. The warps of `warpgroups`
-    compute, `rows_per_warp` rows each, 8 or 16, on keys of their own. blackwell: for sm_100a and sm_103a, whose code
-    differs (`quant.kv_format`, `operands.fill`)."""
+    """The static shape of a CTA's tile: at most m query rows x n keys, with `stages` K stages and as many V stages.
+
+    The mma warps of `warpgroups` compute `rows_per_warp` rows each, 8 or 16, on keys of their own. blackwell: the code
+    for sm_100a and sm_103a, which differs in `quant.kv_format` and `operands.fill`.
+    """
 
     m: int
     n: int
@@ -31,46 +34,49 @@ class DecodeTileConfig:
     blackwell: bool = False
 
     load_warps: ClassVar[int] = 1  # warps that fill a stage together
-    per_tile_pack_gqa: ClassVar[bool] = False  # of `work.WorkTileInfo`
-    pdl_prologue: ClassVar[bool] = True  # see `pdl`
+    per_tile_pack_gqa: ClassVar[bool] = False  # PackGQA is the same for all tiles, see `work.WorkTileInfo`
+    pdl_prologue: ClassVar[bool] = True  # a CTA finds its first tile during the launch before, see `pdl`
 
     @property
     def warps(self) -> int:
+        """The number of mma warps."""
         return 4 * self.warpgroups
 
     @property
     def counters_per_split(self) -> int:
-        """Of a part of a tile: each warp counts, and merges, its own rows."""
+        """Counters per split tile: each warp counts the splits of its own rows, and merges them."""
         return self.warps
 
     @property
     def combine_columns(self) -> int:
-        """Registers of a lane for columns of parts that it merges, where O and Q leave room."""
+        """Registers per lane for the columns of splits that it merges, as far as O and Q leave room."""
         return 96 if self.rows_per_warp == FEW_ROWS and self.warpgroups < 3 else 32
 
     @property
     def m_choices(self) -> tuple[int, ...]:
-        """Rows that a tile may have, ascending: a number of groups of rows that the warps divide into evenly."""
+        """The numbers of rows that a tile may have, ascending: `rows_per_warp` times a divisor of the warps, at
+        most m."""
         each = self.rows_per_warp
         return tuple(n * each for n in range(1, self.warps + 1) if self.warps % n == 0 and n * each <= self.m)
 
     @property
     def name(self) -> str:
+        """The tile's part of a spec's name."""
         name = f"m{self.m}n{self.n}s{self.stages}g{self.warpgroups}r{self.rows_per_warp}"
         return name + ("b" if self.blackwell else "")
 
     @property
     def e2m1(self) -> bool:
-        """Whether the architecture converts such codes."""
+        """Whether the architecture has a `cvt` of e2m1 codes."""
         return self.blackwell
 
 
 Spec = AttentionSpec[DecodeTileConfig]
 
-# Nearly all the shared memory that there is holds K and V as they are stored. A warp has 16 to 64 keys of a stage.
-# Stages are small, so that work is shared among CTAs evenly. More warps convert where registers suffice. Kernels of 16
-# rows a warp hold more in registers, 8 warps at most, and add up more of O in shared memory.
-TILES = {  # (type of the cache, head_dim, rows of a warp) -> tile
+# Nearly all shared memory holds K and V in their storage type. A warp has 16 to 64 keys of a stage. Stages are small,
+# so that CTAs get equal shares of the work. More warps convert if registers suffice. Kernels with 16 rows per warp hold
+# more in registers (8 warps at most) and add up more of O in shared memory.
+TILES = {  # (type of the cache, head_dim, rows per warp) -> tile
     ("16-bit", 64, 8): DecodeTileConfig(64, 128, 6),
     ("16-bit", 128, 8): DecodeTileConfig(64, 128, 3),
     ("16-bit", 256, 8): DecodeTileConfig(32, 64, 3, 1),
@@ -85,18 +91,18 @@ TILES = {  # (type of the cache, head_dim, rows of a warp) -> tile
     ("e4m3", 64, 16): DecodeTileConfig(64, 256, 6, 2, 16),
     ("e4m3", 128, 16): DecodeTileConfig(64, 256, 3, 2, 16),
     ("nvfp4", 64, 16): DecodeTileConfig(64, 512, 4, 2, 16),
-    ("nvfp4", 128, 16): DecodeTileConfig(
-        64, 256, 5, 2, 16
-    ),  # head_dim 256: O and Q of 16 rows are 192 registers of a thread
+    ("nvfp4", 128, 16): DecodeTileConfig(64, 256, 5, 2, 16),
+    # none with head_dim 256: O and Q of 16 rows would take 192 registers per thread
 }
 USUAL = (64, 128)  # head dims
-GATHERED = ("16-bit", "e4m3")  # types of caches of shipped kernels that gather pages
+GATHERED = ("16-bit", "e4m3")  # cache types with a shipped kernel for pages of any size
 DIMS = tuple(sorted({dim for _, dim, _ in TILES}))
-BLACKWELL = TILES | {("e4m3", 128, 8): DecodeTileConfig(64, 128, 6)}  # which would spill there
+BLACKWELL = TILES | {("e4m3", 128, 8): DecodeTileConfig(64, 128, 6)}  # the tile of TILES would spill there
 
 
 def spec_of(q: str, kv: str, dim: int, rows: int, arch: str) -> Spec:
-    """The spec of these types that takes every modifier, with so many rows a warp if it has a tile of those."""
+    """Return the spec of these types with every modifier; with `rows` rows per warp if there is such a tile, else with
+    `FEW_ROWS`."""
     kind, tiles = QUANTISED.get(kv, "16-bit"), TILES if arch == "sm_90a" else BLACKWELL
     tile: Any = tiles.get((kind, dim, rows)) or tiles.get((kind, dim, FEW_ROWS))
     if tile and arch != "sm_90a":
@@ -106,9 +112,9 @@ def spec_of(q: str, kv: str, dim: int, rows: int, arch: str) -> Spec:
 
 
 def candidate(request: KernelRequest, arch: str) -> Spec:
-    """The spec that would serve a request, if `supports` lets it."""
+    """Return the spec that would serve a request; `supports` says whether the kernel can."""
     p = request
-    many = not p.batch_invariant and p.rows * p.qhead_per_kvhead > FEW_ROWS  # other requests' rows count
+    many = not p.batch_invariant and p.rows * p.qhead_per_kvhead > FEW_ROWS  # rows: the maximum over the batch
     spec = spec_of(p.q, p.kv, p.head_dim_qk, 2 * FEW_ROWS if many else FEW_ROWS, arch)
     mask = replace(spec.mask, causal="always" if p.causal else "value", custom=p.custom_mask)
     logits = replace(spec.logits, alibi=p.alibi, head_scales=p.head_scales)
@@ -117,7 +123,7 @@ def candidate(request: KernelRequest, arch: str) -> Spec:
 
 
 def supports(spec: Spec) -> Refusal | None:
-    """None where the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
+    """Return None if the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
     if spec.q not in QUERIES:
         return Refusal("q", f"{spec.q}: the kernel has {', '.join(QUERIES)}")
     if spec.kv.dtype not in (kinds := dict.fromkeys((spec.q, *QUANTISED))):
@@ -127,13 +133,13 @@ def supports(spec: Spec) -> Refusal | None:
     if spec.head_dim_qk != spec.head_dim_vo or spec.head_dim_qk not in DIMS:
         return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, DIMS))}")
     if spec.mask.custom:
-        return Refusal("custom_mask", "True: the kernel has a mask of drafts only")
+        return Refusal("custom_mask", "True: the kernel has the tree mask only")
     if spec.logits.alibi:
         return Refusal("alibi", "True: the kernel has no ALiBi")
     if spec.logits.head_scales:
-        return Refusal("head_scales", "True: the kernel has one factor for all heads")
+        return Refusal("head_scales", "True: the kernel has one scale for all heads")
     if spec.mask.causal != "always":
-        return Refusal("causal", "False: tokens of the kernel see no later keys")
+        return Refusal("causal", "False: the kernel is always causal")
     if spec.schedule != "stream_k":
         return Refusal("schedule", f"{spec.schedule}: the kernel has stream_k")
     if not (spec.logits.soft_cap and spec.logits.skip):
@@ -149,9 +155,12 @@ def supports(spec: Spec) -> Refusal | None:
 
 
 def shipped(arch: str) -> list[Spec]:
-    """Every kernel takes every modifier: of bf16 one of each type of cache and head_dim, one more for calls of many
-    rows; of the usual head dims the same in fp16, and of e4m3 over its like, and, of 16 bits, over the caches
-    `GATHERED` one for pages of any size. Others are compiled at their first call."""
+    """Return the specs of a bundle. Every kernel takes every modifier.
+
+    For bf16 queries: one kernel per type of cache and head_dim, and one more with 16 rows per warp. For the usual head
+    dims the same for fp16, and for e4m3 queries over e4m3 caches. For 16-bit queries, the usual head dims and the cache
+    types `GATHERED`, also one for pages of any size. Other kernels are compiled at their first call.
+    """
     found = []
     for q, (kv, dim, rows) in product(QUERIES, TILES):
         if q != "bf16" and dim not in USUAL or q == "e4m3" != kv:

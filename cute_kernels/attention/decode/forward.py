@@ -1,18 +1,31 @@
-"""Decode: host part and device entry.
+"""Decode: host function and device entry. CTAs are persistent; each gets the same number of KV blocks (stream-K).
 
-Roles (`roles`): one warp feeds K, one V, one schedules, one copies scale factors; all warps of one to three warpgroups
-compute the same few rows on different keys (`mainloop`). CTAs are persistent; their tiles may be parts of tiles
-(`schedule.stream_k`), which the warps that finish the last one merge (`combine`). What a CTA begins with is guessed
-while the launch before may still run (`pdl`).
+| role        | warps            | registers | waits for                        | signals                            |
+| ----------- | ---------------- | --------- | -------------------------------- | ---------------------------------- |
+| load_k      | 1                | 72 (56)   | work_pipe full, k_pipe empty     | work_pipe empty, k_pipe full (TMA) |
+| load_v      | 1                | 72 (56)   | work_pipe full, v_pipe empty     | work_pipe empty, v_pipe full (TMA) |
+| schedule    | 1                | 72 (56)   | work_pipe empty                  | work_pipe full                     |
+| load_scales | 1 (NVFP4), idle  | 72 (56)   | work_pipe full, k_ and v_pipe    | work_pipe empty, k_pipe and v_pipe |
+|             | in other kernels |           | empty                            | full (cp.async)                    |
+| mma         | 4, 8 or 12       | 248, 216  | work_pipe full, k_pipe full,     | k_pipe empty, v_pipe empty,        |
+|             |                  | or 152    | v_pipe full, s.merge.ready       | s.merge.ready, work_pipe empty     |
 
-Pipelines: work_pipe, 4 stages, the scheduling warp -> all: the next tile, freed when read, by `mma` when the tile is
-done. k_pipe and v_pipe, `tile.stages` stages, load -> math: a KV block each, with the scale factors of an NVFP4 cache,
-which cp.async copies; freed when its keys are multiplied.
+Registers are per thread (`roles.REGISTERS`); those in parentheses go with 12 mma warps. All mma warps compute the same
+few query rows on different keys, or groups of them do if a tile has more rows than a warp (`mainloop`).
 
-Shared memory: `stages` x (K (n x Dqk) + V (n x Dvo)) as stored, 1024-byte aligned, their scale factors,
-`reduce.ReduceSmem`, barriers and WorkTileInfo.
+Pipelines (`device.pipeline`):
+- work_pipe, 4 stages: a tile (`WorkTileInfo`). The load roles release it as soon as they have read it, mma when the
+  tile's output is stored.
+- k_pipe, v_pipe, `tile.stages` stages: a KV block in its storage type. TMA completes it; with pages of any size and for
+  scale factors, each lane arrives once for its cp.async. Each mma warp releases it after its last keys in the block.
+- s.merge.ready, 1 stage: O of the mma warps that share rows (`reduce`).
 
-Refused (see `supports`): head dims that differ, full attention.
+With programmatic dependent launch (`pdl`), the schedule warp finds the CTA's first tile while the launch before still
+runs; load_k and load_v look up its first pages as soon as that launch has ended. The mma warps that finish the last
+split of a tile merge its splits (`combine`).
+
+Shared memory: `stages` x (K (n x Dqk) + V (n x Dvo)) in their storage type, 1024-byte aligned, their scale factors,
+`reduce.ReduceSmem`, mbarriers and tiles. `supports` says what the kernel refuses.
 """
 
 from dataclasses import dataclass
@@ -36,10 +49,10 @@ fake_args = fakes.fake_args
 
 @dataclass(frozen=True)
 class DecodeKernelParams:
-    """Everything the host part makes for the kernel."""
+    """The kernel's parameters, made by the host function."""
 
     args: AttentionArgs
-    k: Any  # operands of the source of K and V
+    k: Any  # `operand` of the source of K and V: TMA descriptors, or tensors to gather from
     v: Any
 
 
@@ -47,9 +60,9 @@ class DecodeKernelParams:
 class DecodeSharedStorage:
     """Shared memory of a CTA."""
 
-    k: cute.Tensor
-    v: cute.Tensor
-    work: cute.Tensor
+    k: cute.Tensor  # (n, Dqk, stages)
+    v: cute.Tensor  # (n, Dvo, stages)
+    work: cute.Tensor  # (words of a tile, stages of work_pipe)
     prologue_work: cute.Tensor  # words of a `load.PrologueWork`
     work_pipe: pipeline.Pipeline
     k_pipe: pipeline.Pipeline
@@ -61,6 +74,7 @@ class DecodeSharedStorage:
 
 @cute.jit
 def forward(spec: cutlass.Constexpr, stream, *flat):
+    """Launch the kernel. flat: the arguments in the order of `args.fields`."""
     a, t = pack(spec, flat), spec.tile
     k, v = (source(spec).operand(x, (t.n, x.shape[3]), t.stages) for x in (a.kv.k, a.kv.v))
     kernel(spec, DecodeKernelParams(a, k, v)).launch(
@@ -73,6 +87,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
 
 
 def shared(spec, plan):
+    """Allocate a CTA's shared memory and initialise its pipelines."""
     smem, r, t = cutlass.utils.SmemAllocator(), roles(spec), spec.tile
     count = work.STAGES[spec.schedule]
     return DecodeSharedStorage(
@@ -89,33 +104,32 @@ def shared(spec, plan):
     )
 
 
-@cute.jit
-def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
-    """The warps that do not compute. Those that schedule and load begin while the launch before still runs."""
-    if warp > roles(spec).first("schedule"):
-        cute.arch.griddepcontrol_wait()
-    if warp < roles(spec).first("load_v"):
-        load.load_kv(spec, plan, s, load.LoadTarget(plan.k, s.k, s.k_pipe), pages.K, warp)
-    elif warp < roles(spec).first("schedule"):
-        into = load.LoadTarget(plan.v, s.v, s.v_pipe)
-        load.load_kv(spec, plan, s, into, pages.V, warp - roles(spec).first("load_v"))
-    elif warp == roles(spec).first("schedule"):
-        stream_k.schedule_warp(spec, plan.args, s)
-    elif const_expr(roles(spec).warps("load_scales") > 0):
-        load.load_scales(spec, plan, s, (s.k_pipe, s.v_pipe))
-
-
 @cute.kernel
 def kernel(spec: cutlass.Constexpr, plan: DecodeKernelParams):
+    """Run the role of each warp. The mma warps come last."""
     s = shared(spec, plan)
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp < roles(spec).first("mma"):
+        # the other roles; the launch after this one may start its CTAs
         cute.arch.setmaxregister_decrease(roles(spec).registers("load_k"))
         cute.arch.griddepcontrol_launch_dependents()
-        serve(spec, plan, s, warp)
+        if warp > roles(spec).first("schedule"):  # loads and the schedule warp begin while the launch before still runs
+            cute.arch.griddepcontrol_wait()
+        if warp < roles(spec).first("load_v"):
+            # load_k
+            load.load_kv(spec, plan, s, load.LoadTarget(plan.k, s.k, s.k_pipe), pages.K, warp)
+        elif warp < roles(spec).first("schedule"):
+            # load_v
+            into = load.LoadTarget(plan.v, s.v, s.v_pipe)
+            load.load_kv(spec, plan, s, into, pages.V, warp - roles(spec).first("load_v"))
+        elif warp == roles(spec).first("schedule"):
+            stream_k.schedule_warp(spec, plan.args, s)
+        elif const_expr(roles(spec).warps("load_scales") > 0):
+            load.load_scales(spec, plan, s, (s.k_pipe, s.v_pipe))
     else:
+        # mma
         cute.arch.setmaxregister_increase(roles(spec).registers("mma"))
         cute.arch.griddepcontrol_wait()
         mma_warp(spec, plan, s)

@@ -1,8 +1,8 @@
-"""Who has what in decode: bytes of cached rows, and the columns and keys of a warp's lanes. Plain arithmetic: tested on
-ints, traced in kernels.
+"""Which bytes of K and V, keys, rows and columns each lane of decode has. Plain arithmetic: tested on ints, traced in
+kernels.
 
-The k order inside a dot product is arbitrary as long as Q uses the same one. Lane 4 g + t reads quarter t of each (at
-most 128-byte) chunk of a K row, and eighth g of each chunk of a V row, so its loads are contiguous.
+The order of k inside a dot product is arbitrary if Q uses the same one. Lane 4 g + t reads quarter t of each chunk (at
+most 128 bytes) of a K row, and eighth g of each chunk of a V row, so that its loads are contiguous.
 """
 
 from itertools import pairwise, product
@@ -15,7 +15,7 @@ from ..spec import SF_VEC_SIZE
 
 
 class CachedRow(NamedTuple):
-    """A row of K or V as TMA boxes see it: chunks of `width` bytes."""
+    """A row of K or V in shared memory: `chunks` TMA boxes of `width` bytes."""
 
     width: int
     chunks: int
@@ -27,39 +27,41 @@ class CachedRow(NamedTuple):
 
 
 def keys(spec):
-    """Keys that a warp computes at a time, a multiple of 16: all warps of a row together a KV block, or part of it."""
+    """Return the number of keys that a warp computes at a time, a multiple of 16. If all warps have the same rows, they
+    compute one KV block at a time, else a part of one."""
     return spec.tile.n // spec.tile.warps
 
 
 def columns(spec):
-    """Columns of the output that a lane's piece of a chunk has."""
+    """Return the number of output columns in a lane's piece of a chunk."""
     return CachedRow.of(spec, spec.head_dim_vo).width // spec.kv.bits
 
 
 def first_column(spec, number, eighth):
-    """Of the output, of a lane's column `number` on, in the `eighth` of its chunks."""
+    """Return the output column of a lane's column `number`, when the lane has the given `eighth` of each chunk."""
     each = columns(spec)
     return number // each * each * 8 + eighth * each + number % each
 
 
 def columns_at_once(spec):
-    """Columns of a lane that the warps of a row add up at a time."""
+    """Return how many of a lane's columns one reduction pass adds up."""
     return min(16, spec.head_dim_vo // 8)
 
 
 def rows_at_once(spec):
-    """Rows of a warp that the warps of a row add up at a time."""
+    """Return how many of a warp's rows one reduction pass adds up."""
     return 8 if columns_at_once(spec) == 16 else spec.tile.rows_per_warp
 
 
 def reduction_passes(spec):
-    """What the warps of a row add up one after the other: (first row of a warp, first column of a lane)."""
+    """Return the passes of the reduction over the warps that share rows, in order: (first row within a warp's rows,
+    first of a lane's columns)."""
     rows = range(0, spec.tile.rows_per_warp, rows_at_once(spec))
     return tuple(product(rows, range(0, spec.head_dim_vo // 8, columns_at_once(spec))))
 
 
 def rows_of_pass(spec, low, left):
-    """Of a tile of `left` rows, those of the pass whose first row of a warp is `low`."""
+    """Return the number of rows, in a tile of `left` rows, of a pass that begins with row `low` of each warp."""
     count, each = rows_at_once(spec), spec.tile.rows_per_warp
     if count == each:
         return left
@@ -67,30 +69,30 @@ def rows_of_pass(spec, low, left):
 
 
 def row_of_pass(spec, low, index):
-    """Row of the tile that is the index-th of a pass."""
+    """Return the tile row of the index-th row of a pass."""
     count = rows_at_once(spec)
     return index // count * spec.tile.rows_per_warp + low + index % count
 
 
 def row_of_warp(spec, warp, i):
-    """Row of a tile that is the i-th of those that a warp adds up and stores, from lower rows to higher ones."""
-    each = 32 // (2 * columns_at_once(spec))  # at once: a lane has 4 columns
+    """Return the tile row of the i-th row that a warp adds up and stores, in ascending order."""
+    each = 32 // (2 * columns_at_once(spec))  # rows at once: a lane has 4 columns
     return (i // each * spec.tile.warps + warp) * each + i % each
 
 
 def sf_lanes(spec):
-    """Masks of lanes whose pieces, of 4 columns, make 16 neighbours."""
-    count = columns_at_once(spec) // 4  # pieces of a lane, number eighth * count + i
+    """Return the XOR masks of the lanes that together have the 16 columns of an NVFP4 block, 4 columns per lane."""
+    count = columns_at_once(spec) // 4  # pieces per lane; the lane's i-th is number eighth * count + i
     return (1, count) if columns(spec) == 8 else (1, 2)
 
 
 def num_n_tiles(spec):
-    """Columns of 8 query rows that a warp's operands of K and V are multiplied with."""
+    """Return the number of MMA n tiles: groups of 8 query rows per warp."""
     return spec.tile.rows_per_warp // 8
 
 
 def warps_per_group(spec, m):
-    """Warps that share a group of rows of a tile of m rows."""
+    """Return the number of warps that share a group of rows in a tile of m rows."""
     each, count = spec.tile.rows_per_warp, spec.tile.warps
     for less, more in pairwise(spec.tile.m_choices):
         fewer = spec.tile.warps * each // less - spec.tile.warps * each // more
@@ -99,10 +101,11 @@ def warps_per_group(spec, m):
 
 
 def scale_blocks(spec):
-    """Scale factors of a row of V that a lane needs."""
+    """Return the number of scale factors that a lane needs per row of V."""
     return max(1, spec.head_dim_vo // (8 * SF_VEC_SIZE)) if spec.kv.block_scaled else 1
 
 
 def num_v_offsets(spec):
-    """Offsets of V that a lane keeps: 2 where adjacent keys use different swizzle patterns (128-byte rows), else 1."""
+    """Return the number of V offsets that a lane keeps: 2 if adjacent keys have different swizzle patterns (128-byte
+    rows), else 1."""
     return 2 if CachedRow.of(spec, spec.head_dim_vo).width == copy.SWIZZLE_BYTES else 1

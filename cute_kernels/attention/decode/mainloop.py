@@ -1,8 +1,13 @@
-"""Math role of decode: few query rows, so that memory and the conversion of what it delivers set the pace.
+"""The `mma` role of decode: from a CTA's tiles to O and the LSE.
 
-A warp computes 8 rows of the tile, or 16, with `mma.sync`, on keys of its own: `WarpTileState`. Keys are the rows of
-the MMA, and then columns of V, so that query rows need no padding to 16: S^T = K Q^T and O^T = V^T P^T. It has a
-softmax of its own; the warps of a row meet once, at the end of a tile (`reduce`).
+With few query rows, loads and the conversion of cached words set the pace, not the MMA. A warp computes 8 or 16 query
+rows with `mma.sync` on keys of its own and has a softmax of its own. The keys are the M side of the MMA, so that query
+rows need no padding to 16: S^T = K @ Q^T and O^T = V^T @ P^T. The warps that share query rows meet once per tile, when
+they add up their O (`reduce`).
+
+To follow the code: `mma_warp` (one iteration per tile) -> `mainloop` (one iteration per group of keys) ->
+`operands.gemm_qk` and `operands.gemm_pv`. The mask: `mainloop` -> `transform_logits` -> `logits.transform` ->
+`mask.apply`.
 """
 
 from dataclasses import dataclass
@@ -29,40 +34,40 @@ from .roles import roles
 
 @dataclass(frozen=True)
 class DecodeFragments:
-    """Fragments of a warp. Per group of 8 query rows ("half"): the lane holds Q of row g, and scores and O of rows 2 t
-    and 2 t + 1."""
+    """The registers of a warp. Each group of 8 query rows is a "half": lane 4 g + t holds Q of row g, and scores and O
+    of rows 2 t and 2 t + 1."""
 
-    pack_factor: Any  # as a divisor
+    pack_factor: Any  # rows per token, as a divisor
     q: cute.Tensor  # (words of a row: element 2 w of k, half)
-    o: cute.Tensor  # (2 rows x 2 columns x pairs of columns, half)
+    acc_o: cute.Tensor  # (2 rows x 2 columns x pairs of columns, half)
     st: softmax.SoftmaxState
     tokens: cute.Tensor
-    score_to_log2: cute.Tensor  # of a row's scores as they are multiplied
-    to_log2: cute.Tensor  # of what the softmax reduces
-    k_offsets: cute.Tensor  # offsets of this lane's pieces of rows of K
-    v_offsets: cute.Tensor  # of V: keys 2 t, 2 t + 1, where these are swizzled differently
-    sf_offsets: cute.Tensor  # of the scale factors: of K; of V, key 2 t; from there to key 2 t + 1; to the next block
+    score_to_log2: cute.Tensor  # per row: factor of raw scores
+    to_log2: cute.Tensor  # per row: factor of the scores that the softmax reads (after the soft cap)
+    k_offsets: cute.Tensor  # offsets of this lane's pieces in a row of K
+    v_offsets: cute.Tensor  # offsets in V of keys 2 t and 2 t + 1, which may be swizzled differently
+    sf_offsets: cute.Tensor  # scale factors: of K; of V, key 2 t; from there to key 2 t + 1; to the next block
 
 
 @dataclass(frozen=True)
 class WarpTileState:
-    """What a warp has of the tile at hand: query rows [group * rows_per_warp, ...), and of the groups of `keys` every
-    `shares`-th, from `share` on."""
+    """A warp's part of the current tile: query rows [row_group * rows_per_warp, ...), and every `key_shares`-th group
+    of `keys`, beginning with `key_share`."""
 
     w: WorkTileInfo
     seqlen: mask.SeqlenInfo
-    warp_idx: Int32  # of the warp among those that compute
-    first_row: Int32  # row of the request, that the tile begins with
-    rows: Int32  # of the request
-    rows_left: Int32  # of these in the tile
+    warp_idx: Int32  # of the warp in the mma role
+    first_row: Int32  # first row of the tile, counted in the sequence
+    rows: Int32  # rows of the sequence
+    rows_left: Int32  # rows of the tile that exist
     row_group: Int32
     key_share: Int32
     key_shares: Int32
-    num_unmasked_keys: Int32  # keys from w.n_block_full_min on, whose scores are neither masked nor capped nor skipped
+    num_unmasked_keys: Int32  # keys from w.n_block_full_min on with no mask, soft cap or skip test
 
 
-def registers(spec, a):
-    """Fragments of a warp, with the offsets that never change."""
+def make_fragments(spec, a):
+    """Allocate a warp's fragments and set the offsets that never change."""
     rmem = cute.make_rmem_tensor
     lane = cute.arch.lane_idx()
     g, t = lane // 4, lane % 4
@@ -82,12 +87,12 @@ def registers(spec, a):
     for i in range(num_v_offsets(spec)):
         r.v_offsets[i] = swizzle(v.width, 2 * t + i, g * (v.width // 8))
     if spec.kv.block_scaled:
-        set_scale_offsets(spec, a, r, g, t)
+        set_sf_offsets(spec, a, r, g, t)
     return r
 
 
-def set_scale_offsets(spec, a, r: DecodeFragments, g, t):
-    """Offsets of the scale factors that a lane reads."""
+def set_sf_offsets(spec, a, r: DecodeFragments, g, t):
+    """Set the offsets of the scale factors that lane 4 g + t reads."""
     r.sf_offsets[0] = g * (spec.head_dim_qk // SF_VEC_SIZE) + t * (spec.head_dim_qk // 64)
     size, inter = spec.head_dim_vo // SF_VEC_SIZE, a.kv.v_scales_interleaved
     linear, interleaved = 2 * t * size + g * size // 8, t // 2 * 4 * size + g * size // 8 * 4 + 2 * t % 4
@@ -98,6 +103,7 @@ def set_scale_offsets(spec, a, r: DecodeFragments, g, t):
 
 @cute.jit
 def warp_tile(spec: cutlass.Constexpr, a, r: DecodeFragments, w: WorkTileInfo):
+    """Return this warp's `WarpTileState` of a tile."""
     rows = geometry.num_rows(w.q_len, r.pack_factor)
     m = geometry.tile_m(spec, rows)
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first("mma")
@@ -112,12 +118,14 @@ def warp_tile(spec: cutlass.Constexpr, a, r: DecodeFragments, w: WorkTileInfo):
 
 
 def prefetches_q(spec):
-    """Whether Q of a tile is fetched before O of the tile before is out of registers, which hides the latency."""
+    """Return whether Q of the next tile is fetched before O of this tile has left the registers, which hides the
+    latency."""
     return spec.head_dim_qk * num_n_tiles(spec) <= 128
 
 
 def rows_view(fragment):
-    """(2 rows of each half, columns) of accumulators: of rows 2 t and 2 t + 1 what row g, row g + 8 of each MMA has."""
+    """View an accumulator as (rows, columns): rows 2 t and 2 t + 1 of each half; a column is row g or g + 8 of an
+    MMA."""
     size, count = cute.size(fragment, mode=[0]), cute.size(fragment, mode=[1])
     layout = cute.make_layout(((2, count), (2, size // 4)), stride=((1, size), (2, 4)))
     return cute.make_tensor(fragment.iterator, layout)
@@ -125,130 +133,159 @@ def rows_view(fragment):
 
 @cute.jit
 def can_skip(view: cute.Tensor, r: DecodeFragments, tile: WarpTileState, log2_threshold: Float32):
-    """Skip-softmax: whether each row of this warp finds all these keys below its maximum so far by the threshold."""
+    """Skip-softmax: return whether the scores of these keys are below the running maximum by the threshold in every row
+    of this warp."""
     votes = True
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
-        below = softmax.row_can_skip(r.st, view, r.to_log2, k, log2_threshold, warp.reduce_across_quads)
+        below = softmax.row_can_skip(r.st, view, r.to_log2, k, log2_threshold)
         votes = votes and (below or r.tokens[k] >= tile.w.q_len)
     return cute.arch.vote_all_sync(votes)
 
 
 @cute.jit
 def transform_logits(
-    spec: cutlass.Constexpr, a, r: DecodeFragments, tile: WarpTileState, key: Int32, scores: cute.Tensor
+    spec: cutlass.Constexpr, a, r: DecodeFragments, tile: WarpTileState, key: Int32, acc_s: cute.Tensor
 ):
-    """Soft cap and mask on the scores of the keys that begin with `key`. Returns whether V of these keys is needed; if
-    not, their scores are set to -inf."""
-    view, wanted, n = rows_view(scores), True, spec.tile.n
+    """Apply the soft cap and the mask to the scores of the keys that begin with `key`. Return whether V of these keys
+    is needed; if not (skip-softmax), set their scores to -inf."""
+    view, needs_pv, n = rows_view(acc_s), True, spec.tile.n
     masked = key >= tile.w.n_block_full_max * n or key < tile.w.n_block_full_min * n
     rows = ScoreRows(r.tokens, tile.w.q_start, tile.seqlen)
     cols = ScoreCols(key + cute.arch.lane_idx() // 4, [8 * j for j in range(keys(spec) // 8)])
     logits.transform(spec, a, view, r.score_to_log2, rows, cols, a.logits.soft_cap > 0.0, masked)
     if a.logits.skip_threshold != -Float32.inf:
         log2_threshold = a.logits.skip_threshold - cute.math.log2(Float32(tile.w.kv_len), fastmath=True)
-        wanted = not can_skip(view, r, tile, log2_threshold)
-        if not wanted:
-            operands.fill(spec, scores, -Float32.inf)
-    return wanted
+        needs_pv = not can_skip(view, r, tile, log2_threshold)
+        if not needs_pv:
+            operands.fill(spec, acc_s, -Float32.inf)
+    return needs_pv
 
 
 @cute.jit
-def probabilities(spec: cutlass.Constexpr, r: DecodeFragments, scores: cute.Tensor, p: cute.Tensor):
-    """Scores to words of P."""
-    view = rows_view(scores)
-    o, multiply = rows_view(r.o), operands.multiplier(spec)
-    softmax.update_max_and_rescale(r.st, view, o, r.to_log2, warp.reduce_across_quads, multiply)
+def online_softmax(spec: cutlass.Constexpr, r: DecodeFragments, acc_s: cute.Tensor, p: cute.Tensor):
+    """Turn scores into P, words of pairs in the B operand's layout; update row_max and row_sum, and rescale O if a row
+    maximum has grown."""
+    view = rows_view(acc_s)
+    softmax.update_max_and_rescale(r.st, view, rows_view(r.acc_o), r.to_log2, spec.tile.blackwell)
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         softmax.exp_and_sum(r.st, view, r.to_log2[k], k)
-    warp.convert16(scores, cute.recast_tensor(p, abi.DTYPES[quant.mma_sync_dtype(spec)]))
+    warp.convert16(acc_s, cute.recast_tensor(p, abi.DTYPES[quant.mma_sync_dtype(spec)]))
     for i in cutlass.range_constexpr(cute.size(p)):
         p[i] = mma.transpose(p[i])
 
 
 @cute.jit
 def previous_keys(spec: cutlass.Constexpr, s, tile: WarpTileState, k: KeyCursor):
-    """The warp's next keys, those that come before these."""
+    """Return the cursor of the keys that this warp computes next: those before `k`, as blocks are visited last to
+    first."""
     block, row = k.block, k.row - tile.key_shares * keys(spec)
     if row < 0:
         block, row = pipeline.advance_cursor(s.k_pipe, block), row + spec.tile.n
     return KeyCursor(block, row, k.key - tile.key_shares * keys(spec))
 
 
-def release_if_last(spec, ring, tile: WarpTileState, k: KeyCursor):
-    """Frees the stage, if these are this warp's last keys of it."""
-    pipeline.consumer_release_cursor(ring, k.block, k.row < tile.key_shares * keys(spec))
+def release_if_last(spec, pipe, tile: WarpTileState, k: KeyCursor):
+    """Release the stage if these are this warp's last keys in it."""
+    pipeline.consumer_release_cursor(pipe, k.block, k.row < tile.key_shares * keys(spec))
 
 
+# The KV loop of one warp and one tile. An iteration handles two groups of the warp's keys: `prev`, which has scores
+# already, and `cur`, the next one.
+#   waits for   k_pipe before S^T of `cur`, v_pipe before O^T of `prev`; both are tested early, which hides the latency
+#               of the answer
+#   computes    softmax(prev), then S^T = K @ Q^T of `cur`, then O^T += V^T @ P^T of `prev`: the MMAs of PV are issued
+#               behind those of the next QK^T and hide their latency
+#   releases    a K or V stage after this warp's last keys in it
+# The outer loop holds the code that few keys need (soft cap, mask, skip-softmax), so that the inner loop fits the
+# instruction cache; the inner loop runs for as long as the keys need none of it.
 @cute.jit
 def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileState, cursor: Int32):
-    """O of this warp's keys of all KV blocks, from `cursor` of the pipes on; the cursor behind. P V of some keys is
-    issued behind Q K of the next ones, whose latency it hides. Rarely needed code is kept outside the inner loop, so
-    that the loop fits the instruction cache."""
+    """Compute O, row_max and row_sum of this warp's keys. `cursor`: of the tile's first block in k_pipe and v_pipe.
+    Return the cursor of the next tile's first block."""
     softmax.reset(r.st, 0.0)
-    operands.fill(spec, r.o, 0.0)
-    scores = cute.make_rmem_tensor((keys(spec) // 4, num_n_tiles(spec)), Float32)
+    operands.fill(spec, r.acc_o, 0.0)
+    acc_s = cute.make_rmem_tensor((keys(spec) // 4, num_n_tiles(spec)), Float32)
     p = cute.make_rmem_tensor((keys(spec) // 8, num_n_tiles(spec)), Uint32)
     v = operands.allocate_v(spec)
-    row, end = spec.tile.n - (tile.key_shares - tile.key_share) * keys(spec), tile.w.n_block_min * spec.tile.n
-    k = KeyCursor(cursor, row, (tile.w.n_block_max - 1) * spec.tile.n + row)
-    while k.key >= cutlass.max(end, tile.w.kv_len):  # no arithmetic past kv_len
-        for ring in (s.k_pipe, s.v_pipe):
-            pipeline.consumer_wait_cursor(ring, k.block)
-            release_if_last(spec, ring, tile, k)
-        k = previous_keys(spec, s, tile, k)
-    before = KeyCursor(k.block, Int32(spec.tile.n), k.key)  # row = n: release_if_last does nothing for this cursor
-    scored, wanted, more = False, False, k.key >= end
+    row = spec.tile.n - (tile.key_shares - tile.key_share) * keys(spec)  # the warp's last keys of a block
+    end = tile.w.n_block_min * spec.tile.n  # the tile's first key
+    cur = KeyCursor(cursor, row, (tile.w.n_block_max - 1) * spec.tile.n + row)
+    # pass over keys past kv_len without arithmetic
+    while cur.key >= cutlass.max(end, tile.w.kv_len):
+        for pipe in (s.k_pipe, s.v_pipe):
+            pipeline.consumer_wait_cursor(pipe, cur.block)
+            release_if_last(spec, pipe, tile, cur)
+        cur = previous_keys(spec, s, tile, cur)
+    prev = KeyCursor(cur.block, Int32(spec.tile.n), cur.key)  # no keys yet; row = n: release_if_last does nothing
+    has_scores, needs_pv, more = False, False, cur.key >= end
     while more:
-        if scored:
-            wanted = transform_logits(spec, a, r, tile, before.key, scores)
+        if has_scores:
+            # soft cap, mask, skip-softmax
+            needs_pv = transform_logits(spec, a, r, tile, prev.key, acc_s)
         unmasked = True
         while unmasked:
-            k_there, v_there = (
-                pipeline.consumer_try_wait(s.k_pipe, k.block),
-                pipeline.consumer_try_wait(s.v_pipe, before.block),
-            )
-            if scored:
-                probabilities(spec, r, scores, p)
-            if k.key >= end:
-                pipeline.consumer_wait_cursor(s.k_pipe, k.block, k_there)
-                operands.issue_qk(spec, s, r, scores, pipeline.cursor_stage(k.block), k.row)
-                release_if_last(spec, s.k_pipe, tile, k)
-            pipeline.consumer_wait_cursor(s.v_pipe, before.block, v_there)
-            if wanted:
+            k_ready = pipeline.consumer_try_wait(s.k_pipe, cur.block)
+            v_ready = pipeline.consumer_try_wait(s.v_pipe, prev.block)
+            if has_scores:
+                # P = exp2(S - row_max), rescale O
+                online_softmax(spec, r, acc_s, p)
+            if cur.key >= end:
+                # S^T = K @ Q^T
+                pipeline.consumer_wait_cursor(s.k_pipe, cur.block, k_ready)
+                operands.gemm_qk(spec, s, r, acc_s, pipeline.cursor_stage(cur.block), cur.row)
+                # release the K stage
+                release_if_last(spec, s.k_pipe, tile, cur)
+            pipeline.consumer_wait_cursor(s.v_pipe, prev.block, v_ready)
+            if needs_pv:
+                # O^T += V^T @ P^T, one chunk of columns at a time
                 for b in cutlass.range_constexpr(CachedRow.of(spec, spec.head_dim_vo).chunks):
-                    operands.load_v(spec, s, r, tile, before, b, v)
-                    operands.issue_pv(spec, r, p, b, v)
-            release_if_last(spec, s.v_pipe, tile, before)
-            before = k
-            k = previous_keys(spec, s, tile, k)
-            scored = before.key >= end
-            wanted = scored
+                    operands.load_v(spec, s, r, tile, prev, b, v)
+                    operands.gemm_pv(spec, r, p, b, v)
+            # release the V stage
+            release_if_last(spec, s.v_pipe, tile, prev)
+            prev = cur
+            cur = previous_keys(spec, s, tile, cur)
+            has_scores = prev.key >= end
+            needs_pv = has_scores
             # one comparison: keys before n_block_full_min wrap
-            unmasked = scored & (
-                Uint32(before.key - tile.w.n_block_full_min * spec.tile.n) < Uint32(tile.num_unmasked_keys)
+            unmasked = has_scores & (
+                Uint32(prev.key - tile.w.n_block_full_min * spec.tile.n) < Uint32(tile.num_unmasked_keys)
             )
-        more = scored
-    return before.block
+        more = has_scores
+    return prev.block
 
 
+# The mma role: one iteration per tile.
+#   waits for   work_pipe (the tile), k_pipe and v_pipe (in `mainloop`), s.merge.ready (the other warps' O)
+#   computes    O of this warp's keys, then, in passes, the sum over the warps that share rows (`reduce`); a split tile
+#               goes to scratch, and the last warp with the same rows merges its splits (`combine`)
+#   releases    the tile in work_pipe when its output is stored
+# Q of the next tile is fetched before the reduction of this one if registers allow (`prefetches_q`), and becomes the
+# MMA's operand in the last pass, while other warps still compute. A merge reads the tile from work_pipe again, which
+# keeps it out of the registers of the mainloop.
 @cute.jit
 def mma_warp(spec: cutlass.Constexpr, plan, s):
+    """Run the mma role of one warp."""
     a = plan.args
-    r = registers(spec, a)
+    r = make_fragments(spec, a)
     softmax_scale_log2 = softmax.device_scale(a.logits.softmax_scale_log2, a.logits.softmax_scale_ptr)
     cursor, t, turn = Int32(0), Int32(0), Int32(0)
     words = cute.make_rmem_tensor((spec.head_dim_qk // 8, num_n_tiles(spec)), Uint32)
     w = work.consumer_wait(spec, s, t)
     tile = warp_tile(spec, a, r, w)
     if w.is_valid != 0:
+        # Q of the first tile
         operands.fetch_q(spec, a, r, tile, words)
         operands.set_q(spec, a, r, tile, words, softmax_scale_log2)
     while w.is_valid != 0:
+        # O, row_max and row_sum of this warp's keys
         cursor = mainloop(spec, a, s, r, tile, cursor)
+        # the next tile and its Q
         w = work.consumer_wait(spec, s, t + 1)
         next_tile = warp_tile(spec, a, r, w)
         if const_expr(prefetches_q(spec)) and w.is_valid != 0:
             operands.fetch_q(spec, a, r, next_tile, words)
+        # reduce O over the warps that share rows, and store it
         for i in cutlass.range_constexpr(len(reduction_passes(spec))):
             reduce.store(spec, s, r, tile, turn, reduction_passes(spec)[i])
             if const_expr(i + 1 == len(reduction_passes(spec))) and w.is_valid != 0:
@@ -257,10 +294,12 @@ def mma_warp(spec: cutlass.Constexpr, plan, s):
                 operands.set_q(spec, a, r, next_tile, words, softmax_scale_log2)  # while other warps still compute
             reduce.merge(spec, a, s, r, tile, turn, reduction_passes(spec)[i])
             turn += 1
+        # merge the tile's splits if this was the last of them
         if tile.w.split.slot >= 0 and row_of_warp(spec, tile.warp_idx, 0) < tile.rows_left:
             done = work.consumer_wait(spec, s, t)  # again, instead of in registers all the time
             if combine.is_last(a, done.split.first * spec.tile.warps + tile.warp_idx, done.split.num_splits):
                 combine.merge(spec, a, done, r.pack_factor, tile.rows_left, row_of_warp, tile.warp_idx)
+        # release the tile
         pipeline.consumer_release(s.work_pipe, t)
         tile = next_tile
         t += 1

@@ -1,5 +1,8 @@
-"""Operands of decode's MMAs: Q as B operand, K and V from shared memory as they are stored, converted in registers
-(`quant`) to A operands."""
+"""The two MMAs of decode, S^T = K @ Q^T and O^T += V^T @ P^T, and their operands.
+
+K and V are the A operands: read from shared memory in their storage type and converted in registers (`quant`). Q and P
+are the B operands; Q stays in registers for a whole tile. `layout` says which bytes and columns a lane has.
+"""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +17,8 @@ from .layout import CachedRow, columns, keys, num_n_tiles, num_v_offsets, scale_
 
 
 class KeyCursor(NamedTuple):
-    """`keys` that a warp is at: cursor of their block in the pipes, row in the stage, key of the request."""
+    """A group of `layout.keys` keys: the pipeline cursor of their block, their first row in the stage, and their first
+    key in the sequence."""
 
     block: Int32
     row: Int32
@@ -22,15 +26,16 @@ class KeyCursor(NamedTuple):
 
 
 class VFragment(NamedTuple):
-    """Registers of a chunk of V: words (word, key of 4, 16 keys), and scale factors (block, key of 4, 16 keys)."""
+    """Registers of a chunk of V: words (word, a lane's 4 keys, groups of 16 keys), and scale factors (block, a lane's 4
+    keys, groups of 16 keys)."""
 
     words: cute.Tensor
     scales: cute.Tensor
 
 
 def fill(spec, c, value):
-    """An accumulator of MMAs, with equal values. For Blackwell one at a time: what is written as a vector its compiler
-    keeps in pairs, which it copies to the four registers of each MMA, and back."""
+    """Set every register of an accumulator to `value`. On Blackwell one at a time: its compiler keeps a vector in
+    pairs of registers, which it copies to the four registers of each MMA, and back."""
     if not spec.tile.blackwell:
         c.fill(value)
         return
@@ -38,21 +43,8 @@ def fill(spec, c, value):
         c[i] = Float32(value)
 
 
-def multiply(row, x):
-    row.store(row.load() * x)
-
-
-def multiply_each(row, x):
-    for i in range(cute.size(row)):
-        row[i] = row[i] * x
-
-
-def multiplier(spec):
-    """What multiplies a row of an accumulator, see `fill`."""
-    return multiply_each if spec.tile.blackwell else multiply
-
-
 def allocate_v(spec):
+    """Allocate the registers of one chunk of V."""
     count = keys(spec) // 16
     words = (CachedRow.of(spec, spec.head_dim_vo).width // 32, 4, count)
     return VFragment(*(cute.make_rmem_tensor(shape, Uint32) for shape in (words, (scale_blocks(spec), 4, count))))
@@ -60,10 +52,11 @@ def allocate_v(spec):
 
 @cute.jit
 def fetch_q(spec: cutlass.Constexpr, a, r, tile, words: cute.Tensor):
-    """Words (D / 8, half) of this lane's rows g, zeros past the request, their columns in the order of chunks."""
+    """Load this lane's rows g of Q as words (D / 8, half): zeros past the sequence, columns in the order of chunks."""
     w, row = tile.w, CachedRow.of(spec, spec.head_dim_qk)
     g, t = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
-    vectors = const_expr(row.width * 8 // spec.kv.bits // 4 // 8)  # of a chunk, 8 elements each
+    # vectors of 8 elements in a lane's quarter of a chunk
+    vectors = const_expr(row.width * 8 // spec.kv.bits // 4 // 8)
     words.fill(0)
     for half in cutlass.range_constexpr(num_n_tiles(spec)):
         at = tile.first_row + spec.tile.rows_per_warp * tile.row_group + 8 * half + g
@@ -78,7 +71,7 @@ def fetch_q(spec: cutlass.Constexpr, a, r, tile, words: cute.Tensor):
 
 @cute.jit
 def load_query(piece: cute.Tensor, words: cute.Tensor):
-    """8 elements of Q to words of pairs, e4m3 ones as fp16, which holds them exactly."""
+    """Load 8 elements of Q as words of pairs; e4m3 becomes fp16, which holds its values exactly."""
     if const_expr(piece.element_type.width == 16):
         copy.vector(piece, cute.recast_tensor(words, piece.element_type))
     else:
@@ -90,25 +83,29 @@ def load_query(piece: cute.Tensor, words: cute.Tensor):
 
 @cute.jit
 def set_q(spec: cutlass.Constexpr, a, r, tile, words: cute.Tensor, softmax_scale_log2: Float32):
-    """Operand B of this warp's rows, in the type that is multiplied and the order of the cached words."""
+    """Make the B operand of S^T from the fetched `words`: in the MMA's type, with the columns in the order in which
+    cached words are converted. Also set the token and the score factors of each row."""
     fmt = quant.kv_format(spec)
     t = cute.arch.lane_idx() % 4
     for half in cutlass.range_constexpr(num_n_tiles(spec)):
+        # fp16 with a scale per row, if K is quantised
         q_row_scale, own = Float32(fmt.dequant_scale), words[None, half]
         if const_expr(spec.q == "bf16" and quant.mma_sync_dtype(spec) == "fp16"):
             q_row_scale *= quant.to_fp16(own)
+        # token and score factors of this lane's rows of S
         for i in cutlass.range_constexpr(2):
             k, row = 2 * half + i, tile.first_row + spec.tile.rows_per_warp * tile.row_group + 8 * half + 2 * t + i
             r.tokens[k] = geometry.token_of(row, r.pack_factor)
             r.score_to_log2[k] = cute.arch.shuffle_sync(q_row_scale, 8 * t + 4 * i) * softmax_scale_log2
             capped = a.logits.soft_cap > 0.0
             r.to_log2[k] = logits.capped_to_log2(a.logits.soft_cap) if capped else r.score_to_log2[k]
+        # the B operand
         for i in cutlass.range_constexpr(spec.head_dim_qk // 8):
             r.q[i, half] = in_order(fmt, own, i)
 
 
 def in_order(fmt, words, i):
-    """The i-th pair of a row in the order of its cached words."""
+    """Return the i-th pair of a row of Q in the order in which cached words are converted."""
     start = i * 2 // fmt.elements * fmt.elements
     first, second = (start + fmt.order[i * 2 % fmt.elements + e] for e in range(2))
     if second == first + 1:
@@ -116,33 +113,35 @@ def in_order(fmt, words, i):
     return quant.permute(words[first // 2], words[second // 2], (0x5410, 0x7632)[first % 2])
 
 
-def issue_qk(spec, s, r, scores, stage, row):
-    """scores = K Q^T of the rows [row, row + keys) of a stage."""
+def gemm_qk(spec, s, r, acc_s, stage, row):
+    """Compute acc_s = K @ Q^T for the rows [row, row + keys) of a K stage."""
     name, fmt = quant.mma_sync_dtype(spec), quant.kv_format(spec)
     k, n = CachedRow.of(spec, spec.head_dim_qk), spec.tile.n
     base = s.k.iterator.toint() + stage * (n * k.width * k.chunks) + row * k.width
-    quarter = k.width // 4
-    fill(spec, scores, 0.0)
-    for tile in range(keys(spec) // 16):
-        rows = (16 * tile, 16 * tile + 8)
-        factors = [load_k_sf(spec, s, r, stage, row + inside) for inside in rows]
-        for b in range(k.chunks):
-            operands: list[list[Any]] = [[], []]
-            for half, inside in enumerate(rows):
+    quarter = k.width // 4  # bytes of a chunk that a lane reads
+    fill(spec, acc_s, 0.0)
+    for m in range(keys(spec) // 16):  # 16 keys, of which this lane has two: rows g and g + 8 of the A operand
+        offsets = (16 * m, 16 * m + 8)
+        sf = [load_k_sf(spec, s, r, stage, row + offset) for offset in offsets]
+        for chunk in range(k.chunks):
+            # load this lane's quarter of the chunk, for both keys, and convert it
+            pairs: list[list[Any]] = [[], []]
+            for half, offset in enumerate(offsets):
                 for piece in range(max(1, quarter // 16)):
-                    at = base + (b * n + inside) * k.width + r.k_offsets[piece]
-                    for word in mma.load(at, min(4, quarter // 4)):
-                        block = (b * quarter // 4 + len(operands[half]) // 4) // 2
-                        operands[half] += quant.scale_pairs(fmt.pairs(word), factors[half], block)
-            for i in range(0, len(operands[0]), 2):
-                a = [operands[half][i + e] for e in range(2) for half in range(2)]
-                at = b * len(operands[0]) + i
+                    address = base + (chunk * n + offset) * k.width + r.k_offsets[piece]
+                    for word in mma.load(address, min(4, quarter // 4)):
+                        block = (chunk * quarter // 4 + len(pairs[half]) // 4) // 2
+                        pairs[half] += quant.scale_pairs(quant.unpack_row(fmt, word), sf[half], block)
+            # S^T += K @ Q^T, 16 columns per MMA
+            for i in range(0, len(pairs[0]), 2):
+                a = [pairs[half][i + e] for e in range(2) for half in range(2)]
+                q = chunk * len(pairs[0]) + i
                 for h in range(num_n_tiles(spec)):
-                    mma.issue(name, scores[None, h], 4 * tile, a, [r.q[at, h], r.q[at + 1, h]])
+                    mma.issue(name, acc_s[None, h], 4 * m, a, [r.q[q, h], r.q[q + 1, h]])
 
 
 def load_k_sf(spec, s, r, stage, row):
-    """Scale factors of this lane's quarter of a row of K, a pair of each; None where the cache has none."""
+    """Load the scale factors of this lane's quarter of a row of K, each as a pair; None if the cache has none."""
     if not spec.kv.block_scaled:
         return None
     count, size = spec.head_dim_qk // 64, spec.head_dim_qk // SF_VEC_SIZE
@@ -152,7 +151,8 @@ def load_k_sf(spec, s, r, stage, row):
 
 
 def load_v_sf(spec, s, r, v: VFragment, stage, row, e, c):
-    """Scale factors of the e-th of a lane's keys, of 16 from row + 16 c on; nothing where the cache has none."""
+    """Load the scale factors of the e-th of a lane's four keys among the 16 from row + 16 c on, if the cache has
+    scale factors."""
     if spec.kv.block_scaled:
         size, inside = spec.head_dim_vo // SF_VEC_SIZE, 16 * c + 8 * (e // 2)
         base = s.v_scales.iterator.toint() + (stage * spec.tile.n + row + inside) * size + r.sf_offsets[1]
@@ -162,9 +162,11 @@ def load_v_sf(spec, s, r, v: VFragment, stage, row, e, c):
 
 @cute.jit
 def load_v(spec: cutlass.Constexpr, s, r, tile, at: KeyCursor, b: cutlass.Constexpr, v: VFragment):
-    """This lane's words of a chunk of V, and the scale factors of each key; zeros for those past kv_len (`zero_v`)."""
+    """Load this lane's words of chunk `b` of V and the scale factors of each key; keys past kv_len become zeros
+    (`zero_v`)."""
     chunk, n, row, key = CachedRow.of(spec, spec.head_dim_vo), spec.tile.n, at.row, at.key
     stage, t = pipeline.cursor_stage(at.block), cute.arch.lane_idx() % 4
+    # this lane's eighth of the chunk, for 4 keys in each 16: 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t
     base = s.v.iterator.toint() + stage * (n * chunk.width * chunk.chunks) + row * chunk.width
     per = const_expr(chunk.width // 32)
     for c in cutlass.range_constexpr(keys(spec) // 16):
@@ -175,6 +177,7 @@ def load_v(spec: cutlass.Constexpr, s, r, tile, at: KeyCursor, b: cutlass.Conste
             for u in cutlass.range_constexpr(per):
                 v.words[u, e, c] = words[u]
             load_v_sf(spec, s, r, v, stage, row, e, c)
+    # zeros for keys past kv_len
     if key + keys(spec) > tile.w.kv_len:
         for c in cutlass.range_constexpr(keys(spec) // 16):
             for e in cutlass.range_constexpr(4):
@@ -183,33 +186,38 @@ def load_v(spec: cutlass.Constexpr, s, r, tile, at: KeyCursor, b: cutlass.Conste
 
 
 def zero_v(spec, v: VFragment, e, c):
-    """Zeros for the e-th of a lane's keys of 16: rows past kv_len hold whatever the page held, and 0 * NaN is NaN. No
-    e2m1 code is NaN, a scale factor may be. Hopper's kernel has zeros for codes too, 16 of its 692 instructions."""
+    """Zero the e-th of a lane's keys of 16: rows past kv_len hold whatever the page held, and 0 * NaN is NaN. No e2m1
+    code is NaN, but a scale factor may be. Hopper's kernel zeros the codes too: 16 of its 692 instructions."""
     if not (spec.kv.block_scaled and spec.tile.e2m1):
         v.words[None, e, c].fill(0)
     v.scales[None, e, c].fill(0)
 
 
 def v_sf_pairs(spec, v: VFragment, c):
-    """Factors of 16 keys as pairs [key pair][block]; None where the cache has none."""
+    """Return the scale factors of 16 keys as pairs [pair of keys][block]; [None, None] if the cache has none."""
     if not spec.kv.block_scaled:
         return [None, None]
-    pair = lambda k, e: quant.permute(v.scales[k, 2 * e, c], v.scales[k, 2 * e + 1, c], 0x40)  # noqa: E731
+
+    def pair(k, e):  # bytes of two keys
+        return quant.permute(v.scales[k, 2 * e, c], v.scales[k, 2 * e + 1, c], 0x40)
+
     each = [[quant.from_e4m3(pair(k, e))[0] for e in range(2)] for k in range(scale_blocks(spec))]
-    return [[factors[e] for factors in each] for e in range(2)]
+    return [[by_pair[e] for by_pair in each] for e in range(2)]
 
 
-def issue_pv(spec, r, p, b, v: VFragment):
-    """O^T += V^T P^T of a chunk; p: words of P (two for 16 keys, half)."""
+def gemm_pv(spec, r, p, chunk, v: VFragment):
+    """Compute O^T += V^T @ P^T for the columns of a chunk. p: words of P (two per 16 keys, half)."""
     name, fmt = quant.mma_sync_dtype(spec), quant.kv_format(spec)
-    for c in range(keys(spec) // 16):
-        factors = v_sf_pairs(spec, v, c)
+    for c in range(keys(spec) // 16):  # 16 keys, of which this lane has two pairs
+        sf = v_sf_pairs(spec, v, c)
         for u in range(cute.size(v.words, mode=[0])):
-            both = [fmt.values(v.words[u, 2 * e, c], v.words[u, 2 * e + 1, c]) for e in range(2)]
-            both = [quant.scale_pairs(both[e], factors[e], u // 2) for e in range(2)]
-            of = [dict(zip(fmt.order, pairs)) for pairs in both]
+            # convert the u-th word of the four keys to pairs of keys: [pair of keys][column of the word]
+            pairs = [quant.unpack_two_rows(fmt, v.words[u, 2 * e, c], v.words[u, 2 * e + 1, c]) for e in range(2)]
+            pairs = [quant.scale_pairs(pairs[e], sf[e], u // 2) for e in range(2)]
+            by_column = [dict(zip(fmt.order, pairs[e])) for e in range(2)]
+            # O^T += V^T @ P^T, two of the lane's columns per MMA
             for i in range(0, fmt.elements, 2):
-                a = [of[e][i + half] for e in range(2) for half in range(2)]
-                at = 2 * (b * columns(spec) + u * fmt.elements + i)
+                a = [by_column[e][i + half] for e in range(2) for half in range(2)]
+                o = 2 * (chunk * columns(spec) + u * fmt.elements + i)
                 for h in range(num_n_tiles(spec)):
-                    mma.issue(name, r.o[None, h], at, a, [p[2 * c, h], p[2 * c + 1, h]])
+                    mma.issue(name, r.acc_o[None, h], o, a, [p[2 * c, h], p[2 * c + 1, h]])

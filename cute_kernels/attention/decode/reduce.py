@@ -1,4 +1,9 @@
-"""The warps of a row add up what each found on its own keys, at the end of a tile."""
+"""The sum of O over the warps that share query rows, at the end of a tile, and the output.
+
+Each warp has O, row_max and row_sum for its own keys. In each of `layout.reduction_passes`, every warp stores a part of
+its O to shared memory (`store`); then each thread adds up PIECE columns of a row over the warps, rescaled to the common
+maximum, and writes them to the output, or to scratch if the tile is split (`merge`).
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,28 +17,32 @@ from .. import epilogue, geometry, quant, softmax
 from .layout import columns_at_once, first_column, row_of_pass, rows_at_once, rows_of_pass, sf_lanes
 from .roles import roles
 
-PIECE = 4  # columns that a thread adds up
+PIECE = 4  # columns per thread
 
 
 @dataclass(frozen=True)
 class ReduceSmem:
-    """Shared memory in which the warps of a row add up."""
+    """Shared memory of the reduction."""
 
-    o: cute.Tensor  # (warp, row of a pass, piece of it, PIECE): piece i at i ^ (row / 2), for the banks
-    stats: cute.Tensor  # (warp, row, maximum in log2 units and sum)
-    ready: pipeline.Pipeline  # of one stage, that all warps fill and free
+    o: cute.Tensor  # (warp, row of a pass, piece, PIECE): piece i at i ^ (row / 2), against bank conflicts
+    stats: cute.Tensor  # (warp, row, 2): row_max in log2 units and row_sum
+    ready: pipeline.Pipeline  # one stage, which all warps fill and release
 
 
 class RowStats(NamedTuple):
-    """Of a row: maximum in log2 units, sum of all exponentials / 2^top."""
+    """The softmax statistics of a row: maximum in log2 units, sum of all exponentials / 2^row_max."""
 
     row_max: Float32
     row_sum: Float32
 
 
 def allocate(spec, smem):
+    """Allocate the `ReduceSmem`."""
     t = spec.tile
-    row_major = lambda *shape: cute.make_ordered_layout(shape, order=tuple(reversed(range(len(shape)))))  # noqa: E731
+
+    def row_major(*shape):
+        return cute.make_ordered_layout(shape, order=tuple(reversed(range(len(shape)))))
+
     pieces = 8 * columns_at_once(spec) // PIECE
     return ReduceSmem(
         smem.allocate_tensor(Float32, row_major(t.warps, rows_at_once(spec), pieces, PIECE), 16),
@@ -43,25 +52,27 @@ def allocate(spec, smem):
 
 
 @cute.jit
-def store(spec: cutlass.Constexpr, s, r, tile, turn: Int32, at: cutlass.Constexpr):
-    """What a pass adds up of this warp's O, and the maxima and sums of its rows, to s.merge. at: of
-    `layout.reduction_passes`."""
-    own, (low, number) = tile.warp_idx, at
+def store(spec: cutlass.Constexpr, s, r, tile, turn: Int32, reduction_pass: cutlass.Constexpr):
+    """Store this warp's O of one pass and, in the first pass of its rows, row_max and row_sum to s.merge.
+    turn: item of s.merge.ready. reduction_pass: of `layout.reduction_passes`."""
+    own, (low, number) = tile.warp_idx, reduction_pass  # first row of the warp, first column of the lane
     g, t, count = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4, const_expr(columns_at_once(spec) // PIECE)
+    # until all warps have read the pass before
     pipeline.producer_acquire(s.merge.ready, turn)
     if spec.tile.rows_per_warp * tile.row_group < tile.rows_left:
         for k in cutlass.range_constexpr(low // 4, (low + rows_at_once(spec)) // 4):
             row = (k // 2 * 8 - low) + 2 * t + k % 2
             if const_expr(number == 0):
-                total = warp.reduce_across_quads(r.st.row_sum[k], lambda x, y: x + y)
-                s.merge.stats[own, low + row, 0], s.merge.stats[own, low + row, 1] = (
-                    r.st.row_max[k] * r.to_log2[k],
-                    total,
-                )
+                # row_max and row_sum
+                row_sum = warp.reduce_across_quads(r.st.row_sum[k], softmax.add)
+                row_max = r.st.row_max[k] * r.to_log2[k]
+                s.merge.stats[own, low + row, 0] = row_max
+                s.merge.stats[own, low + row, 1] = row_sum
+            # O
             for i in cutlass.range_constexpr(count):
                 piece = cute.make_rmem_tensor(PIECE, Float32)
                 for e in cutlass.range_constexpr(PIECE):
-                    piece[e] = r.o[2 * (number + PIECE * i + e) + k % 2, k // 2]
+                    piece[e] = r.acc_o[2 * (number + PIECE * i + e) + k % 2, k // 2]
                 copy.vector(piece, s.merge.o[own, row, (g * count + i) ^ (t + (k // 2 * 4 - low // 2)), None])
     cute.arch.sync_warp()
     with cute.arch.elect_one():
@@ -70,26 +81,30 @@ def store(spec: cutlass.Constexpr, s, r, tile, turn: Int32, at: cutlass.Constexp
 
 @cute.jit
 def combine_warps(spec: cutlass.Constexpr, s, tile, row: Uint32, piece: Uint32, total: cute.Tensor):
-    """total = sum of O x 2^(maximum - top) over the warps of a row; its Sums."""
+    """Set total to the sum of O * 2^(row_max - top) over the warps that share `row`, where top is the maximum over
+    these warps. Return the row's `RowStats`."""
     each = const_expr(spec.tile.rows_per_warp)
-    first, inside, part = Int32(row // each) * tile.key_shares, row % each, cute.make_rmem_tensor(PIECE, Float32)
-    top, exponentials, stored = -Float32.inf, Float32(0.0), inside % rows_at_once(spec)
+    first, inside = Int32(row // each) * tile.key_shares, row % each  # first warp of the row; the row within a warp
+    acc_o = cute.make_rmem_tensor(PIECE, Float32)
+    top, row_sum, stored = -Float32.inf, Float32(0.0), inside % rows_at_once(spec)
     total.fill(0.0)
+    # the maximum over the warps
     for c in cutlass.range(tile.key_shares, unroll=4):
         top = cute.arch.fmax(top, s.merge.stats[first + c, inside, 0])
     base = Float32(0.0) if top == -Float32.inf else top
+    # rescale and add
     for c in cutlass.range(tile.key_shares, unroll=4):
-        factor = cute.math.exp2(s.merge.stats[first + c, inside, 0] - base, fastmath=True)
-        exponentials = warp.fma(factor, s.merge.stats[first + c, inside, 1], exponentials)
-        copy.vector(s.merge.o[first + c, stored, piece ^ (stored // 2), None], part)
-        warp.add_scaled(total, part, factor)
-    return RowStats(top, exponentials)
+        scale = cute.math.exp2(s.merge.stats[first + c, inside, 0] - base, fastmath=True)
+        row_sum = warp.fma(scale, s.merge.stats[first + c, inside, 1], row_sum)
+        copy.vector(s.merge.o[first + c, stored, piece ^ (stored // 2), None], acc_o)
+        warp.add_scaled(total, acc_o, scale)
+    return RowStats(top, row_sum)
 
 
 @cute.jit
 def store_output(spec: cutlass.Constexpr, a, r, tile, row: Int32, column: Int32, total: cute.Tensor, stats: RowStats):
-    """PIECE columns of a row of the tile, from `column` * PIECE on, to the output or to its part; with the first ones
-    its LSE."""
+    """Normalise PIECE columns of a row, from `column` * PIECE on, and store them to the output, or to scratch if the
+    tile is split; the first piece of a row also stores its LSE."""
     at, dequant_scale = tile.first_row + row, Float32(quant.kv_format(spec).dequant_scale)
     if tile.w.split.slot >= 0:
         normal = softmax.normalizer(stats.row_max, stats.row_sum, -Float32.inf)
@@ -105,15 +120,17 @@ def store_output(spec: cutlass.Constexpr, a, r, tile, row: Int32, column: Int32,
 
 
 @cute.jit
-def merge(spec: cutlass.Constexpr, a, s, r, tile, turn: Int32, at: cutlass.Constexpr):
-    """What a pass adds up of the tile's output, or its part's, that all warps have stored."""
+def merge(spec: cutlass.Constexpr, a, s, r, tile, turn: Int32, reduction_pass: cutlass.Constexpr):
+    """Add up and store the output of one pass, once all warps have stored their O of it. turn, reduction_pass: as in
+    `store`."""
     tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
-    count = const_expr(columns_at_once(spec) // PIECE)  # pieces of a lane
-    pieces, (low, number) = const_expr(8 * count), at  # of a row
+    count = const_expr(columns_at_once(spec) // PIECE)  # pieces per lane
+    pieces, (low, number) = const_expr(8 * count), reduction_pass  # pieces per row
+    # until all warps have stored
     pipeline.consumer_wait(s.merge.ready, turn)
     rows = rows_of_pass(spec, low, tile.rows_left)
     for index in cutlass.range(tid, pieces * rows, 32 * spec.tile.warps, unroll=1):
-        which = Uint32(index)  # without a sign: divisions are shifts
+        which = Uint32(index)  # unsigned: divisions are shifts
         row, piece = row_of_pass(spec, low, which // pieces), which % pieces
         total = cute.make_rmem_tensor(PIECE, Float32)
         stats = combine_warps(spec, s, tile, row, piece, total)

@@ -1,11 +1,12 @@
-"""The roles of decode's warps: a table from which ranges, arrival counts and register budgets follow."""
+"""The roles of decode's warps. Warp ranges, arrival counts of pipelines and register budgets follow from this table."""
 
 from ...device.roles import Role, Roles
 
-REGISTERS = {1: (72, 248), 2: (72, 216), 3: (56, 152)}  # math warpgroups -> (other, math) registers a thread
+REGISTERS = {1: (72, 248), 2: (72, 216), 3: (56, 152)}  # mma warpgroups -> registers per thread: (other roles, mma)
 
 
 def roles(spec) -> Roles:
+    """Return the table of a kernel: name, warps, registers per thread, in the order of the warps."""
     load_regs, mma_regs = REGISTERS[spec.tile.warpgroups]
     return Roles.of(
         Role("load_k", spec.tile.load_warps, load_regs),

@@ -1,25 +1,27 @@
-"""Where the rows of a KV block come from.
+"""The sources of KV blocks: how the rows of a block reach shared memory.
 
-pages    a row of a request -> its page
-tma      the source of pages of 8, 16, 32, ... rows, and of rows without pages
-gather   the source of pages of any size
-scales   the factors of block-scaled caches, in the stages that a source fills
+pages    a row of a sequence -> its page
+tma      the source for pages of 8, 16, 32, ... 256 rows, and for ragged rows (no pages)
+gather   the source for pages of any size
+scales   the scale factors of block-scaled caches, loaded into the stages that a source fills
 
-A source owns the lookup, the fill, its warps and their arrivals (`arrivals`).
+A source is a module with `operand`, `page_id_cache`, `prefetch_pages`, `fill` and `fence_before_mma`; `load.load_kv`
+calls them. `arrivals` says how many arrivals of its warps complete a stage.
 """
 
 from . import gather, tma
 
 SOURCE = {"tma": tma, "gather": gather}
-LANES = 32  # of a warp that copies by cp.async: each arrives
+LANES = 32  # per warp that copies by cp.async: each lane arrives
 
 
 def arrivals(spec, roles):
-    """Arrivals that fill a stage of K or V: one of each loading warp, or of each of its lanes where these copy, and one
-    of each lane that copies scale factors."""
+    """Return the arrivals that complete a stage of K or V: one per load warp (TMA) or per lane of it (gather), and one
+    per lane that copies scale factors."""
     each = LANES if spec.kv.source == "gather" else 1
     return each * roles.warps("load_k") + LANES * roles.warps("load_scales")
 
 
 def source(spec):
+    """Return the module that loads the K and V of a spec."""
     return SOURCE[spec.kv.source]

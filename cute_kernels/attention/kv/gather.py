@@ -1,4 +1,4 @@
-"""KV blocks from pages of any size, row by row, by cp.async: 16 bytes a lane."""
+"""KV blocks from pages of any size: row by row with cp.async, 16 bytes per lane."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,38 +12,40 @@ from ...device.divisor import Quotient
 from . import pages
 from .pages import KVBlock
 
-PARTIAL_TAIL = False  # rows past kv_len are zeros
-PIECE = 16  # bytes that a lane copies at a time
+PARTIAL_TAIL = False  # rows past kv_len are always zeros
+PIECE = 16  # bytes per lane and copy
 
 
 @dataclass(frozen=True)
 class GatherOperand:
-    """A tensor whose rows fill stages of shared memory."""
+    """K or V in global memory, and the layout of its stages in shared memory."""
 
     gmem: cute.Tensor  # (pages, Hkv, P, D)
     layout: cute.ComposedLayout  # (rows, cols, stages) in shared memory
 
 
 def operand(x, shape, stages):
-    """What `fill` copies from, x (pages, Hkv, P, D), and where to."""
+    """Make the operand of x (pages, Hkv, P, D). shape: (n, D) of a stage."""
     return GatherOperand(x, layout.smem_layout(shape, stages, x.element_type))
 
 
 class RowPageIds(NamedTuple):
-    """What a lane knows of the rows of a block that it fills next, c, c + 32, ... of its warp's."""
+    """Page ids of the block that a load warp fills next. Lane c has those of rows c, c + 32, ... of the warp's
+    share."""
 
     page: cute.Tensor
     page_size: Any  # as a divisor
 
 
 def page_id_cache(spec, op):
+    """Allocate the `RowPageIds` of an operand."""
     page_ids = cute.make_rmem_tensor((spec.tile.n // spec.tile.load_warps + 31) // 32, Int32)
     return RowPageIds(page_ids, Quotient(op.gmem.shape[2]))
 
 
 @cute.jit
 def prefetch_pages(spec: cutlass.Constexpr, page_ids: RowPageIds, sequence_pages: pages.SequencePages, at: KVBlock):
-    """Look up pages of block j, -1 past kv_len. They are known by the time the warp has copied the block before."""
+    """Look up the pages of a block, -1 past kv_len. The lookup completes while the warp copies the block before."""
     count = const_expr(spec.tile.n // spec.tile.load_warps)
     for c in cutlass.range_constexpr(cute.size(page_ids.page)):
         inside = 32 * c + cute.arch.lane_idx()
@@ -64,20 +66,26 @@ def fill(
     sequence_pages: pages.SequencePages,
     at: KVBlock,
 ):
-    """One of the `tile.load_warps` warps: its share of the rows [j n, (j + 1) n) of a KV head, into the item's stage,
-    and a look at the pages of the block before. page_ids: of `look`. Rows past kv_len and of no page become zeros.
-    Every lane arrives once what it copied is there."""
+    """Copy a KV block, rows [n_block n, (n_block + 1) n) of a KV head, into the item's stage, and look up the pages of
+    the next block, n_block - 1. Called by each of the `tile.load_warps` warps, for its share of the rows.
+
+    page_ids: from `prefetch_pages`. Rows past kv_len and rows without a page become zeros. Every lane arrives when its
+    copies have completed.
+    """
     count = const_expr(spec.tile.n // spec.tile.load_warps)
+    # wait for a free stage
     pipeline.producer_acquire(p, at.item)
+    # use the page ids, then look up those of the next block
     starts = addresses(spec, op, page_ids, at)
     prefetch_pages(spec, page_ids, sequence_pages, at._replace(n_block=at.n_block - 1))
+    # copy, and arrive when the copies have completed
     copy_rows(op, count, starts, smem[None, None, pipeline.stage(p, at.item)], at.loader * count)
     cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(p, at.item))
 
 
 @cute.jit
 def addresses(spec: cutlass.Constexpr, op: GatherOperand, page_ids: RowPageIds, at: KVBlock):
-    """Addresses of the rows of a block whose pages were found, negative for what is none."""
+    """Return the addresses of the rows of a block, negative for rows without a page."""
     x, count = op.gmem, const_expr(spec.tile.n // spec.tile.load_warps)
     starts = cute.make_rmem_tensor(cute.size(page_ids.page), Int64)
     head = x.iterator.toint() + Int64(at.head) * x.stride[1] * (x.element_type.width // 8)
@@ -92,14 +100,14 @@ def addresses(spec: cutlass.Constexpr, op: GatherOperand, page_ids: RowPageIds, 
 
 @cute.jit
 def copy_rows(op: GatherOperand, count: cutlass.Constexpr, starts: cute.Tensor, stage: cute.Tensor, first: Int32):
-    """One warp: `count` rows of a stage (n, D), from row `first`, a multiple of 8, on. Some rows at a time, box by box:
-    `across` lanes have a row of a box, whose address they learn once."""
+    """Copy `count` rows into a stage (n, D), from row `first` on, a multiple of 8. Called by one warp. 32 / across rows
+    at a time, box by box: `across` lanes copy a row of a box, and get its address once."""
     n, lane = const_expr(cute.size(stage, mode=[0])), cute.arch.lane_idx()
     row_bytes = const_expr(op.gmem.shape[3] * op.gmem.element_type.width // 8)
     box = const_expr(layout.width(row_bytes))
     across = const_expr(box // PIECE)
     rows, mine, byte = const_expr(32 // across), lane // across, lane % across * PIECE
-    period = const_expr(max(1, 8 // rows))  # after which the swizzle repeats
+    period = const_expr(max(1, 8 // rows))  # steps after which the swizzle repeats
     into = [stage.iterator.toint() + first * box + layout.swizzle(box, rows * i + mine, byte) for i in range(period)]
     text = f"cp.async.cg.shared.global [{{$r0}}], [{{$r1}}], {PIECE}, {{$r2}};"
     for c in cutlass.range_constexpr(count // rows):
@@ -112,5 +120,6 @@ def copy_rows(op: GatherOperand, count: cutlass.Constexpr, starts: cute.Tensor, 
 
 
 def fence_before_mma():
-    """What a consumer does before an MMA reads a filled stage: cp.async writes through another proxy."""
+    """Make a filled stage visible to an MMA, which reads through the async proxy; cp.async writes through the generic
+    one."""
     cute.arch.fence_proxy("async.shared", space="cta")

@@ -1,4 +1,4 @@
-"""Where a row of a request is: the only reader of page tables."""
+"""From a row of a sequence to its page: the only reader of page tables."""
 
 from typing import NamedTuple
 
@@ -7,12 +7,12 @@ from cutlass import Int32
 
 from .. import geometry
 
-K, V = 0, 1  # rows of a request's page table
+K, V = 0, 1  # rows of a sequence's page table
 
 
 class KVBlock(NamedTuple):
-    """One warp's part of a KV block. loader: number of the warp among those that fill a stage together; item: of the
-    pipe; j: number of the block; head: KV head."""
+    """A KV block as one load warp sees it. loader: index of the warp among those that fill a stage together. item: of
+    the pipeline. n_block: index of the block in the sequence. head: KV head."""
 
     loader: Int32
     item: Int32
@@ -22,8 +22,8 @@ class KVBlock(NamedTuple):
 
 
 class SequencePages(NamedTuple):
-    """The rows of K, or of V, of a request. pages: page ids of its tokens, in order. start: -1, or, without pages, the
-    row of k and v where the request begins."""
+    """Where the K (or V) rows of a sequence are. pages: its page ids, in order. start: -1, or, if ragged, the first row
+    of the sequence in k and v."""
 
     pages: cute.Tensor
     start: Int32
@@ -31,7 +31,7 @@ class SequencePages(NamedTuple):
 
 @cute.jit
 def of_sequence(a, batch: Int32, which):
-    """`SequencePages` of a request, of K or of V."""
+    """Return the `SequencePages` of a sequence. which: K or V."""
     first, start = Int32(0), Int32(-1)
     if a.kv.kv_starts.shape[0] > 0:
         first, batch = geometry.kv_start(a, batch), Int32(0)
@@ -41,13 +41,13 @@ def of_sequence(a, batch: Int32, which):
 
 
 def shift(page_size):
-    """log2 of a page size that is a power of two."""
+    """Return log2 of a page size, which must be a power of two."""
     return cute.arch.popc(page_size - 1)
 
 
 @cute.jit
 def page_of(sequence_pages: SequencePages, row: Int32, page_size: Int32):
-    """The page of a row of a request, where pages have a power of two of rows."""
+    """Return the page of a row of a sequence; 0 if ragged. page_size must be a power of two."""
     page = Int32(0)
     if sequence_pages.start < 0:
         page = sequence_pages.pages[row >> shift(page_size)]
@@ -56,8 +56,8 @@ def page_of(sequence_pages: SequencePages, row: Int32, page_size: Int32):
 
 @cute.jit
 def row_in_page(sequence_pages: SequencePages, row: Int32, page_size: Int32):
-    """The row of its page that is a row of a request, where pages have a power of two of rows; without pages, of k and
-    v."""
+    """Return the index, in its page, of a row of a sequence; if ragged, its row of k and v. page_size must be a power
+    of two."""
     inside = row & (page_size - 1)
     if sequence_pages.start >= 0:
         inside = sequence_pages.start + row

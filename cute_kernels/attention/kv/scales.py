@@ -1,5 +1,5 @@
-"""Scale factors of block-scaled caches, too short for TMA: one warp copies them with cp.async, into the stages that a
-source fills with the rows that they belong to."""
+"""Scale factors of block-scaled caches. Their rows are too short for TMA: one warp copies them with cp.async, into the
+stages that a source fills with the rows they belong to."""
 
 from math import gcd
 
@@ -13,16 +13,17 @@ from . import pages
 from .pages import KVBlock
 from .tma import BOXES
 
-PIECE = 16  # most bytes that a lane copies at a time
+PIECE = 16  # largest number of bytes per lane and copy
 
 
 def scale_rows(spec):
-    """Neighbouring rows whose scale factors a lane fetches: of one page, so a power of two up to the smallest."""
+    """Return the number of neighbouring rows for which a lane copies scale factors. They must be of one page: a power
+    of two, at most the smallest page size."""
     return 1 if gathers(spec) else min(BOXES[0], 1 << (spec.tile.n // 32).bit_length() - 1)
 
 
 def allocate(spec, smem, dim, stages):
-    """(n, D / 16, stages) bytes of scale factors, None where the cache has none."""
+    """Allocate the scale factors of all stages, (n, D / 16, stages) bytes; None if the cache has none."""
     n, size = spec.tile.n, dim // SF_VEC_SIZE
     if not spec.kv.block_scaled:
         return None
@@ -30,7 +31,7 @@ def allocate(spec, smem, dim, stages):
 
 
 def gathers(spec):
-    """Whether pages have any size."""
+    """Return whether pages may have any size."""
     return spec.kv.source == "gather"
 
 
@@ -43,8 +44,8 @@ def find(
     kv_len: Int32,
     mixed: Int32,
 ):
-    """Pages of the rows whose scale factors this lane fetches of block j; -1 past kv_len. Called ahead of the wait for
-    a free stage, which hides the latency. mixed: 1 where 4 rows of a page are interleaved, so that all are fetched."""
+    """Return the pages of the rows for which this lane copies scale factors; -1 past kv_len. Called before the wait for
+    a free stage, which hides the latency. mixed: 1 if groups of 4 rows are interleaved, so that all 4 are copied."""
     groups = const_expr(spec.tile.n // scale_rows(spec))
     found = cute.make_rmem_tensor((groups + 31) // 32, Int32)
     for c in cutlass.range_constexpr(cute.size(found)):
@@ -65,12 +66,16 @@ def fill(
     found: cute.Tensor,
     at: KVBlock,
 ):
-    """One warp: the scale factors of block j of a KV head, (n, D / 16) bytes of the item's stage, row by row. found: of
-    `find`; rows of no page become zeros. Every lane arrives once what it copied is there."""
+    """Copy the scale factors of a block, (n, D / 16) bytes row by row, into the item's stage. Called by one warp.
+
+    found: the pages from `find`; rows without a page become zeros. Every lane arrives when its copies have completed.
+    """
     size, count = const_expr(scales.shape[3]), const_expr(scale_rows(spec))
     piece = const_expr(gcd(size, PIECE))
     step = Int64(scales.stride[2])
+    # wait for a free stage
     pipeline.producer_acquire(p, at.item)
+    # copy
     for c in cutlass.range_constexpr(cute.size(found)):
         first_row, page, page_size = (32 * c + cute.arch.lane_idx()) * count, found[c], scales.shape[2]
         row = at.n_block * spec.tile.n + first_row
@@ -83,6 +88,6 @@ def fill(
                 text = f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {piece}, {{$r2}};"
                 written = Int32(piece) if exists else Int32(0)
                 for i in cutlass.range_constexpr(0, size, piece):
-                    places = target + e * size + i, source + e * step + i
-                    cute.arch.inline_ptx(text, read_only_args=[*places, written])
+                    cute.arch.inline_ptx(text, read_only_args=[target + e * size + i, source + e * step + i, written])
+    # arrive when the copies have completed
     cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(p, at.item))

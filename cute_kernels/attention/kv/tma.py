@@ -1,4 +1,4 @@
-"""KV blocks by TMA, in boxes: a page or a part of it, or, without pages, neighbouring rows."""
+"""KV blocks by TMA. A box is a page, a part of a page or, if ragged, some neighbouring rows."""
 
 from typing import Any, NamedTuple
 
@@ -11,38 +11,39 @@ from .. import pdl
 from . import pages
 from .pages import KVBlock
 
-BOXES = (8, 16, 32, 64)  # rows of the TMA boxes; a fetch uses the largest that divides page and tile
+BOXES = (8, 16, 32, 64)  # rows per TMA box; a load uses the largest that divides page and tile
 
 
 class BoxPages(NamedTuple):
-    """What the lanes of a warp know of the boxes of a block: page, row in the page (None: the first)."""
+    """The boxes of a block, spread over the lanes of a warp: page, row in the page (None: always the first)."""
 
     page: cute.Tensor
     row: Any
 
 
-PARTIAL_TAIL = True  # a block may end inside a box
+PARTIAL_TAIL = True  # kv_len may end inside a box, so that a stage has rows past it
 
 
 def boxes(n):
-    """Rows of the boxes that can fill a tile of n rows, ascending."""
+    """Return the box sizes, in rows, that can fill a tile of n rows, ascending."""
     return tuple(b for b in BOXES if n % b == 0)
 
 
 class PageIdCache(NamedTuple):
-    """What a loader that looks ahead knows of the block that it fills next."""
+    """Page ids of the block that a load warp fills next, looked up ahead."""
 
     box_pages: BoxPages
     page_size: Any
-    pool: Any
+    pool: Any  # number of pages: the id of a page past them, which TMA reads as zeros
 
 
 def box_pages(spec):
+    """Allocate the `BoxPages` of a block."""
     return BoxPages(*(cute.make_rmem_tensor((spec.tile.n // BOXES[0] + 31) // 32, Int32) for _ in range(2)))
 
 
 def page_id_cache(spec, op):
-    """`PageIdCache`, None where nothing is looked up ahead."""
+    """Allocate the `PageIdCache` of an operand; None in kernels that look up no pages ahead."""
     return (
         PageIdCache(box_pages(spec), op.boxes[0].gmem.shape[0], op.boxes[0].gmem.shape[3])
         if pdl.has_prologue(spec)
@@ -52,8 +53,8 @@ def page_id_cache(spec, op):
 
 @cute.jit
 def prefetch_pages(spec: cutlass.Constexpr, page_ids: Any, sequence_pages: pages.SequencePages, at: KVBlock):
-    """Look up the boxes of block j. Lane c has the places of rows [8 c, 8 c + 8), and of those 256 rows on. Boxes past
-    kv_len lie in a page past the pool; their table entries are never read."""
+    """Look up the pages of a block ahead of its `fill`. Lane c has rows [8 c, 8 c + 8), and those 256 rows further on.
+    Boxes past kv_len get a page past the pool; their table entries are never read."""
     if const_expr(page_ids is not None):
         for c in cutlass.range_constexpr(cute.size(page_ids.box_pages.page)):
             first = (32 * c + cute.arch.lane_idx()) * BOXES[0]
@@ -74,17 +75,19 @@ def fill(
     sequence_pages: pages.SequencePages,
     at: KVBlock,
 ):
-    """One of the `tile.load_warps` warps: its boxes of the rows [j n, (j + 1) n) of a KV head, into the item's stage.
+    """Load a KV block, rows [n_block n, (n_block + 1) n) of a KV head, into the item's stage. Called by each of the
+    `tile.load_warps` warps, for its share of the boxes.
 
-    mine: of the request. prefetched: of `look`, or None. Boxes past kv_len are fetched from a page past the pool, which
-    TMA fills with zeros.
+    prefetched: the page ids from `prefetch_pages`, which are then looked up for the next block, n_block - 1; or None,
+    then they are looked up here. Boxes past kv_len are read from a page past the pool, which TMA fills with zeros.
     """
     page_size, page_ids = op.boxes[0].gmem.shape[0], prefetched
     if const_expr(prefetched is None):
         page_ids = PageIdCache(box_pages(spec), page_size, op.boxes[0].gmem.shape[3])
         prefetch_pages(spec, page_ids, sequence_pages, at)
-    if sequence_pages.start >= 0:  # no pages: the largest boxes
+    if sequence_pages.start >= 0:  # ragged: the largest boxes
         page_size = Int32(op.boxes[-1].rows)
+    # the largest box that divides the page
     for k in cutlass.range_constexpr(len(op.boxes)):
         rows, largest = op.boxes[k].rows, const_expr(k + 1 == len(op.boxes))
         if page_size >= rows and (largest or page_size == rows):
@@ -97,6 +100,7 @@ def fill(
                 page_ids.box_pages if const_expr(largest) else BoxPages(page_ids.box_pages.page, None),
                 at,
             )
+    # page ids of the next block
     if const_expr(prefetched is not None):
         if at.n_block > 0:
             prefetch_pages(spec, prefetched, sequence_pages, at._replace(n_block=at.n_block - 1))
@@ -112,20 +116,22 @@ def fill_boxes(
     box_pages: BoxPages,
     at: KVBlock,
 ):
-    """One warp: its boxes of a stage, of the operand's k-th size."""
+    """Wait for a free stage and load this warp's boxes of it, of the operand's k-th box size."""
     b, n, of = op.boxes[k], spec.tile.n, spec.tile.load_warps
-    count, group = n // b.rows, 32 * op.boxes[0].rows // b.rows  # boxes; of a register of `box_pages`
+    count, group = n // b.rows, 32 * op.boxes[0].rows // b.rows  # boxes per stage; boxes per register of `box_pages`
     size = op.bytes // count * ((count - at.loader + of - 1) // of) if const_expr(of > 1) else op.bytes
+    # wait for a free stage and announce this warp's bytes
     pipeline.producer_acquire_tx(p, at.item, size)
     # A coordinate that the compiler knows to be warp-uniform costs one move to a uniform register, any other a loop.
     head = cute.arch.make_warp_uniform(at.head)
     stage = cute.arch.make_warp_uniform(pipeline.stage(p, at.item))
+    # load the boxes
     into = StageTarget(smem, stage, p.full + stage, head)
     if const_expr(k > 0 or count <= of):
         for c in cutlass.range_constexpr(0, count, of):
-            box = c + at.loader if const_expr(of > 1) else c  # static where it can be
+            box = c + at.loader if const_expr(of > 1) else c  # static if possible
             fetch(spec, op, k, into, box_pages, c // group, box)
-    else:  # pages of so few rows are rare: not worth the code of each box
+    else:  # such small pages are rare: not worth unrolled code
         for g in cutlass.range_constexpr((count + group - 1) // group):
             end = cutlass.min(count, (g + 1) * group)
             for c in cutlass.range(g * group, end, of, unroll=1):
@@ -133,7 +139,7 @@ def fill_boxes(
 
 
 class StageTarget(NamedTuple):
-    """Where boxes go, and what they have in common."""
+    """The stage that boxes go to: its index and full barrier, and the KV head."""
 
     smem: cute.Tensor
     stage: Int32
@@ -151,9 +157,9 @@ def fetch(
     group: cutlass.Constexpr,
     box: Any,
 ):
-    """One warp: a box, if the stage has it, whose page a lane knows in register `group`."""
+    """Load one box, if the stage has it. Its page id is in register `group` of one lane. Called by one warp."""
     b, count = op.boxes[k], const_expr(spec.tile.n // op.boxes[k].rows)
-    lane = box * (b.rows // op.boxes[0].rows)  # its low five bits, which a shuffle looks at
+    lane = box * (b.rows // op.boxes[0].rows)  # the shuffle reads only the low five bits
     page, gmem = cute.arch.shuffle_sync(box_pages.page[group], lane), b.gmem
     if const_expr(box_pages.row is not None):
         gmem = cute.domain_offset((cute.arch.shuffle_sync(box_pages.row[group], lane), 0, 0, 0), b.gmem)
@@ -165,26 +171,26 @@ def fetch(
 
 
 def operand(x, shape, stages):
-    """What `fill` copies from, x (pages, Hkv, P, D), and where to."""
+    """Make the TMA operand of x (pages, Hkv, P, D). shape: (n, D) of a stage."""
     rows = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0]))
     return copy.operand(rows, shape, stages, boxes(shape[0]))
 
 
 def fence_before_mma():
-    """What a consumer does before an MMA reads a filled stage."""
+    """Do nothing: an MMA may read what TMA has written."""
 
 
 def has_partial_tail(spec, valid):
-    """Whether a block of `valid` rows ends inside a box, so that `zero_tail` has work to do."""
+    """Return whether a block of `valid` rows ends inside a box, so that `zero_tail` has work to do."""
     return valid % boxes(spec.tile.n)[-1] != 0
 
 
 @cute.jit
 def zero_tail(spec: cutlass.Constexpr, stage: cute.Tensor, valid: Int32, tid: Int32, threads: cutlass.Constexpr):
     """Zero the rows [valid, next multiple of the largest box) of a V stage: they may share a page with rows before
-    kv_len, hold whatever the page held, and 0 * NaN is NaN. `threads` threads share the work; a proxy fence and a
-    barrier follow."""
-    vec = const_expr(128 // stage.element_type.width)  # of a 16-byte store
+    kv_len and hold whatever the page held, and 0 * NaN is NaN. `threads` threads share the work. The caller must add a
+    proxy fence and a barrier."""
+    vec = const_expr(128 // stage.element_type.width)  # elements of a 16-byte store
     per_row = const_expr(spec.head_dim_vo // vec)
     zeros = cute.make_rmem_tensor(vec, stage.element_type)
     zeros.fill(0.0)

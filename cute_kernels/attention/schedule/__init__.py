@@ -1,6 +1,6 @@
-"""Which tile a CTA works on, computed on the device from the lengths: nothing is planned.
+"""The tile schedulers: which tile a CTA works on, computed on the device from the lengths. No host-side plan.
 
-work        the pipe by which one warp tells the others of a CTA
-tiles       whole tiles, drawn from a counter
-stream_k    equal shares of KV blocks, so parts of tiles
+work        the pipeline through which one warp of a CTA tells the others the next tile
+tiles       dynamic persistent scheduler: whole tiles from an atomic counter, in LPT order, swizzled by L2 sections
+stream_k    stream-K: every CTA gets the same number of KV blocks, so that tiles are split
 """

@@ -1,7 +1,12 @@
-"""Stream-K: the unit of work is a KV block of a tile. CTA c gets the units [c, c + 1) / CTAs of all there are, in the
-order of tiles, and so parts of tiles, at most one whose begin and one whose end another CTA has; `combine` merges them.
-With blocks_per_split a unit is that many blocks, and each is a part of its own: where a request's parts end, and so its
-bits, do not depend on the rest of the batch.
+"""The stream-K scheduler: the unit of work is a KV block of a tile, and each CTA gets the same number of units.
+
+CTA c gets the units from c / CTAs to (c + 1) / CTAs of all units, in the order of tiles. It may begin in the middle of
+one tile and end in the middle of another; such a tile is split among CTAs, and `combine` merges its splits. With
+blocks_per_split (batch-invariant decode), a unit is that many blocks and each unit is a split of its own: where the
+splits of a sequence end, and so its bits, do not depend on the rest of the batch.
+
+Everything is found from the lengths by one warp, 32 sequences at a time (`SequenceWindow`). To follow the code:
+`schedule_warp` -> `produce_next` -> `find` (unit -> tile and split).
 """
 
 from typing import NamedTuple
@@ -16,11 +21,11 @@ from .. import geometry, mask, pdl
 from . import work
 from .work import SplitInfo, WorkTileInfo
 
-MAX_UNITS = (1 << 31) - 1  # of a launch: CTAs count them in 32 bits
+MAX_UNITS = (1 << 31) - 1  # per launch: CTAs count units in 32 bits
 
 
 class StreamKSequence(NamedTuple):
-    """each: units of a tile."""
+    """A sequence as the scheduler sees it: its query tokens, keys, tiles, and units per tile."""
 
     q_start: Int32
     q_len: Int32
@@ -30,8 +35,8 @@ class StreamKSequence(NamedTuple):
 
 
 class SequenceWindow(NamedTuple):
-    """32 neighbouring requests, a lane has one: number of the first one, units of all before that, units of these up to
-    the lane's own, with it, and its own."""
+    """32 consecutive sequences, one per lane: batch_idx of the first, units of all sequences before it, units of the
+    window up to and including the lane's own, and the lane's own."""
 
     first_batch_idx: Int32
     units_before: Int32
@@ -40,7 +45,7 @@ class SequenceWindow(NamedTuple):
 
 
 class UnitCoord(NamedTuple):
-    """Where a unit is. valid: 0 past the last unit; number: of the request; index: the unit's, in the request."""
+    """A unit's place: its sequence and its index in the sequence. is_valid: 0 past the last unit."""
 
     is_valid: Int32
     batch_idx: Int32
@@ -49,7 +54,7 @@ class UnitCoord(NamedTuple):
 
 
 class CtaUnits(NamedTuple):
-    """Units of a CTA, [begin, end) of `total`."""
+    """The units [begin, end) of a CTA, of `total` in the launch."""
 
     begin: Int32
     end: Int32
@@ -57,87 +62,86 @@ class CtaUnits(NamedTuple):
 
 
 def first_unit(total, c, ctas):
-    """Of CTA c of `ctas`: equal shares, the first ones have the rest."""
+    """Return the first unit of CTA c: equal shares; the first CTAs get one unit of the remainder each."""
     units_per_cta = divide(total, ctas)
     return units_per_cta * c + cutlass.min(c, total - units_per_cta * ctas)
 
 
 def cta_of_unit(unit, total, ctas):
-    """The CTA that has a unit: the inverse of `first_unit`."""
+    """Return the CTA that has a unit, the inverse of `first_unit`."""
     units_per_cta = divide(total, ctas)
     rest = total - units_per_cta * ctas
-    in_larger, in_smaller = (
-        divide(unit, units_per_cta + 1),
-        divide(cutlass.max(unit - rest, 0), cutlass.max(units_per_cta, 1)),
-    )
+    in_larger = divide(unit, units_per_cta + 1)
+    in_smaller = divide(cutlass.max(unit - rest, 0), cutlass.max(units_per_cta, 1))
     return cutlass.max(in_larger, in_smaller)
 
 
-def split_slot(cta, behind, ctas):
-    """Where a CTA of `ctas` puts its part of a tile that begins `behind` units, or CTAs, before it. Parts of a tile are
-    neighbours, but for the first one."""
-    return cta + ctas * cutlass.max(1 - behind, 0)
+def split_slot(cta, distance, ctas):
+    """Return the slot in o_partial of a CTA's split. distance: by how many units, or CTAs, the tile begins before
+    this split; 0 for the first split. Except for the first, the splits of a tile have neighbouring slots."""
+    return cta + ctas * cutlass.max(1 - distance, 0)
 
 
 def slot_of(a, w: WorkTileInfo, split_idx):
-    """Slot of a part of a tile."""
+    """Return the slot of the tile's split `split_idx`."""
     shared = 1 - cutlass.min(a.schedule.blocks_per_split, 1)
     return split_slot(w.split.first + split_idx, split_idx, shared * cute.arch.grid_dim()[0])
 
 
 def blocks_per_tile(spec, seqlen):
-    """KV blocks that any tile of a request visits, but at least one."""
+    """Return the number of KV blocks that the tiles of a sequence visit together, at least one."""
     lo, hi = mask.kv_range(spec, 0, seqlen.q_len - 1, seqlen)
     return cutlass.max(hi - lo, 1)
 
 
 def units_of_blocks(blocks, blocks_per_split):
-    """Units of so many blocks, where each is `blocks_per_split` of them."""
+    """Return the number of units of `blocks_per_split` blocks that cover `blocks`."""
     return divide(blocks + blocks_per_split - 1, blocks_per_split)
 
 
 def tiles_of_rows(spec, rows):
-    """Tiles of so many rows: one that is lower than the highest is alone."""
+    """Return the number of tiles of `rows` rows. A tile smaller than the largest choice is the only one."""
     most = spec.tile.m_choices[-1]
     return (rows + most - 1) // most
 
 
 @cute.jit
 def load_sequence(spec: cutlass.Constexpr, a, b: Int32):
-    """`StreamKSequence` number b; all zeros past the last one."""
+    """Return sequence b; all zeros past the last one."""
     q_start, q_len, kv_len, num_tiles, units_per_tile = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
     if b < geometry.batch_size(a):
         q_start, q_len = geometry.sequence_queries(a, b)
         kv_len = geometry.sequence_keys(a, b)
         rows = geometry.num_rows(q_len, geometry.pack_factor(spec, a, q_len))
         num_tiles = tiles_of_rows(spec, rows) * a.kv.k.shape[1]
-        units_per_tile, split = (
-            blocks_per_tile(spec, mask.seqlen_info(spec, a, q_len, kv_len)),
-            a.schedule.blocks_per_split,
-        )
-        if split > 0:
-            units_per_tile = units_of_blocks(units_per_tile, split)
+        units_per_tile = blocks_per_tile(spec, mask.seqlen_info(spec, a, q_len, kv_len))
+        if a.schedule.blocks_per_split > 0:
+            units_per_tile = units_of_blocks(units_per_tile, a.schedule.blocks_per_split)
     return StreamKSequence(q_start, q_len, kv_len, num_tiles, units_per_tile)
 
 
 @cute.jit
 def load_window(spec: cutlass.Constexpr, a, first_batch_idx: Int32, units_before: Int32):
-    """One warp: `SequenceWindow` from `first_batch_idx` on, that have so many units `units_before` them."""
+    """Return the window that begins with `first_batch_idx`; the sequences before it have `units_before` units. Called
+    by one warp."""
     own = load_sequence(spec, a, first_batch_idx + cute.arch.lane_idx())
     return SequenceWindow(first_batch_idx, units_before, warp.prefix_sum(own.num_tiles * own.units_per_tile), own)
 
 
 @cute.jit
 def locate(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow):
-    """One warp: (UnitCoord, the SequenceWindow among which it is). seen: some, where the search begins."""
+    """Find the sequence of a unit. Called by one warp. window: where the search begins. Return (`UnitCoord`, the
+    window that holds the sequence)."""
     batch_size = geometry.batch_size(a)
+    # move the window until it holds the unit
     units_behind = window.units_before + cute.arch.shuffle_sync(window.units_upto, 31)
     while unit < window.units_before or (unit >= units_behind and window.first_batch_idx + 32 < batch_size):
-        first_batch_idx, units_before = Int32(0), Int32(0)  # anew, where the unit lies further back
+        first_batch_idx, units_before = Int32(0), Int32(0)  # from the start, if the unit comes before the window
         if unit >= window.units_before:
             first_batch_idx, units_before = window.first_batch_idx + 32, units_behind
         window = load_window(spec, a, first_batch_idx, units_before)
         units_behind = window.units_before + cute.arch.shuffle_sync(window.units_upto, 31)
+    # the lane that has the unit
     index = unit - window.units_before
     owner = cute.arch.popc(cute.arch.vote_ballot_sync(window.units_upto <= index))
     index -= cute.arch.shuffle_sync(window.units_upto - window.own.num_tiles * window.own.units_per_tile, owner)
@@ -150,30 +154,33 @@ def locate(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow):
 
 @cute.jit
 def total_units(spec: cutlass.Constexpr, a, window: SequenceWindow):
-    """One warp: all units of the launch, 0 where it has no room for them: offsets that fall make requests overlap, and
-    so more tiles than rows could have. seen: the first requests."""
+    """Return the number of units of the launch. Called by one warp. window: the first sequences.
+
+    Return 0 if there is no room for them: decreasing offsets make sequences overlap, and so more tiles than the rows
+    could have.
+    """
     count, room = Int64(window.own.num_tiles) * window.own.units_per_tile, Int64(MAX_UNITS)
     for b in cutlass.range(cute.arch.lane_idx() + 32, geometry.batch_size(a), 32, unroll=2):
         more = load_sequence(spec, a, b)
         count += Int64(more.num_tiles) * more.units_per_tile
-    count = cutlass.min(count, Int64(1) << 40)  # its upper part, of 32 lanes, fits 32 bits
+    count = cutlass.min(count, Int64(1) << 40)  # the sum of the upper parts of 32 lanes fits in 32 bits
     upper = cute.arch.warp_redux_sync(Int32(count >> 16), "add")
     total = (Int64(upper) << 16) + cute.arch.warp_redux_sync(Int32(count & 0xFFFF), "add")
-    if a.schedule.blocks_per_split > 0:  # each is a part with a slot
+    if a.schedule.blocks_per_split > 0:  # each unit is a split with a slot
         room = Int64(a.schedule.o_partial.shape[0])
     return Int32(total) if total <= room else Int32(0)
 
 
 @cute.jit
 def cta_share(spec: cutlass.Constexpr, a, window: SequenceWindow):
-    """One warp: the CtaUnits of this CTA. seen: the first requests."""
+    """Return the units of this CTA. Called by one warp. window: the first sequences."""
     total, c, ctas = total_units(spec, a, window), cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     return CtaUnits(first_unit(total, c, ctas), first_unit(total, c + 1, ctas), total)
 
 
 @cute.jit
 def tile_begin(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow):
-    """One warp: (first unit of the tile that has `unit`, the SequenceWindow that it is of)."""
+    """Return (the first unit of the tile of `unit`, the window of its sequence). Called by one warp."""
     found, window = locate(spec, a, unit, window)
     units_per_tile = found.sequence.units_per_tile
     return unit - (found.index - divide(found.index, units_per_tile) * units_per_tile), window
@@ -181,12 +188,16 @@ def tile_begin(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow):
 
 @cute.jit
 def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_units: CtaUnits, pack_factor: Divisor):
-    """One warp: (WorkTileInfo that begins with `unit`, the SequenceWindow that it is of, the unit behind). per_token:
-    rows."""
+    """Find the tile, or the CTA's split of a tile, that begins with `unit`. Called by one warp.
+
+    window: where the search begins. pack_factor: rows per token. Return (`WorkTileInfo`, the window of its sequence,
+    the unit after it).
+    """
     found, window = locate(spec, a, unit, window)
     q_start, q_len, kv_len, _, units_per_tile = found.sequence
     split, rows = a.schedule.blocks_per_split, geometry.num_rows(q_len, pack_factor)
     m, m_blocks = geometry.tile_m(spec, rows), tiles_of_rows(spec, rows)
+    # unit of the sequence -> (m_block, head, unit of the tile)
     tile = divide(found.index, units_per_tile)
     m_block, head, offset = Int32(0), tile, found.index - tile * units_per_tile
     if m_blocks > 1:
@@ -195,14 +206,16 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
     seqlen = mask.seqlen_info(spec, a, q_len, kv_len)
     first, last = geometry.tile_tokens(m_block, m, q_len, pack_factor)
     lo, hi = mask.kv_range(spec, first, last, seqlen)
+    # how many of the tile's units this CTA takes; if not all: number of splits and the first one
     slot, taken, count, base = Int32(-1), Int32(1), units_per_tile, unit - offset
     ctas = cute.arch.grid_dim()[0]
     if split == 0:
         taken = cutlass.min(units_per_tile - offset, cta_units.end - unit)
-        if taken < units_per_tile:  # lane 0 looks where the tile begins, lane 1 where it ends
+        if taken < units_per_tile:  # lane 0: the CTA of the tile's first unit, lane 1: of its last
             end = cta_of_unit(unit - offset + cute.arch.lane_idx() % 2 * (units_per_tile - 1), cta_units.total, ctas)
             base = cute.arch.shuffle_sync(end, 0)
             count = cute.arch.shuffle_sync(end, 1) - base + 1
+    # the KV blocks of the taken units
     per = cutlass.max(split, 1)
     begins = mask.kv_range(spec, 0, q_len - 1, seqlen)[0] + offset * per
     lo, hi = cutlass.max(lo, begins), cutlass.min(hi, begins + taken * per)
@@ -217,18 +230,19 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
 
 @cute.jit
 def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
-    """One warp: write what the CTA begins with. Returns (the SequenceWindow that it is of, the CTA's CtaUnits, the unit
-    behind). In kernels that guess, and of at most 32 requests, it is found while the launch before still runs, and
-    found anew only where another look at the requests, when that launch has ended, says that they have changed. A loop,
-    so that the code that finds it is there once."""
+    """Find the CTA's first tile and write it to work_pipe. Called by one warp.
+
+    Return (the window of its sequence, the CTA's `CtaUnits`, the unit after it). In kernels with a PDL prologue, and
+    for at most 32 sequences, the tile is found while the launch before still runs; it is found again only if the
+    sequences have changed when that launch has ended. This is a loop so that the code of the search exists once.
+    """
+    # hints: with PDL, values that may still change; few: one window has all sequences; last: the last attempt
     hints, few, last = pdl.uncached_args(spec, a), geometry.batch_size(a) <= 32, const_expr(int(pdl.has_prologue(spec)))
     zero = Int32(0)
     batch_idx, keys = zero, zero
-    window, cta_units, unit = (
-        SequenceWindow(zero, zero, zero, StreamKSequence(*[zero] * 5)),
-        CtaUnits(zero, zero, zero),
-        zero,
-    )
+    window = SequenceWindow(zero, zero, zero, StreamKSequence(*[zero] * 5))
+    cta_units, unit = CtaUnits(zero, zero, zero), zero
+    # attempt 0: before the launch before has ended; attempt 1: after it
     for attempt in cutlass.range(last + 1, unroll=1):
         now, first = load_window(spec, hints, zero, zero), zero - 1
         changed = now.own.q_start != window.own.q_start or now.own.q_len != window.own.q_len
@@ -238,11 +252,12 @@ def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
             w, window, unit = find(spec, hints, cta_units.begin, now, cta_units, pack_factor)
             more = Int32(1) if cta_units.begin < cta_units.end else Int32(0)
             work.producer_write(s, zero, w._replace(is_valid=w.is_valid * more))
-            if w.is_valid * more != 0 and a.kv.kv_starts.shape[0] == 0:  # rows of a table, whose room bounds any guess
+            if w.is_valid * more != 0 and a.kv.kv_starts.shape[0] == 0:  # the table's width bounds a stale length
                 first = w.n_block_max - 1
             batch_idx, keys = w.batch_idx, w.kv_len
         if const_expr(last > 0):
             if attempt < last:
+                # hand the first block to the load warps, then wait for the launch before
                 if cute.arch.lane_idx() == 0:
                     s.prologue_work[0], s.prologue_work[1], s.prologue_work[2] = batch_idx, first, keys
                 cute.arch.barrier_arrive(barrier_id=pdl.PROLOGUE_BARRIER, number_of_threads=pdl.prologue_threads(spec))
@@ -251,8 +266,8 @@ def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
 
 
 class SchedulerState(NamedTuple):
-    """Where a CTA's warp that publishes is. more: whether what it published last was work. unit, end: of the share, to
-    publish yet. passed, left: the first unit that was passed over, and how many. seen: requests, where a search
+    """State of the schedule warp. more: whether the last tile it produced was valid. unit, end: units of the CTA still
+    to produce. skipped_begin, skipped_count: units that are produced after those. window: where the next search
     begins."""
 
     more: Int32
@@ -265,7 +280,7 @@ class SchedulerState(NamedTuple):
 
 @cute.jit
 def begin(spec: cutlass.Constexpr, a):
-    """One warp: (the CtaUnits of this CTA, its first SchedulerState)."""
+    """Return (the units of this CTA, its first `SchedulerState`). Called by one warp."""
     none = Int32(0)
     window = load_window(spec, a, none, none)
     cta_units = cta_share(spec, a, window)
@@ -274,8 +289,8 @@ def begin(spec: cutlass.Constexpr, a):
 
 @cute.jit
 def advance(spec: cutlass.Constexpr, a, t: Int32, state: SchedulerState):
-    """One warp: the SchedulerState behind the CTA's t-th work. Both shared tiles come first, the tail of the first and
-    the head of the last, so that their merges overlap with the whole tiles between."""
+    """Return the state after the CTA's t-th tile. Called by one warp. Both split tiles come first, the tail of the
+    CTA's first tile and the head of its last, so that their merges overlap with the whole tiles between."""
     more, unit, skipped_begin, end, skipped_count, window = state
     if t == 0 and a.schedule.blocks_per_split == 0 and unit < end:
         last, window = tile_begin(spec, a, end - 1, window)
@@ -291,8 +306,8 @@ def advance(spec: cutlass.Constexpr, a, t: Int32, state: SchedulerState):
 def produce_next(
     spec: cutlass.Constexpr, a, s, t: Int32, cta_units: CtaUnits, state: SchedulerState, pack_factor: Divisor
 ):
-    """One warp: publish the CTA's t-th work, or that there is no more. per_token: rows. Returns the next
-    SchedulerState."""
+    """Produce the CTA's t-th tile, or an invalid one if there is no more. Called by one warp. pack_factor: rows per
+    token. Return the next `SchedulerState`."""
     more, end = Int32(1) if state.unit < state.end else Int32(0), state.end
     w, window, unit = find(
         spec, a, state.unit, state.window, CtaUnits(cta_units.begin, end, cta_units.total), pack_factor
@@ -301,9 +316,15 @@ def produce_next(
     return advance(spec, a, t, SchedulerState(more, unit, state.skipped_begin, end, state.skipped_count, window))
 
 
+# The schedule warp: one iteration per tile or split of this CTA.
+#   waits for   a free stage of work_pipe (4 stages)
+#   computes    which tile, and which of its KV blocks, the next units of this CTA belong to
+#   signals     work_pipe; an invalid tile after the last one ends the loops of the other roles
+# With a PDL prologue, the first tile is found before the launch before has ended, and signalled after that
+# (`first_work`). Split tiles come before the whole ones, so that their merges overlap with these (`advance`).
 @cute.jit
 def schedule_warp(spec: cutlass.Constexpr, a, s):
-    """One warp: publish the CTA's work, and that there is no more."""
+    """Produce all tiles of this CTA, then an invalid one. Called by one warp."""
     pack_factor, none = Divisor(geometry.qhead_per_kvhead(a)), Int32(0)
     window, cta_units, unit = first_work(spec, a, s, pack_factor)
     work.producer_commit(s, none)

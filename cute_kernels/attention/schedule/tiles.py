@@ -1,15 +1,17 @@
-"""Persistent tiles: a CTA starts with the tile of its own index and draws later ones from a counter, so that CTAs end
-together whatever the lengths; which CTA computes a tile never changes its result. The launch's last draw resets the
+"""The dynamic persistent tile scheduler: whole tiles, one CTA each, in LPT (longest processing time first) order.
+
+Dynamic: a CTA starts with the tile of its own index and draws later ones from an atomic counter, so that all CTAs end
+together for any lengths. The CTA that computes a tile never changes its result. The last draw of a launch resets the
 counter: no state passes from launch to launch.
 
-Order of the tiles of a launch: requests with more keys come first, by `bucket`, so that the last tiles are short ones;
-at one level, as they come. Tiles of packed rows, which mostly wait for memory, are spread evenly among the others,
-which mostly multiply (`interleave`).
+LPT between sequences: those with more keys come first, by buckets of powers of two (`length_bucket`), so that the last
+tiles are short; in a bucket, in batch order. Tiles with PackGQA, which mostly wait for memory, are interleaved evenly
+with the others, which mostly multiply (`interleave`).
 
-Within a request (`lpt_order`): KV heads go in sections whose K and V fit the L2 cache together; in a section the last,
-under a causal mask the longest, m_block comes first, and all heads of a section work on it before the next. The last
-section has as many heads, whatever fits, as make WAVES rounds of the CTAs in the whole launch: the longest tile of
-fewer would end after all others.
+LPT and L2 swizzle within a sequence (`lpt_order`): heads are divided into sections, such that K and V of a section fit
+in the L2 cache together (`l2_section`). In a section, the last m_block, the longest under a causal mask, comes first,
+and all heads of the section work on an m_block before the next one. The last section has enough heads, even if they do
+not fit, for WAVES waves of CTAs in the whole launch: with fewer, its longest tile would end after all others.
 """
 
 from typing import NamedTuple
@@ -26,11 +28,12 @@ from .work import WorkTileInfo
 
 SHORT_KV_LEN = 2048  # keys
 WAVES = 2
-RATIO_ONE = 1 << 31  # the `share` of a kind that has all tiles
+RATIO_ONE = 1 << 31  # the ratio 1.0 in fixed point
 
 
 class TileSequence(NamedTuple):
-    """pack_gqa: 1 where its rows are packed. Without tiles, and past the last request, its level is -1."""
+    """A sequence as the scheduler sees it. pack_gqa: 1 if its rows are packed. bucket: -1 if it has no tiles, and past
+    the last sequence."""
 
     q_start: Int32
     q_len: Int32
@@ -41,8 +44,9 @@ class TileSequence(NamedTuple):
 
 
 class SearchCursor(NamedTuple):
-    """Where a search for a later tile of a kind may begin: at a request, among those of a level; `before` tiles of
-    the kind are in front. lower: the highest level below that one that was passed, -1: none."""
+    """Where the search for the next tile of a kind (PackGQA or not) begins: at `first_batch_idx`, among the sequences
+    of `bucket`; `tiles_before` tiles of the kind come before. lower_bucket: the highest lower bucket seen so far, -1 if
+    none."""
 
     bucket: Int32
     first_batch_idx: Int32
@@ -51,60 +55,63 @@ class SearchCursor(NamedTuple):
 
 
 class SchedulerSmem(NamedTuple):
-    """Shared memory of the warp that publishes, which has no registers for it. launch: (3,): tiles, the `share` of
-    packed ones, and what makes a `Divisor` of the query heads of a KV head. cursors: (4, 2), where one for a tile of a
-    kind goes on."""
+    """State of the scheduling warp, which has no registers for it. launch (3,): number of tiles, ratio of packed ones,
+    and the magic number of the query heads per KV head for `Divisor`. cursors (4, 2): the `SearchCursor` of each
+    kind."""
 
     launch: cute.Tensor
     cursors: cute.Tensor
 
 
 def allocate(smem) -> SchedulerSmem:
+    """Allocate the scheduler's shared memory."""
     launch, fields = cute.make_layout(3), cute.make_layout((len(SearchCursor._fields), 2))
     return SchedulerSmem(smem.allocate_tensor(Int32, launch, 16), smem.allocate_tensor(Int32, fields, 16))
 
 
 def whole_sections(heads, section, ctas, tiles):
-    """Sections in front of the last one, which has the heads' share of WAVES rounds of the launch's tiles."""
+    """Return the number of sections before the last one, which has enough heads for WAVES waves of CTAs."""
     last = (WAVES * ctas * heads + tiles - 1) // tiles
     return cutlass.max(0, heads - last) // section
 
 
 def lpt_order(index, m_blocks, heads, section, whole):
-    """index-th tile of a request -> (m_block, head). whole: sections of so many heads in front of the last one."""
-    part = cutlass.min(index // (m_blocks * section), whole)
-    rest = index - part * m_blocks * section
-    before = cutlass.min(1, whole - part)  # 0: the last one
+    """Return (m_block, head) of the index-th tile of a sequence. section: heads per section. whole: number of sections
+    before the last one."""
+    section_idx = cutlass.min(index // (m_blocks * section), whole)
+    rest = index - section_idx * m_blocks * section
+    before = cutlass.min(1, whole - section_idx)  # 0 in the last section
     width = before * section + (1 - before) * (heads - whole * section)
-    return m_blocks - 1 - rest // width, part * section + rest % width
+    return m_blocks - 1 - rest // width, section_idx * section + rest % width
 
 
 def l2_section(kv_len, row_bytes, kv_heads, heads_per_kv, l2_bytes):
-    """Heads of a section: as many KV heads as fit l2_bytes, times the heads that share each."""
+    """Return the number of heads per section: the KV heads that fit in l2_bytes, times the tile heads per KV head."""
     fit = cutlass.max(1, l2_bytes // cutlass.max(1, kv_len * row_bytes))
     return cutlass.min(fit, kv_heads) * heads_per_kv
 
 
-def packed_ratio(part, total):
-    """part / total of a launch's tiles, 0 < part < total, in units of 1 / RATIO_ONE, rounded up."""
-    return Uint32((Uint64(part) * Uint64(RATIO_ONE) + Uint64(total - 1)) // Uint64(total))
+def packed_ratio(packed, total):
+    """Return packed / total in units of 1 / RATIO_ONE, rounded up; 0 < packed < total."""
+    return Uint32((Uint64(packed) * Uint64(RATIO_ONE) + Uint64(total - 1)) // Uint64(total))
 
 
 def interleave(tile, ratio):
-    """How many of the first `tile` tiles are of the kind whose `share` is `ratio`: of all, as many as there are."""
+    """Return how many of the first `tile` tiles are packed, where `ratio` of all tiles are (`packed_ratio`): for `tile`
+    = all tiles, exactly the number of packed ones."""
     return Int32(Uint64(Uint32(tile)) * Uint64(ratio) >> Uint64(31))
 
 
 @cute.jit
 def length_bucket(kv_len: Int32):
-    """One for each power of two, higher for more keys. Short requests, which do not decide when a launch ends, have one
-    together: a search looks at all requests once for each level."""
+    """Return the bucket of a length: one per power of two, higher for more keys. Short sequences, which do not decide
+    when a launch ends, share one: a search reads all sequences once per bucket."""
     return warp.bits(Float32(cutlass.max(kv_len, SHORT_KV_LEN))) >> 23
 
 
 @cute.jit
 def load_sequence(spec: cutlass.Constexpr, a, b: Int32):
-    """Request b."""
+    """Return sequence b."""
     q_start, q_len, kv_len, pack_gqa, bucket, count = Int32(0), Int32(0), Int32(0), Int32(0), Int32(-1), Int32(0)
     if b < geometry.batch_size(a):
         q_start, q_len = geometry.sequence_queries(a, b)
@@ -121,7 +128,7 @@ def load_sequence(spec: cutlass.Constexpr, a, b: Int32):
 
 @cute.jit
 def save_cursor(smem: SchedulerSmem, pack_gqa, cursor: SearchCursor):
-    """One warp: where the next search for a tile of a kind begins."""
+    """Save the cursor of one kind of tiles. Called by one warp."""
     if cute.arch.lane_idx() == 0:
         for i, value in enumerate(cursor):
             smem.cursors[i, pack_gqa] = value
@@ -130,7 +137,7 @@ def save_cursor(smem: SchedulerSmem, pack_gqa, cursor: SearchCursor):
 
 @cute.jit
 def begin(spec: cutlass.Constexpr, a, smem: SchedulerSmem):
-    """One warp: looks at all requests."""
+    """Count the tiles of the launch and set up the cursors: reads all sequences. Called by one warp."""
     count, packed_tiles, top, top_packed = Int32(0), Int32(0), Int32(-1), Int32(-1)
     for b in cutlass.range(cute.arch.lane_idx(), geometry.batch_size(a), 32, unroll=1):
         sequence = load_sequence(spec, a, b)
@@ -140,6 +147,7 @@ def begin(spec: cutlass.Constexpr, a, smem: SchedulerSmem):
             top_packed = cutlass.max(top_packed, sequence.bucket)
         else:
             top = cutlass.max(top, sequence.bucket)
+    # the launch's tiles and the highest bucket of each kind
     count, packed_tiles = cute.arch.warp_redux_sync(count, "add"), cute.arch.warp_redux_sync(packed_tiles, "add")
     top, top_packed = cute.arch.warp_redux_sync(top, "max"), cute.arch.warp_redux_sync(top_packed, "max")
     ratio = Uint32(0)
@@ -155,8 +163,11 @@ def begin(spec: cutlass.Constexpr, a, smem: SchedulerSmem):
 
 @cute.jit
 def locate(spec: cutlass.Constexpr, a, pack_gqa: Int32, index: Int32, cursor: SearchCursor):
-    """One warp: (the Request of a kind's tile `index`; its number, that of none where lengths have changed since
-    `begin`; the tile's index in it; the next SearchCursor), 32 requests at a time."""
+    """Find tile `index` of a kind, reading 32 sequences at a time. Called by one warp.
+
+    Return (its `TileSequence`; batch_idx, which is batch_size if the lengths have changed since `begin`; the tile's
+    index in the sequence; the next `SearchCursor`).
+    """
     lane, batch_size = cute.arch.lane_idx(), geometry.batch_size(a)
     bucket, first, before, lower = cursor
     sequence, mine, upto, searching = TileSequence(*(Int32(0),) * 6), Int32(0), Int32(0), True
@@ -169,6 +180,7 @@ def locate(spec: cutlass.Constexpr, a, pack_gqa: Int32, index: Int32, cursor: Se
             elif sequence.bucket < bucket:
                 lower = cutlass.max(lower, sequence.bucket)
         upto = warp.prefix_sum(mine)
+        # go on to the next 32 sequences, or to the next lower bucket
         passed = cute.arch.shuffle_sync(upto, 31)
         searching = index >= before + passed
         if searching:
@@ -177,6 +189,7 @@ def locate(spec: cutlass.Constexpr, a, pack_gqa: Int32, index: Int32, cursor: Se
             if first >= batch_size:
                 bucket, first, lower = cute.arch.warp_redux_sync(lower, "max"), Int32(0), Int32(-1)
                 searching = bucket >= 0
+    # the lane that has the tile
     owner = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= index - before))
     within = index - before - cute.arch.shuffle_sync(upto - mine, owner)
     found = TileSequence(*(cute.arch.shuffle_sync(x, owner) for x in sequence))
@@ -186,8 +199,9 @@ def locate(spec: cutlass.Constexpr, a, pack_gqa: Int32, index: Int32, cursor: Se
 
 @cute.jit
 def next_index(a, t: Int32):
-    """One warp: the t-th tile of this CTA. The first is its index, later ones come from the launch's counter, which
-    hands out exactly as many numbers as the launch has tiles, or in rounds where it has no counter."""
+    """Return the index of this CTA's t-th tile. Called by one warp. The first is the CTA's own index; later ones come
+    from the launch's counter, which hands out as many numbers as the launch has tiles. Without a counter, tiles are
+    assigned statically, with a stride of the grid."""
     ctas = cute.arch.grid_dim()[0]
     tile = t * ctas + cute.arch.block_idx()[0]
     if t > 0 and a.schedule.counter_base >= 0:
@@ -201,9 +215,10 @@ def next_index(a, t: Int32):
 
 @cute.jit
 def find(spec: cutlass.Constexpr, a, tile: Int32, smem: SchedulerSmem):
-    """One warp: WorkTileInfo of a tile of the launch."""
+    """Return the `WorkTileInfo` of a tile of the launch. Called by one warp."""
     is_valid, m_block, head, batch, index = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
     sequence, ratio = TileSequence(*(Int32(0),) * 6), smem.launch[1].to(Uint32)
+    # tile of the launch -> sequence
     if tile < smem.launch[0]:
         is_valid, before = Int32(1), interleave(tile, ratio)
         pack_gqa = interleave(tile + 1, ratio) - before
@@ -216,10 +231,11 @@ def find(spec: cutlass.Constexpr, a, tile: Int32, smem: SchedulerSmem):
     pack_factor = geometry.pack_factor(spec, a, sequence.q_len)
     rows = geometry.num_rows(sequence.q_len, pack_factor)
     m = geometry.tile_m(spec, rows)
+    # tile of the sequence -> (m_block, head)
     if is_valid != 0:
         row_bytes = (spec.head_dim_qk + spec.head_dim_vo) * spec.kv.bits // 8
         heads = geometry.num_tile_heads(a, sequence.pack_gqa)
-        each = geometry.qhead_per_kvhead(a) + 1 - pack_factor  # heads that share those of K and V
+        each = geometry.qhead_per_kvhead(a) + 1 - pack_factor  # tile heads per KV head
         section = l2_section(sequence.kv_len, row_bytes, a.kv.k.shape[1], each, spec.tile.l2_bytes)
         m_blocks, whole = (rows + m - 1) // m, Int32(0)
         if section < heads:
@@ -235,10 +251,10 @@ def find(spec: cutlass.Constexpr, a, tile: Int32, smem: SchedulerSmem):
 
 @cute.jit
 def produce_next(spec: cutlass.Constexpr, a, s, t: Int32):
-    """One warp: find the CTA's t-th tile and publish it."""
+    """Find the CTA's t-th tile and produce it. Called by one warp. A tile that is not valid ends every role's loop."""
     tile = next_index(a, t)
     w, counters = find(spec, a, tile, s.scheduler), a.schedule.counters
     if w.is_valid == 0 and t > 0 and a.schedule.counter_base >= 0:
         if cute.arch.lane_idx() == 0 and tile == cute.arch.grid_dim()[0] + s.scheduler.launch[0] - 1:
-            counters[a.schedule.counter_base] = 0  # the last draw
+            counters[a.schedule.counter_base] = 0  # this was the launch's last draw
     work.produce(s, t, w)

@@ -1,4 +1,4 @@
-"""The pipe of tiles: one warp of a CTA finds a tile and publishes it, all others read it."""
+"""The pipeline of tiles, work_pipe: one warp of a CTA finds a tile and produces it, all other warps read it."""
 
 from typing import Any, NamedTuple
 
@@ -7,12 +7,12 @@ from cutlass import Int32
 
 from ...device import pipeline
 
-STAGES = {"tiles": 2, "stream_k": 4}  # published and not released: one worked on, one loaded; decoding's stay longer
+STAGES = {"tiles": 2, "stream_k": 4}  # one tile computed, one loaded; decode keeps tiles longer
 
 
 class SplitInfo(NamedTuple):
-    """slot: where the part of a tile goes, whole tiles have -1; count: parts of the tile; first: the CTA, or with
-    blocks_per_split the slot, of the first part."""
+    """One split of a tile. slot: index in o_partial, -1 for a whole tile. num_splits: splits of the tile. first: the
+    CTA of the first split or, with blocks_per_split, its slot."""
 
     slot: Int32
     num_splits: Int32
@@ -20,10 +20,13 @@ class SplitInfo(NamedTuple):
 
 
 class WorkTileInfo(NamedTuple):
-    """A tile, and what every role needs to know of its request. KV blocks: [lo, hi) have a key that a row of the tile
-    sees (none where hi <= lo), [n_block_full_min, n_block_full_max) need no mask. split: with schedule "stream_k". Of
-    kernels whose tiles say so (`per_tile_pack_gqa`), pack_factor: rows that a token has, see `geometry`; pack_magic:
-    what makes a `Divisor` of these."""
+    """A tile and the facts about its sequence that every role needs.
+
+    The KV blocks [n_block_min, n_block_max) have a key that a row of the tile sees (none if the range is empty); those
+    of [n_block_full_min, n_block_full_max) need no mask. split: a `SplitInfo`, with schedule "stream_k" only.
+    pack_factor: rows per token, see `geometry`, and pack_magic, its magic number for `Divisor`: only in kernels with
+    `tile.per_tile_pack_gqa`.
+    """
 
     is_valid: Int32
     m_block: Int32
@@ -41,31 +44,32 @@ class WorkTileInfo(NamedTuple):
     pack_magic: Any = None
 
 
-COMMON = WorkTileInfo._fields.index("split")  # words of a tile with any schedule
+COMMON = WorkTileInfo._fields.index("split")  # words that every kernel's tiles have
 
 
 def is_split_kv(spec):
-    """Whether a tile may be shared among CTAs."""
+    """Return whether several CTAs may share a tile, each with some of its keys."""
     return spec.schedule == "stream_k"
 
 
 def fields(spec):
-    """Words of a published tile."""
+    """Return the number of 32-bit words of a tile in shared memory."""
     return COMMON + is_split_kv(spec) * len(SplitInfo._fields) + spec.tile.per_tile_pack_gqa * 2
 
 
 def allocate(spec, smem):
-    """Shared memory of published tiles, each aligned to what a thread stores at once."""
+    """Allocate the stages of work_pipe, each aligned to 16 bytes, which a thread stores at once."""
     return smem.allocate_tensor(Int32, cute.make_layout(((fields(spec) + 3) // 4 * 4, STAGES[spec.schedule])), 16)
 
 
 def flatten(w: WorkTileInfo):
+    """Return the words of a tile."""
     return (*w[:COMMON], *(w.split or ()), *(() if w.pack_factor is None else (w.pack_factor, w.pack_magic)))
 
 
 @cute.jit
 def produce(s, t: Int32, w: WorkTileInfo):
-    """One warp: tells the others the CTA's t-th tile, as soon as there is room."""
+    """Wait for a free stage, then produce the CTA's t-th tile. Called by one warp."""
     pipeline.producer_acquire(s.work_pipe, t)
     producer_write(s, t, w)
     producer_commit(s, t)
@@ -73,7 +77,7 @@ def produce(s, t: Int32, w: WorkTileInfo):
 
 @cute.jit
 def producer_write(s, t: Int32, w: WorkTileInfo):
-    """One warp, where there is room: the CTA's t-th tile, of which the others do not know yet."""
+    """Write the CTA's t-th tile to its stage, which must be free. Called by one warp; `producer_commit` follows."""
     words = s.work
     if cute.arch.lane_idx() == 0:
         for i, value in enumerate(flatten(w)):
@@ -82,14 +86,14 @@ def producer_write(s, t: Int32, w: WorkTileInfo):
 
 @cute.jit
 def producer_commit(s, t: Int32):
-    """One warp: tells the others the tile that it has written."""
+    """Signal the other warps that the tile is written. Called by one warp."""
     if cute.arch.lane_idx() == 0:
         cute.arch.mbarrier_arrive(pipeline.full_barrier(s.work_pipe, t))
     cute.arch.sync_warp()
 
 
 def of_words(spec, words):
-    """The WorkTileInfo that `flatten` gave."""
+    """Return the tile with these words, the inverse of `flatten`."""
     w, rest = WorkTileInfo(*words[:COMMON]), words[COMMON:]
     if is_split_kv(spec):
         w, rest = w._replace(split=SplitInfo(*rest[:3])), rest[3:]
@@ -97,14 +101,14 @@ def of_words(spec, words):
 
 
 def consumer_wait(spec, s, t: Int32):
-    """One warp: WorkTileInfo of the CTA's t-th tile, until it is released."""
+    """Wait for the CTA's t-th tile and return it. Called by one warp, which releases the stage later."""
     pipeline.consumer_wait(s.work_pipe, t)
     stage = pipeline.stage(s.work_pipe, t)
     return of_words(spec, [cute.arch.make_warp_uniform(s.work[i, stage]) for i in range(fields(spec))])
 
 
 def consume(spec, s, t: Int32):
-    """One warp: WorkTileInfo of the CTA's t-th tile, which it will not read again."""
+    """Wait for the CTA's t-th tile, return it and release its stage. Called by one warp."""
     w = consumer_wait(spec, s, t)
     cute.arch.sync_warp()  # all lanes have read before one of them arrives
     pipeline.consumer_release(s.work_pipe, t)

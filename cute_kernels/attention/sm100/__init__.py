@@ -1,5 +1,8 @@
-"""Many query rows on Blackwell, tcgen05: prefill, and decode of more rows than a warp has. No device has run it: it
-compiles, and the simulator runs it. This file is plain Python, see `sm90`.
+"""Attention for many query rows on Blackwell (tcgen05): prefill, and decode of more than 16 rows.
+
+No device has run it: it compiles, and the simulator runs it. This file is plain Python: it says what the kernel can do
+(`supports`), which tile it takes, and which kernels are shipped. It imports no DSL, because a process that runs a
+bundle has none.
 """
 
 from dataclasses import dataclass, replace
@@ -15,10 +18,13 @@ PHASES = ("prefill", "decode")
 
 @dataclass(frozen=True)
 class Sm100TileConfig:
-    """m query rows x n keys a CTA: halves of 128 rows, or one, whose KV blocks two warpgroups of softmax have in turn.
-    few: such are the tiles of requests of at most 128 rows. `stages` K and as many V tiles in flight, `q_stages` Q
-    tiles. raw_stages: of K and V as they are stored, where they are prepared, 0: as many. load_warps: warps that fill a
-    stage together. ex2_emu: of 16 exponentials, those without the special function unit, where no key is hidden."""
+    """A tile of m query rows x n keys. m is two halves of 128 rows, or one half.
+
+    stages, q_stages: K, and as many V, tiles in flight; Q tiles. raw_stages: of K and V as stored, if they are
+    dequantised; 0 means `stages`. load_warps: warps that fill a stage together. ex2_emu: of 16 exponentials, those that
+    do without the special function unit in blocks that need no mask. has_half_tiles: requests of at most 128 rows get
+    tiles of one half.
+    """
 
     m: int = 256
     n: int = 128
@@ -28,16 +34,16 @@ class Sm100TileConfig:
     load_warps: int = 1
     ex2_emu: int = 0
     has_half_tiles: bool = False
-    dequant_pieces: ClassVar[int] = 2  # of rows, that a lane dequantises at a time
-    l2_bytes: ClassVar[int] = 32 << 20  # of K and V at work at a time; L2 is 126 MB in two halves
-    per_tile_pack_gqa: ClassVar[bool] = True  # of `work.WorkTileInfo`
+    dequant_pieces: ClassVar[int] = 2  # pieces of rows that a lane dequantises at a time
+    l2_bytes: ClassVar[int] = 32 << 20  # bytes of K and V in use at a time; L2 is 126 MB in two halves
+    per_tile_pack_gqa: ClassVar[bool] = True  # see `work.WorkTileInfo`
     pdl_prologue: ClassVar[bool] = False  # see `pdl`
-    counters_per_split: ClassVar[int] = 1  # of a part of a tile
-    e2m1: ClassVar[bool] = True  # the architecture converts such codes
+    counters_per_split: ClassVar[int] = 1  # per part of a split tile
+    e2m1: ClassVar[bool] = True  # the architecture converts e2m1 codes
 
     @property
     def m_choices(self) -> tuple[int, ...]:
-        """Rows that a tile may have."""
+        """Return the numbers of rows that a tile may have."""
         return (self.m // 2, self.m) if self.has_half_tiles else (self.m,)
 
     @property
@@ -47,53 +53,54 @@ class Sm100TileConfig:
 
 Spec = AttentionSpec[Sm100TileConfig]
 
-# 227 KiB of shared memory hold `q_stages` of Q, `stages` of K and of V.
+# Shared memory, 227 KiB, must hold `q_stages` stages of Q and `stages` stages each of K and V.
 TILES = {  # (head_dim_qk, head_dim_vo) -> tile
     (64, 64): Sm100TileConfig(stages=4),
     (128, 128): Sm100TileConfig(stages=2),
     (192, 128): Sm100TileConfig(n=64, stages=3),
     (256, 256): Sm100TileConfig(m=128, n=64),
 }
-FP8_TILES = {  # of 8-bit Q, K and V
+FP8_TILES = {  # 8-bit Q, K and V
     (64, 64): Sm100TileConfig(stages=6, q_stages=2),
     (128, 128): Sm100TileConfig(stages=5),
     (192, 128): Sm100TileConfig(stages=4),
     (256, 256): Sm100TileConfig(m=128, stages=3),
 }
-QUANTISED_TILES = {  # of quantised K and V, for whose warpgroup softmax gives up registers: fewer keys
+QUANTISED_TILES = {  # quantised K and V: fewer keys, because softmax gives up registers to the prepare warpgroup
     (64, 64): Sm100TileConfig(n=96, stages=3, raw_stages=4),
     (128, 128): Sm100TileConfig(n=96, raw_stages=2),
     (192, 128): Sm100TileConfig(n=64, raw_stages=2),
     (256, 256): Sm100TileConfig(m=128, n=64, stages=1, raw_stages=2),
 }
-E4M3_QUERY_TILES = {  # of e4m3 Q over those, as it is loaded and as fp16
+E4M3_QUERY_TILES = {  # quantised K and V with e4m3 Q, which is in shared memory as loaded and as fp16
     (64, 64): Sm100TileConfig(n=96, stages=3, raw_stages=4),
     (128, 128): Sm100TileConfig(n=96, raw_stages=1),
     (192, 128): Sm100TileConfig(n=64, stages=1, raw_stages=1),
     (256, 256): Sm100TileConfig(m=128, n=64, stages=1, raw_stages=2),
 }
-SHARED_TILES = {  # of kernels whose CTAs share the keys of a request
+SHARED_TILES = {  # kernels in which CTAs share the keys of a request
     (64, 64): Sm100TileConfig(m=128, stages=6),
-    (128, 128): Sm100TileConfig(m=128, n=96, stages=3),  # 128 keys leave 688 bytes too few
+    (128, 128): Sm100TileConfig(m=128, n=96, stages=3),  # 128 keys take 688 bytes too many
 }
-SHARED_ROWS = 16  # more than so many rows of a request: up to there `decode` reads keys as fast, and computes less
-ROWS = {dims: tile.m for dims, tile in TILES.items()}  # of a tile: O of two halves of head_dim 256 has no room
+SHARED_ROWS = 16  # up to so many rows per request and KV head, `decode` reads keys as fast and computes less
+ROWS = {dims: tile.m for dims, tile in TILES.items()}  # per tile: two O of head_dim 256 do not fit in tensor memory
 USUAL = ((64, 64), (128, 128))
 FP8 = "e4m3"
-QUANTISED = ("e4m3", "e5m2", "nvfp4")  # types of caches
-EX2_EMU = {"sm_100a": 4}  # of 16 exponentials; sm_103a's special function unit has twice the rate
+QUANTISED = ("e4m3", "e5m2", "nvfp4")  # types of quantised caches
+EX2_EMU = {"sm_100a": 4}  # emulated of 16 exponentials; sm_103a's special function unit has twice the rate
 
 
 def tile_of(q: str, kv: str, dims: tuple[int, int], arch: str) -> Sm100TileConfig:
-    """None where the kernel has no such head_dim."""
+    """Return the tile of a prefill kernel, or None if there is none for these head dims."""
     tiles = (FP8_TILES if q == FP8 else TILES) if q == kv else E4M3_QUERY_TILES if q == FP8 else QUANTISED_TILES
     tile = tiles.get(dims)
-    ex2_emu = EX2_EMU.get(arch, 0) if dims != (256, 256) else 0  # whose MMAs take twice the time of exponentials
+    ex2_emu = EX2_EMU.get(arch, 0) if dims != (256, 256) else 0  # there MMAs take twice the time of exponentials
     return cast(Sm100TileConfig, tile and replace(tile, ex2_emu=ex2_emu))
 
 
 def sharing(p: KernelRequest) -> Spec:
-    """The spec that would serve decode, without a tile for few rows. What else the request asks `shares` refuses."""
+    """Return the spec that would serve a decode request. Its tile is None if the request has too few rows, must be
+    batch-invariant or has another head_dim; `shares` refuses that, and everything else that the kernel cannot do."""
     modified = p.window or p.soft_cap
     many = p.rows * p.qhead_per_kvhead > SHARED_ROWS and not p.batch_invariant
     tile = SHARED_TILES.get((p.head_dim_qk, p.head_dim_vo)) if many else None
@@ -107,7 +114,7 @@ def sharing(p: KernelRequest) -> Spec:
 
 
 def candidate(request: KernelRequest, arch: str) -> Spec:
-    """The spec that would serve a request, if `supports` lets it."""
+    """Return the spec that would serve a request, if `supports` accepts it."""
     if request.phase == "decode":
         return sharing(request)
     p, dims = request, (request.head_dim_qk, request.head_dim_vo)
@@ -118,13 +125,13 @@ def candidate(request: KernelRequest, arch: str) -> Spec:
         mask, logits = MaskSpec("value", window=True, tree=p.drafts, custom=p.custom_mask), LogitsSpec(soft_cap=True)
     logits = replace(logits, skip=p.skip, alibi=p.alibi)
     kv, tile = KVSpec(p.kv, kv_source(p)), tile_of(p.q, p.kv, dims, arch)
-    if tile is not None and tile.m == 256 and not p.skip:  # whose rule depends on the blocks before
+    if tile is not None and tile.m == 256 and not p.skip:  # the rule of skipping depends on the blocks before
         tile = replace(tile, has_half_tiles=True)
     return AttentionSpec(p.q, kv, out, *dims, mask, logits, tile=tile)
 
 
 def supports(spec: Spec) -> Refusal | None:
-    """None where the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
+    """Return None if the kernel runs `spec`, else the reason why not. Nothing else says what the kernel can do."""
     if spec.schedule == "stream_k":
         return shares(spec)
     if spec.q not in (*DTYPES, FP8):
@@ -148,7 +155,8 @@ def supports(spec: Spec) -> Refusal | None:
 
 
 def shares(spec: Spec) -> Refusal | None:
-    """`supports` of a kernel whose CTAs share keys. Its field is the phase: what it refuses `decode` may serve."""
+    """Do the same as `supports` for a kernel in which CTAs share keys. The refused field is always the phase, because
+    `decode` may serve the request."""
     if spec.tile is None or spec.dims not in SHARED_TILES:
         dims = " and ".join(str(dim) for dim, _ in SHARED_TILES)
         return Refusal("phase", f"decode: serves more than {SHARED_ROWS} rows a request, of head_dim {dims}")
@@ -162,10 +170,14 @@ def shares(spec: Spec) -> Refusal | None:
 
 
 def shipped(arch: str) -> list[Spec]:
-    """Of bf16 and each head_dim a headline spec a mask, and one that takes the other modifiers as values; that of e4m3
-    has all outputs. Of the usual head dims: the same in fp16 and e4m3; of 16 bits, pages of any size, a custom mask and
-    a causal one with skip-softmax, and two whose CTAs share keys, of a causal mask and of modifiers; of bf16 over
-    quantised K and V, a causal one and that of modifiers. Others are compiled at their first call."""
+    """Return the specs that are compiled ahead of time; others are compiled at their first call.
+
+    - bf16 with each head_dim, fp16 and e4m3 with the usual ones: a spec per mask (causal, full) without modifiers, and
+      one that takes the other modifiers as values. That of e4m3 has all outputs.
+    - bf16 and fp16 with the usual head dims: pages of any size (causal, modifiers), a custom mask, causal with
+      skip-softmax, and two in which CTAs share keys (causal, modifiers).
+    - bf16 over quantised K and V (e4m3, nvfp4) with the usual head dims: causal, modifiers.
+    """
     found = []
     for q, dims in (*product(("bf16",), TILES), *product(("fp16", FP8), USUAL)):
         request = KernelRequest(q, q, outputs(q)[0], *dims)

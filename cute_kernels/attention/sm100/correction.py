@@ -1,4 +1,7 @@
-"""The warpgroup that keeps O in step with the maxima of its rows, and stores it: a thread a row of each half."""
+"""The correction warpgroup: it rescales O when a row's maximum has grown, normalises it and stores it.
+
+A thread has one row of each half. It has lanes of tensor memory that it shares with softmax threads of the same row.
+"""
 
 from typing import Any, NamedTuple
 
@@ -13,26 +16,26 @@ from ..schedule.work import WorkTileInfo
 from .mma_utils import O
 from .roles import ROWS, SLOTS, WARPS, groups, is_static, num_iterations, pingpong_groups, roles, tile_q_stage
 
-LOADED = 16  # columns of O that are in registers, and stored, at a time: a block of NVFP4's
+LOAD_COLUMNS = 16  # columns of O in registers, and stored, at a time: an NVFP4 block. With 32, one kernel spilled
 
 
 class SoftmaxStats(NamedTuple):
-    """Of a row. value: what O is to be multiplied by, at a tile's end the sum of its exponentials. top: then, their
-    maximum in log2 units."""
+    """Statistics of a row, from softmax to correction. scale_or_sum: the factor on O, or, at a tile's end, row_sum.
+    row_max: at a tile's end, the maximum in log2 units."""
 
     scale_or_sum: Float32
     row_max: Float32
 
 
 def o_address(s, group):
-    """Address of O of a group, in this warp's lanes of tensor memory."""
+    """Return the address of a group's O in this warp's lanes of tensor memory."""
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
     return s.tmem_ptr[0] + tmem.lanes(number) + (O + group * ROWS)
 
 
 @cute.jit
 def recv_stats(s, group, row: Int32, item: Int32):
-    """What `softmax.send_stats` says of a row."""
+    """Wait for the stats number `item` that a group's `softmax.send_stats` sent, and return them."""
     pipeline.mbarrier_wait(s.sm_stats_full + group, item)
     stats = SoftmaxStats(s.sm_stats[row, group, 0], s.sm_stats[row, group, 1])
     cute.arch.sync_warp()
@@ -41,19 +44,19 @@ def recv_stats(s, group, row: Int32, item: Int32):
 
 
 @cute.jit
-def rescale(spec: cutlass.Constexpr, at: Int32, factor: Float32):
-    """O *= factor of each row, in warps where a row wants that."""
-    if cute.arch.vote_any_sync(factor != 1.0):
-        for c in cutlass.range_constexpr(0, spec.head_dim_vo, LOADED):
-            values = tmem.load(at + c, LOADED)
+def correction_rescale(spec: cutlass.Constexpr, address: Int32, scale: Float32):
+    """Multiply each row of O by its scale. A warp does nothing if all of its scales are 1."""
+    if cute.arch.vote_any_sync(scale != 1.0):
+        for c in cutlass.range_constexpr(0, spec.head_dim_vo, LOAD_COLUMNS):
+            values = tmem.load(address + c, LOAD_COLUMNS)
             tmem.wait_load()
-            tmem.store(at + c, [v * factor for v in values])
+            tmem.store(address + c, [v * scale for v in values])
         tmem.wait_store()
 
 
 class CombinedStats(NamedTuple):
-    """Of a row of a half. top, total: as `SoftmaxStats`, of all its groups. first, second: 2^(top of a group - top), of
-    the group that has the tile's first block and, where blocks are had in turn, of the other."""
+    """Statistics of a row over all groups that have blocks of it. row_max: log2 units. scale_0, scale_1: 2^(row_max of
+    the group - row_max), for the group of the tile's first block and, if two groups alternate, for the other."""
 
     row_max: Float32
     row_sum: Float32
@@ -63,21 +66,23 @@ class CombinedStats(NamedTuple):
 
 @cute.jit
 def combined_stats(s, group: cutlass.Constexpr, row: Int32, item: Int32, is_pingpong: cutlass.Constexpr):
-    """The `CombinedStats` of a row of a group, or of both."""
+    """Return the statistics of a row from one group, or, with `is_pingpong`, from both."""
     one = recv_stats(s, group, row, item)
     result = CombinedStats(one.row_max, one.scale_or_sum, Float32(1.0), Float32(0.0))
     if const_expr(is_pingpong):
         two = recv_stats(s, 1, row, item)
-        top = cute.arch.fmax(one.row_max, two.row_max)
-        known = Float32(0.0) if top == -Float32.inf else top
-        first, second = (cute.math.exp2(x.row_max - known, fastmath=True) for x in (one, two))
-        result = CombinedStats(top, warp.fma(two.scale_or_sum, second, one.scale_or_sum * first), first, second)
+        row_max = cute.arch.fmax(one.row_max, two.row_max)
+        finite_max = Float32(0.0) if row_max == -Float32.inf else row_max
+        scale_0, scale_1 = (cute.math.exp2(x.row_max - finite_max, fastmath=True) for x in (one, two))
+        row_sum = warp.fma(two.scale_or_sum, scale_1, one.scale_or_sum * scale_0)
+        result = CombinedStats(row_max, row_sum, scale_0, scale_1)
     return result
 
 
 class OutputRow(NamedTuple):
-    """A row of O. number: in its tile. whole, part: whether it is one of the output, or of a part of a tile. lse: log2.
-    first, second: what O of the group that has the tile's first block, and of the other, is to be multiplied by."""
+    """A row of O. number: in its tile. is_output, is_partial: whether it goes to the output, or to the partial result
+    of a split tile. lse: log2 units. scale_0, scale_1: factors on O of the group of the tile's first block, and of the
+    other."""
 
     number: Int32
     token: Int32
@@ -90,14 +95,14 @@ class OutputRow(NamedTuple):
 
 
 class CorrectionCounters(NamedTuple):
-    """Before the tile's end: rounds and tiles."""
+    """Iterations and tiles that have keys, before the stats at the tile's end."""
 
     num_iterations: Int32
     tiles: Int32
 
 
 @cute.jit
-def finish(
+def correction_epilogue(
     spec: cutlass.Constexpr,
     a,
     s,
@@ -107,39 +112,44 @@ def finish(
     at: CorrectionCounters,
     is_pingpong: cutlass.Constexpr,
 ):
-    """The thread's row of a half: O and LSE. group: the half's; in_turn: both are."""
+    """Normalise and store the thread's row of a half, O and LSE. group: the half's; with `is_pingpong`, both groups
+    have the tile's only half, and their O are combined. A row without keys gets zeros."""
     half = 0 if const_expr(is_pingpong) else group
     number = (tile_q_stage(spec, w) * w.m_block + half) * ROWS + row
     token = geometry.token_of(number, geometry.pack_divisor(w))
     head = geometry.head_of(number, w.head_idx, geometry.pack_divisor(w))
-    sink, factor, second = epilogue.sink_of(a, head), Float32(0.0), Float32(0.0)
-    whole, part = token < w.q_len, False
+    sink, scale_0, scale_1 = epilogue.sink_of(a, head), Float32(0.0), Float32(0.0)
+    is_output, is_partial = token < w.q_len, False
     if const_expr(work.is_split_kv(spec)):
-        sink = -Float32.inf if w.split.slot >= 0 else sink  # it enters where parts are merged
-        whole, part = whole and w.split.slot < 0, whole and w.split.slot >= 0
-    lse, mine = sink * logits.LOG2_E, const_expr(range(SLOTS) if is_pingpong else (group,))
+        sink = -Float32.inf if w.split.slot >= 0 else sink  # the merge of splits adds it
+        is_output, is_partial = is_output and w.split.slot < 0, is_output and w.split.slot >= 0
+    lse, tile_groups = sink * logits.LOG2_E, const_expr(range(SLOTS) if is_pingpong else (group,))
     if w.n_block_max > w.n_block_min:
-        of = combined_stats(s, group, row, at.num_iterations + at.tiles, is_pingpong)
-        normal = softmax.normalizer(of.row_max, of.row_sum, sink)
-        out = a.out.out_scale * softmax.head_scale(a.out.out_scale_ptr, head)
+        # row_sum and row_max
+        stats = combined_stats(s, group, row, at.num_iterations + at.tiles, is_pingpong)
+        normal = softmax.normalizer(stats.row_max, stats.row_sum, sink)
+        out_scale = a.out.out_scale * softmax.head_scale(a.out.out_scale_ptr, head)
         if const_expr(work.is_split_kv(spec)):
-            out = Float32(1.0) if w.split.slot >= 0 else out
-        lse, factor = normal.lse, normal.inv_row_sum * (out * const_expr(quant.kv_format(spec).dequant_scale))
+            out_scale = Float32(1.0) if w.split.slot >= 0 else out_scale
+        lse, scale_0 = normal.lse, normal.inv_row_sum * (out_scale * const_expr(quant.kv_format(spec).dequant_scale))
         if const_expr(is_pingpong):
-            factor, second = factor * of.scale_0, factor * of.scale_1
-        for g in mine:
+            scale_0, scale_1 = scale_0 * stats.scale_0, scale_0 * stats.scale_1
+        # wait until O is complete
+        for g in tile_groups:
             pipeline.mbarrier_wait(
                 s.o_full + g, at.tiles if const_expr(groups(spec) == SLOTS) else at.num_iterations - 1
             )
         tmem.fence_after_thread_sync()
-    into = OutputRow(row, w.q_start + token, head, whole, part, lse, factor, second)
-    for c in cutlass.range_constexpr(0, spec.head_dim_vo, LOADED):
-        store_columns(spec, a, s, w, into, group, c, is_pingpong)
+    # store O
+    out_row = OutputRow(row, w.q_start + token, head, is_output, is_partial, lse, scale_0, scale_1)
+    for c in cutlass.range_constexpr(0, spec.head_dim_vo, LOAD_COLUMNS):
+        store_columns(spec, a, s, w, out_row, group, c, is_pingpong)
+    # release O
     if w.n_block_max > w.n_block_min:
         tmem.fence_before_thread_sync()
-        for g in mine:
+        for g in tile_groups:
             pipeline.mbarrier_arrive(s.o_empty + g)
-    epilogue.store_lse(a, into.token, head, lse, whole)
+    epilogue.store_lse(a, out_row.token, head, lse, is_output)
 
 
 @cute.jit
@@ -148,59 +158,51 @@ def store_columns(
     a,
     s,
     w: WorkTileInfo,
-    into: OutputRow,
+    out_row: OutputRow,
     group: cutlass.Constexpr,
     c: cutlass.Constexpr,
     is_pingpong: cutlass.Constexpr,
 ):
-    """Columns c to c + LOADED - 1 of the thread's row of O, zeros where no row of the tile sees a key."""
-    values = cute.make_rmem_tensor(LOADED, Float32)
+    """Store columns c to c + LOAD_COLUMNS - 1 of the thread's row of O; zeros if no row of the tile sees a key."""
+    values = cute.make_rmem_tensor(LOAD_COLUMNS, Float32)
     values.fill(0.0)
     if w.n_block_max > w.n_block_min:
-        loaded = tmem.load(o_address(s, group) + c, LOADED)
+        loaded = tmem.load(o_address(s, group) + c, LOAD_COLUMNS)
         tmem.wait_load()
-        for e in cutlass.range_constexpr(LOADED):
-            values[e] = loaded[e] * into.scale_0
+        for e in cutlass.range_constexpr(LOAD_COLUMNS):
+            values[e] = loaded[e] * out_row.scale_0
     if const_expr(is_pingpong):
-        add_columns(s, w, into, c, values)
+        add_columns(s, w, out_row, c, values)
     if const_expr(work.is_split_kv(spec)):
-        if into.is_partial:
-            epilogue.store_partial(spec, a, w.split.slot, into.number, Int32(c // LOADED), values, into.lse)
-    if into.is_output:
-        epilogue.store_piece(spec, a, into.token, into.head, Int32(c // LOADED), values, ())
+        if out_row.is_partial:
+            epilogue.store_partial(spec, a, w.split.slot, out_row.number, Int32(c // LOAD_COLUMNS), values, out_row.lse)
+    if out_row.is_output:
+        epilogue.store_piece(spec, a, out_row.token, out_row.head, Int32(c // LOAD_COLUMNS), values, ())
 
 
 @cute.jit
-def add_columns(s, w: WorkTileInfo, into: OutputRow, c: cutlass.Constexpr, values: cute.Tensor):
-    """What group 1 found, which has the tile's second block. A group without a key of the row may hold 0 x NaN."""
-    for e in cutlass.range_constexpr(LOADED):
-        values[e] = values[e] if into.scale_0 != 0.0 else Float32(0.0)
+def add_columns(s, w: WorkTileInfo, out_row: OutputRow, c: cutlass.Constexpr, values: cute.Tensor):
+    """Add O of group 1, which has the tile's second block, to `values`, O of group 0. The O of a group that saw no key
+    of the row may be 0 * NaN: with a scale of 0 it counts as 0."""
+    for e in cutlass.range_constexpr(LOAD_COLUMNS):
+        values[e] = values[e] if out_row.scale_0 != 0.0 else Float32(0.0)
     if w.n_block_max - w.n_block_min > 1:
-        loaded = tmem.load(o_address(s, 1) + c, LOADED)
+        loaded = tmem.load(o_address(s, 1) + c, LOAD_COLUMNS)
         tmem.wait_load()
-        for e in cutlass.range_constexpr(LOADED):
-            values[e] = warp.fma(loaded[e], into.scale_1, values[e]) if into.scale_1 != 0.0 else values[e]
-
-
-@cute.jit
-def finish_tile(spec: cutlass.Constexpr, a, s, w: WorkTileInfo, row: Int32, at: CorrectionCounters):
-    """The thread's row of each half."""
-    n = pingpong_groups(spec, w)
-    if const_expr(is_static(n, 1)):
-        for group in cutlass.range_constexpr(groups(spec)):
-            finish(spec, a, s, w, group, row, at, False)
-    elif const_expr(is_static(n, 2)):
-        finish(spec, a, s, w, 0, row, at, True)
-    elif n == 1:
-        for group in cutlass.range_constexpr(groups(spec)):
-            finish(spec, a, s, w, group, row, at, False)
-    else:
-        finish(spec, a, s, w, 0, row, at, True)
+        for e in cutlass.range_constexpr(LOAD_COLUMNS):
+            values[e] = warp.fma(loaded[e], out_row.scale_1, values[e]) if out_row.scale_1 != 0.0 else values[e]
 
 
 @cute.jit
 def correction(spec: cutlass.Constexpr, plan, s):
-    """All tiles of the CTA."""
+    """Rescale, normalise and store O of all tiles of the CTA. One warpgroup."""
+    # Per block and group, wait for the stats, release them, rescale O unless all scales of the warp are 1, and tell the
+    # mma warp (p_full_o_rescaled). O of the block before is complete then: the stats come after S of the block, and its
+    # Q @ K^T was issued behind P @ V of the block before. With one group Q @ K^T is a block ahead, and o_full says it.
+    # That is waited for at every block, rescaled or not: a phase bit is also that of the phase before last.
+    #
+    # Per tile, wait for row_sum and row_max and for o_full, normalise O and store it, and release O (o_empty) to the
+    # next tile's first P @ V. It takes 26 instructions per block of both halves, if nothing is rescaled.
     a = plan.args
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
     row = number * 32 + cute.arch.lane_idx()
@@ -211,21 +213,34 @@ def correction(spec: cutlass.Constexpr, plan, s):
             count = num_iterations(spec, w)
             for left in cutlass.range(count, 0, -1, unroll=1):
                 for group in cutlass.range_constexpr(groups(spec)):
-                    factor = recv_stats(s, group, row, i + q).scale_or_sum
+                    scale = recv_stats(s, group, row, i + q).scale_or_sum
+                    # rescale O, except in front of the tile's first block
                     if left < count:
-                        if const_expr(groups(spec) < SLOTS):  # of every block: a phase looks like the one before last
+                        if const_expr(groups(spec) < SLOTS):
                             pipeline.mbarrier_wait(s.o_full, i - 1)
                         tmem.fence_after_thread_sync()
-                        rescale(spec, o_address(s, group), factor)
+                        correction_rescale(spec, o_address(s, group), scale)
                         tmem.fence_before_thread_sync()
                     pipeline.mbarrier_arrive(
                         s.p_full_o_rescaled + (group if const_expr(groups(spec) == SLOTS) else i % SLOTS)
                     )
                 i += 1
-        finish_tile(spec, a, s, w, row, CorrectionCounters(i, q))
+        # the tile's O and LSE: one row per half, or one of both groups
+        n, at = pingpong_groups(spec, w), CorrectionCounters(i, q)
+        if const_expr(is_static(n, 1)):
+            for group in cutlass.range_constexpr(groups(spec)):
+                correction_epilogue(spec, a, s, w, group, row, at, False)
+        elif const_expr(is_static(n, SLOTS)):
+            correction_epilogue(spec, a, s, w, 0, row, at, True)
+        elif n == 1:
+            for group in cutlass.range_constexpr(groups(spec)):
+                correction_epilogue(spec, a, s, w, group, row, at, False)
+        else:
+            correction_epilogue(spec, a, s, w, 0, row, at, True)
         if w.n_block_max > w.n_block_min:
             q += 1
         t += 1
         w = work.consume(spec, s, t)
+    # all partial results are stored: softmax may merge them
     if const_expr(work.is_split_kv(spec)):
         splits.barrier(roles(spec).warps("softmax", "correction"))

@@ -1,33 +1,56 @@
-"""Prefill on Blackwell, and decode of many rows: host part and device entry.
+"""Attention forward for many query rows on Blackwell (tcgen05): host part, shared memory, kernel entry.
 
-A tile is 256 rows, two halves of 128, or one half. Groups (`roles.groups`) are warpgroups of softmax, each with an S
-and an O in tensor memory: of a half each, or of one half's KV blocks in turn; then each has a maximum and a sum of its
-own, and `correction` adds up both at the tile's end. Tiles of head_dim 256 have one group. Roles (`roles`), in the
-order of warps: 4 or 8 softmax, a thread a row (`softmax`); 4 rescale O where its maximum has grown, normalise and store
-it (`correction`); 1 issues all MMAs (`mma`); 1 loads K, publishes the tiles; 1 loads V, 1 Q
-(`query`). CTAs are persistent, one an SM. Quantised K and V, of another type than Q, become fp16, which holds all of
-their values, and so does Q, bf16 in units of its own a row, by 4 warps more (`prepare`): there the one of V loads Q
-too, the next copies scale factors.
+CTAs are persistent, one per SM. A tile has 256 query rows in two halves of 128 (FlashAttention 4: q_stage = 2), or one
+half. A group is a softmax warpgroup with an S and an O of its own in tensor memory: each half has a group, or two
+groups alternate over the KV blocks of the only half and `correction` combines their O; with head_dim 256 there is one
+group. Start reading the computation at `mma.mma` and `softmax.softmax`; barriers have FlashAttention 4's names.
 
-Where CTAs share the keys of requests (`schedule.stream_k`), the warp of Q publishes, `correction` stores what the CTA
-found of a tile that is not its own alone, and the warps of softmax merge it with others' (`splits`).
+| role | warps | registers | waits for | signals |
+| --- | --- | --- | --- | --- |
+| softmax | 4 per group | 184, 160, 240, 208 | s_full, sm_stats_empty | sm_stats_full, p_full_o_rescaled, p_last_split |
+| correction | 4 | 88, 64, 160, 104 | sm_stats_full, o_full | sm_stats_empty, p_full_o_rescaled, o_empty |
+| mma | 1 | 56, 48, 96, 96 | q_pipe or q_ready_pipe, k_pipe, v_pipe full; (1) | s_full, o_full; q, k, v_pipe empty |
+| load_k | 1 | as mma | raw_k_pipe, work_pipe empty | raw_k_pipe full, work_pipe full |
+| load_v | 1 | as mma | raw_v_pipe empty | raw_v_pipe full |
+| load_q | 1 (2) | as mma | q_pipe empty; stream_k: work_pipe empty | q_pipe full; stream_k: work_pipe full |
+| load_scales | 1, NVFP4 | as mma | raw_k_pipe, raw_v_pipe empty | raw_k_pipe, raw_v_pipe full |
+| prepare_k | 2 (2) | 48, 96 | q_pipe, raw_k_pipe full, k_pipe empty | q_ready_pipe, k_pipe full, raw_k_pipe empty |
+| prepare_v | 2 (2) | 48, 96 | q_pipe, raw_v_pipe full, v_pipe empty | q_ready_pipe, v_pipe full, raw_v_pipe empty |
 
-Tensor memory, columns: two slots of S from 0 and 128 on, one of each group, or of one group's blocks in turn; O of
-group g from 256 + 128 g on; P, 16 bits, two a column, in the second half of its S, all of which is in registers by
-then.
+(1) and p_full_o_rescaled, p_last_split, o_empty. (2) Over quantised caches the prepare warpgroup converts K, V and Q to
+fp16, load_v loads Q, and the fourth load warp is load_scales or idle; softmax also waits for q_ready_pipe if Q is bf16,
+for its rows' scales. Registers are per thread, for 2 groups, 2 groups over quantised caches, 1 group, 1 group over
+quantised caches. Every role except idle waits for work_pipe full and releases it when it has read a tile. With
+stream_k, load_q finds the tiles instead of load_k, correction stores the partial results of split tiles, and softmax
+merges them behind the last tile (`splits`).
 
-Pipelines: work_pipe, 2 or 4 stages, loader of K or of Q -> all: the next tile. q_pipe, `tile.q_stages` stages, k_pipe
-and v_pipe, `tile.stages` stages, load -> multiply: freed when the MMAs that read them are done. Signals, of each group
-(scores, early and late of each slot): scores (multiply -> softmax), S of a block is there; grown (softmax -> correct),
-what O is owed is there, in shared memory, and read (correct -> softmax); early (softmax, correct -> multiply), much of
-P is there, and O has been rescaled; late (softmax -> multiply), all of P. Of each half: done (multiply -> correct), O
-is complete, of a tile, or, where there is one group, of each block; stored (correct -> multiply), it may be
-overwritten. Where stages are prepared, load -> prepare by raw_k_pipe and raw_v_pipe, `tile.raw_stages` stages, prepare
--> multiply by k_pipe and v_pipe; Q is there by q_pipe for those who prepare it, and by ready_pipe, two stages that
-nobody frees, for multiply, and, with its units, for softmax.
+Pipelines, a full and an empty mbarrier per stage:
 
-What orders accesses to O: the MMAs of a group are issued in turn, P V of a block in front of Q K^T of its next, so that
-S of a block says that O of the block before is complete; where one group has both slots, done.
+- work_pipe (2 stages, 4 with stream_k): the next tile; freed when read.
+- q_pipe (`q_stages`): Q of each tile that has keys; freed when the MMAs of its last Q @ K^T are done.
+- k_pipe, v_pipe (`stages`): one KV block each; freed when the MMAs that read it are done.
+- raw_k_pipe, raw_v_pipe (`raw_stages`, or `stages` if that is 0): K and V as stored, from load to prepare. If nothing
+  is prepared, they are k_pipe and v_pipe themselves.
+- q_ready_pipe (2 stages): Q as fp16, from prepare to mma, and its row scales to softmax. Nobody frees it.
+
+Barriers without stages, two of each, for the slots of S (s_full, p_full_o_rescaled, p_last_split) or the groups:
+
+- s_full (mma -> softmax): S of a block is complete.
+- sm_stats_full (softmax -> correction), sm_stats_empty (back): the factor on O for a block, or row_sum and row_max.
+- p_full_o_rescaled (softmax and correction -> mma): all parts of P but the last are stored, and O is rescaled.
+- p_last_split (softmax -> mma): the last part of P is stored.
+- o_full (mma -> correction): O is complete, per tile, or, with one group, per block.
+- o_empty (correction -> mma): O of the tile is stored and may be overwritten.
+
+Order of accesses to O: the MMAs of a group are in order, P @ V of a block in front of Q @ K^T of its next, so that
+s_full of a block says that O of the block before is complete. If one group has both slots, o_full says it.
+
+Tensor memory, 512 columns: slots of S at 0 and 128; O of group g at 256 + 128 g; P in the last columns of its S (half
+of them in 16 bits, a quarter in e4m3), which softmax has in registers by then.
+
+Shared memory: Q (`q_stages` x m x Dqk), K and V as loaded and, if prepared, as fp16 (n x Dqk, n x Dvo per stage), each
+1024-byte aligned; tiles, sm_stats, barriers; with quantised caches scale factors and row scales; with skip-softmax
+votes (`skip`); with stream_k the tiles of the CTA's splits (`..splits`).
 """
 
 from dataclasses import dataclass
@@ -58,28 +81,28 @@ fake_args = fakes.fake_args
 
 @dataclass(frozen=True)
 class Sm100KernelParams:
-    """Everything the host part makes for the kernel."""
+    """Everything that the host part makes for the kernel. k, v: operands of `kv.source`."""
 
     args: AttentionArgs
-    k: Any  # operands of the source of K and V
+    k: Any
     v: Any
     q: copy.TmaOperand
 
 
 @dataclass(frozen=True)
 class Sm100SharedStorage:
-    """Shared memory of a CTA. Pointers: signals."""
+    """Shared memory of a CTA. A pointer is to the first of two mbarriers."""
 
-    raw_q: cute.Tensor  # as it was loaded
+    raw_q: cute.Tensor  # as loaded; q itself, unless 8-bit Q is converted
     q: cute.Tensor
-    raw_k: cute.Tensor  # as it was loaded; where nothing is prepared, k
+    raw_k: cute.Tensor  # as loaded; k itself, if nothing is prepared
     raw_v: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
     work: cute.Tensor
     scheduler: tiles.SchedulerSmem | None
-    sm_stats: cute.Tensor  # (ROWS, groups, 2): factor on O; at a tile's end, sum and maximum in log2 units
-    tmem_ptr: cute.Tensor  # (1,): address of tensor memory
+    sm_stats: cute.Tensor  # (ROWS, groups, 2): `correction.SoftmaxStats`
+    tmem_ptr: cute.Tensor  # (1,): address of the CTA's tensor memory
     work_pipe: pipeline.Pipeline
     q_pipe: pipeline.Pipeline
     raw_k_pipe: pipeline.Pipeline
@@ -93,16 +116,17 @@ class Sm100SharedStorage:
     p_last_split: cute.Pointer
     o_full: cute.Pointer
     o_empty: cute.Pointer
-    skip_votes: Any = None  # of `skip`
+    skip_votes: Any = None  # `skip_votes.allocate`
     q_ready_pipe: Any = None
-    q_row_scales: Any = None  # (m, 2): of rows of Q
-    k_scales: Any = None  # of raw stages
+    q_row_scales: Any = None  # (m, 2): scales of rows of Q, by stage of q_ready_pipe
+    k_scales: Any = None  # scale factors of raw stages
     v_scales: Any = None
     splits: Any = None  # `splits.SplitSmem`
 
 
 @cute.jit
 def forward(spec: cutlass.Constexpr, stream, *flat):
+    """Make the TMA operands and launch the kernel. flat: the arguments of `args.AttentionArgs`, in order."""
     a = pack(spec, flat)
     t = spec.tile
     k, v = (source(spec).operand(x, (t.n, x.shape[3]), t.raw_stages or t.stages) for x in (a.kv.k, a.kv.v))
@@ -118,6 +142,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
 
 
 def shared(spec, plan):
+    """Allocate the shared memory and initialise the barriers."""
     smem, r, t = cutlass.utils.SmemAllocator(), roles(spec), spec.tile
     kv, raw = plan.args.kv, t.raw_stages or t.stages
     q = raw_q = copy.allocate(smem, plan.q, abi.DTYPES[spec.q])
@@ -125,7 +150,7 @@ def shared(spec, plan):
     k, v = raw_k, raw_v
     if dequantises(spec):
         k, v = (operand_stages(spec, smem, (t.n, dim), t.stages) for dim in spec.dims)
-        if BITS[spec.q] < 16:  # else in place
+        if BITS[spec.q] < 16:  # 16-bit Q is converted in place
             q = operand_stages(spec, smem, (t.m, spec.head_dim_qk), t.q_stages)
     published = work.allocate(spec, smem)
     sm_stats = smem.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, groups(spec), 2)), 16)
@@ -168,29 +193,12 @@ def shared(spec, plan):
     )
 
 
-@cute.jit
-def serve(spec: cutlass.Constexpr, plan, s, warp: Int32):
-    """The warps of the warpgroup that multiplies and loads."""
-    if warp == roles(spec).first("mma"):
-        mma(spec, plan, s)
-    elif warp == roles(spec).first("load_k"):
-        into = load.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
-        load.load_kv(spec, plan, s, into, pages.K, Int32(0), produces_tiles=not work.is_split_kv(spec))
-    elif warp == roles(spec).first("load_v"):
-        into = load.LoadTarget(plan.v, s.raw_v, s.raw_v_pipe)
-        load.load_kv(spec, plan, s, into, pages.V, Int32(0), loads_q=const_expr(dequantises(spec)))
-    elif const_expr(work.is_split_kv(spec)):
-        schedule_and_load_q(spec, plan, s)
-    elif const_expr(not dequantises(spec)):
-        load_q(spec, plan, s)
-    elif const_expr(spec.kv.block_scaled):
-        load.load_scales(spec, plan, s, (s.raw_k_pipe, s.raw_v_pipe))
-
-
 @cute.kernel
 def kernel(spec: cutlass.Constexpr, plan: Sm100KernelParams):
+    """Run the roles: each warp takes the registers of its role and serves all tiles of the CTA."""
     s = shared(spec, plan)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    # allocate tensor memory, initialise barriers, and wait until the launch before has ended
     if warp == roles(spec).first("mma"):
         tmem.alloc(s.tmem_ptr.iterator)
     cute.arch.mbarrier_init_fence()
@@ -205,8 +213,22 @@ def kernel(spec: cutlass.Constexpr, plan: Sm100KernelParams):
         cute.arch.setmaxregister_decrease(roles(spec).registers("correction"))
         correction(spec, plan, s)
     elif warp < roles(spec).first("load_k") // WARPS * WARPS + WARPS:
+        # the warpgroup of mma and loads
         cute.arch.setmaxregister_decrease(roles(spec).registers("mma"))
-        serve(spec, plan, s, warp)
+        if warp == roles(spec).first("mma"):
+            mma(spec, plan, s)
+        elif warp == roles(spec).first("load_k"):
+            into = load.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
+            load.load_kv(spec, plan, s, into, pages.K, Int32(0), produces_tiles=not work.is_split_kv(spec))
+        elif warp == roles(spec).first("load_v"):
+            into = load.LoadTarget(plan.v, s.raw_v, s.raw_v_pipe)
+            load.load_kv(spec, plan, s, into, pages.V, Int32(0), loads_q=const_expr(dequantises(spec)))
+        elif const_expr(work.is_split_kv(spec)):
+            schedule_and_load_q(spec, plan, s)
+        elif const_expr(not dequantises(spec)):
+            load_q(spec, plan, s)
+        elif const_expr(spec.kv.block_scaled):
+            load.load_scales(spec, plan, s, (s.raw_k_pipe, s.raw_v_pipe))
         cute.arch.griddepcontrol_launch_dependents()
     elif const_expr(dequantises(spec)):
         cute.arch.setmaxregister_decrease(roles(spec).registers("prepare_k"))
@@ -214,6 +236,7 @@ def kernel(spec: cutlass.Constexpr, plan: Sm100KernelParams):
             prepare_kv(spec, plan, s, pages.K, warp - roles(spec).first("prepare_k"))
         else:
             prepare_kv(spec, plan, s, pages.V, warp - roles(spec).first("prepare_v"))
+    # free tensor memory, which no warp uses any more
     tmem.fence_before_thread_sync()
     cute.arch.barrier()
     tmem.fence_after_thread_sync()

@@ -1,4 +1,4 @@
-"""What tiles of all forms issue: MMAs of a block, and what they wait for."""
+"""MMAs of a KV block, S = Q @ K^T and O += P @ V, and the waits in front of them: the same for tiles of all forms."""
 
 from typing import Any, NamedTuple
 
@@ -12,49 +12,20 @@ from ..prepare import dequantises, mma_dtype
 from ..schedule import work
 from .roles import ROWS, q_stage
 
-S, O = 0, 256  # noqa: E741  columns of S, of O
+S, O = 0, 256  # noqa: E741  first columns of S and of O in tensor memory
 
 
-def fp8(spec):
-    """Whether the MMAs multiply numbers of 8 bits."""
-    return mma_dtype(spec) == "e4m3"
+class MmaState(NamedTuple):
+    """Counters before the block at hand. item: of the pipelines of K and V, unsigned because its stage then takes fewer
+    instructions; iteration: see `roles.num_iterations`; tile: tiles that have keys."""
 
-
-def bytes_of(spec):
-    """Of an element of the operands."""
-    return 1 if fp8(spec) else 2
-
-
-def kind(spec):
-    """Of the MMAs."""
-    return "f8f6f4" if fp8(spec) else "f16"
-
-
-def p_splits(spec):
-    """Of P, of whose columns tensor memory takes powers of two at a time. Of P in 8 bits two alone: with four, ptxas
-    computes what is emulated of all before it stores the first."""
-    return 3 if spec.tile.n % 3 == 0 else 2 if fp8(spec) else 4
-
-
-def p_early_splits(spec):
-    """Pieces of P that the MMAs may begin with: all but one. In 8 bits that is half: MMAs are faster than the
-    exponentials."""
-    return p_splits(spec) - 1
-
-
-def p_column(spec):
-    """Column of P in its S, whose last ones it takes."""
-    return spec.tile.n - spec.tile.n * bytes_of(spec) // 4
-
-
-def steps(spec, dim, rows):
-    """Offsets in bytes of each MMA's part of the rows of a stage (rows, dim), K-major."""
-    width, each = layout.width(dim * bytes_of(spec)), umma.STEP
-    return [at // width * (rows * width) + at % width for at in range(0, dim * bytes_of(spec), each)]
+    item: Uint32
+    iteration: Any
+    tile: Int32
 
 
 class TmemColumns(NamedTuple):
-    """Addresses in tensor memory."""
+    """Addresses in tensor memory of S (and P, in its last columns) and O."""
 
     s: Int32
     o: Int32
@@ -64,79 +35,121 @@ def columns(base, slot, half) -> TmemColumns:
     return TmemColumns(base + (S + slot * ROWS), base + (O + half * ROWS))
 
 
+def fp8(spec):
+    """Return whether the MMAs multiply 8-bit numbers."""
+    return mma_dtype(spec) == "e4m3"
+
+
+def operand_bytes(spec):
+    """Return the bytes of an element of Q, K, V and P as the MMAs read them."""
+    return 1 if fp8(spec) else 2
+
+
+def mma_kind(spec):
+    """Return the kind of tcgen05.mma."""
+    return "f8f6f4" if fp8(spec) else "f16"
+
+
+def p_splits(spec):
+    """Return the number of parts in which softmax stores P, each of a power of two columns of tensor memory.
+
+    In e4m3 it is 2: with 4, ptxas computes all emulated exponentials before it stores the first part (half of P after
+    786 cycles instead of 616, all of it after 1,087 instead of 1,006).
+    """
+    return 3 if spec.tile.n % 3 == 0 else 2 if fp8(spec) else 4
+
+
+def p_early_splits(spec):
+    """Return the number of parts of P with which P @ V may begin: all but the last. In e4m3 that is half of P, because
+    MMAs are faster than the exponentials."""
+    return p_splits(spec) - 1
+
+
+def p_column(spec):
+    """Return the column of P within S: P takes the last columns."""
+    return spec.tile.n - spec.tile.n * operand_bytes(spec) // 4
+
+
+def k_offsets(spec, dim, rows):
+    """Return the byte offset of the operand of each MMA along `dim`, in a K-major stage (rows, dim)."""
+    size = dim * operand_bytes(spec)
+    width = layout.width(size)
+    return [at // width * (rows * width) + at % width for at in range(0, size, umma.STEP)]
+
+
 def q_descriptors(spec, s, q):
-    """Descriptors of each MMA's part of Q, item q of its pipe, of its halves. In 64 bits: they stay in registers."""
-    t, size = spec.tile, spec.head_dim_qk * bytes_of(spec)
+    """Return the descriptors of Q, item q of its pipeline: for each half, one per MMA.
+
+    They have 64 bits, so that ptxas keeps them in registers across the loop over blocks; those of K and V move and are
+    low words alone. For two blocks of 16 bits that takes 214 instructions instead of 239.
+    """
+    t, size = spec.tile, spec.head_dim_qk * operand_bytes(spec)
     width = layout.width(size)
     first = umma.make_descriptor(umma.k_major(width), s.q.iterator.toint() + pipeline.stage(s.q_pipe, q) * (t.m * size))
-    parts = steps(spec, spec.head_dim_qk, t.m)
-    return [[umma.offset_descriptor(first, half * ROWS * width + at) for at in parts] for half in range(q_stage(spec))]
+    offsets, halves = k_offsets(spec, spec.head_dim_qk, t.m), range(q_stage(spec))
+    return [[umma.offset_descriptor(first, half * ROWS * width + at) for at in offsets] for half in halves]
 
 
-def first_word(spec, stages, i, ring, base, dim):
-    """Low word of the descriptor of item i of K or V."""
+def kv_descriptor(spec, stages, i, ring, base, dim):
+    """Return the low word of the descriptor of K or V, item i of the pipeline `ring`. base: static descriptor of an
+    operand at address 0."""
     return umma.descriptor_low(base, stages.iterator.toint()) + pipeline.stage(ring, i) * (
-        spec.tile.n * dim * bytes_of(spec) >> 4
+        spec.tile.n * dim * operand_bytes(spec) >> 4
     )
 
 
 @cute.jit
-def gemm_qk(spec: cutlass.Constexpr, s, base: Int32, slot, rows, i: Uint32):
-    """One thread: S of a slot is Q K^T of block i of the pipe. rows: of `q_descriptors`, those of the slot's half."""
+def gemm_qk(spec: cutlass.Constexpr, s, base: Int32, slot, q_half, i: Uint32):
+    """Issue S = Q @ K^T of K's item i and commit it to s_full. One thread. q_half: the half's `q_descriptors`."""
     t, dim = spec.tile, spec.head_dim_qk
-    width = const_expr(layout.width(dim * bytes_of(spec)))
-    keys, each = first_word(spec, s.k, i, s.k_pipe, umma.k_major(width), dim), const_expr(steps(spec, dim, t.n))
-    made = const_expr(umma.instruction_descriptor(kind(spec), mma_dtype(spec), ROWS, t.n))
-    for n in cutlass.range_constexpr(len(each)):
-        part = umma.DescriptorLow(keys + (each[n] >> 4), umma.k_major(width))
-        umma.mma(kind(spec), base + (S + slot * ROWS), rows[n], part, made, n > 0)
+    width = const_expr(layout.width(dim * operand_bytes(spec)))
+    k, offsets = kv_descriptor(spec, s.k, i, s.k_pipe, umma.k_major(width), dim), const_expr(k_offsets(spec, dim, t.n))
+    instruction = const_expr(umma.instruction_descriptor(mma_kind(spec), mma_dtype(spec), ROWS, t.n))
+    for n in cutlass.range_constexpr(len(offsets)):
+        b = umma.DescriptorLow(k + (offsets[n] >> 4), umma.k_major(width))
+        umma.mma(mma_kind(spec), base + (S + slot * ROWS), q_half[n], b, instruction, n > 0)
     umma.commit(s.s_full + slot)
 
 
 @cute.jit
-def gemm_pv(spec: cutlass.Constexpr, s, at: TmemColumns, i: Uint32, some: cutlass.Constexpr, first: Int32):
-    """One thread: O += P V of block i of the pipe, of some pieces of P. first: 1 where O begins."""
+def gemm_pv(spec: cutlass.Constexpr, s, at: TmemColumns, i: Uint32, parts: cutlass.Constexpr, is_first: Int32):
+    """Issue O += P @ V of V's item i, for some `parts` of P (see `p_splits`). One thread. is_first: 1 for the block
+    that O begins with, which overwrites O."""
     t, dim = spec.tile, spec.head_dim_vo
-    width, keys = const_expr(layout.width(dim * bytes_of(spec))), umma.STEP // bytes_of(spec)
-    values = first_word(spec, s.v, i, s.v_pipe, umma.mn_major(width, t.n), dim)
-    made = const_expr(umma.instruction_descriptor(kind(spec), mma_dtype(spec), ROWS, dim, "mn"))
-    for piece in some:
-        for n in range(piece * t.n // p_splits(spec) // keys, (piece + 1) * t.n // p_splits(spec) // keys):
-            left = at.s + (p_column(spec) + n * umma.STEP // 4)
-            part = umma.DescriptorLow(values + (n * keys * width >> 4), umma.mn_major(width, t.n))
-            umma.mma(kind(spec), at.o, left, part, made, Int32(1) if n > 0 else 1 - first)
+    width, keys = const_expr(layout.width(dim * operand_bytes(spec))), umma.STEP // operand_bytes(spec)
+    v = kv_descriptor(spec, s.v, i, s.v_pipe, umma.mn_major(width, t.n), dim)
+    instruction = const_expr(umma.instruction_descriptor(mma_kind(spec), mma_dtype(spec), ROWS, dim, "mn"))
+    for part in parts:
+        for n in range(part * t.n // p_splits(spec) // keys, (part + 1) * t.n // p_splits(spec) // keys):
+            p = at.s + (p_column(spec) + n * umma.STEP // 4)
+            b = umma.DescriptorLow(v + (n * keys * width >> 4), umma.mn_major(width, t.n))
+            umma.mma(mma_kind(spec), at.o, p, b, instruction, Int32(1) if n > 0 else 1 - is_first)
 
 
 @cute.jit
 def wait_operand(spec: cutlass.Constexpr, ring: pipeline.Pipeline, i: Uint32):
-    """Until MMAs may read item i of K or V."""
+    """Wait until MMAs may read item i of K or V."""
     pipeline.consumer_wait(ring, i)
     fence_before_mma(spec)
 
 
 @cute.jit
 def fence_before_mma(spec: cutlass.Constexpr):
-    """Between waits for items of K or V and the MMAs that read them."""
+    """Make K and V visible to MMAs, after the wait for them: gathered stages need a proxy fence, of 6 instructions."""
     if const_expr(not dequantises(spec)):
         source(spec).fence_before_mma()
 
 
 @cute.jit
 def zero_tail(spec: cutlass.Constexpr, s, w: work.WorkTileInfo, i: Uint32):
-    """Zeros into the rows of V, item i of its pipe, that lie past the request's last key and may hold anything. Nothing
-    waits for it: S of the tile has just begun."""
+    """Write zeros to the rows of V, item i, past the request's last key: they may hold anything, and 0 * NaN is NaN.
+
+    The mma warp does this, because it consumes V's stages (a warp that did not saw an old phase and zeroed an older
+    block). Nothing waits for it: S of the tile's first block is computed meanwhile.
+    """
     valid = w.kv_len - (w.n_block_max - 1) * spec.tile.n
     if valid < spec.tile.n and source(spec).has_partial_tail(spec, valid):
         stage = s.v[None, None, pipeline.stage(s.v_pipe, i)]
         source(spec).zero_tail(spec, stage, valid, cute.arch.lane_idx(), 32)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-
-
-class MmaState(NamedTuple):
-    """Before the block at hand: items of the pipes of K and V, unsigned, whose stage then takes fewer instructions;
-    rounds; tiles with keys."""
-
-    item: Uint32
-    iteration: Any
-    tile: Int32

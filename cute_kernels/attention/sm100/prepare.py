@@ -1,4 +1,7 @@
-"""The warpgroup that makes operand stages from raw ones: Q of a tile, then its blocks of K and V, two warps each."""
+"""The prepare warpgroup, over quantised caches: it converts K, V and Q to fp16 for the MMAs.
+
+Two warps convert K, two V; all four first convert Q of the tile. Q of fp16 stays as it is loaded.
+"""
 
 from dataclasses import replace
 
@@ -10,29 +13,40 @@ from ...device import layout, mma, pipeline
 from .. import prepare, quant
 from ..schedule import work
 from ..spec import KVSpec
-from .query import gather
+from .query import gather_q
 from .roles import WARPS
 
-LANES = 8  # that have a row of Q, pieces of 16 bytes 128 apart
+LANES = 8  # lanes per row of Q: each has pieces of 16 bytes, 128 bytes apart
 
 
 @cute.jit
 def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share: Int32):
-    """One warp: its share of Q, and of K or V (`which`, of kv.pages), of every tile of this CTA."""
+    """Prepare Q, and K or V (`which`, of kv.pages), of all tiles of the CTA: a warp's share of each."""
+    # Per tile, wait for Q, convert the warp's quarter and announce it (q_ready_pipe). Then per block, wait for the raw
+    # stage and for a free operand stage, dequantise the warp's half of the block's keys, fence (MMAs read through
+    # another proxy), release the raw stage and announce the operand. Q comes first, because no Q @ K^T of the tile can
+    # begin without it. The mma warp releases the operand stages.
+    #
+    # A fifth warpgroup has 48 registers per thread and leaves softmax 160: with 128 keys per block softmax then spills
+    # 72 to 128 bytes, with 96 none.
     ring = prepare.stage_pipelines(s, which)
     i, t, q = Int32(0), Int32(0), Int32(0)
     w = work.consume(spec, s, t)
     while w.is_valid != 0:
+        # Q of the tile
         if w.n_block_max > w.n_block_min:
             prepare_q(spec, plan, s, w, q, share + which * (WARPS // 2))
             q += 1
         for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+            # wait for the raw stage and a free operand stage
             pipeline.consumer_wait(ring.raw, i)
             pipeline.producer_acquire(ring.operand, i)
+            # dequantise
             valid = w.kv_len - n_block * spec.tile.n
             prepare.dequantise_stage(spec, plan.args, s, which, share, const_expr(WARPS // 2), i, valid)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
+            # release the raw stage, announce the operand
             pipeline.consumer_release(ring.raw, i)
             pipeline.mbarrier_arrive(pipeline.full_barrier(ring.operand, i))
             i += 1
@@ -42,10 +56,10 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
 
 @cute.jit
 def prepare_q(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, share: Int32):
-    """One of `WARPS` warps: its rows of Q of a tile, item q of its pipe, gathered where they are packed."""
+    """Convert Q of a tile, item q of its pipeline: the rows of one of `WARPS` warps. Packed rows are gathered first."""
     pipeline.consumer_wait(s.q_pipe, q)
     if w.pack_factor > 1:
-        gather(spec, plan, s, w, q, share, WARPS)
+        gather_q(spec, plan, s, w, q, share, WARPS)
     stage = pipeline.stage(s.q_pipe, q)
     if const_expr(prepare.scales_q_rows(spec)):
         to_fp16(spec, s, stage, pipeline.stage(s.q_ready_pipe, q), share)
@@ -58,8 +72,8 @@ def prepare_q(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, 
 
 
 @cute.jit
-def to_fp16(spec: cutlass.Constexpr, s, stage: Int32, turn: Int32, share: Int32):
-    """One of `WARPS` warps: its rows of bf16 Q, in place, and the unit of each."""
+def to_fp16(spec: cutlass.Constexpr, s, stage: Int32, q_ready_stage: Int32, share: Int32):
+    """Convert bf16 rows of Q to fp16 in place, and store the scale of each: the rows of one of `WARPS` warps."""
     m, boxes = spec.tile.m, const_expr(spec.head_dim_qk * 2 // 128)
     lane, rows = cute.arch.lane_idx(), const_expr(32 // LANES)
     base = s.raw_q.iterator.toint() + stage * (m * spec.head_dim_qk * 2)
@@ -75,4 +89,4 @@ def to_fp16(spec: cutlass.Constexpr, s, stage: Int32, turn: Int32, share: Int32)
         for b in cutlass.range_constexpr(boxes):
             mma.store(at + b * m * 128, [words[4 * b + e] for e in range(4)])
         if lane % LANES == 0:
-            s.q_row_scales[row, turn] = q_row_scale
+            s.q_row_scales[row, q_ready_stage] = q_row_scale

@@ -1,5 +1,7 @@
-"""Q of a tile: a box of TMA, or, where rows are (token, head) pairs, which none holds, copied row by row; and what it
-becomes where the MMAs multiply another type.
+"""The warp that loads Q: by TMA, or, for packed rows, which are (token, head) pairs and form no TMA box, by cp.async.
+
+With keys shared among CTAs this warp also schedules. Over dequantised caches there is no such warp: the warp of V loads
+Q, and the prepare warps gather packed rows (`prepare`).
 """
 
 import cutlass
@@ -17,9 +19,9 @@ PIECE = 16  # bytes that a lane copies at a time
 
 
 @cute.jit
-def gather(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, share: Int32, shares: cutlass.Constexpr):
-    """One of `shares` warps: its packed Q rows of a tile, item q of the pipe; past the request's last, that one. A warp
-    alone leaves out a half that the tile has not."""
+def gather_q(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, share: Int32, shares: cutlass.Constexpr):
+    """Copy packed rows of Q of a tile to item q of the pipeline: the share of one of `shares` warps. Rows past the
+    request's last are copies of that one. A warp alone copies only the halves that the tile has."""
     count = spec.tile.m // shares if const_expr(shares > 1) else tile_q_stage(spec, w) * ROWS
     a, m, size = plan.args, spec.tile.m, const_expr(spec.head_dim_qk * BITS[spec.q] // 8)
     width, pieces = const_expr(layout.width(size)), const_expr(size // PIECE)
@@ -27,9 +29,9 @@ def gather(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, sha
     into = s.raw_q.iterator.toint() + pipeline.stage(s.q_pipe, q) * (m * size)
     for i in cutlass.range(cute.arch.lane_idx(), count * pieces, 32, unroll=4):
         row, byte = share * (m // shares) + i // pieces, i % pieces * PIECE
-        known = cutlass.min(w.m_block * m + row, last)
-        token = w.q_start + geometry.token_of(known, geometry.pack_divisor(w))
-        head = geometry.head_of(known, w.head_idx, geometry.pack_divisor(w))
+        q_row = cutlass.min(w.m_block * m + row, last)
+        token = w.q_start + geometry.token_of(q_row, geometry.pack_divisor(w))
+        head = geometry.head_of(q_row, w.head_idx, geometry.pack_divisor(w))
         source = a.query.q[token, head, None].iterator.toint() + byte
         target = into + byte // width * (m * width) + layout.swizzle(width, row, byte % width)
         text = f"cp.async.cg.shared.global [{{$r0}}], [{{$r1}}], {PIECE};"
@@ -41,11 +43,11 @@ def gather(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, sha
 
 
 @cute.jit
-def load_tile(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32):
-    """One warp: Q of a tile, item q of the pipe."""
+def load_q_tile(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32):
+    """Load Q of a tile to item q of the pipeline. One warp."""
     if w.pack_factor > 1:
         pipeline.producer_acquire(s.q_pipe, q)
-        gather(spec, plan, s, w, q, 0, 1)
+        gather_q(spec, plan, s, w, q, 0, 1)
         pipeline.mbarrier_arrive(pipeline.full_barrier(s.q_pipe, q))
     else:
         load.fetch_q(spec, plan, s, w, q)
@@ -53,12 +55,16 @@ def load_tile(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32):
 
 @cute.jit
 def load_q(spec: cutlass.Constexpr, plan, s):
-    """One warp: Q of all tiles."""
+    """Load Q of all tiles of the CTA. One warp."""
+    # Per tile that has keys, wait for a free stage of Q and fill it: by a TMA box, and its bytes complete the stage's
+    # barrier, or, if rows are packed, by cp.async of 16 bytes per lane, a proxy fence and an arrival. The mma warp
+    # releases the stage when the tile's last Q @ K^T is done. A gather takes a few thousand cycles per tile (4,096
+    # copies of 16 bytes for 256 rows of head_dim 128, 128 per lane), hidden by the tile before if Q has a second stage.
     t, q = Int32(0), Int32(0)
     w = work.consume(spec, s, t)
     while w.is_valid != 0:
         if w.n_block_max > w.n_block_min:
-            load_tile(spec, plan, s, w, q)
+            load_q_tile(spec, plan, s, w, q)
             q += 1
         t += 1
         w = work.consume(spec, s, t)
@@ -66,7 +72,11 @@ def load_q(spec: cutlass.Constexpr, plan, s):
 
 @cute.jit
 def schedule_and_load_q(spec: cutlass.Constexpr, plan, s):
-    """One warp, where CTAs share keys: publishes each work in front of Q of the one before."""
+    """Schedule the CTA's shares of tiles and load their Q. One warp of a kernel in which CTAs share keys."""
+    # As `load_q`, but in front of Q of a tile, the warp finds the CTA's next tile and publishes it (work_pipe, of 4
+    # stages): roles that are ahead, as the loaders of K and V are, find it there. A tile is the CTA's alone or a part
+    # of one that CTAs share; the last item says that there are no more. The warp of Q does this and not that of K, as
+    # in other kernels: over quantised caches, which have no warp of Q, keys are not shared.
     a, t, q = plan.args, Int32(0), Int32(0)
     pack_factor = Divisor(geometry.qhead_per_kvhead(a))
     cta_units, state = stream_k.begin(spec, a)
@@ -75,7 +85,7 @@ def schedule_and_load_q(spec: cutlass.Constexpr, plan, s):
     while w.is_valid != 0:
         state = stream_k.produce_next(spec, a, s, t + 1, cta_units, state, pack_factor)
         if w.n_block_max > w.n_block_min:
-            load_tile(spec, plan, s, w, q)
+            load_q_tile(spec, plan, s, w, q)
             q += 1
         t += 1
         w = work.consume(spec, s, t)

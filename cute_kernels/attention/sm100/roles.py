@@ -1,49 +1,55 @@
-"""The roles of prefill's warps on Blackwell."""
+"""Roles of the warps of the Blackwell kernel, and the shape of a tile: halves of 128 rows, groups, iterations.
+
+A half is 128 rows of a tile (FlashAttention 4: a Q stage). A group is a softmax warpgroup with an S and an O of its own
+in tensor memory.
+"""
 
 from ...device.roles import Role, Roles
 from .. import geometry
 from ..prepare import dequantises
 
-SLOTS = 2  # S that tensor memory has room for
-ROWS = 128  # of a half of the tile: a row for a thread, a lane of tensor memory
+SLOTS = 2  # S tiles that tensor memory has room for
+ROWS = 128  # rows of a half: one row per thread of a warpgroup, and per lane of tensor memory
 WARPS = 4  # warps of a warpgroup
 
 
 def q_stage(spec):
-    """Of the largest tile's rows: two, or one."""
+    """Return the number of halves of the largest tile: 1 or 2."""
     return spec.tile.m // ROWS
 
 
 def groups(spec):
-    """Warpgroups of softmax, each with a slot of S and an O of its own; one, which has both slots in turn, where two O
-    have no room."""
+    """Return the number of softmax warpgroups: 2, each with a slot of S and an O of its own. With head_dim 256 there is
+    room for one O, hence 1 group, which uses both slots in turn."""
     return SLOTS if spec.head_dim_vo <= ROWS else 1
 
 
 def tile_q_stage(spec, w):
-    """Of a tile: a group each, or one, whose blocks all groups have in turn. An int where all tiles have as many."""
+    """Return the number of halves of tile `w`. With 2 halves, each group has one; with 1, all groups alternate over its
+    KV blocks. The result is an int if all tiles of the kernel have the same number."""
     if len(spec.tile.m_choices) == 1:
         return q_stage(spec)
     return geometry.tile_m(spec, geometry.num_rows(w.q_len, w.pack_factor)) // ROWS
 
 
 def pingpong_groups(spec, w):
-    """Groups that have the blocks of a half of a tile in turn, 1 or 2."""
+    """Return the number of groups, 1 or 2, that share a half of tile `w` and alternate over its KV blocks."""
     return groups(spec) + 1 - tile_q_stage(spec, w) if groups(spec) > 1 else 1
 
 
 def num_iterations(spec, w):
-    """Rounds of a tile: in each every group has a block, or none where blocks in turn have come to an end."""
+    """Return the number of iterations of tile `w`. In an iteration every group has one block; if two groups alternate
+    over an odd number of blocks, one of them has none in the last iteration."""
     n = pingpong_groups(spec, w)
     return w.n_block_max - w.n_block_min if is_static(n, 1) else (w.n_block_max - w.n_block_min + n - 1) >> (n - 1)
 
 
 def is_static(number, value):
-    """Whether a number is one of all tiles, and this."""
+    """Return whether a number is known at trace time and equals `value`."""
     return isinstance(number, int) and number == value
 
 
-REGISTERS = {  # (groups, dequantises) -> of softmax, correction, multiplication and loads, preparation
+REGISTERS = {  # (groups, dequantises) -> registers per thread of softmax, correction, mma and loads, prepare
     (2, False): (184, 88, 56, 0),
     (2, True): (160, 64, 48, 48),
     (1, False): (240, 160, 96, 0),
@@ -52,6 +58,7 @@ REGISTERS = {  # (groups, dequantises) -> of softmax, correction, multiplication
 
 
 def roles(spec) -> Roles:
+    """Return the roles in the order of warps; `forward` has the table of what they wait for and signal."""
     softmax, correct, few, prepare = REGISTERS[groups(spec), dequantises(spec)]
     last = "load_q" if not dequantises(spec) else "load_scales" if spec.kv.block_scaled else "idle"
     table = [Role("softmax", groups(spec) * WARPS, softmax), Role("correction", WARPS, correct)]

@@ -1,9 +1,10 @@
-"""Skip-softmax: a KV block that hardly counts for the 128 rows of a half costs Q K^T and its maxima alone.
+"""Skip-softmax: a KV block that hardly counts for the 128 rows of a half costs Q @ K^T and its row maxima only.
 
-The rule is Hopper's (`sm90.skip`), of the rows of a half: it leaves a block out where every row that has keys in it
-finds exp(m_j - m) < threshold / kv_len, m_j the block's exact maximum of the row, m the one of the blocks before that
-were not left out. The first block of a tile never is. The four warps vote; who multiplies reads the votes behind the
-signals that they send all the same, and issues no P V. V of every block is fetched.
+The rule is that of Hopper (`sm90.skip`), for the rows of a half: a block is skipped if every row that has keys in it
+finds exp(m_j - m) < threshold / kv_len. m_j is the row's exact maximum in the block, m the maximum over the blocks
+before that were not skipped. The first block of a tile is never skipped. The four warps of a softmax warpgroup vote
+(22 instructions more per block) and send the signals of every block all the same. The mma warp reads the votes behind
+these signals and does not issue P @ V of a skipped block. V of every block is loaded.
 """
 
 from typing import Any, NamedTuple
@@ -15,18 +16,19 @@ from .. import softmax
 from . import skip_votes
 from .roles import ROWS, WARPS
 
-BARRIER = 1  # + half: its 128 threads
+BARRIER = 1  # + half: named barrier of the 128 threads of a half
 
 
 class SkipRule(NamedTuple):
-    """Of a thread. log2_threshold: log2 of threshold / kv_len. kept_max: (1,), exact maximum of its row so far."""
+    """The rule for a thread's row. log2_threshold: log2(threshold / kv_len). kept_max: (1,), the row's exact maximum
+    over the blocks that were not skipped."""
 
     log2_threshold: Float32
     kept_max: cute.Tensor
 
 
 def rule(spec, a, kv_len) -> Any:
-    """Of a tile; None in other kernels."""
+    """Return the `SkipRule` of a tile, or None if the kernel skips no blocks."""
     if not spec.logits.skip:
         return None
     log2_threshold = a.logits.skip_threshold - cute.math.log2(Float32(kv_len), fastmath=True)
@@ -34,25 +36,26 @@ def rule(spec, a, kv_len) -> Any:
 
 
 class SkipDecision(NamedTuple):
-    """top: (1, 1), the row's maximum in the block at hand. out: whether the half leaves it out."""
+    """A decision about a block. block_max: (1, 1), the row's maximum in the block. skips: whether the half skips it."""
 
     block_max: cute.Tensor
     skips: Int32
 
 
 @cute.jit
-def vote(s, r, rows, of: SkipRule, half: Int32, turn: Int32):
-    """The `SkipDecision` at a block, whose scores are in r.s. turn: its number among the half's."""
+def vote(s, r, rows, rule: SkipRule, half: Int32, block: Int32):
+    """Vote on a block with its scores in r.s, and return the decision. One warpgroup. block: its number among the
+    half's blocks."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
-    top = cute.make_rmem_tensor((1, 1), Float32)
-    top[0] = softmax.reduce(r.s[0, None], cute.arch.fmax)
-    below = top[0] == -Float32.inf or (top[0] - of.kept_max[0]) * r.reduced[0] < of.log2_threshold
-    mine = skip_votes.of(s.skip_votes, half, turn)
-    skip_votes.cast(mine, warp, below or r.tokens[0] >= rows.seqlen.q_len)
+    block_max = cute.make_rmem_tensor((1, 1), Float32)
+    block_max[0] = softmax.reduce(r.s[0, None], cute.arch.fmax)
+    is_small = block_max[0] == -Float32.inf or (block_max[0] - rule.kept_max[0]) * r.reduced[0] < rule.log2_threshold
+    votes = skip_votes.of_block(s.skip_votes, half, block)
+    skip_votes.cast(votes, warp, is_small or r.tokens[0] >= rows.seqlen.q_len)
     cute.arch.barrier(barrier_id=BARRIER + half, number_of_threads=ROWS)
-    return SkipDecision(top, skip_votes.all_of(mine))
+    return SkipDecision(block_max, skip_votes.all_agree(votes))
 
 
-def is_skipped(s, half, turn: Int32):
-    """Who multiplies, behind the half's signals of a block: whether it left it out."""
-    return skip_votes.all_of(skip_votes.of(s.skip_votes, half, turn))
+def is_skipped(s, half, block: Int32):
+    """Return whether the half skipped a block. The mma warp, after the half's signals of the block."""
+    return skip_votes.all_agree(skip_votes.of_block(s.skip_votes, half, block))

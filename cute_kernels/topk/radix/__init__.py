@@ -1,8 +1,7 @@
-"""Radix selection. This file is plain Python: what the kernel can do.
+"""Radix selection: the facts and limits of the kernel, in plain Python.
 
-`supports` is the only statement of what the kernel can do; it imports no DSL, because a process that runs a bundle has
-none.
-"""
+`supports` is the only statement of what the kernel can do. Nothing here imports the DSL, because a process that
+runs a bundle has none."""
 
 from ..spec import BINS, BITS, MAX_PULL_CLUSTER, SMEM_PER_CTA, SMEM_PER_SM, TopKSpec
 
@@ -10,39 +9,41 @@ Spec = TopKSpec
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 CLUSTERS = (1, 2, 3, 4, 8, 16)
 THREADS = (128, 256, 512, 1024)
-GROUP = 256  # places of shared memory that are held or not together
-LIST = 256  # keys at the boundary that are listed one by one
-CHUNK = 512  # keys that a warp looks at, at once, of a slice that is streamed
+GROUP = 256  # positions of shared memory that a warp marks in one step; slices are padded to whole groups
+TIE_LIST = 256  # up to this many keys at the boundary are listed and ranked one by one
+CHUNK = 512  # keys of a streamed slice that a warp examines in one step
 
 
-def places(spec: TopKSpec) -> int:
-    """Of keys in shared memory: those held, and groups that begin before and end behind them."""
+def num_positions(spec: TopKSpec) -> int:
+    """Return the positions of shared memory for keys: `capacity`, and a GROUP on either side for the ends of a slice
+    that is not aligned."""
     return spec.capacity + 2 * GROUP
 
 
 def smem_bytes(spec: TopKSpec) -> int:
-    """Bytes of shared memory of a CTA, or slightly more."""
-    marks, bins = places(spec) // 4, 4 * BINS
+    """Return the bytes of shared memory per CTA, or slightly more."""
+    marks, bins = num_positions(spec) // 4, 4 * BINS
     histograms = max(marks, bins) if spec.cluster == 1 else marks + bins
     if spec.cluster > MAX_PULL_CLUSTER:
         histograms += bins // spec.cluster
-    lists = LIST * 8 * (1 + (spec.cluster > 1))
-    return places(spec) * (BITS[spec.dtype] // 8 + 4 * spec.stream) + histograms + lists + 512
+    lists = TIE_LIST * 8 * (1 + (spec.cluster > 1))
+    return num_positions(spec) * (BITS[spec.dtype] // 8 + 4 * spec.stream) + histograms + lists + 512
 
 
 def ctas_per_sm(spec: TopKSpec) -> int:
-    """CTAs that an SM holds at a time; the compiler is told so. With more threads, registers would spill."""
+    """Return how many CTAs an SM holds at a time; the compiler is told this number. With more threads per SM,
+    registers would spill."""
     threads = 1536 if spec.cluster == 1 and BITS[spec.dtype] == 32 else 1024
     return min(SMEM_PER_SM // (smem_bytes(spec) + 1024), threads // spec.threads)
 
 
 def max_k(spec: TopKSpec) -> int:
-    """The largest k of a slice that is streamed: the candidates of a warp fit beside it."""
+    """Return the largest k of a streamed slice: k candidates and the new ones of one warp must fit shared memory."""
     return spec.capacity - CHUNK
 
 
 def supports(spec: TopKSpec) -> str | None:
-    """None where the kernel runs `spec`, else the reason why not."""
+    """Return None if the kernel runs `spec`, else the reason why not."""
     if spec.dtype not in BITS:
         return f"dtype {spec.dtype}: the kernel has {', '.join(BITS)}"
     if spec.cluster not in CLUSTERS:
@@ -50,9 +51,11 @@ def supports(spec: TopKSpec) -> str | None:
     if spec.threads not in THREADS:
         return f"threads {spec.threads}: the kernel has {THREADS}"
     if spec.capacity < 1024 or spec.capacity % 1024:
-        return f"capacity {spec.capacity}: a multiple of 1024 keys"
+        return f"capacity {spec.capacity}: must be a multiple of 1024 keys"
     if smem_bytes(spec) > SMEM_PER_CTA:
-        return f"capacity {spec.capacity}: {smem_bytes(spec)} bytes of shared memory, a CTA can have {SMEM_PER_CTA}"
+        return (
+            f"capacity {spec.capacity}: needs {smem_bytes(spec)} bytes of shared memory, must be at most {SMEM_PER_CTA}"
+        )
     if spec.stream and max_k(spec) < 1:
-        return f"capacity {spec.capacity}: no room for candidates"
+        return f"capacity {spec.capacity}: must be above {CHUNK} keys to stream"
     return None

@@ -1,37 +1,36 @@
-"""Radix sort of short rows: what `top_k(sorted=True)` launches behind the selection. Plain Python: what the kernel can
-do.
+"""Radix sort of short rows, launched after the selection for `top_k(sorted=True)`: facts and limits, in plain
+Python.
 
-`supports` is the only statement of what the kernel can do; it imports no DSL, because a process that runs a bundle has
-none.
-"""
+`supports` is the only statement of what the kernel can do. Nothing here imports the DSL, because a process that
+runs a bundle has none."""
 
 from ..spec import BITS, SMEM_PER_CTA, SMEM_PER_SM, SortSpec
 
 Spec = SortSpec
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
-DIGIT = 8  # bits of a key that a pass sorts by
+DIGIT = 8  # bits of a key per pass
 DIGITS = 1 << DIGIT
-THREADS = (256, 512, 1024)  # at least one a digit
+THREADS = (256, 512, 1024)  # at least one per digit
 
 
 def smem_bytes(spec: SortSpec) -> int:
-    """Bytes of shared memory of a CTA, or slightly more: pairs, counts of digits, scratch."""
+    """Return the bytes of shared memory per CTA, or slightly more: pairs, counts of digits, scratch."""
     return spec.capacity * 8 + spec.threads // 32 * DIGITS * 4 + 1024
 
 
 def ctas_per_sm(spec: SortSpec) -> int:
-    """CTAs that an SM holds at a time; the compiler is told so."""
+    """Return how many CTAs an SM holds at a time; the compiler is told this number."""
     return min(SMEM_PER_SM // (smem_bytes(spec) + 1024), 1536 // spec.threads)
 
 
 def supports(spec: SortSpec) -> str | None:
-    """None where the kernel runs `spec`, else the reason why not."""
+    """Return None if the kernel runs `spec`, else the reason why not."""
     if spec.dtype not in BITS:
         return f"dtype {spec.dtype}: the kernel has {', '.join(BITS)}"
     if spec.threads not in THREADS:
         return f"threads {spec.threads}: the kernel has {THREADS}"
     if spec.items < 1:
-        return f"items {spec.items}: at least 1"
+        return f"items {spec.items}: must be at least 1"
     if smem_bytes(spec) > SMEM_PER_CTA:
-        return f"items {spec.items}: {smem_bytes(spec)} bytes of shared memory, a CTA can have {SMEM_PER_CTA}"
+        return f"items {spec.items}: needs {smem_bytes(spec)} bytes of shared memory, must be at most {SMEM_PER_CTA}"
     return None
