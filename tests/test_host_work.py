@@ -207,7 +207,7 @@ def test_a_copy_of_an_index_tensor_exceeds_the_bound(monkeypatch):
 
 SCALES = {
     "numbers": ((1.0, 2.0, 3.0), Work(6, 0)),
-    "tensors of heads": (tuple(OF_HEADS.values()), Work(15, 12)),
+    "tensors of heads": (tuple(OF_HEADS.values()), Work(24, 9)),
 }
 
 

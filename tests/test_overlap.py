@@ -115,6 +115,8 @@ def test_outputs_are_apart_from_every_tensor(monkeypatch, function, output, know
     for name, tensors in tensors_of(make(function)).items():
         if name == output or known is True and name not in large:
             continue
+        if known is False and name.endswith("_scale"):  # one element in host memory: a number, read before the launch
+            continue
         for which, t in enumerate(tensors):
             arguments = make(function)
             with machine.override(Kernels() if known else machine.HostMachine()):
