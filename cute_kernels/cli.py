@@ -239,7 +239,9 @@ def arguments() -> argparse.ArgumentParser:
     )
     common.add_argument("--out", type=Path, help="folder of the bundle (default: the folder where lookups begin)")
     common.add_argument(
-        "--objects", type=Path, help="folder of compiled kernels, one file each (default: obj/ beside the bundles)"
+        "--objects",
+        type=Path,
+        help="folder of compiled kernels, by key (default: obj/ of the checkout's build/, or of the user's cache)",
     )
     verbs = parser.add_subparsers(required=True, metavar="build | list | verify | show | pack | unpack | env")
     verb = verbs.add_parser("build", parents=[common], help="compile the missing kernels and publish a bundle")
