@@ -166,7 +166,7 @@ def test_counters_of_parts_are_zero_after_launches():
     for lens in ((100_000,), (3, 70_000, 500), (9000,) * 40):
         run(make(replace(BASE, **lengths(lens)), cum_seq_lens_q=None, max_q_len=None))
     torch.cuda.synchronize()
-    parts = machine.current.splits
+    parts = machine.current.split_scratch
     assert parts and not any(torch.from_dlpack(counters).any() for _, counters in parts.values())
 
 
