@@ -333,7 +333,7 @@ def test_an_error_of_the_kernel_itself_comes_through(here):
         trtllm_batch_context_with_kv_cache(**inputs_of())
 
 
-def tickets_of(here, streams, capturing=False):
+def counters_of(here, streams, capturing=False):
     """Indices that launches on these streams get, one after the other."""
     here.capturing = capturing
     first = len(here.launches)
@@ -343,8 +343,8 @@ def tickets_of(here, streams, capturing=False):
 
 
 def test_streams_and_captured_launches_never_share_a_counter(here):
-    a, b, again, per_thread = tickets_of(here, (0, 77, 0, scratch.PER_THREAD_STREAM))
-    captured = tickets_of(here, (0, 0, 77), capturing=True)
+    a, b, again, per_thread = counters_of(here, (0, 77, 0, scratch.PER_THREAD_STREAM))
+    captured = counters_of(here, (0, 0, 77), capturing=True)
     assert a == again and per_thread == -1
     assert len({a, b, *captured}) == 5 and min(a, b, *captured) >= 0
     assert here.waits == [torch.device("cpu")], "another stream must find zeros"
@@ -352,14 +352,14 @@ def test_streams_and_captured_launches_never_share_a_counter(here):
 
 def test_counters_run_out_into_static_rounds(here, monkeypatch):
     monkeypatch.setattr(scratch, "POOL_SIZE", 2)
-    assert sorted(tickets_of(here, (5,)) + tickets_of(here, (5, 5), True)) == [-1, 0, 1]
-    assert tickets_of(here, (5, 6)) == [0, -1]
+    assert sorted(counters_of(here, (5,)) + counters_of(here, (5, 5), True)) == [-1, 0, 1]
+    assert counters_of(here, (5, 6)) == [0, -1]
 
 
 def test_a_capture_allocates_no_counters(here):
-    assert tickets_of(here, (5, 5), capturing=True) == [-1, -1]
+    assert counters_of(here, (5, 5), capturing=True) == [-1, -1]
     assert here.counter_pools == {} and len(here.launches[0].counters) == 0 and not here.waits
-    assert tickets_of(here, (5,)) == [0]
+    assert counters_of(here, (5,)) == [0]
 
 
 def test_explain(launches):

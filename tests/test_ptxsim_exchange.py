@@ -49,9 +49,9 @@ SUMS = 3 * np.arange(THREADS, 0, -1) + (0 + 64 + 128)
 class Launches:
     def __init__(self, body: str) -> None:
         self.memory = Global()
-        self.part, self.counter_pools = np.zeros((CTAS, THREADS), np.uint32), np.zeros(4, np.uint32)
+        self.part, self.counters = np.zeros((CTAS, THREADS), np.uint32), np.zeros(4, np.uint32)
         self.out = np.zeros(THREADS, np.uint32)
-        arrays = (self.part, self.counter_pools, self.out)
+        arrays = (self.part, self.counters, self.out)
         params: list[bytes | TensorMap] = [np.uint64(self.memory.add(array)).tobytes() for array in arrays]
         self.call = KernelLaunch(f"{HEAD}{body}ret;\n}}\n", params, (CTAS, 1, 1), shared=4096, memory=self.memory)
 
@@ -72,7 +72,7 @@ def test_correct(mode, resident):
     launches = Launches(MERGE)
     for seed in range(2):
         assert (launches.run(mode=mode, seed=seed, resident=resident) == SUMS).all()
-        assert not launches.tickets.any()
+        assert not launches.counters.any()
 
 
 @pytest.mark.parametrize("resident", [1, 2, 3])
