@@ -4,11 +4,16 @@
       mma_one_tile        loops over the KV blocks of a tile, high to low, one loop per mask segment
         mma_one_n_block   S = Q @ K^T of one block, softmax, O += P @ V of the block before
 
-The overlap is that of FlashAttention-3. Within a warpgroup, Q K^T of a block and P V of the block before are in flight
-together, and the softmax of the block runs under that P V. So a tile has a half block at each end: `first_half_block`
-computes P of its first block, `last_half_block` issues P V of its last one together with the first Q K^T of the next
-tile. Between warpgroups, named barriers let them issue MMAs in turn, so that the softmax of one runs under the MMAs
-of another (`groups`). With skip-softmax, `skip` replaces this file's `mma_one_tile` and `last_half_block`.
+Blocks are visited from the highest to the lowest. The overlap is that of FlashAttention-3. Within a warpgroup, Q K^T
+of a block and P V of the block visited before are in flight together. The start of the softmax runs under that P V (in
+16 bits half of the thread's first row, in FP8 that row), and the rest under the MMAs of the other warpgroups: named
+barriers let warpgroups issue MMAs in turn (`groups`). So a tile has a half block at each end: `first_half_block`
+computes P of the highest block, `last_half_block` issues P V of the lowest one together with the first Q K^T of the
+next tile. With skip-softmax, `skip` replaces this file's `mma_one_tile` and `last_half_block`.
+
+Arguments: s is the shared storage, r the warpgroup's fragments (acc_s and acc_o among them; a thread has two rows of
+each), w the published work tile, a the launch arguments. at is a `ConsumerState`, which stage of each pipeline comes
+next: at.q and at.kv are items, numbers that count what has passed through a pipeline.
 """
 
 import cutlass
@@ -53,17 +58,17 @@ def mma_one_tile(
     at: ConsumerState,
     capped: cutlass.Constexpr,
 ):
-    """Compute the KV blocks of a work tile, all but the P V of the last one, which `last_half_block` issues.
+    """Compute the KV blocks of a work tile, all but the P V of the lowest one, which `last_half_block` issues.
 
-    at: pipeline items of the tile's Q and of its first (highest) KV block. capped: whether scores are soft-capped.
-    Returns the `ConsumerState` of the last block.
+    at: pipeline items of the tile's Q and of its highest KV block. capped: whether scores are soft-capped.
+    Returns the `ConsumerState` of the lowest block.
     """
-    # S = Q @ K^T of the first block, where the tile before has not issued it
+    # S = Q @ K^T of the highest block, unless the tile before has issued it
     if const_expr(not overlap_next_qk(spec)):
         issue_first_qk(spec, plan, s, r, tile.w, at)
     first_half_block(spec, plan.args, s, r, tile, at.kv, capped)
 
-    # The other blocks, from high to low. A warpgroup without query rows leaves them to the others.
+    # The other blocks, from high to low. A warpgroup whose 64 rows lie past the sequence computes none of them.
     n_block_min, n_block_max = tile.w.n_block_min, tile.w.n_block_max - 1
     if const_expr(spec.tile.warpgroups > 1):
         if first_row(spec, tile.w) >= geometry.num_rows(tile.w.q_len, tile.w.pack_factor):
@@ -76,7 +81,7 @@ def mma_one_tile(
         if const_expr(spec.tile.promote_interval == 0):
             for n_block in cutlass.range(segment.n_block_max - 1, segment.n_block_min - 1, -1, unroll=1):
                 at = mma_one_n_block(spec, plan, s, r, tile, at, n_block, flags)
-        else:  # the same loop, left after every `promote_interval` blocks to promote O
+        else:  # the same loop, left after every `promote_interval` blocks to add acc_o to sums in fp32 (`promotion`)
             hi = segment.n_block_max
             while hi > segment.n_block_min:
                 lo = cutlass.max(segment.n_block_min, hi - r.promoted.counts[0])
@@ -84,7 +89,7 @@ def mma_one_tile(
                     at = mma_one_n_block(spec, plan, s, r, tile, at, n_block, flags)
                 promotion.promote(spec, r.promoted, r.acc_o, hi - lo)
                 hi = lo
-    # blocks left to the others; then O += promoted sums, release the Q stage
+    # Pass the stages of the blocks that were not computed. Then add the promoted sums to O and release the Q stage.
     if const_expr(spec.tile.warpgroups > 1):
         at = drain_blocks(spec, s, at, n_block_min - tile.w.n_block_min)
     finish_qk(spec, s, r, at)
@@ -101,9 +106,9 @@ def first_half_block(
     i: pipeline.PipelineState,
     capped: cutlass.Constexpr,
 ):
-    """Begin a tile: from S of its first KV block, item i, in flight, compute P into r.p. Its P V is then pending.
+    """Begin a tile: wait for S of its highest KV block, item i, and compute P into r.p. Its P V is then pending.
 
-    The first block is the highest one, the only one that may reach past the last key.
+    The highest block is the only one that may reach past the last key.
     """
     # O = 0, row_max = -inf, row_sum = 0
     online.reset(r.st, online.NO_KEY_MAX)
@@ -149,11 +154,10 @@ def mma_one_n_block(
     Returns the `ConsumerState` of `n_block`, the P V of which is then pending.
     """
     # It waits for K of `n_block`, the warpgroup's turn and V of the block before; it releases K when S is read and V
-    # when P V is done. Q K^T is issued first, because the softmax needs S before O. P V has ended by the time the first
-    # row is done, so the conversion of that row runs under the exponentials of the second. Except in the first blocks
-    # of a tile, exponentials do not wait for the maxima (`speculate_p`): FP8, full attention, went from 906 to 1,060
-    # TFLOP/s, bf16 from 752 to 797 in one run and from 754 to 759 in another (bench/notes/attention-sm90.md,
-    # 2026-11-23).
+    # when P V is done. Q K^T is issued first, because the softmax needs S before O. r.p is single: row 0 of P can be
+    # written only after `wait_group(0)`, when P V no longer reads it. Except in the blocks with `flags.is_first`, the
+    # highest ones, exponentials do not wait for the maxima (`speculate_p`), which made FP8 17 % faster
+    # (bench/notes/attention-sm90.md, 2026-11-23).
     i, next_at, a = at.kv, at._replace(kv=pipeline.next_item(s.k_pipe, at.kv)), plan.args
     pipeline.consumer_wait(s.k_pipe, next_at.kv)
     fence_before_mma(spec, pages.K)
@@ -166,25 +170,25 @@ def mma_one_n_block(
     logits.fetch_mask(spec, a, rows_of(r, tile), tile.mask_start, n_block * spec.tile.n, LANES)
     # wait for S
     warpgroup.wait_group(1)
-    # The release of K depends on `value >= below`, which always holds (exp >= 0 >= -|scale|), but the compiler cannot
-    # know it: so it keeps the release behind the scores and the wait behind the release, whatever a device scale holds.
+    # `consumer_release_after` releases K only if its value is at least `below`. That always holds (exp >= 0 >=
+    # -|scale|), but the compiler cannot know it: it keeps the release behind the scores, `wait_group(0)` behind that.
     below = -cute.math.absf(tile.scales.reduced)
     if const_expr(flags.is_first):
-        # softmax, maxima first; row 0
+        # the exact maxima first, then the exponentials of row 0
         mask_and_update_max(spec, a, r, tile, n_block, flags)
         compute_p(r, tile, 0)
         # release the K stage; wait for P V, release the V stage
         pipeline.consumer_release_after(s.k_pipe, next_at.kv, wgmma.rows_cols(r.acc_s)[0, 0], below)
         warpgroup.wait_group(0)
         pipeline.consumer_release(s.v_pipe, i)
-        # P of row 0 into its operand, row 1
+        # row 0 becomes an operand while row 1 is computed
         convert_p(spec, r, 0)
         compute_p(r, tile, 1)
         convert_p(spec, r, 1)
         rescale_o(spec, r)
     else:
-        # softmax with the old maxima; row 0, as many columns as registers allow while P V still reads r.p: in 16 bits a
-        # whole row spills
+        # Exponentials with the old maxima: of row 0 as many columns as registers allow while P V still reads r.p (in 16
+        # bits a whole row spills).
         transform_scores(spec, a, r, tile, n_block, flags)
         n = const_expr(spec.tile.n // LANES)
         cut = const_expr(n if fp8(spec) else n // 8 * 4)
@@ -193,8 +197,8 @@ def mma_one_n_block(
         pipeline.consumer_release_after(s.k_pipe, next_at.kv, online.join_chains(front.sum_chains, online.add), below)
         warpgroup.wait_group(0)
         pipeline.consumer_release(s.v_pipe, i)
-        # This is zero, since no sum of exponentials is negative (a NaN row may give all ones: it stays NaN), but the
-        # compiler cannot know it: P is then defined behind the wait. Otherwise it would wait for each MMA by itself.
+        # The sign bit of a sum of exponentials is always 0. OR-ing it into P makes P depend on a value that is read
+        # after the wait; otherwise the compiler waits after each MMA. (A NaN may have the bit: its P stays NaN.)
         zero = Uint32(warp.bits(r.st.row_sum[0]) >> Int32(31))
         # the rest of row 0 and row 1
         row0 = speculate_p(spec, r, tile, 0, range(cut, n), front) if const_expr(cut < n) else front._replace(words=[])
@@ -209,11 +213,11 @@ def mma_one_n_block(
 
 @cute.jit
 def last_half_block(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, next_w: WorkTileInfo, at: ConsumerState):
-    """Finish a tile: issue the pending P V of item at.kv and wait for it. Where Q has room for it, the first Q K^T of
-    the next tile is issued too and runs under this tile's epilogue.
+    """Finish a tile: issue the pending P V of item at.kv and wait for it. If Q has room, the first Q K^T of the next
+    tile is issued too and runs under this tile's epilogue.
 
-    After the last tile, that Q K^T multiplies whatever the stages hold: with MMAs in flight across a conditional the
-    compiler waits after each of them.
+    That Q K^T is issued even after the last tile, where nobody reads its result: a branch around it would make the
+    compiler wait after each MMA in flight.
     """
     if const_expr(overlap_next_qk(spec)):
         if next_w.is_valid != 0:
@@ -303,7 +307,7 @@ def first_row(spec, w):
 def drain_blocks(spec: cutlass.Constexpr, s, at: ConsumerState, count: Int32):
     """Pass `count` KV blocks without computing them: wait for K and V, take the turn, release both.
 
-    A warpgroup without query rows does so. Returns the `ConsumerState` of the last block.
+    A warpgroup whose rows lie past the sequence does so. Returns the `ConsumerState` of the lowest block.
     """
     i = at.kv
     for _ in cutlass.range(count, unroll=1):
