@@ -357,7 +357,7 @@ def renamed(members, name):
 @pytest.mark.parametrize(
     "change, reason",
     [
-        (lambda m: {name: m[name] for name in reversed(m)}, f"first file is not {manifest.FILE}"),
+        (lambda m: {name: m[name] for name in reversed(m)}, f"its first file must be {manifest.FILE}"),
         (lambda m: {manifest.FILE: m[manifest.FILE]}, "damaged"),
         (lambda m: m | {next(n for n in m if n.startswith("attention")): b"x"}, "does not have the hash"),
         (lambda m: renamed(m, "../outside.so"), "must be the name of a file"),

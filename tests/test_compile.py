@@ -71,9 +71,9 @@ def disassembled(held, op, spec):
 
 
 def as_dispatch_counts(entry, spec):
-    """`resident` must not promise CTAs that an SM has no room for."""
+    """`ctas_per_sm` must not promise CTAs that an SM has no room for."""
     kernel = sort if isinstance(spec, SortSpec) else radix
-    assert 0 < entry["registers"] * spec.threads * kernel.resident(spec) <= REGISTERS
+    assert 0 < entry["registers"] * spec.threads * kernel.ctas_per_sm(spec) <= REGISTERS
     assert entry["shared"] <= kernel.shared(spec) + RESERVED
 
 

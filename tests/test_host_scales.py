@@ -205,7 +205,7 @@ def bits(tensors: list[torch.Tensor]) -> list[Any]:
 
 
 @pytest.fixture
-def problems(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Problems that calls serve."""
     found, run = [], plan.run
     monkeypatch.setattr(plan, "run", lambda p: found.append(p) or run(p))
@@ -222,7 +222,7 @@ FORMS = {"()": torch.tensor(VALUE), "(1,)": torch.tensor([VALUE]), "(1, 1)": tor
 
 
 @every
-def test_a_tensor_of_the_host_is_a_number(case, problems):
+def test_a_tensor_of_the_host_is_a_number(case, served):
     """On the CPU, bit by bit, and beside data of a device, of which no value is read."""
     want, forms = bits(outcome(case, number_of(case))), [*FORMS.values()]
     assert want != bits(outcome(case, torch.tensor([3.0]) if takes_no_number(case) else 3.0)), "the scale is not used"
@@ -230,9 +230,9 @@ def test_a_tensor_of_the_host_is_a_number(case, problems):
         assert bits(outcome(case, scale)) == want
         assert any(t.is_meta for t in outcome(case, scale, "meta"))
     if case in ATTENTION:
-        assert len(problems) == 2 + 2 * len(forms)
-        first = problems[0]
-        for p in problems[2:]:
+        assert len(served) == 2 + 2 * len(forms)
+        first = served[0]
+        for p in served[2:]:
             assert (p.scale, p.out_scale) == (first.scale, first.out_scale)
             assert p.scale_tensor is p.out_scale_tensor is None
 

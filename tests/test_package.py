@@ -509,7 +509,7 @@ def test_an_installed_package_builds_and_finds_bundles(installed):
     text = file.read_text()
     file.write_text(text + "changed = 1\n")
     try:
-        code = f"from cute_kernels import cli, places; print(*map(cli.usable, places.bundles('{ARCH}')))"
+        code = f"from cute_kernels import cli, paths; print(*map(cli.usable, paths.bundles('{ARCH}')))"
         assert installed.run("python", "-c", code).startswith(f"not usable, 1 kernels of {ARCH}, DSL ")
     finally:
         file.write_text(text)
