@@ -206,7 +206,7 @@ def bits(tensors: list[torch.Tensor]) -> list[Any]:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Problems that calls serve."""
+    """Calls that are served."""
     found, run = [], plan.run
     monkeypatch.setattr(plan, "run", lambda p: found.append(p) or run(p))
     return found
