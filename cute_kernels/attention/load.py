@@ -1,7 +1,7 @@
 """The producer roles: load_k and load_v (`load_kv`, `tile.load_warps` warps each), and load_scales.
 
-A role is one loop over the CTA's tiles, with an inner loop over the KV blocks of a tile, last block first. How a block
-reaches shared memory is the source's (`kv`).
+A role is one loop over the CTA's tiles, with an inner loop over the KV blocks of a tile, highest block first. How a
+block reaches shared memory is the source's (`kv`).
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ class LoadTarget(NamedTuple):
 
 
 class PrologueWork(NamedTuple):
-    """The first KV block of a CTA as found before the launch before has ended; it may turn out wrong. n_block: -1 if
+    """The first KV block of a CTA as found before the previous kernel has ended; it may turn out wrong. n_block: -1 if
     there is none."""
 
     batch_idx: Int32
@@ -60,8 +60,8 @@ def load_or_reserve_q(spec: cutlass.Constexpr, plan, s, w: WorkTileInfo, q: Int3
 
 @cute.jit
 def prologue_prefetch(spec: cutlass.Constexpr, a, s, page_ids, which: cutlass.Constexpr, loader: Int32):
-    """Wait for the launch before, then look up the pages of the CTA's expected first block. Called by one warp. Return
-    the `PrologueWork`."""
+    """Wait for the previous kernel, then look up the pages of the CTA's expected first block. Called by one warp.
+    Return the `PrologueWork`."""
     cute.arch.barrier(barrier_id=pdl.PROLOGUE_BARRIER, number_of_threads=pdl.prologue_threads(spec))
     prologue = PrologueWork(*(cute.arch.make_warp_uniform(s.prologue_work[i]) for i in range(3)))
     cute.arch.griddepcontrol_wait()
@@ -73,14 +73,14 @@ def prologue_prefetch(spec: cutlass.Constexpr, a, s, page_ids, which: cutlass.Co
     return prologue
 
 
-# The load_k and load_v roles: one iteration per tile, an inner one per KV block, last block first.
+# The load_k and load_v roles: one iteration per tile, an inner one per KV block, highest block first.
 #   waits for   work_pipe (the tile), then per block a free stage of k_pipe or v_pipe
 #   loads       the block by TMA or cp.async (`source(spec).fill`); page ids are looked up one block ahead
 #   releases    work_pipe as soon as the tile is read; the load itself signals the full barrier of the stage
 # In kernels without a schedule warp, loader 0 of one role is the tile scheduler too (`produces_tiles`): it produces the
-# next tile after the first block of this one, while the blocks are on their way. Loader 0 of one role may also load Q
-# (`loads_q`), before the tile's first block. With a PDL prologue, the page ids of the CTA's first block are there
-# already if it is the expected one.
+# next tile after the first (highest) block of this one, while the blocks are on their way. Loader 0 of one role may
+# also load Q (`loads_q`), before the tile's first block. With a PDL prologue, the page ids of the CTA's first block are
+# there already if it is the expected one.
 @cute.jit
 def load_kv(
     spec: cutlass.Constexpr,
@@ -131,7 +131,7 @@ def load_kv(
             for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
                 source(spec).fill(spec, *into, page_ids, sequence_pages, KVBlock(loader, i, n_block, head, w.kv_len))
                 i += 1
-                # the next tile: after the first block, or below if there is none
+                # produce the next tile after the first (highest) block; a tile without blocks does so below
                 if const_expr(produces_tiles):
                     if loader == 0 and n_block == w.n_block_max - 1:
                         tiles.produce_next(spec, a, s, t + 1)

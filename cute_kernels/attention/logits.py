@@ -31,12 +31,12 @@ class ScoreRows(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoreCols:
-    """The columns of a thread's view of scores: keys first + at[c]. at: static numbers. own: the thread's own offset,
-    which `first` includes. lanes: number of neighbouring lanes that share a row."""
+    """The columns of a thread's view of scores: keys first + at[c]. at: static numbers. lane_col: the column offset of
+    this lane, which `first` includes. lanes: number of neighbouring lanes that share a row."""
 
     first: Int32
     at: cutlass.Constexpr
-    own: Int32 = 0  # type: ignore[assignment]
+    lane_col: Int32 = 0  # type: ignore[assignment]
     lanes: cutlass.Constexpr = 1
 
 
@@ -109,7 +109,7 @@ def transform(
                 mask.apply_words(s, rows.words)
             else:
                 for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
-                    mask.apply_custom(s, r, rows.words[r], cols.at, cols.own, cols.lanes)
+                    mask.apply_custom(s, r, rows.words[r], cols.at, cols.lane_col, cols.lanes)
         if const_expr(spec.mask.tree):
             if rows.seqlen.tree != 0:
                 bits = cute.domain_offset((rows.start, 0), a.mask.tree_mask)

@@ -1,13 +1,16 @@
 """The masks: causal, sliding window, tree (draft tokens) and custom.
 
 - `visible` defines the causal and window mask: the keys that a token sees. All else follows from it.
-- `kv_range` and `full_range` say which KV blocks a tile visits and which of these need no mask; the scheduler calls
-  them. `segments` orders a tile's blocks for kernels that have one loop with the mask and one without.
+- `kv_range` says which KV blocks a tile visits, `full_range` which of these need no mask. The schedulers (`schedule`)
+  call both for each tile; the softmax of sm100 calls `full_range` again, for its half of a tile.
+- `segments` cuts a tile's blocks, from the highest to the lowest, for kernels that have one loop with the mask and one
+  without.
 - `apply` writes -inf into the scores of a block: here the causal mask happens. Every mainloop calls `logits.transform`,
   which calls `apply`.
 
 Everything before `apply` is plain arithmetic on ints or traced values. Tokens and keys are counted within a sequence;
-token i is at position i + kv_len - q_len (bottom-right alignment).
+token i is at position i + kv_len - q_len (bottom-right alignment). Every kernel processes the blocks of a tile from the
+highest to the lowest: the first block of a tile is its highest one.
 """
 
 from dataclasses import dataclass
@@ -36,7 +39,8 @@ class SeqlenInfo:
 
 
 def seqlen_info(spec, a, q_len, kv_len):
-    """Return the `SeqlenInfo` of a sequence. A custom mask without bytes masks all keys."""
+    """Return the `SeqlenInfo` of a sequence. If the call's custom mask is empty (0 bytes), kv_len is 0: no token sees a
+    key, and no kernel reads the mask."""
     if spec.mask.custom:
         kv_len *= cutlass.min(a.mask.custom_mask.shape[0], 1)
     return SeqlenInfo(
@@ -53,12 +57,12 @@ def visible(spec, token, seqlen: SeqlenInfo):
     position = token + seqlen.kv_len - seqlen.q_len
     lo, hi = 0, seqlen.kv_len
     if spec.mask.causal != "never":
-        own = position + 1
+        causal_hi = position + 1
         if spec.mask.causal == "value":
-            own = cutlass.max(own, seqlen.non_causal * seqlen.kv_len)
+            causal_hi = cutlass.max(causal_hi, seqlen.non_causal * seqlen.kv_len)
         if spec.mask.tree:
-            own = cutlass.max(own, seqlen.tree * seqlen.kv_len)
-        hi = cutlass.min(hi, own)
+            causal_hi = cutlass.max(causal_hi, seqlen.tree * seqlen.kv_len)
+        hi = cutlass.min(hi, causal_hi)
     if spec.mask.window:
         lo = cutlass.max(lo, position - seqlen.window_left)
     return lo, hi
@@ -84,13 +88,12 @@ def full_range(spec, first, last, seqlen: SeqlenInfo):
 
 
 class Segment(NamedTuple):
-    """The KV blocks n_block_min to n_block_max - 1. Static: masked, some row may not see some key; is_first, they come
-    first in a tile."""
+    """KV blocks of a tile that are processed by the same code. The two flags are known at trace time."""
 
-    n_block_min: Any
-    n_block_max: Any
-    masked: bool
-    is_first: bool
+    n_block_min: Any  # the lowest block
+    n_block_max: Any  # the highest block + 1
+    masked: bool  # the mask must be applied: some row may not see some key
+    is_first: bool  # processed before the other segments: sm90 then updates row_max before the exponentials
 
 
 def segments(
@@ -98,13 +101,13 @@ def segments(
 ):
     """Cut [n_block_min, n_block_max) into segments, from high blocks to low; return only those that may hold a block.
 
-    The first segment has the first `exact_max_blocks` blocks and all blocks masked on the right (causal). Then come the
-    full blocks, then those masked on the left (window). merge_left_segment: with a window, full blocks take the code of
-    those masked on the left.
+    The first segment has the `exact_max_blocks` highest blocks and all blocks masked on the right (causal). Then come
+    the full blocks, then those masked on the left (window). merge_left_segment: with a window, full blocks take the
+    code of those masked on the left.
 
-    A caller loops over the tuple at trace time: the loop body is written once, and the copy for full blocks has no
-    predicate. A tile's last block is not among these blocks: without a causal mask, only that one can be cut on the
-    right.
+    A caller loops over the segments at trace time. It writes its loop over blocks once; the loop is compiled once per
+    segment, for full blocks without the mask. The range must not contain the tile's highest block, which callers
+    process before, with the mask: without a causal mask, it is the only block that can be masked on the right (kv_len).
     """
     if spec.mask.custom:  # no block is full
         return (Segment(n_block_min, n_block_max, True, True),)
@@ -114,8 +117,13 @@ def segments(
     first = Segment(mid, n_block_max, right or spec.mask.window, True)
     if merge_left_segment and spec.mask.window:
         return first, Segment(n_block_min, mid, True, False)
-    cut = first, Segment(left, mid, False, False), Segment(n_block_min, left, True, False)
-    return cut[0 if right or exact_max_blocks else 1 : 3 if spec.mask.window else 2]
+    cut = []
+    if right or exact_max_blocks:
+        cut.append(first)
+    cut.append(Segment(left, mid, False, False))  # full blocks
+    if spec.mask.window:
+        cut.append(Segment(n_block_min, left, True, False))
+    return tuple(cut)
 
 
 @cute.jit
@@ -124,16 +132,16 @@ def apply(
     s: cute.Tensor,
     tokens: cute.Tensor,
     cols: cutlass.Constexpr,
-    key: Int32,
+    first_key: Int32,
     seqlen: SeqlenInfo,
 ):
-    """Set s (rows, cols) to -inf where tokens[row] does not see key + cols[c]: the causal mask, the window and kv_len.
-    cols: static numbers; `key` includes the thread's own offset."""
+    """Set s (rows, cols) to -inf where tokens[row] does not see key first_key + cols[c]: the causal mask, the window
+    and kv_len. cols: static numbers. first_key: includes the column offset of this lane."""
     for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
         # the visible keys of the row, as columns
         lo, hi = visible(spec, tokens[r], seqlen)
-        lo, hi = lo - key, hi - key
-        # neighbouring columns: one word of bits masks 32 of them
+        lo, hi = lo - first_key, hi - first_key
+        # the thread has a whole row (sm100): one word of bits masks 32 consecutive columns
         if const_expr(list(cols) == list(range(len(cols)))):
             row = s[r, None]
             for k in cutlass.range_constexpr(0, cute.size(row), 32):
@@ -142,7 +150,7 @@ def apply(
                     hidden |= ~warp.shift_left(0xFFFFFFFF, cutlass.max(lo - k, 0))
                 for c in cutlass.range_constexpr(32):
                     row[k + c] = -Float32.inf if hidden & const_expr(1 << c) != 0 else row[k + c]
-        # others: a comparison per column
+        # the row is spread over lanes (the WGMMA layout of sm90; decode): one comparison per column
         else:
             for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
                 out = cols[c] >= hi
@@ -153,13 +161,13 @@ def apply(
 
 @cute.jit
 def apply_tree(
-    s: cute.Tensor, bits: cute.Tensor, tokens: cute.Tensor, cols: cutlass.Constexpr, key: Int32, q_len: Int32
+    s: cute.Tensor, bits: cute.Tensor, tokens: cute.Tensor, cols: cutlass.Constexpr, first_draft: Int32, q_len: Int32
 ):
-    """Apply the tree mask: set s to -inf for draft token t = key + cols[c] if bit t of bits[tokens[row]] is 0. Keys
-    that are not draft tokens do not change, nor do rows past the sequence's q_len tokens."""
+    """Apply the tree mask: set s to -inf for draft token t = first_draft + cols[c] if bit t of bits[tokens[row]] is 0.
+    Keys that are not draft tokens do not change, nor do rows past the sequence's q_len tokens."""
     for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
         for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
-            draft = key + cols[c]
+            draft = first_draft + cols[c]
             if draft >= 0 and draft < 32 * bits.shape[1] and tokens[r] < q_len:
                 if (bits[tokens[r], draft // 32] >> (draft % 32)) & 1 == 0:
                     s[r, c] = -Float32.inf
@@ -180,15 +188,23 @@ def custom_word(bits: cute.Tensor, start: Int32, bit: Int64):
 
 @cute.jit
 def apply_custom(
-    s: cute.Tensor, r: cutlass.Constexpr, word: Uint32, cols: cutlass.Constexpr, own: Int32, lanes: cutlass.Constexpr
+    s: cute.Tensor,
+    r: cutlass.Constexpr,
+    word: Uint32,
+    cols: cutlass.Constexpr,
+    lane_col: Int32,
+    lanes: cutlass.Constexpr,
 ):
-    """Apply a custom mask to row r of s: set it to -inf where the bit of column cols[c] + own is 0.
+    """Apply a custom mask to row r of s: set it to -inf where the bit of column cols[c] + lane_col is 0.
 
-    cols: static. own: less than 8; cols[c] + own must be in the same 32 columns as cols[c]. word: lane i of the `lanes`
-    neighbours that share the row has the bits of columns 32 i to 32 i + 31.
+    cols: static. lane_col: the column offset of this lane, less than 8; cols[c] + lane_col must be in the same 32
+    columns as cols[c]. word: lane i of the `lanes` neighbours that share the row has the bits of columns 32 i to
+    32 i + 31.
     """
     lane = cute.arch.lane_idx()
-    mine = [cute.arch.shuffle_sync(word, lane // lanes * lanes + i) >> Uint32(own) for i in range(cols[-1] // 32 + 1)]
+    mine = [
+        cute.arch.shuffle_sync(word, lane // lanes * lanes + i) >> Uint32(lane_col) for i in range(cols[-1] // 32 + 1)
+    ]
     for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
         bit = mine[const_expr(cols[c] // 32)] & const_expr(1 << cols[c] % 32)
         s[r, c] = warp.select(bit == 0, -Float32.inf, s[r, c])

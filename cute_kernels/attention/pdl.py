@@ -1,6 +1,6 @@
-"""The prologue under programmatic dependent launch (PDL): work that a CTA does before the launch before has ended.
+"""The prologue under programmatic dependent launch (PDL): work that a CTA does before the previous kernel has ended.
 
-That launch may still write the lengths and offsets. A result computed from them must be checked against the values read
+That kernel may still write the lengths and offsets. A result computed from them must be checked against the values read
 after `griddepcontrol.wait` (`stream_k.first_work`, `load.load_kv`).
 """
 
@@ -13,7 +13,7 @@ PROLOGUE_BARRIER = 1  # named barrier of the warps with a prologue
 
 
 def has_prologue(spec):
-    """Return whether a CTA finds its first tile while the launch before may still run."""
+    """Return whether a CTA finds its first tile while the previous kernel may still run."""
     return spec.tile.pdl_prologue
 
 
@@ -24,8 +24,8 @@ def prologue_threads(spec):
 
 @dataclass(frozen=True)
 class UncachedTensor:
-    """An int32 tensor in global memory that is read past the L1 cache, which may hold lines that the launch before has
-    changed since."""
+    """An int32 tensor in global memory that is read past the L1 cache, which may hold lines that the previous kernel
+    has changed since."""
 
     tensor: cute.Tensor
 

@@ -1,4 +1,4 @@
-"""Conversion of cached words, in their storage format, to pairs of 16-bit operands of `mma.sync`.
+"""Conversion of the words of K and V, in their storage format, to pairs of 16-bit operands of `mma.sync`.
 
 Quantised caches are computed in fp16, which holds every e4m3 value, and every e2m1 value times its scale factor,
 exactly. Nothing is written back: a word is converted where it is used, once for all query rows of a warp. Blackwell has

@@ -35,7 +35,7 @@ class DecodeTileConfig:
 
     load_warps: ClassVar[int] = 1  # warps that fill a stage together
     per_tile_pack_gqa: ClassVar[bool] = False  # PackGQA is the same for all tiles, see `work.WorkTileInfo`
-    pdl_prologue: ClassVar[bool] = True  # a CTA finds its first tile during the launch before, see `pdl`
+    pdl_prologue: ClassVar[bool] = True  # a CTA finds its first tile during the previous kernel, see `pdl`
 
     @property
     def warps(self) -> int:

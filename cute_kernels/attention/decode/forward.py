@@ -2,16 +2,17 @@
 
 | role        | warps            | registers | waits for                        | signals                            |
 | ----------- | ---------------- | --------- | -------------------------------- | ---------------------------------- |
-| load_k      | 1                | 72 (56)   | work_pipe full, k_pipe empty     | work_pipe empty, k_pipe full (TMA) |
-| load_v      | 1                | 72 (56)   | work_pipe full, v_pipe empty     | work_pipe empty, v_pipe full (TMA) |
+| load_k      | load_warps (1)   | 72 (56)   | work_pipe full, k_pipe empty     | work_pipe empty, k_pipe full (TMA) |
+| load_v      | load_warps (1)   | 72 (56)   | work_pipe full, v_pipe empty     | work_pipe empty, v_pipe full (TMA) |
 | schedule    | 1                | 72 (56)   | work_pipe empty                  | work_pipe full                     |
 | load_scales | 1 (NVFP4), idle  | 72 (56)   | work_pipe full, k_ and v_pipe    | work_pipe empty, k_pipe and v_pipe |
 |             | in other kernels |           | empty                            | full (cp.async)                    |
 | mma         | 4, 8 or 12       | 248, 216  | work_pipe full, k_pipe full,     | k_pipe empty, v_pipe empty,        |
 |             |                  | or 152    | v_pipe full, s.merge.ready       | s.merge.ready, work_pipe empty     |
 
-Registers are per thread (`roles.REGISTERS`); those in parentheses go with 12 mma warps. All mma warps compute the same
-few query rows on different keys, or groups of them do if a tile has more rows than a warp (`mainloop`).
+`load_warps` is 1 in all decode tiles. Registers are per thread (`roles.REGISTERS`); those in parentheses go with 12 mma
+warps. All mma warps compute the same few query rows on different keys, or groups of them do if a tile has more rows
+than a warp (`mainloop`).
 
 Pipelines (`device.pipeline`):
 - work_pipe, 4 stages: a tile (`WorkTileInfo`). The load roles release it as soon as they have read it, mma when the
@@ -20,9 +21,9 @@ Pipelines (`device.pipeline`):
   scale factors, each lane arrives once for its cp.async. Each mma warp releases it after its last keys in the block.
 - s.merge.ready, 1 stage: O of the mma warps that share rows (`reduce`).
 
-With programmatic dependent launch (`pdl`), the schedule warp finds the CTA's first tile while the launch before still
-runs; load_k and load_v look up its first pages as soon as that launch has ended. The mma warps that finish the last
-split of a tile merge its splits (`combine`).
+With programmatic dependent launch (`pdl`), the schedule warp finds the CTA's first tile while the previous kernel
+still runs; load_k and load_v look up its first pages as soon as that kernel has ended. The mma warps that finish the
+last split of a tile merge its splits (`combine`).
 
 Shared memory: `stages` x (K (n x Dqk) + V (n x Dvo)) in their storage type, 1024-byte aligned, their scale factors,
 `reduce.ReduceSmem`, mbarriers and tiles. `supports` says what the kernel refuses.
@@ -112,10 +113,11 @@ def kernel(spec: cutlass.Constexpr, plan: DecodeKernelParams):
     cute.arch.barrier()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp < roles(spec).first("mma"):
-        # the other roles; the launch after this one may start its CTAs
+        # the other roles; the next kernel may start its CTAs
         cute.arch.setmaxregister_decrease(roles(spec).registers("load_k"))
         cute.arch.griddepcontrol_launch_dependents()
-        if warp > roles(spec).first("schedule"):  # loads and the schedule warp begin while the launch before still runs
+        # load_k, load_v and the schedule warp begin while the previous kernel still runs
+        if warp > roles(spec).first("schedule"):
             cute.arch.griddepcontrol_wait()
         if warp < roles(spec).first("load_v"):
             # load_k

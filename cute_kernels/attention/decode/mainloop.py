@@ -1,9 +1,9 @@
 """The `mma` role of decode: from a CTA's tiles to O and the LSE.
 
-With few query rows, loads and the conversion of cached words set the pace, not the MMA. A warp computes 8 or 16 query
-rows with `mma.sync` on keys of its own and has a softmax of its own. The keys are the M side of the MMA, so that query
-rows need no padding to 16: S^T = K @ Q^T and O^T = V^T @ P^T. The warps that share query rows meet once per tile, when
-they add up their O (`reduce`).
+With few query rows, loads and the conversion of K and V as stored set the pace, not the MMA. A warp computes 8 or 16
+query rows with `mma.sync` on keys of its own and has a softmax of its own. The keys are the M side of the MMA, so that
+query rows need no padding to 16: S^T = K @ Q^T and O^T = V^T @ P^T. The warps that share query rows meet once per tile,
+when they add up their O (`reduce`).
 
 To follow the code: `mma_warp` (one iteration per tile) -> `mainloop` (one iteration per group of keys) ->
 `operands.gemm_qk` and `operands.gemm_pv`. The mask: `mainloop` -> `transform_logits` -> `logits.transform` ->
@@ -34,12 +34,12 @@ from .roles import roles
 
 @dataclass(frozen=True)
 class DecodeFragments:
-    """The registers of a warp. Each group of 8 query rows is a "half": lane 4 g + t holds Q of row g, and scores and O
-    of rows 2 t and 2 t + 1."""
+    """The registers of a warp. It has one n tile of the MMA per 8 query rows. In each, lane 4 g + t holds Q of row g,
+    and scores and O of rows 2 t and 2 t + 1."""
 
     pack_factor: Any  # rows per token, as a divisor
-    q: cute.Tensor  # (words of a row: element 2 w of k, half)
-    acc_o: cute.Tensor  # (2 rows x 2 columns x pairs of columns, half)
+    q: cute.Tensor  # (words of a row: element 2 w of k, n tile)
+    acc_o: cute.Tensor  # (2 rows x 2 columns x pairs of columns, n tile)
     st: softmax.SoftmaxState
     tokens: cute.Tensor
     score_to_log2: cute.Tensor  # per row: factor of raw scores
@@ -51,8 +51,8 @@ class DecodeFragments:
 
 @dataclass(frozen=True)
 class WarpTileState:
-    """A warp's part of the current tile: query rows [row_group * rows_per_warp, ...), and every `key_shares`-th group
-    of `keys`, beginning with `key_share`."""
+    """A warp's part of the current tile: query rows [row_group * rows_per_warp, ...), and, of the groups of
+    `layout.keys` keys in a KV block, numbers key_share, key_share + key_shares, ..., visited from high to low."""
 
     w: WorkTileInfo
     seqlen: mask.SeqlenInfo
@@ -124,7 +124,7 @@ def prefetches_q(spec):
 
 
 def rows_view(fragment):
-    """View an accumulator as (rows, columns): rows 2 t and 2 t + 1 of each half; a column is row g or g + 8 of an
+    """View an accumulator as (rows, columns): rows 2 t and 2 t + 1 of each n tile; a column is row g or g + 8 of an
     MMA."""
     size, count = cute.size(fragment, mode=[0]), cute.size(fragment, mode=[1])
     layout = cute.make_layout(((2, count), (2, size // 4)), stride=((1, size), (2, 4)))
@@ -176,8 +176,8 @@ def online_softmax(spec: cutlass.Constexpr, r: DecodeFragments, acc_s: cute.Tens
 
 @cute.jit
 def previous_keys(spec: cutlass.Constexpr, s, tile: WarpTileState, k: KeyCursor):
-    """Return the cursor of the keys that this warp computes next: those before `k`, as blocks are visited last to
-    first."""
+    """Return the cursor of the keys that this warp computes next: those before `k`, as keys are visited from high to
+    low."""
     block, row = k.block, k.row - tile.key_shares * keys(spec)
     if row < 0:
         block, row = pipeline.advance_cursor(s.k_pipe, block), row + spec.tile.n
@@ -208,33 +208,35 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
     p = cute.make_rmem_tensor((keys(spec) // 8, num_n_tiles(spec)), Uint32)
     v = operands.allocate_v(spec)
     row = spec.tile.n - (tile.key_shares - tile.key_share) * keys(spec)  # the warp's last keys of a block
-    end = tile.w.n_block_min * spec.tile.n  # the tile's first key
+    first_key = tile.w.n_block_min * spec.tile.n  # of the tile's lowest block: the warp ends when `cur` is below it
     cur = KeyCursor(cursor, row, (tile.w.n_block_max - 1) * spec.tile.n + row)
     # pass over keys past kv_len without arithmetic
-    while cur.key >= cutlass.max(end, tile.w.kv_len):
+    while cur.key >= cutlass.max(first_key, tile.w.kv_len):
         for pipe in (s.k_pipe, s.v_pipe):
             pipeline.consumer_wait_cursor(pipe, cur.block)
             release_if_last(spec, pipe, tile, cur)
         cur = previous_keys(spec, s, tile, cur)
-    prev = KeyCursor(cur.block, Int32(spec.tile.n), cur.key)  # no keys yet; row = n: release_if_last does nothing
-    has_scores, needs_pv, more = False, False, cur.key >= end
+    # `prev` has no keys yet, so the first pass only issues Q K^T. row = n: release_if_last does nothing
+    prev = KeyCursor(cur.block, Int32(spec.tile.n), cur.key)
+    has_scores, needs_pv, more = False, False, cur.key >= first_key
     while more:
         if has_scores:
             # soft cap, mask, skip-softmax
             needs_pv = transform_logits(spec, a, r, tile, prev.key, acc_s)
-        unmasked = True
+        unmasked = True  # at least one pass
         while unmasked:
             k_ready = pipeline.consumer_try_wait(s.k_pipe, cur.block)
             v_ready = pipeline.consumer_try_wait(s.v_pipe, prev.block)
             if has_scores:
                 # P = exp2(S - row_max), rescale O
                 online_softmax(spec, r, acc_s, p)
-            if cur.key >= end:
+            if cur.key >= first_key:
                 # S^T = K @ Q^T
                 pipeline.consumer_wait_cursor(s.k_pipe, cur.block, k_ready)
                 operands.gemm_qk(spec, s, r, acc_s, pipeline.cursor_stage(cur.block), cur.row)
                 # release the K stage
                 release_if_last(spec, s.k_pipe, tile, cur)
+            # V of `prev`; the first pass, without P V, waits for V of its block a pass early, and releases nothing
             pipeline.consumer_wait_cursor(s.v_pipe, prev.block, v_ready)
             if needs_pv:
                 # O^T += V^T @ P^T, one chunk of columns at a time
@@ -245,7 +247,7 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
             release_if_last(spec, s.v_pipe, tile, prev)
             prev = cur
             cur = previous_keys(spec, s, tile, cur)
-            has_scores = prev.key >= end
+            has_scores = prev.key >= first_key
             needs_pv = has_scores
             # one comparison: keys before n_block_full_min wrap
             unmasked = has_scores & (

@@ -2,6 +2,9 @@
 
 K and V are the A operands: read from shared memory in their storage type and converted in registers (`quant`). Q and P
 are the B operands; Q stays in registers for a whole tile. `layout` says which bytes and columns a lane has.
+
+A chunk is the part of a row of K or V in one TMA box, at most 128 bytes (`layout.CachedRow`). An n tile is the 8 query
+rows of one MMA.
 """
 
 from typing import Any, NamedTuple
@@ -52,21 +55,22 @@ def allocate_v(spec):
 
 @cute.jit
 def fetch_q(spec: cutlass.Constexpr, a, r, tile, words: cute.Tensor):
-    """Load this lane's rows g of Q as words (D / 8, half): zeros past the sequence, columns in the order of chunks."""
+    """Load this lane's rows g of Q as words (D / 8, n tile): zeros past the sequence, columns in the order of
+    chunks."""
     w, row = tile.w, CachedRow.of(spec, spec.head_dim_qk)
     g, t = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
     # vectors of 8 elements in a lane's quarter of a chunk
     vectors = const_expr(row.width * 8 // spec.kv.bits // 4 // 8)
     words.fill(0)
-    for half in cutlass.range_constexpr(num_n_tiles(spec)):
-        at = tile.first_row + spec.tile.rows_per_warp * tile.row_group + 8 * half + g
+    for n_tile in cutlass.range_constexpr(num_n_tiles(spec)):
+        at = tile.first_row + spec.tile.rows_per_warp * tile.row_group + 8 * n_tile + g
         if at < tile.rows:
             token = geometry.token_of(at, r.pack_factor)
             head = geometry.head_of(at, w.head_idx, r.pack_factor)
             source = a.query.q[w.q_start + token, head, None]
             for i in cutlass.range_constexpr(row.chunks * vectors):
                 piece = cute.local_tile(source, (8,), ((i // vectors * 4 + t) * vectors + i % vectors,))
-                load_query(piece, cute.local_tile(words[None, half], (4,), (i,)))
+                load_query(piece, cute.local_tile(words[None, n_tile], (4,), (i,)))
 
 
 @cute.jit
@@ -83,29 +87,30 @@ def load_query(piece: cute.Tensor, words: cute.Tensor):
 
 @cute.jit
 def set_q(spec: cutlass.Constexpr, a, r, tile, words: cute.Tensor, softmax_scale_log2: Float32):
-    """Make the B operand of S^T from the fetched `words`: in the MMA's type, with the columns in the order in which
-    cached words are converted. Also set the token and the score factors of each row."""
+    """Make the B operand of S^T from the fetched `words`: in the MMA's type, with the columns in the order in which the
+    words of K, as stored, are converted. Also set the token and the score factors of each row."""
     fmt = quant.kv_format(spec)
     t = cute.arch.lane_idx() % 4
-    for half in cutlass.range_constexpr(num_n_tiles(spec)):
+    for n_tile in cutlass.range_constexpr(num_n_tiles(spec)):
         # fp16 with a scale per row, if K is quantised
-        q_row_scale, own = Float32(fmt.dequant_scale), words[None, half]
+        q_row_scale, own = Float32(fmt.dequant_scale), words[None, n_tile]
         if const_expr(spec.q == "bf16" and quant.mma_sync_dtype(spec) == "fp16"):
             q_row_scale *= quant.to_fp16(own)
         # token and score factors of this lane's rows of S
         for i in cutlass.range_constexpr(2):
-            k, row = 2 * half + i, tile.first_row + spec.tile.rows_per_warp * tile.row_group + 8 * half + 2 * t + i
+            k = 2 * n_tile + i
+            row = tile.first_row + spec.tile.rows_per_warp * tile.row_group + 8 * n_tile + 2 * t + i
             r.tokens[k] = geometry.token_of(row, r.pack_factor)
             r.score_to_log2[k] = cute.arch.shuffle_sync(q_row_scale, 8 * t + 4 * i) * softmax_scale_log2
             capped = a.logits.soft_cap > 0.0
             r.to_log2[k] = logits.capped_to_log2(a.logits.soft_cap) if capped else r.score_to_log2[k]
         # the B operand
         for i in cutlass.range_constexpr(spec.head_dim_qk // 8):
-            r.q[i, half] = in_order(fmt, own, i)
+            r.q[i, n_tile] = in_order(fmt, own, i)
 
 
 def in_order(fmt, words, i):
-    """Return the i-th pair of a row of Q in the order in which cached words are converted."""
+    """Return the i-th pair of a row of Q in the order in which the words of K, as stored, are converted."""
     start = i * 2 // fmt.elements * fmt.elements
     first, second = (start + fmt.order[i * 2 % fmt.elements + e] for e in range(2))
     if second == first + 1:
@@ -126,18 +131,18 @@ def gemm_qk(spec, s, r, acc_s, stage, row):
         for chunk in range(k.chunks):
             # load this lane's quarter of the chunk, for both keys, and convert it
             pairs: list[list[Any]] = [[], []]
-            for half, offset in enumerate(offsets):
+            for a_row, offset in enumerate(offsets):
                 for piece in range(max(1, quarter // 16)):
                     address = base + (chunk * n + offset) * k.width + r.k_offsets[piece]
                     for word in mma.load(address, min(4, quarter // 4)):
-                        block = (chunk * quarter // 4 + len(pairs[half]) // 4) // 2
-                        pairs[half] += quant.scale_pairs(quant.unpack_row(fmt, word), sf[half], block)
+                        block = (chunk * quarter // 4 + len(pairs[a_row]) // 4) // 2
+                        pairs[a_row] += quant.scale_pairs(quant.unpack_row(fmt, word), sf[a_row], block)
             # S^T += K @ Q^T, 16 columns per MMA
             for i in range(0, len(pairs[0]), 2):
-                a = [pairs[half][i + e] for e in range(2) for half in range(2)]
+                a = [pairs[a_row][i + e] for e in range(2) for a_row in range(2)]
                 q = chunk * len(pairs[0]) + i
-                for h in range(num_n_tiles(spec)):
-                    mma.issue(name, acc_s[None, h], 4 * m, a, [r.q[q, h], r.q[q + 1, h]])
+                for n_tile in range(num_n_tiles(spec)):
+                    mma.issue(name, acc_s[None, n_tile], 4 * m, a, [r.q[q, n_tile], r.q[q + 1, n_tile]])
 
 
 def load_k_sf(spec, s, r, stage, row):
@@ -206,7 +211,7 @@ def v_sf_pairs(spec, v: VFragment, c):
 
 
 def gemm_pv(spec, r, p, chunk, v: VFragment):
-    """Compute O^T += V^T @ P^T for the columns of a chunk. p: words of P (two per 16 keys, half)."""
+    """Compute O^T += V^T @ P^T for the columns of a chunk. p: words of P (two per 16 keys, n tile)."""
     name, fmt = quant.mma_sync_dtype(spec), quant.kv_format(spec)
     for c in range(keys(spec) // 16):  # 16 keys, of which this lane has two pairs
         sf = v_sf_pairs(spec, v, c)
@@ -217,7 +222,7 @@ def gemm_pv(spec, r, p, chunk, v: VFragment):
             by_column = [dict(zip(fmt.order, pairs[e])) for e in range(2)]
             # O^T += V^T @ P^T, two of the lane's columns per MMA
             for i in range(0, fmt.elements, 2):
-                a = [by_column[e][i + half] for e in range(2) for half in range(2)]
+                a = [by_column[e][i + a_row] for e in range(2) for a_row in range(2)]  # rows g and g + 8 of A = V^T
                 o = 2 * (chunk * columns(spec) + u * fmt.elements + i)
-                for h in range(num_n_tiles(spec)):
-                    mma.issue(name, r.acc_o[None, h], o, a, [p[2 * c, h], p[2 * c + 1, h]])
+                for n_tile in range(num_n_tiles(spec)):
+                    mma.issue(name, r.acc_o[None, n_tile], o, a, [p[2 * c, n_tile], p[2 * c + 1, n_tile]])

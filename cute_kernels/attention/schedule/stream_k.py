@@ -1,12 +1,15 @@
 """The stream-K scheduler: the unit of work is a KV block of a tile, and each CTA gets the same number of units.
 
-CTA c gets the units from c / CTAs to (c + 1) / CTAs of all units, in the order of tiles. It may begin in the middle of
-one tile and end in the middle of another; such a tile is split among CTAs, and `combine` merges its splits. With
-blocks_per_split (batch-invariant decode), a unit is that many blocks and each unit is a split of its own: where the
-splits of a sequence end, and so its bits, do not depend on the rest of the batch.
+All units, in the order of tiles, are cut into contiguous shares, one per CTA, which differ by at most one unit; CTA c
+gets the c-th share. It may begin in the middle of one tile and end in the middle of another; such a tile is split among
+CTAs, and `combine` merges its splits. With blocks_per_split (batch-invariant decode), a unit is that many blocks and
+each unit is a split of its own: where the splits of a sequence end, and so its bits, do not depend on the rest of the
+batch.
 
-Everything is found from the lengths by one warp, 32 sequences at a time (`SequenceWindow`). To follow the code:
-`schedule_warp` -> `produce_next` -> `find` (unit -> tile and split).
+Everything is found from the lengths by one warp, 32 sequences at a time (`SequenceWindow`). To follow the code, in
+decode and sm90: `schedule_warp` -> `first_work` -> `find` (unit -> tile and split) for the CTA's first tile, then
+`schedule_warp` -> `produce_next` -> `find` for each of the others. In sm100, `query.schedule_and_load_q` calls `begin`,
+then `produce_next` for every tile.
 """
 
 from typing import NamedTuple
@@ -89,7 +92,11 @@ def slot_of(a, w: WorkTileInfo, split_idx):
 
 
 def blocks_per_tile(spec, seqlen):
-    """Return the number of KV blocks that the tiles of a sequence visit together, at least one."""
+    """Return the number of KV blocks in the union of the ranges that the tiles of a sequence visit, at least one.
+
+    Every tile of the sequence gets units for all of these blocks, so that tiles have equally many units. Under a causal
+    mask or a window, a tile may have units that are empty for it (`find` cuts their range of blocks).
+    """
     lo, hi = mask.kv_range(spec, 0, seqlen.q_len - 1, seqlen)
     return cutlass.max(hi - lo, 1)
 
@@ -195,7 +202,7 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
     """
     found, window = locate(spec, a, unit, window)
     q_start, q_len, kv_len, _, units_per_tile = found.sequence
-    split, rows = a.schedule.blocks_per_split, geometry.num_rows(q_len, pack_factor)
+    blocks_per_split, rows = a.schedule.blocks_per_split, geometry.num_rows(q_len, pack_factor)
     m, m_blocks = geometry.tile_m(spec, rows), tiles_of_rows(spec, rows)
     # unit of the sequence -> (m_block, head, unit of the tile)
     tile = divide(found.index, units_per_tile)
@@ -209,18 +216,19 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
     # how many of the tile's units this CTA takes; if not all: number of splits and the first one
     slot, taken, count, base = Int32(-1), Int32(1), units_per_tile, unit - offset
     ctas = cute.arch.grid_dim()[0]
-    if split == 0:
+    if blocks_per_split == 0:
         taken = cutlass.min(units_per_tile - offset, cta_units.end - unit)
         if taken < units_per_tile:  # lane 0: the CTA of the tile's first unit, lane 1: of its last
-            end = cta_of_unit(unit - offset + cute.arch.lane_idx() % 2 * (units_per_tile - 1), cta_units.total, ctas)
-            base = cute.arch.shuffle_sync(end, 0)
-            count = cute.arch.shuffle_sync(end, 1) - base + 1
+            end_unit = unit - offset + cute.arch.lane_idx() % 2 * (units_per_tile - 1)
+            end_cta = cta_of_unit(end_unit, cta_units.total, ctas)
+            base = cute.arch.shuffle_sync(end_cta, 0)
+            count = cute.arch.shuffle_sync(end_cta, 1) - base + 1
     # the KV blocks of the taken units
-    per = cutlass.max(split, 1)
+    per = cutlass.max(blocks_per_split, 1)
     begins = mask.kv_range(spec, 0, q_len - 1, seqlen)[0] + offset * per
     lo, hi = cutlass.max(lo, begins), cutlass.min(hi, begins + taken * per)
     if taken < units_per_tile:
-        slot = unit if split > 0 else split_slot(cute.arch.block_idx()[0], offset, ctas)
+        slot = unit if blocks_per_split > 0 else split_slot(cute.arch.block_idx()[0], offset, ctas)
     blocks = (lo, hi, *mask.full_range(spec, first, last, seqlen), SplitInfo(slot, count, base))
     w = WorkTileInfo(found.is_valid, m_block, head, q_start, q_len, kv_len, found.batch_idx, *blocks)
     if const_expr(spec.tile.per_tile_pack_gqa):
@@ -233,8 +241,8 @@ def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
     """Find the CTA's first tile and write it to work_pipe. Called by one warp.
 
     Return (the window of its sequence, the CTA's `CtaUnits`, the unit after it). In kernels with a PDL prologue, and
-    for at most 32 sequences, the tile is found while the launch before still runs; it is found again only if the
-    sequences have changed when that launch has ended. This is a loop so that the code of the search exists once.
+    for at most 32 sequences, the tile is found while the previous kernel still runs; it is found again only if the
+    sequences have changed when that kernel has ended. This is a loop so that the code of the search exists once.
     """
     # hints: with PDL, values that may still change; few: one window has all sequences; last: the last attempt
     hints, few, last = pdl.uncached_args(spec, a), geometry.batch_size(a) <= 32, const_expr(int(pdl.has_prologue(spec)))
@@ -242,7 +250,7 @@ def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
     batch_idx, keys = zero, zero
     window = SequenceWindow(zero, zero, zero, StreamKSequence(*[zero] * 5))
     cta_units, unit = CtaUnits(zero, zero, zero), zero
-    # attempt 0: before the launch before has ended; attempt 1: after it
+    # attempt 0: before the previous kernel has ended; attempt 1: after that
     for attempt in cutlass.range(last + 1, unroll=1):
         now, first = load_window(spec, hints, zero, zero), zero - 1
         changed = now.own.q_start != window.own.q_start or now.own.q_len != window.own.q_len
@@ -257,7 +265,7 @@ def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
             batch_idx, keys = w.batch_idx, w.kv_len
         if const_expr(last > 0):
             if attempt < last:
-                # hand the first block to the load warps, then wait for the launch before
+                # hand the first block to the load warps, then wait for the previous kernel
                 if cute.arch.lane_idx() == 0:
                     s.prologue_work[0], s.prologue_work[1], s.prologue_work[2] = batch_idx, first, keys
                 cute.arch.barrier_arrive(barrier_id=pdl.PROLOGUE_BARRIER, number_of_threads=pdl.prologue_threads(spec))
@@ -267,7 +275,8 @@ def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
 
 class SchedulerState(NamedTuple):
     """State of the schedule warp. more: whether the last tile it produced was valid. unit, end: units of the CTA still
-    to produce. skipped_begin, skipped_count: units that are produced after those. window: where the next search
+    to produce. skipped_begin, skipped_count: the units of the whole tiles between the CTA's first and its last tile,
+    deferred until both of these, which may be splits, are produced (`advance`). window: where the next search
     begins."""
 
     more: Int32
@@ -320,7 +329,7 @@ def produce_next(
 #   waits for   a free stage of work_pipe (4 stages)
 #   computes    which tile, and which of its KV blocks, the next units of this CTA belong to
 #   signals     work_pipe; an invalid tile after the last one ends the loops of the other roles
-# With a PDL prologue, the first tile is found before the launch before has ended, and signalled after that
+# With a PDL prologue, the first tile is found before the previous kernel has ended, and signalled after that
 # (`first_work`). Split tiles come before the whole ones, so that their merges overlap with these (`advance`).
 @cute.jit
 def schedule_warp(spec: cutlass.Constexpr, a, s):

@@ -1,7 +1,7 @@
 """The dynamic persistent tile scheduler: whole tiles, one CTA each, in LPT (longest processing time first) order.
 
 Dynamic: a CTA starts with the tile of its own index and draws later ones from an atomic counter, so that all CTAs end
-together for any lengths. The CTA that computes a tile never changes its result. The last draw of a launch resets the
+together for any lengths. Which CTA computes a tile does not affect the result. The last draw of a launch resets the
 counter: no state passes from launch to launch.
 
 LPT between sequences: those with more keys come first, by buckets of powers of two (`length_bucket`), so that the last
@@ -10,8 +10,14 @@ with the others, which mostly multiply (`interleave`).
 
 LPT and L2 swizzle within a sequence (`lpt_order`): heads are divided into sections, such that K and V of a section fit
 in the L2 cache together (`l2_section`). In a section, the last m_block, the longest under a causal mask, comes first,
-and all heads of the section work on an m_block before the next one. The last section has enough heads, even if they do
-not fit, for WAVES waves of CTAs in the whole launch: with fewer, its longest tile would end after all others.
+and all heads of the section work on an m_block before the next one. The last section may exceed the L2 cache: it keeps
+at least WAVES * CTAs / tiles of the heads (`whole_sections`), which is WAVES waves of CTAs if the launch has only this
+sequence. With fewer heads, its long tiles would start last and end after all others.
+
+To follow the code: warp 0 of load_k (`load.load_kv`) calls `begin` once, then `produce_next` for each tile:
+`next_index` draws a tile's number from the counter, and `find` (number -> tile) calls `interleave`, `locate` (the
+sequence) and `lpt_order` (m_block and head). Every role reads the tile with `work.consume`. Three numbers are told
+apart: t, of a tile among the CTA's; launch_tile, in the order of the launch; seq_tile, within its sequence.
 """
 
 from typing import NamedTuple
@@ -70,18 +76,19 @@ def allocate(smem) -> SchedulerSmem:
 
 
 def whole_sections(heads, section, ctas, tiles):
-    """Return the number of sections before the last one, which has enough heads for WAVES waves of CTAs."""
+    """Return the number of sections before the last one, which has at least WAVES * ctas / tiles of the heads. tiles:
+    number of tiles of the launch."""
     last = (WAVES * ctas * heads + tiles - 1) // tiles
     return cutlass.max(0, heads - last) // section
 
 
-def lpt_order(index, m_blocks, heads, section, whole):
-    """Return (m_block, head) of the index-th tile of a sequence. section: heads per section. whole: number of sections
+def lpt_order(seq_tile, m_blocks, heads, section, whole):
+    """Return (m_block, head) of tile `seq_tile` of a sequence. section: heads per section. whole: number of sections
     before the last one."""
-    section_idx = cutlass.min(index // (m_blocks * section), whole)
-    rest = index - section_idx * m_blocks * section
-    before = cutlass.min(1, whole - section_idx)  # 0 in the last section
-    width = before * section + (1 - before) * (heads - whole * section)
+    section_idx = cutlass.min(seq_tile // (m_blocks * section), whole)
+    rest = seq_tile - section_idx * m_blocks * section
+    is_whole = cutlass.min(1, whole - section_idx)  # 1 before the last section, 0 in it
+    width = is_whole * section + (1 - is_whole) * (heads - whole * section)
     return m_blocks - 1 - rest // width, section_idx * section + rest % width
 
 
@@ -162,11 +169,11 @@ def begin(spec: cutlass.Constexpr, a, smem: SchedulerSmem):
 
 
 @cute.jit
-def locate(spec: cutlass.Constexpr, a, pack_gqa: Int32, index: Int32, cursor: SearchCursor):
-    """Find tile `index` of a kind, reading 32 sequences at a time. Called by one warp.
+def locate(spec: cutlass.Constexpr, a, pack_gqa: Int32, kind_tile: Int32, cursor: SearchCursor):
+    """Find tile number `kind_tile` of a kind, reading 32 sequences at a time. Called by one warp.
 
-    Return (its `TileSequence`; batch_idx, which is batch_size if the lengths have changed since `begin`; the tile's
-    index in the sequence; the next `SearchCursor`).
+    Return (the tile's number in its sequence; the `TileSequence`; batch_idx, which is batch_size if the lengths have
+    changed since `begin`; the next `SearchCursor`).
     """
     lane, batch_size = cute.arch.lane_idx(), geometry.batch_size(a)
     bucket, first, before, lower = cursor
@@ -182,7 +189,7 @@ def locate(spec: cutlass.Constexpr, a, pack_gqa: Int32, index: Int32, cursor: Se
         upto = warp.prefix_sum(mine)
         # go on to the next 32 sequences, or to the next lower bucket
         passed = cute.arch.shuffle_sync(upto, 31)
-        searching = index >= before + passed
+        searching = kind_tile >= before + passed
         if searching:
             before += passed
             first += 32
@@ -190,41 +197,42 @@ def locate(spec: cutlass.Constexpr, a, pack_gqa: Int32, index: Int32, cursor: Se
                 bucket, first, lower = cute.arch.warp_redux_sync(lower, "max"), Int32(0), Int32(-1)
                 searching = bucket >= 0
     # the lane that has the tile
-    owner = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= index - before))
-    within = index - before - cute.arch.shuffle_sync(upto - mine, owner)
+    owner = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= kind_tile - before))
+    seq_tile = kind_tile - before - cute.arch.shuffle_sync(upto - mine, owner)
     found = TileSequence(*(cute.arch.shuffle_sync(x, owner) for x in sequence))
-    number = first + owner if owner < 32 else batch_size
-    return found, number, within, SearchCursor(bucket, first, before, cute.arch.warp_redux_sync(lower, "max"))
+    batch_idx = first + owner if owner < 32 else batch_size
+    return seq_tile, found, batch_idx, SearchCursor(bucket, first, before, cute.arch.warp_redux_sync(lower, "max"))
 
 
 @cute.jit
 def next_index(a, t: Int32):
-    """Return the index of this CTA's t-th tile. Called by one warp. The first is the CTA's own index; later ones come
-    from the launch's counter, which hands out as many numbers as the launch has tiles. Without a counter, tiles are
-    assigned statically, with a stride of the grid."""
+    """Return the number, in the launch, of this CTA's t-th tile. Called by one warp. The first is the CTA's own index;
+    later ones come from the launch's counter, which hands out as many numbers as the launch has tiles. Without a
+    counter, tiles are assigned statically, with a stride of the grid."""
     ctas = cute.arch.grid_dim()[0]
-    tile = t * ctas + cute.arch.block_idx()[0]
+    launch_tile = t * ctas + cute.arch.block_idx()[0]
     if t > 0 and a.schedule.counter_base >= 0:
         got = Int32(0)
         if cute.arch.lane_idx() == 0:
             counter = (a.schedule.counters.iterator + a.schedule.counter_base).llvm_ptr
             got = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
-        tile = ctas + cute.arch.shuffle_sync(got, 0)
-    return tile
+        launch_tile = ctas + cute.arch.shuffle_sync(got, 0)
+    return launch_tile
 
 
 @cute.jit
-def find(spec: cutlass.Constexpr, a, tile: Int32, smem: SchedulerSmem):
-    """Return the `WorkTileInfo` of a tile of the launch. Called by one warp."""
-    is_valid, m_block, head, batch, index = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+def find(spec: cutlass.Constexpr, a, launch_tile: Int32, smem: SchedulerSmem):
+    """Return the `WorkTileInfo` of tile `launch_tile` of the launch. Called by one warp."""
+    is_valid, m_block, head, batch, seq_tile = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
     sequence, ratio = TileSequence(*(Int32(0),) * 6), smem.launch[1].to(Uint32)
     # tile of the launch -> sequence
-    if tile < smem.launch[0]:
-        is_valid, before = Int32(1), interleave(tile, ratio)
-        pack_gqa = interleave(tile + 1, ratio) - before
-        index = tile - before + pack_gqa * (2 * before - tile)
+    if launch_tile < smem.launch[0]:
+        is_valid, packed_before = Int32(1), interleave(launch_tile, ratio)
+        pack_gqa = interleave(launch_tile + 1, ratio) - packed_before
+        # the tile's number among those of its kind: packed_before if packed, else launch_tile - packed_before
+        kind_tile = launch_tile - packed_before + pack_gqa * (2 * packed_before - launch_tile)
         cursor = SearchCursor(*(smem.cursors[i, pack_gqa] for i in range(len(SearchCursor._fields))))
-        sequence, batch, index, cursor = locate(spec, a, pack_gqa, index, cursor)
+        seq_tile, sequence, batch, cursor = locate(spec, a, pack_gqa, kind_tile, cursor)
         save_cursor(smem, pack_gqa, cursor)
         if batch >= geometry.batch_size(a):
             is_valid = Int32(0)
@@ -240,7 +248,7 @@ def find(spec: cutlass.Constexpr, a, tile: Int32, smem: SchedulerSmem):
         m_blocks, whole = (rows + m - 1) // m, Int32(0)
         if section < heads:
             whole = whole_sections(heads, section, cute.arch.grid_dim()[0], smem.launch[0])
-        m_block, head = lpt_order(index, m_blocks, heads, section, whole)
+        m_block, head = lpt_order(seq_tile, m_blocks, heads, section, whole)
     seqlen = mask.seqlen_info(spec, a, sequence.q_len, sequence.kv_len)
     magic = geometry.pack_magic(sequence.pack_gqa, smem.launch[2])
     first, last = geometry.tile_tokens(m_block, m, sequence.q_len, Divisor(pack_factor, magic))
@@ -252,9 +260,9 @@ def find(spec: cutlass.Constexpr, a, tile: Int32, smem: SchedulerSmem):
 @cute.jit
 def produce_next(spec: cutlass.Constexpr, a, s, t: Int32):
     """Find the CTA's t-th tile and produce it. Called by one warp. A tile that is not valid ends every role's loop."""
-    tile = next_index(a, t)
-    w, counters = find(spec, a, tile, s.scheduler), a.schedule.counters
+    launch_tile = next_index(a, t)
+    w, counters = find(spec, a, launch_tile, s.scheduler), a.schedule.counters
     if w.is_valid == 0 and t > 0 and a.schedule.counter_base >= 0:
-        if cute.arch.lane_idx() == 0 and tile == cute.arch.grid_dim()[0] + s.scheduler.launch[0] - 1:
+        if cute.arch.lane_idx() == 0 and launch_tile == cute.arch.grid_dim()[0] + s.scheduler.launch[0] - 1:
             counters[a.schedule.counter_base] = 0  # this was the launch's last draw
     work.produce(s, t, w)

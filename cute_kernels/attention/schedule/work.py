@@ -7,7 +7,9 @@ from cutlass import Int32
 
 from ...device import pipeline
 
-STAGES = {"tiles": 2, "stream_k": 4}  # one tile computed, one loaded; decode keeps tiles longer
+# Stages of work_pipe, by schedule. With 2, one tile is computed while the next one is loaded. Stream-K has 4, because
+# the mma warps of decode release a tile only when its output is stored.
+STAGES = {"tiles": 2, "stream_k": 4}
 
 
 class SplitInfo(NamedTuple):

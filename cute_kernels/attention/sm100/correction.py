@@ -199,7 +199,8 @@ def correction(spec: cutlass.Constexpr, plan, s):
     # Per block and group, wait for the stats, release them, rescale O unless all scales of the warp are 1, and tell the
     # mma warp (p_full_o_rescaled). O of the block before is complete then: the stats come after S of the block, and its
     # Q @ K^T was issued behind P @ V of the block before. With one group Q @ K^T is a block ahead, and o_full says it.
-    # That is waited for at every block, rescaled or not: a phase bit is also that of the phase before last.
+    # The warp waits for o_full at every block, even if it rescales nothing: a wait tests only the parity of a phase, so
+    # after a wait left out, the next one would be satisfied by the phase two before its own.
     #
     # Per tile, wait for row_sum and row_max and for o_full, normalise O and store it, and release O (o_empty) to the
     # next tile's first P @ V. It takes 26 instructions per block of both halves, if nothing is rescaled.

@@ -9,20 +9,22 @@ group. Start reading the computation at `mma.mma` and `softmax.softmax`; barrier
 | --- | --- | --- | --- | --- |
 | softmax | 4 per group | 184, 160, 240, 208 | s_full, sm_stats_empty | sm_stats_full, p_full_o_rescaled, p_last_split |
 | correction | 4 | 88, 64, 160, 104 | sm_stats_full, o_full | sm_stats_empty, p_full_o_rescaled, o_empty |
-| mma | 1 | 56, 48, 96, 96 | q_pipe or q_ready_pipe, k_pipe, v_pipe full; (1) | s_full, o_full; q, k, v_pipe empty |
+| mma | 1 | 56, 48, 96, 96 | q_pipe or q_ready_pipe, k_pipe, v_pipe full; | s_full, o_full; q, k, v_pipe empty |
+| | | | p_full_o_rescaled, p_last_split, o_empty | |
 | load_k | 1 | as mma | raw_k_pipe, work_pipe empty | raw_k_pipe full, work_pipe full |
 | load_v | 1 | as mma | raw_v_pipe empty | raw_v_pipe full |
-| load_q | 1 (2) | as mma | q_pipe empty; stream_k: work_pipe empty | q_pipe full; stream_k: work_pipe full |
+| load_q | 1 or none | as mma | q_pipe empty; stream_k: work_pipe empty | q_pipe full; stream_k: work_pipe full |
 | load_scales | 1, NVFP4 | as mma | raw_k_pipe, raw_v_pipe empty | raw_k_pipe, raw_v_pipe full |
-| prepare_k | 2 (2) | 48, 96 | q_pipe, raw_k_pipe full, k_pipe empty | q_ready_pipe, k_pipe full, raw_k_pipe empty |
-| prepare_v | 2 (2) | 48, 96 | q_pipe, raw_v_pipe full, v_pipe empty | q_ready_pipe, v_pipe full, raw_v_pipe empty |
+| prepare_k | 2 or none | 48, 96 | q_pipe, raw_k_pipe full, k_pipe empty | q_ready_pipe, k_pipe full, raw_k_pipe empty |
+| prepare_v | 2 or none | 48, 96 | q_pipe, raw_v_pipe full, v_pipe empty | q_ready_pipe, v_pipe full, raw_v_pipe empty |
 
-(1) and p_full_o_rescaled, p_last_split, o_empty. (2) Over quantised caches the prepare warpgroup converts K, V and Q to
-fp16, load_v loads Q, and the fourth load warp is load_scales or idle; softmax also waits for q_ready_pipe if Q is bf16,
-for its rows' scales. Registers are per thread, for 2 groups, 2 groups over quantised caches, 1 group, 1 group over
-quantised caches. Every role except idle waits for work_pipe full and releases it when it has read a tile. With
-stream_k, load_q finds the tiles instead of load_k, correction stores the partial results of split tiles, and softmax
-merges them behind the last tile (`splits`).
+- Registers are per thread, for 2 groups, 2 groups over quantised caches, 1 group, 1 group over quantised caches.
+- Every role except idle also waits for work_pipe full and releases it when it has read a tile.
+- Only over quantised caches, a prepare warpgroup (prepare_k, prepare_v) converts K, V and Q to fp16, and mma waits for
+  q_ready_pipe instead of q_pipe. load_v then loads Q, and in place of load_q there is load_scales or an idle warp. If Q
+  is bf16, softmax also waits for q_ready_pipe, for the scales of its rows.
+- With stream_k, load_q finds the tiles instead of load_k, correction stores the partial results of split tiles, and
+  softmax merges them behind the last tile (`splits`).
 
 Pipelines, a full and an empty mbarrier per stage:
 
@@ -31,7 +33,10 @@ Pipelines, a full and an empty mbarrier per stage:
 - k_pipe, v_pipe (`stages`): one KV block each; freed when the MMAs that read it are done.
 - raw_k_pipe, raw_v_pipe (`raw_stages`, or `stages` if that is 0): K and V as stored, from load to prepare. If nothing
   is prepared, they are k_pipe and v_pipe themselves.
-- q_ready_pipe (2 stages): Q as fp16, from prepare to mma, and its row scales to softmax. Nobody frees it.
+- q_ready_pipe (2 stages): Q as fp16, from prepare to mma, and its row scales to softmax. No role frees its stages. With
+  `q_stages` = 1, as over all quantised caches, 2 stages suffice: Q of tile t + 2 (of those with keys) is loaded only
+  when the last Q @ K^T of tile t + 1 is done, which mma issues after it has waited for all P of tile t; softmax reads
+  the row scales of a tile before it computes P. With `q_stages` = 2, this would not hold for row scales.
 
 Barriers without stages, two of each, for the slots of S (s_full, p_full_o_rescaled, p_last_split) or the groups:
 
@@ -152,7 +157,7 @@ def shared(spec, plan):
         k, v = (operand_stages(spec, smem, (t.n, dim), t.stages) for dim in spec.dims)
         if BITS[spec.q] < 16:  # 16-bit Q is converted in place
             q = operand_stages(spec, smem, (t.m, spec.head_dim_qk), t.q_stages)
-    published = work.allocate(spec, smem)
+    work_smem = work.allocate(spec, smem)
     sm_stats = smem.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, groups(spec), 2)), 16)
     tmem_ptr = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
     mbarriers = lambda arrivals: pipeline.make_mbarriers(smem, SLOTS, arrivals)  # noqa: E731
@@ -165,7 +170,7 @@ def shared(spec, plan):
         raw_v=raw_v,
         k=k,
         v=v,
-        work=published,
+        work=work_smem,
         scheduler=None if work.is_split_kv(spec) else tiles.allocate(smem),
         sm_stats=sm_stats,
         tmem_ptr=tmem_ptr,
@@ -198,7 +203,7 @@ def kernel(spec: cutlass.Constexpr, plan: Sm100KernelParams):
     """Run the roles: each warp takes the registers of its role and serves all tiles of the CTA."""
     s = shared(spec, plan)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    # allocate tensor memory, initialise barriers, and wait until the launch before has ended
+    # allocate tensor memory, initialise barriers, and wait until the previous kernel has ended
     if warp == roles(spec).first("mma"):
         tmem.alloc(s.tmem_ptr.iterator)
     cute.arch.mbarrier_init_fence()

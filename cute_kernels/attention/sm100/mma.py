@@ -1,6 +1,6 @@
 """The mma warp: it issues all MMAs of the CTA.
 
-A tile's loop over KV blocks is `mma_tile`, of which there are three: `mma_two_tiles` (256 rows, two softmax
+A tile's loop over KV blocks is `mma_tile`, of which there are three: `mma_two_halves` (256 rows, two softmax
 warpgroups), `mma_pingpong` (128 rows, two) and `mma_one_group` (128 rows, one).
 """
 
@@ -11,7 +11,7 @@ from cutlass import Int32, Uint32, const_expr
 from ...device import pipeline
 from ..prepare import dequantises
 from ..schedule import work
-from . import mma_one_group, mma_pingpong, mma_two_tiles
+from . import mma_one_group, mma_pingpong, mma_two_halves
 from .mma_utils import MmaState
 from .roles import SLOTS, groups, is_static, num_iterations, pingpong_groups
 
@@ -24,8 +24,9 @@ def mma(spec: cutlass.Constexpr, plan, s):
     #
     # A kernel with tiles of 256 and of 128 rows has two of the loops and chooses by the rows of the tile's request.
     # All three issue Q @ K^T ahead of P @ V, so that the tensor core has work while softmax makes the next P.
-    # The warp issues 215 instructions per two blocks of 16 bits (flash-attn-4: 205) and 132 of e4m3 (127); 230 and 170
-    # in `mma_pingpong`. tests/test_static.py has the budgets.
+    #
+    # SASS instructions that the warp issues per two KV blocks: 215 in 16 bits (flash-attn-4: 205) and 132 in e4m3
+    # (127); more in `mma_pingpong`. tests/test_static.py has the budgets.
     base, t, at = s.tmem_ptr[0], Int32(0), MmaState(Uint32(0), Uint32(0), Int32(0))
     w = work.consume(spec, s, t)
     while w.is_valid != 0:
@@ -38,11 +39,11 @@ def mma(spec: cutlass.Constexpr, plan, s):
             if const_expr(groups(spec) < SLOTS):
                 i = mma_one_group.mma_tile(spec, s, base, w, at)
             elif const_expr(is_static(n, 1)):
-                i = mma_two_tiles.mma_tile(spec, s, base, w, at)
+                i = mma_two_halves.mma_tile(spec, s, base, w, at)
             elif const_expr(is_static(n, SLOTS)):
                 i = mma_pingpong.mma_tile(spec, s, base, w, at)
             elif n == 1:
-                i = mma_two_tiles.mma_tile(spec, s, base, w, at)
+                i = mma_two_halves.mma_tile(spec, s, base, w, at)
             else:
                 i = mma_pingpong.mma_tile(spec, s, base, w, at)
             at = MmaState(i, at.iteration + Uint32(num_iterations(spec, w)), at.tile + 1)

@@ -57,8 +57,8 @@ def mma_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: 
     # MMAs of the other group, and s_full of a block also says that the group's O of its block before is complete.
     #
     # If the last iteration has one block, the group that has none gets its signals all the same (s_full without an
-    # MMA, and the waits for its P): one count of iterations then serves all roles. A count per group took 282
-    # instructions per two blocks instead of 230.
+    # MMA, and the waits for its P): one count of iterations then serves all roles. The warp issues 230 SASS
+    # instructions per two KV blocks in 16 bits (170 in e4m3); with a count per group it issued 282.
     i, iteration, is_first = at.item, at.iteration, Int32(1)
     while left > 0:
         for group in cutlass.range_constexpr(SLOTS):
@@ -91,11 +91,11 @@ def mma_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: 
                     if is_last:
                         umma.commit(pipeline.empty_barrier(s.q_pipe, at.tile))
             else:
-                # no next block for this group, or O is complete
+                # the group has no further block in this tile
                 with cute.arch.elect_one():
-                    if left > SLOTS:
+                    if left > SLOTS:  # group 1, if group 0 has one more block: s_full without an S, as said above
                         umma.commit(s.s_full + group)
-                    else:
+                    else:  # the last iteration: O of the group is complete
                         umma.commit(s.o_full + group)
         i += SLOTS
         iteration += 1

@@ -31,8 +31,9 @@ class TmemColumns(NamedTuple):
     o: Int32
 
 
-def columns(base, slot, half) -> TmemColumns:
-    return TmemColumns(base + (S + slot * ROWS), base + (O + half * ROWS))
+def columns(base, slot, group) -> TmemColumns:
+    """Return the addresses of a slot of S and of a group's O. base: of the CTA's tensor memory."""
+    return TmemColumns(base + (S + slot * ROWS), base + (O + group * ROWS))
 
 
 def fp8(spec):
@@ -53,8 +54,9 @@ def mma_kind(spec):
 def p_splits(spec):
     """Return the number of parts in which softmax stores P, each of a power of two columns of tensor memory.
 
-    In e4m3 it is 2: with 4, ptxas computes all emulated exponentials before it stores the first part (half of P after
-    786 cycles instead of 616, all of it after 1,087 instead of 1,006).
+    These parts are not the splits of stream-K (`schedule.stream_k`), which divide the keys of a tile among CTAs. In
+    e4m3 it is 2: with 4, ptxas computes all emulated exponentials before it stores the first part (half of P after 786
+    cycles instead of 616, all of it after 1,087 instead of 1,006).
     """
     return 3 if spec.tile.n % 3 == 0 else 2 if fp8(spec) else 4
 
@@ -81,7 +83,7 @@ def q_descriptors(spec, s, q):
     """Return the descriptors of Q, item q of its pipeline: for each half, one per MMA.
 
     They have 64 bits, so that ptxas keeps them in registers across the loop over blocks; those of K and V move and are
-    low words alone. For two blocks of 16 bits that takes 214 instructions instead of 239.
+    low words alone. In 16 bits the mma warp then issues 214 SASS instructions per two KV blocks instead of 239.
     """
     t, size = spec.tile, spec.head_dim_qk * operand_bytes(spec)
     width = layout.width(size)
@@ -144,8 +146,8 @@ def fence_before_mma(spec: cutlass.Constexpr):
 def zero_tail(spec: cutlass.Constexpr, s, w: work.WorkTileInfo, i: Uint32):
     """Write zeros to the rows of V, item i, past the request's last key: they may hold anything, and 0 * NaN is NaN.
 
-    The mma warp does this, because it consumes V's stages (a warp that did not saw an old phase and zeroed an older
-    block). Nothing waits for it: S of the tile's first block is computed meanwhile.
+    The mma warp does this, because it consumes V's stages. A warp that did not consume them once did it: it saw an old
+    phase and zeroed an older block. No role waits for the zeros: S of the tile's first block is computed meanwhile.
     """
     valid = w.kv_len - (w.n_block_max - 1) * spec.tile.n
     if valid < spec.tile.n and source(spec).has_partial_tail(spec, valid):

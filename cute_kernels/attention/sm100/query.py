@@ -1,7 +1,7 @@
 """The warp that loads Q: by TMA, or, for packed rows, which are (token, head) pairs and form no TMA box, by cp.async.
 
-With keys shared among CTAs this warp also schedules. Over dequantised caches there is no such warp: the warp of V loads
-Q, and the prepare warps gather packed rows (`prepare`).
+With schedule "stream_k" this warp also schedules. Over dequantised caches there is no such warp: the warp of V loads Q,
+and the prepare warps gather packed rows (`prepare`).
 """
 
 import cutlass
@@ -72,11 +72,11 @@ def load_q(spec: cutlass.Constexpr, plan, s):
 
 @cute.jit
 def schedule_and_load_q(spec: cutlass.Constexpr, plan, s):
-    """Schedule the CTA's shares of tiles and load their Q. One warp of a kernel in which CTAs share keys."""
-    # As `load_q`, but in front of Q of a tile, the warp finds the CTA's next tile and publishes it (work_pipe, of 4
-    # stages): roles that are ahead, as the loaders of K and V are, find it there. A tile is the CTA's alone or a part
-    # of one that CTAs share; the last item says that there are no more. The warp of Q does this and not that of K, as
-    # in other kernels: over quantised caches, which have no warp of Q, keys are not shared.
+    """Produce the CTA's tiles and splits of tiles, and load their Q. One warp, with schedule "stream_k"."""
+    # As `load_q`, but before it loads Q of a tile, the warp finds the CTA's next tile and produces it in work_pipe,
+    # which has 4 stages: roles that are ahead, such as the loaders of K and V, find it there. A tile is whole or a
+    # split; an invalid one says that there are no more. With schedule "tiles", the warp of K does this. Here it is the
+    # warp of Q, which only kernels over quantised caches lack, and those have no stream_k.
     a, t, q = plan.args, Int32(0), Int32(0)
     pack_factor = Divisor(geometry.qhead_per_kvhead(a))
     cta_units, state = stream_k.begin(spec, a)

@@ -289,7 +289,7 @@ def softmax(spec: cutlass.Constexpr, plan, s):
     # P to row_sum. Stats go first because correction needs them to rescale O, which P @ V waits for as it waits for P.
     # Per tile, send row_sum and row_max, by which correction normalises O.
     #
-    # Blocks run from the last to the first. The group's first block is masked; the others are cut into segments, so
+    # Blocks run from high to low. The group's first block is masked; the others are cut into segments, so
     # that full blocks have a loop without predicates: 563 instead of 604 instructions per block of 128 x 128.
     # Splits are merged behind the last tile, by these warps: they have the registers for it.
     a, r, coord, capped = plan.args, make_fragments(spec), thread_coord(spec, s), False

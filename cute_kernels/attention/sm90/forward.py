@@ -18,7 +18,7 @@ Every role except schedule also releases work_pipe when it has read a tile. With
 votes to load_v. Without stream_k, warp 0 of load_k finds the tiles. With three mma warpgroups, prepare_v is the two
 spare warps of warpgroup 0. Registers are per thread; `roles` has them for each configuration. Pipelines:
 
-- work_pipe (2 stages, 4 with stream_k): the next tile, published while the current one is loaded; freed when read.
+- work_pipe (2 stages, 4 with stream_k): the next tile, produced while the current one is loaded; freed when read.
 - q_pipe (`q_stages`): Q of each tile that sees a key, or, with packed GQA, room for it, which mma fills. Freed after
   the tile's last Q K^T, or as soon as Q is in registers.
 - k_pipe, v_pipe (`stages`): one KV block each; freed when their MMA is done.
@@ -150,7 +150,7 @@ def shared(spec, plan):
         v = operand_stages(spec, smem, shape, t.stages)
     raw_q = copy.allocate(smem, plan.q, plan.args.query.q.element_type)
     q = operand_q(spec, smem, raw_q)
-    published = work.allocate(spec, smem)
+    work_smem = work.allocate(spec, smem)
     work_pipe = pipeline.make(smem, count, 1, r.warps() - r.warps("idle", "schedule"))
     raw_k_pipe = k_pipe = pipeline.make(smem, raw_k_count, arrivals(spec, r), r.warps("prepare_k") or mma_warps)
     if prepared(spec)[pages.K]:
@@ -163,7 +163,7 @@ def shared(spec, plan):
         v=v,
         raw_k=raw_k,
         raw_v=raw_v,
-        work=published,
+        work=work_smem,
         scheduler=None if work.is_split_kv(spec) else tiles.allocate(smem),
         work_pipe=work_pipe,
         k_pipe=k_pipe,
@@ -233,7 +233,7 @@ def kernel(spec: cutlass.Constexpr, plan: Sm90KernelParams):
     s = shared(spec, plan)
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()
-    cute.arch.griddepcontrol_wait()  # with PDL: roles read what the launch before wrote
+    cute.arch.griddepcontrol_wait()  # with PDL: roles read what the previous kernel wrote
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp < WARPS:
         # load

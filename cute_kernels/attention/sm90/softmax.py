@@ -80,7 +80,8 @@ def mask_and_update_max(
 ):
     """Apply bias, soft cap and mask to a block in acc_s, then bring row_max up to date with it."""
     scores, to_log2 = transform_scores(spec, a, r, tile, n_block, flags), scales_of(r, tile.scales).reduced
-    online.update_max(r.st, scores, to_log2, LANES, tile.rescale_params, exact_max_blocks(spec) > 0)
+    exact_max = const_expr(exact_max_blocks(spec) > 0)
+    online.update_max(r.st, scores, to_log2, LANES, tile.rescale_params, exact_max=exact_max)
 
 
 @cute.jit
@@ -155,9 +156,8 @@ def validate_p(spec: cutlass.Constexpr, r: Sm90Fragments, tile: Sm90TileState, r
     else:
         again = row_sums[0] >= P_SUM_LIMIT or row_sums[1] >= P_SUM_LIMIT
     if cute.arch.vote_any_sync(again):
-        online.update_max(
-            r.st, wgmma.rows_cols(r.acc_s), scales_of(r, tile.scales).reduced, LANES, tile.rescale_params, False
-        )
+        scores, to_log2 = wgmma.rows_cols(r.acc_s), scales_of(r, tile.scales).reduced
+        online.update_max(r.st, scores, to_log2, LANES, tile.rescale_params, exact_max=False)
         for row in cutlass.range_constexpr(cute.size(r.tokens)):
             compute_p(r, tile, row)
             convert_p(spec, r, row)

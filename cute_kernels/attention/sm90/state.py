@@ -49,12 +49,11 @@ class Sm90TileState:
 
 
 class BlockFlags(NamedTuple):
-    """Static flags of a loop over KV blocks, one `mask.Segment`: apply the soft cap; apply the mask; first blocks of
-    the tile, in which maxima grow, so that row_max is updated before the exponentials."""
+    """Static flags of the loop over the KV blocks of one `mask.Segment`."""
 
-    capped: Any
-    masked: Any
-    is_first: Any
+    capped: Any  # apply the soft cap
+    masked: Any  # apply the mask
+    is_first: Any  # the blocks processed first in a tile, in which maxima grow: row_max is updated before exponentials
 
 
 class ConsumerState(NamedTuple):

@@ -41,12 +41,13 @@ def mma_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: 
     # says that O of the block before is complete, on which correction relies. Softmax announces P in two parts, so that
     # P @ V begins while the last part is computed.
     #
-    # Every group of MMAs has an election of its own: inside one for all, nothing is uniform to the compiler (73 R2UR,
-    # 274 instead of 239 instructions per two blocks). `left` counts the tile's blocks from here on: it takes 10
-    # instructions less than a block's number. The parity of iterations takes 2 less than their number.
+    # Three choices save instructions (SASS, of the warp, per two KV blocks). Every group of MMAs has an election of its
+    # own: inside one for all, nothing is uniform to the compiler (73 R2UR, 274 instead of 239). `left` counts the
+    # tile's blocks from here on: 10 less than with a block's number. `iteration` is a parity: 2 less than a number.
     i, iteration, left = at.item, at.iteration & 1, w.n_block_max - w.n_block_min
     while left > 0:
         is_first = Int32(1) if left == w.n_block_max - w.n_block_min else Int32(0)
+        # phase of softmax's barriers: iterations so far, which are the items of K and V if all tiles have two halves
         phase = i if const_expr(is_static(pingpong_groups(spec, w), 1)) else iteration
         # wait for V of this block and K of the next, with one fence behind both
         pipeline.consumer_wait(s.v_pipe, i)
