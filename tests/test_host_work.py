@@ -4,6 +4,7 @@ with a bound that planning again, one step of planning or one copy exceeds. `pyt
 import ast
 import sys
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from bench.cases import topk as topk_cases
 from tests.emulated import PLAIN, inputs_of
 from tests.fake_machine import FakeMachine
-from tests.host_work import Work, count_functions, host_work
+from tests.host_work import OperatorCounter, Work, count_functions, host_work
 from tests.prefill_batches import HKV, HQ, WORKSPACE, Case, D
 from tests.test_decode_wrapper import decode_of, xqa_inputs
 from tests.test_low_precision import OF_HEADS
@@ -19,13 +20,14 @@ from wrappers import (
     BatchPrefillWithPagedKVCacheWrapper,
     checks,
     machine,
+    plain,
     topk,
     trtllm_batch_context_with_kv_cache,
     trtllm_batch_decode_with_kv_cache,
     xqa,
 )
+from wrappers.attention import call, op
 from wrappers.attention import checks as attention_checks
-from wrappers.attention import op
 from wrappers.attention import plan as attention_plan
 from wrappers.prefill import values
 from wrappers.topk import checks as topk_checks
@@ -170,6 +172,66 @@ def test_a_copy_exceeds_the_bound(here, monkeypatch, name):
         copied = lambda p, field=field: p._replace(**{field: getattr(p, field).clone()})  # noqa: E731
         monkeypatch.setattr(plan, "run", lambda p, run=plan.run, copied=copied: run(copied(p)))
     assert exceeds(make(), bound, "operators")
+
+
+# ---- layers with tables of their own
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The batches that calls describe anew."""
+    found, new = [], call.new_sequences
+    monkeypatch.setattr(call, "_kept", ())
+    monkeypatch.setattr(call, "new_sequences", lambda *given: found.append(new(*given)) or found[-1])
+    return found
+
+
+def layer(inputs):
+    """A call with a page table of its own and the lengths and offsets of its model."""
+    own = inputs | {"block_tables": inputs["block_tables"].clone()}
+    return lambda: trtllm_batch_context_with_kv_cache(**own)
+
+
+@pytest.mark.parametrize("tables", [1, 2, 4, call.MOST_KEPT])
+def test_layers_that_alternate_describe_each_table_once(here, made, tables):
+    inputs = inputs_of()
+    layers = [layer(inputs) for _ in range(tables)]
+    for run in layers:
+        run()
+    assert len(made) == tables
+    one = count_functions(layers[-1])  # the table of the call before
+    assert one <= PLANNED["context"][1].functions
+    for _ in range(3):
+        assert [count_functions(run) for run in layers] == [one] * tables
+    with patch.object(plain, "_modes", lambda: 0), OperatorCounter() as operators:
+        for run in layers:
+            run()
+    assert len(made) == tables and not operators.count
+
+
+def test_the_table_that_was_used_longest_ago_is_dropped(here, made):
+    inputs = inputs_of()
+    layers = [layer(inputs) for _ in range(call.MOST_KEPT + 1)]
+    for run in (*layers[:-1], layers[0], layers[-1]):  # the last one takes the place of the second one
+        run()
+    assert len(made) == len(layers) == len(call._kept) + 1
+    for run in (layers[0], *layers[2:]):
+        run()
+    assert len(made) == len(layers)
+    layers[1]()
+    assert len(made) == len(layers) + 1
+
+
+def test_a_table_that_was_changed_in_place_is_described_anew_and_kept_once(here, made):
+    inputs = inputs_of()
+    tables = [inputs["block_tables"].clone() for _ in range(3)]
+    for table in tables:
+        trtllm_batch_context_with_kv_cache(**inputs | {"block_tables": table})
+    tables[1].set_(tables[1].clone())
+    for _ in range(2):
+        trtllm_batch_context_with_kv_cache(**inputs | {"block_tables": tables[1]})
+    assert len(made) == 4 and len(call._kept) == 3
+    assert call._kept[0][0] is tables[1] and call._kept[0][-1][-1].page_table.data_ptr() == tables[1].data_ptr()
 
 
 # ---- plan of the classes
