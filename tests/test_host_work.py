@@ -19,6 +19,8 @@ from tests.test_low_precision import OF_HEADS
 from wrappers import (
     BatchPrefillWithPagedKVCacheWrapper,
     checks,
+    flash_attn_func,
+    flash_attn_with_kvcache,
     machine,
     plain,
     topk,
@@ -96,6 +98,24 @@ def paged_run():
     return lambda: wrapper.run(case.q, cache)
 
 
+def equal_rows(*rows):
+    """Queries, keys and values of two requests of one length each, for FlashAttention's functions."""
+    return [torch.ones(2, n, HKV * (2 if i == 0 else 1), 64).half() for i, n in enumerate(rows)]
+
+
+def flash(queries, **options):
+    q, k, v = equal_rows(queries, 256, 256)
+    return lambda: flash_attn_func(q, k, v, causal=True, **options)
+
+
+def flash_cached(**given):
+    q, k, v = equal_rows(200, 256, 256)
+    return lambda: flash_attn_with_kvcache(q, k, v, causal=True, **given)
+
+
+INT = torch.tensor([7, 250]).int()
+
+
 def top_k(function):
     inputs, public = topk_cases.make_inputs(topk_cases.PLAIN[function]), getattr(topk, function)
     return lambda: public(**inputs)
@@ -108,6 +128,17 @@ PLANNED = {
     "decode": (decode, Work(14, 0)),
     "xqa": (xqa_call, Work(20, 4)),
     "paged run": (paged_run, Work(13, 3)),
+    # views of q, k and v, the output, and its view; nothing that describes the batch
+    "flash_attn_func": (partial(flash, 200), Work(39, 9)),
+    "flash_attn_func, one row": (partial(flash, 1), Work(37, 9)),
+    "flash_attn_with_kvcache": (flash_cached, Work(45, 9)),
+    "flash_attn_with_kvcache, a length": (partial(flash_cached, cache_seqlens=9), Work(47, 9)),
+    "flash_attn_with_kvcache, lengths": (partial(flash_cached, cache_seqlens=INT), Work(49, 9)),
+    # and 4 for the table of the entries, which are known to the device alone: a view, two of arithmetic, a view
+    "flash_attn_with_kvcache, entries": (
+        partial(flash_cached, cache_seqlens=INT, cache_batch_idx=INT * 0),
+        Work(60, 13),
+    ),
     "top_k_page_table_transform": (partial(top_k, topk_cases.PAGE_TABLE), Work(6, 0)),
     "top_k_ragged_transform": (partial(top_k, topk_cases.RAGGED), Work(6, 1)),
     "top_k": (partial(top_k, topk_cases.TOP_K), Work(6, 2)),
