@@ -67,6 +67,9 @@ class FakeMachine(HostMachine):
         promised(index is None, "the stream of another device")
         return self.stream
 
+    def uncaptured_stream(self, device: torch.device) -> int | None:
+        return None if self.capturing else self.stream
+
     def current_device(self) -> int | None:  # type: ignore[override]
         return self.device
 

@@ -1,11 +1,13 @@
 """FlashAttention's functions on the CPU against attention in float64; new keys, kernels, clients."""
 
 import math
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from tests.flash_attn_batches import (
     BATCH,
@@ -28,7 +30,15 @@ from tests.flash_attn_batches import (
     low,
     oracle,
 )
-from wrappers import explain, flash_attn, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from wrappers import (
+    explain,
+    flash_attn,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    machine,
+    scratch,
+)
 from wrappers.explanation import call_of
 
 OPTIONS = {
@@ -360,6 +370,105 @@ def test_torch_compile_holds_calls_in_one_graph():
     got = torch.compile(step, fullgraph=True, backend="eager")(*args)
     want = step(given["q"], *kept, given["k"], given["v"])
     assert all(map(torch.equal, got, want)) and all(map(torch.equal, caches, kept))
+
+
+# ---- constants that describe requests of one length
+
+DENSE = dict(zip("qkv", (equal(EQUAL.q), *(t.nan_to_num() for t in EQUAL.dense))))
+
+
+def described(launch):
+    return {name: getattr(launch, name) for name in ("page_table", "kv_lens", "cu_seqlens_q")}
+
+
+@pytest.mark.parametrize("batch,rows,page", [(1, 64, 64), (3, 128, 64), (5, 96, 32), (2, 7, 7), (33, 24, 8)])
+@pytest.mark.parametrize("queries", [1, 70])
+def test_descriptions_of_equal_requests(here, batch, rows, page, queries):
+    q, k = torch.zeros(batch, queries, HQ, D).half(), torch.zeros(batch, rows, HKV, D).half()
+    for _ in range(3):
+        flash_attn_func(q, k, k)
+        found = described(here.launches[-1])
+        table = torch.arange(batch * rows // page, dtype=torch.int32).view(batch, 1, -1).expand(-1, 2, -1)
+        assert torch.equal(found["page_table"], table) and found["page_table"].dtype == torch.int32
+        assert found["kv_lens"].tolist() == [rows] * batch
+        assert found["cu_seqlens_q"].tolist() == [*range(0, (batch + 1) * queries, queries)]
+    assert len({t.data_ptr() for launch in here.launches for t in described(launch).values()}) == 3
+
+
+def pointers(launch):
+    return {name: t.data_ptr() for name, t in described(launch).items()}
+
+
+def test_a_graph_has_constants_of_its_own(here):
+    """A graph may be replayed on any stream, and its memory is not kept."""
+    for here.capturing in (True, False, False, True):
+        flash_attn_func(**DENSE)
+        assert bool(here.constants) == (len(here.launches) > 1)
+    first, kept, again, last = map(pointers, here.launches)
+    assert kept == again and all(kept[name] not in (first[name], last[name]) for name in kept)
+    for name, t in described(here.launches[1]).items():
+        assert all(torch.equal(described(launch)[name], t) for launch in here.launches)
+
+
+def test_streams_have_constants_of_their_own(here):
+    """A launch on another stream could come before the writes, and the host does not wait for them."""
+    seen = {}
+    for here.stream in (0, 7, 0, 7, scratch.PER_THREAD_STREAM, scratch.PER_THREAD_STREAM):
+        flash_attn_func(**DENSE)
+        seen.setdefault(here.stream, []).append(pointers(here.launches[-1]))
+    assert seen[0][0] == seen[0][1] and seen[7][0] == seen[7][1]
+    every = [seen[0][0], seen[7][0], *seen[scratch.PER_THREAD_STREAM]]
+    assert all(len({found[name] for found in every}) == 4 for name in every[0])
+    assert len(here.waits) == 1, "once for counters"
+
+
+def test_the_stream_of_another_device_is_asked_there(monkeypatch):
+    """Which captures, or not. The machine is that of a host with two GPUs."""
+    here, at = machine.HostMachine(), [0]
+
+    @contextmanager
+    def on(device):
+        before, at[0] = at[0], device.index
+        yield
+        at[0] = before
+
+    for name, value in {"on": on, "current_device": lambda: at[0], "is_capturing": lambda: at[0] == 1,
+                        "raw_stream": lambda index: 40 + index}.items():  # fmt: skip
+        monkeypatch.setattr(here, name, value)
+    for _ in range(2):
+        assert [here.uncaptured_stream(torch.device("cuda", index)) for index in (0, 1)] == [40, None]
+        at[0] = 1
+    assert here.uncaptured_stream(torch.device("cpu")) == 0 and at == [1]
+
+
+def test_constants_stop_growing_and_are_never_dropped(here, monkeypatch):
+    flash_attn_func(**DENSE)
+    before = dict(here.constants)
+    monkeypatch.setattr(here, "max_plans", len(before))
+    flash_attn_func(**{name: t[:2] for name, t in DENSE.items()})
+    assert here.constants.keys() == before.keys()
+    assert here.launches[-1].kv_lens.tolist() == here.launches[0].kv_lens.tolist()[:2]
+    flash_attn_func(**DENSE)
+    assert all(here.constants[key] is t for key, t in before.items())
+
+
+def both(q, k, v):
+    return flash_attn_func(q, k, v), flash_attn_with_kvcache(q, k, v, cache_seqlens=5)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_traced_calls_neither_keep_nor_use_constants(known, fresh_compiler):
+    with machine.override(machine.HostMachine()) as here:
+        want = both(*DENSE.values()) if known else None
+        before = dict(here.constants)
+        assert bool(before) == known
+        with FakeTensorMode() as mode:
+            fakes = {name: mode.from_tensor(t) for name, t in DENSE.items()}
+            assert all(isinstance(o, FakeTensor) for o in both(*fakes.values()))
+        got = torch.compile(both, fullgraph=True, backend="eager")(*DENSE.values())
+        assert here.constants == before
+        want = want or both(*DENSE.values())
+        assert all(map(torch.equal, got, want))
 
 
 # ---- what clients call

@@ -4,6 +4,7 @@ with a bound that planning again, one step of planning or one copy exceeds. `pyt
 import ast
 import sys
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,21 +12,24 @@ import torch
 from bench.cases import topk as topk_cases
 from tests.emulated import PLAIN, inputs_of
 from tests.fake_machine import FakeMachine
-from tests.host_work import Work, count_functions, host_work
+from tests.host_work import OperatorCounter, Work, count_functions, host_work
 from tests.prefill_batches import HKV, HQ, WORKSPACE, Case, D
 from tests.test_decode_wrapper import decode_of, xqa_inputs
 from tests.test_low_precision import OF_HEADS
 from wrappers import (
     BatchPrefillWithPagedKVCacheWrapper,
     checks,
+    flash_attn_func,
+    flash_attn_with_kvcache,
     machine,
+    plain,
     topk,
     trtllm_batch_context_with_kv_cache,
     trtllm_batch_decode_with_kv_cache,
     xqa,
 )
+from wrappers.attention import call, op
 from wrappers.attention import checks as attention_checks
-from wrappers.attention import op
 from wrappers.attention import plan as attention_plan
 from wrappers.prefill import values
 from wrappers.topk import checks as topk_checks
@@ -94,6 +98,24 @@ def paged_run():
     return lambda: wrapper.run(case.q, cache)
 
 
+def equal_rows(*rows):
+    """Queries, keys and values of two requests of one length each, for FlashAttention's functions."""
+    return [torch.ones(2, n, HKV * (2 if i == 0 else 1), 64).half() for i, n in enumerate(rows)]
+
+
+def flash(queries, **options):
+    q, k, v = equal_rows(queries, 256, 256)
+    return lambda: flash_attn_func(q, k, v, causal=True, **options)
+
+
+def flash_cached(**given):
+    q, k, v = equal_rows(200, 256, 256)
+    return lambda: flash_attn_with_kvcache(q, k, v, causal=True, **given)
+
+
+INT = torch.tensor([7, 250]).int()
+
+
 def top_k(function):
     inputs, public = topk_cases.make_inputs(topk_cases.PLAIN[function]), getattr(topk, function)
     return lambda: public(**inputs)
@@ -106,6 +128,17 @@ PLANNED = {
     "decode": (decode, Work(14, 0)),
     "xqa": (xqa_call, Work(20, 4)),
     "paged run": (paged_run, Work(13, 3)),
+    # views of q, k and v, the output, and its view; nothing that describes the batch
+    "flash_attn_func": (partial(flash, 200), Work(39, 9)),
+    "flash_attn_func, one row": (partial(flash, 1), Work(37, 9)),
+    "flash_attn_with_kvcache": (flash_cached, Work(45, 9)),
+    "flash_attn_with_kvcache, a length": (partial(flash_cached, cache_seqlens=9), Work(47, 9)),
+    "flash_attn_with_kvcache, lengths": (partial(flash_cached, cache_seqlens=INT), Work(49, 9)),
+    # and 4 for the table of the entries, which are known to the device alone: a view, two of arithmetic, a view
+    "flash_attn_with_kvcache, entries": (
+        partial(flash_cached, cache_seqlens=INT, cache_batch_idx=INT * 0),
+        Work(60, 13),
+    ),
     "top_k_page_table_transform": (partial(top_k, topk_cases.PAGE_TABLE), Work(6, 0)),
     "top_k_ragged_transform": (partial(top_k, topk_cases.RAGGED), Work(6, 1)),
     "top_k": (partial(top_k, topk_cases.TOP_K), Work(6, 2)),
@@ -170,6 +203,66 @@ def test_a_copy_exceeds_the_bound(here, monkeypatch, name):
         copied = lambda p, field=field: p._replace(**{field: getattr(p, field).clone()})  # noqa: E731
         monkeypatch.setattr(plan, "run", lambda p, run=plan.run, copied=copied: run(copied(p)))
     assert exceeds(make(), bound, "operators")
+
+
+# ---- layers with tables of their own
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The batches that calls describe anew."""
+    found, new = [], call.new_sequences
+    monkeypatch.setattr(call, "_kept", ())
+    monkeypatch.setattr(call, "new_sequences", lambda *given: found.append(new(*given)) or found[-1])
+    return found
+
+
+def layer(inputs):
+    """A call with a page table of its own and the lengths and offsets of its model."""
+    own = inputs | {"block_tables": inputs["block_tables"].clone()}
+    return lambda: trtllm_batch_context_with_kv_cache(**own)
+
+
+@pytest.mark.parametrize("tables", [1, 2, 4, call.MOST_KEPT])
+def test_layers_that_alternate_describe_each_table_once(here, made, tables):
+    inputs = inputs_of()
+    layers = [layer(inputs) for _ in range(tables)]
+    for run in layers:
+        run()
+    assert len(made) == tables
+    one = count_functions(layers[-1])  # the table of the call before
+    assert one <= PLANNED["context"][1].functions
+    for _ in range(3):
+        assert [count_functions(run) for run in layers] == [one] * tables
+    with patch.object(plain, "_modes", lambda: 0), OperatorCounter() as operators:
+        for run in layers:
+            run()
+    assert len(made) == tables and not operators.count
+
+
+def test_the_table_that_was_used_longest_ago_is_dropped(here, made):
+    inputs = inputs_of()
+    layers = [layer(inputs) for _ in range(call.MOST_KEPT + 1)]
+    for run in (*layers[:-1], layers[0], layers[-1]):  # the last one takes the place of the second one
+        run()
+    assert len(made) == len(layers) == len(call._kept) + 1
+    for run in (layers[0], *layers[2:]):
+        run()
+    assert len(made) == len(layers)
+    layers[1]()
+    assert len(made) == len(layers) + 1
+
+
+def test_a_table_that_was_changed_in_place_is_described_anew_and_kept_once(here, made):
+    inputs = inputs_of()
+    tables = [inputs["block_tables"].clone() for _ in range(3)]
+    for table in tables:
+        trtllm_batch_context_with_kv_cache(**inputs | {"block_tables": table})
+    tables[1].set_(tables[1].clone())
+    for _ in range(2):
+        trtllm_batch_context_with_kv_cache(**inputs | {"block_tables": tables[1]})
+    assert len(made) == 4 and len(call._kept) == 3
+    assert call._kept[0][0] is tables[1] and call._kept[0][-1][-1].page_table.data_ptr() == tables[1].data_ptr()
 
 
 # ---- plan of the classes

@@ -54,7 +54,7 @@ def engine():
     library.impl("reshape_and_cache_flash", reshape_and_cache_flash, Platform.dispatch_key)
     with engine.installed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.metadata, "entry_points", entry_points)
-        patch.delenv("VLLM_PLUGINS", raising=False)
+        patch.setenv("VLLM_PLUGINS", "cute_kernels")
         from vllm import plugins
 
         plugins.load_general_plugins()
@@ -394,6 +394,56 @@ def test_sinks_that_are_loaded_again(server):
     assert impl.sinks is before and (before == 3.0).all()
 
 
+OTHER = "other.package.Backend"
+
+
+@pytest.fixture
+def slot(engine, monkeypatch):
+    """The registry of attention backends, and a function that loads plugins as a new process with VLLM_PLUGINS does."""
+    from vllm import plugins
+    from vllm.v1.attention.backends import registry
+
+    def load(named: str | None) -> None:
+        monkeypatch.setattr(plugins, "plugins_loaded", False)
+        if named is None:
+            monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+        else:
+            monkeypatch.setenv("VLLM_PLUGINS", named)
+        plugins.load_general_plugins()
+
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
+    return registry, load
+
+
+@pytest.mark.parametrize("named", [None, "", "other", "cute_kernels_topk,other"])
+def test_custom_is_left_to_other_packages_unless_the_plugin_is_named(slot, named, monkeypatch):
+    registry, load = slot
+    monkeypatch.setattr("wrappers.integrations.vllm_topk.replace", lambda: None)
+    custom = registry.AttentionBackendEnum.CUSTOM
+    load(named)
+    assert not custom.is_overridden()
+    registry.register_backend(custom, OTHER)
+    load(named)
+    assert custom.get_path() == OTHER
+
+
+@pytest.mark.parametrize("named", ["cute_kernels", "other,cute_kernels"])
+def test_custom_is_the_backend_if_the_plugin_is_named(slot, named):
+    registry, load = slot
+    for _ in range(2):  # vLLM may load plugins again
+        load(named)
+        assert registry.AttentionBackendEnum.CUSTOM.get_path() == "wrappers.integrations.vllm.VllmBackend"
+
+
+def test_a_slot_that_is_taken_is_not_taken_from_its_owner(slot):
+    registry, load = slot
+    custom = registry.AttentionBackendEnum.CUSTOM
+    registry.register_backend(custom, OTHER)
+    with pytest.raises(RuntimeError, match=f"^VLLM_PLUGINS: 'other,cute_kernels', must not name .* CUSTOM as {OTHER}"):
+        load("other,cute_kernels")
+    assert custom.get_path() == OTHER
+
+
 REFUSED = {
     "head size": (Case(head_size=96), {}, "head_size not supported"),
     "model in fp32": (Case(dtype=torch.float32), {}, "dtype not supported"),
@@ -483,7 +533,7 @@ def indexer(server, monkeypatch):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     before = indexer_topk.SparseIndexerTopk.forward
     plugins.vllm_topk()
-    assert indexer_topk.SparseIndexerTopk.forward is before  # the user named nothing
+    assert indexer_topk.SparseIndexerTopk.forward is before  # VLLM_PLUGINS does not name it
     monkeypatch.setenv("VLLM_PLUGINS", "cute_kernels, cute_kernels_topk")
     plugins.vllm_topk()
     server.config = config_of(Case())

@@ -429,6 +429,6 @@ def test_a_graph_that_captures_index_tensors_keeps_none():
     from wrappers.attention import call
 
     function, inputs = CALLS["context"]()
-    before = call._last
+    before = call._kept
     make_fx(lambda query: function(**inputs | {"query": query}))(inputs["query"])
-    assert call._last is before
+    assert call._kept is before

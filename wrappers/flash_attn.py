@@ -37,6 +37,7 @@ from .plain import refuse_grad, traced
 from .prefill import values
 from .prefill.ragged import rows_of
 from .scalars import integer, real
+from .scratch import constant, filled, pages_in_order, steps
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 FUNC, VARLEN, CACHED = "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"
@@ -227,24 +228,26 @@ def flash_attn_with_kvcache(
     if packed:
         check_operand("cu_seqlens_q", cu_seqlens_q, 1, (torch.int32,), q.device)
     batch = q.shape[0] if cu_seqlens_q is None else max(cu_seqlens_q.shape[0] - 1, 0)
-    (name, table), (k_pages, v_pages) = _one(block_table=block_table, page_table=page_table), (k_cache, v_cache)
+    plain, (name, table) = not traced(q), _one(block_table=block_table, page_table=page_table)
+    k_pages, v_pages = k_cache, v_cache
     if table is None:
-        k_pages, v_pages, table = _without_table(k_cache, v_cache, cache_batch_idx, batch)
+        k_pages, v_pages, table = _without_table(k_cache, v_cache, cache_batch_idx, batch, plain)
     elif cache_batch_idx is not None:
         raise ValueError(f"cache_batch_idx: given, must be None with {name}")
     keys = pair("k_cache, v_cache", (k_pages, v_pages), "NHD")
     check_operand(name, table, 2, (torch.int32,), q.device)
-    lens = _lengths(cache_seqlens, batch, table.shape[1] * keys[0].shape[2], q.device, k is not None)
+    lens = _lengths(cache_seqlens, batch, table.shape[1] * keys[0].shape[2], q.device, k is not None, plain)
     new, signature = None, _signature(CACHED, name, "cache_seqlens")
     if k is not None or v is not None:
-        new, signature = _new_rows(k, v, cu_seqlens_k_new, batch, keys), _signature(CACHED, name, f"cache_seqlens{NEW}")
+        signature = _signature(CACHED, name, f"cache_seqlens{NEW}")
+        new = _new_rows(k, v, cu_seqlens_k_new, batch, keys, plain)
         lens = lens + new.counts
     flat, flat_out = (q, out) if packed else (q.flatten(0, 1), _flat(out, q, keys[1]))
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
     descales = q_descale, k_descale, v_descale
     options = FlashAttnOptions(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
     most = _most(max_seqlen_q, q.shape[0]) if packed else q.shape[1]
-    requests = sequences_of(table, lens, cu_seqlens_q, not traced(q), LAYOUTS[name])
+    requests = sequences_of(table, lens, cu_seqlens_q, plain, LAYOUTS[name])
     call = _attention_call(signature, flat, keys, requests, most, options, return_lse)
     if new is not None:
         append(call, new)
@@ -271,14 +274,15 @@ def flash_attn_func(
     _check_others(FUNC, others)
     return_lse = _flags(return_softmax_lse=return_softmax_lse, return_lse=return_lse)
     batch, length = check_strided("q", q, 4).shape[:2]
-    k_pages, v_pages, table = _without_table(k, v, None, batch, ("k", "v"))
+    plain = not traced(q)
+    k_pages, v_pages, table = _without_table(k, v, None, batch, plain, ("k", "v"))
     keys = pair("k, v", (k_pages, v_pages), "NHD")
-    lens = _lengths(None, batch, k.shape[1], q.device, False)
+    lens = _lengths(None, batch, k.shape[1], q.device, False, plain)
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
     descales = q_descale, k_descale, v_descale
     flat_out = _flat(out, q, keys[1])
     options = FlashAttnOptions(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
-    requests = sequences_of(table, lens, None, not traced(q), LAYOUTS["k"])
+    requests = sequences_of(table, lens, None, plain, LAYOUTS["k"])
     call = _attention_call(FUNC, q.flatten(0, 1), keys, requests, length, options, return_lse)
     return _shaped(serve(call), q, out, False, return_lse)
 
@@ -291,7 +295,8 @@ def append(call: AttentionCall, new: "NewKeyValues") -> None:
     if torch.is_grad_enabled():
         attention_op.refuse_grad(call)
         refuse_grad({"k": new.k, "v": new.v})
-    if not traced(call.q):
+    plain = not traced(call.q)
+    if plain:
         checks.validate(call)
         check_apart({checks.names_of(call)("k"): call.k, checks.names_of(call)("v"): call.v}, {"k": new.k, "v": new.v})
         here = machine.current
@@ -302,7 +307,7 @@ def append(call: AttentionCall, new: "NewKeyValues") -> None:
             attention_values.check(call, positive=known is not None)
     table, lens = call.requests.page_table[:, 0], call.requests.kv_lens
     where = get_batch_indices_positions(new.starts, lens, new.k.shape[0])
-    ends = torch.arange(table.shape[0] + 1, dtype=torch.int32, device=table.device) * table.shape[1]
+    ends = constant(steps, table.device, plain, table.shape[0] + 1, table.shape[1])
     append_paged_kv_cache(new.k, new.v, *where, (call.k, call.v), table.reshape(-1), ends, lens, "HND")
 
 
@@ -348,8 +353,9 @@ def _attention_call(
     decodes = decodes and 0 < most * heads <= DECODE_MAX_ROWS * kv_heads
     decodes = check_integer("num_splits", integer(o.num_splits), 0) != 1 and decodes
     if equal and not decodes:
-        offsets = torch.arange(requests.batch + 1, dtype=torch.int32, device=q.device) * most
-        requests = sequences_of(requests.page_table, requests.kv_lens, offsets, not traced(q), SEPARATE)
+        plain = not traced(q)
+        offsets = constant(steps, q.device, plain, requests.batch + 1, most)
+        requests = sequences_of(requests.page_table, requests.kv_lens, offsets, plain, SEPARATE)
     return AttentionCall(
         signature, "decode" if decodes else "prefill", q, k, v, requests, most, scale, scale_tensor, out_scale,
         out_scale_tensor, causal, left, real(o.softcap), _sinks(q, o.sinks), out=o.out,
@@ -432,8 +438,9 @@ def _each_head(name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def _without_table(
-    k: Any, v: Any, entries: torch.Tensor | None, batch: int, names: tuple[str, str] = ("k_cache", "v_cache")
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    k: Any, v: Any, entries: torch.Tensor | None, batch: int, plain: bool,
+    names: tuple[str, str] = ("k_cache", "v_cache"),
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return K and V (batch, N, Hkv, D) as (pages, P, Hkv, D) views, and their page table int32 (B, N / P)."""
     for name, t in zip(names, (k, v), strict=True):
         check_strided(name, t, 4)
@@ -449,11 +456,14 @@ def _without_table(
         size = next((p for p in PAGES if rows % p == 0), rows)
         k, v = (t.unflatten(1, (rows // size, size)).flatten(0, 1) for t in (k, v))
     pages = rows // size if size else 0
-    first = torch.arange(batch, dtype=torch.int32, device=k.device) if entries is None else entries
-    return k, v, first[:, None] * pages + torch.arange(pages, dtype=torch.int32, device=k.device)
+    if entries is not None:
+        return k, v, entries[:, None] * pages + constant(steps, k.device, plain, pages, 1)
+    if plain:
+        return k, v, constant(pages_in_order, k.device, plain, batch, pages)
+    return k, v, steps(k.device, batch * pages, 1).view(batch, pages)
 
 
-def _lengths(given: Any, batch: int, room: int, device: torch.device, required: bool) -> torch.Tensor:
+def _lengths(given: Any, batch: int, room: int, device: torch.device, required: bool, plain: bool) -> torch.Tensor:
     """Return the number of keys of each request, int32 (B,)."""
     if given is None and required:
         raise ValueError("cache_seqlens: None, required if k is given")
@@ -464,10 +474,12 @@ def _lengths(given: Any, batch: int, room: int, device: torch.device, required: 
     count = room if given is None else check_integer("cache_seqlens", integer(given), 0)
     if count > room:
         raise ValueError(f"cache_seqlens: {count}, must be at most {room}, the rows of a request")
-    return torch.full((batch,), count, dtype=torch.int32, device=device)
+    return constant(filled, device, plain, batch, count)
 
 
-def _new_rows(k: Any, v: Any, starts: Any, batch: int, keys: tuple[torch.Tensor, torch.Tensor]) -> NewKeyValues:
+def _new_rows(
+    k: Any, v: Any, starts: Any, batch: int, keys: tuple[torch.Tensor, torch.Tensor], plain: bool
+) -> NewKeyValues:
     lead: tuple[int, ...] = ()
     for name, t, cache in (("k", k, keys[0]), ("v", v, keys[1])):
         check_strided(name, t, 4 if starts is None else 3)
@@ -478,7 +490,7 @@ def _new_rows(k: Any, v: Any, starts: Any, batch: int, keys: tuple[torch.Tensor,
         if t.device != cache.device:
             raise ValueError(f"{name}: device {t.device}, must be that of {name}_cache, {cache.device}")
     if starts is None:
-        starts = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * lead[1]
+        starts = constant(steps, k.device, plain, batch + 1, lead[1])
         return NewKeyValues(k.flatten(0, 1), v.flatten(0, 1), starts, lead[1])
     check_operand("cu_seqlens_k_new", starts, 1, (torch.int32,), k.device, "that of k")
     check_shape("cu_seqlens_k_new", starts, (batch + 1,), "requests + 1")

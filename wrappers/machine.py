@@ -21,10 +21,11 @@ class HostMachine:
     """Queries to CUDA and the runtime, and state that is kept between calls.
 
     plans: launch plans by the static properties of a call, for all public functions. offsets: offsets of queries of
-    equal length, by device, batch and length. counter_pools, split_scratch: counters and scratch memory, see `scratch`.
+    equal length, by device, batch and length. constants, counter_pools, split_scratch: see `scratch`.
     """
 
-    max_plans = 4096  # at this size `plans` is emptied and `offsets` stops growing: a caller may vary shapes for ever
+    # At this size `plans` is emptied, `offsets` and `constants` stop growing: a caller may vary shapes for ever.
+    max_plans = 4096
     is_capturing = staticmethod(torch.cuda.is_current_stream_capturing)  # of the current device's stream
     raw_stream = staticmethod(_raw_stream)  # device index -> handle of its current stream
     current_device = staticmethod(_get_device)
@@ -34,6 +35,7 @@ class HostMachine:
     def __init__(self) -> None:
         self.plans: dict[tuple[Any, ...], Any] = {}
         self.offsets: dict[tuple[torch.device, int, int], Any] = {}
+        self.constants: dict[tuple[Any, ...], torch.Tensor] = {}
         self.counter_pools: dict[torch.device, Any] = {}
         self.split_scratch: dict[Any, tuple[Any, Any]] = {}
 
@@ -46,6 +48,15 @@ class HostMachine:
     def is_host(self, tensor: torch.Tensor) -> bool:
         """Return whether the host reads a value of the tensor without a wait for a device."""
         return tensor.is_cpu
+
+    def uncaptured_stream(self, device: torch.device) -> int | None:
+        """Return the handle of a device's current stream, None while a graph captures it; 0 for the host."""
+        if device.type != "cuda":
+            return 0
+        if device.index != self.current_device():  # only the current device can be asked whether its stream captures
+            with self.on(device):
+                return self.uncaptured_stream(device)
+        return None if self.is_capturing() else self.raw_stream(device.index)
 
     def kernel(self, op: str, spec: Any, arch: str) -> Callable[..., None]:
         """Return the compiled function, see `runtime.kernel`."""

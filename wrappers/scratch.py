@@ -1,10 +1,12 @@
-"""Counters and scratch memory that the launches of a device share, kept since an allocation takes as long as a launch.
+"""Counters, scratch memory and constant tensors of a device, kept since an allocation takes as long as a launch.
 
 Launches of one stream never overlap, so what is kept belongs to a stream. A captured launch has its own, since its
-graph may be replayed beside any other launch. Tensors are kept in the form of `HostMachine.argument`.
+graph may be replayed beside any other launch. Counters and scratch memory are kept in the form of
+`HostMachine.argument`.
 """
 
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,46 @@ class CounterPool(NamedTuple):
                 return -1
             self.used[0] += count
             return first
+
+
+def constant(make: Callable[..., torch.Tensor], device: torch.device, plain: bool, *numbers: int) -> torch.Tensor:
+    """Return make(device, *numbers), which nobody writes again and which is kept by its arguments.
+
+    It is kept for launches of the current stream, which are ordered behind its writes, so that the host never waits.
+    It is never freed. Nothing is kept of a capture: its graph owns the memory.
+
+    plain: False if something traces the call. Then the tensor is made anew.
+    """
+    here = machine.current
+    stream = here.uncaptured_stream(device) if plain else None
+    if stream is None or stream == PER_THREAD_STREAM:
+        return make(device, *numbers)
+    key = make, device, stream, *numbers
+    found = here.constants.get(key)
+    if found is None:
+        found = make(device, *numbers)
+        if len(here.constants) < here.max_plans:
+            here.constants[key] = found
+    return found
+
+
+def filled(device: torch.device, size: int, value: int) -> torch.Tensor:
+    """Return int32 (size,) of one value, to be kept by `constant`."""
+    return torch.full((size,), value, dtype=torch.int32, device=device)
+
+
+def steps(device: torch.device, count: int, step: int) -> torch.Tensor:
+    """Return int32 (count,), the multiples of a step from 0 on, to be kept by `constant`."""
+    return torch.arange(count, dtype=torch.int32, device=device) * step
+
+
+def pages_in_order(device: torch.device, batch: int, pages: int) -> torch.Tensor:
+    """Return int32 (batch, pages), pages in ascending order, to be kept by `constant`.
+
+    It is a view of numbers that tables share, so tables of many sizes take twice the memory of the largest at most.
+    """
+    count = batch * pages
+    return constant(steps, device, True, 1 << max(count - 1, 0).bit_length(), 1)[:count].view(batch, pages)
 
 
 def launch_counter(device: torch.device, capturing: bool) -> tuple[Any, int]:

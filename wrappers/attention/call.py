@@ -116,7 +116,8 @@ SHARED, SEPARATE = TableLayout(), TableLayout(shared=False)
 _numbers: dict[tuple[Any, ...], int] = {}  # shapes -> their number, which is never reused
 _next = count()
 _nothing: dict[torch.device, tuple[torch.Tensor, ...]] = {}  # a page table and lengths without elements
-_last: tuple[Any, ...] = (None,) * 10  # the last table, lens, offsets and layout of `sequences_of`, and its result
+MOST_KEPT = 8  # a model with one full layer to five window layers has six tables in vLLM, seven with padding
+_kept: tuple[tuple[Any, ...], ...] = ()  # calls of `sequences_of` and their results, the latest first
 
 
 def sequences_of(
@@ -129,23 +130,32 @@ def sequences_of(
 
     plain: False if something traces the call. Then views must be made anew, and there is no shape_id.
 
-    The last result is kept for the same tensors: within a step all layers of a model pass the same objects, and new
-    views cost 2.5 us. Sizes, strides and addresses are compared too, since an object may have been resized or given
-    other memory.
+    The results of the last few different calls are kept for the same tensors: within a step, all layers of a model that
+    have a table in common pass the same objects, and new views cost 2.5 us. Sizes, strides and addresses are compared
+    too, since an object may have been resized or given other memory. The tuple is replaced as a whole, so threads may
+    lose a result but never find a wrong one.
     """
-    global _last
+    global _kept
     if not plain:
         return _views(table, lens, offsets, layout)
-    last_table, last_lens, last_offsets, last_layout, shape, stride, address, size, lens_address, found = _last
-    if (table is last_table and lens is last_lens and offsets is last_offsets and layout is last_layout
-            and table.shape == shape and table.stride() == stride and table.data_ptr() == address
-            and lens.numel() == size and (lens is found.kv_lens or lens.data_ptr() == lens_address)
-            and (offsets is None or offsets.numel() == size + 1)):  # fmt: skip
-        return found
+    kept = _kept
+    for at, (kept_table, kept_lens, kept_offsets, kept_layout, known) in enumerate(kept):
+        if table is kept_table and lens is kept_lens and offsets is kept_offsets and layout is kept_layout:
+            shape, stride, address, size, lens_address, found = known
+            same = (table.shape == shape and table.stride() == stride and table.data_ptr() == address
+                    and lens.numel() == size and (lens is found.kv_lens or lens.data_ptr() == lens_address)
+                    and (offsets is None or offsets.numel() == size + 1))  # fmt: skip
+            if same and not at:
+                return found
+            kept = kept[:at] + kept[at + 1 :]
+            if same:
+                _kept = ((table, lens, offsets, layout, known), *kept)
+                return found
+            break
     found = new_sequences(table, lens, offsets, layout)
     if found.batch >= 0 and (offsets is None or offsets.numel() == found.batch + 1):
-        size, stride, address = table.shape, table.stride(), table.data_ptr()
-        _last = (table, lens, offsets, layout, size, stride, address, lens.numel(), lens.data_ptr(), found)
+        known = table.shape, table.stride(), table.data_ptr(), lens.numel(), lens.data_ptr(), found
+        _kept = ((table, lens, offsets, layout, known), *kept[: MOST_KEPT - 1])
     return found
 
 

@@ -3,13 +3,15 @@
 Each gives the engine the name of a class or a function, which the engine imports when it needs it: loading a plugin
 imports little, and changes nothing unless the user enables it.
 
-    vllm serve MODEL --attention-backend CUSTOM
-    VLLM_PLUGINS=cute_kernels,cute_kernels_topk vllm serve MODEL  # the sparse indexer's top-k
+    VLLM_PLUGINS=cute_kernels vllm serve MODEL --attention-backend CUSTOM
+    VLLM_PLUGINS=cute_kernels_topk vllm serve MODEL  # the sparse indexer's top-k
     python -m sglang.launch_server --model-path MODEL --attention-backend cute_kernels --page-size 64
     SGLANG_PLUGINS=cute_kernels,cute_kernels_topk python -m sglang.launch_server --model-path MODEL  # DSA's top-k
 
-Plugins that replace a part of the engine, `*_topk` and `*_trtllm_mha`, do nothing unless the engine's plugin variable
-names them.
+A plugin that takes a place which is not this package's own does nothing unless the engine's plugin variable names it:
+`*_topk` and `*_trtllm_mha` replace a part of the engine, and vLLM has one place, CUSTOM, for the backends of all
+packages. vLLM loads its plugins before it parses `--attention-backend`, and its Python functions take the backend as an
+argument, so a plugin cannot see which backend the user chose.
 """
 
 import os
@@ -18,21 +20,32 @@ from typing import Any
 NAME = "cute_kernels"  # of the attention backend in SGLang, and of the plugins
 
 
-def _named(what: str, variable: str) -> bool:
+def _named(plugin: str, variable: str) -> bool:
     """Return whether the engine was told to load this plugin, by name."""
-    return f"{NAME}_{what}" in map(str.strip, os.environ.get(variable, "").split(","))
+    return plugin in map(str.strip, os.environ.get(variable, "").split(","))
 
 
 def vllm() -> None:
-    """Register `wrappers.integrations.vllm.VllmBackend` as `--attention-backend CUSTOM` (`vllm.general_plugins`)."""
+    """Register `--attention-backend CUSTOM` if VLLM_PLUGINS names this plugin (`vllm.general_plugins`).
+
+    Raises RuntimeError if another package has registered its backend there: `register_backend` would replace it.
+    """
+    if not _named(NAME, "VLLM_PLUGINS"):
+        return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CUSTOM, "wrappers.integrations.vllm.VllmBackend")
+    custom, backend = AttentionBackendEnum.CUSTOM, "wrappers.integrations.vllm.VllmBackend"
+    if custom.is_overridden() and custom.get_path() != backend:
+        raise RuntimeError(
+            f"VLLM_PLUGINS: {os.environ['VLLM_PLUGINS']!r}, must not name {NAME} beside the plugin that registered the "
+            f"attention backend CUSTOM as {custom.get_path()}"
+        )
+    register_backend(custom, backend)
 
 
 def vllm_topk() -> None:
     """Replace the sparse indexer's top-k if VLLM_PLUGINS names this plugin (`vllm.general_plugins`)."""
-    if _named("topk", "VLLM_PLUGINS"):
+    if _named(f"{NAME}_topk", "VLLM_PLUGINS"):
         from .vllm_topk import replace
 
         replace()
@@ -61,7 +74,7 @@ def sglang_trtllm_mha() -> None:
 
     For models for which SGLang allows only backends that it knows (GPT-OSS, Llama 4, Gemma 4).
     """
-    if _named("trtllm_mha", "SGLANG_PLUGINS"):
+    if _named(f"{NAME}_trtllm_mha", "SGLANG_PLUGINS"):
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
         register_attention_backend("trtllm_mha")(_sglang_backend)
@@ -69,7 +82,7 @@ def sglang_trtllm_mha() -> None:
 
 def sglang_topk() -> None:
     """Replace the top-k of DSA if SGLANG_PLUGINS names this plugin (`sglang.srt.plugins`)."""
-    if _named("topk", "SGLANG_PLUGINS"):
+    if _named(f"{NAME}_topk", "SGLANG_PLUGINS"):
         from .sglang_topk import replace
 
         replace()

@@ -1,12 +1,13 @@
 """vLLM's attention backend CUSTOM, over the context and the decode function.
 
-    vllm serve MODEL --attention-backend CUSTOM
+    VLLM_PLUGINS=cute_kernels vllm serve MODEL --attention-backend CUSTOM
 
-The plugin `cute_kernels` (`plugins.vllm`) tells vLLM the name of `VllmBackend`. The backend reads caches of 16 bits,
-e4m3, e5m2 and NVFP4 in place, in vLLM's layouts with dense blocks, and supports sliding windows, soft caps and sinks.
-It plans nothing and reads no value from the device: the metadata are the engine's own tensors, and a CUDA graph that
-was captured for one batch holds for every other (`AttentionCGSupport.ALWAYS`). If no kernel supports a configuration,
-`VllmBackend.validate_configuration` gives the reason, and vLLM refuses the backend at start.
+The plugin `cute_kernels` (`plugins.vllm`) tells vLLM the name of `VllmBackend` if VLLM_PLUGINS names it. The backend
+reads caches of 16 bits, e4m3, e5m2 and NVFP4 in place, in vLLM's layouts with dense blocks, and supports sliding
+windows, soft caps and sinks. It plans nothing and reads no value from the device: the metadata are the engine's own
+tensors, and a CUDA graph that was captured for one batch holds for every other (`AttentionCGSupport.ALWAYS`). If no
+kernel supports a configuration, `VllmBackend.validate_configuration` gives the reason, and vLLM refuses the backend at
+start.
 
 Written for vLLM 0.33. Tested on the CPU reference against vLLM's own files; not run inside a server.
 """

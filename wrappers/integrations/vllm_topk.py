@@ -1,6 +1,6 @@
 """This package's top-k in vLLM's sparse indexer: exact, in ascending order, bitwise equal in every run.
 
-    VLLM_PLUGINS=cute_kernels,cute_kernels_topk vllm serve MODEL
+    VLLM_PLUGINS=cute_kernels_topk vllm serve MODEL
 
 `replace` replaces the per-row functions of `vllm._custom_ops`, which the indexer's prefill calls, and
 `SparseIndexerTopk.forward` by `decode`, whatever `sparse_indexer_topk_backend` says.
