@@ -445,7 +445,7 @@ def _without_table(
     elif count != batch:
         raise ValueError(f"{names[0]}: shape {tuple(k.shape)}, must have the {batch} requests of q")
     size = rows
-    if count <= 1 or all(t.stride(0) == rows * t.stride(1) for t in (k, v)):
+    if count <= 1 or not rows or all(t.stride(0) == rows * t.stride(1) for t in (k, v)):
         size = next((p for p in PAGES if rows % p == 0), rows)
         k, v = (t.unflatten(1, (rows // size, size)).flatten(0, 1) for t in (k, v))
     pages = rows // size if size else 0
