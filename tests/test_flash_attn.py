@@ -389,6 +389,23 @@ def test_torch_compile_holds_calls_in_one_graph():
     assert all(map(torch.equal, got, want)) and all(map(torch.equal, caches, kept))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_symbolic_sizes(causal):
+    """A comparison of sizes, or of a window's bound, is no symbol to the operator; a flag may be one to the caller."""
+
+    def step(q, k, v, flat, right):
+        whole = flash_attn_func(q, k, v, causal=causal, return_lse=k.shape[1] > 2)
+        window = flash_attn_func(q, k, v, window_size=(2, right), causal=causal)
+        cached = flash_attn_with_kvcache(q, k, v, cache_seqlens=EQUAL.lens, causal=q.shape[1] > 1)
+        return *whole, window, cached, flash_attn_varlen_func(flat, *rest, causal=flat.shape[0] > 1)
+
+    rest = BATCH.k, BATCH.v, BATCH.q_starts, BATCH.k_starts
+    args = equal(EQUAL.q), *(t.nan_to_num() for t in EQUAL.dense), BATCH.q, -1
+    torch.compiler.reset()
+    got = torch.compile(step, fullgraph=True, backend="eager", dynamic=True)(*args)
+    assert all(map(torch.equal, got, step(*args)))
+
+
 # ---- what clients call
 
 

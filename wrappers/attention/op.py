@@ -9,7 +9,7 @@ import torch
 
 from .. import fp4
 from ..checks import check_strided
-from ..plain import no_backward, write
+from ..plain import known, no_backward, write
 from ..scalars import split_scale
 from . import checks, plan
 from .call import SEPARATE, AttentionCall, Rope, listed_sequences, new_sequences
@@ -98,5 +98,6 @@ def trace(call: AttentionCall) -> Any:
     given = call._asdict() | call.requests._asdict() | {"out": out.data if packed else out, "lse": lse}
     given |= {"out_block_scales": out.scale if packed else None}
     given |= {"out_block_start": out.scale_start_index if packed else 0}
+    given |= known(given, "causal", "interleaved", "batch_invariant", "enable_pdl")
     write(torch.ops.cute_kernels.attention.default, **{name: given[name] for name in FIELDS})
     return (out, lse) if call.return_lse else out
