@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from ..checks import check_integer, check_number, check_one_of, check_shape, check_strided
+from ..fp4 import SCALE_TYPES
 from ..plain import traced
 from ..scalars import integer, product, real, scale_of
 from .call import ABSENT, AttentionCall, TableLayout, make_call, pair, sequences_of
@@ -189,7 +190,6 @@ def _paged(name: str, cache: Any, page_size: int, heads: int, layout: Any) -> to
 
 
 def _block_scales(name: str, scales: Any, page_size: int, heads: int, layout: Any) -> torch.Tensor:
-    """Return scale factors in 4 dimensions, as e4m3."""
-    found = _paged(name, check_strided(name, scales), page_size, heads, layout)
-    check_one_of(f"{name}: dtype", found.dtype, (torch.uint8, E4M3))
-    return found.view(E4M3)
+    """Return scale factors in 4 dimensions."""
+    check_one_of(f"{name}: dtype", check_strided(name, scales).dtype, SCALE_TYPES)
+    return _paged(name, scales, page_size, heads, layout)
