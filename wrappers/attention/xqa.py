@@ -47,7 +47,7 @@ def xqa(
             in NHD order. The dtype is q's, e4m3, or uint8: packed NVFP4, last dimension D / 2, with k_sf_cache and
             v_sf_cache, uint8 or e4m3 scale factors in the same order, last dimension D / 16.
         page_table: int32 (B, M). Entries past a request's last page are not read; a negative entry before it stands for
-            a page of zeros. seq_lens: uint32 or int32 (B, 1), KV lengths including the tokens of q.
+            a page of zeros. seq_lens: uint32 or int32 (B, 1) or (B,), KV lengths including the tokens of q.
         num_kv_heads, page_size: Hkv, and P, at least 1 each.
         sinks: fp32 (Hkv, Hq / Hkv), added to the softmax denominator; natural-log units, not scaled.
         q_scale, kv_scale: each a float or an fp32 tensor of one element, on q's device or on the host, where it counts
