@@ -420,6 +420,8 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     },
     "context, stacked": {"kv_cache": {"a row more", "float8_e4m3fn"}},
     "context, nvfp4 output": {"o_sf_vec_size": NONE_ONLY},
+    "context, nvfp4 cache": {"kv_block_scales": {"K uint8", "V uint8"}},
+    "decode, nvfp4": {"kv_cache_sf": {"K uint8", "V uint8"}},
     "decode, ragged": {
         "max_q_len": {"far"}, "q_len_per_req": {"None", "far", "negative"},  # a bound, and not used
         "window_left": {"None", "far", "negative"}, "o_scale": NONE_ONLY, "o_sf_scale": NONE_ONLY,
@@ -456,15 +458,16 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     "top_k_per_row_decode": {  # seq_lens of one entry
         "logits": {"float16", "no columns"}, "seq_lens": {"strided", "expanded columns"}},
     "nvfp4_quantize": {"x": FORMS | {"float16"}},
-    "nvfp4_dequantize": {"data": {"strided", "expanded columns"}, "scales": {"strided", "expanded columns"}},
-    "FP4Tensor": {"data": {"strided", "expanded columns"}, "original_shape": NONE_ONLY},
+    "nvfp4_dequantize": {"data": {"strided", "expanded columns"}, "scales": STRIDED | {"uint8"}},
+    "FP4Tensor": {"data": {"strided", "expanded columns"}, "scale": {"uint8"}, "original_shape": NONE_ONLY},
     "fp4.e4m3": {"x": FORMS | {"float16", "columns"}},
     "fp4.e2m1": {"x": FORMS | {"float16", "columns"}},
     "fp4.pack": {"codes": FORMS},
     "fp4.unpack": {"data": FORMS | {"columns"}},
     "fp4.swizzled_offset": {"row": {"int"}, "col": FORMS | {"int", "columns"}, "columns": {"far"}},
-    "fp4.write_scales": {"scales": {"no rows", "a row less", "a row more", "columns", "strided", "expanded columns"}},
-    "fp4.read_scales": {"swizzled": {"meta"}},
+    "fp4.write_scales": {
+        "scales": {"no rows", "a row less", "a row more", "columns", "uint8"} | STRIDED, "into": {"uint8"}},
+    "fp4.read_scales": {"swizzled": {"meta", "uint8"}},
     "fp4.store": {"x": {"float16", "strided", "expanded columns"}},
     "fp4.deinterleave_v_scales": {  # of any dtype
         "scales": FORMS - {"flat"} | ANY | {"columns"}},
@@ -487,13 +490,13 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     "append, quantised": INDICES | {
         "append_key": STRIDED | {"float16"}, "append_value": STRIDED | {"float16"},
         "paged_kv_cache": {"K strided", "V strided"},
-        "kv_cache_sf": {f"{side} {bad}" for side in "KV" for bad in STRIDED},  # of one column
+        "kv_cache_sf": {f"{side} {bad}" for side in "KV" for bad in STRIDED | {"uint8"}},  # of one column
     },
     "append, slots": {
         "append_key": STRIDED | {"float16", "a row more"}, "append_value": STRIDED | {"float16", "a row more"},
         "slot_mapping": {"int64", "no rows", "a row less", "no columns", "columns"},  # fewer rows are written
         "paged_kv_cache": {"K strided", "V strided"},
-        "kv_cache_sf": {f"{side} {bad}" for side in "KV" for bad in STRIDED},
+        "kv_cache_sf": {f"{side} {bad}" for side in "KV" for bad in STRIDED | {"uint8"}},
     },
 }  # fmt: skip
 SCALES = {"zero", "negative"}
@@ -590,7 +593,7 @@ def test_every_public_function_is_called():
     others |= {getattr(wrappers, name) for name in wrappers.prefill.__all__}  # test_prefill_refusals.py
     assert {getattr(wrappers, name) for name in wrappers.__all__} - others <= called
     plain = {f for n, f in vars(fp4).items() if inspect.isfunction(f) and f.__module__ == fp4.__name__ and n[0] != "_"}
-    assert plain - {fp4.round_up} <= called
+    assert plain - {fp4.round_up, fp4.as_e4m3} <= called
     for table in (ACCEPTED, ON_CPU, ON_CUDA):
         for name, entries in table.items():
             for argument, bad in entries.items():

@@ -206,6 +206,33 @@ def test_requests_of_one_length():
         check((out, want[1].float()), want)
 
 
+@pytest.mark.parametrize("batch", range(4))
+@pytest.mark.parametrize("length", [1, 3])
+def test_caches_without_rows(length, batch):
+    """Output 0 and LSE -inf, or the sink's logit, whatever the batch, the strides and the form are."""
+    q, starts = torch.randn(batch, length, HQ, D).half(), ints(*range(0, batch * length + 1, length))
+    whole = torch.randn(max(batch, 3), 4, HKV, D).half()
+    forms = [
+        (partial(flash_attn_varlen_func, q.flatten(0, 1), t, t, starts, starts * 0, length, 0), (HQ, batch * length))
+        for t in (whole[0, :0], whole[:0, 0])
+    ]
+    for empty in (whole[:batch, :0], whole[:batch, :0].clone()):
+        forms.append((partial(flash_attn_func, q, empty, empty), (batch, HQ, length)))
+        forms.append((partial(flash_attn_with_kvcache, q, empty, empty), (batch, HQ, length)))
+    entries = partial(flash_attn_with_kvcache, q, whole[:, :0], whole[:, :0], cache_batch_idx=ints(*range(batch)))
+    forms.append((entries, (batch, HQ, length)))
+    for found, shape in forms:
+        for options, want in (
+            ({}, -INF),
+            ({"causal": True, "num_splits": 1}, -INF),
+            ({"sinks": SINKS}, SINKS[:, None]),
+        ):
+            o, lse = found(**options, **LSE)
+            assert not o.any() and o.shape == (q if len(shape) == 3 else q.flatten(0, 1)).shape
+            assert lse.shape == shape
+            torch.testing.assert_close(lse, torch.as_tensor(want).expand(shape))
+
+
 # ---- new keys
 
 
@@ -469,6 +496,23 @@ def test_traced_calls_neither_keep_nor_use_constants(known, fresh_compiler):
         assert here.constants == before
         want = want or both(*DENSE.values())
         assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_symbolic_sizes(causal):
+    """A comparison of sizes, or of a window's bound, is no symbol to the operator; a flag may be one to the caller."""
+
+    def step(q, k, v, flat, right):
+        whole = flash_attn_func(q, k, v, causal=causal, return_lse=k.shape[1] > 2)
+        window = flash_attn_func(q, k, v, window_size=(2, right), causal=causal)
+        cached = flash_attn_with_kvcache(q, k, v, cache_seqlens=EQUAL.lens, causal=q.shape[1] > 1)
+        return *whole, window, cached, flash_attn_varlen_func(flat, *rest, causal=flat.shape[0] > 1)
+
+    rest = BATCH.k, BATCH.v, BATCH.q_starts, BATCH.k_starts
+    args = equal(EQUAL.q), *(t.nan_to_num() for t in EQUAL.dense), BATCH.q, -1
+    torch.compiler.reset()
+    got = torch.compile(step, fullgraph=True, backend="eager", dynamic=True)(*args)
+    assert all(map(torch.equal, got, step(*args)))
 
 
 # ---- what clients call

@@ -27,6 +27,11 @@ BAD_PLANS = {
     "paged_kv_last_page_len: 2 elements, must be 6": (ValueError, dict(paged_kv_last_page_len=ints([1, 1]))),
     "paged_kv_last_page_len: device meta": (ValueError, dict(paged_kv_last_page_len=ints([1] * 6).to("meta"))),
     "custom_mask: 82 elements, must be 81": (ValueError, dict(custom_mask=torch.ones(82))),
+    "custom_mask: shape (9, 9), must be (N,): query rows x keys": (ValueError, dict(custom_mask=torch.ones(9, 9))),
+    "custom_mask: shape (1, 81), must be (N,)": (ValueError, dict(custom_mask=torch.ones(1, 81))),
+    "packed_custom_mask: shape (12, 1), must have 1 dim": (
+        ValueError, dict(packed_custom_mask=torch.zeros(12, 1, dtype=torch.uint8)),
+    ),
     "packed_custom_mask: 3 elements, must be 12": (ValueError, dict(packed_custom_mask=BYTES)),
     "packed_custom_mask: dtype torch.bool": (TypeError, dict(packed_custom_mask=BYTES.bool())),
     "custom_mask: device meta": (ValueError, dict(custom_mask=torch.ones(81, device="meta"))),
@@ -184,6 +189,14 @@ def test_bad_runs_of_ragged_and_single():
         ("k: shape (5, 128)", ValueError, dict(k=k.flatten(1))),
         ("q: 6 rows, must be at most the 5 rows of k", ValueError, dict(q=q.repeat(2, 1, 1), causal=True)),
         ("custom_mask: 12 elements, must be 15", ValueError, dict(custom_mask=m[:, :4])),
+        *(
+            (
+                f"custom_mask: shape {shape}, must be (3, 5) (query rows, keys; or (15,))",
+                ValueError,
+                {"custom_mask": m.reshape(shape)},
+            )
+            for shape in ((5, 3), (1, 15), (15, 1), (3, 5, 1))
+        ),
         ("packed_custom_mask: 1 elements, must be 2", ValueError, dict(packed_custom_mask=BYTES[:1])),
         ("scale_k: another name of k_scale", ValueError, dict(k_scale=1.0, scale_k=1.0)),
         ("v_scale: shape (6,)", ValueError, dict(scale_v=torch.ones(HQ))),

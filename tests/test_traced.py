@@ -377,6 +377,29 @@ def test_compile_under_autocast(name, dynamic):
     assert bits(found) == bits(results(*CALLS[name]()))
 
 
+FLAGS = [("context", "causal"), ("context", "enable_pdl"), ("decode", "batch_invariant"), ("top_k", "sorted")]
+
+
+@pytest.mark.parametrize("name,flag", FLAGS)
+@pytest.mark.parametrize("how", ["compile", "make_fx"])
+def test_flags_that_compare_symbolic_sizes(how, name, flag):
+    """The operator takes the flag's value, which the sizes decide."""
+    function, inputs = CALLS[name]()
+    first, *_ = inputs
+    call, tensors = of_tensors(lambda **given: function(**given | {flag: given[first].shape[0] > 2}), inputs)
+    torch.compiler.reset()
+    if how == "compile":
+        found = torch.compile(call, fullgraph=True, backend="eager", dynamic=True)(*tensors)
+    else:
+        graph = make_fx(call, tracing_mode="symbolic")(*tensors)
+        (node,) = (node for node in graph.graph.nodes if node.target in OPERATORS)
+        names = [argument.name for argument in node.target._schema.arguments]
+        assert (dict(zip(names, node.args)) | node.kwargs)[flag] is True
+        found = graph(*tensors)
+    want = results(function, CALLS[name]()[1] | {flag: True})
+    assert inputs[first].shape[0] > 2 and bits(found) == bits(want)
+
+
 def test_parameters_are_plain():
     function, inputs = CALLS["context"]()
     with machine.override(Recorder()) as here:

@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensor
 from . import overlap
 
 INF = float("inf")
+FLAGS = bool, torch.SymBool  # the second: a comparison of sizes that torch.compile traces
 INTEGERS = int, torch.SymInt
 NUMBERS = int, float, torch.SymInt, torch.SymFloat
 
@@ -61,12 +62,12 @@ def refuse_flag(name: str, value: Any, or_none: str = "") -> NoReturn:
 
 
 def check_flag(name: str, value: Any) -> None:
-    if value is not True and value is not False:
+    if value is not True and value is not False and not isinstance(value, FLAGS):
         refuse_flag(name, value)
 
 
 def check_optional_flag(name: str, value: Any) -> None:
-    if value is not None and value is not True and value is not False:
+    if value is not None and value is not True and value is not False and not isinstance(value, FLAGS):
         refuse_flag(name, value, " or None")
 
 

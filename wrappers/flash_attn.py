@@ -348,7 +348,8 @@ def _attention_call(
             scale, scale_tensor = values.times(name, per_head, q.device, scale, scale_tensor, (heads, kv_heads), 1)
     has_head_scales = any(t is not None and t.numel() > 1 for t in (scale_tensor, out_scale_tensor))
     equal = requests.cu_seqlens_q is None
-    causal |= equal and most == 1  # a single row is the last one, which sees all keys
+    if equal and most == 1:  # a single row is the last one, which sees all keys
+        causal = True
     decodes = causal and same and not has_head_scales and requests.form == "table"
     decodes = decodes and 0 < most * heads <= DECODE_MAX_ROWS * kv_heads
     decodes = check_integer("num_splits", integer(o.num_splits), 0) != 1 and decodes
@@ -401,7 +402,9 @@ def _window(causal: Any, size: Any) -> tuple[bool, int]:
     if right > 0 and not causal:
         need = "right must be 0 or negative (unbounded) unless causal"
         raise NotImplementedError(f"window_size: {(left, right)}, a window of later keys is not supported: {need}")
-    return causal or right == 0, left
+    if right == 0:
+        causal = True
+    return causal, left
 
 
 def _most(given: Any, rows: Any) -> Any:
@@ -452,7 +455,7 @@ def _without_table(
     elif count != batch:
         raise ValueError(f"{names[0]}: shape {tuple(k.shape)}, must have the {batch} requests of q")
     size = rows
-    if count <= 1 or all(t.stride(0) == rows * t.stride(1) for t in (k, v)):
+    if count <= 1 or not rows or all(t.stride(0) == rows * t.stride(1) for t in (k, v)):
         size = next((p for p in PAGES if rows % p == 0), rows)
         k, v = (t.unflatten(1, (rows // size, size)).flatten(0, 1) for t in (k, v))
     pages = rows // size if size else 0

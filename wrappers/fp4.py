@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from .checks import INF, check_apart, check_integer, check_one_of, check_shape, check_strided
+from .checks import INF, check_apart, check_integer, check_one_of, check_shape, check_strided, listed
 from .scalars import integer, scale_of
 
 BLOCK = 16  # elements that share a scale factor
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of codes 0..7; bit 3 is the sign
 E4M3_MAX = 448.0
 SCALE_TILE = 128, 4  # rows, columns
+SCALE_TYPES = (torch.float8_e4m3fn, torch.uint8)  # dtypes of scale factors: e4m3, or its bytes
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # dtypes that can be quantised
 
 
@@ -29,10 +30,10 @@ def round_up(x: int, to: int) -> int:
 class FP4Tensor:
     """Packed NVFP4 data with its swizzled scale factors.
 
-    data: uint8 (rows, ..., D / 2). scale: e4m3 (M, K) in the 128x4 swizzle, M a multiple of 128, K =
-    round_up(elements of a row / 16, 4). The factors of row r of data are in row scale_start_index + r. original_shape:
-    the unpacked shape. Raises TypeError if an argument is not a tensor, int or tuple, ValueError if it does not fit.
-    FlashInfer's class.
+    data: uint8 (rows, ..., D / 2). scale: e4m3, or its bytes in uint8, (M, K) in the 128x4 swizzle, M a multiple of
+    128, K = round_up(elements of a row / 16, 4); the attribute is e4m3. The factors of row r of data are in row
+    scale_start_index + r. original_shape: the unpacked shape. Raises TypeError if an argument is not a tensor, int or
+    tuple, ValueError if it does not fit. FlashInfer's class.
 
     >>> scale = torch.zeros(128, 8, dtype=torch.float8_e4m3fn)
     >>> FP4Tensor(torch.zeros(2, 64, dtype=torch.uint8), scale, original_shape=(2, 128)).shape
@@ -52,8 +53,8 @@ class FP4Tensor:
         check_strided("scale", scale, 2)
         if data.dtype != torch.uint8:
             raise ValueError(f"data: dtype {data.dtype}, must be torch.uint8")
-        if scale.dtype != torch.float8_e4m3fn:
-            raise ValueError(f"scale: dtype {scale.dtype}, must be torch.float8_e4m3fn")
+        if scale.dtype not in SCALE_TYPES:
+            raise ValueError(f"scale: dtype {scale.dtype}, must be one of {listed(SCALE_TYPES)}")
         if data.ndim < 2:
             raise ValueError(f"data: shape {tuple(data.shape)}, must have at least 2 dimensions")
         _same_device("scale", scale, "data", data)
@@ -78,7 +79,7 @@ class FP4Tensor:
                 shape = tuple(original_shape)
                 raise ValueError(f"original_shape: {shape}, packs to {packed}, must be data's {tuple(data.shape)}")
         self.data = data
-        self.scale = scale
+        self.scale = as_e4m3(scale)
         self.scale_start_index = scale_start_index
         self.original_shape = original_shape
 
@@ -124,13 +125,25 @@ def _check_multiple(name: str, x: torch.Tensor, multiple: int) -> None:
         raise ValueError(f"{name}: shape {tuple(x.shape)}, the last dimension must be a multiple of {multiple}")
 
 
-def _check_e4m3(name: str, scales: Any, ndim: int | None = None) -> None:
-    check_one_of(f"{name}: dtype", check_strided(name, scales, ndim).dtype, (torch.float8_e4m3fn,))
+def as_e4m3(scales: Any) -> Any:
+    """Return scale factors as e4m3: a view of uint8, in which quantisers return the same bytes.
+
+    Any other value is returned unchanged, for the checks.
+    """
+    if isinstance(scales, torch.Tensor) and scales.dtype == torch.uint8 and scales.layout is torch.strided:
+        return scales.view(torch.float8_e4m3fn)
+    return scales
+
+
+def _check_scales(name: str, scales: Any, ndim: int | None = None) -> torch.Tensor:
+    """Return scale factors as e4m3, after a check of their dtype."""
+    check_one_of(f"{name}: dtype", check_strided(name, scales, ndim).dtype, SCALE_TYPES)
+    return as_e4m3(scales)
 
 
 def _swizzled(name: str, scales: Any, rows: int, columns: int, start: Any) -> None:
     """Check that a swizzled tensor has room for linear scales (rows, columns) from row `start` on."""
-    _check_e4m3(name, scales, 2)
+    _check_scales(name, scales, 2)
     if not scales.is_contiguous():
         raise ValueError(f"{name}: strides {scales.stride()}, must be contiguous")
     if scales.shape[0] % SCALE_TILE[0] or scales.shape[1] != round_up(columns, SCALE_TILE[1]):
@@ -216,14 +229,14 @@ def nvfp4_dequantize(
 ) -> torch.Tensor:
     """Return the fp32 values (..., D) of packed NVFP4: code * sf / global_scale.
 
-    data: uint8 (..., D / 2). scales: e4m3 (..., D / 16), linear. global_scale: as in `nvfp4_quantize`. Raises TypeError
-    for a dtype, ValueError for a shape, device or scale. Formats: NVIDIA's PTX ISA.
+    data: uint8 (..., D / 2). scales: e4m3, or its bytes in uint8, (..., D / 16), linear. global_scale: as in
+    `nvfp4_quantize`. Raises TypeError for a dtype, ValueError for a shape, device or scale. Formats: NVIDIA's PTX ISA.
 
     >>> nvfp4_dequantize(torch.tensor([0x72] * 8, dtype=torch.uint8), torch.ones(1).to(torch.float8_e4m3fn))[:2]
     tensor([1., 6.])
     """
     _bytes("data", data, BLOCK // 2)
-    _check_e4m3("scales", scales)
+    scales = _check_scales("scales", scales)
     check_shape("scales", scales, (*data.shape[:-1], data.shape[-1] * 2 // BLOCK), f"one per {BLOCK} elements of data")
     _same_device("scales", scales, "data", data)
     global_scale = _global(global_scale, "data", data)
@@ -255,7 +268,7 @@ def _offsets(rows: int, start: int, columns: int, padded: int, device: torch.dev
 
 def write_scales(scales: torch.Tensor, into: torch.Tensor, start: int = 0) -> None:
     """Write linear scales (rows, K) to rows `start` on of the swizzled contiguous `into`; the rest keeps its bytes."""
-    _check_e4m3("scales", scales, 2)
+    _check_scales("scales", scales, 2)
     _swizzled("into", into, scales.shape[0], scales.shape[1], start)
     _same_device("into", into, "scales", scales)
     check_apart({"into": into}, {"scales": scales})

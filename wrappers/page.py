@@ -21,7 +21,7 @@ import torch
 
 from .attention.call import pair
 from .checks import INF, check_apart, check_integer, check_one_of, check_operand, check_shape, check_strided
-from .fp4 import BLOCK, nvfp4_quantize
+from .fp4 import BLOCK, SCALE_TYPES, as_e4m3, nvfp4_quantize
 from .plain import refuse_grad, traced
 from .scalars import integer, scale_of
 
@@ -160,6 +160,8 @@ def _are_rows(t: Any) -> bool:
 def _caches(name: str, value: Any, layout: Any, dtypes: Any, device: torch.device) -> dict[str, torch.Tensor]:
     """Return K and V by name, as (pages, P, Hkv, D) views, after a check."""
     k, v = paged_kv(name, value, layout)
+    if name == CACHE_SF:
+        k, v = as_e4m3(k), as_e4m3(v)
     for side, t in (("K", k), ("V", v)):
         check_one_of(f"{name} ({side}): dtype", check_strided(f"{name} ({side})", t, 4).dtype, dtypes)
         if t.device != device:
@@ -236,7 +238,8 @@ def append_paged_kv_cache(
         paged_kv_cache: (k, v), each (pages, P, Hkv, D) "NHD" or (pages, Hkv, P, D) "HND"; or one tensor
             (pages, 2, ...). Any P; if P is 1, its dimension may be missing. Any strides, but elements may not overlap.
             K and V may differ in D. fp16, bf16, e4m3 or e5m2; or uint8 for packed NVFP4. A second call writes NVFP4's
-            scale factors: its rows are e4m3 factors (nnz, Hkv, D / 16), its cache is (k_scales, v_scales).
+            scale factors: its rows are factors (nnz, Hkv, D / 16), its cache is (k_scales, v_scales), both e4m3 or its
+            bytes in uint8.
         kv_indices, kv_indptr: int32 or int64 (N,), (B + 1,). kv_last_page_len: int32 or int64 (B,), not read.
 
     A row is not written if its request is outside [0, B), if its position is negative or past its request's pages, or
@@ -259,7 +262,7 @@ def append_paged_kv_cache(
     k, v = caches.values()
     _appended(append_key, append_value, caches, 1)
     for name, t in (("append_key", append_key), ("append_value", append_value)):
-        if t.dtype != k.dtype:
+        if t.dtype != k.dtype and not {t.dtype, k.dtype} <= {*SCALE_TYPES}:
             raise TypeError(f"{name}: dtype {t.dtype}, must be that of {CACHE}, {k.dtype}; convert it before the call")
     rows = AppendedRows(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
     slots = _slots(rows, append_key.shape[0], min(k.shape[0], v.shape[0]), k.shape[1], append_key.device)
@@ -293,8 +296,8 @@ def nvfp4_quantize_append_paged_kv_cache(
 
     Args:
         append_key, append_value: fp16 or bf16 (nnz, Hkv, D), D a multiple of 16.
-        paged_kv_cache: uint8, last dimension D / 2. kv_cache_sf: e4m3 in the same layout, last dimension D / 16,
-            linear.
+        paged_kv_cache: uint8, last dimension D / 2. kv_cache_sf: e4m3, or its bytes in uint8, in the same layout, last
+            dimension D / 16, linear.
         k_scale, v_scale: global dequantisation scales: value = code * sf * scale. A positive float, or an fp32
             tensor of one element: on the host it counts as a float, on CUDA its value is not read. `nvfp4_quantize`
             receives 1 / scale.
@@ -314,7 +317,7 @@ def nvfp4_quantize_append_paged_kv_cache(
             raise ValueError(f"{name}: shape {tuple(t.shape)}, the last dimension must be a multiple of {BLOCK}")
     device = append_key.device
     caches = _caches(CACHE, paged_kv_cache, kv_layout, (torch.uint8,), device)
-    cache_sfs = _caches(CACHE_SF, kv_cache_sf, kv_layout, (E4M3,), device)
+    cache_sfs = _caches(CACHE_SF, kv_cache_sf, kv_layout, SCALE_TYPES, device)
     _appended(append_key, append_value, caches, 2)
     for (name, cache), (sf_name, sf) in zip(caches.items(), cache_sfs.items(), strict=True):
         shape = (*cache.shape[:3], cache.shape[3] * 2 // BLOCK)

@@ -45,6 +45,14 @@ def write(operator: torch._ops.OpOverload, **given: Any) -> None:
             given[name].copy_(written)
 
 
+def known(given: dict[str, Any], *flags: str) -> dict[str, Any]:
+    """Return the flags among given arguments as an operator takes them: True or False.
+
+    A trace with symbolic sizes may compare them to make a flag. Asking for its value adds a guard to the trace.
+    """
+    return {name: True if given[name] else False for name in flags if given[name] is not None}
+
+
 def no_backward(name: str) -> RuntimeError:
     """Return the error for an argument that requires grad, in a call in grad mode."""
     return RuntimeError(

@@ -65,7 +65,7 @@ class AttentionCall(NamedTuple):
     window_left: int = -1  # negative: off
     soft_cap: float | None = None  # 0: off
     sinks: torch.Tensor | None = None  # (Hq,) fp32, natural-log units
-    k_scales: torch.Tensor | None = None  # (pages, Hkv, P, Dqk / 16) e4m3
+    k_scales: torch.Tensor | None = None  # (pages, Hkv, P, Dqk / 16) e4m3; `op.serve` makes e4m3 of a caller's uint8
     v_scales: torch.Tensor | None = None  # (pages, Hkv, P, Dvo / 16) e4m3
     interleaved: bool = False  # v_scales are interleaved, as `fp4.deinterleave_v_scales` describes
     drafts: torch.Tensor | None = None  # (T, W) int32, replaces causal: bit t of a token's row: it sees draft t

@@ -233,12 +233,15 @@ def _block_scales(call: AttentionCall, name: Names) -> None:
         if call.interleaved:
             raise ValueError(f"{name('interleaved')}: True, must be False if the cache has no scale factors")
         return
-    k, v = (check_tensor(name(field), getattr(call, field), 4, call.q.device) for field in ("k_scales", "v_scales"))
+    k, v = (
+        fp4.as_e4m3(check_tensor(name(field), getattr(call, field), 4, call.q.device))
+        for field in ("k_scales", "v_scales")
+    )
     if k.dtype != v.dtype:
         raise TypeError(f"{both}: K is {k.dtype} and V {v.dtype}, must be the same")
     for field, scales, data in (("k_scales", k, call.k), ("v_scales", v, call.v)):
         check_last_stride(name(field), scales)
-        check_one_of(f"{name(field)}: dtype", scales.dtype, (E4M3,))
+        check_one_of(f"{name(field)}: dtype", scales.dtype, fp4.SCALE_TYPES)
         shape = (*data.shape[:3], data.shape[3] * 2 // fp4.BLOCK)
         check_shape(name(field), scales, shape, "logical HND: one e4m3 scale per 16 elements")
     if call.interleaved and (call.requests.form == "ragged" or v.shape[2] % 4):

@@ -83,9 +83,9 @@ def trtllm_batch_context_with_kv_cache(
             Default: the query's dtype; with e5m2 queries one of the two is required. o_sf_scale: NVFP4's forward scale
             (`nvfp4_quantize`).
         sinks: fp32 (Hq,), added to each head's softmax denominator; natural-log units, not scaled.
-        kv_cache_sf: e4m3 scale factors of NVFP4, a tuple or one tensor as kv_cache, each (pages, Hkv, P, D / 16) in
-            kv_layout, linear. kv_block_scales is the older name. v_scales_interleaved: V's scale factors are in the
-            layout of TensorRT-LLM's kernels (`fp4.deinterleave_v_scales`).
+        kv_cache_sf: scale factors of NVFP4, e4m3 or its bytes in uint8, a tuple or one tensor as kv_cache, each
+            (pages, Hkv, P, D / 16) in kv_layout, linear. kv_block_scales is the older name. v_scales_interleaved: V's
+            scale factors are in the layout of TensorRT-LLM's kernels (`fp4.deinterleave_v_scales`).
         causal: query row i has position i + kv_len - q_len and sees the keys up to it.
         lse: fp32 (T, Hq), receives log2 of the softmax denominator, sink included. logits_soft_cap: c * tanh(s / c).
         skip_softmax_threshold_scale_factor: a block of keys may be left out of out and of lse, for 64 query rows at a

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from ..checks import check_integer, check_number, check_one_of, check_shape, check_strided
+from ..fp4 import SCALE_TYPES
 from ..plain import traced
 from ..scalars import integer, product, real, scale_of
 from .call import ABSENT, AttentionCall, TableLayout, make_call, pair, sequences_of
@@ -46,7 +47,7 @@ def xqa(
             in NHD order. The dtype is q's, e4m3, or uint8: packed NVFP4, last dimension D / 2, with k_sf_cache and
             v_sf_cache, uint8 or e4m3 scale factors in the same order, last dimension D / 16.
         page_table: int32 (B, M). Entries past a request's last page are not read; a negative entry before it stands for
-            a page of zeros. seq_lens: uint32 or int32 (B, 1), KV lengths including the tokens of q.
+            a page of zeros. seq_lens: uint32 or int32 (B, 1) or (B,), KV lengths including the tokens of q.
         num_kv_heads, page_size: Hkv, and P, at least 1 each.
         sinks: fp32 (Hkv, Hq / Hkv), added to the softmax denominator; natural-log units, not scaled.
         q_scale, kv_scale: each a float or an fp32 tensor of one element, on q's device or on the host, where it counts
@@ -189,7 +190,6 @@ def _paged(name: str, cache: Any, page_size: int, heads: int, layout: Any) -> to
 
 
 def _block_scales(name: str, scales: Any, page_size: int, heads: int, layout: Any) -> torch.Tensor:
-    """Return scale factors in 4 dimensions, as e4m3."""
-    found = _paged(name, check_strided(name, scales), page_size, heads, layout)
-    check_one_of(f"{name}: dtype", found.dtype, (torch.uint8, E4M3))
-    return found.view(E4M3)
+    """Return scale factors in 4 dimensions."""
+    check_one_of(f"{name}: dtype", check_strided(name, scales).dtype, SCALE_TYPES)
+    return _paged(name, scales, page_size, heads, layout)

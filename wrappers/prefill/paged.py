@@ -96,11 +96,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillBatch):
                 index tensors are on the host or on the workspace's device; those on the device are not copied: run
                 reads them.
             num_qo_heads, num_kv_heads, head_dim (or head_dim_qk), page_size; head_dim_vo: V's, default head_dim.
-            custom_mask: bool, or numbers that count as True unless 0: query rows x keys of each request, row by row,
-                one request after another. True: the key is seen. Replaces causal, but not window_left.
-            packed_custom_mask: uint8, the same in bits, lowest first (`segment_packbits(..., "little")`), each request
-                from a byte of its own; custom_mask is then ignored. A wrong size raises if all index tensors are on the
-                host; otherwise keys without a bit are hidden.
+            custom_mask: bool, or numbers that count as True unless 0, (N,): query rows x keys of each request, row by
+                row, one request after another. True: the key is seen. Replaces causal, but not window_left.
+            packed_custom_mask: uint8 (bytes,), the same in bits, lowest first (`segment_packbits(..., "little")`), each
+                request from a byte of its own; custom_mask is then ignored. A wrong size raises if all index tensors
+                are on the host; otherwise keys without a bit are hidden.
             causal: row i of m sees keys up to i + n - m, n being the number of keys of its request.
             pos_encoding_mode: "NONE"; "ROPE_LLAMA": Q and K are rotated by rope_scale (None: 1) and rope_theta
                 (None: 1e4), and the cache holds K without rotation; "ALIBI": logits + slope * (key - row), with slopes

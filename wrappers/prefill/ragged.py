@@ -137,8 +137,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillBatch):
             q_scale, k_scale, v_scale: as in `BatchPrefillWithPagedKVCacheWrapper.run`; or by position,
                 `run(q, k, v, q_scale, k_scale, v_scale)`, in the order of upstream's fa3. They apply to rows of any
                 dtype.
-            kv_cache_sf: scale factors of packed NVFP4, (k, v): e4m3 (rows, Hkv, D / 16) in the wrapper's layout,
-                linear.
+            kv_cache_sf: scale factors of packed NVFP4, (k, v): e4m3, or its bytes in uint8, (rows, Hkv, D / 16) in the
+                wrapper's layout, linear.
 
         The other arguments are those of `BatchPrefillWithPagedKVCacheWrapper.run`. Returns out, or (out, lse). Raises
         as that method does; NotImplementedError for o_scale.

@@ -79,7 +79,7 @@ def single_prefill_with_kv_cache(
     (rows, heads, dim), keys, device = q.shape, k.shape[2], q.device
     if m.rope is not None:
         values.check_rope(m.rope, values.TensorTypes(q.dtype, k.dtype, q.dtype))
-    mask, bits, starts = values.mask_of(custom_mask, packed_custom_mask, device), None, None
+    mask, bits, starts = values.mask_of(custom_mask, packed_custom_mask, device, shape=(rows, keys)), None, None
     if mask is not None:
         size = (rows * keys + 7) // 8
         mask.check(rows * keys, size)

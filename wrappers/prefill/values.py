@@ -19,6 +19,7 @@ from ..checks import (
     check_number,
     check_one_of,
     check_operand,
+    check_shape,
     check_strided,
     listed,
 )
@@ -316,7 +317,10 @@ class CustomMask(NamedTuple):
         return given if out is None else out.copy_(given)
 
 
-def mask_of(custom: Any, packed: Any, device: torch.device, non_blocking: bool = False) -> CustomMask | None:
+def mask_of(
+    custom: Any, packed: Any, device: torch.device, non_blocking: bool = False, shape: tuple[int, int] | None = None
+) -> CustomMask | None:
+    """Return the mask of a batch, which has one dimension unless it is of one request and has its `shape`."""
     if custom is None and packed is None:
         return None
     name = "custom_mask" if packed is None else "packed_custom_mask"
@@ -325,6 +329,12 @@ def mask_of(custom: Any, packed: Any, device: torch.device, non_blocking: bool =
         raise ValueError(f"{name}: device {mask.device}, must be cpu or the workspace's, {device}")
     if packed is not None:
         check_operand(name, mask, 1, (torch.uint8,), None)
+    elif mask.ndim != 1 and shape is None:
+        raise ValueError(
+            f"{name}: shape {tuple(mask.shape)}, must be (N,): query rows x keys, one request after another"
+        )
+    elif mask.ndim != 1 and shape is not None and mask.numel() == shape[0] * shape[1]:  # `check` refuses another size
+        check_shape(name, mask, shape, f"query rows, keys; or ({mask.numel()},)")
     if mask.numel() >= MOST_MASK * (1 if packed is not None else 7):
         raise NotImplementedError(f"{name}: {mask.numel()} elements, must be fewer than {MOST_MASK} bytes when packed")
     return CustomMask(name, mask.reshape(-1), packed is not None, non_blocking)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..checks import check_strided
-from ..plain import no_backward, traced, write
+from ..plain import known, no_backward, traced, write
 from . import plan
 from .checks import NAMES, PAGE_TABLE, RAGGED, TOP_K, TopKCall, scalars, stated, with_ints
 
@@ -68,5 +68,6 @@ def trace(call: TopKCall) -> tuple[Any, Any, Any]:
         out = call.scores.new_empty(shape, dtype=torch.int32)
     given = call._asdict() | {"out": out, "values": values, "indices": indices, "tie_break": int(call.tie_break)}
     del given["layout"]
+    given |= known(given, "sorted")
     write(torch.ops.cute_kernels.top_k_rows.default, **given)
     return out, values, indices
