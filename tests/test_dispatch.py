@@ -250,6 +250,13 @@ def test_prefill_refuses_tiles(tile):
     assert refusal is not None and refusal.field == "tile"
 
 
+def test_prefill_of_blackwell_refuses_two_q_stages_over_a_quantised_cache():
+    """Row scales of the tile after the next could be written before the softmax reads those of the tile."""
+    spec = next(spec for spec in sm100.shipped("sm_100a") if spec.kv.dtype != spec.q)
+    assert sm100.supports(spec) is None
+    assert sm100.supports(replace(spec, tile=replace(spec.tile, q_stages=2))).field == "tile"
+
+
 @pytest.mark.parametrize("tile", [sm90.Sm90TileConfig(q_in_regs=True), sm90.Sm90TileConfig(q_stages=2)])
 def test_prefill_with_a_soft_cap_refuses_tiles_that_begin_early(tile):
     """Their first Q K^T is in flight where the code for capped scores, or for others, is chosen."""

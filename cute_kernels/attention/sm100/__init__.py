@@ -151,6 +151,8 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("tile", f"{t}: m is {m}, n 64, 96 or 128, a warp fills a stage")
     if t.has_half_tiles and (m < 256 or spec.logits.skip):
         return Refusal("tile", f"{t}: tiles of 128 rows too, where m is 256, without skip-softmax")
+    if spec.kv.dtype != spec.q and t.q_stages != 1:  # else row scales may be overwritten before softmax reads them
+        return Refusal("tile", f"{t}: q_stages must be 1 over a quantised cache")
     return None
 
 
