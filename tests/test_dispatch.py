@@ -226,8 +226,8 @@ def test_what_blackwell_lacks_is_named():
 @pytest.mark.parametrize(
     "tile, word",
     [
-        (decode.DecodeTileConfig(64, 384, 3, 3), "m is 8 or 16 rows"),
-        (decode.DecodeTileConfig(48, 128, 3, 3), "n is a multiple"),
+        (decode.DecodeTileConfig(64, 384, 3, 3), "m must be rows_per_warp (8 or 16)"),
+        (decode.DecodeTileConfig(48, 128, 3, 3), "n must be a multiple"),
     ],
 )
 def test_decode_refuses_tiles_that_warps_cannot_share(tile, word):

@@ -405,9 +405,9 @@ REFUSED = {  # what no kernel is meant to do: call -> (it, what the message says
         lambda: trtllm("decode", **e5m2_inputs() | {"out_dtype": HALF}), "query: .*decode: q e5m2: the kernel has bf16",
     ),
     "scales of heads": (
-        lambda: family("paged", scales="k"), "sm_scale x q_scale x k_scale: .*sm90: head_scales True: .* one factor",
+        lambda: family("paged", scales="k"), "sm_scale x q_scale x k_scale: .*sm90: head_scales True: .* one scale",
     ),
-    "scales of heads of V": (lambda: family("single", scales="v"), "v_scale: .*sm90: head_scales True: .* one factor"),
+    "scales of heads of V": (lambda: family("single", scales="v"), "v_scale: .*sm90: head_scales True: .* one scale"),
     "ragged NVFP4": (lambda: family("ragged", HALF, NVFP4), "k: .*sm90: source ragged: block-scaled caches have pages"),
     "single NVFP4": (lambda: family("single", E4M3, NVFP4), "k: .*sm90: source ragged: block-scaled caches have pages"),
 }  # fmt: skip

@@ -146,11 +146,11 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("logits", f"{spec.logits}: the kernel takes a soft cap and skip-softmax as values, off or not")
     t = spec.tile
     if t is None:
-        return Refusal("tile", "None: a spec needs one")
+        return Refusal("tile", "None: must be the op's TileConfig")
     if t.rows_per_warp not in (FEW_ROWS, 2 * FEW_ROWS) or t.m not in t.m_choices:
-        return Refusal("tile", f"{t}: m is 8 or 16 rows (rows_per_warp) for each of a divisor of {t.warps} warps")
+        return Refusal("tile", f"{t}: m must be rows_per_warp (8 or 16) times a divisor of {t.warps} warps")
     if t.n % (16 * t.warps):
-        return Refusal("tile", f"{t}: n is a multiple of 16 keys for each of {t.warps} warps")
+        return Refusal("tile", f"{t}: n must be a multiple of 16 keys times {t.warps} warps")
     return None
 
 

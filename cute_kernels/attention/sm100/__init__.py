@@ -143,14 +143,14 @@ def supports(spec: Spec) -> Refusal | None:
     if spec.dims not in TILES:
         return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, TILES))}")
     if spec.mask.tree:
-        return Refusal("drafts", "True: the kernel has no mask of bits")
+        return Refusal("drafts", "True: the kernel has no tree mask")
     if spec.logits.head_scales:
-        return Refusal("head_scales", "True: no other kernel, each takes factors a head")
+        return Refusal("head_scales", "True: must be False, since every kernel takes scales per head")
     t, m = spec.tile, ROWS[spec.dims]
     if t is None or t.m != m or t.n not in (64, 96, 128) or t.load_warps != 1:
-        return Refusal("tile", f"{t}: m is {m}, n 64, 96 or 128, a warp fills a stage")
+        return Refusal("tile", f"{t}: m must be {m}, n 64, 96 or 128, and load_warps 1")
     if t.has_half_tiles and (m < 256 or spec.logits.skip):
-        return Refusal("tile", f"{t}: tiles of 128 rows too, where m is 256, without skip-softmax")
+        return Refusal("tile", f"{t}: has_half_tiles needs m = 256 and no skip-softmax")
     if spec.kv.dtype != spec.q and t.q_stages != 1:  # else row scales may be overwritten before softmax reads them
         return Refusal("tile", f"{t}: q_stages must be 1 over a quantised cache")
     return None
@@ -161,13 +161,13 @@ def shares(spec: Spec) -> Refusal | None:
     `decode` may serve the request."""
     if spec.tile is None or spec.dims not in SHARED_TILES:
         dims = " and ".join(str(dim) for dim, _ in SHARED_TILES)
-        return Refusal("phase", f"decode: serves more than {SHARED_ROWS} rows a request, of head_dim {dims}")
+        return Refusal("phase", f"decode: serves more than {SHARED_ROWS} rows per request, with head_dim {dims}")
     if spec.q not in DTYPES or spec.kv != KVSpec(spec.q) or spec.out != (spec.q,):
         return Refusal("phase", "decode: serves 16-bit queries, caches and outputs of one type, pages that TMA fetches")
     if spec.mask != MaskSpec("always", spec.mask.window) or spec.logits != LogitsSpec(spec.logits.soft_cap):
         return Refusal("phase", "decode: serves causal masks, windows and soft caps")
     if spec.tile.m != 128 or spec.tile.n not in (64, 96, 128) or spec.tile.load_warps != 1 or spec.tile.has_half_tiles:
-        return Refusal("phase", f"decode: {spec.tile}: m is 128, n 64, 96 or 128, a warp fills a stage")
+        return Refusal("phase", f"decode: {spec.tile}: m must be 128, n 64, 96 or 128, and load_warps 1")
     return None
 
 

@@ -194,20 +194,20 @@ def supports(spec: Spec) -> Refusal | None:
     if spec.dims not in tiles:
         return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, tiles))}")
     if spec.mask.tree:
-        return Refusal("drafts", "True: the kernel has no mask of bits")
+        return Refusal("drafts", "True: the kernel has no tree mask")
     if spec.logits.head_scales:
-        return Refusal("head_scales", "True: the kernel has one factor for all heads")
+        return Refusal("head_scales", "True: the kernel has one scale for all heads")
     t = spec.tile
     if t is None:
-        return Refusal("tile", "None: a spec needs one")
+        return Refusal("tile", "None: must be the op's TileConfig")
     if t.m % 64 or not 64 <= t.m <= 192 or t.n % 16:
-        return Refusal("tile", f"{t}: m is 64, 128 or 192, n a multiple of 16")
+        return Refusal("tile", f"{t}: m must be 64, 128 or 192, and n a multiple of 16")
     if spec.kv.dtype != spec.q and t.m > 128:
-        return Refusal("tile", f"{t}: over quantised K and V, m is 64 or 128")
+        return Refusal("tile", f"{t}: m must be 64 or 128 over quantised K and V")
     if spec.logits.soft_cap and (t.q_in_regs or t.q_stages > 1):  # no MMA may be in flight when `mma` branches
-        return Refusal("tile", f"{t}: with a soft cap, Q has one stage, in shared memory")
+        return Refusal("tile", f"{t}: with a soft cap, q_stages must be 1 and q_in_regs False")
     if spec.kv.dtype == spec.q != FP8 and t.load_warps != 2:
-        return Refusal("tile", f"{t}: loaders is 2 where nothing is prepared")
+        return Refusal("tile", f"{t}: load_warps must be 2 unless K or V is prepared")
     return None
 
 
@@ -219,7 +219,7 @@ def shares(spec: Spec) -> Refusal | None:
     own = shared(spec.q, spec.kv.dtype, spec.head_dim_qk)
     if spec.tile is None:
         types = ", ".join(f"{kind} head_dim {dim}" for kind, dim in SHARED_TILES)
-        return Refusal("phase", f"decode: serves more than {SHARED_ROWS} rows a request, over caches of {types}")
+        return Refusal("phase", f"decode: serves more than {SHARED_ROWS} rows per request, over caches of {types}")
     if spec != replace(own, tile=spec.tile) or spec.tile.m != 64:
         return Refusal(
             "phase", "decode: serves a causal mask alone, pages that TMA fetches, outputs of the query's type"
