@@ -74,7 +74,7 @@ def as_dispatch_counts(entry, spec):
     """`ctas_per_sm` must not promise CTAs that an SM has no room for."""
     kernel = sort if isinstance(spec, SortSpec) else radix
     assert 0 < entry["registers"] * spec.threads * kernel.ctas_per_sm(spec) <= REGISTERS
-    assert entry["shared"] <= kernel.shared(spec) + RESERVED
+    assert entry["shared"] <= kernel.smem_bytes(spec) + RESERVED
 
 
 def ptx_of(entry):
