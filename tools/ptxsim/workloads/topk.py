@@ -114,7 +114,7 @@ def forced(spec: TopKSpec | SortSpec | None) -> Iterator[None]:
         return
     sorts = isinstance(spec, SortSpec)
     chosen = (lambda problem: spec) if sorts else lambda problem, arch: (next(iter(dispatch.KERNELS)), spec)
-    with mock.patch.object(dispatch, "sorter" if sorts else "select", chosen):
+    with mock.patch.object(dispatch, "sort_spec" if sorts else "select", chosen):
         yield
 
 
