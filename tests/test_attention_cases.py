@@ -32,7 +32,7 @@ def test_public_functions_give_what_a_case_expects(name):
 
 
 def test_needles_grow_late_and_leave_the_others_half():
-    """Of every row the maximum grows by more than RESCALE_THRESHOLD behind the first 128 keys that are visited, the
+    """The maximum of every row grows by more than RESCALE_THRESHOLD after the first 128 keys that are visited, the
     last ones; the keys below it keep a share that a wrong rescaling shows."""
     case = AttentionCase("", q_lens=(5,), kv_lens=(1190,), heads_q=6, heads_kv=2, data="needles")
     p = cases.make_call(case)

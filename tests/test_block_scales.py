@@ -77,7 +77,7 @@ def ragged(sf):
 
 
 def appended(function, *where, factors):
-    """What a function that quantises rows and appends them writes to a cache."""
+    """Return the cache after a function has quantised and appended rows."""
     codes, factors = CODES.clone(), [t.clone() for t in factors]
     function(*ROWS, *where[:-1], tuple(codes), tuple(factors), *where[-1], 1.0, 1.0)
     return torch.cat([codes.flatten(), *(t.flatten().view(UINT8) for t in factors)])

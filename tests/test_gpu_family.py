@@ -257,7 +257,7 @@ def test_scales_a_head(rows):
 
 
 def in_graph(call):
-    """What a call gives as it is, and in a replayed graph."""
+    """Return the results of an eager call and of a replayed graph."""
     first = [t.clone() for t in call()]
     graph, result = captured(call, {})
     for t in result:

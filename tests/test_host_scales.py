@@ -172,7 +172,7 @@ def moved(value: Any, device: str) -> Any:
 
 
 def prepared(case: tuple[str, str], device: str = "cpu") -> tuple[Any, dict[str, Any]]:
-    """The function of a case, and its arguments without the scale, whose data are on a device."""
+    """Return the function of a case and its arguments without the scale. The tensors are on `device`."""
     name, argument = case
     if name in METHODS:
         function, given = planned(*name.split("."), device), METHODS[name]
@@ -183,7 +183,7 @@ def prepared(case: tuple[str, str], device: str = "cpu") -> tuple[Any, dict[str,
 
 
 def outcome(case: tuple[str, str], scale: Any, device: str = "cpu") -> list[torch.Tensor]:
-    """What a call gave and wrote."""
+    """Return the results of a call and the tensors that it wrote."""
     function, given = prepared(case, device)
     returned = function(**given | {case[1]: scale})
     flat = tree_leaves([returned, list(given.values())])
@@ -268,7 +268,7 @@ def test_values_are_checked_as_numbers_are(case, value):
 
 @pytest.fixture
 def gpu() -> Any:
-    """A GPU under CPU tensors, but for scales of one element; its launches are recorded."""
+    """Provide a fake GPU for CPU tensors, except scales of one element, and record its launches."""
     with machine.override(Recorder()) as found:
         found.host_scales = True
         yield found

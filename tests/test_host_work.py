@@ -153,7 +153,7 @@ def test_every_function_of_topk_has_a_bound():
 
 @pytest.fixture
 def here():
-    """A machine whose kernels do nothing, so that only the host's work is left."""
+    """Provide a machine with kernels that do nothing, so that only host work remains."""
     with machine.override(FakeMachine(lambda op, spec: lambda *flat: None)) as fake:
         yield fake
 

@@ -68,7 +68,7 @@ def mma_one_tile(
         issue_first_qk(spec, plan, s, r, tile.w, at)
     first_half_block(spec, plan.args, s, r, tile, at.kv, capped)
 
-    # The other blocks, from high to low. A warpgroup whose 64 rows lie past the sequence computes none of them.
+    # The other blocks, from high to low. A warpgroup without query tokens (its 64 rows are padding) computes none.
     n_block_min, n_block_max = tile.w.n_block_min, tile.w.n_block_max - 1
     if const_expr(spec.tile.warpgroups > 1):
         if first_row(spec, tile.w) >= geometry.num_rows(tile.w.q_len, tile.w.pack_factor):
@@ -307,7 +307,7 @@ def first_row(spec, w):
 def drain_blocks(spec: cutlass.Constexpr, s, at: ConsumerState, count: Int32):
     """Pass `count` KV blocks without computing them: wait for K and V, take the turn, release both.
 
-    A warpgroup whose rows lie past the sequence does so. Returns the `ConsumerState` of the lowest block.
+    A warpgroup without query tokens calls it. Returns the `ConsumerState` of the lowest block.
     """
     i = at.kv
     for _ in cutlass.range(count, unroll=1):
